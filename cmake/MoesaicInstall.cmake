@@ -1,0 +1,1 @@
+# Install rules: written with the packaging work.

@@ -1,0 +1,115 @@
+// Reading model checkpoints: config.json, sharded safetensors, and the MoE layers in them. Files
+// are untrusted input.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "moesaic/experts.h"
+#include "moesaic/parallel.h"
+#include "moesaic/spec.h"
+#include "moesaic/status.h"
+#include "moesaic/tensor.h"
+
+namespace moesaic {
+
+enum class FileAccess : std::uint8_t {
+  kMmap,  // pages come and go with the system's cache
+  kCopy,  // explicit reads; safe when the file may change or shrink underneath
+};
+
+// The tensors of one MoE layer that are not routed experts. Absent tensors are not present().
+struct MoeLayerTensors {
+  Tensor gate_weight;              // [E (+ zero experts), H], BF16, F16 or F32 as stored
+  Tensor gate_bias;                // [E], router linear bias (gpt-oss)
+  Tensor e_score_correction_bias;  // [E (+ zero experts)] F32 (widened if stored narrower)
+  // Shared expert as one canonical MLP: w13 [1, 2S, H], w2 [1, H, S] (+ scales as the scheme says).
+  Tensor shared_w13, shared_w13_scale, shared_w2, shared_w2_scale;
+  QuantScheme shared_quant;   // may differ from the routed experts' scheme
+  Tensor shared_gate_weight;  // [1, H], Qwen2-MoE
+};
+
+// Called now and then during a long load with bytes done and in all.
+using ProgressFn = std::function<void(std::int64_t done_bytes, std::int64_t total_bytes)>;
+
+// A layer's weights, ready for a backend: small tensors loaded, experts streamed one at a time.
+struct MoeLayerWeights {
+  MoeLayerSpec spec;  // intermediate_size is still the full I
+  MoeLayerTensors tensors;
+  std::unique_ptr<ExpertSource>
+      experts;  // local experts of the parallel configuration, tensor-parallel slices
+};
+
+class Checkpoint {
+ public:
+  struct Options {
+    FileAccess access = FileAccess::kMmap;
+  };
+  // Opens a folder with config.json and safetensors. Reads headers only. Refuses (naming file and
+  // field) what is malformed; unknown families are kUnsupported with the nearest known model_type.
+  static Result<Checkpoint> open(const std::string& directory, const Options& options);
+  static Result<Checkpoint> open(const std::string& directory) {
+    return open(directory, Options{});
+  }
+
+  const std::string& model_type() const;
+  // MoE layers in ascending order.
+  std::span<const MoeLayerSpec> layers() const;
+  // kNotFound lists the MoE layers that exist.
+  Result<MoeLayerSpec> layer(int index) const;
+  // Bytes of all tensors of the layer's MoE block, as stored.
+  std::int64_t layer_bytes(int index) const;
+  // Problems that do not stop every layer, in words: missing or unknown tensors, odd shapes,
+  // ignored duplicates.
+  std::vector<std::string> problems() const;
+
+  // Loads router and shared tensors and makes the experts' source. Every expected tensor is checked
+  // for presence, dtype and shape before anything is read: kMissingTensor names up to 8,
+  // unrecognised tensors in the block are kCorruptFile. TP slices and expert maps follow
+  // `parallel`.
+  Result<MoeLayerWeights> load_layer(int index, const ParallelConfig& parallel,
+                                     const ProgressFn& progress = {}) const;
+
+  // Any tensor by name, copied (golden files, hidden states). kNotFound names the nearest.
+  Result<Tensor> read_tensor(const std::string& name) const;
+
+  Checkpoint(Checkpoint&&) noexcept;
+  Checkpoint& operator=(Checkpoint&&) noexcept;
+  ~Checkpoint();
+
+ private:
+  struct Impl;
+  explicit Checkpoint(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+// A single safetensors file, for hidden states and golden outputs.
+class TensorFile {
+ public:
+  static Result<TensorFile> open(const std::string& path, FileAccess access = FileAccess::kMmap);
+  std::vector<std::string> names() const;  // in file order
+  bool contains(const std::string& name) const;
+  Result<Tensor> read(const std::string& name) const;
+  TensorFile(TensorFile&&) noexcept;
+  TensorFile& operator=(TensorFile&&) noexcept;
+  ~TensorFile();
+
+ private:
+  struct Impl;
+  explicit TensorFile(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+struct NamedTensor {
+  std::string name;
+  ConstTensorView tensor;  // contiguous
+};
+// Writes a safetensors file in the reference writer's order; atomic: a temporary file in the same
+// folder is renamed only when complete. kInvalidArgument for duplicate or empty names.
+Status write_safetensors(const std::string& path, std::span<const NamedTensor> tensors);
+
+}  // namespace moesaic

@@ -1,0 +1,131 @@
+// The experts stage: both grouped GEMMs with the activation between them. Problem, weights source,
+// backend interface and the ordered catalogue of backends. Symbols as in spec.h; E_l local experts,
+// N = 2I (gated) or I.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "moesaic/activation.h"
+#include "moesaic/quant.h"
+#include "moesaic/status.h"
+#include "moesaic/tensor.h"
+
+namespace moesaic {
+
+enum class ActivationFormat : std::uint8_t {
+  kStandard,  // rows in token order, [M, H]
+  kBatched,   // one slab per local expert, [E_l, T, H]; the first expert_num_tokens[e] rows of a
+              // slab are defined
+};
+
+// What an experts backend leaves to finalize.
+enum class TopKWeightAndReduce : std::uint8_t {
+  kNoOp,          // output is [M, H], weighted and reduced
+  kContiguous,    // output is [M*k, H], slot order, unweighted
+  kNaiveBatched,  // output is [E_l, T, H], unweighted
+  kDelegate,      // finalize decides
+};
+
+// What is to be computed; a value that never changes once a backend was made from it.
+struct MoeProblem {
+  std::int64_t num_experts = 0;        // global
+  std::int64_t num_local_experts = 0;  // E_l
+  std::int64_t top_k = 0;
+  std::int64_t hidden_size = 0;        // H
+  std::int64_t intermediate_size = 0;  // I of this rank
+  ActivationSpec activation;
+  QuantScheme quant;
+  DType activation_dtype =
+      DType::kBF16;  // hidden states; the intermediate is rounded to it (F32 scheme: not rounded)
+  ActivationFormat format = ActivationFormat::kStandard;
+  bool has_expert_bias = false;
+  bool apply_router_weight_on_input = false;
+  std::int64_t max_tokens = 0;  // M (standard) or T (batched) that the workspace must allow
+  int num_threads = 0;          // 0: one per core this process may use
+};
+
+// One expert's canonical weights. w13 is [N, H] with gate rows first (kGateThenUp), w2 is [H, I],
+// both row-major. Scales per the scheme (fp8-block: [N/128, ceil(H/128)] and [ceil(H/128),
+// ceil(I/128)] F32); biases F32 or BF16.
+struct ExpertWeightsView {
+  ConstTensorView w13, w13_scale, w13_bias;
+  ConstTensorView w2, w2_scale, w2_bias;
+};
+
+// Hands a backend the weights of one local expert at a time, so that it can repack them into its
+// own layout without a second full copy in memory.
+class ExpertSource {
+ public:
+  virtual ~ExpertSource() = default;
+  // Views valid until the next call. kMissingTensor, kCorruptFile ... as the source finds.
+  virtual Result<ExpertWeightsView> expert(std::int64_t local_expert) = 0;
+};
+
+// Views of stacked tensors: w13 [E_l, N, H], w2 [E_l, H, I], scales and biases with a leading E_l.
+// Not owned.
+struct StackedExpertWeights {
+  ConstTensorView w13, w13_scale, w13_bias;
+  ConstTensorView w2, w2_scale, w2_bias;
+};
+std::unique_ptr<ExpertSource> make_stacked_source(const StackedExpertWeights& weights);
+
+struct ExpertsArgs {
+  // Standard: [M, H]; batched: [E_l, T, H]. F32, BF16 or F16 raw activations, rows may be strided
+  // (last axis dense).
+  ConstTensorView hidden_states;
+  // Standard only: [M, k] global ids (I32, -1: no expert) and F32 weights.
+  ConstTensorView topk_ids;
+  ConstTensorView topk_weights;
+  std::span<const std::int32_t> expert_map;         // [E] -> local or -1; empty: identity
+  std::span<const std::int32_t> expert_num_tokens;  // batched only, [E_l]
+  std::span<std::byte> workspace;                   // 64-byte aligned, >= workspace_size(M)
+  // Standard, kNoOp: [M, H] F32 or BF16 or F16; batched: [E_l, T, H] (rows past the counts are not
+  // written).
+  TensorView output;
+};
+
+// One backend bound to one layer's weights. Immutable after construction; run may be called from
+// several threads with distinct workspaces.
+class Experts {
+ public:
+  virtual ~Experts() = default;
+  virtual std::string_view name() const = 0;  // as in the catalogue, for example "cpu_avx512_bf16"
+  virtual TopKWeightAndReduce reduction() const = 0;
+  virtual ActivationFormat format() const = 0;
+  // Bytes, monotone in tokens. kLimitExceeded when the size does not fit.
+  virtual Result<std::int64_t> workspace_size(std::int64_t tokens) const = 0;
+  virtual std::int64_t weight_bytes() const = 0;
+  // One sentence: what the result's bits do and do not depend on.
+  virtual std::string_view determinism() const = 0;
+  // Checks shapes, dtypes, workspace and aliasing; allocates nothing; zero tokens are ordinary.
+  virtual Status run(const ExpertsArgs& args) const = 0;
+};
+
+// A row of the catalogue: how to ask and how to make.
+struct ExpertsBackend {
+  std::string_view name;
+  std::string_view description;
+  // ok, or the reason for refusing, tested in a fixed order without looking at weights.
+  Status (*can_implement)(const MoeProblem& problem);
+  Result<std::unique_ptr<Experts>> (*create)(const MoeProblem& problem, ExpertSource& source);
+};
+// Fastest first, the plain reference last.
+std::span<const ExpertsBackend> experts_catalogue();
+
+struct CandidateReport {
+  std::string stage, name, reason;  // reason: empty when accepted
+  bool accepted = false;
+};
+// All rows with acceptance or reason.
+std::vector<CandidateReport> explain_experts(const MoeProblem& problem);
+// The first accepted row, or the row called `forced` (kNotFound lists the names; kUnsupported gives
+// its reason).
+Result<const ExpertsBackend*> choose_experts(const MoeProblem& problem,
+                                             std::string_view forced = {});
+
+}  // namespace moesaic

@@ -1,0 +1,82 @@
+// MoeLayerSpec: everything about one MoE layer that a configuration file or an engine states, as
+// plain data. Symbols: M tokens, H hidden_size, I intermediate_size (full, before tensor
+// parallelism), E num_experts, k top_k.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "moesaic/activation.h"
+#include "moesaic/dtype.h"
+#include "moesaic/quant.h"
+
+namespace moesaic {
+
+enum class ScoringFunc : std::uint8_t { kSoftmax, kSigmoid, kSqrtSoftplus };
+
+enum class RoutingMethod : std::uint8_t {
+  kTopK,         // score, (+bias for selection), top-k, optional renormalise, optional scale
+  kGroupedTopK,  // the same restricted to the best topk_group of num_expert_group groups
+  kTopKSoftmax,  // top-k on logits, softmax over the selected (gpt-oss, Granite)
+  kLlama4,       // top-k on logits, sigmoid of the selected; goes with apply_router_weight_on_input
+  kSparseMixer,  // Phi-3.5, top_k 2
+  kPNorm,        // softmax, top-k, divide by the p-norm of the selected (DBRX)
+  kZeroExpert,   // biased top-k over real and identity experts (LongCat)
+  kHash,         // ids from a table indexed by token id, sqrtsoftplus weights
+  kCustom,       // a caller's function
+  kSimulated,    // ignores logits; for load experiments
+};
+
+// How router logits become topk_ids and topk_weights. Source: spec routing.md.
+struct RoutingSpec {
+  RoutingMethod method = RoutingMethod::kTopK;
+  ScoringFunc scoring_func = ScoringFunc::kSoftmax;
+  std::int64_t num_experts = 0;  // real (logical) experts E
+  std::int64_t num_zero_experts =
+      0;  // identity experts behind them; logits have num_experts + num_zero_experts columns
+  std::int64_t top_k = 0;
+  bool renormalize = false;
+  std::int64_t num_expert_group = 1;
+  std::int64_t topk_group = 1;
+  bool has_correction_bias = false;  // e_score_correction_bias takes part in selection
+  double routed_scaling_factor = 1.0;
+  bool scale_on_output =
+      false;                 // true: the layer scales the routed output, not the router its weights
+  double p_norm = 1.0;       // kPNorm
+  double jitter_eps = 0.01;  // kSparseMixer
+  double renorm_floor =
+      0.0;  // renormalise divides by max(sum, renorm_floor) when > 0 (ERNIE: 1e-12)
+};
+
+// One shared (always active) expert MLP beside the routed ones; intermediate_size 0 means there is
+// none.
+struct SharedExpertSpec {
+  std::int64_t intermediate_size = 0;
+  bool gated_output = false;  // multiply by sigmoid(x . shared_expert_gate)
+};
+
+struct MoeLayerSpec {
+  std::string model_type;  // "deepseek_v3", ... ; empty when built by hand
+  int layer = -1;          // 0-based index in the model, -1 when built by hand
+  std::string prefix;      // name of the block, for example "model.layers.3.mlp"
+  std::int64_t hidden_size = 0;
+  std::int64_t intermediate_size = 0;
+  std::int64_t num_experts = 0;
+  RoutingSpec routing;
+  ActivationSpec activation;
+  SharedExpertSpec shared;
+  QuantScheme quant;  // of the routed experts, as stored
+  DType activation_dtype =
+      DType::kBF16;  // dtype of hidden states and of the layer's intermediate roundings
+  bool has_router_bias = false;
+  bool has_expert_bias = false;
+  bool apply_router_weight_on_input = false;
+};
+
+std::string_view routing_method_name(RoutingMethod method);
+std::string_view scoring_func_name(ScoringFunc func);
+// Internal consistency: 1 <= k <= E + zero experts, groups divide E, sizes >= 1 ... Names the
+// field, value and need.
+Status validate(const MoeLayerSpec& spec);
+
+}  // namespace moesaic

@@ -1,0 +1,65 @@
+#include "moesaic/tensor.h"
+
+#include <gtest/gtest.h>
+
+#include "core/arena.h"
+#include "core/checked.h"
+
+namespace moesaic {
+namespace {
+
+TEST(Shape, CountsElementsExactlyAndRefusesOverflow) {
+  EXPECT_EQ(Shape({2, 3, 4}).num_elements().value(), 24);
+  EXPECT_EQ(Shape({}).num_elements().value(), 1);
+  EXPECT_EQ(Shape({0, 5}).num_elements().value(), 0);
+  const auto n = Shape({std::int64_t{1} << 32, std::int64_t{1} << 31}).num_elements();
+  ASSERT_FALSE(n.ok());
+  EXPECT_EQ(n.status().code(), StatusCode::kLimitExceeded);
+}
+
+TEST(Tensor, BytesOfSubByteTypesMustFillBytes) {
+  EXPECT_EQ(contiguous_bytes(DType::kF4E2M1, Shape({2, 2})).value(), 2);
+  EXPECT_EQ(contiguous_bytes(DType::kF6E2M3, Shape({4})).value(), 3);
+  EXPECT_EQ(contiguous_bytes(DType::kF4E2M1, Shape({3})).status().code(),
+            StatusCode::kInvalidShape);
+}
+
+TEST(Tensor, ChecksNameTheFieldTheFoundAndTheNeeded) {
+  Tensor t = Tensor::zeros(DType::kF32, {8, 7, 14}).value();
+  const Status s = expect_shape("w2_scale", t.view(), {8, 8, 14});
+  EXPECT_EQ(s.code(), StatusCode::kInvalidShape);
+  EXPECT_EQ(s.message(), "w2_scale: got [8, 7, 14], need [8, 8, 14]");
+  EXPECT_EQ(expect_no_overlap("a", t.view(), "b", t.view()).code(), StatusCode::kAliasing);
+}
+
+TEST(Tensor, DTypeNamesRoundTrip) {
+  for (int i = 0; i < 22; ++i) {
+    const auto d = static_cast<DType>(i);
+    EXPECT_EQ(dtype_from_name(dtype_name(d)), d);
+  }
+  EXPECT_FALSE(dtype_from_name("f32").has_value());
+}
+
+TEST(Arena, MeasuresAndCarvesAlike) {
+  Arena measure = Arena::measure();
+  measure.take<float>(3);
+  measure.take<double>(9);
+  EXPECT_EQ(measure.used(), 64 + 128);
+  std::vector<std::byte> memory(192);
+  Arena arena(memory);
+  EXPECT_NE(arena.take<float>(3), nullptr);
+  EXPECT_NE(arena.take<double>(9), nullptr);
+  EXPECT_TRUE(arena.status().ok());
+  EXPECT_EQ(arena.take<char>(1), nullptr);
+  EXPECT_EQ(arena.status().code(), StatusCode::kWorkspaceTooSmall);
+  EXPECT_NE(arena.status().message().find("192"), std::string::npos);
+}
+
+TEST(Arena, RefusesSizesBeyondSixtyTwoBits) {
+  Arena measure = Arena::measure();
+  measure.take<double>(std::int64_t{1} << 61);
+  EXPECT_EQ(measure.status().code(), StatusCode::kLimitExceeded);
+}
+
+}  // namespace
+}  // namespace moesaic
