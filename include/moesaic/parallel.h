@@ -10,9 +10,18 @@
 
 namespace moesaic {
 
+// Which experts rank r of ep owns; n_r = E div ep, plus one for the first E mod ep ranks.
+//   kLinear      n_r consecutive ids, ranks in order; local index = id - first id of the rank
+//   kRoundRobin  r, r + ep, r + 2 ep, ...; local index = id div ep
+// Round robin spreads the groups of a grouped router over the ranks. An engine should ask for it
+// only when num_expert_group > 1, there are no redundant experts and no expert load balancing,
+// ep > 1, and tokens travel without all-to-all kernels or with kernels that take routing tables;
+// otherwise it falls back to linear (with a warning). That decision needs facts that are not known
+// here (the transport), so this folder does exactly what `placement` says and never falls back.
 enum class ExpertPlacement : std::uint8_t { kLinear, kRoundRobin };
+std::string_view expert_placement_name(ExpertPlacement placement);  // "linear", "round_robin"
 
-// Sizes and ranks as an engine states them.
+// Sizes and ranks as an engine states them: tensor, prefill-context and data parallelism.
 struct ParallelSizes {
   int tp_size = 1, tp_rank = 0;
   int pcp_size = 1, pcp_rank = 0;
@@ -27,16 +36,26 @@ struct ParallelConfig {
   int dp_size = 1, dp_rank = 0;
   ExpertPlacement placement = ExpertPlacement::kLinear;
 
-  // flat = dp*pcp*tp; with expert parallelism ep = flat and tp = 1, else tp = flat and ep = 1.
-  // kInvalidArgument for a size < 1 or a rank outside its size (names the field).
+  // flat_size = dp*pcp*tp, flat_rank = (dp_rank*pcp + pcp_rank)*tp + tp_rank. With expert
+  // parallelism and flat_size > 1: ep = flat, tp = 1; else tp = flat, ep = 1. dp is kept.
+  // kInvalidArgument for a size < 1 or a rank outside its size (names the field),
+  // kLimitExceeded when flat_size does not fit 31 bits.
   static Result<ParallelConfig> from_sizes(const ParallelSizes& sizes);
+  // kInvalidArgument (names the field) for a size < 1, a rank outside its size, tp_size > 1
+  // together with ep_size > 1, a dp_size that does not divide the flattened size (the larger of tp
+  // and ep), or a placement outside the enumeration.
   Status validate() const;
 };
 
-// expert_map[num_experts]: local index or -1; empty when ep_size == 1. The first (num_experts %
-// ep_size) ranks own one expert more. Linear: contiguous ids. Round robin: rank, rank+ep, ...
-std::vector<std::int32_t> make_expert_map(std::int64_t num_experts, const ParallelConfig& config);
-// Global ids of the experts that this rank owns, in local order (all of them when ep_size == 1).
-std::vector<std::int64_t> local_expert_ids(std::int64_t num_experts, const ParallelConfig& config);
+// expert_map[num_experts]: global id -> local index, or -1 for an expert of another rank. Empty
+// when ep_size == 1: there is no map then, rather than an identity. A rank may own no expert at
+// all (num_experts < ep_size). Errors: those of config.validate(), kInvalidArgument when
+// num_experts is negative, kLimitExceeded when it does not fit 31 bits, kOutOfMemory.
+Result<std::vector<std::int32_t>> make_expert_map(std::int64_t num_experts,
+                                                  const ParallelConfig& config);
+// Global ids of the experts that this rank owns, in local order and ascending (all of them when
+// ep_size == 1). Errors as make_expert_map.
+Result<std::vector<std::int64_t>> local_expert_ids(std::int64_t num_experts,
+                                                   const ParallelConfig& config);
 
 }  // namespace moesaic

@@ -1,0 +1,71 @@
+// Ownership of experts by expert-parallel ranks. One rule (local_expert_ids) decides; the map is
+// its inverse, so the two cannot disagree.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+#include <new>
+
+#include "core/fault.h"
+#include "moesaic/parallel.h"
+
+namespace moesaic {
+
+Result<std::vector<std::int64_t>> local_expert_ids(std::int64_t num_experts,
+                                                   const ParallelConfig& config) {
+  MOESAIC_RETURN_IF_ERROR(config.validate());
+  if (num_experts < 0) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("num_experts: got {}, need a number >= 0", num_experts));
+  }
+  if (num_experts > std::numeric_limits<std::int32_t>::max()) {
+    return Status(StatusCode::kLimitExceeded,
+                  fmt::format("num_experts: got {}, need at most 2^31-1", num_experts));
+  }
+  const std::int64_t ep = config.ep_size;
+  const std::int64_t rank = config.ep_rank;
+  const std::int64_t base = num_experts / ep;
+  const std::int64_t remainder = num_experts % ep;
+  const bool extra_to_last = MOESAIC_FAULT(parallel_extra_expert_to_last_rank);
+  // The first `remainder` ranks own one expert more.
+  const bool one_more = extra_to_last ? rank >= ep - remainder : rank < remainder;
+  const std::int64_t count = base + (one_more ? 1 : 0);
+
+  std::int64_t first = rank * base + std::min(rank, remainder);
+  std::int64_t step = 1;
+  if (extra_to_last) first = rank * base + std::max<std::int64_t>(0, rank - (ep - remainder));
+  if (config.placement == ExpertPlacement::kRoundRobin &&
+      !MOESAIC_FAULT(parallel_ignore_round_robin)) {
+    first = rank;
+    step = ep;
+  }
+  try {
+    std::vector<std::int64_t> ids(static_cast<std::size_t>(count));
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      ids[i] = first + step * static_cast<std::int64_t>(i);
+    }
+    return ids;
+  } catch (const std::bad_alloc&) {
+    return Status(StatusCode::kOutOfMemory,
+                  fmt::format("num_experts: cannot allocate the ids of {} experts", count));
+  }
+}
+
+Result<std::vector<std::int32_t>> make_expert_map(std::int64_t num_experts,
+                                                  const ParallelConfig& config) {
+  MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int64_t> ids,
+                           local_expert_ids(num_experts, config));
+  if (config.ep_size == 1) return std::vector<std::int32_t>{};
+  try {
+    std::vector<std::int32_t> map(static_cast<std::size_t>(num_experts), -1);
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      map[static_cast<std::size_t>(ids[i])] = static_cast<std::int32_t>(i);
+    }
+    return map;
+  } catch (const std::bad_alloc&) {
+    return Status(StatusCode::kOutOfMemory,
+                  fmt::format("num_experts: cannot allocate a map of {} entries", num_experts));
+  }
+}
+
+}  // namespace moesaic
