@@ -1,0 +1,57 @@
+// JSON from untrusted files: exact integers, no duplicate keys, bounded size and depth, no
+// exceptions. Two forms: events (large headers and indices) and a document (config.json).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <string_view>
+
+#include "moesaic/status.h"
+
+namespace moesaic {
+
+struct JsonLimits {
+  std::size_t max_bytes = 0;  // of the text; more is kLimitExceeded before anything is parsed
+  int max_depth = 0;          // open objects and arrays; more is kLimitExceeded
+};
+
+// Receives a JSON text in order. Every function returns false to stop parsing; the receiver then
+// keeps the reason itself. Integers arrive exactly: on_unsigned for 0 .. 2^64-1, on_negative below
+// zero (and for "-0"), everything else (fractions, exponents, integers that do not fit) is on_real.
+// Views are valid during the call only.
+class JsonEvents {
+ public:
+  virtual ~JsonEvents() = default;
+  virtual bool on_null() = 0;
+  virtual bool on_bool(bool value) = 0;
+  virtual bool on_unsigned(std::uint64_t value) = 0;
+  virtual bool on_negative(std::int64_t value) = 0;
+  virtual bool on_real(double value, std::string_view literal) = 0;
+  virtual bool on_string(std::string_view value) = 0;
+  virtual bool on_key(std::string_view key) = 0;
+  virtual bool on_start_object() = 0;
+  virtual bool on_end_object() = 0;
+  virtual bool on_start_array() = 0;
+  virtual bool on_end_array() = 0;
+};
+
+// Parses one JSON value. `label` (a file name) begins every message.
+// kCorruptFile: not UTF-8, not JSON (with the byte position), trailing text. kLimitExceeded: size
+// or depth. When the receiver stops the parse the result is ok: ask the receiver. Duplicate keys
+// are the receiver's business. Memory: O(longest string + depth). O(bytes).
+Status parse_json_events(std::string_view label, std::string_view text, const JsonLimits& limits,
+                         JsonEvents& events);
+
+// The whole text as a document; include <nlohmann/json.hpp> to use it. Errors as above, and
+// kCorruptFile for a duplicate key (named). Integers keep their exact value and signedness
+// (is_number_unsigned / is_number_integer); an integer beyond 64 bits arrives as a float.
+Result<nlohmann::json> parse_json_document(std::string_view label, std::string_view text,
+                                           const JsonLimits& limits);
+
+// The byte position of the first ill-formed UTF-8 sequence (overlong forms, surrogates and values
+// above U+10FFFF included), or text.size() when there is none.
+std::size_t first_invalid_utf8(std::string_view text);
+
+}  // namespace moesaic
