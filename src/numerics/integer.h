@@ -1,0 +1,80 @@
+// Integer element formats: int8, packed int4/uint4 nibbles, and the nf4 code table.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "core/fault.h"
+
+namespace moesaic {
+
+// Nearest integer, ties to even, saturating to [-128, 127]; NaN gives 0. Integer rounding by the
+// 1.5 * 2^23 addition, exact for the clamped range under the default rounding mode.
+inline std::int8_t i8_from_f32(float x) {
+  if (x != x) return 0;
+  const float clamped = x < -128.0F ? -128.0F : (x > 127.0F ? 127.0F : x);
+  constexpr float kMagic = 12582912.0F;
+  return static_cast<std::int8_t>((clamped + kMagic) - kMagic);
+}
+
+// Packed nibbles, element 2j in the low and 2j+1 in the high half of byte j.
+inline std::uint8_t nibble_at(const std::uint8_t* packed, std::int64_t index) {
+  const bool high = (index & 1) != 0;
+  const std::uint8_t byte = packed[index >> 1];
+  return static_cast<std::uint8_t>(high != MOESAIC_FAULT(numerics_nibble_order) ? byte >> 4
+                                                                                : byte & 0x0F);
+}
+// Writes the low four bits of `value`; the neighbouring nibble stays.
+inline void set_nibble(std::uint8_t* packed, std::int64_t index, std::uint8_t value) {
+  std::uint8_t& byte = packed[index >> 1];
+  const unsigned low = value & 0x0FU;
+  byte = static_cast<std::uint8_t>((index & 1) != 0 ? (byte & 0x0FU) | (low << 4)
+                                                    : (byte & 0xF0U) | low);
+}
+
+// Meaning of a nibble: two's complement [-8, 7]; unsigned [0, 15] (with a zero point elsewhere);
+// and uint4b8, stored v + 8.
+constexpr int i4_from_nibble(std::uint8_t nibble) { return ((nibble & 0x0F) ^ 8) - 8; }
+constexpr int u4_from_nibble(std::uint8_t nibble) { return nibble & 0x0F; }
+constexpr int u4b8_from_nibble(std::uint8_t nibble) { return (nibble & 0x0F) - 8; }
+// Clamps to [-8, 7].
+constexpr std::uint8_t nibble_from_i4(int value) {
+  const int clamped = value < -8 ? -8 : (value > 7 ? 7 : value);
+  return static_cast<std::uint8_t>(clamped & 0x0F);
+}
+
+// nf4: quantiles of the normal distribution, in units of a block's absmax. Source: QLoRA,
+// Dettmers et al. 2023, appendix E.
+inline constexpr std::array<float, 16> kNf4Values = {
+    -1.0F,
+    -0.6961928009986877F,
+    -0.5250730514526367F,
+    -0.39491748809814453F,
+    -0.28444138169288635F,
+    -0.18477343022823334F,
+    -0.09105003625154495F,
+    0.0F,
+    0.07958029955625534F,
+    0.16093020141124725F,
+    0.24611230194568634F,
+    0.33791524171829224F,
+    0.44070982933044434F,
+    0.5626170039176941F,
+    0.7229568362236023F,
+    1.0F,
+};
+constexpr float f32_from_nf4(std::uint8_t code) { return kNf4Values[code & 0x0FU]; }
+// Nearest entry of x = value / absmax; a value exactly between two entries takes the lower one. NaN
+// gives 0. Stored bytes hold element 0 in the *high* nibble, unlike every other format here.
+constexpr std::uint8_t nf4_from_f32(float x) {
+  std::uint8_t code = 0;
+  for (std::size_t i = 0; i + 1 < kNf4Values.size(); ++i) {
+    const double midpoint =
+        0.5 * (static_cast<double>(kNf4Values[i]) + static_cast<double>(kNf4Values[i + 1]));
+    if (static_cast<double>(x) > midpoint) code = static_cast<std::uint8_t>(i + 1);
+  }
+  return code;
+}
+
+}  // namespace moesaic
