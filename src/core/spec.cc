@@ -1,0 +1,212 @@
+#include "moesaic/spec.h"
+
+#include <fmt/format.h>
+
+#include <cmath>
+
+#include "core/checked.h"
+
+namespace moesaic {
+namespace {
+
+Status refuse(std::string text) { return {StatusCode::kInvalidArgument, std::move(text)}; }
+
+Status at_least(std::string_view field, std::int64_t value, std::int64_t least) {
+  if (value >= least) return {};
+  return refuse(fmt::format("{}: got {}, need at least {}", field, value, least));
+}
+
+Status between(std::string_view field, std::int64_t value, std::int64_t low, std::int64_t high,
+               std::string_view high_name) {
+  if (value >= low && value <= high) return {};
+  return refuse(fmt::format("{}: got {}, need {} to {} ({})", field, value, low, high, high_name));
+}
+
+Status positive_finite(std::string_view field, double value) {
+  if (std::isfinite(value) && value > 0) return {};
+  return refuse(fmt::format("{}: got {}, need a finite number > 0", field, value));
+}
+
+Status not_negative_finite(std::string_view field, double value) {
+  if (std::isfinite(value) && value >= 0) return {};
+  return refuse(fmt::format("{}: got {}, need a finite number >= 0", field, value));
+}
+
+Status validate_groups(const RoutingSpec& r) {
+  const std::int64_t groups = r.num_expert_group;
+  MOESAIC_RETURN_IF_ERROR(
+      between("routing.num_expert_group", groups, 1, r.num_experts, "num_experts"));
+  MOESAIC_RETURN_IF_ERROR(
+      between("routing.topk_group", r.topk_group, 1, groups, "num_expert_group"));
+  if (r.method != RoutingMethod::kGroupedTopK) {
+    if (groups == 1) return {};
+    return refuse(fmt::format(
+        "routing.num_expert_group: got {} with method {}, need 1 or method {}", groups,
+        routing_method_name(r.method), routing_method_name(RoutingMethod::kGroupedTopK)));
+  }
+  if (r.num_experts % groups != 0) {
+    return refuse(fmt::format("routing.num_expert_group: got {}, need a divisor of num_experts {}",
+                              groups, r.num_experts));
+  }
+  const std::int64_t group_size = r.num_experts / groups;
+  if (r.has_correction_bias && group_size < 2) {
+    // With a bias a group is ranked by its two best experts; one expert has no second best.
+    return refuse(
+        fmt::format("routing.num_expert_group: got {} groups of one expert with a correction bias, "
+                    "need at least 2 experts in a group",
+                    groups));
+  }
+  const std::int64_t reachable = r.topk_group * group_size;
+  if (r.top_k > reachable) {
+    return refuse(
+        fmt::format("routing.top_k: got {}, need at most {} (topk_group {} x {} experts per group)",
+                    r.top_k, reachable, r.topk_group, group_size));
+  }
+  return {};
+}
+
+Status validate_method(const RoutingSpec& r) {
+  const bool zero_experts = r.method == RoutingMethod::kZeroExpert;
+  if (zero_experts != (r.num_zero_experts > 0)) {
+    return refuse(fmt::format("routing.num_zero_experts: got {} with method {}, need {}",
+                              r.num_zero_experts, routing_method_name(r.method),
+                              zero_experts ? "at least 1" : "0 or method zero_expert"));
+  }
+  if (r.method == RoutingMethod::kSparseMixer) {
+    MOESAIC_RETURN_IF_ERROR(between("routing.top_k", r.top_k, 2, 2, "fixed by sparse_mixer"));
+    if (r.renormalize) {
+      return refuse("routing.renormalize: got true with method sparse_mixer, need false");
+    }
+    MOESAIC_RETURN_IF_ERROR(not_negative_finite("routing.jitter_eps", r.jitter_eps));
+  }
+  if (r.method == RoutingMethod::kPNorm) {
+    MOESAIC_RETURN_IF_ERROR(positive_finite("routing.p_norm", r.p_norm));
+  }
+  return {};
+}
+
+Status validate_routing(const MoeLayerSpec& spec) {
+  const RoutingSpec& r = spec.routing;
+  if (r.num_experts != spec.num_experts) {
+    return refuse(fmt::format("routing.num_experts: got {}, need num_experts {} of the layer",
+                              r.num_experts, spec.num_experts));
+  }
+  MOESAIC_RETURN_IF_ERROR(at_least("routing.num_zero_experts", r.num_zero_experts, 0));
+  const auto columns = checked_add(r.num_experts, r.num_zero_experts);
+  if (!columns) {
+    return {StatusCode::kLimitExceeded, "routing: num_experts + num_zero_experts exceeds 63 bits"};
+  }
+  MOESAIC_RETURN_IF_ERROR(
+      between("routing.top_k", r.top_k, 1, *columns,
+              r.num_zero_experts > 0 ? "num_experts + num_zero_experts" : "num_experts"));
+  MOESAIC_RETURN_IF_ERROR(validate_groups(r));
+  MOESAIC_RETURN_IF_ERROR(validate_method(r));
+  MOESAIC_RETURN_IF_ERROR(
+      positive_finite("routing.routed_scaling_factor", r.routed_scaling_factor));
+  return not_negative_finite("routing.renorm_floor", r.renorm_floor);
+}
+
+Status validate_activation(const ActivationSpec& a) {
+  // Infinity is the documented "no clamp"; NaN fails the comparison.
+  if (!(a.limit > 0)) {
+    return refuse(fmt::format("activation.limit: got {}, need > 0 (infinity: no clamp)", a.limit));
+  }
+  for (const auto& [field, value] :
+       {std::pair{"activation.alpha", a.alpha}, std::pair{"activation.beta", a.beta},
+        std::pair{"activation.up_limit", a.up_limit}}) {
+    if (!std::isfinite(value)) {
+      return refuse(fmt::format("{}: got {}, need a finite number", field, value));
+    }
+  }
+  return {};
+}
+
+// Every stacked tensor must have a size that 63-bit byte offsets can address.
+Status validate_sizes(const MoeLayerSpec& spec) {
+  const auto addressable = [&](std::int64_t experts, std::int64_t width) {
+    auto n = checked_mul(experts, width);
+    if (n) n = checked_mul(*n, spec.hidden_size);
+    if (n) n = checked_mul(*n, 8);  // two projections of at most 4 bytes per element
+    return n.has_value();
+  };
+  if (addressable(spec.num_experts, spec.intermediate_size) &&
+      addressable(1, spec.shared.intermediate_size)) {
+    return {};
+  }
+  return {StatusCode::kLimitExceeded,
+          fmt::format("weights of {} experts, intermediate_size {} (shared {}) and hidden_size {} "
+                      "exceed 63-bit sizes",
+                      spec.num_experts, spec.intermediate_size, spec.shared.intermediate_size,
+                      spec.hidden_size)};
+}
+
+}  // namespace
+
+std::string_view routing_method_name(RoutingMethod method) {
+  switch (method) {
+    case RoutingMethod::kTopK:
+      return "topk";
+    case RoutingMethod::kGroupedTopK:
+      return "grouped_topk";
+    case RoutingMethod::kTopKSoftmax:
+      return "topk_softmax";
+    case RoutingMethod::kLlama4:
+      return "llama4";
+    case RoutingMethod::kSparseMixer:
+      return "sparse_mixer";
+    case RoutingMethod::kPNorm:
+      return "p_norm";
+    case RoutingMethod::kZeroExpert:
+      return "zero_expert";
+    case RoutingMethod::kHash:
+      return "hash";
+    case RoutingMethod::kCustom:
+      return "custom";
+    case RoutingMethod::kSimulated:
+      return "simulated";
+  }
+  return "unknown";
+}
+
+std::string_view scoring_func_name(ScoringFunc func) {
+  switch (func) {
+    case ScoringFunc::kSoftmax:
+      return "softmax";
+    case ScoringFunc::kSigmoid:
+      return "sigmoid";
+    case ScoringFunc::kSqrtSoftplus:
+      return "sqrtsoftplus";
+  }
+  return "unknown";
+}
+
+Status validate(const MoeLayerSpec& spec) {
+  MOESAIC_RETURN_IF_ERROR(at_least("layer", spec.layer, -1));
+  MOESAIC_RETURN_IF_ERROR(at_least("hidden_size", spec.hidden_size, 1));
+  MOESAIC_RETURN_IF_ERROR(at_least("intermediate_size", spec.intermediate_size, 1));
+  MOESAIC_RETURN_IF_ERROR(at_least("num_experts", spec.num_experts, 1));
+  MOESAIC_RETURN_IF_ERROR(at_least("shared.intermediate_size", spec.shared.intermediate_size, 0));
+  MOESAIC_RETURN_IF_ERROR(validate_sizes(spec));
+  MOESAIC_RETURN_IF_ERROR(validate_routing(spec));
+  MOESAIC_RETURN_IF_ERROR(validate_activation(spec.activation));
+  if (spec.shared.gated_output && spec.shared.intermediate_size == 0) {
+    return refuse("shared.gated_output: got true without a shared expert, need false");
+  }
+  if (spec.apply_router_weight_on_input && spec.routing.top_k != 1) {
+    // The input row is multiplied once; with several experts there is no single weight.
+    return refuse(fmt::format("apply_router_weight_on_input: got true with top_k {}, need top_k 1",
+                              spec.routing.top_k));
+  }
+  switch (spec.activation_dtype) {
+    case DType::kF32:
+    case DType::kBF16:
+    case DType::kF16:
+      return {};
+    default:
+      return {StatusCode::kInvalidDType,
+              fmt::format("activation_dtype: got {}, need F32, BF16 or F16",
+                          dtype_name(spec.activation_dtype))};
+  }
+}
+
+}  // namespace moesaic
