@@ -1,0 +1,68 @@
+# Entry points for people. Everything below is CMake presets and scripts; nothing is hidden here.
+#   make demo   build a release and run a bundled trained checkpoint
+#   make test   build with all checks and run all tests
+BUILD := build
+CTEST_FLAGS ?= --output-on-failure
+# Parallel compile jobs: bounded by memory too (about 1.5 GB for the largest SIMD file).
+JOBS ?= $(shell scripts/jobs.sh)
+
+.PHONY: help deps deps-all demo test release asan tsan fuzz faults bench format format-check tidy install clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+	@echo "also: deps release asan tsan fuzz faults bench format format-check tidy clean"
+
+deps:
+	@scripts/install-deps.sh build
+
+deps-all:
+	@scripts/install-deps.sh all
+
+demo: deps
+	@scripts/demo.sh
+
+release: deps
+	cmake --preset release
+	cmake --build $(BUILD)/release -j $(JOBS)
+
+test: deps
+	cmake --preset dev
+	cmake --build $(BUILD)/dev -j $(JOBS)
+	ctest --test-dir $(BUILD)/dev $(CTEST_FLAGS)
+
+# All tests under AddressSanitizer and UndefinedBehaviorSanitizer.
+asan: deps
+	cmake --preset asan
+	cmake --build $(BUILD)/asan -j $(JOBS)
+	scripts/run-sanitized.sh asan
+
+# The threaded tests under ThreadSanitizer: clang with an OpenMP runtime that TSan understands.
+tsan: deps-all
+	cmake --preset tsan
+	cmake --build $(BUILD)/tsan -j $(JOBS)
+	scripts/run-sanitized.sh tsan
+
+# FUZZ_SECONDS per target; the corpus and seeds are in fuzz/.
+fuzz: deps-all
+	scripts/fuzz.sh
+
+faults: deps
+	cmake --preset dev
+	cmake --build $(BUILD)/dev -j $(JOBS)
+	ctest --test-dir $(BUILD)/dev $(CTEST_FLAGS) -R '^injected_faults$$'
+
+bench: release
+	$(BUILD)/release/bin/moesaic bench --device cpu --shape qwen3-30b --stage experts --tokens 1,4,16,512
+
+format: deps-all
+	@scripts/format.sh
+
+format-check: deps-all
+	@scripts/format.sh --check
+
+tidy: deps-all
+	cmake --preset dev
+	scripts/tidy.sh
+
+clean:
+	rm -rf $(BUILD)

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Formats all C++ files in place; with --check only tells which are not formatted.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+formatter=$(command -v clang-format-14 || command -v clang-format) || {
+  echo "clang-format is not installed: run scripts/install-deps.sh all" >&2
+  exit 1
+}
+mode=(-i)
+[ "${1:-}" = --check ] && mode=(--dry-run --Werror)
+find include src tools tests fuzz bench examples -name '*.h' -o -name '*.cc' | LC_ALL=C sort |
+  xargs -r "$formatter" "${mode[@]}"

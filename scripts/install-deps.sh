@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Installs what is missing for a build ("build") or for every check as well ("all").
+# Does nothing, and needs no network, when everything is there.
+set -euo pipefail
+
+build_packages=(g++ cmake ninja-build git python3 libfmt-dev libcli11-dev nlohmann-json3-dev libhwy-dev
+  libgtest-dev)
+# Sanitizers with OpenMP and libFuzzer need clang; formatting and linting its tools.
+check_packages=(clang clang-format clang-tidy libclang-rt-dev libomp-dev libbenchmark-dev)
+
+case "${1:-build}" in
+  build) packages=("${build_packages[@]}") ;;
+  all) packages=("${build_packages[@]}" "${check_packages[@]}") ;;
+  *)
+    echo "usage: $0 [build|all]" >&2
+    exit 2
+    ;;
+esac
+
+# Elsewhere than on Debian and its descendants we cannot install, only check.
+if ! command -v dpkg-query >/dev/null || ! command -v apt-get >/dev/null; then
+  for tool in c++ cmake ninja git python3; do
+    command -v "$tool" >/dev/null || {
+      echo "moesaic: this system has no apt-get; please install by hand the equivalents of:" >&2
+      echo "  ${packages[*]}" >&2
+      exit 1
+    }
+  done
+  echo "moesaic: no apt-get here; assuming these are installed: ${packages[*]}" >&2
+  exit 0
+fi
+
+missing=()
+for package in "${packages[@]}"; do
+  status=$(dpkg-query -W -f='${db:Status-Status}' "$package" 2>/dev/null || true)
+  [ "$status" = installed ] || missing+=("$package")
+done
+[ ${#missing[@]} -eq 0 ] && exit 0
+
+as_root=()
+if [ "$(id -u)" -ne 0 ]; then
+  command -v sudo >/dev/null || {
+    echo "moesaic: not root and no sudo; as root, run: apt-get install ${missing[*]}" >&2
+    exit 1
+  }
+  as_root=(sudo)
+fi
+
+echo "moesaic: installing ${missing[*]}"
+apt() { "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq -o Dpkg::Use-Pty=0 "$@" >/dev/null; }
+# The package lists of a fresh machine are empty or old: refresh them before giving up.
+apt install -y --no-install-recommends "${missing[@]}" 2>/dev/null || {
+  apt update
+  apt install -y --no-install-recommends "${missing[@]}"
+}

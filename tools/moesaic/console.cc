@@ -1,0 +1,90 @@
+#include "console.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <limits>
+#include <memory>
+
+namespace moesaic::tool {
+
+void Console::emit(const Json& object) const {
+  if (!json_) return;
+  // Names inside files need not be UTF-8; replace bad bytes instead of failing on output.
+  const std::string text = object.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
+  std::fwrite(text.data(), 1, text.size(), stdout);
+}
+
+void Console::print(std::string_view text) const {
+  if (!json_) std::fwrite(text.data(), 1, text.size(), stdout);
+}
+
+void Console::note(int level, std::string_view text) const {
+  if (verbosity_ >= level) std::fputs(fmt::format("moesaic: {}\n", text).c_str(), stderr);
+}
+
+void Console::warn(std::string_view text) const {
+  std::fputs(fmt::format("moesaic: warning: {}\n", text).c_str(), stderr);
+}
+
+int Console::fail(const Status& status, Origin origin, std::string_view next) const {
+  const ExitCode code = exit_code(status.code(), origin);
+  if (next.empty()) next = next_step(status.code(), origin);
+  std::fputs(fmt::format("moesaic: error: {}\n  next: {}\n", status.to_string(), next).c_str(),
+             stderr);
+  emit({{"error", status_code_name(status.code())},
+        {"message", status.message()},
+        {"next", std::string(next)},
+        {"exit_code", static_cast<int>(code)}});
+  return code;
+}
+
+ProgressFn Console::progress(std::string label) const {
+  if (isatty(STDERR_FILENO) == 0) return {};
+  using Clock = std::chrono::steady_clock;
+  const auto start = Clock::now();
+  auto last = std::make_shared<Clock::time_point>(start);
+  return [start, last, label = std::move(label)](std::int64_t done, std::int64_t total) {
+    const auto now = Clock::now();
+    if (now - start < std::chrono::milliseconds(500)) return;
+    if (now - *last < std::chrono::milliseconds(100)) return;
+    *last = now;
+    const double percent =
+        total > 0 ? 100.0 * static_cast<double>(done) / static_cast<double>(total) : 100.0;
+    std::fputs(fmt::format("\r\x1b[K{}  {:.0f} %  {} of {}", label, percent, format_bytes(done),
+                           format_bytes(total))
+                   .c_str(),
+               stderr);
+  };
+}
+
+void Console::finish_progress() const {
+  if (isatty(STDERR_FILENO) != 0) std::fputs("\r\x1b[K", stderr);
+}
+
+double finite(double value) {
+  return std::isfinite(value) ? value : std::numeric_limits<double>::max();
+}
+
+std::string format_bytes(std::int64_t bytes) {
+  static constexpr const char* kUnits[] = {"B", "kB", "MB", "GB", "TB", "PB"};
+  double value = static_cast<double>(bytes);
+  std::size_t unit = 0;
+  // 999.5 would print as "1e+03" with three digits.
+  while (value >= 999.5 && unit + 1 < std::size(kUnits)) {
+    value /= 1000;
+    ++unit;
+  }
+  return fmt::format("{:.3g} {}", value, kUnits[unit]);
+}
+
+std::string format_us(double us) {
+  if (us >= 1e6) return fmt::format("{:.3g} s", us / 1e6);
+  if (us >= 1e3) return fmt::format("{:.3g} ms", us / 1e3);
+  return fmt::format("{:.3g} us", us);
+}
+
+}  // namespace moesaic::tool

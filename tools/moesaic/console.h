@@ -1,0 +1,52 @@
+// What the tool says and where: results on stdout (text, or one JSON object with --json),
+// everything else on stderr; progress only when stderr is a terminal.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+
+#include "exit_code.h"
+#include "moesaic/checkpoint.h"
+#include "moesaic/status.h"
+
+namespace moesaic::tool {
+
+// Keys keep the order in which they are added, so that a person can read the object too.
+using Json = nlohmann::ordered_json;
+
+class Console {
+ public:
+  Console(bool json, int verbosity) : json_(json), verbosity_(verbosity) {}
+
+  bool json() const { return json_; }
+  // One JSON object and a line end; nothing without --json.
+  void emit(const Json& object) const;
+  // Human text; nothing with --json.
+  void print(std::string_view text) const;
+  // To stderr, from `level` times -v on.
+  void note(int level, std::string_view text) const;
+  void warn(std::string_view text) const;
+  // Reports a failure on stderr with its next step (and as a JSON object with --json) and returns
+  // the exit code.
+  int fail(const Status& status, Origin origin, std::string_view next = {}) const;
+  // Draws "label  42 %" on stderr from half a second on, at most ten times a second; empty function
+  // when stderr is not a terminal.
+  ProgressFn progress(std::string label) const;
+  void finish_progress() const;
+
+ private:
+  bool json_;
+  int verbosity_;
+};
+
+// JSON has no infinity and no NaN: a number that is neither becomes the largest finite double,
+// which no bound admits.
+double finite(double value);
+
+// "1.2 GB", "340 kB": decimal units, three significant digits.
+std::string format_bytes(std::int64_t bytes);
+std::string format_us(double us);
+
+}  // namespace moesaic::tool

@@ -1,0 +1,75 @@
+// moesaic env: what this binary is, what this machine offers, and why something is unavailable.
+#include <fmt/format.h>
+#include <omp.h>
+
+#include <fstream>
+#include <memory>
+#include <thread>
+
+#include "cpu_info.h"
+#include "moesaic/quant.h"
+#include "verbs.h"
+#include "version.h"
+
+namespace moesaic::tool {
+namespace {
+
+constexpr const char* kNoCuda = "this build has no CUDA backend";
+constexpr const char* kNoNccl = "this build has no NCCL communicator";
+constexpr const char* kNoMpi = "this build has no MPI communicator";
+
+Json unavailable(const char* reason) { return {{"available", false}, {"reason", reason}}; }
+
+int run_env(const CommonOptions& options) {
+  const Console console = options.console();
+  const std::vector<CpuTier> tiers = available_cpu_tiers();
+  Json tier_json = Json::array();
+  for (const CpuTier& tier : tiers) {
+    tier_json.push_back(
+        {{"name", tier.name}, {"available", tier.available}, {"reason", tier.reason}});
+  }
+  Json schemes = Json::array();
+  for (const QuantScheme& scheme : quant_schemes()) schemes.push_back(scheme.name);
+  const std::string cpu = cpu_model_name();
+  const unsigned cores = std::thread::hardware_concurrency();
+  const int threads = omp_get_max_threads();
+  console.emit(
+      {{"version", version()},
+       {"commit", commit()},
+       {"compiler", compiler()},
+       {"build_type", build_type()},
+       {"cpu", {{"model", cpu}, {"cores", cores}, {"threads", threads}, {"tiers", tier_json}}},
+       {"quant_schemes", schemes},
+       {"cuda", unavailable(kNoCuda)},
+       {"nccl", unavailable(kNoNccl)},
+       {"mpi", unavailable(kNoMpi)}});
+
+  console.print(version_text() + "\n");
+  console.print(
+      fmt::format("cpu      {}, {} core(s), {} thread(s) by default\n", cpu, cores, threads));
+  for (const CpuTier& tier : tiers) {
+    console.print(fmt::format("  tier   {:<12} {}\n", tier.name,
+                              tier.available ? "available" : "unavailable: " + tier.reason));
+  }
+  std::string names;
+  for (const QuantScheme& scheme : quant_schemes()) names += fmt::format(" {}", scheme.name);
+  console.print(fmt::format("schemes {}\n", names));
+  console.print(
+      fmt::format("cuda     unavailable: {}\nnccl     unavailable: {}\nmpi      unavailable: {}\n",
+                  kNoCuda, kNoNccl, kNoMpi));
+  return kExitOk;
+}
+
+}  // namespace
+
+Verb make_env(CLI::App& root) {
+  auto options = std::make_shared<CommonOptions>();
+  CLI::App* app =
+      add_verb(root, "env", "Versions, CPU tiers, devices, and why something is unavailable",
+               "  moesaic env\n"
+               "  moesaic env --json\n");
+  add_output_options(*app, *options);
+  return {app, [options] { return run_env(*options); }};
+}
+
+}  // namespace moesaic::tool

@@ -1,0 +1,79 @@
+#include "options.h"
+
+#include <fmt/format.h>
+
+#include "moesaic/quant.h"
+
+namespace moesaic::tool {
+namespace {
+
+// More threads than any machine has cores is a typing error, not a wish.
+constexpr int kMaxThreads = 4096;
+
+bool is_cuda_device(const std::string& device) {
+  if (device == "cuda") return true;
+  if (device.rfind("cuda:", 0) != 0 || device.size() == 5 || device.size() > 8) return false;
+  return device.find_first_not_of("0123456789", 5) == std::string::npos;
+}
+
+}  // namespace
+
+CLI::App* add_verb(CLI::App& root, const std::string& name, const std::string& description,
+                   const std::string& examples) {
+  CLI::App* app = root.add_subcommand(name, description);
+  app->footer(
+      "\nExamples:\n" + examples +
+      "\nExit codes: 0 ok, 1 verification failed, 2 usage, 3 bad input file, 4 unsupported,\n"
+      "            5 device or memory, 6 internal.");
+  return app;
+}
+
+void add_output_options(CLI::App& app, CommonOptions& options) {
+  app.add_flag("--json", options.json,
+               "Print one JSON object on stdout and nothing else; messages go to stderr");
+  app.add_flag("-v,--verbose", options.verbosity, "Say more on stderr (repeat for even more)");
+}
+
+void add_common_options(CLI::App& app, CommonOptions& options) {
+  app.add_option("--device", options.device, "cpu or cuda[:N]; default: cuda if usable, else cpu");
+  app.add_option("--threads", options.threads,
+                 "Threads; 0 takes one per core this process may use. The result does not depend "
+                 "on it")
+      ->check(CLI::Range(0, kMaxThreads))
+      ->capture_default_str();
+  app.add_option("--quant", options.quant,
+                 "Scheme to compute in: as-is (what the checkpoint holds) or a name such as f32, "
+                 "bf16, fp8-block, fp8-bf16")
+      ->capture_default_str();
+  app.add_option("--backend", options.backend,
+                 "Force one experts backend by its name in the catalogue (see explain)");
+  app.add_option("--seed", options.seed, "Seed of everything random")->capture_default_str();
+  add_output_options(app, options);
+}
+
+Status check_common_options(const CommonOptions& options) {
+  if (is_cuda_device(options.device)) {
+    return {StatusCode::kUnsupported,
+            fmt::format("--device {}: this build has no CUDA backend; need cpu", options.device)};
+  }
+  if (!options.device.empty() && options.device != "cpu") {
+    return {StatusCode::kInvalidArgument,
+            fmt::format("--device: got '{}', need cpu or cuda[:N]", options.device)};
+  }
+  if (options.quant != "as-is") {
+    const Result<QuantScheme> scheme = quant_scheme_from_name(options.quant);
+    if (!scheme.ok()) return scheme.status().with_context("--quant");
+  }
+  return {};
+}
+
+FusedMoE::Options layer_options(const CommonOptions& options, std::int64_t max_tokens) {
+  FusedMoE::Options layer;
+  layer.quant = options.quant;
+  layer.backend = options.backend;
+  layer.num_threads = options.threads;
+  layer.max_tokens = max_tokens;
+  return layer;
+}
+
+}  // namespace moesaic::tool

@@ -1,0 +1,52 @@
+// Options that several verbs share, and how a verb joins the command line.
+//
+// A verb is one file with one function `Verb make_<name>(CLI::App& root)`: it adds a subcommand
+// with add_verb, binds its options to a state held by shared_ptr, and returns what is to be run
+// after parsing. main.cc lists the verbs. Values that CLI11 can check (ranges, choices) are checked
+// while parsing and end with exit code 2; everything else returns through Console::fail.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "console.h"
+#include "moesaic/fused_moe.h"
+#include "moesaic/status.h"
+
+namespace moesaic::tool {
+
+struct CommonOptions {
+  std::string device;  // empty: the default, which is the CPU in a build without CUDA
+  int threads = 0;     // 0: one per core this process may use
+  std::string quant = "as-is";
+  std::string backend;
+  std::uint64_t seed = 1;
+  bool json = false;
+  int verbosity = 0;
+
+  Console console() const { return {json, verbosity}; }
+};
+
+struct Verb {
+  CLI::App* app = nullptr;
+  std::function<int()> run;
+};
+
+// A subcommand with its examples at the end of --help.
+CLI::App* add_verb(CLI::App& root, const std::string& name, const std::string& description,
+                   const std::string& examples);
+// --json and -v.
+void add_output_options(CLI::App& app, CommonOptions& options);
+// --device, --threads, --quant, --backend, --seed, --json and -v.
+void add_common_options(CLI::App& app, CommonOptions& options);
+
+// Checks what CLI11 could not: the device exists in this build, the scheme is known. The returned
+// Status is about an option.
+Status check_common_options(const CommonOptions& options);
+
+// The part of the library's options that the command line states.
+FusedMoE::Options layer_options(const CommonOptions& options, std::int64_t max_tokens);
+
+}  // namespace moesaic::tool

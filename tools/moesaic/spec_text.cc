@@ -1,0 +1,48 @@
+#include "spec_text.h"
+
+#include <fmt/format.h>
+
+#include <vector>
+
+#include "moesaic/router.h"
+
+namespace moesaic::tool {
+
+std::string routing_text(const RoutingSpec& routing) {
+  Router::Options options;
+  options.spec = routing;
+  // The values of the bias do not matter for a name, its presence does.
+  std::vector<float> zeros;
+  const std::int64_t experts = routing.num_experts + routing.num_zero_experts;
+  if (routing.has_correction_bias && experts > 0) {
+    zeros.resize(static_cast<std::size_t>(experts));
+    options.correction_bias =
+        ConstTensorView(reinterpret_cast<const std::byte*>(zeros.data()), DType::kF32, {experts});
+  }
+  const Result<Router> router = Router::create(options);
+  return router.ok() ? router->name() : std::string(routing_method_name(routing.method));
+}
+
+std::int64_t shared_experts(const MoeLayerSpec& spec) {
+  const std::int64_t width = spec.shared.intermediate_size;
+  if (width <= 0) return 0;
+  const bool whole = spec.intermediate_size > 0 && width % spec.intermediate_size == 0;
+  return whole && !spec.shared.gated_output ? width / spec.intermediate_size : 1;
+}
+
+std::string describe(const MoeLayerSpec& spec) {
+  std::string text = spec.model_type.empty() ? "layer" : spec.model_type;
+  if (spec.layer >= 0) text += fmt::format(" layer {}", spec.layer);
+  text +=
+      fmt::format(": {} experts, {} per token, hidden {}, intermediate {}, {}, {}",
+                  spec.num_experts, spec.routing.top_k, spec.hidden_size, spec.intermediate_size,
+                  activation_name(spec.activation.kind), routing_text(spec.routing));
+  if (spec.shared.intermediate_size > 0) {
+    text += fmt::format(", {} shared{}", shared_experts(spec),
+                        spec.shared.gated_output ? " (gated)" : "");
+  }
+  if (!spec.quant.name.empty()) text += fmt::format(", weights {}", spec.quant.name);
+  return text;
+}
+
+}  // namespace moesaic::tool

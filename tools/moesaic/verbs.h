@@ -1,0 +1,19 @@
+// The verbs of the tool, one file each.
+#pragma once
+
+#include "options.h"
+
+namespace moesaic::tool {
+
+Verb make_inspect(CLI::App& root);
+Verb make_run(CLI::App& root);
+Verb make_verify(CLI::App& root);
+Verb make_explain(CLI::App& root);
+Verb make_bench(CLI::App& root);
+Verb make_env(CLI::App& root);
+Verb make_demo(CLI::App& root);
+// Verbs of the command line's design that this version does not have: they answer exit 4.
+Verb make_convert(CLI::App& root);
+Verb make_balance(CLI::App& root);
+
+}  // namespace moesaic::tool
