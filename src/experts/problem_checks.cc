@@ -1,0 +1,408 @@
+#include "experts/problem_checks.h"
+
+#include <fmt/format.h>
+
+#include <array>
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "core/arena.h"
+#include "core/checked.h"
+#include "permute/sort_slots.h"
+
+namespace moesaic {
+namespace {
+
+constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
+// One expert's matrix must stay far below 2^63 bytes; real ones are below 2^30.
+constexpr std::int64_t kMaxMatrixElements = std::int64_t{1} << 58;
+
+Status invalid(std::string text) { return {StatusCode::kInvalidArgument, std::move(text)}; }
+Status unsupported(std::string text) { return {StatusCode::kUnsupported, std::move(text)}; }
+
+Status check_sizes(const MoeProblem& p) {
+  struct Field {
+    const char* name;
+    std::int64_t value, low, high;
+  };
+  const std::array<Field, 6> fields = {{
+      {"num_experts", p.num_experts, 1, kMaxInt32},
+      {"num_local_experts", p.num_local_experts, 0, p.num_experts},
+      {"top_k", p.top_k, 1, p.num_experts},
+      {"hidden_size", p.hidden_size, 1, kMaxInt32},
+      {"intermediate_size", p.intermediate_size, 1, kMaxInt32 / 2},
+      {"max_tokens", p.max_tokens, 0, std::int64_t{1} << 40},
+  }};
+  for (const Field& f : fields) {
+    if (f.value < f.low || f.value > f.high) {
+      return invalid(fmt::format("{}: got {}, need {} .. {}", f.name, f.value, f.low, f.high));
+    }
+  }
+  if (p.num_threads < 0)
+    return invalid(fmt::format("num_threads: got {}, need >= 0", p.num_threads));
+  const auto elements = checked_mul(w13_rows(p), p.hidden_size);
+  if (!elements || *elements > kMaxMatrixElements) {
+    return {StatusCode::kLimitExceeded,
+            fmt::format("hidden_size: {} x intermediate_size {} exceeds 2^58 elements",
+                        p.hidden_size, p.intermediate_size)};
+  }
+  return {};
+}
+
+Status check_activation(const ActivationSpec& a) {
+  const std::string_view name = activation_name(a.kind);
+  if (std::isnan(a.limit) || a.limit <= 0) {
+    return invalid(fmt::format("activation limit: got {}, need > 0 (infinity: no clamp)", a.limit));
+  }
+  const bool clamps = a.kind == ActivationKind::kSilu || a.kind == ActivationKind::kSwigluOai ||
+                      a.kind == ActivationKind::kSwigluStep;
+  if (!clamps && std::isfinite(a.limit)) {
+    return invalid(fmt::format("activation limit: got {}, but {} does not clamp; need infinity",
+                               a.limit, name));
+  }
+  const bool needs_limit =
+      a.kind == ActivationKind::kSwigluOai || a.kind == ActivationKind::kSwigluStep;
+  if (needs_limit && !std::isfinite(a.limit)) {
+    return invalid(fmt::format("activation limit: got none, {} needs a finite one", name));
+  }
+  if (a.kind == ActivationKind::kSwigluOai && !(std::isfinite(a.alpha) && std::isfinite(a.beta))) {
+    return invalid(fmt::format("activation alpha, beta: got {}, {}, need finite", a.alpha, a.beta));
+  }
+  if (a.kind == ActivationKind::kSitu) {
+    if (!std::isfinite(a.beta) || a.beta == 0) {
+      return invalid(
+          fmt::format("activation beta: got {}, situ needs a finite non-zero one", a.beta));
+    }
+    if (!std::isfinite(a.up_limit)) {
+      return invalid(
+          fmt::format("activation up_limit: got {}, need finite (<= 0: off)", a.up_limit));
+    }
+  }
+  return {};
+}
+
+bool is_plain(const OperandQuant& q, DType dtype) {
+  return q.granularity == ScaleGranularity::kNone && q.dtype == dtype;
+}
+bool is_plain_float(const OperandQuant& q) {
+  return is_plain(q, DType::kF32) || is_plain(q, DType::kBF16) || is_plain(q, DType::kF16);
+}
+bool is_fp8_block(const OperandQuant& q) {
+  return q.dtype == DType::kF8E4M3 && q.granularity == ScaleGranularity::kBlock &&
+         q.scale_format == ScaleFormat::kF32 && q.block_n == kFp8Block && q.block_k == kFp8Block &&
+         !q.dynamic;
+}
+bool is_fp8_group(const OperandQuant& q) {
+  return q.dtype == DType::kF8E4M3 && q.granularity == ScaleGranularity::kGroup &&
+         q.scale_format == ScaleFormat::kF32 && q.block_k == kFp8Block && q.dynamic;
+}
+
+Status check_activation_dtype(const MoeProblem& p, ComputeScheme scheme) {
+  const DType got = p.activation_dtype;
+  if (got != DType::kF32 && got != DType::kBF16 && got != DType::kF16) {
+    return unsupported(
+        fmt::format("activation_dtype: got {}, need F32, BF16 or F16", dtype_name(got)));
+  }
+  DType want = got;
+  if (scheme == ComputeScheme::kBF16 || scheme == ComputeScheme::kFp8Bf16) want = DType::kBF16;
+  if (scheme == ComputeScheme::kF16) want = DType::kF16;
+  if (got == want) return {};
+  return unsupported(fmt::format("activation_dtype: got {}, scheme {} needs {}", dtype_name(got),
+                                 compute_scheme_name(scheme), dtype_name(want)));
+}
+
+// Gate and up rows must not share a weight block, and a group of 128 intermediate columns must be
+// whole; activations are quantised in whole groups of 128.
+Status check_block_shapes(const MoeProblem& p, bool fp8_weights, ComputeScheme scheme) {
+  if (fp8_weights && p.intermediate_size % kFp8Block != 0) {
+    return unsupported(fmt::format(
+        "intermediate_size: got {} on this rank, 128x128 weight blocks need a multiple of 128",
+        p.intermediate_size));
+  }
+  if (scheme == ComputeScheme::kFp8Block && p.hidden_size % kFp8Block != 0) {
+    return unsupported(fmt::format(
+        "hidden_size: got {}, quantising activations per 128 columns needs a multiple of 128",
+        p.hidden_size));
+  }
+  return {};
+}
+
+}  // namespace
+
+std::string_view compute_scheme_name(ComputeScheme scheme) {
+  constexpr std::array<std::string_view, 5> kNames = {"f32", "bf16", "f16", "fp8-block",
+                                                      "fp8-bf16"};
+  return kNames[static_cast<std::size_t>(scheme)];
+}
+
+Result<ComputeScheme> compute_scheme(const QuantScheme& quant) {
+  const OperandQuant& w = quant.weight;
+  const OperandQuant& a = quant.activation;
+  const bool fp8 = is_fp8_block(w);
+  if (!fp8 && !is_plain_float(w)) {
+    return unsupported(fmt::format(
+        "quant.weight: got {} with block {}x{}, need F32, BF16 or F16 without scales, or F8_E4M3 "
+        "with an F32 scale per 128x128 block",
+        dtype_name(w.dtype), w.block_n, w.block_k));
+  }
+  if (is_plain(a, DType::kF32)) return ComputeScheme::kF32;
+  if (is_plain(a, DType::kBF16) && fp8) return ComputeScheme::kFp8Bf16;
+  if (is_plain(a, DType::kBF16) && w.dtype == DType::kBF16) return ComputeScheme::kBF16;
+  if (is_plain(a, DType::kF16) && w.dtype == DType::kF16) return ComputeScheme::kF16;
+  if (is_fp8_group(a) && fp8) return ComputeScheme::kFp8Block;
+  return unsupported(fmt::format(
+      "quant: got {} weights with {} activations, need f32 (any weights), bf16, f16, fp8-block or "
+      "fp8-bf16",
+      dtype_name(w.dtype), dtype_name(a.dtype)));
+}
+
+Status check_problem(const MoeProblem& problem) {
+  MOESAIC_RETURN_IF_ERROR(check_sizes(problem));
+  MOESAIC_RETURN_IF_ERROR(check_activation(problem.activation));
+  if (problem.apply_router_weight_on_input && problem.top_k != 1) {
+    return invalid(
+        fmt::format("top_k: got {}, apply_router_weight_on_input needs 1", problem.top_k));
+  }
+  MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
+  MOESAIC_RETURN_IF_ERROR(check_activation_dtype(problem, scheme));
+  return check_block_shapes(problem, is_fp8_block(problem.quant.weight), scheme);
+}
+
+namespace {
+
+Status check_scale(std::string_view field, const ConstTensorView& scale, std::int64_t rows,
+                   std::int64_t columns) {
+  if (!scale.present()) {
+    return invalid(fmt::format("{}: got none, F8_E4M3 weights need {} F32 scales", field,
+                               Shape({rows, columns}).to_string()));
+  }
+  MOESAIC_RETURN_IF_ERROR(expect_dtype(field, scale, DType::kF32));
+  MOESAIC_RETURN_IF_ERROR(expect_shape(field, scale, {rows, columns}));
+  MOESAIC_RETURN_IF_ERROR(expect_contiguous(field, scale));
+  const auto* values = scale.as<float>();
+  for (std::int64_t i = 0; i < rows * columns; ++i) {
+    if (!std::isfinite(values[i])) {
+      return invalid(fmt::format("{}: got {} at [{}, {}], need finite scales", field, values[i],
+                                 i / columns, i % columns));
+    }
+  }
+  return {};
+}
+
+Status check_matrix(std::string_view field, const ConstTensorView& w, const ConstTensorView& scale,
+                    std::int64_t rows, std::int64_t columns, const MoeProblem& problem,
+                    ComputeScheme scheme) {
+  MOESAIC_RETURN_IF_ERROR(expect_shape(field, w, {rows, columns}));
+  MOESAIC_RETURN_IF_ERROR(expect_contiguous(field, w));
+  // The F32 scheme takes weights as they are stored; the others say what they must be.
+  const bool float_ok =
+      scheme == ComputeScheme::kF32 && (w.dtype == DType::kF32 || w.dtype == DType::kBF16 ||
+                                        w.dtype == DType::kF16 || w.dtype == DType::kF8E4M3);
+  if (!float_ok) MOESAIC_RETURN_IF_ERROR(expect_dtype(field, w, problem.quant.weight.dtype));
+  const std::string scale_field = std::string(field) + "_scale";
+  if (w.dtype == DType::kF8E4M3) {
+    MOESAIC_RETURN_IF_ERROR(check_block_shapes(problem, true, scheme));
+    return check_scale(scale_field, scale, ceil_div(rows, kFp8Block), ceil_div(columns, kFp8Block));
+  }
+  if (scale.present()) {
+    return invalid(fmt::format("{}: got {}, but {} weights have no scales", scale_field,
+                               scale.shape.to_string(), dtype_name(w.dtype)));
+  }
+  return {};
+}
+
+Status check_bias(std::string_view field, const ConstTensorView& bias, std::int64_t size,
+                  bool wanted) {
+  if (!wanted) {
+    if (!bias.present()) return {};
+    return invalid(
+        fmt::format("{}: got {}, but has_expert_bias is false", field, bias.shape.to_string()));
+  }
+  if (!bias.present()) {
+    return invalid(fmt::format("{}: got none, has_expert_bias needs [{}]", field, size));
+  }
+  if (bias.dtype != DType::kF32 && bias.dtype != DType::kBF16) {
+    return {StatusCode::kInvalidDType,
+            fmt::format("{}: got {}, need F32 or BF16", field, dtype_name(bias.dtype))};
+  }
+  MOESAIC_RETURN_IF_ERROR(expect_shape(field, bias, {size}));
+  return expect_contiguous(field, bias);
+}
+
+Status check_one_expert(const MoeProblem& p, const ExpertWeightsView& v) {
+  MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(p.quant));
+  const std::int64_t n = w13_rows(p);
+  const std::int64_t h = p.hidden_size;
+  const std::int64_t i = p.intermediate_size;
+  MOESAIC_RETURN_IF_ERROR(check_matrix("w13", v.w13, v.w13_scale, n, h, p, scheme));
+  MOESAIC_RETURN_IF_ERROR(check_matrix("w2", v.w2, v.w2_scale, h, i, p, scheme));
+  MOESAIC_RETURN_IF_ERROR(check_bias("w13_bias", v.w13_bias, n, p.has_expert_bias));
+  return check_bias("w2_bias", v.w2_bias, h, p.has_expert_bias);
+}
+
+Status check_activation_view(std::string_view field, const ConstTensorView& t, int rank,
+                             const std::string& need) {
+  if (t.rank() != rank) {
+    return {StatusCode::kInvalidShape,
+            fmt::format("{}: got {}, need {}", field, t.shape.to_string(), need)};
+  }
+  if (t.dtype != DType::kF32 && t.dtype != DType::kBF16 && t.dtype != DType::kF16) {
+    return {StatusCode::kInvalidDType,
+            fmt::format("{}: got {}, need F32, BF16 or F16", field, dtype_name(t.dtype))};
+  }
+  return {};
+}
+
+Status check_map(std::span<const std::int32_t> map, const MoeProblem& p) {
+  if (map.empty()) {
+    if (p.num_local_experts == p.num_experts) return {};
+    return {StatusCode::kInvalidShape,
+            fmt::format("expert_map: got none, {} local of {} experts need one of [{}]",
+                        p.num_local_experts, p.num_experts, p.num_experts)};
+  }
+  if (static_cast<std::int64_t>(map.size()) != p.num_experts) {
+    return {StatusCode::kInvalidShape,
+            fmt::format("expert_map: got [{}], need [{}]", map.size(), p.num_experts)};
+  }
+  return {};
+}
+
+Status check_routing(const MoeProblem& p, const ExpertsArgs& a, std::int64_t tokens) {
+  const Shape want{tokens, p.top_k};
+  MOESAIC_RETURN_IF_ERROR(expect_dtype("topk_ids", a.topk_ids, DType::kI32));
+  MOESAIC_RETURN_IF_ERROR(expect_shape("topk_ids", a.topk_ids, want));
+  MOESAIC_RETURN_IF_ERROR(expect_contiguous("topk_ids", a.topk_ids));
+  MOESAIC_RETURN_IF_ERROR(expect_dtype("topk_weights", a.topk_weights, DType::kF32));
+  MOESAIC_RETURN_IF_ERROR(expect_shape("topk_weights", a.topk_weights, want));
+  MOESAIC_RETURN_IF_ERROR(expect_contiguous("topk_weights", a.topk_weights));
+  MOESAIC_RETURN_IF_ERROR(check_map(a.expert_map, p));
+  return validate_topk_ids(
+      {a.topk_ids.as<std::int32_t>(), static_cast<std::size_t>(tokens * p.top_k)}, a.expert_map,
+      p.num_experts, p.num_local_experts, p.top_k);
+}
+
+Status check_counts(const MoeProblem& p, const ExpertsArgs& a, std::int64_t tokens) {
+  if (static_cast<std::int64_t>(a.expert_num_tokens.size()) != p.num_local_experts) {
+    return {StatusCode::kInvalidShape,
+            fmt::format("expert_num_tokens: got [{}], need [{}]", a.expert_num_tokens.size(),
+                        p.num_local_experts)};
+  }
+  for (std::size_t e = 0; e < a.expert_num_tokens.size(); ++e) {
+    if (a.expert_num_tokens[e] < 0 || a.expert_num_tokens[e] > tokens) {
+      return invalid(fmt::format("expert_num_tokens[{}]: got {}, need 0 .. {}", e,
+                                 a.expert_num_tokens[e], tokens));
+    }
+  }
+  return {};
+}
+
+Status check_overlaps(const ExpertsArgs& a, std::int64_t input_bytes, std::int64_t output_bytes) {
+  struct Range {
+    const char* name;
+    const void* data;
+    std::int64_t bytes;
+  };
+  const auto ids_bytes = contiguous_bytes(a.topk_ids.dtype, a.topk_ids.shape);
+  const auto weights_bytes = contiguous_bytes(a.topk_weights.dtype, a.topk_weights.shape);
+  const std::array<Range, 5> inputs = {{
+      {"hidden_states", a.hidden_states.data, input_bytes},
+      {"topk_ids", a.topk_ids.data, ids_bytes.ok() ? *ids_bytes : 0},
+      {"topk_weights", a.topk_weights.data, weights_bytes.ok() ? *weights_bytes : 0},
+      {"expert_map", a.expert_map.data(), static_cast<std::int64_t>(a.expert_map.size_bytes())},
+      {"expert_num_tokens", a.expert_num_tokens.data(),
+       static_cast<std::int64_t>(a.expert_num_tokens.size_bytes())},
+  }};
+  const auto workspace_bytes = static_cast<std::int64_t>(a.workspace.size());
+  for (const Range& in : inputs) {
+    MOESAIC_RETURN_IF_ERROR(
+        expect_disjoint("output", a.output.data, output_bytes, in.name, in.data, in.bytes));
+    MOESAIC_RETURN_IF_ERROR(expect_disjoint("workspace", a.workspace.data(), workspace_bytes,
+                                            in.name, in.data, in.bytes));
+  }
+  return expect_disjoint("workspace", a.workspace.data(), workspace_bytes, "output", a.output.data,
+                         output_bytes);
+}
+
+}  // namespace
+
+Status check_expert_weights(const MoeProblem& problem, const ExpertWeightsView& weights,
+                            std::int64_t local_expert) {
+  const Status status = check_one_expert(problem, weights);
+  return status.ok() ? status : status.with_context(fmt::format("expert {}", local_expert));
+}
+
+Result<std::int64_t> strided_extent_bytes(std::string_view field, const ConstTensorView& t) {
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t elements, t.shape.num_elements());
+  if (elements == 0) return std::int64_t{0};
+  if (!t.present()) {
+    return invalid(
+        fmt::format("{}: got a null pointer, need {} elements", field, t.shape.to_string()));
+  }
+  std::int64_t last = 0;
+  for (int d = 0; d < t.rank(); ++d) {
+    const std::int64_t stride = t.strides[static_cast<std::size_t>(d)];
+    const bool dense_last = d + 1 < t.rank() || t.dim(d) == 1 || stride == 1;
+    if ((stride < 0 && t.dim(d) > 1) || !dense_last) {
+      return Status(StatusCode::kInvalidLayout,
+                    fmt::format("{}: got stride {} on axis {}, need {}", field, stride, d,
+                                dense_last ? ">= 0" : "1 (dense rows)"));
+    }
+    const auto step = checked_mul(t.dim(d) - 1, stride);
+    const auto next = step ? checked_add(last, *step) : std::nullopt;
+    if (!next || *next > kMaxMatrixElements) {
+      return Status(StatusCode::kLimitExceeded,
+                    fmt::format("{}: strides reach beyond 2^58 elements", field));
+    }
+    last = *next;
+  }
+  return (last + 1) * (dtype_bits(t.dtype) / 8);
+}
+
+Status expect_disjoint(std::string_view field_a, const void* a, std::int64_t bytes_a,
+                       std::string_view field_b, const void* b, std::int64_t bytes_b) {
+  if (bytes_a == 0 || bytes_b == 0) return {};
+  const auto begin_a = reinterpret_cast<std::uintptr_t>(a);
+  const auto begin_b = reinterpret_cast<std::uintptr_t>(b);
+  if (begin_a + static_cast<std::uintptr_t>(bytes_a) <= begin_b ||
+      begin_b + static_cast<std::uintptr_t>(bytes_b) <= begin_a) {
+    return {};
+  }
+  return {StatusCode::kAliasing,
+          fmt::format("{} overlaps {}, need disjoint memory", field_a, field_b)};
+}
+
+Status check_run_args(const MoeProblem& p, const ExpertsArgs& a, std::int64_t workspace_needed) {
+  const bool standard = p.format == ActivationFormat::kStandard;
+  const std::string need = standard
+                               ? fmt::format("[M, {}]", p.hidden_size)
+                               : fmt::format("[{}, T, {}]", p.num_local_experts, p.hidden_size);
+  const int rank = standard ? 2 : 3;
+  MOESAIC_RETURN_IF_ERROR(check_activation_view("hidden_states", a.hidden_states, rank, need));
+  MOESAIC_RETURN_IF_ERROR(check_activation_view("output", a.output, rank, need));
+  const std::int64_t tokens = tokens_of(p, a);
+  const Shape want =
+      standard ? Shape{tokens, p.hidden_size} : Shape{p.num_local_experts, tokens, p.hidden_size};
+  MOESAIC_RETURN_IF_ERROR(expect_shape("hidden_states", a.hidden_states, want));
+  MOESAIC_RETURN_IF_ERROR(expect_shape("output", a.output, want));
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t input_bytes,
+                           strided_extent_bytes("hidden_states", a.hidden_states));
+  MOESAIC_RETURN_IF_ERROR(expect_contiguous("output", a.output));
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t output_bytes,
+                           contiguous_bytes(a.output.dtype, a.output.shape));
+  if (standard) {
+    MOESAIC_RETURN_IF_ERROR(check_routing(p, a, tokens));
+  } else {
+    MOESAIC_RETURN_IF_ERROR(check_counts(p, a, tokens));
+  }
+  if (static_cast<std::int64_t>(a.workspace.size()) < workspace_needed) {
+    return {StatusCode::kWorkspaceTooSmall,
+            fmt::format("workspace: got {} bytes, need {}", a.workspace.size(), workspace_needed)};
+  }
+  if (reinterpret_cast<std::uintptr_t>(a.workspace.data()) % kArenaAlignment != 0) {
+    return {StatusCode::kInvalidLayout, "workspace: got an unaligned pointer, need 64 bytes"};
+  }
+  return check_overlaps(a, input_bytes, output_bytes);
+}
+
+}  // namespace moesaic
