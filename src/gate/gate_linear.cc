@@ -1,0 +1,262 @@
+// GateLinear: checks, threading, and the roundings that the chosen tier prescribes. The dot
+// products are in cpu_gate.cc, the decisions in tier_rules.cc.
+#include <fmt/format.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <new>
+#include <vector>
+
+#include "core/checked.h"
+#include "core/fault.h"
+#include "gate/cpu_gate.h"
+#include "gate/tier_rules.h"
+#include "moesaic/gate.h"
+#include "numerics/codec.h"
+
+namespace moesaic {
+namespace {
+
+// One work item: 32 x 16 logits. 16 rows of W (at most 7168 fp32 each) fit a second-level cache
+// while 32 tokens pass; a decode step of one token still splits into E / 16 items.
+constexpr std::int64_t kTokenBlock = 32;
+constexpr std::int64_t kExpertBlock = 16;
+// Below this many multiply-adds starting threads costs more than it saves (about 20 us of work).
+constexpr std::int64_t kMinWorkForThreads = 1 << 18;
+// Rows of x that are rounded to the compute dtype at a time.
+constexpr std::int64_t kRoundedRows = 64;
+
+Status null_data(std::string_view field) {
+  return Status(StatusCode::kInvalidArgument,
+                fmt::format("{}: got a null pointer, need {}'s elements", field, field));
+}
+
+Status check_weight(std::string_view field, const ConstTensorView& t) {
+  if (!is_gate_dtype(t.dtype)) {
+    return Status(StatusCode::kInvalidDType,
+                  fmt::format("{}: got {}, need F32, BF16 or F16", field, dtype_name(t.dtype)));
+  }
+  return expect_contiguous(field, t);
+}
+
+float round_to(float value, DType dtype) {
+  if (dtype == DType::kBF16) return f32_from_bf16(bf16_from_f32(value));
+  if (dtype == DType::kF16) return f32_from_f16(f16_from_f32(value));
+  return value;
+}
+
+void store(std::byte* base, DType dtype, std::int64_t index, float value) {
+  if (dtype == DType::kF32) {
+    reinterpret_cast<float*>(base)[index] = value;
+  } else {
+    reinterpret_cast<std::uint16_t*>(base)[index] =
+        dtype == DType::kBF16 ? bf16_from_f32(value) : f16_from_f32(value);
+  }
+}
+
+// Byte range that a view with strided rows touches; expect_no_overlap knows contiguous ones only.
+Status expect_rows_apart(const ConstTensorView& x, const ConstTensorView& logits) {
+  const std::int64_t size = dtype_bits(x.dtype) / 8;
+  const std::int64_t last_row = (x.dim(0) - 1) * x.strides[0];
+  const std::int64_t low = std::min<std::int64_t>(0, last_row);
+  const std::int64_t high = std::max<std::int64_t>(0, last_row) + x.dim(1);
+  const ConstTensorView span(x.data + low * size, x.dtype, {high - low});
+  return expect_no_overlap("hidden_states", span, "router_logits", logits);
+}
+
+}  // namespace
+
+std::string_view gate_tier_name(GateTier tier) {
+  switch (tier) {
+    case GateTier::kSmallBatch:
+      return "small_batch";
+    case GateTier::kFp32:
+      return "fp32";
+    case GateTier::kWideningGemm:
+      return "widening_gemm";
+    case GateTier::kFallback:
+      return "fallback";
+  }
+  return "unknown";
+}
+
+struct GateLinear::Impl {
+  Tensor weight;            // [E, H] as given; widening to the compute dtype happens in registers
+  std::vector<float> bias;  // empty: none
+  GateTierRules rules;
+  int num_threads = 0;
+
+  std::int64_t experts() const { return weight.shape()[0]; }
+  std::int64_t hidden() const { return weight.shape()[1]; }
+
+  // Logits of all rows of `op` into out[first_row ...], rounded to `rounding` and then stored.
+  void compute(const GateOperands& op, std::int64_t rows, std::int64_t first_row, DType rounding,
+               const TensorView& out) const;
+};
+
+void GateLinear::Impl::compute(const GateOperands& op, std::int64_t rows, std::int64_t first_row,
+                               DType rounding, const TensorView& out) const {
+  const std::int64_t num_experts = experts();
+  const std::int64_t expert_blocks = ceil_div(num_experts, kExpertBlock);
+  const std::int64_t items = ceil_div(rows, kTokenBlock) * expert_blocks;
+  // Saturating: only compared with a threshold.
+  const std::int64_t work =
+      checked_mul(rows * num_experts, hidden()).value_or(std::numeric_limits<std::int64_t>::max());
+  const int threads = work < kMinWorkForThreads ? 1
+                      : num_threads > 0         ? num_threads
+                                                : omp_get_max_threads();
+  const bool add_bias = !bias.empty() && !MOESAIC_FAULT(gate_skip_bias);
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (std::int64_t item = 0; item < items; ++item) {
+    const std::int64_t t_begin = item / expert_blocks * kTokenBlock;
+    const std::int64_t e_begin = item % expert_blocks * kExpertBlock;
+    const std::int64_t t_end = std::min(rows, t_begin + kTokenBlock);
+    const std::int64_t e_end = std::min(num_experts, e_begin + kExpertBlock);
+    float block[kTokenBlock * kExpertBlock];
+    cpu_gate_logits(op, t_begin, t_end, e_begin, e_end, block, kExpertBlock);
+    for (std::int64_t t = t_begin; t < t_end; ++t) {
+      for (std::int64_t e = e_begin; e < e_end; ++e) {
+        float logit = block[(t - t_begin) * kExpertBlock + (e - e_begin)];
+        if (add_bias) logit += bias[static_cast<std::size_t>(e)];
+        store(out.data, out.dtype, (first_row + t) * num_experts + e, round_to(logit, rounding));
+      }
+    }
+  }
+}
+
+Result<GateLinear> GateLinear::create(ConstTensorView weight, ConstTensorView bias,
+                                      const Options& options) {
+  if (weight.rank() != 2 || weight.dim(0) < 1 || weight.dim(1) < 1) {
+    return Status(StatusCode::kInvalidShape,
+                  fmt::format("gate weight: got {}, need [num_experts, hidden_size], both >= 1",
+                              weight.shape.to_string()));
+  }
+  MOESAIC_RETURN_IF_ERROR(check_weight("gate weight", weight));
+  if (!weight.present()) return null_data("gate weight");
+  const std::int64_t num_experts = weight.dim(0);
+  if (bias.present()) {
+    MOESAIC_RETURN_IF_ERROR(expect_shape("gate bias", bias, {num_experts}));
+    MOESAIC_RETURN_IF_ERROR(check_weight("gate bias", bias));
+  }
+  if (options.out_dtype && !is_gate_dtype(*options.out_dtype)) {
+    return Status(StatusCode::kInvalidDType, fmt::format("out_dtype: got {}, need F32, BF16 or F16",
+                                                         dtype_name(*options.out_dtype)));
+  }
+  if (options.num_threads < 0) {
+    return Status(
+        StatusCode::kInvalidArgument,
+        fmt::format("num_threads: got {}, need 0 (automatic) or more", options.num_threads));
+  }
+
+  GateTierRules::Problem problem;
+  problem.device = options.emulate_sm90 ? GateDevice::cuda(9, 0) : GateDevice::cpu();
+  problem.weight_dtype = weight.dtype;
+  problem.num_experts = num_experts;
+  problem.hidden_size = weight.dim(1);
+  problem.has_bias = bias.present();
+  problem.out_dtype = options.out_dtype;
+  problem.force_fp32_compute = options.force_fp32_compute;
+
+  MOESAIC_ASSIGN_OR_RETURN(Tensor copy, Tensor::uninitialized(weight.dtype, weight.shape));
+  std::memcpy(copy.data(), weight.data, static_cast<std::size_t>(copy.bytes()));
+  try {
+    std::vector<float> bias_f32;
+    if (bias.present()) {
+      bias_f32.resize(static_cast<std::size_t>(num_experts));
+      for (std::size_t e = 0; e < bias_f32.size(); ++e) {
+        bias_f32[e] = load_as_f32(bias.data, bias.dtype, static_cast<std::int64_t>(e));
+      }
+    }
+    return GateLinear(std::unique_ptr<Impl>(new Impl{std::move(copy), std::move(bias_f32),
+                                                     GateTierRules(problem), options.num_threads}));
+  } catch (const std::bad_alloc&) {
+    return Status(StatusCode::kOutOfMemory,
+                  fmt::format("gate: cannot allocate the state of {} experts", num_experts));
+  }
+}
+
+Status GateLinear::set_out_dtype(DType dtype) { return impl_->rules.set_out_dtype(dtype); }
+
+GateTier GateLinear::tier(std::int64_t num_tokens, DType hidden_dtype) const {
+  return impl_->rules.tier(num_tokens, hidden_dtype);
+}
+
+Result<DType> GateLinear::output_dtype(std::int64_t num_tokens, DType hidden_dtype) const {
+  return impl_->rules.output_dtype(num_tokens, hidden_dtype);
+}
+
+Status GateLinear::forward(ConstTensorView hidden_states, TensorView router_logits) const {
+  const std::int64_t hidden_size = impl_->hidden();
+  if (hidden_states.rank() != 2 || hidden_states.dim(1) != hidden_size ||
+      hidden_states.dim(0) < 0) {
+    return Status(StatusCode::kInvalidShape,
+                  fmt::format("hidden_states: got {}, need [num_tokens, {}]",
+                              hidden_states.shape.to_string(), hidden_size));
+  }
+  const std::int64_t num_tokens = hidden_states.dim(0);
+  MOESAIC_ASSIGN_OR_RETURN(const DType out_dtype, output_dtype(num_tokens, hidden_states.dtype));
+  MOESAIC_RETURN_IF_ERROR(
+      expect_shape("router_logits", router_logits, {num_tokens, impl_->experts()}));
+  MOESAIC_RETURN_IF_ERROR(expect_dtype("router_logits", router_logits, out_dtype));
+  if (num_tokens == 0) return {};
+  MOESAIC_RETURN_IF_ERROR(expect_contiguous("router_logits", router_logits));
+  if (!hidden_states.present()) return null_data("hidden_states");
+  if (hidden_size > 1 && hidden_states.strides[1] != 1) {
+    return Status(StatusCode::kInvalidLayout,
+                  fmt::format("hidden_states: got a stride of {} elements inside a row, need 1",
+                              hidden_states.strides[1]));
+  }
+  MOESAIC_RETURN_IF_ERROR(expect_rows_apart(hidden_states, router_logits));
+
+  GateOperands op;
+  op.x = hidden_states.data;
+  op.x_dtype = hidden_states.dtype;
+  op.x_row_bytes = hidden_states.strides[0] * (dtype_bits(op.x_dtype) / 8);
+  op.weight = impl_->weight.data();
+  op.weight_dtype = impl_->weight.dtype();
+  op.hidden_size = hidden_size;
+
+  // Tiers 1 to 3 round once, when the accumulator is stored. The fallback works in the compute
+  // dtype: its operands and its result are numbers of that dtype.
+  const DType compute_dtype = impl_->rules.compute_dtype();
+  const bool fallback = tier(num_tokens, op.x_dtype) == GateTier::kFallback;
+  DType rounding = fallback ? compute_dtype : DType::kF32;
+  if (MOESAIC_FAULT(gate_round_logits_to_bf16)) rounding = DType::kBF16;
+  if (!fallback || compute_dtype == DType::kF32 || op.x_dtype == compute_dtype) {
+    impl_->compute(op, num_tokens, 0, rounding, router_logits);
+    return {};
+  }
+
+  // The fallback casts x to a narrower (or other 16-bit) dtype first: a chunk of rows at a time.
+  const std::int64_t chunk_rows = std::min(kRoundedRows, num_tokens);
+  MOESAIC_ASSIGN_OR_RETURN(Tensor rounded,
+                           Tensor::uninitialized(compute_dtype, {chunk_rows, hidden_size}));
+  for (std::int64_t first = 0; first < num_tokens; first += chunk_rows) {
+    const std::int64_t rows = std::min(chunk_rows, num_tokens - first);
+    for (std::int64_t t = 0; t < rows; ++t) {
+      for (std::int64_t i = 0; i < hidden_size; ++i) {
+        const float value = load_as_f32(hidden_states.data, hidden_states.dtype,
+                                        (first + t) * hidden_states.strides[0] + i);
+        store(rounded.data(), compute_dtype, t * hidden_size + i, value);
+      }
+    }
+    GateOperands chunk = op;
+    chunk.x = rounded.data();
+    chunk.x_dtype = compute_dtype;
+    chunk.x_row_bytes = hidden_size * (dtype_bits(compute_dtype) / 8);
+    impl_->compute(chunk, rows, first, rounding, router_logits);
+  }
+  return {};
+}
+
+std::int64_t GateLinear::num_experts() const { return impl_->experts(); }
+std::int64_t GateLinear::hidden_size() const { return impl_->hidden(); }
+
+GateLinear::GateLinear(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+GateLinear::GateLinear(GateLinear&&) noexcept = default;
+GateLinear& GateLinear::operator=(GateLinear&&) noexcept = default;
+GateLinear::~GateLinear() = default;
+
+}  // namespace moesaic

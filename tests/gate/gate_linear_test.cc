@@ -1,0 +1,323 @@
+// Values of GateLinear: worked example, bounds against float64, and what must not change a bit.
+#include <gtest/gtest.h>
+#include <hwy/targets.h>
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "gate/cpu_gate.h"
+#include "gate/ref_gate.h"
+#include "moesaic/gate.h"
+#include "numerics/codec.h"
+#include "support/metrics.h"
+#include "support/random.h"
+
+namespace moesaic {
+namespace {
+
+constexpr DType kF32 = DType::kF32;
+constexpr DType kBF16 = DType::kBF16;
+constexpr DType kF16 = DType::kF16;
+
+Tensor make(DType dtype, const Shape& shape, const std::vector<float>& values) {
+  Tensor t = Tensor::zeros(dtype, shape).value();
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    store_from_f32(t.data(), dtype, static_cast<std::int64_t>(i), values[i]);
+  }
+  return t;
+}
+
+GateLinear gate(const Tensor& weight, GateLinear::Options options = {}, ConstTensorView bias = {}) {
+  return GateLinear::create(weight.view(), bias, options).value();
+}
+
+GateLinear::Options out_f32(bool force = false, bool sm90 = false, int threads = 0) {
+  GateLinear::Options o;
+  o.out_dtype = kF32;
+  o.force_fp32_compute = force;
+  o.emulate_sm90 = sm90;
+  o.num_threads = threads;
+  return o;
+}
+
+// Runs forward into a poisoned tensor of the dtype that output_dtype promises.
+Tensor run(const GateLinear& g, ConstTensorView x) {
+  const DType out = g.output_dtype(x.dim(0), x.dtype).value();
+  Tensor logits = Tensor::uninitialized(out, {x.dim(0), g.num_experts()}).value();
+  test::poison(logits.view());
+  const Status s = g.forward(x, logits.view());
+  EXPECT_TRUE(s.ok()) << s.to_string();
+  return logits;
+}
+
+// Runs the body once per SIMD target of this machine.
+template <class Body>
+void for_each_target(Body&& body) {
+  std::vector<std::int64_t> targets;
+  for (std::int64_t mask = hwy::SupportedTargets() & HWY_TARGETS; mask != 0; mask &= mask - 1) {
+    targets.push_back(mask & -mask);
+  }
+  for (const std::int64_t target : targets) {
+    hwy::SetSupportedTargetsForTest(target);
+    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+    ASSERT_STREQ(cpu_gate_target(), hwy::TargetName(target));
+    SCOPED_TRACE(hwy::TargetName(target));
+    body();
+  }
+  hwy::SetSupportedTargetsForTest(0);
+  hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+}
+
+// Worked example W1: tier 4 rounds logits to bf16, every other way keeps them apart.
+TEST(GateLinear, WorkedExampleNearTie) {
+  const Tensor x = make(kBF16, {1, 2}, {1.0F, 0.0625F});
+  const Tensor w = make(kBF16, {2, 2}, {1.0F, 0.091796875F, 1.0F, 0.09375F});
+  const auto logits = [&](const GateLinear::Options& options) {
+    return test::to_doubles(run(gate(w, options), x.view()).view());
+  };
+  const std::vector<double> exact = {1.0057373046875, 1.005859375};
+  const std::vector<double> rounded = {1.0078125, 1.0078125};
+  EXPECT_EQ(logits(out_f32(/*force=*/true)), exact);
+  EXPECT_EQ(logits(out_f32(/*force=*/false)), rounded);
+  EXPECT_EQ(logits(out_f32(false, /*sm90=*/true)), exact);  // tier 3
+  EXPECT_EQ(logits(out_f32(true, /*sm90=*/true)), exact);   // forcing does nothing there
+  GateLinear::Options unset;
+  unset.emulate_sm90 = true;
+  EXPECT_EQ(logits(unset), rounded);  // no out_dtype: tier 4, bf16 logits
+  GateLinear late = gate(w, unset);
+  EXPECT_EQ(late.tier(1, kBF16), GateTier::kFallback);
+  ASSERT_TRUE(late.set_out_dtype(kF32).ok());
+  EXPECT_EQ(late.tier(1, kBF16), GateTier::kWideningGemm);
+  EXPECT_EQ(test::to_doubles(run(late, x.view()).view()), exact);
+}
+
+// Integers: every partial sum is exact, so every target, dtype and order must agree by bits.
+TEST(GateLinear, ExactIntegersInEveryDTypeAndTarget) {
+  test::Rng rng(11);
+  for (const DType xt : {kF32, kBF16, kF16}) {
+    for (const DType wt : {kF32, kBF16, kF16}) {
+      for (const std::int64_t h : {1, 3, 15, 16, 17, 40, 67}) {
+        const Tensor x = test::random_integers(rng, xt, {6, h}, 8);
+        const Tensor w = test::random_integers(rng, wt, {7, h}, 8);
+        std::vector<double> want(42);
+        ref_gate_logits(x.view(), w.view(), {}, want.data(), nullptr);
+        for_each_target([&] {
+          EXPECT_EQ(test::to_doubles(run(gate(w, out_f32(true)), x.view()).view()), want)
+              << dtype_name(xt) << " " << dtype_name(wt) << " H=" << h;
+        });
+      }
+    }
+  }
+}
+
+TEST(GateLinear, StaysInsideTheBoundOnEveryTarget) {
+  test::Rng rng(12);
+  double worst = 0;
+  for (const DType xt : {kF32, kBF16, kF16}) {
+    for (const DType wt : {kF32, kBF16, kF16}) {
+      const std::int64_t m = 9, e = 37, h = 1037;
+      const Tensor x = test::random_normal(rng, xt, {m, h});
+      const Tensor w = test::random_normal(rng, wt, {e, h}, 1 / std::sqrt(1037.0));
+      const Tensor bias = test::random_normal(rng, kF32, {e});
+      std::vector<double> want(static_cast<std::size_t>(m * e)), magnitude(want.size());
+      ref_gate_logits(x.view(), w.view(), bias.view(), want.data(), magnitude.data());
+      for_each_target([&] {
+        const auto got =
+            test::to_doubles(run(gate(w, out_f32(true), bias.view()), x.view()).view());
+        for (std::size_t i = 0; i < want.size(); ++i) {
+          const double bound = static_cast<double>(h + 1) * 0x1p-24 * magnitude[i];
+          ASSERT_LE(std::abs(got[i] - want[i]), bound) << i;
+          worst = std::max(worst, std::abs(got[i] - want[i]) / bound);
+        }
+        EXPECT_LT(test::compare(got, want).rel_l2, 1e-6) << test::compare(got, want).describe;
+      });
+    }
+  }
+  RecordProperty("worst_ratio", std::to_string(worst));
+}
+
+// Special values: what f16 and bf16 codes mean is decided by the scalar codecs.
+TEST(GateLinear, EverySixteenBitCodeIsReadAsTheCodecSays) {
+  for (const DType dtype : {kBF16, kF16}) {
+    Tensor x = Tensor::zeros(dtype, {65536, 1}).value();
+    for (std::int64_t i = 0; i < 65536; ++i) {
+      x.as<std::uint16_t>()[i] = static_cast<std::uint16_t>(i);
+    }
+    Tensor row = Tensor::zeros(dtype, {1, 64}).value();  // long enough for the vector path
+    const Tensor one = make(kF32, {1, 1}, {1.0F});
+    const Tensor ones = make(kF32, {1, 64}, std::vector<float>(64, 1.0F));
+    for_each_target([&] {
+      const Tensor tail = run(gate(one, out_f32(true)), x.view());
+      const GateLinear wide = gate(ones, out_f32(true));
+      int mismatches = 0;
+      for (std::int64_t i = 0; i < 65536; ++i) {
+        const float want = load_as_f32(x.data(), dtype, i);
+        const float got = tail.as<float>()[i];
+        mismatches += std::isnan(want) ? !std::isnan(got) : got != want;
+        if (i % 37 != 0) continue;
+        row.as<std::uint16_t>()[5] = static_cast<std::uint16_t>(i);
+        const float vector = run(wide, row.view()).as<float>()[0];
+        mismatches += std::isnan(want) ? !std::isnan(vector) : vector != want;
+      }
+      EXPECT_EQ(mismatches, 0) << dtype_name(dtype);
+    });
+  }
+}
+
+// The bits of a row may depend on that row alone.
+TEST(GateLinear, RowsDoNotDependOnBatchStrideOrThreads) {
+  test::Rng rng(13);
+  const std::int64_t m = 70, e = 45, h = 519;
+  const Tensor x = test::random_normal(rng, kBF16, {m, h});
+  const Tensor w = test::random_normal(rng, kBF16, {e, h});
+  const Tensor all = run(gate(w, out_f32(true, false, 1)), x.view());
+  std::string why;
+  for (const int threads : {2, 3, 7}) {
+    const Tensor again = run(gate(w, out_f32(true, false, threads)), x.view());
+    EXPECT_TRUE(test::same_bits(again.view(), all.view(), &why)) << why;
+  }
+  const GateLinear g = gate(w, out_f32(true));
+  for (std::int64_t begin = 0; begin < m;) {
+    const std::int64_t rows = std::min<std::int64_t>(1 + begin % 6, m - begin);
+    const ConstTensorView part(x.data() + begin * h * 2, kBF16, {rows, h});
+    const Tensor got = run(g, part);
+    const ConstTensorView want(all.data() + begin * e * 4, kF32, {rows, e});
+    ASSERT_TRUE(test::same_bits(got.view(), want, &why)) << "rows from " << begin << ": " << why;
+    begin += rows;
+  }
+  // Rows 3 elements further apart than they are long, and an odd start address.
+  Tensor wide = Tensor::zeros(kBF16, {m, h + 3}).value();
+  test::poison(wide.view());
+  for (std::int64_t t = 0; t < m; ++t) {
+    std::copy_n(x.as<std::uint16_t>() + t * h, h, wide.as<std::uint16_t>() + t * (h + 3) + 1);
+  }
+  ConstTensorView strided(wide.data() + 2, kBF16, {m, h});
+  strided.strides[0] = h + 3;
+  const Tensor got = run(g, strided);
+  EXPECT_TRUE(test::same_bits(got.view(), all.view(), &why)) << why;
+}
+
+// Each expert is its own column: relabelling experts relabels logits, nothing else.
+TEST(GateLinear, PermutingExpertsPermutesLogits) {
+  test::Rng rng(14);
+  const std::int64_t e = 21, h = 133;
+  const Tensor x = test::random_normal(rng, kF32, {5, h});
+  const Tensor w = test::random_normal(rng, kF32, {e, h});
+  Tensor reversed = Tensor::zeros(kF32, {e, h}).value();
+  for (std::int64_t i = 0; i < e; ++i) {
+    std::copy_n(w.as<float>() + i * h, h, reversed.as<float>() + (e - 1 - i) * h);
+  }
+  const Tensor a = run(gate(w, out_f32()), x.view());
+  const Tensor b = run(gate(reversed, out_f32()), x.view());
+  for (std::int64_t t = 0; t < 5; ++t) {
+    for (std::int64_t i = 0; i < e; ++i) {
+      ASSERT_EQ(a.as<float>()[t * e + i], b.as<float>()[t * e + (e - 1 - i)]);
+    }
+  }
+}
+
+// Tier 4 in numbers: x rounded to the weight's dtype, logits rounded to it, then widened.
+TEST(GateLinear, FallbackRoundsOperandsAndLogits) {
+  test::Rng rng(15);
+  for (const DType wt : {kBF16, kF16}) {
+    const std::int64_t m = 130, e = 5, h = 64;  // three chunks of rounded rows
+    const Tensor x = test::random_normal(rng, kF32, {m, h});
+    const Tensor w = test::random_normal(rng, wt, {e, h}, 0.125);
+    Tensor x_rounded = Tensor::zeros(wt, {m, h}).value();
+    for (std::int64_t i = 0; i < m * h; ++i) {
+      store_from_f32(x_rounded.data(), wt, i, x.as<float>()[i]);
+    }
+    const Tensor accurate = run(gate(w, out_f32(true)), x_rounded.view());
+    const Tensor got = run(gate(w, out_f32(false)), x.view());
+    for (std::int64_t i = 0; i < m * e; ++i) {
+      Tensor one = make(wt, {1}, {accurate.as<float>()[i]});
+      ASSERT_EQ(got.as<float>()[i], load_as_f32(one.data(), wt, 0)) << i;
+    }
+    // out_dtype unset and equal dtypes: the same numbers in the weight's dtype.
+    const Tensor narrow = run(gate(w), x_rounded.view());
+    ASSERT_EQ(narrow.dtype(), wt);
+    EXPECT_EQ(test::to_doubles(narrow.view()), test::to_doubles(got.view()));
+  }
+}
+
+// Property 12: tiers 1 and 3 against tier 4 differ by the bf16 rounding of the logit and no more.
+TEST(GateLinear, SpecialTiersDifferFromFallbackByOneRounding) {
+  test::Rng rng(16);
+  const Tensor x = test::random_normal(rng, kBF16, {40, 512});
+  const Tensor w = test::random_normal(rng, kBF16, {24, 512}, 0.04);
+  const GateLinear special = gate(w, out_f32(false, true));
+  EXPECT_EQ(special.tier(40, kBF16), GateTier::kWideningGemm);
+  const Tensor a = run(special, x.view());
+  const Tensor b = run(gate(w, out_f32(false, false)), x.view());
+  int different = 0;
+  for (std::int64_t i = 0; i < 40 * 24; ++i) {
+    const float rounded = f32_from_bf16(bf16_from_f32(a.as<float>()[i]));
+    ASSERT_EQ(b.as<float>()[i], rounded);
+    different += a.as<float>()[i] != b.as<float>()[i];
+  }
+  EXPECT_GT(different, 40 * 24 / 2);
+}
+
+TEST(GateLinear, EmulatedSmallBatchTierReturnsTheActivationDType) {
+  test::Rng rng(17);
+  const Tensor x = test::random_normal(rng, kBF16, {17, 7168});
+  const Tensor w = test::random_normal(rng, kBF16, {256, 7168}, 0.0118);
+  GateLinear::Options options;
+  options.emulate_sm90 = true;
+  GateLinear g = gate(w, options);
+  const ConstTensorView small(x.data(), kBF16, {16, 7168});
+  EXPECT_EQ(g.tier(16, kBF16), GateTier::kSmallBatch);
+  const Tensor bf16 = run(g, small);
+  EXPECT_EQ(bf16.dtype(), kBF16);
+  ASSERT_TRUE(g.set_out_dtype(kF32).ok());
+  const Tensor f32 = run(g, small);
+  EXPECT_EQ(f32.dtype(), kF32);
+  for (std::int64_t i = 0; i < 16 * 256; ++i) {
+    ASSERT_EQ(bf16.as<std::uint16_t>()[i], bf16_from_f32(f32.as<float>()[i]));
+  }
+  // 17 tokens take tier 3: same arithmetic here, so the first 16 rows agree by bits.
+  EXPECT_EQ(g.tier(17, kBF16), GateTier::kWideningGemm);
+  const Tensor large = run(g, x.view());
+  std::string why;
+  EXPECT_TRUE(test::same_bits(ConstTensorView(large.data(), kF32, {16, 256}), f32.view(), &why))
+      << why;
+}
+
+TEST(GateLinear, BiasOfAnyDTypeEntersBeforeRounding) {
+  const Tensor x = make(kBF16, {1, 1}, {1.0F});
+  const Tensor w = make(kBF16, {2, 1}, {1.0F, 2.0F});
+  for (const DType bias_dtype : {kF32, kBF16, kF16}) {
+    const Tensor bias = make(bias_dtype, {2}, {0.25F, -4.0F});
+    const auto got = test::to_doubles(run(gate(w, out_f32(), bias.view()), x.view()).view());
+    EXPECT_EQ(got, (std::vector<double>{1.25, -2.0}));
+  }
+  // 1 + 2^-8 + 2^-9 rounds up in bf16; rounding 1 first and the bias on its own would lose it.
+  const Tensor bias = make(kF32, {2}, {0x1p-8F + 0x1p-9F, 0.0F});
+  const auto got = test::to_doubles(run(gate(w, out_f32(), bias.view()), x.view()).view());
+  EXPECT_EQ(got[0], 1.0 + 0x1p-7);
+}
+
+TEST(GateLinear, ZeroTokens) {
+  const Tensor w = make(kBF16, {3, 4}, std::vector<float>(12, 1.0F));
+  const GateLinear g = gate(w, out_f32());
+  const ConstTensorView x(nullptr, kBF16, {0, 4});
+  EXPECT_EQ(g.output_dtype(0, kBF16).value(), kF32);
+  EXPECT_TRUE(g.forward(x, TensorView(nullptr, kF32, {0, 3})).ok());
+  EXPECT_EQ(g.forward(x, TensorView(nullptr, kBF16, {0, 3})).code(), StatusCode::kInvalidDType);
+  EXPECT_EQ(g.forward(x, TensorView(nullptr, kF32, {0, 4})).code(), StatusCode::kInvalidShape);
+}
+
+TEST(GateLinear, NonFiniteInputsPropagate) {
+  const float inf = std::numeric_limits<float>::infinity();
+  const Tensor x = make(kF32, {2, 2}, {std::nanf(""), 1.0F, inf, 1.0F});
+  const Tensor w = make(kF32, {2, 2}, {1.0F, 1.0F, -1.0F, 1.0F});
+  const Tensor got = run(gate(w, out_f32()), x.view());
+  EXPECT_TRUE(std::isnan(got.as<float>()[0]));
+  EXPECT_TRUE(std::isnan(got.as<float>()[1]));
+  EXPECT_EQ(got.as<float>()[2], inf);
+  EXPECT_EQ(got.as<float>()[3], -inf);
+}
+
+}  // namespace
+}  // namespace moesaic
