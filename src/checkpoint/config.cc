@@ -1,0 +1,318 @@
+#include "checkpoint/config.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <new>
+#include <nlohmann/json.hpp>
+
+#include "checkpoint/config_fields.h"
+#include "checkpoint/json_strict.h"
+#include "checkpoint/names.h"
+#include "checkpoint/routing_config.h"
+#include "moesaic/activation.h"
+
+namespace moesaic {
+namespace {
+
+constexpr IntegerRange kWidthRange{1, kMaxWidth};
+
+// --- which object, which family ----------------------------------------------------------------
+
+struct LanguageModel {
+  const nlohmann::json* object;
+  const nlohmann::json* nested;  // text_config, when that is the object
+  std::string where;
+};
+
+// Multimodal wrappers nest the language model under text_config.
+Result<LanguageModel> find_language_model(const nlohmann::json& top) {
+  const ConfigFields fields(top, "config.json");
+  MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* nested, fields.object("text_config"));
+  if (nested == nullptr) return LanguageModel{&top, nullptr, "config.json"};
+  return LanguageModel{nested, nested, "config.json: text_config"};
+}
+
+Result<const Family*> require_family(const ConfigFields& fields, std::string* model_type) {
+  MOESAIC_ASSIGN_OR_RETURN(auto type, fields.string("model_type"));
+  if (!type) {
+    return Status(StatusCode::kCorruptFile,
+                  fields.where() + ": model_type: missing, need the name of a model family");
+  }
+  const Family* family = find_family(*type);
+  if (family == nullptr) {
+    const std::vector<std::string_view> known = known_model_types();
+    std::string text = fmt::format("{}: model_type: got {}, which is not supported; known are {}",
+                                   fields.where(), quote_name(*type), fmt::join(known, ", "));
+    const std::string nearest = nearest_name(*type, known);
+    if (!nearest.empty()) text += fmt::format("; nearest is {}", nearest);
+    return Status(StatusCode::kUnsupported, std::move(text));
+  }
+  *model_type = std::move(*type);
+  return family;
+}
+
+// --- which layers ------------------------------------------------------------------------------
+
+// mlp_layer_types spells the choice out per layer; where present it is the whole answer.
+Result<std::optional<std::vector<bool>>> listed_layers(const ConfigFields& fields,
+                                                       std::int64_t num_layers) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto types,
+                           fields.strings("mlp_layer_types", static_cast<std::size_t>(kMaxLayers)));
+  if (!types) return std::optional<std::vector<bool>>();
+  if (static_cast<std::int64_t>(types->size()) != num_layers) {
+    return Status(fields.bad_value("mlp_layer_types", fmt::format("{} entries", types->size()),
+                                   fmt::format("{} (num_hidden_layers)", num_layers)));
+  }
+  std::vector<bool> is_moe;
+  for (const std::string& type : *types) {
+    if (type != "sparse" && type != "dense") {
+      return Status(
+          fields.bad_value("mlp_layer_types", quote_name(type), "\"sparse\" or \"dense\""));
+    }
+    is_moe.push_back(type == "sparse");
+  }
+  return std::optional(std::move(is_moe));
+}
+
+Result<std::vector<bool>> sparse_step_layers(const ConfigFields& fields, std::int64_t num_layers) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto step, fields.integer("decoder_sparse_step", {1, kMaxLayers}));
+  MOESAIC_ASSIGN_OR_RETURN(
+      const auto dense,
+      fields.integers("mlp_only_layers", {0, std::max<std::int64_t>(num_layers - 1, 0)},
+                      static_cast<std::size_t>(kMaxLayers)));
+  std::vector<bool> is_moe(static_cast<std::size_t>(num_layers));
+  for (std::int64_t i = 0; i < num_layers; ++i) {
+    is_moe[static_cast<std::size_t>(i)] = (i + 1) % step.value_or(1) == 0;
+  }
+  for (const std::int64_t i : dense.value_or(std::vector<std::int64_t>())) {
+    is_moe[static_cast<std::size_t>(i)] = false;
+  }
+  return is_moe;
+}
+
+Result<std::vector<bool>> first_dense_layers(const ConfigFields& fields, const Family& family,
+                                             std::int64_t num_layers) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto first,
+                           fields.integer("first_k_dense_replace", {0, kMaxLayers}));
+  MOESAIC_ASSIGN_OR_RETURN(const auto every, fields.integer("moe_layer_freq", {1, kMaxLayers}));
+  std::vector<bool> is_moe(static_cast<std::size_t>(num_layers));
+  for (std::int64_t i = 0; i < num_layers; ++i) {
+    is_moe[static_cast<std::size_t>(i)] =
+        i >= first.value_or(family.default_first_dense) && i % every.value_or(1) == 0;
+  }
+  return is_moe;
+}
+
+Result<std::vector<bool>> moe_layers(const ConfigFields& fields, const Family& family,
+                                     std::int64_t num_layers) {
+  MOESAIC_ASSIGN_OR_RETURN(auto listed, listed_layers(fields, num_layers));
+  if (listed) return std::move(*listed);
+  switch (family.layer_rule) {
+    case LayerRule::kSparseStep:
+      return sparse_step_layers(fields, num_layers);
+    case LayerRule::kFirstDense:
+      return first_dense_layers(fields, family, num_layers);
+    case LayerRule::kEvery:
+      break;
+  }
+  return std::vector<bool>(static_cast<std::size_t>(num_layers), true);
+}
+
+// --- parts of a layer ---------------------------------------------------------------------------
+
+Result<std::optional<DType>> stated_dtype(const ConfigFields& fields) {
+  std::optional<DType> result;
+  for (const std::string_view name : {"dtype", "torch_dtype"}) {
+    MOESAIC_ASSIGN_OR_RETURN(const auto text, fields.string(name));
+    if (!text) continue;
+    std::string_view word = *text;
+    if (word.starts_with("torch.")) word.remove_prefix(6);
+    std::optional<DType> dtype;
+    if (word == "bfloat16") dtype = DType::kBF16;
+    if (word == "float16") dtype = DType::kF16;
+    if (word == "float32") dtype = DType::kF32;
+    if (!dtype) {
+      return Status(StatusCode::kUnsupported,
+                    fmt::format("{}: {}: got {}, need bfloat16, float16 or float32", fields.where(),
+                                name, quote_name(*text)));
+    }
+    if (result && *result != *dtype) {
+      return Status(StatusCode::kAmbiguousFormat,
+                    fmt::format("{}: dtype is {} but torch_dtype is {}", fields.where(),
+                                dtype_name(*result), dtype_name(*dtype)));
+    }
+    result = dtype;
+  }
+  return result;
+}
+
+Result<ActivationKind> hidden_activation(const ConfigFields& fields) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto name, fields.string("hidden_act"));
+  if (!name || *name == "silu" || *name == "swish") return ActivationKind::kSilu;
+  if (*name == "gelu_new")
+    return ActivationKind::kGeluTanh;  // transformers' name for the tanh form
+  Result<ActivationKind> kind = activation_from_name(*name);
+  // A plain pointwise name would change the shape of w13; no family here is stored that way.
+  if (kind.ok() && is_gated(*kind) && *kind != ActivationKind::kSitu) return *kind;
+  return Status(StatusCode::kUnsupported,
+                fmt::format("{}: hidden_act: got {}, need silu, gelu or gelu_pytorch_tanh",
+                            fields.where(), quote_name(*name)));
+}
+
+Result<ActivationSpec> read_activation(const ConfigFields& fields, const Family& family) {
+  ActivationSpec activation = family.activation;
+  if (family.reads_hidden_act) {
+    MOESAIC_ASSIGN_OR_RETURN(activation.kind, hidden_activation(fields));
+    if (activation.kind == ActivationKind::kSwigluOai ||
+        activation.kind == ActivationKind::kSwigluStep) {
+      return Status(StatusCode::kUnsupported,
+                    fmt::format("{}: hidden_act: got {}, which {} models do not define",
+                                fields.where(), activation_name(activation.kind), family.title));
+    }
+  }
+  MOESAIC_ASSIGN_OR_RETURN(const auto limit, fields.number("swiglu_limit"));
+  if (limit) {
+    // A limit that rounds to 0 or to infinity in F32 is as meaningless as a negative one.
+    const auto narrow = static_cast<float>(std::clamp(*limit, -1e30, 1e30));
+    if (!(narrow > 0)) {
+      return Status(fields.bad_value("swiglu_limit", fmt::to_string(*limit), "> 0"));
+    }
+    if (activation.kind != ActivationKind::kSilu && activation.kind != ActivationKind::kSwigluOai) {
+      return Status(StatusCode::kUnsupported,
+                    fmt::format("{}: swiglu_limit: got {} with activation {}, need silu",
+                                fields.where(), *limit, activation_name(activation.kind)));
+    }
+    activation.limit = narrow;
+  }
+  return activation;
+}
+
+Result<SharedExpertSpec> read_shared(const ConfigFields& fields, const Family& family,
+                                     std::int64_t expert_width) {
+  SharedExpertSpec shared;
+  if (family.shared == SharedRule::kOwnWidth) {
+    constexpr std::array<std::string_view, 1> kName = {"shared_expert_intermediate_size"};
+    MOESAIC_ASSIGN_OR_RETURN(shared.intermediate_size, fields.required_integer(kName, kWidthRange));
+    shared.gated_output = !family.shared_gate.empty();
+  } else if (family.shared == SharedRule::kCount) {
+    // null says "none"; a missing field says "the family's default".
+    const std::int64_t unsaid =
+        fields.is_null("n_shared_experts") ? 0 : family.default_shared_count;
+    MOESAIC_ASSIGN_OR_RETURN(const auto count, fields.integer("n_shared_experts", {0, 1024}));
+    shared.intermediate_size = count.value_or(unsaid) * expert_width;
+  }
+  return shared;
+}
+
+// The layer that all MoE layers of the model share, but for its number.
+Result<MoeLayerSpec> read_layer(const ConfigFields& fields, ModelConfig* config) {
+  const Family& family = *config->family;
+  MoeLayerSpec spec;
+  spec.model_type = config->model_type;
+  constexpr std::array<std::string_view, 1> kHidden = {"hidden_size"};
+  MOESAIC_ASSIGN_OR_RETURN(spec.hidden_size, fields.required_integer(kHidden, kWidthRange));
+  MOESAIC_ASSIGN_OR_RETURN(spec.intermediate_size,
+                           fields.required_integer(family.width_fields.list(), kWidthRange));
+  MOESAIC_ASSIGN_OR_RETURN(spec.num_experts,
+                           fields.required_integer(expert_count_fields(), {1, kMaxExperts}));
+  MOESAIC_ASSIGN_OR_RETURN(
+      spec.routing, read_routing(fields, family, spec.num_experts, &config->bias_by_presence));
+  MOESAIC_ASSIGN_OR_RETURN(spec.activation, read_activation(fields, family));
+  MOESAIC_ASSIGN_OR_RETURN(spec.shared, read_shared(fields, family, spec.intermediate_size));
+  spec.activation_dtype = config->stated_dtype.value_or(DType::kBF16);
+  spec.has_router_bias = !family.gate_bias.empty();
+  spec.has_expert_bias = !family.layouts[0].bias_suffix.empty();
+  if (config->quant.format == StoredFormat::kFp8Block) {
+    spec.quant = fp8_block_scheme(config->quant.ue8m0);
+  } else {
+    MOESAIC_ASSIGN_OR_RETURN(spec.quant, plain_scheme(spec.activation_dtype));
+  }
+  return spec;
+}
+
+// A dense member of a family that also has MoE models says so by having no experts.
+Result<bool> has_experts(const ConfigFields& fields, const Family& family) {
+  if (family.layer_rule == LayerRule::kEvery) return true;
+  MOESAIC_ASSIGN_OR_RETURN(const auto count,
+                           fields.integer(expert_count_fields(), {0, kMaxExperts}));
+  if (count) return *count > 0;
+  const std::span<const std::string_view> names = expert_count_fields();
+  // null is the way to say "dense"; a field that is not there at all is an incomplete file.
+  return std::none_of(names.begin(), names.end(),
+                      [&](std::string_view name) { return fields.is_null(name); });
+}
+
+Result<ModelConfig> parse_checked(std::string_view text) {
+  MOESAIC_ASSIGN_OR_RETURN(
+      const nlohmann::json top,
+      parse_json_document("config.json", text, {kMaxConfigBytes, kMaxConfigDepth}));
+  if (!top.is_object()) {
+    return Status(StatusCode::kCorruptFile, "config.json: need an object at the top");
+  }
+  MOESAIC_ASSIGN_OR_RETURN(const LanguageModel model, find_language_model(top));
+  const ConfigFields fields(*model.object, model.where);
+
+  ModelConfig config;
+  MOESAIC_ASSIGN_OR_RETURN(config.family, require_family(fields, &config.model_type));
+  MOESAIC_ASSIGN_OR_RETURN(config.quant, parse_quant_config(top, model.nested));
+  MOESAIC_ASSIGN_OR_RETURN(config.stated_dtype, stated_dtype(fields));
+  if (!config.stated_dtype && model.nested != nullptr) {
+    MOESAIC_ASSIGN_OR_RETURN(config.stated_dtype, stated_dtype(ConfigFields(top, "config.json")));
+  }
+  constexpr std::array<std::string_view, 1> kLayers = {"num_hidden_layers"};
+  MOESAIC_ASSIGN_OR_RETURN(config.num_hidden_layers,
+                           fields.required_integer(kLayers, {1, kMaxLayers}));
+  MOESAIC_ASSIGN_OR_RETURN(const bool is_moe_model, has_experts(fields, *config.family));
+  if (!is_moe_model) return config;
+
+  MOESAIC_ASSIGN_OR_RETURN(const std::vector<bool> is_moe,
+                           moe_layers(fields, *config.family, config.num_hidden_layers));
+  MOESAIC_ASSIGN_OR_RETURN(MoeLayerSpec spec, read_layer(fields, &config));
+  for (std::size_t i = 0; i < is_moe.size(); ++i) {
+    if (!is_moe[i]) continue;
+    spec.layer = static_cast<int>(i);
+    spec.prefix = fmt::format("{}{}.{}", layer_prefixes()[0], i, config.family->layouts[0].block);
+    config.layers.push_back(spec);
+  }
+  if (!config.layers.empty()) {
+    const Status valid = validate(config.layers.front());
+    if (!valid.ok()) return valid.with_context(model.where);
+  }
+  return config;
+}
+
+}  // namespace
+
+Result<QuantScheme> plain_scheme(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return quant_scheme_from_name("f32");
+    case DType::kF16:
+      return quant_scheme_from_name("f16");
+    case DType::kBF16:
+      return quant_scheme_from_name("bf16");
+    default:
+      return Status(StatusCode::kInvalidDType,
+                    fmt::format("weight dtype: got {}, need BF16, F16 or F32", dtype_name(dtype)));
+  }
+}
+
+QuantScheme fp8_block_scheme(bool ue8m0) {
+  QuantScheme scheme = quant_scheme_from_name("fp8-block").value();  // always built in
+  if (ue8m0) scheme.activation.scale_format = ScaleFormat::kE8M0;
+  return scheme;
+}
+
+Result<ModelConfig> parse_model_config(std::string_view json) {
+  try {
+    return parse_checked(json);
+  } catch (const std::bad_alloc&) {
+    return Status(StatusCode::kOutOfMemory, "config.json: not enough memory to parse it");
+  } catch (const std::exception& error) {
+    return Status(StatusCode::kCorruptFile, fmt::format("config.json: {}", error.what()));
+  }
+}
+
+}  // namespace moesaic

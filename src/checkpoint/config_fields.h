@@ -1,0 +1,68 @@
+// Typed, range-checked reading of the fields of one JSON object. Every refusal names the field, the
+// value found and the value needed. A field that is missing and one that is null are the same.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json_fwd.hpp>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "moesaic/status.h"
+
+namespace moesaic {
+
+// Inclusive. A value below `low` or above `high` is kInvalidArgument.
+struct IntegerRange {
+  std::int64_t low;
+  std::int64_t high;
+};
+
+class ConfigFields {
+ public:
+  // `object` must be a JSON object that outlives this; `where` begins every message
+  // ("config.json", "config.json: text_config").
+  ConfigFields(const nlohmann::json& object, std::string where);
+
+  // The field under any of its names (aliases). Two names with different values are
+  // kAmbiguousFormat; a value of another type is kCorruptFile.
+  using Names = std::span<const std::string_view>;
+  Result<std::optional<std::int64_t>> integer(Names names, IntegerRange range) const;
+  Result<std::optional<std::int64_t>> integer(std::string_view name, IntegerRange range) const {
+    return integer(Names(&name, 1), range);
+  }
+  // The same, but kCorruptFile when absent.
+  Result<std::int64_t> required_integer(Names names, IntegerRange range) const;
+
+  Result<std::optional<bool>> boolean(std::string_view name) const;
+  Result<std::optional<double>> number(std::string_view name) const;  // finite
+  Result<std::optional<std::string>> string(std::string_view name) const;
+  // A list, at most `max_count` long (more is kLimitExceeded).
+  Result<std::optional<std::vector<std::int64_t>>> integers(std::string_view name,
+                                                            IntegerRange range,
+                                                            std::size_t max_count) const;
+  Result<std::optional<std::vector<std::string>>> strings(std::string_view name,
+                                                          std::size_t max_count) const;
+  // The nested object, or nullptr when absent.
+  Result<const nlohmann::json*> object(std::string_view name) const;
+
+  // Present with the value null: some fields say "none" that way.
+  bool is_null(std::string_view name) const;
+
+  const std::string& where() const { return where_; }
+  // "config.json: top_k: got 9, need 1 to 8".
+  Status bad_value(std::string_view field, std::string_view found, std::string_view need) const;
+
+ private:
+  const nlohmann::json* find(std::string_view name) const;
+  Status bad_type(std::string_view field, const nlohmann::json& found, std::string_view need) const;
+  Result<std::int64_t> as_integer(std::string_view field, const nlohmann::json& value,
+                                  IntegerRange range) const;
+
+  const nlohmann::json* object_;
+  std::string where_;
+};
+
+}  // namespace moesaic

@@ -1,0 +1,134 @@
+// What distinguishes the model families, as data: names of configuration fields and tensors, which
+// layers are MoE, how experts are stored, how tokens are routed. Adding a family is adding a table
+// row. Source: spec checkpoints.md section 3.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "moesaic/activation.h"
+#include "moesaic/spec.h"
+
+namespace moesaic {
+
+// Up to N names, unused ones empty. A literal type, so that the tables are constants.
+template <std::size_t N>
+struct NameList {
+  std::array<std::string_view, N> names{};
+  constexpr std::span<const std::string_view> list() const {
+    std::size_t n = 0;
+    while (n < N && !names[n].empty()) ++n;
+    return {names.data(), n};
+  }
+};
+
+// Which layers i of L are MoE layers.
+enum class LayerRule : std::uint8_t {
+  kEvery,
+  kSparseStep,  // i not in mlp_only_layers and (i + 1) % decoder_sparse_step == 0
+  kFirstDense,  // i >= first_k_dense_replace and i % moe_layer_freq == 0
+};
+
+// How the three projections of the experts lie in the file. E experts, H hidden, I width.
+enum class ExpertStorage : std::uint8_t {
+  kPerExpert,           // per expert: gate [I, H], up [I, H], down [H, I]
+  kFusedNT,             // gate_up [E, 2I, H] (gate rows first), down [E, H, I]
+  kFusedNNInterleaved,  // gate_up [E, H, 2I] (column 2j gate j, 2j + 1 up j), down [E, I, H]
+};
+
+// One way a family's experts are found on disk. The family decides which exist; shapes never do
+// (with 2I == H they could not). Names are relative to the block.
+struct ExpertLayout {
+  ExpertStorage storage = ExpertStorage::kPerExpert;
+  std::string_view block;             // module of the MoE block in its layer: "mlp"
+  std::string_view gate, up, down;    // modules, "{e}" is the expert; fused: `gate` is gate_up
+  NameList<2> weight_suffixes;        // of a weight; two when both spellings exist
+  std::string_view scale_suffix;      // of an FP8-block scale
+  std::string_view bias_suffix = "";  // of an expert bias; empty: the family has none
+  constexpr bool present() const { return !block.empty(); }
+};
+
+// Where `renormalize` comes from.
+enum class RenormRule : std::uint8_t { kNever, kAlways, kNormTopkProb };
+// Whether there is an e_score_correction_bias.
+enum class BiasRule : std::uint8_t {
+  kNone,
+  kAlways,
+  kTopkMethod,      // iff topk_method is "noaux_tc"
+  kUseRoutingBias,  // as use_routing_bias says; unsaid: iff the checkpoint holds the tensor
+};
+// Where routed_scaling_factor applies.
+enum class ScaleRule : std::uint8_t {
+  kNone,                // the family has no such field
+  kAlways,              // after the renormalisation
+  kUnlessRenormalized,  // DeepSeek-V2: the weights are either renormalised or scaled
+};
+
+struct RoutingRule {
+  RoutingMethod method = RoutingMethod::kTopK;  // kTopK becomes kGroupedTopK with n_group > 1
+  ScoringFunc scoring_func = ScoringFunc::kSoftmax;
+  bool reads_scoring_func = false;
+  RenormRule renorm = RenormRule::kNever;
+  bool default_norm_topk_prob = false;
+  BiasRule bias = BiasRule::kNone;
+  std::string_view default_topk_method;  // empty: the field is not read
+  bool reads_groups = false;             // n_group, topk_group
+  std::int64_t default_n_group = 1;
+  std::int64_t default_topk_group = 1;
+  ScaleRule scale = ScaleRule::kNone;
+  double default_scale = 1.0;
+};
+
+// Where the shared expert's width comes from.
+enum class SharedRule : std::uint8_t {
+  kNone,
+  kOwnWidth,  // shared_expert_intermediate_size
+  kCount,     // n_shared_experts * the routed width, stored as one MLP
+};
+
+struct Family {
+  std::string_view title;  // for people: "DeepSeek-V3"
+  NameList<4> model_types;
+  NameList<3> width_fields;  // names of I
+  LayerRule layer_rule = LayerRule::kEvery;
+  std::int64_t default_first_dense = 0;  // kFirstDense
+  RoutingRule routing;
+  SharedRule shared = SharedRule::kNone;
+  std::int64_t default_shared_count = 0;  // kCount
+  // Activation: hidden_act (default silu), or a fixed kind with these constants.
+  bool reads_hidden_act = true;
+  ActivationSpec activation;
+
+  // Tensors, relative to the block; empty: the family has no such tensor.
+  std::string_view gate_weight = "gate.weight";
+  std::string_view gate_bias;
+  NameList<2> correction_bias;     // spellings
+  std::string_view shared_module;  // its projections are gate_proj, up_proj, down_proj
+  std::string_view shared_gate;
+  std::array<ExpertLayout, 3> layouts;
+};
+
+std::span<const Family> families();
+// nullptr for an unknown model_type.
+const Family* find_family(std::string_view model_type);
+// All model_types of all families, for "nearest known" hints.
+std::vector<std::string_view> known_model_types();
+
+// What precedes "<i>.<block>" in tensor names: plain models and the known multimodal wrappers.
+std::span<const std::string_view> layer_prefixes();
+
+// Fields that mean the same in every family.
+std::span<const std::string_view> expert_count_fields();
+std::span<const std::string_view> top_k_fields();
+
+// "experts.{e}.w1" with e = 3 -> "experts.3.w1".
+std::string expand_expert(std::string_view pattern, std::int64_t expert);
+// Does `name` equal the pattern for some expert number (or is it the pattern's exact text, when it
+// has no "{e}")?
+bool matches_pattern(std::string_view pattern, std::string_view name);
+
+}  // namespace moesaic
