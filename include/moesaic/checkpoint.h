@@ -7,6 +7,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "moesaic/experts.h"
@@ -87,7 +88,10 @@ class Checkpoint {
   std::unique_ptr<Impl> impl_;
 };
 
-// A single safetensors file, for hidden states and golden outputs.
+// A single safetensors file, for hidden states and golden outputs. Opening reads the header only
+// and validates it in full: kCorruptFile, kLimitExceeded (sizes beyond 64 bits, header above 10^8
+// bytes), kNotFound, kIo. Reading copies; kNotFound names the nearest tensor, kLimitExceeded
+// refuses rank > kMaxRank, kIo also when the file shrank meanwhile.
 class TensorFile {
  public:
   static Result<TensorFile> open(const std::string& path, FileAccess access = FileAccess::kMmap);
@@ -108,8 +112,13 @@ struct NamedTensor {
   std::string name;
   ConstTensorView tensor;  // contiguous
 };
-// Writes a safetensors file in the reference writer's order; atomic: a temporary file in the same
-// folder is renamed only when complete. kInvalidArgument for duplicate or empty names.
-Status write_safetensors(const std::string& path, std::span<const NamedTensor> tensors);
+// Writes a safetensors file in the reference writer's order (wider types first, then by name), with
+// `metadata` (sorted by key) as its __metadata__ when not empty. Atomic: a temporary file in the
+// same folder is renamed only when complete; a failure leaves nothing behind and an older file
+// intact. The bytes depend on the arguments only. kInvalidArgument for duplicate, empty, reserved
+// or non-UTF-8 names, kInvalidLayout for a tensor that is not contiguous, kLimitExceeded for a
+// header above 10^8 bytes, kIo.
+Status write_safetensors(const std::string& path, std::span<const NamedTensor> tensors,
+                         std::span<const std::pair<std::string, std::string>> metadata = {});
 
 }  // namespace moesaic

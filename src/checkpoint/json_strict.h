@@ -5,8 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <nlohmann/json_fwd.hpp>
+#include <set>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "moesaic/status.h"
 
@@ -49,6 +51,40 @@ Status parse_json_events(std::string_view label, std::string_view text, const Js
 // (is_number_unsigned / is_number_integer); an integer beyond 64 bits arrives as a float.
 Result<nlohmann::json> parse_json_document(std::string_view label, std::string_view text,
                                            const JsonLimits& limits);
+
+// Members that a format does not know are skipped, but duplicate keys among them are still refused.
+// Feed it every event from the start of the unknown value on, until done().
+class UnknownJson {
+ public:
+  // More keys than this in one object are refused: far above what exists, and looking for
+  // duplicates then needs no memory to speak of.
+  static constexpr std::size_t kMaxKeys = 4096;
+
+  // The keys of the object that holds the unknown members; call at its start.
+  void reset_siblings() { siblings_.clear(); }
+  // False (see status()) for a duplicate or one key too many.
+  bool add_sibling(std::string_view key) { return add(siblings_, key); }
+
+  bool scalar() { return true; }
+  bool key(std::string_view key) { return add(open_.back(), key); }
+  bool start_object();
+  bool end_object();
+  bool start_array();
+  bool end_array();
+  bool done() const { return depth_ == 0; }
+
+  StatusCode code() const { return code_; }
+  const std::string& reason() const { return reason_; }  // without the file's name
+
+ private:
+  using Keys = std::set<std::string, std::less<>>;
+  bool add(Keys& keys, std::string_view key);
+  Keys siblings_;
+  std::vector<Keys> open_;  // one per open object
+  int depth_ = 0;           // open objects and arrays
+  StatusCode code_ = StatusCode::kOk;
+  std::string reason_;
+};
 
 // The byte position of the first ill-formed UTF-8 sequence (overlong forms, surrogates and values
 // above U+10FFFF included), or text.size() when there is none.

@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
-#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
@@ -21,9 +20,7 @@ namespace moesaic {
 
 inline constexpr std::uint64_t kMaxHeaderBytes = 100'000'000;  // the reference reader's cap
 inline constexpr int kMaxHeaderDepth = 8;
-// Unknown keys in one object of the header and entries of __metadata__: far above what exists,
-// small enough that looking for duplicates needs no memory to speak of.
-inline constexpr int kMaxExtraKeys = 64;
+// Far above what exists.
 inline constexpr int kMaxMetadataEntries = 1 << 16;
 
 // One validated tensor: begin <= end <= data bytes and end - begin is exactly the size that dtype

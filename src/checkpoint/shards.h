@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "checkpoint/safetensors.h"
@@ -14,6 +15,15 @@
 #include "moesaic/status.h"
 
 namespace moesaic {
+
+// The parsed model.safetensors.index.json: (tensor, file) pairs sorted by tensor, no duplicates,
+// plain file names.
+struct ShardIndex {
+  std::vector<std::pair<std::string, std::string>> weight_map;
+  std::optional<std::uint64_t> total_size;  // absent when missing or not an exact integer
+};
+inline constexpr std::size_t kMaxIndexBytes = 100'000'000;
+Result<ShardIndex> parse_shard_index(std::string_view label, std::string_view json);
 
 // With model.safetensors.index.json only the files it lists are read, each mapped tensor must be in
 // its file, and a tensor found elsewhere is ignored with a warning. Without an index:
@@ -40,18 +50,15 @@ class ShardSet {
   std::span<const std::unique_ptr<SafetensorsFile>> files() const { return files_; }
 
  private:
+  Status open_indexed(const std::string& directory, const std::string& index_path,
+                      const ShardIndex& index, FileAccess access);
+  Status open_unindexed(const std::string& directory, FileAccess access);
+  void warn_ignored(const SafetensorsFile& file);
+
   std::vector<std::unique_ptr<SafetensorsFile>> files_;
   std::vector<Located> tensors_;
   std::uint64_t total_bytes_ = 0;
   std::vector<std::string> warnings_;
 };
-
-// The parsed index: (tensor, file) pairs sorted by tensor, no duplicates, plain file names.
-struct ShardIndex {
-  std::vector<std::pair<std::string, std::string>> weight_map;
-  std::optional<std::uint64_t> total_size;  // absent when missing or not an exact integer
-};
-inline constexpr std::size_t kMaxIndexBytes = 100'000'000;
-Result<ShardIndex> parse_shard_index(std::string_view label, std::string_view json);
 
 }  // namespace moesaic

@@ -1,0 +1,55 @@
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "checkpoint/guard.h"
+#include "checkpoint/names.h"
+#include "checkpoint/safetensors.h"
+#include "moesaic/checkpoint.h"
+
+namespace moesaic {
+
+struct TensorFile::Impl {
+  SafetensorsFile file;
+};
+
+TensorFile::TensorFile(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+TensorFile::TensorFile(TensorFile&&) noexcept = default;
+TensorFile& TensorFile::operator=(TensorFile&&) noexcept = default;
+TensorFile::~TensorFile() = default;
+
+Result<TensorFile> TensorFile::open(const std::string& path, FileAccess access) {
+  return guard_allocation(path, [&]() -> Result<TensorFile> {
+    MOESAIC_ASSIGN_OR_RETURN(SafetensorsFile file, SafetensorsFile::open(path, access));
+    auto impl = std::make_unique<Impl>();
+    impl->file = std::move(file);
+    return TensorFile(std::move(impl));
+  });
+}
+
+std::vector<std::string> TensorFile::names() const {
+  std::vector<std::string> names;
+  names.reserve(impl_->file.tensors().size());
+  for (const TensorInfo& info : impl_->file.tensors()) names.push_back(info.name);
+  return names;
+}
+
+bool TensorFile::contains(const std::string& name) const {
+  return impl_->file.find(name) != nullptr;
+}
+
+Result<Tensor> TensorFile::read(const std::string& name) const {
+  return guard_allocation(impl_->file.path(), [&]() -> Result<Tensor> {
+    const TensorInfo* info = impl_->file.find(name);
+    if (info != nullptr) return impl_->file.read_tensor(*info);
+    std::vector<std::string_view> names;
+    names.reserve(impl_->file.tensors().size());
+    for (const TensorInfo& t : impl_->file.tensors()) names.push_back(t.name);
+    const std::string nearest = nearest_name(name, names);
+    return Status(StatusCode::kNotFound,
+                  fmt::format("{}: no tensor {}{}", impl_->file.path(), quote_name(name),
+                              nearest.empty() ? "" : "; the nearest is " + quote_name(nearest)));
+  });
+}
+
+}  // namespace moesaic
