@@ -1,0 +1,162 @@
+// moesaic demo: bundled checkpoints in one screen: what the layer is, how tokens spread over the
+// experts, how far the result is from float64, how fast it is compared with what the machine
+// allows.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <memory>
+#include <vector>
+
+#include "ceilings.h"
+#include "chart.h"
+#include "golden.h"
+#include "layer_io.h"
+#include "spec_text.h"
+#include "verbs.h"
+
+namespace moesaic::tool {
+namespace {
+
+struct State {
+  CommonOptions common;
+  std::vector<std::string> directories;
+};
+
+// The least time that this machine needs for the layer: every weight read once at the measured read
+// bandwidth, every multiply-add at the measured peak, whichever takes longer.
+double floor_us(const FusedMoE& layer, std::int64_t tokens, const Ceilings& ceilings) {
+  const MoeLayerSpec& spec = layer.spec();
+  const auto hidden = static_cast<double>(spec.hidden_size);
+  const double matrices = is_gated(spec.activation.kind) ? 3 : 2;
+  const double columns_per_token =
+      matrices * (static_cast<double>(spec.routing.top_k * spec.intermediate_size) +
+                  static_cast<double>(spec.shared.intermediate_size)) +
+      static_cast<double>(spec.num_experts);
+  const double flops = 2 * static_cast<double>(tokens) * hidden * columns_per_token;
+  // Hidden states are read as BF16 and written as F32.
+  const double bytes =
+      static_cast<double>(layer.weight_bytes()) + static_cast<double>(tokens) * hidden * 6;
+  return std::max(bytes / (ceilings.read_gbps * 1e3), flops / (ceilings.gflops * 1e3));
+}
+
+struct Shown {
+  std::string name;
+  MoeLayerSpec spec;
+  LayerReport as_is, f32;
+  std::vector<std::int64_t> load;
+  Timing timing;
+  double floor_pct = 0;
+};
+
+Result<Shown> show(const std::string& directory, const State& state, const Ceilings& ceilings,
+                   Origin& origin) {
+  origin = Origin::kFile;
+  Shown shown;
+  shown.name = std::filesystem::path(directory).filename().string();
+  MOESAIC_ASSIGN_OR_RETURN(const Checkpoint checkpoint, Checkpoint::open(directory));
+  MOESAIC_ASSIGN_OR_RETURN(const TensorFile golden,
+                           TensorFile::open(directory + "/golden.safetensors"));
+  MOESAIC_ASSIGN_OR_RETURN(const std::vector<GoldenBlock> blocks, golden_blocks(golden));
+  const GoldenBlock& block = blocks.front();
+  MOESAIC_ASSIGN_OR_RETURN(shown.spec, checkpoint.layer(block.layer));
+
+  FusedMoE::Options options = layer_options(state.common, kMaxTokensPerCall);
+  MOESAIC_ASSIGN_OR_RETURN(shown.as_is, verify_block(checkpoint, golden, block, options, origin));
+  options.quant = "f32";
+  MOESAIC_ASSIGN_OR_RETURN(shown.f32, verify_block(checkpoint, golden, block, options, origin));
+
+  options.quant = state.common.quant;
+  MOESAIC_ASSIGN_OR_RETURN(const FusedMoE layer,
+                           FusedMoE::from_checkpoint(checkpoint, block.layer, options));
+  MOESAIC_ASSIGN_OR_RETURN(const Tensor input, read_hidden_states(golden, block.prefix + ".input",
+                                                                  shown.spec.hidden_size));
+  MOESAIC_ASSIGN_OR_RETURN(LayerOutput output,
+                           make_layer_output(shown.spec, input.shape()[0], DType::kF32));
+  MOESAIC_ASSIGN_OR_RETURN(shown.timing, time_forward(layer, input, output, 0));
+  shown.load = expert_load(output.topk_ids, shown.spec.num_experts);
+  shown.floor_pct = 100 * floor_us(layer, input.shape()[0], ceilings) / shown.timing.median_us;
+  return shown;
+}
+
+std::string arithmetic(const LayerReport& report) {
+  return fmt::format("{} {:.1e} (bound {:.0e}{})", report.quant, report.rel_l2, report.bound,
+                     report.pass ? "" : ", FAILED");
+}
+
+void print(const Console& console, const Shown& shown) {
+  const auto tokens = static_cast<double>(shown.as_is.tokens);
+  console.print(fmt::format("{}\n  {}\n", shown.name, describe(shown.spec)));
+  console.print(column_chart(shown.load, 3, "  load   "));
+  console.print(
+      fmt::format("  error  {}, {}: relative L2 against float64; {} of {} tokens misrouted\n",
+                  arithmetic(shown.as_is), arithmetic(shown.f32), shown.as_is.topk_mismatches,
+                  shown.as_is.tokens));
+  console.print(fmt::format("  speed  {} per token, {:.0f} % of this machine's floor ({})\n\n",
+                            format_us(shown.timing.median_us / tokens), shown.floor_pct,
+                            shown.as_is.backend));
+}
+
+Json shown_json(const Shown& shown) {
+  return {
+      {"name", shown.name},
+      {"layer", describe(shown.spec)},
+      {"tokens", shown.as_is.tokens},
+      {"expert_load", shown.load},
+      {"rel_l2", finite(shown.as_is.rel_l2)},
+      {"bound", finite(shown.as_is.bound)},
+      {"rel_l2_f32", finite(shown.f32.rel_l2)},
+      {"topk_mismatches", shown.as_is.topk_mismatches},
+      {"us_per_token", finite(shown.timing.median_us / static_cast<double>(shown.as_is.tokens))},
+      {"floor_pct", finite(shown.floor_pct)},
+      {"backend", shown.as_is.backend},
+      {"pass", shown.as_is.pass && shown.f32.pass}};
+}
+
+int run_demo(const State& state) {
+  const Console console = state.common.console();
+  if (const Status status = check_common_options(state.common); !status.ok()) {
+    return console.fail(status, Origin::kOption);
+  }
+  console.note(1, "measuring this machine's read bandwidth and arithmetic peak");
+  const Ceilings ceilings = measure_ceilings(state.common.threads);
+  console.print(
+      "Trained mixture-of-experts layers on the real hidden states of 256 tokens of text.\n"
+      "load: tokens per expert; error: against a float64 computation by another program; floor:\n");
+  console.print(
+      fmt::format("the time to read the weights at {:.3g} GB/s or to multiply at {:.4g} "
+                  "GFLOP/s, measured now.\n\n",
+                  ceilings.read_gbps, ceilings.gflops));
+  bool pass = true;
+  Json checkpoints = Json::array();
+  for (const std::string& directory : state.directories) {
+    Origin origin = Origin::kFile;
+    const Result<Shown> shown = show(directory, state, ceilings, origin);
+    if (!shown.ok()) return console.fail(shown.status().with_context(directory), origin);
+    print(console, *shown);
+    checkpoints.push_back(shown_json(*shown));
+    pass = pass && shown->as_is.pass && shown->f32.pass;
+  }
+  console.emit({{"checkpoints", std::move(checkpoints)},
+                {"ceilings",
+                 {{"read_gbps", finite(ceilings.read_gbps)}, {"gflops", finite(ceilings.gflops)}}},
+                {"pass", pass}});
+  console.print(pass ? "Every layer is within its stated bound. Next: moesaic --help, README.md\n"
+                     : "A layer is OUTSIDE its stated bound.\n");
+  return pass ? kExitOk : kExitVerifyFailed;
+}
+
+}  // namespace
+
+Verb make_demo(CLI::App& root) {
+  auto state = std::make_shared<State>();
+  CLI::App* app =
+      add_verb(root, "demo", "Show checkpoints that have a golden file in one screen",
+               "  moesaic demo testdata/models/mini-deepseek-v3 testdata/models/mini-gpt-oss\n");
+  app->add_option("DIR", state->directories, "Checkpoint folders with a golden.safetensors")
+      ->required();
+  add_common_options(*app, state->common);
+  return {app, [state] { return run_demo(*state); }};
+}
+
+}  // namespace moesaic::tool

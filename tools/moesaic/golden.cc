@@ -1,0 +1,216 @@
+#include "golden.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <optional>
+
+#include "layer_io.h"
+#include "routing_oracle.h"
+
+namespace moesaic::tool {
+namespace {
+
+constexpr std::string_view kInput = ".input";
+constexpr std::string_view kOutput = ".output";
+
+bool ends_with(std::string_view text, std::string_view end) {
+  return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
+}
+
+// The layer number in "....layers.<i>.<block>", or -1.
+int layer_of(std::string_view prefix) {
+  constexpr std::string_view kLayers = "layers.";
+  constexpr std::size_t kMaxDigits = 6;
+  for (std::size_t at = prefix.find(kLayers); at != std::string_view::npos;
+       at = prefix.find(kLayers, at + 1)) {
+    if (at != 0 && prefix[at - 1] != '.') continue;
+    const std::size_t begin = at + kLayers.size();
+    const std::size_t end = prefix.find('.', begin);
+    if (end == std::string_view::npos || end == begin || end - begin > kMaxDigits) continue;
+    const std::string_view digits = prefix.substr(begin, end - begin);
+    if (digits.find_first_not_of("0123456789") != std::string_view::npos) continue;
+    int layer = 0;
+    for (const char digit : digits) layer = 10 * layer + (digit - '0');
+    return layer;
+  }
+  return -1;
+}
+
+// Golden ids [M, k] widened to int32, when the file has them for this block.
+Result<std::optional<Tensor>> read_golden_ids(const TensorFile& golden, const std::string& prefix,
+                                              std::int64_t tokens, std::int64_t top_k) {
+  for (const char* gate : {".gate.out2", ".router.out2"}) {
+    const std::string name = prefix + gate;
+    if (!golden.contains(name)) continue;
+    MOESAIC_ASSIGN_OR_RETURN(Tensor ids, golden.read(name));
+    MOESAIC_RETURN_IF_ERROR(expect_shape(name, ids.view(), {tokens, top_k}));
+    if (ids.dtype() == DType::kI32) return std::optional<Tensor>(std::move(ids));
+    if (ids.dtype() != DType::kI64) {
+      return Status(StatusCode::kInvalidDType,
+                    fmt::format("{}: got {}, need I32 or I64", name, dtype_name(ids.dtype())));
+    }
+    MOESAIC_ASSIGN_OR_RETURN(Tensor narrow, Tensor::uninitialized(DType::kI32, {tokens, top_k}));
+    for (std::int64_t i = 0; i < tokens * top_k; ++i) {
+      const std::int64_t id = ids.as<std::int64_t>()[i];
+      const bool fits = id >= 0 && id <= std::numeric_limits<std::int32_t>::max();
+      narrow.as<std::int32_t>()[i] = fits ? static_cast<std::int32_t>(id) : -1;
+    }
+    return std::optional<Tensor>(std::move(narrow));
+  }
+  return std::optional<Tensor>();
+}
+
+// Routing weights [M, k] of the same slots; absent or odd ones are not compared.
+std::vector<double> read_golden_weights(const TensorFile& golden, const std::string& prefix,
+                                        std::int64_t tokens, std::int64_t top_k) {
+  for (const char* gate : {".gate.out1", ".router.out1"}) {
+    if (!golden.contains(prefix + gate)) continue;
+    const Result<Tensor> weights = golden.read(prefix + gate);
+    if (weights.ok() && weights->shape() == Shape{tokens, top_k})
+      return to_doubles(weights->view());
+  }
+  return {};
+}
+
+// Compares the choice of experts token by token; returns which tokens leave the output comparison.
+std::vector<char> compare_routing(const LayerOutput& got, const std::optional<Tensor>& golden_ids,
+                                  std::span<const double> golden_weights,
+                                  std::span<const double> hidden, std::int64_t hidden_size,
+                                  std::optional<RoutingOracle>& oracle, LayerReport& report) {
+  std::vector<char> excluded(static_cast<std::size_t>(report.tokens), 0);
+  const auto top_k = static_cast<std::size_t>(got.topk_ids.shape()[1]);
+  report.topk_source = golden_ids ? "golden" : oracle ? "float64" : "none";
+  if (!golden_ids && !oracle) return excluded;
+  for (std::size_t token = 0; token < excluded.size(); ++token) {
+    const std::span<const std::int32_t> ours(got.topk_ids.as<std::int32_t>() + token * top_k,
+                                             top_k);
+    std::span<const std::int32_t> theirs = ours;
+    if (golden_ids) {
+      theirs = {golden_ids->as<std::int32_t>() + token * top_k, top_k};
+      if (std::is_permutation(ours.begin(), ours.end(), theirs.begin(), theirs.end())) {
+        for (std::size_t i = 0; i < top_k && !golden_weights.empty(); ++i) {
+          const auto slot = static_cast<std::size_t>(
+              std::find(theirs.begin(), theirs.end(), ours[i]) - theirs.begin());
+          const double weight = got.topk_weights.as<float>()[token * top_k + i];
+          report.topk_weight_max_abs = std::max(
+              report.topk_weight_max_abs, std::abs(weight - golden_weights[token * top_k + slot]));
+        }
+        continue;
+      }
+    }
+    bool explained = false;
+    if (oracle) {
+      const auto width = static_cast<std::size_t>(hidden_size);
+      oracle->set_token(hidden.subspan(token * width, width));
+      explained = oracle->possible(ours) && oracle->possible(theirs);
+    }
+    if (!explained) {
+      ++report.topk_mismatches;
+    } else if (golden_ids) {
+      ++report.near_ties;
+      excluded[token] = 1;
+    }
+  }
+  return excluded;
+}
+
+void compare_output(std::span<const double> got, std::span<const double> want,
+                    std::span<const char> excluded, LayerReport& report) {
+  const std::size_t width = excluded.empty() ? 0 : want.size() / excluded.size();
+  double error = 0, got2 = 0, want2 = 0, dot = 0;
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    if (excluded[i / width] != 0) continue;
+    const double difference = got[i] - want[i];
+    error += difference * difference;
+    got2 += got[i] * got[i];
+    want2 += want[i] * want[i];
+    dot += got[i] * want[i];
+    // max() would drop a NaN.
+    if (!(std::abs(difference) <= report.max_abs)) report.max_abs = std::abs(difference);
+  }
+  report.rel_l2 = std::sqrt(error / want2);
+  report.cosine = dot / std::sqrt(got2 * want2);
+}
+
+}  // namespace
+
+Result<std::vector<GoldenBlock>> golden_blocks(const TensorFile& file) {
+  std::vector<GoldenBlock> blocks;
+  for (const std::string& name : file.names()) {
+    if (!ends_with(name, kInput)) continue;
+    GoldenBlock block;
+    block.prefix = name.substr(0, name.size() - kInput.size());
+    block.layer = layer_of(block.prefix);
+    if (block.layer < 0 || !file.contains(block.prefix + std::string(kOutput))) continue;
+    blocks.push_back(std::move(block));
+  }
+  if (blocks.empty()) {
+    return Status(
+        StatusCode::kNotFound,
+        "golden file: got no pair of tensors *.layers.<i>.<block>.input and .output, need "
+        "at least one");
+  }
+  std::stable_sort(blocks.begin(), blocks.end(),
+                   [](const GoldenBlock& a, const GoldenBlock& b) { return a.layer < b.layer; });
+  return blocks;
+}
+
+Result<LayerReport> verify_block(const Checkpoint& checkpoint, const TensorFile& golden,
+                                 const GoldenBlock& block, const FusedMoE::Options& options,
+                                 Origin& origin) {
+  origin = Origin::kFile;
+  MOESAIC_ASSIGN_OR_RETURN(const MoeLayerSpec spec, checkpoint.layer(block.layer));
+  const std::string input_name = block.prefix + std::string(kInput);
+  MOESAIC_ASSIGN_OR_RETURN(const Tensor input,
+                           read_hidden_states(golden, input_name, spec.hidden_size));
+  LayerReport report;
+  report.layer = block.layer;
+  report.tokens = input.shape()[0];
+  if (report.tokens == 0) {
+    return Status(StatusCode::kInvalidShape,
+                  input_name + ": got 0 tokens, need at least 1: nothing would be verified");
+  }
+  const std::string output_name = block.prefix + std::string(kOutput);
+  MOESAIC_ASSIGN_OR_RETURN(const Tensor want_tensor, golden.read(output_name));
+  MOESAIC_RETURN_IF_ERROR(expect_shape(output_name, want_tensor.view(), input.shape()));
+  const std::vector<double> want = to_doubles(want_tensor.view());
+  if (want.empty()) {
+    return Status(StatusCode::kInvalidDType,
+                  fmt::format("{}: got {}, need a floating dtype such as F32", output_name,
+                              dtype_name(want_tensor.dtype())));
+  }
+  MOESAIC_ASSIGN_OR_RETURN(
+      const std::optional<Tensor> ids,
+      read_golden_ids(golden, block.prefix, report.tokens, spec.routing.top_k));
+  const std::vector<double> weights =
+      read_golden_weights(golden, block.prefix, report.tokens, spec.routing.top_k);
+
+  MOESAIC_ASSIGN_OR_RETURN(MoeLayerWeights loaded,
+                           checkpoint.load_layer(block.layer, options.parallel, options.progress));
+  std::optional<RoutingOracle> oracle;
+  if (Result<RoutingOracle> made = RoutingOracle::create(spec, loaded.tensors); made.ok()) {
+    oracle = std::move(made).value();
+  } else if (made.status().code() != StatusCode::kUnsupported) {
+    return made.status();
+  }
+  origin = Origin::kOption;
+  MOESAIC_ASSIGN_OR_RETURN(const FusedMoE layer, FusedMoE::create(std::move(loaded), options));
+  MOESAIC_ASSIGN_OR_RETURN(LayerOutput got, make_layer_output(spec, report.tokens, DType::kF32));
+  MOESAIC_RETURN_IF_ERROR(forward(layer, input, got));
+
+  const std::vector<double> hidden = to_doubles(input.view());
+  const std::vector<char> excluded =
+      compare_routing(got, ids, weights, hidden, spec.hidden_size, oracle, report);
+  compare_output(to_doubles(got.output.view()), want, excluded, report);
+  report.bound = layer.quant().output_bound;
+  report.quant = std::string(layer.quant().name);
+  report.backend = layer.experts_backend();
+  // Written so that a NaN fails.
+  report.pass = report.rel_l2 <= report.bound && report.topk_mismatches == 0;
+  return report;
+}
+
+}  // namespace moesaic::tool

@@ -1,0 +1,46 @@
+// Golden files: inputs and outputs of MoE blocks recorded elsewhere, and the comparison with them.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "exit_code.h"
+#include "moesaic/checkpoint.h"
+#include "moesaic/fused_moe.h"
+#include "moesaic/status.h"
+
+namespace moesaic::tool {
+
+// One block of a golden file: <prefix>.input and <prefix>.output exist.
+struct GoldenBlock {
+  std::string prefix;  // "model.layers.1.mlp"
+  int layer = -1;
+};
+// Blocks in ascending order of layers. kNotFound when the file has none.
+Result<std::vector<GoldenBlock>> golden_blocks(const TensorFile& file);
+
+struct LayerReport {
+  int layer = -1;
+  std::int64_t tokens = 0;
+  double rel_l2 = 0, cosine = 0, max_abs = 0;
+  // Tokens whose experts differ from the golden's (or, without golden ids, from what float64
+  // allows) although the scores are further apart than rounding explains.
+  std::int64_t topk_mismatches = 0;
+  // Tokens whose experts differ where both choices are within rounding; they do not enter rel_l2,
+  // because another expert legitimately gives another output.
+  std::int64_t near_ties = 0;
+  std::string topk_source;         // "golden", "float64" or "none"
+  double topk_weight_max_abs = 0;  // largest difference of a routing weight, golden ids only
+  double bound = 0;
+  bool pass = false;
+  std::string quant, backend;
+};
+
+// Runs the block's layer and compares. On failure `origin` tells whether a file or an option
+// (backend, scheme) is to blame.
+Result<LayerReport> verify_block(const Checkpoint& checkpoint, const TensorFile& golden,
+                                 const GoldenBlock& block, const FusedMoE::Options& options,
+                                 Origin& origin);
+
+}  // namespace moesaic::tool

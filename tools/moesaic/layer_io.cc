@@ -1,0 +1,106 @@
+#include "layer_io.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <filesystem>
+
+#include "numerics/element.h"
+
+namespace moesaic::tool {
+
+std::pair<std::string, std::string> split_tensor_path(const std::string& text) {
+  std::error_code ignored;
+  const std::size_t colon = text.rfind(':');
+  if (colon == std::string::npos || std::filesystem::exists(text, ignored)) return {text, ""};
+  return {text.substr(0, colon), text.substr(colon + 1)};
+}
+
+Result<Tensor> read_hidden_states(const TensorFile& file, const std::string& name,
+                                  std::int64_t hidden_size) {
+  MOESAIC_ASSIGN_OR_RETURN(Tensor tensor, file.read(name));
+  const Shape& shape = tensor.shape();
+  if (shape.rank() != 2 || shape[1] != hidden_size) {
+    return Status(StatusCode::kInvalidShape, fmt::format("{}: got {}, need [tokens, {}]", name,
+                                                         shape.to_string(), hidden_size));
+  }
+  if (tensor.dtype() != DType::kF32 && tensor.dtype() != DType::kBF16 &&
+      tensor.dtype() != DType::kF16) {
+    return Status(StatusCode::kInvalidDType, fmt::format("{}: got {}, need F32, BF16 or F16", name,
+                                                         dtype_name(tensor.dtype())));
+  }
+  return tensor;
+}
+
+Result<LayerOutput> make_layer_output(const MoeLayerSpec& spec, std::int64_t tokens,
+                                      DType output_dtype) {
+  LayerOutput result;
+  const std::int64_t top_k = spec.routing.top_k;
+  MOESAIC_ASSIGN_OR_RETURN(result.output,
+                           Tensor::uninitialized(output_dtype, {tokens, spec.hidden_size}));
+  MOESAIC_ASSIGN_OR_RETURN(result.topk_ids, Tensor::uninitialized(DType::kI32, {tokens, top_k}));
+  MOESAIC_ASSIGN_OR_RETURN(result.topk_weights,
+                           Tensor::uninitialized(DType::kF32, {tokens, top_k}));
+  return result;
+}
+
+Status forward(const FusedMoE& layer, const Tensor& hidden_states, LayerOutput& result) {
+  FusedMoE::Trace trace;
+  trace.topk_ids = result.topk_ids.view();
+  trace.topk_weights = result.topk_weights.view();
+  return layer.forward(hidden_states.view(), result.output.view(), trace);
+}
+
+Result<Timing> time_forward(const FusedMoE& layer, const Tensor& hidden_states, LayerOutput& result,
+                            int repeat) {
+  using Clock = std::chrono::steady_clock;
+  constexpr int kMinSamples = 3;
+  constexpr int kMaxSamples = 1000;
+  constexpr double kEnoughUs = 1e6;
+  std::vector<double> samples;
+  double spent_us = 0;
+  const auto more = [&] {
+    const int taken = static_cast<int>(samples.size());
+    if (repeat > 0) return taken < repeat;
+    return taken < kMinSamples || (spent_us < kEnoughUs && taken < kMaxSamples);
+  };
+  while (more()) {
+    const auto begin = Clock::now();
+    MOESAIC_RETURN_IF_ERROR(forward(layer, hidden_states, result));
+    samples.push_back(std::chrono::duration<double, std::micro>(Clock::now() - begin).count());
+    spent_us += samples.back();
+  }
+  std::sort(samples.begin(), samples.end());
+  const std::size_t n = samples.size();
+  Timing timing;
+  timing.median_us = n % 2 == 1 ? samples[n / 2] : 0.5 * (samples[n / 2 - 1] + samples[n / 2]);
+  timing.min_us = samples.front();
+  timing.samples = static_cast<int>(n);
+  return timing;
+}
+
+std::vector<std::int64_t> expert_load(const Tensor& topk_ids, std::int64_t num_experts) {
+  std::vector<std::int64_t> load(static_cast<std::size_t>(num_experts), 0);
+  const std::int64_t slots = topk_ids.bytes() / static_cast<std::int64_t>(sizeof(std::int32_t));
+  const auto* ids = topk_ids.as<std::int32_t>();
+  for (std::int64_t i = 0; i < slots; ++i) {
+    if (ids[i] >= 0 && ids[i] < num_experts) ++load[static_cast<std::size_t>(ids[i])];
+  }
+  return load;
+}
+
+std::vector<double> to_doubles(const ConstTensorView& tensor) {
+  const Result<std::int64_t> count = tensor.shape.num_elements();
+  if (!count.ok() || !is_loadable_float(tensor.dtype)) return {};
+  std::vector<double> values(static_cast<std::size_t>(*count));
+  for (std::int64_t i = 0; i < *count; ++i) {
+    values[static_cast<std::size_t>(i)] =
+        tensor.dtype == DType::kF64
+            ? tensor.as<double>()[i]
+            : static_cast<double>(load_as_f32(tensor.data, tensor.dtype, i));
+  }
+  return values;
+}
+
+}  // namespace moesaic::tool

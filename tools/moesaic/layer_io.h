@@ -1,0 +1,53 @@
+// Hidden states in, results out: what run, verify and demo share around one forward call.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "moesaic/checkpoint.h"
+#include "moesaic/fused_moe.h"
+#include "moesaic/status.h"
+#include "moesaic/tensor.h"
+
+namespace moesaic::tool {
+
+// Tokens per forward call that the tool's layers allow in their workspace; longer inputs are split
+// by the layer.
+inline constexpr std::int64_t kMaxTokensPerCall = 4096;
+
+// FILE[:TENSOR]; a file whose name has a colon wins over the split. The tensor's name is empty when
+// it is not given.
+std::pair<std::string, std::string> split_tensor_path(const std::string& text);
+
+// Reads hidden states [M, H]: rank 2, F32, BF16 or F16, H as given. Errors name the tensor.
+Result<Tensor> read_hidden_states(const TensorFile& file, const std::string& name,
+                                  std::int64_t hidden_size);
+
+struct LayerOutput {
+  Tensor output;        // [M, H]
+  Tensor topk_ids;      // [M, k] I32
+  Tensor topk_weights;  // [M, k] F32
+};
+Result<LayerOutput> make_layer_output(const MoeLayerSpec& spec, std::int64_t tokens,
+                                      DType output_dtype);
+Status forward(const FusedMoE& layer, const Tensor& hidden_states, LayerOutput& result);
+
+struct Timing {
+  double median_us = 0;
+  double min_us = 0;
+  int samples = 0;
+};
+// Repeats forward: `repeat` times, or when it is 0 at least 3 times and until a second has passed.
+// `result` holds the output of the last call, which is that of every call.
+Result<Timing> time_forward(const FusedMoE& layer, const Tensor& hidden_states, LayerOutput& result,
+                            int repeat);
+
+// How often each logical expert was chosen; ids outside [0, num_experts) are not counted.
+std::vector<std::int64_t> expert_load(const Tensor& topk_ids, std::int64_t num_experts);
+
+// F64, F32, BF16, F16 as they are, every other floating dtype through fp32; empty for integers.
+std::vector<double> to_doubles(const ConstTensorView& tensor);
+
+}  // namespace moesaic::tool

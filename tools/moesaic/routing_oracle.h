@@ -1,0 +1,43 @@
+// Which experts a token may choose: the routing rule in float64 on a checkpoint's own gate, with a
+// bound on how far a correct fp32 router can be off. It decides whether two different choices are
+// both legitimate (a proven near-tie) or one of them is wrong.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "moesaic/checkpoint.h"
+#include "moesaic/spec.h"
+#include "moesaic/status.h"
+
+namespace moesaic::tool {
+
+class RoutingOracle {
+ public:
+  // Copies the gate. kUnsupported for routing methods whose choice is not a function of scores
+  // alone (hash, custom, simulated, sparse mixer, zero experts).
+  static Result<RoutingOracle> create(const MoeLayerSpec& spec, const MoeLayerTensors& tensors);
+
+  // Scores one token. hidden_state [H].
+  void set_token(std::span<const double> hidden_state);
+  // Could a router that computes within the margins choose exactly these experts for the token?
+  // False for a wrong count, duplicates and ids out of range.
+  bool possible(std::span<const std::int32_t> ids) const;
+
+  // Of the current token: selection scores and how far a computed one may be off, [E].
+  std::span<const double> scores() const { return scores_; }
+  std::span<const double> margins() const { return margins_; }
+
+ private:
+  RoutingOracle() = default;
+  bool possible_in(std::span<const std::int32_t> ids, std::span<const char> allowed) const;
+  void score_from_logits(std::span<const double> logits, std::span<const double> logit_margins);
+
+  RoutingSpec routing_;
+  std::int64_t hidden_size_ = 0;
+  std::vector<double> weight_, bias_, correction_;  // [E, H], [E] or empty, [E] or empty
+  std::vector<double> scores_, margins_;
+};
+
+}  // namespace moesaic::tool

@@ -1,0 +1,125 @@
+// moesaic run: one MoE layer on hidden states from a file.
+#include <fmt/format.h>
+
+#include <memory>
+#include <vector>
+
+#include "layer_io.h"
+#include "spec_text.h"
+#include "verbs.h"
+
+namespace moesaic::tool {
+namespace {
+
+struct State {
+  CommonOptions common;
+  std::string model, input, output, output_dtype = "f32";
+  int layer = 0;
+  int repeat = 0;
+};
+
+Status write_result(const std::string& path, const LayerOutput& result) {
+  const std::vector<NamedTensor> tensors = {{"output", result.output.view()},
+                                            {"topk_ids", result.topk_ids.view()},
+                                            {"topk_weights", result.topk_weights.view()}};
+  return write_safetensors(path, tensors).with_context("--output " + path);
+}
+
+void report(const Console& console, const State& state, const FusedMoE& layer,
+            const LayerOutput& result, const Timing& timing) {
+  const std::int64_t tokens = result.output.shape()[0];
+  const std::vector<std::int64_t> load = expert_load(result.topk_ids, layer.spec().num_experts);
+  const double per_second =
+      timing.median_us > 0 ? 1e6 * static_cast<double>(tokens) / timing.median_us : 0;
+  console.emit({{"layer", state.layer},
+                {"tokens", tokens},
+                {"device", "cpu"},
+                {"backend", layer.experts_backend()},
+                {"quant", layer.quant().name},
+                {"time_us",
+                 {{"median", finite(timing.median_us)},
+                  {"min", finite(timing.min_us)},
+                  {"samples", timing.samples}}},
+                {"tokens_per_s", finite(per_second)},
+                {"expert_load", load},
+                {"output", state.output}});
+  console.print(describe(layer.spec()) + "\n");
+  console.print(fmt::format("{} token(s) on cpu, backend {}, arithmetic {}\n", tokens,
+                            layer.experts_backend(), layer.quant().name));
+  console.print(fmt::format("time     median {}, min {} of {} call(s), {:.4g} tokens/s\n",
+                            format_us(timing.median_us), format_us(timing.min_us), timing.samples,
+                            per_second));
+  console.print(fmt::format("load     {}\n", fmt::join(load, " ")));
+  console.print(fmt::format("written  {} (output, topk_ids, topk_weights)\n", state.output));
+}
+
+int run_layer(const State& state) {
+  const Console console = state.common.console();
+  if (const Status status = check_common_options(state.common); !status.ok()) {
+    return console.fail(status, Origin::kOption);
+  }
+  const auto [path, named] = split_tensor_path(state.input);
+  const std::string tensor = named.empty() ? "hidden_states" : named;
+  const Result<Checkpoint> checkpoint = Checkpoint::open(state.model);
+  if (!checkpoint.ok()) return console.fail(checkpoint.status(), Origin::kFile);
+  const Result<MoeLayerSpec> spec = checkpoint->layer(state.layer);
+  if (!spec.ok()) return console.fail(spec.status(), Origin::kOption);
+  const Result<TensorFile> file = TensorFile::open(path);
+  if (!file.ok()) return console.fail(file.status().with_context(path), Origin::kFile);
+  const Result<Tensor> input = read_hidden_states(*file, tensor, spec->hidden_size);
+  if (!input.ok()) {
+    return console.fail(input.status().with_context(path), Origin::kFile,
+                        "name another tensor with --input FILE:TENSOR");
+  }
+
+  const std::int64_t tokens = input->shape()[0];
+  FusedMoE::Options options =
+      layer_options(state.common, std::clamp<std::int64_t>(tokens, 1, kMaxTokensPerCall));
+  options.progress = console.progress(fmt::format("loading layer {}", state.layer));
+  Result<FusedMoE> layer = FusedMoE::from_checkpoint(*checkpoint, state.layer, options);
+  console.finish_progress();
+  if (!layer.ok()) return console.fail(layer.status(), Origin::kOption);
+
+  const DType dtype = state.output_dtype == "bf16" ? DType::kBF16 : DType::kF32;
+  Result<LayerOutput> result = make_layer_output(*spec, tokens, dtype);
+  if (!result.ok()) return console.fail(result.status(), Origin::kFile);
+  const Result<Timing> timing = time_forward(*layer, *input, *result, state.repeat);
+  if (!timing.ok()) return console.fail(timing.status(), Origin::kFile);
+  if (const Status status = write_result(state.output, *result); !status.ok()) {
+    return console.fail(status, Origin::kOption);
+  }
+  report(console, state, *layer, *result, *timing);
+  return kExitOk;
+}
+
+}  // namespace
+
+Verb make_run(CLI::App& root) {
+  auto state = std::make_shared<State>();
+  CLI::App* app = add_verb(
+      root, "run", "Run one MoE layer on hidden states from a file",
+      "  moesaic run --model DIR --layer 3 --input states.safetensors --output out.safetensors\n"
+      "  moesaic run --model testdata/models/mini-qwen3-moe --layer 1 \\\n"
+      "      --input testdata/models/mini-qwen3-moe/golden.safetensors:model.layers.1.mlp.input "
+      "\\\n"
+      "      --output /tmp/out.safetensors --json\n");
+  app->add_option("--model", state->model, "Folder with config.json and safetensors")->required();
+  app->add_option("--layer", state->layer, "Layer number, from 0 (see inspect)")->required();
+  app->add_option("--input", state->input,
+                  "FILE[:TENSOR] with hidden states [tokens, hidden], F32, BF16 or F16; the tensor "
+                  "is hidden_states unless named")
+      ->required();
+  app->add_option("--output", state->output,
+                  "File to write: output, topk_ids (I32), topk_weights (F32)")
+      ->required();
+  app->add_option("--output-dtype", state->output_dtype, "dtype of output")
+      ->check(CLI::IsMember({"f32", "bf16"}))
+      ->capture_default_str();
+  app->add_option("--repeat", state->repeat, "Timed calls; 0: at least 3 and about a second")
+      ->check(CLI::Range(0, 1000000))
+      ->capture_default_str();
+  add_common_options(*app, state->common);
+  return {app, [state] { return run_layer(*state); }};
+}
+
+}  // namespace moesaic::tool

@@ -1,0 +1,134 @@
+// moesaic verify: every MoE block of a golden file against the layer that this library builds.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "golden.h"
+#include "layer_io.h"
+#include "verbs.h"
+
+namespace moesaic::tool {
+namespace {
+
+struct State {
+  CommonOptions common;
+  std::string model, golden;
+  int only_layer = -1;
+};
+
+Json report_json(const LayerReport& report) {
+  return {{"layer", report.layer},
+          {"tokens", report.tokens},
+          {"rel_l2", finite(report.rel_l2)},
+          {"cosine", finite(report.cosine)},
+          {"max_abs", finite(report.max_abs)},
+          {"topk_mismatches", report.topk_mismatches},
+          {"near_ties", report.near_ties},
+          {"topk_source", report.topk_source},
+          {"topk_weight_max_abs", finite(report.topk_weight_max_abs)},
+          {"bound", finite(report.bound)},
+          {"pass", report.pass},
+          {"quant", report.quant},
+          {"backend", report.backend}};
+}
+
+void print_reports(const Console& console, const std::vector<LayerReport>& reports) {
+  console.print(fmt::format("{:>5}  {:>6}  {:>9}  {:>9}  {:>12}  {:>9}  {:>10}  {:>9}  {}\n",
+                            "layer", "tokens", "rel_l2", "bound", "cosine", "max_abs", "mismatches",
+                            "near_ties", "result"));
+  for (const LayerReport& r : reports) {
+    console.print(fmt::format(
+        "{:>5}  {:>6}  {:>9.2e}  {:>9.2e}  {:>12.10f}  {:>9.2e}  {:>10}  {:>9}  {} ({}, {})\n",
+        r.layer, r.tokens, r.rel_l2, r.bound, r.cosine, r.max_abs, r.topk_mismatches, r.near_ties,
+        r.pass ? "pass" : "FAIL", r.quant, r.backend));
+  }
+}
+
+int run_verify(const State& state) {
+  const Console console = state.common.console();
+  if (const Status status = check_common_options(state.common); !status.ok()) {
+    return console.fail(status, Origin::kOption);
+  }
+  const std::string golden_path =
+      state.golden.empty() ? state.model + "/golden.safetensors" : state.golden;
+  const Result<Checkpoint> checkpoint = Checkpoint::open(state.model);
+  if (!checkpoint.ok()) return console.fail(checkpoint.status(), Origin::kFile);
+  const Result<TensorFile> golden = TensorFile::open(golden_path);
+  if (!golden.ok()) return console.fail(golden.status().with_context(golden_path), Origin::kFile);
+  Result<std::vector<GoldenBlock>> blocks = golden_blocks(*golden);
+  if (!blocks.ok()) {
+    return console.fail(blocks.status().with_context(golden_path), Origin::kFile,
+                        "record the hidden states before and after an MoE block under such names");
+  }
+  if (state.only_layer >= 0) {
+    std::erase_if(*blocks, [&](const GoldenBlock& b) { return b.layer != state.only_layer; });
+    if (blocks->empty()) {
+      return console.fail(
+          {StatusCode::kNotFound,
+           fmt::format("--layer {}: {} has no block of that layer", state.only_layer, golden_path)},
+          Origin::kOption, "leave --layer away to verify all blocks");
+    }
+  }
+
+  std::vector<LayerReport> reports;
+  for (const GoldenBlock& block : *blocks) {
+    FusedMoE::Options options = layer_options(state.common, kMaxTokensPerCall);
+    options.progress = console.progress(fmt::format("loading layer {}", block.layer));
+    Origin origin = Origin::kFile;
+    Result<LayerReport> report = verify_block(*checkpoint, *golden, block, options, origin);
+    console.finish_progress();
+    if (!report.ok()) return console.fail(report.status().with_context(block.prefix), origin);
+    reports.push_back(std::move(report).value());
+    console.note(1, fmt::format("layer {}: rel_l2 {:.3e}", block.layer, reports.back().rel_l2));
+  }
+
+  double worst = 0;
+  bool pass = true;
+  Json layers = Json::array();
+  for (const LayerReport& report : reports) {
+    // Written so that a NaN becomes, and stays, the worst.
+    if (!(report.rel_l2 <= worst) && !std::isnan(worst)) worst = report.rel_l2;
+    pass = pass && report.pass;
+    layers.push_back(report_json(report));
+  }
+  console.emit({{"model", state.model},
+                {"golden", golden_path},
+                {"layers", std::move(layers)},
+                {"worst_rel_l2", finite(worst)},
+                {"pass", pass}});
+  print_reports(console, reports);
+  console.print(fmt::format("worst relative L2 {:.3e}: {}\n", worst, pass ? "pass" : "FAIL"));
+  if (pass) return kExitOk;
+  console.warn(
+      "verification failed\n  next: compare with --quant f32 and with the reference backend "
+      "(moesaic explain names it) to tell arithmetic from weights or routing");
+  return kExitVerifyFailed;
+}
+
+}  // namespace
+
+Verb make_verify(CLI::App& root) {
+  auto state = std::make_shared<State>();
+  CLI::App* app =
+      add_verb(root, "verify", "Compare layers with recorded inputs and outputs (a golden file)",
+               "  moesaic verify --model testdata/models/mini-deepseek-v3\n"
+               "  moesaic verify --model DIR --golden golden.safetensors --quant f32 --json\n"
+               "\nThe golden file holds, per MoE block, <prefix>.input and <prefix>.output, where "
+               "<prefix> is\n"
+               "like model.layers.3.mlp; optionally <prefix>.gate.out2 (or .router.out2), the "
+               "chosen experts.\n"
+               "A difference in the choice counts as a mismatch unless the scores, computed in "
+               "float64, are\n"
+               "closer than rounding explains.\n");
+  app->add_option("--model", state->model, "Folder with config.json and safetensors")->required();
+  app->add_option("--golden", state->golden, "Golden file; default: golden.safetensors in --model");
+  app->add_option("--layer", state->only_layer, "Verify this layer only")
+      ->check(CLI::NonNegativeNumber);
+  add_common_options(*app, state->common);
+  return {app, [state] { return run_verify(*state); }};
+}
+
+}  // namespace moesaic::tool
