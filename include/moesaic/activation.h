@@ -4,9 +4,12 @@
 
 #include <cstdint>
 #include <limits>
+#include <optional>
+#include <span>
 #include <string_view>
 
 #include "moesaic/status.h"
+#include "moesaic/tensor.h"
 
 namespace moesaic {
 
@@ -43,5 +46,42 @@ std::string_view activation_name(ActivationKind kind);
 // Accepts the names above and the aliases gelu_pytorch_tanh, swigluoai_uninterleave, relu2.
 // kNotFound otherwise.
 Result<ActivationKind> activation_from_name(std::string_view name);
+
+// Constants as a configuration states them (swiglu_limit, ...); empty: not stated.
+struct ActivationParams {
+  std::optional<float> limit;
+  std::optional<float> alpha;
+  std::optional<float> beta;      // kSitu: B
+  std::optional<float> up_limit;  // kSitu: L2
+};
+
+// The spec of an activation named as in activation_from_name. By name:
+//   swigluoai                fixes limit 7, alpha 1.702, beta 1; stating anything else is an error
+//   swigluoai_uninterleave   needs limit; alpha 1 and beta 0 unless stated
+//   swiglustep               limit 7 unless stated
+//   situ                     needs beta (B); up_limit off unless stated
+//   silu                     takes a limit
+//   all others               take none
+// kInvalidArgument names the constant, the value found and what is needed; kNotFound as
+// activation_from_name.
+Result<ActivationSpec> make_activation(std::string_view name, const ActivationParams& params = {});
+
+// Is every constant of a hand-made spec one that its kind uses, and in range? limit > 0, not NaN;
+// B > 0; a constant that the kind ignores must have its default. kInvalidArgument otherwise.
+Status validate(const ActivationSpec& spec);
+
+// Applies the activation to every row, in fp32, rounding once to the output's dtype.
+//   in   [rows, 2d] (gated) or [rows, d]; or batched [E_l, rows, 2d or d]. F32, BF16 or F16,
+//        contiguous
+//   out  the same leading dimensions and d columns; F32, BF16 or F16, contiguous; must not overlap
+//        `in`
+//   expert_num_tokens  batched: [E_l], only the first expert_num_tokens[e] rows of slab e are read
+//        and written; rank 2: one count or empty. Empty: all rows.
+// NaN in gives NaN out. Errors: kInvalidArgument (spec, a count outside [0, rows], kNonGated with a
+// gated kind or the reverse), kInvalidDType, kInvalidShape (the output is exactly half as wide as a
+// gated input), kInvalidLayout, kAliasing. Allocates nothing. Deterministic, each element by
+// itself. Plain loops: the reference.
+Status apply_activation(const ActivationSpec& spec, GateUpLayout layout, ConstTensorView in,
+                        TensorView out, std::span<const std::int32_t> expert_num_tokens = {});
 
 }  // namespace moesaic
