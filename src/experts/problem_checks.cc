@@ -32,7 +32,7 @@ Status check_sizes(const MoeProblem& p) {
       {"top_k", p.top_k, 1, p.num_experts},
       {"hidden_size", p.hidden_size, 1, kMaxInt32},
       {"intermediate_size", p.intermediate_size, 1, kMaxInt32 / 2},
-      {"max_tokens", p.max_tokens, 0, std::int64_t{1} << 40},
+      {"max_tokens", p.max_tokens, 0, kMaxInt32},
   }};
   for (const Field& f : fields) {
     if (f.value < f.low || f.value > f.high) {
@@ -241,9 +241,14 @@ Status check_one_expert(const MoeProblem& p, const ExpertWeightsView& v) {
   return check_bias("w2_bias", v.w2_bias, h, p.has_expert_bias);
 }
 
-Status check_activation_view(std::string_view field, const ConstTensorView& t, int rank,
-                             const std::string& need) {
-  if (t.rank() != rank) {
+// The shape in words is only put together when it is needed: run allocates nothing.
+Status check_activation_view(std::string_view field, const ConstTensorView& t,
+                             const MoeProblem& p) {
+  const bool standard = p.format == ActivationFormat::kStandard;
+  if (t.rank() != (standard ? 2 : 3)) {
+    const std::string need = standard
+                                 ? fmt::format("[M, {}]", p.hidden_size)
+                                 : fmt::format("[{}, T, {}]", p.num_local_experts, p.hidden_size);
     return {StatusCode::kInvalidShape,
             fmt::format("{}: got {}, need {}", field, t.shape.to_string(), need)};
   }
@@ -374,12 +379,8 @@ Status expect_disjoint(std::string_view field_a, const void* a, std::int64_t byt
 
 Status check_run_args(const MoeProblem& p, const ExpertsArgs& a, std::int64_t workspace_needed) {
   const bool standard = p.format == ActivationFormat::kStandard;
-  const std::string need = standard
-                               ? fmt::format("[M, {}]", p.hidden_size)
-                               : fmt::format("[{}, T, {}]", p.num_local_experts, p.hidden_size);
-  const int rank = standard ? 2 : 3;
-  MOESAIC_RETURN_IF_ERROR(check_activation_view("hidden_states", a.hidden_states, rank, need));
-  MOESAIC_RETURN_IF_ERROR(check_activation_view("output", a.output, rank, need));
+  MOESAIC_RETURN_IF_ERROR(check_activation_view("hidden_states", a.hidden_states, p));
+  MOESAIC_RETURN_IF_ERROR(check_activation_view("output", a.output, p));
   const std::int64_t tokens = tokens_of(p, a);
   const Shape want =
       standard ? Shape{tokens, p.hidden_size} : Shape{p.num_local_experts, tokens, p.hidden_size};

@@ -1,0 +1,156 @@
+// ModularKernel: prepare -> experts -> finalize for tokens that were already routed. The two halves
+// are interfaces, so that a transport or a backend can be exchanged without the other knowing.
+// Symbols: M tokens, H hidden_size, k top_k, E_l local experts, T rows per expert slab.
+// Source: spec modular-kernel.md sections 1, 2, 6.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "moesaic/experts.h"
+#include "moesaic/status.h"
+#include "moesaic/tensor.h"
+
+namespace moesaic {
+
+// --- Prepare and finalize ------------------------------------------------------------------------
+
+struct PrepareArgs {
+  ConstTensorView hidden_states;             // [M, H] F32, BF16 or F16; rows may be strided
+  ConstTensorView topk_weights;              // [M, k] F32
+  ConstTensorView topk_ids;                  // [M, k] I32, global ids, -1: no expert
+  std::span<const std::int32_t> expert_map;  // [E] -> local or -1; empty: identity
+  // >= workspace_size(M) bytes, 64-byte aligned; belongs to this call until finalize returned.
+  std::span<std::byte> workspace;
+};
+
+// What the experts will see.
+struct Prepared {
+  ConstTensorView hidden_states;                    // standard [M', H], batched [E_l, T, H]
+  ConstTensorView topk_weights, topk_ids;           // absent: the caller's stay in force
+  std::span<const std::int32_t> expert_num_tokens;  // batched: [E_l]
+};
+
+struct FinalizeArgs {
+  TensorView output;              // [M, H] F32, BF16 or F16; every element is written
+  ConstTensorView expert_output;  // as the reduction says; empty when no token was dispatched
+  ConstTensorView topk_weights, topk_ids;    // as given to prepare
+  std::span<const std::int32_t> expert_map;  // as given to prepare
+  TopKWeightAndReduce reduction = TopKWeightAndReduce::kNoOp;
+  bool apply_router_weight_on_input = false;  // then weights are 1 from here on
+  std::span<std::byte> workspace;             // the one prepare filled
+};
+
+// Brings rows to the experts in the format they want and results back to the rows. Immutable; calls
+// with distinct workspaces may run at the same time. Never writes to its inputs.
+class PrepareAndFinalize {
+ public:
+  virtual ~PrepareAndFinalize() = default;
+  virtual std::string_view name() const = 0;
+  virtual ActivationFormat format() const = 0;
+  // Called once when the kernel is built: what must fit beyond the format (kUnsupported).
+  virtual Status attach(const Experts& experts) = 0;
+  // True when finalize returns the sum over all ranks, so that nobody reduces again.
+  virtual bool output_is_reduced() const = 0;
+  // True when the experts see exactly the caller's rows (M' == M), which lets them write the result
+  // in place of finalize.
+  virtual bool keeps_rows() const = 0;
+  // Upper bound of M' for M tokens (standard format).
+  virtual std::int64_t max_dispatched_tokens(std::int64_t tokens) const = 0;
+  // Bytes, monotone in tokens.
+  virtual Result<std::int64_t> workspace_size(std::int64_t tokens) const = 0;
+  virtual Result<Prepared> prepare(const PrepareArgs& args) const = 0;
+  virtual Status finalize(const FinalizeArgs& args) const = 0;
+};
+
+// No data or expert parallelism: rows, ids and weights pass through untouched; a delegated
+// reduction becomes kContiguous. kUnsupported for a batched problem.
+Result<std::unique_ptr<PrepareAndFinalize>> make_local_prepare_finalize(const MoeProblem& problem);
+// The batched reference: one slab of T = problem.max_tokens rows per local expert, rows in
+// ascending (token, slot) order, a weight on the input applied while copying (rounded as the
+// experts would); a delegated reduction becomes kNaiveBatched. More than T rows for one expert are
+// kLimitExceeded. kUnsupported for a standard problem, kInvalidArgument for T < 1.
+Result<std::unique_ptr<PrepareAndFinalize>> make_batched_prepare_finalize(
+    const MoeProblem& problem);
+
+// A row of the list of prepare/finalize objects, as for experts.
+struct PrepareFinalizeBackend {
+  std::string_view name;
+  std::string_view description;
+  Status (*can_implement)(const MoeProblem& problem);
+  Result<std::unique_ptr<PrepareAndFinalize>> (*create)(const MoeProblem& problem);
+};
+std::span<const PrepareFinalizeBackend> prepare_finalize_catalogue();
+std::vector<CandidateReport> explain_prepare_finalize(const MoeProblem& problem);
+
+// --- The kernel ----------------------------------------------------------------------------------
+
+// Sizes of a call, read from tensors: E_l and N from w13's leading axes, H from the activations
+// (never from the last axis of a weight, where 4-bit formats pack two values per byte), k from ids.
+struct ProblemSizes {
+  std::int64_t num_local_experts = 0, num_experts = 0, w13_rows = 0, tokens = 0, hidden_size = 0,
+               top_k = 0;
+};
+//   w13            [E_l, N, anything]
+//   hidden_states  [M, H], or [E_l, M, H] (batched)
+//   topk_ids       [M, k] (standard: its M must equal that of hidden_states)
+//   num_experts    global count, -1: equal to E_l
+// kInvalidShape names the two axes that disagree.
+Result<ProblemSizes> derive_problem_sizes(const ConstTensorView& w13,
+                                          const ConstTensorView& hidden_states,
+                                          const ConstTensorView& topk_ids,
+                                          std::int64_t num_experts = -1);
+
+class ModularKernel {
+ public:
+  struct Options {
+    std::int64_t max_tokens = 0;  // M that one call may have
+    // T of the batched format; must be problem.max_tokens there and 0 in the standard format.
+    std::int64_t max_tokens_per_expert = 0;
+    // Allows output to be the very tensor hidden_states. Refused with shared experts: they read the
+    // same input later.
+    bool inplace = false;
+    bool has_shared_experts = false;
+  };
+  // kUnsupported when the formats of problem, halves and options differ or the halves do not fit
+  // each other; kInvalidArgument for option values. Allocates the one workspace.
+  static Result<ModularKernel> create(const MoeProblem& problem,
+                                      std::unique_ptr<PrepareAndFinalize> prepare_finalize,
+                                      std::unique_ptr<Experts> experts, const Options& options);
+
+  struct Args {
+    ConstTensorView hidden_states;  // [M, H]
+    ConstTensorView topk_weights;   // [M, k] F32
+    ConstTensorView topk_ids;       // [M, k] I32
+    std::span<const std::int32_t> expert_map;
+    // [M, H] F32, BF16 or F16, contiguous, rounded once; overlaps no input (but see inplace).
+    TensorView output;
+  };
+  // Prepare, experts, finalize. Allocates nothing. When no token was dispatched the experts are not
+  // called, finalize is. Calls exclude each other by a lock on the workspace. Errors:
+  // kInvalidShape, kInvalidDType, kInvalidLayout, kInvalidArgument (ids), kAliasing, kLimitExceeded
+  // (M above max_tokens; an overflowing slab). The output is unspecified after an error.
+  Status run(const Args& args) const;
+
+  const MoeProblem& problem() const;
+  const Experts& experts() const;
+  const PrepareAndFinalize& prepare_finalize() const;
+  std::int64_t workspace_bytes() const;
+  // The workspace between calls, for tests that fill it with NaN.
+  std::span<std::byte> workspace_for_test();
+
+  ModularKernel(ModularKernel&&) noexcept;
+  ModularKernel& operator=(ModularKernel&&) noexcept;
+  ~ModularKernel();
+
+ private:
+  struct Impl;
+  explicit ModularKernel(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace moesaic
