@@ -1,0 +1,85 @@
+#!/usr/bin/env python3
+"""Compiles snippets without making anything: headers that must stand alone, code that must be refused.
+
+usage: check_compile.py headers COMPILER SOURCE_DIR include|src
+       check_compile.py refused COMPILER SOURCE_DIR
+
+refused: every file of must_not_compile must fail to compile with the error that its line
+"// EXPECT: regular expression" states; the same file with -DCONTROL must compile, which shows that it
+fails for that reason and not for a missing include.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+FLAGS = ["-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-x", "c++"]
+
+
+def compile_text(compiler, text, root, with_src, extra=()):
+    command = [compiler, *FLAGS, f"-I{root / 'include'}"]
+    if with_src:
+        command += [f"-I{root / 'src'}", "-fopenmp", "-DFMT_HEADER_ONLY"]
+    result = subprocess.run([*command, *extra, "-"], input=text, capture_output=True, text=True)
+    return result.returncode, result.stderr
+
+
+def check_headers(compiler, root, area):
+    base = root / area
+    # Highway's per-target headers are compiled several times inside their source and only there.
+    headers = sorted(p for p in base.rglob("*.h") if not p.name.endswith("-inl.h"))
+
+    def one(header):
+        name = header.relative_to(base)
+        # Twice: a header without an include guard redefines itself.
+        text = f'#include "{name}"\n#include "{name}"\n'
+        return name, compile_text(compiler, text, root, area == "src")
+
+    failed = 0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for name, (code, errors) in pool.map(one, headers):
+            if code != 0:
+                failed += 1
+                print(f"{name} does not compile alone:\n{errors}")
+    print(f"{len(headers)} headers of {area}, {failed} do not compile alone")
+    return 1 if failed or not headers else 0
+
+
+def check_refused(compiler, root):
+    files = sorted((root / "tests" / "build" / "must_not_compile").glob("*.cc"))
+    failed = 0
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        expected = re.search(r"^// EXPECT: (.+)$", text, re.MULTILINE)
+        control, control_errors = compile_text(compiler, text, root, False, ["-DCONTROL"])
+        code, errors = compile_text(compiler, text, root, False)
+        if expected is None:
+            problem = "has no line // EXPECT: ..."
+        elif control != 0:
+            problem = f"does not compile with -DCONTROL:\n{control_errors}"
+        elif code == 0:
+            problem = "compiles, and must not"
+        elif not re.search(expected.group(1), errors):
+            problem = f"is refused for another reason than '{expected.group(1)}':\n{errors}"
+        else:
+            continue
+        failed += 1
+        print(f"{path.name} {problem}")
+    print(f"{len(files)} snippets that must not compile, {failed} problem(s)")
+    return 1 if failed or not files else 0
+
+
+def main(arguments):
+    if len(arguments) == 4 and arguments[0] == "headers" and arguments[3] in ("include", "src"):
+        return check_headers(arguments[1], Path(arguments[2]), arguments[3])
+    if len(arguments) == 3 and arguments[0] == "refused":
+        return check_refused(arguments[1], Path(arguments[2]))
+    print(__doc__)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

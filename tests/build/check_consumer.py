@@ -1,0 +1,55 @@
+#!/usr/bin/env python3
+"""Builds and runs a stranger's project against the library.
+
+usage: check_consumer.py installed|subdirectory SOURCE_DIR BUILD_DIR COMPILER MODEL_DIR
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+def run(*command, **options):
+    print("+", " ".join(str(word) for word in command), flush=True)
+    return subprocess.run([str(word) for word in command], check=True, **options)
+
+
+def main(arguments):
+    if len(arguments) != 5 or arguments[0] not in ("installed", "subdirectory"):
+        print(__doc__)
+        return 2
+    kind, source, build, compiler, model = arguments
+    source, build = Path(source), Path(build)
+    with tempfile.TemporaryDirectory(dir=build) as folder:
+        work = Path(folder)
+        configure = ["-G", "Ninja", f"-DCMAKE_CXX_COMPILER={compiler}"]
+        launcher = os.environ.get("CMAKE_CXX_COMPILER_LAUNCHER")
+        if launcher:
+            configure.append(f"-DCMAKE_CXX_COMPILER_LAUNCHER={launcher}")
+        if kind == "installed":
+            run("cmake", "--install", build, "--prefix", work / "prefix")
+            configure += [f"-DCMAKE_PREFIX_PATH={work / 'prefix'}", "-DCMAKE_BUILD_TYPE=Release"]
+        else:
+            # The library's code is tested elsewhere; here only that it builds this way, so without
+            # optimisation, which is the quicker build.
+            configure += [f"-DMOESAIC_SOURCE_DIR={source}", "-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0"]
+        run("cmake", "-S", source / "tests" / "build" / "consumer", "-B", work / "build", *configure)
+        run("cmake", "--build", work / "build", "-j", os.cpu_count() or 1)
+        run(work / "build" / "consumer", model)
+        if kind == "installed":
+            tool = work / "prefix" / "bin" / "moesaic"
+            run(tool, "--version")
+            # Private headers must not have been installed.
+            stray = [p for p in (work / "prefix" / "include").rglob("*.h") if p.parent.name != "moesaic"]
+            if stray:
+                print("private headers were installed:", *stray)
+                return 1
+            shutil.rmtree(work / "prefix")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,184 @@
+#!/usr/bin/env python3
+"""Checks the floors of the house: which folder may include which.
+
+Each folder of src may include itself, any lower floor and the public headers; a folder on the same
+floor is out of reach. Public headers include only each other and the standard library, and name no
+third-party type. Included files exist, and files do not include each other in a circle.
+
+usage: check_includes.py SOURCE_DIR | check_includes.py --self-test
+"""
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+# Lowest floor first.
+FLOORS = [
+    ["core"],
+    ["numerics"],
+    ["quant"],
+    ["cpu", "cuda"],
+    ["gate", "router", "permute", "activation"],
+    ["checkpoint", "prepare_finalize", "experts", "parallel"],
+    ["layer"],
+]
+FLOOR_OF = {folder: level for level, floor in enumerate(FLOORS) for folder in floor}
+
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+# Namespaces, prefixes and macros of the dependencies and of SIMD, GPU and JSON interfaces.
+THIRD_PARTY = re.compile(
+    r"\b(fmt::|nlohmann\b|hwy::|HWY_\w+|CLI::|omp_\w+|testing::|benchmark::|__m(128|256|512)\w*|"
+    r"cuda[A-Z]\w*|CU[a-z]+\w*|nccl[A-Z]\w*|MPI_\w+|_OPENMP)"
+)
+
+
+def includes_of(path):
+    # Macro-driven includes (#include HWY_TARGET_INCLUDE) are invisible here, and include the file itself.
+    return INCLUDE.findall(path.read_text(encoding="utf-8"))
+
+
+def source_files(folder):
+    return sorted(p for p in folder.rglob("*") if p.suffix in (".h", ".cc"))
+
+
+def check_public(root, problems):
+    headers = root / "include" / "moesaic"
+    for path in source_files(root / "include"):
+        name = path.relative_to(root)
+        for bracket, target in includes_of(path):
+            if bracket == '"':
+                if not (target.startswith("moesaic/") and (root / "include" / target).exists()):
+                    problems.append(f"{name}: includes \"{target}\", need a public header moesaic/...")
+            elif "/" in target or "." in target:
+                problems.append(f"{name}: includes <{target}>, need a standard header")
+        code = INCLUDE.sub("", COMMENT.sub("", path.read_text(encoding="utf-8")))
+        for match in THIRD_PARTY.finditer(code):
+            problems.append(f"{name}: names third-party '{match.group(0)}' in a public header")
+    if not any(headers.glob("*.h")):
+        problems.append("include/moesaic: no headers found")
+
+
+def check_source(root, problems):
+    """Floors and existence; returns the graph of quoted includes inside src."""
+    graph = {}
+    for path in source_files(root / "src"):
+        folder = path.relative_to(root / "src").parts[0]
+        name = path.relative_to(root)
+        edges = graph.setdefault(path, [])
+        if folder not in FLOOR_OF:
+            problems.append(f"{name}: folder '{folder}' has no floor; add it to {Path(__file__).name}")
+            continue
+        for bracket, target in includes_of(path):
+            if bracket == "<" or target.startswith("moesaic/"):
+                if target.startswith("moesaic/") and not (root / "include" / target).exists():
+                    problems.append(f"{name}: includes \"{target}\", which does not exist")
+                continue
+            resolved = next(
+                (base / target for base in (path.parent, root / "src") if (base / target).exists()), None
+            )
+            if resolved is None:
+                if not target.startswith("hwy/"):
+                    problems.append(f"{name}: includes \"{target}\", which does not exist")
+                continue
+            resolved = resolved.resolve()
+            edges.append(resolved)
+            other = resolved.relative_to((root / "src").resolve()).parts[0]
+            if other == folder:
+                continue
+            if FLOOR_OF.get(other, len(FLOORS)) >= FLOOR_OF[folder]:
+                problems.append(
+                    f"{name}: floor '{folder}' includes \"{target}\" of '{other}', which is not below it"
+                )
+    return graph
+
+
+def check_circles(root, graph, problems):
+    graph = {path.resolve(): edges for path, edges in graph.items()}
+    state = {}
+
+    def visit(path, trail):
+        state[path] = "open"
+        for target in graph.get(path, []):
+            # Highway's foreach_target makes a source include itself on purpose.
+            if target == path:
+                continue
+            if state.get(target) == "open":
+                names = [p.name for p in trail[trail.index(target) :]] if target in trail else [target.name]
+                problems.append(f"{path.relative_to(root.resolve())}: includes in a circle: {' -> '.join(names)}")
+            elif target not in state:
+                visit(target, trail + [target])
+        state[path] = "done"
+
+    for path in graph:
+        if path not in state:
+            visit(path, [path])
+
+
+def check(root):
+    problems = []
+    check_public(root, problems)
+    graph = check_source(root, problems)
+    check_circles(root, graph, problems)
+    return problems, len(graph)
+
+
+def self_test():
+    """Plants one violation of each kind in a small tree; each must be reported, and nothing else."""
+    good = {
+        "include/moesaic/a.h": "#include <vector>\n#include \"moesaic/b.h\"\n// fmt::format is fine here\n",
+        "include/moesaic/b.h": "#pragma once\n",
+        "src/core/low.h": '#include "moesaic/a.h"\n',
+        "src/router/mid.cc": '#include <fmt/format.h>\n#include "core/low.h"\n#include "router/own.h"\n',
+        "src/router/own.h": "#pragma once\n",
+        "src/layer/top.cc": '#include "router/own.h"\n',
+    }
+    planted = {
+        "upward": ({"src/core/bad.cc": '#include "router/own.h"\n'}, "not below it"),
+        "sideways": ({"src/gate/bad.cc": '#include "router/own.h"\n'}, "not below it"),
+        "unknown folder": ({"src/attic/bad.cc": "\n"}, "has no floor"),
+        "missing file": ({"src/core/bad.cc": '#include "core/gone.h"\n'}, "does not exist"),
+        "third-party include": ({"include/moesaic/bad.h": "#include <nlohmann/json.hpp>\n"}, "standard header"),
+        "third-party name": ({"include/moesaic/bad.h": "void f(hwy::float16_t);\n"}, "third-party"),
+        "private include": ({"include/moesaic/bad.h": '#include "core/low.h"\n'}, "need a public header"),
+        "circle": (
+            {"src/core/x.h": '#include "core/y.h"\n', "src/core/y.h": '#include "core/x.h"\n'},
+            "circle",
+        ),
+    }
+    failures = []
+    for name, (extra, expected) in [("nothing planted", ({}, None)), *planted.items()]:
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            for path, text in {**good, **extra}.items():
+                (root / path).parent.mkdir(parents=True, exist_ok=True)
+                (root / path).write_text(text, encoding="utf-8")
+            problems, _ = check(root)
+            if expected is None:
+                ok = not problems
+            else:
+                ok = bool(problems) and all(expected in problem for problem in problems)
+            if not ok:
+                failures.append(f"{name}: expected {expected!r}, got {problems}")
+    for failure in failures:
+        print("self-test:", failure)
+    print(f"self-test: {len(planted) + 1 - len(failures)} of {len(planted) + 1} cases as expected")
+    return 1 if failures else 0
+
+
+def main(arguments):
+    if arguments == ["--self-test"]:
+        return self_test()
+    if len(arguments) != 1:
+        print(__doc__)
+        return 2
+    problems, files = check(Path(arguments[0]))
+    for problem in problems:
+        print(problem)
+    print(f"{files} source files, {len(problems)} problem(s)")
+    return 1 if problems or files == 0 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

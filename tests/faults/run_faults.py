@@ -1,0 +1,133 @@
+#!/usr/bin/env python3
+"""Shows that the tests notice when the library computes wrongly.
+
+Every tests/faults/<folder>.list names faults, one a line: FAULT TEST_BINARY GTEST_FILTER. For each, the
+filtered tests must pass as they are, must be at least one, and must fail when the environment variable
+MOESAIC_FAULT is the fault's name. Every fault point in the source must be listed, and every listed
+fault must exist in the source.
+
+usage: run_faults.py SOURCE_DIR BUILD_DIR [FAULT...]
+"""
+
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+MIN_FAULTS = 20
+TIMEOUT_S = 300
+FAULT_POINT = re.compile(r"MOESAIC_FAULT\((\w+)\)")
+COMMENT = re.compile(r"//[^\n]*")
+
+
+def fault_points(source):
+    points = {}
+    for path in sorted((source / "src").rglob("*")):
+        # fault.h defines the macro; its parameter is no fault.
+        if path.suffix not in (".h", ".cc") or path.name == "fault.h":
+            continue
+        for name in FAULT_POINT.findall(COMMENT.sub("", path.read_text(encoding="utf-8"))):
+            points.setdefault(name, path.relative_to(source))
+    return points
+
+
+def read_lists(source, problems):
+    faults = {}
+    for path in sorted((source / "tests" / "faults").glob("*.list")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            words = line.split("#")[0].split()
+            if not words:
+                continue
+            if len(words) != 3:
+                problems.append(f"{path.name}:{number}: need FAULT TEST_BINARY GTEST_FILTER, got: {line}")
+            elif words[0] in faults:
+                problems.append(f"{path.name}:{number}: {words[0]} is listed twice")
+            else:
+                faults[words[0]] = (words[1], words[2])
+    return faults
+
+
+def find_binary(build, name):
+    found = sorted(p for p in (build / "tests").rglob(name) if p.is_file() and os.access(p, os.X_OK))
+    return found[0] if found else None
+
+
+def run_tests(binary, gtest_filter, fault, cwd):
+    """(tests run, whether they passed, end of the output)"""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GTEST_")}
+    environment.pop("MOESAIC_FAULT", None)
+    # Small teams: two faults run side by side.
+    environment.setdefault("OMP_NUM_THREADS", "2")
+    if fault:
+        environment["MOESAIC_FAULT"] = fault
+    command = [str(binary), f"--gtest_filter={gtest_filter}", "--gtest_brief=1"]
+    try:
+        result = subprocess.run(
+            command, env=environment, cwd=cwd, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return 0, False, f"no end within {TIMEOUT_S} s"
+    ran = re.search(r"\[==========\] (\d+) tests? from", result.stdout)
+    skipped = re.search(r"\[  SKIPPED \] (\d+) test", result.stdout)
+    count = (int(ran.group(1)) if ran else 0) - (int(skipped.group(1)) if skipped else 0)
+    return count, result.returncode == 0, (result.stdout + result.stderr)[-1500:]
+
+
+def check_fault(build, name, binary_name, gtest_filter, baseline):
+    binary = find_binary(build, binary_name)
+    if binary is None:
+        return name, f"no test binary {binary_name} in the build", ""
+    count, passed, output = baseline((binary, gtest_filter))
+    if count < 1:
+        return name, f"the filter {gtest_filter} runs no test", output
+    if not passed:
+        return name, "the tests fail without the fault", output
+    _, passed, output = run_tests(binary, gtest_filter, name, build)
+    if passed:
+        return name, f"SURVIVED {count} test(s) of {binary_name} {gtest_filter}", output
+    return name, None, f"{count} test(s) of {binary_name}"
+
+
+def main(arguments):
+    if len(arguments) < 2:
+        print(__doc__)
+        return 2
+    source, build = Path(arguments[0]), Path(arguments[1])
+    problems = []
+    faults = read_lists(source, problems)
+    points = fault_points(source)
+    for name in sorted(points.keys() - faults.keys()):
+        problems.append(f"{points[name]}: fault point {name} is in no list of tests/faults")
+    for name in sorted(faults.keys() - points.keys()):
+        problems.append(f"{name} is listed, but no MOESAIC_FAULT({name}) is in src")
+    if len(faults) < MIN_FAULTS:
+        problems.append(f"{len(faults)} faults are listed, need at least {MIN_FAULTS}")
+
+    chosen = {name: faults[name] for name in arguments[2:] if name in faults} or faults
+    cache = {}
+
+    def baseline(key):
+        if key not in cache:
+            cache[key] = run_tests(*key, None, build)
+        return cache[key]
+
+    caught = 0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = pool.map(lambda item: check_fault(build, item[0], *item[1], baseline), sorted(chosen.items()))
+        for name, problem, detail in results:
+            print(f"{name:<44} {'caught by ' + detail if problem is None else 'PROBLEM: ' + problem}", flush=True)
+            if problem is None:
+                caught += 1
+            else:
+                problems.append(f"{name}: {problem}")
+                print(detail)
+    print(f"\n{caught} of {len(chosen)} faults caught, {len(points)} fault points in the source")
+    for problem in problems:
+        print("problem:", problem)
+    return 1 if problems or caught != len(chosen) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
