@@ -50,38 +50,6 @@ Status check_sizes(const MoeProblem& p) {
   return {};
 }
 
-Status check_activation(const ActivationSpec& a) {
-  const std::string_view name = activation_name(a.kind);
-  if (std::isnan(a.limit) || a.limit <= 0) {
-    return invalid(fmt::format("activation limit: got {}, need > 0 (infinity: no clamp)", a.limit));
-  }
-  const bool clamps = a.kind == ActivationKind::kSilu || a.kind == ActivationKind::kSwigluOai ||
-                      a.kind == ActivationKind::kSwigluStep;
-  if (!clamps && std::isfinite(a.limit)) {
-    return invalid(fmt::format("activation limit: got {}, but {} does not clamp; need infinity",
-                               a.limit, name));
-  }
-  const bool needs_limit =
-      a.kind == ActivationKind::kSwigluOai || a.kind == ActivationKind::kSwigluStep;
-  if (needs_limit && !std::isfinite(a.limit)) {
-    return invalid(fmt::format("activation limit: got none, {} needs a finite one", name));
-  }
-  if (a.kind == ActivationKind::kSwigluOai && !(std::isfinite(a.alpha) && std::isfinite(a.beta))) {
-    return invalid(fmt::format("activation alpha, beta: got {}, {}, need finite", a.alpha, a.beta));
-  }
-  if (a.kind == ActivationKind::kSitu) {
-    if (!std::isfinite(a.beta) || a.beta == 0) {
-      return invalid(
-          fmt::format("activation beta: got {}, situ needs a finite non-zero one", a.beta));
-    }
-    if (!std::isfinite(a.up_limit)) {
-      return invalid(
-          fmt::format("activation up_limit: got {}, need finite (<= 0: off)", a.up_limit));
-    }
-  }
-  return {};
-}
-
 bool is_plain(const OperandQuant& q, DType dtype) {
   return q.granularity == ScaleGranularity::kNone && q.dtype == dtype;
 }
@@ -159,7 +127,7 @@ Result<ComputeScheme> compute_scheme(const QuantScheme& quant) {
 
 Status check_problem(const MoeProblem& problem) {
   MOESAIC_RETURN_IF_ERROR(check_sizes(problem));
-  MOESAIC_RETURN_IF_ERROR(check_activation(problem.activation));
+  MOESAIC_RETURN_IF_ERROR(validate(problem.activation));
   if (problem.apply_router_weight_on_input && problem.top_k != 1) {
     return invalid(
         fmt::format("top_k: got {}, apply_router_weight_on_input needs 1", problem.top_k));

@@ -9,6 +9,7 @@
 #include <new>
 #include <string>
 
+#include "activation/ref_activation.h"
 #include "core/arena.h"
 #include "core/checked.h"
 #include "core/fault.h"
@@ -104,27 +105,6 @@ float round_to(DType dtype, float v) {
   return v;
 }
 
-void activate_row(const ActivationSpec& a, const float* gate_up, std::int64_t size, float* out) {
-  const auto sigmoid = [](float v) { return 1.0F / (1.0F + std::exp(-v)); };
-  for (std::int64_t i = 0; i < size; ++i) {
-    const float g = gate_up[i];
-    const float u = is_gated(a.kind) ? gate_up[size + i] : 0.0F;
-    const float gl = std::min(g, a.limit);
-    const float ul = std::clamp(u, -a.limit, a.limit);
-    switch (a.kind) {
-      case ActivationKind::kSilu:
-        out[i] = gl * sigmoid(gl) * ul;
-        break;
-      case ActivationKind::kSwigluOai:
-        out[i] = (ul + a.beta) * gl * sigmoid(a.alpha * gl);
-        break;
-      default:
-        out[i] = 0;
-        break;
-    }
-  }
-}
-
 // --- The backend ---------------------------------------------------------------------------------
 
 // Buffers for one row at a time.
@@ -148,7 +128,14 @@ Scratch take_scratch(Arena& arena, const MoeProblem& p) {
 class RefExperts final : public Experts {
  public:
   RefExperts(const MoeProblem& problem, ComputeScheme scheme)
-      : p_(problem), scheme_(scheme), operand_(operand_dtype(problem, scheme)) {
+      : p_(problem),
+        scheme_(scheme),
+        operand_(operand_dtype(problem, scheme)),
+        layout_(is_gated(problem.activation.kind) ? GateUpLayout::kGateThenUp
+                                                  : GateUpLayout::kNonGated) {
+    if (MOESAIC_FAULT(ref_experts_swap_gate_up) && layout_ == GateUpLayout::kGateThenUp) {
+      layout_ = GateUpLayout::kUpThenGate;
+    }
     w13_.rows = w13_rows(p_);
     w13_.columns = p_.hidden_size;
     w2_.rows = p_.hidden_size;
@@ -250,8 +237,11 @@ class RefExperts final : public Experts {
   // out[H] = expert e applied to s.input[H], which is consumed.
   void expert(std::int64_t e, const Scratch& s, float* out) const {
     linear(w13_, e, make_operand(s.input, s.x_scales, p_.hidden_size), s.gate_up);
-    activate(s.gate_up, s.inner);
-    linear(w2_, e, make_operand(s.inner, s.inner_scales, p_.intermediate_size), out);
+    ref_activation(p_.activation, layout_, s.gate_up, s.inner, p_.intermediate_size);
+    const Operand inner = MOESAIC_FAULT(ref_experts_skip_requant)
+                              ? Operand{s.inner, nullptr}
+                              : make_operand(s.inner, s.inner_scales, p_.intermediate_size);
+    linear(w2_, e, inner, out);
   }
 
   void load_row(const ConstTensorView& t, std::int64_t offset, float* row) const {
@@ -304,18 +294,14 @@ class RefExperts final : public Experts {
     }
   }
 
-  void activate(float* gate_up, float* out) const;
   static void quantise_row(float* values, float* scales, std::int64_t count);
 
   MoeProblem p_;
   ComputeScheme scheme_;
   DType operand_;
+  GateUpLayout layout_;  // of GEMM1's columns, as the canonical w13 has it
   Matrix w13_, w2_;
 };
-
-void RefExperts::activate(float* gate_up, float* out) const {
-  activate_row(p_.activation, gate_up, p_.intermediate_size, out);
-}
 
 void RefExperts::quantise_row(float* values, float* scales, std::int64_t count) {
   for (std::int64_t g = 0; g < count / kFp8Block; ++g) {
@@ -331,12 +317,7 @@ void RefExperts::quantise_row(float* values, float* scales, std::int64_t count) 
 
 }  // namespace
 
-Status ref_experts_can_implement(const MoeProblem& problem) {
-  MOESAIC_RETURN_IF_ERROR(check_problem(problem));
-  const ActivationKind kind = problem.activation.kind;
-  if (kind == ActivationKind::kSilu || kind == ActivationKind::kSwigluOai) return {};
-  return {StatusCode::kUnsupported, "activation: need silu or swigluoai"};
-}
+Status ref_experts_can_implement(const MoeProblem& problem) { return check_problem(problem); }
 
 Result<std::unique_ptr<Experts>> make_ref_experts(const MoeProblem& problem, ExpertSource& source) {
   MOESAIC_RETURN_IF_ERROR(ref_experts_can_implement(problem));
