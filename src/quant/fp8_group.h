@@ -1,0 +1,44 @@
+// FP8 (e4m3) activations with one scale per row and group of columns (128 in the block scheme), as
+// plain loops: the oracle of the kernels' own quantisers.
+#pragma once
+
+#include <cstdint>
+
+#include "moesaic/status.h"
+#include "moesaic/tensor.h"
+#include "quant/fp8_block.h"
+
+namespace moesaic {
+
+// Floor of a group's amax, and in the power-of-two form once more of its scale. A group of zeros
+// gets the scale 1e-10/448 (bits 0x2A7B5123), or 2^-33.
+inline constexpr float kFp8GroupEps = 1e-10F;
+
+// The scale of a group with this amax: max(amax, 1e-10) / 448, or that, at least 1e-10, rounded up
+// to a power of two.
+float fp8_group_scale(float amax, ScaleRounding rounding);
+
+// One row, with no checks: for k % group == 0,
+//   q[i] = e4m3(clamp(x[i] / s, +-448)),  scales[g * scale_stride] = s of group g.
+// The quotient is a true fp32 division. A NaN element does not count in amax and gets the code of
+// +448; an infinite one makes its group's scale infinite (plain form) or 2^127.
+void ref_quantize_fp8_row(const float* x, std::int64_t k, std::int64_t group,
+                          ScaleRounding rounding, std::uint8_t* q, float* scales,
+                          std::int64_t scale_stride = 1);
+
+//   x      [M, K]        in, F32, BF16 or F16, contiguous
+//   q      [M, K]        out, F8_E4M3, contiguous
+//   scale  [M, K/group]  out, F32; row-major or column-major (any strides without overlap)
+// No two may overlap. M = 0 is ordinary. Errors: kInvalidArgument (group < 1), kInvalidShape (K not
+// a multiple of group, naming both; other shapes), kInvalidDType, kInvalidLayout, kAliasing.
+// Deterministic; a group depends on its own elements only. Relative RMS error about 0.026 on normal
+// data.
+Status quantize_fp8_group(ConstTensorView x, std::int64_t group, ScaleRounding rounding,
+                          TensorView q, TensorView scale);
+
+// out = e4m3(q) * scale of its group, the product in fp32, rounded once. Shapes as above, scale
+// strides free; out F32, BF16 or F16, contiguous.
+Status dequantize_fp8_group(ConstTensorView q, ConstTensorView scale, std::int64_t group,
+                            TensorView out);
+
+}  // namespace moesaic

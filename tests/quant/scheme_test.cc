@@ -1,0 +1,61 @@
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "moesaic/quant.h"
+#include "quant/refusal.h"
+
+namespace moesaic {
+namespace {
+
+using test::expect_refusal;
+
+TEST(QuantSchemes, TableInDocumentedOrder) {
+  std::vector<std::string> names;
+  for (const QuantScheme& s : quant_schemes()) names.emplace_back(s.name);
+  EXPECT_EQ(names, (std::vector<std::string>{"f32", "bf16", "f16", "fp8-block", "fp8-bf16"}));
+  for (const QuantScheme& s : quant_schemes()) {
+    EXPECT_EQ(quant_scheme_from_name(s.name).value().name, s.name);
+    EXPECT_GT(s.output_bound, 0);
+    EXPECT_LE(s.output_bound, 6e-2);
+  }
+}
+
+TEST(QuantSchemes, MeaningOfEach) {
+  const QuantScheme block = quant_scheme_from_name("fp8-block").value();
+  EXPECT_EQ(block.weight.dtype, DType::kF8E4M3);
+  EXPECT_EQ(block.weight.granularity, ScaleGranularity::kBlock);
+  EXPECT_EQ(block.weight.scale_format, ScaleFormat::kF32);
+  EXPECT_EQ(block.weight.block_n, 128);
+  EXPECT_EQ(block.weight.block_k, 128);
+  EXPECT_FALSE(block.weight.dynamic);
+  EXPECT_EQ(block.activation.dtype, DType::kF8E4M3);
+  EXPECT_EQ(block.activation.granularity, ScaleGranularity::kGroup);
+  EXPECT_EQ(block.activation.block_n, 1);
+  EXPECT_EQ(block.activation.block_k, 128);
+  EXPECT_TRUE(block.activation.dynamic);
+  EXPECT_FALSE(block.weight_only());
+
+  const QuantScheme weight_only = quant_scheme_from_name("fp8-bf16").value();
+  EXPECT_EQ(weight_only.weight, block.weight);
+  EXPECT_EQ(weight_only.activation.dtype, DType::kBF16);
+  EXPECT_TRUE(weight_only.weight_only());
+
+  EXPECT_EQ(quant_scheme_from_name("f16").value().weight.dtype, DType::kF16);
+  EXPECT_EQ(quant_scheme_from_name("f32").value().activation.dtype, DType::kF32);
+}
+
+TEST(QuantSchemes, ReservedNamesAreUnsupportedOthersNotFound) {
+  for (const char* name : {"fp8-tensor", "fp8-channel", "mxfp8", "mxfp4-fp8", "mxfp4", "nvfp4",
+                           "int4-fp8", "int8", "int4-g128", "mxfp4-bf16", "nvfp4-bf16"}) {
+    expect_refusal(quant_scheme_from_name(name).status(), StatusCode::kUnsupported,
+                   {name, "not in this version", "fp8-block"});
+  }
+  expect_refusal(quant_scheme_from_name("fp8-blok").status(), StatusCode::kNotFound,
+                 {"fp8-blok", "nearest is \"fp8-block\""});
+  expect_refusal(quant_scheme_from_name("BF16").status(), StatusCode::kNotFound, {"BF16", "bf16"});
+  expect_refusal(quant_scheme_from_name("").status(), StatusCode::kNotFound, {"f32, bf16"});
+}
+
+}  // namespace
+}  // namespace moesaic
