@@ -1,0 +1,90 @@
+// The CPU's inner mechanisms, one table of functions per instruction-set tier. Only mechanism:
+// which rows meet which weights is decided by the stages above. Layout of packed weights:
+// packed_weights.h.
+//
+// Symbols: a *panel* is 64 output columns over the whole reduction axis K; a *group* is 128 steps
+// of K.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "moesaic/activation.h"
+#include "moesaic/dtype.h"
+
+namespace moesaic::cpu {
+
+// 64 columns = four 512-bit registers of fp32 accumulators, the width at which six rows fill the
+// register file.
+inline constexpr int kPanelColumns = 64;
+// Partial sums are folded into the result every 128 steps: the scale granularity of block FP8, and
+// a fixed reduction tree for everything else.
+inline constexpr int kGroup = 128;
+// Rows per call: the fp32 results of one panel (96 * 64 * 4 = 24 KiB) stay in a 32 KiB L1.
+inline constexpr int kMaxRows = 96;
+
+// How activations are held as the left operand of a GEMM.
+enum class OperandKind : std::uint8_t {
+  kF32,   // fp32 values
+  kBF16,  // bf16 values, for tiers with a bf16 dot product
+};
+
+enum class WeightKind : std::uint8_t { kF32, kBF16, kF16, kE4M3 };
+inline constexpr int kNumWeightKinds = 4;
+
+struct PanelArgs {
+  const std::byte* panel = nullptr;          // one packed panel
+  const float* panel_scales = nullptr;       // [groups][4], one per 16 columns; null: no scales
+  const void* const* rows = nullptr;         // num_rows left operands of padded_k elements
+  const float* const* row_scales = nullptr;  // num_rows pointers to [groups]; null: 1
+  int num_rows = 0;                          // 1..kMaxRows
+  std::int64_t padded_k = 0;  // multiple of 4; zero-filled beyond the true K on both sides
+  float* result = nullptr;    // [num_rows][64], overwritten
+};
+
+// c: gate columns 0..31 and up columns 32..63 (gated), or 64 plain columns; see activate().
+struct ActivateArgs {
+  const float* c = nullptr;  // [num_rows][64]
+  int num_rows = 0;
+  const float* bias = nullptr;  // [64] in the order of c, or null
+  ActivationSpec activation;
+  // For kinds without a vector form (in [width or 2*width], out [width]); lives on a floor above
+  // this one.
+  void (*scalar_activation)(const ActivationSpec&, GateUpLayout, const float* in, float* out,
+                            std::int64_t width) = nullptr;
+  float* out = nullptr;  // [num_rows] rows of 32 (gated) or 64 values, row stride out_stride
+  std::int64_t out_stride = 0;
+};
+
+struct CpuKernels {
+  const char* name;            // tier: "baseline", "avx2", "avx512", "avx512_bf16"
+  OperandKind narrow_operand;  // operand of schemes whose activations are exact in bf16
+
+  // result[r][c] = sum over groups g, ascending, of row_scale[r][g] * panel_scale[g][c/16] * (sum
+  // over k in g, ascending, of row[r][k] * w[k][c]), each inner product accumulated in fp32 (in
+  // bf16 pairs where the operand is kBF16), each group folded with one fused multiply-add. The bits
+  // of a row depend on nothing but that row.
+  void (*panel_gemm_f32[kNumWeightKinds])(const PanelArgs& args);
+  // Left operands are bf16; null for kF32 and kF16 weights and on tiers without a bf16 dot product.
+  void (*panel_gemm_bf16[kNumWeightKinds])(const PanelArgs& args);
+
+  // Bias and activation in fp32.
+  void (*activate)(const ActivateArgs& args);
+
+  // n elements of F32, BF16 or F16 widened to fp32; padded with zeros up to padded_n.
+  void (*load_row)(const void* src, DType dtype, std::int64_t n, std::int64_t padded_n, float* dst);
+  // Rounds in place to the values of BF16 or F16 (nearest even); F32 is a no-op.
+  void (*round_row)(float* row, std::int64_t n, DType dtype);
+  void (*scale_row)(float* row, std::int64_t n, float factor);
+  // Per group of 128: scale = max(absmax, 1e-10) / 448; row becomes the value of the e4m3 code of
+  // clamp(x / scale).
+  void (*quantize_row_e4m3)(float* row, std::int64_t n, float* scales);
+  // fp32 values that are exact in bf16 -> bf16.
+  void (*store_bf16)(const float* row, std::int64_t n, std::uint16_t* dst);
+  // dst[i] += weight * src[i], fused.
+  void (*accumulate_row)(const float* src, float weight, std::int64_t n, float* dst);
+  // fp32 -> F32, BF16 or F16, nearest even.
+  void (*store_row)(const float* row, std::int64_t n, DType dtype, void* dst);
+};
+
+}  // namespace moesaic::cpu

@@ -1,0 +1,205 @@
+#include "cpu/packed_weights.h"
+
+#include <array>
+#include <cstring>
+#include <string>
+
+#include "core/checked.h"
+#include "core/fault.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#else
+#include <cstdlib>
+#endif
+
+namespace moesaic::cpu {
+namespace {
+
+// Byte offset of step `step` of column `column` inside a unit.
+std::int64_t unit_offset(std::int64_t elem_bytes, int column, std::int64_t step) {
+  if (elem_bytes != 1) return column * 4 + step * elem_bytes;
+  const std::int64_t quad = column / 4, in_quad = column % 4;
+  return quad * 16 + (step / 2) * 8 + in_quad * 2 + step % 2;
+}
+
+constexpr std::int64_t kUnitBytes = 4 * kPanelColumns;
+
+template <int kBytes, bool kPack>
+void move_panel(const PackedShape& shape, std::int64_t panel, std::byte* matrix,
+                std::byte* packed) {
+  constexpr std::int64_t kSteps = 4 / kBytes;
+  std::byte* base = packed + panel * shape.panel_bytes();
+  if (kPack) std::memset(base, 0, static_cast<std::size_t>(shape.panel_bytes()));
+  for (int column = 0; column < kPanelColumns; ++column) {
+    const std::int64_t row = shape.source_row(panel, column);
+    if (row < 0) continue;
+    std::byte* line = matrix + row * shape.k * kBytes;
+    std::array<std::int64_t, 4> offset{};
+    for (std::int64_t s = 0; s < kSteps; ++s)
+      offset[static_cast<std::size_t>(s)] = unit_offset(kBytes, column, s);
+    for (std::int64_t k = 0; k < shape.k; ++k) {
+      std::byte* cell =
+          base + k / kSteps * kUnitBytes + offset[static_cast<std::size_t>(k % kSteps)];
+      if (kPack) {
+        std::memcpy(cell, line + k * kBytes, kBytes);
+      } else {
+        std::memcpy(line + k * kBytes, cell, kBytes);
+      }
+    }
+  }
+}
+
+template <bool kPack>
+void move_matrix(const PackedShape& shape, std::byte* matrix, std::byte* packed, int num_threads) {
+  const std::int64_t panels = shape.num_panels();
+  const std::int64_t bytes = shape.elem_bytes();
+#pragma omp parallel for num_threads(num_threads) schedule(static)
+  for (std::int64_t p = 0; p < panels; ++p) {
+    if (bytes == 1) move_panel<1, kPack>(shape, p, matrix, packed);
+    if (bytes == 2) move_panel<2, kPack>(shape, p, matrix, packed);
+    if (bytes == 4) move_panel<4, kPack>(shape, p, matrix, packed);
+  }
+}
+
+constexpr std::int64_t kMaxPackedBytes = std::int64_t{1} << 46;
+
+}  // namespace
+
+Result<WeightKind> weight_kind(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return WeightKind::kF32;
+    case DType::kBF16:
+      return WeightKind::kBF16;
+    case DType::kF16:
+      return WeightKind::kF16;
+    case DType::kF8E4M3:
+      return WeightKind::kE4M3;
+    default:
+      return Status(StatusCode::kUnsupported, "weight dtype: got " +
+                                                  std::string(dtype_name(dtype)) +
+                                                  ", need F32, BF16, F16 or F8_E4M3");
+  }
+}
+
+std::int64_t PackedShape::elem_bytes() const {
+  switch (kind) {
+    case WeightKind::kF32:
+      return 4;
+    case WeightKind::kBF16:
+    case WeightKind::kF16:
+      return 2;
+    case WeightKind::kE4M3:
+      return 1;
+  }
+  return 4;
+}
+std::int64_t PackedShape::padded_k() const { return round_up(k, 4); }
+std::int64_t PackedShape::num_panels() const {
+  return order == RowOrder::kGateUp ? ceil_div(rows / 2, kPanelColumns / 2)
+                                    : ceil_div(rows, kPanelColumns);
+}
+std::int64_t PackedShape::panel_bytes() const { return padded_k() * kPanelColumns * elem_bytes(); }
+std::int64_t PackedShape::num_groups() const { return ceil_div(padded_k(), kGroup); }
+std::int64_t PackedShape::matrix_bytes() const { return num_panels() * panel_bytes(); }
+
+std::int64_t PackedShape::source_row(std::int64_t panel, int column) const {
+  if (order == RowOrder::kPlain) {
+    const std::int64_t row = panel * kPanelColumns + column;
+    return row < rows ? row : -1;
+  }
+  constexpr int kHalf = kPanelColumns / 2;
+  const std::int64_t half_rows = rows / 2;
+  const std::int64_t in_half = panel * kHalf + column % kHalf;
+  if (in_half >= half_rows) return -1;
+  bool up = column >= kHalf;
+  if (MOESAIC_FAULT(cpu_pack_swaps_gate_up)) up = !up;
+  return up ? half_rows + in_half : in_half;
+}
+
+Status check_packed_shape(const PackedShape& shape, std::int64_t num_matrices) {
+  if (shape.order == RowOrder::kGateUp && shape.rows % 2 != 0) {
+    return Status(StatusCode::kInvalidShape, "w13: got " + std::to_string(shape.rows) +
+                                                 " rows, need an even number (gate and up)");
+  }
+  if (shape.rows < 0 || shape.k < 0 || num_matrices < 0 || shape.rows > kMaxPackedBytes ||
+      shape.k > kMaxPackedBytes) {
+    return Status(StatusCode::kLimitExceeded, "weights: a dimension exceeds 2^46");
+  }
+  const auto panel = checked_mul(shape.padded_k(), kPanelColumns * shape.elem_bytes());
+  const auto matrix = panel ? checked_mul(*panel, shape.num_panels()) : std::nullopt;
+  const auto total = matrix ? checked_mul(*matrix, num_matrices) : std::nullopt;
+  if (!total || *total > kMaxPackedBytes) {
+    return Status(StatusCode::kLimitExceeded, "weights: " + std::to_string(num_matrices) +
+                                                  " matrices of [" + std::to_string(shape.rows) +
+                                                  ", " + std::to_string(shape.k) +
+                                                  "] exceed 2^46 bytes");
+  }
+  return {};
+}
+
+void pack_matrix(const PackedShape& shape, const std::byte* src, std::byte* dst, int num_threads) {
+  // move_panel<.., true> only reads the matrix.
+  move_matrix<true>(shape, const_cast<std::byte*>(src), dst, num_threads);
+}
+
+void unpack_matrix(const PackedShape& shape, const std::byte* src, std::byte* dst) {
+  move_matrix<false>(shape, dst, const_cast<std::byte*>(src), 1);
+}
+
+void pack_block_scales(const PackedShape& shape, const float* scales, std::int64_t scale_cols,
+                       float* dst) {
+  constexpr int kStripColumns = 16, kStrips = kPanelColumns / kStripColumns;
+  for (std::int64_t p = 0; p < shape.num_panels(); ++p) {
+    for (std::int64_t g = 0; g < shape.num_groups(); ++g) {
+      for (int s = 0; s < kStrips; ++s) {
+        const std::int64_t row = shape.source_row(p, s * kStripColumns);
+        std::int64_t block = row / kGroup;
+        if (MOESAIC_FAULT(cpu_scale_row_of_next_block) && row >= 0)
+          block = (block + 1) % ceil_div(shape.rows, kGroup);
+        *dst++ = row < 0 ? 0.0F : scales[block * scale_cols + g];
+      }
+    }
+  }
+}
+
+#if defined(__linux__)
+void WeightBuffer::Free::operator()(std::byte* p) const {
+  munmap(p, static_cast<std::size_t>(bytes));
+}
+
+Result<WeightBuffer> WeightBuffer::allocate(std::int64_t bytes) {
+  WeightBuffer buffer;
+  buffer.bytes_ = bytes;
+  if (bytes == 0) return buffer;
+  void* p = mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE,
+                 MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (p == MAP_FAILED) {
+    return Status(StatusCode::kOutOfMemory,
+                  "cannot allocate " + std::to_string(bytes) + " bytes for weights");
+  }
+  // Streaming gigabytes through 4 KiB pages spends a noticeable share of the time in page walks.
+  madvise(p, static_cast<std::size_t>(bytes), MADV_HUGEPAGE);
+  buffer.data_ = std::unique_ptr<std::byte[], Free>(static_cast<std::byte*>(p), Free{bytes});
+  return buffer;
+}
+#else
+void WeightBuffer::Free::operator()(std::byte* p) const { std::free(p); }
+
+Result<WeightBuffer> WeightBuffer::allocate(std::int64_t bytes) {
+  WeightBuffer buffer;
+  buffer.bytes_ = bytes;
+  if (bytes == 0) return buffer;
+  auto* p = static_cast<std::byte*>(
+      std::aligned_alloc(64, static_cast<std::size_t>(round_up(bytes, 64))));
+  if (p == nullptr) {
+    return Status(StatusCode::kOutOfMemory,
+                  "cannot allocate " + std::to_string(bytes) + " bytes for weights");
+  }
+  buffer.data_ = std::unique_ptr<std::byte[], Free>(p, Free{bytes});
+  return buffer;
+}
+#endif
+
+}  // namespace moesaic::cpu

@@ -1,0 +1,214 @@
+// Panel GEMM, compiled once per tier between push and pop of that tier's instruction set. No
+// include guard on purpose of the caller: each tier file includes it exactly once, inside its own
+// namespace.
+//
+// A k-unit is 256 bytes: 64 columns of 4 bytes, each holding 1 fp32, 2 sixteen-bit or 4 eight-bit
+// steps of k. So every format is read as one sequential stream, and a format contributes only
+// "decode step s of these columns".
+
+// Steps of k per unit and the fp32 value of step S for the columns at p.
+struct DecodeF32 {
+  static constexpr int kSteps = 1;
+  template <int S>
+  static HWY_INLINE VF Step(const std::byte* p) {
+    return hn::Load(df, reinterpret_cast<const float*>(p));
+  }
+};
+
+struct DecodeBF16 {
+  static constexpr int kSteps = 2;
+  template <int S>
+  static HWY_INLINE VF Step(const std::byte* p) {
+    const auto pair = hn::Load(du32, reinterpret_cast<const std::uint32_t*>(p));
+    if constexpr (S == 0) {
+      return hn::BitCast(df, hn::ShiftLeft<16>(pair));
+    } else {
+      return hn::BitCast(df, hn::And(pair, hn::Set(du32, 0xFFFF0000U)));
+    }
+  }
+};
+
+struct DecodeF16 {
+  static constexpr int kSteps = 2;
+  template <int S>
+  static HWY_INLINE VF Step(const std::byte* p) {
+    const auto pair = hn::Load(du32, reinterpret_cast<const std::uint32_t*>(p));
+    const auto one = S == 0 ? hn::And(pair, hn::Set(du32, 0xFFFFU)) : hn::ShiftRight<16>(pair);
+    const hn::Rebind<std::uint16_t, DF> du16;
+    const hn::Rebind<hwy::float16_t, DF> df16;
+    return hn::PromoteTo(df, hn::BitCast(df16, hn::TruncateTo(du16, one)));
+  }
+};
+
+struct DecodeE4M3 {
+  static constexpr int kSteps = 4;
+  // Bytes of four columns: (k0,k1) of each column, then (k2,k3) of each: interleaving with zero
+  // leaves code << 8 in 16-bit lanes, k even in the low half of each column.
+  template <int S>
+  static HWY_INLINE VF Step(const std::byte* p) {
+    const hn::Repartition<std::uint8_t, DF> du8;
+    const auto raw = hn::Load(du8, reinterpret_cast<const std::uint8_t*>(p));
+    const auto zero = hn::Zero(du8);
+    const auto pair = hn::BitCast(
+        du32, S < 2 ? hn::InterleaveLower(du8, zero, raw) : hn::InterleaveUpper(du8, zero, raw));
+    const auto code = S % 2 == 0 ? hn::ShiftLeft<16>(pair) : pair;  // seeemmm at bits 31..24
+    return Widen(code);
+  }
+  // Sign to bit 31 and eeeemmm to bits 26..20: the fp32 whose exponent is 120 too small; the
+  // product restores it and turns fp32 subnormals into the exact value of e4m3 subnormals.
+  template <class VU>
+  static HWY_INLINE VF Widen(VU code) {
+    const auto shifted = hn::BitCast(du32, hn::ShiftRight<4>(hn::BitCast(di32, code)));
+    const auto bits = hn::And(shifted, hn::Set(du32, 0x87F00000U));
+    return hn::Mul(hn::BitCast(df, bits), hn::Set(df, 0x1p120F));
+  }
+};
+
+// Vectors per register tile: 6 x 4 accumulators of 32 registers, or 6 x 2 of 16.
+constexpr int kTileVectors = kLanes == 16 ? 4 : 2;
+constexpr std::int64_t kUnitBytes = 4 * kPanelColumns;
+// Far enough to cover the latency of memory at the speed of one core, inside the 4 KiB page of the
+// next lines.
+constexpr std::int64_t kPrefetchBytes = 4096;
+
+// result[r][col..] += (row_scale * panel_scale) * acc
+template <int MR, int NV, class Acc>
+HWY_INLINE void Fold(const Acc (&acc)[MR][NV], const PanelArgs& args, int row, int column,
+                     std::int64_t group) {
+  for (int r = 0; r < MR; ++r) {
+    float* c = args.result + static_cast<std::int64_t>(row + r) * kPanelColumns + column;
+    const float row_scale = args.row_scales != nullptr ? args.row_scales[row + r][group] : 1.0F;
+    for (int v = 0; v < NV; ++v) {
+      const int strip = (column + v * kLanes) / 16;
+      float scale = row_scale;
+      if (args.panel_scales != nullptr) scale *= args.panel_scales[group * 4 + strip];
+      float* p = c + v * kLanes;
+      hn::Store(hn::MulAdd(acc[r][v], hn::Set(df, scale), hn::Load(df, p)), df, p);
+    }
+  }
+}
+
+template <class Decode, int S, int MR>
+HWY_INLINE void StepF32(const std::byte* p, const float* const (&a)[MR], std::int64_t k,
+                        VF (&acc)[MR][kTileVectors]) {
+  VF w[kTileVectors];
+#pragma GCC unroll 8
+  for (int v = 0; v < kTileVectors; ++v) w[v] = Decode::template Step<S>(p + v * 4 * kLanes);
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; ++r) {
+    const VF x = hn::Set(df, a[r][k + S]);
+#pragma GCC unroll 8
+    for (int v = 0; v < kTileVectors; ++v) acc[r][v] = hn::MulAdd(w[v], x, acc[r][v]);
+  }
+}
+
+// One group for MR rows starting at `row`; w is the group's first unit.
+template <class Decode, int MR, bool kPrefetch>
+HWY_NOINLINE void TileF32(const PanelArgs& args, const std::byte* w, int row, std::int64_t group,
+                          std::int64_t k_count) {
+  constexpr int kSteps = Decode::kSteps;
+  const float* a[MR];
+  for (int r = 0; r < MR; ++r)
+    a[r] = static_cast<const float*>(args.rows[row + r]) + group * kGroup;
+  for (int column = 0; column < kPanelColumns; column += kTileVectors * kLanes) {
+    VF acc[MR][kTileVectors];
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kTileVectors; ++v) acc[r][v] = hn::Zero(df);
+    }
+    const std::byte* p = w + column * 4;
+    for (std::int64_t k = 0; k < k_count; k += kSteps, p += kUnitBytes) {
+      if (kPrefetch && column == 0) PrefetchUnit(p + kPrefetchBytes);
+      StepF32<Decode, 0, MR>(p, a, k, acc);
+      if constexpr (kSteps > 1) StepF32<Decode, 1, MR>(p, a, k, acc);
+      if constexpr (kSteps > 2) StepF32<Decode, 2, MR>(p, a, k, acc);
+      if constexpr (kSteps > 3) StepF32<Decode, 3, MR>(p, a, k, acc);
+    }
+    Fold<MR, kTileVectors>(acc, args, row, column, group);
+  }
+}
+
+// Splits the rows of a group into tiles of 6, 4, 2 and 1; the split does not change any row's bits.
+template <template <int, bool> class Tile, bool kPrefetch>
+HWY_INLINE void RowTiles(const PanelArgs& args, const std::byte* w, std::int64_t group,
+                         std::int64_t k_count) {
+  int row = 0;
+  const auto left = [&] { return args.num_rows - row; };
+  if (kPrefetch) {  // only the first tile fetches ahead, the rest finds the group in cache
+    if (left() >= 6) {
+      Tile<6, true>::Run(args, w, row, group, k_count), row += 6;
+    } else if (left() >= 4) {
+      Tile<4, true>::Run(args, w, row, group, k_count), row += 4;
+    } else if (left() >= 2) {
+      Tile<2, true>::Run(args, w, row, group, k_count), row += 2;
+    } else {
+      Tile<1, true>::Run(args, w, row, group, k_count), row += 1;
+    }
+  }
+  for (; left() >= 6; row += 6) Tile<6, false>::Run(args, w, row, group, k_count);
+  if (left() >= 4) Tile<4, false>::Run(args, w, row, group, k_count), row += 4;
+  if (left() >= 2) Tile<2, false>::Run(args, w, row, group, k_count), row += 2;
+  if (left() >= 1) Tile<1, false>::Run(args, w, row, group, k_count);
+}
+
+template <class Decode>
+struct F32Tiles {
+  template <int MR, bool kPrefetch>
+  struct Tile {
+    static HWY_INLINE void Run(const PanelArgs& args, const std::byte* w, int row,
+                               std::int64_t group, std::int64_t k_count) {
+      TileF32<Decode, MR, kPrefetch>(args, w, row, group, k_count);
+    }
+  };
+};
+
+HWY_INLINE void ClearResult(const PanelArgs& args) {
+  const std::int64_t n = static_cast<std::int64_t>(args.num_rows) * kPanelColumns;
+  for (std::int64_t i = 0; i < n; i += kLanes) hn::Store(hn::Zero(df), df, args.result + i);
+}
+
+template <class Decode>
+void PanelGemmF32(const PanelArgs& args) {
+  ClearResult(args);
+  const std::byte* w = args.panel;
+  for (std::int64_t k0 = 0, group = 0; k0 < args.padded_k; k0 += kGroup, ++group) {
+    const std::int64_t k_count = HWY_MIN(std::int64_t{kGroup}, args.padded_k - k0);
+    RowTiles<F32Tiles<Decode>::template Tile, true>(args, w, group, k_count);
+    w += k_count / Decode::kSteps * kUnitBytes;
+  }
+}
+
+// Decoding e4m3 costs more than one use of it; from this many rows on, a group is decoded once to
+// (exact) bf16.
+constexpr int kDecodeOnceRows = 3;
+
+// 128 steps x 64 columns of e4m3 -> bf16 units in the layout of packed bf16 weights.
+HWY_INLINE void DecodeGroupE4M3(const std::byte* w, std::int64_t k_count, std::uint32_t* block) {
+  for (std::int64_t k = 0; k < k_count; k += 4, w += kUnitBytes, block += 2 * kPanelColumns) {
+    PrefetchUnit(w + kPrefetchBytes);
+    for (int c = 0; c < kPanelColumns; c += kLanes)
+      DecodeColumnsE4M3(w + 4 * c, block + c, block + kPanelColumns + c);
+  }
+}
+
+template <template <int, bool> class DirectTile, template <int, bool> class BlockTile>
+HWY_INLINE void PanelGemmE4M3(const PanelArgs& args) {
+  ClearResult(args);
+  HWY_ALIGN std::uint32_t block[kGroup / 2 * kPanelColumns];  // 16 KiB, L1
+  const std::byte* w = args.panel;
+  for (std::int64_t k0 = 0, group = 0; k0 < args.padded_k; k0 += kGroup, ++group) {
+    const std::int64_t k_count = HWY_MIN(std::int64_t{kGroup}, args.padded_k - k0);
+    if (args.num_rows >= kDecodeOnceRows) {
+      DecodeGroupE4M3(w, k_count, block);
+      RowTiles<BlockTile, false>(args, reinterpret_cast<const std::byte*>(block), group, k_count);
+    } else {
+      RowTiles<DirectTile, true>(args, w, group, k_count);
+    }
+    w += k_count / DecodeE4M3::kSteps * kUnitBytes;
+  }
+}
+
+void PanelGemmF32E4M3(const PanelArgs& args) {
+  PanelGemmE4M3<F32Tiles<DecodeE4M3>::template Tile, F32Tiles<DecodeBF16>::template Tile>(args);
+}

@@ -1,0 +1,209 @@
+// Row conversions, quantisation, activation and reduction, compiled once per tier.
+
+HWY_INLINE void PrefetchUnit(const std::byte* p) {
+  for (int line = 0; line < 4; ++line) __builtin_prefetch(p + 64 * line);
+}
+
+// Nearest-even bf16 as an fp32 value; NaN stays NaN (quiet).
+HWY_INLINE VF RoundToBF16(VF v) {
+  const auto bits = hn::BitCast(du32, v);
+  const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du32, 1));
+  const auto rounded = hn::Add(bits, hn::Add(odd, hn::Set(du32, 0x7FFFU)));
+  const auto quiet = hn::Or(bits, hn::Set(du32, 0x00400000U));
+  const auto chosen = hn::IfThenElse(hn::RebindMask(du32, hn::IsNaN(v)), quiet, rounded);
+  return hn::BitCast(df, hn::And(chosen, hn::Set(du32, 0xFFFF0000U)));
+}
+
+HWY_INLINE VF RoundToF16(VF v) {
+  const hn::Rebind<hwy::float16_t, DF> df16;
+  return hn::PromoteTo(df, hn::DemoteTo(df16, v));
+}
+
+HWY_INLINE void StoreBF16(VF exact, std::uint16_t* dst) {
+  const hn::Rebind<std::uint16_t, DF> du16;
+  hn::StoreU(hn::TruncateTo(du16, hn::ShiftRight<16>(hn::BitCast(du32, exact))), du16, dst);
+}
+
+// Loops over whole vectors and hands the tail through a zero-padded buffer, so that every element
+// meets the same code.
+template <class F>
+HWY_INLINE void ForRow(float* row, std::int64_t n, F&& f) {
+  std::int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) hn::StoreU(f(hn::LoadU(df, row + i)), df, row + i);
+  if (i < n) {
+    HWY_ALIGN float tail[kLanes] = {};
+    std::memcpy(tail, row + i, static_cast<std::size_t>(n - i) * sizeof(float));
+    hn::Store(f(hn::Load(df, tail)), df, tail);
+    std::memcpy(row + i, tail, static_cast<std::size_t>(n - i) * sizeof(float));
+  }
+}
+
+void LoadRow(const void* src, DType dtype, std::int64_t n, std::int64_t padded_n, float* dst) {
+  std::int64_t i = 0;
+  if (dtype == DType::kF32) {
+    std::memcpy(dst, src, static_cast<std::size_t>(n) * sizeof(float));
+    i = n;
+  } else {
+    const auto* half = static_cast<const std::uint16_t*>(src);
+    const hn::Rebind<std::uint16_t, DF> du16;
+    const hn::Rebind<hwy::float16_t, DF> df16;
+    for (; i + kLanes <= n; i += kLanes) {
+      const auto raw = hn::LoadU(du16, half + i);
+      const VF wide = dtype == DType::kBF16
+                          ? hn::BitCast(df, hn::ShiftLeft<16>(hn::PromoteTo(du32, raw)))
+                          : hn::PromoteTo(df, hn::BitCast(df16, raw));
+      hn::StoreU(wide, df, dst + i);
+    }
+    for (; i < n; ++i)
+      dst[i] = dtype == DType::kBF16 ? f32_from_bf16(half[i]) : f32_from_f16(half[i]);
+  }
+  for (; i < padded_n; ++i) dst[i] = 0.0F;
+}
+
+void RoundRow(float* row, std::int64_t n, DType dtype) {
+  if (dtype == DType::kBF16) {
+    ForRow(row, n, [](VF v) HWY_ATTR { return RoundToBF16(v); });
+  } else if (dtype == DType::kF16) {
+    ForRow(row, n, [](VF v) HWY_ATTR { return RoundToF16(v); });
+  }
+}
+
+void ScaleRow(float* row, std::int64_t n, float factor) {
+  const VF f = hn::Set(df, factor);
+  ForRow(row, n, [f](VF v) HWY_ATTR { return hn::Mul(v, f); });
+}
+
+// Value of the e4m3 code nearest to v (ties to even code), |v| <= 448. At and above 2^-6 the fp32
+// significand is cut to 3 bits; below, adding 1.5 * 2^14 makes fp32 round to multiples of 2^-9.
+HWY_INLINE VF RoundToE4M3(VF v) {
+  const auto bits = hn::BitCast(du32, v);
+  const auto odd = hn::And(hn::ShiftRight<20>(bits), hn::Set(du32, 1));
+  const auto cut =
+      hn::And(hn::Add(bits, hn::Add(odd, hn::Set(du32, 0x7FFFFU))), hn::Set(du32, 0xFFF00000U));
+  const VF magic = hn::Set(df, 0x1.8p14F);
+  const VF small = hn::Sub(hn::Add(v, magic), magic);
+  return hn::IfThenElse(hn::Lt(hn::Abs(v), hn::Set(df, 0x1p-6F)), small, hn::BitCast(df, cut));
+}
+
+void QuantizeRowE4M3(float* row, std::int64_t n, float* scales) {
+  for (std::int64_t k0 = 0, g = 0; k0 < n; k0 += kGroup, ++g) {
+    const std::int64_t count = HWY_MIN(std::int64_t{kGroup}, n - k0);
+    float absmax = 0.0F;
+    bool has_nan = false;
+    for (std::int64_t i = 0; i < count; ++i) {
+      const float x = row[k0 + i];
+      has_nan |= x != x;
+      const float a = x < 0 ? -x : x;
+      absmax = a > absmax ? a : absmax;
+    }
+    // A NaN or infinity must not come out as a finite number: the scale carries it into every
+    // product of the group.
+    float scale = (absmax < 1e-10F ? 1e-10F : absmax) / 448.0F;
+    if (has_nan) scale = std::numeric_limits<float>::quiet_NaN();
+    if (MOESAIC_FAULT(cpu_activation_scale_of_group_zero) && g > 0) scale = scales[0];
+    scales[g] = scale;
+    const VF s = hn::Set(df, scale);
+    const VF limit = hn::Set(df, 448.0F);
+    ForRow(row + k0, count, [&](VF v) HWY_ATTR {
+      const VF y = hn::Div(v, s);
+      return RoundToE4M3(hn::Max(hn::Min(y, limit), hn::Neg(limit)));
+    });
+  }
+}
+
+void StoreRowBF16(const float* row, std::int64_t n, std::uint16_t* dst) {
+  std::int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) StoreBF16(hn::LoadU(df, row + i), dst + i);
+  for (; i < n; ++i) dst[i] = bf16_from_f32(row[i]);
+}
+
+void AccumulateRow(const float* src, float weight, std::int64_t n, float* dst) {
+  const VF w = hn::Set(df, weight);
+  std::int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    hn::StoreU(hn::MulAdd(hn::LoadU(df, src + i), w, hn::LoadU(df, dst + i)), df, dst + i);
+  }
+  if (i < n) {
+    HWY_ALIGN float s[kLanes] = {};
+    HWY_ALIGN float d[kLanes] = {};
+    const std::size_t bytes = static_cast<std::size_t>(n - i) * sizeof(float);
+    std::memcpy(s, src + i, bytes);
+    std::memcpy(d, dst + i, bytes);
+    hn::Store(hn::MulAdd(hn::Load(df, s), w, hn::Load(df, d)), df, d);
+    std::memcpy(dst + i, d, bytes);
+  }
+}
+
+void StoreRow(const float* row, std::int64_t n, DType dtype, void* dst) {
+  if (dtype == DType::kF32) {
+    std::memcpy(dst, row, static_cast<std::size_t>(n) * sizeof(float));
+    return;
+  }
+  auto* half = static_cast<std::uint16_t*>(dst);
+  const hn::Rebind<std::uint16_t, DF> du16;
+  const hn::Rebind<hwy::float16_t, DF> df16;
+  std::int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const VF v = hn::LoadU(df, row + i);
+    if (dtype == DType::kBF16) {
+      StoreBF16(RoundToBF16(v), half + i);
+    } else {
+      hn::StoreU(hn::BitCast(du16, hn::DemoteTo(df16, v)), du16, half + i);
+    }
+  }
+  for (; i < n; ++i) half[i] = dtype == DType::kBF16 ? bf16_from_f32(row[i]) : f16_from_f32(row[i]);
+}
+
+// 1 / (1 + exp(-x)); the clamp keeps exp finite, a NaN survives because every use multiplies by x.
+HWY_INLINE VF Sigmoid(VF x) {
+  const VF t = hn::Min(hn::Max(hn::Neg(x), hn::Set(df, -87.0F)), hn::Set(df, 88.0F));
+  return hn::Div(hn::Set(df, 1.0F), hn::Add(hn::Set(df, 1.0F), hn::Exp(df, t)));
+}
+
+// Comparisons, not min/max: those drop a NaN.
+HWY_INLINE VF ClampAbove(VF v, VF limit) { return hn::IfThenElse(hn::Gt(v, limit), limit, v); }
+HWY_INLINE VF ClampBoth(VF v, VF limit) {
+  const VF low = hn::Neg(limit);
+  return hn::IfThenElse(hn::Lt(v, low), low, ClampAbove(v, limit));
+}
+
+HWY_INLINE VF GatedActivation(const ActivationSpec& spec, VF g, VF u) {
+  const VF limit = hn::Set(df, spec.limit);
+  if (spec.kind == ActivationKind::kSwigluStep) {
+    return hn::Mul(ClampAbove(hn::Mul(g, Sigmoid(g)), limit), ClampBoth(u, limit));
+  }
+  // silu is the member alpha 1, beta 0 of the swigluoai family.
+  g = ClampAbove(g, limit);
+  u = hn::Add(ClampBoth(u, limit), hn::Set(df, spec.beta));
+  return hn::Mul(hn::Mul(g, Sigmoid(hn::Mul(g, hn::Set(df, spec.alpha)))), u);
+}
+
+bool HasVectorActivation(ActivationKind kind) {
+  return kind == ActivationKind::kSilu || kind == ActivationKind::kSwigluOai ||
+         kind == ActivationKind::kSwigluStep;
+}
+
+void Activate(const ActivateArgs& args) {
+  const bool gated = is_gated(args.activation.kind);
+  const int width = gated ? kPanelColumns / 2 : kPanelColumns;
+  ActivationSpec spec = args.activation;
+  if (spec.kind == ActivationKind::kSilu) spec.alpha = 1.0F, spec.beta = 0.0F;
+  HWY_ALIGN float row[kPanelColumns];
+  for (int r = 0; r < args.num_rows; ++r) {
+    const float* c = args.c + static_cast<std::int64_t>(r) * kPanelColumns;
+    for (int i = 0; i < kPanelColumns; i += kLanes) {
+      const VF v = hn::Load(df, c + i);
+      hn::Store(args.bias != nullptr ? hn::Add(v, hn::LoadU(df, args.bias + i)) : v, df, row + i);
+    }
+    float* out = args.out + r * args.out_stride;
+    if (HasVectorActivation(spec.kind)) {
+      for (int i = 0; i < width; i += kLanes) {
+        hn::StoreU(GatedActivation(spec, hn::Load(df, row + i), hn::Load(df, row + width + i)), df,
+                   out + i);
+      }
+    } else {
+      args.scalar_activation(spec, gated ? GateUpLayout::kGateThenUp : GateUpLayout::kNonGated, row,
+                             out, width);
+    }
+  }
+}

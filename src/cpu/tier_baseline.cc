@@ -1,0 +1,39 @@
+// Tier "baseline": the shared kernels compiled for one instruction set.
+#define HWY_DISABLED_TARGETS (HWY_SSE4 | HWY_AVX2 | HWY_AVX3 | HWY_AVX3_DL)
+#define HWY_WANT_SSSE3 1
+#define HWY_WANT_AVX3_DL 1
+#include <cstring>
+#include <limits>
+
+#include "core/fault.h"
+#include "cpu/kernels.h"
+#include "cpu/tiers.h"
+#include "numerics/codec.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/tier_baseline.cc"
+#include "hwy/foreach_target.h"  // IWYU pragma: keep
+// After foreach_target:
+#include "hwy/contrib/math/math-inl.h"
+#include "hwy/highway.h"
+
+#undef MOESAIC_TIER_NAME
+#undef MOESAIC_TIER_BF16
+#define MOESAIC_TIER_NAME "baseline"
+#define MOESAIC_TIER_BF16 0
+#if HWY_TARGET == HWY_STATIC_TARGET
+HWY_BEFORE_NAMESPACE();
+namespace moesaic::cpu::HWY_NAMESPACE {
+namespace {
+#include "cpu/tier-inl.h"
+}  // namespace
+const CpuKernels* Kernels() { return &kTable; }
+}  // namespace moesaic::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+#endif
+
+#if HWY_ONCE
+namespace moesaic::cpu {
+const CpuKernels* kernels_baseline() { return HWY_STATIC_DISPATCH(Kernels)(); }
+}  // namespace moesaic::cpu
+#endif

@@ -1,0 +1,104 @@
+#include "cpu/tiers.h"
+
+#include <omp.h>
+
+#include <cstdlib>
+#include <string>
+
+#include "hwy/targets.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
+namespace moesaic::cpu {
+namespace {
+
+bool machine_has(std::int64_t hwy_target) { return (hwy::SupportedTargets() & hwy_target) != 0; }
+
+bool machine_has_bf16() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+#else
+  return false;
+#endif
+}
+
+TierInfo tier(std::string_view name, const CpuKernels* kernels, bool machine_ok,
+              std::string_view reason) {
+  if (kernels == nullptr) return {name, false, "not in this build", nullptr};
+  if (!machine_ok) return {name, false, reason, kernels};
+  return {name, true, {}, kernels};
+}
+
+std::string names(bool only_available) {
+  std::string text;
+  for (const TierInfo& t : cpu_tiers()) {
+    if (only_available && !t.available) continue;
+    if (!text.empty()) text += ", ";
+    text += t.name;
+  }
+  return text;
+}
+
+}  // namespace
+
+const std::vector<TierInfo>& cpu_tiers() {
+  static const std::vector<TierInfo> tiers = {
+      tier("avx512_bf16", kernels_avx512_bf16(), machine_has(HWY_AVX3) && machine_has_bf16(),
+           "this CPU lacks AVX512_BF16 or AVX512_VBMI"),
+      tier("avx512", kernels_avx512(), machine_has(HWY_AVX3), "this CPU lacks AVX-512 F/VL/DQ/BW"),
+      tier("avx2", kernels_avx2(), machine_has(HWY_AVX2), "this CPU lacks AVX2, FMA or F16C"),
+      tier("baseline", kernels_baseline(), true, {}),
+  };
+  return tiers;
+}
+
+Result<const CpuKernels*> kernels_by_name(std::string_view name) {
+  for (const TierInfo& t : cpu_tiers()) {
+    if (t.name != name) continue;
+    if (!t.available) {
+      return Status(StatusCode::kUnsupported, "CPU tier '" + std::string(name) +
+                                                  "': " + std::string(t.reason) +
+                                                  "; available: " + names(true));
+    }
+    return t.kernels;
+  }
+  return Status(StatusCode::kNotFound,
+                "CPU tier: got '" + std::string(name) + "', need one of " + names(false));
+}
+
+Result<const CpuKernels*> current_kernels() {
+  const char* forced = std::getenv("MOESAIC_CPU_TIER");
+  if (forced != nullptr && *forced != '\0') return kernels_by_name(forced);
+  for (const TierInfo& t : cpu_tiers()) {
+    if (t.available) return t.kernels;
+  }
+  return Status(StatusCode::kInternal, "no CPU tier is available");
+}
+
+int resolve_threads(int requested) {
+  if (requested > 0) return requested;
+#if defined(__linux__)
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0)
+    return CPU_COUNT(&set) > 0 ? CPU_COUNT(&set) : 1;
+#endif
+  return omp_get_num_procs();
+}
+
+#if defined(__x86_64__)
+namespace {
+constexpr unsigned kIeeeDefault = 0x1F80;  // all exceptions masked, nearest even, no FTZ, no DAZ
+}
+ScopedIeeeMode::ScopedIeeeMode() : saved_(_mm_getcsr()) { _mm_setcsr(kIeeeDefault); }
+ScopedIeeeMode::~ScopedIeeeMode() { _mm_setcsr(saved_); }
+#else
+ScopedIeeeMode::ScopedIeeeMode() = default;
+ScopedIeeeMode::~ScopedIeeeMode() = default;
+#endif
+
+}  // namespace moesaic::cpu

@@ -1,0 +1,49 @@
+// Which instruction-set tiers this binary has, which of them this machine can run, and which one is
+// in force.
+#pragma once
+
+#include <string_view>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "moesaic/status.h"
+
+namespace moesaic::cpu {
+
+// Tables of the tier files; null where the build's architecture lacks the tier.
+const CpuKernels* kernels_baseline();     // x86-64-v2, or the build's floor elsewhere
+const CpuKernels* kernels_avx2();         // AVX2 + FMA + F16C
+const CpuKernels* kernels_avx512();       // AVX-512 F, VL, DQ, BW
+const CpuKernels* kernels_avx512_bf16();  // + BF16 dot product, VBMI
+
+struct TierInfo {
+  std::string_view name;
+  bool available = false;
+  std::string_view reason;  // why not available; empty otherwise
+  const CpuKernels* kernels = nullptr;
+};
+// All tiers, fastest first, "baseline" last. Pure after the first call.
+const std::vector<TierInfo>& cpu_tiers();
+
+// The fastest available tier, or the one named by the environment variable MOESAIC_CPU_TIER. An
+// unknown or unavailable name is kNotFound / kUnsupported and lists what there is.
+Result<const CpuKernels*> current_kernels();
+Result<const CpuKernels*> kernels_by_name(std::string_view name);
+
+// Cores this process may use (its affinity mask), or `requested` when > 0.
+int resolve_threads(int requested);
+
+// Resets flush-to-zero, denormals-are-zero and the rounding mode to the IEEE defaults for its
+// lifetime, on this thread: results must not depend on what the caller's framework set.
+class ScopedIeeeMode {
+ public:
+  ScopedIeeeMode();
+  ~ScopedIeeeMode();
+  ScopedIeeeMode(const ScopedIeeeMode&) = delete;
+  ScopedIeeeMode& operator=(const ScopedIeeeMode&) = delete;
+
+ private:
+  unsigned saved_ = 0;
+};
+
+}  // namespace moesaic::cpu
