@@ -13,6 +13,57 @@ static_assert(kPanelColumns % kLanes == 0 && kLanes <= 16,
 
 #include "cpu/rows-inl.h"
 
+// Enough chains to cover the latency (4 or 5 cycles) of two multiply-adds a cycle.
+constexpr int kChains = 12;
+
+double MultiplyAddLoop(OperandKind operand, std::int64_t iterations, float* sink) {
+  VF acc[kChains];
+#pragma GCC unroll 16
+  for (int i = 0; i < kChains; ++i) acc[i] = hn::Set(df, sink[0]);
+  const VF x = hn::Set(df, sink[1]);
+#if MOESAIC_TIER_BF16
+  if (operand == OperandKind::kBF16) {
+    const __m512i pair = _mm512_castps_si512(x.raw);
+    for (std::int64_t n = 0; n < iterations; ++n) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kChains; ++i) {
+        acc[i].raw = _mm512_dpbf16_ps(acc[i].raw, reinterpret_cast<__m512bh>(pair), reinterpret_cast<__m512bh>(pair));
+      }
+    }
+  } else
+#endif
+  {
+    static_cast<void>(operand);
+    for (std::int64_t n = 0; n < iterations; ++n) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kChains; ++i) acc[i] = hn::MulAdd(acc[i], x, x);
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 1; i < kChains; ++i) acc[0] = hn::Add(acc[0], acc[i]);
+  sink[0] = hn::GetLane(acc[0]);
+  const double per_lane = MOESAIC_TIER_BF16 && operand == OperandKind::kBF16 ? 4.0 : 2.0;
+  return per_lane * kLanes * kChains * static_cast<double>(iterations);
+}
+
+std::uint32_t ReadLoop(const std::byte* data, std::int64_t bytes) {
+  using VU = hn::Vec<decltype(du32)>;
+  constexpr std::int64_t kVectors = 256 / (4 * kLanes);
+  VU acc[kVectors];
+#pragma GCC unroll 16
+  for (std::int64_t v = 0; v < kVectors; ++v) acc[v] = hn::Zero(du32);
+  for (std::int64_t at = 0; at < bytes; at += 256) {
+    PrefetchUnit(data + at + 4096);
+#pragma GCC unroll 16
+    for (std::int64_t v = 0; v < kVectors; ++v) {
+      acc[v] = hn::Xor(acc[v], hn::Load(du32, reinterpret_cast<const std::uint32_t*>(data + at) + v * kLanes));
+    }
+  }
+#pragma GCC unroll 16
+  for (std::int64_t v = 1; v < kVectors; ++v) acc[0] = hn::Xor(acc[0], acc[v]);
+  return hn::GetLane(acc[0]);
+}
+
 #if MOESAIC_TIER_BF16
 struct BytesE4M3 {
   alignas(64) std::uint8_t high[128];
@@ -80,4 +131,6 @@ constexpr CpuKernels kTable = {
     StoreRowBF16,
     AccumulateRow,
     StoreRow,
+    MultiplyAddLoop,
+    ReadLoop,
 };

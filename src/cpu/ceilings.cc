@@ -1,0 +1,66 @@
+#include "cpu/ceilings.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <string>
+
+#include "cpu/packed_weights.h"
+#include "cpu/tiers.h"
+
+namespace moesaic::cpu {
+namespace {
+
+double seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+constexpr std::int64_t kReadBytes = std::int64_t{512} << 20;  // far beyond any last-level cache of one socket share
+constexpr int kPasses = 7;
+
+double read_seconds(const CpuKernels& kernels, const std::byte* data, int threads) {
+  const std::int64_t slice = kReadBytes / threads / 256 * 256;
+  std::uint32_t sum = 0;
+  const double begin = seconds();
+#pragma omp parallel num_threads(threads) reduction(^ : sum)
+  sum ^= kernels.read_loop(data + omp_get_thread_num() * slice, slice);
+  const double end = seconds();
+  volatile std::uint32_t keep = sum;
+  static_cast<void>(keep);
+  return (end - begin) * static_cast<double>(kReadBytes) / static_cast<double>(slice * threads);
+}
+
+}  // namespace
+
+Result<Ceilings> measure_ceilings(const CpuKernels& kernels, OperandKind operand, int num_threads) {
+  const int threads = resolve_threads(num_threads);
+  MOESAIC_ASSIGN_OR_RETURN(WeightBuffer buffer, WeightBuffer::allocate(kReadBytes));
+  const std::int64_t slice = kReadBytes / threads / 256 * 256;
+  // Each thread touches its own pages first, so that they lie in its memory.
+#pragma omp parallel num_threads(threads)
+  std::memset(buffer.data() + omp_get_thread_num() * slice, 1, static_cast<std::size_t>(slice));
+
+  Ceilings best;
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const double s = read_seconds(kernels, buffer.data(), threads);
+    best.read_gbps = std::max(best.read_gbps, static_cast<double>(kReadBytes) / s * 1e-9);
+  }
+  constexpr std::int64_t kIterations = 4'000'000;
+  for (int pass = 0; pass < kPasses; ++pass) {
+    double flops = 0;
+    const double begin = seconds();
+#pragma omp parallel num_threads(threads) reduction(+ : flops)
+    {
+      float sink[2] = {0.5F, 0.25F};
+      flops += kernels.multiply_add_loop(operand, kIterations, sink);
+      volatile float keep = sink[0];
+      static_cast<void>(keep);
+    }
+    best.gflops = std::max(best.gflops, flops / (seconds() - begin) * 1e-9);
+  }
+  return best;
+}
+
+}  // namespace moesaic::cpu

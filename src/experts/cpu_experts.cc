@@ -1,0 +1,360 @@
+#include "experts/cpu_experts.h"
+
+#include <fmt/format.h>
+#include <omp.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "activation/ref_activation.h"
+#include "core/fault.h"
+#include "cpu/tiers.h"
+#include "experts/cpu_expert_weights.h"
+#include "experts/cpu_workspace.h"
+#include "numerics/element.h"
+#include "permute/sort_slots.h"
+
+namespace moesaic {
+namespace {
+
+using cpu::kMaxRows;
+using cpu::kPanelColumns;
+using cpu::OperandKind;
+
+CpuPlan make_plan(const MoeProblem& problem, ComputeScheme scheme, const cpu::CpuKernels& kernels) {
+  CpuPlan plan;
+  plan.scheme = scheme;
+  plan.standard = problem.format == ActivationFormat::kStandard;
+  plan.quantize = scheme == ComputeScheme::kFp8Block;
+  plan.round_dtype = scheme == ComputeScheme::kFp8Bf16 ? DType::kBF16 : operand_dtype(problem, scheme);
+  // Every e4m3 value and every bf16 value is exact as a bf16 operand.
+  const bool narrow = scheme == ComputeScheme::kFp8Block || plan.round_dtype == DType::kBF16;
+  plan.operand = narrow ? kernels.narrow_operand : OperandKind::kF32;
+  plan.top_k = problem.top_k;
+  plan.num_local_experts = problem.num_local_experts;
+  plan.hidden = problem.hidden_size;
+  plan.intermediate = problem.intermediate_size;
+  plan.k1 = round_up(problem.hidden_size, 4);
+  plan.k2 = round_up(problem.intermediate_size, 4);
+  plan.n2 = round_up(problem.hidden_size, kPanelColumns);
+  plan.num_threads = cpu::resolve_threads(problem.num_threads);
+  return plan;
+}
+
+class CpuExperts final : public Experts {
+ public:
+  CpuExperts(const MoeProblem& problem, const cpu::CpuKernels& kernels, const CpuPlan& plan, CpuExpertWeights weights)
+      : problem_(problem), kernels_(kernels), plan_(plan), weights_(std::move(weights)),
+        name_(std::string("cpu_") + kernels.name) {
+    const auto kind = static_cast<std::size_t>(weights_.w13.shape().kind);
+    gemm_ = plan_.operand == OperandKind::kBF16 ? kernels_.panel_gemm_bf16[kind] : kernels_.panel_gemm_f32[kind];
+  }
+
+  std::string_view name() const override { return name_; }
+  TopKWeightAndReduce reduction() const override {
+    return plan_.standard ? TopKWeightAndReduce::kNoOp : TopKWeightAndReduce::kDelegate;
+  }
+  ActivationFormat format() const override { return problem_.format; }
+  std::int64_t weight_bytes() const override { return weights_.bytes(); }
+  std::string_view determinism() const override {
+    return "bitwise repeatable per CPU tier: a row's result depends on that row, its ids and weights only, "
+           "not on threads, batch, split or order";
+  }
+
+  Result<std::int64_t> workspace_size(std::int64_t tokens) const override {
+    const std::int64_t rows = plan_.standard ? tokens : tokens * problem_.num_local_experts;
+    Arena arena = Arena::measure();
+    CpuWorkspace::carve(plan_, rows, arena);
+    MOESAIC_RETURN_IF_ERROR(arena.status());
+    return arena.used();
+  }
+
+  Status run(const ExpertsArgs& args) const override;
+
+ private:
+  void run_standard(const ExpertsArgs& args, const CpuWorkspace& w, std::int64_t chunk_tokens) const;
+  void run_batched(const ExpertsArgs& args, const CpuWorkspace& w, std::int64_t capacity) const;
+  void prepare_input(const CpuWorkspace& w, std::int64_t row, const std::byte* src, DType dtype, float factor) const;
+  void quantize_intermediate(const CpuWorkspace& w, std::int64_t row) const;
+  void store_operand(const float* row, std::int64_t n, std::byte* dst) const;
+  void gemms(const CpuWorkspace& w, std::int64_t num_active, std::int64_t num_rows) const;
+  void panel1(const CpuWorkspace& w, std::int64_t e, std::int64_t p) const;
+  void panel2(const CpuWorkspace& w, std::int64_t e, std::int64_t p) const;
+  // Operand row of GEMM1 that feeds row `r` of the chunk.
+  std::int64_t input_of(const CpuWorkspace& w, std::int64_t r) const {
+    return plan_.standard ? w.sorted_slots[r] / plan_.top_k : r;
+  }
+  float* scratch(const CpuWorkspace& w) const { return w.scratch + omp_get_thread_num() * w.scratch_stride; }
+  static std::int64_t active_experts(const CpuWorkspace& w, std::int64_t num_experts);
+
+  MoeProblem problem_;
+  const cpu::CpuKernels& kernels_;
+  CpuPlan plan_;
+  CpuExpertWeights weights_;
+  std::string name_;
+  void (*gemm_)(const cpu::PanelArgs& args) = nullptr;
+};
+
+void CpuExperts::store_operand(const float* row, std::int64_t n, std::byte* dst) const {
+  if (plan_.operand == OperandKind::kBF16) {
+    kernels_.store_bf16(row, n, reinterpret_cast<std::uint16_t*>(dst));
+  } else if (reinterpret_cast<const std::byte*>(row) != dst) {
+    std::memcpy(dst, row, static_cast<std::size_t>(n) * sizeof(float));
+  }
+}
+
+// x rounded to the operand dtype, times the rounded weight (weight on input), quantised, stored as an operand.
+void CpuExperts::prepare_input(const CpuWorkspace& w, std::int64_t row, const std::byte* src, DType dtype,
+                               float factor) const {
+  float* x = scratch(w);
+  kernels_.load_row(src, dtype, plan_.hidden, plan_.k1, x);
+  kernels_.round_row(x, plan_.hidden, plan_.round_dtype);
+  if (problem_.apply_router_weight_on_input && plan_.standard) {
+    kernels_.round_row(&factor, 1, plan_.round_dtype);
+    kernels_.scale_row(x, plan_.hidden, factor);
+    kernels_.round_row(x, plan_.hidden, plan_.round_dtype);
+  }
+  if (plan_.quantize) kernels_.quantize_row_e4m3(x, plan_.k1, w.a1_scales + row * plan_.groups1());
+  store_operand(x, plan_.k1, w.a1 + row * plan_.k1 * plan_.operand_bytes());
+}
+
+void CpuExperts::quantize_intermediate(const CpuWorkspace& w, std::int64_t row) const {
+  float* y = w.act + row * plan_.k2;
+  float* scales = w.a2_scales + row * plan_.groups2();
+  if (MOESAIC_FAULT(cpu_intermediate_not_requantised)) {
+    for (std::int64_t g = 0; g < plan_.groups2(); ++g) scales[g] = 1.0F;
+  } else {
+    kernels_.quantize_row_e4m3(y, plan_.k2, scales);
+  }
+  store_operand(y, plan_.k2, w.a2 + row * plan_.k2 * plan_.operand_bytes());
+}
+
+// GEMM1 for one panel of one expert: gate and up columns, bias, activation, rounding.
+void CpuExperts::panel1(const CpuWorkspace& w, std::int64_t e, std::int64_t p) const {
+  alignas(64) float result[kMaxRows * kPanelColumns];
+  alignas(64) float act[kMaxRows * kPanelColumns];
+  const void* rows[kMaxRows];
+  const float* scales[kMaxRows];
+  const bool gated = is_gated(problem_.activation.kind);
+  const std::int64_t width = gated ? kPanelColumns / 2 : kPanelColumns;
+  const std::int64_t column = p * width;
+  const std::int64_t valid = std::min(width, plan_.k2 - column);  // columns beyond I are zero weights: zeros
+  const std::int64_t operand_bytes = plan_.operand_bytes();
+  std::int64_t end = w.first_row[e + 1];
+  if (MOESAIC_FAULT(cpu_last_row_of_expert_dropped)) --end;
+  for (std::int64_t begin = w.first_row[e]; begin < end; begin += kMaxRows) {
+    const int count = static_cast<int>(std::min<std::int64_t>(kMaxRows, end - begin));
+    for (int r = 0; r < count; ++r) {
+      const std::int64_t in = input_of(w, begin + r);
+      rows[r] = w.a1 + in * plan_.k1 * operand_bytes;
+      if (plan_.quantize) scales[r] = w.a1_scales + in * plan_.groups1();
+    }
+    gemm_({.panel = weights_.w13.panel(e, p), .panel_scales = weights_.w13.panel_scales(e, p), .rows = rows,
+           .row_scales = plan_.quantize ? scales : nullptr, .num_rows = count, .padded_k = plan_.k1,
+           .result = result});
+    kernels_.activate({.c = result, .num_rows = count, .bias = weights_.w13.panel_bias(e, p),
+                       .activation = problem_.activation, .scalar_activation = &ref_activation, .out = act,
+                       .out_stride = width});
+    for (int r = 0; r < count; ++r) {
+      float* y = act + r * width;
+      // Padding columns hold act(0 + 0), which is 0 for silu but beta-dependent in general: select, never multiply.
+      for (std::int64_t c = std::max<std::int64_t>(0, plan_.intermediate - column); c < valid; ++c) y[c] = 0.0F;
+      kernels_.round_row(y, valid, plan_.round_dtype);
+      const std::int64_t at = (begin + r) * plan_.k2 + column;
+      if (plan_.quantize) {
+        std::memcpy(w.act + at, y, static_cast<std::size_t>(valid) * sizeof(float));
+      } else {
+        store_operand(y, valid, w.a2 + at * operand_bytes);
+      }
+    }
+  }
+}
+
+// GEMM2 for one panel of one expert: 64 columns of the unweighted output.
+void CpuExperts::panel2(const CpuWorkspace& w, std::int64_t e, std::int64_t p) const {
+  alignas(64) float result[kMaxRows * kPanelColumns];
+  const void* rows[kMaxRows];
+  const float* scales[kMaxRows];
+  const float* bias = weights_.w2.panel_bias(e, p);
+  const std::int64_t end = w.first_row[e + 1];
+  for (std::int64_t begin = w.first_row[e]; begin < end; begin += kMaxRows) {
+    const int count = static_cast<int>(std::min<std::int64_t>(kMaxRows, end - begin));
+    for (int r = 0; r < count; ++r) {
+      rows[r] = w.a2 + (begin + r) * plan_.k2 * plan_.operand_bytes();
+      if (plan_.quantize) scales[r] = w.a2_scales + (begin + r) * plan_.groups2();
+    }
+    gemm_({.panel = weights_.w2.panel(e, p), .panel_scales = weights_.w2.panel_scales(e, p), .rows = rows,
+           .row_scales = plan_.quantize ? scales : nullptr, .num_rows = count, .padded_k = plan_.k2,
+           .result = result});
+    for (int r = 0; r < count; ++r) {
+      float* out = w.out + (begin + r) * plan_.n2 + p * kPanelColumns;
+      std::memcpy(out, result + r * kPanelColumns, kPanelColumns * sizeof(float));
+      if (bias != nullptr) kernels_.accumulate_row(bias, 1.0F, kPanelColumns, out);
+    }
+  }
+}
+
+std::int64_t CpuExperts::active_experts(const CpuWorkspace& w, std::int64_t num_experts) {
+  std::int64_t count = 0;
+  for (std::int64_t e = 0; e < num_experts; ++e) {
+    if (w.first_row[e + 1] > w.first_row[e]) w.active[count++] = static_cast<std::int32_t>(e);
+  }
+  return count;
+}
+
+// Both GEMMs of a chunk; called by all threads of a team, ends with a barrier. Tasks are panels in the order of
+// memory, handed out as threads become free: which thread computes a panel does not change its bits.
+void CpuExperts::gemms(const CpuWorkspace& w, std::int64_t num_active, std::int64_t num_rows) const {
+  const std::int64_t panels1 = weights_.w13.shape().num_panels();
+  const std::int64_t panels2 = weights_.w2.shape().num_panels();
+#pragma omp for schedule(dynamic)
+  for (std::int64_t t = 0; t < num_active * panels1; ++t) panel1(w, w.active[t / panels1], t % panels1);
+  if (plan_.quantize) {
+#pragma omp for schedule(static)
+    for (std::int64_t r = 0; r < num_rows; ++r) quantize_intermediate(w, r);
+  }
+#pragma omp for schedule(dynamic)
+  for (std::int64_t t = 0; t < num_active * panels2; ++t) panel2(w, w.active[t / panels2], t % panels2);
+}
+
+void CpuExperts::run_standard(const ExpertsArgs& args, const CpuWorkspace& w, std::int64_t chunk_tokens) const {
+  const std::int64_t tokens = args.hidden_states.dim(0);
+  const std::int64_t k = plan_.top_k;
+  const std::int64_t in_elem = dtype_bits(args.hidden_states.dtype) / 8;
+  const std::int64_t out_elem = dtype_bits(args.output.dtype) / 8;
+  const bool weight_on_output = !problem_.apply_router_weight_on_input || MOESAIC_FAULT(cpu_weight_applied_twice);
+  for (std::int64_t t0 = 0; t0 < tokens; t0 += chunk_tokens) {
+    const std::int64_t count = std::min(chunk_tokens, tokens - t0);
+    const std::int64_t slots = count * k;
+    const std::int32_t* ids = args.topk_ids.as<std::int32_t>() + t0 * k;
+    const float* weights = args.topk_weights.as<float>() + t0 * k;
+    // Ids were checked for the whole call, so sorting cannot fail here.
+    const Status sorted = sort_slots_by_expert(
+        {ids, static_cast<std::size_t>(slots)}, args.expert_map, problem_.num_experts, problem_.num_local_experts,
+        {w.first_row, static_cast<std::size_t>(problem_.num_local_experts + 1)},
+        {w.sorted_slots, static_cast<std::size_t>(slots)}, k);
+    assert(sorted.ok());
+    static_cast<void>(sorted);
+    const std::int64_t rows = w.first_row[problem_.num_local_experts];
+    for (std::int64_t i = 0; i < slots; ++i) w.position[w.sorted_slots[i]] = i < rows ? static_cast<std::int32_t>(i) : -1;
+    const std::int64_t num_active = active_experts(w, problem_.num_local_experts);
+#pragma omp parallel num_threads(plan_.num_threads)
+    {
+      const cpu::ScopedIeeeMode ieee;
+#pragma omp for schedule(static)
+      for (std::int64_t t = 0; t < count; ++t) {
+        prepare_input(w, t, args.hidden_states.data + (t0 + t) * args.hidden_states.strides[0] * in_elem,
+                      args.hidden_states.dtype, weights[t * k]);
+      }
+      gemms(w, num_active, rows);
+#pragma omp for schedule(static)
+      for (std::int64_t t = 0; t < count; ++t) {
+        float* y = scratch(w);
+        std::memset(y, 0, static_cast<std::size_t>(plan_.n2) * sizeof(float));
+        for (std::int64_t j = 0; j < k; ++j) {
+          const std::int64_t r = w.position[t * k + j];
+          if (r < 0) continue;
+          kernels_.accumulate_row(w.out + r * plan_.n2, weight_on_output ? weights[t * k + j] : 1.0F, plan_.hidden, y);
+        }
+        kernels_.store_row(y, plan_.hidden, args.output.dtype,
+                           args.output.data + (t0 + t) * args.output.strides[0] * out_elem);
+      }
+    }
+  }
+}
+
+// Slabs are cut into chunks of at most `capacity` rows that end anywhere, also inside an expert.
+void CpuExperts::run_batched(const ExpertsArgs& args, const CpuWorkspace& w, std::int64_t capacity) const {
+  const std::int64_t num_experts = problem_.num_local_experts;
+  const std::int64_t in_elem = dtype_bits(args.hidden_states.dtype) / 8;
+  const std::int64_t out_elem = dtype_bits(args.output.dtype) / 8;
+  std::int64_t e0 = 0, i0 = 0;  // next expert and row inside its slab
+  while (e0 < num_experts) {
+    std::int64_t rows = 0;
+    const std::int64_t e_begin = e0, i_begin = i0;
+    w.first_row[0] = 0;
+    for (std::int64_t e = 0; e < num_experts; ++e) {
+      const std::int64_t skip = e == e_begin ? i_begin : 0;
+      const std::int64_t have =
+          e < e_begin ? 0 : args.expert_num_tokens[static_cast<std::size_t>(e)] - skip;
+      const std::int64_t take = e < e0 ? 0 : std::min(have, capacity - rows);
+      if (e == e0 && take == have) e0 = e + 1, i0 = 0;
+      if (e == e0 && take < have) i0 = skip + take;
+      rows += take;
+      w.first_row[e + 1] = rows;
+    }
+    const std::int64_t num_active = active_experts(w, num_experts);
+#pragma omp parallel num_threads(plan_.num_threads)
+    {
+      const cpu::ScopedIeeeMode ieee;
+      const auto offset = [&](std::int64_t e, std::int64_t r, const auto& view) {
+        const std::int64_t row = r - w.first_row[e] + (e == e_begin ? i_begin : 0);
+        return e * view.strides[0] + row * view.strides[1];
+      };
+#pragma omp for schedule(static)
+      for (std::int64_t a = 0; a < num_active; ++a) {
+        const std::int64_t e = w.active[a];
+        for (std::int64_t r = w.first_row[e]; r < w.first_row[e + 1]; ++r) {
+          prepare_input(w, r, args.hidden_states.data + offset(e, r, args.hidden_states) * in_elem,
+                        args.hidden_states.dtype, 1.0F);
+        }
+      }
+      gemms(w, num_active, rows);
+#pragma omp for schedule(static)
+      for (std::int64_t a = 0; a < num_active; ++a) {
+        const std::int64_t e = w.active[a];
+        for (std::int64_t r = w.first_row[e]; r < w.first_row[e + 1]; ++r) {
+          kernels_.store_row(w.out + r * plan_.n2, plan_.hidden, args.output.dtype,
+                             args.output.data + offset(e, r, args.output) * out_elem);
+        }
+      }
+    }
+  }
+}
+
+Status CpuExperts::run(const ExpertsArgs& args) const {
+  if (args.hidden_states.rank() != (plan_.standard ? 2 : 3)) return check_run_args(problem_, args, 0);
+  const std::int64_t tokens = tokens_of(problem_, args);
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t needed, workspace_size(tokens));
+  MOESAIC_RETURN_IF_ERROR(check_run_args(problem_, args, needed));
+  if (tokens == 0) return {};
+  const std::int64_t rows = plan_.standard ? tokens : tokens * problem_.num_local_experts;
+  Arena arena(args.workspace);
+  const CpuWorkspace w = CpuWorkspace::carve(plan_, rows, arena);
+  MOESAIC_RETURN_IF_ERROR(arena.status());
+  if (plan_.standard) {
+    run_standard(args, w, plan_.chunk_tokens(rows));
+  } else {
+    run_batched(args, w, plan_.chunk_tokens(rows));
+  }
+  return {};
+}
+
+}  // namespace
+
+Status cpu_experts_can_implement(std::string_view tier, const MoeProblem& problem) {
+  MOESAIC_RETURN_IF_ERROR(check_problem(problem));
+  const char* forced = std::getenv("MOESAIC_CPU_TIER");
+  if (forced != nullptr && *forced != '\0' && tier != forced) {
+    return Status(StatusCode::kUnsupported, fmt::format("MOESAIC_CPU_TIER forces tier '{}'", forced));
+  }
+  MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::kernels_by_name(tier));
+  static_cast<void>(kernels);
+  MOESAIC_ASSIGN_OR_RETURN(const cpu::WeightKind kind, cpu::weight_kind(problem.quant.weight.dtype));
+  static_cast<void>(kind);
+  return {};
+}
+
+Result<std::unique_ptr<Experts>> make_cpu_experts(std::string_view tier, const MoeProblem& problem,
+                                                  ExpertSource& source) {
+  MOESAIC_RETURN_IF_ERROR(cpu_experts_can_implement(tier, problem));
+  MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::kernels_by_name(tier));
+  MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
+  const CpuPlan plan = make_plan(problem, scheme, *kernels);
+  MOESAIC_ASSIGN_OR_RETURN(CpuExpertWeights weights, CpuExpertWeights::load(problem, source, plan.num_threads));
+  return std::unique_ptr<Experts>(std::make_unique<CpuExperts>(problem, *kernels, plan, std::move(weights)));
+}
+
+}  // namespace moesaic
