@@ -17,7 +17,8 @@ double seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-constexpr std::int64_t kReadBytes = std::int64_t{512} << 20;  // far beyond any last-level cache of one socket share
+constexpr std::int64_t kReadBytes = std::int64_t{512}
+                                    << 20;  // far beyond any last-level cache of one socket share
 constexpr int kPasses = 7;
 
 double read_seconds(const CpuKernels& kernels, const std::byte* data, int threads) {

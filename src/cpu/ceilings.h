@@ -1,4 +1,5 @@
-// What this machine can do at best, measured in this process: the floors that benchmarks are quoted against.
+// What this machine can do at best, measured in this process: the floors that benchmarks are quoted
+// against.
 #pragma once
 
 #include "cpu/kernels.h"
@@ -7,12 +8,13 @@
 namespace moesaic::cpu {
 
 struct Ceilings {
-  double read_gbps = 0;  // 10^9 bytes per second, all threads reading distinct memory well beyond the caches
-  double gflops = 0;     // 10^9 operations per second of the tier's multiply-add, registers only
+  double read_gbps =
+      0;  // 10^9 bytes per second, all threads reading distinct memory well beyond the caches
+  double gflops = 0;  // 10^9 operations per second of the tier's multiply-add, registers only
 };
 
-// Takes the best of several passes of about 30 ms each over 512 MiB; under a second in all. The multiply-add is
-// the one that GEMMs with this operand use on this tier.
+// Takes the best of several passes of about 30 ms each over 512 MiB; under a second in all. The
+// multiply-add is the one that GEMMs with this operand use on this tier.
 Result<Ceilings> measure_ceilings(const CpuKernels& kernels, OperandKind operand, int num_threads);
 
 }  // namespace moesaic::cpu

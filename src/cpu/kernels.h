@@ -86,8 +86,8 @@ struct CpuKernels {
   // fp32 -> F32, BF16 or F16, nearest even.
   void (*store_row)(const float* row, std::int64_t n, DType dtype, void* dst);
 
-  // For measuring ceilings. Runs independent chains of the multiply-add that GEMMs with this operand use, and returns
-  // the floating-point operations done (two per multiply-add).
+  // For measuring ceilings. Runs independent chains of the multiply-add that GEMMs with this
+  // operand use, and returns the floating-point operations done (two per multiply-add).
   double (*multiply_add_loop)(OperandKind operand, std::int64_t iterations, float* sink);
   // Reads `bytes` (a multiple of 256) once, front to back.
   std::uint32_t (*read_loop)(const std::byte* data, std::int64_t bytes);

@@ -165,9 +165,7 @@ void pack_block_scales(const PackedShape& shape, const float* scales, std::int64
 }
 
 #if defined(__linux__)
-void WeightBuffer::Free::operator()(std::byte* p) const {
-  munmap(p, static_cast<std::size_t>(bytes));
-}
+void WeightFree::operator()(std::byte* p) const { munmap(p, static_cast<std::size_t>(bytes)); }
 
 Result<WeightBuffer> WeightBuffer::allocate(std::int64_t bytes) {
   WeightBuffer buffer;
@@ -181,11 +179,12 @@ Result<WeightBuffer> WeightBuffer::allocate(std::int64_t bytes) {
   }
   // Streaming gigabytes through 4 KiB pages spends a noticeable share of the time in page walks.
   madvise(p, static_cast<std::size_t>(bytes), MADV_HUGEPAGE);
-  buffer.data_ = std::unique_ptr<std::byte[], Free>(static_cast<std::byte*>(p), Free{bytes});
+  buffer.data_ =
+      std::unique_ptr<std::byte[], WeightFree>(static_cast<std::byte*>(p), WeightFree{bytes});
   return buffer;
 }
 #else
-void WeightBuffer::Free::operator()(std::byte* p) const { std::free(p); }
+void WeightFree::operator()(std::byte* p) const { std::free(p); }
 
 Result<WeightBuffer> WeightBuffer::allocate(std::int64_t bytes) {
   WeightBuffer buffer;
@@ -197,7 +196,7 @@ Result<WeightBuffer> WeightBuffer::allocate(std::int64_t bytes) {
     return Status(StatusCode::kOutOfMemory,
                   "cannot allocate " + std::to_string(bytes) + " bytes for weights");
   }
-  buffer.data_ = std::unique_ptr<std::byte[], Free>(p, Free{bytes});
+  buffer.data_ = std::unique_ptr<std::byte[], WeightFree>(p, WeightFree{bytes});
   return buffer;
 }
 #endif

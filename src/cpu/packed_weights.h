@@ -53,6 +53,11 @@ void unpack_matrix(const PackedShape& shape, const std::byte* src, std::byte* ds
 void pack_block_scales(const PackedShape& shape, const float* scales, std::int64_t scale_cols,
                        float* dst);
 
+struct WeightFree {
+  std::int64_t bytes = 0;
+  void operator()(std::byte* p) const;
+};
+
 // Large, page-friendly, uninitialised memory for weights. kOutOfMemory names the size.
 class WeightBuffer {
  public:
@@ -62,11 +67,7 @@ class WeightBuffer {
   std::int64_t bytes() const { return bytes_; }
 
  private:
-  struct Free {
-    std::int64_t bytes = 0;
-    void operator()(std::byte* p) const;
-  };
-  std::unique_ptr<std::byte[], Free> data_;
+  std::unique_ptr<std::byte[], WeightFree> data_;
   std::int64_t bytes_ = 0;
 };
 

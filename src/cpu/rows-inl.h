@@ -14,9 +14,18 @@ HWY_INLINE VF RoundToBF16(VF v) {
   return hn::BitCast(df, hn::And(chosen, hn::Set(du32, 0xFFFF0000U)));
 }
 
+// The conversion instruction where the tier has one; Highway's emulation elsewhere truncates, so
+// the baseline goes through the scalar codec.
 HWY_INLINE VF RoundToF16(VF v) {
+#if MOESAIC_TIER_F16
   const hn::Rebind<hwy::float16_t, DF> df16;
   return hn::PromoteTo(df, hn::DemoteTo(df16, v));
+#else
+  HWY_ALIGN float lanes[kLanes];
+  hn::Store(v, df, lanes);
+  for (float& x : lanes) x = f32_from_f16(f16_from_f32(x));
+  return hn::Load(df, lanes);
+#endif
 }
 
 HWY_INLINE void StoreBF16(VF exact, std::uint16_t* dst) {
@@ -140,17 +149,19 @@ void StoreRow(const float* row, std::int64_t n, DType dtype, void* dst) {
     return;
   }
   auto* half = static_cast<std::uint16_t*>(dst);
-  const hn::Rebind<std::uint16_t, DF> du16;
-  const hn::Rebind<hwy::float16_t, DF> df16;
   std::int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    const VF v = hn::LoadU(df, row + i);
-    if (dtype == DType::kBF16) {
-      StoreBF16(RoundToBF16(v), half + i);
-    } else {
-      hn::StoreU(hn::BitCast(du16, hn::DemoteTo(df16, v)), du16, half + i);
+  if (dtype == DType::kBF16) {
+    for (; i + kLanes <= n; i += kLanes) StoreBF16(RoundToBF16(hn::LoadU(df, row + i)), half + i);
+  }
+#if MOESAIC_TIER_F16
+  if (dtype == DType::kF16) {
+    const hn::Rebind<std::uint16_t, DF> du16;
+    const hn::Rebind<hwy::float16_t, DF> df16;
+    for (; i + kLanes <= n; i += kLanes) {
+      hn::StoreU(hn::BitCast(du16, hn::DemoteTo(df16, hn::LoadU(df, row + i))), du16, half + i);
     }
   }
+#endif
   for (; i < n; ++i) half[i] = dtype == DType::kBF16 ? bf16_from_f32(row[i]) : f16_from_f32(row[i]);
 }
 

@@ -27,7 +27,8 @@ double MultiplyAddLoop(OperandKind operand, std::int64_t iterations, float* sink
     for (std::int64_t n = 0; n < iterations; ++n) {
 #pragma GCC unroll 16
       for (int i = 0; i < kChains; ++i) {
-        acc[i].raw = _mm512_dpbf16_ps(acc[i].raw, reinterpret_cast<__m512bh>(pair), reinterpret_cast<__m512bh>(pair));
+        acc[i].raw = _mm512_dpbf16_ps(acc[i].raw, reinterpret_cast<__m512bh>(pair),
+                                      reinterpret_cast<__m512bh>(pair));
       }
     }
   } else
@@ -56,7 +57,8 @@ std::uint32_t ReadLoop(const std::byte* data, std::int64_t bytes) {
     PrefetchUnit(data + at + 4096);
 #pragma GCC unroll 16
     for (std::int64_t v = 0; v < kVectors; ++v) {
-      acc[v] = hn::Xor(acc[v], hn::Load(du32, reinterpret_cast<const std::uint32_t*>(data + at) + v * kLanes));
+      acc[v] = hn::Xor(
+          acc[v], hn::Load(du32, reinterpret_cast<const std::uint32_t*>(data + at) + v * kLanes));
     }
   }
 #pragma GCC unroll 16

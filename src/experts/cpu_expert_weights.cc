@@ -8,12 +8,14 @@
 
 namespace moesaic {
 
-Result<CpuProjection> CpuProjection::allocate(const cpu::PackedShape& shape, std::int64_t num_experts,
-                                              bool has_scale, bool has_bias) {
+Result<CpuProjection> CpuProjection::allocate(const cpu::PackedShape& shape,
+                                              std::int64_t num_experts, bool has_scale,
+                                              bool has_bias) {
   MOESAIC_RETURN_IF_ERROR(cpu::check_packed_shape(shape, num_experts));
   CpuProjection p;
   p.shape_ = shape;
-  MOESAIC_ASSIGN_OR_RETURN(p.weights_, cpu::WeightBuffer::allocate(shape.matrix_bytes() * num_experts));
+  MOESAIC_ASSIGN_OR_RETURN(p.weights_,
+                           cpu::WeightBuffer::allocate(shape.matrix_bytes() * num_experts));
   const std::size_t panels = static_cast<std::size_t>(num_experts * shape.num_panels());
   try {
     if (has_scale) p.scales_.resize(panels * static_cast<std::size_t>(4 * shape.num_groups()));
@@ -24,11 +26,13 @@ Result<CpuProjection> CpuProjection::allocate(const cpu::PackedShape& shape, std
   return p;
 }
 
-void CpuProjection::set_expert(std::int64_t e, const ConstTensorView& weight, const ConstTensorView& scale,
-                               const ConstTensorView& bias, int num_threads) {
+void CpuProjection::set_expert(std::int64_t e, const ConstTensorView& weight,
+                               const ConstTensorView& scale, const ConstTensorView& bias,
+                               int num_threads) {
   cpu::pack_matrix(shape_, weight.data, weights_.data() + e * shape_.matrix_bytes(), num_threads);
   if (!scales_.empty()) {
-    cpu::pack_block_scales(shape_, scale.as<float>(), scale.dim(1), const_cast<float*>(panel_scales(e, 0)));
+    cpu::pack_block_scales(shape_, scale.as<float>(), scale.dim(1),
+                           const_cast<float*>(panel_scales(e, 0)));
   }
   if (bias_.empty() || !bias.present()) return;
   for (std::int64_t p = 0; p < shape_.num_panels(); ++p) {
@@ -42,20 +46,26 @@ void CpuProjection::set_expert(std::int64_t e, const ConstTensorView& weight, co
 }
 
 std::int64_t CpuProjection::bytes() const {
-  return weights_.bytes() + static_cast<std::int64_t>((scales_.size() + bias_.size()) * sizeof(float));
+  return weights_.bytes() +
+         static_cast<std::int64_t>((scales_.size() + bias_.size()) * sizeof(float));
 }
 
-Result<CpuExpertWeights> CpuExpertWeights::load(const MoeProblem& problem, ExpertSource& source, int num_threads) {
+Result<CpuExpertWeights> CpuExpertWeights::load(const MoeProblem& problem, ExpertSource& source,
+                                                int num_threads) {
   const bool gated = is_gated(problem.activation.kind);
   const bool has_scale = problem.quant.weight.granularity == ScaleGranularity::kBlock;
-  MOESAIC_ASSIGN_OR_RETURN(const cpu::WeightKind kind, cpu::weight_kind(problem.quant.weight.dtype));
-  const cpu::PackedShape shape13{kind, gated ? cpu::RowOrder::kGateUp : cpu::RowOrder::kPlain, w13_rows(problem),
-                                 problem.hidden_size};
-  const cpu::PackedShape shape2{kind, cpu::RowOrder::kPlain, problem.hidden_size, problem.intermediate_size};
+  MOESAIC_ASSIGN_OR_RETURN(const cpu::WeightKind kind,
+                           cpu::weight_kind(problem.quant.weight.dtype));
+  const cpu::PackedShape shape13{kind, gated ? cpu::RowOrder::kGateUp : cpu::RowOrder::kPlain,
+                                 w13_rows(problem), problem.hidden_size};
+  const cpu::PackedShape shape2{kind, cpu::RowOrder::kPlain, problem.hidden_size,
+                                problem.intermediate_size};
   const std::int64_t num_experts = problem.num_local_experts;
   CpuExpertWeights w;
-  MOESAIC_ASSIGN_OR_RETURN(w.w13, CpuProjection::allocate(shape13, num_experts, has_scale, problem.has_expert_bias));
-  MOESAIC_ASSIGN_OR_RETURN(w.w2, CpuProjection::allocate(shape2, num_experts, has_scale, problem.has_expert_bias));
+  MOESAIC_ASSIGN_OR_RETURN(
+      w.w13, CpuProjection::allocate(shape13, num_experts, has_scale, problem.has_expert_bias));
+  MOESAIC_ASSIGN_OR_RETURN(
+      w.w2, CpuProjection::allocate(shape2, num_experts, has_scale, problem.has_expert_bias));
   for (std::int64_t e = 0; e < num_experts; ++e) {
     MOESAIC_ASSIGN_OR_RETURN(const ExpertWeightsView view, source.expert(e));
     MOESAIC_RETURN_IF_ERROR(check_expert_weights(problem, view, e));

@@ -1,4 +1,5 @@
-// Packed weights, scales and biases of all local experts of one layer, as the CPU backends hold them.
+// Packed weights, scales and biases of all local experts of one layer, as the CPU backends hold
+// them.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +15,8 @@ namespace moesaic {
 class CpuProjection {
  public:
   // Space for num_experts matrices; scales and bias only when asked for.
-  static Result<CpuProjection> allocate(const cpu::PackedShape& shape, std::int64_t num_experts, bool has_scale,
-                                        bool has_bias);
+  static Result<CpuProjection> allocate(const cpu::PackedShape& shape, std::int64_t num_experts,
+                                        bool has_scale, bool has_bias);
   // Repacks expert e. Tensors have passed check_expert_weights.
   void set_expert(std::int64_t e, const ConstTensorView& weight, const ConstTensorView& scale,
                   const ConstTensorView& bias, int num_threads);
@@ -26,7 +27,9 @@ class CpuProjection {
   }
   // [groups][4] of the panel, or null without scales.
   const float* panel_scales(std::int64_t e, std::int64_t p) const {
-    return scales_.empty() ? nullptr : &scales_[index(e, p) * static_cast<std::size_t>(4 * shape_.num_groups())];
+    return scales_.empty()
+               ? nullptr
+               : &scales_[index(e, p) * static_cast<std::size_t>(4 * shape_.num_groups())];
   }
   // [64] in column order, or null without bias.
   const float* panel_bias(std::int64_t e, std::int64_t p) const {
@@ -46,7 +49,8 @@ class CpuProjection {
 struct CpuExpertWeights {
   CpuProjection w13, w2;
   // Reads every expert from the source once, in order.
-  static Result<CpuExpertWeights> load(const MoeProblem& problem, ExpertSource& source, int num_threads);
+  static Result<CpuExpertWeights> load(const MoeProblem& problem, ExpertSource& source,
+                                       int num_threads);
   std::int64_t bytes() const { return w13.bytes() + w2.bytes(); }
 };
 

@@ -28,7 +28,8 @@ CpuPlan make_plan(const MoeProblem& problem, ComputeScheme scheme, const cpu::Cp
   plan.scheme = scheme;
   plan.standard = problem.format == ActivationFormat::kStandard;
   plan.quantize = scheme == ComputeScheme::kFp8Block;
-  plan.round_dtype = scheme == ComputeScheme::kFp8Bf16 ? DType::kBF16 : operand_dtype(problem, scheme);
+  plan.round_dtype =
+      scheme == ComputeScheme::kFp8Bf16 ? DType::kBF16 : operand_dtype(problem, scheme);
   // Every e4m3 value and every bf16 value is exact as a bf16 operand.
   const bool narrow = scheme == ComputeScheme::kFp8Block || plan.round_dtype == DType::kBF16;
   plan.operand = narrow ? kernels.narrow_operand : OperandKind::kF32;
@@ -45,11 +46,16 @@ CpuPlan make_plan(const MoeProblem& problem, ComputeScheme scheme, const cpu::Cp
 
 class CpuExperts final : public Experts {
  public:
-  CpuExperts(const MoeProblem& problem, const cpu::CpuKernels& kernels, const CpuPlan& plan, CpuExpertWeights weights)
-      : problem_(problem), kernels_(kernels), plan_(plan), weights_(std::move(weights)),
+  CpuExperts(const MoeProblem& problem, const cpu::CpuKernels& kernels, const CpuPlan& plan,
+             CpuExpertWeights weights)
+      : problem_(problem),
+        kernels_(kernels),
+        plan_(plan),
+        weights_(std::move(weights)),
         name_(std::string("cpu_") + kernels.name) {
     const auto kind = static_cast<std::size_t>(weights_.w13.shape().kind);
-    gemm_ = plan_.operand == OperandKind::kBF16 ? kernels_.panel_gemm_bf16[kind] : kernels_.panel_gemm_f32[kind];
+    gemm_ = plan_.operand == OperandKind::kBF16 ? kernels_.panel_gemm_bf16[kind]
+                                                : kernels_.panel_gemm_f32[kind];
   }
 
   std::string_view name() const override { return name_; }
@@ -59,7 +65,8 @@ class CpuExperts final : public Experts {
   ActivationFormat format() const override { return problem_.format; }
   std::int64_t weight_bytes() const override { return weights_.bytes(); }
   std::string_view determinism() const override {
-    return "bitwise repeatable per CPU tier: a row's result depends on that row, its ids and weights only, "
+    return "bitwise repeatable per CPU tier: a row's result depends on that row, its ids and "
+           "weights only, "
            "not on threads, batch, split or order";
   }
 
@@ -74,9 +81,11 @@ class CpuExperts final : public Experts {
   Status run(const ExpertsArgs& args) const override;
 
  private:
-  void run_standard(const ExpertsArgs& args, const CpuWorkspace& w, std::int64_t chunk_tokens) const;
+  void run_standard(const ExpertsArgs& args, const CpuWorkspace& w,
+                    std::int64_t chunk_tokens) const;
   void run_batched(const ExpertsArgs& args, const CpuWorkspace& w, std::int64_t capacity) const;
-  void prepare_input(const CpuWorkspace& w, std::int64_t row, const std::byte* src, DType dtype, float factor) const;
+  void prepare_input(const CpuWorkspace& w, std::int64_t row, const std::byte* src, DType dtype,
+                     float factor) const;
   void quantize_intermediate(const CpuWorkspace& w, std::int64_t row) const;
   void store_operand(const float* row, std::int64_t n, std::byte* dst) const;
   void gemms(const CpuWorkspace& w, std::int64_t num_active, std::int64_t num_rows) const;
@@ -86,7 +95,9 @@ class CpuExperts final : public Experts {
   std::int64_t input_of(const CpuWorkspace& w, std::int64_t r) const {
     return plan_.standard ? w.sorted_slots[r] / plan_.top_k : r;
   }
-  float* scratch(const CpuWorkspace& w) const { return w.scratch + omp_get_thread_num() * w.scratch_stride; }
+  float* scratch(const CpuWorkspace& w) const {
+    return w.scratch + omp_get_thread_num() * w.scratch_stride;
+  }
   static std::int64_t active_experts(const CpuWorkspace& w, std::int64_t num_experts);
 
   MoeProblem problem_;
@@ -105,9 +116,10 @@ void CpuExperts::store_operand(const float* row, std::int64_t n, std::byte* dst)
   }
 }
 
-// x rounded to the operand dtype, times the rounded weight (weight on input), quantised, stored as an operand.
-void CpuExperts::prepare_input(const CpuWorkspace& w, std::int64_t row, const std::byte* src, DType dtype,
-                               float factor) const {
+// x rounded to the operand dtype, times the rounded weight (weight on input), quantised, stored as
+// an operand.
+void CpuExperts::prepare_input(const CpuWorkspace& w, std::int64_t row, const std::byte* src,
+                               DType dtype, float factor) const {
   float* x = scratch(w);
   kernels_.load_row(src, dtype, plan_.hidden, plan_.k1, x);
   kernels_.round_row(x, plan_.hidden, plan_.round_dtype);
@@ -140,7 +152,8 @@ void CpuExperts::panel1(const CpuWorkspace& w, std::int64_t e, std::int64_t p) c
   const bool gated = is_gated(problem_.activation.kind);
   const std::int64_t width = gated ? kPanelColumns / 2 : kPanelColumns;
   const std::int64_t column = p * width;
-  const std::int64_t valid = std::min(width, plan_.k2 - column);  // columns beyond I are zero weights: zeros
+  const std::int64_t valid =
+      std::min(width, plan_.k2 - column);  // columns beyond I are zero weights: zeros
   const std::int64_t operand_bytes = plan_.operand_bytes();
   std::int64_t end = w.first_row[e + 1];
   if (MOESAIC_FAULT(cpu_last_row_of_expert_dropped)) --end;
@@ -151,16 +164,26 @@ void CpuExperts::panel1(const CpuWorkspace& w, std::int64_t e, std::int64_t p) c
       rows[r] = w.a1 + in * plan_.k1 * operand_bytes;
       if (plan_.quantize) scales[r] = w.a1_scales + in * plan_.groups1();
     }
-    gemm_({.panel = weights_.w13.panel(e, p), .panel_scales = weights_.w13.panel_scales(e, p), .rows = rows,
-           .row_scales = plan_.quantize ? scales : nullptr, .num_rows = count, .padded_k = plan_.k1,
+    gemm_({.panel = weights_.w13.panel(e, p),
+           .panel_scales = weights_.w13.panel_scales(e, p),
+           .rows = rows,
+           .row_scales = plan_.quantize ? scales : nullptr,
+           .num_rows = count,
+           .padded_k = plan_.k1,
            .result = result});
-    kernels_.activate({.c = result, .num_rows = count, .bias = weights_.w13.panel_bias(e, p),
-                       .activation = problem_.activation, .scalar_activation = &ref_activation, .out = act,
+    kernels_.activate({.c = result,
+                       .num_rows = count,
+                       .bias = weights_.w13.panel_bias(e, p),
+                       .activation = problem_.activation,
+                       .scalar_activation = &ref_activation,
+                       .out = act,
                        .out_stride = width});
     for (int r = 0; r < count; ++r) {
       float* y = act + r * width;
-      // Padding columns hold act(0 + 0), which is 0 for silu but beta-dependent in general: select, never multiply.
-      for (std::int64_t c = std::max<std::int64_t>(0, plan_.intermediate - column); c < valid; ++c) y[c] = 0.0F;
+      // Padding columns hold act(0 + 0), which is 0 for silu but beta-dependent in general: select,
+      // never multiply.
+      for (std::int64_t c = std::max<std::int64_t>(0, plan_.intermediate - column); c < valid; ++c)
+        y[c] = 0.0F;
       kernels_.round_row(y, valid, plan_.round_dtype);
       const std::int64_t at = (begin + r) * plan_.k2 + column;
       if (plan_.quantize) {
@@ -185,8 +208,12 @@ void CpuExperts::panel2(const CpuWorkspace& w, std::int64_t e, std::int64_t p) c
       rows[r] = w.a2 + (begin + r) * plan_.k2 * plan_.operand_bytes();
       if (plan_.quantize) scales[r] = w.a2_scales + (begin + r) * plan_.groups2();
     }
-    gemm_({.panel = weights_.w2.panel(e, p), .panel_scales = weights_.w2.panel_scales(e, p), .rows = rows,
-           .row_scales = plan_.quantize ? scales : nullptr, .num_rows = count, .padded_k = plan_.k2,
+    gemm_({.panel = weights_.w2.panel(e, p),
+           .panel_scales = weights_.w2.panel_scales(e, p),
+           .rows = rows,
+           .row_scales = plan_.quantize ? scales : nullptr,
+           .num_rows = count,
+           .padded_k = plan_.k2,
            .result = result});
     for (int r = 0; r < count; ++r) {
       float* out = w.out + (begin + r) * plan_.n2 + p * kPanelColumns;
@@ -204,27 +231,33 @@ std::int64_t CpuExperts::active_experts(const CpuWorkspace& w, std::int64_t num_
   return count;
 }
 
-// Both GEMMs of a chunk; called by all threads of a team, ends with a barrier. Tasks are panels in the order of
-// memory, handed out as threads become free: which thread computes a panel does not change its bits.
-void CpuExperts::gemms(const CpuWorkspace& w, std::int64_t num_active, std::int64_t num_rows) const {
+// Both GEMMs of a chunk; called by all threads of a team, ends with a barrier. Tasks are panels in
+// the order of memory, handed out as threads become free: which thread computes a panel does not
+// change its bits.
+void CpuExperts::gemms(const CpuWorkspace& w, std::int64_t num_active,
+                       std::int64_t num_rows) const {
   const std::int64_t panels1 = weights_.w13.shape().num_panels();
   const std::int64_t panels2 = weights_.w2.shape().num_panels();
 #pragma omp for schedule(dynamic)
-  for (std::int64_t t = 0; t < num_active * panels1; ++t) panel1(w, w.active[t / panels1], t % panels1);
+  for (std::int64_t t = 0; t < num_active * panels1; ++t)
+    panel1(w, w.active[t / panels1], t % panels1);
   if (plan_.quantize) {
 #pragma omp for schedule(static)
     for (std::int64_t r = 0; r < num_rows; ++r) quantize_intermediate(w, r);
   }
 #pragma omp for schedule(dynamic)
-  for (std::int64_t t = 0; t < num_active * panels2; ++t) panel2(w, w.active[t / panels2], t % panels2);
+  for (std::int64_t t = 0; t < num_active * panels2; ++t)
+    panel2(w, w.active[t / panels2], t % panels2);
 }
 
-void CpuExperts::run_standard(const ExpertsArgs& args, const CpuWorkspace& w, std::int64_t chunk_tokens) const {
+void CpuExperts::run_standard(const ExpertsArgs& args, const CpuWorkspace& w,
+                              std::int64_t chunk_tokens) const {
   const std::int64_t tokens = args.hidden_states.dim(0);
   const std::int64_t k = plan_.top_k;
   const std::int64_t in_elem = dtype_bits(args.hidden_states.dtype) / 8;
   const std::int64_t out_elem = dtype_bits(args.output.dtype) / 8;
-  const bool weight_on_output = !problem_.apply_router_weight_on_input || MOESAIC_FAULT(cpu_weight_applied_twice);
+  const bool weight_on_output =
+      !problem_.apply_router_weight_on_input || MOESAIC_FAULT(cpu_weight_applied_twice);
   for (std::int64_t t0 = 0; t0 < tokens; t0 += chunk_tokens) {
     const std::int64_t count = std::min(chunk_tokens, tokens - t0);
     const std::int64_t slots = count * k;
@@ -232,20 +265,23 @@ void CpuExperts::run_standard(const ExpertsArgs& args, const CpuWorkspace& w, st
     const float* weights = args.topk_weights.as<float>() + t0 * k;
     // Ids were checked for the whole call, so sorting cannot fail here.
     const Status sorted = sort_slots_by_expert(
-        {ids, static_cast<std::size_t>(slots)}, args.expert_map, problem_.num_experts, problem_.num_local_experts,
+        {ids, static_cast<std::size_t>(slots)}, args.expert_map, problem_.num_experts,
+        problem_.num_local_experts,
         {w.first_row, static_cast<std::size_t>(problem_.num_local_experts + 1)},
         {w.sorted_slots, static_cast<std::size_t>(slots)}, k);
     assert(sorted.ok());
     static_cast<void>(sorted);
     const std::int64_t rows = w.first_row[problem_.num_local_experts];
-    for (std::int64_t i = 0; i < slots; ++i) w.position[w.sorted_slots[i]] = i < rows ? static_cast<std::int32_t>(i) : -1;
+    for (std::int64_t i = 0; i < slots; ++i)
+      w.position[w.sorted_slots[i]] = i < rows ? static_cast<std::int32_t>(i) : -1;
     const std::int64_t num_active = active_experts(w, problem_.num_local_experts);
 #pragma omp parallel num_threads(plan_.num_threads)
     {
       const cpu::ScopedIeeeMode ieee;
 #pragma omp for schedule(static)
       for (std::int64_t t = 0; t < count; ++t) {
-        prepare_input(w, t, args.hidden_states.data + (t0 + t) * args.hidden_states.strides[0] * in_elem,
+        prepare_input(w, t,
+                      args.hidden_states.data + (t0 + t) * args.hidden_states.strides[0] * in_elem,
                       args.hidden_states.dtype, weights[t * k]);
       }
       gemms(w, num_active, rows);
@@ -256,7 +292,8 @@ void CpuExperts::run_standard(const ExpertsArgs& args, const CpuWorkspace& w, st
         for (std::int64_t j = 0; j < k; ++j) {
           const std::int64_t r = w.position[t * k + j];
           if (r < 0) continue;
-          kernels_.accumulate_row(w.out + r * plan_.n2, weight_on_output ? weights[t * k + j] : 1.0F, plan_.hidden, y);
+          kernels_.accumulate_row(w.out + r * plan_.n2,
+                                  weight_on_output ? weights[t * k + j] : 1.0F, plan_.hidden, y);
         }
         kernels_.store_row(y, plan_.hidden, args.output.dtype,
                            args.output.data + (t0 + t) * args.output.strides[0] * out_elem);
@@ -266,7 +303,8 @@ void CpuExperts::run_standard(const ExpertsArgs& args, const CpuWorkspace& w, st
 }
 
 // Slabs are cut into chunks of at most `capacity` rows that end anywhere, also inside an expert.
-void CpuExperts::run_batched(const ExpertsArgs& args, const CpuWorkspace& w, std::int64_t capacity) const {
+void CpuExperts::run_batched(const ExpertsArgs& args, const CpuWorkspace& w,
+                             std::int64_t capacity) const {
   const std::int64_t num_experts = problem_.num_local_experts;
   const std::int64_t in_elem = dtype_bits(args.hidden_states.dtype) / 8;
   const std::int64_t out_elem = dtype_bits(args.output.dtype) / 8;
@@ -315,10 +353,11 @@ void CpuExperts::run_batched(const ExpertsArgs& args, const CpuWorkspace& w, std
 }
 
 Status CpuExperts::run(const ExpertsArgs& args) const {
-  if (args.hidden_states.rank() != (plan_.standard ? 2 : 3)) return check_run_args(problem_, args, 0);
+  if (args.hidden_states.rank() != (plan_.standard ? 2 : 3))
+    return check_run_args(problem_, args, 0);
   const std::int64_t tokens = tokens_of(problem_, args);
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t needed, workspace_size(tokens));
-  MOESAIC_RETURN_IF_ERROR(check_run_args(problem_, args, needed));
+  MOESAIC_RETURN_IF_ERROR(check_run_args(problem_, args, tokens == 0 ? 0 : needed));
   if (tokens == 0) return {};
   const std::int64_t rows = plan_.standard ? tokens : tokens * problem_.num_local_experts;
   Arena arena(args.workspace);
@@ -338,11 +377,13 @@ Status cpu_experts_can_implement(std::string_view tier, const MoeProblem& proble
   MOESAIC_RETURN_IF_ERROR(check_problem(problem));
   const char* forced = std::getenv("MOESAIC_CPU_TIER");
   if (forced != nullptr && *forced != '\0' && tier != forced) {
-    return Status(StatusCode::kUnsupported, fmt::format("MOESAIC_CPU_TIER forces tier '{}'", forced));
+    return Status(StatusCode::kUnsupported,
+                  fmt::format("MOESAIC_CPU_TIER forces tier '{}'", forced));
   }
   MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::kernels_by_name(tier));
   static_cast<void>(kernels);
-  MOESAIC_ASSIGN_OR_RETURN(const cpu::WeightKind kind, cpu::weight_kind(problem.quant.weight.dtype));
+  MOESAIC_ASSIGN_OR_RETURN(const cpu::WeightKind kind,
+                           cpu::weight_kind(problem.quant.weight.dtype));
   static_cast<void>(kind);
   return {};
 }
@@ -353,8 +394,10 @@ Result<std::unique_ptr<Experts>> make_cpu_experts(std::string_view tier, const M
   MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::kernels_by_name(tier));
   MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
   const CpuPlan plan = make_plan(problem, scheme, *kernels);
-  MOESAIC_ASSIGN_OR_RETURN(CpuExpertWeights weights, CpuExpertWeights::load(problem, source, plan.num_threads));
-  return std::unique_ptr<Experts>(std::make_unique<CpuExperts>(problem, *kernels, plan, std::move(weights)));
+  MOESAIC_ASSIGN_OR_RETURN(CpuExpertWeights weights,
+                           CpuExpertWeights::load(problem, source, plan.num_threads));
+  return std::unique_ptr<Experts>(
+      std::make_unique<CpuExperts>(problem, *kernels, plan, std::move(weights)));
 }
 
 }  // namespace moesaic

@@ -14,9 +14,9 @@ namespace moesaic {
 struct CpuPlan {
   ComputeScheme scheme = ComputeScheme::kF32;
   bool standard = true;
-  bool quantize = false;                      // activations to e4m3 per 128 columns
+  bool quantize = false;  // activations to e4m3 per 128 columns
   cpu::OperandKind operand = cpu::OperandKind::kF32;
-  DType round_dtype = DType::kF32;            // of hidden states and intermediate
+  DType round_dtype = DType::kF32;  // of hidden states and intermediate
   std::int64_t top_k = 1;
   std::int64_t num_local_experts = 0;
   std::int64_t hidden = 0, intermediate = 0;  // true widths
@@ -27,20 +27,22 @@ struct CpuPlan {
   std::int64_t operand_bytes() const { return operand == cpu::OperandKind::kBF16 ? 2 : 4; }
   std::int64_t groups1() const { return ceil_div(k1, cpu::kGroup); }
   std::int64_t groups2() const { return ceil_div(k2, cpu::kGroup); }
-  // Tokens (standard) or rows (batched) handled at a time. 8192 rows of experts' output keep the workspace near
-  // hidden * 32 KiB while every expert of a large layer still sees tens of rows.
+  // Tokens (standard) or rows (batched) handled at a time. 8192 rows of experts' output keep the
+  // workspace near hidden * 32 KiB while every expert of a large layer still sees tens of rows.
   std::int64_t chunk_tokens(std::int64_t tokens) const;
-  std::int64_t chunk_rows(std::int64_t tokens) const { return chunk_tokens(tokens) * (standard ? top_k : 1); }
+  std::int64_t chunk_rows(std::int64_t tokens) const {
+    return chunk_tokens(tokens) * (standard ? top_k : 1);
+  }
 };
 
 // Pointers into the arena for one chunk; null while measuring.
 struct CpuWorkspace {
-  std::byte* a1 = nullptr;          // [chunk_tokens][k1] operands of GEMM1
-  float* a1_scales = nullptr;       // [chunk_tokens][groups1]
-  std::byte* a2 = nullptr;          // [chunk_rows][k2] operands of GEMM2
-  float* a2_scales = nullptr;       // [chunk_rows][groups2]
-  float* act = nullptr;             // [chunk_rows][k2] fp32 before quantisation, or null
-  float* out = nullptr;             // [chunk_rows][n2]
+  std::byte* a1 = nullptr;               // [chunk_tokens][k1] operands of GEMM1
+  float* a1_scales = nullptr;            // [chunk_tokens][groups1]
+  std::byte* a2 = nullptr;               // [chunk_rows][k2] operands of GEMM2
+  float* a2_scales = nullptr;            // [chunk_rows][groups2]
+  float* act = nullptr;                  // [chunk_rows][k2] fp32 before quantisation, or null
+  float* out = nullptr;                  // [chunk_rows][n2]
   std::int32_t* sorted_slots = nullptr;  // [chunk_rows]
   std::int32_t* position = nullptr;      // [chunk_rows]: slot -> row, or -1
   std::int64_t* first_row = nullptr;     // [E_l + 1]

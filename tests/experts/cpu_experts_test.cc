@@ -1,0 +1,361 @@
+// The fast CPU backends against the float64 oracle and against themselves: every tier that this
+// machine has, every scheme, both formats.
+#include "experts/cpu_experts.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "cpu/tiers.h"
+#include "support/metrics.h"
+#include "support/moe_oracle.h"
+#include "support/random.h"
+
+namespace moesaic {
+namespace {
+
+using test::OwnedExpertWeights;
+using test::OwnedRouting;
+
+std::vector<std::string> tiers() {
+  std::vector<std::string> names;
+  for (const cpu::TierInfo& t : cpu::cpu_tiers()) {
+    if (t.available) names.emplace_back(t.name);
+  }
+  return names;
+}
+
+MoeProblem make_problem(std::string_view quant, std::int64_t h, std::int64_t i,
+                        std::int64_t experts, std::int64_t k) {
+  MoeProblem p;
+  p.num_experts = p.num_local_experts = experts;
+  p.top_k = k;
+  p.hidden_size = h;
+  p.intermediate_size = i;
+  p.quant = quant_scheme_from_name(quant).value();
+  p.activation_dtype = quant == "f16" ? DType::kF16 : quant == "f32" ? DType::kF32 : DType::kBF16;
+  p.max_tokens = 64;
+  p.num_threads = 2;
+  return p;
+}
+
+struct Workspace {
+  explicit Workspace(std::int64_t bytes)
+      : tensor(Tensor::uninitialized(DType::kU8, {bytes + 64}).value()),
+        size(static_cast<std::size_t>(bytes)) {
+    test::poison(tensor.view());
+  }
+  std::span<std::byte> span() { return {tensor.data(), size}; }
+  Tensor tensor;
+  std::size_t size;
+};
+
+Tensor run_standard(const Experts& experts, const MoeProblem& p, ConstTensorView x,
+                    const OwnedRouting& routing, DType out_dtype,
+                    std::span<const std::int32_t> expert_map = {}) {
+  Tensor y = Tensor::uninitialized(out_dtype, {x.dim(0), p.hidden_size}).value();
+  test::poison(y.view());
+  Workspace ws(experts.workspace_size(x.dim(0)).value());
+  const Status s = experts.run({.hidden_states = x,
+                                .topk_ids = routing.ids.view(),
+                                .topk_weights = routing.weights.view(),
+                                .expert_map = expert_map,
+                                .expert_num_tokens = {},
+                                .workspace = ws.span(),
+                                .output = y.view()});
+  EXPECT_TRUE(s.ok()) << s.to_string();
+  return y;
+}
+
+std::unique_ptr<Experts> make(const std::string& tier, const MoeProblem& p,
+                              const OwnedExpertWeights& w) {
+  const auto source = make_stacked_source(w.view());
+  auto experts = make_cpu_experts(tier, p, *source);
+  EXPECT_TRUE(experts.ok()) << experts.status().to_string();
+  return std::move(experts).value();
+}
+
+// Relative L2 that fp32 accumulation (and the roundings that the scheme prescribes, which the
+// oracle repeats) may leave: a rounding of the intermediate that lands on the other side costs one
+// unit of that format in few elements.
+double bound_like_scheme(std::string_view quant) {
+  if (quant == "f32") return 1e-6;
+  if (quant == "f16") return 3e-4;
+  return 3e-3;
+}
+
+struct Case {
+  const char* quant;
+  std::int64_t h, i, tokens;
+};
+
+TEST(CpuExperts, EveryTierAndSchemeMeetsItsBoundAgainstFloat64) {
+  const Case cases[] = {
+      {"f32", 64, 96, 7},         {"f32", 50, 30, 3},          {"bf16", 256, 160, 33},
+      {"bf16", 34, 18, 5},        {"bf16", 130, 64, 1},        {"f16", 128, 96, 9},
+      {"f16", 66, 34, 4},         {"fp8-block", 256, 128, 17}, {"fp8-block", 384, 256, 1},
+      {"fp8-bf16", 256, 128, 17}, {"fp8-bf16", 200, 128, 6}};
+  std::uint64_t seed = 1;
+  for (const Case& c : cases) {
+    const MoeProblem p = make_problem(c.quant, c.h, c.i, 5, 3);
+    const OwnedExpertWeights w = test::random_expert_weights(++seed, p);
+    test::Rng rng(seed);
+    const Tensor x = test::random_normal(rng, p.activation_dtype, {c.tokens, c.h});
+    const OwnedRouting routing = test::random_routing(seed, c.tokens, 5, 3, 0.1);
+    const auto want = test::oracle_moe(p, w.view(), x.view(), routing.ids.view(),
+                                       routing.weights.view(), {}, {.round_like_scheme = true});
+    for (const std::string& tier : tiers()) {
+      const auto experts = make(tier, p, w);
+      const Tensor y = run_standard(*experts, p, x.view(), routing, DType::kF32);
+      const auto cmp = test::compare(test::to_doubles(y.view()), want);
+      EXPECT_LE(cmp.rel_l2, bound_like_scheme(c.quant))
+          << tier << " " << c.quant << " H " << c.h << " I " << c.i << ": " << cmp.describe;
+    }
+  }
+}
+
+// Integers small enough that every product and partial sum is exact: all tiers and the oracle agree
+// by bits.
+TEST(CpuExperts, IntegerInputsAreExactOnEveryTier) {
+  for (const char* quant : {"f32", "bf16", "f16"}) {
+    MoeProblem p = make_problem(quant, 72, 40, 4, 2);
+    p.activation.kind = ActivationKind::kRelu2NoMul;
+    test::Rng rng(11);
+    OwnedExpertWeights w;
+    const DType d = p.quant.weight.dtype;
+    // Few non-zeros keep relu^2 below 2^8, exact also after rounding to bf16.
+    const auto sparse = [&](const Shape& shape) {
+      Tensor t = test::random_integers(rng, d, shape, 1);
+      const std::int64_t n = shape.num_elements().value();
+      const std::int64_t width = dtype_bits(d) / 8;
+      for (std::int64_t i = 0; i < n; ++i) {
+        if (rng.integer(0, 7) != 0)
+          std::memset(t.data() + i * width, 0, static_cast<std::size_t>(width));
+      }
+      return t;
+    };
+    w.w13 = sparse({4, 40, 72});
+    w.w2 = sparse({4, 72, 40});
+    const Tensor x = test::random_integers(rng, p.activation_dtype, {19, 72}, 1);
+    OwnedRouting routing = test::random_routing(3, 19, 4, 2);
+    for (std::int64_t i = 0; i < 38; ++i)
+      routing.weights.as<float>()[i] = static_cast<float>(1 + i % 3);
+    const auto want = test::oracle_moe(p, w.view(), x.view(), routing.ids.view(),
+                                       routing.weights.view(), {}, {.round_like_scheme = true});
+    for (const std::string& tier : tiers()) {
+      const auto experts = make(tier, p, w);
+      const Tensor y = run_standard(*experts, p, x.view(), routing, DType::kF32);
+      const auto got = test::to_doubles(y.view());
+      double energy = 0;
+      for (std::size_t i = 0; i < got.size(); ++i) {
+        ASSERT_EQ(got[i], want[i]) << tier << " " << quant << " element " << i;
+        energy += got[i] * got[i];
+      }
+      EXPECT_GT(energy, 1.0);
+    }
+  }
+}
+
+// One row alone, in any batch, in any order, with any number of threads: the same bits.
+TEST(CpuExperts, RowsDependOnNothingButThemselves) {
+  for (const char* quant : {"bf16", "fp8-block", "fp8-bf16", "f32"}) {
+    MoeProblem p = make_problem(quant, 256, 128, 6, 2);
+    const OwnedExpertWeights w = test::random_expert_weights(5, p);
+    test::Rng rng(6);
+    constexpr std::int64_t kTokens = 131;  // more rows per expert than one tile block
+    const Tensor x = test::random_normal(rng, p.activation_dtype, {kTokens, 256});
+    const OwnedRouting routing = test::random_routing(7, kTokens, 6, 2);
+    for (const std::string& tier : tiers()) {
+      p.num_threads = 2;
+      const auto experts = make(tier, p, w);
+      const Tensor all = run_standard(*experts, p, x.view(), routing, DType::kF32);
+      p.num_threads = 1;
+      const auto single = make(tier, p, w);
+      std::string why;
+      const Tensor one_thread = run_standard(*single, p, x.view(), routing, DType::kF32);
+      EXPECT_TRUE(test::same_bits(one_thread.view(), all.view(), &why))
+          << tier << " " << quant << " " << why;
+      const std::int64_t elem = dtype_bits(x.dtype()) / 8;
+      for (const std::int64_t t : {std::int64_t{0}, std::int64_t{5}, kTokens - 1}) {
+        const ConstTensorView row(x.data() + t * 256 * elem, x.dtype(), {1, 256});
+        OwnedRouting r1;
+        r1.ids = Tensor::zeros(DType::kI32, {1, 2}).value();
+        r1.weights = Tensor::zeros(DType::kF32, {1, 2}).value();
+        std::memcpy(r1.ids.data(), routing.ids.as<std::int32_t>() + 2 * t, 8);
+        std::memcpy(r1.weights.data(), routing.weights.as<float>() + 2 * t, 8);
+        const Tensor y = run_standard(*experts, p, row, r1, DType::kF32);
+        const ConstTensorView want(all.data() + t * 256 * 4, DType::kF32, {1, 256});
+        EXPECT_TRUE(test::same_bits(y.view(), want, &why))
+            << tier << " " << quant << " token " << t << " " << why;
+      }
+    }
+  }
+}
+
+TEST(CpuExperts, BiasesGatedActivationsAndWeightOnInput) {
+  for (const ActivationKind kind :
+       {ActivationKind::kSilu, ActivationKind::kSwigluOai, ActivationKind::kSwigluStep,
+        ActivationKind::kGelu, ActivationKind::kGeluTanh}) {
+    MoeProblem p = make_problem("bf16", 96, 70, 3, 1);
+    p.has_expert_bias = true;
+    p.apply_router_weight_on_input = true;
+    p.activation.kind = kind;
+    if (kind == ActivationKind::kSwigluOai) p.activation = {kind, 7.0F, 1.702F, 1.0F, 0.0F};
+    if (kind == ActivationKind::kSwigluStep) p.activation.limit = 7.0F;
+    const OwnedExpertWeights w = test::random_expert_weights(21, p);
+    test::Rng rng(22);
+    const Tensor x = test::random_normal(rng, DType::kBF16, {13, 96}, 2.0);
+    const OwnedRouting routing = test::random_routing(23, 13, 3, 1);
+    const auto want = test::oracle_moe(p, w.view(), x.view(), routing.ids.view(),
+                                       routing.weights.view(), {}, {.round_like_scheme = true});
+    for (const std::string& tier : tiers()) {
+      const auto experts = make(tier, p, w);
+      const Tensor y = run_standard(*experts, p, x.view(), routing, DType::kF32);
+      const auto cmp = test::compare(test::to_doubles(y.view()), want);
+      EXPECT_LE(cmp.rel_l2, 3e-3) << tier << " " << activation_name(kind) << ": " << cmp.describe;
+    }
+  }
+}
+
+TEST(CpuExperts, ExpertMapsSplitTheSumAndRemoteTokensAreExactZeros) {
+  const MoeProblem whole = make_problem("bf16", 128, 64, 6, 3);
+  const OwnedExpertWeights w = test::random_expert_weights(31, whole);
+  test::Rng rng(32);
+  const Tensor x = test::random_normal(rng, DType::kBF16, {21, 128});
+  const OwnedRouting routing = test::random_routing(33, 21, 6, 3);
+  const std::string tier = tiers().front();
+  const Tensor want = run_standard(*make(tier, whole, w), whole, x.view(), routing, DType::kF32);
+  std::vector<double> sum(21 * 128, 0.0);
+  for (int rank = 0; rank < 2; ++rank) {
+    MoeProblem p = whole;
+    p.num_local_experts = 3;
+    const std::vector<std::int32_t> map = rank == 0
+                                              ? std::vector<std::int32_t>{0, 1, 2, -1, -1, -1}
+                                              : std::vector<std::int32_t>{-1, -1, -1, 0, 1, 2};
+    StackedExpertWeights part = w.view();
+    const auto half = [&](ConstTensorView t) {
+      const std::int64_t bytes = contiguous_bytes(t.dtype, t.shape).value() / 2;
+      return ConstTensorView(t.data + rank * bytes, t.dtype, {3, t.dim(1), t.dim(2)});
+    };
+    part.w13 = half(part.w13);
+    part.w2 = half(part.w2);
+    const auto source = make_stacked_source(part);
+    const auto experts = make_cpu_experts(tier, p, *source);
+    ASSERT_TRUE(experts.ok()) << experts.status().to_string();
+    const Tensor y = run_standard(**experts, p, x.view(), routing, DType::kF32, map);
+    const auto got = test::to_doubles(y.view());
+    for (std::size_t i = 0; i < got.size(); ++i) sum[i] += got[i];
+    for (std::int64_t t = 0; t < 21; ++t) {
+      bool any = false;
+      for (int j = 0; j < 3; ++j)
+        any |= map[static_cast<std::size_t>(routing.ids.as<std::int32_t>()[t * 3 + j])] >= 0;
+      if (any) continue;
+      for (std::size_t h = 0; h < 128; ++h)
+        EXPECT_EQ(got[static_cast<std::size_t>(t) * 128 + h], 0.0);
+    }
+  }
+  EXPECT_LE(test::compare(sum, test::to_doubles(want.view())).rel_l2, 1e-6);
+}
+
+TEST(CpuExperts, BatchedFormatLeavesRowsPastTheCountsAlone) {
+  for (const char* quant : {"bf16", "fp8-block"}) {
+    MoeProblem p = make_problem(quant, 128, 128, 4, 2);
+    p.format = ActivationFormat::kBatched;
+    p.max_tokens = 9;
+    const OwnedExpertWeights w = test::random_expert_weights(41, p);
+    test::Rng rng(42);
+    const Tensor x = test::random_normal(rng, DType::kBF16, {4, 9, 128});
+    const std::vector<std::int32_t> counts = {3, 0, 9, 1};
+    const auto want =
+        test::oracle_batched(p, w.view(), x.view(), counts, {.round_like_scheme = true});
+    for (const std::string& tier : tiers()) {
+      const auto experts = make(tier, p, w);
+      Tensor y = Tensor::uninitialized(DType::kF32, {4, 9, 128}).value();
+      test::poison(y.view());
+      Workspace ws(experts->workspace_size(9).value());
+      const Status s = experts->run({.hidden_states = x.view(),
+                                     .topk_ids = {},
+                                     .topk_weights = {},
+                                     .expert_map = {},
+                                     .expert_num_tokens = counts,
+                                     .workspace = ws.span(),
+                                     .output = y.view()});
+      ASSERT_TRUE(s.ok()) << s.to_string();
+      std::vector<double> got, ref;
+      for (std::size_t e = 0; e < 4; ++e) {
+        for (std::size_t r = 0; r < 9; ++r) {
+          for (std::size_t h = 0; h < 128; ++h) {
+            const std::size_t at = (e * 9 + r) * 128 + h;
+            if (r < static_cast<std::size_t>(counts[e])) {
+              got.push_back(y.as<float>()[at]);
+              ref.push_back(want[at]);
+            } else {
+              std::uint32_t bits = 0;
+              std::memcpy(&bits, y.as<float>() + at, 4);
+              ASSERT_EQ(bits, 0xFFFFFFFFU) << "row past the count was written";
+            }
+          }
+        }
+      }
+      const auto cmp = test::compare(got, ref);
+      EXPECT_LE(cmp.rel_l2, bound_like_scheme(quant))
+          << tier << " " << quant << ": " << cmp.describe;
+    }
+  }
+}
+
+TEST(CpuExperts, NanStaysInItsRow) {
+  for (const char* quant : {"bf16", "fp8-block"}) {
+    const MoeProblem p = make_problem(quant, 128, 128, 3, 1);
+    const OwnedExpertWeights w = test::random_expert_weights(51, p);
+    test::Rng rng(52);
+    Tensor x = test::random_normal(rng, DType::kBF16, {8, 128});
+    x.as<std::uint16_t>()[3 * 128 + 17] = 0x7FC0;
+    const OwnedRouting routing = test::random_routing(53, 8, 3, 1);
+    for (const std::string& tier : tiers()) {
+      const Tensor y = run_standard(*make(tier, p, w), p, x.view(), routing, DType::kF32);
+      for (std::int64_t t = 0; t < 8; ++t) {
+        bool nan = false;
+        for (std::int64_t h = 0; h < 128; ++h) nan |= std::isnan(y.as<float>()[t * 128 + h]);
+        EXPECT_EQ(nan, t == 3) << tier << " " << quant << " token " << t;
+      }
+    }
+  }
+}
+
+TEST(CpuExperts, ZeroTokensAndTooSmallWorkspace) {
+  const MoeProblem p = make_problem("bf16", 64, 64, 2, 1);
+  const OwnedExpertWeights w = test::random_expert_weights(61, p);
+  const auto experts = make(tiers().front(), p, w);
+  Tensor y = Tensor::zeros(DType::kBF16, {0, 64}).value();
+  const Tensor ids = Tensor::zeros(DType::kI32, {0, 1}).value();
+  const Tensor weights = Tensor::zeros(DType::kF32, {0, 1}).value();
+  const Tensor none = Tensor::zeros(DType::kBF16, {0, 64}).value();
+  EXPECT_TRUE(experts
+                  ->run({.hidden_states = none.view(),
+                         .topk_ids = ids.view(),
+                         .topk_weights = weights.view(),
+                         .expert_map = {},
+                         .expert_num_tokens = {},
+                         .workspace = {},
+                         .output = y.view()})
+                  .ok());
+  const Tensor x = Tensor::zeros(DType::kBF16, {2, 64}).value();
+  const OwnedRouting routing = test::random_routing(1, 2, 2, 1);
+  Tensor y2 = Tensor::zeros(DType::kBF16, {2, 64}).value();
+  Workspace ws(128);
+  const Status s = experts->run({.hidden_states = x.view(),
+                                 .topk_ids = routing.ids.view(),
+                                 .topk_weights = routing.weights.view(),
+                                 .expert_map = {},
+                                 .expert_num_tokens = {},
+                                 .workspace = ws.span(),
+                                 .output = y2.view()});
+  EXPECT_EQ(s.code(), StatusCode::kWorkspaceTooSmall) << s.to_string();
+}
+
+}  // namespace
+}  // namespace moesaic
