@@ -36,11 +36,12 @@ Result<std::unique_ptr<Experts>> make_cpu(const MoeProblem& problem, ExpertSourc
 
 // Fastest first; cpu_reference computes everything and stays last.
 constexpr auto kCatalogue = std::to_array<ExpertsBackend>({
-    {"cpu_avx512_bf16", "AVX-512 with bf16 dot products and byte permutes", &cpu_can_implement<Avx512Bf16>,
-     &make_cpu<Avx512Bf16>},
+    {"cpu_avx512_bf16", "AVX-512 with bf16 dot products and byte permutes",
+     &cpu_can_implement<Avx512Bf16>, &make_cpu<Avx512Bf16>},
     {"cpu_avx512", "AVX-512, fp32 multiply-add", &cpu_can_implement<Avx512>, &make_cpu<Avx512>},
     {"cpu_avx2", "AVX2 with FMA, fp32 multiply-add", &cpu_can_implement<Avx2>, &make_cpu<Avx2>},
-    {"cpu_baseline", "the build's baseline (x86-64-v2), fp32", &cpu_can_implement<Baseline>, &make_cpu<Baseline>},
+    {"cpu_baseline", "the build's baseline (x86-64-v2), fp32", &cpu_can_implement<Baseline>,
+     &make_cpu<Baseline>},
     {"cpu_reference", "plain loops, every scheme, activation and format; one thread",
      &ref_experts_can_implement, &make_ref_experts},
 });
