@@ -71,7 +71,7 @@ Status SafetensorsFile::read_range(const TensorInfo& info, std::uint64_t offset,
                         fmt::format("range: got {} bytes at {}, need an end within {} bytes",
                                     dst.size(), offset, info.bytes()));
   }
-  if (MOESAIC_FAULT(safetensors_ignore_header_size)) offset -= std::min<std::uint64_t>(offset, 8);
+  if (MOESAIC_FAULT(safetensors_read_wrong_offset)) offset -= std::min<std::uint64_t>(offset, 8);
   return file_.read_at(header_.data_offset() + info.begin + offset, dst);
 }
 

@@ -1,0 +1,96 @@
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+
+#include "checkpoint/container_support.h"
+#include "checkpoint/json_strict.h"
+#include "checkpoint/names.h"
+
+namespace moesaic::test {
+namespace {
+
+constexpr JsonLimits kLimits{.max_bytes = 1000, .max_depth = 4};
+
+Result<nlohmann::json> parse(std::string_view text) {
+  return parse_json_document("f", text, kLimits);
+}
+
+TEST(JsonDocument, KeepsValuesExactly) {
+  const auto d = parse(R"({"u":18446744073709551615,"n":-9223372036854775808,"f":1.0,"b":true,)"
+                       R"("z":null,"s":"\u00e9","a":[1,[2]],"o":{"p":{}}})");
+  ASSERT_TRUE(d.ok()) << d.status().to_string();
+  EXPECT_EQ((*d)["u"].get<std::uint64_t>(), 18446744073709551615ULL);
+  EXPECT_TRUE((*d)["u"].is_number_unsigned());
+  EXPECT_EQ((*d)["n"].get<std::int64_t>(), std::numeric_limits<std::int64_t>::min());
+  EXPECT_TRUE((*d)["f"].is_number_float());
+  EXPECT_TRUE((*d)["b"].get<bool>());
+  EXPECT_TRUE((*d)["z"].is_null());
+  EXPECT_EQ((*d)["s"].get<std::string>(), "\xc3\xa9");
+  EXPECT_EQ((*d)["a"].dump(), "[1,[2]]");
+  EXPECT_EQ((*d)["o"].dump(), R"({"p":{}})");
+  EXPECT_EQ(parse("3")->get<int>(), 3);
+}
+
+TEST(JsonDocument, RefusesWithReason) {
+  const auto corrupt = StatusCode::kCorruptFile;
+  EXPECT_EQ(mismatch(parse(R"({"a":1,"a":2})").status(), corrupt, {"f: ", "duplicate key \"a\""}),
+            "");
+  EXPECT_EQ(mismatch(parse(R"({"x":{"b":1,"b":2}})").status(), corrupt, {"duplicate key \"b\""}),
+            "");
+  EXPECT_EQ(mismatch(parse("{").status(), corrupt, {"not valid JSON", "byte 2"}), "");
+  EXPECT_EQ(mismatch(parse("").status(), corrupt, {"not valid JSON"}), "");
+  EXPECT_EQ(mismatch(parse("{} x").status(), corrupt, {"not valid JSON"}), "");
+  EXPECT_EQ(mismatch(parse("1e999").status(), corrupt, {"not valid JSON"}), "");
+  EXPECT_EQ(mismatch(parse(std::string("{}\0", 3)).status(), corrupt, {"NUL", "position 2"}), "");
+  EXPECT_EQ(mismatch(parse("\xEF\xBB\xBF{}").status(), corrupt, {"byte order mark"}), "");
+  EXPECT_EQ(mismatch(parse("{\"\xff\":1}").status(), corrupt, {"not UTF-8", "position 2"}), "");
+  EXPECT_EQ(
+      mismatch(parse("[[[[[]]]]]").status(), StatusCode::kLimitExceeded, {"nesting", "at most 4"}),
+      "");
+  EXPECT_TRUE(parse("[[[[]]]]").ok());
+  EXPECT_EQ(mismatch(parse(std::string(1001, ' ')).status(), StatusCode::kLimitExceeded,
+                     {"got 1001", "at most 1000"}),
+            "");
+}
+
+TEST(Utf8, FindsTheFirstBadByte) {
+  EXPECT_EQ(first_invalid_utf8("plain ascii, more than eight"), 28U);
+  EXPECT_EQ(first_invalid_utf8("\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80"), 9U);
+  EXPECT_EQ(first_invalid_utf8("\xed\x9f\xbf\xee\x80\x80\xf4\x8f\xbf\xbf"), 10U);  // the edges
+  const std::pair<std::string_view, std::size_t> bad[] = {
+      {"12345678\x80", 8},      {"a\xc0\x80", 1},
+      {"a\xc1\xbf", 1},         {"a\xe0\x9f\xbf", 1},
+      {"a\xed\xa0\x80", 1},     {"a\xf0\x8f\xbf\xbf", 1},
+      {"a\xf4\x90\x80\x80", 1}, {"a\xf5\x80\x80\x80", 1},
+      {"a\xe2\x82", 1},         {"a\xc3", 1},
+      {"a\xe2\x82x", 1},        {"\xff", 0},
+  };
+  for (const auto& [text, at] : bad) EXPECT_EQ(first_invalid_utf8(text), at);
+}
+
+TEST(Names, AreSafeToPrint) {
+  EXPECT_EQ(quote_name("a.b"), "\"a.b\"");
+  EXPECT_EQ(quote_name("\x1b[31m\n\x7f"), "\"\\x1b[31m\\x0a\\x7f\"");
+  EXPECT_EQ(quote_name("\xc3\xa9"), "\"\xc3\xa9\"");
+  EXPECT_EQ(quote_name("\xc2\x9b"), "\"\\xc2\\x9b\"");  // a one-character escape sequence starter
+  EXPECT_EQ(quote_name("\xff"), "\"\\xff\"");
+  const std::string long_name = quote_name(std::string(1000, 'x'));
+  EXPECT_LT(long_name.size(), 200U);
+  EXPECT_NE(long_name.find("(1000 bytes)"), std::string::npos);
+  // The cut falls between characters.
+  std::string wide;
+  while (wide.size() < 400) wide += "\xe2\x82\xac";
+  const std::string cut = quote_name(wide);
+  EXPECT_EQ(first_invalid_utf8(cut), cut.size());
+}
+
+TEST(Names, Nearest) {
+  const std::string_view names[] = {"mixtral", "qwen3_moe", "deepseek_v3", "deepseek_v2"};
+  EXPECT_EQ(nearest_name("deepseek_v4", names), "deepseek_v3");  // ties go to the first
+  EXPECT_EQ(nearest_name("qwen3moe", names), "qwen3_moe");
+  EXPECT_EQ(nearest_name("zzzzzzzzzz", names), "");
+  EXPECT_EQ(nearest_name("x", {}), "");
+}
+
+}  // namespace
+}  // namespace moesaic::test

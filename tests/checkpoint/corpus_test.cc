@@ -1,0 +1,84 @@
+// Runs every make_bad_*.py of this folder and opens each case it wrote through the public door.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "checkpoint/container_support.h"
+#include "checkpoint/shards.h"
+#include "moesaic/checkpoint.h"
+
+namespace moesaic::test {
+namespace {
+
+Status open_case(const std::string& door, const std::string& path, FileAccess access) {
+  if (door == "tensor_file") {
+    const auto file = TensorFile::open(path, access);
+    return file.ok() ? Status() : file.status();
+  }
+  if (door == "shards") {
+    const auto set = ShardSet::open(path, access);
+    return set.ok() ? Status() : set.status();
+  }
+  return Status(StatusCode::kInternal, "unknown door " + door);
+}
+
+std::vector<std::string> generators() {
+  std::vector<std::string> found;
+  const std::string folder = std::string(MOESAIC_SOURCE_DIR) + "/tests/checkpoint";
+  for (const auto& e : std::filesystem::directory_iterator(folder)) {
+    const std::string name = e.path().filename().string();
+    if (name.starts_with("make_bad_") && name.ends_with(".py")) found.push_back(name);
+  }
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
+std::string printable(const testing::TestParamInfo<std::string>& info) {
+  return info.param.substr(0, info.param.find('.'));
+}
+
+class Corpus : public testing::TestWithParam<std::string> {};
+
+TEST_P(Corpus, EveryCaseIsRefusedAsTheManifestSays) {
+  const std::string python = MOESAIC_PYTHON;
+  if (python.empty()) GTEST_SKIP() << "no Python 3 interpreter was found: corpus not generated";
+  TempDir dir;
+  const std::string script = std::string(MOESAIC_SOURCE_DIR) + "/tests/checkpoint/" + GetParam();
+  const std::string command = "PYTHONDONTWRITEBYTECODE=1 '" + python + "' '" + script + "' '" +
+                              dir.path() + "' > '" + dir.path("log") + "' 2>&1";
+  ASSERT_EQ(std::system(command.c_str()), 0) << read_bytes(dir.path("log"));
+  std::ifstream in(dir.path("manifest.json"));
+  const auto manifest = nlohmann::json::parse(in);
+  int refused = 0;
+  for (const auto& item : manifest) {
+    const std::string name = item["name"];
+    const std::string path = dir.path(item["path"].get<std::string>());
+    const std::string code = item["code"];
+    for (const FileAccess access : {FileAccess::kMmap, FileAccess::kCopy}) {
+      const Status status = open_case(item["open"], path, access);
+      EXPECT_EQ(status_code_name(status.code()), code) << name << ": " << status.to_string();
+      if (status.ok()) continue;
+      // The file a person has to look at (a folder's own path, or a file in it).
+      EXPECT_NE(status.message().find(path), std::string::npos)
+          << name << ": " << status.to_string();
+      EXPECT_LT(status.message().size(), 1500U) << name;
+      for (const std::string word : item["keywords"]) {
+        EXPECT_NE(status.message().find(word), std::string::npos)
+            << name << ": need '" << word << "' in " << status.to_string();
+      }
+    }
+    if (code != "ok") ++refused;
+  }
+  std::cout << GetParam() << ": " << refused << " malformed of " << manifest.size() << " cases\n";
+  EXPECT_GE(refused, 30);
+}
+
+INSTANTIATE_TEST_SUITE_P(Generators, Corpus, testing::ValuesIn(generators()), printable);
+
+}  // namespace
+}  // namespace moesaic::test
