@@ -35,14 +35,17 @@ int main(int argc, char** argv) {
   auto input = moesaic::Tensor::zeros(moesaic::DType::kF32, {3, hidden});
   auto output = moesaic::Tensor::zeros(moesaic::DType::kF32, {3, hidden});
   if (!input.ok() || !output.ok()) return 1;
-  for (std::int64_t i = 0; i < 3 * hidden; ++i) input->as<float>()[i] = 0.01F * static_cast<float>(i % 97);
+  for (std::int64_t i = 0; i < 3 * hidden; ++i)
+    input->as<float>()[i] = 0.01F * static_cast<float>(i % 97);
   const moesaic::Status status = layer->forward(input->view(), output->view());
   if (!status.ok()) {
     std::fprintf(stderr, "%s\n", status.to_string().c_str());
     return 1;
   }
   double sum = 0;
-  for (std::int64_t i = 0; i < 3 * hidden; ++i) sum += output->as<float>()[i] * output->as<float>()[i];
-  std::printf("layer %d, backend %s, |output|^2 = %g\n", index, layer->experts_backend().c_str(), sum);
+  for (std::int64_t i = 0; i < 3 * hidden; ++i)
+    sum += output->as<float>()[i] * output->as<float>()[i];
+  std::printf("layer %d, backend %s, |output|^2 = %g\n", index, layer->experts_backend().c_str(),
+              sum);
   return sum > 0 ? 0 : 1;
 }
