@@ -4,10 +4,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <new>
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/config_fields.h"
+#include "checkpoint/guard.h"
 #include "checkpoint/json_strict.h"
 #include "checkpoint/names.h"
 #include "checkpoint/routing_config.h"
@@ -306,13 +306,7 @@ QuantScheme fp8_block_scheme(bool ue8m0) {
 }
 
 Result<ModelConfig> parse_model_config(std::string_view json) {
-  try {
-    return parse_checked(json);
-  } catch (const std::bad_alloc&) {
-    return Status(StatusCode::kOutOfMemory, "config.json: not enough memory to parse it");
-  } catch (const std::exception& error) {
-    return Status(StatusCode::kCorruptFile, fmt::format("config.json: {}", error.what()));
-  }
+  return guard_allocation("config.json", [&] { return parse_checked(json); });
 }
 
 }  // namespace moesaic

@@ -17,7 +17,7 @@ constexpr ExpertLayout per_expert(std::string_view block, std::string_view gate,
   layout.gate = gate;
   layout.up = up;
   layout.down = down;
-  layout.weight_suffixes = {{".weight"}};
+  layout.weight_suffixes = {".weight"};
   layout.scale_suffix = ".weight_scale_inv";
   return layout;
 }
@@ -37,7 +37,7 @@ constexpr ExpertLayout fused(ExpertStorage storage, std::string_view block) {
   layout.block = block;
   layout.gate = "experts.gate_up_proj";
   layout.down = "experts.down_proj";
-  layout.weight_suffixes = {{"", ".weight"}};
+  layout.weight_suffixes = {"", ".weight"};
   layout.scale_suffix = "_scale_inv";
   return layout;
 }
@@ -48,7 +48,7 @@ constexpr ExpertLayout fused_nt(std::string_view block) {
 
 constexpr ExpertLayout gpt_oss_layout() {
   ExpertLayout layout = fused(ExpertStorage::kFusedNNInterleaved, "mlp");
-  layout.weight_suffixes = {{""}};
+  layout.weight_suffixes = {""};
   layout.bias_suffix = "_bias";
   return layout;
 }
@@ -58,8 +58,8 @@ constexpr ExpertLayout gpt_oss_layout() {
 constexpr Family mixtral() {
   Family f;
   f.title = "Mixtral";
-  f.model_types = {{"mixtral"}};
-  f.width_fields = {{"intermediate_size"}};
+  f.model_types = {"mixtral"};
+  f.width_fields = {"intermediate_size"};
   f.routing.renorm = RenormRule::kAlways;
   f.layouts = {w123("block_sparse_moe"), fused_nt("mlp"), fused_nt("block_sparse_moe")};
   return f;
@@ -68,8 +68,8 @@ constexpr Family mixtral() {
 constexpr Family qwen3_moe() {
   Family f;
   f.title = "Qwen3-MoE";
-  f.model_types = {{"qwen3_moe"}};
-  f.width_fields = {{"moe_intermediate_size"}};
+  f.model_types = {"qwen3_moe"};
+  f.width_fields = {"moe_intermediate_size"};
   f.layer_rule = LayerRule::kSparseStep;
   f.routing.renorm = RenormRule::kNormTopkProb;
   f.layouts = {projections("mlp"), fused_nt("mlp")};
@@ -79,7 +79,7 @@ constexpr Family qwen3_moe() {
 constexpr Family qwen2_moe() {
   Family f = qwen3_moe();
   f.title = "Qwen2-MoE";
-  f.model_types = {{"qwen2_moe"}};
+  f.model_types = {"qwen2_moe"};
   f.shared = SharedRule::kOwnWidth;
   f.shared_module = "shared_expert";
   f.shared_gate = "shared_expert_gate.weight";
@@ -89,8 +89,8 @@ constexpr Family qwen2_moe() {
 constexpr Family olmoe() {
   Family f = qwen3_moe();
   f.title = "OLMoE";
-  f.model_types = {{"olmoe"}};
-  f.width_fields = {{"intermediate_size"}};
+  f.model_types = {"olmoe"};
+  f.width_fields = {"intermediate_size"};
   f.layer_rule = LayerRule::kEvery;
   return f;
 }
@@ -98,8 +98,8 @@ constexpr Family olmoe() {
 constexpr Family deepseek_v2() {
   Family f;
   f.title = "DeepSeek-V2";
-  f.model_types = {{"deepseek_v2"}};
-  f.width_fields = {{"moe_intermediate_size"}};
+  f.model_types = {"deepseek_v2"};
+  f.width_fields = {"moe_intermediate_size"};
   f.layer_rule = LayerRule::kFirstDense;
   f.routing.reads_scoring_func = true;
   f.routing.renorm = RenormRule::kNormTopkProb;
@@ -108,7 +108,7 @@ constexpr Family deepseek_v2() {
   f.routing.reads_groups = true;
   f.routing.scale = ScaleRule::kUnlessRenormalized;
   f.shared = SharedRule::kCount;
-  f.correction_bias = {{"gate.e_score_correction_bias"}};
+  f.correction_bias = {"gate.e_score_correction_bias"};
   f.shared_module = "shared_experts";
   f.layouts = {projections("mlp"), fused_nt("mlp")};
   return f;
@@ -117,7 +117,7 @@ constexpr Family deepseek_v2() {
 constexpr Family deepseek_v3() {
   Family f = deepseek_v2();
   f.title = "DeepSeek-V3";
-  f.model_types = {{"deepseek_v3", "deepseek_v32"}};
+  f.model_types = {"deepseek_v3", "deepseek_v32"};
   f.default_first_dense = 3;
   f.routing.scoring_func = ScoringFunc::kSigmoid;
   f.routing.default_norm_topk_prob = true;
@@ -133,7 +133,7 @@ constexpr Family deepseek_v3() {
 constexpr Family kimi_k2() {
   Family f = deepseek_v3();
   f.title = "Kimi-K2";
-  f.model_types = {{"kimi_k2"}};
+  f.model_types = {"kimi_k2"};
   f.default_first_dense = 1;
   f.routing.default_n_group = 1;
   f.routing.default_topk_group = 1;
@@ -144,7 +144,7 @@ constexpr Family kimi_k2() {
 constexpr Family glm4_moe() {
   Family f = kimi_k2();
   f.title = "GLM-4.5";
-  f.model_types = {{"glm4_moe", "glm4v_moe_text"}};
+  f.model_types = {"glm4_moe", "glm4v_moe_text"};
   f.routing.reads_scoring_func = false;
   f.routing.bias = BiasRule::kAlways;
   f.routing.default_topk_method = "";
@@ -155,14 +155,14 @@ constexpr Family glm4_moe() {
 constexpr Family minimax_m2() {
   Family f;
   f.title = "MiniMax-M2";
-  f.model_types = {{"minimax_m2"}};
-  f.width_fields = {{"intermediate_size"}};
+  f.model_types = {"minimax_m2"};
+  f.width_fields = {"intermediate_size"};
   f.routing.scoring_func = ScoringFunc::kSigmoid;
   f.routing.reads_scoring_func = true;
   f.routing.renorm = RenormRule::kAlways;
   f.routing.bias = BiasRule::kUseRoutingBias;
   f.routing.scale = ScaleRule::kAlways;
-  f.correction_bias = {{"e_score_correction_bias", "gate.e_score_correction_bias"}};
+  f.correction_bias = {"e_score_correction_bias", "gate.e_score_correction_bias"};
   f.layouts = {w123("block_sparse_moe"), fused_nt("mlp"), fused_nt("block_sparse_moe")};
   return f;
 }
@@ -170,8 +170,8 @@ constexpr Family minimax_m2() {
 constexpr Family gpt_oss() {
   Family f;
   f.title = "gpt-oss";
-  f.model_types = {{"gpt_oss"}};
-  f.width_fields = {{"intermediate_size"}};
+  f.model_types = {"gpt_oss"};
+  f.width_fields = {"intermediate_size"};
   f.routing.method = RoutingMethod::kTopKSoftmax;
   // hidden_act says "silu" in these files; the activation is fixed by the family.
   f.reads_hidden_act = false;

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <initializer_list>
 #include <span>
 #include <string>
 #include <string_view>
@@ -15,15 +16,17 @@
 
 namespace moesaic {
 
-// Up to N names, unused ones empty. A literal type, so that the tables are constants.
+// Up to N names. A literal type, so that the tables are constants; an empty string is a name too.
 template <std::size_t N>
 struct NameList {
-  std::array<std::string_view, N> names{};
-  constexpr std::span<const std::string_view> list() const {
-    std::size_t n = 0;
-    while (n < N && !names[n].empty()) ++n;
-    return {names.data(), n};
+  constexpr NameList() = default;
+  constexpr NameList(std::initializer_list<std::string_view> list_in) {
+    for (const std::string_view name : list_in) names[count++] = name;
   }
+  constexpr std::span<const std::string_view> list() const { return {names.data(), count}; }
+
+  std::array<std::string_view, N> names{};
+  std::size_t count = 0;
 };
 
 // Which layers i of L are MoE layers.

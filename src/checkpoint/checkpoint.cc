@@ -1,0 +1,251 @@
+#include "moesaic/checkpoint.h"
+
+#include <fmt/format.h>
+
+#include <array>
+#include <filesystem>
+#include <system_error>
+#include <utility>
+
+#include "checkpoint/config.h"
+#include "checkpoint/guard.h"
+#include "checkpoint/layer_binding.h"
+#include "checkpoint/loader/expert_source.h"
+#include "checkpoint/loader/mlp_reader.h"
+#include "checkpoint/mapped_file.h"
+#include "checkpoint/names.h"
+#include "checkpoint/shards.h"
+
+namespace moesaic {
+namespace {
+
+// Other programs keep their quantisation in files of their own. Reading such a checkpoint as if it
+// were not quantised, or by config.json alone, would be a guess.
+Status check_side_files(const std::string& directory, const QuantConfig& quant) {
+  constexpr std::array<std::string_view, 3> kSideFiles = {
+      "hf_quant_config.json", "quantize_config.json", "quant_config.json"};
+  for (const std::string_view name : kSideFiles) {
+    std::error_code error;
+    if (!std::filesystem::exists(fmt::format("{}/{}", directory, name), error)) continue;
+    if (quant.format == StoredFormat::kPlain) {
+      return {StatusCode::kUnsupported,
+              fmt::format("{}: quantisation described in this file is not supported, need "
+                          "quantization_config with quant_method \"fp8\" in config.json, or none",
+                          name)};
+    }
+    return {StatusCode::kAmbiguousFormat,
+            fmt::format("{}: describes the quantisation beside quantization_config of config.json; "
+                        "need one of them",
+                        name)};
+  }
+  return {};
+}
+
+QuantScheme stored_scheme(StoredFormat format, DType dtype, bool ue8m0) {
+  if (format == StoredFormat::kFp8Block) return fp8_block_scheme(ue8m0);
+  return plain_scheme(dtype).value();  // resolve_layer admits no other dtypes
+}
+
+// The shared expert is one MLP of its own width, whole on every rank.
+Status load_shared(const BoundLayer& layer, bool ue8m0, MoeLayerTensors* tensors) {
+  const LayerSource& source = layer.source;
+  MlpSlice slice;
+  slice.format = source.shared_format;
+  slice.dtype = source.shared_dtype;
+  slice.hidden = source.spec.hidden_size;
+  slice.width = slice.count = source.spec.shared.intermediate_size;
+  slice.leading = 1;
+  MOESAIC_ASSIGN_OR_RETURN(MlpBuffers buffers, MlpBuffers::make(slice));
+  MOESAIC_RETURN_IF_ERROR(
+      read_mlp(layer.shared, slice, 0, &buffers)
+          .with_context(fmt::format("layer {} shared expert", source.spec.layer)));
+  tensors->shared_quant = stored_scheme(source.shared_format, source.shared_dtype, ue8m0);
+  tensors->shared_w13 = std::move(buffers.w13);
+  tensors->shared_w13_scale = std::move(buffers.w13_scale);
+  tensors->shared_w2 = std::move(buffers.w2);
+  tensors->shared_w2_scale = std::move(buffers.w2_scale);
+  return {};
+}
+
+std::int64_t optional_bytes(const std::optional<ShardSet::Located>& tensor) {
+  return tensor ? static_cast<std::int64_t>(tensor->info->bytes()) : 0;
+}
+
+// Router and shared tensors, which are loaded at once.
+std::int64_t small_bytes(const BoundLayer& layer) {
+  std::int64_t bytes = optional_bytes(layer.gate_weight) + optional_bytes(layer.gate_bias) +
+                       optional_bytes(layer.correction_bias) + optional_bytes(layer.shared_gate);
+  for (const auto* list : {&layer.shared.weight, &layer.shared.scale}) {
+    for (const auto& tensor : *list) bytes += optional_bytes(tensor);
+  }
+  return bytes;
+}
+
+Result<MoeLayerTensors> load_tensors(const BoundLayer& layer, bool ue8m0) {
+  const auto read_stored = [](const std::optional<ShardSet::Located>& from, Tensor* to) -> Status {
+    if (!from) return {};
+    MOESAIC_ASSIGN_OR_RETURN(*to, from->file->read_tensor(*from->info));
+    return {};
+  };
+  MoeLayerTensors tensors;
+  MOESAIC_RETURN_IF_ERROR(read_stored(layer.gate_weight, &tensors.gate_weight));
+  MOESAIC_RETURN_IF_ERROR(read_stored(layer.gate_bias, &tensors.gate_bias));
+  MOESAIC_RETURN_IF_ERROR(read_stored(layer.shared_gate, &tensors.shared_gate_weight));
+  if (layer.correction_bias) {
+    MOESAIC_ASSIGN_OR_RETURN(
+        tensors.e_score_correction_bias,
+        read_widened(*layer.correction_bias, layer.correction_bias->info->shape));
+  }
+  if (layer.source.spec.shared.intermediate_size > 0) {
+    MOESAIC_RETURN_IF_ERROR(load_shared(layer, ue8m0, &tensors));
+  }
+  return tensors;
+}
+
+// Divisibility of what this rank gets, before any tensor is looked at.
+Status check_parallel(const LayerSource& source, const ParallelConfig& parallel) {
+  MOESAIC_RETURN_IF_ERROR(parallel.validate());
+  MOESAIC_RETURN_IF_ERROR(check_slice("intermediate_size", source.spec.intermediate_size,
+                                      parallel.tp_size, source.experts_format));
+  return check_slice("shared.intermediate_size", source.spec.shared.intermediate_size, 1,
+                     source.shared_format);
+}
+
+}  // namespace
+
+struct Checkpoint::Impl {
+  ModelConfig config;
+  std::shared_ptr<const ShardSet> shards;
+  std::vector<MoeLayerSpec> layers;  // resolved where possible
+
+  const MoeLayerSpec* find(int index) const {
+    for (const MoeLayerSpec& spec : config.layers) {
+      if (spec.layer == index) return &spec;
+    }
+    return nullptr;
+  }
+
+  Status no_such_layer(int index) const {
+    std::string list;
+    for (const MoeLayerSpec& spec : config.layers) {
+      if (list.size() > 200) {  // a long list helps nobody
+        list += fmt::format(" ... {}", config.layers.back().layer);
+        break;
+      }
+      list += fmt::format("{}{}", list.empty() ? "" : ", ", spec.layer);
+    }
+    return {StatusCode::kNotFound, fmt::format("layer: got {}, need one of the MoE layers: {}",
+                                               index, list.empty() ? "none" : list)};
+  }
+};
+
+Checkpoint::Checkpoint(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Checkpoint::Checkpoint(Checkpoint&&) noexcept = default;
+Checkpoint& Checkpoint::operator=(Checkpoint&&) noexcept = default;
+Checkpoint::~Checkpoint() = default;
+
+Result<Checkpoint> Checkpoint::open(const std::string& directory, const Options& options) {
+  return guard_allocation("checkpoint", [&]() -> Result<Checkpoint> {
+    std::error_code error;
+    if (!std::filesystem::is_directory(directory, error)) {
+      return Status(StatusCode::kNotFound,
+                    fmt::format("{}: no such folder, need one with config.json and safetensors",
+                                quote_name(directory)));
+    }
+    auto impl = std::make_unique<Impl>();
+    MOESAIC_ASSIGN_OR_RETURN(const std::string text,
+                             read_text_file(directory + "/config.json", kMaxConfigBytes));
+    MOESAIC_ASSIGN_OR_RETURN(impl->config, parse_model_config(text));
+    MOESAIC_RETURN_IF_ERROR(check_side_files(directory, impl->config.quant));
+    MOESAIC_ASSIGN_OR_RETURN(ShardSet shards, ShardSet::open(directory, options.access));
+    impl->shards = std::make_shared<const ShardSet>(std::move(shards));
+    for (const MoeLayerSpec& spec : impl->config.layers) {
+      // A layer that cannot be resolved keeps what the configuration says; problems() tells why.
+      Result<LayerSource> source = resolve_layer(impl->config, spec, *impl->shards);
+      impl->layers.push_back(source.ok() ? std::move(source->spec) : spec);
+    }
+    return Checkpoint(std::move(impl));
+  });
+}
+
+const std::string& Checkpoint::model_type() const { return impl_->config.model_type; }
+
+std::span<const MoeLayerSpec> Checkpoint::layers() const { return impl_->layers; }
+
+Result<MoeLayerSpec> Checkpoint::layer(int index) const {
+  for (const MoeLayerSpec& spec : impl_->layers) {
+    if (spec.layer == index) return spec;
+  }
+  return impl_->no_such_layer(index);
+}
+
+std::int64_t Checkpoint::layer_bytes(int index) const {
+  for (const MoeLayerSpec& spec : impl_->layers) {
+    if (spec.layer == index) return stored_block_bytes(spec.prefix, *impl_->shards);
+  }
+  return 0;
+}
+
+std::vector<std::string> Checkpoint::problems() const {
+  // One broken layer says as much as a thousand; and each costs a walk over its tensors.
+  constexpr std::size_t kMaxLayerProblems = 16;
+  std::vector<std::string> problems = impl_->shards->warnings();
+  if (impl_->config.layers.empty()) {
+    problems.push_back("config.json describes no MoE layer");
+  }
+  std::size_t broken = 0;
+  for (const MoeLayerSpec& spec : impl_->config.layers) {
+    const Result<BoundLayer> layer = bind_layer(impl_->config, spec, *impl_->shards);
+    Status status = layer.status();
+    if (status.ok()) status = check_parallel(layer->source, ParallelConfig{});
+    if (status.ok()) continue;
+    problems.push_back(status.message());
+    if (++broken == kMaxLayerProblems) {
+      problems.push_back("further layers were not examined");
+      break;
+    }
+  }
+  return problems;
+}
+
+Result<MoeLayerWeights> Checkpoint::load_layer(int index, const ParallelConfig& parallel,
+                                               const ProgressFn& progress) const {
+  return guard_allocation("checkpoint", [&]() -> Result<MoeLayerWeights> {
+    const MoeLayerSpec* spec = impl_->find(index);
+    if (spec == nullptr) return impl_->no_such_layer(index);
+    MOESAIC_ASSIGN_OR_RETURN(BoundLayer layer, bind_layer(impl_->config, *spec, *impl_->shards));
+    MOESAIC_RETURN_IF_ERROR(check_parallel(layer.source, parallel));
+
+    const std::int64_t small = small_bytes(layer);
+    MOESAIC_ASSIGN_OR_RETURN(std::vector<std::int64_t> ids,
+                             local_expert_ids(spec->num_experts, parallel));
+    LoadProgress counter(
+        progress,
+        small + local_expert_bytes(layer, parallel.tp_size, static_cast<std::int64_t>(ids.size())));
+    MoeLayerWeights weights;
+    weights.spec = layer.source.spec;
+    MOESAIC_ASSIGN_OR_RETURN(weights.tensors, load_tensors(layer, impl_->config.quant.ue8m0));
+    counter.add(small);
+    MOESAIC_ASSIGN_OR_RETURN(weights.experts,
+                             make_checkpoint_source(impl_->shards, std::move(layer), parallel,
+                                                    std::move(ids), std::move(counter)));
+    return weights;
+  });
+}
+
+Result<Tensor> Checkpoint::read_tensor(const std::string& name) const {
+  return guard_allocation("checkpoint", [&]() -> Result<Tensor> {
+    const auto found = impl_->shards->find(name);
+    if (found) return found->file->read_tensor(*found->info);
+    std::vector<std::string_view> names;
+    for (const ShardSet::Located& tensor : impl_->shards->tensors()) {
+      names.push_back(tensor.info->name);
+    }
+    const std::string nearest = nearest_name(name, names);
+    return Status(StatusCode::kNotFound,
+                  fmt::format("tensor: got {}, which is not in the checkpoint{}{}",
+                              quote_name(name), nearest.empty() ? "" : "; nearest is ", nearest));
+  });
+}
+
+}  // namespace moesaic

@@ -1,0 +1,377 @@
+#include "checkpoint/layer_binding.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "checkpoint/names.h"
+#include "core/fault.h"
+
+namespace moesaic {
+namespace {
+
+constexpr std::size_t kNamesShown = 8;
+
+std::string_view name_of(const ShardSet::Located& tensor) { return tensor.info->name; }
+
+// Quoted names, comma separated, at most kNamesShown.
+std::string list_names(const std::vector<std::string_view>& names) {
+  std::string text;
+  for (std::size_t i = 0; i < std::min(names.size(), kNamesShown); ++i) {
+    if (i > 0) text += ", ";
+    text += quote_name(names[i]);
+  }
+  if (names.size() > kNamesShown) text += fmt::format(" and {} more", names.size() - kNamesShown);
+  return text;
+}
+
+// --- the blocks of a layer -----------------------------------------------------------------------
+
+std::vector<std::string> block_names(const Family& family, std::string_view layer_prefix,
+                                     int layer) {
+  std::vector<std::string> blocks;
+  for (const ExpertLayout& layout : family.layouts) {
+    if (!layout.present()) continue;
+    std::string block = fmt::format("{}{}.{}", layer_prefix, layer, layout.block);
+    if (std::find(blocks.begin(), blocks.end(), block) == blocks.end()) {
+      blocks.push_back(std::move(block));
+    }
+  }
+  return blocks;
+}
+
+bool has_tensors(const ShardSet& shards, const std::string& block) {
+  return !tensors_under(shards, block + ".").empty();
+}
+
+// Which of the known prefixes ("model.layers." ...) this checkpoint's names have.
+Result<std::string_view> find_prefix(const Family& family, int layer, const ShardSet& shards) {
+  std::optional<std::string_view> found;
+  for (const std::string_view prefix : layer_prefixes()) {
+    const std::vector<std::string> blocks = block_names(family, prefix, layer);
+    if (std::none_of(blocks.begin(), blocks.end(),
+                     [&](const std::string& block) { return has_tensors(shards, block); })) {
+      continue;
+    }
+    if (found) {
+      return Status(StatusCode::kAmbiguousFormat,
+                    fmt::format("layer {}: tensors exist under both \"{}{}.\" and \"{}{}.\"", layer,
+                                *found, layer, prefix, layer));
+    }
+    found = prefix;
+  }
+  return found.value_or(layer_prefixes()[0]);
+}
+
+// --- the layout of the experts -------------------------------------------------------------------
+
+// The spelling of a weight's suffix under which any projection of the layout exists in the block.
+std::optional<std::string_view> find_layout(const ExpertLayout& layout, const std::string& block,
+                                            const ShardSet& shards) {
+  const std::string inside = block + ".";
+  for (const ShardSet::Located& tensor : tensors_under(shards, inside + "experts.")) {
+    const std::string_view name = name_of(tensor).substr(inside.size());
+    for (const std::string_view suffix : layout.weight_suffixes.list()) {
+      for (const std::string_view module : {layout.gate, layout.up, layout.down}) {
+        if (module.empty() || !name.ends_with(suffix)) continue;
+        if (matches_pattern(module, name.substr(0, name.size() - suffix.size()))) return suffix;
+      }
+    }
+  }
+  return std::nullopt;
+}
+
+Status choose_layout(const ShardSet& shards, std::string_view prefix, LayerSource* source) {
+  const int layer = source->spec.layer;
+  std::string fallback;  // block of the first layout that has any tensor at all
+  for (const ExpertLayout& layout : source->family->layouts) {
+    if (!layout.present()) continue;
+    const std::string block = fmt::format("{}{}.{}", prefix, layer, layout.block);
+    if (fallback.empty() && has_tensors(shards, block)) fallback = block;
+    const std::optional<std::string_view> suffix = find_layout(layout, block, shards);
+    if (!suffix) continue;
+    if (source->layout != nullptr) {
+      return {StatusCode::kAmbiguousFormat,
+              fmt::format("layer {}: the experts are stored twice, as {}.{} and as {}.{}", layer,
+                          source->spec.prefix, source->layout->gate, block, layout.gate)};
+    }
+    source->layout = &layout;
+    source->weight_suffix = *suffix;
+    source->spec.prefix = block;
+  }
+  if (source->layout != nullptr) return {};
+  // No expert at all: bind_layer will list what is missing from the likeliest layout.
+  for (const ExpertLayout& layout : source->family->layouts) {
+    const std::string block = fmt::format("{}{}.{}", prefix, layer, layout.block);
+    if (!layout.present() || (!fallback.empty() && block != fallback)) continue;
+    source->layout = &layout;
+    source->weight_suffix = layout.weight_suffixes.names[0];
+    source->spec.prefix = block;
+    break;
+  }
+  return {};
+}
+
+void choose_correction_bias(const ModelConfig& config, const ShardSet& shards,
+                            LayerSource* source) {
+  RoutingSpec& routing = source->spec.routing;
+  if (!routing.has_correction_bias) return;
+  bool found = false;
+  for (const std::string_view name : source->family->correction_bias.list()) {
+    if (found) break;
+    found = shards.find(fmt::format("{}.{}", source->spec.prefix, name)).has_value();
+    if (found || source->correction_bias.empty()) source->correction_bias = name;
+  }
+  if (config.bias_by_presence) routing.has_correction_bias = found;
+}
+
+// --- quantisation and dtypes ---------------------------------------------------------------------
+
+// The last parts of the experts' module names: what skip lists spell out.
+std::vector<std::string_view> projection_leaves(const ExpertLayout& layout) {
+  std::vector<std::string_view> leaves;
+  for (const std::string_view module : {layout.gate, layout.up, layout.down}) {
+    if (!module.empty()) leaves.push_back(module.substr(module.rfind('.') + 1));
+  }
+  return leaves;
+}
+
+Status choose_formats(const ModelConfig& config, LayerSource* source) {
+  if (config.quant.format == StoredFormat::kPlain) return {};
+  const std::string& prefix = source->spec.prefix;
+  const std::vector<std::string_view> leaves = projection_leaves(*source->layout);
+  MOESAIC_ASSIGN_OR_RETURN(const bool skipped, skips_experts(config.quant, prefix + ".experts",
+                                                             source->spec.num_experts, leaves));
+  source->experts_format = skipped ? StoredFormat::kPlain : config.quant.format;
+  if (!skipped && source->layout->storage == ExpertStorage::kFusedNNInterleaved) {
+    // Nothing says which axis such scales would run along.
+    return {StatusCode::kUnsupported,
+            fmt::format("quantization_config: FP8 blocks of {} models, whose experts are stored "
+                        "transposed, are not supported",
+                        source->family->title)};
+  }
+  if (source->spec.shared.intermediate_size == 0) return {};
+
+  std::vector<std::string> plain;
+  std::vector<std::string> quantized;
+  for (const std::string_view leaf : {"gate_proj", "up_proj", "down_proj"}) {
+    std::string module = fmt::format("{}.{}.{}", prefix, source->family->shared_module, leaf);
+    (skips_module(config.quant, module) ? plain : quantized).push_back(std::move(module));
+  }
+  if (!plain.empty() && !quantized.empty()) {
+    return {StatusCode::kUnsupported,
+            fmt::format("quantization_config: {} is left out but {} is not; need all or none of a "
+                        "shared expert",
+                        plain.front(), quantized.front())};
+  }
+  source->shared_format = plain.empty() ? config.quant.format : StoredFormat::kPlain;
+  return {};
+}
+
+// The dtype of the first weight that exists under one of the names, checked against the format.
+Result<DType> find_dtype(const ShardSet& shards, StoredFormat format,
+                         const std::vector<std::string>& names, DType fallback) {
+  if (format == StoredFormat::kFp8Block) fallback = DType::kF8E4M3;
+  for (const std::string& name : names) {
+    const auto tensor = shards.find(name);
+    if (!tensor) continue;
+    const DType dtype = tensor->info->dtype;
+    const DTypeSet allowed = format == StoredFormat::kFp8Block
+                                 ? DTypeSet{DType::kF8E4M3}
+                                 : DTypeSet{DType::kBF16, DType::kF16, DType::kF32};
+    if (allowed.contains(dtype)) return dtype;
+    return Status(StatusCode::kInvalidDType,
+                  fmt::format("{}: got {}, need {} as the configuration's quantisation says",
+                              quote_name(name), dtype_name(dtype), allowed.to_string()));
+  }
+  return fallback;
+}
+
+Status choose_dtypes(const ModelConfig& config, const ShardSet& shards, LayerSource* source) {
+  MoeLayerSpec& spec = source->spec;
+  const ExpertLayout& layout = *source->layout;
+  std::vector<std::string> names;
+  for (const std::string_view module : {layout.gate, layout.up, layout.down}) {
+    if (module.empty()) continue;
+    names.push_back(
+        fmt::format("{}.{}{}", spec.prefix, expand_expert(module, 0), source->weight_suffix));
+  }
+  MOESAIC_ASSIGN_OR_RETURN(source->experts_dtype, find_dtype(shards, source->experts_format, names,
+                                                             spec.activation_dtype));
+  names.clear();
+  for (const std::string_view leaf : {"gate_proj", "up_proj", "down_proj"}) {
+    names.push_back(
+        fmt::format("{}.{}.{}.weight", spec.prefix, source->family->shared_module, leaf));
+  }
+  MOESAIC_ASSIGN_OR_RETURN(source->shared_dtype,
+                           find_dtype(shards, source->shared_format, names, spec.activation_dtype));
+  if (source->experts_format == StoredFormat::kPlain) {
+    MOESAIC_ASSIGN_OR_RETURN(spec.quant, plain_scheme(source->experts_dtype));
+    // A configuration without a dtype means the one the weights were saved in.
+    if (!config.stated_dtype) spec.activation_dtype = source->experts_dtype;
+  }
+  return {};
+}
+
+// --- checks --------------------------------------------------------------------------------------
+
+Status missing_error(const LayerSource& source, const std::vector<PlannedTensor>& plan,
+                     const std::vector<const PlannedTensor*>& missing,
+                     const std::vector<std::string_view>& unknown) {
+  std::vector<std::string_view> names;
+  std::map<std::int64_t, std::int64_t> lacking;  // expert -> tensors not received
+  for (const PlannedTensor* tensor : missing) {
+    names.push_back(tensor->name);
+    if (tensor->part == LayerPart::kExpert) ++lacking[tensor->expert];
+  }
+  std::string text =
+      fmt::format("layer {} ({}): {} of {} tensors are missing: {}", source.spec.layer,
+                  source.spec.prefix, missing.size(), plan.size(), list_names(names));
+  if (source.layout->storage == ExpertStorage::kPerExpert && !lacking.empty()) {
+    const std::int64_t per_expert = source.experts_format == StoredFormat::kFp8Block ? 6 : 3;
+    text +=
+        fmt::format("; {} of {} experts are incomplete", lacking.size(), source.spec.num_experts);
+    const auto& [expert, count] = *lacking.begin();
+    text += fmt::format(" (expert {}: {} of {} received)", expert, per_expert - count, per_expert);
+  }
+  if (!unknown.empty()) text += "; not recognised: " + list_names(unknown);
+  return {StatusCode::kMissingTensor, std::move(text)};
+}
+
+Status check_form(const PlannedTensor& want, const TensorInfo& got) {
+  if (!want.dtypes.contains(got.dtype)) {
+    return {StatusCode::kInvalidDType, fmt::format("{}: got {}, need {}", quote_name(want.name),
+                                                   dtype_name(got.dtype), want.dtypes.to_string())};
+  }
+  // Exact: no broadcasting, no [1] for [], no longer tensor whose tail would be dropped.
+  if (got.rank != want.shape.rank() || !(got.shape == want.shape)) {
+    return {StatusCode::kInvalidShape,
+            got.rank > kMaxRank ? fmt::format("{}: got rank {}, need {}", quote_name(want.name),
+                                              got.rank, want.shape.to_string())
+                                : fmt::format("{}: got {}, need {}", quote_name(want.name),
+                                              got.shape.to_string(), want.shape.to_string())};
+  }
+  return {};
+}
+
+// Names inside the layer's blocks that the plan does not have.
+std::vector<std::string_view> unknown_names(const LayerSource& source, const ShardSet& shards,
+                                            const std::vector<PlannedTensor>& plan) {
+  std::set<std::string_view> known;
+  for (const PlannedTensor& tensor : plan) known.insert(tensor.name);
+  std::vector<std::string_view> unknown;
+  // Every block the family may use: Mixtral's other spelling must not hide a second copy.
+  const std::string& prefix = source.spec.prefix;
+  const std::string_view layer =
+      std::string_view(prefix).substr(0, prefix.size() - source.layout->block.size());
+  std::set<std::string> blocks;
+  for (const ExpertLayout& layout : source.family->layouts) {
+    if (layout.present()) blocks.insert(fmt::format("{}{}.", layer, layout.block));
+  }
+  for (const std::string& block : blocks) {
+    for (const ShardSet::Located& tensor : tensors_under(shards, block)) {
+      if (known.count(name_of(tensor)) == 0) unknown.push_back(name_of(tensor));
+    }
+  }
+  return unknown;
+}
+
+void place(const PlannedTensor& planned, const ShardSet::Located& where, BoundLayer* layer) {
+  const auto projection = static_cast<std::size_t>(planned.projection);
+  const auto into = [&](MlpTensors* mlp) {
+    (planned.kind == TensorKind::kWeight  ? mlp->weight
+     : planned.kind == TensorKind::kScale ? mlp->scale
+                                          : mlp->bias)[projection] = where;
+  };
+  switch (planned.part) {
+    case LayerPart::kGateWeight:
+      layer->gate_weight = where;
+      return;
+    case LayerPart::kGateBias:
+      layer->gate_bias = where;
+      return;
+    case LayerPart::kCorrectionBias:
+      layer->correction_bias = where;
+      return;
+    case LayerPart::kSharedGate:
+      layer->shared_gate = where;
+      return;
+    case LayerPart::kShared:
+      return into(&layer->shared);
+    case LayerPart::kExpert:
+      return into(&layer->experts[static_cast<std::size_t>(planned.expert)]);
+  }
+}
+
+}  // namespace
+
+std::span<const ShardSet::Located> tensors_under(const ShardSet& shards, std::string_view prefix) {
+  const std::span<const ShardSet::Located> all = shards.tensors();
+  const auto before = [](const ShardSet::Located& tensor, std::string_view key) {
+    return name_of(tensor).substr(0, key.size()) < key;
+  };
+  const auto after = [](std::string_view key, const ShardSet::Located& tensor) {
+    return key < name_of(tensor).substr(0, key.size());
+  };
+  const auto first = std::lower_bound(all.begin(), all.end(), prefix, before);
+  const auto last = std::upper_bound(first, all.end(), prefix, after);
+  return all.subspan(static_cast<std::size_t>(first - all.begin()),
+                     static_cast<std::size_t>(last - first));
+}
+
+std::int64_t stored_block_bytes(const std::string& block, const ShardSet& shards) {
+  std::uint64_t bytes = 0;
+  for (const ShardSet::Located& tensor : tensors_under(shards, block + ".")) {
+    bytes += tensor.info->bytes();  // parts of one file set: their sum fits
+  }
+  return static_cast<std::int64_t>(bytes);
+}
+
+Result<LayerSource> resolve_layer(const ModelConfig& config, const MoeLayerSpec& spec,
+                                  const ShardSet& shards) {
+  LayerSource source;
+  source.spec = spec;
+  source.family = config.family;
+  MOESAIC_ASSIGN_OR_RETURN(const std::string_view prefix,
+                           find_prefix(*config.family, spec.layer, shards));
+  MOESAIC_RETURN_IF_ERROR(choose_layout(shards, prefix, &source));
+  choose_correction_bias(config, shards, &source);
+  MOESAIC_RETURN_IF_ERROR(choose_formats(config, &source));
+  MOESAIC_RETURN_IF_ERROR(choose_dtypes(config, shards, &source));
+  return source;
+}
+
+Result<BoundLayer> bind_layer(const ModelConfig& config, const MoeLayerSpec& spec,
+                              const ShardSet& shards) {
+  BoundLayer layer;
+  MOESAIC_ASSIGN_OR_RETURN(layer.source, resolve_layer(config, spec, shards));
+  const LayerSource& source = layer.source;
+  const bool fused = source.layout->storage != ExpertStorage::kPerExpert;
+  layer.experts.resize(fused ? 1 : static_cast<std::size_t>(spec.num_experts));
+
+  const std::vector<PlannedTensor> plan = plan_layer(source);
+  std::vector<const PlannedTensor*> missing;
+  for (const PlannedTensor& planned : plan) {
+    const auto where = shards.find(planned.name);
+    if (where) {
+      place(planned, *where, &layer);
+    } else {
+      missing.push_back(&planned);
+    }
+  }
+  const std::vector<std::string_view> unknown = unknown_names(source, shards, plan);
+  if (!missing.empty()) return missing_error(source, plan, missing, unknown);
+  for (const PlannedTensor& planned : plan) {
+    MOESAIC_RETURN_IF_ERROR(check_form(planned, *shards.find(planned.name)->info));
+  }
+  if (!unknown.empty() && !MOESAIC_FAULT(checkpoint_accept_unknown_tensors)) {
+    return Status(StatusCode::kCorruptFile,
+                  fmt::format("layer {} ({}): {} tensors in the block are not recognised: {}",
+                              spec.layer, source.spec.prefix, unknown.size(), list_names(unknown)));
+  }
+  return layer;
+}
+
+}  // namespace moesaic

@@ -1,0 +1,52 @@
+// Finds a layer's tensors in a set of files and checks all of them before anything is read:
+// present, counted per expert, exact shape, exact dtype, nothing unknown beside them. Source: spec
+// checkpoints.md sections 3.1, 4.3 and 6.5.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "checkpoint/config.h"
+#include "checkpoint/layer_plan.h"
+#include "checkpoint/shards.h"
+#include "moesaic/status.h"
+
+namespace moesaic {
+
+// The three linears of one MLP, by Projection. Fused files have no kUp.
+struct MlpTensors {
+  std::array<std::optional<ShardSet::Located>, 3> weight, scale, bias;
+};
+
+struct BoundLayer {
+  LayerSource source;
+  std::optional<ShardSet::Located> gate_weight, gate_bias, correction_bias, shared_gate;
+  MlpTensors shared;
+  std::vector<MlpTensors> experts;  // [E], or [1] when fused
+};
+
+// Settles what the configuration leaves to the files: the names' prefix, the layout of the experts,
+// the spelling of optional tensors, dtypes, and which parts the quantisation skips.
+// kAmbiguousFormat when the files hold two layouts at once, kInvalidDType for an expert dtype that
+// contradicts the configuration, kUnsupported for a partly quantised set of experts.
+Result<LayerSource> resolve_layer(const ModelConfig& config, const MoeLayerSpec& spec,
+                                  const ShardSet& shards);
+
+// kMissingTensor names up to 8 tensors and the incomplete experts; kInvalidShape, kInvalidDType
+// name the tensor, found and needed; kCorruptFile names unrecognised tensors inside the block. O(n
+// log n) in the layer's tensors.
+Result<BoundLayer> bind_layer(const ModelConfig& config, const MoeLayerSpec& spec,
+                              const ShardSet& shards);
+
+// Tensors whose names begin with `prefix`, sorted by name.
+std::span<const ShardSet::Located> tensors_under(const ShardSet& shards, std::string_view prefix);
+
+// Bytes of all tensors of a block ("model.layers.3.mlp") as stored, whatever they are.
+std::int64_t stored_block_bytes(const std::string& block, const ShardSet& shards);
+
+}  // namespace moesaic

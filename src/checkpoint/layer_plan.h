@@ -1,0 +1,74 @@
+// Which tensors one MoE layer must consist of: names, shapes and dtypes, from the family's table
+// and the layer's spec. Pure; finding them in files is layer_binding.h.
+// Source: spec checkpoints.md sections 3.1, 3.4 and 4.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "checkpoint/config.h"
+#include "checkpoint/families.h"
+#include "moesaic/spec.h"
+#include "moesaic/tensor.h"
+
+namespace moesaic {
+
+// How one layer is stored, decided once from the configuration and the names that exist.
+struct LayerSource {
+  MoeLayerSpec spec;
+  const Family* family = nullptr;
+  const ExpertLayout* layout = nullptr;
+  std::string_view weight_suffix;    // of the layout's spellings
+  std::string_view correction_bias;  // of the family's spellings
+  StoredFormat experts_format = StoredFormat::kPlain;
+  StoredFormat shared_format = StoredFormat::kPlain;
+  DType experts_dtype = DType::kBF16;  // of every routed expert's weights
+  DType shared_dtype = DType::kBF16;
+};
+
+// A set of element types that a tensor may have.
+class DTypeSet {
+ public:
+  constexpr DTypeSet(std::initializer_list<DType> dtypes) {
+    for (const DType dtype : dtypes) bits_ |= 1U << static_cast<unsigned>(dtype);
+  }
+  constexpr bool contains(DType dtype) const {
+    return (bits_ >> static_cast<unsigned>(dtype) & 1U) != 0;
+  }
+  std::string to_string() const;  // "BF16, F16 or F32"
+
+ private:
+  std::uint32_t bits_ = 0;
+};
+
+enum class LayerPart : std::uint8_t {
+  kGateWeight,
+  kGateBias,
+  kCorrectionBias,
+  kSharedGate,
+  kShared,  // the shared expert's projections
+  kExpert,  // the routed experts' projections
+};
+enum class Projection : std::uint8_t { kGate, kUp, kDown };  // fused files: kGate is gate_up
+enum class TensorKind : std::uint8_t { kWeight, kScale, kBias };
+
+struct PlannedTensor {
+  LayerPart part;
+  Projection projection = Projection::kGate;
+  TensorKind kind = TensorKind::kWeight;
+  std::int64_t expert = 0;  // kExpert: 0 for a fused tensor, which holds all
+  std::string name;
+  Shape shape;
+  DTypeSet dtypes;
+};
+
+// Router, shared expert, then the experts in order. O(E).
+std::vector<PlannedTensor> plan_layer(const LayerSource& source);
+
+// Rows or columns of an FP8-block scale grid.
+std::int64_t scale_blocks(std::int64_t size);
+
+}  // namespace moesaic

@@ -1,0 +1,279 @@
+#include "checkpoint/loader/mlp_reader.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "checkpoint/layer_plan.h"
+#include "checkpoint/loader/fp8_checks.h"
+#include "core/checked.h"
+#include "core/fault.h"
+#include "numerics/element.h"
+
+namespace moesaic {
+namespace {
+
+constexpr auto kGate = static_cast<std::size_t>(Projection::kGate);
+constexpr auto kUp = static_cast<std::size_t>(Projection::kUp);
+constexpr auto kDown = static_cast<std::size_t>(Projection::kDown);
+
+std::int64_t element_bytes(DType dtype) { return dtype_bits(dtype) / 8; }
+
+// A rectangle of a stored tensor seen as a matrix [product of leading dimensions, last dimension].
+struct Rectangle {
+  std::int64_t first_row, rows, first_col, cols;
+};
+
+Status read_rectangle(const ShardSet::Located& from, const Rectangle& r, std::byte* dst) {
+  const auto bytes = static_cast<std::size_t>(r.rows * r.cols * element_bytes(from.info->dtype));
+  return from.file->read_rows(*from.info, r.first_row, r.rows, r.first_col, r.cols, {dst, bytes});
+}
+
+// The same, widened to F32. `scratch` has room for as many F32 elements.
+Status read_rectangle_widened(const ShardSet::Located& from, const Rectangle& r, Tensor* scratch,
+                              float* dst) {
+  MOESAIC_RETURN_IF_ERROR(read_rectangle(from, r, scratch->data()));
+  for (std::int64_t i = 0; i < r.rows * r.cols; ++i) {
+    dst[i] = load_as_f32(scratch->data(), from.info->dtype, i);
+  }
+  return {};
+}
+
+// dst[target(c)][r] = src[r][c] for src [rows, cols], tile by tile so that both sides stay in
+// cache.
+template <class Element, class Target>
+void transpose(const std::byte* src_bytes, std::byte* dst_bytes, std::int64_t rows,
+               std::int64_t cols, const Target& target) {
+  constexpr std::int64_t kTile = 64;  // 64 x 64 x 4 bytes: half of a 32 KiB first-level cache
+  const auto* src = reinterpret_cast<const Element*>(src_bytes);
+  auto* dst = reinterpret_cast<Element*>(dst_bytes);
+  for (std::int64_t r0 = 0; r0 < rows; r0 += kTile) {
+    for (std::int64_t c0 = 0; c0 < cols; c0 += kTile) {
+      for (std::int64_t c = c0; c < std::min(c0 + kTile, cols); ++c) {
+        Element* row = dst + target(c) * rows;
+        for (std::int64_t r = r0; r < std::min(r0 + kTile, rows); ++r) row[r] = src[r * cols + c];
+      }
+    }
+  }
+}
+
+template <class Target>
+void transpose(DType dtype, const std::byte* src, std::byte* dst, std::int64_t rows,
+               std::int64_t cols, const Target& target) {
+  switch (element_bytes(dtype)) {
+    case 1:
+      return transpose<std::uint8_t>(src, dst, rows, cols, target);
+    case 2:
+      return transpose<std::uint16_t>(src, dst, rows, cols, target);
+    default:
+      return transpose<std::uint32_t>(src, dst, rows, cols, target);
+  }
+}
+
+// Reads one expert; a class only to name its four arguments once.
+class MlpReader {
+ public:
+  MlpReader(const MlpTensors& tensors, const MlpSlice& slice, std::int64_t expert,
+            MlpBuffers* buffers)
+      : tensors_(tensors), slice_(slice), expert_(expert), out_(*buffers) {
+    if (MOESAIC_FAULT(checkpoint_skip_tp_offset)) slice_.first = 0;
+  }
+
+  Status run() {
+    switch (slice_.storage) {
+      case ExpertStorage::kPerExpert:
+        MOESAIC_RETURN_IF_ERROR(read_per_expert());
+        break;
+      case ExpertStorage::kFusedNT:
+        MOESAIC_RETURN_IF_ERROR(read_fused_nt());
+        break;
+      case ExpertStorage::kFusedNNInterleaved:
+        MOESAIC_RETURN_IF_ERROR(read_fused_nn_interleaved());
+        break;
+    }
+    if (slice_.has_bias) MOESAIC_RETURN_IF_ERROR(read_biases());
+    return slice_.format == StoredFormat::kFp8Block ? read_scales() : Status();
+  }
+
+ private:
+  // Rows of gate (half 0) and up (half 1) in w13.
+  std::byte* half(int which) {
+    if (MOESAIC_FAULT(checkpoint_swap_gate_up)) which = 1 - which;
+    return out_.w13.data() + which * slice_.count * slice_.hidden * element_bytes(slice_.dtype);
+  }
+
+  Status read_per_expert() {
+    const Rectangle rows{slice_.first, slice_.count, 0, slice_.hidden};
+    MOESAIC_RETURN_IF_ERROR(read_rectangle(*tensors_.weight[kGate], rows, half(0)));
+    MOESAIC_RETURN_IF_ERROR(read_rectangle(*tensors_.weight[kUp], rows, half(1)));
+    return read_rectangle(*tensors_.weight[kDown], {0, slice_.hidden, slice_.first, slice_.count},
+                          out_.w2.data());
+  }
+
+  Status read_fused_nt() {
+    const std::int64_t gate = expert_ * 2 * slice_.width + slice_.first;
+    const std::int64_t up = gate + slice_.width;
+    const ShardSet::Located& gate_up = *tensors_.weight[kGate];
+    MOESAIC_RETURN_IF_ERROR(
+        read_rectangle(gate_up, {gate, slice_.count, 0, slice_.hidden}, half(0)));
+    MOESAIC_RETURN_IF_ERROR(read_rectangle(gate_up, {up, slice_.count, 0, slice_.hidden}, half(1)));
+    return read_rectangle(*tensors_.weight[kDown],
+                          {expert_ * slice_.hidden, slice_.hidden, slice_.first, slice_.count},
+                          out_.w2.data());
+  }
+
+  // Column 2j of gate_up is gate j, column 2j + 1 is up j.
+  std::int64_t deinterleaved(std::int64_t column) const {
+    if (MOESAIC_FAULT(checkpoint_skip_deinterleave)) return column;
+    return column / 2 + (column % 2) * slice_.count;
+  }
+
+  Status read_fused_nn_interleaved() {
+    std::byte* raw = out_.raw.data();
+    MOESAIC_RETURN_IF_ERROR(read_rectangle(
+        *tensors_.weight[kGate],
+        {expert_ * slice_.hidden, slice_.hidden, 2 * slice_.first, 2 * slice_.count}, raw));
+    transpose(slice_.dtype, raw, out_.w13.data(), slice_.hidden, 2 * slice_.count,
+              [this](std::int64_t c) { return deinterleaved(c); });
+    MOESAIC_RETURN_IF_ERROR(read_rectangle(
+        *tensors_.weight[kDown],
+        {expert_ * slice_.width + slice_.first, slice_.count, 0, slice_.hidden}, raw));
+    if (MOESAIC_FAULT(checkpoint_skip_transpose)) {
+      std::memcpy(out_.w2.data(), raw, static_cast<std::size_t>(out_.w2.bytes()));
+      return {};
+    }
+    transpose(slice_.dtype, raw, out_.w2.data(), slice_.count, slice_.hidden,
+              [](std::int64_t c) { return c; });
+    return {};
+  }
+
+  // Biases exist in fused files only; gate_up's is interleaved as its weight is.
+  Status read_biases() {
+    std::vector<float> row(static_cast<std::size_t>(2 * slice_.count));
+    MOESAIC_RETURN_IF_ERROR(read_rectangle_widened(*tensors_.bias[kGate],
+                                                   {expert_, 1, 2 * slice_.first, 2 * slice_.count},
+                                                   &out_.small, row.data()));
+    for (std::int64_t c = 0; c < 2 * slice_.count; ++c) {
+      out_.w13_bias.as<float>()[deinterleaved(c)] = row[static_cast<std::size_t>(c)];
+    }
+    if (slice_.with_down_bias || MOESAIC_FAULT(checkpoint_down_bias_on_every_rank)) {
+      return read_rectangle_widened(*tensors_.bias[kDown], {expert_, 1, 0, slice_.hidden},
+                                    &out_.small, out_.w2_bias.as<float>());
+    }
+    std::memset(out_.w2_bias.data(), 0, static_cast<std::size_t>(out_.w2_bias.bytes()));
+    return {};
+  }
+
+  Status read_scales() {
+    const std::int64_t h_blocks = scale_blocks(slice_.hidden);
+    const std::int64_t blocks = slice_.count / kFp8BlockSize;
+    const std::int64_t all = slice_.width / kFp8BlockSize;
+    const std::int64_t first =
+        MOESAIC_FAULT(checkpoint_scale_slice_in_rows) ? 0 : slice_.first / kFp8BlockSize;
+    const bool fused = slice_.storage == ExpertStorage::kFusedNT;
+    const std::int64_t gate_row = fused ? expert_ * 2 * all + first : first;
+    const std::int64_t up_row = fused ? gate_row + all : first;
+    const ShardSet::Located& up = fused ? *tensors_.scale[kGate] : *tensors_.scale[kUp];
+    auto* w13_scale = out_.w13_scale.as<float>();
+    MOESAIC_RETURN_IF_ERROR(read_rectangle_widened(
+        *tensors_.scale[kGate], {gate_row, blocks, 0, h_blocks}, &out_.small, w13_scale));
+    MOESAIC_RETURN_IF_ERROR(read_rectangle_widened(up, {up_row, blocks, 0, h_blocks}, &out_.small,
+                                                   w13_scale + blocks * h_blocks));
+    MOESAIC_RETURN_IF_ERROR(read_rectangle_widened(
+        *tensors_.scale[kDown], {fused ? expert_ * h_blocks : 0, h_blocks, first, blocks},
+        &out_.small, out_.w2_scale.as<float>()));
+    return check_fp8(h_blocks, blocks);
+  }
+
+  Status check_fp8(std::int64_t h_blocks, std::int64_t blocks) const {
+    const bool fused = slice_.storage == ExpertStorage::kFusedNT;
+    const auto check = [&](std::size_t projection, const Tensor& weights, const Tensor& scales,
+                           std::int64_t part, std::int64_t rows, std::int64_t cols,
+                           std::int64_t first_row, std::int64_t first_col) {
+      return check_fp8_block(
+          {tensors_.weight[projection]->info->name, tensors_.scale[projection]->info->name,
+           weights.as<std::uint8_t>() + part * slice_.count * slice_.hidden,
+           scales.as<float>() + part * blocks * h_blocks, rows, cols, first_row, first_col});
+    };
+    const std::int64_t gate = (fused ? expert_ * 2 * slice_.width : 0) + slice_.first;
+    const std::int64_t up = fused ? gate + slice_.width : gate;
+    MOESAIC_RETURN_IF_ERROR(
+        check(kGate, out_.w13, out_.w13_scale, 0, slice_.count, slice_.hidden, gate, 0));
+    MOESAIC_RETURN_IF_ERROR(check(fused ? kGate : kUp, out_.w13, out_.w13_scale, 1, slice_.count,
+                                  slice_.hidden, up, 0));
+    return check(kDown, out_.w2, out_.w2_scale, 0, slice_.hidden, slice_.count,
+                 fused ? expert_ * slice_.hidden : 0, slice_.first);
+  }
+
+  const MlpTensors& tensors_;
+  MlpSlice slice_;
+  std::int64_t expert_;
+  MlpBuffers& out_;
+};
+
+Shape with_leading(const MlpSlice& slice, std::int64_t rows, std::int64_t cols) {
+  return slice.leading > 0 ? Shape{slice.leading, rows, cols} : Shape{rows, cols};
+}
+
+}  // namespace
+
+Status check_slice(std::string_view field, std::int64_t width, std::int64_t parts,
+                   StoredFormat format) {
+  if (width % parts != 0) {
+    return {
+        StatusCode::kInvalidArgument,
+        fmt::format("{}: got {} with tp_size {}, need a multiple of tp_size", field, width, parts)};
+  }
+  if (format != StoredFormat::kFp8Block || (width / parts) % kFp8BlockSize == 0) return {};
+  return {StatusCode::kInvalidArgument,
+          fmt::format("{}: got {} of {} on a rank with tp_size {}, need a multiple of the weight "
+                      "block {}",
+                      field, width / parts, width, parts, kFp8BlockSize)};
+}
+
+Result<MlpBuffers> MlpBuffers::make(const MlpSlice& s) {
+  MlpBuffers b;
+  MOESAIC_ASSIGN_OR_RETURN(b.w13,
+                           Tensor::uninitialized(s.dtype, with_leading(s, 2 * s.count, s.hidden)));
+  MOESAIC_ASSIGN_OR_RETURN(b.w2,
+                           Tensor::uninitialized(s.dtype, with_leading(s, s.hidden, s.count)));
+  std::int64_t small_elements = 0;
+  if (s.format == StoredFormat::kFp8Block) {
+    const std::int64_t blocks = s.count / kFp8BlockSize;
+    const std::int64_t h_blocks = scale_blocks(s.hidden);
+    MOESAIC_ASSIGN_OR_RETURN(
+        b.w13_scale, Tensor::uninitialized(DType::kF32, with_leading(s, 2 * blocks, h_blocks)));
+    MOESAIC_ASSIGN_OR_RETURN(b.w2_scale,
+                             Tensor::uninitialized(DType::kF32, with_leading(s, h_blocks, blocks)));
+    small_elements = blocks * h_blocks;
+  }
+  if (s.has_bias) {
+    MOESAIC_ASSIGN_OR_RETURN(b.w13_bias, Tensor::uninitialized(DType::kF32, {2 * s.count}));
+    MOESAIC_ASSIGN_OR_RETURN(b.w2_bias, Tensor::uninitialized(DType::kF32, {s.hidden}));
+    small_elements = std::max(2 * s.count, s.hidden);
+  }
+  MOESAIC_ASSIGN_OR_RETURN(b.small, Tensor::uninitialized(DType::kF32, {small_elements}));
+  if (s.storage == ExpertStorage::kFusedNNInterleaved) {
+    MOESAIC_ASSIGN_OR_RETURN(b.raw, Tensor::uninitialized(s.dtype, {2 * s.count, s.hidden}));
+  }
+  return b;
+}
+
+Status read_mlp(const MlpTensors& tensors, const MlpSlice& slice, std::int64_t expert,
+                MlpBuffers* buffers) {
+  return MlpReader(tensors, slice, expert, buffers).run();
+}
+
+Result<Tensor> read_widened(const ShardSet::Located& tensor, const Shape& shape) {
+  MOESAIC_ASSIGN_OR_RETURN(const Tensor stored, tensor.file->read_tensor(*tensor.info));
+  MOESAIC_ASSIGN_OR_RETURN(Tensor wide, Tensor::uninitialized(DType::kF32, shape));
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t n, shape.num_elements());
+  for (std::int64_t i = 0; i < n; ++i) {
+    wide.as<float>()[i] = load_as_f32(stored.data(), stored.dtype(), i);
+  }
+  return wide;
+}
+
+}  // namespace moesaic
