@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <cstring>
+#include <functional>
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/guard.h"
@@ -218,13 +219,14 @@ Result<nlohmann::json> parse_json_document(std::string_view label, std::string_v
 
 bool UnknownJson::start_object() {
   ++depth_;
-  open_.emplace_back();
+  if (num_open_ == open_.size()) open_.emplace_back();
+  open_[num_open_++].clear();
   return true;
 }
 
 bool UnknownJson::end_object() {
   --depth_;
-  open_.pop_back();
+  --num_open_;
   return true;
 }
 
@@ -238,18 +240,30 @@ bool UnknownJson::end_array() {
   return true;
 }
 
+void UnknownJson::Keys::clear() {
+  hashes.clear();
+  ends.clear();
+  text.clear();
+}
+
 bool UnknownJson::add(Keys& keys, std::string_view key) {
-  if (keys.find(key) != keys.end()) {
+  const std::uint64_t hash = std::hash<std::string_view>{}(key);
+  for (std::size_t i = 0; i < keys.hashes.size(); ++i) {
+    if (keys.hashes[i] != hash) continue;
+    const std::size_t begin = i == 0 ? 0 : keys.ends[i - 1];
+    if (std::string_view(keys.text).substr(begin, keys.ends[i] - begin) != key) continue;
     code_ = StatusCode::kCorruptFile;
     reason_ = fmt::format("duplicate key {}", quote_name(key));
     return false;
   }
-  if (keys.size() >= kMaxKeys) {
+  if (keys.hashes.size() >= kMaxKeys) {
     code_ = StatusCode::kLimitExceeded;
     reason_ = fmt::format("unknown keys in one object: need at most {}", kMaxKeys);
     return false;
   }
-  keys.emplace(key);
+  keys.hashes.push_back(hash);
+  keys.text += key;
+  keys.ends.push_back(keys.text.size());
   return true;
 }
 

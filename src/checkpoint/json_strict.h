@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <nlohmann/json_fwd.hpp>
-#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -56,9 +55,9 @@ Result<nlohmann::json> parse_json_document(std::string_view label, std::string_v
 // Feed it every event from the start of the unknown value on, until done().
 class UnknownJson {
  public:
-  // More keys than this in one object are refused: far above what exists, and looking for
-  // duplicates then needs no memory to speak of.
-  static constexpr std::size_t kMaxKeys = 4096;
+  // More keys than this in one object are refused: above what exists, and looking through so few
+  // costs neither memory nor time to speak of.
+  static constexpr std::size_t kMaxKeys = 64;
 
   // The keys of the object that holds the unknown members; call at its start.
   void reset_siblings() { siblings_.clear(); }
@@ -66,7 +65,7 @@ class UnknownJson {
   bool add_sibling(std::string_view key) { return add(siblings_, key); }
 
   bool scalar() { return true; }
-  bool key(std::string_view key) { return add(open_.back(), key); }
+  bool key(std::string_view key) { return add(open_[num_open_ - 1], key); }
   bool start_object();
   bool end_object();
   bool start_array();
@@ -77,11 +76,18 @@ class UnknownJson {
   const std::string& reason() const { return reason_; }  // without the file's name
 
  private:
-  using Keys = std::set<std::string, std::less<>>;
+  // The keys of one object: hashes to compare at once, texts to be sure.
+  struct Keys {
+    std::vector<std::uint64_t> hashes;
+    std::vector<std::size_t> ends;  // of each key in `text`
+    std::string text;
+    void clear();
+  };
   bool add(Keys& keys, std::string_view key);
   Keys siblings_;
-  std::vector<Keys> open_;  // one per open object
-  int depth_ = 0;           // open objects and arrays
+  std::vector<Keys> open_;  // one per open object; those beyond num_open_ are kept for reuse
+  std::size_t num_open_ = 0;
+  int depth_ = 0;  // open objects and arrays
   StatusCode code_ = StatusCode::kOk;
   std::string reason_;
 };

@@ -66,7 +66,7 @@ Result<std::uint64_t> safetensors_header_bytes(std::string_view label,
 // Parses and validates the N bytes of JSON of a file of `file_bytes` bytes. kCorruptFile for
 // anything malformed, kLimitExceeded for sizes beyond 64 bits, nesting, metadata and extra-key
 // caps. Every message names the file and the tensor or field, the value found and the value needed.
-// Memory: at most about 6 times header.size(). O(n log n).
+// Memory: at most about 8 times header.size(). O(n log n).
 Result<SafetensorsHeader> parse_safetensors_header(std::string_view label, std::string_view header,
                                                    std::uint64_t file_bytes);
 
