@@ -27,7 +27,7 @@ Tiling tiling_of(const Shape& weight, const Shape& scale, BlockShape block) {
   return {r == 3 ? weight[0] : 1, weight[r - 2], weight[r - 1], scale[r - 2], scale[r - 1], block};
 }
 
-// Calls visit(flat scale index, flat element index) for the elements of tile (m, i, j), row by row.
+// Calls visit(flat element index) for the elements of tile (i, j) of matrix m, row by row.
 template <class Visit>
 void for_tile(const Tiling& t, std::int64_t m, std::int64_t i, std::int64_t j, Visit&& visit) {
   const std::int64_t row_end = std::min((i + 1) * t.block.n, t.rows);

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <string>
 
+#include "core/checked.h"
 #include "core/fault.h"
 #include "numerics/codec.h"
 
@@ -25,6 +26,32 @@ void quantize_row(const Load& load, std::int64_t k, std::int64_t group, ScaleRou
     // e4m3_from_f32 saturates, which is the clamp to +-448.
     for (std::int64_t i = g * group; i < (g + 1) * group; ++i) q[i] = e4m3_from_f32(load(i) / s);
   }
+}
+
+// Scales are row-major or column-major, either with padding between lines. On success *extent views
+// the memory they span, as one line.
+Status check_scale_layout(const ConstTensorView& scale, ConstTensorView* extent) {
+  const std::int64_t rows = scale.dim(0);
+  const std::int64_t groups = scale.dim(1);
+  const std::int64_t s0 = scale.strides[0];
+  const std::int64_t s1 = scale.strides[1];
+  const bool row_major = (s1 == 1 || groups <= 1) && (s0 >= groups || rows <= 1);
+  const bool column_major = (s0 == 1 || rows <= 1) && (s1 >= rows || groups <= 1);
+  std::int64_t count = 0;
+  if (rows > 0 && groups > 0) {
+    const auto last_row = checked_mul(rows - 1, s0);
+    const auto last_group = checked_mul(groups - 1, s1);
+    const auto last = last_row && last_group ? checked_add(*last_row, *last_group) : std::nullopt;
+    // A line of that many F32 must also have a size in bytes.
+    if ((!row_major && !column_major) || !last || *last >= (std::int64_t{1} << 60)) {
+      return Status(StatusCode::kInvalidLayout,
+                    "scale: got strides " + Shape({s0, s1}).to_string() + " for " +
+                        scale.shape.to_string() + ", need row-major or column-major");
+    }
+    count = *last + 1;
+  }
+  *extent = ConstTensorView(scale.data, DType::kF32, {count});
+  return {};
 }
 
 // Shared checks of both directions; the element tensor that is not F8_E4M3 is called `name`.
@@ -55,6 +82,10 @@ Status check_operands(std::string_view name, const ConstTensorView& x, const Con
   MOESAIC_RETURN_IF_ERROR(expect_shape("scale", scale, {x.dim(0), x.dim(1) / group}));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous(name, x));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous("q", q));
+  ConstTensorView extent;
+  MOESAIC_RETURN_IF_ERROR(check_scale_layout(scale, &extent));
+  MOESAIC_RETURN_IF_ERROR(expect_no_overlap(name, x, "scale", extent));
+  MOESAIC_RETURN_IF_ERROR(expect_no_overlap("q", q, "scale", extent));
   return expect_no_overlap(name, x, "q", q);
 }
 
@@ -76,8 +107,6 @@ void ref_quantize_fp8_row(const float* x, std::int64_t k, std::int64_t group,
 Status quantize_fp8_group(ConstTensorView x, std::int64_t group, ScaleRounding rounding,
                           TensorView q, TensorView scale) {
   MOESAIC_RETURN_IF_ERROR(check_operands("x", x, q, scale, group));
-  MOESAIC_RETURN_IF_ERROR(expect_no_overlap("x", x, "scale", scale));
-  MOESAIC_RETURN_IF_ERROR(expect_no_overlap("q", q, "scale", scale));
   const std::int64_t k = x.dim(1);
   for (std::int64_t m = 0; m < x.dim(0); ++m) {
     quantize_row([&](std::int64_t i) { return load_as_f32(x.data, x.dtype, m * k + i); }, k, group,
@@ -90,7 +119,6 @@ Status quantize_fp8_group(ConstTensorView x, std::int64_t group, ScaleRounding r
 Status dequantize_fp8_group(ConstTensorView q, ConstTensorView scale, std::int64_t group,
                             TensorView out) {
   MOESAIC_RETURN_IF_ERROR(check_operands("out", out, q, scale, group));
-  MOESAIC_RETURN_IF_ERROR(expect_no_overlap("scale", scale, "out", out));
   const std::int64_t k = q.dim(1);
   for (std::int64_t m = 0; m < q.dim(0); ++m) {
     for (std::int64_t i = 0; i < k; ++i) {

@@ -28,7 +28,7 @@ void ref_quantize_fp8_row(const float* x, std::int64_t k, std::int64_t group,
 
 //   x      [M, K]        in, F32, BF16 or F16, contiguous
 //   q      [M, K]        out, F8_E4M3, contiguous
-//   scale  [M, K/group]  out, F32; row-major or column-major (any strides without overlap)
+//   scale  [M, K/group]  out, F32; row-major or column-major, lines may be padded
 // No two may overlap. M = 0 is ordinary. Errors: kInvalidArgument (group < 1), kInvalidShape (K not
 // a multiple of group, naming both; other shapes), kInvalidDType, kInvalidLayout, kAliasing.
 // Deterministic; a group depends on its own elements only. Relative RMS error about 0.026 on normal
@@ -36,8 +36,8 @@ void ref_quantize_fp8_row(const float* x, std::int64_t k, std::int64_t group,
 Status quantize_fp8_group(ConstTensorView x, std::int64_t group, ScaleRounding rounding,
                           TensorView q, TensorView scale);
 
-// out = e4m3(q) * scale of its group, the product in fp32, rounded once. Shapes as above, scale
-// strides free; out F32, BF16 or F16, contiguous.
+// out = e4m3(q) * scale of its group, the product in fp32, rounded once. Shapes and layouts as
+// above; out F32, BF16 or F16, contiguous.
 Status dequantize_fp8_group(ConstTensorView q, ConstTensorView scale, std::int64_t group,
                             TensorView out);
 

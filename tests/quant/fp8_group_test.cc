@@ -202,6 +202,14 @@ TEST(Fp8Group, Misuse) {
                  StatusCode::kAliasing, {"x", "q"});
   expect_refusal(dequantize_fp8_group(q.view(), scale.view(), 128, x.view()),
                  StatusCode::kInvalidShape, {"out", "130"});
+  TensorView broadcast(scale.data(), DType::kF32, {2, 2});
+  broadcast.strides = {1, 1};
+  expect_refusal(quantize_fp8_group(x.view(), 65, kPlain, q.view(), broadcast),
+                 StatusCode::kInvalidLayout, {"scale", "[1, 1]", "column-major"});
+  // Column-major scales whose last line reaches into the codes.
+  TensorView reaching(q.data() - 4, DType::kF32, {2, 1});
+  expect_refusal(quantize_fp8_group(x.view(), 130, kPlain, q.view(), reaching),
+                 StatusCode::kAliasing, {"q", "scale"});
   Tensor line = Tensor::zeros(DType::kF32, {260}).value();
   expect_refusal(quantize_fp8_group(line.view(), 130, kPlain, q.view(), scale.view()),
                  StatusCode::kInvalidShape, {"x", "[260]", "rank 2"});
