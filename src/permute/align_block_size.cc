@@ -55,8 +55,9 @@ Status moe_align_block_size(std::span<const std::int32_t> topk_ids, std::int64_t
     MOESAIC_RETURN_IF_ERROR(expect_length("expert_map", expert_map.size(), num_experts));
   }
   for (std::size_t e = 0; e < expert_map.size(); ++e) {
+    if (expert_map[e] >= -1 && expert_map[e] < num_experts) continue;
     const std::string field = "expert_map[" + std::to_string(e) + "]";
-    MOESAIC_RETURN_IF_ERROR(expect_range(field.c_str(), expert_map[e], -1, num_experts - 1));
+    return expect_range(field.c_str(), expert_map[e], -1, num_experts - 1);
   }
   MOESAIC_RETURN_IF_ERROR(expect_length("scratch", scratch.size(), num_experts));
   MOESAIC_RETURN_IF_ERROR(expect_length("sorted_ids", sorted_ids.size(), sizes.sorted_ids, true));
