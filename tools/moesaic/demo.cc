@@ -8,8 +8,9 @@
 #include <memory>
 #include <vector>
 
-#include "ceilings.h"
 #include "chart.h"
+#include "cpu/ceilings.h"
+#include "cpu/tiers.h"
 #include "golden.h"
 #include "layer_io.h"
 #include "spec_text.h"
@@ -25,7 +26,7 @@ struct State {
 
 // The least time that this machine needs for the layer: every weight read once at the measured read
 // bandwidth, every multiply-add at the measured peak, whichever takes longer.
-double floor_us(const FusedMoE& layer, std::int64_t tokens, const Ceilings& ceilings) {
+double floor_us(const FusedMoE& layer, std::int64_t tokens, const cpu::Ceilings& ceilings) {
   const MoeLayerSpec& spec = layer.spec();
   const auto hidden = static_cast<double>(spec.hidden_size);
   const double matrices = is_gated(spec.activation.kind) ? 3 : 2;
@@ -49,7 +50,7 @@ struct Shown {
   double floor_pct = 0;
 };
 
-Result<Shown> show(const std::string& directory, const State& state, const Ceilings& ceilings,
+Result<Shown> show(const std::string& directory, const State& state, const cpu::Ceilings& ceilings,
                    Origin& origin) {
   origin = Origin::kFile;
   Shown shown;
@@ -119,7 +120,13 @@ int run_demo(const State& state) {
     return console.fail(status, Origin::kOption);
   }
   console.note(1, "measuring this machine's read bandwidth and arithmetic peak");
-  const Ceilings ceilings = measure_ceilings(state.common.threads);
+  const Result<const cpu::CpuKernels*> kernels = cpu::current_kernels();
+  if (!kernels.ok()) return console.fail(kernels.status(), Origin::kOption);
+  // The bundled checkpoints are BF16: their peak is that of the operand which the tier uses for it.
+  const Result<cpu::Ceilings> measured =
+      cpu::measure_ceilings(**kernels, (*kernels)->narrow_operand, state.common.threads);
+  if (!measured.ok()) return console.fail(measured.status(), Origin::kOption);
+  const cpu::Ceilings& ceilings = *measured;
   console.print(
       "Trained mixture-of-experts layers on the real hidden states of 256 tokens of text.\n"
       "load: tokens per expert; error: against a float64 computation by another program; floor:\n");

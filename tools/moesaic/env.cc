@@ -1,12 +1,11 @@
 // moesaic env: what this binary is, what this machine offers, and why something is unavailable.
 #include <fmt/format.h>
-#include <omp.h>
 
 #include <fstream>
 #include <memory>
 #include <thread>
 
-#include "cpu_info.h"
+#include "cpu/tiers.h"
 #include "moesaic/quant.h"
 #include "verbs.h"
 #include "version.h"
@@ -18,13 +17,29 @@ constexpr const char* kNoCuda = "this build has no CUDA backend";
 constexpr const char* kNoNccl = "this build has no NCCL communicator";
 constexpr const char* kNoMpi = "this build has no MPI communicator";
 
+// As the operating system states it.
+std::string cpu_model_name() {
+  std::ifstream cpuinfo("/proc/cpuinfo");
+  for (std::string line; std::getline(cpuinfo, line);) {
+    if (line.rfind("model name", 0) != 0) continue;
+    const std::size_t colon = line.find(':');
+    if (colon != std::string::npos && colon + 2 <= line.size()) return line.substr(colon + 2);
+  }
+  return "unknown";
+}
+
 Json unavailable(const char* reason) { return {{"available", false}, {"reason", reason}}; }
 
 int run_env(const CommonOptions& options) {
   const Console console = options.console();
-  const std::vector<CpuTier> tiers = available_cpu_tiers();
+  const Result<const cpu::CpuKernels*> kernels = cpu::current_kernels();
+  if (!kernels.ok()) {
+    return console.fail(kernels.status(), Origin::kOption, "correct or unset MOESAIC_CPU_TIER");
+  }
+  const std::string_view in_force = (*kernels)->name;
+  const std::vector<cpu::TierInfo>& tiers = cpu::cpu_tiers();
   Json tier_json = Json::array();
-  for (const CpuTier& tier : tiers) {
+  for (const cpu::TierInfo& tier : tiers) {
     tier_json.push_back(
         {{"name", tier.name}, {"available", tier.available}, {"reason", tier.reason}});
   }
@@ -32,24 +47,30 @@ int run_env(const CommonOptions& options) {
   for (const QuantScheme& scheme : quant_schemes()) schemes.push_back(scheme.name);
   const std::string cpu = cpu_model_name();
   const unsigned cores = std::thread::hardware_concurrency();
-  const int threads = omp_get_max_threads();
-  console.emit(
-      {{"version", version()},
-       {"commit", commit()},
-       {"compiler", compiler()},
-       {"build_type", build_type()},
-       {"cpu", {{"model", cpu}, {"cores", cores}, {"threads", threads}, {"tiers", tier_json}}},
-       {"quant_schemes", schemes},
-       {"cuda", unavailable(kNoCuda)},
-       {"nccl", unavailable(kNoNccl)},
-       {"mpi", unavailable(kNoMpi)}});
+  const int threads = cpu::resolve_threads(0);
+  console.emit({{"version", version()},
+                {"commit", commit()},
+                {"compiler", compiler()},
+                {"build_type", build_type()},
+                {"cpu",
+                 {{"model", cpu},
+                  {"cores", cores},
+                  {"threads", threads},
+                  {"tier", in_force},
+                  {"tiers", tier_json}}},
+                {"quant_schemes", schemes},
+                {"cuda", unavailable(kNoCuda)},
+                {"nccl", unavailable(kNoNccl)},
+                {"mpi", unavailable(kNoMpi)}});
 
   console.print(version_text() + "\n");
   console.print(
       fmt::format("cpu      {}, {} core(s), {} thread(s) by default\n", cpu, cores, threads));
-  for (const CpuTier& tier : tiers) {
+  for (const cpu::TierInfo& tier : tiers) {
     console.print(fmt::format("  tier   {:<12} {}\n", tier.name,
-                              tier.available ? "available" : "unavailable: " + tier.reason));
+                              tier.name == in_force ? "in force"
+                              : tier.available      ? "available"
+                                                    : fmt::format("unavailable: {}", tier.reason)));
   }
   std::string names;
   for (const QuantScheme& scheme : quant_schemes()) names += fmt::format(" {}", scheme.name);

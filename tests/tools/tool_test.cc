@@ -1,0 +1,177 @@
+// Parts of the tool that its output shows only indirectly: exit codes, shapes, the float64 oracle
+// of the choice of experts.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <vector>
+
+#include "chart.h"
+#include "console.h"
+#include "exit_code.h"
+#include "layer_io.h"
+#include "routing_oracle.h"
+#include "shapes.h"
+#include "support/random.h"
+
+namespace moesaic::tool {
+namespace {
+
+TEST(ExitCode, EveryStatusCodeHasOne) {
+  for (int code = 0; code <= static_cast<int>(StatusCode::kInternal); ++code) {
+    for (const Origin origin : {Origin::kFile, Origin::kOption}) {
+      const auto status = static_cast<StatusCode>(code);
+      EXPECT_EQ(exit_code(status, origin) == kExitOk, status == StatusCode::kOk);
+      EXPECT_NE(exit_code(status, origin), kExitVerifyFailed);
+      EXPECT_STRNE(next_step(status, origin), "");
+    }
+  }
+  EXPECT_EQ(exit_code(StatusCode::kNotFound, Origin::kFile), kExitBadInput);
+  EXPECT_EQ(exit_code(StatusCode::kNotFound, Origin::kOption), kExitUsage);
+  EXPECT_EQ(exit_code(StatusCode::kCorruptFile, Origin::kOption), kExitBadInput);
+  EXPECT_EQ(exit_code(StatusCode::kUnsupported, Origin::kFile), kExitUnsupported);
+  EXPECT_EQ(exit_code(StatusCode::kOutOfMemory, Origin::kFile), kExitDevice);
+}
+
+TEST(Console, NumbersAndUnits) {
+  EXPECT_EQ(finite(1.5), 1.5);
+  EXPECT_TRUE(std::isfinite(finite(NAN)));
+  EXPECT_TRUE(std::isfinite(finite(INFINITY)));
+  EXPECT_EQ(format_bytes(0), "0 B");
+  EXPECT_EQ(format_bytes(999), "999 B");
+  EXPECT_EQ(format_bytes(1000), "1 kB");
+  EXPECT_EQ(format_bytes(999'999), "1 MB");
+  EXPECT_EQ(format_bytes(1'234'567'890), "1.23 GB");
+  EXPECT_EQ(format_us(1500), "1.5 ms");
+}
+
+TEST(Shapes, NamedOnesAreConsistent) {
+  for (const std::string_view name : shape_names()) {
+    const Result<MoeLayerSpec> spec = layer_from_shape(name);
+    ASSERT_TRUE(spec.ok()) << name;
+    EXPECT_TRUE(validate(*spec).ok()) << name << ": " << validate(*spec).to_string();
+  }
+  const Result<MoeLayerSpec> v3 = layer_from_shape("deepseek-v3");
+  EXPECT_EQ(v3->num_experts, 256);
+  EXPECT_EQ(v3->hidden_size, 7168);
+  EXPECT_EQ(v3->intermediate_size, 2048);
+  EXPECT_EQ(v3->routing.num_expert_group, 8);
+  EXPECT_EQ(v3->routing.topk_group, 4);
+  EXPECT_EQ(v3->routing.scoring_func, ScoringFunc::kSigmoid);
+  EXPECT_TRUE(v3->routing.has_correction_bias);
+  EXPECT_EQ(v3->routing.routed_scaling_factor, 2.5);
+}
+
+TEST(Shapes, Lists) {
+  const Result<MoeLayerSpec> spec = layer_from_shape("16,4,256,128,relu2");
+  ASSERT_TRUE(spec.ok()) << spec.status().to_string();
+  EXPECT_EQ(spec->routing.top_k, 4);
+  EXPECT_EQ(spec->activation.kind, ActivationKind::kRelu2NoMul);
+  for (const char* bad :
+       {"", ",", "1,1,1", "1,1,1,1,silu,x", "0,1,1,1", "1,2,1,1", "x,1,1,1", "1 ,1,1,1",
+        "99999999999999999999,1,1,1", "8,2,64,64,nonsense", "8,2,64,64,situ"}) {
+    EXPECT_FALSE(layer_from_shape(bad).ok()) << "'" << bad << "'";
+  }
+  EXPECT_EQ(layer_from_shape("qwen3-30").status().code(), StatusCode::kNotFound);
+}
+
+TEST(Chart, OneColumnPerValueAndTheTallestIsFull) {
+  const std::vector<std::int64_t> load = {0, 4, 8};
+  EXPECT_EQ(column_chart(load, 2, " "), "       ██ 8\n    ██ ██ \n 0  1  2  \n");
+  // 100 values fold into columns of five.
+  EXPECT_NE(column_chart(std::vector<std::int64_t>(100, 1), 1, "").find("95"), std::string::npos);
+}
+
+TEST(LayerIo, SplitsAtTheLastColon) {
+  EXPECT_EQ(split_tensor_path("a.st").second, "");
+  EXPECT_EQ(split_tensor_path("a.st:x.y").second, "x.y");
+  EXPECT_EQ(split_tensor_path("/no/such:thing/a.st:x").first, "/no/such:thing/a.st");
+}
+
+// A gate whose weight is the identity: hidden states are the logits.
+struct Oracle {
+  MoeLayerSpec spec;
+  MoeLayerTensors tensors;
+
+  Oracle(std::int64_t experts, std::int64_t top_k) {
+    spec.hidden_size = experts;
+    spec.num_experts = spec.routing.num_experts = experts;
+    spec.routing.top_k = top_k;
+    tensors.gate_weight = Tensor::zeros(DType::kF32, {experts, experts}).value();
+    for (std::int64_t e = 0; e < experts; ++e) tensors.gate_weight.as<float>()[e * experts + e] = 1;
+  }
+  void set_bias(const std::vector<float>& bias) {
+    spec.routing.has_correction_bias = true;
+    tensors.e_score_correction_bias =
+        Tensor::zeros(DType::kF32, {static_cast<std::int64_t>(bias.size())}).value();
+    for (std::size_t e = 0; e < bias.size(); ++e) {
+      tensors.e_score_correction_bias.as<float>()[e] = bias[e];
+    }
+  }
+  bool possible(const std::vector<double>& logits, const std::vector<std::int32_t>& ids) const {
+    Result<RoutingOracle> oracle = RoutingOracle::create(spec, tensors);
+    EXPECT_TRUE(oracle.ok()) << oracle.status().to_string();
+    oracle->set_token(logits);
+    return oracle->possible(ids);
+  }
+};
+
+TEST(RoutingOracle, ClearChoices) {
+  for (const ScoringFunc func :
+       {ScoringFunc::kSoftmax, ScoringFunc::kSigmoid, ScoringFunc::kSqrtSoftplus}) {
+    Oracle oracle(4, 2);
+    oracle.spec.routing.scoring_func = func;
+    const std::vector<double> logits = {0.5, -1, 2, 0.25};
+    EXPECT_TRUE(oracle.possible(logits, {2, 0}));
+    EXPECT_TRUE(oracle.possible(logits, {0, 2}));  // the order of slots is free
+    EXPECT_FALSE(oracle.possible(logits, {2, 3}));
+    EXPECT_FALSE(oracle.possible(logits, {2}));
+    EXPECT_FALSE(oracle.possible(logits, {2, 2}));
+    EXPECT_FALSE(oracle.possible(logits, {2, 4}));
+    EXPECT_FALSE(oracle.possible(logits, {2, -1}));
+  }
+}
+
+TEST(RoutingOracle, TheMarginIsThatOfRoundingAndNoWider) {
+  Oracle oracle(4, 1);
+  oracle.spec.routing.method = RoutingMethod::kTopKSoftmax;
+  // Bound of a logit here: 4 * 2^-24 * |x|, on both sides.
+  EXPECT_TRUE(oracle.possible({1, 1 + 1e-7, 0, 0}, {0}));
+  EXPECT_TRUE(oracle.possible({1, 1 + 1e-7, 0, 0}, {1}));
+  EXPECT_FALSE(oracle.possible({1, 1 + 1e-5, 0, 0}, {0}));
+  EXPECT_TRUE(oracle.possible({1, 1 + 1e-5, 0, 0}, {1}));
+}
+
+TEST(RoutingOracle, BiasTakesPartInTheSelection) {
+  Oracle oracle(4, 1);
+  oracle.spec.routing.scoring_func = ScoringFunc::kSigmoid;
+  oracle.set_bias({0, 0, 0, 1});
+  EXPECT_TRUE(oracle.possible({5, 0, 0, 0}, {3}));
+  EXPECT_FALSE(oracle.possible({5, 0, 0, 0}, {0}));
+}
+
+TEST(RoutingOracle, GroupsLimitTheChoice) {
+  Oracle oracle(6, 2);
+  oracle.spec.routing.method = RoutingMethod::kGroupedTopK;
+  oracle.spec.routing.num_expert_group = 3;
+  oracle.spec.routing.topk_group = 1;
+  const std::vector<double> logits = {3, 0, 2, 2.5, 1, 1};
+  // Without a bias a group counts by its best member ...
+  EXPECT_TRUE(oracle.possible(logits, {0, 1}));
+  EXPECT_FALSE(oracle.possible(logits, {0, 3}));
+  EXPECT_FALSE(oracle.possible(logits, {2, 3}));
+  // ... with one by its two best.
+  oracle.spec.routing.scoring_func = ScoringFunc::kSigmoid;
+  oracle.set_bias({0, 0, 0, 0, 0, 0});
+  EXPECT_TRUE(oracle.possible(logits, {2, 3}));
+  EXPECT_FALSE(oracle.possible(logits, {0, 1}));
+}
+
+TEST(RoutingOracle, RefusesWhatIsNoFunctionOfScores) {
+  Oracle oracle(4, 1);
+  oracle.spec.routing.method = RoutingMethod::kHash;
+  EXPECT_EQ(RoutingOracle::create(oracle.spec, oracle.tensors).status().code(),
+            StatusCode::kUnsupported);
+}
+
+}  // namespace
+}  // namespace moesaic::tool
