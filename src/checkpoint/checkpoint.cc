@@ -241,7 +241,7 @@ Result<Tensor> Checkpoint::read_tensor(const std::string& name) const {
     for (const ShardSet::Located& tensor : impl_->shards->tensors()) {
       names.push_back(tensor.info->name);
     }
-    const std::string nearest = nearest_name(name, names);
+    const std::string nearest = similar_name(name, names);
     return Status(StatusCode::kNotFound,
                   fmt::format("tensor: got {}, which is not in the checkpoint{}{}",
                               quote_name(name), nearest.empty() ? "" : "; nearest is ", nearest));

@@ -45,7 +45,7 @@ Result<const Family*> require_family(const ConfigFields& fields, std::string* mo
     const std::vector<std::string_view> known = known_model_types();
     std::string text = fmt::format("{}: model_type: got {}, which is not supported; known are {}",
                                    fields.where(), quote_name(*type), fmt::join(known, ", "));
-    const std::string nearest = nearest_name(*type, known);
+    const std::string nearest = similar_name(*type, known);
     if (!nearest.empty()) text += fmt::format("; nearest is {}", nearest);
     return Status(StatusCode::kUnsupported, std::move(text));
   }

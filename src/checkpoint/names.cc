@@ -2,33 +2,15 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <vector>
 
 #include "checkpoint/json_strict.h"
+#include "core/nearest_name.h"
 
 namespace moesaic {
 namespace {
 
 constexpr std::size_t kMaxQuotedBytes = 160;
 constexpr std::size_t kMaxCandidates = 4096;
-constexpr std::size_t kMaxComparedBytes = 256;
-
-// Levenshtein distance with one row of state.
-std::size_t edit_distance(std::string_view a, std::string_view b) {
-  std::vector<std::size_t> row(b.size() + 1);
-  for (std::size_t j = 0; j <= b.size(); ++j) row[j] = j;
-  for (std::size_t i = 1; i <= a.size(); ++i) {
-    std::size_t diagonal = row[0];
-    row[0] = i;
-    for (std::size_t j = 1; j <= b.size(); ++j) {
-      const std::size_t above = row[j];
-      const std::size_t substitute = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
-      row[j] = std::min({above + 1, row[j - 1] + 1, substitute});
-      diagonal = above;
-    }
-  }
-  return row[b.size()];
-}
 
 }  // namespace
 
@@ -67,18 +49,10 @@ std::string quote_name(std::string_view name) {
   return out;
 }
 
-std::string nearest_name(std::string_view name, std::span<const std::string_view> candidates) {
-  const std::string_view wanted = name.substr(0, kMaxComparedBytes);
-  std::size_t best = wanted.size() / 2 + 1;
-  std::string_view found;
-  for (const std::string_view c : candidates.first(std::min(candidates.size(), kMaxCandidates))) {
-    const std::size_t d = edit_distance(wanted, c.substr(0, kMaxComparedBytes));
-    if (d < best) {
-      best = d;
-      found = c;
-    }
-  }
-  return std::string(found);
+std::string similar_name(std::string_view name, std::span<const std::string_view> candidates) {
+  const std::string_view nearest =
+      nearest_name(name, candidates.first(std::min(candidates.size(), kMaxCandidates)));
+  return std::string(edit_distance(name, nearest) <= name.size() / 2 ? nearest : "");
 }
 
 }  // namespace moesaic

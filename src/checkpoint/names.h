@@ -11,8 +11,8 @@ namespace moesaic {
 // (an attacker's name may be 100 MB long).
 std::string quote_name(std::string_view name);
 
-// The candidate with the smallest edit distance to `name`, or empty when none is closer than half
-// of the name's length. Ties go to the first. Looks at the first 4096 candidates and 256 bytes.
-std::string nearest_name(std::string_view name, std::span<const std::string_view> candidates);
+// nearest_name of core among the first 4096 candidates (an attacker's file may list millions), or
+// empty when even the nearest is further away than half of the name.
+std::string similar_name(std::string_view name, std::span<const std::string_view> candidates);
 
 }  // namespace moesaic

@@ -45,7 +45,7 @@ Result<Tensor> TensorFile::read(const std::string& name) const {
     std::vector<std::string_view> names;
     names.reserve(impl_->file.tensors().size());
     for (const TensorInfo& t : impl_->file.tensors()) names.push_back(t.name);
-    const std::string nearest = nearest_name(name, names);
+    const std::string nearest = similar_name(name, names);
     return Status(StatusCode::kNotFound,
                   fmt::format("{}: no tensor {}{}", impl_->file.path(), quote_name(name),
                               nearest.empty() ? "" : "; the nearest is " + quote_name(nearest)));

@@ -86,10 +86,10 @@ TEST(Names, AreSafeToPrint) {
 
 TEST(Names, Nearest) {
   const std::string_view names[] = {"mixtral", "qwen3_moe", "deepseek_v3", "deepseek_v2"};
-  EXPECT_EQ(nearest_name("deepseek_v4", names), "deepseek_v3");  // ties go to the first
-  EXPECT_EQ(nearest_name("qwen3moe", names), "qwen3_moe");
-  EXPECT_EQ(nearest_name("zzzzzzzzzz", names), "");
-  EXPECT_EQ(nearest_name("x", {}), "");
+  EXPECT_EQ(similar_name("deepseek_v4", names), "deepseek_v3");  // ties go to the first
+  EXPECT_EQ(similar_name("qwen3moe", names), "qwen3_moe");
+  EXPECT_EQ(similar_name("zzzzzzzzzz", names), "");
+  EXPECT_EQ(similar_name("x", {}), "");
 }
 
 }  // namespace

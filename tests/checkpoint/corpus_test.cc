@@ -24,6 +24,10 @@ Status open_case(const std::string& door, const std::string& path, FileAccess ac
     const auto set = ShardSet::open(path, access);
     return set.ok() ? Status() : set.status();
   }
+  if (door == "checkpoint") {
+    const auto checkpoint = Checkpoint::open(path, Checkpoint::Options{.access = access});
+    return checkpoint.ok() ? Status() : checkpoint.status();
+  }
   return Status(StatusCode::kInternal, "unknown door " + door);
 }
 
