@@ -45,12 +45,19 @@ double e4m3_value(std::uint8_t code) {
 double e4m3_round(double v) { return round_to_grid(std::clamp(v, -448.0, 448.0), 3, -6); }
 std::uint8_t e4m3_code(double v) {
   const double want = std::abs(e4m3_round(v));
-  for (std::uint8_t code = 0; code < 0x7F; ++code) {
-    if (e4m3_value(code) == want) {
-      return static_cast<std::uint8_t>(code | (std::signbit(v) ? 0x80 : 0));
+  // Codes are ordered like their values.
+  std::uint8_t low = 0;
+  std::uint8_t high = 0x7E;
+  while (low < high) {
+    const auto middle = static_cast<std::uint8_t>((low + high) / 2);
+    if (e4m3_value(middle) < want) {
+      low = static_cast<std::uint8_t>(middle + 1);
+    } else {
+      high = middle;
     }
   }
-  std::abort();  // e4m3_round returned a value off the grid
+  if (e4m3_value(low) != want) std::abort();  // e4m3_round returned a value off the grid
+  return static_cast<std::uint8_t>(low | (std::signbit(v) ? 0x80 : 0));
 }
 
 double element(const ConstTensorView& t, std::int64_t i) {

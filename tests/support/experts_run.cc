@@ -1,0 +1,89 @@
+#include "support/experts_run.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+#include "support/random.h"
+
+namespace moesaic::test {
+namespace {
+
+template <class T>
+T must(Result<T> result, std::string_view what) {
+  if (!result.ok()) {
+    fmt::print(stderr, "{}: {}\n", what, result.status().to_string());
+    std::abort();
+  }
+  return std::move(result).value();
+}
+
+}  // namespace
+
+MoeProblem small_problem(std::string_view quant) {
+  MoeProblem p;
+  p.num_experts = 6;
+  p.num_local_experts = 6;
+  p.top_k = 2;
+  p.quant = must(quant_scheme_from_name(quant), "small_problem");
+  const bool fp8 = p.quant.weight.dtype == DType::kF8E4M3;
+  p.hidden_size = fp8 ? 256 : 96;
+  p.intermediate_size = fp8 ? 128 : 64;
+  p.activation_dtype = quant == "f16" ? DType::kF16 : DType::kBF16;
+  p.max_tokens = 16;
+  return p;
+}
+
+std::vector<double> StandardCase::oracle(bool round_like_scheme) const {
+  return oracle_moe(problem, weights.view(), hidden_states.view(), routing.ids.view(),
+                    routing.weights.view(), expert_map, {round_like_scheme});
+}
+
+StandardCase make_case(std::uint64_t seed, const MoeProblem& problem, std::int64_t tokens,
+                       DType dtype, double invalid_slots) {
+  StandardCase c;
+  c.problem = problem;
+  c.problem.max_tokens = std::max<std::int64_t>(tokens, 1);
+  c.weights = random_expert_weights(seed, problem);
+  c.routing = random_routing(seed + 1, tokens, problem.num_experts, problem.top_k, invalid_slots);
+  Rng rng(seed + 2);
+  c.hidden_states = random_normal(rng, dtype, {tokens, problem.hidden_size});
+  return c;
+}
+
+std::unique_ptr<Experts> make_backend(std::string_view name, const StandardCase& c) {
+  const ExpertsBackend* row = must(choose_experts(c.problem, name), "make_backend");
+  const auto source = make_stacked_source(c.weights.view());
+  return must(row->create(c.problem, *source), "make_backend");
+}
+
+Tensor poisoned_bytes(std::int64_t bytes) {
+  Tensor t = must(Tensor::uninitialized(DType::kU8, {bytes}), "poisoned_bytes");
+  poison(t.view());
+  return t;
+}
+
+Tensor run_standard(const Experts& experts, const StandardCase& c, DType output_dtype) {
+  Tensor workspace =
+      poisoned_bytes(must(experts.workspace_size(c.hidden_states.shape()[0]), "workspace_size"));
+  Tensor output = must(Tensor::uninitialized(output_dtype, c.hidden_states.shape()), "output");
+  poison(output.view());
+  ExpertsArgs args;
+  args.hidden_states = c.hidden_states.view();
+  args.topk_ids = c.routing.ids.view();
+  args.topk_weights = c.routing.weights.view();
+  args.expert_map = c.expert_map;
+  args.workspace = {workspace.data(), static_cast<std::size_t>(workspace.bytes())};
+  args.output = output.view();
+  const Status status = experts.run(args);
+  if (!status.ok()) {
+    fmt::print(stderr, "run_standard: {}\n", status.to_string());
+    std::abort();
+  }
+  return output;
+}
+
+}  // namespace moesaic::test
