@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstring>
 #include <new>
 #include <string>
@@ -17,6 +16,7 @@
 #include "numerics/element.h"
 #include "numerics/float_codec.h"
 #include "permute/sort_slots.h"
+#include "quant/fp8_group.h"
 
 namespace moesaic {
 namespace {
@@ -110,6 +110,7 @@ float round_to(DType dtype, float v) {
 // Buffers for one row at a time.
 struct Scratch {
   float *x, *x_scales, *input, *gate_up, *inner, *inner_scales, *result, *sum;
+  std::uint8_t* codes;  // as wide as the wider of x and the intermediate
 };
 
 Scratch take_scratch(Arena& arena, const MoeProblem& p) {
@@ -122,6 +123,7 @@ Scratch take_scratch(Arena& arena, const MoeProblem& p) {
   s.inner_scales = arena.take<float>(ceil_div(p.intermediate_size, kFp8Block));
   s.result = arena.take<float>(p.hidden_size);
   s.sum = arena.take<float>(p.hidden_size);
+  s.codes = arena.take<std::uint8_t>(std::max(p.hidden_size, p.intermediate_size));
   return s;
 }
 
@@ -227,20 +229,24 @@ class RefExperts final : public Experts {
   }
 
   // Rounds to the operand dtype what is not of it yet, and quantises where the scheme does.
-  Operand make_operand(float* values, float* scales, std::int64_t count) const {
+  Operand make_operand(float* values, float* scales, std::uint8_t* codes,
+                       std::int64_t count) const {
     for (std::int64_t i = 0; i < count; ++i) values[i] = round_to(operand_, values[i]);
     if (scheme_ != ComputeScheme::kFp8Block) return {values, nullptr};
-    quantise_row(values, scales, count);
+    // The codes are decoded again at once: products of e4m3 values are exact in fp32 either way.
+    ref_quantize_fp8_row(values, count, kFp8Block, ScaleRounding::kNone, codes, scales);
+    for (std::int64_t i = 0; i < count; ++i) values[i] = f32_from_e4m3(codes[i]);
     return {values, scales};
   }
 
   // out[H] = expert e applied to s.input[H], which is consumed.
   void expert(std::int64_t e, const Scratch& s, float* out) const {
-    linear(w13_, e, make_operand(s.input, s.x_scales, p_.hidden_size), s.gate_up);
+    linear(w13_, e, make_operand(s.input, s.x_scales, s.codes, p_.hidden_size), s.gate_up);
     ref_activation(p_.activation, layout_, s.gate_up, s.inner, p_.intermediate_size);
-    const Operand inner = MOESAIC_FAULT(ref_experts_skip_requant)
-                              ? Operand{s.inner, nullptr}
-                              : make_operand(s.inner, s.inner_scales, p_.intermediate_size);
+    const Operand inner =
+        MOESAIC_FAULT(ref_experts_skip_requant)
+            ? Operand{s.inner, nullptr}
+            : make_operand(s.inner, s.inner_scales, s.codes, p_.intermediate_size);
     linear(w2_, e, inner, out);
   }
 
@@ -294,26 +300,12 @@ class RefExperts final : public Experts {
     }
   }
 
-  static void quantise_row(float* values, float* scales, std::int64_t count);
-
   MoeProblem p_;
   ComputeScheme scheme_;
   DType operand_;
   GateUpLayout layout_;  // of GEMM1's columns, as the canonical w13 has it
   Matrix w13_, w2_;
 };
-
-void RefExperts::quantise_row(float* values, float* scales, std::int64_t count) {
-  for (std::int64_t g = 0; g < count / kFp8Block; ++g) {
-    float* group = values + g * kFp8Block;
-    float amax = 0;
-    for (std::int64_t i = 0; i < kFp8Block; ++i) amax = std::max(amax, std::fabs(group[i]));
-    scales[g] = std::max(amax, 1e-10F) / 448.0F;
-    for (std::int64_t i = 0; i < kFp8Block; ++i) {
-      group[i] = f32_from_e4m3(e4m3_from_f32(group[i] / scales[g]));
-    }
-  }
-}
 
 }  // namespace
 

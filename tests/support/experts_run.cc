@@ -34,6 +34,7 @@ MoeProblem small_problem(std::string_view quant) {
   p.intermediate_size = fp8 ? 128 : 64;
   p.activation_dtype = quant == "f16" ? DType::kF16 : DType::kBF16;
   p.max_tokens = 16;
+  p.num_threads = 1;  // tests share the machine; thread counts are compared where it matters
   return p;
 }
 
