@@ -8,5 +8,9 @@ formatter=$(command -v clang-format-14 || command -v clang-format) || {
 }
 mode=(-i)
 [ "${1:-}" = --check ] && mode=(--dry-run --Werror)
-find include src tools tests fuzz bench examples -name '*.h' -o -name '*.cc' | LC_ALL=C sort |
+folders=()
+for folder in include src tools tests fuzz bench examples; do
+  [ -d "$folder" ] && folders+=("$folder")
+done
+find "${folders[@]}" -name '*.h' -o -name '*.cc' | LC_ALL=C sort |
   xargs -r "$formatter" "${mode[@]}"
