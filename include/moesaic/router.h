@@ -14,20 +14,28 @@
 
 namespace moesaic {
 
-// (hidden_states, router_logits, top_k, renormalize) -> fills weights [M, k] F32 and ids [M, k]
-// I32.
+// (hidden_states, router_logits, renormalize) -> fills weights [M, k] F32 and ids [M, k] I32, both
+// contiguous. Ids are logical, 0 to E - 1, or -1 for an empty slot; anything else is refused.
 using CustomRoutingFn =
     std::function<Status(ConstTensorView hidden_states, ConstTensorView router_logits,
                          bool renormalize, TensorView topk_weights, TensorView topk_ids)>;
-// Receives logical ids before the EPLB mapping.
+// Receives logical ids [M, slots] I32, before the EPLB mapping.
 using RoutingCaptureFn = std::function<void(ConstTensorView topk_ids)>;
 
+// A routing simulation: (seed, num_experts) -> fills weights [M, k] F32 and ids [M, k] I32, both
+// contiguous, ids 0 to num_experts - 1. Ids may repeat in a row.
+using SimulationStrategyFn = std::function<Status(std::uint64_t seed, std::int64_t num_experts,
+                                                  TensorView topk_weights, TensorView topk_ids)>;
+// Makes `name` a value of Router::Options::simulation_strategy, for the whole process. Thread-safe.
+// kInvalidArgument for an empty name, an empty function or a name that is taken.
+Status register_simulation_strategy(const std::string& name, SimulationStrategyFn strategy);
+
 // Expert load balancing: logical -> physical mapping and load recording (spec routing.md section
-// 8). Views, not owned.
+// 8). Views, not owned; all three must be present.
 struct EplbState {
   std::span<const std::int32_t> logical_to_physical;  // [E, max_replicas], -1 padded
-  std::span<const std::int32_t> replica_count;        // [E], >= 1
-  std::span<std::int32_t> load;                       // [P] physical experts, added to when record
+  std::span<const std::int32_t> replica_count;        // [E], 1 to max_replicas
+  std::span<std::int32_t> load;  // [P] physical experts, added to (saturating) when record
   std::int64_t max_replicas = 0;
   bool record = false;
 };
@@ -35,19 +43,31 @@ struct EplbState {
 class Router {
  public:
   struct Options {
+    // What to compute. routed_scaling_factor multiplies the weights after renormalisation unless
+    // scale_on_output; with methods llama4, custom and simulated, where the router has no place
+    // for it, it must be 1 or scale_on_output be set. An impossible grouping (num_experts <=
+    // num_expert_group, or not a multiple) falls back to ungrouped top-k with a logged warning.
     RoutingSpec spec;
     ConstTensorView
         correction_bias;  // [E + zero experts] F32, copied; present iff spec.has_correction_bias
-    ConstTensorView hash_table;                 // kHash: [vocab, k] I32, copied
-    CustomRoutingFn custom;                     // kCustom
-    std::string simulation_strategy;            // kSimulated: "uniform_random" or "normal_routing"
-    std::uint64_t seed = 0;                     // kSimulated
-    std::int64_t num_fused_shared_experts = 0;  // constant slots appended to every row
+    ConstTensorView hash_table;  // kHash: [vocab, k] I32, copied
+    // kHash, optional: input ids in [vision_token_base, vision_token_base + 5) skip the table and
+    // take the top-k of score + vision_bias ([E] F32, copied). Base 0: no such tokens.
+    ConstTensorView vision_bias;
+    std::int64_t vision_token_base = 0;
+    CustomRoutingFn custom;           // kCustom
+    std::string simulation_strategy;  // kSimulated: "uniform_random", "normal_routing" or
+                                      // a registered name
+    std::uint64_t seed = 0;           // kSimulated: same seed and shape, same ids, on every call
+    // Constant slots appended to every row after scaling: ids E, E + 1, ...
+    std::int64_t num_fused_shared_experts = 0;
     float shared_expert_weight = 1.0F;
     RoutingCaptureFn capture;
-    int num_threads = 0;
+    int num_threads = 0;  // 0: as many as OpenMP would use
   };
   // Validates the whole combination: each refusal names the field, its value and what is needed.
+  // kInvalidArgument (values, missing or unexpected parts), kInvalidShape, kInvalidDType,
+  // kInvalidLayout, kNotFound (strategy name), kUnsupported, kOutOfMemory.
   static Result<Router> create(const Options& options);
 
   struct Args {
@@ -61,12 +81,30 @@ class Router {
     TensorView topk_ids;            // out [M, slots()] I32 (or I64, U32; -1 needs a signed type)
     TensorView zero_expert_output;  // kZeroExpert: out [M, H], dtype of hidden_states
   };
-  // Ties go to the smaller id; non-finite logits as specified; weights always F32. Deterministic
-  // per row.
+  // All tensors contiguous; outputs overlap nothing. M = 0 is ordinary.
+  // Selection: scores in fp32 (logits widened first), slots in descending order of score (+ bias),
+  // ties to the smaller id, ids of a row distinct (not with simulation, nor where a hash table or a
+  // custom function repeats itself).
+  // Non-finite input: NaN and infinite scores count as 0 (sqrtsoftplus: NaN only), so a NaN row
+  // gives ids 0..k-1 and weights 0. Grouped: non-finite logits are not candidates, and a row that
+  // cannot fill topk_group groups gives ids 0..k-1 with weight 1/k each, unscaled. Methods that
+  // select on raw logits (topk_softmax, llama4, sparse_mixer): NaN loses against every number and
+  // weighs 0.
+  // Renormalisation: divides by the sum of the selected scores, by max(sum, renorm_floor) when that
+  // is set, by 1 when the sum is not positive (grouped: by 1e-20 + sum).
+  // Zero experts: zero_expert_output = hidden_states * (sum of the weights of identity experts,
+  // scaled as the weights are); their slots become id 0 with weight 0.
+  // Deterministic: a row depends on its own inputs only (simulation and EPLB: and on its position).
+  // Error of a weight vs exact arithmetic on the same logits and ids: relative
+  // <= (k + 16) * 2^-23, for softmax (E + k + max|logit| + 16) * 2^-23, while the score is a normal
+  // fp32 number. Ids differ from exact arithmetic only where scores differ by less than that.
+  // Errors: kInvalidShape, kInvalidDType, kInvalidLayout, kInvalidArgument (missing tensors, token
+  // ids outside the hash table, inconsistent EPLB state, ids from a callback), kAliasing,
+  // kUnsupported (EPLB with fused shared experts), kOutOfMemory. Outputs are undefined after one.
   Status select_experts(const Args& args) const;
 
-  std::int64_t slots() const;  // top_k + fused shared experts
-  const RoutingSpec& spec() const;
+  std::int64_t slots() const;       // top_k + fused shared experts
+  const RoutingSpec& spec() const;  // as in force: after the grouping fallback
   // "softmax_topk_renorm", "sigmoid_bias_grouped_topk", ...: what explain and inspect print.
   std::string name() const;
 

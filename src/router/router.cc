@@ -1,0 +1,290 @@
+// Router: the fixed order of steps around the per-row rules. Source: spec routing.md section 2:
+// route -> shared slots and padding -> capture callback -> EPLB mapping -> dtype of the ids.
+#include "moesaic/router.h"
+
+#include <fmt/format.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <exception>
+#include <new>
+#include <vector>
+
+#include "core/checked.h"
+#include "core/fault.h"
+#include "numerics/codec.h"
+#include "router/eplb_map.h"
+#include "router/route_row.h"
+#include "router/router_checks.h"
+#include "router/simulation.h"
+
+namespace moesaic {
+namespace {
+
+// Below this many logits starting threads costs more than it saves (about 50 us of work).
+constexpr std::int64_t kMinLogitsForThreads = 1 << 14;
+
+std::vector<float> copy_floats(const ConstTensorView& t) {
+  if (!t.present()) return {};
+  const float* p = t.as<float>();
+  return std::vector<float>(p, p + t.dim(0));
+}
+
+// A caller's function: what it throws must not cross our API.
+template <class Call>
+Status guarded(std::string_view what, Call&& call) {
+  try {
+    return call().with_context(what);
+  } catch (const std::exception& e) {
+    return {StatusCode::kInvalidArgument, fmt::format("{}: threw \"{}\"", what, e.what())};
+  } catch (...) {
+    return {StatusCode::kInvalidArgument, fmt::format("{}: threw", what)};
+  }
+}
+
+}  // namespace
+
+struct Router::Impl {
+  RowRouter row;
+  std::vector<std::int32_t> hash_table;  // [vocab, k]
+  std::int64_t vision_token_base = 0;
+  CustomRoutingFn custom;
+  SimulationStrategyFn simulation;
+  std::uint64_t seed = 0;
+  std::int64_t num_shared = 0;
+  float shared_weight = 1.0F;
+  RoutingCaptureFn capture;
+  int num_threads = 0;
+  std::string name;
+
+  std::int64_t slots() const { return row.spec.top_k + num_shared; }
+  std::int64_t vocab() const {
+    return static_cast<std::int64_t>(hash_table.size()) / row.spec.top_k;
+  }
+  Status select(const Args& args) const;
+  void route_rows(const Args& args, std::int32_t* ids, std::vector<float>& scratch,
+                  int threads) const;
+  void route_token(const Args& args, std::int64_t t, float* scratch, float* weights,
+                   std::int32_t* ids) const;
+  Status route_batch(const Args& args, std::int32_t* ids) const;
+  void finish_row(std::int64_t t, bool padding, float* weights, std::int32_t* ids) const;
+};
+
+// One token by the per-row rule, and its share of zero_expert_output.
+void Router::Impl::route_token(const Args& args, std::int64_t t, float* scratch, float* weights,
+                               std::int32_t* ids) const {
+  const std::int64_t columns = row.columns();
+  const float* logits = args.router_logits.as<float>() + t * columns;
+  if (args.router_logits.dtype != DType::kF32) {
+    const std::uint16_t* codes = args.router_logits.as<std::uint16_t>() + t * columns;
+    const bool bf16 = args.router_logits.dtype == DType::kBF16;
+    for (std::int64_t e = 0; e < columns; ++e) {
+      scratch[e] = bf16 ? f32_from_bf16(codes[e]) : f32_from_f16(codes[e]);
+    }
+    logits = scratch;
+    scratch += columns;
+  }
+  const std::int32_t* table_ids = nullptr;
+  if (!hash_table.empty()) {
+    const std::int64_t token = MOESAIC_FAULT(router_hash_wrong_row)
+                                   ? 0
+                                   : std::int64_t{args.input_ids.as<std::int32_t>()[t]};
+    if (!is_vision_token(token, vision_token_base)) {
+      table_ids = hash_table.data() + token * row.spec.top_k;
+    }
+  }
+  const float zero_weight = row.route(logits, table_ids, scratch, weights, ids);
+  if (row.spec.num_zero_experts == 0) return;
+  const std::int64_t hidden = args.hidden_states.dim(1);
+  const ConstTensorView& x = args.hidden_states;
+  for (std::int64_t i = t * hidden; i < (t + 1) * hidden; ++i) {
+    store_from_f32(args.zero_expert_output.data, x.dtype, i,
+                   zero_weight * load_as_f32(x.data, x.dtype, i));
+  }
+}
+
+// Constant shared slots, or the row's erasure.
+void Router::Impl::finish_row(std::int64_t t, bool padding, float* weights,
+                              std::int32_t* ids) const {
+  const std::int64_t begin = t * slots();
+  if (padding && !MOESAIC_FAULT(router_keep_padding)) {
+    std::fill_n(weights + begin, slots(), 0.0F);
+    std::fill_n(ids + begin, slots(), -1);
+    return;
+  }
+  for (std::int64_t i = 0; i < num_shared; ++i) {
+    weights[begin + row.spec.top_k + i] =
+        MOESAIC_FAULT(router_scale_shared) ? shared_weight * row.scale : shared_weight;
+    ids[begin + row.spec.top_k + i] = static_cast<std::int32_t>(row.spec.num_experts + i);
+  }
+}
+
+void Router::Impl::route_rows(const Args& args, std::int32_t* ids, std::vector<float>& scratch,
+                              int threads) const {
+  const std::int64_t num_tokens = args.router_logits.dim(0);
+  const std::uint8_t* padding = args.padding_mask.as<std::uint8_t>();
+  float* weights = args.topk_weights.as<float>();
+  const auto per_thread = static_cast<std::int64_t>(scratch.size()) / threads;
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (std::int64_t t = 0; t < num_tokens; ++t) {
+    const bool is_padding = padding != nullptr && padding[t] != 0;
+    if (!is_padding || MOESAIC_FAULT(router_keep_padding)) {
+      route_token(args, t, scratch.data() + omp_get_thread_num() * per_thread,
+                  weights + t * slots(), ids + t * slots());
+    } else if (row.spec.num_zero_experts > 0) {
+      const std::int64_t row_bytes =
+          args.zero_expert_output.dim(1) * (dtype_bits(args.zero_expert_output.dtype) / 8);
+      std::fill_n(args.zero_expert_output.data + t * row_bytes, row_bytes, std::byte{0});
+    }
+    finish_row(t, is_padding, weights, ids);
+  }
+}
+
+// Custom and simulated routing see the batch at once.
+Status Router::Impl::route_batch(const Args& args, std::int32_t* ids) const {
+  const std::int64_t num_tokens = args.router_logits.dim(0);
+  const std::int64_t k = row.spec.top_k;
+  const std::uint8_t* padding = args.padding_mask.as<std::uint8_t>();
+  float* weights = args.topk_weights.as<float>();
+  // The function fills [M, k]; with shared slots behind them the outputs are wider than that.
+  const auto count = static_cast<std::size_t>(num_shared > 0 ? num_tokens * k : 0);
+  std::vector<float> own_weights(count);
+  std::vector<std::int32_t> own_ids(count);
+  float* w = num_shared > 0 ? own_weights.data() : weights;
+  std::int32_t* id = num_shared > 0 ? own_ids.data() : ids;
+  const TensorView weights_view(reinterpret_cast<std::byte*>(w), DType::kF32, {num_tokens, k});
+  const TensorView ids_view(reinterpret_cast<std::byte*>(id), DType::kI32, {num_tokens, k});
+  const char* what = custom ? "custom routing function" : "simulation strategy";
+  MOESAIC_RETURN_IF_ERROR(guarded(what, [&] {
+    return custom ? custom(args.hidden_states, args.router_logits, row.spec.renormalize,
+                           weights_view, ids_view)
+                  : simulation(seed, row.spec.num_experts, weights_view, ids_view);
+  }));
+  const std::int32_t lowest = custom ? -1 : 0;
+  for (std::int64_t p = 0; p < num_tokens * k; ++p) {
+    if (id[p] < lowest || id[p] >= row.spec.num_experts) {
+      return {StatusCode::kInvalidArgument,
+              fmt::format("{}: got id {} at [{}, {}], need {} to {}", what, id[p], p / k, p % k,
+                          lowest, row.spec.num_experts - 1)};
+    }
+  }
+  for (std::int64_t t = 0; t < num_tokens; ++t) {
+    if (num_shared > 0) {
+      std::copy_n(w + t * k, k, weights + t * slots());
+      std::copy_n(id + t * k, k, ids + t * slots());
+    }
+    finish_row(t, padding != nullptr && padding[t] != 0, weights, ids);
+  }
+  return {};
+}
+
+Status Router::Impl::select(const Args& args) const {
+  MOESAIC_RETURN_IF_ERROR(check_select_args(args, row.spec, slots(), vocab(), vision_token_base));
+  if (args.eplb != nullptr) {
+    if (num_shared > 0) {
+      // Shared slots carry ids behind the logical experts, for which there is no replica map.
+      return {StatusCode::kUnsupported,
+              fmt::format("eplb: given with {} fused shared experts, need none", num_shared)};
+    }
+    MOESAIC_RETURN_IF_ERROR(check_eplb_state(*args.eplb, row.spec.num_experts));
+  }
+  const std::int64_t num_tokens = args.router_logits.dim(0);
+  if (num_tokens == 0) return {};
+
+  const bool whole_batch = custom || simulation;
+  const std::int64_t wanted = num_tokens * row.columns() < kMinLogitsForThreads ? 1
+                              : num_threads > 0                                 ? num_threads
+                                                : omp_get_max_threads();
+  const int threads = static_cast<int>(std::min(wanted, num_tokens));
+  // A whole number of cache lines per thread, so that threads do not share one.
+  const std::int64_t per_thread = round_up(row.scratch_floats() + row.columns(), 16);
+  std::vector<float> scratch(whole_batch ? 0 : static_cast<std::size_t>(threads * per_thread));
+  // I32 and U32 ids are made in place, wider ones on the side.
+  const std::int64_t total = num_tokens * slots();
+  const bool wide = args.topk_ids.dtype == DType::kI64;
+  std::vector<std::int32_t> narrow(wide ? static_cast<std::size_t>(total) : 0);
+  std::int32_t* ids = wide ? narrow.data() : args.topk_ids.as<std::int32_t>();
+
+  if (whole_batch) {
+    MOESAIC_RETURN_IF_ERROR(route_batch(args, ids));
+  } else {
+    route_rows(args, ids, scratch, threads);
+  }
+  if (capture) {
+    MOESAIC_RETURN_IF_ERROR(guarded("capture callback", [&] {
+      capture(ConstTensorView(reinterpret_cast<const std::byte*>(ids), DType::kI32,
+                              {num_tokens, slots()}));
+      return Status();
+    }));
+  }
+  if (args.eplb != nullptr) {
+    map_logical_to_physical(*args.eplb, row.spec.num_experts, num_tokens, slots(),
+                            args.padding_mask.as<std::uint8_t>(), ids);
+  }
+  if (wide) {
+    std::copy_n(ids, total, args.topk_ids.as<std::int64_t>());
+  } else if (args.topk_ids.dtype == DType::kU32) {
+    const auto negative = std::find_if(ids, ids + total, [](std::int32_t id) { return id < 0; });
+    if (negative != ids + total) {
+      const std::int64_t at = negative - ids;
+      return {StatusCode::kInvalidArgument,
+              fmt::format("topk_ids: got U32 and an empty slot (-1) at [{}, {}], need I32 or I64",
+                          at / slots(), at % slots())};
+    }
+  }
+  return {};
+}
+
+Result<Router> Router::create(const Options& options) {
+  try {
+    MOESAIC_ASSIGN_OR_RETURN(const RoutingSpec spec, effective_routing(options.spec));
+    MOESAIC_RETURN_IF_ERROR(check_router_parts(options, spec));
+    auto impl = std::make_unique<Impl>();
+    impl->row.spec = spec;
+    impl->row.bias = copy_floats(options.correction_bias);
+    impl->row.vision_bias = copy_floats(options.vision_bias);
+    impl->row.scale = spec.scale_on_output ? 1.0F : static_cast<float>(spec.routed_scaling_factor);
+    if (options.hash_table.present()) {
+      const std::int32_t* table = options.hash_table.as<std::int32_t>();
+      impl->hash_table.assign(table, table + options.hash_table.dim(0) * spec.top_k);
+    }
+    impl->vision_token_base = options.vision_token_base;
+    impl->custom = options.custom;
+    if (spec.method == RoutingMethod::kSimulated) {
+      MOESAIC_ASSIGN_OR_RETURN(impl->simulation,
+                               find_simulation_strategy(options.simulation_strategy));
+    }
+    impl->seed = options.seed;
+    impl->num_shared = options.num_fused_shared_experts;
+    impl->shared_weight = options.shared_expert_weight;
+    impl->capture = options.capture;
+    impl->num_threads = options.num_threads;
+    impl->name = router_name(spec, options.simulation_strategy);
+    return Router(std::move(impl));
+  } catch (const std::bad_alloc&) {
+    return Status(
+        StatusCode::kOutOfMemory,
+        fmt::format("router: cannot allocate the state of {} experts", options.spec.num_experts));
+  }
+}
+
+Status Router::select_experts(const Args& args) const {
+  try {
+    return impl_->select(args);
+  } catch (const std::bad_alloc&) {
+    return Status(StatusCode::kOutOfMemory,
+                  fmt::format("router: cannot allocate the buffers of {} tokens",
+                              args.router_logits.rank() > 0 ? args.router_logits.dim(0) : 0));
+  }
+}
+
+std::int64_t Router::slots() const { return impl_->slots(); }
+const RoutingSpec& Router::spec() const { return impl_->row.spec; }
+std::string Router::name() const { return impl_->name; }
+
+Router::Router(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Router::Router(Router&&) noexcept = default;
+Router& Router::operator=(Router&&) noexcept = default;
+Router::~Router() = default;
+
+}  // namespace moesaic

@@ -1,0 +1,38 @@
+// Short ways to build a router, run it on poisoned outputs and read the result.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "moesaic/router.h"
+#include "support/random.h"
+
+namespace moesaic::test {
+
+struct Routed {
+  std::int64_t slots = 0;
+  std::vector<float> weights;
+  std::vector<std::int32_t> ids;
+  std::vector<std::int32_t> row_ids(std::int64_t t) const;
+  std::vector<float> row_weights(std::int64_t t) const;
+};
+
+// [rows, columns] F32 from values in order.
+Tensor matrix(std::int64_t rows, const std::vector<float>& values);
+Tensor vector_i32(const std::vector<std::int32_t>& values);
+
+RoutingSpec topk_spec(ScoringFunc scoring, std::int64_t experts, std::int64_t k, bool renormalize);
+RoutingSpec grouped_spec(ScoringFunc scoring, std::int64_t experts, std::int64_t k,
+                         bool renormalize, std::int64_t groups, std::int64_t topk_group);
+RoutingSpec method_spec(RoutingMethod method, std::int64_t experts, std::int64_t k);
+
+// Creates and runs; fails the test and returns nothing useful when either is refused. A bias given
+// sets has_correction_bias.
+Routed route(Router::Options options, const Tensor& logits, const std::vector<float>& bias = {});
+Routed run(const Router& router, Router::Args args);
+Routed run(const Router& router, const Tensor& logits);
+
+// EXPECT that values agree to the digits that the worked examples print.
+void expect_digits(const std::vector<float>& got, const std::vector<double>& want);
+
+}  // namespace moesaic::test
