@@ -114,6 +114,7 @@ Status check_parallel(const LayerSource& source, const ParallelConfig& parallel)
 }  // namespace
 
 struct Checkpoint::Impl {
+  std::string directory;
   ModelConfig config;
   std::shared_ptr<const ShardSet> shards;
   std::vector<MoeLayerSpec> layers;  // resolved where possible
@@ -123,6 +124,29 @@ struct Checkpoint::Impl {
       if (spec.layer == index) return &spec;
     }
     return nullptr;
+  }
+
+  Result<MoeLayerWeights> load(int index, const ParallelConfig& parallel,
+                               const ProgressFn& progress) const {
+    const MoeLayerSpec* spec = find(index);
+    if (spec == nullptr) return no_such_layer(index);
+    MOESAIC_ASSIGN_OR_RETURN(BoundLayer layer, bind_layer(config, *spec, *shards));
+    MOESAIC_RETURN_IF_ERROR(check_parallel(layer.source, parallel));
+
+    const std::int64_t small = small_bytes(layer);
+    MOESAIC_ASSIGN_OR_RETURN(std::vector<std::int64_t> ids,
+                             local_expert_ids(spec->num_experts, parallel));
+    LoadProgress counter(
+        progress,
+        small + local_expert_bytes(layer, parallel.tp_size, static_cast<std::int64_t>(ids.size())));
+    MoeLayerWeights weights;
+    weights.spec = layer.source.spec;
+    MOESAIC_ASSIGN_OR_RETURN(weights.tensors, load_tensors(layer, config.quant.ue8m0));
+    counter.add(small);
+    MOESAIC_ASSIGN_OR_RETURN(
+        weights.experts, make_checkpoint_source(shards, std::move(layer), parallel, std::move(ids),
+                                                std::move(counter)));
+    return weights;
   }
 
   Status no_such_layer(int index) const {
@@ -155,8 +179,12 @@ Result<Checkpoint> Checkpoint::open(const std::string& directory, const Options&
     auto impl = std::make_unique<Impl>();
     MOESAIC_ASSIGN_OR_RETURN(const std::string text,
                              read_text_file(directory + "/config.json", kMaxConfigBytes));
-    MOESAIC_ASSIGN_OR_RETURN(impl->config, parse_model_config(text));
-    MOESAIC_RETURN_IF_ERROR(check_side_files(directory, impl->config.quant));
+    Result<ModelConfig> config = parse_model_config(text);
+    if (!config.ok()) return config.status().with_context(directory);
+    impl->directory = directory;
+    impl->config = std::move(*config);
+    MOESAIC_RETURN_IF_ERROR(
+        check_side_files(directory, impl->config.quant).with_context(directory));
     MOESAIC_ASSIGN_OR_RETURN(ShardSet shards, ShardSet::open(directory, options.access));
     impl->shards = std::make_shared<const ShardSet>(std::move(shards));
     for (const MoeLayerSpec& spec : impl->config.layers) {
@@ -210,27 +238,10 @@ std::vector<std::string> Checkpoint::problems() const {
 
 Result<MoeLayerWeights> Checkpoint::load_layer(int index, const ParallelConfig& parallel,
                                                const ProgressFn& progress) const {
-  return guard_allocation("checkpoint", [&]() -> Result<MoeLayerWeights> {
-    const MoeLayerSpec* spec = impl_->find(index);
-    if (spec == nullptr) return impl_->no_such_layer(index);
-    MOESAIC_ASSIGN_OR_RETURN(BoundLayer layer, bind_layer(impl_->config, *spec, *impl_->shards));
-    MOESAIC_RETURN_IF_ERROR(check_parallel(layer.source, parallel));
-
-    const std::int64_t small = small_bytes(layer);
-    MOESAIC_ASSIGN_OR_RETURN(std::vector<std::int64_t> ids,
-                             local_expert_ids(spec->num_experts, parallel));
-    LoadProgress counter(
-        progress,
-        small + local_expert_bytes(layer, parallel.tp_size, static_cast<std::int64_t>(ids.size())));
-    MoeLayerWeights weights;
-    weights.spec = layer.source.spec;
-    MOESAIC_ASSIGN_OR_RETURN(weights.tensors, load_tensors(layer, impl_->config.quant.ue8m0));
-    counter.add(small);
-    MOESAIC_ASSIGN_OR_RETURN(weights.experts,
-                             make_checkpoint_source(impl_->shards, std::move(layer), parallel,
-                                                    std::move(ids), std::move(counter)));
-    return weights;
-  });
+  Result<MoeLayerWeights> weights =
+      guard_allocation("checkpoint", [&] { return impl_->load(index, parallel, progress); });
+  if (!weights.ok()) return weights.status().with_context(impl_->directory);
+  return weights;
 }
 
 Result<Tensor> Checkpoint::read_tensor(const std::string& name) const {

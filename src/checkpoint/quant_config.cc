@@ -146,8 +146,10 @@ Result<QuantConfig> parse_quant_config(const nlohmann::json& top, const nlohmann
 
 bool skips_module(const QuantConfig& quant, std::string_view module) {
   const Parts name = split(module);
-  return std::any_of(quant.skips.begin(), quant.skips.end(),
-                     [&](const std::string& entry) { return contains(name, split(entry)); });
+  return std::any_of(quant.skips.begin(), quant.skips.end(), [&](const std::string& entry) {
+    // A bare number would match any layer or expert that happens to have it.
+    return !is_number(entry) && contains(name, split(entry));
+  });
 }
 
 Result<bool> skips_experts(const QuantConfig& quant, std::string_view experts,

@@ -1,0 +1,277 @@
+// parse_model_config: which layers are MoE, defaults, aliases, caps; skip lists; the family tables.
+#include "checkpoint/config.h"
+
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "checkpoint/container_support.h"
+#include "checkpoint/layer_plan.h"
+
+namespace moesaic::test {
+namespace {
+
+using Json = nlohmann::json;
+
+Json qwen3() {
+  return {{"model_type", "qwen3_moe"}, {"hidden_size", 64},       {"moe_intermediate_size", 32},
+          {"num_hidden_layers", 6},    {"num_experts", 8},        {"num_experts_per_tok", 2},
+          {"dtype", "bfloat16"},       {"intermediate_size", 128}};
+}
+
+Json deepseek_v3() {
+  return {{"model_type", "deepseek_v3"},   {"hidden_size", 7168},
+          {"moe_intermediate_size", 2048}, {"num_hidden_layers", 61},
+          {"n_routed_experts", 256},       {"num_experts_per_tok", 8},
+          {"torch_dtype", "bfloat16"},     {"intermediate_size", 18432}};
+}
+
+ModelConfig parse(const Json& json) {
+  Result<ModelConfig> config = parse_model_config(json.dump());
+  EXPECT_TRUE(config.ok()) << config.status().to_string();
+  return config.ok() ? *config : ModelConfig{};
+}
+
+std::vector<int> layers_of(const Json& json) {
+  std::vector<int> layers;
+  for (const MoeLayerSpec& spec : parse(json).layers) layers.push_back(spec.layer);
+  return layers;
+}
+
+Json with(Json base, const Json& changes) {
+  base.update(changes);
+  return base;
+}
+
+Json without(Json base, std::initializer_list<const char*> keys) {
+  for (const char* key : keys) base.erase(key);
+  return base;
+}
+
+TEST(ConfigLayers, SparseStepAndDenseList) {
+  const Json step = with(qwen3(), {{"decoder_sparse_step", 2}});
+  EXPECT_EQ(layers_of(step), (std::vector<int>{1, 3, 5}));
+  EXPECT_EQ(layers_of(with(step, {{"mlp_only_layers", {3}}})), (std::vector<int>{1, 5}));
+  EXPECT_EQ(layers_of(qwen3()), (std::vector<int>{0, 1, 2, 3, 4, 5}));
+  EXPECT_EQ(layers_of(with(qwen3(), {{"decoder_sparse_step", 7}})), std::vector<int>{});
+}
+
+TEST(ConfigLayers, FirstDenseAndFrequency) {
+  // DeepSeek-V3: first_k_dense_replace 3 is also the default; the layer behind the last one holds
+  // the multi-token prediction and is not a layer of the model.
+  for (const Json& extra :
+       {Json::object(), Json{{"first_k_dense_replace", 3}, {"num_nextn_predict_layers", 1}}}) {
+    const std::vector<int> layers = layers_of(with(deepseek_v3(), extra));
+    ASSERT_EQ(layers.size(), 58U);
+    EXPECT_EQ(layers.front(), 3);
+    EXPECT_EQ(layers.back(), 60);
+  }
+  EXPECT_EQ(layers_of(with(deepseek_v3(), {{"num_hidden_layers", 8}, {"moe_layer_freq", 2}})),
+            (std::vector<int>{4, 6}));
+  EXPECT_EQ(layers_of(with(deepseek_v3(), {{"first_k_dense_replace", 100}})), std::vector<int>{});
+}
+
+TEST(ConfigLayers, DenseMembersHaveNone) {
+  EXPECT_EQ(layers_of(with(deepseek_v3(), {{"n_routed_experts", nullptr}})), std::vector<int>{});
+  EXPECT_EQ(layers_of(with(qwen3(), {{"num_experts", 0}})), std::vector<int>{});
+  const auto absent = parse_model_config(without(qwen3(), {"num_experts"}).dump());
+  EXPECT_EQ(mismatch(absent.status(), StatusCode::kCorruptFile, {"num_experts", "missing"}), "");
+}
+
+TEST(ConfigDefaults, FollowTheFamily) {
+  const MoeLayerSpec v3 = parse(deepseek_v3()).layers[0];
+  EXPECT_EQ(v3.routing.num_expert_group, 8);
+  EXPECT_EQ(v3.routing.topk_group, 4);
+  EXPECT_EQ(v3.routing.routed_scaling_factor, 2.5);
+  EXPECT_TRUE(v3.routing.renormalize && v3.routing.has_correction_bias);
+  EXPECT_EQ(v3.routing.scoring_func, ScoringFunc::kSigmoid);
+  EXPECT_EQ(v3.shared.intermediate_size, 2048);
+  const MoeLayerSpec k2 =
+      parse(with(deepseek_v3(), {{"model_type", "kimi_k2"}, {"n_routed_experts", 384}})).layers[0];
+  EXPECT_EQ(k2.layer, 1);
+  EXPECT_EQ(k2.routing.num_expert_group, 1);
+  EXPECT_EQ(k2.routing.routed_scaling_factor, 2.827);
+  const MoeLayerSpec q3 = parse(qwen3()).layers[0];
+  EXPECT_FALSE(q3.routing.renormalize);
+  EXPECT_EQ(q3.intermediate_size, 32) << "intermediate_size is the dense width";
+  Json oss = with(without(qwen3(), {"moe_intermediate_size"}), {{"model_type", "gpt_oss"}});
+  EXPECT_EQ(parse(oss).layers[0].intermediate_size, 128) << "here it is the expert width";
+  EXPECT_EQ(parse(oss).layers[0].activation.limit, 7.0F);
+  EXPECT_EQ(parse(without(qwen3(), {"dtype"})).layers[0].activation_dtype, DType::kBF16);
+}
+
+TEST(ConfigFieldsOf, ScoringTopkMethodAndScale) {
+  const Json base = with(deepseek_v3(), {{"n_routed_experts", 16}});
+  const auto routing = [&](const Json& changes) {
+    return parse(with(base, changes)).layers[0].routing;
+  };
+  EXPECT_EQ(routing({{"scoring_func", "softmax"}}).scoring_func, ScoringFunc::kSoftmax);
+  EXPECT_EQ(routing({{"scoring_func", "sqrtsoftplus"}}).scoring_func, ScoringFunc::kSqrtSoftplus);
+  EXPECT_FALSE(routing({{"norm_topk_prob", false}}).renormalize);
+  EXPECT_EQ(routing({{"routed_scaling_factor", 1}}).routed_scaling_factor, 1.0);
+  const RoutingSpec greedy = routing({{"topk_method", "greedy"}});
+  EXPECT_EQ(greedy.method, RoutingMethod::kTopK);
+  EXPECT_EQ(greedy.num_expert_group, 1) << "greedy ignores groups";
+  EXPECT_FALSE(greedy.has_correction_bias);
+  EXPECT_EQ(routing({{"n_group", 1}, {"topk_group", 1}}).method, RoutingMethod::kTopK);
+  // DeepSeek-V2 renormalises or scales, and leaves a single weight alone.
+  const Json v2 = with(
+      base,
+      {{"model_type", "deepseek_v2"}, {"routed_scaling_factor", 16.0}, {"norm_topk_prob", true}});
+  const RoutingSpec both = parse(v2).layers[0].routing;
+  EXPECT_TRUE(both.renormalize);
+  EXPECT_EQ(both.routed_scaling_factor, 1.0);
+  const RoutingSpec single = parse(with(v2, {{"num_experts_per_tok", 1}})).layers[0].routing;
+  EXPECT_FALSE(single.renormalize);
+  EXPECT_EQ(single.routed_scaling_factor, 16.0);
+}
+
+TEST(ConfigFieldsOf, AliasesAndNesting) {
+  for (const char* name : {"num_local_experts", "n_routed_experts", "moe_num_experts"}) {
+    EXPECT_EQ(parse(with(without(qwen3(), {"num_experts"}), {{name, 16}})).layers[0].num_experts,
+              16);
+  }
+  for (const char* name :
+       {"num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "moe_top_k"}) {
+    EXPECT_EQ(
+        parse(with(without(qwen3(), {"num_experts_per_tok"}), {{name, 3}})).layers[0].routing.top_k,
+        3);
+  }
+  EXPECT_EQ(parse(with(qwen3(), {{"num_local_experts", 8}})).layers.size(), 6U) << "they agree";
+  const ModelConfig nested =
+      parse({{"model_type", "some_vl"}, {"text_config", qwen3()}, {"torch_dtype", "float16"}});
+  EXPECT_EQ(nested.model_type, "qwen3_moe");
+  EXPECT_EQ(nested.layers[0].activation_dtype, DType::kBF16) << "the nested dtype comes first";
+  const ModelConfig outer = parse({{"model_type", "some_vl"},
+                                   {"text_config", without(qwen3(), {"dtype"})},
+                                   {"torch_dtype", "float16"}});
+  EXPECT_EQ(outer.layers[0].activation_dtype, DType::kF16);
+  EXPECT_EQ(parse(with(qwen3(), {{"swiglu_limit", 7}})).layers[0].activation.limit, 7.0F);
+}
+
+TEST(ConfigQuant, Fp8BlockAndSkipLists) {
+  const Json block = {{"quant_method", "fp8"}, {"weight_block_size", {128, 128}}};
+  const auto quant = [&](const Json& changes) {
+    return parse(with(deepseek_v3(), {{"quantization_config", with(block, changes)}})).quant;
+  };
+  EXPECT_EQ(quant(Json::object()).format, StoredFormat::kFp8Block);
+  EXPECT_TRUE(quant({{"scale_fmt", "ue8m0"}}).ue8m0);
+  EXPECT_EQ(
+      parse({{"model_type", "x"}, {"text_config", deepseek_v3()}, {"quantization_config", block}})
+          .quant.format,
+      StoredFormat::kFp8Block);
+  EXPECT_EQ(parse(deepseek_v3()).quant.format, StoredFormat::kPlain);
+
+  const std::vector<std::string_view> leaves = {"gate_proj", "up_proj", "down_proj"};
+  const std::string experts = "model.layers.3.mlp.experts";
+  const auto skips = [&](const Json& list) {
+    return skips_experts(quant({{"modules_to_not_convert", list}}), experts, 2, leaves);
+  };
+  EXPECT_FALSE(skips({"gate", "self_attn", "lm_head", "model.layers.4.mlp.experts"}).value());
+  EXPECT_FALSE(skips({"expert", "layers.3.mlp.shared_experts", "3"}).value());
+  EXPECT_TRUE(skips({"experts"}).value());
+  EXPECT_TRUE(skips({"mlp.experts"}).value());
+  EXPECT_TRUE(skips({"model.layers.3"}).value());
+  EXPECT_TRUE(skips({"model.layers.*.mlp"}).value());
+  EXPECT_TRUE(skips({"mlp.experts.0", "layers.3.mlp.experts.1"}).value());
+  EXPECT_TRUE(skips({"experts.*.gate_proj", "up_proj", "experts.*.down_proj"}).value());
+  EXPECT_EQ(mismatch(skips({"model.layers.3.mlp.experts.1"}).status(), StatusCode::kUnsupported,
+                     {"3 of 6", "experts.1.gate_proj", "experts.0.gate_proj", "all or none"}),
+            "");
+  EXPECT_EQ(mismatch(skips({"up_proj"}).status(), StatusCode::kUnsupported, {"2 of 6"}), "");
+  const QuantConfig gate_only = quant({{"ignored_layers", {"gate"}}});
+  EXPECT_TRUE(skips_module(gate_only, "model.layers.3.mlp.gate"));
+  EXPECT_FALSE(skips_module(gate_only, "model.layers.3.mlp.shared_experts.gate_proj"));
+}
+
+TEST(ConfigCaps, AreNamed) {
+  const auto status = [](const Json& json) { return parse_model_config(json.dump()).status(); };
+  EXPECT_EQ(mismatch(status(with(qwen3(), {{"num_experts", kMaxExperts + 1}})),
+                     StatusCode::kInvalidArgument, {"num_experts", "16384"}),
+            "");
+  EXPECT_EQ(mismatch(status(with(qwen3(), {{"num_hidden_layers", kMaxLayers + 1}})),
+                     StatusCode::kInvalidArgument, {"num_hidden_layers", "4096"}),
+            "");
+  EXPECT_EQ(mismatch(status(with(qwen3(), {{"hidden_size", 18446744073709551615ULL}})),
+                     StatusCode::kInvalidArgument, {"hidden_size", "18446744073709551615"}),
+            "");
+  const Json huge = {{"hidden_size", kMaxWidth},
+                     {"moe_intermediate_size", kMaxWidth},
+                     {"num_experts", kMaxExperts}};
+  EXPECT_EQ(mismatch(status(with(qwen3(), huge)), StatusCode::kLimitExceeded, {"63-bit"}), "");
+  std::string text = with(qwen3(), {{"x", std::string(kMaxConfigBytes, 'x')}}).dump();
+  EXPECT_EQ(parse_model_config(text).status().code(), StatusCode::kLimitExceeded);
+  // The largest allowed numbers stay cheap: layers are counted, not tensors.
+  EXPECT_EQ(parse(with(qwen3(), {{"num_hidden_layers", kMaxLayers}, {"num_experts", kMaxExperts}}))
+                .layers.size(),
+            4096U);
+}
+
+// The table itself: every row is complete and consistent.
+TEST(Families, TablesAreSound) {
+  std::set<std::string_view> types;
+  for (const Family& family : families()) {
+    SCOPED_TRACE(family.title);
+    for (const std::string_view type : family.model_types.list()) {
+      EXPECT_TRUE(types.insert(type).second) << type << " belongs to two families";
+      EXPECT_EQ(find_family(type), &family);
+    }
+    EXPECT_FALSE(family.width_fields.list().empty());
+    EXPECT_TRUE(family.layouts[0].present());
+    EXPECT_EQ(family.routing.bias == BiasRule::kNone, family.correction_bias.list().empty());
+    EXPECT_EQ(family.shared == SharedRule::kNone, family.shared_module.empty());
+    for (const ExpertLayout& layout : family.layouts) {
+      if (!layout.present()) continue;
+      const bool per_expert = layout.storage == ExpertStorage::kPerExpert;
+      EXPECT_EQ(per_expert, layout.gate.find("{e}") != std::string_view::npos);
+      EXPECT_EQ(per_expert, !layout.up.empty());
+      EXPECT_FALSE(layout.weight_suffixes.list().empty());
+      EXPECT_EQ(layout.bias_suffix.empty(), family.layouts[0].bias_suffix.empty());
+    }
+  }
+  EXPECT_EQ(types.size(), 12U);
+  EXPECT_EQ(find_family("llama"), nullptr);
+  EXPECT_EQ(find_family(""), nullptr);
+}
+
+TEST(Families, PatternsMatchWholeNumbersOnly) {
+  EXPECT_EQ(expand_expert("experts.{e}.w1", 11), "experts.11.w1");
+  EXPECT_TRUE(matches_pattern("experts.{e}.w1", "experts.11.w1"));
+  for (const char* name : {"experts..w1", "experts.1x.w1", "experts.1.w2", "experts.1.w11",
+                           "shared_experts.1.w1", "experts.-1.w1"}) {
+    EXPECT_FALSE(matches_pattern("experts.{e}.w1", name)) << name;
+  }
+  EXPECT_TRUE(matches_pattern("experts.gate_up_proj", "experts.gate_up_proj"));
+  EXPECT_FALSE(matches_pattern("experts.gate_up_proj", "experts.gate_up_proj_bias"));
+}
+
+// Released sizes: the shapes that a real checkpoint has.
+TEST(LayerPlan, ReleasedShapes) {
+  Json json = deepseek_v3();
+  json["quantization_config"] = {{"quant_method", "fp8"}, {"weight_block_size", {128, 128}}};
+  const ModelConfig config = parse(json);
+  LayerSource source;
+  source.spec = config.layers[0];
+  source.family = config.family;
+  source.layout = &config.family->layouts[0];
+  source.weight_suffix = source.layout->weight_suffixes.list()[0];
+  source.correction_bias = config.family->correction_bias.list()[0];
+  source.experts_format = source.shared_format = StoredFormat::kFp8Block;
+  source.experts_dtype = source.shared_dtype = DType::kF8E4M3;
+  const std::vector<PlannedTensor> plan = plan_layer(source);
+  EXPECT_EQ(plan.size(), 2U + 6U + 256U * 6U);
+  std::map<std::string, std::string> shapes;
+  for (const PlannedTensor& t : plan) shapes[t.name] = t.shape.to_string();
+  EXPECT_EQ(shapes.size(), plan.size()) << "names are distinct";
+  const std::string p = "model.layers.3.mlp.";
+  EXPECT_EQ(shapes[p + "gate.weight"], "[256, 7168]");
+  EXPECT_EQ(shapes[p + "gate.e_score_correction_bias"], "[256]");
+  EXPECT_EQ(shapes[p + "experts.255.gate_proj.weight"], "[2048, 7168]");
+  EXPECT_EQ(shapes[p + "experts.255.gate_proj.weight_scale_inv"], "[16, 56]");
+  EXPECT_EQ(shapes[p + "experts.0.down_proj.weight_scale_inv"], "[56, 16]");
+  EXPECT_EQ(shapes[p + "shared_experts.up_proj.weight"], "[2048, 7168]");
+}
+
+}  // namespace
+}  // namespace moesaic::test

@@ -1,0 +1,187 @@
+#!/usr/bin/env python3
+"""Writes one tiny checkpoint per family and storage below FOLDER, and FOLDER/manifest.json: for each its MoE
+layers, what the configuration must be read as, and the file of expected canonical tensors."""
+
+import json
+import os
+import random
+import sys
+
+from tiny_model import Layer, safetensors, tensor, matrix, write_model
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+class Cases:
+    def __init__(self, root):
+        self.root, self.manifest = root, []
+
+    def add(self, name, config, layers, spec, prefix="model.layers.%d.mlp", extra=None, shards=1, common="model."):
+        """layers: {index: Layer}; spec: what must be read from the configuration."""
+        rng = random.Random(name)
+        tensors = {common + "norm.weight": tensor("BF16", matrix(rng, "BF16", 1, 8))}
+        for i, layer in layers.items():
+            tensors.update(layer.named(prefix % i))
+        tensors.update(extra or {})
+        write_model(os.path.join(self.root, name), config, tensors, rng, shards)
+        expected = {"%d.%s" % (i, n): t for i, layer in layers.items() for n, t in layer.expected.items()}
+        with open(os.path.join(self.root, name + ".expected.safetensors"), "wb") as f:
+            f.write(safetensors(expected))
+        self.manifest.append({"name": name, "layers": sorted(layers), "prefix": prefix, "spec": spec})
+
+
+def qwen3(**more):
+    return dict({"model_type": "qwen3_moe", "hidden_size": 16, "moe_intermediate_size": 8, "intermediate_size": 40,
+                 "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
+                 "hidden_act": "silu", "dtype": "bfloat16"}, **more)
+
+
+def deepseek(model_type="deepseek_v3", h=16, i=8, **more):
+    return dict({"model_type": model_type, "hidden_size": h, "moe_intermediate_size": i, "intermediate_size": 40,
+                 "num_hidden_layers": 3, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+                 "n_shared_experts": 2, "first_k_dense_replace": 1, "torch_dtype": "bfloat16"}, **more)
+
+
+def flat_moe(model_type, h=16, i=8, **more):
+    return dict({"model_type": model_type, "hidden_size": h, "intermediate_size": i, "num_hidden_layers": 2,
+                 "num_local_experts": 4, "num_experts_per_tok": 2, "torch_dtype": "bfloat16"}, **more)
+
+
+def deepseek_layer(seed, h=16, i=8, s=16, storage="per_expert", bias="F32", **kinds):
+    rng = random.Random(seed)
+    shared_dtype = kinds.pop("shared_dtype", None)
+    layer = Layer(rng, 4, h, i, **kinds)
+    getattr(layer, storage)()
+    layer.router().shared(rng, "shared_experts", s, shared_dtype)
+    if bias:
+        layer.correction_bias(rng, "gate.e_score_correction_bias", bias)
+    return layer
+
+
+def mixtral(c):
+    spec = {"routing": "topk", "scoring": "softmax", "renormalize": True, "scale": 1.0}
+    sizes = {"h": 16, "i": 8}
+    new = lambda seed: Layer(random.Random(seed), 4, **sizes).router()
+    both = {0: 1, 1: 2}
+    bsm = "model.layers.%d.block_sparse_moe"
+    c.add("mixtral", flat_moe("mixtral"), {i: new(s).w123() for i, s in both.items()}, spec, bsm)
+    c.add("mixtral_fused", flat_moe("mixtral"), {i: new(s).fused_nt() for i, s in both.items()}, spec)
+    c.add("mixtral_fused_weight", flat_moe("mixtral"), {i: new(s).fused_nt(".weight") for i, s in both.items()}, spec)
+    c.add("mixtral_fused_block", flat_moe("mixtral"), {i: new(s).fused_nt() for i, s in both.items()}, spec, bsm)
+    # 2I == H: the shapes of fused-NT and fused-NN coincide, only the family tells them apart.
+    square = lambda seed: Layer(random.Random(seed), 4, 16, 8).router()
+    c.add("mixtral_square", flat_moe("mixtral"), {0: square(3).fused_nt(), 1: square(4).w123()}, spec,
+          "model.layers.%d.block_sparse_moe")
+
+
+def qwen(c):
+    spec = {"routing": "topk", "scoring": "softmax", "renormalize": True, "scale": 1.0}
+    layer = lambda seed, **k: Layer(random.Random(seed), 4, 16, 8, **k).per_expert().router()
+    c.add("qwen3_moe", qwen3(), {0: layer(1), 1: layer(2)}, spec, shards=3)
+    c.add("qwen3_moe_fused", qwen3(), {0: Layer(random.Random(1), 4, 16, 8).fused_nt().router(),
+                                       1: Layer(random.Random(2), 4, 16, 8).fused_nt().router()}, spec)
+    c.add("qwen3_moe_step", qwen3(num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3]),
+          {1: layer(1), 5: layer(2)}, spec)
+    alias = qwen3(num_hidden_layers=1, num_local_experts=4)
+    del alias["num_experts"], alias["dtype"], alias["norm_topk_prob"]
+    no_renorm = dict(spec, renormalize=False)
+    c.add("qwen3_moe_f32", alias, {0: layer(1, dtype="F32", gate_dtype="F32")}, dict(no_renorm, quant="f32", activation_dtype="F32"))
+    c.add("qwen3_moe_f16", dict(alias, dtype="float16"), {0: layer(1, dtype="F16", gate_dtype="F16")},
+          dict(no_renorm, quant="f16", activation_dtype="F16"))
+    rng = random.Random(5)
+    shared = lambda storage: getattr(Layer(random.Random(9), 4, 16, 8), storage)().router().shared(
+        random.Random(8), "shared_expert", 24, gate="shared_expert_gate.weight")
+    q2 = qwen3(model_type="qwen2_moe", num_hidden_layers=1, shared_expert_intermediate_size=24, norm_topk_prob=False)
+    q2_spec = dict(no_renorm, shared=24, shared_gated=True)
+    c.add("qwen2_moe", q2, {0: shared("per_expert")}, q2_spec)
+    c.add("qwen2_moe_fused", q2, {0: shared("fused_nt")}, q2_spec)
+    olmoe = qwen3(model_type="olmoe", num_hidden_layers=1, intermediate_size=8)
+    del olmoe["moe_intermediate_size"], olmoe["norm_topk_prob"]
+    c.add("olmoe", olmoe, {0: layer(7)}, no_renorm)
+
+
+def deepseeks(c):
+    v3 = {"routing": "grouped_topk", "scoring": "sigmoid", "renormalize": True, "scale": 2.5, "bias": True, "groups": [2, 1], "shared": 16}
+    both = lambda **k: {1: deepseek_layer(1, **k), 2: deepseek_layer(2, **k)}
+    dense = {"model.layers.0.mlp.%s.weight" % p: tensor("BF16", matrix(random.Random(3), "BF16", 2, 2)) for p in ("gate_proj", "up_proj", "down_proj")}
+    mtp = deepseek_layer(77).named("model.layers.3.mlp")  # a prediction layer behind the last one: skipped
+    c.add("deepseek_v3", deepseek(num_nextn_predict_layers=1), both(), v3, extra=dict(dense, **mtp), shards=2)
+    c.add("deepseek_v3_fused", deepseek(), both(storage="fused_nt"), v3, extra=dense)
+    c.add("deepseek_v3_bf16_bias", deepseek(model_type="deepseek_v32"), both(bias="BF16"), v3)
+    v2 = {"routing": "topk", "scoring": "softmax", "renormalize": False, "scale": 16.0, "groups": [1, 1], "shared": 16}
+    c.add("deepseek_v2", deepseek("deepseek_v2", topk_method="greedy", routed_scaling_factor=16), both(bias=None), v2)
+    c.add("deepseek_v2_grouped", deepseek("deepseek_v2", topk_method="group_limited_greedy", routed_scaling_factor=16.0),
+          both(bias=None), dict(v2, routing="grouped_topk", groups=[2, 1]))
+    c.add("deepseek_v2_renorm", deepseek("deepseek_v2", norm_topk_prob=True, routed_scaling_factor=16.0, moe_layer_freq=2),
+          {2: deepseek_layer(2, bias=None)}, dict(v2, renormalize=True, scale=1.0))
+    c.add("deepseek_v2_no_shared", deepseek("deepseek_v2", n_shared_experts=None, num_hidden_layers=2),
+          {1: Layer(random.Random(6), 4, 16, 8).per_expert().router()}, dict(v2, shared=0, scale=1.0))
+    k2 = deepseek("kimi_k2")
+    del k2["n_group"], k2["topk_group"], k2["first_k_dense_replace"]
+    k2_spec = dict(v3, routing="topk", groups=[1, 1], scale=2.827)
+    c.add("kimi_k2", k2, both(), k2_spec)
+    dtype = k2.pop("torch_dtype")
+    c.add("kimi_nested", {"model_type": "kimi_k25", "torch_dtype": dtype, "text_config": k2, "vision_config": {"hidden_size": 7}}, both(),
+          k2_spec, prefix="language_model.model.layers.%d.mlp", common="language_model.model.")
+    c.add("glm4_moe", deepseek("glm4_moe", n_group=1, topk_group=1, routed_scaling_factor=1.5, num_nextn_predict_layers=1), both(),
+          dict(v3, routing="topk", groups=[1, 1], scale=1.5))
+    glm = deepseek("glm4_moe", mlp_layer_types=["dense", "dense", "sparse"])
+    del glm["n_group"], glm["topk_group"]
+    c.add("glm4_moe_layer_types", glm, {2: deepseek_layer(5)}, dict(v3, routing="topk", groups=[1, 1], scale=1.0))
+
+
+def fp8(c):
+    v3 = {"routing": "grouped_topk", "scoring": "sigmoid", "renormalize": True, "scale": 2.5, "bias": True, "groups": [2, 1],
+          "shared": 256, "quant": "fp8-block", "shared_quant": "fp8-block"}
+    config = lambda **q: deepseek(h=200, i=256, n_shared_experts=1, num_hidden_layers=2, quantization_config=dict(FP8, **q))
+    layer = lambda seed, **k: deepseek_layer(seed, h=200, i=256, s=256, dtype="F8_E4M3", **k)
+    c.add("fp8", config(), {1: layer(1)}, v3, shards=2)
+    c.add("fp8_bf16_scales", config(modules_to_not_convert=["gate", "lm_head", "model.layers.0.mlp"]), {1: layer(1, scale_dtype="BF16")}, v3)
+    c.add("fp8_fused", config(scale_fmt="ue8m0"), {1: layer(1, storage="fused_nt")}, dict(v3, ue8m0=True))
+    c.add("fp8_shared_skipped", config(ignored_layers=["model.layers.1.mlp.shared_experts.%s_proj" % p for p in ("gate", "up", "down")]),
+          {1: layer(1, shared_dtype="BF16")}, dict(v3, shared_quant="bf16"))
+    every = ["model.layers.1.mlp.experts.%d.%s_proj" % (e, p) for e in range(4) for p in ("gate", "up", "down")]
+    c.add("fp8_experts_skipped", config(modules_to_not_convert=every),
+          {1: deepseek_layer(1, h=200, i=256, s=256, dtype="BF16", shared_dtype="F8_E4M3")}, dict(v3, quant="bf16"))
+    c.add("fp8_block_skipped", config(modules_to_not_convert=["layers.*.mlp"]), {1: deepseek_layer(1, h=200, i=256, s=256)},
+          dict(v3, quant="bf16", shared_quant="bf16"))
+
+
+def others(c):
+    bsm = "model.layers.%d.block_sparse_moe"
+    m2 = {"routing": "topk", "scoring": "sigmoid", "renormalize": True, "scale": 1.0, "bias": True}
+    def layer(seed, bias="e_score_correction_bias"):
+        rng = random.Random(seed)
+        x = Layer(rng, 4, 16, 8, gate_dtype="F32").w123().router()
+        return x.correction_bias(rng, bias) if bias else x
+    c.add("minimax_m2", flat_moe("minimax_m2", use_routing_bias=True, scoring_func="sigmoid"), {0: layer(1), 1: layer(2)}, m2, bsm)
+    c.add("minimax_m2_unsaid", flat_moe("minimax_m2"), {0: layer(1), 1: layer(2, "gate.e_score_correction_bias")}, m2, bsm)
+    c.add("minimax_m2_no_bias", flat_moe("minimax_m2"), {0: layer(1, None), 1: layer(2, None)}, dict(m2, bias=False), bsm)
+    c.add("minimax_m2_bias_off", flat_moe("minimax_m2", use_routing_bias=False), {0: layer(1, None), 1: layer(2, None)}, dict(m2, bias=False), bsm)
+    oss_spec = {"routing": "topk_softmax", "scoring": "softmax", "renormalize": False, "scale": 1.0, "activation": "swigluoai",
+                "limit": 7.0, "alpha": 1.702, "beta": 1.0, "expert_bias": True, "router_bias": True}
+    def oss(seed, h=16, i=8, bias="BF16"):
+        rng = random.Random(seed)
+        return (Layer(rng, 4, h, i, expert_bias=bias).fused_nn_interleaved().router("router.weight")
+                .router_bias(rng, "router.bias"))
+    c.add("gpt_oss", flat_moe("gpt_oss", hidden_act="silu", experts_per_token=2), {0: oss(1), 1: oss(2)}, oss_spec)
+    c.add("gpt_oss_square", flat_moe("gpt_oss", h=16, i=16, swiglu_limit=5.5), {0: oss(1, i=16, bias="F32"), 1: oss(2, i=16, bias="F16")},
+          dict(oss_spec, limit=5.5))
+    limited = flat_moe("mixtral", hidden_act="gelu_pytorch_tanh", num_hidden_layers=1)
+    c.add("mixtral_gelu", limited, {0: Layer(random.Random(1), 4, 16, 8).w123().router()},
+          {"routing": "topk", "scoring": "softmax", "renormalize": True, "scale": 1.0, "activation": "gelu_tanh"}, bsm)
+
+
+def main():
+    if len(sys.argv) != 2:
+        sys.exit("usage: make_tiny_checkpoints.py FOLDER")
+    os.makedirs(sys.argv[1], exist_ok=True)
+    cases = Cases(sys.argv[1])
+    for part in (mixtral, qwen, deepseeks, fp8, others):
+        part(cases)
+    with open(os.path.join(sys.argv[1], "manifest.json"), "w", encoding="utf-8") as f:
+        json.dump(cases.manifest, f, indent=1)
+    print("%d checkpoints" % len(cases.manifest))
+
+
+main()

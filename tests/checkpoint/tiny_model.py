@@ -1,0 +1,229 @@
+"""Tiny checkpoints in every storage a family may have, made without the library under test.
+
+Numbers are handled as the bytes of one element, so that the expected canonical tensors are exact by
+construction: nothing here rounds. A matrix is a list of rows, a row a list of elements.
+"""
+
+import json
+import os
+import random
+import struct
+
+from corpus import container
+
+SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1}
+
+
+def element(rng, dtype):
+    """One random finite element, as bytes."""
+    if dtype == "F8_E4M3":
+        return bytes([rng.choice([0x00, 0x80]) | rng.randrange(0x7F)])  # 0x7F and 0xFF are NaN
+    value = struct.pack("<f", rng.uniform(-2, 2))
+    if dtype == "BF16":
+        return value[2:]
+    if dtype == "F16":
+        return struct.pack("<e", rng.uniform(-2, 2))
+    return value
+
+
+def widen(e, dtype):
+    """The F32 bytes of an element."""
+    if dtype == "BF16":
+        return b"\0\0" + e
+    if dtype == "F16":
+        return struct.pack("<f", struct.unpack("<e", e)[0])
+    return e
+
+
+def matrix(rng, dtype, rows, cols):
+    return [[element(rng, dtype) for _ in range(cols)] for _ in range(rows)]
+
+
+def scales(rng, dtype, rows, cols):
+    """Positive block scales."""
+    def one():
+        value = struct.pack("<f", rng.uniform(0.001, 0.1))
+        return value[2:] if dtype == "BF16" else value
+    return [[one() for _ in range(cols)] for _ in range(rows)]
+
+
+def transpose(m):
+    return [list(column) for column in zip(*m)]
+
+
+def interleave(a, b):
+    """Columns a0 b0 a1 b1 ..."""
+    return [[e for pair in zip(x, y) for e in pair] for x, y in zip(a, b)]
+
+
+def flat(m):
+    return b"".join(b"".join(row) for row in m)
+
+
+class Tensor:
+    def __init__(self, dtype, shape, data):
+        n = 1
+        for d in shape:
+            n *= d
+        assert len(data) == n * SIZES[dtype], (dtype, shape, len(data))
+        self.dtype, self.shape, self.data = dtype, list(shape), data
+
+
+def tensor(dtype, m):
+    return Tensor(dtype, [len(m), len(m[0])], flat(m))
+
+
+def vector(dtype, row):
+    return Tensor(dtype, [len(row)], b"".join(row))
+
+
+def stack(dtype, matrices):
+    return Tensor(dtype, [len(matrices), len(matrices[0]), len(matrices[0][0])], b"".join(map(flat, matrices)))
+
+
+def stack_rows(dtype, rows):
+    return Tensor(dtype, [len(rows), len(rows[0])], b"".join(b"".join(r) for r in rows))
+
+
+def safetensors(tensors, rng=None):
+    """A file; with rng the data lie in random order."""
+    names = list(tensors)
+    if rng:
+        rng.shuffle(names)
+    parts, data = [], b""
+    for name in names:
+        t = tensors[name]
+        parts.append('%s:{"dtype":"%s","shape":%s,"data_offsets":[%d,%d]}'
+                     % (json.dumps(name), t.dtype, json.dumps(t.shape), len(data), len(data) + len(t.data)))
+        data += t.data
+    return container("{" + ",".join(parts) + "}", data)
+
+
+def write_model(folder, config, tensors, rng, shards=1):
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as f:
+        json.dump(config, f)
+    names = list(tensors)
+    rng.shuffle(names)
+    if shards == 1:
+        files = {"model.safetensors": names}
+    else:
+        files = {"model-%05d-of-%05d.safetensors" % (s + 1, shards): names[s::shards] for s in range(shards)}
+        index = {"weight_map": {n: f for f, held in files.items() for n in held}}
+        with open(os.path.join(folder, "model.safetensors.index.json"), "w", encoding="utf-8") as f:
+            json.dump(index, f)
+    for name, held in files.items():
+        with open(os.path.join(folder, name), "wb") as f:
+            f.write(safetensors({n: tensors[n] for n in held}, rng))
+
+
+class Mlp:
+    """One expert: gate, up [I, H], down [H, I], and block scales when FP8."""
+
+    def __init__(self, rng, dtype, h, i, scale_dtype="F32"):
+        self.dtype, self.scale_dtype = dtype, scale_dtype
+        self.gate, self.up, self.down = matrix(rng, dtype, i, h), matrix(rng, dtype, i, h), matrix(rng, dtype, h, i)
+        if dtype == "F8_E4M3":
+            blocks = lambda n: -(-n // 128)
+            self.gate_scale = scales(rng, scale_dtype, blocks(i), blocks(h))
+            self.up_scale = scales(rng, scale_dtype, blocks(i), blocks(h))
+            self.down_scale = scales(rng, scale_dtype, blocks(h), blocks(i))
+
+    def w13(self):
+        return self.gate + self.up
+
+    def w13_scale(self):
+        return [[widen(e, self.scale_dtype) for e in row] for row in self.gate_scale + self.up_scale]
+
+    def w2_scale(self):
+        return [[widen(e, self.scale_dtype) for e in row] for row in self.down_scale]
+
+
+class Layer:
+    """One MoE layer: what goes into the files and what must come out of the loader."""
+
+    def __init__(self, rng, e, h, i, dtype="BF16", scale_dtype="F32", expert_bias=None, gate_dtype="BF16"):
+        self.e, self.h, self.i, self.dtype, self.scale_dtype = e, h, i, dtype, scale_dtype
+        self.experts = [Mlp(rng, dtype, h, i, scale_dtype) for _ in range(e)]
+        self.gate_dtype = gate_dtype
+        self.gate = matrix(rng, gate_dtype, e, h)
+        self.files, self.expected = {}, {}
+        self.expert_bias = expert_bias
+        if expert_bias:
+            self.bias13 = [[element(rng, expert_bias) for _ in range(2 * i)] for _ in range(e)]  # gate entries first
+            self.bias2 = [[element(rng, expert_bias) for _ in range(h)] for _ in range(e)]
+        self.expected["w13"] = stack(dtype, [x.w13() for x in self.experts])
+        self.expected["w2"] = stack(dtype, [x.down for x in self.experts])
+        if dtype == "F8_E4M3":
+            self.expected["w13_scale"] = stack("F32", [x.w13_scale() for x in self.experts])
+            self.expected["w2_scale"] = stack("F32", [x.w2_scale() for x in self.experts])
+        if expert_bias:
+            self.expected["w13_bias"] = stack_rows("F32", [[widen(b, expert_bias) for b in r] for r in self.bias13])
+            self.expected["w2_bias"] = stack_rows("F32", [[widen(b, expert_bias) for b in r] for r in self.bias2])
+
+    # --- router and shared expert ---
+
+    def router(self, name="gate.weight"):
+        self.files[name] = self.expected["gate_weight"] = tensor(self.gate_dtype, self.gate)
+        return self
+
+    def router_bias(self, rng, name, dtype="BF16"):
+        self.files[name] = self.expected["gate_bias"] = vector(dtype, [element(rng, dtype) for _ in range(self.e)])
+        return self
+
+    def correction_bias(self, rng, name, dtype="F32"):
+        row = [element(rng, dtype) for _ in range(self.e)]
+        self.files[name] = vector(dtype, row)
+        self.expected["e_score_correction_bias"] = vector("F32", [widen(x, dtype) for x in row])
+        return self
+
+    def shared(self, rng, module, s, dtype=None, gate=None):
+        dtype = dtype or self.dtype
+        mlp = Mlp(rng, dtype, self.h, s, self.scale_dtype)
+        for leaf, m in (("gate_proj", mlp.gate), ("up_proj", mlp.up), ("down_proj", mlp.down)):
+            self.files["%s.%s.weight" % (module, leaf)] = tensor(dtype, m)
+        self.expected["shared_w13"] = stack(dtype, [mlp.w13()])
+        self.expected["shared_w2"] = stack(dtype, [mlp.down])
+        if dtype == "F8_E4M3":
+            for leaf, m in (("gate_proj", mlp.gate_scale), ("up_proj", mlp.up_scale), ("down_proj", mlp.down_scale)):
+                self.files["%s.%s.weight_scale_inv" % (module, leaf)] = tensor(self.scale_dtype, m)
+            self.expected["shared_w13_scale"] = stack("F32", [mlp.w13_scale()])
+            self.expected["shared_w2_scale"] = stack("F32", [mlp.w2_scale()])
+        if gate:
+            self.files[gate] = self.expected["shared_gate"] = tensor("BF16", matrix(rng, "BF16", 1, self.h))
+        return self
+
+    # --- storages of the experts ---
+
+    def per_expert(self, gate="gate_proj", up="up_proj", down="down_proj"):
+        for n, x in enumerate(self.experts):
+            for leaf, m in ((gate, x.gate), (up, x.up), (down, x.down)):
+                self.files["experts.%d.%s.weight" % (n, leaf)] = tensor(self.dtype, m)
+            if self.dtype == "F8_E4M3":
+                for leaf, m in ((gate, x.gate_scale), (up, x.up_scale), (down, x.down_scale)):
+                    self.files["experts.%d.%s.weight_scale_inv" % (n, leaf)] = tensor(self.scale_dtype, m)
+        return self
+
+    def w123(self):
+        return self.per_expert("w1", "w3", "w2")
+
+    def fused_nt(self, suffix=""):
+        self.files["experts.gate_up_proj" + suffix] = stack(self.dtype, [x.gate + x.up for x in self.experts])
+        self.files["experts.down_proj" + suffix] = stack(self.dtype, [x.down for x in self.experts])
+        if self.dtype == "F8_E4M3":
+            self.files["experts.gate_up_proj_scale_inv"] = stack(self.scale_dtype, [x.gate_scale + x.up_scale for x in self.experts])
+            self.files["experts.down_proj_scale_inv"] = stack(self.scale_dtype, [x.down_scale for x in self.experts])
+        return self
+
+    def fused_nn_interleaved(self):
+        self.files["experts.gate_up_proj"] = stack(
+            self.dtype, [interleave(transpose(x.gate), transpose(x.up)) for x in self.experts])
+        self.files["experts.down_proj"] = stack(self.dtype, [transpose(x.down) for x in self.experts])
+        if self.expert_bias:
+            rows = [[b for pair in zip(r[:self.i], r[self.i:]) for b in pair] for r in self.bias13]
+            self.files["experts.gate_up_proj_bias"] = stack_rows(self.expert_bias, rows)
+            self.files["experts.down_proj_bias"] = stack_rows(self.expert_bias, self.bias2)
+        return self
+
+    def named(self, prefix):
+        return {"%s.%s" % (prefix, n): t for n, t in self.files.items()}
