@@ -145,7 +145,7 @@ struct Checkpoint::Impl {
     counter.add(small);
     MOESAIC_ASSIGN_OR_RETURN(
         weights.experts, make_checkpoint_source(shards, std::move(layer), parallel, std::move(ids),
-                                                std::move(counter)));
+                                                directory, std::move(counter)));
     return weights;
   }
 

@@ -10,6 +10,7 @@
 
 #include "checkpoint/config_fields.h"
 #include "checkpoint/names.h"
+#include "core/fault.h"
 
 namespace moesaic {
 namespace {
@@ -155,7 +156,7 @@ bool skips_module(const QuantConfig& quant, std::string_view module) {
 Result<bool> skips_experts(const QuantConfig& quant, std::string_view experts,
                            std::int64_t num_experts,
                            std::span<const std::string_view> projections) {
-  if (quant.skips.empty()) return false;
+  if (quant.skips.empty() || MOESAIC_FAULT(checkpoint_skip_list_ignored)) return false;
   if (skips_module(quant, experts)) return true;
 
   // Entries that reach below the experts module: "<experts>.<e>", "<experts>.<e>.<projection>",

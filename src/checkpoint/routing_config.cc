@@ -6,6 +6,7 @@
 #include <string>
 
 #include "checkpoint/names.h"
+#include "core/fault.h"
 
 namespace moesaic {
 namespace {
@@ -58,7 +59,9 @@ Status read_groups(const ConfigFields& fields, const RoutingRule& rule, RoutingS
                             fmt::format("a divisor of the {} experts", routing->num_experts));
   }
   // One group restricts nothing: the plain method, which every backend has.
-  if (routing->num_expert_group > 1) routing->method = RoutingMethod::kGroupedTopK;
+  if (routing->num_expert_group > 1 && !MOESAIC_FAULT(checkpoint_groups_ignored)) {
+    routing->method = RoutingMethod::kGroupedTopK;
+  }
   return {};
 }
 

@@ -33,6 +33,13 @@ ModelConfig parse(const Json& json) {
   return config.ok() ? *config : ModelConfig{};
 }
 
+// The first MoE layer; a default one (and a failed test) when there is none.
+MoeLayerSpec first_layer(const Json& json) {
+  const ModelConfig config = parse(json);
+  EXPECT_FALSE(config.layers.empty());
+  return config.layers.empty() ? MoeLayerSpec{} : config.layers[0];
+}
+
 std::vector<int> layers_of(const Json& json) {
   std::vector<int> layers;
   for (const MoeLayerSpec& spec : parse(json).layers) layers.push_back(spec.layer);
@@ -80,31 +87,32 @@ TEST(ConfigLayers, DenseMembersHaveNone) {
 }
 
 TEST(ConfigDefaults, FollowTheFamily) {
-  const MoeLayerSpec v3 = parse(deepseek_v3()).layers[0];
+  const MoeLayerSpec v3 = first_layer(deepseek_v3());
   EXPECT_EQ(v3.routing.num_expert_group, 8);
   EXPECT_EQ(v3.routing.topk_group, 4);
+  EXPECT_EQ(v3.routing.method, RoutingMethod::kGroupedTopK);
   EXPECT_EQ(v3.routing.routed_scaling_factor, 2.5);
   EXPECT_TRUE(v3.routing.renormalize && v3.routing.has_correction_bias);
   EXPECT_EQ(v3.routing.scoring_func, ScoringFunc::kSigmoid);
   EXPECT_EQ(v3.shared.intermediate_size, 2048);
   const MoeLayerSpec k2 =
-      parse(with(deepseek_v3(), {{"model_type", "kimi_k2"}, {"n_routed_experts", 384}})).layers[0];
+      first_layer(with(deepseek_v3(), {{"model_type", "kimi_k2"}, {"n_routed_experts", 384}}));
   EXPECT_EQ(k2.layer, 1);
   EXPECT_EQ(k2.routing.num_expert_group, 1);
   EXPECT_EQ(k2.routing.routed_scaling_factor, 2.827);
-  const MoeLayerSpec q3 = parse(qwen3()).layers[0];
+  const MoeLayerSpec q3 = first_layer(qwen3());
   EXPECT_FALSE(q3.routing.renormalize);
   EXPECT_EQ(q3.intermediate_size, 32) << "intermediate_size is the dense width";
   Json oss = with(without(qwen3(), {"moe_intermediate_size"}), {{"model_type", "gpt_oss"}});
-  EXPECT_EQ(parse(oss).layers[0].intermediate_size, 128) << "here it is the expert width";
-  EXPECT_EQ(parse(oss).layers[0].activation.limit, 7.0F);
-  EXPECT_EQ(parse(without(qwen3(), {"dtype"})).layers[0].activation_dtype, DType::kBF16);
+  EXPECT_EQ(first_layer(oss).intermediate_size, 128) << "here it is the expert width";
+  EXPECT_EQ(first_layer(oss).activation.limit, 7.0F);
+  EXPECT_EQ(first_layer(without(qwen3(), {"dtype"})).activation_dtype, DType::kBF16);
 }
 
 TEST(ConfigFieldsOf, ScoringTopkMethodAndScale) {
   const Json base = with(deepseek_v3(), {{"n_routed_experts", 16}});
   const auto routing = [&](const Json& changes) {
-    return parse(with(base, changes)).layers[0].routing;
+    return first_layer(with(base, changes)).routing;
   };
   EXPECT_EQ(routing({{"scoring_func", "softmax"}}).scoring_func, ScoringFunc::kSoftmax);
   EXPECT_EQ(routing({{"scoring_func", "sqrtsoftplus"}}).scoring_func, ScoringFunc::kSqrtSoftplus);
@@ -119,35 +127,35 @@ TEST(ConfigFieldsOf, ScoringTopkMethodAndScale) {
   const Json v2 = with(
       base,
       {{"model_type", "deepseek_v2"}, {"routed_scaling_factor", 16.0}, {"norm_topk_prob", true}});
-  const RoutingSpec both = parse(v2).layers[0].routing;
+  const RoutingSpec both = first_layer(v2).routing;
   EXPECT_TRUE(both.renormalize);
   EXPECT_EQ(both.routed_scaling_factor, 1.0);
-  const RoutingSpec single = parse(with(v2, {{"num_experts_per_tok", 1}})).layers[0].routing;
+  const RoutingSpec single = first_layer(with(v2, {{"num_experts_per_tok", 1}})).routing;
   EXPECT_FALSE(single.renormalize);
   EXPECT_EQ(single.routed_scaling_factor, 16.0);
 }
 
 TEST(ConfigFieldsOf, AliasesAndNesting) {
   for (const char* name : {"num_local_experts", "n_routed_experts", "moe_num_experts"}) {
-    EXPECT_EQ(parse(with(without(qwen3(), {"num_experts"}), {{name, 16}})).layers[0].num_experts,
-              16);
+    EXPECT_EQ(first_layer(with(without(qwen3(), {"num_experts"}), {{name, 16}})).num_experts, 16);
   }
   for (const char* name :
        {"num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "moe_top_k"}) {
     EXPECT_EQ(
-        parse(with(without(qwen3(), {"num_experts_per_tok"}), {{name, 3}})).layers[0].routing.top_k,
-        3);
+        first_layer(with(without(qwen3(), {"num_experts_per_tok"}), {{name, 3}})).routing.top_k, 3);
   }
   EXPECT_EQ(parse(with(qwen3(), {{"num_local_experts", 8}})).layers.size(), 6U) << "they agree";
   const ModelConfig nested =
       parse({{"model_type", "some_vl"}, {"text_config", qwen3()}, {"torch_dtype", "float16"}});
   EXPECT_EQ(nested.model_type, "qwen3_moe");
+  ASSERT_FALSE(nested.layers.empty());
   EXPECT_EQ(nested.layers[0].activation_dtype, DType::kBF16) << "the nested dtype comes first";
   const ModelConfig outer = parse({{"model_type", "some_vl"},
                                    {"text_config", without(qwen3(), {"dtype"})},
                                    {"torch_dtype", "float16"}});
+  ASSERT_FALSE(outer.layers.empty());
   EXPECT_EQ(outer.layers[0].activation_dtype, DType::kF16);
-  EXPECT_EQ(parse(with(qwen3(), {{"swiglu_limit", 7}})).layers[0].activation.limit, 7.0F);
+  EXPECT_EQ(first_layer(with(qwen3(), {{"swiglu_limit", 7}})).activation.limit, 7.0F);
 }
 
 TEST(ConfigQuant, Fp8BlockAndSkipLists) {
@@ -252,6 +260,7 @@ TEST(LayerPlan, ReleasedShapes) {
   json["quantization_config"] = {{"quant_method", "fp8"}, {"weight_block_size", {128, 128}}};
   const ModelConfig config = parse(json);
   LayerSource source;
+  ASSERT_FALSE(config.layers.empty());
   source.spec = config.layers[0];
   source.family = config.family;
   source.layout = &config.family->layouts[0];

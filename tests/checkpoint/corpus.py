@@ -2,8 +2,8 @@
 
 A generator is run as `python3 make_bad_X.py FOLDER`, writes its cases below FOLDER and a FOLDER/manifest.json:
 a list of {"name", "path" (relative), "open", "code", "keywords"}. "open" says which door to knock at:
-"tensor_file" (TensorFile::open on a file), "shards" (the shard set of a folder) or "checkpoint"
-(Checkpoint::open on a folder). "code" is a status code name such as "corrupt_file", or "ok" for a case that
+"tensor_file" (TensorFile::open on a file), "shards" (the shard set of a folder), "checkpoint"
+(Checkpoint::open on a folder) or "layer" (its first MoE layer is loaded, with all experts). "code" is a status code name such as "corrupt_file", or "ok" for a case that
 must load. Every keyword must occur in the message.
 """
 

@@ -15,6 +15,25 @@
 namespace moesaic::test {
 namespace {
 
+// Opens a checkpoint and, on request, reads its first MoE layer to the last expert.
+Status open_checkpoint(const std::string& path, FileAccess access, bool load) {
+  const auto checkpoint = Checkpoint::open(path, {access});
+  if (!checkpoint.ok() || !load) return checkpoint.ok() ? Status() : checkpoint.status();
+  if (checkpoint->layers().empty()) return {StatusCode::kInternal, "no MoE layer"};
+  const MoeLayerSpec& spec = checkpoint->layers().front();
+  const auto layer = checkpoint->load_layer(spec.layer, ParallelConfig{});
+  // What loading refuses, problems() must report; broken values are found by reading only.
+  if (!layer.ok() && checkpoint->problems().empty()) {
+    return {StatusCode::kInternal, "problems() is silent about " + layer.status().to_string()};
+  }
+  if (!layer.ok()) return layer.status();
+  for (std::int64_t e = 0; e < spec.num_experts; ++e) {
+    const auto expert = layer->experts->expert(e);
+    if (!expert.ok()) return expert.status();
+  }
+  return {};
+}
+
 Status open_case(const std::string& door, const std::string& path, FileAccess access) {
   if (door == "tensor_file") {
     const auto file = TensorFile::open(path, access);
@@ -27,6 +46,9 @@ Status open_case(const std::string& door, const std::string& path, FileAccess ac
   if (door == "checkpoint") {
     const auto checkpoint = Checkpoint::open(path, Checkpoint::Options{.access = access});
     return checkpoint.ok() ? Status() : checkpoint.status();
+  }
+  if (door == "checkpoint" || door == "layer") {
+    return open_checkpoint(path, access, door == "layer");
   }
   return Status(StatusCode::kInternal, "unknown door " + door);
 }

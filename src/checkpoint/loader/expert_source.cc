@@ -35,19 +35,21 @@ class CheckpointExpertSource : public ExpertSource {
  public:
   CheckpointExpertSource(std::shared_ptr<const ShardSet> shards, BoundLayer layer,
                          const MlpSlice& slice, MlpBuffers buffers, std::vector<std::int64_t> ids,
-                         LoadProgress progress)
+                         std::string directory, LoadProgress progress)
       : shards_(std::move(shards)),
         layer_(std::move(layer)),
         slice_(slice),
         buffers_(std::move(buffers)),
         global_ids_(std::move(ids)),
+        directory_(std::move(directory)),
         progress_(std::move(progress)) {}
 
   Result<ExpertWeightsView> expert(std::int64_t local_expert) override {
     const auto count = static_cast<std::int64_t>(global_ids_.size());
     if (local_expert < 0 || local_expert >= count) {
-      return Status(StatusCode::kInvalidArgument,
-                    fmt::format("local_expert: got {}, need 0 to {}", local_expert, count - 1));
+      return Status(
+          StatusCode::kInvalidArgument,
+          fmt::format("local_expert: got {}, need a value in [0, {})", local_expert, count));
     }
     std::int64_t id = global_ids_[static_cast<std::size_t>(local_expert)];
     if (MOESAIC_FAULT(checkpoint_local_id_as_global)) id = local_expert;
@@ -55,7 +57,8 @@ class CheckpointExpertSource : public ExpertSource {
     const MlpTensors& tensors = layer_.experts[fused ? 0 : static_cast<std::size_t>(id)];
     const Status read = read_mlp(tensors, slice_, id, &buffers_);
     if (!read.ok()) {
-      return read.with_context(fmt::format("layer {} expert {}", layer_.source.spec.layer, id));
+      return read.with_context(
+          fmt::format("{}: layer {} expert {}", directory_, layer_.source.spec.layer, id));
     }
     progress_.add(expert_bytes(buffers_));
     const MlpBuffers& b = buffers_;
@@ -75,6 +78,7 @@ class CheckpointExpertSource : public ExpertSource {
   MlpSlice slice_;
   MlpBuffers buffers_;
   std::vector<std::int64_t> global_ids_;
+  std::string directory_;  // begins every message
   LoadProgress progress_;
 };
 
@@ -99,16 +103,14 @@ std::int64_t local_expert_bytes(const BoundLayer& layer, int tp_size,
   return bytes / layer.source.spec.num_experts / tp_size * num_local_experts;
 }
 
-Result<std::unique_ptr<ExpertSource>> make_checkpoint_source(std::shared_ptr<const ShardSet> shards,
-                                                             BoundLayer layer,
-                                                             const ParallelConfig& parallel,
-                                                             std::vector<std::int64_t> expert_ids,
-                                                             LoadProgress progress) {
+Result<std::unique_ptr<ExpertSource>> make_checkpoint_source(
+    std::shared_ptr<const ShardSet> shards, BoundLayer layer, const ParallelConfig& parallel,
+    std::vector<std::int64_t> expert_ids, std::string directory, LoadProgress progress) {
   const MlpSlice slice = expert_slice(layer.source, parallel);
   MOESAIC_ASSIGN_OR_RETURN(MlpBuffers buffers, MlpBuffers::make(slice));
   return std::unique_ptr<ExpertSource>(std::make_unique<CheckpointExpertSource>(
       std::move(shards), std::move(layer), slice, std::move(buffers), std::move(expert_ids),
-      std::move(progress)));
+      std::move(directory), std::move(progress)));
 }
 
 }  // namespace moesaic

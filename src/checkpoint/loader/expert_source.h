@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "checkpoint/layer_binding.h"
@@ -29,13 +30,12 @@ class LoadProgress {
 };
 
 // Keeps the files open. `layer` was bound to `shards`; the slice was checked with check_slice;
-// `expert_ids` are the global ids of this rank's experts, in local order.
+// `expert_ids` are the global ids of this rank's experts, in local order; `directory` begins the
+// source's messages.
 // Memory: the canonical weights of one expert (plus one projection for transposed storages).
-Result<std::unique_ptr<ExpertSource>> make_checkpoint_source(std::shared_ptr<const ShardSet> shards,
-                                                             BoundLayer layer,
-                                                             const ParallelConfig& parallel,
-                                                             std::vector<std::int64_t> expert_ids,
-                                                             LoadProgress progress);
+Result<std::unique_ptr<ExpertSource>> make_checkpoint_source(
+    std::shared_ptr<const ShardSet> shards, BoundLayer layer, const ParallelConfig& parallel,
+    std::vector<std::int64_t> expert_ids, std::string directory, LoadProgress progress);
 
 // Bytes that the source will read for a rank with so many experts.
 std::int64_t local_expert_bytes(const BoundLayer& layer, int tp_size,
