@@ -1,0 +1,50 @@
+// Any bytes as a safetensors file, and as the header text of one: an error, or tensors that tile
+// the data exactly.
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <span>
+#include <string_view>
+
+#include "checkpoint/safetensors.h"
+
+namespace {
+
+void require(bool condition) {
+  if (!condition) std::abort();
+}
+
+void check(const moesaic::Result<moesaic::SafetensorsHeader>& header, std::uint64_t file_bytes) {
+  if (!header.ok()) {
+    const auto code = header.status().code();
+    require(code == moesaic::StatusCode::kCorruptFile ||
+            code == moesaic::StatusCode::kLimitExceeded);
+    require(header.status().message().size() < 2000);
+    return;
+  }
+  std::uint64_t end = 0;
+  for (const moesaic::TensorInfo& t : header->tensors()) {
+    require(t.begin == end && t.end >= t.begin);
+    end = t.end;
+    require(!t.name.empty() && header->find(t.name) == &t);
+    if (t.rank <= moesaic::kMaxRank) {
+      const auto bytes = moesaic::contiguous_bytes(t.dtype, t.shape);
+      // Shape counts in 63 bits, the format in 64: only zero-sized shapes may differ.
+      require(bytes.ok() ? static_cast<std::uint64_t>(*bytes) == t.bytes() : t.bytes() == 0);
+    }
+  }
+  require(header->data_offset() + end == file_bytes);
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  const std::span<const std::byte> file(reinterpret_cast<const std::byte*>(data), size);
+  check(moesaic::parse_safetensors("f", file), size);
+  // Without the length field nearly every mutation reaches the parser.
+  constexpr std::uint64_t kDataBytes = 16;
+  const std::string_view text(reinterpret_cast<const char*>(data), size);
+  const std::uint64_t file_bytes = 8 + size + kDataBytes;
+  check(moesaic::parse_safetensors_header("f", text, file_bytes), file_bytes);
+  return 0;
+}
