@@ -18,41 +18,62 @@
 
 namespace moesaic {
 
-// Latent MoE: maps hidden states [M, H_in] to what the routed experts see [M, H]; shared experts
-// keep the original.
+// Latent MoE: maps hidden states [M, H] to what the routed experts see, [M, latent] of the same
+// dtype; the gate and shared experts keep the original.
 using RoutedInputTransform =
     std::function<Status(ConstTensorView hidden_states, TensorView routed_input)>;
+// And back: the routed experts' scaled result [M, latent] to [M, H], both F32.
+using RoutedOutputTransform =
+    std::function<Status(ConstTensorView routed_output, TensorView output)>;
 
 class FusedMoE {
  public:
   struct Options {
-    std::string quant = "as-is";  // --quant name; "as-is": the scheme the weights are stored in
-    std::string backend;          // force one experts backend by name
+    // --quant name. "as-is": the scheme the weights are stored in. Unquantised weights also run as
+    // f32, bf16, f16 (rounded at load) and fp8-block or fp8-bf16 (quantised at load, one expert at
+    // a time); fp8 weights also as f32, fp8-block and fp8-bf16. Anything else is kUnsupported with
+    // the nearest legal name. A shared expert that was left unquantised beside quantised routed
+    // experts stays as it is stored (f32: computed in fp32).
+    std::string quant = "as-is";
+    std::string backend;  // force one experts backend by name
     std::int64_t max_tokens =
         512;  // tokens per forward call that the workspace allows; larger calls are split
     int num_threads = 0;  // 0: one per core this process may use
+    // Sizes and ranks, without communication: the output is this rank's partial sum, and the sum
+    // over all ranks is the single-rank result. Rank 0 adds what must enter once: shared experts
+    // and the zero experts' share.
     ParallelConfig parallel;
-    bool include_shared =
-        true;  // false on all ranks but one when partial results of ranks are summed
+    bool include_shared = true;  // false: the caller computes shared experts itself
     RoutedInputTransform routed_input_transform;
-    std::int64_t transformed_hidden_size = 0;  // H of the routed experts when a transform is set
+    RoutedOutputTransform routed_output_transform;
+    // Latent size: H of the routed experts when an input transform is set. Without an output
+    // transform it must be the layer's hidden size.
+    std::int64_t transformed_hidden_size = 0;
+    CustomRoutingFn custom_routing;  // RoutingMethod::kCustom
     ProgressFn progress;
   };
 
   static Result<FusedMoE> from_checkpoint(const Checkpoint& checkpoint, int layer,
                                           const Options& options);
-  // From loaded weights; consumes the source.
+  // From loaded weights; consumes the source. Errors of every stage, prefixed with its name;
+  // kUnsupported for hash and simulated routing, which are no function of the hidden states.
   static Result<FusedMoE> create(MoeLayerWeights weights, const Options& options);
 
   // What a forward call may report besides its output. All views optional.
   struct Trace {
     TensorView router_logits;  // [M, E] F32
     TensorView topk_weights;   // [M, k] F32
-    TensorView topk_ids;       // [M, k] I32, logical
+    TensorView topk_ids;       // [M, k] I32, logical, global
   };
   // hidden_states [M, H] F32, BF16 or F16; output [M, H] F32, BF16 or F16, must not alias
-  // hidden_states. The result of a row depends on that row alone: bit-identical for any batch,
-  // split, order or thread count. With parallel sizes > 1 the output is this rank's partial sum.
+  // hidden_states; rows of hidden_states may be strided. M = 0 is ordinary. The result of a row
+  // depends on that row alone: bit-identical for any batch, split, order or thread count.
+  //   r = experts(route(x)), times routed_scaling_factor exactly once (in the router's weights, or
+  //       here when the model scales the output), through the output transform
+  //   y = r + [sigmoid(x . shared_gate)] shared(x) + zero-expert share, in fp32, rounded once
+  // f16 layers with shared experts scale r like all others: sums are fp32, so the original's
+  // division of the shared output by the factor, a guard against f16 overflow, is not needed.
+  // Calls on one layer exclude each other by a lock on its workspace.
   Status forward(ConstTensorView hidden_states, TensorView output, const Trace& trace) const;
   Status forward(ConstTensorView hidden_states, TensorView output) const {
     return forward(hidden_states, output, Trace{});

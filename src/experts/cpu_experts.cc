@@ -385,6 +385,10 @@ Status cpu_experts_can_implement(std::string_view tier, const MoeProblem& proble
   MOESAIC_ASSIGN_OR_RETURN(const cpu::WeightKind kind,
                            cpu::weight_kind(problem.quant.weight.dtype));
   static_cast<void>(kind);
+  if (problem.quant.activation.scale_format == ScaleFormat::kE8M0) {
+    return Status(StatusCode::kUnsupported,
+                  "quant.activation: got E8M0 scales, this backend needs F32");
+  }
   return {};
 }
 

@@ -63,7 +63,8 @@ bool is_fp8_block(const OperandQuant& q) {
 }
 bool is_fp8_group(const OperandQuant& q) {
   return q.dtype == DType::kF8E4M3 && q.granularity == ScaleGranularity::kGroup &&
-         q.scale_format == ScaleFormat::kF32 && q.block_k == kFp8Block && q.dynamic;
+         (q.scale_format == ScaleFormat::kF32 || q.scale_format == ScaleFormat::kE8M0) &&
+         q.block_k == kFp8Block && q.dynamic;
 }
 
 Status check_activation_dtype(const MoeProblem& p, ComputeScheme scheme) {

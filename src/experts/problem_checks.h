@@ -19,7 +19,8 @@ enum class ComputeScheme : std::uint8_t {
   kBF16,      // hidden states and intermediate rounded to bf16, weights bf16
   kF16,       // the same with f16
   kFp8Block,  // e4m3 weights with 128x128 scales; hidden states and intermediate rounded to
-              // activation_dtype, then quantised to e4m3 per row and 128 columns
+              // activation_dtype, then quantised to e4m3 per row and 128 columns (scales rounded up
+              // to a power of two when their format is E8M0: a backend honours that or refuses)
   kFp8Bf16,   // the same weights; hidden states and intermediate rounded to bf16
 };
 std::string_view compute_scheme_name(ComputeScheme scheme);

@@ -234,7 +234,11 @@ class RefExperts final : public Experts {
     for (std::int64_t i = 0; i < count; ++i) values[i] = round_to(operand_, values[i]);
     if (scheme_ != ComputeScheme::kFp8Block) return {values, nullptr};
     // The codes are decoded again at once: products of e4m3 values are exact in fp32 either way.
-    ref_quantize_fp8_row(values, count, kFp8Block, ScaleRounding::kNone, codes, scales);
+    ref_quantize_fp8_row(values, count, kFp8Block,
+                         p_.quant.activation.scale_format == ScaleFormat::kE8M0
+                             ? ScaleRounding::kCeilPowerOfTwo
+                             : ScaleRounding::kNone,
+                         codes, scales);
     for (std::int64_t i = 0; i < count; ++i) values[i] = f32_from_e4m3(codes[i]);
     return {values, scales};
   }

@@ -412,6 +412,18 @@ TEST(ExpertsF32, ComputesOnEveryStoredFormat) {
   }
 }
 
+// scale_fmt "ue8m0": the run-time scales of activations are powers of two.
+TEST(ExpertsFp8Block, HonoursPowerOfTwoActivationScales) {
+  MoeProblem p = small_problem("fp8-block");
+  p.quant.activation.scale_format = ScaleFormat::kE8M0;
+  const StandardCase c = make_case(151, p, 6, DType::kBF16);
+  const auto want = c.oracle(true);
+  for (const std::string& name : accepting(p)) {
+    const auto result = compare(to_doubles(run_standard(*make_backend(name, c), c).view()), want);
+    EXPECT_LE(result.rel_l2, 3e-3) << name << ": " << result.describe;
+  }
+}
+
 TEST(ExpertsNaN, StaysInItsRow) {
   const StandardCase clean = make_case(141, small_problem("bf16"), 3, DType::kBF16);
   StandardCase c = make_case(141, small_problem("bf16"), 3, DType::kBF16);

@@ -104,7 +104,10 @@ void round_operand(const MoeProblem& p, std::vector<double>& row) {
       amax = std::max(amax, static_cast<float>(std::abs(row[i])));
     }
     // The scale and the quotient are fp32 by definition of the format.
-    const float scale = std::max(amax, 1e-10F) / 448.0F;
+    float scale = std::max(amax, 1e-10F) / 448.0F;
+    if (p.quant.activation.scale_format == ScaleFormat::kE8M0) {  // up to a power of two
+      scale = std::exp2(std::ceil(std::log2(std::max(scale, 1e-10F))));
+    }
     for (std::size_t i = begin; i < end; ++i) {
       row[i] = e4m3_round(static_cast<double>(static_cast<float>(row[i]) / scale)) *
                static_cast<double>(scale);

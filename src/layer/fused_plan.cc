@@ -1,0 +1,160 @@
+#include "layer/fused_plan.h"
+
+#include <fmt/format.h>
+
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "moesaic/gate.h"
+#include "moesaic/modular_kernel.h"
+
+namespace moesaic {
+namespace {
+
+Status invalid(std::string text) { return {StatusCode::kInvalidArgument, std::move(text)}; }
+Status unsupported(std::string text) { return {StatusCode::kUnsupported, std::move(text)}; }
+
+Status check_options(const MoeLayerSpec& spec, const FusedMoE::Options& o) {
+  if (o.max_tokens < 1 || o.max_tokens > std::numeric_limits<std::int32_t>::max()) {
+    return invalid(fmt::format("max_tokens: got {}, need 1 .. 2^31-1", o.max_tokens));
+  }
+  if (o.num_threads < 0) {
+    return invalid(fmt::format("num_threads: got {}, need >= 0", o.num_threads));
+  }
+  if (spec.intermediate_size % o.parallel.tp_size != 0) {
+    return invalid(fmt::format("intermediate_size: got {}, need a multiple of tp_size {}",
+                               spec.intermediate_size, o.parallel.tp_size));
+  }
+  const RoutingMethod method = spec.routing.method;
+  if (method == RoutingMethod::kHash || method == RoutingMethod::kSimulated) {
+    return unsupported(
+        fmt::format("routing.method: got {}, which is no function of the hidden states; need a "
+                    "Router and a ModularKernel of your own",
+                    routing_method_name(method)));
+  }
+  const bool custom = method == RoutingMethod::kCustom;
+  if (custom != static_cast<bool>(o.custom_routing)) {
+    return invalid(fmt::format("custom_routing: got {} with routing method {}, need {}",
+                               custom ? "none" : "one", routing_method_name(method),
+                               custom ? "a function" : "none"));
+  }
+  return {};
+}
+
+// Sizes around the transforms; fills latent_size.
+Status check_transforms(const MoeLayerSpec& spec, const FusedMoE::Options& o, FusedPlan& plan) {
+  plan.hidden_size = spec.hidden_size;
+  plan.latent_size = spec.hidden_size;
+  if (!o.routed_input_transform) {
+    if (o.transformed_hidden_size == 0 && !o.routed_output_transform) return {};
+    return invalid(
+        fmt::format("routed_input_transform: got none with {}, need one or neither",
+                    o.routed_output_transform ? "an output transform" : "transformed_hidden_size"));
+  }
+  if (o.transformed_hidden_size < 1) {
+    return invalid(fmt::format("transformed_hidden_size: got {}, a transform needs >= 1",
+                               o.transformed_hidden_size));
+  }
+  plan.latent_size = o.transformed_hidden_size;
+  if (!o.routed_output_transform && plan.latent_size != plan.hidden_size) {
+    return invalid(
+        fmt::format("transformed_hidden_size: got {}, need hidden_size {} or an output transform",
+                    plan.latent_size, plan.hidden_size));
+  }
+  if (o.routed_output_transform && o.parallel.tp_size * o.parallel.ep_size > 1) {
+    return unsupported(
+        "routed_output_transform: got one with several ranks, whose partial sums a transform need "
+        "not respect; need one rank");
+  }
+  return {};
+}
+
+// Exactly once: in the router's weights, or here. Methods whose weights the router never scales,
+// and models that ask for it, are scaled here; the router is then given a factor of 1.
+void place_scaling_factor(const RoutingSpec& routing, FusedPlan& plan) {
+  plan.routing = routing;
+  const bool router_cannot =
+      routing.method == RoutingMethod::kLlama4 || routing.method == RoutingMethod::kCustom;
+  if (!routing.scale_on_output && !router_cannot) return;
+  plan.output_scale = static_cast<float>(routing.routed_scaling_factor);
+  plan.routing.routed_scaling_factor = 1.0;
+}
+
+MoeProblem common_problem(const MoeLayerSpec& spec, const QuantPlan& quant,
+                          const FusedMoE::Options& o) {
+  MoeProblem p;
+  p.activation = spec.activation;
+  p.quant = quant.scheme;
+  p.activation_dtype = quant.activation_dtype;
+  p.format = ActivationFormat::kStandard;
+  p.max_tokens = o.max_tokens;
+  p.num_threads = o.num_threads;
+  return p;
+}
+
+}  // namespace
+
+Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const QuantScheme& shared_stored,
+                                 const FusedMoE::Options& options) {
+  MOESAIC_RETURN_IF_ERROR(validate(spec));
+  MOESAIC_RETURN_IF_ERROR(options.parallel.validate());
+  MOESAIC_RETURN_IF_ERROR(check_options(spec, options));
+  FusedPlan plan;
+  MOESAIC_RETURN_IF_ERROR(check_transforms(spec, options, plan));
+  place_scaling_factor(spec.routing, plan);
+  MOESAIC_ASSIGN_OR_RETURN(plan.quant,
+                           plan_quant(spec.quant, spec.activation_dtype, options.quant));
+  MOESAIC_ASSIGN_OR_RETURN(plan.expert_map, make_expert_map(spec.num_experts, options.parallel));
+  MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int64_t> local,
+                           local_expert_ids(spec.num_experts, options.parallel));
+
+  MoeProblem& routed = plan.routed = common_problem(spec, plan.quant, options);
+  routed.num_experts = spec.num_experts;
+  routed.num_local_experts = static_cast<std::int64_t>(local.size());
+  routed.top_k = spec.routing.top_k;
+  routed.hidden_size = plan.latent_size;
+  routed.intermediate_size = spec.intermediate_size / options.parallel.tp_size;
+  routed.has_expert_bias = spec.has_expert_bias;
+  routed.apply_router_weight_on_input = spec.apply_router_weight_on_input;
+
+  // What enters the sum over ranks once is rank 0's.
+  const bool first_rank = options.parallel.tp_rank == 0 && options.parallel.ep_rank == 0;
+  plan.has_zero_experts = spec.routing.num_zero_experts > 0 && first_rank;
+  plan.has_shared = spec.shared.intermediate_size > 0 && options.include_shared && first_rank;
+  if (plan.has_shared) {
+    MOESAIC_ASSIGN_OR_RETURN(
+        plan.shared_quant,
+        plan_shared_quant(shared_stored, spec.quant, spec.activation_dtype, options.quant));
+    plan.shared = common_problem(spec, plan.shared_quant, options);
+    plan.shared.num_experts = plan.shared.num_local_experts = plan.shared.top_k = 1;
+    plan.shared.hidden_size = spec.hidden_size;
+    plan.shared.intermediate_size = spec.shared.intermediate_size;
+  }
+  return plan;
+}
+
+std::vector<CandidateReport> explain_plan(const FusedPlan& plan, std::string_view router_name) {
+  std::vector<CandidateReport> rows;
+  // Tiers 1 to 3 stand for kernels of sm_90 and sm_100 devices; on a CPU the rules leave the last.
+  for (const GateTier tier :
+       {GateTier::kSmallBatch, GateTier::kFp32, GateTier::kWideningGemm, GateTier::kFallback}) {
+    const bool fallback = tier == GateTier::kFallback;
+    rows.push_back({"gate", std::string(gate_tier_name(tier)),
+                    fallback ? "" : "device: cpu, this tier needs compute capability 9.0 or 10.x",
+                    fallback});
+  }
+  rows.push_back({"router", std::string(router_name), "", true});
+  const auto append = [&rows](std::vector<CandidateReport> more, const char* stage) {
+    for (CandidateReport& row : more) {
+      row.stage = stage;
+      rows.push_back(std::move(row));
+    }
+  };
+  append(explain_prepare_finalize(plan.routed), "prepare_finalize");
+  append(explain_experts(plan.routed), "experts");
+  if (plan.has_shared) append(explain_experts(plan.shared), "shared_experts");
+  return rows;
+}
+
+}  // namespace moesaic

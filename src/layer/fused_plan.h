@@ -1,0 +1,40 @@
+// Everything about a FusedMoE that follows from its spec and options alone: the problems its stages
+// solve, where factors act, which rank adds what. Pure; shared by building and explaining.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "layer/quant_selection.h"
+#include "moesaic/experts.h"
+#include "moesaic/fused_moe.h"
+#include "moesaic/spec.h"
+#include "moesaic/status.h"
+
+namespace moesaic {
+
+struct FusedPlan {
+  QuantPlan quant, shared_quant;
+  MoeProblem routed;
+  MoeProblem shared;                     // E = k = 1; valid when has_shared
+  std::vector<std::int32_t> expert_map;  // empty: every expert is local
+  RoutingSpec routing;                   // for the router: its factor is 1 where the layer scales
+  float output_scale = 1.0F;             // the layer's factor on the routed result
+  bool has_shared = false;               // this rank computes the shared expert
+  bool has_zero_experts = false;         // this rank adds the zero experts' share
+  std::int64_t hidden_size = 0;          // of hidden states and output
+  std::int64_t latent_size = 0;          // of what the routed experts see
+};
+
+//   shared_stored  how the shared expert is stored (may differ from spec.quant)
+// Errors: those of validate(spec), plan_quant and ParallelConfig; kInvalidArgument for option
+// values; kUnsupported for combinations (named).
+Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const QuantScheme& shared_stored,
+                                 const FusedMoE::Options& options);
+
+// All stages in order, with the candidates of each.
+//   router_name  what the router calls its method
+std::vector<CandidateReport> explain_plan(const FusedPlan& plan, std::string_view router_name);
+
+}  // namespace moesaic

@@ -1,0 +1,41 @@
+// From the scheme the weights are stored in and the name the user asked for to the scheme that is
+// computed, and what must happen to the weights while they are loaded. Pure.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "moesaic/dtype.h"
+#include "moesaic/quant.h"
+#include "moesaic/status.h"
+
+namespace moesaic {
+
+enum class LoadConversion : std::uint8_t {
+  kNone,              // weights are used as they are stored
+  kRound,             // F32, BF16 or F16 rounded once to scheme.weight.dtype
+  kQuantizeFp8Block,  // quantised to e4m3 with 128x128 scales
+};
+
+struct QuantPlan {
+  QuantScheme scheme;                     // in force; output_bound covers the conversion
+  DType activation_dtype = DType::kBF16;  // of MoeProblem
+  LoadConversion conversion = LoadConversion::kNone;
+};
+
+//   stored            scheme of the weights in the checkpoint
+//   activation_dtype  of the model; what fp8-block rounds intermediates to
+//   requested         --quant name, or "as-is"
+// kUnsupported (what is stored, what was asked, the legal names and the nearest), or the error of
+// quant_scheme_from_name.
+Result<QuantPlan> plan_quant(const QuantScheme& stored, DType activation_dtype,
+                             std::string_view requested);
+
+// The same for a shared expert, given how the routed experts are stored: a model that leaves its
+// shared expert unquantised beside quantised routed ones wants it so, and a request for an fp8
+// scheme does not change that.
+Result<QuantPlan> plan_shared_quant(const QuantScheme& shared_stored,
+                                    const QuantScheme& routed_stored, DType activation_dtype,
+                                    std::string_view requested);
+
+}  // namespace moesaic
