@@ -4,18 +4,14 @@
 #include <limits>
 
 #include "moesaic/activation.h"
+#include "support/refusal.h"
 
 namespace moesaic {
 namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-void expect_refusal(const Status& s, StatusCode code, std::initializer_list<const char*> words) {
-  EXPECT_EQ(s.code(), code);
-  for (const char* word : words) {
-    EXPECT_NE(s.message().find(word), std::string::npos) << s.message() << " lacks " << word;
-  }
-}
+using test::expect_refusal;
 
 TEST(ActivationNames, RoundTripAndGating) {
   for (int i = 0; i < 10; ++i) {

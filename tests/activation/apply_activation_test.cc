@@ -6,18 +6,14 @@
 #include "numerics/element.h"
 #include "support/metrics.h"
 #include "support/random.h"
+#include "support/refusal.h"
 
 namespace moesaic {
 namespace {
 
 const ActivationSpec kSilu{};
 
-void expect_refusal(const Status& s, StatusCode code, std::initializer_list<const char*> words) {
-  EXPECT_EQ(s.code(), code) << s.message();
-  for (const char* word : words) {
-    EXPECT_NE(s.message().find(word), std::string::npos) << s.message() << " lacks " << word;
-  }
-}
+using test::expect_refusal;
 
 Tensor tensor(DType dtype, const Shape& shape) { return Tensor::zeros(dtype, shape).value(); }
 

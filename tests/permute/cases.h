@@ -1,15 +1,12 @@
 // Routings for the permutation tests: the worked example, and random ones with uneven loads.
 #pragma once
 
-#include <gtest/gtest.h>
-
 #include <cstdint>
-#include <initializer_list>
-#include <string>
 #include <vector>
 
 #include "permute/contiguous_permute.h"
 #include "support/random.h"
+#include "support/refusal.h"
 
 namespace moesaic::test {
 
@@ -57,14 +54,6 @@ inline RoutingCase random_case(Rng& rng) {
     kept.erase(kept.begin() + static_cast<std::ptrdiff_t>(pick));
   }
   return c;
-}
-
-inline void expect_refusal(const Status& s, StatusCode code,
-                           std::initializer_list<const char*> words) {
-  EXPECT_EQ(status_code_name(s.code()), status_code_name(code)) << s.message();
-  for (const char* word : words) {
-    EXPECT_NE(s.message().find(word), std::string::npos) << s.message() << " lacks " << word;
-  }
 }
 
 }  // namespace moesaic::test

@@ -4,8 +4,8 @@
 
 #include <limits>
 
-#include "quant/refusal.h"
 #include "support/random.h"
+#include "support/refusal.h"
 
 namespace moesaic {
 namespace {

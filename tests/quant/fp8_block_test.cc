@@ -7,9 +7,9 @@
 #include <limits>
 
 #include "numerics/codec.h"
-#include "quant/refusal.h"
 #include "support/metrics.h"
 #include "support/random.h"
+#include "support/refusal.h"
 
 namespace moesaic {
 namespace {

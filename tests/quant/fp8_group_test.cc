@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "numerics/codec.h"
-#include "quant/refusal.h"
 #include "support/metrics.h"
 #include "support/random.h"
+#include "support/refusal.h"
 
 namespace moesaic {
 namespace {

@@ -3,7 +3,7 @@
 #include <set>
 
 #include "moesaic/quant.h"
-#include "quant/refusal.h"
+#include "support/refusal.h"
 
 namespace moesaic {
 namespace {
