@@ -135,24 +135,18 @@ void rectangle(const GateOperands& op, std::int64_t t_begin, std::int64_t t_end,
 template <class ReadX>
 void for_weight(const GateOperands& op, std::int64_t t_begin, std::int64_t t_end,
                 std::int64_t e_begin, std::int64_t e_end, float* logits, std::int64_t stride) {
-  if (op.weight_dtype == DType::kF32) {
-    rectangle<ReadX, ReadF32>(op, t_begin, t_end, e_begin, e_end, logits, stride);
-  } else if (op.weight_dtype == DType::kBF16) {
-    rectangle<ReadX, ReadBF16>(op, t_begin, t_end, e_begin, e_end, logits, stride);
-  } else {
-    rectangle<ReadX, ReadF16>(op, t_begin, t_end, e_begin, e_end, logits, stride);
-  }
+  const auto kernel = op.weight_dtype == DType::kF32    ? rectangle<ReadX, ReadF32>
+                      : op.weight_dtype == DType::kBF16 ? rectangle<ReadX, ReadBF16>
+                                                        : rectangle<ReadX, ReadF16>;
+  kernel(op, t_begin, t_end, e_begin, e_end, logits, stride);
 }
 
 void gate_logits(const GateOperands& op, std::int64_t t_begin, std::int64_t t_end,
                  std::int64_t e_begin, std::int64_t e_end, float* logits, std::int64_t stride) {
-  if (op.x_dtype == DType::kF32) {
-    for_weight<ReadF32>(op, t_begin, t_end, e_begin, e_end, logits, stride);
-  } else if (op.x_dtype == DType::kBF16) {
-    for_weight<ReadBF16>(op, t_begin, t_end, e_begin, e_end, logits, stride);
-  } else {
-    for_weight<ReadF16>(op, t_begin, t_end, e_begin, e_end, logits, stride);
-  }
+  const auto kernel = op.x_dtype == DType::kF32    ? for_weight<ReadF32>
+                      : op.x_dtype == DType::kBF16 ? for_weight<ReadBF16>
+                                                   : for_weight<ReadF16>;
+  kernel(op, t_begin, t_end, e_begin, e_end, logits, stride);
 }
 
 const char* gate_target() { return hwy::TargetName(HWY_TARGET); }

@@ -47,15 +47,6 @@ float round_to(float value, DType dtype) {
   return value;
 }
 
-void store(std::byte* base, DType dtype, std::int64_t index, float value) {
-  if (dtype == DType::kF32) {
-    reinterpret_cast<float*>(base)[index] = value;
-  } else {
-    reinterpret_cast<std::uint16_t*>(base)[index] =
-        dtype == DType::kBF16 ? bf16_from_f32(value) : f16_from_f32(value);
-  }
-}
-
 // Byte range that a view with strided rows touches; expect_no_overlap knows contiguous ones only.
 Status expect_rows_apart(const ConstTensorView& x, const ConstTensorView& logits) {
   const std::int64_t size = dtype_bits(x.dtype) / 8;
@@ -90,6 +81,13 @@ struct GateLinear::Impl {
 
   std::int64_t experts() const { return weight.shape()[0]; }
   std::int64_t hidden() const { return weight.shape()[1]; }
+  int team_size(std::int64_t rows) const {
+    // Saturating: only compared with a threshold.
+    const std::int64_t work =
+        checked_mul(rows * experts(), hidden()).value_or(std::numeric_limits<std::int64_t>::max());
+    if (work < kMinWorkForThreads) return 1;
+    return num_threads > 0 ? num_threads : omp_get_max_threads();
+  }
 
   // Logits of all rows of `op` into out[first_row ...], rounded to `rounding` and then stored.
   void compute(const GateOperands& op, std::int64_t rows, std::int64_t first_row, DType rounding,
@@ -101,14 +99,8 @@ void GateLinear::Impl::compute(const GateOperands& op, std::int64_t rows, std::i
   const std::int64_t num_experts = experts();
   const std::int64_t expert_blocks = ceil_div(num_experts, kExpertBlock);
   const std::int64_t items = ceil_div(rows, kTokenBlock) * expert_blocks;
-  // Saturating: only compared with a threshold.
-  const std::int64_t work =
-      checked_mul(rows * num_experts, hidden()).value_or(std::numeric_limits<std::int64_t>::max());
-  const int threads = work < kMinWorkForThreads ? 1
-                      : num_threads > 0         ? num_threads
-                                                : omp_get_max_threads();
   const bool add_bias = !bias.empty() && !MOESAIC_FAULT(gate_skip_bias);
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp parallel for schedule(static) num_threads(team_size(rows))
   for (std::int64_t item = 0; item < items; ++item) {
     const std::int64_t t_begin = item / expert_blocks * kTokenBlock;
     const std::int64_t e_begin = item % expert_blocks * kExpertBlock;
@@ -120,7 +112,8 @@ void GateLinear::Impl::compute(const GateOperands& op, std::int64_t rows, std::i
       for (std::int64_t e = e_begin; e < e_end; ++e) {
         float logit = block[(t - t_begin) * kExpertBlock + (e - e_begin)];
         if (add_bias) logit += bias[static_cast<std::size_t>(e)];
-        store(out.data, out.dtype, (first_row + t) * num_experts + e, round_to(logit, rounding));
+        store_from_f32(out.data, out.dtype, (first_row + t) * num_experts + e,
+                       round_to(logit, rounding));
       }
     }
   }
@@ -239,7 +232,7 @@ Status GateLinear::forward(ConstTensorView hidden_states, TensorView router_logi
       for (std::int64_t i = 0; i < hidden_size; ++i) {
         const float value = load_as_f32(hidden_states.data, hidden_states.dtype,
                                         (first + t) * hidden_states.strides[0] + i);
-        store(rounded.data(), compute_dtype, t * hidden_size + i, value);
+        store_from_f32(rounded.data(), compute_dtype, t * hidden_size + i, value);
       }
     }
     GateOperands chunk = op;
