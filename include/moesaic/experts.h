@@ -49,6 +49,12 @@ struct MoeProblem {
   int num_threads = 0;          // 0: one per core this process may use
 };
 
+// Everything about a problem that no backend can compute, in this order: sizes and counts
+// (kInvalidArgument, kLimitExceeded), activation constants (kInvalidArgument), weight on input with
+// top_k > 1 (kInvalidArgument), the quantisation pair and activation_dtype (kUnsupported), block
+// shapes (kUnsupported). Sizes are bounded so that every byte count of one expert fits 62 bits.
+Status check_problem(const MoeProblem& problem);
+
 // One expert's canonical weights. w13 is [N, H] with gate rows first (kGateThenUp), w2 is [H, I],
 // both row-major. Scales per the scheme (fp8-block: [N/128, ceil(H/128)] and [ceil(H/128),
 // ceil(I/128)] F32); biases F32 or BF16.

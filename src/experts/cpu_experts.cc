@@ -28,8 +28,9 @@ CpuPlan make_plan(const MoeProblem& problem, ComputeScheme scheme, const cpu::Cp
   plan.scheme = scheme;
   plan.standard = problem.format == ActivationFormat::kStandard;
   plan.quantize = scheme == ComputeScheme::kFp8Block;
-  plan.round_dtype =
-      scheme == ComputeScheme::kFp8Bf16 ? DType::kBF16 : operand_dtype(problem, scheme);
+  plan.round_dtype = scheme == ComputeScheme::kFp8Bf16
+                         ? DType::kBF16
+                         : operand_dtype(problem.activation_dtype, scheme);
   // Every e4m3 value and every bf16 value is exact as a bf16 operand.
   const bool narrow = scheme == ComputeScheme::kFp8Block || plan.round_dtype == DType::kBF16;
   plan.operand = narrow ? kernels.narrow_operand : OperandKind::kF32;

@@ -8,30 +8,9 @@
 
 #include "moesaic/experts.h"
 #include "moesaic/status.h"
+#include "quant/compute_scheme.h"
 
 namespace moesaic {
-
-// The arithmetic that a QuantScheme asks for. Taken from its operands, never from its name, so that
-// a scheme put together by hand means the same. All accumulate in fp32.
-enum class ComputeScheme : std::uint8_t {
-  kF32,       // weights as stored (F32, BF16, F16, or e4m3 with block scales); fp32 arithmetic, no
-              // rounding before the output
-  kBF16,      // hidden states and intermediate rounded to bf16, weights bf16
-  kF16,       // the same with f16
-  kFp8Block,  // e4m3 weights with 128x128 scales; hidden states and intermediate rounded to
-              // activation_dtype, then quantised to e4m3 per row and 128 columns (scales rounded up
-              // to a power of two when their format is E8M0: a backend honours that or refuses)
-  kFp8Bf16,   // the same weights; hidden states and intermediate rounded to bf16
-};
-std::string_view compute_scheme_name(ComputeScheme scheme);
-// kUnsupported for any other pair of operands (the text says which operand and what is possible).
-Result<ComputeScheme> compute_scheme(const QuantScheme& quant);
-
-// The dtype that hidden states and the activation's result are rounded to before a GEMM reads them
-// (or before they are quantised): F32 in the F32 scheme, activation_dtype in all others.
-inline DType operand_dtype(const MoeProblem& problem, ComputeScheme scheme) {
-  return scheme == ComputeScheme::kF32 ? DType::kF32 : problem.activation_dtype;
-}
 
 // Rows of w13: 2I (gated) or I.
 inline std::int64_t w13_rows(const MoeProblem& problem) {
@@ -40,12 +19,6 @@ inline std::int64_t w13_rows(const MoeProblem& problem) {
 }
 
 inline constexpr std::int64_t kFp8Block = 128;  // rows and columns that share a weight scale
-
-// Everything about a problem that no backend can compute, in this order: sizes and counts
-// (kInvalidArgument, kLimitExceeded), activation constants (kInvalidArgument), weight on input with
-// top_k > 1 (kInvalidArgument), the quantisation pair and activation_dtype (kUnsupported), block
-// shapes (kUnsupported). Sizes are bounded so that every byte count of one expert fits 62 bits.
-Status check_problem(const MoeProblem& problem);
 
 // Shapes, dtypes, layout and finite scales of one expert, as ExpertWeightsView documents.
 // kInvalidShape, kInvalidDType, kInvalidLayout (not contiguous), kInvalidArgument (absent or

@@ -132,7 +132,7 @@ class RefExperts final : public Experts {
   RefExperts(const MoeProblem& problem, ComputeScheme scheme)
       : p_(problem),
         scheme_(scheme),
-        operand_(operand_dtype(problem, scheme)),
+        operand_(operand_dtype(problem.activation_dtype, scheme)),
         layout_(is_gated(problem.activation.kind) ? GateUpLayout::kGateThenUp
                                                   : GateUpLayout::kNonGated) {
     if (MOESAIC_FAULT(ref_experts_swap_gate_up) && layout_ == GateUpLayout::kGateThenUp) {

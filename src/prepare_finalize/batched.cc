@@ -11,12 +11,12 @@
 #include "core/arena.h"
 #include "core/checked.h"
 #include "core/fault.h"
-#include "experts/problem_checks.h"
 #include "moesaic/modular_kernel.h"
 #include "numerics/element.h"
 #include "permute/sort_slots.h"
 #include "prepare_finalize/predicates.h"
 #include "prepare_finalize/topk_weight_and_reduce.h"
+#include "quant/compute_scheme.h"
 
 namespace moesaic {
 namespace {
@@ -175,8 +175,8 @@ Result<std::unique_ptr<PrepareAndFinalize>> make_batched_prepare_finalize(
     const MoeProblem& problem) {
   MOESAIC_RETURN_IF_ERROR(batched_can_implement(problem));
   MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
-  std::unique_ptr<PrepareAndFinalize> pf(
-      new (std::nothrow) BatchedPrepareFinalize(problem, operand_dtype(problem, scheme)));
+  std::unique_ptr<PrepareAndFinalize> pf(new (std::nothrow) BatchedPrepareFinalize(
+      problem, operand_dtype(problem.activation_dtype, scheme)));
   if (!pf) return Status(StatusCode::kOutOfMemory, "cannot allocate prepare_finalize");
   return pf;
 }
