@@ -6,8 +6,11 @@
 #include <cstring>
 #include <exception>
 #include <new>
+#include <string>
+#include <string_view>
 #include <vector>
 
+#include "core/nearest_name.h"
 #include "moesaic/log.h"
 #include "verbs.h"
 #include "version.h"
@@ -33,12 +36,23 @@ bool wants_json(int argc, char** argv) {
   return false;
 }
 
-int usage_error(const CLI::App& root, const CLI::ParseError& error, bool json) {
+int usage_error(const CLI::App& root, const std::vector<Verb>& verbs, const CLI::ParseError& error,
+                int argc, char** argv) {
+  std::string text = error.what();
   std::string help = "moesaic --help";
-  for (const CLI::App* app : root.get_subcommands())
-    help = "moesaic " + app->get_name() + " --help";
-  const Status status(StatusCode::kInvalidArgument, error.what());
-  return Console(json, 0).fail(status, Origin::kOption, "see '" + help + "'");
+  const std::vector<CLI::App*> chosen = root.get_subcommands();
+  if (!chosen.empty()) help = "moesaic " + chosen.front()->get_name() + " --help";
+  if (chosen.empty()) {
+    std::vector<std::string> names;
+    for (const Verb& verb : verbs) names.push_back(verb.app->get_name());
+    const std::vector<std::string_view> views(names.begin(), names.end());
+    const bool has_word = argc > 1 && argv[1][0] != '-';
+    text = has_word ? fmt::format("verb: got '{}', need one of {}; nearest is '{}'", argv[1],
+                                  fmt::join(names, ", "), nearest_name(argv[1], views))
+                    : fmt::format("verb: got none, need one of {}", fmt::join(names, ", "));
+  }
+  const Status status(StatusCode::kInvalidArgument, text);
+  return Console(wants_json(argc, argv), 0).fail(status, Origin::kOption, "see '" + help + "'");
 }
 
 int run_verb(int argc, char** argv) {
@@ -47,18 +61,18 @@ int run_verb(int argc, char** argv) {
   root.set_version_flag("--version", version_text());
   root.require_subcommand(1);
   root.get_formatter()->column_width(34);
-  const std::vector<Verb> verbs = {make_inspect(root), make_run(root),     make_verify(root),
-                                   make_explain(root),
+  const std::vector<Verb> verbs = {
+      make_inspect(root), make_run(root), make_verify(root),  make_explain(root),
 #ifdef MOESAIC_TOOL_HAS_BENCH
-                                   make_demo(root),    make_bench(root),
+      make_bench(root),
 #endif
-                                   make_env(root),     make_convert(root), make_balance(root)};
+      make_demo(root),    make_env(root), make_convert(root), make_balance(root)};
   try {
     root.parse(argc, argv);
   } catch (const CLI::Success& request) {  // --help, --version
     return root.exit(request);
   } catch (const CLI::ParseError& error) {
-    return usage_error(root, error, wants_json(argc, argv));
+    return usage_error(root, verbs, error, argc, argv);
   }
   for (const Verb& verb : verbs) {
     if (verb.app->parsed()) return verb.run();
