@@ -271,6 +271,8 @@ def layer_cases(c):
     fp8("fp8_e5m2", lambda t: t.update({w: e5m2(t[w])}), DTYPE, [w, "F8_E5M2"])
     fp8("fp8_skipped_but_stored", lambda t: None, DTYPE, ["gate_proj", "F8_E4M3", "BF16"], {"quantization_config": dict(FP8, ignored_layers=["mlp.experts"])})
     fp8("fp8_static_input_scale", lambda t: t.update({p + "experts.0.up_proj.input_scale": Tensor("F32", [], b"\0\0\x80\x3f")}), CORRUPT, ["not recognised", "input_scale"])
+    half = dict(V3, quantization_config=dict(FP8, ignored_layers=["shared_experts.up_proj"]))
+    folder("fp8_shared_half_skipped", half, {"x": Tensor("U8", [1], b"1")}, UNSUPPORTED, ["shared_experts.up_proj", "shared_experts.gate_proj", "all or none"])
     narrow = Layer(random.Random(1), 2, 130, 64, dtype="F8_E4M3").per_expert().router().named(p[:-1])
     folder("fp8_width_below_block", dict(QWEN, hidden_size=130, moe_intermediate_size=64, num_experts=2, quantization_config=FP8), narrow,
            ARGUMENT, ["intermediate_size", "64", "block 128"])

@@ -11,7 +11,7 @@ import struct
 
 from corpus import container
 
-SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1}
+SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1}
 
 
 def element(rng, dtype):
