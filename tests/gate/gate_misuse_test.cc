@@ -5,17 +5,13 @@
 
 #include "moesaic/gate.h"
 #include "moesaic/tensor.h"
+#include "support/refusal.h"
 
 namespace moesaic {
 namespace {
 
 constexpr DType kF32 = DType::kF32;
 constexpr DType kBF16 = DType::kBF16;
-
-void expect_refused(const Status& status, StatusCode code, const std::string& words) {
-  EXPECT_EQ(status.code(), code) << status.to_string();
-  EXPECT_NE(status.message().find(words), std::string::npos) << status.to_string();
-}
 
 Tensor zeros(DType dtype, const Shape& shape) { return Tensor::zeros(dtype, shape).value(); }
 
@@ -26,37 +22,39 @@ Status create(ConstTensorView weight, ConstTensorView bias = {}, GateLinear::Opt
 TEST(GateMisuse, Create) {
   const Tensor w = zeros(kBF16, {4, 8});
   EXPECT_TRUE(create(w.view()).ok());
-  expect_refused(create({}), StatusCode::kInvalidShape, "gate weight: got []");
-  expect_refused(create(zeros(kF32, {8}).view()), StatusCode::kInvalidShape, "[8]");
-  expect_refused(create(ConstTensorView(nullptr, kF32, {0, 8})), StatusCode::kInvalidShape,
-                 "[0, 8]");
-  expect_refused(create(zeros(DType::kI8, {4, 8}).view()), StatusCode::kInvalidDType,
-                 "gate weight: got I8");
-  expect_refused(create(ConstTensorView(nullptr, kF32, {4, 8})), StatusCode::kInvalidArgument,
-                 "null pointer");
+  test::expect_refusal(create({}), StatusCode::kInvalidShape, {"gate weight: got []"});
+  test::expect_refusal(create(zeros(kF32, {8}).view()), StatusCode::kInvalidShape, {"[8]"});
+  test::expect_refusal(create(ConstTensorView(nullptr, kF32, {0, 8})), StatusCode::kInvalidShape,
+                       {"[0, 8]"});
+  test::expect_refusal(create(zeros(DType::kI8, {4, 8}).view()), StatusCode::kInvalidDType,
+                       {"gate weight: got I8"});
+  test::expect_refusal(create(ConstTensorView(nullptr, kF32, {4, 8})), StatusCode::kInvalidArgument,
+                       {"null pointer"});
   ConstTensorView strided(w.data(), kBF16, {4, 4});
   strided.strides[0] = 8;
-  expect_refused(create(strided), StatusCode::kInvalidLayout, "gate weight");
+  test::expect_refusal(create(strided), StatusCode::kInvalidLayout, {"gate weight"});
 
-  expect_refused(create(w.view(), zeros(kF32, {5}).view()), StatusCode::kInvalidShape,
-                 "gate bias: got [5], need [4]");
-  expect_refused(create(w.view(), zeros(DType::kF64, {4}).view()), StatusCode::kInvalidDType,
-                 "gate bias: got F64");
+  test::expect_refusal(create(w.view(), zeros(kF32, {5}).view()), StatusCode::kInvalidShape,
+                       {"gate bias: got [5], need [4]"});
+  test::expect_refusal(create(w.view(), zeros(DType::kF64, {4}).view()), StatusCode::kInvalidDType,
+                       {"gate bias: got F64"});
   GateLinear::Options options;
   options.out_dtype = DType::kI32;
-  expect_refused(create(w.view(), {}, options), StatusCode::kInvalidDType, "out_dtype: got I32");
+  test::expect_refusal(create(w.view(), {}, options), StatusCode::kInvalidDType,
+                       {"out_dtype: got I32"});
   options = {};
   options.num_threads = -1;
-  expect_refused(create(w.view(), {}, options), StatusCode::kInvalidArgument,
-                 "num_threads: got -1");
+  test::expect_refusal(create(w.view(), {}, options), StatusCode::kInvalidArgument,
+                       {"num_threads: got -1"});
 }
 
 TEST(GateMisuse, SetOutDTypeTwice) {
   const Tensor w = zeros(kBF16, {4, 8});
   GateLinear g = GateLinear::create(w.view(), {}, {}).value();
-  expect_refused(g.set_out_dtype(DType::kU8), StatusCode::kInvalidDType, "out_dtype: got U8");
+  test::expect_refusal(g.set_out_dtype(DType::kU8), StatusCode::kInvalidDType,
+                       {"out_dtype: got U8"});
   ASSERT_TRUE(g.set_out_dtype(kF32).ok());
-  expect_refused(g.set_out_dtype(kF32), StatusCode::kInvalidArgument, "already set");
+  test::expect_refusal(g.set_out_dtype(kF32), StatusCode::kInvalidArgument, {"already set"});
 }
 
 TEST(GateMisuse, Forward) {
@@ -68,29 +66,29 @@ TEST(GateMisuse, Forward) {
   Tensor y = zeros(kF32, {3, 4});
   ASSERT_TRUE(g.forward(x.view(), y.view()).ok());
 
-  expect_refused(g.forward(zeros(kBF16, {3, 9}).view(), y.view()), StatusCode::kInvalidShape,
-                 "hidden_states: got [3, 9], need [num_tokens, 8]");
-  expect_refused(g.forward(zeros(kBF16, {24}).view(), y.view()), StatusCode::kInvalidShape,
-                 "hidden_states: got [24]");
-  expect_refused(g.forward(zeros(DType::kI32, {3, 8}).view(), y.view()), StatusCode::kInvalidDType,
-                 "hidden_states: got I32");
-  expect_refused(g.forward(x.view(), zeros(kF32, {4, 4}).view()), StatusCode::kInvalidShape,
-                 "router_logits: got [4, 4], need [3, 4]");
-  expect_refused(g.forward(x.view(), zeros(kBF16, {3, 4}).view()), StatusCode::kInvalidDType,
-                 "router_logits: got BF16, need F32");
-  expect_refused(g.forward(x.view(), TensorView(nullptr, kF32, {3, 4})),
-                 StatusCode::kInvalidArgument, "router_logits: got a null pointer");
-  expect_refused(g.forward(ConstTensorView(nullptr, kBF16, {3, 8}), y.view()),
-                 StatusCode::kInvalidArgument, "hidden_states: got a null pointer");
+  test::expect_refusal(g.forward(zeros(kBF16, {3, 9}).view(), y.view()), StatusCode::kInvalidShape,
+                       {"hidden_states: got [3, 9], need [num_tokens, 8]"});
+  test::expect_refusal(g.forward(zeros(kBF16, {24}).view(), y.view()), StatusCode::kInvalidShape,
+                       {"hidden_states: got [24]"});
+  test::expect_refusal(g.forward(zeros(DType::kI32, {3, 8}).view(), y.view()),
+                       StatusCode::kInvalidDType, {"hidden_states: got I32"});
+  test::expect_refusal(g.forward(x.view(), zeros(kF32, {4, 4}).view()), StatusCode::kInvalidShape,
+                       {"router_logits: got [4, 4], need [3, 4]"});
+  test::expect_refusal(g.forward(x.view(), zeros(kBF16, {3, 4}).view()), StatusCode::kInvalidDType,
+                       {"router_logits: got BF16, need F32"});
+  test::expect_refusal(g.forward(x.view(), TensorView(nullptr, kF32, {3, 4})),
+                       StatusCode::kInvalidArgument, {"router_logits: got a null pointer"});
+  test::expect_refusal(g.forward(ConstTensorView(nullptr, kBF16, {3, 8}), y.view()),
+                       StatusCode::kInvalidArgument, {"hidden_states: got a null pointer"});
 
   Tensor big = zeros(kF32, {3, 8});
   TensorView strided(big.data(), kF32, {3, 4});
   strided.strides[0] = 8;
-  expect_refused(g.forward(x.view(), strided), StatusCode::kInvalidLayout, "router_logits");
+  test::expect_refusal(g.forward(x.view(), strided), StatusCode::kInvalidLayout, {"router_logits"});
   ConstTensorView columns(big.data(), kBF16, {3, 8});
   columns.strides = {1, 3};
-  expect_refused(g.forward(columns, y.view()), StatusCode::kInvalidLayout,
-                 "hidden_states: got a stride of 3");
+  test::expect_refusal(g.forward(columns, y.view()), StatusCode::kInvalidLayout,
+                       {"hidden_states: got a stride of 3"});
 }
 
 TEST(GateMisuse, ForwardRefusesOverlap) {
@@ -100,14 +98,16 @@ TEST(GateMisuse, ForwardRefusesOverlap) {
   const auto at = [&](std::int64_t i, const Shape& shape) {
     return TensorView(memory.data() + 4 * i, kF32, shape);
   };
-  expect_refused(g.forward(at(0, {3, 4}), at(0, {3, 4})), StatusCode::kAliasing,
-                 "hidden_states overlaps router_logits");
-  expect_refused(g.forward(at(0, {3, 4}), at(11, {3, 4})), StatusCode::kAliasing, "router_logits");
+  test::expect_refusal(g.forward(at(0, {3, 4}), at(0, {3, 4})), StatusCode::kAliasing,
+                       {"hidden_states overlaps router_logits"});
+  test::expect_refusal(g.forward(at(0, {3, 4}), at(11, {3, 4})), StatusCode::kAliasing,
+                       {"router_logits"});
   EXPECT_TRUE(g.forward(at(0, {3, 4}), at(12, {3, 4})).ok());
   // Strided rows end later than a contiguous tensor of that shape would.
   TensorView strided = at(0, {3, 4});
   strided.strides[0] = 10;
-  expect_refused(g.forward(strided, at(12, {3, 4})), StatusCode::kAliasing, "hidden_states");
+  test::expect_refusal(g.forward(strided, at(12, {3, 4})), StatusCode::kAliasing,
+                       {"hidden_states"});
   EXPECT_TRUE(g.forward(strided, at(24, {3, 4})).ok());
 }
 
@@ -116,8 +116,8 @@ TEST(GateMisuse, DTypeMismatchWithoutOutDType) {
   const GateLinear g = GateLinear::create(w.view(), {}, {}).value();
   const Tensor x = zeros(kF32, {3, 8});
   Tensor y = zeros(kF32, {3, 4});
-  expect_refused(g.forward(x.view(), y.view()), StatusCode::kInvalidDType,
-                 "hidden_states: got F32, need BF16");
+  test::expect_refusal(g.forward(x.view(), y.view()), StatusCode::kInvalidDType,
+                       {"hidden_states: got F32, need BF16"});
 }
 
 TEST(GateMisuse, TierNames) {

@@ -4,14 +4,10 @@
 #include <string>
 
 #include "moesaic/parallel.h"
+#include "support/refusal.h"
 
 namespace moesaic {
 namespace {
-
-void expect_refused(const Status& status, StatusCode code, const std::string& words) {
-  EXPECT_EQ(status.code(), code) << status.to_string();
-  EXPECT_NE(status.message().find(words), std::string::npos) << status.message();
-}
 
 // The table of spec parallel.md section 1: sizes (tp, pcp, dp), ranks, flattened rank / size.
 TEST(ParallelConfig, FlattensAsTheTableSays) {
@@ -69,7 +65,7 @@ TEST(ParallelConfig, RefusesSizesAndRanksByName) {
   const auto refuse = [](ParallelSizes sizes, const std::string& words) {
     const auto result = ParallelConfig::from_sizes(sizes);
     ASSERT_FALSE(result.ok());
-    expect_refused(result.status(), StatusCode::kInvalidArgument, words);
+    test::expect_refusal(result.status(), StatusCode::kInvalidArgument, {words.c_str()});
   };
   refuse({.tp_size = 0}, "tp_size: got 0");
   refuse({.pcp_size = -3}, "pcp_size: got -3");
@@ -82,28 +78,28 @@ TEST(ParallelConfig, RefusesSizesAndRanksByName) {
   const auto overflow =
       ParallelConfig::from_sizes({.tp_size = huge, .pcp_size = huge, .dp_size = huge});
   ASSERT_FALSE(overflow.ok());
-  expect_refused(overflow.status(), StatusCode::kLimitExceeded, "flat_size");
+  test::expect_refusal(overflow.status(), StatusCode::kLimitExceeded, {"flat_size"});
 }
 
 TEST(ParallelConfig, ValidateNamesTheField) {
   ParallelConfig c;
   EXPECT_TRUE(c.validate().ok());
   c.ep_size = 0;
-  expect_refused(c.validate(), StatusCode::kInvalidArgument, "ep_size: got 0");
+  test::expect_refusal(c.validate(), StatusCode::kInvalidArgument, {"ep_size: got 0"});
   c = {};
   c.ep_rank = 1;
-  expect_refused(c.validate(), StatusCode::kInvalidArgument, "ep_rank: got 1");
+  test::expect_refusal(c.validate(), StatusCode::kInvalidArgument, {"ep_rank: got 1"});
   c = {};
   c.tp_size = 2;
   c.ep_size = 2;
-  expect_refused(c.validate(), StatusCode::kInvalidArgument, "tp_size: got 2");
+  test::expect_refusal(c.validate(), StatusCode::kInvalidArgument, {"tp_size: got 2"});
   c = {};
   c.ep_size = 4;
   c.dp_size = 3;
-  expect_refused(c.validate(), StatusCode::kInvalidArgument, "dp_size: got 3");
+  test::expect_refusal(c.validate(), StatusCode::kInvalidArgument, {"dp_size: got 3"});
   c = {};
   c.placement = static_cast<ExpertPlacement>(7);
-  expect_refused(c.validate(), StatusCode::kInvalidArgument, "placement: got 7");
+  test::expect_refusal(c.validate(), StatusCode::kInvalidArgument, {"placement: got 7"});
 }
 
 TEST(ParallelConfig, PlacementNames) {

@@ -6,16 +6,12 @@
 #include <string>
 
 #include "router/router_fixture.h"
+#include "support/refusal.h"
 
 namespace moesaic {
 namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
-
-void expect_refused(const Status& status, StatusCode code, const std::string& words) {
-  EXPECT_EQ(status.code(), code) << status.to_string();
-  EXPECT_NE(status.message().find(words), std::string::npos) << status.to_string();
-}
 
 Tensor zeros(DType dtype, const Shape& shape) { return Tensor::zeros(dtype, shape).value(); }
 
@@ -27,7 +23,8 @@ TEST(RouterMisuse, SpecValues) {
   const auto refused = [](const RoutingSpec& spec, const std::string& words) {
     Router::Options options;
     options.spec = spec;
-    expect_refused(Router::create(options).status(), StatusCode::kInvalidArgument, words);
+    test::expect_refusal(Router::create(options).status(), StatusCode::kInvalidArgument,
+                         {words.c_str()});
   };
   refused(plain(0, 1), "num_experts: got 0");
   refused(plain(8, 9), "routing.top_k: got 9");
@@ -99,7 +96,7 @@ TEST(RouterMisuse, SpecValues) {
 TEST(RouterMisuse, Parts) {
   const auto refused = [](const Router::Options& options, StatusCode code,
                           const std::string& words) {
-    expect_refused(Router::create(options).status(), code, words);
+    test::expect_refusal(Router::create(options).status(), code, {words.c_str()});
   };
   constexpr auto kArgument = StatusCode::kInvalidArgument;
   const Tensor bias = zeros(DType::kF32, {8});
@@ -211,7 +208,7 @@ TEST(RouterMisuse, Tensors) {
   const auto refused = [&](auto&& change, StatusCode code, const std::string& words) {
     Router::Args args = c.args;
     change(args);
-    expect_refused(c.router.select_experts(args), code, words);
+    test::expect_refusal(c.router.select_experts(args), code, {words.c_str()});
   };
   const Tensor l9 = zeros(DType::kF32, {3, 9}), li = zeros(DType::kI32, {3, 8});
   refused([&](auto& a) { a.router_logits = l9.view(); }, StatusCode::kInvalidShape,
@@ -266,16 +263,17 @@ TEST(RouterMisuse, HashAndZeroExpertTensors) {
   const Tensor table = zeros(DType::kI32, {5, 2});
   options.hash_table = table.view();
   Call c(options);
-  expect_refused(c.router.select_experts(c.args), StatusCode::kInvalidShape, "input_ids: got []");
+  test::expect_refusal(c.router.select_experts(c.args), StatusCode::kInvalidShape,
+                       {"input_ids: got []"});
   const Tensor wide = zeros(DType::kI64, {3});
   c.args.input_ids = wide.view();
-  expect_refused(c.router.select_experts(c.args), StatusCode::kInvalidDType,
-                 "input_ids: got I64, need I32");
+  test::expect_refusal(c.router.select_experts(c.args), StatusCode::kInvalidDType,
+                       {"input_ids: got I64, need I32"});
   for (const std::int32_t bad : {-1, 5}) {
     const Tensor tokens = test::vector_i32({0, bad, 4});
     c.args.input_ids = tokens.view();
-    expect_refused(c.router.select_experts(c.args), StatusCode::kInvalidArgument,
-                   "input_ids[1]: got " + std::to_string(bad) + ", need 0 to 4");
+    test::expect_refusal(c.router.select_experts(c.args), StatusCode::kInvalidArgument,
+                         {("input_ids[1]: got " + std::to_string(bad) + ", need 0 to 4").c_str()});
   }
 
   spec = test::method_spec(RoutingMethod::kZeroExpert, 6, 2);
@@ -287,18 +285,18 @@ TEST(RouterMisuse, HashAndZeroExpertTensors) {
   Call z(options);
   const Tensor x = zeros(DType::kBF16, {3, 4});
   Tensor out = zeros(DType::kBF16, {3, 4});
-  expect_refused(z.router.select_experts(z.args), StatusCode::kInvalidShape,
-                 "hidden_states: got []");
+  test::expect_refusal(z.router.select_experts(z.args), StatusCode::kInvalidShape,
+                       {"hidden_states: got []"});
   z.args.hidden_states = x.view();
-  expect_refused(z.router.select_experts(z.args), StatusCode::kInvalidShape,
-                 "zero_expert_output: got [], need [3, 4]");
+  test::expect_refusal(z.router.select_experts(z.args), StatusCode::kInvalidShape,
+                       {"zero_expert_output: got [], need [3, 4]"});
   Tensor f32 = zeros(DType::kF32, {3, 4});
   z.args.zero_expert_output = f32.view();
-  expect_refused(z.router.select_experts(z.args), StatusCode::kInvalidDType,
-                 "zero_expert_output: got F32, need BF16");
+  test::expect_refusal(z.router.select_experts(z.args), StatusCode::kInvalidDType,
+                       {"zero_expert_output: got F32, need BF16"});
   z.args.zero_expert_output = TensorView(const_cast<std::byte*>(x.data()), DType::kBF16, {3, 4});
-  expect_refused(z.router.select_experts(z.args), StatusCode::kAliasing,
-                 "hidden_states overlaps zero_expert_output");
+  test::expect_refusal(z.router.select_experts(z.args), StatusCode::kAliasing,
+                       {"hidden_states overlaps zero_expert_output"});
   z.args.zero_expert_output = out.view();
   EXPECT_TRUE(z.router.select_experts(z.args).ok());
 }
@@ -318,7 +316,8 @@ TEST(RouterMisuse, EplbState) {
                            const std::string& words) {
     const EplbState state{map, count, loads, replicas, true};
     c.args.eplb = &state;
-    expect_refused(c.router.select_experts(c.args), StatusCode::kInvalidArgument, words);
+    test::expect_refusal(c.router.select_experts(c.args), StatusCode::kInvalidArgument,
+                         {words.c_str()});
     c.args.eplb = nullptr;
   };
   const EplbState good{good_map, good_count, load, 2, true};
@@ -343,8 +342,8 @@ TEST(RouterMisuse, EplbState) {
   args.topk_weights = w.view();
   args.topk_ids = ids.view();
   args.eplb = &good;
-  expect_refused(shared.select_experts(args), StatusCode::kUnsupported,
-                 "eplb: given with 1 fused shared experts");
+  test::expect_refusal(shared.select_experts(args), StatusCode::kUnsupported,
+                       {"eplb: given with 1 fused shared experts"});
 }
 
 }  // namespace
