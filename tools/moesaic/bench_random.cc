@@ -1,0 +1,230 @@
+#include "bench_random.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <numbers>
+#include <numeric>
+#include <string>
+
+#include "core/checked.h"
+#include "numerics/codec.h"
+
+namespace moesaic::tool {
+namespace {
+
+std::uint64_t mix(std::uint64_t z) {
+  z += 0x9E3779B97F4A7C15ULL;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL;
+  return z ^ (z >> 31);
+}
+double unit(std::uint64_t bits) { return static_cast<double>(bits >> 11) * 0x1p-53; }
+
+// 65536 draws of N(0, 1): elements are picked from it by hashed index, which costs a quarter of a hash per element.
+const std::vector<float>& normals() {
+  static const std::vector<float> table = [] {
+    std::vector<float> t(1U << 16);
+    for (std::size_t i = 0; i < t.size(); ++i) {
+      const double u = 1.0 - unit(mix(2 * i)), v = unit(mix(2 * i + 1));
+      t[i] = static_cast<float>(std::sqrt(-2.0 * std::log(u)) * std::cos(2.0 * std::numbers::pi * v));
+    }
+    return t;
+  }();
+  return table;
+}
+
+// Largest of 128*128 normal draws is about 4.2: this maps it to the largest e4m3 value.
+constexpr float kFp8Gain = 448.0F / 4.5F;
+
+template <class T>
+std::vector<T> encode_table(DType dtype, double sd) {
+  std::vector<T> codes(normals().size());
+  for (std::size_t i = 0; i < codes.size(); ++i) {
+    const float x = static_cast<float>(normals()[i] * sd);
+    if constexpr (sizeof(T) == 4) {
+      codes[i] = x;
+    } else if constexpr (sizeof(T) == 2) {
+      codes[i] = dtype == DType::kBF16 ? bf16_from_f32(x) : f16_from_f32(x);
+    } else {
+      codes[i] = e4m3_from_f32(normals()[i] * kFp8Gain);
+    }
+  }
+  return codes;
+}
+
+template <class T>
+void fill(T* out, std::int64_t n, const std::vector<T>& table, std::uint64_t seed) {
+  constexpr std::int64_t kBlock = 1 << 14;
+#pragma omp parallel for schedule(static)
+  for (std::int64_t b = 0; b < ceil_div(n, kBlock); ++b) {
+    std::uint64_t state = mix(seed ^ mix(static_cast<std::uint64_t>(b)));
+    const std::int64_t end = std::min(n, (b + 1) * kBlock);
+    std::uint64_t bits = 0;
+    for (std::int64_t i = b * kBlock; i < end; ++i) {
+      if (i % 4 == 0) bits = state = mix(state);
+      out[i] = table[bits & 0xFFFFU];
+      bits >>= 16;
+    }
+  }
+}
+
+void fill_normal(Tensor& t, double sd, std::uint64_t seed) {
+  const std::int64_t n = t.bytes() * 8 / dtype_bits(t.dtype());
+  switch (dtype_bits(t.dtype())) {
+    case 32: fill(t.as<float>(), n, encode_table<float>(t.dtype(), sd), seed); return;
+    case 16: fill(t.as<std::uint16_t>(), n, encode_table<std::uint16_t>(t.dtype(), sd), seed); return;
+    default: fill(t.as<std::uint8_t>(), n, encode_table<std::uint8_t>(t.dtype(), sd), seed); return;
+  }
+}
+
+// Block scales that give e4m3 codes of fill_normal the standard deviation sd, each varied by up to a factor of 1.4.
+Result<Tensor> random_scales(std::int64_t rows, std::int64_t cols, double sd, std::uint64_t seed) {
+  MOESAIC_ASSIGN_OR_RETURN(Tensor t, Tensor::uninitialized(DType::kF32, {rows, cols}));
+  for (std::int64_t i = 0; i < rows * cols; ++i) {
+    const double vary = std::exp2(unit(mix(seed + static_cast<std::uint64_t>(i))) - 0.5);
+    t.as<float>()[i] = static_cast<float>(sd * vary / static_cast<double>(kFp8Gain));
+  }
+  return t;
+}
+
+class RandomSource final : public ExpertSource {
+ public:
+  RandomSource(const MoeProblem& problem, std::uint64_t seed) : p_(problem), seed_(seed) {}
+
+  Result<ExpertWeightsView> expert(std::int64_t e) override {
+    const std::int64_t rows = is_gated(p_.activation.kind) ? 2 * p_.intermediate_size : p_.intermediate_size;
+    const std::uint64_t seed = mix(seed_ + static_cast<std::uint64_t>(e));
+    const double sd13 = 1.0 / std::sqrt(static_cast<double>(p_.hidden_size));
+    const double sd2 = 1.0 / std::sqrt(static_cast<double>(p_.intermediate_size));
+    MOESAIC_RETURN_IF_ERROR(make(w13_, w13_scale_, rows, p_.hidden_size, sd13, seed));
+    MOESAIC_RETURN_IF_ERROR(make(w2_, w2_scale_, p_.hidden_size, p_.intermediate_size, sd2, seed ^ 1));
+    if (p_.has_expert_bias) {
+      MOESAIC_ASSIGN_OR_RETURN(w13_bias_, random_tensor(DType::kF32, {rows}, 0.5, seed ^ 2));
+      MOESAIC_ASSIGN_OR_RETURN(w2_bias_, random_tensor(DType::kF32, {p_.hidden_size}, 0.5, seed ^ 3));
+    }
+    ExpertWeightsView v;
+    v.w13 = w13_.view();
+    v.w2 = w2_.view();
+    if (w13_scale_.present()) v.w13_scale = w13_scale_.view();
+    if (w2_scale_.present()) v.w2_scale = w2_scale_.view();
+    if (w13_bias_.present()) v.w13_bias = w13_bias_.view();
+    if (w2_bias_.present()) v.w2_bias = w2_bias_.view();
+    return v;
+  }
+
+ private:
+  Status make(Tensor& w, Tensor& scale, std::int64_t rows, std::int64_t cols, double sd, std::uint64_t seed) {
+    if (!w.present()) {
+      MOESAIC_ASSIGN_OR_RETURN(w, Tensor::uninitialized(p_.quant.weight.dtype, {rows, cols}));
+    }
+    fill_normal(w, sd, seed);
+    if (p_.quant.weight.granularity == ScaleGranularity::kBlock) {
+      MOESAIC_ASSIGN_OR_RETURN(scale, random_scales(ceil_div(rows, p_.quant.weight.block_n),
+                                                    ceil_div(cols, p_.quant.weight.block_k), sd, seed));
+    }
+    return {};
+  }
+  MoeProblem p_;
+  std::uint64_t seed_;
+  Tensor w13_, w13_scale_, w13_bias_, w2_, w2_scale_, w2_bias_;
+};
+
+}  // namespace
+
+std::unique_ptr<ExpertSource> make_random_source(const MoeProblem& problem, std::uint64_t seed) {
+  return std::make_unique<RandomSource>(problem, seed);
+}
+
+Result<Tensor> random_tensor(DType dtype, const Shape& shape, double sd, std::uint64_t seed) {
+  MOESAIC_ASSIGN_OR_RETURN(Tensor t, Tensor::uninitialized(dtype, shape));
+  fill_normal(t, sd, mix(seed));
+  return t;
+}
+
+Result<MoeLayerTensors> random_layer_tensors(const MoeLayerSpec& spec, std::uint64_t seed) {
+  MoeLayerTensors t;
+  const std::int64_t logits = spec.routing.num_experts + spec.routing.num_zero_experts;
+  const double sd = 1.0 / std::sqrt(static_cast<double>(spec.hidden_size));
+  MOESAIC_ASSIGN_OR_RETURN(t.gate_weight, random_tensor(DType::kBF16, {logits, spec.hidden_size}, sd, seed + 1));
+  if (spec.has_router_bias) {
+    MOESAIC_ASSIGN_OR_RETURN(t.gate_bias, random_tensor(DType::kF32, {logits}, 0.1, seed + 2));
+  }
+  if (spec.routing.has_correction_bias) {
+    MOESAIC_ASSIGN_OR_RETURN(t.e_score_correction_bias, random_tensor(DType::kF32, {logits}, 0.05, seed + 3));
+  }
+  if (spec.shared.intermediate_size == 0) return t;
+  MoeProblem shared;
+  shared.num_experts = shared.num_local_experts = shared.top_k = 1;
+  shared.hidden_size = spec.hidden_size;
+  shared.intermediate_size = spec.shared.intermediate_size;
+  shared.activation = spec.activation;
+  shared.quant = spec.quant;
+  RandomSource source(shared, seed + 4);
+  MOESAIC_ASSIGN_OR_RETURN(const ExpertWeightsView v, source.expert(0));
+  const auto stacked = [](const ConstTensorView& view) -> Result<Tensor> {
+    if (!view.present()) return Tensor();
+    MOESAIC_ASSIGN_OR_RETURN(Tensor copy, Tensor::uninitialized(view.dtype, {1, view.dim(0), view.dim(1)}));
+    std::memcpy(copy.data(), view.data, static_cast<std::size_t>(copy.bytes()));
+    return copy;
+  };
+  MOESAIC_ASSIGN_OR_RETURN(t.shared_w13, stacked(v.w13));
+  MOESAIC_ASSIGN_OR_RETURN(t.shared_w13_scale, stacked(v.w13_scale));
+  MOESAIC_ASSIGN_OR_RETURN(t.shared_w2, stacked(v.w2));
+  MOESAIC_ASSIGN_OR_RETURN(t.shared_w2_scale, stacked(v.w2_scale));
+  t.shared_quant = spec.quant;
+  if (spec.shared.gated_output) {
+    MOESAIC_ASSIGN_OR_RETURN(t.shared_gate_weight, random_tensor(DType::kBF16, {1, spec.hidden_size}, sd, seed + 5));
+  }
+  return t;
+}
+
+Result<Routing> random_routing(std::string_view kind, std::int64_t tokens, std::int64_t num_experts,
+                               std::int64_t top_k, std::uint64_t seed) {
+  double exponent = 0;
+  const bool one = kind == "one";
+  if (!one && kind != "uniform") {
+    char* end = nullptr;
+    const std::string text(kind);
+    if (text.rfind("zipf:", 0) == 0) exponent = std::strtod(text.c_str() + 5, &end);
+    if (end == nullptr || *end != '\0' || end == text.c_str() + 5 || !(exponent >= 0 && exponent <= 10)) {
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("--routing: got '{}', need uniform, one or zipf:S with S from 0 to 10", kind));
+    }
+  }
+  Routing r;
+  MOESAIC_ASSIGN_OR_RETURN(r.ids, Tensor::uninitialized(DType::kI32, {tokens, top_k}));
+  MOESAIC_ASSIGN_OR_RETURN(r.weights, Tensor::uninitialized(DType::kF32, {tokens, top_k}));
+  // rank[e] is drawn from the seed alone, so that all routings of a run favour the same experts.
+  std::vector<std::int32_t> order(static_cast<std::size_t>(num_experts));
+  std::iota(order.begin(), order.end(), 0);
+  for (std::size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[mix(i) % i]);
+  std::vector<double> key(order.size());
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    std::int32_t* ids = r.ids.as<std::int32_t>() + t * top_k;
+    // Exponential keys: the k smallest of -log(u) / p are a draw without replacement with probabilities p.
+    for (std::size_t i = 0; i < key.size(); ++i) {
+      const std::uint64_t h = mix(mix(seed + static_cast<std::uint64_t>(t)) + i);
+      key[i] = -std::log(1.0 - unit(h)) * std::pow(static_cast<double>(i + 1), exponent);
+    }
+    std::vector<std::int32_t> by_key(order.size());
+    std::iota(by_key.begin(), by_key.end(), 0);
+    std::partial_sort(by_key.begin(), by_key.begin() + top_k, by_key.end(), [&](std::int32_t a, std::int32_t b) {
+      return key[static_cast<std::size_t>(a)] < key[static_cast<std::size_t>(b)];
+    });
+    float sum = 0;
+    for (std::int64_t j = 0; j < top_k; ++j) {
+      ids[j] = one ? static_cast<std::int32_t>(j) : order[static_cast<std::size_t>(by_key[static_cast<std::size_t>(j)])];
+      const double u = unit(mix(mix(seed ^ 77) + static_cast<std::uint64_t>(t * top_k + j)));
+      r.weights.as<float>()[t * top_k + j] = static_cast<float>(0.5 + u);
+      sum += r.weights.as<float>()[t * top_k + j];
+    }
+    for (std::int64_t j = 0; j < top_k; ++j) r.weights.as<float>()[t * top_k + j] /= sum;
+  }
+  return r;
+}
+
+}  // namespace moesaic::tool

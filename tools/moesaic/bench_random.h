@@ -1,0 +1,36 @@
+// Random layers and routings for benchmarks: weights drawn from a seed, one expert at a time, so that a layer of any
+// size needs no second copy.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "moesaic/checkpoint.h"
+#include "moesaic/experts.h"
+#include "moesaic/spec.h"
+#include "moesaic/tensor.h"
+
+namespace moesaic::tool {
+
+// Normal weights scaled so that pre-activations have a standard deviation of about 1; e4m3 codes with random block
+// scales for fp8. The same seed gives the same weights on every machine; an expert may be asked for again.
+std::unique_ptr<ExpertSource> make_random_source(const MoeProblem& problem, std::uint64_t seed);
+
+// Gate, bias and shared expert of a layer with this spec.
+Result<MoeLayerTensors> random_layer_tensors(const MoeLayerSpec& spec, std::uint64_t seed);
+
+// N(0, 1) in BF16, F16 or F32.
+Result<Tensor> random_tensor(DType dtype, const Shape& shape, double sd, std::uint64_t seed);
+
+struct Routing {
+  Tensor ids;      // [M, k] I32, distinct inside a row
+  Tensor weights;  // [M, k] F32, sum 1
+};
+// "uniform", "zipf:S" (popularity of the r-th expert ~ 1/r^S, in an order drawn from the seed) or "one" (all tokens
+// choose experts 0..k-1). kInvalidArgument for anything else.
+Result<Routing> random_routing(std::string_view kind, std::int64_t tokens, std::int64_t num_experts,
+                               std::int64_t top_k, std::uint64_t seed);
+
+}  // namespace moesaic::tool

@@ -1,0 +1,77 @@
+#include "bench_reference.h"
+
+#include <cmath>
+#include <limits>
+
+#include "activation/ref_activation.h"
+#include "numerics/element.h"
+
+namespace moesaic::tool {
+namespace {
+
+// y[n] = sum_k w[n][k] * scale(n, k) * x[k] + bias[n]
+std::vector<double> multiply(const ConstTensorView& w, const ConstTensorView& scale, const ConstTensorView& bias,
+                             const OperandQuant& quant, std::span<const double> x) {
+  const std::int64_t rows = w.dim(0), cols = w.dim(1);
+  std::vector<double> y(static_cast<std::size_t>(rows));
+#pragma omp parallel for schedule(static)
+  for (std::int64_t n = 0; n < rows; ++n) {
+    double sum = 0;
+    for (std::int64_t k = 0; k < cols; ++k) {
+      double term = static_cast<double>(load_as_f32(w.data, w.dtype, n * cols + k)) * x[static_cast<std::size_t>(k)];
+      if (scale.present()) {
+        term *= static_cast<double>(scale.as<float>()[n / quant.block_n * scale.dim(1) + k / quant.block_k]);
+      }
+      sum += term;
+    }
+    if (bias.present()) sum += static_cast<double>(load_as_f32(bias.data, bias.dtype, n));
+    y[static_cast<std::size_t>(n)] = sum;
+  }
+  return y;
+}
+
+}  // namespace
+
+Result<std::vector<double>> reference_token(const MoeProblem& problem, ExpertSource& source,
+                                            std::span<const double> x, std::span<const std::int32_t> ids,
+                                            std::span<const float> weights) {
+  std::vector<double> y(static_cast<std::size_t>(problem.hidden_size), 0.0);
+  const GateUpLayout layout = is_gated(problem.activation.kind) ? GateUpLayout::kGateThenUp : GateUpLayout::kNonGated;
+  for (std::size_t j = 0; j < ids.size(); ++j) {
+    if (ids[j] < 0) continue;
+    MOESAIC_ASSIGN_OR_RETURN(const ExpertWeightsView v, source.expert(ids[j]));
+    const bool on_input = problem.apply_router_weight_on_input;
+    const auto w = static_cast<double>(weights[j]);
+    std::vector<double> in(x.begin(), x.end());
+    if (on_input) {
+      for (double& value : in) value *= w;
+    }
+    const std::vector<double> h = multiply(v.w13, v.w13_scale, v.w13_bias, problem.quant.weight, in);
+    std::vector<double> act(static_cast<std::size_t>(problem.intermediate_size));
+    ref_activation_f64(problem.activation, layout, h.data(), act.data(), problem.intermediate_size);
+    const std::vector<double> z = multiply(v.w2, v.w2_scale, v.w2_bias, problem.quant.weight, act);
+    for (std::size_t i = 0; i < y.size(); ++i) y[i] += (on_input ? 1.0 : w) * z[i];
+  }
+  return y;
+}
+
+double relative_l2(std::span<const double> got, std::span<const double> want) {
+  double err = 0, ref = 0;
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    err += (got[i] - want[i]) * (got[i] - want[i]);
+    ref += want[i] * want[i];
+  }
+  if (got.size() != want.size() || !(ref > 0)) return std::numeric_limits<double>::infinity();
+  return std::sqrt(err / ref);
+}
+
+std::vector<double> row_to_doubles(const ConstTensorView& matrix, std::int64_t row) {
+  const std::int64_t n = matrix.dim(1);
+  std::vector<double> out(static_cast<std::size_t>(n));
+  for (std::int64_t i = 0; i < n; ++i) {
+    out[static_cast<std::size_t>(i)] = static_cast<double>(load_as_f32(matrix.data, matrix.dtype, row * n + i));
+  }
+  return out;
+}
+
+}  // namespace moesaic::tool

@@ -1,0 +1,46 @@
+// What the bench verb times: one stage of a layer, prepared for a number of tokens, with its correctness check.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "moesaic/checkpoint.h"
+#include "moesaic/fused_moe.h"
+#include "moesaic/spec.h"
+
+namespace moesaic::tool {
+
+struct BenchSettings {
+  MoeLayerSpec spec;
+  const Checkpoint* checkpoint = nullptr;  // null: random weights
+  FusedMoE::Options options;
+  std::string routing = "uniform";
+  std::uint64_t seed = 1;
+};
+
+// One point: run(i) processes rotation i (0 .. rotations-1); rotations differ in routing and hidden states so that a
+// small layer's weights do not stay in a cache that a real model would have flushed.
+struct BenchPoint {
+  int rotations = 1;
+  std::function<Status(int rotation)> run;
+  double bytes = 0;  // that must move per run, averaged over the rotations
+  double flops = 0;
+  double rel_l2 = 0;  // of the first token against float64 on the same weights
+  double bound = 0;   // that rel_l2 must not exceed
+};
+
+class BenchStage {
+ public:
+  virtual ~BenchStage() = default;
+  virtual std::string backend() const = 0;
+  virtual std::string quant() const = 0;
+  virtual bool narrow_arithmetic() const = 0;  // which multiply-add ceiling applies
+  virtual Result<BenchPoint> prepare(std::int64_t tokens) = 0;
+};
+
+// stage: "gate", "route", "experts" or "layer". Loads or draws the weights once.
+Result<std::unique_ptr<BenchStage>> make_bench_stage(const std::string& stage, const BenchSettings& settings);
+
+}  // namespace moesaic::tool
