@@ -71,17 +71,23 @@ constexpr std::int64_t kUnitBytes = 4 * kPanelColumns;
 // next lines.
 constexpr std::int64_t kPrefetchBytes = 4096;
 
-// result[r][col..] += (row_scale * panel_scale) * acc
-template <int MR, int NV, class Acc>
-HWY_INLINE void Fold(const Acc (&acc)[MR][NV], const PanelArgs& args, int row, int column,
+// Factor of the columns of vector v (16 columns share one scale).
+HWY_INLINE float StripScale(const PanelArgs& args, int row, int strip, std::int64_t group) {
+  const float row_scale = args.row_scales != nullptr ? args.row_scales[row][group] : 1.0F;
+  return args.panel_scales != nullptr ? row_scale * args.panel_scales[group * 4 + strip]
+                                      : row_scale;
+}
+
+// result[r][column..] += scale * acc
+template <int MR, int NV>
+HWY_INLINE void Fold(const VF (&acc)[MR][NV], const PanelArgs& args, int row, int column,
                      std::int64_t group) {
+#pragma GCC unroll 8
   for (int r = 0; r < MR; ++r) {
     float* c = args.result + static_cast<std::int64_t>(row + r) * kPanelColumns + column;
-    const float row_scale = args.row_scales != nullptr ? args.row_scales[row + r][group] : 1.0F;
+#pragma GCC unroll 8
     for (int v = 0; v < NV; ++v) {
-      const int strip = (column + v * kLanes) / 16;
-      float scale = row_scale;
-      if (args.panel_scales != nullptr) scale *= args.panel_scales[group * 4 + strip];
+      const float scale = StripScale(args, row + r, (column + v * kLanes) / 16, group);
       float* p = c + v * kLanes;
       hn::Store(hn::MulAdd(acc[r][v], hn::Set(df, scale), hn::Load(df, p)), df, p);
     }

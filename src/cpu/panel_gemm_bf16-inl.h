@@ -1,6 +1,12 @@
 // Panel GEMM on the bf16 dot-product instruction (AVX512_BF16 with AVX512_VBMI): two steps of k per
 // lane and instruction. Products of bf16 values are exact in fp32; the instruction flushes
 // subnormal inputs and results.
+//
+// Two regimes with the same arithmetic, hence the same bits:
+//   stream  1 or 2 rows: all groups in one loop, results in registers; limited by memory
+//   block   3 rows and more: a group of weights stays in L1 while tiles of up to 6 rows pass over
+//   it, and the tiles
+//           spread the prefetch of the next group between them; limited by the multiply-adds
 
 HWY_INLINE __m512 DotPair(__m512 acc, __m512i w, __m512i x) {
   return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(w), reinterpret_cast<__m512bh>(x));
@@ -29,30 +35,6 @@ HWY_INLINE void ClearTile(VF (&acc)[MR][4]) {
   }
 }
 
-template <int MR, bool kPrefetch>
-struct PairTileBF16 {
-  static HWY_NOINLINE void Run(const PanelArgs& args, const std::byte* w, int row,
-                               std::int64_t group, std::int64_t k_count) {
-    const std::uint16_t* a[MR];
-    PairRows<MR>(args, row, group, a);
-    VF acc[MR][4];
-    ClearTile<MR>(acc);
-    for (std::int64_t k = 0; k < k_count; k += 2, w += kUnitBytes) {
-      if (kPrefetch) PrefetchUnit(w + kPrefetchBytes);
-      __m512i wv[4];
-#pragma GCC unroll 4
-      for (int v = 0; v < 4; ++v) wv[v] = _mm512_load_si512(w + 64 * v);
-#pragma GCC unroll 8
-      for (int r = 0; r < MR; ++r) {
-        const __m512i x = BroadcastPair(a[r], k);
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) acc[r][v].raw = DotPair(acc[r][v].raw, wv[v], x);
-      }
-    }
-    Fold<MR, 4>(acc, args, row, 0, group);
-  }
-};
-
 // All 128 magnitudes of e4m3 as the high and the low byte of a bf16, each in two registers for a
 // byte permute.
 struct TablesE4M3 {
@@ -78,40 +60,216 @@ HWY_INLINE void DecodePairs(const TablesE4M3& t, __m512i raw, __m512i& pair01, _
   pair23 = _mm512_unpackhi_epi8(low, high);
 }
 
-template <int MR, bool kPrefetch>
-struct PairTileE4M3 {
-  static HWY_NOINLINE void Run(const PanelArgs& args, const std::byte* w, int row,
-                               std::int64_t group, std::int64_t k_count) {
-    const TablesE4M3 tables = LoadTablesE4M3();
+// Two steps of k of MR rows, weights in bf16.
+template <int MR>
+HWY_INLINE void StepBF16(const std::byte* w, const std::uint16_t* const (&a)[MR], std::int64_t k,
+                         VF (&acc)[MR][4]) {
+  __m512i wv[4];
+#pragma GCC unroll 4
+  for (int v = 0; v < 4; ++v) wv[v] = _mm512_load_si512(w + 64 * v);
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; ++r) {
+    const __m512i x = BroadcastPair(a[r], k);
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) acc[r][v].raw = DotPair(acc[r][v].raw, wv[v], x);
+  }
+}
+
+// Four steps of k of MR rows, weights decoded in registers.
+template <int MR>
+HWY_INLINE void StepE4M3(const TablesE4M3& tables, const std::byte* w,
+                         const std::uint16_t* const (&a)[MR], std::int64_t k, VF (&acc)[MR][4]) {
+#pragma GCC unroll 4
+  for (int v = 0; v < 4; ++v) {
+    __m512i pair01, pair23;
+    DecodePairs(tables, _mm512_load_si512(w + 64 * v), pair01, pair23);
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; ++r)
+      acc[r][v].raw = DotPair(acc[r][v].raw, pair01, BroadcastPair(a[r], k));
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; ++r)
+      acc[r][v].raw = DotPair(acc[r][v].raw, pair23, BroadcastPair(a[r], k + 2));
+  }
+}
+
+template <WeightKind kKind>
+constexpr int kPairSteps = kKind == WeightKind::kBF16 ? 2 : 4;
+
+// Stream regime: into L2, the latency of memory times the bandwidth of one core ahead. Measured on
+// one core: 4 KiB into L2 equals a pure read; 16 KiB, or into L1, is 3 to 10 % slower.
+constexpr std::int64_t kStreamPrefetchBytes = 4096;
+
+template <WeightKind kKind, int MR>
+HWY_NOINLINE void StreamPair(const PanelArgs& args) {
+  const TablesE4M3 tables = LoadTablesE4M3();
+  VF total[MR][4];
+  ClearTile<MR>(total);
+  const std::byte* w = args.panel;
+  std::int64_t group = 0;
+  for (std::int64_t k0 = 0; k0 < args.padded_k; k0 += kGroup, ++group) {
+    const std::int64_t k_count = HWY_MIN(std::int64_t{kGroup}, args.padded_k - k0);
     const std::uint16_t* a[MR];
-    PairRows<MR>(args, row, group, a);
+    PairRows<MR>(args, 0, group, a);
     VF acc[MR][4];
     ClearTile<MR>(acc);
-    for (std::int64_t k = 0; k < k_count; k += 4, w += kUnitBytes) {
-      if (kPrefetch) PrefetchUnit(w + kPrefetchBytes);
+    for (std::int64_t k = 0; k < k_count; k += kPairSteps<kKind>, w += kUnitBytes) {
+#pragma GCC unroll 4
+      for (int line = 0; line < 4; ++line)
+        __builtin_prefetch(w + kStreamPrefetchBytes + 64 * line, 0, 2);
+      if constexpr (kKind == WeightKind::kBF16) {
+        StepBF16<MR>(w, a, k, acc);
+      } else {
+        StepE4M3<MR>(tables, w, a, k, acc);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) {
+        total[r][v] =
+            hn::MulAdd(acc[r][v], hn::Set(df, StripScale(args, r, v, group)), total[r][v]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v)
+      hn::Store(total[r][v], df, args.result + r * kPanelColumns + 16 * v);
+  }
+}
+
+// Block regime: the tile's place in the group and what it fetches for the next one.
+struct BlockTile {
+  const std::byte* w = nullptr;         // the group's first unit
+  std::uint32_t* decoded = nullptr;     // e4m3: where the first tile leaves the group as bf16 units
+  const std::byte* prefetch = nullptr;  // kLines cache lines per unit from here on
+  std::int64_t group = 0, k_count = 0;
+  int row = 0;
+};
+
+template <WeightKind kKind, int MR, int kLines>
+HWY_NOINLINE void RunBlockTile(const PanelArgs& args, const BlockTile& tile) {
+  const TablesE4M3 tables = LoadTablesE4M3();
+  const std::uint16_t* a[MR];
+  PairRows<MR>(args, tile.row, tile.group, a);
+  VF acc[MR][4];
+  ClearTile<MR>(acc);
+  const std::byte* w = tile.w;
+  const std::byte* fetch = tile.prefetch;
+  std::uint32_t* decoded = tile.decoded;
+  for (std::int64_t k = 0; k < tile.k_count; k += kPairSteps<kKind>, w += kUnitBytes) {
+#pragma GCC unroll 4
+    for (int line = 0; line < kLines; ++line) __builtin_prefetch(fetch + 64 * line);
+    fetch += 64 * kLines;
+    if constexpr (kKind == WeightKind::kBF16) {
+      StepBF16<MR>(w, a, k, acc);
+    } else {
+      // Through memory: the decoded unit is wanted there by later tiles, and loads have room where
+      // registers have not.
 #pragma GCC unroll 4
       for (int v = 0; v < 4; ++v) {
         __m512i pair01, pair23;
         DecodePairs(tables, _mm512_load_si512(w + 64 * v), pair01, pair23);
-#pragma GCC unroll 8
-        for (int r = 0; r < MR; ++r) {
-          acc[r][v].raw = DotPair(acc[r][v].raw, pair01, BroadcastPair(a[r], k));
-          acc[r][v].raw = DotPair(acc[r][v].raw, pair23, BroadcastPair(a[r], k + 2));
-        }
+        _mm512_store_si512(decoded + 16 * v, pair01);
+        _mm512_store_si512(decoded + kPanelColumns + 16 * v, pair23);
       }
+      StepBF16<MR>(reinterpret_cast<const std::byte*>(decoded), a, k, acc);
+      StepBF16<MR>(reinterpret_cast<const std::byte*>(decoded + kPanelColumns), a, k + 2, acc);
+      decoded += 2 * kPanelColumns;
     }
-    Fold<MR, 4>(acc, args, row, 0, group);
   }
-};
+  Fold<MR, 4>(acc, args, tile.row, 0, tile.group);
+}
 
-void PanelGemmPairBF16(const PanelArgs& args) {
-  ClearResult(args);
-  const std::byte* w = args.panel;
-  for (std::int64_t k0 = 0, group = 0; k0 < args.padded_k; k0 += kGroup, ++group) {
-    const std::int64_t k_count = HWY_MIN(std::int64_t{kGroup}, args.padded_k - k0);
-    RowTiles<PairTileBF16, true>(args, w, group, k_count);
-    w += k_count / 2 * kUnitBytes;
+using BlockTileFn = void (*)(const PanelArgs&, const BlockTile&);
+template <WeightKind kKind, int kLines>
+constexpr BlockTileFn kBlockTiles[7] = {nullptr,
+                                        RunBlockTile<kKind, 1, kLines>,
+                                        RunBlockTile<kKind, 2, kLines>,
+                                        RunBlockTile<kKind, 3, kLines>,
+                                        RunBlockTile<kKind, 4, kLines>,
+                                        RunBlockTile<kKind, 5, kLines>,
+                                        RunBlockTile<kKind, 6, kLines>};
+template <int kLines>
+constexpr BlockTileFn kDecodeTiles[7] = {nullptr,
+                                         RunBlockTile<WeightKind::kE4M3, 1, kLines>,
+                                         RunBlockTile<WeightKind::kE4M3, 2, kLines>,
+                                         RunBlockTile<WeightKind::kE4M3, 3, kLines>,
+                                         RunBlockTile<WeightKind::kE4M3, 4, kLines>,
+                                         RunBlockTile<WeightKind::kE4M3, 5, kLines>,
+                                         RunBlockTile<WeightKind::kE4M3, 6, kLines>};
+
+// bf16 tiles of nearly equal height over rows [row, num_rows); tile i of the first `fetchers`
+// fetches kLines lines a unit. Small tiles are short of independent chains, so 32 rows are
+// 6,6,5,5,5,5 and not 6,6,6,6,6,2.
+template <int kLines>
+HWY_INLINE void BalancedTiles(const PanelArgs& args, BlockTile tile, int fetchers) {
+  const int rows = args.num_rows - tile.row;
+  const int tiles = (rows + 5) / 6;
+  const int units = static_cast<int>(tile.k_count / 2);
+  for (int i = 0; i < tiles; ++i) {
+    const int height = rows / tiles + (i < rows % tiles ? 1 : 0);
+    if (i < fetchers) {
+      kBlockTiles<WeightKind::kBF16, kLines>[height](args, tile);
+      tile.prefetch += static_cast<std::int64_t>(units) * kLines * 64;
+    } else {
+      kBlockTiles<WeightKind::kBF16, 0>[height](args, tile);
+    }
+    tile.row += height;
   }
 }
 
-void PanelGemmPairE4M3(const PanelArgs& args) { PanelGemmE4M3<PairTileE4M3, PairTileBF16>(args); }
+void PanelGemmPairBF16(const PanelArgs& args) {
+  if (args.num_rows == 1) return StreamPair<WeightKind::kBF16, 1>(args);
+  if (args.num_rows == 2) return StreamPair<WeightKind::kBF16, 2>(args);
+  ClearResult(args);
+  BlockTile tile;
+  tile.w = args.panel;
+  for (std::int64_t k0 = 0; k0 < args.padded_k; k0 += kGroup, ++tile.group) {
+    tile.k_count = HWY_MIN(std::int64_t{kGroup}, args.padded_k - k0);
+    const std::byte* next = tile.w + tile.k_count / 2 * kUnitBytes;
+    tile.prefetch = next;
+    if (args.num_rows <= 6) {
+      BalancedTiles<4>(args, tile, 1);
+    } else if (args.num_rows <= 18) {
+      BalancedTiles<2>(args, tile, 2);
+    } else {
+      BalancedTiles<1>(args, tile, 4);
+    }
+    tile.w = next;
+  }
+}
+
+void PanelGemmPairE4M3(const PanelArgs& args) {
+  if (args.num_rows == 1) return StreamPair<WeightKind::kE4M3, 1>(args);
+  if (args.num_rows == 2) return StreamPair<WeightKind::kE4M3, 2>(args);
+  ClearResult(args);
+  HWY_ALIGN std::uint32_t block[kGroup / 2 * kPanelColumns];  // 16 KiB, L1
+  const int first = args.num_rows / ((args.num_rows + 5) / 6);
+  BlockTile tile;
+  tile.w = args.panel;
+  for (std::int64_t k0 = 0; k0 < args.padded_k; k0 += kGroup, ++tile.group) {
+    tile.k_count = HWY_MIN(std::int64_t{kGroup}, args.padded_k - k0);
+    const std::byte* next = tile.w + tile.k_count / 4 * kUnitBytes;
+    BlockTile decode = tile;
+    decode.decoded = block;
+    decode.prefetch = next;
+    tile.row = first;
+    tile.prefetch = next;
+    if (first == args.num_rows) {
+      kDecodeTiles<4>[first](args, decode);
+    } else {
+      kDecodeTiles<0>[first](args, decode);
+      BlockTile rest = tile;
+      rest.w = reinterpret_cast<const std::byte*>(block);
+      if (args.num_rows - first <= 6) {
+        BalancedTiles<2>(args, rest, 1);
+      } else {
+        BalancedTiles<1>(args, rest, 2);
+      }
+    }
+    tile.row = 0;
+    tile.w = next;
+  }
+}

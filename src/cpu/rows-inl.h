@@ -97,20 +97,17 @@ HWY_INLINE VF RoundToE4M3(VF v) {
 void QuantizeRowE4M3(float* row, std::int64_t n, float* scales) {
   for (std::int64_t k0 = 0, g = 0; k0 < n; k0 += kGroup, ++g) {
     const std::int64_t count = HWY_MIN(std::int64_t{kGroup}, n - k0);
-    float absmax = 0.0F;
-    bool has_nan = false;
-    for (std::int64_t i = 0; i < count; ++i) {
-      const float x = row[k0 + i];
-      has_nan |= x != x;
-      const float a = x < 0 ? -x : x;
-      absmax = a > absmax ? a : absmax;
-    }
-    // A NaN or infinity must not come out as a finite number: the scale carries it into every
-    // product of the group.
-    float scale = (absmax < 1e-10F ? 1e-10F : absmax) / 448.0F;
-    if (has_nan) scale = std::numeric_limits<float>::quiet_NaN();
-    if (MOESAIC_FAULT(cpu_activation_scale_of_group_zero) && g > 0) scale = scales[0];
-    scales[g] = scale;
+    // As integers, magnitudes order like the floats they are, and NaN lies above infinity: a NaN in
+    // the group becomes the maximum, hence the scale, and reaches every product of the group
+    // instead of turning into a finite code.
+    auto top = hn::Zero(du32);
+    ForRow(row + k0, count, [&](VF v) HWY_ATTR {
+      top = hn::Max(top, hn::And(hn::BitCast(du32, v), hn::Set(du32, 0x7FFFFFFFU)));
+      return v;
+    });
+    const float absmax = std::bit_cast<float>(hn::GetLane(hn::MaxOfLanes(du32, top)));
+    const float scale = (absmax < 1e-10F ? 1e-10F : absmax) / 448.0F;
+    scales[g] = MOESAIC_FAULT(cpu_activation_scale_of_group_zero) && g > 0 ? scales[0] : scale;
     const VF s = hn::Set(df, scale);
     const VF limit = hn::Set(df, 448.0F);
     ForRow(row + k0, count, [&](VF v) HWY_ATTR {

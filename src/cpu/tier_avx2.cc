@@ -2,6 +2,7 @@
 #define HWY_DISABLED_TARGETS (HWY_SSE4 | HWY_AVX3 | HWY_AVX3_DL)
 #define HWY_WANT_SSSE3 1
 #define HWY_WANT_AVX3_DL 1
+#include <bit>
 #include <cstring>
 #include <limits>
 

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <omp.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -55,6 +56,9 @@ class CpuExperts final : public Experts {
         weights_(std::move(weights)),
         name_(std::string("cpu_") + kernels.name) {
     const auto kind = static_cast<std::size_t>(weights_.w13.shape().kind);
+    // A block is one group of 128 where activations are quantised, one panel where columns are
+    // independent.
+    panels_per_block_ = plan_.quantize ? cpu::kGroup / panel_width() : 1;
     gemm_ = plan_.operand == OperandKind::kBF16 ? kernels_.panel_gemm_bf16[kind]
                                                 : kernels_.panel_gemm_f32[kind];
   }
@@ -87,10 +91,10 @@ class CpuExperts final : public Experts {
   void run_batched(const ExpertsArgs& args, const CpuWorkspace& w, std::int64_t capacity) const;
   void prepare_input(const CpuWorkspace& w, std::int64_t row, const std::byte* src, DType dtype,
                      float factor) const;
-  void quantize_intermediate(const CpuWorkspace& w, std::int64_t row) const;
   void store_operand(const float* row, std::int64_t n, std::byte* dst) const;
-  void gemms(const CpuWorkspace& w, std::int64_t num_active, std::int64_t num_rows) const;
-  void panel1(const CpuWorkspace& w, std::int64_t e, std::int64_t p) const;
+  std::int64_t task_chunk(std::int64_t tasks) const;
+  void gemms(const CpuWorkspace& w, std::int64_t num_active) const;
+  void block1(const CpuWorkspace& w, std::int64_t e, std::int64_t block) const;
   void panel2(const CpuWorkspace& w, std::int64_t e, std::int64_t p) const;
   // Operand row of GEMM1 that feeds row `r` of the chunk.
   std::int64_t input_of(const CpuWorkspace& w, std::int64_t r) const {
@@ -101,11 +105,17 @@ class CpuExperts final : public Experts {
   }
   static std::int64_t active_experts(const CpuWorkspace& w, std::int64_t num_experts);
 
+  // Intermediate columns that a panel of w13 yields.
+  std::int64_t panel_width() const {
+    return is_gated(problem_.activation.kind) ? kPanelColumns / 2 : kPanelColumns;
+  }
+
   MoeProblem problem_;
   const cpu::CpuKernels& kernels_;
   CpuPlan plan_;
   CpuExpertWeights weights_;
   std::string name_;
+  std::int64_t panels_per_block_ = 1;
   void (*gemm_)(const cpu::PanelArgs& args) = nullptr;
 };
 
@@ -133,65 +143,61 @@ void CpuExperts::prepare_input(const CpuWorkspace& w, std::int64_t row, const st
   store_operand(x, plan_.k1, w.a1 + row * plan_.k1 * plan_.operand_bytes());
 }
 
-void CpuExperts::quantize_intermediate(const CpuWorkspace& w, std::int64_t row) const {
-  float* y = w.act + row * plan_.k2;
-  float* scales = w.a2_scales + row * plan_.groups2();
-  if (MOESAIC_FAULT(cpu_intermediate_not_requantised)) {
-    for (std::int64_t g = 0; g < plan_.groups2(); ++g) scales[g] = 1.0F;
-  } else {
-    kernels_.quantize_row_e4m3(y, plan_.k2, scales);
-  }
-  store_operand(y, plan_.k2, w.a2 + row * plan_.k2 * plan_.operand_bytes());
-}
-
-// GEMM1 for one panel of one expert: gate and up columns, bias, activation, rounding.
-void CpuExperts::panel1(const CpuWorkspace& w, std::int64_t e, std::int64_t p) const {
+// GEMM1 for one block of intermediate columns of one expert: gate and up, bias, activation,
+// rounding, and for quantised activations the e4m3 codes of one group of 128. The block's fp32
+// values never leave the cache.
+void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t block) const {
   alignas(64) float result[kMaxRows * kPanelColumns];
-  alignas(64) float act[kMaxRows * kPanelColumns];
+  alignas(64) float act[kMaxRows * cpu::kGroup];
   const void* rows[kMaxRows];
   const float* scales[kMaxRows];
-  const bool gated = is_gated(problem_.activation.kind);
-  const std::int64_t width = gated ? kPanelColumns / 2 : kPanelColumns;
-  const std::int64_t column = p * width;
-  const std::int64_t valid =
-      std::min(width, plan_.k2 - column);  // columns beyond I are zero weights: zeros
-  const std::int64_t operand_bytes = plan_.operand_bytes();
+  const std::int64_t width = panel_width();
+  const std::int64_t first_panel = block * panels_per_block_;
+  const std::int64_t last_panel =
+      std::min(first_panel + panels_per_block_, weights_.w13.shape().num_panels());
+  const std::int64_t column = first_panel * width;
+  // Columns beyond I (zero weights) up to the padded width hold act(0), which need not be 0:
+  // cleared, not multiplied.
+  const std::int64_t valid = std::min(panels_per_block_ * width, plan_.k2 - column);
+  const std::int64_t real = std::min(valid, plan_.intermediate - column);
   std::int64_t end = w.first_row[e + 1];
   if (MOESAIC_FAULT(cpu_last_row_of_expert_dropped)) --end;
   for (std::int64_t begin = w.first_row[e]; begin < end; begin += kMaxRows) {
     const int count = static_cast<int>(std::min<std::int64_t>(kMaxRows, end - begin));
     for (int r = 0; r < count; ++r) {
       const std::int64_t in = input_of(w, begin + r);
-      rows[r] = w.a1 + in * plan_.k1 * operand_bytes;
+      rows[r] = w.a1 + in * plan_.k1 * plan_.operand_bytes();
       if (plan_.quantize) scales[r] = w.a1_scales + in * plan_.groups1();
     }
-    gemm_({.panel = weights_.w13.panel(e, p),
-           .panel_scales = weights_.w13.panel_scales(e, p),
-           .rows = rows,
-           .row_scales = plan_.quantize ? scales : nullptr,
-           .num_rows = count,
-           .padded_k = plan_.k1,
-           .result = result});
-    kernels_.activate({.c = result,
-                       .num_rows = count,
-                       .bias = weights_.w13.panel_bias(e, p),
-                       .activation = problem_.activation,
-                       .scalar_activation = &ref_activation,
-                       .out = act,
-                       .out_stride = width});
+    for (std::int64_t p = first_panel; p < last_panel; ++p) {
+      gemm_({.panel = weights_.w13.panel(e, p),
+             .panel_scales = weights_.w13.panel_scales(e, p),
+             .rows = rows,
+             .row_scales = plan_.quantize ? scales : nullptr,
+             .num_rows = count,
+             .padded_k = plan_.k1,
+             .result = result});
+      kernels_.activate({.c = result,
+                         .num_rows = count,
+                         .bias = weights_.w13.panel_bias(e, p),
+                         .activation = problem_.activation,
+                         .scalar_activation = &ref_activation,
+                         .out = act + (p - first_panel) * width,
+                         .out_stride = cpu::kGroup});
+    }
     for (int r = 0; r < count; ++r) {
-      float* y = act + r * width;
-      // Padding columns hold act(0 + 0), which is 0 for silu but beta-dependent in general: select,
-      // never multiply.
-      for (std::int64_t c = std::max<std::int64_t>(0, plan_.intermediate - column); c < valid; ++c)
-        y[c] = 0.0F;
+      float* y = act + r * cpu::kGroup;
+      for (std::int64_t c = real; c < valid; ++c) y[c] = 0.0F;
       kernels_.round_row(y, valid, plan_.round_dtype);
-      const std::int64_t at = (begin + r) * plan_.k2 + column;
       if (plan_.quantize) {
-        std::memcpy(w.act + at, y, static_cast<std::size_t>(valid) * sizeof(float));
-      } else {
-        store_operand(y, valid, w.a2 + at * operand_bytes);
+        float* scale = w.a2_scales + (begin + r) * plan_.groups2() + block;
+        if (MOESAIC_FAULT(cpu_intermediate_not_requantised)) {
+          *scale = 1.0F;
+        } else {
+          kernels_.quantize_row_e4m3(y, valid, scale);
+        }
       }
+      store_operand(y, valid, w.a2 + ((begin + r) * plan_.k2 + column) * plan_.operand_bytes());
     }
   }
 }
@@ -232,21 +238,24 @@ std::int64_t CpuExperts::active_experts(const CpuWorkspace& w, std::int64_t num_
   return count;
 }
 
+// Neighbouring panels are neighbours in memory: a thread keeps a run of them, so that one stream is
+// not cut into pieces, as long as every thread still gets a dozen turns to even out the load.
+std::int64_t CpuExperts::task_chunk(std::int64_t tasks) const {
+  return std::clamp<std::int64_t>(tasks / (12 * plan_.num_threads), 1, 16);
+}
+
 // Both GEMMs of a chunk; called by all threads of a team, ends with a barrier. Tasks are panels in
 // the order of memory, handed out as threads become free: which thread computes a panel does not
 // change its bits.
-void CpuExperts::gemms(const CpuWorkspace& w, std::int64_t num_active,
-                       std::int64_t num_rows) const {
-  const std::int64_t panels1 = weights_.w13.shape().num_panels();
+void CpuExperts::gemms(const CpuWorkspace& w, std::int64_t num_active) const {
+  const std::int64_t blocks1 = ceil_div(weights_.w13.shape().num_panels(), panels_per_block_);
   const std::int64_t panels2 = weights_.w2.shape().num_panels();
-#pragma omp for schedule(dynamic)
-  for (std::int64_t t = 0; t < num_active * panels1; ++t)
-    panel1(w, w.active[t / panels1], t % panels1);
-  if (plan_.quantize) {
-#pragma omp for schedule(static)
-    for (std::int64_t r = 0; r < num_rows; ++r) quantize_intermediate(w, r);
-  }
-#pragma omp for schedule(dynamic)
+  const std::int64_t chunk1 = task_chunk(num_active * blocks1);
+  const std::int64_t chunk2 = task_chunk(num_active * panels2);
+#pragma omp for schedule(dynamic, chunk1)
+  for (std::int64_t t = 0; t < num_active * blocks1; ++t)
+    block1(w, w.active[t / blocks1], t % blocks1);
+#pragma omp for schedule(dynamic, chunk2)
   for (std::int64_t t = 0; t < num_active * panels2; ++t)
     panel2(w, w.active[t / panels2], t % panels2);
 }
@@ -285,7 +294,7 @@ void CpuExperts::run_standard(const ExpertsArgs& args, const CpuWorkspace& w,
                       args.hidden_states.data + (t0 + t) * args.hidden_states.strides[0] * in_elem,
                       args.hidden_states.dtype, weights[t * k]);
       }
-      gemms(w, num_active, rows);
+      gemms(w, num_active);
 #pragma omp for schedule(static)
       for (std::int64_t t = 0; t < count; ++t) {
         float* y = scratch(w);
@@ -340,7 +349,7 @@ void CpuExperts::run_batched(const ExpertsArgs& args, const CpuWorkspace& w,
                         args.hidden_states.dtype, 1.0F);
         }
       }
-      gemms(w, num_active, rows);
+      gemms(w, num_active);
 #pragma omp for schedule(static)
       for (std::int64_t a = 0; a < num_active; ++a) {
         const std::int64_t e = w.active[a];

@@ -21,7 +21,6 @@ CpuWorkspace CpuWorkspace::carve(const CpuPlan& plan, std::int64_t tokens, Arena
   if (plan.quantize) {
     w.a1_scales = arena.take<float>(chunk * plan.groups1());
     w.a2_scales = arena.take<float>(rows * plan.groups2());
-    w.act = arena.take<float>(rows * plan.k2);
   }
   w.out = arena.take<float>(rows * plan.n2);
   w.sorted_slots = arena.take<std::int32_t>(rows);

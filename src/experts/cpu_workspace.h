@@ -41,7 +41,6 @@ struct CpuWorkspace {
   float* a1_scales = nullptr;            // [chunk_tokens][groups1]
   std::byte* a2 = nullptr;               // [chunk_rows][k2] operands of GEMM2
   float* a2_scales = nullptr;            // [chunk_rows][groups2]
-  float* act = nullptr;                  // [chunk_rows][k2] fp32 before quantisation, or null
   float* out = nullptr;                  // [chunk_rows][n2]
   std::int32_t* sorted_slots = nullptr;  // [chunk_rows]
   std::int32_t* position = nullptr;      // [chunk_rows]: slot -> row, or -1

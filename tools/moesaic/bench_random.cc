@@ -24,13 +24,15 @@ std::uint64_t mix(std::uint64_t z) {
 }
 double unit(std::uint64_t bits) { return static_cast<double>(bits >> 11) * 0x1p-53; }
 
-// 65536 draws of N(0, 1): elements are picked from it by hashed index, which costs a quarter of a hash per element.
+// 65536 draws of N(0, 1): elements are picked from it by hashed index, which costs a quarter of a
+// hash per element.
 const std::vector<float>& normals() {
   static const std::vector<float> table = [] {
     std::vector<float> t(1U << 16);
     for (std::size_t i = 0; i < t.size(); ++i) {
       const double u = 1.0 - unit(mix(2 * i)), v = unit(mix(2 * i + 1));
-      t[i] = static_cast<float>(std::sqrt(-2.0 * std::log(u)) * std::cos(2.0 * std::numbers::pi * v));
+      t[i] =
+          static_cast<float>(std::sqrt(-2.0 * std::log(u)) * std::cos(2.0 * std::numbers::pi * v));
     }
     return t;
   }();
@@ -75,13 +77,20 @@ void fill(T* out, std::int64_t n, const std::vector<T>& table, std::uint64_t see
 void fill_normal(Tensor& t, double sd, std::uint64_t seed) {
   const std::int64_t n = t.bytes() * 8 / dtype_bits(t.dtype());
   switch (dtype_bits(t.dtype())) {
-    case 32: fill(t.as<float>(), n, encode_table<float>(t.dtype(), sd), seed); return;
-    case 16: fill(t.as<std::uint16_t>(), n, encode_table<std::uint16_t>(t.dtype(), sd), seed); return;
-    default: fill(t.as<std::uint8_t>(), n, encode_table<std::uint8_t>(t.dtype(), sd), seed); return;
+    case 32:
+      fill(t.as<float>(), n, encode_table<float>(t.dtype(), sd), seed);
+      return;
+    case 16:
+      fill(t.as<std::uint16_t>(), n, encode_table<std::uint16_t>(t.dtype(), sd), seed);
+      return;
+    default:
+      fill(t.as<std::uint8_t>(), n, encode_table<std::uint8_t>(t.dtype(), sd), seed);
+      return;
   }
 }
 
-// Block scales that give e4m3 codes of fill_normal the standard deviation sd, each varied by up to a factor of 1.4.
+// Block scales that give e4m3 codes of fill_normal the standard deviation sd, each varied by up to
+// a factor of 1.4.
 Result<Tensor> random_scales(std::int64_t rows, std::int64_t cols, double sd, std::uint64_t seed) {
   MOESAIC_ASSIGN_OR_RETURN(Tensor t, Tensor::uninitialized(DType::kF32, {rows, cols}));
   for (std::int64_t i = 0; i < rows * cols; ++i) {
@@ -96,15 +105,18 @@ class RandomSource final : public ExpertSource {
   RandomSource(const MoeProblem& problem, std::uint64_t seed) : p_(problem), seed_(seed) {}
 
   Result<ExpertWeightsView> expert(std::int64_t e) override {
-    const std::int64_t rows = is_gated(p_.activation.kind) ? 2 * p_.intermediate_size : p_.intermediate_size;
+    const std::int64_t rows =
+        is_gated(p_.activation.kind) ? 2 * p_.intermediate_size : p_.intermediate_size;
     const std::uint64_t seed = mix(seed_ + static_cast<std::uint64_t>(e));
     const double sd13 = 1.0 / std::sqrt(static_cast<double>(p_.hidden_size));
     const double sd2 = 1.0 / std::sqrt(static_cast<double>(p_.intermediate_size));
     MOESAIC_RETURN_IF_ERROR(make(w13_, w13_scale_, rows, p_.hidden_size, sd13, seed));
-    MOESAIC_RETURN_IF_ERROR(make(w2_, w2_scale_, p_.hidden_size, p_.intermediate_size, sd2, seed ^ 1));
+    MOESAIC_RETURN_IF_ERROR(
+        make(w2_, w2_scale_, p_.hidden_size, p_.intermediate_size, sd2, seed ^ 1));
     if (p_.has_expert_bias) {
       MOESAIC_ASSIGN_OR_RETURN(w13_bias_, random_tensor(DType::kF32, {rows}, 0.5, seed ^ 2));
-      MOESAIC_ASSIGN_OR_RETURN(w2_bias_, random_tensor(DType::kF32, {p_.hidden_size}, 0.5, seed ^ 3));
+      MOESAIC_ASSIGN_OR_RETURN(w2_bias_,
+                               random_tensor(DType::kF32, {p_.hidden_size}, 0.5, seed ^ 3));
     }
     ExpertWeightsView v;
     v.w13 = w13_.view();
@@ -117,14 +129,16 @@ class RandomSource final : public ExpertSource {
   }
 
  private:
-  Status make(Tensor& w, Tensor& scale, std::int64_t rows, std::int64_t cols, double sd, std::uint64_t seed) {
+  Status make(Tensor& w, Tensor& scale, std::int64_t rows, std::int64_t cols, double sd,
+              std::uint64_t seed) {
     if (!w.present()) {
       MOESAIC_ASSIGN_OR_RETURN(w, Tensor::uninitialized(p_.quant.weight.dtype, {rows, cols}));
     }
     fill_normal(w, sd, seed);
     if (p_.quant.weight.granularity == ScaleGranularity::kBlock) {
-      MOESAIC_ASSIGN_OR_RETURN(scale, random_scales(ceil_div(rows, p_.quant.weight.block_n),
-                                                    ceil_div(cols, p_.quant.weight.block_k), sd, seed));
+      MOESAIC_ASSIGN_OR_RETURN(scale,
+                               random_scales(ceil_div(rows, p_.quant.weight.block_n),
+                                             ceil_div(cols, p_.quant.weight.block_k), sd, seed));
     }
     return {};
   }
@@ -149,12 +163,14 @@ Result<MoeLayerTensors> random_layer_tensors(const MoeLayerSpec& spec, std::uint
   MoeLayerTensors t;
   const std::int64_t logits = spec.routing.num_experts + spec.routing.num_zero_experts;
   const double sd = 1.0 / std::sqrt(static_cast<double>(spec.hidden_size));
-  MOESAIC_ASSIGN_OR_RETURN(t.gate_weight, random_tensor(DType::kBF16, {logits, spec.hidden_size}, sd, seed + 1));
+  MOESAIC_ASSIGN_OR_RETURN(t.gate_weight,
+                           random_tensor(DType::kBF16, {logits, spec.hidden_size}, sd, seed + 1));
   if (spec.has_router_bias) {
     MOESAIC_ASSIGN_OR_RETURN(t.gate_bias, random_tensor(DType::kF32, {logits}, 0.1, seed + 2));
   }
   if (spec.routing.has_correction_bias) {
-    MOESAIC_ASSIGN_OR_RETURN(t.e_score_correction_bias, random_tensor(DType::kF32, {logits}, 0.05, seed + 3));
+    MOESAIC_ASSIGN_OR_RETURN(t.e_score_correction_bias,
+                             random_tensor(DType::kF32, {logits}, 0.05, seed + 3));
   }
   if (spec.shared.intermediate_size == 0) return t;
   MoeProblem shared;
@@ -167,7 +183,8 @@ Result<MoeLayerTensors> random_layer_tensors(const MoeLayerSpec& spec, std::uint
   MOESAIC_ASSIGN_OR_RETURN(const ExpertWeightsView v, source.expert(0));
   const auto stacked = [](const ConstTensorView& view) -> Result<Tensor> {
     if (!view.present()) return Tensor();
-    MOESAIC_ASSIGN_OR_RETURN(Tensor copy, Tensor::uninitialized(view.dtype, {1, view.dim(0), view.dim(1)}));
+    MOESAIC_ASSIGN_OR_RETURN(Tensor copy,
+                             Tensor::uninitialized(view.dtype, {1, view.dim(0), view.dim(1)}));
     std::memcpy(copy.data(), view.data, static_cast<std::size_t>(copy.bytes()));
     return copy;
   };
@@ -177,7 +194,8 @@ Result<MoeLayerTensors> random_layer_tensors(const MoeLayerSpec& spec, std::uint
   MOESAIC_ASSIGN_OR_RETURN(t.shared_w2_scale, stacked(v.w2_scale));
   t.shared_quant = spec.quant;
   if (spec.shared.gated_output) {
-    MOESAIC_ASSIGN_OR_RETURN(t.shared_gate_weight, random_tensor(DType::kBF16, {1, spec.hidden_size}, sd, seed + 5));
+    MOESAIC_ASSIGN_OR_RETURN(t.shared_gate_weight,
+                             random_tensor(DType::kBF16, {1, spec.hidden_size}, sd, seed + 5));
   }
   return t;
 }
@@ -190,9 +208,12 @@ Result<Routing> random_routing(std::string_view kind, std::int64_t tokens, std::
     char* end = nullptr;
     const std::string text(kind);
     if (text.rfind("zipf:", 0) == 0) exponent = std::strtod(text.c_str() + 5, &end);
-    if (end == nullptr || *end != '\0' || end == text.c_str() + 5 || !(exponent >= 0 && exponent <= 10)) {
-      return Status(StatusCode::kInvalidArgument,
-                    fmt::format("--routing: got '{}', need uniform, one or zipf:S with S from 0 to 10", kind));
+    if (end == nullptr || *end != '\0' || end == text.c_str() + 5 ||
+        !(exponent >= 0 && exponent <= 10)) {
+      return Status(
+          StatusCode::kInvalidArgument,
+          fmt::format("--routing: got '{}', need uniform, one or zipf:S with S from 0 to 10",
+                      kind));
     }
   }
   Routing r;
@@ -205,19 +226,22 @@ Result<Routing> random_routing(std::string_view kind, std::int64_t tokens, std::
   std::vector<double> key(order.size());
   for (std::int64_t t = 0; t < tokens; ++t) {
     std::int32_t* ids = r.ids.as<std::int32_t>() + t * top_k;
-    // Exponential keys: the k smallest of -log(u) / p are a draw without replacement with probabilities p.
+    // Exponential keys: the k smallest of -log(u) / p are a draw without replacement with
+    // probabilities p.
     for (std::size_t i = 0; i < key.size(); ++i) {
       const std::uint64_t h = mix(mix(seed + static_cast<std::uint64_t>(t)) + i);
       key[i] = -std::log(1.0 - unit(h)) * std::pow(static_cast<double>(i + 1), exponent);
     }
     std::vector<std::int32_t> by_key(order.size());
     std::iota(by_key.begin(), by_key.end(), 0);
-    std::partial_sort(by_key.begin(), by_key.begin() + top_k, by_key.end(), [&](std::int32_t a, std::int32_t b) {
-      return key[static_cast<std::size_t>(a)] < key[static_cast<std::size_t>(b)];
-    });
+    std::partial_sort(by_key.begin(), by_key.begin() + top_k, by_key.end(),
+                      [&](std::int32_t a, std::int32_t b) {
+                        return key[static_cast<std::size_t>(a)] < key[static_cast<std::size_t>(b)];
+                      });
     float sum = 0;
     for (std::int64_t j = 0; j < top_k; ++j) {
-      ids[j] = one ? static_cast<std::int32_t>(j) : order[static_cast<std::size_t>(by_key[static_cast<std::size_t>(j)])];
+      ids[j] = one ? static_cast<std::int32_t>(j)
+                   : order[static_cast<std::size_t>(by_key[static_cast<std::size_t>(j)])];
       const double u = unit(mix(mix(seed ^ 77) + static_cast<std::uint64_t>(t * top_k + j)));
       r.weights.as<float>()[t * top_k + j] = static_cast<float>(0.5 + u);
       sum += r.weights.as<float>()[t * top_k + j];

@@ -1,5 +1,5 @@
-// Random layers and routings for benchmarks: weights drawn from a seed, one expert at a time, so that a layer of any
-// size needs no second copy.
+// Random layers and routings for benchmarks: weights drawn from a seed, one expert at a time, so
+// that a layer of any size needs no second copy.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,9 @@
 
 namespace moesaic::tool {
 
-// Normal weights scaled so that pre-activations have a standard deviation of about 1; e4m3 codes with random block
-// scales for fp8. The same seed gives the same weights on every machine; an expert may be asked for again.
+// Normal weights scaled so that pre-activations have a standard deviation of about 1; e4m3 codes
+// with random block scales for fp8. The same seed gives the same weights on every machine; an
+// expert may be asked for again.
 std::unique_ptr<ExpertSource> make_random_source(const MoeProblem& problem, std::uint64_t seed);
 
 // Gate, bias and shared expert of a layer with this spec.
@@ -28,8 +29,8 @@ struct Routing {
   Tensor ids;      // [M, k] I32, distinct inside a row
   Tensor weights;  // [M, k] F32, sum 1
 };
-// "uniform", "zipf:S" (popularity of the r-th expert ~ 1/r^S, in an order drawn from the seed) or "one" (all tokens
-// choose experts 0..k-1). kInvalidArgument for anything else.
+// "uniform", "zipf:S" (popularity of the r-th expert ~ 1/r^S, in an order drawn from the seed) or
+// "one" (all tokens choose experts 0..k-1). kInvalidArgument for anything else.
 Result<Routing> random_routing(std::string_view kind, std::int64_t tokens, std::int64_t num_experts,
                                std::int64_t top_k, std::uint64_t seed);
 

@@ -10,17 +10,20 @@ namespace moesaic::tool {
 namespace {
 
 // y[n] = sum_k w[n][k] * scale(n, k) * x[k] + bias[n]
-std::vector<double> multiply(const ConstTensorView& w, const ConstTensorView& scale, const ConstTensorView& bias,
-                             const OperandQuant& quant, std::span<const double> x) {
+std::vector<double> multiply(const ConstTensorView& w, const ConstTensorView& scale,
+                             const ConstTensorView& bias, const OperandQuant& quant,
+                             std::span<const double> x) {
   const std::int64_t rows = w.dim(0), cols = w.dim(1);
   std::vector<double> y(static_cast<std::size_t>(rows));
 #pragma omp parallel for schedule(static)
   for (std::int64_t n = 0; n < rows; ++n) {
     double sum = 0;
     for (std::int64_t k = 0; k < cols; ++k) {
-      double term = static_cast<double>(load_as_f32(w.data, w.dtype, n * cols + k)) * x[static_cast<std::size_t>(k)];
+      double term = static_cast<double>(load_as_f32(w.data, w.dtype, n * cols + k)) *
+                    x[static_cast<std::size_t>(k)];
       if (scale.present()) {
-        term *= static_cast<double>(scale.as<float>()[n / quant.block_n * scale.dim(1) + k / quant.block_k]);
+        term *= static_cast<double>(
+            scale.as<float>()[n / quant.block_n * scale.dim(1) + k / quant.block_k]);
       }
       sum += term;
     }
@@ -33,10 +36,12 @@ std::vector<double> multiply(const ConstTensorView& w, const ConstTensorView& sc
 }  // namespace
 
 Result<std::vector<double>> reference_token(const MoeProblem& problem, ExpertSource& source,
-                                            std::span<const double> x, std::span<const std::int32_t> ids,
+                                            std::span<const double> x,
+                                            std::span<const std::int32_t> ids,
                                             std::span<const float> weights) {
   std::vector<double> y(static_cast<std::size_t>(problem.hidden_size), 0.0);
-  const GateUpLayout layout = is_gated(problem.activation.kind) ? GateUpLayout::kGateThenUp : GateUpLayout::kNonGated;
+  const GateUpLayout layout =
+      is_gated(problem.activation.kind) ? GateUpLayout::kGateThenUp : GateUpLayout::kNonGated;
   for (std::size_t j = 0; j < ids.size(); ++j) {
     if (ids[j] < 0) continue;
     MOESAIC_ASSIGN_OR_RETURN(const ExpertWeightsView v, source.expert(ids[j]));
@@ -46,7 +51,8 @@ Result<std::vector<double>> reference_token(const MoeProblem& problem, ExpertSou
     if (on_input) {
       for (double& value : in) value *= w;
     }
-    const std::vector<double> h = multiply(v.w13, v.w13_scale, v.w13_bias, problem.quant.weight, in);
+    const std::vector<double> h =
+        multiply(v.w13, v.w13_scale, v.w13_bias, problem.quant.weight, in);
     std::vector<double> act(static_cast<std::size_t>(problem.intermediate_size));
     ref_activation_f64(problem.activation, layout, h.data(), act.data(), problem.intermediate_size);
     const std::vector<double> z = multiply(v.w2, v.w2_scale, v.w2_bias, problem.quant.weight, act);
@@ -69,7 +75,8 @@ std::vector<double> row_to_doubles(const ConstTensorView& matrix, std::int64_t r
   const std::int64_t n = matrix.dim(1);
   std::vector<double> out(static_cast<std::size_t>(n));
   for (std::int64_t i = 0; i < n; ++i) {
-    out[static_cast<std::size_t>(i)] = static_cast<double>(load_as_f32(matrix.data, matrix.dtype, row * n + i));
+    out[static_cast<std::size_t>(i)] =
+        static_cast<double>(load_as_f32(matrix.data, matrix.dtype, row * n + i));
   }
   return out;
 }

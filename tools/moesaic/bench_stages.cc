@@ -72,7 +72,8 @@ struct Workspace {
 Status upper_bound_check(const BenchPoint& point, std::string_view what) {
   if (point.rel_l2 <= point.bound) return {};
   return {StatusCode::kInternal,
-          fmt::format("{}: relative L2 against float64 is {:.2e}, bound {:.2e}", what, point.rel_l2, point.bound)};
+          fmt::format("{}: relative L2 against float64 is {:.2e}, bound {:.2e}", what, point.rel_l2,
+                      point.bound)};
 }
 
 class ExpertsStage final : public BenchStage {
@@ -80,8 +81,10 @@ class ExpertsStage final : public BenchStage {
   static Result<std::unique_ptr<BenchStage>> create(const BenchSettings& settings) {
     auto stage = std::make_unique<ExpertsStage>();
     stage->s_ = settings;
-    stage->p_ = problem_of(settings.spec, settings.options.max_tokens, settings.options.num_threads);
-    MOESAIC_ASSIGN_OR_RETURN(const ExpertsBackend* row, choose_experts(stage->p_, settings.options.backend));
+    stage->p_ =
+        problem_of(settings.spec, settings.options.max_tokens, settings.options.num_threads);
+    MOESAIC_ASSIGN_OR_RETURN(const ExpertsBackend* row,
+                             choose_experts(stage->p_, settings.options.backend));
     if (settings.checkpoint != nullptr) {
       MOESAIC_ASSIGN_OR_RETURN(
           MoeLayerWeights weights,
@@ -111,17 +114,21 @@ class ExpertsStage final : public BenchStage {
     for (int i = 0; i < point.rotations; ++i) {
       const std::uint64_t seed = s_.seed * 1000003 + static_cast<std::uint64_t>(i);
       Rotation r;
-      MOESAIC_ASSIGN_OR_RETURN(r.x, random_tensor(s_.spec.activation_dtype, {tokens, p_.hidden_size}, 1.0, seed));
-      MOESAIC_ASSIGN_OR_RETURN(r.y, Tensor::zeros(s_.spec.activation_dtype, {tokens, p_.hidden_size}));
       MOESAIC_ASSIGN_OR_RETURN(
-          r.routing, random_routing(s_.routing, tokens, p_.num_experts, p_.top_k, kRoutingSeed + seed));
-      point.bytes += (static_cast<double>(touched_experts(r.routing.ids)) *
-                          expert_weights(s_.spec, p_.intermediate_size) * bytes_per_weight(p_.quant) +
-                      static_cast<double>(r.x.bytes() + r.y.bytes())) /
-                     point.rotations;
+          r.x, random_tensor(s_.spec.activation_dtype, {tokens, p_.hidden_size}, 1.0, seed));
+      MOESAIC_ASSIGN_OR_RETURN(r.y,
+                               Tensor::zeros(s_.spec.activation_dtype, {tokens, p_.hidden_size}));
+      MOESAIC_ASSIGN_OR_RETURN(r.routing, random_routing(s_.routing, tokens, p_.num_experts,
+                                                         p_.top_k, kRoutingSeed + seed));
+      point.bytes +=
+          (static_cast<double>(touched_experts(r.routing.ids)) *
+               expert_weights(s_.spec, p_.intermediate_size) * bytes_per_weight(p_.quant) +
+           static_cast<double>(r.x.bytes() + r.y.bytes())) /
+          point.rotations;
       rotations->push_back(std::move(r));
     }
-    point.flops = 2.0 * static_cast<double>(tokens * p_.top_k) * expert_weights(s_.spec, p_.intermediate_size);
+    point.flops = 2.0 * static_cast<double>(tokens * p_.top_k) *
+                  expert_weights(s_.spec, p_.intermediate_size);
     MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, experts_->workspace_size(tokens));
     MOESAIC_ASSIGN_OR_RETURN(Workspace ws, Workspace::allocate(bytes));
     auto workspace = std::make_shared<Workspace>(std::move(ws));
@@ -138,13 +145,14 @@ class ExpertsStage final : public BenchStage {
     MOESAIC_RETURN_IF_ERROR(point.run(0));
     const Rotation& first = rotations->front();
     const auto k = static_cast<std::size_t>(p_.top_k);
-    MOESAIC_ASSIGN_OR_RETURN(
-        const std::vector<double> want,
-        reference_token(p_, *source_, row_to_doubles(first.x.view(), 0), {first.routing.ids.as<std::int32_t>(), k},
-                        {first.routing.weights.as<float>(), k}));
+    MOESAIC_ASSIGN_OR_RETURN(const std::vector<double> want,
+                             reference_token(p_, *source_, row_to_doubles(first.x.view(), 0),
+                                             {first.routing.ids.as<std::int32_t>(), k},
+                                             {first.routing.weights.as<float>(), k}));
     point.rel_l2 = relative_l2(row_to_doubles(first.y.view(), 0), want);
     // The output is stored in the activation dtype: half an ulp of it comes on top.
-    point.bound = p_.quant.output_bound + std::ldexp(1.0, s_.spec.activation_dtype == DType::kF32 ? -24 : -8);
+    point.bound =
+        p_.quant.output_bound + std::ldexp(1.0, s_.spec.activation_dtype == DType::kF32 ? -24 : -8);
     MOESAIC_RETURN_IF_ERROR(upper_bound_check(point, "experts"));
     return point;
   }
@@ -163,7 +171,8 @@ class GateStage final : public BenchStage {
     stage->s_ = settings;
     MoeLayerTensors tensors;
     if (settings.checkpoint != nullptr) {
-      MOESAIC_ASSIGN_OR_RETURN(MoeLayerWeights weights, settings.checkpoint->load_layer(settings.spec.layer, {}));
+      MOESAIC_ASSIGN_OR_RETURN(MoeLayerWeights weights,
+                               settings.checkpoint->load_layer(settings.spec.layer, {}));
       tensors = std::move(weights.tensors);
     } else {
       MOESAIC_ASSIGN_OR_RETURN(tensors, random_layer_tensors(settings.spec, settings.seed));
@@ -174,7 +183,8 @@ class GateStage final : public BenchStage {
     options.num_threads = settings.options.num_threads;
     ConstTensorView bias;
     if (tensors.gate_bias.present()) bias = tensors.gate_bias.view();
-    MOESAIC_ASSIGN_OR_RETURN(GateLinear gate, GateLinear::create(tensors.gate_weight.view(), bias, options));
+    MOESAIC_ASSIGN_OR_RETURN(GateLinear gate,
+                             GateLinear::create(tensors.gate_weight.view(), bias, options));
     stage->gate_ = std::make_unique<GateLinear>(std::move(gate));
     stage->weight_ = std::move(tensors.gate_weight);
     stage->bias_ = std::move(tensors.gate_bias);
@@ -189,7 +199,8 @@ class GateStage final : public BenchStage {
     BenchPoint point;
     const std::int64_t h = gate_->hidden_size(), e = gate_->num_experts();
     tier_ = gate_->tier(tokens, s_.spec.activation_dtype);
-    MOESAIC_ASSIGN_OR_RETURN(Tensor x, random_tensor(s_.spec.activation_dtype, {tokens, h}, 1.0, s_.seed));
+    MOESAIC_ASSIGN_OR_RETURN(Tensor x,
+                             random_tensor(s_.spec.activation_dtype, {tokens, h}, 1.0, s_.seed));
     MOESAIC_ASSIGN_OR_RETURN(Tensor y, Tensor::zeros(DType::kF32, {tokens, e}));
     struct Buffers {
       Tensor x, y;
@@ -206,7 +217,8 @@ class GateStage final : public BenchStage {
       double sum = 0;
       for (std::size_t i = 0; i < in.size(); ++i) sum += w[i] * in[i];
       if (bias_.present()) {
-        sum += row_to_doubles(ConstTensorView(bias_.data(), bias_.dtype(), {1, e}), 0)[static_cast<std::size_t>(n)];
+        sum += row_to_doubles(ConstTensorView(bias_.data(), bias_.dtype(), {1, e}),
+                              0)[static_cast<std::size_t>(n)];
       }
       want[static_cast<std::size_t>(n)] = sum;
     }
@@ -231,7 +243,8 @@ class RouteStage final : public BenchStage {
     MOESAIC_ASSIGN_OR_RETURN(stage->tensors_, random_layer_tensors(settings.spec, settings.seed));
     Router::Options options;
     options.spec = settings.spec.routing;
-    if (options.spec.has_correction_bias) options.correction_bias = stage->tensors_.e_score_correction_bias.view();
+    if (options.spec.has_correction_bias)
+      options.correction_bias = stage->tensors_.e_score_correction_bias.view();
     options.num_threads = settings.options.num_threads;
     MOESAIC_ASSIGN_OR_RETURN(Router router, Router::create(options));
     stage->router_ = std::make_unique<Router>(std::move(router));
@@ -249,7 +262,9 @@ class RouteStage final : public BenchStage {
     };
     Buffers made;
     const RoutingSpec& r = s_.spec.routing;
-    MOESAIC_ASSIGN_OR_RETURN(made.logits, random_tensor(DType::kF32, {tokens, r.num_experts + r.num_zero_experts}, 1.0, s_.seed));
+    MOESAIC_ASSIGN_OR_RETURN(
+        made.logits,
+        random_tensor(DType::kF32, {tokens, r.num_experts + r.num_zero_experts}, 1.0, s_.seed));
     MOESAIC_ASSIGN_OR_RETURN(made.ids, Tensor::zeros(DType::kI32, {tokens, router_->slots()}));
     MOESAIC_ASSIGN_OR_RETURN(made.weights, Tensor::zeros(DType::kF32, {tokens, router_->slots()}));
     auto b = std::make_shared<Buffers>(std::move(made));
@@ -261,7 +276,8 @@ class RouteStage final : public BenchStage {
       return router_->select_experts(args);
     };
     point.bytes = static_cast<double>(b->logits.bytes() + b->ids.bytes() + b->weights.bytes());
-    // A score per logit is a handful of operations; selection is comparisons. The floor is the bytes.
+    // A score per logit is a handful of operations; selection is comparisons. The floor is the
+    // bytes.
     point.flops = 0;
     MOESAIC_RETURN_IF_ERROR(point.run(0));
     MOESAIC_RETURN_IF_ERROR(check(*b, point));
@@ -269,7 +285,8 @@ class RouteStage final : public BenchStage {
   }
 
  private:
-  // The weights of the first row: scores of the chosen experts in float64, up to a common factor when renormalised.
+  // The weights of the first row: scores of the chosen experts in float64, up to a common factor
+  // when renormalised.
   template <class Buffers>
   Status check(const Buffers& b, BenchPoint& point) const {
     const RoutingSpec& r = s_.spec.routing;
@@ -278,10 +295,12 @@ class RouteStage final : public BenchStage {
     std::vector<double> got = row_to_doubles(b.weights.view(), 0), want;
     for (std::size_t j = 0; j < got.size(); ++j) {
       const double l = logits[static_cast<std::size_t>(b.ids.template as<std::int32_t>()[j])];
-      const bool softmax = r.method == RoutingMethod::kTopKSoftmax || r.scoring_func == ScoringFunc::kSoftmax;
+      const bool softmax =
+          r.method == RoutingMethod::kTopKSoftmax || r.scoring_func == ScoringFunc::kSoftmax;
       want.push_back(softmax ? std::exp(l - top)
-                     : r.scoring_func == ScoringFunc::kSigmoid ? 1 / (1 + std::exp(-l))
-                                                               : std::sqrt(std::log1p(std::exp(l))));
+                     : r.scoring_func == ScoringFunc::kSigmoid
+                         ? 1 / (1 + std::exp(-l))
+                         : std::sqrt(std::log1p(std::exp(l))));
     }
     const auto normalise = [](std::vector<double>& v) {
       double sum = 0;
@@ -303,27 +322,31 @@ class LayerStage final : public BenchStage {
  public:
   static Result<std::unique_ptr<BenchStage>> create(const BenchSettings& settings) {
     if (settings.routing != "uniform") {
-      return Status(StatusCode::kUnsupported,
-                    fmt::format("--routing {}: the layer stage routes by its own gate; use --stage experts",
-                                settings.routing));
+      return Status(
+          StatusCode::kUnsupported,
+          fmt::format("--routing {}: the layer stage routes by its own gate; use --stage experts",
+                      settings.routing));
     }
     auto stage = std::make_unique<LayerStage>();
     stage->s_ = settings;
     MoeLayerWeights weights;
     if (settings.checkpoint != nullptr) {
-      MOESAIC_ASSIGN_OR_RETURN(weights,
-                               settings.checkpoint->load_layer(settings.spec.layer, {}, settings.options.progress));
-      MOESAIC_ASSIGN_OR_RETURN(MoeLayerWeights again, settings.checkpoint->load_layer(settings.spec.layer, {}));
+      MOESAIC_ASSIGN_OR_RETURN(weights, settings.checkpoint->load_layer(settings.spec.layer, {},
+                                                                        settings.options.progress));
+      MOESAIC_ASSIGN_OR_RETURN(MoeLayerWeights again,
+                               settings.checkpoint->load_layer(settings.spec.layer, {}));
       stage->check_source_ = std::move(again.experts);
     } else {
-      const MoeProblem p = problem_of(settings.spec, settings.options.max_tokens, settings.options.num_threads);
+      const MoeProblem p =
+          problem_of(settings.spec, settings.options.max_tokens, settings.options.num_threads);
       weights.spec = settings.spec;
       MOESAIC_ASSIGN_OR_RETURN(weights.tensors, random_layer_tensors(settings.spec, settings.seed));
       weights.experts = make_random_source(p, settings.seed);
       stage->check_source_ = make_random_source(p, settings.seed);
     }
     stage->keep_shared(weights.tensors);
-    MOESAIC_ASSIGN_OR_RETURN(FusedMoE layer, FusedMoE::create(std::move(weights), settings.options));
+    MOESAIC_ASSIGN_OR_RETURN(FusedMoE layer,
+                             FusedMoE::create(std::move(weights), settings.options));
     stage->layer_ = std::make_unique<FusedMoE>(std::move(layer));
     return std::unique_ptr<BenchStage>(std::move(stage));
   }
@@ -356,16 +379,19 @@ class LayerStage final : public BenchStage {
     for (int i = 0; i < point.rotations; ++i) {
       Rotation r;
       const std::uint64_t seed = s_.seed * 1000003 + static_cast<std::uint64_t>(i);
-      MOESAIC_ASSIGN_OR_RETURN(r.x, random_tensor(spec.activation_dtype, {tokens, spec.hidden_size}, 1.0, seed));
-      MOESAIC_ASSIGN_OR_RETURN(r.y, Tensor::zeros(spec.activation_dtype, {tokens, spec.hidden_size}));
+      MOESAIC_ASSIGN_OR_RETURN(
+          r.x, random_tensor(spec.activation_dtype, {tokens, spec.hidden_size}, 1.0, seed));
+      MOESAIC_ASSIGN_OR_RETURN(r.y,
+                               Tensor::zeros(spec.activation_dtype, {tokens, spec.hidden_size}));
       MOESAIC_ASSIGN_OR_RETURN(r.ids, Tensor::zeros(DType::kI32, {tokens, k}));
       MOESAIC_ASSIGN_OR_RETURN(r.weights, Tensor::zeros(DType::kF32, {tokens, k}));
       MOESAIC_RETURN_IF_ERROR(run(r));
-      point.bytes += (fixed +
-                      static_cast<double>(touched_experts(r.ids)) * expert_weights(spec, spec.intermediate_size) *
-                          bytes_per_weight(layer_->quant()) +
-                      static_cast<double>(r.x.bytes() + r.y.bytes())) /
-                     point.rotations;
+      point.bytes +=
+          (fixed +
+           static_cast<double>(touched_experts(r.ids)) *
+               expert_weights(spec, spec.intermediate_size) * bytes_per_weight(layer_->quant()) +
+           static_cast<double>(r.x.bytes() + r.y.bytes())) /
+          point.rotations;
       rotations->push_back(std::move(r));
     }
     point.flops = 2.0 * static_cast<double>(tokens) *
@@ -397,13 +423,14 @@ class LayerStage final : public BenchStage {
   }
 
   // First token: the experts that the layer chose and the shared expert, in float64.
-  Status check(const Tensor& x, const Tensor& y, const Tensor& ids, const Tensor& weights, BenchPoint& point) const {
+  Status check(const Tensor& x, const Tensor& y, const Tensor& ids, const Tensor& weights,
+               BenchPoint& point) const {
     const auto k = static_cast<std::size_t>(s_.spec.routing.top_k);
     MoeProblem p = problem_of(s_.spec, 1, s_.options.num_threads);
     const std::vector<double> in = row_to_doubles(x.view(), 0);
-    MOESAIC_ASSIGN_OR_RETURN(
-        std::vector<double> want,
-        reference_token(p, *check_source_, in, {ids.as<std::int32_t>(), k}, {weights.as<float>(), k}));
+    MOESAIC_ASSIGN_OR_RETURN(std::vector<double> want,
+                             reference_token(p, *check_source_, in, {ids.as<std::int32_t>(), k},
+                                             {weights.as<float>(), k}));
     if (s_.spec.routing.scale_on_output) {
       for (double& v : want) v *= s_.spec.routing.routed_scaling_factor;
     }
@@ -424,11 +451,13 @@ class LayerStage final : public BenchStage {
         factor = static_cast<float>(1 / (1 + std::exp(-dot)));
       }
       const std::int32_t zero = 0;
-      MOESAIC_ASSIGN_OR_RETURN(const std::vector<double> s, reference_token(p, *source, in, {&zero, 1}, {&factor, 1}));
+      MOESAIC_ASSIGN_OR_RETURN(const std::vector<double> s,
+                               reference_token(p, *source, in, {&zero, 1}, {&factor, 1}));
       for (std::size_t i = 0; i < want.size(); ++i) want[i] += s[i];
     }
     point.rel_l2 = relative_l2(row_to_doubles(y.view(), 0), want);
-    point.bound = layer_->quant().output_bound + std::ldexp(1.0, s_.spec.activation_dtype == DType::kF32 ? -24 : -8);
+    point.bound = layer_->quant().output_bound +
+                  std::ldexp(1.0, s_.spec.activation_dtype == DType::kF32 ? -24 : -8);
     return upper_bound_check(point, "layer");
   }
 
@@ -440,7 +469,8 @@ class LayerStage final : public BenchStage {
 
 }  // namespace
 
-Result<std::unique_ptr<BenchStage>> make_bench_stage(const std::string& stage, const BenchSettings& settings) {
+Result<std::unique_ptr<BenchStage>> make_bench_stage(const std::string& stage,
+                                                     const BenchSettings& settings) {
   if (stage == "gate") return GateStage::create(settings);
   if (stage == "route") return RouteStage::create(settings);
   if (stage == "experts") return ExpertsStage::create(settings);

@@ -1,4 +1,5 @@
-// What the bench verb times: one stage of a layer, prepared for a number of tokens, with its correctness check.
+// What the bench verb times: one stage of a layer, prepared for a number of tokens, with its
+// correctness check.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +21,9 @@ struct BenchSettings {
   std::uint64_t seed = 1;
 };
 
-// One point: run(i) processes rotation i (0 .. rotations-1); rotations differ in routing and hidden states so that a
-// small layer's weights do not stay in a cache that a real model would have flushed.
+// One point: run(i) processes rotation i (0 .. rotations-1); rotations differ in routing and hidden
+// states so that a small layer's weights do not stay in a cache that a real model would have
+// flushed.
 struct BenchPoint {
   int rotations = 1;
   std::function<Status(int rotation)> run;
@@ -41,6 +43,7 @@ class BenchStage {
 };
 
 // stage: "gate", "route", "experts" or "layer". Loads or draws the weights once.
-Result<std::unique_ptr<BenchStage>> make_bench_stage(const std::string& stage, const BenchSettings& settings);
+Result<std::unique_ptr<BenchStage>> make_bench_stage(const std::string& stage,
+                                                     const BenchSettings& settings);
 
 }  // namespace moesaic::tool
