@@ -10,7 +10,6 @@
 
 #include "bench_stages.h"
 #include "ceilings.h"
-#include "cpu_info.h"
 #include "layer_io.h"
 #include "shapes.h"
 #include "verbs.h"

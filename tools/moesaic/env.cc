@@ -1,7 +1,6 @@
 // moesaic env: what this binary is, what this machine offers, and why something is unavailable.
 #include <fmt/format.h>
 
-#include <fstream>
 #include <memory>
 #include <thread>
 
@@ -16,17 +15,6 @@ namespace {
 constexpr const char* kNoCuda = "this build has no CUDA backend";
 constexpr const char* kNoNccl = "this build has no NCCL communicator";
 constexpr const char* kNoMpi = "this build has no MPI communicator";
-
-// As the operating system states it.
-std::string cpu_model_name() {
-  std::ifstream cpuinfo("/proc/cpuinfo");
-  for (std::string line; std::getline(cpuinfo, line);) {
-    if (line.rfind("model name", 0) != 0) continue;
-    const std::size_t colon = line.find(':');
-    if (colon != std::string::npos && colon + 2 <= line.size()) return line.substr(colon + 2);
-  }
-  return "unknown";
-}
 
 Json unavailable(const char* reason) { return {{"available", false}, {"reason", reason}}; }
 
