@@ -61,12 +61,9 @@ int run_verb(int argc, char** argv) {
   root.set_version_flag("--version", version_text());
   root.require_subcommand(1);
   root.get_formatter()->column_width(34);
-  const std::vector<Verb> verbs = {
-      make_inspect(root), make_run(root), make_verify(root),  make_explain(root),
-#ifdef MOESAIC_TOOL_HAS_BENCH
-      make_bench(root),
-#endif
-      make_demo(root),    make_env(root), make_convert(root), make_balance(root)};
+  const std::vector<Verb> verbs = {make_inspect(root), make_run(root),     make_verify(root),
+                                   make_explain(root), make_bench(root),   make_demo(root),
+                                   make_env(root),     make_convert(root), make_balance(root)};
   try {
     root.parse(argc, argv);
   } catch (const CLI::Success& request) {  // --help, --version
