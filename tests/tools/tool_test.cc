@@ -76,7 +76,7 @@ TEST(Shapes, Lists) {
 
 TEST(Chart, OneColumnPerValueAndTheTallestIsFull) {
   const std::vector<std::int64_t> load = {0, 4, 8};
-  EXPECT_EQ(column_chart(load, 2, " "), "       ██ 8\n    ██ ██ \n 0  1  2  \n");
+  EXPECT_EQ(column_chart(load, 2, "x"), "x      ██ 8\n    ██ ██ \n 0  1  2  \n");
   // 100 values fold into columns of five.
   EXPECT_NE(column_chart(std::vector<std::int64_t>(100, 1), 1, "").find("95"), std::string::npos);
 }

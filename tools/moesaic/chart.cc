@@ -8,7 +8,7 @@
 namespace moesaic::tool {
 
 std::string column_chart(std::span<const std::int64_t> values, int height,
-                         const std::string& indent) {
+                         const std::string& label) {
   constexpr std::size_t kColumns = 24;  // of three characters: 72
   // Eighths of a character cell, from empty to full.
   static constexpr const char* kEighths[] = {" ", "▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"};
@@ -22,9 +22,10 @@ std::string column_chart(std::span<const std::int64_t> values, int height,
     bars.push_back(sum / static_cast<double>(end - begin));
   }
   const double top = std::max(*std::max_element(bars.begin(), bars.end()), 1.0);
+  const std::string indent(label.size(), ' ');
   std::string text;
   for (int line = height - 1; line >= 0; --line) {
-    text += indent;
+    text += line == height - 1 ? label : indent;
     for (const double bar : bars) {
       const int filled = static_cast<int>(bar / top * 8 * height + 0.5) - 8 * line;
       const char* cell = kEighths[std::clamp(filled, 0, 8)];

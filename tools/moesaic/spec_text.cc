@@ -30,19 +30,26 @@ std::int64_t shared_experts(const MoeLayerSpec& spec) {
   return whole && !spec.shared.gated_output ? width / spec.intermediate_size : 1;
 }
 
-std::string describe(const MoeLayerSpec& spec) {
-  std::string text = spec.model_type.empty() ? "layer" : spec.model_type;
+std::string describe_name(const MoeLayerSpec& spec) {
+  std::string text = spec.model_type.empty() ? spec.prefix : spec.model_type;
   if (spec.layer >= 0) text += fmt::format(" layer {}", spec.layer);
-  text +=
-      fmt::format(": {} experts, {} per token, hidden {}, intermediate {}, {}, {}",
-                  spec.num_experts, spec.routing.top_k, spec.hidden_size, spec.intermediate_size,
-                  activation_name(spec.activation.kind), routing_text(spec.routing));
+  return text + ", " + routing_text(spec.routing);
+}
+
+std::string describe_sizes(const MoeLayerSpec& spec) {
+  std::string text = fmt::format("{} experts, {} per token, hidden {}, intermediate {}, {}",
+                                 spec.num_experts, spec.routing.top_k, spec.hidden_size,
+                                 spec.intermediate_size, activation_name(spec.activation.kind));
   if (spec.shared.intermediate_size > 0) {
     text += fmt::format(", {} shared{}", shared_experts(spec),
                         spec.shared.gated_output ? " (gated)" : "");
   }
   if (!spec.quant.name.empty()) text += fmt::format(", weights {}", spec.quant.name);
   return text;
+}
+
+std::string describe(const MoeLayerSpec& spec) {
+  return describe_name(spec) + ": " + describe_sizes(spec);
 }
 
 }  // namespace moesaic::tool
