@@ -1,0 +1,91 @@
+#include "layer/quant_selection.h"
+
+#include <gtest/gtest.h>
+
+namespace moesaic {
+namespace {
+
+QuantScheme scheme(std::string_view name) { return quant_scheme_from_name(name).value(); }
+
+struct Row {
+  const char *stored, *requested;
+  const char* in_force;  // nullptr: refused
+  DType weight, activation_dtype;
+  LoadConversion conversion;
+};
+
+TEST(QuantSelection, EveryPairOfStoredAndRequested) {
+  using C = LoadConversion;
+  constexpr DType f32 = DType::kF32, bf16 = DType::kBF16, f16 = DType::kF16, fp8 = DType::kF8E4M3;
+  const Row rows[] = {
+      {"bf16", "as-is", "bf16", bf16, bf16, C::kNone},
+      {"bf16", "f32", "f32", bf16, bf16, C::kNone},
+      {"bf16", "bf16", "bf16", bf16, bf16, C::kNone},
+      {"bf16", "f16", "f16", f16, f16, C::kRound},
+      {"bf16", "fp8-block", "fp8-block", fp8, bf16, C::kQuantizeFp8Block},
+      {"bf16", "fp8-bf16", "fp8-bf16", fp8, bf16, C::kQuantizeFp8Block},
+      {"f32", "as-is", "f32", f32, bf16, C::kNone},
+      {"f32", "bf16", "bf16", bf16, bf16, C::kRound},
+      {"f16", "as-is", "f16", f16, f16, C::kNone},
+      {"f16", "f32", "f32", f16, bf16, C::kNone},
+      {"fp8-block", "as-is", "fp8-block", fp8, bf16, C::kNone},
+      {"fp8-block", "f32", "f32", fp8, bf16, C::kNone},
+      {"fp8-block", "fp8-block", "fp8-block", fp8, bf16, C::kNone},
+      {"fp8-block", "fp8-bf16", "fp8-bf16", fp8, bf16, C::kNone},
+      {"fp8-block", "bf16", nullptr, {}, {}, {}},
+      {"fp8-block", "f16", nullptr, {}, {}, {}},
+      {"bf16", "mxfp4", nullptr, {}, {}, {}},
+      {"bf16", "nonsense", nullptr, {}, {}, {}},
+  };
+  for (const Row& row : rows) {
+    SCOPED_TRACE(std::string(row.stored) + " as " + row.requested);
+    const auto plan = plan_quant(scheme(row.stored), DType::kBF16, row.requested);
+    ASSERT_EQ(plan.ok(), row.in_force != nullptr);
+    if (!plan.ok()) continue;
+    EXPECT_EQ(plan->scheme.name, row.in_force);
+    EXPECT_EQ(plan->scheme.weight.dtype, row.weight);
+    EXPECT_EQ(plan->activation_dtype, row.activation_dtype);
+    EXPECT_EQ(plan->conversion, row.conversion);
+  }
+}
+
+TEST(QuantSelection, RefusalsSayWhatIsStoredAndTheNearestLegalName) {
+  const Status status = plan_quant(scheme("fp8-block"), DType::kBF16, "bf16").status();
+  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+  EXPECT_NE(status.message().find("got bf16 for weights stored as fp8-block"), std::string::npos)
+      << status.message();
+  EXPECT_NE(status.message().find("nearest is fp8-bf16"), std::string::npos);
+  EXPECT_EQ(plan_quant(scheme("bf16"), DType::kBF16, "mxfp4").status().code(),
+            StatusCode::kUnsupported);
+  EXPECT_EQ(plan_quant(scheme("bf16"), DType::kBF16, "bf61").status().code(),
+            StatusCode::kNotFound);
+}
+
+TEST(QuantSelection, TheBoundCoversAQuantisationAtLoad) {
+  const auto stored = plan_quant(scheme("fp8-block"), DType::kBF16, "fp8-bf16").value();
+  const auto at_load = plan_quant(scheme("bf16"), DType::kBF16, "fp8-bf16").value();
+  EXPECT_EQ(stored.scheme.output_bound, scheme("fp8-bf16").output_bound);
+  EXPECT_GT(at_load.scheme.output_bound, 5e-2);
+}
+
+TEST(QuantSelection, StoredActivationScaleFormatIsKept) {
+  QuantScheme stored = scheme("fp8-block");
+  stored.activation.scale_format = ScaleFormat::kE8M0;
+  for (const char* requested : {"as-is", "fp8-block"}) {
+    EXPECT_EQ(plan_quant(stored, DType::kBF16, requested)->scheme.activation.scale_format,
+              ScaleFormat::kE8M0);
+  }
+}
+
+TEST(QuantSelection, ASharedExpertLeftUnquantisedStaysSo) {
+  const QuantScheme fp8 = scheme("fp8-block"), bf16 = scheme("bf16");
+  EXPECT_EQ(plan_shared_quant(bf16, fp8, DType::kBF16, "as-is")->scheme.name, "bf16");
+  EXPECT_EQ(plan_shared_quant(bf16, fp8, DType::kBF16, "fp8-bf16")->scheme.name, "bf16");
+  EXPECT_EQ(plan_shared_quant(bf16, fp8, DType::kBF16, "f32")->scheme.name, "f32");
+  EXPECT_EQ(plan_shared_quant(fp8, fp8, DType::kBF16, "fp8-bf16")->scheme.name, "fp8-bf16");
+  EXPECT_EQ(plan_shared_quant(bf16, bf16, DType::kBF16, "fp8-block")->conversion,
+            LoadConversion::kQuantizeFp8Block);
+}
+
+}  // namespace
+}  // namespace moesaic

@@ -1,0 +1,201 @@
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "moesaic/modular_kernel.h"
+#include "support/experts_run.h"
+#include "support/metrics.h"
+#include "support/random.h"
+
+namespace moesaic {
+namespace {
+
+using test::small_problem;
+
+MoeProblem batched_problem(std::int64_t rows) {
+  MoeProblem p = small_problem("bf16");
+  p.format = ActivationFormat::kBatched;
+  p.max_tokens = rows;
+  return p;
+}
+
+struct Call {
+  test::OwnedRouting routing;
+  Tensor hidden_states;
+  Tensor workspace;
+  PrepareArgs args(std::span<const std::int32_t> map = {}) {
+    return {hidden_states.view(),
+            routing.weights.view(),
+            routing.ids.view(),
+            map,
+            {workspace.data(), static_cast<std::size_t>(workspace.bytes())}};
+  }
+};
+
+Call make_call(const PrepareAndFinalize& pf, const MoeProblem& p, std::int64_t tokens,
+               DType dtype = DType::kBF16) {
+  test::Rng rng(7);
+  Call c;
+  c.routing = test::random_routing(8, tokens, p.num_experts, p.top_k, 0.2);
+  c.hidden_states = test::random_normal(rng, dtype, {tokens, p.hidden_size});
+  c.workspace = test::poisoned_bytes(pf.workspace_size(tokens).value());
+  return c;
+}
+
+TEST(LocalPrepareFinalize, HandsOverTheCallersOwnTensors) {
+  const MoeProblem p = small_problem("bf16");
+  const auto pf = make_local_prepare_finalize(p).value();
+  EXPECT_EQ(pf->format(), ActivationFormat::kStandard);
+  EXPECT_FALSE(pf->output_is_reduced());
+  EXPECT_TRUE(pf->keeps_rows());
+  Call c = make_call(*pf, p, 5);
+  const Prepared prepared = pf->prepare(c.args()).value();
+  EXPECT_EQ(prepared.hidden_states.data, c.hidden_states.data());
+  EXPECT_FALSE(prepared.topk_ids.present());
+  EXPECT_FALSE(prepared.topk_weights.present());
+}
+
+TEST(LocalPrepareFinalize, DelegatedReductionIsContiguousAndSlabsAreRefused) {
+  const MoeProblem p = small_problem("bf16");
+  const auto pf = make_local_prepare_finalize(p).value();
+  test::Rng rng(9);
+  const Tensor rows = test::random_normal(rng, DType::kF32, {10, p.hidden_size});
+  const test::OwnedRouting routing = test::random_routing(8, 5, p.num_experts, p.top_k, 0.2);
+  std::vector<Tensor> outputs;
+  for (const auto reduction : {TopKWeightAndReduce::kContiguous, TopKWeightAndReduce::kDelegate}) {
+    outputs.push_back(Tensor::uninitialized(DType::kF32, {5, p.hidden_size}).value());
+    test::poison(outputs.back().view());
+    ASSERT_TRUE(pf->finalize({outputs.back().view(),
+                              rows.view(),
+                              routing.weights.view(),
+                              routing.ids.view(),
+                              {},
+                              reduction,
+                              false,
+                              {}})
+                    .ok());
+  }
+  std::string why;
+  EXPECT_TRUE(test::same_bits(outputs[0].view(), outputs[1].view(), &why)) << why;
+  const Status status = pf->finalize({outputs[0].view(),
+                                      rows.view(),
+                                      routing.weights.view(),
+                                      routing.ids.view(),
+                                      {},
+                                      TopKWeightAndReduce::kNaiveBatched,
+                                      false,
+                                      {}});
+  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+}
+
+TEST(BatchedPrepareFinalize, FillsSlabsInAscendingTokenOrder) {
+  const MoeProblem p = batched_problem(5);
+  const auto pf = make_batched_prepare_finalize(p).value();
+  EXPECT_EQ(pf->format(), ActivationFormat::kBatched);
+  Call c = make_call(*pf, p, 5);
+  const std::vector<std::int32_t> map = {0, -1, 1, 2, -1, 3};
+  MoeProblem part = p;
+  part.num_local_experts = 4;
+  const auto rank = make_batched_prepare_finalize(part).value();
+  const std::vector<std::byte> before(c.hidden_states.data(),
+                                      c.hidden_states.data() + c.hidden_states.bytes());
+  const Prepared prepared = rank->prepare(c.args(map)).value();
+  EXPECT_EQ(prepared.hidden_states.shape, (Shape{4, 5, p.hidden_size}));
+  EXPECT_EQ(prepared.hidden_states.dtype, DType::kBF16);
+  std::vector<std::int32_t> seen(4);
+  const std::int64_t row_bytes = p.hidden_size * 2;
+  for (std::int64_t t = 0; t < 5; ++t) {
+    for (std::int64_t j = 0; j < 2; ++j) {
+      const std::int32_t id = c.routing.ids.as<std::int32_t>()[t * 2 + j];
+      const std::int32_t e = id < 0 ? -1 : map[static_cast<std::size_t>(id)];
+      if (e < 0) continue;
+      const std::int64_t row = e * 5 + seen[static_cast<std::size_t>(e)]++;
+      EXPECT_TRUE(std::equal(c.hidden_states.data() + t * row_bytes,
+                             c.hidden_states.data() + (t + 1) * row_bytes,
+                             prepared.hidden_states.data + row * row_bytes))
+          << "token " << t << " slot " << j;
+    }
+  }
+  EXPECT_EQ(std::vector<std::int32_t>(prepared.expert_num_tokens.begin(),
+                                      prepared.expert_num_tokens.end()),
+            seen);
+  EXPECT_TRUE(std::equal(before.begin(), before.end(), c.hidden_states.data()));
+}
+
+TEST(BatchedPrepareFinalize, TheWeightOnTheInputIsRoundedLikeTheExpertsAndNotInPlace) {
+  MoeProblem p = batched_problem(4);
+  p.top_k = 1;
+  p.apply_router_weight_on_input = true;
+  const auto pf = make_batched_prepare_finalize(p).value();
+  Call c = make_call(*pf, p, 4);
+  for (int t = 0; t < 4; ++t) {
+    c.routing.ids.as<std::int32_t>()[t] = t;
+    c.routing.weights.as<float>()[t] = 0.3F;                          // bf16: 0.30078125
+    c.hidden_states.as<std::uint16_t>()[t * p.hidden_size] = 0x3F81;  // 1.0078125
+  }
+  const Prepared prepared = pf->prepare(c.args()).value();
+  for (std::int64_t e = 0; e < 4; ++e) {
+    const auto* row = prepared.hidden_states.as<std::uint16_t>() + e * 4 * p.hidden_size;
+    EXPECT_EQ(row[0], 0x3E9B);  // 1.0078125 * 0.30078125 = 0.303131..., to bf16
+  }
+  EXPECT_EQ(c.hidden_states.as<std::uint16_t>()[0], 0x3F81);
+}
+
+TEST(BatchedPrepareFinalize, MoreThanTRowsForAnExpertAreRefused) {
+  const MoeProblem p = batched_problem(2);
+  const auto pf = make_batched_prepare_finalize(p).value();
+  Call c = make_call(*pf, p, 3);
+  for (int i = 0; i < 6; ++i) c.routing.ids.as<std::int32_t>()[i] = i % 2 == 0 ? 4 : -1;
+  const auto prepared = pf->prepare(c.args());
+  ASSERT_FALSE(prepared.ok());
+  EXPECT_EQ(prepared.status().code(), StatusCode::kLimitExceeded);
+  EXPECT_NE(prepared.status().message().find("local expert 4: got more than 2 rows"),
+            std::string::npos);
+  EXPECT_NE(prepared.status().message().find("T = 2"), std::string::npos);
+}
+
+TEST(BatchedPrepareFinalize, RefusesBadIdsAndOtherReductions) {
+  const MoeProblem p = batched_problem(4);
+  const auto pf = make_batched_prepare_finalize(p).value();
+  Call c = make_call(*pf, p, 3);
+  c.routing.ids.as<std::int32_t>()[3] = 6;
+  EXPECT_EQ(pf->prepare(c.args()).status().code(), StatusCode::kInvalidArgument);
+  Tensor out = Tensor::zeros(DType::kF32, {3, p.hidden_size}).value();
+  const Status status = pf->finalize({out.view(),
+                                      c.hidden_states.view(),
+                                      c.routing.weights.view(),
+                                      c.routing.ids.view(),
+                                      {},
+                                      TopKWeightAndReduce::kNoOp,
+                                      false,
+                                      {}});
+  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+  EXPECT_FALSE(pf->workspace_size(-1).ok());
+}
+
+TEST(PrepareFinalizeCatalogue, EachFormatHasExactlyOneRow) {
+  for (const auto format : {ActivationFormat::kStandard, ActivationFormat::kBatched}) {
+    MoeProblem p = small_problem("bf16");
+    p.format = format;
+    int accepted = 0;
+    for (const CandidateReport& row : explain_prepare_finalize(p)) {
+      EXPECT_EQ(row.stage, "prepare_finalize");
+      EXPECT_EQ(row.accepted, row.reason.empty());
+      accepted += row.accepted ? 1 : 0;
+      if (!row.accepted) {
+        EXPECT_NE(row.reason.find("format"), std::string::npos);
+      }
+    }
+    EXPECT_EQ(accepted, 1);
+  }
+  EXPECT_EQ(make_local_prepare_finalize(batched_problem(4)).status().code(),
+            StatusCode::kUnsupported);
+  EXPECT_EQ(make_batched_prepare_finalize(small_problem("bf16")).status().code(),
+            StatusCode::kUnsupported);
+  const Status no_rows = make_batched_prepare_finalize(batched_problem(0)).status();
+  EXPECT_EQ(no_rows.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(no_rows.message().find("T >= 1"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace moesaic
