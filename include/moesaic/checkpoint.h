@@ -26,7 +26,7 @@ enum class FileAccess : std::uint8_t {
 // The tensors of one MoE layer that are not routed experts. Absent tensors are not present().
 struct MoeLayerTensors {
   Tensor gate_weight;              // [E (+ zero experts), H], BF16, F16 or F32 as stored
-  Tensor gate_bias;                // [E], router linear bias (gpt-oss)
+  Tensor gate_bias;                // [E], router linear bias (gpt-oss), as stored
   Tensor e_score_correction_bias;  // [E (+ zero experts)] F32 (widened if stored narrower)
   // Shared expert as one canonical MLP: w13 [1, 2S, H], w2 [1, H, S] (+ scales as the scheme says).
   Tensor shared_w13, shared_w13_scale, shared_w2, shared_w2_scale;
@@ -62,16 +62,23 @@ class Checkpoint {
   std::span<const MoeLayerSpec> layers() const;
   // kNotFound lists the MoE layers that exist.
   Result<MoeLayerSpec> layer(int index) const;
-  // Bytes of all tensors of the layer's MoE block, as stored.
+  // Bytes of all tensors of the layer's MoE block, as stored; 0 for a layer that is not MoE.
   std::int64_t layer_bytes(int index) const;
   // Problems that do not stop every layer, in words: missing or unknown tensors, odd shapes,
   // ignored duplicates.
   std::vector<std::string> problems() const;
 
-  // Loads router and shared tensors and makes the experts' source. Every expected tensor is checked
-  // for presence, dtype and shape before anything is read: kMissingTensor names up to 8,
-  // unrecognised tensors in the block are kCorruptFile. TP slices and expert maps follow
-  // `parallel`.
+  // Loads router and shared tensors and makes the experts' source, which stays valid after this
+  // object is gone. Before anything is read every expected tensor is checked: kMissingTensor names
+  // up to 8 and the incomplete experts, kInvalidShape and kInvalidDType name tensor, found and
+  // needed (exact shapes, one dtype for all experts), kCorruptFile names unrecognised tensors in
+  // the block, kAmbiguousFormat a layer that is stored twice. kInvalidArgument: intermediate_size
+  // does not divide by tp_size, or into whole FP8 blocks. Values are checked as they are read:
+  // kCorruptFile for FP8 NaN codes and for scales that are not finite and > 0.
+  // Experts follow `parallel`: tensor-parallel slices of I (w2_bias on rank 0, zeros elsewhere) or
+  // this rank's share of the experts. Router and shared expert are whole on every rank.
+  // Memory while streaming: one expert's canonical weights, plus one projection where the file
+  // stores them transposed. Biases and correction bias arrive as F32.
   Result<MoeLayerWeights> load_layer(int index, const ParallelConfig& parallel,
                                      const ProgressFn& progress = {}) const;
 

@@ -189,8 +189,8 @@ Result<Checkpoint> Checkpoint::open(const std::string& directory, const Options&
     impl->shards = std::make_shared<const ShardSet>(std::move(shards));
     for (const MoeLayerSpec& spec : impl->config.layers) {
       // A layer that cannot be resolved keeps what the configuration says; problems() tells why.
-      Result<LayerSource> source = resolve_layer(impl->config, spec, *impl->shards);
-      impl->layers.push_back(source.ok() ? std::move(source->spec) : spec);
+      const Result<LayerSource> source = resolve_layer(impl->config, spec, *impl->shards);
+      impl->layers.push_back(source.ok() ? source->spec : spec);
     }
     return Checkpoint(std::move(impl));
   });

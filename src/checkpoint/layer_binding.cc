@@ -281,9 +281,17 @@ std::vector<std::string_view> unknown_names(const LayerSource& source, const Sha
 void place(const PlannedTensor& planned, const ShardSet::Located& where, BoundLayer* layer) {
   const auto projection = static_cast<std::size_t>(planned.projection);
   const auto into = [&](MlpTensors* mlp) {
-    (planned.kind == TensorKind::kWeight  ? mlp->weight
-     : planned.kind == TensorKind::kScale ? mlp->scale
-                                          : mlp->bias)[projection] = where;
+    switch (planned.kind) {
+      case TensorKind::kWeight:
+        mlp->weight[projection] = where;
+        return;
+      case TensorKind::kScale:
+        mlp->scale[projection] = where;
+        return;
+      case TensorKind::kBias:
+        mlp->bias[projection] = where;
+        return;
+    }
   };
   switch (planned.part) {
     case LayerPart::kGateWeight:
