@@ -263,9 +263,8 @@ std::vector<std::string_view> unknown_names(const LayerSource& source, const Sha
   for (const PlannedTensor& tensor : plan) known.insert(tensor.name);
   std::vector<std::string_view> unknown;
   // Every block the family may use: Mixtral's other spelling must not hide a second copy.
-  const std::string& prefix = source.spec.prefix;
-  const std::string_view layer =
-      std::string_view(prefix).substr(0, prefix.size() - source.layout->block.size());
+  std::string_view layer = source.spec.prefix;
+  layer.remove_suffix(source.layout->block.size());
   std::set<std::string> blocks;
   for (const ExpertLayout& layout : source.family->layouts) {
     if (layout.present()) blocks.insert(fmt::format("{}{}.", layer, layout.block));
