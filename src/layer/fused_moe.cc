@@ -314,6 +314,9 @@ Status FusedMoE::Impl::run_routed(const ConstTensorView& x, const Buffers& b,
   a.topk_weights = view_of(b.topk_weights, DType::kF32, {rows, plan.routed.top_k});
   a.topk_ids = view_of(b.topk_ids, DType::kI32, {rows, plan.routed.top_k});
   a.expert_map = plan.expert_map;
+  if (MOESAIC_FAULT(layer_router_weights_of_one)) {
+    std::fill(b.topk_weights, b.topk_weights + rows * plan.routed.top_k, 1.0F);
+  }
   a.output =
       writes_output_directly() ? output : view_of(b.routed, DType::kF32, {rows, plan.latent_size});
   MOESAIC_RETURN_IF_ERROR(with_stage(kernel->run(a), "experts"));

@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "core/fault.h"
 #include "moesaic/gate.h"
 #include "moesaic/modular_kernel.h"
 
@@ -119,7 +120,8 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const QuantScheme& sh
   routed.apply_router_weight_on_input = spec.apply_router_weight_on_input;
 
   // What enters the sum over ranks once is rank 0's.
-  const bool first_rank = options.parallel.tp_rank == 0 && options.parallel.ep_rank == 0;
+  const bool first_rank = (options.parallel.tp_rank == 0 && options.parallel.ep_rank == 0) ||
+                          MOESAIC_FAULT(layer_shared_on_every_rank);
   plan.has_zero_experts = spec.routing.num_zero_experts > 0 && first_rank;
   plan.has_shared = spec.shared.intermediate_size > 0 && options.include_shared && first_rank;
   if (plan.has_shared) {
