@@ -6,6 +6,8 @@
 #include <cstring>
 #include <limits>
 
+#include "support/half.h"
+
 namespace moesaic::test {
 namespace {
 
@@ -21,11 +23,8 @@ double load(const ConstTensorView& t, std::int64_t i) {
       return static_cast<double>(t.as<std::int64_t>()[i]);
     case DType::kU8:
       return static_cast<double>(t.as<std::uint8_t>()[i]);
-    case DType::kF16: {
-      _Float16 h;
-      std::memcpy(&h, t.as<std::uint16_t>() + i, 2);
-      return static_cast<double>(h);
-    }
+    case DType::kF16:
+      return half_value(t.as<std::uint16_t>()[i]);
     case DType::kBF16: {
       const std::uint32_t bits = static_cast<std::uint32_t>(t.as<std::uint16_t>()[i]) << 16;
       float f = 0;

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <numbers>
 
+#include "support/half.h"
 #include "support/metrics.h"
 #include "support/random.h"
 
@@ -70,11 +71,8 @@ double element(const ConstTensorView& t, std::int64_t i) {
       std::memcpy(&f, &bits, sizeof(f));
       return static_cast<double>(f);
     }
-    case DType::kF16: {
-      _Float16 h;
-      std::memcpy(&h, t.as<std::uint16_t>() + i, sizeof(h));
-      return static_cast<double>(h);
-    }
+    case DType::kF16:
+      return half_value(t.as<std::uint16_t>()[i]);
     case DType::kF8E4M3:
       return e4m3_value(t.as<std::uint8_t>()[i]);
     default:

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <numbers>
 
+#include "support/half.h"
+
 namespace moesaic::test {
 
 std::uint64_t Rng::next() {
@@ -34,11 +36,9 @@ void store(Tensor& t, std::int64_t i, double value) {
     case DType::kF32:
       t.as<float>()[i] = f;
       return;
-    case DType::kF16: {
-      const _Float16 h = static_cast<_Float16>(f);
-      std::memcpy(t.as<std::uint16_t>() + i, &h, 2);
+    case DType::kF16:
+      t.as<std::uint16_t>()[i] = half_code(static_cast<double>(f));
       return;
-    }
     case DType::kBF16: {
       std::uint32_t bits = 0;
       std::memcpy(&bits, &f, 4);
