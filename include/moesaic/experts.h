@@ -119,6 +119,10 @@ struct ExpertsBackend {
   // ok, or the reason for refusing, tested in a fixed order without looking at weights.
   Status (*can_implement)(const MoeProblem& problem);
   Result<std::unique_ptr<Experts>> (*create)(const MoeProblem& problem, ExpertSource& source);
+  // What Experts::workspace_size and determinism() of the made object will answer; needs no
+  // weights. kUnsupported when the problem is not accepted.
+  Result<std::int64_t> (*workspace_size)(const MoeProblem& problem, std::int64_t tokens);
+  std::string_view determinism;
 };
 // Fastest first, the plain reference last.
 std::span<const ExpertsBackend> experts_catalogue();

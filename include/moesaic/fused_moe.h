@@ -26,6 +26,14 @@ using RoutedInputTransform =
 using RoutedOutputTransform =
     std::function<Status(ConstTensorView routed_output, TensorView output)>;
 
+// What explain shows of a layer.
+struct LayerExplanation {
+  std::vector<CandidateReport> candidates;  // every stage, in order
+  std::string experts_backend;              // the one that would run
+  std::int64_t workspace_bytes = 0;         // as FusedMoE::workspace_bytes
+  std::string determinism;
+};
+
 class FusedMoE {
  public:
   struct Options {
@@ -92,13 +100,13 @@ class FusedMoE {
   ~FusedMoE();
 
  private:
+  friend Result<LayerExplanation> explain_layer(const MoeLayerSpec& spec, const Options& options);
   struct Impl;
   explicit FusedMoE(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };
 
 // The catalogue for a layer that has no weights yet (explain --shape).
-Result<std::vector<CandidateReport>> explain_layer(const MoeLayerSpec& spec,
-                                                   const FusedMoE::Options& options);
+Result<LayerExplanation> explain_layer(const MoeLayerSpec& spec, const FusedMoE::Options& options);
 
 }  // namespace moesaic

@@ -33,17 +33,29 @@ template <class T>
 Result<std::unique_ptr<Experts>> make_cpu(const MoeProblem& problem, ExpertSource& source) {
   return make_cpu_experts(T::kTier, problem, source);
 }
+template <class T>
+Result<std::int64_t> cpu_workspace_size(const MoeProblem& problem, std::int64_t tokens) {
+  return cpu_experts_workspace_size(T::kTier, problem, tokens);
+}
+template <class T>
+constexpr ExpertsBackend cpu_row(std::string_view name, std::string_view description) {
+  return {name,
+          description,
+          &cpu_can_implement<T>,
+          &make_cpu<T>,
+          &cpu_workspace_size<T>,
+          kCpuExpertsDeterminism};
+}
 
 // Fastest first; cpu_reference computes everything and stays last.
 constexpr auto kCatalogue = std::to_array<ExpertsBackend>({
-    {"cpu_avx512_bf16", "AVX-512 with bf16 dot products and byte permutes",
-     &cpu_can_implement<Avx512Bf16>, &make_cpu<Avx512Bf16>},
-    {"cpu_avx512", "AVX-512, fp32 multiply-add", &cpu_can_implement<Avx512>, &make_cpu<Avx512>},
-    {"cpu_avx2", "AVX2 with FMA, fp32 multiply-add", &cpu_can_implement<Avx2>, &make_cpu<Avx2>},
-    {"cpu_baseline", "the build's baseline (x86-64-v2), fp32", &cpu_can_implement<Baseline>,
-     &make_cpu<Baseline>},
+    cpu_row<Avx512Bf16>("cpu_avx512_bf16", "AVX-512 with bf16 dot products and byte permutes"),
+    cpu_row<Avx512>("cpu_avx512", "AVX-512, fp32 multiply-add"),
+    cpu_row<Avx2>("cpu_avx2", "AVX2 with FMA, fp32 multiply-add"),
+    cpu_row<Baseline>("cpu_baseline", "the build's baseline (x86-64-v2), fp32"),
     {"cpu_reference", "plain loops, every scheme, activation and format; one thread",
-     &ref_experts_can_implement, &make_ref_experts},
+     &ref_experts_can_implement, &make_ref_experts, &ref_experts_workspace_size,
+     kRefExpertsDeterminism},
 });
 
 std::string all_names() {

@@ -46,6 +46,14 @@ CpuPlan make_plan(const MoeProblem& problem, ComputeScheme scheme, const cpu::Cp
   return plan;
 }
 
+Result<std::int64_t> workspace_bytes(const CpuPlan& plan, std::int64_t tokens) {
+  const std::int64_t rows = plan.standard ? tokens : tokens * plan.num_local_experts;
+  Arena arena = Arena::measure();
+  CpuWorkspace::carve(plan, rows, arena);
+  MOESAIC_RETURN_IF_ERROR(arena.status());
+  return arena.used();
+}
+
 class CpuExperts final : public Experts {
  public:
   CpuExperts(const MoeProblem& problem, const cpu::CpuKernels& kernels, const CpuPlan& plan,
@@ -69,18 +77,10 @@ class CpuExperts final : public Experts {
   }
   ActivationFormat format() const override { return problem_.format; }
   std::int64_t weight_bytes() const override { return weights_.bytes(); }
-  std::string_view determinism() const override {
-    return "bitwise repeatable per CPU tier: a row's result depends on that row, its ids and "
-           "weights only, "
-           "not on threads, batch, split or order";
-  }
+  std::string_view determinism() const override { return kCpuExpertsDeterminism; }
 
   Result<std::int64_t> workspace_size(std::int64_t tokens) const override {
-    const std::int64_t rows = plan_.standard ? tokens : tokens * problem_.num_local_experts;
-    Arena arena = Arena::measure();
-    CpuWorkspace::carve(plan_, rows, arena);
-    MOESAIC_RETURN_IF_ERROR(arena.status());
-    return arena.used();
+    return workspace_bytes(plan_, tokens);
   }
 
   Status run(const ExpertsArgs& args) const override;
@@ -412,6 +412,14 @@ Result<std::unique_ptr<Experts>> make_cpu_experts(std::string_view tier, const M
                            CpuExpertWeights::load(problem, source, plan.num_threads));
   return std::unique_ptr<Experts>(
       std::make_unique<CpuExperts>(problem, *kernels, plan, std::move(weights)));
+}
+
+Result<std::int64_t> cpu_experts_workspace_size(std::string_view tier, const MoeProblem& problem,
+                                                std::int64_t tokens) {
+  MOESAIC_RETURN_IF_ERROR(cpu_experts_can_implement(tier, problem));
+  MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::kernels_by_name(tier));
+  MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
+  return workspace_bytes(make_plan(problem, scheme, *kernels), tokens);
 }
 
 }  // namespace moesaic

@@ -25,5 +25,11 @@ namespace moesaic {
 Status cpu_experts_can_implement(std::string_view tier, const MoeProblem& problem);
 Result<std::unique_ptr<Experts>> make_cpu_experts(std::string_view tier, const MoeProblem& problem,
                                                   ExpertSource& source);
+Result<std::int64_t> cpu_experts_workspace_size(std::string_view tier, const MoeProblem& problem,
+                                                std::int64_t tokens);
+inline constexpr std::string_view kCpuExpertsDeterminism =
+    "bitwise repeatable per CPU tier: a row's result depends on that row, its ids and weights "
+    "only, "
+    "not on threads, batch, split or order";
 
 }  // namespace moesaic

@@ -167,17 +167,9 @@ class RefExperts final : public Experts {
     }
     return bytes;
   }
-  std::string_view determinism() const override {
-    return "bits of a row depend on that row, its ids and weights only";
-  }
+  std::string_view determinism() const override { return kRefExpertsDeterminism; }
   Result<std::int64_t> workspace_size(std::int64_t tokens) const override {
-    if (tokens < 0) {
-      return Status(StatusCode::kInvalidArgument, fmt::format("tokens: got {}, need >= 0", tokens));
-    }
-    Arena arena = Arena::measure();
-    take_scratch(arena, p_);
-    MOESAIC_RETURN_IF_ERROR(arena.status());
-    return arena.used();
+    return ref_experts_workspace_size(p_, tokens);
   }
 
   Status run(const ExpertsArgs& args) const override {
@@ -322,6 +314,17 @@ Result<std::unique_ptr<Experts>> make_ref_experts(const MoeProblem& problem, Exp
   if (!experts) return Status(StatusCode::kOutOfMemory, "cannot allocate the experts object");
   MOESAIC_RETURN_IF_ERROR(experts->load(source));
   return std::unique_ptr<Experts>(std::move(experts));
+}
+
+Result<std::int64_t> ref_experts_workspace_size(const MoeProblem& problem, std::int64_t tokens) {
+  if (tokens < 0) {
+    return Status(StatusCode::kInvalidArgument, fmt::format("tokens: got {}, need >= 0", tokens));
+  }
+  MOESAIC_RETURN_IF_ERROR(ref_experts_can_implement(problem));
+  Arena arena = Arena::measure();
+  take_scratch(arena, problem);
+  MOESAIC_RETURN_IF_ERROR(arena.status());
+  return arena.used();
 }
 
 }  // namespace moesaic

@@ -2,7 +2,9 @@
 // is the last row of the catalogue and the definition that fast backends are compared with.
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <string_view>
 
 #include "moesaic/experts.h"
 
@@ -27,5 +29,8 @@ namespace moesaic {
 Status ref_experts_can_implement(const MoeProblem& problem);
 // Copies the weights as they are stored. Errors as check_expert_weights and the source.
 Result<std::unique_ptr<Experts>> make_ref_experts(const MoeProblem& problem, ExpertSource& source);
+Result<std::int64_t> ref_experts_workspace_size(const MoeProblem& problem, std::int64_t tokens);
+inline constexpr std::string_view kRefExpertsDeterminism =
+    "bits of a row depend on that row, its ids and weights only";
 
 }  // namespace moesaic

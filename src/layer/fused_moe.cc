@@ -55,7 +55,7 @@ struct FusedMoE::Impl {
   // The routed experts may round straight into the caller's output when nothing is added to or
   // multiplied with their result.
   bool writes_output_directly() const {
-    return !shared && !plan.has_zero_experts && !options.routed_output_transform &&
+    return !plan.has_shared && !plan.has_zero_experts && !options.routed_output_transform &&
            plan.output_scale == 1.0F;
   }
   Result<Buffers> carve(Arena& arena, std::int64_t rows) const;
@@ -102,16 +102,21 @@ Status check_trace(std::string_view field, const TensorView& t, DType dtype, con
 
 // The first accepted backend, or the forced one. A shared expert is a different problem, which a
 // backend forced for the routed experts may refuse; then the choice is automatic there.
-Result<ModularKernel> make_kernel(const MoeProblem& problem, const QuantPlan& quant,
-                                  ExpertSource& source, const std::string& forced, bool shared) {
+Result<const ExpertsBackend*> choose_backend(const MoeProblem& problem, const std::string& forced,
+                                             bool shared) {
   Result<const ExpertsBackend*> row = choose_experts(problem, forced);
   if (!row.ok() && shared && row.status().code() == StatusCode::kUnsupported) {
     row = choose_experts(problem);
   }
-  if (!row.ok()) return row.status();
+  return row;
+}
+
+Result<ModularKernel> make_kernel(const MoeProblem& problem, const QuantPlan& quant,
+                                  ExpertSource& source, const std::string& forced, bool shared) {
+  MOESAIC_ASSIGN_OR_RETURN(const ExpertsBackend* row, choose_backend(problem, forced, shared));
   MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<ExpertSource> converted,
                            make_converting_source(source, quant));
-  MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<Experts> experts, (*row)->create(problem, *converted));
+  MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<Experts> experts, row->create(problem, *converted));
   MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<PrepareAndFinalize> pf,
                            make_local_prepare_finalize(problem));
   ModularKernel::Options kernel_options;
@@ -153,6 +158,31 @@ Status check_tensors(const MoeLayerSpec& spec, const MoeLayerTensors& t) {
       check_present("shared_gate_weight", t.shared_gate_weight, spec.shared.gated_output));
   if (!spec.shared.gated_output) return {};
   return expect_shape("shared_gate_weight", t.shared_gate_weight.view(), {1, spec.hidden_size});
+}
+
+// What ModularKernel will allocate for a backend that writes straight into the output.
+Result<std::int64_t> kernel_workspace(const ExpertsBackend& backend, const MoeProblem& problem) {
+  MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<PrepareAndFinalize> pf,
+                           make_local_prepare_finalize(problem));
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t prepare, pf->workspace_size(problem.max_tokens));
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t experts,
+                           backend.workspace_size(problem, problem.max_tokens));
+  Arena arena = Arena::measure();
+  arena.take<std::byte>(prepare);
+  arena.take<std::byte>(experts);
+  MOESAIC_RETURN_IF_ERROR(arena.status());
+  return arena.used();
+}
+
+std::string determinism_text(std::string_view routed, std::string_view routed_determinism,
+                             std::string_view shared, std::string_view shared_determinism) {
+  std::string text = fmt::format(
+      "bit-identical for any batch, split, row order and thread count; experts ({}): {}", routed,
+      routed_determinism);
+  if (!shared.empty()) {
+    text += fmt::format("; shared experts ({}): {}", shared, shared_determinism);
+  }
+  return text;
 }
 
 Status with_stage(const Status& status, std::string_view stage) {
@@ -232,7 +262,7 @@ Result<FusedMoE::Impl::Buffers> FusedMoE::Impl::carve(Arena& arena, std::int64_t
   }
   if (!writes_output_directly()) b.routed = arena.take<float>(rows * plan.latent_size);
   if (options.routed_output_transform) b.routed_back = arena.take<float>(rows * plan.hidden_size);
-  if (shared) {
+  if (plan.has_shared) {
     b.shared = arena.take<float>(rows * plan.hidden_size);
     b.shared_gate = arena.take<float>(rows);
     b.ones = arena.take<float>(rows);
@@ -422,20 +452,14 @@ std::vector<CandidateReport> FusedMoE::explain() const {
   return explain_plan(impl_->plan, impl_->router->name());
 }
 std::string FusedMoE::determinism() const {
-  std::string text = fmt::format(
-      "bit-identical for any batch, split, row order and thread count; "
-      "experts ({}): {}",
-      experts_backend(), impl_->kernel->experts().determinism());
-  if (impl_->shared) {
-    text += fmt::format("; shared experts ({}): {}", impl_->shared->experts().name(),
-                        impl_->shared->experts().determinism());
-  }
-  return text;
+  const Experts* shared = impl_->shared ? &impl_->shared->experts() : nullptr;
+  return determinism_text(experts_backend(), impl_->kernel->experts().determinism(),
+                          shared != nullptr ? shared->name() : std::string_view(),
+                          shared != nullptr ? shared->determinism() : std::string_view());
 }
 
-Result<std::vector<CandidateReport>> explain_layer(const MoeLayerSpec& spec,
-                                                   const FusedMoE::Options& options) {
-  MOESAIC_ASSIGN_OR_RETURN(const FusedPlan plan, plan_fused_moe(spec, spec.quant, options));
+Result<LayerExplanation> explain_layer(const MoeLayerSpec& spec, const FusedMoE::Options& options) {
+  MOESAIC_ASSIGN_OR_RETURN(FusedPlan plan, plan_fused_moe(spec, spec.quant, options));
   // The router's name needs the shape of its bias, not its values.
   Tensor bias;
   if (spec.routing.has_correction_bias) {
@@ -444,7 +468,34 @@ Result<std::vector<CandidateReport>> explain_layer(const MoeLayerSpec& spec,
   }
   const Result<Router> router = make_router(plan, options, bias.view());
   if (!router.ok()) return with_stage(router.status(), "router");
-  return explain_plan(plan, router->name());
+  LayerExplanation explanation;
+  explanation.candidates = explain_plan(plan, router->name());
+
+  const Result<const ExpertsBackend*> routed = choose_backend(plan.routed, options.backend, false);
+  if (!routed.ok()) return with_stage(routed.status(), "experts");
+  explanation.experts_backend = std::string((*routed)->name);
+  MOESAIC_ASSIGN_OR_RETURN(explanation.workspace_bytes, kernel_workspace(**routed, plan.routed));
+  std::string_view shared_name, shared_determinism;
+  if (plan.has_shared) {
+    const Result<const ExpertsBackend*> shared = choose_backend(plan.shared, options.backend, true);
+    if (!shared.ok()) return with_stage(shared.status(), "shared_experts");
+    MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, kernel_workspace(**shared, plan.shared));
+    explanation.workspace_bytes += bytes;
+    shared_name = (*shared)->name;
+    shared_determinism = (*shared)->determinism;
+  }
+  explanation.determinism = determinism_text(explanation.experts_backend, (*routed)->determinism,
+                                             shared_name, shared_determinism);
+  FusedMoE::Impl impl;
+  impl.spec = spec;
+  impl.options = options;
+  impl.plan = std::move(plan);
+  Arena arena = Arena::measure();
+  MOESAIC_ASSIGN_OR_RETURN(const FusedMoE::Impl::Buffers unused,
+                           impl.carve(arena, options.max_tokens));
+  static_cast<void>(unused);
+  explanation.workspace_bytes += arena.used();
+  return explanation;
 }
 
 }  // namespace moesaic

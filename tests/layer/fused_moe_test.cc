@@ -370,8 +370,18 @@ TEST(FusedMoE, ExplainListsEveryStageAndAgreesWithTheLayer) {
   FusedMoE::Options options = with_quant("bf16");
   const FusedMoE layer = make_layer(t, options);
   const auto rows = layer.explain();
-  const auto same = explain_layer(t.spec, options).value();
+  const LayerExplanation explained = explain_layer(t.spec, options).value();
+  const std::vector<CandidateReport>& same = explained.candidates;
   ASSERT_EQ(rows.size(), same.size());
+  EXPECT_EQ(explained.experts_backend, layer.experts_backend());
+  EXPECT_EQ(explained.determinism, layer.determinism());
+  for (const std::int64_t tokens : {1, 7, 512, 4096}) {
+    options.max_tokens = tokens;
+    EXPECT_EQ(explain_layer(t.spec, options)->workspace_bytes,
+              make_layer(t, options).workspace_bytes())
+        << tokens;
+  }
+  options = with_quant("bf16");
   std::vector<std::string> stages;
   for (std::size_t i = 0; i < rows.size(); ++i) {
     EXPECT_EQ(rows[i].stage, same[i].stage);

@@ -21,37 +21,31 @@ struct State {
   std::int64_t tokens = 512;
 };
 
-struct Explanation {
-  MoeLayerSpec spec;
-  std::vector<CandidateReport> candidates;
-  std::int64_t workspace_bytes = 0;
-  std::string determinism;
-};
-
-// What a run would choose: the forced backend for the experts, the first accepted row elsewhere.
-Json chosen_json(const std::vector<CandidateReport>& candidates, const std::string& forced) {
+// What a run would choose: the explanation's backend for the experts, the first accepted row
+// elsewhere.
+Json chosen_json(const LayerExplanation& explanation) {
   Json chosen = Json::object();
-  for (const CandidateReport& row : candidates) {
+  for (const CandidateReport& row : explanation.candidates) {
     if (!row.accepted || chosen.contains(row.stage)) continue;
-    if (row.stage == "experts" && !forced.empty() && row.name != forced) continue;
-    chosen[row.stage] = row.name;
+    chosen[row.stage] = row.stage == "experts" ? explanation.experts_backend : row.name;
   }
   return chosen;
 }
 
-void print(const Console& console, const Explanation& explanation, const State& state) {
-  console.print(describe(explanation.spec) + "\n");
-  const Json chosen = chosen_json(explanation.candidates, state.common.backend);
+void print(const Console& console, const MoeLayerSpec& spec, const LayerExplanation& explanation,
+           std::int64_t tokens) {
+  console.print(describe(spec) + "\n");
+  const Json chosen = chosen_json(explanation);
   std::string stage;
   for (const CandidateReport& row : explanation.candidates) {
     if (row.stage != stage) console.print(row.stage + "\n");
     stage = row.stage;
     const bool is_chosen = chosen.contains(row.stage) && chosen[row.stage] == row.name;
-    console.print(fmt::format("  {} {:<28} {}\n", is_chosen ? "->" : "  ", row.name,
+    console.print(fmt::format("  {} {:<33} {}\n", is_chosen ? "->" : "  ", row.name,
                               row.accepted ? "accepted" : "refused: " + row.reason));
   }
   console.print(fmt::format("workspace    {} for {} token(s)\n",
-                            format_bytes(explanation.workspace_bytes), state.tokens));
+                            format_bytes(explanation.workspace_bytes), tokens));
   console.print(fmt::format("determinism  {}\n", explanation.determinism));
 }
 
@@ -60,11 +54,11 @@ int run_explain(const State& state) {
   if (const Status status = check_common_options(state.common); !status.ok()) {
     return console.fail(status, Origin::kOption);
   }
-  Explanation explanation;
+  MoeLayerSpec spec;
   if (!state.shape.empty()) {
-    Result<MoeLayerSpec> spec = layer_from_shape(state.shape);
-    if (!spec.ok()) return console.fail(spec.status(), Origin::kOption);
-    explanation.spec = std::move(spec).value();
+    Result<MoeLayerSpec> named = layer_from_shape(state.shape);
+    if (!named.ok()) return console.fail(named.status(), Origin::kOption);
+    spec = std::move(named).value();
   } else {
     const Result<Checkpoint> checkpoint = Checkpoint::open(state.model);
     if (!checkpoint.ok()) return console.fail(checkpoint.status(), Origin::kFile);
@@ -73,14 +67,14 @@ int run_explain(const State& state) {
                           Origin::kFile);
     }
     const int layer = state.layer >= 0 ? state.layer : checkpoint->layers().front().layer;
-    Result<MoeLayerSpec> spec = checkpoint->layer(layer);
-    if (!spec.ok()) return console.fail(spec.status(), Origin::kOption);
-    explanation.spec = std::move(spec).value();
+    Result<MoeLayerSpec> found = checkpoint->layer(layer);
+    if (!found.ok()) return console.fail(found.status(), Origin::kOption);
+    spec = std::move(found).value();
   }
   const FusedMoE::Options options = layer_options(state.common, state.tokens);
-  Result<std::vector<CandidateReport>> rows = explain_layer(explanation.spec, options);
-  if (!rows.ok()) return console.fail(rows.status(), Origin::kOption);
-  explanation.candidates = std::move(rows).value();
+  const Result<LayerExplanation> explained = explain_layer(spec, options);
+  if (!explained.ok()) return console.fail(explained.status(), Origin::kOption);
+  const LayerExplanation& explanation = *explained;
 
   Json candidates = Json::array();
   for (const CandidateReport& row : explanation.candidates) {
@@ -89,14 +83,14 @@ int run_explain(const State& state) {
                           {"accepted", row.accepted},
                           {"reason", row.reason}});
   }
-  console.emit({{"layer", describe(explanation.spec)},
+  console.emit({{"layer", describe(spec)},
                 {"tokens", state.tokens},
                 {"device", "cpu"},
                 {"candidates", std::move(candidates)},
-                {"chosen", chosen_json(explanation.candidates, state.common.backend)},
+                {"chosen", chosen_json(explanation)},
                 {"workspace_bytes", explanation.workspace_bytes},
                 {"determinism", explanation.determinism}});
-  print(console, explanation, state);
+  print(console, spec, explanation, state.tokens);
   return kExitOk;
 }
 
