@@ -241,12 +241,20 @@ void PanelGemmPairBF16(const PanelArgs& args) {
   }
 }
 
+// Height of the tile that decodes. In one of 3 or 4 rows the decoding nearly hides behind multiply-adds with all tables
+// in registers; taller ones reload them. Up to 6 rows a single tile is still best.
+HWY_INLINE int DecodeTileRows(int rows) {
+  if (rows <= 6) return rows;
+  const int others = (rows - 4 + 5) / 6;
+  return HWY_MAX(3, HWY_MIN(4, rows - 6 * others));
+}
+
 void PanelGemmPairE4M3(const PanelArgs& args) {
   if (args.num_rows == 1) return StreamPair<WeightKind::kE4M3, 1>(args);
   if (args.num_rows == 2) return StreamPair<WeightKind::kE4M3, 2>(args);
   ClearResult(args);
   HWY_ALIGN std::uint32_t block[kGroup / 2 * kPanelColumns];  // 16 KiB, L1
-  const int first = args.num_rows / ((args.num_rows + 5) / 6);
+  const int first = DecodeTileRows(args.num_rows);
   BlockTile tile;
   tile.w = args.panel;
   for (std::int64_t k0 = 0; k0 < args.padded_k; k0 += kGroup, ++tile.group) {
