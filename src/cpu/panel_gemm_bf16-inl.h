@@ -241,8 +241,9 @@ void PanelGemmPairBF16(const PanelArgs& args) {
   }
 }
 
-// Height of the tile that decodes. In one of 3 or 4 rows the decoding nearly hides behind multiply-adds with all tables
-// in registers; taller ones reload them. Up to 6 rows a single tile is still best.
+// Height of the tile that decodes. In one of 3 or 4 rows the decoding nearly hides behind
+// multiply-adds with all tables in registers; taller ones reload them. Up to 6 rows a single tile
+// is still best.
 HWY_INLINE int DecodeTileRows(int rows) {
   if (rows <= 6) return rows;
   const int others = (rows - 4 + 5) / 6;

@@ -71,15 +71,15 @@ void LoadRow(const void* src, DType dtype, std::int64_t n, std::int64_t padded_n
 
 void RoundRow(float* row, std::int64_t n, DType dtype) {
   if (dtype == DType::kBF16) {
-    ForRow(row, n, [](VF v) HWY_ATTR { return RoundToBF16(v); });
+    ForRow(row, n, [](VF v) MOESAIC_TIER_ATTR { return RoundToBF16(v); });
   } else if (dtype == DType::kF16) {
-    ForRow(row, n, [](VF v) HWY_ATTR { return RoundToF16(v); });
+    ForRow(row, n, [](VF v) MOESAIC_TIER_ATTR { return RoundToF16(v); });
   }
 }
 
 void ScaleRow(float* row, std::int64_t n, float factor) {
   const VF f = hn::Set(df, factor);
-  ForRow(row, n, [f](VF v) HWY_ATTR { return hn::Mul(v, f); });
+  ForRow(row, n, [f](VF v) MOESAIC_TIER_ATTR { return hn::Mul(v, f); });
 }
 
 // Value of the e4m3 code nearest to v (ties to even code), |v| <= 448. At and above 2^-6 the fp32
@@ -101,7 +101,7 @@ void QuantizeRowE4M3(float* row, std::int64_t n, float* scales) {
     // the group becomes the maximum, hence the scale, and reaches every product of the group
     // instead of turning into a finite code.
     auto top = hn::Zero(du32);
-    ForRow(row + k0, count, [&](VF v) HWY_ATTR {
+    ForRow(row + k0, count, [&](VF v) MOESAIC_TIER_ATTR {
       top = hn::Max(top, hn::And(hn::BitCast(du32, v), hn::Set(du32, 0x7FFFFFFFU)));
       return v;
     });
@@ -110,7 +110,7 @@ void QuantizeRowE4M3(float* row, std::int64_t n, float* scales) {
     scales[g] = MOESAIC_FAULT(cpu_activation_scale_of_group_zero) && g > 0 ? scales[0] : scale;
     const VF s = hn::Set(df, scale);
     const VF limit = hn::Set(df, 448.0F);
-    ForRow(row + k0, count, [&](VF v) HWY_ATTR {
+    ForRow(row + k0, count, [&](VF v) MOESAIC_TIER_ATTR {
       const VF y = hn::Div(v, s);
       return RoundToE4M3(hn::Max(hn::Min(y, limit), hn::Neg(limit)));
     });

@@ -11,6 +11,13 @@ constexpr int kLanes = static_cast<int>(HWY_LANES(float));
 static_assert(kPanelColumns % kLanes == 0 && kLanes <= 16,
               "a strip of 16 columns is a whole number of vectors");
 
+// Lambdas do not inherit the instruction set that is pushed around this file.
+#if MOESAIC_TIER_BF16
+#define MOESAIC_TIER_ATTR __attribute__((target(HWY_TARGET_STR ",avx512bf16")))
+#else
+#define MOESAIC_TIER_ATTR HWY_ATTR
+#endif
+
 #include "cpu/rows-inl.h"
 
 // Enough chains to cover the latency (4 or 5 cycles) of two multiply-adds a cycle.

@@ -1,0 +1,107 @@
+// The packed layout: invertible for every kind, order and odd size, zero where the matrix has
+// nothing.
+#include "cpu/packed_weights.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <vector>
+
+#include "support/random.h"
+
+namespace moesaic::cpu {
+namespace {
+
+struct Case {
+  WeightKind kind;
+  RowOrder order;
+  std::int64_t rows, k;
+};
+
+const Case kCases[] = {
+    {WeightKind::kF32, RowOrder::kPlain, 64, 128}, {WeightKind::kF32, RowOrder::kGateUp, 10, 7},
+    {WeightKind::kBF16, RowOrder::kPlain, 65, 33}, {WeightKind::kBF16, RowOrder::kGateUp, 192, 130},
+    {WeightKind::kF16, RowOrder::kPlain, 1, 1},    {WeightKind::kE4M3, RowOrder::kPlain, 100, 257},
+    {WeightKind::kE4M3, RowOrder::kGateUp, 66, 5},
+};
+
+TEST(PackedWeights, UnpackingIsTheInverseOfPacking) {
+  test::Rng rng(1);
+  for (const Case& c : kCases) {
+    const PackedShape shape{c.kind, c.order, c.rows, c.k};
+    ASSERT_TRUE(check_packed_shape(shape, 1).ok());
+    std::vector<std::byte> matrix(static_cast<std::size_t>(c.rows * c.k * shape.elem_bytes()));
+    for (std::byte& b : matrix) b = static_cast<std::byte>(rng.next());
+    WeightBuffer packed = std::move(WeightBuffer::allocate(shape.matrix_bytes())).value();
+    test::poison(packed.data(), packed.bytes());
+    pack_matrix(shape, matrix.data(), packed.data(), 2);
+    std::vector<std::byte> back(matrix.size());
+    unpack_matrix(shape, packed.data(), back.data());
+    EXPECT_EQ(std::memcmp(matrix.data(), back.data(), matrix.size()), 0) << c.rows << " x " << c.k;
+    // Everything that is not the matrix is zero: as many non-zero bytes in the packed form as in
+    // the matrix.
+    const auto non_zero = [](const std::byte* p, std::int64_t n) {
+      std::int64_t count = 0;
+      for (std::int64_t i = 0; i < n; ++i) count += p[i] != std::byte{0};
+      return count;
+    };
+    EXPECT_EQ(non_zero(packed.data(), packed.bytes()),
+              non_zero(matrix.data(), static_cast<std::int64_t>(matrix.size())));
+  }
+}
+
+// Written out once by hand: column 1 of a plain e4m3 panel, steps 0..3, sits at bytes 2, 3, 10, 11
+// of its 16.
+TEST(PackedWeights, EightBitStepsLieWhereTheDecodersLook) {
+  const PackedShape shape{WeightKind::kE4M3, RowOrder::kPlain, 64, 4};
+  std::vector<std::uint8_t> matrix(64 * 4, 0);
+  for (std::uint8_t k = 0; k < 4; ++k)
+    matrix[1 * 4 + k] = static_cast<std::uint8_t>(0x11 * (k + 1));
+  WeightBuffer packed = std::move(WeightBuffer::allocate(shape.matrix_bytes())).value();
+  pack_matrix(shape, reinterpret_cast<const std::byte*>(matrix.data()), packed.data(), 1);
+  const auto* p = reinterpret_cast<const std::uint8_t*>(packed.data());
+  EXPECT_EQ(p[2], 0x11);
+  EXPECT_EQ(p[3], 0x22);
+  EXPECT_EQ(p[10], 0x33);
+  EXPECT_EQ(p[11], 0x44);
+}
+
+TEST(PackedWeights, GateAndUpMeetInOnePanel) {
+  const PackedShape shape{WeightKind::kBF16, RowOrder::kGateUp, 2 * 40, 8};
+  EXPECT_EQ(shape.num_panels(), 2);
+  EXPECT_EQ(shape.source_row(0, 0), 0);
+  EXPECT_EQ(shape.source_row(0, 32), 40);
+  EXPECT_EQ(shape.source_row(1, 7), 39);
+  EXPECT_EQ(shape.source_row(1, 8), -1);
+  EXPECT_EQ(shape.source_row(1, 39), 79);
+}
+
+TEST(PackedWeights, BlockScalesFollowTheirRows) {
+  // w13 of I = 128: block row 0 is gate, block row 1 is up.
+  const PackedShape shape{WeightKind::kE4M3, RowOrder::kGateUp, 256, 256};
+  const float scales[4] = {1, 2, 3, 4};  // [2, 2]
+  std::vector<float> packed(static_cast<std::size_t>(shape.num_panels() * shape.num_groups() * 4));
+  pack_block_scales(shape, scales, 2, packed.data());
+  for (std::size_t p = 0; p < 4; ++p) {
+    const float* g0 = &packed[p * 8];
+    const float* g1 = g0 + 4;
+    EXPECT_EQ(std::vector<float>(g0, g0 + 4), (std::vector<float>{1, 1, 3, 3}));
+    EXPECT_EQ(std::vector<float>(g1, g1 + 4), (std::vector<float>{2, 2, 4, 4}));
+  }
+}
+
+TEST(PackedWeights, RefusesSizesThatDoNotFitAndOddHalves) {
+  EXPECT_EQ(
+      check_packed_shape({WeightKind::kBF16, RowOrder::kPlain, std::int64_t{1} << 40, 1 << 20}, 1)
+          .code(),
+      StatusCode::kLimitExceeded);
+  EXPECT_EQ(
+      check_packed_shape({WeightKind::kBF16, RowOrder::kPlain, 1 << 20, 1 << 20}, 1 << 20).code(),
+      StatusCode::kLimitExceeded);
+  EXPECT_EQ(check_packed_shape({WeightKind::kBF16, RowOrder::kGateUp, 7, 8}, 1).code(),
+            StatusCode::kInvalidShape);
+  EXPECT_EQ(weight_kind(DType::kI8).status().code(), StatusCode::kUnsupported);
+}
+
+}  // namespace
+}  // namespace moesaic::cpu
