@@ -76,9 +76,10 @@ struct CpuKernels {
   // Rounds in place to the values of BF16 or F16 (nearest even); F32 is a no-op.
   void (*round_row)(float* row, std::int64_t n, DType dtype);
   void (*scale_row)(float* row, std::int64_t n, float factor);
-  // Per group of 128: scale = max(absmax, 1e-10) / 448; row becomes the value of the e4m3 code of
-  // clamp(x / scale).
-  void (*quantize_row_e4m3)(float* row, std::int64_t n, float* scales);
+  // Per group of 128: scale = max(absmax, 1e-10) / 448, or that rounded up to a power of two (at
+  // least 1e-10); row becomes the value of the e4m3 code of clamp(x / scale). A NaN or infinity
+  // makes its group's scale so.
+  void (*quantize_row_e4m3)(float* row, std::int64_t n, bool power_of_two, float* scales);
   // fp32 values that are exact in bf16 -> bf16.
   void (*store_bf16)(const float* row, std::int64_t n, std::uint16_t* dst);
   // dst[i] += weight * src[i], fused.

@@ -34,9 +34,7 @@ struct DecodeF16 {
   static HWY_INLINE VF Step(const std::byte* p) {
     const auto pair = hn::Load(du32, reinterpret_cast<const std::uint32_t*>(p));
     const auto one = S == 0 ? hn::And(pair, hn::Set(du32, 0xFFFFU)) : hn::ShiftRight<16>(pair);
-    const hn::Rebind<std::uint16_t, DF> du16;
-    const hn::Rebind<hwy::float16_t, DF> df16;
-    return hn::PromoteTo(df, hn::BitCast(df16, hn::TruncateTo(du16, one)));
+    return F16BitsToF32(one);
   }
 };
 

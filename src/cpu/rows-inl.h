@@ -14,6 +14,24 @@ HWY_INLINE VF RoundToBF16(VF v) {
   return hn::BitCast(df, hn::And(chosen, hn::Set(du32, 0xFFFF0000U)));
 }
 
+// fp16 bits in the low half of each lane -> fp32. Highway's emulation knows no infinity and no NaN,
+// so the baseline shifts the exponent by a multiplication (exact, subnormals included) and restores
+// the special exponent.
+HWY_INLINE VF F16BitsToF32(hn::Vec<decltype(du32)> half) {
+#if MOESAIC_TIER_F16
+  const hn::Rebind<std::uint16_t, DF> du16;
+  const hn::Rebind<hwy::float16_t, DF> df16;
+  return hn::PromoteTo(df, hn::BitCast(df16, hn::TruncateTo(du16, half)));
+#else
+  const auto magnitude = hn::ShiftLeft<13>(hn::And(half, hn::Set(du32, 0x7FFFU)));
+  const auto scaled = hn::BitCast(du32, hn::Mul(hn::BitCast(df, magnitude), hn::Set(df, 0x1p112F)));
+  const auto special =
+      hn::RebindMask(du32, hn::Gt(hn::BitCast(di32, magnitude), hn::Set(di32, 0x0F7FFFFF)));
+  const auto bits = hn::Or(scaled, hn::IfThenElseZero(special, hn::Set(du32, 0x7F800000U)));
+  return hn::BitCast(df, hn::Or(bits, hn::ShiftLeft<16>(hn::And(half, hn::Set(du32, 0x8000U)))));
+#endif
+}
+
 // The conversion instruction where the tier has one; Highway's emulation elsewhere truncates, so
 // the baseline goes through the scalar codec.
 HWY_INLINE VF RoundToF16(VF v) {
@@ -55,13 +73,11 @@ void LoadRow(const void* src, DType dtype, std::int64_t n, std::int64_t padded_n
   } else {
     const auto* half = static_cast<const std::uint16_t*>(src);
     const hn::Rebind<std::uint16_t, DF> du16;
-    const hn::Rebind<hwy::float16_t, DF> df16;
     for (; i + kLanes <= n; i += kLanes) {
-      const auto raw = hn::LoadU(du16, half + i);
-      const VF wide = dtype == DType::kBF16
-                          ? hn::BitCast(df, hn::ShiftLeft<16>(hn::PromoteTo(du32, raw)))
-                          : hn::PromoteTo(df, hn::BitCast(df16, raw));
-      hn::StoreU(wide, df, dst + i);
+      const auto raw = hn::PromoteTo(du32, hn::LoadU(du16, half + i));
+      hn::StoreU(
+          dtype == DType::kBF16 ? hn::BitCast(df, hn::ShiftLeft<16>(raw)) : F16BitsToF32(raw), df,
+          dst + i);
     }
     for (; i < n; ++i)
       dst[i] = dtype == DType::kBF16 ? f32_from_bf16(half[i]) : f32_from_f16(half[i]);
@@ -94,7 +110,7 @@ HWY_INLINE VF RoundToE4M3(VF v) {
   return hn::IfThenElse(hn::Lt(hn::Abs(v), hn::Set(df, 0x1p-6F)), small, hn::BitCast(df, cut));
 }
 
-void QuantizeRowE4M3(float* row, std::int64_t n, float* scales) {
+void QuantizeRowE4M3(float* row, std::int64_t n, bool power_of_two, float* scales) {
   for (std::int64_t k0 = 0, g = 0; k0 < n; k0 += kGroup, ++g) {
     const std::int64_t count = HWY_MIN(std::int64_t{kGroup}, n - k0);
     // As integers, magnitudes order like the floats they are, and NaN lies above infinity: a NaN in
@@ -106,7 +122,13 @@ void QuantizeRowE4M3(float* row, std::int64_t n, float* scales) {
       return v;
     });
     const float absmax = std::bit_cast<float>(hn::GetLane(hn::MaxOfLanes(du32, top)));
-    const float scale = (absmax < 1e-10F ? 1e-10F : absmax) / 448.0F;
+    float scale = (absmax < 1e-10F ? 1e-10F : absmax) / 448.0F;
+    if (power_of_two && scale <= std::numeric_limits<float>::max()) {
+      // At least 1e-10, then up to the next power of two: add to the mantissa, drop what is left of
+      // it.
+      const auto bits = std::bit_cast<std::uint32_t>(scale < 1e-10F ? 1e-10F : scale);
+      scale = std::bit_cast<float>((bits + 0x7FFFFFU) & 0xFF800000U);
+    }
     scales[g] = MOESAIC_FAULT(cpu_activation_scale_of_group_zero) && g > 0 ? scales[0] : scale;
     const VF s = hn::Set(df, scale);
     const VF limit = hn::Set(df, 448.0F);
@@ -162,9 +184,10 @@ void StoreRow(const float* row, std::int64_t n, DType dtype, void* dst) {
   for (; i < n; ++i) half[i] = dtype == DType::kBF16 ? bf16_from_f32(row[i]) : f16_from_f32(row[i]);
 }
 
-// 1 / (1 + exp(-x)); the clamp keeps exp finite, a NaN survives because every use multiplies by x.
+// 1 / (1 + exp(-x)); beyond the clamp the result is 0 or 1 either way, a NaN survives because every
+// use multiplies by x.
 HWY_INLINE VF Sigmoid(VF x) {
-  const VF t = hn::Min(hn::Max(hn::Neg(x), hn::Set(df, -87.0F)), hn::Set(df, 88.0F));
+  const VF t = hn::Min(hn::Max(hn::Neg(x), hn::Set(df, -87.0F)), hn::Set(df, 104.0F));
   return hn::Div(hn::Set(df, 1.0F), hn::Add(hn::Set(df, 1.0F), hn::Exp(df, t)));
 }
 

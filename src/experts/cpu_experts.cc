@@ -29,6 +29,7 @@ CpuPlan make_plan(const MoeProblem& problem, ComputeScheme scheme, const cpu::Cp
   plan.scheme = scheme;
   plan.standard = problem.format == ActivationFormat::kStandard;
   plan.quantize = scheme == ComputeScheme::kFp8Block;
+  plan.power_of_two_scales = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
   plan.round_dtype = scheme == ComputeScheme::kFp8Bf16
                          ? DType::kBF16
                          : operand_dtype(problem.activation_dtype, scheme);
@@ -139,7 +140,9 @@ void CpuExperts::prepare_input(const CpuWorkspace& w, std::int64_t row, const st
     kernels_.scale_row(x, plan_.hidden, factor);
     kernels_.round_row(x, plan_.hidden, plan_.round_dtype);
   }
-  if (plan_.quantize) kernels_.quantize_row_e4m3(x, plan_.k1, w.a1_scales + row * plan_.groups1());
+  if (plan_.quantize)
+    kernels_.quantize_row_e4m3(x, plan_.k1, plan_.power_of_two_scales,
+                               w.a1_scales + row * plan_.groups1());
   store_operand(x, plan_.k1, w.a1 + row * plan_.k1 * plan_.operand_bytes());
 }
 
@@ -194,7 +197,7 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
         if (MOESAIC_FAULT(cpu_intermediate_not_requantised)) {
           *scale = 1.0F;
         } else {
-          kernels_.quantize_row_e4m3(y, valid, scale);
+          kernels_.quantize_row_e4m3(y, valid, plan_.power_of_two_scales, scale);
         }
       }
       store_operand(y, valid, w.a2 + ((begin + r) * plan_.k2 + column) * plan_.operand_bytes());
@@ -395,10 +398,6 @@ Status cpu_experts_can_implement(std::string_view tier, const MoeProblem& proble
   MOESAIC_ASSIGN_OR_RETURN(const cpu::WeightKind kind,
                            cpu::weight_kind(problem.quant.weight.dtype));
   static_cast<void>(kind);
-  if (problem.quant.activation.scale_format == ScaleFormat::kE8M0) {
-    return Status(StatusCode::kUnsupported,
-                  "quant.activation: got E8M0 scales, this backend needs F32");
-  }
   return {};
 }
 

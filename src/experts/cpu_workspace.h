@@ -14,7 +14,8 @@ namespace moesaic {
 struct CpuPlan {
   ComputeScheme scheme = ComputeScheme::kF32;
   bool standard = true;
-  bool quantize = false;  // activations to e4m3 per 128 columns
+  bool quantize = false;             // activations to e4m3 per 128 columns
+  bool power_of_two_scales = false;  // activation scales are E8M0
   cpu::OperandKind operand = cpu::OperandKind::kF32;
   DType round_dtype = DType::kF32;  // of hidden states and intermediate
   std::int64_t top_k = 1;

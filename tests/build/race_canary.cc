@@ -1,5 +1,5 @@
-// Shows that the ThreadSanitizer build sees races between OpenMP threads, and only races: without an
-// argument all writes are ordered by a barrier; with one, threads add to the same variable.
+// Shows that the ThreadSanitizer build sees races between OpenMP threads, and only races: without
+// an argument all writes are ordered by a barrier; with one, threads add to the same variable.
 #include <cstdio>
 #include <vector>
 

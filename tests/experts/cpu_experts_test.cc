@@ -117,6 +117,26 @@ TEST(CpuExperts, EveryTierAndSchemeMeetsItsBoundAgainstFloat64) {
   }
 }
 
+// scale_fmt "ue8m0" of DeepSeek-V3.1: activation scales are powers of two.
+TEST(CpuExperts, PowerOfTwoActivationScales) {
+  MoeProblem p = make_problem("fp8-block", 256, 128, 4, 2);
+  const OwnedExpertWeights w = test::random_expert_weights(71, p);
+  test::Rng rng(72);
+  const Tensor x = test::random_normal(rng, DType::kBF16, {9, 256});
+  const OwnedRouting routing = test::random_routing(73, 9, 4, 2);
+  const auto plain = test::oracle_moe(p, w.view(), x.view(), routing.ids.view(),
+                                      routing.weights.view(), {}, {.round_like_scheme = true});
+  p.quant.activation.scale_format = ScaleFormat::kE8M0;
+  const auto want = test::oracle_moe(p, w.view(), x.view(), routing.ids.view(),
+                                     routing.weights.view(), {}, {.round_like_scheme = true});
+  for (const std::string& tier : tiers()) {
+    const Tensor y = run_standard(*make(tier, p, w), p, x.view(), routing, DType::kF32);
+    const auto got = test::to_doubles(y.view());
+    EXPECT_LE(test::compare(got, want).rel_l2, bound_like_scheme("fp8-block")) << tier;
+    EXPECT_GT(test::compare(got, plain).rel_l2, 1e-2) << tier << ": the format made no difference";
+  }
+}
+
 // Integers small enough that every product and partial sum is exact: all tiers and the oracle agree
 // by bits.
 TEST(CpuExperts, IntegerInputsAreExactOnEveryTier) {
