@@ -22,7 +22,7 @@ def main(arguments):
         print(__doc__)
         return 2
     kind, source, build, compiler, model = arguments
-    source, build = Path(source), Path(build)
+    source, build = Path(source).resolve(), Path(build).resolve()
     with tempfile.TemporaryDirectory(dir=build) as folder:
         work = Path(folder)
         configure = ["-G", "Ninja", f"-DCMAKE_CXX_COMPILER={compiler}"]

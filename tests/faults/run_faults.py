@@ -94,7 +94,7 @@ def main(arguments):
     if len(arguments) < 2:
         print(__doc__)
         return 2
-    source, build = Path(arguments[0]), Path(arguments[1])
+    source, build = Path(arguments[0]).resolve(), Path(arguments[1]).resolve()
     problems = []
     faults = read_lists(source, problems)
     points = fault_points(source)
