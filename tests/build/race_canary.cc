@@ -9,7 +9,7 @@ int main(int argc, char**) {
   long sum = 0;
   long shared = 0;
   for (int round = 0; round < 50; ++round) {
-#pragma omp parallel for reduction(+ : sum) schedule(dynamic, 16) num_threads(4)
+#pragma omp parallel for reduction(+ : sum) schedule(static, 16) num_threads(4)
     for (int i = 0; i < kCount; ++i) {
       values[static_cast<std::size_t>(i)] += i;
       sum += values[static_cast<std::size_t>(i)];
