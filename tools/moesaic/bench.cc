@@ -106,15 +106,17 @@ int run_bench(const State& state) {
   Origin origin = Origin::kOption;
   Result<BenchSettings> settings = settings_of(state, checkpoint, origin);
   if (!settings.ok()) return console.fail(settings.status(), origin);
+  // Before the weights are there: the buffer that is read for the ceiling must not add to the peak
+  // memory.
+  console.note(1, "measuring this machine's read bandwidth and arithmetic peak");
+  const Ceilings ceilings = narrow_arithmetic(state.stage, *settings)
+                                ? measure_ceilings(state.common.threads)
+                                : measure_ceilings_f32(state.common.threads);
   settings->options.progress = console.progress("loading");
   Result<std::unique_ptr<BenchStage>> stage = make_bench_stage(state.stage, *settings);
   console.finish_progress();
   if (!stage.ok()) return console.fail(stage.status(), Origin::kOption);
 
-  console.note(1, "measuring this machine's read bandwidth and arithmetic peak");
-  const Ceilings ceilings = (*stage)->narrow_arithmetic()
-                                ? measure_ceilings(state.common.threads)
-                                : measure_ceilings_f32(state.common.threads);
   const std::string name = state.shape.empty() ? state.model : state.shape;
   console.print(
       fmt::format("{} {} {}, {} routing; machine: read {:.1f} GB/s, multiply {:.0f} GFLOP/s ({})\n",

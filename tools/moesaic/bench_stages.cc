@@ -99,9 +99,6 @@ class ExpertsStage final : public BenchStage {
 
   std::string backend() const override { return std::string(experts_->name()); }
   std::string quant() const override { return std::string(p_.quant.name); }
-  bool narrow_arithmetic() const override {
-    return p_.quant.activation.dtype == DType::kBF16 || p_.quant.activation.dtype == DType::kF8E4M3;
-  }
 
   Result<BenchPoint> prepare(std::int64_t tokens) override {
     struct Rotation {
@@ -193,7 +190,6 @@ class GateStage final : public BenchStage {
 
   std::string backend() const override { return fmt::format("cpu_gate_{}", gate_tier_name(tier_)); }
   std::string quant() const override { return "f32"; }
-  bool narrow_arithmetic() const override { return false; }
 
   Result<BenchPoint> prepare(std::int64_t tokens) override {
     BenchPoint point;
@@ -253,7 +249,6 @@ class RouteStage final : public BenchStage {
 
   std::string backend() const override { return router_->name(); }
   std::string quant() const override { return "f32"; }
-  bool narrow_arithmetic() const override { return false; }
 
   Result<BenchPoint> prepare(std::int64_t tokens) override {
     BenchPoint point;
@@ -353,10 +348,6 @@ class LayerStage final : public BenchStage {
 
   std::string backend() const override { return layer_->experts_backend(); }
   std::string quant() const override { return std::string(layer_->quant().name); }
-  bool narrow_arithmetic() const override {
-    const DType d = layer_->quant().activation.dtype;
-    return d == DType::kBF16 || d == DType::kF8E4M3;
-  }
 
   Result<BenchPoint> prepare(std::int64_t tokens) override {
     struct Rotation {
@@ -468,6 +459,16 @@ class LayerStage final : public BenchStage {
 };
 
 }  // namespace
+
+bool narrow_arithmetic(const std::string& stage, const BenchSettings& settings) {
+  if (stage == "gate" || stage == "route") return false;
+  QuantScheme scheme = settings.spec.quant;
+  if (settings.options.quant != "as-is") {
+    const Result<QuantScheme> named = quant_scheme_from_name(settings.options.quant);
+    if (named.ok()) scheme = *named;
+  }
+  return scheme.activation.dtype == DType::kBF16 || scheme.activation.dtype == DType::kF8E4M3;
+}
 
 Result<std::unique_ptr<BenchStage>> make_bench_stage(const std::string& stage,
                                                      const BenchSettings& settings) {

@@ -38,9 +38,12 @@ class BenchStage {
   virtual ~BenchStage() = default;
   virtual std::string backend() const = 0;
   virtual std::string quant() const = 0;
-  virtual bool narrow_arithmetic() const = 0;  // which multiply-add ceiling applies
   virtual Result<BenchPoint> prepare(std::int64_t tokens) = 0;
 };
+
+// Whether the stage multiplies in bf16 where the CPU tier can: says which multiply-add ceiling
+// applies.
+bool narrow_arithmetic(const std::string& stage, const BenchSettings& settings);
 
 // stage: "gate", "route", "experts" or "layer". Loads or draws the weights once.
 Result<std::unique_ptr<BenchStage>> make_bench_stage(const std::string& stage,
