@@ -39,7 +39,7 @@ asan: deps
 # The threaded tests under ThreadSanitizer: clang with an OpenMP runtime that TSan understands.
 tsan: deps-all
 	cmake --preset tsan
-	cmake --build $(BUILD)/tsan -j $(JOBS)
+	cmake --build $(BUILD)/tsan -j $(JOBS) --target threaded_tests
 	scripts/run-sanitized.sh tsan
 
 # FUZZ_SECONDS per target; the corpus and seeds are in fuzz/.
