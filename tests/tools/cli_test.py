@@ -418,6 +418,51 @@ class Explain(ToolTest):
         self.fails(USAGE, arguments=["explain", "--shape", "qwen3-30b", "--model", MODELS / "mini-gpt-oss"])
 
 
+class Bench(ToolTest):
+    SHAPE = "64,4,128,64"
+    KEYS = (
+        "shape stage tokens device backend quant routing median_us min_us samples bytes flops gbps tflops floor_us "
+        "floor_pct ceilings rel_l2 bound threads commit machine"
+    ).split()
+
+    def points(self, *arguments):
+        result = run("bench", "--device", "cpu", "--shape", self.SHAPE, "--seconds", "0.05", *arguments, "--json")
+        self.assertEqual(result.returncode, OK, result.stderr)
+        points = [json.loads(line) for line in result.stdout.splitlines()]
+        for point in points:
+            self.finite(point)
+            self.assertEqual([key for key in self.KEYS if key not in point], [])
+            self.assertGreater(point["median_us"], 0)
+            self.assertGreaterEqual(point["median_us"], point["min_us"])
+            self.assertLessEqual(point["rel_l2"], point["bound"])
+            self.assertGreater(point["ceilings"]["read_gbps"], 0)
+            self.assertGreaterEqual(point["threads"], 1)
+        return points
+
+    def test_one_object_per_point(self):
+        for stage in ("gate", "route", "experts", "layer"):
+            with self.subTest(stage=stage):
+                points = self.points("--stage", stage, "--tokens", "1,3")
+                self.assertEqual([(p["stage"], p["tokens"]) for p in points], [(stage, 1), (stage, 3)])
+
+    def test_skewed_routing_touches_fewer_experts(self):
+        for stage in ("experts", "layer"):
+            with self.subTest(stage=stage):
+                size = {
+                    kind: self.points("--stage", stage, "--tokens", "32", "--routing", kind)[0]["bytes"]
+                    for kind in ("uniform", "zipf:1.5", "one")
+                }
+                self.assertLess(size["zipf:1.5"], 0.95 * size["uniform"])
+                self.assertLess(size["one"], 0.25 * size["uniform"])
+
+    def test_refusals(self):
+        point = ["bench", "--shape", self.SHAPE, "--tokens", "1"]
+        self.fails(USAGE, "zipf", arguments=[*point, "--routing", "zipf:x"])
+        self.fails(USAGE, "--stage", arguments=[*point, "--stage", "all"])
+        model = ["bench", "--model", MODELS / "mini-qwen3-moe", "--stage", "layer", "--tokens", "1"]
+        self.fails(UNSUPPORTED, "own gate", arguments=[*model, "--routing", "one"])
+
+
 class Env(ToolTest):
     def test_env(self):
         value = self.json_of("env")

@@ -8,8 +8,10 @@
 #include <optional>
 #include <vector>
 
+#include "bench_random.h"
 #include "bench_stages.h"
 #include "ceilings.h"
+#include "cpu/tiers.h"
 #include "layer_io.h"
 #include "shapes.h"
 #include "verbs.h"
@@ -60,6 +62,7 @@ Result<Samples> measure(const BenchPoint& point, double seconds) {
 Result<BenchSettings> settings_of(const State& state, std::optional<Checkpoint>& checkpoint,
                                   Origin& origin) {
   BenchSettings s;
+  MOESAIC_RETURN_IF_ERROR(check_routing_name(state.routing));
   s.seed = state.common.seed;
   s.routing = state.routing;
   s.options =
@@ -153,7 +156,7 @@ int run_bench(const State& state) {
                   {"ceilings", {{"read_gbps", ceilings.read_gbps}, {"gflops", ceilings.gflops}}},
                   {"rel_l2", finite(point->rel_l2)},
                   {"bound", point->bound},
-                  {"threads", state.common.threads},
+                  {"threads", cpu::resolve_threads(state.common.threads)},
                   {"commit", commit()},
                   {"compiler", compiler()},
                   {"machine", cpu_model_name()}});

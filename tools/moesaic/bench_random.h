@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -19,8 +20,17 @@ namespace moesaic::tool {
 // expert may be asked for again.
 std::unique_ptr<ExpertSource> make_random_source(const MoeProblem& problem, std::uint64_t seed);
 
-// Gate, bias and shared expert of a layer with this spec.
-Result<MoeLayerTensors> random_layer_tensors(const MoeLayerSpec& spec, std::uint64_t seed);
+// Gate, bias and shared expert of a layer with this spec. A spec with has_router_bias gets one of
+// standard deviation 0.1, plus routing_bias when that is not empty.
+Result<MoeLayerTensors> random_layer_tensors(const MoeLayerSpec& spec, std::uint64_t seed,
+                                             std::span<const float> routing_bias = {});
+
+// What to add to logits of standard deviation 1 so that a top-k router spreads tokens as
+// random_routing(kind) does: empty for "uniform"; -S log(r) for the expert of popularity rank r
+// ("zipf:S"; normal logits make this close to, not exactly, the Zipf law); -30 for all but the
+// first top_k experts ("one"). num_logits >= num_experts; entries past the experts are 0.
+Result<std::vector<float>> routing_bias(std::string_view kind, std::int64_t num_experts,
+                                        std::int64_t num_logits, std::int64_t top_k);
 
 // N(0, 1) in BF16, F16 or F32.
 Result<Tensor> random_tensor(DType dtype, const Shape& shape, double sd, std::uint64_t seed);
@@ -29,6 +39,8 @@ struct Routing {
   Tensor ids;      // [M, k] I32, distinct inside a row
   Tensor weights;  // [M, k] F32, sum 1
 };
+// kInvalidArgument unless kind is one of those that random_routing knows.
+Status check_routing_name(std::string_view kind);
 // "uniform", "zipf:S" (popularity of the r-th expert ~ 1/r^S, in an order drawn from the seed) or
 // "one" (all tokens choose experts 0..k-1). kInvalidArgument for anything else.
 Result<Routing> random_routing(std::string_view kind, std::int64_t tokens, std::int64_t num_experts,

@@ -231,6 +231,12 @@ class GateStage final : public BenchStage {
   GateTier tier_ = GateTier::kFallback;
 };
 
+// What skews a random gate's logits as --routing says.
+Result<std::vector<float>> routing_bias_of(const BenchSettings& settings) {
+  const RoutingSpec& r = settings.spec.routing;
+  return routing_bias(settings.routing, r.num_experts, r.num_experts + r.num_zero_experts, r.top_k);
+}
+
 class RouteStage final : public BenchStage {
  public:
   static Result<std::unique_ptr<BenchStage>> create(const BenchSettings& settings) {
@@ -260,6 +266,10 @@ class RouteStage final : public BenchStage {
     MOESAIC_ASSIGN_OR_RETURN(
         made.logits,
         random_tensor(DType::kF32, {tokens, r.num_experts + r.num_zero_experts}, 1.0, s_.seed));
+    MOESAIC_ASSIGN_OR_RETURN(const std::vector<float> bias, routing_bias_of(s_));
+    for (std::int64_t i = 0; !bias.empty() && i < made.logits.shape().num_elements().value(); ++i) {
+      made.logits.as<float>()[i] += bias[static_cast<std::size_t>(i) % bias.size()];
+    }
     MOESAIC_ASSIGN_OR_RETURN(made.ids, Tensor::zeros(DType::kI32, {tokens, router_->slots()}));
     MOESAIC_ASSIGN_OR_RETURN(made.weights, Tensor::zeros(DType::kF32, {tokens, router_->slots()}));
     auto b = std::make_shared<Buffers>(std::move(made));
@@ -316,14 +326,16 @@ class RouteStage final : public BenchStage {
 class LayerStage final : public BenchStage {
  public:
   static Result<std::unique_ptr<BenchStage>> create(const BenchSettings& settings) {
-    if (settings.routing != "uniform") {
-      return Status(
-          StatusCode::kUnsupported,
-          fmt::format("--routing {}: the layer stage routes by its own gate; use --stage experts",
-                      settings.routing));
+    if (settings.checkpoint != nullptr && settings.routing != "uniform") {
+      return Status(StatusCode::kUnsupported,
+                    fmt::format("--routing {}: a checkpoint's layer routes by its own gate; use "
+                                "--shape, or --stage experts",
+                                settings.routing));
     }
     auto stage = std::make_unique<LayerStage>();
     stage->s_ = settings;
+    MOESAIC_ASSIGN_OR_RETURN(const std::vector<float> bias, routing_bias_of(settings));
+    if (!bias.empty()) stage->s_.spec.has_router_bias = true;  // how a random gate gets skewed
     MoeLayerWeights weights;
     if (settings.checkpoint != nullptr) {
       MOESAIC_ASSIGN_OR_RETURN(weights, settings.checkpoint->load_layer(settings.spec.layer, {},
@@ -334,8 +346,9 @@ class LayerStage final : public BenchStage {
     } else {
       const MoeProblem p =
           problem_of(settings.spec, settings.options.max_tokens, settings.options.num_threads);
-      weights.spec = settings.spec;
-      MOESAIC_ASSIGN_OR_RETURN(weights.tensors, random_layer_tensors(settings.spec, settings.seed));
+      weights.spec = stage->s_.spec;
+      MOESAIC_ASSIGN_OR_RETURN(weights.tensors,
+                               random_layer_tensors(stage->s_.spec, settings.seed, bias));
       weights.experts = make_random_source(p, settings.seed);
       stage->check_source_ = make_random_source(p, settings.seed);
     }
