@@ -69,11 +69,17 @@ constexpr std::int64_t kUnitBytes = 4 * kPanelColumns;
 // next lines.
 constexpr std::int64_t kPrefetchBytes = 4096;
 
-// Factor of the columns of vector v (16 columns share one scale).
-HWY_INLINE float StripScale(const PanelArgs& args, int row, int strip, std::int64_t group) {
-  const float row_scale = args.row_scales != nullptr ? args.row_scales[row][group] : 1.0F;
-  return args.panel_scales != nullptr ? row_scale * args.panel_scales[group * 4 + strip]
-                                      : row_scale;
+// All four strips' factors of a row, left in memory: from there a multiply-add broadcasts one with
+// its own load, where a scalar product would take a shuffle for each.
+HWY_INLINE void StripScales(const PanelArgs& args, int row, std::int64_t group,
+                            float (&scales)[4]) {
+  const hn::FixedTag<float, 4> d4;
+  auto strips = args.panel_scales != nullptr ? hn::LoadU(d4, args.panel_scales + group * 4)
+                                             : hn::Set(d4, 1.0F);
+  if (args.row_scales != nullptr)
+    strips = hn::Mul(strips, hn::Set(d4, args.row_scales[row][group]));
+  hn::Store(strips, d4, scales);
+  __asm__("" : "+m"(scales));  // or the compiler extracts the lanes from the register
 }
 
 // result[r][column..] += scale * acc
@@ -82,12 +88,14 @@ HWY_INLINE void Fold(const VF (&acc)[MR][NV], const PanelArgs& args, int row, in
                      std::int64_t group) {
 #pragma GCC unroll 8
   for (int r = 0; r < MR; ++r) {
+    alignas(16) float scales[4];
+    StripScales(args, row + r, group, scales);
     float* c = args.result + static_cast<std::int64_t>(row + r) * kPanelColumns + column;
 #pragma GCC unroll 8
     for (int v = 0; v < NV; ++v) {
-      const float scale = StripScale(args, row + r, (column + v * kLanes) / 16, group);
+      const VF scale = hn::Set(df, scales[(column + v * kLanes) / 16]);
       float* p = c + v * kLanes;
-      hn::Store(hn::MulAdd(acc[r][v], hn::Set(df, scale), hn::Load(df, p)), df, p);
+      hn::Store(hn::MulAdd(acc[r][v], scale, hn::Load(df, p)), df, p);
     }
   }
 }
