@@ -1,0 +1,44 @@
+# The CUDA part: found once, compiled for sm_90a into the one library. MOESAIC_CUDA=AUTO builds it when
+# nvcc 12.4 or newer is there; ON insists; OFF leaves it out. Nothing of it is needed to run on a CPU.
+set(MOESAIC_CUDA "AUTO" CACHE STRING "Build the CUDA backends: AUTO, ON or OFF")
+set_property(CACHE MOESAIC_CUDA PROPERTY STRINGS AUTO ON OFF)
+set(MOESAIC_HAS_CUDA OFF)
+
+if(NOT MOESAIC_CUDA STREQUAL "OFF")
+  find_package(CUDAToolkit 12.4 QUIET)
+  if(CUDAToolkit_FOUND AND NOT CMAKE_CUDA_COMPILER)
+    set(CMAKE_CUDA_COMPILER ${CUDAToolkit_NVCC_EXECUTABLE})
+  endif()
+  # Only sm_90a has the instructions the kernels are written in.
+  set(CMAKE_CUDA_ARCHITECTURES 90a-real)
+  include(CheckLanguage)
+  if(CUDAToolkit_FOUND)
+    check_language(CUDA)
+  endif()
+  if(CMAKE_CUDA_COMPILER)
+    enable_language(CUDA)
+    set(MOESAIC_HAS_CUDA ON)
+  elseif(MOESAIC_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "MOESAIC_CUDA=ON: need nvcc 12.4 or newer")
+  endif()
+endif()
+message(STATUS "CUDA backends: ${MOESAIC_HAS_CUDA}")
+
+# moesaic_cuda_sources(files...): sources of the CUDA part, .cu or host C++ that needs the runtime;
+# nothing without CUDA.
+function(moesaic_cuda_sources)
+  if(MOESAIC_HAS_CUDA)
+    target_sources(moesaic PRIVATE ${ARGN})
+  endif()
+endfunction()
+
+# After the target exists: runtime, definition, flags.
+function(moesaic_cuda_options target)
+  if(NOT MOESAIC_HAS_CUDA)
+    return()
+  endif()
+  set_target_properties(${target} PROPERTIES CUDA_RUNTIME_LIBRARY Static)
+  target_compile_definitions(${target} PUBLIC MOESAIC_HAS_CUDA=1)
+  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 --expt-relaxed-constexpr -lineinfo>)
+  target_link_libraries(${target} PRIVATE CUDA::cudart_static)
+endfunction()

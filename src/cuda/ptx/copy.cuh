@@ -1,0 +1,61 @@
+// Copies from global to shared memory: contiguous bulk copies that complete on an mbarrier, and
+// 16- or 4-byte gathers. Also L2 policies and the fence between the two worlds.
+#pragma once
+
+#include <cstdint>
+
+namespace moesaic::ptx {
+
+__device__ __forceinline__ std::uint64_t l2_evict_first_policy() {
+  std::uint64_t policy = 0;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ std::uint64_t l2_evict_normal_policy() {
+  std::uint64_t policy = 0;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+// bytes: a multiple of 16; both addresses 16-byte aligned.
+__device__ __forceinline__ void bulk_load(std::uint32_t dst, const void* src, std::uint32_t bytes,
+                                          std::uint32_t bar, std::uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1], %2, [%3], %4;" ::"r"(dst),
+      "l"(src), "r"(bytes), "r"(bar), "l"(policy)
+      : "memory");
+}
+// The same into every CTA of the cluster whose bit is set in `ctas`, at the same shared address and
+// completing on each one's own barrier.
+__device__ __forceinline__ void bulk_load_multicast(std::uint32_t dst, const void* src,
+                                                    std::uint32_t bytes, std::uint32_t bar,
+                                                    std::uint16_t ctas, std::uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      ".L2::cache_hint [%0], [%1], %2, [%3], %4, %5;" ::"r"(dst),
+      "l"(src), "r"(bytes), "r"(bar), "h"(ctas), "l"(policy)
+      : "memory");
+}
+// 16 bytes, or zeros where valid is false (src must be an address that may be formed).
+__device__ __forceinline__ void async_load_16(std::uint32_t dst, const void* src, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void async_load_4(std::uint32_t dst, const void* src, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src),
+               "r"(valid ? 4 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int Pending>
+__device__ __forceinline__ void async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+// Shared memory written by this thread's ordinary or gathered stores becomes readable by wgmma and
+// the bulk copy engine, once a barrier has passed it on.
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+}  // namespace moesaic::ptx

@@ -1,0 +1,405 @@
+#include "experts/cuda_experts.h"
+
+#include <cuda_runtime.h>
+#include <fmt/format.h>
+
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "core/checked.h"
+#include "core/fault.h"
+#include "experts/cuda_experts_plan.h"
+#include "experts/problem_checks.h"
+#include "numerics/element.h"
+#include "permute/cuda_combine.h"
+#include "quant/cuda_quant_rows.h"
+
+namespace moesaic::cuda {
+namespace {
+
+Status device_error(std::string_view what, cudaError_t error) {
+  // Reads and clears the error that a failed call leaves behind.
+  (void)cudaGetLastError();
+  return {error == cudaErrorMemoryAllocation ? StatusCode::kOutOfMemory : StatusCode::kDevice,
+          fmt::format("{}: {}", what, cudaGetErrorString(error))};
+}
+Status check_cuda(std::string_view what, cudaError_t error) {
+  return error == cudaSuccess ? Status() : device_error(what, error);
+}
+Status check_launch(std::string_view kernel, int error) {
+  return check_cuda(kernel, static_cast<cudaError_t>(error));
+}
+
+// Device memory of one object, freed with it.
+class Allocation {
+ public:
+  Allocation() = default;
+  Allocation(const Allocation&) = delete;
+  Allocation& operator=(const Allocation&) = delete;
+  ~Allocation() {
+    if (data_ != nullptr) (void)cudaFree(data_);
+  }
+  Status reserve(std::string_view what, std::int64_t bytes) {
+    if (bytes == 0) return {};
+    const cudaError_t error = cudaMalloc(&data_, static_cast<std::size_t>(bytes));
+    if (error != cudaSuccess) {
+      data_ = nullptr;
+      return device_error(fmt::format("{}: {} bytes", what, bytes), error);
+    }
+    bytes_ = bytes;
+    return {};
+  }
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+  std::int64_t bytes() const { return bytes_; }
+
+ private:
+  void* data_ = nullptr;
+  std::int64_t bytes_ = 0;
+};
+
+// The current device, put back at the end of a scope.
+class DeviceScope {
+ public:
+  explicit DeviceScope(int device) {
+    error_ = cudaGetDevice(&before_);
+    if (error_ == cudaSuccess && before_ != device) error_ = cudaSetDevice(device);
+  }
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+  ~DeviceScope() {
+    int now = before_;
+    if (cudaGetDevice(&now) == cudaSuccess && now != before_) (void)cudaSetDevice(before_);
+  }
+  cudaError_t error() const { return error_; }
+
+ private:
+  int before_ = 0;
+  cudaError_t error_ = cudaSuccess;
+};
+
+Status unsupported(std::string text) { return {StatusCode::kUnsupported, std::move(text)}; }
+
+}  // namespace
+
+struct CudaExperts::Impl {
+  MoeProblem problem;
+  ExpertsPlan plan;
+  int device = 0;
+  int num_sms = 0;
+  // Repacked weights of all local experts, and biases as the checkpoint orders them.
+  Allocation w13, w2, w13_scale, w2_scale, w13_bias, w2_bias;
+
+  Status load(ExpertSource& source);
+  Status upload(const RepackShape& shape, const ConstTensorView& weight,
+                const ConstTensorView& scale, const Allocation& staging,
+                const Allocation& scale_staging, std::byte* image, float* image_scale) const;
+  Status upload_bias(const ConstTensorView& bias, float* to, std::int64_t count,
+                     std::vector<float>& row) const;
+};
+
+Status CudaExperts::Impl::upload(const RepackShape& shape, const ConstTensorView& weight,
+                                 const ConstTensorView& scale, const Allocation& staging,
+                                 const Allocation& scale_staging, std::byte* image,
+                                 float* image_scale) const {
+  const std::int64_t bytes = shape.rows * shape.row_bytes();
+  MOESAIC_RETURN_IF_ERROR(check_cuda(
+      "upload of weights", cudaMemcpy(staging.as<std::byte>(), weight.data,
+                                      static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice)));
+  const float* scales = nullptr;
+  if (scale.present()) {
+    const std::int64_t scale_bytes = scale.dim(0) * scale.dim(1) * std::int64_t{sizeof(float)};
+    MOESAIC_RETURN_IF_ERROR(check_cuda(
+        "upload of scales",
+        cudaMemcpy(scale_staging.as<std::byte>(), scale.data, static_cast<std::size_t>(scale_bytes),
+                   cudaMemcpyHostToDevice)));
+    scales = scale_staging.as<float>();
+  }
+  MOESAIC_RETURN_IF_ERROR(check_launch(
+      "repack", repack_expert(shape, staging.as<std::byte>(), scales, image, image_scale, nullptr)));
+  // The staging buffer is used again by the next matrix.
+  return check_cuda("repack", cudaStreamSynchronize(nullptr));
+}
+
+Status CudaExperts::Impl::upload_bias(const ConstTensorView& bias, float* to, std::int64_t count,
+                                      std::vector<float>& row) const {
+  row.resize(static_cast<std::size_t>(count));
+  for (std::int64_t i = 0; i < count; ++i) {
+    row[static_cast<std::size_t>(i)] = load_as_f32(bias.data, bias.dtype, i);
+  }
+  return check_cuda("upload of biases",
+                    cudaMemcpy(to, row.data(), row.size() * sizeof(float), cudaMemcpyHostToDevice));
+}
+
+Status CudaExperts::Impl::load(ExpertSource& source) {
+  const std::int64_t local = problem.num_local_experts;
+  const bool fp8 = plan.format == GroupedFormat::kFp8Block;
+  MOESAIC_RETURN_IF_ERROR(w13.reserve("w13", local * plan.w13.image_bytes()));
+  MOESAIC_RETURN_IF_ERROR(w2.reserve("w2", local * plan.w2.image_bytes()));
+  if (fp8) {
+    MOESAIC_RETURN_IF_ERROR(w13_scale.reserve("w13_scale", local * plan.w13.scale_bytes()));
+    MOESAIC_RETURN_IF_ERROR(w2_scale.reserve("w2_scale", local * plan.w2.scale_bytes()));
+  }
+  if (problem.has_expert_bias) {
+    MOESAIC_RETURN_IF_ERROR(w13_bias.reserve("w13_bias", local * plan.w13.rows * 4));
+    MOESAIC_RETURN_IF_ERROR(w2_bias.reserve("w2_bias", local * plan.w2.rows * 4));
+  }
+  Allocation staging, scale_staging;
+  const std::int64_t w13_bytes = plan.w13.rows * plan.w13.row_bytes();
+  const std::int64_t w2_bytes = plan.w2.rows * plan.w2.row_bytes();
+  MOESAIC_RETURN_IF_ERROR(staging.reserve("staging", w13_bytes > w2_bytes ? w13_bytes : w2_bytes));
+  MOESAIC_RETURN_IF_ERROR(
+      scale_staging.reserve("staging", plan.w13.scale_bytes() + plan.w2.scale_bytes()));
+  std::vector<float> row;
+  for (std::int64_t e = 0; e < local; ++e) {
+    MOESAIC_ASSIGN_OR_RETURN(const ExpertWeightsView view, source.expert(e));
+    MOESAIC_RETURN_IF_ERROR(check_expert_weights(problem, view, e));
+    MOESAIC_RETURN_IF_ERROR(
+        upload(plan.w13, view.w13, view.w13_scale, staging, scale_staging,
+               w13.as<std::byte>() + e * plan.w13.image_bytes(),
+               fp8 ? w13_scale.as<float>() + e * plan.w13.scale_bytes() / 4 : nullptr));
+    MOESAIC_RETURN_IF_ERROR(
+        upload(plan.w2, view.w2, view.w2_scale, staging, scale_staging,
+               w2.as<std::byte>() + e * plan.w2.image_bytes(),
+               fp8 ? w2_scale.as<float>() + e * plan.w2.scale_bytes() / 4 : nullptr));
+    if (problem.has_expert_bias) {
+      MOESAIC_RETURN_IF_ERROR(upload_bias(view.w13_bias, w13_bias.as<float>() + e * plan.w13.rows,
+                                          plan.w13.rows, row));
+      MOESAIC_RETURN_IF_ERROR(
+          upload_bias(view.w2_bias, w2_bias.as<float>() + e * plan.w2.rows, plan.w2.rows, row));
+    }
+  }
+  return {};
+}
+
+Status CudaExperts::can_implement(const MoeProblem& problem) {
+  MOESAIC_RETURN_IF_ERROR(check_problem(problem));
+  MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
+  if (scheme != ComputeScheme::kBF16 && scheme != ComputeScheme::kFp8Block) {
+    return unsupported(fmt::format("scheme: got {}, need bf16 or fp8-block",
+                                   compute_scheme_name(scheme)));
+  }
+  if (problem.activation_dtype != DType::kBF16) {
+    return unsupported(fmt::format("activation_dtype: got {}, need BF16",
+                                   dtype_name(problem.activation_dtype)));
+  }
+  if (problem.format != ActivationFormat::kStandard) {
+    return unsupported("format: got batched, need standard");
+  }
+  const std::int64_t multiple = scheme == ComputeScheme::kFp8Block ? 128 : 8;
+  for (const auto& [name, value] : {std::pair{"hidden_size", problem.hidden_size},
+                                    std::pair{"intermediate_size", problem.intermediate_size}}) {
+    if (value % multiple != 0) {
+      return unsupported(fmt::format("{}: got {}, need a multiple of {}", name, value, multiple));
+    }
+  }
+  if (problem.num_local_experts > kMaxAlignedExperts) {
+    return unsupported(fmt::format("num_local_experts: got {}, need at most {}",
+                                   problem.num_local_experts, kMaxAlignedExperts));
+  }
+  const auto pairs = checked_mul(problem.max_tokens, problem.top_k);
+  if (!pairs || *pairs > (std::int64_t{1} << 30)) {
+    return unsupported(fmt::format("max_tokens: got {} of {} experts each, need at most 2^30 pairs",
+                                   problem.max_tokens, problem.top_k));
+  }
+  return {};
+}
+
+Result<std::int64_t> CudaExperts::workspace_size(const MoeProblem& problem, std::int64_t tokens) {
+  if (tokens < 0) {
+    return Status(StatusCode::kInvalidArgument, fmt::format("tokens: got {}, need >= 0", tokens));
+  }
+  MOESAIC_RETURN_IF_ERROR(can_implement(problem));
+  Arena arena = Arena::measure();
+  ExpertsWorkspace::carve(problem, make_experts_plan(problem), tokens, arena);
+  MOESAIC_RETURN_IF_ERROR(arena.status());
+  return arena.used();
+}
+
+CudaExperts::CudaExperts(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+CudaExperts::~CudaExperts() {
+  const DeviceScope scope(impl_->device);
+  impl_.reset();
+}
+
+Result<std::unique_ptr<CudaExperts>> CudaExperts::create(const MoeProblem& problem,
+                                                         ExpertSource& source, int device) {
+  MOESAIC_RETURN_IF_ERROR(can_implement(problem));
+  const DeviceScope scope(device);
+  MOESAIC_RETURN_IF_ERROR(check_cuda(fmt::format("device {}", device), scope.error()));
+  int major = 0, minor = 0, sms = 0;
+  for (const auto& [value, attribute] :
+       {std::pair{&major, cudaDevAttrComputeCapabilityMajor},
+        std::pair{&minor, cudaDevAttrComputeCapabilityMinor},
+        std::pair{&sms, cudaDevAttrMultiProcessorCount}}) {
+    MOESAIC_RETURN_IF_ERROR(check_cuda(fmt::format("device {}", device),
+                                       cudaDeviceGetAttribute(value, attribute, device)));
+  }
+  if (major != 9 || minor != 0) {
+    return Status(StatusCode::kDevice, fmt::format("device {}: got compute capability {}.{}, need 9.0",
+                                                   device, major, minor));
+  }
+  std::unique_ptr<Impl> impl(new (std::nothrow) Impl());
+  if (!impl) return Status(StatusCode::kOutOfMemory, "cannot allocate the experts object");
+  impl->problem = problem;
+  impl->plan = make_experts_plan(problem);
+  impl->device = device;
+  impl->num_sms = sms;
+  MOESAIC_RETURN_IF_ERROR(impl->load(source));
+  std::unique_ptr<CudaExperts> experts(new (std::nothrow) CudaExperts(std::move(impl)));
+  if (!experts) return Status(StatusCode::kOutOfMemory, "cannot allocate the experts object");
+  return experts;
+}
+
+std::int64_t CudaExperts::weight_bytes() const {
+  std::int64_t bytes = 0;
+  for (const Allocation* a : {&impl_->w13, &impl_->w2, &impl_->w13_scale, &impl_->w2_scale,
+                              &impl_->w13_bias, &impl_->w2_bias}) {
+    bytes += a->bytes();
+  }
+  return bytes;
+}
+std::string_view CudaExperts::determinism() const { return kCudaExpertsDeterminism; }
+
+namespace {
+
+Status check_pointer(std::string_view field, const void* p, std::uintptr_t alignment) {
+  if (p == nullptr) {
+    return {StatusCode::kInvalidArgument, fmt::format("{}: got null, need a device pointer", field)};
+  }
+  if (reinterpret_cast<std::uintptr_t>(p) % alignment != 0) {
+    return {StatusCode::kInvalidLayout,
+            fmt::format("{}: got an address that is not a multiple of {}", field, alignment)};
+  }
+  return {};
+}
+
+Status check_args(const MoeProblem& problem, const CudaExpertsArgs& a) {
+  if (a.tokens < 0 || a.tokens > problem.max_tokens) {
+    return {a.tokens < 0 ? StatusCode::kInvalidArgument : StatusCode::kLimitExceeded,
+            fmt::format("tokens: got {}, planned for 0 .. {}", a.tokens, problem.max_tokens)};
+  }
+  if (a.output_dtype != DType::kBF16 && a.output_dtype != DType::kF32) {
+    return {StatusCode::kInvalidDType,
+            fmt::format("output: got {}, need BF16 or F32", dtype_name(a.output_dtype))};
+  }
+  if (a.tokens == 0) return {};
+  MOESAIC_RETURN_IF_ERROR(check_pointer("hidden_states", a.hidden_states, 16));
+  MOESAIC_RETURN_IF_ERROR(check_pointer("topk_ids", a.topk_ids, 4));
+  MOESAIC_RETURN_IF_ERROR(check_pointer("topk_weights", a.topk_weights, 4));
+  MOESAIC_RETURN_IF_ERROR(check_pointer("output", a.output, 16));
+  if (a.shared_rows != nullptr) {
+    MOESAIC_RETURN_IF_ERROR(check_pointer("shared_rows", a.shared_rows, 16));
+  }
+  return check_pointer("workspace", a.workspace, 256);
+}
+
+}  // namespace
+
+Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
+  const MoeProblem& problem = impl_->problem;
+  const ExpertsPlan& plan = impl_->plan;
+  MOESAIC_RETURN_IF_ERROR(check_args(problem, a));
+  if (a.tokens == 0) return {};
+  Arena arena({static_cast<std::byte*>(a.workspace), static_cast<std::size_t>(a.workspace_bytes)});
+  const ExpertsWorkspace w = ExpertsWorkspace::carve(problem, plan, a.tokens, arena);
+  MOESAIC_RETURN_IF_ERROR(arena.status());
+  const DeviceScope scope(impl_->device);
+  MOESAIC_RETURN_IF_ERROR(check_cuda("device", scope.error()));
+
+  const auto pairs = static_cast<std::int32_t>(a.tokens * problem.top_k);
+  if (plan.makes_rows()) {
+    QuantRowsParams q;
+    q.x = static_cast<const std::uint16_t*>(a.hidden_states);
+    q.weights = plan.weight_on_input ? a.topk_weights : nullptr;
+    q.tokens = a.tokens;
+    q.columns = problem.hidden_size;
+    q.power_of_two_scales = plan.power_of_two_scales;
+    q.fp8 = plan.format == GroupedFormat::kFp8Block;
+    q.q = w.rows;
+    q.scale = w.row_scale;
+    q.scale_stride = w.row_scale_stride;
+    MOESAIC_RETURN_IF_ERROR(check_launch("quant_rows", launch_quant_rows(q, stream)));
+  }
+
+  const GroupedVariant variant = choose_grouped(plan.format, plan.epilogue, a.tokens,
+                                                problem.top_k, problem.num_experts);
+  AlignParams align;
+  align.topk_ids = a.topk_ids;
+  align.topk_weights = a.topk_weights;
+  align.expert_map = a.expert_map;
+  align.pairs = pairs;
+  align.num_experts = static_cast<std::int32_t>(problem.num_experts);
+  align.num_local_experts = static_cast<std::int32_t>(problem.num_local_experts);
+  align.rows_per_record = rows_per_record(variant);
+  align.max_groups = static_cast<std::int32_t>(w.max_groups);
+  align.pair_of_row = w.pair_of_row;
+  align.weight_of_row = w.weight_of_row;
+  align.row_of_pair = w.row_of_pair;
+  align.groups = w.groups;
+  align.group_done = w.group_done;
+  align.next_item = w.control;
+  align.num_groups = w.control + 1;
+  align.block_counts = w.block_counts;
+  MOESAIC_RETURN_IF_ERROR(check_launch("align", launch_align(align, stream)));
+
+  GroupedParams g;
+  g.w13 = impl_->w13.as<std::byte>();
+  g.w2 = impl_->w2.as<std::byte>();
+  g.w13_scale = impl_->w13_scale.as<float>();
+  g.w2_scale = impl_->w2_scale.as<float>();
+  g.w13_bias = MOESAIC_FAULT(cuda_experts_drop_bias) ? nullptr : impl_->w13_bias.as<float>();
+  g.w2_bias = impl_->w2_bias.as<float>();
+  g.x = plan.makes_rows() ? w.rows : static_cast<const std::byte*>(a.hidden_states);
+  g.x_scale = w.row_scale;
+  g.x_scale_stride = w.row_scale_stride;
+  g.inner = w.inner;
+  g.inner_scale = w.inner_scale;
+  g.inner_scale_stride = w.inner_scale_stride;
+  g.y2 = w.y2;
+  g.groups = w.groups;
+  g.pair_of_row = w.pair_of_row;
+  const bool unweighted = plan.weight_on_input && !MOESAIC_FAULT(cuda_experts_weight_twice);
+  g.weight_of_row = unweighted ? nullptr : w.weight_of_row;
+  g.next_item = w.control;
+  g.num_groups = w.control + 1;
+  g.group_done = w.group_done;
+  g.top_k = static_cast<std::int32_t>(problem.top_k);
+  g.hidden = static_cast<std::int32_t>(problem.hidden_size);
+  g.intermediate = static_cast<std::int32_t>(problem.intermediate_size);
+  const auto narrow = [](std::int64_t v) { return static_cast<std::int32_t>(v); };
+  g.bands1 = narrow(plan.w13.bands());
+  g.bands2 = narrow(plan.w2.bands());
+  g.slabs1 = narrow(plan.w13.slabs());
+  g.slabs2 = narrow(plan.w2.slabs());
+  g.chunks1 = narrow(plan.w13.chunks());
+  g.chunks2 = narrow(plan.w2.chunks());
+  g.row_bytes1 = narrow(plan.w13.row_bytes());
+  g.row_bytes2 = narrow(plan.w2.row_bytes());
+  g.power_of_two_scales = plan.power_of_two_scales;
+  g.activation_kind = static_cast<int>(problem.activation.kind);
+  g.limit = problem.activation.limit;
+  g.alpha = problem.activation.alpha;
+  g.beta = problem.activation.beta;
+  g.up_limit = problem.activation.up_limit;
+  MOESAIC_RETURN_IF_ERROR(
+      check_launch("grouped GEMMs", launch_grouped(variant, g, impl_->num_sms, stream)));
+
+  CombineParams c;
+  c.y2 = w.y2;
+  c.row_of_pair = w.row_of_pair;
+  c.shared = static_cast<const std::uint16_t*>(a.shared_rows);
+  c.tokens = a.tokens;
+  c.top_k = MOESAIC_FAULT(cuda_experts_drop_last_slot) && problem.top_k > 1
+                ? static_cast<std::int32_t>(problem.top_k - 1)
+                : static_cast<std::int32_t>(problem.top_k);
+  c.hidden = static_cast<std::int32_t>(problem.hidden_size);
+  c.output_f32 = a.output_dtype == DType::kF32;
+  c.output = a.output;
+  return check_launch("combine", launch_combine(c, stream));
+}
+
+}  // namespace moesaic::cuda

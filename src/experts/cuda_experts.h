@@ -1,0 +1,70 @@
+// The experts stage on a Hopper GPU (sm_90): work list, activation quantisation, both grouped GEMMs
+// and the combine, over device memory. Only launches: nothing here synchronises once it is created.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string_view>
+
+#include "moesaic/experts.h"
+#include "moesaic/status.h"
+
+namespace moesaic::cuda {
+
+// Device pointers of one call. Nothing may overlap except where said.
+struct CudaExpertsArgs {
+  std::int64_t tokens = 0;                   // M <= problem.max_tokens; 0 is ordinary
+  const void* hidden_states = nullptr;       // [M, H] bf16, contiguous, 16-byte aligned
+  const std::int32_t* topk_ids = nullptr;    // [M, k] global ids; -1 or out of range: no expert
+  const float* topk_weights = nullptr;       // [M, k]
+  const std::int32_t* expert_map = nullptr;  // [E] -> local or -1; null: identity
+  const void* shared_rows = nullptr;         // [M, H] bf16 added to the sum, or null
+  void* output = nullptr;                    // [M, H] of output_dtype, 16-byte aligned
+  DType output_dtype = DType::kBF16;         // BF16 or F32
+  void* workspace = nullptr;                 // 256-byte aligned, >= workspace_size(M)
+  std::int64_t workspace_bytes = 0;
+};
+
+// Computes what ref_experts.h defines for the schemes bf16 and fp8-block with bf16 activations, with
+// these differences: products are summed by the tensor cores in chunks of 128 bytes of K (64 bf16 or
+// 128 e4m3 values) in ascending order; an expert's weighted output row is rounded to bf16 before the
+// combine; sigmoid and exp are the hardware's (cuda_activation.cuh). With integer operands whose sums
+// and rounded rows are exact the result equals the reference bit for bit.
+class CudaExperts {
+ public:
+  // ok, or the reason for refusing, without looking at weights or a device: check_problem's, then
+  // kUnsupported (scheme, activation_dtype, batched format, widths that are not multiples of 16
+  // bytes, more than 1024 local experts).
+  static Status can_implement(const MoeProblem& problem);
+  // Bytes for M tokens, monotone in tokens, without a device. kUnsupported as above, kInvalidArgument
+  // for negative tokens.
+  static Result<std::int64_t> workspace_size(const MoeProblem& problem, std::int64_t tokens);
+  // Uploads and repacks expert by expert; besides the final weights one expert is on the device.
+  // kDevice (no device, wrong architecture: the text says which), kOutOfMemory, and the source's.
+  static Result<std::unique_ptr<CudaExperts>> create(const MoeProblem& problem,
+                                                     ExpertSource& source, int device);
+  ~CudaExperts();
+  CudaExperts(const CudaExperts&) = delete;
+  CudaExperts& operator=(const CudaExperts&) = delete;
+
+  std::string_view name() const { return "cuda_sm90"; }
+  std::int64_t weight_bytes() const;
+  std::string_view determinism() const;
+  // Launches on `stream` (a cudaStream_t; null: the default stream) of the device it was created on.
+  // Checks sizes, alignment and the workspace (kInvalidArgument, kInvalidLayout, kInvalidDType,
+  // kLimitExceeded, kWorkspaceTooSmall) before the first launch; ids are checked on the device and
+  // those out of range dropped. Capturable; a captured graph replays with other ids and weights. May
+  // be called from several threads with distinct workspaces. kDevice when a launch fails.
+  Status enqueue(void* stream, const CudaExpertsArgs& args) const;
+
+ private:
+  struct Impl;
+  explicit CudaExperts(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+inline constexpr std::string_view kCudaExpertsDeterminism =
+    "bitwise repeatable on one GPU model: a row's result depends on that row, its ids and weights "
+    "only, not on batch, neighbours, order or replay";
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,32 @@
+// Which build of the grouped-GEMM kernel runs: host code, tested without a device.
+#include "experts/cuda_grouped.h"
+
+namespace moesaic::cuda {
+
+GroupedVariant choose_grouped(GroupedFormat format, EpilogueKind epilogue, std::int64_t tokens,
+                              std::int64_t top_k, std::int64_t experts) {
+  GroupedVariant v;
+  v.format = format;
+  v.epilogue = epilogue;
+  // A group should hold every row of an ordinary expert, so that weights stream once. Uniform
+  // routing gives rows per expert near the mean; twice the mean leaves room for skew.
+  const std::int64_t mean = (tokens * top_k + experts - 1) / experts;
+  v.max_columns = mean <= 8 ? 32 : mean <= 32 ? 64 : 128;
+  if (epilogue != EpilogueKind::kSwiglu) v.max_columns = 32;
+  return v;
+}
+
+#if MOESAIC_HAS_CUDA
+int launch_grouped(const GroupedVariant& variant, const GroupedParams& params, int num_sms,
+                   void* stream) {
+  const bool fp8 = variant.format == GroupedFormat::kFp8Block;
+  if (variant.epilogue != EpilogueKind::kSwiglu) {
+    return fp8 ? launch_grouped_fp8_other(variant, params, num_sms, stream)
+               : launch_grouped_bf16_other(variant, params, num_sms, stream);
+  }
+  return fp8 ? launch_grouped_fp8(variant, params, num_sms, stream)
+             : launch_grouped_bf16(variant, params, num_sms, stream);
+}
+#endif
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,104 @@
+// The two grouped GEMMs of the experts stage on a Hopper GPU, as one persistent kernel: parameters,
+// sizes and launchers. Host-visible, free of CUDA types. What is computed: ref_experts.h; layouts of
+// the repacked weights: cuda_repack.h; the work list: permute/cuda_align.h.
+//
+// Both GEMMs have the weights as the M operand of wgmma and the tokens as the N operand. A work item
+// is (expert, band of 256 weight rows, group of at most max_columns tokens of the expert); the kernel
+// takes first all items of GEMM1 and then all of GEMM2 from one counter. An item of GEMM2 waits, in
+// the warps that gather its tokens only, for GEMM1's items of the same group; its weights stream in
+// meanwhile. So one launch keeps memory busy from the first weight to the last.
+//
+// Determinism: a row's bits depend on that row and the weights only. K is reduced in ascending
+// chunks of 128 bytes by one accumulator chain whatever the group size.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "permute/cuda_align.h"
+
+namespace moesaic::cuda {
+
+// Geometry shared with the repacking and the work list.
+inline constexpr int kBandRows = 256;                    // weight rows of one item
+inline constexpr int kChunkBytes = 128;                  // K bytes of one pipeline stage
+inline constexpr int kSlabBytes = 128 * kChunkBytes;     // 128 rows of a chunk: one consumer group
+inline constexpr int kBandImageBytes = 2 * kSlabBytes;   // one stage of weights
+
+enum class GroupedFormat : std::uint8_t { kFp8Block, kBf16 };
+
+// How the activation of GEMM1's result is computed.
+enum class EpilogueKind : std::uint8_t {
+  kSwiglu,   // (clamp(u) + beta) * g * sigmoid(alpha * g), g limited from above: silu and swigluoai
+  kGeneral,  // any other gated kind
+  kPlain,    // not gated
+};
+
+struct GroupedParams {
+  // Repacked weights; scales [expert][band][chunk] of four floats; biases [expert][rows] or null.
+  const std::byte* w13 = nullptr;
+  const std::byte* w2 = nullptr;
+  const float* w13_scale = nullptr;
+  const float* w2_scale = nullptr;
+  const float* w13_bias = nullptr;
+  const float* w2_bias = nullptr;
+  // Operand rows of GEMM1 (one per token) and their scales [chunk][x_scale_stride].
+  const std::byte* x = nullptr;
+  const float* x_scale = nullptr;
+  std::int64_t x_scale_stride = 0;
+  // Operand rows of GEMM2 (one per row of the work list), written by GEMM1.
+  std::byte* inner = nullptr;
+  float* inner_scale = nullptr;
+  std::int64_t inner_scale_stride = 0;
+  std::uint16_t* y2 = nullptr;  // [pairs][hidden] bf16
+  // Work list.
+  const GroupRecord* groups = nullptr;
+  const std::int32_t* pair_of_row = nullptr;
+  const float* weight_of_row = nullptr;    // null: factor 1
+  std::uint32_t* next_item = nullptr;      // zero at launch
+  const std::uint32_t* num_groups = nullptr;
+  std::uint32_t* group_done = nullptr;     // [groups], zero at launch
+  std::int32_t top_k = 1;
+  std::int32_t hidden = 0, intermediate = 0;  // elements
+  std::int32_t bands1 = 0, bands2 = 0;
+  std::int32_t slabs1 = 0, slabs2 = 0;        // real slabs of 128 rows; the last band may have one
+  std::int32_t chunks1 = 0, chunks2 = 0;
+  std::int32_t row_bytes1 = 0, row_bytes2 = 0;  // of one operand row
+  bool power_of_two_scales = false;
+  int activation_kind = 0;  // ActivationKind, for kGeneral and kPlain
+  float limit = 0, alpha = 1, beta = 0, up_limit = 0;
+};
+
+// Which build of the kernel: a pure function of the problem and the number of tokens.
+struct GroupedVariant {
+  GroupedFormat format = GroupedFormat::kFp8Block;
+  EpilogueKind epilogue = EpilogueKind::kSwiglu;
+  int max_columns = 64;  // 32, 64 or 128 tokens per item
+  bool paired = false;   // two CTAs work on two groups of one band and share its weights
+};
+
+// Rows that one record of the work list covers.
+constexpr std::int32_t rows_per_record(const GroupedVariant& v) {
+  return v.max_columns * (v.paired ? 2 : 1);
+}
+
+// The build for `tokens` tokens of `top_k` experts each out of `experts`: wider groups where experts
+// have more rows. Every choice gives the same bits.
+GroupedVariant choose_grouped(GroupedFormat format, EpilogueKind epilogue, std::int64_t tokens,
+                              std::int64_t top_k, std::int64_t experts);
+
+// Launches on `stream` (a cudaStream_t) with one CTA per multiprocessor, after the kernels before it
+// (programmatic dependent launch). Returns a cudaError_t value, 0 for success.
+int launch_grouped(const GroupedVariant& variant, const GroupedParams& params, int num_sms,
+                   void* stream);
+// The same, one translation unit per format and epilogue family.
+int launch_grouped_fp8(const GroupedVariant& variant, const GroupedParams& params, int num_sms,
+                       void* stream);
+int launch_grouped_bf16(const GroupedVariant& variant, const GroupedParams& params, int num_sms,
+                        void* stream);
+int launch_grouped_fp8_other(const GroupedVariant& variant, const GroupedParams& params,
+                             int num_sms, void* stream);
+int launch_grouped_bf16_other(const GroupedVariant& variant, const GroupedParams& params,
+                              int num_sms, void* stream);
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,25 @@
+// Operand rows of GEMM1 from hidden states, on the device: 1x128 quantisation to e4m3 or a bf16
+// copy, with the router weight multiplied in first where the model asks for it.
+#pragma once
+
+#include <cstdint>
+
+namespace moesaic::cuda {
+
+struct QuantRowsParams {
+  const std::uint16_t* x = nullptr;  // [tokens, columns] bf16, 16-byte aligned, columns % 8 == 0
+  const float* weights = nullptr;    // [tokens]: x = bf16(x * bf16(weight)) first; null: not
+  std::int64_t tokens = 0;
+  std::int64_t columns = 0;
+  bool power_of_two_scales = false;
+  // e4m3 output: q [tokens, columns] and scale [ceil(columns/128)][scale_stride]; else q bf16.
+  bool fp8 = true;
+  void* q = nullptr;
+  float* scale = nullptr;
+  std::int64_t scale_stride = 0;
+};
+
+// The codes and scales of ref_quantize_fp8_row, bit for bit. Returns a cudaError_t value.
+int launch_quant_rows(const QuantRowsParams& params, void* stream);
+
+}  // namespace moesaic::cuda
