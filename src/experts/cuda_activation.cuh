@@ -1,6 +1,7 @@
-// Activations inside the GEMM1 epilogue, fp32. Formulas and NaN rules: activation/ref_activation.cc.
-// exp and the reciprocal are the hardware's approximations (about 2 ulp each): relative error of the
-// result below 2^-20 for |alpha * gate| <= 16, far under the bf16 rounding that follows.
+// Activations inside the GEMM1 epilogue, fp32. Formulas and NaN rules:
+// activation/ref_activation.cc. exp and the reciprocal are the hardware's approximations (about 2
+// ulp each): relative error of the result below 2^-20 for |alpha * gate| <= 16, far under the bf16
+// rounding that follows.
 #pragma once
 
 #include "cuda/ptx/sync.cuh"

@@ -1,6 +1,6 @@
 // What happens to a finished accumulator tile: activation, rounding and requantisation after GEMM1,
-// weighting and rounding after GEMM2. Fragment positions as in cuda_grouped.cuh; which weight row is
-// which channel is fixed by the repacking (cuda_repack.h).
+// weighting and rounding after GEMM2. Fragment positions as in cuda_grouped.cuh; which weight row
+// is which channel is fixed by the repacking (cuda_repack.h).
 #pragma once
 
 #include <cstdint>
@@ -77,8 +77,9 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
       for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const float y = activate<kEpilogue>(p, acc[b][4 * j + i] + (b == 0 ? gate_bias.x : gate_bias.y),
-                                              acc[b][4 * j + 2 + i] + (b == 0 ? up_bias.x : up_bias.y));
+          const float y =
+              activate<kEpilogue>(p, acc[b][4 * j + i] + (b == 0 ? gate_bias.x : gate_bias.y),
+                                  acc[b][4 * j + 2 + i] + (b == 0 ? up_bias.x : up_bias.y));
           // Rows past the matrix hold whatever shared memory held: select, do not multiply.
           acc[b][4 * j + i] = inside ? round_bf16(y) : 0.0F;
         }
@@ -108,7 +109,9 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
       for (int i = 0; i < 2; ++i) {
         const int column = 8 * j + 2 * t + i;
         if (column >= rows || !inside) continue;
-        std::byte* to = p.inner + (static_cast<std::int64_t>(first_row + column) * p.intermediate + channel) * 2;
+        std::byte* to =
+            p.inner +
+            (static_cast<std::int64_t>(first_row + column) * p.intermediate + channel) * 2;
         if constexpr (kGated) {
           *reinterpret_cast<std::uint32_t*>(to) = ptx::bf16x2(acc[0][4 * j + i], acc[1][4 * j + i]);
         } else {
@@ -121,7 +124,7 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
     return;
   } else {
     // Largest magnitude of each column over the group's channels. fmaxf drops NaN, as the CPU does.
-    float* amax = amax_buffer;                                     // [8 warps][columns]
+    float* amax = amax_buffer;                                              // [8 warps][columns]
     float2* scale = reinterpret_cast<float2*>(amax_buffer + 8 * kColumns);  // scale and reciprocal
     constexpr int kGroups = kGated ? 1 : 2;
 #pragma unroll
@@ -161,10 +164,12 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
         // Two channels of two tokens; neighbours swap halves so that each stores four channels.
         const std::uint32_t own =
             ptx::e4m3x2(divide(acc[0][4 * j], s.x, s.y), divide(acc[1][4 * j], s.x, s.y)) |
-            ptx::e4m3x2(divide(acc[0][4 * j + 1], s.z, s.w), divide(acc[1][4 * j + 1], s.z, s.w)) << 16;
+            ptx::e4m3x2(divide(acc[0][4 * j + 1], s.z, s.w), divide(acc[1][4 * j + 1], s.z, s.w))
+                << 16;
         const std::uint32_t other = __shfl_xor_sync(0xFFFFFFFFU, own, 4);
         const bool odd = (g & 1) != 0;
-        const std::uint32_t v = odd ? __byte_perm(other, own, 0x7632) : __byte_perm(own, other, 0x5410);
+        const std::uint32_t v =
+            odd ? __byte_perm(other, own, 0x7632) : __byte_perm(own, other, 0x5410);
         const int column = 8 * j + 2 * t + (odd ? 1 : 0);
         if (column < rows && inside) {
           *reinterpret_cast<std::uint32_t*>(
@@ -177,11 +182,13 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
           const float sc = i == 0 ? s.x : s.z, r = i == 0 ? s.y : s.w;
           const std::uint32_t v =
               ptx::e4m3x2(divide(acc[0][4 * j + i], sc, r), divide(acc[0][4 * j + 2 + i], sc, r)) |
-              ptx::e4m3x2(divide(acc[1][4 * j + i], sc, r), divide(acc[1][4 * j + 2 + i], sc, r)) << 16;
+              ptx::e4m3x2(divide(acc[1][4 * j + i], sc, r), divide(acc[1][4 * j + 2 + i], sc, r))
+                  << 16;
           const int column = 8 * j + 2 * t + i;
           if (column < rows && inside) {
             *reinterpret_cast<std::uint32_t*>(
-                p.inner + static_cast<std::int64_t>(first_row + column) * p.intermediate + channel) = v;
+                p.inner + static_cast<std::int64_t>(first_row + column) * p.intermediate +
+                channel) = v;
           }
         }
       }

@@ -112,14 +112,15 @@ Status CudaExperts::Impl::upload(const RepackShape& shape, const ConstTensorView
   const float* scales = nullptr;
   if (scale.present()) {
     const std::int64_t scale_bytes = scale.dim(0) * scale.dim(1) * std::int64_t{sizeof(float)};
-    MOESAIC_RETURN_IF_ERROR(check_cuda(
-        "upload of scales",
-        cudaMemcpy(scale_staging.as<std::byte>(), scale.data, static_cast<std::size_t>(scale_bytes),
-                   cudaMemcpyHostToDevice)));
+    MOESAIC_RETURN_IF_ERROR(
+        check_cuda("upload of scales",
+                   cudaMemcpy(scale_staging.as<std::byte>(), scale.data,
+                              static_cast<std::size_t>(scale_bytes), cudaMemcpyHostToDevice)));
     scales = scale_staging.as<float>();
   }
   MOESAIC_RETURN_IF_ERROR(check_launch(
-      "repack", repack_expert(shape, staging.as<std::byte>(), scales, image, image_scale, nullptr)));
+      "repack",
+      repack_expert(shape, staging.as<std::byte>(), scales, image, image_scale, nullptr)));
   // The staging buffer is used again by the next matrix.
   return check_cuda("repack", cudaStreamSynchronize(nullptr));
 }
@@ -166,8 +167,8 @@ Status CudaExperts::Impl::load(ExpertSource& source) {
                w2.as<std::byte>() + e * plan.w2.image_bytes(),
                fp8 ? w2_scale.as<float>() + e * plan.w2.scale_bytes() / 4 : nullptr));
     if (problem.has_expert_bias) {
-      MOESAIC_RETURN_IF_ERROR(upload_bias(view.w13_bias, w13_bias.as<float>() + e * plan.w13.rows,
-                                          plan.w13.rows, row));
+      MOESAIC_RETURN_IF_ERROR(
+          upload_bias(view.w13_bias, w13_bias.as<float>() + e * plan.w13.rows, plan.w13.rows, row));
       MOESAIC_RETURN_IF_ERROR(
           upload_bias(view.w2_bias, w2_bias.as<float>() + e * plan.w2.rows, plan.w2.rows, row));
     }
@@ -179,12 +180,12 @@ Status CudaExperts::can_implement(const MoeProblem& problem) {
   MOESAIC_RETURN_IF_ERROR(check_problem(problem));
   MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
   if (scheme != ComputeScheme::kBF16 && scheme != ComputeScheme::kFp8Block) {
-    return unsupported(fmt::format("scheme: got {}, need bf16 or fp8-block",
-                                   compute_scheme_name(scheme)));
+    return unsupported(
+        fmt::format("scheme: got {}, need bf16 or fp8-block", compute_scheme_name(scheme)));
   }
   if (problem.activation_dtype != DType::kBF16) {
-    return unsupported(fmt::format("activation_dtype: got {}, need BF16",
-                                   dtype_name(problem.activation_dtype)));
+    return unsupported(
+        fmt::format("activation_dtype: got {}, need BF16", dtype_name(problem.activation_dtype)));
   }
   if (problem.format != ActivationFormat::kStandard) {
     return unsupported("format: got batched, need standard");
@@ -231,16 +232,16 @@ Result<std::unique_ptr<CudaExperts>> CudaExperts::create(const MoeProblem& probl
   const DeviceScope scope(device);
   MOESAIC_RETURN_IF_ERROR(check_cuda(fmt::format("device {}", device), scope.error()));
   int major = 0, minor = 0, sms = 0;
-  for (const auto& [value, attribute] :
-       {std::pair{&major, cudaDevAttrComputeCapabilityMajor},
-        std::pair{&minor, cudaDevAttrComputeCapabilityMinor},
-        std::pair{&sms, cudaDevAttrMultiProcessorCount}}) {
+  for (const auto& [value, attribute] : {std::pair{&major, cudaDevAttrComputeCapabilityMajor},
+                                         std::pair{&minor, cudaDevAttrComputeCapabilityMinor},
+                                         std::pair{&sms, cudaDevAttrMultiProcessorCount}}) {
     MOESAIC_RETURN_IF_ERROR(check_cuda(fmt::format("device {}", device),
                                        cudaDeviceGetAttribute(value, attribute, device)));
   }
   if (major != 9 || minor != 0) {
-    return Status(StatusCode::kDevice, fmt::format("device {}: got compute capability {}.{}, need 9.0",
-                                                   device, major, minor));
+    return Status(
+        StatusCode::kDevice,
+        fmt::format("device {}: got compute capability {}.{}, need 9.0", device, major, minor));
   }
   std::unique_ptr<Impl> impl(new (std::nothrow) Impl());
   if (!impl) return Status(StatusCode::kOutOfMemory, "cannot allocate the experts object");
@@ -268,7 +269,8 @@ namespace {
 
 Status check_pointer(std::string_view field, const void* p, std::uintptr_t alignment) {
   if (p == nullptr) {
-    return {StatusCode::kInvalidArgument, fmt::format("{}: got null, need a device pointer", field)};
+    return {StatusCode::kInvalidArgument,
+            fmt::format("{}: got null, need a device pointer", field)};
   }
   if (reinterpret_cast<std::uintptr_t>(p) % alignment != 0) {
     return {StatusCode::kInvalidLayout,
@@ -325,8 +327,8 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
     MOESAIC_RETURN_IF_ERROR(check_launch("quant_rows", launch_quant_rows(q, stream)));
   }
 
-  const GroupedVariant variant = choose_grouped(plan.format, plan.epilogue, a.tokens,
-                                                problem.top_k, problem.num_experts);
+  const GroupedVariant variant =
+      choose_grouped(plan.format, plan.epilogue, a.tokens, problem.top_k, problem.num_experts);
   AlignParams align;
   align.topk_ids = a.topk_ids;
   align.topk_weights = a.topk_weights;

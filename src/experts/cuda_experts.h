@@ -25,19 +25,19 @@ struct CudaExpertsArgs {
   std::int64_t workspace_bytes = 0;
 };
 
-// Computes what ref_experts.h defines for the schemes bf16 and fp8-block with bf16 activations, with
-// these differences: products are summed by the tensor cores in chunks of 128 bytes of K (64 bf16 or
-// 128 e4m3 values) in ascending order; an expert's weighted output row is rounded to bf16 before the
-// combine; sigmoid and exp are the hardware's (cuda_activation.cuh). With integer operands whose sums
-// and rounded rows are exact the result equals the reference bit for bit.
+// Computes what ref_experts.h defines for the schemes bf16 and fp8-block with bf16 activations,
+// with these differences: products are summed by the tensor cores in chunks of 128 bytes of K (64
+// bf16 or 128 e4m3 values) in ascending order; an expert's weighted output row is rounded to bf16
+// before the combine; sigmoid and exp are the hardware's (cuda_activation.cuh). With integer
+// operands whose sums and rounded rows are exact the result equals the reference bit for bit.
 class CudaExperts {
  public:
   // ok, or the reason for refusing, without looking at weights or a device: check_problem's, then
   // kUnsupported (scheme, activation_dtype, batched format, widths that are not multiples of 16
   // bytes, more than 1024 local experts).
   static Status can_implement(const MoeProblem& problem);
-  // Bytes for M tokens, monotone in tokens, without a device. kUnsupported as above, kInvalidArgument
-  // for negative tokens.
+  // Bytes for M tokens, monotone in tokens, without a device. kUnsupported as above,
+  // kInvalidArgument for negative tokens.
   static Result<std::int64_t> workspace_size(const MoeProblem& problem, std::int64_t tokens);
   // Uploads and repacks expert by expert; besides the final weights one expert is on the device.
   // kDevice (no device, wrong architecture: the text says which), kOutOfMemory, and the source's.
@@ -50,11 +50,11 @@ class CudaExperts {
   std::string_view name() const { return "cuda_sm90"; }
   std::int64_t weight_bytes() const;
   std::string_view determinism() const;
-  // Launches on `stream` (a cudaStream_t; null: the default stream) of the device it was created on.
-  // Checks sizes, alignment and the workspace (kInvalidArgument, kInvalidLayout, kInvalidDType,
+  // Launches on `stream` (a cudaStream_t; null: the default stream) of the device it was created
+  // on. Checks sizes, alignment and the workspace (kInvalidArgument, kInvalidLayout, kInvalidDType,
   // kLimitExceeded, kWorkspaceTooSmall) before the first launch; ids are checked on the device and
-  // those out of range dropped. Capturable; a captured graph replays with other ids and weights. May
-  // be called from several threads with distinct workspaces. kDevice when a launch fails.
+  // those out of range dropped. Capturable; a captured graph replays with other ids and weights.
+  // May be called from several threads with distinct workspaces. kDevice when a launch fails.
   Status enqueue(void* stream, const CudaExpertsArgs& args) const;
 
  private:

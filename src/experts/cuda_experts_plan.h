@@ -1,4 +1,5 @@
-// Sizes that follow from a problem alone: formats, repacked shapes, workspace. Host code without CUDA.
+// Sizes that follow from a problem alone: formats, repacked shapes, workspace. Host code without
+// CUDA.
 #pragma once
 
 #include <cstddef>
@@ -27,16 +28,16 @@ ExpertsPlan make_experts_plan(const MoeProblem& problem);
 
 // Pointers into the workspace; null while measuring.
 struct ExpertsWorkspace {
-  std::uint32_t* control = nullptr;          // next item, number of groups
+  std::uint32_t* control = nullptr;  // next item, number of groups
   std::uint32_t* group_done = nullptr;
   GroupRecord* groups = nullptr;
   std::int32_t* pair_of_row = nullptr;
   std::int32_t* row_of_pair = nullptr;
   float* weight_of_row = nullptr;
   std::int32_t* block_counts = nullptr;
-  std::byte* rows = nullptr;                 // operand rows of GEMM1, when the plan makes them
+  std::byte* rows = nullptr;  // operand rows of GEMM1, when the plan makes them
   float* row_scale = nullptr;
-  std::byte* inner = nullptr;                // operand rows of GEMM2
+  std::byte* inner = nullptr;  // operand rows of GEMM2
   float* inner_scale = nullptr;
   std::uint16_t* y2 = nullptr;
   std::int64_t row_scale_stride = 0, inner_scale_stride = 0, max_groups = 0;

@@ -1,10 +1,10 @@
-// The persistent grouped-GEMM kernel; see cuda_grouped.h for what it does. Template parameters select
-// operand format, widest token group, activation family and whether two CTAs share weights.
+// The persistent grouped-GEMM kernel; see cuda_grouped.h for what it does. Template parameters
+// select operand format, widest token group, activation family and whether two CTAs share weights.
 //
-// Threads: warps 0-7 are two consumer warpgroups (128 weight rows each), warp 8 streams weights with
-// bulk copies and hands out work items, warps 9-11 gather token rows. Shared memory is a ring of
-// stages (32 KiB of weights, up to max_columns token rows, scales) guarded by full/empty barriers,
-// and a small ring of work items.
+// Threads: warps 0-7 are two consumer warpgroups (128 weight rows each), warp 8 streams weights
+// with bulk copies and hands out work items, warps 9-11 gather token rows. Shared memory is a ring
+// of stages (32 KiB of weights, up to max_columns token rows, scales) guarded by full/empty
+// barriers, and a small ring of work items.
 #pragma once
 
 #include <cstdint>
@@ -108,7 +108,8 @@ struct Shared {
   }
 };
 
-// --- Work items -----------------------------------------------------------------------------------
+// --- Work items
+// -----------------------------------------------------------------------------------
 
 // Splits an expert's rows evenly, in multiples of eight, over the fewest groups that fit.
 template <int kMaxColumns, bool kPaired>
@@ -119,7 +120,8 @@ __device__ __forceinline__ Item decode_item(const GroupedParams& p, std::uint32_
   const std::uint32_t bands = static_cast<std::uint32_t>(second ? p.bands2 : p.bands1);
   const GroupRecord record = p.groups[index / bands];
   constexpr int kPerRecord = kMaxColumns * (kPaired ? 2 : 1);
-  const std::uint32_t count = static_cast<std::uint32_t>((record.rows + kPerRecord - 1) / kPerRecord);
+  const std::uint32_t count =
+      static_cast<std::uint32_t>((record.rows + kPerRecord - 1) / kPerRecord);
   // Groups of one band are neighbours in the list, so that later ones find its weights in L2.
   const std::uint32_t local = index - bands * static_cast<std::uint32_t>(record.first_group);
   const std::uint32_t band = local / count;
@@ -137,7 +139,8 @@ __device__ __forceinline__ Item decode_item(const GroupedParams& p, std::uint32_
   return item;
 }
 
-// --- Producers ------------------------------------------------------------------------------------
+// --- Producers
+// ------------------------------------------------------------------------------------
 
 // One thread: takes items, publishes them to the other roles and streams their weights.
 template <class Operand, int kMaxColumns, bool kPaired>
@@ -167,8 +170,7 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
     const int chunks = second ? p.chunks2 : p.chunks1;
     const int bands = second ? p.bands2 : p.bands1;
     const int slabs = min(2, (second ? p.slabs2 : p.slabs1) - 2 * band);
-    const std::int64_t first =
-        (static_cast<std::int64_t>(item.expert) * bands + band) * chunks;
+    const std::int64_t first = (static_cast<std::int64_t>(item.expert) * bands + band) * chunks;
     const std::byte* src = (second ? p.w2 : p.w13) + first * kBandImageBytes;
     const float* scale = (second ? p.w2_scale : p.w13_scale) + first * 4;
     for (int c = 0; c < chunks; ++c) {
@@ -293,7 +295,8 @@ __device__ __forceinline__ void produce_tokens(const GroupedParams& p,
   while (pending > 0) publish();
 }
 
-// --- Consumers ------------------------------------------------------------------------------------
+// --- Consumers
+// ------------------------------------------------------------------------------------
 
 // acc[b] holds rows b * 64 .. of the warpgroup's slab: element 4j + i is row g, column 8j + 2t + i,
 // element 4j + 2 + i row g + 8, with g = lane / 4, t = lane % 4 and 16 rows per warp.
@@ -320,15 +323,17 @@ __device__ __forceinline__ void multiply(const Shared<Operand, kMaxColumns, kPai
   if constexpr (!L::kScaled) {
     for (int c = 0; c < chunks; ++c) {
       ptx::mbarrier_wait(sh.full(ring.slot), ring.parity);
-      const std::uint64_t a =
-          ptx::wgmma_descriptor(sh.weights(ring.slot) + static_cast<std::uint32_t>(group) * kSlabBytes);
+      const std::uint64_t a = ptx::wgmma_descriptor(sh.weights(ring.slot) +
+                                                    static_cast<std::uint32_t>(group) * kSlabBytes);
       const std::uint64_t b = ptx::wgmma_descriptor(sh.tokens(ring.slot));
       ptx::wgmma_fence();
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          Mma::run(acc[m], a + static_cast<std::uint64_t>(m) * kBlockStep + static_cast<std::uint64_t>(k) * ptx::kWgmmaStep,
+          Mma::run(acc[m],
+                   a + static_cast<std::uint64_t>(m) * kBlockStep +
+                       static_cast<std::uint64_t>(k) * ptx::kWgmmaStep,
                    b + static_cast<std::uint64_t>(k) * ptx::kWgmmaStep, 1);
         }
       }
@@ -341,8 +346,8 @@ __device__ __forceinline__ void multiply(const Shared<Operand, kMaxColumns, kPai
     constexpr int kSets = kColumns <= 64 ? 2 : 1;  // accumulators of both blocks, or in turn
     for (int c = 0; c < chunks; ++c) {
       ptx::mbarrier_wait(sh.full(ring.slot), ring.parity);
-      const std::uint64_t a =
-          ptx::wgmma_descriptor(sh.weights(ring.slot) + static_cast<std::uint32_t>(group) * kSlabBytes);
+      const std::uint64_t a = ptx::wgmma_descriptor(sh.weights(ring.slot) +
+                                                    static_cast<std::uint32_t>(group) * kSlabBytes);
       const std::uint64_t b = ptx::wgmma_descriptor(sh.tokens(ring.slot));
       const float* scales = sh.scale_ptr(ring.slot);
       // Two scales per stage: of the row halves (gate and up rows), or of the two slabs.
@@ -350,7 +355,7 @@ __device__ __forceinline__ void multiply(const Shared<Operand, kMaxColumns, kPai
       const float hi = scales[scale_by_row_half ? 1 : group];
       const float2* token_scales = reinterpret_cast<const float2*>(scales + 4) + (lane & 3);
       float part[kSets][kColumns / 2];
-      const auto promote = [&](float (&to)[kColumns / 2], const float (&from)[kColumns / 2]) {
+      const auto promote = [&](float(&to)[kColumns / 2], const float(&from)[kColumns / 2]) {
 #pragma unroll
         for (int j = 0; j < kColumns / 8; ++j) {
           const float2 s = token_scales[j * 4];
@@ -360,10 +365,12 @@ __device__ __forceinline__ void multiply(const Shared<Operand, kMaxColumns, kPai
           to[4 * j + 3] = fmaf(from[4 * j + 3], s.y * hi, to[4 * j + 3]);
         }
       };
-      const auto issue = [&](float (&d)[kColumns / 2], int m) {
+      const auto issue = [&](float(&d)[kColumns / 2], int m) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          Mma::run(d, a + static_cast<std::uint64_t>(m) * kBlockStep + static_cast<std::uint64_t>(k) * ptx::kWgmmaStep,
+          Mma::run(d,
+                   a + static_cast<std::uint64_t>(m) * kBlockStep +
+                       static_cast<std::uint64_t>(k) * ptx::kWgmmaStep,
                    b + static_cast<std::uint64_t>(k) * ptx::kWgmmaStep, k > 0);
         }
         ptx::wgmma_commit();
@@ -409,10 +416,12 @@ __device__ __forceinline__ void consume_item(
       const int column = lane + 32 * i;
       const bool valid = column < item.rows;
       pair[i] = valid ? p.pair_of_row[item.first_row + column] : -1;
-      factor[i] = valid && p.weight_of_row != nullptr ? p.weight_of_row[item.first_row + column] : 1.0F;
+      factor[i] =
+          valid && p.weight_of_row != nullptr ? p.weight_of_row[item.first_row + column] : 1.0F;
     }
     multiply<Operand, kMaxColumns, kPaired, kColumns>(sh, ring, p.chunks2, group, lane, false, acc);
-    store_weighted<kColumns>(p, item.expert, item.band - p.bands1, group, warp & 3, lane, pair, factor, acc);
+    store_weighted<kColumns>(p, item.expert, item.band - p.bands1, group, warp & 3, lane, pair,
+                             factor, acc);
   } else {
     multiply<Operand, kMaxColumns, kPaired, kColumns>(sh, ring, p.chunks1, group, lane,
                                                       kEpilogue != EpilogueKind::kPlain, acc);
@@ -443,21 +452,34 @@ __device__ __forceinline__ void consume(const GroupedParams& p,
     };
     // The fewest columns that hold the group; any choice gives the same bits.
     if constexpr (kMaxColumns <= 32) {
-      if (item.rows <= 8) with(std::integral_constant<int, 8>{});
-      else if (item.rows <= 16) with(std::integral_constant<int, 16>{});
-      else with(std::integral_constant<int, 32>{});
+      if (item.rows <= 8)
+        with(std::integral_constant<int, 8>{});
+      else if (item.rows <= 16)
+        with(std::integral_constant<int, 16>{});
+      else
+        with(std::integral_constant<int, 32>{});
     } else if constexpr (kMaxColumns <= 64) {
-      if (item.rows <= 16) with(std::integral_constant<int, 16>{});
-      else if (item.rows <= 32) with(std::integral_constant<int, 32>{});
-      else if (item.rows <= 48) with(std::integral_constant<int, 48>{});
-      else with(std::integral_constant<int, 64>{});
+      if (item.rows <= 16)
+        with(std::integral_constant<int, 16>{});
+      else if (item.rows <= 32)
+        with(std::integral_constant<int, 32>{});
+      else if (item.rows <= 48)
+        with(std::integral_constant<int, 48>{});
+      else
+        with(std::integral_constant<int, 64>{});
     } else {
-      if (item.rows <= 48) with(std::integral_constant<int, 48>{});
-      else if (item.rows <= 64) with(std::integral_constant<int, 64>{});
-      else if (item.rows <= 80) with(std::integral_constant<int, 80>{});
-      else if (item.rows <= 96) with(std::integral_constant<int, 96>{});
-      else if (item.rows <= 112) with(std::integral_constant<int, 112>{});
-      else with(std::integral_constant<int, 128>{});
+      if (item.rows <= 48)
+        with(std::integral_constant<int, 48>{});
+      else if (item.rows <= 64)
+        with(std::integral_constant<int, 64>{});
+      else if (item.rows <= 80)
+        with(std::integral_constant<int, 80>{});
+      else if (item.rows <= 96)
+        with(std::integral_constant<int, 96>{});
+      else if (item.rows <= 112)
+        with(std::integral_constant<int, 112>{});
+      else
+        with(std::integral_constant<int, 128>{});
     }
   }
 }

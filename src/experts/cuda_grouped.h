@@ -1,12 +1,12 @@
 // The two grouped GEMMs of the experts stage on a Hopper GPU, as one persistent kernel: parameters,
-// sizes and launchers. Host-visible, free of CUDA types. What is computed: ref_experts.h; layouts of
-// the repacked weights: cuda_repack.h; the work list: permute/cuda_align.h.
+// sizes and launchers. Host-visible, free of CUDA types. What is computed: ref_experts.h; layouts
+// of the repacked weights: cuda_repack.h; the work list: permute/cuda_align.h.
 //
-// Both GEMMs have the weights as the M operand of wgmma and the tokens as the N operand. A work item
-// is (expert, band of 256 weight rows, group of at most max_columns tokens of the expert); the kernel
-// takes first all items of GEMM1 and then all of GEMM2 from one counter. An item of GEMM2 waits, in
-// the warps that gather its tokens only, for GEMM1's items of the same group; its weights stream in
-// meanwhile. So one launch keeps memory busy from the first weight to the last.
+// Both GEMMs have the weights as the M operand of wgmma and the tokens as the N operand. A work
+// item is (expert, band of 256 weight rows, group of at most max_columns tokens of the expert); the
+// kernel takes first all items of GEMM1 and then all of GEMM2 from one counter. An item of GEMM2
+// waits, in the warps that gather its tokens only, for GEMM1's items of the same group; its weights
+// stream in meanwhile. So one launch keeps memory busy from the first weight to the last.
 //
 // Determinism: a row's bits depend on that row and the weights only. K is reduced in ascending
 // chunks of 128 bytes by one accumulator chain whatever the group size.
@@ -20,10 +20,10 @@
 namespace moesaic::cuda {
 
 // Geometry shared with the repacking and the work list.
-inline constexpr int kBandRows = 256;                    // weight rows of one item
-inline constexpr int kChunkBytes = 128;                  // K bytes of one pipeline stage
-inline constexpr int kSlabBytes = 128 * kChunkBytes;     // 128 rows of a chunk: one consumer group
-inline constexpr int kBandImageBytes = 2 * kSlabBytes;   // one stage of weights
+inline constexpr int kBandRows = 256;                   // weight rows of one item
+inline constexpr int kChunkBytes = 128;                 // K bytes of one pipeline stage
+inline constexpr int kSlabBytes = 128 * kChunkBytes;    // 128 rows of a chunk: one consumer group
+inline constexpr int kBandImageBytes = 2 * kSlabBytes;  // one stage of weights
 
 enum class GroupedFormat : std::uint8_t { kFp8Block, kBf16 };
 
@@ -54,14 +54,14 @@ struct GroupedParams {
   // Work list.
   const GroupRecord* groups = nullptr;
   const std::int32_t* pair_of_row = nullptr;
-  const float* weight_of_row = nullptr;    // null: factor 1
-  std::uint32_t* next_item = nullptr;      // zero at launch
+  const float* weight_of_row = nullptr;  // null: factor 1
+  std::uint32_t* next_item = nullptr;    // zero at launch
   const std::uint32_t* num_groups = nullptr;
-  std::uint32_t* group_done = nullptr;     // [groups], zero at launch
+  std::uint32_t* group_done = nullptr;  // [groups], zero at launch
   std::int32_t top_k = 1;
   std::int32_t hidden = 0, intermediate = 0;  // elements
   std::int32_t bands1 = 0, bands2 = 0;
-  std::int32_t slabs1 = 0, slabs2 = 0;        // real slabs of 128 rows; the last band may have one
+  std::int32_t slabs1 = 0, slabs2 = 0;  // real slabs of 128 rows; the last band may have one
   std::int32_t chunks1 = 0, chunks2 = 0;
   std::int32_t row_bytes1 = 0, row_bytes2 = 0;  // of one operand row
   bool power_of_two_scales = false;
@@ -82,13 +82,13 @@ constexpr std::int32_t rows_per_record(const GroupedVariant& v) {
   return v.max_columns * (v.paired ? 2 : 1);
 }
 
-// The build for `tokens` tokens of `top_k` experts each out of `experts`: wider groups where experts
-// have more rows. Every choice gives the same bits.
+// The build for `tokens` tokens of `top_k` experts each out of `experts`: wider groups where
+// experts have more rows. Every choice gives the same bits.
 GroupedVariant choose_grouped(GroupedFormat format, EpilogueKind epilogue, std::int64_t tokens,
                               std::int64_t top_k, std::int64_t experts);
 
-// Launches on `stream` (a cudaStream_t) with one CTA per multiprocessor, after the kernels before it
-// (programmatic dependent launch). Returns a cudaError_t value, 0 for success.
+// Launches on `stream` (a cudaStream_t) with one CTA per multiprocessor, after the kernels before
+// it (programmatic dependent launch). Returns a cudaError_t value, 0 for success.
 int launch_grouped(const GroupedVariant& variant, const GroupedParams& params, int num_sms,
                    void* stream);
 // The same, one translation unit per format and epilogue family.

@@ -4,7 +4,7 @@
 namespace moesaic::cuda {
 
 int launch_grouped_bf16_other(const GroupedVariant& v, const GroupedParams& p, int num_sms,
-                             void* stream) {
+                              void* stream) {
   if (v.epilogue == EpilogueKind::kGeneral) {
     return launch_variant<ptx::BF16, 32, EpilogueKind::kGeneral, false>(p, num_sms, stream);
   }

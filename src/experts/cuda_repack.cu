@@ -11,8 +11,8 @@ __global__ void repack_weights(RepackShape shape, const std::byte* __restrict__ 
   const std::int64_t chunks = shape.chunks();
   const std::int64_t pieces = shape.bands() * chunks * 2048;
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
-  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < pieces;
-       i += step) {
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+       i < pieces; i += step) {
     const int piece = static_cast<int>(i & 7);
     const int r = static_cast<int>(i >> 3) & 127;
     const int slab = static_cast<int>(i >> 10) & 1;
@@ -62,7 +62,8 @@ int repack_expert(const RepackShape& shape, const std::byte* weight, const float
   repack_weights<<<1024, 256, 0, s>>>(shape, weight, image);
   if (scale != nullptr) {
     const std::int64_t count = shape.bands() * shape.chunks();
-    repack_scales<<<static_cast<unsigned>((count + 255) / 256), 256, 0, s>>>(shape, scale, image_scale);
+    repack_scales<<<static_cast<unsigned>((count + 255) / 256), 256, 0, s>>>(shape, scale,
+                                                                             image_scale);
   }
   return static_cast<int>(cudaGetLastError());
 }

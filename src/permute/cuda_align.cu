@@ -8,7 +8,8 @@ namespace {
 
 constexpr int kWarps = 32;
 
-__device__ __forceinline__ int local_expert(const AlignParams& p, std::int32_t pair, std::int32_t end) {
+__device__ __forceinline__ int local_expert(const AlignParams& p, std::int32_t pair,
+                                            std::int32_t end) {
   if (pair >= end) return -1;
   std::int32_t id = p.topk_ids[pair];
   if (id < 0 || id >= p.num_experts) return -1;
@@ -51,7 +52,8 @@ struct Slice {
 
 __device__ __forceinline__ Slice count_slices(const AlignParams& p, std::int32_t* counts) {
   const int lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
-  const std::int32_t first = min(static_cast<std::int32_t>(blockIdx.x) * p.pairs_per_block, p.pairs);
+  const std::int32_t first =
+      min(static_cast<std::int32_t>(blockIdx.x) * p.pairs_per_block, p.pairs);
   const std::int32_t pairs = min(p.pairs_per_block, p.pairs - first);
   const std::int32_t length = ((pairs + kWarps - 1) / kWarps + 31) / 32 * 32;
   Slice slice;
@@ -159,7 +161,8 @@ cudaError_t launch(void (*kernel)(AlignParams), const AlignParams& params, int b
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(1024);
   config.dynamicSmemBytes = static_cast<std::size_t>(slices) *
-                            static_cast<std::size_t>(params.num_local_experts) * sizeof(std::int32_t);
+                            static_cast<std::size_t>(params.num_local_experts) *
+                            sizeof(std::int32_t);
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
@@ -173,9 +176,9 @@ int launch_align(const AlignParams& params, void* stream) {
     constexpr int kBytes = kWarps * kMaxAlignedExperts * static_cast<int>(sizeof(std::int32_t));
     const cudaError_t e =
         cudaFuncSetAttribute(align_count, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    return e != cudaSuccess
-               ? e
-               : cudaFuncSetAttribute(align_place, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    return e != cudaSuccess ? e
+                            : cudaFuncSetAttribute(
+                                  align_place, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   }();
   if (prepared != cudaSuccess) return static_cast<int>(prepared);
   AlignParams p = params;

@@ -15,23 +15,23 @@ struct GroupRecord {
 };
 
 struct AlignParams {
-  const std::int32_t* topk_ids = nullptr;     // [pairs]; -1: no expert
-  const float* topk_weights = nullptr;        // [pairs]
-  const std::int32_t* expert_map = nullptr;   // [num_experts] global -> local or -1; null: identity
+  const std::int32_t* topk_ids = nullptr;    // [pairs]; -1: no expert
+  const float* topk_weights = nullptr;       // [pairs]
+  const std::int32_t* expert_map = nullptr;  // [num_experts] global -> local or -1; null: identity
   std::int32_t pairs = 0;
-  std::int32_t num_experts = 0;               // ids outside [0, num_experts) are dropped
-  std::int32_t num_local_experts = 0;         // at most kMaxAlignedExperts
-  std::int32_t rows_per_record = 0;           // tokens of a group (or pair of groups)
+  std::int32_t num_experts = 0;        // ids outside [0, num_experts) are dropped
+  std::int32_t num_local_experts = 0;  // at most kMaxAlignedExperts
+  std::int32_t rows_per_record = 0;    // tokens of a group (or pair of groups)
   std::int32_t max_groups = 0;
-  std::int32_t* pair_of_row = nullptr;        // [pairs] out
-  float* weight_of_row = nullptr;             // [pairs] out
-  std::int32_t* row_of_pair = nullptr;        // [pairs] out; -1: dropped
-  GroupRecord* groups = nullptr;              // [max_groups] out
-  std::uint32_t* group_done = nullptr;        // [max_groups] zeroed
-  std::uint32_t* next_item = nullptr;         // zeroed
-  std::uint32_t* num_groups = nullptr;        // out
-  std::int32_t* block_counts = nullptr;       // scratch, [kMaxAlignBlocks][num_local_experts]
-  std::int32_t pairs_per_block = 0;           // set by launch_align
+  std::int32_t* pair_of_row = nullptr;   // [pairs] out
+  float* weight_of_row = nullptr;        // [pairs] out
+  std::int32_t* row_of_pair = nullptr;   // [pairs] out; -1: dropped
+  GroupRecord* groups = nullptr;         // [max_groups] out
+  std::uint32_t* group_done = nullptr;   // [max_groups] zeroed
+  std::uint32_t* next_item = nullptr;    // zeroed
+  std::uint32_t* num_groups = nullptr;   // out
+  std::int32_t* block_counts = nullptr;  // scratch, [kMaxAlignBlocks][num_local_experts]
+  std::int32_t pairs_per_block = 0;      // set by launch_align
 };
 
 // One block up to here; above, a counting kernel comes first and blocks share the work.

@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(kThreads) combine_topk(const __grid_constant__
     add_row(sum, *reinterpret_cast<const uint4*>(p.shared + token * p.hidden + column));
   }
   if (p.output_f32) {
-    auto* const to = reinterpret_cast<float4*>(static_cast<float*>(p.output) + token * p.hidden + column);
+    auto* const to =
+        reinterpret_cast<float4*>(static_cast<float*>(p.output) + token * p.hidden + column);
     to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
     to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
   } else {

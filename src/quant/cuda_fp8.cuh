@@ -25,7 +25,9 @@ __device__ __forceinline__ float divide(float y, float s, float r) {
 __device__ __forceinline__ float round_bf16(float v) {
   return __uint_as_float(ptx::bf16x2(0.0F, v) & 0xFFFF0000U);
 }
-__device__ __forceinline__ float bf16_low(std::uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float bf16_low(std::uint32_t pair) {
+  return __uint_as_float(pair << 16);
+}
 __device__ __forceinline__ float bf16_high(std::uint32_t pair) {
   return __uint_as_float(pair & 0xFFFF0000U);
 }

@@ -71,7 +71,8 @@ int launch_quant_rows(const QuantRowsParams& params, void* stream) {
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(std::clamp<std::int64_t>((groups + 15) / 16, 1, 132 * 16)));
+  config.gridDim =
+      dim3(static_cast<unsigned>(std::clamp<std::int64_t>((groups + 15) / 16, 1, 132 * 16)));
   config.blockDim = dim3(256);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;

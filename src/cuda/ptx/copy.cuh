@@ -47,7 +47,9 @@ __device__ __forceinline__ void async_load_4(std::uint32_t dst, const void* src,
                "r"(valid ? 4 : 0)
                : "memory");
 }
-__device__ __forceinline__ void async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 template <int Pending>
 __device__ __forceinline__ void async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");

@@ -32,7 +32,10 @@ __device__ __forceinline__ void add_release(std::uint32_t* p, std::uint32_t v) {
 }
 __device__ __forceinline__ std::uint32_t add_acq_rel(std::uint32_t* p, std::uint32_t v) {
   std::uint32_t old = 0;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(p), "r"(v)
+               : "memory");
   return old;
 }
 __device__ __forceinline__ float exp2_approx(float x) {

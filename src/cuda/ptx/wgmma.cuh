@@ -19,7 +19,9 @@ __device__ __forceinline__ std::uint64_t wgmma_descriptor(std::uint32_t shared_a
 inline constexpr std::uint64_t kWgmmaStep = 2;  // 32 bytes of K
 
 // Orders ordinary register writes before the wgmmas that follow.
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }

@@ -1,0 +1,430 @@
+// The GPU experts stage against the CPU reference and the float64 oracle. Everything that needs a
+// device is skipped, visibly, without one.
+#include "experts/cuda_experts.h"
+
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "numerics/float_codec.h"
+#include "support/experts_run.h"
+#include "support/metrics.h"
+#include "support/random.h"
+
+namespace moesaic {
+namespace {
+
+using cuda::CudaExperts;
+using cuda::CudaExpertsArgs;
+using test::Rng;
+using test::StandardCase;
+
+bool has_hopper() {
+  int count = 0, major = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
+    (void)cudaGetLastError();
+    return false;
+  }
+  return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess &&
+         major == 9;
+}
+#define REQUIRE_HOPPER() \
+  if (!has_hopper()) GTEST_SKIP() << "needs a Hopper GPU"
+
+// Poisoned device memory.
+class DeviceBytes {
+ public:
+  explicit DeviceBytes(std::int64_t bytes) : bytes_(static_cast<std::size_t>(bytes)) {
+    EXPECT_EQ(cudaMalloc(&data_, bytes_ + 256), cudaSuccess);
+    EXPECT_EQ(cudaMemset(data_, 0xFF, bytes_ + 256), cudaSuccess);
+  }
+  DeviceBytes(const void* host, std::int64_t bytes) : DeviceBytes(bytes) { upload(host); }
+  DeviceBytes(const DeviceBytes&) = delete;
+  DeviceBytes& operator=(const DeviceBytes&) = delete;
+  ~DeviceBytes() { (void)cudaFree(data_); }
+  void upload(const void* host) {
+    EXPECT_EQ(cudaMemcpy(data_, host, bytes_, cudaMemcpyHostToDevice), cudaSuccess);
+  }
+  void download(void* host) const {
+    EXPECT_EQ(cudaMemcpy(host, data_, bytes_, cudaMemcpyDeviceToHost), cudaSuccess);
+  }
+  template <class T = void>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+
+ private:
+  void* data_ = nullptr;
+  std::size_t bytes_;
+};
+
+// A case on the device. Hidden states must be bf16.
+struct OnDevice {
+  const StandardCase& c;
+  std::int64_t tokens;
+  std::unique_ptr<CudaExperts> experts;
+  DeviceBytes x, ids, weights, map, workspace;
+  std::int64_t workspace_bytes;
+
+  OnDevice(const StandardCase& host, std::unique_ptr<CudaExperts> made)
+      : c(host),
+        tokens(host.hidden_states.shape()[0]),
+        experts(std::move(made)),
+        x(host.hidden_states.data(), host.hidden_states.bytes()),
+        ids(host.routing.ids.data(), host.routing.ids.bytes()),
+        weights(host.routing.weights.data(), host.routing.weights.bytes()),
+        map(host.expert_map.data(), static_cast<std::int64_t>(host.expert_map.size() * 4)),
+        workspace(CudaExperts::workspace_size(host.problem, tokens).value()),
+        workspace_bytes(CudaExperts::workspace_size(host.problem, tokens).value()) {}
+
+  CudaExpertsArgs args(void* output, DType dtype) const {
+    CudaExpertsArgs a;
+    a.tokens = tokens;
+    a.hidden_states = x.as();
+    a.topk_ids = ids.as<std::int32_t>();
+    a.topk_weights = weights.as<float>();
+    a.expert_map = c.expert_map.empty() ? nullptr : map.as<std::int32_t>();
+    a.output = output;
+    a.output_dtype = dtype;
+    a.workspace = workspace.as();
+    a.workspace_bytes = workspace_bytes;
+    return a;
+  }
+  Tensor run(DType dtype = DType::kF32) const {
+    Tensor host = Tensor::uninitialized(dtype, c.hidden_states.shape()).value();
+    const DeviceBytes out(host.bytes());
+    const Status status = experts->enqueue(nullptr, args(out.as(), dtype));
+    EXPECT_TRUE(status.ok()) << status.to_string();
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    out.download(host.data());
+    return host;
+  }
+};
+
+std::unique_ptr<CudaExperts> create(const StandardCase& c) {
+  const auto source = make_stacked_source(c.weights.view());
+  auto made = CudaExperts::create(c.problem, *source, 0);
+  EXPECT_TRUE(made.ok()) << made.status().to_string();
+  return std::move(made).value();
+}
+Tensor run_cuda(const StandardCase& c, DType dtype = DType::kF32) {
+  return OnDevice(c, create(c)).run(dtype);
+}
+
+MoeProblem problem_of(std::string_view quant, std::string_view activation, std::int64_t hidden,
+                      std::int64_t intermediate, std::int64_t experts, std::int64_t top_k) {
+  MoeProblem p = test::small_problem(quant);
+  p.num_experts = p.num_local_experts = experts;
+  p.top_k = top_k;
+  p.hidden_size = hidden;
+  p.intermediate_size = intermediate;
+  ActivationParams params;
+  if (activation == "situ") params.beta = 4.0F;
+  p.activation = make_activation(activation, params).value();
+  return p;
+}
+
+// --- Exact
+// -----------------------------------------------------------------------------------------
+
+void store(Tensor& t, std::int64_t i, float v) {
+  switch (t.dtype()) {
+    case DType::kF32:
+      t.as<float>()[i] = v;
+      return;
+    case DType::kF8E4M3:
+      t.as<std::uint8_t>()[i] = e4m3_from_f32(v);
+      return;
+    default:
+      t.as<std::uint16_t>()[i] = bf16_from_f32(v);
+  }
+}
+
+// Each row of [rows, columns] gets `count` units at random places, the rest zero.
+void fill_sparse(Rng& rng, Tensor& t, std::int64_t columns, int count) {
+  const std::int64_t rows = t.shape().num_elements().value() / columns;
+  std::memset(t.data(), 0, static_cast<std::size_t>(t.bytes()));
+  for (std::int64_t r = 0; r < rows; ++r) {
+    for (int i = 0; i < count; ++i) {
+      store(t, r * columns + rng.integer(0, columns - 1), rng.integer(0, 1) == 0 ? 1.0F : -1.0F);
+    }
+  }
+}
+
+// Pre-activations are small integers (gates: 64 more, where silu(g) == g in fp32), every row of w2
+// has one unit and router weights are powers of two: no sum or product rounds, so an expert's row
+// is what one rounding to bf16 leaves of it.
+StandardCase exact_case(std::string_view quant, std::string_view activation, std::int64_t hidden,
+                        std::int64_t intermediate, std::int64_t tokens, std::int64_t top_k) {
+  MoeProblem p = problem_of(quant, activation, hidden, intermediate, 6, top_k);
+  p.has_expert_bias = true;
+  StandardCase c = test::make_case(11, p, tokens, DType::kBF16, top_k > 1 ? 0.1 : 0.0);
+  Rng rng(12);
+  fill_sparse(rng, c.weights.w13, hidden, 5);
+  fill_sparse(rng, c.weights.w2, intermediate, 1);
+  const bool gated = is_gated(p.activation.kind);
+  const std::int64_t rows = gated ? 2 * intermediate : intermediate;
+  for (std::int64_t i = 0; i < 6 * rows; ++i) {
+    const bool gate = gated && i % rows < intermediate;
+    c.weights.w13_bias.as<float>()[i] = gate ? 64.0F : static_cast<float>(rng.integer(-2, 2));
+  }
+  std::memset(c.weights.w2_bias.data(), 0, static_cast<std::size_t>(c.weights.w2_bias.bytes()));
+  for (Tensor* scale : {&c.weights.w13_scale, &c.weights.w2_scale}) {
+    if (!scale->present()) continue;
+    for (std::int64_t i = 0; i < scale->bytes() / 4; ++i) {
+      scale->as<float>()[i] = static_cast<float>(1 + (i + i / 3) % 2);
+    }
+  }
+  for (std::int64_t i = 0; i < tokens * hidden; ++i) {
+    // A 448 in each group makes the activation scale 1.
+    const bool top = p.quant.weight.dtype == DType::kF8E4M3 && i % 128 == 5;
+    store(c.hidden_states, i, top ? 448.0F : static_cast<float>(rng.integer(-1, 1)));
+  }
+  for (std::int64_t i = 0; i < c.routing.weights.bytes() / 4; ++i) {
+    c.routing.weights.as<float>()[i] = std::ldexp(1.0F, static_cast<int>(rng.integer(-2, 0)));
+  }
+  return c;
+}
+
+// One expert per token: the device's row is the reference's, rounded to bf16.
+TEST(CudaExpertsExact, OneExpertEqualsReferenceByBits) {
+  REQUIRE_HOPPER();
+  for (const char* quant : {"bf16", "fp8-block"}) {
+    for (const char* activation : {"silu", "relu2_no_mul"}) {
+      for (const std::int64_t tokens : {1, 37, 260, 700}) {
+        SCOPED_TRACE(testing::Message() << quant << ' ' << activation << ' ' << tokens);
+        const StandardCase c = exact_case(quant, activation, 512, 384, tokens, 1);
+        const Tensor want = run_standard(*test::make_backend("cpu_reference", c), c);
+        const Tensor got = run_cuda(c);
+        std::int64_t wrong = 0, live = 0;
+        for (std::int64_t i = 0; i < tokens * 512; ++i) {
+          const float rounded = f32_from_bf16(bf16_from_f32(want.as<float>()[i]));
+          wrong += got.as<float>()[i] == rounded ? 0 : 1;
+          live += rounded == 0.0F ? 0 : 1;
+        }
+        EXPECT_EQ(wrong, 0);
+        EXPECT_GT(live, tokens * 512 / 4);
+      }
+    }
+  }
+}
+
+// Several experts per token, bf16: rows are exact in bf16, so the whole layer is.
+TEST(CudaExpertsExact, SeveralExpertsEqualReferenceByBits) {
+  REQUIRE_HOPPER();
+  for (const std::int64_t tokens : {1, 9, 150}) {
+    StandardCase c = exact_case("bf16", "relu2_no_mul", 272, 88, tokens, 3);
+    c.expert_map = {0, 1, -1, 3, 4, 5};
+    const Tensor want = run_standard(*test::make_backend("cpu_reference", c), c);
+    std::string why;
+    EXPECT_TRUE(test::same_bits(run_cuda(c).view(), want.view(), &why)) << tokens << ": " << why;
+  }
+}
+
+// --- Bounds
+// ----------------------------------------------------------------------------------------
+
+double worst_error(const StandardCase& c) {
+  const auto want = c.oracle(true);
+  return test::compare(test::to_doubles(run_cuda(c).view()), want).rel_l2;
+}
+
+// Against float64 sums over the same rounded operands. bf16: each expert's row is rounded once more
+// (2^-9 per element at most). fp8: a sum that lands on the other side of a rounding boundary moves
+// an element of the intermediate by one code, 2^-4 of it at most, rarely.
+TEST(CudaExpertsBound, EveryActivation) {
+  REQUIRE_HOPPER();
+  for (const char* quant : {"bf16", "fp8-block"}) {
+    for (const char* activation :
+         {"silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep", "situ", "silu_no_mul",
+          "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul"}) {
+      SCOPED_TRACE(testing::Message() << quant << ' ' << activation);
+      MoeProblem p = problem_of(quant, activation, 384, 256, 6, 2);
+      p.has_expert_bias = true;
+      const StandardCase c = test::make_case(21, p, 50, DType::kBF16);
+      EXPECT_LT(worst_error(c), std::string_view(quant) == "bf16" ? 0x1p-8 : 0x1p-6);
+    }
+  }
+}
+
+TEST(CudaExpertsBound, ShapesAndTokens) {
+  REQUIRE_HOPPER();
+  struct Sizes {
+    std::int64_t hidden, intermediate;
+  };
+  for (const char* quant : {"bf16", "fp8-block"}) {
+    const bool fp8 = std::string_view(quant) == "fp8-block";
+    for (const Sizes s : fp8 ? std::vector<Sizes>{{128, 128}, {384, 640}, {1024, 256}}
+                             : std::vector<Sizes>{{8, 8}, {72, 200}, {136, 328}, {1024, 256}}) {
+      for (const std::int64_t tokens : {1, 7, 64, 129, 500}) {
+        SCOPED_TRACE(testing::Message()
+                     << quant << ' ' << s.hidden << 'x' << s.intermediate << ' ' << tokens);
+        MoeProblem p = problem_of(quant, "silu", s.hidden, s.intermediate, 6, 2);
+        const StandardCase c = test::make_case(31, p, tokens, DType::kBF16, 0.1);
+        EXPECT_LT(worst_error(c), fp8 ? 0x1p-6 : 0x1p-8);
+      }
+    }
+  }
+}
+
+TEST(CudaExpertsBound, RouterWeightOnInputAndPowerOfTwoScales) {
+  REQUIRE_HOPPER();
+  for (const char* quant : {"bf16", "fp8-block"}) {
+    for (const bool on_input : {false, true}) {
+      MoeProblem p = problem_of(quant, "silu", 256, 256, 6, 1);
+      p.apply_router_weight_on_input = on_input;
+      if (std::string_view(quant) == "fp8-block") {
+        p.quant.activation.scale_format = ScaleFormat::kE8M0;
+      }
+      const StandardCase c = test::make_case(41, p, 40, DType::kBF16);
+      EXPECT_LT(worst_error(c), 0x1p-6) << quant << ' ' << on_input;
+    }
+  }
+}
+
+// --- Metamorphic
+// -----------------------------------------------------------------------------------
+
+TEST(CudaExperts, TokenAloneEqualsTokenInBatchByBits) {
+  REQUIRE_HOPPER();
+  for (const char* quant : {"bf16", "fp8-block"}) {
+    for (const std::int64_t tokens : {5, 60, 200, 900}) {
+      const MoeProblem p = problem_of(quant, "silu", 384, 384, 6, 2);
+      const StandardCase c = test::make_case(51, p, tokens, DType::kBF16);
+      const Tensor batch = run_cuda(c);
+      for (const std::int64_t t : {std::int64_t{0}, tokens / 2, tokens - 1}) {
+        StandardCase one = test::make_case(51, p, 1, DType::kBF16);
+        std::memcpy(one.hidden_states.data(), c.hidden_states.data() + t * 384 * 2, 384 * 2);
+        std::memcpy(one.routing.ids.data(), c.routing.ids.data() + t * 8, 8);
+        std::memcpy(one.routing.weights.data(), c.routing.weights.data() + t * 8, 8);
+        const Tensor alone = run_cuda(one);
+        EXPECT_EQ(std::memcmp(alone.data(), batch.data() + t * 384 * 4, 384 * 4), 0)
+            << quant << " token " << t << " of " << tokens;
+      }
+    }
+  }
+}
+
+TEST(CudaExperts, GraphReplaysWithOtherRoutingAndTokensWithoutExperts) {
+  REQUIRE_HOPPER();
+  const MoeProblem p = problem_of("fp8-block", "silu", 256, 256, 6, 2);
+  StandardCase c = test::make_case(61, p, 48, DType::kBF16);
+  OnDevice d(c, create(c));
+  const DeviceBytes out(48 * 256 * 4);
+  cudaStream_t stream = nullptr;
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t exec = nullptr;
+  ASSERT_EQ(cudaStreamCreate(&stream), cudaSuccess);
+  // The first launch outside a capture may load the module.
+  ASSERT_TRUE(d.experts->enqueue(stream, d.args(out.as(), DType::kF32)).ok());
+  ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  ASSERT_TRUE(d.experts->enqueue(stream, d.args(out.as(), DType::kF32)).ok());
+  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    c.routing = test::random_routing(seed, 48, 6, 2, seed % 3 == 0 ? 0.5 : 0.0);
+    if (seed == 7)
+      std::memset(c.routing.ids.data(), 0xFF, static_cast<std::size_t>(c.routing.ids.bytes()));
+    d.ids.upload(c.routing.ids.data());
+    d.weights.upload(c.routing.weights.data());
+    ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+    ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+    std::vector<float> got(48 * 256);
+    out.download(got.data());
+    const Tensor want = run_cuda(c);
+    EXPECT_EQ(std::memcmp(got.data(), want.data(), got.size() * 4), 0) << seed;
+    if (seed == 7) {
+      EXPECT_EQ(got, std::vector<float>(48 * 256, 0.0F));
+    }
+  }
+  (void)cudaGraphExecDestroy(exec);
+  (void)cudaGraphDestroy(graph);
+  (void)cudaStreamDestroy(stream);
+}
+
+TEST(CudaExperts, SharedRowsAreAddedOnce) {
+  REQUIRE_HOPPER();
+  const MoeProblem p = problem_of("bf16", "silu", 64, 64, 6, 2);
+  const StandardCase c = test::make_case(71, p, 5, DType::kBF16, 1.0);
+  const OnDevice d(c, create(c));
+  const DeviceBytes out(5 * 64 * 2);
+  CudaExpertsArgs a = d.args(out.as(), DType::kBF16);
+  a.shared_rows = d.x.as();
+  ASSERT_TRUE(d.experts->enqueue(nullptr, a).ok());
+  std::vector<std::uint16_t> got(5 * 64);
+  out.download(got.data());
+  EXPECT_EQ(std::memcmp(got.data(), c.hidden_states.data(), got.size() * 2), 0);
+}
+
+// --- Refusals
+// --------------------------------------------------------------------------------------
+
+TEST(CudaExpertsRefusals, ProblemsOutsideTheBackend) {
+  const auto text = [](const MoeProblem& p) { return CudaExperts::can_implement(p).to_string(); };
+  EXPECT_NE(text(test::small_problem("f32")).find("unsupported: scheme: got f32"),
+            std::string::npos);
+  MoeProblem p = problem_of("bf16", "silu", 100, 64, 6, 2);
+  EXPECT_NE(text(p).find("hidden_size: got 100, need a multiple of 8"), std::string::npos);
+  p = problem_of("bf16", "silu", 64, 64, 2048, 2);
+  EXPECT_NE(text(p).find("num_local_experts: got 2048, need at most 1024"), std::string::npos);
+  p = problem_of("bf16", "silu", 64, 64, 6, 2);
+  p.format = ActivationFormat::kBatched;
+  EXPECT_NE(text(p).find("format: got batched"), std::string::npos);
+  EXPECT_EQ(
+      CudaExperts::workspace_size(problem_of("bf16", "silu", 64, 64, 6, 2), -1).status().code(),
+      StatusCode::kInvalidArgument);
+}
+
+TEST(CudaExpertsRefusals, WorkspaceOfTheLargestLayerFits) {
+  MoeProblem p = problem_of("fp8-block", "silu", 7168, 2048, 256, 8);
+  p.max_tokens = 8192;
+  const std::int64_t bytes = CudaExperts::workspace_size(p, 8192).value();
+  EXPECT_LT(bytes, 1'200'000'000);
+  EXPECT_GT(bytes, 65536LL * 7168 * 2);
+  EXPECT_LE(CudaExperts::workspace_size(p, 8191).value(), bytes);
+}
+
+TEST(CudaExpertsRefusals, WithoutASuitableDevice) {
+  if (has_hopper()) GTEST_SKIP() << "there is one";
+  const StandardCase c =
+      test::make_case(1, problem_of("bf16", "silu", 64, 64, 6, 2), 1, DType::kBF16);
+  const auto source = make_stacked_source(c.weights.view());
+  EXPECT_EQ(CudaExperts::create(c.problem, *source, 0).status().code(), StatusCode::kDevice);
+}
+
+TEST(CudaExpertsRefusals, Arguments) {
+  REQUIRE_HOPPER();
+  const StandardCase c =
+      test::make_case(81, problem_of("bf16", "silu", 64, 64, 6, 2), 8, DType::kBF16);
+  const OnDevice d(c, create(c));
+  const DeviceBytes out(8 * 64 * 4);
+  const auto refused = [&](auto change, StatusCode code, const char* words) {
+    CudaExpertsArgs a = d.args(out.as(), DType::kF32);
+    change(a);
+    const Status status = d.experts->enqueue(nullptr, a);
+    EXPECT_EQ(status.code(), code) << status.to_string();
+    EXPECT_NE(status.message().find(words), std::string::npos) << status.to_string();
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  };
+  refused([](auto& a) { a.tokens = 9; }, StatusCode::kLimitExceeded,
+          "tokens: got 9, planned for 0 .. 8");
+  refused([](auto& a) { a.tokens = -1; }, StatusCode::kInvalidArgument, "tokens: got -1");
+  refused([](auto& a) { a.output_dtype = DType::kF16; }, StatusCode::kInvalidDType, "output");
+  refused([](auto& a) { a.output = nullptr; }, StatusCode::kInvalidArgument, "output: got null");
+  refused([](auto& a) { a.hidden_states = static_cast<const char*>(a.hidden_states) + 2; },
+          StatusCode::kInvalidLayout, "hidden_states");
+  refused([](auto& a) { a.workspace_bytes -= 1; }, StatusCode::kWorkspaceTooSmall, "workspace");
+  refused([](auto& a) { a.workspace = static_cast<char*>(a.workspace) + 64; },
+          StatusCode::kInvalidLayout, "workspace");
+  CudaExpertsArgs none;
+  EXPECT_TRUE(d.experts->enqueue(nullptr, none).ok()) << "no tokens: nothing to do";
+  std::unique_ptr<ExpertSource> source = make_stacked_source(c.weights.view());
+  EXPECT_EQ(CudaExperts::create(c.problem, *source, 1000).status().code(), StatusCode::kDevice);
+}
+
+}  // namespace
+}  // namespace moesaic

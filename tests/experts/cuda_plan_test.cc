@@ -1,0 +1,74 @@
+// What the GPU backend decides on the host: builds, sizes, work list bounds. Needs neither CUDA nor
+// a device.
+#include <gtest/gtest.h>
+
+#include "experts/cuda_experts_plan.h"
+#include "support/experts_run.h"
+
+namespace moesaic::cuda {
+namespace {
+
+TEST(CudaPlan, GroupsGrowWithRowsPerExpert) {
+  const auto columns = [](std::int64_t tokens) {
+    return choose_grouped(GroupedFormat::kFp8Block, EpilogueKind::kSwiglu, tokens, 8, 256)
+        .max_columns;
+  };
+  EXPECT_EQ(columns(1), 32);
+  EXPECT_EQ(columns(256), 32);
+  EXPECT_EQ(columns(512), 64);
+  EXPECT_EQ(columns(1024), 64);
+  EXPECT_EQ(columns(2048), 128);
+  EXPECT_EQ(columns(8192), 128);
+  EXPECT_EQ(choose_grouped(GroupedFormat::kBf16, EpilogueKind::kPlain, 8192, 8, 8).max_columns, 32);
+}
+
+TEST(CudaPlan, RepackedShapes) {
+  // DeepSeek-V3: 16 bands of 128 channels, 56 chunks; 28 bands, 16 chunks.
+  const RepackShape w13{4096, 7168, 1, true}, w2{7168, 2048, 1, false};
+  EXPECT_EQ(w13.bands(), 16);
+  EXPECT_EQ(w13.chunks(), 56);
+  EXPECT_EQ(w13.image_bytes(), 4096 * 7168);
+  EXPECT_EQ(w2.bands(), 28);
+  EXPECT_EQ(w2.image_bytes(), 7168 * 2048);
+  // Ragged: 90 channels are two slabs of 64; 272 rows three slabs of 128; 200 bytes two chunks.
+  const RepackShape gated{180, 100, 2, true}, plain{272, 100, 2, false};
+  EXPECT_EQ(gated.slabs(), 2);
+  EXPECT_EQ(gated.bands(), 1);
+  EXPECT_EQ(gated.chunks(), 2);
+  EXPECT_EQ(plain.slabs(), 3);
+  EXPECT_EQ(plain.bands(), 2);
+}
+
+// Any split of pairs over experts needs at most this many records.
+TEST(CudaPlan, RecordBoundHoldsForTheWorstSplits) {
+  for (const std::int64_t rows : {32, 64, 256}) {
+    for (const std::int64_t pairs : {0, 1, 7, 31, 32, 33, 1000}) {
+      for (const std::int64_t experts : {1, 6, 64}) {
+        // One row each for all but one expert, the rest for that one.
+        const std::int64_t ones = pairs < experts - 1 ? pairs : experts - 1;
+        const std::int64_t groups = ones + (pairs - ones + rows - 1) / rows;
+        EXPECT_LE(groups, max_group_records(pairs, experts, rows)) << pairs << ' ' << experts;
+        // As many experts as possible with rows + 1 rows.
+        const std::int64_t twos = pairs / (rows + 1) < experts ? pairs / (rows + 1) : experts;
+        EXPECT_LE(2 * twos, max_group_records(pairs, experts, rows));
+      }
+    }
+  }
+}
+
+TEST(CudaPlan, WorkspaceIsMonotone) {
+  MoeProblem p = test::small_problem("fp8-block");
+  p.max_tokens = 4096;
+  const ExpertsPlan plan = make_experts_plan(p);
+  std::int64_t last = 0;
+  for (std::int64_t tokens = 0; tokens < 300; ++tokens) {
+    Arena arena = Arena::measure();
+    ExpertsWorkspace::carve(p, plan, tokens, arena);
+    ASSERT_TRUE(arena.status().ok());
+    EXPECT_GE(arena.used(), last);
+    last = arena.used();
+  }
+}
+
+}  // namespace
+}  // namespace moesaic::cuda
