@@ -53,6 +53,9 @@ struct RoutingSpec {
 struct SharedExpertSpec {
   std::int64_t intermediate_size = 0;
   bool gated_output = false;  // multiply by sigmoid(x . shared_expert_gate)
+  // The checkpoint keeps it outside the block whose name is MoeLayerSpec::prefix, so that the
+  // block's own output (what a golden file records) is without it.
+  bool beside_block = false;
 };
 
 struct MoeLayerSpec {

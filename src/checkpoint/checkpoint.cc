@@ -50,6 +50,8 @@ QuantScheme stored_scheme(StoredFormat format, DType dtype, bool ue8m0) {
 Status load_shared(const BoundLayer& layer, bool ue8m0, MoeLayerTensors* tensors) {
   const LayerSource& source = layer.source;
   MlpSlice slice;
+  slice.storage = source.family->shared_layout.storage;
+  slice.gated = !source.family->shared_layout.gate.empty();
   slice.format = source.shared_format;
   slice.dtype = source.shared_dtype;
   slice.hidden = source.spec.hidden_size;
@@ -94,7 +96,8 @@ Result<MoeLayerTensors> load_tensors(const BoundLayer& layer, bool ue8m0) {
   if (layer.correction_bias) {
     MOESAIC_ASSIGN_OR_RETURN(
         tensors.e_score_correction_bias,
-        read_widened(*layer.correction_bias, layer.correction_bias->info->shape));
+        read_widened(*layer.correction_bias,
+                     {layer.source.spec.num_experts + layer.source.spec.routing.num_zero_experts}));
   }
   if (layer.source.spec.shared.intermediate_size > 0) {
     MOESAIC_RETURN_IF_ERROR(load_shared(layer, ue8m0, &tensors));

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <nlohmann/json.hpp>
 
@@ -105,6 +106,93 @@ Result<std::vector<bool>> first_dense_layers(const ConfigFields& fields, const F
   return is_moe;
 }
 
+Result<std::vector<bool>> periodic_layers(const ConfigFields& fields, std::int64_t num_layers) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto period,
+                           fields.integer("expert_layer_period", {1, kMaxLayers}));
+  MOESAIC_ASSIGN_OR_RETURN(const auto offset,
+                           fields.integer("expert_layer_offset", {0, kMaxLayers}));
+  std::vector<bool> is_moe(static_cast<std::size_t>(num_layers));
+  for (std::int64_t i = 0; i < num_layers; ++i) {
+    const std::int64_t since = i - offset.value_or(1);
+    is_moe[static_cast<std::size_t>(i)] = since % period.value_or(2) == 0;
+  }
+  return is_moe;
+}
+
+Result<std::vector<bool>> interleaved_layers(const ConfigFields& fields, std::int64_t num_layers) {
+  MOESAIC_ASSIGN_OR_RETURN(
+      const auto listed,
+      fields.integers("moe_layers", {0, num_layers - 1}, static_cast<std::size_t>(kMaxLayers)));
+  std::vector<bool> is_moe(static_cast<std::size_t>(num_layers));
+  if (listed) {
+    for (const std::int64_t i : *listed) is_moe[static_cast<std::size_t>(i)] = true;
+    return is_moe;
+  }
+  MOESAIC_ASSIGN_OR_RETURN(const auto step,
+                           fields.integer("interleave_moe_layer_step", {1, kMaxLayers}));
+  for (std::int64_t i = 0; i < num_layers; ++i) {
+    is_moe[static_cast<std::size_t>(i)] = (i + 1) % step.value_or(1) == 0;
+  }
+  return is_moe;
+}
+
+Result<std::vector<bool>> interval_layers(const ConfigFields& fields, std::int64_t num_layers) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto start,
+                           fields.integer("moe_layer_start_index", {0, kMaxLayers}));
+  MOESAIC_ASSIGN_OR_RETURN(const auto stated_end,
+                           fields.integer("moe_layer_end_index", {-1, kMaxLayers}));
+  MOESAIC_ASSIGN_OR_RETURN(const auto interval,
+                           fields.integer("moe_layer_interval", {1, kMaxLayers}));
+  const std::int64_t end = stated_end.value_or(-1) == -1 ? num_layers - 1 : *stated_end;
+  std::vector<bool> is_moe(static_cast<std::size_t>(num_layers));
+  for (std::int64_t i = start.value_or(1); i <= std::min(end, num_layers - 1); ++i) {
+    is_moe[static_cast<std::size_t>(i)] = (i + 1) % interval.value_or(1) == 0;
+  }
+  return is_moe;
+}
+
+// "4,5,6": numbers and commas, nothing else.
+Result<std::vector<bool>> enumerated_layers(const ConfigFields& fields, std::int64_t num_layers) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto text, fields.string("moe_layers_enum"));
+  std::vector<bool> is_moe(static_cast<std::size_t>(num_layers), !text);
+  if (!text) {
+    is_moe[0] = false;
+    return is_moe;
+  }
+  std::size_t at = 0;
+  while (at < text->size()) {
+    const std::size_t comma = std::min(text->find(',', at), text->size());
+    std::int64_t layer = -1;
+    const char* const end = text->data() + comma;
+    const auto [stop, error] = std::from_chars(text->data() + at, end, layer);
+    if (error != std::errc() || stop != end || layer < 0 || layer >= num_layers) {
+      return Status(
+          fields.bad_value("moe_layers_enum", quote_name(*text),
+                           fmt::format("numbers from 0 to {} between commas", num_layers - 1)));
+    }
+    is_moe[static_cast<std::size_t>(layer)] = true;
+    at = comma + 1;
+  }
+  return is_moe;
+}
+
+Result<std::vector<bool>> pattern_layers(const ConfigFields& fields, std::int64_t num_layers) {
+  std::vector<bool> is_moe(static_cast<std::size_t>(num_layers));
+  MOESAIC_ASSIGN_OR_RETURN(
+      const auto types, fields.strings("layers_block_type", static_cast<std::size_t>(kMaxLayers)));
+  MOESAIC_ASSIGN_OR_RETURN(const auto pattern, fields.string("hybrid_override_pattern"));
+  const std::string_view field = types ? "layers_block_type" : "hybrid_override_pattern";
+  const std::size_t count = types ? types->size() : pattern ? pattern->size() : 0;
+  if (count != is_moe.size()) {
+    return Status(fields.bad_value(field, fmt::format("{} entries", count),
+                                   fmt::format("{} (one per layer)", num_layers)));
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    is_moe[i] = types ? (*types)[i] == "moe" : (*pattern)[i] == 'E';
+  }
+  return is_moe;
+}
+
 Result<std::vector<bool>> moe_layers(const ConfigFields& fields, const Family& family,
                                      std::int64_t num_layers) {
   MOESAIC_ASSIGN_OR_RETURN(auto listed, listed_layers(fields, num_layers));
@@ -114,6 +202,16 @@ Result<std::vector<bool>> moe_layers(const ConfigFields& fields, const Family& f
       return sparse_step_layers(fields, num_layers);
     case LayerRule::kFirstDense:
       return first_dense_layers(fields, family, num_layers);
+    case LayerRule::kPeriod:
+      return periodic_layers(fields, num_layers);
+    case LayerRule::kInterleave:
+      return interleaved_layers(fields, num_layers);
+    case LayerRule::kInterval:
+      return interval_layers(fields, num_layers);
+    case LayerRule::kEnumerated:
+      return enumerated_layers(fields, num_layers);
+    case LayerRule::kPattern:
+      return pattern_layers(fields, num_layers);
     case LayerRule::kEvery:
       break;
   }
@@ -148,8 +246,30 @@ Result<std::optional<DType>> stated_dtype(const ConfigFields& fields) {
   return result;
 }
 
-Result<ActivationKind> hidden_activation(const ConfigFields& fields) {
-  MOESAIC_ASSIGN_OR_RETURN(const auto name, fields.string("hidden_act"));
+// DBRX says {"name": "silu"} where others say "silu".
+Result<std::optional<std::string>> activation_field(const ConfigFields& fields,
+                                                    const Family& family) {
+  if (family.moe_object.empty()) return fields.string(family.activation_field);
+  MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* nested, fields.object(family.activation_field));
+  if (nested == nullptr) return std::optional<std::string>();
+  return ConfigFields(*nested, fmt::format("{}: {}", fields.where(), family.activation_field))
+      .string("name");
+}
+
+// Models whose experts have no gate: the names are pointwise functions.
+Result<ActivationKind> plain_activation(const ConfigFields& fields, const Family& family) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto name, activation_field(fields, family));
+  if (!name || *name == "relu2") return ActivationKind::kRelu2NoMul;
+  if (*name == "silu") return ActivationKind::kSiluNoMul;
+  if (*name == "gelu") return ActivationKind::kGeluNoMul;
+  return Status(StatusCode::kUnsupported,
+                fmt::format("{}: {}: got {}, need relu2, silu or gelu", fields.where(),
+                            family.activation_field, quote_name(*name)));
+}
+
+Result<ActivationKind> hidden_activation(const ConfigFields& fields, const Family& family) {
+  if (!is_gated(family.activation.kind)) return plain_activation(fields, family);
+  MOESAIC_ASSIGN_OR_RETURN(const auto name, activation_field(fields, family));
   if (!name || *name == "silu" || *name == "swish") return ActivationKind::kSilu;
   if (*name == "gelu_new")
     return ActivationKind::kGeluTanh;  // transformers' name for the tanh form
@@ -157,14 +277,14 @@ Result<ActivationKind> hidden_activation(const ConfigFields& fields) {
   // A plain pointwise name would change the shape of w13; no family here is stored that way.
   if (kind.ok() && is_gated(*kind) && *kind != ActivationKind::kSitu) return *kind;
   return Status(StatusCode::kUnsupported,
-                fmt::format("{}: hidden_act: got {}, need silu, gelu or gelu_pytorch_tanh",
-                            fields.where(), quote_name(*name)));
+                fmt::format("{}: {}: got {}, need silu, gelu or gelu_pytorch_tanh", fields.where(),
+                            family.activation_field, quote_name(*name)));
 }
 
 Result<ActivationSpec> read_activation(const ConfigFields& fields, const Family& family) {
   ActivationSpec activation = family.activation;
   if (family.reads_hidden_act) {
-    MOESAIC_ASSIGN_OR_RETURN(activation.kind, hidden_activation(fields));
+    MOESAIC_ASSIGN_OR_RETURN(activation.kind, hidden_activation(fields, family));
     if (activation.kind == ActivationKind::kSwigluOai ||
         activation.kind == ActivationKind::kSwigluStep) {
       return Status(StatusCode::kUnsupported,
@@ -192,38 +312,56 @@ Result<ActivationSpec> read_activation(const ConfigFields& fields, const Family&
 Result<SharedExpertSpec> read_shared(const ConfigFields& fields, const Family& family,
                                      std::int64_t expert_width) {
   SharedExpertSpec shared;
-  if (family.shared == SharedRule::kOwnWidth) {
-    constexpr std::array<std::string_view, 1> kName = {"shared_expert_intermediate_size"};
-    MOESAIC_ASSIGN_OR_RETURN(shared.intermediate_size, fields.required_integer(kName, kWidthRange));
-    shared.gated_output = !family.shared_gate.empty();
-  } else if (family.shared == SharedRule::kCount) {
+  if (family.shared == SharedRule::kNone) return shared;
+  std::int64_t count = 1;
+  if (!family.shared_count_field.empty()) {
     // null says "none"; a missing field says "the family's default".
     const std::int64_t unsaid =
-        fields.is_null("n_shared_experts") ? 0 : family.default_shared_count;
-    MOESAIC_ASSIGN_OR_RETURN(const auto count, fields.integer("n_shared_experts", {0, 1024}));
-    shared.intermediate_size = count.value_or(unsaid) * expert_width;
+        fields.is_null(family.shared_count_field) ? 0 : family.default_shared_count;
+    MOESAIC_ASSIGN_OR_RETURN(const auto stated,
+                             fields.integer(family.shared_count_field, {0, 1024}));
+    count = stated.value_or(unsaid);
   }
+  std::int64_t width = expert_width;
+  if (family.shared == SharedRule::kOwnWidth && count > 0) {
+    MOESAIC_ASSIGN_OR_RETURN(
+        width, fields.required_integer(std::span(&family.shared_width_field, 1), kWidthRange));
+  }
+  shared.intermediate_size = count * width;
+  shared.beside_block = shared.intermediate_size > 0 && family.shared_beside_block;
+  shared.gated_output = shared.intermediate_size > 0 && !family.shared_gate.empty();
   return shared;
 }
 
-// The layer that all MoE layers of the model share, but for its number.
-Result<MoeLayerSpec> read_layer(const ConfigFields& fields, ModelConfig* config) {
+// The first of the family's names for I that the file has: Hunyuan's second name is also that of
+// the dense layers. Families with one name refuse contradictions as for every alias.
+Result<std::int64_t> read_width(const ConfigFields& fields, const Family& family) {
+  for (const std::string_view& name : family.width_fields.list()) {
+    MOESAIC_ASSIGN_OR_RETURN(const auto width, fields.integer(name, kWidthRange));
+    if (width) return *width;
+  }
+  return fields.required_integer(family.width_fields.list(), kWidthRange);  // says what is missing
+}
+
+// One MoE layer; `fields` are the model's, or, in families that nest them, `moe` the experts'.
+Result<MoeLayerSpec> read_layer(const ConfigFields& fields, const ConfigFields& moe,
+                                ModelConfig* config) {
   const Family& family = *config->family;
   MoeLayerSpec spec;
   spec.model_type = config->model_type;
-  constexpr std::array<std::string_view, 1> kHidden = {"hidden_size"};
-  MOESAIC_ASSIGN_OR_RETURN(spec.hidden_size, fields.required_integer(kHidden, kWidthRange));
-  MOESAIC_ASSIGN_OR_RETURN(spec.intermediate_size,
-                           fields.required_integer(family.width_fields.list(), kWidthRange));
-  MOESAIC_ASSIGN_OR_RETURN(spec.num_experts,
-                           fields.required_integer(expert_count_fields(), {1, kMaxExperts}));
   MOESAIC_ASSIGN_OR_RETURN(
-      spec.routing, read_routing(fields, family, spec.num_experts, &config->bias_by_presence));
-  MOESAIC_ASSIGN_OR_RETURN(spec.activation, read_activation(fields, family));
-  MOESAIC_ASSIGN_OR_RETURN(spec.shared, read_shared(fields, family, spec.intermediate_size));
+      spec.hidden_size, fields.required_integer(std::span(&family.hidden_field, 1), kWidthRange));
+  MOESAIC_ASSIGN_OR_RETURN(spec.intermediate_size, read_width(moe, family));
+  MOESAIC_ASSIGN_OR_RETURN(spec.num_experts,
+                           moe.required_integer(expert_count_fields(), {1, kMaxExperts}));
+  MOESAIC_ASSIGN_OR_RETURN(spec.routing,
+                           read_routing(moe, family, spec.num_experts, &config->bias_by_presence));
+  MOESAIC_ASSIGN_OR_RETURN(spec.activation, read_activation(moe, family));
+  MOESAIC_ASSIGN_OR_RETURN(spec.shared, read_shared(moe, family, spec.intermediate_size));
   spec.activation_dtype = config->stated_dtype.value_or(DType::kBF16);
   spec.has_router_bias = !family.gate_bias.empty();
   spec.has_expert_bias = !family.layouts[0].bias_suffix.empty();
+  spec.apply_router_weight_on_input = family.routing.weight_on_input;
   if (config->quant.format == StoredFormat::kFp8Block) {
     spec.quant = fp8_block_scheme(config->quant.ue8m0);
   } else {
@@ -234,7 +372,10 @@ Result<MoeLayerSpec> read_layer(const ConfigFields& fields, ModelConfig* config)
 
 // A dense member of a family that also has MoE models says so by having no experts.
 Result<bool> has_experts(const ConfigFields& fields, const Family& family) {
-  if (family.layer_rule == LayerRule::kEvery) return true;
+  if (family.layer_rule == LayerRule::kEvery || family.layer_rule == LayerRule::kPattern ||
+      !family.moe_object.empty()) {
+    return true;
+  }
   MOESAIC_ASSIGN_OR_RETURN(const auto count,
                            fields.integer(expert_count_fields(), {0, kMaxExperts}));
   if (count) return *count > 0;
@@ -242,6 +383,23 @@ Result<bool> has_experts(const ConfigFields& fields, const Family& family) {
   // null is the way to say "dense"; a field that is not there at all is an incomplete file.
   return std::none_of(names.begin(), names.end(),
                       [&](std::string_view name) { return fields.is_null(name); });
+}
+
+// A pattern of layers counts them as well as the field does.
+Result<std::int64_t> read_num_layers(const ConfigFields& fields, const Family& family) {
+  constexpr IntegerRange kRange{1, kMaxLayers};
+  MOESAIC_ASSIGN_OR_RETURN(const auto stated, fields.integer(family.num_layers_field, kRange));
+  if (stated || family.layer_rule != LayerRule::kPattern) {
+    return fields.required_integer(std::span(&family.num_layers_field, 1), kRange);
+  }
+  MOESAIC_ASSIGN_OR_RETURN(
+      const auto types, fields.strings("layers_block_type", static_cast<std::size_t>(kMaxLayers)));
+  if (types && !types->empty()) return static_cast<std::int64_t>(types->size());
+  MOESAIC_ASSIGN_OR_RETURN(const auto pattern, fields.string("hybrid_override_pattern"));
+  if (pattern && !pattern->empty() && pattern->size() <= static_cast<std::size_t>(kMaxLayers)) {
+    return static_cast<std::int64_t>(pattern->size());
+  }
+  return fields.required_integer(std::span(&family.num_layers_field, 1), kRange);
 }
 
 Result<ModelConfig> parse_checked(std::string_view text) {
@@ -261,25 +419,40 @@ Result<ModelConfig> parse_checked(std::string_view text) {
   if (!config.stated_dtype && model.nested != nullptr) {
     MOESAIC_ASSIGN_OR_RETURN(config.stated_dtype, stated_dtype(ConfigFields(top, "config.json")));
   }
-  constexpr std::array<std::string_view, 1> kLayers = {"num_hidden_layers"};
-  MOESAIC_ASSIGN_OR_RETURN(config.num_hidden_layers,
-                           fields.required_integer(kLayers, {1, kMaxLayers}));
+  MOESAIC_ASSIGN_OR_RETURN(config.num_hidden_layers, read_num_layers(fields, *config.family));
   MOESAIC_ASSIGN_OR_RETURN(const bool is_moe_model, has_experts(fields, *config.family));
   if (!is_moe_model) return config;
 
   MOESAIC_ASSIGN_OR_RETURN(const std::vector<bool> is_moe,
                            moe_layers(fields, *config.family, config.num_hidden_layers));
-  MOESAIC_ASSIGN_OR_RETURN(MoeLayerSpec spec, read_layer(fields, &config));
+  const nlohmann::json* moe_object = model.object;
+  std::string moe_where = model.where;
+  if (!config.family->moe_object.empty()) {
+    moe_where += fmt::format(": {}", config.family->moe_object);
+    MOESAIC_ASSIGN_OR_RETURN(moe_object, fields.object(config.family->moe_object));
+    if (moe_object == nullptr) {
+      return Status(StatusCode::kCorruptFile,
+                    moe_where + ": missing, need the object with the experts' fields");
+    }
+  }
+  std::optional<MoeLayerSpec> spec;
   for (std::size_t i = 0; i < is_moe.size(); ++i) {
     if (!is_moe[i]) continue;
-    spec.layer = static_cast<int>(i);
-    spec.prefix = fmt::format("{}{}.{}", layer_prefixes()[0], i, config.family->layouts[0].block);
-    config.layers.push_back(spec);
+    if (!spec || config.family->has_layer_lists) {
+      const std::int64_t layer =
+          config.family->has_layer_lists ? static_cast<std::int64_t>(i) : std::int64_t{-1};
+      MOESAIC_ASSIGN_OR_RETURN(
+          spec, read_layer(fields, ConfigFields(*moe_object, moe_where, layer), &config));
+      const Status valid = validate(*spec);
+      if (!valid.ok()) return valid.with_context(model.where);
+    }
+    spec->layer = static_cast<int>(i);
+    spec->prefix =
+        fmt::format("{}{}.{}", config.family->layer_prefix, i, config.family->layouts[0].block);
+    config.layers.push_back(*spec);
   }
-  if (!config.layers.empty()) {
-    const Status valid = validate(config.layers.front());
-    if (!valid.ok()) return valid.with_context(model.where);
-  }
+  // What a dense stack says about experts must be sound all the same.
+  if (!spec) MOESAIC_RETURN_IF_ERROR(read_layer(fields, fields, &config).status());
   return config;
 }
 

@@ -29,7 +29,7 @@ struct ModelConfig {
   const Family* family = nullptr;  // static storage
   std::int64_t num_hidden_layers = 0;
   std::optional<DType> stated_dtype;  // dtype or torch_dtype
-  // The configuration leaves the selection bias to the checkpoint (BiasRule::kUseRoutingBias,
+  // The configuration leaves the selection bias to the checkpoint (BiasRule::kStated,
   // unsaid); the specs then say true until the tensor names are known.
   bool bias_by_presence = false;
   QuantConfig quant;

@@ -21,8 +21,8 @@ std::string describe(const nlohmann::json& value) {
 
 }  // namespace
 
-ConfigFields::ConfigFields(const nlohmann::json& object, std::string where)
-    : object_(&object), where_(std::move(where)) {}
+ConfigFields::ConfigFields(const nlohmann::json& object, std::string where, std::int64_t layer)
+    : object_(&object), where_(std::move(where)), layer_(layer) {}
 
 const nlohmann::json* ConfigFields::find(std::string_view name) const {
   const auto it = object_->find(std::string(name));
@@ -48,6 +48,13 @@ Status ConfigFields::bad_type(std::string_view field, const nlohmann::json& foun
 
 Result<std::int64_t> ConfigFields::as_integer(std::string_view field, const nlohmann::json& value,
                                               IntegerRange range) const {
+  if (layer_ >= 0 && value.is_array()) {
+    const auto layer = static_cast<std::size_t>(layer_);
+    if (layer < value.size() && !value[layer].is_array()) {
+      return as_integer(fmt::format("{}[{}]", field, layer), value[layer], range);
+    }
+    return bad_type(field, value, fmt::format("an integer, or an entry for layer {}", layer));
+  }
   if (!value.is_number_integer()) return bad_type(field, value, "an integer");
   const auto need = [&] { return fmt::format("{} to {}", range.low, range.high); };
   if (value.is_number_unsigned() &&

@@ -24,7 +24,8 @@ class ConfigFields {
  public:
   // `object` must be a JSON object that outlives this; `where` begins every message
   // ("config.json", "config.json: text_config").
-  ConfigFields(const nlohmann::json& object, std::string where);
+  // With `layer` >= 0 an integer may also be a list, whose entry at `layer` counts.
+  ConfigFields(const nlohmann::json& object, std::string where, std::int64_t layer = -1);
 
   // The field under any of its names (aliases). Two names with different values are
   // kAmbiguousFormat; a value of another type is kCorruptFile.
@@ -63,6 +64,7 @@ class ConfigFields {
 
   const nlohmann::json* object_;
   std::string where_;
+  std::int64_t layer_;
 };
 
 }  // namespace moesaic

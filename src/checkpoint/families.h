@@ -34,21 +34,40 @@ enum class LayerRule : std::uint8_t {
   kEvery,
   kSparseStep,  // i not in mlp_only_layers and (i + 1) % decoder_sparse_step == 0
   kFirstDense,  // i >= first_k_dense_replace and i % moe_layer_freq == 0
+  kPeriod,      // i % expert_layer_period == expert_layer_offset
+  kInterleave,  // i in moe_layers, or (i + 1) % interleave_moe_layer_step == 0
+  kInterval,    // (i + 1) % moe_layer_interval == 0, between moe_layer_start_index and _end_index
+  kEnumerated,  // i in moe_layers_enum ("4,5,6"), or every layer but the first
+  kPattern,     // hybrid_override_pattern[i] is 'E', or layers_block_type[i] is "moe"
 };
 
 // How the three projections of the experts lie in the file. E experts, H hidden, I width.
 enum class ExpertStorage : std::uint8_t {
   kPerExpert,           // per expert: gate [I, H], up [I, H], down [H, I]
+  kStacked,             // gate [E, I, H], up [E, I, H], down [E, H, I]
+  kFlat,                // gate, up and the transposed down, each [E * I, H]
   kFusedNT,             // gate_up [E, 2I, H] (gate rows first), down [E, H, I]
+  kFusedNN,             // gate_up [E, H, 2I] (gate columns first), down [E, I, H]
   kFusedNNInterleaved,  // gate_up [E, H, 2I] (column 2j gate j, 2j + 1 up j), down [E, I, H]
 };
+
+constexpr bool is_fused(ExpertStorage storage) {  // gate and up in one tensor
+  return storage == ExpertStorage::kFusedNT || storage == ExpertStorage::kFusedNN ||
+         storage == ExpertStorage::kFusedNNInterleaved;
+}
+constexpr bool is_transposed(ExpertStorage storage) {  // some of it, so that whole tiles are staged
+  return storage == ExpertStorage::kFlat || storage == ExpertStorage::kFusedNN ||
+         storage == ExpertStorage::kFusedNNInterleaved;
+}
 
 // One way a family's experts are found on disk. The family decides which exist; shapes never do
 // (with 2I == H they could not). Names are relative to the block.
 struct ExpertLayout {
   ExpertStorage storage = ExpertStorage::kPerExpert;
-  std::string_view block;             // module of the MoE block in its layer: "mlp"
-  std::string_view gate, up, down;    // modules, "{e}" is the expert; fused: `gate` is gate_up
+  std::string_view block;  // module of the MoE block in its layer: "mlp"
+  // Modules, "{e}" is the expert. Fused: `gate` is gate_up, `up` is empty. Not gated: `gate` is
+  // empty.
+  std::string_view gate, up, down;
   NameList<2> weight_suffixes;        // of a weight; two when both spellings exist
   std::string_view scale_suffix;      // of an FP8-block scale
   std::string_view bias_suffix = "";  // of an expert bias; empty: the family has none
@@ -56,41 +75,53 @@ struct ExpertLayout {
 };
 
 // Where `renormalize` comes from.
-enum class RenormRule : std::uint8_t { kNever, kAlways, kNormTopkProb };
+enum class RenormRule : std::uint8_t {
+  kNever,
+  kAlways,
+  kIfSeveral,  // top_k > 1
+  kStated,     // the boolean field `renorm_field`
+};
 // Whether there is an e_score_correction_bias.
 enum class BiasRule : std::uint8_t {
   kNone,
   kAlways,
-  kTopkMethod,      // iff topk_method is "noaux_tc"
-  kUseRoutingBias,  // as use_routing_bias says; unsaid: iff the checkpoint holds the tensor
+  kTopkMethod,  // iff topk_method is "noaux_tc"
+  kStated,      // the boolean field `bias_field`; unsaid, or no such field: iff the checkpoint
+                // holds the tensor
 };
 // Where routed_scaling_factor applies.
 enum class ScaleRule : std::uint8_t {
   kNone,                // the family has no such field
   kAlways,              // after the renormalisation
   kUnlessRenormalized,  // DeepSeek-V2: the weights are either renormalised or scaled
+  kOnOutput,            // on the sum of the routed experts
 };
 
 struct RoutingRule {
   RoutingMethod method = RoutingMethod::kTopK;  // kTopK becomes kGroupedTopK with n_group > 1
   ScoringFunc scoring_func = ScoringFunc::kSoftmax;
-  bool reads_scoring_func = false;
+  std::string_view scoring_field;  // empty: the function is fixed
   RenormRule renorm = RenormRule::kNever;
-  bool default_norm_topk_prob = false;
+  std::string_view renorm_field = "norm_topk_prob";
+  bool default_renorm = false;
+  double renorm_floor = 0.0;  // the default of moe_norm_min
   BiasRule bias = BiasRule::kNone;
+  std::string_view bias_field = "use_routing_bias";
   std::string_view default_topk_method;  // empty: the field is not read
   bool reads_groups = false;             // n_group, topk_group
   std::int64_t default_n_group = 1;
   std::int64_t default_topk_group = 1;
   ScaleRule scale = ScaleRule::kNone;
+  std::string_view scale_field = "routed_scaling_factor";
   double default_scale = 1.0;
+  bool weight_on_input = false;  // the routing weight multiplies the expert's input
 };
 
 // Where the shared expert's width comes from.
 enum class SharedRule : std::uint8_t {
   kNone,
-  kOwnWidth,  // shared_expert_intermediate_size
-  kCount,     // n_shared_experts * the routed width, stored as one MLP
+  kOwnWidth,  // shared_width_field, times shared_count_field where the family has one
+  kCount,     // shared_count_field * the routed width, stored as one MLP
 };
 
 struct Family {
@@ -101,16 +132,26 @@ struct Family {
   std::int64_t default_first_dense = 0;  // kFirstDense
   RoutingRule routing;
   SharedRule shared = SharedRule::kNone;
-  std::int64_t default_shared_count = 0;  // kCount
+  std::string_view shared_width_field = "shared_expert_intermediate_size";
+  std::string_view shared_count_field;
+  std::int64_t default_shared_count = 0;
+  // Where a family's fields have names of their own.
+  std::string_view hidden_field = "hidden_size";
+  std::string_view num_layers_field = "num_hidden_layers";
+  std::string_view moe_object;   // object that holds the experts' fields: "ffn_config"
+  bool has_layer_lists = false;  // integers may be lists with an entry per layer
   // Activation: hidden_act (default silu), or a fixed kind with these constants.
   bool reads_hidden_act = true;
+  std::string_view activation_field = "hidden_act";
   ActivationSpec activation;
 
+  std::string_view layer_prefix = "model.layers.";  // what precedes "<i>.<block>" in plain models
   // Tensors, relative to the block; empty: the family has no such tensor.
   std::string_view gate_weight = "gate.weight";
   std::string_view gate_bias;
-  NameList<2> correction_bias;     // spellings
-  std::string_view shared_module;  // its projections are gate_proj, up_proj, down_proj
+  NameList<2> correction_bias;       // spellings
+  ExpertLayout shared_layout;        // of the shared expert; `block` is not used
+  bool shared_beside_block = false;  // its names are relative to the layer
   std::string_view shared_gate;
   std::array<ExpertLayout, 3> layouts;
 };

@@ -62,7 +62,7 @@ Result<std::string_view> find_prefix(const Family& family, int layer, const Shar
     }
     found = prefix;
   }
-  return found.value_or(layer_prefixes()[0]);
+  return found.value_or(family.layer_prefix);
 }
 
 // --- the layout of the experts -------------------------------------------------------------------
@@ -71,11 +71,13 @@ Result<std::string_view> find_prefix(const Family& family, int layer, const Shar
 std::optional<std::string_view> find_layout(const ExpertLayout& layout, const std::string& block,
                                             const ShardSet& shards) {
   const std::string inside = block + ".";
-  for (const ShardSet::Located& tensor : tensors_under(shards, inside + "experts.")) {
-    const std::string_view name = name_of(tensor).substr(inside.size());
-    for (const std::string_view suffix : layout.weight_suffixes.list()) {
-      for (const std::string_view module : {layout.gate, layout.up, layout.down}) {
-        if (module.empty() || !name.ends_with(suffix)) continue;
+  for (const std::string_view module : {layout.gate, layout.up, layout.down}) {
+    if (module.empty()) continue;
+    const std::string fixed = inside + std::string(module.substr(0, module.find("{e}")));
+    for (const ShardSet::Located& tensor : tensors_under(shards, fixed)) {
+      const std::string_view name = name_of(tensor).substr(inside.size());
+      for (const std::string_view suffix : layout.weight_suffixes.list()) {
+        if (!name.ends_with(suffix)) continue;
         if (matches_pattern(module, name.substr(0, name.size() - suffix.size()))) return suffix;
       }
     }
@@ -145,19 +147,22 @@ Status choose_formats(const ModelConfig& config, LayerSource* source) {
   MOESAIC_ASSIGN_OR_RETURN(const bool skipped, skips_experts(config.quant, prefix + ".experts",
                                                              source->spec.num_experts, leaves));
   source->experts_format = skipped ? StoredFormat::kPlain : config.quant.format;
-  if (!skipped && source->layout->storage == ExpertStorage::kFusedNNInterleaved) {
+  if (!skipped && source->layout->storage != ExpertStorage::kPerExpert &&
+      source->layout->storage != ExpertStorage::kFusedNT) {
     // Nothing says which axis such scales would run along.
     return {StatusCode::kUnsupported,
             fmt::format("quantization_config: FP8 blocks of {} models, whose experts are stored "
-                        "transposed, are not supported",
+                        "transposed or stacked, are not supported",
                         source->family->title)};
   }
   if (source->spec.shared.intermediate_size == 0) return {};
 
   std::vector<std::string> plain;
   std::vector<std::string> quantized;
-  for (const std::string_view leaf : {"gate_proj", "up_proj", "down_proj"}) {
-    std::string module = fmt::format("{}.{}.{}", prefix, source->family->shared_module, leaf);
+  const ExpertLayout& shared = source->family->shared_layout;
+  for (const std::string_view leaf : {shared.gate, shared.up, shared.down}) {
+    if (leaf.empty()) continue;
+    std::string module = source->shared_module(leaf);
     (skips_module(config.quant, module) ? plain : quantized).push_back(std::move(module));
   }
   if (!plain.empty() && !quantized.empty()) {
@@ -201,9 +206,9 @@ Status choose_dtypes(const ModelConfig& config, const ShardSet& shards, LayerSou
   MOESAIC_ASSIGN_OR_RETURN(source->experts_dtype, find_dtype(shards, source->experts_format, names,
                                                              spec.activation_dtype));
   names.clear();
-  for (const std::string_view leaf : {"gate_proj", "up_proj", "down_proj"}) {
-    names.push_back(
-        fmt::format("{}.{}.{}.weight", spec.prefix, source->family->shared_module, leaf));
+  const ExpertLayout& shared = source->family->shared_layout;
+  for (const std::string_view leaf : {shared.gate, shared.up, shared.down}) {
+    if (!leaf.empty()) names.push_back(source->shared_module(leaf) + ".weight");
   }
   MOESAIC_ASSIGN_OR_RETURN(source->shared_dtype,
                            find_dtype(shards, source->shared_format, names, spec.activation_dtype));
@@ -230,7 +235,9 @@ Status missing_error(const LayerSource& source, const std::vector<PlannedTensor>
       fmt::format("layer {} ({}): {} of {} tensors are missing: {}", source.spec.layer,
                   source.spec.prefix, missing.size(), plan.size(), list_names(names));
   if (source.layout->storage == ExpertStorage::kPerExpert && !lacking.empty()) {
-    const std::int64_t per_expert = source.experts_format == StoredFormat::kFp8Block ? 6 : 3;
+    const std::int64_t linears = source.layout->gate.empty() ? 2 : 3;
+    const std::int64_t per_expert =
+        source.experts_format == StoredFormat::kFp8Block ? 2 * linears : linears;
     text +=
         fmt::format("; {} of {} experts are incomplete", lacking.size(), source.spec.num_experts);
     const auto& [expert, count] = *lacking.begin();
@@ -244,6 +251,10 @@ Status check_form(const PlannedTensor& want, const TensorInfo& got) {
   if (!want.dtypes.contains(got.dtype)) {
     return {StatusCode::kInvalidDType, fmt::format("{}: got {}, need {}", quote_name(want.name),
                                                    dtype_name(got.dtype), want.dtypes.to_string())};
+  }
+  if (want.leading_one_allowed && got.rank == 2 && got.shape[0] == 1 && want.shape.rank() == 1 &&
+      got.shape[1] == want.shape[0]) {
+    return {};
   }
   // Exact: no broadcasting, no [1] for [], no longer tensor whose tail would be dropped.
   if (got.rank != want.shape.rank() || !(got.shape == want.shape)) {
@@ -355,8 +366,8 @@ Result<BoundLayer> bind_layer(const ModelConfig& config, const MoeLayerSpec& spe
   BoundLayer layer;
   MOESAIC_ASSIGN_OR_RETURN(layer.source, resolve_layer(config, spec, shards));
   const LayerSource& source = layer.source;
-  const bool fused = source.layout->storage != ExpertStorage::kPerExpert;
-  layer.experts.resize(fused ? 1 : static_cast<std::size_t>(spec.num_experts));
+  const bool stacked = source.layout->storage != ExpertStorage::kPerExpert;
+  layer.experts.resize(stacked ? 1 : static_cast<std::size_t>(spec.num_experts));
 
   const std::vector<PlannedTensor> plan = plan_layer(source);
   std::vector<const PlannedTensor*> missing;

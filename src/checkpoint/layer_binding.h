@@ -27,7 +27,7 @@ struct BoundLayer {
   LayerSource source;
   std::optional<ShardSet::Located> gate_weight, gate_bias, correction_bias, shared_gate;
   MlpTensors shared;
-  std::vector<MlpTensors> experts;  // [E], or [1] when fused
+  std::vector<MlpTensors> experts;  // [E], or [1] when stacked
 };
 
 // Settles what the configuration leaves to the files: the names' prefix, the layout of the experts,

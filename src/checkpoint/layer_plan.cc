@@ -27,7 +27,7 @@ class Planner {
     if (source_.layout->storage == ExpertStorage::kPerExpert) {
       for (std::int64_t e = 0; e < spec_.num_experts; ++e) per_expert(e);
     } else {
-      fused();
+      stacked();
     }
     return std::move(tensors_);
   }
@@ -38,6 +38,8 @@ class Planner {
   void router(LayerPart part, std::string_view name, const Shape& shape) {
     tensors_.push_back(
         {part, Projection::kGate, TensorKind::kWeight, 0, full(name), shape, kSmallTypes});
+    // ERNIE keeps its selection bias as a matrix with one row.
+    tensors_.back().leading_one_allowed = part == LayerPart::kCorrectionBias;
   }
 
   // One linear of a shared or routed expert, [rows, cols] or with leading E, and its scale.
@@ -64,14 +66,15 @@ class Planner {
   void shared() {
     const std::int64_t h = spec_.hidden_size;
     const std::int64_t s = spec_.shared.intermediate_size;
-    const auto one = [&](Projection projection, std::string_view leaf, const Shape& shape) {
-      linear(LayerPart::kShared, projection, 0,
-             full(fmt::format("{}.{}", source_.family->shared_module, leaf)), ".weight",
+    const ExpertLayout& layout = source_.family->shared_layout;
+    const auto one = [&](Projection projection, std::string_view module, const Shape& shape) {
+      if (module.empty()) return;
+      linear(LayerPart::kShared, projection, 0, source_.shared_module(module), ".weight",
              ".weight_scale_inv", shape);
     };
-    one(Projection::kGate, "gate_proj", {s, h});
-    one(Projection::kUp, "up_proj", {s, h});
-    one(Projection::kDown, "down_proj", {h, s});
+    one(Projection::kGate, layout.gate, {is_fused(layout.storage) ? 2 * s : s, h});
+    one(Projection::kUp, layout.up, {s, h});
+    one(Projection::kDown, layout.down, {h, s});
     if (spec_.shared.gated_output) {
       router(LayerPart::kSharedGate, source_.family->shared_gate, {1, h});
     }
@@ -79,6 +82,7 @@ class Planner {
 
   void expert_linear(Projection projection, std::int64_t expert, std::string_view pattern,
                      const Shape& shape) {
+    if (pattern.empty()) return;
     linear(LayerPart::kExpert, projection, expert, full(expand_expert(pattern, expert)),
            source_.weight_suffix, source_.layout->scale_suffix, shape);
   }
@@ -92,16 +96,31 @@ class Planner {
     expert_linear(Projection::kDown, e, layout.down, {h, i});
   }
 
-  void fused() {
+  void stacked() {
     const ExpertLayout& layout = *source_.layout;
     const std::int64_t experts = spec_.num_experts;
     const std::int64_t h = spec_.hidden_size;
     const std::int64_t i = spec_.intermediate_size;
-    const bool nt = layout.storage == ExpertStorage::kFusedNT;
-    expert_linear(Projection::kGate, 0, layout.gate,
-                  nt ? Shape{experts, 2 * i, h} : Shape{experts, h, 2 * i});
-    expert_linear(Projection::kDown, 0, layout.down,
-                  nt ? Shape{experts, h, i} : Shape{experts, i, h});
+    Shape gate, down;
+    switch (layout.storage) {
+      case ExpertStorage::kPerExpert:
+      case ExpertStorage::kStacked:
+        gate = {experts, i, h}, down = {experts, h, i};
+        break;
+      case ExpertStorage::kFlat:
+        gate = {experts * i, h}, down = {experts * i, h};
+        break;
+      case ExpertStorage::kFusedNT:
+        gate = {experts, 2 * i, h}, down = {experts, h, i};
+        break;
+      case ExpertStorage::kFusedNN:
+      case ExpertStorage::kFusedNNInterleaved:
+        gate = {experts, h, 2 * i}, down = {experts, i, h};
+        break;
+    }
+    expert_linear(Projection::kGate, 0, layout.gate, gate);
+    expert_linear(Projection::kUp, 0, layout.up, gate);
+    expert_linear(Projection::kDown, 0, layout.down, down);
     if (!spec_.has_expert_bias) return;
     bias(Projection::kGate, layout.gate, {experts, 2 * i});
     bias(Projection::kDown, layout.down, {experts, h});
@@ -131,6 +150,12 @@ std::string DTypeSet::to_string() const {
     text += names[i];
   }
   return text;
+}
+
+std::string LayerSource::shared_module(std::string_view module) const {
+  std::string_view base = spec.prefix;
+  if (family->shared_beside_block) base.remove_suffix(layout->block.size() + 1);
+  return fmt::format("{}.{}", base, module);
 }
 
 std::vector<PlannedTensor> plan_layer(const LayerSource& source) { return Planner(source).run(); }

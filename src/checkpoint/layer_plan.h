@@ -27,6 +27,9 @@ struct LayerSource {
   StoredFormat shared_format = StoredFormat::kPlain;
   DType experts_dtype = DType::kBF16;  // of every routed expert's weights
   DType shared_dtype = DType::kBF16;
+
+  // Full name of a module of the shared expert.
+  std::string shared_module(std::string_view module) const;
 };
 
 // A set of element types that a tensor may have.
@@ -63,6 +66,7 @@ struct PlannedTensor {
   std::string name;
   Shape shape;
   DTypeSet dtypes;
+  bool leading_one_allowed = false;  // [1, n] is as good as [n]
 };
 
 // Router, shared expert, then the experts in order. O(E).

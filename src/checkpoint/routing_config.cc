@@ -12,16 +12,16 @@ namespace moesaic {
 namespace {
 
 Result<ScoringFunc> read_scoring(const ConfigFields& fields, const RoutingRule& rule) {
-  if (!rule.reads_scoring_func) return rule.scoring_func;
-  MOESAIC_ASSIGN_OR_RETURN(const auto name, fields.string("scoring_func"));
+  if (rule.scoring_field.empty()) return rule.scoring_func;
+  MOESAIC_ASSIGN_OR_RETURN(const auto name, fields.string(rule.scoring_field));
   if (!name) return rule.scoring_func;
   for (const ScoringFunc func :
        {ScoringFunc::kSoftmax, ScoringFunc::kSigmoid, ScoringFunc::kSqrtSoftplus}) {
     if (*name == scoring_func_name(func)) return func;
   }
   return Status(StatusCode::kUnsupported,
-                fmt::format("{}: scoring_func: got {}, need softmax, sigmoid or sqrtsoftplus",
-                            fields.where(), quote_name(*name)));
+                fmt::format("{}: {}: got {}, need softmax, sigmoid or sqrtsoftplus", fields.where(),
+                            rule.scoring_field, quote_name(*name)));
 }
 
 // greedy: plain top-k; group_limited_greedy: groups ranked by their best expert; noaux_tc: with a
@@ -75,8 +75,11 @@ Result<bool> read_bias(const ConfigFields& fields, const RoutingRule& rule,
       return true;
     case BiasRule::kTopkMethod:
       return method.bias;
-    case BiasRule::kUseRoutingBias: {
-      MOESAIC_ASSIGN_OR_RETURN(const auto stated, fields.boolean("use_routing_bias"));
+    case BiasRule::kStated: {
+      std::optional<bool> stated;
+      if (!rule.bias_field.empty()) {
+        MOESAIC_ASSIGN_OR_RETURN(stated, fields.boolean(rule.bias_field));
+      }
       *by_presence = !stated.has_value();
       return stated.value_or(true);
     }
@@ -87,14 +90,79 @@ Result<bool> read_bias(const ConfigFields& fields, const RoutingRule& rule,
 Result<double> read_scale(const ConfigFields& fields, const RoutingRule& rule,
                           const RoutingSpec& routing) {
   if (rule.scale == ScaleRule::kNone) return 1.0;
-  MOESAIC_ASSIGN_OR_RETURN(const auto stated, fields.number("routed_scaling_factor"));
+  MOESAIC_ASSIGN_OR_RETURN(const auto stated, fields.number(rule.scale_field));
   const double scale = stated.value_or(rule.default_scale);
-  if (!(scale > 0)) {
-    return fields.bad_value("routed_scaling_factor", fmt::to_string(scale), "> 0");
-  }
+  if (!(scale > 0)) return fields.bad_value(rule.scale_field, fmt::to_string(scale), "> 0");
   const bool renormalized = routing.renormalize && routing.top_k > 1;
   if (rule.scale == ScaleRule::kUnlessRenormalized && renormalized) return 1.0;
   return scale;
+}
+
+// DBRX: null or absent divides by nothing.
+Status read_p_norm(const ConfigFields& fields, RoutingSpec* routing) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto p, fields.number("moe_normalize_expert_weights"));
+  if (!p) {
+    routing->method = RoutingMethod::kTopK;
+    return {};
+  }
+  if (!(*p > 0)) {
+    return fields.bad_value("moe_normalize_expert_weights", fmt::to_string(*p), "> 0 or null");
+  }
+  routing->p_norm = *p;
+  return {};
+}
+
+// LongCat: experts that hand their input back.
+Status read_zero_experts(const ConfigFields& fields, RoutingSpec* routing) {
+  constexpr std::int64_t kMaxZeroExperts = 16384;
+  MOESAIC_ASSIGN_OR_RETURN(const auto count,
+                           fields.integer("zero_expert_num", {0, kMaxZeroExperts}));
+  MOESAIC_ASSIGN_OR_RETURN(const auto type, fields.string("zero_expert_type"));
+  if (type && *type != "identity") {
+    return {StatusCode::kUnsupported, fmt::format("{}: zero_expert_type: got {}, need identity",
+                                                  fields.where(), quote_name(*type))};
+  }
+  routing->num_zero_experts = count.value_or(0);
+  return {};
+}
+
+// What only one method has.
+Status read_method_fields(const ConfigFields& fields, RoutingSpec* routing) {
+  switch (routing->method) {
+    case RoutingMethod::kPNorm:
+      return read_p_norm(fields, routing);
+    case RoutingMethod::kZeroExpert:
+      return read_zero_experts(fields, routing);
+    case RoutingMethod::kSparseMixer: {
+      MOESAIC_ASSIGN_OR_RETURN(const auto eps, fields.number("router_jitter_noise"));
+      if (eps && !(*eps >= 0)) {
+        return fields.bad_value("router_jitter_noise", fmt::to_string(*eps), ">= 0");
+      }
+      routing->jitter_eps = eps.value_or(0.01);
+      return {};
+    }
+    default:
+      return {};
+  }
+}
+
+Result<bool> read_renormalize(const ConfigFields& fields, const RoutingRule& rule,
+                              std::int64_t top_k) {
+  switch (rule.renorm) {
+    case RenormRule::kNever:
+      return false;
+    case RenormRule::kAlways:
+      return true;
+    case RenormRule::kIfSeveral:
+      return top_k > 1;
+    case RenormRule::kStated: {
+      MOESAIC_ASSIGN_OR_RETURN(const auto stated, fields.boolean(rule.renorm_field));
+      // DeepSeek-V2 leaves a single selected weight as it is.
+      if (rule.scale == ScaleRule::kUnlessRenormalized && top_k == 1) return false;
+      return stated.value_or(rule.default_renorm);
+    }
+  }
+  return false;
 }
 
 }  // namespace
@@ -105,22 +173,21 @@ Result<RoutingSpec> read_routing(const ConfigFields& fields, const Family& famil
   RoutingSpec routing;
   routing.method = rule.method;
   routing.num_experts = num_experts;
-  MOESAIC_ASSIGN_OR_RETURN(routing.top_k,
-                           fields.required_integer(top_k_fields(), {1, num_experts}));
+  MOESAIC_RETURN_IF_ERROR(read_method_fields(fields, &routing));
+  MOESAIC_ASSIGN_OR_RETURN(
+      routing.top_k,
+      fields.required_integer(top_k_fields(), {1, num_experts + routing.num_zero_experts}));
   MOESAIC_ASSIGN_OR_RETURN(routing.scoring_func, read_scoring(fields, rule));
   MOESAIC_ASSIGN_OR_RETURN(const TopkMethod method, read_topk_method(fields, rule));
   if (method.groups) MOESAIC_RETURN_IF_ERROR(read_groups(fields, rule, &routing));
   MOESAIC_ASSIGN_OR_RETURN(routing.has_correction_bias,
                            read_bias(fields, rule, method, bias_by_presence));
-  routing.renormalize = rule.renorm == RenormRule::kAlways;
-  if (rule.renorm == RenormRule::kNormTopkProb) {
-    MOESAIC_ASSIGN_OR_RETURN(const auto stated, fields.boolean("norm_topk_prob"));
-    routing.renormalize = stated.value_or(rule.default_norm_topk_prob);
-    // DeepSeek-V2 leaves a single selected weight as it is.
-    if (rule.scale == ScaleRule::kUnlessRenormalized && routing.top_k == 1) {
-      routing.renormalize = false;
-    }
+  MOESAIC_ASSIGN_OR_RETURN(routing.renormalize, read_renormalize(fields, rule, routing.top_k));
+  if (rule.renorm_floor > 0) {
+    MOESAIC_ASSIGN_OR_RETURN(const auto floor, fields.number("moe_norm_min"));
+    routing.renorm_floor = floor.value_or(rule.renorm_floor);
   }
+  routing.scale_on_output = rule.scale == ScaleRule::kOnOutput;
   MOESAIC_ASSIGN_OR_RETURN(routing.routed_scaling_factor, read_scale(fields, rule, routing));
   return routing;
 }

@@ -228,7 +228,7 @@ TEST(Families, TablesAreSound) {
     EXPECT_FALSE(family.width_fields.list().empty());
     EXPECT_TRUE(family.layouts[0].present());
     EXPECT_EQ(family.routing.bias == BiasRule::kNone, family.correction_bias.list().empty());
-    EXPECT_EQ(family.shared == SharedRule::kNone, family.shared_module.empty());
+    EXPECT_EQ(family.shared == SharedRule::kNone, family.shared_layout.down.empty());
     for (const ExpertLayout& layout : family.layouts) {
       if (!layout.present()) continue;
       const bool per_expert = layout.storage == ExpertStorage::kPerExpert;

@@ -20,14 +20,13 @@ bool ends_with(std::string_view text, std::string_view end) {
   return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
 }
 
-// The layer number in "....layers.<i>.<block>", or -1.
-int layer_of(std::string_view prefix) {
-  constexpr std::string_view kLayers = "layers.";
+// The layer number in "....layers.<i>.<block>" (or "blocks"), or -1.
+int layer_after(std::string_view prefix, std::string_view layers) {
   constexpr std::size_t kMaxDigits = 6;
-  for (std::size_t at = prefix.find(kLayers); at != std::string_view::npos;
-       at = prefix.find(kLayers, at + 1)) {
+  for (std::size_t at = prefix.find(layers); at != std::string_view::npos;
+       at = prefix.find(layers, at + 1)) {
     if (at != 0 && prefix[at - 1] != '.') continue;
-    const std::size_t begin = at + kLayers.size();
+    const std::size_t begin = at + layers.size();
     const std::size_t end = prefix.find('.', begin);
     if (end == std::string_view::npos || end == begin || end - begin > kMaxDigits) continue;
     const std::string_view digits = prefix.substr(begin, end - begin);
@@ -37,6 +36,11 @@ int layer_of(std::string_view prefix) {
     return layer;
   }
   return -1;
+}
+
+int layer_of(std::string_view prefix) {
+  const int layer = layer_after(prefix, "layers.");
+  return layer >= 0 ? layer : layer_after(prefix, "blocks.");  // DBRX
 }
 
 // Golden ids [M, k] widened to int32, when the file has them for this block.
@@ -191,6 +195,11 @@ Result<LayerReport> verify_block(const Checkpoint& checkpoint, const TensorFile&
 
   MOESAIC_ASSIGN_OR_RETURN(MoeLayerWeights loaded,
                            checkpoint.load_layer(block.layer, options.parallel, options.progress));
+  if (spec.shared.beside_block) {  // the golden output is that of the block alone
+    loaded.spec.shared = {};
+    loaded.tensors.shared_w13 = loaded.tensors.shared_w13_scale = Tensor();
+    loaded.tensors.shared_w2 = loaded.tensors.shared_w2_scale = Tensor();
+  }
   std::optional<RoutingOracle> oracle;
   if (Result<RoutingOracle> made = RoutingOracle::create(spec, loaded.tensors); made.ok()) {
     oracle = std::move(made).value();

@@ -15,6 +15,7 @@ namespace {
 MlpSlice expert_slice(const LayerSource& source, const ParallelConfig& parallel) {
   MlpSlice slice;
   slice.storage = source.layout->storage;
+  slice.gated = !source.layout->gate.empty();
   slice.format = source.experts_format;
   slice.dtype = source.experts_dtype;
   slice.hidden = source.spec.hidden_size;
@@ -53,8 +54,8 @@ class CheckpointExpertSource : public ExpertSource {
     }
     std::int64_t id = global_ids_[static_cast<std::size_t>(local_expert)];
     if (MOESAIC_FAULT(checkpoint_local_id_as_global)) id = local_expert;
-    const bool fused = slice_.storage != ExpertStorage::kPerExpert;
-    const MlpTensors& tensors = layer_.experts[fused ? 0 : static_cast<std::size_t>(id)];
+    const bool stacked = slice_.storage != ExpertStorage::kPerExpert;
+    const MlpTensors& tensors = layer_.experts[stacked ? 0 : static_cast<std::size_t>(id)];
     const Status read = read_mlp(tensors, slice_, id, &buffers_);
     if (!read.ok()) {
       return read.with_context(

@@ -84,10 +84,20 @@ class MlpReader {
   Status run() {
     switch (slice_.storage) {
       case ExpertStorage::kPerExpert:
-        MOESAIC_RETURN_IF_ERROR(read_per_expert());
+        MOESAIC_RETURN_IF_ERROR(read_separate(0));
+        break;
+      case ExpertStorage::kStacked:
+        MOESAIC_RETURN_IF_ERROR(read_separate(expert_));
+        break;
+      case ExpertStorage::kFlat:
+        MOESAIC_RETURN_IF_ERROR(read_gate_and_up(expert_));
+        MOESAIC_RETURN_IF_ERROR(read_transposed_down());
         break;
       case ExpertStorage::kFusedNT:
         MOESAIC_RETURN_IF_ERROR(read_fused_nt());
+        break;
+      case ExpertStorage::kFusedNN:
+        MOESAIC_RETURN_IF_ERROR(read_fused_nn());
         break;
       case ExpertStorage::kFusedNNInterleaved:
         MOESAIC_RETURN_IF_ERROR(read_fused_nn_interleaved());
@@ -100,15 +110,23 @@ class MlpReader {
  private:
   // Rows of gate (half 0) and up (half 1) in w13.
   std::byte* half(int which) {
-    if (MOESAIC_FAULT(checkpoint_swap_gate_up)) which = 1 - which;
+    if (!slice_.gated) which = 0;
+    if (MOESAIC_FAULT(checkpoint_swap_gate_up) && slice_.gated) which = 1 - which;
     return out_.w13.data() + which * slice_.count * slice_.hidden * element_bytes(slice_.dtype);
   }
 
-  Status read_per_expert() {
-    const Rectangle rows{slice_.first, slice_.count, 0, slice_.hidden};
-    MOESAIC_RETURN_IF_ERROR(read_rectangle(*tensors_.weight[kGate], rows, half(0)));
-    MOESAIC_RETURN_IF_ERROR(read_rectangle(*tensors_.weight[kUp], rows, half(1)));
-    return read_rectangle(*tensors_.weight[kDown], {0, slice_.hidden, slice_.first, slice_.count},
+  // Gate and up as matrices of their own; the expert is the `e`-th of what a tensor stacks.
+  Status read_gate_and_up(std::int64_t e) {
+    const Rectangle rows{e * slice_.width + slice_.first, slice_.count, 0, slice_.hidden};
+    if (slice_.gated)
+      MOESAIC_RETURN_IF_ERROR(read_rectangle(*tensors_.weight[kGate], rows, half(0)));
+    return read_rectangle(*tensors_.weight[kUp], rows, half(1));
+  }
+
+  Status read_separate(std::int64_t e) {
+    MOESAIC_RETURN_IF_ERROR(read_gate_and_up(e));
+    return read_rectangle(*tensors_.weight[kDown],
+                          {e * slice_.hidden, slice_.hidden, slice_.first, slice_.count},
                           out_.w2.data());
   }
 
@@ -137,6 +155,26 @@ class MlpReader {
         {expert_ * slice_.hidden, slice_.hidden, 2 * slice_.first, 2 * slice_.count}, raw));
     transpose(slice_.dtype, raw, out_.w13.data(), slice_.hidden, 2 * slice_.count,
               [this](std::int64_t c) { return deinterleaved(c); });
+    return read_transposed_down();
+  }
+
+  // gate_up [E, H, 2I]: columns 0..I-1 are gate, I..2I-1 are up.
+  Status read_fused_nn() {
+    std::byte* raw = out_.raw.data();
+    for (int which = 0; which < 2; ++which) {
+      MOESAIC_RETURN_IF_ERROR(read_rectangle(*tensors_.weight[kGate],
+                                             {expert_ * slice_.hidden, slice_.hidden,
+                                              which * slice_.width + slice_.first, slice_.count},
+                                             raw));
+      transpose(slice_.dtype, raw, half(which), slice_.hidden, slice_.count,
+                [](std::int64_t c) { return c; });
+    }
+    return read_transposed_down();
+  }
+
+  // down [.., I, H] -> w2 [H, I].
+  Status read_transposed_down() {
+    std::byte* raw = out_.raw.data();
     MOESAIC_RETURN_IF_ERROR(read_rectangle(
         *tensors_.weight[kDown],
         {expert_ * slice_.width + slice_.first, slice_.count, 0, slice_.hidden}, raw));
@@ -177,10 +215,13 @@ class MlpReader {
     const std::int64_t up_row = fused ? gate_row + all : first;
     const ShardSet::Located& up = fused ? *tensors_.scale[kGate] : *tensors_.scale[kUp];
     auto* w13_scale = out_.w13_scale.as<float>();
-    MOESAIC_RETURN_IF_ERROR(read_rectangle_widened(
-        *tensors_.scale[kGate], {gate_row, blocks, 0, h_blocks}, &out_.small, w13_scale));
-    MOESAIC_RETURN_IF_ERROR(read_rectangle_widened(up, {up_row, blocks, 0, h_blocks}, &out_.small,
-                                                   w13_scale + blocks * h_blocks));
+    if (slice_.gated) {
+      MOESAIC_RETURN_IF_ERROR(read_rectangle_widened(
+          *tensors_.scale[kGate], {gate_row, blocks, 0, h_blocks}, &out_.small, w13_scale));
+      w13_scale += blocks * h_blocks;
+    }
+    MOESAIC_RETURN_IF_ERROR(
+        read_rectangle_widened(up, {up_row, blocks, 0, h_blocks}, &out_.small, w13_scale));
     MOESAIC_RETURN_IF_ERROR(read_rectangle_widened(
         *tensors_.scale[kDown], {fused ? expert_ * h_blocks : 0, h_blocks, first, blocks},
         &out_.small, out_.w2_scale.as<float>()));
@@ -199,10 +240,12 @@ class MlpReader {
     };
     const std::int64_t gate = (fused ? expert_ * 2 * slice_.width : 0) + slice_.first;
     const std::int64_t up = fused ? gate + slice_.width : gate;
-    MOESAIC_RETURN_IF_ERROR(
-        check(kGate, out_.w13, out_.w13_scale, 0, slice_.count, slice_.hidden, gate, 0));
-    MOESAIC_RETURN_IF_ERROR(check(fused ? kGate : kUp, out_.w13, out_.w13_scale, 1, slice_.count,
-                                  slice_.hidden, up, 0));
+    if (slice_.gated) {
+      MOESAIC_RETURN_IF_ERROR(
+          check(kGate, out_.w13, out_.w13_scale, 0, slice_.count, slice_.hidden, gate, 0));
+    }
+    MOESAIC_RETURN_IF_ERROR(check(fused ? kGate : kUp, out_.w13, out_.w13_scale,
+                                  slice_.gated ? 1 : 0, slice_.count, slice_.hidden, up, 0));
     return check(kDown, out_.w2, out_.w2_scale, 0, slice_.hidden, slice_.count,
                  fused ? expert_ * slice_.hidden : 0, slice_.first);
   }
@@ -235,8 +278,8 @@ Status check_slice(std::string_view field, std::int64_t width, std::int64_t part
 
 Result<MlpBuffers> MlpBuffers::make(const MlpSlice& s) {
   MlpBuffers b;
-  MOESAIC_ASSIGN_OR_RETURN(b.w13,
-                           Tensor::uninitialized(s.dtype, with_leading(s, 2 * s.count, s.hidden)));
+  MOESAIC_ASSIGN_OR_RETURN(
+      b.w13, Tensor::uninitialized(s.dtype, with_leading(s, s.halves() * s.count, s.hidden)));
   MOESAIC_ASSIGN_OR_RETURN(b.w2,
                            Tensor::uninitialized(s.dtype, with_leading(s, s.hidden, s.count)));
   std::int64_t small_elements = 0;
@@ -244,7 +287,8 @@ Result<MlpBuffers> MlpBuffers::make(const MlpSlice& s) {
     const std::int64_t blocks = s.count / kFp8BlockSize;
     const std::int64_t h_blocks = scale_blocks(s.hidden);
     MOESAIC_ASSIGN_OR_RETURN(
-        b.w13_scale, Tensor::uninitialized(DType::kF32, with_leading(s, 2 * blocks, h_blocks)));
+        b.w13_scale,
+        Tensor::uninitialized(DType::kF32, with_leading(s, s.halves() * blocks, h_blocks)));
     MOESAIC_ASSIGN_OR_RETURN(b.w2_scale,
                              Tensor::uninitialized(DType::kF32, with_leading(s, h_blocks, blocks)));
     small_elements = blocks * h_blocks;
@@ -255,7 +299,7 @@ Result<MlpBuffers> MlpBuffers::make(const MlpSlice& s) {
     small_elements = std::max(2 * s.count, s.hidden);
   }
   MOESAIC_ASSIGN_OR_RETURN(b.small, Tensor::uninitialized(DType::kF32, {small_elements}));
-  if (s.storage == ExpertStorage::kFusedNNInterleaved) {
+  if (is_transposed(s.storage)) {
     MOESAIC_ASSIGN_OR_RETURN(b.raw, Tensor::uninitialized(s.dtype, {2 * s.count, s.hidden}));
   }
   return b;

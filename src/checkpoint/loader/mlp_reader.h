@@ -1,6 +1,7 @@
 // One expert MLP from its stored tensors into canonical form: w13 [2 * width, H] with gate rows
-// first, w2 [H, width], whatever the storage. The only place that knows transposes, interleaves and
-// tensor-parallel slices. Source: spec checkpoints.md sections 3.4, 5 and 6.3.
+// first ([width, H] without a gate), w2 [H, width], whatever the storage. The only place that knows
+// transposes, interleaves and tensor-parallel slices. Source: spec checkpoints.md sections 3.4, 5
+// and 6.3.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +17,7 @@ namespace moesaic {
 // What to read: rows [first, first + count) of gate and up, the same columns of down.
 struct MlpSlice {
   ExpertStorage storage = ExpertStorage::kPerExpert;
+  bool gated = true;  // false: w13 is up alone, [count, H]
   StoredFormat format = StoredFormat::kPlain;
   DType dtype = DType::kBF16;  // of the weights
   std::int64_t hidden = 0;     // H
@@ -25,6 +27,8 @@ struct MlpSlice {
   bool has_bias = false;
   bool with_down_bias = false;  // one tensor-parallel rank adds it, the others get zeros
   std::int64_t leading = 0;     // 1: buffers get a leading dimension of 1 (shared expert)
+
+  std::int64_t halves() const { return gated ? 2 : 1; }
 };
 
 // FP8-block: [2 * count / 128, ceil(H / 128)] and [ceil(H / 128), count / 128] F32 scales. Biases
