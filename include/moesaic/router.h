@@ -79,7 +79,7 @@ class Router {
     const EplbState* eplb = nullptr;
     TensorView topk_weights;        // out [M, slots()] F32
     TensorView topk_ids;            // out [M, slots()] I32 (or I64, U32; -1 needs a signed type)
-    TensorView zero_expert_output;  // kZeroExpert: out [M, H], dtype of hidden_states
+    TensorView zero_expert_output;  // kZeroExpert: out [M, H], F32 or the dtype of hidden_states
   };
   // All tensors contiguous; outputs overlap nothing. M = 0 is ordinary.
   // Selection: scores in fp32 (logits widened first), slots in descending order of score (+ bias),

@@ -46,7 +46,7 @@ struct FusedMoE::Impl {
     float* shared_gate = nullptr;       // [C]
     float* ones = nullptr;              // [C]: the shared expert's weight ...
     std::int32_t* zeros = nullptr;      // [C]: ... and id
-    std::byte* zero_experts = nullptr;  // [C, H], dtype of the hidden states
+    std::byte* zero_experts = nullptr;  // [C, H] F32
   };
 
   std::int64_t logit_columns() const {
@@ -316,7 +316,7 @@ Status FusedMoE::Impl::route(const ConstTensorView& x, const Buffers& b, const T
   r.topk_weights = view_of(b.topk_weights, DType::kF32, {rows, k});
   r.topk_ids = view_of(b.topk_ids, DType::kI32, {rows, k});
   if (spec.routing.num_zero_experts > 0) {
-    r.zero_expert_output = view_of(b.zero_experts, x.dtype, {rows, plan.hidden_size});
+    r.zero_expert_output = view_of(b.zero_experts, DType::kF32, {rows, plan.hidden_size});
   }
   MOESAIC_RETURN_IF_ERROR(with_stage(router->select_experts(r), "router"));
   const auto report = [](const TensorView& to, const void* from) {
@@ -392,7 +392,7 @@ void FusedMoE::Impl::combine(const ConstTensorView& x, const Buffers& b,
     for (std::int64_t i = t * hidden; i < (t + 1) * hidden; ++i) {
       float sum = scale * routed[i];
       if (add_shared) sum += b.ones[t] * b.shared[i];
-      if (plan.has_zero_experts) sum += load_as_f32(b.zero_experts, x.dtype, i);
+      if (plan.has_zero_experts) sum += load_as_f32(b.zero_experts, DType::kF32, i);
       store_from_f32(output.data, output.dtype, i, sum);
     }
   }

@@ -98,7 +98,7 @@ void Router::Impl::route_token(const Args& args, std::int64_t t, float* scratch,
   const std::int64_t hidden = args.hidden_states.dim(1);
   const ConstTensorView& x = args.hidden_states;
   for (std::int64_t i = t * hidden; i < (t + 1) * hidden; ++i) {
-    store_from_f32(args.zero_expert_output.data, x.dtype, i,
+    store_from_f32(args.zero_expert_output.data, args.zero_expert_output.dtype, i,
                    zero_weight * load_as_f32(x.data, x.dtype, i));
   }
 }

@@ -216,6 +216,83 @@ TEST(ConfigCaps, AreNamed) {
             4096U);
 }
 
+std::vector<int> moe_layers_of(const Json& json) {
+  std::vector<int> layers;
+  for (const MoeLayerSpec& spec : parse(json).layers) layers.push_back(spec.layer);
+  return layers;
+}
+
+Json small(const char* model_type, const Json& more) {
+  return with({{"model_type", model_type},
+               {"hidden_size", 16},
+               {"intermediate_size", 8},
+               {"num_hidden_layers", 4},
+               {"num_local_experts", 4},
+               {"num_experts_per_tok", 2}},
+              more);
+}
+
+// Which layers are MoE, by the rule of each family.
+TEST(LayerRules, EveryFamilyHasItsOwn) {
+  const Json eight = {{"num_hidden_layers", 8}};
+  EXPECT_EQ(moe_layers_of(small("jamba", eight)), (std::vector<int>{1, 3, 5, 7}));
+  EXPECT_EQ(moe_layers_of(small("jamba", {{"expert_layer_period", 3}, {"expert_layer_offset", 0}})),
+            (std::vector<int>{0, 3}));
+  const Json llama = small("llama4_text", {{"num_experts_per_tok", 1}});
+  EXPECT_EQ(moe_layers_of(with(llama, {{"interleave_moe_layer_step", 2}})),
+            (std::vector<int>{1, 3}));
+  EXPECT_EQ(moe_layers_of(with(llama, {{"moe_layers", {2}}, {"interleave_moe_layer_step", 2}})),
+            (std::vector<int>{2}));
+  const Json ernie = small("ernie4_5_moe", {{"moe_intermediate_size", 8}});
+  EXPECT_EQ(moe_layers_of(with(ernie, {{"moe_layer_start_index", 1},
+                                       {"moe_layer_end_index", -1},
+                                       {"moe_layer_interval", 1}})),
+            (std::vector<int>{1, 2, 3}));
+  EXPECT_EQ(moe_layers_of(with(ernie, {{"moe_layer_end_index", 2}, {"moe_layer_interval", 2}})),
+            (std::vector<int>{1}));
+  const Json step = small("step3", {{"moe_intermediate_size", 8}, {"share_expert_dim", 8}});
+  EXPECT_EQ(moe_layers_of(step), (std::vector<int>{1, 2, 3}));
+  EXPECT_EQ(moe_layers_of(with(step, {{"moe_layers_enum", "0,3"}})), (std::vector<int>{0, 3}));
+  const Json nemotron = small(
+      "nemotron_h", {{"moe_intermediate_size", 8}, {"moe_shared_expert_intermediate_size", 8}});
+  EXPECT_EQ(moe_layers_of(with(nemotron, {{"hybrid_override_pattern", "ME*E"}})),
+            (std::vector<int>{1, 3}));
+  EXPECT_EQ(moe_layers_of(with(without(nemotron, {"num_hidden_layers"}),
+                               {{"layers_block_type", {"moe", "mamba"}}})),
+            (std::vector<int>{0}));
+  const auto refused = [](const Json& json, std::initializer_list<std::string> words) {
+    return mismatch(parse_model_config(json.dump()).status(), StatusCode::kInvalidArgument, words);
+  };
+  EXPECT_EQ(refused(with(step, {{"moe_layers_enum", "1,x"}}), {"moe_layers_enum", "0 to 3"}), "");
+  EXPECT_EQ(refused(with(step, {{"moe_layers_enum", "4"}}), {"moe_layers_enum"}), "");
+  EXPECT_EQ(refused(with(nemotron, {{"hybrid_override_pattern", "ME"}}),
+                    {"hybrid_override_pattern", "2 entries", "4"}),
+            "");
+  EXPECT_EQ(refused(with(llama, {{"moe_layers", {4}}}), {"moe_layers"}), "");
+}
+
+// Integers that a family lists per layer.
+TEST(LayerRules, HunyuanListsPerLayer) {
+  const Json json = small("hunyuan_v1_moe", {{"num_hidden_layers", 2},
+                                             {"num_experts", 4},
+                                             {"moe_topk", {1, 3}},
+                                             {"moe_intermediate_size", {8, 24}},
+                                             {"num_shared_expert", {1, 2}}});
+  const ModelConfig config = parse(without(json, {"num_experts_per_tok", "num_local_experts"}));
+  ASSERT_EQ(config.layers.size(), 2U);
+  EXPECT_EQ(config.layers[0].routing.top_k, 1);
+  EXPECT_FALSE(config.layers[0].routing.renormalize);
+  EXPECT_EQ(config.layers[1].routing.top_k, 3);
+  EXPECT_TRUE(config.layers[1].routing.renormalize);
+  EXPECT_EQ(config.layers[1].intermediate_size, 24);
+  EXPECT_EQ(config.layers[1].shared.intermediate_size, 16);
+  EXPECT_EQ(mismatch(parse_model_config(
+                         with(without(json, {"num_experts_per_tok"}), {{"moe_topk", {2}}}).dump())
+                         .status(),
+                     StatusCode::kCorruptFile, {"moe_topk", "layer 1"}),
+            "");
+}
+
 // The table itself: every row is complete and consistent.
 TEST(Families, TablesAreSound) {
   std::set<std::string_view> types;
@@ -232,13 +309,14 @@ TEST(Families, TablesAreSound) {
     for (const ExpertLayout& layout : family.layouts) {
       if (!layout.present()) continue;
       const bool per_expert = layout.storage == ExpertStorage::kPerExpert;
-      EXPECT_EQ(per_expert, layout.gate.find("{e}") != std::string_view::npos);
-      EXPECT_EQ(per_expert, !layout.up.empty());
+      EXPECT_EQ(per_expert, layout.down.find("{e}") != std::string_view::npos);
+      EXPECT_EQ(is_fused(layout.storage), layout.up.empty());
+      EXPECT_EQ(layout.gate.empty(), !is_gated(family.activation.kind));
       EXPECT_FALSE(layout.weight_suffixes.list().empty());
       EXPECT_EQ(layout.bias_suffix.empty(), family.layouts[0].bias_suffix.empty());
     }
   }
-  EXPECT_EQ(types.size(), 12U);
+  EXPECT_EQ(types.size(), 30U);
   EXPECT_EQ(find_family("llama"), nullptr);
   EXPECT_EQ(find_family(""), nullptr);
 }

@@ -44,9 +44,10 @@ void expect_expert(const ExpertWeightsView& got, const Expected& expected, std::
   const std::int64_t ip = i / tp;
   const std::int64_t at = rank * ip;
   const std::string e = "expert " + std::to_string(global) + " rank " + std::to_string(rank) + " ";
-  expect_bytes(got.w13,
-               sub_matrix(w13, global, at, ip, 0, h) + sub_matrix(w13, global, i + at, ip, 0, h),
-               w13.dtype(), {2 * ip, h}, e + "w13");
+  const bool gated = w13.shape()[1] == 2 * i;
+  std::string w13_bytes = sub_matrix(w13, global, at, ip, 0, h);
+  if (gated) w13_bytes += sub_matrix(w13, global, i + at, ip, 0, h);
+  expect_bytes(got.w13, w13_bytes, w13.dtype(), {gated ? 2 * ip : ip, h}, e + "w13");
   expect_bytes(got.w2, sub_matrix(w2, global, 0, h, at, ip), w2.dtype(), {h, ip}, e + "w2");
 
   ASSERT_EQ(got.w13_scale.present(), expected.has("w13_scale"));
@@ -101,12 +102,16 @@ TEST_F(TinyCheckpoints, ConfigurationsAreReadAsTheFamilySays) {
       EXPECT_EQ(scoring_func_name(spec.routing.scoring_func), want["scoring"].get<std::string>());
       EXPECT_EQ(spec.routing.renormalize, want["renormalize"].get<bool>());
       EXPECT_EQ(spec.routing.routed_scaling_factor, want["scale"].get<double>());
-      EXPECT_FALSE(spec.routing.scale_on_output);
+      EXPECT_EQ(spec.routing.scale_on_output, want.value("scale_on_output", false));
+      EXPECT_EQ(spec.routing.num_zero_experts, want.value("zero_experts", 0));
+      EXPECT_EQ(spec.routing.p_norm, want.value("p_norm", 1.0));
+      EXPECT_EQ(spec.routing.jitter_eps, want.value("jitter", 0.01));
+      EXPECT_EQ(spec.routing.renorm_floor, want.value("renorm_floor", 0.0));
       EXPECT_EQ(spec.routing.has_correction_bias, want.value("bias", false));
       const auto groups = want.value("groups", std::vector<std::int64_t>{1, 1});
       EXPECT_EQ(spec.routing.num_expert_group, groups[0]);
       EXPECT_EQ(spec.routing.topk_group, groups[1]);
-      EXPECT_EQ(spec.routing.top_k, 2);
+      EXPECT_EQ(spec.routing.top_k, want.value("top_k", 2));
       EXPECT_EQ(spec.routing.num_experts, 4);
       EXPECT_EQ(spec.num_experts, 4);
       EXPECT_EQ(spec.shared.intermediate_size, want.value("shared", 0));
@@ -121,7 +126,8 @@ TEST_F(TinyCheckpoints, ConfigurationsAreReadAsTheFamilySays) {
       EXPECT_EQ(spec.activation.beta, want.value("beta", 0.0F));
       EXPECT_EQ(spec.has_expert_bias, want.value("expert_bias", false));
       EXPECT_EQ(spec.has_router_bias, want.value("router_bias", false));
-      EXPECT_FALSE(spec.apply_router_weight_on_input);
+      EXPECT_EQ(spec.apply_router_weight_on_input, want.value("weight_on_input", false));
+      EXPECT_EQ(spec.shared.beside_block, want.value("beside_block", false));
       EXPECT_TRUE(validate(spec).ok());
     }
     EXPECT_EQ(layers, c.layers);
@@ -231,7 +237,8 @@ TEST_F(TinyCheckpoints, ExpertParallelSharesCoverEveryExpertOnce) {
 // "loads as expected" above says that the storages are equivalent.
 TEST_F(TinyCheckpoints, StoragesOfTheSameWeightsAgree) {
   const std::vector<std::vector<std::string>> same = {
-      {"mixtral", "mixtral_fused", "mixtral_fused_weight", "mixtral_fused_block"},
+      {"mixtral", "granite", "llama4", "dbrx", "step3", "mixtral_fused", "mixtral_fused_weight",
+       "mixtral_fused_block"},
       {"qwen3_moe", "qwen3_moe_fused"},
       {"qwen2_moe", "qwen2_moe_fused"},
       {"deepseek_v3", "deepseek_v3_fused"},

@@ -172,12 +172,63 @@ def others(c):
           {"routing": "topk", "scoring": "softmax", "renormalize": True, "scale": 1.0, "activation": "gelu_tanh"}, bsm)
 
 
+def more_families(c):
+    """The families whose names, storage or routing have a twist of their own."""
+    plain = {"routing": "topk", "scoring": "softmax", "renormalize": False, "scale": 1.0}
+    bsm, ff = "model.layers.%d.block_sparse_moe", "model.layers.%d.feed_forward"
+    def two(make):
+        return {0: make(1), 1: make(2)}
+    def layer(seed, storage, gate="gate.weight", **kinds):
+        return getattr(Layer(random.Random(seed), 4, 16, 8, **kinds), storage)().router(gate)
+    c.add("granite", flat_moe("granitemoe"), two(lambda s: layer(s, "granite", "router.layer.weight")),
+          dict(plain, routing="topk_softmax"), bsm)
+    c.add("granite_shared", flat_moe("granitemoeshared", shared_intermediate_size=12),
+          two(lambda s: layer(s, "granite", "router.layer.weight").shared(random.Random(s), "^shared_mlp", 12, fused=True)),
+          dict(plain, routing="topk_softmax", shared=12, beside_block=True), bsm)
+    c.add("llama4", flat_moe("llama4_text", num_experts_per_tok=1, interleave_moe_layer_step=1),
+          two(lambda s: layer(s, "fused_nn", "router.weight").shared(random.Random(s), "shared_expert", 8)),
+          dict(plain, routing="llama4", top_k=1, shared=8, weight_on_input=True), ff)
+    c.add("dbrx", {"model_type": "dbrx", "d_model": 16, "n_layers": 2, "torch_dtype": "bfloat16",
+                   "ffn_config": {"ffn_hidden_size": 8, "moe_num_experts": 4, "moe_top_k": 2, "moe_normalize_expert_weights": 2,
+                                  "ffn_act_fn": {"name": "silu"}}},
+          two(lambda s: layer(s, "flat", "router.layer.weight")), dict(plain, routing="p_norm", p_norm=2.0),
+          "transformer.blocks.%d.ffn", common="transformer.")
+    c.add("step3", qwen3(model_type="step3", moe_layers_enum="0,1", norm_expert_weight=True, share_expert_dim=12),
+          two(lambda s: layer(s, "stacked").shared(random.Random(s), "^share_expert", 12)),
+          dict(plain, renormalize=True, shared=12, beside_block=True), "model.layers.%d.moe")
+    c.add("jamba", qwen3(model_type="jamba", intermediate_size=8, num_hidden_layers=4),
+          {1: layer(1, "per_expert", "router.weight"), 3: layer(2, "per_expert", "router.weight")}, plain, ff)
+    c.add("phimoe", flat_moe("phimoe", router_jitter_noise=0.02), two(lambda s: layer(s, "w123")),
+          dict(plain, routing="sparse_mixer", jitter=0.02), bsm)
+    c.add("minimax_m1", flat_moe("minimax_m1"), two(lambda s: layer(s, "w123")), dict(plain, renormalize=True), bsm)
+    c.add("hunyuan", flat_moe("hunyuan_v1_moe", moe_topk=[2, 2], num_shared_expert=[2, 2]),
+          two(lambda s: layer(s, "per_expert", "gate.wg.weight").shared(random.Random(s), "shared_mlp", 16)),
+          dict(plain, renormalize=True, shared=16))
+    c.add("ernie4_5", qwen3(model_type="ernie4_5_moe", moe_num_shared_experts=2, moe_layer_start_index=0, moe_norm_min=1e-10),
+          two(lambda s: layer(s, "per_expert", gate_dtype="F32").shared(random.Random(s), "shared_experts", 16).correction_bias(
+              random.Random(s), "moe_statics.e_score_correction_bias", as_matrix=True)),
+          dict(plain, renormalize=True, renorm_floor=1e-10, bias=True, shared=16))
+    c.add("qwen3_next", qwen3(model_type="qwen3_next", shared_expert_intermediate_size=24),
+          two(lambda s: layer(s, "per_expert").shared(random.Random(s), "shared_expert", 24, gate="shared_expert_gate.weight")),
+          dict(plain, renormalize=True, shared=24, shared_gated=True))
+    longcat = {"model_type": "longcat_flash", "hidden_size": 16, "expert_ffn_hidden_size": 8, "ffn_hidden_size": 40, "num_layers": 2,
+               "n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 2, "zero_expert_type": "identity", "torch_dtype": "bfloat16"}
+    c.add("longcat", longcat, two(lambda s: layer(s, "per_expert", "router.classifier.weight", gate_dtype="F32", columns=6).correction_bias(
+        random.Random(s), "router.e_score_correction_bias")), dict(plain, routing="zero_expert", zero_experts=2, scale=6.0, bias=True))
+    c.add("nemotron_h", deepseek("nemotron_h", num_hidden_layers=2, hybrid_override_pattern="EE", n_shared_experts=1, mlp_hidden_act="relu2",
+                                 moe_shared_expert_intermediate_size=12, routed_scaling_factor=2.0),
+          two(lambda s: layer(s, "per_expert", gated=False).shared(random.Random(s), "shared_experts", 12).correction_bias(
+              random.Random(s), "gate.e_score_correction_bias")),
+          dict(plain, routing="grouped_topk", groups=[2, 1], scoring="sigmoid", renormalize=True, scale=2.0, scale_on_output=True, bias=True,
+               shared=12, activation="relu2_no_mul"), "backbone.layers.%d.mixer", common="backbone.")
+
+
 def main():
     if len(sys.argv) != 2:
         sys.exit("usage: make_tiny_checkpoints.py FOLDER")
     os.makedirs(sys.argv[1], exist_ok=True)
     cases = Cases(sys.argv[1])
-    for part in (mixtral, qwen, deepseeks, fp8, others):
+    for part in (mixtral, qwen, deepseeks, fp8, others, more_families):
         part(cases)
     with open(os.path.join(sys.argv[1], "manifest.json"), "w", encoding="utf-8") as f:
         json.dump(cases.manifest, f, indent=1)

@@ -140,19 +140,22 @@ class Mlp:
 
 
 class Layer:
-    """One MoE layer: what goes into the files and what must come out of the loader."""
+    """One MoE layer: what goes into the files and what must come out of the loader. Files whose names begin with
+    "^" lie beside the block. `columns`: of the router (more than e with zero experts)."""
 
-    def __init__(self, rng, e, h, i, dtype="BF16", scale_dtype="F32", expert_bias=None, gate_dtype="BF16"):
+    def __init__(self, rng, e, h, i, dtype="BF16", scale_dtype="F32", expert_bias=None, gate_dtype="BF16",
+                 columns=None, gated=True):
+        self.columns, self.gated = columns or e, gated
         self.e, self.h, self.i, self.dtype, self.scale_dtype = e, h, i, dtype, scale_dtype
         self.experts = [Mlp(rng, dtype, h, i, scale_dtype) for _ in range(e)]
         self.gate_dtype = gate_dtype
-        self.gate = matrix(rng, gate_dtype, e, h)
+        self.gate = matrix(rng, gate_dtype, self.columns, h)
         self.files, self.expected = {}, {}
         self.expert_bias = expert_bias
         if expert_bias:
             self.bias13 = [[element(rng, expert_bias) for _ in range(2 * i)] for _ in range(e)]  # gate entries first
             self.bias2 = [[element(rng, expert_bias) for _ in range(h)] for _ in range(e)]
-        self.expected["w13"] = stack(dtype, [x.w13() for x in self.experts])
+        self.expected["w13"] = stack(dtype, [x.w13() if gated else x.up for x in self.experts])
         self.expected["w2"] = stack(dtype, [x.down for x in self.experts])
         if dtype == "F8_E4M3":
             self.expected["w13_scale"] = stack("F32", [x.w13_scale() for x in self.experts])
@@ -171,18 +174,22 @@ class Layer:
         self.files[name] = self.expected["gate_bias"] = vector(dtype, [element(rng, dtype) for _ in range(self.e)])
         return self
 
-    def correction_bias(self, rng, name, dtype="F32"):
-        row = [element(rng, dtype) for _ in range(self.e)]
-        self.files[name] = vector(dtype, row)
+    def correction_bias(self, rng, name, dtype="F32", as_matrix=False):
+        row = [element(rng, dtype) for _ in range(self.columns)]
+        self.files[name] = tensor(dtype, [row]) if as_matrix else vector(dtype, row)
         self.expected["e_score_correction_bias"] = vector("F32", [widen(x, dtype) for x in row])
         return self
 
-    def shared(self, rng, module, s, dtype=None, gate=None):
+    def shared(self, rng, module, s, dtype=None, gate=None, fused=False):
         dtype = dtype or self.dtype
         mlp = Mlp(rng, dtype, self.h, s, self.scale_dtype)
-        for leaf, m in (("gate_proj", mlp.gate), ("up_proj", mlp.up), ("down_proj", mlp.down)):
+        if fused:
+            leaves = (("input_linear", mlp.gate + mlp.up), ("output_linear", mlp.down))
+        else:
+            leaves = (("gate_proj", mlp.gate), ("up_proj", mlp.up), ("down_proj", mlp.down))[0 if self.gated else 1:]
+        for leaf, m in leaves:
             self.files["%s.%s.weight" % (module, leaf)] = tensor(dtype, m)
-        self.expected["shared_w13"] = stack(dtype, [mlp.w13()])
+        self.expected["shared_w13"] = stack(dtype, [mlp.w13() if self.gated else mlp.up])
         self.expected["shared_w2"] = stack(dtype, [mlp.down])
         if dtype == "F8_E4M3":
             for leaf, m in (("gate_proj", mlp.gate_scale), ("up_proj", mlp.up_scale), ("down_proj", mlp.down_scale)):
@@ -197,7 +204,7 @@ class Layer:
 
     def per_expert(self, gate="gate_proj", up="up_proj", down="down_proj"):
         for n, x in enumerate(self.experts):
-            for leaf, m in ((gate, x.gate), (up, x.up), (down, x.down)):
+            for leaf, m in ((gate, x.gate), (up, x.up), (down, x.down))[0 if self.gated else 1:]:
                 self.files["experts.%d.%s.weight" % (n, leaf)] = tensor(self.dtype, m)
             if self.dtype == "F8_E4M3":
                 for leaf, m in ((gate, x.gate_scale), (up, x.up_scale), (down, x.down_scale)):
@@ -215,6 +222,28 @@ class Layer:
             self.files["experts.down_proj_scale_inv"] = stack(self.scale_dtype, [x.down_scale for x in self.experts])
         return self
 
+    def granite(self):
+        self.files["input_linear.weight"] = stack(self.dtype, [x.gate + x.up for x in self.experts])
+        self.files["output_linear.weight"] = stack(self.dtype, [x.down for x in self.experts])
+        return self
+
+    def fused_nn(self):
+        self.files["experts.gate_up_proj"] = stack(self.dtype, [transpose(x.gate + x.up) for x in self.experts])
+        self.files["experts.down_proj"] = stack(self.dtype, [transpose(x.down) for x in self.experts])
+        return self
+
+    def stacked(self):
+        for leaf in ("gate", "up", "down"):
+            self.files[leaf + "_proj.weight"] = stack(self.dtype, [getattr(x, leaf) for x in self.experts])
+        return self
+
+    def flat(self):
+        rows = lambda part: [row for x in self.experts for row in part(x)]
+        self.files["experts.mlp.w1"] = tensor(self.dtype, rows(lambda x: x.gate))
+        self.files["experts.mlp.v1"] = tensor(self.dtype, rows(lambda x: x.up))
+        self.files["experts.mlp.w2"] = tensor(self.dtype, rows(lambda x: transpose(x.down)))
+        return self
+
     def fused_nn_interleaved(self):
         self.files["experts.gate_up_proj"] = stack(
             self.dtype, [interleave(transpose(x.gate), transpose(x.up)) for x in self.experts])
@@ -226,4 +255,5 @@ class Layer:
         return self
 
     def named(self, prefix):
-        return {"%s.%s" % (prefix, n): t for n, t in self.files.items()}
+        layer = prefix.rsplit(".", 1)[0]
+        return {"%s.%s" % (layer if n[0] == "^" else prefix, n.lstrip("^")): t for n, t in self.files.items()}

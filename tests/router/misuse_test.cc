@@ -290,10 +290,10 @@ TEST(RouterMisuse, HashAndZeroExpertTensors) {
   z.args.hidden_states = x.view();
   test::expect_refusal(z.router.select_experts(z.args), StatusCode::kInvalidShape,
                        {"zero_expert_output: got [], need [3, 4]"});
-  Tensor f32 = zeros(DType::kF32, {3, 4});
-  z.args.zero_expert_output = f32.view();
+  Tensor f16 = zeros(DType::kF16, {3, 4});
+  z.args.zero_expert_output = f16.view();
   test::expect_refusal(z.router.select_experts(z.args), StatusCode::kInvalidDType,
-                       {"zero_expert_output: got F32, need BF16"});
+                       {"zero_expert_output: got F16, need BF16"});
   z.args.zero_expert_output = TensorView(const_cast<std::byte*>(x.data()), DType::kBF16, {3, 4});
   test::expect_refusal(z.router.select_experts(z.args), StatusCode::kAliasing,
                        {"hidden_states overlaps zero_expert_output"});

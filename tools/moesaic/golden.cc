@@ -197,8 +197,10 @@ Result<LayerReport> verify_block(const Checkpoint& checkpoint, const TensorFile&
                            checkpoint.load_layer(block.layer, options.parallel, options.progress));
   if (spec.shared.beside_block) {  // the golden output is that of the block alone
     loaded.spec.shared = {};
-    loaded.tensors.shared_w13 = loaded.tensors.shared_w13_scale = Tensor();
-    loaded.tensors.shared_w2 = loaded.tensors.shared_w2_scale = Tensor();
+    loaded.tensors.shared_w13 = Tensor();
+    loaded.tensors.shared_w13_scale = Tensor();
+    loaded.tensors.shared_w2 = Tensor();
+    loaded.tensors.shared_w2_scale = Tensor();
   }
   std::optional<RoutingOracle> oracle;
   if (Result<RoutingOracle> made = RoutingOracle::create(spec, loaded.tensors); made.ok()) {

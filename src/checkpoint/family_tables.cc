@@ -1,0 +1,346 @@
+// The table of families. Source: spec checkpoints.md section 3.
+#include "checkpoint/families.h"
+#include "checkpoint/family_layouts.h"
+
+namespace moesaic {
+namespace {
+
+constexpr Family mixtral() {
+  Family f;
+  f.title = "Mixtral";
+  f.model_types = {"mixtral"};
+  f.width_fields = {"intermediate_size"};
+  f.routing.renorm = RenormRule::kAlways;
+  f.layouts = {w123("block_sparse_moe"), fused_nt("mlp"), fused_nt("block_sparse_moe")};
+  return f;
+}
+
+constexpr Family qwen3_moe() {
+  Family f;
+  f.title = "Qwen3-MoE";
+  f.model_types = {"qwen3_moe"};
+  f.width_fields = {"moe_intermediate_size"};
+  f.layer_rule = LayerRule::kSparseStep;
+  f.routing.renorm = RenormRule::kStated;
+  f.layouts = {projections("mlp"), fused_nt("mlp")};
+  return f;
+}
+
+constexpr Family qwen2_moe() {
+  Family f = qwen3_moe();
+  f.title = "Qwen2-MoE";
+  f.model_types = {"qwen2_moe"};
+  f.shared = SharedRule::kOwnWidth;
+  f.shared_layout = kSharedExpert;
+  f.shared_gate = "shared_expert_gate.weight";
+  return f;
+}
+
+constexpr Family olmoe() {
+  Family f = qwen3_moe();
+  f.title = "OLMoE";
+  f.model_types = {"olmoe"};
+  f.width_fields = {"intermediate_size"};
+  f.layer_rule = LayerRule::kEvery;
+  return f;
+}
+
+constexpr Family deepseek_v2() {
+  Family f;
+  f.title = "DeepSeek-V2";
+  f.model_types = {"deepseek_v2"};
+  f.width_fields = {"moe_intermediate_size"};
+  f.layer_rule = LayerRule::kFirstDense;
+  f.routing.scoring_field = "scoring_func";
+  f.routing.renorm = RenormRule::kStated;
+  f.routing.bias = BiasRule::kTopkMethod;
+  f.routing.default_topk_method = "greedy";
+  f.routing.reads_groups = true;
+  f.routing.scale = ScaleRule::kUnlessRenormalized;
+  f.shared = SharedRule::kCount;
+  f.shared_count_field = "n_shared_experts";
+  f.correction_bias = {"gate.e_score_correction_bias"};
+  f.shared_layout = kSharedExperts;
+  f.layouts = {projections("mlp"), fused_nt("mlp")};
+  return f;
+}
+
+constexpr Family deepseek_v3() {
+  Family f = deepseek_v2();
+  f.title = "DeepSeek-V3";
+  f.model_types = {"deepseek_v3", "deepseek_v32"};
+  f.default_first_dense = 3;
+  f.routing.scoring_func = ScoringFunc::kSigmoid;
+  f.routing.default_renorm = true;
+  f.routing.default_topk_method = "noaux_tc";
+  f.routing.default_n_group = 8;
+  f.routing.default_topk_group = 4;
+  f.routing.scale = ScaleRule::kAlways;
+  f.routing.default_scale = 2.5;
+  f.default_shared_count = 1;
+  return f;
+}
+
+constexpr Family kimi_k2() {
+  Family f = deepseek_v3();
+  f.title = "Kimi-K2";
+  f.model_types = {"kimi_k2"};
+  f.default_first_dense = 1;
+  f.routing.default_n_group = 1;
+  f.routing.default_topk_group = 1;
+  f.routing.default_scale = 2.827;
+  return f;
+}
+
+constexpr Family glm4_moe() {
+  Family f = kimi_k2();
+  f.title = "GLM-4.5";
+  f.model_types = {"glm4_moe", "glm4v_moe_text"};
+  f.routing.scoring_field = "";
+  f.routing.bias = BiasRule::kAlways;
+  f.routing.default_topk_method = "";
+  f.routing.default_scale = 1.0;
+  return f;
+}
+
+constexpr Family minimax_m2() {
+  Family f;
+  f.title = "MiniMax-M2";
+  f.model_types = {"minimax_m2"};
+  f.width_fields = {"intermediate_size"};
+  f.routing.scoring_func = ScoringFunc::kSigmoid;
+  f.routing.scoring_field = "scoring_func";
+  f.routing.renorm = RenormRule::kAlways;
+  f.routing.bias = BiasRule::kStated;
+  f.routing.scale = ScaleRule::kAlways;
+  f.correction_bias = {"e_score_correction_bias", "gate.e_score_correction_bias"};
+  f.layouts = {w123("block_sparse_moe"), fused_nt("mlp"), fused_nt("block_sparse_moe")};
+  return f;
+}
+
+constexpr Family gpt_oss() {
+  Family f;
+  f.title = "gpt-oss";
+  f.model_types = {"gpt_oss"};
+  f.width_fields = {"intermediate_size"};
+  f.routing.method = RoutingMethod::kTopKSoftmax;
+  // hidden_act says "silu" in these files; the activation is fixed by the family.
+  f.reads_hidden_act = false;
+  f.activation = {ActivationKind::kSwigluOai, 7.0F, 1.702F, 1.0F, 0.0F};
+  f.gate_weight = "router.weight";
+  f.gate_bias = "router.bias";
+  f.layouts = {gpt_oss_layout()};
+  return f;
+}
+
+constexpr Family qwen3_next() {
+  Family f = qwen2_moe();
+  f.title = "Qwen3-Next";
+  f.model_types = {"qwen3_next"};
+  f.routing.default_renorm = true;
+  return f;
+}
+
+constexpr Family dots1() {
+  Family f = glm4_moe();
+  f.title = "dots.llm1";
+  f.model_types = {"dots1"};
+  return f;
+}
+
+constexpr Family minimax_m1() {
+  Family f = mixtral();
+  f.title = "MiniMax-Text-01 and M1";
+  f.model_types = {"minimax", "minimax_m1", "minimax_text_01"};
+  return f;
+}
+
+constexpr Family phimoe() {
+  Family f = mixtral();
+  f.title = "Phi-3.5-MoE";
+  f.model_types = {"phimoe"};
+  f.routing.method = RoutingMethod::kSparseMixer;
+  f.routing.renorm = RenormRule::kNever;
+  return f;
+}
+
+constexpr Family granite() {
+  Family f;
+  f.title = "Granite-MoE";
+  f.model_types = {"granitemoe"};
+  f.width_fields = {"intermediate_size"};
+  f.routing.method = RoutingMethod::kTopKSoftmax;
+  f.gate_weight = "router.layer.weight";
+  f.layouts = {granite_layout("block_sparse_moe", "input_linear", "output_linear")};
+  return f;
+}
+
+constexpr Family granite_shared() {
+  Family f = granite();
+  f.title = "Granite-MoE with a shared expert";
+  f.model_types = {"granitemoeshared"};
+  f.shared = SharedRule::kOwnWidth;
+  f.shared_width_field = "shared_intermediate_size";
+  f.shared_layout = granite_layout("", "shared_mlp.input_linear", "shared_mlp.output_linear");
+  f.shared_beside_block = true;
+  return f;
+}
+
+constexpr Family jamba() {
+  Family f;
+  f.title = "Jamba";
+  f.model_types = {"jamba"};
+  f.width_fields = {"intermediate_size"};
+  f.layer_rule = LayerRule::kPeriod;
+  f.gate_weight = "router.weight";
+  f.layouts = {projections("feed_forward"), fused_nt("feed_forward")};
+  return f;
+}
+
+constexpr Family dbrx() {
+  Family f;
+  f.title = "DBRX";
+  f.model_types = {"dbrx"};
+  f.width_fields = {"ffn_hidden_size"};
+  f.hidden_field = "d_model";
+  f.num_layers_field = "n_layers";
+  f.moe_object = "ffn_config";
+  f.activation_field = "ffn_act_fn";
+  f.routing.method = RoutingMethod::kPNorm;
+  f.layer_prefix = "transformer.blocks.";
+  f.gate_weight = "router.layer.weight";
+  ExpertLayout layout;
+  layout.storage = ExpertStorage::kFlat;
+  layout.block = "ffn";
+  layout.gate = "experts.mlp.w1";
+  layout.up = "experts.mlp.v1";
+  layout.down = "experts.mlp.w2";
+  layout.weight_suffixes = {""};
+  f.layouts = {layout};
+  return f;
+}
+
+constexpr Family llama4() {
+  Family f;
+  f.title = "Llama 4";
+  f.model_types = {"llama4_text"};
+  f.width_fields = {"intermediate_size"};
+  f.layer_rule = LayerRule::kInterleave;
+  f.routing.method = RoutingMethod::kLlama4;
+  f.routing.weight_on_input = true;
+  f.shared = SharedRule::kOwnWidth;
+  f.shared_width_field = "intermediate_size";
+  f.shared_layout = kSharedExpert;
+  f.gate_weight = "router.weight";
+  f.layouts = {fused(ExpertStorage::kFusedNN, "feed_forward")};
+  return f;
+}
+
+constexpr Family hunyuan() {
+  Family f;
+  f.title = "Hunyuan-MoE";
+  f.model_types = {"hunyuan_v1_moe", "hunyuan"};
+  f.width_fields = {"moe_intermediate_size", "intermediate_size"};
+  f.has_layer_lists = true;
+  f.routing.renorm = RenormRule::kIfSeveral;
+  f.shared = SharedRule::kOwnWidth;
+  f.shared_width_field = "intermediate_size";
+  f.shared_count_field = "num_shared_expert";
+  f.default_shared_count = 1;
+  f.shared_layout =
+      shared_mlp("shared_mlp.gate_proj", "shared_mlp.up_proj", "shared_mlp.down_proj");
+  f.gate_weight = "gate.wg.weight";
+  f.layouts = {projections("mlp"), fused_nt("mlp")};
+  return f;
+}
+
+constexpr Family ernie45() {
+  Family f;
+  f.title = "ERNIE 4.5";
+  f.model_types = {"ernie4_5_moe"};
+  f.width_fields = {"moe_intermediate_size"};
+  f.layer_rule = LayerRule::kInterval;
+  f.routing.renorm = RenormRule::kAlways;
+  f.routing.renorm_floor = 1e-12;
+  f.routing.bias = BiasRule::kStated;
+  f.routing.bias_field = "";
+  f.correction_bias = {"moe_statics.e_score_correction_bias"};
+  f.shared = SharedRule::kCount;
+  f.shared_count_field = "moe_num_shared_experts";
+  f.shared_layout = kSharedExperts;
+  f.layouts = {projections("mlp"), fused_nt("mlp")};
+  return f;
+}
+
+constexpr Family step3() {
+  Family f;
+  f.title = "Step-3";
+  f.model_types = {"step3", "step3_text"};
+  f.width_fields = {"moe_intermediate_size"};
+  f.layer_rule = LayerRule::kEnumerated;
+  f.routing.renorm = RenormRule::kStated;
+  f.routing.renorm_field = "norm_expert_weight";
+  f.shared = SharedRule::kOwnWidth;
+  f.shared_width_field = "share_expert_dim";
+  f.shared_layout =
+      shared_mlp("share_expert.gate_proj", "share_expert.up_proj", "share_expert.down_proj");
+  f.shared_beside_block = true;
+  ExpertLayout layout = per_expert("moe", "gate_proj", "up_proj", "down_proj");
+  layout.storage = ExpertStorage::kStacked;
+  f.layouts = {layout};
+  return f;
+}
+
+constexpr Family longcat() {
+  Family f;
+  f.title = "LongCat-Flash";
+  f.model_types = {"longcat_flash"};
+  f.width_fields = {"expert_ffn_hidden_size"};
+  f.num_layers_field = "num_layers";
+  f.routing.method = RoutingMethod::kZeroExpert;
+  f.routing.bias = BiasRule::kAlways;
+  f.routing.scale = ScaleRule::kAlways;
+  f.routing.default_scale = 6.0;
+  f.gate_weight = "router.classifier.weight";
+  f.correction_bias = {"router.e_score_correction_bias"};
+  f.layouts = {projections("mlp"), fused_nt("mlp")};
+  return f;
+}
+
+constexpr Family nemotron_h() {
+  Family f;
+  f.title = "Nemotron-H";
+  f.model_types = {"nemotron_h"};
+  f.width_fields = {"moe_intermediate_size"};
+  f.layer_rule = LayerRule::kPattern;
+  f.activation_field = "mlp_hidden_act";
+  f.activation.kind = ActivationKind::kRelu2NoMul;
+  f.routing.scoring_func = ScoringFunc::kSigmoid;
+  f.routing.renorm = RenormRule::kStated;
+  f.routing.default_renorm = true;
+  f.routing.bias = BiasRule::kAlways;
+  f.routing.reads_groups = true;
+  f.routing.scale = ScaleRule::kOnOutput;
+  f.shared = SharedRule::kOwnWidth;
+  f.shared_width_field = "moe_shared_expert_intermediate_size";
+  f.shared_count_field = "n_shared_experts";
+  f.default_shared_count = 1;
+  f.shared_layout = shared_mlp("", "shared_experts.up_proj", "shared_experts.down_proj");
+  f.layer_prefix = "backbone.layers.";
+  f.correction_bias = {"gate.e_score_correction_bias"};
+  f.layouts = {per_expert("mixer", "", "experts.{e}.up_proj", "experts.{e}.down_proj")};
+  return f;
+}
+
+constexpr auto kFamilies = std::to_array<Family>({
+    mixtral(), qwen2_moe(), qwen3_moe(), qwen3_next(), deepseek_v2(),    deepseek_v3(),
+    kimi_k2(), glm4_moe(),  dots1(),     minimax_m1(), minimax_m2(),     olmoe(),
+    gpt_oss(), llama4(),    phimoe(),    granite(),    granite_shared(), jamba(),
+    dbrx(),    hunyuan(),   ernie45(),   step3(),      longcat(),        nemotron_h(),
+});
+
+}  // namespace
+
+std::span<const Family> families() { return kFamilies; }
+
+}  // namespace moesaic
