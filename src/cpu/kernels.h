@@ -29,15 +29,18 @@ enum class OperandKind : std::uint8_t {
   kBF16,  // bf16 values, for tiers with a bf16 dot product
 };
 
-enum class WeightKind : std::uint8_t { kF32, kBF16, kF16, kE4M3 };
-inline constexpr int kNumWeightKinds = 4;
+enum class WeightKind : std::uint8_t { kF32, kBF16, kF16, kE4M3, kE2M1 };
+inline constexpr int kNumWeightKinds = 5;
+// e2m1 weights: steps of K that share one power-of-two scale per column.
+inline constexpr int kMxSteps = 32;
 
 struct PanelArgs {
-  const std::byte* panel = nullptr;          // one packed panel
-  const float* panel_scales = nullptr;       // [groups][4], one per 16 columns; null: no scales
-  const void* const* rows = nullptr;         // num_rows left operands of padded_k elements
-  const float* const* row_scales = nullptr;  // num_rows pointers to [groups]; null: 1
-  int num_rows = 0;                          // 1..kMaxRows
+  const std::byte* panel = nullptr;     // one packed panel
+  const float* panel_scales = nullptr;  // [groups][4], one per 16 columns; null: no scales
+  const std::uint8_t* panel_exponents = nullptr;  // e2m1 only: E8M0 [padded_k / 32][64], no NaN
+  const void* const* rows = nullptr;              // num_rows left operands of padded_k elements
+  const float* const* row_scales = nullptr;       // num_rows pointers to [groups]; null: 1
+  int num_rows = 0;                               // 1..kMaxRows
   std::int64_t padded_k = 0;  // multiple of 4; zero-filled beyond the true K on both sides
   float* result = nullptr;    // [num_rows][64], overwritten
 };
@@ -63,7 +66,8 @@ struct CpuKernels {
   // result[r][c] = sum over groups g, ascending, of row_scale[r][g] * panel_scale[g][c/16] * (sum
   // over k in g, ascending, of row[r][k] * w[k][c]), each inner product accumulated in fp32 (in
   // bf16 pairs where the operand is kBF16), each group folded with one fused multiply-add. The bits
-  // of a row depend on nothing but that row.
+  // of a row depend on nothing but that row. e2m1 weights (padded_k a multiple of 32) fold every 32
+  // steps, with 2^(exponent - 127) of the column in the place of the scales.
   void (*panel_gemm_f32[kNumWeightKinds])(const PanelArgs& args);
   // Left operands are bf16; null for kF32 and kF16 weights and on tiers without a bf16 dot product.
   void (*panel_gemm_bf16[kNumWeightKinds])(const PanelArgs& args);

@@ -50,12 +50,48 @@ void move_panel(const PackedShape& shape, std::int64_t panel, std::byte* matrix,
   }
 }
 
+// Nibbles: two per byte in the matrix, low one first.
+int get_nibble(const std::byte* p, std::int64_t i) {
+  return (static_cast<int>(p[i / 2]) >> (i % 2 * 4)) & 0xF;
+}
+void or_nibble(std::byte* p, std::int64_t i, int code) {
+  p[i / 2] |= static_cast<std::byte>(code << (i % 2 * 4));
+}
+// Nibble of a unit that holds step `step` of column `column`.
+std::int64_t unit_nibble(int column, std::int64_t step) {
+  return column * 8 + step % 2 * 4 +
+         (MOESAIC_FAULT(cpu_pack_nibbles_in_order) ? step / 4 : step / 2);
+}
+
+template <bool kPack>
+void move_nibble_panel(const PackedShape& shape, std::int64_t panel, std::byte* matrix,
+                       std::byte* packed) {
+  std::byte* base = packed + panel * shape.panel_bytes();
+  if (kPack) std::memset(base, 0, static_cast<std::size_t>(shape.panel_bytes()));
+  for (int column = 0; column < kPanelColumns; ++column) {
+    const std::int64_t row = shape.source_row(panel, column);
+    if (row < 0) continue;
+    std::byte* line = matrix + row * shape.k / 2;
+    if (!kPack) std::memset(line, 0, static_cast<std::size_t>(shape.k / 2));
+    for (std::int64_t k = 0; k < shape.k; ++k) {
+      std::byte* unit = base + k / 8 * kUnitBytes;
+      const std::int64_t at = unit_nibble(column, k % 8);
+      if (kPack) {
+        or_nibble(unit, at, get_nibble(line, k));
+      } else {
+        or_nibble(line, k, get_nibble(unit, at));
+      }
+    }
+  }
+}
+
 template <bool kPack>
 void move_matrix(const PackedShape& shape, std::byte* matrix, std::byte* packed, int num_threads) {
   const std::int64_t panels = shape.num_panels();
-  const std::int64_t bytes = shape.elem_bytes();
+  const std::int64_t bytes = shape.elem_bits() / 8;
 #pragma omp parallel for num_threads(num_threads) schedule(static)
   for (std::int64_t p = 0; p < panels; ++p) {
+    if (bytes == 0) move_nibble_panel<kPack>(shape, p, matrix, packed);
     if (bytes == 1) move_panel<1, kPack>(shape, p, matrix, packed);
     if (bytes == 2) move_panel<2, kPack>(shape, p, matrix, packed);
     if (bytes == 4) move_panel<4, kPack>(shape, p, matrix, packed);
@@ -76,31 +112,39 @@ Result<WeightKind> weight_kind(DType dtype) {
       return WeightKind::kF16;
     case DType::kF8E4M3:
       return WeightKind::kE4M3;
+    case DType::kF4E2M1:
+      return WeightKind::kE2M1;
     default:
       return Status(StatusCode::kUnsupported, "weight dtype: got " +
                                                   std::string(dtype_name(dtype)) +
-                                                  ", need F32, BF16, F16 or F8_E4M3");
+                                                  ", need F32, BF16, F16, F8_E4M3 or F4");
   }
 }
 
-std::int64_t PackedShape::elem_bytes() const {
+std::int64_t PackedShape::elem_bits() const {
   switch (kind) {
     case WeightKind::kF32:
-      return 4;
+      return 32;
     case WeightKind::kBF16:
     case WeightKind::kF16:
-      return 2;
+      return 16;
     case WeightKind::kE4M3:
-      return 1;
+      return 8;
+    case WeightKind::kE2M1:
+      return 4;
   }
-  return 4;
+  return 32;
 }
-std::int64_t PackedShape::padded_k() const { return round_up(k, 4); }
+std::int64_t PackedShape::padded_k() const {
+  return round_up(k, kind == WeightKind::kE2M1 ? kMxSteps : 4);
+}
 std::int64_t PackedShape::num_panels() const {
   return order == RowOrder::kGateUp ? ceil_div(rows / 2, kPanelColumns / 2)
                                     : ceil_div(rows, kPanelColumns);
 }
-std::int64_t PackedShape::panel_bytes() const { return padded_k() * kPanelColumns * elem_bytes(); }
+std::int64_t PackedShape::panel_bytes() const {
+  return padded_k() * kPanelColumns * elem_bits() / 8;
+}
 std::int64_t PackedShape::num_groups() const { return ceil_div(padded_k(), kGroup); }
 std::int64_t PackedShape::matrix_bytes() const { return num_panels() * panel_bytes(); }
 
@@ -127,7 +171,7 @@ Status check_packed_shape(const PackedShape& shape, std::int64_t num_matrices) {
       shape.k > kMaxPackedBytes) {
     return Status(StatusCode::kLimitExceeded, "weights: a dimension exceeds 2^46");
   }
-  const auto panel = checked_mul(shape.padded_k(), kPanelColumns * shape.elem_bytes());
+  const auto panel = checked_mul(shape.padded_k(), kPanelColumns * shape.elem_bits() / 8);
   const auto matrix = panel ? checked_mul(*panel, shape.num_panels()) : std::nullopt;
   const auto total = matrix ? checked_mul(*matrix, num_matrices) : std::nullopt;
   if (!total || *total > kMaxPackedBytes) {
@@ -159,6 +203,20 @@ void pack_block_scales(const PackedShape& shape, const float* scales, std::int64
         if (MOESAIC_FAULT(cpu_scale_row_of_next_block) && row >= 0)
           block = (block + 1) % ceil_div(shape.rows, kGroup);
         *dst++ = row < 0 ? 0.0F : scales[block * scale_cols + g];
+      }
+    }
+  }
+}
+
+void pack_exponents(const PackedShape& shape, const std::uint8_t* scales, std::uint8_t* dst) {
+  constexpr std::uint8_t kOne = 127;
+  const std::int64_t groups = shape.padded_k() / kMxSteps;
+  for (std::int64_t p = 0; p < shape.num_panels(); ++p) {
+    for (std::int64_t g = 0; g < groups; ++g) {
+      for (int c = 0; c < kPanelColumns; ++c) {
+        std::int64_t row = shape.source_row(p, c);
+        if (MOESAIC_FAULT(cpu_exponent_of_first_column) && row >= 0) row = shape.source_row(p, 0);
+        *dst++ = row < 0 ? kOne : scales[row * groups + g];
       }
     }
   }

@@ -28,10 +28,10 @@ struct PackedShape {
   std::int64_t rows = 0;
   std::int64_t k = 0;
 
-  std::int64_t elem_bytes() const;
-  std::int64_t padded_k() const;  // next multiple of 4 (every format's unit divides it)
+  std::int64_t elem_bits() const;
+  std::int64_t padded_k() const;  // next multiple of 4; e2m1: of 32
   std::int64_t num_panels() const;
-  std::int64_t panel_bytes() const;   // padded_k * 64 * elem_bytes
+  std::int64_t panel_bytes() const;   // padded_k * 64 * elem_bits / 8
   std::int64_t num_groups() const;    // ceil(padded_k / 128)
   std::int64_t matrix_bytes() const;  // kLimitExceeded sizes are refused by check_packed_shape
   // Row of the matrix that column `column` of panel `panel` holds, or -1 for padding.
@@ -52,6 +52,9 @@ void unpack_matrix(const PackedShape& shape, const std::byte* src, std::byte* ds
 // columns get 0.
 void pack_block_scales(const PackedShape& shape, const float* scales, std::int64_t scale_cols,
                        float* dst);
+
+// MXFP4 scales [rows, K / 32] E8M0 -> [panel][K / 32][64], one per column; padding columns get 1.
+void pack_exponents(const PackedShape& shape, const std::uint8_t* scales, std::uint8_t* dst);
 
 struct WeightFree {
   std::int64_t bytes = 0;

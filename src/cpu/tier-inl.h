@@ -102,6 +102,7 @@ struct TablesE4M3;
 HWY_INLINE void DecodeColumnsE4M3(const std::byte* w, std::uint32_t* pair01, std::uint32_t* pair23);
 #include "cpu/panel_gemm-inl.h"
 #include "cpu/panel_gemm_bf16-inl.h"
+#include "cpu/panel_gemm_mx_bf16-inl.h"
 HWY_INLINE void DecodeColumnsE4M3(const std::byte* w, std::uint32_t* pair01,
                                   std::uint32_t* pair23) {
   __m512i low, high;
@@ -126,11 +127,12 @@ HWY_INLINE void DecodeColumnsE4M3(const std::byte* w, std::uint32_t* pair01,
 constexpr CpuKernels kTable = {
     MOESAIC_TIER_NAME,
     MOESAIC_TIER_BF16 ? OperandKind::kBF16 : OperandKind::kF32,
-    {PanelGemmF32<DecodeF32>, PanelGemmF32<DecodeBF16>, PanelGemmF32<DecodeF16>, PanelGemmF32E4M3},
+    {PanelGemmF32<DecodeF32>, PanelGemmF32<DecodeBF16>, PanelGemmF32<DecodeF16>, PanelGemmF32E4M3,
+     PanelGemmF32E2M1},
 #if MOESAIC_TIER_BF16
-    {nullptr, PanelGemmPairBF16, nullptr, PanelGemmPairE4M3},
+    {nullptr, PanelGemmPairBF16, nullptr, PanelGemmPairE4M3, PanelGemmPairE2M1},
 #else
-    {nullptr, nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
 #endif
     Activate,
     LoadRow,

@@ -16,6 +16,11 @@ Result<CpuProjection> CpuProjection::allocate(const cpu::PackedShape& shape,
   p.shape_ = shape;
   MOESAIC_ASSIGN_OR_RETURN(p.weights_,
                            cpu::WeightBuffer::allocate(shape.matrix_bytes() * num_experts));
+  if (shape.kind == cpu::WeightKind::kE2M1) {
+    MOESAIC_ASSIGN_OR_RETURN(
+        p.exponents_,
+        cpu::WeightBuffer::allocate(num_experts * shape.num_panels() * p.exponents_per_panel()));
+  }
   const std::size_t panels = static_cast<std::size_t>(num_experts * shape.num_panels());
   try {
     if (has_scale) p.scales_.resize(panels * static_cast<std::size_t>(4 * shape.num_groups()));
@@ -34,6 +39,10 @@ void CpuProjection::set_expert(std::int64_t e, const ConstTensorView& weight,
     cpu::pack_block_scales(shape_, scale.as<float>(), scale.dim(1),
                            const_cast<float*>(panel_scales(e, 0)));
   }
+  if (exponents_.bytes() > 0) {
+    cpu::pack_exponents(shape_, scale.as<std::uint8_t>(),
+                        const_cast<std::uint8_t*>(panel_exponents(e, 0)));
+  }
   if (bias_.empty() || !bias.present()) return;
   for (std::int64_t p = 0; p < shape_.num_panels(); ++p) {
     float* out = const_cast<float*>(panel_bias(e, p));
@@ -46,7 +55,7 @@ void CpuProjection::set_expert(std::int64_t e, const ConstTensorView& weight,
 }
 
 std::int64_t CpuProjection::bytes() const {
-  return weights_.bytes() +
+  return weights_.bytes() + exponents_.bytes() +
          static_cast<std::int64_t>((scales_.size() + bias_.size()) * sizeof(float));
 }
 

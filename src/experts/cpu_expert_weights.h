@@ -31,6 +31,13 @@ class CpuProjection {
                ? nullptr
                : &scales_[index(e, p) * static_cast<std::size_t>(4 * shape_.num_groups())];
   }
+  // E8M0 [K / 32][64] of the panel, or null for other weights than e2m1.
+  const std::uint8_t* panel_exponents(std::int64_t e, std::int64_t p) const {
+    return exponents_.bytes() == 0
+               ? nullptr
+               : reinterpret_cast<const std::uint8_t*>(exponents_.data()) +
+                     static_cast<std::int64_t>(index(e, p)) * exponents_per_panel();
+  }
   // [64] in column order, or null without bias.
   const float* panel_bias(std::int64_t e, std::int64_t p) const {
     return bias_.empty() ? nullptr : &bias_[index(e, p) * cpu::kPanelColumns];
@@ -41,8 +48,11 @@ class CpuProjection {
   std::size_t index(std::int64_t e, std::int64_t p) const {
     return static_cast<std::size_t>(e * shape_.num_panels() + p);
   }
+  std::int64_t exponents_per_panel() const {
+    return shape_.padded_k() / cpu::kMxSteps * cpu::kPanelColumns;
+  }
   cpu::PackedShape shape_;
-  cpu::WeightBuffer weights_;
+  cpu::WeightBuffer weights_, exponents_;
   std::vector<float> scales_, bias_;
 };
 

@@ -175,6 +175,7 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
     for (std::int64_t p = first_panel; p < last_panel; ++p) {
       gemm_({.panel = weights_.w13.panel(e, p),
              .panel_scales = weights_.w13.panel_scales(e, p),
+             .panel_exponents = weights_.w13.panel_exponents(e, p),
              .rows = rows,
              .row_scales = plan_.quantize ? scales : nullptr,
              .num_rows = count,
@@ -220,6 +221,7 @@ void CpuExperts::panel2(const CpuWorkspace& w, std::int64_t e, std::int64_t p) c
     }
     gemm_({.panel = weights_.w2.panel(e, p),
            .panel_scales = weights_.w2.panel_scales(e, p),
+           .panel_exponents = weights_.w2.panel_exponents(e, p),
            .rows = rows,
            .row_scales = plan_.quantize ? scales : nullptr,
            .num_rows = count,

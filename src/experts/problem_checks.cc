@@ -57,7 +57,10 @@ Status check_activation_dtype(const MoeProblem& p, ComputeScheme scheme) {
         fmt::format("activation_dtype: got {}, need F32, BF16 or F16", dtype_name(got)));
   }
   DType want = got;
-  if (scheme == ComputeScheme::kBF16 || scheme == ComputeScheme::kFp8Bf16) want = DType::kBF16;
+  if (scheme == ComputeScheme::kBF16 || scheme == ComputeScheme::kFp8Bf16 ||
+      scheme == ComputeScheme::kMxfp4Bf16) {
+    want = DType::kBF16;
+  }
   if (scheme == ComputeScheme::kF16) want = DType::kF16;
   if (got == want) return {};
   return unsupported(fmt::format("activation_dtype: got {}, scheme {} needs {}", dtype_name(got),
@@ -71,6 +74,17 @@ Status check_block_shapes(const MoeProblem& p, bool fp8_weights, ComputeScheme s
     return unsupported(fmt::format(
         "intermediate_size: got {} on this rank, 128x128 weight blocks need a multiple of 128",
         p.intermediate_size));
+  }
+  if (p.quant.weight.dtype == DType::kF4E2M1) {
+    const auto groups = [](const char* field, std::int64_t size) {
+      return size % kMxGroup == 0
+                 ? Status()
+                 : unsupported(fmt::format("{}: got {} on this rank, groups of 32 weights need a "
+                                           "multiple of 32",
+                                           field, size));
+    };
+    MOESAIC_RETURN_IF_ERROR(groups("hidden_size", p.hidden_size));
+    return groups("intermediate_size", p.intermediate_size);
   }
   if (scheme == ComputeScheme::kFp8Block && p.hidden_size % kFp8Block != 0) {
     return unsupported(fmt::format(
@@ -115,6 +129,26 @@ Status check_scale(std::string_view field, const ConstTensorView& scale, std::in
   return {};
 }
 
+// One power of two per row and 32 columns; 0xFF is the format's NaN.
+Status check_exponents(std::string_view field, const ConstTensorView& scale, std::int64_t rows,
+                       std::int64_t columns) {
+  if (!scale.present()) {
+    return invalid(fmt::format("{}: got none, F4 weights need {} F8_E8M0 scales", field,
+                               Shape({rows, columns}).to_string()));
+  }
+  MOESAIC_RETURN_IF_ERROR(expect_dtype(field, scale, DType::kF8E8M0));
+  MOESAIC_RETURN_IF_ERROR(expect_shape(field, scale, {rows, columns}));
+  MOESAIC_RETURN_IF_ERROR(expect_contiguous(field, scale));
+  const auto* codes = scale.as<std::uint8_t>();
+  for (std::int64_t i = 0; i < rows * columns; ++i) {
+    if (codes[i] == 0xFF) {
+      return invalid(fmt::format("{}: got NaN (0xFF) at [{}, {}], need powers of two", field,
+                                 i / columns, i % columns));
+    }
+  }
+  return {};
+}
+
 Status check_matrix(std::string_view field, const ConstTensorView& w, const ConstTensorView& scale,
                     std::int64_t rows, std::int64_t columns, const MoeProblem& problem,
                     ComputeScheme scheme) {
@@ -122,13 +156,17 @@ Status check_matrix(std::string_view field, const ConstTensorView& w, const Cons
   MOESAIC_RETURN_IF_ERROR(expect_contiguous(field, w));
   // The F32 scheme takes weights as they are stored; the others say what they must be.
   const bool float_ok =
-      scheme == ComputeScheme::kF32 && (w.dtype == DType::kF32 || w.dtype == DType::kBF16 ||
-                                        w.dtype == DType::kF16 || w.dtype == DType::kF8E4M3);
+      scheme == ComputeScheme::kF32 &&
+      (w.dtype == DType::kF32 || w.dtype == DType::kBF16 || w.dtype == DType::kF16 ||
+       w.dtype == DType::kF8E4M3 || w.dtype == DType::kF4E2M1);
   if (!float_ok) MOESAIC_RETURN_IF_ERROR(expect_dtype(field, w, problem.quant.weight.dtype));
   const std::string scale_field = std::string(field) + "_scale";
   if (w.dtype == DType::kF8E4M3) {
     MOESAIC_RETURN_IF_ERROR(check_block_shapes(problem, true, scheme));
     return check_scale(scale_field, scale, ceil_div(rows, kFp8Block), ceil_div(columns, kFp8Block));
+  }
+  if (w.dtype == DType::kF4E2M1) {
+    return check_exponents(scale_field, scale, rows, columns / kMxGroup);
   }
   if (scale.present()) {
     return invalid(fmt::format("{}: got {}, but {} weights have no scales", scale_field,

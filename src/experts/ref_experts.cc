@@ -38,6 +38,17 @@ float dot(const float* x, const Element* w, std::int64_t count, Decode decode) {
   return ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7]));
 }
 
+// e2m1, two per byte, low nibble first; the same order of additions.
+float dot_packed(const float* x, const std::uint8_t* w, std::int64_t count) {
+  std::array<float, 8> lane{};
+  for (std::int64_t i = 0; i < count; ++i) {
+    const bool high = i % 2 != 0 && !MOESAIC_FAULT(ref_experts_low_nibble_twice);
+    const auto code = static_cast<std::uint8_t>(high ? w[i / 2] >> 4 : w[i / 2] & 0x0F);
+    lane[static_cast<std::size_t>(i % 8)] += x[i] * f32_from_e2m1(code);
+  }
+  return ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7]));
+}
+
 float dot_stored(const float* x, const std::byte* w, DType dtype, std::int64_t count) {
   switch (dtype) {
     case DType::kF32:
@@ -46,6 +57,8 @@ float dot_stored(const float* x, const std::byte* w, DType dtype, std::int64_t c
       return dot(x, reinterpret_cast<const std::uint16_t*>(w), count, f32_from_bf16);
     case DType::kF16:
       return dot(x, reinterpret_cast<const std::uint16_t*>(w), count, f32_from_f16);
+    case DType::kF4E2M1:  // groups begin at whole bytes
+      return dot_packed(x, reinterpret_cast<const std::uint8_t*>(w), count);
     default:  // check_expert_weights left only e4m3
       return dot(x, reinterpret_cast<const std::uint8_t*>(w), count, f32_from_e4m3);
   }
@@ -56,7 +69,8 @@ float dot_stored(const float* x, const std::byte* w, DType dtype, std::int64_t c
 // A weight matrix of all local experts, stored as the checkpoint stores it.
 struct Matrix {
   Tensor weight;  // [E_l, rows, columns]
-  Tensor scale;   // [E_l, ceil(rows / 128), ceil(columns / 128)] F32, e4m3 only
+  Tensor scale;   // e4m3: [E_l, ceil(rows / 128), ceil(columns / 128)] F32; e2m1: [E_l, rows,
+                  // columns / 32] F8_E8M0
   Tensor bias;    // [E_l, rows] F32, widened
   std::int64_t rows = 0;
   std::int64_t columns = 0;
@@ -71,28 +85,32 @@ struct Operand {
 // out[n] = x . w[e][n] + bias[e][n]
 void linear(const Matrix& m, std::int64_t e, const Operand& x, float* out) {
   const DType dtype = m.weight.dtype();
-  const std::int64_t row_bytes = m.columns * (dtype_bits(dtype) / 8);
+  const std::int64_t bits = dtype_bits(dtype);
+  const std::int64_t row_bytes = m.columns * bits / 8;
   const std::byte* weight = m.weight.data() + e * m.rows * row_bytes;
-  const std::int64_t scale_columns = ceil_div(m.columns, kFp8Block);
-  const std::int64_t scale_rows = ceil_div(m.rows, kFp8Block);
-  const float* scale =
-      m.scale.present() ? m.scale.as<float>() + e * scale_rows * scale_columns : nullptr;
+  const bool grouped = dtype == DType::kF4E2M1;
+  const std::int64_t block_n = grouped ? 1 : kFp8Block;
+  const std::int64_t block_k = grouped ? kMxGroup : kFp8Block;
+  const std::int64_t scale_columns = ceil_div(m.columns, block_k);
+  const std::int64_t first_scale = e * ceil_div(m.rows, block_n) * scale_columns;
   const float* bias = m.bias.present() ? m.bias.as<float>() + e * m.rows : nullptr;
   if (MOESAIC_FAULT(ref_experts_missing_bias)) bias = nullptr;
   const bool wrong_scale_row = MOESAIC_FAULT(ref_experts_scale_row_zero);
   for (std::int64_t n = 0; n < m.rows; ++n) {
     const std::byte* row = weight + n * row_bytes;
     float sum = 0;
-    if (scale == nullptr) {
+    if (!m.scale.present()) {
       sum = dot_stored(x.values, row, dtype, m.columns);
     } else {
       // Scales act on each group's partial sum, inside the accumulation.
-      const float* row_scale = scale + (wrong_scale_row ? 0 : n / kFp8Block) * scale_columns;
+      const std::int64_t row_scale =
+          first_scale + (wrong_scale_row ? 0 : n / block_n) * scale_columns;
       for (std::int64_t g = 0; g < scale_columns; ++g) {
-        const std::int64_t begin = g * kFp8Block;
-        const std::int64_t count = std::min(kFp8Block, m.columns - begin);
-        const float partial = dot_stored(x.values + begin, row + begin, dtype, count);
-        sum += partial * (x.scales != nullptr ? x.scales[g] * row_scale[g] : row_scale[g]);
+        const std::int64_t begin = g * block_k;
+        const std::int64_t count = std::min(block_k, m.columns - begin);
+        const float partial = dot_stored(x.values + begin, row + begin * bits / 8, dtype, count);
+        const float scale = load_as_f32(m.scale.data(), m.scale.dtype(), row_scale + g);
+        sum += partial * (x.scales != nullptr ? x.scales[g] * scale : scale);
       }
     }
     out[n] = bias != nullptr ? sum + bias[n] : sum;
@@ -196,7 +214,7 @@ class RefExperts final : public Experts {
                                Tensor::uninitialized(weight.dtype, {local, m.rows, m.columns}));
       if (scale.present()) {
         MOESAIC_ASSIGN_OR_RETURN(
-            m.scale, Tensor::uninitialized(DType::kF32, {local, scale.dim(0), scale.dim(1)}));
+            m.scale, Tensor::uninitialized(scale.dtype, {local, scale.dim(0), scale.dim(1)}));
       }
       if (bias.present()) {
         MOESAIC_ASSIGN_OR_RETURN(m.bias, Tensor::uninitialized(DType::kF32, {local, m.rows}));
@@ -210,9 +228,9 @@ class RefExperts final : public Experts {
     const auto copy = [e](Tensor& to, const ConstTensorView& from, std::int64_t bytes) {
       std::memcpy(to.data() + e * bytes, from.data, static_cast<std::size_t>(bytes));
     };
-    copy(m.weight, weight, m.rows * m.columns * (dtype_bits(weight.dtype) / 8));
+    copy(m.weight, weight, m.rows * m.columns * dtype_bits(weight.dtype) / 8);
     if (scale.present()) {
-      copy(m.scale, scale, scale.dim(0) * scale.dim(1) * std::int64_t{sizeof(float)});
+      copy(m.scale, scale, scale.dim(0) * scale.dim(1) * dtype_bits(scale.dtype) / 8);
     }
     for (std::int64_t n = 0; bias.present() && n < m.rows; ++n) {
       m.bias.as<float>()[e * m.rows + n] = load_as_f32(bias.data, bias.dtype, n);

@@ -19,12 +19,14 @@ Result<ConstTensorView> slice(std::string_view field, const ConstTensorView& t, 
     return Status(StatusCode::kInvalidArgument,
                   fmt::format("{}: got local expert {}, need 0 .. {}", field, e, t.dim(0) - 1));
   }
-  if (dtype_bits(t.dtype) % 8 != 0) {
-    return Status(StatusCode::kInvalidDType,
-                  fmt::format("{}: got {}, need whole bytes", field, dtype_name(t.dtype)));
+  const std::int64_t bits = dtype_bits(t.dtype);
+  if (t.strides[0] * bits % 8 != 0) {
+    return Status(StatusCode::kInvalidLayout,
+                  fmt::format("{}: got a stride of {} {} elements, need whole bytes", field,
+                              t.strides[0], dtype_name(t.dtype)));
   }
   MOESAIC_ASSIGN_OR_RETURN(const Shape shape, Shape::from(t.shape.dims().subspan(1)));
-  ConstTensorView view(t.data + e * t.strides[0] * (dtype_bits(t.dtype) / 8), t.dtype, shape);
+  ConstTensorView view(t.data + e * (t.strides[0] * bits / 8), t.dtype, shape);
   for (std::size_t d = 0; d + 1 < static_cast<std::size_t>(rank); ++d) {
     view.strides[d] = t.strides[d + 1];
   }

@@ -16,9 +16,16 @@ bool is_plain(const QuantScheme& stored) {
   return stored.weight.granularity == ScaleGranularity::kNone;
 }
 bool is_fp8(const QuantScheme& stored) { return stored.weight.dtype == DType::kF8E4M3; }
+bool is_mxfp4(const QuantScheme& stored) { return stored.weight.dtype == DType::kF4E2M1; }
 
 Status no_such_pair(const QuantScheme& stored, std::string_view requested) {
   const bool fp8 = is_fp8(stored);
+  if (is_mxfp4(stored)) {
+    return {StatusCode::kUnsupported,
+            fmt::format("quant: got {} for weights stored as {}, need as-is, f32 or mxfp4-bf16; "
+                        "nearest is mxfp4-bf16",
+                        requested, stored.name)};
+  }
   return {StatusCode::kUnsupported,
           fmt::format("quant: got {} for weights stored as {}, need {}; nearest is {}", requested,
                       stored.name.empty() ? dtype_name(stored.weight.dtype) : stored.name,
@@ -37,9 +44,12 @@ std::string_view plain_name(DType dtype) {
 
 Result<QuantPlan> plan_quant(const QuantScheme& stored, DType activation_dtype,
                              std::string_view requested) {
-  if (!is_plain(stored) && !is_fp8(stored)) return no_such_pair(stored, requested);
+  if (!is_plain(stored) && !is_fp8(stored) && !is_mxfp4(stored)) {
+    return no_such_pair(stored, requested);
+  }
   std::string_view name = requested;
-  if (requested == "as-is") name = is_fp8(stored) ? "fp8-block" : plain_name(stored.weight.dtype);
+  if (requested == "as-is" && is_mxfp4(stored)) name = "mxfp4-bf16";
+  if (name == "as-is") name = is_fp8(stored) ? "fp8-block" : plain_name(stored.weight.dtype);
   QuantPlan plan;
   MOESAIC_ASSIGN_OR_RETURN(plan.scheme, quant_scheme_from_name(name));
   plan.activation_dtype = activation_dtype;
@@ -47,7 +57,12 @@ Result<QuantPlan> plan_quant(const QuantScheme& stored, DType activation_dtype,
     plan.scheme.weight = stored.weight;
     return plan;
   }
-  if (name == "fp8-block" || name == "fp8-bf16") {
+  if (name == "mxfp4-bf16") {
+    if (!is_mxfp4(stored)) return no_such_pair(stored, requested);
+    plan.activation_dtype = DType::kBF16;
+    return plan;
+  }
+  if (!is_mxfp4(stored) && (name == "fp8-block" || name == "fp8-bf16")) {
     if (name == "fp8-bf16") plan.activation_dtype = DType::kBF16;
     if (is_fp8(stored)) {
       // The checkpoint says how its activations are to be quantised (scale format).

@@ -37,22 +37,34 @@ constexpr OperandQuant fp8_group_activation() {
   return q;
 }
 
+// e2m1 with one power-of-two scale per row and 32 columns (OCP MXFP4).
+constexpr OperandQuant mxfp4_weight() {
+  OperandQuant q;
+  q.dtype = DType::kF4E2M1;
+  q.granularity = ScaleGranularity::kGroup;
+  q.scale_format = ScaleFormat::kE8M0;
+  q.block_n = 1;
+  q.block_k = 32;
+  return q;
+}
+
 // Bounds are for a whole expert MLP with shared experts, against float64 on the same stored
-// weights. f32: accumulation order only. bf16, f16 and fp8-bf16: the rounding of inputs,
-// intermediate and output to 8 or 11 significand bits, twice over. fp8-block: 2.6 % per e4m3
-// activation rounding, at both GEMMs.
-constexpr std::array<QuantScheme, 5> kSchemes = {{
+// weights. f32: accumulation order only. bf16, f16 and the weight-only schemes: the rounding of
+// inputs, intermediate and output to 8 or 11 significand bits, twice over. fp8-block: 2.6 % per
+// e4m3 activation rounding, at both GEMMs.
+constexpr std::array<QuantScheme, 6> kSchemes = {{
     {"f32", plain(DType::kF32), plain(DType::kF32), 2e-6},
     {"bf16", plain(DType::kBF16), plain(DType::kBF16), 6e-3},
     {"f16", plain(DType::kF16), plain(DType::kF16), 1e-3},
     {"fp8-block", fp8_block_weight(), fp8_group_activation(), 6e-2},
     {"fp8-bf16", fp8_block_weight(), plain(DType::kBF16), 6e-3},
+    {"mxfp4-bf16", mxfp4_weight(), plain(DType::kBF16), 6e-3},
 }};
 
 // Names that the command line reserves; they get an answer of their own.
-constexpr std::array<std::string_view, 11> kReserved = {
-    "fp8-tensor", "fp8-channel", "mxfp8",     "mxfp4-fp8",  "mxfp4",      "nvfp4",
-    "int4-fp8",   "int8",        "int4-g128", "mxfp4-bf16", "nvfp4-bf16",
+constexpr std::array<std::string_view, 10> kReserved = {
+    "fp8-tensor", "fp8-channel", "mxfp8", "mxfp4-fp8", "mxfp4",
+    "nvfp4",      "int4-fp8",    "int8",  "int4-g128", "nvfp4-bf16",
 };
 
 std::string known_names() {

@@ -120,6 +120,8 @@ double value_of(WeightKind kind, const std::byte* matrix, std::int64_t i) {
       return static_cast<double>(load_as_f32(matrix, DType::kBF16, i));
     case WeightKind::kF16:
       return static_cast<double>(load_as_f32(matrix, DType::kF16, i));
+    case WeightKind::kE2M1:
+      return static_cast<double>(load_as_f32(matrix, DType::kF4E2M1, i));
     case WeightKind::kE4M3:
       break;
   }
@@ -129,13 +131,18 @@ double value_of(WeightKind kind, const std::byte* matrix, std::int64_t i) {
 std::vector<std::byte> random_matrix(test::Rng& rng, WeightKind kind, std::int64_t n,
                                      bool integers) {
   const PackedShape one{kind, RowOrder::kPlain, 1, 1};
-  std::vector<std::byte> m(static_cast<std::size_t>(n * one.elem_bytes()));
+  std::vector<std::byte> m(static_cast<std::size_t>(n * one.elem_bits() / 8));
   for (std::int64_t i = 0; i < n; ++i) {
     const auto x =
         static_cast<float>(integers ? static_cast<double>(rng.integer(-3, 3)) : rng.normal());
     if (kind == WeightKind::kF32) std::memcpy(&m[static_cast<std::size_t>(4 * i)], &x, 4);
     const std::uint16_t half = kind == WeightKind::kF16 ? f16_from_f32(x) : bf16_from_f32(x);
-    if (one.elem_bytes() == 2) std::memcpy(&m[static_cast<std::size_t>(2 * i)], &half, 2);
+    if (one.elem_bits() == 16) std::memcpy(&m[static_cast<std::size_t>(2 * i)], &half, 2);
+    if (kind == WeightKind::kE2M1) {  // 0, 1, 2, 3 and their negatives, or any code
+      const auto bits = static_cast<unsigned>(rng.next());
+      const unsigned code = integers ? "\0\2\4\5"[bits & 3U] | (bits & 8U) : bits & 15U;
+      m[static_cast<std::size_t>(i / 2)] |= static_cast<std::byte>(code << (i % 2 * 4));
+    }
     // All finite e4m3 codes, subnormals included.
     if (kind == WeightKind::kE4M3) {
       const auto code = static_cast<std::uint8_t>(rng.next() & 0xFF);
@@ -149,6 +156,8 @@ std::vector<std::byte> random_matrix(test::Rng& rng, WeightKind kind, std::int64
 
 void check_gemm(const CpuKernels& k, WeightKind kind, bool bf16_operand, std::int64_t depth,
                 int rows, bool integers) {
+  const bool mx = kind == WeightKind::kE2M1;
+  if (mx) depth = depth / 32 * 32 + 32;
   test::Rng rng(static_cast<std::uint64_t>(depth * 1000 + rows));
   const PackedShape shape{kind, RowOrder::kPlain, kPanelColumns, depth};
   const std::vector<std::byte> matrix = random_matrix(rng, kind, depth * kPanelColumns, integers);
@@ -171,6 +180,14 @@ void check_gemm(const CpuKernels& k, WeightKind kind, bool bf16_operand, std::in
       row_scales(static_cast<std::size_t>(rows * groups));
   for (float& s : panel_scales) s = integers ? 0.5F : static_cast<float>(0.5 + rng.uniform());
   for (float& s : row_scales) s = integers ? 2.0F : static_cast<float>(0.5 + rng.uniform());
+  // e2m1: exponents of the columns instead, from the largest product's to a subnormal factor.
+  std::vector<std::uint8_t> exponents(static_cast<std::size_t>(mx ? padded * 2 : 0));
+  for (std::uint8_t& e : exponents) {
+    e = static_cast<std::uint8_t>(integers ? rng.integer(126, 128) : rng.integer(100, 140));
+  }
+  if (mx && !integers) exponents[3] = 0;
+  if (mx) panel_scales.assign(panel_scales.size(), 1.0F);
+  if (mx) row_scales.assign(row_scales.size(), 1.0F);
   std::vector<const void*> row_ptr;
   std::vector<const float*> scale_ptr;
   for (int r = 0; r < rows; ++r) {
@@ -183,9 +200,10 @@ void check_gemm(const CpuKernels& k, WeightKind kind, bool bf16_operand, std::in
   test::poison(result.view());
   PanelArgs args;
   args.panel = packed.data();
-  args.panel_scales = panel_scales.data();
+  args.panel_scales = mx ? nullptr : panel_scales.data();
+  args.panel_exponents = mx ? exponents.data() : nullptr;
   args.rows = row_ptr.data();
-  args.row_scales = scale_ptr.data();
+  args.row_scales = mx ? nullptr : scale_ptr.data();
   args.num_rows = rows;
   args.padded_k = padded;
   args.result = result.as<float>();
@@ -197,9 +215,11 @@ void check_gemm(const CpuKernels& k, WeightKind kind, bool bf16_operand, std::in
       double want = 0, magnitude = 0;
       for (std::int64_t i = 0; i < depth; ++i) {
         const std::int64_t g = i / kGroup;
+        const double power =
+            mx ? std::ldexp(1.0, exponents[static_cast<std::size_t>(i / 32 * 64 + c)] - 127) : 1.0;
         const double term =
             static_cast<double>(f32[static_cast<std::size_t>(r * padded + i)]) *
-            value_of(kind, matrix.data(), c * depth + i) *
+            value_of(kind, matrix.data(), c * depth + i) * power *
             static_cast<double>(row_scales[static_cast<std::size_t>(r * groups + g)]) *
             static_cast<double>(panel_scales[static_cast<std::size_t>(g * 4 + c / 16)]);
         want += term;
@@ -210,7 +230,8 @@ void check_gemm(const CpuKernels& k, WeightKind kind, bool bf16_operand, std::in
         ASSERT_EQ(got, want) << k.name << " row " << r << " column " << c;
       }
       // The documented bound of one dot product.
-      const double bound = (static_cast<double>(std::min<std::int64_t>(depth, 128) + groups) + 2) *
+      const std::int64_t folds = mx ? depth / 32 : groups;
+      const double bound = (static_cast<double>(std::min<std::int64_t>(depth, 128) + folds) + 2) *
                            0x1p-24 * magnitude;
       ASSERT_LE(std::fabs(got - want), bound)
           << k.name << " kind " << kind_index << " K " << depth << " row " << r << " column " << c

@@ -30,7 +30,7 @@ TEST(PackedWeights, UnpackingIsTheInverseOfPacking) {
   for (const Case& c : kCases) {
     const PackedShape shape{c.kind, c.order, c.rows, c.k};
     ASSERT_TRUE(check_packed_shape(shape, 1).ok());
-    std::vector<std::byte> matrix(static_cast<std::size_t>(c.rows * c.k * shape.elem_bytes()));
+    std::vector<std::byte> matrix(static_cast<std::size_t>(c.rows * c.k * shape.elem_bits() / 8));
     for (std::byte& b : matrix) b = static_cast<std::byte>(rng.next());
     WeightBuffer packed = std::move(WeightBuffer::allocate(shape.matrix_bytes())).value();
     test::poison(packed.data(), packed.bytes());

@@ -25,7 +25,7 @@ TEST(ExpertsCatalogue, EndsWithTheReferenceAndHasDistinctNames) {
 }
 
 TEST(ExpertsCatalogue, ExplainNamesEveryRowInOrderWithAReasonForEachRefusal) {
-  for (const char* quant : {"f32", "bf16", "f16", "fp8-block", "fp8-bf16"}) {
+  for (const char* quant : {"f32", "bf16", "f16", "fp8-block", "fp8-bf16", "mxfp4-bf16"}) {
     const auto reports = explain_experts(small_problem(quant));
     ASSERT_EQ(reports.size(), experts_catalogue().size());
     for (std::size_t i = 0; i < reports.size(); ++i) {
@@ -69,7 +69,7 @@ TEST(ExpertsCatalogue, AProblemThatNobodyCanComputeKeepsItsOwnError) {
 }
 
 TEST(ExpertsCatalogue, TheReferenceImplementsEveryActivationSchemeAndFormat) {
-  for (const char* quant : {"f32", "bf16", "f16", "fp8-block", "fp8-bf16"}) {
+  for (const char* quant : {"f32", "bf16", "f16", "fp8-block", "fp8-bf16", "mxfp4-bf16"}) {
     for (const char* name : {"silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep", "silu_no_mul",
                              "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul"}) {
       for (const auto format : {ActivationFormat::kStandard, ActivationFormat::kBatched}) {

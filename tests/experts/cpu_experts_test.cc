@@ -97,7 +97,8 @@ TEST(CpuExperts, EveryTierAndSchemeMeetsItsBoundAgainstFloat64) {
       {"f32", 64, 96, 7},         {"f32", 50, 30, 3},          {"bf16", 256, 160, 33},
       {"bf16", 34, 18, 5},        {"bf16", 130, 64, 1},        {"f16", 128, 96, 9},
       {"f16", 66, 34, 4},         {"fp8-block", 256, 128, 17}, {"fp8-block", 384, 256, 1},
-      {"fp8-bf16", 256, 128, 17}, {"fp8-bf16", 200, 128, 6}};
+      {"fp8-bf16", 256, 128, 17}, {"fp8-bf16", 200, 128, 6},   {"mxfp4-bf16", 256, 160, 40},
+      {"mxfp4-bf16", 96, 32, 1},  {"mxfp4-bf16", 32, 64, 5}};
   std::uint64_t seed = 1;
   for (const Case& c : cases) {
     const MoeProblem p = make_problem(c.quant, c.h, c.i, 5, 3);
@@ -181,7 +182,7 @@ TEST(CpuExperts, IntegerInputsAreExactOnEveryTier) {
 
 // One row alone, in any batch, in any order, with any number of threads: the same bits.
 TEST(CpuExperts, RowsDependOnNothingButThemselves) {
-  for (const char* quant : {"bf16", "fp8-block", "fp8-bf16", "f32"}) {
+  for (const char* quant : {"bf16", "fp8-block", "fp8-bf16", "mxfp4-bf16", "f32"}) {
     MoeProblem p = make_problem(quant, 256, 128, 6, 2);
     const OwnedExpertWeights w = test::random_expert_weights(5, p);
     test::Rng rng(6);
@@ -281,7 +282,7 @@ TEST(CpuExperts, ExpertMapsSplitTheSumAndRemoteTokensAreExactZeros) {
 }
 
 TEST(CpuExperts, BatchedFormatLeavesRowsPastTheCountsAlone) {
-  for (const char* quant : {"bf16", "fp8-block"}) {
+  for (const char* quant : {"bf16", "fp8-block", "mxfp4-bf16"}) {
     MoeProblem p = make_problem(quant, 128, 128, 4, 2);
     p.format = ActivationFormat::kBatched;
     p.max_tokens = 9;
@@ -328,7 +329,7 @@ TEST(CpuExperts, BatchedFormatLeavesRowsPastTheCountsAlone) {
 }
 
 TEST(CpuExperts, NanStaysInItsRow) {
-  for (const char* quant : {"bf16", "fp8-block"}) {
+  for (const char* quant : {"bf16", "fp8-block", "mxfp4-bf16"}) {
     const MoeProblem p = make_problem(quant, 128, 128, 3, 1);
     const OwnedExpertWeights w = test::random_expert_weights(51, p);
     test::Rng rng(52);

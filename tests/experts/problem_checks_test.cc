@@ -70,6 +70,10 @@ TEST(CheckProblem, RefusesWithFieldValueAndNeed) {
        "activation_dtype: got I32"},
       {"fp8-block", [](auto& p) { p.intermediate_size = 64; }, StatusCode::kUnsupported,
        "intermediate_size: got 64"},
+      {"mxfp4-bf16", [](auto& p) { p.intermediate_size = 48; }, StatusCode::kUnsupported,
+       "multiple of 32"},
+      {"mxfp4-bf16", [](auto& p) { p.quant.weight.block_k = 16; }, StatusCode::kUnsupported,
+       "per 1x32"},
       {"fp8-block", [](auto& p) { p.hidden_size = 192; }, StatusCode::kUnsupported,
        "hidden_size: got 192"},
   };
@@ -102,6 +106,8 @@ TEST(ComputeScheme, ComesFromTheOperandsNotTheName) {
   EXPECT_EQ(scheme("f16", "f16").value(), ComputeScheme::kF16);
   EXPECT_EQ(scheme("fp8-block", "bf16").value(), ComputeScheme::kFp8Bf16);
   EXPECT_EQ(scheme("fp8-block", "fp8-block").value(), ComputeScheme::kFp8Block);
+  EXPECT_EQ(scheme("mxfp4-bf16", "mxfp4-bf16").value(), ComputeScheme::kMxfp4Bf16);
+  EXPECT_EQ(scheme("mxfp4-bf16", "f32").value(), ComputeScheme::kF32);
   EXPECT_FALSE(scheme("bf16", "fp8-block").ok());
   EXPECT_FALSE(scheme("fp8-block", "f16").ok());
 }

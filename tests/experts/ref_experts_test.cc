@@ -45,7 +45,7 @@ struct Variant {
 
 std::vector<Variant> variants() {
   std::vector<Variant> all;
-  for (const char* quant : {"f32", "bf16", "f16", "fp8-block", "fp8-bf16"}) {
+  for (const char* quant : {"f32", "bf16", "f16", "fp8-block", "fp8-bf16", "mxfp4-bf16"}) {
     for (const char* activation :
          {"silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep", "situ", "silu_no_mul",
           "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul"}) {
@@ -99,7 +99,8 @@ class ExpertsScheme : public testing::TestWithParam<const char*> {
   MoeProblem problem() const { return small_problem(GetParam()); }
 };
 INSTANTIATE_TEST_SUITE_P(Schemes, ExpertsScheme,
-                         testing::Values("f32", "bf16", "f16", "fp8-block", "fp8-bf16"),
+                         testing::Values("f32", "bf16", "f16", "fp8-block", "fp8-bf16",
+                                         "mxfp4-bf16"),
                          [](const auto& param) {
                            std::string name = param.param;
                            for (char& ch : name) ch = ch == '-' ? '_' : ch;
@@ -201,7 +202,7 @@ StackedExpertWeights rank_weights(const StandardCase& whole, std::int64_t first,
   StackedExpertWeights w = whole.weights.view();
   for (ConstTensorView* t : {&w.w13, &w.w13_scale, &w.w13_bias, &w.w2, &w.w2_scale, &w.w2_bias}) {
     if (!t->present()) continue;
-    t->data += first * t->strides[0] * (dtype_bits(t->dtype) / 8);
+    t->data += first * t->strides[0] * dtype_bits(t->dtype) / 8;
     std::vector<std::int64_t> dims(t->shape.dims().begin(), t->shape.dims().end());
     dims[0] = count;
     t->shape = Shape::from(dims).value();
@@ -400,7 +401,7 @@ TEST_P(ExpertsScheme, InputsOfEveryFloatDTypeAreTaken) {
 
 // The f32 scheme takes weights as they are stored, whatever they are.
 TEST(ExpertsF32, ComputesOnEveryStoredFormat) {
-  for (const char* stored : {"f32", "bf16", "f16", "fp8-block"}) {
+  for (const char* stored : {"f32", "bf16", "f16", "fp8-block", "mxfp4-bf16"}) {
     MoeProblem p = small_problem(stored);
     p.quant.activation = quant_scheme_from_name("f32").value().activation;
     const StandardCase c = make_case(131, p, 4, DType::kBF16);

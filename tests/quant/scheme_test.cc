@@ -13,7 +13,8 @@ using test::expect_refusal;
 TEST(QuantSchemes, TableInDocumentedOrder) {
   std::vector<std::string> names;
   for (const QuantScheme& s : quant_schemes()) names.emplace_back(s.name);
-  EXPECT_EQ(names, (std::vector<std::string>{"f32", "bf16", "f16", "fp8-block", "fp8-bf16"}));
+  EXPECT_EQ(names, (std::vector<std::string>{"f32", "bf16", "f16", "fp8-block", "fp8-bf16",
+                                             "mxfp4-bf16"}));
   for (const QuantScheme& s : quant_schemes()) {
     EXPECT_EQ(quant_scheme_from_name(s.name).value().name, s.name);
     EXPECT_GT(s.output_bound, 0);
@@ -41,13 +42,21 @@ TEST(QuantSchemes, MeaningOfEach) {
   EXPECT_EQ(weight_only.activation.dtype, DType::kBF16);
   EXPECT_TRUE(weight_only.weight_only());
 
+  const QuantScheme mx = quant_scheme_from_name("mxfp4-bf16").value();
+  EXPECT_EQ(mx.weight.dtype, DType::kF4E2M1);
+  EXPECT_EQ(mx.weight.granularity, ScaleGranularity::kGroup);
+  EXPECT_EQ(mx.weight.scale_format, ScaleFormat::kE8M0);
+  EXPECT_EQ(mx.weight.block_n, 1);
+  EXPECT_EQ(mx.weight.block_k, 32);
+  EXPECT_TRUE(mx.weight_only());
+
   EXPECT_EQ(quant_scheme_from_name("f16").value().weight.dtype, DType::kF16);
   EXPECT_EQ(quant_scheme_from_name("f32").value().activation.dtype, DType::kF32);
 }
 
 TEST(QuantSchemes, ReservedNamesAreUnsupportedOthersNotFound) {
   for (const char* name : {"fp8-tensor", "fp8-channel", "mxfp8", "mxfp4-fp8", "mxfp4", "nvfp4",
-                           "int4-fp8", "int8", "int4-g128", "mxfp4-bf16", "nvfp4-bf16"}) {
+                           "int4-fp8", "int8", "int4-g128", "nvfp4-bf16"}) {
     expect_refusal(quant_scheme_from_name(name).status(), StatusCode::kUnsupported,
                    {name, "not in this version", "fp8-block"});
   }

@@ -75,6 +75,13 @@ double element(const ConstTensorView& t, std::int64_t i) {
       return half_value(t.as<std::uint16_t>()[i]);
     case DType::kF8E4M3:
       return e4m3_value(t.as<std::uint8_t>()[i]);
+    case DType::kF8E8M0:
+      return std::ldexp(1.0, t.as<std::uint8_t>()[i] - 127);
+    case DType::kF4E2M1: {  // two per byte, low nibble first
+      constexpr double kMagnitude[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+      const int code = (t.as<std::uint8_t>()[i / 2] >> (i % 2 * 4)) & 15;
+      return code < 8 ? kMagnitude[code] : -kMagnitude[code - 8];
+    }
     default:
       std::abort();  // not a dtype of weights or activations
   }
@@ -160,15 +167,17 @@ std::vector<double> linear(const ConstTensorView& w, const ConstTensorView& scal
                            const ConstTensorView& bias, std::int64_t e, std::span<const double> x) {
   const std::int64_t rows = w.dim(1);
   const std::int64_t columns = w.dim(2);
-  const std::int64_t scale_columns = (columns + 127) / 128;
-  const std::int64_t scale_rows = (rows + 127) / 128;
+  const bool mx = w.dtype == DType::kF4E2M1;
+  const std::int64_t block_n = mx ? 1 : 128, block_k = mx ? 32 : 128;
+  const std::int64_t scale_columns = (columns + block_k - 1) / block_k;
+  const std::int64_t scale_rows = (rows + block_n - 1) / block_n;
   std::vector<double> y(static_cast<std::size_t>(rows));
   for (std::int64_t n = 0; n < rows; ++n) {
     double sum = 0;
     for (std::int64_t k = 0; k < columns; ++k) {
       double v = element(w, (e * rows + n) * columns + k);
       if (scale.present()) {
-        v *= element(scale, (e * scale_rows + n / 128) * scale_columns + k / 128);
+        v *= element(scale, (e * scale_rows + n / block_n) * scale_columns + k / block_k);
       }
       sum += v * x[static_cast<std::size_t>(k)];
     }
@@ -299,6 +308,21 @@ void quantise_blocks(const Tensor& source, Tensor& codes, Tensor& scales) {
   }
 }
 
+// Random e2m1 codes and exponents that give a stacked tensor a standard deviation of about `sd`.
+void draw_mxfp4(Rng& rng, const Shape& shape, double sd, Tensor& codes, Tensor& scales) {
+  codes = Tensor::zeros(DType::kF4E2M1, shape).value();
+  scales = Tensor::zeros(DType::kF8E8M0, {shape[0], shape[1], shape[2] / 32}).value();
+  for (std::int64_t i = 0; i < codes.bytes(); ++i) {
+    codes.as<std::uint8_t>()[i] = static_cast<std::uint8_t>(rng.uniform() * 256);
+  }
+  // All 16 codes alike: sd 2.7; exponents one below to one above what that asks for.
+  const int middle = static_cast<int>(std::lround(std::log2(sd / 2.7)));
+  for (std::int64_t i = 0; i < scales.bytes(); ++i) {
+    const int exponent = middle - 1 + static_cast<int>(rng.uniform() * 3);
+    scales.as<std::uint8_t>()[i] = static_cast<std::uint8_t>(127 + exponent);
+  }
+}
+
 }  // namespace
 
 OwnedExpertWeights random_expert_weights(std::uint64_t seed, const MoeProblem& problem) {
@@ -310,10 +334,15 @@ OwnedExpertWeights random_expert_weights(std::uint64_t seed, const MoeProblem& p
   const DType stored = problem.quant.weight.dtype;
   const DType drawn = stored == DType::kF8E4M3 ? DType::kF32 : stored;
   OwnedExpertWeights w;
-  w.w13 = random_normal(rng, drawn, {experts, rows, hidden},
-                        1.0 / std::sqrt(static_cast<double>(hidden)));
-  w.w2 = random_normal(rng, drawn, {experts, hidden, inner},
-                       2.0 / std::sqrt(static_cast<double>(inner)));
+  const double sd13 = 1.0 / std::sqrt(static_cast<double>(hidden));
+  const double sd2 = 2.0 / std::sqrt(static_cast<double>(inner));
+  if (stored == DType::kF4E2M1) {
+    draw_mxfp4(rng, {experts, rows, hidden}, sd13, w.w13, w.w13_scale);
+    draw_mxfp4(rng, {experts, hidden, inner}, sd2, w.w2, w.w2_scale);
+  } else {
+    w.w13 = random_normal(rng, drawn, {experts, rows, hidden}, sd13);
+    w.w2 = random_normal(rng, drawn, {experts, hidden, inner}, sd2);
+  }
   if (stored == DType::kF8E4M3) {
     const Tensor w13 = std::move(w.w13);
     const Tensor w2 = std::move(w.w2);

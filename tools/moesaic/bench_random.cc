@@ -74,6 +74,14 @@ void fill(T* out, std::int64_t n, const std::vector<T>& table, std::uint64_t see
   }
 }
 
+// Any bytes: two e2m1 codes each, all 16 alike, standard deviation 2.7.
+constexpr double kE2M1Sd = 2.7;
+void fill_bytes(Tensor& t, std::uint64_t seed) {
+  std::vector<std::uint8_t> all(1U << 16);
+  for (std::size_t i = 0; i < all.size(); ++i) all[i] = static_cast<std::uint8_t>(i);
+  fill(t.as<std::uint8_t>(), t.bytes(), all, seed);
+}
+
 void fill_normal(Tensor& t, double sd, std::uint64_t seed) {
   const std::int64_t n = t.bytes() * 8 / dtype_bits(t.dtype());
   switch (dtype_bits(t.dtype())) {
@@ -96,6 +104,19 @@ Result<Tensor> random_scales(std::int64_t rows, std::int64_t cols, double sd, st
   for (std::int64_t i = 0; i < rows * cols; ++i) {
     const double vary = std::exp2(unit(mix(seed + static_cast<std::uint64_t>(i))) - 0.5);
     t.as<float>()[i] = static_cast<float>(sd * vary / static_cast<double>(kFp8Gain));
+  }
+  return t;
+}
+
+// E8M0 exponents that give e2m1 codes of fill_bytes the standard deviation sd, each varied by a
+// factor of two either way.
+Result<Tensor> random_exponents(std::int64_t rows, std::int64_t cols, double sd,
+                                std::uint64_t seed) {
+  MOESAIC_ASSIGN_OR_RETURN(Tensor t, Tensor::uninitialized(DType::kF8E8M0, {rows, cols}));
+  const auto middle = static_cast<int>(std::lround(std::log2(sd / kE2M1Sd)));
+  for (std::int64_t i = 0; i < rows * cols; ++i) {
+    const auto vary = static_cast<int>(mix(seed + static_cast<std::uint64_t>(i)) % 3) - 1;
+    t.as<std::uint8_t>()[i] = static_cast<std::uint8_t>(127 + middle + vary);
   }
   return t;
 }
@@ -133,6 +154,12 @@ class RandomSource final : public ExpertSource {
               std::uint64_t seed) {
     if (!w.present()) {
       MOESAIC_ASSIGN_OR_RETURN(w, Tensor::uninitialized(p_.quant.weight.dtype, {rows, cols}));
+    }
+    if (p_.quant.weight.dtype == DType::kF4E2M1) {
+      fill_bytes(w, seed);
+      MOESAIC_ASSIGN_OR_RETURN(scale,
+                               random_exponents(rows, cols / p_.quant.weight.block_k, sd, seed));
+      return {};
     }
     fill_normal(w, sd, seed);
     if (p_.quant.weight.granularity == ScaleGranularity::kBlock) {

@@ -22,8 +22,8 @@ std::vector<double> multiply(const ConstTensorView& w, const ConstTensorView& sc
       double term = static_cast<double>(load_as_f32(w.data, w.dtype, n * cols + k)) *
                     x[static_cast<std::size_t>(k)];
       if (scale.present()) {
-        term *= static_cast<double>(
-            scale.as<float>()[n / quant.block_n * scale.dim(1) + k / quant.block_k]);
+        term *= static_cast<double>(load_as_f32(
+            scale.data, scale.dtype, n / quant.block_n * scale.dim(1) + k / quant.block_k));
       }
       sum += term;
     }

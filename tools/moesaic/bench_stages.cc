@@ -43,8 +43,9 @@ double matrices(const MoeLayerSpec& spec) { return is_gated(spec.activation.kind
 // Stored bytes of one weight of the experts, scales included.
 double bytes_per_weight(const QuantScheme& quant) {
   const double bytes = dtype_bits(quant.weight.dtype) / 8.0;
-  if (quant.weight.granularity != ScaleGranularity::kBlock) return bytes;
-  return bytes + 4.0 / static_cast<double>(quant.weight.block_n * quant.weight.block_k);
+  if (quant.weight.granularity == ScaleGranularity::kNone) return bytes;
+  const double scale = quant.weight.scale_format == ScaleFormat::kF32 ? 4.0 : 1.0;
+  return bytes + scale / static_cast<double>(quant.weight.block_n * quant.weight.block_k);
 }
 
 double expert_weights(const MoeLayerSpec& spec, std::int64_t intermediate) {
