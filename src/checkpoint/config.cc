@@ -200,6 +200,8 @@ Result<MoeLayerSpec> read_layer(const ConfigFields& fields, const ConfigFields& 
   spec.apply_router_weight_on_input = family.routing.weight_on_input;
   if (config->quant.format == StoredFormat::kFp8Block) {
     spec.quant = fp8_block_scheme(config->quant.ue8m0);
+  } else if (config->quant.format == StoredFormat::kMxfp4) {
+    MOESAIC_ASSIGN_OR_RETURN(spec.quant, quant_scheme_from_name("mxfp4-bf16"));
   } else {
     MOESAIC_ASSIGN_OR_RETURN(spec.quant, plain_scheme(spec.activation_dtype));
   }

@@ -48,12 +48,15 @@ enum class ExpertStorage : std::uint8_t {
   kFlat,                // gate, up and the transposed down, each [E * I, H]
   kFusedNT,             // gate_up [E, 2I, H] (gate rows first), down [E, H, I]
   kFusedNN,             // gate_up [E, H, 2I] (gate columns first), down [E, I, H]
+  kMxfp4Interleaved,    // gate_up blocks [E, 2I, H/32, 16] (row 2j gate j, 2j + 1 up j) and scales
+                        // [E, 2I, H/32], down likewise with H rows of I; U8
   kFusedNNInterleaved,  // gate_up [E, H, 2I] (column 2j gate j, 2j + 1 up j), down [E, I, H]
 };
 
 constexpr bool is_fused(ExpertStorage storage) {  // gate and up in one tensor
   return storage == ExpertStorage::kFusedNT || storage == ExpertStorage::kFusedNN ||
-         storage == ExpertStorage::kFusedNNInterleaved;
+         storage == ExpertStorage::kFusedNNInterleaved ||
+         storage == ExpertStorage::kMxfp4Interleaved;
 }
 constexpr bool is_transposed(ExpertStorage storage) {  // some of it, so that whole tiles are staged
   return storage == ExpertStorage::kFlat || storage == ExpertStorage::kFusedNN ||

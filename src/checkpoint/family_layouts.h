@@ -71,4 +71,12 @@ constexpr ExpertLayout gpt_oss_layout() {
   return layout;
 }
 
+constexpr ExpertLayout gpt_oss_mxfp4_layout() {
+  ExpertLayout layout = gpt_oss_layout();
+  layout.storage = ExpertStorage::kMxfp4Interleaved;
+  layout.weight_suffixes = {"_blocks"};
+  layout.scale_suffix = "_scales";
+  return layout;
+}
+
 }  // namespace moesaic

@@ -129,7 +129,7 @@ constexpr Family gpt_oss() {
   f.activation = {ActivationKind::kSwigluOai, 7.0F, 1.702F, 1.0F, 0.0F};
   f.gate_weight = "router.weight";
   f.gate_bias = "router.bias";
-  f.layouts = {gpt_oss_layout()};
+  f.layouts = {gpt_oss_layout(), gpt_oss_mxfp4_layout()};
   return f;
 }
 

@@ -96,8 +96,9 @@ Status choose_layout(const ShardSet& shards, std::string_view prefix, LayerSourc
     if (!suffix) continue;
     if (source->layout != nullptr) {
       return {StatusCode::kAmbiguousFormat,
-              fmt::format("layer {}: the experts are stored twice, as {}.{} and as {}.{}", layer,
-                          source->spec.prefix, source->layout->gate, block, layout.gate)};
+              fmt::format("layer {}: the experts are stored twice, as {}.{}{} and as {}.{}{}",
+                          layer, source->spec.prefix, source->layout->gate, source->weight_suffix,
+                          block, layout.gate, *suffix)};
     }
     source->layout = &layout;
     source->weight_suffix = *suffix;
@@ -140,14 +141,38 @@ std::vector<std::string_view> projection_leaves(const ExpertLayout& layout) {
   return leaves;
 }
 
+// MXFP4 is a matter of the tensors' names as much as of the configuration: both must say so.
+Status check_mxfp4(const LayerSource& source) {
+  const bool blocks = source.layout->storage == ExpertStorage::kMxfp4Interleaved;
+  const bool stated = source.experts_format == StoredFormat::kMxfp4;
+  if (blocks != stated) {
+    return {StatusCode::kAmbiguousFormat,
+            fmt::format("layer {}: the experts are stored as {}, but quantization_config says {}",
+                        source.spec.layer, blocks ? "MXFP4 blocks" : "plain tensors",
+                        stated ? "mxfp4" : "they are not mxfp4")};
+  }
+  if (!stated) return {};
+  const MoeLayerSpec& spec = source.spec;
+  for (const std::int64_t size : {spec.hidden_size, spec.intermediate_size}) {
+    if (size % kMxfp4GroupSize == 0) continue;
+    return {StatusCode::kUnsupported,
+            fmt::format("layer {}: got hidden_size {} and intermediate_size {} with mxfp4, need "
+                        "multiples of 32",
+                        spec.layer, spec.hidden_size, spec.intermediate_size)};
+  }
+  return {};
+}
+
 Status choose_formats(const ModelConfig& config, LayerSource* source) {
-  if (config.quant.format == StoredFormat::kPlain) return {};
+  if (config.quant.format == StoredFormat::kPlain) return check_mxfp4(*source);
   const std::string& prefix = source->spec.prefix;
   const std::vector<std::string_view> leaves = projection_leaves(*source->layout);
   MOESAIC_ASSIGN_OR_RETURN(const bool skipped, skips_experts(config.quant, prefix + ".experts",
                                                              source->spec.num_experts, leaves));
   source->experts_format = skipped ? StoredFormat::kPlain : config.quant.format;
-  if (!skipped && source->layout->storage != ExpertStorage::kPerExpert &&
+  MOESAIC_RETURN_IF_ERROR(check_mxfp4(*source));
+  if (source->experts_format == StoredFormat::kFp8Block &&
+      source->layout->storage != ExpertStorage::kPerExpert &&
       source->layout->storage != ExpertStorage::kFusedNT) {
     // Nothing says which axis such scales would run along.
     return {StatusCode::kUnsupported,
@@ -197,6 +222,10 @@ Result<DType> find_dtype(const ShardSet& shards, StoredFormat format,
 Status choose_dtypes(const ModelConfig& config, const ShardSet& shards, LayerSource* source) {
   MoeLayerSpec& spec = source->spec;
   const ExpertLayout& layout = *source->layout;
+  if (source->experts_format == StoredFormat::kMxfp4) {  // no family has a shared expert beside it
+    source->experts_dtype = DType::kF4E2M1;
+    return {};
+  }
   std::vector<std::string> names;
   for (const std::string_view module : {layout.gate, layout.up, layout.down}) {
     if (module.empty()) continue;

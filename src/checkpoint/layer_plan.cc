@@ -46,6 +46,9 @@ class Planner {
   void linear(LayerPart part, Projection projection, std::int64_t expert, const std::string& module,
               std::string_view weight_suffix, std::string_view scale_suffix, const Shape& shape) {
     const bool is_shared = part == LayerPart::kShared;
+    if (!is_shared && source_.experts_format == StoredFormat::kMxfp4) {
+      return mxfp4(projection, module, shape);
+    }
     const DType dtype = is_shared ? source_.shared_dtype : source_.experts_dtype;
     const StoredFormat format = is_shared ? source_.shared_format : source_.experts_format;
     tensors_.push_back({part,
@@ -61,6 +64,23 @@ class Planner {
                            : Shape{shape[0], scale_blocks(shape[1]), scale_blocks(shape[2])};
     tensors_.push_back({part, projection, TensorKind::kScale, expert,
                         fmt::format("{}{}", module, scale_suffix), grid, kScaleTypes});
+  }
+
+  // Blocks of 32 weights in 16 bytes, and a scale each.
+  void mxfp4(Projection projection, const std::string& module, const Shape& shape) {
+    const std::int64_t groups = shape[2] / kMxfp4GroupSize;
+    const auto add = [&](TensorKind kind, std::string_view suffix, const Shape& stored) {
+      tensors_.push_back({LayerPart::kExpert,
+                          projection,
+                          kind,
+                          0,
+                          fmt::format("{}{}", module, suffix),
+                          stored,
+                          {DType::kU8}});
+    };
+    add(TensorKind::kWeight, source_.weight_suffix,
+        {shape[0], shape[1], groups, kMxfp4GroupSize / 2});
+    add(TensorKind::kScale, source_.layout->scale_suffix, {shape[0], shape[1], groups});
   }
 
   void shared() {
@@ -111,6 +131,7 @@ class Planner {
         gate = {experts * i, h}, down = {experts * i, h};
         break;
       case ExpertStorage::kFusedNT:
+      case ExpertStorage::kMxfp4Interleaved:
         gate = {experts, 2 * i, h}, down = {experts, h, i};
         break;
       case ExpertStorage::kFusedNN:

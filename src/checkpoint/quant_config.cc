@@ -71,6 +71,31 @@ Status check_block_size(const ConfigFields& fields) {
       fields.where(), (*block)[0], (*block)[1]));
 }
 
+Status read_skips(const ConfigFields& fields, std::string_view method, QuantConfig* quant) {
+  for (const std::string_view list : {"modules_to_not_convert", "ignored_layers"}) {
+    MOESAIC_ASSIGN_OR_RETURN(auto entries, fields.strings(list, kMaxSkipEntries));
+    if (!entries) continue;
+    for (std::string& entry : *entries) {
+      if (entry.starts_with("re:")) {
+        return unsupported(
+            fmt::format("{}: {}: regular expression {} is not supported with "
+                        "quant_method \"{}\", need module names",
+                        fields.where(), list, quote_name(entry), method));
+      }
+      if (entry.empty()) return fields.bad_value(list, "an empty name", "module names");
+      quant->skips.push_back(std::move(entry));
+    }
+  }
+  return {};
+}
+
+Result<QuantConfig> parse_mxfp4(const ConfigFields& fields) {
+  QuantConfig quant;
+  quant.format = StoredFormat::kMxfp4;
+  MOESAIC_RETURN_IF_ERROR(read_skips(fields, "mxfp4", &quant));
+  return quant;
+}
+
 Result<QuantConfig> parse_fp8(const ConfigFields& fields) {
   QuantConfig quant;
   quant.format = StoredFormat::kFp8Block;
@@ -93,20 +118,7 @@ Result<QuantConfig> parse_fp8(const ConfigFields& fields) {
                                    fields.where(), quote_name(*scale_fmt)));
   }
   quant.ue8m0 = scale_fmt && *scale_fmt == "ue8m0";
-  for (const std::string_view list : {"modules_to_not_convert", "ignored_layers"}) {
-    MOESAIC_ASSIGN_OR_RETURN(auto entries, fields.strings(list, kMaxSkipEntries));
-    if (!entries) continue;
-    for (std::string& entry : *entries) {
-      if (entry.starts_with("re:")) {
-        return unsupported(
-            fmt::format("{}: {}: regular expression {} is not supported with "
-                        "quant_method \"fp8\", need module names",
-                        fields.where(), list, quote_name(entry)));
-      }
-      if (entry.empty()) return fields.bad_value(list, "an empty name", "module names");
-      quant.skips.push_back(std::move(entry));
-    }
-  }
+  MOESAIC_RETURN_IF_ERROR(read_skips(fields, "fp8", &quant));
   return quant;
 }
 
@@ -139,10 +151,11 @@ Result<QuantConfig> parse_quant_config(const nlohmann::json& top, const nlohmann
                   found_where + ": quant_method: missing, need the name of a method");
   }
   if (*method == "fp8") return parse_fp8(fields);
-  return unsupported(fmt::format(
-      "{}: quant_method {} is not supported, need \"fp8\" with weight_block_size, or no "
-      "quantization_config",
-      found_where, quote_name(*method)));
+  if (*method == "mxfp4") return parse_mxfp4(fields);
+  return unsupported(
+      fmt::format("{}: quant_method {} is not supported, need \"fp8\" with weight_block_size, "
+                  "\"mxfp4\", or no quantization_config",
+                  found_where, quote_name(*method)));
 }
 
 bool skips_module(const QuantConfig& quant, std::string_view module) {

@@ -17,8 +17,10 @@ namespace moesaic {
 enum class StoredFormat : std::uint8_t {
   kPlain,     // BF16, F16 or F32, as the tensors say
   kFp8Block,  // F8_E4M3 weights, one multiplier per 128x128 tile (weight_scale_inv)
+  kMxfp4,     // e2m1 blocks and E8M0 scales of 32, as gpt-oss stores its experts
 };
 inline constexpr std::int64_t kFp8BlockSize = 128;
+inline constexpr std::int64_t kMxfp4GroupSize = 32;
 
 struct QuantConfig {
   StoredFormat format = StoredFormat::kPlain;

@@ -101,14 +101,10 @@ TEST(ExtraModels, LoadWholeOrAreRefusedByName) {
            {"tiny-qwen3-moe", {0, 1}, 32, 4, 128, "topk", "bf16"},
            {"tiny-deepseek-v3", {1, 2}, 32, 4, 128, "grouped_topk", "bf16"},
            {"tiny-gpt-oss", {0, 1}, 16, 4, 256, "topk_softmax", "bf16"},
-           {"tiny-deepseek-v3-fp8", {1, 2}, 32, 4, 128, "grouped_topk", "fp8-block"}}) {
+           {"tiny-deepseek-v3-fp8", {1, 2}, 32, 4, 128, "grouped_topk", "fp8-block"},
+           {"tiny-gpt-oss-mxfp4", {0, 1}, 16, 4, 256, "topk_softmax", "mxfp4-bf16"}}) {
     if (std::filesystem::is_directory(root + "/" + m.folder))
       expect_loads(root + "/" + m.folder, m);
-  }
-  if (std::filesystem::is_directory(root + "/tiny-gpt-oss-mxfp4")) {
-    EXPECT_EQ(mismatch(Checkpoint::open(root + "/tiny-gpt-oss-mxfp4").status(),
-                       StatusCode::kUnsupported, {"quant_method", "mxfp4"}),
-              "");
   }
 }
 

@@ -51,7 +51,16 @@ void expect_expert(const ExpertWeightsView& got, const Expected& expected, std::
   expect_bytes(got.w2, sub_matrix(w2, global, 0, h, at, ip), w2.dtype(), {h, ip}, e + "w2");
 
   ASSERT_EQ(got.w13_scale.present(), expected.has("w13_scale"));
-  if (got.w13_scale.present()) {
+  if (w13.dtype() == DType::kF4E2M1) {  // a scale per row and 32 columns
+    const Tensor s13 = expected.get("w13_scale");
+    const Tensor s2 = expected.get("w2_scale");
+    expect_bytes(
+        got.w13_scale,
+        sub_matrix(s13, global, at, ip, 0, h / 32) + sub_matrix(s13, global, i + at, ip, 0, h / 32),
+        DType::kF8E8M0, {2 * ip, h / 32}, e + "w13_scale");
+    expect_bytes(got.w2_scale, sub_matrix(s2, global, 0, h, at / 32, ip / 32), DType::kF8E8M0,
+                 {h, ip / 32}, e + "w2_scale");
+  } else if (got.w13_scale.present()) {
     const Tensor s13 = expected.get("w13_scale");
     const Tensor s2 = expected.get("w2_scale");
     const std::int64_t hb = s2.shape()[1];

@@ -7,7 +7,7 @@ import math
 import random
 
 from corpus import main, simple_file
-from tiny_model import Layer, Tensor, safetensors, tensor
+from tiny_model import Layer, Mxfp4Layer, Tensor, safetensors, tensor
 
 CORRUPT, LIMIT, MISSING, ARGUMENT = "corrupt_file", "limit_exceeded", "missing_tensor", "invalid_argument"
 UNSUPPORTED, AMBIGUOUS, SHAPE, DTYPE = "unsupported", "ambiguous_format", "invalid_shape", "invalid_dtype"
@@ -106,7 +106,7 @@ def config_cases(c):
     bad("dtypes_disagree", QWEN, {"torch_dtype": "float16"}, AMBIGUOUS, ["dtype", "BF16", "F16"])
 
     # Quantisation: what cannot be read must not be read as something else.
-    for method in ("gptq", "awq", "mxfp4", "compressed-tensors", "bitsandbytes", "modelopt", "quark", "fbgemm_fp8", ""):
+    for method in ("gptq", "awq", "compressed-tensors", "bitsandbytes", "modelopt", "quark", "fbgemm_fp8", ""):
         bad("quant_" + (method or "blank"), QWEN, {"quantization_config": {"quant_method": method}}, UNSUPPORTED, ["quant_method", '"%s"' % method])
     quant = lambda name, q, code, keys: bad("quant_" + name, QWEN, {"quantization_config": q}, code, ["quantization_config"] + keys)
     quant("string", "fp8", CORRUPT, ["an object"])
@@ -208,20 +208,20 @@ def layer_cases(c):
     fused("fused_no_down", pop("experts.down_proj"), MISSING, ["experts.down_proj", "1 of 3"])
     fused("fused_two_spellings", lambda t: t.update({p + gu + ".weight": t[p + gu]}), CORRUPT, ["not recognised", gu])
 
-    def oss(name, spoil, code, keywords, h=16, i=16):
+    def oss(name, spoil, code, keywords, h=16, i=16, **more):
         rng = random.Random(name)
         layer = Layer(rng, 4, h, i, expert_bias="BF16").fused_nn_interleaved().router("router.weight").router_bias(rng, "router.bias")
         tensors = layer.named(p[:-1])
         spoil(tensors)
         config = {"model_type": "gpt_oss", "hidden_size": h, "intermediate_size": i, "num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
-        folder(name, config, tensors, code, keywords)
+        folder(name, dict(config, **more), tensors, code, keywords)
 
     oss("oss_good", lambda t: None, "ok", [])
     oss("oss_no_bias", pop("experts.gate_up_proj_bias"), MISSING, ["gate_up_proj_bias"])
     oss("oss_no_router_bias", pop("router.bias"), MISSING, ["router.bias"])
     oss("oss_bias_shape", replace("experts.down_proj_bias", bf16([4, 1])), SHAPE, ["down_proj_bias", "[4, 16]"])
     oss("oss_fused_nt_orientation", replace(gu, bf16([4, 16, 24])), SHAPE, [gu, "[4, 24, 16]"], h=24, i=8)
-    oss("oss_mxfp4_tensors", lambda t: t.update({p + gu + "_blocks": t.pop(p + gu)}), MISSING, [gu, "not recognised", "_blocks"])
+    oss("oss_mxfp4_tensors", lambda t: t.update({p + gu + "_blocks": t.pop(p + gu)}), AMBIGUOUS, [gu, "stored twice", "_blocks"])
 
     # Biases of the router.
     def v3(name, spoil, code, keywords):
@@ -237,6 +237,38 @@ def layer_cases(c):
     v3("v3_bias_column", lambda t: t.update({bias: Tensor("F32", [4, 1], t[bias].data)}), SHAPE, [bias, "[4, 1]", "[4]"])
     v3("v3_bias_int", lambda t: t.update({bias: Tensor("BF16", [8], t[bias].data)}), SHAPE, [bias, "[8]", "[4]"])
     v3("v3_no_shared_down", lambda t: t.pop("model.layers.1.mlp.shared_experts.down_proj.weight"), MISSING, ["shared_experts.down_proj.weight"])
+
+    # MXFP4 blocks.
+    def mxfp4(name, spoil, code, keywords, quant=True, h=64, i=64):
+        tensors = Mxfp4Layer(random.Random(name), 4, h, i).named(p[:-1])
+        spoil(tensors)
+        config = {"model_type": "gpt_oss", "hidden_size": h, "intermediate_size": i, "num_hidden_layers": 1, "num_local_experts": 4,
+                  "num_experts_per_tok": 2}
+        if quant:
+            config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": quant if isinstance(quant, list) else []}
+        folder(name, config, tensors, code, keywords)
+
+    def reshape(name, shape, dtype="U8"):
+        return lambda t: t.update({p + name: Tensor(dtype, shape, t[p + name].data)})
+
+    blocks, powers = "experts.gate_up_proj_blocks", "experts.down_proj_scales"
+    mxfp4("mxfp4_good", lambda t: None, "ok", [])
+    mxfp4("mxfp4_unsaid", lambda t: None, AMBIGUOUS, ["MXFP4 blocks", "quantization_config"], quant=False)
+    mxfp4("mxfp4_skipped", lambda t: None, AMBIGUOUS, ["MXFP4 blocks", "quantization_config"], quant=["mlp.experts"])
+    mxfp4("mxfp4_skip_regex", lambda t: None, UNSUPPORTED, ["modules_to_not_convert", "re:.*"], quant=["re:.*"])
+    mxfp4("mxfp4_skip_empty", lambda t: None, ARGUMENT, ["modules_to_not_convert"], quant=[""])
+    mxfp4("mxfp4_no_blocks", pop(blocks), MISSING, [blocks])
+    mxfp4("mxfp4_no_scales", pop(powers), MISSING, [powers])
+    mxfp4("mxfp4_no_bias", pop("experts.down_proj_bias"), MISSING, ["down_proj_bias"])
+    mxfp4("mxfp4_flat_blocks", reshape(blocks, [4, 128, 32]), SHAPE, [blocks, "[4, 128, 2, 16]"])
+    mxfp4("mxfp4_group_16", reshape(blocks, [4, 128, 4, 8]), SHAPE, [blocks, "[4, 128, 4, 8]"])
+    mxfp4("mxfp4_transposed_scales", reshape(powers, [4, 2, 64]), SHAPE, [powers, "[4, 2, 64]", "[4, 64, 2]"])
+    mxfp4("mxfp4_scales_off_by_one", replace(powers, lambda t: Tensor("U8", [4, 64, 3], bytes(4 * 64 * 3))), SHAPE, [powers, "[4, 64, 3]"])
+    mxfp4("mxfp4_one_expert_less", replace(powers, lambda t: Tensor("U8", [3, 64, 2], bytes(3 * 64 * 2))), SHAPE, [powers, "[3, 64, 2]"])
+    mxfp4("mxfp4_signed_blocks", reshape(blocks, [4, 128, 2, 16], "F8_E4M3"), DTYPE, [blocks, "U8"])
+    mxfp4("mxfp4_float_scales", replace(powers, lambda t: Tensor("F32", [4, 64, 2], bytes(4 * 64 * 2 * 4))), DTYPE, [powers, "U8"])
+    mxfp4("mxfp4_plain_weights", lambda t: t.update({p + "experts.up_proj_blocks": t[p + blocks]}), CORRUPT, ["not recognised", "up_proj_blocks"])
+    oss("oss_says_mxfp4", lambda t: None, AMBIGUOUS, ["plain tensors", "mxfp4"], quantization_config={"quant_method": "mxfp4"})
 
     # FP8 blocks.
     def fp8(name, spoil, code, keywords, config=None, **kinds):

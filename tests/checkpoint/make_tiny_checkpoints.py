@@ -7,7 +7,7 @@ import os
 import random
 import sys
 
-from tiny_model import Layer, safetensors, tensor, matrix, write_model
+from tiny_model import Layer, Mxfp4Layer, safetensors, tensor, matrix, write_model
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
@@ -167,6 +167,9 @@ def others(c):
     c.add("gpt_oss", flat_moe("gpt_oss", hidden_act="silu", experts_per_token=2), {0: oss(1), 1: oss(2)}, oss_spec)
     c.add("gpt_oss_square", flat_moe("gpt_oss", h=16, i=16, swiglu_limit=5.5), {0: oss(1, i=16, bias="F32"), 1: oss(2, i=16, bias="F16")},
           dict(oss_spec, limit=5.5))
+    mxfp4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]}
+    c.add("gpt_oss_mxfp4", flat_moe("gpt_oss", h=64, i=128, num_hidden_layers=1, quantization_config=mxfp4),
+          {0: Mxfp4Layer(random.Random(4), 4, 64, 128)}, dict(oss_spec, quant="mxfp4-bf16"))
     limited = flat_moe("mixtral", hidden_act="gelu_pytorch_tanh", num_hidden_layers=1)
     c.add("mixtral_gelu", limited, {0: Layer(random.Random(1), 4, 16, 8).w123().router()},
           {"routing": "topk", "scoring": "softmax", "renormalize": True, "scale": 1.0, "activation": "gelu_tanh"}, bsm)

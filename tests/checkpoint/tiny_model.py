@@ -11,7 +11,7 @@ import struct
 
 from corpus import container
 
-SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1}
+SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1, "F8_E8M0": 1, "F4": 0.5}
 
 
 def element(rng, dtype):
@@ -257,3 +257,47 @@ class Layer:
     def named(self, prefix):
         layer = prefix.rsplit(".", 1)[0]
         return {"%s.%s" % (layer if n[0] == "^" else prefix, n.lstrip("^")): t for n, t in self.files.items()}
+
+
+class Mxfp4Layer:
+    """gpt-oss experts in MXFP4: bytes of two codes (low nibble first), a power of two per 32; rows of gate_up lie gate, up,
+    gate, up in the file and gate first, then up, canonically."""
+
+    def __init__(self, rng, e, h, i):
+        byte = lambda n: bytes(rng.randrange(256) for _ in range(n))
+        power = lambda n: bytes(rng.randrange(100, 150) for _ in range(n))
+        self.files, self.expected = {}, {}
+        matrices = {"w13": [], "w13_scale": [], "w2": [], "w2_scale": []}
+        blocks, powers = [], []
+        for _ in range(e):
+            rows = [(byte(h // 2), power(h // 32)) for _ in range(2 * i)]  # canonical order
+            in_file = [rows[r // 2 + (r % 2) * i] for r in range(2 * i)]
+            blocks.append(b"".join(r[0] for r in in_file))
+            powers.append(b"".join(r[1] for r in in_file))
+            matrices["w13"].append(b"".join(r[0] for r in rows))
+            matrices["w13_scale"].append(b"".join(r[1] for r in rows))
+            matrices["w2"].append(byte(h * i // 2))
+            matrices["w2_scale"].append(power(h * i // 32))
+        join = b"".join
+        self.files["experts.gate_up_proj_blocks"] = Tensor("U8", [e, 2 * i, h // 32, 16], join(blocks))
+        self.files["experts.gate_up_proj_scales"] = Tensor("U8", [e, 2 * i, h // 32], join(powers))
+        self.files["experts.down_proj_blocks"] = Tensor("U8", [e, h, i // 32, 16], join(matrices["w2"]))
+        self.files["experts.down_proj_scales"] = Tensor("U8", [e, h, i // 32], join(matrices["w2_scale"]))
+        self.expected["w13"] = Tensor("F4", [e, 2 * i, h], join(matrices["w13"]))
+        self.expected["w2"] = Tensor("F4", [e, h, i], join(matrices["w2"]))
+        self.expected["w13_scale"] = Tensor("F8_E8M0", [e, 2 * i, h // 32], join(matrices["w13_scale"]))
+        self.expected["w2_scale"] = Tensor("F8_E8M0", [e, h, i // 32], join(matrices["w2_scale"]))
+        bias13 = [[element(rng, "BF16") for _ in range(2 * i)] for _ in range(e)]  # gate entries first
+        bias2 = [[element(rng, "BF16") for _ in range(h)] for _ in range(e)]
+        lie = [[b for pair in zip(r[:i], r[i:]) for b in pair] for r in bias13]
+        self.files["experts.gate_up_proj_bias"] = stack_rows("BF16", lie)
+        self.files["experts.down_proj_bias"] = stack_rows("BF16", bias2)
+        wide = lambda rows: stack_rows("F32", [[widen(b, "BF16") for b in r] for r in rows])
+        self.expected["w13_bias"], self.expected["w2_bias"] = wide(bias13), wide(bias2)
+        gate = tensor("BF16", matrix(rng, "BF16", e, h))
+        self.files["router.weight"] = self.expected["gate_weight"] = gate
+        bias = vector("BF16", [element(rng, "BF16") for _ in range(e)])
+        self.files["router.bias"] = self.expected["gate_bias"] = bias
+
+    def named(self, prefix):
+        return {"%s.%s" % (prefix, n): t for n, t in self.files.items()}

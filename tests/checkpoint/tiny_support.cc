@@ -67,14 +67,14 @@ TensorFile must_open_file(const std::string& path) {
 
 std::string sub_matrix(const Tensor& stacked, std::int64_t slab, std::int64_t first_row,
                        std::int64_t rows, std::int64_t first_col, std::int64_t cols) {
-  const std::int64_t element = dtype_bits(stacked.dtype()) / 8;
+  const std::int64_t bits = dtype_bits(stacked.dtype());  // slices of 4-bit rows are whole bytes
   const std::int64_t all_rows = stacked.shape()[1];
   const std::int64_t all_cols = stacked.shape()[2];
   std::string out;
   for (std::int64_t r = first_row; r < first_row + rows; ++r) {
-    const std::int64_t at = ((slab * all_rows + r) * all_cols + first_col) * element;
+    const std::int64_t at = ((slab * all_rows + r) * all_cols + first_col) * bits / 8;
     out.append(reinterpret_cast<const char*>(stacked.data()) + at,
-               static_cast<std::size_t>(cols * element));
+               static_cast<std::size_t>(cols * bits / 8));
   }
   return out;
 }

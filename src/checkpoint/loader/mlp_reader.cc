@@ -99,6 +99,12 @@ class MlpReader {
       case ExpertStorage::kFusedNN:
         MOESAIC_RETURN_IF_ERROR(read_fused_nn());
         break;
+      case ExpertStorage::kMxfp4Interleaved:
+        MOESAIC_RETURN_IF_ERROR(read_mxfp4(*tensors_.weight[kGate], *tensors_.weight[kDown],
+                                           kMxfp4GroupSize / 2, out_.w13, out_.w2));
+        MOESAIC_RETURN_IF_ERROR(read_mxfp4(*tensors_.scale[kGate], *tensors_.scale[kDown], 1,
+                                           out_.w13_scale, out_.w2_scale));
+        break;
       case ExpertStorage::kFusedNNInterleaved:
         MOESAIC_RETURN_IF_ERROR(read_fused_nn_interleaved());
         break;
@@ -187,6 +193,40 @@ class MlpReader {
     return {};
   }
 
+  // Blocks (16 bytes per group) or scales (1 byte) of one expert: rows of gate_up lie gate, up,
+  // gate, up; the slice of down is a range of groups of every row.
+  Status read_mxfp4(const ShardSet::Located& gate_up, const ShardSet::Located& down,
+                    std::int64_t group_bytes, Tensor& w13, Tensor& w2) {
+    const std::int64_t row_groups = slice_.hidden / kMxfp4GroupSize;
+    // The file's matrix has rows of one group (blocks) or of all groups of a row (scales).
+    const bool blocks = group_bytes > 1;
+    const std::int64_t first = 2 * (expert_ * slice_.width + slice_.first);
+    const Rectangle rows =
+        blocks ? Rectangle{first * row_groups, 2 * slice_.count * row_groups, 0, group_bytes}
+               : Rectangle{first, 2 * slice_.count, 0, row_groups};
+    std::byte* raw = out_.raw.data();
+    MOESAIC_RETURN_IF_ERROR(read_rectangle(gate_up, rows, raw));
+    const std::int64_t row_bytes = row_groups * group_bytes;
+    for (std::int64_t r = 0; r < 2 * slice_.count; ++r) {
+      const bool keep = !blocks && MOESAIC_FAULT(checkpoint_mxfp4_scales_in_file_order);
+      std::memcpy(w13.data() + (keep ? r : deinterleaved(r)) * row_bytes, raw + r * row_bytes,
+                  static_cast<std::size_t>(row_bytes));
+    }
+    const std::int64_t all = slice_.width / kMxfp4GroupSize;
+    const std::int64_t mine = slice_.count / kMxfp4GroupSize;
+    const std::int64_t skip = slice_.first / kMxfp4GroupSize;
+    const std::int64_t down_row = expert_ * slice_.hidden;
+    if (!blocks) {
+      return read_rectangle(down, {down_row, slice_.hidden, skip, mine}, w2.data());
+    }
+    for (std::int64_t h = 0; h < slice_.hidden; ++h) {
+      MOESAIC_RETURN_IF_ERROR(read_rectangle(down,
+                                             {(down_row + h) * all + skip, mine, 0, group_bytes},
+                                             w2.data() + h * mine * group_bytes));
+    }
+    return {};
+  }
+
   // Biases exist in fused files only; gate_up's is interleaved as its weight is.
   Status read_biases() {
     std::vector<float> row(static_cast<std::size_t>(2 * slice_.count));
@@ -269,11 +309,14 @@ Status check_slice(std::string_view field, std::int64_t width, std::int64_t part
         StatusCode::kInvalidArgument,
         fmt::format("{}: got {} with tp_size {}, need a multiple of tp_size", field, width, parts)};
   }
-  if (format != StoredFormat::kFp8Block || (width / parts) % kFp8BlockSize == 0) return {};
+  const std::int64_t block = format == StoredFormat::kFp8Block ? kFp8BlockSize
+                             : format == StoredFormat::kMxfp4  ? kMxfp4GroupSize
+                                                               : 1;
+  if ((width / parts) % block == 0) return {};
   return {StatusCode::kInvalidArgument,
           fmt::format("{}: got {} of {} on a rank with tp_size {}, need a multiple of the weight "
                       "block {}",
-                      field, width / parts, width, parts, kFp8BlockSize)};
+                      field, width / parts, width, parts, block)};
 }
 
 Result<MlpBuffers> MlpBuffers::make(const MlpSlice& s) {
@@ -292,6 +335,14 @@ Result<MlpBuffers> MlpBuffers::make(const MlpSlice& s) {
     MOESAIC_ASSIGN_OR_RETURN(b.w2_scale,
                              Tensor::uninitialized(DType::kF32, with_leading(s, h_blocks, blocks)));
     small_elements = blocks * h_blocks;
+  }
+  if (s.format == StoredFormat::kMxfp4) {
+    const std::int64_t groups = s.hidden / kMxfp4GroupSize;
+    MOESAIC_ASSIGN_OR_RETURN(b.w13_scale,
+                             Tensor::uninitialized(DType::kF8E8M0, {2 * s.count, groups}));
+    MOESAIC_ASSIGN_OR_RETURN(
+        b.w2_scale, Tensor::uninitialized(DType::kF8E8M0, {s.hidden, s.count / kMxfp4GroupSize}));
+    MOESAIC_ASSIGN_OR_RETURN(b.raw, Tensor::uninitialized(DType::kU8, {2 * s.count, s.hidden / 2}));
   }
   if (s.has_bias) {
     MOESAIC_ASSIGN_OR_RETURN(b.w13_bias, Tensor::uninitialized(DType::kF32, {2 * s.count}));

@@ -32,11 +32,11 @@ struct MlpSlice {
 };
 
 // FP8-block: [2 * count / 128, ceil(H / 128)] and [ceil(H / 128), count / 128] F32 scales. Biases
-// are F32.
+// are F32. MXFP4: F4 weights and F8_E8M0 scales [2 * count, H / 32], [H, count / 32].
 struct MlpBuffers {
   Tensor w13, w13_scale, w13_bias;
   Tensor w2, w2_scale, w2_bias;
-  Tensor raw;    // transposed storages: one projection as it lies in the file
+  Tensor raw;    // transposed storages: one projection as it lies in the file; MXFP4: rows of it
   Tensor small;  // scales and biases before widening
 
   static Result<MlpBuffers> make(const MlpSlice& slice);
