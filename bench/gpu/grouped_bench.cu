@@ -277,6 +277,7 @@ struct Run {
   int sms;
   int32_t *ids, *pair_of_row, *row_of_pair;
   int32_t* block_counts;
+  uint32_t* band_done;
   float *weights, *weight_of_row;
   GroupRecord* groups;
   uint32_t *done, *control;
@@ -341,6 +342,7 @@ struct Run {
     done = alloc<uint32_t>(max_groups);
     control = alloc<uint32_t>(2);
     block_counts = alloc<int32_t>(kMaxAlignBlocks * s.E);
+    band_done = alloc<uint32_t>(256);
     x = alloc<__nv_bfloat16>((size_t)M * s.H);
     out = alloc<__nv_bfloat16>((size_t)M * s.H);
     if (l.fp8) {
@@ -393,16 +395,13 @@ struct Run {
   }
   void chain(cudaStream_t st, int r, int stages = 15) {
     const auto& s = l.shape;
-    if (l.fp8 && (stages & 1)) {
-      QuantRowsParams q;
-      q.x = reinterpret_cast<const std::uint16_t*>(x);
-      q.tokens = M;
-      q.columns = s.H;
-      q.q = xq;
-      q.scale = xs;
-      q.scale_stride = xstride;
-      CHECK(launch_quant_rows(q, st));
-    }
+    QuantRowsParams q;
+    q.x = reinterpret_cast<const std::uint16_t*>(x);
+    q.tokens = M;
+    q.columns = s.H;
+    q.q = xq;
+    q.scale = xs;
+    q.scale_stride = xstride;
     if (stages & 2) {
       AlignParams a;
       a.topk_ids = ids + r * P;
@@ -420,19 +419,23 @@ struct Run {
       a.next_item = control;
       a.num_groups = control + 1;
       a.block_counts = block_counts;
-      CHECK(launch_align(a, st));
+      a.band_done = band_done;
+      a.bands = l.s2.bands();
+      CHECK(launch_align(a, l.fp8 ? &q : nullptr, st));
     }
-    if (stages & 4) CHECK(launch_grouped(v, params(), sms, st));
-    if (stages & 8) {
-      CombineParams c;
-      c.y2 = y2;
-      c.row_of_pair = row_of_pair;
-      c.tokens = M;
-      c.top_k = s.k;
-      c.hidden = s.H;
-      c.output = out;
-      CHECK(launch_combine(c, st));
-    }
+    CombineParams c;
+    c.y2 = y2;
+    c.row_of_pair = row_of_pair;
+    c.tokens = M;
+    c.top_k = s.k;
+    c.hidden = s.H;
+    c.output = out;
+    GroupedParams g = params();
+    g.fold_combine = M <= kFoldCombineTokens && v.max_columns <= 64;
+    g.combine = c;
+    g.band_done = band_done;
+    if (stages & 4) CHECK(launch_grouped(v, g, sms, st));
+    if ((stages & 8) && !g.fold_combine) CHECK(launch_combine(c, st));
   }
   // Returns relative L2 error against float64 (exact: number of different elements).
   double check(int r) {

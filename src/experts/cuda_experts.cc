@@ -313,19 +313,16 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   MOESAIC_RETURN_IF_ERROR(check_cuda("device", scope.error()));
 
   const auto pairs = static_cast<std::int32_t>(a.tokens * problem.top_k);
-  if (plan.makes_rows()) {
-    QuantRowsParams q;
-    q.x = static_cast<const std::uint16_t*>(a.hidden_states);
-    q.weights = plan.weight_on_input ? a.topk_weights : nullptr;
-    q.tokens = a.tokens;
-    q.columns = problem.hidden_size;
-    q.power_of_two_scales = plan.power_of_two_scales;
-    q.fp8 = plan.format == GroupedFormat::kFp8Block;
-    q.q = w.rows;
-    q.scale = w.row_scale;
-    q.scale_stride = w.row_scale_stride;
-    MOESAIC_RETURN_IF_ERROR(check_launch("quant_rows", launch_quant_rows(q, stream)));
-  }
+  QuantRowsParams q;
+  q.x = static_cast<const std::uint16_t*>(a.hidden_states);
+  q.weights = plan.weight_on_input ? a.topk_weights : nullptr;
+  q.tokens = a.tokens;
+  q.columns = problem.hidden_size;
+  q.power_of_two_scales = plan.power_of_two_scales;
+  q.fp8 = plan.format == GroupedFormat::kFp8Block;
+  q.q = w.rows;
+  q.scale = w.row_scale;
+  q.scale_stride = w.row_scale_stride;
 
   const GroupedVariant variant =
       choose_grouped(plan.format, plan.epilogue, a.tokens, problem.top_k, problem.num_experts);
@@ -346,7 +343,22 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   align.next_item = w.control;
   align.num_groups = w.control + 1;
   align.block_counts = w.block_counts;
-  MOESAIC_RETURN_IF_ERROR(check_launch("align", launch_align(align, stream)));
+  align.band_done = w.band_done;
+  align.bands = static_cast<std::int32_t>(plan.w2.bands());
+  MOESAIC_RETURN_IF_ERROR(check_launch(
+      "align and quantize", launch_align(align, plan.makes_rows() ? &q : nullptr, stream)));
+
+  CombineParams c;
+  c.y2 = w.y2;
+  c.row_of_pair = w.row_of_pair;
+  c.shared = static_cast<const std::uint16_t*>(a.shared_rows);
+  c.tokens = a.tokens;
+  c.top_k = MOESAIC_FAULT(cuda_experts_drop_last_slot) && problem.top_k > 1
+                ? static_cast<std::int32_t>(problem.top_k - 1)
+                : static_cast<std::int32_t>(problem.top_k);
+  c.hidden = static_cast<std::int32_t>(problem.hidden_size);
+  c.output_f32 = a.output_dtype == DType::kF32;
+  c.output = a.output;
 
   GroupedParams g;
   g.w13 = impl_->w13.as<std::byte>();
@@ -369,6 +381,9 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   g.next_item = w.control;
   g.num_groups = w.control + 1;
   g.group_done = w.group_done;
+  g.fold_combine = a.tokens <= kFoldCombineTokens && variant.max_columns <= 64;
+  g.combine = c;
+  g.band_done = w.band_done;
   g.top_k = static_cast<std::int32_t>(problem.top_k);
   g.hidden = static_cast<std::int32_t>(problem.hidden_size);
   g.intermediate = static_cast<std::int32_t>(problem.intermediate_size);
@@ -390,17 +405,7 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   MOESAIC_RETURN_IF_ERROR(
       check_launch("grouped GEMMs", launch_grouped(variant, g, impl_->num_sms, stream)));
 
-  CombineParams c;
-  c.y2 = w.y2;
-  c.row_of_pair = w.row_of_pair;
-  c.shared = static_cast<const std::uint16_t*>(a.shared_rows);
-  c.tokens = a.tokens;
-  c.top_k = MOESAIC_FAULT(cuda_experts_drop_last_slot) && problem.top_k > 1
-                ? static_cast<std::int32_t>(problem.top_k - 1)
-                : static_cast<std::int32_t>(problem.top_k);
-  c.hidden = static_cast<std::int32_t>(problem.hidden_size);
-  c.output_f32 = a.output_dtype == DType::kF32;
-  c.output = a.output;
+  if (g.fold_combine) return {};
   return check_launch("combine", launch_combine(c, stream));
 }
 

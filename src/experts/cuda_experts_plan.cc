@@ -32,6 +32,7 @@ ExpertsWorkspace ExpertsWorkspace::carve(const MoeProblem& problem, const Expert
   w.max_groups = max_group_records(pairs, local, 32);
   w.control = arena.take<std::uint32_t>(2);
   w.group_done = arena.take<std::uint32_t>(w.max_groups);
+  w.band_done = arena.take<std::uint32_t>(plan.w2.bands());
   w.groups = arena.take<GroupRecord>(w.max_groups);
   w.pair_of_row = arena.take<std::int32_t>(pairs);
   w.row_of_pair = arena.take<std::int32_t>(pairs);

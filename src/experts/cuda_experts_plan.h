@@ -30,6 +30,7 @@ ExpertsPlan make_experts_plan(const MoeProblem& problem);
 struct ExpertsWorkspace {
   std::uint32_t* control = nullptr;  // next item, number of groups
   std::uint32_t* group_done = nullptr;
+  std::uint32_t* band_done = nullptr;
   GroupRecord* groups = nullptr;
   std::int32_t* pair_of_row = nullptr;
   std::int32_t* row_of_pair = nullptr;

@@ -15,6 +15,7 @@
 #include "cuda/ptx/wgmma.cuh"
 #include "experts/cuda_epilogue.cuh"
 #include "experts/cuda_grouped.h"
+#include "permute/cuda_combine.cuh"
 
 namespace moesaic::cuda {
 
@@ -22,7 +23,9 @@ inline constexpr int kThreads = 384;
 inline constexpr int kConsumerWarps = 8;
 inline constexpr int kTokenWarps = 3;
 inline constexpr int kItemSlots = 4;
-inline constexpr int kGatherLag = 2;  // stages whose gathers may be in flight per warp
+inline constexpr int kGathersInFlight = 3;  // stages per warp
+// Groups with more rows than this are computed with the tokens as the M operand.
+inline constexpr int kRowsOrientation = 96;
 inline constexpr int kSharedLimit = 227 * 1024;
 
 // A work item as the roles read it. band < 0 ends the kernel.
@@ -38,14 +41,12 @@ struct Layout {
   static constexpr int kStageBytes = kBandImageBytes + kTokenBytes;
   // Per stage beside the operands: four weight scales, then one scale per token.
   static constexpr int kScaleBytes = kScaled ? 16 + 4 * kMaxColumns : 0;
-  static constexpr int kRowListBytes = kTokenWarps * 48 * 4;
   static constexpr int kAmaxBytes = kConsumerWarps * kMaxColumns * 4 + 16 * kMaxColumns;
-  static constexpr int kFixedBytes = 1024 /* alignment */ + kRowListBytes + kAmaxBytes + 512;
+  static constexpr int kFixedBytes = 1024 /* alignment */ + kAmaxBytes + 512;
   static constexpr int kStages = (kSharedLimit - kFixedBytes) / (kStageBytes + kScaleBytes + 16);
   static constexpr int kOffsetScale = kStages * kStageBytes;
   static constexpr int kOffsetAmax = kOffsetScale + kStages * kScaleBytes;
-  static constexpr int kOffsetRows = kOffsetAmax + kAmaxBytes;
-  static constexpr int kOffsetItems = kOffsetRows + kRowListBytes;
+  static constexpr int kOffsetItems = kOffsetAmax + kAmaxBytes;
   static constexpr int kOffsetBars = (kOffsetItems + kItemSlots * 32 + 15) / 16 * 16;
   static constexpr int kBytes = kOffsetBars + (2 * kStages + 2 * kItemSlots) * 8 + 1024;
   // The launch gives every warpgroup 168 registers per thread; what producers give up is all that
@@ -87,11 +88,13 @@ struct Shared {
   __device__ __forceinline__ float* amax() const {
     return reinterpret_cast<float*>(generic + L::kOffsetAmax);
   }
-  __device__ __forceinline__ std::int32_t* row_list(int warp) const {
-    return reinterpret_cast<std::int32_t*>(generic + L::kOffsetRows) + warp * 48;
-  }
   __device__ __forceinline__ Item* items() const {
     return reinterpret_cast<Item*>(generic + L::kOffsetItems);
+  }
+  // Behind the items, which leave part of their slots' space unused.
+  __device__ __forceinline__ volatile std::uint32_t* flag() const {
+    return reinterpret_cast<volatile std::uint32_t*>(generic + L::kOffsetItems +
+                                                     kItemSlots * sizeof(Item));
   }
   __device__ __forceinline__ std::uint32_t bar(std::uint32_t i) const {
     return base + L::kOffsetBars + i * 8;
@@ -111,7 +114,8 @@ struct Shared {
 // --- Work items
 // -----------------------------------------------------------------------------------
 
-// Splits an expert's rows evenly, in multiples of eight, over the fewest groups that fit.
+// Narrow builds split an expert's rows evenly, in multiples of eight, over the fewest groups that
+// fit; wide ones fill them when there are more than two.
 template <int kMaxColumns, bool kPaired>
 __device__ __forceinline__ Item decode_item(const GroupedParams& p, std::uint32_t index,
                                             std::uint32_t items1, std::uint32_t cta) {
@@ -125,17 +129,30 @@ __device__ __forceinline__ Item decode_item(const GroupedParams& p, std::uint32_
   // Groups of one band are neighbours in the list, so that later ones find its weights in L2.
   const std::uint32_t local = index - bands * static_cast<std::uint32_t>(record.first_group);
   const std::uint32_t band = local / count;
-  std::uint32_t group = local - band * count;
+  const std::uint32_t group = local - band * count;
   Item item;
   item.band = static_cast<std::int32_t>(band) + (second ? p.bands1 : 0);
   item.expert = record.expert;
   item.group = record.first_group + static_cast<std::int32_t>(group);
-  const int groups = static_cast<int>(count) * (kPaired ? 2 : 1);
-  if (kPaired) group = group * 2 + cta;
-  const int size = ((record.rows + groups - 1) / groups + 7) / 8 * 8;
-  const int begin = min(size * static_cast<int>(group), record.rows);
+  int begin = 0, rows = 0;
+  if (kPaired) {
+    // Two CTAs share a record; the last one is split evenly.
+    const int both = min(kPerRecord, record.rows - static_cast<int>(group) * kPerRecord);
+    const int half = ((both + 1) / 2 + 7) / 8 * 8;
+    begin = static_cast<int>(group) * kPerRecord + static_cast<int>(cta) * half;
+    rows = cta == 0 ? min(half, both) : max(both - half, 0);
+  } else if (kMaxColumns > kRowsOrientation && count > 2) {
+    // Full groups and a remainder: full ones take the faster orientation.
+    begin = static_cast<int>(group) * kMaxColumns;
+    rows = min(kMaxColumns, record.rows - begin);
+  } else {
+    const int groups = static_cast<int>(count);
+    const int size = ((record.rows + groups - 1) / groups + 7) / 8 * 8;
+    begin = min(size * static_cast<int>(group), record.rows);
+    rows = min(size, record.rows - begin);
+  }
   item.first_row = record.first_row + begin;
-  item.rows = min(size, record.rows - begin);
+  item.rows = rows;
   return item;
 }
 
@@ -156,15 +173,25 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
   const std::uint64_t policy = ptx::l2_evict_first_policy();
   RingPosition<L::kStages> ring;
   RingPosition<kItemSlots> slot;
-  while (index < total) {
-    // CTAs of a pair must agree, so they take fixed strides.
-    std::uint32_t next = index + workers;
-    if (!kPaired) next = atomicAdd(p.next_item, 1U) + workers;
-    const Item item = decode_item<kMaxColumns, kPaired>(p, index, items1, cta);
+  // CTAs of a pair must agree on the order, so they take fixed strides.
+  const auto after = [&](std::uint32_t i) {
+    return kPaired ? i + workers : atomicAdd(p.next_item, 1U) + workers;
+  };
+  const auto publish = [&](const Item& item) {
     ptx::mbarrier_wait(sh.item_empty(slot.slot), slot.parity ^ 1);
     sh.items()[slot.slot] = item;
     ptx::mbarrier_arrive(sh.item_full(slot.slot));
     slot.advance();
+  };
+  const Item end = {-1, 0, 0, 0, 0};
+  const auto decode = [&](std::uint32_t i) {
+    return i < total ? decode_item<kMaxColumns, kPaired>(p, i, items1, cta) : end;
+  };
+  // An item is taken when the weights of the one before have all been asked for: late enough that
+  // the last items go to whoever is free, early enough that the ring covers the look-up.
+  Item item = decode(index);
+  publish(item);
+  while (item.band >= 0) {
     const bool second = item.band >= p.bands1;
     const int band = second ? item.band - p.bands1 : item.band;
     const int chunks = second ? p.chunks2 : p.chunks1;
@@ -191,33 +218,51 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
       scale += 4;
       ring.advance();
     }
-    index = next;
+    index = after(index);
+    item = decode(index);
+    publish(item);
   }
-  ptx::mbarrier_wait(sh.item_empty(slot.slot), slot.parity ^ 1);
-  sh.items()[slot.slot].band = -1;
-  ptx::mbarrier_arrive(sh.item_full(slot.slot));
 }
 
-// Three warps: gather the item's token rows, four rows of eight 16-byte pieces per warp and pass,
-// into the swizzled tile. Arrival on a stage's barrier trails the copies by kGatherLag stages.
+// Three warps: gather the item's token rows into the swizzled tile, four rows of eight 16-byte
+// pieces per warp and pass. Tile rows past the group keep what they hold: they only reach
+// accumulators that nobody reads. A stage is handed over when its copies have landed, looked at
+// when the next one has been issued or cannot be.
 template <class Operand, int kMaxColumns, bool kPaired>
 __device__ __forceinline__ void produce_tokens(const GroupedParams& p,
                                                const Shared<Operand, kMaxColumns, kPaired>& sh,
                                                int warp, int lane) {
   using L = Layout<Operand, kMaxColumns>;
   constexpr int kRowsPerPass = 4 * kTokenWarps;
+  constexpr int kPasses = (kMaxColumns + kRowsPerPass - 1) / kRowsPerPass;
+  constexpr int kScalePasses = (4 * kPasses + 31) / 32;
+  constexpr std::uint32_t kNoSource = 0xFFFFFFFFU;
   RingPosition<L::kStages> ring, arrived;
   RingPosition<kItemSlots> slot;
   int pending = 0;
-  const auto publish = [&] {
-    ptx::fence_proxy_async();
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(sh.full(arrived.slot));
-    arrived.advance();
-    --pending;
+  // Waits for the oldest gathers until at most `keep` stages are in flight, and hands them over.
+  const auto settle = [&](int keep) {
+    while (pending > keep) {
+      if (pending == 1) {
+        ptx::async_wait<0>();
+      } else if (pending == 2) {
+        ptx::async_wait<1>();
+      } else {
+        ptx::async_wait<kGathersInFlight - 1>();
+      }
+      ptx::fence_proxy_async();
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(sh.full(arrived.slot));
+      arrived.advance();
+      --pending;
+    }
   };
-  std::int32_t* list = sh.row_list(warp);
-  const int sub = lane >> 3, piece = lane & 7;
+  const int first = warp * 4 + (lane >> 3), piece = lane & 7;
+  // A pass is twelve rows further, so its swizzle is that of every second pass.
+  const std::uint32_t even =
+      static_cast<std::uint32_t>(first * kChunkBytes + ((piece ^ (first & 7)) << 4));
+  const std::uint32_t odd =
+      static_cast<std::uint32_t>(first * kChunkBytes + ((piece ^ ((first + 4) & 7)) << 4));
   while (true) {
     ptx::mbarrier_wait(sh.item_full(slot.slot), slot.parity);
     const Item item = sh.items()[slot.slot];
@@ -227,72 +272,81 @@ __device__ __forceinline__ void produce_tokens(const GroupedParams& p,
     if (item.band < 0) break;
     const bool second = item.band >= p.bands1;
     if (second) {
-      // Everything this warp has gathered must be published before it may wait for other CTAs.
-      ptx::async_wait<0>();
-      while (pending > 0) publish();
       const std::uint32_t needed =
           static_cast<std::uint32_t>(p.bands1) * kConsumerWarps * (kPaired ? 2 : 1);
-      if (lane == 0) {
-        while (ptx::load_acquire(p.group_done + item.group) < needed) __nanosleep(32);
+      std::uint32_t* const done = p.group_done + item.group;
+      bool ready = lane != 0 || ptx::load_acquire(done) >= needed;
+      if (!__all_sync(0xFFFFFFFFU, ready)) {
+        // What this warp has gathered must be handed over before it may wait for other CTAs.
+        settle(0);
+        if (lane == 0) {
+          while (ptx::load_acquire(done) < needed) __nanosleep(32);
+        }
       }
       __syncwarp();
     }
-    // Source row of each tile row of this warp; -1 beyond the group.
-    const int columns = max(8, (item.rows + 7) / 8 * 8);
-    std::int32_t source[2];
+    const auto source_row = [&](int row) -> std::int32_t {
+      if (row >= item.rows) return -1;
+      return second ? item.first_row + row : p.pair_of_row[item.first_row + row] / p.top_k;
+    };
+    const std::int32_t row_bytes = second ? p.row_bytes2 : p.row_bytes1;
+    // Offsets in units of 16 bytes, so that 32 bits reach 64 GiB.
+    std::uint32_t source[kPasses];
+    std::int32_t scale_source[kScalePasses];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kPasses; ++i) {
+      const std::int32_t row = source_row(first + i * kRowsPerPass);
+      source[i] =
+          row < 0 ? kNoSource
+                  : static_cast<std::uint32_t>(row) * static_cast<std::uint32_t>(row_bytes >> 4);
+    }
+#pragma unroll
+    for (int i = 0; i < kScalePasses; ++i) {
       const int entry = lane + 32 * i;
       const int row = warp * 4 + (entry & 3) + kRowsPerPass * (entry >> 2);
-      source[i] = -1;
-      if (row < item.rows) {
-        source[i] = item.first_row + row;
-        if (!second) source[i] = p.pair_of_row[source[i]] / p.top_k;
-      }
-      if (entry < 48) list[entry] = source[i];
+      scale_source[i] = L::kScaled ? source_row(row) : -1;
     }
-    __syncwarp();
     const std::byte* base = (second ? p.inner : p.x) + piece * 16;
-    const std::int64_t row_bytes = second ? p.row_bytes2 : p.row_bytes1;
     const float* scale = second ? p.inner_scale : p.x_scale;
     const std::int64_t scale_stride = second ? p.inner_scale_stride : p.x_scale_stride;
     const int chunks = second ? p.chunks2 : p.chunks1;
-    std::int64_t byte = 0;
-    for (int c = 0; c < chunks; ++c, byte += kChunkBytes) {
-      ptx::mbarrier_wait(sh.empty(ring.slot), ring.parity ^ 1);
-      const std::uint32_t tile = sh.tokens(ring.slot);
-      const bool in_row = byte + piece * 16 < row_bytes;
-#pragma unroll 4
-      for (int entry = sub, row = warp * 4 + sub; row < columns; entry += 4, row += kRowsPerPass) {
-        const std::int32_t src = list[entry];
-        const std::uint32_t dst =
-            tile + static_cast<std::uint32_t>(row * kChunkBytes + ((piece ^ (row & 7)) << 4));
-        const bool valid = src >= 0 && in_row;
-        ptx::async_load_16(dst, valid ? base + src * row_bytes + byte : base, valid);
+    for (int c = 0; c < chunks; ++c) {
+      // With no free slot there is nothing better to do than to see the gathers through.
+      if (!__all_sync(0xFFFFFFFFU, ptx::mbarrier_test(sh.empty(ring.slot), ring.parity ^ 1))) {
+        settle(0);
+        ptx::mbarrier_wait(sh.empty(ring.slot), ring.parity ^ 1);
       }
+      const std::uint32_t tile = sh.tokens(ring.slot);
+      // Past the end of the rows the weights are zero; the tokens must not be NaN.
+      const bool in_row = c * kChunkBytes + piece * 16 < row_bytes;
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        if (source[i] != kNoSource) {
+          ptx::async_load_16(tile + ((i & 1) != 0 ? odd : even) +
+                                 static_cast<std::uint32_t>(i * kRowsPerPass * kChunkBytes),
+                             ptx::offset_16(base, source[i]), in_row);
+        }
+      }
+      base += kChunkBytes;
       if (L::kScaled) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int entry = lane + 32 * i;
-          const int row = warp * 4 + (entry & 3) + kRowsPerPass * (entry >> 2);
-          if (row < columns) {
-            const bool valid = source[i] >= 0;
+        for (int i = 0; i < kScalePasses; ++i) {
+          if (scale_source[i] >= 0) {
+            const int entry = lane + 32 * i;
+            const int row = warp * 4 + (entry & 3) + kRowsPerPass * (entry >> 2);
             ptx::async_load_4(sh.scales(ring.slot) + 16 + static_cast<std::uint32_t>(row) * 4,
-                              valid ? scale + source[i] : scale, valid);
+                              scale + scale_source[i], true);
           }
         }
         scale += scale_stride;
       }
       ptx::async_commit();
       ring.advance();
-      if (++pending > kGatherLag) {
-        ptx::async_wait<kGatherLag>();
-        publish();
-      }
+      ++pending;
+      settle(kGathersInFlight - 1);
     }
   }
-  ptx::async_wait<0>();
-  while (pending > 0) publish();
+  settle(0);
 }
 
 // --- Consumers
@@ -399,6 +453,130 @@ __device__ __forceinline__ void multiply(const Shared<Operand, kMaxColumns, kPai
   }
 }
 
+// The same products with the tokens as the M operand: the warpgroup has 64 token rows and all 256
+// weight rows. Element 64 h + 4j + i of acc is token row g, weight row 128 h + 8j + 2t + i of the
+// band; 64 h + 4j + 2 + i is token row g + 8. Scales cost two registers per token row instead of
+// two loads and four products per column, which is what makes this orientation faster for full
+// groups.
+template <class Operand, int kMaxColumns, bool kPaired>
+__device__ __forceinline__ void multiply_rows(
+    const Shared<Operand, kMaxColumns, kPaired>& sh,
+    RingPosition<Layout<Operand, kMaxColumns>::kStages>& ring, int chunks, int group, int warp,
+    int lane, bool scale_by_row_half, bool active, float (&acc)[128]) {
+  using L = Layout<Operand, kMaxColumns>;
+#pragma unroll
+  for (int i = 0; i < 128; ++i) acc[i] = 0.0F;
+  const std::uint32_t row_offset = static_cast<std::uint32_t>(group) * 8192;
+  for (int c = 0; c < chunks; ++c) {
+    ptx::mbarrier_wait(sh.full(ring.slot), ring.parity);
+    if (active) {
+      const std::uint64_t a = ptx::wgmma_descriptor(sh.tokens(ring.slot) + row_offset);
+      const std::uint64_t b = ptx::wgmma_descriptor(sh.weights(ring.slot));
+      if constexpr (!L::kScaled) {
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          ptx::Wgmma<Operand, 256>::run(acc, a + static_cast<std::uint64_t>(k) * ptx::kWgmmaStep,
+                                        b + static_cast<std::uint64_t>(k) * ptx::kWgmmaStep, 1);
+        }
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<0>();
+      } else {
+        const float* scales = sh.scale_ptr(ring.slot);
+        const float* token_scale = scales + 4 + group * 64 + (warp & 3) * 16 + (lane >> 2);
+        const float lo = token_scale[0], hi = token_scale[8];
+        const float first = scales[0], other = scales[1];
+        float part[64];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          ptx::wgmma_fence();
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            ptx::Wgmma<Operand, 128>::run(part, a + static_cast<std::uint64_t>(k) * ptx::kWgmmaStep,
+                                          b + static_cast<std::uint64_t>(h * (kSlabBytes >> 4)) +
+                                              static_cast<std::uint64_t>(k) * ptx::kWgmmaStep,
+                                          k > 0);
+          }
+          ptx::wgmma_commit();
+          // Gate and up chunks alternate, or the slab decides.
+          const float w0 = scale_by_row_half || h == 0 ? first : other;
+          const float w1 = scale_by_row_half ? other : w0;
+          const float lo0 = lo * w0, hi0 = hi * w0, lo1 = lo * w1, hi1 = hi * w1;
+          ptx::wgmma_wait<0>();
+#pragma unroll
+          for (int j = 0; j < 16; ++j) {
+            const float fl = (j & 1) != 0 ? lo1 : lo0, fh = (j & 1) != 0 ? hi1 : hi0;
+            const int at = 64 * h + 4 * j;
+            acc[at] = fmaf(part[4 * j], fl, acc[at]);
+            acc[at + 1] = fmaf(part[4 * j + 1], fl, acc[at + 1]);
+            acc[at + 2] = fmaf(part[4 * j + 2], fh, acc[at + 2]);
+            acc[at + 3] = fmaf(part[4 * j + 3], fh, acc[at + 3]);
+          }
+        }
+      }
+    }
+    __syncwarp();
+    if (lane == 0) {
+      ptx::mbarrier_arrive(sh.empty(ring.slot));
+      if (kPaired) {
+        ptx::mbarrier_arrive_remote(sh.empty(ring.slot), ptx::cluster_cta_rank() ^ 1);
+      }
+    }
+    ring.advance();
+  }
+}
+
+template <class Operand, int kMaxColumns, bool kPaired>
+__device__ __forceinline__ void consume_rows(
+    const GroupedParams& p, const Shared<Operand, kMaxColumns, kPaired>& sh,
+    RingPosition<Layout<Operand, kMaxColumns>::kStages>& ring, const Item& item, int group,
+    int warp, int lane) {
+  const bool second = item.band >= p.bands1;
+  const int row = group * 64 + (warp & 3) * 16 + (lane >> 2);
+  const bool active = item.rows > group * 64;
+  float acc[128];
+  if (second) {
+    std::int32_t pair[2];
+    float factor[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int at = item.first_row + row + 8 * i;
+      const bool valid = row + 8 * i < item.rows;
+      pair[i] = valid ? p.pair_of_row[at] : -1;
+      factor[i] = valid && p.weight_of_row != nullptr ? p.weight_of_row[at] : 1.0F;
+    }
+    multiply_rows<Operand>(sh, ring, p.chunks2, group, warp, lane, false, active, acc);
+    store_weighted_rows(p, item.expert, item.band - p.bands1, lane, pair, factor, acc);
+  } else {
+    multiply_rows<Operand>(sh, ring, p.chunks1, group, warp, lane, true, active, acc);
+    if (active) {
+      store_activated_rows<Operand>(p, item.expert, item.band, item.first_row + row,
+                                    item.rows - row, lane, acc);
+    }
+    __syncwarp();
+    if (lane == 0) ptx::add_release(p.group_done + item.group, 1);
+  }
+}
+
+// The 256 consumer threads, after the stores of a GEMM2 item: the last item of a band sums the
+// band's columns of every token.
+template <class Operand, int kMaxColumns, bool kPaired>
+__device__ __forceinline__ void combine_band(const GroupedParams& p,
+                                             const Shared<Operand, kMaxColumns, kPaired>& sh,
+                                             int band) {
+  const int thread = static_cast<int>(threadIdx.x);
+  ptx::named_barrier_sync(kRequantBarrier, 256);
+  if (thread == 0) {
+    *sh.flag() = ptx::add_acq_rel(p.band_done + band, 1) + 1 == *p.num_groups ? 1 : 0;
+  }
+  ptx::named_barrier_sync(kRequantBarrier, 256);
+  if (*sh.flag() == 0) return;
+  const std::int64_t column = static_cast<std::int64_t>(band) * kBandRows + thread % 32 * 8;
+  if (column >= p.hidden) return;
+  for (std::int64_t t = thread / 32; t < p.combine.tokens; t += 8)
+    combine_columns(p.combine, t, column);
+}
+
 template <class Operand, int kMaxColumns, EpilogueKind kEpilogue, bool kPaired, int kColumns>
 __device__ __forceinline__ void consume_item(
     const GroupedParams& p, const Shared<Operand, kMaxColumns, kPaired>& sh,
@@ -422,6 +600,7 @@ __device__ __forceinline__ void consume_item(
     multiply<Operand, kMaxColumns, kPaired, kColumns>(sh, ring, p.chunks2, group, lane, false, acc);
     store_weighted<kColumns>(p, item.expert, item.band - p.bands1, group, warp & 3, lane, pair,
                              factor, acc);
+    if (!kPaired && kMaxColumns <= 64 && p.fold_combine) combine_band(p, sh, item.band - p.bands1);
   } else {
     multiply<Operand, kMaxColumns, kPaired, kColumns>(sh, ring, p.chunks1, group, lane,
                                                       kEpilogue != EpilogueKind::kPlain, acc);
@@ -439,6 +618,14 @@ __device__ __forceinline__ void consume(const GroupedParams& p,
   RingPosition<Layout<Operand, kMaxColumns>::kStages> ring;
   RingPosition<kItemSlots> slot;
   const int group = warp >> 2;
+  if (!kPaired && kMaxColumns <= 64 && p.fold_combine && *p.num_groups == 0) {
+    // Nobody has work, but every output must be written.
+    const std::int64_t vectors = p.hidden / 8;
+    for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * 256 + threadIdx.x;
+         i < p.combine.tokens * vectors; i += static_cast<std::int64_t>(gridDim.x) * 256) {
+      combine_columns(p.combine, i / vectors, i % vectors * 8);
+    }
+  }
   while (true) {
     ptx::mbarrier_wait(sh.item_full(slot.slot), slot.parity);
     const Item item = sh.items()[slot.slot];
@@ -468,18 +655,22 @@ __device__ __forceinline__ void consume(const GroupedParams& p,
       else
         with(std::integral_constant<int, 64>{});
     } else {
-      if (item.rows <= 48)
+      if constexpr (kEpilogue == EpilogueKind::kSwiglu) {
+        if (item.rows > kRowsOrientation) {
+          consume_rows<Operand>(p, sh, ring, item, group, warp, lane);
+          continue;
+        }
+      }
+      if (item.rows <= 16)
+        with(std::integral_constant<int, 16>{});
+      else if (item.rows <= 48)
         with(std::integral_constant<int, 48>{});
       else if (item.rows <= 64)
         with(std::integral_constant<int, 64>{});
       else if (item.rows <= 80)
         with(std::integral_constant<int, 80>{});
-      else if (item.rows <= 96)
-        with(std::integral_constant<int, 96>{});
-      else if (item.rows <= 112)
-        with(std::integral_constant<int, 112>{});
       else
-        with(std::integral_constant<int, 128>{});
+        with(std::integral_constant<int, 96>{});
     }
   }
 }

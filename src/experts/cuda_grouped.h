@@ -16,6 +16,7 @@
 #include <cstdint>
 
 #include "permute/cuda_align.h"
+#include "permute/cuda_combine.h"
 
 namespace moesaic::cuda {
 
@@ -64,6 +65,11 @@ struct GroupedParams {
   std::int32_t slabs1 = 0, slabs2 = 0;  // real slabs of 128 rows; the last band may have one
   std::int32_t chunks1 = 0, chunks2 = 0;
   std::int32_t row_bytes1 = 0, row_bytes2 = 0;  // of one operand row
+  // Few tokens: whoever finishes the last item of a band sums its columns for all tokens, which
+  // saves a kernel. Arrival order does not enter the sums.
+  bool fold_combine = false;
+  CombineParams combine;
+  std::uint32_t* band_done = nullptr;  // [bands2], zero at launch
   bool power_of_two_scales = false;
   int activation_kind = 0;  // ActivationKind, for kGeneral and kPlain
   float limit = 0, alpha = 1, beta = 0, up_limit = 0;
@@ -76,6 +82,10 @@ struct GroupedVariant {
   int max_columns = 64;  // 32, 64 or 128 tokens per item
   bool paired = false;   // two CTAs work on two groups of one band and share its weights
 };
+
+// Up to this many tokens the GEMM kernel combines as well: a band's sum is then shorter than a
+// launch.
+inline constexpr std::int64_t kFoldCombineTokens = 16;
 
 // Rows that one record of the work list covers.
 constexpr std::int32_t rows_per_record(const GroupedVariant& v) {

@@ -2,6 +2,7 @@
 
 #include "cuda/ptx/sync.cuh"
 #include "permute/cuda_align.h"
+#include "quant/cuda_quant_rows.cuh"
 
 namespace moesaic::cuda {
 namespace {
@@ -89,24 +90,26 @@ __global__ void __launch_bounds__(1024, 1) align_count(const __grid_constant__ A
 }
 
 // Scans the counts, writes the records (first block) and places the block's pairs.
-__global__ void __launch_bounds__(1024, 1) align_place(const __grid_constant__ AlignParams p) {
-  extern __shared__ std::int32_t counts[];  // [slices][num_local_experts]
+__device__ __forceinline__ void place_pairs(const AlignParams& p, std::int32_t* counts,
+                                            unsigned blocks) {
+  // counts: [slices][num_local_experts]
   __shared__ std::int32_t warp_sums[kWarps];
   const int lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
   const int experts = p.num_local_experts;
   const Slice slice = count_slices(p, counts);
   if (blockIdx.x == 0) {
     if (threadIdx.x == 0) *p.next_item = 0;
+    for (int i = static_cast<int>(threadIdx.x); i < p.bands; i += 1024) p.band_done[i] = 0;
     for (int i = static_cast<int>(threadIdx.x); i < p.max_groups; i += 1024) p.group_done[i] = 0;
   }
   const int e = static_cast<int>(threadIdx.x);
   std::int32_t rows = 0, before = 0;  // of the expert: in all blocks, in earlier blocks
   if (e < experts) {
-    if (gridDim.x == 1) {
+    if (blocks == 1) {
       for (int s = 0; s < slice.count; ++s) rows += counts[s * experts + e];
     } else {
 #pragma unroll 8
-      for (unsigned b = 0; b < gridDim.x; ++b) {
+      for (unsigned b = 0; b < blocks; ++b) {
         const std::int32_t n = p.block_counts[static_cast<int>(b) * experts + e];
         rows += n;
         if (b < blockIdx.x) before += n;
@@ -150,8 +153,29 @@ __global__ void __launch_bounds__(1024, 1) align_place(const __grid_constant__ A
   }
 }
 
-cudaError_t launch(void (*kernel)(AlignParams), const AlignParams& params, int blocks,
-                   cudaStream_t stream) {
+__global__ void __launch_bounds__(1024, 1) align_place(const __grid_constant__ AlignParams p) {
+  extern __shared__ std::int32_t counts[];
+  place_pairs(p, counts, gridDim.x);
+}
+
+// Few pairs: the first block makes the work list while the others quantise the rows.
+__global__ void __launch_bounds__(1024, 1)
+    align_and_quantize(const __grid_constant__ AlignParams p,
+                       const __grid_constant__ QuantRowsParams q) {
+  extern __shared__ std::int32_t counts[];
+  if (blockIdx.x == 0) {
+    place_pairs(p, counts, 1);
+    return;
+  }
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  quantize_groups(q, static_cast<std::int64_t>(blockIdx.x - 1) * 64 + (threadIdx.x >> 4),
+                  static_cast<std::int64_t>(gridDim.x - 1) * 64);
+}
+
+template <class... Args>
+cudaError_t launch(void (*kernel)(AlignParams, Args...), const AlignParams& params, int blocks,
+                   cudaStream_t stream, const Args&... args) {
   const int per_warp_32 = (params.pairs_per_block + 31) / 32;
   const int slices = per_warp_32 < kWarps ? per_warp_32 : kWarps;
   cudaLaunchAttribute attribute;
@@ -166,12 +190,12 @@ cudaError_t launch(void (*kernel)(AlignParams), const AlignParams& params, int b
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, params);
+  return cudaLaunchKernelEx(&config, kernel, params, args...);
 }
 
 }  // namespace
 
-int launch_align(const AlignParams& params, void* stream) {
+int launch_align(const AlignParams& params, const QuantRowsParams* quant, void* stream) {
   static const cudaError_t prepared = [] {
     constexpr int kBytes = kWarps * kMaxAlignedExperts * static_cast<int>(sizeof(std::int32_t));
     const cudaError_t e =
@@ -185,7 +209,16 @@ int launch_align(const AlignParams& params, void* stream) {
   auto* const s = static_cast<cudaStream_t>(stream);
   if (p.pairs <= kOneBlockPairs) {
     p.pairs_per_block = p.pairs;
+    if (quant != nullptr) {
+      const std::int64_t groups = quant->tokens * ((quant->columns + 127) / 128);
+      const int blocks = groups >= 131 * 64 ? 131 : static_cast<int>((groups + 63) / 64);
+      return static_cast<int>(launch(align_and_quantize, p, blocks + 1, s, *quant));
+    }
     return static_cast<int>(launch(align_place, p, 1, s));
+  }
+  if (quant != nullptr) {
+    const int quantized = launch_quant_rows(*quant, stream);
+    if (quantized != 0) return quantized;
   }
   const int blocks = p.pairs >= kMaxAlignBlocks * 1024 ? kMaxAlignBlocks : (p.pairs + 1023) / 1024;
   p.pairs_per_block = ((p.pairs + blocks - 1) / blocks + 31) / 32 * 32;

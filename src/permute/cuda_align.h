@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "quant/cuda_quant_rows.h"
+
 namespace moesaic::cuda {
 
 // One token group of one expert, or a pair of groups when two CTAs share weights.
@@ -23,13 +25,15 @@ struct AlignParams {
   std::int32_t num_local_experts = 0;  // at most kMaxAlignedExperts
   std::int32_t rows_per_record = 0;    // tokens of a group (or pair of groups)
   std::int32_t max_groups = 0;
-  std::int32_t* pair_of_row = nullptr;   // [pairs] out
-  float* weight_of_row = nullptr;        // [pairs] out
-  std::int32_t* row_of_pair = nullptr;   // [pairs] out; -1: dropped
-  GroupRecord* groups = nullptr;         // [max_groups] out
-  std::uint32_t* group_done = nullptr;   // [max_groups] zeroed
-  std::uint32_t* next_item = nullptr;    // zeroed
-  std::uint32_t* num_groups = nullptr;   // out
+  std::int32_t* pair_of_row = nullptr;  // [pairs] out
+  float* weight_of_row = nullptr;       // [pairs] out
+  std::int32_t* row_of_pair = nullptr;  // [pairs] out; -1: dropped
+  GroupRecord* groups = nullptr;        // [max_groups] out
+  std::uint32_t* group_done = nullptr;  // [max_groups] zeroed
+  std::uint32_t* next_item = nullptr;   // zeroed
+  std::uint32_t* num_groups = nullptr;  // out
+  std::uint32_t* band_done = nullptr;   // [bands] zeroed
+  std::int32_t bands = 0;
   std::int32_t* block_counts = nullptr;  // scratch, [kMaxAlignBlocks][num_local_experts]
   std::int32_t pairs_per_block = 0;      // set by launch_align
 };
@@ -47,7 +51,8 @@ constexpr std::int64_t max_group_records(std::int64_t pairs, std::int64_t local_
   return touched + pairs / rows_per_record;
 }
 
-// One or two kernels. Returns a cudaError_t value.
-int launch_align(const AlignParams& params, void* stream);
+// With `quant` also what launch_quant_rows does, in the same kernel when there are few pairs. One
+// to three kernels. Returns a cudaError_t value.
+int launch_align(const AlignParams& params, const QuantRowsParams* quant, void* stream);
 
 }  // namespace moesaic::cuda

@@ -259,7 +259,7 @@ TEST(CudaExpertsBound, ShapesAndTokens) {
     const bool fp8 = std::string_view(quant) == "fp8-block";
     for (const Sizes s : fp8 ? std::vector<Sizes>{{128, 128}, {384, 640}, {1024, 256}}
                              : std::vector<Sizes>{{8, 8}, {72, 200}, {136, 328}, {1024, 256}}) {
-      for (const std::int64_t tokens : {1, 7, 64, 129, 500}) {
+      for (const std::int64_t tokens : {1, 17, 129}) {
         SCOPED_TRACE(testing::Message()
                      << quant << ' ' << s.hidden << 'x' << s.intermediate << ' ' << tokens);
         MoeProblem p = problem_of(quant, "silu", s.hidden, s.intermediate, 6, 2);

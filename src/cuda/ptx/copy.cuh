@@ -36,6 +36,13 @@ __device__ __forceinline__ void bulk_load_multicast(std::uint32_t dst, const voi
       "l"(src), "r"(bytes), "r"(bar), "h"(ctas), "l"(policy)
       : "memory");
 }
+// base + 16 * units. Volatile: hoisting a table of such addresses out of a loop costs more
+// registers than the one instruction it saves.
+__device__ __forceinline__ const void* offset_16(const void* base, std::uint32_t units) {
+  std::uint64_t address = 0;
+  asm volatile("mad.wide.u32 %0, %1, 16, %2;" : "=l"(address) : "r"(units), "l"(base));
+  return reinterpret_cast<const void*>(address);
+}
 // 16 bytes, or zeros where valid is false (src must be an address that may be formed).
 __device__ __forceinline__ void async_load_16(std::uint32_t dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
