@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "core/checked.h"
-#include "core/fault.h"
 #include "experts/cuda_experts_plan.h"
 #include "experts/problem_checks.h"
 #include "numerics/element.h"
@@ -353,9 +352,7 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   c.row_of_pair = w.row_of_pair;
   c.shared = static_cast<const std::uint16_t*>(a.shared_rows);
   c.tokens = a.tokens;
-  c.top_k = MOESAIC_FAULT(cuda_experts_drop_last_slot) && problem.top_k > 1
-                ? static_cast<std::int32_t>(problem.top_k - 1)
-                : static_cast<std::int32_t>(problem.top_k);
+  c.top_k = static_cast<std::int32_t>(problem.top_k);
   c.hidden = static_cast<std::int32_t>(problem.hidden_size);
   c.output_f32 = a.output_dtype == DType::kF32;
   c.output = a.output;
@@ -365,7 +362,7 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   g.w2 = impl_->w2.as<std::byte>();
   g.w13_scale = impl_->w13_scale.as<float>();
   g.w2_scale = impl_->w2_scale.as<float>();
-  g.w13_bias = MOESAIC_FAULT(cuda_experts_drop_bias) ? nullptr : impl_->w13_bias.as<float>();
+  g.w13_bias = impl_->w13_bias.as<float>();
   g.w2_bias = impl_->w2_bias.as<float>();
   g.x = plan.makes_rows() ? w.rows : static_cast<const std::byte*>(a.hidden_states);
   g.x_scale = w.row_scale;
@@ -376,8 +373,7 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   g.y2 = w.y2;
   g.groups = w.groups;
   g.pair_of_row = w.pair_of_row;
-  const bool unweighted = plan.weight_on_input && !MOESAIC_FAULT(cuda_experts_weight_twice);
-  g.weight_of_row = unweighted ? nullptr : w.weight_of_row;
+  g.weight_of_row = plan.weight_on_input ? nullptr : w.weight_of_row;
   g.next_item = w.control;
   g.num_groups = w.control + 1;
   g.group_done = w.group_done;
