@@ -66,7 +66,43 @@ HWY_NOINLINE void StreamE2M1(const PanelArgs& args) {
   }
 }
 
-// 3 rows and more: up to 128 steps are decoded into L1, tiles of rows pass over them.
+// 3 to 6 rows: decoded in registers, results in memory.
+template <int MR>
+HWY_NOINLINE void DirectE2M1(const PanelArgs& args) {
+  const __m512i table = _mm512_load_si512(kE2M1ToBF16);
+  HWY_ALIGN float scales[kPanelColumns];
+  ClearResult(args);
+  const std::byte* w = args.panel;
+  const std::uint8_t* exponents = args.panel_exponents;
+  for (std::int64_t k0 = 0; k0 < args.padded_k; k0 += kMxSteps, exponents += kPanelColumns) {
+    const std::uint16_t* a[MR];
+    for (int r = 0; r < MR; ++r) a[r] = static_cast<const std::uint16_t*>(args.rows[r]) + k0;
+    VF acc[MR][4];
+    ClearTile<MR>(acc);
+    __builtin_prefetch(exponents + kStreamPrefetchBytes / 16, 0, 2);
+    for (int k = 0; k < kMxSteps; k += 8, w += kUnitBytes) {
+#pragma GCC unroll 4
+      for (int line = 0; line < 4; ++line)
+        __builtin_prefetch(w + kStreamPrefetchBytes + 64 * line, 0, 2);
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) {
+        __m512i pair[4];
+        DecodePairsE2M1(table, _mm512_load_si512(w + 64 * v), pair);
+#pragma GCC unroll 4
+        for (int step = 0; step < 4; ++step) {
+#pragma GCC unroll 6
+          for (int r = 0; r < MR; ++r) {
+            acc[r][v].raw = DotPair(acc[r][v].raw, pair[step], BroadcastPair(a[r], k + 2 * step));
+          }
+        }
+      }
+    }
+    ExpandExponents(exponents, scales);
+    FoldColumns<MR, 4>(acc, scales, args.result, 0);
+  }
+}
+
+// 7 rows and more: up to 128 steps are decoded into L1, tiles of rows pass over them.
 struct MxBlock {
   const std::uint32_t* w = nullptr;  // bf16 units
   const float* scales = nullptr;     // [groups][64]
@@ -94,6 +130,10 @@ HWY_NOINLINE void RunMxTile(const PanelArgs& args, const MxBlock& block) {
 void PanelGemmPairE2M1(const PanelArgs& args) {
   if (args.num_rows == 1) return StreamE2M1<1>(args);
   if (args.num_rows == 2) return StreamE2M1<2>(args);
+  if (args.num_rows == 3) return DirectE2M1<3>(args);
+  if (args.num_rows == 4) return DirectE2M1<4>(args);
+  if (args.num_rows == 5) return DirectE2M1<5>(args);
+  if (args.num_rows == 6) return DirectE2M1<6>(args);
   constexpr void (*kTiles[7])(const PanelArgs&, const MxBlock&) = {
       nullptr, RunMxTile<1>, RunMxTile<2>, RunMxTile<3>, RunMxTile<4>, RunMxTile<5>, RunMxTile<6>};
   ClearResult(args);
