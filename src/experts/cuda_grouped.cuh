@@ -251,8 +251,8 @@ __device__ __forceinline__ void produce_tokens(const GroupedParams& p,
         ptx::async_wait<kGathersInFlight - 1>();
       }
       ptx::fence_proxy_async();
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(sh.full(arrived.slot));
+      // Every lane for its own copies: costs nothing measurable, and racecheck can follow it.
+      ptx::mbarrier_arrive(sh.full(arrived.slot));
       arrived.advance();
       --pending;
     }
@@ -688,7 +688,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int lane = static_cast<int>(threadIdx.x) & 31;
   if (threadIdx.x == 0) {
     for (int s = 0; s < L::kStages; ++s) {
-      ptx::mbarrier_init(sh.full(s), 1 + kTokenWarps);
+      ptx::mbarrier_init(sh.full(s), 1 + 32 * kTokenWarps);
       ptx::mbarrier_init(sh.empty(s), kConsumerWarps * (kPaired ? 2 : 1));
     }
     for (int s = 0; s < kItemSlots; ++s) {
