@@ -18,6 +18,10 @@ set(MOESAIC_IS_SHARED OFF)
 if(moesaic_type STREQUAL "SHARED_LIBRARY")
   set(MOESAIC_IS_SHARED ON)
 endif()
+set(MOESAIC_WITH_MPI OFF)
+if(MPI_CXX_FOUND)
+  set(MOESAIC_WITH_MPI ON)
+endif()
 configure_package_config_file(
   ${CMAKE_CURRENT_LIST_DIR}/MoesaicConfig.cmake.in ${PROJECT_BINARY_DIR}/MoesaicConfig.cmake
   INSTALL_DESTINATION ${moesaic_package_dir}

@@ -4,7 +4,7 @@
 set -euo pipefail
 
 build_packages=(g++ cmake ninja-build git python3 libfmt-dev libcli11-dev nlohmann-json3-dev libhwy-dev
-  libgtest-dev)
+  libgtest-dev libopenmpi-dev openmpi-bin)
 # Sanitizers with OpenMP and libFuzzer need clang; formatting and linting its tools.
 check_packages=(clang clang-format clang-tidy libclang-rt-dev libomp-dev libbenchmark-dev)
 

@@ -1,7 +1,6 @@
 // ParallelConfig: flattening of tp, pcp and dp into what the MoE layer sees, and its validation.
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <limits>
 
 #include "core/checked.h"
@@ -63,7 +62,29 @@ Result<ParallelConfig> ParallelConfig::from_sizes(const ParallelSizes& sizes) {
   (use_ep ? config.ep_rank : config.tp_rank) = static_cast<int>(flat_rank);
   config.dp_size = sizes.dp_size;
   config.dp_rank = sizes.dp_rank;
+  config.pcp_size = sizes.pcp_size;
+  config.sp_size = sizes.sequence_parallel ? sizes.tp_size : 1;
   return config;
+}
+
+std::vector<int> ParallelConfig::token_group() const {
+  const int tp = engine_tp_size();
+  std::vector<int> ranks;
+  if (is_sequence_parallel()) {
+    for (int r = 0; r < flat_size(); ++r) ranks.push_back(r);
+    return ranks;
+  }
+  const int mine = MOESAIC_FAULT(parallel_token_group_of_rank_zero) ? 0 : flat_rank() % tp;
+  for (int r = mine; r < flat_size(); r += tp) ranks.push_back(r);
+  return ranks;
+}
+
+std::vector<int> ParallelConfig::replica_group() const {
+  if (is_sequence_parallel()) return {flat_rank()};
+  const int tp = engine_tp_size();
+  std::vector<int> ranks;
+  for (int r = flat_rank() / tp * tp; static_cast<int>(ranks.size()) < tp; ++r) ranks.push_back(r);
+  return ranks;
 }
 
 Status ParallelConfig::validate() const {
@@ -76,11 +97,23 @@ Status ParallelConfig::validate() const {
                               "parallelism each expert is whole on one rank",
                               tp_size, ep_size));
   }
-  const int flat_size = std::max(tp_size, ep_size);
-  if (flat_size % dp_size != 0) {
+  MOESAIC_RETURN_IF_ERROR(check_axis("pcp", pcp_size, 0));
+  MOESAIC_RETURN_IF_ERROR(check_axis("sp", sp_size, 0));
+  if (flat_size() % dp_size != 0) {
     return Status(StatusCode::kInvalidArgument,
                   fmt::format("dp_size: got {}, need a divisor of the flattened size {}", dp_size,
-                              flat_size));
+                              flat_size()));
+  }
+  if ((flat_size() / dp_size) % pcp_size != 0) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("pcp_size: got {}, need a divisor of {} (flattened size {} / dp_size "
+                              "{})",
+                              pcp_size, flat_size() / dp_size, flat_size(), dp_size));
+  }
+  if (sp_size != 1 && sp_size != engine_tp_size()) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("sp_size: got {}, need 1 or the engine's tp size {}", sp_size,
+                              engine_tp_size()));
   }
   if (placement != ExpertPlacement::kLinear && placement != ExpertPlacement::kRoundRobin) {
     return Status(StatusCode::kInvalidArgument,

@@ -1,0 +1,84 @@
+// Communicator: how ranks exchange bytes. One primitive, everything else is built on it; every call
+// ends within a configured time, whatever happens to the others.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "moesaic/status.h"
+
+namespace moesaic {
+
+struct CommunicatorOptions {
+  // How long one call may wait for its peers. A rank that does not take part for longer is lost.
+  int timeout_ms = 60'000;
+};
+
+// Collective calls: all ranks of a communicator make the same calls in the same order, each from
+// one thread at a time. Messages are copied into buffers of the communicator, so the caller's
+// memory is free on return even after a failure.
+//
+// Failure: a peer that sends nothing within the time, a message of an unexpected size or of another
+// call is kDevice with the ranks involved and what was being done. The rank that notices tells the
+// others, which return the same reason, and the communicator (with all its subgroups) is broken:
+// every later call returns that first failure at once. Outputs are unspecified then.
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+  virtual std::string_view name() const = 0;  // "self", "in_process", "mpi"
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  // ok, or the failure that broke it.
+  virtual Status state() const = 0;
+  // Bytes of payload that this object sent to other ranks so far.
+  virtual std::int64_t bytes_sent() const = 0;
+
+  // send[r] goes to rank r, recv[r] is filled from rank r (the own entry is copied).
+  //   what      names the call in errors; must be the same on all ranks
+  //   received  [size]: messages may be shorter than recv[r], and this is how long they were.
+  //             Empty: every message must fill recv[r].
+  // kInvalidArgument (before anything is sent) unless both spans have one entry per rank.
+  virtual Status exchange(std::string_view what, std::span<const std::span<const std::byte>> send,
+                          std::span<const std::span<std::byte>> recv,
+                          std::span<std::int64_t> received = {}) = 0;
+
+  // The communicator of some ranks of this one, in the given order; not collective, but all its
+  // members must make it alike. Groups that share a member need different ids, 1 .. 1000.
+  // kInvalidArgument unless the ranks are distinct, exist and include this one. Valid as long as
+  // its parent.
+  virtual Result<std::unique_ptr<Communicator>> subgroup(std::span<const int> ranks, int id) = 0;
+
+  // Returns when all ranks have called it.
+  Status barrier(std::string_view what);
+  // all[r] = value of rank r.
+  Result<std::vector<std::int64_t>> all_gather(std::string_view what, std::int64_t value);
+  // values[i] = sum over ranks of values[i], added in rank order 0, 1, ..: the same bits on every
+  // rank and every run. All ranks pass the same length.
+  Status all_reduce_sum(std::string_view what, std::span<float> values);
+};
+
+// The only rank of its world.
+std::unique_ptr<Communicator> make_self_communicator();
+
+// `size` ranks for as many threads of this process.
+Result<std::vector<std::unique_ptr<Communicator>>> make_in_process_communicators(
+    int size, const CommunicatorOptions& options = {});
+
+// All processes that mpirun started. Initialises MPI if nobody has; then the last communicator
+// finalises it, unless one broke: MPI_Finalize would wait for the lost rank. kUnsupported in a
+// build without MPI, kDevice when MPI does not start. mpirun ends all processes when one dies
+// unless it was given --enable-recovery; with it the others live and report.
+Result<std::unique_ptr<Communicator>> make_mpi_communicator(
+    const CommunicatorOptions& options = {});
+
+// What this build and machine offer: ok, or why not.
+Status mpi_available();
+Status nccl_available();  // looks for the library at run time
+// Whether this process was started by mpirun or a compatible launcher.
+bool launched_by_mpi();
+
+}  // namespace moesaic

@@ -1,0 +1,280 @@
+// The one Communicator over any Transport: sizes, order, deadlines, and spreading bad news.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <exception>
+#include <thread>
+
+#include "core/fault.h"
+#include "parallel/transport.h"
+
+namespace moesaic {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kAbortTag = 0;  // subgroup ids are data tags 2 ..; the whole world is 1
+constexpr int kWorldTag = 1;
+constexpr int kMaxGroupId = 1000;
+
+// In front of every payload: enough to notice that two ranks are not in the same call.
+struct Header {
+  std::uint64_t sequence = 0;
+  std::uint64_t what = 0;
+};
+
+std::uint64_t hash_of(std::string_view text) {  // FNV-1a
+  std::uint64_t h = 14695981039346656037ULL;
+  for (const char c : text) h = (h ^ static_cast<unsigned char>(c)) * 1099511628211ULL;
+  return h;
+}
+
+// Shared by a communicator and its subgroups.
+struct World {
+  std::unique_ptr<Transport> transport;
+  CommunicatorOptions options;
+  Status failure;
+
+  Status fail(std::string text, bool tell_others) {
+    if (failure.ok()) {
+      failure = Status(StatusCode::kDevice, std::move(text));
+      if (tell_others) {
+        const std::string& m = failure.message();
+        const auto* bytes = reinterpret_cast<const std::byte*>(m.data());
+        for (int r = 0; r < transport->size(); ++r) {
+          if (r == transport->rank()) continue;
+          // They time out by themselves if this does not reach them.
+          static_cast<void>(transport->post(r, kAbortTag, Message(bytes, bytes + m.size())));
+        }
+      }
+      transport->abandon();
+    }
+    return failure;
+  }
+};
+
+class GroupCommunicator final : public Communicator {
+ public:
+  GroupCommunicator(std::shared_ptr<World> world, std::vector<int> ranks, int rank, int tag)
+      : world_(std::move(world)), ranks_(std::move(ranks)), rank_(rank), tag_(tag) {}
+
+  std::string_view name() const override { return world_->transport->name(); }
+  int rank() const override { return rank_; }
+  int size() const override { return static_cast<int>(ranks_.size()); }
+  Status state() const override { return world_->failure; }
+  std::int64_t bytes_sent() const override { return bytes_sent_; }
+
+  Status exchange(std::string_view what, std::span<const std::span<const std::byte>> send,
+                  std::span<const std::span<std::byte>> recv,
+                  std::span<std::int64_t> received) override {
+    if (!world_->failure.ok()) return world_->failure;
+    const auto n = ranks_.size();
+    if (send.size() != n || recv.size() != n || (!received.empty() && received.size() != n)) {
+      return {StatusCode::kInvalidArgument,
+              fmt::format("{}: got {} messages to send and {} to receive, need {} of each", what,
+                          send.size(), recv.size(), n)};
+    }
+    try {
+      return run(what, send, recv, received);
+    } catch (const std::exception& error) {  // memory for a message
+      return world_->fail(fmt::format("rank {}: {}: {}", me(), what, error.what()), true);
+    }
+  }
+
+  Result<std::unique_ptr<Communicator>> subgroup(std::span<const int> ranks, int id) override {
+    if (id < 1 || id > kMaxGroupId) {
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("id: got {}, need 1 .. {}", id, kMaxGroupId));
+    }
+    std::vector<int> members;
+    int mine = -1;
+    for (const int r : ranks) {
+      if (r < 0 || r >= size() ||
+          std::find(members.begin(), members.end(), ranks_[static_cast<std::size_t>(r)]) !=
+              members.end()) {
+        return Status(StatusCode::kInvalidArgument,
+                      fmt::format("ranks: got {}, need distinct ranks below {}", r, size()));
+      }
+      if (r == rank_) mine = static_cast<int>(members.size());
+      members.push_back(ranks_[static_cast<std::size_t>(r)]);
+    }
+    if (mine < 0) {
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("ranks: rank {} itself is not among them", rank_));
+    }
+    return std::unique_ptr<Communicator>(
+        new GroupCommunicator(world_, std::move(members), mine, kWorldTag + id));
+  }
+
+ private:
+  int me() const { return world_->transport->rank(); }
+
+  Status run(std::string_view what, std::span<const std::span<const std::byte>> send,
+             std::span<const std::span<std::byte>> recv, std::span<std::int64_t> received) {
+    const auto deadline =
+        Clock::now() + std::chrono::milliseconds(std::max(world_->options.timeout_ms, 1));
+    const Header header{++sequence_, hash_of(what)};
+    Transport& t = *world_->transport;
+    for (std::size_t i = 0; i < ranks_.size(); ++i) {
+      if (static_cast<int>(i) == rank_) continue;
+      const std::size_t bytes = MOESAIC_FAULT(communicator_drops_last_byte) && !send[i].empty()
+                                    ? send[i].size() - 1
+                                    : send[i].size();
+      Message m(sizeof(Header) + bytes);
+      std::memcpy(m.data(), &header, sizeof(Header));
+      if (bytes > 0) std::memcpy(m.data() + sizeof(Header), send[i].data(), bytes);
+      bytes_sent_ += static_cast<std::int64_t>(bytes);
+      const Status posted = t.post(ranks_[i], tag_, std::move(m));
+      if (!posted.ok()) return world_->fail(posted.message(), true);
+    }
+    const auto own = static_cast<std::size_t>(rank_);
+    MOESAIC_RETURN_IF_ERROR(deliver(what, own, send[own], recv, received));
+
+    std::vector<std::size_t> waiting;
+    for (std::size_t i = 0; i < ranks_.size(); ++i) {
+      if (i != own) waiting.push_back(i);
+    }
+    for (int round = 0;; ++round) {
+      for (std::size_t w = 0; w < waiting.size();) {
+        const std::size_t i = waiting[w];
+        Result<std::optional<Message>> m = t.poll(ranks_[i], tag_);
+        if (!m.ok()) return world_->fail(m.status().message(), true);
+        if (!m->has_value()) {
+          ++w;
+          continue;
+        }
+        MOESAIC_RETURN_IF_ERROR(take(what, header, i, **m, recv, received));
+        waiting.erase(waiting.begin() + static_cast<std::ptrdiff_t>(w));
+      }
+      const Result<bool> sent = t.all_sent();
+      if (!sent.ok()) return world_->fail(sent.status().message(), true);
+      if (waiting.empty() && *sent) return {};
+      MOESAIC_RETURN_IF_ERROR(look_for_bad_news());
+      if (Clock::now() > deadline) return world_->fail(late(what, waiting), true);
+      // Ranks may share cores: give way at once, and sleep when it takes long.
+      if (round < 200) {
+        std::this_thread::yield();
+      } else {
+        std::this_thread::sleep_for(std::chrono::microseconds(round < 2000 ? 20 : 500));
+      }
+    }
+  }
+
+  std::string late(std::string_view what, const std::vector<std::size_t>& waiting) const {
+    std::string who;
+    for (const std::size_t i : waiting) who += fmt::format(" {}", ranks_[i]);
+    if (who.empty()) who = " (a message could not be delivered)";
+    return fmt::format("rank {}: {}: nothing within {} ms from rank(s){}", me(), what,
+                       world_->options.timeout_ms, who);
+  }
+
+  Status look_for_bad_news() {
+    Transport& t = *world_->transport;
+    for (int r = 0; r < t.size(); ++r) {
+      if (r == t.rank()) continue;
+      Result<std::optional<Message>> m = t.poll(r, kAbortTag);
+      if (!m.ok()) return world_->fail(m.status().message(), false);
+      if (!m->has_value()) continue;
+      return world_->fail(std::string(reinterpret_cast<const char*>((*m)->data()), (*m)->size()),
+                          false);
+    }
+    return {};
+  }
+
+  Status take(std::string_view what, const Header& mine, std::size_t from, const Message& m,
+              std::span<const std::span<std::byte>> recv, std::span<std::int64_t> received) {
+    Header theirs;
+    if (m.size() >= sizeof(Header)) std::memcpy(&theirs, m.data(), sizeof(Header));
+    if (theirs.sequence != mine.sequence || theirs.what != mine.what) {
+      return world_->fail(fmt::format("rank {}: {} (call {}): rank {} is in another call ({})",
+                                      me(), what, mine.sequence, ranks_[from], theirs.sequence),
+                          true);
+    }
+    return deliver(what, from, std::span(m).subspan(sizeof(Header)), recv, received);
+  }
+
+  Status deliver(std::string_view what, std::size_t from, std::span<const std::byte> payload,
+                 std::span<const std::span<std::byte>> recv, std::span<std::int64_t> received) {
+    const std::span<std::byte> to = recv[from];
+    const bool fits = received.empty() ? payload.size() == to.size() : payload.size() <= to.size();
+    if (!fits) {
+      return world_->fail(
+          fmt::format("rank {}: {}: rank {} sent {} bytes, need {}{}", me(), what, ranks_[from],
+                      payload.size(), received.empty() ? "" : "at most ", to.size()),
+          true);
+    }
+    if (!payload.empty()) std::memcpy(to.data(), payload.data(), payload.size());
+    if (!received.empty()) received[from] = static_cast<std::int64_t>(payload.size());
+    return {};
+  }
+
+  std::shared_ptr<World> world_;
+  std::vector<int> ranks_;  // of the world
+  int rank_;
+  int tag_;
+  std::uint64_t sequence_ = 0;
+  std::int64_t bytes_sent_ = 0;
+};
+
+using Out = std::span<const std::byte>;
+using In = std::span<std::byte>;
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_group_communicator(std::unique_ptr<Transport> transport,
+                                                      const CommunicatorOptions& options) {
+  std::vector<int> ranks;
+  for (int r = 0; r < transport->size(); ++r) ranks.push_back(r);
+  const int rank = transport->rank();
+  auto world = std::make_shared<World>();
+  world->transport = std::move(transport);
+  world->options = options;
+  return std::make_unique<GroupCommunicator>(std::move(world), std::move(ranks), rank, kWorldTag);
+}
+
+Status Communicator::barrier(std::string_view what) {
+  const auto n = static_cast<std::size_t>(size());
+  return exchange(what, std::vector<Out>(n), std::vector<In>(n));
+}
+
+Result<std::vector<std::int64_t>> Communicator::all_gather(std::string_view what,
+                                                           std::int64_t value) {
+  const auto n = static_cast<std::size_t>(size());
+  std::vector<std::int64_t> all(n, 0);
+  const std::vector<Out> send(n, std::as_bytes(std::span(&value, 1)));
+  std::vector<In> recv;
+  for (std::int64_t& v : all) recv.push_back(std::as_writable_bytes(std::span(&v, 1)));
+  MOESAIC_RETURN_IF_ERROR(exchange(what, send, recv));
+  return all;
+}
+
+Status Communicator::all_reduce_sum(std::string_view what, std::span<float> values) {
+  const auto n = static_cast<std::size_t>(size());
+  if (n == 1) return state();
+  // Rank r sums the r-th part of everybody in rank order and hands the sum out.
+  const auto part = [&](std::size_t r) {
+    const std::size_t first = values.size() * r / n;
+    return values.subspan(first, values.size() * (r + 1) / n - first);
+  };
+  const auto mine = part(static_cast<std::size_t>(rank()));
+  std::vector<float> parts(n * mine.size());
+  std::vector<Out> send;
+  std::vector<In> recv;
+  for (std::size_t r = 0; r < n; ++r) {
+    send.push_back(std::as_bytes(part(r)));
+    recv.push_back(std::as_writable_bytes(std::span(parts).subspan(r * mine.size(), mine.size())));
+  }
+  MOESAIC_RETURN_IF_ERROR(exchange(what, send, recv));
+  std::vector<float> sum(parts.begin(), parts.begin() + static_cast<std::ptrdiff_t>(mine.size()));
+  for (std::size_t r = 1; r < n; ++r) {
+    for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += parts[r * mine.size() + i];
+  }
+  send.assign(n, std::as_bytes(std::span<const float>(sum)));
+  recv.clear();
+  for (std::size_t r = 0; r < n; ++r) recv.push_back(std::as_writable_bytes(part(r)));
+  return exchange(what, send, recv);
+}
+
+}  // namespace moesaic

@@ -1,0 +1,180 @@
+// MPI as a Transport: non-blocking point-to-point messages only, so that no call waits for a peer.
+// Also the answers about what is available, in builds with and without it.
+#include <dlfcn.h>
+#include <fmt/format.h>
+
+#include <cstdlib>
+#include <limits>
+
+#include "parallel/transport.h"
+
+#ifdef MOESAIC_HAVE_MPI
+#include <mpi.h>
+
+#include <list>
+#include <map>
+#include <utility>
+#endif
+
+namespace moesaic {
+
+bool launched_by_mpi() {
+  for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"}) {
+    if (std::getenv(name) != nullptr) return true;
+  }
+  return false;
+}
+
+Status nccl_available() {
+  void* library = dlopen("libnccl.so.2", RTLD_LAZY | RTLD_LOCAL);
+  if (library == nullptr) {
+    return {StatusCode::kUnsupported, "libnccl.so.2 is not on this machine"};
+  }
+  dlclose(library);
+  return {StatusCode::kUnsupported,
+          "libnccl.so.2 is there, but this build moves rows between CPU processes only"};
+}
+
+#ifndef MOESAIC_HAVE_MPI
+
+Status mpi_available() {
+  return {StatusCode::kUnsupported, "this build has no MPI (CMake option MOESAIC_MPI)"};
+}
+Result<std::unique_ptr<Communicator>> make_mpi_communicator(const CommunicatorOptions&) {
+  return mpi_available();
+}
+
+#else
+
+namespace {
+
+Status mpi_error(const char* call, int code) {
+  char text[MPI_MAX_ERROR_STRING] = {};
+  int length = 0;
+  MPI_Error_string(code, text, &length);
+  return {StatusCode::kDevice, fmt::format("{}: {}", call, text)};
+}
+
+class MpiTransport final : public Transport {
+ public:
+  explicit MpiTransport(bool finalize) : finalize_(finalize) {}
+  MpiTransport(const MpiTransport&) = delete;
+  MpiTransport& operator=(const MpiTransport&) = delete;
+  ~MpiTransport() override {
+    if (abandoned_) {
+      // MPI may still read what is on its way: those buffers are given up, not freed.
+      static_cast<void>(new std::list<Pending>(std::move(pending_)));
+    } else if (finalize_) {
+      MPI_Finalize();
+    }
+  }
+
+  Status start() {
+    int code = MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+    if (code == MPI_SUCCESS) code = MPI_Comm_rank(MPI_COMM_WORLD, &rank_);
+    if (code == MPI_SUCCESS) code = MPI_Comm_size(MPI_COMM_WORLD, &size_);
+    return code == MPI_SUCCESS ? Status() : mpi_error("MPI_Comm_rank", code);
+  }
+
+  std::string_view name() const override { return "mpi"; }
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+
+  Status post(int to, int tag, Message message) override {
+    if (message.size() > static_cast<std::size_t>(std::numeric_limits<int>::max())) {
+      return {StatusCode::kLimitExceeded,
+              fmt::format("message: got {} bytes, MPI takes at most 2^31-1", message.size())};
+    }
+    Pending& p = pending_.emplace_back();
+    p.message = std::move(message);
+    const int code = MPI_Isend(p.message.data(), static_cast<int>(p.message.size()), MPI_BYTE, to,
+                               tag, MPI_COMM_WORLD, &p.request);
+    return code == MPI_SUCCESS ? Status() : mpi_error("MPI_Isend", code);
+  }
+
+  Result<std::optional<Message>> poll(int from, int tag) override {
+    // A message that was announced may still be arriving; only its buffer waits, not this call.
+    const auto key = std::pair(from, tag);
+    if (arriving_.find(key) == arriving_.end()) {
+      int there = 0;
+      MPI_Message handle = MPI_MESSAGE_NULL;
+      MPI_Status status;
+      int code = MPI_Improbe(from, tag, MPI_COMM_WORLD, &there, &handle, &status);
+      if (code != MPI_SUCCESS) return mpi_error("MPI_Improbe", code);
+      if (there == 0) return std::optional<Message>();
+      int bytes = 0;
+      MPI_Get_count(&status, MPI_BYTE, &bytes);
+      Pending& p = arriving_[key];
+      p.message.resize(static_cast<std::size_t>(bytes));
+      code = MPI_Imrecv(p.message.data(), bytes, MPI_BYTE, &handle, &p.request);
+      if (code != MPI_SUCCESS) return mpi_error("MPI_Imrecv", code);
+    }
+    const auto entry = arriving_.find(key);
+    int done = 0;
+    const int code = MPI_Test(&entry->second.request, &done, MPI_STATUS_IGNORE);
+    if (code != MPI_SUCCESS) return mpi_error("MPI_Test", code);
+    if (done == 0) return std::optional<Message>();
+    std::optional<Message> m = std::move(entry->second.message);
+    arriving_.erase(entry);
+    return m;
+  }
+
+  Result<bool> all_sent() override {
+    for (auto p = pending_.begin(); p != pending_.end();) {
+      int done = 0;
+      const int code = MPI_Test(&p->request, &done, MPI_STATUS_IGNORE);
+      if (code != MPI_SUCCESS) return mpi_error("MPI_Test", code);
+      p = done != 0 ? pending_.erase(p) : std::next(p);
+    }
+    return pending_.empty();
+  }
+
+  void abandon() override {
+    abandoned_ = true;
+    static_cast<void>(new std::map<std::pair<int, int>, Pending>(std::move(arriving_)));
+    arriving_.clear();
+  }
+
+ private:
+  struct Pending {
+    Message message;
+    MPI_Request request = MPI_REQUEST_NULL;
+  };
+  std::list<Pending> pending_;
+  std::map<std::pair<int, int>, Pending> arriving_;
+  int rank_ = 0, size_ = 1;
+  bool finalize_;
+  bool abandoned_ = false;
+};
+
+}  // namespace
+
+Status mpi_available() {
+  if (launched_by_mpi()) return {};
+  return {StatusCode::kUnsupported, "this process was not started by mpirun"};
+}
+
+Result<std::unique_ptr<Communicator>> make_mpi_communicator(const CommunicatorOptions& options) {
+  int finalized = 0;
+  MPI_Finalized(&finalized);
+  if (finalized != 0) {
+    return Status(StatusCode::kDevice, "mpi: already finalised in this process");
+  }
+  int initialized = 0;
+  MPI_Initialized(&initialized);
+  if (initialized == 0) {
+    int provided = 0;
+    const int code = MPI_Init_thread(nullptr, nullptr, MPI_THREAD_SERIALIZED, &provided);
+    if (code != MPI_SUCCESS) return mpi_error("MPI_Init_thread", code);
+    if (provided < MPI_THREAD_SERIALIZED) {
+      return Status(StatusCode::kDevice, "mpi: it lacks MPI_THREAD_SERIALIZED");
+    }
+  }
+  auto transport = std::make_unique<MpiTransport>(initialized == 0);
+  MOESAIC_RETURN_IF_ERROR(transport->start());
+  return make_group_communicator(std::move(transport), options);
+}
+
+#endif
+
+}  // namespace moesaic
