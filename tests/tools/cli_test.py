@@ -477,6 +477,39 @@ class Env(ToolTest):
             self.assertTrue(value[absent]["reason"])
 
 
+class Balance(ToolTest):
+    # The published example of the balancing algorithm.
+    LOAD = [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86]
+    PLACES = [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1]
+
+    def balance(self, load, *arguments):
+        path = self.folder / "load.json"
+        path.write_text(load if isinstance(load, str) else json.dumps(load))
+        return run("balance", "--load", path, *arguments)
+
+    def test_published_placement(self):
+        shape = ("--ranks", 8, "--redundant", 4, "--nodes", 2, "--groups", 4)
+        for load in (self.LOAD, [self.LOAD], {"expert_load": self.LOAD}):
+            result = self.balance(load, *shape, "--json")
+            self.assertEqual(result.returncode, OK, result.stderr)
+            value = json.loads(result.stdout)
+            self.assertEqual(value["physical_to_logical"], [self.PLACES])
+            mean = sum(self.LOAD) / 8
+            self.assertAlmostEqual(value["balancedness_after"], mean / 156)
+            self.assertLess(value["balancedness_before"], value["balancedness_after"])
+        text = self.balance(self.LOAD, *shape)
+        self.assertEqual(text.returncode, OK)
+        for word in ("before", "after", "balancedness", "█"):
+            self.assertIn(word, text.stdout)
+
+    def test_refusals(self):
+        for bad in ("", "{}", "[]", "[1, \"x\"]", "[[1, 2], [3]]"):
+            self.assertEqual(self.balance(bad, "--ranks", 1).returncode, BAD_INPUT, bad)
+        self.assertEqual(self.balance([1, 2, 3], "--ranks", 2).returncode, USAGE)
+        self.assertEqual(self.balance([1, -2], "--ranks", 2).returncode, USAGE)
+        self.assertEqual(run("balance", "--load", self.folder / "none", "--ranks", 2).returncode, BAD_INPUT)
+
+
 class CommandLine(ToolTest):
     VERBS = ("inspect", "run", "verify", "explain", "env", "convert", "balance")
 
@@ -488,7 +521,7 @@ class CommandLine(ToolTest):
             text = run(verb, "--help")
             self.assertEqual(text.returncode, OK)
             self.assertIn("Examples:", text.stdout)
-            self.assertIn(f"moesaic {verb}" if verb not in ("convert", "balance") else "moesaic run", text.stdout)
+            self.assertIn(f"moesaic {verb}" if verb != "convert" else "moesaic run", text.stdout)
             self.assertIn("Exit codes:", text.stdout)
 
     def test_version(self):
@@ -515,7 +548,6 @@ class CommandLine(ToolTest):
             self.fails(UNSUPPORTED, "this build has no CUDA backend", arguments=["verify", "--model", model, "--device", device])
         self.fails(UNSUPPORTED, "nvfp4", arguments=["verify", "--model", model, "--quant", "nvfp4"])
         self.fails(UNSUPPORTED, "not in this version", arguments=["convert", "--model", model, "--quant", "int8"])
-        self.fails(UNSUPPORTED, "not in this version", arguments=["balance", "--load", "x"])
 
     def test_a_full_disk_behind_stdout_is_no_success(self):
         if not Path("/dev/full").exists():

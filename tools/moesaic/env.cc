@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "cpu/tiers.h"
+#include "moesaic/communicator.h"
 #include "moesaic/quant.h"
 #include "verbs.h"
 #include "version.h"
@@ -13,8 +14,13 @@ namespace moesaic::tool {
 namespace {
 
 constexpr const char* kNoCuda = "this build has no CUDA backend";
-constexpr const char* kNoNccl = "this build has no NCCL communicator";
-constexpr const char* kNoMpi = "this build has no MPI communicator";
+
+Json availability(const Status& status) {
+  return {{"available", status.ok()}, {"reason", status.message()}};
+}
+std::string availability_text(const Status& status) {
+  return status.ok() ? "available" : "unavailable: " + status.message();
+}
 
 Json unavailable(const char* reason) { return {{"available", false}, {"reason", reason}}; }
 
@@ -48,8 +54,8 @@ int run_env(const CommonOptions& options) {
                   {"tiers", tier_json}}},
                 {"quant_schemes", schemes},
                 {"cuda", unavailable(kNoCuda)},
-                {"nccl", unavailable(kNoNccl)},
-                {"mpi", unavailable(kNoMpi)}});
+                {"nccl", availability(nccl_available())},
+                {"mpi", availability(mpi_available())}});
 
   console.print(version_text() + "\n");
   console.print(
@@ -63,9 +69,9 @@ int run_env(const CommonOptions& options) {
   std::string names;
   for (const QuantScheme& scheme : quant_schemes()) names += fmt::format(" {}", scheme.name);
   console.print(fmt::format("schemes {}\n", names));
-  console.print(
-      fmt::format("cuda     unavailable: {}\nnccl     unavailable: {}\nmpi      unavailable: {}\n",
-                  kNoCuda, kNoNccl, kNoMpi));
+  console.print(fmt::format("cuda     unavailable: {}\nnccl     {}\nmpi      {}\n", kNoCuda,
+                            availability_text(nccl_available()),
+                            availability_text(mpi_available())));
   return kExitOk;
 }
 

@@ -30,9 +30,4 @@ Verb make_convert(CLI::App& root) {
       "moesaic run --model DIR --layer L --input F --quant SCHEME --output OUT");
 }
 
-Verb make_balance(CLI::App& root) {
-  return make_unsupported(root, "balance", "Place experts on ranks from a load matrix",
-                          "moesaic run --json, whose expert_load is such a load");
-}
-
 }  // namespace moesaic::tool

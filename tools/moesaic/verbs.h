@@ -12,8 +12,8 @@ Verb make_explain(CLI::App& root);
 Verb make_bench(CLI::App& root);
 Verb make_env(CLI::App& root);
 Verb make_demo(CLI::App& root);
-// Verbs of the command line's design that this version does not have: they answer exit 4.
-Verb make_convert(CLI::App& root);
 Verb make_balance(CLI::App& root);
+// In the command line's design, but not in this version: answers exit 4.
+Verb make_convert(CLI::App& root);
 
 }  // namespace moesaic::tool

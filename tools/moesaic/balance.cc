@@ -1,0 +1,157 @@
+// moesaic balance: places experts on ranks from measured load, and shows the load before and after.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <fstream>
+#include <memory>
+#include <vector>
+
+#include "moesaic/eplb.h"
+#include "verbs.h"
+
+namespace moesaic::tool {
+namespace {
+
+struct State {
+  CommonOptions common;
+  std::string load;
+  int ranks = 0, nodes = 1, groups = 1;
+  std::int64_t redundant = 0;
+};
+
+using Matrix = std::vector<std::vector<double>>;
+
+// [experts], [[experts], ...] or an object that has one of them as expert_load, as run --json does.
+Result<Matrix> read_load(const std::string& path) {
+  std::ifstream file(path);
+  if (!file) return Status(StatusCode::kNotFound, path + ": cannot be read");
+  const Json json = Json::parse(file, nullptr, /*allow_exceptions=*/false);
+  const Json* value = &json;
+  if (json.is_object() && json.contains("expert_load")) value = &json["expert_load"];
+  const auto bad = [&](const std::string& why) {
+    return Status(StatusCode::kCorruptFile,
+                  fmt::format("{}: {}, need a JSON array of loads per expert, an array of such per "
+                              "layer, or an object with expert_load",
+                              path, why));
+  };
+  if (!value->is_array() || value->empty()) return bad("no array of loads");
+  const bool nested = value->front().is_array();
+  Matrix loads;
+  const auto row = [&](const Json& numbers) -> Status {
+    if (!numbers.is_array() || numbers.empty()) return bad("a layer is not an array of loads");
+    loads.emplace_back();
+    for (const Json& n : numbers) {
+      if (!n.is_number()) return bad("an entry is not a number");
+      loads.back().push_back(n.get<double>());
+    }
+    if (loads.back().size() != loads.front().size()) return bad("layers differ in experts");
+    return {};
+  };
+  if (!nested) {
+    MOESAIC_RETURN_IF_ERROR(row(*value));
+    return loads;
+  }
+  for (const Json& layer : *value) MOESAIC_RETURN_IF_ERROR(row(layer));
+  return loads;
+}
+
+// One line per layer, one cell per rank: the darker the more load, as a share of the largest rank
+// load of both maps.
+std::string heat_map(std::span<const double> loads, int ranks, double most) {
+  static constexpr const char* kShades[] = {"·", "░", "▒", "▓", "█"};
+  std::string text;
+  const auto width = static_cast<std::size_t>(ranks);
+  for (std::size_t first = 0; first < loads.size(); first += width) {
+    text += fmt::format("  layer {:>3} ", first / width);
+    for (std::size_t r = first; r < first + width; ++r) {
+      const double share = most > 0 ? loads[r] / most : 0;
+      text += kShades[std::clamp(static_cast<int>(share * 5), 0, 4)];
+    }
+    text += '\n';
+  }
+  return text;
+}
+
+int run_balance(const State& state) {
+  const Console console = state.common.console();
+  const Result<Matrix> loads = read_load(state.load);
+  if (!loads.ok()) return console.fail(loads.status(), Origin::kFile);
+  const auto experts = static_cast<std::int64_t>(loads->front().size());
+  EplbShape shape;
+  shape.num_physical = experts + state.redundant;
+  shape.num_ranks = state.ranks;
+  shape.num_nodes = state.nodes;
+  shape.num_groups = state.groups;
+  Matrix::value_type before, after;
+  Json maps = Json::array();
+  for (const std::vector<double>& load : *loads) {
+    const Result<std::vector<std::int32_t>> map = rebalance_experts(load, shape);
+    if (!map.ok()) return console.fail(map.status(), Origin::kOption);
+    const auto initial = initial_physical_to_logical(experts, shape.num_physical);
+    if (!initial.ok()) return console.fail(initial.status(), Origin::kOption);
+    const auto old_loads = rank_loads(load, *initial, state.ranks);
+    const auto new_loads = rank_loads(load, *map, state.ranks);
+    if (!old_loads.ok()) return console.fail(old_loads.status(), Origin::kOption);
+    if (!new_loads.ok()) return console.fail(new_loads.status(), Origin::kOption);
+    before.insert(before.end(), old_loads->begin(), old_loads->end());
+    after.insert(after.end(), new_loads->begin(), new_loads->end());
+    maps.push_back(*map);
+  }
+  const double balanced_before = balancedness(before, state.ranks);
+  const double balanced_after = balancedness(after, state.ranks);
+  console.emit({{"layers", loads->size()},
+                {"num_experts", experts},
+                {"num_physical", shape.num_physical},
+                {"ranks", state.ranks},
+                {"physical_to_logical", maps},
+                {"rank_loads_before", before},
+                {"rank_loads_after", after},
+                {"balancedness_before", balanced_before},
+                {"balancedness_after", balanced_after}});
+  const double most = std::max(*std::max_element(before.begin(), before.end()),
+                               *std::max_element(after.begin(), after.end()));
+  console.print(fmt::format(
+      "{} layer(s), {} experts and {} redundant on {} ranks; a column is a rank, darker is more\n",
+      loads->size(), experts, state.redundant, state.ranks));
+  console.print(fmt::format("before  balancedness {:.3f} (mean / largest rank load)\n{}",
+                            balanced_before, heat_map(before, state.ranks, most)));
+  console.print(fmt::format("after   balancedness {:.3f}\n{}", balanced_after,
+                            heat_map(after, state.ranks, most)));
+  if (loads->size() == 1) {
+    console.print(fmt::format("slots   {}\n", maps.front().dump()));
+  } else {
+    console.print("slots   with --json: physical_to_logical\n");
+  }
+  return kExitOk;
+}
+
+}  // namespace
+
+Verb make_balance(CLI::App& root) {
+  auto state = std::make_shared<State>();
+  CLI::App* app =
+      add_verb(root, "balance", "Place experts on ranks from a load matrix",
+               "  moesaic run --model DIR --layer 3 --input F --output O --json > load.json\n"
+               "  moesaic balance --load load.json --ranks 8 --redundant 8\n"
+               "  moesaic balance --load layers.json --ranks 16 --nodes 2 --groups 8 --json\n");
+  app->add_option("--load", state->load,
+                  "JSON file: loads per expert, an array of such per layer, or an object with "
+                  "expert_load")
+      ->required();
+  app->add_option("--ranks", state->ranks, "Ranks that share the experts")
+      ->required()
+      ->check(CLI::Range(1, 65536));
+  app->add_option("--redundant", state->redundant, "Slots beyond one per expert")
+      ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 20))
+      ->capture_default_str();
+  app->add_option("--nodes", state->nodes, "Hosts; ranks of one host are consecutive")
+      ->check(CLI::Range(1, 65536))
+      ->capture_default_str();
+  app->add_option("--groups", state->groups, "Expert groups of the router; kept on one host each")
+      ->check(CLI::Range(1, 65536))
+      ->capture_default_str();
+  add_output_options(*app, state->common);
+  return {app, [state] { return run_balance(*state); }};
+}
+
+}  // namespace moesaic::tool
