@@ -12,10 +12,13 @@
 #include <vector>
 
 #include "moesaic/experts.h"
+#include "moesaic/parallel.h"
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
 namespace moesaic {
+
+class Communicator;  // communicator.h
 
 // --- Prepare and finalize ------------------------------------------------------------------------
 
@@ -76,6 +79,26 @@ Result<std::unique_ptr<PrepareAndFinalize>> make_local_prepare_finalize(const Mo
 // kLimitExceeded. kUnsupported for a standard problem, kInvalidArgument for T < 1.
 Result<std::unique_ptr<PrepareAndFinalize>> make_batched_prepare_finalize(
     const MoeProblem& problem);
+
+struct AllToAllOptions {
+  // Who owns which expert. Without gather its ep rank and size are those of the communicator.
+  ParallelConfig parallel;
+  std::int64_t max_tokens_per_rank = 0;  // that any rank may have in one call; the same on all
+  // Every row goes to every rank (all-gather, reduce-scatter) instead of once to each rank that
+  // owns one of its experts.
+  bool gather = false;
+};
+// Ranks with rows of their own, each owning some experts (or, with gather, a slice of each): rows
+// travel with ids and weights in the dtype to which the scheme rounds hidden states (quantised
+// where they arrive, so the bits are those of one rank), and each rank sends one F32 partial sum
+// per row back. A row's result is the sum of those in rank order, rounded once: repeatable, equal
+// to one rank's where a row's experts are on one rank, else within (k + R) * 2^-24 * sum |w * row|
+// of it. Row counts may differ between ranks and be zero; prepare and finalize are collective. They
+// allocate buffers for messages. Errors: those of the communicator, kLimitExceeded for more rows
+// than agreed; making it: kUnsupported for a batched problem, kInvalidArgument for options.
+Result<std::unique_ptr<PrepareAndFinalize>> make_all_to_all_prepare_finalize(
+    const MoeProblem& problem, std::shared_ptr<Communicator> communicator,
+    const AllToAllOptions& options);
 
 // A row of the list of prepare/finalize objects, as for experts.
 struct PrepareFinalizeBackend {
