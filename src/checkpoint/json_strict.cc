@@ -248,10 +248,11 @@ void UnknownJson::Keys::clear() {
 
 bool UnknownJson::add(Keys& keys, std::string_view key) {
   const std::uint64_t hash = std::hash<std::string_view>{}(key);
+  const std::string_view text = keys.text;
   for (std::size_t i = 0; i < keys.hashes.size(); ++i) {
     if (keys.hashes[i] != hash) continue;
     const std::size_t begin = i == 0 ? 0 : keys.ends[i - 1];
-    if (std::string_view(keys.text).substr(begin, keys.ends[i] - begin) != key) continue;
+    if (text.substr(begin, keys.ends[i] - begin) != key) continue;
     code_ = StatusCode::kCorruptFile;
     reason_ = fmt::format("duplicate key {}", quote_name(key));
     return false;

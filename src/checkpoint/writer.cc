@@ -71,6 +71,7 @@ Result<std::vector<Placed>> place(std::span<const NamedTensor> tensors) {
   }
   // Names may repeat across types, so look for duplicates in an order of their own.
   std::vector<std::string_view> names;
+  names.reserve(placed.size());
   for (const Placed& p : placed) names.push_back(p.tensor->name);
   std::sort(names.begin(), names.end());
   const auto same = std::adjacent_find(names.begin(), names.end());

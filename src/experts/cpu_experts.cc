@@ -255,12 +255,10 @@ std::int64_t CpuExperts::task_chunk(std::int64_t tasks) const {
 void CpuExperts::gemms(const CpuWorkspace& w, std::int64_t num_active) const {
   const std::int64_t blocks1 = ceil_div(weights_.w13.shape().num_panels(), panels_per_block_);
   const std::int64_t panels2 = weights_.w2.shape().num_panels();
-  const std::int64_t chunk1 = task_chunk(num_active * blocks1);
-  const std::int64_t chunk2 = task_chunk(num_active * panels2);
-#pragma omp for schedule(dynamic, chunk1)
+#pragma omp for schedule(dynamic, task_chunk(num_active* blocks1))
   for (std::int64_t t = 0; t < num_active * blocks1; ++t)
     block1(w, w.active[t / blocks1], t % blocks1);
-#pragma omp for schedule(dynamic, chunk2)
+#pragma omp for schedule(dynamic, task_chunk(num_active* panels2))
   for (std::int64_t t = 0; t < num_active * panels2; ++t)
     panel2(w, w.active[t / panels2], t % panels2);
 }

@@ -17,7 +17,9 @@ Result<ProblemSizes> derive_problem_sizes(const ConstTensorView& w13,
                                           const ConstTensorView& hidden_states,
                                           const ConstTensorView& topk_ids,
                                           std::int64_t num_experts) {
-  const auto bad = [](std::string text) { return Status(StatusCode::kInvalidShape, text); };
+  const auto bad = [](std::string text) {
+    return Status(StatusCode::kInvalidShape, std::move(text));
+  };
   if (w13.rank() != 3)
     return bad(fmt::format("w13: got {}, need [E_l, N, ...]", w13.shape.to_string()));
   if (topk_ids.rank() != 2) {

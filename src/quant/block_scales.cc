@@ -60,7 +60,7 @@ Result<Shape> block_scale_shape(const Shape& weight, BlockShape block) {
 Status expect_block_scale_shape(std::string_view field, const ConstTensorView& scale,
                                 const Shape& weight, BlockShape block) {
   MOESAIC_ASSIGN_OR_RETURN(const Shape want, block_scale_shape(weight, block));
-  const Status status = expect_shape(field, scale, want);
+  Status status = expect_shape(field, scale, want);
   if (status.ok()) return status;
   return Status(status.code(), status.message() + block_text(weight, block));
 }
@@ -98,9 +98,9 @@ Status validate_block_scales(std::string_view field, const ConstTensorView& scal
           need += " (the weights under this scale are not all zero)";
         }
         const std::string value = std::isnan(s) ? "NaN" : std::to_string(s);
-        return Status(StatusCode::kInvalidArgument, std::string(field) +
-                                                        index_text(scale.shape, e, i, j) +
-                                                        ": got " + value + ", need " + need);
+        std::string text(field);
+        text.append(index_text(scale.shape, e, i, j)).append(": got ").append(value);
+        return Status(StatusCode::kInvalidArgument, text.append(", need ").append(need));
       }
     }
   }

@@ -92,6 +92,7 @@ Result<QuantScheme> quant_scheme_from_name(std::string_view name) {
     }
   }
   std::vector<std::string_view> names;
+  names.reserve(kSchemes.size());
   for (const QuantScheme& scheme : kSchemes) names.push_back(scheme.name);
   // The name comes from outside: quote a bounded part of it.
   return Status(StatusCode::kNotFound, "quant scheme: got \"" + std::string(name.substr(0, 64)) +

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 namespace moesaic::tool {
@@ -27,7 +28,7 @@ std::string column_chart(std::span<const std::int64_t> values, int height,
   for (int line = height - 1; line >= 0; --line) {
     text += line == height - 1 ? label : indent;
     for (const double bar : bars) {
-      const int filled = static_cast<int>(bar / top * 8 * height + 0.5) - 8 * line;
+      const int filled = static_cast<int>(std::lround(bar / top * 8 * height)) - 8 * line;
       const char* cell = kEighths[std::clamp(filled, 0, 8)];
       text += fmt::format("{}{} ", cell, cell);
     }
