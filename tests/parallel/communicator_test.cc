@@ -102,16 +102,16 @@ TEST(Communicator, SubgroupsWorkSideBySide) {
 
 TEST(Communicator, ALostRankIsReportedByAllOthersInTime) {
   const auto begin = std::chrono::steady_clock::now();
-  run_ranks(4, {.timeout_ms = 200}, [](Communicator& c) {
+  run_ranks(4, {.timeout_ms = 1000}, [](Communicator& c) {
     ASSERT_TRUE(c.barrier("start").ok());
     if (c.rank() == 2) return;  // gone
     const Status status = c.barrier("dispatch");
-    expect_refusal(status, StatusCode::kDevice, {"dispatch", "200 ms", "2"});
+    expect_refusal(status, StatusCode::kDevice, {"dispatch", "1000 ms", "2"});
     // Broken: the first reason, at once.
     EXPECT_EQ(c.barrier("again").message(), status.message());
     EXPECT_EQ(c.state().message(), status.message());
   });
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(20));
 }
 
 TEST(Communicator, ALateRankIsWaitedForWithinTheTime) {

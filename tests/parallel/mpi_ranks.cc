@@ -17,7 +17,7 @@ namespace {
 
 using namespace moesaic;
 
-constexpr int kTimeoutMs = 1500;
+constexpr int kTimeoutMs = 3000;
 constexpr int kSteps = 20;
 
 // Message sizes from nothing to well beyond what travels eagerly.

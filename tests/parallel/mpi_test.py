@@ -62,7 +62,7 @@ def main(mpirun, program):
     problems = [
         check(mpirun, program, "ok", everybody, ["ok"]),
         check(mpirun, program, "kill", [0, 2, 3], ["reported: device: "]),
-        check(mpirun, program, "delay", everybody, ["nothing within 1500 ms from rank(s) 1"]),
+        check(mpirun, program, "delay", everybody, ["nothing within 3000 ms from rank(s) 1"]),
         check(mpirun, program, "count", everybody, ["rank 1 sent"]),
     ]
     for problem in filter(None, problems):
