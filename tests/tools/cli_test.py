@@ -472,7 +472,11 @@ class Env(ToolTest):
         self.assertTrue(any(tier["available"] for tier in value["cpu"]["tiers"]))
         for tier in value["cpu"]["tiers"]:
             self.assertEqual(tier["available"], tier["reason"] == "")
-        for absent in ("cuda", "nccl", "mpi"):
+        self.assertEqual(value["cuda"]["available"], value["cuda"]["reason"] == "")
+        self.assertEqual(value["cuda"]["available"], any(d["available"] for d in value["cuda"]["devices"]))
+        for device in value["cuda"]["devices"]:
+            self.assertEqual(device["available"], device["reason"] == "")
+        for absent in ("nccl", "mpi"):
             self.assertIs(value[absent]["available"], False)
             self.assertTrue(value[absent]["reason"])
 
@@ -544,8 +548,11 @@ class CommandLine(ToolTest):
 
     def test_unsupported_is_said(self):
         model = MODELS / "mini-qwen3-moe"
-        for device in ("cuda", "cuda:3"):
-            self.fails(UNSUPPORTED, "this build has no CUDA backend", arguments=["verify", "--model", model, "--device", device])
+        # Without a device the text is the reason that env gives; with one, that no verb computes on it yet.
+        cuda = self.json_of("env")["cuda"]
+        for device in ("cuda", "cuda:4095"):
+            words = cuda["reason"] or ("need an index below" if device != "cuda" else "computes on the CPU")
+            self.fails(UNSUPPORTED, words, arguments=["verify", "--model", model, "--device", device])
         self.fails(UNSUPPORTED, "nvfp4", arguments=["verify", "--model", model, "--quant", "nvfp4"])
         self.fails(UNSUPPORTED, "not in this version", arguments=["convert", "--model", model, "--quant", "int8"])
 

@@ -6,14 +6,13 @@
 
 #include "cpu/tiers.h"
 #include "moesaic/communicator.h"
+#include "moesaic/device.h"
 #include "moesaic/quant.h"
 #include "verbs.h"
 #include "version.h"
 
 namespace moesaic::tool {
 namespace {
-
-constexpr const char* kNoCuda = "this build has no CUDA backend";
 
 Json availability(const Status& status) {
   return {{"available", status.ok()}, {"reason", status.message()}};
@@ -22,7 +21,36 @@ std::string availability_text(const Status& status) {
   return status.ok() ? "available" : "unavailable: " + status.message();
 }
 
-Json unavailable(const char* reason) { return {{"available", false}, {"reason", reason}}; }
+Json cuda_json(const CudaInfo& info) {
+  Json devices = Json::array();
+  for (const CudaDeviceInfo& d : info.devices) {
+    devices.push_back({{"index", d.index},
+                       {"name", d.name},
+                       {"compute_capability", fmt::format("{}.{}", d.sm_major, d.sm_minor)},
+                       {"sms", d.num_sms},
+                       {"total_bytes", d.total_bytes},
+                       {"available", d.available},
+                       {"reason", d.reason}});
+  }
+  return {{"built", info.built},
+          {"available", info.available},
+          {"reason", info.reason},
+          {"driver_version", info.driver_version},
+          {"runtime_version", info.runtime_version},
+          {"devices", devices}};
+}
+
+std::string cuda_text(const CudaInfo& info) {
+  std::string text = info.available ? "cuda     available\n"
+                                    : fmt::format("cuda     unavailable: {}\n", info.reason);
+  for (const CudaDeviceInfo& d : info.devices) {
+    text +=
+        fmt::format("  cuda:{} {}, sm_{}{}, {} SMs, {:.1f} GiB{}\n", d.index, d.name, d.sm_major,
+                    d.sm_minor, d.num_sms, static_cast<double>(d.total_bytes) / (1 << 30),
+                    d.available ? "" : fmt::format(", unavailable: {}", d.reason));
+  }
+  return text;
+}
 
 int run_env(const CommonOptions& options) {
   const Console console = options.console();
@@ -39,6 +67,7 @@ int run_env(const CommonOptions& options) {
   }
   Json schemes = Json::array();
   for (const QuantScheme& scheme : quant_schemes()) schemes.push_back(scheme.name);
+  const CudaInfo cuda = query_cuda();
   const std::string cpu = cpu_model_name();
   const unsigned cores = std::thread::hardware_concurrency();
   const int threads = cpu::resolve_threads(0);
@@ -53,7 +82,7 @@ int run_env(const CommonOptions& options) {
                   {"tier", in_force},
                   {"tiers", tier_json}}},
                 {"quant_schemes", schemes},
-                {"cuda", unavailable(kNoCuda)},
+                {"cuda", cuda_json(cuda)},
                 {"nccl", availability(nccl_available())},
                 {"mpi", availability(mpi_available())}});
 
@@ -69,8 +98,8 @@ int run_env(const CommonOptions& options) {
   std::string names;
   for (const QuantScheme& scheme : quant_schemes()) names += fmt::format(" {}", scheme.name);
   console.print(fmt::format("schemes {}\n", names));
-  console.print(fmt::format("cuda     unavailable: {}\nnccl     {}\nmpi      {}\n", kNoCuda,
-                            availability_text(nccl_available()),
+  console.print(cuda_text(cuda));
+  console.print(fmt::format("nccl     {}\nmpi      {}\n", availability_text(nccl_available()),
                             availability_text(mpi_available())));
   return kExitOk;
 }

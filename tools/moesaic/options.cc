@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "moesaic/device.h"
 #include "moesaic/quant.h"
 
 namespace moesaic::tool {
@@ -10,10 +11,10 @@ namespace {
 // More threads than any machine has cores is a typing error, not a wish.
 constexpr int kMaxThreads = 4096;
 
-bool is_cuda_device(const std::string& device) {
-  if (device == "cuda") return true;
-  if (device.rfind("cuda:", 0) != 0 || device.size() == 5 || device.size() > 8) return false;
-  return device.find_first_not_of("0123456789", 5) == std::string::npos;
+// Why no verb computes on this device.
+std::string no_gpu_reason(Device device) {
+  const Status status = check_device(device);
+  return status.ok() ? "every verb computes on the CPU in this version" : status.message();
 }
 
 }  // namespace
@@ -52,13 +53,16 @@ void add_common_options(CLI::App& app, CommonOptions& options) {
 }
 
 Status check_common_options(const CommonOptions& options) {
-  if (is_cuda_device(options.device)) {
-    return {StatusCode::kUnsupported,
-            fmt::format("--device {}: this build has no CUDA backend; need cpu", options.device)};
-  }
-  if (!options.device.empty() && options.device != "cpu") {
-    return {StatusCode::kInvalidArgument,
-            fmt::format("--device: got '{}', need cpu or cuda[:N]", options.device)};
+  if (!options.device.empty()) {
+    const Result<Device> device = parse_device(options.device);
+    if (!device.ok()) {
+      return {StatusCode::kInvalidArgument,
+              fmt::format("--device: got '{}', need cpu or cuda[:N]", options.device)};
+    }
+    if (device->is_cuda()) {
+      return {StatusCode::kUnsupported,
+              fmt::format("--device: {}; need cpu", no_gpu_reason(*device))};
+    }
   }
   if (options.quant != "as-is") {
     const Result<QuantScheme> scheme = quant_scheme_from_name(options.quant);
