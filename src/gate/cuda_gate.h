@@ -1,0 +1,25 @@
+// The gate on the device: router logits [M, E] in fp32 from hidden states and the gate's weight.
+#pragma once
+
+#include <cstdint>
+
+namespace moesaic::cuda {
+
+struct GateParams {
+  const void* x = nullptr;       // [tokens, hidden] bf16, contiguous, 16-byte aligned
+  const void* weight = nullptr;  // [experts, hidden] bf16 or f32, contiguous, 16-byte aligned
+  bool weight_f32 = false;
+  const float* bias = nullptr;  // [experts] or null
+  std::int64_t tokens = 0;
+  std::int32_t experts = 0;
+  std::int32_t hidden = 0;  // any; rows that are not multiples of 16 bytes are read singly
+  float* logits = nullptr;  // [tokens, experts], overlaps nothing
+};
+
+// Every logit is one warp's: lane l adds the products of elements 8 (l + 32 i) .. + 7 in ascending
+// order with fused multiply-adds, then the lanes are added by halving distances. Its bits depend on
+// the two rows alone, not on tokens, neighbours or launch. Error: <= (hidden / 32 + 6) * 2^-24 *
+// sum|x w|, as for the CPU's. Any shape is correct. Capturable. Returns a cudaError_t value.
+int launch_gate(const GateParams& params, void* stream);
+
+}  // namespace moesaic::cuda
