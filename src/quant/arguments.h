@@ -1,0 +1,48 @@
+// Checks of tensor arguments, shared by the quantisers and layouts.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <string_view>
+
+#include "moesaic/status.h"
+#include "moesaic/tensor.h"
+
+namespace moesaic {
+
+using DTypeSet = std::uint32_t;  // one bit per DType
+template <class... D>
+constexpr DTypeSet accept(D... dtypes) {
+  return ((DTypeSet{1} << static_cast<unsigned>(dtypes)) | ...);
+}
+inline constexpr DTypeSet kPlainFloats = accept(DType::kF32, DType::kBF16, DType::kF16);
+
+// One tensor argument of a call: its name in messages, what it may be, whether the call writes it.
+struct Argument {
+  std::string_view field;
+  ConstTensorView view;
+  DTypeSet dtypes;
+  Shape shape;
+  bool written = false;
+};
+
+// Each of its dtype and shape, contiguous, present where it has elements; and none that is written
+// overlaps another. kInvalidDType, kInvalidShape, kInvalidArgument, kInvalidLayout, kAliasing; the
+// text has the field, the value found and the value needed.
+Status check_arguments(std::initializer_list<Argument> arguments);
+
+// kInvalidArgument "group: got 0, need a number >= 1".
+Status expect_positive(std::string_view field, std::int64_t value);
+// kInvalidShape unless the tensor has rank 2.
+Status expect_matrix(std::string_view field, const ConstTensorView& t);
+
+// "F32, BF16 or F16".
+std::string dtype_set_text(DTypeSet dtypes);
+
+// Largest magnitude of `count` elements from `begin` on, NaN elements not counted; 0 for none.
+float max_abs(const ConstTensorView& t, std::int64_t begin, std::int64_t count);
+
+// kInvalidArgument naming the row and column (of the last dimension) of the first NaN or infinity.
+Status expect_finite(std::string_view field, const ConstTensorView& t);
+
+}  // namespace moesaic
