@@ -31,13 +31,17 @@ enum class DType : std::uint8_t {
   kF64,
   kI64,
   kU64,
+  // In memory only, no file has them: two per byte, low nibble first.
+  kI4,  // two's complement, -8..7
+  kU4,  // 0..15, or the index of a table
 };
 
 // Bits per element: 4, 6, 8, 16, 32 or 64.
 int dtype_bits(DType dtype);
-// The exact, case-sensitive safetensors name: "BF16", "F8_E4M3", ...
+// The exact, case-sensitive safetensors name: "BF16", "F8_E4M3", ...; "I4" and "U4".
 std::string_view dtype_name(DType dtype);
-// Inverse of dtype_name; empty for an unknown name (never a lenient guess).
+// Inverse of dtype_name for the types that files have; empty for any other name (never a lenient
+// guess).
 std::optional<DType> dtype_from_name(std::string_view name);
 
 }  // namespace moesaic

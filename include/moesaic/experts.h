@@ -56,11 +56,29 @@ struct MoeProblem {
 Status check_problem(const MoeProblem& problem);
 
 // One expert's canonical weights. w13 is [N, H] with gate rows first (kGateThenUp), w2 is [H, I],
-// both row-major. Scales per the scheme (fp8-block: [N/128, ceil(H/128)] and [ceil(H/128),
-// ceil(I/128)] F32); biases F32 or BF16.
+// both row-major; 4-bit codes two per byte, low nibble first. Biases F32 or BF16. Below, [N, K]
+// stands for either matrix; what the scheme does not use is absent.
+//   *_scale          per the weight's granularity: kTensor [1], kChannel [N], kBlock
+//                    [ceil(N/block_n), ceil(K/block_k)] (rows counted within gate and up), kGroup
+//                    [N, ceil(K/block_k)]; dtype per its format (kF32: F32, BF16 or F16)
+//   *_global_scale   F32 [1], outer_scale kTensor of the weight (multiplier, not its reciprocal)
+//   *_channel_scale  F32 [N], outer_scale kChannel of the weight
+//   *_zero           zero_point kInteger: the scale's shape; U8 or I8, x = (q - zero) * scale
+//   *_min            zero_point kMin: F32, the scale's shape; x = q * scale - min
+//   *_input_scale    F32 [1], static activation scales: granularity kTensor, not dynamic, or
+//                    outer_scale kTensor of the activation. w13_input_scale is the same for all
+//                    experts of a layer (one row feeds several of them).
+//   *_perm           I32 [K], act_order: column k of the weights multiplies column perm[k] of the
+//                    activations
 struct ExpertWeightsView {
   ConstTensorView w13, w13_scale, w13_bias;
   ConstTensorView w2, w2_scale, w2_bias;
+  ConstTensorView w13_global_scale = {}, w2_global_scale = {};
+  ConstTensorView w13_channel_scale = {}, w2_channel_scale = {};
+  ConstTensorView w13_zero = {}, w2_zero = {};
+  ConstTensorView w13_min = {}, w2_min = {};
+  ConstTensorView w13_input_scale = {}, w2_input_scale = {};
+  ConstTensorView w13_perm = {}, w2_perm = {};
 };
 
 // Hands a backend the weights of one local expert at a time, so that it can repack them into its
@@ -72,11 +90,17 @@ class ExpertSource {
   virtual Result<ExpertWeightsView> expert(std::int64_t local_expert) = 0;
 };
 
-// Views of stacked tensors: w13 [E_l, N, H], w2 [E_l, H, I], scales and biases with a leading E_l.
-// Not owned.
+// Views of stacked tensors: w13 [E_l, N, H], w2 [E_l, H, I], everything else with a leading E_l
+// before the shape it has in ExpertWeightsView. Not owned.
 struct StackedExpertWeights {
   ConstTensorView w13, w13_scale, w13_bias;
   ConstTensorView w2, w2_scale, w2_bias;
+  ConstTensorView w13_global_scale = {}, w2_global_scale = {};
+  ConstTensorView w13_channel_scale = {}, w2_channel_scale = {};
+  ConstTensorView w13_zero = {}, w2_zero = {};
+  ConstTensorView w13_min = {}, w2_min = {};
+  ConstTensorView w13_input_scale = {}, w2_input_scale = {};
+  ConstTensorView w13_perm = {}, w2_perm = {};
 };
 std::unique_ptr<ExpertSource> make_stacked_source(const StackedExpertWeights& weights);
 

@@ -12,7 +12,7 @@ struct DTypeRow {
 };
 
 // One row per DType, in the order of the enumeration (dtype_bits indexes it).
-constexpr std::array<DTypeRow, 22> kRows = {{
+constexpr std::array<DTypeRow, 24> kRows = {{
     {DType::kBool, "BOOL", 8},
     {DType::kF4E2M1, "F4", 4},
     {DType::kF6E2M3, "F6_E2M3", 6},
@@ -35,6 +35,8 @@ constexpr std::array<DTypeRow, 22> kRows = {{
     {DType::kF64, "F64", 64},
     {DType::kI64, "I64", 64},
     {DType::kU64, "U64", 64},
+    {DType::kI4, "I4", 4},
+    {DType::kU4, "U4", 4},
 }};
 
 constexpr bool rows_are_ordered() {
@@ -53,7 +55,8 @@ std::string_view dtype_name(DType dtype) { return kRows[static_cast<std::size_t>
 
 std::optional<DType> dtype_from_name(std::string_view name) {
   for (const DTypeRow& row : kRows) {
-    if (row.name == name) return row.dtype;
+    const bool in_memory_only = row.dtype == DType::kI4 || row.dtype == DType::kU4;
+    if (row.name == name && !in_memory_only) return row.dtype;
   }
   return std::nullopt;
 }

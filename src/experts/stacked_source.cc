@@ -7,9 +7,11 @@ namespace moesaic {
 namespace {
 
 // Slice `e` of a stacked tensor; an absent tensor stays absent.
+// rank 0: any, what is left is checked against the problem later.
 Result<ConstTensorView> slice(std::string_view field, const ConstTensorView& t, int rank,
                               std::int64_t e) {
   if (!t.present()) return ConstTensorView();
+  if (rank == 0 && t.rank() > 0) rank = t.rank();
   if (t.rank() != rank) {
     return Status(StatusCode::kInvalidShape,
                   fmt::format("{}: got {}, need rank {} with the local experts first", field,
@@ -39,12 +41,30 @@ class StackedSource final : public ExpertSource {
 
   Result<ExpertWeightsView> expert(std::int64_t e) override {
     ExpertWeightsView v;
-    MOESAIC_ASSIGN_OR_RETURN(v.w13, slice("w13", w_.w13, 3, e));
-    MOESAIC_ASSIGN_OR_RETURN(v.w13_scale, slice("w13_scale", w_.w13_scale, 3, e));
-    MOESAIC_ASSIGN_OR_RETURN(v.w13_bias, slice("w13_bias", w_.w13_bias, 2, e));
-    MOESAIC_ASSIGN_OR_RETURN(v.w2, slice("w2", w_.w2, 3, e));
-    MOESAIC_ASSIGN_OR_RETURN(v.w2_scale, slice("w2_scale", w_.w2_scale, 3, e));
-    MOESAIC_ASSIGN_OR_RETURN(v.w2_bias, slice("w2_bias", w_.w2_bias, 2, e));
+    const auto take = [e](const char* field, const ConstTensorView& t, int rank,
+                          ConstTensorView& to) -> Status {
+      MOESAIC_ASSIGN_OR_RETURN(to, slice(field, t, rank, e));
+      return {};
+    };
+    MOESAIC_RETURN_IF_ERROR(take("w13", w_.w13, 3, v.w13));
+    MOESAIC_RETURN_IF_ERROR(take("w13_scale", w_.w13_scale, 0, v.w13_scale));
+    MOESAIC_RETURN_IF_ERROR(take("w13_bias", w_.w13_bias, 2, v.w13_bias));
+    MOESAIC_RETURN_IF_ERROR(take("w2", w_.w2, 3, v.w2));
+    MOESAIC_RETURN_IF_ERROR(take("w2_scale", w_.w2_scale, 0, v.w2_scale));
+    MOESAIC_RETURN_IF_ERROR(take("w2_bias", w_.w2_bias, 2, v.w2_bias));
+    MOESAIC_RETURN_IF_ERROR(take("w13_global_scale", w_.w13_global_scale, 2, v.w13_global_scale));
+    MOESAIC_RETURN_IF_ERROR(take("w2_global_scale", w_.w2_global_scale, 2, v.w2_global_scale));
+    MOESAIC_RETURN_IF_ERROR(
+        take("w13_channel_scale", w_.w13_channel_scale, 2, v.w13_channel_scale));
+    MOESAIC_RETURN_IF_ERROR(take("w2_channel_scale", w_.w2_channel_scale, 2, v.w2_channel_scale));
+    MOESAIC_RETURN_IF_ERROR(take("w13_zero", w_.w13_zero, 0, v.w13_zero));
+    MOESAIC_RETURN_IF_ERROR(take("w2_zero", w_.w2_zero, 0, v.w2_zero));
+    MOESAIC_RETURN_IF_ERROR(take("w13_min", w_.w13_min, 0, v.w13_min));
+    MOESAIC_RETURN_IF_ERROR(take("w2_min", w_.w2_min, 0, v.w2_min));
+    MOESAIC_RETURN_IF_ERROR(take("w13_input_scale", w_.w13_input_scale, 2, v.w13_input_scale));
+    MOESAIC_RETURN_IF_ERROR(take("w2_input_scale", w_.w2_input_scale, 2, v.w2_input_scale));
+    MOESAIC_RETURN_IF_ERROR(take("w13_perm", w_.w13_perm, 2, v.w13_perm));
+    MOESAIC_RETURN_IF_ERROR(take("w2_perm", w_.w2_perm, 2, v.w2_perm));
     return v;
   }
 

@@ -14,11 +14,14 @@ TEST(QuantSchemes, TableInDocumentedOrder) {
   std::vector<std::string> names;
   for (const QuantScheme& s : quant_schemes()) names.emplace_back(s.name);
   EXPECT_EQ(names, (std::vector<std::string>{"f32", "bf16", "f16", "fp8-block", "fp8-bf16",
-                                             "mxfp4-bf16"}));
+                                             "mxfp4-bf16", "fp8-tensor", "fp8-channel", "mxfp8",
+                                             "mxfp4-fp8", "mxfp4", "nvfp4", "int4-fp8", "int8",
+                                             "int4-g128", "int8-bf16", "nvfp4-bf16", "nf4-bf16"}));
   for (const QuantScheme& s : quant_schemes()) {
     EXPECT_EQ(quant_scheme_from_name(s.name).value().name, s.name);
     EXPECT_GT(s.output_bound, 0);
-    EXPECT_LE(s.output_bound, 6e-2);
+    // Only activations of 4 bits cost more than those of 8.
+    EXPECT_LE(s.output_bound, s.activation.dtype == DType::kF4E2M1 ? 0.3 : 6e-2);
   }
 }
 
@@ -54,12 +57,36 @@ TEST(QuantSchemes, MeaningOfEach) {
   EXPECT_EQ(quant_scheme_from_name("f32").value().activation.dtype, DType::kF32);
 }
 
-TEST(QuantSchemes, ReservedNamesAreUnsupportedOthersNotFound) {
-  for (const char* name : {"fp8-tensor", "fp8-channel", "mxfp8", "mxfp4-fp8", "mxfp4", "nvfp4",
-                           "int4-fp8", "int8", "int4-g128", "nvfp4-bf16"}) {
-    expect_refusal(quant_scheme_from_name(name).status(), StatusCode::kUnsupported,
-                   {name, "not in this version", "fp8-block"});
+TEST(QuantSchemes, GroupsAndOuterScalesOfTheFourAndEightBitOnes) {
+  struct Row {
+    const char* name;
+    DType weight, activation;
+    std::int64_t weight_group, activation_group;
+    OuterScale outer;
+    ExponentRule rule;
+  };
+  using D = DType;
+  for (const Row& row : std::vector<Row>{
+           {"mxfp8", D::kF8E4M3, D::kF8E4M3, 32, 32, OuterScale::kNone, ExponentRule::kCeil},
+           {"mxfp4-fp8", D::kF4E2M1, D::kF8E4M3, 32, 128, OuterScale::kNone, ExponentRule::kCeil},
+           {"mxfp4", D::kF4E2M1, D::kF4E2M1, 32, 32, OuterScale::kNone, ExponentRule::kRound175},
+           {"nvfp4", D::kF4E2M1, D::kF4E2M1, 16, 16, OuterScale::kTensor, ExponentRule::kNone},
+           {"int4-fp8", D::kI4, D::kF8E4M3, 128, 0, OuterScale::kChannel, ExponentRule::kNone},
+           {"int8", D::kI8, D::kI8, 0, 0, OuterScale::kNone, ExponentRule::kNone},
+           {"int4-g128", D::kI4, D::kBF16, 128, 0, OuterScale::kNone, ExponentRule::kNone},
+           {"nf4-bf16", D::kU4, D::kBF16, 64, 0, OuterScale::kNone, ExponentRule::kNone}}) {
+    const QuantScheme s = quant_scheme_from_name(row.name).value();
+    EXPECT_EQ(s.weight.dtype, row.weight) << row.name;
+    EXPECT_EQ(s.activation.dtype, row.activation) << row.name;
+    EXPECT_EQ(s.weight.block_k, row.weight_group) << row.name;
+    EXPECT_EQ(s.activation.block_k, row.activation_group) << row.name;
+    EXPECT_EQ(s.weight.outer_scale, row.outer) << row.name;
+    EXPECT_EQ(s.activation.rule, row.rule) << row.name;
+    EXPECT_EQ(s.activation.dynamic, !s.weight_only()) << row.name;
   }
+}
+
+TEST(QuantSchemes, OtherNamesAreNotFound) {
   expect_refusal(quant_scheme_from_name("fp8-blok").status(), StatusCode::kNotFound,
                  {"fp8-blok", "nearest is \"fp8-block\""});
   expect_refusal(quant_scheme_from_name("BF16").status(), StatusCode::kNotFound, {"BF16", "bf16"});
