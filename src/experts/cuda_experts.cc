@@ -1,13 +1,12 @@
 #include "experts/cuda_experts.h"
 
-#include <cuda_runtime.h>
 #include <fmt/format.h>
 
 #include <new>
 #include <utility>
 #include <vector>
 
-#include "core/checked.h"
+#include "cuda/device_memory.h"
 #include "experts/cuda_experts_plan.h"
 #include "experts/problem_checks.h"
 #include "numerics/element.h"
@@ -15,75 +14,6 @@
 #include "quant/cuda_quant_rows.h"
 
 namespace moesaic::cuda {
-namespace {
-
-Status device_error(std::string_view what, cudaError_t error) {
-  // Reads and clears the error that a failed call leaves behind.
-  (void)cudaGetLastError();
-  return {error == cudaErrorMemoryAllocation ? StatusCode::kOutOfMemory : StatusCode::kDevice,
-          fmt::format("{}: {}", what, cudaGetErrorString(error))};
-}
-Status check_cuda(std::string_view what, cudaError_t error) {
-  return error == cudaSuccess ? Status() : device_error(what, error);
-}
-Status check_launch(std::string_view kernel, int error) {
-  return check_cuda(kernel, static_cast<cudaError_t>(error));
-}
-
-// Device memory of one object, freed with it.
-class Allocation {
- public:
-  Allocation() = default;
-  Allocation(const Allocation&) = delete;
-  Allocation& operator=(const Allocation&) = delete;
-  ~Allocation() {
-    if (data_ != nullptr) (void)cudaFree(data_);
-  }
-  Status reserve(std::string_view what, std::int64_t bytes) {
-    if (bytes == 0) return {};
-    const cudaError_t error = cudaMalloc(&data_, static_cast<std::size_t>(bytes));
-    if (error != cudaSuccess) {
-      data_ = nullptr;
-      return device_error(fmt::format("{}: {} bytes", what, bytes), error);
-    }
-    bytes_ = bytes;
-    return {};
-  }
-  template <class T>
-  T* as() const {
-    return static_cast<T*>(data_);
-  }
-  std::int64_t bytes() const { return bytes_; }
-
- private:
-  void* data_ = nullptr;
-  std::int64_t bytes_ = 0;
-};
-
-// The current device, put back at the end of a scope.
-class DeviceScope {
- public:
-  explicit DeviceScope(int device) {
-    error_ = cudaGetDevice(&before_);
-    if (error_ == cudaSuccess && before_ != device) error_ = cudaSetDevice(device);
-  }
-  DeviceScope(const DeviceScope&) = delete;
-  DeviceScope& operator=(const DeviceScope&) = delete;
-  ~DeviceScope() {
-    int now = before_;
-    if (cudaGetDevice(&now) == cudaSuccess && now != before_) (void)cudaSetDevice(before_);
-  }
-  cudaError_t error() const { return error_; }
-
- private:
-  int before_ = 0;
-  cudaError_t error_ = cudaSuccess;
-};
-
-Status unsupported(std::string text) { return {StatusCode::kUnsupported, std::move(text)}; }
-
-}  // namespace
-
 struct CudaExperts::Impl {
   MoeProblem problem;
   ExpertsPlan plan;
@@ -105,23 +35,19 @@ Status CudaExperts::Impl::upload(const RepackShape& shape, const ConstTensorView
                                  const Allocation& scale_staging, std::byte* image,
                                  float* image_scale) const {
   const std::int64_t bytes = shape.rows * shape.row_bytes();
-  MOESAIC_RETURN_IF_ERROR(check_cuda(
-      "upload of weights", cudaMemcpy(staging.as<std::byte>(), weight.data,
-                                      static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice)));
+  MOESAIC_RETURN_IF_ERROR(
+      copy_to_device("upload of weights", staging.as<std::byte>(), weight.data, bytes));
   const float* scales = nullptr;
   if (scale.present()) {
     const std::int64_t scale_bytes = scale.dim(0) * scale.dim(1) * std::int64_t{sizeof(float)};
     MOESAIC_RETURN_IF_ERROR(
-        check_cuda("upload of scales",
-                   cudaMemcpy(scale_staging.as<std::byte>(), scale.data,
-                              static_cast<std::size_t>(scale_bytes), cudaMemcpyHostToDevice)));
+        copy_to_device("upload of scales", scale_staging.as<std::byte>(), scale.data, scale_bytes));
     scales = scale_staging.as<float>();
   }
-  MOESAIC_RETURN_IF_ERROR(check_launch(
-      "repack",
-      repack_expert(shape, staging.as<std::byte>(), scales, image, image_scale, nullptr)));
+  MOESAIC_RETURN_IF_ERROR(check_call("repack", repack_expert(shape, staging.as<std::byte>(), scales,
+                                                             image, image_scale, nullptr)));
   // The staging buffer is used again by the next matrix.
-  return check_cuda("repack", cudaStreamSynchronize(nullptr));
+  return synchronize(nullptr);
 }
 
 Status CudaExperts::Impl::upload_bias(const ConstTensorView& bias, float* to, std::int64_t count,
@@ -130,8 +56,7 @@ Status CudaExperts::Impl::upload_bias(const ConstTensorView& bias, float* to, st
   for (std::int64_t i = 0; i < count; ++i) {
     row[static_cast<std::size_t>(i)] = load_as_f32(bias.data, bias.dtype, i);
   }
-  return check_cuda("upload of biases",
-                    cudaMemcpy(to, row.data(), row.size() * sizeof(float), cudaMemcpyHostToDevice));
+  return copy_to_device("upload of biases", to, row.data(), count * std::int64_t{sizeof(float)});
 }
 
 Status CudaExperts::Impl::load(ExpertSource& source) {
@@ -175,50 +100,6 @@ Status CudaExperts::Impl::load(ExpertSource& source) {
   return {};
 }
 
-Status CudaExperts::can_implement(const MoeProblem& problem) {
-  MOESAIC_RETURN_IF_ERROR(check_problem(problem));
-  MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
-  if (scheme != ComputeScheme::kBF16 && scheme != ComputeScheme::kFp8Block) {
-    return unsupported(
-        fmt::format("scheme: got {}, need bf16 or fp8-block", compute_scheme_name(scheme)));
-  }
-  if (problem.activation_dtype != DType::kBF16) {
-    return unsupported(
-        fmt::format("activation_dtype: got {}, need BF16", dtype_name(problem.activation_dtype)));
-  }
-  if (problem.format != ActivationFormat::kStandard) {
-    return unsupported("format: got batched, need standard");
-  }
-  const std::int64_t multiple = scheme == ComputeScheme::kFp8Block ? 128 : 8;
-  for (const auto& [name, value] : {std::pair{"hidden_size", problem.hidden_size},
-                                    std::pair{"intermediate_size", problem.intermediate_size}}) {
-    if (value % multiple != 0) {
-      return unsupported(fmt::format("{}: got {}, need a multiple of {}", name, value, multiple));
-    }
-  }
-  if (problem.num_local_experts > kMaxAlignedExperts) {
-    return unsupported(fmt::format("num_local_experts: got {}, need at most {}",
-                                   problem.num_local_experts, kMaxAlignedExperts));
-  }
-  const auto pairs = checked_mul(problem.max_tokens, problem.top_k);
-  if (!pairs || *pairs > (std::int64_t{1} << 30)) {
-    return unsupported(fmt::format("max_tokens: got {} of {} experts each, need at most 2^30 pairs",
-                                   problem.max_tokens, problem.top_k));
-  }
-  return {};
-}
-
-Result<std::int64_t> CudaExperts::workspace_size(const MoeProblem& problem, std::int64_t tokens) {
-  if (tokens < 0) {
-    return Status(StatusCode::kInvalidArgument, fmt::format("tokens: got {}, need >= 0", tokens));
-  }
-  MOESAIC_RETURN_IF_ERROR(can_implement(problem));
-  Arena arena = Arena::measure();
-  ExpertsWorkspace::carve(problem, make_experts_plan(problem), tokens, arena);
-  MOESAIC_RETURN_IF_ERROR(arena.status());
-  return arena.used();
-}
-
 CudaExperts::CudaExperts(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 CudaExperts::~CudaExperts() {
   const DeviceScope scope(impl_->device);
@@ -229,19 +110,8 @@ Result<std::unique_ptr<CudaExperts>> CudaExperts::create(const MoeProblem& probl
                                                          ExpertSource& source, int device) {
   MOESAIC_RETURN_IF_ERROR(can_implement(problem));
   const DeviceScope scope(device);
-  MOESAIC_RETURN_IF_ERROR(check_cuda(fmt::format("device {}", device), scope.error()));
-  int major = 0, minor = 0, sms = 0;
-  for (const auto& [value, attribute] : {std::pair{&major, cudaDevAttrComputeCapabilityMajor},
-                                         std::pair{&minor, cudaDevAttrComputeCapabilityMinor},
-                                         std::pair{&sms, cudaDevAttrMultiProcessorCount}}) {
-    MOESAIC_RETURN_IF_ERROR(check_cuda(fmt::format("device {}", device),
-                                       cudaDeviceGetAttribute(value, attribute, device)));
-  }
-  if (major != 9 || minor != 0) {
-    return Status(
-        StatusCode::kDevice,
-        fmt::format("device {}: got compute capability {}.{}, need 9.0", device, major, minor));
-  }
+  MOESAIC_RETURN_IF_ERROR(scope.status());
+  MOESAIC_ASSIGN_OR_RETURN(const int sms, require_hopper(device));
   std::unique_ptr<Impl> impl(new (std::nothrow) Impl());
   if (!impl) return Status(StatusCode::kOutOfMemory, "cannot allocate the experts object");
   impl->problem = problem;
@@ -309,7 +179,7 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   const ExpertsWorkspace w = ExpertsWorkspace::carve(problem, plan, a.tokens, arena);
   MOESAIC_RETURN_IF_ERROR(arena.status());
   const DeviceScope scope(impl_->device);
-  MOESAIC_RETURN_IF_ERROR(check_cuda("device", scope.error()));
+  MOESAIC_RETURN_IF_ERROR(scope.status());
 
   const auto pairs = static_cast<std::int32_t>(a.tokens * problem.top_k);
   QuantRowsParams q;
@@ -344,7 +214,7 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   align.block_counts = w.block_counts;
   align.band_done = w.band_done;
   align.bands = static_cast<std::int32_t>(plan.w2.bands());
-  MOESAIC_RETURN_IF_ERROR(check_launch(
+  MOESAIC_RETURN_IF_ERROR(check_call(
       "align and quantize", launch_align(align, plan.makes_rows() ? &q : nullptr, stream)));
 
   CombineParams c;
@@ -399,10 +269,10 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   g.beta = problem.activation.beta;
   g.up_limit = problem.activation.up_limit;
   MOESAIC_RETURN_IF_ERROR(
-      check_launch("grouped GEMMs", launch_grouped(variant, g, impl_->num_sms, stream)));
+      check_call("grouped GEMMs", launch_grouped(variant, g, impl_->num_sms, stream)));
 
   if (g.fold_combine) return {};
-  return check_launch("combine", launch_combine(c, stream));
+  return check_call("combine", launch_combine(c, stream));
 }
 
 }  // namespace moesaic::cuda

@@ -27,13 +27,32 @@ __device__ __forceinline__ void read(const float* p, float (&v)[kVector]) {
   v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
   v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 }
+// IEEE half, which shares its 16 bits with bf16.
+struct Half {
+  std::uint16_t code;
+};
+__device__ __forceinline__ float widen(Half h) {
+  float v = 0;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(h.code));
+  return v;
+}
+__device__ __forceinline__ void read(const Half* p, float (&v)[kVector]) {
+  const uint4 raw = *reinterpret_cast<const uint4*>(p);
+  const std::uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    v[2 * i] = widen(Half{static_cast<std::uint16_t>(words[i])});
+    v[2 * i + 1] = widen(Half{static_cast<std::uint16_t>(words[i] >> 16)});
+  }
+}
 __device__ __forceinline__ float one(std::uint16_t code) { return widen(code); }
+__device__ __forceinline__ float one(Half h) { return widen(h); }
 __device__ __forceinline__ float one(float v) { return v; }
 
 // kRows tokens of one expert per warp: the expert's row is read once for all of them. Absent rows
 // of the last tile repeat the last one and are not stored; every accumulator is a chain of its own,
 // so the tile's height changes no bit.
-template <class W, int kRows>
+template <class X, class W, int kRows>
 __global__ void __launch_bounds__(kWarps * 32) gate(const __grid_constant__ GateParams p) {
   const int lane = static_cast<int>(threadIdx.x & 31U);
   const int e = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x >> 5);
@@ -44,12 +63,12 @@ __global__ void __launch_bounds__(kWarps * 32) gate(const __grid_constant__ Gate
   const W* const w = static_cast<const W*>(p.weight) + e * hidden;
   for (std::int64_t first = static_cast<std::int64_t>(blockIdx.y) * kRows; first < p.tokens;
        first += static_cast<std::int64_t>(gridDim.y) * kRows) {
-    const std::uint16_t* x[kRows];
+    const X* x[kRows];
     float sum[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const std::int64_t t = first + r < p.tokens ? first + r : p.tokens - 1;
-      x[r] = static_cast<const std::uint16_t*>(p.x) + t * hidden;
+      x[r] = static_cast<const X*>(p.x) + t * hidden;
       sum[r] = 0;
     }
     const bool vectors = hidden % kVector == 0;
@@ -86,7 +105,7 @@ __global__ void __launch_bounds__(kWarps * 32) gate(const __grid_constant__ Gate
   }
 }
 
-template <class W>
+template <class X, class W>
 cudaError_t launch(const GateParams& p, void* stream) {
   const int rows = p.tokens >= 8 ? 8 : p.tokens >= 4 ? 4 : 1;
   const std::int64_t tiles = (p.tokens + rows - 1) / rows;
@@ -100,7 +119,9 @@ cudaError_t launch(const GateParams& p, void* stream) {
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, rows == 8 ? gate<W, 8> : rows == 4 ? gate<W, 4> : gate<W, 1>,
+  return cudaLaunchKernelEx(&config, rows == 8   ? gate<X, W, 8>
+                                     : rows == 4 ? gate<X, W, 4>
+                                                 : gate<X, W, 1>,
                             p);
 }
 
@@ -108,8 +129,13 @@ cudaError_t launch(const GateParams& p, void* stream) {
 
 int launch_gate(const GateParams& p, void* stream) {
   if (p.tokens == 0) return 0;
-  return static_cast<int>(p.weight_f32 ? launch<float>(p, stream)
-                                       : launch<std::uint16_t>(p, stream));
+  const auto with_weight = [&]<class X>(X) {
+    return static_cast<int>(p.weight_f32 ? launch<X, float>(p, stream)
+                                         : launch<X, std::uint16_t>(p, stream));
+  };
+  if (p.x_dtype == DType::kF32) return with_weight(float());
+  if (p.x_dtype == DType::kF16) return with_weight(Half());
+  return with_weight(std::uint16_t());
 }
 
 }  // namespace moesaic::cuda

@@ -3,10 +3,13 @@
 
 #include <cstdint>
 
+#include "moesaic/dtype.h"
+
 namespace moesaic::cuda {
 
 struct GateParams {
-  const void* x = nullptr;       // [tokens, hidden] bf16, contiguous, 16-byte aligned
+  const void* x = nullptr;       // [tokens, hidden] of x_dtype, contiguous, 16-byte aligned
+  DType x_dtype = DType::kBF16;  // BF16, F16 or F32
   const void* weight = nullptr;  // [experts, hidden] bf16 or f32, contiguous, 16-byte aligned
   bool weight_f32 = false;
   const float* bias = nullptr;  // [experts] or null

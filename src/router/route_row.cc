@@ -27,8 +27,8 @@ float p_norm(const float* w, std::int64_t k, double p) {
   const float max = *std::max_element(w, w + k);
   if (!(max > 0)) return 0;
   const auto power = static_cast<float>(p);
-  for (std::int64_t j = 0; j < k; ++j) sum += std::pow(w[j] / max, power);
-  return max * std::pow(sum, 1 / power);
+  for (std::int64_t j = 0; j < k; ++j) sum += portable_pow(w[j] / max, power);
+  return max * portable_pow(sum, 1 / power);
 }
 
 // Rank of a group: its best candidate, or with a bias the sum of its two best.
@@ -189,7 +189,7 @@ float RowRouter::route(const float* logits, const std::int32_t* table_ids, float
       const float max = logits[ids[0]];
       float sum = 0;
       for (std::int64_t j = 0; j < k; ++j) {
-        const float e = std::exp(logits[ids[j]] - max);
+        const float e = portable_exp(logits[ids[j]] - max);
         weights[j] = std::isnan(e) ? 0.0F : e;
         sum += weights[j];
       }

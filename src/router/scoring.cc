@@ -19,26 +19,16 @@ void softmax_row(const float* logits, std::int64_t n, float* scores) {
     std::fill_n(scores, n, 0.0F);
     return;
   }
-  float sum = 0;
+  LaneSum lanes;
   for (std::int64_t e = 0; e < n; ++e) {
-    scores[e] = std::exp(logits[e] - max);
-    sum += scores[e];
+    scores[e] = portable_exp(logits[e] - max);
+    lanes.add(e, scores[e]);
   }
+  const float sum = lanes.total();
   for (std::int64_t e = 0; e < n; ++e) scores[e] /= sum;  // sum >= exp(0) = 1
 }
 
-// sqrt(log(1 + exp(x))), as max(x, 0) + log1p(exp(-|x|)): for x > 20 the second term is below half
-// an ulp, so the linear branch of the definition needs no case of its own.
-float sqrt_softplus(float x) {
-  return std::sqrt(std::max(x, 0.0F) + std::log1p(std::exp(-std::abs(x))));
-}
-
 }  // namespace
-
-float sigmoid(float x) {
-  const float e = std::exp(-std::abs(x));
-  return (x >= 0 ? 1.0F : e) / (1.0F + e);
-}
 
 void score_row(ScoringFunc func, const float* logits, std::int64_t n, float* scores) {
   switch (func) {
@@ -52,7 +42,7 @@ void score_row(ScoringFunc func, const float* logits, std::int64_t n, float* sco
       return;
     case ScoringFunc::kSqrtSoftplus:
       for (std::int64_t e = 0; e < n; ++e) {
-        scores[e] = std::isnan(logits[e]) ? 0.0F : sqrt_softplus(logits[e]);
+        scores[e] = std::isnan(logits[e]) ? 0.0F : std::sqrt(portable_softplus(logits[e]));
       }
       return;
   }

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "core/fault.h"
+#include "router/scoring.h"
 
 namespace moesaic {
 
@@ -23,7 +24,7 @@ void sparse_mixer_row(const float* logits, std::int64_t n, float jitter_eps, flo
     const float max = logits[best];
     float weight = 0;
     if (std::isfinite(max)) {
-      float sum = 0;
+      LaneSum sum;
       for (std::int64_t e = 0; e < n; ++e) {
         if (e == first || std::isnan(logits[e])) continue;
         const float divisor = MOESAIC_FAULT(router_sparse_mixer_divisor)
@@ -31,9 +32,9 @@ void sparse_mixer_row(const float* logits, std::int64_t n, float jitter_eps, flo
                                   : std::max(std::abs(logits[e]), max);
         // 0 / 0 (both logits are 0) is NaN and must survive: compare for "too far", not for "near".
         if ((max - logits[e]) / divisor > 2 * jitter_eps) continue;
-        sum += std::exp(logits[e] - max);
+        sum.add(e, portable_exp(logits[e] - max));
       }
-      weight = 1.0F / sum;  // the pick itself contributes exp(0) = 1
+      weight = 1.0F / sum.total();  // the pick itself contributes exp(0) = 1
     }
     weights[pick] = weight;
     first = best;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "numerics/float_codec.h"
+#include "support/cuda_device.h"
 #include "support/experts_run.h"
 #include "support/metrics.h"
 #include "support/random.h"
@@ -19,47 +20,9 @@ namespace {
 
 using cuda::CudaExperts;
 using cuda::CudaExpertsArgs;
+using test::DeviceBytes;
 using test::Rng;
 using test::StandardCase;
-
-bool has_hopper() {
-  int count = 0, major = 0;
-  if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
-    (void)cudaGetLastError();
-    return false;
-  }
-  return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess &&
-         major == 9;
-}
-#define REQUIRE_HOPPER() \
-  if (!has_hopper()) GTEST_SKIP() << "needs a Hopper GPU"
-
-// Poisoned device memory.
-class DeviceBytes {
- public:
-  explicit DeviceBytes(std::int64_t bytes) : bytes_(static_cast<std::size_t>(bytes)) {
-    EXPECT_EQ(cudaMalloc(&data_, bytes_ + 256), cudaSuccess);
-    EXPECT_EQ(cudaMemset(data_, 0xFF, bytes_ + 256), cudaSuccess);
-  }
-  DeviceBytes(const void* host, std::int64_t bytes) : DeviceBytes(bytes) { upload(host); }
-  DeviceBytes(const DeviceBytes&) = delete;
-  DeviceBytes& operator=(const DeviceBytes&) = delete;
-  ~DeviceBytes() { (void)cudaFree(data_); }
-  void upload(const void* host) {
-    EXPECT_EQ(cudaMemcpy(data_, host, bytes_, cudaMemcpyHostToDevice), cudaSuccess);
-  }
-  void download(void* host) const {
-    EXPECT_EQ(cudaMemcpy(host, data_, bytes_, cudaMemcpyDeviceToHost), cudaSuccess);
-  }
-  template <class T = void>
-  T* as() const {
-    return static_cast<T*>(data_);
-  }
-
- private:
-  void* data_ = nullptr;
-  std::size_t bytes_;
-};
 
 // A case on the device. Hidden states must be bf16.
 struct OnDevice {
@@ -389,7 +352,7 @@ TEST(CudaExpertsRefusals, WorkspaceOfTheLargestLayerFits) {
 }
 
 TEST(CudaExpertsRefusals, WithoutASuitableDevice) {
-  if (has_hopper()) GTEST_SKIP() << "there is one";
+  if (query_cuda().available) GTEST_SKIP() << "there is one";
   const StandardCase c =
       test::make_case(1, problem_of("bf16", "silu", 64, 64, 6, 2), 1, DType::kBF16);
   const auto source = make_stacked_source(c.weights.view());

@@ -9,44 +9,31 @@
 #include <vector>
 
 #include "gate/ref_gate.h"
-#include "moesaic/device.h"
 #include "numerics/float_codec.h"
+#include "support/cuda_device.h"
 #include "support/random.h"
 
 namespace moesaic {
 namespace {
 
+using test::DeviceBytes;
 using test::Rng;
-
-#define REQUIRE_HOPPER() \
-  if (!query_cuda().available) GTEST_SKIP() << "no CUDA device: " << query_cuda().reason
-
-struct Copy {
-  explicit Copy(std::size_t bytes) { EXPECT_EQ(cudaMalloc(&data, bytes), cudaSuccess); }
-  Copy(const void* host, std::size_t bytes) : Copy(bytes) {
-    EXPECT_EQ(cudaMemcpy(data, host, bytes, cudaMemcpyHostToDevice), cudaSuccess);
-  }
-  Copy(const Copy&) = delete;
-  Copy& operator=(const Copy&) = delete;
-  ~Copy() { (void)cudaFree(data); }
-  void* data = nullptr;
-};
 
 struct Case {
   std::int64_t tokens, experts, hidden;
   bool weight_f32, bias;
+  DType x_dtype = DType::kBF16;
 };
 
 struct Data {
-  std::vector<std::uint16_t> x, w16;
+  Tensor x;
+  std::vector<std::uint16_t> w16;
   std::vector<float> w32, bias;
 
   explicit Data(const Case& c) {
     Rng rng(7);
     const auto scale = static_cast<float>(1 / std::sqrt(static_cast<double>(c.hidden)));
-    for (std::int64_t i = 0; i < c.tokens * c.hidden; ++i) {
-      x.push_back(bf16_from_f32(static_cast<float>(rng.normal())));
-    }
+    x = test::random_normal(rng, c.x_dtype, {c.tokens, c.hidden});
     for (std::int64_t i = 0; i < c.experts * c.hidden; ++i) {
       w32.push_back(static_cast<float>(rng.normal()) * scale);
       w16.push_back(bf16_from_f32(w32.back()));
@@ -60,33 +47,40 @@ struct Data {
 
 // Logits of `count` tokens from `first` on, computed in one launch over poisoned memory.
 std::vector<float> run(const Case& c, const Data& d, std::int64_t first, std::int64_t count) {
-  const auto weights = static_cast<std::size_t>(c.experts * c.hidden);
-  std::vector<float> logits(static_cast<std::size_t>(count * c.experts));
-  const Copy x(d.x.data() + first * c.hidden, static_cast<std::size_t>(count * c.hidden) * 2);
-  const Copy w(d.weight(c), weights * (c.weight_f32 ? 4 : 2));
-  const Copy bias(d.bias.data(), d.bias.size() * 4);
-  const Copy out(logits.size() * 4);
-  EXPECT_EQ(cudaMemset(out.data, 0xFF, logits.size() * 4), cudaSuccess);
+  const std::int64_t row_bytes = c.hidden * (dtype_bits(c.x_dtype) / 8);
+  const DeviceBytes x(d.x.data() + first * row_bytes, count * row_bytes);
+  const DeviceBytes w(d.weight(c), c.experts * c.hidden * (c.weight_f32 ? 4 : 2));
+  const DeviceBytes bias(d.bias), out(count * c.experts * 4);
   cuda::GateParams p;
-  p.x = x.data;
-  p.weight = w.data;
+  p.x = x.as();
+  p.x_dtype = c.x_dtype;
+  p.weight = w.as();
   p.weight_f32 = c.weight_f32;
-  p.bias = c.bias ? static_cast<const float*>(bias.data) : nullptr;
+  p.bias = c.bias ? bias.as<float>() : nullptr;
   p.tokens = count;
   p.experts = static_cast<std::int32_t>(c.experts);
   p.hidden = static_cast<std::int32_t>(c.hidden);
-  p.logits = static_cast<float*>(out.data);
+  p.logits = out.as<float>();
   EXPECT_EQ(cuda::launch_gate(p, nullptr), 0);
   EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-  EXPECT_EQ(cudaMemcpy(logits.data(), out.data, logits.size() * 4, cudaMemcpyDeviceToHost),
-            cudaSuccess);
-  return logits;
+  EXPECT_TRUE(out.margin_is_intact());
+  return out.values<float>();
 }
 
 const Case kCases[] = {
-    {1, 256, 7168, false, false}, {16, 384, 7168, false, false}, {32, 256, 3072, true, false},
-    {5, 128, 2048, false, true},  {7, 3, 40, false, false},      {9, 5, 33, true, true},
-    {3, 1, 1, false, false},      {130, 60, 136, true, false},   {4, 8, 7, false, true},
+    {1, 256, 7168, false, false},
+    {16, 384, 7168, false, false},
+    {32, 256, 3072, true, false},
+    {5, 128, 2048, false, true},
+    {7, 3, 40, false, false},
+    {9, 5, 33, true, true},
+    {3, 1, 1, false, false},
+    {130, 60, 136, true, false},
+    {4, 8, 7, false, true},
+    {9, 16, 256, false, false, DType::kF32},
+    {5, 7, 33, true, true, DType::kF32},
+    {9, 16, 256, true, false, DType::kF16},
+    {3, 5, 31, false, true, DType::kF16},
 };
 
 TEST(CudaGate, WithinTheBoundOfTheReference) {
@@ -95,7 +89,7 @@ TEST(CudaGate, WithinTheBoundOfTheReference) {
     const Data d(c);
     const std::vector<float> logits = run(c, d, 0, c.tokens);
     const auto bytes = [](const void* p) { return static_cast<const std::byte*>(p); };
-    const ConstTensorView x(bytes(d.x.data()), DType::kBF16, {c.tokens, c.hidden});
+    const ConstTensorView x = d.x.view();
     const ConstTensorView w(bytes(d.weight(c)), c.weight_f32 ? DType::kF32 : DType::kBF16,
                             {c.experts, c.hidden});
     const ConstTensorView bias =

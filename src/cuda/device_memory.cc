@@ -1,0 +1,120 @@
+#include "cuda/device_memory.h"
+
+#include <cuda_runtime.h>
+#include <fmt/format.h>
+
+#include <utility>
+
+namespace moesaic::cuda {
+
+Status check_call(std::string_view what, int error) {
+  if (error == cudaSuccess) return {};
+  (void)cudaGetLastError();
+  return {error == cudaErrorMemoryAllocation ? StatusCode::kOutOfMemory : StatusCode::kDevice,
+          fmt::format("{}: {}", what, cudaGetErrorString(static_cast<cudaError_t>(error)))};
+}
+
+Allocation::Allocation(Allocation&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+Allocation& Allocation::operator=(Allocation&& other) noexcept {
+  if (this == &other) return *this;
+  release();
+  data_ = std::exchange(other.data_, nullptr);
+  bytes_ = std::exchange(other.bytes_, 0);
+  return *this;
+}
+Allocation::~Allocation() { release(); }
+
+void Allocation::release() {
+  if (data_ != nullptr) (void)cudaFree(data_);
+  data_ = nullptr;
+  bytes_ = 0;
+}
+
+Status Allocation::reserve(std::string_view what, std::int64_t bytes) {
+  release();
+  if (bytes == 0) return {};
+  const cudaError_t error = cudaMalloc(&data_, static_cast<std::size_t>(bytes));
+  if (error != cudaSuccess) {
+    data_ = nullptr;
+    return check_call(fmt::format("{}: {} bytes", what, bytes), error);
+  }
+  bytes_ = bytes;
+  return {};
+}
+
+DeviceScope::DeviceScope(int device) : device_(device) {
+  error_ = cudaGetDevice(&before_);
+  if (error_ == cudaSuccess && before_ != device) error_ = cudaSetDevice(device);
+}
+DeviceScope::~DeviceScope() {
+  int now = before_;
+  if (cudaGetDevice(&now) == cudaSuccess && now != before_) (void)cudaSetDevice(before_);
+}
+Status DeviceScope::status() const { return check_call(fmt::format("device {}", device_), error_); }
+
+Status copy_to_device(std::string_view what, void* to, const void* from, std::int64_t bytes) {
+  return check_call(what,
+                    cudaMemcpy(to, from, static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice));
+}
+Status copy_to_host(std::string_view what, void* to, const void* from, std::int64_t bytes) {
+  return check_call(what,
+                    cudaMemcpy(to, from, static_cast<std::size_t>(bytes), cudaMemcpyDeviceToHost));
+}
+Status upload(std::string_view what, const void* from, std::int64_t bytes, Allocation& to) {
+  MOESAIC_RETURN_IF_ERROR(to.reserve(what, bytes));
+  return bytes == 0 ? Status() : copy_to_device(what, to.as<void>(), from, bytes);
+}
+Status copy_on_device(std::string_view what, void* to, const void* from, std::int64_t bytes,
+                      void* stream) {
+  return check_call(
+      what, cudaMemcpyAsync(to, from, static_cast<std::size_t>(bytes), cudaMemcpyDeviceToDevice,
+                            static_cast<cudaStream_t>(stream)));
+}
+Status synchronize(void* stream) {
+  return check_call("synchronize", cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
+}
+
+Result<int> require_hopper(int device) {
+  int major = 0, minor = 0, sms = 0;
+  for (const auto& [value, attribute] : {std::pair{&major, cudaDevAttrComputeCapabilityMajor},
+                                         std::pair{&minor, cudaDevAttrComputeCapabilityMinor},
+                                         std::pair{&sms, cudaDevAttrMultiProcessorCount}}) {
+    MOESAIC_RETURN_IF_ERROR(check_call(fmt::format("device {}", device),
+                                       cudaDeviceGetAttribute(value, attribute, device)));
+  }
+  if (major != 9 || minor != 0) {
+    return Status(
+        StatusCode::kDevice,
+        fmt::format("device {}: got compute capability {}.{}, need 9.0", device, major, minor));
+  }
+  return sms;
+}
+
+Status check_device_pointer(std::string_view field, const void* p, std::int64_t alignment,
+                            int device) {
+  if (p == nullptr) {
+    return {StatusCode::kInvalidArgument,
+            fmt::format("{}: got null, need memory of device {}", field, device)};
+  }
+  if (reinterpret_cast<std::uintptr_t>(p) % static_cast<std::uintptr_t>(alignment) != 0) {
+    return {StatusCode::kInvalidLayout,
+            fmt::format("{}: got an address that is not a multiple of {}", field, alignment)};
+  }
+  cudaPointerAttributes attributes = {};
+  const cudaError_t error = cudaPointerGetAttributes(&attributes, p);
+  if (error != cudaSuccess) return check_call(field, error);
+  const bool device_memory =
+      attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged;
+  if (!device_memory) {
+    return {StatusCode::kInvalidArgument,
+            fmt::format("{}: got host memory, need memory of device {}", field, device)};
+  }
+  if (attributes.type == cudaMemoryTypeDevice && attributes.device != device) {
+    return {StatusCode::kInvalidArgument, fmt::format("{}: got memory of device {}, need device {}",
+                                                      field, attributes.device, device)};
+  }
+  return {};
+}
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,75 @@
+// Device memory, the current device and errors of the CUDA runtime, for host code that launches
+// kernels. No CUDA types: error codes are ints (cudaError_t values), streams void*.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "moesaic/status.h"
+
+namespace moesaic::cuda {
+
+// ok for 0, else kOutOfMemory or kDevice with `what` and the runtime's text. Clears the error that
+// the failed call left behind, so that later calls do not report it again.
+Status check_call(std::string_view what, int error);
+
+// Device memory of one object, freed with it.
+class Allocation {
+ public:
+  Allocation() = default;
+  Allocation(const Allocation&) = delete;
+  Allocation& operator=(const Allocation&) = delete;
+  Allocation(Allocation&& other) noexcept;
+  Allocation& operator=(Allocation&& other) noexcept;
+  ~Allocation();
+
+  // On the current device; frees what was there. 0 bytes: nothing. kOutOfMemory names `what` and
+  // the bytes.
+  Status reserve(std::string_view what, std::int64_t bytes);
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+  std::int64_t bytes() const { return bytes_; }
+
+ private:
+  void release();
+  void* data_ = nullptr;
+  std::int64_t bytes_ = 0;
+};
+
+// The current device, put back at the end of a scope.
+class DeviceScope {
+ public:
+  explicit DeviceScope(int device);
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+  ~DeviceScope();
+  Status status() const;
+
+ private:
+  int device_ = 0;
+  int before_ = 0;
+  int error_ = 0;
+};
+
+// Blocking copies between host and device.
+Status copy_to_device(std::string_view what, void* to, const void* from, std::int64_t bytes);
+Status copy_to_host(std::string_view what, void* to, const void* from, std::int64_t bytes);
+// Reserves and fills.
+Status upload(std::string_view what, const void* from, std::int64_t bytes, Allocation& to);
+// On a stream, without waiting; capturable.
+Status copy_on_device(std::string_view what, void* to, const void* from, std::int64_t bytes,
+                      void* stream);
+// Waits for everything on the stream.
+Status synchronize(void* stream);
+
+// Multiprocessors of a usable device, or kDevice: no such device, or not compute capability 9.0.
+Result<int> require_hopper(int device);
+
+// `p` must be memory of this device and aligned: kInvalidArgument (null, host memory, or another
+// device's: the text says which), kInvalidLayout. Allowed during capture.
+Status check_device_pointer(std::string_view field, const void* p, std::int64_t alignment,
+                            int device);
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,39 @@
+// The router's kernel: logits -> ids and weights, one warp per token.
+#pragma once
+
+#include <cstdint>
+
+#include "moesaic/spec.h"
+
+namespace moesaic::cuda {
+
+// Columns (experts and zero experts) that a warp holds in its registers.
+inline constexpr std::int64_t kMaxRouteColumns = 1024;
+
+// Device pointers and the rule of a call. slots = top_k + num_shared.
+struct RouteParams {
+  const float* logits = nullptr;             // [tokens, columns]
+  const float* bias = nullptr;               // [columns] added for selection, or null
+  const float* vision_bias = nullptr;        // kHash: [columns] or null
+  const std::int32_t* hash_table = nullptr;  // kHash: [vocab, top_k]
+  const std::int32_t* input_ids = nullptr;   // kHash: [tokens]
+  const std::uint8_t* padding = nullptr;     // [tokens], non-zero: no experts; or null
+  float* weights = nullptr;                  // [tokens, slots]
+  std::int32_t* ids = nullptr;               // [tokens, slots]
+  float* zero_weight = nullptr;              // kZeroExpert: [tokens], weight of identity experts
+  std::int64_t tokens = 0;
+  std::int32_t columns = 0, num_experts = 0, top_k = 0, num_shared = 0;
+  std::int32_t groups = 1, topk_group = 1;
+  std::int32_t vocab = 0, vision_base = 0;
+  RoutingMethod method = RoutingMethod::kTopK;
+  ScoringFunc scoring = ScoringFunc::kSoftmax;
+  bool renormalize = false;
+  float renorm_floor = 0, scale = 1, p_norm = 1, jitter_eps = 0, shared_weight = 1;
+};
+
+// Selects and weighs as RowRouter::route does, with the same operations in the same order: ids and
+// weights have the CPU's bits. A token id outside the table gives a row of -1 and zeros, as padding
+// does. Capturable; a programmatic launch. Returns a cudaError_t value.
+int launch_route(const RouteParams& params, void* stream);
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,24 @@
+// What the GPU router takes, decided without a device: part of every build.
+#include <fmt/format.h>
+
+#include "router/cuda_route.h"
+#include "router/cuda_router.h"
+
+namespace moesaic::cuda {
+
+Status CudaRouter::can_implement(const RoutingSpec& spec) {
+  if (spec.method == RoutingMethod::kCustom || spec.method == RoutingMethod::kSimulated) {
+    return {StatusCode::kUnsupported,
+            fmt::format("routing.method: got {}, a function on the host; need one of the library's",
+                        routing_method_name(spec.method))};
+  }
+  const std::int64_t columns = spec.num_experts + spec.num_zero_experts;
+  if (columns > kMaxRouteColumns) {
+    return {StatusCode::kUnsupported,
+            fmt::format("num_experts: got {} with zero experts, need at most {}", columns,
+                        kMaxRouteColumns)};
+  }
+  return {};
+}
+
+}  // namespace moesaic::cuda
