@@ -117,6 +117,10 @@ struct ExpertsArgs {
   // Standard, kNoOp: [M, H] F32 or BF16 or F16; batched: [E_l, T, H] (rows past the counts are not
   // written).
   TensorView output;
+  // Rows that were quantised before they came here, as the scheme would (weight on the input
+  // included): hidden_states then holds F8_E4M3 codes, and this F32 scales per 128 columns, [M,
+  // H/128] or [E_l, T, H/128], contiguous. Only for backends with takes_quantized_rows().
+  ConstTensorView hidden_scale;
 };
 
 // One backend bound to one layer's weights. Immutable after construction; run may be called from
@@ -127,6 +131,9 @@ class Experts {
   virtual std::string_view name() const = 0;  // as in the catalogue, for example "cpu_avx512_bf16"
   virtual TopKWeightAndReduce reduction() const = 0;
   virtual ActivationFormat format() const = 0;
+  // Whether run takes rows as codes and scales (ExpertsArgs::hidden_scale). The result has the bits
+  // that the rows they were made of would give.
+  virtual bool takes_quantized_rows() const { return false; }
   // Bytes, monotone in tokens. kLimitExceeded when the size does not fit.
   virtual Result<std::int64_t> workspace_size(std::int64_t tokens) const = 0;
   virtual std::int64_t weight_bytes() const = 0;

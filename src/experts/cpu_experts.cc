@@ -4,6 +4,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -15,6 +16,7 @@
 #include "experts/cpu_expert_weights.h"
 #include "experts/cpu_workspace.h"
 #include "numerics/element.h"
+#include "numerics/float_codec.h"
 #include "permute/sort_slots.h"
 
 namespace moesaic {
@@ -77,6 +79,7 @@ class CpuExperts final : public Experts {
     return plan_.standard ? TopKWeightAndReduce::kNoOp : TopKWeightAndReduce::kDelegate;
   }
   ActivationFormat format() const override { return problem_.format; }
+  bool takes_quantized_rows() const override { return plan_.quantize; }
   std::int64_t weight_bytes() const override { return weights_.bytes(); }
   std::string_view determinism() const override { return kCpuExpertsDeterminism; }
 
@@ -92,6 +95,8 @@ class CpuExperts final : public Experts {
   void run_batched(const ExpertsArgs& args, const CpuWorkspace& w, std::int64_t capacity) const;
   void prepare_input(const CpuWorkspace& w, std::int64_t row, const std::byte* src, DType dtype,
                      float factor) const;
+  void load_quantized(const CpuWorkspace& w, std::int64_t row, const std::byte* codes,
+                      const float* scales) const;
   void store_operand(const float* row, std::int64_t n, std::byte* dst) const;
   std::int64_t task_chunk(std::int64_t tasks) const;
   void gemms(const CpuWorkspace& w, std::int64_t num_active) const;
@@ -143,6 +148,28 @@ void CpuExperts::prepare_input(const CpuWorkspace& w, std::int64_t row, const st
   if (plan_.quantize)
     kernels_.quantize_row_e4m3(x, plan_.k1, plan_.power_of_two_scales,
                                w.a1_scales + row * plan_.groups1());
+  store_operand(x, plan_.k1, w.a1 + row * plan_.k1 * plan_.operand_bytes());
+}
+
+// A row that was quantised elsewhere: its codes become the operand, its scales are kept. Widths are
+// multiples of 128 here, so nothing is padded.
+void CpuExperts::load_quantized(const CpuWorkspace& w, std::int64_t row, const std::byte* codes,
+                                const float* scales) const {
+  static const auto kValues = [] {
+    std::array<float, 256> values{};
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      values[i] = f32_from_e4m3(static_cast<std::uint8_t>(i));
+    }
+    return values;
+  }();
+  float* x = scratch(w);
+  for (std::int64_t i = 0; i < plan_.k1; ++i) {
+    x[i] = kValues[std::to_integer<std::size_t>(codes[i])];
+  }
+  if (!MOESAIC_FAULT(cpu_quantized_rows_keep_old_scales)) {
+    std::memcpy(w.a1_scales + row * plan_.groups1(), scales,
+                static_cast<std::size_t>(plan_.groups1()) * sizeof(float));
+  }
   store_operand(x, plan_.k1, w.a1 + row * plan_.k1 * plan_.operand_bytes());
 }
 
@@ -269,6 +296,7 @@ void CpuExperts::run_standard(const ExpertsArgs& args, const CpuWorkspace& w,
   const std::int64_t k = plan_.top_k;
   const std::int64_t in_elem = dtype_bits(args.hidden_states.dtype) / 8;
   const std::int64_t out_elem = dtype_bits(args.output.dtype) / 8;
+  const float* in_scales = args.hidden_scale.as<float>();  // null: rows are not quantised
   const bool weight_on_output =
       !problem_.apply_router_weight_on_input || MOESAIC_FAULT(cpu_weight_applied_twice);
   for (std::int64_t t0 = 0; t0 < tokens; t0 += chunk_tokens) {
@@ -293,9 +321,13 @@ void CpuExperts::run_standard(const ExpertsArgs& args, const CpuWorkspace& w,
       const cpu::ScopedIeeeMode ieee;
 #pragma omp for schedule(static)
       for (std::int64_t t = 0; t < count; ++t) {
-        prepare_input(w, t,
-                      args.hidden_states.data + (t0 + t) * args.hidden_states.strides[0] * in_elem,
-                      args.hidden_states.dtype, weights[t * k]);
+        const std::byte* x =
+            args.hidden_states.data + (t0 + t) * args.hidden_states.strides[0] * in_elem;
+        if (in_scales != nullptr) {
+          load_quantized(w, t, x, in_scales + (t0 + t) * plan_.groups1());
+        } else {
+          prepare_input(w, t, x, args.hidden_states.dtype, weights[t * k]);
+        }
       }
       gemms(w, num_active);
 #pragma omp for schedule(static)
@@ -348,8 +380,13 @@ void CpuExperts::run_batched(const ExpertsArgs& args, const CpuWorkspace& w,
       for (std::int64_t a = 0; a < num_active; ++a) {
         const std::int64_t e = w.active[a];
         for (std::int64_t r = w.first_row[e]; r < w.first_row[e + 1]; ++r) {
-          prepare_input(w, r, args.hidden_states.data + offset(e, r, args.hidden_states) * in_elem,
-                        args.hidden_states.dtype, 1.0F);
+          const std::byte* x = args.hidden_states.data + offset(e, r, args.hidden_states) * in_elem;
+          if (args.hidden_scale.present()) {
+            load_quantized(w, r, x,
+                           args.hidden_scale.as<float>() + offset(e, r, args.hidden_scale));
+          } else {
+            prepare_input(w, r, x, args.hidden_states.dtype, 1.0F);
+          }
         }
       }
       gemms(w, num_active);

@@ -205,8 +205,8 @@ Status check_one_expert(const MoeProblem& p, const ExpertWeightsView& v) {
 }
 
 // The shape in words is only put together when it is needed: run allocates nothing.
-Status check_activation_view(std::string_view field, const ConstTensorView& t,
-                             const MoeProblem& p) {
+Status check_activation_view(std::string_view field, const ConstTensorView& t, const MoeProblem& p,
+                             bool quantized = false) {
   const bool standard = p.format == ActivationFormat::kStandard;
   if (t.rank() != (standard ? 2 : 3)) {
     const std::string need = standard
@@ -215,11 +215,29 @@ Status check_activation_view(std::string_view field, const ConstTensorView& t,
     return {StatusCode::kInvalidShape,
             fmt::format("{}: got {}, need {}", field, t.shape.to_string(), need)};
   }
-  if (t.dtype != DType::kF32 && t.dtype != DType::kBF16 && t.dtype != DType::kF16) {
+  if (!quantized && t.dtype != DType::kF32 && t.dtype != DType::kBF16 && t.dtype != DType::kF16) {
     return {StatusCode::kInvalidDType,
             fmt::format("{}: got {}, need F32, BF16 or F16", field, dtype_name(t.dtype))};
   }
   return {};
+}
+
+// Codes and scales in the place of values.
+Status check_quantized_rows(const MoeProblem& p, const ExpertsArgs& a) {
+  MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(p.quant));
+  if (scheme != ComputeScheme::kFp8Block) {
+    return unsupported(fmt::format("hidden_scale: got {}, scheme {} takes no quantised rows",
+                                   a.hidden_scale.shape.to_string(), compute_scheme_name(scheme)));
+  }
+  MOESAIC_RETURN_IF_ERROR(expect_dtype("hidden_states", a.hidden_states, DType::kF8E4M3));
+  MOESAIC_RETURN_IF_ERROR(expect_dtype("hidden_scale", a.hidden_scale, DType::kF32));
+  const std::int64_t groups = p.hidden_size / kFp8Block;
+  MOESAIC_RETURN_IF_ERROR(
+      expect_shape("hidden_scale", a.hidden_scale,
+                   p.format == ActivationFormat::kStandard
+                       ? Shape{a.hidden_states.dim(0), groups}
+                       : Shape{a.hidden_states.dim(0), a.hidden_states.dim(1), groups}));
+  return expect_contiguous("hidden_scale", a.hidden_scale);
 }
 
 Status check_map(std::span<const std::int32_t> map, const MoeProblem& p) {
@@ -273,8 +291,11 @@ Status check_overlaps(const ExpertsArgs& a, std::int64_t input_bytes, std::int64
   };
   const auto ids_bytes = contiguous_bytes(a.topk_ids.dtype, a.topk_ids.shape);
   const auto weights_bytes = contiguous_bytes(a.topk_weights.dtype, a.topk_weights.shape);
-  const std::array<Range, 5> inputs = {{
+  const auto scale_bytes = contiguous_bytes(a.hidden_scale.dtype, a.hidden_scale.shape);
+  const std::array<Range, 6> inputs = {{
       {"hidden_states", a.hidden_states.data, input_bytes},
+      {"hidden_scale", a.hidden_scale.data,
+       a.hidden_scale.present() && scale_bytes.ok() ? *scale_bytes : 0},
       {"topk_ids", a.topk_ids.data, ids_bytes.ok() ? *ids_bytes : 0},
       {"topk_weights", a.topk_weights.data, weights_bytes.ok() ? *weights_bytes : 0},
       {"expert_map", a.expert_map.data(), static_cast<std::int64_t>(a.expert_map.size_bytes())},
@@ -342,7 +363,9 @@ Status expect_disjoint(std::string_view field_a, const void* a, std::int64_t byt
 
 Status check_run_args(const MoeProblem& p, const ExpertsArgs& a, std::int64_t workspace_needed) {
   const bool standard = p.format == ActivationFormat::kStandard;
-  MOESAIC_RETURN_IF_ERROR(check_activation_view("hidden_states", a.hidden_states, p));
+  const bool quantized = a.hidden_scale.present();
+  MOESAIC_RETURN_IF_ERROR(check_activation_view("hidden_states", a.hidden_states, p, quantized));
+  if (quantized) MOESAIC_RETURN_IF_ERROR(check_quantized_rows(p, a));
   MOESAIC_RETURN_IF_ERROR(check_activation_view("output", a.output, p));
   const std::int64_t tokens = tokens_of(p, a);
   const Shape want =

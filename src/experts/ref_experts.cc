@@ -178,6 +178,7 @@ class RefExperts final : public Experts {
                                                     : TopKWeightAndReduce::kNaiveBatched;
   }
   ActivationFormat format() const override { return p_.format; }
+  bool takes_quantized_rows() const override { return scheme_ == ComputeScheme::kFp8Block; }
   std::int64_t weight_bytes() const override {
     std::int64_t bytes = 0;
     for (const Matrix* m : {&w13_, &w2_}) {
@@ -253,9 +254,12 @@ class RefExperts final : public Experts {
     return {values, scales};
   }
 
-  // out[H] = expert e applied to s.input[H], which is consumed.
-  void expert(std::int64_t e, const Scratch& s, float* out) const {
-    linear(w13_, e, make_operand(s.input, s.x_scales, s.codes, p_.hidden_size), s.gate_up);
+  // out[H] = expert e applied to s.input[H], which is consumed. `quantized`: those are codes
+  // already, with s.x_scales.
+  void expert(std::int64_t e, const Scratch& s, bool quantized, float* out) const {
+    const Operand x = quantized ? Operand{s.input, s.x_scales}
+                                : make_operand(s.input, s.x_scales, s.codes, p_.hidden_size);
+    linear(w13_, e, x, s.gate_up);
     ref_activation(p_.activation, layout_, s.gate_up, s.inner, p_.intermediate_size);
     const Operand inner =
         MOESAIC_FAULT(ref_experts_skip_requant)
@@ -269,6 +273,12 @@ class RefExperts final : public Experts {
       row[i] = round_to(operand_, load_as_f32(t.data, t.dtype, offset + i));
     }
   }
+  // Scales of row `row` of rows that came quantised.
+  void load_scales(const ExpertsArgs& a, std::int64_t row, const Scratch& s) const {
+    if (!a.hidden_scale.present()) return;
+    const std::int64_t groups = p_.hidden_size / kFp8Block;
+    std::copy_n(a.hidden_scale.as<float>() + row * groups, groups, s.x_scales);
+  }
   void store_row(const TensorView& t, std::int64_t offset, const float* row) const {
     for (std::int64_t i = 0; i < p_.hidden_size; ++i) {
       store_from_f32(t.data, t.dtype, offset + i, row[i]);
@@ -278,8 +288,10 @@ class RefExperts final : public Experts {
   void run_standard(const ExpertsArgs& a, const Scratch& s) const {
     const std::int64_t hidden = p_.hidden_size;
     const bool on_input = p_.apply_router_weight_on_input;
+    const bool quantized = a.hidden_scale.present();
     for (std::int64_t t = 0; t < a.hidden_states.dim(0); ++t) {
       load_row(a.hidden_states, t * a.hidden_states.strides[0], s.x);
+      load_scales(a, t, s);
       std::fill(s.sum, s.sum + hidden, 0.0F);
       for (std::int64_t j = 0; j < p_.top_k; ++j) {
         const std::int64_t slot = t * p_.top_k + j;
@@ -290,9 +302,9 @@ class RefExperts final : public Experts {
         const float weight = a.topk_weights.as<float>()[slot];
         const float factor = round_to(operand_, weight);
         for (std::int64_t i = 0; i < hidden; ++i) {
-          s.input[i] = on_input ? round_to(operand_, s.x[i] * factor) : s.x[i];
+          s.input[i] = on_input && !quantized ? round_to(operand_, s.x[i] * factor) : s.x[i];
         }
-        expert(e, s, s.result);
+        expert(e, s, quantized, s.result);
         const bool weighted = !on_input || MOESAIC_FAULT(ref_experts_weight_twice);
         for (std::int64_t i = 0; i < hidden; ++i) {
           s.sum[i] += weighted ? weight * s.result[i] : s.result[i];
@@ -308,7 +320,8 @@ class RefExperts final : public Experts {
     for (std::int64_t e = 0; e < p_.num_local_experts; ++e) {
       for (std::int64_t r = 0; r < a.expert_num_tokens[static_cast<std::size_t>(e)]; ++r) {
         load_row(a.hidden_states, e * strides[0] + r * strides[1], s.input);
-        expert(e, s, s.result);
+        load_scales(a, e * rows + r, s);
+        expert(e, s, a.hidden_scale.present(), s.result);
         store_row(a.output, (e * rows + r) * p_.hidden_size, s.result);
       }
     }
