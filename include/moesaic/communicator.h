@@ -46,6 +46,10 @@ class Communicator {
                           std::span<const std::span<std::byte>> recv,
                           std::span<std::int64_t> received = {}) = 0;
 
+  // Breaks the communicator because a peer's message makes no sense to the caller: the others learn
+  // `reason` in the call they are in, or in their next one. Returns the failure that broke it.
+  virtual Status abandon(std::string_view reason) = 0;
+
   // The communicator of some ranks of this one, in the given order; not collective, but all its
   // members must make it alike. Groups that share a member need different ids, 1 .. 1000.
   // kInvalidArgument unless the ranks are distinct, exist and include this one. Valid as long as

@@ -120,7 +120,7 @@ struct ExpertsArgs {
   // Rows that were quantised before they came here, as the scheme would (weight on the input
   // included): hidden_states then holds F8_E4M3 codes, and this F32 scales per 128 columns, [M,
   // H/128] or [E_l, T, H/128], contiguous. Only for backends with takes_quantized_rows().
-  ConstTensorView hidden_scale;
+  ConstTensorView hidden_scale = {};
 };
 
 // One backend bound to one layer's weights. Immutable after construction; run may be called from

@@ -36,6 +36,7 @@ struct Prepared {
   ConstTensorView hidden_states;                    // standard [M', H], batched [E_l, T, H]
   ConstTensorView topk_weights, topk_ids;           // absent: the caller's stay in force
   std::span<const std::int32_t> expert_num_tokens;  // batched: [E_l]
+  ConstTensorView hidden_scale = {};  // present: hidden_states are codes, as ExpertsArgs says
 };
 
 struct FinalizeArgs {
@@ -68,6 +69,17 @@ class PrepareAndFinalize {
   virtual Result<std::int64_t> workspace_size(std::int64_t tokens) const = 0;
   virtual Result<Prepared> prepare(const PrepareArgs& args) const = 0;
   virtual Status finalize(const FinalizeArgs& args) const = 0;
+  // To be called where this rank fails outside prepare and finalize while others may be in them:
+  // takes part in the collective that they wait in, so that all return the same reason at once.
+  // Returns it: `reason`, or that of a lower rank.
+  //   prepared   prepare has returned ok, finalize was not called
+  //   workspace  the one prepare filled, if prepared
+  virtual Status withdraw(const Status& reason, bool prepared,
+                          std::span<std::byte> workspace) const {
+    static_cast<void>(prepared);
+    static_cast<void>(workspace);
+    return reason;
+  }
 };
 
 // No data or expert parallelism: rows, ids and weights pass through untouched; a delegated
@@ -83,32 +95,60 @@ Result<std::unique_ptr<PrepareAndFinalize>> make_batched_prepare_finalize(
 struct AllToAllOptions {
   // Who owns which expert. Without gather its ep rank and size are those of the communicator.
   ParallelConfig parallel;
-  std::int64_t max_tokens_per_rank = 0;  // that any rank may have in one call; the same on all
+  std::int64_t max_tokens_per_rank = 0;  // T, that any rank may have in one call; the same on all
   // Every row goes to every rank (all-gather, reduce-scatter) instead of once to each rank that
   // owns one of its experts.
   bool gather = false;
+  // Where the scheme quantises a row by itself (fp8-block), rows travel as codes and scales: half
+  // the bytes of bf16, the same bits in the experts. Other schemes, and false: rows travel in the
+  // dtype to which the scheme rounds hidden states and are quantised where they arrive.
+  bool quantize_before_dispatch = true;
+  // Of results on their way back: kF32, or kBF16 for half the bytes and one more rounding of each
+  // partial result (2^-9 relative).
+  DType combine_dtype = DType::kF32;
 };
-// Ranks with rows of their own, each owning some experts (or, with gather, a slice of each): rows
-// travel with ids and weights in the dtype to which the scheme rounds hidden states (quantised
-// where they arrive, so the bits are those of one rank), and each rank sends one F32 partial sum
-// per row back. A row's result is the sum of those in rank order, rounded once: repeatable, equal
-// to one rank's where a row's experts are on one rank, else within (k + R) * 2^-24 * sum |w * row|
-// of it. Row counts may differ between ranks and be zero; prepare and finalize are collective. They
-// allocate buffers for messages. Errors: those of the communicator, kLimitExceeded for more rows
-// than agreed; making it: kUnsupported for a batched problem, kInvalidArgument for options.
+// Transports between ranks with rows of their own. Row counts may differ between ranks and be zero.
+// prepare and finalize are collective; a rank that cannot take part (too many rows, a bad id) says
+// so in its message, and all return its reason, with "dispatch: rank N:" in front, without waiting.
+// They allocate buffers for messages. Errors: those of the communicator, kLimitExceeded for more
+// rows than agreed; making them: kUnsupported for another format, kInvalidArgument and
+// kInvalidDType for options. attach: kUnsupported for experts that take no quantised rows.
+//
+// Each rank owns some experts (or, with gather, a slice of each): a row travels once to each of its
+// ranks, with ids and weights, and each rank sends one partial sum per row back. A row's result is
+// the sum of those in rank order, rounded once: repeatable, equal to one rank's where a row's
+// experts are on one rank, else within (k + R) * 2^-24 * sum |w * row| of it.
+// Payload that a rank sends, S being the ranks other than itself to which a row goes:
+//   dispatch  8 (R - 1) + sum over its rows of S * (row + 8 k),  row = H + 4 ceil(H / 128) (codes)
+//             or H * element size
+//   combine   8 (R - 1) + rows received from others * H * size of combine_dtype
 Result<std::unique_ptr<PrepareAndFinalize>> make_all_to_all_prepare_finalize(
     const MoeProblem& problem, std::shared_ptr<Communicator> communicator,
     const AllToAllOptions& options);
+// Low latency, batched format: a row travels once for each of its experts into the slabs [E_l, T *
+// R, H] of the ranks that own them (problem.max_tokens is T * R), its k results come back, and are
+// weighted and added up at home in fp32 in slot order, rounded once. With kF32 the bits are those
+// of a CPU backend on one rank, however experts are placed. A token's experts must be distinct
+// (kInvalidArgument). Rows in a slab: by source rank, then token.
+//   dispatch  8 (R - 1) + 4 * experts of others + slots with an expert elsewhere * row
+//   combine   8 (R - 1) + slots received from others * H * size of combine_dtype
+Result<std::unique_ptr<PrepareAndFinalize>> make_batched_all_to_all_prepare_finalize(
+    const MoeProblem& problem, std::shared_ptr<Communicator> communicator,
+    const AllToAllOptions& options);
 
-// A row of the list of prepare/finalize objects, as for experts.
+// A row of the list of prepare/finalize objects, as for experts: what it asks of the problem and of
+// the ranks. Rows without transport ignore communicator and options; `gather` is set by the row.
 struct PrepareFinalizeBackend {
   std::string_view name;
   std::string_view description;
-  Status (*can_implement)(const MoeProblem& problem);
-  Result<std::unique_ptr<PrepareAndFinalize>> (*create)(const MoeProblem& problem);
+  Status (*can_implement)(const MoeProblem& problem, const ParallelConfig& parallel);
+  Result<std::unique_ptr<PrepareAndFinalize>> (*create)(const MoeProblem& problem,
+                                                        std::shared_ptr<Communicator> communicator,
+                                                        const AllToAllOptions& options);
 };
 std::span<const PrepareFinalizeBackend> prepare_finalize_catalogue();
-std::vector<CandidateReport> explain_prepare_finalize(const MoeProblem& problem);
+std::vector<CandidateReport> explain_prepare_finalize(const MoeProblem& problem,
+                                                      const ParallelConfig& parallel = {});
 
 // --- The kernel ----------------------------------------------------------------------------------
 

@@ -230,6 +230,7 @@ Status ModularKernel::Impl::run_experts(const Args& a, const Prepared& prepared,
                                         const TensorView& expert_output) const {
   ExpertsArgs e;
   e.hidden_states = prepared.hidden_states;
+  e.hidden_scale = prepared.hidden_scale;
   if (problem.format == ActivationFormat::kStandard) {
     e.topk_ids = prepared.topk_ids.present() ? prepared.topk_ids : a.topk_ids;
     e.topk_weights = prepared.topk_weights.present() ? prepared.topk_weights : a.topk_weights;
@@ -243,8 +244,8 @@ Status ModularKernel::Impl::run_experts(const Args& a, const Prepared& prepared,
 
 Status ModularKernel::run(const Args& args) const {
   const Impl& m = *impl_;
-  MOESAIC_RETURN_IF_ERROR(m.check(args));
   const std::lock_guard<std::mutex> lock(m.mutex);
+  if (const Status bad = m.check(args); !bad.ok()) return m.pf->withdraw(bad, false, {});
   Arena arena(
       {const_cast<std::byte*>(m.workspace.data()), static_cast<std::size_t>(m.workspace.bytes())});
   MOESAIC_ASSIGN_OR_RETURN(const Impl::Pieces pieces, m.carve(arena, args.hidden_states.dim(0)));
@@ -268,7 +269,8 @@ Status ModularKernel::run(const Args& args) const {
       expert_output = TensorView(pieces.expert_output, DType::kF32, shape);
     }
     if (!MOESAIC_FAULT(kernel_stale_output)) {
-      MOESAIC_RETURN_IF_ERROR(m.run_experts(args, prepared, pieces, expert_output));
+      const Status status = m.run_experts(args, prepared, pieces, expert_output);
+      if (!status.ok()) return m.pf->withdraw(status, true, pieces.prepare);
     }
   }
   return m.pf->finalize({args.output, expert_output, args.topk_weights, args.topk_ids,

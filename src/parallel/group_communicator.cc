@@ -83,6 +83,10 @@ class GroupCommunicator final : public Communicator {
     }
   }
 
+  Status abandon(std::string_view reason) override {
+    return world_->fail(fmt::format("rank {}: {}", me(), reason), true);
+  }
+
   Result<std::unique_ptr<Communicator>> subgroup(std::span<const int> ranks, int id) override {
     if (id < 1 || id > kMaxGroupId) {
       return Status(StatusCode::kInvalidArgument,

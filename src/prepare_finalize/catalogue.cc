@@ -1,4 +1,7 @@
-// The list of prepare/finalize objects. Formats exclude each other, so order carries no preference.
+// The ordered list of prepare/finalize objects, with what each asks of the problem and of the
+// ranks.
+#include <fmt/format.h>
+
 #include <array>
 #include <string>
 
@@ -8,21 +11,107 @@
 namespace moesaic {
 namespace {
 
+// Nothing moves: every rank has all rows (or there is one rank).
+Status rows_are_here(std::string_view name, const ParallelConfig& parallel) {
+  const std::size_t ranks = parallel.token_group().size();
+  if (ranks == 1) return {};
+  return {StatusCode::kUnsupported,
+          fmt::format("parallel: {} ranks have rows of their own, {} moves none", ranks, name)};
+}
+
+Status experts_are_spread(std::string_view name, const ParallelConfig& parallel) {
+  if (parallel.use_all_to_all()) return {};
+  return {StatusCode::kUnsupported,
+          fmt::format("parallel: got ep size {}, dp size {}, sp size {}; {} needs experts spread "
+                      "over ranks (ep > 1) that have rows of their own (dp > 1 or sp > 1)",
+                      parallel.ep_size, parallel.dp_size, parallel.sp_size, name)};
+}
+
+Status local(const MoeProblem& problem, const ParallelConfig& parallel) {
+  MOESAIC_RETURN_IF_ERROR(local_can_implement(problem));
+  return rows_are_here("local", parallel);
+}
+Status batched(const MoeProblem& problem, const ParallelConfig& parallel) {
+  MOESAIC_RETURN_IF_ERROR(batched_can_implement(problem));
+  return rows_are_here("batched_reference", parallel);
+}
+Status all_to_all(const MoeProblem& problem, const ParallelConfig& parallel) {
+  MOESAIC_RETURN_IF_ERROR(standard_transport_can_implement(problem));
+  return experts_are_spread("all_to_all", parallel);
+}
+Status all_to_all_batched(const MoeProblem& problem, const ParallelConfig& parallel) {
+  MOESAIC_RETURN_IF_ERROR(batched_transport_can_implement(problem));
+  MOESAIC_RETURN_IF_ERROR(experts_are_spread("all_to_all_batched", parallel));
+  if (problem.max_tokens % parallel.ep_size == 0) return {};
+  return {StatusCode::kInvalidArgument,
+          fmt::format("max_tokens: got {} rows per slab, need a multiple of ep size {}",
+                      problem.max_tokens, parallel.ep_size)};
+}
+Status gather(const MoeProblem& problem, const ParallelConfig& parallel) {
+  MOESAIC_RETURN_IF_ERROR(standard_transport_can_implement(problem));
+  if (parallel.token_group().size() > 1) return {};
+  return {StatusCode::kUnsupported,
+          "parallel: every rank has all rows, all_gather_reduce_scatter has nothing to gather"};
+}
+
+Result<std::unique_ptr<PrepareAndFinalize>> make_local(const MoeProblem& problem,
+                                                       std::shared_ptr<Communicator>,
+                                                       const AllToAllOptions&) {
+  return make_local_prepare_finalize(problem);
+}
+Result<std::unique_ptr<PrepareAndFinalize>> make_batched(const MoeProblem& problem,
+                                                         std::shared_ptr<Communicator>,
+                                                         const AllToAllOptions&) {
+  return make_batched_prepare_finalize(problem);
+}
+template <bool kGather>
+Result<std::unique_ptr<PrepareAndFinalize>> make_standard(
+    const MoeProblem& problem, std::shared_ptr<Communicator> communicator,
+    const AllToAllOptions& options) {
+  AllToAllOptions chosen = options;
+  chosen.gather = kGather;
+  return make_all_to_all_prepare_finalize(problem, std::move(communicator), chosen);
+}
+
 constexpr auto kCatalogue = std::to_array<PrepareFinalizeBackend>({
-    {"local", "no transport, standard format, rows stay where they are", &local_can_implement,
-     &make_local_prepare_finalize},
-    {"batched_reference", "no transport, one slab of rows per local expert", &batched_can_implement,
-     &make_batched_prepare_finalize},
+    {"local", "no transport, standard format, rows stay where they are", &local, &make_local},
+    {"batched_reference", "no transport, one slab of rows per local expert", &batched,
+     &make_batched},
+    {"all_to_all", "each row once to every rank that owns one of its experts, one sum back",
+     &all_to_all, &make_standard<false>},
+    {"all_gather_reduce_scatter", "every row to every rank, sums scattered back", &gather,
+     &make_standard<true>},
+    {"all_to_all_batched", "low latency: each row into the slab of each of its experts",
+     &all_to_all_batched, &make_batched_all_to_all_prepare_finalize},
 });
 
 }  // namespace
 
+Status standard_transport_can_implement(const MoeProblem& problem) {
+  if (problem.format == ActivationFormat::kStandard) return check_problem(problem);
+  return {StatusCode::kUnsupported,
+          "format: the experts want batched activations, this transport hands over the standard "
+          "format"};
+}
+
+Status batched_transport_can_implement(const MoeProblem& problem) {
+  if (problem.format != ActivationFormat::kBatched) {
+    return {StatusCode::kUnsupported,
+            "format: the experts want the standard format, all_to_all_batched hands over slabs"};
+  }
+  MOESAIC_RETURN_IF_ERROR(check_problem(problem));
+  if (problem.max_tokens >= 1) return {};
+  return {StatusCode::kInvalidArgument,
+          fmt::format("max_tokens: got {}, the batched format needs T >= 1", problem.max_tokens)};
+}
+
 std::span<const PrepareFinalizeBackend> prepare_finalize_catalogue() { return kCatalogue; }
 
-std::vector<CandidateReport> explain_prepare_finalize(const MoeProblem& problem) {
+std::vector<CandidateReport> explain_prepare_finalize(const MoeProblem& problem,
+                                                      const ParallelConfig& parallel) {
   std::vector<CandidateReport> reports;
   for (const PrepareFinalizeBackend& row : kCatalogue) {
-    const Status status = row.can_implement(problem);
+    const Status status = row.can_implement(problem, parallel);
     reports.push_back({"prepare_finalize", std::string(row.name), status.message(), status.ok()});
   }
   return reports;

@@ -8,5 +8,8 @@ namespace moesaic {
 
 Status local_can_implement(const MoeProblem& problem);
 Status batched_can_implement(const MoeProblem& problem);
+// Of the transports between ranks, whatever the ranks: format and problem.
+Status standard_transport_can_implement(const MoeProblem& problem);
+Status batched_transport_can_implement(const MoeProblem& problem);
 
 }  // namespace moesaic

@@ -1,10 +1,6 @@
 #include <gtest/gtest.h>
 
-#include <thread>
-
-#include "moesaic/communicator.h"
-#include "moesaic/modular_kernel.h"
-#include "support/experts_run.h"
+#include "prepare_finalize/transport_case.h"
 #include "support/metrics.h"
 #include "support/random.h"
 #include "support/refusal.h"
@@ -12,103 +8,56 @@
 namespace moesaic {
 namespace {
 
+using test::expect_refusal;
+using test::kTransports;
+using test::run_transport;
 using test::StandardCase;
-
-// Some experts of another source, in the given order.
-class SubsetSource final : public ExpertSource {
- public:
-  SubsetSource(const StackedExpertWeights& weights, std::vector<std::int64_t> ids)
-      : all_(make_stacked_source(weights)), ids_(std::move(ids)) {}
-  Result<ExpertWeightsView> expert(std::int64_t e) override {
-    return all_->expert(ids_[static_cast<std::size_t>(e)]);
-  }
-
- private:
-  std::unique_ptr<ExpertSource> all_;
-  std::vector<std::int64_t> ids_;
-};
-
-struct Setup {
-  ExpertPlacement placement = ExpertPlacement::kLinear;
-  bool gather = false;
-  std::string backend;  // empty: the first that accepts
-};
-
-// Rank r of counts.size() computes the r-th stretch of the case's rows; returns all of them.
-Tensor run_ranks(const StandardCase& c, const std::vector<std::int64_t>& counts,
-                 const Setup& setup) {
-  const int size = static_cast<int>(counts.size());
-  const std::int64_t hidden = c.problem.hidden_size;
-  Tensor output = Tensor::uninitialized(DType::kF32, c.hidden_states.shape()).value();
-  test::poison(output.view());
-  auto ranks = make_in_process_communicators(size, {.timeout_ms = 20'000}).value();
-  const auto body = [&](int r, std::int64_t first) {
-    AllToAllOptions options;
-    options.parallel.ep_size = size;
-    options.parallel.ep_rank = r;
-    options.parallel.placement = setup.placement;
-    options.max_tokens_per_rank = 16;
-    options.gather = setup.gather;
-    MoeProblem problem = c.problem;
-    const auto ids = local_expert_ids(problem.num_experts, options.parallel).value();
-    const auto map = make_expert_map(problem.num_experts, options.parallel).value();
-    problem.num_local_experts = static_cast<std::int64_t>(ids.size());
-    problem.max_tokens = 16 * size;
-    problem.num_threads = 1;
-    SubsetSource source(c.weights.view(), ids);
-    const ExpertsBackend* row = choose_experts(problem, setup.backend).value();
-    std::shared_ptr<Communicator> comm = std::move(ranks[static_cast<std::size_t>(r)]);
-    auto kernel = ModularKernel::create(
-        problem, make_all_to_all_prepare_finalize(problem, comm, options).value(),
-        row->create(problem, source).value(), {.max_tokens = 16});
-    ASSERT_TRUE(kernel.ok()) << kernel.status().message();
-    const std::int64_t n = counts[static_cast<std::size_t>(r)];
-    const std::int64_t k = problem.top_k;
-    const std::int64_t width = dtype_bits(c.hidden_states.dtype()) / 8;
-    ModularKernel::Args a;
-    a.hidden_states = ConstTensorView(c.hidden_states.data() + first * hidden * width,
-                                      c.hidden_states.dtype(), Shape{n, hidden});
-    a.topk_ids = ConstTensorView(c.routing.ids.data() + first * k * 4, DType::kI32, Shape{n, k});
-    a.topk_weights =
-        ConstTensorView(c.routing.weights.data() + first * k * 4, DType::kF32, Shape{n, k});
-    a.expert_map = map;
-    a.output = TensorView(output.data() + first * hidden * 4, DType::kF32, Shape{n, hidden});
-    for (int repeat = 0; repeat < 2; ++repeat) {
-      test::poison(kernel->workspace_for_test().data(), kernel->workspace_bytes());
-      const Status status = kernel->run(a);
-      ASSERT_TRUE(status.ok()) << status.message();
-    }
-    EXPECT_TRUE(kernel->prepare_finalize().output_is_reduced());
-  };
-  std::vector<std::thread> threads;
-  std::int64_t first = 0;
-  for (int r = 0; r < size; ++r) {
-    threads.emplace_back(body, r, first);
-    first += counts[static_cast<std::size_t>(r)];
-  }
-  for (std::thread& t : threads) t.join();
-  return output;
-}
+using test::Transport;
+using test::transport_name;
+using test::TransportRun;
+using test::TransportSetup;
 
 // Uneven tokens, empty ranks, ranks without experts, slots without an expert.
 const std::vector<std::vector<std::int64_t>> kCounts = {
     {7}, {5, 0}, {0, 9}, {1, 6, 3}, {4, 0, 16, 2}, {3, 3, 0, 1, 5, 2, 0, 4}};
 
+std::int64_t total(const std::vector<std::int64_t>& counts) {
+  std::int64_t sum = 0;
+  for (const std::int64_t n : counts) sum += n;
+  return sum;
+}
+
+std::string first_backend(const StandardCase& c) {
+  return std::string(choose_experts(c.problem).value()->name);
+}
+
+Tensor checked(TransportRun run) {
+  for (const test::RankRun& rank : run.ranks) {
+    for (const Status& status : rank.calls) EXPECT_TRUE(status.ok()) << status.message();
+  }
+  return std::move(run.output);
+}
+
 TEST(AllToAll, EqualsOneRankForEveryPlacementAndTransport) {
-  for (const bool gather : {false, true}) {
+  for (const Transport transport : kTransports) {
     for (const auto placement : {ExpertPlacement::kLinear, ExpertPlacement::kRoundRobin}) {
       for (const char* quant : {"f32", "bf16", "fp8-block"}) {
         for (std::size_t i = 0; i < kCounts.size(); ++i) {
-          SCOPED_TRACE(std::string(quant) + (gather ? " gather " : " all-to-all ") +
+          SCOPED_TRACE(std::string(quant) + " " + transport_name(transport) + " " +
                        std::string(expert_placement_name(placement)) + " case " +
                        std::to_string(i));
-          std::int64_t tokens = 0;
-          for (const std::int64_t n : kCounts[i]) tokens += n;
-          const StandardCase c =
-              test::make_case(100 + i, test::small_problem(quant), tokens, DType::kBF16, 0.1);
-          const std::string backend(choose_experts(c.problem).value()->name);
+          const StandardCase c = test::make_case(100 + i, test::small_problem(quant),
+                                                 total(kCounts[i]), DType::kBF16, 0.1);
+          const std::string backend = first_backend(c);
           const Tensor want = test::run_standard(*test::make_backend(backend, c), c);
-          const Tensor got = run_ranks(c, kCounts[i], {placement, gather, backend});
+          const Tensor got = checked(run_transport(
+              c, kCounts[i], {.transport = transport, .placement = placement, .backend = backend}));
+          if (transport == Transport::kBatched) {
+            // The k results of a row are added up as on one rank.
+            std::string why;
+            EXPECT_TRUE(test::same_bits(got.view(), want.view(), &why)) << why;
+            continue;
+          }
           const auto result =
               test::compare(test::to_doubles(got.view()), test::to_doubles(want.view()));
           // A few roundings of fp32 sums.
@@ -120,20 +69,130 @@ TEST(AllToAll, EqualsOneRankForEveryPlacementAndTransport) {
 }
 
 TEST(AllToAll, OneExpertPerTokenIsBitIdentical) {
-  MoeProblem problem = test::small_problem("bf16");
-  problem.top_k = 1;
-  const StandardCase c = test::make_case(7, problem, 22, DType::kBF16);
-  const std::string backend(choose_experts(c.problem).value()->name);
-  const Tensor want = test::run_standard(*test::make_backend(backend, c), c);
-  for (const bool gather : {false, true}) {
-    const Tensor got = run_ranks(c, {4, 0, 16, 2}, {ExpertPlacement::kLinear, gather, backend});
-    std::string why;
-    EXPECT_TRUE(test::same_bits(got.view(), want.view(), &why)) << why;
+  for (const bool on_input : {false, true}) {
+    for (const char* quant : {"bf16", "fp8-block"}) {
+      MoeProblem problem = test::small_problem(quant);
+      problem.top_k = 1;
+      problem.apply_router_weight_on_input = on_input;
+      const StandardCase c = test::make_case(7, problem, 22, DType::kF32);
+      const std::string backend = first_backend(c);
+      const Tensor want = test::run_standard(*test::make_backend(backend, c), c);
+      for (const Transport transport : kTransports) {
+        SCOPED_TRACE(std::string(quant) + " " + transport_name(transport));
+        const Tensor got =
+            checked(run_transport(c, {4, 0, 16, 2}, {.transport = transport, .backend = backend}));
+        std::string why;
+        EXPECT_TRUE(test::same_bits(got.view(), want.view(), &why)) << why;
+      }
+    }
+  }
+}
+
+// The experts see the same codes and scales wherever these were made, on every backend that takes
+// both, with scales that are powers of two as well.
+TEST(AllToAll, QuantisingBeforeDispatchChangesNoBitAndHalvesTheBytes) {
+  for (const bool power_of_two : {false, true}) {
+    MoeProblem problem = test::small_problem("fp8-block");
+    if (power_of_two) problem.quant.activation.scale_format = ScaleFormat::kE8M0;
+    const StandardCase c = test::make_case(21, problem, 25, DType::kBF16, 0.1);
+    for (const std::string& backend : {first_backend(c), std::string("cpu_reference")}) {
+      for (const Transport transport : kTransports) {
+        SCOPED_TRACE(backend + " " + transport_name(transport));
+        TransportSetup setup{.transport = transport, .backend = backend};
+        TransportRun before = run_transport(c, {9, 16, 0}, setup);
+        setup.quantize_before_dispatch = false;
+        TransportRun after = run_transport(c, {9, 16, 0}, setup);
+        EXPECT_LT(before.ranks[1].bytes_sent, after.ranks[1].bytes_sent);
+        std::string why;
+        EXPECT_TRUE(test::same_bits(checked(std::move(before)).view(),
+                                    checked(std::move(after)).view(), &why))
+            << why;
+      }
+    }
+  }
+}
+
+// One NaN makes its row's result NaN and no other's, quantised or not.
+TEST(AllToAll, ANaNTravelsInItsRowOnly) {
+  StandardCase c = test::make_case(3, test::small_problem("fp8-block"), 8, DType::kBF16);
+  c.hidden_states.as<std::uint16_t>()[2 * c.problem.hidden_size + 5] = 0x7FC0;
+  for (const Transport transport : kTransports) {
+    const Tensor got = checked(run_transport(c, {4, 4}, {.transport = transport}));
+    for (std::int64_t t = 0; t < 8; ++t) {
+      bool nan = false;
+      for (std::int64_t h = 0; h < c.problem.hidden_size; ++h) {
+        const float v = got.as<float>()[t * c.problem.hidden_size + h];
+        nan = nan || v != v;
+      }
+      EXPECT_EQ(nan, t == 2) << transport_name(transport) << " row " << t;
+    }
+  }
+}
+
+// Partial results in bf16: half the bytes back, one rounding of 2^-9 each.
+TEST(AllToAll, ResultsMayTravelInBF16WithinTheirRounding) {
+  const StandardCase c = test::make_case(31, test::small_problem("bf16"), 24, DType::kBF16);
+  const Tensor want = test::run_standard(*test::make_backend(first_backend(c), c), c);
+  for (const Transport transport : kTransports) {
+    SCOPED_TRACE(transport_name(transport));
+    const Tensor got =
+        checked(run_transport(c, {8, 16}, {.transport = transport, .combine_dtype = DType::kBF16}));
+    const auto result = test::compare(test::to_doubles(got.view()), test::to_doubles(want.view()));
+    EXPECT_LE(result.rel_l2, 0x1p-8) << result.describe;
+    EXPECT_GE(result.rel_l2, 0x1p-14) << "nothing was rounded";
+  }
+}
+
+// What is wrong on one rank is the answer of every rank, at once, and the ranks go on after it.
+TEST(AllToAll, ARefusalOfOneRankIsTheAnswerOfAll) {
+  const StandardCase c = test::make_case(5, test::small_problem("bf16"), 14, DType::kBF16);
+  Tensor bad_ids = Tensor::zeros(DType::kI32, {3, 2}).value();
+  bad_ids.as<std::int32_t>()[3] = 99;
+  Tensor twice = Tensor::zeros(DType::kI32, {3, 2}).value();  // expert 0 in both slots
+  Tensor many_rows = Tensor::zeros(DType::kBF16, {17, c.problem.hidden_size}).value();
+  Tensor many_ids = Tensor::zeros(DType::kI32, {17, 2}).value();
+  Tensor many_weights = Tensor::zeros(DType::kF32, {17, 2}).value();
+  Tensor many_outputs = Tensor::zeros(DType::kF32, {17, c.problem.hidden_size}).value();
+  struct Case {
+    StatusCode code;
+    const char* word;
+    std::function<void(ModularKernel::Args&)> spoil;
+    bool batched_only = false;
+  };
+  const std::vector<Case> cases = {
+      {StatusCode::kInvalidArgument, "token 1, slot 1: got expert 99",
+       [&](ModularKernel::Args& a) { a.topk_ids = bad_ids.view(); }},
+      {StatusCode::kLimitExceeded, "tokens: got 17, need at most",
+       [&](ModularKernel::Args& a) {
+         a.hidden_states = many_rows.view();
+         a.topk_ids = many_ids.view();
+         a.topk_weights = many_weights.view();
+         a.output = many_outputs.view();
+       }},
+      {StatusCode::kInvalidShape, "topk_ids",
+       [&](ModularKernel::Args& a) {
+         a.topk_ids.shape = Shape{3, 1};
+       }},
+      {StatusCode::kInvalidArgument, "token 0: got expert 0 twice",
+       [&](ModularKernel::Args& a) { a.topk_ids = twice.view(); }, true},
+  };
+  for (const Transport transport : kTransports) {
+    for (const Case& wrong : cases) {
+      if (wrong.batched_only && transport != Transport::kBatched) continue;
+      SCOPED_TRACE(std::string(transport_name(transport)) + ": " + wrong.word);
+      const TransportRun run = run_transport(
+          c, {4, 3, 7}, {.transport = transport, .spoil = [&](int r, ModularKernel::Args& a) {
+                           if (r == 1) wrong.spoil(a);
+                         }});
+      for (const test::RankRun& rank : run.ranks) {
+        expect_refusal(rank.calls[0], wrong.code, {"dispatch", "rank 1: ", wrong.word});
+        EXPECT_TRUE(rank.calls[1].ok()) << rank.calls[1].message();
+      }
+    }
   }
 }
 
 TEST(AllToAll, RefusesByName) {
-  using test::expect_refusal;
   const std::shared_ptr<Communicator> self = make_self_communicator();
   MoeProblem problem = test::small_problem("bf16");
   problem.max_tokens = 4;
@@ -142,7 +201,11 @@ TEST(AllToAll, RefusesByName) {
   const auto make = [&] {
     return make_all_to_all_prepare_finalize(problem, self, options).status();
   };
+  const auto make_batched = [&] {
+    return make_batched_all_to_all_prepare_finalize(problem, self, options).status();
+  };
   EXPECT_TRUE(make().ok());
+  expect_refusal(make_batched(), StatusCode::kUnsupported, {"format", "slabs"});
   options.max_tokens_per_rank = 0;
   expect_refusal(make(), StatusCode::kInvalidArgument, {"max_tokens_per_rank: got 0"});
   options.max_tokens_per_rank = 4;
@@ -151,8 +214,46 @@ TEST(AllToAll, RefusesByName) {
   expect_refusal(make_all_to_all_prepare_finalize(problem, nullptr, options).status(),
                  StatusCode::kInvalidArgument, {"communicator"});
   options.parallel.ep_size = 1;
+  options.combine_dtype = DType::kF16;
+  expect_refusal(make(), StatusCode::kInvalidDType, {"combine_dtype: got F16"});
+  options.combine_dtype = DType::kF32;
   problem.format = ActivationFormat::kBatched;
   expect_refusal(make(), StatusCode::kUnsupported, {"format"});
+  EXPECT_TRUE(make_batched().ok());
+  problem.max_tokens = 5;
+  expect_refusal(make_batched(), StatusCode::kInvalidArgument, {"max_tokens: got 5", "= 4"});
+  problem.max_tokens = 4;
+  problem.num_local_experts = 5;
+  expect_refusal(make_batched(), StatusCode::kInvalidArgument, {"num_local_experts: got 5"});
+  problem.num_local_experts = 6;
+  options.gather = true;
+  expect_refusal(make_batched(), StatusCode::kUnsupported, {"gather"});
+}
+
+// Stands for experts that know nothing of quantised rows.
+class PlainExperts final : public Experts {
+ public:
+  std::string_view name() const override { return "plain"; }
+  TopKWeightAndReduce reduction() const override { return TopKWeightAndReduce::kNoOp; }
+  ActivationFormat format() const override { return ActivationFormat::kStandard; }
+  Result<std::int64_t> workspace_size(std::int64_t) const override { return std::int64_t{0}; }
+  std::int64_t weight_bytes() const override { return 0; }
+  std::string_view determinism() const override { return ""; }
+  Status run(const ExpertsArgs&) const override { return {}; }
+};
+
+TEST(AllToAll, ExpertsThatTakeNoCodesAreRefused) {
+  const MoeProblem problem = test::small_problem("fp8-block");
+  AllToAllOptions options;
+  options.max_tokens_per_rank = 4;
+  const auto attach = [&] {
+    return make_all_to_all_prepare_finalize(problem, make_self_communicator(), options)
+        .value()
+        ->attach(PlainExperts());
+  };
+  expect_refusal(attach(), StatusCode::kUnsupported, {"plain", "quantize_before_dispatch"});
+  options.quantize_before_dispatch = false;
+  EXPECT_TRUE(attach().ok());
 }
 
 }  // namespace

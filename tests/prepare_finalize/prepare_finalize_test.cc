@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "moesaic/communicator.h"
 #include "moesaic/modular_kernel.h"
 #include "support/experts_run.h"
 #include "support/metrics.h"
@@ -173,21 +174,65 @@ TEST(BatchedPrepareFinalize, RefusesBadIdsAndOtherReductions) {
   EXPECT_FALSE(pf->workspace_size(-1).ok());
 }
 
-TEST(PrepareFinalizeCatalogue, EachFormatHasExactlyOneRow) {
-  for (const auto format : {ActivationFormat::kStandard, ActivationFormat::kBatched}) {
-    MoeProblem p = small_problem("bf16");
-    p.format = format;
-    int accepted = 0;
-    for (const CandidateReport& row : explain_prepare_finalize(p)) {
-      EXPECT_EQ(row.stage, "prepare_finalize");
-      EXPECT_EQ(row.accepted, row.reason.empty());
-      accepted += row.accepted ? 1 : 0;
-      if (!row.accepted) {
-        EXPECT_NE(row.reason.find("format"), std::string::npos);
-      }
-    }
-    EXPECT_EQ(accepted, 1);
+// Accepted rows in order, for ranks that have rows of their own (dp), or one process.
+std::vector<std::string> accepted(ActivationFormat format, const ParallelConfig& parallel) {
+  MoeProblem p = small_problem("bf16");
+  p.format = format;
+  std::vector<std::string> names;
+  for (const CandidateReport& row : explain_prepare_finalize(p, parallel)) {
+    EXPECT_EQ(row.stage, "prepare_finalize");
+    EXPECT_EQ(row.accepted, row.reason.empty());
+    if (row.accepted) names.push_back(row.name);
+    const bool said = row.reason.find("format") != std::string::npos ||
+                      row.reason.find("parallel") != std::string::npos;
+    EXPECT_TRUE(row.accepted || said) << row.reason;
   }
+  return names;
+}
+
+TEST(PrepareFinalizeCatalogue, AcceptsWhatFormatAndRanksAllow) {
+  using Names = std::vector<std::string>;
+  const auto standard = ActivationFormat::kStandard;
+  const auto batched = ActivationFormat::kBatched;
+  EXPECT_EQ(accepted(standard, {}), Names{"local"});
+  EXPECT_EQ(accepted(batched, {}), Names{"batched_reference"});
+  // All ranks have the same rows: nothing moves.
+  ParallelConfig replicas;
+  replicas.ep_size = 4;
+  EXPECT_EQ(accepted(standard, replicas), Names{"local"});
+  ParallelConfig data = replicas;
+  data.dp_size = 4;
+  EXPECT_EQ(accepted(standard, data), (Names{"all_to_all", "all_gather_reduce_scatter"}));
+  EXPECT_EQ(accepted(batched, data), Names{"all_to_all_batched"});
+  // Slices of every expert: all ranks need all rows.
+  ParallelConfig slices;
+  slices.tp_size = slices.dp_size = 2;
+  EXPECT_EQ(accepted(standard, slices), Names{"all_gather_reduce_scatter"});
+  EXPECT_EQ(accepted(batched, slices), Names{});
+  // Slabs of 16 rows do not divide by three ranks.
+  ParallelConfig three;
+  three.ep_size = three.dp_size = 3;
+  MoeProblem p = small_problem("bf16");
+  p.format = batched;
+  EXPECT_NE(explain_prepare_finalize(p, three).back().reason.find("multiple of ep size 3"),
+            std::string::npos);
+}
+
+TEST(PrepareFinalizeCatalogue, RowsMakeWhatTheyName) {
+  const std::shared_ptr<Communicator> self = make_self_communicator();
+  AllToAllOptions options;
+  options.max_tokens_per_rank = 16;
+  for (const PrepareFinalizeBackend& row : prepare_finalize_catalogue()) {
+    MoeProblem p = small_problem("bf16");
+    if (row.name.find("batched") != std::string_view::npos) p.format = ActivationFormat::kBatched;
+    const auto made = row.create(p, self, options);
+    ASSERT_TRUE(made.ok()) << made.status().message();
+    EXPECT_EQ((*made)->name(), row.name);
+    EXPECT_FALSE(row.description.empty());
+  }
+}
+
+TEST(PrepareFinalizeCatalogue, FormatsAreRefused) {
   EXPECT_EQ(make_local_prepare_finalize(batched_problem(4)).status().code(),
             StatusCode::kUnsupported);
   EXPECT_EQ(make_batched_prepare_finalize(small_problem("bf16")).status().code(),

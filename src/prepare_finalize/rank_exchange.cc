@@ -1,0 +1,100 @@
+#include "prepare_finalize/rank_exchange.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+namespace moesaic {
+namespace {
+// Of a refusal; room for it is always kept.
+constexpr std::int64_t kMaxText = 504;
+}  // namespace
+
+void RankExchange::Buffer::reset(std::int64_t payload) {
+  bytes = static_cast<std::size_t>(kHeaderBytes + payload);
+  data = std::make_unique_for_overwrite<std::byte[]>(bytes);
+}
+
+RankExchange::RankExchange(Communicator& communicator, std::string_view what)
+    : comm_(communicator), what_(what) {
+  const auto n = static_cast<std::size_t>(comm_.size());
+  out_.resize(n);
+  in_.resize(n);
+  source_.resize(n);
+  received_.resize(n);
+  headers_.resize(n);
+}
+
+void RankExchange::expect(int r, std::int64_t bytes) {
+  in_[static_cast<std::size_t>(r)].reset(std::max(bytes, kMaxText));
+}
+
+std::byte* RankExchange::start(Buffer& buffer, MessageHeader header, std::int64_t bytes) const {
+  buffer.reset(bytes);
+  std::memcpy(buffer.data.get(), &header, sizeof(header));
+  return buffer.data.get() + kHeaderBytes;
+}
+
+std::byte* RankExchange::message(int r, std::int64_t rows, std::int64_t bytes) {
+  const auto i = static_cast<std::size_t>(r);
+  source_[i] = i;
+  return start(out_[i], {0, static_cast<std::int32_t>(rows)}, bytes);
+}
+
+std::byte* RankExchange::to_all(std::int64_t rows, std::int64_t bytes) {
+  std::fill(source_.begin(), source_.end(), 0);
+  return start(out_[0], {0, static_cast<std::int32_t>(rows)}, bytes);
+}
+
+Status RankExchange::refuse(const Status& reason) {
+  const std::string text = reason.message().substr(0, static_cast<std::size_t>(kMaxText));
+  std::fill(source_.begin(), source_.end(), 0);
+  std::byte* to = start(out_[0], {static_cast<std::int32_t>(reason.code()), 0},
+                        static_cast<std::int64_t>(text.size()));
+  std::memcpy(to, text.data(), text.size());
+  const Status status = run();
+  return status.ok() ? reason : status;
+}
+
+Status RankExchange::run() {
+  std::vector<std::span<const std::byte>> send;
+  std::vector<std::span<std::byte>> recv;
+  for (std::size_t r = 0; r < in_.size(); ++r) {
+    const Buffer& out = out_[source_[r]];
+    send.emplace_back(out.data.get(), out.bytes);
+    recv.emplace_back(in_[r].data.get(), in_[r].bytes);
+  }
+  MOESAIC_RETURN_IF_ERROR(comm_.exchange(what_, send, recv, received_));
+  Status refused;
+  for (std::size_t r = 0; r < in_.size(); ++r) {
+    const auto length = static_cast<std::size_t>(received_[r]);
+    if (length < sizeof(MessageHeader)) {
+      return comm_.abandon(fmt::format("{}: rank {} sent {} bytes, need at least {}", what_, r,
+                                       length, kHeaderBytes));
+    }
+    std::memcpy(&headers_[r], in_[r].data.get(), sizeof(MessageHeader));
+    const MessageHeader& h = headers_[r];
+    if (h.code < 0 || h.code > static_cast<int>(StatusCode::kInternal) || h.rows < 0) {
+      return comm_.abandon(
+          fmt::format("{}: rank {} sent a header with code {} and {} rows, need both >= 0", what_,
+                      r, h.code, h.rows));
+    }
+    if (h.code == 0 || !refused.ok()) continue;
+    const auto text = payload(static_cast<int>(r));
+    refused = Status(
+        static_cast<StatusCode>(h.code),
+        fmt::format("{}: rank {}: {}", what_, r,
+                    std::string_view(reinterpret_cast<const char*>(text.data()), text.size())));
+  }
+  return refused;
+}
+
+std::span<const std::byte> RankExchange::payload(int r) const {
+  const auto i = static_cast<std::size_t>(r);
+  return std::span<const std::byte>(in_[i].data.get(), static_cast<std::size_t>(received_[i]))
+      .subspan(sizeof(MessageHeader));
+}
+
+}  // namespace moesaic

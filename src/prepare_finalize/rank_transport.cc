@@ -1,0 +1,156 @@
+#include "prepare_finalize/rank_transport.h"
+
+#include <fmt/format.h>
+
+#include <cstring>
+#include <utility>
+
+#include "cpu/tiers.h"
+#include "permute/sort_slots.h"
+
+namespace moesaic {
+
+Status RankTransport::check_options(const Communicator* communicator,
+                                    const AllToAllOptions& options) {
+  const auto invalid = [](std::string text) {
+    return Status(StatusCode::kInvalidArgument, std::move(text));
+  };
+  if (communicator == nullptr) return invalid("communicator: got none, need one");
+  const int size = communicator->size();
+  const std::int64_t most = ((std::int64_t{1} << 31) - 1) / size;
+  if (options.max_tokens_per_rank < 1 || options.max_tokens_per_rank > most) {
+    return invalid(fmt::format("max_tokens_per_rank: got {}, need 1 .. 2^31-1 / {} ranks",
+                               options.max_tokens_per_rank, size));
+  }
+  if (!options.gather &&
+      (options.parallel.ep_size != size || options.parallel.ep_rank != communicator->rank())) {
+    return invalid(fmt::format("parallel: got ep rank {} of {}, the communicator has rank {} of {}",
+                               options.parallel.ep_rank, options.parallel.ep_size,
+                               communicator->rank(), size));
+  }
+  if (options.combine_dtype != DType::kF32 && options.combine_dtype != DType::kBF16) {
+    return {StatusCode::kInvalidDType, fmt::format("combine_dtype: got {}, need F32 or BF16",
+                                                   dtype_name(options.combine_dtype))};
+  }
+  return {};
+}
+
+Result<ExpertDirectory> RankTransport::make_directory(const MoeProblem& problem,
+                                                      const ParallelConfig& parallel, int ranks) {
+  ExpertDirectory d;
+  MOESAIC_ASSIGN_OR_RETURN(d.owner, expert_owners(problem.num_experts, parallel));
+  d.num_local.assign(static_cast<std::size_t>(ranks), 0);
+  d.local.reserve(d.owner.size());
+  // Both placements number a rank's experts in ascending global order.
+  for (const std::int32_t r : d.owner) {
+    d.local.push_back(d.num_local[static_cast<std::size_t>(r)]++);
+  }
+  d.first_rank.push_back(0);
+  for (const std::int32_t n : d.num_local) d.first_rank.push_back(d.first_rank.back() + n);
+  d.by_rank.resize(d.owner.size());
+  for (std::size_t e = 0; e < d.owner.size(); ++e) {
+    const std::int64_t first = d.first_rank[static_cast<std::size_t>(d.owner[e])];
+    d.by_rank[static_cast<std::size_t>(first + d.local[e])] = static_cast<std::int32_t>(e);
+  }
+  return d;
+}
+
+RankTransport::RankTransport(const MoeProblem& problem, std::shared_ptr<Communicator> communicator,
+                             const AllToAllOptions& options, std::string_view name, RowWire wire,
+                             ExpertDirectory directory)
+    : p_(problem),
+      comm_(std::move(communicator)),
+      max_tokens_(options.max_tokens_per_rank),
+      ranks_(comm_->size()),
+      combine_dtype_(options.combine_dtype),
+      wire_(wire),
+      directory_(std::move(directory)),
+      kernels_(cpu::current_kernels().value()),  // RowWire::create has asked already
+      // Ranks that disagree about the form of a row are in different calls.
+      dispatch_name_(fmt::format("dispatch ({}, {})", name, dtype_name(wire.dtype()))),
+      combine_name_(fmt::format("combine ({}, {})", name, dtype_name(options.combine_dtype))) {}
+
+Status RankTransport::attach(const Experts& experts) {
+  if (wire_.quantized() && !experts.takes_quantized_rows()) {
+    return {StatusCode::kUnsupported,
+            fmt::format("prepare_finalize {}: experts {} take no quantised rows, need "
+                        "quantize_before_dispatch = false",
+                        name(), experts.name())};
+  }
+  return attach_reduction(experts);
+}
+
+Result<std::int64_t> RankTransport::workspace_size(std::int64_t) const {
+  // Others may have many rows when this rank has few: the size depends on the maximum alone.
+  Arena arena = Arena::measure();
+  carve_all(arena);
+  MOESAIC_RETURN_IF_ERROR(arena.status());
+  return arena.used();
+}
+
+Status RankTransport::out_of_memory(const char* step, const char* why) const {
+  return {StatusCode::kOutOfMemory,
+          comm_->abandon(fmt::format("{} of {}: {}", step, name(), why)).message()};
+}
+
+Result<Prepared> RankTransport::prepare(const PrepareArgs& args) const {
+  try {
+    RankExchange exchange(*comm_, dispatch_name_);
+    expect_dispatch(exchange);
+    return dispatch(args, exchange);
+  } catch (const std::exception& error) {
+    return out_of_memory("dispatch", error.what());
+  }
+}
+
+Status RankTransport::finalize(const FinalizeArgs& args) const {
+  try {
+    RankExchange exchange(*comm_, combine_name_);
+    expect_combine(exchange);
+    return combine(args, exchange);
+  } catch (const std::exception& error) {
+    return out_of_memory("combine", error.what());
+  }
+}
+
+Status RankTransport::withdraw(const Status& reason, bool prepared, std::span<std::byte>) const {
+  try {
+    RankExchange exchange(*comm_, prepared ? combine_name_ : dispatch_name_);
+    prepared ? expect_combine(exchange) : expect_dispatch(exchange);
+    return exchange.refuse(reason);
+  } catch (const std::exception& error) {
+    static_cast<void>(out_of_memory("withdraw", error.what()));
+    return reason;
+  }
+}
+
+Status RankTransport::check_rows(const PrepareArgs& a) const {
+  const std::int64_t tokens = a.hidden_states.dim(0);
+  if (tokens > max_tokens_) {
+    return {StatusCode::kLimitExceeded,
+            fmt::format("tokens: got {}, need at most {} per rank", tokens, max_tokens_)};
+  }
+  return validate_topk_ids(
+      {a.topk_ids.as<std::int32_t>(), static_cast<std::size_t>(tokens * p_.top_k)}, a.expert_map,
+      p_.num_experts, p_.num_local_experts, p_.top_k);
+}
+
+Status RankTransport::broken(std::string_view step, std::string_view what) const {
+  return comm_->abandon(fmt::format("{} ({}): {}", step, name(), what));
+}
+
+void RankTransport::pack_result(const float* row, std::byte* to) const {
+  kernels_->store_row(row, p_.hidden_size, combine_dtype_, to);
+}
+
+void RankTransport::add_result(const std::byte* row, float weight, float* scratch,
+                               float* sum) const {
+  const auto* values = reinterpret_cast<const float*>(row);
+  if (combine_dtype_ != DType::kF32) {
+    kernels_->load_row(row, combine_dtype_, p_.hidden_size, p_.hidden_size, scratch);
+    values = scratch;
+  }
+  kernels_->accumulate_row(values, weight, p_.hidden_size, sum);
+}
+
+}  // namespace moesaic

@@ -1,0 +1,93 @@
+#include "prepare_finalize/row_wire.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "core/fault.h"
+#include "cpu/tiers.h"
+#include "quant/compute_scheme.h"
+
+namespace moesaic {
+namespace {
+
+// The code of a value that is exact in e4m3; NaN gives NaN. From 2^-6 on the fp32 exponent and the
+// top three bits of the significand are the code, up to the bias; below, codes count steps of 2^-9.
+std::uint8_t code_of_exact(float value) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  const std::uint32_t magnitude = bits & 0x7FFFFFFFU;
+  const std::uint32_t code =
+      magnitude >= 0x3C800000U
+          ? std::min((magnitude >> 20) - ((127U - 7U) << 3), 0x7FU)
+          : static_cast<std::uint32_t>(std::bit_cast<float>(magnitude) * 512.0F);
+  return static_cast<std::uint8_t>(code | (bits >> 31 << 7));
+}
+
+}  // namespace
+
+Result<RowWire> RowWire::create(const MoeProblem& problem, bool quantize) {
+  MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
+  RowWire w;
+  MOESAIC_ASSIGN_OR_RETURN(w.kernels_, cpu::current_kernels());
+  w.round_dtype_ = operand_dtype(problem.activation_dtype, scheme);
+  w.dtype_ = w.round_dtype_;
+  w.hidden_ = problem.hidden_size;
+  w.top_k_ = problem.top_k;
+  w.num_threads_ = cpu::resolve_threads(problem.num_threads);
+  if (quantize && scheme == ComputeScheme::kFp8Block) {
+    w.dtype_ = DType::kF8E4M3;
+    w.groups_ = problem.hidden_size / cpu::kGroup;  // check_problem: whole groups
+    w.power_of_two_ = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
+  }
+  w.hidden_bytes_ = problem.hidden_size * dtype_bits(w.dtype_) / 8;
+  w.weight_on_input_ = problem.apply_router_weight_on_input &&
+                       (w.quantized() || problem.format == ActivationFormat::kBatched);
+  return w;
+}
+
+void RowWire::pack_row(const std::byte* x, DType dtype, float weight, float* scratch,
+                       std::byte* to) const {
+  if (dtype == dtype_ && !weight_on_input_) {
+    std::memcpy(to, x, static_cast<std::size_t>(hidden_bytes_));
+    return;
+  }
+  // The same steps in the same order as the experts' own.
+  kernels_->load_row(x, dtype, hidden_, hidden_, scratch);
+  kernels_->round_row(scratch, hidden_, round_dtype_);
+  if (weight_on_input_ && !MOESAIC_FAULT(row_wire_skips_weight)) {
+    kernels_->round_row(&weight, 1, round_dtype_);
+    kernels_->scale_row(scratch, hidden_, weight);
+    kernels_->round_row(scratch, hidden_, round_dtype_);
+  }
+  if (!quantized()) {
+    kernels_->store_row(scratch, hidden_, dtype_, to);
+    return;
+  }
+  // Rows lie at any address on the wire, scales need not be aligned there: through the scratch's
+  // second part.
+  float* scales = scratch + hidden_;
+  kernels_->quantize_row_e4m3(scratch, hidden_, power_of_two_, scales);
+  auto* codes = reinterpret_cast<std::uint8_t*>(to);
+  for (std::int64_t i = 0; i < hidden_; ++i) codes[i] = code_of_exact(scratch[i]);
+  if (MOESAIC_FAULT(row_wire_first_scale_only)) std::fill(scales, scales + groups_, scales[0]);
+  std::memcpy(to + hidden_bytes_, scales, static_cast<std::size_t>(groups_) * sizeof(float));
+}
+
+void RowWire::pack(const ConstTensorView& x, const float* weights, float* scratch, std::byte* to,
+                   std::int64_t stride) const {
+  const std::int64_t step = x.strides[0] * dtype_bits(x.dtype) / 8;
+  const std::int64_t rows = x.dim(0);
+#pragma omp parallel num_threads(num_threads_) if (rows > 1 && num_threads_ > 1)
+  {
+    const cpu::ScopedIeeeMode ieee;
+    float* mine = scratch + omp_get_thread_num() * (hidden_ + groups_);
+#pragma omp for schedule(static)
+    for (std::int64_t t = 0; t < rows; ++t) {
+      pack_row(x.data + t * step, x.dtype, weights[t * top_k_], mine, to + t * stride);
+    }
+  }
+}
+
+}  // namespace moesaic

@@ -1,0 +1,46 @@
+// Ranks as threads, each with some experts and some rows, that run one ModularKernel over a
+// transport.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "moesaic/communicator.h"
+#include "moesaic/modular_kernel.h"
+#include "support/experts_run.h"
+
+namespace moesaic::test {
+
+enum class Transport { kAllToAll, kGather, kBatched };
+inline constexpr Transport kTransports[] = {Transport::kAllToAll, Transport::kGather,
+                                            Transport::kBatched};
+const char* transport_name(Transport transport);
+
+struct TransportSetup {
+  Transport transport = Transport::kAllToAll;
+  ExpertPlacement placement = ExpertPlacement::kLinear;
+  std::string backend{};  // empty: the first that accepts
+  bool quantize_before_dispatch = true;
+  DType combine_dtype = DType::kF32;
+  std::int64_t max_tokens = 16;  // per rank
+  int repeats = 2;               // calls, with poisoned workspaces
+  // Changes what one rank passes to the kernel, before the first call only.
+  std::function<void(int rank, ModularKernel::Args&)> spoil{};
+};
+
+struct RankRun {
+  std::vector<Status> calls;    // one per repeat
+  std::int64_t bytes_sent = 0;  // of the last call
+  std::int64_t rows = 0;        // of this rank
+};
+struct TransportRun {
+  Tensor output;  // [M, H] F32: the rows of all ranks, poisoned where a call failed
+  std::vector<RankRun> ranks;
+};
+// Rank r computes the r-th stretch of the case's rows.
+TransportRun run_transport(const StandardCase& c, const std::vector<std::int64_t>& counts,
+                           const TransportSetup& setup);
+
+}  // namespace moesaic::test
