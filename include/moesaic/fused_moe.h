@@ -1,5 +1,5 @@
-// FusedMoE: the whole layer, from hidden states to output, on one process. Gate, router, modular
-// kernel, shared experts.
+// FusedMoE: the whole layer, from hidden states to output, on one process or spread over ranks.
+// Gate, router, modular kernel, shared experts.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +17,34 @@
 #include "moesaic/status.h"
 
 namespace moesaic {
+
+class Communicator;  // communicator.h
+
+// How rows reach experts of other ranks. Results are the same within the bound of RankReduction.
+enum class RankTransport : std::uint8_t {
+  // kNone where all ranks have the same rows; else kAllToAll with expert parallelism, kGather
+  // without.
+  kAuto,
+  kNone,      // nothing travels before the experts: every rank has every row
+  kGather,    // all rows to all ranks whose rows differ, partial sums back (reduce-scatter)
+  kAllToAll,  // a row goes once to each rank that owns one of its experts; expert parallelism only
+  kBatched,   // low latency: a row goes once for each of its experts into slabs of fixed capacity;
+              // expert parallelism only. Has the order of kPerSlot.
+};
+std::string_view rank_transport_name(RankTransport transport);  // "auto", "none", "gather", ...
+
+// In which order a row's expert results are added.
+enum class RankReduction : std::uint8_t {
+  // Each rank adds up its part, the parts are added in rank order: fewest bytes. Bit for bit one
+  // rank's result where a row's experts are whole on one rank (top_k 1, say); else within
+  // (k + R) * 2^-24 * sum |w * row| of it before the final rounding, R the number of ranks.
+  kPerRank,
+  // Every slot's row comes back by itself and is added in slot order, as on one rank: the bits are
+  // those of one rank, wherever the experts are. Up to k times the bytes. Needs whole experts
+  // (tp_size 1).
+  kPerSlot,
+};
+std::string_view rank_reduction_name(RankReduction reduction);  // "per_rank", "per_slot"
 
 // Latent MoE: maps hidden states [M, H] to what the routed experts see, [M, latent] of the same
 // dtype; the gate and shared experts keep the original.
@@ -47,10 +75,16 @@ class FusedMoE {
     std::int64_t max_tokens =
         512;  // tokens per forward call that the workspace allows; larger calls are split
     int num_threads = 0;  // 0: one per core this process may use
-    // Sizes and ranks, without communication: the output is this rank's partial sum, and the sum
-    // over all ranks is the single-rank result. Rank 0 adds what must enter once: shared experts
+    // Sizes and ranks. Without a communicator the output is this rank's partial sum, and the sum
+    // over all ranks is the single-rank result: rank 0 adds what must enter once, shared experts
     // and the zero experts' share.
     ParallelConfig parallel;
+    // With one (of parallel.flat_size() ranks, this being flat_rank()) create and forward are
+    // collective and the output is the complete sum for the rows of this rank. Outlives the layer's
+    // use; layers that share one are used in the same order on all ranks.
+    std::shared_ptr<Communicator> communicator;
+    RankTransport transport = RankTransport::kAuto;
+    RankReduction reduction = RankReduction::kPerRank;
     bool include_shared = true;  // false: the caller computes shared experts itself
     RoutedInputTransform routed_input_transform;
     RoutedOutputTransform routed_output_transform;
@@ -82,6 +116,10 @@ class FusedMoE {
   // f16 layers with shared experts scale r like all others: sums are fp32, so the original's
   // division of the shared output by the factor, a guard against f16 overflow, is not needed.
   // Calls on one layer exclude each other by a lock on its workspace.
+  // Over ranks: M may differ between ranks and be zero, but ranks of one tensor-parallel group
+  // without sequence parallelism pass the same rows. A rank that refuses its arguments makes the
+  // call fail on all (kInvalidArgument names it); a lost or late rank is the communicator's
+  // kDevice.
   Status forward(ConstTensorView hidden_states, TensorView output, const Trace& trace) const;
   Status forward(ConstTensorView hidden_states, TensorView output) const {
     return forward(hidden_states, output, Trace{});
@@ -94,6 +132,10 @@ class FusedMoE {
   std::int64_t weight_bytes() const;             // resident, all stages
   std::vector<CandidateReport> explain() const;  // every stage, in order
   std::string determinism() const;
+  RankTransport transport() const;  // in force; kNone on one rank
+  // Payload bytes that this layer's ranks exchange: sent by this rank so far, other layers on the
+  // same communicator included.
+  std::int64_t bytes_sent() const;
 
   FusedMoE(FusedMoE&&) noexcept;
   FusedMoE& operator=(FusedMoE&&) noexcept;

@@ -2,102 +2,23 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <mutex>
 #include <new>
-#include <optional>
 #include <utility>
 
 #include "core/arena.h"
-#include "core/fault.h"
+#include "cpu/tiers.h"
 #include "experts/problem_checks.h"
-#include "layer/fused_plan.h"
+#include "layer/fused_impl.h"
 #include "layer/load_sources.h"
-#include "moesaic/gate.h"
-#include "moesaic/modular_kernel.h"
-#include "numerics/element.h"
 
 namespace moesaic {
-
-struct FusedMoE::Impl {
-  MoeLayerSpec spec;
-  FusedPlan plan;
-  Options options;
-  std::optional<GateLinear> gate;
-  std::optional<Router> router;
-  std::optional<ModularKernel> kernel;
-  std::optional<ModularKernel> shared;
-  std::optional<GateLinear> shared_gate;
-  std::int64_t small_bytes = 0;  // gate and shared gate weights
-  Tensor workspace;
-  mutable std::mutex mutex;  // one call at a time uses the workspace
-
-  // Buffers of one chunk of at most max_tokens rows.
-  struct Buffers {
-    float* logits = nullptr;            // [C, E + zero experts]
-    float* topk_weights = nullptr;      // [C, k]
-    std::int32_t* topk_ids = nullptr;   // [C, k]
-    std::byte* latent = nullptr;        // [C, latent], dtype of the hidden states
-    float* routed = nullptr;            // [C, latent]
-    float* routed_back = nullptr;       // [C, H], after the output transform
-    float* shared = nullptr;            // [C, H]
-    float* shared_gate = nullptr;       // [C]
-    float* ones = nullptr;              // [C]: the shared expert's weight ...
-    std::int32_t* zeros = nullptr;      // [C]: ... and id
-    std::byte* zero_experts = nullptr;  // [C, H] F32
-  };
-
-  std::int64_t logit_columns() const {
-    return spec.routing.num_experts + spec.routing.num_zero_experts;
-  }
-  // The routed experts may round straight into the caller's output when nothing is added to or
-  // multiplied with their result.
-  bool writes_output_directly() const {
-    return !plan.has_shared && !plan.has_zero_experts && !options.routed_output_transform &&
-           plan.output_scale == 1.0F;
-  }
-  Result<Buffers> carve(Arena& arena, std::int64_t rows) const;
-  Status check(const ConstTensorView& x, const TensorView& output, const Trace& trace) const;
-  Status forward_chunk(const ConstTensorView& x, const TensorView& output,
-                       const Trace& trace) const;
-  Status route(const ConstTensorView& x, const Buffers& b, const Trace& trace) const;
-  Status run_routed(const ConstTensorView& x, const Buffers& b, const TensorView& output) const;
-  Status run_shared(const ConstTensorView& x, const Buffers& b) const;
-  void combine(const ConstTensorView& x, const Buffers& b, const TensorView& output) const;
-};
-
 namespace {
-
-constexpr std::int64_t kMaxElementBytes = 4;  // of hidden states: F32
-
-TensorView view_of(void* data, DType dtype, const Shape& shape) {
-  return {static_cast<std::byte*>(data), dtype, shape};
-}
-
-// Rows [first, first + count) of a matrix whose rows may be apart.
-template <class Byte>
-BasicTensorView<Byte> rows_of(const BasicTensorView<Byte>& t, std::int64_t first,
-                              std::int64_t count) {
-  BasicTensorView<Byte> part = t;
-  if (t.present()) part.data += first * t.strides[0] * (dtype_bits(t.dtype) / 8);
-  part.shape = Shape{count, t.dim(1)};
-  return part;
-}
 
 Status check_present(std::string_view field, const Tensor& t, bool wanted) {
   if (t.present() == wanted) return {};
   return {StatusCode::kInvalidArgument,
           fmt::format("{}: got {}, the layer's spec needs {}", field,
                       t.present() ? t.shape().to_string() : "none", wanted ? "one" : "none")};
-}
-
-Status check_trace(std::string_view field, const TensorView& t, DType dtype, const Shape& shape) {
-  if (!t.present()) return {};
-  MOESAIC_RETURN_IF_ERROR(expect_dtype(field, t, dtype));
-  MOESAIC_RETURN_IF_ERROR(expect_shape(field, t, shape));
-  return expect_contiguous(field, t);
 }
 
 // The first accepted backend, or the forced one. A shared expert is a different problem, which a
@@ -111,16 +32,23 @@ Result<const ExpertsBackend*> choose_backend(const MoeProblem& problem, const st
   return row;
 }
 
+//   pf  null: rows stay where they are
+//   max_tokens  rows of one call of the kernel
 Result<ModularKernel> make_kernel(const MoeProblem& problem, const QuantPlan& quant,
-                                  ExpertSource& source, const std::string& forced, bool shared) {
+                                  ExpertSource& source, const std::string& forced, bool shared,
+                                  std::unique_ptr<PrepareAndFinalize> pf, std::int64_t max_tokens) {
   MOESAIC_ASSIGN_OR_RETURN(const ExpertsBackend* row, choose_backend(problem, forced, shared));
   MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<ExpertSource> converted,
                            make_converting_source(source, quant));
   MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<Experts> experts, row->create(problem, *converted));
-  MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<PrepareAndFinalize> pf,
-                           make_local_prepare_finalize(problem));
+  if (!pf) {
+    MOESAIC_ASSIGN_OR_RETURN(pf, make_local_prepare_finalize(problem));
+  }
   ModularKernel::Options kernel_options;
-  kernel_options.max_tokens = problem.max_tokens;
+  kernel_options.max_tokens = max_tokens;
+  if (problem.format == ActivationFormat::kBatched) {
+    kernel_options.max_tokens_per_expert = problem.max_tokens;
+  }
   return ModularKernel::create(problem, std::move(pf), std::move(experts), kernel_options);
 }
 
@@ -185,20 +113,41 @@ std::string determinism_text(std::string_view routed, std::string_view routed_de
   return text;
 }
 
-Status with_stage(const Status& status, std::string_view stage) {
-  return status.ok() ? status : status.with_context(stage);
-}
-
 }  // namespace
 
 Result<FusedMoE> FusedMoE::from_checkpoint(const Checkpoint& checkpoint, int layer,
                                            const Options& options) {
-  MOESAIC_ASSIGN_OR_RETURN(MoeLayerWeights weights,
-                           checkpoint.load_layer(layer, options.parallel, options.progress));
-  return create(std::move(weights), options);
+  Result<MoeLayerWeights> weights =
+      checkpoint.load_layer(layer, options.parallel, options.progress);
+  if (!weights.ok()) {
+    // The others wait in create.
+    return options.communicator ? agree(*options.communicator, "layer", weights.status(), 0)
+                                : weights.status();
+  }
+  return create(std::move(weights).value(), options);
 }
 
 Result<FusedMoE> FusedMoE::create(MoeLayerWeights weights, const Options& options) {
+  Result<std::unique_ptr<Impl>> impl = Impl::build(std::move(weights), options);
+  if (options.communicator) {
+    const std::int64_t value = impl.ok() ? (*impl)->fingerprint() : 0;
+    MOESAIC_RETURN_IF_ERROR(
+        agree(*options.communicator, "layer", impl.ok() ? Status() : impl.status(), value));
+  }
+  if (!impl.ok()) return impl.status();
+  return FusedMoE(std::move(impl).value());
+}
+
+std::int64_t FusedMoE::Impl::fingerprint() const {
+  return fingerprint_of(fmt::format("{} {} {} {} {} {} {} {} {} {}", spec.hidden_size,
+                                    spec.intermediate_size, spec.num_experts, plan.routing.top_k,
+                                    plan.latent_size, plan.quant.scheme.name, options.max_tokens,
+                                    rank_transport_name(plan.ranks.transport), plan.ranks.per_slot,
+                                    expert_placement_name(options.parallel.placement)));
+}
+
+Result<std::unique_ptr<FusedMoE::Impl>> FusedMoE::Impl::build(MoeLayerWeights weights,
+                                                              const Options& options) {
   const MoeLayerTensors& t = weights.tensors;
   if (!weights.experts) {
     return Status(StatusCode::kInvalidArgument, "experts: got no source, need one");
@@ -217,216 +166,59 @@ Result<FusedMoE> FusedMoE::create(MoeLayerWeights weights, const Options& option
   Result<Router> router = make_router(impl->plan, options, t.e_score_correction_bias.view());
   if (!router.ok()) return with_stage(router.status(), "router");
   impl->router.emplace(std::move(router).value());
-  if (impl->router->slots() != impl->plan.routed.top_k) {
+  if (impl->router->slots() != impl->plan.routing.top_k) {
     return Status(StatusCode::kInternal, "router: slots differ from top_k");
   }
+  MOESAIC_RETURN_IF_ERROR(impl->build_routed(*weights.experts));
+  MOESAIC_RETURN_IF_ERROR(impl->build_shared(t));
 
-  Result<ModularKernel> kernel = make_kernel(impl->plan.routed, impl->plan.quant, *weights.experts,
-                                             options.backend, /*shared=*/false);
-  if (!kernel.ok()) return with_stage(kernel.status(), "experts");
-  impl->kernel.emplace(std::move(kernel).value());
-  if (impl->plan.has_shared) {
-    const auto source = make_stacked_source({t.shared_w13.view(),
-                                             t.shared_w13_scale.view(),
-                                             {},
-                                             t.shared_w2.view(),
-                                             t.shared_w2_scale.view(),
-                                             {}});
-    Result<ModularKernel> shared = make_kernel(impl->plan.shared, impl->plan.shared_quant, *source,
-                                               options.backend, /*shared=*/true);
-    if (!shared.ok()) return with_stage(shared.status(), "shared_experts");
-    impl->shared.emplace(std::move(shared).value());
-    if (weights.spec.shared.gated_output) {
-      Result<GateLinear> shared_gate =
-          make_gate(t.shared_gate_weight, Tensor(), options.num_threads);
-      if (!shared_gate.ok()) return with_stage(shared_gate.status(), "shared_experts gate");
-      impl->shared_gate.emplace(std::move(shared_gate).value());
-    }
-  }
   Arena arena = Arena::measure();
   MOESAIC_ASSIGN_OR_RETURN(const Impl::Buffers unused, impl->carve(arena, options.max_tokens));
   static_cast<void>(unused);
   MOESAIC_ASSIGN_OR_RETURN(impl->workspace, Tensor::uninitialized(DType::kU8, {arena.used()}));
   impl->options.progress = nullptr;  // loading is over
-  return FusedMoE(std::move(impl));
+  return impl;
 }
 
-Result<FusedMoE::Impl::Buffers> FusedMoE::Impl::carve(Arena& arena, std::int64_t rows) const {
-  // Products below stay under 2^63: rows < 2^31, columns < 2^31.
-  Buffers b;
-  b.logits = arena.take<float>(rows * logit_columns());
-  b.topk_weights = arena.take<float>(rows * plan.routed.top_k);
-  b.topk_ids = arena.take<std::int32_t>(rows * plan.routed.top_k);
-  if (options.routed_input_transform) {
-    b.latent = arena.take<std::byte>(rows * plan.latent_size * kMaxElementBytes);
+Status FusedMoE::Impl::build_routed(ExpertSource& source) {
+  std::unique_ptr<PrepareAndFinalize> pf;
+  if (plan.ranks.active) {
+    MOESAIC_ASSIGN_OR_RETURN(mesh, RankMesh::create(options, plan.ranks));
+    MOESAIC_ASSIGN_OR_RETURN(pf, mesh->make_prepare_finalize(plan.routed, options.parallel));
   }
-  if (!writes_output_directly()) b.routed = arena.take<float>(rows * plan.latent_size);
-  if (options.routed_output_transform) b.routed_back = arena.take<float>(rows * plan.hidden_size);
-  if (plan.has_shared) {
-    b.shared = arena.take<float>(rows * plan.hidden_size);
-    b.shared_gate = arena.take<float>(rows);
-    b.ones = arena.take<float>(rows);
-    b.zeros = arena.take<std::int32_t>(rows);
-  }
-  if (spec.routing.num_zero_experts > 0) {
-    b.zero_experts = arena.take<std::byte>(rows * plan.hidden_size * kMaxElementBytes);
-  }
-  MOESAIC_RETURN_IF_ERROR(arena.status());
-  return b;
-}
-
-Status FusedMoE::Impl::check(const ConstTensorView& x, const TensorView& output,
-                             const Trace& trace) const {
-  if (x.rank() != 2 || x.dim(1) != plan.hidden_size) {
-    return {StatusCode::kInvalidShape, fmt::format("hidden_states: got {}, need [M, {}]",
-                                                   x.shape.to_string(), plan.hidden_size)};
-  }
-  for (const auto& [field, dtype] :
-       {std::pair{"hidden_states", x.dtype}, std::pair{"output", output.dtype}}) {
-    if (dtype != DType::kF32 && dtype != DType::kBF16 && dtype != DType::kF16) {
-      return {StatusCode::kInvalidDType,
-              fmt::format("{}: got {}, need F32, BF16 or F16", field, dtype_name(dtype))};
-    }
-  }
-  const std::int64_t rows = x.dim(0);
-  MOESAIC_RETURN_IF_ERROR(expect_shape("output", output, {rows, plan.hidden_size}));
-  MOESAIC_RETURN_IF_ERROR(expect_contiguous("output", output));
-  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t input_bytes,
-                           strided_extent_bytes("hidden_states", x));
-  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t output_bytes,
-                           contiguous_bytes(output.dtype, output.shape));
-  MOESAIC_RETURN_IF_ERROR(
-      expect_disjoint("output", output.data, output_bytes, "hidden_states", x.data, input_bytes));
-  const std::int64_t k = plan.routed.top_k;
-  MOESAIC_RETURN_IF_ERROR(check_trace("trace.router_logits", trace.router_logits, DType::kF32,
-                                      {rows, logit_columns()}));
-  MOESAIC_RETURN_IF_ERROR(
-      check_trace("trace.topk_weights", trace.topk_weights, DType::kF32, {rows, k}));
-  return check_trace("trace.topk_ids", trace.topk_ids, DType::kI32, {rows, k});
-}
-
-Status FusedMoE::Impl::route(const ConstTensorView& x, const Buffers& b, const Trace& trace) const {
-  const std::int64_t rows = x.dim(0);
-  const std::int64_t k = plan.routed.top_k;
-  const TensorView logits = view_of(b.logits, DType::kF32, {rows, logit_columns()});
-  MOESAIC_RETURN_IF_ERROR(with_stage(gate->forward(x, logits), "gate"));
-  Router::Args r;
-  r.hidden_states = x;
-  r.router_logits = logits;
-  r.topk_weights = view_of(b.topk_weights, DType::kF32, {rows, k});
-  r.topk_ids = view_of(b.topk_ids, DType::kI32, {rows, k});
-  if (spec.routing.num_zero_experts > 0) {
-    r.zero_expert_output = view_of(b.zero_experts, DType::kF32, {rows, plan.hidden_size});
-  }
-  MOESAIC_RETURN_IF_ERROR(with_stage(router->select_experts(r), "router"));
-  const auto report = [](const TensorView& to, const void* from) {
-    if (!to.present()) return;
-    std::memcpy(to.data, from, static_cast<std::size_t>(to.dim(0) * to.dim(1)) * sizeof(float));
+  Result<ModularKernel> made = make_kernel(plan.routed, plan.quant, source, options.backend,
+                                           /*shared=*/false, std::move(pf), plan.ranks.kernel_rows);
+  if (!made.ok()) return with_stage(made.status(), "experts");
+  kernel.emplace(std::move(made).value());
+  if (!plan.ranks.per_slot) return {};
+  // The backend's own way of adding a row, so that the bits are those of one rank.
+  accumulate = [](const float* src, float weight, std::int64_t n, float* dst) {
+    for (std::int64_t i = 0; i < n; ++i) dst[i] += weight * src[i];
   };
-  report(trace.router_logits, b.logits);
-  report(trace.topk_weights, b.topk_weights);
-  report(trace.topk_ids, b.topk_ids);
+  constexpr std::string_view kPrefix = "cpu_";
+  const std::string_view name = kernel->experts().name();
+  if (!name.starts_with(kPrefix)) return {};
+  const Result<const cpu::CpuKernels*> tier = cpu::kernels_by_name(name.substr(kPrefix.size()));
+  if (tier.ok()) accumulate = (*tier)->accumulate_row;
   return {};
 }
 
-Status FusedMoE::Impl::run_routed(const ConstTensorView& x, const Buffers& b,
-                                  const TensorView& output) const {
-  const std::int64_t rows = x.dim(0);
-  ConstTensorView input = x;
-  if (options.routed_input_transform) {
-    const TensorView latent = view_of(b.latent, x.dtype, {rows, plan.latent_size});
-    MOESAIC_RETURN_IF_ERROR(
-        with_stage(options.routed_input_transform(x, latent), "routed_input_transform"));
-    input = latent;
-  }
-  ModularKernel::Args a;
-  a.hidden_states = input;
-  a.topk_weights = view_of(b.topk_weights, DType::kF32, {rows, plan.routed.top_k});
-  a.topk_ids = view_of(b.topk_ids, DType::kI32, {rows, plan.routed.top_k});
-  a.expert_map = plan.expert_map;
-  if (MOESAIC_FAULT(layer_router_weights_of_one)) {
-    std::fill(b.topk_weights, b.topk_weights + rows * plan.routed.top_k, 1.0F);
-  }
-  a.output =
-      writes_output_directly() ? output : view_of(b.routed, DType::kF32, {rows, plan.latent_size});
-  MOESAIC_RETURN_IF_ERROR(with_stage(kernel->run(a), "experts"));
-  if (!options.routed_output_transform) return {};
-  // A transform need not be linear: the factor acts before it.
-  for (std::int64_t i = 0; i < rows * plan.latent_size; ++i) b.routed[i] *= plan.output_scale;
-  return with_stage(options.routed_output_transform(
-                        view_of(b.routed, DType::kF32, {rows, plan.latent_size}),
-                        view_of(b.routed_back, DType::kF32, {rows, plan.hidden_size})),
-                    "routed_output_transform");
-}
-
-Status FusedMoE::Impl::run_shared(const ConstTensorView& x, const Buffers& b) const {
-  if (!shared) return {};
-  const std::int64_t rows = x.dim(0);
-  std::fill(b.ones, b.ones + rows, 1.0F);
-  std::fill(b.zeros, b.zeros + rows, 0);
-  ModularKernel::Args a;
-  a.hidden_states = x;
-  a.topk_weights = view_of(b.ones, DType::kF32, {rows, 1});
-  a.topk_ids = view_of(b.zeros, DType::kI32, {rows, 1});
-  a.output = view_of(b.shared, DType::kF32, {rows, plan.hidden_size});
-  MOESAIC_RETURN_IF_ERROR(with_stage(shared->run(a), "shared_experts"));
-  // From here on `ones` holds the factor of the shared result.
-  if (!shared_gate || MOESAIC_FAULT(layer_ignore_shared_gate)) return {};
-  MOESAIC_RETURN_IF_ERROR(
-      with_stage(shared_gate->forward(x, view_of(b.shared_gate, DType::kF32, {rows, 1})),
-                 "shared_experts gate"));
-  for (std::int64_t t = 0; t < rows; ++t) b.ones[t] = 1.0F / (1.0F + std::exp(-b.shared_gate[t]));
-  return {};
-}
-
-void FusedMoE::Impl::combine(const ConstTensorView& x, const Buffers& b,
-                             const TensorView& output) const {
-  const std::int64_t hidden = plan.hidden_size;
-  const float* routed = options.routed_output_transform ? b.routed_back : b.routed;
-  float scale = options.routed_output_transform ? 1.0F : plan.output_scale;
-  if (MOESAIC_FAULT(layer_scale_twice)) {
-    scale *= static_cast<float>(spec.routing.routed_scaling_factor);
-  }
-  const bool add_shared = shared.has_value() && !MOESAIC_FAULT(layer_omit_shared);
-  for (std::int64_t t = 0; t < x.dim(0); ++t) {
-    for (std::int64_t i = t * hidden; i < (t + 1) * hidden; ++i) {
-      float sum = scale * routed[i];
-      if (add_shared) sum += b.ones[t] * b.shared[i];
-      if (plan.has_zero_experts) sum += load_as_f32(b.zero_experts, DType::kF32, i);
-      store_from_f32(output.data, output.dtype, i, sum);
-    }
-  }
-}
-
-Status FusedMoE::Impl::forward_chunk(const ConstTensorView& x, const TensorView& output,
-                                     const Trace& trace) const {
-  Arena arena(
-      {const_cast<std::byte*>(workspace.data()), static_cast<std::size_t>(workspace.bytes())});
-  MOESAIC_ASSIGN_OR_RETURN(const Buffers b, carve(arena, x.dim(0)));
-  MOESAIC_RETURN_IF_ERROR(route(x, b, trace));
-  MOESAIC_RETURN_IF_ERROR(run_routed(x, b, output));
-  MOESAIC_RETURN_IF_ERROR(run_shared(x, b));
-  if (!writes_output_directly()) combine(x, b, output);
-  return {};
-}
-
-Status FusedMoE::forward(ConstTensorView hidden_states, TensorView output,
-                         const Trace& trace) const {
-  const Impl& m = *impl_;
-  MOESAIC_RETURN_IF_ERROR(m.check(hidden_states, output, trace));
-  const std::lock_guard<std::mutex> lock(m.mutex);
-  const std::int64_t rows = hidden_states.dim(0);
-  for (std::int64_t first = 0; first < rows; first += m.options.max_tokens) {
-    const std::int64_t count = std::min(m.options.max_tokens, rows - first);
-    Trace part;
-    if (trace.router_logits.present()) {
-      part.router_logits = rows_of(trace.router_logits, first, count);
-    }
-    if (trace.topk_weights.present()) part.topk_weights = rows_of(trace.topk_weights, first, count);
-    if (trace.topk_ids.present()) part.topk_ids = rows_of(trace.topk_ids, first, count);
-    MOESAIC_RETURN_IF_ERROR(
-        m.forward_chunk(rows_of(hidden_states, first, count), rows_of(output, first, count), part));
-  }
+Status FusedMoE::Impl::build_shared(const MoeLayerTensors& t) {
+  if (!plan.has_shared) return {};
+  const auto source = make_stacked_source({t.shared_w13.view(),
+                                           t.shared_w13_scale.view(),
+                                           {},
+                                           t.shared_w2.view(),
+                                           t.shared_w2_scale.view(),
+                                           {}});
+  Result<ModularKernel> made = make_kernel(plan.shared, plan.shared_quant, *source, options.backend,
+                                           /*shared=*/true, nullptr, options.max_tokens);
+  if (!made.ok()) return with_stage(made.status(), "shared_experts");
+  shared.emplace(std::move(made).value());
+  if (!spec.shared.gated_output) return {};
+  Result<GateLinear> gate_made = make_gate(t.shared_gate_weight, Tensor(), options.num_threads);
+  if (!gate_made.ok()) return with_stage(gate_made.status(), "shared_experts gate");
+  shared_gate.emplace(std::move(gate_made).value());
   return {};
 }
 
@@ -457,6 +249,9 @@ std::string FusedMoE::determinism() const {
                           shared != nullptr ? shared->name() : std::string_view(),
                           shared != nullptr ? shared->determinism() : std::string_view());
 }
+
+RankTransport FusedMoE::transport() const { return impl_->plan.ranks.transport; }
+std::int64_t FusedMoE::bytes_sent() const { return impl_->mesh ? impl_->mesh->bytes_sent() : 0; }
 
 Result<LayerExplanation> explain_layer(const MoeLayerSpec& spec, const FusedMoE::Options& options) {
   MOESAIC_ASSIGN_OR_RETURN(FusedPlan plan, plan_fused_moe(spec, spec.quant, options));

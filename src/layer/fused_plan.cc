@@ -63,10 +63,10 @@ Status check_transforms(const MoeLayerSpec& spec, const FusedMoE::Options& o, Fu
         fmt::format("transformed_hidden_size: got {}, need hidden_size {} or an output transform",
                     plan.latent_size, plan.hidden_size));
   }
-  if (o.routed_output_transform && o.parallel.tp_size * o.parallel.ep_size > 1) {
+  if (o.routed_output_transform && !o.communicator && o.parallel.flat_size() > 1) {
     return unsupported(
         "routed_output_transform: got one with several ranks, whose partial sums a transform need "
-        "not respect; need one rank");
+        "not respect; need one rank or a communicator");
   }
   return {};
 }
@@ -110,17 +110,22 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const QuantScheme& sh
   MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int64_t> local,
                            local_expert_ids(spec.num_experts, options.parallel));
 
+  MOESAIC_ASSIGN_OR_RETURN(plan.ranks, plan_ranks(options, spec.routing.top_k));
   MoeProblem& routed = plan.routed = common_problem(spec, plan.quant, options);
   routed.num_experts = spec.num_experts;
   routed.num_local_experts = static_cast<std::int64_t>(local.size());
-  routed.top_k = spec.routing.top_k;
+  routed.top_k = plan.ranks.per_slot ? 1 : spec.routing.top_k;
+  routed.max_tokens = plan.ranks.experts_rows;
+  if (plan.ranks.transport == RankTransport::kBatched) routed.format = ActivationFormat::kBatched;
   routed.hidden_size = plan.latent_size;
   routed.intermediate_size = spec.intermediate_size / options.parallel.tp_size;
   routed.has_expert_bias = spec.has_expert_bias;
   routed.apply_router_weight_on_input = spec.apply_router_weight_on_input;
 
-  // What enters the sum over ranks once is rank 0's.
-  const bool first_rank = (options.parallel.tp_rank == 0 && options.parallel.ep_rank == 0) ||
+  // What enters the sum over ranks once is rank 0's when the caller adds them up. Ranks that
+  // communicate each compute it for rows of their own.
+  const bool first_rank = plan.ranks.active ||
+                          (options.parallel.tp_rank == 0 && options.parallel.ep_rank == 0) ||
                           MOESAIC_FAULT(layer_shared_on_every_rank);
   plan.has_zero_experts = spec.routing.num_zero_experts > 0 && first_rank;
   plan.has_shared = spec.shared.intermediate_size > 0 && options.include_shared && first_rank;
@@ -153,7 +158,7 @@ std::vector<CandidateReport> explain_plan(const FusedPlan& plan, std::string_vie
       rows.push_back(std::move(row));
     }
   };
-  append(explain_prepare_finalize(plan.routed), "prepare_finalize");
+  append(explain_prepare_finalize(plan.routed, plan.ranks.parallel), "prepare_finalize");
   append(explain_experts(plan.routed), "experts");
   if (plan.has_shared) append(explain_experts(plan.shared), "shared_experts");
   return rows;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "layer/quant_selection.h"
+#include "layer/rank_plan.h"
 #include "moesaic/experts.h"
 #include "moesaic/fused_moe.h"
 #include "moesaic/spec.h"
@@ -16,15 +17,16 @@ namespace moesaic {
 
 struct FusedPlan {
   QuantPlan quant, shared_quant;
-  MoeProblem routed;
-  MoeProblem shared;                     // E = k = 1; valid when has_shared
+  MoeProblem routed;  // as the kernel sees it: with a slot as a row, its top_k is 1
+  MoeProblem shared;  // E = k = 1; valid when has_shared
   std::vector<std::int32_t> expert_map;  // empty: every expert is local
-  RoutingSpec routing;                   // for the router: its factor is 1 where the layer scales
-  float output_scale = 1.0F;             // the layer's factor on the routed result
-  bool has_shared = false;               // this rank computes the shared expert
-  bool has_zero_experts = false;         // this rank adds the zero experts' share
-  std::int64_t hidden_size = 0;          // of hidden states and output
-  std::int64_t latent_size = 0;          // of what the routed experts see
+  RankPlan ranks;
+  RoutingSpec routing;            // for the router: its factor is 1 where the layer scales
+  float output_scale = 1.0F;      // the layer's factor on the routed result
+  bool has_shared = false;        // this rank computes the shared expert
+  bool has_zero_experts = false;  // this rank adds the zero experts' share
+  std::int64_t hidden_size = 0;   // of hidden states and output
+  std::int64_t latent_size = 0;   // of what the routed experts see
 };
 
 //   shared_stored  how the shared expert is stored (may differ from spec.quant)

@@ -1,0 +1,98 @@
+// The forward call of a FusedMoE over ranks: which rows this rank gives to the kernel, and how its
+// result becomes that of all ranks. Every contribution is added exactly once:
+//   reduced      the kernel's rows are complete; replicas shared the rows and exchange finished
+//   ones not reduced  partial sums, and with them the shared experts of this replica's share of the
+//   rows,
+//                are added up in one collective
+// Shared experts and identity experts are whole on every rank, which computes them for its rows.
+// Source: spec parallel.md section 5.
+#include <algorithm>
+#include <cstring>
+
+#include "core/fault.h"
+#include "layer/fused_impl.h"
+#include "numerics/element.h"
+
+namespace moesaic {
+
+// b.routed = the routed experts' sum of each row, added in slot order from rows that came back one
+// by one.
+Status FusedMoE::Impl::run_slots(const ConstTensorView& input, const RoutedRows& r,
+                                 const Buffers& b) const {
+  const std::int64_t k = plan.routing.top_k;
+  const std::int64_t rows = input.dim(0);
+  const std::int64_t width = plan.latent_size;
+  const std::int64_t element = dtype_bits(input.dtype) / 8;
+  for (std::int64_t t = 0; t < rows; ++t) {
+    for (std::int64_t j = 0; j < k; ++j) {
+      std::memcpy(b.slot_input + (t * k + j) * width * element,
+                  input.data + t * input.strides[0] * element,
+                  static_cast<std::size_t>(width * element));
+    }
+  }
+  // The weight acts in the sum below: a row times one is the row.
+  std::fill(b.slot_ones, b.slot_ones + rows * k, 1.0F);
+  ModularKernel::Args a;
+  a.hidden_states = view_of(b.slot_input, input.dtype, {rows * k, width});
+  a.topk_weights = view_of(b.slot_ones, DType::kF32, {rows * k, 1});
+  a.topk_ids = view_of(r.ids, DType::kI32, {rows * k, 1});
+  a.expert_map = plan.expert_map;
+  a.output = view_of(b.slot_output, DType::kF32, {rows * k, width});
+  MOESAIC_RETURN_IF_ERROR(with_stage(kernel->run(a), "experts"));
+  if (!plan.ranks.reduced) {  // a slot's row is zero on all ranks but one
+    MOESAIC_RETURN_IF_ERROR(
+        mesh->reduce_replicas({b.slot_output, static_cast<std::size_t>(rows * k * width)}));
+  }
+  for (std::int64_t t = 0; t < rows; ++t) {
+    float* sum = b.routed + t * width;
+    std::fill(sum, sum + width, 0.0F);
+    for (std::int64_t i = 0; i < k; ++i) {
+      const std::int64_t slot = t * k + (MOESAIC_FAULT(layer_slots_in_reverse) ? k - 1 - i : i);
+      if (r.ids[slot] < 0) continue;
+      accumulate(b.slot_output + slot * width, r.weights[slot], width, sum);
+    }
+  }
+  return {};
+}
+
+Status FusedMoE::Impl::forward_chunk_over_ranks(const ConstTensorView& x, const TensorView& output,
+                                                const Buffers& b) const {
+  const RankPlan& ranks = plan.ranks;
+  const std::int64_t k = plan.routing.top_k;
+  const RowRange all{0, x.dim(0)};
+  RowRange share = replica_share(all.count, ranks.replicas, ranks.replica);
+  if (MOESAIC_FAULT(layer_shared_by_every_replica)) share = all;
+  const RowRange given = ranks.reduced ? share : all;
+  const RoutedRows rows{rows_of(x, given.first, given.count), b.topk_weights + given.first * k,
+                        b.topk_ids + given.first * k};
+  MOESAIC_RETURN_IF_ERROR(run_routed(rows, b, rows_of(output, given.first, given.count)));
+  MOESAIC_RETURN_IF_ERROR(mesh->give_up(run_shared(rows_of(x, share.first, share.count), b)));
+
+  const bool complete = ranks.reduced || ranks.per_slot || options.routed_output_transform;
+  if (complete) {
+    // Without shared experts every replica can finish what it was given by itself.
+    const RowRange mine = plan.has_shared ? share : given;
+    if (!writes_output_directly()) combine({mine, given.first, share.first}, b, output);
+    const bool shared_out = plan.has_shared || ranks.reduced;
+    return shared_out && ranks.replicas > 1 ? mesh->gather_replicas(output) : Status();
+  }
+
+  const std::int64_t hidden = plan.hidden_size;
+  const std::int64_t elements = all.count * hidden;
+  for (std::int64_t i = 0; i < elements; ++i) b.routed[i] *= plan.output_scale;
+  if (plan.has_shared && !MOESAIC_FAULT(layer_omit_shared)) {
+    for (std::int64_t s = 0; s < share.count; ++s) {
+      float* sum = b.routed + (share.first + s) * hidden;
+      for (std::int64_t h = 0; h < hidden; ++h) sum[h] += b.ones[s] * b.shared[s * hidden + h];
+    }
+  }
+  MOESAIC_RETURN_IF_ERROR(mesh->reduce_replicas({b.routed, static_cast<std::size_t>(elements)}));
+  for (std::int64_t i = 0; i < elements; ++i) {
+    float sum = b.routed[i];
+    if (plan.has_zero_experts) sum += load_as_f32(b.zero_experts, DType::kF32, i);
+    store_from_f32(output.data, output.dtype, i, sum);
+  }
+  return {};
+}
+
+}  // namespace moesaic

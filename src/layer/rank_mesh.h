@@ -1,0 +1,59 @@
+// The communication of a layer over ranks: its groups, what all ranks agree on before they start,
+// and the collectives around the kernel.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+
+#include "layer/rank_plan.h"
+#include "moesaic/communicator.h"
+#include "moesaic/modular_kernel.h"
+
+namespace moesaic {
+
+// Whether `mine` is ok on all ranks and `value` (>= 0) the same. Otherwise every rank fails: with
+// its own reason, or with kInvalidArgument that names a rank.
+Status agree(Communicator& world, std::string_view what, const Status& mine, std::int64_t value);
+// A value for agree().
+std::int64_t fingerprint_of(std::string_view text);
+
+class RankMesh {
+ public:
+  // The plan is active. Errors of Communicator::subgroup.
+  static Result<std::unique_ptr<RankMesh>> create(const FusedMoE::Options& options,
+                                                  const RankPlan& plan);
+
+  // How the rows of `problem` reach the experts of all ranks.
+  Result<std::unique_ptr<PrepareAndFinalize>> make_prepare_finalize(
+      const MoeProblem& problem, const ParallelConfig& parallel) const;
+
+  // Steps of at most `chunk` rows that all ranks take, when this rank has `rows` and its arguments
+  // are `mine`. Fails on all ranks as agree(), also when replicas differ in rows.
+  Result<std::int64_t> common_steps(const Status& mine, std::int64_t rows,
+                                    std::int64_t chunk) const;
+
+  // values[i] = sum over the replicas, in rank order.
+  Status reduce_replicas(std::span<float> values) const;
+  // Every replica has written its share of the rows of `output` (contiguous); fills in the others'.
+  Status gather_replicas(const TensorView& output) const;
+
+  // `status`; when it is a failure of this rank alone, between collectives, the others are told it
+  // instead of waiting in vain.
+  Status give_up(const Status& status) const;
+
+  Communicator& world() const { return *world_; }
+  std::int64_t bytes_sent() const;
+
+ private:
+  RankMesh() = default;
+  RankPlan plan_;
+  std::shared_ptr<Communicator> world_;
+  // Ranks with other rows, and ranks with the same.
+  std::shared_ptr<Communicator> tokens_, replicas_;
+  int engine_tp_ = 1;
+  bool sequence_parallel_ = false;
+};
+
+}  // namespace moesaic

@@ -1,0 +1,126 @@
+#include "layer/rank_plan.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "core/checked.h"
+#include "core/fault.h"
+#include "moesaic/communicator.h"
+
+namespace moesaic {
+namespace {
+
+Status unsupported(std::string text) { return {StatusCode::kUnsupported, std::move(text)}; }
+
+Result<RankTransport> resolve(RankTransport wanted, const ParallelConfig& p) {
+  const bool rows_differ = p.token_group().size() > 1;
+  if (wanted == RankTransport::kAuto) {
+    if (!rows_differ) return RankTransport::kNone;
+    return p.ep_size > 1 ? RankTransport::kAllToAll : RankTransport::kGather;
+  }
+  if (wanted == RankTransport::kNone && rows_differ) {
+    return unsupported(
+        fmt::format("transport: got none, but the rows of {} ranks differ (dp {}, pcp {}, sp {}); "
+                    "need gather or all_to_all",
+                    p.token_group().size(), p.dp_size, p.pcp_size, p.sp_size));
+  }
+  const bool to_owners = wanted == RankTransport::kAllToAll || wanted == RankTransport::kBatched;
+  if (to_owners && p.ep_size == 1) {
+    return unsupported(
+        fmt::format("transport: got {}, but every rank has a slice of every expert (tp_size {}); "
+                    "need expert parallelism, or gather",
+                    rank_transport_name(wanted), p.tp_size));
+  }
+  return wanted;
+}
+
+}  // namespace
+
+std::string_view rank_transport_name(RankTransport transport) {
+  switch (transport) {
+    case RankTransport::kAuto:
+      return "auto";
+    case RankTransport::kNone:
+      return "none";
+    case RankTransport::kGather:
+      return "gather";
+    case RankTransport::kAllToAll:
+      return "all_to_all";
+    case RankTransport::kBatched:
+      return "batched";
+  }
+  return "unknown";
+}
+
+std::string_view rank_reduction_name(RankReduction reduction) {
+  return reduction == RankReduction::kPerSlot ? "per_slot" : "per_rank";
+}
+
+RowRange replica_share(std::int64_t rows, int replicas, int replica) {
+  const std::int64_t each = ceil_div(rows, replicas);
+  const std::int64_t first = std::min(each * replica, rows);
+  return {first, std::min(each, rows - first)};
+}
+
+Result<RankPlan> plan_ranks(const FusedMoE::Options& options, std::int64_t top_k) {
+  const ParallelConfig& p = options.parallel;
+  RankPlan plan;
+  plan.kernel_rows = plan.experts_rows = options.max_tokens;
+  if (!options.communicator) return plan;
+  plan.size = options.communicator->size();
+  if (plan.size != p.flat_size() || options.communicator->rank() != p.flat_rank()) {
+    return Status(
+        StatusCode::kInvalidArgument,
+        fmt::format("communicator: got rank {} of {}, parallel says rank {} of {}",
+                    options.communicator->rank(), plan.size, p.flat_rank(), p.flat_size()));
+  }
+  if (plan.size == 1) return plan;
+  plan.active = true;
+  plan.parallel = p;
+  MOESAIC_ASSIGN_OR_RETURN(plan.transport, resolve(options.transport, p));
+  if (options.reduction == RankReduction::kPerSlot && p.tp_size > 1) {
+    return unsupported(
+        fmt::format("reduction: got per_slot with tp_size {}, whose ranks hold slices of experts; "
+                    "need per_rank, or expert parallelism",
+                    p.tp_size));
+  }
+  plan.per_slot = options.reduction == RankReduction::kPerSlot && top_k > 1 &&
+                  plan.transport != RankTransport::kBatched;
+  const std::vector<int> replicas = p.replica_group();
+  plan.replicas = static_cast<int>(replicas.size());
+  plan.replica = static_cast<int>(std::find(replicas.begin(), replicas.end(), p.flat_rank()) -
+                                  replicas.begin());
+
+  // Ranks from which rows arrive at this rank's experts.
+  std::int64_t senders = 1;
+  switch (plan.transport) {
+    case RankTransport::kGather:
+      // Complete over the ranks whose rows differ; experts (or slices) of the replicas are missing.
+      senders = static_cast<std::int64_t>(p.token_group().size());
+      plan.reduced = plan.replicas == 1;
+      break;
+    case RankTransport::kAllToAll:
+    case RankTransport::kBatched:
+      senders = plan.size;
+      plan.kernel_rows = ceil_div(options.max_tokens, plan.replicas);
+      break;
+    case RankTransport::kAuto:
+    case RankTransport::kNone:
+      plan.reduced = false;
+      break;
+  }
+  if (MOESAIC_FAULT(layer_ranks_never_reduce)) plan.reduced = true;
+  if (plan.per_slot) plan.kernel_rows *= top_k;
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  if (plan.kernel_rows > kMost / senders) {
+    return Status(StatusCode::kLimitExceeded,
+                  fmt::format("max_tokens: got {}, the rows of {} ranks{} exceed 2^31-1",
+                              options.max_tokens, senders, plan.per_slot ? " and all slots" : ""));
+  }
+  plan.experts_rows = plan.kernel_rows * senders;
+  return plan;
+}
+
+}  // namespace moesaic

@@ -1,0 +1,41 @@
+// What a layer over ranks does, as far as options alone decide it: which transport, who has the
+// same rows as whom, how many rows a kernel call may see. Pure. Source: spec parallel.md sections
+// 1, 4, 5.
+#pragma once
+
+#include <cstdint>
+
+#include "moesaic/fused_moe.h"
+#include "moesaic/status.h"
+
+namespace moesaic {
+
+struct RankPlan {
+  bool active = false;      // the layer communicates
+  ParallelConfig parallel;  // of an active plan
+  RankTransport transport = RankTransport::kNone;
+  int size = 1;      // ranks in all
+  int replicas = 1;  // ranks that have the same rows as this one, itself included
+  int replica = 0;   // which of them this is
+  // The kernel returns complete sums for the rows it was given: nobody reduces them again, and the
+  // replicas share the rows among them instead of each handing in all.
+  bool reduced = true;
+  bool per_slot = false;          // each slot is a row of its own for the kernel
+  std::int64_t kernel_rows = 0;   // that this rank hands to the kernel in one call, at most
+  std::int64_t experts_rows = 0;  // that its experts may see in one call
+};
+
+// A stretch of rows.
+struct RowRange {
+  std::int64_t first = 0, count = 0;
+};
+// The rows among `rows` for which replica `replica` of `replicas` is responsible: stretches of
+// ceil(rows / replicas), the last ones shorter or empty.
+RowRange replica_share(std::int64_t rows, int replicas, int replica);
+
+// kInvalidArgument when the communicator is not that of options.parallel; kUnsupported when the
+// transport cannot serve it (says why), or kPerSlot with slices of experts; kLimitExceeded when the
+// rows of all ranks exceed 2^31-1.
+Result<RankPlan> plan_ranks(const FusedMoE::Options& options, std::int64_t top_k);
+
+}  // namespace moesaic

@@ -1,0 +1,289 @@
+// FusedMoE over ranks (threads): equal to one rank however it is spread.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <thread>
+
+#include "layer/rank_case.h"
+#include "layer/rank_plan.h"
+#include "support/random.h"
+#include "support/refusal.h"
+
+namespace moesaic {
+namespace {
+
+using test::expect_refusal;
+using test::RankCombo;
+using test::RankProblem;
+
+MoeLayerSpec deepseek_like() {
+  MoeLayerSpec spec = test::small_spec();
+  spec.num_experts = spec.routing.num_experts = 12;
+  spec.routing.top_k = 4;
+  spec.routing.method = RoutingMethod::kGroupedTopK;
+  spec.routing.scoring_func = ScoringFunc::kSigmoid;
+  spec.routing.has_correction_bias = true;
+  spec.routing.num_expert_group = 4;
+  spec.routing.topk_group = 2;
+  spec.routing.routed_scaling_factor = 2.5;
+  spec.shared.intermediate_size = 48;
+  return spec;
+}
+
+MoeLayerSpec llama_like() {
+  MoeLayerSpec spec = test::small_spec();
+  spec.routing.method = RoutingMethod::kLlama4;
+  spec.routing.top_k = 1;
+  spec.routing.renormalize = false;
+  spec.apply_router_weight_on_input = true;
+  spec.shared.intermediate_size = 32;
+  spec.shared.gated_output = true;
+  return spec;
+}
+
+MoeLayerSpec biased() {
+  MoeLayerSpec spec = test::small_spec();
+  spec.has_router_bias = spec.has_expert_bias = true;
+  spec.routing.method = RoutingMethod::kTopKSoftmax;
+  spec.activation = make_activation("swigluoai").value();
+  spec.routing.scale_on_output = true;
+  spec.routing.routed_scaling_factor = 3.0;
+  return spec;
+}
+
+MoeLayerSpec with_zero_experts() {
+  MoeLayerSpec spec = test::small_spec();
+  spec.routing.method = RoutingMethod::kZeroExpert;
+  spec.routing.has_correction_bias = true;
+  spec.routing.num_zero_experts = 3;
+  spec.routing.top_k = 3;
+  spec.shared.intermediate_size = 16;
+  return spec;
+}
+
+RankProblem problem_of(const test::LayerTensors& tensors, std::int64_t tokens,
+                       const std::string& quant = "as-is") {
+  RankProblem p;
+  p.make = test::maker_of(tensors);
+  p.options.quant = quant;
+  p.options.max_tokens = 5;  // several steps, some of them without rows on some ranks
+  p.options.num_threads = 1;
+  p.x = test::random_hidden(77, tokens, tensors.spec.hidden_size);
+  test::solve_on_one_rank(p);
+  return p;
+}
+
+TEST(RankedLayer, EveryCombinationOfFourRanksEqualsOneRank) {
+  for (const auto& [name, spec] :
+       {std::pair{"deepseek", deepseek_like()}, std::pair{"llama", llama_like()},
+        std::pair{"biased", biased()}, std::pair{"zero experts", with_zero_experts()}}) {
+    const test::LayerTensors tensors = test::make_tensors(41, spec);
+    const RankProblem problem = problem_of(tensors, 19);
+    for (const RankCombo& combo : test::rank_combos(4)) {
+      const auto tokens = test::uneven_tokens(5, 19, combo.dp * combo.pcp);
+      const std::string wrong = test::run_ranks(problem, combo, tokens);
+      EXPECT_EQ(wrong, "") << name << " " << combo.name();
+    }
+  }
+}
+
+TEST(RankedLayer, EveryCombinationOfTwoAndThreeRanksEqualsOneRank) {
+  MoeLayerSpec spec = deepseek_like();
+  spec.intermediate_size = 36;
+  const test::LayerTensors tensors = test::make_tensors(42, spec);
+  const RankProblem problem = problem_of(tensors, 8, "f32");
+  for (const int ranks : {2, 3}) {
+    for (const RankCombo& combo : test::rank_combos(ranks)) {
+      std::vector<std::int64_t> tokens(static_cast<std::size_t>(combo.dp * combo.pcp), 0);
+      tokens.back() = 8;  // all others have nothing
+      EXPECT_EQ(test::run_ranks(problem, combo, tokens), "") << combo.name();
+    }
+  }
+}
+
+// Shapes, routing and tokens at random: ranks without tokens, experts without tokens, more ranks
+// than experts.
+TEST(RankedLayer, RandomShapesAndUnevenTokensEqualOneRank) {
+  constexpr int kCases = 40;
+  for (std::uint64_t seed = 0; seed < kCases; ++seed) {
+    test::Rng rng(900 + seed);
+    MoeLayerSpec spec = test::small_spec();
+    spec.num_experts = spec.routing.num_experts = rng.integer(2, 11);
+    spec.routing.top_k = rng.integer(1, std::min<std::int64_t>(5, spec.num_experts));
+    spec.hidden_size = 8 * rng.integer(2, 9);
+    spec.intermediate_size = 24 * rng.integer(1, 3);
+    spec.shared.intermediate_size = rng.integer(0, 1) * 16;
+    spec.shared.gated_output = spec.shared.intermediate_size > 0 && rng.integer(0, 1) == 1;
+    const test::LayerTensors tensors = test::make_tensors(seed, spec);
+    RankProblem problem = problem_of(tensors, rng.integer(0, 30));
+    problem.options.max_tokens = rng.integer(1, 32);
+    std::vector<RankCombo> combos;
+    for (const int ranks : {2, 3, 4, 6}) {
+      for (const RankCombo& c : test::rank_combos(ranks)) combos.push_back(c);
+    }
+    for (int i = 0; i < 3; ++i) {
+      const RankCombo& combo =
+          combos[static_cast<std::size_t>(rng.integer(0, std::ssize(combos) - 1))];
+      const auto tokens = test::uneven_tokens(seed, problem.x.shape()[0], combo.dp * combo.pcp);
+      EXPECT_EQ(test::run_ranks(problem, combo, tokens), "")
+          << "seed " << seed << " " << combo.name();
+    }
+  }
+}
+
+TEST(RankedLayer, TransformsSeeCompleteRows) {
+  MoeLayerSpec spec = test::small_spec();
+  spec.shared.intermediate_size = 48;
+  const test::LayerTensors tensors = test::make_tensors(43, spec);
+  RankProblem problem;
+  problem.make = test::maker_of(tensors);
+  problem.options.num_threads = 1;
+  problem.options.max_tokens = 6;
+  problem.options.transformed_hidden_size = spec.hidden_size;
+  problem.options.routed_input_transform = [](ConstTensorView x, TensorView to) {
+    for (std::int64_t i = 0; i < to.dim(0) * to.dim(1); ++i) {
+      to.as<std::uint16_t>()[i] = x.as<std::uint16_t>()[i / x.dim(1) * x.strides[0] + i % x.dim(1)];
+    }
+    return Status();
+  };
+  // Not linear: of a partial sum it would be something else.
+  problem.options.routed_output_transform = [](ConstTensorView x, TensorView to) {
+    for (std::int64_t i = 0; i < to.dim(0) * to.dim(1); ++i) {
+      to.as<float>()[i] = x.as<float>()[i] * x.as<float>()[i];
+    }
+    return Status();
+  };
+  problem.x = test::random_hidden(78, 13, spec.hidden_size);
+  test::solve_on_one_rank(problem);
+  for (const RankCombo& combo : test::rank_combos(4)) {
+    const auto tokens = test::uneven_tokens(6, 13, combo.dp * combo.pcp);
+    EXPECT_EQ(test::run_ranks(problem, combo, tokens), "") << combo.name();
+  }
+}
+
+// --- What every rank must do alike ---------------------------------------------------------------
+
+// body(rank, communicator) on 2 threads; the statuses.
+std::vector<Status> on_two_ranks(
+    const std::function<Status(int, std::shared_ptr<Communicator>)>& body) {
+  auto ranks = make_in_process_communicators(2, {.timeout_ms = 20'000}).value();
+  std::vector<Status> result(2);
+  std::vector<std::thread> threads;
+  for (int r = 0; r < 2; ++r) {
+    threads.emplace_back([&, r] {
+      const auto i = static_cast<std::size_t>(r);
+      result[i] = body(r, std::shared_ptr<Communicator>(std::move(ranks[i])));
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  return result;
+}
+
+FusedMoE::Options options_of(int rank, int dp, const std::shared_ptr<Communicator>& communicator) {
+  FusedMoE::Options o;
+  o.num_threads = 1;
+  o.max_tokens = 4;
+  o.communicator = communicator;
+  o.parallel.ep_size = 2;
+  o.parallel.ep_rank = rank;
+  o.parallel.dp_size = dp;
+  o.parallel.dp_rank = dp > 1 ? rank : 0;
+  return o;
+}
+
+TEST(RankedLayer, ARefusalOnOneRankIsAnErrorOnAll) {
+  const test::LayerTensors tensors = test::make_tensors(44, test::small_spec());
+  const auto make = test::maker_of(tensors);
+  const auto status = on_two_ranks([&](int rank, const std::shared_ptr<Communicator>& c) {
+    const auto layer = make(options_of(rank, 2, c));
+    if (!layer.ok()) return layer.status();
+    // Rank 1 hands in rows of another width; afterwards both go on.
+    const Tensor x = Tensor::zeros(DType::kBF16, {2, rank == 0 ? 64 : 32}).value();
+    Tensor y = Tensor::zeros(DType::kF32, x.shape()).value();
+    Status first = layer->forward(x.view(), y.view());
+    const Tensor good = test::random_hidden(3, 2 + rank, 64);
+    Tensor out = Tensor::zeros(DType::kF32, good.shape()).value();
+    const Status second = layer->forward(good.view(), out.view());
+    return second.ok() ? first : second;
+  });
+  expect_refusal(status[0], StatusCode::kInvalidArgument, {"forward", "rank 1 refused"});
+  expect_refusal(status[1], StatusCode::kInvalidShape, {"hidden_states", "[2, 32]"});
+}
+
+TEST(RankedLayer, LayersThatDifferAreRefusedOnAllRanks) {
+  const test::LayerTensors tensors = test::make_tensors(45, test::small_spec());
+  const auto make = test::maker_of(tensors);
+  for (const Status& s : on_two_ranks([&](int rank, const std::shared_ptr<Communicator>&c) {
+         FusedMoE::Options o = options_of(rank, 2, c);
+         o.max_tokens += rank;
+         return make(o).status();
+       })) {
+    expect_refusal(s, StatusCode::kInvalidArgument, {"layer", "other options"});
+  }
+  const auto status = on_two_ranks([&](int rank, const std::shared_ptr<Communicator>& c) {
+    FusedMoE::Options o = options_of(rank, 2, c);
+    if (rank == 1) o.backend = "no_such_backend";
+    return make(o).status();
+  });
+  expect_refusal(status[0], StatusCode::kInvalidArgument, {"layer", "rank 1 refused"});
+  expect_refusal(status[1], StatusCode::kNotFound, {"no_such_backend"});
+}
+
+TEST(RankedLayer, ReplicasNeedTheSameRows) {
+  const test::LayerTensors tensors = test::make_tensors(46, test::small_spec());
+  const auto make = test::maker_of(tensors);
+  for (const Status& s : on_two_ranks([&](int rank, const std::shared_ptr<Communicator>&c) {
+         const auto layer = make(options_of(rank, 1, c));
+         const Tensor x = test::random_hidden(3, 2 + rank, 64);
+         Tensor out = Tensor::zeros(DType::kF32, x.shape()).value();
+         return layer->forward(x.view(), out.view());
+       })) {
+    expect_refusal(s, StatusCode::kInvalidArgument, {"hidden_states", "3", "same rows"});
+  }
+}
+
+TEST(RankedLayer, RefusesByName) {
+  const std::shared_ptr<Communicator> pair =
+      std::move(make_in_process_communicators(2).value().front());
+  FusedMoE::Options o = options_of(0, 2, pair);
+  EXPECT_TRUE(plan_ranks(o, 2).ok());
+  o.parallel.ep_rank = o.parallel.dp_rank = 1;
+  expect_refusal(plan_ranks(o, 2).status(), StatusCode::kInvalidArgument,
+                 {"communicator: got rank 0 of 2", "rank 1 of 2"});
+  o = options_of(0, 2, pair);
+  o.transport = RankTransport::kNone;
+  expect_refusal(plan_ranks(o, 2).status(), StatusCode::kUnsupported, {"transport: got none"});
+  o = options_of(0, 2, pair);
+  std::swap(o.parallel.tp_size, o.parallel.ep_size);
+  o.transport = RankTransport::kAllToAll;
+  expect_refusal(plan_ranks(o, 2).status(), StatusCode::kUnsupported,
+                 {"transport: got all_to_all", "slice"});
+  o.transport = RankTransport::kAuto;
+  o.reduction = RankReduction::kPerSlot;
+  expect_refusal(plan_ranks(o, 2).status(), StatusCode::kUnsupported,
+                 {"reduction: got per_slot", "tp_size 2"});
+  o = options_of(0, 2, pair);
+  o.reduction = RankReduction::kPerSlot;
+  o.max_tokens = std::int64_t{1} << 29;
+  expect_refusal(plan_ranks(o, 4).status(), StatusCode::kLimitExceeded, {"max_tokens", "2^31-1"});
+}
+
+TEST(RankPlan, SharesOfReplicasCoverEveryRowOnce) {
+  for (std::int64_t rows = 0; rows < 20; ++rows) {
+    for (int replicas = 1; replicas <= 8; ++replicas) {
+      std::int64_t next = 0;
+      for (int r = 0; r < replicas; ++r) {
+        const RowRange share = replica_share(rows, replicas, r);
+        EXPECT_EQ(share.first, next);
+        EXPECT_LE(share.count, (rows + replicas - 1) / replicas);
+        next += share.count;
+      }
+      EXPECT_EQ(next, rows);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace moesaic
