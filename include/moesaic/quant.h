@@ -14,8 +14,9 @@ namespace moesaic {
 enum class ScaleGranularity : std::uint8_t { kNone, kTensor, kChannel, kToken, kBlock, kGroup };
 // Of the finest scales. kF32 as a weight scale: F32, BF16 or F16 as stored, widened when loaded.
 enum class ScaleFormat : std::uint8_t { kNone, kF32, kE8M0, kE4M3 };
-// How a power-of-two scale is chosen from a group's amax (numerics/e8m0.h): amax / qmax rounded up,
-// or amax rounded to a power of two (up from 1.75 * 2^k) and shifted by the largest exponent.
+// How a power-of-two scale of microscaling activations is chosen from a group's amax
+// (numerics/e8m0.h): amax / qmax rounded up, or amax rounded to a power of two (up from 1.75 * 2^k)
+// and shifted by the largest exponent. kNone with E8M0 scales: the e4m3 rule of quant/fp8_group.h.
 enum class ExponentRule : std::uint8_t { kNone, kCeil, kRound175 };
 // A second, coarser F32 factor of the same operand: one per expert, or one per output row.
 enum class OuterScale : std::uint8_t { kNone, kTensor, kChannel };

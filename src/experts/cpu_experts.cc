@@ -435,7 +435,15 @@ Status cpu_experts_can_implement(std::string_view tier, const MoeProblem& proble
   MOESAIC_ASSIGN_OR_RETURN(const cpu::WeightKind kind,
                            cpu::weight_kind(problem.quant.weight.dtype));
   static_cast<void>(kind);
-  return {};
+  const ScaleGranularity g = problem.quant.weight.granularity;
+  const bool mxfp4 = problem.quant.weight.dtype == DType::kF4E2M1 &&
+                     problem.quant.weight.scale_format == ScaleFormat::kE8M0;
+  const bool plain_rows = problem.quant.activation.granularity == ScaleGranularity::kNone;
+  if (g == ScaleGranularity::kNone || g == ScaleGranularity::kBlock || (mxfp4 && plain_rows))
+    return {};
+  return Status(StatusCode::kUnsupported,
+                fmt::format("quant: the CPU kernels have no {} yet, cpu_reference has",
+                            compute_scheme_name(compute_scheme(problem.quant).value())));
 }
 
 Result<std::unique_ptr<Experts>> make_cpu_experts(std::string_view tier, const MoeProblem& problem,

@@ -56,40 +56,42 @@ Status check_activation_dtype(const MoeProblem& p, ComputeScheme scheme) {
     return unsupported(
         fmt::format("activation_dtype: got {}, need F32, BF16 or F16", dtype_name(got)));
   }
-  DType want = got;
-  if (scheme == ComputeScheme::kBF16 || scheme == ComputeScheme::kFp8Bf16 ||
-      scheme == ComputeScheme::kMxfp4Bf16) {
-    want = DType::kBF16;
-  }
+  DType want = needs_bf16_activations(scheme) ? DType::kBF16 : got;
   if (scheme == ComputeScheme::kF16) want = DType::kF16;
   if (got == want) return {};
   return unsupported(fmt::format("activation_dtype: got {}, scheme {} needs {}", dtype_name(got),
                                  compute_scheme_name(scheme), dtype_name(want)));
 }
 
-// Gate and up rows must not share a weight block, and a group of 128 intermediate columns must be
-// whole; activations are quantised in whole groups of 128.
-Status check_block_shapes(const MoeProblem& p, bool fp8_weights, ComputeScheme scheme) {
-  if (fp8_weights && p.intermediate_size % kFp8Block != 0) {
+Status needs_multiple(std::string_view field, std::int64_t size, std::int64_t multiple,
+                      std::string_view what) {
+  if (size % multiple == 0) return {};
+  return unsupported(fmt::format("{}: got {} on this rank, {} of {} need a multiple of {}", field,
+                                 size, what, multiple, multiple));
+}
+
+// Gate and up rows must not share a weight block, and a group of weights or activations is whole
+// in every row that is cut for tensor parallelism. Integer groups alone may end ragged.
+Status check_block_shapes(const MoeProblem& p) {
+  const OperandQuant& w = p.quant.weight;
+  const OperandQuant& a = p.quant.activation;
+  const std::int64_t h = p.hidden_size, i = p.intermediate_size;
+  if (w.granularity == ScaleGranularity::kBlock && i % w.block_n != 0) {
     return unsupported(fmt::format(
-        "intermediate_size: got {} on this rank, 128x128 weight blocks need a multiple of 128",
-        p.intermediate_size));
+        "intermediate_size: got {} on this rank, 128x128 weight blocks need a multiple of 128", i));
   }
-  if (p.quant.weight.dtype == DType::kF4E2M1) {
-    const auto groups = [](const char* field, std::int64_t size) {
-      return size % kMxGroup == 0
-                 ? Status()
-                 : unsupported(fmt::format("{}: got {} on this rank, groups of 32 weights need a "
-                                           "multiple of 32",
-                                           field, size));
-    };
-    MOESAIC_RETURN_IF_ERROR(groups("hidden_size", p.hidden_size));
-    return groups("intermediate_size", p.intermediate_size);
+  const bool ragged = w.scale_format == ScaleFormat::kF32 && w.table == CodeTable::kNone;
+  if (w.granularity == ScaleGranularity::kGroup && !ragged) {
+    MOESAIC_RETURN_IF_ERROR(needs_multiple("hidden_size", h, w.block_k, "groups of weights"));
+    MOESAIC_RETURN_IF_ERROR(needs_multiple("intermediate_size", i, w.block_k, "groups of weights"));
   }
-  if (scheme == ComputeScheme::kFp8Block && p.hidden_size % kFp8Block != 0) {
-    return unsupported(fmt::format(
-        "hidden_size: got {}, quantising activations per 128 columns needs a multiple of 128",
-        p.hidden_size));
+  if (dtype_bits(w.dtype) == 4) {
+    MOESAIC_RETURN_IF_ERROR(needs_multiple("hidden_size", h, 2, "bytes"));
+    MOESAIC_RETURN_IF_ERROR(needs_multiple("intermediate_size", i, 2, "bytes"));
+  }
+  if (a.granularity == ScaleGranularity::kGroup) {
+    MOESAIC_RETURN_IF_ERROR(needs_multiple("hidden_size", h, a.block_k, "groups of activations"));
+    return needs_multiple("intermediate_size", i, a.block_k, "groups of activations");
   }
   return {};
 }
@@ -105,104 +107,10 @@ Status check_problem(const MoeProblem& problem) {
   }
   MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
   MOESAIC_RETURN_IF_ERROR(check_activation_dtype(problem, scheme));
-  return check_block_shapes(problem, problem.quant.weight.dtype == DType::kF8E4M3, scheme);
+  return check_block_shapes(problem);
 }
 
 namespace {
-
-Status check_scale(std::string_view field, const ConstTensorView& scale, std::int64_t rows,
-                   std::int64_t columns) {
-  if (!scale.present()) {
-    return invalid(fmt::format("{}: got none, F8_E4M3 weights need {} F32 scales", field,
-                               Shape({rows, columns}).to_string()));
-  }
-  MOESAIC_RETURN_IF_ERROR(expect_dtype(field, scale, DType::kF32));
-  MOESAIC_RETURN_IF_ERROR(expect_shape(field, scale, {rows, columns}));
-  MOESAIC_RETURN_IF_ERROR(expect_contiguous(field, scale));
-  const auto* values = scale.as<float>();
-  for (std::int64_t i = 0; i < rows * columns; ++i) {
-    if (!std::isfinite(values[i])) {
-      return invalid(fmt::format("{}: got {} at [{}, {}], need finite scales", field, values[i],
-                                 i / columns, i % columns));
-    }
-  }
-  return {};
-}
-
-// One power of two per row and 32 columns; 0xFF is the format's NaN.
-Status check_exponents(std::string_view field, const ConstTensorView& scale, std::int64_t rows,
-                       std::int64_t columns) {
-  if (!scale.present()) {
-    return invalid(fmt::format("{}: got none, F4 weights need {} F8_E8M0 scales", field,
-                               Shape({rows, columns}).to_string()));
-  }
-  MOESAIC_RETURN_IF_ERROR(expect_dtype(field, scale, DType::kF8E8M0));
-  MOESAIC_RETURN_IF_ERROR(expect_shape(field, scale, {rows, columns}));
-  MOESAIC_RETURN_IF_ERROR(expect_contiguous(field, scale));
-  const auto* codes = scale.as<std::uint8_t>();
-  for (std::int64_t i = 0; i < rows * columns; ++i) {
-    if (codes[i] == 0xFF) {
-      return invalid(fmt::format("{}: got NaN (0xFF) at [{}, {}], need powers of two", field,
-                                 i / columns, i % columns));
-    }
-  }
-  return {};
-}
-
-Status check_matrix(std::string_view field, const ConstTensorView& w, const ConstTensorView& scale,
-                    std::int64_t rows, std::int64_t columns, const MoeProblem& problem,
-                    ComputeScheme scheme) {
-  MOESAIC_RETURN_IF_ERROR(expect_shape(field, w, {rows, columns}));
-  MOESAIC_RETURN_IF_ERROR(expect_contiguous(field, w));
-  // The F32 scheme takes weights as they are stored; the others say what they must be.
-  const bool float_ok =
-      scheme == ComputeScheme::kF32 &&
-      (w.dtype == DType::kF32 || w.dtype == DType::kBF16 || w.dtype == DType::kF16 ||
-       w.dtype == DType::kF8E4M3 || w.dtype == DType::kF4E2M1);
-  if (!float_ok) MOESAIC_RETURN_IF_ERROR(expect_dtype(field, w, problem.quant.weight.dtype));
-  const std::string scale_field = std::string(field) + "_scale";
-  if (w.dtype == DType::kF8E4M3) {
-    MOESAIC_RETURN_IF_ERROR(check_block_shapes(problem, true, scheme));
-    return check_scale(scale_field, scale, ceil_div(rows, kFp8Block), ceil_div(columns, kFp8Block));
-  }
-  if (w.dtype == DType::kF4E2M1) {
-    return check_exponents(scale_field, scale, rows, columns / kMxGroup);
-  }
-  if (scale.present()) {
-    return invalid(fmt::format("{}: got {}, but {} weights have no scales", scale_field,
-                               scale.shape.to_string(), dtype_name(w.dtype)));
-  }
-  return {};
-}
-
-Status check_bias(std::string_view field, const ConstTensorView& bias, std::int64_t size,
-                  bool wanted) {
-  if (!wanted) {
-    if (!bias.present()) return {};
-    return invalid(
-        fmt::format("{}: got {}, but has_expert_bias is false", field, bias.shape.to_string()));
-  }
-  if (!bias.present()) {
-    return invalid(fmt::format("{}: got none, has_expert_bias needs [{}]", field, size));
-  }
-  if (bias.dtype != DType::kF32 && bias.dtype != DType::kBF16) {
-    return {StatusCode::kInvalidDType,
-            fmt::format("{}: got {}, need F32 or BF16", field, dtype_name(bias.dtype))};
-  }
-  MOESAIC_RETURN_IF_ERROR(expect_shape(field, bias, {size}));
-  return expect_contiguous(field, bias);
-}
-
-Status check_one_expert(const MoeProblem& p, const ExpertWeightsView& v) {
-  MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(p.quant));
-  const std::int64_t n = w13_rows(p);
-  const std::int64_t h = p.hidden_size;
-  const std::int64_t i = p.intermediate_size;
-  MOESAIC_RETURN_IF_ERROR(check_matrix("w13", v.w13, v.w13_scale, n, h, p, scheme));
-  MOESAIC_RETURN_IF_ERROR(check_matrix("w2", v.w2, v.w2_scale, h, i, p, scheme));
-  MOESAIC_RETURN_IF_ERROR(check_bias("w13_bias", v.w13_bias, n, p.has_expert_bias));
-  return check_bias("w2_bias", v.w2_bias, h, p.has_expert_bias);
-}
 
 // The shape in words is only put together when it is needed: run allocates nothing.
 Status check_activation_view(std::string_view field, const ConstTensorView& t, const MoeProblem& p,
@@ -314,12 +222,6 @@ Status check_overlaps(const ExpertsArgs& a, std::int64_t input_bytes, std::int64
 }
 
 }  // namespace
-
-Status check_expert_weights(const MoeProblem& problem, const ExpertWeightsView& weights,
-                            std::int64_t local_expert) {
-  const Status status = check_one_expert(problem, weights);
-  return status.ok() ? status : status.with_context(fmt::format("expert {}", local_expert));
-}
 
 Result<std::int64_t> strided_extent_bytes(std::string_view field, const ConstTensorView& t) {
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t elements, t.shape.num_elements());

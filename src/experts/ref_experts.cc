@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <new>
 #include <string>
@@ -13,109 +12,13 @@
 #include "core/checked.h"
 #include "core/fault.h"
 #include "experts/problem_checks.h"
+#include "experts/ref_matrix.h"
 #include "numerics/element.h"
 #include "numerics/float_codec.h"
 #include "permute/sort_slots.h"
-#include "quant/fp8_group.h"
 
 namespace moesaic {
 namespace {
-
-// --- One dot product -----------------------------------------------------------------------------
-
-// Eight interleaved partial sums, added pairwise at the end: a fixed order with an error that grows
-// with K / 8, and independent additions that a CPU can overlap.
-template <class Decode, class Element>
-float dot(const float* x, const Element* w, std::int64_t count, Decode decode) {
-  std::array<float, 8> lane{};
-  std::int64_t i = 0;
-  for (; i + 8 <= count; i += 8) {
-    for (std::int64_t l = 0; l < 8; ++l) {
-      lane[static_cast<std::size_t>(l)] += x[i + l] * decode(w[i + l]);
-    }
-  }
-  for (; i < count; ++i) lane[static_cast<std::size_t>(i % 8)] += x[i] * decode(w[i]);
-  return ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7]));
-}
-
-// e2m1, two per byte, low nibble first; the same order of additions.
-float dot_packed(const float* x, const std::uint8_t* w, std::int64_t count) {
-  std::array<float, 8> lane{};
-  for (std::int64_t i = 0; i < count; ++i) {
-    const bool high = i % 2 != 0 && !MOESAIC_FAULT(ref_experts_low_nibble_twice);
-    const auto code = static_cast<std::uint8_t>(high ? w[i / 2] >> 4 : w[i / 2] & 0x0F);
-    lane[static_cast<std::size_t>(i % 8)] += x[i] * f32_from_e2m1(code);
-  }
-  return ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7]));
-}
-
-float dot_stored(const float* x, const std::byte* w, DType dtype, std::int64_t count) {
-  switch (dtype) {
-    case DType::kF32:
-      return dot(x, reinterpret_cast<const float*>(w), count, [](float v) { return v; });
-    case DType::kBF16:
-      return dot(x, reinterpret_cast<const std::uint16_t*>(w), count, f32_from_bf16);
-    case DType::kF16:
-      return dot(x, reinterpret_cast<const std::uint16_t*>(w), count, f32_from_f16);
-    case DType::kF4E2M1:  // groups begin at whole bytes
-      return dot_packed(x, reinterpret_cast<const std::uint8_t*>(w), count);
-    default:  // check_expert_weights left only e4m3
-      return dot(x, reinterpret_cast<const std::uint8_t*>(w), count, f32_from_e4m3);
-  }
-}
-
-// --- Operands ------------------------------------------------------------------------------------
-
-// A weight matrix of all local experts, stored as the checkpoint stores it.
-struct Matrix {
-  Tensor weight;  // [E_l, rows, columns]
-  Tensor scale;   // e4m3: [E_l, ceil(rows / 128), ceil(columns / 128)] F32; e2m1: [E_l, rows,
-                  // columns / 32] F8_E8M0
-  Tensor bias;    // [E_l, rows] F32, widened
-  std::int64_t rows = 0;
-  std::int64_t columns = 0;
-};
-
-// A row that a GEMM reads: values, and one scale per 128 columns when it was quantised.
-struct Operand {
-  float* values = nullptr;
-  float* scales = nullptr;  // nullptr: not quantised
-};
-
-// out[n] = x . w[e][n] + bias[e][n]
-void linear(const Matrix& m, std::int64_t e, const Operand& x, float* out) {
-  const DType dtype = m.weight.dtype();
-  const std::int64_t bits = dtype_bits(dtype);
-  const std::int64_t row_bytes = m.columns * bits / 8;
-  const std::byte* weight = m.weight.data() + e * m.rows * row_bytes;
-  const bool grouped = dtype == DType::kF4E2M1;
-  const std::int64_t block_n = grouped ? 1 : kFp8Block;
-  const std::int64_t block_k = grouped ? kMxGroup : kFp8Block;
-  const std::int64_t scale_columns = ceil_div(m.columns, block_k);
-  const std::int64_t first_scale = e * ceil_div(m.rows, block_n) * scale_columns;
-  const float* bias = m.bias.present() ? m.bias.as<float>() + e * m.rows : nullptr;
-  if (MOESAIC_FAULT(ref_experts_missing_bias)) bias = nullptr;
-  const bool wrong_scale_row = MOESAIC_FAULT(ref_experts_scale_row_zero);
-  for (std::int64_t n = 0; n < m.rows; ++n) {
-    const std::byte* row = weight + n * row_bytes;
-    float sum = 0;
-    if (!m.scale.present()) {
-      sum = dot_stored(x.values, row, dtype, m.columns);
-    } else {
-      // Scales act on each group's partial sum, inside the accumulation.
-      const std::int64_t row_scale =
-          first_scale + (wrong_scale_row ? 0 : n / block_n) * scale_columns;
-      for (std::int64_t g = 0; g < scale_columns; ++g) {
-        const std::int64_t begin = g * block_k;
-        const std::int64_t count = std::min(block_k, m.columns - begin);
-        const float partial = dot_stored(x.values + begin, row + begin * bits / 8, dtype, count);
-        const float scale = load_as_f32(m.scale.data(), m.scale.dtype(), row_scale + g);
-        sum += partial * (x.scales != nullptr ? x.scales[g] * scale : scale);
-      }
-    }
-    out[n] = bias != nullptr ? sum + bias[n] : sum;
-  }
-}
 
 float round_to(DType dtype, float v) {
   if (dtype == DType::kBF16) return f32_from_bf16(bf16_from_f32(v));
@@ -127,21 +30,23 @@ float round_to(DType dtype, float v) {
 
 // Buffers for one row at a time.
 struct Scratch {
-  float *x, *x_scales, *input, *gate_up, *inner, *inner_scales, *result, *sum;
+  float *x, *x_scales, *scales, *input, *gate_up, *inner, *gathered, *result, *sum;
   std::uint8_t* codes;  // as wide as the wider of x and the intermediate
 };
 
 Scratch take_scratch(Arena& arena, const MoeProblem& p) {
   Scratch s{};
+  const std::int64_t widest = std::max(p.hidden_size, p.intermediate_size);
   s.x = arena.take<float>(p.hidden_size);
   s.x_scales = arena.take<float>(ceil_div(p.hidden_size, kFp8Block));
+  s.scales = arena.take<float>(ref_max_scales(widest));
   s.input = arena.take<float>(p.hidden_size);
   s.gate_up = arena.take<float>(w13_rows(p));
   s.inner = arena.take<float>(p.intermediate_size);
-  s.inner_scales = arena.take<float>(ceil_div(p.intermediate_size, kFp8Block));
+  s.gathered = arena.take<float>(widest);
   s.result = arena.take<float>(p.hidden_size);
   s.sum = arena.take<float>(p.hidden_size);
-  s.codes = arena.take<std::uint8_t>(std::max(p.hidden_size, p.intermediate_size));
+  s.codes = arena.take<std::uint8_t>(widest);
   return s;
 }
 
@@ -152,22 +57,22 @@ class RefExperts final : public Experts {
         scheme_(scheme),
         operand_(operand_dtype(problem.activation_dtype, scheme)),
         layout_(is_gated(problem.activation.kind) ? GateUpLayout::kGateThenUp
-                                                  : GateUpLayout::kNonGated) {
+                                                  : GateUpLayout::kNonGated),
+        w13_(problem.quant, scheme, problem.num_local_experts, w13_rows(problem),
+             problem.hidden_size),
+        w2_(problem.quant, scheme, problem.num_local_experts, problem.hidden_size,
+            problem.intermediate_size) {
     if (MOESAIC_FAULT(ref_experts_swap_gate_up) && layout_ == GateUpLayout::kGateThenUp) {
       layout_ = GateUpLayout::kUpThenGate;
     }
-    w13_.rows = w13_rows(p_);
-    w13_.columns = p_.hidden_size;
-    w2_.rows = p_.hidden_size;
-    w2_.columns = p_.intermediate_size;
   }
 
   Status load(ExpertSource& source) {
     for (std::int64_t e = 0; e < p_.num_local_experts; ++e) {
       MOESAIC_ASSIGN_OR_RETURN(const ExpertWeightsView view, source.expert(e));
       MOESAIC_RETURN_IF_ERROR(check_expert_weights(p_, view, e));
-      MOESAIC_RETURN_IF_ERROR(append(w13_, e, "w13", view.w13, view.w13_scale, view.w13_bias));
-      MOESAIC_RETURN_IF_ERROR(append(w2_, e, "w2", view.w2, view.w2_scale, view.w2_bias));
+      MOESAIC_RETURN_IF_ERROR(w13_.append(e, "w13", w13_of(view)));
+      MOESAIC_RETURN_IF_ERROR(w2_.append(e, "w2", w2_of(view)));
     }
     return {};
   }
@@ -179,13 +84,7 @@ class RefExperts final : public Experts {
   }
   ActivationFormat format() const override { return p_.format; }
   bool takes_quantized_rows() const override { return scheme_ == ComputeScheme::kFp8Block; }
-  std::int64_t weight_bytes() const override {
-    std::int64_t bytes = 0;
-    for (const Matrix* m : {&w13_, &w2_}) {
-      bytes += m->weight.bytes() + m->scale.bytes() + m->bias.bytes();
-    }
-    return bytes;
-  }
+  std::int64_t weight_bytes() const override { return w13_.bytes() + w2_.bytes(); }
   std::string_view determinism() const override { return kRefExpertsDeterminism; }
   Result<std::int64_t> workspace_size(std::int64_t tokens) const override {
     return ref_experts_workspace_size(p_, tokens);
@@ -206,66 +105,27 @@ class RefExperts final : public Experts {
   }
 
  private:
-  // Copies one expert's matrix behind those of the experts before it.
-  Status append(Matrix& m, std::int64_t e, std::string_view field, const ConstTensorView& weight,
-                const ConstTensorView& scale, const ConstTensorView& bias) {
-    const std::int64_t local = p_.num_local_experts;
-    if (e == 0) {
-      MOESAIC_ASSIGN_OR_RETURN(m.weight,
-                               Tensor::uninitialized(weight.dtype, {local, m.rows, m.columns}));
-      if (scale.present()) {
-        MOESAIC_ASSIGN_OR_RETURN(
-            m.scale, Tensor::uninitialized(scale.dtype, {local, scale.dim(0), scale.dim(1)}));
-      }
-      if (bias.present()) {
-        MOESAIC_ASSIGN_OR_RETURN(m.bias, Tensor::uninitialized(DType::kF32, {local, m.rows}));
-      }
-    }
-    if (weight.dtype != m.weight.dtype()) {
-      return {StatusCode::kInvalidDType,
-              fmt::format("expert {}: {}: got {}, need {} as in expert 0", e, field,
-                          dtype_name(weight.dtype), dtype_name(m.weight.dtype()))};
-    }
-    const auto copy = [e](Tensor& to, const ConstTensorView& from, std::int64_t bytes) {
-      std::memcpy(to.data() + e * bytes, from.data, static_cast<std::size_t>(bytes));
-    };
-    copy(m.weight, weight, m.rows * m.columns * dtype_bits(weight.dtype) / 8);
-    if (scale.present()) {
-      copy(m.scale, scale, scale.dim(0) * scale.dim(1) * dtype_bits(scale.dtype) / 8);
-    }
-    for (std::int64_t n = 0; bias.present() && n < m.rows; ++n) {
-      m.bias.as<float>()[e * m.rows + n] = load_as_f32(bias.data, bias.dtype, n);
-    }
-    return {};
-  }
-
-  // Rounds to the operand dtype what is not of it yet, and quantises where the scheme does.
-  Operand make_operand(float* values, float* scales, std::uint8_t* codes,
-                       std::int64_t count) const {
+  // What matrix m of expert e multiplies: values rounded to the operand dtype where they are not of
+  // it yet, in the order of the weights' columns, quantised where the scheme does.
+  RefOperand make_operand(const RefMatrix& m, std::int64_t e, float* values, std::int64_t count,
+                          const Scratch& s) const {
     for (std::int64_t i = 0; i < count; ++i) values[i] = round_to(operand_, values[i]);
-    if (scheme_ != ComputeScheme::kFp8Block) return {values, nullptr};
-    // The codes are decoded again at once: products of e4m3 values are exact in fp32 either way.
-    ref_quantize_fp8_row(values, count, kFp8Block,
-                         p_.quant.activation.scale_format == ScaleFormat::kE8M0
-                             ? ScaleRounding::kCeilPowerOfTwo
-                             : ScaleRounding::kNone,
-                         codes, scales);
-    for (std::int64_t i = 0; i < count; ++i) values[i] = f32_from_e4m3(codes[i]);
-    return {values, scales};
+    if (m.gather(e, values, s.gathered)) values = s.gathered;
+    return ref_quantize_row(p_.quant.activation, m.input_scale(e), values, count, s.scales,
+                            s.codes);
   }
 
   // out[H] = expert e applied to s.input[H], which is consumed. `quantized`: those are codes
   // already, with s.x_scales.
   void expert(std::int64_t e, const Scratch& s, bool quantized, float* out) const {
-    const Operand x = quantized ? Operand{s.input, s.x_scales}
-                                : make_operand(s.input, s.x_scales, s.codes, p_.hidden_size);
-    linear(w13_, e, x, s.gate_up);
+    const RefOperand x = quantized ? RefOperand{s.input, s.x_scales, kFp8Block, 1.0F}
+                                   : make_operand(w13_, e, s.input, p_.hidden_size, s);
+    w13_.multiply(e, x, s.gate_up);
     ref_activation(p_.activation, layout_, s.gate_up, s.inner, p_.intermediate_size);
-    const Operand inner =
-        MOESAIC_FAULT(ref_experts_skip_requant)
-            ? Operand{s.inner, nullptr}
-            : make_operand(s.inner, s.inner_scales, s.codes, p_.intermediate_size);
-    linear(w2_, e, inner, out);
+    const RefOperand inner = MOESAIC_FAULT(ref_experts_skip_requant)
+                                 ? RefOperand{s.inner, nullptr, 0, 1.0F}
+                                 : make_operand(w2_, e, s.inner, p_.intermediate_size, s);
+    w2_.multiply(e, inner, out);
   }
 
   void load_row(const ConstTensorView& t, std::int64_t offset, float* row) const {
@@ -331,7 +191,7 @@ class RefExperts final : public Experts {
   ComputeScheme scheme_;
   DType operand_;
   GateUpLayout layout_;  // of GEMM1's columns, as the canonical w13 has it
-  Matrix w13_, w2_;
+  RefMatrix w13_, w2_;
 };
 
 }  // namespace

@@ -108,6 +108,19 @@ TEST(ComputeScheme, ComesFromTheOperandsNotTheName) {
   EXPECT_EQ(scheme("fp8-block", "fp8-block").value(), ComputeScheme::kFp8Block);
   EXPECT_EQ(scheme("mxfp4-bf16", "mxfp4-bf16").value(), ComputeScheme::kMxfp4Bf16);
   EXPECT_EQ(scheme("mxfp4-bf16", "f32").value(), ComputeScheme::kF32);
+  EXPECT_EQ(scheme("fp8-tensor", "fp8-channel").value(), ComputeScheme::kFp8Scaled);
+  EXPECT_EQ(scheme("mxfp4", "mxfp4-fp8").value(), ComputeScheme::kMxfp4Fp8);
+  EXPECT_EQ(scheme("mxfp4", "mxfp4").value(), ComputeScheme::kMxfp4);
+  EXPECT_EQ(scheme("int8", "bf16").value(), ComputeScheme::kWeightOnly);
+  for (const char* name : {"mxfp8", "nvfp4", "int4-fp8", "int8"})
+    EXPECT_EQ(compute_scheme_name(scheme(name, name).value()), name);
+  for (const char* name : {"int4-g128", "nvfp4", "nf4-bf16", "int4-fp8", "mxfp8", "fp8-tensor"}) {
+    EXPECT_EQ(scheme(name, "bf16").value(), ComputeScheme::kWeightOnly) << name;
+    EXPECT_EQ(scheme(name, "f32").value(), ComputeScheme::kF32) << name;
+    EXPECT_FALSE(scheme(name, "f16").ok()) << name;
+  }
+  EXPECT_FALSE(scheme("nvfp4", "mxfp4").ok());
+  EXPECT_FALSE(scheme("int4-g128", "int8").ok());
   EXPECT_FALSE(scheme("bf16", "fp8-block").ok());
   EXPECT_FALSE(scheme("fp8-block", "f16").ok());
 }
@@ -161,6 +174,29 @@ TEST(CheckExpertWeights, RefusesWithTheExpertAndTheTensor) {
        StatusCode::kInvalidArgument, "w13_scale: got inf"},
       {"bf16", [](auto&, auto& w, auto&) { w.w13_scale = w.w13; }, StatusCode::kInvalidArgument,
        "w13_scale"},
+      {"nvfp4", [](auto&, auto& w, auto&) { w.w2_global_scale = {}; }, StatusCode::kInvalidArgument,
+       "w2_global_scale: got none"},
+      {"nvfp4",
+       [](auto&, auto&, auto& c) { c.weights.w13_input_scale.template as<float>()[0] = 0; },
+       StatusCode::kInvalidArgument, "w13_input_scale: got 0, need a positive scale"},
+      {"nvfp4",
+       [](auto&, auto&, auto& c) { c.weights.w13_scale.template as<std::uint8_t>()[1] = 0x7F; },
+       StatusCode::kInvalidArgument, "w13_scale: got nan at [0, 1]"},
+      {"mxfp8",
+       [](auto&, auto&, auto& c) { c.weights.w2_scale.template as<std::uint8_t>()[0] = 0xFF; },
+       StatusCode::kInvalidArgument, "w2_scale: got nan at [0, 0]"},
+      {"gptq", [](auto&, auto&, auto& c) { c.weights.w2_perm.template as<std::int32_t>()[3] = 64; },
+       StatusCode::kInvalidArgument, "w2_perm: got 64 at [3], need each of 0 .. 63 once"},
+      {"gptq", [](auto&, auto& w, auto&) { w.w13_zero = {}; }, StatusCode::kInvalidArgument,
+       "w13_zero: got none"},
+      {"int8", [](auto&, auto& w, auto&) { w.w13_zero = w.w13_scale; },
+       StatusCode::kInvalidArgument,
+       "w13_zero: got [128], but I8 weights of this scheme have none"},
+      {"int4-fp8",
+       [](auto&, auto& w, auto&) {
+         set_shape(w.w13_channel_scale, {6, 128});
+       },
+       StatusCode::kInvalidShape, "w13_channel_scale: got [128], need [256]"},
       {"bf16", [](auto& p, auto&, auto&) { p.has_expert_bias = true; },
        StatusCode::kInvalidArgument, "w13_bias: got none, has_expert_bias needs [128]"},
       {"bf16", [](auto&, auto& w, auto& c) { w.w2_bias = c.hidden_states.view(); },

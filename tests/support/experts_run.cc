@@ -23,15 +23,49 @@ T must(Result<T> result, std::string_view what) {
 
 }  // namespace
 
+QuantScheme scheme_called(std::string_view name) {
+  QuantScheme s = must(quant_scheme_from_name(name.starts_with("fp8-static")       ? "fp8-tensor"
+                                              : name == "gptq" || name == "q4k"    ? "int4-g128"
+                                              : name == "int4-channel"             ? "int8-bf16"
+                                              : name == "q6k" || name == "u8-zero" ? "int8-bf16"
+                                              : name == "fp4-bf16"                 ? "nf4-bf16"
+                                                                                   : name),
+                       "scheme_called");
+  OperandQuant& w = s.weight;
+  if (name == "fp8-static") {
+    s.activation.granularity = ScaleGranularity::kTensor;
+    s.activation.dynamic = false;
+  }
+  if (name == "gptq" || name == "q4k") {
+    w.dtype = DType::kU4;
+    w.block_k = 32;
+    w.zero_point = name == "gptq" ? ZeroPoint::kInteger : ZeroPoint::kMin;
+    w.act_order = name == "gptq";
+  }
+  if (name == "int4-channel") w.dtype = DType::kI4;
+  if (name == "q6k") {
+    w.granularity = ScaleGranularity::kGroup;
+    w.block_n = 1;
+    w.block_k = 16;
+  }
+  if (name == "u8-zero") {
+    w.dtype = DType::kU8;
+    w.zero_point = ZeroPoint::kInteger;
+  }
+  if (name == "fp4-bf16") w.table = CodeTable::kFp4;
+  return s;
+}
+
 MoeProblem small_problem(std::string_view quant) {
   MoeProblem p;
   p.num_experts = 6;
   p.num_local_experts = 6;
   p.top_k = 2;
-  p.quant = must(quant_scheme_from_name(quant), "small_problem");
-  const bool fp8 = p.quant.weight.dtype == DType::kF8E4M3;
-  p.hidden_size = fp8 ? 256 : 96;
-  p.intermediate_size = fp8 ? 128 : 64;
+  p.quant = scheme_called(quant);
+  const bool wide = p.quant.weight.dtype == DType::kF8E4M3 || p.quant.weight.block_k >= 64 ||
+                    p.quant.activation.block_k >= 64;
+  p.hidden_size = wide ? 256 : 96;
+  p.intermediate_size = wide ? 128 : 64;
   p.activation_dtype = quant == "f16" ? DType::kF16 : DType::kBF16;
   p.max_tokens = 16;
   p.num_threads = 1;  // tests share the machine; thread counts are compared where it matters

@@ -12,7 +12,18 @@
 
 namespace moesaic::test {
 
-// A small problem: E 6, k 2, H 96, I 64 (fp8: H 256, I 128), silu, every expert local.
+// A scheme by its name, or one that only checkpoints imply:
+//   fp8-static     fp8-tensor with static activation scales
+//   gptq           U4 per 32, F16 scales, zero points, act-order
+//   int4-channel   I4, one scale per row
+//   q4k            U4 per 32 with minima
+//   q6k            I8 per 16
+//   u8-zero        U8 per row with zero points
+//   fp4-bf16       table of 16 values, absmax per 64
+QuantScheme scheme_called(std::string_view name);
+
+// A small problem: E 6, k 2, H 96, I 64 (e4m3 and groups of 64 or more: H 256, I 128), silu, every
+// expert local.
 MoeProblem small_problem(std::string_view quant);
 
 struct StandardCase {

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <numbers>
 
+#include "numerics/element.h"
 #include "support/half.h"
 #include "support/metrics.h"
 #include "support/random.h"
@@ -61,6 +62,32 @@ std::uint8_t e4m3_code(double v) {
   return static_cast<std::uint8_t>(low | (std::signbit(v) ? 0x80 : 0));
 }
 
+// Two per byte, low one first.
+int nibble(const ConstTensorView& t, std::int64_t i) {
+  return (t.as<std::uint8_t>()[i / 2] >> (i % 2 * 4)) & 15;
+}
+
+// bitsandbytes tables, by code.
+constexpr double kNf4[16] = {-1.0,
+                             -0.6961928009986877,
+                             -0.5250730514526367,
+                             -0.39491748809814453,
+                             -0.28444138169288635,
+                             -0.18477343022823334,
+                             -0.09105003625154495,
+                             0.0,
+                             0.07958029955625534,
+                             0.16093020141124725,
+                             0.24611230194568634,
+                             0.33791524171829224,
+                             0.44070982933044434,
+                             0.5626170039176941,
+                             0.7229568362236023,
+                             1.0};
+constexpr double kFp4[8] = {0, 0.005208333, 0.6666667, 1, 0.33333334, 0.5, 0.16666667, 0.25};
+
+double e2m1_round(double v) { return round_to_grid(std::clamp(v, -6.0, 6.0), 1, 0); }
+
 double element(const ConstTensorView& t, std::int64_t i) {
   switch (t.dtype) {
     case DType::kF32:
@@ -77,11 +104,19 @@ double element(const ConstTensorView& t, std::int64_t i) {
       return e4m3_value(t.as<std::uint8_t>()[i]);
     case DType::kF8E8M0:
       return std::ldexp(1.0, t.as<std::uint8_t>()[i] - 127);
-    case DType::kF4E2M1: {  // two per byte, low nibble first
+    case DType::kF4E2M1: {
       constexpr double kMagnitude[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
-      const int code = (t.as<std::uint8_t>()[i / 2] >> (i % 2 * 4)) & 15;
+      const int code = nibble(t, i);
       return code < 8 ? kMagnitude[code] : -kMagnitude[code - 8];
     }
+    case DType::kI4:
+      return nibble(t, i) < 8 ? nibble(t, i) : nibble(t, i) - 16;
+    case DType::kU4:
+      return nibble(t, i);
+    case DType::kI8:
+      return t.as<std::int8_t>()[i];
+    case DType::kU8:
+      return t.as<std::uint8_t>()[i];
     default:
       std::abort();  // not a dtype of weights or activations
   }
@@ -93,30 +128,65 @@ bool is_f32_scheme(const MoeProblem& p) {
   return p.quant.activation.dtype == DType::kF32 &&
          p.quant.activation.granularity == ScaleGranularity::kNone;
 }
-bool quantises_activations(const MoeProblem& p) {
-  return p.quant.activation.dtype == DType::kF8E4M3;
+
+// Codes times scales, by the definitions of the formats. Scales and quotients are fp32 by
+// definition, so that part is computed in fp32.
+void quantise_group(const OperandQuant& a, float input_scale, std::span<double> x) {
+  float amax = 0;
+  for (const double v : x) amax = std::max(amax, static_cast<float>(std::abs(v)));
+  const bool fp4 = a.dtype == DType::kF4E2M1;
+  const auto code = [&](float y) {
+    if (a.dtype == DType::kI8)
+      return std::clamp(std::nearbyint(static_cast<double>(y)), -128.0, 127.0);
+    return fp4 ? e2m1_round(static_cast<double>(y)) : e4m3_round(static_cast<double>(y));
+  };
+  if (a.granularity == ScaleGranularity::kTensor) {
+    const float inverse = 1.0F / input_scale;
+    for (double& v : x)
+      v = code(static_cast<float>(v) * inverse) * static_cast<double>(input_scale);
+    return;
+  }
+  if (a.scale_format == ScaleFormat::kE4M3) {
+    const float gscale = 1.0F / input_scale;
+    const auto sf = static_cast<float>(e4m3_round(static_cast<double>(gscale * amax / 6.0F)));
+    const float factor = sf == 0 ? 0.0F : gscale / sf;
+    for (double& v : x)
+      v = code(static_cast<float>(v) * factor) * static_cast<double>(sf) *
+          static_cast<double>(input_scale);
+    return;
+  }
+  float scale = 0;
+  if (a.granularity == ScaleGranularity::kToken) {
+    scale = a.dtype == DType::kI8 ? std::max(amax, 1e-10F) / 127.0F
+                                  : std::max(amax / 448.0F, 1.0F / (448.0F * 512.0F));
+  } else if (a.rule == ExponentRule::kRound175) {
+    const int exponent = std::ilogb(amax);
+    const bool up = static_cast<double>(amax) >= std::ldexp(1.75, exponent);
+    scale = std::exp2(static_cast<float>(exponent + (up ? 1 : 0) - 2));
+  } else if (a.rule == ExponentRule::kCeil) {
+    scale = std::exp2(std::ceil(std::log2(amax / 448.0F)));
+  } else {
+    scale = std::max(amax, 1e-10F) / 448.0F;
+    if (a.scale_format == ScaleFormat::kE8M0)  // up to a power of two
+      scale = std::exp2(std::ceil(std::log2(std::max(scale, 1e-10F))));
+  }
+  for (double& v : x) {
+    v = amax > 0 ? code(static_cast<float>(v) / scale) * static_cast<double>(scale) : 0.0;
+  }
 }
 
-// Rounds a GEMM operand as the scheme does: to activation_dtype, then per 128 columns to e4m3.
-void round_operand(const MoeProblem& p, std::vector<double>& row) {
+// Rounds a GEMM operand as the scheme does: to activation_dtype, then to codes.
+void round_operand(const MoeProblem& p, const ConstTensorView& input_scale, std::int64_t e,
+                   std::vector<double>& row) {
   if (is_f32_scheme(p)) return;
   for (double& v : row) v = round_to(p.activation_dtype, v);
-  if (!quantises_activations(p)) return;
-  for (std::size_t begin = 0; begin < row.size(); begin += 128) {
-    const std::size_t end = std::min(begin + 128, row.size());
-    float amax = 0;
-    for (std::size_t i = begin; i < end; ++i) {
-      amax = std::max(amax, static_cast<float>(std::abs(row[i])));
-    }
-    // The scale and the quotient are fp32 by definition of the format.
-    float scale = std::max(amax, 1e-10F) / 448.0F;
-    if (p.quant.activation.scale_format == ScaleFormat::kE8M0) {  // up to a power of two
-      scale = std::exp2(std::ceil(std::log2(std::max(scale, 1e-10F))));
-    }
-    for (std::size_t i = begin; i < end; ++i) {
-      row[i] = e4m3_round(static_cast<double>(static_cast<float>(row[i]) / scale)) *
-               static_cast<double>(scale);
-    }
+  const OperandQuant& a = p.quant.activation;
+  if (a.granularity == ScaleGranularity::kNone) return;
+  const float fixed = input_scale.present() ? input_scale.as<float>()[e] : 1.0F;
+  const auto group =
+      a.granularity == ScaleGranularity::kGroup ? static_cast<std::size_t>(a.block_k) : row.size();
+  for (std::size_t begin = 0; begin < row.size(); begin += group) {
+    quantise_group(a, fixed, std::span(row).subspan(begin, std::min(group, row.size() - begin)));
   }
 }
 
@@ -162,29 +232,74 @@ double activate(const ActivationSpec& a, double g, double u) {
   std::abort();
 }
 
+// The tensors of one projection of a stack.
+struct Projection {
+  ConstTensorView w, scale, bias, global_scale, channel_scale, zero, min, input_scale, perm;
+};
+Projection w13_of(const StackedExpertWeights& s) {
+  return {s.w13,      s.w13_scale, s.w13_bias,        s.w13_global_scale, s.w13_channel_scale,
+          s.w13_zero, s.w13_min,   s.w13_input_scale, s.w13_perm};
+}
+Projection w2_of(const StackedExpertWeights& s) {
+  return {s.w2,      s.w2_scale, s.w2_bias,        s.w2_global_scale, s.w2_channel_scale,
+          s.w2_zero, s.w2_min,   s.w2_input_scale, s.w2_perm};
+}
+
+// What element [e, n, k] of the stored matrix stands for; schemes of bf16 arithmetic round entries
+// of a table.
+double weight_value(const OperandQuant& q, const Projection& m, std::int64_t e, std::int64_t n,
+                    std::int64_t k, bool bf16_tables) {
+  const std::int64_t rows = m.w.dim(1), columns = m.w.dim(2);
+  const std::int64_t at = (e * rows + n) * columns + k;
+  double v = 0;
+  if (q.table == CodeTable::kNf4) {
+    v = kNf4[nibble(m.w, at)];
+  } else if (q.table == CodeTable::kFp4) {
+    const int code = nibble(m.w, at);
+    v = code < 8 ? kFp4[code] : -kFp4[code - 8];
+  } else {
+    v = element(m.w, at);
+  }
+  if (bf16_tables && q.table != CodeTable::kNone) v = round_to(DType::kBF16, v);
+  const std::int64_t block_n = std::max<std::int64_t>(q.block_n, 1);
+  std::int64_t index = e;  // one per expert
+  if (q.granularity == ScaleGranularity::kChannel) index = e * rows + n;
+  if (q.block_k > 0) {
+    const std::int64_t across = (columns + q.block_k - 1) / q.block_k;
+    index = (e * ((rows + block_n - 1) / block_n) + n / block_n) * across + k / q.block_k;
+  }
+  if (m.zero.present()) v -= element(m.zero, index);
+  if (m.scale.present()) v *= element(m.scale, index);
+  if (m.min.present()) v -= element(m.min, index);
+  if (m.channel_scale.present()) v = e4m3_round(v) * element(m.channel_scale, e * rows + n);
+  if (m.global_scale.present()) v *= element(m.global_scale, e);
+  return v;
+}
+
 // x [K] times slice e of w [E, rows, K] transposed, plus bias.
-std::vector<double> linear(const ConstTensorView& w, const ConstTensorView& scale,
-                           const ConstTensorView& bias, std::int64_t e, std::span<const double> x) {
-  const std::int64_t rows = w.dim(1);
-  const std::int64_t columns = w.dim(2);
-  const bool mx = w.dtype == DType::kF4E2M1;
-  const std::int64_t block_n = mx ? 1 : 128, block_k = mx ? 32 : 128;
-  const std::int64_t scale_columns = (columns + block_k - 1) / block_k;
-  const std::int64_t scale_rows = (rows + block_n - 1) / block_n;
+std::vector<double> linear(const OperandQuant& q, const Projection& m, std::int64_t e,
+                           std::span<const double> x, bool bf16_tables) {
+  const std::int64_t rows = m.w.dim(1), columns = m.w.dim(2);
   std::vector<double> y(static_cast<std::size_t>(rows));
   for (std::int64_t n = 0; n < rows; ++n) {
     double sum = 0;
-    for (std::int64_t k = 0; k < columns; ++k) {
-      double v = element(w, (e * rows + n) * columns + k);
-      if (scale.present()) {
-        v *= element(scale, (e * scale_rows + n / block_n) * scale_columns + k / block_k);
-      }
-      sum += v * x[static_cast<std::size_t>(k)];
-    }
-    if (bias.present()) sum += element(bias, e * rows + n);
+    for (std::int64_t k = 0; k < columns; ++k)
+      sum += weight_value(q, m, e, n, k, bf16_tables) * x[static_cast<std::size_t>(k)];
+    if (m.bias.present()) sum += element(m.bias, e * rows + n);
     y[static_cast<std::size_t>(n)] = sum;
   }
   return y;
+}
+
+// In the order of the stored columns.
+std::vector<double> gathered(const Projection& m, std::int64_t e, std::vector<double> x) {
+  if (!m.perm.present()) return x;
+  std::vector<double> out(x.size());
+  for (std::size_t k = 0; k < x.size(); ++k) {
+    const auto at = e * m.perm.dim(1) + static_cast<std::int64_t>(k);
+    out[k] = x[static_cast<std::size_t>(m.perm.as<std::int32_t>()[at])];
+  }
+  return out;
 }
 
 std::vector<double> row_of(const ConstTensorView& t, std::int64_t offset, std::int64_t columns) {
@@ -213,16 +328,20 @@ std::vector<double> oracle_expert(const MoeProblem& problem, const StackedExpert
     const double w = in_dtype ? round_to(problem.activation_dtype, scale_input) : scale_input;
     for (double& v : x) v = (in_dtype ? round_to(problem.activation_dtype, v) : v) * w;
   }
-  if (round) round_operand(problem, x);
-  const std::vector<double> g1 =
-      linear(weights.w13, weights.w13_scale, weights.w13_bias, local_expert, x);
+  const OperandQuant& q = problem.quant.weight;
+  const Projection w13 = w13_of(weights), w2 = w2_of(weights);
+  const bool bf16_tables = round && !is_f32_scheme(problem);
+  x = gathered(w13, local_expert, std::move(x));
+  if (round) round_operand(problem, w13.input_scale, local_expert, x);
+  const std::vector<double> g1 = linear(q, w13, local_expert, x, bf16_tables);
   const auto size = static_cast<std::size_t>(problem.intermediate_size);
   std::vector<double> y(size);
   for (std::size_t i = 0; i < size; ++i) {
     y[i] = activate(problem.activation, g1[i], gated(problem) ? g1[size + i] : 0.0);
   }
-  if (round) round_operand(problem, y);
-  return linear(weights.w2, weights.w2_scale, weights.w2_bias, local_expert, y);
+  y = gathered(w2, local_expert, std::move(y));
+  if (round) round_operand(problem, w2.input_scale, local_expert, y);
+  return linear(q, w2, local_expert, y, bf16_tables);
 }
 
 std::vector<double> oracle_moe(const MoeProblem& problem, const StackedExpertWeights& weights,
@@ -272,8 +391,24 @@ std::vector<double> oracle_batched(const MoeProblem& problem, const StackedExper
 }
 
 StackedExpertWeights OwnedExpertWeights::view() const {
-  return {w13.view(), w13_scale.view(), w13_bias.view(),
-          w2.view(),  w2_scale.view(),  w2_bias.view()};
+  return {w13.view(),
+          w13_scale.view(),
+          w13_bias.view(),
+          w2.view(),
+          w2_scale.view(),
+          w2_bias.view(),
+          w13_global_scale.view(),
+          w2_global_scale.view(),
+          w13_channel_scale.view(),
+          w2_channel_scale.view(),
+          w13_zero.view(),
+          w2_zero.view(),
+          w13_min.view(),
+          w2_min.view(),
+          w13_input_scale.view(),
+          w2_input_scale.view(),
+          w13_perm.view(),
+          w2_perm.view()};
 }
 
 namespace {
@@ -308,18 +443,90 @@ void quantise_blocks(const Tensor& source, Tensor& codes, Tensor& scales) {
   }
 }
 
-// Random e2m1 codes and exponents that give a stacked tensor a standard deviation of about `sd`.
-void draw_mxfp4(Rng& rng, const Shape& shape, double sd, Tensor& codes, Tensor& scales) {
-  codes = Tensor::zeros(DType::kF4E2M1, shape).value();
-  scales = Tensor::zeros(DType::kF8E8M0, {shape[0], shape[1], shape[2] / 32}).value();
-  for (std::int64_t i = 0; i < codes.bytes(); ++i) {
-    codes.as<std::uint8_t>()[i] = static_cast<std::uint8_t>(rng.uniform() * 256);
+// The tensors of one projection to be drawn.
+struct Drawn {
+  Tensor &codes, &scale, &global_scale, &channel_scale, &zero, &min, &input_scale, &perm;
+};
+
+Tensor constant(const Shape& shape, float value) {
+  Tensor t = Tensor::zeros(DType::kF32, shape).value();
+  for (std::int64_t i = 0; i < t.bytes() / 4; ++i) t.as<float>()[i] = value;
+  return t;
+}
+
+// Random codes of any quantised format and scales that give a stacked tensor a standard deviation
+// of about `sd`. Every expert and row has scales of its own. Integers with a zero point get scales
+// of F16, so that the widening is seen.
+void draw_codes(Rng& rng, const OperandQuant& q, const Shape& shape, double sd, Drawn out) {
+  const std::int64_t experts = shape[0], rows = shape[1], columns = shape[2];
+  out.codes = Tensor::zeros(q.dtype, shape).value();
+  const bool zero = q.zero_point == ZeroPoint::kInteger, min = q.zero_point == ZeroPoint::kMin;
+  double code_sd = 4.6;  // I4, U4: all 16 codes alike
+  if (q.dtype == DType::kF4E2M1) code_sd = 2.7;
+  if (q.dtype == DType::kI8 || q.dtype == DType::kU8) code_sd = 74;
+  if (q.dtype == DType::kF8E4M3) code_sd = 132;
+  if (q.table != CodeTable::kNone) code_sd = 0.55;
+  for (std::int64_t i = 0; i < out.codes.bytes(); ++i) {
+    auto code = static_cast<std::uint8_t>(rng.uniform() * 256);
+    if (q.dtype == DType::kF8E4M3 && (code & 0x7F) == 0x7F) code ^= 1;  // no NaN
+    out.codes.as<std::uint8_t>()[i] = code;
   }
-  // All 16 codes alike: sd 2.7; exponents one below to one above what that asks for.
-  const int middle = static_cast<int>(std::lround(std::log2(sd / 2.7)));
-  for (std::int64_t i = 0; i < scales.bytes(); ++i) {
-    const int exponent = middle - 1 + static_cast<int>(rng.uniform() * 3);
-    scales.as<std::uint8_t>()[i] = static_cast<std::uint8_t>(127 + exponent);
+  Shape scales{experts, 1};
+  if (q.granularity == ScaleGranularity::kChannel) scales = {experts, rows};
+  if (q.block_k > 0) scales = {experts, rows, (columns + q.block_k - 1) / q.block_k};
+  const auto random_scale = [&] { return sd / code_sd * std::exp2(rng.uniform() - 0.5); };
+  switch (q.scale_format) {
+    case ScaleFormat::kE8M0: {  // exponents one below to one above what sd asks for
+      out.scale = Tensor::zeros(DType::kF8E8M0, scales).value();
+      const int middle = static_cast<int>(std::lround(std::log2(sd / code_sd)));
+      for (std::int64_t i = 0; i < out.scale.bytes(); ++i) {
+        const int exponent = middle - 1 + static_cast<int>(rng.uniform() * 3);
+        out.scale.as<std::uint8_t>()[i] = static_cast<std::uint8_t>(127 + exponent);
+      }
+      break;
+    }
+    case ScaleFormat::kE4M3: {  // values 16 to 48, the rest in the outer scale
+      out.scale = Tensor::zeros(DType::kF8E4M3, scales).value();
+      for (std::int64_t i = 0; i < out.scale.bytes(); ++i)
+        out.scale.as<std::uint8_t>()[i] = e4m3_code(16.0 + 32.0 * rng.uniform());
+      const bool tensor = q.outer_scale == OuterScale::kTensor;
+      Tensor& outer = tensor ? out.global_scale : out.channel_scale;
+      outer = constant(tensor ? Shape{experts, 1} : Shape{experts, rows}, 0);
+      for (std::int64_t i = 0; i < outer.bytes() / 4; ++i)
+        outer.as<float>()[i] = static_cast<float>(random_scale() / 32);
+      break;
+    }
+    default: {
+      out.scale = Tensor::zeros(zero ? DType::kF16 : DType::kF32, scales).value();
+      const std::int64_t count = scales.num_elements().value();
+      for (std::int64_t i = 0; i < count; ++i)
+        store_from_f32(out.scale.data(), out.scale.dtype(), i, static_cast<float>(random_scale()));
+      break;
+    }
+  }
+  const std::int64_t count = scales.num_elements().value();
+  const bool eight = q.dtype == DType::kU8 || q.dtype == DType::kI8;
+  const int middle = q.dtype == DType::kU8 ? 128 : q.dtype == DType::kU4 ? 8 : 0;
+  if (zero) out.zero = Tensor::zeros(DType::kI8, scales).value();
+  if (zero && middle > 0) out.zero = Tensor::zeros(DType::kU8, scales).value();
+  for (std::int64_t i = 0; zero && i < count; ++i) {
+    const auto spread = rng.integer(-3, 3) * (eight ? 8 : 1);
+    out.zero.as<std::uint8_t>()[i] = static_cast<std::uint8_t>(middle + spread);
+  }
+  if (min) out.min = constant(scales, 0);
+  for (std::int64_t i = 0; min && i < count; ++i) {
+    const auto scale = element(out.scale.view(), i);
+    out.min.as<float>()[i] = static_cast<float>(scale * (middle + 3 * (rng.uniform() - 0.5)));
+  }
+  if (!q.act_order) return;
+  out.perm = Tensor::zeros(DType::kI32, {experts, columns}).value();
+  for (std::int64_t e = 0; e < experts; ++e) {
+    std::int32_t* perm = out.perm.as<std::int32_t>() + e * columns;
+    for (std::int64_t k = 0; k < columns; ++k) {
+      const std::int64_t other = rng.integer(0, k);
+      perm[k] = perm[other];
+      perm[other] = static_cast<std::int32_t>(k);
+    }
   }
 }
 
@@ -332,22 +539,38 @@ OwnedExpertWeights random_expert_weights(std::uint64_t seed, const MoeProblem& p
   const std::int64_t inner = problem.intermediate_size;
   const std::int64_t rows = gated(problem) ? 2 * inner : inner;
   const DType stored = problem.quant.weight.dtype;
-  const DType drawn = stored == DType::kF8E4M3 ? DType::kF32 : stored;
+  const DType drawn =
+      stored == DType::kF8E4M3 ? DType::kF32 : stored;  // blocks are quantised below
   OwnedExpertWeights w;
   const double sd13 = 1.0 / std::sqrt(static_cast<double>(hidden));
   const double sd2 = 2.0 / std::sqrt(static_cast<double>(inner));
-  if (stored == DType::kF4E2M1) {
-    draw_mxfp4(rng, {experts, rows, hidden}, sd13, w.w13, w.w13_scale);
-    draw_mxfp4(rng, {experts, hidden, inner}, sd2, w.w2, w.w2_scale);
-  } else {
+  const OperandQuant& q = problem.quant.weight;
+  const bool block = q.granularity == ScaleGranularity::kBlock;
+  if (q.granularity == ScaleGranularity::kNone || block) {
     w.w13 = random_normal(rng, drawn, {experts, rows, hidden}, sd13);
     w.w2 = random_normal(rng, drawn, {experts, hidden, inner}, sd2);
+  } else {
+    draw_codes(rng, q, {experts, rows, hidden}, sd13,
+               {w.w13, w.w13_scale, w.w13_global_scale, w.w13_channel_scale, w.w13_zero, w.w13_min,
+                w.w13_input_scale, w.w13_perm});
+    draw_codes(rng, q, {experts, hidden, inner}, sd2,
+               {w.w2, w.w2_scale, w.w2_global_scale, w.w2_channel_scale, w.w2_zero, w.w2_min,
+                w.w2_input_scale, w.w2_perm});
   }
-  if (stored == DType::kF8E4M3) {
+  if (block) {
     const Tensor w13 = std::move(w.w13);
     const Tensor w2 = std::move(w.w2);
     quantise_blocks(w13, w.w13, w.w13_scale);
     quantise_blocks(w2, w.w2, w.w2_scale);
+  }
+  // Static activation scales for inputs of sd 1: the largest of some hundred is about 4.
+  const OperandQuant& a = problem.quant.activation;
+  if (a.granularity == ScaleGranularity::kTensor || a.outer_scale == OuterScale::kTensor) {
+    const float levels = a.dtype == DType::kF4E2M1 ? 2688.0F : 448.0F;
+    w.w13_input_scale = constant({experts, 1}, 4.0F / levels);
+    w.w2_input_scale = constant({experts, 1}, 5.0F / levels);
+    for (std::int64_t e = 0; e < experts; ++e)
+      w.w2_input_scale.as<float>()[e] *= 1.0F + 0.1F * static_cast<float>(e);
   }
   if (problem.has_expert_bias) {
     w.w13_bias = random_normal(rng, DType::kF32, {experts, rows}, 0.5);

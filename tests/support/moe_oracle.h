@@ -39,10 +39,13 @@ std::vector<double> oracle_batched(const MoeProblem& problem, const StackedExper
                                    const OracleOptions& options = {});
 
 // Stacked random weights for a problem: w13 and w2 with a standard deviation that gives
-// pre-activations and outputs of about 1 for inputs of about 1; biases of about 0.5. fp8 schemes:
-// codes from a 128x128 quantiser of this file.
+// pre-activations and outputs of about 1 for inputs of about 1; biases of about 0.5. fp8 blocks:
+// codes from a 128x128 quantiser of this file; every other quantised format: random codes and
+// scales.
 struct OwnedExpertWeights {
   Tensor w13, w13_scale, w13_bias, w2, w2_scale, w2_bias;
+  Tensor w13_global_scale, w2_global_scale, w13_channel_scale, w2_channel_scale;
+  Tensor w13_zero, w2_zero, w13_min, w2_min, w13_input_scale, w2_input_scale, w13_perm, w2_perm;
   StackedExpertWeights view() const;
 };
 OwnedExpertWeights random_expert_weights(std::uint64_t seed, const MoeProblem& problem);
