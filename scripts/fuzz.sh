@@ -2,11 +2,11 @@
 # Builds the fuzz targets with clang, AddressSanitizer and UndefinedBehaviorSanitizer and runs all of them
 # side by side. Fails on any finding, which is then in build/fuzz/findings.
 #   FUZZ_SECONDS  per target (60)
-#   FUZZ_TARGETS  which (safetensors shard_index config)
+#   FUZZ_TARGETS  which (safetensors shard_index config gguf loader)
 set -eu
 cd "$(dirname "$0")/.."
 seconds=${FUZZ_SECONDS:-60}
-targets=${FUZZ_TARGETS:-safetensors shard_index config}
+targets=${FUZZ_TARGETS:-safetensors shard_index config gguf loader}
 build=build/fuzz
 
 if ! command -v clang++ >/dev/null; then

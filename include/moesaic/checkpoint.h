@@ -1,5 +1,5 @@
-// Reading model checkpoints: config.json, sharded safetensors, and the MoE layers in them. Files
-// are untrusted input.
+// Reading model checkpoints: config.json with sharded safetensors, or GGUF files, and the MoE
+// layers in them. Files are untrusted input.
 #pragma once
 
 #include <cstdint>
@@ -50,8 +50,9 @@ class Checkpoint {
   struct Options {
     FileAccess access = FileAccess::kMmap;
   };
-  // Opens a folder with config.json and safetensors. Reads headers only. Refuses (naming file and
-  // field) what is malformed; unknown families are kUnsupported with the nearest known model_type.
+  // Opens a folder with config.json and safetensors, or a GGUF file (of a split model the first
+  // part). Reads headers only. Refuses (naming file and field) what is malformed; unknown families
+  // are kUnsupported with the nearest known model_type or architecture.
   static Result<Checkpoint> open(const std::string& directory, const Options& options);
   static Result<Checkpoint> open(const std::string& directory) {
     return open(directory, Options{});

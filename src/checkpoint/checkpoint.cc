@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "checkpoint/config.h"
+#include "checkpoint/gguf_config.h"
 #include "checkpoint/guard.h"
 #include "checkpoint/layer_binding.h"
 #include "checkpoint/loader/expert_source.h"
@@ -152,6 +153,25 @@ struct Checkpoint::Impl {
     return weights;
   }
 
+  Status open_folder(FileAccess access) {
+    MOESAIC_ASSIGN_OR_RETURN(const std::string text,
+                             read_text_file(directory + "/config.json", kMaxConfigBytes));
+    Result<ModelConfig> parsed = parse_model_config(text);
+    if (!parsed.ok()) return parsed.status().with_context(directory);
+    config = std::move(*parsed);
+    MOESAIC_RETURN_IF_ERROR(check_side_files(directory, config.quant).with_context(directory));
+    MOESAIC_ASSIGN_OR_RETURN(ShardSet set, ShardSet::open(directory, access));
+    shards = std::make_shared<const ShardSet>(std::move(set));
+    return {};
+  }
+
+  Status open_gguf(FileAccess access) {
+    MOESAIC_ASSIGN_OR_RETURN(ShardSet set, ShardSet::open_gguf(directory, access));
+    MOESAIC_ASSIGN_OR_RETURN(config, read_gguf_config(directory, set.gguf_headers()));
+    shards = std::make_shared<const ShardSet>(std::move(set));
+    return {};
+  }
+
   Status no_such_layer(int index) const {
     std::string list;
     for (const MoeLayerSpec& spec : config.layers) {
@@ -173,23 +193,19 @@ Checkpoint::~Checkpoint() = default;
 
 Result<Checkpoint> Checkpoint::open(const std::string& directory, const Options& options) {
   return guard_allocation("checkpoint", [&]() -> Result<Checkpoint> {
+    auto impl = std::make_unique<Impl>();
+    impl->directory = directory;
     std::error_code error;
-    if (!std::filesystem::is_directory(directory, error)) {
+    if (std::filesystem::is_directory(directory, error)) {
+      MOESAIC_RETURN_IF_ERROR(impl->open_folder(options.access));
+    } else if (has_gguf_magic(directory) || directory.ends_with(".gguf")) {
+      MOESAIC_RETURN_IF_ERROR(impl->open_gguf(options.access));
+    } else {
       return Status(StatusCode::kNotFound,
-                    fmt::format("{}: no such folder, need one with config.json and safetensors",
+                    fmt::format("{}: no such folder, need one with config.json and safetensors, "
+                                "or a GGUF file",
                                 quote_name(directory)));
     }
-    auto impl = std::make_unique<Impl>();
-    MOESAIC_ASSIGN_OR_RETURN(const std::string text,
-                             read_text_file(directory + "/config.json", kMaxConfigBytes));
-    Result<ModelConfig> config = parse_model_config(text);
-    if (!config.ok()) return config.status().with_context(directory);
-    impl->directory = directory;
-    impl->config = std::move(*config);
-    MOESAIC_RETURN_IF_ERROR(
-        check_side_files(directory, impl->config.quant).with_context(directory));
-    MOESAIC_ASSIGN_OR_RETURN(ShardSet shards, ShardSet::open(directory, options.access));
-    impl->shards = std::make_shared<const ShardSet>(std::move(shards));
     for (const MoeLayerSpec& spec : impl->config.layers) {
       // A layer that cannot be resolved keeps what the configuration says; problems() tells why.
       const Result<LayerSource> source = resolve_layer(impl->config, spec, *impl->shards);
@@ -222,7 +238,8 @@ std::vector<std::string> Checkpoint::problems() const {
   constexpr std::size_t kMaxLayerProblems = 16;
   std::vector<std::string> problems = impl_->shards->warnings();
   if (impl_->config.layers.empty()) {
-    problems.push_back("config.json describes no MoE layer");
+    problems.push_back(impl_->config.gguf ? "the file holds no MoE layer"
+                                          : "config.json describes no MoE layer");
   }
   std::size_t broken = 0;
   for (const MoeLayerSpec& spec : impl_->config.layers) {

@@ -268,8 +268,8 @@ Result<ModelConfig> parse_checked(std::string_view text) {
       if (!valid.ok()) return valid.with_context(model.where);
     }
     spec->layer = static_cast<int>(i);
-    spec->prefix =
-        fmt::format("{}{}.{}", config.family->layer_prefix, i, config.family->layouts[0].block);
+    spec->prefix = block_name(config.family->layer_prefix, static_cast<std::int64_t>(i),
+                              config.family->layouts[0].block);
     config.layers.push_back(*spec);
   }
   // What a dense stack says about experts must be sound all the same.

@@ -33,6 +33,7 @@ struct ModelConfig {
   // unsaid); the specs then say true until the tensor names are known.
   bool bias_by_presence = false;
   QuantConfig quant;
+  bool gguf = false;  // names and types are those of a GGUF file
   // One per MoE layer, ascending; empty for a dense model. Every spec passes validate(). `prefix`
   // and `quant` are what the family and the configuration suggest; the tensors' names and dtypes
   // have the last word (resolve_layer).

@@ -49,6 +49,10 @@ std::span<const std::string_view> layer_prefixes() { return kLayerPrefixes; }
 std::span<const std::string_view> expert_count_fields() { return kExpertCount; }
 std::span<const std::string_view> top_k_fields() { return kTopK; }
 
+std::string block_name(std::string_view layer_prefix, std::int64_t layer, std::string_view block) {
+  return fmt::format("{}{}{}{}", layer_prefix, layer, block.empty() ? "" : ".", block);
+}
+
 std::string expand_expert(std::string_view pattern, std::int64_t expert) {
   const std::size_t at = pattern.find(kExpertMark);
   if (at == std::string_view::npos) return std::string(pattern);

@@ -67,14 +67,14 @@ constexpr bool is_transposed(ExpertStorage storage) {  // some of it, so that wh
 // (with 2I == H they could not). Names are relative to the block.
 struct ExpertLayout {
   ExpertStorage storage = ExpertStorage::kPerExpert;
-  std::string_view block;  // module of the MoE block in its layer: "mlp"
+  std::string_view block;  // module of the MoE block in its layer: "mlp"; empty: the layer itself
   // Modules, "{e}" is the expert. Fused: `gate` is gate_up, `up` is empty. Not gated: `gate` is
   // empty.
   std::string_view gate, up, down;
   NameList<2> weight_suffixes;        // of a weight; two when both spellings exist
   std::string_view scale_suffix;      // of an FP8-block scale
   std::string_view bias_suffix = "";  // of an expert bias; empty: the family has none
-  constexpr bool present() const { return !block.empty(); }
+  constexpr bool present() const { return !down.empty(); }
 };
 
 // Where `renormalize` comes from.
@@ -171,6 +171,9 @@ std::span<const std::string_view> layer_prefixes();
 // Fields that mean the same in every family.
 std::span<const std::string_view> expert_count_fields();
 std::span<const std::string_view> top_k_fields();
+
+// Name of a block: "model.layers.", 3, "mlp" -> "model.layers.3.mlp"; without a block "blk.3".
+std::string block_name(std::string_view layer_prefix, std::int64_t layer, std::string_view block);
 
 // "experts.{e}.w1" with e = 3 -> "experts.3.w1".
 std::string expand_expert(std::string_view pattern, std::int64_t expert);

@@ -6,6 +6,7 @@
 #include <map>
 #include <set>
 
+#include "checkpoint/gguf_config.h"
 #include "checkpoint/names.h"
 #include "core/fault.h"
 
@@ -34,7 +35,7 @@ std::vector<std::string> block_names(const Family& family, std::string_view laye
   std::vector<std::string> blocks;
   for (const ExpertLayout& layout : family.layouts) {
     if (!layout.present()) continue;
-    std::string block = fmt::format("{}{}.{}", layer_prefix, layer, layout.block);
+    std::string block = block_name(layer_prefix, layer, layout.block);
     if (std::find(blocks.begin(), blocks.end(), block) == blocks.end()) {
       blocks.push_back(std::move(block));
     }
@@ -48,6 +49,7 @@ bool has_tensors(const ShardSet& shards, const std::string& block) {
 
 // Which of the known prefixes ("model.layers." ...) this checkpoint's names have.
 Result<std::string_view> find_prefix(const Family& family, int layer, const ShardSet& shards) {
+  if (family.layer_prefix == kGgufLayerPrefix) return family.layer_prefix;
   std::optional<std::string_view> found;
   for (const std::string_view prefix : layer_prefixes()) {
     const std::vector<std::string> blocks = block_names(family, prefix, layer);
@@ -90,7 +92,7 @@ Status choose_layout(const ShardSet& shards, std::string_view prefix, LayerSourc
   std::string fallback;  // block of the first layout that has any tensor at all
   for (const ExpertLayout& layout : source->family->layouts) {
     if (!layout.present()) continue;
-    const std::string block = fmt::format("{}{}.{}", prefix, layer, layout.block);
+    const std::string block = block_name(prefix, layer, layout.block);
     if (fallback.empty() && has_tensors(shards, block)) fallback = block;
     const std::optional<std::string_view> suffix = find_layout(layout, block, shards);
     if (!suffix) continue;
@@ -107,7 +109,7 @@ Status choose_layout(const ShardSet& shards, std::string_view prefix, LayerSourc
   if (source->layout != nullptr) return {};
   // No expert at all: bind_layer will list what is missing from the likeliest layout.
   for (const ExpertLayout& layout : source->family->layouts) {
-    const std::string block = fmt::format("{}{}.{}", prefix, layer, layout.block);
+    const std::string block = block_name(prefix, layer, layout.block);
     if (!layout.present() || (!fallback.empty() && block != fallback)) continue;
     source->layout = &layout;
     source->weight_suffix = layout.weight_suffixes.names[0];
@@ -311,6 +313,8 @@ std::vector<std::string_view> unknown_names(const LayerSource& source, const Sha
   }
   for (const std::string& block : blocks) {
     for (const ShardSet::Located& tensor : tensors_under(shards, block)) {
+      // A GGUF block shares its name with the rest of the layer.
+      if (source.layout->block.empty() && !is_gguf_moe_tensor(name_of(tensor))) continue;
       if (known.count(name_of(tensor)) == 0) unknown.push_back(name_of(tensor));
     }
   }
@@ -370,7 +374,9 @@ std::span<const ShardSet::Located> tensors_under(const ShardSet& shards, std::st
 
 std::int64_t stored_block_bytes(const std::string& block, const ShardSet& shards) {
   std::uint64_t bytes = 0;
+  const bool gguf = block.starts_with(kGgufLayerPrefix);
   for (const ShardSet::Located& tensor : tensors_under(shards, block + ".")) {
+    if (gguf && !is_gguf_moe_tensor(name_of(tensor))) continue;
     bytes += tensor.info->bytes();  // parts of one file set: their sum fits
   }
   return static_cast<std::int64_t>(bytes);

@@ -143,7 +143,9 @@ class Planner {
     expert_linear(Projection::kUp, 0, layout.up, gate);
     expert_linear(Projection::kDown, 0, layout.down, down);
     if (!spec_.has_expert_bias) return;
-    bias(Projection::kGate, layout.gate, {experts, 2 * i});
+    const bool together = is_fused(layout.storage);
+    if (!layout.gate.empty()) bias(Projection::kGate, layout.gate, {experts, together ? 2 * i : i});
+    if (!together) bias(Projection::kUp, layout.up, {experts, i});
     bias(Projection::kDown, layout.down, {experts, h});
   }
 

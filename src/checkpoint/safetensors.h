@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-#include "checkpoint/mapped_file.h"
+#include "checkpoint/tensor_data_file.h"
 #include "moesaic/checkpoint.h"
 #include "moesaic/dtype.h"
 #include "moesaic/status.h"
@@ -22,18 +22,6 @@ inline constexpr std::uint64_t kMaxHeaderBytes = 100'000'000;  // the reference 
 inline constexpr int kMaxHeaderDepth = 8;
 // Far above what exists.
 inline constexpr int kMaxMetadataEntries = 1 << 16;
-
-// One validated tensor: begin <= end <= data bytes and end - begin is exactly the size that dtype
-// and shape say.
-struct TensorInfo {
-  std::string name;
-  DType dtype = DType::kF32;
-  int rank = 0;             // as in the file
-  Shape shape;              // rank 0 when rank > kMaxRank: such a tensor is listed but not readable
-  std::uint64_t begin = 0;  // bytes, relative to the data section
-  std::uint64_t end = 0;
-  std::uint64_t bytes() const { return end - begin; }
-};
 
 // The parsed header. Pointers and views stay valid when it is moved.
 class SafetensorsHeader {
@@ -75,41 +63,16 @@ Result<SafetensorsHeader> parse_safetensors(std::string_view label,
                                             std::span<const std::byte> file);
 
 // An open file with its header. Movable; TensorInfo pointers stay valid. Reads are thread-safe.
-class SafetensorsFile {
+class SafetensorsFile : public TensorDataFile {
  public:
   static Result<SafetensorsFile> open(const std::string& path, FileAccess access);
 
-  const std::string& path() const { return file_.path(); }
   std::span<const TensorInfo> tensors() const { return header_.tensors(); }
   const TensorInfo* find(std::string_view name) const { return header_.find(name); }
   const SafetensorsHeader& header() const { return header_; }
 
-  // All of the following take an `info` of this file. They copy by explicit reads under either
-  // FileAccess, so a file that shrinks meanwhile gives kIo. kLimitExceeded for rank > kMaxRank.
-
-  // The whole tensor; dst.size() must be info.bytes(), else kInvalidArgument.
-  Status read(const TensorInfo& info, std::span<std::byte> dst) const;
-  // dst.size() bytes from byte `offset` of the tensor; kInvalidArgument beyond its end.
-  Status read_range(const TensorInfo& info, std::uint64_t offset, std::span<std::byte> dst) const;
-  // A rectangle of the tensor seen as a matrix [product of all leading dimensions, last dimension]
-  // (rank 0 and 1: one row): rows [first_row, +num_rows), columns [first_col, +num_cols), written
-  // row-major without gaps. So expert e of [E, R, C] is rows [e * R, +R), a tensor-parallel slice
-  // of w2 [H, I] a range of columns. kInvalidArgument: outside the tensor or dst.size() is not
-  // num_rows * num_cols elements; kInvalidLayout: a sub-byte type whose columns do not fall on
-  // bytes.
-  Status read_rows(const TensorInfo& info, std::int64_t first_row, std::int64_t num_rows,
-                   std::int64_t first_col, std::int64_t num_cols, std::span<std::byte> dst) const;
-  // A new tensor with the contents.
-  Result<Tensor> read_tensor(const TensorInfo& info) const;
-
-  // Zero-copy bytes, not necessarily aligned; FileAccess::kMmap only (else kUnsupported). The
-  // caller accepts SIGBUS when somebody cuts the file meanwhile. Valid while this object lives.
-  Result<std::span<const std::byte>> view(const TensorInfo& info) const;
-  // After using a large view: takes its pages out of this process's resident memory.
-  void drop_residency(const TensorInfo& info) const;
-
  private:
-  MappedFile file_;
+  SafetensorsFile(MappedFile file, SafetensorsHeader header);
   SafetensorsHeader header_;
 };
 

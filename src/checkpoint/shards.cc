@@ -100,8 +100,9 @@ Status ShardSet::open_indexed(const std::string& directory, const std::string& i
     if (!opened.ok()) {
       return opened.status().with_context(fmt::format("{}: file {}", index_path, quote_name(name)));
     }
-    files_.push_back(std::make_unique<SafetensorsFile>(std::move(opened).value()));
-    file = files_.back().get();
+    auto kept = std::make_shared<const SafetensorsFile>(std::move(opened).value());
+    file = kept.get();
+    files_.push_back(std::move(kept));
   }
   std::map<const SafetensorsFile*, std::size_t> mapped;  // tensors of each file that are in use
   tensors_.reserve(index.weight_map.size());
@@ -116,8 +117,8 @@ Status ShardSet::open_indexed(const std::string& directory, const std::string& i
     tensors_.push_back({file, info});
     ++mapped[file];
   }
-  for (const auto& file : files_) {
-    if (mapped[file.get()] != file->tensors().size()) warn_ignored(*file);
+  for (const auto& [name, file] : by_file) {
+    if (mapped[file] != file->tensors().size()) warn_ignored(*file);
   }
   return {};
 }
@@ -139,11 +140,14 @@ Status ShardSet::open_unindexed(const std::string& directory, FileAccess access)
   MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::string> names, list_unindexed(directory));
   for (const std::string& name : names) {
     MOESAIC_ASSIGN_OR_RETURN(auto file, SafetensorsFile::open(join_path(directory, name), access));
-    files_.push_back(std::make_unique<SafetensorsFile>(std::move(file)));
-    for (const TensorInfo& info : files_.back()->tensors()) {
-      tensors_.push_back({files_.back().get(), &info});
-    }
+    auto kept = std::make_shared<const SafetensorsFile>(std::move(file));
+    for (const TensorInfo& info : kept->tensors()) tensors_.push_back({kept.get(), &info});
+    files_.push_back(std::move(kept));
   }
+  return sort_unindexed(directory);
+}
+
+Status ShardSet::sort_unindexed(const std::string& label) {
   std::sort(tensors_.begin(), tensors_.end(), by_name);
   const auto same = std::adjacent_find(
       tensors_.begin(), tensors_.end(),
@@ -152,8 +156,20 @@ Status ShardSet::open_unindexed(const std::string& directory, FileAccess access)
     return Status(
         StatusCode::kCorruptFile,
         fmt::format("{}: tensor {} is in two files and no index says which counts: {} and {}",
-                    directory, quote_name(same->info->name), same->file->path(),
+                    label, quote_name(same->info->name), same->file->path(),
                     std::next(same)->file->path()));
+  }
+  return {};
+}
+
+Status ShardSet::sum_bytes(const std::string& label) {
+  // Each file's bytes are below 2^63 and so is what a disk holds: the sum fits u64 for fewer than
+  // two full address spaces of files, and sparse files are caught by the check.
+  for (const Located& t : tensors_) {
+    if (__builtin_add_overflow(total_bytes_, t.info->bytes(), &total_bytes_)) {
+      return {StatusCode::kLimitExceeded,
+              fmt::format("{}: overflow: all tensors exceed 2^64-1 bytes", label)};
+    }
   }
   return {};
 }
@@ -172,14 +188,7 @@ Result<ShardSet> ShardSet::open(const std::string& directory, FileAccess access)
     } else {
       MOESAIC_RETURN_IF_ERROR(set.open_unindexed(directory, access));
     }
-    // Each file's bytes are below 2^63 and so is what a disk holds: the sum fits u64 for fewer than
-    // two full address spaces of files, and sparse files are caught by the check.
-    for (const Located& t : set.tensors_) {
-      if (__builtin_add_overflow(set.total_bytes_, t.info->bytes(), &set.total_bytes_)) {
-        return Status(StatusCode::kLimitExceeded,
-                      fmt::format("{}: overflow: all tensors exceed 2^64-1 bytes", directory));
-      }
-    }
+    MOESAIC_RETURN_IF_ERROR(set.sum_bytes(directory));
     if (total_size && *total_size != set.total_bytes_) {
       set.warnings_.push_back(
           fmt::format("{}: metadata.total_size is {}, the tensors have {} bytes", index_path,

@@ -1,4 +1,4 @@
-// The safetensors files of one model folder as one set of named tensors.
+// The files of one model, a folder of safetensors or one GGUF model, as one set of named tensors.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "checkpoint/gguf.h"
 #include "checkpoint/safetensors.h"
 #include "moesaic/checkpoint.h"
 #include "moesaic/status.h"
@@ -32,7 +33,7 @@ Result<ShardIndex> parse_shard_index(std::string_view label, std::string_view js
 class ShardSet {
  public:
   struct Located {
-    const SafetensorsFile* file;
+    const TensorDataFile* file;
     const TensorInfo* info;
   };
 
@@ -40,6 +41,13 @@ class ShardSet {
   // kMissingTensor: mapped, but not in its file. kCorruptFile: malformed index or file, a shard
   // name that is not a plain file name, a name in two shards without an index. kLimitExceeded, kIo.
   static Result<ShardSet> open(const std::string& directory, FileAccess access);
+  // One GGUF file, or all parts of a split one, given its first part
+  // ("<name>-00001-of-00003.gguf"). The parts' metadata must agree with their names: kCorruptFile
+  // names split.no, split.count or split.tensors.count, kNotFound a part that is not there,
+  // kInvalidArgument a part other than the first.
+  static Result<ShardSet> open_gguf(const std::string& path, FileAccess access);
+  // Headers of the GGUF files, first part first; empty for safetensors.
+  std::span<const GgufHeader* const> gguf_headers() const { return gguf_headers_; }
 
   // O(log n).
   std::optional<Located> find(std::string_view name) const;
@@ -47,15 +55,18 @@ class ShardSet {
   std::span<const Located> tensors() const { return tensors_; }
   std::uint64_t total_bytes() const { return total_bytes_; }  // of all tensors in the set
   const std::vector<std::string>& warnings() const { return warnings_; }
-  std::span<const std::unique_ptr<SafetensorsFile>> files() const { return files_; }
 
  private:
   Status open_indexed(const std::string& directory, const std::string& index_path,
                       const ShardIndex& index, FileAccess access);
   Status open_unindexed(const std::string& directory, FileAccess access);
   void warn_ignored(const SafetensorsFile& file);
+  // Sorts tensors_ by name; kCorruptFile for a name in two files.
+  Status sort_unindexed(const std::string& label);
+  Status sum_bytes(const std::string& label);
 
-  std::vector<std::unique_ptr<SafetensorsFile>> files_;
+  std::vector<std::shared_ptr<const TensorDataFile>> files_;
+  std::vector<const GgufHeader*> gguf_headers_;  // of files_
   std::vector<Located> tensors_;
   std::uint64_t total_bytes_ = 0;
   std::vector<std::string> warnings_;

@@ -21,9 +21,7 @@ TensorFile::~TensorFile() = default;
 Result<TensorFile> TensorFile::open(const std::string& path, FileAccess access) {
   return guard_allocation(path, [&]() -> Result<TensorFile> {
     MOESAIC_ASSIGN_OR_RETURN(SafetensorsFile file, SafetensorsFile::open(path, access));
-    auto impl = std::make_unique<Impl>();
-    impl->file = std::move(file);
-    return TensorFile(std::move(impl));
+    return TensorFile(std::unique_ptr<Impl>(new Impl{std::move(file)}));
   });
 }
 

@@ -3,7 +3,7 @@
 A generator is run as `python3 make_bad_X.py FOLDER`, writes its cases below FOLDER and a FOLDER/manifest.json:
 a list of {"name", "path" (relative), "open", "code", "keywords"}. "open" says which door to knock at:
 "tensor_file" (TensorFile::open on a file), "shards" (the shard set of a folder), "checkpoint"
-(Checkpoint::open on a folder) or "layer" (its first MoE layer is loaded, with all experts). "code" is a status code name such as "corrupt_file", or "ok" for a case that
+(Checkpoint::open on a folder or a GGUF file) or "layer" (its first MoE layer is loaded, with all experts). "code" is a status code name such as "corrupt_file", or "ok" for a case that
 must load. Every keyword must occur in the message.
 """
 
@@ -53,6 +53,12 @@ class Corpus:
         with open(os.path.join(self.root, path), "wb") as f:
             f.write(content)
         self._add(name, path, "tensor_file", code, keywords)
+
+    def gguf(self, name, content, code, keywords=(), door="checkpoint"):
+        path = name + ".gguf"
+        with open(os.path.join(self.root, path), "wb") as f:
+            f.write(content)
+        self._add(name, path, door, code, keywords)
 
     def folder(self, name, files, code, keywords=(), door="shards"):
         """A folder of files (name -> bytes or text)."""

@@ -7,6 +7,8 @@ import os
 import random
 import sys
 
+from gguf_file import I32, U16, U32, metadata
+from gguf_model import gguf_file, layer_tensors
 from tiny_model import Layer, Mxfp4Layer, safetensors, tensor, matrix, write_model
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -24,10 +26,32 @@ class Cases:
             tensors.update(layer.named(prefix % i))
         tensors.update(extra or {})
         write_model(os.path.join(self.root, name), config, tensors, rng, shards)
+        self._finish(name, name, layers, prefix, spec)
+
+    def add_gguf(self, name, metadata, layers, spec, parts=1, alignment=32, extra=None):
+        """The same in GGUF; with `parts` the tensors are dealt out to so many files."""
+        tensors = {"token_embd.weight": tensor("F16", [[b"\0\0"] * 8])}
+        tensors.update(extra or {})
+        for i, layer in layers.items():
+            tensors.update(layer_tensors(layer, i))
+        path = name + ".gguf"
+        items = list(tensors.items())
+        for part in range(parts):
+            head = list(metadata) if part == 0 else []
+            if parts > 1:
+                path = name + "-00001-of-%05d.gguf" % parts
+                head += [("split.no", U16, part), ("split.count", U16, parts), ("split.tensors.count", I32, len(items))]
+            if alignment != 32:
+                head.append(("general.alignment", U32, alignment))
+            with open(os.path.join(self.root, path.replace("-00001-of", "-%05d-of" % (part + 1))), "wb") as f:
+                f.write(gguf_file(head, dict(items[part::parts]), alignment))
+        self._finish(name, path, layers, "blk.%d", spec)
+
+    def _finish(self, name, path, layers, prefix, spec):
         expected = {"%d.%s" % (i, n): t for i, layer in layers.items() for n, t in layer.expected.items()}
         with open(os.path.join(self.root, name + ".expected.safetensors"), "wb") as f:
             f.write(safetensors(expected))
-        self.manifest.append({"name": name, "layers": sorted(layers), "prefix": prefix, "spec": spec})
+        self.manifest.append({"name": name, "path": path, "layers": sorted(layers), "prefix": prefix, "spec": spec})
 
 
 def qwen3(**more):
@@ -226,12 +250,46 @@ def more_families(c):
                shared=12, activation="relu2_no_mul"), "backbone.layers.%d.mixer", common="backbone.")
 
 
+def gguf(c):
+    plain = {"routing": "topk", "scoring": "softmax", "renormalize": True, "scale": 1.0}
+    sizes = lambda **more: dict({"block_count": 3, "embedding_length": 16, "expert_feed_forward_length": 8, "feed_forward_length": 40,
+                                 "expert_count": 4, "expert_used_count": 2}, **more)
+    def two(make):
+        return {1: make(1), 2: make(2)}
+    def layer(seed, bias=None, **kinds):
+        rng = random.Random(seed)
+        x = Layer(rng, 4, 16, 8, **kinds).router()
+        return x.correction_bias(rng, "x", bias) if bias else x
+    c.add_gguf("gguf_qwen3moe", metadata("qwen3moe", **sizes()), two(layer), plain, extra={"blk.0.ffn_up.weight": ("Q5_K", [2, 256], bytes(352))})
+    c.add_gguf("gguf_split", metadata("qwen3moe", **sizes()), two(layer), plain, parts=3)
+    c.add_gguf("gguf_alignment", metadata("qwen3moe", **sizes()), two(lambda s: layer(s, dtype="F16", gate_dtype="F32")),
+               dict(plain, quant="f16", activation_dtype="F16"), alignment=64)
+    c.add_gguf("gguf_mixtral", metadata("llama", **dict(sizes(), feed_forward_length=8)), two(lambda s: layer(s, dtype="F32", gate_dtype="F32")),
+               dict(plain, quant="f32", activation_dtype="F32"))
+    c.add_gguf("gguf_qwen2moe", metadata("qwen2moe", **sizes(expert_shared_feed_forward_length=24)),
+               two(lambda s: layer(s).shared(random.Random(s), "x", 24, gate="g")), dict(plain, renormalize=False, shared=24, shared_gated=True))
+    v3 = sizes(expert_gating_func=2, expert_shared_count=2, expert_weights_scale=2.5, expert_weights_norm=True, leading_dense_block_count=1,
+               expert_group_count=2, expert_group_used_count=1)
+    c.add_gguf("gguf_deepseek_v3", metadata("deepseek2", **v3), two(lambda s: layer(s, "F32").shared(random.Random(s), "x", 16)),
+               dict(plain, routing="grouped_topk", scoring="sigmoid", scale=2.5, bias=True, groups=[2, 1], shared=16))
+    v2 = sizes(expert_shared_count=2, expert_weights_scale=16.0, feed_forward_length=(4, [40, 0, 0]))
+    c.add_gguf("gguf_deepseek_v2", metadata("deepseek2", **v2), two(lambda s: layer(s).shared(random.Random(s), "x", 16)),
+               dict(plain, renormalize=False, scale=16.0, shared=16))
+    oss = {"routing": "topk_softmax", "scoring": "softmax", "renormalize": False, "scale": 1.0, "activation": "swigluoai",
+           "limit": 7.0, "alpha": 1.702, "beta": 1.0, "expert_bias": True, "router_bias": True}
+    c.add_gguf("gguf_gpt_oss", metadata("gpt-oss", **sizes(expert_gating_func=3)),
+               two(lambda s: layer(s, expert_bias="F32").router_bias(random.Random(s), "x", "F32")), oss)
+    c.add_gguf("gguf_nemotron", metadata("nemotron_h_moe", **sizes(expert_gating_func=2, expert_weights_scale=2.0)),
+               two(lambda s: layer(s, "F32", gated=False)), dict(plain, scoring="sigmoid", scale=2.0, scale_on_output=True, bias=True,
+                                                                activation="relu2_no_mul"))
+
+
 def main():
     if len(sys.argv) != 2:
         sys.exit("usage: make_tiny_checkpoints.py FOLDER")
     os.makedirs(sys.argv[1], exist_ok=True)
     cases = Cases(sys.argv[1])
-    for part in (mixtral, qwen, deepseeks, fp8, others, more_families):
+    for part in (mixtral, qwen, deepseeks, fp8, others, more_families, gguf):
         part(cases)
     with open(os.path.join(sys.argv[1], "manifest.json"), "w", encoding="utf-8") as f:
         json.dump(cases.manifest, f, indent=1)

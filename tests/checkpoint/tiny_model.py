@@ -151,6 +151,7 @@ class Layer:
         self.gate_dtype = gate_dtype
         self.gate = matrix(rng, gate_dtype, self.columns, h)
         self.files, self.expected = {}, {}
+        self.shared_mlp = self.shared_dtype = None
         self.expert_bias = expert_bias
         if expert_bias:
             self.bias13 = [[element(rng, expert_bias) for _ in range(2 * i)] for _ in range(e)]  # gate entries first
@@ -183,6 +184,7 @@ class Layer:
     def shared(self, rng, module, s, dtype=None, gate=None, fused=False):
         dtype = dtype or self.dtype
         mlp = Mlp(rng, dtype, self.h, s, self.scale_dtype)
+        self.shared_mlp, self.shared_dtype = mlp, dtype
         if fused:
             leaves = (("input_linear", mlp.gate + mlp.up), ("output_linear", mlp.down))
         else:

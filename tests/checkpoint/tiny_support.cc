@@ -25,7 +25,7 @@ void TinyCheckpoints::SetUpTestSuite() {
   for (const auto& item : nlohmann::json::parse(in)) {
     TinyCase c;
     c.name = item["name"];
-    c.directory = folder_->path(c.name);
+    c.directory = folder_->path(item["path"].get<std::string>());
     c.expected_file = folder_->path(c.name + ".expected.safetensors");
     c.layers = item["layers"].get<std::vector<int>>();
     c.prefix = item["prefix"];

@@ -184,7 +184,7 @@ Verb make_bench(CLI::App& root) {
       "multiply-add peak)\n\nShapes:" +
           names + "\n");
   CLI::Option_group* source = app->add_option_group("layer", "The layer to time: one of");
-  source->add_option("--model", state->model, "Folder with config.json and safetensors");
+  source->add_option("--model", state->model, "Folder with config.json and safetensors, or a GGUF file");
   source->add_option("--shape", state->shape,
                      "Shape name, or E,k,H,I[,activation]; weights drawn from --seed");
   source->require_option(1);

@@ -108,7 +108,7 @@ Verb make_explain(CLI::App& root) {
                            "\nShapes:" +
                                names + "\n");
   CLI::Option_group* source = app->add_option_group("layer", "The layer to explain: one of");
-  source->add_option("--model", state->model, "Folder with config.json and safetensors");
+  source->add_option("--model", state->model, "Folder with config.json and safetensors, or a GGUF file");
   source->add_option("--shape", state->shape, "Shape name, or E,k,H,I[,activation]");
   source->require_option(1);
   app->add_option("--layer", state->layer, "Layer of --model; default: the first MoE layer")

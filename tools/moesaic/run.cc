@@ -103,7 +103,7 @@ Verb make_run(CLI::App& root) {
       "      --input testdata/models/mini-qwen3-moe/golden.safetensors:model.layers.1.mlp.input "
       "\\\n"
       "      --output /tmp/out.safetensors --json\n");
-  app->add_option("--model", state->model, "Folder with config.json and safetensors")->required();
+  app->add_option("--model", state->model, "Folder with config.json and safetensors, or a GGUF file")->required();
   app->add_option("--layer", state->layer, "Layer number, from 0 (see inspect)")->required();
   app->add_option("--input", state->input,
                   "FILE[:TENSOR] with hidden states [tokens, hidden], F32, BF16 or F16; the tensor "

@@ -123,7 +123,7 @@ Verb make_verify(CLI::App& root) {
                "A difference in the choice counts as a mismatch unless the scores, computed in "
                "float64, are\n"
                "closer than rounding explains.\n");
-  app->add_option("--model", state->model, "Folder with config.json and safetensors")->required();
+  app->add_option("--model", state->model, "Folder with config.json and safetensors, or a GGUF file")->required();
   app->add_option("--golden", state->golden, "Golden file; default: golden.safetensors in --model");
   app->add_option("--layer", state->only_layer, "Verify this layer only")
       ->check(CLI::NonNegativeNumber);

@@ -227,8 +227,31 @@ class MlpReader {
     return {};
   }
 
-  // Biases exist in fused files only; gate_up's is interleaved as its weight is.
   Status read_biases() {
+    MOESAIC_RETURN_IF_ERROR(slice_.storage == ExpertStorage::kStacked ? read_stacked_bias()
+                                                                      : read_interleaved_bias());
+    if (slice_.with_down_bias || MOESAIC_FAULT(checkpoint_down_bias_on_every_rank)) {
+      return read_rectangle_widened(*tensors_.bias[kDown], {expert_, 1, 0, slice_.hidden},
+                                    &out_.small, out_.w2_bias.as<float>());
+    }
+    std::memset(out_.w2_bias.data(), 0, static_cast<std::size_t>(out_.w2_bias.bytes()));
+    return {};
+  }
+
+  // One row per expert: gate [E, I], up [E, I].
+  Status read_stacked_bias() {
+    float* dst = out_.w13_bias.as<float>();
+    for (const std::size_t projection : {kGate, kUp}) {
+      if (!tensors_.bias[projection]) continue;
+      MOESAIC_RETURN_IF_ERROR(read_rectangle_widened(
+          *tensors_.bias[projection], {expert_, 1, slice_.first, slice_.count}, &out_.small, dst));
+      dst += slice_.count;
+    }
+    return {};
+  }
+
+  // gate_up [E, 2I], interleaved as its weight is.
+  Status read_interleaved_bias() {
     std::vector<float> row(static_cast<std::size_t>(2 * slice_.count));
     MOESAIC_RETURN_IF_ERROR(read_rectangle_widened(*tensors_.bias[kGate],
                                                    {expert_, 1, 2 * slice_.first, 2 * slice_.count},
@@ -236,11 +259,6 @@ class MlpReader {
     for (std::int64_t c = 0; c < 2 * slice_.count; ++c) {
       out_.w13_bias.as<float>()[deinterleaved(c)] = row[static_cast<std::size_t>(c)];
     }
-    if (slice_.with_down_bias || MOESAIC_FAULT(checkpoint_down_bias_on_every_rank)) {
-      return read_rectangle_widened(*tensors_.bias[kDown], {expert_, 1, 0, slice_.hidden},
-                                    &out_.small, out_.w2_bias.as<float>());
-    }
-    std::memset(out_.w2_bias.data(), 0, static_cast<std::size_t>(out_.w2_bias.bytes()));
     return {};
   }
 
@@ -345,7 +363,8 @@ Result<MlpBuffers> MlpBuffers::make(const MlpSlice& s) {
     MOESAIC_ASSIGN_OR_RETURN(b.raw, Tensor::uninitialized(DType::kU8, {2 * s.count, s.hidden / 2}));
   }
   if (s.has_bias) {
-    MOESAIC_ASSIGN_OR_RETURN(b.w13_bias, Tensor::uninitialized(DType::kF32, {2 * s.count}));
+    MOESAIC_ASSIGN_OR_RETURN(b.w13_bias,
+                             Tensor::uninitialized(DType::kF32, {s.halves() * s.count}));
     MOESAIC_ASSIGN_OR_RETURN(b.w2_bias, Tensor::uninitialized(DType::kF32, {s.hidden}));
     small_elements = std::max(2 * s.count, s.hidden);
   }

@@ -1,0 +1,24 @@
+// Element types of GGUF files: which exist, and how many bytes a block of each has. What the blocks
+// mean is in quant/gguf_blocks.h. Source: spec quantization.md section 13.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+namespace moesaic {
+
+// The number of a block type in the file. kNone: a type without blocks, which is a DType.
+enum class GgmlType : std::uint8_t { kNone = 255 };
+
+struct GgmlTypeInfo {
+  std::uint32_t id;
+  std::string_view name;        // "Q4_K"
+  std::int64_t block_elements;  // 1 for types without blocks
+  std::int64_t block_bytes;
+};
+
+// nullptr for a number that no known writer uses.
+const GgmlTypeInfo* find_ggml_type(std::uint32_t id);
+const GgmlTypeInfo& ggml_type_info(GgmlType type);  // of a type in the table
+
+}  // namespace moesaic

@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+"""Malformed GGUF files and models, with the refusal that each must get."""
+
+import random
+import struct
+
+from corpus import main
+from gguf_file import ARRAY, BOOL, F32, F64, I32, I64, STRING, U8, U16, U32, U64, assemble, entry, info, metadata, pad, string, value
+from gguf_model import gguf_file, layer_tensors
+from tiny_model import Layer, Tensor
+
+CORRUPT, LIMIT, MISSING, ARGUMENT = "corrupt_file", "limit_exceeded", "missing_tensor", "invalid_argument"
+UNSUPPORTED, AMBIGUOUS, SHAPE, DTYPE, NOT_FOUND = "unsupported", "ambiguous_format", "invalid_shape", "invalid_dtype", "not_found"
+BIG = 2**64 - 1
+
+
+def container(c):
+    good = assemble([entry("k", U8, 1)], [info("a", [2, 3], 0, 0)], pad(bytes(24)))
+    def cut(name, n, keywords):
+        c.gguf(name, good[:n], CORRUPT, keywords)
+    c.gguf("empty", b"", CORRUPT, ["magic", "got 0 bytes"])
+    cut("cut_in_magic", 3, ["magic", "ends too early"])
+    cut("cut_after_magic", 4, ["version", "ends too early"])
+    cut("cut_in_counts", 20, ["metadata count", "ends too early"])
+    cut("cut_in_key", 30, ["metadata count", "fit"])
+    cut("cut_in_infos", len(good) - 60, ["tensor"])
+    cut("cut_in_data", len(good) - 10, ["data", "need 24"])
+    c.gguf("wrong_magic", assemble([], [], b"", magic=b"GGML"), CORRUPT, ["magic", "GGUF"])
+    c.gguf("version_0", assemble([], [], b"", version=0), CORRUPT, ["version", "got 0"])
+    c.gguf("version_1", assemble([], [], b"", version=1), UNSUPPORTED, ["version", "got 1"])
+    c.gguf("version_4", assemble([], [], b"", version=4), CORRUPT, ["version", "got 4"])
+    c.gguf("big_endian", assemble([], [], b"", version=3 << 24), CORRUPT, ["version", "big-endian"])
+    for name, n in {"one_more": 2, "many": 10**6, "all_ones": BIG, "sign_bit": 1 << 63}.items():
+        c.gguf("tensor_count_" + name, assemble([entry("k", U8, 1)], [info("a", [2, 3], 0, 0)], bytes(32), num_tensors=n), CORRUPT, "tensor")
+        c.gguf("entry_count_" + name, assemble([entry("k", U8, 1)], [info("a", [2, 3], 0, 0)], bytes(32), num_entries=n), CORRUPT,
+               "tensor 0" if n == 2 else "metadata")
+    c.gguf("trailing_byte", good + b"\0", CORRUPT, ["data", "need 24"])
+    c.gguf("trailing_block", good + bytes(32), CORRUPT, ["data", "need 24"])
+    c.gguf("data_without_tensors", assemble([], [], bytes(64)), CORRUPT, ["data", "without a tensor"])
+    c.gguf("not_gguf_at_all", b'{"a": 1}' * 10, CORRUPT, "magic")
+
+
+def entries(c):
+    def bad(name, raw, code, keywords):
+        c.gguf("entry_" + name, assemble(raw if isinstance(raw, list) else [raw], [info("a", [2, 3], 0, 0)], pad(bytes(24))), code, keywords)
+    head = lambda kind: string("k") + struct.pack("<I", kind)
+    bad("kind_13", head(13) + bytes(8), CORRUPT, ["\"k\"", "value type", "got 13"])
+    bad("kind_huge", head(2**32 - 1) + bytes(8), CORRUPT, ["\"k\"", "value type"])
+    bad("bool_2", head(BOOL) + b"\2", CORRUPT, ["\"k\"", "bool", "got the bool 2"])
+    bad("u64_above", entry("k", U64, 1 << 63), LIMIT, ["\"k\"", str(1 << 63)])
+    bad("twice", [entry("k", U8, 1), entry("k", U8, 1)], CORRUPT, ["\"k\"", "twice"])
+    bad("empty_key", entry("", U8, 1), CORRUPT, ["metadata key 0", "name"])
+    bad("nul_key", entry("a\0b", U8, 1), CORRUPT, ["metadata key 0", "a\\x00b"])
+    bad("newline_key", entry("a\nb", U8, 1), CORRUPT, "metadata key 0")
+    bad("long_key", entry("k" * 70000, U8, 1), LIMIT, ["metadata key 0", "65535"])
+    bad("key_beyond_file", struct.pack("<Q", 10**9) + b"k" * 20, CORRUPT, ["metadata key 0", "ends too early"])
+    bad("key_all_ones", struct.pack("<Q", BIG) + b"k" * 20, CORRUPT, ["metadata key 0", "ends too early"])
+    bad("string_beyond_file", head(STRING) + struct.pack("<Q", 10**6), CORRUPT, ["\"k\"", "ends too early"])
+    bad("string_huge", head(STRING) + struct.pack("<Q", 17 << 20) + bytes(17 << 20), LIMIT, ["\"k\"", "16777216"])
+    bad("list_of_lists", head(ARRAY) + struct.pack("<IQ", ARRAY, 1) + value(ARRAY, (U8, [1])), UNSUPPORTED, ["\"k\"", "list of lists"])
+    bad("list_kind", head(ARRAY) + struct.pack("<IQ", 77, 1) + bytes(8), CORRUPT, ["\"k\"", "element type", "77"])
+    for kind, label in ((U8, "u8"), (U64, "u64"), (STRING, "string"), (F64, "f64")):
+        bad("list_%s_too_long" % label, head(ARRAY) + struct.pack("<IQ", kind, 10**9), CORRUPT, ["\"k\"", "1000000000"])
+        bad("list_%s_all_ones" % label, head(ARRAY) + struct.pack("<IQ", kind, BIG), CORRUPT, ["\"k\"", "fit"])
+    bad("list_string_cut", head(ARRAY) + struct.pack("<IQ", STRING, 2) + string("a") + struct.pack("<Q", 999), CORRUPT, ["\"k\"", "ends too early"])
+    bad("list_bool_3", head(ARRAY) + struct.pack("<IQ", BOOL, 2) + b"\1\3", CORRUPT, ["\"k\"", "got the bool 3"])
+    for name, kind, v in (("zero", U32, 0), ("not_power", U32, 48), ("negative", I32, -32), ("huge", U32, 1 << 21)):
+        bad("alignment_" + name, entry("general.alignment", kind, v), CORRUPT, ["general.alignment", "got %d" % v, "power of two"])
+    bad("alignment_string", entry("general.alignment", STRING, "32"), CORRUPT, ["general.alignment", "a string"])
+    bad("alignment_float", entry("general.alignment", F32, 32.0), CORRUPT, ["general.alignment", "a number"])
+
+
+def infos(c):
+    def bad(name, raw, code, keywords, data=pad(bytes(24))):
+        c.gguf("info_" + name, assemble([entry("k", U8, 1)], raw if isinstance(raw, list) else [raw], data), code, keywords)
+    raw = lambda dims, kind=0, offset=0, n=None: string("a") + struct.pack("<I", len(dims) if n is None else n) + b"".join(
+        struct.pack("<Q", d) for d in dims) + struct.pack("<IQ", kind, offset)
+    bad("rank_0", raw([]), CORRUPT, ["\"a\"", "n_dims", "got 0"])
+    bad("rank_5", raw([1, 1, 1, 2, 3]), CORRUPT, ["\"a\"", "n_dims", "got 5"])
+    bad("rank_huge", raw([2, 3], n=2**32 - 1), CORRUPT, ["\"a\"", "n_dims"])
+    bad("empty_name", info("", [2, 3], 0, 0), CORRUPT, ["tensor 0", "name"])
+    bad("control_name", info("a\1", [2, 3], 0, 0), CORRUPT, ["tensor 0", "a\\x01"])
+    bad("long_name", info("a" * 2000, [2, 3], 0, 0), LIMIT, ["tensor 0", "1024"])
+    bad("name_beyond", struct.pack("<Q", 10**9) + bytes(40), CORRUPT, ["tensor 0", "ends too early"])
+    bad("twice", [info("a", [8], 0, 0), info("a", [8], 0, 32)], CORRUPT, ["\"a\"", "twice"], bytes(64))
+    bad("dim_all_ones", raw([BIG, 1]), LIMIT, ["\"a\"", "overflow"])
+    bad("dims_overflow", raw([1 << 32, 1 << 31]), LIMIT, ["\"a\"", "overflow"])
+    bad("dims_wrap_to_small", raw([1 << 32, 1 << 32]), LIMIT, ["\"a\"", "overflow"])
+    bad("bytes_overflow", raw([1 << 61]), LIMIT, ["\"a\"", "overflow"])
+    bad("too_many_elements", raw([1 << 40]), CORRUPT, ["data"])
+    bad("one_element_more", raw([25]), CORRUPT, ["data", "need 100"])
+    bad("type_4", raw([2, 3], 4), UNSUPPORTED, ["\"a\"", "type", "number 4"])
+    bad("type_99", raw([2, 3], 99), UNSUPPORTED, ["\"a\"", "type", "number 99"])
+    for kind, name, block in ((2, "Q4_0", 32), (8, "Q8_0", 32), (12, "Q4_K", 256), (14, "Q6_K", 256)):
+        bad("row_not_blocks_" + name, raw([block + 1], kind), CORRUPT, ["\"a\"", name, str(block)])
+        bad("row_below_block_" + name, raw([block // 2], kind), CORRUPT, ["\"a\"", name, str(block)])
+        bad("block_off_by_one_" + name, raw([block], kind), CORRUPT, ["data", "got 1"], bytes(1))
+    bad("offset_unaligned", raw([2, 3], offset=8), CORRUPT, ["\"a\"", "offset", "got 8", "alignment 32"])
+    bad("offset_hole", raw([2, 3], offset=32), CORRUPT, ["\"a\"", "offset", "got 32", "need 0"], bytes(64))
+    bad("offset_all_ones", raw([2, 3], offset=BIG - 31), CORRUPT, ["\"a\"", "offset"])
+    two = lambda second, n=8: [info("a", [8], 0, 0), info("b", [n], 0, second)]
+    bad("second_hole", two(64), CORRUPT, ["\"b\"", "got 64", "need 32"], bytes(96))
+    bad("second_overlap", two(0), CORRUPT, ["\"b\"", "got 0", "need 32"], bytes(64))
+    bad("second_missing_data", two(32), CORRUPT, ["data", "got 32", "need 64"], bytes(32))
+
+
+def models(c):
+    sizes = {"block_count": 2, "embedding_length": 16, "expert_feed_forward_length": 8, "expert_count": 4, "expert_used_count": 2}
+    p = "blk.1."
+
+    def tensors(seed, **kinds):
+        return layer_tensors(Layer(random.Random(seed), 4, 16, 8, **kinds).router(), 1)
+
+    def meta(name, changes, code, keywords, architecture="qwen3moe", door="checkpoint", extra=()):
+        keys = {k: v for k, v in dict(sizes, **changes).items() if v is not Ellipsis}
+        c.gguf("meta_" + name, gguf_file(metadata(architecture, **keys) + list(extra), tensors(name)), code, keywords, door)
+
+    meta("good", {}, "ok", [], door="layer")
+    c.gguf("meta_no_architecture", gguf_file([("k", U8, 1)], tensors("x")), CORRUPT, ["general.architecture", "missing"])
+    c.gguf("meta_architecture_number", gguf_file([("general.architecture", U32, 3)], tensors("x")), CORRUPT, ["general.architecture", "an integer"])
+    meta("unknown_architecture", {}, UNSUPPORTED, ["general.architecture", "qwen3mo", "nearest is qwen3moe"], architecture="qwen3mo")
+    meta("dense_architecture", {}, UNSUPPORTED, ["general.architecture", "whisper"], architecture="whisper")
+    for key in ("block_count", "embedding_length", "expert_used_count"):
+        meta("no_" + key, {key: ...}, CORRUPT, ["qwen3moe." + key, "missing"])
+        meta("zero_" + key, {key: 0}, ARGUMENT, ["qwen3moe." + key, "got 0"])
+        meta("float_" + key, {key: 2.0}, CORRUPT, ["qwen3moe." + key, "a number"])
+        meta("bool_" + key, {key: True}, CORRUPT, ["qwen3moe." + key, "a bool"])
+    meta("no_width", {"expert_feed_forward_length": ...}, CORRUPT, ["qwen3moe.feed_forward_length", "missing"])
+    meta("top_k_above_experts", {"expert_used_count": 5}, ARGUMENT, ["expert_used_count", "got 5", "1 to 4"])
+    meta("too_many_experts", {"expert_count": 1 << 20}, ARGUMENT, ["expert_count", "1048576"])
+    meta("too_many_layers", {"block_count": 1 << 20}, ARGUMENT, ["block_count", "1048576"])
+    meta("hidden_huge", {"embedding_length": 2**32 - 1}, LIMIT, ["embedding_length"])
+    meta("width_lists_differ", {"expert_feed_forward_length": (I32, [8, 16])}, UNSUPPORTED, ["expert_feed_forward_length", "8 and 16"])
+    meta("width_list_of_strings", {"expert_feed_forward_length": (STRING, ["8"])}, CORRUPT, ["expert_feed_forward_length", "a list"])
+    meta("gating_sigmoid", {"expert_gating_func": 2}, AMBIGUOUS, ["expert_gating_func", "got 2", "need 1"])
+    meta("norm_is_a_number", {"expert_weights_norm": 1}, CORRUPT, ["expert_weights_norm", "a bool"])
+    meta("groups_do_not_divide", {"expert_gating_func": 2, "expert_group_count": 3, "expert_group_used_count": 1}, ARGUMENT, ["n_group", "3"],
+         architecture="deepseek2")
+    meta("scale_negative", {"expert_gating_func": 2, "expert_weights_scale": -1.0, "expert_group_count": 1, "expert_group_used_count": 1}, ARGUMENT,
+         ["routed_scaling_factor"], architecture="deepseek2")
+    meta("scale_nan", {"expert_gating_func": 2, "expert_weights_scale": float("nan")}, CORRUPT, ["expert_weights_scale", "nan"], architecture="deepseek2")
+    meta("no_shared_width", {}, CORRUPT, ["shared_expert_intermediate_size"], architecture="qwen2moe")
+    meta("second_part", {}, ARGUMENT, ["split.no", "first part"], extra=[("split.no", U16, 1), ("split.count", U16, 2)])
+    meta("split_name", {}, CORRUPT, ["split.count", "-00001-of-00002.gguf"], extra=[("split.no", U16, 0), ("split.count", U16, 2)])
+    meta("split_count_string", {}, CORRUPT, ["split.count", "a string"], extra=[("split.count", STRING, "2")])
+    meta("split_count_huge", {}, CORRUPT, ["split.count", "1000000"], extra=[("split.count", U32, 10**6)])
+
+    def layer(name, spoil, code, keywords, changes=None, architecture="qwen3moe"):
+        t = tensors(name)
+        spoil(t)
+        c.gguf("layer_" + name, gguf_file(metadata(architecture, **dict(sizes, **(changes or {}))), t), code, keywords, "layer")
+
+    pop = lambda leaf: (lambda t: t.pop(p + leaf))
+    put = lambda leaf, *x: (lambda t: t.update({p + leaf: x if isinstance(x[0], str) else x[0]}))
+    bf16 = lambda shape: Tensor("BF16", shape, bytes(2 * __import__("math").prod(shape)))
+    layer("no_up", pop("ffn_up_exps.weight"), MISSING, [p + "ffn_up_exps.weight", "1 of 4"])
+    layer("no_router", pop("ffn_gate_inp.weight"), MISSING, [p + "ffn_gate_inp.weight"])
+    layer("no_experts", lambda t: [t.pop(p + "ffn_%s_exps.weight" % x) for x in ("gate", "up", "down")], MISSING, ["3 of 4"])
+    layer("old_names", lambda t: t.update({p + "ffn_up.0.weight": t.pop(p + "ffn_up_exps.weight")}), MISSING, [p + "ffn_up_exps.weight"])
+    layer("extra_bias", put("ffn_up_exps.bias", bf16([4, 8])), CORRUPT, ["not recognised", "ffn_up_exps.bias"])
+    layer("extra_shared", put("ffn_up_shexp.weight", bf16([8, 16])), CORRUPT, ["not recognised", "ffn_up_shexp"])
+    layer("extra_selection_bias", put("exp_probs_b.bias", bf16([4])), CORRUPT, ["not recognised", "exp_probs_b"])
+    layer("transposed", put("ffn_up_exps.weight", bf16([4, 16, 8])), SHAPE, ["ffn_up_exps", "[4, 16, 8]", "[4, 8, 16]"])
+    layer("one_expert_less", put("ffn_up_exps.weight", bf16([3, 8, 16])), SHAPE, ["ffn_up_exps", "[3, 8, 16]"])
+    layer("flat", put("ffn_down_exps.weight", bf16([64, 8])), SHAPE, ["ffn_down_exps", "[64, 8]"])
+    layer("two_types", put("ffn_up_exps.weight", Tensor("F16", [4, 8, 16], bytes(1024))), DTYPE, ["ffn_up_exps", "F16", "BF16"])
+    layer("integers", put("ffn_up_exps.weight", "I32", [4, 8, 16], bytes(2048)), DTYPE, ["ffn_up_exps", "I32"])
+    layer("wrong_width", lambda t: None, SHAPE, ["ffn_gate_exps", "[4, 8, 16]", "[4, 4, 16]"], {"expert_feed_forward_length": 4})
+    layer("more_experts", lambda t: None, SHAPE, ["ffn_gate_inp", "[4, 16]", "[8, 16]"], {"expert_count": 8})
+    layer("no_selection_bias", lambda t: None, MISSING, ["exp_probs_b.bias"], {"expert_gating_func": 2, "expert_shared_count": 0}, "deepseek2")
+    layer("no_expert_bias", lambda t: None, MISSING, ["ffn_gate_inp.bias", "ffn_up_exps.bias"], None, "gpt-oss")
+
+
+def fill(c):
+    for part in (container, entries, infos, models):
+        part(c)
+
+
+main(fill)
