@@ -262,13 +262,14 @@ Status check_nibbles(const ConstTensorView& codes, const ConstTensorView& nibble
   }
   std::array<std::int64_t, kMaxRank> dims{};
   for (int i = 0; i < rank; ++i) dims[static_cast<std::size_t>(i)] = codes.dim(i);
-  dims[static_cast<std::size_t>(rank - 1)] /= 2;
-  MOESAIC_ASSIGN_OR_RETURN(const Shape half,
+  const bool counts_codes = nibbles.dtype == DType::kI4 || nibbles.dtype == DType::kU4;
+  if (!counts_codes) dims[static_cast<std::size_t>(rank - 1)] /= 2;
+  MOESAIC_ASSIGN_OR_RETURN(const Shape packed,
                            Shape::from({dims.data(), static_cast<std::size_t>(rank)}));
   MOESAIC_ASSIGN_OR_RETURN(*count, codes.shape.num_elements());
   return check_arguments({
       {"codes", codes, accept(DType::kU8, DType::kI8), codes.shape, !nibbles_written},
-      {"nibbles", nibbles, accept(DType::kU8), half, nibbles_written},
+      {"nibbles", nibbles, accept(DType::kU8, DType::kI4, DType::kU4), packed, nibbles_written},
   });
 }
 

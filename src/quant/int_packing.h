@@ -58,7 +58,7 @@ Status pack_ct_zeros(ConstTensorView zeros, int bits, TensorView packed);
 // Codes as the CPU backends hold them. 4 bits: two per byte, the even column in the low nibble, of
 // (code - bias) mod 16: bias 8 turns stored uint4b8 into two's complement, 0 keeps unsigned codes.
 //   codes    [.., K], K even: U8 of 0 .. 15, or I8 of -8 .. 7 (then bias must be 0)
-//   nibbles  [.., K/2] U8
+//   nibbles  [.., K/2] U8, or [.., K] I4 or U4
 // kInvalidArgument for a code outside or another bias, kInvalidShape for an odd K.
 Status pack_nibbles(ConstTensorView codes, int bias, TensorView nibbles);
 // The inverse: codes U8 = (nibble + bias) mod 16, for bias 0 or 8.

@@ -1,0 +1,136 @@
+#include "quant/bnb.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "numerics/codec.h"
+#include "support/refusal.h"
+#include "tensors.h"
+
+namespace moesaic {
+namespace {
+
+using test::expect_refusal;
+using test::f32_of;
+using test::poisoned;
+
+struct Quantized {
+  Tensor packed, absmax;
+};
+Quantized quantize(const Tensor& x, BnbTable table, std::int64_t block) {
+  const std::int64_t n = x.shape().num_elements().value();
+  Quantized r{poisoned(DType::kU8, {(n + 1) / 2}),
+              poisoned(DType::kF32, {(n + block - 1) / block})};
+  const Status s = quantize_bnb4(x.view(), table, block, r.packed.view(), r.absmax.view());
+  EXPECT_TRUE(s.ok()) << s.message();
+  return r;
+}
+Tensor dequantize(const Quantized& r, BnbTable table, std::int64_t block, const Shape& shape) {
+  Tensor out = poisoned(DType::kF32, shape);
+  const Status s =
+      dequantize_bnb4(r.packed.view(), bnb_values(table), r.absmax.view(), block, out.view());
+  EXPECT_TRUE(s.ok()) << s.message();
+  return out;
+}
+
+TEST(Bnb, PublishedBytes) {
+  const Tensor x = f32_of({4}, {0.5F, -1.0F, 0.25F, 2.0F});
+  const Quantized r = quantize(x, BnbTable::kNf4, 64);
+  EXPECT_EQ(r.absmax.as<float>()[0], 2.0F);
+  EXPECT_EQ(test::bytes_of(r.packed), (std::vector<std::uint8_t>{0xA2, 0x9F}));
+}
+
+TEST(Bnb, EveryCodeOfBothTables) {
+  for (const BnbTable table : {BnbTable::kNf4, BnbTable::kFp4}) {
+    const auto values = bnb_values(table);
+    for (std::uint8_t c = 0; c < 16; ++c) {
+      EXPECT_EQ(bnb_encode(table, values[c]), c) << int{c};
+    }
+    // Nearest entry for a fine grid of inputs.
+    for (int i = -1000; i <= 1000; ++i) {
+      const float x = static_cast<float>(i) * 1e-3F + 1e-5F;
+      float best = 2.0F;
+      for (const float v : values) best = std::min(best, std::abs(v - x));
+      EXPECT_LE(std::abs(values[bnb_encode(table, x)] - x), best * 1.00001F) << x;
+    }
+  }
+  const float fp4[] = {0, 0.0052083F, 0.6666667F, 1, 0.3333333F, 0.5F, 0.1666667F, 0.25F};
+  for (std::size_t c = 0; c < 8; ++c) {
+    EXPECT_NEAR(bnb_values(BnbTable::kFp4)[c], fp4[c], 1e-7F);
+    EXPECT_EQ(bnb_values(BnbTable::kFp4)[c + 8], -bnb_values(BnbTable::kFp4)[c]);
+  }
+  EXPECT_EQ(bnb_encode(BnbTable::kNf4, NAN), 7);
+  EXPECT_EQ(bnb_encode(BnbTable::kFp4, NAN), 0);
+}
+
+TEST(Bnb, ErrorOnNormalDataAndBlocksAcrossRows) {
+  const Tensor x = test::gaussian();
+  const Quantized r = quantize(x, BnbTable::kNf4, 64);
+  const Tensor back = dequantize(r, BnbTable::kNf4, 64, x.shape());
+  EXPECT_NEAR(test::rel_l2(back, x) / 0.0919, 1.0, 0.02);
+  // A decoded block encodes to itself: its absmax is +-1 of the table.
+  std::string why;
+  EXPECT_TRUE(
+      test::same_bits(quantize(back, BnbTable::kNf4, 64).packed.view(), r.packed.view(), &why))
+      << why;
+  // Rows of 37 columns: the second block of 64 begins inside row 1. An odd number of elements.
+  test::Rng rng(5);
+  const Tensor odd = test::random_normal(rng, DType::kF32, {5, 37});
+  const Quantized o = quantize(odd, BnbTable::kFp4, 64);
+  ASSERT_EQ(o.absmax.shape(), Shape({3}));
+  float amax = 0;
+  for (int i = 64; i < 128; ++i) amax = std::max(amax, std::abs(odd.as<float>()[i]));
+  EXPECT_EQ(o.absmax.as<float>()[1], amax);
+  EXPECT_EQ(o.packed.as<std::uint8_t>()[92] & 15, 0);
+  EXPECT_LT(test::rel_l2(dequantize(o, BnbTable::kFp4, 64, {5, 37}), odd), 0.2);
+  // Zeros.
+  const Tensor zero = Tensor::zeros(DType::kF32, {64}).value();
+  EXPECT_EQ(test::to_doubles(
+                dequantize(quantize(zero, BnbTable::kNf4, 64), BnbTable::kNf4, 64, {64}).view()),
+            std::vector<double>(64, 0.0));
+}
+
+TEST(Bnb, NestedAbsmaxAndInt8) {
+  std::vector<float> map(256);
+  for (std::size_t i = 0; i < 256; ++i) map[i] = (static_cast<float>(i) - 127.0F) / 128.0F;
+  const Tensor codes = test::tensor_of<std::uint8_t>(DType::kU8, {5}, {0, 127, 255, 1, 254});
+  Tensor absmax = poisoned(DType::kF32, {5});
+  ASSERT_TRUE(expand_nested_absmax(codes.view(), f32_of({256}, map).view(),
+                                   f32_of({3}, {2.0F, 0.5F, 4.0F}).view(), 2, 0.25F, absmax.view())
+                  .ok());
+  for (std::size_t i = 0; i < 5; ++i) {
+    const float nested[] = {2.0F, 2.0F, 0.5F, 0.5F, 4.0F};
+    EXPECT_EQ(absmax.as<float>()[i], map[codes.as<std::uint8_t>()[i]] * nested[i] + 0.25F);
+  }
+  const Tensor q = test::tensor_of<std::int8_t>(DType::kI8, {2, 2}, {127, -127, 64, 1});
+  Tensor out = poisoned(DType::kF32, {2, 2});
+  ASSERT_TRUE(dequantize_bnb8(q.view(), f32_of({2}, {254.0F, 127.0F}).view(), out.view()).ok());
+  EXPECT_EQ(test::to_doubles(out.view()), (std::vector<double>{254, -254, 64, 1}));
+  Tensor bytes = test::tensor_of<std::uint8_t>(DType::kU8, {2}, {0xA2, 0x9F});
+  ASSERT_TRUE(swap_nibbles(bytes.view(), bytes.view()).ok());
+  EXPECT_EQ(test::bytes_of(bytes), (std::vector<std::uint8_t>{0x2A, 0xF9}));
+}
+
+TEST(Bnb, Misuse) {
+  const Tensor x = f32_of({64}, {});
+  Tensor packed = Tensor::zeros(DType::kU8, {32}).value();
+  Tensor absmax = Tensor::zeros(DType::kF32, {1}).value();
+  for (const std::int64_t bad : {16, 48, 8192}) {
+    expect_refusal(quantize_bnb4(x.view(), BnbTable::kNf4, bad, packed.view(), absmax.view()),
+                   StatusCode::kInvalidArgument, {"block_size", "power of two"});
+  }
+  expect_refusal(quantize_bnb4(x.view(), BnbTable::kNf4, 32, packed.view(), absmax.view()),
+                 StatusCode::kInvalidShape, {"absmax", "[1]", "[2]"});
+  Tensor out = Tensor::zeros(DType::kF32, {64}).value();
+  absmax.as<float>()[0] = NAN;
+  expect_refusal(
+      dequantize_bnb4(packed.view(), bnb_values(BnbTable::kNf4), absmax.view(), 64, out.view()),
+      StatusCode::kInvalidArgument, {"absmax[0]", "finite"});
+  expect_refusal(expand_nested_absmax(packed.view(), f32_of({255}, {}).view(), absmax.view(), 256,
+                                      0.0F, f32_of({32}, {}).view()),
+                 StatusCode::kInvalidShape, {"map", "[255]", "[256]"});
+}
+
+}  // namespace
+}  // namespace moesaic
