@@ -8,7 +8,7 @@
 
 namespace moesaic {
 
-std::string dtype_set_text(DTypeSet dtypes) {
+std::string dtype_set_text(DTypeMask dtypes) {
   std::string text;
   for (unsigned d = 0; d < 32; ++d) {
     if ((dtypes >> d & 1U) == 0) continue;

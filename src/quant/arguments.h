@@ -10,18 +10,18 @@
 
 namespace moesaic {
 
-using DTypeSet = std::uint32_t;  // one bit per DType
+using DTypeMask = std::uint32_t;  // one bit per DType
 template <class... D>
-constexpr DTypeSet accept(D... dtypes) {
-  return ((DTypeSet{1} << static_cast<unsigned>(dtypes)) | ...);
+constexpr DTypeMask accept(D... dtypes) {
+  return ((DTypeMask{1} << static_cast<unsigned>(dtypes)) | ...);
 }
-inline constexpr DTypeSet kPlainFloats = accept(DType::kF32, DType::kBF16, DType::kF16);
+inline constexpr DTypeMask kPlainFloats = accept(DType::kF32, DType::kBF16, DType::kF16);
 
 // One tensor argument of a call: its name in messages, what it may be, whether the call writes it.
 struct Argument {
   std::string_view field;
   ConstTensorView view;
-  DTypeSet dtypes;
+  DTypeMask dtypes;
   Shape shape;
   bool written = false;
 };
@@ -37,7 +37,7 @@ Status expect_positive(std::string_view field, std::int64_t value);
 Status expect_matrix(std::string_view field, const ConstTensorView& t);
 
 // "F32, BF16 or F16".
-std::string dtype_set_text(DTypeSet dtypes);
+std::string dtype_set_text(DTypeMask dtypes);
 
 // Largest magnitude of `count` elements from `begin` on, NaN elements not counted; 0 for none.
 float max_abs(const ConstTensorView& t, std::int64_t begin, std::int64_t count);

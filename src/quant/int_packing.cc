@@ -11,7 +11,7 @@
 namespace moesaic {
 namespace {
 
-constexpr DTypeSet kWords = accept(DType::kI32, DType::kU32);
+constexpr DTypeMask kWords = accept(DType::kI32, DType::kU32);
 constexpr std::int64_t kBlock = 64;  // codes per side of a transposing block: 4 KiB, inside L1
 
 // Lines of packed codes inside a matrix of words: code i of line l. `awq` interleaves the eight

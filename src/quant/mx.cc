@@ -11,8 +11,8 @@
 namespace moesaic {
 namespace {
 
-constexpr DTypeSet kElements = accept(DType::kF8E4M3, DType::kF4E2M1);
-constexpr DTypeSet kScales = accept(DType::kF8E8M0, DType::kU8);
+constexpr DTypeMask kElements = accept(DType::kF8E4M3, DType::kF4E2M1);
+constexpr DTypeMask kScales = accept(DType::kF8E8M0, DType::kU8);
 
 float largest(MxElement element) { return element == MxElement::kE4m3 ? kE4m3Max : kE2m1Max; }
 // Exponent of the element format's largest power of two.
