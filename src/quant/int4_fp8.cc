@@ -7,6 +7,7 @@
 #include "core/fault.h"
 #include "numerics/codec.h"
 #include "quant/arguments.h"
+#include "quant/code_values.h"
 #include "quant/fp8_scaled.h"
 
 namespace moesaic {
@@ -47,12 +48,6 @@ Status split_int4_fp8_scales(ConstTensorView group_scale, TensorView scale,
   return {};
 }
 
-float int4_fp8_value(int q, std::uint8_t scale) {
-  const float magnitude =
-      f32_from_e4m3(e4m3_from_f32(f32_from_e4m3(scale) * static_cast<float>(std::abs(q))));
-  return q < 0 ? -magnitude : magnitude;
-}
-
 std::array<std::uint8_t, 8> int4_fp8_table(std::uint8_t scale) {
   std::array<std::uint8_t, 8> table{};
   for (std::size_t i = 0; i < table.size(); ++i) {
@@ -85,7 +80,7 @@ Status dequantize_int4_fp8(ConstTensorView codes, ConstTensorView scale,
       const std::uint8_t s = scale.as<std::uint8_t>()[n * groups + i / kInt4Fp8GroupSize];
       const float value = MOESAIC_FAULT(quant_w4a8_unrounded)
                               ? static_cast<float>(q) * f32_from_e4m3(s)
-                              : int4_fp8_value(q, s);
+                              : int4_fp8_value(q, f32_from_e4m3(s));
       store_from_f32(out.data, out.dtype, n * k + i, value * channel);
     }
   }

@@ -28,13 +28,11 @@ inline constexpr std::int64_t kInt4Fp8GroupSize = 128;
 Status split_int4_fp8_scales(ConstTensorView group_scale, TensorView scale,
                              TensorView channel_scale);
 
-// sign(q) * e4m3(value(scale) * |q|) for q in [-8, 7]: what a weight is, but for its channel scale.
-float int4_fp8_value(int q, std::uint8_t scale);
-
 // The eight products of a scale with -8, -7 .. -1 as e4m3 bytes, in that order.
 std::array<std::uint8_t, 8> int4_fp8_table(std::uint8_t scale);
 
-// out = int4_fp8_value(q, scale of its group) * channel_scale, rounded once to out's dtype.
+// out = int4_fp8_value(q, scale of its group) * channel_scale (code_values.h), rounded once to
+// out's dtype.
 //   codes          [N, K]       in, I8 in [-8, 7] (kInvalidArgument otherwise)
 //   scale          [N, K/128]   in, F8_E4M3;  channel_scale [N] in, F32
 //   out            [N, K]       out, F32, BF16 or F16

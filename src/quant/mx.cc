@@ -38,22 +38,20 @@ Status check_operands(std::string_view name, const ConstTensorView& x, bool x_wr
 
 }  // namespace
 
-std::uint8_t mx_scale(float amax, MxElement element, ExponentRule rule) {
-  if (MOESAIC_FAULT(quant_mx_always_ocp)) rule = ExponentRule::kOcpFloor;
+std::uint8_t mx_scale(float amax, MxElement element, E8m0Rule rule) {
+  if (MOESAIC_FAULT(quant_mx_always_ocp)) rule = E8m0Rule::kOcpFloor;
   switch (rule) {
-    case ExponentRule::kCeil:
+    case E8m0Rule::kCeil:
       return e8m0_scale_ceil(amax, largest(element));
-    case ExponentRule::kOcpFloor:
+    case E8m0Rule::kOcpFloor:
       return e8m0_scale_ocp_floor(amax, emax(element));
-    case ExponentRule::kRound175:
+    case E8m0Rule::kRound175:
       return e8m0_scale_round_1_75(amax, emax(element));
-    case ExponentRule::kNone:
-      break;
   }
   return kE8m0Nan;
 }
 
-void ref_quantize_mx_row(const float* x, std::int64_t k, MxElement element, ExponentRule rule,
+void ref_quantize_mx_row(const float* x, std::int64_t k, MxElement element, E8m0Rule rule,
                          std::uint8_t* q, std::uint8_t* scale, std::int64_t scale_stride) {
   for (std::int64_t g = 0; g < k / kMxGroupSize; ++g, x += kMxGroupSize) {
     float amax = 0.0F;
@@ -76,11 +74,8 @@ void ref_quantize_mx_row(const float* x, std::int64_t k, MxElement element, Expo
   }
 }
 
-Status quantize_mx(ConstTensorView x, ExponentRule rule, TensorView q, TensorView scale) {
+Status quantize_mx(ConstTensorView x, E8m0Rule rule, TensorView q, TensorView scale) {
   MOESAIC_RETURN_IF_ERROR(check_operands("x", x, false, q, scale));
-  if (rule == ExponentRule::kNone) {
-    return Status(StatusCode::kInvalidArgument, "rule: got none, need one of the three");
-  }
   MOESAIC_RETURN_IF_ERROR(expect_finite("x", x));
   const MxElement element = element_of(q);
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t groups, scale.shape.num_elements());

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "numerics/codec.h"
+#include "quant/code_values.h"
 #include "quant/int_group.h"
 #include "support/refusal.h"
 #include "tensors.h"
@@ -36,12 +37,12 @@ TEST(Int4Fp8, PublishedTables) {
     if (f32_from_e4m3(scale) > 56.0F) break;
     const auto table = int4_fp8_table(scale);
     for (int q = -8; q < 8; ++q) {
-      const float value = int4_fp8_value(q, scale);
+      const float value = int4_fp8_value(q, f32_from_e4m3(scale));
       if (q < 0) {
         EXPECT_NE(table[static_cast<std::size_t>(q + 8)] & 0x7F, 0x7F);
         EXPECT_EQ(f32_from_e4m3(table[static_cast<std::size_t>(q + 8)]), value);
       }
-      EXPECT_EQ(int4_fp8_value(-q, scale), -value);
+      EXPECT_EQ(int4_fp8_value(-q, f32_from_e4m3(scale)), -value);
       // The kernel's look-up by the unified code.
       const std::uint32_t code = unified_encode(static_cast<std::uint32_t>(q) & 15U) & 15U;
       float looked_up = f32_from_e4m3(table[code & 7U]);
@@ -97,9 +98,9 @@ TEST(Int4Fp8, ErrorOfTheWholeChainIsTheFormats) {
   ASSERT_TRUE(dequantize_int4_fp8(codes.view(), scale.view(), channel.view(), out.view()).ok());
   EXPECT_NEAR(test::rel_l2(out, x) / 0.1147, 1.0, 0.03);
   for (std::int64_t i = 0; i < 256 * 1024; ++i) {
-    const float want =
-        int4_fp8_value(codes.as<std::int8_t>()[i], scale.as<std::uint8_t>()[i / 128]) *
-        channel.as<float>()[i / 1024];
+    const float want = int4_fp8_value(codes.as<std::int8_t>()[i],
+                                      f32_from_e4m3(scale.as<std::uint8_t>()[i / 128])) *
+                       channel.as<float>()[i / 1024];
     ASSERT_EQ(out.as<float>()[i], want);
   }
 }
