@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,24 @@ struct TransportSetup {
   int repeats = 2;               // calls, with poisoned workspaces
   // Changes what one rank passes to the kernel, before the first call only.
   std::function<void(int rank, ModularKernel::Args&)> spoil{};
+};
+
+// One rank's half of a case: its experts behind a transport.
+class RankKernel {
+ public:
+  // Owns what the kernel's arguments point to. Fails as making the transport or the kernel does.
+  static Result<std::unique_ptr<RankKernel>> create(const StandardCase& c,
+                                                    const TransportSetup& setup,
+                                                    std::shared_ptr<Communicator> communicator);
+  const ModularKernel& kernel() const { return *kernel_; }
+  void poison_workspace();
+  // Rows [first, first + rows) of the case and of an output [M, H] F32.
+  ModularKernel::Args args(const StandardCase& c, std::int64_t first, std::int64_t rows,
+                           Tensor& output) const;
+
+ private:
+  std::vector<std::int32_t> map_;
+  std::unique_ptr<ModularKernel> kernel_;
 };
 
 struct RankRun {
