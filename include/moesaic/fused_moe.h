@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "moesaic/checkpoint.h"
+#include "moesaic/device.h"
 #include "moesaic/experts.h"
 #include "moesaic/parallel.h"
 #include "moesaic/router.h"
@@ -72,6 +73,10 @@ class FusedMoE {
     // experts stays as it is stored (f32: computed in fp32).
     std::string quant = "as-is";
     std::string backend;  // force one experts backend by name
+    // Where weights, workspace and arithmetic are. On a GPU: bf16 and fp8-block schemes with bf16
+    // activations, every routing method that is no host function, no transforms; everything else is
+    // kUnsupported with the stage and the reason (explain lists them).
+    Device device = Device::cpu();
     std::int64_t max_tokens =
         512;  // tokens per forward call that the workspace allows; larger calls are split
     int num_threads = 0;  // 0: one per core this process may use
@@ -120,15 +125,32 @@ class FusedMoE {
   // without sequence parallelism pass the same rows. A rank that refuses its arguments makes the
   // call fail on all (kInvalidArgument names it); a lost or late rank is the communicator's
   // kDevice.
+  // On a GPU the tensors are still host memory: they are copied there and back, and the call waits.
+  // Hidden states that are not bf16 reach the gate as they are and the experts rounded to bf16.
   Status forward(ConstTensorView hidden_states, TensorView output, const Trace& trace) const;
   Status forward(ConstTensorView hidden_states, TensorView output) const {
     return forward(hidden_states, output, Trace{});
   }
 
+  // The GPU's forward: all tensors are memory of the layer's device, the work is put on `stream`
+  // and the call returns. hidden_states [M, H] BF16, output [M, H] BF16 or F32, both contiguous and
+  // 16-byte aligned; M at most max_tokens. Allocates nothing, waits for nothing, reads nothing
+  // back: may be captured into a CUDA graph, whose replays route anew. Calls use one workspace:
+  // order them by a stream or events. Errors, all before the first launch: kUnsupported (a CPU
+  // layer), kInvalidShape, kInvalidDType, kInvalidLayout (alignment, not contiguous),
+  // kInvalidArgument (null, host memory, another device's), kAliasing, kLimitExceeded (more tokens
+  // than planned); then kDevice when a launch fails.
+  Status enqueue(Stream stream, ConstTensorView hidden_states, TensorView output,
+                 const Trace& trace) const;
+  Status enqueue(Stream stream, ConstTensorView hidden_states, TensorView output) const {
+    return enqueue(stream, hidden_states, output, Trace{});
+  }
+
   const MoeLayerSpec& spec() const;
+  Device device() const;
   const QuantScheme& quant() const;  // the scheme in force
   std::string experts_backend() const;
-  std::int64_t workspace_bytes() const;
+  std::int64_t workspace_bytes() const;          // on the layer's device
   std::int64_t weight_bytes() const;             // resident, all stages
   std::vector<CandidateReport> explain() const;  // every stage, in order
   std::string determinism() const;

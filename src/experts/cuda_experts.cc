@@ -132,6 +132,7 @@ std::int64_t CudaExperts::weight_bytes() const {
   }
   return bytes;
 }
+std::string_view CudaExperts::name() const { return kCudaExpertsName; }
 std::string_view CudaExperts::determinism() const { return kCudaExpertsDeterminism; }
 
 namespace {

@@ -18,10 +18,11 @@ struct CudaExpertsArgs {
   const std::int32_t* topk_ids = nullptr;    // [M, k] global ids; -1 or out of range: no expert
   const float* topk_weights = nullptr;       // [M, k]
   const std::int32_t* expert_map = nullptr;  // [E] -> local or -1; null: identity
-  const void* shared_rows = nullptr;         // [M, H] bf16 added to the sum, or null
-  void* output = nullptr;                    // [M, H] of output_dtype, 16-byte aligned
-  DType output_dtype = DType::kBF16;         // BF16 or F32
-  void* workspace = nullptr;                 // 256-byte aligned, >= workspace_size(M)
+  // [M, H] bf16 added to the sum, or null; may be `output` when that is BF16.
+  const void* shared_rows = nullptr;
+  void* output = nullptr;             // [M, H] of output_dtype, 16-byte aligned
+  DType output_dtype = DType::kBF16;  // BF16 or F32
+  void* workspace = nullptr;          // 256-byte aligned, >= workspace_size(M)
   std::int64_t workspace_bytes = 0;
 };
 
@@ -47,7 +48,7 @@ class CudaExperts {
   CudaExperts(const CudaExperts&) = delete;
   CudaExperts& operator=(const CudaExperts&) = delete;
 
-  std::string_view name() const { return "cuda_sm90"; }
+  std::string_view name() const;
   std::int64_t weight_bytes() const;
   std::string_view determinism() const;
   // Launches on `stream` (a cudaStream_t; null: the default stream) of the device it was created
@@ -63,6 +64,7 @@ class CudaExperts {
   std::unique_ptr<Impl> impl_;
 };
 
+inline constexpr std::string_view kCudaExpertsName = "cuda_sm90";
 inline constexpr std::string_view kCudaExpertsDeterminism =
     "bitwise repeatable on one GPU model: a row's result depends on that row, its ids and weights "
     "only, not on batch, neighbours, order or replay";

@@ -226,10 +226,20 @@ Status FusedMoE::forward(ConstTensorView hidden_states, TensorView output,
     }
     if (trace.topk_weights.present()) part.topk_weights = rows_of(trace.topk_weights, first, count);
     if (trace.topk_ids.present()) part.topk_ids = rows_of(trace.topk_ids, first, count);
-    MOESAIC_RETURN_IF_ERROR(
-        m.forward_chunk(rows_of(hidden_states, first, count), rows_of(output, first, count), part));
+    const ConstTensorView x = rows_of(hidden_states, first, count);
+    const TensorView y = rows_of(output, first, count);
+    MOESAIC_RETURN_IF_ERROR(m.cuda ? m.cuda->forward_chunk(x, y, part)
+                                   : m.forward_chunk(x, y, part));
   }
   return {};
+}
+
+Status FusedMoE::enqueue(Stream stream, ConstTensorView hidden_states, TensorView output,
+                         const Trace& trace) const {
+  if (!impl_->cuda) {
+    return {StatusCode::kUnsupported, "enqueue: got a layer on the CPU, need one on a GPU"};
+  }
+  return impl_->cuda->enqueue(stream, hidden_states, output, trace);
 }
 
 }  // namespace moesaic

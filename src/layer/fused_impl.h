@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "core/arena.h"
+#include "layer/cuda_layer.h"
 #include "layer/fused_plan.h"
 #include "layer/rank_mesh.h"
 #include "moesaic/fused_moe.h"
@@ -26,6 +27,8 @@ struct FusedMoE::Impl {
   std::optional<ModularKernel> kernel;
   std::optional<ModularKernel> shared;
   std::optional<GateLinear> shared_gate;
+  std::unique_ptr<cuda::CudaLayer> cuda;  // instead of all the stages above, on a GPU
+  std::string router_name;
   std::unique_ptr<RankMesh> mesh;        // null: this layer does not communicate
   AccumulateRowFn accumulate = nullptr;  // per-slot reduction
   std::int64_t small_bytes = 0;          // gate and shared gate weights
@@ -64,6 +67,8 @@ struct FusedMoE::Impl {
   };
 
   static Result<std::unique_ptr<Impl>> build(MoeLayerWeights weights, const Options& options);
+  // The stages of a CPU layer and their workspace.
+  Status build_stages(MoeLayerWeights& weights);
   Status build_routed(ExpertSource& source);
   Status build_shared(const MoeLayerTensors& tensors);
   // What all ranks must have in common.

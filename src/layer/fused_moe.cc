@@ -7,9 +7,11 @@
 
 #include "core/arena.h"
 #include "cpu/tiers.h"
+#include "experts/cuda_experts.h"
 #include "experts/problem_checks.h"
 #include "layer/fused_impl.h"
 #include "layer/load_sources.h"
+#include "router/router_checks.h"
 
 namespace moesaic {
 namespace {
@@ -113,6 +115,17 @@ std::string determinism_text(std::string_view routed, std::string_view routed_de
   return text;
 }
 
+std::string cuda_determinism_text(const FusedPlan& plan) {
+  return determinism_text(cuda::kCudaExpertsName, cuda::kCudaExpertsDeterminism,
+                          plan.has_shared ? cuda::kCudaExpertsName : std::string_view(),
+                          plan.has_shared ? cuda::kCudaExpertsDeterminism : std::string_view());
+}
+
+Result<std::string> name_of_router(const FusedPlan& plan) {
+  MOESAIC_ASSIGN_OR_RETURN(const RoutingSpec spec, effective_routing(plan.routing));
+  return router_name(spec, {});
+}
+
 }  // namespace
 
 Result<FusedMoE> FusedMoE::from_checkpoint(const Checkpoint& checkpoint, int layer,
@@ -159,25 +172,39 @@ Result<std::unique_ptr<FusedMoE::Impl>> FusedMoE::Impl::build(MoeLayerWeights we
   MOESAIC_ASSIGN_OR_RETURN(impl->plan, plan_fused_moe(weights.spec, t.shared_quant, options));
   MOESAIC_RETURN_IF_ERROR(check_tensors(weights.spec, t));
 
-  Result<GateLinear> gate = make_gate(t.gate_weight, t.gate_bias, options.num_threads);
-  if (!gate.ok()) return with_stage(gate.status(), "gate");
-  impl->gate.emplace(std::move(gate).value());
-  impl->small_bytes = t.gate_weight.bytes() + t.shared_gate_weight.bytes();
-  Result<Router> router = make_router(impl->plan, options, t.e_score_correction_bias.view());
-  if (!router.ok()) return with_stage(router.status(), "router");
-  impl->router.emplace(std::move(router).value());
-  if (impl->router->slots() != impl->plan.routing.top_k) {
-    return Status(StatusCode::kInternal, "router: slots differ from top_k");
+  impl->plan.gate_dtype = t.gate_weight.dtype();
+  if (options.device.is_cuda()) {
+    MOESAIC_RETURN_IF_ERROR(check_device(options.device));
+    MOESAIC_ASSIGN_OR_RETURN(impl->cuda,
+                             cuda::CudaLayer::create(weights.spec, impl->plan, options, weights));
+  } else {
+    MOESAIC_RETURN_IF_ERROR(impl->build_stages(weights));
   }
-  MOESAIC_RETURN_IF_ERROR(impl->build_routed(*weights.experts));
-  MOESAIC_RETURN_IF_ERROR(impl->build_shared(t));
-
-  Arena arena = Arena::measure();
-  MOESAIC_ASSIGN_OR_RETURN(const Impl::Buffers unused, impl->carve(arena, options.max_tokens));
-  static_cast<void>(unused);
-  MOESAIC_ASSIGN_OR_RETURN(impl->workspace, Tensor::uninitialized(DType::kU8, {arena.used()}));
+  MOESAIC_ASSIGN_OR_RETURN(impl->router_name, name_of_router(impl->plan));
   impl->options.progress = nullptr;  // loading is over
   return impl;
+}
+
+Status FusedMoE::Impl::build_stages(MoeLayerWeights& weights) {
+  const MoeLayerTensors& t = weights.tensors;
+  Result<GateLinear> made_gate = make_gate(t.gate_weight, t.gate_bias, options.num_threads);
+  if (!made_gate.ok()) return with_stage(made_gate.status(), "gate");
+  gate.emplace(std::move(made_gate).value());
+  small_bytes = t.gate_weight.bytes() + t.shared_gate_weight.bytes();
+  Result<Router> made_router = make_router(plan, options, t.e_score_correction_bias.view());
+  if (!made_router.ok()) return with_stage(made_router.status(), "router");
+  router.emplace(std::move(made_router).value());
+  if (router->slots() != plan.routing.top_k) {
+    return {StatusCode::kInternal, "router: slots differ from top_k"};
+  }
+  MOESAIC_RETURN_IF_ERROR(build_routed(*weights.experts));
+  MOESAIC_RETURN_IF_ERROR(build_shared(t));
+
+  Arena arena = Arena::measure();
+  MOESAIC_ASSIGN_OR_RETURN(const Buffers unused, carve(arena, options.max_tokens));
+  static_cast<void>(unused);
+  MOESAIC_ASSIGN_OR_RETURN(workspace, Tensor::uninitialized(DType::kU8, {arena.used()}));
+  return {};
 }
 
 Status FusedMoE::Impl::build_routed(ExpertSource& source) {
@@ -228,22 +255,27 @@ FusedMoE& FusedMoE::operator=(FusedMoE&&) noexcept = default;
 FusedMoE::~FusedMoE() = default;
 
 const MoeLayerSpec& FusedMoE::spec() const { return impl_->spec; }
+Device FusedMoE::device() const { return impl_->options.device; }
 const QuantScheme& FusedMoE::quant() const { return impl_->plan.quant.scheme; }
 std::string FusedMoE::experts_backend() const {
+  if (impl_->cuda) return std::string(cuda::kCudaExpertsName);
   return std::string(impl_->kernel->experts().name());
 }
 std::int64_t FusedMoE::workspace_bytes() const {
+  if (impl_->cuda) return impl_->cuda->workspace_bytes();
   return impl_->workspace.bytes() + impl_->kernel->workspace_bytes() +
          (impl_->shared ? impl_->shared->workspace_bytes() : 0);
 }
 std::int64_t FusedMoE::weight_bytes() const {
+  if (impl_->cuda) return impl_->cuda->weight_bytes();
   return impl_->small_bytes + impl_->kernel->experts().weight_bytes() +
          (impl_->shared ? impl_->shared->experts().weight_bytes() : 0);
 }
 std::vector<CandidateReport> FusedMoE::explain() const {
-  return explain_plan(impl_->plan, impl_->router->name());
+  return explain_plan(impl_->plan, impl_->router_name, impl_->options.device);
 }
 std::string FusedMoE::determinism() const {
+  if (impl_->cuda) return cuda_determinism_text(impl_->plan);
   const Experts* shared = impl_->shared ? &impl_->shared->experts() : nullptr;
   return determinism_text(experts_backend(), impl_->kernel->experts().determinism(),
                           shared != nullptr ? shared->name() : std::string_view(),
@@ -264,7 +296,19 @@ Result<LayerExplanation> explain_layer(const MoeLayerSpec& spec, const FusedMoE:
   const Result<Router> router = make_router(plan, options, bias.view());
   if (!router.ok()) return with_stage(router.status(), "router");
   LayerExplanation explanation;
-  explanation.candidates = explain_plan(plan, router->name());
+  explanation.candidates = explain_plan(plan, router->name(), options.device);
+  if (options.device.is_cuda()) {
+    MOESAIC_RETURN_IF_ERROR(cuda::CudaLayer::can_implement(plan, options));
+    Arena gpu = Arena::measure();
+    MOESAIC_ASSIGN_OR_RETURN(
+        const cuda::LayerWorkspace unused,
+        cuda::LayerWorkspace::carve(plan, spec.shared.gated_output, options.max_tokens, gpu));
+    static_cast<void>(unused);
+    explanation.workspace_bytes = gpu.used();
+    explanation.experts_backend = std::string(cuda::kCudaExpertsName);
+    explanation.determinism = cuda_determinism_text(plan);
+    return explanation;
+  }
 
   const Result<const ExpertsBackend*> routed = choose_backend(plan.routed, options.backend, false);
   if (!routed.ok()) return with_stage(routed.status(), "experts");

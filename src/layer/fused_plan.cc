@@ -7,8 +7,6 @@
 #include <utility>
 
 #include "core/fault.h"
-#include "moesaic/gate.h"
-#include "moesaic/modular_kernel.h"
 
 namespace moesaic {
 namespace {
@@ -104,6 +102,7 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const QuantScheme& sh
   FusedPlan plan;
   MOESAIC_RETURN_IF_ERROR(check_transforms(spec, options, plan));
   place_scaling_factor(spec.routing, plan);
+  plan.has_router_bias = spec.has_router_bias;
   MOESAIC_ASSIGN_OR_RETURN(plan.quant,
                            plan_quant(spec.quant, spec.activation_dtype, options.quant));
   MOESAIC_ASSIGN_OR_RETURN(plan.expert_map, make_expert_map(spec.num_experts, options.parallel));
@@ -139,29 +138,6 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const QuantScheme& sh
     plan.shared.intermediate_size = spec.shared.intermediate_size;
   }
   return plan;
-}
-
-std::vector<CandidateReport> explain_plan(const FusedPlan& plan, std::string_view router_name) {
-  std::vector<CandidateReport> rows;
-  // Tiers 1 to 3 stand for kernels of sm_90 and sm_100 devices; on a CPU the rules leave the last.
-  for (const GateTier tier :
-       {GateTier::kSmallBatch, GateTier::kFp32, GateTier::kWideningGemm, GateTier::kFallback}) {
-    const bool fallback = tier == GateTier::kFallback;
-    rows.push_back({"gate", std::string(gate_tier_name(tier)),
-                    fallback ? "" : "device: cpu, this tier needs compute capability 9.0 or 10.x",
-                    fallback});
-  }
-  rows.push_back({"router", std::string(router_name), "", true});
-  const auto append = [&rows](std::vector<CandidateReport> more, const char* stage) {
-    for (CandidateReport& row : more) {
-      row.stage = stage;
-      rows.push_back(std::move(row));
-    }
-  };
-  append(explain_prepare_finalize(plan.routed, plan.ranks.parallel), "prepare_finalize");
-  append(explain_experts(plan.routed), "experts");
-  if (plan.has_shared) append(explain_experts(plan.shared), "shared_experts");
-  return rows;
 }
 
 }  // namespace moesaic

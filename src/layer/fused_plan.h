@@ -8,6 +8,7 @@
 
 #include "layer/quant_selection.h"
 #include "layer/rank_plan.h"
+#include "moesaic/device.h"
 #include "moesaic/experts.h"
 #include "moesaic/fused_moe.h"
 #include "moesaic/spec.h"
@@ -27,6 +28,8 @@ struct FusedPlan {
   bool has_zero_experts = false;  // this rank adds the zero experts' share
   std::int64_t hidden_size = 0;   // of hidden states and output
   std::int64_t latent_size = 0;   // of what the routed experts see
+  bool has_router_bias = false;
+  DType gate_dtype = DType::kBF16;  // of the gate's weight; BF16 until the weights are there
 };
 
 //   shared_stored  how the shared expert is stored (may differ from spec.quant)
@@ -35,8 +38,10 @@ struct FusedPlan {
 Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const QuantScheme& shared_stored,
                                  const FusedMoE::Options& options);
 
-// All stages in order, with the candidates of each.
+// All stages in order, with the candidates of each: those of the device, and those of the other
+// kind of device with that as their reason.
 //   router_name  what the router calls its method
-std::vector<CandidateReport> explain_plan(const FusedPlan& plan, std::string_view router_name);
+std::vector<CandidateReport> explain_plan(const FusedPlan& plan, std::string_view router_name,
+                                          Device device);
 
 }  // namespace moesaic

@@ -1,0 +1,385 @@
+#include "layer/cuda_layer.h"
+
+#include <fmt/format.h>
+
+#include <new>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "cuda/device_memory.h"
+#include "experts/cuda_experts.h"
+#include "gate/cuda_gate_linear.h"
+#include "layer/cuda_layer_ops.h"
+#include "layer/load_sources.h"
+#include "numerics/element.h"
+#include "router/cuda_router.h"
+
+namespace moesaic::cuda {
+
+struct CudaLayer::Impl {
+  FusedPlan plan;
+  std::int64_t max_tokens = 0;
+  int device = 0;
+  std::optional<CudaGate> gate, shared_gate;
+  std::unique_ptr<CudaRouter> router;
+  // Weight of the shared expert per token: the sigmoid of its gate's logit, as top-1 of one expert.
+  std::unique_ptr<CudaRouter> shared_router;
+  std::unique_ptr<CudaExperts> experts, shared;
+  Allocation expert_map;
+  Allocation ones, zeros;  // [max_tokens]: weight and id of an ungated shared expert
+  Allocation workspace;
+
+  // Buffers of forward_chunk: what host tensors are copied through.
+  struct Staging {
+    Allocation x, x_bf16, output, logits, weights, ids;
+  };
+  mutable Staging staging;
+
+  Status create_shared(const MoeLayerSpec& spec, const FusedMoE::Options& options,
+                       const MoeLayerTensors& t);
+  Status make_staging() const;
+  Result<LayerWorkspace> carve(std::int64_t tokens) const;
+  // x is what the gate (and the zero experts) read, x_bf16 the same rows for the experts.
+  struct Rows {
+    const void* x = nullptr;
+    DType x_dtype = DType::kBF16;
+    const void* x_bf16 = nullptr;
+    std::int64_t tokens = 0;
+  };
+  struct Out {
+    void* output = nullptr;
+    DType dtype = DType::kBF16;
+    float* logits = nullptr;  // traces, or null
+    float* topk_weights = nullptr;
+    std::int32_t* topk_ids = nullptr;
+  };
+  Status run(void* stream, const Rows& rows, const Out& out) const;
+  Status route(void* stream, const Rows& rows, const LayerWorkspace& w) const;
+  Status run_shared(void* stream, const Rows& rows, const LayerWorkspace& w, void* to) const;
+  Status run_routed(void* stream, const Rows& rows, const LayerWorkspace& w,
+                    const void* shared_rows, void* to, DType dtype) const;
+};
+
+namespace {
+
+Status with_stage(const Status& status, std::string_view stage) {
+  return status.ok() ? status : status.with_context(stage);
+}
+
+Result<std::unique_ptr<CudaExperts>> make_experts(const MoeProblem& problem, const QuantPlan& quant,
+                                                  ExpertSource& source, int device) {
+  MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<ExpertSource> converted,
+                           make_converting_source(source, quant));
+  return CudaExperts::create(problem, *converted, device);
+}
+
+// Fills max_tokens words with one value.
+Status upload_constant(std::string_view what, std::int64_t count, std::uint32_t value,
+                       Allocation& to) {
+  try {
+    const std::vector<std::uint32_t> words(static_cast<std::size_t>(count), value);
+    return upload(what, words.data(), count * 4, to);
+  } catch (const std::bad_alloc&) {
+    return {StatusCode::kOutOfMemory, fmt::format("{}: {} words on the host", what, count)};
+  }
+}
+
+}  // namespace
+
+Status CudaLayer::Impl::create_shared(const MoeLayerSpec& spec, const FusedMoE::Options& options,
+                                      const MoeLayerTensors& t) {
+  StackedExpertWeights stacked;
+  stacked.w13 = t.shared_w13.view();
+  stacked.w13_scale = t.shared_w13_scale.view();
+  stacked.w2 = t.shared_w2.view();
+  stacked.w2_scale = t.shared_w2_scale.view();
+  const auto source = make_stacked_source(stacked);
+  MOESAIC_ASSIGN_OR_RETURN(shared, make_experts(plan.shared, plan.shared_quant, *source, device));
+  if (!spec.shared.gated_output) {
+    constexpr std::uint32_t kOne = 0x3F800000;  // 1.0F
+    MOESAIC_RETURN_IF_ERROR(upload_constant("shared weights", options.max_tokens, kOne, ones));
+    return upload_constant("shared ids", options.max_tokens, 0, zeros);
+  }
+  MOESAIC_ASSIGN_OR_RETURN(shared_gate, CudaGate::create(t.shared_gate_weight.view(), {}));
+  Router::Options router_options;
+  router_options.spec.method = RoutingMethod::kLlama4;
+  router_options.spec.num_experts = router_options.spec.top_k = 1;
+  MOESAIC_ASSIGN_OR_RETURN(shared_router, CudaRouter::create(router_options, device));
+  return {};
+}
+
+Result<LayerWorkspace> CudaLayer::Impl::carve(std::int64_t tokens) const {
+  Arena arena({workspace.as<std::byte>(), static_cast<std::size_t>(workspace.bytes())});
+  return LayerWorkspace::carve(plan, shared_gate.has_value(), tokens, arena);
+}
+
+CudaLayer::CudaLayer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+CudaLayer::~CudaLayer() = default;
+
+Result<std::unique_ptr<CudaLayer>> CudaLayer::create(const MoeLayerSpec& spec,
+                                                     const FusedPlan& plan,
+                                                     const FusedMoE::Options& options,
+                                                     MoeLayerWeights& weights) {
+  MOESAIC_RETURN_IF_ERROR(can_implement(plan, options));
+  const MoeLayerTensors& t = weights.tensors;
+  std::unique_ptr<Impl> impl(new (std::nothrow) Impl());
+  if (!impl) return Status(StatusCode::kOutOfMemory, "cannot allocate the layer");
+  impl->plan = plan;
+  impl->max_tokens = options.max_tokens;
+  impl->device = options.device.index();
+  const DeviceScope scope(impl->device);
+  MOESAIC_RETURN_IF_ERROR(scope.status());
+
+  Result<CudaGate> gate = CudaGate::create(t.gate_weight.view(), t.gate_bias.view());
+  if (!gate.ok()) return with_stage(gate.status(), "gate");
+  impl->gate = std::move(gate).value();
+  Router::Options router_options;
+  router_options.spec = plan.routing;
+  router_options.correction_bias = t.e_score_correction_bias.view();
+  Result<std::unique_ptr<CudaRouter>> router = CudaRouter::create(router_options, impl->device);
+  if (!router.ok()) return with_stage(router.status(), "router");
+  impl->router = std::move(router).value();
+  if (!plan.expert_map.empty()) {
+    MOESAIC_RETURN_IF_ERROR(upload("expert_map", plan.expert_map.data(),
+                                   static_cast<std::int64_t>(plan.expert_map.size()) * 4,
+                                   impl->expert_map));
+  }
+  Result<std::unique_ptr<CudaExperts>> experts =
+      make_experts(plan.routed, plan.quant, *weights.experts, impl->device);
+  if (!experts.ok()) return with_stage(experts.status(), "experts");
+  impl->experts = std::move(experts).value();
+  if (plan.has_shared) {
+    MOESAIC_RETURN_IF_ERROR(with_stage(impl->create_shared(spec, options, t), "shared_experts"));
+  }
+  Arena arena = Arena::measure();
+  MOESAIC_ASSIGN_OR_RETURN(
+      const LayerWorkspace unused,
+      LayerWorkspace::carve(plan, impl->shared_gate.has_value(), options.max_tokens, arena));
+  static_cast<void>(unused);
+  MOESAIC_RETURN_IF_ERROR(impl->workspace.reserve("workspace", arena.used()));
+  std::unique_ptr<CudaLayer> layer(new (std::nothrow) CudaLayer(std::move(impl)));
+  if (!layer) return Status(StatusCode::kOutOfMemory, "cannot allocate the layer");
+  return layer;
+}
+
+Status CudaLayer::Impl::route(void* stream, const Rows& rows, const LayerWorkspace& w) const {
+  MOESAIC_RETURN_IF_ERROR(gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits));
+  CudaRouterArgs r;
+  r.tokens = rows.tokens;
+  r.router_logits = w.logits;
+  r.topk_weights = w.topk_weights;
+  r.topk_ids = w.topk_ids;
+  r.zero_expert_weight = w.zero_weight;
+  return router->enqueue(stream, r);
+}
+
+Status CudaLayer::Impl::run_shared(void* stream, const Rows& rows, const LayerWorkspace& w,
+                                   void* to) const {
+  CudaExpertsArgs a;
+  a.tokens = rows.tokens;
+  a.hidden_states = rows.x_bf16;
+  a.topk_ids = zeros.as<std::int32_t>();
+  a.topk_weights = ones.as<float>();
+  if (shared_gate) {
+    MOESAIC_RETURN_IF_ERROR(
+        shared_gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.shared_logits));
+    CudaRouterArgs r;
+    r.tokens = rows.tokens;
+    r.router_logits = w.shared_logits;
+    r.topk_weights = w.shared_weights;
+    r.topk_ids = w.shared_ids;
+    MOESAIC_RETURN_IF_ERROR(shared_router->enqueue(stream, r));
+    a.topk_ids = w.shared_ids;
+    a.topk_weights = w.shared_weights;
+  }
+  a.output = to;
+  a.output_dtype = DType::kBF16;
+  a.workspace = w.shared;
+  a.workspace_bytes = w.shared_bytes;
+  return with_stage(shared->enqueue(stream, a), "shared_experts");
+}
+
+Status CudaLayer::Impl::run_routed(void* stream, const Rows& rows, const LayerWorkspace& w,
+                                   const void* shared_rows, void* to, DType dtype) const {
+  CudaExpertsArgs a;
+  a.tokens = rows.tokens;
+  a.hidden_states = rows.x_bf16;
+  a.topk_ids = w.topk_ids;
+  a.topk_weights = w.topk_weights;
+  a.expert_map = expert_map.as<std::int32_t>();
+  a.shared_rows = shared_rows;
+  a.output = to;
+  a.output_dtype = dtype;
+  a.workspace = w.experts;
+  a.workspace_bytes = w.experts_bytes;
+  return with_stage(experts->enqueue(stream, a), "experts");
+}
+
+// A bf16 sum without factors takes the shared rows out of the output, where they were put first: no
+// buffer for them. Otherwise the shared rows are made last, in memory that the experts left, and
+// one kernel adds everything to the fp32 sum of the experts. Both round the same fp32 sums.
+Status CudaLayer::Impl::run(void* stream, const Rows& rows, const Out& out) const {
+  MOESAIC_ASSIGN_OR_RETURN(LayerWorkspace w, carve(rows.tokens));
+  if (out.logits != nullptr) w.logits = out.logits;
+  if (out.topk_weights != nullptr) w.topk_weights = out.topk_weights;
+  if (out.topk_ids != nullptr) w.topk_ids = out.topk_ids;
+  MOESAIC_RETURN_IF_ERROR(route(stream, rows, w));
+  if (w.routed == nullptr && out.dtype == DType::kBF16) {
+    if (shared) MOESAIC_RETURN_IF_ERROR(run_shared(stream, rows, w, out.output));
+    return run_routed(stream, rows, w, shared ? out.output : nullptr, out.output, out.dtype);
+  }
+  float* const sum = w.routed != nullptr ? w.routed : static_cast<float*>(out.output);
+  MOESAIC_RETURN_IF_ERROR(run_routed(stream, rows, w, nullptr, sum, DType::kF32));
+  if (shared) MOESAIC_RETURN_IF_ERROR(run_shared(stream, rows, w, w.shared_rows));
+  if (w.routed == nullptr && !shared) return {};
+  LayerCombineParams p;
+  p.routed = sum;
+  p.shared = shared ? w.shared_rows : nullptr;
+  p.zero_weight = plan.has_zero_experts ? w.zero_weight : nullptr;
+  p.x = rows.x;
+  p.x_dtype = rows.x_dtype;
+  p.scale = plan.output_scale;
+  p.tokens = rows.tokens;
+  p.hidden = plan.hidden_size;
+  p.output = out.output;
+  p.output_f32 = out.dtype == DType::kF32;
+  return check_call("combine", launch_layer_combine(p, stream));
+}
+
+// --- Calls ---------------------------------------------------------------------------------------
+
+namespace {
+
+Status check_device_tensor(std::string_view field, const ConstTensorView& t, int device) {
+  MOESAIC_RETURN_IF_ERROR(expect_contiguous(field, t));
+  return check_device_pointer(field, t.data, 16, device);
+}
+
+Status check_trace(std::string_view field, const TensorView& t, DType dtype, const Shape& shape,
+                   int device) {
+  if (!t.present()) return {};
+  MOESAIC_RETURN_IF_ERROR(expect_dtype(field, t, dtype));
+  MOESAIC_RETURN_IF_ERROR(expect_shape(field, t, shape));
+  MOESAIC_RETURN_IF_ERROR(expect_contiguous(field, t));
+  return check_device_pointer(field, t.data, 4, device);
+}
+
+}  // namespace
+
+Status CudaLayer::enqueue(Stream stream, const ConstTensorView& x, const TensorView& output,
+                          const FusedMoE::Trace& trace) const {
+  const Impl& m = *impl_;
+  if (x.rank() != 2 || x.dim(1) != m.plan.hidden_size) {
+    return {StatusCode::kInvalidShape, fmt::format("hidden_states: got {}, need [M, {}]",
+                                                   x.shape.to_string(), m.plan.hidden_size)};
+  }
+  const std::int64_t tokens = x.dim(0);
+  MOESAIC_RETURN_IF_ERROR(expect_dtype("hidden_states", x, DType::kBF16));
+  if (output.dtype != DType::kBF16 && output.dtype != DType::kF32) {
+    return {StatusCode::kInvalidDType,
+            fmt::format("output: got {}, need BF16 or F32", dtype_name(output.dtype))};
+  }
+  MOESAIC_RETURN_IF_ERROR(expect_shape("output", output, {tokens, m.plan.hidden_size}));
+  if (tokens > m.max_tokens) {
+    return {StatusCode::kLimitExceeded,
+            fmt::format("tokens: got {}, planned for max_tokens = {}", tokens, m.max_tokens)};
+  }
+  if (tokens == 0) return {};
+  MOESAIC_RETURN_IF_ERROR(check_device_tensor("hidden_states", x, m.device));
+  MOESAIC_RETURN_IF_ERROR(check_device_tensor("output", output, m.device));
+  MOESAIC_RETURN_IF_ERROR(expect_no_overlap("output", output, "hidden_states", x));
+  const std::int64_t columns = m.plan.routing.num_experts + m.plan.routing.num_zero_experts;
+  const Shape slots{tokens, m.plan.routed.top_k};
+  MOESAIC_RETURN_IF_ERROR(check_trace("trace.router_logits", trace.router_logits, DType::kF32,
+                                      {tokens, columns}, m.device));
+  MOESAIC_RETURN_IF_ERROR(
+      check_trace("trace.topk_weights", trace.topk_weights, DType::kF32, slots, m.device));
+  MOESAIC_RETURN_IF_ERROR(
+      check_trace("trace.topk_ids", trace.topk_ids, DType::kI32, slots, m.device));
+  const DeviceScope scope(m.device);
+  MOESAIC_RETURN_IF_ERROR(scope.status());
+  Impl::Out out;
+  out.output = output.data;
+  out.dtype = output.dtype;
+  out.logits = trace.router_logits.as<float>();
+  out.topk_weights = trace.topk_weights.as<float>();
+  out.topk_ids = trace.topk_ids.as<std::int32_t>();
+  return m.run(stream.handle, {x.data, DType::kBF16, x.data, tokens}, out);
+}
+
+Status CudaLayer::Impl::make_staging() const {
+  if (staging.ids.bytes() > 0) return {};
+  const std::int64_t rows = max_tokens;
+  const std::int64_t columns = plan.routing.num_experts + plan.routing.num_zero_experts;
+  MOESAIC_RETURN_IF_ERROR(staging.x.reserve("hidden_states", rows * plan.hidden_size * 4));
+  MOESAIC_RETURN_IF_ERROR(staging.x_bf16.reserve("hidden_states", rows * plan.hidden_size * 2));
+  MOESAIC_RETURN_IF_ERROR(staging.output.reserve("output", rows * plan.hidden_size * 4));
+  MOESAIC_RETURN_IF_ERROR(staging.logits.reserve("router_logits", rows * columns * 4));
+  MOESAIC_RETURN_IF_ERROR(staging.weights.reserve("topk_weights", rows * plan.routed.top_k * 4));
+  return staging.ids.reserve("topk_ids", rows * plan.routed.top_k * 4);
+}
+
+Status CudaLayer::forward_chunk(const ConstTensorView& x, const TensorView& output,
+                                const FusedMoE::Trace& trace) const {
+  const Impl& m = *impl_;
+  const std::int64_t tokens = x.dim(0);
+  const std::int64_t hidden = m.plan.hidden_size;
+  if (tokens == 0) return {};
+  const DeviceScope scope(m.device);
+  MOESAIC_RETURN_IF_ERROR(scope.status());
+  MOESAIC_RETURN_IF_ERROR(m.make_staging());
+  const Impl::Staging& s = m.staging;
+  const std::int64_t element = dtype_bits(x.dtype) / 8;
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    // One copy when rows are dense.
+    const bool dense = x.strides[0] == hidden;
+    MOESAIC_RETURN_IF_ERROR(copy_to_device(
+        "hidden_states", s.x.as<std::byte>() + t * hidden * element,
+        x.data + t * x.strides[0] * element, (dense ? tokens : 1) * hidden * element));
+    if (dense) break;
+  }
+  Impl::Rows rows;
+  rows.x = rows.x_bf16 = s.x.as<void>();
+  rows.x_dtype = x.dtype;
+  rows.tokens = tokens;
+  if (x.dtype != DType::kBF16) {
+    MOESAIC_RETURN_IF_ERROR(check_call(
+        "hidden_states to bf16", launch_round_to_bf16(rows.x, x.dtype, tokens * hidden,
+                                                      s.x_bf16.as<std::uint16_t>(), nullptr)));
+    rows.x_bf16 = s.x_bf16.as<void>();
+  }
+  Impl::Out out;
+  out.output = s.output.as<void>();
+  out.dtype = output.dtype == DType::kBF16 ? DType::kBF16 : DType::kF32;
+  out.logits = s.logits.as<float>();
+  out.topk_weights = s.weights.as<float>();
+  out.topk_ids = s.ids.as<std::int32_t>();
+  MOESAIC_RETURN_IF_ERROR(m.run(nullptr, rows, out));
+  MOESAIC_RETURN_IF_ERROR(synchronize(nullptr));
+  if (output.dtype != DType::kF16) {
+    const std::int64_t bytes = tokens * hidden * (dtype_bits(output.dtype) / 8);
+    MOESAIC_RETURN_IF_ERROR(copy_to_host("output", output.data, out.output, bytes));
+  } else {
+    MOESAIC_ASSIGN_OR_RETURN(Tensor wide, Tensor::uninitialized(DType::kF32, {tokens, hidden}));
+    MOESAIC_RETURN_IF_ERROR(copy_to_host("output", wide.data(), out.output, wide.bytes()));
+    for (std::int64_t i = 0; i < tokens * hidden; ++i) {
+      store_from_f32(output.data, DType::kF16, i, wide.as<float>()[i]);
+    }
+  }
+  const auto report = [](std::string_view field, const TensorView& to, const void* from) {
+    return to.present() ? copy_to_host(field, to.data, from, to.dim(0) * to.dim(1) * 4) : Status();
+  };
+  MOESAIC_RETURN_IF_ERROR(report("router_logits", trace.router_logits, out.logits));
+  MOESAIC_RETURN_IF_ERROR(report("topk_weights", trace.topk_weights, out.topk_weights));
+  return report("topk_ids", trace.topk_ids, out.topk_ids);
+}
+
+std::int64_t CudaLayer::weight_bytes() const {
+  const Impl& m = *impl_;
+  return m.gate->bytes() + m.experts->weight_bytes() + (m.shared ? m.shared->weight_bytes() : 0) +
+         (m.shared_gate ? m.shared_gate->bytes() : 0);
+}
+std::int64_t CudaLayer::workspace_bytes() const { return impl_->workspace.bytes(); }
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,70 @@
+// The layer on one Hopper GPU: gate, router, experts, shared experts and their sum on one stream.
+// FusedMoE owns one when its device is a GPU.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string_view>
+
+#include "core/arena.h"
+#include "layer/fused_plan.h"
+#include "moesaic/checkpoint.h"
+#include "moesaic/device.h"
+#include "moesaic/fused_moe.h"
+
+namespace moesaic::cuda {
+
+// The workspace of one call, all pieces 256-byte aligned; pointers are null while measuring. The
+// shared experts run before the routed ones (their rows then lie in the output) or after them,
+// never at the same time: both use the same memory.
+struct LayerWorkspace {
+  float* logits = nullptr;           // [M, E + zero experts]
+  float* topk_weights = nullptr;     // [M, k]
+  std::int32_t* topk_ids = nullptr;  // [M, k]
+  float* zero_weight = nullptr;      // [M], with zero experts
+  float* shared_logits = nullptr;    // [M], gated shared experts ...
+  float* shared_weights = nullptr;   // [M]
+  std::int32_t* shared_ids = nullptr;
+  float* routed = nullptr;  // [M, H], when something is multiplied with or added to the result
+  std::byte* experts = nullptr;
+  std::int64_t experts_bytes = 0;
+  std::byte* shared = nullptr;  // same memory as `experts`
+  std::int64_t shared_bytes = 0;
+  std::uint16_t* shared_rows = nullptr;  // [M, H] behind `shared`
+
+  static Result<LayerWorkspace> carve(const FusedPlan& plan, bool gated_shared, std::int64_t tokens,
+                                      Arena& arena);
+};
+
+class CudaLayer {
+ public:
+  // ok, or which stage cannot run on a GPU and why (kUnsupported); needs no device.
+  static Status can_implement(const FusedPlan& plan, const FusedMoE::Options& options);
+
+  // Uploads everything; experts one at a time. Consumes weights.experts. kDevice, kOutOfMemory and
+  // the source's errors, each with its stage in front.
+  static Result<std::unique_ptr<CudaLayer>> create(const MoeLayerSpec& spec, const FusedPlan& plan,
+                                                   const FusedMoE::Options& options,
+                                                   MoeLayerWeights& weights);
+  ~CudaLayer();
+  CudaLayer(const CudaLayer&) = delete;
+  CudaLayer& operator=(const CudaLayer&) = delete;
+
+  // As FusedMoE::enqueue.
+  Status enqueue(Stream stream, const ConstTensorView& hidden_states, const TensorView& output,
+                 const FusedMoE::Trace& trace) const;
+  // Host tensors, checked by the caller, at most max_tokens rows: copies in, runs, waits, copies
+  // out. Buffers for the copies are made at the first call. Not from several threads at a time.
+  Status forward_chunk(const ConstTensorView& hidden_states, const TensorView& output,
+                       const FusedMoE::Trace& trace) const;
+
+  std::int64_t weight_bytes() const;
+  std::int64_t workspace_bytes() const;
+
+ private:
+  struct Impl;
+  explicit CudaLayer(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace moesaic::cuda

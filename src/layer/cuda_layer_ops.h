@@ -1,0 +1,28 @@
+// Elementwise kernels of the layer that no stage owns.
+#pragma once
+
+#include <cstdint>
+
+#include "moesaic/dtype.h"
+
+namespace moesaic::cuda {
+
+// [count] F32 or F16 rounded to bf16 (nearest even). Capturable. Returns a cudaError_t value.
+int launch_round_to_bf16(const void* from, DType dtype, std::int64_t count, std::uint16_t* to,
+                         void* stream);
+
+// output = scale * routed + shared + zero_weight * x, in fp32 in this order, rounded once.
+struct LayerCombineParams {
+  const float* routed = nullptr;          // [tokens, hidden], may be `output`
+  const std::uint16_t* shared = nullptr;  // [tokens, hidden] bf16, or null
+  const float* zero_weight = nullptr;     // [tokens], or null
+  const void* x = nullptr;                // [tokens, hidden] of x_dtype, read with zero_weight
+  DType x_dtype = DType::kBF16;
+  float scale = 1.0F;
+  std::int64_t tokens = 0, hidden = 0;
+  void* output = nullptr;  // [tokens, hidden] F32 or BF16
+  bool output_f32 = true;
+};
+int launch_layer_combine(const LayerCombineParams& params, void* stream);
+
+}  // namespace moesaic::cuda

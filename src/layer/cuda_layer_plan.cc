@@ -1,0 +1,76 @@
+// What of a layer runs on a GPU, and the workspace, without a device: part of every build.
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "core/checked.h"
+#include "experts/cuda_experts.h"
+#include "layer/cuda_layer.h"
+#include "router/cuda_router.h"
+
+namespace moesaic::cuda {
+namespace {
+
+constexpr std::int64_t kAlignment = 256;
+
+Status unsupported(std::string text) { return {StatusCode::kUnsupported, std::move(text)}; }
+
+// The arena aligns to 64 bytes; sizes that are multiples of 256 keep every piece at 256.
+template <class T>
+T* take(Arena& arena, std::int64_t count) {
+  return arena.take<T>(round_up(count, kAlignment / static_cast<std::int64_t>(sizeof(T))));
+}
+
+}  // namespace
+
+Status CudaLayer::can_implement(const FusedPlan& plan, const FusedMoE::Options& options) {
+  if (options.routed_input_transform || options.routed_output_transform) {
+    return unsupported("routed transforms: got host functions, need none on a GPU");
+  }
+  if (plan.ranks.active) {
+    return unsupported("communicator: got one, need none on a GPU");
+  }
+  if (!options.backend.empty() && options.backend != kCudaExpertsName) {
+    return unsupported("backend: got " + options.backend + " for " + options.device.to_string() +
+                       ", need " + std::string(kCudaExpertsName));
+  }
+  MOESAIC_RETURN_IF_ERROR(CudaRouter::can_implement(plan.routing).with_context("router"));
+  MOESAIC_RETURN_IF_ERROR(CudaExperts::can_implement(plan.routed).with_context("experts"));
+  if (!plan.has_shared) return {};
+  return CudaExperts::can_implement(plan.shared).with_context("shared_experts");
+}
+
+Result<LayerWorkspace> LayerWorkspace::carve(const FusedPlan& plan, bool gated_shared,
+                                             std::int64_t tokens, Arena& arena) {
+  LayerWorkspace w;
+  const std::int64_t k = plan.routed.top_k;
+  w.logits =
+      take<float>(arena, tokens * (plan.routing.num_experts + plan.routing.num_zero_experts));
+  w.topk_weights = take<float>(arena, tokens * k);
+  w.topk_ids = take<std::int32_t>(arena, tokens * k);
+  if (plan.routing.num_zero_experts > 0) w.zero_weight = take<float>(arena, tokens);
+  if (plan.has_shared && gated_shared) {
+    w.shared_logits = take<float>(arena, tokens);
+    w.shared_weights = take<float>(arena, tokens);
+    w.shared_ids = take<std::int32_t>(arena, tokens);
+  }
+  if (plan.output_scale != 1.0F || plan.has_zero_experts) {
+    w.routed = take<float>(arena, tokens * plan.hidden_size);
+  }
+  MOESAIC_ASSIGN_OR_RETURN(w.experts_bytes, CudaExperts::workspace_size(plan.routed, tokens));
+  std::int64_t rows_bytes = 0;
+  if (plan.has_shared) {
+    MOESAIC_ASSIGN_OR_RETURN(w.shared_bytes, CudaExperts::workspace_size(plan.shared, tokens));
+    w.shared_bytes = round_up(w.shared_bytes, kAlignment);
+    rows_bytes = tokens * plan.hidden_size * 2;
+  }
+  w.experts = w.shared =
+      take<std::byte>(arena, std::max(w.experts_bytes, w.shared_bytes + rows_bytes));
+  if (w.shared != nullptr) {
+    w.shared_rows = reinterpret_cast<std::uint16_t*>(w.shared + w.shared_bytes);
+  }
+  MOESAIC_RETURN_IF_ERROR(arena.status());
+  return w;
+}
+
+}  // namespace moesaic::cuda

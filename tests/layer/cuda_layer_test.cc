@@ -1,0 +1,422 @@
+// The layer on a GPU against the CPU's, the golden outputs and itself. Skipped, visibly, without a
+// device.
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <functional>
+#include <string>
+
+#include "layer/layer_case.h"
+#include "moesaic/fused_moe.h"
+#include "numerics/float_codec.h"
+#include "support/cuda_device.h"
+#include "support/metrics.h"
+#include "support/random.h"
+#include "support/refusal.h"
+
+namespace moesaic {
+namespace {
+
+using test::compare;
+using test::DeviceBytes;
+using test::expect_refusal;
+using test::LayerRun;
+using test::LayerTensors;
+using test::make_layer;
+using test::make_tensors;
+using test::random_hidden;
+using test::run_layer;
+using test::same_bits;
+using test::small_spec;
+using test::to_doubles;
+
+FusedMoE::Options on_gpu(std::int64_t max_tokens = 512) {
+  FusedMoE::Options options;
+  options.device = Device::cuda(0);
+  options.max_tokens = max_tokens;
+  return options;
+}
+
+// --- Golden outputs
+// --------------------------------------------------------------------------------
+
+std::string folder_of(const std::string& name, bool is_extra) {
+  const char* root = std::getenv("MOESAIC_EXTRA_MODELS");
+  const char* source = std::getenv("MOESAIC_SOURCE_FOLDER");  // where the tree was moved to
+  const std::string tree = source != nullptr ? source : MOESAIC_SOURCE_DIR;
+  if (!is_extra) return tree + "/testdata/models/" + name;
+  return (root != nullptr ? std::string(root) : tree + "/../shared/models") + "/" + name;
+}
+
+struct GoldenCase {
+  std::string model, quant;
+  double bound;
+  bool is_extra = false;
+};
+
+// Slot order of the golden files is not defined.
+void expect_same_choice(const Tensor& got, const Tensor& want) {
+  ASSERT_EQ(got.shape(), want.shape());
+  const std::int64_t k = got.shape()[1];
+  for (std::int64_t t = 0; t < got.shape()[0]; ++t) {
+    const std::int32_t* a = got.as<std::int32_t>() + t * k;
+    const std::int32_t* b = want.as<std::int32_t>() + t * k;
+    ASSERT_TRUE(std::is_permutation(a, a + k, b, b + k)) << "token " << t;
+  }
+}
+
+TEST(CudaLayerGolden, MatchesFloat64WithTheBoundsOfTheCpu) {
+  REQUIRE_HOPPER();
+  std::vector<GoldenCase> cases;
+  for (const char* model : {"mini-qwen3-moe", "mini-deepseek-v3", "mini-gpt-oss"}) {
+    cases.push_back({model, "as-is", 6e-3});
+    cases.push_back({model, "fp8-block", 8.5e-2});
+  }
+  for (const char* model : {"tiny-qwen3-moe", "tiny-deepseek-v3", "tiny-gpt-oss"}) {
+    cases.push_back({model, "bf16", 6e-3, true});
+  }
+  cases.push_back({"tiny-deepseek-v3-fp8", "as-is", 6e-2, true});
+  for (const GoldenCase& c : cases) {
+    const std::string folder = folder_of(c.model, c.is_extra);
+    if (!std::filesystem::exists(folder + "/golden.safetensors")) {
+      EXPECT_TRUE(c.is_extra) << "no " << folder;
+      continue;
+    }
+    SCOPED_TRACE(c.model + " " + c.quant);
+    const Checkpoint checkpoint = Checkpoint::open(folder).value();
+    const TensorFile golden = TensorFile::open(folder + "/golden.safetensors").value();
+    for (const MoeLayerSpec& spec : checkpoint.layers()) {
+      FusedMoE::Options options = on_gpu(100);  // 256 tokens: two full chunks and a part
+      options.quant = c.quant;
+      const auto layer = FusedMoE::from_checkpoint(checkpoint, spec.layer, options);
+      ASSERT_TRUE(layer.ok()) << layer.status().to_string();
+      EXPECT_EQ(layer->experts_backend(), "cuda_sm90");
+      const LayerRun run = run_layer(*layer, golden.read(spec.prefix + ".input").value());
+      const auto result = compare(to_doubles(run.output.view()),
+                                  to_doubles(golden.read(spec.prefix + ".output").value().view()));
+      EXPECT_LE(result.rel_l2, c.bound) << "layer " << spec.layer << ": " << result.describe;
+      EXPECT_LE(c.bound, layer->quant().output_bound * 1.02);
+      for (const char* ids : {".gate.out2", ".router.out2"}) {
+        if (!golden.contains(spec.prefix + ids)) continue;
+        expect_same_choice(run.topk_ids, golden.read(spec.prefix + ids).value());
+      }
+    }
+  }
+}
+
+// --- Against the CPU, feature by feature
+// -----------------------------------------------------------
+
+MoeLayerSpec with_shared(bool gated) {
+  MoeLayerSpec spec = small_spec();
+  spec.shared.intermediate_size = 48;
+  spec.shared.gated_output = gated;
+  return spec;
+}
+MoeLayerSpec deepseek_like() {
+  MoeLayerSpec spec = with_shared(false);
+  spec.routing.method = RoutingMethod::kGroupedTopK;
+  spec.routing.scoring_func = ScoringFunc::kSigmoid;
+  spec.routing.has_correction_bias = true;
+  spec.routing.num_expert_group = 4;
+  spec.routing.topk_group = 2;
+  spec.routing.routed_scaling_factor = 2.5;
+  return spec;
+}
+MoeLayerSpec scaled_output() {
+  MoeLayerSpec spec = with_shared(true);
+  spec.routing.routed_scaling_factor = 2.5;
+  spec.routing.scale_on_output = true;
+  return spec;
+}
+MoeLayerSpec llama4() {
+  MoeLayerSpec spec = with_shared(false);
+  spec.routing.method = RoutingMethod::kLlama4;
+  spec.routing.renormalize = false;
+  spec.routing.top_k = 1;
+  spec.apply_router_weight_on_input = true;
+  return spec;
+}
+MoeLayerSpec zero_experts() {
+  MoeLayerSpec spec = small_spec();
+  spec.routing.method = RoutingMethod::kZeroExpert;
+  spec.routing.num_zero_experts = 4;
+  spec.routing.has_correction_bias = true;
+  spec.routing.routed_scaling_factor = 3;
+  return spec;
+}
+MoeLayerSpec biased() {
+  MoeLayerSpec spec = small_spec();
+  spec.has_router_bias = spec.has_expert_bias = true;
+  return spec;
+}
+
+struct Feature {
+  const char* name;
+  std::function<MoeLayerSpec()> spec;
+};
+const Feature kFeatures[] = {{"plain", small_spec},
+                             {"shared", [] { return with_shared(false); }},
+                             {"gated shared", [] { return with_shared(true); }},
+                             {"deepseek", deepseek_like},
+                             {"scaled output", scaled_output},
+                             {"llama4", llama4},
+                             {"zero experts", zero_experts},
+                             {"biases", biased}};
+
+// Where there is no device this at least shows that the cases are layers.
+TEST(CudaLayer, FeaturesRunOnTheCpu) {
+  for (const Feature& f : kFeatures) {
+    SCOPED_TRACE(f.name);
+    const LayerTensors t = make_tensors(3, f.spec());
+    const LayerRun run = run_layer(make_layer(t), random_hidden(4, 3, t.spec.hidden_size));
+    EXPECT_GT(compare(to_doubles(run.output.view()), to_doubles(run.output.view())).cosine, 0.9);
+    EXPECT_TRUE(explain_layer(t.spec, on_gpu()).ok())
+        << explain_layer(t.spec, on_gpu()).status().to_string();
+  }
+}
+
+TEST(CudaLayer, AgreesWithTheFloat64OracleFeatureByFeature) {
+  REQUIRE_HOPPER();
+  for (const Feature& f : kFeatures) {
+    SCOPED_TRACE(f.name);
+    const LayerTensors t = make_tensors(3, f.spec());
+    const FusedMoE gpu = make_layer(t, on_gpu(40)), cpu = make_layer(t);
+    for (const DType dtype : {DType::kBF16, DType::kF32, DType::kF16}) {
+      const Tensor x = random_hidden(4, 70, t.spec.hidden_size, dtype);
+      const LayerRun got = run_layer(gpu, x), want = run_layer(cpu, x);
+      std::string why;
+      EXPECT_TRUE(same_bits(got.topk_ids.view(), want.topk_ids.view(), &why)) << why;
+      EXPECT_LE(compare(to_doubles(got.logits.view()), to_doubles(want.logits.view())).rel_l2,
+                1e-6);
+      const auto result = compare(to_doubles(got.output.view()), to_doubles(want.output.view()));
+      EXPECT_LE(result.rel_l2, 2 * gpu.quant().output_bound) << result.describe;
+      EXPECT_GT(result.rel_l2, 0) << "the CPU's own output?";
+      if (t.spec.routing.num_zero_experts > 0 || dtype != DType::kBF16) continue;
+      const auto truth = test::layer_oracle(
+          t, x, got, t.spec.routing.scale_on_output ? t.spec.routing.routed_scaling_factor : 1.0);
+      EXPECT_LE(compare(to_doubles(got.output.view()), truth).rel_l2, gpu.quant().output_bound);
+    }
+  }
+}
+
+TEST(CudaLayer, ARowAloneHasTheBitsItHasInABatchAndBf16IsTheRoundedF32) {
+  REQUIRE_HOPPER();
+  for (const Feature& f : kFeatures) {
+    SCOPED_TRACE(f.name);
+    const LayerTensors t = make_tensors(5, f.spec());
+    const FusedMoE layer = make_layer(t, on_gpu(300));
+    const std::int64_t hidden = t.spec.hidden_size;
+    const Tensor x = random_hidden(6, 300, hidden);
+    const LayerRun batch = run_layer(layer, x), rounded = run_layer(layer, x, DType::kBF16);
+    for (std::int64_t i = 0; i < 300 * hidden; ++i) {
+      ASSERT_EQ(rounded.output.as<std::uint16_t>()[i], bf16_from_f32(batch.output.as<float>()[i]))
+          << i;
+    }
+    for (const std::int64_t row : {0, 17, 299}) {
+      Tensor one = Tensor::zeros(DType::kBF16, {1, hidden}).value();
+      std::memcpy(one.data(), x.data() + row * hidden * 2, static_cast<std::size_t>(hidden) * 2);
+      const LayerRun alone = run_layer(layer, one);
+      EXPECT_EQ(std::memcmp(alone.output.data(), batch.output.data() + row * hidden * 4,
+                            static_cast<std::size_t>(hidden) * 4),
+                0)
+          << "row " << row;
+    }
+  }
+}
+
+TEST(CudaLayer, PartialResultsOfRanksAddUp) {
+  REQUIRE_HOPPER();
+  const Checkpoint checkpoint = Checkpoint::open(folder_of("mini-deepseek-v3", false)).value();
+  const MoeLayerSpec spec = checkpoint.layers().front();
+  const Tensor hidden = random_hidden(9, 20, spec.hidden_size);
+  const auto whole = to_doubles(
+      run_layer(FusedMoE::from_checkpoint(checkpoint, spec.layer, on_gpu()).value(), hidden)
+          .output.view());
+  std::vector<double> sum(whole.size());
+  for (int rank = 0; rank < 3; ++rank) {
+    FusedMoE::Options options = on_gpu();
+    options.parallel.ep_size = 3;
+    options.parallel.ep_rank = rank;
+    const auto part = to_doubles(
+        run_layer(FusedMoE::from_checkpoint(checkpoint, spec.layer, options).value(), hidden)
+            .output.view());
+    for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += part[i];
+  }
+  EXPECT_LE(compare(sum, whole).rel_l2, 1e-6);
+}
+
+// --- Device tensors, streams, graphs
+// ---------------------------------------------------------------
+
+ConstTensorView input(const DeviceBytes& d, std::int64_t rows, std::int64_t hidden) {
+  return {d.as<const std::byte>(), DType::kBF16, {rows, hidden}};
+}
+TensorView output(const DeviceBytes& d, std::int64_t rows, std::int64_t hidden,
+                  DType dtype = DType::kBF16) {
+  return {d.as<std::byte>(), dtype, {rows, hidden}};
+}
+
+// A stream and an instantiated graph, freed at the end.
+struct Graph {
+  cudaStream_t stream = nullptr;
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t exec = nullptr;
+  Graph() { EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess); }
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+  ~Graph() {
+    if (exec != nullptr) (void)cudaGraphExecDestroy(exec);
+    if (graph != nullptr) (void)cudaGraphDestroy(graph);
+    (void)cudaStreamDestroy(stream);
+  }
+  void capture(const std::function<Status()>& work) {
+    ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
+    const Status status = work();
+    ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+    ASSERT_TRUE(status.ok()) << status.to_string();
+    ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+  }
+};
+
+// Each replay routes other tokens; every result is compared on the device's own bits.
+TEST(CudaLayerGraph, TenThousandReplaysWithChangingRouting) {
+  REQUIRE_HOPPER();
+  constexpr int kReplays = 10000, kInputs = 16;
+  constexpr std::int64_t kTokens = 8;
+  for (const Feature& f : {kFeatures[3], kFeatures[4]}) {
+    const LayerTensors t = make_tensors(11, f.spec());
+    const FusedMoE layer = make_layer(t, on_gpu(kTokens));
+    const std::int64_t hidden = t.spec.hidden_size, bytes = kTokens * hidden * 2;
+    const Tensor pool = random_hidden(12, kInputs * kTokens, hidden);
+    const DeviceBytes inputs(pool.data(), pool.bytes());
+    const DeviceBytes want(kInputs * bytes), all(kInputs * bytes), x(bytes), y(bytes);
+    for (int i = 0; i < kInputs; ++i) {  // one call each, the plain way
+      const ConstTensorView in(inputs.as<const std::byte>() + i * bytes, DType::kBF16,
+                               {kTokens, hidden});
+      const TensorView out(want.as<std::byte>() + i * bytes, DType::kBF16, {kTokens, hidden});
+      const Status status = layer.enqueue({}, in, out);
+      ASSERT_TRUE(status.ok()) << status.to_string();
+    }
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    Graph g;
+    g.capture([&] {
+      return layer.enqueue({g.stream}, input(x, kTokens, hidden), output(y, kTokens, hidden));
+    });
+    for (int replay = 0; replay < kReplays; ++replay) {
+      const int i = (replay * 7) % kInputs;
+      ASSERT_EQ(
+          cudaMemcpyAsync(x.as(), inputs.as<std::byte>() + i * bytes,
+                          static_cast<std::size_t>(bytes), cudaMemcpyDeviceToDevice, g.stream),
+          cudaSuccess);
+      ASSERT_EQ(cudaGraphLaunch(g.exec, g.stream), cudaSuccess);
+      ASSERT_EQ(
+          cudaMemcpyAsync(all.as<std::byte>() + i * bytes, y.as(), static_cast<std::size_t>(bytes),
+                          cudaMemcpyDeviceToDevice, g.stream),
+          cudaSuccess);
+      if ((replay + 1) % 500 != 0) continue;
+      ASSERT_EQ(cudaStreamSynchronize(g.stream), cudaSuccess);
+      ASSERT_EQ(all.values<std::uint16_t>(), want.values<std::uint16_t>()) << "replay " << replay;
+    }
+  }
+}
+
+TEST(CudaLayer, TracesAreWhatTheHostPathReports) {
+  REQUIRE_HOPPER();
+  const LayerTensors t = make_tensors(13, deepseek_like());
+  const FusedMoE layer = make_layer(t, on_gpu(64));
+  const std::int64_t hidden = t.spec.hidden_size, k = t.spec.routing.top_k;
+  const Tensor x = random_hidden(14, 21, hidden);
+  const LayerRun want = run_layer(layer, x);
+  const DeviceBytes dx(x.data(), x.bytes()), y(21 * hidden * 4);
+  const DeviceBytes logits(21 * 8 * 4), weights(21 * k * 4), ids(21 * k * 4);
+  FusedMoE::Trace trace;
+  trace.router_logits = {logits.as<std::byte>(), DType::kF32, {21, 8}};
+  trace.topk_weights = {weights.as<std::byte>(), DType::kF32, {21, k}};
+  trace.topk_ids = {ids.as<std::byte>(), DType::kI32, {21, k}};
+  ASSERT_TRUE(
+      layer.enqueue({}, input(dx, 21, hidden), output(y, 21, hidden, DType::kF32), trace).ok());
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  const auto equal = [](const DeviceBytes& d, const Tensor& host) {
+    const auto bytes = d.values<std::byte>();
+    return bytes.size() == static_cast<std::size_t>(host.bytes()) &&
+           std::memcmp(bytes.data(), host.data(), bytes.size()) == 0;
+  };
+  EXPECT_TRUE(equal(logits, want.logits));
+  EXPECT_TRUE(equal(weights, want.topk_weights));
+  EXPECT_TRUE(equal(ids, want.topk_ids));
+  EXPECT_TRUE(equal(y, want.output));
+  EXPECT_TRUE(y.margin_is_intact() && ids.margin_is_intact());
+}
+
+// --- Misuse
+// ----------------------------------------------------------------------------------------
+
+TEST(CudaLayerMisuse, EveryMistakeIsAStatusAndLeavesNoError) {
+  REQUIRE_HOPPER();
+  const LayerTensors t = make_tensors(15, small_spec());
+  const FusedMoE layer = make_layer(t, on_gpu(16));
+  const std::int64_t hidden = t.spec.hidden_size;
+  DeviceBytes x(16 * hidden * 2 + 64);
+  const DeviceBytes y(16 * hidden * 4);
+  const auto call = [&](ConstTensorView in, TensorView out, FusedMoE::Trace trace = {}) {
+    return layer.enqueue({}, in, out, trace);
+  };
+  const ConstTensorView in = input(x, 16, hidden);
+  const TensorView out = output(y, 16, hidden);
+  EXPECT_TRUE(call(input(x, 0, hidden), output(y, 0, hidden)).ok()) << "no tokens";
+
+  ConstTensorView shifted = in;
+  shifted.data += 2;
+  expect_refusal(call(shifted, out), StatusCode::kInvalidLayout, {"hidden_states", "16"});
+  TensorView shifted_out = out;
+  shifted_out.data += 8;
+  expect_refusal(call(in, shifted_out), StatusCode::kInvalidLayout, {"output", "16"});
+  ConstTensorView strided = input(x, 4, hidden);
+  strided.strides[0] = 2 * hidden;
+  expect_refusal(call(strided, output(y, 4, hidden)), StatusCode::kInvalidLayout,
+                 {"hidden_states"});
+  const Tensor on_host = random_hidden(16, 16, hidden);
+  expect_refusal(call(on_host.view(), out), StatusCode::kInvalidArgument,
+                 {"hidden_states", "host memory"});
+  ConstTensorView null = in;
+  null.data = nullptr;
+  expect_refusal(call(null, out), StatusCode::kInvalidArgument, {"hidden_states", "null"});
+  const DeviceBytes large(17 * hidden * 4);
+  expect_refusal(call(input(large, 17, hidden), output(y, 17, hidden)), StatusCode::kLimitExceeded,
+                 {"17", "16"});
+  expect_refusal(call(input(x, 16, hidden / 2), out), StatusCode::kInvalidShape, {"hidden_states"});
+  expect_refusal(call({x.as<const std::byte>(), DType::kF16, {16, hidden}}, out),
+                 StatusCode::kInvalidDType, {"BF16"});
+  expect_refusal(call(in, output(y, 16, hidden, DType::kF16)), StatusCode::kInvalidDType,
+                 {"output"});
+  expect_refusal(call(in, {x.as<std::byte>(), DType::kBF16, {16, hidden}}), StatusCode::kAliasing,
+                 {"output", "hidden_states"});
+  FusedMoE::Trace trace;
+  trace.topk_ids = {y.as<std::byte>(), DType::kI32, {16, 3}};
+  expect_refusal(call(in, out, trace), StatusCode::kInvalidShape, {"topk_ids"});
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+  EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  x.poison();
+  EXPECT_TRUE(call(in, out).ok()) << "a proper call after all that";
+  EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+}
+
+TEST(CudaLayerMisuse, OutOfMemoryIsAStatusAndPasses) {
+  REQUIRE_HOPPER();
+  const LayerTensors t = make_tensors(17, small_spec());
+  const auto huge = FusedMoE::create(t.weights(), on_gpu(std::int64_t{1} << 29));
+  ASSERT_FALSE(huge.ok());
+  expect_refusal(huge.status(), StatusCode::kOutOfMemory, {"workspace", "bytes"});
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+  const Tensor x = random_hidden(18, 5, t.spec.hidden_size);
+  const LayerRun run = run_layer(make_layer(t, on_gpu(16)), x);
+  EXPECT_GT(compare(to_doubles(run.output.view()), to_doubles(run.output.view())).cosine, 0.9);
+}
+
+}  // namespace
+}  // namespace moesaic

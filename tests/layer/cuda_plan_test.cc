@@ -1,0 +1,140 @@
+// What of a layer a GPU takes, and explain's rows for it: no device needed, in any build.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+
+#include "layer/cuda_layer.h"
+#include "layer/layer_case.h"
+#include "support/refusal.h"
+
+namespace moesaic {
+namespace {
+
+using test::expect_refusal;
+using test::small_spec;
+
+FusedMoE::Options on_gpu(std::int64_t max_tokens = 512) {
+  FusedMoE::Options options;
+  options.device = Device::cuda(0);
+  options.max_tokens = max_tokens;
+  return options;
+}
+
+const CandidateReport* find(const LayerExplanation& e, const std::string& stage,
+                            const std::string& name) {
+  for (const CandidateReport& row : e.candidates) {
+    if (row.stage == stage && row.name == name) return &row;
+  }
+  return nullptr;
+}
+
+MoeLayerSpec deepseek_v3() {
+  MoeLayerSpec spec = small_spec();
+  spec.hidden_size = 7168;
+  spec.intermediate_size = 2048;
+  spec.num_experts = spec.routing.num_experts = 256;
+  spec.routing.top_k = 8;
+  spec.routing.method = RoutingMethod::kGroupedTopK;
+  spec.routing.scoring_func = ScoringFunc::kSigmoid;
+  spec.routing.has_correction_bias = true;
+  spec.routing.num_expert_group = 8;
+  spec.routing.topk_group = 4;
+  spec.routing.routed_scaling_factor = 2.5;
+  spec.shared.intermediate_size = 2048;
+  spec.quant = quant_scheme_from_name("fp8-block").value();
+  return spec;
+}
+
+TEST(CudaPlan, ExplainListsTheGpuAndRefusesTheCpuOnAGpu) {
+  const LayerExplanation e = explain_layer(small_spec(), on_gpu()).value();
+  EXPECT_EQ(e.experts_backend, "cuda_sm90");
+  EXPECT_NE(e.determinism.find("cuda_sm90"), std::string::npos);
+  EXPECT_GT(e.workspace_bytes, 0);
+  ASSERT_NE(find(e, "experts", "cuda_sm90"), nullptr);
+  EXPECT_TRUE(find(e, "experts", "cuda_sm90")->accepted);
+  const CandidateReport* reference = find(e, "experts", "cpu_reference");
+  ASSERT_NE(reference, nullptr);
+  EXPECT_FALSE(reference->accepted);
+  EXPECT_NE(reference->reason.find("cuda:0"), std::string::npos);
+  for (const CandidateReport& row : e.candidates) {
+    EXPECT_EQ(row.accepted, row.reason.empty()) << row.stage << ' ' << row.name;
+  }
+  const auto accepted_router =
+      std::find_if(e.candidates.begin(), e.candidates.end(),
+                   [](const CandidateReport& r) { return r.stage == "router" && r.accepted; });
+  ASSERT_NE(accepted_router, e.candidates.end());
+  EXPECT_EQ(accepted_router->name.rfind("cuda_", 0), 0U) << accepted_router->name;
+}
+
+TEST(CudaPlan, ExplainOnTheCpuSaysWhatTheGpuNeeds) {
+  const LayerExplanation e = explain_layer(small_spec(), {}).value();
+  const CandidateReport* gpu = find(e, "experts", "cuda_sm90");
+  ASSERT_NE(gpu, nullptr);
+  EXPECT_FALSE(gpu->accepted);
+  EXPECT_NE(gpu->reason.find("device: cpu"), std::string::npos) << gpu->reason;
+}
+
+TEST(CudaPlan, GateTiersFollowTheShapeOnAGpu) {
+  const auto first = [](const LayerExplanation& e) {
+    return std::find_if(e.candidates.begin(), e.candidates.end(),
+                        [](const CandidateReport& r) { return r.stage == "gate" && r.accepted; })
+        ->name;
+  };
+  EXPECT_EQ(first(explain_layer(deepseek_v3(), on_gpu(16)).value()), "small_batch");
+  EXPECT_EQ(first(explain_layer(deepseek_v3(), on_gpu(17)).value()), "widening_gemm");
+  MoeLayerSpec biased = small_spec();
+  biased.has_router_bias = true;
+  EXPECT_EQ(first(explain_layer(biased, on_gpu()).value()), "fallback");
+}
+
+TEST(CudaPlan, WorkspaceOfDeepSeekV3Fits) {
+  const std::int64_t bytes = explain_layer(deepseek_v3(), on_gpu(8192))->workspace_bytes;
+  EXPECT_LE(bytes, 1'200'000'000) << "for 8192 tokens";
+  EXPECT_GE(bytes, 900'000'000) << "less than the expert rows alone: something is missing";
+}
+
+TEST(CudaPlan, RefusalsNameTheStage) {
+  FusedMoE::Options options = on_gpu();
+  options.quant = "f32";
+  expect_refusal(explain_layer(small_spec(), options).status(), StatusCode::kUnsupported,
+                 {"experts", "f32"});
+  options = on_gpu();
+  options.backend = "cpu_reference";
+  expect_refusal(explain_layer(small_spec(), options).status(), StatusCode::kUnsupported,
+                 {"cpu_reference", "cuda_sm90"});
+  options = on_gpu();
+  options.transformed_hidden_size = 64;
+  options.routed_input_transform = [](ConstTensorView, TensorView) { return Status(); };
+  expect_refusal(explain_layer(small_spec(), options).status(), StatusCode::kUnsupported,
+                 {"transform"});
+  MoeLayerSpec custom = small_spec();
+  custom.routing.method = RoutingMethod::kCustom;
+  options = on_gpu();
+  options.custom_routing = [](ConstTensorView, ConstTensorView, bool, TensorView, TensorView) {
+    return Status();
+  };
+  expect_refusal(explain_layer(custom, options).status(), StatusCode::kUnsupported,
+                 {"router", "custom"});
+  MoeLayerSpec odd = small_spec();
+  odd.shared.intermediate_size = 36;
+  expect_refusal(explain_layer(odd, on_gpu()).status(), StatusCode::kUnsupported,
+                 {"shared_experts", "intermediate_size"});
+}
+
+// A device that is not there, or a build without CUDA: a Status, and enqueue says so on the CPU.
+TEST(CudaPlan, ALayerForAMissingDeviceIsRefused) {
+  const test::LayerTensors t = test::make_tensors(1, small_spec());
+  FusedMoE::Options options;
+  options.device = Device::cuda(99);
+  const auto layer = FusedMoE::create(t.weights(), options);
+  ASSERT_FALSE(layer.ok());
+  EXPECT_EQ(layer.status().to_string(), check_device(options.device).to_string());
+  const Tensor x = test::random_hidden(1, 2, 64);
+  Tensor y = Tensor::zeros(DType::kBF16, {2, 64}).value();
+  expect_refusal(test::make_layer(t).enqueue({}, x.view(), y.view()), StatusCode::kUnsupported,
+                 {"CPU"});
+}
+
+}  // namespace
+}  // namespace moesaic
