@@ -6,11 +6,13 @@
 // of K.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
 #include "moesaic/activation.h"
 #include "moesaic/dtype.h"
+#include "moesaic/quant.h"
 
 namespace moesaic::cpu {
 
@@ -29,18 +31,32 @@ enum class OperandKind : std::uint8_t {
   kBF16,  // bf16 values, for tiers with a bf16 dot product
 };
 
-enum class WeightKind : std::uint8_t { kF32, kBF16, kF16, kE4M3, kE2M1 };
-inline constexpr int kNumWeightKinds = 5;
-// e2m1 weights: steps of K that share one power-of-two scale per column.
-inline constexpr int kMxSteps = 32;
+// kCode4: 4-bit codes of any format, looked up in a table of 16 values.
+enum class WeightKind : std::uint8_t { kF32, kBF16, kF16, kE4M3, kCode4, kI8 };
+inline constexpr int kNumWeightKinds = 6;
+
+// The values of 4-bit codes, exact in bf16.
+struct CodeTable4 {
+  alignas(64) std::uint16_t values[32];  // bf16 by code, twice
+  alignas(16) std::uint8_t low[16];      // their lower and upper bytes
+  alignas(16) std::uint8_t high[16];
+};
+CodeTable4 make_code_table(const std::array<float, 16>& values);
 
 struct PanelArgs {
   const std::byte* panel = nullptr;     // one packed panel
   const float* panel_scales = nullptr;  // [groups][4], one per 16 columns; null: no scales
-  const std::uint8_t* panel_exponents = nullptr;  // e2m1 only: E8M0 [padded_k / 32][64], no NaN
-  const void* const* rows = nullptr;              // num_rows left operands of padded_k elements
-  const float* const* row_scales = nullptr;       // num_rows pointers to [groups]; null: 1
-  int num_rows = 0;                               // 1..kMaxRows
+  // Grouped GEMMs only: scales of one column and `fold` steps, [padded_k / fold][64].
+  const std::byte* group_scales = nullptr;
+  ScaleFormat group_scale_format = ScaleFormat::kNone;  // kNone: 1
+  int fold = kGroup;                                    // 16, 32, 64 or 128; padded_k is a multiple
+  const float* group_offsets = nullptr;                 // [padded_k / fold][64], or null: 0
+  const float* const* row_sums = nullptr;    // with offsets: num_rows pointers to [padded_k / fold]
+  int folds_per_row_scale = 1;               // groups that share a row's scale
+  const CodeTable4* codes = nullptr;         // kCode4
+  const void* const* rows = nullptr;         // num_rows left operands of padded_k elements
+  const float* const* row_scales = nullptr;  // num_rows pointers to [groups]; null: 1
+  int num_rows = 0;                          // 1..kMaxRows
   std::int64_t padded_k = 0;  // multiple of 4; zero-filled beyond the true K on both sides
   float* result = nullptr;    // [num_rows][64], overwritten
 };
@@ -59,6 +75,18 @@ struct ActivateArgs {
   std::int64_t out_stride = 0;
 };
 
+// How a row of activations becomes codes; the rules are those of experts/ref_operand.h.
+enum class RowQuantRule : std::uint8_t {
+  kNone,
+  kFp8Group,   // e4m3 per 128, F32 or power-of-two scales: quantize_row_e4m3
+  kMxfp8,      // e4m3 per 32
+  kMxfp4,      // e2m1 per 32
+  kNvfp4,      // e2m1 per 16, static global scale
+  kFp8Token,   // e4m3, one scale for the row
+  kFp8Static,  // e4m3, one scale for everything; writes no scales
+  kInt8Token,  // int8, one scale for the row
+};
+
 struct CpuKernels {
   const char* name;            // tier: "baseline", "avx2", "avx512", "avx512_bf16"
   OperandKind narrow_operand;  // operand of schemes whose activations are exact in bf16
@@ -66,11 +94,16 @@ struct CpuKernels {
   // result[r][c] = sum over groups g, ascending, of row_scale[r][g] * panel_scale[g][c/16] * (sum
   // over k in g, ascending, of row[r][k] * w[k][c]), each inner product accumulated in fp32 (in
   // bf16 pairs where the operand is kBF16), each group folded with one fused multiply-add. The bits
-  // of a row depend on nothing but that row. e2m1 weights (padded_k a multiple of 32) fold every 32
-  // steps, with 2^(exponent - 127) of the column in the place of the scales.
+  // of a row depend on nothing but that row. Null for kCode4 and kI8, which are grouped.
   void (*panel_gemm_f32[kNumWeightKinds])(const PanelArgs& args);
   // Left operands are bf16; null for kF32 and kF16 weights and on tiers without a bf16 dot product.
   void (*panel_gemm_bf16[kNumWeightKinds])(const PanelArgs& args);
+  // The same with groups of `fold` steps, group_scale[g][c] in the place of panel_scale, and what
+  // the offsets take away: result -= group_offset[g][c] * row_sum[r][g]. For kE4M3, kCode4, kI8.
+  void (*grouped_gemm_f32[kNumWeightKinds])(const PanelArgs& args);
+  void (*grouped_gemm_bf16[kNumWeightKinds])(const PanelArgs& args);
+  // result[r][c] *= (rows ? rows[r] * columns[c] : columns[c]), the product of the factors first.
+  void (*scale_result)(float* result, int num_rows, const float* columns, const float* const* rows);
 
   // Bias and activation in fp32.
   void (*activate)(const ActivateArgs& args);
@@ -84,6 +117,12 @@ struct CpuKernels {
   // least 1e-10); row becomes the value of the e4m3 code of clamp(x / scale). A NaN or infinity
   // makes its group's scale so.
   void (*quantize_row_e4m3)(float* row, std::int64_t n, bool power_of_two, float* scales);
+  // Every other rule, in place: row becomes the values of the codes, scales one per group or row.
+  // static_scale: the input scale of kNvfp4 and kFp8Static.
+  void (*quantize_row)(RowQuantRule rule, float static_scale, float* row, std::int64_t n,
+                       float* scales);
+  // sums[g] = sum of row[g * step ..], ceil(n / step) of them.
+  void (*group_sums)(const float* row, std::int64_t n, std::int64_t step, float* sums);
   // fp32 values that are exact in bf16 -> bf16.
   void (*store_bf16)(const float* row, std::int64_t n, std::uint16_t* dst);
   // dst[i] += weight * src[i], fused.

@@ -41,11 +41,9 @@ void move_panel(const PackedShape& shape, std::int64_t panel, std::byte* matrix,
     for (std::int64_t k = 0; k < shape.k; ++k) {
       std::byte* cell =
           base + k / kSteps * kUnitBytes + offset[static_cast<std::size_t>(k % kSteps)];
-      if (kPack) {
-        std::memcpy(cell, line + k * kBytes, kBytes);
-      } else {
-        std::memcpy(line + k * kBytes, cell, kBytes);
-      }
+      std::byte* element = line + k * kBytes;
+      std::memcpy(kPack ? cell : element, kPack ? element : cell, kBytes);
+      if (kBytes == 1) *(kPack ? cell : element) ^= static_cast<std::byte>(shape.code_flip);
     }
   }
 }
@@ -77,9 +75,9 @@ void move_nibble_panel(const PackedShape& shape, std::int64_t panel, std::byte* 
       std::byte* unit = base + k / 8 * kUnitBytes;
       const std::int64_t at = unit_nibble(column, k % 8);
       if (kPack) {
-        or_nibble(unit, at, get_nibble(line, k));
+        or_nibble(unit, at, get_nibble(line, k) ^ shape.code_flip);
       } else {
-        or_nibble(line, k, get_nibble(unit, at));
+        or_nibble(line, k, get_nibble(unit, at) ^ shape.code_flip);
       }
     }
   }
@@ -113,11 +111,16 @@ Result<WeightKind> weight_kind(DType dtype) {
     case DType::kF8E4M3:
       return WeightKind::kE4M3;
     case DType::kF4E2M1:
-      return WeightKind::kE2M1;
+    case DType::kI4:
+    case DType::kU4:
+      return WeightKind::kCode4;
+    case DType::kI8:
+    case DType::kU8:
+      return WeightKind::kI8;
     default:
-      return Status(StatusCode::kUnsupported, "weight dtype: got " +
-                                                  std::string(dtype_name(dtype)) +
-                                                  ", need F32, BF16, F16, F8_E4M3 or F4");
+      return Status(StatusCode::kUnsupported,
+                    "weight dtype: got " + std::string(dtype_name(dtype)) +
+                        ", need F32, BF16, F16, F8_E4M3, F4, I4, U4, I8 or U8");
   }
 }
 
@@ -129,14 +132,12 @@ std::int64_t PackedShape::elem_bits() const {
     case WeightKind::kF16:
       return 16;
     case WeightKind::kE4M3:
+    case WeightKind::kI8:
       return 8;
-    case WeightKind::kE2M1:
+    case WeightKind::kCode4:
       return 4;
   }
   return 32;
-}
-std::int64_t PackedShape::padded_k() const {
-  return round_up(k, kind == WeightKind::kE2M1 ? kMxSteps : 4);
 }
 std::int64_t PackedShape::num_panels() const {
   return order == RowOrder::kGateUp ? ceil_div(rows / 2, kPanelColumns / 2)
@@ -203,20 +204,6 @@ void pack_block_scales(const PackedShape& shape, const float* scales, std::int64
         if (MOESAIC_FAULT(cpu_scale_row_of_next_block) && row >= 0)
           block = (block + 1) % ceil_div(shape.rows, kGroup);
         *dst++ = row < 0 ? 0.0F : scales[block * scale_cols + g];
-      }
-    }
-  }
-}
-
-void pack_exponents(const PackedShape& shape, const std::uint8_t* scales, std::uint8_t* dst) {
-  constexpr std::uint8_t kOne = 127;
-  const std::int64_t groups = shape.padded_k() / kMxSteps;
-  for (std::int64_t p = 0; p < shape.num_panels(); ++p) {
-    for (std::int64_t g = 0; g < groups; ++g) {
-      for (int c = 0; c < kPanelColumns; ++c) {
-        std::int64_t row = shape.source_row(p, c);
-        if (MOESAIC_FAULT(cpu_exponent_of_first_column) && row >= 0) row = shape.source_row(p, 0);
-        *dst++ = row < 0 ? kOne : scales[row * groups + g];
       }
     }
   }

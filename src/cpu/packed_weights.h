@@ -13,6 +13,7 @@
 #include <memory>
 #include <span>
 
+#include "core/checked.h"
 #include "cpu/kernels.h"
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
@@ -27,9 +28,13 @@ struct PackedShape {
   RowOrder order = RowOrder::kPlain;
   std::int64_t rows = 0;
   std::int64_t k = 0;
+  std::int64_t k_multiple = 4;  // of padded_k; kCode4: a multiple of 8
+  // Flipped in every code on the way in: turns unsigned codes into two's complement around the
+  // middle of their range (0x8 or 0x80). Padding is 0 all the same.
+  std::uint8_t code_flip = 0;
 
   std::int64_t elem_bits() const;
-  std::int64_t padded_k() const;  // next multiple of 4; e2m1: of 32
+  std::int64_t padded_k() const { return round_up(k, k_multiple); }
   std::int64_t num_panels() const;
   std::int64_t panel_bytes() const;   // padded_k * 64 * elem_bits / 8
   std::int64_t num_groups() const;    // ceil(padded_k / 128)
@@ -37,6 +42,7 @@ struct PackedShape {
   // Row of the matrix that column `column` of panel `panel` holds, or -1 for padding.
   std::int64_t source_row(std::int64_t panel, int column) const;
 };
+// kCode4 for F4, I4 and U4; kI8 for I8 and U8.
 Result<WeightKind> weight_kind(DType dtype);
 // Sizes within 2^46 bytes, rows even for kGateUp.
 Status check_packed_shape(const PackedShape& shape, std::int64_t num_matrices);
@@ -53,8 +59,20 @@ void unpack_matrix(const PackedShape& shape, const std::byte* src, std::byte* ds
 void pack_block_scales(const PackedShape& shape, const float* scales, std::int64_t scale_cols,
                        float* dst);
 
-// MXFP4 scales [rows, K / 32] E8M0 -> [panel][K / 32][64], one per column; padding columns get 1.
-void pack_exponents(const PackedShape& shape, const std::uint8_t* scales, std::uint8_t* dst);
+// Scales of rows and groups of `columns` columns, [rows, ceil(K / columns)] contiguous (or [rows]
+// when columns >= K), of F32, BF16 or F16 (widened), F8_E8M0 or F8_E4M3 -> [panel][padded_k /
+// fold][64] of F32 or the byte; columns is a multiple of fold or at least K. Padding gets 1, which
+// meets weights of 0.
+void pack_group_scales(const PackedShape& shape, std::int64_t fold, std::int64_t columns,
+                       const ConstTensorView& scale, std::byte* dst);
+
+// What a group's dequantisation takes away from scale * code, as F32 [panel][padded_k / fold][64]:
+//   zero   scale * (zero - bias)      min   min - scale * bias      neither   -scale * bias
+// where bias is what code_flip took out of the codes (8, 128 or 0). zero is U8 or I8, min F32, both
+// of the scale's shape. Padding gets 0.
+void pack_group_offsets(const PackedShape& shape, std::int64_t fold, std::int64_t columns,
+                        const ConstTensorView& scale, const ConstTensorView& zero,
+                        const ConstTensorView& min, int bias, float* dst);
 
 struct WeightFree {
   std::int64_t bytes = 0;

@@ -175,6 +175,17 @@ struct F32Tiles {
   };
 };
 
+// result[r][c] *= columns[c] * rows[r][0]
+void ScaleResult(float* result, int num_rows, const float* columns, const float* const* rows) {
+  for (int r = 0; r < num_rows; ++r, result += kPanelColumns) {
+    for (int c = 0; c < kPanelColumns; c += kLanes) {
+      VF factor = hn::LoadU(df, columns + c);
+      if (rows != nullptr) factor = hn::Mul(hn::Set(df, rows[r][0]), factor);
+      hn::Store(hn::Mul(hn::Load(df, result + c), factor), df, result + c);
+    }
+  }
+}
+
 HWY_INLINE void ClearResult(const PanelArgs& args) {
   const std::int64_t n = static_cast<std::int64_t>(args.num_rows) * kPanelColumns;
   for (std::int64_t i = 0; i < n; i += kLanes) hn::Store(hn::Zero(df), df, args.result + i);
@@ -223,105 +234,4 @@ HWY_INLINE void PanelGemmE4M3(const PanelArgs& args) {
 
 void PanelGemmF32E4M3(const PanelArgs& args) {
   PanelGemmE4M3<F32Tiles<DecodeE4M3>::template Tile, F32Tiles<DecodeBF16>::template Tile>(args);
-}
-
-// --- e2m1 with a power-of-two scale per column and 32 steps
-// ---------------------------------------
-
-// fp32 factors of the columns of one group: an E8M0 code is an exponent field, but for 0, which is
-// the subnormal 2^-127.
-HWY_INLINE void ExpandExponents(const std::uint8_t* exponents, float* scales) {
-  for (int c = 0; c < kPanelColumns; c += kLanes) {
-    const hn::Rebind<std::uint8_t, DF> d8;
-    const auto bits = hn::ShiftLeft<23>(hn::PromoteTo(du32, hn::LoadU(d8, exponents + c)));
-    const auto clamped = hn::Max(bits, hn::Set(du32, 0x00400000U));
-    hn::Store(hn::BitCast(df, clamped), df, scales + c);
-  }
-}
-
-// Step S of a vector of columns: sign to bit 31, eem to bits 24..22; the product restores the
-// exponent, and turns fp32 subnormals into the exact value of the e2m1 subnormal.
-template <int S>
-HWY_INLINE VF StepE2M1(hn::Vec<decltype(du32)> raw) {
-  constexpr int kBit = S % 2 * 16 + S / 2 * 4;
-  const auto top = kBit == 28 ? raw : hn::ShiftLeft<28 - kBit>(raw);
-  const auto shifted = hn::BitCast(du32, hn::ShiftRight<6>(hn::BitCast(di32, top)));
-  const auto bits = hn::And(shifted, hn::Set(du32, 0x81C00000U));
-  return hn::Mul(hn::BitCast(df, bits), hn::Set(df, 0x1p126F));
-}
-
-// 32 steps of e2m1 -> (exact) bf16 units in the layout of packed bf16 weights.
-HWY_INLINE void DecodeGroupE2M1(const std::byte* w, std::uint32_t* block) {
-  const auto pair = [](VF even, VF odd) MOESAIC_TIER_ATTR {
-    return hn::Or(hn::ShiftRight<16>(hn::BitCast(du32, even)), hn::BitCast(du32, odd));
-  };
-  for (int k = 0; k < kMxSteps; k += 8, w += kUnitBytes, block += 4 * kPanelColumns) {
-    PrefetchUnit(w + kPrefetchBytes);
-    for (int c = 0; c < kPanelColumns; c += kLanes) {
-      const auto raw = hn::Load(du32, reinterpret_cast<const std::uint32_t*>(w) + c);
-      std::uint32_t* out = block + c;
-      hn::Store(pair(StepE2M1<0>(raw), StepE2M1<1>(raw)), du32, out);
-      hn::Store(pair(StepE2M1<2>(raw), StepE2M1<3>(raw)), du32, out + kPanelColumns);
-      hn::Store(pair(StepE2M1<4>(raw), StepE2M1<5>(raw)), du32, out + 2 * kPanelColumns);
-      hn::Store(pair(StepE2M1<6>(raw), StepE2M1<7>(raw)), du32, out + 3 * kPanelColumns);
-    }
-  }
-}
-
-// result[r][column..] += scales[column..] * acc
-template <int MR, int NV>
-HWY_INLINE void FoldColumns(const VF (&acc)[MR][NV], const float* scales, float* result,
-                            int column) {
-#pragma GCC unroll 8
-  for (int v = 0; v < NV; ++v) {
-    const VF scale = hn::Load(df, scales + column + v * kLanes);
-#pragma GCC unroll 8
-    for (int r = 0; r < MR; ++r) {
-      float* p = result + r * kPanelColumns + column + v * kLanes;
-      hn::Store(hn::MulAdd(acc[r][v], scale, hn::Load(df, p)), df, p);
-    }
-  }
-}
-
-// One group of a decoded block for MR rows; args.panel_scales are the group's 64 factors.
-struct MxTiles {
-  template <int MR, bool kPrefetch>
-  struct Tile {
-    static HWY_NOINLINE void Run(const PanelArgs& args, const std::byte* w, int row,
-                                 std::int64_t group, std::int64_t k_count) {
-      const float* a[MR];
-      for (int r = 0; r < MR; ++r)
-        a[r] = static_cast<const float*>(args.rows[row + r]) + group * kMxSteps;
-      for (int column = 0; column < kPanelColumns; column += kTileVectors * kLanes) {
-        VF acc[MR][kTileVectors];
-#pragma GCC unroll 8
-        for (int r = 0; r < MR; ++r) {
-#pragma GCC unroll 8
-          for (int v = 0; v < kTileVectors; ++v) acc[r][v] = hn::Zero(df);
-        }
-        const std::byte* p = w + column * 4;
-        for (std::int64_t k = 0; k < k_count; k += 2, p += kUnitBytes) {
-          StepF32<DecodeBF16, 0, MR>(p, a, k, acc);
-          StepF32<DecodeBF16, 1, MR>(p, a, k, acc);
-        }
-        FoldColumns<MR, kTileVectors>(acc, args.panel_scales, args.result + row * kPanelColumns,
-                                      column);
-      }
-    }
-  };
-};
-
-void PanelGemmF32E2M1(const PanelArgs& args) {
-  ClearResult(args);
-  HWY_ALIGN std::uint32_t block[kMxSteps / 2 * kPanelColumns];  // 4 KiB
-  HWY_ALIGN float scales[kPanelColumns];
-  PanelArgs inner = args;
-  inner.panel_scales = scales;
-  const std::int64_t groups = args.padded_k / kMxSteps;
-  for (std::int64_t group = 0; group < groups; ++group) {
-    ExpandExponents(args.panel_exponents + group * kPanelColumns, scales);
-    DecodeGroupE2M1(args.panel + group * (kMxSteps / 8) * kUnitBytes, block);
-    RowTiles<MxTiles::Tile, false>(inner, reinterpret_cast<const std::byte*>(block), group,
-                                   kMxSteps);
-  }
 }

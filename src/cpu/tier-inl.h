@@ -19,6 +19,8 @@ static_assert(kPanelColumns % kLanes == 0 && kLanes <= 16,
 #endif
 
 #include "cpu/rows-inl.h"
+// On top of those:
+#include "cpu/quantize-inl.h"
 
 // Enough chains to cover the latency (4 or 5 cycles) of two multiply-adds a cycle.
 constexpr int kChains = 12;
@@ -102,7 +104,8 @@ struct TablesE4M3;
 HWY_INLINE void DecodeColumnsE4M3(const std::byte* w, std::uint32_t* pair01, std::uint32_t* pair23);
 #include "cpu/panel_gemm-inl.h"
 #include "cpu/panel_gemm_bf16-inl.h"
-#include "cpu/panel_gemm_mx_bf16-inl.h"
+#include "cpu/panel_gemm_grouped-inl.h"
+#include "cpu/panel_gemm_grouped_bf16-inl.h"
 HWY_INLINE void DecodeColumnsE4M3(const std::byte* w, std::uint32_t* pair01,
                                   std::uint32_t* pair23) {
   __m512i low, high;
@@ -113,6 +116,7 @@ HWY_INLINE void DecodeColumnsE4M3(const std::byte* w, std::uint32_t* pair01,
 #else
 HWY_INLINE void DecodeColumnsE4M3(const std::byte* w, std::uint32_t* pair01, std::uint32_t* pair23);
 #include "cpu/panel_gemm-inl.h"
+#include "cpu/panel_gemm_grouped-inl.h"
 HWY_INLINE void DecodeColumnsE4M3(const std::byte* w, std::uint32_t* pair01,
                                   std::uint32_t* pair23) {
   const auto pack = [](VF even, VF odd) {
@@ -128,17 +132,28 @@ constexpr CpuKernels kTable = {
     MOESAIC_TIER_NAME,
     MOESAIC_TIER_BF16 ? OperandKind::kBF16 : OperandKind::kF32,
     {PanelGemmF32<DecodeF32>, PanelGemmF32<DecodeBF16>, PanelGemmF32<DecodeF16>, PanelGemmF32E4M3,
-     PanelGemmF32E2M1},
+     nullptr, nullptr},
 #if MOESAIC_TIER_BF16
-    {nullptr, PanelGemmPairBF16, nullptr, PanelGemmPairE4M3, PanelGemmPairE2M1},
+    {nullptr, PanelGemmPairBF16, nullptr, PanelGemmPairE4M3, nullptr, nullptr},
 #else
-    {nullptr, nullptr, nullptr, nullptr, nullptr},
+    {},
 #endif
+    {nullptr, nullptr, nullptr, GroupedGemmF32<UnitE4M3>, GroupedGemmF32<UnitCode4>,
+     GroupedGemmF32<UnitI8>},
+#if MOESAIC_TIER_BF16
+    {nullptr, nullptr, nullptr, GroupedGemmPair<PairsE4M3>, GroupedGemmPair<PairsCode4>,
+     GroupedGemmPair<PairsI8>},
+#else
+    {},
+#endif
+    ScaleResult,
     Activate,
     LoadRow,
     RoundRow,
     ScaleRow,
     QuantizeRowE4M3,
+    QuantizeRow,
+    GroupSums,
     StoreRowBF16,
     AccumulateRow,
     StoreRow,

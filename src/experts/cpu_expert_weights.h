@@ -6,7 +6,9 @@
 #include <vector>
 
 #include "cpu/packed_weights.h"
+#include "experts/cpu_weight_format.h"
 #include "experts/problem_checks.h"
+#include "experts/ref_matrix.h"
 #include "moesaic/experts.h"
 
 namespace moesaic {
@@ -14,33 +16,29 @@ namespace moesaic {
 // One of the two projections.
 class CpuProjection {
  public:
-  // Space for num_experts matrices; scales and bias only when asked for.
-  static Result<CpuProjection> allocate(const cpu::PackedShape& shape, std::int64_t num_experts,
-                                        bool has_scale, bool has_bias);
+  // Space for num_experts matrices and what the format keeps beside them.
+  static Result<CpuProjection> allocate(const CpuWeightFormat& format,
+                                        const cpu::PackedShape& shape, std::int64_t num_experts,
+                                        bool has_bias, bool has_perm);
   // Repacks expert e. Tensors have passed check_expert_weights.
-  void set_expert(std::int64_t e, const ConstTensorView& weight, const ConstTensorView& scale,
-                  const ConstTensorView& bias, int num_threads);
+  void set_expert(std::int64_t e, const ProjectionView& view, int num_threads);
 
   const cpu::PackedShape& shape() const { return shape_; }
-  const std::byte* panel(std::int64_t e, std::int64_t p) const {
-    return weights_.data() + e * shape_.matrix_bytes() + p * shape_.panel_bytes();
-  }
-  // [groups][4] of the panel, or null without scales.
-  const float* panel_scales(std::int64_t e, std::int64_t p) const {
-    return scales_.empty()
-               ? nullptr
-               : &scales_[index(e, p) * static_cast<std::size_t>(4 * shape_.num_groups())];
-  }
-  // E8M0 [K / 32][64] of the panel, or null for other weights than e2m1.
-  const std::uint8_t* panel_exponents(std::int64_t e, std::int64_t p) const {
-    return exponents_.bytes() == 0
-               ? nullptr
-               : reinterpret_cast<const std::uint8_t*>(exponents_.data()) +
-                     static_cast<std::int64_t>(index(e, p)) * exponents_per_panel();
+  // The weights' side of a GEMM over panel p of expert e.
+  cpu::PanelArgs panel(std::int64_t e, std::int64_t p) const;
+  // [64] factors of the panel's columns, or null.
+  const float* column_factors(std::int64_t e, std::int64_t p) const {
+    return factors_.empty() ? nullptr : &factors_[index(e, p) * cpu::kPanelColumns];
   }
   // [64] in column order, or null without bias.
   const float* panel_bias(std::int64_t e, std::int64_t p) const {
     return bias_.empty() ? nullptr : &bias_[index(e, p) * cpu::kPanelColumns];
+  }
+  // The expert's static activation scale, or 1.
+  float input_scale(std::int64_t e) const { return input_scale_[static_cast<std::size_t>(e)]; }
+  // [K] order of the columns, or null.
+  const std::int32_t* perm(std::int64_t e) const {
+    return perm_.empty() ? nullptr : &perm_[static_cast<std::size_t>(e * shape_.k)];
   }
   std::int64_t bytes() const;
 
@@ -48,19 +46,23 @@ class CpuProjection {
   std::size_t index(std::int64_t e, std::int64_t p) const {
     return static_cast<std::size_t>(e * shape_.num_panels() + p);
   }
-  std::int64_t exponents_per_panel() const {
-    return shape_.padded_k() / cpu::kMxSteps * cpu::kPanelColumns;
-  }
+  void set_factors(std::int64_t e, const ProjectionView& view);
+
+  CpuWeightFormat format_;
   cpu::PackedShape shape_;
-  cpu::WeightBuffer weights_, exponents_;
-  std::vector<float> scales_, bias_;
+  cpu::CodeTable4 codes_{};
+  std::int64_t groups_ = 0;       // per panel, grouped formats
+  std::int64_t scale_bytes_ = 0;  // of a panel's group scales
+  cpu::WeightBuffer weights_, group_scales_, group_offsets_;
+  std::vector<float> block_scales_, factors_, bias_, input_scale_;
+  std::vector<std::int32_t> perm_;
 };
 
 struct CpuExpertWeights {
   CpuProjection w13, w2;
   // Reads every expert from the source once, in order.
-  static Result<CpuExpertWeights> load(const MoeProblem& problem, ExpertSource& source,
-                                       int num_threads);
+  static Result<CpuExpertWeights> load(const MoeProblem& problem, const CpuWeightFormat& format,
+                                       ExpertSource& source, int num_threads);
   std::int64_t bytes() const { return w13.bytes() + w2.bytes(); }
 };
 

@@ -26,24 +26,42 @@ using cpu::kMaxRows;
 using cpu::kPanelColumns;
 using cpu::OperandKind;
 
-CpuPlan make_plan(const MoeProblem& problem, ComputeScheme scheme, const cpu::CpuKernels& kernels) {
+// What rows carry beside their values, see CpuPlan.
+void plan_rows(const MoeProblem& problem, const CpuWeightFormat& format, CpuPlan& plan) {
+  using cpu::RowQuantRule;
+  plan.row_rule = cpu_row_rule(problem.quant.activation);
+  plan.power_of_two_scales = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
+  plan.row_sums = format.group_offsets;
+  const bool token =
+      plan.row_rule == RowQuantRule::kFp8Token || plan.row_rule == RowQuantRule::kInt8Token;
+  const bool group = problem.quant.activation.granularity == ScaleGranularity::kGroup;
+  plan.row_numbers = token || group || plan.row_sums;
+  if (group) plan.row_step = problem.quant.activation.block_k;
+  if (plan.row_sums) plan.row_step = format.fold;
+  if (group && format.grouped)
+    plan.folds_per_row_scale = static_cast<int>(plan.row_step / format.fold);
+  plan.permuted = problem.quant.weight.act_order;
+  plan.whole_rows = token || plan.permuted;
+}
+
+CpuPlan make_plan(const MoeProblem& problem, ComputeScheme scheme, const CpuWeightFormat& format,
+                  const cpu::CpuKernels& kernels) {
   CpuPlan plan;
   plan.scheme = scheme;
   plan.standard = problem.format == ActivationFormat::kStandard;
-  plan.quantize = scheme == ComputeScheme::kFp8Block;
-  plan.power_of_two_scales = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
+  plan_rows(problem, format, plan);
   plan.round_dtype = scheme == ComputeScheme::kFp8Bf16
                          ? DType::kBF16
                          : operand_dtype(problem.activation_dtype, scheme);
-  // Every e4m3 value and every bf16 value is exact as a bf16 operand.
-  const bool narrow = scheme == ComputeScheme::kFp8Block || plan.round_dtype == DType::kBF16;
+  // Every code of 8 bits or less and every bf16 value is exact as a bf16 operand.
+  const bool narrow = plan.row_rule != cpu::RowQuantRule::kNone || plan.round_dtype == DType::kBF16;
   plan.operand = narrow ? kernels.narrow_operand : OperandKind::kF32;
   plan.top_k = problem.top_k;
   plan.num_local_experts = problem.num_local_experts;
   plan.hidden = problem.hidden_size;
   plan.intermediate = problem.intermediate_size;
-  plan.k1 = round_up(problem.hidden_size, 4);
-  plan.k2 = round_up(problem.intermediate_size, 4);
+  plan.k1 = format.shape(cpu::RowOrder::kPlain, 1, problem.hidden_size).padded_k();
+  plan.k2 = format.shape(cpu::RowOrder::kPlain, 1, problem.intermediate_size).padded_k();
   plan.n2 = round_up(problem.hidden_size, kPanelColumns);
   plan.num_threads = cpu::resolve_threads(problem.num_threads);
   return plan;
@@ -60,18 +78,20 @@ Result<std::int64_t> workspace_bytes(const CpuPlan& plan, std::int64_t tokens) {
 class CpuExperts final : public Experts {
  public:
   CpuExperts(const MoeProblem& problem, const cpu::CpuKernels& kernels, const CpuPlan& plan,
-             CpuExpertWeights weights)
+             bool grouped, CpuExpertWeights weights)
       : problem_(problem),
         kernels_(kernels),
         plan_(plan),
         weights_(std::move(weights)),
         name_(std::string("cpu_") + kernels.name) {
     const auto kind = static_cast<std::size_t>(weights_.w13.shape().kind);
-    // A block is one group of 128 where activations are quantised, one panel where columns are
-    // independent.
-    panels_per_block_ = plan_.quantize ? cpu::kGroup / panel_width() : 1;
-    gemm_ = plan_.operand == OperandKind::kBF16 ? kernels_.panel_gemm_bf16[kind]
-                                                : kernels_.panel_gemm_f32[kind];
+    // A block is 128 columns where groups of them are quantised or summed, or where the padding
+    // of K2 must be cleared; one panel where columns are independent.
+    const bool padded = plan_.k2 != round_up(plan_.intermediate, 4);
+    panels_per_block_ = plan_.row_numbers || padded ? cpu::kGroup / panel_width() : 1;
+    const bool bf16 = plan_.operand == OperandKind::kBF16;
+    gemm_ = grouped ? (bf16 ? kernels_.grouped_gemm_bf16 : kernels_.grouped_gemm_f32)[kind]
+                    : (bf16 ? kernels_.panel_gemm_bf16 : kernels_.panel_gemm_f32)[kind];
   }
 
   std::string_view name() const override { return name_; }
@@ -79,7 +99,7 @@ class CpuExperts final : public Experts {
     return plan_.standard ? TopKWeightAndReduce::kNoOp : TopKWeightAndReduce::kDelegate;
   }
   ActivationFormat format() const override { return problem_.format; }
-  bool takes_quantized_rows() const override { return plan_.quantize; }
+  bool takes_quantized_rows() const override { return plan_.scheme == ComputeScheme::kFp8Block; }
   std::int64_t weight_bytes() const override { return weights_.bytes(); }
   std::string_view determinism() const override { return kCpuExpertsDeterminism; }
 
@@ -93,21 +113,30 @@ class CpuExperts final : public Experts {
   void run_standard(const ExpertsArgs& args, const CpuWorkspace& w,
                     std::int64_t chunk_tokens) const;
   void run_batched(const ExpertsArgs& args, const CpuWorkspace& w, std::int64_t capacity) const;
-  void prepare_input(const CpuWorkspace& w, std::int64_t row, const std::byte* src, DType dtype,
-                     float factor) const;
+  void prepare_input(const CpuWorkspace& w, std::int64_t row, std::int64_t e, const std::byte* src,
+                     DType dtype, float factor) const;
   void load_quantized(const CpuWorkspace& w, std::int64_t row, const std::byte* codes,
                       const float* scales) const;
   void store_operand(const float* row, std::int64_t n, std::byte* dst) const;
+  void finish_row(float* x, std::int64_t n, float input_scale, float* numbers,
+                  std::byte* operand) const;
+  void finish_whole_row(const CpuWorkspace& w, std::int64_t r) const;
+  void multiply(const CpuProjection& projection, std::int64_t e, std::int64_t p,
+                cpu::PanelArgs& args, const float* const* numbers) const;
   std::int64_t task_chunk(std::int64_t tasks) const;
   void gemms(const CpuWorkspace& w, std::int64_t num_active) const;
   void block1(const CpuWorkspace& w, std::int64_t e, std::int64_t block) const;
   void panel2(const CpuWorkspace& w, std::int64_t e, std::int64_t p) const;
   // Operand row of GEMM1 that feeds row `r` of the chunk.
   std::int64_t input_of(const CpuWorkspace& w, std::int64_t r) const {
-    return plan_.standard ? w.sorted_slots[r] / plan_.top_k : r;
+    return plan_.standard && !plan_.permuted ? w.sorted_slots[r] / plan_.top_k : r;
+  }
+  std::int64_t expert_of_row(const CpuWorkspace& w, std::int64_t r) const {
+    return std::upper_bound(w.first_row, w.first_row + problem_.num_local_experts + 1, r) -
+           w.first_row - 1;
   }
   float* scratch(const CpuWorkspace& w) const {
-    return w.scratch + omp_get_thread_num() * w.scratch_stride;
+    return w.scratch + 2 * omp_get_thread_num() * w.scratch_stride;
   }
   static std::int64_t active_experts(const CpuWorkspace& w, std::int64_t num_experts);
 
@@ -133,10 +162,38 @@ void CpuExperts::store_operand(const float* row, std::int64_t n, std::byte* dst)
   }
 }
 
-// x rounded to the operand dtype, times the rounded weight (weight on input), quantised, stored as
-// an operand.
-void CpuExperts::prepare_input(const CpuWorkspace& w, std::int64_t row, const std::byte* src,
-                               DType dtype, float factor) const {
+// A rounded row (or a block of 128 columns of it) to its operand and the numbers beside it.
+void CpuExperts::finish_row(float* x, std::int64_t n, float input_scale, float* numbers,
+                            std::byte* operand) const {
+  if (plan_.row_rule == cpu::RowQuantRule::kFp8Group) {
+    kernels_.quantize_row_e4m3(x, n, plan_.power_of_two_scales, numbers);
+  } else if (plan_.row_rule != cpu::RowQuantRule::kNone) {
+    kernels_.quantize_row(plan_.row_rule, input_scale, x, n, numbers);
+  }
+  if (plan_.row_sums) kernels_.group_sums(x, n, plan_.row_step, numbers);
+  store_operand(x, n, operand);
+}
+
+// An intermediate row that GEMM1 left complete: into the order of w2's columns, then as above.
+void CpuExperts::finish_whole_row(const CpuWorkspace& w, std::int64_t r) const {
+  const std::int64_t e = expert_of_row(w, r);
+  float* x = w.a2_raw + r * plan_.k2;
+  const std::int32_t* perm = weights_.w2.perm(e);
+  if (perm != nullptr && !MOESAIC_FAULT(cpu_intermediate_not_permuted)) {
+    float* gathered = scratch(w);
+    for (std::int64_t k = 0; k < plan_.intermediate; ++k) gathered[k] = x[perm[k]];
+    std::memcpy(x, gathered, static_cast<std::size_t>(plan_.intermediate) * sizeof(float));
+  }
+  std::fill(x + plan_.intermediate, x + plan_.k2, 0.0F);
+  finish_row(x, plan_.k2, weights_.w2.input_scale(e),
+             plan_.row_numbers ? w.a2_scales + r * plan_.groups2() : nullptr,
+             w.a2 + r * plan_.k2 * plan_.operand_bytes());
+}
+
+// x rounded to the operand dtype, times the rounded weight (weight on input), in the order of the
+// columns of expert e's w13, quantised, stored as an operand.
+void CpuExperts::prepare_input(const CpuWorkspace& w, std::int64_t row, std::int64_t e,
+                               const std::byte* src, DType dtype, float factor) const {
   float* x = scratch(w);
   kernels_.load_row(src, dtype, plan_.hidden, plan_.k1, x);
   kernels_.round_row(x, plan_.hidden, plan_.round_dtype);
@@ -145,10 +202,34 @@ void CpuExperts::prepare_input(const CpuWorkspace& w, std::int64_t row, const st
     kernels_.scale_row(x, plan_.hidden, factor);
     kernels_.round_row(x, plan_.hidden, plan_.round_dtype);
   }
-  if (plan_.quantize)
-    kernels_.quantize_row_e4m3(x, plan_.k1, plan_.power_of_two_scales,
-                               w.a1_scales + row * plan_.groups1());
-  store_operand(x, plan_.k1, w.a1 + row * plan_.k1 * plan_.operand_bytes());
+  if (plan_.permuted) {
+    const std::int32_t* perm = weights_.w13.perm(e);
+    float* gathered = x + w.scratch_stride;
+    for (std::int64_t k = 0; k < plan_.hidden; ++k) gathered[k] = x[perm[k]];
+    std::fill(gathered + plan_.hidden, gathered + plan_.k1, 0.0F);
+    x = gathered;
+  }
+  finish_row(x, plan_.k1, weights_.w13.input_scale(0),
+             plan_.row_numbers ? w.a1_scales + row * plan_.groups1() : nullptr,
+             w.a1 + row * plan_.k1 * plan_.operand_bytes());
+}
+
+// result = rows times panel p of expert e, all scales included.
+void CpuExperts::multiply(const CpuProjection& projection, std::int64_t e, std::int64_t p,
+                          cpu::PanelArgs& args, const float* const* numbers) const {
+  const cpu::PanelArgs weights = projection.panel(e, p);
+  const bool whole_row_scales = plan_.row_numbers && plan_.row_step == 0;
+  cpu::PanelArgs all = weights;
+  all.rows = args.rows;
+  all.num_rows = args.num_rows;
+  all.result = args.result;
+  all.folds_per_row_scale = plan_.folds_per_row_scale;
+  if (plan_.row_sums) all.row_sums = numbers;
+  if (plan_.row_numbers && !plan_.row_sums && !whole_row_scales) all.row_scales = numbers;
+  gemm_(all);
+  const float* factors = projection.column_factors(e, p);
+  if (factors == nullptr) return;
+  kernels_.scale_result(args.result, args.num_rows, factors, whole_row_scales ? numbers : nullptr);
 }
 
 // A row that was quantised elsewhere: its codes become the operand, its scales are kept. Widths are
@@ -180,7 +261,7 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
   alignas(64) float result[kMaxRows * kPanelColumns];
   alignas(64) float act[kMaxRows * cpu::kGroup];
   const void* rows[kMaxRows];
-  const float* scales[kMaxRows];
+  const float* numbers[kMaxRows];
   const std::int64_t width = panel_width();
   const std::int64_t first_panel = block * panels_per_block_;
   const std::int64_t last_panel =
@@ -197,17 +278,14 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
     for (int r = 0; r < count; ++r) {
       const std::int64_t in = input_of(w, begin + r);
       rows[r] = w.a1 + in * plan_.k1 * plan_.operand_bytes();
-      if (plan_.quantize) scales[r] = w.a1_scales + in * plan_.groups1();
+      numbers[r] = plan_.row_numbers ? w.a1_scales + in * plan_.groups1() : nullptr;
     }
+    cpu::PanelArgs args;
+    args.rows = rows;
+    args.num_rows = count;
+    args.result = result;
     for (std::int64_t p = first_panel; p < last_panel; ++p) {
-      gemm_({.panel = weights_.w13.panel(e, p),
-             .panel_scales = weights_.w13.panel_scales(e, p),
-             .panel_exponents = weights_.w13.panel_exponents(e, p),
-             .rows = rows,
-             .row_scales = plan_.quantize ? scales : nullptr,
-             .num_rows = count,
-             .padded_k = plan_.k1,
-             .result = result});
+      multiply(weights_.w13, e, p, args, numbers);
       kernels_.activate({.c = result,
                          .num_rows = count,
                          .bias = weights_.w13.panel_bias(e, p),
@@ -220,15 +298,22 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
       float* y = act + r * cpu::kGroup;
       for (std::int64_t c = real; c < valid; ++c) y[c] = 0.0F;
       kernels_.round_row(y, valid, plan_.round_dtype);
-      if (plan_.quantize) {
-        float* scale = w.a2_scales + (begin + r) * plan_.groups2() + block;
-        if (MOESAIC_FAULT(cpu_intermediate_not_requantised)) {
-          *scale = 1.0F;
-        } else {
-          kernels_.quantize_row_e4m3(y, valid, plan_.power_of_two_scales, scale);
-        }
+      if (plan_.whole_rows) {
+        std::memcpy(w.a2_raw + (begin + r) * plan_.k2 + column, y,
+                    static_cast<std::size_t>(valid) * sizeof(float));
+        continue;
       }
-      store_operand(y, valid, w.a2 + ((begin + r) * plan_.k2 + column) * plan_.operand_bytes());
+      const std::int64_t first = plan_.row_step > 0 ? column / plan_.row_step : 0;
+      float* kept =
+          plan_.row_numbers ? w.a2_scales + (begin + r) * plan_.groups2() + first : nullptr;
+      std::byte* operand = w.a2 + ((begin + r) * plan_.k2 + column) * plan_.operand_bytes();
+      if (MOESAIC_FAULT(cpu_intermediate_not_requantised)) {
+        store_operand(y, valid, operand);
+        for (std::int64_t c = 0; plan_.row_numbers && c < valid; c += plan_.row_step)
+          kept[c / plan_.row_step] = 1.0F;
+        continue;
+      }
+      finish_row(y, valid, weights_.w2.input_scale(e), kept, operand);
     }
   }
 }
@@ -237,23 +322,20 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
 void CpuExperts::panel2(const CpuWorkspace& w, std::int64_t e, std::int64_t p) const {
   alignas(64) float result[kMaxRows * kPanelColumns];
   const void* rows[kMaxRows];
-  const float* scales[kMaxRows];
+  const float* numbers[kMaxRows];
   const float* bias = weights_.w2.panel_bias(e, p);
   const std::int64_t end = w.first_row[e + 1];
   for (std::int64_t begin = w.first_row[e]; begin < end; begin += kMaxRows) {
     const int count = static_cast<int>(std::min<std::int64_t>(kMaxRows, end - begin));
     for (int r = 0; r < count; ++r) {
       rows[r] = w.a2 + (begin + r) * plan_.k2 * plan_.operand_bytes();
-      if (plan_.quantize) scales[r] = w.a2_scales + (begin + r) * plan_.groups2();
+      numbers[r] = plan_.row_numbers ? w.a2_scales + (begin + r) * plan_.groups2() : nullptr;
     }
-    gemm_({.panel = weights_.w2.panel(e, p),
-           .panel_scales = weights_.w2.panel_scales(e, p),
-           .panel_exponents = weights_.w2.panel_exponents(e, p),
-           .rows = rows,
-           .row_scales = plan_.quantize ? scales : nullptr,
-           .num_rows = count,
-           .padded_k = plan_.k2,
-           .result = result});
+    cpu::PanelArgs args;
+    args.rows = rows;
+    args.num_rows = count;
+    args.result = result;
+    multiply(weights_.w2, e, p, args, numbers);
     for (int r = 0; r < count; ++r) {
       float* out = w.out + (begin + r) * plan_.n2 + p * kPanelColumns;
       std::memcpy(out, result + r * kPanelColumns, kPanelColumns * sizeof(float));
@@ -285,6 +367,11 @@ void CpuExperts::gemms(const CpuWorkspace& w, std::int64_t num_active) const {
 #pragma omp for schedule(dynamic, task_chunk(num_active* blocks1))
   for (std::int64_t t = 0; t < num_active * blocks1; ++t)
     block1(w, w.active[t / blocks1], t % blocks1);
+  if (plan_.whole_rows) {
+#pragma omp for schedule(static)
+    for (std::int64_t r = 0; r < w.first_row[problem_.num_local_experts]; ++r)
+      finish_whole_row(w, r);
+  }
 #pragma omp for schedule(dynamic, task_chunk(num_active* panels2))
   for (std::int64_t t = 0; t < num_active * panels2; ++t)
     panel2(w, w.active[t / panels2], t % panels2);
@@ -319,14 +406,17 @@ void CpuExperts::run_standard(const ExpertsArgs& args, const CpuWorkspace& w,
 #pragma omp parallel num_threads(plan_.num_threads)
     {
       const cpu::ScopedIeeeMode ieee;
+      const std::int64_t inputs = plan_.permuted ? rows : count;
 #pragma omp for schedule(static)
-      for (std::int64_t t = 0; t < count; ++t) {
+      for (std::int64_t i = 0; i < inputs; ++i) {
+        const std::int64_t t = plan_.permuted ? w.sorted_slots[i] / k : i;
+        const std::int64_t e = plan_.permuted ? expert_of_row(w, i) : 0;
         const std::byte* x =
             args.hidden_states.data + (t0 + t) * args.hidden_states.strides[0] * in_elem;
         if (in_scales != nullptr) {
           load_quantized(w, t, x, in_scales + (t0 + t) * plan_.groups1());
         } else {
-          prepare_input(w, t, x, args.hidden_states.dtype, weights[t * k]);
+          prepare_input(w, i, e, x, args.hidden_states.dtype, weights[t * k]);
         }
       }
       gemms(w, num_active);
@@ -385,7 +475,7 @@ void CpuExperts::run_batched(const ExpertsArgs& args, const CpuWorkspace& w,
             load_quantized(w, r, x,
                            args.hidden_scale.as<float>() + offset(e, r, args.hidden_scale));
           } else {
-            prepare_input(w, r, x, args.hidden_states.dtype, 1.0F);
+            prepare_input(w, r, e, x, args.hidden_states.dtype, 1.0F);
           }
         }
       }
@@ -432,18 +522,8 @@ Status cpu_experts_can_implement(std::string_view tier, const MoeProblem& proble
   }
   MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::kernels_by_name(tier));
   static_cast<void>(kernels);
-  MOESAIC_ASSIGN_OR_RETURN(const cpu::WeightKind kind,
-                           cpu::weight_kind(problem.quant.weight.dtype));
-  static_cast<void>(kind);
-  const ScaleGranularity g = problem.quant.weight.granularity;
-  const bool mxfp4 = problem.quant.weight.dtype == DType::kF4E2M1 &&
-                     problem.quant.weight.scale_format == ScaleFormat::kE8M0;
-  const bool plain_rows = problem.quant.activation.granularity == ScaleGranularity::kNone;
-  if (g == ScaleGranularity::kNone || g == ScaleGranularity::kBlock || (mxfp4 && plain_rows))
-    return {};
-  return Status(StatusCode::kUnsupported,
-                fmt::format("quant: the CPU kernels have no {} yet, cpu_reference has",
-                            compute_scheme_name(compute_scheme(problem.quant).value())));
+  MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
+  return cpu_weight_format(problem.quant, scheme).status();
 }
 
 Result<std::unique_ptr<Experts>> make_cpu_experts(std::string_view tier, const MoeProblem& problem,
@@ -451,11 +531,12 @@ Result<std::unique_ptr<Experts>> make_cpu_experts(std::string_view tier, const M
   MOESAIC_RETURN_IF_ERROR(cpu_experts_can_implement(tier, problem));
   MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::kernels_by_name(tier));
   MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
-  const CpuPlan plan = make_plan(problem, scheme, *kernels);
+  MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormat format, cpu_weight_format(problem.quant, scheme));
+  const CpuPlan plan = make_plan(problem, scheme, format, *kernels);
   MOESAIC_ASSIGN_OR_RETURN(CpuExpertWeights weights,
-                           CpuExpertWeights::load(problem, source, plan.num_threads));
+                           CpuExpertWeights::load(problem, format, source, plan.num_threads));
   return std::unique_ptr<Experts>(
-      std::make_unique<CpuExperts>(problem, *kernels, plan, std::move(weights)));
+      std::make_unique<CpuExperts>(problem, *kernels, plan, format.grouped, std::move(weights)));
 }
 
 Result<std::int64_t> cpu_experts_workspace_size(std::string_view tier, const MoeProblem& problem,
@@ -463,7 +544,8 @@ Result<std::int64_t> cpu_experts_workspace_size(std::string_view tier, const Moe
   MOESAIC_RETURN_IF_ERROR(cpu_experts_can_implement(tier, problem));
   MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::kernels_by_name(tier));
   MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
-  return workspace_bytes(make_plan(problem, scheme, *kernels), tokens);
+  MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormat format, cpu_weight_format(problem.quant, scheme));
+  return workspace_bytes(make_plan(problem, scheme, format, *kernels), tokens);
 }
 
 }  // namespace moesaic

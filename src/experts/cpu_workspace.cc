@@ -16,19 +16,21 @@ CpuWorkspace CpuWorkspace::carve(const CpuPlan& plan, std::int64_t tokens, Arena
   const std::int64_t chunk = plan.chunk_tokens(tokens);
   const std::int64_t rows = plan.chunk_rows(tokens);
   CpuWorkspace w;
-  w.a1 = arena.take<std::byte>(chunk * plan.k1 * plan.operand_bytes());
+  const std::int64_t inputs = plan.permuted ? rows : chunk;
+  w.a1 = arena.take<std::byte>(inputs * plan.k1 * plan.operand_bytes());
   w.a2 = arena.take<std::byte>(rows * plan.k2 * plan.operand_bytes());
-  if (plan.quantize) {
-    w.a1_scales = arena.take<float>(chunk * plan.groups1());
+  if (plan.row_numbers) {
+    w.a1_scales = arena.take<float>(inputs * plan.groups1());
     w.a2_scales = arena.take<float>(rows * plan.groups2());
   }
+  if (plan.whole_rows) w.a2_raw = arena.take<float>(rows * plan.k2);
   w.out = arena.take<float>(rows * plan.n2);
   w.sorted_slots = arena.take<std::int32_t>(rows);
   w.position = arena.take<std::int32_t>(rows);
   w.first_row = arena.take<std::int64_t>(plan.num_local_experts + 1);
   w.active = arena.take<std::int32_t>(plan.num_local_experts);
   w.scratch_stride = round_up(std::max({plan.k1, plan.k2, plan.n2}), 16);
-  w.scratch = arena.take<float>(w.scratch_stride * plan.num_threads);
+  w.scratch = arena.take<float>(2 * w.scratch_stride * plan.num_threads);
   return w;
 }
 

@@ -14,8 +14,18 @@ namespace moesaic {
 struct CpuPlan {
   ComputeScheme scheme = ComputeScheme::kF32;
   bool standard = true;
-  bool quantize = false;             // activations to e4m3 per 128 columns
-  bool power_of_two_scales = false;  // activation scales are E8M0
+  cpu::RowQuantRule row_rule = cpu::RowQuantRule::kNone;
+  bool power_of_two_scales = false;  // kFp8Group: activation scales are E8M0
+  // Numbers kept beside each operand row: scales, or sums of the row (for weights with offsets),
+  // one per row_step columns (0: one per row). Static scales are not kept.
+  bool row_numbers = false;
+  bool row_sums = false;
+  std::int64_t row_step = 0;
+  int folds_per_row_scale = 1;
+  // The intermediate must be complete before it becomes an operand: one scale for the whole row, or
+  // columns in another order.
+  bool whole_rows = false;
+  bool permuted = false;  // act-order: rows of GEMM1 are made per expert, too
   cpu::OperandKind operand = cpu::OperandKind::kF32;
   DType round_dtype = DType::kF32;  // of hidden states and intermediate
   std::int64_t top_k = 1;
@@ -26,8 +36,9 @@ struct CpuPlan {
   int num_threads = 1;
 
   std::int64_t operand_bytes() const { return operand == cpu::OperandKind::kBF16 ? 2 : 4; }
-  std::int64_t groups1() const { return ceil_div(k1, cpu::kGroup); }
-  std::int64_t groups2() const { return ceil_div(k2, cpu::kGroup); }
+  std::int64_t numbers(std::int64_t k) const { return row_step == 0 ? 1 : ceil_div(k, row_step); }
+  std::int64_t groups1() const { return numbers(k1); }
+  std::int64_t groups2() const { return numbers(k2); }
   // Tokens (standard) or rows (batched) handled at a time. 8192 rows of experts' output keep the
   // workspace near hidden * 32 KiB while every expert of a large layer still sees tens of rows.
   std::int64_t chunk_tokens(std::int64_t tokens) const;
@@ -38,16 +49,18 @@ struct CpuPlan {
 
 // Pointers into the arena for one chunk; null while measuring.
 struct CpuWorkspace {
-  std::byte* a1 = nullptr;               // [chunk_tokens][k1] operands of GEMM1
-  float* a1_scales = nullptr;            // [chunk_tokens][groups1]
+  // [chunk_tokens], permuted: [chunk_rows]
+  std::byte* a1 = nullptr;               // [..][k1] operands of GEMM1
+  float* a1_scales = nullptr;            // [..][groups1]
   std::byte* a2 = nullptr;               // [chunk_rows][k2] operands of GEMM2
   float* a2_scales = nullptr;            // [chunk_rows][groups2]
+  float* a2_raw = nullptr;               // [chunk_rows][k2] whole_rows: rounded, not yet operands
   float* out = nullptr;                  // [chunk_rows][n2]
   std::int32_t* sorted_slots = nullptr;  // [chunk_rows]
   std::int32_t* position = nullptr;      // [chunk_rows]: slot -> row, or -1
   std::int64_t* first_row = nullptr;     // [E_l + 1]
   std::int32_t* active = nullptr;        // [E_l] experts with rows
-  float* scratch = nullptr;              // [threads][max(k1, k2, n2)]
+  float* scratch = nullptr;              // [threads][2][max(k1, k2, n2)]
   std::int64_t scratch_stride = 0;
 
   // Carves (or measures) in a fixed order; monotone in tokens.

@@ -115,7 +115,7 @@ float RefMatrix::dot(std::int64_t e, std::int64_t n, const float* x, std::int64_
                                        : static_cast<float>(zero_.as<std::uint8_t>()[scale_index]);
     if (MOESAIC_FAULT(ref_experts_zero_point_added)) zero = -zero;
   }
-  const bool rounded_product = quant_.outer_scale == OuterScale::kChannel;
+  const bool rounded_product = rounds_scaled_codes(quant_);
   const float group_scale =
       rounded_product ? f32_from_e4m3(scale_.as<std::uint8_t>()[scale_index]) : 1.0F;
   std::array<float, 8> lane{};
@@ -150,7 +150,7 @@ void RefMatrix::multiply(std::int64_t e, const RefOperand& x, float* out) const 
       const float* values = x.values + begin;
       const float partial = dot(e, n, values, begin, count, scale_row + g);
       float factor = 1.0F;
-      if (scale_.present() && !outside && quant_.outer_scale != OuterScale::kChannel)
+      if (scale_.present() && !outside && !rounds_scaled_codes(quant_))
         factor = load_as_f32(scale_.data(), scale_.dtype(), scale_row + g);
       if (x.scales != nullptr && x.group > 0) factor = x.scales[begin / x.group] * factor;
       sum += partial * factor;

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <string>
 
 namespace moesaic {
 namespace {
@@ -15,16 +16,33 @@ constexpr double kFp8WeightRounding = 6e-2;
 bool is_plain(const QuantScheme& stored) {
   return stored.weight.granularity == ScaleGranularity::kNone;
 }
-bool is_fp8(const QuantScheme& stored) { return stored.weight.dtype == DType::kF8E4M3; }
-bool is_mxfp4(const QuantScheme& stored) { return stored.weight.dtype == DType::kF4E2M1; }
+bool is_fp8(const QuantScheme& stored) {
+  return stored.weight.dtype == DType::kF8E4M3 &&
+         stored.weight.granularity == ScaleGranularity::kBlock;
+}
+
+// Whether activations of this format need static scales that only a checkpoint can give.
+bool needs_input_scale(const OperandQuant& a) {
+  return a.outer_scale == OuterScale::kTensor ||
+         (a.granularity == ScaleGranularity::kTensor && !a.dynamic);
+}
+
+// Whether weights stored like this run as `scheme` without touching them.
+bool runs_as(const QuantScheme& stored, const QuantScheme& scheme) {
+  return scheme.weight == stored.weight &&
+         (!needs_input_scale(scheme.activation) || needs_input_scale(stored.activation));
+}
 
 Status no_such_pair(const QuantScheme& stored, std::string_view requested) {
   const bool fp8 = is_fp8(stored);
-  if (is_mxfp4(stored)) {
+  if (!fp8 && !is_plain(stored)) {
+    std::string names = "as-is, f32";
+    for (const QuantScheme& scheme : quant_schemes()) {
+      if (runs_as(stored, scheme)) names += fmt::format(", {}", scheme.name);
+    }
     return {StatusCode::kUnsupported,
-            fmt::format("quant: got {} for weights stored as {}, need as-is, f32 or mxfp4-bf16; "
-                        "nearest is mxfp4-bf16",
-                        requested, stored.name)};
+            fmt::format("quant: got {} for weights stored as {}, need {}; nearest is as-is",
+                        requested, stored.name, names)};
   }
   return {StatusCode::kUnsupported,
           fmt::format("quant: got {} for weights stored as {}, need {}; nearest is {}", requested,
@@ -40,15 +58,37 @@ std::string_view plain_name(DType dtype) {
   return dtype == DType::kF16 ? "f16" : "bf16";
 }
 
+// Stored in a quantised format other than FP8 blocks: as it is, in fp32, or with the activations of
+// another scheme of the same weights.
+Result<QuantPlan> plan_stored(const QuantScheme& stored, DType activation_dtype,
+                              std::string_view requested) {
+  QuantPlan plan;
+  plan.scheme = stored;
+  plan.activation_dtype = activation_dtype;
+  if (requested != "as-is") {
+    MOESAIC_ASSIGN_OR_RETURN(const QuantScheme named, quant_scheme_from_name(requested));
+    if (requested == "f32") {
+      plan.scheme = named;
+      plan.scheme.weight = stored.weight;
+    } else if (runs_as(stored, named)) {
+      plan.scheme = named;
+    } else if (requested != stored.name) {
+      return no_such_pair(stored, requested);
+    }
+  }
+  const bool weight_only = plan.scheme.weight_only() && requested != "f32";
+  if (weight_only) plan.activation_dtype = DType::kBF16;
+  return plan;
+}
+
 }  // namespace
 
 Result<QuantPlan> plan_quant(const QuantScheme& stored, DType activation_dtype,
                              std::string_view requested) {
-  if (!is_plain(stored) && !is_fp8(stored) && !is_mxfp4(stored)) {
-    return no_such_pair(stored, requested);
+  if (!is_plain(stored) && !is_fp8(stored)) {
+    return plan_stored(stored, activation_dtype, requested);
   }
   std::string_view name = requested;
-  if (requested == "as-is" && is_mxfp4(stored)) name = "mxfp4-bf16";
   if (name == "as-is") name = is_fp8(stored) ? "fp8-block" : plain_name(stored.weight.dtype);
   QuantPlan plan;
   MOESAIC_ASSIGN_OR_RETURN(plan.scheme, quant_scheme_from_name(name));
@@ -57,12 +97,7 @@ Result<QuantPlan> plan_quant(const QuantScheme& stored, DType activation_dtype,
     plan.scheme.weight = stored.weight;
     return plan;
   }
-  if (name == "mxfp4-bf16") {
-    if (!is_mxfp4(stored)) return no_such_pair(stored, requested);
-    plan.activation_dtype = DType::kBF16;
-    return plan;
-  }
-  if (!is_mxfp4(stored) && (name == "fp8-block" || name == "fp8-bf16")) {
+  if (name == "fp8-block" || name == "fp8-bf16") {
     if (name == "fp8-bf16") plan.activation_dtype = DType::kBF16;
     if (is_fp8(stored)) {
       // The checkpoint says how its activations are to be quantised (scale format).

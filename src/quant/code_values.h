@@ -15,7 +15,11 @@ CodeValues code_values(const OperandQuant& weight);
 // multiply with.
 CodeValues code_values_bf16(const OperandQuant& weight);
 
-// int4 with e4m3 group scales: the value of e4m3(scale * code), the operand that the scheme
+// int4 with e4m3 group scales.
+inline bool rounds_scaled_codes(const OperandQuant& weight) {
+  return weight.dtype == DType::kI4 && weight.scale_format == ScaleFormat::kE4M3;
+}
+// There: the value of e4m3(scale * code), the operand that the scheme
 // multiplies with. scale is the value of an e4m3 code.
 float int4_fp8_value(int code, float scale);
 

@@ -72,7 +72,10 @@ std::optional<WeightFormat> weight_format(const OperandQuant& w) {
     return WeightFormat::kFp8Scaled;
   if (is_group(w, DType::kF8E4M3, F::kE8M0, kMxGroup)) return WeightFormat::kMxfp8;
   if (is_group(w, DType::kF4E2M1, F::kE8M0, kMxGroup)) return WeightFormat::kMxfp4;
-  if (is_group(w, DType::kF4E2M1, F::kE4M3, 16, OuterScale::kTensor)) return WeightFormat::kNvfp4;
+  // Per row: gate and up with global scales of their own.
+  if (is_group(w, DType::kF4E2M1, F::kE4M3, 16, OuterScale::kTensor) ||
+      is_group(w, DType::kF4E2M1, F::kE4M3, 16, OuterScale::kChannel))
+    return WeightFormat::kNvfp4;
   if (is_group(w, DType::kI4, F::kE4M3, kBlock, OuterScale::kChannel))
     return WeightFormat::kInt4Fp8;
   return std::nullopt;

@@ -19,16 +19,22 @@ struct Case {
 };
 
 const Case kCases[] = {
-    {WeightKind::kF32, RowOrder::kPlain, 64, 128}, {WeightKind::kF32, RowOrder::kGateUp, 10, 7},
-    {WeightKind::kBF16, RowOrder::kPlain, 65, 33}, {WeightKind::kBF16, RowOrder::kGateUp, 192, 130},
-    {WeightKind::kF16, RowOrder::kPlain, 1, 1},    {WeightKind::kE4M3, RowOrder::kPlain, 100, 257},
+    {WeightKind::kF32, RowOrder::kPlain, 64, 128},
+    {WeightKind::kF32, RowOrder::kGateUp, 10, 7},
+    {WeightKind::kBF16, RowOrder::kPlain, 65, 33},
+    {WeightKind::kBF16, RowOrder::kGateUp, 192, 130},
+    {WeightKind::kF16, RowOrder::kPlain, 1, 1},
+    {WeightKind::kE4M3, RowOrder::kPlain, 100, 257},
     {WeightKind::kE4M3, RowOrder::kGateUp, 66, 5},
+    {WeightKind::kI8, RowOrder::kPlain, 70, 100},
+    {WeightKind::kCode4, RowOrder::kGateUp, 66, 34},
 };
 
 TEST(PackedWeights, UnpackingIsTheInverseOfPacking) {
   test::Rng rng(1);
   for (const Case& c : kCases) {
-    const PackedShape shape{c.kind, c.order, c.rows, c.k};
+    const bool code4 = c.kind == WeightKind::kCode4;
+    const PackedShape shape{c.kind, c.order, c.rows, c.k, code4 ? 32 : 4, 0};
     ASSERT_TRUE(check_packed_shape(shape, 1).ok());
     std::vector<std::byte> matrix(static_cast<std::size_t>(c.rows * c.k * shape.elem_bits() / 8));
     for (std::byte& b : matrix) b = static_cast<std::byte>(rng.next());
@@ -40,9 +46,12 @@ TEST(PackedWeights, UnpackingIsTheInverseOfPacking) {
     EXPECT_EQ(std::memcmp(matrix.data(), back.data(), matrix.size()), 0) << c.rows << " x " << c.k;
     // Everything that is not the matrix is zero: as many non-zero bytes in the packed form as in
     // the matrix.
-    const auto non_zero = [](const std::byte* p, std::int64_t n) {
+    const auto non_zero = [code4](const std::byte* p, std::int64_t n) {
       std::int64_t count = 0;
-      for (std::int64_t i = 0; i < n; ++i) count += p[i] != std::byte{0};
+      for (std::int64_t i = 0; i < n; ++i) {
+        const int byte = std::to_integer<int>(p[i]);
+        count += code4 ? ((byte & 15) != 0) + (byte >> 4 != 0) : byte != 0;
+      }
       return count;
     };
     EXPECT_EQ(non_zero(packed.data(), packed.bytes()),
@@ -90,6 +99,52 @@ TEST(PackedWeights, BlockScalesFollowTheirRows) {
   }
 }
 
+// Unsigned codes become two's complement on the way in, and padding stays the code of 0.
+TEST(PackedWeights, FlippingTurnsUnsignedCodesAround) {
+  const PackedShape shape{WeightKind::kI8, RowOrder::kPlain, 1, 2, 16, 0x80};
+  const std::byte matrix[2] = {std::byte{0x80}, std::byte{0x83}};
+  WeightBuffer packed = std::move(WeightBuffer::allocate(shape.matrix_bytes())).value();
+  test::poison(packed.data(), packed.bytes());
+  pack_matrix(shape, matrix, packed.data(), 1);
+  EXPECT_EQ(packed.data()[0], std::byte{0});
+  EXPECT_EQ(packed.data()[1], std::byte{3});
+  for (std::int64_t i = 2; i < packed.bytes(); ++i) ASSERT_EQ(packed.data()[i], std::byte{0});
+}
+
+// Columns of 8 elements, folds of 4: two groups per scale; zero points, minima and the bias of
+// unsigned codes end in one offset.
+TEST(PackedWeights, GroupScalesAndOffsets) {
+  const PackedShape shape{WeightKind::kCode4, RowOrder::kPlain, 2, 12, 4, 0x08};
+  const float scale[4] = {1, 2, 3, 4};  // [2, 2]
+  const std::uint8_t zero[4] = {8, 7, 9, 0};
+  const float min[4] = {10, 20, 30, 40};
+  const auto view = [](const auto* data, DType dtype) {
+    return ConstTensorView(reinterpret_cast<const std::byte*>(data), dtype, {2, 2});
+  };
+  const auto scales = view(scale, DType::kF32);
+  std::vector<float> got(3 * 64);
+  pack_group_scales(shape, 4, 8, scales, reinterpret_cast<std::byte*>(got.data()));
+  const auto at = [&](int group, int column) {
+    return got[static_cast<std::size_t>(group * 64 + column)];
+  };
+  EXPECT_EQ(at(0, 0), 1);
+  EXPECT_EQ(at(1, 0), 1);
+  EXPECT_EQ(at(2, 0), 2);
+  EXPECT_EQ(at(2, 1), 4);
+  EXPECT_EQ(at(2, 2), 1);  // padding
+  pack_group_offsets(shape, 4, 8, scales, view(zero, DType::kU8), {}, 8, got.data());
+  EXPECT_EQ(at(0, 0), 0);
+  EXPECT_EQ(at(2, 0), -2);
+  EXPECT_EQ(at(0, 1), 3);
+  EXPECT_EQ(at(2, 1), -32);
+  EXPECT_EQ(at(0, 2), 0);
+  pack_group_offsets(shape, 4, 8, scales, {}, view(min, DType::kF32), 8, got.data());
+  EXPECT_EQ(at(0, 0), 10 - 8);
+  EXPECT_EQ(at(2, 1), 40 - 32);
+  pack_group_offsets(shape, 4, 8, scales, {}, {}, 8, got.data());
+  EXPECT_EQ(at(2, 1), -32);
+}
+
 TEST(PackedWeights, RefusesSizesThatDoNotFitAndOddHalves) {
   EXPECT_EQ(
       check_packed_shape({WeightKind::kBF16, RowOrder::kPlain, std::int64_t{1} << 40, 1 << 20}, 1)
@@ -100,7 +155,7 @@ TEST(PackedWeights, RefusesSizesThatDoNotFitAndOddHalves) {
       StatusCode::kLimitExceeded);
   EXPECT_EQ(check_packed_shape({WeightKind::kBF16, RowOrder::kGateUp, 7, 8}, 1).code(),
             StatusCode::kInvalidShape);
-  EXPECT_EQ(weight_kind(DType::kI8).status().code(), StatusCode::kUnsupported);
+  EXPECT_EQ(weight_kind(DType::kI32).status().code(), StatusCode::kUnsupported);
 }
 
 }  // namespace

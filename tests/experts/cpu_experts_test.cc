@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cpu/tiers.h"
+#include "support/experts_run.h"
 #include "support/metrics.h"
 #include "support/moe_oracle.h"
 #include "support/random.h"
@@ -35,7 +36,7 @@ MoeProblem make_problem(std::string_view quant, std::int64_t h, std::int64_t i,
   p.top_k = k;
   p.hidden_size = h;
   p.intermediate_size = i;
-  p.quant = quant_scheme_from_name(quant).value();
+  p.quant = test::scheme_called(quant);
   p.activation_dtype = quant == "f16" ? DType::kF16 : quant == "f32" ? DType::kF32 : DType::kBF16;
   p.max_tokens = 64;
   p.num_threads = 2;
@@ -84,7 +85,7 @@ std::unique_ptr<Experts> make(const std::string& tier, const MoeProblem& p,
 double bound_like_scheme(std::string_view quant) {
   if (quant == "f32") return 1e-6;
   if (quant == "f16") return 3e-4;
-  return 3e-3;
+  return test::scheme_called(quant).activation.dtype == DType::kF4E2M1 ? 2e-2 : 3e-3;
 }
 
 struct Case {
@@ -93,12 +94,43 @@ struct Case {
 };
 
 TEST(CpuExperts, EveryTierAndSchemeMeetsItsBoundAgainstFloat64) {
-  const Case cases[] = {
-      {"f32", 64, 96, 7},         {"f32", 50, 30, 3},          {"bf16", 256, 160, 33},
-      {"bf16", 34, 18, 5},        {"bf16", 130, 64, 1},        {"f16", 128, 96, 9},
-      {"f16", 66, 34, 4},         {"fp8-block", 256, 128, 17}, {"fp8-block", 384, 256, 1},
-      {"fp8-bf16", 256, 128, 17}, {"fp8-bf16", 200, 128, 6},   {"mxfp4-bf16", 256, 160, 40},
-      {"mxfp4-bf16", 96, 32, 1},  {"mxfp4-bf16", 32, 64, 5}};
+  const Case cases[] = {{"f32", 64, 96, 7},
+                        {"f32", 50, 30, 3},
+                        {"bf16", 256, 160, 33},
+                        {"bf16", 34, 18, 5},
+                        {"bf16", 130, 64, 1},
+                        {"f16", 128, 96, 9},
+                        {"f16", 66, 34, 4},
+                        {"fp8-block", 256, 128, 17},
+                        {"fp8-block", 384, 256, 1},
+                        {"fp8-bf16", 256, 128, 17},
+                        {"fp8-bf16", 200, 128, 6},
+                        {"mxfp4-bf16", 256, 160, 40},
+                        {"mxfp4-bf16", 96, 32, 1},
+                        {"mxfp4-bf16", 32, 64, 5},
+                        {"fp8-tensor", 200, 100, 9},
+                        {"fp8-static", 256, 160, 3},
+                        {"fp8-channel", 256, 160, 40},
+                        {"mxfp8", 96, 160, 9},
+                        {"mxfp8", 256, 32, 1},
+                        {"mxfp4-fp8", 256, 128, 20},
+                        {"mxfp4", 96, 64, 8},
+                        {"nvfp4", 256, 80, 20},
+                        {"nvfp4", 48, 32, 2},
+                        {"nvfp4-rows", 64, 48, 8},
+                        {"int8", 200, 100, 20},
+                        {"int4-g128", 256, 384, 7},
+                        {"int4-g128", 200, 66, 3},
+                        {"int8-bf16", 100, 50, 12},
+                        {"nvfp4-bf16", 96, 80, 5},
+                        {"nf4-bf16", 128, 64, 8},
+                        {"fp4-bf16", 64, 128, 2},
+                        {"gptq", 128, 96, 20},
+                        {"gptq", 80, 50, 1},
+                        {"q4k", 256, 96, 6},
+                        {"q6k", 96, 80, 9},
+                        {"u8-zero", 150, 70, 4},
+                        {"int4-channel", 96, 34, 11}};
   std::uint64_t seed = 1;
   for (const Case& c : cases) {
     const MoeProblem p = make_problem(c.quant, c.h, c.i, 5, 3);
@@ -182,7 +214,8 @@ TEST(CpuExperts, IntegerInputsAreExactOnEveryTier) {
 
 // One row alone, in any batch, in any order, with any number of threads: the same bits.
 TEST(CpuExperts, RowsDependOnNothingButThemselves) {
-  for (const char* quant : {"bf16", "fp8-block", "fp8-bf16", "mxfp4-bf16", "f32"}) {
+  for (const char* quant : {"bf16", "fp8-block", "fp8-bf16", "mxfp4-bf16", "f32", "fp8-channel",
+                            "mxfp8", "nvfp4", "int8", "int4-g128", "gptq", "mxfp4-fp8"}) {
     MoeProblem p = make_problem(quant, 256, 128, 6, 2);
     const OwnedExpertWeights w = test::random_expert_weights(5, p);
     test::Rng rng(6);

@@ -35,6 +35,18 @@ TEST(QuantSelection, EveryPairOfStoredAndRequested) {
       {"fp8-block", "bf16", nullptr, {}, {}, {}},
       {"fp8-block", "f16", nullptr, {}, {}, {}},
       {"bf16", "mxfp4", nullptr, {}, {}, {}},
+      {"mxfp4-bf16", "as-is", "mxfp4-bf16", DType::kF4E2M1, bf16, C::kNone},
+      {"mxfp4-bf16", "mxfp4-fp8", "mxfp4-fp8", DType::kF4E2M1, bf16, C::kNone},
+      {"mxfp4", "as-is", "mxfp4", DType::kF4E2M1, bf16, C::kNone},
+      {"mxfp4", "fp8-block", nullptr, {}, {}, {}},
+      {"nvfp4", "nvfp4-bf16", "nvfp4-bf16", DType::kF4E2M1, bf16, C::kNone},
+      {"nvfp4-bf16", "nvfp4", nullptr, {}, {}, {}},  // has no input scales
+      {"nvfp4", "mxfp4", nullptr, {}, {}, {}},
+      {"int8", "f32", "f32", DType::kI8, bf16, C::kNone},
+      {"int8", "int8-bf16", "int8-bf16", DType::kI8, bf16, C::kNone},
+      {"fp8-channel", "as-is", "fp8-channel", fp8, bf16, C::kNone},
+      {"fp8-channel", "fp8-block", nullptr, {}, {}, {}},
+      {"int4-g128", "as-is", "int4-g128", DType::kI4, bf16, C::kNone},
       {"bf16", "nonsense", nullptr, {}, {}, {}},
   };
   for (const Row& row : rows) {

@@ -24,13 +24,13 @@ T must(Result<T> result, std::string_view what) {
 }  // namespace
 
 QuantScheme scheme_called(std::string_view name) {
-  QuantScheme s = must(quant_scheme_from_name(name.starts_with("fp8-static")       ? "fp8-tensor"
-                                              : name == "gptq" || name == "q4k"    ? "int4-g128"
-                                              : name == "int4-channel"             ? "int8-bf16"
-                                              : name == "q6k" || name == "u8-zero" ? "int8-bf16"
-                                              : name == "fp4-bf16"                 ? "nf4-bf16"
-                                                                                   : name),
-                       "scheme_called");
+  std::string_view named = name;  // the nearest one
+  if (name == "fp8-static") named = "fp8-tensor";
+  if (name == "gptq" || name == "q4k") named = "int4-g128";
+  if (name == "int4-channel" || name == "q6k" || name == "u8-zero") named = "int8-bf16";
+  if (name == "nvfp4-rows") named = "nvfp4";
+  if (name == "fp4-bf16") named = "nf4-bf16";
+  QuantScheme s = must(quant_scheme_from_name(named), "scheme_called");
   OperandQuant& w = s.weight;
   if (name == "fp8-static") {
     s.activation.granularity = ScaleGranularity::kTensor;
@@ -52,6 +52,7 @@ QuantScheme scheme_called(std::string_view name) {
     w.dtype = DType::kU8;
     w.zero_point = ZeroPoint::kInteger;
   }
+  if (name == "nvfp4-rows") w.outer_scale = OuterScale::kChannel;
   if (name == "fp4-bf16") w.table = CodeTable::kFp4;
   return s;
 }

@@ -271,7 +271,10 @@ double weight_value(const OperandQuant& q, const Projection& m, std::int64_t e, 
   if (m.zero.present()) v -= element(m.zero, index);
   if (m.scale.present()) v *= element(m.scale, index);
   if (m.min.present()) v -= element(m.min, index);
-  if (m.channel_scale.present()) v = e4m3_round(v) * element(m.channel_scale, e * rows + n);
+  if (m.channel_scale.present()) {
+    if (q.dtype == DType::kI4) v = e4m3_round(v);
+    v *= element(m.channel_scale, e * rows + n);
+  }
   if (m.global_scale.present()) v *= element(m.global_scale, e);
   return v;
 }

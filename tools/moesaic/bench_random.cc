@@ -74,7 +74,7 @@ void fill(T* out, std::int64_t n, const std::vector<T>& table, std::uint64_t see
   }
 }
 
-// Any bytes: two e2m1 codes each, all 16 alike, standard deviation 2.7.
+// Any bytes: two 4-bit codes each or an integer, all alike; e2m1 has standard deviation 2.7.
 constexpr double kE2M1Sd = 2.7;
 void fill_bytes(Tensor& t, std::uint64_t seed) {
   std::vector<std::uint8_t> all(1U << 16);
@@ -97,26 +97,41 @@ void fill_normal(Tensor& t, double sd, std::uint64_t seed) {
   }
 }
 
-// Block scales that give e4m3 codes of fill_normal the standard deviation sd, each varied by up to
-// a factor of 1.4.
-Result<Tensor> random_scales(std::int64_t rows, std::int64_t cols, double sd, std::uint64_t seed) {
-  MOESAIC_ASSIGN_OR_RETURN(Tensor t, Tensor::uninitialized(DType::kF32, {rows, cols}));
-  for (std::int64_t i = 0; i < rows * cols; ++i) {
-    const double vary = std::exp2(unit(mix(seed + static_cast<std::uint64_t>(i))) - 0.5);
-    t.as<float>()[i] = static_cast<float>(sd * vary / static_cast<double>(kFp8Gain));
-  }
+// What the codes that are drawn for a format stand for on average.
+double code_sd(const OperandQuant& w) {
+  if (w.dtype == DType::kF8E4M3) return static_cast<double>(kFp8Gain);
+  if (w.table != CodeTable::kNone) return 0.55;
+  if (w.dtype == DType::kF4E2M1) return kE2M1Sd;
+  return w.dtype == DType::kI8 ? 74 : 4.6;  // all codes alike
+}
+
+// A factor of up to 1.4 either way.
+double vary(std::uint64_t seed) { return std::exp2(unit(mix(seed)) - 0.5); }
+
+Result<Tensor> varied(const Shape& shape, double value, std::uint64_t seed) {
+  MOESAIC_ASSIGN_OR_RETURN(Tensor t, Tensor::uninitialized(DType::kF32, shape));
+  for (std::int64_t i = 0; i < t.bytes() / 4; ++i)
+    t.as<float>()[i] = static_cast<float>(value * vary(seed + static_cast<std::uint64_t>(i)));
   return t;
 }
 
-// E8M0 exponents that give e2m1 codes of fill_bytes the standard deviation sd, each varied by a
-// factor of two either way.
-Result<Tensor> random_exponents(std::int64_t rows, std::int64_t cols, double sd,
-                                std::uint64_t seed) {
-  MOESAIC_ASSIGN_OR_RETURN(Tensor t, Tensor::uninitialized(DType::kF8E8M0, {rows, cols}));
-  const auto middle = static_cast<int>(std::lround(std::log2(sd / kE2M1Sd)));
-  for (std::int64_t i = 0; i < rows * cols; ++i) {
-    const auto vary = static_cast<int>(mix(seed + static_cast<std::uint64_t>(i)) % 3) - 1;
-    t.as<std::uint8_t>()[i] = static_cast<std::uint8_t>(127 + middle + vary);
+// The finest scales of a [rows, cols] matrix around `value`, each different. E8M0: a factor of two
+// either way.
+Result<Tensor> random_scales(const OperandQuant& w, std::int64_t rows, std::int64_t cols,
+                             double value, std::uint64_t seed) {
+  Shape shape{1};
+  if (w.granularity == ScaleGranularity::kChannel) shape = {rows};
+  if (w.block_k > 0) shape = {ceil_div(rows, w.block_n), ceil_div(cols, w.block_k)};
+  if (w.scale_format == ScaleFormat::kF32) return varied(shape, value, seed);
+  const bool e8m0 = w.scale_format == ScaleFormat::kE8M0;
+  MOESAIC_ASSIGN_OR_RETURN(Tensor t,
+                           Tensor::uninitialized(e8m0 ? DType::kF8E8M0 : DType::kF8E4M3, shape));
+  const auto middle = static_cast<int>(std::lround(std::log2(value)));
+  for (std::int64_t i = 0; i < t.bytes(); ++i) {
+    const std::uint64_t s = seed + static_cast<std::uint64_t>(i);
+    const auto exponent = static_cast<int>(mix(s) % 3) - 1 + middle;
+    t.as<std::uint8_t>()[i] = e8m0 ? static_cast<std::uint8_t>(127 + exponent)
+                                   : e4m3_from_f32(static_cast<float>(value * vary(s)));
   }
   return t;
 }
@@ -131,47 +146,69 @@ class RandomSource final : public ExpertSource {
     const std::uint64_t seed = mix(seed_ + static_cast<std::uint64_t>(e));
     const double sd13 = 1.0 / std::sqrt(static_cast<double>(p_.hidden_size));
     const double sd2 = 1.0 / std::sqrt(static_cast<double>(p_.intermediate_size));
-    MOESAIC_RETURN_IF_ERROR(make(w13_, w13_scale_, rows, p_.hidden_size, sd13, seed));
-    MOESAIC_RETURN_IF_ERROR(
-        make(w2_, w2_scale_, p_.hidden_size, p_.intermediate_size, sd2, seed ^ 1));
+    MOESAIC_RETURN_IF_ERROR(make(w13_, rows, p_.hidden_size, sd13, seed));
+    MOESAIC_RETURN_IF_ERROR(make(w2_, p_.hidden_size, p_.intermediate_size, sd2, seed ^ 1));
     if (p_.has_expert_bias) {
-      MOESAIC_ASSIGN_OR_RETURN(w13_bias_, random_tensor(DType::kF32, {rows}, 0.5, seed ^ 2));
-      MOESAIC_ASSIGN_OR_RETURN(w2_bias_,
+      MOESAIC_ASSIGN_OR_RETURN(w13_.bias, random_tensor(DType::kF32, {rows}, 0.5, seed ^ 2));
+      MOESAIC_ASSIGN_OR_RETURN(w2_.bias,
                                random_tensor(DType::kF32, {p_.hidden_size}, 0.5, seed ^ 3));
     }
     ExpertWeightsView v;
-    v.w13 = w13_.view();
-    v.w2 = w2_.view();
-    if (w13_scale_.present()) v.w13_scale = w13_scale_.view();
-    if (w2_scale_.present()) v.w2_scale = w2_scale_.view();
-    if (w13_bias_.present()) v.w13_bias = w13_bias_.view();
-    if (w2_bias_.present()) v.w2_bias = w2_bias_.view();
+    const auto show = [](const Tensor& t, ConstTensorView& to) {
+      if (t.present()) to = t.view();
+    };
+    show(w13_.weight, v.w13), show(w2_.weight, v.w2);
+    show(w13_.scale, v.w13_scale), show(w2_.scale, v.w2_scale);
+    show(w13_.bias, v.w13_bias), show(w2_.bias, v.w2_bias);
+    show(w13_.global_scale, v.w13_global_scale), show(w2_.global_scale, v.w2_global_scale);
+    show(w13_.channel_scale, v.w13_channel_scale), show(w2_.channel_scale, v.w2_channel_scale);
+    show(w13_.input_scale, v.w13_input_scale), show(w2_.input_scale, v.w2_input_scale);
     return v;
   }
 
  private:
-  Status make(Tensor& w, Tensor& scale, std::int64_t rows, std::int64_t cols, double sd,
-              std::uint64_t seed) {
-    if (!w.present()) {
-      MOESAIC_ASSIGN_OR_RETURN(w, Tensor::uninitialized(p_.quant.weight.dtype, {rows, cols}));
+  struct Projection {
+    Tensor weight, scale, bias, global_scale, channel_scale, input_scale;
+  };
+
+  Status make(Projection& m, std::int64_t rows, std::int64_t cols, double sd, std::uint64_t seed) {
+    const OperandQuant& w = p_.quant.weight;
+    if (w.zero_point != ZeroPoint::kNone || w.act_order) {
+      return {StatusCode::kUnsupported,
+              "random weights: no zero points, minima or permutations, need a named scheme"};
     }
-    if (p_.quant.weight.dtype == DType::kF4E2M1) {
-      fill_bytes(w, seed);
-      MOESAIC_ASSIGN_OR_RETURN(scale,
-                               random_exponents(rows, cols / p_.quant.weight.block_k, sd, seed));
+    if (!m.weight.present()) {
+      MOESAIC_ASSIGN_OR_RETURN(m.weight, Tensor::uninitialized(w.dtype, {rows, cols}));
+    }
+    if (w.granularity == ScaleGranularity::kNone) {
+      fill_normal(m.weight, sd, seed);
       return {};
     }
-    fill_normal(w, sd, seed);
-    if (p_.quant.weight.granularity == ScaleGranularity::kBlock) {
-      MOESAIC_ASSIGN_OR_RETURN(scale,
-                               random_scales(ceil_div(rows, p_.quant.weight.block_n),
-                                             ceil_div(cols, p_.quant.weight.block_k), sd, seed));
+    if (w.dtype == DType::kF8E4M3) {
+      fill_normal(m.weight, sd, seed);
+    } else {
+      fill_bytes(m.weight, seed);
+    }
+    // An outer scale takes what an e4m3 scale of about 30 leaves.
+    const double scale = sd / code_sd(w);
+    const bool outer = w.outer_scale != OuterScale::kNone;
+    MOESAIC_ASSIGN_OR_RETURN(m.scale, random_scales(w, rows, cols, outer ? 30.0 : scale, seed));
+    if (w.outer_scale == OuterScale::kTensor) {
+      MOESAIC_ASSIGN_OR_RETURN(m.global_scale, varied({1}, scale / 30, seed ^ 5));
+    }
+    if (w.outer_scale == OuterScale::kChannel) {
+      MOESAIC_ASSIGN_OR_RETURN(m.channel_scale, varied({rows}, scale / 30, seed ^ 5));
+    }
+    if (p_.quant.activation.outer_scale == OuterScale::kTensor) {
+      // Largest input about 5, over the largest scale times the largest code.
+      MOESAIC_ASSIGN_OR_RETURN(m.input_scale, Tensor::zeros(DType::kF32, {1}));
+      m.input_scale.as<float>()[0] = 5.0F / (448.0F * 6.0F);
     }
     return {};
   }
   MoeProblem p_;
   std::uint64_t seed_;
-  Tensor w13_, w13_scale_, w13_bias_, w2_, w2_scale_, w2_bias_;
+  Projection w13_, w2_;
 };
 
 }  // namespace
@@ -209,7 +246,11 @@ Result<MoeLayerTensors> random_layer_tensors(const MoeLayerSpec& spec, std::uint
   shared.hidden_size = spec.hidden_size;
   shared.intermediate_size = spec.shared.intermediate_size;
   shared.activation = spec.activation;
-  shared.quant = spec.quant;
+  // Formats with more than one scale tensor are for routed experts alone.
+  const OperandQuant& w = spec.quant.weight;
+  const bool simple = w.outer_scale == OuterScale::kNone &&
+                      (w.granularity == ScaleGranularity::kNone || w.block_k > 0);
+  shared.quant = simple ? spec.quant : quant_scheme_from_name("bf16").value();
   RandomSource source(shared, seed + 4);
   MOESAIC_ASSIGN_OR_RETURN(const ExpertWeightsView v, source.expert(0));
   const auto stacked = [](const ConstTensorView& view) -> Result<Tensor> {
@@ -223,7 +264,7 @@ Result<MoeLayerTensors> random_layer_tensors(const MoeLayerSpec& spec, std::uint
   MOESAIC_ASSIGN_OR_RETURN(t.shared_w13_scale, stacked(v.w13_scale));
   MOESAIC_ASSIGN_OR_RETURN(t.shared_w2, stacked(v.w2));
   MOESAIC_ASSIGN_OR_RETURN(t.shared_w2_scale, stacked(v.w2_scale));
-  t.shared_quant = spec.quant;
+  t.shared_quant = shared.quant;
   if (spec.shared.gated_output) {
     MOESAIC_ASSIGN_OR_RETURN(t.shared_gate_weight,
                              random_tensor(DType::kBF16, {1, spec.hidden_size}, sd, seed + 5));

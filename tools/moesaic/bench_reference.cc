@@ -4,30 +4,23 @@
 #include <limits>
 
 #include "activation/ref_activation.h"
+#include "experts/weight_value.h"
 #include "numerics/element.h"
 
 namespace moesaic::tool {
 namespace {
 
-// y[n] = sum_k w[n][k] * scale(n, k) * x[k] + bias[n]
-std::vector<double> multiply(const ConstTensorView& w, const ConstTensorView& scale,
-                             const ConstTensorView& bias, const OperandQuant& quant,
+// y[n] = sum_k w[n][k] * x[k] + bias[n]
+std::vector<double> multiply(const ProjectionView& m, const OperandQuant& quant,
                              std::span<const double> x) {
-  const std::int64_t rows = w.dim(0), cols = w.dim(1);
+  const std::int64_t rows = m.weight.dim(0), cols = m.weight.dim(1);
   std::vector<double> y(static_cast<std::size_t>(rows));
 #pragma omp parallel for schedule(static)
   for (std::int64_t n = 0; n < rows; ++n) {
     double sum = 0;
-    for (std::int64_t k = 0; k < cols; ++k) {
-      double term = static_cast<double>(load_as_f32(w.data, w.dtype, n * cols + k)) *
-                    x[static_cast<std::size_t>(k)];
-      if (scale.present()) {
-        term *= static_cast<double>(load_as_f32(
-            scale.data, scale.dtype, n / quant.block_n * scale.dim(1) + k / quant.block_k));
-      }
-      sum += term;
-    }
-    if (bias.present()) sum += static_cast<double>(load_as_f32(bias.data, bias.dtype, n));
+    for (std::int64_t k = 0; k < cols; ++k)
+      sum += weight_value(quant, m, n, k) * x[static_cast<std::size_t>(k)];
+    if (m.bias.present()) sum += static_cast<double>(load_as_f32(m.bias.data, m.bias.dtype, n));
     y[static_cast<std::size_t>(n)] = sum;
   }
   return y;
@@ -51,11 +44,10 @@ Result<std::vector<double>> reference_token(const MoeProblem& problem, ExpertSou
     if (on_input) {
       for (double& value : in) value *= w;
     }
-    const std::vector<double> h =
-        multiply(v.w13, v.w13_scale, v.w13_bias, problem.quant.weight, in);
+    const std::vector<double> h = multiply(w13_of(v), problem.quant.weight, in);
     std::vector<double> act(static_cast<std::size_t>(problem.intermediate_size));
     ref_activation_f64(problem.activation, layout, h.data(), act.data(), problem.intermediate_size);
-    const std::vector<double> z = multiply(v.w2, v.w2_scale, v.w2_bias, problem.quant.weight, act);
+    const std::vector<double> z = multiply(w2_of(v), problem.quant.weight, act);
     for (std::size_t i = 0; i < y.size(); ++i) y[i] += (on_input ? 1.0 : w) * z[i];
   }
   return y;

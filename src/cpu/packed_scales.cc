@@ -1,0 +1,79 @@
+// Scales and offsets of grouped formats in the order in which the kernels read them.
+#include <algorithm>
+#include <cstring>
+
+#include "core/fault.h"
+#include "cpu/packed_weights.h"
+#include "numerics/codec.h"
+
+namespace moesaic::cpu {
+namespace {
+
+// Calls use(row, index of the scale, or -1 for padding) for every column of every group of every
+// panel, in the order of the packed form.
+template <class Use>
+void for_each_scale(const PackedShape& shape, std::int64_t fold, std::int64_t columns, Use use) {
+  const std::int64_t across = ceil_div(shape.k, columns);
+  const std::int64_t groups = shape.padded_k() / fold;
+  for (std::int64_t p = 0; p < shape.num_panels(); ++p) {
+    for (std::int64_t g = 0; g < groups; ++g) {
+      // Groups beyond K repeat the last scale: their weights are 0.
+      const std::int64_t at = std::min(g * fold / columns, across - 1);
+      for (int c = 0; c < kPanelColumns; ++c) {
+        std::int64_t row = shape.source_row(p, c);
+        if (MOESAIC_FAULT(cpu_exponent_of_first_column) && row >= 0) row = shape.source_row(p, 0);
+        use(row < 0 ? -1 : row * across + at);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+CodeTable4 make_code_table(const std::array<float, 16>& values) {
+  CodeTable4 t{};
+  for (std::size_t c = 0; c < values.size(); ++c) {
+    const std::uint16_t bits = bf16_from_f32(values[c]);
+    t.values[c] = t.values[c + 16] = bits;
+    t.low[c] = static_cast<std::uint8_t>(bits & 0xFFU);
+    t.high[c] = static_cast<std::uint8_t>(bits >> 8);
+  }
+  return t;
+}
+
+void pack_group_scales(const PackedShape& shape, std::int64_t fold, std::int64_t columns,
+                       const ConstTensorView& scale, std::byte* dst) {
+  const bool bytes = dtype_bits(scale.dtype) == 8;
+  const auto one = static_cast<std::byte>(scale.dtype == DType::kF8E8M0 ? 127 : 0x38);
+  for_each_scale(shape, fold, columns, [&](std::int64_t index) {
+    if (bytes) {
+      *dst++ = index < 0 ? one : scale.data[index];
+      return;
+    }
+    const float value = index < 0 ? 1.0F : load_as_f32(scale.data, scale.dtype, index);
+    std::memcpy(dst, &value, sizeof(value));
+    dst += sizeof(value);
+  });
+}
+
+void pack_group_offsets(const PackedShape& shape, std::int64_t fold, std::int64_t columns,
+                        const ConstTensorView& scale, const ConstTensorView& zero,
+                        const ConstTensorView& min, int bias, float* dst) {
+  for_each_scale(shape, fold, columns, [&](std::int64_t index) {
+    if (index < 0) {
+      *dst++ = 0.0F;
+      return;
+    }
+    const float s = load_as_f32(scale.data, scale.dtype, index);
+    int from = -bias;
+    if (zero.present()) {
+      from +=
+          zero.dtype == DType::kI8 ? zero.as<std::int8_t>()[index] : zero.as<std::uint8_t>()[index];
+    }
+    if (MOESAIC_FAULT(cpu_zero_point_of_the_other_sign)) from = -from;
+    const float offset = s * static_cast<float>(from);
+    *dst++ = min.present() ? min.as<float>()[index] + offset : offset;
+  });
+}
+
+}  // namespace moesaic::cpu

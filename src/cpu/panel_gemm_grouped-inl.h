@@ -1,0 +1,190 @@
+// Panel GEMM for weights whose scales belong to one column and `fold` steps (16 to 128): one
+// skeleton for all such formats, compiled once per tier. A format contributes "decode a unit to
+// (exact) bf16 pairs"; a scale format contributes "the 64 factors of a group".
+//
+//   result += column_scale[g][c] * row_scale[r] * (sum over the group) - offset[g][c] *
+//   row_sum[r][g]
+//
+// in this order everywhere, so that every regime gives the same bits.
+
+// The group's 64 factors as fp32; may point into the panel's own scales.
+HWY_INLINE const float* ExpandScales(const PanelArgs& args, std::int64_t group, float* buffer) {
+  const hn::Rebind<std::uint8_t, DF> d8;
+  const std::int64_t first = group * kPanelColumns;
+  if (args.group_scale_format == ScaleFormat::kF32)
+    return reinterpret_cast<const float*>(args.group_scales) + first;
+  const auto* codes = reinterpret_cast<const std::uint8_t*>(args.group_scales) + first;
+  if (args.group_scale_format == ScaleFormat::kE8M0) {
+    // An E8M0 code is an exponent field, but for 0, which is the subnormal 2^-127.
+    for (int c = 0; c < kPanelColumns; c += kLanes) {
+      const auto bits = hn::ShiftLeft<23>(hn::PromoteTo(du32, hn::LoadU(d8, codes + c)));
+      hn::Store(hn::BitCast(df, hn::Max(bits, hn::Set(du32, 0x00400000U))), df, buffer + c);
+    }
+  } else if (args.group_scale_format == ScaleFormat::kE4M3) {
+    for (int c = 0; c < kPanelColumns; c += kLanes) {
+      const auto code = hn::PromoteTo(du32, hn::LoadU(d8, codes + c));
+      hn::Store(DecodeE4M3::Widen(hn::ShiftLeft<24>(code)), df, buffer + c);
+    }
+  } else {
+    for (int c = 0; c < kPanelColumns; c += kLanes) hn::Store(hn::Set(df, 1.0F), df, buffer + c);
+  }
+  return buffer;
+}
+
+// What folding one group needs, copied out of args once.
+struct GroupFold {
+  HWY_INLINE GroupFold(const PanelArgs& args, std::int64_t g)
+      : row_scales(args.row_scales),
+        row_sums(args.row_sums),
+        offsets(args.group_offsets == nullptr ? nullptr : args.group_offsets + g * kPanelColumns),
+        group(g),
+        scale_group(args.row_scales == nullptr ? 0 : g / args.folds_per_row_scale) {}
+  const float* const* row_scales;
+  const float* const* row_sums;
+  const float* offsets;
+  std::int64_t group, scale_group;
+
+  // One vector of columns of one row: what a group's sum adds to the running result.
+  HWY_INLINE VF Into(VF total, VF acc, VF scale, int row, int column) const {
+    if (row_scales != nullptr) scale = hn::Mul(scale, hn::Set(df, row_scales[row][scale_group]));
+    total = hn::MulAdd(acc, scale, total);
+    if (offsets == nullptr) return total;
+    return hn::NegMulAdd(hn::LoadU(df, offsets + column), hn::Set(df, row_sums[row][group]), total);
+  }
+};
+
+// The same into the result in memory, for MR rows from `row` and NV vectors from `column`.
+template <int MR, int NV>
+HWY_INLINE void FoldColumns(const PanelArgs& args, const VF (&acc)[MR][NV], const float* scales,
+                            std::int64_t group, int row, int column) {
+  const GroupFold fold(args, group);
+  float* result = args.result + row * kPanelColumns;
+#pragma GCC unroll 8
+  for (int v = 0; v < NV; ++v) {
+    const int c = column + v * kLanes;
+    const VF scale = hn::LoadU(df, scales + c);
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; ++r) {
+      float* p = result + r * kPanelColumns + c;
+      hn::Store(fold.Into(hn::Load(df, p), acc[r][v], scale, row + r, c), df, p);
+    }
+  }
+}
+
+// --- Formats: one unit of 256 bytes to bf16 pairs of steps, [kSteps / 2][64]
+// ----------------------
+
+// 4-bit codes of any meaning: bytes of a table of 16 bf16 values, looked up with the nibble in one
+// byte of a 16-bit lane and "none" in the other.
+struct UnitCode4 {
+  static constexpr int kSteps = 8;
+  template <int P>
+  static HWY_INLINE void Pair(hn::Vec<hn::Repartition<std::uint16_t, DF>> raw,
+                              hn::Vec<hn::Repartition<std::uint8_t, DF>> low,
+                              hn::Vec<hn::Repartition<std::uint8_t, DF>> high, std::uint32_t* out) {
+    const hn::Repartition<std::uint16_t, DF> du16;
+    const hn::Repartition<std::uint8_t, DF> du8;
+    const auto none = hn::Set(du16, 0x0080U);
+    const auto code = hn::And(P == 0 ? raw : hn::ShiftRight<4 * P>(raw), hn::Set(du16, 0x000FU));
+    const auto at_low = hn::BitCast(du8, hn::Or(code, hn::ShiftLeft<8>(none)));
+    const auto at_high = hn::BitCast(du8, hn::Or(hn::ShiftLeft<8>(code), none));
+    const auto pair =
+        hn::Or(hn::TableLookupBytesOr0(low, at_low), hn::TableLookupBytesOr0(high, at_high));
+    hn::Store(hn::BitCast(du32, pair), du32, out);
+  }
+  static HWY_INLINE void Decode(const PanelArgs& args, const std::byte* w, std::uint32_t* out) {
+    const hn::Repartition<std::uint16_t, DF> du16;
+    const hn::Repartition<std::uint8_t, DF> du8;
+    const auto low = hn::LoadDup128(du8, args.codes->low);
+    const auto high = hn::LoadDup128(du8, args.codes->high);
+    for (int c = 0; c < kPanelColumns; c += kLanes) {
+      const auto raw = hn::Load(du16, reinterpret_cast<const std::uint16_t*>(w + 4 * c));
+      Pair<0>(raw, low, high, out + c);
+      Pair<1>(raw, low, high, out + kPanelColumns + c);
+      Pair<2>(raw, low, high, out + 2 * kPanelColumns + c);
+      Pair<3>(raw, low, high, out + 3 * kPanelColumns + c);
+    }
+  }
+};
+
+struct UnitE4M3 {
+  static constexpr int kSteps = 4;
+  static HWY_INLINE void Decode(const PanelArgs&, const std::byte* w, std::uint32_t* out) {
+    for (int c = 0; c < kPanelColumns; c += kLanes)
+      DecodeColumnsE4M3(w + 4 * c, out + c, out + kPanelColumns + c);
+  }
+};
+
+struct UnitI8 {
+  static constexpr int kSteps = 4;
+  // (k even, k odd) of each column as x << 8 in 16-bit lanes -> bf16 pair. fp32 of an 8-bit integer
+  // has zeros below its upper half.
+  static HWY_INLINE void Pair(hn::Vec<decltype(du32)> lanes, std::uint32_t* out) {
+    const auto even =
+        hn::ConvertTo(df, hn::ShiftRight<24>(hn::ShiftLeft<16>(hn::BitCast(di32, lanes))));
+    const auto odd = hn::ConvertTo(df, hn::ShiftRight<24>(hn::BitCast(di32, lanes)));
+    hn::Store(hn::Or(hn::ShiftRight<16>(hn::BitCast(du32, even)), hn::BitCast(du32, odd)), du32,
+              out);
+  }
+  static HWY_INLINE void Decode(const PanelArgs&, const std::byte* w, std::uint32_t* out) {
+    const hn::Repartition<std::uint8_t, DF> du8;
+    const auto zero = hn::Zero(du8);
+    for (int c = 0; c < kPanelColumns; c += kLanes) {
+      const auto raw = hn::Load(du8, reinterpret_cast<const std::uint8_t*>(w + 4 * c));
+      Pair(hn::BitCast(du32, hn::InterleaveLower(du8, zero, raw)), out + c);
+      Pair(hn::BitCast(du32, hn::InterleaveUpper(du8, zero, raw)), out + kPanelColumns + c);
+    }
+  }
+};
+
+// --- fp32 left operands
+// ---------------------------------------------------------------------------
+
+// One decoded group for MR rows; args.panel_scales are the group's 64 factors.
+struct GroupTiles {
+  template <int MR, bool kPrefetch>
+  struct Tile {
+    static HWY_NOINLINE void Run(const PanelArgs& args, const std::byte* w, int row,
+                                 std::int64_t group, std::int64_t k_count) {
+      const float* a[MR];
+      for (int r = 0; r < MR; ++r)
+        a[r] = static_cast<const float*>(args.rows[row + r]) + group * k_count;
+      for (int column = 0; column < kPanelColumns; column += kTileVectors * kLanes) {
+        VF acc[MR][kTileVectors];
+#pragma GCC unroll 8
+        for (int r = 0; r < MR; ++r) {
+#pragma GCC unroll 8
+          for (int v = 0; v < kTileVectors; ++v) acc[r][v] = hn::Zero(df);
+        }
+        const std::byte* p = w + column * 4;
+        for (std::int64_t k = 0; k < k_count; k += 2, p += kUnitBytes) {
+          StepF32<DecodeBF16, 0, MR>(p, a, k, acc);
+          StepF32<DecodeBF16, 1, MR>(p, a, k, acc);
+        }
+        FoldColumns<MR, kTileVectors>(args, acc, args.panel_scales, group, row, column);
+      }
+    }
+  };
+};
+
+// Each group is decoded once into L1 (at most 16 KiB), tiles of rows pass over it.
+template <class Unit>
+void GroupedGemmF32(const PanelArgs& args) {
+  ClearResult(args);
+  HWY_ALIGN std::uint32_t block[kGroup / 2 * kPanelColumns];
+  HWY_ALIGN float buffer[kPanelColumns];
+  PanelArgs inner = args;
+  const std::byte* w = args.panel;
+  const std::int64_t groups = args.padded_k / args.fold;
+  for (std::int64_t group = 0; group < groups; ++group) {
+    inner.panel_scales = ExpandScales(args, group, buffer);
+    std::uint32_t* out = block;
+    for (int k = 0; k < args.fold; k += Unit::kSteps, w += kUnitBytes) {
+      PrefetchUnit(w + kPrefetchBytes);
+      Unit::Decode(args, w, out);
+      out += Unit::kSteps / 2 * kPanelColumns;
+    }
+    RowTiles<GroupTiles::Tile, false>(inner, reinterpret_cast<const std::byte*>(block), group,
+                                      args.fold);
+  }
+}

@@ -1,0 +1,126 @@
+// Row quantisers of the formats other than e4m3 per 128 columns, compiled once per tier. Each
+// equals, bit for bit, the scalar rules of experts/ref_operand.h on finite rows; a NaN or infinity
+// makes the scale of its group (or row) so and reaches every product.
+
+// The value nearest to v on the grid of a small float with kMantissa explicit bits whose spacing
+// ends at the smallest normal number: adding and taking away a number whose last place is the
+// spacing around v leaves the rounding (ties to even) to the addition.
+template <int kMantissa>
+HWY_INLINE VF RoundToSmallFloat(VF v, float min_normal) {
+  const VF power = hn::BitCast(df, hn::And(hn::BitCast(du32, v), hn::Set(du32, 0x7F800000U)));
+  const VF magic = hn::Mul(hn::Max(power, hn::Set(df, min_normal)),
+                           hn::Set(df, 1.5F * static_cast<float>(1 << (23 - kMantissa))));
+  return hn::Sub(hn::Add(v, magic), magic);
+}
+
+// Value of the code nearest to v.
+template <RowQuantRule kRule>
+HWY_INLINE VF CodeValue(VF v) {
+  constexpr bool kInt8 = kRule == RowQuantRule::kInt8Token;
+  constexpr bool kFp4 = kRule == RowQuantRule::kMxfp4 || kRule == RowQuantRule::kNvfp4;
+  constexpr float kTop = kInt8 ? 127.0F : kFp4 ? 6.0F : 448.0F;
+  v = hn::Max(hn::Min(v, hn::Set(df, kTop)), hn::Set(df, kInt8 ? -128.0F : -kTop));
+  if constexpr (kInt8) {
+    const VF magic = hn::Set(df, 0x1.8p23F);
+    return hn::Sub(hn::Add(v, magic), magic);
+  } else if constexpr (kFp4) {
+    return RoundToSmallFloat<1>(v, 1.0F);
+  } else {
+    return RoundToSmallFloat<3>(v, 0x1p-6F);
+  }
+}
+
+// Largest magnitude, NaN above infinity.
+HWY_INLINE float AbsMax(float* row, std::int64_t n) {
+  auto top = hn::Zero(du32);
+  ForRow(row, n, [&](VF v) MOESAIC_TIER_ATTR {
+    top = hn::Max(top, hn::And(hn::BitCast(du32, v), hn::Set(du32, 0x7FFFFFFFU)));
+    return v;
+  });
+  return std::bit_cast<float>(hn::GetLane(hn::MaxOfLanes(du32, top)));
+}
+
+template <RowQuantRule kRule>
+HWY_INLINE float ScaleOf(float amax) {
+  if (!(amax <= std::numeric_limits<float>::max())) return amax;
+  switch (kRule) {
+    case RowQuantRule::kMxfp8:
+      return f32_from_e8m0(e8m0_scale_ceil(amax, kE4m3Max));
+    case RowQuantRule::kMxfp4:
+      return f32_from_e8m0(e8m0_scale_round_1_75(amax));
+    case RowQuantRule::kInt8Token:
+      return (amax < 1e-10F ? 1e-10F : amax) / 127.0F;
+    default: {  // kFp8Token
+      constexpr float kMin = 1.0F / (448.0F * 512.0F);
+      const float scale = amax / kE4m3Max;
+      return scale < kMin ? kMin : scale;
+    }
+  }
+}
+
+template <RowQuantRule kRule>
+HWY_INLINE void QuantizeGroups(float* row, std::int64_t n, std::int64_t group, float static_scale,
+                               float* scales) {
+  const float gscale = 1.0F / static_scale;
+  for (std::int64_t k0 = 0, g = 0; k0 < n; k0 += group, ++g) {
+    float* x = row + k0;
+    const std::int64_t count = HWY_MIN(group, n - k0);
+    if constexpr (kRule == RowQuantRule::kFp8Static) {
+      const VF inverse = hn::Set(df, gscale);
+      ForRow(x, count,
+             [&](VF v) MOESAIC_TIER_ATTR { return CodeValue<kRule>(hn::Mul(v, inverse)); });
+    } else if constexpr (kRule == RowQuantRule::kNvfp4) {
+      const float amax = AbsMax(x, count);
+      const bool finite = amax <= std::numeric_limits<float>::max();
+      const float raw = gscale * amax / kE2m1Max;
+      scales[g] = finite ? f32_from_e4m3(e4m3_from_f32(raw > kE4m3Max ? kE4m3Max : raw)) : amax;
+      const VF factor = hn::Set(df, scales[g] == 0.0F ? 0.0F : gscale / scales[g]);
+      ForRow(x, count,
+             [&](VF v) MOESAIC_TIER_ATTR { return CodeValue<kRule>(hn::Mul(v, factor)); });
+    } else {
+      scales[g] = ScaleOf<kRule>(AbsMax(x, count));
+      // Byte 0 of E8M0 stands for a group of zeros (or of nothing that a code could hold).
+      constexpr bool kMx = kRule == RowQuantRule::kMxfp8 || kRule == RowQuantRule::kMxfp4;
+      if (kMx && scales[g] == 0x1p-127F) {
+        std::memset(x, 0, static_cast<std::size_t>(count) * sizeof(float));
+        continue;
+      }
+      const VF s = hn::Set(df, scales[g]);
+      ForRow(x, count, [&](VF v) MOESAIC_TIER_ATTR { return CodeValue<kRule>(hn::Div(v, s)); });
+    }
+    if (MOESAIC_FAULT(cpu_row_scale_of_group_zero) && g > 0) scales[g] = scales[0];
+  }
+}
+
+void QuantizeRow(RowQuantRule rule, float static_scale, float* row, std::int64_t n, float* scales) {
+  switch (rule) {
+    case RowQuantRule::kMxfp8:
+      return QuantizeGroups<RowQuantRule::kMxfp8>(row, n, 32, 1.0F, scales);
+    case RowQuantRule::kMxfp4:
+      return QuantizeGroups<RowQuantRule::kMxfp4>(row, n, 32, 1.0F, scales);
+    case RowQuantRule::kNvfp4:
+      return QuantizeGroups<RowQuantRule::kNvfp4>(row, n, 16, static_scale, scales);
+    case RowQuantRule::kFp8Token:
+      return QuantizeGroups<RowQuantRule::kFp8Token>(row, n, n, 1.0F, scales);
+    case RowQuantRule::kFp8Static:
+      return QuantizeGroups<RowQuantRule::kFp8Static>(row, n, n, static_scale, scales);
+    case RowQuantRule::kInt8Token:
+      return QuantizeGroups<RowQuantRule::kInt8Token>(row, n, n, 1.0F, scales);
+    case RowQuantRule::kNone:
+    case RowQuantRule::kFp8Group:  // QuantizeRowE4M3
+      return;
+  }
+}
+
+// sums[g] of `step` elements each, lane by lane and then across lanes: a fixed order.
+void GroupSums(const float* row, std::int64_t n, std::int64_t step, float* sums) {
+  for (std::int64_t k0 = 0, g = 0; k0 < n; k0 += step, ++g) {
+    const std::int64_t count = HWY_MIN(step, n - k0);
+    VF sum = hn::Zero(df);
+    std::int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) sum = hn::Add(sum, hn::LoadU(df, row + k0 + i));
+    float total = hn::GetLane(hn::SumOfLanes(df, sum));
+    for (; i < count; ++i) total += row[k0 + i];
+    sums[g] = total;
+  }
+}

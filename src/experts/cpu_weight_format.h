@@ -1,0 +1,39 @@
+// How the CPU kernels hold the weights of a quantisation scheme: which GEMM reads them and what
+// lies beside the codes. Pure functions of the problem.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/kernels.h"
+#include "cpu/packed_weights.h"
+#include "moesaic/experts.h"
+#include "moesaic/status.h"
+#include "quant/code_values.h"
+#include "quant/compute_scheme.h"
+
+namespace moesaic {
+
+struct CpuWeightFormat {
+  cpu::WeightKind kind = cpu::WeightKind::kBF16;
+  bool block_scales = false;  // F32 per 128x128: panel_scales
+  bool grouped = false;       // the grouped GEMM: groups of `fold` steps
+  std::int64_t fold = cpu::kGroup;
+  std::int64_t columns_per_scale = 0;  // columns of the matrix that share a stored scale; 0: all
+  ScaleFormat group_scales = ScaleFormat::kNone;  // of the packed ones
+  bool group_offsets = false;                     // zero points, minima, unsigned codes
+  bool column_factors = false;  // one F32 per output column and expert, applied to finished sums
+  std::uint8_t code_flip = 0;   // see PackedShape
+  int code_bias = 0;
+  CodeValues code_values{};  // kCode4
+
+  cpu::PackedShape shape(cpu::RowOrder order, std::int64_t rows, std::int64_t k) const {
+    return {kind, order, rows, k, grouped ? fold : 4, code_flip};
+  }
+};
+// kUnsupported (with what is missing) for formats that only the reference computes.
+Result<CpuWeightFormat> cpu_weight_format(const QuantScheme& quant, ComputeScheme scheme);
+
+// How the CPU kernels quantise activations; kNone for plain ones.
+cpu::RowQuantRule cpu_row_rule(const OperandQuant& activation);
+
+}  // namespace moesaic

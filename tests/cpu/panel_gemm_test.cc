@@ -1,0 +1,296 @@
+// Panel GEMMs of every tier, weight kind, scale format and height against float64.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "cpu/packed_weights.h"
+#include "cpu/tiers.h"
+#include "numerics/codec.h"
+#include "support/random.h"
+
+namespace moesaic::cpu {
+namespace {
+
+std::vector<const CpuKernels*> tiers() {
+  std::vector<const CpuKernels*> list;
+  for (const TierInfo& t : cpu_tiers()) {
+    if (t.available) list.push_back(t.kernels);
+  }
+  return list;
+}
+
+// fold 0: the plain GEMM, scales per 16 columns and 128 steps. Else the grouped one.
+struct GemmCase {
+  WeightKind kind;
+  bool bf16_operand;
+  int fold = 0;
+  ScaleFormat format = ScaleFormat::kNone;
+  bool offsets = false;
+  int folds_per_row_scale = 0;  // grouped: 0: no row scales
+  bool integers = false;
+};
+
+// The codes of kCode4 in these tests: int4.
+std::array<float, 16> int4_values() {
+  std::array<float, 16> values{};
+  for (std::size_t c = 0; c < 16; ++c)
+    values[c] = static_cast<float>(i4_from_nibble(static_cast<std::uint8_t>(c)));
+  return values;
+}
+
+double value_of(WeightKind kind, const std::byte* matrix, std::int64_t i) {
+  switch (kind) {
+    case WeightKind::kF32:
+      return static_cast<double>(load_as_f32(matrix, DType::kF32, i));
+    case WeightKind::kBF16:
+      return static_cast<double>(load_as_f32(matrix, DType::kBF16, i));
+    case WeightKind::kF16:
+      return static_cast<double>(load_as_f32(matrix, DType::kF16, i));
+    case WeightKind::kCode4:
+      return i4_from_nibble(nibble_at(reinterpret_cast<const std::uint8_t*>(matrix), i));
+    case WeightKind::kI8:
+      return static_cast<std::int8_t>(matrix[i]);
+    case WeightKind::kE4M3:
+      break;
+  }
+  return static_cast<double>(load_as_f32(matrix, DType::kF8E4M3, i));
+}
+
+std::vector<std::byte> random_matrix(test::Rng& rng, WeightKind kind, std::int64_t n,
+                                     bool integers) {
+  const PackedShape one{kind, RowOrder::kPlain, 1, 1};
+  std::vector<std::byte> m(static_cast<std::size_t>(n * one.elem_bits() / 8));
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::int64_t integer = rng.integer(-3, 3);
+    const auto x = static_cast<float>(integers ? static_cast<double>(integer) : rng.normal());
+    std::byte* at = &m[static_cast<std::size_t>(i * one.elem_bits() / 8)];
+    const std::uint16_t half = kind == WeightKind::kF16 ? f16_from_f32(x) : bf16_from_f32(x);
+    const auto any = static_cast<std::uint8_t>(rng.next());  // every code, all but NaN
+    const auto e4m3 = static_cast<std::uint8_t>((any & 0x7F) == 0x7F ? 0 : any);
+    switch (kind) {
+      case WeightKind::kF32:
+        std::memcpy(at, &x, 4);
+        break;
+      case WeightKind::kBF16:
+      case WeightKind::kF16:
+        std::memcpy(at, &half, 2);
+        break;
+      case WeightKind::kCode4:
+        set_nibble(reinterpret_cast<std::uint8_t*>(m.data()), i,
+                   integers ? nibble_from_i4(static_cast<int>(integer)) : any);
+        break;
+      case WeightKind::kI8:
+        *at = static_cast<std::byte>(integers ? static_cast<std::uint8_t>(integer) : any);
+        break;
+      case WeightKind::kE4M3:
+        *at = static_cast<std::byte>(integers ? e4m3_from_f32(x) : e4m3);
+        break;
+    }
+  }
+  return m;
+}
+
+// Everything beside the weights and rows, drawn for one case.
+struct Scales {
+  std::vector<float> panel, rows, sums, offsets;
+  std::vector<std::byte> group;
+  std::vector<double> group_values;
+};
+
+Scales draw_scales(test::Rng& rng, const GemmCase& c, std::int64_t padded, int num_rows) {
+  Scales s;
+  const bool grouped = c.fold > 0;
+  const std::int64_t step = grouped ? c.fold : kGroup;
+  const std::int64_t groups = (padded + step - 1) / step;
+  const auto draw = [&](double exact) {
+    return c.integers ? static_cast<float>(exact) : static_cast<float>(0.5 + rng.uniform());
+  };
+  s.panel.resize(static_cast<std::size_t>(grouped ? 0 : groups * 4));
+  for (float& v : s.panel) v = draw(0.5);
+  s.rows.resize(static_cast<std::size_t>(num_rows * groups));
+  for (float& v : s.rows) v = draw(2.0);
+  const std::int64_t cells = grouped ? groups * kPanelColumns : 0;
+  for (std::int64_t i = 0; i < cells; ++i) {
+    float value = 1.0F;
+    if (c.format == ScaleFormat::kF32) {
+      value = draw(0.5);
+      const auto* bytes = reinterpret_cast<const std::byte*>(&value);
+      s.group.insert(s.group.end(), bytes, bytes + 4);
+    } else if (c.format != ScaleFormat::kNone) {
+      // E8M0 from the largest product's to a subnormal factor; every finite e4m3 code.
+      auto code =
+          static_cast<std::uint8_t>(c.integers ? rng.integer(126, 128) : rng.integer(100, 140));
+      if (!c.integers && i == 3) code = 0;
+      if (c.format == ScaleFormat::kE4M3)
+        code = static_cast<std::uint8_t>(c.integers ? 0x30 + 8 * rng.integer(0, 2)
+                                                    : rng.integer(0, 0x7E));
+      value = c.format == ScaleFormat::kE4M3 ? f32_from_e4m3(code) : f32_from_e8m0(code);
+      s.group.push_back(static_cast<std::byte>(code));
+    }
+    s.group_values.push_back(static_cast<double>(value));
+    s.offsets.push_back(c.integers ? static_cast<float>(rng.integer(-2, 2)) * 0.5F
+                                   : static_cast<float>(rng.normal()));
+  }
+  return s;
+}
+
+void check_gemm(const CpuKernels& k, const GemmCase& c, std::int64_t depth, int rows) {
+  test::Rng rng(static_cast<std::uint64_t>(depth * 1000 + rows));
+  const bool grouped = c.fold > 0;
+  const PackedShape shape{
+      c.kind, RowOrder::kPlain, kPanelColumns, depth, grouped ? std::max(c.fold, 4) : 4, 0};
+  const std::vector<std::byte> matrix =
+      random_matrix(rng, c.kind, depth * kPanelColumns, c.integers);
+  // Followed by nothing: a read past the panel is caught by the sanitizer build.
+  WeightBuffer packed = std::move(WeightBuffer::allocate(shape.matrix_bytes())).value();
+  pack_matrix(shape, matrix.data(), packed.data(), 1);
+  const std::int64_t padded = shape.padded_k();
+  const std::int64_t step = grouped ? c.fold : kGroup;
+  const std::int64_t groups = (padded + step - 1) / step;
+  Scales s = draw_scales(rng, c, padded, rows);
+  const auto elements = static_cast<std::size_t>(rows * padded);
+  std::vector<float> f32(elements, 0.0F);
+  std::vector<std::uint16_t> b16(elements, 0);
+  s.sums.assign(static_cast<std::size_t>(rows * groups), 0.0F);
+  for (int r = 0; r < rows; ++r) {
+    for (std::int64_t i = 0; i < depth; ++i) {
+      const double x = c.integers ? static_cast<double>(rng.integer(-3, 3)) : rng.normal();
+      const auto at = static_cast<std::size_t>(r * padded + i);
+      b16[at] = bf16_from_f32(static_cast<float>(x));
+      f32[at] = f32_from_bf16(b16[at]);
+    }
+  }
+  for (int r = 0; r < rows; ++r) {
+    k.group_sums(&f32[static_cast<std::size_t>(r * padded)], padded, step,
+                 &s.sums[static_cast<std::size_t>(r * groups)]);
+  }
+  const bool row_scales = !grouped || c.folds_per_row_scale > 0;
+  const std::int64_t per = grouped ? std::max(c.folds_per_row_scale, 1) : 1;
+  std::vector<const void*> row_ptr;
+  std::vector<const float*> scale_ptr, sum_ptr;
+  for (int r = 0; r < rows; ++r) {
+    const auto first = static_cast<std::size_t>(r * padded);
+    row_ptr.push_back(c.bf16_operand ? static_cast<const void*>(&b16[first])
+                                     : static_cast<const void*>(&f32[first]));
+    scale_ptr.push_back(&s.rows[static_cast<std::size_t>(r * groups)]);
+    sum_ptr.push_back(&s.sums[static_cast<std::size_t>(r * groups)]);
+  }
+  Tensor result = Tensor::uninitialized(DType::kF32, {kMaxRows, kPanelColumns}).value();
+  test::poison(result.view());
+  const CodeTable4 codes = make_code_table(int4_values());
+  PanelArgs args;
+  args.panel = packed.data();
+  args.panel_scales = grouped ? nullptr : s.panel.data();
+  args.group_scales = s.group.data();
+  args.group_scale_format = c.format;
+  args.fold = grouped ? c.fold : kGroup;
+  args.group_offsets = c.offsets ? s.offsets.data() : nullptr;
+  args.row_sums = sum_ptr.data();
+  args.folds_per_row_scale = static_cast<int>(per);
+  args.codes = &codes;
+  args.rows = row_ptr.data();
+  args.row_scales = row_scales ? scale_ptr.data() : nullptr;
+  args.num_rows = rows;
+  args.padded_k = padded;
+  args.result = result.as<float>();
+  const auto kind = static_cast<std::size_t>(c.kind);
+  const auto* table = grouped ? (c.bf16_operand ? k.grouped_gemm_bf16 : k.grouped_gemm_f32)
+                              : (c.bf16_operand ? k.panel_gemm_bf16 : k.panel_gemm_f32);
+  ASSERT_NE(table[kind], nullptr) << k.name << " kind " << kind;
+  table[kind](args);
+  double err = 0, ref = 0;
+  for (int r = 0; r < rows; ++r) {
+    for (std::int64_t col = 0; col < kPanelColumns; ++col) {
+      double want = 0, magnitude = 0;
+      for (std::int64_t i = 0; i < depth; ++i) {
+        const std::int64_t g = i / step;
+        const auto cell = static_cast<std::size_t>(g * kPanelColumns + col);
+        const double column =
+            grouped ? s.group_values[cell]
+                    : static_cast<double>(s.panel[static_cast<std::size_t>(g * 4 + col / 16)]);
+        const double row =
+            row_scales ? static_cast<double>(s.rows[static_cast<std::size_t>(r * groups + g / per)])
+                       : 1.0;
+        const auto x = static_cast<double>(f32[static_cast<std::size_t>(r * padded + i)]);
+        const double term = x * value_of(c.kind, matrix.data(), col * depth + i) * column * row;
+        const double away = c.offsets ? x * static_cast<double>(s.offsets[cell]) : 0.0;
+        want += term - away;
+        magnitude += std::fabs(term) + std::fabs(away);
+      }
+      const double got = static_cast<double>(args.result[r * kPanelColumns + col]);
+      if (c.integers) {
+        ASSERT_EQ(got, want) << k.name << " row " << r << " column " << col;
+      }
+      // The documented bound of one dot product.
+      const double bound =
+          (static_cast<double>(std::min<std::int64_t>(depth, 128) + 2 * groups) + 2) * 0x1p-24 *
+          magnitude;
+      ASSERT_LE(std::fabs(got - want), bound)
+          << k.name << " kind " << kind << " fold " << c.fold << " K " << depth << " row " << r
+          << " column " << col << " got " << got << " want " << want;
+      err += (got - want) * (got - want);
+      ref += want * want;
+    }
+  }
+  EXPECT_GT(ref, 0.0);
+  EXPECT_LE(std::sqrt(err / ref), 1e-5);
+  // Rows beyond num_rows stay as they were.
+  std::uint32_t beyond = 0;
+  if (rows < kMaxRows) {
+    std::memcpy(&beyond, args.result + rows * kPanelColumns, 4);
+    EXPECT_EQ(beyond, 0xFFFFFFFFU);
+  }
+}
+
+// Plain GEMMs of every kind, and grouped ones that between them have every kind, fold, scale
+// format, offsets and row scales.
+std::vector<GemmCase> cases(const CpuKernels& k, bool integers) {
+  std::vector<GemmCase> all;
+  using W = WeightKind;
+  using F = ScaleFormat;
+  for (const W kind : {W::kF32, W::kBF16, W::kF16, W::kE4M3})
+    all.push_back({kind, false, 0, F::kNone, false, 0, integers});
+  const GemmCase grouped[] = {
+      {W::kCode4, false, 32, F::kE8M0, false, 0}, {W::kCode4, false, 16, F::kE4M3, false, 1},
+      {W::kCode4, false, 128, F::kF32, true, 0},  {W::kCode4, false, 64, F::kF32, false, 0},
+      {W::kCode4, false, 32, F::kE8M0, false, 4}, {W::kE4M3, false, 32, F::kE8M0, false, 1},
+      {W::kI8, false, 128, F::kNone, false, 0},   {W::kI8, false, 16, F::kF32, true, 0}};
+  for (GemmCase c : grouped) {
+    c.integers = integers;
+    all.push_back(c);
+  }
+  std::vector<GemmCase> both = all;
+  for (GemmCase c : all) {
+    const auto kind = static_cast<std::size_t>(c.kind);
+    c.bf16_operand = true;
+    if ((c.fold > 0 ? k.grouped_gemm_bf16 : k.panel_gemm_bf16)[kind] != nullptr) both.push_back(c);
+  }
+  return both;
+}
+
+TEST(PanelGemm, MeetsItsBoundForEveryKindDepthAndHeight) {
+  for (const CpuKernels* k : tiers()) {
+    for (const GemmCase& c : cases(*k, false)) {
+      for (const std::int64_t depth :
+           {std::int64_t{4}, std::int64_t{128}, std::int64_t{300}, std::int64_t{130}}) {
+        for (const int rows : {1, 2, 3, 4, 5, 6, 7, 8, 11, 13, 19, 37, 96})
+          check_gemm(*k, c, depth, rows);
+      }
+    }
+  }
+}
+
+TEST(PanelGemm, IsExactOnIntegers) {
+  for (const CpuKernels* k : tiers()) {
+    for (const GemmCase& c : cases(*k, true)) {
+      for (const int rows : {1, 4, 9}) check_gemm(*k, c, 260, rows);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace moesaic::cpu

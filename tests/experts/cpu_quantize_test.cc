@@ -1,0 +1,76 @@
+// Vector row quantisers against the scalar rules, by bits, on every tier.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "cpu/tiers.h"
+#include "experts/cpu_weight_format.h"
+#include "experts/ref_operand.h"
+#include "support/experts_run.h"
+#include "support/random.h"
+
+namespace moesaic {
+namespace {
+
+std::vector<const cpu::CpuKernels*> tiers() {
+  std::vector<const cpu::CpuKernels*> list;
+  for (const cpu::TierInfo& t : cpu::cpu_tiers()) {
+    if (t.available) list.push_back(t.kernels);
+  }
+  return list;
+}
+
+TEST(RowQuantisers, EqualTheScalarRules) {
+  test::Rng rng(3);
+  for (const cpu::CpuKernels* k : tiers()) {
+    for (const char* name : {"mxfp8", "mxfp4", "nvfp4", "fp8-channel", "fp8-static", "int8"}) {
+      const OperandQuant a = test::scheme_called(name).activation;
+      for (int round = 0; round < 120; ++round) {
+        const std::int64_t n = round % 2 == 0 ? 96 : 160;
+        std::vector<float> x(static_cast<std::size_t>(n));
+        const double sd = std::exp2(static_cast<double>(rng.integer(-30, 30)));
+        for (float& v : x) v = static_cast<float>(sd * rng.normal());
+        // Zeros, an outlier, ties, and magnitudes at which power-of-two scales change.
+        if (round % 5 == 0) std::fill(x.begin(), x.begin() + 32, 0.0F);
+        if (round % 5 == 1) x[40] *= 1000.0F;
+        if (round % 5 == 2)
+          for (float& v : x) v = std::nearbyint(v / static_cast<float>(sd) * 4) / 4;
+        if (round % 5 == 3) x[33] = static_cast<float>(sd) * (round % 2 == 0 ? 1.75F : 7.0F);
+        if (round == 4) std::fill(x.begin(), x.end(), 0.0F);
+        const auto fixed = static_cast<float>(sd * 4 / 448);
+        std::vector<float> want = x, got = x, want_scales(16, -1.0F), got_scales(16, -1.0F);
+        std::vector<std::uint8_t> codes(x.size());
+        ref_quantize_row(a, fixed, want.data(), n, want_scales.data(), codes.data());
+        k->quantize_row(cpu_row_rule(a), fixed, got.data(), n, got_scales.data());
+        if (a.granularity == ScaleGranularity::kTensor) want_scales[0] = -1.0F;  // not written
+        ASSERT_EQ(got_scales, want_scales) << k->name << " " << name << " round " << round;
+        for (std::size_t i = 0; i < x.size(); ++i)
+          ASSERT_EQ(got[i], want[i]) << k->name << " " << name << " x " << x[i];
+      }
+    }
+  }
+}
+
+TEST(RowQuantisers, NanAndInfinityReachTheScaleOfTheirGroup) {
+  for (const cpu::CpuKernels* k : tiers()) {
+    for (const char* name : {"mxfp8", "mxfp4", "nvfp4", "fp8-channel", "int8"}) {
+      for (const float bad :
+           {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+        const OperandQuant a = test::scheme_called(name).activation;
+        std::vector<float> x(64, 1.0F), scales(4, 0.0F);
+        x[5] = bad;
+        k->quantize_row(cpu_row_rule(a), 0.01F, x.data(), 64, scales.data());
+        EXPECT_FALSE(std::isfinite(scales[0])) << k->name << " " << name;
+        if (a.block_k > 0) {
+          EXPECT_TRUE(std::isfinite(scales[1])) << k->name << " " << name;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace moesaic
