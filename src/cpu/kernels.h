@@ -113,10 +113,12 @@ struct CpuKernels {
   // Rounds in place to the values of BF16 or F16 (nearest even); F32 is a no-op.
   void (*round_row)(float* row, std::int64_t n, DType dtype);
   void (*scale_row)(float* row, std::int64_t n, float factor);
-  // Per group of 128: scale = max(absmax, 1e-10) / 448, or that rounded up to a power of two (at
-  // least 1e-10); row becomes the value of the e4m3 code of clamp(x / scale). A NaN or infinity
-  // makes its group's scale so.
-  void (*quantize_row_e4m3)(float* row, std::int64_t n, bool power_of_two, float* scales);
+  // The row rounded to round_dtype (F32: as it is), then per group of 128: scale = max(absmax,
+  // 1e-10) / 448, or that rounded up to a power of two (at least 1e-10); dst [n] becomes the values
+  // of the e4m3 codes of clamp(x / scale), as elements of narrow_operand. A NaN or infinity makes
+  // its group's scale so. dst may be row.
+  void (*quantize_row_e4m3)(const float* row, std::int64_t n, DType round_dtype, bool power_of_two,
+                            float* scales, void* dst);
   // Every other rule, in place: row becomes the values of the codes, scales one per group or row.
   // static_scale: the input scale of kNvfp4 and kFp8Static.
   void (*quantize_row)(RowQuantRule rule, float static_scale, float* row, std::int64_t n,

@@ -144,13 +144,69 @@ struct BlockTile {
   const std::byte* w = nullptr;         // the group's first unit
   std::uint32_t* decoded = nullptr;     // e4m3: where the first tile leaves the group as bf16 units
   const std::byte* prefetch = nullptr;  // kLines cache lines per unit from here on
+  const float* factors = nullptr;       // see FoldFactors; null: StripScales
   std::int64_t group = 0, k_count = 0;
   int row = 0;
 };
 
+// row_scale * panel_scale of four groups for every row, [row][group % 4][strip]: one multiplication
+// yields the 16 factors for which the tiles would need four. Multiplications are what is scarce.
+struct FoldFactors {
+  HWY_ALIGN float of[kMaxRows * 16];
+
+  HWY_INLINE void Load(const PanelArgs& args, std::int64_t group) {
+    const auto lanes = static_cast<unsigned>(
+        HWY_MIN(args.padded_k / kGroup + (args.padded_k % kGroup != 0) - group, 4));
+    const auto first = static_cast<__mmask8>((1U << lanes) - 1U);
+    const auto all = static_cast<__mmask16>((1U << 4 * lanes) - 1U);
+    const __m512 panel = _mm512_maskz_loadu_ps(all, args.panel_scales + group * 4);
+    const __m512i spread = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+    for (int r = 0; r < args.num_rows; ++r) {
+      const __m512 row =
+          _mm512_castps128_ps512(_mm_maskz_loadu_ps(first, args.row_scales[r] + group));
+      _mm512_store_ps(of + 16 * r, _mm512_mul_ps(panel, _mm512_permutexvar_ps(spread, row)));
+    }
+  }
+};
+
+template <int MR>
+HWY_INLINE void FoldTile(const VF (&acc)[MR][4], const PanelArgs& args, const BlockTile& tile) {
+  if (tile.factors == nullptr) return Fold<MR, 4>(acc, args, tile.row, 0, tile.group);
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; ++r) {
+    const float* factors = tile.factors + (tile.row + r) * 16;
+    float* c = args.result + static_cast<std::int64_t>(tile.row + r) * kPanelColumns;
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) {
+      hn::Store(hn::MulAdd(acc[r][v], hn::Set(df, factors[v]), hn::Load(df, c + 16 * v)), df,
+                c + 16 * v);
+    }
+  }
+}
+
+// A unit of codes as two bf16 units. Only the first half of each table is in a register: tiles of 6
+// rows have room for no more, and a permute takes the second half from memory for free.
+HWY_INLINE void DecodeUnit(__m512i high0, __m512i low0, const std::byte* w,
+                           std::uint32_t* decoded) {
+  const BytesE4M3* tables = &kE4M3ToBF16;
+  __asm__("" : "+r"(tables));  // or the compiler finds them registers, at the price of others
+  const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
+#pragma GCC unroll 4
+  for (int v = 0; v < 4; ++v) {
+    __m512i raw = _mm512_load_si512(w + 64 * v);
+    __asm__("" : "+v"(raw));  // or it is loaded three times
+    const __m512i low = _mm512_permutex2var_epi8(low0, raw, _mm512_load_si512(tables->low + 64));
+    __m512i high = _mm512_permutex2var_epi8(high0, raw, _mm512_load_si512(tables->high + 64));
+    high = _mm512_ternarylogic_epi32(high, raw, sign, 0xF8);  // high | (raw & sign)
+    _mm512_store_si512(decoded + 16 * v, _mm512_unpacklo_epi8(low, high));
+    _mm512_store_si512(decoded + kPanelColumns + 16 * v, _mm512_unpackhi_epi8(low, high));
+  }
+}
+
 template <WeightKind kKind, int MR, int kLines>
 HWY_NOINLINE void RunBlockTile(const PanelArgs& args, const BlockTile& tile) {
-  const TablesE4M3 tables = LoadTablesE4M3();
+  [[maybe_unused]] const __m512i high0 = _mm512_load_si512(kE4M3ToBF16.high);
+  [[maybe_unused]] const __m512i low0 = _mm512_load_si512(kE4M3ToBF16.low);
   const std::uint16_t* a[MR];
   PairRows<MR>(args, tile.row, tile.group, a);
   VF acc[MR][4];
@@ -158,6 +214,7 @@ HWY_NOINLINE void RunBlockTile(const PanelArgs& args, const BlockTile& tile) {
   const std::byte* w = tile.w;
   const std::byte* fetch = tile.prefetch;
   std::uint32_t* decoded = tile.decoded;
+  if constexpr (kKind != WeightKind::kBF16) DecodeUnit(high0, low0, w, decoded);
   for (std::int64_t k = 0; k < tile.k_count; k += kPairSteps<kKind>, w += kUnitBytes) {
 #pragma GCC unroll 4
     for (int line = 0; line < kLines; ++line) __builtin_prefetch(fetch + 64 * line);
@@ -165,21 +222,15 @@ HWY_NOINLINE void RunBlockTile(const PanelArgs& args, const BlockTile& tile) {
     if constexpr (kKind == WeightKind::kBF16) {
       StepBF16<MR>(w, a, k, acc);
     } else {
-      // Through memory: the decoded unit is wanted there by later tiles, and loads have room where
-      // registers have not.
-#pragma GCC unroll 4
-      for (int v = 0; v < 4; ++v) {
-        __m512i pair01, pair23;
-        DecodePairs(tables, _mm512_load_si512(w + 64 * v), pair01, pair23);
-        _mm512_store_si512(decoded + 16 * v, pair01);
-        _mm512_store_si512(decoded + kPanelColumns + 16 * v, pair23);
-      }
+      // One unit ahead of the multiply-adds, which read what was decoded a unit ago.
+      if (k + 4 < tile.k_count)
+        DecodeUnit(high0, low0, w + kUnitBytes, decoded + 2 * kPanelColumns);
       StepBF16<MR>(reinterpret_cast<const std::byte*>(decoded), a, k, acc);
       StepBF16<MR>(reinterpret_cast<const std::byte*>(decoded + kPanelColumns), a, k + 2, acc);
       decoded += 2 * kPanelColumns;
     }
   }
-  Fold<MR, 4>(acc, args, tile.row, 0, tile.group);
+  FoldTile<MR>(acc, args, tile);
 }
 
 using BlockTileFn = void (*)(const PanelArgs&, const BlockTile&);
@@ -237,96 +288,6 @@ void PanelGemmPairBF16(const PanelArgs& args) {
     } else {
       BalancedTiles<1>(args, tile, 4);
     }
-    tile.w = next;
-  }
-}
-
-// Height of the tile that decodes. In one of 3 or 4 rows the decoding nearly hides behind
-// multiply-adds with all tables in registers; taller ones reload them. Up to 6 rows a single tile
-// is still best.
-HWY_INLINE int DecodeTileRows(int rows) {
-  if (rows <= 6) return rows;
-  const int others = (rows - 4 + 5) / 6;
-  return HWY_MAX(3, HWY_MIN(4, rows - 6 * others));
-}
-
-// 7 to 10 rows of e4m3: all of them in one tile of 32 columns at a time, so that nothing decoded
-// needs to be kept and every decoded register meets all rows.
-template <int MR>
-HWY_NOINLINE void RunWideTile(const PanelArgs& args, const BlockTile& tile) {
-  const TablesE4M3 tables = LoadTablesE4M3();
-  // One base address for all rows: as many row pointers would be reloaded at every use.
-  HWY_ALIGN std::uint16_t a[MR][kGroup];
-  for (int r = 0; r < MR; ++r) {
-    const auto* row = static_cast<const std::uint16_t*>(args.rows[r]) + tile.group * kGroup;
-    std::memcpy(a[r], row, static_cast<std::size_t>(tile.k_count) * sizeof(std::uint16_t));
-  }
-  const std::byte* fetch = tile.prefetch;
-  for (int half = 0; half < 2; ++half) {
-    VF acc[MR][2];
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; ++r) acc[r][0] = acc[r][1] = hn::Zero(df);
-    const std::byte* w = tile.w + half * kUnitBytes / 2;
-    for (std::int64_t k = 0; k < tile.k_count; k += 4, w += kUnitBytes) {
-      __builtin_prefetch(fetch);
-      __builtin_prefetch(fetch + 64);
-      fetch += 128;
-      __m512i pair01[2], pair23[2];
-#pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v)
-        DecodePairs(tables, _mm512_load_si512(w + 64 * v), pair01[v], pair23[v]);
-#pragma GCC unroll 16
-      for (int r = 0; r < MR; ++r) {
-        const __m512i x = BroadcastPair(a[r], k);
-        acc[r][0].raw = DotPair(acc[r][0].raw, pair01[0], x);
-        acc[r][1].raw = DotPair(acc[r][1].raw, pair01[1], x);
-      }
-#pragma GCC unroll 16
-      for (int r = 0; r < MR; ++r) {
-        const __m512i x = BroadcastPair(a[r], k + 2);
-        acc[r][0].raw = DotPair(acc[r][0].raw, pair23[0], x);
-        acc[r][1].raw = DotPair(acc[r][1].raw, pair23[1], x);
-      }
-    }
-    Fold<MR, 2>(acc, args, 0, kPanelColumns / 2 * half, tile.group);
-  }
-}
-
-constexpr int kMinWideRows = 7, kMaxWideRows = 10;
-constexpr BlockTileFn kWideTiles[] = {RunWideTile<7>, RunWideTile<8>, RunWideTile<9>,
-                                      RunWideTile<10>};
-
-void PanelGemmPairE4M3(const PanelArgs& args) {
-  if (args.num_rows == 1) return StreamPair<WeightKind::kE4M3, 1>(args);
-  if (args.num_rows == 2) return StreamPair<WeightKind::kE4M3, 2>(args);
-  ClearResult(args);
-  HWY_ALIGN std::uint32_t block[kGroup / 2 * kPanelColumns];  // 16 KiB, L1
-  const int first = DecodeTileRows(args.num_rows);
-  BlockTile tile;
-  tile.w = args.panel;
-  for (std::int64_t k0 = 0; k0 < args.padded_k; k0 += kGroup, ++tile.group) {
-    tile.k_count = HWY_MIN(std::int64_t{kGroup}, args.padded_k - k0);
-    const std::byte* next = tile.w + tile.k_count / 4 * kUnitBytes;
-    BlockTile decode = tile;
-    decode.decoded = block;
-    decode.prefetch = next;
-    tile.row = first;
-    tile.prefetch = next;
-    if (args.num_rows >= kMinWideRows && args.num_rows <= kMaxWideRows) {
-      kWideTiles[args.num_rows - kMinWideRows](args, decode);
-    } else if (first == args.num_rows) {
-      kDecodeTiles<4>[first](args, decode);
-    } else {
-      kDecodeTiles<0>[first](args, decode);
-      BlockTile rest = tile;
-      rest.w = reinterpret_cast<const std::byte*>(block);
-      if (args.num_rows - first <= 6) {
-        BalancedTiles<2>(args, rest, 1);
-      } else {
-        BalancedTiles<1>(args, rest, 2);
-      }
-    }
-    tile.row = 0;
     tile.w = next;
   }
 }

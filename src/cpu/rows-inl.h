@@ -98,44 +98,118 @@ void ScaleRow(float* row, std::int64_t n, float factor) {
   ForRow(row, n, [f](VF v) MOESAIC_TIER_ATTR { return hn::Mul(v, f); });
 }
 
-// Value of the e4m3 code nearest to v (ties to even code), |v| <= 448. At and above 2^-6 the fp32
-// significand is cut to 3 bits; below, adding 1.5 * 2^14 makes fp32 round to multiples of 2^-9.
+// Value of the e4m3 code nearest to v (ties to even code), |v| <= 448: adding and taking away a
+// number whose last place is the spacing of the codes around v (an eighth of v's power of two, at
+// least 2^-9) leaves the rounding to the addition.
 HWY_INLINE VF RoundToE4M3(VF v) {
-  const auto bits = hn::BitCast(du32, v);
-  const auto odd = hn::And(hn::ShiftRight<20>(bits), hn::Set(du32, 1));
-  const auto cut =
-      hn::And(hn::Add(bits, hn::Add(odd, hn::Set(du32, 0x7FFFFU))), hn::Set(du32, 0xFFF00000U));
-  const VF magic = hn::Set(df, 0x1.8p14F);
-  const VF small = hn::Sub(hn::Add(v, magic), magic);
-  return hn::IfThenElse(hn::Lt(hn::Abs(v), hn::Set(df, 0x1p-6F)), small, hn::BitCast(df, cut));
+  const VF power = hn::BitCast(df, hn::And(hn::BitCast(du32, v), hn::Set(du32, 0x7F800000U)));
+  const VF magic = hn::Mul(hn::Max(power, hn::Set(df, 0x1p-6F)), hn::Set(df, 0x1.8p20F));
+  return hn::Sub(hn::Add(v, magic), magic);
 }
 
-void QuantizeRowE4M3(float* row, std::int64_t n, bool power_of_two, float* scales) {
+template <DType kRound>
+HWY_INLINE VF RoundTo(VF v) {
+  if constexpr (kRound == DType::kBF16) {
+    return RoundToBF16(v);
+  } else if constexpr (kRound == DType::kF16) {
+    return RoundToF16(v);
+  } else {
+    return v;
+  }
+}
+
+// max(absmax, 1e-10) / 448, or that up to the next power of two (at least 1e-10).
+HWY_INLINE float ScaleE4M3(float absmax, bool power_of_two) {
+  const float scale = (absmax < 1e-10F ? 1e-10F : absmax) / 448.0F;
+  if (!power_of_two || !(scale <= std::numeric_limits<float>::max())) return scale;
+  // Add to the mantissa, drop what is left of it.
+  const auto bits = std::bit_cast<std::uint32_t>(scale < 1e-10F ? 1e-10F : scale);
+  return std::bit_cast<float>((bits + 0x7FFFFFU) & 0xFF800000U);
+}
+
+// The tier's narrow operand: bf16 for the bf16 dot product, else fp32.
+HWY_INLINE void StoreNarrow(VF exact, std::byte* dst, std::int64_t i) {
+#if MOESAIC_TIER_BF16
+  StoreBF16(exact, reinterpret_cast<std::uint16_t*>(dst) + i);
+#else
+  hn::StoreU(exact, df, reinterpret_cast<float*>(dst) + i);
+#endif
+}
+constexpr std::int64_t kNarrowBytes = MOESAIC_TIER_BF16 ? 2 : 4;
+
+// v / s by bits, for |v| <= 448 * s or so and a finite s >= 2^-43: r = 1 / s is correctly rounded,
+// q1 within an ulp of the quotient, and then the last step rounds as a division does (Markstein
+// 1990). Where v is so small that a remainder underflows, both quotients are far below half the
+// least e4m3 number. Half the time of the division.
+HWY_INLINE VF Quotient(VF v, VF s, VF r) {
+#if MOESAIC_TIER_F16  // these tiers have fused multiply-adds too
+  const VF q0 = hn::Mul(v, r);
+  const VF q1 = hn::MulAdd(hn::NegMulAdd(q0, s, v), r, q0);
+  return hn::MulAdd(hn::NegMulAdd(q1, s, v), r, q1);
+#else
+  static_cast<void>(r);
+  return hn::Div(v, s);
+#endif
+}
+
+// One group of 128 in one pass over memory: the values wait in registers (where there are enough)
+// for their scale.
+template <DType kRound>
+HWY_INLINE float QuantizeGroupE4M3(const float* x, bool power_of_two, std::byte* dst) {
+  constexpr int kVectors = kGroup / kLanes;
+  VF v[kVectors];
+  // As integers, magnitudes order like the floats they are, and NaN lies above infinity: a NaN in
+  // the group becomes the maximum, hence the scale, and reaches every product of the group instead
+  // of turning into a finite code.
+  auto top = hn::Zero(du32);
+#pragma GCC unroll 32
+  for (int i = 0; i < kVectors; ++i) {
+    v[i] = RoundTo<kRound>(hn::LoadU(df, x + i * kLanes));
+    top = hn::Max(top, hn::And(hn::BitCast(du32, v[i]), hn::Set(du32, 0x7FFFFFFFU)));
+  }
+  const float scale =
+      ScaleE4M3(std::bit_cast<float>(hn::GetLane(hn::MaxOfLanes(du32, top))), power_of_two);
+  const VF s = hn::Set(df, scale);
+  const VF r = hn::Set(df, 1.0F / scale);
+  const VF limit = hn::Set(df, 448.0F);
+  const bool finite = scale <= std::numeric_limits<float>::max();
+#pragma GCC unroll 32
+  for (int i = 0; i < kVectors; ++i) {
+    const VF y = HWY_LIKELY(finite) ? Quotient(v[i], s, r) : hn::Div(v[i], s);
+    StoreNarrow(RoundToE4M3(hn::Max(hn::Min(y, limit), hn::Neg(limit))), dst, i * kLanes);
+  }
+  return scale;
+}
+
+template <DType kRound>
+void QuantizeRowRounded(const float* row, std::int64_t n, bool power_of_two, float* scales,
+                        std::byte* dst) {
   for (std::int64_t k0 = 0, g = 0; k0 < n; k0 += kGroup, ++g) {
     const std::int64_t count = HWY_MIN(std::int64_t{kGroup}, n - k0);
-    // As integers, magnitudes order like the floats they are, and NaN lies above infinity: a NaN in
-    // the group becomes the maximum, hence the scale, and reaches every product of the group
-    // instead of turning into a finite code.
-    auto top = hn::Zero(du32);
-    ForRow(row + k0, count, [&](VF v) MOESAIC_TIER_ATTR {
-      top = hn::Max(top, hn::And(hn::BitCast(du32, v), hn::Set(du32, 0x7FFFFFFFU)));
-      return v;
-    });
-    const float absmax = std::bit_cast<float>(hn::GetLane(hn::MaxOfLanes(du32, top)));
-    float scale = (absmax < 1e-10F ? 1e-10F : absmax) / 448.0F;
-    if (power_of_two && scale <= std::numeric_limits<float>::max()) {
-      // At least 1e-10, then up to the next power of two: add to the mantissa, drop what is left of
-      // it.
-      const auto bits = std::bit_cast<std::uint32_t>(scale < 1e-10F ? 1e-10F : scale);
-      scale = std::bit_cast<float>((bits + 0x7FFFFFU) & 0xFF800000U);
+    float scale;
+    if (count == kGroup) {
+      scale = QuantizeGroupE4M3<kRound>(row + k0, power_of_two, dst + k0 * kNarrowBytes);
+    } else {
+      HWY_ALIGN float tail[kGroup] = {};
+      HWY_ALIGN std::byte codes[kGroup * kNarrowBytes];
+      std::memcpy(tail, row + k0, static_cast<std::size_t>(count) * sizeof(float));
+      scale = QuantizeGroupE4M3<kRound>(tail, power_of_two, codes);
+      std::memcpy(dst + k0 * kNarrowBytes, codes, static_cast<std::size_t>(count * kNarrowBytes));
     }
     scales[g] = MOESAIC_FAULT(cpu_activation_scale_of_group_zero) && g > 0 ? scales[0] : scale;
-    const VF s = hn::Set(df, scale);
-    const VF limit = hn::Set(df, 448.0F);
-    ForRow(row + k0, count, [&](VF v) MOESAIC_TIER_ATTR {
-      const VF y = hn::Div(v, s);
-      return RoundToE4M3(hn::Max(hn::Min(y, limit), hn::Neg(limit)));
-    });
+  }
+}
+
+void QuantizeRowE4M3(const float* row, std::int64_t n, DType round_dtype, bool power_of_two,
+                     float* scales, void* dst) {
+  auto* out = static_cast<std::byte*>(dst);
+  switch (round_dtype) {
+    case DType::kBF16:
+      return QuantizeRowRounded<DType::kBF16>(row, n, power_of_two, scales, out);
+    case DType::kF16:
+      return QuantizeRowRounded<DType::kF16>(row, n, power_of_two, scales, out);
+    default:
+      return QuantizeRowRounded<DType::kF32>(row, n, power_of_two, scales, out);
   }
 }
 

@@ -104,6 +104,7 @@ struct TablesE4M3;
 HWY_INLINE void DecodeColumnsE4M3(const std::byte* w, std::uint32_t* pair01, std::uint32_t* pair23);
 #include "cpu/panel_gemm-inl.h"
 #include "cpu/panel_gemm_bf16-inl.h"
+#include "cpu/panel_gemm_e4m3_bf16-inl.h"
 #include "cpu/panel_gemm_grouped-inl.h"
 #include "cpu/panel_gemm_grouped_bf16-inl.h"
 HWY_INLINE void DecodeColumnsE4M3(const std::byte* w, std::uint32_t* pair01,

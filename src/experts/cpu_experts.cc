@@ -123,7 +123,7 @@ class CpuExperts final : public Experts {
   void finish_whole_row(const CpuWorkspace& w, std::int64_t r) const;
   void multiply(const CpuProjection& projection, std::int64_t e, std::int64_t p,
                 cpu::PanelArgs& args, const float* const* numbers) const;
-  std::int64_t task_chunk(std::int64_t tasks) const;
+  std::int64_t task_chunk(std::int64_t tasks, std::int64_t panels_per_task) const;
   void gemms(const CpuWorkspace& w, std::int64_t num_active) const;
   void block1(const CpuWorkspace& w, std::int64_t e, std::int64_t block) const;
   void panel2(const CpuWorkspace& w, std::int64_t e, std::int64_t p) const;
@@ -162,12 +162,17 @@ void CpuExperts::store_operand(const float* row, std::int64_t n, std::byte* dst)
   }
 }
 
-// A rounded row (or a block of 128 columns of it) to its operand and the numbers beside it.
+// A row (or a block of 128 columns of it), rounded to round_dtype, to its operand and the numbers
+// beside it.
 void CpuExperts::finish_row(float* x, std::int64_t n, float input_scale, float* numbers,
                             std::byte* operand) const {
   if (plan_.row_rule == cpu::RowQuantRule::kFp8Group) {
-    kernels_.quantize_row_e4m3(x, n, plan_.power_of_two_scales, numbers);
-  } else if (plan_.row_rule != cpu::RowQuantRule::kNone) {
+    kernels_.quantize_row_e4m3(x, n, plan_.round_dtype, plan_.power_of_two_scales, numbers,
+                               operand);
+    return;
+  }
+  kernels_.round_row(x, n, plan_.round_dtype);
+  if (plan_.row_rule != cpu::RowQuantRule::kNone) {
     kernels_.quantize_row(plan_.row_rule, input_scale, x, n, numbers);
   }
   if (plan_.row_sums) kernels_.group_sums(x, n, plan_.row_step, numbers);
@@ -196,11 +201,10 @@ void CpuExperts::prepare_input(const CpuWorkspace& w, std::int64_t row, std::int
                                const std::byte* src, DType dtype, float factor) const {
   float* x = scratch(w);
   kernels_.load_row(src, dtype, plan_.hidden, plan_.k1, x);
-  kernels_.round_row(x, plan_.hidden, plan_.round_dtype);
   if (problem_.apply_router_weight_on_input && plan_.standard) {
+    kernels_.round_row(x, plan_.hidden, plan_.round_dtype);
     kernels_.round_row(&factor, 1, plan_.round_dtype);
     kernels_.scale_row(x, plan_.hidden, factor);
-    kernels_.round_row(x, plan_.hidden, plan_.round_dtype);
   }
   if (plan_.permuted) {
     const std::int32_t* perm = weights_.w13.perm(e);
@@ -297,8 +301,8 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
     for (int r = 0; r < count; ++r) {
       float* y = act + r * cpu::kGroup;
       for (std::int64_t c = real; c < valid; ++c) y[c] = 0.0F;
-      kernels_.round_row(y, valid, plan_.round_dtype);
       if (plan_.whole_rows) {
+        kernels_.round_row(y, valid, plan_.round_dtype);
         std::memcpy(w.a2_raw + (begin + r) * plan_.k2 + column, y,
                     static_cast<std::size_t>(valid) * sizeof(float));
         continue;
@@ -308,6 +312,7 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
           plan_.row_numbers ? w.a2_scales + (begin + r) * plan_.groups2() + first : nullptr;
       std::byte* operand = w.a2 + ((begin + r) * plan_.k2 + column) * plan_.operand_bytes();
       if (MOESAIC_FAULT(cpu_intermediate_not_requantised)) {
+        kernels_.round_row(y, valid, plan_.round_dtype);
         store_operand(y, valid, operand);
         for (std::int64_t c = 0; plan_.row_numbers && c < valid; c += plan_.row_step)
           kept[c / plan_.row_step] = 1.0F;
@@ -353,9 +358,10 @@ std::int64_t CpuExperts::active_experts(const CpuWorkspace& w, std::int64_t num_
 }
 
 // Neighbouring panels are neighbours in memory: a thread keeps a run of them, so that one stream is
-// not cut into pieces, as long as every thread still gets a dozen turns to even out the load.
-std::int64_t CpuExperts::task_chunk(std::int64_t tasks) const {
-  return std::clamp<std::int64_t>(tasks / (12 * plan_.num_threads), 1, 16);
+// not cut into pieces, as long as every thread still gets a dozen turns to even out the load. At
+// most 16 panels: what one thread still works on when the others are done is lost time.
+std::int64_t CpuExperts::task_chunk(std::int64_t tasks, std::int64_t panels_per_task) const {
+  return std::clamp<std::int64_t>(tasks / (12 * plan_.num_threads), 1, 16 / panels_per_task);
 }
 
 // Both GEMMs of a chunk; called by all threads of a team, ends with a barrier. Tasks are panels in
@@ -364,7 +370,9 @@ std::int64_t CpuExperts::task_chunk(std::int64_t tasks) const {
 void CpuExperts::gemms(const CpuWorkspace& w, std::int64_t num_active) const {
   const std::int64_t blocks1 = ceil_div(weights_.w13.shape().num_panels(), panels_per_block_);
   const std::int64_t panels2 = weights_.w2.shape().num_panels();
-#pragma omp for schedule(dynamic, task_chunk(num_active* blocks1))
+  const std::int64_t chunk1 = task_chunk(num_active * blocks1, panels_per_block_);
+  const std::int64_t chunk2 = task_chunk(num_active * panels2, 1);
+#pragma omp for schedule(dynamic, chunk1)
   for (std::int64_t t = 0; t < num_active * blocks1; ++t)
     block1(w, w.active[t / blocks1], t % blocks1);
   if (plan_.whole_rows) {
@@ -372,7 +380,7 @@ void CpuExperts::gemms(const CpuWorkspace& w, std::int64_t num_active) const {
     for (std::int64_t r = 0; r < w.first_row[problem_.num_local_experts]; ++r)
       finish_whole_row(w, r);
   }
-#pragma omp for schedule(dynamic, task_chunk(num_active* panels2))
+#pragma omp for schedule(dynamic, chunk2)
   for (std::int64_t t = 0; t < num_active * panels2; ++t)
     panel2(w, w.active[t / panels2], t % panels2);
 }

@@ -79,28 +79,78 @@ TEST(Kernels, LoadingWidensEveryCodeAndPads) {
   }
 }
 
+float rounded_to(DType dtype, float x) {
+  if (dtype == DType::kBF16) return f32_from_bf16(bf16_from_f32(x));
+  return dtype == DType::kF16 ? f32_from_f16(f16_from_f32(x)) : x;
+}
+
+// Rows of two whole groups and a tail, in both scale rules, every rounding before.
 TEST(Kernels, GroupQuantisationEqualsTheReference) {
+  constexpr std::int64_t kCount = 300;
   test::Rng rng(3);
   for (const CpuKernels* k : tiers()) {
-    for (int round = 0; round < 50; ++round) {
-      std::vector<float> x(384);
-      const double sd = std::exp2(rng.integer(-20, 20));
+    for (int round = 0; round < 90; ++round) {
+      std::vector<float> x(kCount);
+      const DType dtype = round % 3 == 0   ? DType::kF32
+                          : round % 3 == 1 ? DType::kBF16
+                                           : DType::kF16;
+      // f16: neither overflow nor a row of zeros.
+      const double sd =
+          std::exp2(dtype == DType::kF16 ? rng.integer(-10, 10) : rng.integer(-20, 20));
       for (float& v : x) v = static_cast<float>(sd * rng.normal());
       if (round == 0) std::fill(x.begin(), x.begin() + 128, 0.0F);
-      std::vector<float> row = x;
-      float scales[3];
       const bool power_of_two = round % 2 == 1;
-      k->quantize_row_e4m3(row.data(), 384, power_of_two, scales);
-      for (std::size_t i = 0; i < x.size(); ++i) {
+      float scales[3];
+      const bool narrow = k->narrow_operand == OperandKind::kBF16;
+      std::vector<std::byte> codes((kCount + 1) * (narrow ? 2 : 4), std::byte{0x5A});
+      k->quantize_row_e4m3(x.data(), kCount, dtype, power_of_two, scales, codes.data());
+      EXPECT_EQ(codes.back(), std::byte{0x5A}) << k->name << ": wrote past the row";
+      const DType operand = narrow ? DType::kBF16 : DType::kF32;
+      for (std::int64_t i = 0; i < kCount; ++i) {
         float absmax = 0;
-        for (std::size_t j = i / 128 * 128; j < i / 128 * 128 + 128; ++j)
-          absmax = std::max(absmax, std::fabs(x[j]));
+        const std::int64_t begin = i / 128 * 128;
+        for (std::int64_t j = begin; j < std::min(begin + 128, kCount); ++j)
+          absmax = std::max(absmax, std::fabs(rounded_to(dtype, x[static_cast<std::size_t>(j)])));
         const float scale = fp8_group_scale(
             absmax, power_of_two ? ScaleRounding::kCeilPowerOfTwo : ScaleRounding::kNone);
         ASSERT_EQ(scales[i / 128], scale) << k->name;
-        const float clamped = std::min(std::max(x[i] / scale, -448.0F), 448.0F);
-        ASSERT_EQ(row[i], f32_from_e4m3(e4m3_from_f32(clamped)))
-            << k->name << " x " << x[i] << " scale " << scale;
+        const float value = rounded_to(dtype, x[static_cast<std::size_t>(i)]);
+        const float clamped = std::min(std::max(value / scale, -448.0F), 448.0F);
+        ASSERT_EQ(load_as_f32(codes.data(), operand, i), f32_from_e4m3(e4m3_from_f32(clamped)))
+            << k->name << " x " << value << " scale " << scale;
+      }
+    }
+  }
+}
+
+// With a scale of one, every fp32 number near a code and near the middle of two codes.
+TEST(Kernels, CodesOfE4M3AreTheNearest) {
+  std::vector<float> values;
+  for (int code = 0; code < 0x7F; ++code) {
+    const float low = f32_from_e4m3(static_cast<std::uint8_t>(code));
+    const float high = code == 0x7E ? low : f32_from_e4m3(static_cast<std::uint8_t>(code + 1));
+    for (const float x : {low, low + (high - low) / 2}) {
+      for (const float v : {x, std::nextafter(x, 0.0F), std::nextafter(x, 448.0F)}) {
+        values.push_back(v);
+        values.push_back(-v);
+      }
+    }
+  }
+  for (const CpuKernels* k : tiers()) {
+    const bool narrow = k->narrow_operand == OperandKind::kBF16;
+    for (std::size_t begin = 0; begin < values.size(); begin += 127) {
+      std::vector<float> x(128, 448.0F);
+      const std::size_t count = std::min<std::size_t>(127, values.size() - begin);
+      std::copy_n(values.begin() + static_cast<std::ptrdiff_t>(begin), count, x.begin());
+      float scale = 0;
+      std::byte codes[128 * 4];
+      k->quantize_row_e4m3(x.data(), 128, DType::kF32, false, &scale, codes);
+      ASSERT_EQ(scale, 1.0F);
+      for (std::size_t i = 0; i < count; ++i) {
+        ASSERT_EQ(
+            load_as_f32(codes, narrow ? DType::kBF16 : DType::kF32, static_cast<std::int64_t>(i)),
+            f32_from_e4m3(e4m3_from_f32(x[i])))
+            << k->name << " x " << x[i];
       }
     }
   }
