@@ -8,6 +8,7 @@
 
 #include "core/fault.h"
 #include "cpu/tiers.h"
+#include "numerics/element.h"
 #include "quant/compute_scheme.h"
 
 namespace moesaic {
@@ -55,22 +56,26 @@ void RowWire::pack_row(const std::byte* x, DType dtype, float weight, float* scr
   }
   // The same steps in the same order as the experts' own.
   kernels_->load_row(x, dtype, hidden_, hidden_, scratch);
-  kernels_->round_row(scratch, hidden_, round_dtype_);
   if (weight_on_input_ && !MOESAIC_FAULT(row_wire_skips_weight)) {
+    kernels_->round_row(scratch, hidden_, round_dtype_);
     kernels_->round_row(&weight, 1, round_dtype_);
     kernels_->scale_row(scratch, hidden_, weight);
-    kernels_->round_row(scratch, hidden_, round_dtype_);
   }
   if (!quantized()) {
+    kernels_->round_row(scratch, hidden_, round_dtype_);
     kernels_->store_row(scratch, hidden_, dtype_, to);
     return;
   }
   // Rows lie at any address on the wire, scales need not be aligned there: through the scratch's
   // second part.
   float* scales = scratch + hidden_;
-  kernels_->quantize_row_e4m3(scratch, hidden_, power_of_two_, scales);
+  kernels_->quantize_row_e4m3(scratch, hidden_, round_dtype_, power_of_two_, scales, scratch);
+  const bool narrow = kernels_->narrow_operand == cpu::OperandKind::kBF16;
+  const auto* values = reinterpret_cast<const std::byte*>(scratch);
   auto* codes = reinterpret_cast<std::uint8_t*>(to);
-  for (std::int64_t i = 0; i < hidden_; ++i) codes[i] = code_of_exact(scratch[i]);
+  for (std::int64_t i = 0; i < hidden_; ++i) {
+    codes[i] = code_of_exact(load_as_f32(values, narrow ? DType::kBF16 : DType::kF32, i));
+  }
   if (MOESAIC_FAULT(row_wire_first_scale_only)) std::fill(scales, scales + groups_, scales[0]);
   std::memcpy(to + hidden_bytes_, scales, static_cast<std::size_t>(groups_) * sizeof(float));
 }
