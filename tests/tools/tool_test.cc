@@ -3,8 +3,11 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdio>
+#include <string>
 #include <vector>
 
+#include "bench_plot.h"
 #include "chart.h"
 #include "console.h"
 #include "exit_code.h"
@@ -30,6 +33,29 @@ TEST(ExitCode, EveryStatusCodeHasOne) {
   EXPECT_EQ(exit_code(StatusCode::kCorruptFile, Origin::kOption), kExitBadInput);
   EXPECT_EQ(exit_code(StatusCode::kUnsupported, Origin::kFile), kExitUnsupported);
   EXPECT_EQ(exit_code(StatusCode::kOutOfMemory, Origin::kFile), kExitDevice);
+}
+
+TEST(BenchPlot, EveryPointLiesInTheFrameAndTheFirstSeriesIsDrawnLast) {
+  const PlotSeries ours{"ours", {{1, 12.5}, {512, 203}, {8192, 450}}};
+  const PlotSeries peer{"peer & co", {{1, 23}, {8192, 0}}};  // a time of 0 is no time
+  const std::string svg =
+      bench_svg("title", "about", {ours, peer}, {"floor", {{1, 11}, {8192, 430}}});
+  EXPECT_NE(svg.find("peer &amp; co"), std::string::npos);
+  EXPECT_LT(svg.find("#d1495b\" stroke-width=\"1.5\""), svg.find("#1f6fb4\" stroke-width=\"3\""));
+  EXPECT_EQ(svg.find("nan"), std::string::npos);
+  EXPECT_EQ(svg.find("inf"), std::string::npos);
+  std::size_t circles = 0;
+  for (std::size_t at = svg.find("<circle cx=\""); at != std::string::npos;
+       at = svg.find("<circle cx=\"", at + 1)) {
+    double x = 0, y = 0;
+    ASSERT_EQ(std::sscanf(svg.c_str() + at, "<circle cx=\"%lf\" cy=\"%lf\"", &x, &y), 2);
+    EXPECT_TRUE(x >= 80 && x <= 640 && y >= 70 && y <= 460) << x << ' ' << y;
+    ++circles;
+  }
+  EXPECT_EQ(circles, 4U);
+  EXPECT_NE(bench_svg("", "", {}, {}).find("</svg>"), std::string::npos) << "nothing to draw";
+  EXPECT_EQ(best_of({ours, peer}, 1), 12.5);
+  EXPECT_EQ(best_of({ours, peer}, 2), 0);
 }
 
 TEST(Console, NumbersAndUnits) {

@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <fstream>
 #include <memory>
 #include <optional>
 #include <vector>
 
+#include "bench_plot.h"
 #include "bench_random.h"
 #include "bench_stages.h"
 #include "ceilings.h"
@@ -28,6 +30,7 @@ struct State {
   std::string stage = "experts";
   std::string routing = "uniform";
   double seconds = 1.0;
+  std::string plot, peers;
 };
 
 struct Samples {
@@ -41,6 +44,11 @@ constexpr std::size_t kMinSamples = 5;
 Result<Samples> measure(const BenchPoint& point, double seconds) {
   using Clock = std::chrono::steady_clock;
   Samples samples;
+  if (point.time) {
+    MOESAIC_ASSIGN_OR_RETURN(samples.us, point.time(seconds));
+    std::sort(samples.us.begin(), samples.us.end());
+    return samples;
+  }
   const auto pass = [&]() -> Result<double> {
     const auto begin = Clock::now();
     for (int i = 0; i < point.rotations; ++i) MOESAIC_RETURN_IF_ERROR(point.run(i));
@@ -100,6 +108,74 @@ Result<BenchSettings> settings_of(const State& state, std::optional<Checkpoint>&
   return s;
 }
 
+// The layer's stage on the chosen device, with the ceilings of that device. The ceilings come
+// first: the buffer that is read for them must not add to the peak memory.
+struct Prepared {
+  Ceilings ceilings;
+  std::unique_ptr<BenchStage> stage;
+};
+Result<Prepared> prepare_stage(const State& state, const BenchSettings& settings) {
+  Prepared p;
+  const Device device = settings.options.device;
+  const bool narrow = narrow_arithmetic(state.stage, settings);
+  if (device.is_cuda()) {
+    const bool fp8 = narrow && settings.spec.quant.activation.dtype == DType::kF8E4M3;
+    MOESAIC_ASSIGN_OR_RETURN(p.ceilings, measure_gpu_ceilings(device, fp8));
+  } else {
+    p.ceilings = narrow ? measure_ceilings(state.common.threads)
+                        : measure_ceilings_f32(state.common.threads);
+  }
+  MOESAIC_ASSIGN_OR_RETURN(p.stage, make_bench_stage(state.stage, settings));
+  return p;
+}
+
+// What every point is reported with.
+struct Context {
+  std::string name, device, machine, quant, backend;
+  Ceilings ceilings;
+};
+std::string device_name(Device device) {
+  return device.is_cuda() ? gpu_name(device) : cpu_model_name();
+}
+
+Json point_json(const State& state, const Context& c, std::int64_t tokens, const BenchPoint& point,
+                const Samples& samples, double floor, double peer) {
+  const double us = samples.median();
+  Json json = {{"shape", c.name},
+               {"stage", state.stage},
+               {"tokens", tokens},
+               {"device", c.device},
+               {"backend", c.backend},
+               {"quant", c.quant},
+               {"routing", state.routing},
+               {"median_us", us},
+               {"min_us", samples.us.front()},
+               {"max_us", samples.us.back()},
+               {"samples", samples.us.size()},
+               {"bytes", point.bytes},
+               {"flops", point.flops},
+               {"gbps", point.bytes / us * 1e-3},
+               {"tflops", point.flops / us * 1e-6},
+               {"floor_us", finite(floor)},
+               {"floor_pct", finite(100 * floor / us)},
+               {"ceilings", {{"read_gbps", c.ceilings.read_gbps}, {"gflops", c.ceilings.gflops}}},
+               {"rel_l2", finite(point.rel_l2)},
+               {"bound", point.bound},
+               {"threads", cpu::resolve_threads(state.common.threads)},
+               {"commit", commit()},
+               {"compiler", compiler()},
+               {"machine", c.machine}};
+  if (peer > 0) json["peer_us"] = peer;
+  return json;
+}
+
+Status write_plot(const std::string& path, const std::string& svg) {
+  std::ofstream file(path, std::ios::binary);
+  file << svg;
+  file.close();
+  return file ? Status() : Status(StatusCode::kIo, path + ": cannot be written");
+}
+
 int run_bench(const State& state) {
   const Console console = state.common.console();
   if (const Status status = check_common_options(state.common); !status.ok()) {
@@ -109,62 +185,70 @@ int run_bench(const State& state) {
   Origin origin = Origin::kOption;
   Result<BenchSettings> settings = settings_of(state, checkpoint, origin);
   if (!settings.ok()) return console.fail(settings.status(), origin);
-  // Before the weights are there: the buffer that is read for the ceiling must not add to the peak
-  // memory.
+  std::vector<PlotSeries> peers;
+  if (!state.peers.empty()) {
+    Result<std::vector<PlotSeries>> read =
+        read_peers(state.peers, settings->spec,
+                   state.common.quant == "as-is" ? settings->spec.quant.name : state.common.quant);
+    if (!read.ok()) return console.fail(read.status().with_context("--peers"), Origin::kFile);
+    peers = std::move(read).value();
+  }
+  if (!state.plot.empty()) {  // before the time is spent: can it be written?
+    const Status status = write_plot(state.plot, bench_svg("", "", {}, {}));
+    if (!status.ok()) return console.fail(status.with_context("--plot"), Origin::kOption);
+  }
   console.note(1, "measuring this machine's read bandwidth and arithmetic peak");
-  const Ceilings ceilings = narrow_arithmetic(state.stage, *settings)
-                                ? measure_ceilings(state.common.threads)
-                                : measure_ceilings_f32(state.common.threads);
   settings->options.progress = console.progress("loading");
-  Result<std::unique_ptr<BenchStage>> stage = make_bench_stage(state.stage, *settings);
+  FusedMoE::Options options = settings->options;
+  Result<Prepared> prepared =
+      on_chosen_device(state.common, console, options, [&](const FusedMoE::Options& o) {
+        settings->options = o;
+        return prepare_stage(state, *settings);
+      });
   console.finish_progress();
-  if (!stage.ok()) return console.fail(stage.status(), Origin::kOption);
+  if (!prepared.ok()) return console.fail(prepared.status(), Origin::kOption);
+  BenchStage& stage = *prepared->stage;
 
-  const std::string name = state.shape.empty() ? state.model : state.shape;
-  console.print(
-      fmt::format("{} {} {}, {} routing; machine: read {:.1f} GB/s, multiply {:.0f} GFLOP/s ({})\n",
-                  name, state.stage, (*stage)->quant(), state.routing, ceilings.read_gbps,
-                  ceilings.gflops, cpu_model_name()));
-  console.print(fmt::format("{:>8} {:>12} {:>12} {:>9} {:>9} {:>12} {:>7} {:>10}  {}\n", "tokens",
-                            "median us", "min us", "GB/s", "GFLOP/s", "floor us", "floor", "rel_l2",
-                            "backend"));
+  Context c;
+  c.name = state.shape.empty() ? state.model : state.shape;
+  c.device = options.device.to_string();
+  c.machine = device_name(options.device);
+  c.quant = stage.quant();
+  c.ceilings = prepared->ceilings;
+  const std::string heading = fmt::format("{} {} {}", c.name, state.stage, c.quant);
+  const std::string about =
+      fmt::format("{} routing; machine: read {:.1f} GB/s, multiply {:.0f} GFLOP/s ({})",
+                  state.routing, c.ceilings.read_gbps, c.ceilings.gflops, c.machine);
+  console.print(fmt::format("{}, {}\n", heading, about));
+  console.print(fmt::format("{:>8} {:>12} {:>12} {:>9} {:>9} {:>12} {:>7} {:>10} {:>12}  {}\n",
+                            "tokens", "median us", "min us", "GB/s", "GFLOP/s", "floor us", "floor",
+                            "rel_l2", peers.empty() ? "" : "best peer us", "backend"));
+  PlotSeries ours{"moesaic " + state.stage, {}}, floors{"floor", {}};
   for (const std::int64_t tokens : state.tokens) {
-    const Result<BenchPoint> point = (*stage)->prepare(tokens);
+    const Result<BenchPoint> point = stage.prepare(tokens);
     if (!point.ok()) return console.fail(point.status(), Origin::kOption);
     const Result<Samples> samples = measure(*point, state.seconds);
     if (!samples.ok()) return console.fail(samples.status(), Origin::kOption);
+    c.backend = stage.backend();
     const double us = samples->median();
-    const double floor =
-        std::max(point->bytes / (ceilings.read_gbps * 1e3), point->flops / (ceilings.gflops * 1e3));
-    console.emit({{"shape", name},
-                  {"stage", state.stage},
-                  {"tokens", tokens},
-                  {"device", "cpu"},
-                  {"backend", (*stage)->backend()},
-                  {"quant", (*stage)->quant()},
-                  {"routing", state.routing},
-                  {"median_us", us},
-                  {"min_us", samples->us.front()},
-                  {"max_us", samples->us.back()},
-                  {"samples", samples->us.size()},
-                  {"bytes", point->bytes},
-                  {"flops", point->flops},
-                  {"gbps", point->bytes / us * 1e-3},
-                  {"tflops", point->flops / us * 1e-6},
-                  {"floor_us", finite(floor)},
-                  {"floor_pct", finite(100 * floor / us)},
-                  {"ceilings", {{"read_gbps", ceilings.read_gbps}, {"gflops", ceilings.gflops}}},
-                  {"rel_l2", finite(point->rel_l2)},
-                  {"bound", point->bound},
-                  {"threads", cpu::resolve_threads(state.common.threads)},
-                  {"commit", commit()},
-                  {"compiler", compiler()},
-                  {"machine", cpu_model_name()}});
+    const double floor = std::max(point->bytes / (c.ceilings.read_gbps * 1e3),
+                                  point->flops / (c.ceilings.gflops * 1e3));
+    const double peer = best_of(peers, static_cast<double>(tokens));
+    ours.points.emplace_back(static_cast<double>(tokens), us);
+    floors.points.emplace_back(static_cast<double>(tokens), floor);
+    console.emit(point_json(state, c, tokens, *point, *samples, floor, peer));
     console.print(fmt::format(
-        "{:>8} {:>12.1f} {:>12.1f} {:>9.1f} {:>9.1f} {:>12.1f} {:>6.0f}% {:>10.1e}  {}\n", tokens,
-        us, samples->us.front(), point->bytes / us * 1e-3, point->flops / us * 1e-3, floor,
-        100 * floor / us, point->rel_l2, (*stage)->backend()));
+        "{:>8} {:>12.1f} {:>12.1f} {:>9.1f} {:>9.1f} {:>12.1f} {:>6.0f}% {:>10.1e} {:>12}  {}\n",
+        tokens, us, samples->us.front(), point->bytes / us * 1e-3, point->flops / us * 1e-3, floor,
+        100 * floor / us, point->rel_l2, peer > 0 ? fmt::format("{:.1f}", peer) : "", c.backend));
   }
+  if (state.plot.empty()) return kExitOk;
+  std::vector<PlotSeries> series = {ours};
+  series.insert(series.end(), peers.begin(), peers.end());
+  for (PlotSeries& s : series) std::sort(s.points.begin(), s.points.end());
+  std::sort(floors.points.begin(), floors.points.end());
+  const Status status = write_plot(state.plot, bench_svg(heading, about, series, floors));
+  if (!status.ok()) return console.fail(status.with_context("--plot"), Origin::kOption);
   return kExitOk;
 }
 
@@ -180,11 +264,14 @@ Verb make_bench(CLI::App& root) {
       "  moesaic bench --shape qwen3-30b --quant fp8-block --json\n"
       "  moesaic bench --model testdata/models/mini-deepseek-v3 --stage layer\n"
       "  moesaic bench --shape 64,8,2048,1024 --routing zipf:1.0 --threads 2\n"
+      "  moesaic bench --shape deepseek-v3 --quant fp8-block --device cuda --stage layer \\\n"
+      "      --tokens 1,16,256,4096 --plot time.svg --peers peers.jsonl\n"
       "\nfloor us = max(bytes that must move / measured read bandwidth, operations / measured "
       "multiply-add peak)\n\nShapes:" +
           names + "\n");
   CLI::Option_group* source = app->add_option_group("layer", "The layer to time: one of");
-  source->add_option("--model", state->model, "Folder with config.json and safetensors, or a GGUF file");
+  source->add_option("--model", state->model,
+                     "Folder with config.json and safetensors, or a GGUF file");
   source->add_option("--shape", state->shape,
                      "Shape name, or E,k,H,I[,activation]; weights drawn from --seed");
   source->require_option(1);
@@ -201,6 +288,10 @@ Verb make_bench(CLI::App& root) {
   app->add_option("--seconds", state->seconds, "Time to spend on each point, at least")
       ->check(CLI::Range(0.0, 3600.0))
       ->capture_default_str();
+  app->add_option("--plot", state->plot, "File to draw time against tokens into, as SVG");
+  app->add_option("--peers", state->peers,
+                  "JSON lines with other implementations' times (impl, format, E, top_k, hidden, "
+                  "intermediate, M, gemm12_us), for the table and the plot");
   add_common_options(*app, state->common);
   return {app, [state] { return run_bench(*state); }};
 }

@@ -20,7 +20,15 @@ namespace {
 constexpr std::uint64_t kRoutingSeed = 0x9E37;
 
 // Few tokens touch few experts: more rotations keep the touched weights out of the caches.
-int rotations_for(std::int64_t tokens) { return tokens <= 16 ? 8 : tokens <= 256 ? 4 : 2; }
+int rotations_for(std::int64_t tokens, const BenchSettings& settings) {
+  if (settings.options.device.is_cuda()) return tokens <= 256 ? 8 : tokens <= 1024 ? 4 : 2;
+  return tokens <= 16 ? 8 : tokens <= 256 ? 4 : 2;
+}
+
+// The device reads bf16 rows.
+DType row_dtype(const BenchSettings& settings) {
+  return settings.options.device.is_cuda() ? DType::kBF16 : settings.spec.activation_dtype;
+}
 
 MoeProblem problem_of(const MoeLayerSpec& spec, std::int64_t max_tokens, int num_threads) {
   MoeProblem p;
@@ -85,8 +93,11 @@ class ExpertsStage final : public BenchStage {
     stage->s_ = settings;
     stage->p_ =
         problem_of(settings.spec, settings.options.max_tokens, settings.options.num_threads);
-    MOESAIC_ASSIGN_OR_RETURN(const ExpertsBackend* row,
-                             choose_experts(stage->p_, settings.options.backend));
+    const bool gpu = settings.options.device.is_cuda();
+    const ExpertsBackend* row = nullptr;
+    if (!gpu) {
+      MOESAIC_ASSIGN_OR_RETURN(row, choose_experts(stage->p_, settings.options.backend));
+    }
     if (settings.checkpoint != nullptr) {
       MOESAIC_ASSIGN_OR_RETURN(
           MoeLayerWeights weights,
@@ -95,11 +106,18 @@ class ExpertsStage final : public BenchStage {
     } else {
       stage->source_ = make_random_source(stage->p_, settings.seed);
     }
-    MOESAIC_ASSIGN_OR_RETURN(stage->experts_, row->create(stage->p_, *stage->source_));
+    if (gpu) {
+      MOESAIC_ASSIGN_OR_RETURN(
+          stage->gpu_, make_gpu_experts(settings.options.device, stage->p_, *stage->source_));
+    } else {
+      MOESAIC_ASSIGN_OR_RETURN(stage->experts_, row->create(stage->p_, *stage->source_));
+    }
     return std::unique_ptr<BenchStage>(std::move(stage));
   }
 
-  std::string backend() const override { return std::string(experts_->name()); }
+  std::string backend() const override {
+    return gpu_ ? "cuda_sm90" : std::string(experts_->name());
+  }
   std::string quant() const override { return std::string(p_.quant.name); }
 
   Result<BenchPoint> prepare(std::int64_t tokens) override {
@@ -109,14 +127,13 @@ class ExpertsStage final : public BenchStage {
     };
     auto rotations = std::make_shared<std::vector<Rotation>>();
     BenchPoint point;
-    point.rotations = rotations_for(tokens);
+    point.rotations = rotations_for(tokens, s_);
     for (int i = 0; i < point.rotations; ++i) {
       const std::uint64_t seed = s_.seed * 1000003 + static_cast<std::uint64_t>(i);
       Rotation r;
-      MOESAIC_ASSIGN_OR_RETURN(
-          r.x, random_tensor(s_.spec.activation_dtype, {tokens, p_.hidden_size}, 1.0, seed));
-      MOESAIC_ASSIGN_OR_RETURN(r.y,
-                               Tensor::zeros(s_.spec.activation_dtype, {tokens, p_.hidden_size}));
+      MOESAIC_ASSIGN_OR_RETURN(r.x,
+                               random_tensor(row_dtype(s_), {tokens, p_.hidden_size}, 1.0, seed));
+      MOESAIC_ASSIGN_OR_RETURN(r.y, Tensor::zeros(row_dtype(s_), {tokens, p_.hidden_size}));
       MOESAIC_ASSIGN_OR_RETURN(r.routing, random_routing(s_.routing, tokens, p_.num_experts,
                                                          p_.top_k, kRoutingSeed + seed));
       point.bytes +=
@@ -128,11 +145,17 @@ class ExpertsStage final : public BenchStage {
     }
     point.flops = 2.0 * static_cast<double>(tokens * p_.top_k) *
                   expert_weights(s_.spec, p_.intermediate_size);
-    MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, experts_->workspace_size(tokens));
-    MOESAIC_ASSIGN_OR_RETURN(Workspace ws, Workspace::allocate(bytes));
-    auto workspace = std::make_shared<Workspace>(std::move(ws));
-    point.run = [this, rotations, workspace](int i) {
+    auto workspace = std::make_shared<Workspace>();
+    if (!gpu_) {
+      MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, experts_->workspace_size(tokens));
+      MOESAIC_ASSIGN_OR_RETURN(*workspace, Workspace::allocate(bytes));
+    }
+    point.run = [this, rotations, workspace](int i) -> Status {
       Rotation& r = (*rotations)[static_cast<std::size_t>(i)];
+      if (gpu_) {
+        return gpu_->run({r.x.view(), r.routing.ids.view(), r.routing.weights.view()},
+                         {r.y.view()});
+      }
       return experts_->run({.hidden_states = r.x.view(),
                             .topk_ids = r.routing.ids.view(),
                             .topk_weights = r.routing.weights.view(),
@@ -150,9 +173,17 @@ class ExpertsStage final : public BenchStage {
                                              {first.routing.weights.as<float>(), k}));
     point.rel_l2 = relative_l2(row_to_doubles(first.y.view(), 0), want);
     // The output is stored in the activation dtype: half an ulp of it comes on top.
-    point.bound =
-        p_.quant.output_bound + std::ldexp(1.0, s_.spec.activation_dtype == DType::kF32 ? -24 : -8);
+    point.bound = p_.quant.output_bound + std::ldexp(1.0, row_dtype(s_) == DType::kF32 ? -24 : -8);
     MOESAIC_RETURN_IF_ERROR(upper_bound_check(point, "experts"));
+    if (gpu_) {
+      std::vector<std::vector<ConstTensorView>> in;
+      std::vector<std::vector<TensorView>> out;
+      for (Rotation& r : *rotations) {
+        in.push_back({r.x.view(), r.routing.ids.view(), r.routing.weights.view()});
+        out.push_back({r.y.view()});
+      }
+      MOESAIC_ASSIGN_OR_RETURN(point.time, gpu_->timer(in, out));
+    }
     return point;
   }
 
@@ -161,7 +192,11 @@ class ExpertsStage final : public BenchStage {
   MoeProblem p_;
   std::unique_ptr<ExpertSource> source_;
   std::unique_ptr<Experts> experts_;
+  std::unique_ptr<GpuStage> gpu_;  // instead of experts_
 };
+
+// The gates of published models are 0.5 to 5.5 MB, an H100 caches 50.
+constexpr int kGpuGateRotations = 40;
 
 class GateStage final : public BenchStage {
  public:
@@ -185,27 +220,37 @@ class GateStage final : public BenchStage {
     MOESAIC_ASSIGN_OR_RETURN(GateLinear gate,
                              GateLinear::create(tensors.gate_weight.view(), bias, options));
     stage->gate_ = std::make_unique<GateLinear>(std::move(gate));
+    if (settings.options.device.is_cuda()) {
+      // Copies that together pass the cache, as the weights of other layers would.
+      MOESAIC_ASSIGN_OR_RETURN(
+          stage->gpu_, make_gpu_gate(settings.options.device, tensors.gate_weight.view(), bias,
+                                     kGpuGateRotations));
+    }
     stage->weight_ = std::move(tensors.gate_weight);
     stage->bias_ = std::move(tensors.gate_bias);
     return std::unique_ptr<BenchStage>(std::move(stage));
   }
 
-  std::string backend() const override { return fmt::format("cpu_gate_{}", gate_tier_name(tier_)); }
+  std::string backend() const override {
+    return gpu_ ? "cuda_gate" : fmt::format("cpu_gate_{}", gate_tier_name(tier_));
+  }
   std::string quant() const override { return "f32"; }
 
   Result<BenchPoint> prepare(std::int64_t tokens) override {
     BenchPoint point;
     const std::int64_t h = gate_->hidden_size(), e = gate_->num_experts();
-    tier_ = gate_->tier(tokens, s_.spec.activation_dtype);
-    MOESAIC_ASSIGN_OR_RETURN(Tensor x,
-                             random_tensor(s_.spec.activation_dtype, {tokens, h}, 1.0, s_.seed));
+    tier_ = gate_->tier(tokens, row_dtype(s_));
+    MOESAIC_ASSIGN_OR_RETURN(Tensor x, random_tensor(row_dtype(s_), {tokens, h}, 1.0, s_.seed));
     MOESAIC_ASSIGN_OR_RETURN(Tensor y, Tensor::zeros(DType::kF32, {tokens, e}));
     struct Buffers {
       Tensor x, y;
     };
     auto b = std::make_shared<Buffers>(Buffers{std::move(x), std::move(y)});
-    point.run = [this, b](int) { return gate_->forward(b->x.view(), b->y.view()); };
-    point.bytes = static_cast<double>(e * h * 4 + b->x.bytes() + b->y.bytes());
+    point.run = [this, b](int) {
+      return gpu_ ? gpu_->run({b->x.view()}, {b->y.view()})
+                  : gate_->forward(b->x.view(), b->y.view());
+    };
+    point.bytes = static_cast<double>(weight_.bytes() + b->x.bytes() + b->y.bytes());
     point.flops = 2.0 * static_cast<double>(tokens * e * h);
     MOESAIC_RETURN_IF_ERROR(point.run(0));
     const std::vector<double> in = row_to_doubles(b->x.view(), 0);
@@ -223,6 +268,11 @@ class GateStage final : public BenchStage {
     point.rel_l2 = relative_l2(row_to_doubles(b->y.view(), 0), want);
     point.bound = 2e-6;
     MOESAIC_RETURN_IF_ERROR(upper_bound_check(point, "gate"));
+    if (gpu_) {
+      const std::vector<std::vector<ConstTensorView>> inputs(kGpuGateRotations, {b->x.view()});
+      const std::vector<std::vector<TensorView>> outputs(kGpuGateRotations, {b->y.view()});
+      MOESAIC_ASSIGN_OR_RETURN(point.time, gpu_->timer(inputs, outputs));
+    }
     return point;
   }
 
@@ -231,6 +281,7 @@ class GateStage final : public BenchStage {
   std::unique_ptr<GateLinear> gate_;
   Tensor weight_, bias_;
   GateTier tier_ = GateTier::kFallback;
+  std::unique_ptr<GpuStage> gpu_;
 };
 
 // What skews a random gate's logits as --routing says.
@@ -252,10 +303,13 @@ class RouteStage final : public BenchStage {
     options.num_threads = settings.options.num_threads;
     MOESAIC_ASSIGN_OR_RETURN(Router router, Router::create(options));
     stage->router_ = std::make_unique<Router>(std::move(router));
+    if (settings.options.device.is_cuda()) {
+      MOESAIC_ASSIGN_OR_RETURN(stage->gpu_, make_gpu_router(settings.options.device, options));
+    }
     return std::unique_ptr<BenchStage>(std::move(stage));
   }
 
-  std::string backend() const override { return router_->name(); }
+  std::string backend() const override { return (gpu_ ? "cuda_" : "") + router_->name(); }
   std::string quant() const override { return "f32"; }
 
   Result<BenchPoint> prepare(std::int64_t tokens) override {
@@ -276,6 +330,7 @@ class RouteStage final : public BenchStage {
     MOESAIC_ASSIGN_OR_RETURN(made.weights, Tensor::zeros(DType::kF32, {tokens, router_->slots()}));
     auto b = std::make_shared<Buffers>(std::move(made));
     point.run = [this, b](int) {
+      if (gpu_) return gpu_->run({b->logits.view()}, {b->ids.view(), b->weights.view()});
       Router::Args args;
       args.router_logits = b->logits.view();
       args.topk_ids = b->ids.view();
@@ -288,6 +343,13 @@ class RouteStage final : public BenchStage {
     point.flops = 0;
     MOESAIC_RETURN_IF_ERROR(point.run(0));
     MOESAIC_RETURN_IF_ERROR(check(*b, point));
+    if (gpu_) {
+      constexpr std::size_t kRotations = 20;  // one launch alone would time the graph's start
+      const std::vector<std::vector<ConstTensorView>> in(kRotations, {b->logits.view()});
+      const std::vector<std::vector<TensorView>> out(kRotations,
+                                                     {b->ids.view(), b->weights.view()});
+      MOESAIC_ASSIGN_OR_RETURN(point.time, gpu_->timer(in, out));
+    }
     return point;
   }
 
@@ -323,6 +385,7 @@ class RouteStage final : public BenchStage {
   BenchSettings s_;
   MoeLayerTensors tensors_;
   std::unique_ptr<Router> router_;
+  std::unique_ptr<GpuStage> gpu_;
 };
 
 class LayerStage final : public BenchStage {
@@ -355,6 +418,7 @@ class LayerStage final : public BenchStage {
       stage->check_source_ = make_random_source(p, settings.seed);
     }
     stage->keep_shared(weights.tensors);
+    stage->gate_bytes_ = weights.tensors.gate_weight.bytes();
     MOESAIC_ASSIGN_OR_RETURN(FusedMoE layer,
                              FusedMoE::create(std::move(weights), settings.options));
     stage->layer_ = std::make_unique<FusedMoE>(std::move(layer));
@@ -372,7 +436,7 @@ class LayerStage final : public BenchStage {
     const std::int64_t k = spec.routing.top_k;
     auto rotations = std::make_shared<std::vector<Rotation>>();
     BenchPoint point;
-    point.rotations = rotations_for(tokens);
+    point.rotations = rotations_for(tokens, s_);
     const auto run = [this](Rotation& r) {
       FusedMoE::Trace trace;
       trace.topk_ids = r.ids.view();
@@ -380,15 +444,14 @@ class LayerStage final : public BenchStage {
       return layer_->forward(r.x.view(), r.y.view(), trace);
     };
     const double fixed =
-        static_cast<double>(spec.num_experts * spec.hidden_size) * 4 +
+        static_cast<double>(gate_bytes_) +
         expert_weights(spec, spec.shared.intermediate_size) * bytes_per_weight(layer_->quant());
     for (int i = 0; i < point.rotations; ++i) {
       Rotation r;
       const std::uint64_t seed = s_.seed * 1000003 + static_cast<std::uint64_t>(i);
-      MOESAIC_ASSIGN_OR_RETURN(
-          r.x, random_tensor(spec.activation_dtype, {tokens, spec.hidden_size}, 1.0, seed));
-      MOESAIC_ASSIGN_OR_RETURN(r.y,
-                               Tensor::zeros(spec.activation_dtype, {tokens, spec.hidden_size}));
+      MOESAIC_ASSIGN_OR_RETURN(r.x,
+                               random_tensor(row_dtype(s_), {tokens, spec.hidden_size}, 1.0, seed));
+      MOESAIC_ASSIGN_OR_RETURN(r.y, Tensor::zeros(row_dtype(s_), {tokens, spec.hidden_size}));
       MOESAIC_ASSIGN_OR_RETURN(r.ids, Tensor::zeros(DType::kI32, {tokens, k}));
       MOESAIC_ASSIGN_OR_RETURN(r.weights, Tensor::zeros(DType::kF32, {tokens, k}));
       MOESAIC_RETURN_IF_ERROR(run(r));
@@ -407,6 +470,16 @@ class LayerStage final : public BenchStage {
     point.run = [rotations, run](int i) { return run((*rotations)[static_cast<std::size_t>(i)]); };
     const Rotation& first = rotations->front();
     MOESAIC_RETURN_IF_ERROR(check(first.x, first.y, first.ids, first.weights, point));
+    if (layer_->device().is_cuda()) {
+      MOESAIC_ASSIGN_OR_RETURN(gpu_, make_gpu_layer(*layer_));
+      std::vector<std::vector<ConstTensorView>> in;
+      std::vector<std::vector<TensorView>> out;
+      for (Rotation& r : *rotations) {
+        in.push_back({r.x.view()});
+        out.push_back({r.y.view()});
+      }
+      MOESAIC_ASSIGN_OR_RETURN(point.time, gpu_->timer(in, out));
+    }
     return point;
   }
 
@@ -462,8 +535,8 @@ class LayerStage final : public BenchStage {
       for (std::size_t i = 0; i < want.size(); ++i) want[i] += s[i];
     }
     point.rel_l2 = relative_l2(row_to_doubles(y.view(), 0), want);
-    point.bound = layer_->quant().output_bound +
-                  std::ldexp(1.0, s_.spec.activation_dtype == DType::kF32 ? -24 : -8);
+    point.bound =
+        layer_->quant().output_bound + std::ldexp(1.0, row_dtype(s_) == DType::kF32 ? -24 : -8);
     return upper_bound_check(point, "layer");
   }
 
@@ -471,6 +544,8 @@ class LayerStage final : public BenchStage {
   std::unique_ptr<FusedMoE> layer_;
   std::unique_ptr<ExpertSource> check_source_;
   MoeLayerTensors shared_;
+  std::int64_t gate_bytes_ = 0;
+  std::unique_ptr<GpuStage> gpu_;
 };
 
 }  // namespace

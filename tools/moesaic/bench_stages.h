@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 
+#include "gpu_bench.h"
 #include "moesaic/checkpoint.h"
 #include "moesaic/fused_moe.h"
 #include "moesaic/spec.h"
@@ -27,6 +28,7 @@ struct BenchSettings {
 struct BenchPoint {
   int rotations = 1;
   std::function<Status(int rotation)> run;
+  TimeFn time;       // on a GPU: how to time all rotations; absent: run them against a clock
   double bytes = 0;  // that must move per run, averaged over the rotations
   double flops = 0;
   double rel_l2 = 0;  // of the first token against float64 on the same weights

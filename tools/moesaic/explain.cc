@@ -51,7 +51,8 @@ void print(const Console& console, const MoeLayerSpec& spec, const LayerExplanat
 
 int run_explain(const State& state) {
   const Console console = state.common.console();
-  if (const Status status = check_common_options(state.common); !status.ok()) {
+  if (const Status status = check_common_options(state.common, /*needs_device=*/false);
+      !status.ok()) {
     return console.fail(status, Origin::kOption);
   }
   MoeLayerSpec spec;
@@ -71,8 +72,10 @@ int run_explain(const State& state) {
     if (!found.ok()) return console.fail(found.status(), Origin::kOption);
     spec = std::move(found).value();
   }
-  const FusedMoE::Options options = layer_options(state.common, state.tokens);
-  const Result<LayerExplanation> explained = explain_layer(spec, options);
+  FusedMoE::Options options = layer_options(state.common, state.tokens);
+  const Result<LayerExplanation> explained =
+      on_chosen_device(state.common, console, options,
+                       [&](const FusedMoE::Options& o) { return explain_layer(spec, o); });
   if (!explained.ok()) return console.fail(explained.status(), Origin::kOption);
   const LayerExplanation& explanation = *explained;
 
@@ -85,7 +88,7 @@ int run_explain(const State& state) {
   }
   console.emit({{"layer", describe(spec)},
                 {"tokens", state.tokens},
-                {"device", "cpu"},
+                {"device", options.device.to_string()},
                 {"candidates", std::move(candidates)},
                 {"chosen", chosen_json(explanation)},
                 {"workspace_bytes", explanation.workspace_bytes},
@@ -105,10 +108,13 @@ Verb make_explain(CLI::App& root) {
                            "  moesaic explain --model testdata/models/mini-gpt-oss\n"
                            "  moesaic explain --shape deepseek-v3 --quant fp8-block --tokens 64\n"
                            "  moesaic explain --shape 64,8,2048,1024,silu --json\n"
+                           "  moesaic explain --shape deepseek-v3 --quant fp8-block --device cuda "
+                           "--tokens 8192\n"
                            "\nShapes:" +
                                names + "\n");
   CLI::Option_group* source = app->add_option_group("layer", "The layer to explain: one of");
-  source->add_option("--model", state->model, "Folder with config.json and safetensors, or a GGUF file");
+  source->add_option("--model", state->model,
+                     "Folder with config.json and safetensors, or a GGUF file");
   source->add_option("--shape", state->shape, "Shape name, or E,k,H,I[,activation]");
   source->require_option(1);
   app->add_option("--layer", state->layer, "Layer of --model; default: the first MoE layer")

@@ -220,6 +220,7 @@ Result<LayerReport> verify_block(const Checkpoint& checkpoint, const TensorFile&
                  excluded, report);
   report.bound = layer.quant().output_bound;
   report.quant = std::string(layer.quant().name);
+  report.device = layer.device().to_string();
   report.backend = layer.experts_backend();
   // Written so that a NaN fails.
   report.pass = report.rel_l2 <= report.bound && report.topk_mismatches == 0;

@@ -34,7 +34,7 @@ struct LayerReport {
   double topk_weight_max_abs = 0;  // largest difference of a routing weight, golden ids only
   double bound = 0;
   bool pass = false;
-  std::string quant, backend;
+  std::string quant, device, backend;
 };
 
 // Runs the block's layer and compares. On failure `origin` tells whether a file or an option

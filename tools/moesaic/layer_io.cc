@@ -6,6 +6,7 @@
 #include <chrono>
 #include <filesystem>
 
+#include "gpu_bench.h"
 #include "numerics/element.h"
 
 namespace moesaic::tool {
@@ -52,8 +53,45 @@ Status forward(const FusedMoE& layer, const Tensor& hidden_states, LayerOutput& 
   return layer.forward(hidden_states.view(), result.output.view(), trace);
 }
 
+namespace {
+
+Timing summary(std::vector<double> samples) {
+  std::sort(samples.begin(), samples.end());
+  const std::size_t n = samples.size();
+  Timing timing;
+  timing.median_us = n % 2 == 1 ? samples[n / 2] : 0.5 * (samples[n / 2 - 1] + samples[n / 2]);
+  timing.min_us = samples.front();
+  timing.samples = static_cast<int>(n);
+  return timing;
+}
+
+// The first rows that fit one call, as bf16.
+Result<Timing> time_on_gpu(const FusedMoE& layer, const Tensor& hidden_states, int repeat) {
+  const std::int64_t tokens = std::min(hidden_states.shape()[0], kMaxTokensPerCall);
+  const Shape shape{tokens, hidden_states.shape()[1]};
+  MOESAIC_ASSIGN_OR_RETURN(Tensor x, Tensor::uninitialized(DType::kBF16, shape));
+  MOESAIC_ASSIGN_OR_RETURN(Tensor y, Tensor::uninitialized(DType::kBF16, shape));
+  for (std::int64_t i = 0; i < tokens * shape[1]; ++i) {
+    store_from_f32(x.data(), DType::kBF16, i,
+                   load_as_f32(hidden_states.data(), hidden_states.dtype(), i));
+  }
+  MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<GpuStage> stage, make_gpu_layer(layer));
+  MOESAIC_ASSIGN_OR_RETURN(const TimeFn time, stage->timer({{x.view()}}, {{y.view()}}));
+  MOESAIC_ASSIGN_OR_RETURN(std::vector<double> samples, time(repeat > 0 ? 0.0 : 1.0));
+  if (repeat > 0 && samples.size() > static_cast<std::size_t>(repeat)) {
+    samples.resize(static_cast<std::size_t>(repeat));
+  }
+  return summary(std::move(samples));
+}
+
+}  // namespace
+
 Result<Timing> time_forward(const FusedMoE& layer, const Tensor& hidden_states, LayerOutput& result,
                             int repeat) {
+  if (layer.device().is_cuda() && hidden_states.shape()[0] > 0) {
+    MOESAIC_RETURN_IF_ERROR(forward(layer, hidden_states, result));
+    return time_on_gpu(layer, hidden_states, repeat);
+  }
   using Clock = std::chrono::steady_clock;
   constexpr int kMinSamples = 3;
   constexpr int kMaxSamples = 1000;
@@ -71,13 +109,7 @@ Result<Timing> time_forward(const FusedMoE& layer, const Tensor& hidden_states, 
     samples.push_back(std::chrono::duration<double, std::micro>(Clock::now() - begin).count());
     spent_us += samples.back();
   }
-  std::sort(samples.begin(), samples.end());
-  const std::size_t n = samples.size();
-  Timing timing;
-  timing.median_us = n % 2 == 1 ? samples[n / 2] : 0.5 * (samples[n / 2 - 1] + samples[n / 2]);
-  timing.min_us = samples.front();
-  timing.samples = static_cast<int>(n);
-  return timing;
+  return summary(std::move(samples));
 }
 
 std::vector<std::int64_t> expert_load(const Tensor& topk_ids, std::int64_t num_experts) {

@@ -40,7 +40,8 @@ struct Timing {
   int samples = 0;
 };
 // Repeats forward: `repeat` times, or when it is 0 at least 3 times and until a second has passed.
-// `result` holds the output of the last call, which is that of every call.
+// `result` holds the output of the last call, which is that of every call. On a GPU one call fills
+// `result`, and the time is that of the same work on device tensors, replayed as a CUDA graph.
 Result<Timing> time_forward(const FusedMoE& layer, const Tensor& hidden_states, LayerOutput& result,
                             int repeat);
 

@@ -11,12 +11,6 @@ namespace {
 // More threads than any machine has cores is a typing error, not a wish.
 constexpr int kMaxThreads = 4096;
 
-// Why no verb computes on this device.
-std::string no_gpu_reason(Device device) {
-  const Status status = check_device(device);
-  return status.ok() ? "every verb computes on the CPU in this version" : status.message();
-}
-
 }  // namespace
 
 CLI::App* add_verb(CLI::App& root, const std::string& name, const std::string& description,
@@ -52,16 +46,15 @@ void add_common_options(CLI::App& app, CommonOptions& options) {
   add_output_options(app, options);
 }
 
-Status check_common_options(const CommonOptions& options) {
+Status check_common_options(const CommonOptions& options, bool needs_device) {
   if (!options.device.empty()) {
     const Result<Device> device = parse_device(options.device);
     if (!device.ok()) {
       return {StatusCode::kInvalidArgument,
               fmt::format("--device: got '{}', need cpu or cuda[:N]", options.device)};
     }
-    if (device->is_cuda()) {
-      return {StatusCode::kUnsupported,
-              fmt::format("--device: {}; need cpu", no_gpu_reason(*device))};
+    if (const Status usable = check_device(*device); needs_device && !usable.ok()) {
+      return {StatusCode::kUnsupported, fmt::format("--device: {}; need cpu", usable.message())};
     }
   }
   if (options.quant != "as-is") {
@@ -71,10 +64,22 @@ Status check_common_options(const CommonOptions& options) {
   return {};
 }
 
+Device chosen_device(const CommonOptions& options) {
+  if (!options.device.empty()) {
+    const Result<Device> device = parse_device(options.device);
+    return device.ok() ? *device : Device::cpu();
+  }
+  for (const CudaDeviceInfo& d : query_cuda().devices) {
+    if (d.available) return Device::cuda(d.index);
+  }
+  return Device::cpu();
+}
+
 FusedMoE::Options layer_options(const CommonOptions& options, std::int64_t max_tokens) {
   FusedMoE::Options layer;
   layer.quant = options.quant;
   layer.backend = options.backend;
+  layer.device = chosen_device(options);
   layer.num_threads = options.threads;
   layer.max_tokens = max_tokens;
   return layer;

@@ -12,6 +12,7 @@
 #include <string>
 
 #include "console.h"
+#include "moesaic/device.h"
 #include "moesaic/fused_moe.h"
 #include "moesaic/status.h"
 
@@ -42,11 +43,31 @@ void add_output_options(CLI::App& app, CommonOptions& options);
 // --device, --threads, --quant, --backend, --seed, --json and -v.
 void add_common_options(CLI::App& app, CommonOptions& options);
 
-// Checks what CLI11 could not: the device exists in this build, the scheme is known. The returned
-// Status is about an option.
-Status check_common_options(const CommonOptions& options);
+// Checks what CLI11 could not: the device can be used (or, without needs_device, is at least a
+// name), the scheme is known. The returned Status is about an option.
+Status check_common_options(const CommonOptions& options, bool needs_device = true);
+
+// The device that the options name; without a name the first GPU when one can be used, else the
+// CPU.
+Device chosen_device(const CommonOptions& options);
 
 // The part of the library's options that the command line states.
 FusedMoE::Options layer_options(const CommonOptions& options, std::int64_t max_tokens);
+
+// make(options) on the chosen device. When nobody named it, a GPU was chosen and it refuses the
+// layer as unsupported, says so on stderr and makes it on the CPU; options.device tells where.
+template <class Make>
+auto on_chosen_device(const CommonOptions& common, const Console& console,
+                      FusedMoE::Options& options, Make make) {
+  auto made = make(options);
+  if (made.ok() || made.status().code() != StatusCode::kUnsupported || !common.device.empty() ||
+      !options.device.is_cuda()) {
+    return made;
+  }
+  console.warn(options.device.to_string() + ": " + made.status().message() +
+               "\n  next: using the CPU; name --device to choose");
+  options.device = Device::cpu();
+  return make(options);
+}
 
 }  // namespace moesaic::tool

@@ -33,7 +33,7 @@ void report(const Console& console, const State& state, const FusedMoE& layer,
       timing.median_us > 0 ? 1e6 * static_cast<double>(tokens) / timing.median_us : 0;
   console.emit({{"layer", state.layer},
                 {"tokens", tokens},
-                {"device", "cpu"},
+                {"device", layer.device().to_string()},
                 {"backend", layer.experts_backend()},
                 {"quant", layer.quant().name},
                 {"time_us",
@@ -44,8 +44,9 @@ void report(const Console& console, const State& state, const FusedMoE& layer,
                 {"expert_load", load},
                 {"output", state.output}});
   console.print(describe(layer.spec()) + "\n");
-  console.print(fmt::format("{} token(s) on cpu, backend {}, arithmetic {}\n", tokens,
-                            layer.experts_backend(), layer.quant().name));
+  console.print(fmt::format("{} token(s) on {}, backend {}, arithmetic {}\n", tokens,
+                            layer.device().to_string(), layer.experts_backend(),
+                            layer.quant().name));
   console.print(fmt::format("time     median {}, min {} of {} call(s), {:.4g} tokens/s\n",
                             format_us(timing.median_us), format_us(timing.min_us), timing.samples,
                             per_second));
@@ -76,7 +77,10 @@ int run_layer(const State& state) {
   FusedMoE::Options options =
       layer_options(state.common, std::clamp<std::int64_t>(tokens, 1, kMaxTokensPerCall));
   options.progress = console.progress(fmt::format("loading layer {}", state.layer));
-  Result<FusedMoE> layer = FusedMoE::from_checkpoint(*checkpoint, state.layer, options);
+  Result<FusedMoE> layer =
+      on_chosen_device(state.common, console, options, [&](const FusedMoE::Options& o) {
+        return FusedMoE::from_checkpoint(*checkpoint, state.layer, o);
+      });
   console.finish_progress();
   if (!layer.ok()) return console.fail(layer.status(), Origin::kOption);
 
@@ -103,7 +107,9 @@ Verb make_run(CLI::App& root) {
       "      --input testdata/models/mini-qwen3-moe/golden.safetensors:model.layers.1.mlp.input "
       "\\\n"
       "      --output /tmp/out.safetensors --json\n");
-  app->add_option("--model", state->model, "Folder with config.json and safetensors, or a GGUF file")->required();
+  app->add_option("--model", state->model,
+                  "Folder with config.json and safetensors, or a GGUF file")
+      ->required();
   app->add_option("--layer", state->layer, "Layer number, from 0 (see inspect)")->required();
   app->add_option("--input", state->input,
                   "FILE[:TENSOR] with hidden states [tokens, hidden], F32, BF16 or F16; the tensor "

@@ -32,6 +32,7 @@ Json report_json(const LayerReport& report) {
           {"bound", finite(report.bound)},
           {"pass", report.pass},
           {"quant", report.quant},
+          {"device", report.device},
           {"backend", report.backend}};
 }
 
@@ -78,7 +79,10 @@ int run_verify(const State& state) {
     FusedMoE::Options options = layer_options(state.common, kMaxTokensPerCall);
     options.progress = console.progress(fmt::format("loading layer {}", block.layer));
     Origin origin = Origin::kFile;
-    Result<LayerReport> report = verify_block(*checkpoint, *golden, block, options, origin);
+    Result<LayerReport> report =
+        on_chosen_device(state.common, console, options, [&](const FusedMoE::Options& o) {
+          return verify_block(*checkpoint, *golden, block, o, origin);
+        });
     console.finish_progress();
     if (!report.ok()) return console.fail(report.status().with_context(block.prefix), origin);
     reports.push_back(std::move(report).value());
@@ -123,7 +127,9 @@ Verb make_verify(CLI::App& root) {
                "A difference in the choice counts as a mismatch unless the scores, computed in "
                "float64, are\n"
                "closer than rounding explains.\n");
-  app->add_option("--model", state->model, "Folder with config.json and safetensors, or a GGUF file")->required();
+  app->add_option("--model", state->model,
+                  "Folder with config.json and safetensors, or a GGUF file")
+      ->required();
   app->add_option("--golden", state->golden, "Golden file; default: golden.safetensors in --model");
   app->add_option("--layer", state->only_layer, "Verify this layer only")
       ->check(CLI::NonNegativeNumber);

@@ -1,0 +1,212 @@
+#include "gpu_bench.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <utility>
+
+#include "cuda/device_memory.h"
+#include "cuda/device_timer.h"
+#include "experts/cuda_experts.h"
+#include "gate/cuda_gate_linear.h"
+#include "router/cuda_router.h"
+
+namespace moesaic::tool {
+namespace {
+
+using cuda::Allocation;
+using cuda::DeviceScope;
+
+// Cached data must not survive from one use to the next: several times the 50 MB of an H100's L2.
+constexpr std::int64_t kPastTheCache = 256'000'000;
+
+// Launches rotation `rotation` of a stage on tensors of the device.
+using EnqueueFn =
+    std::function<Status(void* stream, int rotation, const std::vector<ConstTensorView>& in,
+                         const std::vector<TensorView>& out)>;
+
+// Device copies of one rotation.
+struct OnDevice {
+  std::vector<Allocation> memory;
+  std::vector<ConstTensorView> in;
+  std::vector<TensorView> out;
+
+  static Result<OnDevice> make(const std::vector<ConstTensorView>& in,
+                               const std::vector<TensorView>& out) {
+    OnDevice d;
+    for (const ConstTensorView& t : in) {
+      MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, contiguous_bytes(t.dtype, t.shape));
+      d.memory.emplace_back();
+      MOESAIC_RETURN_IF_ERROR(cuda::upload("input", t.data, bytes, d.memory.back()));
+      d.in.emplace_back(d.memory.back().as<const std::byte>(), t.dtype, t.shape);
+    }
+    for (const TensorView& t : out) {
+      MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, contiguous_bytes(t.dtype, t.shape));
+      d.memory.emplace_back();
+      MOESAIC_RETURN_IF_ERROR(d.memory.back().reserve("output", bytes));
+      d.out.emplace_back(d.memory.back().as<std::byte>(), t.dtype, t.shape);
+    }
+    return d;
+  }
+};
+
+class DeviceStage final : public GpuStage {
+ public:
+  DeviceStage(Device device, EnqueueFn enqueue)
+      : device_(device.index()), enqueue_(std::move(enqueue)) {}
+
+  Status run(const std::vector<ConstTensorView>& in, const std::vector<TensorView>& out) override {
+    const DeviceScope scope(device_);
+    MOESAIC_RETURN_IF_ERROR(scope.status());
+    MOESAIC_ASSIGN_OR_RETURN(const OnDevice d, OnDevice::make(in, out));
+    MOESAIC_RETURN_IF_ERROR(enqueue_(nullptr, 0, d.in, d.out));
+    MOESAIC_RETURN_IF_ERROR(cuda::synchronize(nullptr));
+    for (std::size_t i = 0; i < out.size(); ++i) {
+      MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes,
+                               contiguous_bytes(out[i].dtype, out[i].shape));
+      MOESAIC_RETURN_IF_ERROR(cuda::copy_to_host("output", out[i].data, d.out[i].data, bytes));
+    }
+    return {};
+  }
+
+  Result<TimeFn> timer(const std::vector<std::vector<ConstTensorView>>& in,
+                       const std::vector<std::vector<TensorView>>& out) override {
+    const DeviceScope scope(device_);
+    MOESAIC_RETURN_IF_ERROR(scope.status());
+    auto rotations = std::make_shared<std::vector<OnDevice>>();
+    for (std::size_t i = 0; i < in.size(); ++i) {
+      MOESAIC_ASSIGN_OR_RETURN(OnDevice d, OnDevice::make(in[i], out[i]));
+      rotations->push_back(std::move(d));
+    }
+    MOESAIC_ASSIGN_OR_RETURN(
+        std::unique_ptr<cuda::DeviceTimer> made,
+        cuda::DeviceTimer::create(device_, [&](void* stream) -> Status {
+          for (std::size_t i = 0; i < rotations->size(); ++i) {
+            const OnDevice& d = (*rotations)[i];
+            MOESAIC_RETURN_IF_ERROR(enqueue_(stream, static_cast<int>(i), d.in, d.out));
+          }
+          return {};
+        }));
+    // The graph uses the rotations' memory as long as the timer lives.
+    const std::shared_ptr<cuda::DeviceTimer> timer = std::move(made);
+    return TimeFn([timer, rotations](double seconds) -> Result<std::vector<double>> {
+      constexpr int kMinSamples = 5;
+      MOESAIC_ASSIGN_OR_RETURN(std::vector<double> us, timer->replay(kMinSamples, seconds));
+      for (double& v : us) v /= static_cast<double>(rotations->size());
+      return us;
+    });
+  }
+
+ private:
+  int device_;
+  EnqueueFn enqueue_;
+};
+
+std::unique_ptr<GpuStage> make_stage(Device device, EnqueueFn enqueue) {
+  return std::make_unique<DeviceStage>(device, std::move(enqueue));
+}
+
+Status check_gpu(Device device) {
+  MOESAIC_RETURN_IF_ERROR(check_device(device));
+  return device.is_cuda() ? Status() : Status(StatusCode::kInternal, "a CPU is no GPU");
+}
+
+}  // namespace
+
+Result<std::unique_ptr<GpuStage>> make_gpu_gate(Device device, const ConstTensorView& weight,
+                                                const ConstTensorView& bias, int copies) {
+  MOESAIC_RETURN_IF_ERROR(check_gpu(device));
+  const DeviceScope scope(device.index());
+  MOESAIC_RETURN_IF_ERROR(scope.status());
+  auto gates = std::make_shared<std::vector<cuda::CudaGate>>();
+  for (int i = 0; i < copies; ++i) {
+    MOESAIC_ASSIGN_OR_RETURN(cuda::CudaGate gate, cuda::CudaGate::create(weight, bias));
+    gates->push_back(std::move(gate));
+  }
+  return make_stage(device, [gates](void* stream, int rotation, const auto& in, const auto& out) {
+    const cuda::CudaGate& gate = (*gates)[static_cast<std::size_t>(rotation) % gates->size()];
+    return gate.enqueue(stream, in[0].data, in[0].dtype, in[0].dim(0), out[0].template as<float>());
+  });
+}
+
+Result<std::unique_ptr<GpuStage>> make_gpu_router(Device device, const Router::Options& options) {
+  MOESAIC_RETURN_IF_ERROR(check_gpu(device));
+  MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<cuda::CudaRouter> made,
+                           cuda::CudaRouter::create(options, device.index()));
+  const std::shared_ptr<cuda::CudaRouter> router = std::move(made);
+  return make_stage(device, [router](void* stream, int, const auto& in, const auto& out) {
+    cuda::CudaRouterArgs a;
+    a.tokens = in[0].dim(0);
+    a.router_logits = in[0].template as<float>();
+    a.topk_ids = out[0].template as<std::int32_t>();
+    a.topk_weights = out[1].template as<float>();
+    return router->enqueue(stream, a);
+  });
+}
+
+Result<std::unique_ptr<GpuStage>> make_gpu_experts(Device device, const MoeProblem& problem,
+                                                   ExpertSource& source) {
+  MOESAIC_RETURN_IF_ERROR(check_gpu(device));
+  const DeviceScope scope(device.index());
+  MOESAIC_RETURN_IF_ERROR(scope.status());
+  struct State {
+    std::vector<std::unique_ptr<cuda::CudaExperts>> copies;
+    Allocation workspace;
+  };
+  auto state = std::make_shared<State>();
+  std::int64_t held = 0;
+  do {
+    MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<cuda::CudaExperts> experts,
+                             cuda::CudaExperts::create(problem, source, device.index()));
+    held += experts->weight_bytes();
+    state->copies.push_back(std::move(experts));
+  } while (held < kPastTheCache && state->copies.size() < 8);
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes,
+                           cuda::CudaExperts::workspace_size(problem, problem.max_tokens));
+  MOESAIC_RETURN_IF_ERROR(state->workspace.reserve("workspace", bytes));
+  return make_stage(device, [state](void* stream, int rotation, const auto& in, const auto& out) {
+    cuda::CudaExpertsArgs a;
+    a.tokens = in[0].dim(0);
+    a.hidden_states = in[0].data;
+    a.topk_ids = in[1].template as<std::int32_t>();
+    a.topk_weights = in[2].template as<float>();
+    a.output = out[0].data;
+    a.output_dtype = out[0].dtype;
+    a.workspace = state->workspace.template as<void>();
+    a.workspace_bytes = state->workspace.bytes();
+    return state->copies[static_cast<std::size_t>(rotation) % state->copies.size()]->enqueue(stream,
+                                                                                             a);
+  });
+}
+
+Result<std::unique_ptr<GpuStage>> make_gpu_layer(const FusedMoE& layer) {
+  const FusedMoE* const p = &layer;
+  return make_stage(layer.device(), [p](void* stream, int, const auto& in, const auto& out) {
+    FusedMoE::Trace trace;
+    if (out.size() > 1) {
+      trace.topk_ids = out[1];
+      trace.topk_weights = out[2];
+    }
+    return p->enqueue({stream}, in[0], out[0], trace);
+  });
+}
+
+Result<Ceilings> measure_gpu_ceilings(Device device, bool fp8) {
+  static std::map<std::pair<int, bool>, Ceilings> done;
+  const auto found = done.find({device.index(), fp8});
+  if (found != done.end()) return found->second;
+  MOESAIC_ASSIGN_OR_RETURN(const cuda::DeviceCeilings measured,
+                           cuda::measure_device_ceilings(device.index(), fp8));
+  return done[{device.index(), fp8}] = {measured.read_gbps, measured.gflops};
+}
+
+std::string gpu_name(Device device) {
+  for (const CudaDeviceInfo& d : query_cuda().devices) {
+    if (d.index == device.index()) return d.name;
+  }
+  return "";
+}
+
+}  // namespace moesaic::tool
