@@ -414,7 +414,8 @@ void CpuExperts::run_standard(const ExpertsArgs& args, const CpuWorkspace& w,
 #pragma omp parallel num_threads(plan_.num_threads)
     {
       const cpu::ScopedIeeeMode ieee;
-      const std::int64_t inputs = plan_.permuted ? rows : count;
+      // No local slot: nothing reads the inputs (and there may be no expert to prepare them for).
+      const std::int64_t inputs = rows == 0 || plan_.permuted ? rows : count;
 #pragma omp for schedule(static)
       for (std::int64_t i = 0; i < inputs; ++i) {
         const std::int64_t t = plan_.permuted ? w.sorted_slots[i] / k : i;

@@ -112,6 +112,23 @@ TEST(AllToAll, QuantisingBeforeDispatchChangesNoBitAndHalvesTheBytes) {
   }
 }
 
+// Whatever a scheme quantises, and to what: rows arrive with the precision that it starts from.
+TEST(AllToAll, EverySchemeTravels) {
+  for (const QuantScheme& scheme : quant_schemes()) {
+    const StandardCase c = test::make_case(61, test::small_problem(scheme.name), 20, DType::kBF16);
+    const std::string backend = first_backend(c);
+    const Tensor want = test::run_standard(*test::make_backend(backend, c), c);
+    for (const Transport transport : kTransports) {
+      SCOPED_TRACE(std::string(scheme.name) + " " + transport_name(transport));
+      const Tensor got =
+          checked(run_transport(c, {9, 0, 11}, {.transport = transport, .backend = backend}));
+      const auto result =
+          test::compare(test::to_doubles(got.view()), test::to_doubles(want.view()));
+      EXPECT_LE(result.rel_l2, 16.0 / (1 << 24)) << result.describe;
+    }
+  }
+}
+
 // One NaN makes its row's result NaN and no other's, quantised or not.
 TEST(AllToAll, ANaNTravelsInItsRowOnly) {
   StandardCase c = test::make_case(3, test::small_problem("fp8-block"), 8, DType::kBF16);
