@@ -29,7 +29,7 @@ struct CommunicatorOptions {
 class Communicator {
  public:
   virtual ~Communicator() = default;
-  virtual std::string_view name() const = 0;  // "self", "in_process", "mpi"
+  virtual std::string_view name() const = 0;  // "self", "in_process", "mpi", "nccl"
   virtual int rank() const = 0;
   virtual int size() const = 0;
   // ok, or the failure that broke it.
@@ -78,6 +78,20 @@ Result<std::vector<std::unique_ptr<Communicator>>> make_in_process_communicators
 // unless it was given --enable-recovery; with it the others live and report.
 Result<std::unique_ptr<Communicator>> make_mpi_communicator(
     const CommunicatorOptions& options = {});
+
+// A GPU for each rank: messages go from device to device through NCCL, which is loaded at run time
+// with NVLink multicast switched off. Collective.
+//   control  connects the same ranks over the CPU (threads or MPI): before each call all ranks
+//   learn
+//            all sizes through it, so a wrong size or call is everybody's answer and nothing is
+//            launched. Its own failures are this one's.
+//   device   of this rank, another one for each rank of a host
+// Messages may lie in host memory, which is staged through device memory, or in memory of `device`;
+// work on the device that writes or reads them must be on it before the call (the call waits for
+// it). NCCL work that is not done in time is aborted and reported. kUnsupported: a build without
+// CUDA, no usable device, no libnccl.so.2 (2.18 or newer), on this or another rank.
+Result<std::unique_ptr<Communicator>> make_nccl_communicator(
+    std::shared_ptr<Communicator> control, int device, const CommunicatorOptions& options = {});
 
 // What this build and machine offer: ok, or why not.
 Status mpi_available();

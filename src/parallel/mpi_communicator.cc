@@ -1,6 +1,5 @@
 // MPI as a Transport: non-blocking point-to-point messages only, so that no call waits for a peer.
 // Also the answers about what is available, in builds with and without it.
-#include <dlfcn.h>
 #include <fmt/format.h>
 
 #include <cstdlib>
@@ -23,16 +22,6 @@ bool launched_by_mpi() {
     if (std::getenv(name) != nullptr) return true;
   }
   return false;
-}
-
-Status nccl_available() {
-  void* library = dlopen("libnccl.so.2", RTLD_LAZY | RTLD_LOCAL);
-  if (library == nullptr) {
-    return {StatusCode::kUnsupported, "libnccl.so.2 is not on this machine"};
-  }
-  dlclose(library);
-  return {StatusCode::kUnsupported,
-          "libnccl.so.2 is there, but this build moves rows between CPU processes only"};
 }
 
 #ifndef MOESAIC_HAVE_MPI
