@@ -13,7 +13,6 @@ Verb make_bench(CLI::App& root);
 Verb make_env(CLI::App& root);
 Verb make_demo(CLI::App& root);
 Verb make_balance(CLI::App& root);
-// In the command line's design, but not in this version: answers exit 4.
 Verb make_convert(CLI::App& root);
 
 }  // namespace moesaic::tool

@@ -1,0 +1,74 @@
+// Converting a checkpoint: its routed experts into another number format, everything else as it is,
+// in a layout that other engines read.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "moesaic/checkpoint.h"
+#include "moesaic/status.h"
+
+namespace moesaic {
+
+// fp8-block fp8-channel mxfp8 mxfp4 nvfp4 int4-g128, as the command line calls them.
+//   fp8-block    quant_method "fp8", 128x128 blocks, weight_scale_inv F32
+//   fp8-channel  compressed-tensors float-quantized, scale per output row, activations per token
+//   mxfp8        compressed-tensors mxfp8-quantized, groups of 32, scales rounded up
+//   mxfp4        compressed-tensors mxfp4-pack-quantized, groups of 32, scales rounded at 1.75; for
+//                gpt-oss its own MXFP4 blocks
+//   nvfp4        compressed-tensors nvfp4-pack-quantized; gate and up of an expert share one global
+//                scale. Weight-only: a static activation scale needs calibration data
+//   int4-g128    compressed-tensors pack-quantized, symmetric, BF16 scales; weight-only
+std::span<const std::string_view> convert_schemes();
+
+struct ConvertOptions {
+  std::string scheme;  // one of convert_schemes()
+  FileAccess access = FileAccess::kMmap;
+  int num_threads = 0;  // 0: one per core; the result does not depend on it
+  ProgressFn progress;  // source bytes done and in all
+  // Asked between pieces of work; true ends the conversion with kIo "interrupted".
+  std::function<bool()> should_stop;
+};
+
+struct ConvertReport {
+  struct Layer {
+    int layer = -1;
+    // |decoded new weights - decoded old weights| / |old| over all routed experts of the layer.
+    double rel_l2_weights = 0;
+    std::int64_t bytes_in = 0, bytes_out = 0;  // of the routed experts
+  };
+  std::vector<Layer> layers;
+  std::int64_t bytes_in = 0, bytes_out = 0;  // of all tensors
+  std::vector<std::string> notes;            // what was not copied as it was, and why
+};
+
+// Reads the checkpoint in folder `from` and writes folder `to`: safetensors shards with an index,
+// config.json with a new quantization_config, and the other small files of the folder (tokeniser,
+// golden file) as they are. Every tensor that is not a routed expert's is copied byte for byte; the
+// exception are FP8-block linears of a model that is stored so, which become BF16 when the target
+// is another format (one configuration cannot describe both). moesaic_conversion.json keeps the
+// report.
+//
+// `to` appears complete or not at all: it is written under a temporary name beside it and renamed.
+// Memory: two experts of one layer in fp32 and their codes, and 4 MiB; independent of the model's
+// number of layers. Deterministic: the same bytes for any number of threads.
+//
+// Errors: kNotFound (scheme, with the nearest name; folders), kInvalidArgument (`to` exists and is
+// not an empty folder, or is inside `from`), kUnsupported (sizes that the format cannot cut into
+// groups, families whose experts have no layout of their own per expert, a source whose other
+// linears are quantised in a way that cannot be kept), and those of reading. All are found before
+// anything is written, except NaN and infinite weights (kInvalidArgument, naming layer and expert)
+// and kIo.
+Result<ConvertReport> convert_checkpoint(const std::string& from, const std::string& to,
+                                         const ConvertOptions& options);
+
+// rel_l2_weights of layer `layer` if the checkpoint in this folder was made by convert_checkpoint,
+// nothing otherwise. kCorruptFile for a record that is not one.
+Result<std::optional<double>> converted_weight_error(const std::string& directory, int layer);
+
+}  // namespace moesaic
