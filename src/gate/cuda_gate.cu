@@ -129,6 +129,7 @@ cudaError_t launch(const GateParams& p, void* stream) {
 
 int launch_gate(const GateParams& p, void* stream) {
   if (p.tokens == 0) return 0;
+  if (gate_fits_tensor_cores(p)) return launch_gate_mma(p, stream);
   const auto with_weight = [&]<class X>(X) {
     return static_cast<int>(p.weight_f32 ? launch<X, float>(p, stream)
                                          : launch<X, std::uint16_t>(p, stream));

@@ -19,10 +19,16 @@ struct GateParams {
   float* logits = nullptr;  // [tokens, experts], overlaps nothing
 };
 
-// Every logit is one warp's: lane l adds the products of elements 8 (l + 32 i) .. + 7 in ascending
-// order with fused multiply-adds, then the lanes are added by halving distances. Its bits depend on
-// the two rows alone, not on tokens, neighbours or launch. Error: <= (hidden / 32 + 6) * 2^-24 *
-// sum|x w|, as for the CPU's. Any shape is correct. Capturable. Returns a cudaError_t value.
+// bf16 rows and weights with hidden a multiple of 8 take the tensor cores (launch_gate_mma),
+// everything else one warp per logit: lane l adds the products of elements 8 (l + 32 i) .. + 7 in
+// ascending order with fused multiply-adds, then the lanes are added by halving distances. Either
+// way the bits of a logit depend on its two rows alone, not on tokens, neighbours or launch. Error:
+// <= (hidden / 32 + 64) * 2^-24 * sum|x w|. Any shape is correct. Capturable. Returns a cudaError_t
+// value.
 int launch_gate(const GateParams& params, void* stream);
+
+// The two behind it (cuda_gate_mma.cu).
+bool gate_fits_tensor_cores(const GateParams& params);
+int launch_gate_mma(const GateParams& params, void* stream);
 
 }  // namespace moesaic::cuda
