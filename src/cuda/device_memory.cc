@@ -71,6 +71,14 @@ Status copy_on_device(std::string_view what, void* to, const void* from, std::in
       what, cudaMemcpyAsync(to, from, static_cast<std::size_t>(bytes), cudaMemcpyDeviceToDevice,
                             static_cast<cudaStream_t>(stream)));
 }
+Status copy_rows_on_device(std::string_view what, void* to, std::int64_t to_pitch, const void* from,
+                           std::int64_t from_pitch, std::int64_t row_bytes, std::int64_t rows,
+                           void* stream) {
+  const auto size = [](std::int64_t v) { return static_cast<std::size_t>(v); };
+  return check_call(what, cudaMemcpy2DAsync(to, size(to_pitch), from, size(from_pitch),
+                                            size(row_bytes), size(rows), cudaMemcpyDeviceToDevice,
+                                            static_cast<cudaStream_t>(stream)));
+}
 Status synchronize(void* stream) {
   return check_call("synchronize", cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
 }

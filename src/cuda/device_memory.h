@@ -61,6 +61,10 @@ Status upload(std::string_view what, const void* from, std::int64_t bytes, Alloc
 // On a stream, without waiting; capturable.
 Status copy_on_device(std::string_view what, void* to, const void* from, std::int64_t bytes,
                       void* stream);
+// The same for rows of row_bytes that lie apart by their pitch.
+Status copy_rows_on_device(std::string_view what, void* to, std::int64_t to_pitch, const void* from,
+                           std::int64_t from_pitch, std::int64_t row_bytes, std::int64_t rows,
+                           void* stream);
 // Waits for everything on the stream.
 Status synchronize(void* stream);
 

@@ -154,6 +154,10 @@ Status check_args(const MoeProblem& problem, const CudaExpertsArgs& a) {
     return {a.tokens < 0 ? StatusCode::kInvalidArgument : StatusCode::kLimitExceeded,
             fmt::format("tokens: got {}, planned for 0 .. {}", a.tokens, problem.max_tokens)};
   }
+  if (a.top_k < 0 || a.top_k > problem.top_k) {
+    return {StatusCode::kInvalidArgument,
+            fmt::format("top_k: got {}, planned for at most {}", a.top_k, problem.top_k)};
+  }
   if (a.output_dtype != DType::kBF16 && a.output_dtype != DType::kF32) {
     return {StatusCode::kInvalidDType,
             fmt::format("output: got {}, need BF16 or F32", dtype_name(a.output_dtype))};
@@ -172,9 +176,10 @@ Status check_args(const MoeProblem& problem, const CudaExpertsArgs& a) {
 }  // namespace
 
 Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
-  const MoeProblem& problem = impl_->problem;
   const ExpertsPlan& plan = impl_->plan;
-  MOESAIC_RETURN_IF_ERROR(check_args(problem, a));
+  MOESAIC_RETURN_IF_ERROR(check_args(impl_->problem, a));
+  MoeProblem problem = impl_->problem;
+  if (a.top_k > 0) problem.top_k = a.top_k;
   if (a.tokens == 0) return {};
   Arena arena({static_cast<std::byte*>(a.workspace), static_cast<std::size_t>(a.workspace_bytes)});
   const ExpertsWorkspace w = ExpertsWorkspace::carve(problem, plan, a.tokens, arena);

@@ -13,8 +13,9 @@ namespace moesaic::cuda {
 
 // Device pointers of one call. Nothing may overlap except where said.
 struct CudaExpertsArgs {
-  std::int64_t tokens = 0;                   // M <= problem.max_tokens; 0 is ordinary
-  const void* hidden_states = nullptr;       // [M, H] bf16, contiguous, 16-byte aligned
+  std::int64_t tokens = 0;              // M <= problem.max_tokens; 0 is ordinary
+  const void* hidden_states = nullptr;  // [M, H] bf16, contiguous, 16-byte aligned
+  std::int64_t top_k = 0;               // k of this call, at most problem.top_k; 0: problem.top_k
   const std::int32_t* topk_ids = nullptr;    // [M, k] global ids; -1 or out of range: no expert
   const float* topk_weights = nullptr;       // [M, k]
   const std::int32_t* expert_map = nullptr;  // [E] -> local or -1; null: identity

@@ -23,11 +23,13 @@ struct CudaLayer::Impl {
   int device = 0;
   std::optional<CudaGate> gate, shared_gate;
   std::unique_ptr<CudaRouter> router;
+  bool joins = false;                         // the shared expert is the last of `experts`
+  std::unique_ptr<CudaRouter> joined_router;  // with a constant last slot for it
   // Weight of the shared expert per token: the sigmoid of its gate's logit, as top-1 of one expert.
   std::unique_ptr<CudaRouter> shared_router;
   std::unique_ptr<CudaExperts> experts, shared;
   Allocation expert_map;
-  Allocation ones, zeros;  // [max_tokens]: weight and id of an ungated shared expert
+  Allocation ones, shared_ids;  // [max_tokens]: weight and id of an ungated shared expert
   Allocation workspace;
 
   // Buffers of forward_chunk: what host tensors are copied through.
@@ -36,6 +38,7 @@ struct CudaLayer::Impl {
   };
   mutable Staging staging;
 
+  Status create_experts(ExpertSource& routed_source, const MoeLayerTensors& t);
   Status create_shared(const MoeLayerSpec& spec, const FusedMoE::Options& options,
                        const MoeLayerTensors& t);
   Status make_staging() const;
@@ -55,7 +58,8 @@ struct CudaLayer::Impl {
     std::int32_t* topk_ids = nullptr;
   };
   Status run(void* stream, const Rows& rows, const Out& out) const;
-  Status route(void* stream, const Rows& rows, const LayerWorkspace& w) const;
+  Status route(void* stream, const Rows& rows, const LayerWorkspace& w, bool joined) const;
+  Status run_joined(void* stream, const Rows& rows, const LayerWorkspace& w, const Out& out) const;
   Status run_shared(void* stream, const Rows& rows, const LayerWorkspace& w, void* to) const;
   Status run_routed(void* stream, const Rows& rows, const LayerWorkspace& w,
                     const void* shared_rows, void* to, DType dtype) const;
@@ -67,11 +71,28 @@ Status with_stage(const Status& status, std::string_view stage) {
   return status.ok() ? status : status.with_context(stage);
 }
 
-Result<std::unique_ptr<CudaExperts>> make_experts(const MoeProblem& problem, const QuantPlan& quant,
-                                                  ExpertSource& source, int device) {
-  MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<ExpertSource> converted,
-                           make_converting_source(source, quant));
-  return CudaExperts::create(problem, *converted, device);
+// The experts of one source, then those of another.
+class JoinedSource final : public ExpertSource {
+ public:
+  JoinedSource(ExpertSource& first, std::int64_t count, ExpertSource& second)
+      : first_(first), count_(count), second_(second) {}
+  Result<ExpertWeightsView> expert(std::int64_t e) override {
+    return e < count_ ? first_.expert(e) : second_.expert(e - count_);
+  }
+
+ private:
+  ExpertSource& first_;
+  std::int64_t count_;
+  ExpertSource& second_;
+};
+
+std::unique_ptr<ExpertSource> shared_source(const MoeLayerTensors& t) {
+  StackedExpertWeights stacked;
+  stacked.w13 = t.shared_w13.view();
+  stacked.w13_scale = t.shared_w13_scale.view();
+  stacked.w2 = t.shared_w2.view();
+  stacked.w2_scale = t.shared_w2_scale.view();
+  return make_stacked_source(stacked);
 }
 
 // Fills max_tokens words with one value.
@@ -87,19 +108,35 @@ Status upload_constant(std::string_view what, std::int64_t count, std::uint32_t 
 
 }  // namespace
 
+Status CudaLayer::Impl::create_experts(ExpertSource& routed_source, const MoeLayerTensors& t) {
+  MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<ExpertSource> routed,
+                           make_converting_source(routed_source, plan.quant));
+  if (!joins) {
+    MOESAIC_ASSIGN_OR_RETURN(experts, CudaExperts::create(plan.routed, *routed, device));
+    return {};
+  }
+  const std::unique_ptr<ExpertSource> stored = shared_source(t);
+  MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<ExpertSource> converted,
+                           make_converting_source(*stored, plan.shared_quant));
+  JoinedSource source(*routed, plan.routed.num_local_experts, *converted);
+  MOESAIC_ASSIGN_OR_RETURN(experts,
+                           CudaExperts::create(experts_problem(plan, false), source, device));
+  return {};
+}
+
 Status CudaLayer::Impl::create_shared(const MoeLayerSpec& spec, const FusedMoE::Options& options,
                                       const MoeLayerTensors& t) {
-  StackedExpertWeights stacked;
-  stacked.w13 = t.shared_w13.view();
-  stacked.w13_scale = t.shared_w13_scale.view();
-  stacked.w2 = t.shared_w2.view();
-  stacked.w2_scale = t.shared_w2_scale.view();
-  const auto source = make_stacked_source(stacked);
-  MOESAIC_ASSIGN_OR_RETURN(shared, make_experts(plan.shared, plan.shared_quant, *source, device));
+  if (!joins) {
+    const std::unique_ptr<ExpertSource> stored = shared_source(t);
+    MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<ExpertSource> converted,
+                             make_converting_source(*stored, plan.shared_quant));
+    MOESAIC_ASSIGN_OR_RETURN(shared, CudaExperts::create(plan.shared, *converted, device));
+  }
   if (!spec.shared.gated_output) {
     constexpr std::uint32_t kOne = 0x3F800000;  // 1.0F
+    const auto id = static_cast<std::uint32_t>(joins ? plan.routed.num_experts : 0);
     MOESAIC_RETURN_IF_ERROR(upload_constant("shared weights", options.max_tokens, kOne, ones));
-    return upload_constant("shared ids", options.max_tokens, 0, zeros);
+    return upload_constant("shared ids", options.max_tokens, id, shared_ids);
   }
   MOESAIC_ASSIGN_OR_RETURN(shared_gate, CudaGate::create(t.shared_gate_weight.view(), {}));
   Router::Options router_options;
@@ -140,15 +177,18 @@ Result<std::unique_ptr<CudaLayer>> CudaLayer::create(const MoeLayerSpec& spec,
   Result<std::unique_ptr<CudaRouter>> router = CudaRouter::create(router_options, impl->device);
   if (!router.ok()) return with_stage(router.status(), "router");
   impl->router = std::move(router).value();
-  if (!plan.expert_map.empty()) {
-    MOESAIC_RETURN_IF_ERROR(upload("expert_map", plan.expert_map.data(),
-                                   static_cast<std::int64_t>(plan.expert_map.size()) * 4,
-                                   impl->expert_map));
+  impl->joins = shared_joins(plan, spec.shared.gated_output);
+  if (impl->joins) {
+    router_options.num_fused_shared_experts = 1;
+    MOESAIC_ASSIGN_OR_RETURN(impl->joined_router, CudaRouter::create(router_options, impl->device));
   }
-  Result<std::unique_ptr<CudaExperts>> experts =
-      make_experts(plan.routed, plan.quant, *weights.experts, impl->device);
-  if (!experts.ok()) return with_stage(experts.status(), "experts");
-  impl->experts = std::move(experts).value();
+  if (!plan.expert_map.empty()) {
+    std::vector<std::int32_t> map = plan.expert_map;
+    if (impl->joins) map.push_back(static_cast<std::int32_t>(plan.routed.num_local_experts));
+    MOESAIC_RETURN_IF_ERROR(upload("expert_map", map.data(),
+                                   static_cast<std::int64_t>(map.size()) * 4, impl->expert_map));
+  }
+  MOESAIC_RETURN_IF_ERROR(with_stage(impl->create_experts(*weights.experts, t), "experts"));
   if (plan.has_shared) {
     MOESAIC_RETURN_IF_ERROR(with_stage(impl->create_shared(spec, options, t), "shared_experts"));
   }
@@ -163,7 +203,8 @@ Result<std::unique_ptr<CudaLayer>> CudaLayer::create(const MoeLayerSpec& spec,
   return layer;
 }
 
-Status CudaLayer::Impl::route(void* stream, const Rows& rows, const LayerWorkspace& w) const {
+Status CudaLayer::Impl::route(void* stream, const Rows& rows, const LayerWorkspace& w,
+                              bool joined) const {
   MOESAIC_RETURN_IF_ERROR(gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits));
   CudaRouterArgs r;
   r.tokens = rows.tokens;
@@ -171,7 +212,7 @@ Status CudaLayer::Impl::route(void* stream, const Rows& rows, const LayerWorkspa
   r.topk_weights = w.topk_weights;
   r.topk_ids = w.topk_ids;
   r.zero_expert_weight = w.zero_weight;
-  return router->enqueue(stream, r);
+  return (joined ? joined_router : router)->enqueue(stream, r);
 }
 
 Status CudaLayer::Impl::run_shared(void* stream, const Rows& rows, const LayerWorkspace& w,
@@ -179,7 +220,7 @@ Status CudaLayer::Impl::run_shared(void* stream, const Rows& rows, const LayerWo
   CudaExpertsArgs a;
   a.tokens = rows.tokens;
   a.hidden_states = rows.x_bf16;
-  a.topk_ids = zeros.as<std::int32_t>();
+  a.topk_ids = shared_ids.as<std::int32_t>();
   a.topk_weights = ones.as<float>();
   if (shared_gate) {
     MOESAIC_RETURN_IF_ERROR(
@@ -197,7 +238,9 @@ Status CudaLayer::Impl::run_shared(void* stream, const Rows& rows, const LayerWo
   a.output_dtype = DType::kBF16;
   a.workspace = w.shared;
   a.workspace_bytes = w.shared_bytes;
-  return with_stage(shared->enqueue(stream, a), "shared_experts");
+  a.top_k = 1;
+  a.expert_map = joins ? expert_map.as<std::int32_t>() : nullptr;
+  return with_stage((joins ? experts : shared)->enqueue(stream, a), "shared_experts");
 }
 
 Status CudaLayer::Impl::run_routed(void* stream, const Rows& rows, const LayerWorkspace& w,
@@ -207,6 +250,7 @@ Status CudaLayer::Impl::run_routed(void* stream, const Rows& rows, const LayerWo
   a.hidden_states = rows.x_bf16;
   a.topk_ids = w.topk_ids;
   a.topk_weights = w.topk_weights;
+  a.top_k = plan.routed.top_k;
   a.expert_map = expert_map.as<std::int32_t>();
   a.shared_rows = shared_rows;
   a.output = to;
@@ -222,20 +266,22 @@ Status CudaLayer::Impl::run_routed(void* stream, const Rows& rows, const LayerWo
 Status CudaLayer::Impl::run(void* stream, const Rows& rows, const Out& out) const {
   MOESAIC_ASSIGN_OR_RETURN(LayerWorkspace w, carve(rows.tokens));
   if (out.logits != nullptr) w.logits = out.logits;
+  if (joins && rows.tokens <= kJoinedTokens) return run_joined(stream, rows, w, out);
+  const bool shared_too = plan.has_shared;
   if (out.topk_weights != nullptr) w.topk_weights = out.topk_weights;
   if (out.topk_ids != nullptr) w.topk_ids = out.topk_ids;
-  MOESAIC_RETURN_IF_ERROR(route(stream, rows, w));
+  MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*joined=*/false));
   if (w.routed == nullptr && out.dtype == DType::kBF16) {
-    if (shared) MOESAIC_RETURN_IF_ERROR(run_shared(stream, rows, w, out.output));
-    return run_routed(stream, rows, w, shared ? out.output : nullptr, out.output, out.dtype);
+    if (shared_too) MOESAIC_RETURN_IF_ERROR(run_shared(stream, rows, w, out.output));
+    return run_routed(stream, rows, w, shared_too ? out.output : nullptr, out.output, out.dtype);
   }
   float* const sum = w.routed != nullptr ? w.routed : static_cast<float*>(out.output);
   MOESAIC_RETURN_IF_ERROR(run_routed(stream, rows, w, nullptr, sum, DType::kF32));
-  if (shared) MOESAIC_RETURN_IF_ERROR(run_shared(stream, rows, w, w.shared_rows));
-  if (w.routed == nullptr && !shared) return {};
+  if (shared_too) MOESAIC_RETURN_IF_ERROR(run_shared(stream, rows, w, w.shared_rows));
+  if (w.routed == nullptr && !shared_too) return {};
   LayerCombineParams p;
   p.routed = sum;
-  p.shared = shared ? w.shared_rows : nullptr;
+  p.shared = shared_too ? w.shared_rows : nullptr;
   p.zero_weight = plan.has_zero_experts ? w.zero_weight : nullptr;
   p.x = rows.x;
   p.x_dtype = rows.x_dtype;
@@ -245,6 +291,31 @@ Status CudaLayer::Impl::run(void* stream, const Rows& rows, const Out& out) cons
   p.output = out.output;
   p.output_f32 = out.dtype == DType::kF32;
   return check_call("combine", launch_layer_combine(p, stream));
+}
+
+// One more slot per token; a trace gets the slots before it.
+Status CudaLayer::Impl::run_joined(void* stream, const Rows& rows, const LayerWorkspace& w,
+                                   const Out& out) const {
+  MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*joined=*/true));
+  const std::int64_t k = plan.routed.top_k;
+  const auto report = [&](std::string_view field, void* to, const void* from) {
+    return to == nullptr ? Status()
+                         : copy_rows_on_device(field, to, k * 4, from, (k + 1) * 4, k * 4,
+                                               rows.tokens, stream);
+  };
+  MOESAIC_RETURN_IF_ERROR(report("trace.topk_weights", out.topk_weights, w.topk_weights));
+  MOESAIC_RETURN_IF_ERROR(report("trace.topk_ids", out.topk_ids, w.topk_ids));
+  CudaExpertsArgs a;
+  a.tokens = rows.tokens;
+  a.hidden_states = rows.x_bf16;
+  a.topk_ids = w.topk_ids;
+  a.topk_weights = w.topk_weights;
+  a.expert_map = expert_map.as<std::int32_t>();
+  a.output = out.output;
+  a.output_dtype = out.dtype;
+  a.workspace = w.experts;
+  a.workspace_bytes = w.experts_bytes;
+  return with_stage(experts->enqueue(stream, a), "experts");
 }
 
 // --- Calls ---------------------------------------------------------------------------------------

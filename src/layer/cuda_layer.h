@@ -14,16 +14,26 @@
 
 namespace moesaic::cuda {
 
+// A shared expert that looks like a routed one (same sizes, scheme and activation, always weight 1)
+// joins the routed experts as one more, chosen by every token in its last slot: its weights come in
+// the same stream of copies and its row is added last, as it is apart from them. Above
+// kJoinedTokens rows the gain is gone and the rows of an extra slot are not worth their memory: the
+// two are then run one after the other on the same weights. The bits are the same.
+inline constexpr std::int64_t kJoinedTokens = 4096;
+bool shared_joins(const FusedPlan& plan, bool gated_shared);
+// What the experts object is made for: the routed experts, and the shared one when it joins.
+MoeProblem experts_problem(const FusedPlan& plan, bool gated_shared);
+
 // The workspace of one call, all pieces 256-byte aligned; pointers are null while measuring. The
 // shared experts run before the routed ones (their rows then lie in the output) or after them,
 // never at the same time: both use the same memory.
 struct LayerWorkspace {
-  float* logits = nullptr;           // [M, E + zero experts]
-  float* topk_weights = nullptr;     // [M, k]
-  std::int32_t* topk_ids = nullptr;  // [M, k]
-  float* zero_weight = nullptr;      // [M], with zero experts
-  float* shared_logits = nullptr;    // [M], gated shared experts ...
-  float* shared_weights = nullptr;   // [M]
+  float* logits = nullptr;        // [M, E + zero experts]
+  float* topk_weights = nullptr;  // [M, k], or [M, k + 1] with a joined expert
+  std::int32_t* topk_ids = nullptr;
+  float* zero_weight = nullptr;     // [M], with zero experts
+  float* shared_logits = nullptr;   // [M], gated shared experts ...
+  float* shared_weights = nullptr;  // [M]
   std::int32_t* shared_ids = nullptr;
   float* routed = nullptr;  // [M, H], when something is multiplied with or added to the result
   std::byte* experts = nullptr;

@@ -40,14 +40,41 @@ Status CudaLayer::can_implement(const FusedPlan& plan, const FusedMoE::Options& 
   return CudaExperts::can_implement(plan.shared).with_context("shared_experts");
 }
 
+bool shared_joins(const FusedPlan& plan, bool gated_shared) {
+  const MoeProblem &r = plan.routed, &s = plan.shared;
+  const bool alike = plan.has_shared && !gated_shared && r.hidden_size == s.hidden_size &&
+                     r.intermediate_size == s.intermediate_size &&
+                     r.quant.weight == s.quant.weight && r.quant.activation == s.quant.activation &&
+                     r.activation_dtype == s.activation_dtype;
+  if (!alike || r.has_expert_bias || r.apply_router_weight_on_input ||
+      plan.routing.num_zero_experts > 0 || plan.output_scale != 1.0F) {
+    return false;
+  }
+  MoeProblem joined = r;
+  ++joined.num_experts;
+  ++joined.num_local_experts;
+  ++joined.top_k;
+  return CudaExperts::can_implement(joined).ok();
+}
+
+MoeProblem experts_problem(const FusedPlan& plan, bool gated_shared) {
+  MoeProblem p = plan.routed;
+  if (!shared_joins(plan, gated_shared)) return p;
+  ++p.num_experts;
+  ++p.num_local_experts;
+  ++p.top_k;
+  return p;
+}
+
 Result<LayerWorkspace> LayerWorkspace::carve(const FusedPlan& plan, bool gated_shared,
                                              std::int64_t tokens, Arena& arena) {
   LayerWorkspace w;
   const std::int64_t k = plan.routed.top_k;
   w.logits =
       take<float>(arena, tokens * (plan.routing.num_experts + plan.routing.num_zero_experts));
-  w.topk_weights = take<float>(arena, tokens * k);
-  w.topk_ids = take<std::int32_t>(arena, tokens * k);
+  const bool joins = shared_joins(plan, gated_shared);
+  w.topk_weights = take<float>(arena, tokens * (joins ? k + 1 : k));
+  w.topk_ids = take<std::int32_t>(arena, tokens * (joins ? k + 1 : k));
   if (plan.routing.num_zero_experts > 0) w.zero_weight = take<float>(arena, tokens);
   if (plan.has_shared && gated_shared) {
     w.shared_logits = take<float>(arena, tokens);
@@ -57,12 +84,25 @@ Result<LayerWorkspace> LayerWorkspace::carve(const FusedPlan& plan, bool gated_s
   if (plan.output_scale != 1.0F || plan.has_zero_experts) {
     w.routed = take<float>(arena, tokens * plan.hidden_size);
   }
-  MOESAIC_ASSIGN_OR_RETURN(w.experts_bytes, CudaExperts::workspace_size(plan.routed, tokens));
+  // Sizes grow with tokens: a larger call's workspace holds every smaller call.
+  MoeProblem problem = experts_problem(plan, gated_shared);
   std::int64_t rows_bytes = 0;
-  if (plan.has_shared) {
-    MOESAIC_ASSIGN_OR_RETURN(w.shared_bytes, CudaExperts::workspace_size(plan.shared, tokens));
-    w.shared_bytes = round_up(w.shared_bytes, kAlignment);
-    rows_bytes = tokens * plan.hidden_size * 2;
+  if (joins) {
+    MOESAIC_ASSIGN_OR_RETURN(w.experts_bytes,
+                             CudaExperts::workspace_size(problem, std::min(tokens, kJoinedTokens)));
+  }
+  if (!joins || tokens > kJoinedTokens) {
+    problem.top_k = k;
+    MOESAIC_ASSIGN_OR_RETURN(const std::int64_t apart,
+                             CudaExperts::workspace_size(problem, tokens));
+    w.experts_bytes = std::max(w.experts_bytes, apart);
+    if (plan.has_shared) {
+      if (joins) problem.top_k = 1;
+      MOESAIC_ASSIGN_OR_RETURN(w.shared_bytes,
+                               CudaExperts::workspace_size(joins ? problem : plan.shared, tokens));
+      w.shared_bytes = round_up(w.shared_bytes, kAlignment);
+      rows_bytes = tokens * plan.hidden_size * 2;
+    }
   }
   w.experts = w.shared =
       take<std::byte>(arena, std::max(w.experts_bytes, w.shared_bytes + rows_bytes));

@@ -127,6 +127,12 @@ MoeLayerSpec deepseek_like() {
   spec.routing.routed_scaling_factor = 2.5;
   return spec;
 }
+// Like a routed expert: joins them.
+MoeLayerSpec joined_shared() {
+  MoeLayerSpec spec = deepseek_like();
+  spec.shared.intermediate_size = spec.intermediate_size;
+  return spec;
+}
 MoeLayerSpec scaled_output() {
   MoeLayerSpec spec = with_shared(true);
   spec.routing.routed_scaling_factor = 2.5;
@@ -164,6 +170,7 @@ const Feature kFeatures[] = {{"plain", small_spec},
                              {"gated shared", [] { return with_shared(true); }},
                              {"deepseek", deepseek_like},
                              {"scaled output", scaled_output},
+                             {"joined shared", joined_shared},
                              {"llama4", llama4},
                              {"zero experts", zero_experts},
                              {"biases", biased}};
@@ -226,6 +233,30 @@ TEST(CudaLayer, ARowAloneHasTheBitsItHasInABatchAndBf16IsTheRoundedF32) {
                 0)
           << "row " << row;
     }
+  }
+}
+
+// Few rows take the shared expert as one more slot, many run it by itself.
+TEST(CudaLayer, AJoinedSharedExpertHasTheBitsOfASeparateOne) {
+  REQUIRE_HOPPER();
+  const LayerTensors t = make_tensors(21, joined_shared());
+  constexpr std::int64_t kRows = 4100;
+  const FusedMoE layer = make_layer(t, on_gpu(kRows));
+  const std::int64_t hidden = t.spec.hidden_size;
+  const Tensor x = random_hidden(22, kRows, hidden);
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    const LayerRun many = run_layer(layer, x, dtype);
+    const std::int64_t bytes = hidden * (dtype_bits(dtype) / 8);
+    Tensor few = Tensor::zeros(DType::kBF16, {50, hidden}).value();
+    std::memcpy(few.data(), x.data() + 4000 * hidden * 2, static_cast<std::size_t>(few.bytes()));
+    const LayerRun joined = run_layer(layer, few, dtype);
+    EXPECT_EQ(std::memcmp(joined.output.data(), many.output.data() + 4000 * bytes,
+                          static_cast<std::size_t>(50 * bytes)),
+              0);
+    const std::int64_t k = t.spec.routing.top_k;
+    EXPECT_EQ(std::memcmp(joined.topk_ids.data(), many.topk_ids.data() + 4000 * k * 4,
+                          static_cast<std::size_t>(50 * k * 4)),
+              0);
   }
 }
 
