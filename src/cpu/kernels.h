@@ -32,8 +32,9 @@ enum class OperandKind : std::uint8_t {
 };
 
 // kCode4: 4-bit codes of any format, looked up in a table of 16 values.
-enum class WeightKind : std::uint8_t { kF32, kBF16, kF16, kE4M3, kCode4, kI8 };
-inline constexpr int kNumWeightKinds = 6;
+// kInt4Fp8: int4 whose product with an e4m3 scale per column and group is rounded to e4m3.
+enum class WeightKind : std::uint8_t { kF32, kBF16, kF16, kE4M3, kCode4, kI8, kInt4Fp8 };
+inline constexpr int kNumWeightKinds = 7;
 
 // The values of 4-bit codes, exact in bf16.
 struct CodeTable4 {
@@ -42,6 +43,14 @@ struct CodeTable4 {
   alignas(16) std::uint8_t high[16];
 };
 CodeTable4 make_code_table(const std::array<float, 16>& values);
+
+// kInt4Fp8: of[scale code][m - 1] is e4m3(scale * m) as bf16, m = 1..8. A packed code is the sign
+// in bit 3 and m - 1 below; what would be +8 stands for zero.
+struct Int4Products {
+  static constexpr std::uint32_t kZero = 7;
+  alignas(64) std::uint16_t of[256][8];
+};
+const Int4Products& int4_products();
 
 struct PanelArgs {
   const std::byte* panel = nullptr;     // one packed panel
@@ -53,6 +62,7 @@ struct PanelArgs {
   const float* group_offsets = nullptr;                 // [padded_k / fold][64], or null: 0
   const float* const* row_sums = nullptr;    // with offsets: num_rows pointers to [padded_k / fold]
   int folds_per_row_scale = 1;               // groups that share a row's scale
+  const Int4Products* products = nullptr;    // kInt4Fp8, with group_scales E4M3 and format kNone
   const CodeTable4* codes = nullptr;         // kCode4
   const void* const* rows = nullptr;         // num_rows left operands of padded_k elements
   const float* const* row_scales = nullptr;  // num_rows pointers to [groups]; null: 1
@@ -78,13 +88,14 @@ struct ActivateArgs {
 // How a row of activations becomes codes; the rules are those of experts/ref_operand.h.
 enum class RowQuantRule : std::uint8_t {
   kNone,
-  kFp8Group,   // e4m3 per 128, F32 or power-of-two scales: quantize_row_e4m3
-  kMxfp8,      // e4m3 per 32
-  kMxfp4,      // e2m1 per 32
-  kNvfp4,      // e2m1 per 16, static global scale
-  kFp8Token,   // e4m3, one scale for the row
-  kFp8Static,  // e4m3, one scale for everything; writes no scales
-  kInt8Token,  // int8, one scale for the row
+  kFp8Group,      // e4m3 per 128, F32 or power-of-two scales: quantize_row_e4m3
+  kFp8GroupPow2,  // the latter in place, for quantize_row
+  kMxfp8,         // e4m3 per 32
+  kMxfp4,         // e2m1 per 32
+  kNvfp4,         // e2m1 per 16, static global scale
+  kFp8Token,      // e4m3, one scale for the row
+  kFp8Static,     // e4m3, one scale for everything; writes no scales
+  kInt8Token,     // int8, one scale for the row
 };
 
 struct CpuKernels {
@@ -99,7 +110,8 @@ struct CpuKernels {
   // Left operands are bf16; null for kF32 and kF16 weights and on tiers without a bf16 dot product.
   void (*panel_gemm_bf16[kNumWeightKinds])(const PanelArgs& args);
   // The same with groups of `fold` steps, group_scale[g][c] in the place of panel_scale, and what
-  // the offsets take away: result -= group_offset[g][c] * row_sum[r][g]. For kE4M3, kCode4, kI8.
+  // the offsets take away: result -= group_offset[g][c] * row_sum[r][g]. For kE4M3, kCode4, kI8 and
+  // kInt4Fp8 (fold 128).
   void (*grouped_gemm_f32[kNumWeightKinds])(const PanelArgs& args);
   void (*grouped_gemm_bf16[kNumWeightKinds])(const PanelArgs& args);
   // result[r][c] *= (rows ? rows[r] * columns[c] : columns[c]), the product of the factors first.
@@ -120,7 +132,9 @@ struct CpuKernels {
   void (*quantize_row_e4m3)(const float* row, std::int64_t n, DType round_dtype, bool power_of_two,
                             float* scales, void* dst);
   // Every other rule, in place: row becomes the values of the codes, scales one per group or row.
-  // static_scale: the input scale of kNvfp4 and kFp8Static.
+  // static_scale: the input scale of kNvfp4 and kFp8Static. scales null: the values come out
+  // multiplied by them, exact in bf16 where scales are powers of two or codes and scales have few
+  // bits (kFp8GroupPow2, kMxfp8, kMxfp4, kNvfp4).
   void (*quantize_row)(RowQuantRule rule, float static_scale, float* row, std::int64_t n,
                        float* scales);
   // sums[g] = sum of row[g * step ..], ceil(n / step) of them.

@@ -5,6 +5,7 @@
 #include "core/fault.h"
 #include "cpu/packed_weights.h"
 #include "numerics/codec.h"
+#include "quant/code_values.h"
 
 namespace moesaic::cpu {
 namespace {
@@ -39,6 +40,20 @@ CodeTable4 make_code_table(const std::array<float, 16>& values) {
     t.high[c] = static_cast<std::uint8_t>(bits >> 8);
   }
   return t;
+}
+
+const Int4Products& int4_products() {
+  static const Int4Products table = [] {
+    Int4Products t{};
+    for (int scale = 0; scale < 256; ++scale) {
+      for (int m = 1; m <= 8; ++m) {
+        const float value = int4_fp8_value(m, f32_from_e4m3(static_cast<std::uint8_t>(scale)));
+        t.of[scale][m - 1] = bf16_from_f32(value);
+      }
+    }
+    return t;
+  }();
+  return table;
 }
 
 void pack_group_scales(const PackedShape& shape, std::int64_t fold, std::int64_t columns,

@@ -55,6 +55,19 @@ int get_nibble(const std::byte* p, std::int64_t i) {
 void or_nibble(std::byte* p, std::int64_t i, int code) {
   p[i / 2] |= static_cast<std::byte>(code << (i % 2 * 4));
 }
+// kInt4Fp8: two's complement to sign and magnitude - 1, see Int4Products; and back.
+int encode_nibble(WeightKind kind, int code) {
+  if (kind != WeightKind::kInt4Fp8) return code;
+  const int value = (code ^ 8) - 8;
+  if (value == 0) return static_cast<int>(Int4Products::kZero);
+  return value < 0 ? 8 | (-value - 1) : value - 1;
+}
+int decode_nibble(WeightKind kind, int code) {
+  if (kind != WeightKind::kInt4Fp8) return code;
+  if (code == static_cast<int>(Int4Products::kZero)) return 0;
+  const int magnitude = (code & 7) + 1;
+  return ((code & 8) != 0 ? -magnitude : magnitude) & 15;
+}
 // Nibble of a unit that holds step `step` of column `column`.
 std::int64_t unit_nibble(int column, std::int64_t step) {
   return column * 8 + step % 2 * 4 +
@@ -75,9 +88,9 @@ void move_nibble_panel(const PackedShape& shape, std::int64_t panel, std::byte* 
       std::byte* unit = base + k / 8 * kUnitBytes;
       const std::int64_t at = unit_nibble(column, k % 8);
       if (kPack) {
-        or_nibble(unit, at, get_nibble(line, k) ^ shape.code_flip);
+        or_nibble(unit, at, encode_nibble(shape.kind, get_nibble(line, k) ^ shape.code_flip));
       } else {
-        or_nibble(line, k, get_nibble(unit, at) ^ shape.code_flip);
+        or_nibble(line, k, decode_nibble(shape.kind, get_nibble(unit, at)) ^ shape.code_flip);
       }
     }
   }
@@ -135,6 +148,7 @@ std::int64_t PackedShape::elem_bits() const {
     case WeightKind::kI8:
       return 8;
     case WeightKind::kCode4:
+    case WeightKind::kInt4Fp8:
       return 4;
   }
   return 32;

@@ -92,7 +92,8 @@ struct UnitCode4 {
         hn::Or(hn::TableLookupBytesOr0(low, at_low), hn::TableLookupBytesOr0(high, at_high));
     hn::Store(hn::BitCast(du32, pair), du32, out);
   }
-  static HWY_INLINE void Decode(const PanelArgs& args, const std::byte* w, std::uint32_t* out) {
+  static HWY_INLINE void Decode(const PanelArgs& args, std::int64_t, const std::byte* w,
+                                std::uint32_t* out) {
     const hn::Repartition<std::uint16_t, DF> du16;
     const hn::Repartition<std::uint8_t, DF> du8;
     const auto low = hn::LoadDup128(du8, args.codes->low);
@@ -109,7 +110,8 @@ struct UnitCode4 {
 
 struct UnitE4M3 {
   static constexpr int kSteps = 4;
-  static HWY_INLINE void Decode(const PanelArgs&, const std::byte* w, std::uint32_t* out) {
+  static HWY_INLINE void Decode(const PanelArgs&, std::int64_t, const std::byte* w,
+                                std::uint32_t* out) {
     for (int c = 0; c < kPanelColumns; c += kLanes)
       DecodeColumnsE4M3(w + 4 * c, out + c, out + kPanelColumns + c);
   }
@@ -126,7 +128,8 @@ struct UnitI8 {
     hn::Store(hn::Or(hn::ShiftRight<16>(hn::BitCast(du32, even)), hn::BitCast(du32, odd)), du32,
               out);
   }
-  static HWY_INLINE void Decode(const PanelArgs&, const std::byte* w, std::uint32_t* out) {
+  static HWY_INLINE void Decode(const PanelArgs&, std::int64_t, const std::byte* w,
+                                std::uint32_t* out) {
     const hn::Repartition<std::uint8_t, DF> du8;
     const auto zero = hn::Zero(du8);
     for (int c = 0; c < kPanelColumns; c += kLanes) {
@@ -134,6 +137,31 @@ struct UnitI8 {
       Pair(hn::BitCast(du32, hn::InterleaveLower(du8, zero, raw)), out + c);
       Pair(hn::BitCast(du32, hn::InterleaveUpper(du8, zero, raw)), out + kPanelColumns + c);
     }
+  }
+};
+
+// int4 times an e4m3 scale of the column and group, rounded to e4m3: looked up element by element,
+// a fallback for machines without the wide permutes of the bf16 tier.
+struct UnitInt4Fp8 {
+  static constexpr int kSteps = 8;
+  static void Decode(const PanelArgs& args, std::int64_t group, const std::byte* w,
+                     std::uint32_t* out) {
+    const auto* scales =
+        reinterpret_cast<const std::uint8_t*>(args.group_scales) + group * kPanelColumns;
+    for (int c = 0; c < kPanelColumns; ++c) {
+      const std::uint16_t* products = args.products->of[scales[c]];
+      std::uint32_t raw;
+      std::memcpy(&raw, w + 4 * c, sizeof(raw));
+      for (int pair = 0; pair < 4; ++pair) {
+        const std::uint32_t even = Value(products, raw >> (4 * pair));
+        const std::uint32_t odd = Value(products, raw >> (16 + 4 * pair));
+        out[pair * kPanelColumns + c] = even | odd << 16;
+      }
+    }
+  }
+  static std::uint32_t Value(const std::uint16_t* products, std::uint32_t code) {
+    if ((code & 15U) == Int4Products::kZero) return 0;
+    return products[code & 7U] ^ (code & 8U) << 12;
   }
 };
 
@@ -181,7 +209,7 @@ void GroupedGemmF32(const PanelArgs& args) {
     std::uint32_t* out = block;
     for (int k = 0; k < args.fold; k += Unit::kSteps, w += kUnitBytes) {
       PrefetchUnit(w + kPrefetchBytes);
-      Unit::Decode(args, w, out);
+      Unit::Decode(args, group, w, out);
       out += Unit::kSteps / 2 * kPanelColumns;
     }
     RowTiles<GroupTiles::Tile, false>(inner, reinterpret_cast<const std::byte*>(block), group,

@@ -42,53 +42,55 @@ HWY_INLINE float AbsMax(float* row, std::int64_t n) {
 
 template <RowQuantRule kRule>
 HWY_INLINE float ScaleOf(float amax) {
-  if (!(amax <= std::numeric_limits<float>::max())) return amax;
   switch (kRule) {
     case RowQuantRule::kMxfp8:
-      return f32_from_e8m0(e8m0_scale_ceil(amax, kE4m3Max));
+      return f32_from_e8m0(mx_scale(amax, MxElement::kE4m3, E8m0Rule::kCeil));
     case RowQuantRule::kMxfp4:
-      return f32_from_e8m0(e8m0_scale_round_1_75(amax));
+      return f32_from_e8m0(mx_scale(amax, MxElement::kE2m1, E8m0Rule::kRound175));
     case RowQuantRule::kInt8Token:
-      return (amax < 1e-10F ? 1e-10F : amax) / 127.0F;
-    default: {  // kFp8Token
-      constexpr float kMin = 1.0F / (448.0F * 512.0F);
-      const float scale = amax / kE4m3Max;
-      return scale < kMin ? kMin : scale;
-    }
+      return int8_row_scale(amax);
+    case RowQuantRule::kFp8GroupPow2:
+      return fp8_group_scale(amax, ScaleRounding::kCeilPowerOfTwo);
+    default:  // kFp8Token
+      return fp8_row_scale(amax);
   }
 }
 
+// scales null: the values come out multiplied by them.
 template <RowQuantRule kRule>
 HWY_INLINE void QuantizeGroups(float* row, std::int64_t n, std::int64_t group, float static_scale,
                                float* scales) {
+  constexpr bool kNvfp4 = kRule == RowQuantRule::kNvfp4;
   const float gscale = 1.0F / static_scale;
+  if constexpr (kRule == RowQuantRule::kFp8Static) {
+    const VF inverse = hn::Set(df, gscale);
+    ForRow(row, n, [&](VF v) MOESAIC_TIER_ATTR { return CodeValue<kRule>(hn::Mul(v, inverse)); });
+    return;
+  }
+  float first = 0.0F;
   for (std::int64_t k0 = 0, g = 0; k0 < n; k0 += group, ++g) {
     float* x = row + k0;
     const std::int64_t count = HWY_MIN(group, n - k0);
-    if constexpr (kRule == RowQuantRule::kFp8Static) {
-      const VF inverse = hn::Set(df, gscale);
-      ForRow(x, count,
-             [&](VF v) MOESAIC_TIER_ATTR { return CodeValue<kRule>(hn::Mul(v, inverse)); });
-    } else if constexpr (kRule == RowQuantRule::kNvfp4) {
-      const float amax = AbsMax(x, count);
-      const bool finite = amax <= std::numeric_limits<float>::max();
-      const float raw = gscale * amax / kE2m1Max;
-      scales[g] = finite ? f32_from_e4m3(e4m3_from_f32(raw > kE4m3Max ? kE4m3Max : raw)) : amax;
-      const VF factor = hn::Set(df, scales[g] == 0.0F ? 0.0F : gscale / scales[g]);
-      ForRow(x, count,
-             [&](VF v) MOESAIC_TIER_ATTR { return CodeValue<kRule>(hn::Mul(v, factor)); });
-    } else {
-      scales[g] = ScaleOf<kRule>(AbsMax(x, count));
-      // Byte 0 of E8M0 stands for a group of zeros (or of nothing that a code could hold).
-      constexpr bool kMx = kRule == RowQuantRule::kMxfp8 || kRule == RowQuantRule::kMxfp4;
-      if (kMx && scales[g] == 0x1p-127F) {
-        std::memset(x, 0, static_cast<std::size_t>(count) * sizeof(float));
-        continue;
-      }
-      const VF s = hn::Set(df, scales[g]);
-      ForRow(x, count, [&](VF v) MOESAIC_TIER_ATTR { return CodeValue<kRule>(hn::Div(v, s)); });
+    const float amax = AbsMax(x, count);
+    const bool finite = amax <= std::numeric_limits<float>::max();
+    float scale = amax;  // NaN or infinite
+    if (finite && kNvfp4) scale = f32_from_e4m3(nvfp4_block_scale(amax, gscale));
+    if (finite && !kNvfp4) scale = ScaleOf<kRule>(amax);
+    if (g == 0) first = scale;
+    const float kept = MOESAIC_FAULT(cpu_row_scale_of_group_zero) ? first : scale;
+    if (scales != nullptr) scales[g] = kept;
+    // Byte 0 of either scale format stands for a group of zeros (or of nothing that a code could
+    // hold).
+    constexpr bool kMx = kRule == RowQuantRule::kMxfp8 || kRule == RowQuantRule::kMxfp4;
+    if ((kMx && scale == 0x1p-127F) || (kNvfp4 && scale == 0.0F)) {
+      std::memset(x, 0, static_cast<std::size_t>(count) * sizeof(float));
+      continue;
     }
-    if (MOESAIC_FAULT(cpu_row_scale_of_group_zero) && g > 0) scales[g] = scales[0];
+    const VF factor = hn::Set(df, kNvfp4 ? gscale / scale : scale);
+    const VF times = hn::Set(df, scales == nullptr ? kept : 1.0F);
+    ForRow(x, count, [&](VF v) MOESAIC_TIER_ATTR {
+      return hn::Mul(CodeValue<kRule>(kNvfp4 ? hn::Mul(v, factor) : hn::Div(v, factor)), times);
+    });
   }
 }
 
@@ -106,6 +108,8 @@ void QuantizeRow(RowQuantRule rule, float static_scale, float* row, std::int64_t
       return QuantizeGroups<RowQuantRule::kFp8Static>(row, n, n, static_scale, scales);
     case RowQuantRule::kInt8Token:
       return QuantizeGroups<RowQuantRule::kInt8Token>(row, n, n, 1.0F, scales);
+    case RowQuantRule::kFp8GroupPow2:
+      return QuantizeGroups<RowQuantRule::kFp8GroupPow2>(row, n, kGroup, 1.0F, scales);
     case RowQuantRule::kNone:
     case RowQuantRule::kFp8Group:  // QuantizeRowE4M3
       return;

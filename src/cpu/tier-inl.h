@@ -133,17 +133,17 @@ constexpr CpuKernels kTable = {
     MOESAIC_TIER_NAME,
     MOESAIC_TIER_BF16 ? OperandKind::kBF16 : OperandKind::kF32,
     {PanelGemmF32<DecodeF32>, PanelGemmF32<DecodeBF16>, PanelGemmF32<DecodeF16>, PanelGemmF32E4M3,
-     nullptr, nullptr},
+     nullptr, nullptr, nullptr},
 #if MOESAIC_TIER_BF16
-    {nullptr, PanelGemmPairBF16, nullptr, PanelGemmPairE4M3, nullptr, nullptr},
+    {nullptr, PanelGemmPairBF16, nullptr, PanelGemmPairE4M3, nullptr, nullptr, nullptr},
 #else
     {},
 #endif
     {nullptr, nullptr, nullptr, GroupedGemmF32<UnitE4M3>, GroupedGemmF32<UnitCode4>,
-     GroupedGemmF32<UnitI8>},
+     GroupedGemmF32<UnitI8>, GroupedGemmF32<UnitInt4Fp8>},
 #if MOESAIC_TIER_BF16
     {nullptr, nullptr, nullptr, GroupedGemmPair<PairsE4M3>, GroupedGemmPair<PairsCode4>,
-     GroupedGemmPair<PairsI8>},
+     GroupedGemmPair<PairsI8>, GroupedGemmPair<PairsInt4Fp8>},
 #else
     {},
 #endif

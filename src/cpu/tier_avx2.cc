@@ -10,6 +10,11 @@
 #include "cpu/kernels.h"
 #include "cpu/tiers.h"
 #include "numerics/codec.h"
+#include "quant/fp8_group.h"
+#include "quant/fp8_scaled.h"
+#include "quant/int_group.h"
+#include "quant/mx.h"
+#include "quant/nvfp4.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/tier_avx2.cc"

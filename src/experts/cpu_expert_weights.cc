@@ -118,6 +118,10 @@ cpu::PanelArgs CpuProjection::panel(std::int64_t e, std::int64_t p) const {
   args.fold = static_cast<int>(format_.fold);
   args.codes = &codes_;
   args.group_scale_format = format_.group_scales;
+  if (shape_.kind == cpu::WeightKind::kInt4Fp8) {  // its scales are part of the operands
+    args.products = &cpu::int4_products();
+    args.group_scale_format = ScaleFormat::kNone;
+  }
   if (scale_bytes_ > 0) args.group_scales = group_scales_.data() + i * scale_bytes_;
   if (format_.group_offsets) {
     args.group_offsets =

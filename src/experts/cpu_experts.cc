@@ -35,7 +35,11 @@ void plan_rows(const MoeProblem& problem, const CpuWeightFormat& format, CpuPlan
   const bool token =
       plan.row_rule == RowQuantRule::kFp8Token || plan.row_rule == RowQuantRule::kInt8Token;
   const bool group = problem.quant.activation.granularity == ScaleGranularity::kGroup;
-  plan.row_numbers = token || group || plan.row_sums;
+  plan.scaled_operands =
+      group && format.grouped && problem.quant.activation.scale_format != ScaleFormat::kF32;
+  if (plan.scaled_operands && plan.row_rule == RowQuantRule::kFp8Group)
+    plan.row_rule = RowQuantRule::kFp8GroupPow2;
+  plan.row_numbers = token || (group && !plan.scaled_operands) || plan.row_sums;
   if (group) plan.row_step = problem.quant.activation.block_k;
   if (plan.row_sums) plan.row_step = format.fold;
   if (group && format.grouped)
@@ -88,7 +92,8 @@ class CpuExperts final : public Experts {
     // A block is 128 columns where groups of them are quantised or summed, or where the padding
     // of K2 must be cleared; one panel where columns are independent.
     const bool padded = plan_.k2 != round_up(plan_.intermediate, 4);
-    panels_per_block_ = plan_.row_numbers || padded ? cpu::kGroup / panel_width() : 1;
+    panels_per_block_ =
+        plan_.row_numbers || plan_.scaled_operands || padded ? cpu::kGroup / panel_width() : 1;
     const bool bf16 = plan_.operand == OperandKind::kBF16;
     gemm_ = grouped ? (bf16 ? kernels_.grouped_gemm_bf16 : kernels_.grouped_gemm_f32)[kind]
                     : (bf16 ? kernels_.panel_gemm_bf16 : kernels_.panel_gemm_f32)[kind];

@@ -26,10 +26,7 @@ Result<CpuWeightFormat> cpu_weight_format(const QuantScheme& quant, ComputeSchem
                   "quant: the CPU kernels hold entries of a code table in bf16, the f32 scheme "
                   "wants them exact");
   }
-  if (rounds_scaled_codes(w)) {
-    return Status(StatusCode::kUnsupported,
-                  "quant: the CPU kernels do not round int4 times its scale to F8_E4M3");
-  }
+  if (rounds_scaled_codes(w)) f.kind = cpu::WeightKind::kInt4Fp8;
   const bool codes = w.dtype == DType::kU4 || w.dtype == DType::kU8;
   if (codes && !tables) {
     f.code_flip = w.dtype == DType::kU4 ? 0x08 : 0x80;

@@ -19,6 +19,8 @@ struct CpuPlan {
   // Numbers kept beside each operand row: scales, or sums of the row (for weights with offsets),
   // one per row_step columns (0: one per row). Static scales are not kept.
   bool row_numbers = false;
+  // Group scales that are exact in the operand are multiplied into it instead.
+  bool scaled_operands = false;
   bool row_sums = false;
   std::int64_t row_step = 0;
   int folds_per_row_scale = 1;

@@ -7,14 +7,15 @@
 #include "core/fault.h"
 #include "numerics/codec.h"
 #include "quant/fp8_group.h"
+#include "quant/fp8_scaled.h"
+#include "quant/int_group.h"
+#include "quant/mx.h"
+#include "quant/nvfp4.h"
 
 namespace moesaic {
 namespace {
 
 constexpr std::int64_t kFinestGroup = 16;
-// Floors of dynamic per-row scales: smallest e4m3 scale, smallest amax of int8.
-constexpr float kMinTokenScale = 1.0F / (448.0F * 512.0F);
-constexpr float kMinInt8Amax = 1e-10F;
 
 float amax_of(const float* x, std::int64_t n) {
   float amax = 0;
@@ -32,12 +33,10 @@ float e2m1_value(float x) {
 // One group of a microscaling format; returns its scale.
 float quantize_mx_group(const OperandQuant& a, float* x, std::int64_t n) {
   const bool fp8 = a.dtype == DType::kF8E4M3;
-  const float amax = amax_of(x, n);
-  std::uint8_t exponent = a.rule == ExponentRule::kCeil
-                              ? e8m0_scale_ceil(amax, fp8 ? kE4m3Max : kE2m1Max)
-                              : e8m0_scale_round_1_75(amax, fp8 ? 8 : 2);
-  if (MOESAIC_FAULT(ref_experts_other_exponent_rule))
-    exponent = e8m0_scale_ocp_floor(amax, fp8 ? 8 : 2);
+  E8m0Rule rule = a.rule == ExponentRule::kCeil ? E8m0Rule::kCeil : E8m0Rule::kRound175;
+  if (MOESAIC_FAULT(ref_experts_other_exponent_rule)) rule = E8m0Rule::kOcpFloor;
+  const std::uint8_t exponent =
+      mx_scale(amax_of(x, n), fp8 ? MxElement::kE4m3 : MxElement::kE2m1, rule);
   const float scale = f32_from_e8m0(exponent);
   for (std::int64_t i = 0; i < n; ++i) {
     const float y = exponent == 0 ? 0.0F : x[i] / scale;
@@ -47,7 +46,7 @@ float quantize_mx_group(const OperandQuant& a, float* x, std::int64_t n) {
 }
 
 float quantize_nvfp4_group(float gscale, float* x, std::int64_t n) {
-  const float sf = e4m3_value(gscale * amax_of(x, n) / kE2m1Max);
+  const float sf = f32_from_e4m3(nvfp4_block_scale(amax_of(x, n), gscale));
   const float factor = sf == 0.0F ? 0.0F : gscale / sf;
   for (std::int64_t i = 0; i < n; ++i) x[i] = e2m1_value(x[i] * factor);
   return sf;
@@ -65,8 +64,7 @@ RefOperand ref_quantize_row(const OperandQuant& a, float input_scale, float* row
     case ScaleGranularity::kToken: {
       const float amax = amax_of(row, count);
       const bool int8 = a.dtype == DType::kI8;
-      scales[0] =
-          int8 ? std::max(amax, kMinInt8Amax) / 127.0F : std::max(amax / kE4m3Max, kMinTokenScale);
+      scales[0] = int8 ? int8_row_scale(amax) : fp8_row_scale(amax);
       for (std::int64_t i = 0; i < count; ++i) {
         const float y = row[i] / scales[0];
         row[i] = int8 ? static_cast<float>(i8_from_f32(y)) : e4m3_value(y);

@@ -99,6 +99,18 @@ TEST(PackedWeights, BlockScalesFollowTheirRows) {
   }
 }
 
+// Sign and magnitude - 1 of every int4, and back.
+TEST(PackedWeights, Int4CodesOfProductsAreInvertible) {
+  const PackedShape shape{WeightKind::kInt4Fp8, RowOrder::kPlain, 1, 16, 128, 0};
+  std::byte matrix[8], back[8];
+  for (int i = 0; i < 8; ++i) matrix[i] = static_cast<std::byte>((2 * i) | (2 * i + 1) << 4);
+  WeightBuffer packed = std::move(WeightBuffer::allocate(shape.matrix_bytes())).value();
+  pack_matrix(shape, matrix, packed.data(), 1);
+  unpack_matrix(shape, packed.data(), back);
+  EXPECT_EQ(std::memcmp(matrix, back, 8), 0);
+  EXPECT_EQ(std::to_integer<int>(packed.data()[0]) & 15, 7);  // step 0: zero
+}
+
 // Unsigned codes become two's complement on the way in, and padding stays the code of 0.
 TEST(PackedWeights, FlippingTurnsUnsignedCodesAround) {
   const PackedShape shape{WeightKind::kI8, RowOrder::kPlain, 1, 2, 16, 0x80};

@@ -51,6 +51,7 @@ double value_of(WeightKind kind, const std::byte* matrix, std::int64_t i) {
     case WeightKind::kF16:
       return static_cast<double>(load_as_f32(matrix, DType::kF16, i));
     case WeightKind::kCode4:
+    case WeightKind::kInt4Fp8:
       return i4_from_nibble(nibble_at(reinterpret_cast<const std::uint8_t*>(matrix), i));
     case WeightKind::kI8:
       return static_cast<std::int8_t>(matrix[i]);
@@ -80,6 +81,7 @@ std::vector<std::byte> random_matrix(test::Rng& rng, WeightKind kind, std::int64
         std::memcpy(at, &half, 2);
         break;
       case WeightKind::kCode4:
+      case WeightKind::kInt4Fp8:
         set_nibble(reinterpret_cast<std::uint8_t*>(m.data()), i,
                    integers ? nibble_from_i4(static_cast<int>(integer)) : any);
         break;
@@ -192,6 +194,10 @@ void check_gemm(const CpuKernels& k, const GemmCase& c, std::int64_t depth, int 
   args.row_sums = sum_ptr.data();
   args.folds_per_row_scale = static_cast<int>(per);
   args.codes = &codes;
+  if (c.kind == WeightKind::kInt4Fp8) {
+    args.products = &int4_products();
+    args.group_scale_format = ScaleFormat::kNone;
+  }
   args.rows = row_ptr.data();
   args.row_scales = row_scales ? scale_ptr.data() : nullptr;
   args.num_rows = rows;
@@ -216,7 +222,10 @@ void check_gemm(const CpuKernels& k, const GemmCase& c, std::int64_t depth, int 
             row_scales ? static_cast<double>(s.rows[static_cast<std::size_t>(r * groups + g / per)])
                        : 1.0;
         const auto x = static_cast<double>(f32[static_cast<std::size_t>(r * padded + i)]);
-        const double term = x * value_of(c.kind, matrix.data(), col * depth + i) * column * row;
+        double weight = value_of(c.kind, matrix.data(), col * depth + i) * column;
+        if (c.kind == WeightKind::kInt4Fp8)
+          weight = static_cast<double>(f32_from_e4m3(e4m3_from_f32(static_cast<float>(weight))));
+        const double term = x * weight * row;
         const double away = c.offsets ? x * static_cast<double>(s.offsets[cell]) : 0.0;
         want += term - away;
         magnitude += std::fabs(term) + std::fabs(away);
@@ -255,10 +264,11 @@ std::vector<GemmCase> cases(const CpuKernels& k, bool integers) {
   for (const W kind : {W::kF32, W::kBF16, W::kF16, W::kE4M3})
     all.push_back({kind, false, 0, F::kNone, false, 0, integers});
   const GemmCase grouped[] = {
-      {W::kCode4, false, 32, F::kE8M0, false, 0}, {W::kCode4, false, 16, F::kE4M3, false, 1},
-      {W::kCode4, false, 128, F::kF32, true, 0},  {W::kCode4, false, 64, F::kF32, false, 0},
-      {W::kCode4, false, 32, F::kE8M0, false, 4}, {W::kE4M3, false, 32, F::kE8M0, false, 1},
-      {W::kI8, false, 128, F::kNone, false, 0},   {W::kI8, false, 16, F::kF32, true, 0}};
+      {W::kCode4, false, 32, F::kE8M0, false, 0},   {W::kCode4, false, 16, F::kE4M3, false, 1},
+      {W::kCode4, false, 128, F::kF32, true, 0},    {W::kCode4, false, 64, F::kF32, false, 0},
+      {W::kCode4, false, 32, F::kE8M0, false, 4},   {W::kE4M3, false, 32, F::kE8M0, false, 1},
+      {W::kI8, false, 128, F::kNone, false, 0},     {W::kI8, false, 16, F::kF32, true, 0},
+      {W::kInt4Fp8, false, 128, F::kE4M3, false, 0}};
   for (GemmCase c : grouped) {
     c.integers = integers;
     all.push_back(c);

@@ -45,6 +45,15 @@ TEST(RowQuantisers, EqualTheScalarRules) {
         std::vector<std::uint8_t> codes(x.size());
         ref_quantize_row(a, fixed, want.data(), n, want_scales.data(), codes.data());
         k->quantize_row(cpu_row_rule(a), fixed, got.data(), n, got_scales.data());
+        if (a.granularity == ScaleGranularity::kGroup) {  // multiplied in
+          std::vector<float> scaled = x;
+          k->quantize_row(cpu_row_rule(a), fixed, scaled.data(), n, nullptr);
+          for (std::int64_t i = 0; i < n; ++i) {
+            const auto at = static_cast<std::size_t>(i);
+            ASSERT_EQ(scaled[at], want[at] * want_scales[static_cast<std::size_t>(i / a.block_k)])
+                << k->name << " " << name << " x " << x[at];
+          }
+        }
         if (a.granularity == ScaleGranularity::kTensor) want_scales[0] = -1.0F;  // not written
         ASSERT_EQ(got_scales, want_scales) << k->name << " " << name << " round " << round;
         for (std::size_t i = 0; i < x.size(); ++i)

@@ -148,7 +148,7 @@ void quantise_group(const OperandQuant& a, float input_scale, std::span<double> 
   }
   if (a.scale_format == ScaleFormat::kE4M3) {
     const float gscale = 1.0F / input_scale;
-    const auto sf = static_cast<float>(e4m3_round(static_cast<double>(gscale * amax / 6.0F)));
+    const auto sf = static_cast<float>(e4m3_round(static_cast<double>(gscale * (amax / 6.0F))));
     const float factor = sf == 0 ? 0.0F : gscale / sf;
     for (double& v : x)
       v = code(static_cast<float>(v) * factor) * static_cast<double>(sf) *
@@ -157,8 +157,8 @@ void quantise_group(const OperandQuant& a, float input_scale, std::span<double> 
   }
   float scale = 0;
   if (a.granularity == ScaleGranularity::kToken) {
-    scale = a.dtype == DType::kI8 ? std::max(amax, 1e-10F) / 127.0F
-                                  : std::max(amax / 448.0F, 1.0F / (448.0F * 512.0F));
+    scale =
+        a.dtype == DType::kI8 ? amax / 127.0F : std::max(amax / 448.0F, 1.0F / (448.0F * 512.0F));
   } else if (a.rule == ExponentRule::kRound175) {
     const int exponent = std::ilogb(amax);
     const bool up = static_cast<double>(amax) >= std::ldexp(1.75, exponent);
