@@ -44,11 +44,9 @@ struct CodeTable4 {
 };
 CodeTable4 make_code_table(const std::array<float, 16>& values);
 
-// kInt4Fp8: of[scale code][m - 1] is e4m3(scale * m) as bf16, m = 1..8. A packed code is the sign
-// in bit 3 and m - 1 below; what would be +8 stands for zero.
+// kInt4Fp8, by scale code and two's complement code: e4m3(scale * int4) as bf16.
 struct Int4Products {
-  static constexpr std::uint32_t kZero = 7;
-  alignas(64) std::uint16_t of[256][8];
+  alignas(64) std::uint16_t of[256][16];
 };
 const Int4Products& int4_products();
 

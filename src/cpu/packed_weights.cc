@@ -55,21 +55,10 @@ int get_nibble(const std::byte* p, std::int64_t i) {
 void or_nibble(std::byte* p, std::int64_t i, int code) {
   p[i / 2] |= static_cast<std::byte>(code << (i % 2 * 4));
 }
-// kInt4Fp8: two's complement to sign and magnitude - 1, see Int4Products; and back.
-int encode_nibble(WeightKind kind, int code) {
-  if (kind != WeightKind::kInt4Fp8) return code;
-  const int value = (code ^ 8) - 8;
-  if (value == 0) return static_cast<int>(Int4Products::kZero);
-  return value < 0 ? 8 | (-value - 1) : value - 1;
-}
-int decode_nibble(WeightKind kind, int code) {
-  if (kind != WeightKind::kInt4Fp8) return code;
-  if (code == static_cast<int>(Int4Products::kZero)) return 0;
-  const int magnitude = (code & 7) + 1;
-  return ((code & 8) != 0 ? -magnitude : magnitude) & 15;
-}
-// Nibble of a unit that holds step `step` of column `column`.
-std::int64_t unit_nibble(int column, std::int64_t step) {
+// Nibble of a unit that holds step `step` of column `column`. kInt4Fp8 is decoded by bytes: its low
+// nibbles lie as the bytes of steps 0..3 of an eight-bit format would, its high ones those of 4..7.
+std::int64_t unit_nibble(WeightKind kind, int column, std::int64_t step) {
+  if (kind == WeightKind::kInt4Fp8) return unit_offset(1, column, step % 4) * 2 + step / 4;
   return column * 8 + step % 2 * 4 +
          (MOESAIC_FAULT(cpu_pack_nibbles_in_order) ? step / 4 : step / 2);
 }
@@ -86,11 +75,11 @@ void move_nibble_panel(const PackedShape& shape, std::int64_t panel, std::byte* 
     if (!kPack) std::memset(line, 0, static_cast<std::size_t>(shape.k / 2));
     for (std::int64_t k = 0; k < shape.k; ++k) {
       std::byte* unit = base + k / 8 * kUnitBytes;
-      const std::int64_t at = unit_nibble(column, k % 8);
+      const std::int64_t at = unit_nibble(shape.kind, column, k % 8);
       if (kPack) {
-        or_nibble(unit, at, encode_nibble(shape.kind, get_nibble(line, k) ^ shape.code_flip));
+        or_nibble(unit, at, get_nibble(line, k) ^ shape.code_flip);
       } else {
-        or_nibble(line, k, decode_nibble(shape.kind, get_nibble(unit, at)) ^ shape.code_flip);
+        or_nibble(line, k, get_nibble(unit, at) ^ shape.code_flip);
       }
     }
   }

@@ -141,27 +141,25 @@ struct UnitI8 {
 };
 
 // int4 times an e4m3 scale of the column and group, rounded to e4m3: looked up element by element,
-// a fallback for machines without the wide permutes of the bf16 tier.
+// for machines without the byte permutes of the bf16 tier, and there for scales of unusual size.
 struct UnitInt4Fp8 {
   static constexpr int kSteps = 8;
   static void Decode(const PanelArgs& args, std::int64_t group, const std::byte* w,
                      std::uint32_t* out) {
-    const auto* scales =
-        reinterpret_cast<const std::uint8_t*>(args.group_scales) + group * kPanelColumns;
-    for (int c = 0; c < kPanelColumns; ++c) {
-      const std::uint16_t* products = args.products->of[scales[c]];
-      std::uint32_t raw;
-      std::memcpy(&raw, w + 4 * c, sizeof(raw));
-      for (int pair = 0; pair < 4; ++pair) {
-        const std::uint32_t even = Value(products, raw >> (4 * pair));
-        const std::uint32_t odd = Value(products, raw >> (16 + 4 * pair));
-        out[pair * kPanelColumns + c] = even | odd << 16;
-      }
-    }
+    for (int c = 0; c < kPanelColumns; ++c) DecodeColumn(args, group, w, c, out + c);
   }
-  static std::uint32_t Value(const std::uint16_t* products, std::uint32_t code) {
-    if ((code & 15U) == Int4Products::kZero) return 0;
-    return products[code & 7U] ^ (code & 8U) << 12;
+  // The four pairs of column c of the unit at w, kPanelColumns apart. Layout: packed_weights.cc.
+  static void DecodeColumn(const PanelArgs& args, std::int64_t group, const std::byte* w, int c,
+                           std::uint32_t* out) {
+    const auto* scales = reinterpret_cast<const std::uint8_t*>(args.group_scales);
+    const std::uint16_t* products = args.products->of[scales[group * kPanelColumns + c]];
+    for (int pair = 0; pair < 4; ++pair) {
+      const std::byte* at = w + c / 4 * 16 + pair % 2 * 8 + c % 4 * 2;
+      const int shift = pair / 2 * 4;
+      const std::uint32_t even = products[std::to_integer<unsigned>(at[0]) >> shift & 15U];
+      const std::uint32_t odd = products[std::to_integer<unsigned>(at[1]) >> shift & 15U];
+      out[pair * kPanelColumns] = even | odd << 16;
+    }
   }
 };
 

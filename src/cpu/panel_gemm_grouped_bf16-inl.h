@@ -71,45 +71,96 @@ struct PairsI8 {
   }
 };
 
-// int4 times an e4m3 scale, rounded to e4m3: a table of the eight products of each of the 64
-// columns is put together for every group. One permute looks up 8 columns of 8 products; a vector
-// has 16 columns.
+// int4 times an e4m3 scale, rounded to e4m3. While scale and product are normal numbers below the
+// largest, the rounding depends on the scale's mantissa alone: 8 mantissas x 16 codes fill a byte
+// permute, and the scale's exponent comes off by a subtraction that leaves zero at zero.
+struct ProductsE4M3 {
+  alignas(64) std::uint8_t low[128];  // by mantissa * 16 + code, for a scale of exponent 15
+  alignas(64) std::uint8_t high[128];
+};
+constexpr ProductsE4M3 MakeProductsE4M3() {
+  ProductsE4M3 t{};
+  for (int mantissa = 0; mantissa < 8; ++mantissa) {
+    for (int code = 0; code < 16; ++code) {
+      const int value = (code ^ 8) - 8;
+      const int magnitude = (8 + mantissa) * (value < 0 ? -value : value);  // in units of 2^-3
+      int top = 0;
+      while ((magnitude >> top) > 15) ++top;  // four significant bits, ties to even
+      const int rest = magnitude & ((1 << top) - 1), half = top > 0 ? 1 << (top - 1) : 1;
+      int kept = magnitude >> top;
+      if (top > 0 && (rest > half || (rest == half && kept % 2 != 0))) ++kept;
+      const auto product = static_cast<float>(kept << top) * 0x1p5F;  // 2^-3 * 2^(15 - 7)
+      const auto bits = std::bit_cast<std::uint32_t>(value < 0 ? -product : product);
+      t.low[mantissa * 16 + code] = static_cast<std::uint8_t>(bits >> 16 & 0xFFU);
+      t.high[mantissa * 16 + code] = static_cast<std::uint8_t>(bits >> 24);
+    }
+  }
+  return t;
+}
+constexpr ProductsE4M3 kProductsE4M3 = MakeProductsE4M3();
+
 struct PairsInt4Fp8 {
   static constexpr int kSteps = 8;
-  const __m512i seven = _mm512_set1_epi16(7), fifteen = _mm512_set1_epi16(15),
-                sign = _mm512_set1_epi16(static_cast<short>(0x8000));
-  __m512i column;  // of each 16-bit lane, times 8
-  alignas(64) std::uint16_t products[kPanelColumns * 8];
+  __m512i low[2], high[2];
+  alignas(64) std::uint8_t mantissa[4][64];   // of each byte's column, times 16
+  alignas(64) std::uint32_t exponent[4][16];  // what comes off both halves of each column's pair
+  const PanelArgs* args = nullptr;
+  std::int64_t group = 0;
+  bool usual = true;
   explicit PairsInt4Fp8(const PanelArgs&) {
-    alignas(64) std::uint16_t lanes[32];
-    for (int i = 0; i < 32; ++i) lanes[i] = static_cast<std::uint16_t>(i / 2 % 8 * 8);
-    column = _mm512_load_si512(lanes);
+    for (int i = 0; i < 2; ++i) {
+      low[i] = _mm512_load_si512(kProductsE4M3.low + 64 * i);
+      high[i] = _mm512_load_si512(kProductsE4M3.high + 64 * i);
+    }
   }
-  HWY_INLINE void Begin(const PanelArgs& args, std::int64_t group) {
+  HWY_INLINE void Begin(const PanelArgs& panel, std::int64_t g) {
+    args = &panel;
+    group = g;
     const auto* scales =
-        reinterpret_cast<const std::uint8_t*>(args.group_scales) + group * kPanelColumns;
-    for (int c = 0; c < kPanelColumns; ++c)
-      std::memcpy(products + 8 * c, args.products->of[scales[c]], 16);
+        reinterpret_cast<const std::uint8_t*>(panel.group_scales) + g * kPanelColumns;
+    const __m512i all = _mm512_loadu_si512(scales);
+    // 2^-6 (code 0x08) to 56 (0x66): no product is subnormal or above 448.
+    usual = _mm512_cmpgt_epu8_mask(_mm512_sub_epi8(all, _mm512_set1_epi8(0x08)),
+                                   _mm512_set1_epi8(0x66 - 0x08)) == 0;
+    // Bytes of a quad of columns: two steps of each, twice.
+    const __m512i columns = _mm512_add_epi8(
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 1, 1, 2, 2, 3, 3, 0, 0, 1, 1, 2, 2, 3, 3)),
+        _mm512_set_epi32(0x0C0C0C0C, 0x0C0C0C0C, 0x0C0C0C0C, 0x0C0C0C0C, 0x08080808, 0x08080808,
+                         0x08080808, 0x08080808, 0x04040404, 0x04040404, 0x04040404, 0x04040404, 0,
+                         0, 0, 0));
+    for (int v = 0; v < 4; ++v) {
+      const __m128i strip = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + 16 * v));
+      const __m512i spread = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(strip), columns);
+      _mm512_store_si512(mantissa[v],
+                         _mm512_slli_epi16(_mm512_and_si512(spread, _mm512_set1_epi8(7)), 4));
+      const __m512i e = _mm512_srli_epi32(_mm512_cvtepu8_epi32(strip), 3);
+      const __m512i off = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(15), e), 7);
+      _mm512_store_si512(exponent[v], _mm512_or_si512(off, _mm512_slli_epi32(off, 16)));
+    }
   }
   HWY_INLINE void Decode(int v, __m512i raw, __m512i (&pair)[4]) const {
-    const std::uint16_t* t = products + v * 128;
-    const __m512i t0 = _mm512_load_si512(t), t1 = _mm512_load_si512(t + 32);
-    const __m512i t2 = _mm512_load_si512(t + 64), t3 = _mm512_load_si512(t + 96);
-    pair[0] = Pair(raw, _mm512_slli_epi16(raw, 12), t0, t1, t2, t3);
-    pair[1] = Pair(_mm512_srli_epi16(raw, 4), _mm512_slli_epi16(raw, 8), t0, t1, t2, t3);
-    pair[2] = Pair(_mm512_srli_epi16(raw, 8), _mm512_slli_epi16(raw, 4), t0, t1, t2, t3);
-    pair[3] = Pair(_mm512_srli_epi16(raw, 12), raw, t0, t1, t2, t3);
+    if (HWY_UNLIKELY(!usual)) return DecodeSlowly(v, raw, pair);
+    const __m512i nibble = _mm512_set1_epi8(15);
+    const __m512i columns = _mm512_load_si512(mantissa[v]), off = _mm512_load_si512(exponent[v]);
+    // code & 15 | mantissa
+    Half(_mm512_ternarylogic_epi32(raw, nibble, columns, 0xEA), off, pair[0], pair[1]);
+    Half(_mm512_ternarylogic_epi32(_mm512_srli_epi16(raw, 4), nibble, columns, 0xEA), off, pair[2],
+         pair[3]);
   }
-  // low: the code in bits 0..3, high: in bits 12..15
-  HWY_INLINE __m512i Pair(__m512i low, __m512i high, __m512i t0, __m512i t1, __m512i t2,
-                          __m512i t3) const {
-    const __mmask32 some =
-        _mm512_cmpneq_epi16_mask(_mm512_and_si512(low, fifteen), seven);        // 7 stands for zero
-    const __m512i index = _mm512_ternarylogic_epi32(low, seven, column, 0xEA);  // low & 7 | column
-    const __m512i left = _mm512_maskz_permutex2var_epi16(some & 0x0000FFFFU, t0, index, t1);
-    const __m512i right = _mm512_maskz_permutex2var_epi16(some & 0xFFFF0000U, t2, index, t3);
-    const __m512i value = _mm512_or_si512(left, right);
-    return _mm512_ternarylogic_epi32(value, high, sign, 0x78);  // value ^ (high & sign)
+  HWY_INLINE void Half(__m512i index, __m512i off, __m512i& first, __m512i& second) const {
+    const __m512i lower = _mm512_permutex2var_epi8(low[0], index, low[1]);
+    const __m512i upper = _mm512_permutex2var_epi8(high[0], index, high[1]);
+    // Saturating: the code of zero stays 0.
+    first = _mm512_subs_epu16(_mm512_unpacklo_epi8(lower, upper), off);
+    second = _mm512_subs_epu16(_mm512_unpackhi_epi8(lower, upper), off);
+  }
+  HWY_NOINLINE void DecodeSlowly(int v, __m512i raw, __m512i (&pair)[4]) const {
+    alignas(64) std::byte unit[kUnitBytes];
+    alignas(64) std::uint32_t out[4 * kPanelColumns];
+    _mm512_store_si512(unit + 64 * v, raw);
+    for (int c = 16 * v; c < 16 * v + 16; ++c)
+      UnitInt4Fp8::DecodeColumn(*args, group, unit, c, out + c);
+    for (int p = 0; p < 4; ++p) pair[p] = _mm512_load_si512(out + p * kPanelColumns + 16 * v);
   }
 };
 

@@ -34,8 +34,10 @@ class CpuProjection {
   const float* panel_bias(std::int64_t e, std::int64_t p) const {
     return bias_.empty() ? nullptr : &bias_[index(e, p) * cpu::kPanelColumns];
   }
-  // The expert's static activation scale, or 1.
-  float input_scale(std::int64_t e) const { return input_scale_[static_cast<std::size_t>(e)]; }
+  // The expert's static activation scale, or 1 (also of a rank without experts).
+  float input_scale(std::int64_t e) const {
+    return input_scale_.empty() ? 1.0F : input_scale_[static_cast<std::size_t>(e)];
+  }
   // [K] order of the columns, or null.
   const std::int32_t* perm(std::int64_t e) const {
     return perm_.empty() ? nullptr : &perm_[static_cast<std::size_t>(e * shape_.k)];
