@@ -13,6 +13,7 @@
 #include "checkpoint/layer_binding.h"
 #include "checkpoint/loader/expert_source.h"
 #include "checkpoint/loader/mlp_reader.h"
+#include "checkpoint/loader/quantized_reader.h"
 #include "checkpoint/mapped_file.h"
 #include "checkpoint/names.h"
 #include "checkpoint/shards.h"
@@ -20,40 +21,67 @@
 namespace moesaic {
 namespace {
 
-// Other programs keep their quantisation in files of their own. Reading such a checkpoint as if it
-// were not quantised, or by config.json alone, would be a guess.
-Status check_side_files(const std::string& directory, const QuantConfig& quant) {
+// Other programs keep their quantisation in files of their own, some beside config.json's. Two
+// descriptions must say the same.
+Status read_side_files(const std::string& directory, QuantConfig* quant) {
   constexpr std::array<std::string_view, 3> kSideFiles = {
       "hf_quant_config.json", "quantize_config.json", "quant_config.json"};
+  std::string_view from = quant->quantized() ? "quantization_config of config.json" : "";
   for (const std::string_view name : kSideFiles) {
+    const std::string path = fmt::format("{}/{}", directory, name);
     std::error_code error;
-    if (!std::filesystem::exists(fmt::format("{}/{}", directory, name), error)) continue;
-    if (quant.format == StoredFormat::kPlain) {
-      return {StatusCode::kUnsupported,
-              fmt::format("{}: quantisation described in this file is not supported, need "
-                          "quantization_config with quant_method \"fp8\" in config.json, or none",
-                          name)};
+    if (!std::filesystem::exists(path, error)) continue;
+    MOESAIC_ASSIGN_OR_RETURN(const std::string text, read_text_file(path, kMaxConfigBytes));
+    MOESAIC_ASSIGN_OR_RETURN(QuantConfig found, parse_quant_side_file(name, text));
+    if (!from.empty() && !same_quantisation(found, *quant)) {
+      return {StatusCode::kAmbiguousFormat,
+              fmt::format("{}: describes the quantisation otherwise than {}; need one description",
+                          name, from)};
     }
-    return {StatusCode::kAmbiguousFormat,
-            fmt::format("{}: describes the quantisation beside quantization_config of config.json; "
-                        "need one of them",
-                        name)};
+    *quant = std::move(found);
+    from = name;
   }
   return {};
 }
 
-QuantScheme stored_scheme(StoredFormat format, DType dtype, bool ue8m0) {
-  if (format == StoredFormat::kFp8Block) return fp8_block_scheme(ue8m0);
-  return plain_scheme(dtype).value();  // resolve_layer admits no other dtypes
+// A shared expert in one of the many quantised formats, widened to F32: it is one MLP among many,
+// and F32 is what its numbers mean.
+Status load_quantized_shared(const BoundLayer& layer, MoeLayerTensors* tensors) {
+  const LayerSource& source = layer.source;
+  QuantizedSlice slice;
+  slice.format = source.shared;
+  MOESAIC_ASSIGN_OR_RETURN(slice.scheme, linear_scheme(source.shared, source.shared_dtype));
+  if (source.shared.stored == StoredFormat::kNvfp4) {
+    slice.scheme.weight.outer_scale = OuterScale::kChannel;  // whatever the scales are
+  }
+  slice.gated = !source.family->shared_layout.gate.empty();
+  slice.hidden = source.spec.hidden_size;
+  slice.width = slice.count = source.spec.shared.intermediate_size;
+  const std::string context = fmt::format("layer {} shared expert", source.spec.layer);
+  MOESAIC_ASSIGN_OR_RETURN(QuantizedBuffers buffers, QuantizedBuffers::make(slice));
+  MOESAIC_RETURN_IF_ERROR(
+      read_quantized_mlp(layer.shared, slice, {}, 0, &buffers).with_context(context));
+  const std::int64_t rows = (slice.gated ? 2 : 1) * slice.count;
+  MOESAIC_ASSIGN_OR_RETURN(tensors->shared_w13,
+                           Tensor::uninitialized(DType::kF32, {1, rows, slice.hidden}));
+  MOESAIC_ASSIGN_OR_RETURN(tensors->shared_w2,
+                           Tensor::uninitialized(DType::kF32, {1, slice.hidden, slice.count}));
+  dequantize_matrix(slice.scheme.weight, buffers.w13, rows, slice.hidden,
+                    tensors->shared_w13.as<float>());
+  dequantize_matrix(slice.scheme.weight, buffers.w2, slice.hidden, slice.count,
+                    tensors->shared_w2.as<float>());
+  MOESAIC_ASSIGN_OR_RETURN(tensors->shared_quant, linear_scheme({}, DType::kF32));
+  return {};
 }
 
 // The shared expert is one MLP of its own width, whole on every rank.
-Status load_shared(const BoundLayer& layer, bool ue8m0, MoeLayerTensors* tensors) {
+Status load_shared(const BoundLayer& layer, MoeLayerTensors* tensors) {
   const LayerSource& source = layer.source;
+  if (is_quantized_linear(source.shared.stored)) return load_quantized_shared(layer, tensors);
   MlpSlice slice;
   slice.storage = source.family->shared_layout.storage;
   slice.gated = !source.family->shared_layout.gate.empty();
-  slice.format = source.shared_format;
+  slice.format = source.shared.stored;
   slice.dtype = source.shared_dtype;
   slice.hidden = source.spec.hidden_size;
   slice.width = slice.count = source.spec.shared.intermediate_size;
@@ -62,7 +90,8 @@ Status load_shared(const BoundLayer& layer, bool ue8m0, MoeLayerTensors* tensors
   MOESAIC_RETURN_IF_ERROR(
       read_mlp(layer.shared, slice, 0, &buffers)
           .with_context(fmt::format("layer {} shared expert", source.spec.layer)));
-  tensors->shared_quant = stored_scheme(source.shared_format, source.shared_dtype, ue8m0);
+  MOESAIC_ASSIGN_OR_RETURN(tensors->shared_quant,
+                           linear_scheme(source.shared, source.shared_dtype));
   tensors->shared_w13 = std::move(buffers.w13);
   tensors->shared_w13_scale = std::move(buffers.w13_scale);
   tensors->shared_w2 = std::move(buffers.w2);
@@ -76,15 +105,13 @@ std::int64_t optional_bytes(const std::optional<ShardSet::Located>& tensor) {
 
 // Router and shared tensors, which are loaded at once.
 std::int64_t small_bytes(const BoundLayer& layer) {
-  std::int64_t bytes = optional_bytes(layer.gate_weight) + optional_bytes(layer.gate_bias) +
-                       optional_bytes(layer.correction_bias) + optional_bytes(layer.shared_gate);
-  for (const auto* list : {&layer.shared.weight, &layer.shared.scale}) {
-    for (const auto& tensor : *list) bytes += optional_bytes(tensor);
-  }
-  return bytes;
+  const std::int64_t bytes = optional_bytes(layer.gate_weight) + optional_bytes(layer.gate_bias) +
+                             optional_bytes(layer.correction_bias) +
+                             optional_bytes(layer.shared_gate);
+  return bytes + layer.shared.bytes();
 }
 
-Result<MoeLayerTensors> load_tensors(const BoundLayer& layer, bool ue8m0) {
+Result<MoeLayerTensors> load_tensors(const BoundLayer& layer) {
   const auto read_stored = [](const std::optional<ShardSet::Located>& from, Tensor* to) -> Status {
     if (!from) return {};
     MOESAIC_ASSIGN_OR_RETURN(*to, from->file->read_tensor(*from->info));
@@ -101,7 +128,7 @@ Result<MoeLayerTensors> load_tensors(const BoundLayer& layer, bool ue8m0) {
                      {layer.source.spec.num_experts + layer.source.spec.routing.num_zero_experts}));
   }
   if (layer.source.spec.shared.intermediate_size > 0) {
-    MOESAIC_RETURN_IF_ERROR(load_shared(layer, ue8m0, &tensors));
+    MOESAIC_RETURN_IF_ERROR(load_shared(layer, &tensors));
   }
   return tensors;
 }
@@ -110,9 +137,9 @@ Result<MoeLayerTensors> load_tensors(const BoundLayer& layer, bool ue8m0) {
 Status check_parallel(const LayerSource& source, const ParallelConfig& parallel) {
   MOESAIC_RETURN_IF_ERROR(parallel.validate());
   MOESAIC_RETURN_IF_ERROR(check_slice("intermediate_size", source.spec.intermediate_size,
-                                      parallel.tp_size, source.experts_format));
+                                      parallel.tp_size, slice_unit(source.experts)));
   return check_slice("shared.intermediate_size", source.spec.shared.intermediate_size, 1,
-                     source.shared_format);
+                     slice_unit(source.shared));
 }
 
 }  // namespace
@@ -137,6 +164,10 @@ struct Checkpoint::Impl {
     MOESAIC_ASSIGN_OR_RETURN(BoundLayer layer, bind_layer(config, *spec, *shards));
     MOESAIC_RETURN_IF_ERROR(check_parallel(layer.source, parallel));
 
+    if (layer.source.experts.stored == StoredFormat::kNvfp4) {
+      MOESAIC_ASSIGN_OR_RETURN(const bool differ, global_scales_differ(layer.experts));
+      if (differ) layer.source.spec.quant.weight.outer_scale = OuterScale::kChannel;
+    }
     const std::int64_t small = small_bytes(layer);
     MOESAIC_ASSIGN_OR_RETURN(std::vector<std::int64_t> ids,
                              local_expert_ids(spec->num_experts, parallel));
@@ -145,7 +176,7 @@ struct Checkpoint::Impl {
         small + local_expert_bytes(layer, parallel.tp_size, static_cast<std::int64_t>(ids.size())));
     MoeLayerWeights weights;
     weights.spec = layer.source.spec;
-    MOESAIC_ASSIGN_OR_RETURN(weights.tensors, load_tensors(layer, config.quant.ue8m0));
+    MOESAIC_ASSIGN_OR_RETURN(weights.tensors, load_tensors(layer));
     counter.add(small);
     MOESAIC_ASSIGN_OR_RETURN(
         weights.experts, make_checkpoint_source(shards, std::move(layer), parallel, std::move(ids),
@@ -159,7 +190,7 @@ struct Checkpoint::Impl {
     Result<ModelConfig> parsed = parse_model_config(text);
     if (!parsed.ok()) return parsed.status().with_context(directory);
     config = std::move(*parsed);
-    MOESAIC_RETURN_IF_ERROR(check_side_files(directory, config.quant).with_context(directory));
+    MOESAIC_RETURN_IF_ERROR(read_side_files(directory, &config.quant).with_context(directory));
     MOESAIC_ASSIGN_OR_RETURN(ShardSet set, ShardSet::open(directory, access));
     shards = std::make_shared<const ShardSet>(std::move(set));
     return {};

@@ -198,13 +198,7 @@ Result<MoeLayerSpec> read_layer(const ConfigFields& fields, const ConfigFields& 
   spec.has_router_bias = !family.gate_bias.empty();
   spec.has_expert_bias = !family.layouts[0].bias_suffix.empty();
   spec.apply_router_weight_on_input = family.routing.weight_on_input;
-  if (config->quant.format == StoredFormat::kFp8Block) {
-    spec.quant = fp8_block_scheme(config->quant.ue8m0);
-  } else if (config->quant.format == StoredFormat::kMxfp4) {
-    MOESAIC_ASSIGN_OR_RETURN(spec.quant, quant_scheme_from_name("mxfp4-bf16"));
-  } else {
-    MOESAIC_ASSIGN_OR_RETURN(spec.quant, plain_scheme(spec.activation_dtype));
-  }
+  MOESAIC_ASSIGN_OR_RETURN(spec.quant, linear_scheme(config->quant.linear, spec.activation_dtype));
   return spec;
 }
 
@@ -278,26 +272,6 @@ Result<ModelConfig> parse_checked(std::string_view text) {
 }
 
 }  // namespace
-
-Result<QuantScheme> plain_scheme(DType dtype) {
-  switch (dtype) {
-    case DType::kF32:
-      return quant_scheme_from_name("f32");
-    case DType::kF16:
-      return quant_scheme_from_name("f16");
-    case DType::kBF16:
-      return quant_scheme_from_name("bf16");
-    default:
-      return Status(StatusCode::kInvalidDType,
-                    fmt::format("weight dtype: got {}, need BF16, F16 or F32", dtype_name(dtype)));
-  }
-}
-
-QuantScheme fp8_block_scheme(bool ue8m0) {
-  QuantScheme scheme = quant_scheme_from_name("fp8-block").value();  // always built in
-  if (ue8m0) scheme.activation.scale_format = ScaleFormat::kE8M0;
-  return scheme;
-}
 
 Result<ModelConfig> parse_model_config(std::string_view json) {
   return guard_allocation("config.json", [&] { return parse_checked(json); });

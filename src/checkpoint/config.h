@@ -47,8 +47,4 @@ struct ModelConfig {
 // and the value needed.
 Result<ModelConfig> parse_model_config(std::string_view json);
 
-// The scheme of unquantised weights stored as F32, BF16 or F16, and of FP8-block weights.
-Result<QuantScheme> plain_scheme(DType dtype);
-QuantScheme fp8_block_scheme(bool ue8m0);
-
 }  // namespace moesaic

@@ -7,8 +7,11 @@
 #include <set>
 
 #include "checkpoint/gguf_config.h"
+#include "checkpoint/linear_tensors.h"
 #include "checkpoint/names.h"
+#include "core/checked.h"
 #include "core/fault.h"
+#include "quant/gguf_blocks.h"
 
 namespace moesaic {
 namespace {
@@ -143,68 +146,172 @@ std::vector<std::string_view> projection_leaves(const ExpertLayout& layout) {
   return leaves;
 }
 
-// MXFP4 is a matter of the tensors' names as much as of the configuration: both must say so.
+// MXFP4 of gpt-oss is a matter of the tensors' names as much as of the configuration: both must say
+// so.
 Status check_mxfp4(const LayerSource& source) {
   const bool blocks = source.layout->storage == ExpertStorage::kMxfp4Interleaved;
-  const bool stated = source.experts_format == StoredFormat::kMxfp4;
-  if (blocks != stated) {
-    return {StatusCode::kAmbiguousFormat,
-            fmt::format("layer {}: the experts are stored as {}, but quantization_config says {}",
-                        source.spec.layer, blocks ? "MXFP4 blocks" : "plain tensors",
-                        stated ? "mxfp4" : "they are not mxfp4")};
+  const bool stated = source.experts.stored == StoredFormat::kMxfp4;
+  if (blocks == stated) return {};
+  return {StatusCode::kAmbiguousFormat,
+          fmt::format("layer {}: the experts are stored as {}, but quantization_config says {}",
+                      source.spec.layer, blocks ? "MXFP4 blocks" : "plain tensors",
+                      stated ? "mxfp4" : "they are not mxfp4")};
+}
+
+// Which storages a format is known in.
+Status check_storage(const LayerSource& source) {
+  const StoredFormat format = source.experts.stored;
+  const ExpertStorage storage = source.layout->storage;
+  if (format == StoredFormat::kPlain || format == StoredFormat::kMxfp4 ||
+      format == StoredFormat::kGguf || storage == ExpertStorage::kPerExpert ||
+      (format == StoredFormat::kFp8Block && storage == ExpertStorage::kFusedNT)) {
+    return {};
   }
-  if (!stated) return {};
-  const MoeLayerSpec& spec = source.spec;
-  for (const std::int64_t size : {spec.hidden_size, spec.intermediate_size}) {
-    if (size % kMxfp4GroupSize == 0) continue;
-    return {StatusCode::kUnsupported,
-            fmt::format("layer {}: got hidden_size {} and intermediate_size {} with mxfp4, need "
-                        "multiples of 32",
-                        spec.layer, spec.hidden_size, spec.intermediate_size)};
+  // Nothing says which axis such scales would run along.
+  return {StatusCode::kUnsupported,
+          fmt::format("layer {}: quantization_config: {} of {} models, whose experts are stored "
+                      "{}, is not supported",
+                      source.spec.layer, stored_format_name(format), source.family->title,
+                      is_fused(storage) ? "fused" : "stacked")};
+}
+
+// The block type of every projection of a GGUF file.
+Status read_blocks(const ShardSet& shards, const std::array<std::string, 3>& names,
+                   LinearFormat* format) {
+  std::string plain, blocks;
+  for (std::size_t p = 0; p < names.size(); ++p) {
+    const auto tensor = shards.find(names[p]);
+    if (names[p].empty() || !tensor) continue;
+    const GgmlType type = tensor->info->block_type;
+    (type == GgmlType::kNone ? plain : blocks) = names[p];
+    if (type == GgmlType::kNone) continue;
+    if (gguf_type_info(static_cast<std::uint32_t>(type)) == nullptr) {
+      return {StatusCode::kUnsupported,
+              fmt::format("{}: the type {} is not supported, need F32, F16, BF16, Q4_0, Q4_1, "
+                          "Q5_0, Q8_0, Q2_K, Q4_K, Q5_K, Q6_K, MXFP4 or NVFP4",
+                          quote_name(names[p]), ggml_type_info(type).name)};
+    }
+    format->stored = StoredFormat::kGguf;
+    format->blocks[p] = type;
   }
+  if (plain.empty() || blocks.empty()) return {};
+  return {StatusCode::kUnsupported,
+          fmt::format("{} is stored in blocks but {} is not, need all or none of an MLP",
+                      quote_name(blocks), quote_name(plain))};
+}
+
+// Which blocks the files have for a projection that lacks: any of the others', so that the plan
+// names it as missing.
+void fill_blocks(LinearFormat* format) {
+  if (format->stored != StoredFormat::kGguf) return;
+  const auto known = std::find_if(format->blocks.begin(), format->blocks.end(),
+                                  [](GgmlType type) { return type != GgmlType::kNone; });
+  const GgmlType type = *known;
+  std::replace(format->blocks.begin(), format->blocks.end(), GgmlType::kNone, type);
+}
+
+Status choose_gguf_formats(const ShardSet& shards, LayerSource* source) {
+  const auto names = [&](const ExpertLayout& layout, bool present) {
+    std::array<std::string, 3> full;
+    std::size_t p = 0;
+    for (const std::string_view module : {layout.gate, layout.up, layout.down}) {
+      if (present && !module.empty()) {
+        full[p] = fmt::format("{}.{}.weight", source->spec.prefix, module);
+      }
+      ++p;
+    }
+    return full;
+  };
+  MOESAIC_RETURN_IF_ERROR(read_blocks(shards, names(*source->layout, true), &source->experts));
+  fill_blocks(&source->experts);
+  const bool has_shared = source->spec.shared.intermediate_size > 0;
+  MOESAIC_RETURN_IF_ERROR(
+      read_blocks(shards, names(source->family->shared_layout, has_shared), &source->shared));
+  fill_blocks(&source->shared);
   return {};
 }
 
-Status choose_formats(const ModelConfig& config, LayerSource* source) {
-  if (config.quant.format == StoredFormat::kPlain) return check_mxfp4(*source);
-  const std::string& prefix = source->spec.prefix;
-  const std::vector<std::string_view> leaves = projection_leaves(*source->layout);
-  MOESAIC_ASSIGN_OR_RETURN(const bool skipped, skips_experts(config.quant, prefix + ".experts",
-                                                             source->spec.num_experts, leaves));
-  source->experts_format = skipped ? StoredFormat::kPlain : config.quant.format;
-  MOESAIC_RETURN_IF_ERROR(check_mxfp4(*source));
-  if (source->experts_format == StoredFormat::kFp8Block &&
-      source->layout->storage != ExpertStorage::kPerExpert &&
-      source->layout->storage != ExpertStorage::kFusedNT) {
-    // Nothing says which axis such scales would run along.
-    return {StatusCode::kUnsupported,
-            fmt::format("quantization_config: FP8 blocks of {} models, whose experts are stored "
-                        "transposed or stacked, are not supported",
-                        source->family->title)};
-  }
-  if (source->spec.shared.intermediate_size == 0) return {};
-
-  std::vector<std::string> plain;
-  std::vector<std::string> quantized;
-  const ExpertLayout& shared = source->family->shared_layout;
+// The shared expert's format, as the configuration has it for its three linears.
+Result<LinearFormat> shared_format(const ModelConfig& config, const LayerSource& source) {
+  LinearFormat first;
+  std::string first_name;
+  const ExpertLayout& shared = source.family->shared_layout;
   for (const std::string_view leaf : {shared.gate, shared.up, shared.down}) {
     if (leaf.empty()) continue;
-    std::string module = source->shared_module(leaf);
-    (skips_module(config.quant, module) ? plain : quantized).push_back(std::move(module));
+    const std::string module = source.shared_module(leaf);
+    const LinearFormat format = module_format(config.quant, module);
+    if (first_name.empty()) {
+      first = format;
+      first_name = module;
+    } else if (!(format == first)) {
+      const bool skipped = first.stored == StoredFormat::kPlain;
+      return Status(StatusCode::kUnsupported,
+                    fmt::format("quantization_config: {} is left out but {} is not; need all or "
+                                "none of a shared expert",
+                                skipped ? first_name : module, skipped ? module : first_name));
+    }
   }
-  if (!plain.empty() && !quantized.empty()) {
-    return {StatusCode::kUnsupported,
-            fmt::format("quantization_config: {} is left out but {} is not; need all or none of a "
-                        "shared expert",
-                        plain.front(), quantized.front())};
-  }
-  source->shared_format = plain.empty() ? config.quant.format : StoredFormat::kPlain;
+  return first;
+}
+
+Status choose_formats(const ModelConfig& config, const ShardSet& shards, LayerSource* source) {
+  if (config.gguf) return choose_gguf_formats(shards, source);
+  const std::vector<std::string_view> leaves = projection_leaves(*source->layout);
+  MOESAIC_ASSIGN_OR_RETURN(source->experts,
+                           experts_format(config.quant, source->spec.prefix + ".experts",
+                                          source->spec.num_experts, leaves));
+  MOESAIC_RETURN_IF_ERROR(check_mxfp4(*source));
+  MOESAIC_RETURN_IF_ERROR(check_storage(*source));
+  if (source->spec.shared.intermediate_size == 0) return {};
+  MOESAIC_ASSIGN_OR_RETURN(source->shared, shared_format(config, *source));
   return {};
+}
+
+// Whole groups and words in both matrices of an MLP of this width.
+Status check_sizes(const LinearFormat& format, std::string_view what, std::int64_t hidden,
+                   std::int64_t width) {
+  if (format.stored == StoredFormat::kGguf) {
+    for (std::size_t p = 0; p < 3; ++p) {
+      const std::int64_t columns = p == 2 ? width : hidden;
+      const std::int64_t unit = ggml_type_info(format.blocks[p]).block_elements;
+      if (columns % unit == 0) continue;
+      return {StatusCode::kUnsupported,
+              fmt::format("{}: got {} columns with {}, need a multiple of {}", what, columns,
+                          ggml_type_info(format.blocks[p]).name, unit)};
+    }
+    return {};
+  }
+  MOESAIC_RETURN_IF_ERROR(check_linear_sizes(format, what, width, hidden));
+  return check_linear_sizes(format, what, hidden, width);
+}
+
+Status check_all_sizes(const LayerSource& source) {
+  const MoeLayerSpec& spec = source.spec;
+  const std::string what = fmt::format("layer {} (hidden_size {}, ", spec.layer, spec.hidden_size);
+  MOESAIC_RETURN_IF_ERROR(check_sizes(
+      source.experts, what + fmt::format("intermediate_size {})", spec.intermediate_size),
+      spec.hidden_size, spec.intermediate_size));
+  if (spec.shared.intermediate_size == 0) return {};
+  return check_sizes(source.shared,
+                     what + fmt::format("shared expert {})", spec.shared.intermediate_size),
+                     spec.hidden_size, spec.shared.intermediate_size);
+}
+
+// bitsandbytes files say their block size by the number of scales of a projection.
+void choose_block_size(const ShardSet& shards, const std::string& module, std::int64_t elements,
+                       LinearFormat* format) {
+  if (format->stored != StoredFormat::kBnb4) return;
+  const auto absmax = shards.find(module + ".weight.absmax");
+  if (!absmax || absmax->info->shape.rank() != 1) return;
+  for (std::int64_t block = 32; block <= 4096; block *= 2) {
+    if (absmax->info->shape[0] == ceil_div(elements, block)) format->group_size = block;
+  }
 }
 
 // The dtype of the first weight that exists under one of the names, checked against the format.
 Result<DType> find_dtype(const ShardSet& shards, StoredFormat format,
                          const std::vector<std::string>& names, DType fallback) {
+  if (format != StoredFormat::kPlain && format != StoredFormat::kFp8Block) return fallback;
   if (format == StoredFormat::kFp8Block) fallback = DType::kF8E4M3;
   for (const std::string& name : names) {
     const auto tensor = shards.find(name);
@@ -224,31 +331,34 @@ Result<DType> find_dtype(const ShardSet& shards, StoredFormat format,
 Status choose_dtypes(const ModelConfig& config, const ShardSet& shards, LayerSource* source) {
   MoeLayerSpec& spec = source->spec;
   const ExpertLayout& layout = *source->layout;
-  if (source->experts_format == StoredFormat::kMxfp4) {  // no family has a shared expert beside it
-    source->experts_dtype = DType::kF4E2M1;
-    return {};
-  }
+  const std::int64_t elements = spec.hidden_size * spec.intermediate_size;
   std::vector<std::string> names;
   for (const std::string_view module : {layout.gate, layout.up, layout.down}) {
     if (module.empty()) continue;
-    names.push_back(
-        fmt::format("{}.{}{}", spec.prefix, expand_expert(module, 0), source->weight_suffix));
+    const std::string first = fmt::format("{}.{}", spec.prefix, expand_expert(module, 0));
+    names.push_back(fmt::format("{}{}", first, source->weight_suffix));
+    choose_block_size(shards, first, elements, &source->experts);
   }
-  MOESAIC_ASSIGN_OR_RETURN(source->experts_dtype, find_dtype(shards, source->experts_format, names,
-                                                             spec.activation_dtype));
+  const bool blocks = source->experts.stored == StoredFormat::kMxfp4;
+  const DType unsaid = blocks ? DType::kF4E2M1 : spec.activation_dtype;
+  MOESAIC_ASSIGN_OR_RETURN(source->experts_dtype,
+                           find_dtype(shards, source->experts.stored, names, unsaid));
   names.clear();
   const ExpertLayout& shared = source->family->shared_layout;
   for (const std::string_view leaf : {shared.gate, shared.up, shared.down}) {
-    if (!leaf.empty()) names.push_back(source->shared_module(leaf) + ".weight");
+    if (leaf.empty()) continue;
+    names.push_back(source->shared_module(leaf) + ".weight");
+    choose_block_size(shards, source->shared_module(leaf),
+                      spec.hidden_size * spec.shared.intermediate_size, &source->shared);
   }
   MOESAIC_ASSIGN_OR_RETURN(source->shared_dtype,
-                           find_dtype(shards, source->shared_format, names, spec.activation_dtype));
-  if (source->experts_format == StoredFormat::kPlain) {
-    MOESAIC_ASSIGN_OR_RETURN(spec.quant, plain_scheme(source->experts_dtype));
+                           find_dtype(shards, source->shared.stored, names, spec.activation_dtype));
+  MOESAIC_ASSIGN_OR_RETURN(spec.quant, linear_scheme(source->experts, source->experts_dtype));
+  if (source->experts.stored == StoredFormat::kPlain && !config.stated_dtype) {
     // A configuration without a dtype means the one the weights were saved in.
-    if (!config.stated_dtype) spec.activation_dtype = source->experts_dtype;
+    spec.activation_dtype = source->experts_dtype;
   }
-  return {};
+  return check_all_sizes(*source);
 }
 
 // --- checks --------------------------------------------------------------------------------------
@@ -266,9 +376,10 @@ Status missing_error(const LayerSource& source, const std::vector<PlannedTensor>
       fmt::format("layer {} ({}): {} of {} tensors are missing: {}", source.spec.layer,
                   source.spec.prefix, missing.size(), plan.size(), list_names(names));
   if (source.layout->storage == ExpertStorage::kPerExpert && !lacking.empty()) {
-    const std::int64_t linears = source.layout->gate.empty() ? 2 : 3;
     const std::int64_t per_expert =
-        source.experts_format == StoredFormat::kFp8Block ? 2 * linears : linears;
+        std::count_if(plan.begin(), plan.end(), [](const PlannedTensor& tensor) {
+          return tensor.part == LayerPart::kExpert && tensor.expert == 0 && !tensor.optional;
+        });
     text +=
         fmt::format("; {} of {} experts are incomplete", lacking.size(), source.spec.num_experts);
     const auto& [expert, count] = *lacking.begin();
@@ -279,9 +390,18 @@ Status missing_error(const LayerSource& source, const std::vector<PlannedTensor>
 }
 
 Status check_form(const PlannedTensor& want, const TensorInfo& got) {
-  if (!want.dtypes.contains(got.dtype)) {
-    return {StatusCode::kInvalidDType, fmt::format("{}: got {}, need {}", quote_name(want.name),
-                                                   dtype_name(got.dtype), want.dtypes.to_string())};
+  if (!want.dtypes.contains(got.dtype) || want.block_type != got.block_type) {
+    const auto block_or = [](GgmlType type, std::string dtype) {
+      return type == GgmlType::kNone ? dtype : std::string(ggml_type_info(type).name);
+    };
+    return {StatusCode::kInvalidDType,
+            fmt::format("{}: got {}, need {}", quote_name(want.name),
+                        block_or(got.block_type, std::string(dtype_name(got.dtype))),
+                        block_or(want.block_type, want.dtypes.to_string()))};
+  }
+  if (want.any_shape && got.rank <= kMaxRank) return {};
+  for (const Shape& shape : want.also) {
+    if (got.rank == shape.rank() && got.shape == shape) return {};
   }
   if (want.leading_one_allowed && got.rank == 2 && got.shape[0] == 1 && want.shape.rank() == 1 &&
       got.shape[1] == want.shape[0]) {
@@ -323,19 +443,7 @@ std::vector<std::string_view> unknown_names(const LayerSource& source, const Sha
 
 void place(const PlannedTensor& planned, const ShardSet::Located& where, BoundLayer* layer) {
   const auto projection = static_cast<std::size_t>(planned.projection);
-  const auto into = [&](MlpTensors* mlp) {
-    switch (planned.kind) {
-      case TensorKind::kWeight:
-        mlp->weight[projection] = where;
-        return;
-      case TensorKind::kScale:
-        mlp->scale[projection] = where;
-        return;
-      case TensorKind::kBias:
-        mlp->bias[projection] = where;
-        return;
-    }
-  };
+  const auto into = [&](MlpTensors* mlp) { mlp->of(planned.kind)[projection] = where; };
   switch (planned.part) {
     case LayerPart::kGateWeight:
       layer->gate_weight = where;
@@ -357,6 +465,15 @@ void place(const PlannedTensor& planned, const ShardSet::Located& where, BoundLa
 }
 
 }  // namespace
+
+std::int64_t MlpTensors::bytes() const {
+  // Sizes were checked against the files, so that the sum of all tensors fits.
+  std::uint64_t bytes = 0;
+  for (const PerProjection& kind : kinds_) {
+    for (const auto& tensor : kind) bytes += tensor ? tensor->info->bytes() : 0;
+  }
+  return static_cast<std::int64_t>(bytes);
+}
 
 std::span<const ShardSet::Located> tensors_under(const ShardSet& shards, std::string_view prefix) {
   const std::span<const ShardSet::Located> all = shards.tensors();
@@ -391,7 +508,7 @@ Result<LayerSource> resolve_layer(const ModelConfig& config, const MoeLayerSpec&
                            find_prefix(*config.family, spec.layer, shards));
   MOESAIC_RETURN_IF_ERROR(choose_layout(shards, prefix, &source));
   choose_correction_bias(config, shards, &source);
-  MOESAIC_RETURN_IF_ERROR(choose_formats(config, &source));
+  MOESAIC_RETURN_IF_ERROR(choose_formats(config, shards, &source));
   MOESAIC_RETURN_IF_ERROR(choose_dtypes(config, shards, &source));
   return source;
 }
@@ -410,14 +527,15 @@ Result<BoundLayer> bind_layer(const ModelConfig& config, const MoeLayerSpec& spe
     const auto where = shards.find(planned.name);
     if (where) {
       place(planned, *where, &layer);
-    } else {
+    } else if (!planned.optional) {
       missing.push_back(&planned);
     }
   }
   const std::vector<std::string_view> unknown = unknown_names(source, shards, plan);
   if (!missing.empty()) return missing_error(source, plan, missing, unknown);
   for (const PlannedTensor& planned : plan) {
-    MOESAIC_RETURN_IF_ERROR(check_form(planned, *shards.find(planned.name)->info));
+    const auto where = shards.find(planned.name);
+    if (where) MOESAIC_RETURN_IF_ERROR(check_form(planned, *where->info));
   }
   if (!unknown.empty() && !MOESAIC_FAULT(checkpoint_accept_unknown_tensors)) {
     return Status(StatusCode::kCorruptFile,

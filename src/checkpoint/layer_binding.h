@@ -18,9 +18,17 @@
 
 namespace moesaic {
 
-// The three linears of one MLP, by Projection. Fused files have no kUp.
-struct MlpTensors {
-  std::array<std::optional<ShardSet::Located>, 3> weight, scale, bias;
+// The tensors of the three linears of one MLP, by Projection. Fused files have no kUp.
+class MlpTensors {
+ public:
+  using PerProjection = std::array<std::optional<ShardSet::Located>, 3>;
+  PerProjection& of(TensorKind kind) { return kinds_[static_cast<std::size_t>(kind)]; }
+  const PerProjection& of(TensorKind kind) const { return kinds_[static_cast<std::size_t>(kind)]; }
+  // Of all tensors, as stored.
+  std::int64_t bytes() const;
+
+ private:
+  std::array<PerProjection, kNumTensorKinds> kinds_;
 };
 
 struct BoundLayer {

@@ -46,11 +46,13 @@ class Planner {
   void linear(LayerPart part, Projection projection, std::int64_t expert, const std::string& module,
               std::string_view weight_suffix, std::string_view scale_suffix, const Shape& shape) {
     const bool is_shared = part == LayerPart::kShared;
-    if (!is_shared && source_.experts_format == StoredFormat::kMxfp4) {
-      return mxfp4(projection, module, shape);
+    const LinearFormat& format = is_shared ? source_.shared : source_.experts;
+    if (format.stored == StoredFormat::kMxfp4) return mxfp4(projection, module, shape);
+    if (format.stored == StoredFormat::kGguf) {
+      return gguf(part, projection, format, module + std::string(weight_suffix), shape);
     }
+    if (shape.rank() == 2 && quantized(part, projection, expert, format, module, shape)) return;
     const DType dtype = is_shared ? source_.shared_dtype : source_.experts_dtype;
-    const StoredFormat format = is_shared ? source_.shared_format : source_.experts_format;
     tensors_.push_back({part,
                         projection,
                         TensorKind::kWeight,
@@ -58,12 +60,52 @@ class Planner {
                         fmt::format("{}{}", module, weight_suffix),
                         shape,
                         {dtype}});
-    if (format != StoredFormat::kFp8Block) return;
+    if (format.stored != StoredFormat::kFp8Block) return;
+    if (format.names != NameStyle::kFp8) scale_suffix = ".weight_scale";
     const Shape grid = shape.rank() == 2
                            ? Shape{scale_blocks(shape[0]), scale_blocks(shape[1])}
                            : Shape{shape[0], scale_blocks(shape[1]), scale_blocks(shape[2])};
     tensors_.push_back({part, projection, TensorKind::kScale, expert,
                         fmt::format("{}{}", module, scale_suffix), grid, kScaleTypes});
+    // ModelOpt keeps the blocks' own axes.
+    if (grid.rank() == 2) tensors_.back().also = {Shape{grid[0], 1, grid[1], 1}};
+  }
+
+  // The tensors of formats that are stored linear by linear; false for the others.
+  bool quantized(LayerPart part, Projection projection, std::int64_t expert,
+                 const LinearFormat& format, const std::string& module, const Shape& shape) {
+    const std::vector<LinearTensor> list = linear_tensors(format, shape[0], shape[1]);
+    for (const LinearTensor& tensor : list) {
+      PlannedTensor planned{part,
+                            projection,
+                            tensor.kind,
+                            expert,
+                            fmt::format("{}{}", module, tensor.suffix),
+                            tensor.shapes.empty() ? Shape{} : tensor.shapes.front(),
+                            DTypeSet(tensor.dtypes)};
+      planned.also = tensor.shapes;
+      planned.any_shape = tensor.shapes.empty();
+      planned.optional = tensor.optional;
+      tensors_.push_back(std::move(planned));
+    }
+    return !list.empty();
+  }
+
+  // Blocks of a GGUF file: rows of bytes.
+  void gguf(LayerPart part, Projection projection, const LinearFormat& format, std::string name,
+            const Shape& shape) {
+    const GgmlType type = format.blocks[static_cast<std::size_t>(projection)];
+    const GgmlTypeInfo& info = ggml_type_info(type);
+    const std::int64_t row = shape[shape.rank() - 1] / info.block_elements * info.block_bytes;
+    PlannedTensor planned{part,
+                          projection,
+                          TensorKind::kWeight,
+                          0,
+                          std::move(name),
+                          shape.rank() == 3 ? Shape{shape[0], shape[1], row} : Shape{shape[0], row},
+                          {DType::kU8}};
+    planned.block_type = type;
+    tensors_.push_back(std::move(planned));
   }
 
   // Blocks of 32 weights in 16 bytes, and a scale each.

@@ -11,6 +11,8 @@
 
 #include "checkpoint/config.h"
 #include "checkpoint/families.h"
+#include "checkpoint/linear_format.h"
+#include "checkpoint/linear_tensors.h"
 #include "moesaic/spec.h"
 #include "moesaic/tensor.h"
 
@@ -23,8 +25,7 @@ struct LayerSource {
   const ExpertLayout* layout = nullptr;
   std::string_view weight_suffix;    // of the layout's spellings
   std::string_view correction_bias;  // of the family's spellings
-  StoredFormat experts_format = StoredFormat::kPlain;
-  StoredFormat shared_format = StoredFormat::kPlain;
+  LinearFormat experts, shared;
   DType experts_dtype = DType::kBF16;  // of every routed expert's weights
   DType shared_dtype = DType::kBF16;
 
@@ -36,6 +37,9 @@ struct LayerSource {
 class DTypeSet {
  public:
   constexpr DTypeSet(std::initializer_list<DType> dtypes) {
+    for (const DType dtype : dtypes) bits_ |= 1U << static_cast<unsigned>(dtype);
+  }
+  explicit DTypeSet(const std::vector<DType>& dtypes) {
     for (const DType dtype : dtypes) bits_ |= 1U << static_cast<unsigned>(dtype);
   }
   constexpr bool contains(DType dtype) const {
@@ -56,17 +60,20 @@ enum class LayerPart : std::uint8_t {
   kExpert,  // the routed experts' projections
 };
 enum class Projection : std::uint8_t { kGate, kUp, kDown };  // fused files: kGate is gate_up
-enum class TensorKind : std::uint8_t { kWeight, kScale, kBias };
 
 struct PlannedTensor {
   LayerPart part;
   Projection projection = Projection::kGate;
   TensorKind kind = TensorKind::kWeight;
-  std::int64_t expert = 0;  // kExpert: 0 for a fused tensor, which holds all
+  std::int64_t expert = 0;  // kExpert: 0 for a stacked tensor, which holds all
   std::string name;
   Shape shape;
   DTypeSet dtypes;
   bool leading_one_allowed = false;  // [1, n] is as good as [n]
+  std::vector<Shape> also = {};      // other shapes that are as good
+  bool any_shape = false;
+  bool optional = false;
+  GgmlType block_type = GgmlType::kNone;
 };
 
 // Router, shared expert, then the experts in order. O(E).

@@ -9,14 +9,15 @@
 #include <set>
 
 #include "checkpoint/config_fields.h"
+#include "checkpoint/guard.h"
+#include "checkpoint/json_strict.h"
+#include "checkpoint/module_patterns.h"
 #include "checkpoint/names.h"
+#include "checkpoint/quant_methods.h"
 #include "core/fault.h"
 
 namespace moesaic {
 namespace {
-
-// One entry per expert and projection of every layer is what careless exporters write.
-constexpr std::size_t kMaxSkipEntries = 1 << 18;
 
 using Parts = std::vector<std::string_view>;
 
@@ -54,51 +55,37 @@ bool is_number(std::string_view part) {
 
 Status unsupported(std::string text) { return {StatusCode::kUnsupported, std::move(text)}; }
 
-Status check_block_size(const ConfigFields& fields) {
+// [128, 128], or none (one scale per tensor).
+Result<bool> read_block_size(const ConfigFields& fields) {
   MOESAIC_ASSIGN_OR_RETURN(const auto block, fields.integers("weight_block_size", {1, 1 << 20}, 2));
-  if (!block) {
-    return unsupported(fields.where() +
-                       ": quant_method \"fp8\" without weight_block_size (one scale per tensor) is "
-                       "not supported, need weight_block_size [128, 128]");
-  }
+  if (!block) return false;
   if (block->size() != 2) {
-    return {StatusCode::kCorruptFile, fmt::format("{}: weight_block_size: got {} entries, need 2",
-                                                  fields.where(), block->size())};
+    return Status(StatusCode::kCorruptFile,
+                  fmt::format("{}: weight_block_size: got {} entries, need 2", fields.where(),
+                              block->size()));
   }
-  if ((*block)[0] == kFp8BlockSize && (*block)[1] == kFp8BlockSize) return {};
+  if ((*block)[0] == kFp8BlockSize && (*block)[1] == kFp8BlockSize) return true;
   return unsupported(fmt::format(
       "{}: quant_method \"fp8\" with weight_block_size [{}, {}] is not supported, need [128, 128]",
       fields.where(), (*block)[0], (*block)[1]));
 }
 
-Status read_skips(const ConfigFields& fields, std::string_view method, QuantConfig* quant) {
+Status read_skips(const ConfigFields& fields, QuantConfig* quant) {
   for (const std::string_view list : {"modules_to_not_convert", "ignored_layers"}) {
-    MOESAIC_ASSIGN_OR_RETURN(auto entries, fields.strings(list, kMaxSkipEntries));
-    if (!entries) continue;
-    for (std::string& entry : *entries) {
-      if (entry.starts_with("re:")) {
-        return unsupported(
-            fmt::format("{}: {}: regular expression {} is not supported with "
-                        "quant_method \"{}\", need module names",
-                        fields.where(), list, quote_name(entry), method));
-      }
-      if (entry.empty()) return fields.bad_value(list, "an empty name", "module names");
-      quant->skips.push_back(std::move(entry));
-    }
+    MOESAIC_RETURN_IF_ERROR(append_skips(fields, list, false, quant));
   }
   return {};
 }
 
 Result<QuantConfig> parse_mxfp4(const ConfigFields& fields) {
   QuantConfig quant;
-  quant.format = StoredFormat::kMxfp4;
-  MOESAIC_RETURN_IF_ERROR(read_skips(fields, "mxfp4", &quant));
+  quant.linear.stored = StoredFormat::kMxfp4;
+  MOESAIC_RETURN_IF_ERROR(read_skips(fields, &quant));
   return quant;
 }
 
 Result<QuantConfig> parse_fp8(const ConfigFields& fields) {
   QuantConfig quant;
-  quant.format = StoredFormat::kFp8Block;
   MOESAIC_ASSIGN_OR_RETURN(const auto element, fields.string("fmt"));
   if (element && *element != "e4m3") {
     return unsupported(
@@ -106,20 +93,134 @@ Result<QuantConfig> parse_fp8(const ConfigFields& fields) {
                     "\"e4m3\"",
                     fields.where(), quote_name(*element)));
   }
-  MOESAIC_RETURN_IF_ERROR(check_block_size(fields));
+  MOESAIC_ASSIGN_OR_RETURN(const bool blocks, read_block_size(fields));
+  quant.linear.stored = blocks ? StoredFormat::kFp8Block : StoredFormat::kFp8Tensor;
   MOESAIC_ASSIGN_OR_RETURN(const auto scheme, fields.string("activation_scheme"));
-  if (scheme && *scheme != "dynamic") {
-    return fields.bad_value("activation_scheme", quote_name(*scheme),
-                            "\"dynamic\" with weight_block_size");
+  const bool fixed = scheme && *scheme == "static";
+  if (scheme && *scheme != "dynamic" && (!fixed || blocks)) {
+    return fields.bad_value(
+        "activation_scheme", quote_name(*scheme),
+        blocks ? "\"dynamic\" with weight_block_size" : "\"dynamic\" or \"static\"");
   }
+  quant.linear.activation = fixed ? ActivationQuant::kStatic : ActivationQuant::kDynamic;
   MOESAIC_ASSIGN_OR_RETURN(const auto scale_fmt, fields.string("scale_fmt"));
   if (scale_fmt && *scale_fmt != "ue8m0" && *scale_fmt != "float") {
     return unsupported(fmt::format("{}: scale_fmt {} is not supported, need \"ue8m0\" or no field",
                                    fields.where(), quote_name(*scale_fmt)));
   }
-  quant.ue8m0 = scale_fmt && *scale_fmt == "ue8m0";
-  MOESAIC_RETURN_IF_ERROR(read_skips(fields, "fp8", &quant));
+  quant.linear.ue8m0 = scale_fmt && *scale_fmt == "ue8m0" && blocks;
+  MOESAIC_RETURN_IF_ERROR(read_skips(fields, &quant));
   return quant;
+}
+
+Result<QuantConfig> parse_method(const ConfigFields& fields, const std::string& method) {
+  if (method == "fp8") return parse_fp8(fields);
+  if (method == "mxfp4") return parse_mxfp4(fields);
+  if (method == "compressed-tensors") return parse_compressed_tensors(fields);
+  if (method == "gptq") return parse_gptq(fields);
+  if (method == "awq") return parse_awq(fields);
+  if (method == "bitsandbytes") return parse_bitsandbytes(fields);
+  if (method == "modelopt" || method == "modelopt_fp4") return parse_modelopt(fields);
+  return unsupported(fmt::format(
+      "{}: quant_method {} is not supported, need fp8, mxfp4, compressed-tensors, gptq, awq, "
+      "modelopt, bitsandbytes, or no quantization_config",
+      fields.where(), quote_name(method)));
+}
+
+// Every regular expression is compiled once here, so that matching cannot fail later.
+Status check_patterns(const std::string& where, const QuantConfig& quant) {
+  const auto check = [&](const std::vector<std::string>& entries, std::string_view list) -> Status {
+    for (const std::string& entry : entries) {
+      if (quant.rule == NameRule::kExactOrRegex && entry.starts_with("re:")) {
+        MOESAIC_RETURN_IF_ERROR(
+            regex_matches(fmt::format("{}: {}", where, list), entry.substr(3), "x").status());
+      }
+      if (quant.rule == NameRule::kGlob && entry.size() > kMaxPatternBytes) {
+        return unsupported(fmt::format("{}: {}: got a pattern of {} bytes, need at most {}", where,
+                                       list, entry.size(), kMaxPatternBytes));
+      }
+    }
+    return {};
+  };
+  MOESAIC_RETURN_IF_ERROR(check(quant.skips, "ignore"));
+  for (const QuantGroup& group : quant.groups) {
+    MOESAIC_RETURN_IF_ERROR(check(group.targets, "targets"));
+  }
+  return {};
+}
+
+bool entry_matches(NameRule rule, const std::string& entry, std::string_view module) {
+  switch (rule) {
+    case NameRule::kParts:
+      // A bare number would match any layer or expert that happens to have it.
+      return !is_number(entry) && contains(split(module), split(entry));
+    case NameRule::kExactOrRegex:
+      if (!entry.starts_with("re:")) return entry == module || entry == "Linear";
+      return regex_matches("", entry.substr(3), module).ok() &&
+             *regex_matches("", entry.substr(3), module);
+    case NameRule::kGlob:
+      return glob_matches(entry, std::string(module)) ||
+             (module.starts_with(entry) &&
+              (module.size() == entry.size() || module[entry.size()] == '.'));
+  }
+  return false;
+}
+
+bool any_matches(NameRule rule, const std::vector<std::string>& entries, std::string_view module) {
+  return std::any_of(entries.begin(), entries.end(),
+                     [&](const std::string& entry) { return entry_matches(rule, entry, module); });
+}
+
+// Could an entry tell one expert number from another? A name must be one of theirs; a pattern
+// without digits can do so only by the number of digits.
+bool tells_experts(NameRule rule, const std::string& entry, std::string_view experts) {
+  const bool pattern = rule == NameRule::kGlob || entry.starts_with("re:");
+  if (!pattern) return entry.starts_with(experts);
+  return std::any_of(entry.begin(), entry.end(),
+                     [](unsigned char c) { return std::isdigit(c) != 0; }) ||
+         entry.find("\\d") != std::string::npos;
+}
+
+// The experts that must be asked about one by one: all, or one per number of digits and the last.
+std::vector<std::int64_t> telling_experts(const QuantConfig& quant, std::string_view experts,
+                                          std::int64_t num_experts) {
+  const auto tells = [&](const std::string& entry) {
+    return tells_experts(quant.rule, entry, experts);
+  };
+  bool all = std::any_of(quant.skips.begin(), quant.skips.end(), tells);
+  for (const QuantGroup& group : quant.groups) {
+    all = all || std::any_of(group.targets.begin(), group.targets.end(), tells);
+  }
+  std::vector<std::int64_t> asked;
+  std::int64_t power = 10;
+  for (std::int64_t e = 0; e < num_experts; ++e) {
+    const bool first_of_its_length = e == 0 || e == power;
+    if (e == power) power *= 10;
+    if (all || first_of_its_length || e == num_experts - 1) asked.push_back(e);
+  }
+  return asked;
+}
+
+Status partly(std::string_view what, std::string_view experts, std::string_view one,
+              std::string_view other) {
+  return unsupported(
+      fmt::format("quantization_config: of the expert projections of {} some are {} "
+                  "({}), others are not ({}); need all or none",
+                  experts, what, one, other));
+}
+
+// skips_experts by asking about each member.
+Result<bool> skips_each(const QuantConfig& quant, std::string_view experts,
+                        std::int64_t num_experts, std::span<const std::string_view> projections) {
+  std::string skipped, kept;
+  for (const std::int64_t e : telling_experts(quant, experts, num_experts)) {
+    for (const std::string_view projection : projections) {
+      std::string name = fmt::format("{}.{}.{}", experts, e, projection);
+      (skips_module(quant, name) ? skipped : kept) = std::move(name);
+    }
+  }
+  if (!skipped.empty() && !kept.empty()) return partly("left out", experts, skipped, kept);
+  return kept.empty();
 }
 
 }  // namespace
@@ -150,20 +251,87 @@ Result<QuantConfig> parse_quant_config(const nlohmann::json& top, const nlohmann
     return Status(StatusCode::kCorruptFile,
                   found_where + ": quant_method: missing, need the name of a method");
   }
-  if (*method == "fp8") return parse_fp8(fields);
-  if (*method == "mxfp4") return parse_mxfp4(fields);
-  return unsupported(
-      fmt::format("{}: quant_method {} is not supported, need \"fp8\" with weight_block_size, "
-                  "\"mxfp4\", or no quantization_config",
-                  found_where, quote_name(*method)));
+  MOESAIC_ASSIGN_OR_RETURN(QuantConfig quant, parse_method(fields, *method));
+  MOESAIC_RETURN_IF_ERROR(check_patterns(found_where, quant));
+  return quant;
+}
+
+Result<QuantConfig> parse_quant_side_file(std::string_view name, std::string_view json) {
+  constexpr std::size_t kMaxBytes = 8'000'000;
+  constexpr int kMaxDepth = 32;
+  return guard_allocation(name, [&]() -> Result<QuantConfig> {
+    MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json top,
+                             parse_json_document(name, json, {kMaxBytes, kMaxDepth}));
+    if (!top.is_object()) {
+      return Status(StatusCode::kCorruptFile, fmt::format("{}: need an object at the top", name));
+    }
+    const ConfigFields fields(top, std::string(name));
+    Result<QuantConfig> quant = QuantConfig{};
+    if (name == "hf_quant_config.json") {
+      MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* object, fields.object("quantization"));
+      if (object == nullptr) {
+        return Status(StatusCode::kCorruptFile,
+                      fmt::format("{}: quantization: missing, need an object", name));
+      }
+      quant = parse_modelopt(ConfigFields(*object, fmt::format("{}: quantization", name)));
+    } else {
+      MOESAIC_ASSIGN_OR_RETURN(const auto stated, fields.string("quant_method"));
+      quant = parse_method(fields, stated.value_or(name == "quant_config.json" ? "awq" : "gptq"));
+    }
+    if (quant.ok()) MOESAIC_RETURN_IF_ERROR(check_patterns(std::string(name), *quant));
+    return quant;
+  });
+}
+
+bool same_quantisation(QuantConfig a, QuantConfig b) {
+  std::sort(a.skips.begin(), a.skips.end());
+  std::sort(b.skips.begin(), b.skips.end());
+  return a == b;
 }
 
 bool skips_module(const QuantConfig& quant, std::string_view module) {
-  const Parts name = split(module);
-  return std::any_of(quant.skips.begin(), quant.skips.end(), [&](const std::string& entry) {
-    // A bare number would match any layer or expert that happens to have it.
-    return !is_number(entry) && contains(name, split(entry));
-  });
+  return any_matches(quant.rule, quant.skips, module);
+}
+
+LinearFormat module_format(const QuantConfig& quant, std::string_view module) {
+  if (!quant.quantized() || skips_module(quant, module)) return {};
+  if (quant.groups.empty()) return quant.linear;
+  // Names before patterns before the class of all linears.
+  for (const int round : {0, 1, 2}) {
+    for (const QuantGroup& group : quant.groups) {
+      for (const std::string& target : group.targets) {
+        const int kind = target == "Linear" ? 2 : target.starts_with("re:") ? 1 : 0;
+        if (kind == round && entry_matches(quant.rule, target, module)) return group.format;
+      }
+    }
+  }
+  return {};
+}
+
+Result<LinearFormat> experts_format(const QuantConfig& quant, std::string_view experts,
+                                    std::int64_t num_experts,
+                                    std::span<const std::string_view> projections) {
+  if (!quant.quantized()) return LinearFormat{};
+  MOESAIC_ASSIGN_OR_RETURN(const bool skipped,
+                           skips_experts(quant, experts, num_experts, projections));
+  if (skipped) return LinearFormat{};
+  if (quant.groups.empty()) return quant.linear;
+  std::string first_name;
+  LinearFormat first;
+  for (const std::int64_t e : telling_experts(quant, experts, num_experts)) {
+    for (const std::string_view projection : projections) {
+      const std::string name = fmt::format("{}.{}.{}", experts, e, projection);
+      const LinearFormat format = module_format(quant, name);
+      if (first_name.empty()) {
+        first_name = name;
+        first = format;
+      } else if (!(format == first)) {
+        return partly(fmt::format("of the format {}", stored_format_name(first.stored)), experts,
+                      first_name, name);
+      }
+    }
+  }
+  return first;
 }
 
 Result<bool> skips_experts(const QuantConfig& quant, std::string_view experts,
@@ -171,6 +339,7 @@ Result<bool> skips_experts(const QuantConfig& quant, std::string_view experts,
                            std::span<const std::string_view> projections) {
   if (quant.skips.empty() || MOESAIC_FAULT(checkpoint_skip_list_ignored)) return false;
   if (skips_module(quant, experts)) return true;
+  if (quant.rule != NameRule::kParts) return skips_each(quant, experts, num_experts, projections);
 
   // Entries that reach below the experts module: "<experts>.<e>", "<experts>.<e>.<projection>",
   // "<experts>.<projection>", or the ends of these names.

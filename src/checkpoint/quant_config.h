@@ -1,4 +1,4 @@
-// quantization_config of a model: which scheme its linear layers are stored in, and which modules
+// quantization_config of a model: which format its linear layers are stored in, and which modules
 // are left out. Source: spec checkpoints.md sections 4 and 4.3. What this version cannot read is
 // refused by name, never read as something else.
 #pragma once
@@ -10,22 +10,38 @@
 #include <string_view>
 #include <vector>
 
+#include "checkpoint/linear_format.h"
 #include "moesaic/status.h"
 
 namespace moesaic {
 
-enum class StoredFormat : std::uint8_t {
-  kPlain,     // BF16, F16 or F32, as the tensors say
-  kFp8Block,  // F8_E4M3 weights, one multiplier per 128x128 tile (weight_scale_inv)
-  kMxfp4,     // e2m1 blocks and E8M0 scales of 32, as gpt-oss stores its experts
+// How an entry of a skip list (or a target) names modules.
+enum class NameRule : std::uint8_t {
+  // Its dotted parts appear side by side in the module's name ("mlp.gate" is in
+  // "model.layers.3.mlp.gate", but "gate" is not in "...gate_proj"); a part "*" stands for any one
+  // part. fp8, mxfp4, GPTQ, AWQ, bitsandbytes.
+  kParts,
+  // "re:X": a regular expression that matches from the name's start; else the whole name, or the
+  // class "Linear". compressed-tensors.
+  kExactOrRegex,
+  kGlob,  // a shell pattern for the whole name, or a prefix of its dotted parts. ModelOpt.
 };
-inline constexpr std::int64_t kFp8BlockSize = 128;
-inline constexpr std::int64_t kMxfp4GroupSize = 32;
+
+// compressed-tensors: modules of these targets have this format.
+struct QuantGroup {
+  LinearFormat format;
+  std::vector<std::string> targets;
+  bool operator==(const QuantGroup&) const = default;
+};
 
 struct QuantConfig {
-  StoredFormat format = StoredFormat::kPlain;
-  bool ue8m0 = false;              // scale_fmt: run-time activation scales are powers of two
-  std::vector<std::string> skips;  // entries of modules_to_not_convert and ignored_layers
+  LinearFormat linear;  // of every linear that is not left out; plain: nothing is quantised
+  NameRule rule = NameRule::kParts;
+  std::vector<std::string> skips;
+  // Not empty: these decide instead of `linear`, which is then that of the first group.
+  std::vector<QuantGroup> groups;
+  bool quantized() const { return linear.stored != StoredFormat::kPlain; }
+  bool operator==(const QuantConfig&) const = default;
 };
 
 // `top` is the whole config.json; `nested` its text_config or null. Looks at quantization_config,
@@ -33,15 +49,28 @@ struct QuantConfig {
 // method, kCorruptFile and kInvalidArgument the field.
 Result<QuantConfig> parse_quant_config(const nlohmann::json& top, const nlohmann::json* nested);
 
-// Does a skip entry name this module or one that contains it? An entry matches when its dotted
-// parts appear side by side in the module's name ("mlp.gate" is in "model.layers.3.mlp.gate", but
-// "gate" is not in "...gate_proj"); a part "*" stands for any one part.
+// The same from a file beside config.json: hf_quant_config.json (ModelOpt), quantize_config.json
+// (GPTQ), quant_config.json (AWQ). `name` begins every message.
+Result<QuantConfig> parse_quant_side_file(std::string_view name, std::string_view json);
+
+// Equal but for the order of the skip lists.
+bool same_quantisation(QuantConfig a, QuantConfig b);
+
+// Does a skip entry name this module or one that contains it?
 bool skips_module(const QuantConfig& quant, std::string_view module);
+
+// The format of one linear: plain when it is left out or no group targets it.
+LinearFormat module_format(const QuantConfig& quant, std::string_view module);
 
 // Are the routed experts `<experts>.<e>.<projection>` left out? All of them or none: a part of them
 // is kUnsupported and names both groups. `experts` is the module's full name,
 // `projections` the last parts of its members' names ("gate_proj" ...).
 Result<bool> skips_experts(const QuantConfig& quant, std::string_view experts,
                            std::int64_t num_experts, std::span<const std::string_view> projections);
+
+// The one format of all of them; kUnsupported also when groups give them several.
+Result<LinearFormat> experts_format(const QuantConfig& quant, std::string_view experts,
+                                    std::int64_t num_experts,
+                                    std::span<const std::string_view> projections);
 
 }  // namespace moesaic

@@ -163,13 +163,13 @@ TEST(ConfigQuant, Fp8BlockAndSkipLists) {
   const auto quant = [&](const Json& changes) {
     return parse(with(deepseek_v3(), {{"quantization_config", with(block, changes)}})).quant;
   };
-  EXPECT_EQ(quant(Json::object()).format, StoredFormat::kFp8Block);
-  EXPECT_TRUE(quant({{"scale_fmt", "ue8m0"}}).ue8m0);
+  EXPECT_EQ(quant(Json::object()).linear.stored, StoredFormat::kFp8Block);
+  EXPECT_TRUE(quant({{"scale_fmt", "ue8m0"}}).linear.ue8m0);
   EXPECT_EQ(
       parse({{"model_type", "x"}, {"text_config", deepseek_v3()}, {"quantization_config", block}})
-          .quant.format,
+          .quant.linear.stored,
       StoredFormat::kFp8Block);
-  EXPECT_EQ(parse(deepseek_v3()).quant.format, StoredFormat::kPlain);
+  EXPECT_EQ(parse(deepseek_v3()).quant.linear.stored, StoredFormat::kPlain);
 
   const std::vector<std::string_view> leaves = {"gate_proj", "up_proj", "down_proj"};
   const std::string experts = "model.layers.3.mlp.experts";
@@ -344,7 +344,7 @@ TEST(LayerPlan, ReleasedShapes) {
   source.layout = &config.family->layouts[0];
   source.weight_suffix = source.layout->weight_suffixes.list()[0];
   source.correction_bias = config.family->correction_bias.list()[0];
-  source.experts_format = source.shared_format = StoredFormat::kFp8Block;
+  source.experts.stored = source.shared.stored = StoredFormat::kFp8Block;
   source.experts_dtype = source.shared_dtype = DType::kF8E4M3;
   const std::vector<PlannedTensor> plan = plan_layer(source);
   EXPECT_EQ(plan.size(), 2U + 6U + 256U * 6U);

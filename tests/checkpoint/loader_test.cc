@@ -70,9 +70,10 @@ TEST(Loader, WorkedExampleTwoRanks) {
 TEST(Loader, SideFilesAndFoldersAreRefused) {
   const WorkedExample example;
   EXPECT_TRUE(Checkpoint::open(example.dir.path()).ok());
-  write_bytes(example.dir.path("hf_quant_config.json"), R"({"quantization":{"quant_algo":"FP8"}})");
+  write_bytes(example.dir.path("hf_quant_config.json"),
+              R"({"quantization":{"quant_algo":"INT4_AWQ"}})");
   EXPECT_EQ(mismatch(Checkpoint::open(example.dir.path()).status(), StatusCode::kUnsupported,
-                     {example.dir.path(), "hf_quant_config.json"}),
+                     {example.dir.path(), "hf_quant_config.json", "INT4_AWQ"}),
             "");
   EXPECT_EQ(mismatch(Checkpoint::open(example.dir.path("nowhere")).status(), StatusCode::kNotFound,
                      {"nowhere", "no such folder"}),
@@ -97,7 +98,7 @@ TEST(Loader, Fp8BlockDivisibility) {
                                                    {1536, 4, true},
                                                    {1536, 8, false},
                                                    {64, 1, false}}) {
-    const Status fp8 = check_slice("intermediate_size", c.width, c.tp, StoredFormat::kFp8Block);
+    const Status fp8 = check_slice("intermediate_size", c.width, c.tp, kFp8BlockSize);
     EXPECT_EQ(fp8.ok(), c.ok) << c.width << " tp " << c.tp;
     if (!c.ok) {
       EXPECT_EQ(mismatch(fp8, StatusCode::kInvalidArgument,
@@ -105,10 +106,10 @@ TEST(Loader, Fp8BlockDivisibility) {
                           "tp_size " + std::to_string(c.tp), "128"}),
                 "");
     }
-    EXPECT_TRUE(check_slice("intermediate_size", c.width, c.tp, StoredFormat::kPlain).ok());
+    EXPECT_TRUE(check_slice("intermediate_size", c.width, c.tp, 1).ok());
   }
-  EXPECT_EQ(mismatch(check_slice("intermediate_size", 768, 5, StoredFormat::kPlain),
-                     StatusCode::kInvalidArgument, {"intermediate_size", "got 768", "tp_size 5"}),
+  EXPECT_EQ(mismatch(check_slice("intermediate_size", 768, 5, 1), StatusCode::kInvalidArgument,
+                     {"intermediate_size", "got 768", "tp_size 5"}),
             "");
 }
 

@@ -11,7 +11,7 @@ import struct
 
 from corpus import container
 
-SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1, "F8_E8M0": 1, "F4": 0.5}
+SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1, "F8_E8M0": 1, "F4": 0.5, "I8": 1, "I32": 4, "I64": 8, "F64": 8}
 
 
 def element(rng, dtype):

@@ -3,10 +3,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "checkpoint/layer_plan.h"
 #include "checkpoint/loader/mlp_reader.h"
+#include "checkpoint/loader/quantized_reader.h"
 #include "core/fault.h"
 
 namespace moesaic {
@@ -16,7 +18,7 @@ MlpSlice expert_slice(const LayerSource& source, const ParallelConfig& parallel)
   MlpSlice slice;
   slice.storage = source.layout->storage;
   slice.gated = !source.layout->gate.empty();
-  slice.format = source.experts_format;
+  slice.format = source.experts.stored;
   slice.dtype = source.experts_dtype;
   slice.hidden = source.spec.hidden_size;
   slice.width = source.spec.intermediate_size;
@@ -27,20 +29,34 @@ MlpSlice expert_slice(const LayerSource& source, const ParallelConfig& parallel)
   return slice;
 }
 
+QuantizedSlice quantized_slice(const LayerSource& source, const ParallelConfig& parallel) {
+  QuantizedSlice slice;
+  slice.format = source.experts;
+  slice.scheme = source.spec.quant;
+  slice.stacked = source.layout->storage != ExpertStorage::kPerExpert;
+  slice.gated = !source.layout->gate.empty();
+  slice.hidden = source.spec.hidden_size;
+  slice.width = source.spec.intermediate_size;
+  slice.count = slice.width / parallel.tp_size;
+  slice.first = slice.count * parallel.tp_rank;
+  return slice;
+}
+
 std::int64_t expert_bytes(const MlpBuffers& b) {
   return b.w13.bytes() + b.w2.bytes() + b.w13_scale.bytes() + b.w2_scale.bytes() +
          b.w13_bias.bytes() + b.w2_bias.bytes();
 }
 
+// One expert at a time, whatever the format: `Reader` owns the buffers.
+template <class Reader>
 class CheckpointExpertSource : public ExpertSource {
  public:
-  CheckpointExpertSource(std::shared_ptr<const ShardSet> shards, BoundLayer layer,
-                         const MlpSlice& slice, MlpBuffers buffers, std::vector<std::int64_t> ids,
-                         std::string directory, LoadProgress progress)
+  CheckpointExpertSource(std::shared_ptr<const ShardSet> shards, BoundLayer layer, Reader reader,
+                         std::vector<std::int64_t> ids, std::string directory,
+                         LoadProgress progress)
       : shards_(std::move(shards)),
         layer_(std::move(layer)),
-        slice_(slice),
-        buffers_(std::move(buffers)),
+        reader_(std::move(reader)),
         global_ids_(std::move(ids)),
         directory_(std::move(directory)),
         progress_(std::move(progress)) {}
@@ -54,15 +70,39 @@ class CheckpointExpertSource : public ExpertSource {
     }
     std::int64_t id = global_ids_[static_cast<std::size_t>(local_expert)];
     if (MOESAIC_FAULT(checkpoint_local_id_as_global)) id = local_expert;
-    const bool stacked = slice_.storage != ExpertStorage::kPerExpert;
-    const MlpTensors& tensors = layer_.experts[stacked ? 0 : static_cast<std::size_t>(id)];
-    const Status read = read_mlp(tensors, slice_, id, &buffers_);
+    const MlpTensors& tensors = layer_.experts.size() == 1
+                                    ? layer_.experts.front()
+                                    : layer_.experts[static_cast<std::size_t>(id)];
+    Status read = reader_.prepare(layer_.experts);
+    if (read.ok()) read = reader_.read(tensors, id);
     if (!read.ok()) {
       return read.with_context(
           fmt::format("{}: layer {} expert {}", directory_, layer_.source.spec.layer, id));
     }
-    progress_.add(expert_bytes(buffers_));
-    const MlpBuffers& b = buffers_;
+    progress_.add(reader_.bytes());
+    return reader_.view();
+  }
+
+ private:
+  std::shared_ptr<const ShardSet> shards_;  // keeps the files of layer_ open
+  BoundLayer layer_;
+  Reader reader_;
+  std::vector<std::int64_t> global_ids_;
+  std::string directory_;  // begins every message
+  LoadProgress progress_;
+};
+
+// Storages of loader/mlp_reader.h.
+struct PlainReader {
+  MlpSlice slice;
+  MlpBuffers buffers;
+  Status prepare(const std::vector<MlpTensors>&) { return {}; }
+  Status read(const MlpTensors& tensors, std::int64_t expert) {
+    return read_mlp(tensors, slice, expert, &buffers);
+  }
+  std::int64_t bytes() const { return expert_bytes(buffers); }
+  ExpertWeightsView view() const {
+    const MlpBuffers& b = buffers;
     ExpertWeightsView view;
     view.w13 = b.w13.view();
     view.w2 = b.w2.view();
@@ -72,15 +112,35 @@ class CheckpointExpertSource : public ExpertSource {
     if (b.w2_bias.present()) view.w2_bias = b.w2_bias.view();
     return view;
   }
+};
 
- private:
-  std::shared_ptr<const ShardSet> shards_;  // keeps the files of layer_ open
-  BoundLayer layer_;
-  MlpSlice slice_;
-  MlpBuffers buffers_;
-  std::vector<std::int64_t> global_ids_;
-  std::string directory_;  // begins every message
-  LoadProgress progress_;
+// Formats of loader/quantized_reader.h.
+struct FormatReader {
+  QuantizedSlice slice;
+  QuantizedBuffers buffers;
+  MlpSlice biases;
+  MlpBuffers bias_buffers;
+  std::optional<InputScales> input_scales;
+  // Values are read with the first expert, not when the layer is bound.
+  Status prepare(const std::vector<MlpTensors>& experts) {
+    if (input_scales) return {};
+    MOESAIC_ASSIGN_OR_RETURN(input_scales, read_input_scales(experts, slice.format));
+    return {};
+  }
+  Status read(const MlpTensors& tensors, std::int64_t expert) {
+    MOESAIC_RETURN_IF_ERROR(read_quantized_mlp(tensors, slice, *input_scales, expert, &buffers));
+    if (!biases.has_bias) return {};
+    return read_mlp_biases(tensors, biases, expert, &bias_buffers);
+  }
+  std::int64_t bytes() const { return buffers.bytes() + expert_bytes(bias_buffers); }
+  ExpertWeightsView view() const {
+    ExpertWeightsView view = view_of(buffers);
+    if (biases.has_bias) {
+      view.w13_bias = bias_buffers.w13_bias.view();
+      view.w2_bias = bias_buffers.w2_bias.view();
+    }
+    return view;
+  }
 };
 
 }  // namespace
@@ -92,26 +152,32 @@ void LoadProgress::add(std::int64_t bytes) {
 
 std::int64_t local_expert_bytes(const BoundLayer& layer, int tp_size,
                                 std::int64_t num_local_experts) {
-  // Sizes were checked against the files, so that the sum of all tensors fits.
   std::int64_t bytes = 0;
-  for (const MlpTensors& expert : layer.experts) {
-    for (const auto* list : {&expert.weight, &expert.scale, &expert.bias}) {
-      for (const auto& tensor : *list) {
-        if (tensor) bytes += static_cast<std::int64_t>(tensor->info->bytes());
-      }
-    }
-  }
+  for (const MlpTensors& expert : layer.experts) bytes += expert.bytes();
   return bytes / layer.source.spec.num_experts / tp_size * num_local_experts;
 }
 
 Result<std::unique_ptr<ExpertSource>> make_checkpoint_source(
     std::shared_ptr<const ShardSet> shards, BoundLayer layer, const ParallelConfig& parallel,
     std::vector<std::int64_t> expert_ids, std::string directory, LoadProgress progress) {
-  const MlpSlice slice = expert_slice(layer.source, parallel);
-  MOESAIC_ASSIGN_OR_RETURN(MlpBuffers buffers, MlpBuffers::make(slice));
-  return std::unique_ptr<ExpertSource>(std::make_unique<CheckpointExpertSource>(
-      std::move(shards), std::move(layer), slice, std::move(buffers), std::move(expert_ids),
-      std::move(directory), std::move(progress)));
+  const auto make = [&](auto reader) {
+    return std::unique_ptr<ExpertSource>(std::make_unique<CheckpointExpertSource<decltype(reader)>>(
+        std::move(shards), std::move(layer), std::move(reader), std::move(expert_ids),
+        std::move(directory), std::move(progress)));
+  };
+  if (!is_quantized_linear(layer.source.experts.stored)) {
+    PlainReader reader{expert_slice(layer.source, parallel), {}};
+    MOESAIC_ASSIGN_OR_RETURN(reader.buffers, MlpBuffers::make(reader.slice));
+    return make(std::move(reader));
+  }
+  FormatReader reader{quantized_slice(layer.source, parallel), {}, {}, {}, std::nullopt};
+  if (layer.source.spec.has_expert_bias) {
+    // Biases are not quantised; their place in the files is that of the plain storage.
+    reader.biases = expert_slice(layer.source, parallel);
+    MOESAIC_RETURN_IF_ERROR(reader.bias_buffers.make_biases(reader.biases));
+  }
+  MOESAIC_ASSIGN_OR_RETURN(reader.buffers, QuantizedBuffers::make(reader.slice));
+  return make(std::move(reader));
 }
 
 }  // namespace moesaic

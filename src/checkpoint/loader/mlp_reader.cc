@@ -41,6 +41,19 @@ Status read_rectangle_widened(const ShardSet::Located& from, const Rectangle& r,
   return {};
 }
 
+// A part of a grid of scales with `all_cols` columns, widened. The grid may be stored with its
+// blocks' own axes, [rows, 1, columns, 1].
+Status read_scale_grid(const ShardSet::Located& from, const Rectangle& r, std::int64_t all_cols,
+                       Tensor* scratch, float* dst) {
+  if (from.info->rank != 4) return read_rectangle_widened(from, r, scratch, dst);
+  for (std::int64_t row = 0; row < r.rows; ++row) {
+    MOESAIC_RETURN_IF_ERROR(
+        read_rectangle_widened(from, {(r.first_row + row) * all_cols + r.first_col, r.cols, 0, 1},
+                               scratch, dst + row * r.cols));
+  }
+  return {};
+}
+
 // dst[target(c)][r] = src[r][c] for src [rows, cols], tile by tile so that both sides stay in
 // cache.
 template <class Element, class Target>
@@ -100,9 +113,11 @@ class MlpReader {
         MOESAIC_RETURN_IF_ERROR(read_fused_nn());
         break;
       case ExpertStorage::kMxfp4Interleaved:
-        MOESAIC_RETURN_IF_ERROR(read_mxfp4(*tensors_.weight[kGate], *tensors_.weight[kDown],
+        MOESAIC_RETURN_IF_ERROR(read_mxfp4(*tensors_.of(TensorKind::kWeight)[kGate],
+                                           *tensors_.of(TensorKind::kWeight)[kDown],
                                            kMxfp4GroupSize / 2, out_.w13, out_.w2));
-        MOESAIC_RETURN_IF_ERROR(read_mxfp4(*tensors_.scale[kGate], *tensors_.scale[kDown], 1,
+        MOESAIC_RETURN_IF_ERROR(read_mxfp4(*tensors_.of(TensorKind::kScale)[kGate],
+                                           *tensors_.of(TensorKind::kScale)[kDown], 1,
                                            out_.w13_scale, out_.w2_scale));
         break;
       case ExpertStorage::kFusedNNInterleaved:
@@ -111,6 +126,18 @@ class MlpReader {
     }
     if (slice_.has_bias) MOESAIC_RETURN_IF_ERROR(read_biases());
     return slice_.format == StoredFormat::kFp8Block ? read_scales() : Status();
+  }
+
+  Status read_biases() {
+    MOESAIC_RETURN_IF_ERROR(slice_.storage == ExpertStorage::kStacked ? read_stacked_bias()
+                                                                      : read_interleaved_bias());
+    if (slice_.with_down_bias || MOESAIC_FAULT(checkpoint_down_bias_on_every_rank)) {
+      return read_rectangle_widened(*tensors_.of(TensorKind::kBias)[kDown],
+                                    {expert_, 1, 0, slice_.hidden}, &out_.small,
+                                    out_.w2_bias.as<float>());
+    }
+    std::memset(out_.w2_bias.data(), 0, static_cast<std::size_t>(out_.w2_bias.bytes()));
+    return {};
   }
 
  private:
@@ -125,13 +152,14 @@ class MlpReader {
   Status read_gate_and_up(std::int64_t e) {
     const Rectangle rows{e * slice_.width + slice_.first, slice_.count, 0, slice_.hidden};
     if (slice_.gated)
-      MOESAIC_RETURN_IF_ERROR(read_rectangle(*tensors_.weight[kGate], rows, half(0)));
-    return read_rectangle(*tensors_.weight[kUp], rows, half(1));
+      MOESAIC_RETURN_IF_ERROR(
+          read_rectangle(*tensors_.of(TensorKind::kWeight)[kGate], rows, half(0)));
+    return read_rectangle(*tensors_.of(TensorKind::kWeight)[kUp], rows, half(1));
   }
 
   Status read_separate(std::int64_t e) {
     MOESAIC_RETURN_IF_ERROR(read_gate_and_up(e));
-    return read_rectangle(*tensors_.weight[kDown],
+    return read_rectangle(*tensors_.of(TensorKind::kWeight)[kDown],
                           {e * slice_.hidden, slice_.hidden, slice_.first, slice_.count},
                           out_.w2.data());
   }
@@ -139,11 +167,11 @@ class MlpReader {
   Status read_fused_nt() {
     const std::int64_t gate = expert_ * 2 * slice_.width + slice_.first;
     const std::int64_t up = gate + slice_.width;
-    const ShardSet::Located& gate_up = *tensors_.weight[kGate];
+    const ShardSet::Located& gate_up = *tensors_.of(TensorKind::kWeight)[kGate];
     MOESAIC_RETURN_IF_ERROR(
         read_rectangle(gate_up, {gate, slice_.count, 0, slice_.hidden}, half(0)));
     MOESAIC_RETURN_IF_ERROR(read_rectangle(gate_up, {up, slice_.count, 0, slice_.hidden}, half(1)));
-    return read_rectangle(*tensors_.weight[kDown],
+    return read_rectangle(*tensors_.of(TensorKind::kWeight)[kDown],
                           {expert_ * slice_.hidden, slice_.hidden, slice_.first, slice_.count},
                           out_.w2.data());
   }
@@ -157,7 +185,7 @@ class MlpReader {
   Status read_fused_nn_interleaved() {
     std::byte* raw = out_.raw.data();
     MOESAIC_RETURN_IF_ERROR(read_rectangle(
-        *tensors_.weight[kGate],
+        *tensors_.of(TensorKind::kWeight)[kGate],
         {expert_ * slice_.hidden, slice_.hidden, 2 * slice_.first, 2 * slice_.count}, raw));
     transpose(slice_.dtype, raw, out_.w13.data(), slice_.hidden, 2 * slice_.count,
               [this](std::int64_t c) { return deinterleaved(c); });
@@ -168,7 +196,7 @@ class MlpReader {
   Status read_fused_nn() {
     std::byte* raw = out_.raw.data();
     for (int which = 0; which < 2; ++which) {
-      MOESAIC_RETURN_IF_ERROR(read_rectangle(*tensors_.weight[kGate],
+      MOESAIC_RETURN_IF_ERROR(read_rectangle(*tensors_.of(TensorKind::kWeight)[kGate],
                                              {expert_ * slice_.hidden, slice_.hidden,
                                               which * slice_.width + slice_.first, slice_.count},
                                              raw));
@@ -182,7 +210,7 @@ class MlpReader {
   Status read_transposed_down() {
     std::byte* raw = out_.raw.data();
     MOESAIC_RETURN_IF_ERROR(read_rectangle(
-        *tensors_.weight[kDown],
+        *tensors_.of(TensorKind::kWeight)[kDown],
         {expert_ * slice_.width + slice_.first, slice_.count, 0, slice_.hidden}, raw));
     if (MOESAIC_FAULT(checkpoint_skip_transpose)) {
       std::memcpy(out_.w2.data(), raw, static_cast<std::size_t>(out_.w2.bytes()));
@@ -227,24 +255,14 @@ class MlpReader {
     return {};
   }
 
-  Status read_biases() {
-    MOESAIC_RETURN_IF_ERROR(slice_.storage == ExpertStorage::kStacked ? read_stacked_bias()
-                                                                      : read_interleaved_bias());
-    if (slice_.with_down_bias || MOESAIC_FAULT(checkpoint_down_bias_on_every_rank)) {
-      return read_rectangle_widened(*tensors_.bias[kDown], {expert_, 1, 0, slice_.hidden},
-                                    &out_.small, out_.w2_bias.as<float>());
-    }
-    std::memset(out_.w2_bias.data(), 0, static_cast<std::size_t>(out_.w2_bias.bytes()));
-    return {};
-  }
-
   // One row per expert: gate [E, I], up [E, I].
   Status read_stacked_bias() {
     float* dst = out_.w13_bias.as<float>();
     for (const std::size_t projection : {kGate, kUp}) {
-      if (!tensors_.bias[projection]) continue;
-      MOESAIC_RETURN_IF_ERROR(read_rectangle_widened(
-          *tensors_.bias[projection], {expert_, 1, slice_.first, slice_.count}, &out_.small, dst));
+      if (!tensors_.of(TensorKind::kBias)[projection]) continue;
+      MOESAIC_RETURN_IF_ERROR(read_rectangle_widened(*tensors_.of(TensorKind::kBias)[projection],
+                                                     {expert_, 1, slice_.first, slice_.count},
+                                                     &out_.small, dst));
       dst += slice_.count;
     }
     return {};
@@ -253,7 +271,7 @@ class MlpReader {
   // gate_up [E, 2I], interleaved as its weight is.
   Status read_interleaved_bias() {
     std::vector<float> row(static_cast<std::size_t>(2 * slice_.count));
-    MOESAIC_RETURN_IF_ERROR(read_rectangle_widened(*tensors_.bias[kGate],
+    MOESAIC_RETURN_IF_ERROR(read_rectangle_widened(*tensors_.of(TensorKind::kBias)[kGate],
                                                    {expert_, 1, 2 * slice_.first, 2 * slice_.count},
                                                    &out_.small, row.data()));
     for (std::int64_t c = 0; c < 2 * slice_.count; ++c) {
@@ -271,18 +289,21 @@ class MlpReader {
     const bool fused = slice_.storage == ExpertStorage::kFusedNT;
     const std::int64_t gate_row = fused ? expert_ * 2 * all + first : first;
     const std::int64_t up_row = fused ? gate_row + all : first;
-    const ShardSet::Located& up = fused ? *tensors_.scale[kGate] : *tensors_.scale[kUp];
+    const ShardSet::Located& up =
+        fused ? *tensors_.of(TensorKind::kScale)[kGate] : *tensors_.of(TensorKind::kScale)[kUp];
     auto* w13_scale = out_.w13_scale.as<float>();
     if (slice_.gated) {
-      MOESAIC_RETURN_IF_ERROR(read_rectangle_widened(
-          *tensors_.scale[kGate], {gate_row, blocks, 0, h_blocks}, &out_.small, w13_scale));
+      MOESAIC_RETURN_IF_ERROR(read_scale_grid(*tensors_.of(TensorKind::kScale)[kGate],
+                                              {gate_row, blocks, 0, h_blocks}, h_blocks,
+                                              &out_.small, w13_scale));
       w13_scale += blocks * h_blocks;
     }
     MOESAIC_RETURN_IF_ERROR(
-        read_rectangle_widened(up, {up_row, blocks, 0, h_blocks}, &out_.small, w13_scale));
-    MOESAIC_RETURN_IF_ERROR(read_rectangle_widened(
-        *tensors_.scale[kDown], {fused ? expert_ * h_blocks : 0, h_blocks, first, blocks},
-        &out_.small, out_.w2_scale.as<float>()));
+        read_scale_grid(up, {up_row, blocks, 0, h_blocks}, h_blocks, &out_.small, w13_scale));
+    MOESAIC_RETURN_IF_ERROR(
+        read_scale_grid(*tensors_.of(TensorKind::kScale)[kDown],
+                        {fused ? expert_ * h_blocks : 0, h_blocks, first, blocks}, all, &out_.small,
+                        out_.w2_scale.as<float>()));
     return check_fp8(h_blocks, blocks);
   }
 
@@ -291,10 +312,11 @@ class MlpReader {
     const auto check = [&](std::size_t projection, const Tensor& weights, const Tensor& scales,
                            std::int64_t part, std::int64_t rows, std::int64_t cols,
                            std::int64_t first_row, std::int64_t first_col) {
-      return check_fp8_block(
-          {tensors_.weight[projection]->info->name, tensors_.scale[projection]->info->name,
-           weights.as<std::uint8_t>() + part * slice_.count * slice_.hidden,
-           scales.as<float>() + part * blocks * h_blocks, rows, cols, first_row, first_col});
+      return check_fp8_block({tensors_.of(TensorKind::kWeight)[projection]->info->name,
+                              tensors_.of(TensorKind::kScale)[projection]->info->name,
+                              weights.as<std::uint8_t>() + part * slice_.count * slice_.hidden,
+                              scales.as<float>() + part * blocks * h_blocks, rows, cols, first_row,
+                              first_col});
     };
     const std::int64_t gate = (fused ? expert_ * 2 * slice_.width : 0) + slice_.first;
     const std::int64_t up = fused ? gate + slice_.width : gate;
@@ -321,20 +343,17 @@ Shape with_leading(const MlpSlice& slice, std::int64_t rows, std::int64_t cols) 
 }  // namespace
 
 Status check_slice(std::string_view field, std::int64_t width, std::int64_t parts,
-                   StoredFormat format) {
+                   std::int64_t unit) {
   if (width % parts != 0) {
     return {
         StatusCode::kInvalidArgument,
         fmt::format("{}: got {} with tp_size {}, need a multiple of tp_size", field, width, parts)};
   }
-  const std::int64_t block = format == StoredFormat::kFp8Block ? kFp8BlockSize
-                             : format == StoredFormat::kMxfp4  ? kMxfp4GroupSize
-                                                               : 1;
-  if ((width / parts) % block == 0) return {};
+  if ((width / parts) % unit == 0) return {};
   return {StatusCode::kInvalidArgument,
           fmt::format("{}: got {} of {} on a rank with tp_size {}, need a multiple of the weight "
                       "block {}",
-                      field, width / parts, width, parts, block)};
+                      field, width / parts, width, parts, unit)};
 }
 
 Result<MlpBuffers> MlpBuffers::make(const MlpSlice& s) {
@@ -363,9 +382,7 @@ Result<MlpBuffers> MlpBuffers::make(const MlpSlice& s) {
     MOESAIC_ASSIGN_OR_RETURN(b.raw, Tensor::uninitialized(DType::kU8, {2 * s.count, s.hidden / 2}));
   }
   if (s.has_bias) {
-    MOESAIC_ASSIGN_OR_RETURN(b.w13_bias,
-                             Tensor::uninitialized(DType::kF32, {s.halves() * s.count}));
-    MOESAIC_ASSIGN_OR_RETURN(b.w2_bias, Tensor::uninitialized(DType::kF32, {s.hidden}));
+    MOESAIC_RETURN_IF_ERROR(b.make_biases(s));
     small_elements = std::max(2 * s.count, s.hidden);
   }
   MOESAIC_ASSIGN_OR_RETURN(b.small, Tensor::uninitialized(DType::kF32, {small_elements}));
@@ -373,6 +390,19 @@ Result<MlpBuffers> MlpBuffers::make(const MlpSlice& s) {
     MOESAIC_ASSIGN_OR_RETURN(b.raw, Tensor::uninitialized(s.dtype, {2 * s.count, s.hidden}));
   }
   return b;
+}
+
+Status MlpBuffers::make_biases(const MlpSlice& s) {
+  MOESAIC_ASSIGN_OR_RETURN(w13_bias, Tensor::uninitialized(DType::kF32, {s.halves() * s.count}));
+  MOESAIC_ASSIGN_OR_RETURN(w2_bias, Tensor::uninitialized(DType::kF32, {s.hidden}));
+  MOESAIC_ASSIGN_OR_RETURN(small,
+                           Tensor::uninitialized(DType::kF32, {std::max(2 * s.count, s.hidden)}));
+  return {};
+}
+
+Status read_mlp_biases(const MlpTensors& tensors, const MlpSlice& slice, std::int64_t expert,
+                       MlpBuffers* buffers) {
+  return MlpReader(tensors, slice, expert, buffers).read_biases();
 }
 
 Status read_mlp(const MlpTensors& tensors, const MlpSlice& slice, std::int64_t expert,

@@ -40,12 +40,13 @@ struct MlpBuffers {
   Tensor small;  // scales and biases before widening
 
   static Result<MlpBuffers> make(const MlpSlice& slice);
+  Status make_biases(const MlpSlice& slice);  // w13_bias and w2_bias alone
 };
 
-// FP8-block slices must fall on whole blocks: kInvalidArgument names dimension, parallel size and
-// block.
+// Slices must fall on whole blocks of `unit` (slice_unit): kInvalidArgument names dimension,
+// parallel size and block.
 Status check_slice(std::string_view field, std::int64_t width, std::int64_t parts,
-                   StoredFormat format);
+                   std::int64_t unit);
 
 // Reads expert `expert` (ignored by kPerExpert, whose `tensors` are its own). Every buffer is
 // written in full. kCorruptFile names the tensor and the place: NaN codes in FP8 weights, scales
@@ -53,6 +54,10 @@ Status check_slice(std::string_view field, std::int64_t width, std::int64_t part
 // come.
 Status read_mlp(const MlpTensors& tensors, const MlpSlice& slice, std::int64_t expert,
                 MlpBuffers* buffers);
+
+// The biases alone, for formats whose weights are read elsewhere.
+Status read_mlp_biases(const MlpTensors& tensors, const MlpSlice& slice, std::int64_t expert,
+                       MlpBuffers* buffers);
 
 // A whole tensor widened to F32 (from F32, BF16 or F16, exactly), with this shape.
 Result<Tensor> read_widened(const ShardSet::Located& tensor, const Shape& shape);

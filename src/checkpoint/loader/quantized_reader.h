@@ -1,0 +1,77 @@
+// One expert MLP stored in a quantised format, tensor by tensor per linear or in GGUF blocks, into
+// canonical form: the same shapes as loader/mlp_reader.h, with what the weight's OperandQuant says
+// beside them. The only place that knows file layouts of quantised weights; the words and blocks
+// themselves are decoded by src/quant. Source: spec checkpoints.md sections 4 to 6.
+#pragma once
+
+#include <cstdint>
+
+#include "checkpoint/layer_binding.h"
+#include "checkpoint/linear_format.h"
+#include "moesaic/experts.h"
+#include "moesaic/quant.h"
+#include "moesaic/status.h"
+#include "moesaic/tensor.h"
+
+namespace moesaic {
+
+// What to read: rows [first, first + count) of gate and up, the same columns of down.
+struct QuantizedSlice {
+  LinearFormat format;
+  QuantScheme scheme;
+  bool stacked = false;  // the tensors hold all experts, one after the other (GGUF)
+  bool gated = true;
+  std::int64_t hidden = 0;  // H
+  std::int64_t width = 0;   // full I
+  std::int64_t first = 0;
+  std::int64_t count = 0;
+};
+
+// Static activation scales of a layer, the same for all of its experts (dequantisation
+// multipliers); 0 where the scheme has none.
+struct InputScales {
+  float w13 = 0;
+  float w2 = 0;
+};
+// The largest of all experts', so that no expert's activations saturate and every rank has the same
+// ones. kCorruptFile for a value that is not finite and > 0.
+Result<InputScales> read_input_scales(const std::vector<MlpTensors>& experts,
+                                      const LinearFormat& format);
+
+// NVFP4: has any expert another global scale for gate than for up? Then the layer's scheme has
+// OuterScale::kChannel in place of kTensor.
+Result<bool> global_scales_differ(const std::vector<MlpTensors>& experts);
+
+// One matrix [rows, columns]. Shapes and dtypes of all but `weight` as ExpertWeightsView has them;
+// what the scheme does not use is not present().
+struct MatrixBuffers {
+  Tensor weight, scale, zero, min, global_scale, channel_scale, input_scale, perm;
+  static Result<MatrixBuffers> make(const QuantScheme& scheme, std::int64_t rows,
+                                    std::int64_t columns);
+  std::int64_t bytes() const;
+};
+struct QuantizedBuffers {
+  MatrixBuffers w13, w2;
+  static Result<QuantizedBuffers> make(const QuantizedSlice& slice);
+  std::int64_t bytes() const { return w13.bytes() + w2.bytes(); }
+};
+// Views of everything but biases.
+ExpertWeightsView view_of(const QuantizedBuffers& buffers);
+
+// Reads expert `expert` (which matters for stacked tensors only). Every buffer is written in full.
+// kCorruptFile names the tensor and the place: NaN codes, scales that are NaN, infinite or not > 0
+// (0 only over weights that are all zero; GGUF minima and scales may have either sign), E8M0 0xFF,
+// group indices out of range or against the configuration, zero points that a symmetric format does
+// not have, a weight_shape or quantisation state that contradicts the tensors. kUnsupported: gate
+// and up with different group indices, groups of uneven size. Errors of reading as
+// they come. Gate and up with different per-tensor scales are requantised to the larger.
+Status read_quantized_mlp(const MlpTensors& tensors, const QuantizedSlice& slice,
+                          const InputScales& input_scales, std::int64_t expert,
+                          QuantizedBuffers* buffers);
+
+// The values of a matrix in fp32, row-major: for weights that are too few to matter. `columns` of
+// the matrix; out has rows * columns elements. Each value is rounded once per product.
+void dequantize_matrix(const OperandQuant& weight, const MatrixBuffers& matrix, std::int64_t rows,
+                       std::int64_t columns, float* out);
+
+}  // namespace moesaic

@@ -1,0 +1,23 @@
+// Patterns for module names, from files that nobody vouches for: bounded in size and time.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "moesaic/status.h"
+
+namespace moesaic {
+
+inline constexpr std::size_t kMaxPatternBytes = 512;
+
+// Does the regular expression match the name from its start (not necessarily to its end)? Python's
+// re.match with the syntax that both languages share; back-references and look-behind are not
+// among it. kUnsupported for a pattern that is too long, malformed or too complex. `field` begins
+// the message.
+Result<bool> regex_matches(std::string_view field, const std::string& pattern,
+                           std::string_view name);
+
+// Shell pattern (*, ?, [..]) for the whole name.
+bool glob_matches(const std::string& pattern, const std::string& name);
+
+}  // namespace moesaic

@@ -1,0 +1,425 @@
+#!/usr/bin/env python3
+"""Malformed and unsupported quantisation: descriptions of it ("checkpoint") and tensors against them ("layer"), with the
+refusal that each must get."""
+
+import json
+import random
+import struct
+
+import quant_model as q
+from corpus import main, simple_file
+from gguf_file import metadata
+from gguf_model import gguf_file
+from tiny_model import Tensor, matrix, safetensors, tensor
+
+CORRUPT, LIMIT, MISSING, ARGUMENT = "corrupt_file", "limit_exceeded", "missing_tensor", "invalid_argument"
+UNSUPPORTED, AMBIGUOUS, SHAPE, DTYPE = "unsupported", "ambiguous_format", "invalid_shape", "invalid_dtype"
+EXPERTS, P = 2, "model.layers.0.mlp."
+UP = P + "experts.1.up_proj"
+NAN, INF = struct.pack("<f", float("nan")), struct.pack("<f", float("inf"))
+
+
+def base(h, i):
+    return {"model_type": "qwen3_moe", "hidden_size": h, "moe_intermediate_size": i, "num_hidden_layers": 1, "num_experts": EXPERTS,
+            "num_experts_per_tok": 1, "torch_dtype": "bfloat16"}
+
+
+def ct(form, weights, inputs=None, **more):
+    g = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return dict({"quant_method": "compressed-tensors", "format": form, "config_groups": {"g": g}, "ignore": ["lm_head", "re:.*mlp.gate$"]}, **more)
+
+
+def floats8(strategy="channel", **k):
+    return dict({"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False}, **k)
+
+
+def ints(bits=4, group=32, **k):
+    return dict({"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": group, "dynamic": False}, **k)
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+FP8 = {"quant_method": "fp8", "activation_scheme": "static"}
+OPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+
+
+def descriptions(c):
+    def bad(name, quant, code, keywords, side=None):
+        files = {"config.json": json.dumps(dict(base(32, 32), **({"quantization_config": quant} if quant is not None else {}))),
+                 "model.safetensors": simple_file("a")}
+        files.update({n: x if isinstance(x, str) else json.dumps(x) for n, x in (side or {}).items()})
+        c.folder(name, files, code, keywords, door="checkpoint")
+
+    without = lambda d, key: {k: v for k, v in d.items() if k != key}
+    # GPTQ and AWQ
+    for name, method, key in (("gptq", GPTQ, "bits"), ("gptq", GPTQ, "group_size"), ("awq", AWQ, "bits"), ("awq", AWQ, "group_size")):
+        bad("%s_no_%s" % (name, key), without(method, key), CORRUPT, [key, "missing"])
+        bad("%s_%s_string" % (name, key), dict(method, **{key: "4"}), CORRUPT, [key, "an integer"])
+        bad("%s_%s_fraction" % (name, key), dict(method, **{key: 4.5}), CORRUPT, [key])
+    for bits in (2, 3, 5, 16):
+        bad("gptq_bits_%d" % bits, dict(GPTQ, bits=bits), UNSUPPORTED, ["bits", "got %d" % bits, "4 or 8"])
+    bad("gptq_bits_zero", dict(GPTQ, bits=0), ARGUMENT, ["bits", "got 0"])
+    bad("awq_bits_8", dict(AWQ, bits=8), UNSUPPORTED, ["bits", "got 8", "need 4"])
+    for group in (0, 1, 12, -2):
+        bad("gptq_group_%d" % group, dict(GPTQ, group_size=group), ARGUMENT, ["group_size", "got %d" % group])
+        bad("awq_group_%d" % group, dict(AWQ, group_size=group), ARGUMENT, ["group_size", "got %d" % group])
+    bad("gptq_format", dict(GPTQ, checkpoint_format="marlin"), UNSUPPORTED, ["checkpoint_format", "marlin"])
+    bad("gptq_sym_number", dict(GPTQ, sym=1), CORRUPT, ["sym"])
+    bad("gptq_desc_act_string", dict(GPTQ, desc_act="yes"), CORRUPT, ["desc_act"])
+    bad("gptq_dynamic_list", dict(GPTQ, dynamic=["x"]), CORRUPT, ["dynamic", "an object"])
+    bad("gptq_dynamic_override", dict(GPTQ, dynamic={"+:.*experts.*": {"bits": 8}}), UNSUPPORTED, ["dynamic", "+:.*experts"])
+    bad("gptq_dynamic_bare", dict(GPTQ, dynamic={".*experts.*": {"bits": 8}}), UNSUPPORTED, ["dynamic", ".*experts"])
+    bad("gptq_dynamic_regex", dict(GPTQ, dynamic={"-:(": {}}), UNSUPPORTED, ["regular expression", "malformed"])
+    bad("gptq_dynamic_and_list", dict(GPTQ, dynamic={"-:x": {}}, modules_to_not_convert=["y"]), UNSUPPORTED, ["dynamic", "modules_to_not_convert"])
+    bad("awq_version", dict(AWQ, version="gemv"), UNSUPPORTED, ["version", "gemv"])
+    bad("awq_symmetric", dict(AWQ, zero_point=False), UNSUPPORTED, ["zero_point", "false"])
+    bad("awq_aliases_differ", dict(AWQ, w_bit=8), AMBIGUOUS, ["bits", "w_bit"])
+    # bitsandbytes
+    bad("bnb_neither", {"quant_method": "bitsandbytes"}, AMBIGUOUS, ["load_in_4bit", "load_in_8bit"])
+    bad("bnb_both", dict(BNB, load_in_8bit=True), AMBIGUOUS, ["load_in_4bit", "load_in_8bit"])
+    bad("bnb_no_type", without(BNB, "bnb_4bit_quant_type"), UNSUPPORTED, ["bnb_4bit_quant_type", "none"])
+    bad("bnb_type", dict(BNB, bnb_4bit_quant_type="int4"), UNSUPPORTED, ["bnb_4bit_quant_type", "int4"])
+    bad("bnb_storage", dict(BNB, bnb_4bit_quant_storage="bfloat16"), UNSUPPORTED, ["bnb_4bit_quant_storage", "bfloat16"])
+    bad("bnb_skip_string", dict(BNB, llm_int8_skip_modules="gate"), CORRUPT, ["llm_int8_skip_modules", "list"])
+    # ModelOpt
+    bad("opt_no_algo", {"quant_method": "modelopt"}, CORRUPT, ["quant_algo", "missing"])
+    for algo in ("MIXED_PRECISION", "INT4_AWQ", "W4A8_AWQ", "NVFP4_AWQ", ""):
+        bad("opt_algo_" + (algo or "blank"), dict(OPT, quant_algo=algo), UNSUPPORTED, ["quant_algo", '"%s"' % algo])
+    bad("opt_group", dict(OPT, group_size=32), ARGUMENT, ["group_size", "32"])
+    bad("opt_ignore_string", dict(OPT, ignore="lm_head"), CORRUPT, ["ignore", "list"])
+    bad("opt_ignore_regex", dict(OPT, ignore=["re:.*"]), UNSUPPORTED, ["ignore", "re:.*"])
+    bad("opt_ignore_long", dict(OPT, ignore=["x" * 600]), UNSUPPORTED, ["ignore", "600"])
+    # side files
+    for name in ("hf_quant_config.json", "quantize_config.json", "quant_config.json"):
+        stem = name.split(".")[0]
+        bad("side_%s_not_json" % stem, None, CORRUPT, [name], {name: "{"})
+        bad("side_%s_array" % stem, None, CORRUPT, [name, "object"], {name: "[]"})
+        bad("side_%s_empty" % stem, None, CORRUPT, [name, "missing"], {name: "{}"})
+    bad("side_differs", GPTQ, AMBIGUOUS, ["quantize_config.json", "otherwise"], {"quantize_config.json": without(dict(GPTQ, group_size=64), "quant_method")})
+    bad("side_two_differ", None, AMBIGUOUS, ["quant_config.json", "quantize_config.json"],
+        {"quantize_config.json": without(GPTQ, "quant_method"), "quant_config.json": without(AWQ, "quant_method")})
+    bad("side_quantization_string", None, CORRUPT, ["hf_quant_config.json", "quantization"], {"hf_quant_config.json": {"quantization": "FP8"}})
+    bad("side_other_method", None, UNSUPPORTED, ["quantize_config.json", "hqq"], {"quantize_config.json": {"quant_method": "hqq"}})
+    # compressed-tensors
+    token = floats8("token", dynamic=True)
+    bad("ct_no_groups", {"quant_method": "compressed-tensors", "format": "pack-quantized"}, CORRUPT, ["config_groups", "missing"])
+    bad("ct_empty_groups", ct("pack-quantized", ints(), config_groups={}), CORRUPT, ["config_groups"])
+    bad("ct_group_string", ct("pack-quantized", ints(), config_groups={"g": "x"}), CORRUPT, ["config_groups", '"g"', "object"])
+    bad("ct_many_groups", ct("pack-quantized", ints(), config_groups={"g%d" % n: {"targets": ["Linear"], "weights": ints()} for n in range(65)}), LIMIT,
+        ["config_groups", "65"])
+    bad("ct_no_format", without(ct("x", ints()), "format"), CORRUPT, ["format", "missing"])
+    for form in ("marlin-24", "sparse-24-bitmask", "dense", "fp4-quantized", "packed", ""):
+        bad("ct_format_" + (form or "blank"), ct(form, ints()), UNSUPPORTED, ["format", '"%s"' % form])
+    bad("ct_no_weights", ct("pack-quantized", None), CORRUPT, ["weights", "missing"])
+    bad("ct_no_targets", ct("x", ints(), config_groups={"g": {"weights": ints(), "format": "pack-quantized"}}), CORRUPT, ["targets", "missing"])
+    bad("ct_targets_string", ct("x", ints(), config_groups={"g": {"weights": ints(), "format": "pack-quantized", "targets": "Linear"}}), CORRUPT, ["targets"])
+    bad("ct_no_bits", ct("pack-quantized", without(ints(), "num_bits")), CORRUPT, ["num_bits", "missing"])
+    for bits in (1, 2, 3, 5, 6, 7, 16):
+        bad("ct_packed_bits_%d" % bits, ct("pack-quantized", ints(bits)), UNSUPPORTED, ["weights", "%d bits" % bits, "4 or 8"])
+    bad("ct_packed_float", ct("pack-quantized", ints(type="float")), UNSUPPORTED, ["weights", "float"])
+    bad("ct_type", ct("pack-quantized", ints(type="uint")), ARGUMENT, ["type", "uint"])
+    bad("ct_packed_tensor", ct("pack-quantized", ints(strategy="tensor")), UNSUPPORTED, ["strategy", "tensor"])
+    bad("ct_packed_no_group", ct("pack-quantized", without(ints(), "group_size")), UNSUPPORTED, ["group_size"])
+    bad("ct_actorder", ct("pack-quantized", ints(actorder="sideways")), UNSUPPORTED, ["actorder", "sideways"])
+    bad("ct_packed_int8_inputs", ct("pack-quantized", ints(), ints(8, strategy="token", dynamic=True)), UNSUPPORTED, ["input_activations"])
+    bad("ct_w4a8_group_32", ct("pack-quantized", ints(), token), UNSUPPORTED, ["input_activations", "128"])
+    bad("ct_float_4_bits", ct("float-quantized", floats8(num_bits=4)), UNSUPPORTED, ["weights", "4 bits"])
+    bad("ct_float_group", ct("float-quantized", floats8("group", group_size=128)), UNSUPPORTED, ["strategy", "group"])
+    bad("ct_float_asymmetric", ct("float-quantized", floats8(symmetric=False)), UNSUPPORTED, ["weights"])
+    bad("ct_block_64", ct("float-quantized", floats8("block", block_structure=[64, 64])), UNSUPPORTED, ["block_structure", "64, 64"])
+    bad("ct_no_block", ct("float-quantized", floats8("block")), UNSUPPORTED, ["block_structure"])
+    bad("ct_static_token", ct("float-quantized", floats8(), floats8("token")), UNSUPPORTED, ["input_activations", "static"])
+    bad("ct_block_static", ct("float-quantized", floats8("block", block_structure=[128, 128]), floats8("tensor")), UNSUPPORTED, ["input_activations"])
+    bad("ct_block_token", ct("float-quantized", floats8("block", block_structure=[128, 128]), token), UNSUPPORTED, ["input_activations", "group"])
+    bad("ct_int_static", ct("int-quantized", ints(8, strategy="channel"), ints(8, strategy="tensor")), UNSUPPORTED, ["input_activations", "static"])
+    bad("ct_int_asymmetric_inputs", ct("int-quantized", ints(8, strategy="channel"), ints(8, strategy="token", dynamic=True, symmetric=False)), UNSUPPORTED,
+        ["input_activations"])
+    bad("ct_int_4_bits", ct("int-quantized", ints(4, strategy="channel")), UNSUPPORTED, ["weights", "int 4 bits"])
+    bad("ct_nvfp4_group", ct("nvfp4-pack-quantized", dict(ints(4, 32), type="float")), UNSUPPORTED, ["group_size 16"])
+    bad("ct_mxfp4_group", ct("mxfp4-pack-quantized", dict(ints(4, 16), type="float")), UNSUPPORTED, ["group_size 32"])
+    bad("ct_dynamic_word", ct("float-quantized", floats8(), floats8("token", dynamic="global")), UNSUPPORTED, ["dynamic", "global"])
+    bad("ct_sparsity", ct("pack-quantized", ints(), sparsity_config={"format": "sparse-24-bitmask"}), UNSUPPORTED, ["sparsity_config"])
+    bad("ct_transform", ct("pack-quantized", ints(), transform_config={"config_groups": {"r1": {}}}), UNSUPPORTED, ["transform_config"])
+    bad("ct_ignore_regex", ct("pack-quantized", ints(), ignore=["re:*x"]), UNSUPPORTED, ["ignore", "malformed"])
+    bad("ct_ignore_backreference", ct("pack-quantized", ints(), ignore=["re:(a)\\1"]), UNSUPPORTED, ["ignore", "regular expression"])
+    bad("ct_ignore_long_regex", ct("pack-quantized", ints(), ignore=["re:" + "a" * 600]), UNSUPPORTED, ["ignore", "600"])
+    bad("ct_ignore_bomb", ct("pack-quantized", ints(), ignore=["re:((((a{1,99}){1,99}){1,99}){1,99})"]), UNSUPPORTED, ["ignore", "regular expression"])
+    bad("ct_target_regex", ct("x", ints(), config_groups={"g": {"weights": ints(), "format": "pack-quantized", "targets": ["re:["]}}), UNSUPPORTED, ["targets"])
+    # fp8
+    bad("fp8_scheme", dict(FP8, activation_scheme="sometimes"), ARGUMENT, ["activation_scheme", "sometimes"])
+    for method in ("quark", "hqq", "aqlm", "eetq", "marlin", "GPTQ"):
+        bad("method_" + method, {"quant_method": method}, UNSUPPORTED, ["quant_method", '"%s"' % method])
+
+
+def layers(c):
+    def layer(name, quant, linear, spoil, code, keywords, h=64, i=64, config=None):
+        rng = random.Random(name)
+        tensors = {P + "gate.weight": tensor("BF16", matrix(rng, "BF16", EXPERTS, h))}
+        for e in range(EXPERTS):
+            for leaf, n, k in (("gate_proj", i, h), ("up_proj", i, h), ("down_proj", h, i)):
+                files = linear(rng, n, k)[0]
+                tensors.update({"%sexperts.%d.%s%s" % (P, e, leaf, end): t for end, t in files.items()})
+        spoil(tensors)
+        c.folder(name, {"config.json": json.dumps(dict(base(h, i), quantization_config=quant, **(config or {}))),
+                        "model.safetensors": safetensors(tensors)}, code, keywords, door="layer")
+
+    pop = lambda end: (lambda t: t.pop(UP + end))
+    rename = lambda end, to: (lambda t: t.update({UP + to: t.pop(UP + end)}))
+    add = lambda end, x: (lambda t: t.update({UP + end: x}))
+
+    def replace(end, dtype, shape, data=None):
+        def spoil(t):
+            size = {"U8": 1, "I8": 1, "F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8}[dtype]
+            n = size
+            for d in shape:
+                n *= d
+            t[UP + end] = Tensor(dtype, list(shape), data if data is not None else bytes(n))
+        return spoil
+
+    def poke(end, at, raw):
+        def spoil(t):
+            x = t[UP + end]
+            t[UP + end] = Tensor(x.dtype, x.shape, x.data[:at] + raw + x.data[at + len(raw):])
+        return spoil
+
+    # FP8 per tensor (static), per channel
+    one = lambda **k: (lambda rng, n, m: q.fp8_tensor(rng, n, m, scale=2.0**-8, static=True, **k))
+    f = lambda name, spoil, code, keys, quant=FP8, **k: layer("fp8t_" + name, quant, one(), spoil, code, keys, **k)
+    f("good", lambda t: None, "ok", [])
+    f("no_scale", pop(".weight_scale"), MISSING, [UP + ".weight_scale", "expert 1: 8 of 9"])
+    f("no_input_scale", pop(".input_scale"), MISSING, [UP + ".input_scale"])
+    f("extra_input_scale", lambda t: None, CORRUPT, ["not recognised", "input_scale"], quant={"quant_method": "fp8"})
+    f("inverse_name", rename(".weight_scale", ".weight_scale_inv"), MISSING, [UP + ".weight_scale", "weight_scale_inv"])
+    f("scale_per_row", replace(".weight_scale", "F32", [64]), SHAPE, [UP + ".weight_scale", "[64]"])
+    f("scale_two", replace(".weight_scale", "F32", [2]), SHAPE, [UP + ".weight_scale", "[2]"])
+    f("scale_dtype", replace(".weight_scale", "F16", [1]), DTYPE, [UP + ".weight_scale", "F16"])
+    for label, raw in (("nan", NAN), ("inf", INF), ("negative", struct.pack("<f", -1)), ("zero", bytes(4))):
+        f("scale_" + label, poke(".weight_scale", 0, raw), CORRUPT, [UP + ".weight_scale", "scale"])
+        f("input_scale_" + label, poke(".input_scale", 0, raw), CORRUPT, [UP + ".input_scale", "input scale"])
+    f("weight_nan", poke(".weight", 70, b"\x7f"), CORRUPT, [UP + ".weight", "0x7F", "[1, 6]"])
+    f("weight_bf16", replace(".weight", "BF16", [64, 64]), DTYPE, [UP + ".weight", "BF16"])
+    f("weight_row_more", replace(".weight", "F8_E4M3", [65, 64]), SHAPE, [UP + ".weight", "[65, 64]"])
+    f("skip_one", lambda t: None, UNSUPPORTED, ["all or none"], quant=dict(FP8, ignored_layers=[UP]))
+    channel = ct("float-quantized", floats8(), floats8("token", dynamic=True))
+    g = lambda name, spoil, code, keys, **k: layer("fp8c_" + name, k.pop("quant", channel), lambda rng, n, m: q.fp8_channel(rng, n, m), spoil, code, keys, **k)
+    g("good", lambda t: None, "ok", [])
+    g("no_scale", pop(".weight_scale"), MISSING, [UP + ".weight_scale"])
+    g("scale_row_less", replace(".weight_scale", "F32", [63, 1]), SHAPE, [UP + ".weight_scale", "[63, 1]"])
+    g("scale_columns", replace(".weight_scale", "F32", [1, 64]), SHAPE, [UP + ".weight_scale", "[1, 64]"])
+    g("scale_nan", poke(".weight_scale", 4 * 5, NAN), CORRUPT, [UP + ".weight_scale", "[5, 0]"])
+    g("scale_negative", poke(".weight_scale", 4 * 63 + 3, b"\xbf"), CORRUPT, [UP + ".weight_scale", "[63, 0]"])
+    g("ignored_in_part", lambda t: None, UNSUPPORTED, ["left out", "experts.1", "experts.0"], quant=dict(channel, ignore=["re:.*experts\\.1\\..*"]))
+    g("ignored_projection", lambda t: None, UNSUPPORTED, ["left out", "up_proj"], quant=dict(channel, ignore=["re:.*up_proj"]))
+    g("two_formats", lambda t: None, UNSUPPORTED, ["of the format"],
+      quant=ct("x", None, config_groups={"a": {"targets": ["re:.*down_proj"], "weights": floats8("tensor"), "format": "float-quantized"},
+                                         "b": {"targets": ["Linear"], "weights": floats8(), "format": "float-quantized"}}))
+    g("no_target", lambda t: None, DTYPE, ["gate_proj", "F8_E4M3"],
+      quant=ct("x", None, config_groups={"a": {"targets": ["re:.*attn.*"], "weights": floats8(), "format": "float-quantized"}}))
+    m = lambda name, spoil, code, keys, **k: layer("mxfp8_" + name, dict(OPT, quant_algo="MXFP8"), lambda rng, n, x: q.mxfp8(rng, n, x), spoil, code, keys, **k)
+    m("good", lambda t: None, "ok", [])
+    m("scale_ff", poke(".weight_scale", 3, b"\xff"), CORRUPT, [UP + ".weight_scale", "0xFF", "[1, 1]"])
+    m("scale_f32", replace(".weight_scale", "F32", [64, 2]), DTYPE, [UP + ".weight_scale", "F32"])
+    m("scale_group_16", replace(".weight_scale", "U8", [64, 4]), SHAPE, [UP + ".weight_scale", "[64, 4]", "[64, 2]"])
+    layer("mxfp8_odd_width", dict(OPT, quant_algo="MXFP8"), lambda rng, n, x: q.fp8_channel(rng, n, x), lambda t: None, UNSUPPORTED, ["48 columns", "32"], i=48)
+
+    # int8
+    w8 = ct("int-quantized", ints(8, strategy="channel"), ints(8, strategy="token", dynamic=True))
+    j = lambda name, spoil, code, keys, **k: layer("int8_" + name, w8, lambda rng, n, x: q.int8(rng, n, x), spoil, code, keys, **k)
+    j("good", lambda t: None, "ok", [])
+    j("weight_u8", replace(".weight", "U8", [64, 64]), DTYPE, [UP + ".weight", "U8", "I8"])
+    j("no_scale", pop(".weight_scale"), MISSING, [UP + ".weight_scale"])
+    j("one_scale", replace(".weight_scale", "BF16", [1]), SHAPE, [UP + ".weight_scale", "[1]"])
+    j("scale_inf", poke(".weight_scale", 2, b"\x80\x7f"), CORRUPT, [UP + ".weight_scale", "inf", "[1, 0]"])
+    j("extra_zero_point", add(".weight_zero_point", Tensor("I8", [64, 1], bytes(64))), CORRUPT, ["not recognised", "weight_zero_point"])
+    b8 = lambda name, spoil, code, keys: layer("bnb8_" + name, {"quant_method": "bitsandbytes", "load_in_8bit": True}, lambda rng, n, x: q.bnb8(rng, n, x), spoil, code, keys)
+    b8("good", lambda t: None, "ok", [])
+    b8("no_format", pop(".weight_format"), "ok", [])
+    b8("no_scb", pop(".SCB"), MISSING, [UP + ".SCB"])
+    b8("scb_column", replace(".SCB", "F32", [64, 1]), SHAPE, [UP + ".SCB", "[64, 1]"])
+    b8("scb_nan", poke(".SCB", 8, NAN), CORRUPT, [UP + ".SCB", "[2, 0]"])
+
+    # compressed-tensors integers
+    pk = ct("pack-quantized", ints())
+    def k4(name, spoil, code, keys, quant=pk, make=None, **k):
+        layer("packed_" + name, quant, make or (lambda rng, n, x: q.packed(rng, n, x)), spoil, code, keys, **k)
+    k4("good", lambda t: None, "ok", [])
+    k4("no_packed", pop(".weight_packed"), MISSING, [UP + ".weight_packed"])
+    k4("no_scale", pop(".weight_scale"), MISSING, [UP + ".weight_scale"])
+    k4("no_shape", pop(".weight_shape"), MISSING, [UP + ".weight_shape"])
+    k4("plain_name", rename(".weight_packed", ".weight"), MISSING, [UP + ".weight_packed", "not recognised"])
+    k4("word_less", replace(".weight_packed", "I32", [64, 7]), SHAPE, [UP + ".weight_packed", "[64, 7]", "[64, 8]"])
+    k4("word_more", replace(".weight_packed", "I32", [64, 9]), SHAPE, [UP + ".weight_packed", "[64, 9]"])
+    k4("packed_along_rows", replace(".weight_packed", "I32", [8, 64]), SHAPE, [UP + ".weight_packed", "[8, 64]"])
+    k4("bytes", replace(".weight_packed", "U8", [64, 32]), DTYPE, [UP + ".weight_packed", "U8", "I32"])
+    k4("groups_of_16", replace(".weight_scale", "BF16", [64, 4]), SHAPE, [UP + ".weight_scale", "[64, 4]", "[64, 2]"])
+    k4("groups_of_64", lambda t: None, SHAPE, ["weight_scale", "[64, 2]", "[64, 1]"], quant=ct("pack-quantized", ints(group=64)))
+    k4("shape_differs", poke(".weight_shape", 0, struct.pack("<q", 65)), CORRUPT, [UP + ".weight_shape", "[65, 64]", "[64, 64]"])
+    k4("shape_swapped_sizes", replace(".weight_shape", "I64", [3]), SHAPE, [UP + ".weight_shape", "[3]"])
+    k4("shape_float", replace(".weight_shape", "F32", [2]), DTYPE, [UP + ".weight_shape", "F32"])
+    k4("scale_nan", poke(".weight_scale", 0, b"\xc0\x7f"), CORRUPT, [UP + ".weight_scale", "nan", "[0, 0]"])
+    k4("scale_zero", poke(".weight_scale", 6, b"\0\0"), CORRUPT, [UP + ".weight_scale", "[1, 1]"])
+    k4("extra_zeros", add(".weight_zero_point", Tensor("I32", [8, 2], bytes(64))), CORRUPT, ["not recognised", "weight_zero_point"])
+    k4("missing_zeros", lambda t: None, MISSING, ["weight_zero_point"], quant=ct("pack-quantized", ints(symmetric=False)))
+    k4("zeros_row_more", replace(".weight_zero_point", "I32", [9, 2]), SHAPE, [UP + ".weight_zero_point", "[9, 2]", "[8, 2]"],
+       quant=ct("pack-quantized", ints(symmetric=False)), make=lambda rng, n, x: q.packed(rng, n, x, zeros=True))
+    k4("extra_index", add(".weight_g_idx", Tensor("I32", [64], bytes(256))), CORRUPT, ["not recognised", "weight_g_idx"])
+    k4("bits_8_stored_4", lambda t: None, SHAPE, ["weight_packed", "[64, 8]", "[64, 16]"], quant=ct("pack-quantized", ints(8)))
+    ordered = ct("pack-quantized", ints(actorder="group"))
+    index = lambda rng, n, x: q.packed(rng, n, x, index=q.group_index(random.Random(7), x, 32, True))
+    k4("order_good", lambda t: None, "ok", [], quant=ordered, make=index)
+    k4("order_missing", pop(".weight_g_idx"), MISSING, [UP + ".weight_g_idx"], quant=ordered, make=index)
+    k4("order_out_of_range", poke(".weight_g_idx", 40, struct.pack("<i", 2)), CORRUPT, [UP + ".weight_g_idx", "2"], quant=ordered, make=index)
+    k4("order_negative", poke(".weight_g_idx", 40, struct.pack("<i", -1)), CORRUPT, [UP + ".weight_g_idx", "-1"], quant=ordered, make=index)
+    k4("order_uneven", replace(".weight_g_idx", "I32", [64], struct.pack("<64i", *([0] * 33 + [1] * 31))), UNSUPPORTED, [UP + ".weight_g_idx", "uneven"],
+       quant=ordered, make=index)
+    k4("order_gate_differs", lambda t: t.update({UP + ".weight_g_idx": Tensor("I32", [64], struct.pack("<64i", *([1] * 32 + [0] * 32)))}), UNSUPPORTED,
+       [UP + ".weight_g_idx", "gate"], quant=ordered, make=index)
+
+    # GPTQ and AWQ
+    def gp(name, spoil, code, keys, quant=GPTQ, **k):
+        more = k.pop("linear", {})
+        layer("gptqt_" + name, quant, lambda rng, n, x: q.gptq(rng, n, x, **more), spoil, code, keys, **k)
+    gp("good", lambda t: None, "ok", [])
+    for end in (".qweight", ".qzeros", ".scales"):
+        gp("no" + end, pop(end), MISSING, [UP + end])
+    gp("qweight_row_less", replace(".qweight", "I32", [7, 64]), SHAPE, [UP + ".qweight", "[7, 64]", "[8, 64]"])
+    gp("qweight_column_more", replace(".qweight", "I32", [8, 65]), SHAPE, [UP + ".qweight", "[8, 65]"])
+    gp("qweight_transposed", replace(".qweight", "I32", [64, 8]), SHAPE, [UP + ".qweight", "[64, 8]"])
+    gp("qweight_i64", replace(".qweight", "I64", [8, 64]), DTYPE, [UP + ".qweight", "I64"])
+    gp("qzeros_width", replace(".qzeros", "I32", [2, 9]), SHAPE, [UP + ".qzeros", "[2, 9]", "[2, 8]"])
+    gp("qzeros_groups", replace(".qzeros", "I32", [3, 8]), SHAPE, [UP + ".qzeros", "[3, 8]"])
+    gp("scales_groups", replace(".scales", "F16", [1, 64]), SHAPE, [UP + ".scales", "[1, 64]", "[2, 64]"])
+    gp("scales_transposed", replace(".scales", "F16", [64, 2]), SHAPE, [UP + ".scales", "[64, 2]"])
+    gp("scales_nan", poke(".scales", 2, b"\0\x7e"), CORRUPT, [UP + ".scales", "nan", "[1, 0]"])
+    gp("scales_inf", poke(".scales", 128 + 4, b"\0\x7c"), CORRUPT, [UP + ".scales", "inf", "[2, 1]"])
+    gp("scales_negative", poke(".scales", 1, b"\xbc"), CORRUPT, [UP + ".scales", "[0, 0]"])
+    gp("zero_in_symmetric", poke(".qzeros", 0, b"\x76"), CORRUPT, [UP + ".qzeros", "zero point 7", "symmetric"])
+    gp("v1_said_v2", lambda t: None, CORRUPT, ["qzeros", "zero point 7", "need 8"], quant=dict(GPTQ, checkpoint_format="gptq_v2"))
+    gp("index_out_of_range", poke(".g_idx", 0, struct.pack("<i", 2)), CORRUPT, [UP + ".g_idx", "2"])
+    gp("index_huge", poke(".g_idx", 8, struct.pack("<i", 2**31 - 1)), CORRUPT, [UP + ".g_idx", "2147483647"])
+    gp("index_negative", poke(".g_idx", 252, struct.pack("<i", -1)), CORRUPT, [UP + ".g_idx", "-1"])
+    gp("index_short", replace(".g_idx", "I32", [63]), SHAPE, [UP + ".g_idx", "[63]", "[64]"])
+    gp("index_float", replace(".g_idx", "F32", [64]), DTYPE, [UP + ".g_idx", "F32"])
+    gp("index_unsorted", replace(".g_idx", "I32", [64], struct.pack("<64i", *([1] * 32 + [0] * 32))), CORRUPT, [UP + ".g_idx", "desc_act"])
+    gp("index_missing_with_desc_act", pop(".g_idx"), MISSING, [UP + ".g_idx"], quant=dict(GPTQ, desc_act=True))
+    gp("extra_bias", add(".bias", Tensor("F16", [64], bytes(128))), CORRUPT, ["not recognised", ".bias"])
+    gp("words_of_other_width", lambda t: None, SHAPE, ["qweight", "[8, 64]", "[16, 64]"], quant=dict(GPTQ, bits=8))
+    dummy = lambda rng, n, m: ({".weight": Tensor("BF16", [n, m], bytes(2 * n * m))}, None)
+    layer("gptqt_width_not_words", GPTQ, dummy, lambda t: None, UNSUPPORTED, ["60 columns", "8"], i=60)
+    layer("packed_width_not_groups", pk, dummy, lambda t: None, UNSUPPORTED, ["48 columns", "32"], i=48)
+    layer("awqt_rows_not_words", AWQ, dummy, lambda t: None, UNSUPPORTED, ["rows", "8"], i=36)
+    layer("awqt_columns_not_groups", AWQ, dummy, lambda t: None, UNSUPPORTED, ["48 columns", "32"], i=48)
+    layer("nvfp4_width_24", OPT, dummy, lambda t: None, UNSUPPORTED, ["24 columns", "16"], i=24)
+    aw = lambda name, spoil, code, keys, **k: layer("awqt_" + name, AWQ, lambda rng, n, x: q.awq(rng, n, x), spoil, code, keys, **k)
+    aw("good", lambda t: None, "ok", [])
+    for end in (".qweight", ".qzeros", ".scales"):
+        aw("no" + end, pop(end), MISSING, [UP + end])
+    aw("qweight_gptq_order", replace(".qweight", "I32", [8, 64]), SHAPE, [UP + ".qweight", "[8, 64]", "[64, 8]"])
+    aw("qzeros_width", replace(".qzeros", "I32", [2, 7]), SHAPE, [UP + ".qzeros", "[2, 7]"])
+    aw("scales_groups", replace(".scales", "F16", [4, 64]), SHAPE, [UP + ".scales", "[4, 64]"])
+    aw("scales_zero", poke(".scales", 0, b"\0\0"), CORRUPT, [UP + ".scales", "[0, 0]"])
+    aw("index", add(".g_idx", Tensor("I32", [64], bytes(256))), CORRUPT, ["not recognised", "g_idx"])
+
+    # NVFP4 and MXFP4
+    opt = lambda name, spoil, code, keys, **k: layer("nvfp4_" + name, OPT, lambda rng, n, x: q.nvfp4(rng, n, x, compressed=False, global_scale=2.0**-5), spoil, code,
+                                                     keys, **k)
+    opt("good", lambda t: None, "ok", [])
+    for end in (".weight", ".weight_scale", ".weight_scale_2", ".input_scale"):
+        opt("no" + end, pop(end), MISSING, [UP + end])
+    opt("scale_nan", poke(".weight_scale", 5, b"\x7f"), CORRUPT, [UP + ".weight_scale", "0x7F", "[1, 1]"])
+    opt("scale_ff", poke(".weight_scale", 0, b"\xff"), CORRUPT, [UP + ".weight_scale", "0xFF"])
+    opt("scale_negative", poke(".weight_scale", 4, b"\xb8"), CORRUPT, [UP + ".weight_scale", "-1", "[1, 0]"])
+    opt("scale_zero_over_weights", poke(".weight_scale", 0, b"\0"), CORRUPT, [UP + ".weight_scale", "[0, 0]"])
+    opt("scale_u8", replace(".weight_scale", "U8", [64, 4]), DTYPE, [UP + ".weight_scale", "U8", "F8_E4M3"])
+    opt("scale_group_32", replace(".weight_scale", "F8_E4M3", [64, 2]), SHAPE, [UP + ".weight_scale", "[64, 2]", "[64, 4]"])
+    opt("weight_unpacked", replace(".weight", "U8", [64, 64]), SHAPE, [UP + ".weight", "[64, 64]", "[64, 32]"])
+    opt("weight_byte_less", replace(".weight", "U8", [64, 31]), SHAPE, [UP + ".weight", "[64, 31]"])
+    for label, raw in (("nan", NAN), ("inf", INF), ("zero", bytes(4)), ("negative", struct.pack("<f", -2))):
+        opt("global_" + label, poke(".weight_scale_2", 0, raw), CORRUPT, [UP + ".weight_scale_2", "global scale"])
+        opt("input_" + label, poke(".input_scale", 0, raw), CORRUPT, [UP + ".input_scale", "input scale"])
+    opt("global_per_row", replace(".weight_scale_2", "F32", [64]), SHAPE, [UP + ".weight_scale_2", "[64]"])
+    mx = lambda name, spoil, code, keys, **k: layer("mxfp4l_" + name, ct("mxfp4-pack-quantized", dict(ints(4, 32), type="float")), lambda rng, n, x: q.mxfp4(rng, n, x),
+                                                    spoil, code, keys, **k)
+    mx("good", lambda t: None, "ok", [])
+    mx("scale_ff", poke(".weight_scale", 127, b"\xff"), CORRUPT, [UP + ".weight_scale", "0xFF", "[63, 1]"])
+    mx("scale_float", replace(".weight_scale", "F8_E4M3", [64, 2]), DTYPE, [UP + ".weight_scale", "F8_E4M3"])
+    mx("global_scale", add(".weight_global_scale", Tensor("F32", [1], bytes(4))), CORRUPT, ["not recognised", "weight_global_scale"])
+
+    # bitsandbytes 4-bit
+    def bn(name, spoil, code, keys, nested=False, **k):
+        layer("bnb4_" + name, dict(BNB, bnb_4bit_use_double_quant=nested), lambda rng, n, x: q.bnb4(rng, n, x, nested=nested), spoil, code, keys, **k)
+    state = ".weight.quant_state.bitsandbytes__nf4"
+    text = lambda s: Tensor("U8", [len(s)], s.encode())
+    good = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [64, 64]}
+    said = lambda **changes: (lambda t: t.update({UP + state: text(json.dumps({k: v for k, v in dict(good, **changes).items() if v is not None}))}))
+    bn("good", lambda t: None, "ok", [])
+    bn("nested_good", lambda t: None, "ok", [], nested=True)
+    for end in (".weight", ".weight.absmax", ".weight.quant_map", state):
+        bn("no" + end.replace(state, "_state"), pop(end), MISSING, [UP + end])
+    bn("absmax_nan", poke(".weight.absmax", 16, NAN), CORRUPT, [UP + ".weight.absmax", "block 4"])
+    bn("absmax_negative", poke(".weight.absmax", 3, b"\xbf"), CORRUPT, [UP + ".weight.absmax", "block 0"])
+    bn("absmax_short", replace(".weight.absmax", "F32", [63]), SHAPE, [UP + ".weight.absmax", "[63]", "[64]"])
+    bn("absmax_u8_not_nested", replace(".weight.absmax", "U8", [64]), DTYPE, [UP + ".weight.absmax", "U8", "F32"])
+    bn("weight_half", replace(".weight", "U8", [1024, 1]), SHAPE, [UP + ".weight", "[1024, 1]", "[2048, 1]"])
+    bn("weight_matrix", replace(".weight", "U8", [64, 32]), SHAPE, [UP + ".weight", "[64, 32]"])
+    bn("map_other", poke(".weight.quant_map", 4, struct.pack("<f", -0.5)), UNSUPPORTED, [UP + ".weight.quant_map", "-0.5", "[1]"])
+    bn("map_nan", poke(".weight.quant_map", 0, NAN), UNSUPPORTED, [UP + ".weight.quant_map", "nan"])
+    bn("map_short", replace(".weight.quant_map", "F32", [15]), SHAPE, [UP + ".weight.quant_map", "[15]"])
+    bn("state_not_json", add(state, text("{")), CORRUPT, ["quant_state", "JSON"])
+    bn("state_array", add(state, text("[]")), CORRUPT, ["quant_state", "object"])
+    bn("state_empty", add(state, Tensor("U8", [0], b"")), CORRUPT, ["quant_state"])
+    bn("state_huge", add(state, Tensor("U8", [70000], bytes(70000))), LIMIT, ["quant_state", "70000"])
+    bn("state_type", said(quant_type="fp4"), CORRUPT, ["quant_state", "quant_type", "fp4"])
+    bn("state_no_block", said(blocksize=None), CORRUPT, ["quant_state", "blocksize", "none"])
+    bn("state_block", said(blocksize=128), CORRUPT, ["quant_state", "blocksize", "got 128"])
+    bn("state_shape", said(shape=[64, 63]), CORRUPT, ["quant_state", "shape", "64, 63"])
+    bn("state_no_shape", said(shape=None), CORRUPT, ["quant_state", "shape"])
+    bn("nested_no_offset", said(), CORRUPT, ["quant_state", "nested_offset"], nested=True)
+    bn("nested_no_absmax", pop(".weight.nested_absmax"), MISSING, [UP + ".weight.nested_absmax"], nested=True)
+    bn("nested_absmax_long", replace(".weight.nested_absmax", "F32", [2]), SHAPE, [UP + ".weight.nested_absmax", "[2]", "[1]"], nested=True)
+    bn("nested_map_short", replace(".weight.nested_quant_map", "F32", [255]), SHAPE, [UP + ".weight.nested_quant_map", "[255]"], nested=True)
+    bn("nested_absmax_inf", poke(".weight.nested_absmax", 0, INF), CORRUPT, [UP + ".weight.absmax"], nested=True)
+    bn("fp4_said_nf4_stored", lambda t: t.update({UP + state: t[UP + state]}), "ok", [])
+    layer("stacked_gptq", GPTQ, lambda rng, n, m: ({".weight": Tensor("BF16", [n, m], bytes(2 * n * m))}, None),
+          lambda t: [t.clear(), t.update({P + "gate.weight": Tensor("BF16", [2, 64], bytes(256)), P + "experts.gate_up_proj": Tensor("BF16", [2, 128, 64], bytes(2 * 2 * 128 * 64)),
+                                          P + "experts.down_proj": Tensor("BF16", [2, 64, 64], bytes(2 * 2 * 64 * 64))})], UNSUPPORTED, ["gptq", "fused"])
+
+
+def gguf(c):
+    sizes = {"block_count": 1, "embedding_length": 256, "expert_feed_forward_length": 256, "expert_count": 2, "expert_used_count": 1}
+
+    def layer(name, kinds, spoil, code, keywords, changes=None):
+        rng = random.Random(name)
+        t = {"blk.0.ffn_gate_inp.weight": tensor("BF16", matrix(rng, "BF16", 2, 256))}
+        for leaf, kind in zip(("gate", "up", "down"), kinds):
+            t["blk.0.ffn_%s_exps.weight" % leaf] = (kind, [2, 256, 256], q.gguf_rows(rng, kind, 512, 256)[0])
+        spoil(t)
+        c.gguf("blocks_" + name, gguf_file(metadata("qwen3moe", **dict(sizes, **(changes or {}))), t), code, keywords, "layer")
+
+    up = "blk.0.ffn_up_exps.weight"
+    def poke(at, raw):
+        def spoil(t):
+            kind, shape, data = t[up]
+            t[up] = (kind, shape, data[:at] + raw + data[at + len(raw):])
+        return spoil
+    layer("good", ("Q4_K", "Q4_K", "Q6_K"), lambda t: None, "ok", [])
+    layer("iq4", ("Q4_0",) * 3, lambda t: t.update({up: ("IQ4_NL", [2, 256, 256], t[up][2])}), UNSUPPORTED, [up, "IQ4_NL", "Q4_K"])
+    layer("half_plain", ("Q4_0",) * 3, lambda t: t.update({up: ("F16", [2, 256, 256], bytes(2 * 2 * 256 * 256))}), UNSUPPORTED, [up, "blocks"])
+    layer("missing", ("Q4_0",) * 3, lambda t: t.pop(up), MISSING, [up])
+    layer("expert_less", ("Q4_0",) * 3, lambda t: t.update({up: ("Q4_0", [1, 256, 256], t[up][2][:len(t[up][2]) // 2])}), SHAPE, [up, "[1, 256, 144]", "[2, 256, 144]"])
+    layer("half_row", ("Q4_0",) * 3, lambda t: t.update({up: ("Q4_0", [2, 512, 128], t[up][2])}), SHAPE, [up, "[2, 512, 72]"])
+    layer("nan_q4_0", ("Q4_0",) * 3, poke(0, b"\0\x7e"), CORRUPT, [up])
+    layer("inf_q8_0", ("Q8_0",) * 3, poke(34 * 9, b"\0\x7c"), CORRUPT, [up])
+    layer("nan_q4_k", ("Q4_K",) * 3, poke(0, b"\xff\x7f"), CORRUPT, [up])
+    layer("nan_min_q4_k", ("Q4_K",) * 3, poke(2, b"\0\x7e"), CORRUPT, [up])
+    layer("inf_q6_k", ("Q6_K",) * 3, poke(208, b"\0\xfc"), CORRUPT, [up])
+    layer("width_not_blocks", ("Q4_K",) * 3, lambda t: None, UNSUPPORTED, ["128 columns", "Q4_K", "256"], {"expert_feed_forward_length": 128})
+
+
+def fill(c):
+    for part in (descriptions, layers, gguf):
+        part(c)
+
+
+main(fill)

@@ -1,0 +1,285 @@
+#!/usr/bin/env python3
+"""Writes one tiny checkpoint per quantised format below FOLDER, with FOLDER/manifest.json: for each the path to open, the
+file of values (w13, w2, w13 as stored where loading changes it), the golden file and what must be read from it.
+
+Golden outputs are computed in double precision from the numbers that the files hold."""
+
+import json
+import os
+import random
+import struct
+import sys
+
+import quant_model as q
+from gguf_file import metadata
+from gguf_model import gguf_file
+from moe_float64 import moe
+from tiny_model import Tensor, matrix, safetensors, tensor
+
+EXPERTS = 4
+
+
+def bf16_values(m):
+    return [[struct.unpack("<f", b"\0\0" + e)[0] for e in row] for row in m]
+
+
+class Cases:
+    def __init__(self, root):
+        self.root, self.manifest = root, []
+
+    def _finish(self, name, path, golden, experts, router, manifest, shared=None, values=None, renormalize=True):
+        """experts: (gate, up, down) values as stored; values: as loaded, where that differs (the golden output is then theirs:
+        the scheme's bound is about arithmetic)."""
+        experts = values or experts
+        # Errors of quantised activations scatter from token to token; those of weight-only formats do not.
+        tokens = 4 if path.endswith(".gguf") else 16
+        rng = random.Random(name + "input")
+        h = len(experts[0][2])
+        x = bf16_values([[_bf16(rng.gauss(0, 1)) for _ in range(h)] for _ in range(tokens)])
+        out, chosen = zip(*(moe(row, router, experts, renormalize=renormalize, shared=shared) for row in x))
+        flat = lambda rows: [v for row in rows for v in row]
+        block = "model.layers.0.mlp"
+        with open(golden, "wb") as f:
+            f.write(safetensors({block + ".input": q.floats("F32", [tokens, h], flat(x)),
+                                 block + ".output": Tensor("F64", [tokens, h], struct.pack("<%dd" % (tokens * h), *flat(out))),
+                                 block + ".gate.out2": Tensor("I32", [tokens, 2], struct.pack("<%di" % (2 * tokens), *flat(chosen)))}))
+        i = len(experts[0][0])
+        expected = {"w13": q.floats("F32", [len(experts), 2 * i, h], [v for g, u, _ in experts for v in flat(g) + flat(u)]),
+                    "w2": q.floats("F32", [len(experts), h, i], [v for _, _, d in experts for v in flat(d)])}
+        if shared:
+            s = len(shared[0])
+            expected["shared_w13"] = q.floats("F32", [1, 2 * s, h], flat(shared[0]) + flat(shared[1]))
+            expected["shared_w2"] = q.floats("F32", [1, h, s], flat(shared[2]))
+        with open(os.path.join(self.root, name + ".values.safetensors"), "wb") as f:
+            f.write(safetensors(expected))
+        self.manifest.append(dict(manifest, name=name, path=path, golden=os.path.relpath(golden, self.root)))
+
+    def add(self, name, quant, linear, h=64, i=64, scheme="", tp=(2,), shared=0, values=None, side=None):
+        """linear(rng, n, k, projection) -> (files, values)."""
+        rng = random.Random(name)
+        p = "model.layers.0.mlp."
+        router = matrix(rng, "BF16", EXPERTS, h)
+        tensors, experts = {p + "gate.weight": tensor("BF16", router)}, []
+
+        def mlp(module, width):
+            made = []
+            for leaf, n, k in (("gate_proj", width, h), ("up_proj", width, h), ("down_proj", h, width)):
+                files, v = linear(rng, n, k, leaf)
+                tensors.update({"%s%s.%s%s" % (p, module, leaf, end): t for end, t in files.items()})
+                made.append(v)
+            return tuple(made)
+
+        for e in range(EXPERTS):
+            experts.append(mlp("experts.%d" % e, i))
+        config = {"model_type": "qwen3_moe", "hidden_size": h, "moe_intermediate_size": i, "num_hidden_layers": 1, "num_experts": EXPERTS,
+                  "num_experts_per_tok": 2, "norm_topk_prob": True, "torch_dtype": "bfloat16"}
+        beside = None
+        if shared:
+            config = {"model_type": "deepseek_v2", "hidden_size": h, "moe_intermediate_size": shared, "num_hidden_layers": 1,
+                      "n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 0,
+                      "norm_topk_prob": True, "torch_dtype": "bfloat16"}
+            beside = mlp("shared_experts", shared)
+        if quant:
+            config["quantization_config"] = quant
+        folder = os.path.join(self.root, name)
+        os.makedirs(folder)
+        files = {"config.json": json.dumps(config), "model.safetensors": safetensors(tensors)}
+        files.update({n: json.dumps(x) for n, x in (side or {}).items()})
+        for file_name, content in files.items():
+            with open(os.path.join(folder, file_name), "wb") as f:
+                f.write(content.encode() if isinstance(content, str) else content)
+        self._finish(name, name, os.path.join(folder, "golden.safetensors"), experts, bf16_values(router),
+                     {"quant": scheme, "tp": list(tp)}, beside, values and [values(x) for x in experts])
+
+    def add_gguf(self, name, kinds, h=256, i=256, tp=(), shared=None):
+        """kinds: of gate, up and down."""
+        rng = random.Random(name)
+        router = matrix(rng, "BF16", EXPERTS, h)
+        tensors, parts = {"blk.0.ffn_gate_inp.weight": tensor("BF16", router), "blk.0.attn_norm.weight": tensor("F32", [[b"\0\0\x80\x3f"] * h])}, []
+        for leaf, kind, n, k in (("gate", kinds[0], i, h), ("up", kinds[1], i, h), ("down", kinds[2], h, i)):
+            raw, values = b"", []
+            for _ in range(EXPERTS):
+                one, v = q.gguf_rows(rng, kind, n, k)
+                raw += one
+                values.append(v)
+            tensors["blk.0.ffn_%s_exps.weight" % leaf] = (kind, [EXPERTS, n, k], raw)
+            parts.append(values)
+        keys = {"block_count": 1, "embedding_length": h, "expert_feed_forward_length": i, "expert_count": EXPERTS, "expert_used_count": 2}
+        beside, arch = None, "qwen3moe"
+        if shared:
+            arch, beside = "deepseek2", []
+            keys.update(expert_shared_count=1, expert_weights_norm=True)
+            for leaf, n, k in (("gate", i, h), ("up", i, h), ("down", h, i)):
+                raw, v = q.gguf_rows(rng, shared, n, k)
+                tensors["blk.0.ffn_%s_shexp.weight" % leaf] = (shared, [n, k], raw)
+                beside.append(v)
+        with open(os.path.join(self.root, name + ".gguf"), "wb") as f:
+            f.write(gguf_file(metadata(arch, **keys), tensors))
+        self._finish(name, name + ".gguf", os.path.join(self.root, name + ".golden.safetensors"), list(zip(*parts)), bf16_values(router),
+                     {"quant": "", "tp": list(tp)}, beside and tuple(beside))
+
+
+def _bf16(x):
+    return struct.pack("<f", x)[2:]
+
+
+def compressed(form, weights, inputs=None):
+    g = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": g}, "quantization_status": "compressed",
+            "ignore": ["lm_head", "re:.*mlp\\.gate$", "re:.*self_attn.*"], "kv_cache_scheme": None}
+
+
+def fp8(c):
+    scales = []
+    def own_scales(rng, n, m, leaf):
+        scales.append(q.dyadic(rng, 1 / q.RMS8 / m**0.5 / (1 if leaf == "down_proj" else rng.choice([1, 2]))))
+        return q.fp8_tensor(rng, n, m, scale=scales[-1], scalar=False)
+    c.add("fp8_dynamic", {"quant_method": "fp8", "activation_scheme": "dynamic"}, one_scale(q.fp8_tensor), scheme="fp8-tensor", tp=(2, 4))
+    c.add("fp8_static", {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+          one_scale(q.fp8_tensor, static=True), scheme="fp8-tensor", shared=64)
+    c.add("fp8_requantised", {"quant_method": "fp8"}, own_scales, scheme="fp8-tensor", tp=(), values=lambda e: merge(e, scales))
+    float8 = lambda strategy, **k: dict({"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False}, **k)
+    token = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+    c.add("ct_fp8_channel", compressed("float-quantized", float8("channel"), token), plain_linear(q.fp8_channel, dtype="BF16"), scheme="fp8-channel", tp=(2, 4))
+    c.add("ct_fp8_channel_wo", compressed("naive-quantized", float8("channel")), plain_linear(q.fp8_channel), scheme="fp8-bf16")
+    c.add("ct_fp8_tensor", compressed("float-quantized", float8("tensor"), float8("tensor")), one_scale(q.fp8_tensor, static=True, scalar=False),
+          scheme="fp8-tensor")
+    c.add("ct_fp8_block", compressed("float-quantized", float8("block", block_structure=[128, 128]),
+                                     dict(token, strategy="group", group_size=128)), plain_linear(q.fp8_block), h=128, i=256, scheme="fp8-block")
+    c.add("ct_mxfp8", compressed("mxfp8-quantized", float8("group", group_size=32), float8("group", group_size=32, dynamic=True)),
+          plain_linear(q.mxfp8), scheme="mxfp8")
+    opt = lambda algo, **k: dict({"quant_method": "modelopt", "quant_algo": algo, "ignore": ["lm_head", "*.mlp.gate", "model.layers.*.self_attn*"]}, **k)
+    c.add("modelopt_fp8", opt("FP8"), one_scale(q.fp8_tensor, static=True), scheme="fp8-tensor")
+    c.add("modelopt_channel", opt("FP8_PER_CHANNEL_PER_TOKEN"), plain_linear(q.fp8_channel, column=False), scheme="fp8-channel")
+    c.add("modelopt_block", opt("fp8_pb_wo"), plain_linear(q.fp8_block, four_axes=True), h=128, i=256, scheme="fp8-bf16")
+    c.add("modelopt_mxfp8", opt("MXFP8"), plain_linear(q.mxfp8), scheme="mxfp8")
+    side = {"producer": {"name": "modelopt", "version": "0.29"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head", "*.mlp.gate"]}}
+    c.add("modelopt_side_file", None, one_scale(q.fp8_tensor, static=True), scheme="fp8-tensor", side={"hf_quant_config.json": side})
+
+
+def plain_linear(make, **k):
+    return lambda rng, n, m, leaf: make(rng, n, m, **k)
+
+
+def one_scale(make, **k):
+    """gate and up with the same scale, as exporters that know of fused layers write them."""
+    state = {}
+    def linear(rng, n, m, leaf):
+        if leaf == "gate_proj":
+            state["s"] = q.dyadic(rng, 1 / q.RMS8 / m**0.5)
+        return make(rng, n, m, scale=None if leaf == "down_proj" else state["s"], **k)
+    return linear
+
+
+def merge(expert, scales):
+    """Gate and up brought to the larger of their scales (the first of the list, which loses this expert's)."""
+    gate, up, down = expert
+    s = [scales.pop(0) for _ in range(3)]
+    if s[0] < s[1]:
+        gate = q.requantised(gate, s[0], s[1])
+    elif s[1] < s[0]:
+        up = q.requantised(up, s[1], s[0])
+    return gate, up, down
+
+
+def integers(c):
+    int8 = lambda strategy: {"num_bits": 8, "type": "int", "symmetric": True, "strategy": strategy, "dynamic": False}
+    token = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    c.add("ct_int8", compressed("int-quantized", int8("channel"), token), plain_linear(q.int8), scheme="int8", tp=(2, 4))
+    c.add("ct_int8_wo", compressed("int-quantized", int8("tensor")), plain_linear(q.int8, one_scale=True, dtype="F32"), scheme="int8-bf16")
+    pack = lambda bits, group, symmetric=True, **k: dict({"num_bits": bits, "type": "int", "symmetric": symmetric, "dynamic": False,
+                                                          "strategy": "channel" if group < 0 else "group", "group_size": group}, **k)
+    def packed(name, bits, group, zeros=False, scheme="int4-g128", **k):
+        c.add(name, compressed("pack-quantized", pack(bits, group, not zeros)), plain_linear(q.packed, bits=bits, group=group, zeros=zeros, **k),
+              scheme=scheme, h=64, i=128, tp=(2,))
+    packed("ct_int4", 4, 32)
+    packed("ct_int4_f16_scales", 4, 32, dtype="F16")
+    packed("ct_int4_channel", 4, -1)
+    packed("ct_int4_zeros", 4, 32, True)
+    packed("ct_int8_packed", 8, 64, scheme="int8-bf16")
+    packed("ct_int8_zeros", 8, 64, True, scheme="int8-bf16")
+    c.add("ct_int4_actorder", compressed("pack-quantized", pack(4, 32, actorder="group")), ordered(q.packed, group=32), h=64, i=128,
+          scheme="int4-g128", tp=(2, 4))
+    c.add("ct_w4a8", compressed("pack-quantized", pack(4, 128), {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}),
+          plain_linear(q.packed, group=128), h=128, i=256, scheme="int4-fp8", tp=())
+    gptq = lambda **k: dict({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "lm_head": False}, **k)
+    c.add("gptq", gptq(), plain_linear(q.gptq), scheme="int4-g128", h=64, i=128, tp=(2, 4), shared=128)
+    c.add("gptq_asymmetric", gptq(sym=False, checkpoint_format="gptq"), plain_linear(q.gptq, zeros=True), scheme="int4-g128")
+    c.add("gptq_v2", gptq(sym=False, checkpoint_format="gptq_v2"), plain_linear(q.gptq, zeros=True, v2=True), scheme="int4-g128")
+    c.add("gptq_8bit", gptq(bits=8, group_size=-1), plain_linear(q.gptq, bits=8, group=-1), scheme="int8-bf16")
+    c.add("gptq_8bit_zeros", gptq(bits=8, sym=False), plain_linear(q.gptq, bits=8, zeros=True), scheme="int8-bf16")
+    c.add("gptq_desc_act", gptq(desc_act=True), ordered(q.gptq), scheme="int4-g128", h=64, i=128, tp=(2, 4))
+    c.add("gptq_no_index", gptq(), plain_linear(q.gptq, with_index=False), scheme="int4-g128")
+    c.add("gptq_partial_group", gptq(group_size=64), plain_linear(q.gptq, group=64), scheme="int4-g128", h=96, i=64, tp=())
+    c.add("gptq_side_file", None, plain_linear(q.gptq), scheme="int4-g128", side={"quantize_config.json": {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}})
+    c.add("gptq_dynamic", gptq(dynamic={"-:.*lm_head": {}, "-:.*self_attn.*": {}}), plain_linear(q.gptq), scheme="int4-g128")
+    awq = lambda **k: dict({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm", "modules_to_not_convert": ["gate"]}, **k)
+    c.add("awq", awq(), plain_linear(q.awq), scheme="int4-g128", tp=(2,), shared=64)
+    c.add("awq_old", None, plain_linear(q.awq), scheme="int4-g128", tp=(2,),
+          side={"quant_config.json": {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}})
+
+
+def ordered(make, group=32):
+    """Act-order: one random index per input, which gate and up share."""
+    state = {}
+    def linear(rng, n, k, leaf):
+        if leaf != "up_proj":
+            state["index"] = q.group_index(rng, k, group, True)
+        return make(rng, n, k, group=group, index=state["index"])
+    return linear
+
+
+def fp4(c):
+    f4 = lambda group, **k: dict({"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group" if group == 16 else "group",
+                                  "group_size": group, "dynamic": False}, **k)
+    def nvfp4(name, quant, scheme, **k):
+        state = {}
+        def linear(rng, n, m, leaf):
+            if leaf == "gate_proj":
+                state["g"] = 2.0**-(5 + rng.randrange(2))
+            return q.nvfp4(rng, n, m, global_scale=None if leaf == "down_proj" else state["g"], **k)
+        c.add(name, quant, linear, scheme=scheme, tp=(2, 4))
+    nvfp4("ct_nvfp4", compressed("nvfp4-pack-quantized", f4(16), f4(16, dynamic="local")), "nvfp4")
+    nvfp4("ct_nvfp4_wo", compressed("nvfp4-pack-quantized", f4(16)), "nvfp4-bf16", static=False)
+    c.add("ct_nvfp4_scales_differ", compressed("nvfp4-pack-quantized", f4(16), f4(16, dynamic="local")),
+          lambda rng, n, m, leaf: q.nvfp4(rng, n, m, global_scale=2.0**-6 * rng.choice([1, 2])), scheme="nvfp4", tp=(2,), shared=64)
+    nvfp4("modelopt_nvfp4", {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head", "model.layers.0.mlp.gate"]}, "nvfp4",
+          compressed=False)
+    nvfp4("modelopt_nvfp4_wo", {"quant_method": "modelopt_fp4", "quant_algo": "W4A16_NVFP4"}, "nvfp4-bf16", compressed=False, static=False)
+    c.add("ct_mxfp4_wo", compressed("mxfp4-pack-quantized", f4(32)), plain_linear(q.mxfp4), scheme="mxfp4-bf16", tp=(2,))
+    c.add("ct_mxfp4", compressed("mxfp4-pack-quantized", f4(32), f4(32, dynamic=True)), plain_linear(q.mxfp4), scheme="mxfp4", tp=(2,))
+
+
+def bitsandbytes(c):
+    four = lambda **k: dict({"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
+                             "bnb_4bit_use_double_quant": False, "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8",
+                             "llm_int8_skip_modules": ["gate", "lm_head"]}, **k)
+    c.add("bnb_nf4", four(), plain_linear(q.bnb4), scheme="nf4-bf16", h=64, i=128, tp=(2,), shared=128)
+    c.add("bnb_nf4_nested", four(bnb_4bit_use_double_quant=True), plain_linear(q.bnb4, nested=True), scheme="nf4-bf16", h=64, i=128, tp=(2,))
+    c.add("bnb_fp4", four(bnb_4bit_quant_type="fp4"), plain_linear(q.bnb4, table="fp4"), scheme="nf4-bf16", tp=())
+    c.add("bnb_nf4_blocks_of_128", four(), plain_linear(q.bnb4, block=128), scheme="nf4-bf16", h=128, i=128, tp=())
+    c.add("bnb_int8", {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, plain_linear(q.bnb8), scheme="int8-bf16", tp=(2, 4))
+
+
+def gguf(c):
+    c.add_gguf("gguf_q4_0", ("Q4_0",) * 3, h=64, i=64, tp=(2,))
+    c.add_gguf("gguf_q8_0", ("Q8_0",) * 3, h=64, i=64, tp=(2,), shared="Q8_0")
+    c.add_gguf("gguf_q4_k", ("Q4_K",) * 3, i=256)
+    c.add_gguf("gguf_q6_k", ("Q6_K",) * 3, i=256)
+    c.add_gguf("gguf_q4_k_m", ("Q4_K", "Q4_K", "Q6_K"), i=256, shared="Q6_K")
+    c.add_gguf("gguf_mixed", ("Q4_0", "Q8_0", "Q8_0"), h=64, i=64, tp=(2,))
+
+
+def main():
+    if len(sys.argv) != 2:
+        sys.exit("usage: make_quant_checkpoints.py FOLDER")
+    os.makedirs(sys.argv[1], exist_ok=True)
+    cases = Cases(sys.argv[1])
+    for part in (fp8, integers, fp4, bitsandbytes, gguf):
+        part(cases)
+    with open(os.path.join(sys.argv[1], "manifest.json"), "w", encoding="utf-8") as f:
+        json.dump(cases.manifest, f, indent=1)
+    print("%d checkpoints" % len(cases.manifest))
+
+
+main()

@@ -1,0 +1,141 @@
+// Which modules a quantisation covers: the name rules of the methods, groups, experts as a whole.
+#include "checkpoint/quant_config.h"
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <nlohmann/json.hpp>
+
+#include "checkpoint/container_support.h"
+#include "checkpoint/module_patterns.h"
+
+namespace moesaic::test {
+namespace {
+
+using Json = nlohmann::json;
+
+Result<QuantConfig> parse(const Json& quant) {
+  return parse_quant_config({{"quantization_config", quant}}, nullptr);
+}
+
+Json group(const Json& targets, int bits, const Json& more = Json::object()) {
+  Json made = {{"targets", targets},
+               {"weights",
+                {{"num_bits", bits}, {"type", "int"}, {"strategy", "group"}, {"group_size", 32}}}};
+  made.update(more);
+  return made;
+}
+
+Json compressed(const Json& groups, const Json& ignore) {
+  return {{"quant_method", "compressed-tensors"},
+          {"format", "pack-quantized"},
+          {"config_groups", groups},
+          {"ignore", ignore}};
+}
+
+TEST(ModulePatterns, RegularExpressionsMatchFromTheStartOnly) {
+  const auto matches = [](const std::string& pattern, std::string_view name) {
+    return regex_matches("f", pattern, name).value();
+  };
+  EXPECT_TRUE(matches("model.*gate", "model.layers.0.mlp.gate"));
+  EXPECT_TRUE(matches("model", "model.layers"));  // not anchored at the end
+  EXPECT_FALSE(matches("layers", "model.layers"));
+  EXPECT_TRUE(matches(".*layers", "model.layers.0"));
+  EXPECT_FALSE(matches(".*gate$", "model.mlp.gate_proj"));
+  EXPECT_TRUE(matches(".*(q|k|v)_proj", "a.k_proj"));
+  EXPECT_TRUE(matches(".*layers\\.(1|2)\\..*", "model.layers.2.mlp"));
+  EXPECT_FALSE(matches(".*layers\\.(1|2)\\..*", "model.layers.12.mlp"));
+  for (const char* bad : {"(", "[a", "*", "a{2,1}", "(a)\\1"}) {
+    EXPECT_EQ(mismatch(regex_matches("f", bad, "a").status(), StatusCode::kUnsupported,
+                       {"f: regular expression", bad == std::string("(a)\\1") ? "(a)" : bad}),
+              "");
+  }
+  // Exponential for an engine that backtracks.
+  EXPECT_FALSE(matches("(a|aa|aaa)*b", std::string(200, 'a')));
+}
+
+TEST(QuantConfigNames, GroupsAndIgnoreOfCompressedTensors) {
+  const QuantConfig quant =
+      parse(compressed({{"a", group({"re:.*down_proj$"}, 8)},
+                        {"b", group({"Linear"}, 4)},
+                        {"c", group({"model.layers.0.mlp.experts.0.down_proj"}, 8,
+                                    {{"weights", {{"num_bits", 8}, {"strategy", "channel"}}}})}},
+                       {"lm_head", "re:.*mlp\\.gate$", "model.layers.0.self_attn.q_proj"}))
+          .value();
+  const auto bits = [&](std::string_view module) { return module_format(quant, module).bits; };
+  EXPECT_EQ(bits("model.layers.0.mlp.experts.1.up_proj"), 4);
+  EXPECT_EQ(bits("model.layers.0.mlp.experts.1.down_proj"), 8);
+  EXPECT_EQ(module_format(quant, "model.layers.0.mlp.experts.1.down_proj").group_size, 32);
+  // An exact name goes before a pattern, a pattern before the class.
+  EXPECT_EQ(module_format(quant, "model.layers.0.mlp.experts.0.down_proj").group_size, -1);
+  for (const char* plain :
+       {"lm_head", "model.layers.3.mlp.gate", "model.layers.0.self_attn.q_proj"}) {
+    EXPECT_EQ(module_format(quant, plain).stored, StoredFormat::kPlain) << plain;
+  }
+  EXPECT_EQ(bits("model.layers.1.self_attn.q_proj"), 4);
+  EXPECT_EQ(bits("model.lm_head"), 4);  // exact means exact
+  constexpr std::array<std::string_view, 3> kLeaves = {"gate_proj", "up_proj", "down_proj"};
+  EXPECT_EQ(mismatch(experts_format(quant, "model.layers.1.mlp.experts", 4, kLeaves).status(),
+                     StatusCode::kUnsupported, {"format", "down_proj", "gate_proj", "all or none"}),
+            "");
+}
+
+TEST(QuantConfigNames, ExpertsAreOneFormatOrNone) {
+  constexpr std::array<std::string_view, 3> kLeaves = {"gate_proj", "up_proj", "down_proj"};
+  const auto format = [&](const Json& ignore) {
+    const QuantConfig quant = parse(compressed({{"b", group({"Linear"}, 4)}}, ignore)).value();
+    return experts_format(quant, "model.layers.3.mlp.experts", 128, kLeaves);
+  };
+  EXPECT_EQ(format(Json::array())->stored, StoredFormat::kPacked);
+  EXPECT_EQ(format({"re:.*experts.*"})->stored, StoredFormat::kPlain);
+  EXPECT_EQ(format({"re:model\\.layers\\.3\\..*"})->stored, StoredFormat::kPlain);
+  EXPECT_EQ(format({"re:model\\.layers\\.4\\..*"})->stored, StoredFormat::kPacked);
+  for (const char* part : {"re:.*experts\\.77\\..*", "re:.*experts\\..\\.up.*", "re:.*up_proj",
+                           "model.layers.3.mlp.experts.127.down_proj"}) {
+    EXPECT_EQ(mismatch(format({part}).status(), StatusCode::kUnsupported,
+                       {"left out", "experts", "all or none"}),
+              "")
+        << part;
+  }
+}
+
+TEST(QuantConfigNames, ModelOptTakesShellPatternsAndPrefixes) {
+  const QuantConfig quant =
+      parse({{"quant_method", "modelopt"},
+             {"quant_algo", "NVFP4"},
+             {"ignore", {"lm_head", "*.mlp.gate", "model.layers.0", "model.layers.[12].*"}}})
+          .value();
+  for (const char* skipped : {"lm_head", "model.layers.9.mlp.gate",
+                              "model.layers.0.mlp.experts.0.up", "model.layers.2.x"}) {
+    EXPECT_TRUE(skips_module(quant, skipped)) << skipped;
+  }
+  for (const char* kept : {"model.layers.9.mlp.gate_proj", "model.layers.01.x", "model.layers.10.x",
+                           "model.lm_head"}) {
+    EXPECT_FALSE(skips_module(quant, kept)) << kept;
+  }
+}
+
+TEST(QuantConfigFormats, SchemesFollowTheDescription) {
+  const auto scheme = [](const Json& quant) {
+    return linear_scheme(parse(quant).value().linear, DType::kBF16).value();
+  };
+  const Json gptq = {{"quant_method", "gptq"}, {"bits", 4}, {"group_size", 64}};
+  EXPECT_EQ(scheme(gptq).weight.dtype, DType::kI4);
+  EXPECT_EQ(scheme(gptq).weight.block_k, 64);
+  EXPECT_TRUE(scheme(gptq).weight_only());
+  Json other = gptq;
+  other.update({{"sym", false}, {"desc_act", true}, {"bits", 8}});
+  EXPECT_EQ(scheme(other).weight.dtype, DType::kU8);
+  EXPECT_EQ(scheme(other).weight.zero_point, ZeroPoint::kInteger);
+  EXPECT_TRUE(scheme(other).weight.act_order);
+  const QuantScheme fixed = scheme({{"quant_method", "fp8"}, {"activation_scheme", "static"}});
+  EXPECT_EQ(fixed.name, "fp8-tensor");
+  EXPECT_EQ(fixed.activation.granularity, ScaleGranularity::kTensor);
+  EXPECT_FALSE(fixed.activation.dynamic);
+  const QuantScheme tables = scheme(
+      {{"quant_method", "bitsandbytes"}, {"load_in_4bit", true}, {"bnb_4bit_quant_type", "fp4"}});
+  EXPECT_EQ(tables.weight.table, CodeTable::kFp4);
+}
+
+}  // namespace
+}  // namespace moesaic::test
