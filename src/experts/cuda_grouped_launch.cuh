@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include "cuda/once_per_device.h"
 #include "experts/cuda_grouped.cuh"
 
 namespace moesaic::cuda {
@@ -11,8 +12,10 @@ template <class Operand, int kMaxColumns, EpilogueKind kEpilogue, bool kPaired>
 int launch_variant(const GroupedParams& params, int num_sms, void* stream) {
   using L = Layout<Operand, kMaxColumns>;
   auto* const kernel = &sm90_grouped_experts<Operand, kMaxColumns, kEpilogue, kPaired>;
-  static const cudaError_t prepared =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kBytes);
+  static OncePerDevice once;
+  const cudaError_t prepared = once([&] {
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kBytes);
+  });
   if (prepared != cudaSuccess) return static_cast<int>(prepared);
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;

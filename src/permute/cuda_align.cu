@@ -1,5 +1,6 @@
 #include <cuda_runtime.h>
 
+#include "cuda/once_per_device.h"
 #include "cuda/ptx/sync.cuh"
 #include "permute/cuda_align.h"
 #include "quant/cuda_quant_rows.cuh"
@@ -196,14 +197,15 @@ cudaError_t launch(void (*kernel)(AlignParams, Args...), const AlignParams& para
 }  // namespace
 
 int launch_align(const AlignParams& params, const QuantRowsParams* quant, void* stream) {
-  static const cudaError_t prepared = [] {
+  static OncePerDevice once;
+  const cudaError_t prepared = once([] {
     constexpr int kBytes = kWarps * kMaxAlignedExperts * static_cast<int>(sizeof(std::int32_t));
     const cudaError_t e =
         cudaFuncSetAttribute(align_count, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     return e != cudaSuccess ? e
                             : cudaFuncSetAttribute(
                                   align_place, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  }();
+  });
   if (prepared != cudaSuccess) return static_cast<int>(prepared);
   AlignParams p = params;
   auto* const s = static_cast<cudaStream_t>(stream);

@@ -1,0 +1,147 @@
+// What the roles of the grouped-GEMM kernel (cuda_grouped.cuh) share: the layout of shared memory,
+// positions in its rings, and work items.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/ptx/wgmma.cuh"
+#include "experts/cuda_grouped.h"
+
+namespace moesaic::cuda {
+
+inline constexpr int kThreads = 384;
+inline constexpr int kConsumerWarps = 8;
+inline constexpr int kTokenWarps = 3;
+inline constexpr int kItemSlots = 4;
+inline constexpr int kGathersInFlight = 3;  // stages per warp
+// Groups with more rows than this are computed with the tokens as the M operand.
+inline constexpr int kRowsOrientation = 96;
+inline constexpr int kSharedLimit = 227 * 1024;
+
+// A work item as the roles read it. band < 0 ends the kernel.
+struct Item {
+  std::int32_t band;  // GEMM1: band; GEMM2: band + bands1
+  std::int32_t expert, first_row, rows, group;
+};
+
+template <class Operand, int kMaxColumns>
+struct Layout {
+  static constexpr bool kScaled = std::is_same_v<Operand, ptx::E4M3>;
+  static constexpr int kTokenBytes = kMaxColumns * kChunkBytes;
+  static constexpr int kStageBytes = kBandImageBytes + kTokenBytes;
+  // Per stage beside the operands: four weight scales, then one scale per token.
+  static constexpr int kScaleBytes = kScaled ? 16 + 4 * kMaxColumns : 0;
+  static constexpr int kAmaxBytes = kConsumerWarps * kMaxColumns * 4 + 16 * kMaxColumns;
+  static constexpr int kFixedBytes = 1024 /* alignment */ + kAmaxBytes + 512;
+  static constexpr int kStages = (kSharedLimit - kFixedBytes) / (kStageBytes + kScaleBytes + 16);
+  static constexpr int kOffsetScale = kStages * kStageBytes;
+  static constexpr int kOffsetAmax = kOffsetScale + kStages * kScaleBytes;
+  static constexpr int kOffsetItems = kOffsetAmax + kAmaxBytes;
+  static constexpr int kOffsetBars = (kOffsetItems + kItemSlots * 32 + 15) / 16 * 16;
+  static constexpr int kBytes = kOffsetBars + (2 * kStages + 2 * kItemSlots) * 8 + 1024;
+  // The launch gives every warpgroup 168 registers per thread; what producers give up is all that
+  // consumers can gain.
+  static constexpr int kConsumerRegisters = kMaxColumns > 64 ? 224 : 208;
+  static constexpr int kProducerRegisters = 3 * 168 - 2 * kConsumerRegisters;
+  static_assert(kStages >= 3 && kBytes <= kSharedLimit);
+};
+
+// Position in a ring of N slots, with the parity its barriers have there.
+template <int N>
+struct RingPosition {
+  std::uint32_t slot = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == N) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+template <class Operand, int kMaxColumns, bool kPaired>
+struct Shared {
+  using L = Layout<Operand, kMaxColumns>;
+  std::uint32_t base;  // 1024-aligned shared address
+  char* generic;
+  __device__ __forceinline__ std::uint32_t weights(std::uint32_t s) const {
+    return base + s * L::kStageBytes;
+  }
+  __device__ __forceinline__ std::uint32_t tokens(std::uint32_t s) const {
+    return weights(s) + kBandImageBytes;
+  }
+  __device__ __forceinline__ std::uint32_t scales(std::uint32_t s) const {
+    return base + L::kOffsetScale + s * L::kScaleBytes;
+  }
+  __device__ __forceinline__ const float* scale_ptr(std::uint32_t s) const {
+    return reinterpret_cast<const float*>(generic + L::kOffsetScale + s * L::kScaleBytes);
+  }
+  __device__ __forceinline__ float* amax() const {
+    return reinterpret_cast<float*>(generic + L::kOffsetAmax);
+  }
+  __device__ __forceinline__ Item* items() const {
+    return reinterpret_cast<Item*>(generic + L::kOffsetItems);
+  }
+  // Behind the items, which leave part of their slots' space unused.
+  __device__ __forceinline__ volatile std::uint32_t* flag() const {
+    return reinterpret_cast<volatile std::uint32_t*>(generic + L::kOffsetItems +
+                                                     kItemSlots * sizeof(Item));
+  }
+  __device__ __forceinline__ std::uint32_t bar(std::uint32_t i) const {
+    return base + L::kOffsetBars + i * 8;
+  }
+  __device__ __forceinline__ std::uint32_t full(std::uint32_t s) const { return bar(s); }
+  __device__ __forceinline__ std::uint32_t empty(std::uint32_t s) const {
+    return bar(L::kStages + s);
+  }
+  __device__ __forceinline__ std::uint32_t item_full(std::uint32_t s) const {
+    return bar(2 * L::kStages + s);
+  }
+  __device__ __forceinline__ std::uint32_t item_empty(std::uint32_t s) const {
+    return bar(2 * L::kStages + kItemSlots + s);
+  }
+};
+
+// Narrow builds split an expert's rows evenly, in multiples of eight, over the fewest groups that
+// fit; wide ones fill them when there are more than two.
+template <int kMaxColumns, bool kPaired>
+__device__ __forceinline__ Item decode_item(const GroupedParams& p, std::uint32_t index,
+                                            std::uint32_t items1, std::uint32_t cta) {
+  const bool second = index >= items1;
+  if (second) index -= items1;
+  const std::uint32_t bands = static_cast<std::uint32_t>(second ? p.bands2 : p.bands1);
+  const GroupRecord record = p.groups[index / bands];
+  constexpr int kPerRecord = kMaxColumns * (kPaired ? 2 : 1);
+  const std::uint32_t count =
+      static_cast<std::uint32_t>((record.rows + kPerRecord - 1) / kPerRecord);
+  // Groups of one band are neighbours in the list, so that later ones find its weights in L2.
+  const std::uint32_t local = index - bands * static_cast<std::uint32_t>(record.first_group);
+  const std::uint32_t band = local / count;
+  const std::uint32_t group = local - band * count;
+  Item item;
+  item.band = static_cast<std::int32_t>(band) + (second ? p.bands1 : 0);
+  item.expert = record.expert;
+  item.group = record.first_group + static_cast<std::int32_t>(group);
+  int begin = 0, rows = 0;
+  if (kPaired) {
+    // Two CTAs share a record; the last one is split evenly.
+    const int both = min(kPerRecord, record.rows - static_cast<int>(group) * kPerRecord);
+    const int half = ((both + 1) / 2 + 7) / 8 * 8;
+    begin = static_cast<int>(group) * kPerRecord + static_cast<int>(cta) * half;
+    rows = cta == 0 ? min(half, both) : max(both - half, 0);
+  } else if (kMaxColumns > kRowsOrientation && count > 2) {
+    // Full groups and a remainder: full ones take the faster orientation.
+    begin = static_cast<int>(group) * kMaxColumns;
+    rows = min(kMaxColumns, record.rows - begin);
+  } else {
+    const int groups = static_cast<int>(count);
+    const int size = ((record.rows + groups - 1) / groups + 7) / 8 * 8;
+    begin = min(size * static_cast<int>(group), record.rows);
+    rows = min(size, record.rows - begin);
+  }
+  item.first_row = record.first_row + begin;
+  item.rows = rows;
+  return item;
+}
+
+}  // namespace moesaic::cuda

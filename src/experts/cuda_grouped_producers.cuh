@@ -1,0 +1,204 @@
+// The producer warps of the grouped-GEMM kernel (cuda_grouped.cuh): one streams weights with bulk
+// copies and hands out work items, three gather token rows.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/ptx/copy.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/sync.cuh"
+#include "experts/cuda_grouped_layout.cuh"
+
+namespace moesaic::cuda {
+
+// One thread: takes items, publishes them to the other roles and streams their weights.
+template <class Operand, int kMaxColumns, bool kPaired>
+__device__ __forceinline__ void produce_weights(const GroupedParams& p,
+                                                const Shared<Operand, kMaxColumns, kPaired>& sh) {
+  using L = Layout<Operand, kMaxColumns>;
+  const std::uint32_t groups = *p.num_groups;
+  const std::uint32_t items1 = groups * static_cast<std::uint32_t>(p.bands1);
+  const std::uint32_t total = items1 + groups * static_cast<std::uint32_t>(p.bands2);
+  const std::uint32_t cta = kPaired ? ptx::cluster_cta_rank() : 0;
+  const std::uint32_t workers = kPaired ? gridDim.x / 2 : gridDim.x;
+  std::uint32_t index = kPaired ? blockIdx.x / 2 : blockIdx.x;
+  const std::uint64_t policy = ptx::l2_evict_first_policy();
+  RingPosition<L::kStages> ring;
+  RingPosition<kItemSlots> slot;
+  // CTAs of a pair must agree on the order, so they take fixed strides.
+  const auto after = [&](std::uint32_t i) {
+    return kPaired ? i + workers : atomicAdd(p.next_item, 1U) + workers;
+  };
+  const auto publish = [&](const Item& item) {
+    ptx::mbarrier_wait(sh.item_empty(slot.slot), slot.parity ^ 1);
+    sh.items()[slot.slot] = item;
+    ptx::mbarrier_arrive(sh.item_full(slot.slot));
+    slot.advance();
+  };
+  const Item end = {-1, 0, 0, 0, 0};
+  const auto decode = [&](std::uint32_t i) {
+    return i < total ? decode_item<kMaxColumns, kPaired>(p, i, items1, cta) : end;
+  };
+  // An item is taken when the weights of the one before have all been asked for: late enough that
+  // the last items go to whoever is free, early enough that the ring covers the look-up.
+  Item item = decode(index);
+  publish(item);
+  while (item.band >= 0) {
+    const bool second = item.band >= p.bands1;
+    const int band = second ? item.band - p.bands1 : item.band;
+    const int chunks = second ? p.chunks2 : p.chunks1;
+    const int bands = second ? p.bands2 : p.bands1;
+    const int slabs = min(2, (second ? p.slabs2 : p.slabs1) - 2 * band);
+    const std::int64_t first = (static_cast<std::int64_t>(item.expert) * bands + band) * chunks;
+    const std::byte* src = (second ? p.w2 : p.w13) + first * kBandImageBytes;
+    const float* scale = (second ? p.w2_scale : p.w13_scale) + first * 4;
+    for (int c = 0; c < chunks; ++c) {
+      ptx::mbarrier_wait(sh.empty(ring.slot), ring.parity ^ 1);
+      const std::uint32_t bar = sh.full(ring.slot);
+      const std::uint32_t bytes = static_cast<std::uint32_t>(slabs * kSlabBytes);
+      ptx::mbarrier_arrive_expect(bar, bytes + (L::kScaled ? 16 : 0));
+      if (kPaired) {
+        if (static_cast<int>(cta) < slabs) {
+          ptx::bulk_load_multicast(sh.weights(ring.slot) + cta * kSlabBytes, src + cta * kSlabBytes,
+                                   kSlabBytes, bar, 3, policy);
+        }
+      } else {
+        ptx::bulk_load(sh.weights(ring.slot), src, bytes, bar, policy);
+      }
+      if (L::kScaled) ptx::bulk_load(sh.scales(ring.slot), scale, 16, bar, policy);
+      src += kBandImageBytes;
+      scale += 4;
+      ring.advance();
+    }
+    index = after(index);
+    item = decode(index);
+    publish(item);
+  }
+}
+
+// Three warps: gather the item's token rows into the swizzled tile, four rows of eight 16-byte
+// pieces per warp and pass. Tile rows past the group keep what they hold: they only reach
+// accumulators that nobody reads. A stage is handed over when its copies have landed, looked at
+// when the next one has been issued or cannot be.
+template <class Operand, int kMaxColumns, bool kPaired>
+__device__ __forceinline__ void produce_tokens(const GroupedParams& p,
+                                               const Shared<Operand, kMaxColumns, kPaired>& sh,
+                                               int warp, int lane) {
+  using L = Layout<Operand, kMaxColumns>;
+  constexpr int kRowsPerPass = 4 * kTokenWarps;
+  constexpr int kPasses = (kMaxColumns + kRowsPerPass - 1) / kRowsPerPass;
+  constexpr int kScalePasses = (4 * kPasses + 31) / 32;
+  constexpr std::uint32_t kNoSource = 0xFFFFFFFFU;
+  RingPosition<L::kStages> ring, arrived;
+  RingPosition<kItemSlots> slot;
+  int pending = 0;
+  // Waits for the oldest gathers until at most `keep` stages are in flight, and hands them over.
+  const auto settle = [&](int keep) {
+    while (pending > keep) {
+      if (pending == 1) {
+        ptx::async_wait<0>();
+      } else if (pending == 2) {
+        ptx::async_wait<1>();
+      } else {
+        ptx::async_wait<kGathersInFlight - 1>();
+      }
+      ptx::fence_proxy_async();
+      // Every lane for its own copies: costs nothing measurable, and racecheck can follow it.
+      ptx::mbarrier_arrive(sh.full(arrived.slot));
+      arrived.advance();
+      --pending;
+    }
+  };
+  const int first = warp * 4 + (lane >> 3), piece = lane & 7;
+  // A pass is twelve rows further, so its swizzle is that of every second pass.
+  const std::uint32_t even =
+      static_cast<std::uint32_t>(first * kChunkBytes + ((piece ^ (first & 7)) << 4));
+  const std::uint32_t odd =
+      static_cast<std::uint32_t>(first * kChunkBytes + ((piece ^ ((first + 4) & 7)) << 4));
+  while (true) {
+    ptx::mbarrier_wait(sh.item_full(slot.slot), slot.parity);
+    const Item item = sh.items()[slot.slot];
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(sh.item_empty(slot.slot));
+    slot.advance();
+    if (item.band < 0) break;
+    const bool second = item.band >= p.bands1;
+    if (second) {
+      const std::uint32_t needed =
+          static_cast<std::uint32_t>(p.bands1) * kConsumerWarps * (kPaired ? 2 : 1);
+      std::uint32_t* const done = p.group_done + item.group;
+      bool ready = lane != 0 || ptx::load_acquire(done) >= needed;
+      if (!__all_sync(0xFFFFFFFFU, ready)) {
+        // What this warp has gathered must be handed over before it may wait for other CTAs.
+        settle(0);
+        if (lane == 0) {
+          while (ptx::load_acquire(done) < needed) __nanosleep(32);
+        }
+      }
+      __syncwarp();
+    }
+    const auto source_row = [&](int row) -> std::int32_t {
+      if (row >= item.rows) return -1;
+      return second ? item.first_row + row : p.pair_of_row[item.first_row + row] / p.top_k;
+    };
+    const std::int32_t row_bytes = second ? p.row_bytes2 : p.row_bytes1;
+    // Offsets in units of 16 bytes, so that 32 bits reach 64 GiB.
+    std::uint32_t source[kPasses];
+    std::int32_t scale_source[kScalePasses];
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const std::int32_t row = source_row(first + i * kRowsPerPass);
+      source[i] =
+          row < 0 ? kNoSource
+                  : static_cast<std::uint32_t>(row) * static_cast<std::uint32_t>(row_bytes >> 4);
+    }
+#pragma unroll
+    for (int i = 0; i < kScalePasses; ++i) {
+      const int entry = lane + 32 * i;
+      const int row = warp * 4 + (entry & 3) + kRowsPerPass * (entry >> 2);
+      scale_source[i] = L::kScaled ? source_row(row) : -1;
+    }
+    const std::byte* base = (second ? p.inner : p.x) + piece * 16;
+    const float* scale = second ? p.inner_scale : p.x_scale;
+    const std::int64_t scale_stride = second ? p.inner_scale_stride : p.x_scale_stride;
+    const int chunks = second ? p.chunks2 : p.chunks1;
+    for (int c = 0; c < chunks; ++c) {
+      // With no free slot there is nothing better to do than to see the gathers through.
+      if (!__all_sync(0xFFFFFFFFU, ptx::mbarrier_test(sh.empty(ring.slot), ring.parity ^ 1))) {
+        settle(0);
+        ptx::mbarrier_wait(sh.empty(ring.slot), ring.parity ^ 1);
+      }
+      const std::uint32_t tile = sh.tokens(ring.slot);
+      // Past the end of the rows the weights are zero; the tokens must not be NaN.
+      const bool in_row = c * kChunkBytes + piece * 16 < row_bytes;
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        if (source[i] != kNoSource) {
+          ptx::async_load_16(tile + ((i & 1) != 0 ? odd : even) +
+                                 static_cast<std::uint32_t>(i * kRowsPerPass * kChunkBytes),
+                             ptx::offset_16(base, source[i]), in_row);
+        }
+      }
+      base += kChunkBytes;
+      if (L::kScaled) {
+#pragma unroll
+        for (int i = 0; i < kScalePasses; ++i) {
+          if (scale_source[i] >= 0) {
+            const int entry = lane + 32 * i;
+            const int row = warp * 4 + (entry & 3) + kRowsPerPass * (entry >> 2);
+            ptx::async_load_4(sh.scales(ring.slot) + 16 + static_cast<std::uint32_t>(row) * 4,
+                              scale + scale_source[i], true);
+          }
+        }
+        scale += scale_stride;
+      }
+      ptx::async_commit();
+      ring.advance();
+      ++pending;
+      settle(kGathersInFlight - 1);
+    }
+  }
+  settle(0);
+}
+
+}  // namespace moesaic::cuda
