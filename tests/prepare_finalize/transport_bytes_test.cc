@@ -54,13 +54,15 @@ std::int64_t expected(const test::StandardCase& c, const std::vector<std::int64_
 }
 
 TEST(TransportBytes, EqualTheFormulaOnTwoFourAndEightRanks) {
-  for (const std::size_t ranks : {2, 4, 8}) {
+  for (const std::size_t ranks : {2U, 4U, 8U}) {
     for (const char* quant : {"bf16", "fp8-block"}) {
       MoeProblem problem = test::small_problem(quant);
       problem.num_experts = problem.num_local_experts = 16;
       problem.top_k = 5;
       std::vector<std::int64_t> counts;
-      for (std::size_t r = 0; r < ranks; ++r) counts.push_back(r == 1 ? 0 : 3 + (r % 3));
+      for (std::size_t r = 0; r < ranks; ++r) {
+        counts.push_back(r == 1 ? 0 : 3 + static_cast<std::int64_t>(r % 3));
+      }
       std::int64_t tokens = 0;
       for (const std::int64_t n : counts) tokens += n;
       const auto c = test::make_case(40 + ranks, problem, tokens, DType::kBF16, 0.1);
