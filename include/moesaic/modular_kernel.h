@@ -108,11 +108,12 @@ struct AllToAllOptions {
   DType combine_dtype = DType::kF32;
 };
 // Transports between ranks with rows of their own. Row counts may differ between ranks and be zero.
-// prepare and finalize are collective; a rank that cannot take part (too many rows, a bad id) says
-// so in its message, and all return its reason, with "dispatch: rank N:" in front, without waiting.
-// They allocate buffers for messages. Errors: those of the communicator, kLimitExceeded for more
-// rows than agreed; making them: kUnsupported for another format, kInvalidArgument and
-// kInvalidDType for options. attach: kUnsupported for experts that take no quantised rows.
+// prepare and finalize are collective, one call at a time; a rank that cannot take part (too many
+// rows, a bad id) says so in its message, and all return its reason, with "dispatch: rank N:" in
+// front, without waiting. They allocate buffers for messages, and keep them. Errors: those of the
+// communicator, kLimitExceeded for more rows than agreed; making them: kUnsupported for another
+// format, kInvalidArgument and kInvalidDType for options. attach: kUnsupported for experts that
+// take no quantised rows.
 //
 // Each rank owns some experts (or, with gather, a slice of each): a row travels once to each of its
 // ranks, with ids and weights, and each rank sends one partial sum per row back. A row's result is

@@ -126,7 +126,7 @@ class GroupCommunicator final : public Communicator {
       const std::size_t bytes = MOESAIC_FAULT(communicator_drops_last_byte) && !send[i].empty()
                                     ? send[i].size() - 1
                                     : send[i].size();
-      Message m(sizeof(Header) + bytes);
+      Message m = t.pool().take(sizeof(Header) + bytes);
       std::memcpy(m.data(), &header, sizeof(Header));
       if (bytes > 0) std::memcpy(m.data() + sizeof(Header), send[i].data(), bytes);
       bytes_sent_ += static_cast<std::int64_t>(bytes);
@@ -150,6 +150,7 @@ class GroupCommunicator final : public Communicator {
           continue;
         }
         MOESAIC_RETURN_IF_ERROR(take(what, header, i, **m, recv, received));
+        t.pool().give(std::move(**m));
         waiting.erase(waiting.begin() + static_cast<std::ptrdiff_t>(w));
       }
       const Result<bool> sent = t.all_sent();

@@ -94,7 +94,7 @@ class MpiTransport final : public Transport {
       int bytes = 0;
       MPI_Get_count(&status, MPI_BYTE, &bytes);
       Pending& p = arriving_[key];
-      p.message.resize(static_cast<std::size_t>(bytes));
+      p.message = pool().take(static_cast<std::size_t>(bytes));
       code = MPI_Imrecv(p.message.data(), bytes, MPI_BYTE, &handle, &p.request);
       if (code != MPI_SUCCESS) return mpi_error("MPI_Imrecv", code);
     }
@@ -113,6 +113,7 @@ class MpiTransport final : public Transport {
       int done = 0;
       const int code = MPI_Test(&p->request, &done, MPI_STATUS_IGNORE);
       if (code != MPI_SUCCESS) return mpi_error("MPI_Test", code);
+      if (done != 0) pool().give(std::move(p->message));
       p = done != 0 ? pending_.erase(p) : std::next(p);
     }
     return pending_.empty();

@@ -40,6 +40,7 @@ class AllToAllPrepareFinalize final : public RankTransport {
     float* weights = nullptr;             // [R * T, k]
     std::int32_t* ids = nullptr;          // [R * T, k]
     float* partial = nullptr;             // [R * T, H]
+    float* sum = nullptr;                 // [T, H]
     float* scratch = nullptr;             // of the wire, or one row
     std::int64_t* received = nullptr;     // [R] rows from each rank
     std::int64_t* sent = nullptr;         // [R] rows to each rank
@@ -57,6 +58,7 @@ class AllToAllPrepareFinalize final : public RankTransport {
     b.weights = arena.take<float>(rows * p_.top_k);
     b.ids = arena.take<std::int32_t>(rows * p_.top_k);
     b.partial = arena.take<float>(rows * p_.hidden_size);
+    b.sum = arena.take<float>(max_tokens_ * p_.hidden_size);
     b.scratch = arena.take<float>(std::max(wire_.scratch_floats(), p_.hidden_size));
     return b;
   }
@@ -198,7 +200,7 @@ class AllToAllPrepareFinalize final : public RankTransport {
     // Each row: partial sums in rank order, rounded once.
     const cpu::ScopedIeeeMode ieee;
     const std::int64_t tokens = a.output.dim(0);
-    std::vector<float> sum(static_cast<std::size_t>(tokens * p_.hidden_size), 0.0F);
+    std::fill(b.sum, b.sum + tokens * p_.hidden_size, 0.0F);
     for (int r = 0; r < ranks_; ++r) {
       const auto payload = x.payload(r);
       if (x.rows(r) != b.sent[r] ||
@@ -209,10 +211,10 @@ class AllToAllPrepareFinalize final : public RankTransport {
       if (MOESAIC_FAULT(all_to_all_forgets_last_rank) && r + 1 == ranks_ && r > 0) continue;
       for (std::int64_t i = 0; i < b.sent[r]; ++i) {
         add_result(payload.data() + i * result_bytes(), 1.0F, b.scratch,
-                   sum.data() + b.sent_tokens[r * max_tokens_ + i] * p_.hidden_size);
+                   b.sum + b.sent_tokens[r * max_tokens_ + i] * p_.hidden_size);
       }
     }
-    kernels_->store_row(sum.data(), tokens * p_.hidden_size, a.output.dtype, a.output.data);
+    kernels_->store_row(b.sum, tokens * p_.hidden_size, a.output.dtype, a.output.data);
     return {};
   }
 

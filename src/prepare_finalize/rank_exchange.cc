@@ -12,13 +12,17 @@ namespace {
 constexpr std::int64_t kMaxText = 504;
 }  // namespace
 
-void RankExchange::Buffer::reset(std::int64_t payload) {
+void ExchangeBuffers::Buffer::reset(std::int64_t payload) {
   bytes = static_cast<std::size_t>(kHeaderBytes + payload);
+  if (bytes <= capacity) return;
+  capacity = 0;
   data = std::make_unique_for_overwrite<std::byte[]>(bytes);
+  capacity = bytes;
 }
 
-RankExchange::RankExchange(Communicator& communicator, std::string_view what)
-    : comm_(communicator), what_(what) {
+RankExchange::RankExchange(Communicator& communicator, std::string_view what,
+                           ExchangeBuffers& buffers)
+    : comm_(communicator), what_(what), out_(buffers.out_), in_(buffers.in_) {
   const auto n = static_cast<std::size_t>(comm_.size());
   out_.resize(n);
   in_.resize(n);

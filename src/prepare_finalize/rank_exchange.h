@@ -21,11 +21,23 @@ struct MessageHeader {
 };
 inline constexpr std::int64_t kHeaderBytes = sizeof(MessageHeader);
 
+// Memory of a step's messages, kept from call to call.
+class ExchangeBuffers {
+ private:
+  friend class RankExchange;
+  struct Buffer {
+    std::unique_ptr<std::byte[]> data;
+    std::size_t capacity = 0, bytes = 0;
+    void reset(std::int64_t payload);
+  };
+  std::vector<Buffer> out_, in_;
+};
+
 // Use: expect() for every rank, message() for every rank (or to_all()), run(), then rows() and
 // payload(). May throw std::bad_alloc. One object per step.
 class RankExchange {
  public:
-  RankExchange(Communicator& communicator, std::string_view what);
+  RankExchange(Communicator& communicator, std::string_view what, ExchangeBuffers& buffers);
 
   // At most this many bytes of payload come from rank r.
   void expect(int r, std::int64_t bytes);
@@ -44,16 +56,13 @@ class RankExchange {
   std::span<const std::byte> payload(int r) const;
 
  private:
-  struct Buffer {
-    std::unique_ptr<std::byte[]> data;
-    std::size_t bytes = 0;
-    void reset(std::int64_t payload);
-  };
+  using Buffer = ExchangeBuffers::Buffer;
   std::byte* start(Buffer& buffer, MessageHeader header, std::int64_t bytes) const;
 
   Communicator& comm_;
   std::string_view what_;
-  std::vector<Buffer> out_, in_;
+  std::vector<Buffer>& out_;
+  std::vector<Buffer>& in_;
   std::vector<std::size_t> source_;  // which out_ goes to a rank
   std::vector<std::int64_t> received_;
   std::vector<MessageHeader> headers_;

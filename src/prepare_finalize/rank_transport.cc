@@ -95,7 +95,7 @@ Status RankTransport::out_of_memory(const char* step, const char* why) const {
 
 Result<Prepared> RankTransport::prepare(const PrepareArgs& args) const {
   try {
-    RankExchange exchange(*comm_, dispatch_name_);
+    RankExchange exchange(*comm_, dispatch_name_, dispatch_buffers_);
     expect_dispatch(exchange);
     return dispatch(args, exchange);
   } catch (const std::exception& error) {
@@ -105,7 +105,7 @@ Result<Prepared> RankTransport::prepare(const PrepareArgs& args) const {
 
 Status RankTransport::finalize(const FinalizeArgs& args) const {
   try {
-    RankExchange exchange(*comm_, combine_name_);
+    RankExchange exchange(*comm_, combine_name_, combine_buffers_);
     expect_combine(exchange);
     return combine(args, exchange);
   } catch (const std::exception& error) {
@@ -115,7 +115,8 @@ Status RankTransport::finalize(const FinalizeArgs& args) const {
 
 Status RankTransport::withdraw(const Status& reason, bool prepared, std::span<std::byte>) const {
   try {
-    RankExchange exchange(*comm_, prepared ? combine_name_ : dispatch_name_);
+    RankExchange exchange(*comm_, prepared ? combine_name_ : dispatch_name_,
+                          prepared ? combine_buffers_ : dispatch_buffers_);
     prepared ? expect_combine(exchange) : expect_dispatch(exchange);
     return exchange.refuse(reason);
   } catch (const std::exception& error) {

@@ -80,6 +80,8 @@ class RankTransport : public PrepareAndFinalize {
  private:
   Status out_of_memory(const char* step, const char* why) const;
   std::string dispatch_name_, combine_name_;
+  // The communicator takes one call at a time, and so do these.
+  mutable ExchangeBuffers dispatch_buffers_, combine_buffers_;
 };
 
 }  // namespace moesaic

@@ -8,7 +8,6 @@
 
 #include "core/fault.h"
 #include "cpu/tiers.h"
-#include "numerics/element.h"
 #include "quant/compute_scheme.h"
 
 namespace moesaic {
@@ -71,10 +70,16 @@ void RowWire::pack_row(const std::byte* x, DType dtype, float weight, float* scr
   float* scales = scratch + hidden_;
   kernels_->quantize_row_e4m3(scratch, hidden_, round_dtype_, power_of_two_, scales, scratch);
   const bool narrow = kernels_->narrow_operand == cpu::OperandKind::kBF16;
-  const auto* values = reinterpret_cast<const std::byte*>(scratch);
   auto* codes = reinterpret_cast<std::uint8_t*>(to);
-  for (std::int64_t i = 0; i < hidden_; ++i) {
-    codes[i] = code_of_exact(load_as_f32(values, narrow ? DType::kBF16 : DType::kF32, i));
+  if (narrow) {
+    const auto* values = reinterpret_cast<const std::byte*>(scratch);
+    for (std::int64_t i = 0; i < hidden_; ++i) {
+      std::uint16_t bf16 = 0;
+      std::memcpy(&bf16, values + 2 * i, sizeof(bf16));
+      codes[i] = code_of_exact(std::bit_cast<float>(static_cast<std::uint32_t>(bf16) << 16));
+    }
+  } else {
+    for (std::int64_t i = 0; i < hidden_; ++i) codes[i] = code_of_exact(scratch[i]);
   }
   if (MOESAIC_FAULT(row_wire_first_scale_only)) std::fill(scales, scales + groups_, scales[0]);
   std::memcpy(to + hidden_bytes_, scales, static_cast<std::size_t>(groups_) * sizeof(float));
