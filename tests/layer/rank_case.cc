@@ -234,6 +234,24 @@ MoeLayerWeights rank_weights(const LayerTensors& tensors, const ParallelConfig& 
   return w;
 }
 
+RankProblem checkpoint_problem(const Checkpoint& checkpoint, const std::string& folder,
+                               const std::string& quant, std::int64_t rows) {
+  const MoeLayerSpec spec = checkpoint.layers().front();
+  const TensorFile golden = TensorFile::open(folder + "/golden.safetensors").value();
+  const Tensor all = golden.read(spec.prefix + ".input").value();
+  RankProblem p;
+  p.make = [&checkpoint, layer = spec.layer](const FusedMoE::Options& options) {
+    return FusedMoE::from_checkpoint(checkpoint, layer, options);
+  };
+  p.options.quant = quant;
+  p.options.num_threads = 1;
+  p.options.max_tokens = 12;
+  p.x = Tensor::uninitialized(all.dtype(), {rows, spec.hidden_size}).value();
+  std::memcpy(p.x.data(), all.data(), static_cast<std::size_t>(p.x.bytes()));
+  solve_on_one_rank(p);
+  return p;
+}
+
 MakeRankLayer maker_of(const LayerTensors& tensors) {
   return [&tensors](const FusedMoE::Options& options) {
     return FusedMoE::create(rank_weights(tensors, options.parallel), options);

@@ -61,4 +61,9 @@ std::vector<std::int64_t> uneven_tokens(std::uint64_t seed, std::int64_t total, 
 MoeLayerWeights rank_weights(const LayerTensors& tensors, const ParallelConfig& parallel);
 MakeRankLayer maker_of(const LayerTensors& tensors);
 
+// The first MoE layer of a checkpoint on `rows` rows of its golden file, solved on one rank. The
+// checkpoint outlives the problem.
+RankProblem checkpoint_problem(const Checkpoint& checkpoint, const std::string& folder,
+                               const std::string& quant, std::int64_t rows);
+
 }  // namespace moesaic::test

@@ -343,6 +343,56 @@ class Run(ToolTest):
             results.append(out.read_bytes())
         self.assertEqual(results[0], results[1])
 
+    def test_ranks_as_threads(self):
+        _, one = self.run_layer("mini-deepseek-v3", "--quant", "f32")
+        for extra in (
+            ["--ranks", 3, "--reduction", "per_slot"],
+            ["--ranks", 4, "--tp", 2, "--transport", "batched"],
+            ["--ranks", 4, "--tp", 2, "--sp", "--placement", "round_robin", "--transport", "gather", "--reduction", "per_slot"],
+        ):
+            with self.subTest(extra):
+                value, out = self.run_layer("mini-deepseek-v3", "--quant", "f32", *extra)
+                self.assertEqual(out.read_bytes(), one.read_bytes())
+                ranks = value["per_rank"]
+                self.assertEqual([r["rank"] for r in ranks], list(range(extra[1])))
+                self.assertEqual(value["parallel"]["ranks"], extra[1])
+                self.assertEqual(sum(r["slots"] for r in ranks), sum(value["expert_load"]))
+                self.assertTrue(all(r["bytes_sent"] > 0 for r in ranks))
+        value, _ = self.run_layer("mini-deepseek-v3", "--ranks", 2, "--no-ep")
+        self.assertEqual(value["parallel"]["transport"], "gather")
+
+    def test_every_rank_logs_with_its_number(self):
+        path, name = golden_input("mini-gpt-oss")
+        arguments = ["run", "--model", MODELS / "mini-gpt-oss", "--layer", 0, "--input", f"{path}:{name}",
+                     "--output", self.folder / "out", "--ranks", 2, "--repeat", 1]  # fmt: skip
+        result = run(*arguments, "-v")
+        self.assertEqual(result.returncode, OK, result.stderr)
+        for rank in (0, 1):
+            self.assertIn(f"moesaic[rank {rank}]: layer 0 ready", result.stderr)
+        self.assertEqual(result.stdout.count("tokens/s"), 1)
+        self.fails(USAGE, "[rank 1]", "--tp", arguments=[*arguments, "--tp", 3])
+        self.fails(UNSUPPORTED, "[rank 0]", "slice", arguments=[*arguments, "--no-ep", "--transport", "batched"])
+
+    def test_ranks_as_processes(self):
+        mpirun = shutil.which("mpirun")
+        if mpirun is None or "mpirun" not in self.json_of("env")["mpi"]["reason"]:
+            self.skipTest("no mpirun, or a build without MPI")
+        _, one = self.run_layer("mini-deepseek-v3", "--quant", "f32")
+        path, name = golden_input("mini-deepseek-v3")
+        out = self.folder / "processes.safetensors"
+        result = subprocess.run(
+            [mpirun, "--oversubscribe", "-n", "4", TOOL, "run", "--model", MODELS / "mini-deepseek-v3", "--layer", "1",
+             "--input", f"{path}:{name}", "--output", out, "--quant", "f32", "--tp", "2", "--reduction", "per_slot",
+             "--repeat", "1", "--json"],
+            capture_output=True, text=True, timeout=120,
+            env={**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+                 "OMPI_MCA_btl_vader_single_copy_mechanism": "none"},
+        )  # fmt: skip
+        self.assertEqual(result.returncode, OK, result.stdout + result.stderr)
+        value = json.loads(result.stdout)
+        self.assertEqual((value["parallel"]["communicator"], value["parallel"]["ranks"]), ("mpi", 4))
+        self.assertEqual(out.read_bytes(), one.read_bytes())
+
     def test_default_tensor_name_and_no_tokens(self):
         states = self.folder / "states.safetensors"
         out = self.folder / "out.safetensors"

@@ -10,31 +10,42 @@
 #include <memory>
 
 namespace moesaic::tool {
+namespace {
+
+thread_local int log_rank = -1;
+
+}  // namespace
+
+void set_log_rank(int rank) { log_rank = rank; }
+std::string log_name() {
+  return log_rank < 0 ? "moesaic" : fmt::format("moesaic[rank {}]", log_rank);
+}
 
 void Console::emit(const Json& object) const {
-  if (!json_) return;
+  if (!json_ || !results_) return;
   // Names inside files need not be UTF-8; replace bad bytes instead of failing on output.
   const std::string text = object.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
   std::fwrite(text.data(), 1, text.size(), stdout);
 }
 
 void Console::print(std::string_view text) const {
-  if (!json_) std::fwrite(text.data(), 1, text.size(), stdout);
+  if (!json_ && results_) std::fwrite(text.data(), 1, text.size(), stdout);
 }
 
 void Console::note(int level, std::string_view text) const {
-  if (verbosity_ >= level) std::fputs(fmt::format("moesaic: {}\n", text).c_str(), stderr);
+  if (verbosity_ >= level) std::fputs(fmt::format("{}: {}\n", log_name(), text).c_str(), stderr);
 }
 
 void Console::warn(std::string_view text) const {
-  std::fputs(fmt::format("moesaic: warning: {}\n", text).c_str(), stderr);
+  std::fputs(fmt::format("{}: warning: {}\n", log_name(), text).c_str(), stderr);
 }
 
 int Console::fail(const Status& status, Origin origin, std::string_view next) const {
   const ExitCode code = exit_code(status.code(), origin);
   if (next.empty()) next = next_step(status.code(), origin);
-  std::fputs(fmt::format("moesaic: error: {}\n  next: {}\n", status.to_string(), next).c_str(),
-             stderr);
+  std::fputs(
+      fmt::format("{}: error: {}\n  next: {}\n", log_name(), status.to_string(), next).c_str(),
+      stderr);
   emit({{"error", status_code_name(status.code())},
         {"message", status.message()},
         {"next", std::string(next)},

@@ -18,7 +18,9 @@ using Json = nlohmann::ordered_json;
 
 class Console {
  public:
-  Console(bool json, int verbosity) : json_(json), verbosity_(verbosity) {}
+  //   results  false: emit and print do nothing (ranks other than 0)
+  Console(bool json, int verbosity, bool results = true)
+      : json_(json), verbosity_(verbosity), results_(results) {}
 
   bool json() const { return json_; }
   // One JSON object and a line end; nothing without --json.
@@ -39,7 +41,13 @@ class Console {
  private:
   bool json_;
   int verbosity_;
+  bool results_;
 };
+
+// Messages of this thread on stderr carry this rank's number from now on.
+void set_log_rank(int rank);
+// "moesaic" or "moesaic[rank 3]".
+std::string log_name();
 
 // JSON has no infinity and no NaN: a number that is neither becomes the largest finite double,
 // which no bound admits.

@@ -98,7 +98,9 @@ Verb make_inspect(CLI::App& root) {
       add_verb(root, "inspect", "List the MoE layers of a checkpoint and its problems",
                "  moesaic inspect testdata/models/mini-deepseek-v3\n"
                "  moesaic inspect ~/models/Qwen3-30B-A3B --json | python3 -m json.tool\n");
-  app->add_option("DIR", state->directory, "Folder with config.json and safetensors, or a GGUF file")->required();
+  app->add_option("DIR", state->directory,
+                  "Folder with config.json and safetensors, or a GGUF file")
+      ->required();
   add_output_options(*app, state->common);
   return {app, [state] { return run_inspect(*state); }};
 }

@@ -32,6 +32,8 @@ struct LayerOutput {
 };
 Result<LayerOutput> make_layer_output(const MoeLayerSpec& spec, std::int64_t tokens,
                                       DType output_dtype);
+// Writes output, topk_ids and topk_weights.
+Status write_layer_output(const std::string& path, const LayerOutput& result);
 Status forward(const FusedMoE& layer, const Tensor& hidden_states, LayerOutput& result);
 
 struct Timing {

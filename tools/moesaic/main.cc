@@ -87,7 +87,7 @@ int main(int argc, char** argv) {
   int code = kExitInternal;
   try {
     set_log_sink([](std::string_view message) {
-      std::fputs(fmt::format("moesaic: warning: {}\n", message).c_str(), stderr);
+      std::fputs(fmt::format("{}: warning: {}\n", log_name(), message).c_str(), stderr);
     });
     code = run_verb(argc, argv);
   } catch (const std::bad_alloc&) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "layer_io.h"
+#include "run_ranks.h"
 #include "spec_text.h"
 #include "verbs.h"
 
@@ -13,17 +14,11 @@ namespace {
 
 struct State {
   CommonOptions common;
+  RankOptions ranks;
   std::string model, input, output, output_dtype = "f32";
   int layer = 0;
   int repeat = 0;
 };
-
-Status write_result(const std::string& path, const LayerOutput& result) {
-  const std::vector<NamedTensor> tensors = {{"output", result.output.view()},
-                                            {"topk_ids", result.topk_ids.view()},
-                                            {"topk_weights", result.topk_weights.view()}};
-  return write_safetensors(path, tensors).with_context("--output " + path);
-}
 
 void report(const Console& console, const State& state, const FusedMoE& layer,
             const LayerOutput& result, const Timing& timing) {
@@ -59,6 +54,12 @@ int run_layer(const State& state) {
   if (const Status status = check_common_options(state.common); !status.ok()) {
     return console.fail(status, Origin::kOption);
   }
+  if (wants_ranks(state.ranks)) {
+    const RunRequest request{state.model,        state.input, state.output,
+                             state.output_dtype, state.layer, state.repeat};
+    return run_on_ranks(state.ranks, state.common,
+                        [&](const RankContext& c) { return run_layer_on_rank(request, c); });
+  }
   const auto [path, named] = split_tensor_path(state.input);
   const std::string tensor = named.empty() ? "hidden_states" : named;
   const Result<Checkpoint> checkpoint = Checkpoint::open(state.model);
@@ -89,7 +90,7 @@ int run_layer(const State& state) {
   if (!result.ok()) return console.fail(result.status(), Origin::kFile);
   const Result<Timing> timing = time_forward(*layer, *input, *result, state.repeat);
   if (!timing.ok()) return console.fail(timing.status(), Origin::kFile);
-  if (const Status status = write_result(state.output, *result); !status.ok()) {
+  if (const Status status = write_layer_output(state.output, *result); !status.ok()) {
     return console.fail(status, Origin::kOption);
   }
   report(console, state, *layer, *result, *timing);
@@ -106,7 +107,9 @@ Verb make_run(CLI::App& root) {
       "  moesaic run --model testdata/models/mini-qwen3-moe --layer 1 \\\n"
       "      --input testdata/models/mini-qwen3-moe/golden.safetensors:model.layers.1.mlp.input "
       "\\\n"
-      "      --output /tmp/out.safetensors --json\n");
+      "      --output /tmp/out.safetensors --json\n"
+      "  moesaic run ... --ranks 4                 four threads, experts and rows shared out\n"
+      "  mpirun -n 4 moesaic run ... --tp 2        four processes, two engines of two ranks\n");
   app->add_option("--model", state->model,
                   "Folder with config.json and safetensors, or a GGUF file")
       ->required();
@@ -125,6 +128,7 @@ Verb make_run(CLI::App& root) {
       ->check(CLI::Range(0, 1000000))
       ->capture_default_str();
   add_common_options(*app, state->common);
+  add_rank_options(*app, state->ranks);
   return {app, [state] { return run_layer(*state); }};
 }
 

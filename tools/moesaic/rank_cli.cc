@@ -1,0 +1,197 @@
+#include "rank_cli.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <thread>
+#include <vector>
+
+#include "cpu/tiers.h"
+#include "moesaic/parallel.h"
+
+namespace moesaic::tool {
+namespace {
+
+int launched_size() {
+  for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}) {
+    if (const char* text = std::getenv(name)) return std::atoi(text);
+  }
+  return 1;
+}
+
+template <class Enum>
+Enum by_name(const std::string& name, std::initializer_list<Enum> values,
+             std::string_view (*name_of)(Enum)) {
+  for (const Enum e : values) {
+    if (name_of(e) == name) return e;
+  }
+  return *values.begin();  // the command line has checked the names
+}
+
+Result<FusedMoE::Options> layer_options_of(const RankOptions& o, const CommonOptions& common,
+                                           int rank, int size, int threads) {
+  if (size % o.tp != 0) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("--tp: got {}, need a divisor of the {} ranks", o.tp, size));
+  }
+  if (!common.device.empty() && common.device != "cpu") {
+    return Status(StatusCode::kUnsupported,
+                  fmt::format("--device: got {} with --ranks, need cpu: ranks compute on the CPU",
+                              common.device));
+  }
+  ParallelSizes sizes;
+  sizes.tp_size = o.tp;
+  sizes.tp_rank = rank % o.tp;
+  sizes.dp_size = size / o.tp;
+  sizes.dp_rank = rank / o.tp;
+  sizes.enable_expert_parallel = o.ep;
+  sizes.sequence_parallel = o.sp;
+  FusedMoE::Options layer = layer_options(common, 1);
+  layer.device = Device::cpu();
+  MOESAIC_ASSIGN_OR_RETURN(layer.parallel, ParallelConfig::from_sizes(sizes));
+  layer.parallel.placement =
+      by_name(o.placement, {ExpertPlacement::kLinear, ExpertPlacement::kRoundRobin},
+              &expert_placement_name);
+  layer.transport = by_name(o.transport,
+                            {RankTransport::kAuto, RankTransport::kNone, RankTransport::kGather,
+                             RankTransport::kAllToAll, RankTransport::kBatched},
+                            &rank_transport_name);
+  layer.reduction = by_name(o.reduction, {RankReduction::kPerRank, RankReduction::kPerSlot},
+                            &rank_reduction_name);
+  layer.num_threads = threads;
+  return layer;
+}
+
+int run_one(const RankOptions& options, const CommonOptions& common, int threads,
+            std::shared_ptr<Communicator> communicator,
+            const std::function<int(const RankContext&)>& body) {
+  RankContext c;
+  c.rank = communicator->rank();
+  c.size = communicator->size();
+  set_log_rank(c.rank);
+  c.console = Console(common.json, common.verbosity, /*results=*/c.rank == 0);
+  c.communicator = std::move(communicator);
+  Result<FusedMoE::Options> layer = layer_options_of(options, common, c.rank, c.size, threads);
+  if (!layer.ok()) return c.fail(layer.status(), Origin::kOption);
+  c.layer = std::move(layer).value();
+  c.layer.communicator = c.communicator;
+  c.console.note(1, fmt::format("{} of {} ranks over {}, tp {} of {}, dp {} of {}, {} thread(s)",
+                                c.rank, c.size, c.communicator->name(), c.rank % options.tp,
+                                options.tp, c.rank / options.tp, c.size / options.tp, threads));
+  return body(c);
+}
+
+}  // namespace
+
+void add_rank_options(CLI::App& app, RankOptions& o) {
+  const char* group = "Ranks";
+  app.add_option("--ranks", o.ranks,
+                 "Spread the layer over this many ranks: the processes of mpirun, else threads")
+      ->check(CLI::Range(1, 4096))
+      ->group(group);
+  app.add_option("--tp", o.tp,
+                 "Ranks of an engine, which have the same rows; ranks / tp engines have rows of "
+                 "their own (data parallelism)")
+      ->check(CLI::Range(1, 4096))
+      ->capture_default_str()
+      ->group(group);
+  app.add_flag("--ep,!--no-ep", o.ep,
+               "Whole experts on each rank (default); --no-ep: a slice of every expert")
+      ->group(group);
+  app.add_flag("--sp", o.sp, "Sequence parallelism: the ranks of an engine share its rows")
+      ->group(group);
+  app.add_option("--placement", o.placement, "Which rank owns which expert")
+      ->check(CLI::IsMember({"linear", "round_robin"}))
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--transport", o.transport, "How rows reach experts of other ranks")
+      ->check(CLI::IsMember({"auto", "none", "gather", "all_to_all", "batched"}))
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--reduction", o.reduction,
+                 "Order of a row's sum: per_rank (fewest bytes) or per_slot (the bits of one rank)")
+      ->check(CLI::IsMember({"per_rank", "per_slot"}))
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--timeout", o.timeout_s, "Seconds to wait for another rank before giving up")
+      ->check(CLI::Range(0.1, 86400.0))
+      ->capture_default_str()
+      ->group(group);
+}
+
+bool wants_ranks(const RankOptions& options) {
+  return options.ranks > 1 || (launched_by_mpi() && launched_size() > 1);
+}
+
+RankContext::Rows RankContext::rows(std::int64_t tokens, int of_rank) const {
+  const int tp = layer.parallel.engine_tp_size();
+  const std::int64_t engines = size / tp;
+  const std::int64_t engine = of_rank / tp;
+  const std::int64_t begin = tokens * engine / engines;
+  const std::int64_t end = tokens * (engine + 1) / engines;
+  if (!layer.parallel.is_sequence_parallel()) return {begin, end - begin, of_rank % tp == 0};
+  const std::int64_t each = (end - begin + tp - 1) / tp;
+  const std::int64_t first = std::min(begin + each * (of_rank % tp), end);
+  return {first, std::min(each, end - first), true};
+}
+
+int RankContext::fail(const Status& status, Origin origin) const {
+  if (communicator->state().ok()) static_cast<void>(communicator->abandon(status.message()));
+  return console.fail(status, origin);
+}
+
+int run_on_ranks(const RankOptions& options, const CommonOptions& common,
+                 const std::function<int(const RankContext&)>& body) {
+  const Console console = common.console();
+  CommunicatorOptions communicator;
+  communicator.timeout_ms = static_cast<int>(options.timeout_s * 1000);
+  const int cores = cpu::resolve_threads(0);
+  if (launched_by_mpi()) {
+    auto mine = make_mpi_communicator(communicator);
+    if (!mine.ok()) return console.fail(mine.status(), Origin::kOption);
+    const int size = (*mine)->size();
+    if (options.ranks != 0 && options.ranks != size) {
+      return console.fail({StatusCode::kInvalidArgument,
+                           fmt::format("--ranks: got {}, mpirun started {} processes; need the "
+                                       "same number, or none",
+                                       options.ranks, size)},
+                          Origin::kOption);
+    }
+    // The processes of one machine share its cores.
+    const int threads = common.threads > 0 ? common.threads : std::max(1, cores / size);
+    return run_one(options, common, threads, std::move(*mine), body);
+  }
+  auto ranks = make_in_process_communicators(options.ranks, communicator);
+  if (!ranks.ok()) return console.fail(ranks.status(), Origin::kOption);
+  const int threads = common.threads > 0 ? common.threads : std::max(1, cores / options.ranks);
+  std::vector<int> codes(ranks->size(), kExitInternal);
+  std::vector<std::thread> team;
+  for (std::size_t r = 0; r < ranks->size(); ++r) {
+    team.emplace_back([&, r] {
+      try {
+        codes[r] = run_one(options, common, threads,
+                           std::shared_ptr<Communicator>(std::move((*ranks)[r])), body);
+      } catch (const std::exception& error) {
+        codes[r] = console.fail({StatusCode::kInternal, error.what()}, Origin::kOption);
+      }
+    });
+  }
+  for (std::thread& t : team) t.join();
+  return codes[0] != kExitOk ? codes[0] : *std::max_element(codes.begin(), codes.end());
+}
+
+Json describe_ranks(const RankContext& c, const FusedMoE& layer) {
+  const ParallelConfig& p = c.layer.parallel;
+  return {{"ranks", c.size},
+          {"communicator", c.communicator->name()},
+          {"tp", p.engine_tp_size()},
+          {"dp", p.dp_size},
+          {"ep", p.ep_size > 1},
+          {"sp", p.is_sequence_parallel()},
+          {"placement", expert_placement_name(p.placement)},
+          {"transport", rank_transport_name(layer.transport())},
+          {"reduction", rank_reduction_name(c.layer.reduction)}};
+}
+
+}  // namespace moesaic::tool

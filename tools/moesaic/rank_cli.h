@@ -1,0 +1,54 @@
+// --ranks and its companions: one layer spread over processes that mpirun started, or over threads
+// of this one.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "moesaic/communicator.h"
+#include "options.h"
+
+namespace moesaic::tool {
+
+struct RankOptions {
+  int ranks = 0;  // 0: as many as mpirun started, else one
+  int tp = 1;
+  bool ep = true, sp = false;
+  std::string placement = "linear", transport = "auto", reduction = "per_rank";
+  double timeout_s = 60;
+};
+void add_rank_options(CLI::App& app, RankOptions& options);
+
+// Whether the verb is to run over several ranks.
+bool wants_ranks(const RankOptions& options);
+
+// One rank of the verb.
+struct RankContext {
+  int rank = 0, size = 1;
+  Console console{false, 0};  // results appear on rank 0 only, messages carry the rank's number
+  std::shared_ptr<Communicator> communicator;
+  FusedMoE::Options layer;  // parallel, communicator, transport, reduction, num_threads
+
+  // Rows of `tokens` that this rank has, when they are dealt out in stretches to the engines (and
+  // under sequence parallelism to their ranks).
+  struct Rows {
+    std::int64_t first = 0, count = 0;
+    bool mine = false;  // this rank is the one that hands in the result for them
+  };
+  Rows rows(std::int64_t tokens, int of_rank) const;
+
+  // Reports a failure; the other ranks learn it instead of waiting.
+  int fail(const Status& status, Origin origin) const;
+};
+
+// body on every rank. Returns the exit code of this process: rank 0's, or that of a rank that
+// failed.
+int run_on_ranks(const RankOptions& options, const CommonOptions& common,
+                 const std::function<int(const RankContext&)>& body);
+
+// The part of a JSON result that says how the layer was spread.
+Json describe_ranks(const RankContext& context, const FusedMoE& layer);
+
+}  // namespace moesaic::tool
