@@ -90,7 +90,15 @@ class FusedMoE {
     std::shared_ptr<Communicator> communicator;
     RankTransport transport = RankTransport::kAuto;
     RankReduction reduction = RankReduction::kPerRank;
-    bool include_shared = true;  // false: the caller computes shared experts itself
+    // Expert load balancing: experts live in num_experts + num_redundant_experts slots, as many on
+    // each rank, and may move between ranks while the layer serves (begin_rearrange). Needs a
+    // communicator, whole experts and linear placement; the reduction is then kPerSlot, so that no
+    // move changes a bit. Keeps the rank's experts a second time, in canonical form. The source
+    // given to create() must yield all experts of the layer.
+    bool enable_eplb = false;
+    std::int64_t num_redundant_experts = 0;
+    std::int64_t eplb_window = 1000;  // forward calls whose load is remembered
+    bool include_shared = true;       // false: the caller computes shared experts itself
     RoutedInputTransform routed_input_transform;
     RoutedOutputTransform routed_output_transform;
     // Latent size: H of the routed experts when an input transform is set. Without an output
@@ -158,6 +166,26 @@ class FusedMoE {
   // Payload bytes that this layer's ranks exchange: sent by this rank so far, other layers on the
   // same communicator included.
   std::int64_t bytes_sent() const;
+
+  // --- Expert load balancing (Options::enable_eplb, else kUnsupported) ---
+  // All ranks call these alike, between forward calls.
+  //
+  // Expert of each slot; empty without load balancing.
+  std::vector<std::int32_t> physical_to_logical() const;
+  // [num_experts] rows that chose each expert, on all ranks, in the window.
+  Result<std::vector<double>> measured_load() const;
+  // Begins to move experts until slot p holds wanted[p]; every expert needs a slot. Nothing
+  // changes yet. kInvalidArgument (on all ranks) also when ranks want different things or one
+  // rearrangement is in flight.
+  Status begin_rearrange(std::span<const std::int32_t> wanted);
+  // The same towards the placement that rebalance_experts computes from measured_load(), with slots
+  // kept where they can be. Ranks of one node are consecutive.
+  Status begin_rebalance(int num_nodes = 1);
+  // Moves up to max_transfers experts between ranks into a second buffer; forward may be called
+  // before and after, and serves from the first. True once all ranks have switched to the new
+  // weights and maps, in this very call; false: call again. After an error the rearrangement is
+  // over and the layer is as it was.
+  Result<bool> continue_rearrange(std::int64_t max_transfers = 8);
 
   FusedMoE(FusedMoE&&) noexcept;
   FusedMoE& operator=(FusedMoE&&) noexcept;

@@ -106,6 +106,13 @@ Status FusedMoE::Impl::route(const ConstTensorView& x, const Buffers& b, const T
   report(trace.router_logits, b.logits);
   report(trace.topk_weights, b.topk_weights);
   report(trace.topk_ids, b.topk_ids);
+  if (mesh && plan.has_zero_experts) {
+    // Slots of identity experts arrive as expert 0 with weight 0: no row need travel for them.
+    for (std::int64_t slot = 0; slot < rows * k; ++slot) {
+      if (b.topk_weights[slot] == 0.0F) b.topk_ids[slot] = -1;
+    }
+  }
+  if (balancer) return with_stage(balancer->map_ids(b.topk_ids, rows, k), "load balancing");
   return {};
 }
 
@@ -231,6 +238,7 @@ Status FusedMoE::forward(ConstTensorView hidden_states, TensorView output,
     MOESAIC_RETURN_IF_ERROR(m.cuda ? m.cuda->forward_chunk(x, y, part)
                                    : m.forward_chunk(x, y, part));
   }
+  if (m.balancer) return m.balancer->end_step();
   return {};
 }
 

@@ -7,6 +7,7 @@
 
 #include "core/arena.h"
 #include "layer/cuda_layer.h"
+#include "layer/expert_balancer.h"
 #include "layer/fused_plan.h"
 #include "layer/rank_mesh.h"
 #include "moesaic/fused_moe.h"
@@ -29,7 +30,8 @@ struct FusedMoE::Impl {
   std::optional<GateLinear> shared_gate;
   std::unique_ptr<cuda::CudaLayer> cuda;  // instead of all the stages above, on a GPU
   std::string router_name;
-  std::unique_ptr<RankMesh> mesh;        // null: this layer does not communicate
+  std::unique_ptr<RankMesh> mesh;  // null: this layer does not communicate
+  std::unique_ptr<ExpertBalancer> balancer;
   AccumulateRowFn accumulate = nullptr;  // per-slot reduction
   std::int64_t small_bytes = 0;          // gate and shared gate weights
   Tensor workspace;

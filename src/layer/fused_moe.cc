@@ -130,8 +130,8 @@ Result<std::string> name_of_router(const FusedPlan& plan) {
 
 Result<FusedMoE> FusedMoE::from_checkpoint(const Checkpoint& checkpoint, int layer,
                                            const Options& options) {
-  Result<MoeLayerWeights> weights =
-      checkpoint.load_layer(layer, options.parallel, options.progress);
+  Result<MoeLayerWeights> weights = checkpoint.load_layer(
+      layer, options.enable_eplb ? ParallelConfig() : options.parallel, options.progress);
   if (!weights.ok()) {
     // The others wait in create.
     return options.communicator ? agree(*options.communicator, "layer", weights.status(), 0)
@@ -156,7 +156,9 @@ std::int64_t FusedMoE::Impl::fingerprint() const {
                                     spec.intermediate_size, spec.num_experts, plan.routing.top_k,
                                     plan.latent_size, plan.quant.scheme.name, options.max_tokens,
                                     rank_transport_name(plan.ranks.transport), plan.ranks.per_slot,
-                                    expert_placement_name(options.parallel.placement)));
+                                    expert_placement_name(options.parallel.placement)) +
+                        fmt::format(" {} {} {}", options.enable_eplb, plan.routed.num_experts,
+                                    options.enable_eplb ? kernel->experts().name() : ""));
 }
 
 Result<std::unique_ptr<FusedMoE::Impl>> FusedMoE::Impl::build(MoeLayerWeights weights,
@@ -213,10 +215,24 @@ Status FusedMoE::Impl::build_routed(ExpertSource& source) {
     MOESAIC_ASSIGN_OR_RETURN(mesh, RankMesh::create(options, plan.ranks));
     MOESAIC_ASSIGN_OR_RETURN(pf, mesh->make_prepare_finalize(plan.routed, options.parallel));
   }
-  Result<ModularKernel> made = make_kernel(plan.routed, plan.quant, source, options.backend,
+  QuantPlan quant = plan.quant;
+  ExpertSource* from = &source;
+  std::unique_ptr<ExpertStore> store;
+  if (options.enable_eplb) {
+    // Kept as the backend takes them, so that they are converted once.
+    MOESAIC_ASSIGN_OR_RETURN(const auto converted, make_converting_source(source, plan.quant));
+    MOESAIC_ASSIGN_OR_RETURN(
+        balancer, ExpertBalancer::create(spec.num_experts, plan.routed.num_experts, plan.ranks.size,
+                                         options.parallel.ep_rank, options.eplb_window));
+    MOESAIC_ASSIGN_OR_RETURN(store, ExpertStore::load(*converted, balancer->local_experts()));
+    quant.conversion = LoadConversion::kNone;
+    from = store.get();
+  }
+  Result<ModularKernel> made = make_kernel(plan.routed, quant, *from, options.backend,
                                            /*shared=*/false, std::move(pf), plan.ranks.kernel_rows);
   if (!made.ok()) return with_stage(made.status(), "experts");
   kernel.emplace(std::move(made).value());
+  if (balancer) balancer->set_store(std::move(store));
   if (!plan.ranks.per_slot) return {};
   // The backend's own way of adding a row, so that the bits are those of one rank.
   accumulate = [](const float* src, float weight, std::int64_t n, float* dst) {
@@ -269,7 +285,8 @@ std::int64_t FusedMoE::workspace_bytes() const {
 std::int64_t FusedMoE::weight_bytes() const {
   if (impl_->cuda) return impl_->cuda->weight_bytes();
   return impl_->small_bytes + impl_->kernel->experts().weight_bytes() +
-         (impl_->shared ? impl_->shared->experts().weight_bytes() : 0);
+         (impl_->shared ? impl_->shared->experts().weight_bytes() : 0) +
+         (impl_->balancer ? impl_->balancer->store().bytes() : 0);
 }
 std::vector<CandidateReport> FusedMoE::explain() const {
   return explain_plan(impl_->plan, impl_->router_name, impl_->options.device);

@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "core/checked.h"
 #include "core/fault.h"
 
 namespace moesaic {
@@ -105,13 +106,18 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const QuantScheme& sh
   plan.has_router_bias = spec.has_router_bias;
   MOESAIC_ASSIGN_OR_RETURN(plan.quant,
                            plan_quant(spec.quant, spec.activation_dtype, options.quant));
-  MOESAIC_ASSIGN_OR_RETURN(plan.expert_map, make_expert_map(spec.num_experts, options.parallel));
+  const auto physical = checked_add(spec.num_experts, options.num_redundant_experts);
+  if (options.num_redundant_experts < 0 || !physical) {
+    return invalid(fmt::format("num_redundant_experts: got {}, need a number >= 0",
+                               options.num_redundant_experts));
+  }
+  MOESAIC_ASSIGN_OR_RETURN(plan.expert_map, make_expert_map(*physical, options.parallel));
   MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int64_t> local,
-                           local_expert_ids(spec.num_experts, options.parallel));
+                           local_expert_ids(*physical, options.parallel));
 
   MOESAIC_ASSIGN_OR_RETURN(plan.ranks, plan_ranks(options, spec.routing.top_k));
   MoeProblem& routed = plan.routed = common_problem(spec, plan.quant, options);
-  routed.num_experts = spec.num_experts;
+  routed.num_experts = *physical;
   routed.num_local_experts = static_cast<std::int64_t>(local.size());
   routed.top_k = plan.ranks.per_slot ? 1 : spec.routing.top_k;
   routed.max_tokens = plan.ranks.experts_rows;

@@ -60,12 +60,6 @@ Status FusedMoE::Impl::forward_chunk_over_ranks(const ConstTensorView& x, const 
   const RankPlan& ranks = plan.ranks;
   const std::int64_t k = plan.routing.top_k;
   const RowRange all{0, x.dim(0)};
-  if (plan.has_zero_experts) {
-    // Slots of identity experts arrive as expert 0 with weight 0: no row need travel for them.
-    for (std::int64_t slot = 0; slot < all.count * k; ++slot) {
-      if (b.topk_weights[slot] == 0.0F) b.topk_ids[slot] = -1;
-    }
-  }
   RowRange share = replica_share(all.count, ranks.replicas, ranks.replica);
   if (MOESAIC_FAULT(layer_shared_by_every_replica)) share = all;
   const RowRange given = ranks.reduced ? share : all;

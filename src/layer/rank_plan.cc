@@ -68,6 +68,14 @@ Result<RankPlan> plan_ranks(const FusedMoE::Options& options, std::int64_t top_k
   const ParallelConfig& p = options.parallel;
   RankPlan plan;
   plan.kernel_rows = plan.experts_rows = options.max_tokens;
+  if (options.enable_eplb && (!options.communicator || p.flat_size() == 1)) {
+    return unsupported("enable_eplb: got true on one rank, need a communicator with several");
+  }
+  if (options.num_redundant_experts != 0 && !options.enable_eplb) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("num_redundant_experts: got {} without enable_eplb, need 0",
+                              options.num_redundant_experts));
+  }
   if (!options.communicator) return plan;
   plan.size = options.communicator->size();
   if (plan.size != p.flat_size() || options.communicator->rank() != p.flat_rank()) {
@@ -86,8 +94,11 @@ Result<RankPlan> plan_ranks(const FusedMoE::Options& options, std::int64_t top_k
                     "need per_rank, or expert parallelism",
                     p.tp_size));
   }
-  plan.per_slot = options.reduction == RankReduction::kPerSlot && top_k > 1 &&
-                  plan.transport != RankTransport::kBatched;
+  if (options.enable_eplb && (p.ep_size == 1 || p.placement != ExpertPlacement::kLinear)) {
+    return unsupported("enable_eplb: got true, need expert parallelism with linear placement");
+  }
+  const bool slots = options.reduction == RankReduction::kPerSlot || options.enable_eplb;
+  plan.per_slot = slots && top_k > 1 && plan.transport != RankTransport::kBatched;
   const std::vector<int> replicas = p.replica_group();
   plan.replicas = static_cast<int>(replicas.size());
   plan.replica = static_cast<int>(std::find(replicas.begin(), replicas.end(), p.flat_rank()) -

@@ -145,6 +145,8 @@ TEST(RankedLayer, GoldenCheckpointsOnFourRanksEqualOneRank) {
         // Slices of fewer than 128 columns cut the blocks of fp8 scales.
         if (!combo.ep && std::string(quant) == "fp8-bf16") continue;
         const auto tokens = test::uneven_tokens(++seed, 21, combo.dp * combo.pcp);
+        // All ways in the exact arithmetic, some in the others.
+        if (std::string(quant) != "f32" && seed % 4 != 0) continue;
         EXPECT_EQ(test::run_ranks(problem, combo, tokens), "")
             << model << " " << quant << " " << combo.name();
       }

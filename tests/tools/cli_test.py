@@ -551,6 +551,18 @@ class Bench(ToolTest):
         self.fails(UNSUPPORTED, "own gate", arguments=[*model, "--routing", "one"])
 
 
+class BenchOverRanks(ToolTest):
+    def test_layer_on_three_threads(self):
+        common = ["bench", "--shape", "8,2,64,32", "--tokens", 4, "--seconds", 0, "--ranks", 3]
+        value = self.json_of(*common, "--stage", "layer")
+        self.assertEqual((value["ranks"], value["tokens_in_all"], value["transport"]), (3, 12, "auto"))
+        self.assertGreater(value["bytes_sent_per_rank"], 0)
+        self.assertLessEqual(value["rel_l2"], value["bound"])
+        self.assertEqual(len(value["per_rank"]["median_us"]), 3)
+        self.fails(UNSUPPORTED, "--stage", arguments=common)
+        self.fails(UNSUPPORTED, "--no-ep", arguments=[*common, "--stage", "layer", "--no-ep"])
+
+
 class Env(ToolTest):
     def test_env(self):
         value = self.json_of("env")

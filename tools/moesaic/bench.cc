@@ -11,6 +11,7 @@
 
 #include "bench_plot.h"
 #include "bench_random.h"
+#include "bench_ranks.h"
 #include "bench_stages.h"
 #include "ceilings.h"
 #include "cpu/tiers.h"
@@ -24,6 +25,7 @@ namespace {
 
 struct State {
   CommonOptions common;
+  RankOptions ranks;
   std::string model, shape;
   int layer = -1;
   std::vector<std::int64_t> tokens = {1, 4, 16, 64, 512};
@@ -181,6 +183,18 @@ int run_bench(const State& state) {
   if (const Status status = check_common_options(state.common); !status.ok()) {
     return console.fail(status, Origin::kOption);
   }
+  if (wants_ranks(state.ranks)) {
+    if (state.stage != "layer") {
+      return console.fail({StatusCode::kUnsupported,
+                           fmt::format("--stage: got {} over ranks, need layer", state.stage)},
+                          Origin::kOption, "add --stage layer");
+    }
+    const BenchRanksRequest request{
+        state.shape.empty() ? state.model : state.shape, state.routing, state.tokens, state.seconds,
+        [&state](std::optional<Checkpoint>& c, Origin& o) { return settings_of(state, c, o); }};
+    return run_on_ranks(state.ranks, state.common,
+                        [&](const RankContext& c) { return bench_on_rank(request, c); });
+  }
   std::optional<Checkpoint> checkpoint;
   Origin origin = Origin::kOption;
   Result<BenchSettings> settings = settings_of(state, checkpoint, origin);
@@ -266,6 +280,7 @@ Verb make_bench(CLI::App& root) {
       "  moesaic bench --shape 64,8,2048,1024 --routing zipf:1.0 --threads 2\n"
       "  moesaic bench --shape deepseek-v3 --quant fp8-block --device cuda --stage layer \\\n"
       "      --tokens 1,16,256,4096 --plot time.svg --peers peers.jsonl\n"
+      "  moesaic bench --shape 64,8,2048,1024 --stage layer --ranks 4 --tokens 16,256\n"
       "\nfloor us = max(bytes that must move / measured read bandwidth, operations / measured "
       "multiply-add peak)\n\nShapes:" +
           names + "\n");
@@ -293,6 +308,7 @@ Verb make_bench(CLI::App& root) {
                   "JSON lines with other implementations' times (impl, format, E, top_k, hidden, "
                   "intermediate, M, gemm12_us), for the table and the plot");
   add_common_options(*app, state->common);
+  add_rank_options(*app, state->ranks);
   return {app, [state] { return run_bench(*state); }};
 }
 

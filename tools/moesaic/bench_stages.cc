@@ -388,6 +388,20 @@ class RouteStage final : public BenchStage {
   std::unique_ptr<GpuStage> gpu_;
 };
 
+// This rank's experts of a source of all.
+class RankSource final : public ExpertSource {
+ public:
+  RankSource(std::unique_ptr<ExpertSource> all, std::vector<std::int64_t> ids)
+      : all_(std::move(all)), ids_(std::move(ids)) {}
+  Result<ExpertWeightsView> expert(std::int64_t e) override {
+    return all_->expert(ids_[static_cast<std::size_t>(e)]);
+  }
+
+ private:
+  std::unique_ptr<ExpertSource> all_;
+  std::vector<std::int64_t> ids_;
+};
+
 class LayerStage final : public BenchStage {
  public:
   static Result<std::unique_ptr<BenchStage>> create(const BenchSettings& settings) {
@@ -403,8 +417,9 @@ class LayerStage final : public BenchStage {
     if (!bias.empty()) stage->s_.spec.has_router_bias = true;  // how a random gate gets skewed
     MoeLayerWeights weights;
     if (settings.checkpoint != nullptr) {
-      MOESAIC_ASSIGN_OR_RETURN(weights, settings.checkpoint->load_layer(settings.spec.layer, {},
-                                                                        settings.options.progress));
+      MOESAIC_ASSIGN_OR_RETURN(
+          weights, settings.checkpoint->load_layer(settings.spec.layer, settings.options.parallel,
+                                                   settings.options.progress));
       MOESAIC_ASSIGN_OR_RETURN(MoeLayerWeights again,
                                settings.checkpoint->load_layer(settings.spec.layer, {}));
       stage->check_source_ = std::move(again.experts);
@@ -414,7 +429,15 @@ class LayerStage final : public BenchStage {
       weights.spec = stage->s_.spec;
       MOESAIC_ASSIGN_OR_RETURN(weights.tensors,
                                random_layer_tensors(stage->s_.spec, settings.seed, bias));
-      weights.experts = make_random_source(p, settings.seed);
+      if (settings.options.parallel.tp_size > 1) {
+        return Status(StatusCode::kUnsupported,
+                      "--no-ep: random weights are drawn expert by expert; use --model for slices");
+      }
+      MOESAIC_ASSIGN_OR_RETURN(
+          std::vector<std::int64_t> ids,
+          local_expert_ids(settings.spec.num_experts, settings.options.parallel));
+      weights.experts =
+          std::make_unique<RankSource>(make_random_source(p, settings.seed), std::move(ids));
       stage->check_source_ = make_random_source(p, settings.seed);
     }
     stage->keep_shared(weights.tensors);
@@ -427,6 +450,7 @@ class LayerStage final : public BenchStage {
 
   std::string backend() const override { return layer_->experts_backend(); }
   std::string quant() const override { return std::string(layer_->quant().name); }
+  std::int64_t bytes_sent() const override { return layer_->bytes_sent(); }
 
   Result<BenchPoint> prepare(std::int64_t tokens) override {
     struct Rotation {
@@ -448,7 +472,8 @@ class LayerStage final : public BenchStage {
         expert_weights(spec, spec.shared.intermediate_size) * bytes_per_weight(layer_->quant());
     for (int i = 0; i < point.rotations; ++i) {
       Rotation r;
-      const std::uint64_t seed = s_.seed * 1000003 + static_cast<std::uint64_t>(i);
+      const std::uint64_t seed = s_.seed * 1000003 + static_cast<std::uint64_t>(i) +
+                                 static_cast<std::uint64_t>(s_.engine) * 7919;
       MOESAIC_ASSIGN_OR_RETURN(r.x,
                                random_tensor(row_dtype(s_), {tokens, spec.hidden_size}, 1.0, seed));
       MOESAIC_ASSIGN_OR_RETURN(r.y, Tensor::zeros(row_dtype(s_), {tokens, spec.hidden_size}));

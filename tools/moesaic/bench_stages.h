@@ -20,6 +20,7 @@ struct BenchSettings {
   FusedMoE::Options options;
   std::string routing = "uniform";
   std::uint64_t seed = 1;
+  int engine = 0;  // over ranks: engines have hidden states of their own
 };
 
 // One point: run(i) processes rotation i (0 .. rotations-1); rotations differ in routing and hidden
@@ -41,6 +42,8 @@ class BenchStage {
   virtual std::string backend() const = 0;
   virtual std::string quant() const = 0;
   virtual Result<BenchPoint> prepare(std::int64_t tokens) = 0;
+  // Payload that this rank sent to others so far (the layer stage over ranks).
+  virtual std::int64_t bytes_sent() const { return 0; }
 };
 
 // Whether the stage multiplies in bf16 where the CPU tier can: says which multiply-add ceiling
