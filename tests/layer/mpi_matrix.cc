@@ -63,10 +63,12 @@ int main(int argc, char** argv) {
   for (int i = 2; i < argc; ++i) {
     const std::string folder = argv[i];
     const Checkpoint checkpoint = Checkpoint::open(folder).value();
-    const bool stored_fp8 = checkpoint.layers().front().quant.weight.dtype == DType::kF8E4M3;
+    // Scales of blocks and groups would be cut by slices this thin.
+    const bool scaled =
+        checkpoint.layers().front().quant.weight.granularity != ScaleGranularity::kNone;
     for (const char* quant : {"f32", "as-is"}) {
       test::RankProblem problem = test::checkpoint_problem(checkpoint, folder, quant, 24);
-      problem.slices = !stored_fp8;
+      problem.slices = !scaled;
       for (int size = 2; size <= world.size(); ++size) {
         run_size(world, size, std::atoi(argv[1]), problem, folder + " " + quant, tally);
       }
