@@ -688,8 +688,23 @@ class Convert(ToolTest):
         self.fails(USAGE, "inside", arguments=["convert", "--model", broken, "--output", broken / "sub", "--quant", "mxfp8"])
 
 
+class Accuracy(ToolTest):
+    def test_every_scheme_is_within_its_bounds(self):
+        value = self.json_of("accuracy")
+        self.assertTrue(value["pass"])
+        rows = {row["quant"]: row for row in value["tables"][0]["schemes"]}
+        self.assertIn("nvfp4", rows)
+        for row in rows.values():
+            for error in ("weights", "activations", "output", "arithmetic"):
+                self.assertLessEqual(row[error], row[f"{error}_bound"], row)
+        # The measurement is not blind: coarser formats err more, in the right places.
+        self.assertGreater(rows["mxfp4"]["weights"], 3 * rows["fp8-block"]["weights"])
+        self.assertGreater(rows["mxfp4"]["arithmetic"], 3 * rows["mxfp4-fp8"]["arithmetic"])
+        self.assertEqual(rows["int4-g128"]["activations"], 0)
+
+
 class CommandLine(ToolTest):
-    VERBS = ("inspect", "run", "verify", "explain", "env", "convert", "balance")
+    VERBS = ("inspect", "run", "verify", "explain", "env", "convert", "balance", "accuracy")
 
     def test_help_teaches(self):
         result = run("--help")

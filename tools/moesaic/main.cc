@@ -63,7 +63,8 @@ int run_verb(int argc, char** argv) {
   root.get_formatter()->column_width(34);
   const std::vector<Verb> verbs = {make_inspect(root), make_run(root),     make_verify(root),
                                    make_explain(root), make_bench(root),   make_demo(root),
-                                   make_env(root),     make_convert(root), make_balance(root)};
+                                   make_env(root),     make_convert(root), make_balance(root),
+                                   make_accuracy(root)};
   try {
     root.parse(argc, argv);
   } catch (const CLI::Success& request) {  // --help, --version

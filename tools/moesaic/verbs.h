@@ -13,6 +13,7 @@ Verb make_bench(CLI::App& root);
 Verb make_env(CLI::App& root);
 Verb make_demo(CLI::App& root);
 Verb make_balance(CLI::App& root);
+Verb make_accuracy(CLI::App& root);
 Verb make_convert(CLI::App& root);
 
 }  // namespace moesaic::tool

@@ -1,0 +1,100 @@
+// moesaic accuracy: the error of every scheme, measured; the tables of docs/accuracy.md.
+#include <fmt/format.h>
+
+#include <memory>
+
+#include "accuracy_case.h"
+#include "verbs.h"
+
+namespace moesaic::tool {
+namespace {
+
+struct State {
+  CommonOptions common;
+  std::vector<std::string> models;
+  std::int64_t tokens = 64;
+};
+
+std::string cell(double value, double bound) {
+  return fmt::format("{:.1e} ({:.1e})", value, bound);
+}
+
+int run_accuracy(const State& state) {
+  const Console console = state.common.console();
+  std::vector<AccuracyCase> cases;
+  Result<AccuracyCase> gaussian = gaussian_case(state.common.seed);
+  if (!gaussian.ok()) return console.fail(gaussian.status(), Origin::kOption);
+  cases.push_back(std::move(gaussian).value());
+  for (const std::string& model : state.models) {
+    Result<AccuracyCase> data = model_case(model, state.tokens);
+    if (!data.ok()) return console.fail(data.status().with_context(model), Origin::kFile);
+    cases.push_back(std::move(data).value());
+  }
+  bool pass = true;
+  Json tables = Json::array();
+  for (const AccuracyCase& data : cases) {
+    Json rows = Json::array();
+    console.print(
+        fmt::format("### {}\n\n| `--quant` | weights | activations | output | arithmetic "
+                    "|\n|---|---|---|---|---|\n",
+                    data.name));
+    for (const QuantScheme& scheme : quant_schemes()) {
+      const Result<AccuracyRow> row = measure_accuracy(data, scheme, state.common.threads);
+      if (!row.ok()) {
+        if (row.status().code() != StatusCode::kUnsupported) {
+          return console.fail(row.status().with_context(scheme.name), Origin::kOption);
+        }
+        console.note(1, fmt::format("{}: {}", scheme.name, row.status().message()));
+        console.print(fmt::format("| `{}` | not in this build | | | |\n", scheme.name));
+        continue;
+      }
+      console.print(fmt::format(
+          "| `{}` | {} | {} | {} | {} |\n", row->scheme, cell(row->weights, row->weights_bound),
+          cell(row->activations, row->activations_bound), cell(row->output, row->output_bound),
+          cell(row->arithmetic, row->arithmetic_bound)));
+      // Written so that a NaN fails. Weights of a trained model are not normal: no verdict on them.
+      pass = pass && row->arithmetic <= row->arithmetic_bound && row->output <= row->output_bound;
+      rows.push_back({{"quant", row->scheme},
+                      {"backend", row->backend},
+                      {"weights", finite(row->weights)},
+                      {"weights_bound", row->weights_bound},
+                      {"activations", finite(row->activations)},
+                      {"activations_bound", row->activations_bound},
+                      {"output", finite(row->output)},
+                      {"output_bound", row->output_bound},
+                      {"arithmetic", finite(row->arithmetic)},
+                      {"arithmetic_bound", row->arithmetic_bound}});
+    }
+    console.print("\n");
+    tables.push_back({{"data", data.name}, {"schemes", std::move(rows)}});
+  }
+  console.emit({{"tables", std::move(tables)}, {"pass", pass}});
+  if (pass) return kExitOk;
+  console.warn("a scheme is outside its bound");
+  return kExitVerifyFailed;
+}
+
+}  // namespace
+
+Verb make_accuracy(CLI::App& root) {
+  auto state = std::make_shared<State>();
+  CLI::App* app = add_verb(
+      root, "accuracy", "Measure the error of every scheme: weights, activations, output",
+      "  moesaic accuracy\n"
+      "  moesaic accuracy --model testdata/models/mini-deepseek-v3\n"
+      "\nEach cell is relative L2 error and, in brackets, its bound. output: against unquantised\n"
+      "weights in fp32; arithmetic: against fp32 with the same stored weights.\n");
+  app->add_option("--model", state->models,
+                  "Folder with a golden file; its first block is measured beside Gaussian data");
+  app->add_option("--tokens", state->tokens, "Rows of the golden file that are used")
+      ->check(CLI::Range(1, 4096))
+      ->capture_default_str();
+  app->add_option("--threads", state->common.threads, "Threads; 0 takes one per core")
+      ->check(CLI::Range(0, 4096))
+      ->capture_default_str();
+  app->add_option("--seed", state->common.seed, "Seed of the Gaussian data")->capture_default_str();
+  add_output_options(*app, state->common);
+  return {app, [state] { return run_accuracy(*state); }};
+}
+
+}  // namespace moesaic::tool
