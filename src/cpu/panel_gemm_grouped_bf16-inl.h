@@ -322,8 +322,12 @@ HWY_NOINLINE void GroupedBlocks(const PanelArgs& args) {
     }
     const int tiles = (args.num_rows + 5) / 6;
     block.row = 0;
+    // Each tile asks for its share of the next groups: the decoding above would wait for memory.
+    const auto lines = static_cast<int>(k_count / Pairs::kSteps * (kUnitBytes / 64));
     for (int i = 0; i < tiles; ++i) {
       const int height = args.num_rows / tiles + (i < args.num_rows % tiles ? 1 : 0);
+      for (int line = lines * i / tiles; line < lines * (i + 1) / tiles; ++line)
+        __builtin_prefetch(w + 64 * line, 0, 2);
       kTiles[height](args, block);
       block.row += height;
     }
