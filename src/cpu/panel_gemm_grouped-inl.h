@@ -44,8 +44,13 @@ struct GroupFold {
   const float* offsets;
   std::int64_t group, scale_group;
 
-  // One vector of columns of one row: what a group's sum adds to the running result.
+  HWY_INLINE bool plain() const { return row_scales == nullptr && offsets == nullptr; }
+
+  // One vector of columns of one row: what a group's sum adds to the running result. kPlain: the
+  // columns' scales are all there is.
+  template <bool kPlain>
   HWY_INLINE VF Into(VF total, VF acc, VF scale, int row, int column) const {
+    if constexpr (kPlain) return hn::MulAdd(acc, scale, total);
     if (row_scales != nullptr) scale = hn::Mul(scale, hn::Set(df, row_scales[row][scale_group]));
     total = hn::MulAdd(acc, scale, total);
     if (offsets == nullptr) return total;
@@ -53,12 +58,9 @@ struct GroupFold {
   }
 };
 
-// The same into the result in memory, for MR rows from `row` and NV vectors from `column`.
-template <int MR, int NV>
-HWY_INLINE void FoldColumns(const PanelArgs& args, const VF (&acc)[MR][NV], const float* scales,
-                            std::int64_t group, int row, int column) {
-  const GroupFold fold(args, group);
-  float* result = args.result + row * kPanelColumns;
+template <bool kPlain, int MR, int NV>
+HWY_INLINE void AddColumns(const GroupFold& fold, const VF (&acc)[MR][NV], const float* scales,
+                           float* result, int row, int column) {
 #pragma GCC unroll 8
   for (int v = 0; v < NV; ++v) {
     const int c = column + v * kLanes;
@@ -66,8 +68,21 @@ HWY_INLINE void FoldColumns(const PanelArgs& args, const VF (&acc)[MR][NV], cons
 #pragma GCC unroll 8
     for (int r = 0; r < MR; ++r) {
       float* p = result + r * kPanelColumns + c;
-      hn::Store(fold.Into(hn::Load(df, p), acc[r][v], scale, row + r, c), df, p);
+      hn::Store(fold.Into<kPlain>(hn::Load(df, p), acc[r][v], scale, row + r, c), df, p);
     }
+  }
+}
+
+// The same into the result in memory, for MR rows from `row` and NV vectors from `column`.
+template <int MR, int NV>
+HWY_INLINE void FoldColumns(const PanelArgs& args, const VF (&acc)[MR][NV], const float* scales,
+                            std::int64_t group, int row, int column) {
+  const GroupFold fold(args, group);
+  float* result = args.result + row * kPanelColumns;
+  if (fold.plain()) {
+    AddColumns<true>(fold, acc, scales, result, row, column);
+  } else {
+    AddColumns<false>(fold, acc, scales, result, row, column);
   }
 }
 

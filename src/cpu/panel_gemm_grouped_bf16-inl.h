@@ -225,7 +225,7 @@ HWY_NOINLINE void GroupedStream(const PanelArgs& args) {
       const VF scale = hn::LoadU(df, scales + 16 * v);
 #pragma GCC unroll 2
       for (int r = 0; r < MR; ++r)
-        total[r][v] = fold.Into(total[r][v], acc[r][v], scale, r, 16 * v);
+        total[r][v] = fold.Into<false>(total[r][v], acc[r][v], scale, r, 16 * v);
     }
   }
 #pragma GCC unroll 2
