@@ -80,8 +80,10 @@ Status append_metadata(std::span<const std::pair<std::string, std::string>> meta
     if (i > 0 && sorted[i].first == sorted[i - 1].first) {
       return name_error("metadata key", sorted[i].first, "is given twice");
     }
-    *json +=
-        (i > 0 ? "," : "") + json_string(sorted[i].first) + ":" + json_string(sorted[i].second);
+    if (i > 0) *json += ',';
+    *json += json_string(sorted[i].first);
+    *json += ':';
+    *json += json_string(sorted[i].second);
   }
   *json += "}";
   return {};

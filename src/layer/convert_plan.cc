@@ -39,7 +39,7 @@ bool belongs_to(std::string_view pattern, std::string_view name) {
 
 // Block of a layer relative to its layer: "mlp" of "model.layers.3.mlp".
 bool in_block(const MoeLayerSpec& spec, const ExpertLayout& layout) {
-  return layout.present() && spec.prefix.ends_with("." + std::string(layout.block));
+  return layout.present() && spec.prefix.ends_with(std::string(1, '.').append(layout.block));
 }
 
 Result<PlannedLayer> plan_layer_target(const MoeLayerSpec& spec, const Family& family,
