@@ -21,7 +21,7 @@ inline Tensor poisoned(DType dtype, const Shape& shape) {
 template <class T>
 Tensor tensor_of(DType dtype, const Shape& shape, const std::vector<T>& values) {
   Tensor t = Tensor::zeros(dtype, shape).value();
-  std::memcpy(t.data(), values.data(), values.size() * sizeof(T));
+  if (!values.empty()) std::memcpy(t.data(), values.data(), values.size() * sizeof(T));
   return t;
 }
 inline Tensor f32_of(const Shape& shape, const std::vector<float>& values) {
