@@ -2,9 +2,9 @@
 #   make demo   build a release and run a bundled trained checkpoint
 #   make test   build with all checks and run all tests
 BUILD := build
-CTEST_FLAGS ?= --output-on-failure
-# Parallel compile jobs: bounded by memory too (about 1.5 GB for the largest SIMD file).
+# Parallel jobs: bounded by memory too (about 1.5 GB for the compiler on the largest SIMD file).
 JOBS ?= $(shell scripts/jobs.sh)
+CTEST_FLAGS ?= --output-on-failure --parallel $(JOBS)
 
 .PHONY: help deps deps-all demo test release asan tsan fuzz faults bench format format-check tidy install clean
 

@@ -5,8 +5,9 @@ set -euo pipefail
 
 build_packages=(g++ cmake ninja-build git python3 libfmt-dev libcli11-dev nlohmann-json3-dev libhwy-dev
   libgtest-dev libopenmpi-dev openmpi-bin)
-# Sanitizers with OpenMP and libFuzzer need clang; formatting and linting its tools.
-check_packages=(clang clang-format clang-tidy libclang-rt-dev libomp-dev libbenchmark-dev)
+# Sanitizers with OpenMP and libFuzzer need clang; formatting and linting its tools. One build of CI
+# repeats another's compiler runs: ccache.
+check_packages=(clang clang-format clang-tidy libclang-rt-dev libomp-dev libbenchmark-dev ccache)
 
 case "${1:-build}" in
   build) packages=("${build_packages[@]}") ;;

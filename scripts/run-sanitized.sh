@@ -9,14 +9,14 @@ case "$preset" in
     # Tests provoke allocation failure on purpose; the allocator then returns null as the real one does.
     export ASAN_OPTIONS="allocator_may_return_null=1:detect_stack_use_after_return=1:strict_string_checks=1${ASAN_OPTIONS:+:$ASAN_OPTIONS}"
     export UBSAN_OPTIONS="print_stacktrace=1:halt_on_error=1${UBSAN_OPTIONS:+:$UBSAN_OPTIONS}"
-    ctest --test-dir build/asan --output-on-failure --no-tests=error "$@"
+    ctest --test-dir build/asan --output-on-failure --parallel "$(scripts/jobs.sh)" --no-tests=error "$@"
     ;;
   tsan)
     # libomp is not instrumented; its archer plug-in tells TSan about its barriers, and what TSan
     # sees inside uninstrumented modules is ignored.
     export TSAN_OPTIONS="ignore_noninstrumented_modules=1:halt_on_error=1${TSAN_OPTIONS:+:$TSAN_OPTIONS}"
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
-    ctest --test-dir build/tsan --output-on-failure --no-tests=error -L threads "$@"
+    ctest --test-dir build/tsan --output-on-failure --parallel "$(scripts/jobs.sh)" --no-tests=error -L threads "$@"
     ;;
   *)
     echo "usage: $0 asan|tsan [ctest arguments]" >&2

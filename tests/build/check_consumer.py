@@ -17,6 +17,18 @@ def run(*command, **options):
     return subprocess.run([str(word) for word in command], check=True, **options)
 
 
+def build_settings(build):
+    """What decides the flags that BUILD_DIR compiles the library with."""
+    cache = {}
+    for line in (build / "CMakeCache.txt").read_text(encoding="utf-8").splitlines():
+        name, _, value = line.partition("=")
+        cache[name.partition(":")[0]] = value
+    kind = cache["CMAKE_BUILD_TYPE"].upper()
+    wanted = ("CMAKE_BUILD_TYPE", "MOESAIC_WERROR", "MOESAIC_FAULT_INJECTION", "MOESAIC_CUDA", "CMAKE_CXX_FLAGS",
+              f"CMAKE_CXX_FLAGS_{kind}", f"CMAKE_CUDA_FLAGS_{kind}")  # fmt: skip
+    return {name: cache[name] for name in wanted if cache.get(name)}
+
+
 def main(arguments):
     if len(arguments) != 5 or arguments[0] not in ("installed", "subdirectory"):
         print(__doc__)
@@ -33,9 +45,14 @@ def main(arguments):
             run("cmake", "--install", build, "--prefix", work / "prefix")
             configure += [f"-DCMAKE_PREFIX_PATH={work / 'prefix'}", "-DCMAKE_BUILD_TYPE=Release"]
         else:
-            # The library's code is tested elsewhere; here only that it builds this way, so without
+            # The library's code is tested elsewhere; here only that it builds this way: with a compiler
+            # cache by the flags of the build under test, whose objects are in the cache; else without
             # optimisation, which is the quicker build.
-            configure += [f"-DMOESAIC_SOURCE_DIR={source}", "-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0"]
+            configure.append(f"-DMOESAIC_SOURCE_DIR={source}")
+            if launcher:
+                configure += [f"-D{name}={value}" for name, value in build_settings(build).items()]
+            else:
+                configure += ["-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0"]
         run("cmake", "-S", source / "tests" / "build" / "consumer", "-B", work / "build", *configure)
         run("cmake", "--build", work / "build", "-j", os.cpu_count() or 1)
         run(work / "build" / "consumer", model)

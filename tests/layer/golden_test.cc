@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <memory>
 #include <string>
@@ -54,6 +55,15 @@ std::vector<Golden> read_golden(const Checkpoint& checkpoint, const std::string&
   return all;
 }
 
+// A copy of the first rows of a matrix.
+Tensor first_rows(const Tensor& source, std::int64_t rows) {
+  Tensor part =
+      Tensor::uninitialized(source.dtype(), {std::min(rows, source.shape()[0]), source.shape()[1]})
+          .value();
+  std::memcpy(part.data(), source.data(), static_cast<std::size_t>(part.bytes()));
+  return part;
+}
+
 FusedMoE::Options quant_options(const std::string& quant, const std::string& backend = {}) {
   FusedMoE::Options options;
   options.quant = quant;
@@ -63,7 +73,6 @@ FusedMoE::Options quant_options(const std::string& quant, const std::string& bac
 }
 
 void expect_same_ids(const Tensor& got, const Tensor& want) {
-  if (!want.present()) return;
   ASSERT_EQ(got.shape(), want.shape());
   const std::int64_t k = got.shape()[1];
   for (std::int64_t t = 0; t < got.shape()[0]; ++t) {
@@ -124,12 +133,17 @@ TEST_P(GoldenLayer, MatchesFloat64) {
       const auto layer =
           FusedMoE::from_checkpoint(checkpoint, g.layer, quant_options(GetParam().quant, backend));
       ASSERT_TRUE(layer.ok()) << layer.status().to_string();
-      const test::LayerRun run = test::run_layer(*layer, g.input);
-      const auto result = compare(to_doubles(run.output.view()), to_doubles(g.output.view()));
+      // The plain reference takes seconds for all rows of the bigger models; a row does not depend
+      // on its batch, so some show it.
+      const bool some = GetParam().is_extra && backend[0] != '\0';
+      const std::int64_t rows = some ? 24 : g.input.shape()[0];
+      const test::LayerRun run = test::run_layer(*layer, first_rows(g.input, rows));
+      const auto result =
+          compare(to_doubles(run.output.view()), to_doubles(first_rows(g.output, rows).view()));
       EXPECT_LE(result.rel_l2, GetParam().bound)
           << layer->experts_backend() << " layer " << g.layer << ": " << result.describe;
       EXPECT_LE(GetParam().bound, layer->quant().output_bound * 1.02);
-      expect_same_ids(run.topk_ids, g.ids);
+      if (g.ids.present()) expect_same_ids(run.topk_ids, first_rows(g.ids, rows));
     }
   }
 }
@@ -145,7 +159,8 @@ TEST(GoldenFp8Block, MatchesFloat64OnTheSameQuantisedOperands) {
   for (const Golden& g : read_golden(checkpoint, folder)) {
     const auto layer =
         FusedMoE::from_checkpoint(checkpoint, g.layer, quant_options("fp8-block")).value();
-    const test::LayerRun run = test::run_layer(layer, g.input);
+    const Tensor input = first_rows(g.input, 64);  // the oracle is slow
+    const test::LayerRun run = test::run_layer(layer, input);
     MoeLayerWeights w = checkpoint.load_layer(g.layer, ParallelConfig()).value();
     const auto experts = test::collect(*w.experts, w.spec.num_experts);
     MoeProblem p;
@@ -155,7 +170,7 @@ TEST(GoldenFp8Block, MatchesFloat64OnTheSameQuantisedOperands) {
     p.intermediate_size = w.spec.intermediate_size;
     p.activation = w.spec.activation;
     p.quant = w.spec.quant;
-    auto want = test::oracle_moe(p, experts.view(), g.input.view(), run.topk_ids.view(),
+    auto want = test::oracle_moe(p, experts.view(), input.view(), run.topk_ids.view(),
                                  run.topk_weights.view(), {}, {true});
     p.num_experts = p.num_local_experts = p.top_k = 1;
     p.intermediate_size = w.spec.shared.intermediate_size;
@@ -163,7 +178,7 @@ TEST(GoldenFp8Block, MatchesFloat64OnTheSameQuantisedOperands) {
     const StackedExpertWeights shared{
         w.tensors.shared_w13.view(), w.tensors.shared_w13_scale.view(), {},
         w.tensors.shared_w2.view(),  w.tensors.shared_w2_scale.view(),  {}};
-    const auto x = to_doubles(g.input.view());
+    const auto x = to_doubles(input.view());
     const auto hidden = static_cast<std::size_t>(p.hidden_size);
     for (std::size_t t = 0; t * hidden < x.size(); ++t) {
       const auto y = test::oracle_expert(p, shared, 0, {x.data() + t * hidden, hidden}, 1, {true});

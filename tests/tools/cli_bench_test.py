@@ -1,0 +1,94 @@
+#!/usr/bin/env python3
+"""`moesaic bench`: points, plots, routings, ranks.
+
+usage: cli_bench_test.py TOOL SOURCE_DIR [unittest arguments]
+"""
+
+import json
+import xml.etree.ElementTree
+
+from cli_support import BAD_INPUT, MODELS, OK, UNSUPPORTED, USAGE, ToolTest, main, run
+
+class Bench(ToolTest):
+    SHAPE = "64,4,128,64"
+    KEYS = (
+        "shape stage tokens device backend quant routing median_us min_us samples bytes flops gbps tflops floor_us "
+        "floor_pct ceilings rel_l2 bound threads commit machine"
+    ).split()
+
+    def points(self, *arguments):
+        result = run("bench", "--device", "cpu", "--shape", self.SHAPE, "--seconds", "0.05", *arguments, "--json")
+        self.assertEqual(result.returncode, OK, result.stderr)
+        points = [json.loads(line) for line in result.stdout.splitlines()]
+        for point in points:
+            self.finite(point)
+            self.assertEqual([key for key in self.KEYS if key not in point], [])
+            self.assertGreater(point["median_us"], 0)
+            self.assertGreaterEqual(point["median_us"], point["min_us"])
+            self.assertLessEqual(point["rel_l2"], point["bound"])
+            self.assertGreater(point["ceilings"]["read_gbps"], 0)
+            self.assertGreaterEqual(point["threads"], 1)
+        return points
+
+    def test_one_object_per_point(self):
+        for stage in ("gate", "route", "experts", "layer"):
+            with self.subTest(stage=stage):
+                points = self.points("--stage", stage, "--tokens", "1,3")
+                self.assertEqual([(p["stage"], p["tokens"]) for p in points], [(stage, 1), (stage, 3)])
+
+    def test_plot_with_peers(self):
+        rows = [
+            {"impl": "other <one>", "format": "bf16", "E": 64, "top_k": 4, "hidden": 128, "intermediate": 64, "M": m,
+             "gemm12_us": 40 + m} for m in (1, 3)
+        ] + [{"impl": "of another layer", "format": "bf16", "E": 8, "top_k": 4, "hidden": 128, "intermediate": 64,
+              "M": 1, "gemm12_us": 5}]  # fmt: skip
+        peers, picture = self.folder / "peers.jsonl", self.folder / "time.svg"
+        peers.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        points = self.points("--tokens", "1,3", "--peers", peers, "--plot", picture)
+        self.assertEqual([p["peer_us"] for p in points], [41, 43])
+        svg = xml.etree.ElementTree.parse(picture).getroot()
+        self.assertTrue(svg.tag.endswith("svg"))
+        text = [t.text for t in svg.iter() if t.tag.endswith("text")]
+        for word in ("moesaic experts", "other <one>", "floor", "tokens"):
+            self.assertIn(word, text)
+        self.assertNotIn("of another layer", text)
+        lines = [t for t in svg.iter() if t.tag.endswith("polyline")]
+        self.assertEqual([len(t.get("points").split()) for t in lines], [2, 2, 2])
+        bad = ["bench", "--shape", self.SHAPE, "--tokens", "1", "--seconds", "0.01", "--device", "cpu"]
+        self.fails(BAD_INPUT, "cannot be opened", arguments=[*bad, "--peers", self.folder / "none"])
+        peers.write_text("[1, 2]\n")
+        self.fails(BAD_INPUT, "line 1", arguments=[*bad, "--peers", peers])
+        self.fails(USAGE, "cannot be written", arguments=[*bad, "--plot", self.folder / "no" / "such.svg"])
+
+    def test_skewed_routing_touches_fewer_experts(self):
+        for stage in ("experts", "layer"):
+            with self.subTest(stage=stage):
+                size = {
+                    kind: self.points("--stage", stage, "--tokens", "32", "--routing", kind)[0]["bytes"]
+                    for kind in ("uniform", "zipf:1.5", "one")
+                }
+                self.assertLess(size["zipf:1.5"], 0.95 * size["uniform"])
+                self.assertLess(size["one"], 0.25 * size["uniform"])
+
+    def test_refusals(self):
+        point = ["bench", "--shape", self.SHAPE, "--tokens", "1"]
+        self.fails(USAGE, "zipf", arguments=[*point, "--routing", "zipf:x"])
+        self.fails(USAGE, "--stage", arguments=[*point, "--stage", "all"])
+        model = ["bench", "--model", MODELS / "mini-qwen3-moe", "--stage", "layer", "--tokens", "1"]
+        self.fails(UNSUPPORTED, "own gate", arguments=[*model, "--routing", "one"])
+
+
+class BenchOverRanks(ToolTest):
+    def test_layer_on_three_threads(self):
+        common = ["bench", "--shape", "8,2,64,32", "--tokens", 4, "--seconds", 0, "--ranks", 3]
+        value = self.json_of(*common, "--stage", "layer")
+        self.assertEqual((value["ranks"], value["tokens_in_all"], value["transport"]), (3, 12, "auto"))
+        self.assertGreater(value["bytes_sent_per_rank"], 0)
+        self.assertLessEqual(value["rel_l2"], value["bound"])
+        self.assertEqual(len(value["per_rank"]["median_us"]), 3)
+        self.fails(UNSUPPORTED, "--stage", arguments=common)
+        self.fails(UNSUPPORTED, "--no-ep", arguments=[*common, "--stage", "layer", "--no-ep"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+#!/usr/bin/env python3
+"""`moesaic convert`, `accuracy` and `balance`.
+
+usage: cli_convert_test.py TOOL SOURCE_DIR [unittest arguments]
+"""
+
+import json
+import struct
+
+from cli_support import (
+    BAD_INPUT,
+    BUNDLED,
+    MODELS,
+    OK,
+    UNSUPPORTED,
+    USAGE,
+    ToolTest,
+    main,
+    read_safetensors,
+    run,
+    tensor_of,
+)
+
+class Convert(ToolTest):
+    def test_result_verifies(self):
+        for model, scheme in (("mini-qwen3-moe", "fp8-block"), ("mini-deepseek-v3", "fp8-block"), ("mini-gpt-oss", "mxfp4")):
+            output = self.folder / f"{model}-{scheme}"
+            value = self.json_of("convert", "--model", MODELS / model, "--quant", scheme, "--output", output)
+            self.assertEqual([layer["layer"] for layer in value["layers"]], [BUNDLED[model]])
+            error = value["layers"][0]["rel_l2_weights"]
+            low, high = (0.024, 0.028) if scheme == "fp8-block" else (0.10, 0.13)
+            self.assertTrue(low < error < high, error)
+            self.assertLess(value["bytes_out"], value["bytes_in"])
+            report = self.json_of("verify", "--model", output)
+            self.assertTrue(report["pass"], report)
+            # The rounding of the weights is really in the output.
+            self.assertGreater(report["worst_rel_l2"], 0.5 * error)
+            # Of the original weights the bound is the scheme's own.
+            plain = self.json_of("verify", "--model", MODELS / model)
+            self.assertLess(plain["layers"][0]["bound"], report["layers"][0]["bound"])
+            self.assertEqual(sorted(self.folder.iterdir())[-1].name.count(".tmp"), 0)
+
+    def test_everything_else_is_copied(self):
+        model = MODELS / "mini-qwen3-moe"
+        output = self.folder / "out"
+        run("convert", "--model", model, "--quant", "int4-g128", "--output", output)
+        read = lambda folder: {  # noqa: E731
+            name: tensor_of(path, name)
+            for path in sorted(folder.glob("model-*.safetensors"))
+            for name in read_safetensors(path)[0]
+        }
+        before, after = read(model), read(output)
+        kept = {name for name in before if ".experts." not in name}
+        self.assertTrue(kept)
+        for name in kept:
+            self.assertEqual(before[name], after[name], name)
+        self.assertEqual(kept, {name for name in after if ".experts." not in name})
+        index = json.loads((output / "model.safetensors.index.json").read_text())
+        self.assertEqual(set(index["weight_map"]), set(after))
+        self.assertEqual(index["metadata"]["total_size"], sum(len(data) for _, _, data in after.values()))
+        self.assertEqual((model / "golden.safetensors").read_bytes(), (output / "golden.safetensors").read_bytes())
+        config = json.loads((output / "config.json").read_text())
+        quant = config.pop("quantization_config")
+        self.assertEqual(config, json.loads((model / "config.json").read_text()))
+        self.assertEqual(quant["format"], "pack-quantized")
+        # Every linear that stays as it is, and no expert, is named.
+        self.assertIn("model.layers.1.mlp.gate", quant["ignore"])
+        self.assertFalse([name for name in quant["ignore"] if "experts" in name])
+
+    def test_refusals_leave_nothing(self):
+        model = MODELS / "mini-qwen3-moe"
+        output = self.folder / "out"
+        convert = ["convert", "--model", model, "--output", output, "--quant"]
+        self.fails(USAGE, "fp8-block", arguments=[*convert, "fp9"])
+        self.fails(UNSUPPORTED, "stacked", "mxfp4", arguments=["convert", "--model", MODELS / "mini-gpt-oss", "--output", output, "--quant", "nvfp4"])
+        self.fails(BAD_INPUT, arguments=["convert", "--model", self.folder / "none", "--output", output, "--quant", "mxfp8"])
+        self.assertEqual(list(self.folder.iterdir()), [])
+        # A NaN in the last expert is found when most is written.
+        broken = self.copy_model("mini-qwen3-moe")
+        shard = next(p for p in sorted(broken.glob("model-*.safetensors"))
+                     if "model.layers.1.mlp.experts.15.down_proj.weight" in read_safetensors(p)[0])
+        header, _ = read_safetensors(shard)
+        data = bytearray(shard.read_bytes())
+        begin = header["model.layers.1.mlp.experts.15.down_proj.weight"]["data_offsets"][0]
+        (size,) = struct.unpack("<Q", data[:8])
+        data[8 + size + begin : 8 + size + begin + 2] = b"\xc0\x7f"
+        shard.write_bytes(data)
+        self.fails(USAGE, "layer 1", "expert 15", "NaN", arguments=["convert", "--model", broken, "--output", output, "--quant", "mxfp8"])
+        self.assertEqual(list(self.folder.iterdir()), [broken])
+        # What exists is never overwritten.
+        output.mkdir()
+        (output / "mine").write_text("x")
+        self.fails(USAGE, "exists", arguments=[*convert, "mxfp8"])
+        self.assertEqual([p.name for p in output.iterdir()], ["mine"])
+        self.fails(USAGE, "inside", arguments=["convert", "--model", broken, "--output", broken / "sub", "--quant", "mxfp8"])
+
+
+class Accuracy(ToolTest):
+    def test_every_scheme_is_within_its_bounds(self):
+        value = self.json_of("accuracy")
+        self.assertTrue(value["pass"])
+        rows = {row["quant"]: row for row in value["tables"][0]["schemes"]}
+        self.assertIn("nvfp4", rows)
+        for row in rows.values():
+            for error in ("weights", "activations", "output", "arithmetic"):
+                self.assertLessEqual(row[error], row[f"{error}_bound"], row)
+        # The measurement is not blind: coarser formats err more, in the right places.
+        self.assertGreater(rows["mxfp4"]["weights"], 3 * rows["fp8-block"]["weights"])
+        self.assertGreater(rows["mxfp4"]["arithmetic"], 3 * rows["mxfp4-fp8"]["arithmetic"])
+        self.assertEqual(rows["int4-g128"]["activations"], 0)
+
+
+class Balance(ToolTest):
+    # The published example of the balancing algorithm.
+    LOAD = [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86]
+    PLACES = [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1]
+
+    def balance(self, load, *arguments):
+        path = self.folder / "load.json"
+        path.write_text(load if isinstance(load, str) else json.dumps(load))
+        return run("balance", "--load", path, *arguments)
+
+    def test_published_placement(self):
+        shape = ("--ranks", 8, "--redundant", 4, "--nodes", 2, "--groups", 4)
+        for load in (self.LOAD, [self.LOAD], {"expert_load": self.LOAD}):
+            result = self.balance(load, *shape, "--json")
+            self.assertEqual(result.returncode, OK, result.stderr)
+            value = json.loads(result.stdout)
+            self.assertEqual(value["physical_to_logical"], [self.PLACES])
+            mean = sum(self.LOAD) / 8
+            self.assertAlmostEqual(value["balancedness_after"], mean / 156)
+            self.assertLess(value["balancedness_before"], value["balancedness_after"])
+        text = self.balance(self.LOAD, *shape)
+        self.assertEqual(text.returncode, OK)
+        for word in ("before", "after", "balancedness", "█"):
+            self.assertIn(word, text.stdout)
+
+    def test_refusals(self):
+        for bad in ("", "{}", "[]", "[1, \"x\"]", "[[1, 2], [3]]"):
+            self.assertEqual(self.balance(bad, "--ranks", 1).returncode, BAD_INPUT, bad)
+        self.assertEqual(self.balance([1, 2, 3], "--ranks", 2).returncode, USAGE)
+        self.assertEqual(self.balance([1, -2], "--ranks", 2).returncode, USAGE)
+        self.assertEqual(run("balance", "--load", self.folder / "none", "--ranks", 2).returncode, BAD_INPUT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""`moesaic explain`, `env`, and what every verb has: help, usage errors, what is not supported.
+
+usage: cli_explain_test.py TOOL SOURCE_DIR [unittest arguments]
+"""
+
+import subprocess
+from pathlib import Path
+
+from cli_support import BUNDLED, DEVICE, MODELS, OK, TOOL, UNSUPPORTED, USAGE, ToolTest, main, run
+
+class Explain(ToolTest):
+    def check(self, value, stages=("gate", "router", "experts")):
+        for row in value["candidates"]:
+            self.assertEqual({"stage", "name", "accepted", "reason"}, row.keys())
+            self.assertEqual(row["accepted"], row["reason"] == "")
+        for stage in stages:
+            names = [row["name"] for row in value["candidates"] if row["stage"] == stage and row["accepted"]]
+            self.assertIn(value["chosen"][stage], names)
+        self.assertGreater(value["workspace_bytes"], 0)
+        self.assertTrue(value["determinism"])
+
+    def test_checkpoints(self):
+        for model in BUNDLED:
+            with self.subTest(model):
+                self.check(self.json_of("explain", "--model", MODELS / model))
+
+    def test_named_shapes(self):
+        for shape in ("deepseek-v3", "kimi-k2", "qwen3-235b", "qwen3-30b", "mixtral-8x7b", "gpt-oss-120b", "minimax-m2"):
+            with self.subTest(shape):
+                self.check(self.json_of("explain", "--shape", shape, "--tokens", 16))
+
+    def test_a_shape_as_a_list(self):
+        value = self.json_of("explain", "--shape", "64,8,2048,1024,gelu", "--quant", "f32")
+        self.check(value)
+        self.assertIn("gelu", value["layer"])
+
+    def test_a_gpu_is_explained_without_one(self):
+        value = self.json_of(
+            "explain", "--shape", "deepseek-v3", "--quant", "fp8-block", "--device", "cuda", "--tokens", 8192
+        )
+        self.check(value)
+        self.assertEqual((value["device"], value["chosen"]["experts"]), ("cuda:0", "cuda_sm90"))
+        self.assertLess(value["workspace_bytes"], 1.2e9)
+        cpu = self.json_of("explain", "--shape", "qwen3-30b", "--device", "cpu")
+        reasons = {row["name"]: row["reason"] for row in cpu["candidates"]}
+        self.assertIn("device: cpu", reasons["cuda_sm90"])
+        self.fails(UNSUPPORTED, "f32", arguments=["explain", "--shape", "qwen3-30b", "--quant", "f32", "--device", "cuda"])
+
+    def test_forced_backend(self):
+        value = self.json_of("explain", "--shape", "qwen3-30b")
+        accepted = [row["name"] for row in value["candidates"] if row["stage"] == "experts" and row["accepted"]]
+        for name in accepted:
+            value = self.json_of("explain", "--shape", "qwen3-30b", "--backend", name)
+            self.assertEqual(value["chosen"]["experts"], name)
+
+    def test_refusals(self):
+        self.fails(USAGE, "qwen3-30b", arguments=["explain", "--shape", "qwen3-30"])
+        self.fails(USAGE, "E,k,H,I", arguments=["explain", "--shape", "1,2,3"])
+        self.fails(USAGE, "whole number", arguments=["explain", "--shape", "8,2,64,-1"])
+        self.fails(USAGE, "top_k", arguments=["explain", "--shape", "2,8,64,64"])
+        self.fails(USAGE, arguments=["explain"])
+        self.fails(USAGE, arguments=["explain", "--shape", "qwen3-30b", "--model", MODELS / "mini-gpt-oss"])
+
+
+class Env(ToolTest):
+    def test_env(self):
+        value = self.json_of("env")
+        self.assertRegex(value["version"], r"^\d+\.\d+\.\d+$")
+        self.assertTrue(value["cpu"]["model"])
+        self.assertGreaterEqual(value["cpu"]["threads"], 1)
+        self.assertTrue(any(tier["available"] for tier in value["cpu"]["tiers"]))
+        for tier in value["cpu"]["tiers"]:
+            self.assertEqual(tier["available"], tier["reason"] == "")
+        self.assertEqual(value["cuda"]["available"], value["cuda"]["reason"] == "")
+        self.assertEqual(value["cuda"]["available"], any(d["available"] for d in value["cuda"]["devices"]))
+        for device in value["cuda"]["devices"]:
+            self.assertEqual(device["available"], device["reason"] == "")
+        for absent in ("nccl", "mpi"):
+            self.assertIs(value[absent]["available"], False)
+            self.assertTrue(value[absent]["reason"])
+
+
+class CommandLine(ToolTest):
+    VERBS = ("inspect", "run", "verify", "explain", "env", "convert", "balance", "accuracy")
+
+    def test_help_teaches(self):
+        result = run("--help")
+        self.assertEqual(result.returncode, OK)
+        for verb in self.VERBS:
+            self.assertIn(verb, result.stdout)
+            text = run(verb, "--help")
+            self.assertEqual(text.returncode, OK)
+            self.assertIn("Examples:", text.stdout)
+            self.assertIn(f"moesaic {verb}", text.stdout)
+            self.assertIn("Exit codes:", text.stdout)
+
+    def test_version(self):
+        result = run("--version")
+        self.assertEqual(result.returncode, OK)
+        self.assertRegex(result.stdout, r"^moesaic \d+\.\d+\.\d+")
+
+    def test_usage_errors(self):
+        model = MODELS / "mini-qwen3-moe"
+        self.fails(USAGE, arguments=[])
+        self.fails(USAGE, "inspect", arguments=["inspekt"])
+        self.fails(USAGE, "moesaic inspect --help", arguments=["inspect"])
+        self.fails(USAGE, "--frobnicate", arguments=["inspect", model, "--frobnicate"])
+        self.fails(USAGE, arguments=["run", "--model", model])
+        self.fails(USAGE, "threads", arguments=["verify", "--model", model, "--threads", "-1"])
+        self.fails(USAGE, "threads", arguments=["verify", "--model", model, "--threads", "many"])
+        self.fails(USAGE, "--device", arguments=["verify", "--model", model, "--device", "tpu"])
+        self.fails(USAGE, "bf16", arguments=["verify", "--model", model, "--quant", "bf61"])
+        self.fails(USAGE, arguments=["verify", "--model", model, "--backend", "no_such_backend"])
+
+    def test_unsupported_is_said(self):
+        model = MODELS / "mini-qwen3-moe"
+        # Without a device the text is the reason that env gives.
+        cuda = self.json_of("env")["cuda"]
+        for device in ("cuda:4095",) if cuda["available"] else ("cuda", "cuda:4095"):
+            words = cuda["reason"] or "need an index below"
+            self.fails(UNSUPPORTED, words, arguments=["verify", "--model", model, "--device", device])
+        self.fails(UNSUPPORTED, "nvfp4", arguments=["verify", "--model", model, "--quant", "nvfp4"])
+
+    def test_a_full_disk_behind_stdout_is_no_success(self):
+        if not Path("/dev/full").exists():
+            self.skipTest("no /dev/full here")
+        with open("/dev/full", "w") as full:
+            result = subprocess.run([TOOL, "env"], stdout=full, stderr=subprocess.PIPE, text=True)
+        self.assertEqual(result.returncode, DEVICE)
+        self.assertIn("stdout", result.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""`moesaic inspect` on good and damaged checkpoints.
+
+usage: cli_inspect_test.py TOOL SOURCE_DIR [unittest arguments]
+"""
+
+import json
+
+from cli_support import BAD_INPUT, BUNDLED, MODELS, OK, UNSUPPORTED, ToolTest, main, run
+
+class Inspect(ToolTest):
+    def test_every_bundled_checkpoint(self):
+        for model, layer in BUNDLED.items():
+            with self.subTest(model):
+                value = self.json_of("inspect", MODELS / model)
+                config = json.loads((MODELS / model / "config.json").read_text())
+                self.assertEqual(value["model_type"], config["model_type"])
+                self.assertEqual([item["layer"] for item in value["layers"]], [layer])
+                item = value["layers"][0]
+                experts = config.get("n_routed_experts") or config.get("num_experts") or config["num_local_experts"]
+                self.assertEqual(item["num_experts"], experts)
+                self.assertEqual(item["top_k"], config["num_experts_per_tok"])
+                self.assertEqual(item["hidden_size"], config["hidden_size"])
+                self.assertEqual(
+                    item["intermediate_size"], config.get("moe_intermediate_size", config["intermediate_size"])
+                )
+                self.assertEqual(item["shared_experts"], config.get("n_shared_experts", 0))
+                self.assertEqual(item["quant"], "bf16")
+                self.assertTrue(item["routing"] and item["activation"])
+                self.assertGreater(item["bytes"], 1_000_000)
+                self.assertEqual(value["problems"], [])
+
+    def test_text_names_the_layer(self):
+        result = run("inspect", MODELS / "mini-gpt-oss")
+        self.assertEqual(result.returncode, OK)
+        self.assertIn("gpt_oss", result.stdout)
+        self.assertIn("swigluoai", result.stdout)
+        self.assertEqual(result.stderr, "")
+
+    def test_missing_folder(self):
+        self.fails(BAD_INPUT, "not_found", arguments=["inspect", self.folder / "nothing-here"])
+
+    def test_file_instead_of_folder(self):
+        path = self.folder / "file"
+        path.write_text("x")
+        self.fails(BAD_INPUT, arguments=["inspect", path])
+
+    def test_unknown_family_names_the_nearest(self):
+        target = self.copy_model("mini-qwen3-moe")
+        config = json.loads((target / "config.json").read_text())
+        config["model_type"] = "qwen3_mo"
+        (target / "config.json").write_text(json.dumps(config))
+        self.fails(UNSUPPORTED, "qwen3_moe", arguments=["inspect", target])
+
+    def test_config_that_is_not_json(self):
+        target = self.copy_model("mini-qwen3-moe")
+        (target / "config.json").write_text("{")
+        self.fails(BAD_INPUT, "config.json", arguments=["inspect", target])
+
+    def test_shard_with_a_damaged_header(self):
+        target = self.copy_model("mini-qwen3-moe")
+        shard = sorted(target.glob("model-*.safetensors"))[0]
+        data = bytearray(shard.read_bytes())
+        data[8] = ord("[")
+        shard.write_bytes(data)
+        self.fails(BAD_INPUT, "corrupt_file", shard.name, arguments=["inspect", target])
+
+    def test_truncated_shard(self):
+        target = self.copy_model("mini-qwen3-moe")
+        shard = sorted(target.glob("model-*.safetensors"))[-1]
+        shard.write_bytes(shard.read_bytes()[:-1])
+        self.fails(BAD_INPUT, "corrupt_file", arguments=["inspect", target])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+"""`moesaic run`: outputs, threads, ranks, refusals.
+
+usage: cli_run_test.py TOOL SOURCE_DIR [unittest arguments]
+"""
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+
+from cli_support import (
+    BAD_INPUT,
+    BUNDLED,
+    MODELS,
+    OK,
+    TOOL,
+    UNSUPPORTED,
+    USAGE,
+    ToolTest,
+    golden_input,
+    main,
+    run,
+    tensor_of,
+    write_safetensors,
+)
+
+class Run(ToolTest):
+    def run_layer(self, model, *extra):
+        path, name = golden_input(model)
+        out = self.folder / "out.safetensors"
+        value = self.json_of(
+            "run", "--model", MODELS / model, "--layer", BUNDLED[model], "--input", f"{path}:{name}",
+            "--output", out, "--repeat", 2, *extra
+        )  # fmt: skip
+        return value, out
+
+    def test_every_bundled_checkpoint(self):
+        for model, layer in BUNDLED.items():
+            with self.subTest(model):
+                value, out = self.run_layer(model)
+                self.assertEqual((value["layer"], value["tokens"]), (layer, 256))
+                self.assertIn(value["device"], ("cpu", "cuda:0"))
+                self.assertGreater(value["time_us"]["median"], 0)
+                self.assertGreaterEqual(value["time_us"]["median"], value["time_us"]["min"])
+                self.assertGreater(value["tokens_per_s"], 0)
+                dtype, shape, data = tensor_of(out, "topk_ids")
+                top_k = shape[1]
+                self.assertEqual((dtype, shape[0]), ("I32", 256))
+                ids = struct.unpack(f"<{256 * top_k}i", data)
+                load = [ids.count(e) for e in range(len(value["expert_load"]))]
+                self.assertEqual(value["expert_load"], load)
+                self.assertEqual(tensor_of(out, "topk_weights")[:2], ("F32", [256, top_k]))
+                self.assertEqual(tensor_of(out, "output")[:2], ("F32", [256, 256]))
+
+    def test_output_dtype(self):
+        _, out = self.run_layer("mini-qwen3-moe", "--output-dtype", "bf16")
+        self.assertEqual(tensor_of(out, "output")[:2], ("BF16", [256, 256]))
+
+    def test_threads_do_not_change_a_bit(self):
+        results = []
+        for threads in (1, 3):
+            _, out = self.run_layer("mini-deepseek-v3", "--threads", threads)
+            results.append(out.read_bytes())
+        self.assertEqual(results[0], results[1])
+
+    def test_ranks_as_threads(self):
+        _, one = self.run_layer("mini-deepseek-v3", "--quant", "f32")
+        for extra in (
+            ["--ranks", 3, "--reduction", "per_slot"],
+            ["--ranks", 4, "--tp", 2, "--transport", "batched"],
+            ["--ranks", 4, "--tp", 2, "--sp", "--placement", "round_robin", "--transport", "gather", "--reduction", "per_slot"],
+        ):
+            with self.subTest(extra):
+                value, out = self.run_layer("mini-deepseek-v3", "--quant", "f32", *extra)
+                self.assertEqual(out.read_bytes(), one.read_bytes())
+                ranks = value["per_rank"]
+                self.assertEqual([r["rank"] for r in ranks], list(range(extra[1])))
+                self.assertEqual(value["parallel"]["ranks"], extra[1])
+                self.assertEqual(sum(r["slots"] for r in ranks), sum(value["expert_load"]))
+                self.assertTrue(all(r["bytes_sent"] > 0 for r in ranks))
+        value, _ = self.run_layer("mini-deepseek-v3", "--ranks", 2, "--no-ep")
+        self.assertEqual(value["parallel"]["transport"], "gather")
+
+    def test_every_rank_logs_with_its_number(self):
+        path, name = golden_input("mini-gpt-oss")
+        arguments = ["run", "--model", MODELS / "mini-gpt-oss", "--layer", 0, "--input", f"{path}:{name}",
+                     "--output", self.folder / "out", "--ranks", 2, "--repeat", 1]  # fmt: skip
+        result = run(*arguments, "-v")
+        self.assertEqual(result.returncode, OK, result.stderr)
+        for rank in (0, 1):
+            self.assertIn(f"moesaic[rank {rank}]: layer 0 ready", result.stderr)
+        self.assertEqual(result.stdout.count("tokens/s"), 1)
+        self.fails(USAGE, "[rank 1]", "--tp", arguments=[*arguments, "--tp", 3])
+        self.fails(UNSUPPORTED, "[rank 0]", "slice", arguments=[*arguments, "--no-ep", "--transport", "batched"])
+
+    def test_ranks_as_processes(self):
+        mpirun = shutil.which("mpirun")
+        if mpirun is None or "mpirun" not in self.json_of("env")["mpi"]["reason"]:
+            self.skipTest("no mpirun, or a build without MPI")
+        _, one = self.run_layer("mini-deepseek-v3", "--quant", "f32")
+        path, name = golden_input("mini-deepseek-v3")
+        out = self.folder / "processes.safetensors"
+        result = subprocess.run(
+            [mpirun, "--oversubscribe", "-n", "4", TOOL, "run", "--model", MODELS / "mini-deepseek-v3", "--layer", "1",
+             "--input", f"{path}:{name}", "--output", out, "--quant", "f32", "--tp", "2", "--reduction", "per_slot",
+             "--repeat", "1", "--json"],
+            capture_output=True, text=True, timeout=120,
+            env={**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+                 "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
+                 # Open MPI keeps memory until the process ends; LeakSanitizer would call it lost.
+                 "ASAN_OPTIONS": ":".join(filter(None, [os.environ.get("ASAN_OPTIONS"), "detect_leaks=0"]))},
+        )  # fmt: skip
+        self.assertEqual(result.returncode, OK, result.stdout + result.stderr)
+        value = json.loads(result.stdout)
+        self.assertEqual((value["parallel"]["communicator"], value["parallel"]["ranks"]), ("mpi", 4))
+        self.assertEqual(out.read_bytes(), one.read_bytes())
+
+    def test_default_tensor_name_and_no_tokens(self):
+        states = self.folder / "states.safetensors"
+        out = self.folder / "out.safetensors"
+        write_safetensors(states, {"hidden_states": ("F32", [0, 256], b"")})
+        arguments = ["run", "--model", MODELS / "mini-qwen3-moe", "--layer", 1, "--input", states, "--output", out]
+        value = self.json_of(*arguments)
+        self.assertEqual(value["tokens"], 0)
+        self.assertEqual(tensor_of(out, "output")[1], [0, 256])
+
+    def test_a_name_with_a_colon(self):
+        states = self.folder / "a:b.safetensors"
+        write_safetensors(states, {"hidden_states": ("F32", [1, 256], struct.pack("<256f", *([0.5] * 256)))})
+        out = self.folder / "out.safetensors"
+        self.json_of("run", "--model", MODELS / "mini-qwen3-moe", "--layer", 1, "--input", states, "--output", out)
+
+    def test_refusals_leave_no_output(self):
+        path, name = golden_input("mini-qwen3-moe")
+        out = self.folder / "out.safetensors"
+        base = ["run", "--model", MODELS / "mini-qwen3-moe", "--output", out]
+        self.fails(USAGE, "layer", arguments=[*base, "--layer", 0, "--input", f"{path}:{name}"])
+        self.fails(BAD_INPUT, "hidden_states", arguments=[*base, "--layer", 1, "--input", path])
+        self.fails(BAD_INPUT, "[tokens, 256]", arguments=[*base, "--layer", 1, "--input", f"{path}:model.layers.1.mlp.gate.out0"])
+        self.fails(BAD_INPUT, arguments=[*base, "--layer", 1, "--input", self.folder / "gone"])
+        self.assertFalse(out.exists())
+        self.assertEqual(list(self.folder.iterdir()), [])
+
+    def test_an_output_that_cannot_be_written(self):
+        path, name = golden_input("mini-qwen3-moe")
+        self.fails(
+            USAGE, "--output",
+            arguments=["run", "--model", MODELS / "mini-qwen3-moe", "--layer", 1, "--input", f"{path}:{name}",
+                       "--output", self.folder / "no" / "folder" / "out", "--repeat", 1],
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""`moesaic verify`: bounds, wrong outputs, hostile golden files.
+
+usage: cli_verify_test.py TOOL SOURCE_DIR [unittest arguments]
+"""
+
+import math
+import struct
+
+from cli_support import (
+    BAD_INPUT,
+    BUNDLED,
+    FAILED,
+    MODELS,
+    ToolTest,
+    golden_input,
+    main,
+    read_safetensors,
+    run,
+    write_safetensors,
+)
+
+class Verify(ToolTest):
+    KEYS = {"layer", "tokens", "rel_l2", "cosine", "max_abs", "topk_mismatches", "bound", "pass"}
+
+    def test_every_bundled_checkpoint_within_its_bound(self):
+        for model, layer in BUNDLED.items():
+            for quant, limit in (("as-is", 6e-3), ("f32", 2e-6)):
+                with self.subTest(model=model, quant=quant):
+                    golden = MODELS / model / "golden.safetensors"
+                    value = self.json_of("verify", "--model", MODELS / model, "--golden", golden, "--quant", quant)
+                    self.assertIs(value["pass"], True)
+                    self.assertEqual([item["layer"] for item in value["layers"]], [layer])
+                    item = value["layers"][0]
+                    self.assertLessEqual(self.KEYS, item.keys())
+                    self.assertEqual(item["tokens"], 256)
+                    self.assertEqual(item["topk_mismatches"], 0)
+                    self.assertEqual(item["topk_source"], "golden")
+                    self.assertGreater(item["rel_l2"], 0)
+                    self.assertLessEqual(item["rel_l2"], limit)
+                    self.assertLessEqual(item["rel_l2"], item["bound"])
+                    self.assertGreater(item["cosine"], 0.9999)
+                    self.assertEqual(value["worst_rel_l2"], item["rel_l2"])
+                    if quant == "f32":
+                        self.assertLess(item["topk_weight_max_abs"], 1e-5)
+
+    def edited_golden(self, model, edit):
+        path, name = golden_input(model)
+        header, blob = read_safetensors(path)
+        tensors = {}
+        for key, entry in header.items():
+            begin, end = entry["data_offsets"]
+            tensors[key] = (entry["dtype"], entry["shape"], blob[begin:end])
+        edit(tensors, name[: -len(".input")])
+        out = self.folder / "golden.safetensors"
+        write_safetensors(out, tensors)
+        return out
+
+    def test_a_wrong_output_fails(self):
+        def edit(tensors, prefix):
+            dtype, shape, data = tensors[prefix + ".output"]
+            values = list(struct.unpack(f"<{len(data) // 4}f", data))
+            values[7] += 100.0
+            tensors[prefix + ".output"] = (dtype, shape, struct.pack(f"<{len(values)}f", *values))
+
+        golden = self.edited_golden("mini-qwen3-moe", edit)
+        value = self.json_of("verify", "--model", MODELS / "mini-qwen3-moe", "--golden", golden, code=FAILED)
+        self.assertIs(value["pass"], False)
+        self.assertGreater(value["layers"][0]["max_abs"], 50)
+        text = run("verify", "--model", MODELS / "mini-qwen3-moe", "--golden", golden)
+        self.assertEqual(text.returncode, FAILED)
+        self.assertIn("FAIL", text.stdout)
+        self.assertIn("next:", text.stderr)
+
+    def test_a_nan_in_the_golden_fails(self):
+        def edit(tensors, prefix):
+            dtype, shape, data = tensors[prefix + ".output"]
+            tensors[prefix + ".output"] = (dtype, shape, data[:40] + struct.pack("<f", math.nan) + data[44:])
+
+        golden = self.edited_golden("mini-qwen3-moe", edit)
+        self.json_of("verify", "--model", MODELS / "mini-qwen3-moe", "--golden", golden, code=FAILED)
+
+    def test_a_wrong_expert_is_a_mismatch(self):
+        def edit(tensors, prefix):
+            dtype, shape, data = tensors[prefix + ".gate.out2"]
+            ids = list(struct.unpack(f"<{len(data) // 4}i", data))
+            # The second token claims the first expert that it did not choose.
+            ids[4] = next(e for e in range(16) if e not in ids[4:8])
+            tensors[prefix + ".gate.out2"] = (dtype, shape, struct.pack(f"<{len(ids)}i", *ids))
+
+        golden = self.edited_golden("mini-qwen3-moe", edit)
+        value = self.json_of("verify", "--model", MODELS / "mini-qwen3-moe", "--golden", golden, code=FAILED)
+        self.assertEqual(value["layers"][0]["topk_mismatches"], 1)
+
+    def test_without_router_tensors_float64_decides(self):
+        def edit(tensors, prefix):
+            for key in [key for key in tensors if ".gate." in key]:
+                del tensors[key]
+
+        golden = self.edited_golden("mini-deepseek-v3", edit)
+        value = self.json_of("verify", "--model", MODELS / "mini-deepseek-v3", "--golden", golden)
+        self.assertEqual(value["layers"][0]["topk_source"], "float64")
+        self.assertEqual(value["layers"][0]["topk_mismatches"], 0)
+
+    def test_hostile_golden_files(self):
+        model = MODELS / "mini-qwen3-moe"
+
+        def reshape(name, dtype, shape, data):
+            def edit(tensors, prefix):
+                tensors[prefix + name] = (dtype, shape, data)
+
+            return edit
+
+        def drop(tensors, prefix):
+            del tensors[prefix + ".output"]
+
+        cases = {
+            "input of another width": (reshape(".input", "F32", [2, 3], bytes(24)), ".input"),
+            "input of rank 1": (reshape(".input", "F32", [256], bytes(1024)), ".input"),
+            "integer input": (reshape(".input", "I32", [1, 256], bytes(1024)), "I32"),
+            "no tokens": (reshape(".input", "F32", [0, 256], b""), "0 tokens"),
+            "output of another shape": (reshape(".output", "F32", [255, 256], bytes(4 * 255 * 256)), ".output"),
+            "integer output": (reshape(".output", "I32", [256, 256], bytes(4 * 256 * 256)), ".output"),
+            "ids of another shape": (reshape(".gate.out2", "I32", [256, 3], bytes(4 * 256 * 3)), ".gate.out2"),
+            "float ids": (reshape(".gate.out2", "F32", [256, 4], bytes(4 * 256 * 4)), ".gate.out2"),
+            "no pair": (drop, "need at least one"),
+        }
+        for name, (edit, word) in cases.items():
+            with self.subTest(name):
+                golden = self.edited_golden("mini-qwen3-moe", edit)
+                self.fails(BAD_INPUT, word, arguments=["verify", "--model", model, "--golden", golden])
+
+    def test_a_layer_that_is_not_moe_is_refused(self):
+        def edit(tensors, prefix):
+            for name in (".input", ".output"):
+                tensors["model.layers.0.mlp" + name] = tensors[prefix + name]
+
+        golden = self.edited_golden("mini-qwen3-moe", edit)
+        self.fails(BAD_INPUT, "model.layers.0.mlp", arguments=["verify", "--model", MODELS / "mini-qwen3-moe", "--golden", golden])
+        value = self.json_of("verify", "--model", MODELS / "mini-qwen3-moe", "--golden", golden, "--layer", 1)
+        self.assertIs(value["pass"], True)
+
+    def test_missing_golden(self):
+        self.fails(
+            BAD_INPUT, "not_found", arguments=["verify", "--model", MODELS / "mini-qwen3-moe", "--golden", "/nonexistent"]
+        )
+
+
+if __name__ == "__main__":
+    main()
