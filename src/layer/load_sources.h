@@ -11,8 +11,11 @@
 namespace moesaic {
 
 // The source itself for kNone, else one that wraps it (and must not outlive it).
-//   kRound             kUnsupported when a finite weight becomes infinite in the target dtype
-//   kQuantizeFp8Block  errors of quantize_fp8_block (NaN or infinite weights)
+//   kRound     kUnsupported when a finite weight becomes infinite in the target dtype
+//   kQuantize  errors of quantize_weight (NaN or infinite weights). Static input scales,
+//              where the scheme has them, follow from the weights and from hidden states of
+//              unit variance: the same on every rank. Rows far outside (a group's largest
+//              value above 672) saturate.
 // Biases pass through. kOutOfMemory.
 Result<std::unique_ptr<ExpertSource>> make_converting_source(ExpertSource& source,
                                                              const QuantPlan& plan);

@@ -5,13 +5,10 @@
 #include <cmath>
 #include <string>
 
+#include "quant/rounding_error.h"
+
 namespace moesaic {
 namespace {
-
-// Relative L2 of an expert MLP's output when its weights are rounded to e4m3 with 128x128 scales:
-// 2.6 % per matrix, about 4.5 % through gate, up and down together (spec quantization.md section
-// 15), with a margin of a third.
-constexpr double kFp8WeightRounding = 6e-2;
 
 bool is_plain(const QuantScheme& stored) {
   return stored.weight.granularity == ScaleGranularity::kNone;
@@ -33,23 +30,15 @@ bool runs_as(const QuantScheme& stored, const QuantScheme& scheme) {
          (!needs_input_scale(scheme.activation) || needs_input_scale(stored.activation));
 }
 
+// `stored` are quantised weights.
 Status no_such_pair(const QuantScheme& stored, std::string_view requested) {
-  const bool fp8 = is_fp8(stored);
-  if (!fp8 && !is_plain(stored)) {
-    std::string names = "as-is, f32";
-    for (const QuantScheme& scheme : quant_schemes()) {
-      if (runs_as(stored, scheme)) names += fmt::format(", {}", scheme.name);
-    }
-    return {StatusCode::kUnsupported,
-            fmt::format("quant: got {} for weights stored as {}, need {}; nearest is as-is",
-                        requested, stored.name, names)};
+  std::string names = "as-is, f32";
+  for (const QuantScheme& scheme : quant_schemes()) {
+    if (runs_as(stored, scheme)) names += fmt::format(", {}", scheme.name);
   }
   return {StatusCode::kUnsupported,
           fmt::format("quant: got {} for weights stored as {}, need {}; nearest is {}", requested,
-                      stored.name.empty() ? dtype_name(stored.weight.dtype) : stored.name,
-                      fp8 ? "as-is, f32, fp8-block or fp8-bf16"
-                          : "as-is, f32, bf16, f16, fp8-block or fp8-bf16",
-                      fp8 ? "fp8-bf16" : "as-is")};
+                      stored.name, names, is_fp8(stored) ? "fp8-bf16" : "as-is")};
 }
 
 // The plain scheme that computes in a stored dtype.
@@ -97,22 +86,23 @@ Result<QuantPlan> plan_quant(const QuantScheme& stored, DType activation_dtype,
     plan.scheme.weight = stored.weight;
     return plan;
   }
-  if (name == "fp8-block" || name == "fp8-bf16") {
+  if (is_fp8(stored)) {
+    if (name != "fp8-block" && name != "fp8-bf16") return no_such_pair(stored, requested);
     if (name == "fp8-bf16") plan.activation_dtype = DType::kBF16;
-    if (is_fp8(stored)) {
-      // The checkpoint says how its activations are to be quantised (scale format).
-      if (name == "fp8-block" && !stored.weight_only()) plan.scheme.activation = stored.activation;
-      return plan;
-    }
-    plan.conversion = LoadConversion::kQuantizeFp8Block;
-    plan.scheme.output_bound = std::hypot(plan.scheme.output_bound, kFp8WeightRounding);
+    // The checkpoint says how its activations are to be quantised (scale format).
+    if (name == "fp8-block" && !stored.weight_only()) plan.scheme.activation = stored.activation;
     return plan;
   }
-  if (!is_plain(stored) || (name != "bf16" && name != "f16")) {
-    return no_such_pair(stored, requested);
+  if (is_plain(plan.scheme)) {
+    plan.activation_dtype = plan.scheme.weight.dtype;
+    if (stored.weight.dtype != plan.scheme.weight.dtype) plan.conversion = LoadConversion::kRound;
+    return plan;
   }
-  plan.activation_dtype = plan.scheme.weight.dtype;
-  if (stored.weight.dtype != plan.scheme.weight.dtype) plan.conversion = LoadConversion::kRound;
+  plan.conversion = LoadConversion::kQuantize;
+  if (plan.scheme.weight_only()) plan.activation_dtype = DType::kBF16;
+  plan.scheme.output_bound =
+      std::hypot(plan.scheme.output_bound,
+                 kWeightErrorGain * kRoundingMargin * rounding_error(plan.scheme.weight));
   return plan;
 }
 

@@ -12,9 +12,9 @@
 namespace moesaic {
 
 enum class LoadConversion : std::uint8_t {
-  kNone,              // weights are used as they are stored
-  kRound,             // F32, BF16 or F16 rounded once to scheme.weight.dtype
-  kQuantizeFp8Block,  // quantised to e4m3 with 128x128 scales
+  kNone,      // weights are used as they are stored
+  kRound,     // F32, BF16 or F16 rounded once to scheme.weight.dtype
+  kQuantize,  // F32, BF16 or F16 quantised to scheme.weight
 };
 
 struct QuantPlan {
@@ -26,6 +26,8 @@ struct QuantPlan {
 //   stored            scheme of the weights in the checkpoint
 //   activation_dtype  of the model; what fp8-block rounds intermediates to
 //   requested         --quant name, or "as-is"
+// Plain weights become any scheme. Quantised ones run as they are stored, in fp32, or with the
+// activations of another scheme of the same weights; they are not quantised a second time.
 // kUnsupported (what is stored, what was asked, the legal names and the nearest), or the error of
 // quant_scheme_from_name.
 Result<QuantPlan> plan_quant(const QuantScheme& stored, DType activation_dtype,

@@ -422,7 +422,7 @@ TEST(FusedMoE, CreateRefusesWithStageFieldAndNeed) {
   refuse([](auto&, auto& o) { o.max_tokens = 0; }, StatusCode::kInvalidArgument,
          "max_tokens: got 0");
   refuse([](auto&, auto& o) { o.num_threads = -1; }, StatusCode::kInvalidArgument, "num_threads");
-  refuse([](auto&, auto& o) { o.quant = "mxfp4"; }, StatusCode::kUnsupported, "mxfp4");
+  refuse([](auto&, auto& o) { o.quant = "mxfp5"; }, StatusCode::kNotFound, "mxfp4");
   refuse([](auto&, auto& o) { o.backend = "cuda_sm90"; }, StatusCode::kNotFound,
          "experts backend: got \"cuda_sm90\"");
   refuse([](auto&, auto& o) { o.quant = "fp8-block"; }, StatusCode::kUnsupported,

@@ -22,8 +22,8 @@ TEST(QuantSelection, EveryPairOfStoredAndRequested) {
       {"bf16", "f32", "f32", bf16, bf16, C::kNone},
       {"bf16", "bf16", "bf16", bf16, bf16, C::kNone},
       {"bf16", "f16", "f16", f16, f16, C::kRound},
-      {"bf16", "fp8-block", "fp8-block", fp8, bf16, C::kQuantizeFp8Block},
-      {"bf16", "fp8-bf16", "fp8-bf16", fp8, bf16, C::kQuantizeFp8Block},
+      {"bf16", "fp8-block", "fp8-block", fp8, bf16, C::kQuantize},
+      {"bf16", "fp8-bf16", "fp8-bf16", fp8, bf16, C::kQuantize},
       {"f32", "as-is", "f32", f32, bf16, C::kNone},
       {"f32", "bf16", "bf16", bf16, bf16, C::kRound},
       {"f16", "as-is", "f16", f16, f16, C::kNone},
@@ -34,7 +34,10 @@ TEST(QuantSelection, EveryPairOfStoredAndRequested) {
       {"fp8-block", "fp8-bf16", "fp8-bf16", fp8, bf16, C::kNone},
       {"fp8-block", "bf16", nullptr, {}, {}, {}},
       {"fp8-block", "f16", nullptr, {}, {}, {}},
-      {"bf16", "mxfp4", nullptr, {}, {}, {}},
+      {"bf16", "mxfp4", "mxfp4", DType::kF4E2M1, bf16, C::kQuantize},
+      {"f32", "nvfp4", "nvfp4", DType::kF4E2M1, bf16, C::kQuantize},
+      {"bf16", "int8", "int8", DType::kI8, bf16, C::kQuantize},
+      {"f16", "nf4-bf16", "nf4-bf16", DType::kU4, bf16, C::kQuantize},
       {"mxfp4-bf16", "as-is", "mxfp4-bf16", DType::kF4E2M1, bf16, C::kNone},
       {"mxfp4-bf16", "mxfp4-fp8", "mxfp4-fp8", DType::kF4E2M1, bf16, C::kNone},
       {"mxfp4", "as-is", "mxfp4", DType::kF4E2M1, bf16, C::kNone},
@@ -67,7 +70,7 @@ TEST(QuantSelection, RefusalsSayWhatIsStoredAndTheNearestLegalName) {
   EXPECT_NE(status.message().find("got bf16 for weights stored as fp8-block"), std::string::npos)
       << status.message();
   EXPECT_NE(status.message().find("nearest is fp8-bf16"), std::string::npos);
-  EXPECT_EQ(plan_quant(scheme("bf16"), DType::kBF16, "mxfp4").status().code(),
+  EXPECT_EQ(plan_quant(scheme("mxfp4"), DType::kBF16, "nvfp4").status().code(),
             StatusCode::kUnsupported);
   EXPECT_EQ(plan_quant(scheme("bf16"), DType::kBF16, "bf61").status().code(),
             StatusCode::kNotFound);
@@ -78,6 +81,24 @@ TEST(QuantSelection, TheBoundCoversAQuantisationAtLoad) {
   const auto at_load = plan_quant(scheme("bf16"), DType::kBF16, "fp8-bf16").value();
   EXPECT_EQ(stored.scheme.output_bound, scheme("fp8-bf16").output_bound);
   EXPECT_GT(at_load.scheme.output_bound, 5e-2);
+}
+
+TEST(QuantSelection, PlainWeightsBecomeEveryScheme) {
+  for (const char* stored : {"f32", "bf16", "f16"}) {
+    for (const QuantScheme& wanted : quant_schemes()) {
+      const auto plan = plan_quant(scheme(stored), DType::kBF16, wanted.name);
+      ASSERT_TRUE(plan.ok()) << plan.status().to_string();
+      EXPECT_EQ(plan->scheme.name, wanted.name);
+      EXPECT_EQ(plan->scheme.activation, wanted.activation);
+      if (wanted.name != "f32") {
+        EXPECT_EQ(plan->scheme.weight, wanted.weight);
+      }
+      // Only weights that are rounded widen the bound.
+      const bool widened = plan->conversion == LoadConversion::kQuantize;
+      EXPECT_EQ(plan->scheme.output_bound > wanted.output_bound, widened) << wanted.name;
+      EXPECT_EQ(widened, wanted.weight.granularity != ScaleGranularity::kNone) << wanted.name;
+    }
+  }
 }
 
 TEST(QuantSelection, StoredActivationScaleFormatIsKept) {
@@ -96,7 +117,7 @@ TEST(QuantSelection, ASharedExpertLeftUnquantisedStaysSo) {
   EXPECT_EQ(plan_shared_quant(bf16, fp8, DType::kBF16, "f32")->scheme.name, "f32");
   EXPECT_EQ(plan_shared_quant(fp8, fp8, DType::kBF16, "fp8-bf16")->scheme.name, "fp8-bf16");
   EXPECT_EQ(plan_shared_quant(bf16, bf16, DType::kBF16, "fp8-block")->conversion,
-            LoadConversion::kQuantizeFp8Block);
+            LoadConversion::kQuantize);
 }
 
 }  // namespace

@@ -12,35 +12,10 @@
 #include "layer_io.h"
 #include "numerics/codec.h"
 #include "quant/quantize_weight.h"
+#include "quant/rounding_error.h"
 
 namespace moesaic::tool {
 namespace {
-
-constexpr double kTableMargin = 1.15;      // of a measurement on another sample
-constexpr double kWeightErrorGain = 2.31;  // sqrt(3) through gate, up and down, and a third
-
-// Relative RMS error of a format on normal data (spec quantization.md section 15).
-double format_error(const OperandQuant& q) {
-  switch (q.dtype) {
-    case DType::kF32:
-      return 6e-8;
-    case DType::kBF16:
-      return 0.00166;
-    case DType::kF16:
-      return 0.00021;
-    case DType::kF8E4M3:
-      return 0.0266;
-    case DType::kF4E2M1:
-      return q.scale_format == ScaleFormat::kE4M3 ? 0.0952 : 0.1119;
-    case DType::kI8:
-    case DType::kU8:
-      return 0.0078;
-    case DType::kI4:
-      return q.scale_format == ScaleFormat::kE4M3 ? 0.1147 : 0.1103;
-    default:
-      return q.table == CodeTable::kFp4 ? 0.13 : 0.0919;
-  }
-}
 
 // Sum of squared differences and of squares.
 struct Sums {
@@ -330,8 +305,8 @@ Result<AccuracyRow> measure_accuracy(const AccuracyCase& data, const QuantScheme
   const double size = data.output_norm > 0 ? data.output_norm : norm(exact);
   row.output = distance(got, exact) / size;
   row.arithmetic = distance(got, same_weights) / size;
-  row.weights_bound = kTableMargin * format_error(scheme.weight);
-  row.activations_bound = kTableMargin * format_error(scheme.activation);
+  row.weights_bound = kRoundingMargin * rounding_error(scheme.weight);
+  row.activations_bound = kRoundingMargin * rounding_error(scheme.activation);
   row.arithmetic_bound = scheme.output_bound;
   row.output_bound = std::hypot(scheme.output_bound, kWeightErrorGain * row.weights_bound);
   return row;

@@ -9,6 +9,7 @@
 #include "golden.h"
 #include "layer_io.h"
 #include "moesaic/convert.h"
+#include "quant/rounding_error.h"
 #include "verbs.h"
 
 namespace moesaic::tool {
@@ -21,11 +22,7 @@ struct State {
 };
 
 // A golden file that was recorded from the model before its experts were converted knows nothing of
-// their rounding. Gate, up and down each add the weights' relative error to the output's: sqrt(3)
-// times it in quadrature, with a margin of a third.
-constexpr double kWeightErrorGain = 2.31;
-
-// Widens the bound of a converted checkpoint's layer by what its record says.
+// their rounding: the bound of a converted checkpoint's layer is widened by what its record says.
 Status allow_conversion(const std::string& model, LayerReport* report) {
   const Result<std::optional<double>> error = converted_weight_error(model, report->layer);
   if (!error.ok()) return error.status();
