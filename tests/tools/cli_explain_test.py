@@ -120,7 +120,7 @@ class CommandLine(ToolTest):
         for device in ("cuda:4095",) if cuda["available"] else ("cuda", "cuda:4095"):
             words = cuda["reason"] or "need an index below"
             self.fails(UNSUPPORTED, words, arguments=["verify", "--model", model, "--device", device])
-        self.fails(UNSUPPORTED, "nvfp4", arguments=["verify", "--model", model, "--quant", "nvfp4"])
+        self.fails(UNSUPPORTED, "hidden_size: got 48", arguments=["explain", "--shape", "4,2,48,48", "--quant", "mxfp4"])
 
     def test_a_full_disk_behind_stdout_is_no_success(self):
         if not Path("/dev/full").exists():

@@ -44,6 +44,16 @@ class Verify(ToolTest):
                     if quant == "f32":
                         self.assertLess(item["topk_weight_max_abs"], 1e-5)
 
+    def test_a_plain_checkpoint_in_every_scheme(self):
+        """Weights are quantised while they are loaded; the golden outputs are of the plain ones."""
+        model = MODELS / "mini-qwen3-moe"
+        for quant, least in (("fp8-tensor", 1e-2), ("mxfp8", 1e-2), ("int8", 5e-3), ("int4-g128", 4e-2), ("nvfp4", 5e-2), ("mxfp4", 7e-2)):
+            with self.subTest(quant=quant):
+                item = self.json_of("verify", "--model", model, "--quant", quant)["layers"][0]
+                self.assertIs(item["pass"], True)
+                self.assertEqual(item["quant"], quant)
+                self.assertGreater(item["rel_l2"], least)
+
     def edited_golden(self, model, edit):
         path, name = golden_input(model)
         header, blob = read_safetensors(path)

@@ -38,7 +38,7 @@ void add_common_options(CLI::App& app, CommonOptions& options) {
       ->capture_default_str();
   app.add_option("--quant", options.quant,
                  "Scheme to compute in: as-is (what the checkpoint holds) or a name such as f32, "
-                 "bf16, fp8-block, fp8-bf16, mxfp4-bf16")
+                 "bf16, fp8-block, nvfp4, int4-g128; plain weights are quantised on loading")
       ->capture_default_str();
   app.add_option("--backend", options.backend,
                  "Force one experts backend by its name in the catalogue (see explain)");
