@@ -10,6 +10,7 @@
 #include <functional>
 #include <string>
 
+#include "layer/golden_case.h"
 #include "layer/layer_case.h"
 #include "moesaic/fused_moe.h"
 #include "numerics/float_codec.h"
@@ -22,52 +23,27 @@ namespace moesaic {
 namespace {
 
 using test::compare;
+using test::deepseek_like;
 using test::DeviceBytes;
 using test::expect_refusal;
+using test::expect_same_choice;
+using test::Feature;
+using test::Golden;
+using test::GoldenCase;
 using test::LayerRun;
 using test::LayerTensors;
 using test::make_layer;
 using test::make_tensors;
+using test::on_gpu;
 using test::random_hidden;
+using test::read_golden;
 using test::run_layer;
 using test::same_bits;
 using test::small_spec;
 using test::to_doubles;
+using test::with_shared;
 
-FusedMoE::Options on_gpu(std::int64_t max_tokens = 512) {
-  FusedMoE::Options options;
-  options.device = Device::cuda(0);
-  options.max_tokens = max_tokens;
-  return options;
-}
-
-// --- Golden outputs
-// --------------------------------------------------------------------------------
-
-std::string folder_of(const std::string& name, bool is_extra) {
-  const char* root = std::getenv("MOESAIC_EXTRA_MODELS");
-  const char* source = std::getenv("MOESAIC_SOURCE_FOLDER");  // where the tree was moved to
-  const std::string tree = source != nullptr ? source : MOESAIC_SOURCE_DIR;
-  if (!is_extra) return tree + "/testdata/models/" + name;
-  return (root != nullptr ? std::string(root) : tree + "/../shared/models") + "/" + name;
-}
-
-struct GoldenCase {
-  std::string model, quant;
-  double bound;
-  bool is_extra = false;
-};
-
-// Slot order of the golden files is not defined.
-void expect_same_choice(const Tensor& got, const Tensor& want) {
-  ASSERT_EQ(got.shape(), want.shape());
-  const std::int64_t k = got.shape()[1];
-  for (std::int64_t t = 0; t < got.shape()[0]; ++t) {
-    const std::int32_t* a = got.as<std::int32_t>() + t * k;
-    const std::int32_t* b = want.as<std::int32_t>() + t * k;
-    ASSERT_TRUE(std::is_permutation(a, a + k, b, b + k)) << "token " << t;
-  }
-}
+// --- Golden outputs ------------------------------------------------------------------------------
 
 TEST(CudaLayerGolden, MatchesFloat64WithTheBoundsOfTheCpu) {
   REQUIRE_HOPPER();
@@ -81,52 +57,30 @@ TEST(CudaLayerGolden, MatchesFloat64WithTheBoundsOfTheCpu) {
   }
   cases.push_back({"tiny-deepseek-v3-fp8", "as-is", 6e-2, true});
   for (const GoldenCase& c : cases) {
-    const std::string folder = folder_of(c.model, c.is_extra);
+    const std::string folder = c.folder();
     if (!std::filesystem::exists(folder + "/golden.safetensors")) {
       EXPECT_TRUE(c.is_extra) << "no " << folder;
       continue;
     }
     SCOPED_TRACE(c.model + " " + c.quant);
     const Checkpoint checkpoint = Checkpoint::open(folder).value();
-    const TensorFile golden = TensorFile::open(folder + "/golden.safetensors").value();
-    for (const MoeLayerSpec& spec : checkpoint.layers()) {
+    for (const Golden& g : read_golden(checkpoint, folder)) {
       FusedMoE::Options options = on_gpu(100);  // 256 tokens: two full chunks and a part
       options.quant = c.quant;
-      const auto layer = FusedMoE::from_checkpoint(checkpoint, spec.layer, options);
+      const auto layer = FusedMoE::from_checkpoint(checkpoint, g.layer, options);
       ASSERT_TRUE(layer.ok()) << layer.status().to_string();
       EXPECT_EQ(layer->experts_backend(), "cuda_sm90");
-      const LayerRun run = run_layer(*layer, golden.read(spec.prefix + ".input").value());
-      const auto result = compare(to_doubles(run.output.view()),
-                                  to_doubles(golden.read(spec.prefix + ".output").value().view()));
-      EXPECT_LE(result.rel_l2, c.bound) << "layer " << spec.layer << ": " << result.describe;
+      const LayerRun run = run_layer(*layer, g.input);
+      const auto result = compare(to_doubles(run.output.view()), to_doubles(g.output.view()));
+      EXPECT_LE(result.rel_l2, c.bound) << "layer " << g.layer << ": " << result.describe;
       EXPECT_LE(c.bound, layer->quant().output_bound * 1.02);
-      for (const char* ids : {".gate.out2", ".router.out2"}) {
-        if (!golden.contains(spec.prefix + ids)) continue;
-        expect_same_choice(run.topk_ids, golden.read(spec.prefix + ids).value());
-      }
+      if (g.ids.present()) expect_same_choice(run.topk_ids, g.ids);
     }
   }
 }
 
-// --- Against the CPU, feature by feature
-// -----------------------------------------------------------
+// --- Against the CPU, feature by feature ---------------------------------------------------------
 
-MoeLayerSpec with_shared(bool gated) {
-  MoeLayerSpec spec = small_spec();
-  spec.shared.intermediate_size = 48;
-  spec.shared.gated_output = gated;
-  return spec;
-}
-MoeLayerSpec deepseek_like() {
-  MoeLayerSpec spec = with_shared(false);
-  spec.routing.method = RoutingMethod::kGroupedTopK;
-  spec.routing.scoring_func = ScoringFunc::kSigmoid;
-  spec.routing.has_correction_bias = true;
-  spec.routing.num_expert_group = 4;
-  spec.routing.topk_group = 2;
-  spec.routing.routed_scaling_factor = 2.5;
-  return spec;
-}
 // Like a routed expert: joins them.
 MoeLayerSpec joined_shared() {
   MoeLayerSpec spec = deepseek_like();
@@ -137,14 +91,6 @@ MoeLayerSpec scaled_output() {
   MoeLayerSpec spec = with_shared(true);
   spec.routing.routed_scaling_factor = 2.5;
   spec.routing.scale_on_output = true;
-  return spec;
-}
-MoeLayerSpec llama4() {
-  MoeLayerSpec spec = with_shared(false);
-  spec.routing.method = RoutingMethod::kLlama4;
-  spec.routing.renormalize = false;
-  spec.routing.top_k = 1;
-  spec.apply_router_weight_on_input = true;
   return spec;
 }
 MoeLayerSpec zero_experts() {
@@ -161,23 +107,18 @@ MoeLayerSpec biased() {
   return spec;
 }
 
-struct Feature {
-  const char* name;
-  std::function<MoeLayerSpec()> spec;
-};
-const Feature kFeatures[] = {{"plain", small_spec},
-                             {"shared", [] { return with_shared(false); }},
-                             {"gated shared", [] { return with_shared(true); }},
-                             {"deepseek", deepseek_like},
-                             {"scaled output", scaled_output},
-                             {"joined shared", joined_shared},
-                             {"llama4", llama4},
-                             {"zero experts", zero_experts},
-                             {"biases", biased}};
+std::vector<Feature> features() {
+  std::vector<Feature> all = test::common_features();
+  all.push_back({"scaled output", scaled_output});
+  all.push_back({"joined shared", joined_shared});
+  all.push_back({"zero experts", zero_experts});
+  all.push_back({"biases", biased});
+  return all;
+}
 
 // Where there is no device this at least shows that the cases are layers.
 TEST(CudaLayer, FeaturesRunOnTheCpu) {
-  for (const Feature& f : kFeatures) {
+  for (const Feature& f : features()) {
     SCOPED_TRACE(f.name);
     const LayerTensors t = make_tensors(3, f.spec());
     const LayerRun run = run_layer(make_layer(t), random_hidden(4, 3, t.spec.hidden_size));
@@ -189,7 +130,7 @@ TEST(CudaLayer, FeaturesRunOnTheCpu) {
 
 TEST(CudaLayer, AgreesWithTheFloat64OracleFeatureByFeature) {
   REQUIRE_HOPPER();
-  for (const Feature& f : kFeatures) {
+  for (const Feature& f : features()) {
     SCOPED_TRACE(f.name);
     const LayerTensors t = make_tensors(3, f.spec());
     const FusedMoE gpu = make_layer(t, on_gpu(40)), cpu = make_layer(t);
@@ -213,7 +154,7 @@ TEST(CudaLayer, AgreesWithTheFloat64OracleFeatureByFeature) {
 
 TEST(CudaLayer, ARowAloneHasTheBitsItHasInABatchAndBf16IsTheRoundedF32) {
   REQUIRE_HOPPER();
-  for (const Feature& f : kFeatures) {
+  for (const Feature& f : features()) {
     SCOPED_TRACE(f.name);
     const LayerTensors t = make_tensors(5, f.spec());
     const FusedMoE layer = make_layer(t, on_gpu(300));
@@ -262,7 +203,7 @@ TEST(CudaLayer, AJoinedSharedExpertHasTheBitsOfASeparateOne) {
 
 TEST(CudaLayer, PartialResultsOfRanksAddUp) {
   REQUIRE_HOPPER();
-  const Checkpoint checkpoint = Checkpoint::open(folder_of("mini-deepseek-v3", false)).value();
+  const Checkpoint checkpoint = Checkpoint::open(test::bundled_model("mini-deepseek-v3")).value();
   const MoeLayerSpec spec = checkpoint.layers().front();
   const Tensor hidden = random_hidden(9, 20, spec.hidden_size);
   const auto whole = to_doubles(
@@ -319,7 +260,8 @@ TEST(CudaLayerGraph, TenThousandReplaysWithChangingRouting) {
   REQUIRE_HOPPER();
   constexpr int kReplays = 10000, kInputs = 16;
   constexpr std::int64_t kTokens = 8;
-  for (const Feature& f : {kFeatures[3], kFeatures[4]}) {
+  for (const Feature& f :
+       {Feature{"deepseek", deepseek_like}, Feature{"scaled output", scaled_output}}) {
     const LayerTensors t = make_tensors(11, f.spec());
     const FusedMoE layer = make_layer(t, on_gpu(kTokens));
     const std::int64_t hidden = t.spec.hidden_size, bytes = kTokens * hidden * 2;

@@ -12,14 +12,8 @@ namespace moesaic {
 namespace {
 
 using test::expect_refusal;
+using test::on_gpu;
 using test::small_spec;
-
-FusedMoE::Options on_gpu(std::int64_t max_tokens = 512) {
-  FusedMoE::Options options;
-  options.device = Device::cuda(0);
-  options.max_tokens = max_tokens;
-  return options;
-}
 
 const CandidateReport* find(const LayerExplanation& e, const std::string& stage,
                             const std::string& name) {
@@ -35,12 +29,7 @@ MoeLayerSpec deepseek_v3() {
   spec.intermediate_size = 2048;
   spec.num_experts = spec.routing.num_experts = 256;
   spec.routing.top_k = 8;
-  spec.routing.method = RoutingMethod::kGroupedTopK;
-  spec.routing.scoring_func = ScoringFunc::kSigmoid;
-  spec.routing.has_correction_bias = true;
-  spec.routing.num_expert_group = 8;
-  spec.routing.topk_group = 4;
-  spec.routing.routed_scaling_factor = 2.5;
+  test::use_grouped_routing(spec.routing, 8, 4);
   spec.shared.intermediate_size = 2048;
   spec.quant = quant_scheme_from_name("fp8-block").value();
   return spec;

@@ -16,6 +16,8 @@ namespace moesaic {
 namespace {
 
 using test::compare;
+using test::deepseek_like;
+using test::Feature;
 using test::LayerRun;
 using test::LayerTensors;
 using test::make_layer;
@@ -25,6 +27,7 @@ using test::run_layer;
 using test::same_bits;
 using test::small_spec;
 using test::to_doubles;
+using test::with_shared;
 
 FusedMoE::Options with_quant(std::string quant) {
   FusedMoE::Options options;
@@ -33,57 +36,20 @@ FusedMoE::Options with_quant(std::string quant) {
   return options;
 }
 
-MoeLayerSpec with_shared(bool gated) {
-  MoeLayerSpec spec = small_spec();
-  spec.shared.intermediate_size = 48;
-  spec.shared.gated_output = gated;
-  return spec;
-}
-
-MoeLayerSpec deepseek_like() {
-  MoeLayerSpec spec = with_shared(false);
-  spec.routing.method = RoutingMethod::kGroupedTopK;
-  spec.routing.scoring_func = ScoringFunc::kSigmoid;
-  spec.routing.has_correction_bias = true;
-  spec.routing.num_expert_group = 4;
-  spec.routing.topk_group = 2;
-  spec.routing.routed_scaling_factor = 2.5;
-  return spec;
-}
-
-struct Feature {
-  const char* name;
-  std::function<MoeLayerSpec()> spec;
-};
-
 TEST(FusedMoE, EqualsTheFloat64OracleFeatureByFeature) {
-  const std::vector<Feature> features = {{"plain", small_spec},
-                                         {"shared", [] { return with_shared(false); }},
-                                         {"gated shared", [] { return with_shared(true); }},
-                                         {"deepseek", deepseek_like},
-                                         {"biases and swigluoai",
-                                          [] {
-                                            MoeLayerSpec spec = small_spec();
-                                            spec.has_router_bias = spec.has_expert_bias = true;
-                                            spec.routing.method = RoutingMethod::kTopKSoftmax;
-                                            spec.activation = make_activation("swigluoai").value();
-                                            return spec;
-                                          }},
-                                         {"llama4: weight on input",
-                                          [] {
-                                            MoeLayerSpec spec = with_shared(false);
-                                            spec.routing.method = RoutingMethod::kLlama4;
-                                            spec.routing.top_k = 1;
-                                            spec.routing.renormalize = false;
-                                            spec.apply_router_weight_on_input = true;
-                                            return spec;
-                                          }},
-                                         {"not gated", [] {
-                                            MoeLayerSpec spec = small_spec();
-                                            spec.activation =
-                                                make_activation("relu2_no_mul").value();
-                                            return spec;
-                                          }}};
+  std::vector<Feature> features = test::common_features();
+  features.push_back({"biases and swigluoai", [] {
+                        MoeLayerSpec spec = small_spec();
+                        spec.has_router_bias = spec.has_expert_bias = true;
+                        spec.routing.method = RoutingMethod::kTopKSoftmax;
+                        spec.activation = make_activation("swigluoai").value();
+                        return spec;
+                      }});
+  features.push_back({"not gated", [] {
+                        MoeLayerSpec spec = small_spec();
+                        spec.activation = make_activation("relu2_no_mul").value();
+                        return spec;
+                      }});
   for (const Feature& feature : features) {
     SCOPED_TRACE(feature.name);
     const LayerTensors t = make_tensors(1, feature.spec());

@@ -2,12 +2,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
 #include <filesystem>
 #include <memory>
 #include <string>
 
+#include "layer/golden_case.h"
 #include "layer/layer_case.h"
 #include "moesaic/fused_moe.h"
 #include "support/metrics.h"
@@ -16,53 +15,15 @@
 namespace moesaic {
 namespace {
 
+using test::bundled_model;
 using test::compare;
+using test::expect_same_choice;
+using test::extra_model;
+using test::first_rows;
+using test::Golden;
+using test::GoldenCase;
+using test::read_golden;
 using test::to_doubles;
-
-std::string bundled(const std::string& name) {
-  return std::string(MOESAIC_SOURCE_DIR) + "/testdata/models/" + name;
-}
-
-// Bigger checkpoints are not in the repository: MOESAIC_EXTRA_MODELS, else a sibling folder.
-std::string extra(const std::string& name) {
-  const char* root = std::getenv("MOESAIC_EXTRA_MODELS");
-  const std::string folder =
-      root != nullptr ? std::string(root) : std::string(MOESAIC_SOURCE_DIR) + "/../shared/models";
-  return folder + "/" + name;
-}
-
-struct Golden {
-  int layer = 0;
-  std::string prefix;
-  Tensor input, output;
-  Tensor ids;  // absent where the file has none
-};
-
-std::vector<Golden> read_golden(const Checkpoint& checkpoint, const std::string& folder) {
-  const TensorFile file = TensorFile::open(folder + "/golden.safetensors").value();
-  std::vector<Golden> all;
-  for (const MoeLayerSpec& spec : checkpoint.layers()) {
-    Golden g;
-    g.layer = spec.layer;
-    g.prefix = spec.prefix;
-    g.input = file.read(spec.prefix + ".input").value();
-    g.output = file.read(spec.prefix + ".output").value();
-    for (const char* name : {".gate.out2", ".router.out2"}) {
-      if (file.contains(spec.prefix + name)) g.ids = file.read(spec.prefix + name).value();
-    }
-    all.push_back(std::move(g));
-  }
-  return all;
-}
-
-// A copy of the first rows of a matrix.
-Tensor first_rows(const Tensor& source, std::int64_t rows) {
-  Tensor part =
-      Tensor::uninitialized(source.dtype(), {std::min(rows, source.shape()[0]), source.shape()[1]})
-          .value();
-  std::memcpy(part.data(), source.data(), static_cast<std::size_t>(part.bytes()));
-  return part;
-}
 
 FusedMoE::Options quant_options(const std::string& quant, const std::string& backend = {}) {
   FusedMoE::Options options;
@@ -72,28 +33,8 @@ FusedMoE::Options quant_options(const std::string& quant, const std::string& bac
   return options;
 }
 
-void expect_same_ids(const Tensor& got, const Tensor& want) {
-  ASSERT_EQ(got.shape(), want.shape());
-  const std::int64_t k = got.shape()[1];
-  for (std::int64_t t = 0; t < got.shape()[0]; ++t) {
-    std::vector<std::int32_t> a(got.as<std::int32_t>() + t * k, got.as<std::int32_t>() + t * k + k);
-    std::vector<std::int32_t> b(want.as<std::int32_t>() + t * k,
-                                want.as<std::int32_t>() + t * k + k);
-    std::sort(a.begin(), a.end());  // slot order of the golden files is not defined
-    std::sort(b.begin(), b.end());
-    // Trained routers leave gaps far above fp32 rounding in these files: no near-tie to excuse.
-    ASSERT_EQ(a, b) << "token " << t;
-  }
-}
-
-struct Case {
-  std::string model, quant;
-  double bound;
-  bool is_extra = false;
-};
-
-std::vector<Case> cases() {
-  std::vector<Case> all;
+std::vector<GoldenCase> cases() {
+  std::vector<GoldenCase> all;
   for (const char* model : {"mini-qwen3-moe", "mini-deepseek-v3", "mini-gpt-oss"}) {
     all.push_back({model, "f32", 2e-6});
     all.push_back({model, "as-is", 6e-3});
@@ -111,12 +52,7 @@ std::vector<Case> cases() {
   return all;
 }
 
-class GoldenLayer : public testing::TestWithParam<Case> {
- protected:
-  std::string folder() const {
-    return GetParam().is_extra ? extra(GetParam().model) : bundled(GetParam().model);
-  }
-};
+class GoldenLayer : public testing::TestWithParam<GoldenCase> {};
 INSTANTIATE_TEST_SUITE_P(Models, GoldenLayer, testing::ValuesIn(cases()), [](const auto& param) {
   std::string name = param.param.model + "_" + param.param.quant;
   for (char& ch : name) ch = ch == '-' ? '_' : ch;
@@ -124,11 +60,12 @@ INSTANTIATE_TEST_SUITE_P(Models, GoldenLayer, testing::ValuesIn(cases()), [](con
 });
 
 TEST_P(GoldenLayer, MatchesFloat64) {
-  if (!std::filesystem::exists(folder() + "/golden.safetensors")) {
-    GTEST_SKIP() << "no " << folder() << "; MOESAIC_EXTRA_MODELS names the folder of more models";
+  const std::string folder = GetParam().folder();
+  if (!std::filesystem::exists(folder + "/golden.safetensors")) {
+    GTEST_SKIP() << "no " << folder << "; MOESAIC_EXTRA_MODELS names the folder of more models";
   }
-  const Checkpoint checkpoint = Checkpoint::open(folder()).value();
-  for (const Golden& g : read_golden(checkpoint, folder())) {
+  const Checkpoint checkpoint = Checkpoint::open(folder).value();
+  for (const Golden& g : read_golden(checkpoint, folder)) {
     for (const char* backend : {"", "cpu_reference"}) {
       const auto layer =
           FusedMoE::from_checkpoint(checkpoint, g.layer, quant_options(GetParam().quant, backend));
@@ -143,7 +80,7 @@ TEST_P(GoldenLayer, MatchesFloat64) {
       EXPECT_LE(result.rel_l2, GetParam().bound)
           << layer->experts_backend() << " layer " << g.layer << ": " << result.describe;
       EXPECT_LE(GetParam().bound, layer->quant().output_bound * 1.02);
-      if (g.ids.present()) expect_same_ids(run.topk_ids, first_rows(g.ids, rows));
+      if (g.ids.present()) expect_same_choice(run.topk_ids, first_rows(g.ids, rows));
     }
   }
 }
@@ -151,7 +88,7 @@ TEST_P(GoldenLayer, MatchesFloat64) {
 // Full FP8 block on the same quantised operands: activations as the scheme rounds them, sums in
 // float64. What is left is fp32 accumulation and codes at a rounding boundary.
 TEST(GoldenFp8Block, MatchesFloat64OnTheSameQuantisedOperands) {
-  const std::string folder = extra("tiny-deepseek-v3-fp8");
+  const std::string folder = extra_model("tiny-deepseek-v3-fp8");
   if (!std::filesystem::exists(folder)) {
     GTEST_SKIP() << "no " << folder << "; MOESAIC_EXTRA_MODELS names the folder of more models";
   }
@@ -198,8 +135,8 @@ struct Split {
 
 TEST(ParallelLayer, PartialResultsOfAllRanksAddUpToOneRank) {
   for (const char* model : {"mini-qwen3-moe", "mini-deepseek-v3", "mini-gpt-oss"}) {
-    const Checkpoint checkpoint = Checkpoint::open(bundled(model)).value();
-    const Golden g = std::move(read_golden(checkpoint, bundled(model)).front());
+    const Checkpoint checkpoint = Checkpoint::open(bundled_model(model)).value();
+    const Golden g = std::move(read_golden(checkpoint, bundled_model(model)).front());
     const auto want = to_doubles(
         test::run_layer(
             FusedMoE::from_checkpoint(checkpoint, g.layer, quant_options("f32")).value(), g.input)
@@ -228,8 +165,8 @@ TEST(ParallelLayer, PartialResultsOfAllRanksAddUpToOneRank) {
 }
 
 TEST(ParallelLayer, SharedExpertsCanBeLeftToTheCaller) {
-  const Checkpoint checkpoint = Checkpoint::open(bundled("mini-deepseek-v3")).value();
-  const Golden g = std::move(read_golden(checkpoint, bundled("mini-deepseek-v3")).front());
+  const Checkpoint checkpoint = Checkpoint::open(bundled_model("mini-deepseek-v3")).value();
+  const Golden g = std::move(read_golden(checkpoint, bundled_model("mini-deepseek-v3")).front());
   FusedMoE::Options options = quant_options("f32");
   const auto with = to_doubles(
       test::run_layer(FusedMoE::from_checkpoint(checkpoint, g.layer, options).value(), g.input)
@@ -242,7 +179,7 @@ TEST(ParallelLayer, SharedExpertsCanBeLeftToTheCaller) {
 }
 
 TEST(ParallelLayer, AnFp8SliceThatCutsABlockIsRefused) {
-  const std::string folder = extra("tiny-deepseek-v3-fp8");
+  const std::string folder = extra_model("tiny-deepseek-v3-fp8");
   if (!std::filesystem::exists(folder)) {
     GTEST_SKIP() << "no " << folder << "; MOESAIC_EXTRA_MODELS names the folder of more models";
   }

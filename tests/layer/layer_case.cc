@@ -45,17 +45,6 @@ MoeProblem problem_of(const MoeLayerSpec& spec, bool shared) {
 
 }  // namespace
 
-MoeLayerSpec small_spec() {
-  MoeLayerSpec spec;
-  spec.hidden_size = 64;
-  spec.intermediate_size = 32;
-  spec.num_experts = spec.routing.num_experts = 8;
-  spec.routing.top_k = 2;
-  spec.routing.renormalize = true;
-  spec.quant = must(quant_scheme_from_name("bf16"), "small_spec");
-  return spec;
-}
-
 MoeLayerWeights LayerTensors::weights() const {
   MoeLayerWeights w;
   w.spec = spec;

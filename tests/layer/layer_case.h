@@ -4,14 +4,11 @@
 #include <string>
 #include <vector>
 
+#include "layer/layer_specs.h"
 #include "moesaic/fused_moe.h"
 #include "support/moe_oracle.h"
 
 namespace moesaic::test {
-
-// A small layer: E 8, k 2, H 64, I 32, softmax top-k, bf16 weights. Tests change what they are
-// about before they call make_layer.
-MoeLayerSpec small_spec();
 
 // All tensors of a layer in the formats of its spec; owns them.
 struct LayerTensors {

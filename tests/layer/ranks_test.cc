@@ -19,25 +19,14 @@ using test::RankCombo;
 using test::RankProblem;
 
 MoeLayerSpec deepseek_like() {
-  MoeLayerSpec spec = test::small_spec();
+  MoeLayerSpec spec = test::deepseek_like();
   spec.num_experts = spec.routing.num_experts = 12;
   spec.routing.top_k = 4;
-  spec.routing.method = RoutingMethod::kGroupedTopK;
-  spec.routing.scoring_func = ScoringFunc::kSigmoid;
-  spec.routing.has_correction_bias = true;
-  spec.routing.num_expert_group = 4;
-  spec.routing.topk_group = 2;
-  spec.routing.routed_scaling_factor = 2.5;
-  spec.shared.intermediate_size = 48;
   return spec;
 }
 
 MoeLayerSpec llama_like() {
-  MoeLayerSpec spec = test::small_spec();
-  spec.routing.method = RoutingMethod::kLlama4;
-  spec.routing.top_k = 1;
-  spec.routing.renormalize = false;
-  spec.apply_router_weight_on_input = true;
+  MoeLayerSpec spec = test::llama4_like();
   spec.shared.intermediate_size = 32;
   spec.shared.gated_output = true;
   return spec;

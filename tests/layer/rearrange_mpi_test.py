@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "parallel"))
-from mpi_test import EVERYBODY, LATE, SURVIVORS, check  # noqa: E402
+from mpi_test import EVERYBODY, LATE, SURVIVORS, run_cases  # noqa: E402
 
 CASES = [
     ("ok", EVERYBODY, ["ok"]),
@@ -20,15 +20,8 @@ CASES = [
 
 
 def main(mpirun, program):
-    problems = []
-    for mode, alive, expected in CASES:
-        report, problem = check(mpirun, [program, mode], alive, expected)
-        print(report, end="", flush=True)
-        if problem:
-            problems.append(problem)
-    for problem in problems:
-        print("problem:", problem)
-    return 1 if problems else 0
+    # One after the other: the ranks of each compute on all cores.
+    return run_cases(mpirun, [([program, mode], alive, expected) for mode, alive, expected in CASES], at_once=1)
 
 
 if __name__ == "__main__":

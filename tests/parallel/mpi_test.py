@@ -87,16 +87,21 @@ def cases(mpi_ranks, transport_ranks):
             yield command + ["bytes"], EVERYBODY, [stage]
 
 
-def main(mpirun, mpi_ranks, transport_ranks):
+def run_cases(mpirun, cases_to_run, at_once):
+    """Exit code: 0 when every (command, alive, expected) of the cases is as it should be."""
     problems = []
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        for report, problem in pool.map(lambda c: check(mpirun, *c), cases(mpi_ranks, transport_ranks)):
+    with ThreadPoolExecutor(at_once) as pool:
+        for report, problem in pool.map(lambda c: check(mpirun, *c), cases_to_run):
             print(report, end="", flush=True)
             if problem:
                 problems.append(problem)
     for problem in problems:
         print("problem:", problem)
     return 1 if problems else 0
+
+
+def main(mpirun, mpi_ranks, transport_ranks):
+    return run_cases(mpirun, cases(mpi_ranks, transport_ranks), AT_ONCE)
 
 
 if __name__ == "__main__":

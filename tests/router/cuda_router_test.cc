@@ -56,25 +56,18 @@ std::vector<float> random_floats(Rng& rng, std::int64_t n, double sd) {
 std::vector<Method> methods(std::int64_t experts, std::int64_t k, std::int64_t groups) {
   Rng rng(5);
   std::vector<Method> all;
-  for (const auto scoring :
-       {ScoringFunc::kSoftmax, ScoringFunc::kSigmoid, ScoringFunc::kSqrtSoftplus}) {
-    for (const bool biased : {false, true}) {
-      for (const bool renorm : {false, true}) {
-        const std::string name = std::string(scoring_func_name(scoring)) +
-                                 (biased ? " biased" : "") + (renorm ? " renorm" : "");
-        for (const bool grouped : {false, true}) {
-          if (grouped && groups == 1) continue;
-          Method m;
-          m.name = name + (grouped ? " grouped" : "");
-          m.options.spec =
-              grouped ? test::grouped_spec(scoring, experts, k, renorm, groups, (groups + 1) / 2)
-                      : test::topk_spec(scoring, experts, k, renorm);
-          m.options.spec.routed_scaling_factor = 2.5;
-          m.options.spec.has_correction_bias = biased;
-          if (biased) m.bias = random_floats(rng, experts, 0.3);
-          all.push_back(std::move(m));
-        }
-      }
+  for (const auto& [name, scoring, biased, renorm] : test::scoring_cases()) {
+    for (const bool grouped : {false, true}) {
+      if (grouped && groups == 1) continue;
+      Method m;
+      m.name = name + (grouped ? " grouped" : "");
+      m.options.spec =
+          grouped ? test::grouped_spec(scoring, experts, k, renorm, groups, (groups + 1) / 2)
+                  : test::topk_spec(scoring, experts, k, renorm);
+      m.options.spec.routed_scaling_factor = 2.5;
+      m.options.spec.has_correction_bias = biased;
+      if (biased) m.bias = random_floats(rng, experts, 0.3);
+      all.push_back(std::move(m));
     }
   }
   const auto add = [&](std::string name, RoutingMethod method, std::int64_t top_k) -> Method& {

@@ -42,20 +42,13 @@ struct Method {
 // Every real (not simulated, not custom, not hashed) method on E = 24 experts.
 std::vector<Method> methods() {
   std::vector<Method> all;
-  for (const auto scoring :
-       {ScoringFunc::kSoftmax, ScoringFunc::kSigmoid, ScoringFunc::kSqrtSoftplus}) {
-    for (const bool biased : {false, true}) {
-      for (const bool renorm : {false, true}) {
-        const std::string name = std::string(scoring_func_name(scoring)) +
-                                 (biased ? " biased" : "") + (renorm ? " renorm" : "");
-        RoutingSpec spec = test::topk_spec(scoring, 24, 5, renorm);
-        spec.routed_scaling_factor = 1.75;
-        all.push_back({name, spec, biased});
-        spec = test::grouped_spec(scoring, 24, 5, renorm, 6, 3);
-        spec.routed_scaling_factor = 1.75;
-        all.push_back({name + " grouped", spec, biased});
-      }
-    }
+  for (const auto& [name, scoring, biased, renorm] : test::scoring_cases()) {
+    RoutingSpec spec = test::topk_spec(scoring, 24, 5, renorm);
+    spec.routed_scaling_factor = 1.75;
+    all.push_back({name, spec, biased});
+    spec = test::grouped_spec(scoring, 24, 5, renorm, 6, 3);
+    spec.routed_scaling_factor = 1.75;
+    all.push_back({name + " grouped", spec, biased});
   }
   all.push_back({"topk_softmax", test::method_spec(RoutingMethod::kTopKSoftmax, 24, 5)});
   all.push_back({"llama4", test::method_spec(RoutingMethod::kLlama4, 24, 1)});

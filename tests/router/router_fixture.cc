@@ -73,6 +73,21 @@ Routed run(const Router& router, const Tensor& logits) {
   return run(router, args);
 }
 
+std::vector<ScoringCase> scoring_cases() {
+  std::vector<ScoringCase> all;
+  for (const auto scoring :
+       {ScoringFunc::kSoftmax, ScoringFunc::kSigmoid, ScoringFunc::kSqrtSoftplus}) {
+    for (const bool biased : {false, true}) {
+      for (const bool renorm : {false, true}) {
+        const std::string name(scoring_func_name(scoring));
+        all.push_back({name + (biased ? " biased" : "") + (renorm ? " renorm" : ""), scoring,
+                       biased, renorm});
+      }
+    }
+  }
+  return all;
+}
+
 Routed route(Router::Options options, const Tensor& logits, const std::vector<float>& bias) {
   Tensor bias_tensor;
   if (!bias.empty()) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "moesaic/router.h"
@@ -25,6 +26,15 @@ RoutingSpec topk_spec(ScoringFunc scoring, std::int64_t experts, std::int64_t k,
 RoutingSpec grouped_spec(ScoringFunc scoring, std::int64_t experts, std::int64_t k,
                          bool renormalize, std::int64_t groups, std::int64_t topk_group);
 RoutingSpec method_spec(RoutingMethod method, std::int64_t experts, std::int64_t k);
+
+// Scoring functions with and without a correction bias and renormalisation: all of top-k's
+// variants.
+struct ScoringCase {
+  std::string name;
+  ScoringFunc scoring;
+  bool biased, renormalize;
+};
+std::vector<ScoringCase> scoring_cases();
 
 // Creates and runs; fails the test and returns nothing useful when either is refused. A bias given
 // sets has_correction_bias.
