@@ -232,7 +232,8 @@ constexpr Family llama4() {
   f.shared_width_field = "intermediate_size";
   f.shared_layout = kSharedExpert;
   f.gate_weight = "router.weight";
-  f.layouts = {fused(ExpertStorage::kFusedNN, "feed_forward")};
+  // Quantised exports split the experts into linears.
+  f.layouts = {fused(ExpertStorage::kFusedNN, "feed_forward"), projections("feed_forward")};
   return f;
 }
 

@@ -9,6 +9,7 @@
 #include "checkpoint/gguf_config.h"
 #include "checkpoint/linear_tensors.h"
 #include "checkpoint/names.h"
+#include "checkpoint/stacked_tensors.h"
 #include "core/checked.h"
 #include "core/fault.h"
 #include "quant/gguf_blocks.h"
@@ -90,6 +91,22 @@ std::optional<std::string_view> find_layout(const ExpertLayout& layout, const st
   return std::nullopt;
 }
 
+// Is there any tensor of a single expert, whatever its last part is called (".qweight")?
+bool has_single_experts(const ExpertLayout& layout, const std::string& block,
+                        const ShardSet& shards) {
+  if (!layout.present() || layout.storage != ExpertStorage::kPerExpert) return false;
+  const std::string inside = block + ".";
+  const std::string fixed = inside + std::string(layout.down.substr(0, layout.down.find("{e}")));
+  const auto tensors = tensors_under(shards, fixed);
+  return std::any_of(tensors.begin(), tensors.end(), [&](const ShardSet::Located& tensor) {
+    const std::string_view name = name_of(tensor).substr(inside.size());
+    for (std::size_t dot = name.find('.'); dot != name.npos; dot = name.find('.', dot + 1)) {
+      if (matches_pattern(layout.down, name.substr(0, dot))) return true;
+    }
+    return false;
+  });
+}
+
 Status choose_layout(const ShardSet& shards, std::string_view prefix, LayerSource* source) {
   const int layer = source->spec.layer;
   std::string fallback;  // block of the first layout that has any tensor at all
@@ -110,15 +127,22 @@ Status choose_layout(const ShardSet& shards, std::string_view prefix, LayerSourc
     source->spec.prefix = block;
   }
   if (source->layout != nullptr) return {};
-  // No expert at all: bind_layer will list what is missing from the likeliest layout.
+  // The weights of quantised linears have names of their own. Without any expert: bind_layer will
+  // list what is missing from the likeliest layout.
+  const ExpertLayout* likeliest = nullptr;
   for (const ExpertLayout& layout : source->family->layouts) {
     const std::string block = block_name(prefix, layer, layout.block);
     if (!layout.present() || (!fallback.empty() && block != fallback)) continue;
-    source->layout = &layout;
-    source->weight_suffix = layout.weight_suffixes.names[0];
-    source->spec.prefix = block;
-    break;
+    const bool single = has_single_experts(layout, block, shards);
+    if (single || likeliest == nullptr) {
+      likeliest = &layout;
+      source->spec.prefix = block;
+    }
+    if (single) break;
   }
+  if (likeliest == nullptr) return {};
+  source->layout = likeliest;
+  source->weight_suffix = likeliest->weight_suffixes.names[0];
   return {};
 }
 
@@ -164,13 +188,13 @@ Status check_storage(const LayerSource& source) {
   const ExpertStorage storage = source.layout->storage;
   if (format == StoredFormat::kPlain || format == StoredFormat::kMxfp4 ||
       format == StoredFormat::kGguf || storage == ExpertStorage::kPerExpert ||
-      (format == StoredFormat::kFp8Block && storage == ExpertStorage::kFusedNT)) {
+      is_stacked_format(source.experts, storage)) {
     return {};
   }
-  // Nothing says which axis such scales would run along.
   return {StatusCode::kUnsupported,
           fmt::format("layer {}: quantization_config: {} of {} models, whose experts are stored "
-                      "{}, is not supported",
+                      "{}, is not supported: nothing says along which axis its codes and scales "
+                      "would lie",
                       source.spec.layer, stored_format_name(format), source.family->title,
                       is_fused(storage) ? "fused" : "stacked")};
 }

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "checkpoint/stacked_tensors.h"
 #include "core/checked.h"
 
 namespace moesaic {
@@ -51,7 +52,9 @@ class Planner {
     if (format.stored == StoredFormat::kGguf) {
       return gguf(part, projection, format, module + std::string(weight_suffix), shape);
     }
-    if (shape.rank() == 2 && quantized(part, projection, expert, format, module, shape)) return;
+    if (is_quantized_linear(format.stored)) {
+      return quantized(part, projection, expert, format, module, shape);
+    }
     const DType dtype = is_shared ? source_.shared_dtype : source_.experts_dtype;
     tensors_.push_back({part,
                         projection,
@@ -61,7 +64,9 @@ class Planner {
                         shape,
                         {dtype}});
     if (format.stored != StoredFormat::kFp8Block) return;
-    if (format.names != NameStyle::kFp8) scale_suffix = ".weight_scale";
+    if (format.names != NameStyle::kFp8) {
+      scale_suffix = weight_suffix.empty() ? "_weight_scale" : ".weight_scale";
+    }
     const Shape grid = shape.rank() == 2
                            ? Shape{scale_blocks(shape[0]), scale_blocks(shape[1])}
                            : Shape{shape[0], scale_blocks(shape[1]), scale_blocks(shape[2])};
@@ -71,10 +76,12 @@ class Planner {
     if (grid.rank() == 2) tensors_.back().also = {Shape{grid[0], 1, grid[1], 1}};
   }
 
-  // The tensors of formats that are stored linear by linear; false for the others.
-  bool quantized(LayerPart part, Projection projection, std::int64_t expert,
+  // The tensors of formats that are stored linear by linear, or stacked in the same way.
+  void quantized(LayerPart part, Projection projection, std::int64_t expert,
                  const LinearFormat& format, const std::string& module, const Shape& shape) {
-    const std::vector<LinearTensor> list = linear_tensors(format, shape[0], shape[1]);
+    const std::vector<LinearTensor> list = shape.rank() == 2
+                                               ? linear_tensors(format, shape[0], shape[1])
+                                               : stacked_linear(projection, format, shape);
     for (const LinearTensor& tensor : list) {
       PlannedTensor planned{part,
                             projection,
@@ -88,7 +95,15 @@ class Planner {
       planned.optional = tensor.optional;
       tensors_.push_back(std::move(planned));
     }
-    return !list.empty();
+  }
+
+  std::vector<LinearTensor> stacked_linear(Projection projection, const LinearFormat& format,
+                                           const Shape& shape) const {
+    const ExpertStorage storage = source_.layout->storage;
+    const bool transposed = storage == ExpertStorage::kFusedNN;
+    return stacked_tensors(format, storage, source_.weight_suffix, shape[0],
+                           transposed ? shape[2] : shape[1], transposed ? shape[1] : shape[2],
+                           is_fused(storage) && projection == Projection::kGate);
   }
 
   // Blocks of a GGUF file: rows of bytes.

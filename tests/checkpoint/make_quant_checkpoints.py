@@ -13,7 +13,8 @@ import sys
 import quant_model as q
 from gguf_file import metadata
 from gguf_model import gguf_file
-from moe_float64 import moe
+from moe_float64 import llama4, moe
+from stacked_model import FUSED, HF_FP8, fused, separate
 from tiny_model import Tensor, matrix, safetensors, tensor
 
 EXPERTS = 4
@@ -27,7 +28,7 @@ class Cases:
     def __init__(self, root):
         self.root, self.manifest = root, []
 
-    def _finish(self, name, path, golden, experts, router, manifest, shared=None, values=None, renormalize=True):
+    def _finish(self, name, path, golden, experts, router, manifest, shared=None, values=None, block_output=None):
         """experts: (gate, up, down) values as stored; values: as loaded, where that differs (the golden output is then theirs:
         the scheme's bound is about arithmetic)."""
         experts = values or experts
@@ -36,13 +37,15 @@ class Cases:
         rng = random.Random(name + "input")
         h = len(experts[0][2])
         x = bf16_values([[_bf16(rng.gauss(0, 1)) for _ in range(h)] for _ in range(tokens)])
-        out, chosen = zip(*(moe(row, router, experts, renormalize=renormalize, shared=shared) for row in x))
+        block_output = block_output or moe
+        out, chosen = zip(*(block_output(row, router, experts, shared=shared) for row in x))
+        k = len(chosen[0])
         flat = lambda rows: [v for row in rows for v in row]
         block = "model.layers.0.mlp"
         with open(golden, "wb") as f:
             f.write(safetensors({block + ".input": q.floats("F32", [tokens, h], flat(x)),
                                  block + ".output": Tensor("F64", [tokens, h], struct.pack("<%dd" % (tokens * h), *flat(out))),
-                                 block + ".gate.out2": Tensor("I32", [tokens, 2], struct.pack("<%di" % (2 * tokens), *flat(chosen)))}))
+                                 block + ".gate.out2": Tensor("I32", [tokens, k], struct.pack("<%di" % (k * tokens), *flat(chosen)))}))
         i = len(experts[0][0])
         expected = {"w13": q.floats("F32", [len(experts), 2 * i, h], [v for g, u, _ in experts for v in flat(g) + flat(u)]),
                     "w2": q.floats("F32", [len(experts), h, i], [v for _, _, d in experts for v in flat(d)])}
@@ -90,6 +93,47 @@ class Cases:
                 f.write(content.encode() if isinstance(content, str) else content)
         self._finish(name, name, os.path.join(folder, "golden.safetensors"), experts, bf16_values(router),
                      {"quant": scheme, "tp": list(tp)}, beside, values and [values(x) for x in experts])
+
+    def add_stacked(self, name, quant, linear, family="qwen3_moe", h=64, i=64, scheme="", tp=(2,), storage=fused, ends=FUSED, **kinds):
+        """All experts in one tensor. linear(rng, n, k, projection) -> (files, values)."""
+        rng = random.Random(name)
+        common = {"hidden_size": h, "num_hidden_layers": 1, "torch_dtype": "bfloat16", "quantization_config": quant}
+        block, gate, beside, config, output = {
+            "qwen3_moe": ("mlp", "mlp.gate", None, {"moe_intermediate_size": i, "num_experts": EXPERTS, "num_experts_per_tok": 2, "norm_topk_prob": True}, moe),
+            "llama4_text": ("feed_forward", "feed_forward.router", "feed_forward.shared_expert.",
+                            {"intermediate_size": i, "num_local_experts": EXPERTS, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1}, llama4),
+            "step3": ("moe", "moe.gate", "share_expert.",
+                      {"moe_intermediate_size": i, "moe_num_experts": EXPERTS, "moe_top_k": 2, "norm_expert_weight": True, "share_expert_dim": i,
+                       "moe_layers_enum": "0"}, moe)}[family]
+        p = "model.layers.0."
+        router = matrix(rng, "BF16", EXPERTS, h)
+        tensors = {p + gate + ".weight": tensor("BF16", router)}
+        leaves = (("gate_proj", i, h), ("up_proj", i, h), ("down_proj", h, i))
+        made = [{leaf: linear(rng, n, k, leaf) for leaf, n, k in leaves} for _ in range(EXPERTS)]
+        files = [{leaf: one[0] for leaf, one in expert.items()} for expert in made]
+        inside = p + block + ("." if storage is separate else ".experts.")
+        if storage is None:  # one by one after all
+            tensors.update({"%s%d.%s%s" % (inside, e, leaf, end): t for e, x in enumerate(files) for leaf, ends in x.items() for end, t in ends.items()})
+        else:
+            stacked = separate(files) if storage is separate else fused(files, ends=ends, **kinds)
+            tensors.update({inside + n: t for n, t in stacked.items()})
+        shared = None
+        if beside:
+            values = []
+            for leaf, n, k in leaves:
+                one, v = linear(rng, n, k, leaf)
+                tensors.update({p + beside + leaf + end: t for end, t in one.items()})
+                values.append(v)
+            shared = tuple(values)
+        folder = os.path.join(self.root, name)
+        os.makedirs(folder)
+        with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as f:
+            json.dump(dict(common, model_type=family, **config), f)
+        with open(os.path.join(folder, "model.safetensors"), "wb") as f:
+            f.write(safetensors(tensors))
+        experts = [tuple(x[leaf][1] for leaf, _, _ in leaves) for x in made]
+        self._finish(name, name, os.path.join(folder, "golden.safetensors"), experts, bf16_values(router), {"quant": scheme, "tp": list(tp)},
+                     shared, None, output)
 
     def add_gguf(self, name, kinds, h=256, i=256, tp=(), shared=None):
         """kinds: of gate, up and down."""
@@ -261,6 +305,43 @@ def bitsandbytes(c):
     c.add("bnb_int8", {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, plain_linear(q.bnb8), scheme="int8-bf16", tp=(2, 4))
 
 
+def stacked(c):
+    """Every format that may hold all experts in one tensor, in every storage it may have."""
+    opt = lambda algo: {"quant_method": "modelopt", "quant_algo": algo, "ignore": ["lm_head", "*.gate", "*.router"]}
+    float8 = lambda strategy, **k: dict({"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False}, **k)
+    token = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+    channel = compressed("float-quantized", float8("channel"), token)
+    channel["ignore"].append("re:.*router$")
+    int8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+    constant = lambda rng, n, m, leaf: q.fp8_tensor(rng, n, m, scale=2.0**-10)
+    c.add_stacked("stacked_fp8_static", {"quant_method": "fp8", "activation_scheme": "static"}, one_scale(q.fp8_tensor, static=True),
+                  scheme="fp8-tensor", ends=HF_FP8, numbers="column", tp=(2, 4))
+    c.add_stacked("stacked_fp8_dynamic", {"quant_method": "fp8", "activation_scheme": "dynamic"}, one_scale(q.fp8_tensor), scheme="fp8-tensor", ends=HF_FP8)
+    c.add_stacked("stacked_fp8_channel", channel, plain_linear(q.fp8_channel, dtype="BF16"), scheme="fp8-channel")
+    c.add_stacked("stacked_fp8_channel_weight", channel, plain_linear(q.fp8_channel), scheme="fp8-channel", ends={e: e for e in FUSED})
+    c.add_stacked("stacked_int8", compressed("int-quantized", int8, dict(int8, strategy="token", dynamic=True)), plain_linear(q.int8), scheme="int8", tp=(2, 4))
+    c.add_stacked("stacked_mxfp8", opt("MXFP8"), plain_linear(q.mxfp8), scheme="mxfp8")
+    fp4 = lambda scale: lambda rng, n, m, leaf: q.nvfp4(rng, n, m, compressed=False, global_scale=scale(rng, leaf))
+    state = {}
+    def same(rng, leaf):
+        if leaf != "up_proj":
+            state["g"] = 2.0**-(5 + rng.randrange(2))
+        return state["g"]
+    c.add_stacked("stacked_nvfp4", opt("NVFP4"), fp4(same), scheme="nvfp4", tp=(2, 4))
+    c.add_stacked("stacked_nvfp4_pairs", opt("NVFP4"), fp4(lambda rng, leaf: 2.0**-6 * rng.choice([1, 2])), scheme="nvfp4", pairs=True)
+    wo = lambda scale: lambda rng, n, m, leaf: q.nvfp4(rng, n, m, compressed=False, static=False, global_scale=scale)
+    l4 = {"family": "llama4_text", "transpose": True}
+    c.add_stacked("llama4_fp8_tensor", dict(opt("FP8")), one_scale(q.fp8_tensor, static=True), scheme="fp8-tensor", tp=(2, 4), **l4)
+    c.add_stacked("llama4_fp8_one_number", {"quant_method": "fp8", "ignored_layers": ["router"]}, constant, scheme="fp8-tensor", ends=HF_FP8, numbers="all", **l4)
+    c.add_stacked("llama4_fp8_channel", channel, plain_linear(q.fp8_channel), scheme="fp8-channel", i=32, **l4)
+    c.add_stacked("llama4_nvfp4", opt("W4A16_NVFP4"), wo(2.0**-6), scheme="nvfp4-bf16", numbers="all", h=96, tp=(2, 4), **l4)
+    c.add_stacked("llama4_per_expert", compressed("pack-quantized", {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, "strategy": "group",
+                                                                     "group_size": 32}) | {"ignore": ["re:.*router"]},
+                  plain_linear(q.packed), family="llama4_text", scheme="int4-g128", storage=None)
+    c.add_stacked("step3_fp8_channel", channel, plain_linear(q.fp8_channel), family="step3", scheme="fp8-channel", storage=separate)
+    c.add_stacked("step3_nvfp4", opt("NVFP4"), fp4(lambda rng, leaf: 2.0**-6 * rng.choice([1, 2])), family="step3", scheme="nvfp4", storage=separate)
+
+
 def gguf(c):
     c.add_gguf("gguf_q4_0", ("Q4_0",) * 3, h=64, i=64, tp=(2,))
     c.add_gguf("gguf_q8_0", ("Q8_0",) * 3, h=64, i=64, tp=(2,), shared="Q8_0")
@@ -275,7 +356,7 @@ def main():
         sys.exit("usage: make_quant_checkpoints.py FOLDER")
     os.makedirs(sys.argv[1], exist_ok=True)
     cases = Cases(sys.argv[1])
-    for part in (fp8, integers, fp4, bitsandbytes, gguf):
+    for part in (fp8, integers, fp4, bitsandbytes, stacked, gguf):
         part(cases)
     with open(os.path.join(sys.argv[1], "manifest.json"), "w", encoding="utf-8") as f:
         json.dump(cases.manifest, f, indent=1)

@@ -223,6 +223,10 @@ def more_families(c):
     c.add("step3", qwen3(model_type="step3", moe_layers_enum="0,1", norm_expert_weight=True, share_expert_dim=12),
           two(lambda s: layer(s, "stacked").shared(random.Random(s), "^share_expert", 12)),
           dict(plain, renormalize=True, shared=12, beside_block=True), "model.layers.%d.moe")
+    step = Layer(random.Random(3), 4, 200, 256, dtype="F8_E4M3").stacked().router().shared(random.Random(4), "^share_expert", 128)
+    c.add("step3_fp8", dict(qwen3(model_type="step3", moe_layers_enum="1", norm_expert_weight=True, share_expert_dim=128, quantization_config=FP8),
+                            hidden_size=200, moe_intermediate_size=256),
+          {1: step}, dict(plain, renormalize=True, shared=128, beside_block=True, quant="fp8-block", shared_quant="fp8-block"), "model.layers.%d.moe")
     c.add("jamba", qwen3(model_type="jamba", intermediate_size=8, num_hidden_layers=4),
           {1: layer(1, "per_expert", "router.weight"), 3: layer(2, "per_expert", "router.weight")}, plain, ff)
     c.add("phimoe", flat_moe("phimoe", router_jitter_noise=0.02), two(lambda s: layer(s, "w123")),

@@ -28,3 +28,12 @@ def moe(x, router, experts, top_k=2, renormalize=True, shared=None):
     for e, w in zip(chosen, weights):
         out = [o + w * y for o, y in zip(out, mlp(x, *experts[e]))]
     return out, chosen
+
+
+def llama4(x, router, experts, shared):
+    """Top-1 of the logits; the sigmoid of the logit multiplies the expert's input."""
+    logits = [dot(row, x) for row in router]
+    best = max(range(len(logits)), key=lambda e: (logits[e], -e))
+    weight = 1 / (1 + math.exp(-logits[best]))
+    routed = mlp([weight * v for v in x], *experts[best])
+    return [a + b for a, b in zip(routed, mlp(x, *shared))], [best]

@@ -237,6 +237,8 @@ class Layer:
     def stacked(self):
         for leaf in ("gate", "up", "down"):
             self.files[leaf + "_proj.weight"] = stack(self.dtype, [getattr(x, leaf) for x in self.experts])
+            if self.dtype == "F8_E4M3":
+                self.files[leaf + "_proj.weight_scale_inv"] = stack(self.scale_dtype, [getattr(x, leaf + "_scale") for x in self.experts])
         return self
 
     def flat(self):

@@ -33,7 +33,8 @@ QuantizedSlice quantized_slice(const LayerSource& source, const ParallelConfig& 
   QuantizedSlice slice;
   slice.format = source.experts;
   slice.scheme = source.spec.quant;
-  slice.stacked = source.layout->storage != ExpertStorage::kPerExpert;
+  slice.storage = source.layout->storage;
+  slice.experts = source.spec.num_experts;
   slice.gated = !source.layout->gate.empty();
   slice.hidden = source.spec.hidden_size;
   slice.width = source.spec.intermediate_size;

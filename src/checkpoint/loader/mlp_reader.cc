@@ -280,6 +280,11 @@ class MlpReader {
     return {};
   }
 
+  // Experts before this one in the tensors that hold all of them.
+  std::int64_t experts_before() const {
+    return slice_.storage == ExpertStorage::kPerExpert ? 0 : expert_;
+  }
+
   Status read_scales() {
     const std::int64_t h_blocks = scale_blocks(slice_.hidden);
     const std::int64_t blocks = slice_.count / kFp8BlockSize;
@@ -287,8 +292,9 @@ class MlpReader {
     const std::int64_t first =
         MOESAIC_FAULT(checkpoint_scale_slice_in_rows) ? 0 : slice_.first / kFp8BlockSize;
     const bool fused = slice_.storage == ExpertStorage::kFusedNT;
-    const std::int64_t gate_row = fused ? expert_ * 2 * all + first : first;
-    const std::int64_t up_row = fused ? gate_row + all : first;
+    const std::int64_t before = experts_before();
+    const std::int64_t gate_row = before * (fused ? 2 : 1) * all + first;
+    const std::int64_t up_row = fused ? gate_row + all : gate_row;
     const ShardSet::Located& up =
         fused ? *tensors_.of(TensorKind::kScale)[kGate] : *tensors_.of(TensorKind::kScale)[kUp];
     auto* w13_scale = out_.w13_scale.as<float>();
@@ -300,10 +306,9 @@ class MlpReader {
     }
     MOESAIC_RETURN_IF_ERROR(
         read_scale_grid(up, {up_row, blocks, 0, h_blocks}, h_blocks, &out_.small, w13_scale));
-    MOESAIC_RETURN_IF_ERROR(
-        read_scale_grid(*tensors_.of(TensorKind::kScale)[kDown],
-                        {fused ? expert_ * h_blocks : 0, h_blocks, first, blocks}, all, &out_.small,
-                        out_.w2_scale.as<float>()));
+    MOESAIC_RETURN_IF_ERROR(read_scale_grid(*tensors_.of(TensorKind::kScale)[kDown],
+                                            {before * h_blocks, h_blocks, first, blocks}, all,
+                                            &out_.small, out_.w2_scale.as<float>()));
     return check_fp8(h_blocks, blocks);
   }
 
@@ -318,7 +323,7 @@ class MlpReader {
                               scales.as<float>() + part * blocks * h_blocks, rows, cols, first_row,
                               first_col});
     };
-    const std::int64_t gate = (fused ? expert_ * 2 * slice_.width : 0) + slice_.first;
+    const std::int64_t gate = experts_before() * (fused ? 2 : 1) * slice_.width + slice_.first;
     const std::int64_t up = fused ? gate + slice_.width : gate;
     if (slice_.gated) {
       MOESAIC_RETURN_IF_ERROR(
@@ -327,7 +332,7 @@ class MlpReader {
     MOESAIC_RETURN_IF_ERROR(check(fused ? kGate : kUp, out_.w13, out_.w13_scale,
                                   slice_.gated ? 1 : 0, slice_.count, slice_.hidden, up, 0));
     return check(kDown, out_.w2, out_.w2_scale, 0, slice_.hidden, slice_.count,
-                 fused ? expert_ * slice_.hidden : 0, slice_.first);
+                 experts_before() * slice_.hidden, slice_.first);
   }
 
   const MlpTensors& tensors_;

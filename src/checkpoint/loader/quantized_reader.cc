@@ -31,7 +31,8 @@ constexpr std::size_t kW1 = 0, kW3 = 1, kW2 = 2;  // Projection
 // The part of one stored linear [rows_all, cols_all] that goes into rows [to, to + rows) of a
 // matrix.
 struct Window {
-  Projection projection;
+  Projection part;
+  Projection projection;  // whose tensors hold it: kGate for an up that is fused with gate
   std::int64_t rows_all, cols_all;
   std::int64_t first_row, rows, first_col, cols;
   std::int64_t to;
@@ -43,17 +44,21 @@ Status read_rectangle(const ShardSet::Located& from, std::int64_t first_row, std
   return from.file->read_rows(*from.info, first_row, rows, first_col, cols, {dst, bytes});
 }
 
-// A tensor of one element.
-Result<float> read_scalar(const ShardSet::Located& from) {
+// All elements of a small tensor.
+Result<std::vector<float>> read_floats(const ShardSet::Located& from) {
   MOESAIC_ASSIGN_OR_RETURN(const Tensor stored, from.file->read_tensor(*from.info));
-  return load_as_f32(stored.data(), stored.dtype(), 0);
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t count, stored.shape().num_elements());
+  std::vector<float> values(static_cast<std::size_t>(count));
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    values[i] = load_as_f32(stored.data(), stored.dtype(), static_cast<std::int64_t>(i));
+  }
+  return values;
 }
 
-Result<float> read_positive_scalar(const ShardSet::Located& from, std::string_view what) {
-  MOESAIC_ASSIGN_OR_RETURN(const float value, read_scalar(from));
-  if (value > 0 && std::isfinite(value)) return value;
-  return Status(StatusCode::kCorruptFile, fmt::format("{}: got {} {}, need a finite number > 0",
-                                                      quote_name(from.info->name), what, value));
+Status check_positive(const ShardSet::Located& from, std::string_view what, float value) {
+  if (value > 0 && std::isfinite(value)) return {};
+  return {StatusCode::kCorruptFile, fmt::format("{}: got {} {}, need a finite number > 0",
+                                                quote_name(from.info->name), what, value)};
 }
 
 bool all_zero(const std::uint8_t* codes, std::int64_t n, std::uint8_t magnitude) {
@@ -74,11 +79,18 @@ class QuantizedReader {
   Status run(const InputScales& input_scales) {
     const std::int64_t h = slice_.hidden, i = slice_.width;
     const std::int64_t first = MOESAIC_FAULT(checkpoint_quant_skip_tp_offset) ? 0 : slice_.first;
-    const Window gate = {Projection::kGate, i, h, first, slice_.count, 0, h, 0};
+    const bool fused = is_fused(slice_.storage);
+    constexpr Projection kGate = Projection::kGate, kDown = Projection::kDown;
+    const Window gate = {kGate, kGate, fused ? 2 * i : i, h, first, slice_.count, 0, h, 0};
     Window up = gate;
-    up.projection = Projection::kUp;
+    up.part = Projection::kUp;
+    if (fused) {
+      if (!MOESAIC_FAULT(checkpoint_stacked_up_is_gate)) up.first_row += i;
+    } else {
+      up.projection = Projection::kUp;
+    }
     if (slice_.gated) up.to = slice_.count;
-    const Window down = {Projection::kDown, h, i, 0, h, first, slice_.count, 0};
+    const Window down = {kDown, kDown, h, i, 0, h, first, slice_.count, 0};
     MOESAIC_RETURN_IF_ERROR(read(down, &out_.w2));
     if (slice_.gated) MOESAIC_RETURN_IF_ERROR(read(gate, &out_.w13));
     MOESAIC_RETURN_IF_ERROR(read(up, &out_.w13));
@@ -143,31 +155,70 @@ class QuantizedReader {
     return m.weight.as<std::uint8_t>() + w.to * w.cols * dtype_bits(weight_.dtype) / 8;
   }
 
+  // Experts before this one in the tensors that hold all of them.
+  std::int64_t experts_before() const {
+    if (slice_.storage == ExpertStorage::kPerExpert) return 0;
+    return MOESAIC_FAULT(checkpoint_stacked_first_expert) ? 0 : expert_;
+  }
+
+  // Bytes that stand for `unit` columns each, of the window's rows.
+  Status read_bytes(TensorKind kind, const Window& w, std::int64_t unit, std::uint8_t* to) {
+    const ShardSet::Located& from = *stored(kind, w);
+    const std::int64_t first = w.first_col / unit, cols = w.cols / unit;
+    if (slice_.storage != ExpertStorage::kFusedNN) {
+      return read_rectangle(from, experts_before() * w.rows_all + w.first_row, w.rows, first, cols,
+                            reinterpret_cast<std::byte*>(to));
+    }
+    // [.., columns, rows] in the file.
+    std::vector<std::uint8_t> raw(static_cast<std::size_t>(cols * w.rows));
+    MOESAIC_RETURN_IF_ERROR(read_rectangle(from, experts_before() * (w.cols_all / unit) + first,
+                                           cols, w.first_row, w.rows,
+                                           reinterpret_cast<std::byte*>(raw.data())));
+    const bool keep = MOESAIC_FAULT(checkpoint_stacked_not_transposed);
+    for (std::int64_t i = 0; i < cols * w.rows; ++i) {
+      to[keep ? i : i % w.rows * cols + i / w.rows] = raw[static_cast<std::size_t>(i)];
+    }
+    return {};
+  }
+
   Status read_weight(const Window& w, std::int64_t codes_per_byte, MatrixBuffers* m) {
-    return read_rectangle(*stored(TensorKind::kWeight, w), w.first_row, w.rows,
-                          w.first_col / codes_per_byte, w.cols / codes_per_byte,
-                          reinterpret_cast<std::byte*>(rows_of(*m, w)));
+    return read_bytes(TensorKind::kWeight, w, codes_per_byte, rows_of(*m, w));
+  }
+
+  // A number that counts for a whole tensor: one for all experts, or each expert's own, or two of
+  // each where gate and up are fused.
+  Result<float> read_number(TensorKind kind, const Window& w) const {
+    MOESAIC_ASSIGN_OR_RETURN(const std::vector<float> all, read_floats(*stored(kind, w)));
+    const auto per_expert = std::ssize(all) / slice_.experts;
+    if (std::ssize(all) == 1 || per_expert == 0) return all[0];
+    const std::int64_t second = per_expert == 2 && w.part == Projection::kUp ? 1 : 0;
+    return all[static_cast<std::size_t>(experts_before() * per_expert + second)];
   }
 
   Status read_tensor_scale(const Window& w, MatrixBuffers* m) {
     const ShardSet::Located& scale = *stored(TensorKind::kScale, w);
-    MOESAIC_ASSIGN_OR_RETURN(const float value, read_scalar(scale));
+    MOESAIC_ASSIGN_OR_RETURN(const float value, read_number(TensorKind::kScale, w));
     MOESAIC_RETURN_IF_ERROR(
         check_f32_scales({scale.info->name}, &value, 1, 1, [&](std::int64_t, std::int64_t) {
           return all_zero(rows_of(*m, w), w.rows * w.cols, 0x7F);
         }));
-    tensor_scales_[static_cast<std::size_t>(w.projection)] = value;
+    tensor_scales_[static_cast<std::size_t>(w.part)] = value;
     return {};
   }
 
-  // One multiplier per row, [N] or [N, 1]; the rows of w2 are never cut.
+  // One multiplier per row, [N] or [N, 1] (stacked: with E before it); the rows of w2 are never
+  // cut.
   Status read_row_scales(const Window& w, std::uint8_t magnitude, MatrixBuffers* m) {
     const ShardSet::Located& from = *stored(TensorKind::kScale, w);
     MOESAIC_ASSIGN_OR_RETURN(const Tensor scale, from.file->read_tensor(*from.info));
+    float one = 0;
+    if (format_.one_scale) {
+      MOESAIC_ASSIGN_OR_RETURN(one, read_number(TensorKind::kScale, w));
+    }
     float* to = m->scale.as<float>() + w.to;
     for (std::int64_t r = 0; r < w.rows; ++r) {
-      const std::int64_t at = format_.one_scale ? 0 : w.first_row + r;
-      to[r] = load_as_f32(scale.data(), scale.dtype(), at);
+      const std::int64_t at = experts_before() * w.rows_all + w.first_row + r;
+      to[r] = format_.one_scale ? one : load_as_f32(scale.data(), scale.dtype(), at);
       if (format_.stored == StoredFormat::kBnb8) to[r] /= 127.0F;  // SCB is the row's amax
     }
     return check_f32_scales(place(TensorKind::kScale, w, w.cols_all), to, w.rows, 1,
@@ -181,9 +232,7 @@ class QuantizedReader {
   }
 
   Status read_group_bytes(const Window& w, MatrixBuffers* m) {
-    const std::int64_t g = weight_.block_k;
-    return read_rectangle(*stored(TensorKind::kScale, w), w.first_row, w.rows, w.first_col / g,
-                          w.cols / g, reinterpret_cast<std::byte*>(scale_rows(*m, w)));
+    return read_bytes(TensorKind::kScale, w, weight_.block_k, scale_rows(*m, w));
   }
 
   Status read_exponents(const Window& w, MatrixBuffers* m) {
@@ -211,12 +260,13 @@ class QuantizedReader {
   }
 
   Status read_global_scale(const Window& w) {
-    MOESAIC_ASSIGN_OR_RETURN(
-        float value, read_positive_scalar(*stored(TensorKind::kGlobalScale, w), "global scale"));
+    MOESAIC_ASSIGN_OR_RETURN(const float value, read_number(TensorKind::kGlobalScale, w));
+    MOESAIC_RETURN_IF_ERROR(
+        check_positive(*stored(TensorKind::kGlobalScale, w), "global scale", value));
     // compressed-tensors stores what the weights were multiplied with.
     const bool reciprocal = format_.names == NameStyle::kCompressed &&
                             !MOESAIC_FAULT(checkpoint_global_scale_not_inverted);
-    global_scales_[static_cast<std::size_t>(w.projection)] = reciprocal ? 1.0F / value : value;
+    global_scales_[static_cast<std::size_t>(w.part)] = reciprocal ? 1.0F / value : value;
     return {};
   }
 
@@ -388,7 +438,7 @@ class QuantizedReader {
     const std::int64_t row_bytes = w.cols / info.block_elems * info.block_bytes;
     MOESAIC_ASSIGN_OR_RETURN(Tensor blocks, Tensor::uninitialized(DType::kU8, {w.rows, row_bytes}));
     MOESAIC_RETURN_IF_ERROR(read_rectangle(
-        from, (slice_.stacked ? expert_ * w.rows_all : 0) + w.first_row, w.rows,
+        from, experts_before() * w.rows_all + w.first_row, w.rows,
         w.first_col / info.block_elems * info.block_bytes, row_bytes, blocks.data()));
     const std::int64_t groups = w.cols / info.group;
     MOESAIC_ASSIGN_OR_RETURN(Tensor codes, Tensor::uninitialized(DType::kI8, {w.rows, w.cols}));
@@ -451,10 +501,12 @@ Result<InputScales> read_input_scales(const std::vector<MlpTensors>& experts,
     for (const std::size_t p : {kW1, kW3, kW2}) {
       const auto& from = expert.of(TensorKind::kInputScale)[p];
       if (!from) continue;
-      MOESAIC_ASSIGN_OR_RETURN(float value, read_positive_scalar(*from, "input scale"));
-      if (reciprocal) value = 1.0F / value;
       float& largest = p == kW2 ? scales.w2 : scales.w13;
-      largest = std::max(largest, value);
+      MOESAIC_ASSIGN_OR_RETURN(const std::vector<float> values, read_floats(*from));
+      for (const float value : values) {
+        MOESAIC_RETURN_IF_ERROR(check_positive(*from, "input scale", value));
+        largest = std::max(largest, reciprocal ? 1.0F / value : value);
+      }
     }
   }
   return scales;
@@ -463,10 +515,16 @@ Result<InputScales> read_input_scales(const std::vector<MlpTensors>& experts,
 Result<bool> global_scales_differ(const std::vector<MlpTensors>& experts) {
   for (const MlpTensors& expert : experts) {
     const auto& scales = expert.of(TensorKind::kGlobalScale);
-    if (!scales[kW1] || !scales[kW3]) continue;
-    MOESAIC_ASSIGN_OR_RETURN(const float gate, read_scalar(*scales[kW1]));
-    MOESAIC_ASSIGN_OR_RETURN(const float up, read_scalar(*scales[kW3]));
-    if (gate != up) return true;
+    if (!scales[kW1]) continue;
+    MOESAIC_ASSIGN_OR_RETURN(const std::vector<float> gate, read_floats(*scales[kW1]));
+    if (scales[kW3]) {
+      MOESAIC_ASSIGN_OR_RETURN(const std::vector<float> up, read_floats(*scales[kW3]));
+      if (gate != up) return true;
+    } else if (scales[kW1]->info->rank == 2 && scales[kW1]->info->shape[1] == 2) {
+      for (std::size_t i = 0; i < gate.size(); i += 2) {  // [E, 2], gate and up of each expert
+        if (gate[i] != gate[i + 1]) return true;
+      }
+    }
   }
   return false;
 }

@@ -19,7 +19,9 @@ namespace moesaic {
 struct QuantizedSlice {
   LinearFormat format;
   QuantScheme scheme;
-  bool stacked = false;  // the tensors hold all experts, one after the other (GGUF)
+  // Anything but kPerExpert: the tensors hold all `experts` (GGUF, stacked_tensors.h).
+  ExpertStorage storage = ExpertStorage::kPerExpert;
+  std::int64_t experts = 1;
   bool gated = true;
   std::int64_t hidden = 0;  // H
   std::int64_t width = 0;   // full I
