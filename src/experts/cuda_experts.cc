@@ -149,7 +149,19 @@ Status check_pointer(std::string_view field, const void* p, std::uintptr_t align
   return {};
 }
 
-Status check_args(const MoeProblem& problem, const CudaExpertsArgs& a) {
+Status check_scales(const ExpertsPlan& plan, const CudaExpertsArgs& a) {
+  if (plan.format != GroupedFormat::kFp8Block) {
+    return {StatusCode::kUnsupported,
+            "hidden_scale: got quantised rows, need bf16 rows: only fp8-block takes codes"};
+  }
+  if (a.hidden_scale_stride < a.tokens) {
+    return {StatusCode::kInvalidLayout, fmt::format("hidden_scale_stride: got {}, need at least {}",
+                                                    a.hidden_scale_stride, a.tokens)};
+  }
+  return check_pointer("hidden_scale", a.hidden_scale, 4);
+}
+
+Status check_args(const MoeProblem& problem, const ExpertsPlan& plan, const CudaExpertsArgs& a) {
   if (a.tokens < 0 || a.tokens > problem.max_tokens) {
     return {a.tokens < 0 ? StatusCode::kInvalidArgument : StatusCode::kLimitExceeded,
             fmt::format("tokens: got {}, planned for 0 .. {}", a.tokens, problem.max_tokens)};
@@ -166,7 +178,16 @@ Status check_args(const MoeProblem& problem, const CudaExpertsArgs& a) {
   MOESAIC_RETURN_IF_ERROR(check_pointer("hidden_states", a.hidden_states, 16));
   MOESAIC_RETURN_IF_ERROR(check_pointer("topk_ids", a.topk_ids, 4));
   MOESAIC_RETURN_IF_ERROR(check_pointer("topk_weights", a.topk_weights, 4));
-  MOESAIC_RETURN_IF_ERROR(check_pointer("output", a.output, 16));
+  if (a.slot_rows != nullptr) {
+    if (a.output != nullptr || a.shared_rows != nullptr) {
+      return {StatusCode::kInvalidArgument,
+              "slot_rows: got them with output or shared_rows, need one of the two"};
+    }
+    MOESAIC_RETURN_IF_ERROR(check_pointer("slot_rows", a.slot_rows, 16));
+  } else {
+    MOESAIC_RETURN_IF_ERROR(check_pointer("output", a.output, 16));
+  }
+  if (a.hidden_scale != nullptr) MOESAIC_RETURN_IF_ERROR(check_scales(plan, a));
   if (a.shared_rows != nullptr) {
     MOESAIC_RETURN_IF_ERROR(check_pointer("shared_rows", a.shared_rows, 16));
   }
@@ -177,7 +198,7 @@ Status check_args(const MoeProblem& problem, const CudaExpertsArgs& a) {
 
 Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   const ExpertsPlan& plan = impl_->plan;
-  MOESAIC_RETURN_IF_ERROR(check_args(impl_->problem, a));
+  MOESAIC_RETURN_IF_ERROR(check_args(impl_->problem, plan, a));
   MoeProblem problem = impl_->problem;
   if (a.top_k > 0) problem.top_k = a.top_k;
   if (a.tokens == 0) return {};
@@ -220,11 +241,12 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   align.block_counts = w.block_counts;
   align.band_done = w.band_done;
   align.bands = static_cast<std::int32_t>(plan.w2.bands());
-  MOESAIC_RETURN_IF_ERROR(check_call(
-      "align and quantize", launch_align(align, plan.makes_rows() ? &q : nullptr, stream)));
+  const bool makes_rows = plan.makes_rows() && a.hidden_scale == nullptr;
+  MOESAIC_RETURN_IF_ERROR(
+      check_call("align and quantize", launch_align(align, makes_rows ? &q : nullptr, stream)));
 
   CombineParams c;
-  c.y2 = w.y2;
+  c.y2 = a.slot_rows != nullptr ? static_cast<std::uint16_t*>(a.slot_rows) : w.y2;
   c.row_of_pair = w.row_of_pair;
   c.shared = static_cast<const std::uint16_t*>(a.shared_rows);
   c.tokens = a.tokens;
@@ -240,20 +262,21 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   g.w2_scale = impl_->w2_scale.as<float>();
   g.w13_bias = impl_->w13_bias.as<float>();
   g.w2_bias = impl_->w2_bias.as<float>();
-  g.x = plan.makes_rows() ? w.rows : static_cast<const std::byte*>(a.hidden_states);
-  g.x_scale = w.row_scale;
-  g.x_scale_stride = w.row_scale_stride;
+  g.x = makes_rows ? w.rows : static_cast<const std::byte*>(a.hidden_states);
+  g.x_scale = a.hidden_scale != nullptr ? a.hidden_scale : w.row_scale;
+  g.x_scale_stride = a.hidden_scale != nullptr ? a.hidden_scale_stride : w.row_scale_stride;
   g.inner = w.inner;
   g.inner_scale = w.inner_scale;
   g.inner_scale_stride = w.inner_scale_stride;
-  g.y2 = w.y2;
+  g.y2 = a.slot_rows != nullptr ? static_cast<std::uint16_t*>(a.slot_rows) : w.y2;
   g.groups = w.groups;
   g.pair_of_row = w.pair_of_row;
   g.weight_of_row = plan.weight_on_input ? nullptr : w.weight_of_row;
   g.next_item = w.control;
   g.num_groups = w.control + 1;
   g.group_done = w.group_done;
-  g.fold_combine = a.tokens <= kFoldCombineTokens && variant.max_columns <= 64;
+  g.fold_combine =
+      a.slot_rows == nullptr && a.tokens <= kFoldCombineTokens && variant.max_columns <= 64;
   g.combine = c;
   g.band_done = w.band_done;
   g.top_k = static_cast<std::int32_t>(problem.top_k);
@@ -277,7 +300,7 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   MOESAIC_RETURN_IF_ERROR(
       check_call("grouped GEMMs", launch_grouped(variant, g, impl_->num_sms, stream)));
 
-  if (g.fold_combine) return {};
+  if (g.fold_combine || a.slot_rows != nullptr) return {};
   return check_call("combine", launch_combine(c, stream));
 }
 

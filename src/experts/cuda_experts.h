@@ -15,13 +15,21 @@ namespace moesaic::cuda {
 struct CudaExpertsArgs {
   std::int64_t tokens = 0;              // M <= problem.max_tokens; 0 is ordinary
   const void* hidden_states = nullptr;  // [M, H] bf16, contiguous, 16-byte aligned
-  std::int64_t top_k = 0;               // k of this call, at most problem.top_k; 0: problem.top_k
+  // fp8-block only, rows quantised before they came here (weight on the input included):
+  // hidden_states are e4m3 codes, and this F32 scales [ceil(H / 128)][hidden_scale_stride >= M], as
+  // launch_quant_rows makes them. Null: quantised here; the bits of the result are the same.
+  const float* hidden_scale = nullptr;
+  std::int64_t hidden_scale_stride = 0;
+  std::int64_t top_k = 0;  // k of this call, at most problem.top_k; 0: problem.top_k
   const std::int32_t* topk_ids = nullptr;    // [M, k] global ids; -1 or out of range: no expert
   const float* topk_weights = nullptr;       // [M, k]
   const std::int32_t* expert_map = nullptr;  // [E] -> local or -1; null: identity
   // [M, H] bf16 added to the sum, or null; may be `output` when that is BF16.
   const void* shared_rows = nullptr;
-  void* output = nullptr;             // [M, H] of output_dtype, 16-byte aligned
+  // Instead of the sum: the weighted rows [M * k, H] bf16 of all slots, 16-byte aligned; rows of
+  // slots without an expert here are not written. The sum is what launch_combine makes of them.
+  void* slot_rows = nullptr;
+  void* output = nullptr;  // [M, H] of output_dtype, 16-byte aligned; null with slot_rows
   DType output_dtype = DType::kBF16;  // BF16 or F32
   void* workspace = nullptr;          // 256-byte aligned, >= workspace_size(M)
   std::int64_t workspace_bytes = 0;
@@ -54,9 +62,10 @@ class CudaExperts {
   std::string_view determinism() const;
   // Launches on `stream` (a cudaStream_t; null: the default stream) of the device it was created
   // on. Checks sizes, alignment and the workspace (kInvalidArgument, kInvalidLayout, kInvalidDType,
-  // kLimitExceeded, kWorkspaceTooSmall) before the first launch; ids are checked on the device and
-  // those out of range dropped. Capturable; a captured graph replays with other ids and weights.
-  // May be called from several threads with distinct workspaces. kDevice when a launch fails.
+  // kLimitExceeded, kWorkspaceTooSmall; kUnsupported for quantised rows of another scheme) before
+  // the first launch; ids are checked on the device and those out of range dropped. Capturable; a
+  // captured graph replays with other ids and weights. May be called from several threads with
+  // distinct workspaces. kDevice when a launch fails.
   Status enqueue(void* stream, const CudaExpertsArgs& args) const;
 
  private:

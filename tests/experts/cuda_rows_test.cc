@@ -1,0 +1,167 @@
+// Rows that come to the GPU experts as codes and scales, and rows that leave them slot by slot:
+// what transports between ranks use. Skipped, visibly, without a device.
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <string_view>
+
+#include "experts/cuda_experts.h"
+#include "permute/cuda_combine.h"
+#include "quant/cuda_quant_rows.h"
+#include "support/cuda_device.h"
+#include "support/experts_run.h"
+#include "support/refusal.h"
+
+namespace moesaic {
+namespace {
+
+using cuda::CudaExperts;
+using cuda::CudaExpertsArgs;
+using test::DeviceBytes;
+using test::expect_refusal;
+using test::StandardCase;
+
+MoeProblem problem_of(std::string_view quant, std::int64_t top_k) {
+  MoeProblem p = test::small_problem(quant);
+  p.num_experts = p.num_local_experts = 6;
+  p.top_k = top_k;
+  p.hidden_size = 384;
+  p.intermediate_size = 256;
+  return p;
+}
+
+// A case on the device, and a poisoned output.
+struct OnDevice {
+  std::int64_t tokens, hidden;
+  DeviceBytes x, ids, weights, workspace, out;
+  std::int64_t workspace_bytes;
+  std::unique_ptr<CudaExperts> experts;
+
+  explicit OnDevice(const StandardCase& c)
+      : tokens(c.hidden_states.shape()[0]),
+        hidden(c.problem.hidden_size),
+        x(c.hidden_states.data(), c.hidden_states.bytes()),
+        ids(c.routing.ids.data(), c.routing.ids.bytes()),
+        weights(c.routing.weights.data(), c.routing.weights.bytes()),
+        workspace(CudaExperts::workspace_size(c.problem, tokens).value()),
+        out(tokens * hidden * 4),
+        workspace_bytes(CudaExperts::workspace_size(c.problem, tokens).value()) {
+    const auto source = make_stacked_source(c.weights.view());
+    experts = std::move(CudaExperts::create(c.problem, *source, 0)).value();
+  }
+  CudaExpertsArgs args() const {
+    CudaExpertsArgs a;
+    a.tokens = tokens;
+    a.hidden_states = x.as();
+    a.topk_ids = ids.as<std::int32_t>();
+    a.topk_weights = weights.as<float>();
+    a.output = out.as();
+    a.output_dtype = DType::kF32;
+    a.workspace = workspace.as();
+    a.workspace_bytes = workspace_bytes;
+    return a;
+  }
+  std::vector<std::uint32_t> run(const CudaExpertsArgs& a) {
+    workspace.poison();
+    out.poison();
+    const Status status = experts->enqueue(nullptr, a);
+    EXPECT_TRUE(status.ok()) << status.to_string();
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    return out.values<std::uint32_t>();
+  }
+};
+
+TEST(CudaQuantizedRows, GiveTheBitsOfTheRowsTheyWereMadeOf) {
+  REQUIRE_HOPPER();
+  struct Case {
+    std::int64_t tokens, top_k;
+    bool weight_on_input, power_of_two;
+  };
+  for (const Case& c :
+       {Case{1, 2, false, false}, Case{7, 3, false, false}, Case{90, 2, false, true},
+        Case{33, 1, true, false}, Case{1500, 2, false, false}}) {
+    SCOPED_TRACE(c.tokens);
+    MoeProblem p = problem_of("fp8-block", c.top_k);
+    p.apply_router_weight_on_input = c.weight_on_input;
+    if (c.power_of_two) p.quant.activation.scale_format = ScaleFormat::kE8M0;
+    OnDevice d(test::make_case(91, p, c.tokens, DType::kBF16, c.top_k > 1 ? 0.2 : 0.0));
+    const auto want = d.run(d.args());
+
+    const std::int64_t stride = c.tokens + 5;  // as where other rows lie behind
+    const DeviceBytes codes(c.tokens * p.hidden_size), scale(p.hidden_size / 128 * stride * 4);
+    cuda::QuantRowsParams q;
+    q.x = d.x.as<std::uint16_t>();
+    q.weights = c.weight_on_input ? d.weights.as<float>() : nullptr;
+    q.tokens = c.tokens;
+    q.columns = p.hidden_size;
+    q.power_of_two_scales = c.power_of_two;
+    q.q = codes.as();
+    q.scale = scale.as<float>();
+    q.scale_stride = stride;
+    ASSERT_EQ(cuda::launch_quant_rows(q, nullptr), 0);
+    CudaExpertsArgs a = d.args();
+    a.hidden_states = codes.as();
+    a.hidden_scale = scale.as<float>();
+    a.hidden_scale_stride = stride;
+    EXPECT_EQ(d.run(a), want);
+  }
+}
+
+TEST(CudaSlotRows, AddUpToTheOutputByBits) {
+  REQUIRE_HOPPER();
+  for (const char* quant : {"bf16", "fp8-block"}) {
+    for (const std::int64_t tokens : {2, 40, 700}) {
+      SCOPED_TRACE(quant);
+      const MoeProblem p = problem_of(quant, 3);
+      const StandardCase c = test::make_case(92, p, tokens, DType::kBF16, 0.2);
+      OnDevice d(c);
+      const auto want = d.run(d.args());
+      const DeviceBytes slots(tokens * 3 * p.hidden_size * 2);
+      CudaExpertsArgs a = d.args();
+      a.output = nullptr;
+      a.slot_rows = slots.as();
+      d.run(a);
+      // A slot without an expert is left alone.
+      const auto rows = slots.values<std::uint16_t>();
+      for (std::int64_t s = 0; s < tokens * 3; ++s) {
+        const bool dead = c.routing.ids.as<std::int32_t>()[s] < 0;
+        ASSERT_EQ(rows[static_cast<std::size_t>(s * p.hidden_size)] == 0xFFFF, dead) << s;
+      }
+      cuda::CombineParams sum;
+      sum.y2 = slots.as<std::uint16_t>();
+      sum.row_of_pair = d.ids.as<std::int32_t>();
+      sum.tokens = tokens;
+      sum.top_k = 3;
+      sum.hidden = static_cast<std::int32_t>(p.hidden_size);
+      sum.output_f32 = true;
+      sum.output = d.out.as();
+      d.out.poison();
+      ASSERT_EQ(cuda::launch_combine(sum, nullptr), 0);
+      EXPECT_EQ(d.out.values<std::uint32_t>(), want);
+    }
+  }
+}
+
+TEST(CudaRowsRefusals, Arguments) {
+  REQUIRE_HOPPER();
+  const OnDevice d(test::make_case(93, problem_of("fp8-block", 2), 4, DType::kBF16));
+  const OnDevice plain(test::make_case(93, problem_of("bf16", 2), 4, DType::kBF16));
+  const DeviceBytes scale(3 * 4 * 4);
+  CudaExpertsArgs a = plain.args();
+  a.hidden_scale = scale.as<float>();
+  a.hidden_scale_stride = 4;
+  expect_refusal(plain.experts->enqueue(nullptr, a), StatusCode::kUnsupported,
+                 {"hidden_scale", "fp8-block"});
+  a = d.args();
+  a.hidden_scale = scale.as<float>();
+  a.hidden_scale_stride = 3;
+  expect_refusal(d.experts->enqueue(nullptr, a), StatusCode::kInvalidLayout,
+                 {"hidden_scale_stride: got 3, need at least 4"});
+  a = d.args();
+  a.slot_rows = d.out.as();
+  expect_refusal(d.experts->enqueue(nullptr, a), StatusCode::kInvalidArgument,
+                 {"slot_rows", "output"});
+}
+
+}  // namespace
+}  // namespace moesaic
