@@ -36,6 +36,11 @@ class Communicator {
   virtual Status state() const = 0;
   // Bytes of payload that this object sent to other ranks so far.
   virtual std::int64_t bytes_sent() const = 0;
+  // The GPU whose memory messages may lie in beside host memory; -1: host memory only.
+  virtual int device() const { return -1; }
+  // Connects the same ranks with the least delay for small host messages: this communicator, or the
+  // one that it was made from. Calls through either count as calls in the same order.
+  virtual Communicator& control() { return *this; }
 
   // send[r] goes to rank r, recv[r] is filled from rank r (the own entry is copied).
   //   what      names the call in errors; must be the same on all ranks

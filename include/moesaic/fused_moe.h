@@ -90,6 +90,9 @@ class FusedMoE {
     std::shared_ptr<Communicator> communicator;
     RankTransport transport = RankTransport::kAuto;
     RankReduction reduction = RankReduction::kPerRank;
+    // Of partial sums on their way back with kGather and kAllToAll, kPerRank: F32, or BF16 for half
+    // the bytes and one more rounding of each (2^-9 relative).
+    DType combine_dtype = DType::kF32;
     // Expert load balancing: experts live in num_experts + num_redundant_experts slots, as many on
     // each rank, and may move between ranks while the layer serves (begin_rearrange). Needs a
     // communicator, whole experts and linear placement; the reduction is then kPerSlot, so that no
@@ -133,6 +136,9 @@ class FusedMoE {
   // without sequence parallelism pass the same rows. A rank that refuses its arguments makes the
   // call fail on all (kInvalidArgument names it); a lost or late rank is the communicator's
   // kDevice.
+  // On a GPU, over ranks: gate, router and experts are the device's; a communicator that moves
+  // memory of that device (NCCL) moves rows directly, any other through host memory. kUnsupported:
+  // kBatched, kPerSlot with kGather, load balancing.
   // On a GPU the tensors are still host memory: they are copied there and back, and the call waits.
   // Hidden states that are not bf16 reach the gate as they are and the experts rounded to bf16.
   Status forward(ConstTensorView hidden_states, TensorView output, const Trace& trace) const;
@@ -143,7 +149,9 @@ class FusedMoE {
   // The GPU's forward: all tensors are memory of the layer's device, the work is put on `stream`
   // and the call returns. hidden_states [M, H] BF16, output [M, H] BF16 or F32, both contiguous and
   // 16-byte aligned; M at most max_tokens. Allocates nothing, waits for nothing, reads nothing
-  // back: may be captured into a CUDA graph, whose replays route anew. Calls use one workspace:
+  // back: may be captured into a CUDA graph, whose replays route anew. Over ranks it is collective
+  // and waits on the host for the other ranks before it returns, so a stream that is being captured
+  // is kUnsupported. Calls use one workspace:
   // order them by a stream or events. Errors, all before the first launch: kUnsupported (a CPU
   // layer), kInvalidShape, kInvalidDType, kInvalidLayout (alignment, not contiguous),
   // kInvalidArgument (null, host memory, another device's), kAliasing, kLimitExceeded (more tokens

@@ -43,6 +43,18 @@ Status Allocation::reserve(std::string_view what, std::int64_t bytes) {
   return {};
 }
 
+PinnedHost::~PinnedHost() {
+  if (data_ != nullptr) (void)cudaFreeHost(data_);
+}
+
+Status PinnedHost::reserve(std::string_view what, std::int64_t bytes) {
+  const cudaError_t error =
+      cudaHostAlloc(&data_, static_cast<std::size_t>(bytes), cudaHostAllocPortable);
+  if (error == cudaSuccess) return {};
+  data_ = nullptr;
+  return check_call(fmt::format("{}: {} bytes of pinned memory", what, bytes), error);
+}
+
 DeviceScope::DeviceScope(int device) : device_(device) {
   error_ = cudaGetDevice(&before_);
   if (error_ == cudaSuccess && before_ != device) error_ = cudaSetDevice(device);
@@ -79,6 +91,20 @@ Status copy_rows_on_device(std::string_view what, void* to, std::int64_t to_pitc
                                             size(row_bytes), size(rows), cudaMemcpyDeviceToDevice,
                                             static_cast<cudaStream_t>(stream)));
 }
+Status fill_zero(std::string_view what, void* to, std::int64_t bytes, void* stream) {
+  return check_call(what, cudaMemsetAsync(to, 0, static_cast<std::size_t>(bytes),
+                                          static_cast<cudaStream_t>(stream)));
+}
+
+Status check_not_capturing(void* stream) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  MOESAIC_RETURN_IF_ERROR(
+      check_call("stream", cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture)));
+  if (capture == cudaStreamCaptureStatusNone) return {};
+  return {StatusCode::kUnsupported,
+          "stream: got one that is being captured, need none: ranks agree on sizes on the host"};
+}
+
 Status synchronize(void* stream) {
   return check_call("synchronize", cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
 }

@@ -38,6 +38,24 @@ class Allocation {
   std::int64_t bytes_ = 0;
 };
 
+// Host memory that kernels can write to.
+class PinnedHost {
+ public:
+  PinnedHost() = default;
+  PinnedHost(const PinnedHost&) = delete;
+  PinnedHost& operator=(const PinnedHost&) = delete;
+  ~PinnedHost();
+  // Once. kOutOfMemory names `what` and the bytes.
+  Status reserve(std::string_view what, std::int64_t bytes);
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+
+ private:
+  void* data_ = nullptr;
+};
+
 // The current device, put back at the end of a scope.
 class DeviceScope {
  public:
@@ -65,6 +83,10 @@ Status copy_on_device(std::string_view what, void* to, const void* from, std::in
 Status copy_rows_on_device(std::string_view what, void* to, std::int64_t to_pitch, const void* from,
                            std::int64_t from_pitch, std::int64_t row_bytes, std::int64_t rows,
                            void* stream);
+// Zeros on a stream, without waiting; capturable.
+Status fill_zero(std::string_view what, void* to, std::int64_t bytes, void* stream);
+// kUnsupported while the stream is being captured into a graph, for work that waits on the host.
+Status check_not_capturing(void* stream);
 // Waits for everything on the stream.
 Status synchronize(void* stream);
 

@@ -3,73 +3,17 @@
 #include <fmt/format.h>
 
 #include <new>
-#include <optional>
 #include <utility>
 #include <vector>
 
-#include "cuda/device_memory.h"
-#include "experts/cuda_experts.h"
-#include "gate/cuda_gate_linear.h"
+#include "layer/cuda_layer_impl.h"
 #include "layer/cuda_layer_ops.h"
 #include "layer/load_sources.h"
 #include "numerics/element.h"
-#include "router/cuda_router.h"
 
 namespace moesaic::cuda {
 
-struct CudaLayer::Impl {
-  FusedPlan plan;
-  std::int64_t max_tokens = 0;
-  int device = 0;
-  std::optional<CudaGate> gate, shared_gate;
-  std::unique_ptr<CudaRouter> router;
-  bool joins = false;                         // the shared expert is the last of `experts`
-  std::unique_ptr<CudaRouter> joined_router;  // with a constant last slot for it
-  // Weight of the shared expert per token: the sigmoid of its gate's logit, as top-1 of one expert.
-  std::unique_ptr<CudaRouter> shared_router;
-  std::unique_ptr<CudaExperts> experts, shared;
-  Allocation expert_map;
-  Allocation ones, shared_ids;  // [max_tokens]: weight and id of an ungated shared expert
-  Allocation workspace;
-
-  // Buffers of forward_chunk: what host tensors are copied through.
-  struct Staging {
-    Allocation x, x_bf16, output, logits, weights, ids;
-  };
-  mutable Staging staging;
-
-  Status create_experts(ExpertSource& routed_source, const MoeLayerTensors& t);
-  Status create_shared(const MoeLayerSpec& spec, const FusedMoE::Options& options,
-                       const MoeLayerTensors& t);
-  Status make_staging() const;
-  Result<LayerWorkspace> carve(std::int64_t tokens) const;
-  // x is what the gate (and the zero experts) read, x_bf16 the same rows for the experts.
-  struct Rows {
-    const void* x = nullptr;
-    DType x_dtype = DType::kBF16;
-    const void* x_bf16 = nullptr;
-    std::int64_t tokens = 0;
-  };
-  struct Out {
-    void* output = nullptr;
-    DType dtype = DType::kBF16;
-    float* logits = nullptr;  // traces, or null
-    float* topk_weights = nullptr;
-    std::int32_t* topk_ids = nullptr;
-  };
-  Status run(void* stream, const Rows& rows, const Out& out) const;
-  Status route(void* stream, const Rows& rows, const LayerWorkspace& w, bool joined) const;
-  Status run_joined(void* stream, const Rows& rows, const LayerWorkspace& w, const Out& out) const;
-  Status run_shared(void* stream, const Rows& rows, const LayerWorkspace& w, void* to) const;
-  Status run_routed(void* stream, const Rows& rows, const LayerWorkspace& w,
-                    const void* shared_rows, void* to, DType dtype) const;
-};
-
 namespace {
-
-Status with_stage(const Status& status, std::string_view stage) {
-  return status.ok() ? status : status.with_context(stage);
-}
 
 // The experts of one source, then those of another.
 class JoinedSource final : public ExpertSource {
@@ -111,6 +55,7 @@ Status upload_constant(std::string_view what, std::int64_t count, std::uint32_t 
 Status CudaLayer::Impl::create_experts(ExpertSource& routed_source, const MoeLayerTensors& t) {
   MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<ExpertSource> routed,
                            make_converting_source(routed_source, plan.quant));
+  if (plan.routed.num_local_experts == 0) return {};  // more ranks than experts
   if (!joins) {
     MOESAIC_ASSIGN_OR_RETURN(experts, CudaExperts::create(plan.routed, *routed, device));
     return {};
@@ -146,23 +91,20 @@ Status CudaLayer::Impl::create_shared(const MoeLayerSpec& spec, const FusedMoE::
   return {};
 }
 
-Result<LayerWorkspace> CudaLayer::Impl::carve(std::int64_t tokens) const {
-  Arena arena({workspace.as<std::byte>(), static_cast<std::size_t>(workspace.bytes())});
-  return LayerWorkspace::carve(plan, shared_gate.has_value(), tokens, arena);
-}
-
 CudaLayer::CudaLayer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 CudaLayer::~CudaLayer() = default;
 
 Result<std::unique_ptr<CudaLayer>> CudaLayer::create(const MoeLayerSpec& spec,
                                                      const FusedPlan& plan,
                                                      const FusedMoE::Options& options,
-                                                     MoeLayerWeights& weights) {
+                                                     MoeLayerWeights& weights,
+                                                     const RankMesh* mesh) {
   MOESAIC_RETURN_IF_ERROR(can_implement(plan, options));
   const MoeLayerTensors& t = weights.tensors;
   std::unique_ptr<Impl> impl(new (std::nothrow) Impl());
   if (!impl) return Status(StatusCode::kOutOfMemory, "cannot allocate the layer");
   impl->plan = plan;
+  impl->mesh = mesh;
   impl->max_tokens = options.max_tokens;
   impl->device = options.device.index();
   const DeviceScope scope(impl->device);
@@ -192,6 +134,9 @@ Result<std::unique_ptr<CudaLayer>> CudaLayer::create(const MoeLayerSpec& spec,
   if (plan.has_shared) {
     MOESAIC_RETURN_IF_ERROR(with_stage(impl->create_shared(spec, options, t), "shared_experts"));
   }
+  if (mesh != nullptr) {
+    MOESAIC_RETURN_IF_ERROR(with_stage(impl->create_ranks(options), "ranks"));
+  }
   Arena arena = Arena::measure();
   MOESAIC_ASSIGN_OR_RETURN(
       const LayerWorkspace unused,
@@ -201,121 +146,6 @@ Result<std::unique_ptr<CudaLayer>> CudaLayer::create(const MoeLayerSpec& spec,
   std::unique_ptr<CudaLayer> layer(new (std::nothrow) CudaLayer(std::move(impl)));
   if (!layer) return Status(StatusCode::kOutOfMemory, "cannot allocate the layer");
   return layer;
-}
-
-Status CudaLayer::Impl::route(void* stream, const Rows& rows, const LayerWorkspace& w,
-                              bool joined) const {
-  MOESAIC_RETURN_IF_ERROR(gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits));
-  CudaRouterArgs r;
-  r.tokens = rows.tokens;
-  r.router_logits = w.logits;
-  r.topk_weights = w.topk_weights;
-  r.topk_ids = w.topk_ids;
-  r.zero_expert_weight = w.zero_weight;
-  return (joined ? joined_router : router)->enqueue(stream, r);
-}
-
-Status CudaLayer::Impl::run_shared(void* stream, const Rows& rows, const LayerWorkspace& w,
-                                   void* to) const {
-  CudaExpertsArgs a;
-  a.tokens = rows.tokens;
-  a.hidden_states = rows.x_bf16;
-  a.topk_ids = shared_ids.as<std::int32_t>();
-  a.topk_weights = ones.as<float>();
-  if (shared_gate) {
-    MOESAIC_RETURN_IF_ERROR(
-        shared_gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.shared_logits));
-    CudaRouterArgs r;
-    r.tokens = rows.tokens;
-    r.router_logits = w.shared_logits;
-    r.topk_weights = w.shared_weights;
-    r.topk_ids = w.shared_ids;
-    MOESAIC_RETURN_IF_ERROR(shared_router->enqueue(stream, r));
-    a.topk_ids = w.shared_ids;
-    a.topk_weights = w.shared_weights;
-  }
-  a.output = to;
-  a.output_dtype = DType::kBF16;
-  a.workspace = w.shared;
-  a.workspace_bytes = w.shared_bytes;
-  a.top_k = 1;
-  a.expert_map = joins ? expert_map.as<std::int32_t>() : nullptr;
-  return with_stage((joins ? experts : shared)->enqueue(stream, a), "shared_experts");
-}
-
-Status CudaLayer::Impl::run_routed(void* stream, const Rows& rows, const LayerWorkspace& w,
-                                   const void* shared_rows, void* to, DType dtype) const {
-  CudaExpertsArgs a;
-  a.tokens = rows.tokens;
-  a.hidden_states = rows.x_bf16;
-  a.topk_ids = w.topk_ids;
-  a.topk_weights = w.topk_weights;
-  a.top_k = plan.routed.top_k;
-  a.expert_map = expert_map.as<std::int32_t>();
-  a.shared_rows = shared_rows;
-  a.output = to;
-  a.output_dtype = dtype;
-  a.workspace = w.experts;
-  a.workspace_bytes = w.experts_bytes;
-  return with_stage(experts->enqueue(stream, a), "experts");
-}
-
-// A bf16 sum without factors takes the shared rows out of the output, where they were put first: no
-// buffer for them. Otherwise the shared rows are made last, in memory that the experts left, and
-// one kernel adds everything to the fp32 sum of the experts. Both round the same fp32 sums.
-Status CudaLayer::Impl::run(void* stream, const Rows& rows, const Out& out) const {
-  MOESAIC_ASSIGN_OR_RETURN(LayerWorkspace w, carve(rows.tokens));
-  if (out.logits != nullptr) w.logits = out.logits;
-  if (joins && rows.tokens <= kJoinedTokens) return run_joined(stream, rows, w, out);
-  const bool shared_too = plan.has_shared;
-  if (out.topk_weights != nullptr) w.topk_weights = out.topk_weights;
-  if (out.topk_ids != nullptr) w.topk_ids = out.topk_ids;
-  MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*joined=*/false));
-  if (w.routed == nullptr && out.dtype == DType::kBF16) {
-    if (shared_too) MOESAIC_RETURN_IF_ERROR(run_shared(stream, rows, w, out.output));
-    return run_routed(stream, rows, w, shared_too ? out.output : nullptr, out.output, out.dtype);
-  }
-  float* const sum = w.routed != nullptr ? w.routed : static_cast<float*>(out.output);
-  MOESAIC_RETURN_IF_ERROR(run_routed(stream, rows, w, nullptr, sum, DType::kF32));
-  if (shared_too) MOESAIC_RETURN_IF_ERROR(run_shared(stream, rows, w, w.shared_rows));
-  if (w.routed == nullptr && !shared_too) return {};
-  LayerCombineParams p;
-  p.routed = sum;
-  p.shared = shared_too ? w.shared_rows : nullptr;
-  p.zero_weight = plan.has_zero_experts ? w.zero_weight : nullptr;
-  p.x = rows.x;
-  p.x_dtype = rows.x_dtype;
-  p.scale = plan.output_scale;
-  p.tokens = rows.tokens;
-  p.hidden = plan.hidden_size;
-  p.output = out.output;
-  p.output_f32 = out.dtype == DType::kF32;
-  return check_call("combine", launch_layer_combine(p, stream));
-}
-
-// One more slot per token; a trace gets the slots before it.
-Status CudaLayer::Impl::run_joined(void* stream, const Rows& rows, const LayerWorkspace& w,
-                                   const Out& out) const {
-  MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*joined=*/true));
-  const std::int64_t k = plan.routed.top_k;
-  const auto report = [&](std::string_view field, void* to, const void* from) {
-    return to == nullptr ? Status()
-                         : copy_rows_on_device(field, to, k * 4, from, (k + 1) * 4, k * 4,
-                                               rows.tokens, stream);
-  };
-  MOESAIC_RETURN_IF_ERROR(report("trace.topk_weights", out.topk_weights, w.topk_weights));
-  MOESAIC_RETURN_IF_ERROR(report("trace.topk_ids", out.topk_ids, w.topk_ids));
-  CudaExpertsArgs a;
-  a.tokens = rows.tokens;
-  a.hidden_states = rows.x_bf16;
-  a.topk_ids = w.topk_ids;
-  a.topk_weights = w.topk_weights;
-  a.expert_map = expert_map.as<std::int32_t>();
-  a.output = out.output;
-  a.output_dtype = out.dtype;
-  a.workspace = w.experts;
-  a.workspace_bytes = w.experts_bytes;
-  return with_stage(experts->enqueue(stream, a), "experts");
 }
 
 // --- Calls ---------------------------------------------------------------------------------------
@@ -338,9 +168,9 @@ Status check_trace(std::string_view field, const TensorView& t, DType dtype, con
 
 }  // namespace
 
-Status CudaLayer::enqueue(Stream stream, const ConstTensorView& x, const TensorView& output,
-                          const FusedMoE::Trace& trace) const {
-  const Impl& m = *impl_;
+Status CudaLayer::Impl::check(const ConstTensorView& x, const TensorView& output,
+                              const FusedMoE::Trace& trace) const {
+  const Impl& m = *this;
   if (x.rank() != 2 || x.dim(1) != m.plan.hidden_size) {
     return {StatusCode::kInvalidShape, fmt::format("hidden_states: got {}, need [M, {}]",
                                                    x.shape.to_string(), m.plan.hidden_size)};
@@ -366,17 +196,34 @@ Status CudaLayer::enqueue(Stream stream, const ConstTensorView& x, const TensorV
                                       {tokens, columns}, m.device));
   MOESAIC_RETURN_IF_ERROR(
       check_trace("trace.topk_weights", trace.topk_weights, DType::kF32, slots, m.device));
-  MOESAIC_RETURN_IF_ERROR(
-      check_trace("trace.topk_ids", trace.topk_ids, DType::kI32, slots, m.device));
+  return check_trace("trace.topk_ids", trace.topk_ids, DType::kI32, slots, m.device);
+}
+
+Status CudaLayer::enqueue(Stream stream, const ConstTensorView& x, const TensorView& output,
+                          const FusedMoE::Trace& trace) const {
+  const Impl& m = *impl_;
   const DeviceScope scope(m.device);
-  MOESAIC_RETURN_IF_ERROR(scope.status());
+  Status checked = scope.status();
+  if (checked.ok()) checked = m.check(x, output, trace);
+  if (m.mesh != nullptr) {
+    if (checked.ok()) checked = check_not_capturing(stream.handle);
+    MOESAIC_ASSIGN_OR_RETURN(
+        const std::int64_t steps,
+        m.mesh->common_steps(checked, checked.ok() ? x.dim(0) : 0, m.max_tokens));
+    if (steps == 0) return {};
+  } else {
+    MOESAIC_RETURN_IF_ERROR(checked);
+    if (x.dim(0) == 0) return {};
+  }
   Impl::Out out;
   out.output = output.data;
   out.dtype = output.dtype;
   out.logits = trace.router_logits.as<float>();
   out.topk_weights = trace.topk_weights.as<float>();
   out.topk_ids = trace.topk_ids.as<std::int32_t>();
-  return m.run(stream.handle, {x.data, DType::kBF16, x.data, tokens}, out);
+  const Impl::Rows rows = {x.data, DType::kBF16, x.data, x.dim(0)};
+  if (m.mesh == nullptr) return m.run(stream.handle, rows, out);
+  return m.mesh->give_up(m.run_over_ranks(stream.handle, rows, out));
 }
 
 Status CudaLayer::Impl::make_staging() const {
@@ -393,10 +240,16 @@ Status CudaLayer::Impl::make_staging() const {
 
 Status CudaLayer::forward_chunk(const ConstTensorView& x, const TensorView& output,
                                 const FusedMoE::Trace& trace) const {
-  const Impl& m = *impl_;
+  const Status status = impl_->forward_host(x, output, trace);
+  return impl_->mesh != nullptr ? impl_->mesh->give_up(status) : status;
+}
+
+Status CudaLayer::Impl::forward_host(const ConstTensorView& x, const TensorView& output,
+                                     const FusedMoE::Trace& trace) const {
+  const Impl& m = *this;
   const std::int64_t tokens = x.dim(0);
   const std::int64_t hidden = m.plan.hidden_size;
-  if (tokens == 0) return {};
+  if (tokens == 0 && m.mesh == nullptr) return {};
   const DeviceScope scope(m.device);
   MOESAIC_RETURN_IF_ERROR(scope.status());
   MOESAIC_RETURN_IF_ERROR(m.make_staging());
@@ -426,8 +279,10 @@ Status CudaLayer::forward_chunk(const ConstTensorView& x, const TensorView& outp
   out.logits = s.logits.as<float>();
   out.topk_weights = s.weights.as<float>();
   out.topk_ids = s.ids.as<std::int32_t>();
-  MOESAIC_RETURN_IF_ERROR(m.run(nullptr, rows, out));
+  MOESAIC_RETURN_IF_ERROR(m.mesh == nullptr ? m.run(nullptr, rows, out)
+                                            : m.run_over_ranks(nullptr, rows, out));
   MOESAIC_RETURN_IF_ERROR(synchronize(nullptr));
+  if (tokens == 0) return {};
   if (output.dtype != DType::kF16) {
     const std::int64_t bytes = tokens * hidden * (dtype_bits(output.dtype) / 8);
     MOESAIC_RETURN_IF_ERROR(copy_to_host("output", output.data, out.output, bytes));
@@ -448,9 +303,13 @@ Status CudaLayer::forward_chunk(const ConstTensorView& x, const TensorView& outp
 
 std::int64_t CudaLayer::weight_bytes() const {
   const Impl& m = *impl_;
-  return m.gate->bytes() + m.experts->weight_bytes() + (m.shared ? m.shared->weight_bytes() : 0) +
-         (m.shared_gate ? m.shared_gate->bytes() : 0);
+  return m.gate->bytes() + (m.experts ? m.experts->weight_bytes() : 0) +
+         (m.shared ? m.shared->weight_bytes() : 0) + (m.shared_gate ? m.shared_gate->bytes() : 0);
 }
-std::int64_t CudaLayer::workspace_bytes() const { return impl_->workspace.bytes(); }
+std::int64_t CudaLayer::workspace_bytes() const {
+  const Impl& m = *impl_;
+  return m.workspace.bytes() + m.slot_rows.bytes() + (m.transport ? m.transport->bytes() : 0) +
+         (m.replicas ? m.replicas->bytes() : 0);
+}
 
 }  // namespace moesaic::cuda

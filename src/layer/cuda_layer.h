@@ -12,6 +12,10 @@
 #include "moesaic/device.h"
 #include "moesaic/fused_moe.h"
 
+namespace moesaic {
+class RankMesh;  // rank_mesh.h
+}
+
 namespace moesaic::cuda {
 
 // A shared expert that looks like a routed one (same sizes, scheme and activation, always weight 1)
@@ -26,7 +30,7 @@ MoeProblem experts_problem(const FusedPlan& plan, bool gated_shared);
 
 // The workspace of one call, all pieces 256-byte aligned; pointers are null while measuring. The
 // shared experts run before the routed ones (their rows then lie in the output) or after them,
-// never at the same time: both use the same memory.
+// never at the same time: both use the same memory. Over ranks the experts see the rows of others.
 struct LayerWorkspace {
   float* logits = nullptr;        // [M, E + zero experts]
   float* topk_weights = nullptr;  // [M, k], or [M, k + 1] with a joined expert
@@ -36,6 +40,7 @@ struct LayerWorkspace {
   float* shared_weights = nullptr;  // [M]
   std::int32_t* shared_ids = nullptr;
   float* routed = nullptr;  // [M, H], when something is multiplied with or added to the result
+  std::int32_t* sent_ids = nullptr;  // [M, k], over ranks with zero experts: without their slots
   std::byte* experts = nullptr;
   std::int64_t experts_bytes = 0;
   std::byte* shared = nullptr;  // same memory as `experts`
@@ -53,9 +58,10 @@ class CudaLayer {
 
   // Uploads everything; experts one at a time. Consumes weights.experts. kDevice, kOutOfMemory and
   // the source's errors, each with its stage in front.
+  //   mesh  of an active rank plan, outlives the layer's calls; else null
   static Result<std::unique_ptr<CudaLayer>> create(const MoeLayerSpec& spec, const FusedPlan& plan,
                                                    const FusedMoE::Options& options,
-                                                   MoeLayerWeights& weights);
+                                                   MoeLayerWeights& weights, const RankMesh* mesh);
   ~CudaLayer();
   CudaLayer(const CudaLayer&) = delete;
   CudaLayer& operator=(const CudaLayer&) = delete;

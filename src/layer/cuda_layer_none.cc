@@ -10,7 +10,7 @@ CudaLayer::~CudaLayer() = default;
 
 Result<std::unique_ptr<CudaLayer>> CudaLayer::create(const MoeLayerSpec&, const FusedPlan&,
                                                      const FusedMoE::Options& options,
-                                                     MoeLayerWeights&) {
+                                                     MoeLayerWeights&, const RankMesh*) {
   const Status status = check_device(options.device);
   return status.ok() ? Status(StatusCode::kInternal, "a CPU device for a GPU layer") : status;
 }

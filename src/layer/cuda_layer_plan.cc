@@ -21,15 +21,28 @@ T* take(Arena& arena, std::int64_t count) {
   return arena.take<T>(round_up(count, kAlignment / static_cast<std::int64_t>(sizeof(T))));
 }
 
+Status ranks_can_implement(const RankPlan& ranks, const FusedMoE::Options& options) {
+  if (!ranks.active) return {};
+  if (options.enable_eplb) {
+    return unsupported("enable_eplb: got true on a GPU, need the CPU: experts move through it");
+  }
+  if (ranks.transport == RankTransport::kBatched) {
+    return unsupported("transport: got batched on a GPU, need none, gather or all_to_all");
+  }
+  if (ranks.per_slot && ranks.transport == RankTransport::kGather) {
+    return unsupported(
+        "reduction: got per_slot with transport gather on a GPU, need per_rank, or all_to_all");
+  }
+  return {};
+}
+
 }  // namespace
 
 Status CudaLayer::can_implement(const FusedPlan& plan, const FusedMoE::Options& options) {
   if (options.routed_input_transform || options.routed_output_transform) {
     return unsupported("routed transforms: got host functions, need none on a GPU");
   }
-  if (plan.ranks.active) {
-    return unsupported("communicator: got one, need none on a GPU");
-  }
+  MOESAIC_RETURN_IF_ERROR(ranks_can_implement(plan.ranks, options));
   if (!options.backend.empty() && options.backend != kCudaExpertsName) {
     return unsupported("backend: got " + options.backend + " for " + options.device.to_string() +
                        ", need " + std::string(kCudaExpertsName));
@@ -46,7 +59,8 @@ bool shared_joins(const FusedPlan& plan, bool gated_shared) {
                      r.intermediate_size == s.intermediate_size &&
                      r.quant.weight == s.quant.weight && r.quant.activation == s.quant.activation &&
                      r.activation_dtype == s.activation_dtype;
-  if (!alike || r.has_expert_bias || r.apply_router_weight_on_input ||
+  // Over ranks each computes the shared expert for its own rows, the routed ones for others' too.
+  if (!alike || plan.ranks.active || r.has_expert_bias || r.apply_router_weight_on_input ||
       plan.routing.num_zero_experts > 0 || plan.output_scale != 1.0F) {
     return false;
   }
@@ -81,9 +95,11 @@ Result<LayerWorkspace> LayerWorkspace::carve(const FusedPlan& plan, bool gated_s
     w.shared_weights = take<float>(arena, tokens);
     w.shared_ids = take<std::int32_t>(arena, tokens);
   }
-  if (plan.output_scale != 1.0F || plan.has_zero_experts) {
+  const bool spread = plan.ranks.active;
+  if (plan.output_scale != 1.0F || plan.has_zero_experts || spread) {
     w.routed = take<float>(arena, tokens * plan.hidden_size);
   }
+  if (spread && plan.has_zero_experts) w.sent_ids = take<std::int32_t>(arena, tokens * k);
   // Sizes grow with tokens: a larger call's workspace holds every smaller call.
   MoeProblem problem = experts_problem(plan, gated_shared);
   std::int64_t rows_bytes = 0;
@@ -93,8 +109,9 @@ Result<LayerWorkspace> LayerWorkspace::carve(const FusedPlan& plan, bool gated_s
   }
   if (!joins || tokens > kJoinedTokens) {
     problem.top_k = k;
-    MOESAIC_ASSIGN_OR_RETURN(const std::int64_t apart,
-                             CudaExperts::workspace_size(problem, tokens));
+    MOESAIC_ASSIGN_OR_RETURN(
+        const std::int64_t apart,
+        CudaExperts::workspace_size(problem, spread ? plan.ranks.experts_rows : tokens));
     w.experts_bytes = std::max(w.experts_bytes, apart);
     if (plan.has_shared) {
       if (joins) problem.top_k = 1;

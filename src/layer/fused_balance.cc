@@ -24,7 +24,7 @@ std::vector<std::int32_t> FusedMoE::physical_to_logical() const {
 Result<std::vector<double>> FusedMoE::measured_load() const {
   if (!impl_->balancer) return no_balancing();
   const std::lock_guard<std::mutex> lock(impl_->mutex);
-  return impl_->balancer->load(impl_->mesh->world(), impl_->plan.ranks.replicas);
+  return impl_->balancer->load(*impl_->mesh->world(), impl_->plan.ranks.replicas);
 }
 
 Status FusedMoE::begin_rearrange(std::span<const std::int32_t> wanted) {
@@ -34,7 +34,7 @@ Status FusedMoE::begin_rearrange(std::span<const std::int32_t> wanted) {
   const bool was_in_flight = balancer.in_flight();
   const Status begun = balancer.begin(wanted);
   const Status agreed =
-      agree(impl_->mesh->world(), "rearrange", begun,
+      agree(*impl_->mesh->world(), "rearrange", begun,
             fingerprint_of(fmt::format("{} {}", fmt::join(wanted, ","), balancer.expert_bytes())));
   if (!agreed.ok() && !was_in_flight) balancer.drop();
   return agreed;
@@ -64,7 +64,7 @@ Result<bool> FusedMoE::continue_rearrange(std::int64_t max_transfers) {
     return row->create(m.plan.routed, source);
   };
   MOESAIC_ASSIGN_OR_RETURN(const bool ready,
-                           m.balancer->advance(m.mesh->world(), max_transfers, build));
+                           m.balancer->advance(*m.mesh->world(), max_transfers, build));
   if (!ready) return false;
   // Weights and maps switch together, between two forward calls; the old weights end here.
   const auto old = m.kernel->replace_experts(m.balancer->take_built());

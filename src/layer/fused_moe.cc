@@ -152,13 +152,14 @@ Result<FusedMoE> FusedMoE::create(MoeLayerWeights weights, const Options& option
 }
 
 std::int64_t FusedMoE::Impl::fingerprint() const {
-  return fingerprint_of(fmt::format("{} {} {} {} {} {} {} {} {} {}", spec.hidden_size,
-                                    spec.intermediate_size, spec.num_experts, plan.routing.top_k,
-                                    plan.latent_size, plan.quant.scheme.name, options.max_tokens,
-                                    rank_transport_name(plan.ranks.transport), plan.ranks.per_slot,
-                                    expert_placement_name(options.parallel.placement)) +
-                        fmt::format(" {} {} {}", options.enable_eplb, plan.routed.num_experts,
-                                    options.enable_eplb ? kernel->experts().name() : ""));
+  return fingerprint_of(
+      fmt::format("{} {} {} {} {} {} {} {} {} {}", spec.hidden_size, spec.intermediate_size,
+                  spec.num_experts, plan.routing.top_k, plan.latent_size, plan.quant.scheme.name,
+                  options.max_tokens, rank_transport_name(plan.ranks.transport),
+                  plan.ranks.per_slot, expert_placement_name(options.parallel.placement)) +
+      fmt::format(" {} {} {} {} {}", options.enable_eplb, plan.routed.num_experts,
+                  options.enable_eplb ? kernel->experts().name() : "", options.device.is_cuda(),
+                  dtype_name(plan.ranks.combine_dtype)));
 }
 
 Result<std::unique_ptr<FusedMoE::Impl>> FusedMoE::Impl::build(MoeLayerWeights weights,
@@ -177,8 +178,11 @@ Result<std::unique_ptr<FusedMoE::Impl>> FusedMoE::Impl::build(MoeLayerWeights we
   impl->plan.gate_dtype = t.gate_weight.dtype();
   if (options.device.is_cuda()) {
     MOESAIC_RETURN_IF_ERROR(check_device(options.device));
-    MOESAIC_ASSIGN_OR_RETURN(impl->cuda,
-                             cuda::CudaLayer::create(weights.spec, impl->plan, options, weights));
+    if (impl->plan.ranks.active) {
+      MOESAIC_ASSIGN_OR_RETURN(impl->mesh, RankMesh::create(options, impl->plan.ranks));
+    }
+    MOESAIC_ASSIGN_OR_RETURN(impl->cuda, cuda::CudaLayer::create(weights.spec, impl->plan, options,
+                                                                 weights, impl->mesh.get()));
   } else {
     MOESAIC_RETURN_IF_ERROR(impl->build_stages(weights));
   }

@@ -119,7 +119,7 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const QuantScheme& sh
   MoeProblem& routed = plan.routed = common_problem(spec, plan.quant, options);
   routed.num_experts = *physical;
   routed.num_local_experts = static_cast<std::int64_t>(local.size());
-  routed.top_k = plan.ranks.per_slot ? 1 : spec.routing.top_k;
+  routed.top_k = plan.ranks.slots_as_rows ? 1 : spec.routing.top_k;
   routed.max_tokens = plan.ranks.experts_rows;
   if (plan.ranks.transport == RankTransport::kBatched) routed.format = ActivationFormat::kBatched;
   routed.hidden_size = plan.latent_size;

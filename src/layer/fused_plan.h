@@ -18,7 +18,7 @@ namespace moesaic {
 
 struct FusedPlan {
   QuantPlan quant, shared_quant;
-  MoeProblem routed;  // as the kernel sees it: with a slot as a row, its top_k is 1
+  MoeProblem routed;  // as the kernel sees it: with slots as rows, its top_k is 1
   MoeProblem shared;  // E = k = 1; valid when has_shared
   std::vector<std::int32_t> expert_map;  // empty: every expert is local
   RankPlan ranks;

@@ -16,6 +16,16 @@ namespace {
 // Groups with a common member need different ids; the two groups of a rank meet in that rank.
 constexpr int kTokenGroup = 1, kReplicaGroup = 2;
 
+// A group of everybody is the world itself: no second connection.
+Result<std::shared_ptr<Communicator>> group_of(const std::shared_ptr<Communicator>& world,
+                                               const std::vector<int>& ranks, int id) {
+  bool all = std::ssize(ranks) == world->size();
+  for (std::size_t i = 0; i < ranks.size(); ++i) all = all && ranks[i] == static_cast<int>(i);
+  if (all) return world;
+  MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<Communicator> group, world->subgroup(ranks, id));
+  return std::shared_ptr<Communicator>(std::move(group));
+}
+
 constexpr std::int64_t kRefused = -1;  // instead of a value: this rank does not take part
 
 }  // namespace
@@ -29,9 +39,9 @@ Result<std::unique_ptr<RankMesh>> RankMesh::create(const FusedMoE::Options& opti
   mesh->world_ = options.communicator;
   mesh->engine_tp_ = p.engine_tp_size();
   mesh->sequence_parallel_ = p.is_sequence_parallel();
-  MOESAIC_ASSIGN_OR_RETURN(mesh->tokens_, mesh->world_->subgroup(p.token_group(), kTokenGroup));
+  MOESAIC_ASSIGN_OR_RETURN(mesh->tokens_, group_of(mesh->world_, p.token_group(), kTokenGroup));
   MOESAIC_ASSIGN_OR_RETURN(mesh->replicas_,
-                           mesh->world_->subgroup(p.replica_group(), kReplicaGroup));
+                           group_of(mesh->world_, p.replica_group(), kReplicaGroup));
   return mesh;
 }
 
@@ -40,6 +50,7 @@ Result<std::unique_ptr<PrepareAndFinalize>> RankMesh::make_prepare_finalize(
   AllToAllOptions options;
   options.parallel = parallel;
   options.max_tokens_per_rank = plan_.kernel_rows;
+  options.combine_dtype = plan_.combine_dtype;
   switch (plan_.transport) {
     case RankTransport::kGather:
       options.gather = true;
@@ -56,7 +67,7 @@ Result<std::unique_ptr<PrepareAndFinalize>> RankMesh::make_prepare_finalize(
 }
 
 Status agree(Communicator& world, std::string_view what, const Status& mine, std::int64_t value) {
-  const auto all = world.all_gather(what, mine.ok() ? value : kRefused);
+  const auto all = world.control().all_gather(what, mine.ok() ? value : kRefused);
   MOESAIC_RETURN_IF_ERROR(mine);
   if (!all.ok()) return all.status();
   for (std::size_t r = 0; r < all->size(); ++r) {
@@ -82,8 +93,9 @@ std::int64_t fingerprint_of(std::string_view text) {
 
 Result<std::int64_t> RankMesh::common_steps(const Status& mine, std::int64_t rows,
                                             std::int64_t chunk) const {
+  MOESAIC_RETURN_IF_ERROR(world_->state());
   MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int64_t> all,
-                           world_->all_gather("forward", mine.ok() ? rows : kRefused));
+                           world_->control().all_gather("forward", mine.ok() ? rows : kRefused));
   MOESAIC_RETURN_IF_ERROR(mine);
   std::int64_t most = 0;
   for (std::size_t r = 0; r < all.size(); ++r) {
@@ -144,7 +156,11 @@ Status RankMesh::give_up(const Status& status) const {
 }
 
 std::int64_t RankMesh::bytes_sent() const {
-  return world_->bytes_sent() + tokens_->bytes_sent() + replicas_->bytes_sent();
+  std::int64_t bytes = world_->bytes_sent();
+  for (const auto& group : {tokens_, replicas_}) {
+    if (group != world_) bytes += group->bytes_sent();
+  }
+  return bytes;
 }
 
 }  // namespace moesaic

@@ -43,7 +43,10 @@ class RankMesh {
   // instead of waiting in vain.
   Status give_up(const Status& status) const;
 
-  Communicator& world() const { return *world_; }
+  const std::shared_ptr<Communicator>& world() const { return world_; }
+  // Ranks with other rows than this one's, and ranks with the same.
+  const std::shared_ptr<Communicator>& tokens() const { return tokens_; }
+  const std::shared_ptr<Communicator>& replicas() const { return replicas_; }
   std::int64_t bytes_sent() const;
 
  private:

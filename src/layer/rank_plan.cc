@@ -99,6 +99,20 @@ Result<RankPlan> plan_ranks(const FusedMoE::Options& options, std::int64_t top_k
   }
   const bool slots = options.reduction == RankReduction::kPerSlot || options.enable_eplb;
   plan.per_slot = slots && top_k > 1 && plan.transport != RankTransport::kBatched;
+  plan.slots_as_rows = plan.per_slot && !options.device.is_cuda();
+  plan.combine_dtype = options.combine_dtype;
+  if (plan.combine_dtype != DType::kF32 && plan.combine_dtype != DType::kBF16) {
+    return Status(StatusCode::kInvalidDType, fmt::format("combine_dtype: got {}, need F32 or BF16",
+                                                         dtype_name(plan.combine_dtype)));
+  }
+  if (plan.combine_dtype != DType::kF32 && (slots || plan.transport == RankTransport::kNone ||
+                                            plan.transport == RankTransport::kBatched)) {
+    return unsupported(fmt::format(
+        "combine_dtype: got {} with transport {} and reduction {}, need F32: only partial sums "
+        "that travel (gather, all_to_all, per_rank) are rounded",
+        dtype_name(plan.combine_dtype), rank_transport_name(plan.transport),
+        rank_reduction_name(slots ? RankReduction::kPerSlot : RankReduction::kPerRank)));
+  }
   const std::vector<int> replicas = p.replica_group();
   plan.replicas = static_cast<int>(replicas.size());
   plan.replica = static_cast<int>(std::find(replicas.begin(), replicas.end(), p.flat_rank()) -
@@ -123,12 +137,13 @@ Result<RankPlan> plan_ranks(const FusedMoE::Options& options, std::int64_t top_k
       break;
   }
   if (MOESAIC_FAULT(layer_ranks_never_reduce)) plan.reduced = true;
-  if (plan.per_slot) plan.kernel_rows *= top_k;
+  if (plan.slots_as_rows) plan.kernel_rows *= top_k;
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   if (plan.kernel_rows > kMost / senders) {
-    return Status(StatusCode::kLimitExceeded,
-                  fmt::format("max_tokens: got {}, the rows of {} ranks{} exceed 2^31-1",
-                              options.max_tokens, senders, plan.per_slot ? " and all slots" : ""));
+    return Status(
+        StatusCode::kLimitExceeded,
+        fmt::format("max_tokens: got {}, the rows of {} ranks{} exceed 2^31-1", options.max_tokens,
+                    senders, plan.slots_as_rows ? " and all slots" : ""));
   }
   plan.experts_rows = plan.kernel_rows * senders;
   return plan;

@@ -127,6 +127,8 @@ class NcclCommunicator final : public Communicator {
   int size() const override { return control_->size(); }
   Status state() const override { return failure_.ok() ? control_->state() : failure_; }
   std::int64_t bytes_sent() const override { return bytes_sent_; }
+  int device() const override { return device_; }
+  Communicator& control() override { return control_->control(); }
 
   Status abandon(std::string_view reason) override {
     if (!state().ok()) return state();

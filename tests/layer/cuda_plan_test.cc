@@ -6,6 +6,7 @@
 
 #include "layer/cuda_layer.h"
 #include "layer/layer_case.h"
+#include "moesaic/communicator.h"
 #include "support/refusal.h"
 
 namespace moesaic {
@@ -123,6 +124,53 @@ TEST(CudaPlan, ALayerForAMissingDeviceIsRefused) {
   Tensor y = Tensor::zeros(DType::kBF16, {2, 64}).value();
   expect_refusal(test::make_layer(t).enqueue({}, x.view(), y.view()), StatusCode::kUnsupported,
                  {"CPU"});
+}
+
+// --- Ranks ---------------------------------------------------------------------------------------
+
+FusedMoE::Options on_two_gpus(const std::shared_ptr<Communicator>& communicator) {
+  FusedMoE::Options o = on_gpu(64);
+  o.communicator = communicator;
+  o.parallel.ep_size = o.parallel.dp_size = 2;
+  return o;
+}
+
+TEST(CudaPlan, RanksOnGpusTakeTheStandardTransports) {
+  const std::shared_ptr<Communicator> pair =
+      std::move(make_in_process_communicators(2).value().front());
+  FusedMoE::Options o = on_two_gpus(pair);
+  const LayerExplanation e = explain_layer(deepseek_v3(), o).value();
+  EXPECT_EQ(e.experts_backend, "cuda_sm90");
+  o.transport = RankTransport::kGather;
+  EXPECT_TRUE(explain_layer(deepseek_v3(), o).ok());
+  o.combine_dtype = DType::kBF16;
+  EXPECT_TRUE(explain_layer(deepseek_v3(), o).ok());
+  o = on_two_gpus(pair);
+  o.reduction = RankReduction::kPerSlot;
+  EXPECT_TRUE(explain_layer(deepseek_v3(), o).ok());
+  // Slots are no rows of their own on a GPU: the experts see all k of a row.
+  const FusedPlan plan = plan_fused_moe(deepseek_v3(), {}, o).value();
+  EXPECT_EQ(plan.routed.top_k, 8);
+  EXPECT_EQ(plan.routed.max_tokens, 128);
+  EXPECT_FALSE(cuda::shared_joins(plan, false)) << "the experts see the rows of other ranks";
+}
+
+TEST(CudaPlan, WhatRanksOnGpusDoNotTakeIsRefusedByName) {
+  const std::shared_ptr<Communicator> pair =
+      std::move(make_in_process_communicators(2).value().front());
+  const auto refused = [&](auto change, std::initializer_list<const char*> words) {
+    FusedMoE::Options o = on_two_gpus(pair);
+    change(o);
+    expect_refusal(explain_layer(small_spec(), o).status(), StatusCode::kUnsupported, words);
+  };
+  refused([](auto& o) { o.transport = RankTransport::kBatched; }, {"transport: got batched"});
+  refused([](auto& o) { o.enable_eplb = true; }, {"enable_eplb: got true on a GPU"});
+  refused(
+      [](auto& o) {
+        o.transport = RankTransport::kGather;
+        o.reduction = RankReduction::kPerSlot;
+      },
+      {"reduction: got per_slot with transport gather", "all_to_all"});
 }
 
 }  // namespace

@@ -280,6 +280,35 @@ TEST(RankedLayer, RefusesByName) {
   expect_refusal(plan_ranks(o, 4).status(), StatusCode::kLimitExceeded, {"max_tokens", "2^31-1"});
 }
 
+// Results on their way back in bf16: one more rounding of each partial sum, on every transport that
+// has some.
+TEST(RankedLayer, RoundedPartialSumsStayWithinTheirBound) {
+  const test::LayerTensors tensors = test::make_tensors(47, deepseek_like());
+  RankProblem problem = problem_of(tensors, 19, "f32");
+  problem.options.combine_dtype = DType::kBF16;
+  for (const RankTransport transport : {RankTransport::kAllToAll, RankTransport::kGather}) {
+    RankCombo combo;
+    combo.dp = 2;
+    combo.ep = true;
+    combo.transport = transport;
+    problem.bound = 0x1p-8;
+    EXPECT_EQ(test::run_ranks(problem, combo, {8, 11}), "");
+    problem.bound = 1e-6;
+    EXPECT_NE(test::run_ranks(problem, combo, {8, 11}), "") << "nothing was rounded";
+  }
+  const std::shared_ptr<Communicator> pair =
+      std::move(make_in_process_communicators(2).value().front());
+  FusedMoE::Options o = options_of(0, 2, pair);
+  o.combine_dtype = DType::kBF16;
+  EXPECT_TRUE(plan_ranks(o, 2).ok());
+  o.reduction = RankReduction::kPerSlot;
+  expect_refusal(plan_ranks(o, 2).status(), StatusCode::kUnsupported,
+                 {"combine_dtype: got BF16", "per_slot", "need F32"});
+  o.combine_dtype = DType::kF16;
+  expect_refusal(plan_ranks(o, 2).status(), StatusCode::kInvalidDType,
+                 {"combine_dtype: got F16, need F32 or BF16"});
+}
+
 TEST(RankPlan, SharesOfReplicasCoverEveryRowOnce) {
   for (std::int64_t rows = 0; rows < 20; ++rows) {
     for (int replicas = 1; replicas <= 8; ++replicas) {

@@ -1,0 +1,129 @@
+// The steps of a CudaLayer's call on rows that are all this GPU's: launches only.
+#include <algorithm>
+
+#include "layer/cuda_layer_impl.h"
+#include "layer/cuda_layer_ops.h"
+
+namespace moesaic::cuda {
+
+Result<LayerWorkspace> CudaLayer::Impl::carve(std::int64_t tokens) const {
+  Arena arena({workspace.as<std::byte>(), static_cast<std::size_t>(workspace.bytes())});
+  return LayerWorkspace::carve(plan, shared_gate.has_value(), tokens, arena);
+}
+
+Status CudaLayer::Impl::route(void* stream, const Rows& rows, const LayerWorkspace& w,
+                              bool joined) const {
+  MOESAIC_RETURN_IF_ERROR(gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits));
+  CudaRouterArgs r;
+  r.tokens = rows.tokens;
+  r.router_logits = w.logits;
+  r.topk_weights = w.topk_weights;
+  r.topk_ids = w.topk_ids;
+  r.zero_expert_weight = w.zero_weight;
+  return (joined ? joined_router : router)->enqueue(stream, r);
+}
+
+Status CudaLayer::Impl::run_shared(void* stream, const Rows& rows, const LayerWorkspace& w,
+                                   void* to) const {
+  CudaExpertsArgs a;
+  a.tokens = rows.tokens;
+  a.hidden_states = rows.x_bf16;
+  a.topk_ids = shared_ids.as<std::int32_t>();
+  a.topk_weights = ones.as<float>();
+  if (shared_gate) {
+    MOESAIC_RETURN_IF_ERROR(
+        shared_gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.shared_logits));
+    CudaRouterArgs r;
+    r.tokens = rows.tokens;
+    r.router_logits = w.shared_logits;
+    r.topk_weights = w.shared_weights;
+    r.topk_ids = w.shared_ids;
+    MOESAIC_RETURN_IF_ERROR(shared_router->enqueue(stream, r));
+    a.topk_ids = w.shared_ids;
+    a.topk_weights = w.shared_weights;
+  }
+  a.output = to;
+  a.output_dtype = DType::kBF16;
+  a.workspace = w.shared;
+  a.workspace_bytes = w.shared_bytes;
+  a.top_k = 1;
+  a.expert_map = joins ? expert_map.as<std::int32_t>() : nullptr;
+  return with_stage((joins ? experts : shared)->enqueue(stream, a), "shared_experts");
+}
+
+Status CudaLayer::Impl::run_routed(void* stream, const Rows& rows, const LayerWorkspace& w,
+                                   const void* shared_rows, void* to, DType dtype) const {
+  CudaExpertsArgs a;
+  a.tokens = rows.tokens;
+  a.hidden_states = rows.x_bf16;
+  a.topk_ids = w.topk_ids;
+  a.topk_weights = w.topk_weights;
+  a.top_k = plan.routed.top_k;
+  a.expert_map = expert_map.as<std::int32_t>();
+  a.shared_rows = shared_rows;
+  a.output = to;
+  a.output_dtype = dtype;
+  a.workspace = w.experts;
+  a.workspace_bytes = w.experts_bytes;
+  return with_stage(experts->enqueue(stream, a), "experts");
+}
+
+// A bf16 sum without factors takes the shared rows out of the output, where they were put first: no
+// buffer for them. Otherwise the shared rows are made last, in memory that the experts left, and
+// one kernel adds everything to the fp32 sum of the experts. Both round the same fp32 sums.
+Status CudaLayer::Impl::run(void* stream, const Rows& rows, const Out& out) const {
+  MOESAIC_ASSIGN_OR_RETURN(LayerWorkspace w, carve(rows.tokens));
+  if (out.logits != nullptr) w.logits = out.logits;
+  if (joins && rows.tokens <= kJoinedTokens) return run_joined(stream, rows, w, out);
+  const bool shared_too = plan.has_shared;
+  if (out.topk_weights != nullptr) w.topk_weights = out.topk_weights;
+  if (out.topk_ids != nullptr) w.topk_ids = out.topk_ids;
+  MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*joined=*/false));
+  if (w.routed == nullptr && out.dtype == DType::kBF16) {
+    if (shared_too) MOESAIC_RETURN_IF_ERROR(run_shared(stream, rows, w, out.output));
+    return run_routed(stream, rows, w, shared_too ? out.output : nullptr, out.output, out.dtype);
+  }
+  float* const sum = w.routed != nullptr ? w.routed : static_cast<float*>(out.output);
+  MOESAIC_RETURN_IF_ERROR(run_routed(stream, rows, w, nullptr, sum, DType::kF32));
+  if (shared_too) MOESAIC_RETURN_IF_ERROR(run_shared(stream, rows, w, w.shared_rows));
+  if (w.routed == nullptr && !shared_too) return {};
+  LayerCombineParams p;
+  p.routed = sum;
+  p.shared = shared_too ? w.shared_rows : nullptr;
+  p.zero_weight = plan.has_zero_experts ? w.zero_weight : nullptr;
+  p.x = rows.x;
+  p.x_dtype = rows.x_dtype;
+  p.scale = plan.output_scale;
+  p.tokens = rows.tokens;
+  p.hidden = plan.hidden_size;
+  p.output = out.output;
+  p.output_f32 = out.dtype == DType::kF32;
+  return check_call("combine", launch_layer_combine(p, stream));
+}
+
+// One more slot per token; a trace gets the slots before it.
+Status CudaLayer::Impl::run_joined(void* stream, const Rows& rows, const LayerWorkspace& w,
+                                   const Out& out) const {
+  MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*joined=*/true));
+  const std::int64_t k = plan.routed.top_k;
+  const auto report = [&](std::string_view field, void* to, const void* from) {
+    return to == nullptr ? Status()
+                         : copy_rows_on_device(field, to, k * 4, from, (k + 1) * 4, k * 4,
+                                               rows.tokens, stream);
+  };
+  MOESAIC_RETURN_IF_ERROR(report("trace.topk_weights", out.topk_weights, w.topk_weights));
+  MOESAIC_RETURN_IF_ERROR(report("trace.topk_ids", out.topk_ids, w.topk_ids));
+  CudaExpertsArgs a;
+  a.tokens = rows.tokens;
+  a.hidden_states = rows.x_bf16;
+  a.topk_ids = w.topk_ids;
+  a.topk_weights = w.topk_weights;
+  a.expert_map = expert_map.as<std::int32_t>();
+  a.output = out.output;
+  a.output_dtype = out.dtype;
+  a.workspace = w.experts;
+  a.workspace_bytes = w.experts_bytes;
+  return with_stage(experts->enqueue(stream, a), "experts");
+}
+
+}  // namespace moesaic::cuda

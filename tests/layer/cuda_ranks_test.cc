@@ -1,0 +1,173 @@
+// The layer over ranks that share one GPU: threads that send through host memory. Equal to one rank
+// however it is spread. Skipped, visibly, without a device.
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <thread>
+
+#include "layer/cuda_rank_case.h"
+#include "support/cuda_device.h"
+#include "support/metrics.h"
+#include "support/refusal.h"
+
+namespace moesaic {
+namespace {
+
+using test::DeviceBytes;
+using test::expect_refusal;
+using test::gpu_problem;
+using test::make_layer;
+using test::RankCombo;
+using test::RankProblem;
+using test::runs_on_gpus;
+using test::two_engines;
+
+TEST(CudaRanks, EveryCombinationOfRanksOnOneGpuEqualsOneRank) {
+  REQUIRE_HOPPER();
+  int runs = 0;
+  for (const test::Feature& f : test::rank_features()) {
+    const test::LayerTensors tensors = test::make_tensors(41, f.spec());
+    RankProblem problem = gpu_problem(tensors, 19);
+    for (const int ranks : {2, 4}) {
+      for (const RankCombo& combo : test::rank_combos(ranks)) {
+        if (!runs_on_gpus(combo, tensors.spec)) continue;
+        problem.bound = test::bound_on_gpus(combo);
+        const auto tokens = test::uneven_tokens(5, 19, combo.dp * combo.pcp);
+        EXPECT_EQ(test::run_ranks(problem, combo, tokens), "") << f.name << " " << combo.name();
+        ++runs;
+      }
+    }
+  }
+  EXPECT_GT(runs, 100);
+}
+
+// More ranks than experts, all rows on one rank.
+TEST(CudaRanks, RanksWithoutExpertsOrRows) {
+  REQUIRE_HOPPER();
+  MoeLayerSpec spec = test::small_spec();
+  spec.num_experts = spec.routing.num_experts = 2;
+  const test::LayerTensors tensors = test::make_tensors(42, spec);
+  RankProblem problem = gpu_problem(tensors, 8);
+  for (const RankCombo& combo : test::rank_combos(3)) {
+    if (!combo.ep || !runs_on_gpus(combo, spec)) continue;
+    std::vector<std::int64_t> tokens(static_cast<std::size_t>(combo.dp * combo.pcp), 0);
+    tokens.back() = 8;
+    EXPECT_EQ(test::run_ranks(problem, combo, tokens), "") << combo.name();
+  }
+}
+
+TEST(CudaRanks, RoundedPartialSumsStayWithinTheirBound) {
+  REQUIRE_HOPPER();
+  const test::LayerTensors tensors = test::make_tensors(43, test::rank_features()[1].spec());
+  RankProblem problem = gpu_problem(tensors, 30);
+  problem.options.combine_dtype = DType::kBF16;
+  problem.bound = 0x1p-8;
+  for (const auto transport : {RankTransport::kAllToAll, RankTransport::kGather}) {
+    RankCombo combo;
+    combo.dp = 2;
+    combo.ep = true;
+    combo.transport = transport;
+    EXPECT_EQ(test::run_ranks(problem, combo, {11, 19}), "") << combo.name();
+    problem.bound = 1e-6;  // it is not the exact path
+    EXPECT_NE(test::run_ranks(problem, combo, {11, 19}), "");
+    problem.bound = 0x1p-8;
+  }
+}
+
+TEST(CudaRanks, ACommunicatorOfOneRankChangesNothing) {
+  REQUIRE_HOPPER();
+  const test::LayerTensors tensors = test::make_tensors(44, test::deepseek_like());
+  FusedMoE::Options options;
+  options.device = Device::cuda(0);
+  const test::LayerRun want = test::run_layer(make_layer(tensors, options),
+                                              test::random_hidden(5, 9, tensors.spec.hidden_size));
+  options.communicator = make_self_communicator();
+  const test::LayerRun got = test::run_layer(make_layer(tensors, options),
+                                             test::random_hidden(5, 9, tensors.spec.hidden_size));
+  std::string why;
+  EXPECT_TRUE(test::same_bits(got.output.view(), want.output.view(), &why)) << why;
+}
+
+// --- Device tensors, failures --------------------------------------------------------------------
+
+std::vector<Status> on_two_ranks(
+    const std::function<Status(int, std::shared_ptr<Communicator>)>& body,
+    int timeout_ms = 20'000) {
+  auto ranks = make_in_process_communicators(2, {.timeout_ms = timeout_ms}).value();
+  std::vector<Status> result(2);
+  std::vector<std::thread> threads;
+  for (int r = 0; r < 2; ++r) {
+    threads.emplace_back([&, r] {
+      const auto i = static_cast<std::size_t>(r);
+      result[i] = body(r, std::shared_ptr<Communicator>(std::move(ranks[i])));
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  return result;
+}
+
+TEST(CudaRanks, EnqueueWorksOnDeviceTensorsAndRefusesCapture) {
+  REQUIRE_HOPPER();
+  const test::LayerTensors tensors = test::make_tensors(45, test::deepseek_like());
+  const auto make = test::maker_of(tensors);
+  for (const Status& s : on_two_ranks([&](int rank, const std::shared_ptr<Communicator>&c) {
+         const auto layer = make(two_engines(rank, c));
+         if (!layer.ok()) return layer.status();
+         const std::int64_t rows = rank == 0 ? 6 : 0, hidden = 64;
+         const Tensor x = test::random_hidden(3, rows, hidden);
+         Tensor host = Tensor::zeros(DType::kF32, {rows, hidden}).value();
+         Status status = layer->forward(x.view(), host.view());
+         if (!status.ok()) return status;
+         const DeviceBytes in(x.data(), x.bytes()), out(rows * hidden * 4);
+         const ConstTensorView from(in.as<const std::byte>(), DType::kBF16, Shape{rows, hidden});
+         const TensorView to(out.as<std::byte>(), DType::kF32, Shape{rows, hidden});
+         cudaStream_t stream = nullptr;
+         EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+         status = layer->enqueue({stream}, from, to);
+         EXPECT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+         if (status.ok() && rows > 0) {
+           std::vector<float> got(static_cast<std::size_t>(rows * hidden));
+           out.download(got.data());
+           EXPECT_EQ(std::memcmp(got.data(), host.data(), got.size() * 4), 0);
+         }
+         // Thread-local capture: the other rank's calls on this device go on.
+         cudaGraph_t graph = nullptr;
+         EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), cudaSuccess);
+         const Status captured = layer->enqueue({stream}, from, to);
+         EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+         if (graph != nullptr) (void)cudaGraphDestroy(graph);
+         (void)cudaStreamDestroy(stream);
+         expect_refusal(captured, StatusCode::kUnsupported, {"stream", "captured"});
+         return status;
+       })) {
+    EXPECT_TRUE(s.ok()) << s.to_string();
+  }
+}
+
+TEST(CudaRanks, ARefusalOrALostRankIsAnErrorOnAll) {
+  REQUIRE_HOPPER();
+  const test::LayerTensors tensors = test::make_tensors(46, test::deepseek_like());
+  const auto make = test::maker_of(tensors);
+  const auto begin = std::chrono::steady_clock::now();
+  const auto status = on_two_ranks(
+      [&](int rank, const std::shared_ptr<Communicator>& c) {
+        const auto layer = make(two_engines(rank, c));
+        if (!layer.ok()) return layer.status();
+        const Tensor x = Tensor::zeros(DType::kBF16, {2, rank == 0 ? 64 : 32}).value();
+        Tensor y = Tensor::zeros(DType::kF32, x.shape()).value();
+        Status first = layer->forward(x.view(), y.view());
+        if (rank == 1) return first;  // and never calls again
+        expect_refusal(first, StatusCode::kInvalidArgument, {"forward", "rank 1 refused"});
+        return layer->forward(x.view(), y.view());
+      },
+      2000);
+  expect_refusal(status[1], StatusCode::kInvalidShape, {"hidden_states", "[2, 32]"});
+  expect_refusal(status[0], StatusCode::kDevice, {"forward", "1"});
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(30));
+}
+
+}  // namespace
+}  // namespace moesaic
