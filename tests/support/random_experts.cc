@@ -1,0 +1,225 @@
+#include "support/random_experts.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "numerics/element.h"
+#include "support/moe_oracle.h"
+#include "support/oracle_formats.h"
+#include "support/random.h"
+
+namespace moesaic::test {
+
+StackedExpertWeights OwnedExpertWeights::view() const {
+  return {w13.view(),
+          w13_scale.view(),
+          w13_bias.view(),
+          w2.view(),
+          w2_scale.view(),
+          w2_bias.view(),
+          w13_global_scale.view(),
+          w2_global_scale.view(),
+          w13_channel_scale.view(),
+          w2_channel_scale.view(),
+          w13_zero.view(),
+          w2_zero.view(),
+          w13_min.view(),
+          w2_min.view(),
+          w13_input_scale.view(),
+          w2_input_scale.view(),
+          w13_perm.view(),
+          w2_perm.view()};
+}
+
+namespace {
+
+// e4m3 codes and F32 scales of a stacked F32 tensor, per 128x128 tile, ragged edges allowed.
+void quantise_blocks(const Tensor& source, Tensor& codes, Tensor& scales) {
+  const std::int64_t experts = source.shape()[0];
+  const std::int64_t rows = source.shape()[1];
+  const std::int64_t columns = source.shape()[2];
+  const std::int64_t tile_rows = (rows + 127) / 128;
+  const std::int64_t tile_columns = (columns + 127) / 128;
+  codes = Tensor::zeros(DType::kF8E4M3, source.shape()).value();
+  scales = Tensor::zeros(DType::kF32, {experts, tile_rows, tile_columns}).value();
+  for (std::int64_t tile = 0; tile < experts * tile_rows * tile_columns; ++tile) {
+    const std::int64_t e = tile / (tile_rows * tile_columns);
+    const std::int64_t n0 = tile / tile_columns % tile_rows * 128;
+    const std::int64_t k0 = tile % tile_columns * 128;
+    const auto for_each = [&](auto&& use) {
+      for (std::int64_t n = n0; n < std::min(n0 + 128, rows); ++n) {
+        for (std::int64_t k = k0; k < std::min(k0 + 128, columns); ++k) {
+          use((e * rows + n) * columns + k);
+        }
+      }
+    };
+    float amax = 1e-4F;
+    for_each([&](std::int64_t i) { amax = std::max(amax, std::abs(source.as<float>()[i])); });
+    const float scale = amax / 448.0F;
+    scales.as<float>()[tile] = scale;
+    for_each([&](std::int64_t i) {
+      codes.as<std::uint8_t>()[i] = e4m3_code(static_cast<double>(source.as<float>()[i] / scale));
+    });
+  }
+}
+
+// The tensors of one projection to be drawn.
+struct Drawn {
+  Tensor &codes, &scale, &global_scale, &channel_scale, &zero, &min, &input_scale, &perm;
+};
+
+Tensor constant(const Shape& shape, float value) {
+  Tensor t = Tensor::zeros(DType::kF32, shape).value();
+  for (std::int64_t i = 0; i < t.bytes() / 4; ++i) t.as<float>()[i] = value;
+  return t;
+}
+
+// Random codes of any quantised format and scales that give a stacked tensor a standard deviation
+// of about `sd`. Every expert and row has scales of its own. Integers with a zero point get scales
+// of F16, so that the widening is seen.
+void draw_codes(Rng& rng, const OperandQuant& q, const Shape& shape, double sd, Drawn out) {
+  const std::int64_t experts = shape[0], rows = shape[1], columns = shape[2];
+  out.codes = Tensor::zeros(q.dtype, shape).value();
+  const bool zero = q.zero_point == ZeroPoint::kInteger, min = q.zero_point == ZeroPoint::kMin;
+  double code_sd = 4.6;  // I4, U4: all 16 codes alike
+  if (q.dtype == DType::kF4E2M1) code_sd = 2.7;
+  if (q.dtype == DType::kI8 || q.dtype == DType::kU8) code_sd = 74;
+  if (q.dtype == DType::kF8E4M3) code_sd = 132;
+  if (q.table != CodeTable::kNone) code_sd = 0.55;
+  for (std::int64_t i = 0; i < out.codes.bytes(); ++i) {
+    auto code = static_cast<std::uint8_t>(rng.uniform() * 256);
+    if (q.dtype == DType::kF8E4M3 && (code & 0x7F) == 0x7F) code ^= 1;  // no NaN
+    out.codes.as<std::uint8_t>()[i] = code;
+  }
+  Shape scales{experts, 1};
+  if (q.granularity == ScaleGranularity::kChannel) scales = {experts, rows};
+  if (q.block_k > 0) scales = {experts, rows, (columns + q.block_k - 1) / q.block_k};
+  const auto random_scale = [&] { return sd / code_sd * std::exp2(rng.uniform() - 0.5); };
+  switch (q.scale_format) {
+    case ScaleFormat::kE8M0: {  // exponents one below to one above what sd asks for
+      out.scale = Tensor::zeros(DType::kF8E8M0, scales).value();
+      const int middle = static_cast<int>(std::lround(std::log2(sd / code_sd)));
+      for (std::int64_t i = 0; i < out.scale.bytes(); ++i) {
+        const int exponent = middle - 1 + static_cast<int>(rng.uniform() * 3);
+        out.scale.as<std::uint8_t>()[i] = static_cast<std::uint8_t>(127 + exponent);
+      }
+      break;
+    }
+    case ScaleFormat::kE4M3: {  // values 16 to 48, the rest in the outer scale
+      out.scale = Tensor::zeros(DType::kF8E4M3, scales).value();
+      for (std::int64_t i = 0; i < out.scale.bytes(); ++i)
+        out.scale.as<std::uint8_t>()[i] = e4m3_code(16.0 + 32.0 * rng.uniform());
+      const bool tensor = q.outer_scale == OuterScale::kTensor;
+      Tensor& outer = tensor ? out.global_scale : out.channel_scale;
+      outer = constant(tensor ? Shape{experts, 1} : Shape{experts, rows}, 0);
+      for (std::int64_t i = 0; i < outer.bytes() / 4; ++i)
+        outer.as<float>()[i] = static_cast<float>(random_scale() / 32);
+      break;
+    }
+    default: {
+      out.scale = Tensor::zeros(zero ? DType::kF16 : DType::kF32, scales).value();
+      const std::int64_t count = scales.num_elements().value();
+      for (std::int64_t i = 0; i < count; ++i)
+        store_from_f32(out.scale.data(), out.scale.dtype(), i, static_cast<float>(random_scale()));
+      break;
+    }
+  }
+  const std::int64_t count = scales.num_elements().value();
+  const bool eight = q.dtype == DType::kU8 || q.dtype == DType::kI8;
+  const int middle = q.dtype == DType::kU8 ? 128 : q.dtype == DType::kU4 ? 8 : 0;
+  if (zero) out.zero = Tensor::zeros(DType::kI8, scales).value();
+  if (zero && middle > 0) out.zero = Tensor::zeros(DType::kU8, scales).value();
+  for (std::int64_t i = 0; zero && i < count; ++i) {
+    const auto spread = rng.integer(-3, 3) * (eight ? 8 : 1);
+    out.zero.as<std::uint8_t>()[i] = static_cast<std::uint8_t>(middle + spread);
+  }
+  if (min) out.min = constant(scales, 0);
+  for (std::int64_t i = 0; min && i < count; ++i) {
+    const auto scale = element(out.scale.view(), i);
+    out.min.as<float>()[i] = static_cast<float>(scale * (middle + 3 * (rng.uniform() - 0.5)));
+  }
+  if (!q.act_order) return;
+  out.perm = Tensor::zeros(DType::kI32, {experts, columns}).value();
+  for (std::int64_t e = 0; e < experts; ++e) {
+    std::int32_t* perm = out.perm.as<std::int32_t>() + e * columns;
+    for (std::int64_t k = 0; k < columns; ++k) {
+      const std::int64_t other = rng.integer(0, k);
+      perm[k] = perm[other];
+      perm[other] = static_cast<std::int32_t>(k);
+    }
+  }
+}
+
+}  // namespace
+
+OwnedExpertWeights random_expert_weights(std::uint64_t seed, const MoeProblem& problem) {
+  Rng rng(seed);
+  const std::int64_t experts = problem.num_local_experts;
+  const std::int64_t hidden = problem.hidden_size;
+  const std::int64_t inner = problem.intermediate_size;
+  const std::int64_t rows = oracle_is_gated(problem) ? 2 * inner : inner;
+  const DType stored = problem.quant.weight.dtype;
+  const DType drawn =
+      stored == DType::kF8E4M3 ? DType::kF32 : stored;  // blocks are quantised below
+  OwnedExpertWeights w;
+  const double sd13 = 1.0 / std::sqrt(static_cast<double>(hidden));
+  const double sd2 = 2.0 / std::sqrt(static_cast<double>(inner));
+  const OperandQuant& q = problem.quant.weight;
+  const bool block = q.granularity == ScaleGranularity::kBlock;
+  if (q.granularity == ScaleGranularity::kNone || block) {
+    w.w13 = random_normal(rng, drawn, {experts, rows, hidden}, sd13);
+    w.w2 = random_normal(rng, drawn, {experts, hidden, inner}, sd2);
+  } else {
+    draw_codes(rng, q, {experts, rows, hidden}, sd13,
+               {w.w13, w.w13_scale, w.w13_global_scale, w.w13_channel_scale, w.w13_zero, w.w13_min,
+                w.w13_input_scale, w.w13_perm});
+    draw_codes(rng, q, {experts, hidden, inner}, sd2,
+               {w.w2, w.w2_scale, w.w2_global_scale, w.w2_channel_scale, w.w2_zero, w.w2_min,
+                w.w2_input_scale, w.w2_perm});
+  }
+  if (block) {
+    const Tensor w13 = std::move(w.w13);
+    const Tensor w2 = std::move(w.w2);
+    quantise_blocks(w13, w.w13, w.w13_scale);
+    quantise_blocks(w2, w.w2, w.w2_scale);
+  }
+  // Static activation scales for inputs of sd 1: the largest of some hundred is about 4.
+  const OperandQuant& a = problem.quant.activation;
+  if (a.granularity == ScaleGranularity::kTensor || a.outer_scale == OuterScale::kTensor) {
+    const float levels = a.dtype == DType::kF4E2M1 ? 2688.0F : 448.0F;
+    w.w13_input_scale = constant({experts, 1}, 4.0F / levels);
+    w.w2_input_scale = constant({experts, 1}, 5.0F / levels);
+    for (std::int64_t e = 0; e < experts; ++e)
+      w.w2_input_scale.as<float>()[e] *= 1.0F + 0.1F * static_cast<float>(e);
+  }
+  if (problem.has_expert_bias) {
+    w.w13_bias = random_normal(rng, DType::kF32, {experts, rows}, 0.5);
+    w.w2_bias = random_normal(rng, DType::kBF16, {experts, hidden}, 0.5);
+  }
+  return w;
+}
+
+OwnedRouting random_routing(std::uint64_t seed, std::int64_t tokens, std::int64_t num_experts,
+                            std::int64_t top_k, double invalid) {
+  Rng rng(seed);
+  OwnedRouting r{Tensor::zeros(DType::kI32, {tokens, top_k}).value(),
+                 Tensor::zeros(DType::kF32, {tokens, top_k}).value()};
+  std::vector<bool> used;
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    used.assign(static_cast<std::size_t>(num_experts), false);
+    for (std::int64_t j = 0; j < top_k; ++j) {
+      const double u = rng.uniform();
+      auto id = static_cast<std::int64_t>(u * u * static_cast<double>(num_experts));
+      while (used[static_cast<std::size_t>(id)]) id = (id + 1) % num_experts;
+      used[static_cast<std::size_t>(id)] = true;
+      const bool drop = rng.uniform() < invalid;
+      r.ids.as<std::int32_t>()[t * top_k + j] = drop ? -1 : static_cast<std::int32_t>(id);
+      r.weights.as<float>()[t * top_k + j] =
+          static_cast<float>((0.5 + rng.uniform()) / static_cast<double>(top_k));
+    }
+  }
+  return r;
+}
+
+}  // namespace moesaic::test
