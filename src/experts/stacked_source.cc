@@ -1,6 +1,7 @@
 // ExpertSource over stacked tensors: the leading axis is the local expert.
 #include <fmt/format.h>
 
+#include "experts/expert_fields.h"
 #include "moesaic/experts.h"
 
 namespace moesaic {
@@ -41,30 +42,10 @@ class StackedSource final : public ExpertSource {
 
   Result<ExpertWeightsView> expert(std::int64_t e) override {
     ExpertWeightsView v;
-    const auto take = [e](const char* field, const ConstTensorView& t, int rank,
-                          ConstTensorView& to) -> Status {
-      MOESAIC_ASSIGN_OR_RETURN(to, slice(field, t, rank, e));
-      return {};
-    };
-    MOESAIC_RETURN_IF_ERROR(take("w13", w_.w13, 3, v.w13));
-    MOESAIC_RETURN_IF_ERROR(take("w13_scale", w_.w13_scale, 0, v.w13_scale));
-    MOESAIC_RETURN_IF_ERROR(take("w13_bias", w_.w13_bias, 2, v.w13_bias));
-    MOESAIC_RETURN_IF_ERROR(take("w2", w_.w2, 3, v.w2));
-    MOESAIC_RETURN_IF_ERROR(take("w2_scale", w_.w2_scale, 0, v.w2_scale));
-    MOESAIC_RETURN_IF_ERROR(take("w2_bias", w_.w2_bias, 2, v.w2_bias));
-    MOESAIC_RETURN_IF_ERROR(take("w13_global_scale", w_.w13_global_scale, 2, v.w13_global_scale));
-    MOESAIC_RETURN_IF_ERROR(take("w2_global_scale", w_.w2_global_scale, 2, v.w2_global_scale));
-    MOESAIC_RETURN_IF_ERROR(
-        take("w13_channel_scale", w_.w13_channel_scale, 2, v.w13_channel_scale));
-    MOESAIC_RETURN_IF_ERROR(take("w2_channel_scale", w_.w2_channel_scale, 2, v.w2_channel_scale));
-    MOESAIC_RETURN_IF_ERROR(take("w13_zero", w_.w13_zero, 0, v.w13_zero));
-    MOESAIC_RETURN_IF_ERROR(take("w2_zero", w_.w2_zero, 0, v.w2_zero));
-    MOESAIC_RETURN_IF_ERROR(take("w13_min", w_.w13_min, 0, v.w13_min));
-    MOESAIC_RETURN_IF_ERROR(take("w2_min", w_.w2_min, 0, v.w2_min));
-    MOESAIC_RETURN_IF_ERROR(take("w13_input_scale", w_.w13_input_scale, 2, v.w13_input_scale));
-    MOESAIC_RETURN_IF_ERROR(take("w2_input_scale", w_.w2_input_scale, 2, v.w2_input_scale));
-    MOESAIC_RETURN_IF_ERROR(take("w13_perm", w_.w13_perm, 2, v.w13_perm));
-    MOESAIC_RETURN_IF_ERROR(take("w2_perm", w_.w2_perm, 2, v.w2_perm));
+    for (const ExpertField& field : kExpertFields) {
+      MOESAIC_ASSIGN_OR_RETURN(v.*field.one,
+                               slice(field.name, w_.*field.stacked, field.stacked_rank, e));
+    }
     return v;
   }
 

@@ -2,37 +2,15 @@
 
 #include <fmt/format.h>
 
-#include <array>
 #include <cstring>
 #include <new>
 #include <set>
 #include <utility>
 
+#include "experts/expert_fields.h"
+
 namespace moesaic {
 namespace {
-
-constexpr std::array kFields = {
-    &ExpertWeightsView::w13,
-    &ExpertWeightsView::w13_scale,
-    &ExpertWeightsView::w13_bias,
-    &ExpertWeightsView::w2,
-    &ExpertWeightsView::w2_scale,
-    &ExpertWeightsView::w2_bias,
-    &ExpertWeightsView::w13_global_scale,
-    &ExpertWeightsView::w2_global_scale,
-    &ExpertWeightsView::w13_channel_scale,
-    &ExpertWeightsView::w2_channel_scale,
-    &ExpertWeightsView::w13_zero,
-    &ExpertWeightsView::w2_zero,
-    &ExpertWeightsView::w13_min,
-    &ExpertWeightsView::w2_min,
-    &ExpertWeightsView::w13_input_scale,
-    &ExpertWeightsView::w2_input_scale,
-    &ExpertWeightsView::w13_perm,
-    &ExpertWeightsView::w2_perm,
-};
-// A member that is not listed would stay behind when its expert moves.
-static_assert(sizeof(ExpertWeightsView) == kFields.size() * sizeof(ConstTensorView));
 
 Status no_memory() { return {StatusCode::kOutOfMemory, "cannot allocate an expert"}; }
 
@@ -41,8 +19,8 @@ Status no_memory() { return {StatusCode::kOutOfMemory, "cannot allocate an exper
 Result<std::shared_ptr<StoredExpert>> StoredExpert::copy(const ExpertWeightsView& view) {
   try {
     auto expert = std::make_shared<StoredExpert>();
-    for (const auto field : kFields) {
-      const ConstTensorView& from = view.*field;
+    for (const ExpertField& field : kExpertFields) {
+      const ConstTensorView& from = view.*field.one;
       Tensor& to = expert->tensors.emplace_back();
       if (!from.present()) continue;
       MOESAIC_RETURN_IF_ERROR(expect_contiguous("expert", from));
@@ -74,7 +52,7 @@ Result<std::shared_ptr<StoredExpert>> StoredExpert::allocate_like(const StoredEx
 ExpertWeightsView StoredExpert::view() const {
   ExpertWeightsView view;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    if (tensors[i].present()) view.*kFields[i] = tensors[i].view();
+    if (tensors[i].present()) view.*kExpertFields[i].one = tensors[i].view();
   }
   return view;
 }
