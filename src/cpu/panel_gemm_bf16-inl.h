@@ -60,19 +60,26 @@ HWY_INLINE void DecodePairs(const TablesE4M3& t, __m512i raw, __m512i& pair01, _
   pair23 = _mm512_unpackhi_epi8(low, high);
 }
 
-// Two steps of k of MR rows, weights in bf16.
+// Two steps of k of MR rows and all 64 columns.
 template <int MR>
-HWY_INLINE void StepBF16(const std::byte* w, const std::uint16_t* const (&a)[MR], std::int64_t k,
-                         VF (&acc)[MR][4]) {
-  __m512i wv[4];
-#pragma GCC unroll 4
-  for (int v = 0; v < 4; ++v) wv[v] = _mm512_load_si512(w + 64 * v);
+HWY_INLINE void DotRows(const __m512i (&wv)[4], const std::uint16_t* const (&a)[MR], std::int64_t k,
+                        VF (&acc)[MR][4]) {
 #pragma GCC unroll 8
   for (int r = 0; r < MR; ++r) {
     const __m512i x = BroadcastPair(a[r], k);
 #pragma GCC unroll 4
     for (int v = 0; v < 4; ++v) acc[r][v].raw = DotPair(acc[r][v].raw, wv[v], x);
   }
+}
+
+// The same, weights in bf16.
+template <int MR>
+HWY_INLINE void StepBF16(const std::byte* w, const std::uint16_t* const (&a)[MR], std::int64_t k,
+                         VF (&acc)[MR][4]) {
+  __m512i wv[4];
+#pragma GCC unroll 4
+  for (int v = 0; v < 4; ++v) wv[v] = _mm512_load_si512(w + 64 * v);
+  DotRows<MR>(wv, a, k, acc);
 }
 
 // Four steps of k of MR rows, weights decoded in registers.

@@ -1,168 +1,37 @@
-// The grouped panel GEMM on the bf16 dot-product instruction. A format contributes "64 bytes to
-// bf16 pairs of steps of 16 columns". Regimes and prefetch distances as in panel_gemm_bf16-inl.h:
+// The grouped panel GEMM on the bf16 dot-product instruction, for the formats of
+// panel_formats_bf16-inl.h. Regimes and prefetch distances as in panel_gemm_bf16-inl.h:
 //   1 or 2 rows    decoded in registers, results in registers; limited by memory
 //   3 to 6 rows    decoded in registers, results in memory
-//   7 and more     up to 128 steps decoded into L1, tiles of rows pass over them
+//   7 and more     the first tile of rows decodes up to 128 steps into L1, the others pass over
+//   them
+#include "cpu/panel_formats_bf16-inl.h"
 
-// 4-bit codes: a nibble is the index of a table of bf16 values, and a permute of 16-bit lanes looks
-// at the lowest bits of its index only (bit 4 belongs to the next nibble, so the table is there
-// twice): eight steps of sixteen columns take three shifts and four permutes.
-struct PairsCode4 {
-  static constexpr int kSteps = 8;
-  __m512i table;
-  explicit PairsCode4(const PanelArgs& args) : table(_mm512_load_si512(args.codes->values)) {}
-  HWY_INLINE void Begin(const PanelArgs&, std::int64_t) {}
-  HWY_INLINE void Decode(int, __m512i raw, __m512i (&pair)[4]) const {
-    pair[0] = _mm512_permutexvar_epi16(raw, table);
-    pair[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, 4), table);
-    pair[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, 8), table);
-    pair[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, 12), table);
+// Pair P of a unit for MR rows. The weights are read again for every pair: in registers they would
+// push accumulators out.
+template <int P, class Pairs, int MR>
+HWY_INLINE void StepOfUnit(const Pairs& pairs, const std::byte* w,
+                           const std::uint16_t* const (&a)[MR], std::int64_t k, VF (&acc)[MR][4]) {
+  __asm__("" : "+r"(w));
+  __m512i wv[4];
+#pragma GCC unroll 4
+  for (int v = 0; v < 4; ++v) {
+    wv[v] = pairs.template Pair<P>(_mm512_load_si512(w + 64 * v));
   }
-};
-
-struct PairsE4M3 {
-  static constexpr int kSteps = 4;
-  TablesE4M3 tables;
-  explicit PairsE4M3(const PanelArgs&) : tables(LoadTablesE4M3()) {}
-  HWY_INLINE void Begin(const PanelArgs&, std::int64_t) {}
-  HWY_INLINE void Decode(int, __m512i raw, __m512i (&pair)[2]) const {
-    DecodePairs(tables, raw, pair[0], pair[1]);
-  }
-};
-
-// Lower and upper byte of every int8 as bf16 (exact), non-negative codes first.
-struct BytesI8 {
-  alignas(64) std::uint8_t low[256];
-  alignas(64) std::uint8_t high[256];
-};
-constexpr BytesI8 MakeBytesI8() {
-  BytesI8 t{};
-  for (int code = 0; code < 256; ++code) {
-    const auto bits =
-        std::bit_cast<std::uint32_t>(static_cast<float>(code < 128 ? code : code - 256));
-    t.low[code] = static_cast<std::uint8_t>(bits >> 16 & 0xFFU);
-    t.high[code] = static_cast<std::uint8_t>(bits >> 24);
-  }
-  return t;
+  DotRows<MR>(wv, a, k + 2 * P, acc);
 }
-constexpr BytesI8 kI8ToBF16 = MakeBytesI8();
 
-// A byte permute looks at seven bits of its index: one table for each sign.
-struct PairsI8 {
-  static constexpr int kSteps = 4;
-  __m512i low[4], high[4];
-  explicit PairsI8(const PanelArgs&) {
-    for (int i = 0; i < 4; ++i) {
-      low[i] = _mm512_load_si512(kI8ToBF16.low + 64 * i);
-      high[i] = _mm512_load_si512(kI8ToBF16.high + 64 * i);
-    }
+// A unit as kSteps / 2 bf16 units.
+template <class Pairs>
+HWY_INLINE void DecodeUnit(const Pairs& pairs, const std::byte* w, std::uint32_t* out) {
+#pragma GCC unroll 4
+  for (int v = 0; v < 4; ++v) {
+    __m512i pair[Pairs::kSteps / 2];
+    pairs.Decode(v, _mm512_load_si512(w + 64 * v), pair);
+#pragma GCC unroll 4
+    for (int step = 0; step < Pairs::kSteps / 2; ++step)
+      _mm512_store_si512(out + step * kPanelColumns + 16 * v, pair[step]);
   }
-  HWY_INLINE void Begin(const PanelArgs&, std::int64_t) {}
-  HWY_INLINE void Decode(int, __m512i raw, __m512i (&pair)[2]) const {
-    const __mmask64 negative = _mm512_movepi8_mask(raw);
-    const __m512i lower =
-        _mm512_mask_blend_epi8(negative, _mm512_permutex2var_epi8(low[0], raw, low[1]),
-                               _mm512_permutex2var_epi8(low[2], raw, low[3]));
-    const __m512i upper =
-        _mm512_mask_blend_epi8(negative, _mm512_permutex2var_epi8(high[0], raw, high[1]),
-                               _mm512_permutex2var_epi8(high[2], raw, high[3]));
-    pair[0] = _mm512_unpacklo_epi8(lower, upper);
-    pair[1] = _mm512_unpackhi_epi8(lower, upper);
-  }
-};
-
-// int4 times an e4m3 scale, rounded to e4m3. While scale and product are normal numbers below the
-// largest, the rounding depends on the scale's mantissa alone: 8 mantissas x 16 codes fill a byte
-// permute, and the scale's exponent comes off by a subtraction that leaves zero at zero.
-struct ProductsE4M3 {
-  alignas(64) std::uint8_t low[128];  // by mantissa * 16 + code, for a scale of exponent 15
-  alignas(64) std::uint8_t high[128];
-};
-constexpr ProductsE4M3 MakeProductsE4M3() {
-  ProductsE4M3 t{};
-  for (int mantissa = 0; mantissa < 8; ++mantissa) {
-    for (int code = 0; code < 16; ++code) {
-      const int value = (code ^ 8) - 8;
-      const int magnitude = (8 + mantissa) * (value < 0 ? -value : value);  // in units of 2^-3
-      int top = 0;
-      while ((magnitude >> top) > 15) ++top;  // four significant bits, ties to even
-      const int rest = magnitude & ((1 << top) - 1), half = top > 0 ? 1 << (top - 1) : 1;
-      int kept = magnitude >> top;
-      if (top > 0 && (rest > half || (rest == half && kept % 2 != 0))) ++kept;
-      const auto product = static_cast<float>(kept << top) * 0x1p5F;  // 2^-3 * 2^(15 - 7)
-      const auto bits = std::bit_cast<std::uint32_t>(value < 0 ? -product : product);
-      t.low[mantissa * 16 + code] = static_cast<std::uint8_t>(bits >> 16 & 0xFFU);
-      t.high[mantissa * 16 + code] = static_cast<std::uint8_t>(bits >> 24);
-    }
-  }
-  return t;
 }
-constexpr ProductsE4M3 kProductsE4M3 = MakeProductsE4M3();
-
-struct PairsInt4Fp8 {
-  static constexpr int kSteps = 8;
-  __m512i low[2], high[2];
-  alignas(64) std::uint8_t mantissa[4][64];   // of each byte's column, times 16
-  alignas(64) std::uint32_t exponent[4][16];  // what comes off both halves of each column's pair
-  const PanelArgs* args = nullptr;
-  std::int64_t group = 0;
-  bool usual = true;
-  explicit PairsInt4Fp8(const PanelArgs&) {
-    for (int i = 0; i < 2; ++i) {
-      low[i] = _mm512_load_si512(kProductsE4M3.low + 64 * i);
-      high[i] = _mm512_load_si512(kProductsE4M3.high + 64 * i);
-    }
-  }
-  HWY_INLINE void Begin(const PanelArgs& panel, std::int64_t g) {
-    args = &panel;
-    group = g;
-    const auto* scales =
-        reinterpret_cast<const std::uint8_t*>(panel.group_scales) + g * kPanelColumns;
-    const __m512i all = _mm512_loadu_si512(scales);
-    // 2^-6 (code 0x08) to 56 (0x66): no product is subnormal or above 448.
-    usual = _mm512_cmpgt_epu8_mask(_mm512_sub_epi8(all, _mm512_set1_epi8(0x08)),
-                                   _mm512_set1_epi8(0x66 - 0x08)) == 0;
-    // Bytes of a quad of columns: two steps of each, twice.
-    const __m512i columns = _mm512_add_epi8(
-        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 1, 1, 2, 2, 3, 3, 0, 0, 1, 1, 2, 2, 3, 3)),
-        _mm512_set_epi32(0x0C0C0C0C, 0x0C0C0C0C, 0x0C0C0C0C, 0x0C0C0C0C, 0x08080808, 0x08080808,
-                         0x08080808, 0x08080808, 0x04040404, 0x04040404, 0x04040404, 0x04040404, 0,
-                         0, 0, 0));
-    for (int v = 0; v < 4; ++v) {
-      const __m128i strip = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + 16 * v));
-      const __m512i spread = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(strip), columns);
-      _mm512_store_si512(mantissa[v],
-                         _mm512_slli_epi16(_mm512_and_si512(spread, _mm512_set1_epi8(7)), 4));
-      const __m512i e = _mm512_srli_epi32(_mm512_cvtepu8_epi32(strip), 3);
-      const __m512i off = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(15), e), 7);
-      _mm512_store_si512(exponent[v], _mm512_or_si512(off, _mm512_slli_epi32(off, 16)));
-    }
-  }
-  HWY_INLINE void Decode(int v, __m512i raw, __m512i (&pair)[4]) const {
-    if (HWY_UNLIKELY(!usual)) return DecodeSlowly(v, raw, pair);
-    const __m512i nibble = _mm512_set1_epi8(15);
-    const __m512i columns = _mm512_load_si512(mantissa[v]), off = _mm512_load_si512(exponent[v]);
-    // code & 15 | mantissa
-    Half(_mm512_ternarylogic_epi32(raw, nibble, columns, 0xEA), off, pair[0], pair[1]);
-    Half(_mm512_ternarylogic_epi32(_mm512_srli_epi16(raw, 4), nibble, columns, 0xEA), off, pair[2],
-         pair[3]);
-  }
-  HWY_INLINE void Half(__m512i index, __m512i off, __m512i& first, __m512i& second) const {
-    const __m512i lower = _mm512_permutex2var_epi8(low[0], index, low[1]);
-    const __m512i upper = _mm512_permutex2var_epi8(high[0], index, high[1]);
-    // Saturating: the code of zero stays 0.
-    first = _mm512_subs_epu16(_mm512_unpacklo_epi8(lower, upper), off);
-    second = _mm512_subs_epu16(_mm512_unpackhi_epi8(lower, upper), off);
-  }
-  HWY_NOINLINE void DecodeSlowly(int v, __m512i raw, __m512i (&pair)[4]) const {
-    alignas(64) std::byte unit[kUnitBytes];
-    alignas(64) std::uint32_t out[4 * kPanelColumns];
-    _mm512_store_si512(unit + 64 * v, raw);
-    for (int c = 16 * v; c < 16 * v + 16; ++c)
-      UnitInt4Fp8::DecodeColumn(*args, group, unit, c, out + c);
-    for (int p = 0; p < 4; ++p) pair[p] = _mm512_load_si512(out + p * kPanelColumns + 16 * v);
-  }
-};
 
 // acc = one group of args.fold steps, decoded in registers, for the first MR rows.
 template <class Pairs, int MR>
@@ -170,15 +39,18 @@ HWY_INLINE void GroupInRegisters(const PanelArgs& args, const Pairs& pairs, std:
                                  const std::byte* w, VF (&acc)[MR][4]) {
   const std::uint16_t* a[MR];
   for (int r = 0; r < MR; ++r) a[r] = static_cast<const std::uint16_t*>(args.rows[r]) + k0;
-#pragma GCC unroll 8
-  for (int r = 0; r < MR; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) acc[r][v] = hn::Zero(df);
-  }
+  ClearTile<MR>(acc);
   for (int k = 0; k < args.fold; k += Pairs::kSteps, w += kUnitBytes) {
 #pragma GCC unroll 4
     for (int line = 0; line < 4; ++line)
       __builtin_prefetch(w + kStreamPrefetchBytes + 64 * line, 0, 2);
+    if constexpr (Pairs::kByPairs && MR > 3) {
+      StepOfUnit<0>(pairs, w, a, k, acc);
+      StepOfUnit<1>(pairs, w, a, k, acc);
+      StepOfUnit<2>(pairs, w, a, k, acc);
+      StepOfUnit<3>(pairs, w, a, k, acc);
+      continue;
+    }
 #pragma GCC unroll 4
     for (int v = 0; v < 4; ++v) {
       __m512i pair[Pairs::kSteps / 2];
@@ -195,30 +67,30 @@ HWY_INLINE void GroupInRegisters(const PanelArgs& args, const Pairs& pairs, std:
 
 // The scales are a second stream, a small fraction of the first.
 HWY_INLINE void PrefetchScales(const PanelArgs& args, std::int64_t group) {
-  if (args.group_scale_format == ScaleFormat::kNone) return;
+  if (args.group_scales == nullptr) return;
   const std::int64_t bytes = kPanelColumns * (args.group_scale_format == ScaleFormat::kF32 ? 4 : 1);
   for (std::int64_t line = 0; line < bytes; line += 64)
     __builtin_prefetch(args.group_scales + (group + 4) * bytes + line, 0, 2);
 }
+
+template <class Pairs>
+void GroupedBlocks(const PanelArgs& args);
 
 template <class Pairs, int MR>
 HWY_NOINLINE void GroupedStream(const PanelArgs& args) {
   Pairs pairs(args);
   HWY_ALIGN float buffer[kPanelColumns];
   VF total[MR][4];
-#pragma GCC unroll 2
-  for (int r = 0; r < MR; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) total[r][v] = hn::Zero(df);
-  }
+  ClearTile<MR>(total);
   const std::byte* w = args.panel;
   for (std::int64_t k0 = 0, group = 0; k0 < args.padded_k; k0 += args.fold, ++group) {
     VF acc[MR][4];
     PrefetchScales(args, group);
-    pairs.Begin(args, group);
+    if (HWY_UNLIKELY(!pairs.Begin(args, group)))
+      return GroupedBlocks<typename Pairs::AnyScale>(args);
     GroupInRegisters<Pairs, MR>(args, pairs, k0, w, acc);
     w += args.fold / Pairs::kSteps * kUnitBytes;
-    const float* scales = ExpandScales(args, group, buffer);
+    const float* scales = Pairs::Scales(args, group, buffer);
     const GroupFold fold(args, group);
 #pragma GCC unroll 4
     for (int v = 0; v < 4; ++v) {
@@ -245,51 +117,76 @@ HWY_NOINLINE void GroupedDirect(const PanelArgs& args) {
   for (std::int64_t k0 = 0, group = 0; k0 < args.padded_k; k0 += args.fold, ++group) {
     VF acc[MR][4];
     PrefetchScales(args, group);
-    pairs.Begin(args, group);
+    if (HWY_UNLIKELY(!pairs.Begin(args, group)))
+      return GroupedBlocks<typename Pairs::AnyScale>(args);
     GroupInRegisters<Pairs, MR>(args, pairs, k0, w, acc);
     w += args.fold / Pairs::kSteps * kUnitBytes;
-    FoldColumns<MR, 4>(args, acc, ExpandScales(args, group, buffer), group, 0, 0);
+    FoldColumns<MR, 4>(args, acc, Pairs::Scales(args, group, buffer), group, 0, 0);
   }
 }
 
 // Decoded groups in L1.
 struct GroupedBlock {
-  const std::uint32_t* w = nullptr;  // bf16 units
-  const float* scales = nullptr;     // [groups][64]
-  std::int64_t k0 = 0;               // first step
-  std::int64_t group = 0;            // first group
+  std::uint32_t* w = nullptr;     // bf16 units
+  const float* scales = nullptr;  // [groups][64]
+  std::int64_t k0 = 0;            // first step
+  std::int64_t group = 0;         // first group
   int groups = 0;
   int row = 0;
 };
 
-template <int MR>
-HWY_NOINLINE void RunGroupedTile(const PanelArgs& args, const GroupedBlock& block) {
+// What the other tiles of a block read: nothing left to decode.
+struct PairsDecoded {
+  static constexpr int kSteps = 2;
+};
+
+// A block's groups for MR rows. Pairs other than PairsDecoded: on the way its units from `w` to
+// `end` are decoded, one ahead of the multiply-adds, which read what was decoded a unit ago. (With
+// multiply-adds from registers the stores cost as much as in a pass of their own.)
+template <class Pairs, int MR>
+HWY_NOINLINE void RunGroupedTile(const PanelArgs& args, const GroupedBlock& block,
+                                 const Pairs& pairs, const std::byte* w, const std::byte* end) {
+  constexpr bool kDecodes = !std::is_same_v<Pairs, PairsDecoded>;
+  constexpr int kDecoded = Pairs::kSteps / 2 * kUnitBytes;
   const std::uint16_t* a[MR];
   for (int r = 0; r < MR; ++r)
     a[r] = static_cast<const std::uint16_t*>(args.rows[block.row + r]) + block.k0;
-  const auto* w = reinterpret_cast<const std::byte*>(block.w);
+  auto* decoded = reinterpret_cast<std::byte*>(block.w);
+  if constexpr (kDecodes) DecodeUnit(pairs, w, block.w);
   for (int group = 0; group < block.groups; ++group) {
     VF acc[MR][4];
-#pragma GCC unroll 8
-    for (int r = 0; r < MR; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < 4; ++v) acc[r][v] = hn::Zero(df);
-    }
+    ClearTile<MR>(acc);
     const std::int64_t first = group * args.fold;
-    for (std::int64_t k = 0; k < args.fold; k += 2, w += kUnitBytes)
-      StepBF16<MR>(w, a, first + k, acc);
+    for (std::int64_t k = 0; k < args.fold; k += Pairs::kSteps, decoded += kDecoded) {
+      if constexpr (kDecodes) {
+        w += kUnitBytes;
+        if (w < end) DecodeUnit(pairs, w, reinterpret_cast<std::uint32_t*>(decoded + kDecoded));
+      }
+#pragma GCC unroll 4
+      for (int pair = 0; pair < Pairs::kSteps / 2; ++pair)
+        StepBF16<MR>(decoded + pair * kUnitBytes, a, first + k + 2 * pair, acc);
+    }
     FoldColumns<MR, 4>(args, acc, block.scales + group * kPanelColumns, block.group + group,
                        block.row, 0);
   }
 }
 
+template <class Pairs>
+using GroupedTileFn = void (*)(const PanelArgs&, const GroupedBlock&, const Pairs&,
+                               const std::byte* w, const std::byte* end);
+template <class Pairs>
+constexpr GroupedTileFn<Pairs> kGroupedTiles[7] = {nullptr,
+                                                   RunGroupedTile<Pairs, 1>,
+                                                   RunGroupedTile<Pairs, 2>,
+                                                   RunGroupedTile<Pairs, 3>,
+                                                   RunGroupedTile<Pairs, 4>,
+                                                   RunGroupedTile<Pairs, 5>,
+                                                   RunGroupedTile<Pairs, 6>};
+
 constexpr int kFinestFold = 16;
 
 template <class Pairs>
 HWY_NOINLINE void GroupedBlocks(const PanelArgs& args) {
-  constexpr void (*kTiles[7])(const PanelArgs&, const GroupedBlock&) = {
-      nullptr,           RunGroupedTile<1>, RunGroupedTile<2>, RunGroupedTile<3>,
-      RunGroupedTile<4>, RunGroupedTile<5>, RunGroupedTile<6>};
   ClearResult(args);
   Pairs pairs(args);
   HWY_ALIGN std::uint32_t decoded[kGroup / 2 * kPanelColumns];  // 16 KiB, L1
@@ -303,32 +200,27 @@ HWY_NOINLINE void GroupedBlocks(const PanelArgs& args) {
     block.groups = static_cast<int>(k_count / args.fold);
     for (int g = 0; g < block.groups; ++g) {
       float* to = scales + g * kPanelColumns;
-      const float* from = ExpandScales(args, block.group + g, to);
+      const float* from = Pairs::Scales(args, block.group + g, to);
       if (from != to) std::memcpy(to, from, kPanelColumns * sizeof(float));
     }
-    std::uint32_t* out = decoded;
-    pairs.Begin(args, block.group);  // formats with tables of a group have groups of 128
-    for (std::int64_t k = 0; k < k_count; k += Pairs::kSteps, w += kUnitBytes) {
-      PrefetchUnit(w + kStreamPrefetchBytes);
-#pragma GCC unroll 4
-      for (int v = 0; v < 4; ++v) {
-        __m512i pair[Pairs::kSteps / 2];
-        pairs.Decode(v, _mm512_load_si512(w + 64 * v), pair);
-#pragma GCC unroll 4
-        for (int step = 0; step < Pairs::kSteps / 2; ++step)
-          _mm512_store_si512(out + step * kPanelColumns + 16 * v, pair[step]);
-      }
-      out += Pairs::kSteps / 2 * kPanelColumns;
-    }
+    // Formats that hold something of a group have groups of 128.
+    if (HWY_UNLIKELY(!pairs.Begin(args, block.group)))
+      return GroupedBlocks<typename Pairs::AnyScale>(args);
+    const std::byte* units = w;
+    w += k_count / Pairs::kSteps * kUnitBytes;
     const int tiles = (args.num_rows + 5) / 6;
     block.row = 0;
-    // Each tile asks for its share of the next groups: the decoding above would wait for memory.
+    // Each tile asks for its share of the next groups: decoding them would wait for memory.
     const auto lines = static_cast<int>(k_count / Pairs::kSteps * (kUnitBytes / 64));
     for (int i = 0; i < tiles; ++i) {
       const int height = args.num_rows / tiles + (i < args.num_rows % tiles ? 1 : 0);
       for (int line = lines * i / tiles; line < lines * (i + 1) / tiles; ++line)
         __builtin_prefetch(w + 64 * line, 0, 2);
-      kTiles[height](args, block);
+      if (i == 0) {
+        kGroupedTiles<Pairs>[height](args, block, pairs, units, w);
+      } else {
+        kGroupedTiles<PairsDecoded>[height](args, block, PairsDecoded{}, nullptr, nullptr);
+      }
       block.row += height;
     }
   }

@@ -32,6 +32,7 @@ struct GemmCase {
   bool offsets = false;
   int folds_per_row_scale = 0;  // grouped: 0: no row scales
   bool integers = false;
+  int largest_e4m3 = 0x7E;  // code of a group's scale
 };
 
 // The codes of kCode4 in these tests: int4.
@@ -129,7 +130,7 @@ Scales draw_scales(test::Rng& rng, const GemmCase& c, std::int64_t padded, int n
       if (!c.integers && i == 3) code = 0;
       if (c.format == ScaleFormat::kE4M3)
         code = static_cast<std::uint8_t>(c.integers ? 0x30 + 8 * rng.integer(0, 2)
-                                                    : rng.integer(0, 0x7E));
+                                                    : rng.integer(0, c.largest_e4m3));
       value = c.format == ScaleFormat::kE4M3 ? f32_from_e4m3(code) : f32_from_e8m0(code);
       s.group.push_back(static_cast<std::byte>(code));
     }
@@ -264,11 +265,19 @@ std::vector<GemmCase> cases(const CpuKernels& k, bool integers) {
   for (const W kind : {W::kF32, W::kBF16, W::kF16, W::kE4M3})
     all.push_back({kind, false, 0, F::kNone, false, 0, integers});
   const GemmCase grouped[] = {
-      {W::kCode4, false, 32, F::kE8M0, false, 0},   {W::kCode4, false, 16, F::kE4M3, false, 1},
-      {W::kCode4, false, 128, F::kF32, true, 0},    {W::kCode4, false, 64, F::kF32, false, 0},
-      {W::kCode4, false, 32, F::kE8M0, false, 4},   {W::kE4M3, false, 32, F::kE8M0, false, 1},
-      {W::kI8, false, 128, F::kNone, false, 0},     {W::kI8, false, 16, F::kF32, true, 0},
-      {W::kInt4Fp8, false, 128, F::kE4M3, false, 0}};
+      {W::kCode4, false, 32, F::kE8M0, false, 0},
+      {W::kCode4, false, 16, F::kE4M3, false, 1},
+      {W::kCode4, false, 128, F::kF32, true, 0},
+      {W::kCode4, false, 64, F::kF32, false, 0},
+      {W::kCode4, false, 32, F::kE8M0, false, 4},
+      {W::kE4M3, false, 32, F::kE8M0, false, 1},
+      {W::kI8, false, 128, F::kNone, false, 0},
+      {W::kI8, false, 16, F::kF32, true, 0},
+      // Products of many columns saturate, of a column in every second group, of none; subnormals.
+      {W::kInt4Fp8, false, 128, F::kE4M3, false, 0},
+      {W::kInt4Fp8, false, 128, F::kE4M3, false, 0, false, 0x67},
+      {W::kInt4Fp8, false, 128, F::kE4M3, false, 0, false, 0x66},
+      {W::kInt4Fp8, false, 128, F::kE4M3, false, 0, false, 0x0F}};
   for (GemmCase c : grouped) {
     c.integers = integers;
     all.push_back(c);
