@@ -66,7 +66,8 @@ class Run(ToolTest):
         self.assertEqual(results[0], results[1])
 
     def test_ranks_as_threads(self):
-        _, one = self.run_layer("mini-deepseek-v3", "--quant", "f32")
+        _, out = self.run_layer("mini-deepseek-v3", "--quant", "f32")
+        one = out.read_bytes()  # the next run writes to the same file
         for extra in (
             ["--ranks", 3, "--reduction", "per_slot"],
             ["--ranks", 4, "--tp", 2, "--transport", "batched"],
@@ -74,7 +75,7 @@ class Run(ToolTest):
         ):
             with self.subTest(extra):
                 value, out = self.run_layer("mini-deepseek-v3", "--quant", "f32", *extra)
-                self.assertEqual(out.read_bytes(), one.read_bytes())
+                self.assertEqual(out.read_bytes(), one)
                 ranks = value["per_rank"]
                 self.assertEqual([r["rank"] for r in ranks], list(range(extra[1])))
                 self.assertEqual(value["parallel"]["ranks"], extra[1])
@@ -82,6 +83,30 @@ class Run(ToolTest):
                 self.assertTrue(all(r["bytes_sent"] > 0 for r in ranks))
         value, _ = self.run_layer("mini-deepseek-v3", "--ranks", 2, "--no-ep")
         self.assertEqual(value["parallel"]["transport"], "gather")
+
+    def test_experts_move_between_ranks(self):
+        one, out = self.run_layer("mini-deepseek-v3", "--quant", "f32")
+        want = out.read_bytes()
+        value, out = self.run_layer("mini-deepseek-v3", "--quant", "f32", "--ranks", 2, "--eplb", "--redundant", 2)
+        self.assertEqual(out.read_bytes(), want)
+        eplb, experts = value["eplb"], len(one["expert_load"])
+        self.assertEqual(len(eplb["physical_to_logical"]), experts + 2)
+        self.assertEqual(sorted(set(eplb["physical_to_logical"])), list(range(experts)))
+        self.assertGreaterEqual(eplb["balancedness_after"], eplb["balancedness_before"])
+        self.assertGreater(eplb["calls_while_moving"], 0)
+        path, name = golden_input("mini-deepseek-v3")
+        arguments = ["run", "--model", MODELS / "mini-deepseek-v3", "--layer", 1, "--input", f"{path}:{name}",
+                     "--output", self.folder / "out", "--ranks", 2]  # fmt: skip
+        self.fails(USAGE, "redundant", arguments=[*arguments, "--redundant", 2])
+        self.fails(UNSUPPORTED, "enable_eplb", arguments=[*arguments, "--eplb", "--no-ep"])
+
+    def test_ranks_on_a_gpu_need_one(self):
+        path, name = golden_input("mini-deepseek-v3")
+        arguments = ["run", "--model", MODELS / "mini-deepseek-v3", "--layer", 1, "--input", f"{path}:{name}",
+                     "--output", self.folder / "out", "--ranks", 2]  # fmt: skip
+        if self.json_of("env")["cuda"]["available"]:
+            self.skipTest("there is a GPU")
+        self.fails(UNSUPPORTED, "--device", arguments=[*arguments, "--device", "cuda"])
 
     def test_every_rank_logs_with_its_number(self):
         path, name = golden_input("mini-gpt-oss")

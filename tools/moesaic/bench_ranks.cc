@@ -29,7 +29,8 @@ Result<Samples> measure(const BenchPoint& point, const BenchStage& stage, double
     const bool more = samples.us.size() < kMinSamples ||
                       std::chrono::duration<double>(Clock::now() - begin).count() < seconds;
     // All ranks begin a sample together.
-    MOESAIC_ASSIGN_OR_RETURN(const auto go, communicator.all_gather("more", more ? 1 : 0));
+    MOESAIC_ASSIGN_OR_RETURN(const auto go,
+                             communicator.control().all_gather("more", more ? 1 : 0));
     if (go[0] == 0) break;
     const std::int64_t before = stage.bytes_sent();
     const auto start = Clock::now();
@@ -45,8 +46,8 @@ Result<Samples> measure(const BenchPoint& point, const BenchStage& stage, double
 
 // Figures of all ranks, in thousandths.
 Result<std::vector<double>> gather(Communicator& communicator, double mine) {
-  MOESAIC_ASSIGN_OR_RETURN(
-      const auto all, communicator.all_gather("figures", static_cast<std::int64_t>(mine * 1e3)));
+  MOESAIC_ASSIGN_OR_RETURN(const auto all, communicator.control().all_gather(
+                                               "figures", static_cast<std::int64_t>(mine * 1e3)));
   std::vector<double> figures;
   for (const std::int64_t v : all) figures.push_back(static_cast<double>(v) * 1e-3);
   return figures;
@@ -72,6 +73,7 @@ int bench_on_rank(const BenchRanksRequest& request, const RankContext& c) {
   if (!stage.ok()) return c.fail(stage.status(), Origin::kOption);
 
   const int engines = c.size / peers;
+  const bool gpu = c.layer.device.is_cuda();
   c.console.print(fmt::format(
       "{} layer {}, {} routing, {} ranks over {}: tp {}, dp {}{}{}, transport {}, reduction {}\n"
       "{:>8} {:>8} {:>12} {:>12} {:>12} {:>16} {:>10}  {}\n",
@@ -102,7 +104,7 @@ int bench_on_rank(const BenchRanksRequest& request, const RankContext& c) {
                     {"stage", "layer"},
                     {"tokens", tokens},
                     {"tokens_in_all", all},
-                    {"device", "cpu"},
+                    {"device", gpu ? "cuda" : "cpu"},
                     {"backend", (*stage)->backend()},
                     {"quant", (*stage)->quant()},
                     {"routing", request.routing},
@@ -114,6 +116,7 @@ int bench_on_rank(const BenchRanksRequest& request, const RankContext& c) {
                     {"sp", p.is_sequence_parallel()},
                     {"transport", rank_transport_name(c.layer.transport)},
                     {"reduction", rank_reduction_name(c.layer.reduction)},
+                    {"combine_dtype", c.layer.combine_dtype == DType::kBF16 ? "bf16" : "f32"},
                     {"median_us", slowest},
                     {"min_us", fastest},
                     {"samples", samples->us.size()},
@@ -125,7 +128,7 @@ int bench_on_rank(const BenchRanksRequest& request, const RankContext& c) {
                     {"threads", c.layer.num_threads},
                     {"commit", commit()},
                     {"compiler", compiler()},
-                    {"machine", cpu_model_name()}});
+                    {"machine", gpu ? gpu_name(c.layer.device) : cpu_model_name()}});
     c.console.print(
         fmt::format("{:>8} {:>8} {:>12.1f} {:>12.1f} {:>12.4g} {:>16.1f} {:>10.1e}  {}\n", tokens,
                     all, slowest, fastest, 1e6 * static_cast<double>(all) / slowest,

@@ -75,11 +75,7 @@ class DeviceStage final : public GpuStage {
                        const std::vector<std::vector<TensorView>>& out) override {
     const DeviceScope scope(device_);
     MOESAIC_RETURN_IF_ERROR(scope.status());
-    auto rotations = std::make_shared<std::vector<OnDevice>>();
-    for (std::size_t i = 0; i < in.size(); ++i) {
-      MOESAIC_ASSIGN_OR_RETURN(OnDevice d, OnDevice::make(in[i], out[i]));
-      rotations->push_back(std::move(d));
-    }
+    MOESAIC_ASSIGN_OR_RETURN(const auto rotations, upload_all(in, out));
     MOESAIC_ASSIGN_OR_RETURN(
         std::unique_ptr<cuda::DeviceTimer> made,
         cuda::DeviceTimer::create(device_, [&](void* stream) -> Status {
@@ -99,7 +95,32 @@ class DeviceStage final : public GpuStage {
     });
   }
 
+  Result<RunFn> resident(const std::vector<std::vector<ConstTensorView>>& in,
+                         const std::vector<std::vector<TensorView>>& out) override {
+    const DeviceScope scope(device_);
+    MOESAIC_RETURN_IF_ERROR(scope.status());
+    MOESAIC_ASSIGN_OR_RETURN(const auto rotations, upload_all(in, out));
+    return RunFn([rotations, device = device_, enqueue = enqueue_](int rotation) -> Status {
+      const DeviceScope here(device);
+      MOESAIC_RETURN_IF_ERROR(here.status());
+      const OnDevice& d = (*rotations)[static_cast<std::size_t>(rotation)];
+      MOESAIC_RETURN_IF_ERROR(enqueue(nullptr, rotation, d.in, d.out));
+      return cuda::synchronize(nullptr);
+    });
+  }
+
  private:
+  using Rotations = std::shared_ptr<std::vector<OnDevice>>;
+  static Result<Rotations> upload_all(const std::vector<std::vector<ConstTensorView>>& in,
+                                      const std::vector<std::vector<TensorView>>& out) {
+    auto rotations = std::make_shared<std::vector<OnDevice>>();
+    for (std::size_t i = 0; i < in.size(); ++i) {
+      MOESAIC_ASSIGN_OR_RETURN(OnDevice d, OnDevice::make(in[i], out[i]));
+      rotations->push_back(std::move(d));
+    }
+    return rotations;
+  }
+
   int device_;
   EnqueueFn enqueue_;
 };

@@ -31,6 +31,11 @@ class GpuStage {
   // graph. out: shapes and dtypes of the outputs of each rotation.
   virtual Result<TimeFn> timer(const std::vector<std::vector<ConstTensorView>>& in,
                                const std::vector<std::vector<TensorView>>& out) = 0;
+  // The same for a stage that waits on the host and cannot be captured: run(i) works on rotation
+  // i's tensors on the device and returns when it is done.
+  using RunFn = std::function<Status(int rotation)>;
+  virtual Result<RunFn> resident(const std::vector<std::vector<ConstTensorView>>& in,
+                                 const std::vector<std::vector<TensorView>>& out) = 0;
 };
 
 // x [M, H] BF16 -> logits [M, E] F32. `copies` of the weight are rotated, so that it comes from

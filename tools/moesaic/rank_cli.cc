@@ -13,11 +13,41 @@
 namespace moesaic::tool {
 namespace {
 
-int launched_size() {
-  for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}) {
+int from_launcher(std::initializer_list<const char*> names, int otherwise) {
+  for (const char* name : names) {
     if (const char* text = std::getenv(name)) return std::atoi(text);
   }
-  return 1;
+  return otherwise;
+}
+int launched_size() { return from_launcher({"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}, 1); }
+
+// "cuda": a GPU of its own for each rank of a host, messages through NCCL. "cuda:N": all ranks on
+// that GPU, messages through host memory. "" or "cpu": the CPU.
+Result<Device> device_of_rank(const CommonOptions& common, int rank) {
+  if (common.device.empty()) return Device::cpu();
+  if (common.device != "cuda") {
+    MOESAIC_ASSIGN_OR_RETURN(const Device device, parse_device(common.device));
+    MOESAIC_RETURN_IF_ERROR(check_device(device).with_context("--device"));
+    return device;
+  }
+  const int local = launched_by_mpi()
+                        ? from_launcher({"OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"}, rank)
+                        : rank;
+  std::vector<int> usable;
+  const CudaInfo info = query_cuda();
+  for (const CudaDeviceInfo& d : info.devices) {
+    if (d.available) usable.push_back(d.index);
+  }
+  if (local < static_cast<int>(usable.size())) {
+    return Device::cuda(usable[static_cast<std::size_t>(local)]);
+  }
+  return Status(
+      StatusCode::kUnsupported,
+      usable.empty()
+          ? fmt::format("--device cuda: {}; need cpu", info.reason)
+          : fmt::format("--device cuda: rank {} finds {} usable GPU(s), need one for each "
+                        "rank of a host, or cuda:N for all ranks on one",
+                        rank, usable.size()));
 }
 
 template <class Enum>
@@ -35,11 +65,6 @@ Result<FusedMoE::Options> layer_options_of(const RankOptions& o, const CommonOpt
     return Status(StatusCode::kInvalidArgument,
                   fmt::format("--tp: got {}, need a divisor of the {} ranks", o.tp, size));
   }
-  if (!common.device.empty() && common.device != "cpu") {
-    return Status(StatusCode::kUnsupported,
-                  fmt::format("--device: got {} with --ranks, need cpu: ranks compute on the CPU",
-                              common.device));
-  }
   ParallelSizes sizes;
   sizes.tp_size = o.tp;
   sizes.tp_rank = rank % o.tp;
@@ -48,7 +73,7 @@ Result<FusedMoE::Options> layer_options_of(const RankOptions& o, const CommonOpt
   sizes.enable_expert_parallel = o.ep;
   sizes.sequence_parallel = o.sp;
   FusedMoE::Options layer = layer_options(common, 1);
-  layer.device = Device::cpu();
+  MOESAIC_ASSIGN_OR_RETURN(layer.device, device_of_rank(common, rank));
   MOESAIC_ASSIGN_OR_RETURN(layer.parallel, ParallelConfig::from_sizes(sizes));
   layer.parallel.placement =
       by_name(o.placement, {ExpertPlacement::kLinear, ExpertPlacement::kRoundRobin},
@@ -59,9 +84,14 @@ Result<FusedMoE::Options> layer_options_of(const RankOptions& o, const CommonOpt
                             &rank_transport_name);
   layer.reduction = by_name(o.reduction, {RankReduction::kPerRank, RankReduction::kPerSlot},
                             &rank_reduction_name);
+  layer.combine_dtype = o.combine_dtype == "bf16" ? DType::kBF16 : DType::kF32;
   layer.num_threads = threads;
+  layer.enable_eplb = o.eplb;
+  layer.num_redundant_experts = o.redundant;
   return layer;
 }
+
+int timeout_ms(const RankOptions& options) { return static_cast<int>(options.timeout_s * 1000); }
 
 int run_one(const RankOptions& options, const CommonOptions& common, int threads,
             std::shared_ptr<Communicator> communicator,
@@ -75,10 +105,19 @@ int run_one(const RankOptions& options, const CommonOptions& common, int threads
   Result<FusedMoE::Options> layer = layer_options_of(options, common, c.rank, c.size, threads);
   if (!layer.ok()) return c.fail(layer.status(), Origin::kOption);
   c.layer = std::move(layer).value();
+  if (common.device == "cuda") {
+    CommunicatorOptions wait;
+    wait.timeout_ms = timeout_ms(options);
+    auto nccl = make_nccl_communicator(c.communicator, c.layer.device.index(), wait);
+    if (!nccl.ok()) return c.fail(nccl.status(), Origin::kOption);
+    c.communicator = std::move(nccl).value();
+  }
   c.layer.communicator = c.communicator;
-  c.console.note(1, fmt::format("{} of {} ranks over {}, tp {} of {}, dp {} of {}, {} thread(s)",
-                                c.rank, c.size, c.communicator->name(), c.rank % options.tp,
-                                options.tp, c.rank / options.tp, c.size / options.tp, threads));
+  c.console.note(
+      1,
+      fmt::format("{} of {} ranks over {} on {}, tp {} of {}, dp {} of {}, {} thread(s)", c.rank,
+                  c.size, c.communicator->name(), c.layer.device.to_string(), c.rank % options.tp,
+                  options.tp, c.rank / options.tp, c.size / options.tp, threads));
   return body(c);
 }
 
@@ -87,7 +126,8 @@ int run_one(const RankOptions& options, const CommonOptions& common, int threads
 void add_rank_options(CLI::App& app, RankOptions& o) {
   const char* group = "Ranks";
   app.add_option("--ranks", o.ranks,
-                 "Spread the layer over this many ranks: the processes of mpirun, else threads")
+                 "Spread the layer over this many ranks: the processes of mpirun, else threads. On "
+                 "the CPU; with --device cuda a GPU for each (NCCL), with cuda:N all on one")
       ->check(CLI::Range(1, 4096))
       ->group(group);
   app.add_option("--tp", o.tp,
@@ -114,8 +154,29 @@ void add_rank_options(CLI::App& app, RankOptions& o) {
       ->check(CLI::IsMember({"per_rank", "per_slot"}))
       ->capture_default_str()
       ->group(group);
+  app.add_option(
+         "--combine-dtype", o.combine_dtype,
+         "Of partial sums on their way back (gather, all_to_all): bf16 is half the bytes and "
+         "one more rounding")
+      ->check(CLI::IsMember({"f32", "bf16"}))
+      ->capture_default_str()
+      ->group(group);
   app.add_option("--timeout", o.timeout_s, "Seconds to wait for another rank before giving up")
       ->check(CLI::Range(0.1, 86400.0))
+      ->capture_default_str()
+      ->group(group);
+}
+
+void add_balance_options(CLI::App& app, RankOptions& o) {
+  const char* group = "Ranks";
+  CLI::Option* eplb = app.add_flag(
+      "--eplb", o.eplb,
+      "Expert load balancing: measure the load, move experts between the ranks while the layer "
+      "serves, and show that no bit of the output changes (CPU, whole experts)");
+  eplb->group(group);
+  app.add_option("--redundant", o.redundant, "Slots beyond one per expert, for copies")
+      ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 20))
+      ->needs(eplb)
       ->capture_default_str()
       ->group(group);
 }
@@ -145,7 +206,7 @@ int run_on_ranks(const RankOptions& options, const CommonOptions& common,
                  const std::function<int(const RankContext&)>& body) {
   const Console console = common.console();
   CommunicatorOptions communicator;
-  communicator.timeout_ms = static_cast<int>(options.timeout_s * 1000);
+  communicator.timeout_ms = timeout_ms(options);
   const int cores = cpu::resolve_threads(0);
   if (launched_by_mpi()) {
     auto mine = make_mpi_communicator(communicator);
@@ -191,7 +252,8 @@ Json describe_ranks(const RankContext& c, const FusedMoE& layer) {
           {"sp", p.is_sequence_parallel()},
           {"placement", expert_placement_name(p.placement)},
           {"transport", rank_transport_name(layer.transport())},
-          {"reduction", rank_reduction_name(c.layer.reduction)}};
+          {"reduction", rank_reduction_name(c.layer.reduction)},
+          {"combine_dtype", c.layer.combine_dtype == DType::kBF16 ? "bf16" : "f32"}};
 }
 
 }  // namespace moesaic::tool

@@ -16,10 +16,15 @@ struct RankOptions {
   int ranks = 0;  // 0: as many as mpirun started, else one
   int tp = 1;
   bool ep = true, sp = false;
-  std::string placement = "linear", transport = "auto", reduction = "per_rank";
+  std::string placement = "linear", transport = "auto", reduction = "per_rank",
+              combine_dtype = "f32";
   double timeout_s = 60;
+  bool eplb = false;  // run only
+  std::int64_t redundant = 0;
 };
 void add_rank_options(CLI::App& app, RankOptions& options);
+// --eplb and --redundant.
+void add_balance_options(CLI::App& app, RankOptions& options);
 
 // Whether the verb is to run over several ranks.
 bool wants_ranks(const RankOptions& options);

@@ -129,6 +129,7 @@ Verb make_run(CLI::App& root) {
       ->capture_default_str();
   add_common_options(*app, state->common);
   add_rank_options(*app, state->ranks);
+  add_balance_options(*app, state->ranks);
   return {app, [state] { return run_layer(*state); }};
 }
 

@@ -4,12 +4,16 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "layer_io.h"
+#include "moesaic/eplb.h"
 #include "moesaic/parallel.h"
+#include "rank_balance.h"
 #include "spec_text.h"
 
 namespace moesaic::tool {
@@ -35,7 +39,8 @@ Result<RankTiming> time_on_ranks(const FusedMoE& layer, const Tensor& x, LayerOu
     const bool more =
         repeat > 0 ? taken < repeat : taken < kMinSamples || (spent < 1e6 && taken < kMaxSamples);
     const std::int64_t sent = communicator.bytes_sent();
-    MOESAIC_ASSIGN_OR_RETURN(const auto go, communicator.all_gather("more", more ? 1 : 0));
+    MOESAIC_ASSIGN_OR_RETURN(const auto go,
+                             communicator.control().all_gather("more", more ? 1 : 0));
     asking += communicator.bytes_sent() - sent;
     if (go[0] == 0) break;
     const auto begin = Clock::now();
@@ -75,18 +80,29 @@ struct PerRank {
 Result<PerRank> share_figures(const RankContext& c, const RankTiming& t, const FusedMoE& layer) {
   PerRank p;
   const auto ns = [](double us) { return static_cast<std::int64_t>(us * 1e3); };
-  MOESAIC_ASSIGN_OR_RETURN(p.median_ns, c.communicator->all_gather("figures", ns(t.median_us)));
-  MOESAIC_ASSIGN_OR_RETURN(p.min_ns, c.communicator->all_gather("figures", ns(t.min_us)));
-  MOESAIC_ASSIGN_OR_RETURN(p.bytes, c.communicator->all_gather("figures", t.bytes_sent));
+  MOESAIC_ASSIGN_OR_RETURN(p.median_ns,
+                           c.communicator->control().all_gather("figures", ns(t.median_us)));
+  MOESAIC_ASSIGN_OR_RETURN(p.min_ns, c.communicator->control().all_gather("figures", ns(t.min_us)));
+  MOESAIC_ASSIGN_OR_RETURN(p.bytes, c.communicator->control().all_gather("figures", t.bytes_sent));
   MOESAIC_ASSIGN_OR_RETURN(p.weight_bytes,
-                           c.communicator->all_gather("figures", layer.weight_bytes()));
+                           c.communicator->control().all_gather("figures", layer.weight_bytes()));
   return p;
 }
 
-// Chosen slots whose expert each rank owns; with slices every rank computes a part of all.
+// Chosen slots whose expert each rank owns (copies share theirs); with slices every rank computes a
+// part of all.
 std::vector<std::int64_t> slots_of_ranks(const RankContext& c,
-                                         const std::vector<std::int64_t>& load) {
+                                         const std::vector<std::int64_t>& load,
+                                         const std::vector<std::int32_t>& physical_to_logical) {
   std::vector<std::int64_t> slots(static_cast<std::size_t>(c.size), 0);
+  if (!physical_to_logical.empty()) {
+    const auto shares =
+        rank_loads(std::vector<double>(load.begin(), load.end()), physical_to_logical, c.size);
+    for (std::size_t r = 0; shares.ok() && r < slots.size(); ++r) {
+      slots[r] = std::llround((*shares)[r]);
+    }
+    return slots;
+  }
   const auto owners = expert_owners(std::ssize(load), c.layer.parallel);
   for (std::size_t e = 0; e < load.size(); ++e) {
     if (c.layer.parallel.ep_size > 1 && owners.ok()) {
@@ -99,10 +115,11 @@ std::vector<std::int64_t> slots_of_ranks(const RankContext& c,
 }
 
 void report(const RankContext& c, const RunRequest& request, const FusedMoE& layer,
-            const LayerOutput& all, const RankTiming& timing, const PerRank& figures) {
+            const LayerOutput& all, const RankTiming& timing, const PerRank& figures,
+            const std::optional<RankBalance>& balance) {
   const std::int64_t tokens = all.output.shape()[0];
   const std::vector<std::int64_t> load = expert_load(all.topk_ids, layer.spec().num_experts);
-  const std::vector<std::int64_t> slots = slots_of_ranks(c, load);
+  const std::vector<std::int64_t> slots = slots_of_ranks(c, load, layer.physical_to_logical());
   const auto us = [](const std::vector<std::int64_t>& ns) {  // the slowest rank's
     return static_cast<double>(*std::max_element(ns.begin(), ns.end())) * 1e-3;
   };
@@ -118,18 +135,20 @@ void report(const RankContext& c, const RunRequest& request, const FusedMoE& lay
                      {"bytes_sent", figures.bytes[i]},
                      {"weight_bytes", figures.weight_bytes[i]}});
   }
-  c.console.emit(
-      {{"layer", request.layer},
-       {"tokens", tokens},
-       {"device", "cpu"},
-       {"backend", layer.experts_backend()},
-       {"quant", layer.quant().name},
-       {"time_us", {{"median", median}, {"min", us(figures.min_ns)}, {"samples", timing.samples}}},
-       {"tokens_per_s", finite(per_second)},
-       {"expert_load", load},
-       {"output", request.output},
-       {"parallel", describe_ranks(c, layer)},
-       {"per_rank", ranks}});
+  Json json = {
+      {"layer", request.layer},
+      {"tokens", tokens},
+      {"device", layer.device().is_cuda() ? "cuda" : "cpu"},
+      {"backend", layer.experts_backend()},
+      {"quant", layer.quant().name},
+      {"time_us", {{"median", median}, {"min", us(figures.min_ns)}, {"samples", timing.samples}}},
+      {"tokens_per_s", finite(per_second)},
+      {"expert_load", load},
+      {"output", request.output},
+      {"parallel", describe_ranks(c, layer)},
+      {"per_rank", ranks}};
+  if (balance) json["eplb"] = to_json(*balance);
+  c.console.emit(json);
   const ParallelConfig& p = c.layer.parallel;
   c.console.print(describe(layer.spec()) + "\n");
   c.console.print(fmt::format(
@@ -153,6 +172,7 @@ void report(const RankContext& c, const RunRequest& request, const FusedMoE& lay
                               format_us(median), format_us(us(figures.min_ns)), timing.samples,
                               per_second));
   c.console.print(fmt::format("load     {}\n", fmt::join(load, " ")));
+  if (balance) print(*balance, c.console);
   c.console.print(fmt::format("written  {} (output, topk_ids, topk_weights)\n", request.output));
 }
 
@@ -176,7 +196,7 @@ int run_layer_on_rank(const RunRequest& request, const RankContext& c) {
   for (int r = 0; r < c.size; ++r) most = std::max(most, c.rows(tokens, r).count);
   FusedMoE::Options options = c.layer;
   options.max_tokens = std::min(most, kMaxTokensPerCall);
-  const Result<FusedMoE> layer = FusedMoE::from_checkpoint(*checkpoint, request.layer, options);
+  Result<FusedMoE> layer = FusedMoE::from_checkpoint(*checkpoint, request.layer, options);
   if (!layer.ok()) return c.fail(layer.status(), Origin::kOption);
   c.console.note(
       1, fmt::format("layer {} ready: {} of weights, rows {} to {}", request.layer,
@@ -199,6 +219,12 @@ int run_layer_on_rank(const RunRequest& request, const RankContext& c) {
   const Result<RankTiming> timing =
       time_on_ranks(*layer, *mine, *part, request.repeat, *c.communicator);
   if (!timing.ok()) return c.fail(timing.status(), Origin::kFile);
+  std::optional<RankBalance> balance;
+  if (options.enable_eplb) {
+    Result<RankBalance> moved = balance_on_ranks(c, *layer, *mine, *part);
+    if (!moved.ok()) return c.fail(moved.status(), Origin::kFile);
+    balance = std::move(moved).value();
+  }
   Status together = collect(c, tokens, part->output, all->output);
   if (together.ok()) together = collect(c, tokens, part->topk_ids, all->topk_ids);
   if (together.ok()) together = collect(c, tokens, part->topk_weights, all->topk_weights);
@@ -209,7 +235,7 @@ int run_layer_on_rank(const RunRequest& request, const RankContext& c) {
   if (const Status status = write_layer_output(request.output, *all); !status.ok()) {
     return c.fail(status, Origin::kOption);
   }
-  report(c, request, *layer, *all, *timing, *figures);
+  report(c, request, *layer, *all, *timing, *figures, balance);
   return kExitOk;
 }
 
