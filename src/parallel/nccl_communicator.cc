@@ -7,12 +7,12 @@
 #include <chrono>
 #include <cstring>
 #include <exception>
-#include <thread>
 #include <utility>
 
 #include "cuda/device_memory.h"
 #include "moesaic/communicator.h"
 #include "moesaic/device.h"
+#include "parallel/nccl_channel.h"
 #include "parallel/nccl_library.h"
 
 namespace moesaic {
@@ -36,85 +36,6 @@ std::uint64_t hash_of(std::string_view text) {  // FNV-1a
   for (const char c : text) h = (h ^ static_cast<unsigned char>(c)) * 1099511628211ULL;
   return h;
 }
-
-// A stream, an event and the NCCL communicator of one rank, on its device.
-class Channel {
- public:
-  Channel(const NcclLibrary& nccl, int device) : nccl_(nccl), device_(device) {}
-  Channel(const Channel&) = delete;
-  Channel& operator=(const Channel&) = delete;
-  ~Channel() {
-    const cuda::DeviceScope scope(device_);
-    if (comm_ != nullptr) {
-      // Every call has ended by now, so there is nothing to flush.
-      static_cast<void>(nccl_.comm_abort(comm_));
-    }
-    if (event_ != nullptr) static_cast<void>(cudaEventDestroy(event_));
-    if (stream_ != nullptr) static_cast<void>(cudaStreamDestroy(stream_));
-  }
-
-  Status start(int ranks, const NcclUniqueId& id, int rank, Clock::time_point deadline) {
-    MOESAIC_RETURN_IF_ERROR(cuda::check_call(
-        "nccl: stream", cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)));
-    MOESAIC_RETURN_IF_ERROR(
-        cuda::check_call("nccl: event", cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)));
-    NcclConfig config;
-    const int code = nccl_.comm_init_rank_config(&comm_, ranks, id, rank, &config);
-    return settle("ncclCommInitRankConfig", code, deadline);
-  }
-
-  cudaStream_t stream() const { return stream_; }
-  void* comm() const { return comm_; }
-
-  // Waits until a call that answered "in progress" has been carried out (not the work it put on the
-  // stream).
-  Status settle(const char* call, int code, Clock::time_point deadline) {
-    for (int round = 0; code == NcclLibrary::kInProgress; ++round) {
-      if (Clock::now() > deadline) return late(call);
-      pause(round);
-      const int asked = nccl_.comm_get_async_error(comm_, &code);
-      if (asked != NcclLibrary::kSuccess) code = asked;
-    }
-    if (code == NcclLibrary::kSuccess) return {};
-    return {StatusCode::kDevice, fmt::format("{}: {}", call, nccl_.get_error_string(code))};
-  }
-
-  // Waits for the stream; an error of a peer or the deadline ends it.
-  Status wait(const char* what, Clock::time_point deadline) {
-    MOESAIC_RETURN_IF_ERROR(cuda::check_call(what, cudaEventRecord(event_, stream_)));
-    for (int round = 0;; ++round) {
-      const cudaError_t done = cudaEventQuery(event_);
-      if (done != cudaErrorNotReady) return cuda::check_call(what, done);
-      int code = NcclLibrary::kSuccess;
-      if (nccl_.comm_get_async_error(comm_, &code) != NcclLibrary::kSuccess ||
-          (code != NcclLibrary::kSuccess && code != NcclLibrary::kInProgress)) {
-        return {StatusCode::kDevice, fmt::format("{}: {}", what, nccl_.get_error_string(code))};
-      }
-      if (Clock::now() > deadline) return late(what);
-      pause(round);
-    }
-  }
-
-  // Ends what is running on the device, so that freeing its buffers waits for nobody.
-  void abort() {
-    if (comm_ != nullptr) static_cast<void>(nccl_.comm_abort(std::exchange(comm_, nullptr)));
-  }
-
- private:
-  static Status late(const char* what) {
-    return {StatusCode::kDevice, fmt::format("{}: not done within the time", what)};
-  }
-  static void pause(int round) {
-    if (round < 1000) return;  // the first milliseconds belong to latency
-    std::this_thread::sleep_for(std::chrono::microseconds(round < 10'000 ? 10 : 200));
-  }
-
-  const NcclLibrary& nccl_;
-  int device_;
-  void* comm_ = nullptr;
-  cudaStream_t stream_ = nullptr;
-  cudaEvent_t event_ = nullptr;
-};
 
 class NcclCommunicator final : public Communicator {
  public:
@@ -182,12 +103,9 @@ class NcclCommunicator final : public Communicator {
     std::vector<In> recv(n);
     recv[0] = std::as_writable_bytes(std::span(&ids[0], 1));
     MOESAIC_RETURN_IF_ERROR(control_->exchange("nccl id", send, recv));
-    auto channel = std::make_unique<Channel>(nccl_, device_);
+    auto channel = std::make_unique<NcclChannel>(nccl_, device_);
     const Status status = channel->start(size(), ids[0], rank(), deadline);
-    if (!status.ok()) {
-      channel->abort();
-      return status;
-    }
+    if (!status.ok()) return status;
     channel_ = std::move(channel);
     return {};
   }
@@ -315,15 +233,16 @@ class NcclCommunicator final : public Communicator {
                           stream);
         bytes_sent_ += static_cast<std::int64_t>(send[r].size());
       }
-      if (from_[r] > 0 && (code == NcclLibrary::kSuccess || code == NcclLibrary::kInProgress)) {
+      if (from_[r] > 0 && code == NcclLibrary::kSuccess) {
         code = nccl_.recv(to[r], static_cast<std::size_t>(from_[r]), NcclLibrary::kBytes, peer,
                           channel_->comm(), stream);
       }
-      if (code == NcclLibrary::kInProgress) code = NcclLibrary::kSuccess;
     }
     const int ended = nccl_.group_end();
-    MOESAIC_RETURN_IF_ERROR(
-        channel_->settle("ncclGroupEnd", code == NcclLibrary::kSuccess ? ended : code, deadline));
+    if (code == NcclLibrary::kSuccess) code = ended;
+    if (code != NcclLibrary::kSuccess) {
+      return {StatusCode::kDevice, fmt::format("nccl: {}", nccl_.get_error_string(code))};
+    }
     for (std::size_t r = 0; r < n; ++r) {
       if (from_[r] == 0 || to[r] == recv[r].data()) continue;
       // Pageable memory: this waits for the stream, so first see that it ends.
@@ -340,7 +259,7 @@ class NcclCommunicator final : public Communicator {
   std::shared_ptr<Communicator> control_;
   int device_;
   CommunicatorOptions options_;
-  std::unique_ptr<Channel> channel_;
+  std::unique_ptr<NcclChannel> channel_;
   cuda::Allocation out_, in_;  // staging, grown on demand
   std::vector<std::int64_t> from_;
   Status agreed_status_, failure_;

@@ -17,7 +17,7 @@ struct NcclConfig {
   std::size_t size = sizeof(NcclConfig);
   unsigned magic = 0xCAFEBEEF;
   unsigned version = 21800;
-  int blocking = 0;
+  int blocking = 1;
   int cga_cluster_size = kUndefined;
   int min_ctas = kUndefined, max_ctas = kUndefined;
   const char* net_name = nullptr;
