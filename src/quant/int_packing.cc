@@ -161,33 +161,60 @@ Status expect_codes(std::string_view field, const ConstTensorView& t) {
   MOESAIC_RETURN_IF_ERROR(expect_matrix(field, t));
   return contiguous_bytes(DType::kU64, t.shape).status();
 }
-Status expect_awq(std::string_view field, const ConstTensorView& t) {
-  MOESAIC_RETURN_IF_ERROR(expect_codes(field, t));
-  if (t.dim(0) % 8 == 0) return {};
-  return Status(StatusCode::kInvalidShape, std::string(field) + ": got N = " +
-                                               std::to_string(t.dim(0)) + ", need a multiple of 8");
+
+// One of the tensors that files hold: what its two forms are called and how it lies.
+enum class Kind : std::uint8_t { kGptq, kAwq, kCompressed };
+struct StoredTensor {
+  Kind kind;
+  const char* words;
+  const char* bytes;
+  Packing (*layout)(const Shape& bytes, int bits);
+};
+Packing awq_columns(const Shape& bytes, int bits) { return columns_along_rows(bytes, bits, true); }
+Packing gptq_columns(const Shape& bytes, int bits) { return columns_along_rows(bytes, bits); }
+constexpr StoredTensor kGptqWeight = {Kind::kGptq, "qweight", "codes", rows_along_columns};
+constexpr StoredTensor kGptqZeros = {Kind::kGptq, "qzeros", "zeros", gptq_columns};
+constexpr StoredTensor kAwqWeight = {Kind::kAwq, "qweight", "codes", awq_columns};
+constexpr StoredTensor kAwqZeros = {Kind::kAwq, "qzeros", "zeros", awq_columns};
+constexpr StoredTensor kCtWeight = {Kind::kCompressed, "weight_packed", "codes", rows_along_rows};
+constexpr StoredTensor kCtZeros = {Kind::kCompressed, "weight_zero_point", "zeros",
+                                   columns_along_columns};
+
+Status check_bytes(const StoredTensor& t, int bits, const ConstTensorView& bytes) {
+  MOESAIC_RETURN_IF_ERROR(expect_bits(bits, t.kind == Kind::kGptq));
+  MOESAIC_RETURN_IF_ERROR(expect_codes(t.bytes, bytes));
+  if (t.kind != Kind::kAwq || bytes.dim(0) % 8 == 0) return {};
+  return Status(StatusCode::kInvalidShape, std::string(t.bytes) +
+                                               ": got N = " + std::to_string(bytes.dim(0)) +
+                                               ", need a multiple of 8");
 }
+
+Status unpack_tensor(const StoredTensor& t, const ConstTensorView& words, int bits,
+                     const TensorView& bytes, int add = 0) {
+  MOESAIC_RETURN_IF_ERROR(check_bytes(t, bits, bytes));
+  return run_unpack(words, t.words, bytes, t.bytes, t.layout(bytes.shape, bits), add);
+}
+Status pack_tensor(const StoredTensor& t, const ConstTensorView& bytes, int bits,
+                   const TensorView& words, int subtract = 0) {
+  MOESAIC_RETURN_IF_ERROR(check_bytes(t, bits, bytes));
+  return run_pack(bytes, t.bytes, words, t.words, t.layout(bytes.shape, bits), subtract);
+}
+
+constexpr int kAwqBits = 4;
 
 }  // namespace
 
 Status unpack_gptq_weight(ConstTensorView qweight, int bits, TensorView codes) {
-  MOESAIC_RETURN_IF_ERROR(expect_bits(bits, true));
-  MOESAIC_RETURN_IF_ERROR(expect_codes("codes", codes));
-  return run_unpack(qweight, "qweight", codes, "codes", rows_along_columns(codes.shape, bits));
+  return unpack_tensor(kGptqWeight, qweight, bits, codes);
 }
 Status pack_gptq_weight(ConstTensorView codes, int bits, TensorView qweight) {
-  MOESAIC_RETURN_IF_ERROR(expect_bits(bits, true));
-  MOESAIC_RETURN_IF_ERROR(expect_codes("codes", codes));
-  return run_pack(codes, "codes", qweight, "qweight", rows_along_columns(codes.shape, bits));
+  return pack_tensor(kGptqWeight, codes, bits, qweight);
 }
 
 Status unpack_gptq_zeros(ConstTensorView qzeros, int bits, GptqZeroFormat format,
                          TensorView zeros) {
-  MOESAIC_RETURN_IF_ERROR(expect_bits(bits, true));
-  MOESAIC_RETURN_IF_ERROR(expect_codes("zeros", zeros));
   const int add = format == GptqZeroFormat::kMinusOne && !MOESAIC_FAULT(quant_gptq_zero_plain);
-  MOESAIC_RETURN_IF_ERROR(
-      run_unpack(qzeros, "qzeros", zeros, "zeros", columns_along_rows(zeros.shape, bits), add));
+  MOESAIC_RETURN_IF_ERROR(unpack_tensor(kGptqZeros, qzeros, bits, zeros, add));
   if (add == 0 || bits != 8) return {};
   // 255 + 1 has wrapped to 0, which "z - 1" cannot store otherwise.
   for (std::int64_t i = 0; i < zeros.dim(0) * zeros.dim(1); ++i) {
@@ -199,51 +226,33 @@ Status unpack_gptq_zeros(ConstTensorView qzeros, int bits, GptqZeroFormat format
   return {};
 }
 Status pack_gptq_zeros(ConstTensorView zeros, int bits, GptqZeroFormat format, TensorView qzeros) {
-  MOESAIC_RETURN_IF_ERROR(expect_bits(bits, true));
-  MOESAIC_RETURN_IF_ERROR(expect_codes("zeros", zeros));
-  const int subtract = format == GptqZeroFormat::kMinusOne ? 1 : 0;
-  return run_pack(zeros, "zeros", qzeros, "qzeros", columns_along_rows(zeros.shape, bits),
-                  subtract);
+  return pack_tensor(kGptqZeros, zeros, bits, qzeros, format == GptqZeroFormat::kMinusOne ? 1 : 0);
 }
 
 Status unpack_awq_weight(ConstTensorView qweight, TensorView codes) {
-  MOESAIC_RETURN_IF_ERROR(expect_awq("codes", codes));
-  return run_unpack(qweight, "qweight", codes, "codes", columns_along_rows(codes.shape, 4, true));
+  return unpack_tensor(kAwqWeight, qweight, kAwqBits, codes);
 }
 Status pack_awq_weight(ConstTensorView codes, TensorView qweight) {
-  MOESAIC_RETURN_IF_ERROR(expect_awq("codes", codes));
-  return run_pack(codes, "codes", qweight, "qweight", columns_along_rows(codes.shape, 4, true));
+  return pack_tensor(kAwqWeight, codes, kAwqBits, qweight);
 }
 Status unpack_awq_zeros(ConstTensorView qzeros, TensorView zeros) {
-  MOESAIC_RETURN_IF_ERROR(expect_awq("zeros", zeros));
-  return run_unpack(qzeros, "qzeros", zeros, "zeros", columns_along_rows(zeros.shape, 4, true));
+  return unpack_tensor(kAwqZeros, qzeros, kAwqBits, zeros);
 }
 Status pack_awq_zeros(ConstTensorView zeros, TensorView qzeros) {
-  MOESAIC_RETURN_IF_ERROR(expect_awq("zeros", zeros));
-  return run_pack(zeros, "zeros", qzeros, "qzeros", columns_along_rows(zeros.shape, 4, true));
+  return pack_tensor(kAwqZeros, zeros, kAwqBits, qzeros);
 }
 
 Status unpack_ct_weight(ConstTensorView packed, int bits, TensorView codes) {
-  MOESAIC_RETURN_IF_ERROR(expect_bits(bits, false));
-  MOESAIC_RETURN_IF_ERROR(expect_codes("codes", codes));
-  return run_unpack(packed, "weight_packed", codes, "codes", rows_along_rows(codes.shape, bits));
+  return unpack_tensor(kCtWeight, packed, bits, codes);
 }
 Status pack_ct_weight(ConstTensorView codes, int bits, TensorView packed) {
-  MOESAIC_RETURN_IF_ERROR(expect_bits(bits, false));
-  MOESAIC_RETURN_IF_ERROR(expect_codes("codes", codes));
-  return run_pack(codes, "codes", packed, "weight_packed", rows_along_rows(codes.shape, bits));
+  return pack_tensor(kCtWeight, codes, bits, packed);
 }
 Status unpack_ct_zeros(ConstTensorView packed, int bits, TensorView zeros) {
-  MOESAIC_RETURN_IF_ERROR(expect_bits(bits, false));
-  MOESAIC_RETURN_IF_ERROR(expect_codes("zeros", zeros));
-  return run_unpack(packed, "weight_zero_point", zeros, "zeros",
-                    columns_along_columns(zeros.shape, bits));
+  return unpack_tensor(kCtZeros, packed, bits, zeros);
 }
 Status pack_ct_zeros(ConstTensorView zeros, int bits, TensorView packed) {
-  MOESAIC_RETURN_IF_ERROR(expect_bits(bits, false));
-  MOESAIC_RETURN_IF_ERROR(expect_codes("zeros", zeros));
-  return run_pack(zeros, "zeros", packed, "weight_zero_point",
-                  columns_along_columns(zeros.shape, bits));
+  return pack_tensor(kCtZeros, zeros, bits, packed);
 }
 
 namespace {

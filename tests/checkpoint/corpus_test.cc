@@ -8,7 +8,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
-#include "checkpoint/container_support.h"
+#include "checkpoint/generated_files.h"
 #include "checkpoint/shards.h"
 #include "moesaic/checkpoint.h"
 
@@ -74,12 +74,8 @@ TEST_P(Corpus, EveryCaseIsRefusedAsTheManifestSays) {
   const std::string python = MOESAIC_PYTHON;
   if (python.empty()) GTEST_SKIP() << "no Python 3 interpreter was found: corpus not generated";
   TempDir dir;
-  const std::string script = std::string(MOESAIC_SOURCE_DIR) + "/tests/checkpoint/" + GetParam();
-  const std::string command = "PYTHONDONTWRITEBYTECODE=1 '" + python + "' '" + script + "' '" +
-                              dir.path() + "' > '" + dir.path("log") + "' 2>&1";
-  ASSERT_EQ(std::system(command.c_str()), 0) << read_bytes(dir.path("log"));
-  std::ifstream in(dir.path("manifest.json"));
-  const auto manifest = nlohmann::json::parse(in);
+  const auto [manifest, problem] = generate_files(python, GetParam(), dir);
+  ASSERT_EQ(problem, "");
   int refused = 0;
   for (const auto& item : manifest) {
     const std::string name = item["name"];

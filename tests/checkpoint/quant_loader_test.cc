@@ -4,11 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <cstdlib>
-#include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/generated_files.h"
 #include "checkpoint/tiny_support.h"
 #include "moesaic/fused_moe.h"
 #include "numerics/element.h"
@@ -28,16 +27,9 @@ class QuantCheckpoints : public testing::Test {
     const std::string python = MOESAIC_PYTHON;
     if (python.empty()) return;
     folder_ = new TempDir();
-    const std::string command = "PYTHONDONTWRITEBYTECODE=1 '" + python + "' '" +
-                                MOESAIC_SOURCE_DIR +
-                                "/tests/checkpoint/make_quant_checkpoints.py' '" + folder_->path() +
-                                "' > '" + folder_->path("log") + "' 2>&1";
-    if (std::system(command.c_str()) != 0) {
-      problem_ = read_bytes(folder_->path("log"));
-      return;
-    }
-    std::ifstream in(folder_->path("manifest.json"));
-    for (const auto& item : nlohmann::json::parse(in)) {
+    const auto files = generate_files(python, "make_quant_checkpoints.py", *folder_);
+    problem_ = files.problem;
+    for (const auto& item : files.manifest) {
       QuantCase c;
       c.name = item["name"];
       c.path = folder_->path(item["path"].get<std::string>());

@@ -1,8 +1,8 @@
 #include "checkpoint/tiny_support.h"
 
-#include <cstdlib>
-#include <fstream>
 #include <stdexcept>
+
+#include "checkpoint/generated_files.h"
 
 namespace moesaic::test {
 
@@ -14,15 +14,9 @@ void TinyCheckpoints::SetUpTestSuite() {
   const std::string python = MOESAIC_PYTHON;
   if (python.empty()) return;
   folder_ = new TempDir();
-  const std::string command = "PYTHONDONTWRITEBYTECODE=1 '" + python + "' '" + MOESAIC_SOURCE_DIR +
-                              "/tests/checkpoint/make_tiny_checkpoints.py' '" + folder_->path() +
-                              "' > '" + folder_->path("log") + "' 2>&1";
-  if (std::system(command.c_str()) != 0) {
-    problem_ = read_bytes(folder_->path("log"));
-    return;
-  }
-  std::ifstream in(folder_->path("manifest.json"));
-  for (const auto& item : nlohmann::json::parse(in)) {
+  const auto files = generate_files(python, "make_tiny_checkpoints.py", *folder_);
+  problem_ = files.problem;
+  for (const auto& item : files.manifest) {
     TinyCase c;
     c.name = item["name"];
     c.directory = folder_->path(item["path"].get<std::string>());

@@ -26,11 +26,23 @@ Tensor values_of(const OperandQuant& quant, const StoredMatrix& m, std::int64_t 
   return out;
 }
 
+OperandQuant group_of(DType dtype, std::int64_t columns) {
+  OperandQuant quant;
+  quant.dtype = dtype;
+  quant.granularity = ScaleGranularity::kGroup;
+  quant.block_k = columns;
+  return quant;
+}
+
 TEST(DequantizeWeight, AgreesWithEveryFormatsOwn) {
   test::Rng rng(1);
   const Tensor x = test::random_normal(rng, DType::kF32, {96, 256});
-  std::string why;
   Tensor want = poisoned(DType::kF32, {96, 256});
+  const auto expect_want = [&](const OperandQuant& quant, const StoredMatrix& m,
+                               std::int64_t part = 0) {
+    std::string why;
+    EXPECT_TRUE(test::same_bits(values_of(quant, m, part).view(), want.view(), &why)) << why;
+  };
   {  // FP8 blocks, two parts of 48 rows: scales start anew at row 48.
     OperandQuant quant;
     quant.dtype = DType::kF8E4M3;
@@ -49,40 +61,28 @@ TEST(DequantizeWeight, AgreesWithEveryFormatsOwn) {
           quantize_fp8_block(half, {32, 128}, ScaleRounding::kNone, q_half, scale_half).ok());
       ASSERT_TRUE(dequantize_fp8_block(q_half, scale_half, {32, 128}, want_half).ok());
     }
-    const Tensor got = values_of(quant, {q.view(), scale.view(), {}, {}, {}, {}, {}}, 48);
-    EXPECT_TRUE(test::same_bits(got.view(), want.view(), &why)) << why;
+    expect_want(quant, {q.view(), scale.view(), {}, {}, {}, {}, {}}, 48);
   }
   {  // MXFP4
-    OperandQuant quant;
-    quant.dtype = DType::kF4E2M1;
-    quant.granularity = ScaleGranularity::kGroup;
-    quant.block_k = 32;
+    OperandQuant quant = group_of(DType::kF4E2M1, 32);
     Tensor q = poisoned(DType::kF4E2M1, {96, 256});
     Tensor scale = poisoned(DType::kF8E8M0, {96, 8});
     ASSERT_TRUE(quantize_mx(x.view(), E8m0Rule::kCeil, q.view(), scale.view()).ok());
     ASSERT_TRUE(dequantize_mx(q.view(), scale.view(), want.view()).ok());
-    const Tensor got = values_of(quant, {q.view(), scale.view(), {}, {}, {}, {}, {}});
-    EXPECT_TRUE(test::same_bits(got.view(), want.view(), &why)) << why;
+    expect_want(quant, {q.view(), scale.view(), {}, {}, {}, {}, {}});
   }
   {  // NVFP4
-    OperandQuant quant;
-    quant.dtype = DType::kF4E2M1;
-    quant.granularity = ScaleGranularity::kGroup;
-    quant.block_k = 16;
+    OperandQuant quant = group_of(DType::kF4E2M1, 16);
     quant.outer_scale = OuterScale::kTensor;
     Tensor q = poisoned(DType::kF4E2M1, {96, 256});
     Tensor scale = poisoned(DType::kF8E4M3, {96, 16});
     ASSERT_TRUE(quantize_nvfp4(x.view(), 700.0F, q.view(), scale.view()).ok());
     ASSERT_TRUE(dequantize_nvfp4(q.view(), scale.view(), 1.0F / 700.0F, want.view()).ok());
     const Tensor global = test::f32_of({1}, {1.0F / 700.0F});
-    const Tensor got = values_of(quant, {q.view(), scale.view(), global.view(), {}, {}, {}, {}});
-    EXPECT_TRUE(test::same_bits(got.view(), want.view(), &why)) << why;
+    expect_want(quant, {q.view(), scale.view(), global.view(), {}, {}, {}, {}});
   }
   {  // uint4 with zero points, columns sorted by a permutation
-    OperandQuant quant;
-    quant.dtype = DType::kU4;
-    quant.granularity = ScaleGranularity::kGroup;
-    quant.block_k = 64;
+    OperandQuant quant = group_of(DType::kU4, 64);
     quant.zero_point = ZeroPoint::kInteger;
     Tensor codes = poisoned(DType::kU8, {96, 256});
     Tensor scale = poisoned(DType::kF16, {96, 4});
@@ -94,8 +94,7 @@ TEST(DequantizeWeight, AgreesWithEveryFormatsOwn) {
     Tensor nibbles = poisoned(DType::kU4, {96, 256});
     ASSERT_TRUE(pack_nibbles(codes.view(), 0, nibbles.view()).ok());
     StoredMatrix m = {nibbles.view(), scale.view(), {}, {}, zeros.view(), {}, {}};
-    const Tensor plain = values_of(quant, m);
-    EXPECT_TRUE(test::same_bits(plain.view(), want.view(), &why)) << why;
+    expect_want(quant, m);
     std::vector<std::int32_t> perm(256);
     for (std::size_t k = 0; k < 256; ++k) perm[k] = static_cast<std::int32_t>((k * 37 + 5) % 256);
     const Tensor order = test::tensor_of(DType::kI32, {256}, perm);
@@ -112,10 +111,7 @@ TEST(DequantizeWeight, AgreesWithEveryFormatsOwn) {
 }
 
 TEST(DequantizeWeight, TablesMinimaAndTwoLevelInt4) {
-  OperandQuant quant;
-  quant.dtype = DType::kU4;
-  quant.granularity = ScaleGranularity::kGroup;
-  quant.block_k = 2;
+  OperandQuant quant = group_of(DType::kU4, 2);
   quant.table = CodeTable::kNf4;
   const Tensor codes = test::tensor_of<std::uint8_t>(DType::kU4, {1, 4}, {0x2A, 0xF9});
   const Tensor scale = test::f32_of({1, 2}, {2.0F, 3.0F});
@@ -130,12 +126,9 @@ TEST(DequantizeWeight, TablesMinimaAndTwoLevelInt4) {
   got = values_of(quant, {codes.view(), scale.view(), {}, {}, {}, min.view(), {}});
   EXPECT_EQ(test::to_doubles(got.view()), (std::vector<double>{19.5, 3.5, 28, 46}));
   // e4m3(1.25 * 7) = 9 (8.75 is a tie, to even), times the channel's 2.
-  OperandQuant w4a8;
-  w4a8.dtype = DType::kI4;
-  w4a8.granularity = ScaleGranularity::kGroup;
+  OperandQuant w4a8 = group_of(DType::kI4, 128);
   w4a8.scale_format = ScaleFormat::kE4M3;
   w4a8.outer_scale = OuterScale::kChannel;
-  w4a8.block_k = 128;
   const Tensor sevens = test::tensor_of<std::uint8_t>(DType::kI4, {1, 2}, {0x97});
   const Tensor byte = test::tensor_of<std::uint8_t>(DType::kF8E4M3, {1, 1}, {e4m3_from_f32(1.25F)});
   const Tensor channel = test::f32_of({1}, {2.0F});

@@ -1,0 +1,23 @@
+#include "checkpoint/generated_files.h"
+
+#include <cstdlib>
+#include <fstream>
+
+namespace moesaic::test {
+
+GeneratedFiles generate_files(const std::string& python, const std::string& script,
+                              const TempDir& folder) {
+  GeneratedFiles files;
+  const std::string command = "PYTHONDONTWRITEBYTECODE=1 '" + python + "' '" + MOESAIC_SOURCE_DIR +
+                              "/tests/checkpoint/" + script + "' '" + folder.path() + "' > '" +
+                              folder.path("log") + "' 2>&1";
+  if (std::system(command.c_str()) != 0) {
+    files.problem = script + ": " + read_bytes(folder.path("log"));
+    return files;
+  }
+  std::ifstream in(folder.path("manifest.json"));
+  files.manifest = nlohmann::json::parse(in);
+  return files;
+}
+
+}  // namespace moesaic::test
