@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <filesystem>
 #include <system_error>
@@ -53,6 +54,9 @@ Status load_quantized_shared(const BoundLayer& layer, MoeLayerTensors* tensors) 
   MOESAIC_ASSIGN_OR_RETURN(slice.scheme, linear_scheme(source.shared, source.shared_dtype));
   if (source.shared.stored == StoredFormat::kNvfp4) {
     slice.scheme.weight.outer_scale = OuterScale::kChannel;  // whatever the scales are
+  }
+  if (source.shared.stored == StoredFormat::kFp8Tensor) {
+    slice.scheme.weight.granularity = ScaleGranularity::kChannel;
   }
   slice.gated = !source.family->shared_layout.gate.empty();
   slice.hidden = source.spec.hidden_size;
@@ -121,6 +125,12 @@ Result<MoeLayerTensors> load_tensors(const BoundLayer& layer) {
   MOESAIC_RETURN_IF_ERROR(read_stored(layer.gate_weight, &tensors.gate_weight));
   MOESAIC_RETURN_IF_ERROR(read_stored(layer.gate_bias, &tensors.gate_bias));
   MOESAIC_RETURN_IF_ERROR(read_stored(layer.shared_gate, &tensors.shared_gate_weight));
+  if (layer.shared_gate && tensors.shared_gate_weight.shape().rank() == 1) {  // [H] in GGUF
+    const Tensor row = std::move(tensors.shared_gate_weight);
+    MOESAIC_ASSIGN_OR_RETURN(tensors.shared_gate_weight,
+                             Tensor::uninitialized(row.dtype(), {1, row.shape()[0]}));
+    std::copy_n(row.data(), row.bytes(), tensors.shared_gate_weight.data());
+  }
   if (layer.correction_bias) {
     MOESAIC_ASSIGN_OR_RETURN(
         tensors.e_score_correction_bias,
@@ -164,10 +174,8 @@ struct Checkpoint::Impl {
     MOESAIC_ASSIGN_OR_RETURN(BoundLayer layer, bind_layer(config, *spec, *shards));
     MOESAIC_RETURN_IF_ERROR(check_parallel(layer.source, parallel));
 
-    if (layer.source.experts.stored == StoredFormat::kNvfp4) {
-      MOESAIC_ASSIGN_OR_RETURN(const bool differ, global_scales_differ(layer.experts));
-      if (differ) layer.source.spec.quant.weight.outer_scale = OuterScale::kChannel;
-    }
+    MOESAIC_RETURN_IF_ERROR(
+        scheme_of_values(layer.experts, layer.source.experts, &layer.source.spec.quant));
     const std::int64_t small = small_bytes(layer);
     MOESAIC_ASSIGN_OR_RETURN(std::vector<std::int64_t> ids,
                              local_expert_ids(spec->num_experts, parallel));

@@ -7,12 +7,13 @@
 namespace moesaic {
 namespace {
 
-constexpr std::array<std::string_view, 5> kLayerPrefixes = {
+constexpr std::array<std::string_view, 6> kLayerPrefixes = {
     "model.layers.",
     "language_model.model.layers.",  // Kimi-VL, Llama 4 style wrappers
     "model.language_model.layers.",  // GLM-4.5V, Qwen3-VL style wrappers
     "transformer.blocks.",           // DBRX
     "backbone.layers.",              // Nemotron-H
+    "layers.",                       // the model without its head
 };
 
 constexpr std::array<std::string_view, 4> kExpertCount = {"num_experts", "num_local_experts",

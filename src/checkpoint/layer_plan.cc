@@ -153,7 +153,10 @@ class Planner {
     one(Projection::kUp, layout.up, {s, h});
     one(Projection::kDown, layout.down, {h, s});
     if (spec_.shared.gated_output) {
-      router(LayerPart::kSharedGate, source_.family->shared_gate, {1, h});
+      // GGUF writers drop axes of one.
+      const bool gguf = source_.layout->block.empty();
+      router(LayerPart::kSharedGate, source_.family->shared_gate, gguf ? Shape{h} : Shape{1, h});
+      tensors_.back().leading_one_allowed = gguf;
     }
   }
 

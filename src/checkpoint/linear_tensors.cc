@@ -9,7 +9,6 @@ namespace {
 using K = TensorKind;
 
 const std::vector<DType> kFloats = {DType::kF32, DType::kBF16, DType::kF16};
-const std::vector<DType> kWideScale = {DType::kF32, DType::kBF16};
 const std::vector<DType> kF32 = {DType::kF32};
 const std::vector<DType> kFp8 = {DType::kF8E4M3};
 const std::vector<DType> kBytes = {DType::kU8};
@@ -21,7 +20,7 @@ std::vector<LinearTensor> fp8(const LinearFormat& f, std::int64_t n, std::int64_
   std::vector<LinearTensor> list = {{K::kWeight, ".weight", {{n, k}}, kFp8}};
   switch (f.stored) {
     case StoredFormat::kFp8Tensor:
-      list.push_back({K::kScale, ".weight_scale", kScalar, kWideScale});
+      list.push_back({K::kScale, ".weight_scale", kScalar, kFloats});
       break;
     case StoredFormat::kFp8Channel:
       list.push_back({K::kScale, ".weight_scale", {{n, 1}, {n}}, kFloats});
@@ -30,7 +29,7 @@ std::vector<LinearTensor> fp8(const LinearFormat& f, std::int64_t n, std::int64_
       list.push_back({K::kScale, ".weight_scale", {{n, k / kMxfp4GroupSize}}, kExponents});
   }
   if (f.activation == ActivationQuant::kStatic) {
-    list.push_back({K::kInputScale, ".input_scale", kScalar, kWideScale});
+    list.push_back({K::kInputScale, ".input_scale", kScalar, kFloats});
   }
   return list;
 }
@@ -67,7 +66,8 @@ std::vector<LinearTensor> gptq(const LinearFormat& f, std::int64_t n, std::int64
   return {{K::kWeight, ".qweight", {{words_for_codes(k, f.bits), n}}, kWords},
           {K::kZero, ".qzeros", {{groups, words_for_codes(n, f.bits)}}, kWords},
           {K::kScale, ".scales", {{groups, n}}, kFloats},
-          {K::kGroupIndex, ".g_idx", {{k}}, kWords, !f.act_order}};
+          {K::kGroupIndex, ".g_idx", {{k}}, kWords, !f.act_order},
+          {K::kZeroBias, ".bias", {{n}}, kFloats, true}};
 }
 
 std::vector<LinearTensor> awq(const LinearFormat& f, std::int64_t n, std::int64_t k) {

@@ -25,9 +25,10 @@ enum class TensorKind : std::uint8_t {
   kNestedScale,
   kNestedTable,
   kQuantState,  // bitsandbytes: JSON text
+  kZeroBias,    // GPTQ writers add one to linears that have none: all zeros
   kIgnored,     // may be there; says nothing new
 };
-inline constexpr std::size_t kNumTensorKinds = 13;
+inline constexpr std::size_t kNumTensorKinds = 14;
 
 struct LinearTensor {
   TensorKind kind;

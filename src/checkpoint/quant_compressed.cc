@@ -60,6 +60,18 @@ Status read_is_dynamic(const nlohmann::json& json, const ConfigFields& fields, O
   return {};
 }
 
+// [rows, columns], or the older spelling "128x128".
+Status read_block(const nlohmann::json& json, const ConfigFields& fields, Operand* op) {
+  const auto field = json.find("block_structure");
+  if (field != json.end() && *field == "128x128") {
+    op->block = {kFp8BlockSize, kFp8BlockSize};
+    return {};
+  }
+  MOESAIC_ASSIGN_OR_RETURN(const auto block, fields.integers("block_structure", {1, 1 << 20}, 2));
+  if (block) op->block = *block;
+  return {};
+}
+
 Result<std::optional<Operand>> read_operand(const ConfigFields& group, std::string_view name) {
   MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* json, group.object(name));
   if (json == nullptr) return std::optional<Operand>();
@@ -77,8 +89,7 @@ Result<std::optional<Operand>> read_operand(const ConfigFields& group, std::stri
   MOESAIC_RETURN_IF_ERROR(read_is_dynamic(*json, fields, &op));
   MOESAIC_ASSIGN_OR_RETURN(const auto group_size, fields.integer("group_size", {-1, 1 << 20}));
   op.group_size = group_size.value_or(0);
-  MOESAIC_ASSIGN_OR_RETURN(const auto block, fields.integers("block_structure", {1, 1 << 20}, 2));
-  if (block) op.block = *block;
+  MOESAIC_RETURN_IF_ERROR(read_block(*json, fields, &op));
   MOESAIC_ASSIGN_OR_RETURN(const auto strategy, fields.string("strategy"));
   // Unsaid, it follows from the group size, as the format's own reader has it.
   op.strategy = strategy.value_or(op.group_size > 0   ? "group"

@@ -85,7 +85,7 @@ std::vector<LinearTensor> stacked_tensors(const LinearFormat& f, ExpertStorage s
       f.activation == ActivationQuant::kStatic ||
       (f.stored == StoredFormat::kNvfp4 && f.activation != ActivationQuant::kNone);
   if (static_input) {
-    list.push_back({K::kInputScale, names.input_scale, numbers, {DType::kF32, DType::kBF16}});
+    list.push_back({K::kInputScale, names.input_scale, numbers, floats});
   }
   return list;
 }

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <limits>
 #include <string>
 #include <utility>
@@ -138,6 +139,9 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const QuantScheme& sh
     MOESAIC_ASSIGN_OR_RETURN(
         plan.shared_quant,
         plan_shared_quant(shared_stored, spec.quant, spec.activation_dtype, options.quant));
+    // The bound is the whole layer's: the shared expert may be the one that quantises activations.
+    plan.quant.scheme.output_bound =
+        std::max(plan.quant.scheme.output_bound, plan.shared_quant.scheme.output_bound);
     plan.shared = common_problem(spec, plan.shared_quant, options);
     plan.shared.num_experts = plan.shared.num_local_experts = plan.shared.top_k = 1;
     plan.shared.hidden_size = spec.hidden_size;

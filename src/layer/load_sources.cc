@@ -14,13 +14,26 @@
 namespace moesaic {
 namespace {
 
+// Does the scheme quantise activations with scales that come with the weights?
+bool has_input_scales(const OperandQuant& a) {
+  return a.outer_scale == OuterScale::kTensor ||
+         (a.granularity == ScaleGranularity::kTensor && !a.dynamic);
+}
+
 class PassingSource final : public ExpertSource {
  public:
-  explicit PassingSource(ExpertSource& source) : source_(source) {}
-  Result<ExpertWeightsView> expert(std::int64_t e) override { return source_.expert(e); }
+  PassingSource(ExpertSource& source, const QuantScheme& scheme)
+      : source_(source), input_scales_(has_input_scales(scheme.activation)) {}
+
+  Result<ExpertWeightsView> expert(std::int64_t e) override {
+    MOESAIC_ASSIGN_OR_RETURN(ExpertWeightsView v, source_.expert(e));
+    if (!input_scales_) v.w13_input_scale = v.w2_input_scale = ConstTensorView();
+    return v;
+  }
 
  private:
   ExpertSource& source_;
+  bool input_scales_;
 };
 
 // Keeps `buffer` unless its dtype and shape must change.
@@ -190,7 +203,7 @@ Result<std::unique_ptr<ExpertSource>> make_converting_source(ExpertSource& sourc
   std::unique_ptr<ExpertSource> result;
   switch (plan.conversion) {
     case LoadConversion::kNone:
-      result.reset(new (std::nothrow) PassingSource(source));
+      result.reset(new (std::nothrow) PassingSource(source, plan.scheme));
       break;
     case LoadConversion::kRound:
       result.reset(new (std::nothrow) RoundingSource(source, plan.scheme.weight.dtype));

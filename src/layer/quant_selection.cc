@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 
@@ -24,10 +25,28 @@ bool needs_input_scale(const OperandQuant& a) {
          (a.granularity == ScaleGranularity::kTensor && !a.dynamic);
 }
 
+// With a number for every row where there may be one for all: the same codes.
+OperandQuant by_rows(OperandQuant w) {
+  if (w.outer_scale == OuterScale::kTensor) w.outer_scale = OuterScale::kChannel;
+  if (w.granularity == ScaleGranularity::kTensor) w.granularity = ScaleGranularity::kChannel;
+  return w;
+}
+
 // Whether weights stored like this run as `scheme` without touching them.
 bool runs_as(const QuantScheme& stored, const QuantScheme& scheme) {
-  return scheme.weight == stored.weight &&
+  const bool fp8 = stored.weight.dtype == DType::kF8E4M3;  // multipliers of any granularity
+  if (fp8 && scheme.name == "fp8-bf16") return true;
+  return by_rows(scheme.weight) == by_rows(stored.weight) &&
          (!needs_input_scale(scheme.activation) || needs_input_scale(stored.activation));
+}
+
+// How far weights may be from the numbers of the file: what the stored scheme's bound has beyond
+// that of its name.
+double conversion_bound(const QuantScheme& stored) {
+  const Result<QuantScheme> named = quant_scheme_from_name(stored.name);
+  if (!named.ok()) return 0;
+  const double own = named->output_bound;
+  return std::sqrt(std::max(0.0, stored.output_bound * stored.output_bound - own * own));
 }
 
 // `stored` are quantised weights.
@@ -56,11 +75,10 @@ Result<QuantPlan> plan_stored(const QuantScheme& stored, DType activation_dtype,
   plan.activation_dtype = activation_dtype;
   if (requested != "as-is") {
     MOESAIC_ASSIGN_OR_RETURN(const QuantScheme named, quant_scheme_from_name(requested));
-    if (requested == "f32") {
+    if (requested == "f32" || runs_as(stored, named)) {
       plan.scheme = named;
       plan.scheme.weight = stored.weight;
-    } else if (runs_as(stored, named)) {
-      plan.scheme = named;
+      plan.scheme.output_bound = std::hypot(named.output_bound, conversion_bound(stored));
     } else if (requested != stored.name) {
       return no_such_pair(stored, requested);
     }
@@ -78,7 +96,11 @@ Result<QuantPlan> plan_quant(const QuantScheme& stored, DType activation_dtype,
     return plan_stored(stored, activation_dtype, requested);
   }
   std::string_view name = requested;
-  if (name == "as-is") name = is_fp8(stored) ? "fp8-block" : plain_name(stored.weight.dtype);
+  if (name == "as-is") {
+    name = !is_fp8(stored)        ? plain_name(stored.weight.dtype)
+           : stored.weight_only() ? "fp8-bf16"
+                                  : "fp8-block";
+  }
   QuantPlan plan;
   MOESAIC_ASSIGN_OR_RETURN(plan.scheme, quant_scheme_from_name(name));
   plan.activation_dtype = activation_dtype;

@@ -24,7 +24,8 @@ def layer_tensors(layer, i):
         for leaf in ("gate", "up", "down")[0 if layer.gated else 1:]:
             out[p + "ffn_%s_shexp.weight" % leaf] = tensor(layer.shared_dtype, getattr(layer.shared_mlp, leaf))
     if "shared_gate" in layer.expected:
-        out[p + "ffn_gate_inp_shexp.weight"] = layer.expected["shared_gate"]
+        gate = layer.expected["shared_gate"]  # [1, H]; writers drop axes of one
+        out[p + "ffn_gate_inp_shexp.weight"] = (gate.dtype, gate.shape[1:], gate.data)
     return out
 
 

@@ -194,7 +194,7 @@ def layers(c):
     f("inverse_name", rename(".weight_scale", ".weight_scale_inv"), MISSING, [UP + ".weight_scale", "weight_scale_inv"])
     f("scale_per_row", replace(".weight_scale", "F32", [64]), SHAPE, [UP + ".weight_scale", "[64]"])
     f("scale_two", replace(".weight_scale", "F32", [2]), SHAPE, [UP + ".weight_scale", "[2]"])
-    f("scale_dtype", replace(".weight_scale", "F16", [1]), DTYPE, [UP + ".weight_scale", "F16"])
+    f("scale_dtype", replace(".weight_scale", "I32", [1]), DTYPE, [UP + ".weight_scale", "I32"])
     for label, raw in (("nan", NAN), ("inf", INF), ("negative", struct.pack("<f", -1)), ("zero", bytes(4))):
         f("scale_" + label, poke(".weight_scale", 0, raw), CORRUPT, [UP + ".weight_scale", "scale"])
         f("input_scale_" + label, poke(".input_scale", 0, raw), CORRUPT, [UP + ".input_scale", "input scale"])
@@ -304,7 +304,7 @@ def layers(c):
     gp("index_float", replace(".g_idx", "F32", [64]), DTYPE, [UP + ".g_idx", "F32"])
     gp("index_unsorted", replace(".g_idx", "I32", [64], struct.pack("<64i", *([1] * 32 + [0] * 32))), CORRUPT, [UP + ".g_idx", "desc_act"])
     gp("index_missing_with_desc_act", pop(".g_idx"), MISSING, [UP + ".g_idx"], quant=dict(GPTQ, desc_act=True))
-    gp("extra_bias", add(".bias", Tensor("F16", [64], bytes(128))), CORRUPT, ["not recognised", ".bias"])
+    gp("bias_not_zero", add(".bias", Tensor("F16", [64], bytes(126) + b"\0\x3c")), UNSUPPORTED, [".bias", "row 63", "need zeros"])
     gp("words_of_other_width", lambda t: None, SHAPE, ["qweight", "[8, 64]", "[16, 64]"], quant=dict(GPTQ, bits=8))
     dummy = lambda rng, n, m: ({".weight": Tensor("BF16", [n, m], bytes(2 * n * m))}, None)
     layer("gptqt_width_not_words", GPTQ, dummy, lambda t: None, UNSUPPORTED, ["60 columns", "8"], i=60)

@@ -174,21 +174,21 @@ def compressed(form, weights, inputs=None):
 
 
 def fp8(c):
-    scales = []
-    def own_scales(rng, n, m, leaf):
-        scales.append(q.dyadic(rng, 1 / q.RMS8 / m**0.5 / (1 if leaf == "down_proj" else rng.choice([1, 2]))))
-        return q.fp8_tensor(rng, n, m, scale=scales[-1], scalar=False)
+    def own_scales(**k):  # of gate and up, as exporters that know of linears only write them
+        return lambda rng, n, m, leaf: q.fp8_tensor(rng, n, m, scale=q.dyadic(rng, 1 / q.RMS8 / m**0.5), scalar=False, **k)
     c.add("fp8_dynamic", {"quant_method": "fp8", "activation_scheme": "dynamic"}, one_scale(q.fp8_tensor), scheme="fp8-tensor", tp=(2, 4))
     c.add("fp8_static", {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
           one_scale(q.fp8_tensor, static=True), scheme="fp8-tensor", shared=64)
-    c.add("fp8_requantised", {"quant_method": "fp8"}, own_scales, scheme="fp8-tensor", tp=(), values=lambda e: merge(e, scales))
+    c.add("fp8_own_scales", {"quant_method": "fp8"}, own_scales(), scheme="fp8-tensor", tp=(2,), shared=64)
+    c.add("fp8_own_scales_static", {"quant_method": "fp8", "activation_scheme": "static"}, own_scales(static=True), scheme="fp8-tensor")
     float8 = lambda strategy, **k: dict({"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False}, **k)
     token = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
     c.add("ct_fp8_channel", compressed("float-quantized", float8("channel"), token), plain_linear(q.fp8_channel, dtype="BF16"), scheme="fp8-channel", tp=(2, 4))
     c.add("ct_fp8_channel_wo", compressed("naive-quantized", float8("channel")), plain_linear(q.fp8_channel), scheme="fp8-bf16")
     c.add("ct_fp8_tensor", compressed("float-quantized", float8("tensor"), float8("tensor")), one_scale(q.fp8_tensor, static=True, scalar=False),
           scheme="fp8-tensor")
-    c.add("ct_fp8_block", compressed("float-quantized", float8("block", block_structure=[128, 128]),
+    c.add("ct_fp8_tensor_wo", compressed("float-quantized", float8("tensor")), own_scales(), scheme="fp8-bf16")
+    c.add("ct_fp8_block", compressed("float-quantized", float8("block", block_structure="128x128"),
                                      dict(token, strategy="group", group_size=128)), plain_linear(q.fp8_block), h=128, i=256, scheme="fp8-block")
     c.add("ct_mxfp8", compressed("mxfp8-quantized", float8("group", group_size=32), float8("group", group_size=32, dynamic=True)),
           plain_linear(q.mxfp8), scheme="mxfp8")
@@ -215,17 +215,6 @@ def one_scale(make, **k):
     return linear
 
 
-def merge(expert, scales):
-    """Gate and up brought to the larger of their scales (the first of the list, which loses this expert's)."""
-    gate, up, down = expert
-    s = [scales.pop(0) for _ in range(3)]
-    if s[0] < s[1]:
-        gate = q.requantised(gate, s[0], s[1])
-    elif s[1] < s[0]:
-        up = q.requantised(up, s[1], s[0])
-    return gate, up, down
-
-
 def integers(c):
     int8 = lambda strategy: {"num_bits": 8, "type": "int", "symmetric": True, "strategy": strategy, "dynamic": False}
     token = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -249,7 +238,7 @@ def integers(c):
     gptq = lambda **k: dict({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "lm_head": False}, **k)
     c.add("gptq", gptq(), plain_linear(q.gptq), scheme="int4-g128", h=64, i=128, tp=(2, 4), shared=128)
     c.add("gptq_asymmetric", gptq(sym=False, checkpoint_format="gptq"), plain_linear(q.gptq, zeros=True), scheme="int4-g128")
-    c.add("gptq_v2", gptq(sym=False, checkpoint_format="gptq_v2"), plain_linear(q.gptq, zeros=True, v2=True), scheme="int4-g128")
+    c.add("gptq_v2", gptq(sym=False, checkpoint_format="gptq_v2"), plain_linear(q.gptq, zeros=True, v2=True, bias=True), scheme="int4-g128")
     c.add("gptq_8bit", gptq(bits=8, group_size=-1), plain_linear(q.gptq, bits=8, group=-1), scheme="int8-bf16")
     c.add("gptq_8bit_zeros", gptq(bits=8, sym=False), plain_linear(q.gptq, bits=8, zeros=True), scheme="int8-bf16")
     c.add("gptq_desc_act", gptq(desc_act=True), ordered(q.gptq), scheme="int4-g128", h=64, i=128, tp=(2, 4))

@@ -92,14 +92,6 @@ def fp8_tensor(rng, n, k, scale=None, static=False, scalar=True):
     return files, [[signed_e4m3(c) * s for c in row] for row in codes]
 
 
-def requantised(values, s_from, s_to):
-    """The values of one half of w13 after it was brought to the other's scale."""
-    def one(v):
-        code = encode_e4m3(f32(f32(v / s_from * s_from) / s_to))
-        return signed_e4m3(code) * s_to
-    return [[one(v) for v in row] for row in values]
-
-
 def fp8_channel(rng, n, k, dtype="F32", column=True):
     codes = fp8_codes(rng, n, k)
     s = [dyadic(rng, 1 / RMS8 / math.sqrt(k)) for _ in range(n)]
@@ -202,7 +194,7 @@ def group_index(rng, k, g, shuffle):
     return index
 
 
-def gptq(rng, n, k, bits=4, group=32, zeros=False, index=None, v2=False, with_index=True):
+def gptq(rng, n, k, bits=4, group=32, zeros=False, index=None, v2=False, with_index=True, bias=False):
     codes, s, z, g, groups = integer_parts(rng, n, k, bits, group, zeros)
     index = index or [j // g for j in range(k)]
     stored_z = [[x - (0 if v2 else 1) for x in row] for row in z]
@@ -212,6 +204,8 @@ def gptq(rng, n, k, bits=4, group=32, zeros=False, index=None, v2=False, with_in
     files = {".qweight": words([k // per, n], [w for row in weight for w in row]),
              ".qzeros": words([groups, len(zero[0])], [w for row in zero for w in row]),
              ".scales": floats("F16", [groups, n], [x for row in columns_of(s) for x in row])}
+    if bias:  # some exporters give one to every linear
+        files[".bias"] = floats("F16", [n], [0.0] * n)
     if with_index:
         files[".g_idx"] = words([k], index)
     return files, [[(c - z[r][index[j]]) * s[r][index[j]] for j, c in enumerate(row)] for r, row in enumerate(codes)]

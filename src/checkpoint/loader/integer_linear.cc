@@ -30,6 +30,7 @@ class IntegerReader {
 
   Result<IntegerLinear> run() {
     MOESAIC_RETURN_IF_ERROR(check_shape_tensor());
+    MOESAIC_RETURN_IF_ERROR(check_zero_bias());
     MOESAIC_RETURN_IF_ERROR(read_codes());
     MOESAIC_RETURN_IF_ERROR(read_zeros());
     MOESAIC_RETURN_IF_ERROR(read_scales());
@@ -59,6 +60,19 @@ class IntegerReader {
     if (at(0) == out_.rows && at(1) == out_.columns) return {};
     return corrupt(TensorKind::kPackedShape, fmt::format("got [{}, {}], need [{}, {}]", at(0),
                                                          at(1), out_.rows, out_.columns));
+  }
+
+  Status check_zero_bias() const {
+    if (!stored(TensorKind::kZeroBias)) return {};
+    MOESAIC_ASSIGN_OR_RETURN(const Tensor bias, read(TensorKind::kZeroBias));
+    for (std::int64_t i = 0; i < out_.rows; ++i) {
+      const float value = load_as_f32(bias.data(), bias.dtype(), i);
+      if (value == 0) continue;
+      return {StatusCode::kUnsupported,
+              fmt::format("{}: got {} at row {}, need zeros: experts of this family have no bias",
+                          quote_name(name(TensorKind::kZeroBias)), value, i)};
+    }
+    return {};
   }
 
   Status read_codes() {

@@ -18,7 +18,6 @@
 #include "core/fault.h"
 #include "numerics/element.h"
 #include "quant/bnb.h"
-#include "quant/fp8_scaled.h"
 #include "quant/gguf_blocks.h"
 #include "quant/int4_fp8.h"
 #include "quant/int_packing.h"
@@ -94,7 +93,7 @@ class QuantizedReader {
     MOESAIC_RETURN_IF_ERROR(read(down, &out_.w2));
     if (slice_.gated) MOESAIC_RETURN_IF_ERROR(read(gate, &out_.w13));
     MOESAIC_RETURN_IF_ERROR(read(up, &out_.w13));
-    MOESAIC_RETURN_IF_ERROR(merge_tensor_scales());
+    write_tensor_scales();
     write_global_scales();
     if (out_.w13.input_scale.present()) {
       out_.w13.input_scale.as<float>()[0] = input_scales.w13;
@@ -270,39 +269,40 @@ class QuantizedReader {
     return {};
   }
 
-  // --- scales of whole tensors: w13 has one for gate and up ---
+  // --- scales of whole tensors ---
 
-  Status merge_tensor_scales() {
-    if (weight_.granularity != ScaleGranularity::kTensor) return {};
-    out_.w2.scale.as<float>()[0] = tensor_scales_[kW2];
-    const float up = tensor_scales_[kW3];
-    const float gate = slice_.gated ? tensor_scales_[kW1] : up;
-    const float larger = std::max(gate, up);
-    out_.w13.scale.as<float>()[0] = larger;
-    if (gate == up || MOESAIC_FAULT(checkpoint_skip_requantise)) return {};
-    const int half = gate < up ? 0 : 1;
-    const float from = std::min(gate, up);
-    if (from == 0) return {};  // all codes of that half are zero
-    const std::int64_t bytes = slice_.count * slice_.hidden;
-    const TensorView codes(out_.w13.weight.data() + half * bytes, DType::kF8E4M3,
-                           {slice_.count, slice_.hidden});
-    return requantize_fp8(codes, from, larger);
+  // One per matrix, or, where gate and up of some expert differ, one per row: nothing is rounded
+  // a second time.
+  void write_tensor_scales() {
+    if (format_.stored != StoredFormat::kFp8Tensor) return;
+    if (weight_.granularity == ScaleGranularity::kTensor) {
+      out_.w13.scale.as<float>()[0] = tensor_scales_[kW3];
+      out_.w2.scale.as<float>()[0] = tensor_scales_[kW2];
+      return;
+    }
+    const bool of_gate = MOESAIC_FAULT(checkpoint_tensor_scale_of_gate);
+    write_rows(tensor_scales_, of_gate ? kW1 : kW3, &out_.w13.scale, &out_.w2.scale);
+  }
+
+  // A number of each projection to all of its rows.
+  void write_rows(const std::array<float, 3>& numbers, std::size_t up, Tensor* w13, Tensor* w2) {
+    float* rows = w13->as<float>();
+    if (slice_.gated) rows = std::fill_n(rows, slice_.count, numbers[kW1]);
+    std::fill_n(rows, slice_.count, numbers[up]);
+    std::fill_n(w2->as<float>(), slice_.hidden, numbers[kW2]);
   }
 
   // One per matrix, or, where gate and up of some expert differ, one per row.
   void write_global_scales() {
     if (format_.stored != StoredFormat::kNvfp4) return;
-    const float up = global_scales_[kW3];
-    const float gate = slice_.gated ? global_scales_[kW1] : up;
     if (weight_.outer_scale == OuterScale::kTensor) {
-      out_.w13.global_scale.as<float>()[0] = up;
+      out_.w13.global_scale.as<float>()[0] = global_scales_[kW3];
       out_.w2.global_scale.as<float>()[0] = global_scales_[kW2];
       return;
     }
-    float* rows = out_.w13.channel_scale.as<float>();
-    if (slice_.gated) rows = std::fill_n(rows, slice_.count, gate);
-    std::fill_n(rows, slice_.count, MOESAIC_FAULT(checkpoint_global_scale_of_gate) ? gate : up);
-    std::fill_n(out_.w2.channel_scale.as<float>(), slice_.hidden, global_scales_[kW2]);
+    const bool of_gate = MOESAIC_FAULT(checkpoint_global_scale_of_gate);
+    write_rows(global_scales_, of_gate ? kW1 : kW3, &out_.w13.channel_scale,
+               &out_.w2.channel_scale);
   }
 
   // --- integers in words ---
@@ -512,9 +512,9 @@ Result<InputScales> read_input_scales(const std::vector<MlpTensors>& experts,
   return scales;
 }
 
-Result<bool> global_scales_differ(const std::vector<MlpTensors>& experts) {
+static Result<bool> scales_differ(const std::vector<MlpTensors>& experts, TensorKind kind) {
   for (const MlpTensors& expert : experts) {
-    const auto& scales = expert.of(TensorKind::kGlobalScale);
+    const auto& scales = expert.of(kind);
     if (!scales[kW1]) continue;
     MOESAIC_ASSIGN_OR_RETURN(const std::vector<float> gate, read_floats(*scales[kW1]));
     if (scales[kW3]) {
@@ -527,6 +527,19 @@ Result<bool> global_scales_differ(const std::vector<MlpTensors>& experts) {
     }
   }
   return false;
+}
+
+Status scheme_of_values(const std::vector<MlpTensors>& experts, const LinearFormat& format,
+                        QuantScheme* scheme) {
+  if (format.stored == StoredFormat::kNvfp4) {
+    MOESAIC_ASSIGN_OR_RETURN(const bool differ, scales_differ(experts, TensorKind::kGlobalScale));
+    if (differ) scheme->weight.outer_scale = OuterScale::kChannel;
+  }
+  if (format.stored == StoredFormat::kFp8Tensor) {
+    MOESAIC_ASSIGN_OR_RETURN(const bool differ, scales_differ(experts, TensorKind::kScale));
+    if (differ) scheme->weight.granularity = ScaleGranularity::kChannel;
+  }
+  return {};
 }
 
 Result<MatrixBuffers> MatrixBuffers::make(const QuantScheme& scheme, std::int64_t rows,

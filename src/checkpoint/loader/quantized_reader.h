@@ -40,9 +40,11 @@ struct InputScales {
 Result<InputScales> read_input_scales(const std::vector<MlpTensors>& experts,
                                       const LinearFormat& format);
 
-// NVFP4: has any expert another global scale for gate than for up? Then the layer's scheme has
-// OuterScale::kChannel in place of kTensor.
-Result<bool> global_scales_differ(const std::vector<MlpTensors>& experts);
+// What only the stored numbers tell of a layer's scheme. Where any expert's gate has another scale
+// than its up, w13 has a scale per row: FP8 with a scale per tensor becomes kChannel, the global
+// scale of NVFP4 OuterScale::kChannel. Nothing is requantised.
+Status scheme_of_values(const std::vector<MlpTensors>& experts, const LinearFormat& format,
+                        QuantScheme* scheme);
 
 // One matrix [rows, columns]. Shapes and dtypes of all but `weight` as ExpertWeightsView has them;
 // what the scheme does not use is not present().
@@ -66,7 +68,7 @@ ExpertWeightsView view_of(const QuantizedBuffers& buffers);
 // group indices out of range or against the configuration, zero points that a symmetric format does
 // not have, a weight_shape or quantisation state that contradicts the tensors. kUnsupported: gate
 // and up with different group indices, groups of uneven size. Errors of reading as
-// they come. Gate and up with different per-tensor scales are requantised to the larger.
+// they come.
 Status read_quantized_mlp(const MlpTensors& tensors, const QuantizedSlice& slice,
                           const InputScales& input_scales, std::int64_t expert,
                           QuantizedBuffers* buffers);
