@@ -131,9 +131,12 @@ Result<std::unique_ptr<CudaAllToAll>> CudaAllToAll::create(
   impl->row.groups = codes ? static_cast<std::int32_t>(problem.hidden_size / 128) : 0;
   impl->row.top_k = static_cast<std::int32_t>(problem.top_k);
   // Ranks that disagree about the form of a row are in different calls.
-  impl->dispatch_name = fmt::format("dispatch ({}, {})", options.gather ? "gather" : "all_to_all",
-                                    codes ? "fp8" : "bf16");
-  impl->combine_name = fmt::format("combine ({})", impl->answer_bytes());
+  const char* const name = options.gather ? "gather" : "all_to_all";
+  const char* const answers = answer == Answer::kSlots         ? "slots"
+                              : answer == Answer::kPartialBf16 ? "bf16"
+                                                               : "fp32";
+  impl->dispatch_name = fmt::format("dispatch ({}, {})", name, codes ? "fp8" : "bf16");
+  impl->combine_name = fmt::format("combine ({}, {})", name, answers);
   MOESAIC_RETURN_IF_ERROR(impl->allocate(owners));
   std::unique_ptr<CudaAllToAll> made(new (std::nothrow) CudaAllToAll(std::move(impl)));
   if (!made) return Status(StatusCode::kOutOfMemory, "cannot allocate the transport");

@@ -1,0 +1,102 @@
+#!/usr/bin/env python3
+"""`moesaic run` over processes with a GPU each: the output of one GPU, and a killed rank is reported in time.
+
+usage: gpu_ranks_test.py TOOL SOURCE_DIR MPIEXEC
+
+Exit code 77, with the reason, where there is no NCCL, fewer than two GPUs or a build without MPI.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SKIPPED = 77
+TIMEOUT_S = 4
+LAYER = 1
+ENVIRONMENT = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+               "OMPI_MCA_btl_vader_single_copy_mechanism": "none"}  # fmt: skip
+
+
+def reason_to_skip(tool):
+    env = json.loads(subprocess.run([tool, "env", "--json"], capture_output=True, text=True, check=True).stdout)
+    if not env["nccl"]["available"]:
+        return "no NCCL: " + env["nccl"]["reason"]
+    if "mpirun" not in env["mpi"]["reason"]:
+        return "no MPI: " + env["mpi"]["reason"]
+    usable = sum(d["available"] for d in env["cuda"]["devices"])
+    return "" if usable >= 2 else f"{usable} usable GPU(s), need two"
+
+
+def processes_of_rank(tool, rank):
+    """Ids of this tool's processes that mpirun started as this rank."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            command = Path("/proc", pid, "cmdline").read_bytes().split(b"\0")[0].decode()
+            variables = Path("/proc", pid, "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if command == tool and f"OMPI_COMM_WORLD_RANK={rank}".encode() in variables:
+            found.append(int(pid))
+    return found
+
+
+class Case:
+    def __init__(self, tool, source, mpiexec, folder):
+        model = Path(source, "testdata", "models", "mini-deepseek-v3")
+        states = f"{model}/golden.safetensors:model.layers.{LAYER}.mlp.input"
+        self.tool, self.folder = tool, folder
+        self.run = [tool, "run", "--model", str(model), "--layer", str(LAYER), "--input", states, "--quant", "bf16"]
+        self.mpirun = [mpiexec, "--oversubscribe", "--enable-recovery", "-n", "2"]
+
+    def output(self, command, name, *extra):
+        path = Path(self.folder, name)
+        subprocess.run([*command, "--output", path, *extra], check=True, timeout=90, env=ENVIRONMENT,
+                       stdout=subprocess.DEVNULL)  # fmt: skip
+        return path.read_bytes()
+
+    def same_as_one_gpu(self):
+        one = self.output(self.run, "one", "--device", "cuda:0", "--repeat", "1")
+        two = self.output([*self.mpirun, *self.run], "two", "--device", "cuda", "--reduction", "per_slot", "--repeat", "5")
+        return "" if one == two else "two processes with a GPU each gave another file than one GPU"
+
+    def killed_rank_is_reported(self):
+        command = [*self.mpirun, *self.run, "--output", str(Path(self.folder, "never")), "--device", "cuda",
+                   "--repeat", "1000000", "--timeout", str(TIMEOUT_S), "-v"]  # fmt: skip
+        job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT,
+                               start_new_session=True)  # fmt: skip
+        time.sleep(7)  # both have connected and are computing
+        victims = processes_of_rank(self.tool, 1)
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        begin = time.monotonic()
+        try:
+            text = job.communicate(timeout=TIMEOUT_S + 20)[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            return "the other rank hangs: " + job.communicate()[0]
+        if len(victims) != 1:
+            return f"found {len(victims)} processes of rank 1: {text}"
+        print(f"reported {time.monotonic() - begin:.1f} s after the kill")
+        return "" if "[rank 0]: error: device:" in text else "rank 0 reports no error: " + text
+
+
+def main(tool, source, mpiexec):
+    reason = reason_to_skip(tool)
+    if reason:
+        print("SKIPPED:", reason)
+        return SKIPPED
+    with tempfile.TemporaryDirectory() as folder:
+        case = Case(tool, source, mpiexec, folder)
+        wrong = [w for w in (case.same_as_one_gpu(), case.killed_rank_is_reported()) if w]
+    print("\n".join(wrong) or "passed")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
