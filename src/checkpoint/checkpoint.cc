@@ -61,19 +61,14 @@ Status load_quantized_shared(const BoundLayer& layer, MoeLayerTensors* tensors) 
   slice.gated = !source.family->shared_layout.gate.empty();
   slice.hidden = source.spec.hidden_size;
   slice.width = slice.count = source.spec.shared.intermediate_size;
-  const std::string context = fmt::format("layer {} shared expert", source.spec.layer);
-  MOESAIC_ASSIGN_OR_RETURN(QuantizedBuffers buffers, QuantizedBuffers::make(slice));
-  MOESAIC_RETURN_IF_ERROR(
-      read_quantized_mlp(layer.shared, slice, {}, 0, &buffers).with_context(context));
   const std::int64_t rows = (slice.gated ? 2 : 1) * slice.count;
   MOESAIC_ASSIGN_OR_RETURN(tensors->shared_w13,
                            Tensor::uninitialized(DType::kF32, {1, rows, slice.hidden}));
   MOESAIC_ASSIGN_OR_RETURN(tensors->shared_w2,
                            Tensor::uninitialized(DType::kF32, {1, slice.hidden, slice.count}));
-  dequantize_matrix(slice.scheme.weight, buffers.w13, rows, slice.hidden,
-                    tensors->shared_w13.as<float>());
-  dequantize_matrix(slice.scheme.weight, buffers.w2, slice.hidden, slice.count,
-                    tensors->shared_w2.as<float>());
+  MOESAIC_RETURN_IF_ERROR(
+      read_wide_mlp(layer.shared, slice, 0, &tensors->shared_w13, &tensors->shared_w2)
+          .with_context(fmt::format("layer {} shared expert", source.spec.layer)));
   MOESAIC_ASSIGN_OR_RETURN(tensors->shared_quant, linear_scheme({}, DType::kF32));
   return {};
 }

@@ -274,8 +274,7 @@ def layers(c):
     k4("order_negative", poke(".weight_g_idx", 40, struct.pack("<i", -1)), CORRUPT, [UP + ".weight_g_idx", "-1"], quant=ordered, make=index)
     k4("order_uneven", replace(".weight_g_idx", "I32", [64], struct.pack("<64i", *([0] * 33 + [1] * 31))), UNSUPPORTED, [UP + ".weight_g_idx", "uneven"],
        quant=ordered, make=index)
-    k4("order_gate_differs", lambda t: t.update({UP + ".weight_g_idx": Tensor("I32", [64], struct.pack("<64i", *([1] * 32 + [0] * 32)))}), UNSUPPORTED,
-       [UP + ".weight_g_idx", "gate"], quant=ordered, make=index)
+    k4("order_wide", replace(".weight_g_idx", "I64", [64]), DTYPE, [UP + ".weight_g_idx", "I64"], quant=ordered, make=index)
 
     # GPTQ and AWQ
     def gp(name, spoil, code, keys, quant=GPTQ, **k):

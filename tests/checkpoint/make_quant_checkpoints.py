@@ -242,6 +242,9 @@ def integers(c):
     c.add("gptq_8bit", gptq(bits=8, group_size=-1), plain_linear(q.gptq, bits=8, group=-1), scheme="int8-bf16")
     c.add("gptq_8bit_zeros", gptq(bits=8, sym=False), plain_linear(q.gptq, bits=8, zeros=True), scheme="int8-bf16")
     c.add("gptq_desc_act", gptq(desc_act=True), ordered(q.gptq), scheme="int4-g128", h=64, i=128, tp=(2, 4))
+    c.add("gptq_two_orders", gptq(desc_act=True, sym=False), ordered(lambda *a, **k: q.gptq(*a, zeros=True, **k), shared=False), scheme="f32", h=64, i=128,
+          tp=(2, 4))
+    c.add("gptq_shared_two_orders", gptq(desc_act=True), ordered(q.gptq, shared=False), scheme="f32", shared=64, tp=())
     c.add("gptq_no_index", gptq(), plain_linear(q.gptq, with_index=False), scheme="int4-g128")
     c.add("gptq_partial_group", gptq(group_size=64), plain_linear(q.gptq, group=64), scheme="int4-g128", h=96, i=64, tp=())
     c.add("gptq_side_file", None, plain_linear(q.gptq), scheme="int4-g128", side={"quantize_config.json": {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}})
@@ -252,11 +255,11 @@ def integers(c):
           side={"quant_config.json": {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}})
 
 
-def ordered(make, group=32):
-    """Act-order: one random index per input, which gate and up share."""
+def ordered(make, group=32, shared=True):
+    """Act-order: one random index per input, which gate and up share, or one of each."""
     state = {}
     def linear(rng, n, k, leaf):
-        if leaf != "up_proj":
+        if leaf != "up_proj" or not shared:
             state["index"] = q.group_index(rng, k, group, True)
         return make(rng, n, k, group=group, index=state["index"])
     return linear

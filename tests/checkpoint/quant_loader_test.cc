@@ -140,7 +140,9 @@ std::vector<double> dequantise(const OperandQuant& w, const MatrixView& m) {
       }
       float q = code_value(w, m.weight, r * cols + c);
       if (m.zero.present()) q -= m.zero.as<std::uint8_t>()[at];
-      double v = static_cast<double>(q) * load_as_f32(m.scale.data, m.scale.dtype, at);
+      const bool scaled = w.granularity != ScaleGranularity::kNone;
+      double v = q;
+      if (scaled) v *= load_as_f32(m.scale.data, m.scale.dtype, at);
       if (w.table != CodeTable::kNone || w.granularity == ScaleGranularity::kChannel) {
         v = static_cast<float>(v);  // tables and quotients are not short numbers
       }

@@ -122,6 +122,7 @@ struct FormatReader {
   MlpSlice biases;
   MlpBuffers bias_buffers;
   std::optional<InputScales> input_scales;
+  Tensor wide_w13, wide_w2;  // in place of `buffers` for layers that are F32 once loaded
   // Values are read with the first expert, not when the layer is bound.
   Status prepare(const std::vector<MlpTensors>& experts) {
     if (input_scales) return {};
@@ -129,13 +130,21 @@ struct FormatReader {
     return {};
   }
   Status read(const MlpTensors& tensors, std::int64_t expert) {
-    MOESAIC_RETURN_IF_ERROR(read_quantized_mlp(tensors, slice, *input_scales, expert, &buffers));
+    MOESAIC_RETURN_IF_ERROR(
+        wide_w13.present() ? read_wide_mlp(tensors, slice, expert, &wide_w13, &wide_w2)
+                           : read_quantized_mlp(tensors, slice, *input_scales, expert, &buffers));
     if (!biases.has_bias) return {};
     return read_mlp_biases(tensors, biases, expert, &bias_buffers);
   }
-  std::int64_t bytes() const { return buffers.bytes() + expert_bytes(bias_buffers); }
+  std::int64_t bytes() const {
+    return buffers.bytes() + wide_w13.bytes() + wide_w2.bytes() + expert_bytes(bias_buffers);
+  }
   ExpertWeightsView view() const {
     ExpertWeightsView view = view_of(buffers);
+    if (wide_w13.present()) {
+      view.w13 = wide_w13.view();
+      view.w2 = wide_w2.view();
+    }
     if (biases.has_bias) {
       view.w13_bias = bias_buffers.w13_bias.view();
       view.w2_bias = bias_buffers.w2_bias.view();
@@ -171,13 +180,23 @@ Result<std::unique_ptr<ExpertSource>> make_checkpoint_source(
     MOESAIC_ASSIGN_OR_RETURN(reader.buffers, MlpBuffers::make(reader.slice));
     return make(std::move(reader));
   }
-  FormatReader reader{quantized_slice(layer.source, parallel), {}, {}, {}, std::nullopt};
+  FormatReader reader{quantized_slice(layer.source, parallel), {}, {}, {}, std::nullopt, {}, {}};
   if (layer.source.spec.has_expert_bias) {
     // Biases are not quantised; their place in the files is that of the plain storage.
     reader.biases = expert_slice(layer.source, parallel);
     MOESAIC_RETURN_IF_ERROR(reader.bias_buffers.make_biases(reader.biases));
   }
-  MOESAIC_ASSIGN_OR_RETURN(reader.buffers, QuantizedBuffers::make(reader.slice));
+  QuantizedSlice& slice = reader.slice;
+  if (slice.scheme.weight.granularity == ScaleGranularity::kNone) {
+    MOESAIC_ASSIGN_OR_RETURN(slice.scheme, linear_scheme(slice.format, DType::kF32));
+    const std::int64_t rows = (slice.gated ? 2 : 1) * slice.count;
+    MOESAIC_ASSIGN_OR_RETURN(reader.wide_w13,
+                             Tensor::uninitialized(DType::kF32, {rows, slice.hidden}));
+    MOESAIC_ASSIGN_OR_RETURN(reader.wide_w2,
+                             Tensor::uninitialized(DType::kF32, {slice.hidden, slice.count}));
+  } else {
+    MOESAIC_ASSIGN_OR_RETURN(reader.buffers, QuantizedBuffers::make(slice));
+  }
   return make(std::move(reader));
 }
 

@@ -512,17 +512,26 @@ Result<InputScales> read_input_scales(const std::vector<MlpTensors>& experts,
   return scales;
 }
 
-static Result<bool> scales_differ(const std::vector<MlpTensors>& experts, TensorKind kind) {
+// Has any expert other numbers of this kind for gate than for up?
+static Result<bool> numbers_differ(const std::vector<MlpTensors>& experts, TensorKind kind) {
   for (const MlpTensors& expert : experts) {
     const auto& scales = expert.of(kind);
     if (!scales[kW1]) continue;
-    MOESAIC_ASSIGN_OR_RETURN(const std::vector<float> gate, read_floats(*scales[kW1]));
+    const TensorInfo& info = *scales[kW1]->info;
+    MOESAIC_ASSIGN_OR_RETURN(const Tensor gate, scales[kW1]->file->read_tensor(info));
     if (scales[kW3]) {
-      MOESAIC_ASSIGN_OR_RETURN(const std::vector<float> up, read_floats(*scales[kW3]));
-      if (gate != up) return true;
-    } else if (scales[kW1]->info->rank == 2 && scales[kW1]->info->shape[1] == 2) {
-      for (std::size_t i = 0; i < gate.size(); i += 2) {  // [E, 2], gate and up of each expert
-        if (gate[i] != gate[i + 1]) return true;
+      MOESAIC_ASSIGN_OR_RETURN(const Tensor up, scales[kW3]->file->read_tensor(*scales[kW3]->info));
+      const auto same = [&] {
+        return std::memcmp(gate.data(), up.data(), static_cast<std::size_t>(gate.bytes())) == 0;
+      };
+      if (gate.dtype() != up.dtype() || gate.bytes() != up.bytes() || !same()) return true;
+    } else if (info.rank == 2 && info.shape[1] == 2) {
+      for (std::int64_t i = 0; i < info.shape[0]; ++i) {  // [E, 2], gate and up of each expert
+        const std::int64_t at = 2 * i;
+        if (load_as_f32(gate.data(), gate.dtype(), at) !=
+            load_as_f32(gate.data(), gate.dtype(), at + 1)) {
+          return true;
+        }
       }
     }
   }
@@ -532,12 +541,18 @@ static Result<bool> scales_differ(const std::vector<MlpTensors>& experts, Tensor
 Status scheme_of_values(const std::vector<MlpTensors>& experts, const LinearFormat& format,
                         QuantScheme* scheme) {
   if (format.stored == StoredFormat::kNvfp4) {
-    MOESAIC_ASSIGN_OR_RETURN(const bool differ, scales_differ(experts, TensorKind::kGlobalScale));
+    MOESAIC_ASSIGN_OR_RETURN(const bool differ, numbers_differ(experts, TensorKind::kGlobalScale));
     if (differ) scheme->weight.outer_scale = OuterScale::kChannel;
   }
   if (format.stored == StoredFormat::kFp8Tensor) {
-    MOESAIC_ASSIGN_OR_RETURN(const bool differ, scales_differ(experts, TensorKind::kScale));
+    MOESAIC_ASSIGN_OR_RETURN(const bool differ, numbers_differ(experts, TensorKind::kScale));
     if (differ) scheme->weight.granularity = ScaleGranularity::kChannel;
+  }
+  if (format.act_order) {
+    MOESAIC_ASSIGN_OR_RETURN(const bool differ, numbers_differ(experts, TensorKind::kGroupIndex));
+    if (differ) {
+      MOESAIC_ASSIGN_OR_RETURN(*scheme, linear_scheme({}, DType::kF32));
+    }
   }
   return {};
 }

@@ -42,7 +42,8 @@ Result<InputScales> read_input_scales(const std::vector<MlpTensors>& experts,
 
 // What only the stored numbers tell of a layer's scheme. Where any expert's gate has another scale
 // than its up, w13 has a scale per row: FP8 with a scale per tensor becomes kChannel, the global
-// scale of NVFP4 OuterScale::kChannel. Nothing is requantised.
+// scale of NVFP4 OuterScale::kChannel. Nothing is requantised. Where any expert's gate has another
+// group index than its up, w13 has no one order of columns: the layer becomes F32 (read_wide_mlp).
 Status scheme_of_values(const std::vector<MlpTensors>& experts, const LinearFormat& format,
                         QuantScheme* scheme);
 
@@ -67,11 +68,15 @@ ExpertWeightsView view_of(const QuantizedBuffers& buffers);
 // (0 only over weights that are all zero; GGUF minima and scales may have either sign), E8M0 0xFF,
 // group indices out of range or against the configuration, zero points that a symmetric format does
 // not have, a weight_shape or quantisation state that contradicts the tensors. kUnsupported: gate
-// and up with different group indices, groups of uneven size. Errors of reading as
-// they come.
+// and up with different group indices (but see read_wide_mlp), groups of uneven size. Errors of
+// reading as they come.
 Status read_quantized_mlp(const MlpTensors& tensors, const QuantizedSlice& slice,
                           const InputScales& input_scales, std::int64_t expert,
                           QuantizedBuffers* buffers);
+
+// The same in plain form, for weights that are few or have no other: F32 w13 and w2 of the slice.
+Status read_wide_mlp(const MlpTensors& tensors, const QuantizedSlice& slice, std::int64_t expert,
+                     Tensor* w13, Tensor* w2);
 
 // The values of a matrix in fp32, row-major: for weights that are too few to matter. `columns` of
 // the matrix; out has rows * columns elements. Each value is rounded once per product.
