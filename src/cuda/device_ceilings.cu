@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(std::uint32_t* si
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncthreads();
   const std::uint32_t group = threadIdx.x / 128;
-  const std::uint64_t a = ptx::wgmma_descriptor(base + group * 64 * 128);
-  const std::uint64_t b = ptx::wgmma_descriptor(base + 128 * 128);
+  const std::uint32_t a = ptx::wgmma_tile(base + group * 64 * 128);
+  const std::uint32_t b = ptx::wgmma_tile(base + 128 * 128);
   float d[128];
 #pragma unroll
   for (int i = 0; i < 128; ++i) d[i] = 0;
@@ -79,8 +79,9 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(std::uint32_t* si
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4 * kBody; ++i) {
-      const std::uint64_t step = static_cast<std::uint64_t>(i % 4) * ptx::kWgmmaStep;
-      ptx::Wgmma<Operand, 256>::run(d, a + step, b + step, 1);
+      const std::uint32_t step = static_cast<std::uint32_t>(i % 4) * ptx::kWgmmaStep;
+      ptx::Wgmma<Operand, 256>::run(d, ptx::wgmma_descriptor(a + step),
+                                    ptx::wgmma_descriptor(b + step), 1);
     }
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();

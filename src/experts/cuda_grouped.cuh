@@ -32,6 +32,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::mbarrier_init(sh.item_full(s), 1);
       ptx::mbarrier_init(sh.item_empty(s), kConsumerWarps + kTokenWarps);
     }
+    for (int s = 0; s < kIndexSlots; ++s) ptx::mbarrier_init(sh.index_full(s), 1);
     ptx::mbarrier_init_fence();
   }
   if (kPaired) {

@@ -14,7 +14,7 @@ inline constexpr int kThreads = 384;
 inline constexpr int kConsumerWarps = 8;
 inline constexpr int kTokenWarps = 3;
 inline constexpr int kItemSlots = 4;
-inline constexpr int kGathersInFlight = 3;  // stages per warp
+inline constexpr int kIndexSlots = 8;  // more than the items that the stages in flight can span
 // Groups with more rows than this are computed with the tokens as the M operand.
 inline constexpr int kRowsOrientation = 96;
 inline constexpr int kSharedLimit = 227 * 1024;
@@ -39,12 +39,14 @@ struct Layout {
   static constexpr int kOffsetAmax = kOffsetScale + kStages * kScaleBytes;
   static constexpr int kOffsetItems = kOffsetAmax + kAmaxBytes;
   static constexpr int kOffsetBars = (kOffsetItems + kItemSlots * 32 + 15) / 16 * 16;
-  static constexpr int kBytes = kOffsetBars + (2 * kStages + 2 * kItemSlots) * 8 + 1024;
+  static constexpr int kBars = 2 * kStages + 2 * kItemSlots + kIndexSlots;
+  static constexpr int kBytes = kOffsetBars + kBars * 8 + 1024;
   // The launch gives every warpgroup 168 registers per thread; what producers give up is all that
   // consumers can gain.
-  static constexpr int kConsumerRegisters = kMaxColumns > 64 ? 224 : 208;
+  static constexpr int kConsumerRegisters = kMaxColumns > 64 ? 232 : 208;
   static constexpr int kProducerRegisters = 3 * 168 - 2 * kConsumerRegisters;
   static_assert(kStages >= 3 && kBytes <= kSharedLimit);
+  static_assert(kItemSlots * sizeof(Item) + 4 <= kItemSlots * 32 - kIndexSlots * 4);
 };
 
 // Position in a ring of N slots, with the parity its barriers have there.
@@ -87,6 +89,10 @@ struct Shared {
     return reinterpret_cast<volatile std::uint32_t*>(generic + L::kOffsetItems +
                                                      kItemSlots * sizeof(Item));
   }
+  // Indices of items that the first CTA of a pair takes for both: the end of the items' space.
+  __device__ __forceinline__ std::uint32_t index_at(std::uint32_t s) const {
+    return base + L::kOffsetItems + kItemSlots * 32 - kIndexSlots * 4 + s * 4;
+  }
   __device__ __forceinline__ std::uint32_t bar(std::uint32_t i) const {
     return base + L::kOffsetBars + i * 8;
   }
@@ -99,6 +105,9 @@ struct Shared {
   }
   __device__ __forceinline__ std::uint32_t item_empty(std::uint32_t s) const {
     return bar(2 * L::kStages + kItemSlots + s);
+  }
+  __device__ __forceinline__ std::uint32_t index_full(std::uint32_t s) const {
+    return bar(2 * L::kStages + 2 * kItemSlots + s);
   }
 };
 
@@ -124,11 +133,12 @@ __device__ __forceinline__ Item decode_item(const GroupedParams& p, std::uint32_
   item.group = record.first_group + static_cast<std::int32_t>(group);
   int begin = 0, rows = 0;
   if (kPaired) {
-    // Two CTAs share a record; the last one is split evenly.
-    const int both = min(kPerRecord, record.rows - static_cast<int>(group) * kPerRecord);
-    const int half = ((both + 1) / 2 + 7) / 8 * 8;
-    begin = static_cast<int>(group) * kPerRecord + static_cast<int>(cta) * half;
-    rows = cta == 0 ? min(half, both) : max(both - half, 0);
+    // Two CTAs share a record. An even split over all of them: a small rest would cost two CTAs a
+    // whole pass over the weights.
+    const int parts = 2 * static_cast<int>(count);
+    const int size = ((record.rows + parts - 1) / parts + 7) / 8 * 8;
+    begin = min(size * (2 * static_cast<int>(group) + static_cast<int>(cta)), record.rows);
+    rows = min(size, record.rows - begin);
   } else if (kMaxColumns > kRowsOrientation && count > 2) {
     // Full groups and a remainder: full ones take the faster orientation.
     begin = static_cast<int>(group) * kMaxColumns;

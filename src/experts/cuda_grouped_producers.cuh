@@ -25,9 +25,25 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
   const std::uint64_t policy = ptx::l2_evict_first_policy();
   RingPosition<L::kStages> ring;
   RingPosition<kItemSlots> slot;
-  // CTAs of a pair must agree on the order, so they take fixed strides.
-  const auto after = [&](std::uint32_t i) {
-    return kPaired ? i + workers : atomicAdd(p.next_item, 1U) + workers;
+  RingPosition<kIndexSlots> shared_index;
+  // The first CTA of a pair takes items for both. It cannot get far ahead: the stages that it fills
+  // are handed back by the consumers of both.
+  const auto take = [&]() -> std::uint32_t {
+    if (!kPaired) return atomicAdd(p.next_item, 1U) + workers;
+    static_assert(kIndexSlots > L::kStages + 1 || !kPaired);
+    const std::uint32_t at = sh.index_at(shared_index.slot);
+    const std::uint32_t bar = sh.index_full(shared_index.slot);
+    std::uint32_t i = 0;
+    if (cta == 0) {
+      i = atomicAdd(p.next_item, 1U) + workers;
+      ptx::store_remote_async(at, i, bar, 1);
+    } else {
+      ptx::mbarrier_arrive_expect(bar, 4);
+      ptx::mbarrier_wait(bar, shared_index.parity);
+      i = ptx::load_shared(at);
+    }
+    shared_index.advance();
+    return i;
   };
   const auto publish = [&](const Item& item) {
     ptx::mbarrier_wait(sh.item_empty(slot.slot), slot.parity ^ 1);
@@ -70,7 +86,7 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
       scale += 4;
       ring.advance();
     }
-    index = after(index);
+    index = take();
     item = decode(index);
     publish(item);
   }
@@ -78,8 +94,8 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
 
 // Three warps: gather the item's token rows into the swizzled tile, four rows of eight 16-byte
 // pieces per warp and pass. Tile rows past the group keep what they hold: they only reach
-// accumulators that nobody reads. A stage is handed over when its copies have landed, looked at
-// when the next one has been issued or cannot be.
+// accumulators that nobody reads. The copies hand a stage over themselves when they have landed, so
+// the warps run ahead as far as there are free stages.
 template <class Operand, int kMaxColumns, bool kPaired>
 __device__ __forceinline__ void produce_tokens(const GroupedParams& p,
                                                const Shared<Operand, kMaxColumns, kPaired>& sh,
@@ -89,26 +105,8 @@ __device__ __forceinline__ void produce_tokens(const GroupedParams& p,
   constexpr int kPasses = (kMaxColumns + kRowsPerPass - 1) / kRowsPerPass;
   constexpr int kScalePasses = (4 * kPasses + 31) / 32;
   constexpr std::uint32_t kNoSource = 0xFFFFFFFFU;
-  RingPosition<L::kStages> ring, arrived;
+  RingPosition<L::kStages> ring;
   RingPosition<kItemSlots> slot;
-  int pending = 0;
-  // Waits for the oldest gathers until at most `keep` stages are in flight, and hands them over.
-  const auto settle = [&](int keep) {
-    while (pending > keep) {
-      if (pending == 1) {
-        ptx::async_wait<0>();
-      } else if (pending == 2) {
-        ptx::async_wait<1>();
-      } else {
-        ptx::async_wait<kGathersInFlight - 1>();
-      }
-      ptx::fence_proxy_async();
-      // Every lane for its own copies: costs nothing measurable, and racecheck can follow it.
-      ptx::mbarrier_arrive(sh.full(arrived.slot));
-      arrived.advance();
-      --pending;
-    }
-  };
   const int first = warp * 4 + (lane >> 3), piece = lane & 7;
   // A pass is twelve rows further, so its swizzle is that of every second pass.
   const std::uint32_t even =
@@ -127,13 +125,8 @@ __device__ __forceinline__ void produce_tokens(const GroupedParams& p,
       const std::uint32_t needed =
           static_cast<std::uint32_t>(p.bands1) * kConsumerWarps * (kPaired ? 2 : 1);
       std::uint32_t* const done = p.group_done + item.group;
-      bool ready = lane != 0 || ptx::load_acquire(done) >= needed;
-      if (!__all_sync(0xFFFFFFFFU, ready)) {
-        // What this warp has gathered must be handed over before it may wait for other CTAs.
-        settle(0);
-        if (lane == 0) {
-          while (ptx::load_acquire(done) < needed) __nanosleep(32);
-        }
+      if (lane == 0) {
+        while (ptx::load_acquire(done) < needed) __nanosleep(32);
       }
       __syncwarp();
     }
@@ -163,11 +156,7 @@ __device__ __forceinline__ void produce_tokens(const GroupedParams& p,
     const std::int64_t scale_stride = second ? p.inner_scale_stride : p.x_scale_stride;
     const int chunks = second ? p.chunks2 : p.chunks1;
     for (int c = 0; c < chunks; ++c) {
-      // With no free slot there is nothing better to do than to see the gathers through.
-      if (!__all_sync(0xFFFFFFFFU, ptx::mbarrier_test(sh.empty(ring.slot), ring.parity ^ 1))) {
-        settle(0);
-        ptx::mbarrier_wait(sh.empty(ring.slot), ring.parity ^ 1);
-      }
+      ptx::mbarrier_wait(sh.empty(ring.slot), ring.parity ^ 1);
       const std::uint32_t tile = sh.tokens(ring.slot);
       // Past the end of the rows the weights are zero; the tokens must not be NaN.
       const bool in_row = c * kChunkBytes + piece * 16 < row_bytes;
@@ -192,13 +181,11 @@ __device__ __forceinline__ void produce_tokens(const GroupedParams& p,
         }
         scale += scale_stride;
       }
-      ptx::async_commit();
+      ptx::async_arrive(sh.full(ring.slot));
       ring.advance();
-      ++pending;
-      settle(kGathersInFlight - 1);
     }
   }
-  settle(0);
+  ptx::async_wait_all();
 }
 
 }  // namespace moesaic::cuda

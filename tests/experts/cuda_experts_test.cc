@@ -233,6 +233,22 @@ TEST(CudaExpertsBound, ShapesAndTokens) {
   }
 }
 
+// Two CTAs with one expert's rows: one group each, none for the second, and several of both.
+TEST(CudaExpertsBound, PairedGroups) {
+  REQUIRE_HOPPER();
+  for (const std::int64_t tokens : {300, 800, 1900}) {
+    const MoeProblem p = problem_of("bf16", "silu", 136, 72, 6, 2);
+    StandardCase c = test::make_case(37, p, tokens, DType::kBF16, 0.1);
+    // Expert 5 keeps five rows.
+    std::int64_t kept = 0;
+    for (std::int64_t i = 0; i < 2 * tokens; ++i) {
+      std::int32_t& id = c.routing.ids.as<std::int32_t>()[i];
+      if (id == 5 && ++kept > 5) id = -1;
+    }
+    EXPECT_LT(worst_error(c), 0x1p-8) << tokens;
+  }
+}
+
 TEST(CudaExpertsBound, RouterWeightOnInputAndPowerOfTwoScales) {
   REQUIRE_HOPPER();
   for (const char* quant : {"bf16", "fp8-block"}) {

@@ -22,6 +22,17 @@ TEST(CudaPlan, GroupsGrowWithRowsPerExpert) {
   EXPECT_EQ(choose_grouped(GroupedFormat::kBf16, EpilogueKind::kPlain, 8192, 8, 8).max_columns, 32);
 }
 
+TEST(CudaPlan, PairsShareBf16WeightsOfFullGroups) {
+  const auto paired = [](GroupedFormat format, EpilogueKind epilogue, std::int64_t tokens) {
+    return choose_grouped(format, epilogue, tokens, 8, 128).paired;
+  };
+  EXPECT_FALSE(paired(GroupedFormat::kBf16, EpilogueKind::kSwiglu, 1024));
+  EXPECT_TRUE(paired(GroupedFormat::kBf16, EpilogueKind::kSwiglu, 2048));
+  EXPECT_TRUE(paired(GroupedFormat::kBf16, EpilogueKind::kSwiglu, 8192));
+  EXPECT_FALSE(paired(GroupedFormat::kBf16, EpilogueKind::kGeneral, 8192));
+  EXPECT_FALSE(paired(GroupedFormat::kFp8Block, EpilogueKind::kSwiglu, 8192));
+}
+
 TEST(CudaPlan, RepackedShapes) {
   // DeepSeek-V3: 16 bands of 128 channels, 56 chunks; 28 bands, 16 chunks.
   const RepackShape w13{4096, 7168, 1, true}, w2{7168, 2048, 1, false};

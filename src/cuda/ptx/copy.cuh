@@ -54,12 +54,14 @@ __device__ __forceinline__ void async_load_4(std::uint32_t dst, const void* src,
                "r"(valid ? 4 : 0)
                : "memory");
 }
-__device__ __forceinline__ void async_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
+// This thread's gathers so far arrive on `bar` once they have landed, as one of the arrivals that
+// the barrier expects. Who waits there passes fence_proxy_async before wgmma reads them.
+__device__ __forceinline__ void async_arrive(std::uint32_t bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
-template <int Pending>
-__device__ __forceinline__ void async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+// For gathers that nobody waits for: before the thread ends.
+__device__ __forceinline__ void async_wait_all() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 // Shared memory written by this thread's ordinary or gathered stores becomes readable by wgmma and
 // the bulk copy engine, once a barrier has passed it on.

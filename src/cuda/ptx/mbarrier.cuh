@@ -28,6 +28,18 @@ __device__ __forceinline__ void mbarrier_arrive_remote(std::uint32_t bar, std::u
       "r"(cta)
       : "memory");
 }
+// Writes a word at the same offset in another CTA of the cluster; its four bytes complete on the
+// barrier at offset `bar` there.
+__device__ __forceinline__ void store_remote_async(std::uint32_t dst, std::uint32_t value,
+                                                   std::uint32_t bar, std::uint32_t cta) {
+  asm volatile(
+      "{\n.reg .b32 at, on;\nmapa.shared::cluster.u32 at, %0, %3;\n"
+      "mapa.shared::cluster.u32 on, %2, %3;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [at], %1, [on];\n}\n" ::"r"(
+          dst),
+      "r"(value), "r"(bar), "r"(cta)
+      : "memory");
+}
 // One arrival that also announces `bytes` of copies still to complete on the barrier.
 __device__ __forceinline__ void mbarrier_arrive_expect(std::uint32_t bar, std::uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)

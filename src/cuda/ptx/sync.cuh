@@ -22,6 +22,17 @@ template <int Registers>
 __device__ __forceinline__ void registers_decrease() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
 }
+// Where it stands: not moved between the wgmmas around it.
+__device__ __forceinline__ float load_shared_f32(std::uint32_t address) {
+  float v = 0;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+  return v;
+}
+__device__ __forceinline__ std::uint32_t load_shared(std::uint32_t address) {
+  std::uint32_t v = 0;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
 __device__ __forceinline__ std::uint32_t load_acquire(const std::uint32_t* p) {
   std::uint32_t v = 0;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");

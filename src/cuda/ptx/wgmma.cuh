@@ -8,15 +8,19 @@
 namespace moesaic::ptx {
 
 // Descriptor of a K-major tile with rows of 128 bytes in the 128-byte swizzle: rows 8 apart are
-// 1024 bytes apart. The tile starts at a multiple of 1024 bytes; a K step of 32 bytes inside the
-// swizzle atom adds 2 to the descriptor.
-__device__ __forceinline__ std::uint64_t wgmma_descriptor(std::uint32_t shared_address) {
-  constexpr std::uint64_t kSwizzle128 = 1ULL << 62;
-  constexpr std::uint64_t kRowGroupStride = (1024ULL >> 4) << 32;
-  return kSwizzle128 | kRowGroupStride | (1ULL << 16) |
-         static_cast<std::uint64_t>((shared_address & 0x3FFFFU) >> 4);
+// 1024 bytes apart. The tile starts at a multiple of 1024 bytes. The upper word is the same for all
+// tiles; tiles and steps differ in the lower one, by plain 32-bit sums without carry: bytes / 16.
+inline constexpr std::uint32_t kWgmmaStep = 2;  // 32 bytes of K inside the swizzle atom
+__device__ __forceinline__ std::uint32_t wgmma_tile(std::uint32_t shared_address) {
+  return 1U << 16 | (shared_address & 0x3FFFFU) >> 4;
 }
-inline constexpr std::uint64_t kWgmmaStep = 2;  // 32 bytes of K
+__device__ __forceinline__ std::uint64_t wgmma_descriptor(std::uint32_t tile) {
+  constexpr std::uint32_t kSwizzle128 = 1U << 30;
+  constexpr std::uint32_t kRowGroupStride = 1024U >> 4;
+  std::uint64_t descriptor = 0;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(tile), "r"(kSwizzle128 | kRowGroupStride));
+  return descriptor;
+}
 
 // Orders ordinary register writes before the wgmmas that follow.
 __device__ __forceinline__ void wgmma_fence() {
