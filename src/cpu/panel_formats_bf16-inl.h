@@ -1,14 +1,15 @@
 // What a weight format contributes to the grouped panel GEMM on the bf16 dot-product instruction:
 // 64 bytes of a unit to bf16 pairs of steps of 16 columns. Tiles: panel_gemm_grouped_bf16-inl.h.
 //
-// `Decode` is for 16 columns of a unit, `Begin` for what a format holds of a group (false: the
-// group's scales want the slower AnyScale), `Scales` for the columns' factors of its fold.
-// kByPairs: `Pair<P>` decodes one pair of steps alone.
+// `Decode` is for 16 columns of a unit, `Begin` for what a format holds of a group in slot 0 or 1
+// (false: the group's scales want the slower AnyScale), `Scales` for the columns' factors of its
+// fold. kByPairs: `Pair<P>` decodes one pair of steps alone.
 template <class Pairs>
 struct ScaledPairs {
   static constexpr bool kByPairs = false;
+  static constexpr int kGroupsAtOnce = 1;  // of one row
   using AnyScale = Pairs;
-  static HWY_INLINE bool Begin(const PanelArgs&, std::int64_t) { return true; }
+  static HWY_INLINE bool Begin(const PanelArgs&, std::int64_t, int) { return true; }
   static HWY_INLINE const float* Scales(const PanelArgs& args, std::int64_t group, float* buffer) {
     return ExpandScales(args, group, buffer);
   }
@@ -26,7 +27,7 @@ struct PairsCode4 : ScaledPairs<PairsCode4> {
   HWY_INLINE __m512i Pair(__m512i raw) const {
     return _mm512_permutexvar_epi16(P == 0 ? raw : _mm512_srli_epi16(raw, 4 * P), table);
   }
-  HWY_INLINE void Decode(int, __m512i raw, __m512i (&pair)[4]) const {
+  HWY_INLINE void Decode(int, __m512i raw, __m512i (&pair)[4], int) const {
     pair[0] = Pair<0>(raw);
     pair[1] = Pair<1>(raw);
     pair[2] = Pair<2>(raw);
@@ -38,7 +39,7 @@ struct PairsE4M3 : ScaledPairs<PairsE4M3> {
   static constexpr int kSteps = 4;
   TablesE4M3 tables;
   explicit PairsE4M3(const PanelArgs&) : tables(LoadTablesE4M3()) {}
-  HWY_INLINE void Decode(int, __m512i raw, __m512i (&pair)[2]) const {
+  HWY_INLINE void Decode(int, __m512i raw, __m512i (&pair)[2], int) const {
     DecodePairs(tables, raw, pair[0], pair[1]);
   }
 };
@@ -70,7 +71,7 @@ struct PairsI8 : ScaledPairs<PairsI8> {
       high[i] = _mm512_load_si512(kI8ToBF16.high + 64 * i);
     }
   }
-  HWY_INLINE void Decode(int, __m512i raw, __m512i (&pair)[2]) const {
+  HWY_INLINE void Decode(int, __m512i raw, __m512i (&pair)[2], int) const {
     const __mmask64 negative = _mm512_movepi8_mask(raw);
     const __m512i lower =
         _mm512_mask_blend_epi8(negative, _mm512_permutex2var_epi8(low[0], raw, low[1]),
@@ -119,12 +120,12 @@ struct PairsInt4Fp8AnyScale : ScaledPairs<PairsInt4Fp8AnyScale> {
   const PanelArgs* args = nullptr;
   std::int64_t group = 0;
   explicit PairsInt4Fp8AnyScale(const PanelArgs&) {}
-  bool Begin(const PanelArgs& panel, std::int64_t g) {
+  bool Begin(const PanelArgs& panel, std::int64_t g, int) {
     args = &panel;
     group = g;
     return true;
   }
-  HWY_NOINLINE void Decode(int v, __m512i raw, __m512i (&pair)[4]) const {
+  HWY_NOINLINE void Decode(int v, __m512i raw, __m512i (&pair)[4], int) const {
     alignas(64) std::byte unit[kUnitBytes];
     alignas(64) std::uint32_t out[4 * kPanelColumns];
     _mm512_store_si512(unit + 64 * v, raw);
@@ -137,9 +138,11 @@ struct PairsInt4Fp8AnyScale : ScaledPairs<PairsInt4Fp8AnyScale> {
 struct PairsInt4Fp8 {
   static constexpr int kSteps = 8;
   static constexpr bool kByPairs = false;
+  // In one group the four chains of a row would wait for what is decoded and for each other.
+  static constexpr int kGroupsAtOnce = 2;
   using AnyScale = PairsInt4Fp8AnyScale;
   __m512i low[2], high[2];
-  __m512i mantissa[4];  // of each byte's column, times 16
+  __m512i mantissa[2][4];  // by slot: of each byte's column, times 16
   explicit PairsInt4Fp8(const PanelArgs&) {
     for (int i = 0; i < 2; ++i) {
       low[i] = _mm512_load_si512(kProductsE4M3.low + 64 * i);
@@ -149,7 +152,7 @@ struct PairsInt4Fp8 {
   static HWY_INLINE const std::uint8_t* Codes(const PanelArgs& args, std::int64_t group) {
     return reinterpret_cast<const std::uint8_t*>(args.group_scales) + group * kPanelColumns;
   }
-  HWY_INLINE bool Begin(const PanelArgs& args, std::int64_t group) {
+  HWY_INLINE bool Begin(const PanelArgs& args, std::int64_t group, int slot) {
     const std::uint8_t* codes = Codes(args, group);
     // Bytes of a quad of columns: two steps of each, twice.
     const __m512i columns = _mm512_add_epi8(
@@ -168,7 +171,7 @@ struct PairsInt4Fp8 {
       const __mmask64 is_normal = _mm512_cmpge_epu8_mask(spread, normal);
       const __m512i index = _mm512_or_si512(_mm512_and_si512(spread, seven),
                                             _mm512_maskz_mov_epi8(is_normal, normal));
-      mantissa[v] = _mm512_shuffle_epi8(mantissas, index);
+      mantissa[slot][v] = _mm512_shuffle_epi8(mantissas, index);
     }
     // Up to 56 (0x66) no product is above 448.
     const __m512i all = _mm512_loadu_si512(codes);
@@ -185,11 +188,11 @@ struct PairsInt4Fp8 {
     }
     return buffer;
   }
-  HWY_INLINE void Decode(int v, __m512i raw, __m512i (&pair)[4]) const {
-    const __m512i nibble = _mm512_set1_epi8(15);
+  HWY_INLINE void Decode(int v, __m512i raw, __m512i (&pair)[4], int slot) const {
+    const __m512i nibble = _mm512_set1_epi8(15), column = mantissa[slot][v];
     // raw & 15 | mantissa
-    Half(_mm512_ternarylogic_epi32(raw, nibble, mantissa[v], 0xEA), pair[0], pair[1]);
-    Half(_mm512_ternarylogic_epi32(_mm512_srli_epi16(raw, 4), nibble, mantissa[v], 0xEA), pair[2],
+    Half(_mm512_ternarylogic_epi32(raw, nibble, column, 0xEA), pair[0], pair[1]);
+    Half(_mm512_ternarylogic_epi32(_mm512_srli_epi16(raw, 4), nibble, column, 0xEA), pair[2],
          pair[3]);
   }
   HWY_INLINE void Half(__m512i index, __m512i& first, __m512i& second) const {

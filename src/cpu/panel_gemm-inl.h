@@ -100,6 +100,15 @@ HWY_INLINE void Fold(const VF (&acc)[MR][NV], const PanelArgs& args, int row, in
   }
 }
 
+template <int MR, int NV>
+HWY_INLINE void ClearTile(VF (&acc)[MR][NV]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) acc[r][v] = hn::Zero(df);
+  }
+}
+
 template <class Decode, int S, int MR>
 HWY_INLINE void StepF32(const std::byte* p, const float* const (&a)[MR], std::int64_t k,
                         VF (&acc)[MR][kTileVectors]) {
@@ -124,11 +133,7 @@ HWY_NOINLINE void TileF32(const PanelArgs& args, const std::byte* w, int row, st
     a[r] = static_cast<const float*>(args.rows[row + r]) + group * kGroup;
   for (int column = 0; column < kPanelColumns; column += kTileVectors * kLanes) {
     VF acc[MR][kTileVectors];
-#pragma GCC unroll 8
-    for (int r = 0; r < MR; ++r) {
-#pragma GCC unroll 8
-      for (int v = 0; v < kTileVectors; ++v) acc[r][v] = hn::Zero(df);
-    }
+    ClearTile<MR>(acc);
     const std::byte* p = w + column * 4;
     for (std::int64_t k = 0; k < k_count; k += kSteps, p += kUnitBytes) {
       if (kPrefetch && column == 0) PrefetchUnit(p + kPrefetchBytes);

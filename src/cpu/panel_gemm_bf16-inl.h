@@ -26,15 +26,6 @@ HWY_INLINE void PairRows(const PanelArgs& args, int row, std::int64_t group,
     a[r] = static_cast<const std::uint16_t*>(args.rows[row + r]) + group * kGroup;
 }
 
-template <int MR>
-HWY_INLINE void ClearTile(VF (&acc)[MR][4]) {
-#pragma GCC unroll 8
-  for (int r = 0; r < MR; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) acc[r][v] = hn::Zero(df);
-  }
-}
-
 // All 128 magnitudes of e4m3 as the high and the low byte of a bf16, each in two registers for a
 // byte permute.
 struct TablesE4M3 {

@@ -192,11 +192,7 @@ struct GroupTiles {
         a[r] = static_cast<const float*>(args.rows[row + r]) + group * k_count;
       for (int column = 0; column < kPanelColumns; column += kTileVectors * kLanes) {
         VF acc[MR][kTileVectors];
-#pragma GCC unroll 8
-        for (int r = 0; r < MR; ++r) {
-#pragma GCC unroll 8
-          for (int v = 0; v < kTileVectors; ++v) acc[r][v] = hn::Zero(df);
-        }
+        ClearTile<MR>(acc);
         const std::byte* p = w + column * 4;
         for (std::int64_t k = 0; k < k_count; k += 2, p += kUnitBytes) {
           StepF32<DecodeBF16, 0, MR>(p, a, k, acc);

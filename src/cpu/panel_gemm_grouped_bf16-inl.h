@@ -26,80 +26,115 @@ HWY_INLINE void DecodeUnit(const Pairs& pairs, const std::byte* w, std::uint32_t
 #pragma GCC unroll 4
   for (int v = 0; v < 4; ++v) {
     __m512i pair[Pairs::kSteps / 2];
-    pairs.Decode(v, _mm512_load_si512(w + 64 * v), pair);
+    pairs.Decode(v, _mm512_load_si512(w + 64 * v), pair, 0);
 #pragma GCC unroll 4
     for (int step = 0; step < Pairs::kSteps / 2; ++step)
       _mm512_store_si512(out + step * kPanelColumns + 16 * v, pair[step]);
   }
 }
 
-// acc = one group of args.fold steps, decoded in registers, for the first MR rows.
-template <class Pairs, int MR>
-HWY_INLINE void GroupInRegisters(const PanelArgs& args, const Pairs& pairs, std::int64_t k0,
-                                 const std::byte* w, VF (&acc)[MR][4]) {
+// acc = kGroups groups of args.fold steps each, decoded in registers, for the first MR rows.
+template <class Pairs, int MR, int kGroups>
+HWY_INLINE void GroupsInRegisters(const PanelArgs& args, const Pairs& pairs, std::int64_t k0,
+                                  const std::byte* w, VF (&acc)[kGroups][MR][4]) {
   const std::uint16_t* a[MR];
   for (int r = 0; r < MR; ++r) a[r] = static_cast<const std::uint16_t*>(args.rows[r]) + k0;
-  ClearTile<MR>(acc);
+  const std::int64_t group_bytes = args.fold / Pairs::kSteps * kUnitBytes;
+#pragma GCC unroll 2
+  for (int g = 0; g < kGroups; ++g) ClearTile<MR>(acc[g]);
   for (int k = 0; k < args.fold; k += Pairs::kSteps, w += kUnitBytes) {
+#pragma GCC unroll 2
+    for (int g = 0; g < kGroups; ++g) {
+      const std::byte* unit = w + g * group_bytes;
+      const std::int64_t step0 = k + g * std::int64_t{args.fold};
 #pragma GCC unroll 4
-    for (int line = 0; line < 4; ++line)
-      __builtin_prefetch(w + kStreamPrefetchBytes + 64 * line, 0, 2);
-    if constexpr (Pairs::kByPairs && MR > 3) {
-      StepOfUnit<0>(pairs, w, a, k, acc);
-      StepOfUnit<1>(pairs, w, a, k, acc);
-      StepOfUnit<2>(pairs, w, a, k, acc);
-      StepOfUnit<3>(pairs, w, a, k, acc);
-      continue;
-    }
+      for (int line = 0; line < 4; ++line)
+        __builtin_prefetch(unit + kGroups * kStreamPrefetchBytes + 64 * line, 0, 2);
+      if constexpr (Pairs::kByPairs && MR > 3) {
+        StepOfUnit<0>(pairs, unit, a, step0, acc[g]);
+        StepOfUnit<1>(pairs, unit, a, step0, acc[g]);
+        StepOfUnit<2>(pairs, unit, a, step0, acc[g]);
+        StepOfUnit<3>(pairs, unit, a, step0, acc[g]);
+        continue;
+      }
 #pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) {
-      __m512i pair[Pairs::kSteps / 2];
-      pairs.Decode(v, _mm512_load_si512(w + 64 * v), pair);
+      for (int v = 0; v < 4; ++v) {
+        __m512i pair[Pairs::kSteps / 2];
+        pairs.Decode(v, _mm512_load_si512(unit + 64 * v), pair, g);
 #pragma GCC unroll 4
-      for (int step = 0; step < Pairs::kSteps / 2; ++step) {
+        for (int step = 0; step < Pairs::kSteps / 2; ++step) {
 #pragma GCC unroll 6
-        for (int r = 0; r < MR; ++r)
-          acc[r][v].raw = DotPair(acc[r][v].raw, pair[step], BroadcastPair(a[r], k + 2 * step));
+          for (int r = 0; r < MR; ++r) {
+            const __m512i x = BroadcastPair(a[r], step0 + 2 * step);
+            acc[g][r][v].raw = DotPair(acc[g][r][v].raw, pair[step], x);
+          }
+        }
       }
     }
   }
 }
 
-// The scales are a second stream, a small fraction of the first.
-HWY_INLINE void PrefetchScales(const PanelArgs& args, std::int64_t group) {
-  if (args.group_scales == nullptr) return;
-  const std::int64_t bytes = kPanelColumns * (args.group_scale_format == ScaleFormat::kF32 ? 4 : 1);
-  for (std::int64_t line = 0; line < bytes; line += 64)
-    __builtin_prefetch(args.group_scales + (group + 4) * bytes + line, 0, 2);
+// Scales and offsets are streams of their own, a fraction of the first.
+HWY_INLINE void PrefetchGroups(const PanelArgs& args, std::int64_t first, std::int64_t count) {
+  const auto fetch = [&](const std::byte* base, std::int64_t bytes) {
+    for (std::int64_t at = first * bytes; at < (first + count) * bytes; at += 64)
+      __builtin_prefetch(base + at, 0, 2);
+  };
+  constexpr std::int64_t kFloats = kPanelColumns * sizeof(float);
+  if (args.group_scales != nullptr)
+    fetch(args.group_scales,
+          args.group_scale_format == ScaleFormat::kF32 ? kFloats : kPanelColumns);
+  if (args.group_offsets != nullptr)
+    fetch(reinterpret_cast<const std::byte*>(args.group_offsets), kFloats);
 }
+constexpr std::int64_t kGroupsAhead = 4;
 
 template <class Pairs>
 void GroupedBlocks(const PanelArgs& args);
 
-template <class Pairs, int MR>
-HWY_NOINLINE void GroupedStream(const PanelArgs& args) {
-  Pairs pairs(args);
+// Adds kGroups groups from `group` on, whose first unit is w, to total. False: see Pairs::Begin.
+template <class Pairs, int MR, int kGroups>
+HWY_INLINE bool StreamGroups(const PanelArgs& args, Pairs& pairs, std::int64_t group,
+                             const std::byte* w, VF (&total)[MR][4]) {
   HWY_ALIGN float buffer[kPanelColumns];
-  VF total[MR][4];
-  ClearTile<MR>(total);
-  const std::byte* w = args.panel;
-  for (std::int64_t k0 = 0, group = 0; k0 < args.padded_k; k0 += args.fold, ++group) {
-    VF acc[MR][4];
-    PrefetchScales(args, group);
-    if (HWY_UNLIKELY(!pairs.Begin(args, group)))
-      return GroupedBlocks<typename Pairs::AnyScale>(args);
-    GroupInRegisters<Pairs, MR>(args, pairs, k0, w, acc);
-    w += args.fold / Pairs::kSteps * kUnitBytes;
-    const float* scales = Pairs::Scales(args, group, buffer);
-    const GroupFold fold(args, group);
+  VF acc[kGroups][MR][4];
+#pragma GCC unroll 2
+  for (int g = 0; g < kGroups; ++g) {
+    PrefetchGroups(args, group + g + kGroupsAhead, 1);
+    if (HWY_UNLIKELY(!pairs.Begin(args, group + g, g))) return false;
+  }
+  GroupsInRegisters<Pairs, MR, kGroups>(args, pairs, group * args.fold, w, acc);
+#pragma GCC unroll 2
+  for (int g = 0; g < kGroups; ++g) {
+    const float* scales = Pairs::Scales(args, group + g, buffer);
+    const GroupFold fold(args, group + g);
 #pragma GCC unroll 4
     for (int v = 0; v < 4; ++v) {
       const VF scale = hn::LoadU(df, scales + 16 * v);
 #pragma GCC unroll 2
       for (int r = 0; r < MR; ++r)
-        total[r][v] = fold.Into<false>(total[r][v], acc[r][v], scale, r, 16 * v);
+        total[r][v] = fold.Into<false>(total[r][v], acc[g][r][v], scale, r, 16 * v);
     }
   }
+  return true;
+}
+
+// kGroups groups at a time: independent chains, folded in their order.
+template <class Pairs, int MR, int kGroups>
+HWY_NOINLINE void GroupedStream(const PanelArgs& args) {
+  Pairs pairs(args);
+  VF total[MR][4];
+  ClearTile<MR>(total);
+  const std::byte* w = args.panel;
+  const std::int64_t group_bytes = args.fold / Pairs::kSteps * kUnitBytes;
+  const std::int64_t groups = args.padded_k / args.fold;
+  std::int64_t group = 0;
+  for (; group + kGroups <= groups; group += kGroups, w += kGroups * group_bytes) {
+    if (!StreamGroups<Pairs, MR, kGroups>(args, pairs, group, w, total))
+      return GroupedBlocks<typename Pairs::AnyScale>(args);
+  }
+  if (group < groups && !StreamGroups<Pairs, MR, 1>(args, pairs, group, w, total))
+    return GroupedBlocks<typename Pairs::AnyScale>(args);
 #pragma GCC unroll 2
   for (int r = 0; r < MR; ++r) {
 #pragma GCC unroll 4
@@ -115,13 +150,13 @@ HWY_NOINLINE void GroupedDirect(const PanelArgs& args) {
   ClearResult(args);
   const std::byte* w = args.panel;
   for (std::int64_t k0 = 0, group = 0; k0 < args.padded_k; k0 += args.fold, ++group) {
-    VF acc[MR][4];
-    PrefetchScales(args, group);
-    if (HWY_UNLIKELY(!pairs.Begin(args, group)))
+    VF acc[1][MR][4];
+    PrefetchGroups(args, group + kGroupsAhead, 1);
+    if (HWY_UNLIKELY(!pairs.Begin(args, group, 0)))
       return GroupedBlocks<typename Pairs::AnyScale>(args);
-    GroupInRegisters<Pairs, MR>(args, pairs, k0, w, acc);
+    GroupsInRegisters<Pairs, MR, 1>(args, pairs, k0, w, acc);
     w += args.fold / Pairs::kSteps * kUnitBytes;
-    FoldColumns<MR, 4>(args, acc, Pairs::Scales(args, group, buffer), group, 0, 0);
+    FoldColumns<MR, 4>(args, acc[0], Pairs::Scales(args, group, buffer), group, 0, 0);
   }
 }
 
@@ -198,22 +233,29 @@ HWY_NOINLINE void GroupedBlocks(const PanelArgs& args) {
   for (; block.k0 < args.padded_k; block.k0 += kGroup, block.group += block.groups) {
     const auto k_count = HWY_MIN(std::int64_t{kGroup}, args.padded_k - block.k0);
     block.groups = static_cast<int>(k_count / args.fold);
-    for (int g = 0; g < block.groups; ++g) {
-      float* to = scales + g * kPanelColumns;
-      const float* from = Pairs::Scales(args, block.group + g, to);
-      if (from != to) std::memcpy(to, from, kPanelColumns * sizeof(float));
+    PrefetchGroups(args, block.group + block.groups, block.groups);
+    if (args.group_scale_format == ScaleFormat::kF32) {
+      block.scales = Pairs::Scales(args, block.group, scales);
+    } else {
+      for (int g = 0; g < block.groups; ++g)
+        Pairs::Scales(args, block.group + g, scales + g * kPanelColumns);
     }
     // Formats that hold something of a group have groups of 128.
-    if (HWY_UNLIKELY(!pairs.Begin(args, block.group)))
+    if (HWY_UNLIKELY(!pairs.Begin(args, block.group, 0)))
       return GroupedBlocks<typename Pairs::AnyScale>(args);
     const std::byte* units = w;
     w += k_count / Pairs::kSteps * kUnitBytes;
-    const int tiles = (args.num_rows + 5) / 6;
+    // The decoding tile is as high as the others, or four rows where decoding is quick: a high one
+    // would wait for its stores.
+    const int even = (args.num_rows + 5) / 6;
+    const int first = Pairs::kByPairs ? 4 : (args.num_rows + even - 1) / even;
+    const int rest = args.num_rows - first;
+    const int tiles = 1 + (rest + 5) / 6;
     block.row = 0;
     // Each tile asks for its share of the next groups: decoding them would wait for memory.
     const auto lines = static_cast<int>(k_count / Pairs::kSteps * (kUnitBytes / 64));
     for (int i = 0; i < tiles; ++i) {
-      const int height = args.num_rows / tiles + (i < args.num_rows % tiles ? 1 : 0);
+      const int height = i == 0 ? first : rest / (tiles - 1) + (i - 1 < rest % (tiles - 1) ? 1 : 0);
       for (int line = lines * i / tiles; line < lines * (i + 1) / tiles; ++line)
         __builtin_prefetch(w + 64 * line, 0, 2);
       if (i == 0) {
@@ -230,9 +272,9 @@ template <class Pairs>
 void GroupedGemmPair(const PanelArgs& args) {
   switch (args.num_rows) {
     case 1:
-      return GroupedStream<Pairs, 1>(args);
+      return GroupedStream<Pairs, 1, Pairs::kGroupsAtOnce>(args);
     case 2:
-      return GroupedStream<Pairs, 2>(args);
+      return GroupedStream<Pairs, 2, 1>(args);
     case 3:
       return GroupedDirect<Pairs, 3>(args);
     case 4:

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "activation/ref_activation.h"
+#include "available_tiers.h"
 #include "cpu/packed_weights.h"
-#include "cpu/tiers.h"
 #include "numerics/codec.h"
 #include "numerics/element.h"
 #include "quant/fp8_group.h"
@@ -18,14 +18,6 @@
 
 namespace moesaic::cpu {
 namespace {
-
-std::vector<const CpuKernels*> tiers() {
-  std::vector<const CpuKernels*> list;
-  for (const TierInfo& t : cpu_tiers()) {
-    if (t.available) list.push_back(t.kernels);
-  }
-  return list;
-}
 
 // Finite fp32 values of every exponent and sign, tie points among them.
 std::vector<float> all_kinds_of_floats() {

@@ -6,22 +6,14 @@
 #include <cstring>
 #include <vector>
 
+#include "available_tiers.h"
 #include "cpu/kernels.h"
 #include "cpu/packed_weights.h"
-#include "cpu/tiers.h"
 #include "numerics/codec.h"
 #include "support/random.h"
 
 namespace moesaic::cpu {
 namespace {
-
-std::vector<const CpuKernels*> tiers() {
-  std::vector<const CpuKernels*> list;
-  for (const TierInfo& t : cpu_tiers()) {
-    if (t.available) list.push_back(t.kernels);
-  }
-  return list;
-}
 
 // fold 0: the plain GEMM, scales per 16 columns and 128 steps. Else the grouped one.
 struct GemmCase {

@@ -70,6 +70,14 @@ class Bench(ToolTest):
                 self.assertLess(size["zipf:1.5"], 0.95 * size["uniform"])
                 self.assertLess(size["one"], 0.25 * size["uniform"])
 
+    def test_schemes_that_only_checkpoints_have(self):
+        for name in ("fp8-static", "uint4-g128", "int4-g128-act-order", "fp4-bf16", "q4_k", "q6_k"):
+            with self.subTest(scheme=name):
+                points = self.points("--quant", name, "--tokens", "1,9")
+                self.assertEqual({p["quant"] for p in points}, {name})
+        model = ["bench", "--model", MODELS / "mini-qwen3-moe", "--quant", "q4_k"]
+        self.fails(USAGE, "quant scheme", arguments=model)
+
     def test_refusals(self):
         point = ["bench", "--shape", self.SHAPE, "--tokens", "1"]
         self.fails(USAGE, "zipf", arguments=[*point, "--routing", "zipf:x"])

@@ -12,6 +12,7 @@
 #include "bench_plot.h"
 #include "bench_random.h"
 #include "bench_ranks.h"
+#include "bench_schemes.h"
 #include "bench_stages.h"
 #include "ceilings.h"
 #include "cpu/tiers.h"
@@ -81,7 +82,7 @@ Result<BenchSettings> settings_of(const State& state, std::optional<Checkpoint>&
   if (!state.shape.empty()) {
     MOESAIC_ASSIGN_OR_RETURN(s.spec, layer_from_shape(state.shape));
     if (state.common.quant != "as-is") {
-      MOESAIC_ASSIGN_OR_RETURN(s.spec.quant, quant_scheme_from_name(state.common.quant));
+      MOESAIC_ASSIGN_OR_RETURN(s.spec.quant, bench_scheme(state.common.quant));
       s.options.quant = "as-is";  // random weights are drawn in the scheme's own format
     }
     if (s.spec.quant.activation.dtype == DType::kF32 ||
@@ -180,9 +181,11 @@ Status write_plot(const std::string& path, const std::string& svg) {
 
 int run_bench(const State& state) {
   const Console console = state.common.console();
-  if (const Status status = check_common_options(state.common); !status.ok()) {
-    return console.fail(status, Origin::kOption);
-  }
+  // Random weights may have schemes that are known from checkpoints only.
+  const bool stored = !state.shape.empty() && bench_scheme(state.common.quant).ok();
+  const Status usable =
+      stored ? check_device_option(state.common) : check_common_options(state.common);
+  if (!usable.ok()) return console.fail(usable, Origin::kOption);
   if (wants_ranks(state.ranks)) {
     if (state.stage != "layer") {
       return console.fail({StatusCode::kUnsupported,
@@ -283,7 +286,8 @@ Verb make_bench(CLI::App& root) {
       "  moesaic bench --shape 64,8,2048,1024 --stage layer --ranks 4 --tokens 16,256\n"
       "\nfloor us = max(bytes that must move / measured read bandwidth, operations / measured "
       "multiply-add peak)\n\nShapes:" +
-          names + "\n");
+          names + "\n\nSchemes of random weights beyond --quant's: " + stored_scheme_names() +
+          "\n");
   CLI::Option_group* source = app->add_option_group("layer", "The layer to time: one of");
   source->add_option("--model", state->model,
                      "Folder with config.json and safetensors, or a GGUF file");

@@ -102,7 +102,7 @@ double code_sd(const OperandQuant& w) {
   if (w.dtype == DType::kF8E4M3) return static_cast<double>(kFp8Gain);
   if (w.table != CodeTable::kNone) return 0.55;
   if (w.dtype == DType::kF4E2M1) return kE2M1Sd;
-  return w.dtype == DType::kI8 ? 74 : 4.6;  // all codes alike
+  return dtype_bits(w.dtype) == 8 ? 74 : 4.6;  // all codes alike
 }
 
 // A factor of up to 1.4 either way.
@@ -136,6 +136,17 @@ Result<Tensor> random_scales(const OperandQuant& w, std::int64_t rows, std::int6
   return t;
 }
 
+Result<Tensor> random_permutation(std::int64_t n, std::uint64_t seed) {
+  MOESAIC_ASSIGN_OR_RETURN(Tensor t, Tensor::uninitialized(DType::kI32, {n}));
+  std::int32_t* p = t.as<std::int32_t>();
+  std::iota(p, p + n, 0);
+  for (std::int64_t i = n - 1; i > 0; --i) {
+    const std::uint64_t draw = mix(seed + static_cast<std::uint64_t>(i));
+    std::swap(p[i], p[draw % static_cast<std::uint64_t>(i + 1)]);
+  }
+  return t;
+}
+
 class RandomSource final : public ExpertSource {
  public:
   RandomSource(const MoeProblem& problem, std::uint64_t seed) : p_(problem), seed_(seed) {}
@@ -163,20 +174,19 @@ class RandomSource final : public ExpertSource {
     show(w13_.global_scale, v.w13_global_scale), show(w2_.global_scale, v.w2_global_scale);
     show(w13_.channel_scale, v.w13_channel_scale), show(w2_.channel_scale, v.w2_channel_scale);
     show(w13_.input_scale, v.w13_input_scale), show(w2_.input_scale, v.w2_input_scale);
+    show(w13_.zero, v.w13_zero), show(w2_.zero, v.w2_zero);
+    show(w13_.min, v.w13_min), show(w2_.min, v.w2_min);
+    show(w13_.perm, v.w13_perm), show(w2_.perm, v.w2_perm);
     return v;
   }
 
  private:
   struct Projection {
-    Tensor weight, scale, bias, global_scale, channel_scale, input_scale;
+    Tensor weight, scale, bias, global_scale, channel_scale, input_scale, zero, min, perm;
   };
 
   Status make(Projection& m, std::int64_t rows, std::int64_t cols, double sd, std::uint64_t seed) {
     const OperandQuant& w = p_.quant.weight;
-    if (w.zero_point != ZeroPoint::kNone || w.act_order) {
-      return {StatusCode::kUnsupported,
-              "random weights: no zero points, minima or permutations, need a named scheme"};
-    }
     if (!m.weight.present()) {
       MOESAIC_ASSIGN_OR_RETURN(m.weight, Tensor::uninitialized(w.dtype, {rows, cols}));
     }
@@ -199,10 +209,34 @@ class RandomSource final : public ExpertSource {
     if (w.outer_scale == OuterScale::kChannel) {
       MOESAIC_ASSIGN_OR_RETURN(m.channel_scale, varied({rows}, scale / 30, seed ^ 5));
     }
-    if (p_.quant.activation.outer_scale == OuterScale::kTensor) {
-      // Largest input about 5, over the largest scale times the largest code.
+    const OperandQuant& a = p_.quant.activation;
+    const bool static_input = !a.dynamic && a.granularity == ScaleGranularity::kTensor;
+    if (a.outer_scale == OuterScale::kTensor || static_input) {
+      // Largest input about 5, over the largest scale times the largest code. Codes of e4m3 do
+      // without scales, and are as exact with room for the intermediate's largest.
       MOESAIC_ASSIGN_OR_RETURN(m.input_scale, Tensor::zeros(DType::kF32, {1}));
-      m.input_scale.as<float>()[0] = 5.0F / (448.0F * 6.0F);
+      m.input_scale.as<float>()[0] = static_input ? 40.0F / 448.0F : 5.0F / (448.0F * 6.0F);
+    }
+    MOESAIC_RETURN_IF_ERROR(make_origins(m, scale, seed));
+    if (w.act_order) {
+      MOESAIC_ASSIGN_OR_RETURN(m.perm, random_permutation(cols, seed ^ 7));
+    }
+    return {};
+  }
+
+  // What unsigned codes are measured from: about the middle of their range.
+  Status make_origins(Projection& m, double scale, std::uint64_t seed) const {
+    const OperandQuant& w = p_.quant.weight;
+    const int middle = w.dtype == DType::kU8 ? 128 : 8;
+    if (w.zero_point == ZeroPoint::kInteger) {
+      MOESAIC_ASSIGN_OR_RETURN(m.zero, Tensor::uninitialized(DType::kU8, m.scale.shape()));
+      for (std::int64_t i = 0; i < m.zero.bytes(); ++i) {
+        const std::uint64_t draw = mix(seed + static_cast<std::uint64_t>(i));
+        m.zero.as<std::uint8_t>()[i] = static_cast<std::uint8_t>(middle - 1 + draw % 3);
+      }
+    }
+    if (w.zero_point == ZeroPoint::kMin) {
+      MOESAIC_ASSIGN_OR_RETURN(m.min, varied(m.scale.shape(), scale * middle, seed ^ 6));
     }
     return {};
   }
@@ -248,8 +282,8 @@ Result<MoeLayerTensors> random_layer_tensors(const MoeLayerSpec& spec, std::uint
   shared.activation = spec.activation;
   // Formats with more than one scale tensor are for routed experts alone.
   const OperandQuant& w = spec.quant.weight;
-  const bool simple = w.outer_scale == OuterScale::kNone &&
-                      (w.granularity == ScaleGranularity::kNone || w.block_k > 0);
+  const bool simple = w.outer_scale == OuterScale::kNone && w.zero_point == ZeroPoint::kNone &&
+                      !w.act_order && (w.granularity == ScaleGranularity::kNone || w.block_k > 0);
   shared.quant = simple ? spec.quant : quant_scheme_from_name("bf16").value();
   RandomSource source(shared, seed + 4);
   MOESAIC_ASSIGN_OR_RETURN(const ExpertWeightsView v, source.expert(0));

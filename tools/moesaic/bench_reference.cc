@@ -10,7 +10,7 @@
 namespace moesaic::tool {
 namespace {
 
-// y[n] = sum_k w[n][k] * x[k] + bias[n]
+// y[n] = sum_k w[n][k] * x[k] + bias[n], x in the order of the columns
 std::vector<double> multiply(const ProjectionView& m, const OperandQuant& quant,
                              std::span<const double> x) {
   const std::int64_t rows = m.weight.dim(0), cols = m.weight.dim(1);
@@ -18,8 +18,10 @@ std::vector<double> multiply(const ProjectionView& m, const OperandQuant& quant,
 #pragma omp parallel for schedule(static)
   for (std::int64_t n = 0; n < rows; ++n) {
     double sum = 0;
-    for (std::int64_t k = 0; k < cols; ++k)
-      sum += weight_value(quant, m, n, k) * x[static_cast<std::size_t>(k)];
+    for (std::int64_t k = 0; k < cols; ++k) {
+      const std::int64_t from = m.perm.present() ? m.perm.as<std::int32_t>()[k] : k;
+      sum += weight_value(quant, m, n, k) * x[static_cast<std::size_t>(from)];
+    }
     if (m.bias.present()) sum += static_cast<double>(load_as_f32(m.bias.data, m.bias.dtype, n));
     y[static_cast<std::size_t>(n)] = sum;
   }

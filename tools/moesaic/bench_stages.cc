@@ -48,13 +48,16 @@ MoeProblem problem_of(const MoeLayerSpec& spec, std::int64_t max_tokens, int num
 
 double matrices(const MoeLayerSpec& spec) { return is_gated(spec.activation.kind) ? 3 : 2; }
 
-// Stored bytes of one weight of the experts, scales of groups and blocks included; one scale for a
-// whole row or matrix is next to nothing.
+// Stored bytes of one weight of the experts, scales, zero points and minima of groups and blocks
+// included; one scale for a whole row or matrix is next to nothing.
 double bytes_per_weight(const QuantScheme& quant) {
   const double bytes = dtype_bits(quant.weight.dtype) / 8.0;
   if (quant.weight.block_k == 0) return bytes;
   const double scale = quant.weight.scale_format == ScaleFormat::kF32 ? 4.0 : 1.0;
-  return bytes + scale / static_cast<double>(quant.weight.block_n * quant.weight.block_k);
+  const ZeroPoint zero = quant.weight.zero_point;
+  const double origin = zero == ZeroPoint::kMin ? 4.0 : zero == ZeroPoint::kInteger ? 1.0 : 0.0;
+  return bytes +
+         (scale + origin) / static_cast<double>(quant.weight.block_n * quant.weight.block_k);
 }
 
 double expert_weights(const MoeLayerSpec& spec, std::int64_t intermediate) {

@@ -46,7 +46,7 @@ void add_common_options(CLI::App& app, CommonOptions& options) {
   add_output_options(app, options);
 }
 
-Status check_common_options(const CommonOptions& options, bool needs_device) {
+Status check_device_option(const CommonOptions& options, bool needs_device) {
   if (!options.device.empty()) {
     const Result<Device> device = parse_device(options.device);
     if (!device.ok()) {
@@ -57,6 +57,11 @@ Status check_common_options(const CommonOptions& options, bool needs_device) {
       return {StatusCode::kUnsupported, fmt::format("--device: {}; need cpu", usable.message())};
     }
   }
+  return {};
+}
+
+Status check_common_options(const CommonOptions& options, bool needs_device) {
+  MOESAIC_RETURN_IF_ERROR(check_device_option(options, needs_device));
   if (options.quant != "as-is") {
     const Result<QuantScheme> scheme = quant_scheme_from_name(options.quant);
     if (!scheme.ok()) return scheme.status().with_context("--quant");

@@ -46,6 +46,8 @@ void add_common_options(CLI::App& app, CommonOptions& options);
 // Checks what CLI11 could not: the device can be used (or, without needs_device, is at least a
 // name), the scheme is known. The returned Status is about an option.
 Status check_common_options(const CommonOptions& options, bool needs_device = true);
+// The first half of that.
+Status check_device_option(const CommonOptions& options, bool needs_device = true);
 
 // The device that the options name; without a name the first GPU when one can be used, else the
 // CPU.
