@@ -51,6 +51,7 @@ Status load_quantized_shared(const BoundLayer& layer, MoeLayerTensors* tensors) 
   const LayerSource& source = layer.source;
   QuantizedSlice slice;
   slice.format = source.shared;
+  slice.storage = source.shared_layout->storage;
   MOESAIC_ASSIGN_OR_RETURN(slice.scheme, linear_scheme(source.shared, source.shared_dtype));
   if (source.shared.stored == StoredFormat::kNvfp4) {
     slice.scheme.weight.outer_scale = OuterScale::kChannel;  // whatever the scales are
@@ -58,7 +59,7 @@ Status load_quantized_shared(const BoundLayer& layer, MoeLayerTensors* tensors) 
   if (source.shared.stored == StoredFormat::kFp8Tensor) {
     slice.scheme.weight.granularity = ScaleGranularity::kChannel;
   }
-  slice.gated = !source.family->shared_layout.gate.empty();
+  slice.gated = !source.shared_layout->gate.empty();
   slice.hidden = source.spec.hidden_size;
   slice.width = slice.count = source.spec.shared.intermediate_size;
   const std::int64_t rows = (slice.gated ? 2 : 1) * slice.count;
@@ -78,8 +79,8 @@ Status load_shared(const BoundLayer& layer, MoeLayerTensors* tensors) {
   const LayerSource& source = layer.source;
   if (is_quantized_linear(source.shared.stored)) return load_quantized_shared(layer, tensors);
   MlpSlice slice;
-  slice.storage = source.family->shared_layout.storage;
-  slice.gated = !source.family->shared_layout.gate.empty();
+  slice.storage = source.shared_layout->storage;
+  slice.gated = !source.shared_layout->gate.empty();
   slice.format = source.shared.stored;
   slice.dtype = source.shared_dtype;
   slice.hidden = source.spec.hidden_size;

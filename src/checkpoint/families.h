@@ -44,6 +44,7 @@ enum class LayerRule : std::uint8_t {
 // How the three projections of the experts lie in the file. E experts, H hidden, I width.
 enum class ExpertStorage : std::uint8_t {
   kPerExpert,           // per expert: gate [I, H], up [I, H], down [H, I]
+  kPerExpertUpFirst,    // per expert: gate_and_up [2I, H] (up rows first), down [H, I]
   kStacked,             // gate [E, I, H], up [E, I, H], down [E, H, I]
   kFlat,                // gate, up and the transposed down, each [E * I, H]
   kFusedNT,             // gate_up [E, 2I, H] (gate rows first), down [E, H, I]
@@ -53,9 +54,12 @@ enum class ExpertStorage : std::uint8_t {
   kFusedNNInterleaved,  // gate_up [E, H, 2I] (column 2j gate j, 2j + 1 up j), down [E, I, H]
 };
 
+constexpr bool is_per_expert(ExpertStorage storage) {  // tensors of its own for every expert
+  return storage == ExpertStorage::kPerExpert || storage == ExpertStorage::kPerExpertUpFirst;
+}
 constexpr bool is_fused(ExpertStorage storage) {  // gate and up in one tensor
-  return storage == ExpertStorage::kFusedNT || storage == ExpertStorage::kFusedNN ||
-         storage == ExpertStorage::kFusedNNInterleaved ||
+  return storage == ExpertStorage::kPerExpertUpFirst || storage == ExpertStorage::kFusedNT ||
+         storage == ExpertStorage::kFusedNN || storage == ExpertStorage::kFusedNNInterleaved ||
          storage == ExpertStorage::kMxfp4Interleaved;
 }
 constexpr bool is_transposed(ExpertStorage storage) {  // some of it, so that whole tiles are staged
@@ -154,6 +158,7 @@ struct Family {
   std::string_view gate_bias;
   NameList<2> correction_bias;       // spellings
   ExpertLayout shared_layout;        // of the shared expert; `block` is not used
+  ExpertLayout shared_alternative;   // what some files have instead; down is the same
   bool shared_beside_block = false;  // its names are relative to the layer
   std::string_view shared_gate;
   std::array<ExpertLayout, 3> layouts;

@@ -44,6 +44,13 @@ constexpr ExpertLayout fused_nt(std::string_view block) {
   return fused(ExpertStorage::kFusedNT, block);
 }
 
+constexpr ExpertLayout up_first(std::string_view block, std::string_view gate_and_up,
+                                std::string_view down) {
+  ExpertLayout layout = per_expert(block, gate_and_up, "", down);
+  layout.storage = ExpertStorage::kPerExpertUpFirst;
+  return layout;
+}
+
 // One MLP beside the routed experts: `<module>.gate_proj` and so on.
 constexpr ExpertLayout shared_mlp(std::string_view gate, std::string_view up,
                                   std::string_view down) {

@@ -26,6 +26,16 @@ constexpr Family qwen3_moe() {
   return f;
 }
 
+// The language model of Qwen3-VL-MoE: the same layers, fused and transposed.
+constexpr Family qwen3_vl_moe() {
+  Family f = qwen3_moe();
+  f.title = "Qwen3-VL-MoE";
+  f.model_types = {"qwen3_vl_moe_text"};
+  f.routing.default_renorm = true;
+  f.layouts = {fused(ExpertStorage::kFusedNN, "mlp"), projections("mlp")};
+  return f;
+}
+
 constexpr Family qwen2_moe() {
   Family f = qwen3_moe();
   f.title = "Qwen2-MoE";
@@ -250,8 +260,10 @@ constexpr Family hunyuan() {
   f.default_shared_count = 1;
   f.shared_layout =
       shared_mlp("shared_mlp.gate_proj", "shared_mlp.up_proj", "shared_mlp.down_proj");
+  f.shared_alternative = up_first("", "shared_mlp.gate_and_up_proj", "shared_mlp.down_proj");
   f.gate_weight = "gate.wg.weight";
-  f.layouts = {projections("mlp"), fused_nt("mlp")};
+  f.layouts = {projections("mlp"), fused_nt("mlp"),
+               up_first("mlp", "experts.{e}.gate_and_up_proj", "experts.{e}.down_proj")};
   return f;
 }
 
@@ -334,10 +346,11 @@ constexpr Family nemotron_h() {
 }
 
 constexpr auto kFamilies = std::to_array<Family>({
-    mixtral(), qwen2_moe(), qwen3_moe(), qwen3_next(), deepseek_v2(),    deepseek_v3(),
-    kimi_k2(), glm4_moe(),  dots1(),     minimax_m1(), minimax_m2(),     olmoe(),
-    gpt_oss(), llama4(),    phimoe(),    granite(),    granite_shared(), jamba(),
-    dbrx(),    hunyuan(),   ernie45(),   step3(),      longcat(),        nemotron_h(),
+    mixtral(),     qwen2_moe(),      qwen3_moe(), qwen3_next(), deepseek_v2(),
+    deepseek_v3(), kimi_k2(),        glm4_moe(),  dots1(),      minimax_m1(),
+    minimax_m2(),  olmoe(),          gpt_oss(),   llama4(),     phimoe(),
+    granite(),     granite_shared(), jamba(),     dbrx(),       hunyuan(),
+    ernie45(),     step3(),          longcat(),   nemotron_h(), qwen3_vl_moe(),
 });
 
 }  // namespace

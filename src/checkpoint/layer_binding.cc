@@ -74,11 +74,17 @@ Result<std::string_view> find_prefix(const Family& family, int layer, const Shar
 // --- the layout of the experts -------------------------------------------------------------------
 
 // The spelling of a weight's suffix under which any projection of the layout exists in the block.
-std::optional<std::string_view> find_layout(const ExpertLayout& layout, const std::string& block,
-                                            const ShardSet& shards) {
+std::optional<std::string_view> find_layout(const Family& family, const ExpertLayout& layout,
+                                            const std::string& block, const ShardSet& shards) {
   const std::string inside = block + ".";
+  // A name that two layouts share does not tell which it is.
+  const bool shared_down =
+      std::count_if(family.layouts.begin(), family.layouts.end(), [&](const ExpertLayout& other) {
+        return other.block == layout.block && other.down == layout.down &&
+               other.weight_suffixes.names == layout.weight_suffixes.names;
+      }) > 1;
   for (const std::string_view module : {layout.gate, layout.up, layout.down}) {
-    if (module.empty()) continue;
+    if (module.empty() || (shared_down && module == layout.down)) continue;
     const std::string fixed = inside + std::string(module.substr(0, module.find("{e}")));
     for (const ShardSet::Located& tensor : tensors_under(shards, fixed)) {
       const std::string_view name = name_of(tensor).substr(inside.size());
@@ -94,7 +100,7 @@ std::optional<std::string_view> find_layout(const ExpertLayout& layout, const st
 // Is there any tensor of a single expert, whatever its last part is called (".qweight")?
 bool has_single_experts(const ExpertLayout& layout, const std::string& block,
                         const ShardSet& shards) {
-  if (!layout.present() || layout.storage != ExpertStorage::kPerExpert) return false;
+  if (!layout.present() || !is_per_expert(layout.storage)) return false;
   const std::string inside = block + ".";
   const std::string fixed = inside + std::string(layout.down.substr(0, layout.down.find("{e}")));
   const auto tensors = tensors_under(shards, fixed);
@@ -114,7 +120,8 @@ Status choose_layout(const ShardSet& shards, std::string_view prefix, LayerSourc
     if (!layout.present()) continue;
     const std::string block = block_name(prefix, layer, layout.block);
     if (fallback.empty() && has_tensors(shards, block)) fallback = block;
-    const std::optional<std::string_view> suffix = find_layout(layout, block, shards);
+    const std::optional<std::string_view> suffix =
+        find_layout(*source->family, layout, block, shards);
     if (!suffix) continue;
     if (source->layout != nullptr) {
       return {StatusCode::kAmbiguousFormat,
@@ -144,6 +151,18 @@ Status choose_layout(const ShardSet& shards, std::string_view prefix, LayerSourc
   source->layout = likeliest;
   source->weight_suffix = likeliest->weight_suffixes.names[0];
   return {};
+}
+
+// The other form where its first projection is there (and the usual one's is not).
+void choose_shared_layout(const ShardSet& shards, LayerSource* source) {
+  const Family& family = *source->family;
+  source->shared_layout = &family.shared_layout;
+  const auto exists = [&](const ExpertLayout& layout) {
+    return layout.present() && shards.find(source->shared_module(layout.gate) + ".weight");
+  };
+  if (exists(family.shared_alternative) && !exists(family.shared_layout)) {
+    source->shared_layout = &family.shared_alternative;
+  }
 }
 
 void choose_correction_bias(const ModelConfig& config, const ShardSet& shards,
@@ -250,7 +269,7 @@ Status choose_gguf_formats(const ShardSet& shards, LayerSource* source) {
   fill_blocks(&source->experts);
   const bool has_shared = source->spec.shared.intermediate_size > 0;
   MOESAIC_RETURN_IF_ERROR(
-      read_blocks(shards, names(source->family->shared_layout, has_shared), &source->shared));
+      read_blocks(shards, names(*source->shared_layout, has_shared), &source->shared));
   fill_blocks(&source->shared);
   return {};
 }
@@ -259,7 +278,7 @@ Status choose_gguf_formats(const ShardSet& shards, LayerSource* source) {
 Result<LinearFormat> shared_format(const ModelConfig& config, const LayerSource& source) {
   LinearFormat first;
   std::string first_name;
-  const ExpertLayout& shared = source.family->shared_layout;
+  const ExpertLayout& shared = *source.shared_layout;
   for (const std::string_view leaf : {shared.gate, shared.up, shared.down}) {
     if (leaf.empty()) continue;
     const std::string module = source.shared_module(leaf);
@@ -368,7 +387,7 @@ Status choose_dtypes(const ModelConfig& config, const ShardSet& shards, LayerSou
   MOESAIC_ASSIGN_OR_RETURN(source->experts_dtype,
                            find_dtype(shards, source->experts.stored, names, unsaid));
   names.clear();
-  const ExpertLayout& shared = source->family->shared_layout;
+  const ExpertLayout& shared = *source->shared_layout;
   for (const std::string_view leaf : {shared.gate, shared.up, shared.down}) {
     if (leaf.empty()) continue;
     names.push_back(source->shared_module(leaf) + ".weight");
@@ -399,7 +418,7 @@ Status missing_error(const LayerSource& source, const std::vector<PlannedTensor>
   std::string text =
       fmt::format("layer {} ({}): {} of {} tensors are missing: {}", source.spec.layer,
                   source.spec.prefix, missing.size(), plan.size(), list_names(names));
-  if (source.layout->storage == ExpertStorage::kPerExpert && !lacking.empty()) {
+  if (is_per_expert(source.layout->storage) && !lacking.empty()) {
     const std::int64_t per_expert =
         std::count_if(plan.begin(), plan.end(), [](const PlannedTensor& tensor) {
           return tensor.part == LayerPart::kExpert && tensor.expert == 0 && !tensor.optional;
@@ -531,6 +550,7 @@ Result<LayerSource> resolve_layer(const ModelConfig& config, const MoeLayerSpec&
   MOESAIC_ASSIGN_OR_RETURN(const std::string_view prefix,
                            find_prefix(*config.family, spec.layer, shards));
   MOESAIC_RETURN_IF_ERROR(choose_layout(shards, prefix, &source));
+  choose_shared_layout(shards, &source);
   choose_correction_bias(config, shards, &source);
   MOESAIC_RETURN_IF_ERROR(choose_formats(config, shards, &source));
   MOESAIC_RETURN_IF_ERROR(choose_dtypes(config, shards, &source));
@@ -542,7 +562,7 @@ Result<BoundLayer> bind_layer(const ModelConfig& config, const MoeLayerSpec& spe
   BoundLayer layer;
   MOESAIC_ASSIGN_OR_RETURN(layer.source, resolve_layer(config, spec, shards));
   const LayerSource& source = layer.source;
-  const bool stacked = source.layout->storage != ExpertStorage::kPerExpert;
+  const bool stacked = !is_per_expert(source.layout->storage);
   layer.experts.resize(stacked ? 1 : static_cast<std::size_t>(spec.num_experts));
 
   const std::vector<PlannedTensor> plan = plan_layer(source);

@@ -25,7 +25,7 @@ class Planner {
       router(LayerPart::kCorrectionBias, source_.correction_bias, {columns});
     }
     if (spec_.shared.intermediate_size > 0) shared();
-    if (source_.layout->storage == ExpertStorage::kPerExpert) {
+    if (is_per_expert(source_.layout->storage)) {
       for (std::int64_t e = 0; e < spec_.num_experts; ++e) per_expert(e);
     } else {
       stacked();
@@ -143,7 +143,7 @@ class Planner {
   void shared() {
     const std::int64_t h = spec_.hidden_size;
     const std::int64_t s = spec_.shared.intermediate_size;
-    const ExpertLayout& layout = source_.family->shared_layout;
+    const ExpertLayout& layout = *source_.shared_layout;
     const auto one = [&](Projection projection, std::string_view module, const Shape& shape) {
       if (module.empty()) return;
       linear(LayerPart::kShared, projection, 0, source_.shared_module(module), ".weight",
@@ -171,7 +171,7 @@ class Planner {
     const ExpertLayout& layout = *source_.layout;
     const std::int64_t h = spec_.hidden_size;
     const std::int64_t i = spec_.intermediate_size;
-    expert_linear(Projection::kGate, e, layout.gate, {i, h});
+    expert_linear(Projection::kGate, e, layout.gate, {is_fused(layout.storage) ? 2 * i : i, h});
     expert_linear(Projection::kUp, e, layout.up, {i, h});
     expert_linear(Projection::kDown, e, layout.down, {h, i});
   }
@@ -184,6 +184,7 @@ class Planner {
     Shape gate, down;
     switch (layout.storage) {
       case ExpertStorage::kPerExpert:
+      case ExpertStorage::kPerExpertUpFirst:
       case ExpertStorage::kStacked:
         gate = {experts, i, h}, down = {experts, h, i};
         break;

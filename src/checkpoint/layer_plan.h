@@ -23,6 +23,7 @@ struct LayerSource {
   MoeLayerSpec spec;
   const Family* family = nullptr;
   const ExpertLayout* layout = nullptr;
+  const ExpertLayout* shared_layout = nullptr;
   std::string_view weight_suffix;    // of the layout's spellings
   std::string_view correction_bias;  // of the family's spellings
   LinearFormat experts, shared;

@@ -308,7 +308,7 @@ TEST(Families, TablesAreSound) {
     EXPECT_EQ(family.shared == SharedRule::kNone, family.shared_layout.down.empty());
     for (const ExpertLayout& layout : family.layouts) {
       if (!layout.present()) continue;
-      const bool per_expert = layout.storage == ExpertStorage::kPerExpert;
+      const bool per_expert = is_per_expert(layout.storage);
       EXPECT_EQ(per_expert, layout.down.find("{e}") != std::string_view::npos);
       EXPECT_EQ(is_fused(layout.storage), layout.up.empty());
       EXPECT_EQ(layout.gate.empty(), !is_gated(family.activation.kind));
@@ -316,7 +316,7 @@ TEST(Families, TablesAreSound) {
       EXPECT_EQ(layout.bias_suffix.empty(), family.layouts[0].bias_suffix.empty());
     }
   }
-  EXPECT_EQ(types.size(), 30U);
+  EXPECT_EQ(types.size(), 31U);
   EXPECT_EQ(find_family("llama"), nullptr);
   EXPECT_EQ(find_family(""), nullptr);
 }
@@ -342,6 +342,7 @@ TEST(LayerPlan, ReleasedShapes) {
   source.spec = config.layers[0];
   source.family = config.family;
   source.layout = &config.family->layouts[0];
+  source.shared_layout = &config.family->shared_layout;
   source.weight_suffix = source.layout->weight_suffixes.list()[0];
   source.correction_bias = config.family->correction_bias.list()[0];
   source.experts.stored = source.shared.stored = StoredFormat::kFp8Block;

@@ -190,6 +190,21 @@ def layer_cases(c):
     qwen("skip_one_expert", lambda t: None, UNSUPPORTED, ["3 of 12", "all or none"], dict(QWEN, quantization_config=dict(FP8, ignored_layers=[p + "experts.1"])))
 
     # Fused storages.
+    def hunyuan(name, spoil, code, keywords, h=16, **config):
+        rng = random.Random(name)
+        layer = Layer(rng, 4, h, 8).up_first().router("gate.wg.weight").shared(rng, "shared_mlp", 8, up_first=True)
+        tensors = layer.named(p[:-1])
+        spoil(tensors)
+        base = {"model_type": "hunyuan_v1_moe", "hidden_size": h, "intermediate_size": 8, "num_hidden_layers": 1, "num_experts": 4, "moe_topk": 2,
+                "num_shared_expert": 1, "torch_dtype": "bfloat16"}
+        c.folder("hunyuan_" + name, {"config.json": json.dumps(dict(base, **config)), "model.safetensors": safetensors(tensors)}, code, keywords, door="layer")
+    both = "experts.2.gate_and_up_proj.weight"
+    hunyuan("up_first_good", lambda t: None, "ok", [])
+    hunyuan("one_half", replace(both, bf16([8, 16])), SHAPE, [both, "[8, 16]", "[16, 16]"])
+    hunyuan("up_first_missing", pop(both), MISSING, [both, "1 of 4 experts"])
+    hunyuan("up_first_fp8", lambda t: None, UNSUPPORTED, ["fp8-tensor", "Hunyuan", "fused"], quantization_config={"quant_method": "fp8"})
+    hunyuan("both_forms", lambda t: t.update({p + "experts.0.gate_proj.weight": bf16([8, 16])(None)}), AMBIGUOUS, ["stored twice", "gate_and_up_proj"])
+
     def fused(name, spoil, code, keywords, h=16, i=8):
         tensors = Layer(random.Random(name), 4, h, i).fused_nt().router().named(p[:-1])
         spoil(tensors)

@@ -235,6 +235,12 @@ def more_families(c):
     c.add("hunyuan", flat_moe("hunyuan_v1_moe", moe_topk=[2, 2], num_shared_expert=[2, 2]),
           two(lambda s: layer(s, "per_expert", "gate.wg.weight").shared(random.Random(s), "shared_mlp", 16)),
           dict(plain, renormalize=True, shared=16))
+    c.add("hunyuan_up_first", flat_moe("hunyuan_v1_moe", moe_topk=2, num_shared_expert=2),
+          two(lambda s: layer(s, "up_first", "gate.wg.weight").shared(random.Random(s), "shared_mlp", 16, up_first=True)),
+          dict(plain, renormalize=True, shared=16))
+    vl = {"text_config": qwen3(model_type="qwen3_vl_moe_text"), "model_type": "qwen3_vl_moe", "vision_config": {"hidden_size": 8}}
+    c.add("qwen3_vl_moe", vl, two(lambda s: layer(s, "fused_nn")), dict(plain, renormalize=True), "model.language_model.layers.%d.mlp",
+          common="model.language_model.")
     c.add("ernie4_5", qwen3(model_type="ernie4_5_moe", moe_num_shared_experts=2, moe_layer_start_index=0, moe_norm_min=1e-10),
           two(lambda s: layer(s, "per_expert", gate_dtype="F32").shared(random.Random(s), "shared_experts", 16).correction_bias(
               random.Random(s), "moe_statics.e_score_correction_bias", as_matrix=True)),

@@ -181,12 +181,14 @@ class Layer:
         self.expected["e_score_correction_bias"] = vector("F32", [widen(x, dtype) for x in row])
         return self
 
-    def shared(self, rng, module, s, dtype=None, gate=None, fused=False):
+    def shared(self, rng, module, s, dtype=None, gate=None, fused=False, up_first=False):
         dtype = dtype or self.dtype
         mlp = Mlp(rng, dtype, self.h, s, self.scale_dtype)
         self.shared_mlp, self.shared_dtype = mlp, dtype
         if fused:
             leaves = (("input_linear", mlp.gate + mlp.up), ("output_linear", mlp.down))
+        elif up_first:
+            leaves = (("gate_and_up_proj", mlp.up + mlp.gate), ("down_proj", mlp.down))
         else:
             leaves = (("gate_proj", mlp.gate), ("up_proj", mlp.up), ("down_proj", mlp.down))[0 if self.gated else 1:]
         for leaf, m in leaves:
@@ -211,6 +213,12 @@ class Layer:
             if self.dtype == "F8_E4M3":
                 for leaf, m in ((gate, x.gate_scale), (up, x.up_scale), (down, x.down_scale)):
                     self.files["experts.%d.%s.weight_scale_inv" % (n, leaf)] = tensor(self.scale_dtype, m)
+        return self
+
+    def up_first(self):
+        for n, x in enumerate(self.experts):
+            self.files["experts.%d.gate_and_up_proj.weight" % n] = tensor(self.dtype, x.up + x.gate)
+            self.files["experts.%d.down_proj.weight" % n] = tensor(self.dtype, x.down)
         return self
 
     def w123(self):

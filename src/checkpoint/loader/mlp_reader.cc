@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "checkpoint/layer_plan.h"
@@ -106,6 +107,7 @@ class MlpReader {
         MOESAIC_RETURN_IF_ERROR(read_gate_and_up(expert_));
         MOESAIC_RETURN_IF_ERROR(read_transposed_down());
         break;
+      case ExpertStorage::kPerExpertUpFirst:
       case ExpertStorage::kFusedNT:
         MOESAIC_RETURN_IF_ERROR(read_fused_nt());
         break;
@@ -165,14 +167,16 @@ class MlpReader {
   }
 
   Status read_fused_nt() {
-    const std::int64_t gate = expert_ * 2 * slice_.width + slice_.first;
-    const std::int64_t up = gate + slice_.width;
+    const std::int64_t expert = experts_before();
+    std::int64_t gate = expert * 2 * slice_.width + slice_.first;
+    std::int64_t up = gate + slice_.width;
+    if (up_first()) std::swap(gate, up);
     const ShardSet::Located& gate_up = *tensors_.of(TensorKind::kWeight)[kGate];
     MOESAIC_RETURN_IF_ERROR(
         read_rectangle(gate_up, {gate, slice_.count, 0, slice_.hidden}, half(0)));
     MOESAIC_RETURN_IF_ERROR(read_rectangle(gate_up, {up, slice_.count, 0, slice_.hidden}, half(1)));
     return read_rectangle(*tensors_.of(TensorKind::kWeight)[kDown],
-                          {expert_ * slice_.hidden, slice_.hidden, slice_.first, slice_.count},
+                          {expert * slice_.hidden, slice_.hidden, slice_.first, slice_.count},
                           out_.w2.data());
   }
 
@@ -281,8 +285,11 @@ class MlpReader {
   }
 
   // Experts before this one in the tensors that hold all of them.
-  std::int64_t experts_before() const {
-    return slice_.storage == ExpertStorage::kPerExpert ? 0 : expert_;
+  std::int64_t experts_before() const { return is_per_expert(slice_.storage) ? 0 : expert_; }
+
+  bool up_first() const {
+    return slice_.storage == ExpertStorage::kPerExpertUpFirst &&
+           !MOESAIC_FAULT(checkpoint_up_first_ignored);
   }
 
   Status read_scales() {
@@ -291,10 +298,11 @@ class MlpReader {
     const std::int64_t all = slice_.width / kFp8BlockSize;
     const std::int64_t first =
         MOESAIC_FAULT(checkpoint_scale_slice_in_rows) ? 0 : slice_.first / kFp8BlockSize;
-    const bool fused = slice_.storage == ExpertStorage::kFusedNT;
+    const bool fused = is_fused(slice_.storage);
     const std::int64_t before = experts_before();
-    const std::int64_t gate_row = before * (fused ? 2 : 1) * all + first;
-    const std::int64_t up_row = fused ? gate_row + all : gate_row;
+    std::int64_t gate_row = before * (fused ? 2 : 1) * all + first;
+    std::int64_t up_row = fused ? gate_row + all : gate_row;
+    if (up_first()) std::swap(gate_row, up_row);
     const ShardSet::Located& up =
         fused ? *tensors_.of(TensorKind::kScale)[kGate] : *tensors_.of(TensorKind::kScale)[kUp];
     auto* w13_scale = out_.w13_scale.as<float>();
@@ -313,7 +321,7 @@ class MlpReader {
   }
 
   Status check_fp8(std::int64_t h_blocks, std::int64_t blocks) const {
-    const bool fused = slice_.storage == ExpertStorage::kFusedNT;
+    const bool fused = is_fused(slice_.storage);
     const auto check = [&](std::size_t projection, const Tensor& weights, const Tensor& scales,
                            std::int64_t part, std::int64_t rows, std::int64_t cols,
                            std::int64_t first_row, std::int64_t first_col) {
@@ -323,8 +331,9 @@ class MlpReader {
                               scales.as<float>() + part * blocks * h_blocks, rows, cols, first_row,
                               first_col});
     };
-    const std::int64_t gate = experts_before() * (fused ? 2 : 1) * slice_.width + slice_.first;
-    const std::int64_t up = fused ? gate + slice_.width : gate;
+    std::int64_t gate = experts_before() * (fused ? 2 : 1) * slice_.width + slice_.first;
+    std::int64_t up = fused ? gate + slice_.width : gate;
+    if (up_first()) std::swap(gate, up);
     if (slice_.gated) {
       MOESAIC_RETURN_IF_ERROR(
           check(kGate, out_.w13, out_.w13_scale, 0, slice_.count, slice_.hidden, gate, 0));

@@ -48,10 +48,10 @@ struct MlpBuffers {
 Status check_slice(std::string_view field, std::int64_t width, std::int64_t parts,
                    std::int64_t unit);
 
-// Reads expert `expert` (ignored by kPerExpert, whose `tensors` are its own). Every buffer is
-// written in full. kCorruptFile names the tensor and the place: NaN codes in FP8 weights, scales
-// that are NaN, infinite, negative, or zero over a tile that is not. Errors of reading as they
-// come.
+// Reads expert `expert` (ignored by is_per_expert storages, whose `tensors` are its own). Every
+// buffer is written in full. kCorruptFile names the tensor and the place: NaN codes in FP8 weights,
+// scales that are NaN, infinite, negative, or zero over a tile that is not. Errors of reading as
+// they come.
 Status read_mlp(const MlpTensors& tensors, const MlpSlice& slice, std::int64_t expert,
                 MlpBuffers* buffers);
 

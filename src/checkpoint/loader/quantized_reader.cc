@@ -80,11 +80,14 @@ class QuantizedReader {
     const std::int64_t first = MOESAIC_FAULT(checkpoint_quant_skip_tp_offset) ? 0 : slice_.first;
     const bool fused = is_fused(slice_.storage);
     constexpr Projection kGate = Projection::kGate, kDown = Projection::kDown;
-    const Window gate = {kGate, kGate, fused ? 2 * i : i, h, first, slice_.count, 0, h, 0};
+    Window gate = {kGate, kGate, fused ? 2 * i : i, h, first, slice_.count, 0, h, 0};
     Window up = gate;
     up.part = Projection::kUp;
     if (fused) {
       if (!MOESAIC_FAULT(checkpoint_stacked_up_is_gate)) up.first_row += i;
+      if (slice_.storage == ExpertStorage::kPerExpertUpFirst) {
+        std::swap(gate.first_row, up.first_row);
+      }
     } else {
       up.projection = Projection::kUp;
     }
@@ -156,7 +159,7 @@ class QuantizedReader {
 
   // Experts before this one in the tensors that hold all of them.
   std::int64_t experts_before() const {
-    if (slice_.storage == ExpertStorage::kPerExpert) return 0;
+    if (is_per_expert(slice_.storage)) return 0;
     return MOESAIC_FAULT(checkpoint_stacked_first_expert) ? 0 : expert_;
   }
 

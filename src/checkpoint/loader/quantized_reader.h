@@ -19,7 +19,7 @@ namespace moesaic {
 struct QuantizedSlice {
   LinearFormat format;
   QuantScheme scheme;
-  // Anything but kPerExpert: the tensors hold all `experts` (GGUF, stacked_tensors.h).
+  // Not is_per_expert: the tensors hold all `experts` (GGUF, stacked_tensors.h).
   ExpertStorage storage = ExpertStorage::kPerExpert;
   std::int64_t experts = 1;
   bool gated = true;
