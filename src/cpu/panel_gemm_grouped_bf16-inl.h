@@ -74,7 +74,16 @@ HWY_INLINE void GroupsInRegisters(const PanelArgs& args, const Pairs& pairs, std
   }
 }
 
-// Scales and offsets are streams of their own, a fraction of the first.
+// The scales are a second stream, a small fraction of the first. No loop but one that the compiler
+// unrolls: with short groups that is a fifth of the time.
+HWY_INLINE void PrefetchScales(const PanelArgs& args, std::int64_t group) {
+  if (args.group_scales == nullptr) return;
+  const std::int64_t bytes = kPanelColumns * (args.group_scale_format == ScaleFormat::kF32 ? 4 : 1);
+  for (std::int64_t line = 0; line < bytes; line += 64)
+    __builtin_prefetch(args.group_scales + (group + 4) * bytes + line, 0, 2);
+}
+
+// Scales and offsets of `count` groups.
 HWY_INLINE void PrefetchGroups(const PanelArgs& args, std::int64_t first, std::int64_t count) {
   const auto fetch = [&](const std::byte* base, std::int64_t bytes) {
     for (std::int64_t at = first * bytes; at < (first + count) * bytes; at += 64)
@@ -87,7 +96,6 @@ HWY_INLINE void PrefetchGroups(const PanelArgs& args, std::int64_t first, std::i
   if (args.group_offsets != nullptr)
     fetch(reinterpret_cast<const std::byte*>(args.group_offsets), kFloats);
 }
-constexpr std::int64_t kGroupsAhead = 4;
 
 template <class Pairs>
 void GroupedBlocks(const PanelArgs& args);
@@ -100,7 +108,7 @@ HWY_INLINE bool StreamGroups(const PanelArgs& args, Pairs& pairs, std::int64_t g
   VF acc[kGroups][MR][4];
 #pragma GCC unroll 2
   for (int g = 0; g < kGroups; ++g) {
-    PrefetchGroups(args, group + g + kGroupsAhead, 1);
+    PrefetchScales(args, group + g);
     if (HWY_UNLIKELY(!pairs.Begin(args, group + g, g))) return false;
   }
   GroupsInRegisters<Pairs, MR, kGroups>(args, pairs, group * args.fold, w, acc);
@@ -151,7 +159,7 @@ HWY_NOINLINE void GroupedDirect(const PanelArgs& args) {
   const std::byte* w = args.panel;
   for (std::int64_t k0 = 0, group = 0; k0 < args.padded_k; k0 += args.fold, ++group) {
     VF acc[1][MR][4];
-    PrefetchGroups(args, group + kGroupsAhead, 1);
+    PrefetchScales(args, group);
     if (HWY_UNLIKELY(!pairs.Begin(args, group, 0)))
       return GroupedBlocks<typename Pairs::AnyScale>(args);
     GroupsInRegisters<Pairs, MR, 1>(args, pairs, k0, w, acc);
