@@ -38,7 +38,8 @@ std::string_view rank_transport_name(RankTransport transport);  // "auto", "none
 enum class RankReduction : std::uint8_t {
   // Each rank adds up its part, the parts are added in rank order: fewest bytes. Bit for bit one
   // rank's result where a row's experts are whole on one rank (top_k 1, say); else within
-  // (k + R) * 2^-24 * sum |w * row| of it before the final rounding, R the number of ranks.
+  // (k + R) * 2^-24 * sum |w * row| of it before the final rounding, R the number of ranks. On a
+  // GPU slices of experts are rounded to bf16 before that (2^-9 relative each).
   kPerRank,
   // Every slot's row comes back by itself and is added in slot order, as on one rank: the bits are
   // those of one rank, wherever the experts are. Up to k times the bytes. Needs whole experts
@@ -59,7 +60,8 @@ using RoutedOutputTransform =
 struct LayerExplanation {
   std::vector<CandidateReport> candidates;  // every stage, in order
   std::string experts_backend;              // the one that would run
-  std::int64_t workspace_bytes = 0;         // as FusedMoE::workspace_bytes
+  // As FusedMoE::workspace_bytes; over ranks without the buffers of messages.
+  std::int64_t workspace_bytes = 0;
   std::string determinism;
 };
 
