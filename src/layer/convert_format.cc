@@ -53,6 +53,7 @@ Status encode_int4(const ConstTensorView& w, const TensorView& packed, const Ten
   MOESAIC_ASSIGN_OR_RETURN(Tensor codes, Tensor::uninitialized(DType::kI8, w.shape));
   MOESAIC_RETURN_IF_ERROR(
       quantize_int_group(w, {4, kIntGroup, IntScaleRule::kFullRange}, codes.view(), scale));
+  MOESAIC_RETURN_IF_ERROR(refit_int_scales(w, codes.view(), kIntGroup, scale));
   MOESAIC_RETURN_IF_ERROR(dequantize_int_group(codes.view(), scale, {}, kIntGroup, decoded));
   auto* bytes = codes.as<std::uint8_t>();
   const int bias = MOESAIC_FAULT(convert_int4_without_bias) ? 0 : 8;

@@ -137,6 +137,27 @@ Status quantize_int_group(ConstTensorView x, const IntGroupFormat& format, Tenso
       });
 }
 
+Status refit_int_scales(ConstTensorView x, ConstTensorView codes, std::int64_t group,
+                        TensorView scale) {
+  MOESAIC_ASSIGN_OR_RETURN(const Grid grid, grid_of("x", x, group));
+  MOESAIC_RETURN_IF_ERROR(check_arguments({
+      {"x", x, kPlainFloats, x.shape},
+      {"codes", codes, accept(DType::kI8), x.shape},
+      {"scale", scale, kPlainFloats, {x.dim(0), grid.per_row}, true},
+  }));
+  return for_each_group(
+      x.shape, grid, [&](std::int64_t g, std::int64_t begin, std::int64_t end) -> Status {
+        double with_codes = 0, squares = 0;
+        for (std::int64_t i = begin; i < end; ++i) {
+          const double q = codes.as<std::int8_t>()[i];
+          with_codes += q * static_cast<double>(load_as_f32(x.data, x.dtype, i));
+          squares += q * q;
+        }
+        const auto best = static_cast<float>(squares > 0 ? with_codes / squares : 0.0);
+        return best > 0 ? store_scale(scale, g, best).status() : Status();
+      });
+}
+
 Status quantize_uint_group(ConstTensorView x, const IntGroupFormat& format, TensorView codes,
                            TensorView scale, TensorView zeros) {
   MOESAIC_RETURN_IF_ERROR(expect_bits(format.bits));

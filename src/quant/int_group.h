@@ -42,6 +42,14 @@ float ref_quantize_int8_row(const float* x, std::int64_t k, std::int8_t* q);
 Status quantize_int_group(ConstTensorView x, const IntGroupFormat& format, TensorView codes,
                           TensorView scale);
 
+// The scales with which signed codes come closest to x: <x, q> / <q, q> of each group, rounded to
+// the dtype of `scale`. Where that is not above 0, as for codes that are all zero, the scale stays.
+// Afterwards the error is orthogonal to the codes: values that lie on a grid already (weights that
+// were quantised before) are not all stretched the same way, which would add up over layers.
+// Arguments and errors as above; codes in, scale in and out.
+Status refit_int_scales(ConstTensorView x, ConstTensorView codes, std::int64_t group,
+                        TensorView scale);
+
 // With zero points: the group's range is widened to contain 0, s = range / (2^bits - 1),
 // z = RNE(-low / s), q = clamp(RNE(x / s) + z, 0, 2^bits - 1). Zero is exact.
 //   codes U8 [N, K], scale as above, zeros U8 as scale

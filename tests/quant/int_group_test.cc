@@ -84,6 +84,28 @@ TEST(IntGroup, CodesAreStable) {
   }
 }
 
+// Weights that were quantised before lie on a grid: -8..7 times a scale. Against amax / 7.5 = 8
+// / 7.5 of that scale every value is stretched by 7 %; refitted scales find the grid again.
+TEST(IntGroup, RefittedScalesFindAnOlderGrid) {
+  std::vector<float> values(64);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    values[i] = static_cast<float>(static_cast<int>(i * 5 % 14) - 6) * (i < 32 ? 0.01F : 0.25F);
+  }
+  Tensor x = Tensor::zeros(DType::kF32, {1, 64}).value();
+  std::copy(values.begin(), values.end(), x.as<float>());
+  Quantized r = quantize(x, {4, 32, IntScaleRule::kFullRange});
+  EXPECT_LT(r.scale.as<float>()[1], 0.24F);
+  ASSERT_TRUE(refit_int_scales(x.view(), r.codes.view(), 32, r.scale.view()).ok());
+  EXPECT_FLOAT_EQ(r.scale.as<float>()[0], 0.01F);
+  EXPECT_EQ(r.scale.as<float>()[1], 0.25F);
+  // Nothing to fit: the scale stays.
+  const Tensor zero = Tensor::zeros(DType::kF32, {1, 64}).value();
+  Quantized none = quantize(zero, {4, 32, IntScaleRule::kFullRange});
+  const float before = none.scale.as<float>()[0];
+  ASSERT_TRUE(refit_int_scales(zero.view(), none.codes.view(), 32, none.scale.view()).ok());
+  EXPECT_EQ(none.scale.as<float>()[0], before);
+}
+
 TEST(IntGroup, SmallExamples) {
   // amax 7 / 7 = 1: the values are the codes, ties to even.
   const Tensor x = test::f32_of({1, 6}, {7, -7, 2.5F, 3.5F, -0.5F, -6.6F});
