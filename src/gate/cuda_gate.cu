@@ -105,9 +105,56 @@ __global__ void __launch_bounds__(kWarps * 32) gate(const __grid_constant__ Gate
   }
 }
 
-template <class X, class W>
-cudaError_t launch(const GateParams& p, void* stream) {
-  const int rows = p.tokens >= 8 ? 8 : p.tokens >= 4 ? 4 : 1;
+// The same sums in the same order for fp32 weights with rows of 256 kVectors elements: a warp asks
+// for its whole row at once, before the kernel in front has ended.
+template <class X, int kVectors, int kRows>
+__global__ void __launch_bounds__(kWarps * 32) gate_fp32(const __grid_constant__ GateParams p) {
+  const int lane = static_cast<int>(threadIdx.x & 31U);
+  const int e = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x >> 5);
+  const std::int64_t hidden = kVectors * 32 * kVector;
+  float w[kVectors][kVector];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    read(static_cast<const float*>(p.weight) + e * hidden + (v * 32 + lane) * kVector, w[v]);
+  }
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  const std::int64_t first = static_cast<std::int64_t>(blockIdx.y) * kRows;
+  const X* x[kRows];
+  float sum[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const std::int64_t t = first + r < p.tokens ? first + r : p.tokens - 1;
+    x[r] = static_cast<const X*>(p.x) + t * hidden + lane * kVector;
+    sum[r] = 0;
+  }
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float xv[kVector];
+      read(x[r] + v * 32 * kVector, xv);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) sum[r] = fmaf(xv[i], w[v][i], sum[r]);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      sum[r] += __shfl_xor_sync(0xFFFFFFFFU, sum[r], distance);
+    }
+    if (lane == 0 && first + r < p.tokens) {
+      p.logits[(first + r) * p.experts + e] = p.bias != nullptr ? sum[r] + p.bias[e] : sum[r];
+    }
+  }
+}
+
+// Rows per block; each kernel has these three heights.
+int rows_of(const GateParams& p) { return p.tokens >= 8 ? 8 : p.tokens >= 4 ? 4 : 1; }
+
+cudaError_t launch(void (*kernel)(GateParams), const GateParams& p, void* stream) {
+  const int rows = rows_of(p);
   const std::int64_t tiles = (p.tokens + rows - 1) / rows;
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -119,20 +166,47 @@ cudaError_t launch(const GateParams& p, void* stream) {
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, rows == 8   ? gate<X, W, 8>
-                                     : rows == 4 ? gate<X, W, 4>
-                                                 : gate<X, W, 1>,
-                            p);
+  return cudaLaunchKernelEx(&config, kernel, p);
+}
+template <class X, class W>
+cudaError_t launch_any(const GateParams& p, void* stream) {
+  const int rows = rows_of(p);
+  return launch(rows == 8 ? gate<X, W, 8> : rows == 4 ? gate<X, W, 4> : gate<X, W, 1>, p, stream);
+}
+template <class X, int kVectors>
+cudaError_t launch_fp32(const GateParams& p, void* stream) {
+  const int rows = rows_of(p);
+  return launch(rows == 8   ? gate_fp32<X, kVectors, 8>
+                : rows == 4 ? gate_fp32<X, kVectors, 4>
+                            : gate_fp32<X, kVectors, 1>,
+                p, stream);
+}
+template <class X>
+cudaError_t launch_fp32_rows(const GateParams& p, void* stream) {
+  return p.hidden == 3072 ? launch_fp32<X, 12>(p, stream) : launch_fp32<X, 24>(p, stream);
 }
 
 }  // namespace
 
 int launch_gate(const GateParams& p, void* stream) {
   if (p.tokens == 0) return 0;
-  if (gate_fits_tensor_cores(p)) return launch_gate_mma(p, stream);
+  switch (choose_gate_kernel(p)) {
+    case GateKernel::kFewTokens:
+      return launch_gate_few(p, stream);
+    case GateKernel::kSomeTokens:
+      return launch_gate_some(p, stream);
+    case GateKernel::kTensorCores:
+      return launch_gate_mma(p, stream);
+    case GateKernel::kFp32Rows:
+      return static_cast<int>(p.x_dtype == DType::kF32
+                                  ? launch_fp32_rows<float>(p, stream)
+                                  : launch_fp32_rows<std::uint16_t>(p, stream));
+    case GateKernel::kWarpPerLogit:
+      break;
+  }
   const auto with_weight = [&]<class X>(X) {
-    return static_cast<int>(p.weight_f32 ? launch<X, float>(p, stream)
-                                         : launch<X, std::uint16_t>(p, stream));
+    return static_cast<int>(p.weight_f32 ? launch_any<X, float>(p, stream)
+                                         : launch_any<X, std::uint16_t>(p, stream));
   };
   if (p.x_dtype == DType::kF32) return with_weight(float());
   if (p.x_dtype == DType::kF16) return with_weight(Half());

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 
+#include "core/host_device.h"
 #include "moesaic/dtype.h"
 
 namespace moesaic::cuda {
@@ -19,16 +21,48 @@ struct GateParams {
   float* logits = nullptr;  // [tokens, experts], overlaps nothing
 };
 
-// bf16 rows and weights with hidden a multiple of 8 take the tensor cores (launch_gate_mma),
+// Which kernel computes the logits: a pure function of the parameters' shapes and dtypes.
+enum class GateKernel : std::uint8_t {
+  kFewTokens,     // tensor cores, at most 16 tokens: all operands asked for at once
+  kSomeTokens,    // tensor cores, at most 128 tokens: the weights stay, tokens pass
+  kTensorCores,   // tensor cores, a pipeline of tiles
+  kFp32Rows,      // fp32 weights of [256, 3072] and [128, 6144], at most 32 tokens
+  kWarpPerLogit,  // anything
+};
+GateKernel choose_gate_kernel(const GateParams& params);
+std::string_view gate_kernel_name(GateKernel kernel);
+
+// bf16 rows and weights with hidden a multiple of 8 take the tensor cores (cuda_gate_mma.cuh),
 // everything else one warp per logit: lane l adds the products of elements 8 (l + 32 i) .. + 7 in
 // ascending order with fused multiply-adds, then the lanes are added by halving distances. Either
-// way the bits of a logit depend on its two rows alone, not on tokens, neighbours or launch. Error:
-// <= (hidden / 32 + 64) * 2^-24 * sum|x w|. Any shape is correct. Capturable. Returns a cudaError_t
-// value.
+// way the bits of a logit depend on its two rows alone, not on tokens, neighbours, launch or which
+// of the kernels ran. Error: <= (hidden / 32 + 64) * 2^-24 * sum|x w|. Any shape is correct.
+// Capturable; a programmatic launch that reads the weight before the kernels in front have ended.
+// Returns a cudaError_t value.
 int launch_gate(const GateParams& params, void* stream);
 
-// The two behind it (cuda_gate_mma.cu).
-bool gate_fits_tensor_cores(const GateParams& params);
+// The kernels behind it.
+int launch_gate_few(const GateParams& params, void* stream);
+int launch_gate_some(const GateParams& params, void* stream);
 int launch_gate_mma(const GateParams& params, void* stream);
+
+// How the tensor-core kernels cut K: eight groups of four slices of whole steps of 16 elements.
+inline constexpr int kGateGroups = 8, kGateSlicesOfGroup = 4;
+MOESAIC_HOST_DEVICE constexpr int gate_slice_steps(int hidden) {
+  constexpr int kSlices = kGateGroups * kGateSlicesOfGroup;
+  return ((hidden + 15) / 16 + kSlices - 1) / kSlices;
+}
+inline constexpr int kGateSteps7168 = 14;  // rows of 7168: DeepSeek-V3, Kimi-K2
+// Bytes between rows of so many steps in shared memory: 16 more than they take, so that ldmatrix
+// meets no bank twice.
+MOESAIC_HOST_DEVICE constexpr int gate_row_pitch(int steps) { return steps * 32 + 16; }
+// What may be had, and what blocks of the kernels for few and for some tokens take.
+inline constexpr int kGateSharedLimit = 227 * 1024;
+inline constexpr int kSomeTokens = 128;
+inline constexpr int kSomeTokensFixedBytes = 64 + kSomeTokens * 32 * 4 + 4 * 32 * 36 * 4;
+int few_tokens_bytes(int tokens, int hidden);
+int some_tokens_bytes(int hidden);
+// Lines of the grid that share the tiles of 32 tokens: as many as one wave of blocks has room for.
+int some_tokens_lines(const GateParams& params);
 
 }  // namespace moesaic::cuda

@@ -1,10 +1,12 @@
 // What explain lists of a layer: every stage's candidates on either kind of device.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
 #include "experts/cuda_experts.h"
+#include "gate/cuda_gate.h"
 #include "gate/tier_rules.h"
 #include "layer/fused_plan.h"
 #include "moesaic/gate.h"
@@ -53,6 +55,33 @@ void append_gate(const FusedPlan& plan, Device device, Rows& rows) {
   add(GateTier::kFallback, true, "");
 }
 
+// A tier fixes dtypes and roundings; which kernel computes it depends on the tokens of a call.
+void append_gate_kernels(const FusedPlan& plan, Device device, Rows& rows) {
+  if (!device.is_cuda()) return;
+  cuda::GateParams p;
+  p.weight_f32 = plan.gate_dtype != DType::kBF16;
+  p.experts = static_cast<std::int32_t>(plan.routing.num_experts + plan.routing.num_zero_experts);
+  p.hidden = static_cast<std::int32_t>(plan.hidden_size);
+  const auto used = [&](cuda::GateKernel kernel) {
+    for (const std::int64_t tokens : {1, 16, 17, 32, 33, 128, 129}) {
+      p.tokens = std::min(tokens, plan.routed.max_tokens);
+      if (choose_gate_kernel(p) == kernel) return true;
+    }
+    p.tokens = plan.routed.max_tokens;
+    return choose_gate_kernel(p) == kernel;
+  };
+  const auto add = [&](cuda::GateKernel kernel, std::string_view need) {
+    rows.push_back(row_of("gate_kernel", std::string(cuda::gate_kernel_name(kernel)),
+                          used(kernel) ? Status() : refused(fmt::format("need {}", need))));
+  };
+  using cuda::GateKernel;
+  add(GateKernel::kFewTokens, "bf16 weights with rows of a multiple of 8 that fit shared memory");
+  add(GateKernel::kSomeTokens, "such weights and over 16 tokens");
+  add(GateKernel::kFp32Rows, "fp32 weights of [256, 3072] or [128, 6144]");
+  add(GateKernel::kTensorCores, "bf16 weights with rows of a multiple of 8 and over 128 tokens");
+  add(GateKernel::kWarpPerLogit, "a shape or dtype that no other kernel takes");
+}
+
 void append_experts(const MoeProblem& problem, Device device, const std::string& stage,
                     Rows& rows) {
   const Status gpu = cuda::CudaExperts::can_implement(problem);
@@ -74,6 +103,7 @@ std::vector<CandidateReport> explain_plan(const FusedPlan& plan, std::string_vie
                                           Device device) {
   Rows rows;
   append_gate(plan, device, rows);
+  append_gate_kernels(plan, device, rows);
   const Status gpu_router = cuda::CudaRouter::can_implement(plan.routing);
   rows.push_back(
       row_of("router", fmt::format("cuda_{}", router_name),

@@ -2,7 +2,7 @@
 
 #include "cuda/once_per_device.h"
 #include "cuda/ptx/sync.cuh"
-#include "permute/cuda_align.h"
+#include "permute/cuda_align_few.cuh"
 #include "quant/cuda_quant_rows.cuh"
 
 namespace moesaic::cuda {
@@ -154,9 +154,25 @@ __device__ __forceinline__ void place_pairs(const AlignParams& p, std::int32_t* 
   }
 }
 
+// One block for all pairs.
+__device__ __forceinline__ void place_in_one_block(const AlignParams& p, std::int32_t* counts) {
+  if (p.pairs > kFewPairs) {
+    place_pairs(p, counts, 1);
+    return;
+  }
+  __shared__ __align__(16) std::uint32_t codes[kFewPairs];
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  place_few_pairs(p, codes);
+}
+
 __global__ void __launch_bounds__(1024, 1) align_place(const __grid_constant__ AlignParams p) {
   extern __shared__ std::int32_t counts[];
-  place_pairs(p, counts, gridDim.x);
+  if (gridDim.x == 1) {
+    place_in_one_block(p, counts);
+  } else {
+    place_pairs(p, counts, gridDim.x);
+  }
 }
 
 // Few pairs: the first block makes the work list while the others quantise the rows.
@@ -165,7 +181,7 @@ __global__ void __launch_bounds__(1024, 1)
                        const __grid_constant__ QuantRowsParams q) {
   extern __shared__ std::int32_t counts[];
   if (blockIdx.x == 0) {
-    place_pairs(p, counts, 1);
+    place_in_one_block(p, counts);
     return;
   }
   ptx::grid_dependency_wait();
@@ -200,11 +216,10 @@ int launch_align(const AlignParams& params, const QuantRowsParams* quant, void* 
   static OncePerDevice once;
   const cudaError_t prepared = once([] {
     constexpr int kBytes = kWarps * kMaxAlignedExperts * static_cast<int>(sizeof(std::int32_t));
-    const cudaError_t e =
-        cudaFuncSetAttribute(align_count, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    return e != cudaSuccess ? e
-                            : cudaFuncSetAttribute(
-                                  align_place, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    constexpr auto kMost = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    cudaError_t e = cudaFuncSetAttribute(align_count, kMost, kBytes);
+    if (e == cudaSuccess) e = cudaFuncSetAttribute(align_place, kMost, kBytes);
+    return e == cudaSuccess ? cudaFuncSetAttribute(align_and_quantize, kMost, kBytes) : e;
   });
   if (prepared != cudaSuccess) return static_cast<int>(prepared);
   AlignParams p = params;

@@ -44,6 +44,9 @@ inline constexpr int kMaxAlignBlocks = 64;
 
 inline constexpr int kMaxAlignedExperts = 1024;
 
+// Pairs that one block lists by comparing all with all (cuda_align_few.cuh), a thread each.
+inline constexpr int kFewPairs = 256;
+
 // Groups that any routing of `pairs` pairs can produce.
 constexpr std::int64_t max_group_records(std::int64_t pairs, std::int64_t local_experts,
                                          std::int64_t rows_per_record) {

@@ -17,11 +17,12 @@ __device__ __forceinline__ void add_row(float (&sum)[8], const uint4& v) {
   }
 }
 
-// Eight columns of one token; slots are read four at a time and added in order.
+// Eight columns of one token; slots are read eight at a time and added in order: each reading is
+// two latencies of memory, the row's index and the row.
 __device__ __forceinline__ void combine_columns(const CombineParams& p, std::int64_t token,
                                                 std::int64_t column) {
   float sum[8] = {};
-  constexpr int kBatch = 4;
+  constexpr int kBatch = 8;
   for (int j0 = 0; j0 < p.top_k; j0 += kBatch) {
     uint4 v[kBatch];
     bool live[kBatch];

@@ -83,6 +83,19 @@ const Case kCases[] = {
     {700, 1, 1032, false, false},
     {4100, 257, 264, false, true},
     {8200, 128, 256, false, false},
+    {8, 256, 7168, false, false},
+    {31, 100, 2880, false, true},
+    {33, 256, 7168, false, false},
+    {64, 384, 7168, false, false},
+    {65, 128, 4096, false, true},
+    {128, 256, 7168, false, false},
+    {129, 256, 7168, false, false},
+    {20, 40, 16384, false, false},
+    {100, 17, 32768, false, false},
+    {1, 128, 6144, true, false},
+    {32, 128, 6144, true, true},
+    {33, 256, 3072, true, false},
+    {7, 256, 3072, true, false, DType::kF32},
     {9, 16, 256, false, false, DType::kF32},
     {5, 7, 33, true, true, DType::kF32},
     {9, 16, 256, true, false, DType::kF16},
@@ -109,6 +122,68 @@ TEST(CudaGate, WithinTheBoundOfTheReference) {
           << c.tokens << "x" << c.experts << "x" << c.hidden << " at " << i;
     }
   }
+}
+
+// Sums of small integers are exact in any order, in every kernel.
+TEST(CudaGate, ExactOnIntegers) {
+  REQUIRE_HOPPER();
+  for (const Case& c : {Case{1, 100, 1032, false, true}, Case{5, 100, 1032, false, false},
+                        Case{16, 100, 1032, false, true}, Case{40, 100, 1032, false, true},
+                        Case{128, 100, 1032, false, false}, Case{300, 100, 1032, false, true},
+                        Case{1, 256, 3072, true, false}, Case{20, 256, 3072, true, true}}) {
+    Data d(c);
+    Rng rng(3);
+    auto* const x = reinterpret_cast<std::uint16_t*>(d.x.data());
+    for (std::int64_t i = 0; i < c.tokens * c.hidden; ++i) {
+      x[i] = bf16_from_f32(static_cast<float>(rng.integer(-4, 4)));
+    }
+    for (std::size_t i = 0; i < d.w32.size(); ++i) {
+      d.w32[i] = static_cast<float>(rng.integer(-4, 4));
+      d.w16[i] = bf16_from_f32(d.w32[i]);
+    }
+    for (auto& b : d.bias) b = static_cast<float>(rng.integer(-4, 4));
+    const std::vector<float> got = run(c, d, 0, c.tokens);
+    for (std::int64_t t = 0; t < c.tokens; ++t) {
+      for (std::int64_t e = 0; e < c.experts; ++e) {
+        float want = c.bias ? d.bias[static_cast<std::size_t>(e)] : 0.0F;
+        for (std::int64_t h = 0; h < c.hidden; ++h) {
+          want += f32_from_bf16(x[t * c.hidden + h]) *
+                  d.w32[static_cast<std::size_t>(e * c.hidden + h)];
+        }
+        ASSERT_EQ(got[static_cast<std::size_t>(t * c.experts + e)], want)
+            << c.tokens << "x" << c.experts << "x" << c.hidden << " at " << t << ' ' << e;
+      }
+    }
+  }
+}
+
+// Needs no device.
+TEST(CudaGate, KernelsBySizeAndDType) {
+  const auto choice = [](std::int64_t tokens, std::int32_t experts, std::int32_t hidden,
+                         bool f32 = false, DType x_dtype = DType::kBF16) {
+    cuda::GateParams p;
+    p.tokens = tokens;
+    p.experts = experts;
+    p.hidden = hidden;
+    p.weight_f32 = f32;
+    p.x_dtype = x_dtype;
+    return choose_gate_kernel(p);
+  };
+  using cuda::GateKernel;
+  EXPECT_EQ(choice(1, 256, 7168), GateKernel::kFewTokens);
+  EXPECT_EQ(choice(16, 384, 7168), GateKernel::kFewTokens);
+  EXPECT_EQ(choice(17, 384, 7168), GateKernel::kSomeTokens);
+  EXPECT_EQ(choice(128, 384, 7168), GateKernel::kSomeTokens);
+  EXPECT_EQ(choice(129, 384, 7168), GateKernel::kTensorCores);
+  EXPECT_EQ(choice(64, 8, 32768), GateKernel::kTensorCores) << "rows too long for shared memory";
+  EXPECT_EQ(choice(1, 8, 7163), GateKernel::kWarpPerLogit);
+  EXPECT_EQ(choice(1, 256, 7168, false, DType::kF16), GateKernel::kWarpPerLogit);
+  EXPECT_EQ(choice(32, 256, 3072, true), GateKernel::kFp32Rows);
+  EXPECT_EQ(choice(32, 128, 6144, true, DType::kF32), GateKernel::kFp32Rows);
+  EXPECT_EQ(choice(33, 256, 3072, true), GateKernel::kWarpPerLogit);
+  EXPECT_EQ(choice(32, 128, 3072, true), GateKernel::kWarpPerLogit);
+  EXPECT_EQ(choice(1, 256, 3072, true, DType::kF16), GateKernel::kWarpPerLogit);
+  EXPECT_EQ(gate_kernel_name(GateKernel::kFewTokens), "sm90_gate_few");
 }
 
 TEST(CudaGate, ATokenAloneHasTheBitsItHasInABatch) {

@@ -78,6 +78,21 @@ TEST(CudaPlan, GateTiersFollowTheShapeOnAGpu) {
   EXPECT_EQ(first(explain_layer(biased, on_gpu()).value()), "fallback");
 }
 
+TEST(CudaPlan, GateKernelsFollowTokensShapeAndDType) {
+  const auto kernels = [](const MoeLayerSpec& spec, const FusedMoE::Options& options) {
+    std::string names;
+    const LayerExplanation e = explain_layer(spec, options).value();
+    for (const CandidateReport& r : e.candidates) {
+      if (r.stage == "gate_kernel" && r.accepted) names += r.name + " ";
+    }
+    return names;
+  };
+  EXPECT_EQ(kernels(deepseek_v3(), on_gpu(16)), "sm90_gate_few ");
+  EXPECT_EQ(kernels(deepseek_v3(), on_gpu(128)), "sm90_gate_few sm90_gate_some ");
+  EXPECT_EQ(kernels(deepseek_v3(), on_gpu(129)), "sm90_gate_few sm90_gate_some sm90_gate_mma ");
+  EXPECT_EQ(kernels(small_spec(), {}), "") << "a CPU has none of them";
+}
+
 TEST(CudaPlan, WorkspaceOfDeepSeekV3Fits) {
   const std::int64_t bytes = explain_layer(deepseek_v3(), on_gpu(8192))->workspace_bytes;
   EXPECT_LE(bytes, 1'200'000'000) << "for 8192 tokens";

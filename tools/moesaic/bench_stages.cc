@@ -64,13 +64,21 @@ double expert_weights(const MoeLayerSpec& spec, std::int64_t intermediate) {
   return matrices(spec) * static_cast<double>(spec.hidden_size) * static_cast<double>(intermediate);
 }
 
-std::int64_t touched_experts(const Tensor& ids) {
-  std::set<std::int32_t> seen;
+void add_touched(const Tensor& ids, std::set<std::int32_t>& seen) {
   const std::int64_t n = ids.bytes() / 4;
   for (std::int64_t i = 0; i < n; ++i) seen.insert(ids.as<std::int32_t>()[i]);
   seen.erase(-1);
+}
+std::int64_t touched_experts(const Tensor& ids) {
+  std::set<std::int32_t> seen;
+  add_touched(ids, seen);
   return static_cast<std::int64_t>(seen.size());
 }
+
+// A GPU's rotations together touch several times the 50 MB of its L2, so that experts come from
+// memory: enough of them, or all experts.
+constexpr double kPastTheCache = 256e6;
+constexpr int kMostRotations = 32;
 
 struct Workspace {
   static Result<Workspace> allocate(std::int64_t bytes) {
@@ -463,7 +471,6 @@ class LayerStage final : public BenchStage {
     const std::int64_t k = spec.routing.top_k;
     auto rotations = std::make_shared<std::vector<Rotation>>();
     BenchPoint point;
-    point.rotations = rotations_for(tokens, s_);
     const auto run = [this](Rotation& r) {
       FusedMoE::Trace trace;
       trace.topk_ids = r.ids.view();
@@ -473,7 +480,16 @@ class LayerStage final : public BenchStage {
     const double fixed =
         static_cast<double>(gate_bytes_) +
         expert_weights(spec, spec.shared.intermediate_size) * bytes_per_weight(layer_->quant());
-    for (int i = 0; i < point.rotations; ++i) {
+    const double expert_bytes =
+        expert_weights(spec, spec.intermediate_size) * bytes_per_weight(layer_->quant());
+    std::set<std::int32_t> touched;
+    const auto enough = [&](int i) {
+      if (i < rotations_for(tokens, s_)) return false;
+      return !layer_->device().is_cuda() || i >= kMostRotations ||
+             static_cast<double>(touched.size()) * expert_bytes >= kPastTheCache ||
+             static_cast<std::int64_t>(touched.size()) == spec.num_experts;
+    };
+    for (int i = 0; !enough(i); ++i) {
       Rotation r;
       const std::uint64_t seed = s_.seed * 1000003 + static_cast<std::uint64_t>(i) +
                                  static_cast<std::uint64_t>(s_.engine) * 7919;
@@ -483,14 +499,13 @@ class LayerStage final : public BenchStage {
       MOESAIC_ASSIGN_OR_RETURN(r.ids, Tensor::zeros(DType::kI32, {tokens, k}));
       MOESAIC_ASSIGN_OR_RETURN(r.weights, Tensor::zeros(DType::kF32, {tokens, k}));
       MOESAIC_RETURN_IF_ERROR(run(r));
-      point.bytes +=
-          (fixed +
-           static_cast<double>(touched_experts(r.ids)) *
-               expert_weights(spec, spec.intermediate_size) * bytes_per_weight(layer_->quant()) +
-           static_cast<double>(r.x.bytes() + r.y.bytes())) /
-          point.rotations;
+      add_touched(r.ids, touched);
+      point.bytes += fixed + static_cast<double>(touched_experts(r.ids)) * expert_bytes +
+                     static_cast<double>(r.x.bytes() + r.y.bytes());
       rotations->push_back(std::move(r));
     }
+    point.rotations = static_cast<int>(rotations->size());
+    point.bytes /= point.rotations;
     point.flops = 2.0 * static_cast<double>(tokens) *
                   (static_cast<double>(k) * expert_weights(spec, spec.intermediate_size) +
                    expert_weights(spec, spec.shared.intermediate_size) +

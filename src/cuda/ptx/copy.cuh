@@ -49,6 +49,20 @@ __device__ __forceinline__ void async_load_16(std::uint32_t dst, const void* src
                "r"(valid ? 16 : 0)
                : "memory");
 }
+// The same for rows that are read whole: L2 fetches the 128-byte line.
+__device__ __forceinline__ void async_load_16_line(std::uint32_t dst, const void* src, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+// The thread's copies so far become a group; waits until at most `Pending` groups are under way.
+__device__ __forceinline__ void async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int Pending>
+__device__ __forceinline__ void async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
 __device__ __forceinline__ void async_load_4(std::uint32_t dst, const void* src, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src),
                "r"(valid ? 4 : 0)
