@@ -1,0 +1,131 @@
+// The experts stage of the bench: the backend that the layer would choose, on routings drawn at
+// random.
+#include <fmt/format.h>
+
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "bench_parts.h"
+#include "bench_random.h"
+#include "bench_reference.h"
+
+namespace moesaic::tool {
+namespace {
+
+class ExpertsStage final : public BenchStage {
+ public:
+  static Result<std::unique_ptr<BenchStage>> create(const BenchSettings& settings) {
+    auto stage = std::make_unique<ExpertsStage>();
+    stage->s_ = settings;
+    stage->p_ =
+        problem_of(settings.spec, settings.options.max_tokens, settings.options.num_threads);
+    const bool gpu = settings.options.device.is_cuda();
+    const ExpertsBackend* row = nullptr;
+    if (!gpu) {
+      MOESAIC_ASSIGN_OR_RETURN(row, choose_experts(stage->p_, settings.options.backend));
+    }
+    if (settings.checkpoint != nullptr) {
+      MOESAIC_ASSIGN_OR_RETURN(
+          MoeLayerWeights weights,
+          settings.checkpoint->load_layer(settings.spec.layer, {}, settings.options.progress));
+      stage->source_ = std::move(weights.experts);
+    } else {
+      stage->source_ = make_random_source(stage->p_, settings.seed);
+    }
+    if (gpu) {
+      MOESAIC_ASSIGN_OR_RETURN(
+          stage->gpu_, make_gpu_experts(settings.options.device, stage->p_, *stage->source_));
+    } else {
+      MOESAIC_ASSIGN_OR_RETURN(stage->experts_, row->create(stage->p_, *stage->source_));
+    }
+    return std::unique_ptr<BenchStage>(std::move(stage));
+  }
+
+  std::string backend() const override {
+    return gpu_ ? "cuda_sm90" : std::string(experts_->name());
+  }
+  std::string quant() const override { return std::string(p_.quant.name); }
+
+  Result<BenchPoint> prepare(std::int64_t tokens) override {
+    struct Rotation {
+      Tensor x, y;
+      Routing routing;
+    };
+    auto rotations = std::make_shared<std::vector<Rotation>>();
+    BenchPoint point;
+    point.rotations = rotations_for(tokens, s_);
+    for (int i = 0; i < point.rotations; ++i) {
+      const std::uint64_t seed = s_.seed * 1000003 + static_cast<std::uint64_t>(i);
+      Rotation r;
+      MOESAIC_ASSIGN_OR_RETURN(r.x,
+                               random_tensor(row_dtype(s_), {tokens, p_.hidden_size}, 1.0, seed));
+      MOESAIC_ASSIGN_OR_RETURN(r.y, Tensor::zeros(row_dtype(s_), {tokens, p_.hidden_size}));
+      MOESAIC_ASSIGN_OR_RETURN(r.routing, random_routing(s_.routing, tokens, p_.num_experts,
+                                                         p_.top_k, kRoutingSeed + seed));
+      point.bytes +=
+          (static_cast<double>(touched_experts(r.routing.ids)) *
+               expert_weights(s_.spec, p_.intermediate_size) * bytes_per_weight(p_.quant) +
+           static_cast<double>(r.x.bytes() + r.y.bytes())) /
+          point.rotations;
+      rotations->push_back(std::move(r));
+    }
+    point.flops = 2.0 * static_cast<double>(tokens * p_.top_k) *
+                  expert_weights(s_.spec, p_.intermediate_size);
+    auto workspace = std::make_shared<Workspace>();
+    if (!gpu_) {
+      MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, experts_->workspace_size(tokens));
+      MOESAIC_ASSIGN_OR_RETURN(*workspace, Workspace::allocate(bytes));
+    }
+    point.run = [this, rotations, workspace](int i) -> Status {
+      Rotation& r = (*rotations)[static_cast<std::size_t>(i)];
+      if (gpu_) {
+        return gpu_->run({r.x.view(), r.routing.ids.view(), r.routing.weights.view()},
+                         {r.y.view()});
+      }
+      return experts_->run({.hidden_states = r.x.view(),
+                            .topk_ids = r.routing.ids.view(),
+                            .topk_weights = r.routing.weights.view(),
+                            .expert_map = {},
+                            .expert_num_tokens = {},
+                            .workspace = workspace->span(),
+                            .output = r.y.view()});
+    };
+    MOESAIC_RETURN_IF_ERROR(point.run(0));
+    const Rotation& first = rotations->front();
+    const auto k = static_cast<std::size_t>(p_.top_k);
+    MOESAIC_ASSIGN_OR_RETURN(const std::vector<double> want,
+                             reference_token(p_, *source_, row_to_doubles(first.x.view(), 0),
+                                             {first.routing.ids.as<std::int32_t>(), k},
+                                             {first.routing.weights.as<float>(), k}));
+    point.rel_l2 = relative_l2(row_to_doubles(first.y.view(), 0), want);
+    // The output is stored in the activation dtype: half an ulp of it comes on top.
+    point.bound = p_.quant.output_bound + std::ldexp(1.0, row_dtype(s_) == DType::kF32 ? -24 : -8);
+    MOESAIC_RETURN_IF_ERROR(upper_bound_check(point, "experts"));
+    if (gpu_) {
+      std::vector<std::vector<ConstTensorView>> in;
+      std::vector<std::vector<TensorView>> out;
+      for (Rotation& r : *rotations) {
+        in.push_back({r.x.view(), r.routing.ids.view(), r.routing.weights.view()});
+        out.push_back({r.y.view()});
+      }
+      MOESAIC_ASSIGN_OR_RETURN(point.time, gpu_->timer(in, out));
+    }
+    return point;
+  }
+
+ private:
+  BenchSettings s_;
+  MoeProblem p_;
+  std::unique_ptr<ExpertSource> source_;
+  std::unique_ptr<Experts> experts_;
+  std::unique_ptr<GpuStage> gpu_;  // instead of experts_
+};
+
+}  // namespace
+
+Result<std::unique_ptr<BenchStage>> make_experts_stage(const BenchSettings& settings) {
+  return ExpertsStage::create(settings);
+}
+
+}  // namespace moesaic::tool

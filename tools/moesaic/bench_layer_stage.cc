@@ -1,0 +1,219 @@
+// The layer stage of the bench: FusedMoE, on one rank or as this rank's part.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "bench_parts.h"
+#include "bench_random.h"
+#include "bench_reference.h"
+
+namespace moesaic::tool {
+namespace {
+
+// This rank's experts of a source of all.
+class RankSource final : public ExpertSource {
+ public:
+  RankSource(std::unique_ptr<ExpertSource> all, std::vector<std::int64_t> ids)
+      : all_(std::move(all)), ids_(std::move(ids)) {}
+  Result<ExpertWeightsView> expert(std::int64_t e) override {
+    return all_->expert(ids_[static_cast<std::size_t>(e)]);
+  }
+
+ private:
+  std::unique_ptr<ExpertSource> all_;
+  std::vector<std::int64_t> ids_;
+};
+
+class LayerStage final : public BenchStage {
+ public:
+  static Result<std::unique_ptr<BenchStage>> create(const BenchSettings& settings) {
+    if (settings.checkpoint != nullptr && settings.routing != "uniform") {
+      return Status(StatusCode::kUnsupported,
+                    fmt::format("--routing {}: a checkpoint's layer routes by its own gate; use "
+                                "--shape, or --stage experts",
+                                settings.routing));
+    }
+    auto stage = std::make_unique<LayerStage>();
+    stage->s_ = settings;
+    MOESAIC_ASSIGN_OR_RETURN(const std::vector<float> bias, routing_bias_of(settings));
+    if (!bias.empty()) stage->s_.spec.has_router_bias = true;  // how a random gate gets skewed
+    MoeLayerWeights weights;
+    if (settings.checkpoint != nullptr) {
+      MOESAIC_ASSIGN_OR_RETURN(
+          weights, settings.checkpoint->load_layer(settings.spec.layer, settings.options.parallel,
+                                                   settings.options.progress));
+      MOESAIC_ASSIGN_OR_RETURN(MoeLayerWeights again,
+                               settings.checkpoint->load_layer(settings.spec.layer, {}));
+      stage->check_source_ = std::move(again.experts);
+    } else {
+      const MoeProblem p =
+          problem_of(settings.spec, settings.options.max_tokens, settings.options.num_threads);
+      weights.spec = stage->s_.spec;
+      MOESAIC_ASSIGN_OR_RETURN(weights.tensors,
+                               random_layer_tensors(stage->s_.spec, settings.seed, bias));
+      if (settings.options.parallel.tp_size > 1) {
+        return Status(StatusCode::kUnsupported,
+                      "--no-ep: random weights are drawn expert by expert; use --model for slices");
+      }
+      MOESAIC_ASSIGN_OR_RETURN(
+          std::vector<std::int64_t> ids,
+          local_expert_ids(settings.spec.num_experts, settings.options.parallel));
+      weights.experts =
+          std::make_unique<RankSource>(make_random_source(p, settings.seed), std::move(ids));
+      stage->check_source_ = make_random_source(p, settings.seed);
+    }
+    stage->keep_shared(weights.tensors);
+    stage->gate_bytes_ = weights.tensors.gate_weight.bytes();
+    MOESAIC_ASSIGN_OR_RETURN(FusedMoE layer,
+                             FusedMoE::create(std::move(weights), settings.options));
+    stage->layer_ = std::make_unique<FusedMoE>(std::move(layer));
+    return std::unique_ptr<BenchStage>(std::move(stage));
+  }
+
+  std::string backend() const override { return layer_->experts_backend(); }
+  std::string quant() const override { return std::string(layer_->quant().name); }
+  std::int64_t bytes_sent() const override { return layer_->bytes_sent(); }
+
+  Result<BenchPoint> prepare(std::int64_t tokens) override {
+    struct Rotation {
+      Tensor x, y, ids, weights;
+    };
+    const MoeLayerSpec& spec = s_.spec;
+    const std::int64_t k = spec.routing.top_k;
+    auto rotations = std::make_shared<std::vector<Rotation>>();
+    BenchPoint point;
+    const auto run = [this](Rotation& r) {
+      FusedMoE::Trace trace;
+      trace.topk_ids = r.ids.view();
+      trace.topk_weights = r.weights.view();
+      return layer_->forward(r.x.view(), r.y.view(), trace);
+    };
+    const double fixed =
+        static_cast<double>(gate_bytes_) +
+        expert_weights(spec, spec.shared.intermediate_size) * bytes_per_weight(layer_->quant());
+    const double expert_bytes =
+        expert_weights(spec, spec.intermediate_size) * bytes_per_weight(layer_->quant());
+    std::set<std::int32_t> touched;
+    const auto enough = [&](int i) {
+      if (i < rotations_for(tokens, s_)) return false;
+      return !layer_->device().is_cuda() || i >= kMostRotations ||
+             static_cast<double>(touched.size()) * expert_bytes >= kPastTheCache ||
+             static_cast<std::int64_t>(touched.size()) == spec.num_experts;
+    };
+    for (int i = 0; !enough(i); ++i) {
+      Rotation r;
+      const std::uint64_t seed = s_.seed * 1000003 + static_cast<std::uint64_t>(i) +
+                                 static_cast<std::uint64_t>(s_.engine) * 7919;
+      MOESAIC_ASSIGN_OR_RETURN(r.x,
+                               random_tensor(row_dtype(s_), {tokens, spec.hidden_size}, 1.0, seed));
+      MOESAIC_ASSIGN_OR_RETURN(r.y, Tensor::zeros(row_dtype(s_), {tokens, spec.hidden_size}));
+      MOESAIC_ASSIGN_OR_RETURN(r.ids, Tensor::zeros(DType::kI32, {tokens, k}));
+      MOESAIC_ASSIGN_OR_RETURN(r.weights, Tensor::zeros(DType::kF32, {tokens, k}));
+      MOESAIC_RETURN_IF_ERROR(run(r));
+      add_touched(r.ids, touched);
+      point.bytes += fixed + static_cast<double>(touched_experts(r.ids)) * expert_bytes +
+                     static_cast<double>(r.x.bytes() + r.y.bytes());
+      rotations->push_back(std::move(r));
+    }
+    point.rotations = static_cast<int>(rotations->size());
+    point.bytes /= point.rotations;
+    point.flops = 2.0 * static_cast<double>(tokens) *
+                  (static_cast<double>(k) * expert_weights(spec, spec.intermediate_size) +
+                   expert_weights(spec, spec.shared.intermediate_size) +
+                   static_cast<double>(spec.num_experts * spec.hidden_size));
+    point.run = [rotations, run](int i) { return run((*rotations)[static_cast<std::size_t>(i)]); };
+    const Rotation& first = rotations->front();
+    MOESAIC_RETURN_IF_ERROR(check(first.x, first.y, first.ids, first.weights, point));
+    if (layer_->device().is_cuda()) {
+      MOESAIC_ASSIGN_OR_RETURN(gpu_, make_gpu_layer(*layer_));
+      std::vector<std::vector<ConstTensorView>> in;
+      std::vector<std::vector<TensorView>> out;
+      for (Rotation& r : *rotations) {
+        in.push_back({r.x.view()});
+        out.push_back({r.y.view()});
+      }
+      if (s_.options.communicator) {  // ranks wait for each other on the host
+        MOESAIC_ASSIGN_OR_RETURN(point.run, gpu_->resident(in, out));
+      } else {
+        MOESAIC_ASSIGN_OR_RETURN(point.time, gpu_->timer(in, out));
+      }
+    }
+    return point;
+  }
+
+ private:
+  void keep_shared(const MoeLayerTensors& t) {
+    if (s_.spec.shared.intermediate_size == 0) return;
+    const auto copy = [](const Tensor& from) {
+      Tensor to;
+      if (!from.present()) return to;
+      auto made = Tensor::uninitialized(from.dtype(), from.shape());
+      if (!made.ok()) return to;
+      to = std::move(made).value();
+      std::copy(from.data(), from.data() + from.bytes(), to.data());
+      return to;
+    };
+    shared_.shared_w13 = copy(t.shared_w13), shared_.shared_w13_scale = copy(t.shared_w13_scale);
+    shared_.shared_w2 = copy(t.shared_w2), shared_.shared_w2_scale = copy(t.shared_w2_scale);
+    shared_.shared_gate_weight = copy(t.shared_gate_weight);
+    shared_.shared_quant = t.shared_quant;
+  }
+
+  // First token: the experts that the layer chose and the shared expert, in float64.
+  Status check(const Tensor& x, const Tensor& y, const Tensor& ids, const Tensor& weights,
+               BenchPoint& point) const {
+    const auto k = static_cast<std::size_t>(s_.spec.routing.top_k);
+    MoeProblem p = problem_of(s_.spec, 1, s_.options.num_threads);
+    const std::vector<double> in = row_to_doubles(x.view(), 0);
+    MOESAIC_ASSIGN_OR_RETURN(std::vector<double> want,
+                             reference_token(p, *check_source_, in, {ids.as<std::int32_t>(), k},
+                                             {weights.as<float>(), k}));
+    if (s_.spec.routing.scale_on_output) {
+      for (double& v : want) v *= s_.spec.routing.routed_scaling_factor;
+    }
+    if (s_.spec.shared.intermediate_size > 0) {
+      StackedExpertWeights stacked;
+      stacked.w13 = shared_.shared_w13.view(), stacked.w2 = shared_.shared_w2.view();
+      if (shared_.shared_w13_scale.present()) stacked.w13_scale = shared_.shared_w13_scale.view();
+      if (shared_.shared_w2_scale.present()) stacked.w2_scale = shared_.shared_w2_scale.view();
+      p.intermediate_size = s_.spec.shared.intermediate_size;
+      p.quant = shared_.shared_quant;
+      p.has_expert_bias = p.apply_router_weight_on_input = false;
+      const auto source = make_stacked_source(stacked);
+      float factor = 1.0F;
+      if (shared_.shared_gate_weight.present()) {
+        const std::vector<double> g = row_to_doubles(shared_.shared_gate_weight.view(), 0);
+        double dot = 0;
+        for (std::size_t i = 0; i < g.size(); ++i) dot += g[i] * in[i];
+        factor = static_cast<float>(1 / (1 + std::exp(-dot)));
+      }
+      const std::int32_t zero = 0;
+      MOESAIC_ASSIGN_OR_RETURN(const std::vector<double> s,
+                               reference_token(p, *source, in, {&zero, 1}, {&factor, 1}));
+      for (std::size_t i = 0; i < want.size(); ++i) want[i] += s[i];
+    }
+    point.rel_l2 = relative_l2(row_to_doubles(y.view(), 0), want);
+    point.bound =
+        layer_->quant().output_bound + std::ldexp(1.0, row_dtype(s_) == DType::kF32 ? -24 : -8);
+    return upper_bound_check(point, "layer");
+  }
+
+  BenchSettings s_;
+  std::unique_ptr<FusedMoE> layer_;
+  std::unique_ptr<ExpertSource> check_source_;
+  MoeLayerTensors shared_;
+  std::int64_t gate_bytes_ = 0;
+  std::unique_ptr<GpuStage> gpu_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<BenchStage>> make_layer_stage(const BenchSettings& settings) {
+  return LayerStage::create(settings);
+}
+
+}  // namespace moesaic::tool

@@ -1,0 +1,82 @@
+#include "bench_parts.h"
+
+#include <fmt/format.h>
+
+#include "bench_random.h"
+
+namespace moesaic::tool {
+namespace {
+
+double matrices(const MoeLayerSpec& spec) { return is_gated(spec.activation.kind) ? 3 : 2; }
+
+}  // namespace
+
+int rotations_for(std::int64_t tokens, const BenchSettings& settings) {
+  if (settings.options.device.is_cuda()) return tokens <= 256 ? 8 : tokens <= 1024 ? 4 : 2;
+  return tokens <= 16 ? 8 : tokens <= 256 ? 4 : 2;
+}
+
+DType row_dtype(const BenchSettings& settings) {
+  return settings.options.device.is_cuda() ? DType::kBF16 : settings.spec.activation_dtype;
+}
+
+MoeProblem problem_of(const MoeLayerSpec& spec, std::int64_t max_tokens, int num_threads) {
+  MoeProblem p;
+  p.num_experts = p.num_local_experts = spec.num_experts;
+  p.top_k = spec.routing.top_k;
+  p.hidden_size = spec.hidden_size;
+  p.intermediate_size = spec.intermediate_size;
+  p.activation = spec.activation;
+  p.quant = spec.quant;
+  p.activation_dtype = spec.activation_dtype;
+  p.has_expert_bias = spec.has_expert_bias;
+  p.apply_router_weight_on_input = spec.apply_router_weight_on_input;
+  p.max_tokens = max_tokens;
+  p.num_threads = num_threads;
+  return p;
+}
+
+double bytes_per_weight(const QuantScheme& quant) {
+  const double bytes = dtype_bits(quant.weight.dtype) / 8.0;
+  if (quant.weight.block_k == 0) return bytes;
+  const double scale = quant.weight.scale_format == ScaleFormat::kF32 ? 4.0 : 1.0;
+  const ZeroPoint zero = quant.weight.zero_point;
+  const double origin = zero == ZeroPoint::kMin ? 4.0 : zero == ZeroPoint::kInteger ? 1.0 : 0.0;
+  return bytes +
+         (scale + origin) / static_cast<double>(quant.weight.block_n * quant.weight.block_k);
+}
+
+double expert_weights(const MoeLayerSpec& spec, std::int64_t intermediate) {
+  return matrices(spec) * static_cast<double>(spec.hidden_size) * static_cast<double>(intermediate);
+}
+
+void add_touched(const Tensor& ids, std::set<std::int32_t>& seen) {
+  const std::int64_t n = ids.bytes() / 4;
+  for (std::int64_t i = 0; i < n; ++i) seen.insert(ids.as<std::int32_t>()[i]);
+  seen.erase(-1);
+}
+std::int64_t touched_experts(const Tensor& ids) {
+  std::set<std::int32_t> seen;
+  add_touched(ids, seen);
+  return static_cast<std::int64_t>(seen.size());
+}
+
+Result<Workspace> Workspace::allocate(std::int64_t bytes) {
+  Workspace w;
+  MOESAIC_ASSIGN_OR_RETURN(w.memory, Tensor::uninitialized(DType::kU8, {bytes}));
+  return w;
+}
+
+Status upper_bound_check(const BenchPoint& point, std::string_view what) {
+  if (point.rel_l2 <= point.bound) return {};
+  return {StatusCode::kInternal,
+          fmt::format("{}: relative L2 against float64 is {:.2e}, bound {:.2e}", what, point.rel_l2,
+                      point.bound)};
+}
+
+Result<std::vector<float>> routing_bias_of(const BenchSettings& settings) {
+  const RoutingSpec& r = settings.spec.routing;
+  return routing_bias(settings.routing, r.num_experts, r.num_experts + r.num_zero_experts, r.top_k);
+}
+
+}  // namespace moesaic::tool
