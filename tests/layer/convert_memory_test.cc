@@ -116,10 +116,11 @@ TEST_F(ConvertMemory, TwoLayersAndAConstantAreEnoughForSix) {
               << (kLayerBytes >> 20) << " MiB\n";
     return used;
   };
-  // Six layers need what one needs: two experts in fp32 and their codes.
+  // Six layers need what one needs: two experts in fp32 and their codes. Layers that were kept
+  // would add five; what the allocator and the threads hold moves by a few MiB.
   const std::int64_t one = peak(1, "fp8-block", FileAccess::kMmap);
   const std::int64_t six = measure("fp8-block", FileAccess::kMmap);
-  EXPECT_LE(six, one + kLayerBytes / 2);
+  EXPECT_LE(six, one + kLayerBytes);
   measure("fp8-block", FileAccess::kCopy);
   measure("int4-g128", FileAccess::kMmap);
 }
