@@ -50,6 +50,15 @@ struct Int4Products {
 };
 const Int4Products& int4_products();
 
+// 16 steps of a row of e2m1 values with their scale, as the integer kernel reads them: codes are
+// 2 * value + 12, every eight steps in the order 0 4 1 5 2 6 3 7; scale is a quarter of the e4m3
+// scale, for both sides' factor 2.
+inline constexpr int kE2M1GroupSteps = 16;
+struct E2M1Group {
+  std::uint8_t codes[kE2M1GroupSteps];
+  float scale;
+};
+
 struct PanelArgs {
   const std::byte* panel = nullptr;     // one packed panel
   const float* panel_scales = nullptr;  // [groups][4], one per 16 columns; null: no scales
@@ -112,6 +121,10 @@ struct CpuKernels {
   // kInt4Fp8 (fold 128).
   void (*grouped_gemm_f32[kNumWeightKinds])(const PanelArgs& args);
   void (*grouped_gemm_bf16[kNumWeightKinds])(const PanelArgs& args);
+  // The bits of grouped_gemm_bf16[kCode4] for e2m1 codes with E4M3 scales of 16 steps, without
+  // offsets, where rows are pointers to E2M1Group [padded_k / 16], which hold the rows' scales
+  // (row_scales is not read); for many rows. Null on tiers without an 8-bit dot product.
+  void (*grouped_gemm_e2m1)(const PanelArgs& args);
   // result[r][c] *= (rows ? rows[r] * columns[c] : columns[c]), the product of the factors first.
   void (*scale_result)(float* result, int num_rows, const float* columns, const float* const* rows);
 
@@ -139,6 +152,9 @@ struct CpuKernels {
   void (*group_sums)(const float* row, std::int64_t n, std::int64_t step, float* sums);
   // fp32 values that are exact in bf16 -> bf16.
   void (*store_bf16)(const float* row, std::int64_t n, std::uint16_t* dst);
+  // Values of e2m1 codes, n (a multiple of 16) of them, and a scale per 16 -> the groups of
+  // grouped_gemm_e2m1; row is multiplied by the scales. Null where that is.
+  void (*store_e2m1)(float* row, std::int64_t n, const float* scales, E2M1Group* dst);
   // dst[i] += weight * src[i], fused.
   void (*accumulate_row)(const float* src, float weight, std::int64_t n, float* dst);
   // fp32 -> F32, BF16 or F16, nearest even.

@@ -44,41 +44,40 @@ struct PairsE4M3 : ScaledPairs<PairsE4M3> {
   }
 };
 
-// Lower and upper byte of every int8 as bf16 (exact), non-negative codes first.
+// Lower and upper byte of the integers 0 to 127 as bf16 (exact).
 struct BytesI8 {
-  alignas(64) std::uint8_t low[256];
-  alignas(64) std::uint8_t high[256];
+  alignas(64) std::uint8_t low[128];
+  alignas(64) std::uint8_t high[128];
 };
 constexpr BytesI8 MakeBytesI8() {
   BytesI8 t{};
-  for (int code = 0; code < 256; ++code) {
-    const auto bits =
-        std::bit_cast<std::uint32_t>(static_cast<float>(code < 128 ? code : code - 256));
-    t.low[code] = static_cast<std::uint8_t>(bits >> 16 & 0xFFU);
-    t.high[code] = static_cast<std::uint8_t>(bits >> 24);
+  for (int value = 0; value < 128; ++value) {
+    const auto bits = std::bit_cast<std::uint32_t>(static_cast<float>(value));
+    t.low[value] = static_cast<std::uint8_t>(bits >> 16 & 0xFFU);
+    t.high[value] = static_cast<std::uint8_t>(bits >> 24);
   }
   return t;
 }
 constexpr BytesI8 kI8ToBF16 = MakeBytesI8();
 
-// A byte permute looks at seven bits of its index: one table for each sign.
+// A byte permute looks at seven bits of its index: the magnitude, of which 128 looks like 0, as
+// does its lower byte; its upper byte is put in.
 struct PairsI8 : ScaledPairs<PairsI8> {
   static constexpr int kSteps = 4;
-  __m512i low[4], high[4];
+  __m512i low[2], high[2];
   explicit PairsI8(const PanelArgs&) {
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 2; ++i) {
       low[i] = _mm512_load_si512(kI8ToBF16.low + 64 * i);
       high[i] = _mm512_load_si512(kI8ToBF16.high + 64 * i);
     }
   }
   HWY_INLINE void Decode(int, __m512i raw, __m512i (&pair)[2], int) const {
-    const __mmask64 negative = _mm512_movepi8_mask(raw);
-    const __m512i lower =
-        _mm512_mask_blend_epi8(negative, _mm512_permutex2var_epi8(low[0], raw, low[1]),
-                               _mm512_permutex2var_epi8(low[2], raw, low[3]));
-    const __m512i upper =
-        _mm512_mask_blend_epi8(negative, _mm512_permutex2var_epi8(high[0], raw, high[1]),
-                               _mm512_permutex2var_epi8(high[2], raw, high[3]));
+    const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
+    const __m512i magnitude = _mm512_abs_epi8(raw);
+    const __m512i lower = _mm512_permutex2var_epi8(low[0], magnitude, low[1]);
+    __m512i upper = _mm512_permutex2var_epi8(high[0], magnitude, high[1]);
+    upper = _mm512_mask_mov_epi8(upper, _mm512_cmpeq_epi8_mask(raw, sign), _mm512_set1_epi8(0x43));
+    upper = _mm512_ternarylogic_epi32(upper, raw, sign, 0xF8);  // upper | (raw & sign)
     pair[0] = _mm512_unpacklo_epi8(lower, upper);
     pair[1] = _mm512_unpackhi_epi8(lower, upper);
   }

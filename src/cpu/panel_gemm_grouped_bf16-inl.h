@@ -5,6 +5,8 @@
 //   7 and more     the first tile of rows decodes up to 128 steps into L1, the others pass over
 //   them
 #include "cpu/panel_formats_bf16-inl.h"
+// On top of those:
+#include "cpu/panel_tile16_bf16-inl.h"
 
 // Pair P of a unit for MR rows. The weights are read again for every pair: in registers they would
 // push accumulators out.
@@ -168,16 +170,6 @@ HWY_NOINLINE void GroupedDirect(const PanelArgs& args) {
   }
 }
 
-// Decoded groups in L1.
-struct GroupedBlock {
-  std::uint32_t* w = nullptr;     // bf16 units
-  const float* scales = nullptr;  // [groups][64]
-  std::int64_t k0 = 0;            // first step
-  std::int64_t group = 0;         // first group
-  int groups = 0;
-  int row = 0;
-};
-
 // What the other tiles of a block read: nothing left to decode.
 struct PairsDecoded {
   static constexpr int kSteps = 2;
@@ -235,6 +227,7 @@ HWY_NOINLINE void GroupedBlocks(const PanelArgs& args) {
   HWY_ALIGN std::uint32_t decoded[kGroup / 2 * kPanelColumns];  // 16 KiB, L1
   HWY_ALIGN float scales[kGroup / kFinestFold * kPanelColumns];
   const std::byte* w = args.panel;
+  const bool of16 = args.fold == 16 && GroupFold(args, 0).plain();
   GroupedBlock block;
   block.w = decoded;
   block.scales = scales;
@@ -268,6 +261,8 @@ HWY_NOINLINE void GroupedBlocks(const PanelArgs& args) {
         __builtin_prefetch(w + 64 * line, 0, 2);
       if (i == 0) {
         kGroupedTiles<Pairs>[height](args, block, pairs, units, w);
+      } else if (of16) {
+        kTilesOf16[height](args, block);
       } else {
         kGroupedTiles<PairsDecoded>[height](args, block, PairsDecoded{}, nullptr, nullptr);
       }

@@ -13,7 +13,7 @@ static_assert(kPanelColumns % kLanes == 0 && kLanes <= 16,
 
 // Lambdas do not inherit the instruction set that is pushed around this file.
 #if MOESAIC_TIER_BF16
-#define MOESAIC_TIER_ATTR __attribute__((target(HWY_TARGET_STR ",avx512bf16")))
+#define MOESAIC_TIER_ATTR __attribute__((target(HWY_TARGET_STR ",avx512bf16,avx512vnni")))
 #else
 #define MOESAIC_TIER_ATTR HWY_ATTR
 #endif
@@ -107,6 +107,8 @@ HWY_INLINE void DecodeColumnsE4M3(const std::byte* w, std::uint32_t* pair01, std
 #include "cpu/panel_gemm_e4m3_bf16-inl.h"
 #include "cpu/panel_gemm_grouped-inl.h"
 #include "cpu/panel_gemm_grouped_bf16-inl.h"
+// On top of those:
+#include "cpu/panel_gemm_e2m1-inl.h"
 HWY_INLINE void DecodeColumnsE4M3(const std::byte* w, std::uint32_t* pair01,
                                   std::uint32_t* pair23) {
   __m512i low, high;
@@ -144,8 +146,10 @@ constexpr CpuKernels kTable = {
 #if MOESAIC_TIER_BF16
     {nullptr, nullptr, nullptr, GroupedGemmPair<PairsE4M3>, GroupedGemmPair<PairsCode4>,
      GroupedGemmPair<PairsI8>, GroupedGemmPair<PairsInt4Fp8>},
+    GroupedGemmE2M1,
 #else
     {},
+    nullptr,
 #endif
     ScaleResult,
     Activate,
@@ -156,6 +160,11 @@ constexpr CpuKernels kTable = {
     QuantizeRow,
     GroupSums,
     StoreRowBF16,
+#if MOESAIC_TIER_BF16
+    StoreE2M1,
+#else
+    nullptr,
+#endif
     AccumulateRow,
     StoreRow,
     MultiplyAddLoop,

@@ -31,7 +31,7 @@
 #define MOESAIC_TIER_F16 1
 #define MOESAIC_TIER_BF16 1
 #if HWY_TARGET == HWY_AVX3_DL
-HWY_PUSH_ATTRIBUTES(HWY_TARGET_STR ",avx512bf16")
+HWY_PUSH_ATTRIBUTES(HWY_TARGET_STR ",avx512bf16,avx512vnni")
 namespace moesaic::cpu::HWY_NAMESPACE {
 namespace {
 #include "cpu/tier-inl.h"

@@ -21,7 +21,8 @@ bool machine_has(std::int64_t hwy_target) { return (hwy::SupportedTargets() & hw
 
 bool machine_has_bf16() {
 #if defined(__x86_64__)
-  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
+         __builtin_cpu_supports("avx512vnni");
 #else
   return false;
 #endif
@@ -49,7 +50,7 @@ std::string names(bool only_available) {
 const std::vector<TierInfo>& cpu_tiers() {
   static const std::vector<TierInfo> tiers = {
       tier("avx512_bf16", kernels_avx512_bf16(), machine_has(HWY_AVX3) && machine_has_bf16(),
-           "this CPU lacks AVX512_BF16 or AVX512_VBMI"),
+           "this CPU lacks AVX512_BF16, AVX512_VBMI or AVX512_VNNI"),
       tier("avx512", kernels_avx512(), machine_has(HWY_AVX3), "this CPU lacks AVX-512 F/VL/DQ/BW"),
       tier("avx2", kernels_avx2(), machine_has(HWY_AVX2), "this CPU lacks AVX2, FMA or F16C"),
       tier("baseline", kernels_baseline(), true, {}),

@@ -48,6 +48,18 @@ void plan_rows(const MoeProblem& problem, const CpuWeightFormat& format, CpuPlan
   plan.whole_rows = token || plan.permuted;
 }
 
+// From this many rows of an expert on, multiply-adds and not memory limit 4-bit weights: the
+// integer kernel has half of them.
+constexpr int kE2M1MinRows = 7;
+
+bool has_e2m1_groups(const CpuPlan& plan, const CpuWeightFormat& format,
+                     const cpu::CpuKernels& kernels) {
+  return kernels.grouped_gemm_e2m1 != nullptr && plan.scheme == ComputeScheme::kNvfp4 &&
+         plan.row_rule == cpu::RowQuantRule::kNvfp4 && plan.scaled_operands && !plan.whole_rows &&
+         format.kind == cpu::WeightKind::kCode4 && format.fold == cpu::kE2M1GroupSteps &&
+         format.group_scales == ScaleFormat::kE4M3 && !format.group_offsets;
+}
+
 CpuPlan make_plan(const MoeProblem& problem, ComputeScheme scheme, const CpuWeightFormat& format,
                   const cpu::CpuKernels& kernels) {
   CpuPlan plan;
@@ -60,6 +72,7 @@ CpuPlan make_plan(const MoeProblem& problem, ComputeScheme scheme, const CpuWeig
   // Every code of 8 bits or less and every bf16 value is exact as a bf16 operand.
   const bool narrow = plan.row_rule != cpu::RowQuantRule::kNone || plan.round_dtype == DType::kBF16;
   plan.operand = narrow ? kernels.narrow_operand : OperandKind::kF32;
+  plan.e2m1_groups = plan.operand == OperandKind::kBF16 && has_e2m1_groups(plan, format, kernels);
   plan.top_k = problem.top_k;
   plan.num_local_experts = problem.num_local_experts;
   plan.hidden = problem.hidden_size;
@@ -123,8 +136,8 @@ class CpuExperts final : public Experts {
   void load_quantized(const CpuWorkspace& w, std::int64_t row, const std::byte* codes,
                       const float* scales) const;
   void store_operand(const float* row, std::int64_t n, std::byte* dst) const;
-  void finish_row(float* x, std::int64_t n, float input_scale, float* numbers,
-                  std::byte* operand) const;
+  void finish_row(float* x, std::int64_t n, float input_scale, float* numbers, std::byte* operand,
+                  cpu::E2M1Group* groups) const;
   void finish_whole_row(const CpuWorkspace& w, std::int64_t r) const;
   void multiply(const CpuProjection& projection, std::int64_t e, std::int64_t p,
                 cpu::PanelArgs& args, const float* const* numbers) const;
@@ -136,6 +149,7 @@ class CpuExperts final : public Experts {
   std::int64_t input_of(const CpuWorkspace& w, std::int64_t r) const {
     return plan_.standard && !plan_.permuted ? w.sorted_slots[r] / plan_.top_k : r;
   }
+  bool reads_e2m1_groups(int rows) const { return plan_.e2m1_groups && rows >= kE2M1MinRows; }
   std::int64_t expert_of_row(const CpuWorkspace& w, std::int64_t r) const {
     return std::upper_bound(w.first_row, w.first_row + problem_.num_local_experts + 1, r) -
            w.first_row - 1;
@@ -170,14 +184,21 @@ void CpuExperts::store_operand(const float* row, std::int64_t n, std::byte* dst)
 // A row (or a block of 128 columns of it), rounded to round_dtype, to its operand and the numbers
 // beside it.
 void CpuExperts::finish_row(float* x, std::int64_t n, float input_scale, float* numbers,
-                            std::byte* operand) const {
+                            std::byte* operand, cpu::E2M1Group* groups) const {
   if (plan_.row_rule == cpu::RowQuantRule::kFp8Group) {
     kernels_.quantize_row_e4m3(x, n, plan_.round_dtype, plan_.power_of_two_scales, numbers,
                                operand);
     return;
   }
   kernels_.round_row(x, n, plan_.round_dtype);
-  if (plan_.row_rule != cpu::RowQuantRule::kNone) {
+  if (groups != nullptr) {
+    float scales[cpu::kGroup / cpu::kE2M1GroupSteps];
+    for (std::int64_t k = 0; k < n; k += cpu::kGroup) {
+      const std::int64_t count = std::min<std::int64_t>(cpu::kGroup, n - k);
+      kernels_.quantize_row(plan_.row_rule, input_scale, x + k, count, scales);
+      kernels_.store_e2m1(x + k, count, scales, groups + k / cpu::kE2M1GroupSteps);
+    }
+  } else if (plan_.row_rule != cpu::RowQuantRule::kNone) {
     kernels_.quantize_row(plan_.row_rule, input_scale, x, n, numbers);
   }
   if (plan_.row_sums) kernels_.group_sums(x, n, plan_.row_step, numbers);
@@ -197,7 +218,7 @@ void CpuExperts::finish_whole_row(const CpuWorkspace& w, std::int64_t r) const {
   std::fill(x + plan_.intermediate, x + plan_.k2, 0.0F);
   finish_row(x, plan_.k2, weights_.w2.input_scale(e),
              plan_.row_numbers ? w.a2_scales + r * plan_.groups2() : nullptr,
-             w.a2 + r * plan_.k2 * plan_.operand_bytes());
+             w.a2 + r * plan_.k2 * plan_.operand_bytes(), nullptr);
 }
 
 // x rounded to the operand dtype, times the rounded weight (weight on input), in the order of the
@@ -220,7 +241,8 @@ void CpuExperts::prepare_input(const CpuWorkspace& w, std::int64_t row, std::int
   }
   finish_row(x, plan_.k1, weights_.w13.input_scale(0),
              plan_.row_numbers ? w.a1_scales + row * plan_.groups1() : nullptr,
-             w.a1 + row * plan_.k1 * plan_.operand_bytes());
+             w.a1 + row * plan_.k1 * plan_.operand_bytes(),
+             plan_.e2m1_groups ? w.a1_groups + row * plan_.e2m1_groups1() : nullptr);
 }
 
 // result = rows times panel p of expert e, all scales included.
@@ -235,7 +257,11 @@ void CpuExperts::multiply(const CpuProjection& projection, std::int64_t e, std::
   all.folds_per_row_scale = plan_.folds_per_row_scale;
   if (plan_.row_sums) all.row_sums = numbers;
   if (plan_.row_numbers && !plan_.row_sums && !whole_row_scales) all.row_scales = numbers;
-  gemm_(all);
+  if (reads_e2m1_groups(args.num_rows)) {
+    kernels_.grouped_gemm_e2m1(all);
+  } else {
+    gemm_(all);
+  }
   const float* factors = projection.column_factors(e, p);
   if (factors == nullptr) return;
   kernels_.scale_result(args.result, args.num_rows, factors, whole_row_scales ? numbers : nullptr);
@@ -287,6 +313,7 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
     for (int r = 0; r < count; ++r) {
       const std::int64_t in = input_of(w, begin + r);
       rows[r] = w.a1 + in * plan_.k1 * plan_.operand_bytes();
+      if (reads_e2m1_groups(count)) rows[r] = w.a1_groups + in * plan_.e2m1_groups1();
       numbers[r] = plan_.row_numbers ? w.a1_scales + in * plan_.groups1() : nullptr;
     }
     cpu::PanelArgs args;
@@ -323,7 +350,10 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
           kept[c / plan_.row_step] = 1.0F;
         continue;
       }
-      finish_row(y, valid, weights_.w2.input_scale(e), kept, operand);
+      finish_row(y, valid, weights_.w2.input_scale(e), kept, operand,
+                 plan_.e2m1_groups ? w.a2_groups + (begin + r) * plan_.e2m1_groups2() +
+                                         column / cpu::kE2M1GroupSteps
+                                   : nullptr);
     }
   }
 }
@@ -339,6 +369,7 @@ void CpuExperts::panel2(const CpuWorkspace& w, std::int64_t e, std::int64_t p) c
     const int count = static_cast<int>(std::min<std::int64_t>(kMaxRows, end - begin));
     for (int r = 0; r < count; ++r) {
       rows[r] = w.a2 + (begin + r) * plan_.k2 * plan_.operand_bytes();
+      if (reads_e2m1_groups(count)) rows[r] = w.a2_groups + (begin + r) * plan_.e2m1_groups2();
       numbers[r] = plan_.row_numbers ? w.a2_scales + (begin + r) * plan_.groups2() : nullptr;
     }
     cpu::PanelArgs args;

@@ -23,6 +23,10 @@ CpuWorkspace CpuWorkspace::carve(const CpuPlan& plan, std::int64_t tokens, Arena
     w.a1_scales = arena.take<float>(inputs * plan.groups1());
     w.a2_scales = arena.take<float>(rows * plan.groups2());
   }
+  if (plan.e2m1_groups) {
+    w.a1_groups = arena.take<cpu::E2M1Group>(inputs * plan.e2m1_groups1());
+    w.a2_groups = arena.take<cpu::E2M1Group>(rows * plan.e2m1_groups2());
+  }
   if (plan.whole_rows) w.a2_raw = arena.take<float>(rows * plan.k2);
   w.out = arena.take<float>(rows * plan.n2);
   w.sorted_slots = arena.take<std::int32_t>(rows);

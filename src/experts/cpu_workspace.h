@@ -27,6 +27,8 @@ struct CpuPlan {
   // The intermediate must be complete before it becomes an operand: one scale for the whole row, or
   // columns in another order.
   bool whole_rows = false;
+  // Rows are kept a second time, as the integer kernel for many rows of an expert reads them.
+  bool e2m1_groups = false;
   bool permuted = false;  // act-order: rows of GEMM1 are made per expert, too
   cpu::OperandKind operand = cpu::OperandKind::kF32;
   DType round_dtype = DType::kF32;  // of hidden states and intermediate
@@ -38,6 +40,8 @@ struct CpuPlan {
   int num_threads = 1;
 
   std::int64_t operand_bytes() const { return operand == cpu::OperandKind::kBF16 ? 2 : 4; }
+  std::int64_t e2m1_groups1() const { return k1 / cpu::kE2M1GroupSteps; }
+  std::int64_t e2m1_groups2() const { return k2 / cpu::kE2M1GroupSteps; }
   std::int64_t numbers(std::int64_t k) const { return row_step == 0 ? 1 : ceil_div(k, row_step); }
   std::int64_t groups1() const { return numbers(k1); }
   std::int64_t groups2() const { return numbers(k2); }
@@ -54,8 +58,10 @@ struct CpuWorkspace {
   // [chunk_tokens], permuted: [chunk_rows]
   std::byte* a1 = nullptr;               // [..][k1] operands of GEMM1
   float* a1_scales = nullptr;            // [..][groups1]
+  cpu::E2M1Group* a1_groups = nullptr;   // [..][k1 / 16], e2m1_groups
   std::byte* a2 = nullptr;               // [chunk_rows][k2] operands of GEMM2
   float* a2_scales = nullptr;            // [chunk_rows][groups2]
+  cpu::E2M1Group* a2_groups = nullptr;   // [chunk_rows][k2 / 16]
   float* a2_raw = nullptr;               // [chunk_rows][k2] whole_rows: rounded, not yet operands
   float* out = nullptr;                  // [chunk_rows][n2]
   std::int32_t* sorted_slots = nullptr;  // [chunk_rows]

@@ -258,12 +258,14 @@ std::vector<GemmCase> cases(const CpuKernels& k, bool integers) {
     all.push_back({kind, false, 0, F::kNone, false, 0, integers});
   const GemmCase grouped[] = {
       {W::kCode4, false, 32, F::kE8M0, false, 0},
+      {W::kCode4, false, 16, F::kE4M3, false, 0},
       {W::kCode4, false, 16, F::kE4M3, false, 1},
       {W::kCode4, false, 128, F::kF32, true, 0},
       {W::kCode4, false, 64, F::kF32, false, 0},
       {W::kCode4, false, 32, F::kE8M0, false, 4},
       {W::kE4M3, false, 32, F::kE8M0, false, 1},
       {W::kI8, false, 128, F::kNone, false, 0},
+      {W::kI8, false, 16, F::kF32, false, 0},
       {W::kI8, false, 16, F::kF32, true, 0},
       // Products of many columns saturate, of a column in every second group, of none; subnormals.
       {W::kInt4Fp8, false, 128, F::kE4M3, false, 0},
