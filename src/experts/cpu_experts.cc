@@ -149,7 +149,16 @@ class CpuExperts final : public Experts {
   std::int64_t input_of(const CpuWorkspace& w, std::int64_t r) const {
     return plan_.standard && !plan_.permuted ? w.sorted_slots[r] / plan_.top_k : r;
   }
-  bool reads_e2m1_groups(int rows) const { return plan_.e2m1_groups && rows >= kE2M1MinRows; }
+  bool reads_e2m1_groups(std::int64_t rows) const {
+    return plan_.e2m1_groups && rows >= kE2M1MinRows;
+  }
+  // Of any expert; decides what input rows are stored as.
+  bool any_reads_e2m1_groups(const CpuWorkspace& w) const {
+    for (std::int64_t e = 0; plan_.e2m1_groups && e < problem_.num_local_experts; ++e) {
+      if (reads_e2m1_groups(w.first_row[e + 1] - w.first_row[e])) return true;
+    }
+    return false;
+  }
   std::int64_t expert_of_row(const CpuWorkspace& w, std::int64_t r) const {
     return std::upper_bound(w.first_row, w.first_row + problem_.num_local_experts + 1, r) -
            w.first_row - 1;
@@ -242,7 +251,7 @@ void CpuExperts::prepare_input(const CpuWorkspace& w, std::int64_t row, std::int
   finish_row(x, plan_.k1, weights_.w13.input_scale(0),
              plan_.row_numbers ? w.a1_scales + row * plan_.groups1() : nullptr,
              w.a1 + row * plan_.k1 * plan_.operand_bytes(),
-             plan_.e2m1_groups ? w.a1_groups + row * plan_.e2m1_groups1() : nullptr);
+             any_reads_e2m1_groups(w) ? w.a1_groups + row * plan_.e2m1_groups1() : nullptr);
 }
 
 // result = rows times panel p of expert e, all scales included.
@@ -351,9 +360,9 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
         continue;
       }
       finish_row(y, valid, weights_.w2.input_scale(e), kept, operand,
-                 plan_.e2m1_groups ? w.a2_groups + (begin + r) * plan_.e2m1_groups2() +
-                                         column / cpu::kE2M1GroupSteps
-                                   : nullptr);
+                 reads_e2m1_groups(count) ? w.a2_groups + (begin + r) * plan_.e2m1_groups2() +
+                                                column / cpu::kE2M1GroupSteps
+                                          : nullptr);
     }
   }
 }
