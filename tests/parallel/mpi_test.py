@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -35,14 +36,16 @@ ENVIRONMENT = {
 def run(mpirun, command):
     """Lines that the ranks printed, the seconds it took, and all output."""
     begin = time.monotonic()
-    result = subprocess.run(
-        [mpirun, "--oversubscribe", "--enable-recovery", "-n", str(RANKS), *command],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=LIMIT_S,
-        env=ENVIRONMENT,
-    )
+    # Open MPI programs that start at the same time race for the folder of their sessions.
+    with tempfile.TemporaryDirectory(prefix="mpi-", ignore_cleanup_errors=True) as folder:
+        result = subprocess.run(
+            [mpirun, "--oversubscribe", "--enable-recovery", "-n", str(RANKS), *command],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=LIMIT_S,
+            env={**ENVIRONMENT, "TMPDIR": folder},
+        )
     lines = {}
     for line in result.stdout.splitlines():
         head, _, tail = line.partition(": ")
