@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "available_tiers.h"
@@ -52,42 +53,75 @@ CodeTable4 e2m1_table() {
   return make_code_table(values);
 }
 
-TEST(E2M1Gemm, HasTheBitsOfTheBf16Kernel) {
-  const CodeTable4 codes = e2m1_table();
-  for (const CpuKernels* k : tiers()) {
-    if (k->grouped_gemm_e2m1 == nullptr) continue;
+// One panel of packed weights and what a call on it takes.
+struct Panel {
+  Panel(std::int64_t depth, const std::vector<std::byte>& matrix, std::vector<std::byte> e4m3)
+      : packed(buffer(shape(depth))), scales(std::move(e4m3)), codes(e2m1_table()) {
+    pack_matrix(shape(depth), matrix.data(), packed.data(), 1);
+    args.panel = packed.data();
+    args.group_scales = scales.data();
+    args.group_scale_format = ScaleFormat::kE4M3;
+    args.fold = kSteps;
+    args.codes = &codes;
+    args.padded_k = depth;
+  }
+  PanelArgs with(const std::vector<const void*>& rows, Tensor& result) const {
+    PanelArgs a = args;
+    a.rows = rows.data();
+    a.num_rows = static_cast<int>(rows.size());
+    a.result = result.as<float>();
+    return a;
+  }
+
+  WeightBuffer packed;
+  std::vector<std::byte> scales;
+  CodeTable4 codes;
+  PanelArgs args;
+
+ private:
+  static PackedShape shape(std::int64_t depth) {
+    return {WeightKind::kCode4, RowOrder::kPlain, kPanelColumns, depth, kSteps, 0};
+  }
+  static WeightBuffer buffer(const PackedShape& s) {
+    return std::move(WeightBuffer::allocate(s.matrix_bytes())).value();
+  }
+};
+
+// Poisoned: rows beyond the call's stay as they were.
+Tensor poisoned_result() {
+  Tensor t = Tensor::uninitialized(DType::kF32, {kMaxRows, kPanelColumns}).value();
+  test::poison(t.view());
+  return t;
+}
+
+class E2M1Gemm : public testing::Test {
+ protected:
+  void SetUp() override {
+    for (const CpuKernels* k : tiers()) {
+      if (k->grouped_gemm_e2m1 != nullptr) with_kernel_.push_back(k);
+    }
+    if (with_kernel_.empty()) GTEST_SKIP() << "no tier here has the integer kernel (AVX512_VNNI)";
+  }
+  std::vector<const CpuKernels*> with_kernel_;
+};
+
+TEST_F(E2M1Gemm, HasTheBitsOfTheBf16Kernel) {
+  for (const CpuKernels* k : with_kernel_) {
     for (const std::int64_t depth : {16, 128, 272}) {
       test::Rng rng(static_cast<std::uint64_t>(depth));
-      const PackedShape shape{
-          WeightKind::kCode4, RowOrder::kPlain, kPanelColumns, depth, kSteps, 0};
       std::vector<std::byte> matrix(static_cast<std::size_t>(depth * kPanelColumns / 2));
       for (std::byte& b : matrix) b = static_cast<std::byte>(rng.integer(0, 255));
-      WeightBuffer packed = std::move(WeightBuffer::allocate(shape.matrix_bytes())).value();
-      pack_matrix(shape, matrix.data(), packed.data(), 1);
       std::vector<std::byte> scales(static_cast<std::size_t>(depth / kSteps * kPanelColumns));
       for (std::byte& s : scales) s = static_cast<std::byte>(rng.integer(0, 0x7E));
+      const Panel panel(depth, matrix, std::move(scales));
       for (const int rows : {1, 2, 5, 6, 7, 11, 13, 22, 37, 96}) {
         Rows x(*k, rng, rows, depth);
         for (std::size_t i = 0; i < x.values.size(); ++i)
           ASSERT_EQ(x.values[i], x.codes[i] * x.scales[i / kSteps]);
-        Tensor want = Tensor::uninitialized(DType::kF32, {kMaxRows, kPanelColumns}).value();
-        Tensor got = Tensor::uninitialized(DType::kF32, {kMaxRows, kPanelColumns}).value();
-        test::poison(want.view());  // rows beyond `rows` stay as they were
-        test::poison(got.view());
-        PanelArgs args;
-        args.panel = packed.data();
-        args.group_scales = scales.data();
-        args.group_scale_format = ScaleFormat::kE4M3;
-        args.fold = kSteps;
-        args.codes = &codes;
-        args.num_rows = rows;
-        args.padded_k = depth;
-        args.rows = x.b16_rows.data();
-        args.result = want.as<float>();
-        k->grouped_gemm_bf16[static_cast<std::size_t>(WeightKind::kCode4)](args);
-        args.rows = x.group_rows.data();
-        args.result = got.as<float>();
-        k->grouped_gemm_e2m1(args);
+        Tensor want = poisoned_result(), got = poisoned_result();
+        k->grouped_gemm_bf16[static_cast<std::size_t>(WeightKind::kCode4)](
+            panel.with(x.b16_rows, want));
+        k->grouped_gemm_e2m1(panel.with(x.group_rows, got));
         EXPECT_EQ(std::memcmp(want.data(), got.data(), sizeof(float) * kMaxRows * kPanelColumns), 0)
             << k->name << " K " << depth << " rows " << rows;
         EXPECT_NE(want.as<float>()[0], 0.0F);
@@ -98,37 +132,22 @@ TEST(E2M1Gemm, HasTheBitsOfTheBf16Kernel) {
 
 // A row whose scale is no number (the quantiser's answer to NaN and infinities) has no finite
 // result; its neighbours do.
-TEST(E2M1Gemm, ScalesThatAreNoNumbersReachEveryColumn) {
-  const CodeTable4 codes = e2m1_table();
-  for (const CpuKernels* k : tiers()) {
-    if (k->grouped_gemm_e2m1 == nullptr) continue;
+TEST_F(E2M1Gemm, ScalesThatAreNoNumbersReachEveryColumn) {
+  for (const CpuKernels* k : with_kernel_) {
     for (const float bad :
          {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
       test::Rng rng(3);
       constexpr int kRows = 8;
-      const PackedShape shape{
-          WeightKind::kCode4, RowOrder::kPlain, kPanelColumns, kSteps, kSteps, 0};
-      const std::vector<std::byte> matrix(kSteps * kPanelColumns / 2, std::byte{0x22});
-      WeightBuffer packed = std::move(WeightBuffer::allocate(shape.matrix_bytes())).value();
-      pack_matrix(shape, matrix.data(), packed.data(), 1);
-      const std::vector<std::byte> scales(kPanelColumns, std::byte{0x38});
+      const Panel panel(kSteps, std::vector<std::byte>(kSteps * kPanelColumns / 2, std::byte{0x22}),
+                        std::vector<std::byte>(kPanelColumns, std::byte{0x38}));
       Rows x(*k, rng, kRows, kSteps);
       std::vector<float> row(kSteps, 1.0F);
       k->store_e2m1(row.data(), kSteps, &bad, &x.groups[4]);
-      Tensor result = Tensor::uninitialized(DType::kF32, {kMaxRows, kPanelColumns}).value();
-      PanelArgs args;
-      args.panel = packed.data();
-      args.group_scales = scales.data();
-      args.group_scale_format = ScaleFormat::kE4M3;
-      args.fold = kSteps;
-      args.codes = &codes;
-      args.num_rows = kRows;
-      args.padded_k = kSteps;
-      args.rows = x.group_rows.data();
-      args.result = result.as<float>();
-      k->grouped_gemm_e2m1(args);
+      Tensor result = poisoned_result();
+      k->grouped_gemm_e2m1(panel.with(x.group_rows, result));
       for (int i = 0; i < kRows * kPanelColumns; ++i)
-        EXPECT_EQ(std::isfinite(args.result[i]), i / kPanelColumns != 4) << k->name << " " << i;
+        EXPECT_EQ(std::isfinite(result.as<float>()[i]), i / kPanelColumns != 4)
+            << k->name << " " << i;
     }
   }
 }

@@ -3,7 +3,8 @@
 
 Every tests/faults/<folder>.list names faults, one a line: FAULT TEST_BINARY GTEST_FILTER. For each, the
 filtered tests must pass as they are, must be at least one, and must fail when the environment variable
-MOESAIC_FAULT is the fault's name. Every fault point in the source must be listed, and every listed
+MOESAIC_FAULT is the fault's name. A line that ends in `may_skip` is about code that not every machine can
+run: there the tests may be skipped. Every fault point in the source must be listed, and every listed
 fault must exist in the source.
 
 usage: run_faults.py SOURCE_DIR BUILD_DIR [FAULT...]
@@ -18,6 +19,7 @@ from pathlib import Path
 
 MIN_FAULTS = 20
 TIMEOUT_S = 300
+SKIPPED = "skipped: this machine cannot run what the fault is in"
 FAULT_POINT = re.compile(r"MOESAIC_FAULT\((\w+)\)")
 COMMENT = re.compile(r"//[^\n]*")
 
@@ -40,12 +42,13 @@ def read_lists(source, problems):
             words = line.split("#")[0].split()
             if not words:
                 continue
-            if len(words) != 3:
-                problems.append(f"{path.name}:{number}: need FAULT TEST_BINARY GTEST_FILTER, got: {line}")
+            may_skip = words[3:] == ["may_skip"]
+            if len(words) != 3 and not may_skip:
+                problems.append(f"{path.name}:{number}: need FAULT TEST_BINARY GTEST_FILTER [may_skip], got: {line}")
             elif words[0] in faults:
                 problems.append(f"{path.name}:{number}: {words[0]} is listed twice")
             else:
-                faults[words[0]] = (words[1], words[2])
+                faults[words[0]] = (words[1], words[2], may_skip)
     return faults
 
 
@@ -75,11 +78,13 @@ def run_tests(binary, gtest_filter, fault, cwd):
     return count, result.returncode == 0, (result.stdout + result.stderr)[-1500:]
 
 
-def check_fault(build, name, binary_name, gtest_filter, baseline):
+def check_fault(build, name, binary_name, gtest_filter, may_skip, baseline):
     binary = find_binary(build, binary_name)
     if binary is None:
         return name, f"no test binary {binary_name} in the build", ""
     count, passed, output = baseline((binary, gtest_filter))
+    if may_skip and passed and count == 0 and "[  SKIPPED ]" in output:
+        return name, SKIPPED, output
     if count < 1:
         return name, f"the filter {gtest_filter} runs no test", output
     if not passed:
@@ -113,20 +118,24 @@ def main(arguments):
             cache[key] = run_tests(*key, None, build)
         return cache[key]
 
-    caught = 0
+    caught = skipped = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = pool.map(lambda item: check_fault(build, item[0], *item[1], baseline), sorted(chosen.items()))
         for name, problem, detail in results:
+            if problem == SKIPPED:
+                print(f"{name:<44} {SKIPPED}", flush=True)
+                skipped += 1
+                continue
             print(f"{name:<44} {'caught by ' + detail if problem is None else 'PROBLEM: ' + problem}", flush=True)
             if problem is None:
                 caught += 1
             else:
                 problems.append(f"{name}: {problem}")
                 print(detail)
-    print(f"\n{caught} of {len(chosen)} faults caught, {len(points)} fault points in the source")
+    print(f"\n{caught} of {len(chosen)} faults caught, {skipped} skipped, {len(points)} fault points in the source")
     for problem in problems:
         print("problem:", problem)
-    return 1 if problems or caught != len(chosen) else 0
+    return 1 if problems or caught + skipped != len(chosen) else 0
 
 
 if __name__ == "__main__":
