@@ -93,27 +93,11 @@ TEST(CudaRanks, ACommunicatorOfOneRankChangesNothing) {
 
 // --- Device tensors, failures --------------------------------------------------------------------
 
-std::vector<Status> on_two_ranks(
-    const std::function<Status(int, std::shared_ptr<Communicator>)>& body,
-    int timeout_ms = 20'000) {
-  auto ranks = make_in_process_communicators(2, {.timeout_ms = timeout_ms}).value();
-  std::vector<Status> result(2);
-  std::vector<std::thread> threads;
-  for (int r = 0; r < 2; ++r) {
-    threads.emplace_back([&, r] {
-      const auto i = static_cast<std::size_t>(r);
-      result[i] = body(r, std::shared_ptr<Communicator>(std::move(ranks[i])));
-    });
-  }
-  for (std::thread& t : threads) t.join();
-  return result;
-}
-
 TEST(CudaRanks, EnqueueWorksOnDeviceTensorsAndRefusesCapture) {
   REQUIRE_HOPPER();
   const test::LayerTensors tensors = test::make_tensors(45, test::deepseek_like());
   const auto make = test::maker_of(tensors);
-  for (const Status& s : on_two_ranks([&](int rank, const std::shared_ptr<Communicator>&c) {
+  for (const Status& s : test::on_two_ranks([&](int rank, const std::shared_ptr<Communicator>&c) {
          const auto layer = make(two_engines(rank, c));
          if (!layer.ok()) return layer.status();
          const std::int64_t rows = rank == 0 ? 6 : 0, hidden = 64;
@@ -152,7 +136,7 @@ TEST(CudaRanks, ARefusalOrALostRankIsAnErrorOnAll) {
   const test::LayerTensors tensors = test::make_tensors(46, test::deepseek_like());
   const auto make = test::maker_of(tensors);
   const auto begin = std::chrono::steady_clock::now();
-  const auto status = on_two_ranks(
+  const auto status = test::on_two_ranks(
       [&](int rank, const std::shared_ptr<Communicator>& c) {
         const auto layer = make(two_engines(rank, c));
         if (!layer.ok()) return layer.status();

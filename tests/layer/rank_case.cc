@@ -258,4 +258,19 @@ MakeRankLayer maker_of(const LayerTensors& tensors) {
   };
 }
 
+std::vector<Status> on_two_ranks(
+    const std::function<Status(int, std::shared_ptr<Communicator>)>& body, int timeout_ms) {
+  auto ranks = make_in_process_communicators(2, {.timeout_ms = timeout_ms}).value();
+  std::vector<Status> result(2);
+  std::vector<std::thread> threads;
+  for (int r = 0; r < 2; ++r) {
+    threads.emplace_back([&, r] {
+      const auto i = static_cast<std::size_t>(r);
+      result[i] = body(r, std::shared_ptr<Communicator>(std::move(ranks[i])));
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  return result;
+}
+
 }  // namespace moesaic::test

@@ -66,4 +66,8 @@ MakeRankLayer maker_of(const LayerTensors& tensors);
 RankProblem checkpoint_problem(const Checkpoint& checkpoint, const std::string& folder,
                                const std::string& quant, std::int64_t rows);
 
+// body(rank, communicator) on two threads; the statuses.
+std::vector<Status> on_two_ranks(
+    const std::function<Status(int, std::shared_ptr<Communicator>)>& body, int timeout_ms = 20'000);
+
 }  // namespace moesaic::test

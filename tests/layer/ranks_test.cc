@@ -175,22 +175,6 @@ TEST(RankedLayer, TransformsSeeCompleteRows) {
 
 // --- What every rank must do alike ---------------------------------------------------------------
 
-// body(rank, communicator) on 2 threads; the statuses.
-std::vector<Status> on_two_ranks(
-    const std::function<Status(int, std::shared_ptr<Communicator>)>& body) {
-  auto ranks = make_in_process_communicators(2, {.timeout_ms = 20'000}).value();
-  std::vector<Status> result(2);
-  std::vector<std::thread> threads;
-  for (int r = 0; r < 2; ++r) {
-    threads.emplace_back([&, r] {
-      const auto i = static_cast<std::size_t>(r);
-      result[i] = body(r, std::shared_ptr<Communicator>(std::move(ranks[i])));
-    });
-  }
-  for (std::thread& t : threads) t.join();
-  return result;
-}
-
 FusedMoE::Options options_of(int rank, int dp, const std::shared_ptr<Communicator>& communicator) {
   FusedMoE::Options o;
   o.num_threads = 1;
@@ -206,7 +190,7 @@ FusedMoE::Options options_of(int rank, int dp, const std::shared_ptr<Communicato
 TEST(RankedLayer, ARefusalOnOneRankIsAnErrorOnAll) {
   const test::LayerTensors tensors = test::make_tensors(44, test::small_spec());
   const auto make = test::maker_of(tensors);
-  const auto status = on_two_ranks([&](int rank, const std::shared_ptr<Communicator>& c) {
+  const auto status = test::on_two_ranks([&](int rank, const std::shared_ptr<Communicator>& c) {
     const auto layer = make(options_of(rank, 2, c));
     if (!layer.ok()) return layer.status();
     // Rank 1 hands in rows of another width; afterwards both go on.
@@ -225,14 +209,14 @@ TEST(RankedLayer, ARefusalOnOneRankIsAnErrorOnAll) {
 TEST(RankedLayer, LayersThatDifferAreRefusedOnAllRanks) {
   const test::LayerTensors tensors = test::make_tensors(45, test::small_spec());
   const auto make = test::maker_of(tensors);
-  for (const Status& s : on_two_ranks([&](int rank, const std::shared_ptr<Communicator>&c) {
+  for (const Status& s : test::on_two_ranks([&](int rank, const std::shared_ptr<Communicator>&c) {
          FusedMoE::Options o = options_of(rank, 2, c);
          o.max_tokens += rank;
          return make(o).status();
        })) {
     expect_refusal(s, StatusCode::kInvalidArgument, {"layer", "other options"});
   }
-  const auto status = on_two_ranks([&](int rank, const std::shared_ptr<Communicator>& c) {
+  const auto status = test::on_two_ranks([&](int rank, const std::shared_ptr<Communicator>& c) {
     FusedMoE::Options o = options_of(rank, 2, c);
     if (rank == 1) o.backend = "no_such_backend";
     return make(o).status();
@@ -244,7 +228,7 @@ TEST(RankedLayer, LayersThatDifferAreRefusedOnAllRanks) {
 TEST(RankedLayer, ReplicasNeedTheSameRows) {
   const test::LayerTensors tensors = test::make_tensors(46, test::small_spec());
   const auto make = test::maker_of(tensors);
-  for (const Status& s : on_two_ranks([&](int rank, const std::shared_ptr<Communicator>&c) {
+  for (const Status& s : test::on_two_ranks([&](int rank, const std::shared_ptr<Communicator>&c) {
          const auto layer = make(options_of(rank, 1, c));
          const Tensor x = test::random_hidden(3, 2 + rank, 64);
          Tensor out = Tensor::zeros(DType::kF32, x.shape()).value();
