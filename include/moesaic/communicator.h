@@ -60,6 +60,10 @@ class Communicator {
   // kInvalidArgument unless the ranks are distinct, exist and include this one. Valid as long as
   // its parent.
   virtual Result<std::unique_ptr<Communicator>> subgroup(std::span<const int> ranks, int id) = 0;
+  // As subgroup(), but made once: the same ranks and id are the same communicator again, which
+  // lives as long as this one (a broken one is made anew). Layers take their groups from here, so
+  // that a model connects each group once however many layers it has.
+  Result<std::shared_ptr<Communicator>> shared_subgroup(std::span<const int> ranks, int id);
 
   // Returns when all ranks have called it.
   Status barrier(std::string_view what);
@@ -68,6 +72,14 @@ class Communicator {
   // values[i] = sum over ranks of values[i], added in rank order 0, 1, ..: the same bits on every
   // rank and every run. All ranks pass the same length.
   Status all_reduce_sum(std::string_view what, std::span<float> values);
+
+ private:
+  struct SharedGroup {
+    std::vector<int> ranks;
+    int id = 0;
+    std::shared_ptr<Communicator> group;
+  };
+  std::vector<SharedGroup> shared_groups_;
 };
 
 // The only rank of its world.

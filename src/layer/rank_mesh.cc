@@ -22,8 +22,7 @@ Result<std::shared_ptr<Communicator>> group_of(const std::shared_ptr<Communicato
   bool all = std::ssize(ranks) == world->size();
   for (std::size_t i = 0; i < ranks.size(); ++i) all = all && ranks[i] == static_cast<int>(i);
   if (all) return world;
-  MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<Communicator> group, world->subgroup(ranks, id));
-  return std::shared_ptr<Communicator>(std::move(group));
+  return world->shared_subgroup(ranks, id);
 }
 
 constexpr std::int64_t kRefused = -1;  // instead of a value: this rank does not take part

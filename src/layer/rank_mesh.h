@@ -21,7 +21,7 @@ std::int64_t fingerprint_of(std::string_view text);
 
 class RankMesh {
  public:
-  // The plan is active. Errors of Communicator::subgroup.
+  // The plan is active. Errors of Communicator::shared_subgroup.
   static Result<std::unique_ptr<RankMesh>> create(const FusedMoE::Options& options,
                                                   const RankPlan& plan);
 

@@ -239,6 +239,24 @@ std::unique_ptr<Communicator> make_group_communicator(std::unique_ptr<Transport>
   return std::make_unique<GroupCommunicator>(std::move(world), std::move(ranks), rank, kWorldTag);
 }
 
+Result<std::shared_ptr<Communicator>> Communicator::shared_subgroup(std::span<const int> ranks,
+                                                                    int id) {
+  const auto same = [&](const SharedGroup& g) {
+    return g.id == id && std::equal(ranks.begin(), ranks.end(), g.ranks.begin(), g.ranks.end());
+  };
+  const auto known = std::find_if(shared_groups_.begin(), shared_groups_.end(), same);
+  // All its members know when a group is broken while its world is not, so all replace it alike.
+  if (known != shared_groups_.end() && known->group->state().ok()) return known->group;
+  MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<Communicator> made, subgroup(ranks, id));
+  std::shared_ptr<Communicator> group = std::move(made);
+  if (known != shared_groups_.end()) {
+    known->group = group;
+  } else {
+    shared_groups_.push_back({{ranks.begin(), ranks.end()}, id, group});
+  }
+  return group;
+}
+
 Status Communicator::barrier(std::string_view what) {
   const auto n = static_cast<std::size_t>(size());
   return exchange(what, std::vector<Out>(n), std::vector<In>(n));

@@ -100,6 +100,27 @@ TEST(Communicator, SubgroupsWorkSideBySide) {
   });
 }
 
+TEST(Communicator, ASharedSubgroupIsMadeOnce) {
+  run_ranks(4, {}, [](Communicator& c) {
+    const std::vector<int> pair = {c.rank() / 2 * 2, c.rank() / 2 * 2 + 1};
+    const std::vector<int> across = {c.rank() % 2, c.rank() % 2 + 2};
+    const auto group = c.shared_subgroup(pair, 1).value();
+    EXPECT_EQ(group->all_gather("pair", c.rank()).value(),
+              (std::vector<std::int64_t>{pair[0], pair[1]}));
+    EXPECT_EQ(c.shared_subgroup(pair, 1).value(), group);
+    EXPECT_NE(c.shared_subgroup(pair, 2).value(), group);
+    // Other ranks with an id that is in use already, as two layers with other sizes have them.
+    const auto other = c.shared_subgroup(across, 1).value();
+    EXPECT_EQ(other->all_gather("across", c.rank()).value(),
+              (std::vector<std::int64_t>{across[0], across[1]}));
+    EXPECT_EQ(group->all_gather("pair again", c.rank()).value(),
+              (std::vector<std::int64_t>{pair[0], pair[1]}));
+    expect_refusal(c.shared_subgroup(pair, 0).status(), StatusCode::kInvalidArgument,
+                   {"id: got 0"});
+    EXPECT_TRUE(c.barrier("end").ok());
+  });
+}
+
 TEST(Communicator, ALostRankIsReportedByAllOthersInTime) {
   const auto begin = std::chrono::steady_clock::now();
   run_ranks(4, {.timeout_ms = 1000}, [](Communicator& c) {
