@@ -15,7 +15,7 @@ if ! command -v clang++ >/dev/null; then
 fi
 cmake -S . -B $build -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_COMPILER=clang++ \
   -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1" -DMOESAIC_BUILD_TESTS=OFF -DMOESAIC_BUILD_TOOLS=OFF \
-  -DMOESAIC_BUILD_FUZZERS=ON >$build-configure.log 2>&1 || { cat $build-configure.log >&2; exit 1; }
+  -DMOESAIC_BUILD_FUZZERS=ON -DMOESAIC_CUDA=OFF -DCMAKE_UNITY_BUILD=ON >$build-configure.log 2>&1 || { cat $build-configure.log >&2; exit 1; }
 cmake --build $build --target fuzzers -j "$(scripts/jobs.sh)"
 
 mkdir -p $build/findings

@@ -40,6 +40,10 @@ Status ConfigFields::bad_value(std::string_view field, std::string_view found,
           fmt::format("{}: {}: got {}, need {}", where_, field, found, need)};
 }
 
+Status ConfigFields::unsupported(std::string_view text) const {
+  return {StatusCode::kUnsupported, fmt::format("{}: {}", where_, text)};
+}
+
 Status ConfigFields::bad_type(std::string_view field, const nlohmann::json& found,
                               std::string_view need) const {
   return {StatusCode::kCorruptFile,

@@ -55,6 +55,8 @@ class ConfigFields {
   const std::string& where() const { return where_; }
   // "config.json: top_k: got 9, need 1 to 8".
   Status bad_value(std::string_view field, std::string_view found, std::string_view need) const;
+  // kUnsupported, "config.json: quantization_config: <text>".
+  Status unsupported(std::string_view text) const;
 
  private:
   const nlohmann::json* find(std::string_view name) const;

@@ -10,6 +10,7 @@
 #include "moesaic/dtype.h"
 #include "moesaic/quant.h"
 #include "moesaic/status.h"
+#include "quant/nvfp4.h"
 
 namespace moesaic {
 
@@ -41,7 +42,6 @@ constexpr bool is_quantized_linear(StoredFormat format) {
 
 inline constexpr std::int64_t kFp8BlockSize = 128;
 inline constexpr std::int64_t kMxfp4GroupSize = 32;
-inline constexpr std::int64_t kNvfp4GroupSize = 16;
 
 // Whose names the tensors have, where that is not settled by the format.
 enum class NameStyle : std::uint8_t { kFp8, kCompressed, kModelOpt };

@@ -24,10 +24,6 @@ struct Operand {
   std::string act_order;
 };
 
-Status unsupported(const ConfigFields& fields, std::string_view text) {
-  return {StatusCode::kUnsupported, fmt::format("{}: {}", fields.where(), text)};
-}
-
 // null or false is no act-order, "group" the kind that needs an index; the others are settled when
 // the file is written.
 Status read_act_order(const nlohmann::json& json, const ConfigFields& fields, Operand* op) {
@@ -39,8 +35,8 @@ Status read_act_order(const nlohmann::json& json, const ConfigFields& fields, Op
   }
   MOESAIC_ASSIGN_OR_RETURN(const auto name, fields.string("actorder"));
   if (name && *name != "group" && *name != "weight" && *name != "static" && *name != "dynamic") {
-    return unsupported(fields, fmt::format("actorder: got {}, need group, weight, static or null",
-                                           quote_name(*name)));
+    return fields.unsupported(
+        fmt::format("actorder: got {}, need group, weight, static or null", quote_name(*name)));
   }
   op->act_order = name.value_or("");
   if (op->act_order == "dynamic") op->act_order = "group";
@@ -52,8 +48,8 @@ Status read_is_dynamic(const nlohmann::json& json, const ConfigFields& fields, O
   const auto it = json.find("dynamic");
   if (it != json.end() && it->is_string()) {
     if (it->get<std::string>() == "local") return {};
-    return unsupported(fields, fmt::format("dynamic: got {}, need true, false or local",
-                                           quote_name(it->get<std::string>())));
+    return fields.unsupported(fmt::format("dynamic: got {}, need true, false or local",
+                                          quote_name(it->get<std::string>())));
   }
   MOESAIC_ASSIGN_OR_RETURN(const auto dynamic, fields.boolean("dynamic"));
   op->dynamic = dynamic.value_or(false);
@@ -100,15 +96,14 @@ Result<std::optional<Operand>> read_operand(const ConfigFields& group, std::stri
 }
 
 Status bad_weights(const ConfigFields& group, const Operand& w, std::string_view need) {
-  return unsupported(group, fmt::format("weights: got {} {} bits, strategy {}, need {}", w.type,
-                                        w.bits, quote_name(w.strategy), need));
+  return group.unsupported(fmt::format("weights: got {} {} bits, strategy {}, need {}", w.type,
+                                       w.bits, quote_name(w.strategy), need));
 }
 
 Status bad_inputs(const ConfigFields& group, const Operand& in, std::string_view need) {
-  return unsupported(group,
-                     fmt::format("input_activations: got {} {} {} bits, strategy {}, need {}",
-                                 in.dynamic ? "dynamic" : "static", in.type, in.bits,
-                                 quote_name(in.strategy), need));
+  return group.unsupported(fmt::format("input_activations: got {} {} {} bits, strategy {}, need {}",
+                                       in.dynamic ? "dynamic" : "static", in.type, in.bits,
+                                       quote_name(in.strategy), need));
 }
 
 Status float_format(const ConfigFields& group, const Operand& w, const std::optional<Operand>& in,
@@ -123,8 +118,8 @@ Status float_format(const ConfigFields& group, const Operand& w, const std::opti
   } else if (w.strategy == "block") {
     f->stored = StoredFormat::kFp8Block;
     if (w.block != std::vector<std::int64_t>{kFp8BlockSize, kFp8BlockSize}) {
-      return unsupported(group, fmt::format("weights: block_structure: got [{}], need [128, 128]",
-                                            fmt::join(w.block, ", ")));
+      return group.unsupported(fmt::format("weights: block_structure: got [{}], need [128, 128]",
+                                           fmt::join(w.block, ", ")));
     }
   } else {
     return bad_weights(group, w, "strategy tensor, channel or block");
@@ -235,11 +230,12 @@ Result<LinearFormat> group_format(const ConfigFields& group, const std::string& 
   } else if (format == "mxfp8-quantized") {
     status = fp4_format(group, *weights, inputs, StoredFormat::kMxfp8, kMxfp4GroupSize, &f);
   } else {
-    status = unsupported(group, fmt::format("format: got {}, need float-quantized, int-quantized, "
-                                            "naive-quantized, pack-quantized, "
-                                            "nvfp4-pack-quantized, mxfp4-pack-quantized or "
-                                            "mxfp8-quantized",
-                                            quote_name(format)));
+    status =
+        group.unsupported(fmt::format("format: got {}, need float-quantized, int-quantized, "
+                                      "naive-quantized, pack-quantized, "
+                                      "nvfp4-pack-quantized, mxfp4-pack-quantized or "
+                                      "mxfp8-quantized",
+                                      quote_name(format)));
   }
   if (!status.ok()) return status;
   return f;
@@ -252,7 +248,7 @@ Status refuse_transforms(const ConfigFields& fields) {
     if (object == nullptr || object->empty()) continue;
     const auto format = object->find("format");
     if (format != object->end() && format->is_string() && *format == "dense") continue;
-    return unsupported(fields, fmt::format("{} is not supported, need none", name));
+    return fields.unsupported(fmt::format("{} is not supported, need none", name));
   }
   return {};
 }

@@ -15,6 +15,7 @@
 #include "checkpoint/names.h"
 #include "checkpoint/quant_methods.h"
 #include "core/fault.h"
+#include "core/refusal.h"
 
 namespace moesaic {
 namespace {
@@ -52,8 +53,6 @@ bool is_number(std::string_view part) {
   return !part.empty() && std::all_of(part.begin(), part.end(),
                                       [](unsigned char c) { return std::isdigit(c) != 0; });
 }
-
-Status unsupported(std::string text) { return {StatusCode::kUnsupported, std::move(text)}; }
 
 // [128, 128], or none (one scale per tensor).
 Result<bool> read_block_size(const ConfigFields& fields) {

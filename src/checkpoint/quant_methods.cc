@@ -12,10 +12,6 @@
 namespace moesaic {
 namespace {
 
-Status unsupported(const ConfigFields& fields, std::string_view text) {
-  return {StatusCode::kUnsupported, fmt::format("{}: {}", fields.where(), text)};
-}
-
 std::string lower(std::string text) {
   std::transform(text.begin(), text.end(), text.begin(),
                  [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
@@ -29,8 +25,8 @@ Result<int> required_bits(const ConfigFields& fields, ConfigFields::Names names,
                           std::initializer_list<int> known) {
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bits, fields.required_integer(names, kBitsRange));
   if (std::find(known.begin(), known.end(), bits) != known.end()) return static_cast<int>(bits);
-  return unsupported(fields,
-                     fmt::format("{}: got {}, need {}", names[0], bits, fmt::join(known, " or ")));
+  return fields.unsupported(
+      fmt::format("{}: got {}, need {}", names[0], bits, fmt::join(known, " or ")));
 }
 
 // -1 (one group) or at least 8 columns.
@@ -46,9 +42,10 @@ Status read_dynamic(const ConfigFields& fields, QuantConfig* quant) {
   if (dynamic == nullptr) return {};
   for (const auto& [key, value] : dynamic->items()) {
     if (!key.starts_with("-:")) {
-      return unsupported(fields, fmt::format("dynamic: {} overrides the format of modules, which "
-                                             "is not supported, need entries that begin with -:",
-                                             quote_name(key)));
+      return fields.unsupported(
+          fmt::format("dynamic: {} overrides the format of modules, which "
+                      "is not supported, need entries that begin with -:",
+                      quote_name(key)));
     }
     quant->rule = NameRule::kExactOrRegex;
     quant->skips.push_back("re:" + key.substr(2));
@@ -64,9 +61,10 @@ Status append_skips(const ConfigFields& fields, std::string_view list, bool rege
   if (!entries) return {};
   for (std::string& entry : *entries) {
     if (entry.starts_with("re:") && !regex_allowed) {
-      return unsupported(fields, fmt::format("{}: regular expression {} is not supported with this "
-                                             "quant_method, need module names",
-                                             list, quote_name(entry)));
+      return fields.unsupported(
+          fmt::format("{}: regular expression {} is not supported with this "
+                      "quant_method, need module names",
+                      list, quote_name(entry)));
     }
     if (entry.empty()) return fields.bad_value(list, "an empty name", "module names");
     quant->skips.push_back(std::move(entry));
@@ -88,15 +86,15 @@ Result<QuantConfig> parse_gptq(const ConfigFields& fields) {
   f.zero_points = !symmetric.value_or(true);
   MOESAIC_ASSIGN_OR_RETURN(const auto format, fields.string("checkpoint_format"));
   if (format && *format != "gptq" && *format != "gptq_v2") {
-    return unsupported(fields, fmt::format("checkpoint_format: got {}, need gptq or gptq_v2",
-                                           quote_name(*format)));
+    return fields.unsupported(
+        fmt::format("checkpoint_format: got {}, need gptq or gptq_v2", quote_name(*format)));
   }
   f.zeros_minus_one = !format || *format == "gptq";
   MOESAIC_RETURN_IF_ERROR(append_skips(fields, "modules_to_not_convert", false, &quant));
   const bool listed = !quant.skips.empty();
   MOESAIC_RETURN_IF_ERROR(read_dynamic(fields, &quant));
   if (listed && quant.rule != NameRule::kParts) {
-    return unsupported(fields, "dynamic beside modules_to_not_convert, need one of them");
+    return fields.unsupported("dynamic beside modules_to_not_convert, need one of them");
   }
   return quant;
 }
@@ -111,12 +109,12 @@ Result<QuantConfig> parse_awq(const ConfigFields& fields) {
   MOESAIC_ASSIGN_OR_RETURN(f.group_size, required_group(fields, kGroup));
   MOESAIC_ASSIGN_OR_RETURN(const auto zero_point, fields.boolean("zero_point"));
   if (!zero_point.value_or(true)) {
-    return unsupported(fields, "zero_point: got false, need true");
+    return fields.unsupported("zero_point: got false, need true");
   }
   f.zero_points = true;
   MOESAIC_ASSIGN_OR_RETURN(const auto version, fields.string("version"));
   if (version && lower(*version) != "gemm") {
-    return unsupported(fields, fmt::format("version: got {}, need gemm", quote_name(*version)));
+    return fields.unsupported(fmt::format("version: got {}, need gemm", quote_name(*version)));
   }
   MOESAIC_RETURN_IF_ERROR(append_skips(fields, "modules_to_not_convert", false, &quant));
   return quant;
@@ -142,16 +140,16 @@ Result<QuantConfig> parse_bitsandbytes(const ConfigFields& fields) {
   f.group_size = 64;  // the files have their own word: see choose_block_size
   MOESAIC_ASSIGN_OR_RETURN(const auto type, fields.string("bnb_4bit_quant_type"));
   if (!type || (*type != "nf4" && *type != "fp4")) {
-    return unsupported(fields, fmt::format("bnb_4bit_quant_type: got {}, need nf4 or fp4",
-                                           type ? quote_name(*type) : "none"));
+    return fields.unsupported(fmt::format("bnb_4bit_quant_type: got {}, need nf4 or fp4",
+                                          type ? quote_name(*type) : "none"));
   }
   f.table = *type == "nf4" ? CodeTable::kNf4 : CodeTable::kFp4;
   MOESAIC_ASSIGN_OR_RETURN(const auto nested, fields.boolean("bnb_4bit_use_double_quant"));
   f.nested = nested.value_or(false);
   MOESAIC_ASSIGN_OR_RETURN(const auto storage, fields.string("bnb_4bit_quant_storage"));
   if (storage && *storage != "uint8") {
-    return unsupported(
-        fields, fmt::format("bnb_4bit_quant_storage: got {}, need uint8", quote_name(*storage)));
+    return fields.unsupported(
+        fmt::format("bnb_4bit_quant_storage: got {}, need uint8", quote_name(*storage)));
   }
   return quant;
 }
@@ -181,10 +179,10 @@ Result<QuantConfig> parse_modelopt(const ConfigFields& fields) {
   const auto found = std::find_if(kAlgorithms.begin(), kAlgorithms.end(),
                                   [&](const Algorithm& a) { return a.name == lower(*name); });
   if (found == kAlgorithms.end()) {
-    return unsupported(fields,
-                       fmt::format("quant_algo: got {}, need FP8, FP8_PER_CHANNEL_PER_TOKEN, "
-                                   "FP8_PB_WO, NVFP4, W4A16_NVFP4 or MXFP8",
-                                   quote_name(*name)));
+    return fields.unsupported(
+        fmt::format("quant_algo: got {}, need FP8, FP8_PER_CHANNEL_PER_TOKEN, "
+                    "FP8_PB_WO, NVFP4, W4A16_NVFP4 or MXFP8",
+                    quote_name(*name)));
   }
   quant.linear.stored = found->stored;
   quant.linear.activation = found->activation;

@@ -12,8 +12,6 @@
 namespace moesaic {
 namespace {
 
-constexpr std::string_view kExtension = ".safetensors";
-
 // Why `name` may not be used as a file inside the model folder, or empty when it may.
 std::string_view unsafe_file_name(std::string_view name) {
   if (name.empty()) return "is empty";
@@ -24,7 +22,7 @@ std::string_view unsafe_file_name(std::string_view name) {
   for (const char c : name) {
     if (static_cast<unsigned char>(c) < 0x20 || c == 0x7F) return "contains a control character";
   }
-  if (name.size() <= kExtension.size() || !name.ends_with(kExtension)) {
+  if (name.size() <= kSafetensorsExtension.size() || !name.ends_with(kSafetensorsExtension)) {
     return "does not end with .safetensors";
   }
   return {};

@@ -18,7 +18,6 @@ namespace moesaic {
 namespace {
 
 constexpr std::size_t kMaxNamesShown = 4;
-constexpr std::string_view kExtension = ".safetensors";
 constexpr std::string_view kSingleFile = "model.safetensors";
 constexpr std::string_view kIndexFile = "model.safetensors.index.json";
 
@@ -27,8 +26,8 @@ std::pair<unsigned long, unsigned long> shard_number(std::string_view name) {
   constexpr std::string_view kPrefix = "model-";
   constexpr std::size_t kDigits = 5;
   constexpr std::string_view kOf = "-of-";
-  if (name.size() != kPrefix.size() + 2 * kDigits + kOf.size() + kExtension.size() ||
-      !name.starts_with(kPrefix) || !name.ends_with(kExtension) ||
+  if (name.size() != kPrefix.size() + 2 * kDigits + kOf.size() + kSafetensorsExtension.size() ||
+      !name.starts_with(kPrefix) || !name.ends_with(kSafetensorsExtension) ||
       name.substr(kPrefix.size() + kDigits, kOf.size()) != kOf) {
     return {0, 0};
   }

@@ -17,6 +17,8 @@
 
 namespace moesaic {
 
+inline constexpr std::string_view kSafetensorsExtension = ".safetensors";
+
 // The parsed model.safetensors.index.json: (tensor, file) pairs sorted by tensor, no duplicates,
 // plain file names.
 struct ShardIndex {

@@ -5,31 +5,30 @@
 #include <cmath>
 
 #include "core/checked.h"
+#include "core/refusal.h"
 
 namespace moesaic {
 namespace {
 
-Status refuse(std::string text) { return {StatusCode::kInvalidArgument, std::move(text)}; }
-
 Status at_least(std::string_view field, std::int64_t value, std::int64_t least) {
   if (value >= least) return {};
-  return refuse(fmt::format("{}: got {}, need at least {}", field, value, least));
+  return invalid(fmt::format("{}: got {}, need at least {}", field, value, least));
 }
 
 Status between(std::string_view field, std::int64_t value, std::int64_t low, std::int64_t high,
                std::string_view high_name) {
   if (value >= low && value <= high) return {};
-  return refuse(fmt::format("{}: got {}, need {} to {} ({})", field, value, low, high, high_name));
+  return invalid(fmt::format("{}: got {}, need {} to {} ({})", field, value, low, high, high_name));
 }
 
 Status positive_finite(std::string_view field, double value) {
   if (std::isfinite(value) && value > 0) return {};
-  return refuse(fmt::format("{}: got {}, need a finite number > 0", field, value));
+  return invalid(fmt::format("{}: got {}, need a finite number > 0", field, value));
 }
 
 Status not_negative_finite(std::string_view field, double value) {
   if (std::isfinite(value) && value >= 0) return {};
-  return refuse(fmt::format("{}: got {}, need a finite number >= 0", field, value));
+  return invalid(fmt::format("{}: got {}, need a finite number >= 0", field, value));
 }
 
 Status validate_groups(const RoutingSpec& r) {
@@ -40,25 +39,25 @@ Status validate_groups(const RoutingSpec& r) {
       between("routing.topk_group", r.topk_group, 1, groups, "num_expert_group"));
   if (r.method != RoutingMethod::kGroupedTopK) {
     if (groups == 1) return {};
-    return refuse(fmt::format(
+    return invalid(fmt::format(
         "routing.num_expert_group: got {} with method {}, need 1 or method {}", groups,
         routing_method_name(r.method), routing_method_name(RoutingMethod::kGroupedTopK)));
   }
   if (r.num_experts % groups != 0) {
-    return refuse(fmt::format("routing.num_expert_group: got {}, need a divisor of num_experts {}",
-                              groups, r.num_experts));
+    return invalid(fmt::format("routing.num_expert_group: got {}, need a divisor of num_experts {}",
+                               groups, r.num_experts));
   }
   const std::int64_t group_size = r.num_experts / groups;
   if (r.has_correction_bias && group_size < 2) {
     // With a bias a group is ranked by its two best experts; one expert has no second best.
-    return refuse(
+    return invalid(
         fmt::format("routing.num_expert_group: got {} groups of one expert with a correction bias, "
                     "need at least 2 experts in a group",
                     groups));
   }
   const std::int64_t reachable = r.topk_group * group_size;
   if (r.top_k > reachable) {
-    return refuse(
+    return invalid(
         fmt::format("routing.top_k: got {}, need at most {} (topk_group {} x {} experts per group)",
                     r.top_k, reachable, r.topk_group, group_size));
   }
@@ -68,14 +67,14 @@ Status validate_groups(const RoutingSpec& r) {
 Status validate_method(const RoutingSpec& r) {
   const bool zero_experts = r.method == RoutingMethod::kZeroExpert;
   if (zero_experts != (r.num_zero_experts > 0)) {
-    return refuse(fmt::format("routing.num_zero_experts: got {} with method {}, need {}",
-                              r.num_zero_experts, routing_method_name(r.method),
-                              zero_experts ? "at least 1" : "0 or method zero_expert"));
+    return invalid(fmt::format("routing.num_zero_experts: got {} with method {}, need {}",
+                               r.num_zero_experts, routing_method_name(r.method),
+                               zero_experts ? "at least 1" : "0 or method zero_expert"));
   }
   if (r.method == RoutingMethod::kSparseMixer) {
     MOESAIC_RETURN_IF_ERROR(between("routing.top_k", r.top_k, 2, 2, "fixed by sparse_mixer"));
     if (r.renormalize) {
-      return refuse("routing.renormalize: got true with method sparse_mixer, need false");
+      return invalid("routing.renormalize: got true with method sparse_mixer, need false");
     }
     MOESAIC_RETURN_IF_ERROR(not_negative_finite("routing.jitter_eps", r.jitter_eps));
   }
@@ -88,8 +87,8 @@ Status validate_method(const RoutingSpec& r) {
 Status validate_routing(const MoeLayerSpec& spec) {
   const RoutingSpec& r = spec.routing;
   if (r.num_experts != spec.num_experts) {
-    return refuse(fmt::format("routing.num_experts: got {}, need num_experts {} of the layer",
-                              r.num_experts, spec.num_experts));
+    return invalid(fmt::format("routing.num_experts: got {}, need num_experts {} of the layer",
+                               r.num_experts, spec.num_experts));
   }
   MOESAIC_RETURN_IF_ERROR(at_least("routing.num_zero_experts", r.num_zero_experts, 0));
   const auto columns = checked_add(r.num_experts, r.num_zero_experts);
@@ -109,13 +108,13 @@ Status validate_routing(const MoeLayerSpec& spec) {
 Status validate_activation(const ActivationSpec& a) {
   // Infinity is the documented "no clamp"; NaN fails the comparison.
   if (!(a.limit > 0)) {
-    return refuse(fmt::format("activation.limit: got {}, need > 0 (infinity: no clamp)", a.limit));
+    return invalid(fmt::format("activation.limit: got {}, need > 0 (infinity: no clamp)", a.limit));
   }
   for (const auto& [field, value] :
        {std::pair{"activation.alpha", a.alpha}, std::pair{"activation.beta", a.beta},
         std::pair{"activation.up_limit", a.up_limit}}) {
     if (!std::isfinite(value)) {
-      return refuse(fmt::format("{}: got {}, need a finite number", field, value));
+      return invalid(fmt::format("{}: got {}, need a finite number", field, value));
     }
   }
   return {};
@@ -190,12 +189,12 @@ Status validate(const MoeLayerSpec& spec) {
   MOESAIC_RETURN_IF_ERROR(validate_routing(spec));
   MOESAIC_RETURN_IF_ERROR(validate_activation(spec.activation));
   if (spec.shared.gated_output && spec.shared.intermediate_size == 0) {
-    return refuse("shared.gated_output: got true without a shared expert, need false");
+    return invalid("shared.gated_output: got true without a shared expert, need false");
   }
   if (spec.apply_router_weight_on_input && spec.routing.top_k != 1) {
     // The input row is multiplied once; with several experts there is no single weight.
-    return refuse(fmt::format("apply_router_weight_on_input: got true with top_k {}, need top_k 1",
-                              spec.routing.top_k));
+    return invalid(fmt::format("apply_router_weight_on_input: got true with top_k {}, need top_k 1",
+                               spec.routing.top_k));
   }
   switch (spec.activation_dtype) {
     case DType::kF32:

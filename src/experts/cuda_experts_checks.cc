@@ -5,18 +5,13 @@
 
 #include "core/arena.h"
 #include "core/checked.h"
+#include "core/refusal.h"
 #include "experts/cuda_experts.h"
 #include "experts/cuda_experts_plan.h"
 #include "experts/problem_checks.h"
 #include "permute/cuda_align.h"
 
 namespace moesaic::cuda {
-namespace {
-
-Status unsupported(std::string text) { return {StatusCode::kUnsupported, std::move(text)}; }
-
-}  // namespace
-
 Status CudaExperts::can_implement(const MoeProblem& problem) {
   MOESAIC_RETURN_IF_ERROR(check_problem(problem));
   MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));

@@ -9,6 +9,7 @@
 
 #include "core/arena.h"
 #include "core/checked.h"
+#include "core/refusal.h"
 #include "permute/sort_slots.h"
 
 namespace moesaic {
@@ -17,9 +18,6 @@ namespace {
 constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
 // One expert's matrix must stay far below 2^63 bytes; real ones are below 2^30.
 constexpr std::int64_t kMaxMatrixElements = std::int64_t{1} << 58;
-
-Status invalid(std::string text) { return {StatusCode::kInvalidArgument, std::move(text)}; }
-Status unsupported(std::string text) { return {StatusCode::kUnsupported, std::move(text)}; }
 
 Status check_sizes(const MoeProblem& p) {
   struct Field {

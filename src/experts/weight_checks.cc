@@ -7,14 +7,13 @@
 #include <vector>
 
 #include "core/checked.h"
+#include "core/refusal.h"
 #include "experts/problem_checks.h"
 #include "experts/ref_matrix.h"
 #include "numerics/element.h"
 
 namespace moesaic {
 namespace {
-
-Status invalid(std::string text) { return {StatusCode::kInvalidArgument, std::move(text)}; }
 
 // Absent although the scheme needs it, or present although it does not; sets *wanted.
 Status check_presence(const std::string& field, const ConstTensorView& t, bool wanted,

@@ -152,7 +152,7 @@ Result<ConvertFormat> convert_format_from_name(std::string_view name) {
                   fmt::join(kNames, ", "), nearest_name(name, kNames)));
 }
 
-std::vector<LinearTensor> linear_tensors(ConvertFormat format, std::int64_t n, std::int64_t k) {
+std::vector<ConvertedTensor> linear_tensors(ConvertFormat format, std::int64_t n, std::int64_t k) {
   switch (format) {
     case ConvertFormat::kFp8Block:
       return {{".weight", DType::kF8E4M3, {n, k}},
@@ -195,7 +195,7 @@ Status encode_linear(ConvertFormat format, ConstTensorView w, float gscale, int 
   const std::int64_t n = w.dim(0);
   const std::int64_t k = w.dim(1);
   tensors->clear();
-  for (const LinearTensor& t : linear_tensors(format, n, k)) {
+  for (const ConvertedTensor& t : linear_tensors(format, n, k)) {
     MOESAIC_ASSIGN_OR_RETURN(Tensor tensor, Tensor::zeros(t.dtype, t.shape));
     tensors->push_back(std::move(tensor));
   }

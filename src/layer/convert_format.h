@@ -21,12 +21,12 @@ Result<ConvertFormat> convert_format_from_name(std::string_view name);
 std::string_view convert_format_name(ConvertFormat format);
 
 // One tensor of a linear [N, K]: "<module><suffix>".
-struct LinearTensor {
+struct ConvertedTensor {
   std::string_view suffix;  // ".weight", ".weight_scale" ...
   DType dtype;
   Shape shape;
 };
-std::vector<LinearTensor> linear_tensors(ConvertFormat format, std::int64_t n, std::int64_t k);
+std::vector<ConvertedTensor> linear_tensors(ConvertFormat format, std::int64_t n, std::int64_t k);
 
 // kUnsupported naming the dimension when the format cannot cut [N, K] into its groups.
 Status check_linear(ConvertFormat format, std::string_view what, std::int64_t n, std::int64_t k);

@@ -75,7 +75,7 @@ Result<PlannedLayer> plan_layer_target(const MoeLayerSpec& spec, const Family& f
 
 void add_linear(const std::string& module, ConvertFormat format, std::int64_t n, std::int64_t k,
                 PlannedShard* shard) {
-  for (const LinearTensor& t : linear_tensors(format, n, k)) {
+  for (const ConvertedTensor& t : linear_tensors(format, n, k)) {
     shard->tensors.push_back({module + std::string(t.suffix), t.dtype, t.shape});
   }
 }

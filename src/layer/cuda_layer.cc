@@ -111,13 +111,13 @@ Result<std::unique_ptr<CudaLayer>> CudaLayer::create(const MoeLayerSpec& spec,
   MOESAIC_RETURN_IF_ERROR(scope.status());
 
   Result<CudaGate> gate = CudaGate::create(t.gate_weight.view(), t.gate_bias.view());
-  if (!gate.ok()) return with_stage(gate.status(), "gate");
+  if (!gate.ok()) return gate.status().with_context("gate");
   impl->gate = std::move(gate).value();
   Router::Options router_options;
   router_options.spec = plan.routing;
   router_options.correction_bias = t.e_score_correction_bias.view();
   Result<std::unique_ptr<CudaRouter>> router = CudaRouter::create(router_options, impl->device);
-  if (!router.ok()) return with_stage(router.status(), "router");
+  if (!router.ok()) return router.status().with_context("router");
   impl->router = std::move(router).value();
   impl->joins = shared_joins(plan, spec.shared.gated_output);
   if (impl->joins) {
@@ -130,12 +130,12 @@ Result<std::unique_ptr<CudaLayer>> CudaLayer::create(const MoeLayerSpec& spec,
     MOESAIC_RETURN_IF_ERROR(upload("expert_map", map.data(),
                                    static_cast<std::int64_t>(map.size()) * 4, impl->expert_map));
   }
-  MOESAIC_RETURN_IF_ERROR(with_stage(impl->create_experts(*weights.experts, t), "experts"));
+  MOESAIC_RETURN_IF_ERROR(impl->create_experts(*weights.experts, t).with_context("experts"));
   if (plan.has_shared) {
-    MOESAIC_RETURN_IF_ERROR(with_stage(impl->create_shared(spec, options, t), "shared_experts"));
+    MOESAIC_RETURN_IF_ERROR(impl->create_shared(spec, options, t).with_context("shared_experts"));
   }
   if (mesh != nullptr) {
-    MOESAIC_RETURN_IF_ERROR(with_stage(impl->create_ranks(options), "ranks"));
+    MOESAIC_RETURN_IF_ERROR(impl->create_ranks(options).with_context("ranks"));
   }
   Arena arena = Arena::measure();
   MOESAIC_ASSIGN_OR_RETURN(

@@ -84,8 +84,4 @@ struct CudaLayer::Impl {
                     const void* shared_rows, void* to, DType dtype) const;
 };
 
-inline Status with_stage(const Status& status, std::string_view stage) {
-  return status.ok() ? status : status.with_context(stage);
-}
-
 }  // namespace moesaic::cuda

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/checked.h"
+#include "core/refusal.h"
 #include "experts/cuda_experts.h"
 #include "layer/cuda_layer.h"
 #include "router/cuda_router.h"
@@ -12,8 +13,6 @@ namespace moesaic::cuda {
 namespace {
 
 constexpr std::int64_t kAlignment = 256;
-
-Status unsupported(std::string text) { return {StatusCode::kUnsupported, std::move(text)}; }
 
 // The arena aligns to 64 bytes; sizes that are multiples of 256 keep every piece at 256.
 template <class T>

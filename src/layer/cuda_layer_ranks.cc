@@ -61,7 +61,7 @@ Status CudaLayer::Impl::run_experts(void* stream, const CudaAllToAll::Arrived& r
   a.output_dtype = bf16 ? DType::kBF16 : DType::kF32;
   a.workspace = w.experts;
   a.workspace_bytes = w.experts_bytes;
-  return with_stage(experts->enqueue(stream, a), "experts");
+  return experts->enqueue(stream, a).with_context("experts");
 }
 
 // Every rank has the rows: a slot's row is zero on all replicas but one, which a sum brings

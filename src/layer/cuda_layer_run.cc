@@ -48,7 +48,7 @@ Status CudaLayer::Impl::run_shared(void* stream, const Rows& rows, const LayerWo
   a.workspace_bytes = w.shared_bytes;
   a.top_k = 1;
   a.expert_map = joins ? expert_map.as<std::int32_t>() : nullptr;
-  return with_stage((joins ? experts : shared)->enqueue(stream, a), "shared_experts");
+  return (joins ? experts : shared)->enqueue(stream, a).with_context("shared_experts");
 }
 
 Status CudaLayer::Impl::run_routed(void* stream, const Rows& rows, const LayerWorkspace& w,
@@ -65,7 +65,7 @@ Status CudaLayer::Impl::run_routed(void* stream, const Rows& rows, const LayerWo
   a.output_dtype = dtype;
   a.workspace = w.experts;
   a.workspace_bytes = w.experts_bytes;
-  return with_stage(experts->enqueue(stream, a), "experts");
+  return experts->enqueue(stream, a).with_context("experts");
 }
 
 // A bf16 sum without factors takes the shared rows out of the output, where they were put first: no
@@ -123,7 +123,7 @@ Status CudaLayer::Impl::run_joined(void* stream, const Rows& rows, const LayerWo
   a.output_dtype = out.dtype;
   a.workspace = w.experts;
   a.workspace_bytes = w.experts_bytes;
-  return with_stage(experts->enqueue(stream, a), "experts");
+  return experts->enqueue(stream, a).with_context("experts");
 }
 
 }  // namespace moesaic::cuda

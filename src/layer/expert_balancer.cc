@@ -8,15 +8,10 @@
 #include <utility>
 
 #include "core/fault.h"
+#include "core/refusal.h"
 #include "router/eplb_map.h"
 
 namespace moesaic {
-namespace {
-
-Status invalid(std::string text) { return {StatusCode::kInvalidArgument, std::move(text)}; }
-
-}  // namespace
-
 Result<std::unique_ptr<ExpertBalancer>> ExpertBalancer::create(std::int64_t num_logical,
                                                                std::int64_t num_physical, int ranks,
                                                                int rank, std::int64_t window) {

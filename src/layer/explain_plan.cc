@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "core/refusal.h"
 #include "experts/cuda_experts.h"
 #include "gate/cuda_gate.h"
 #include "gate/tier_rules.h"
@@ -21,12 +22,11 @@ using Rows = std::vector<CandidateReport>;
 CandidateReport row_of(std::string stage, std::string name, const Status& status) {
   return {std::move(stage), std::move(name), status.message(), status.ok()};
 }
-Status refused(std::string text) { return {StatusCode::kUnsupported, std::move(text)}; }
 
 // Candidates of the other kind of device keep their own reason when they have one.
 Status elsewhere(const Status& own, Device device, std::string_view need) {
   if (!own.ok()) return own;
-  return refused(fmt::format("device: {}, need {}", device.to_string(), need));
+  return unsupported(fmt::format("device: {}, need {}", device.to_string(), need));
 }
 
 // Tiers 1 to 3 stand for kernels of sm_90 and sm_100 devices; on a CPU the rules leave the last.
@@ -45,7 +45,7 @@ void append_gate(const FusedPlan& plan, Device device, Rows& rows) {
                                  ? fmt::format("need {}", need)
                                  : "device: cpu, this tier needs compute capability 9.0 or 10.x";
     rows.push_back(
-        row_of("gate", std::string(gate_tier_name(tier)), accepted ? Status() : refused(text)));
+        row_of("gate", std::string(gate_tier_name(tier)), accepted ? Status() : unsupported(text)));
   };
   add(GateTier::kSmallBatch, rules.allow_dsv3() && plan.routed.max_tokens <= 16,
       "bf16 weights without bias of [256 or 384, 7168] and at most 16 tokens");
@@ -72,7 +72,7 @@ void append_gate_kernels(const FusedPlan& plan, Device device, Rows& rows) {
   };
   const auto add = [&](cuda::GateKernel kernel, std::string_view need) {
     rows.push_back(row_of("gate_kernel", std::string(cuda::gate_kernel_name(kernel)),
-                          used(kernel) ? Status() : refused(fmt::format("need {}", need))));
+                          used(kernel) ? Status() : unsupported(fmt::format("need {}", need))));
   };
   using cuda::GateKernel;
   add(GateKernel::kFewTokens, "bf16 weights with rows of a multiple of 8 that fit shared memory");

@@ -89,7 +89,7 @@ Status FusedMoE::Impl::route(const ConstTensorView& x, const Buffers& b, const T
   const std::int64_t rows = x.dim(0);
   const std::int64_t k = plan.routing.top_k;
   const TensorView logits = view_of(b.logits, DType::kF32, {rows, logit_columns()});
-  MOESAIC_RETURN_IF_ERROR(with_stage(gate->forward(x, logits), "gate"));
+  MOESAIC_RETURN_IF_ERROR(gate->forward(x, logits).with_context("gate"));
   Router::Args r;
   r.hidden_states = x;
   r.router_logits = logits;
@@ -98,7 +98,7 @@ Status FusedMoE::Impl::route(const ConstTensorView& x, const Buffers& b, const T
   if (spec.routing.num_zero_experts > 0) {
     r.zero_expert_output = view_of(b.zero_experts, DType::kF32, {rows, plan.hidden_size});
   }
-  MOESAIC_RETURN_IF_ERROR(with_stage(router->select_experts(r), "router"));
+  MOESAIC_RETURN_IF_ERROR(router->select_experts(r).with_context("router"));
   const auto report = [](const TensorView& to, const void* from) {
     if (!to.present()) return;
     std::memcpy(to.data, from, static_cast<std::size_t>(to.dim(0) * to.dim(1)) * sizeof(float));
@@ -112,7 +112,7 @@ Status FusedMoE::Impl::route(const ConstTensorView& x, const Buffers& b, const T
       if (b.topk_weights[slot] == 0.0F) b.topk_ids[slot] = -1;
     }
   }
-  if (balancer) return with_stage(balancer->map_ids(b.topk_ids, rows, k), "load balancing");
+  if (balancer) return balancer->map_ids(b.topk_ids, rows, k).with_context("load balancing");
   return {};
 }
 
@@ -123,7 +123,7 @@ Status FusedMoE::Impl::run_routed(const RoutedRows& r, const Buffers& b,
   if (options.routed_input_transform) {
     const TensorView latent = view_of(b.latent, r.x.dtype, {rows, plan.latent_size});
     MOESAIC_RETURN_IF_ERROR(
-        with_stage(options.routed_input_transform(r.x, latent), "routed_input_transform"));
+        options.routed_input_transform(r.x, latent).with_context("routed_input_transform"));
     input = latent;
   }
   const TensorView routed = view_of(b.routed, DType::kF32, {rows, plan.latent_size});
@@ -136,7 +136,7 @@ Status FusedMoE::Impl::run_routed(const RoutedRows& r, const Buffers& b,
     a.topk_ids = view_of(r.ids, DType::kI32, {rows, plan.routing.top_k});
     a.expert_map = plan.expert_map;
     a.output = writes_output_directly() ? output : routed;
-    MOESAIC_RETURN_IF_ERROR(with_stage(kernel->run(a), "experts"));
+    MOESAIC_RETURN_IF_ERROR(kernel->run(a).with_context("experts"));
   }
   if (!options.routed_output_transform) return {};
   // A transform need not be linear: all ranks' parts and the factor come before it.
@@ -145,9 +145,10 @@ Status FusedMoE::Impl::run_routed(const RoutedRows& r, const Buffers& b,
         mesh->reduce_replicas({b.routed, static_cast<std::size_t>(rows * plan.latent_size)}));
   }
   for (std::int64_t i = 0; i < rows * plan.latent_size; ++i) b.routed[i] *= plan.output_scale;
-  return with_stage(options.routed_output_transform(
-                        routed, view_of(b.routed_back, DType::kF32, {rows, plan.hidden_size})),
-                    "routed_output_transform");
+  return options
+      .routed_output_transform(routed,
+                               view_of(b.routed_back, DType::kF32, {rows, plan.hidden_size}))
+      .with_context("routed_output_transform");
 }
 
 Status FusedMoE::Impl::run_shared(const ConstTensorView& x, const Buffers& b) const {
@@ -160,12 +161,11 @@ Status FusedMoE::Impl::run_shared(const ConstTensorView& x, const Buffers& b) co
   a.topk_weights = view_of(b.ones, DType::kF32, {rows, 1});
   a.topk_ids = view_of(b.zeros, DType::kI32, {rows, 1});
   a.output = view_of(b.shared, DType::kF32, {rows, plan.hidden_size});
-  MOESAIC_RETURN_IF_ERROR(with_stage(shared->run(a), "shared_experts"));
+  MOESAIC_RETURN_IF_ERROR(shared->run(a).with_context("shared_experts"));
   // From here on `ones` holds the factor of the shared result.
   if (!shared_gate || MOESAIC_FAULT(layer_ignore_shared_gate)) return {};
-  MOESAIC_RETURN_IF_ERROR(
-      with_stage(shared_gate->forward(x, view_of(b.shared_gate, DType::kF32, {rows, 1})),
-                 "shared_experts gate"));
+  MOESAIC_RETURN_IF_ERROR(shared_gate->forward(x, view_of(b.shared_gate, DType::kF32, {rows, 1}))
+                              .with_context("shared_experts gate"));
   for (std::int64_t t = 0; t < rows; ++t) b.ones[t] = 1.0F / (1.0F + std::exp(-b.shared_gate[t]));
   return {};
 }

@@ -116,8 +116,4 @@ BasicTensorView<Byte> rows_of(const BasicTensorView<Byte>& t, std::int64_t first
   return part;
 }
 
-inline Status with_stage(const Status& status, std::string_view stage) {
-  return status.ok() ? status : status.with_context(stage);
-}
-
 }  // namespace moesaic

@@ -194,11 +194,11 @@ Result<std::unique_ptr<FusedMoE::Impl>> FusedMoE::Impl::build(MoeLayerWeights we
 Status FusedMoE::Impl::build_stages(MoeLayerWeights& weights) {
   const MoeLayerTensors& t = weights.tensors;
   Result<GateLinear> made_gate = make_gate(t.gate_weight, t.gate_bias, options.num_threads);
-  if (!made_gate.ok()) return with_stage(made_gate.status(), "gate");
+  if (!made_gate.ok()) return made_gate.status().with_context("gate");
   gate.emplace(std::move(made_gate).value());
   small_bytes = t.gate_weight.bytes() + t.shared_gate_weight.bytes();
   Result<Router> made_router = make_router(plan, options, t.e_score_correction_bias.view());
-  if (!made_router.ok()) return with_stage(made_router.status(), "router");
+  if (!made_router.ok()) return made_router.status().with_context("router");
   router.emplace(std::move(made_router).value());
   if (router->slots() != plan.routing.top_k) {
     return {StatusCode::kInternal, "router: slots differ from top_k"};
@@ -234,7 +234,7 @@ Status FusedMoE::Impl::build_routed(ExpertSource& source) {
   }
   Result<ModularKernel> made = make_kernel(plan.routed, quant, *from, options.backend,
                                            /*shared=*/false, std::move(pf), plan.ranks.kernel_rows);
-  if (!made.ok()) return with_stage(made.status(), "experts");
+  if (!made.ok()) return made.status().with_context("experts");
   kernel.emplace(std::move(made).value());
   if (balancer) balancer->set_store(std::move(store));
   if (!plan.ranks.per_slot) return {};
@@ -260,11 +260,11 @@ Status FusedMoE::Impl::build_shared(const MoeLayerTensors& t) {
                                            {}});
   Result<ModularKernel> made = make_kernel(plan.shared, plan.shared_quant, *source, options.backend,
                                            /*shared=*/true, nullptr, options.max_tokens);
-  if (!made.ok()) return with_stage(made.status(), "shared_experts");
+  if (!made.ok()) return made.status().with_context("shared_experts");
   shared.emplace(std::move(made).value());
   if (!spec.shared.gated_output) return {};
   Result<GateLinear> gate_made = make_gate(t.shared_gate_weight, Tensor(), options.num_threads);
-  if (!gate_made.ok()) return with_stage(gate_made.status(), "shared_experts gate");
+  if (!gate_made.ok()) return gate_made.status().with_context("shared_experts gate");
   shared_gate.emplace(std::move(gate_made).value());
   return {};
 }
@@ -315,7 +315,7 @@ Result<LayerExplanation> explain_layer(const MoeLayerSpec& spec, const FusedMoE:
                                                                spec.routing.num_zero_experts}));
   }
   const Result<Router> router = make_router(plan, options, bias.view());
-  if (!router.ok()) return with_stage(router.status(), "router");
+  if (!router.ok()) return router.status().with_context("router");
   LayerExplanation explanation;
   explanation.candidates = explain_plan(plan, router->name(), options.device);
   if (options.device.is_cuda()) {
@@ -332,13 +332,13 @@ Result<LayerExplanation> explain_layer(const MoeLayerSpec& spec, const FusedMoE:
   }
 
   const Result<const ExpertsBackend*> routed = choose_backend(plan.routed, options.backend, false);
-  if (!routed.ok()) return with_stage(routed.status(), "experts");
+  if (!routed.ok()) return routed.status().with_context("experts");
   explanation.experts_backend = std::string((*routed)->name);
   MOESAIC_ASSIGN_OR_RETURN(explanation.workspace_bytes, kernel_workspace(**routed, plan.routed));
   std::string_view shared_name, shared_determinism;
   if (plan.has_shared) {
     const Result<const ExpertsBackend*> shared = choose_backend(plan.shared, options.backend, true);
-    if (!shared.ok()) return with_stage(shared.status(), "shared_experts");
+    if (!shared.ok()) return shared.status().with_context("shared_experts");
     MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, kernel_workspace(**shared, plan.shared));
     explanation.workspace_bytes += bytes;
     shared_name = (*shared)->name;

@@ -9,12 +9,10 @@
 
 #include "core/checked.h"
 #include "core/fault.h"
+#include "core/refusal.h"
 
 namespace moesaic {
 namespace {
-
-Status invalid(std::string text) { return {StatusCode::kInvalidArgument, std::move(text)}; }
-Status unsupported(std::string text) { return {StatusCode::kUnsupported, std::move(text)}; }
 
 Status check_options(const MoeLayerSpec& spec, const FusedMoE::Options& o) {
   if (o.max_tokens < 1 || o.max_tokens > std::numeric_limits<std::int32_t>::max()) {

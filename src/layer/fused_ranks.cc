@@ -38,7 +38,7 @@ Status FusedMoE::Impl::run_slots(const ConstTensorView& input, const RoutedRows&
   a.topk_ids = view_of(r.ids, DType::kI32, {rows * k, 1});
   a.expert_map = plan.expert_map;
   a.output = view_of(b.slot_output, DType::kF32, {rows * k, width});
-  MOESAIC_RETURN_IF_ERROR(with_stage(kernel->run(a), "experts"));
+  MOESAIC_RETURN_IF_ERROR(kernel->run(a).with_context("experts"));
   if (!plan.ranks.reduced) {  // a slot's row is zero on all ranks but one
     MOESAIC_RETURN_IF_ERROR(
         mesh->reduce_replicas({b.slot_output, static_cast<std::size_t>(rows * k * width)}));

@@ -9,6 +9,7 @@
 
 #include "core/checked.h"
 #include "core/fault.h"
+#include "core/hash.h"
 
 namespace moesaic {
 namespace {
@@ -85,9 +86,7 @@ Status agree(Communicator& world, std::string_view what, const Status& mine, std
 }
 
 std::int64_t fingerprint_of(std::string_view text) {
-  std::uint64_t h = 14695981039346656037ULL;  // FNV-1a
-  for (const char c : text) h = (h ^ static_cast<unsigned char>(c)) * 1099511628211ULL;
-  return static_cast<std::int64_t>(h >> 1);
+  return static_cast<std::int64_t>(fnv1a(text) >> 1);
 }
 
 Result<std::int64_t> RankMesh::common_steps(const Status& mine, std::int64_t rows,

@@ -7,12 +7,11 @@
 
 #include "core/checked.h"
 #include "core/fault.h"
+#include "core/refusal.h"
 #include "moesaic/communicator.h"
 
 namespace moesaic {
 namespace {
-
-Status unsupported(std::string text) { return {StatusCode::kUnsupported, std::move(text)}; }
 
 Result<RankTransport> resolve(RankTransport wanted, const ParallelConfig& p) {
   const bool rows_differ = p.token_group().size() > 1;

@@ -7,18 +7,19 @@
 #include <numeric>
 
 #include "core/fault.h"
+#include "core/refusal.h"
 #include "moesaic/eplb.h"
+#include "parallel/eplb_support.h"
 
 namespace moesaic {
 namespace {
+
+using eplb::at;
 
 using Ids = std::vector<std::int32_t>;
 using Loads = std::vector<double>;
 
 constexpr std::int64_t kMaxSlots = std::int64_t{1} << 20;  // far above any model; bounds memory
-
-Status invalid(std::string text) { return {StatusCode::kInvalidArgument, std::move(text)}; }
-std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
 Status check_weights(std::span<const double> weights) {
   for (std::size_t i = 0; i < weights.size(); ++i) {

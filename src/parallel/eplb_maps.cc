@@ -5,15 +5,17 @@
 #include <new>
 
 #include "core/fault.h"
+#include "core/refusal.h"
 #include "moesaic/eplb.h"
+#include "parallel/eplb_support.h"
 
 namespace moesaic {
 namespace {
 
+using eplb::at;
+
 using Ids = std::vector<std::int32_t>;
 
-std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
-Status invalid(std::string text) { return {StatusCode::kInvalidArgument, std::move(text)}; }
 Status no_memory() { return {StatusCode::kOutOfMemory, "cannot allocate expert maps"}; }
 
 Status check_pair(std::span<const std::int32_t> current, std::span<const std::int32_t> wanted,

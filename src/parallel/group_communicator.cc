@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "core/fault.h"
+#include "core/hash.h"
 #include "parallel/transport.h"
 
 namespace moesaic {
@@ -24,12 +25,6 @@ struct Header {
   std::uint64_t sequence = 0;
   std::uint64_t what = 0;
 };
-
-std::uint64_t hash_of(std::string_view text) {  // FNV-1a
-  std::uint64_t h = 14695981039346656037ULL;
-  for (const char c : text) h = (h ^ static_cast<unsigned char>(c)) * 1099511628211ULL;
-  return h;
-}
 
 // Shared by a communicator and its subgroups.
 struct World {
@@ -119,7 +114,7 @@ class GroupCommunicator final : public Communicator {
              std::span<const std::span<std::byte>> recv, std::span<std::int64_t> received) {
     const auto deadline =
         Clock::now() + std::chrono::milliseconds(std::max(world_->options.timeout_ms, 1));
-    const Header header{++sequence_, hash_of(what)};
+    const Header header{++sequence_, fnv1a(what)};
     Transport& t = *world_->transport;
     for (std::size_t i = 0; i < ranks_.size(); ++i) {
       if (static_cast<int>(i) == rank_) continue;

@@ -9,6 +9,7 @@
 #include <exception>
 #include <utility>
 
+#include "core/hash.h"
 #include "cuda/device_memory.h"
 #include "moesaic/communicator.h"
 #include "moesaic/device.h"
@@ -29,12 +30,6 @@ bool on_device(const void* p) {
     return false;
   }
   return a.type == cudaMemoryTypeDevice;
-}
-
-std::uint64_t hash_of(std::string_view text) {  // FNV-1a
-  std::uint64_t h = 14695981039346656037ULL;
-  for (const char c : text) h = (h ^ static_cast<unsigned char>(c)) * 1099511628211ULL;
-  return h;
 }
 
 class NcclCommunicator final : public Communicator {
@@ -134,7 +129,7 @@ class NcclCommunicator final : public Communicator {
     const auto n = static_cast<std::size_t>(size());
     const std::size_t words = 2 + 2 * n;
     std::vector<std::int64_t> mine = {static_cast<std::int64_t>(++sequence_),
-                                      static_cast<std::int64_t>(hash_of(what))};
+                                      static_cast<std::int64_t>(fnv1a(what))};
     for (const Out& m : send) mine.push_back(static_cast<std::int64_t>(m.size()));
     for (const In& m : recv) {
       const auto bytes = static_cast<std::int64_t>(m.size());

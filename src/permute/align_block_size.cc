@@ -6,28 +6,14 @@
 
 #include "core/checked.h"
 #include "core/fault.h"
+#include "permute/expect.h"
 
 namespace moesaic {
 namespace {
 
-constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
-
-Status expect_length(const char* field, std::size_t got, std::int64_t need, bool or_more = false) {
-  if (got == static_cast<std::size_t>(need) || (or_more && got > static_cast<std::size_t>(need))) {
-    return {};
-  }
-  return Status(StatusCode::kInvalidShape, std::string(field) + ": got " + std::to_string(got) +
-                                               " entries, need " + (or_more ? ">= " : "") +
-                                               std::to_string(need));
-}
-
-Status expect_range(const char* field, std::int64_t got, std::int64_t low, std::int64_t high) {
-  if (got >= low && got <= high) return {};
-  return Status(
-      got > high && high == kMaxInt32 ? StatusCode::kLimitExceeded : StatusCode::kInvalidArgument,
-      std::string(field) + ": got " + std::to_string(got) + ", need " + std::to_string(low) +
-          " .. " + std::to_string(high));
-}
+using permute::expect_length;
+using permute::expect_range;
+using permute::kMaxInt32;
 
 }  // namespace
 

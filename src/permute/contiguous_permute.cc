@@ -7,25 +7,15 @@
 
 #include "core/checked.h"
 #include "core/fault.h"
+#include "permute/expect.h"
 #include "permute/sort_slots.h"
 
 namespace moesaic {
 namespace {
 
-constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
-
-Status expect_length(const char* field, std::size_t got, std::int64_t need) {
-  if (got == static_cast<std::size_t>(need)) return {};
-  return Status(StatusCode::kInvalidShape, std::string(field) + ": got " + std::to_string(got) +
-                                               " entries, need " + std::to_string(need));
-}
-
-Status expect_range(const char* field, std::int64_t got, std::int64_t low) {
-  if (got >= low && got <= kMaxInt32) return {};
-  return Status(got > kMaxInt32 ? StatusCode::kLimitExceeded : StatusCode::kInvalidArgument,
-                std::string(field) + ": got " + std::to_string(got) + ", need " +
-                    std::to_string(low) + " .. 2^31-1");
-}
+using permute::expect_length;
+using permute::expect_range;
+using permute::kMaxInt32;
 
 }  // namespace
 

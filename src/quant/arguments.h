@@ -16,6 +16,7 @@ constexpr DTypeMask accept(D... dtypes) {
   return ((DTypeMask{1} << static_cast<unsigned>(dtypes)) | ...);
 }
 inline constexpr DTypeMask kPlainFloats = accept(DType::kF32, DType::kBF16, DType::kF16);
+inline constexpr DTypeMask kWords = accept(DType::kI32, DType::kU32);  // of packed codes
 
 // One tensor argument of a call: its name in messages, what it may be, whether the call writes it.
 struct Argument {

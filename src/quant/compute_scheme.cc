@@ -11,7 +11,7 @@ namespace {
 using G = ScaleGranularity;
 using F = ScaleFormat;
 
-constexpr std::int64_t kBlock = 128;  // rows and columns that share a scale
+constexpr std::int64_t kScaleBlock = 128;  // rows and columns that share a scale
 
 bool is_plain(const OperandQuant& q, DType dtype) {
   return q.granularity == G::kNone && q.dtype == dtype && q.table == CodeTable::kNone;
@@ -66,7 +66,7 @@ std::optional<WeightFormat> weight_format(const OperandQuant& w) {
   }
   if (is_plain(w, DType::kF32) || is_plain(w, DType::kBF16) || is_plain(w, DType::kF16))
     return WeightFormat::kPlain;
-  if (is_per(w, DType::kF8E4M3, G::kBlock) && w.block_n == kBlock && w.block_k == kBlock)
+  if (is_per(w, DType::kF8E4M3, G::kBlock) && w.block_n == kScaleBlock && w.block_k == kScaleBlock)
     return WeightFormat::kFp8Block;
   if (is_per(w, DType::kF8E4M3, G::kTensor) || is_per(w, DType::kF8E4M3, G::kChannel))
     return WeightFormat::kFp8Scaled;
@@ -76,15 +76,15 @@ std::optional<WeightFormat> weight_format(const OperandQuant& w) {
   if (is_group(w, DType::kF4E2M1, F::kE4M3, 16, OuterScale::kTensor) ||
       is_group(w, DType::kF4E2M1, F::kE4M3, 16, OuterScale::kChannel))
     return WeightFormat::kNvfp4;
-  if (is_group(w, DType::kI4, F::kE4M3, kBlock, OuterScale::kChannel))
+  if (is_group(w, DType::kI4, F::kE4M3, kScaleBlock, OuterScale::kChannel))
     return WeightFormat::kInt4Fp8;
   return std::nullopt;
 }
 
 // e4m3 per row and 128 columns, plain or power-of-two scales.
 bool is_fp8_group(const OperandQuant& a) {
-  return a.dynamic && (is_group(a, DType::kF8E4M3, F::kF32, kBlock) ||
-                       is_group(a, DType::kF8E4M3, F::kE8M0, kBlock));
+  return a.dynamic && (is_group(a, DType::kF8E4M3, F::kF32, kScaleBlock) ||
+                       is_group(a, DType::kF8E4M3, F::kE8M0, kScaleBlock));
 }
 
 std::optional<ComputeScheme> quantised(WeightFormat w, const OperandQuant& a) {

@@ -13,7 +13,7 @@ namespace {
 
 constexpr DTypeMask kWeights = kPlainFloats | accept(DType::kF8E4M3, DType::kF4E2M1, DType::kI8,
                                                      DType::kU8, DType::kI4, DType::kU4);
-constexpr DTypeMask kScales = kPlainFloats | accept(DType::kF8E8M0, DType::kF8E4M3);
+constexpr DTypeMask kStoredScales = kPlainFloats | accept(DType::kF8E8M0, DType::kF8E4M3);
 
 // Where the scale of element (n, k) is: index = row(n) * columns + k / group.
 struct ScaleGrid {
@@ -111,7 +111,7 @@ Status dequantize_weight(const OperandQuant& quant, const StoredMatrix& stored,
   const bool has_min = quant.zero_point == ZeroPoint::kMin;
   const bool per_tensor = quant.outer_scale == OuterScale::kTensor;
   const bool per_channel = quant.outer_scale == OuterScale::kChannel;
-  MOESAIC_RETURN_IF_ERROR(check_optional("scale", scaled, stored.scale, kScales, grid.shape));
+  MOESAIC_RETURN_IF_ERROR(check_optional("scale", scaled, stored.scale, kStoredScales, grid.shape));
   MOESAIC_RETURN_IF_ERROR(
       check_optional("zero", has_zero, stored.zero, accept(DType::kU8, DType::kI8), grid.shape));
   MOESAIC_RETURN_IF_ERROR(

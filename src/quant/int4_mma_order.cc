@@ -9,7 +9,8 @@
 namespace moesaic {
 namespace {
 
-Status check(const ConstTensorView& nibbles, const ConstTensorView& words, bool to_words) {
+Status check_mma_order(const ConstTensorView& nibbles, const ConstTensorView& words,
+                       bool to_words) {
   MOESAIC_RETURN_IF_ERROR(expect_matrix("nibbles", nibbles));
   const std::int64_t n = nibbles.dim(0);
   const std::int64_t half_k = nibbles.dim(1);
@@ -48,7 +49,7 @@ void for_codes(std::int64_t n, std::int64_t k, Visit&& visit) {
 }  // namespace
 
 Status pack_int4_mma(ConstTensorView nibbles, TensorView words) {
-  MOESAIC_RETURN_IF_ERROR(check(nibbles, words, true));
+  MOESAIC_RETURN_IF_ERROR(check_mma_order(nibbles, words, true));
   auto* out = words.as<std::uint32_t>();
   for_codes(nibbles.dim(0), 2 * nibbles.dim(1),
             [&](std::int64_t word, std::int64_t bit, std::int64_t from) {
@@ -60,7 +61,7 @@ Status pack_int4_mma(ConstTensorView nibbles, TensorView words) {
 }
 
 Status unpack_int4_mma(ConstTensorView words, TensorView nibbles) {
-  MOESAIC_RETURN_IF_ERROR(check(nibbles, words, false));
+  MOESAIC_RETURN_IF_ERROR(check_mma_order(nibbles, words, false));
   for_codes(nibbles.dim(0), 2 * nibbles.dim(1),
             [&](std::int64_t word, std::int64_t bit, std::int64_t to) {
               const std::uint32_t code = words.as<std::uint32_t>()[word] >> bit & 15U;

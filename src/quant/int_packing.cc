@@ -11,8 +11,8 @@
 namespace moesaic {
 namespace {
 
-constexpr DTypeMask kWords = accept(DType::kI32, DType::kU32);
-constexpr std::int64_t kBlock = 64;  // codes per side of a transposing block: 4 KiB, inside L1
+constexpr std::int64_t kTransposeBlock =
+    64;  // codes per side of a transposing block: 4 KiB, inside L1
 
 // Lines of packed codes inside a matrix of words: code i of line l. `awq` interleaves the eight
 // nibbles of each word.
@@ -56,10 +56,10 @@ enum class LineIs : std::uint8_t { kRow, kColumn };
 template <class Visit>
 void for_blocks(std::int64_t rows, std::int64_t cols, Visit&& visit) {
   if (cols == 0) return;  // rows may then be any number
-  for (std::int64_t r0 = 0; r0 < rows; r0 += kBlock) {
-    for (std::int64_t c0 = 0; c0 < cols; c0 += kBlock) {
-      for (std::int64_t r = r0; r < std::min(r0 + kBlock, rows); ++r) {
-        for (std::int64_t c = c0; c < std::min(c0 + kBlock, cols); ++c) visit(r, c);
+  for (std::int64_t r0 = 0; r0 < rows; r0 += kTransposeBlock) {
+    for (std::int64_t c0 = 0; c0 < cols; c0 += kTransposeBlock) {
+      for (std::int64_t r = r0; r < std::min(r0 + kTransposeBlock, rows); ++r) {
+        for (std::int64_t c = c0; c < std::min(c0 + kTransposeBlock, cols); ++c) visit(r, c);
       }
     }
   }
@@ -104,7 +104,7 @@ Status pack(const ConstTensorView& bytes, std::string_view field, const PackedLi
   return {};
 }
 
-Status expect_bits(int bits, bool gptq) {
+Status expect_packed_bits(int bits, bool gptq) {
   const bool ok = gptq ? bits == 2 || bits == 3 || bits == 4 || bits == 8 : bits >= 1 && bits <= 8;
   if (ok) return {};
   return Status(StatusCode::kInvalidArgument, "bits: got " + std::to_string(bits) + ", need " +
@@ -181,7 +181,7 @@ constexpr StoredTensor kCtZeros = {Kind::kCompressed, "weight_zero_point", "zero
                                    columns_along_columns};
 
 Status check_bytes(const StoredTensor& t, int bits, const ConstTensorView& bytes) {
-  MOESAIC_RETURN_IF_ERROR(expect_bits(bits, t.kind == Kind::kGptq));
+  MOESAIC_RETURN_IF_ERROR(expect_packed_bits(bits, t.kind == Kind::kGptq));
   MOESAIC_RETURN_IF_ERROR(expect_codes(t.bytes, bytes));
   if (t.kind != Kind::kAwq || bytes.dim(0) % 8 == 0) return {};
   return Status(StatusCode::kInvalidShape, std::string(t.bytes) +

@@ -11,7 +11,6 @@ namespace moesaic {
 namespace {
 
 constexpr std::int64_t kChunk = 1024;
-constexpr DTypeMask kWords = accept(DType::kI32, DType::kU32);
 
 // The kernel unpacks the even values of a word with one shift, then the odd ones.
 std::int64_t interleave(std::int64_t p, int bits) {
@@ -21,7 +20,7 @@ std::int64_t interleave(std::int64_t p, int bits) {
                    : p / 4 * 4 + kEight[static_cast<std::size_t>(p % 4)];
 }
 
-Status expect_bits(int bits) {
+Status expect_marlin_bits(int bits) {
   if (bits == 4 || bits == 8) return {};
   return Status(StatusCode::kInvalidArgument,
                 "bits: got " + std::to_string(bits) + ", need 4 or 8");
@@ -73,7 +72,7 @@ void for_weights(std::int64_t n_size, std::int64_t k_size, int bits, Visit&& vis
 
 Status check_weight(const ConstTensorView& codes, int bits, const ConstTensorView& packed,
                     bool to_packed) {
-  MOESAIC_RETURN_IF_ERROR(expect_bits(bits));
+  MOESAIC_RETURN_IF_ERROR(expect_marlin_bits(bits));
   MOESAIC_RETURN_IF_ERROR(expect_matrix("codes", codes));
   MOESAIC_RETURN_IF_ERROR(contiguous_bytes(DType::kU64, codes.shape).status());
   MOESAIC_RETURN_IF_ERROR(expect_multiple("codes: N", codes.dim(0), 64));
@@ -86,7 +85,7 @@ Status check_weight(const ConstTensorView& codes, int bits, const ConstTensorVie
 
 Status check_zeros(const ConstTensorView& zeros, int bits, const ConstTensorView& packed,
                    bool to_packed) {
-  MOESAIC_RETURN_IF_ERROR(expect_bits(bits));
+  MOESAIC_RETURN_IF_ERROR(expect_marlin_bits(bits));
   MOESAIC_RETURN_IF_ERROR(expect_matrix("zeros", zeros));
   MOESAIC_RETURN_IF_ERROR(contiguous_bytes(DType::kU64, zeros.shape).status());
   MOESAIC_RETURN_IF_ERROR(expect_multiple("zeros: N", zeros.dim(0), 64));

@@ -12,7 +12,7 @@ namespace moesaic {
 namespace {
 
 constexpr DTypeMask kElements = accept(DType::kF8E4M3, DType::kF4E2M1);
-constexpr DTypeMask kScales = accept(DType::kF8E8M0, DType::kU8);
+constexpr DTypeMask kMxScales = accept(DType::kF8E8M0, DType::kU8);
 
 float largest(MxElement element) { return element == MxElement::kE4m3 ? kE4m3Max : kE2m1Max; }
 // Exponent of the element format's largest power of two.
@@ -26,13 +26,13 @@ std::int64_t code_bytes(MxElement element) {
   return element == MxElement::kE4m3 ? kMxGroupSize : kMxGroupSize / 2;
 }
 
-Status check_operands(std::string_view name, const ConstTensorView& x, bool x_written,
-                      const ConstTensorView& q, const ConstTensorView& scale) {
+Status check_mx(std::string_view name, const ConstTensorView& x, bool x_written,
+                const ConstTensorView& q, const ConstTensorView& scale) {
   MOESAIC_ASSIGN_OR_RETURN(const Shape grid, grouped_shape(name, x.shape, kMxGroupSize));
   return check_arguments({
       {name, x, kPlainFloats, x.shape, x_written},
       {"q", q, kElements, x.shape, !x_written},
-      {"scale", scale, kScales, grid, !x_written},
+      {"scale", scale, kMxScales, grid, !x_written},
   });
 }
 
@@ -75,7 +75,7 @@ void ref_quantize_mx_row(const float* x, std::int64_t k, MxElement element, E8m0
 }
 
 Status quantize_mx(ConstTensorView x, E8m0Rule rule, TensorView q, TensorView scale) {
-  MOESAIC_RETURN_IF_ERROR(check_operands("x", x, false, q, scale));
+  MOESAIC_RETURN_IF_ERROR(check_mx("x", x, false, q, scale));
   MOESAIC_RETURN_IF_ERROR(expect_finite("x", x));
   const MxElement element = element_of(q);
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t groups, scale.shape.num_elements());
@@ -88,7 +88,7 @@ Status quantize_mx(ConstTensorView x, E8m0Rule rule, TensorView q, TensorView sc
 }
 
 Status dequantize_mx(ConstTensorView q, ConstTensorView scale, TensorView out) {
-  MOESAIC_RETURN_IF_ERROR(check_operands("out", out, true, q, scale));
+  MOESAIC_RETURN_IF_ERROR(check_mx("out", out, true, q, scale));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t groups, scale.shape.num_elements());
   for (std::int64_t g = 0; g < groups; ++g) {
     // The first scale of a row stands for a kernel that forgets to advance along K.

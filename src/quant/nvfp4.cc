@@ -11,8 +11,8 @@
 namespace moesaic {
 namespace {
 
-Status check_operands(std::string_view name, const ConstTensorView& x, bool x_written,
-                      const ConstTensorView& q, const ConstTensorView& scale) {
+Status check_nvfp4(std::string_view name, const ConstTensorView& x, bool x_written,
+                   const ConstTensorView& q, const ConstTensorView& scale) {
   MOESAIC_ASSIGN_OR_RETURN(const Shape grid, grouped_shape(name, x.shape, kNvfp4GroupSize));
   return check_arguments({
       {name, x, kPlainFloats, x.shape, x_written},
@@ -58,7 +58,7 @@ void ref_quantize_nvfp4_row(const float* x, std::int64_t k, float gscale, std::u
 }
 
 Status quantize_nvfp4(ConstTensorView x, float gscale, TensorView q, TensorView scale) {
-  MOESAIC_RETURN_IF_ERROR(check_operands("x", x, false, q, scale));
+  MOESAIC_RETURN_IF_ERROR(check_nvfp4("x", x, false, q, scale));
   MOESAIC_RETURN_IF_ERROR(expect_multiplier("gscale", gscale));
   MOESAIC_RETURN_IF_ERROR(expect_finite("x", x));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t groups, scale.shape.num_elements());
@@ -72,7 +72,7 @@ Status quantize_nvfp4(ConstTensorView x, float gscale, TensorView q, TensorView 
 
 Status dequantize_nvfp4(ConstTensorView q, ConstTensorView scale, float global_scale,
                         TensorView out) {
-  MOESAIC_RETURN_IF_ERROR(check_operands("out", out, true, q, scale));
+  MOESAIC_RETURN_IF_ERROR(check_nvfp4("out", out, true, q, scale));
   MOESAIC_RETURN_IF_ERROR(expect_multiplier("global_scale", global_scale));
   const float s2 =
       MOESAIC_FAULT(quant_nvfp4_reciprocal_global) ? 1.0F / global_scale : global_scale;

@@ -29,7 +29,8 @@ void for_scales(const Shape& scales, const Shape& swizzled, Visit&& visit) {
   }
 }
 
-Status check(const ConstTensorView& scales, const ConstTensorView& swizzled, bool to_swizzled) {
+Status check_swizzle(const ConstTensorView& scales, const ConstTensorView& swizzled,
+                     bool to_swizzled) {
   MOESAIC_ASSIGN_OR_RETURN(const Shape shape, swizzled_shape(scales.shape));
   constexpr DTypeMask kBytes = accept(DType::kF8E4M3, DType::kF8E8M0, DType::kU8);
   return check_arguments({
@@ -59,7 +60,7 @@ Result<Shape> swizzled_shape(const Shape& scales) {
 }
 
 Status swizzle_block_scales(ConstTensorView scales, TensorView swizzled) {
-  MOESAIC_RETURN_IF_ERROR(check(scales, swizzled, true));
+  MOESAIC_RETURN_IF_ERROR(check_swizzle(scales, swizzled, true));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, swizzled.shape.num_elements());
   if (bytes > 0) std::memset(swizzled.data, 0, static_cast<std::size_t>(bytes));
   for_scales(scales.shape, swizzled.shape, [&](std::int64_t from, std::int64_t to) {
@@ -69,7 +70,7 @@ Status swizzle_block_scales(ConstTensorView scales, TensorView swizzled) {
 }
 
 Status unswizzle_block_scales(ConstTensorView swizzled, TensorView scales) {
-  MOESAIC_RETURN_IF_ERROR(check(scales, swizzled, false));
+  MOESAIC_RETURN_IF_ERROR(check_swizzle(scales, swizzled, false));
   for_scales(scales.shape, swizzled.shape,
              [&](std::int64_t to, std::int64_t from) { scales.data[to] = swizzled.data[from]; });
   return {};

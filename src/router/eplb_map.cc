@@ -6,42 +6,37 @@
 
 #include "core/checked.h"
 #include "core/fault.h"
+#include "core/refusal.h"
 
 namespace moesaic {
-namespace {
-
-Status refuse(std::string text) { return {StatusCode::kInvalidArgument, std::move(text)}; }
-
-}  // namespace
-
 Status check_eplb_state(const EplbState& state, std::int64_t num_experts) {
   const auto entries = checked_mul(num_experts, state.max_replicas);
   if (state.max_replicas < 1 || !entries) {
-    return refuse(fmt::format("eplb.max_replicas: got {}, need at least 1", state.max_replicas));
+    return invalid(fmt::format("eplb.max_replicas: got {}, need at least 1", state.max_replicas));
   }
   if (state.logical_to_physical.size() != static_cast<std::size_t>(*entries)) {
-    return refuse(fmt::format("eplb.logical_to_physical: got {} entries, need {} ([{}, {}])",
-                              state.logical_to_physical.size(), *entries, num_experts,
-                              state.max_replicas));
+    return invalid(fmt::format("eplb.logical_to_physical: got {} entries, need {} ([{}, {}])",
+                               state.logical_to_physical.size(), *entries, num_experts,
+                               state.max_replicas));
   }
   if (state.replica_count.size() != static_cast<std::size_t>(num_experts)) {
-    return refuse(fmt::format("eplb.replica_count: got {} entries, need {}",
-                              state.replica_count.size(), num_experts));
+    return invalid(fmt::format("eplb.replica_count: got {} entries, need {}",
+                               state.replica_count.size(), num_experts));
   }
   if (state.load.empty()) {
-    return refuse("eplb.load: absent, need one counter per physical expert");
+    return invalid("eplb.load: absent, need one counter per physical expert");
   }
   for (std::int64_t e = 0; e < num_experts; ++e) {
     const std::int32_t count = state.replica_count[static_cast<std::size_t>(e)];
     if (count < 1 || count > state.max_replicas) {
-      return refuse(fmt::format("eplb.replica_count[{}]: got {}, need 1 to max_replicas {}", e,
-                                count, state.max_replicas));
+      return invalid(fmt::format("eplb.replica_count[{}]: got {}, need 1 to max_replicas {}", e,
+                                 count, state.max_replicas));
     }
     for (std::int64_t r = 0; r < count; ++r) {
       const std::int32_t physical =
           state.logical_to_physical[static_cast<std::size_t>(e * state.max_replicas + r)];
       if (physical < 0 || static_cast<std::size_t>(physical) >= state.load.size()) {
-        return refuse(
+        return invalid(
             fmt::format("eplb.logical_to_physical[{}, {}]: got {}, need 0 to {} (physical "
                         "experts - 1)",
                         e, r, physical, state.load.size() - 1));

@@ -6,14 +6,13 @@
 #include <limits>
 
 #include "core/checked.h"
+#include "core/refusal.h"
 #include "moesaic/log.h"
 
 namespace moesaic {
 namespace {
 
 constexpr std::int64_t kMaxId = std::numeric_limits<std::int32_t>::max();
-
-Status refuse(std::string text) { return {StatusCode::kInvalidArgument, std::move(text)}; }
 
 bool selects_on_scores(RoutingMethod method) {
   switch (method) {
@@ -31,37 +30,37 @@ bool selects_on_scores(RoutingMethod method) {
 Status check_method(const RoutingSpec& r) {
   const auto method = routing_method_name(r.method);
   if (r.has_correction_bias && !selects_on_scores(r.method)) {
-    return refuse(
+    return invalid(
         fmt::format("routing.has_correction_bias: got true with method {}, need false", method));
   }
   if (r.method == RoutingMethod::kZeroExpert && !r.has_correction_bias) {
-    return refuse(
+    return invalid(
         "routing.has_correction_bias: got false with method zero_expert, need true: identity "
         "experts are chosen by a bias over all experts");
   }
   if (r.method == RoutingMethod::kLlama4 && r.renormalize) {
-    return refuse("routing.renormalize: got true with method llama4, need false");
+    return invalid("routing.renormalize: got true with method llama4, need false");
   }
   if (r.method == RoutingMethod::kPNorm && r.scoring_func != ScoringFunc::kSoftmax) {
-    return refuse(fmt::format("routing.scoring_func: got {} with method p_norm, need softmax",
-                              scoring_func_name(r.scoring_func)));
+    return invalid(fmt::format("routing.scoring_func: got {} with method p_norm, need softmax",
+                               scoring_func_name(r.scoring_func)));
   }
   if (r.method == RoutingMethod::kHash && r.scoring_func != ScoringFunc::kSqrtSoftplus) {
-    return refuse(fmt::format("routing.scoring_func: got {} with method hash, need sqrtsoftplus",
-                              scoring_func_name(r.scoring_func)));
+    return invalid(fmt::format("routing.scoring_func: got {} with method hash, need sqrtsoftplus",
+                               scoring_func_name(r.scoring_func)));
   }
   const bool unscalable = r.method == RoutingMethod::kLlama4 ||
                           r.method == RoutingMethod::kCustom ||
                           r.method == RoutingMethod::kSimulated;
   if (unscalable && r.routed_scaling_factor != 1.0 && !r.scale_on_output) {
-    return refuse(
+    return invalid(
         fmt::format("routing.routed_scaling_factor: got {} with method {}, need 1 or "
                     "scale_on_output",
                     r.routed_scaling_factor, method));
   }
   if (!std::isfinite(static_cast<float>(r.routed_scaling_factor)) ||
       !(static_cast<float>(r.routed_scaling_factor) > 0)) {
-    return refuse(
+    return invalid(
         fmt::format("routing.routed_scaling_factor: got {}, need a number that fp32 "
                     "represents, > 0",
                     r.routed_scaling_factor));
@@ -76,7 +75,7 @@ Status check_bias(std::string_view field, const ConstTensorView& bias, std::int6
   MOESAIC_RETURN_IF_ERROR(expect_contiguous(field, bias));
   for (std::int64_t e = 0; e < columns; ++e) {
     if (!std::isfinite(bias.as<float>()[e])) {
-      return refuse(
+      return invalid(
           fmt::format("{}[{}]: got {}, need a finite number", field, e, bias.as<float>()[e]));
     }
   }
@@ -85,8 +84,8 @@ Status check_bias(std::string_view field, const ConstTensorView& bias, std::int6
 
 Status present_iff(std::string_view field, bool present, bool needed, std::string_view reason) {
   if (present == needed) return {};
-  return refuse(fmt::format("{}: {}, need {} with {}", field, present ? "given" : "absent",
-                            needed ? "it" : "none", reason));
+  return invalid(fmt::format("{}: {}, need {} with {}", field, present ? "given" : "absent",
+                             needed ? "it" : "none", reason));
 }
 
 Status check_hash_table(const ConstTensorView& table, const RoutingSpec& r) {
@@ -101,8 +100,8 @@ Status check_hash_table(const ConstTensorView& table, const RoutingSpec& r) {
   for (std::int64_t i = 0; i < n; ++i) {
     const std::int32_t id = table.as<std::int32_t>()[i];
     if (id < 0 || id >= r.num_experts) {
-      return refuse(fmt::format("hash_table[{}, {}]: got expert {}, need 0 to {}", i / r.top_k,
-                                i % r.top_k, id, r.num_experts - 1));
+      return invalid(fmt::format("hash_table[{}, {}]: got expert {}, need 0 to {}", i / r.top_k,
+                                 i % r.top_k, id, r.num_experts - 1));
     }
   }
   return {};
@@ -130,8 +129,8 @@ Status check_input_ids(const Router::Args& args, std::int64_t num_tokens, std::i
     const std::int64_t id = args.input_ids.as<std::int32_t>()[t];
     if (is_vision_token(id, vision_base)) continue;
     if (id < 0 || id >= vocab) {
-      return refuse(fmt::format("input_ids[{}]: got {}, need 0 to {} (rows of the hash table - 1)",
-                                t, id, vocab - 1));
+      return invalid(fmt::format("input_ids[{}]: got {}, need 0 to {} (rows of the hash table - 1)",
+                                 t, id, vocab - 1));
     }
   }
   return {};
@@ -231,11 +230,11 @@ Status check_router_parts(const Router::Options& o, const RoutingSpec& r) {
   if (hash) MOESAIC_RETURN_IF_ERROR(check_hash_table(o.hash_table, r));
   const bool vision = o.vision_token_base > 0;
   if (vision && !hash) {
-    return refuse(
+    return invalid(
         fmt::format("vision_token_base: got {}, need 0 with {}", o.vision_token_base, method));
   }
   if (o.vision_token_base < 0) {
-    return refuse(
+    return invalid(
         fmt::format("vision_token_base: got {}, need 0 (none) or more", o.vision_token_base));
   }
   MOESAIC_RETURN_IF_ERROR(present_iff("vision_bias", o.vision_bias.present(), vision,
@@ -246,15 +245,15 @@ Status check_router_parts(const Router::Options& o, const RoutingSpec& r) {
   MOESAIC_RETURN_IF_ERROR(present_iff("simulation_strategy", !o.simulation_strategy.empty(),
                                       r.method == RoutingMethod::kSimulated, method));
   if (o.num_fused_shared_experts < 0 || o.num_fused_shared_experts > kMaxId - columns) {
-    return refuse(fmt::format("num_fused_shared_experts: got {}, need 0 to {}",
-                              o.num_fused_shared_experts, kMaxId - columns));
+    return invalid(fmt::format("num_fused_shared_experts: got {}, need 0 to {}",
+                               o.num_fused_shared_experts, kMaxId - columns));
   }
   if (!std::isfinite(o.shared_expert_weight)) {
-    return refuse(
+    return invalid(
         fmt::format("shared_expert_weight: got {}, need a finite number", o.shared_expert_weight));
   }
   if (o.num_threads < 0) {
-    return refuse(fmt::format("num_threads: got {}, need 0 (automatic) or more", o.num_threads));
+    return invalid(fmt::format("num_threads: got {}, need 0 (automatic) or more", o.num_threads));
   }
   return {};
 }

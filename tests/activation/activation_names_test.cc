@@ -5,11 +5,12 @@
 
 #include "moesaic/activation.h"
 #include "support/refusal.h"
+#include "support/special_values.h"
 
 namespace moesaic {
 namespace {
 
-constexpr float kInf = std::numeric_limits<float>::infinity();
+using test::kInf;
 
 using test::expect_refusal;
 

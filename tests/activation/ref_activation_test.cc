@@ -7,11 +7,12 @@
 
 #include "support/metrics.h"
 #include "support/random.h"
+#include "support/special_values.h"
 
 namespace moesaic {
 namespace {
 
-constexpr float kInf = std::numeric_limits<float>::infinity();
+using test::kInf;
 
 ActivationSpec spec(ActivationKind kind, float limit = kInf, float alpha = 1, float beta = 0,
                     float up_limit = 0) {

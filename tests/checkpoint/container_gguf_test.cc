@@ -37,7 +37,7 @@ std::string file(const std::vector<std::string>& entries, const std::vector<std:
   return bytes + data;
 }
 
-Result<GgufHeader> parse(const std::string& bytes) {
+Result<GgufHeader> parse_gguf(const std::string& bytes) {
   return parse_gguf("f.gguf", GgufBytes(std::as_bytes(std::span(bytes.data(), bytes.size()))));
 }
 
@@ -47,7 +47,7 @@ TEST(Gguf, MetadataOfEveryKind) {
                            raw<std::uint16_t>(7) + raw<std::uint16_t>(65535);
   const std::string words =
       key("w", 9) + raw<std::uint32_t>(8) + raw<std::uint64_t>(2) + text("") + text("token");
-  const auto header = parse(
+  const auto header = parse_gguf(
       file({key("u8", 0) + raw<std::uint8_t>(255), key("i8", 1) + raw<std::int8_t>(-1),
             key("u16", 2) + raw<std::uint16_t>(65535), key("i16", 3) + raw<std::int16_t>(-2),
             key("u32", 4) + raw<std::uint32_t>(4294967295U), key("i32", 5) + raw<std::int32_t>(-3),
@@ -81,7 +81,7 @@ TEST(Gguf, MetadataOfEveryKind) {
 TEST(Gguf, TensorsAreTurnedOutermostFirstAndBlocksBecomeRowsOfBytes) {
   const std::string data(96 + 2 * 144, '\1');
   const auto header =
-      parse(file({}, {info("a", {3, 2, 4}, 0, 0), info("b", {256, 2}, 12, 96)}, data));
+      parse_gguf(file({}, {info("a", {3, 2, 4}, 0, 0), info("b", {256, 2}, 12, 96)}, data));
   ASSERT_TRUE(header.ok()) << header.status().to_string();
   ASSERT_EQ(header->tensors.size(), 2U);
   EXPECT_EQ(header->tensors[0].shape, (Shape{4, 2, 3}));
@@ -97,7 +97,7 @@ TEST(Gguf, TensorsAreTurnedOutermostFirstAndBlocksBecomeRowsOfBytes) {
 TEST(Gguf, DataEndsWithTheLastTensor) {
   const std::vector<std::string> infos = {info("a", {3}, 0, 0)};
   for (std::size_t bytes = 0; bytes < 70; ++bytes) {
-    const auto header = parse(file({}, infos, std::string(bytes, 'x')));
+    const auto header = parse_gguf(file({}, infos, std::string(bytes, 'x')));
     EXPECT_EQ(header.ok(), bytes == 12 || bytes == 32) << bytes;
     if (!header.ok() && bytes > 0) {
       EXPECT_EQ(mismatch(header.status(), StatusCode::kCorruptFile, {"f.gguf", "data", "need 12"}),
@@ -109,7 +109,7 @@ TEST(Gguf, DataEndsWithTheLastTensor) {
 TEST(Gguf, OffsetsFollowEachOther) {
   const std::string data(96, 'x');
   const auto pair = [&](std::uint64_t first, std::uint64_t second) {
-    return parse(file({}, {info("a", {8}, 0, first), info("b", {16}, 0, second)}, data));
+    return parse_gguf(file({}, {info("a", {8}, 0, first), info("b", {16}, 0, second)}, data));
   };
   EXPECT_TRUE(pair(0, 32).ok());
   for (const auto& [first, second] :
@@ -123,14 +123,14 @@ TEST(Gguf, OffsetsFollowEachOther) {
 
 TEST(Gguf, DuplicatesAreRefused) {
   const std::string entry = text("k") + raw<std::uint32_t>(0) + raw<std::uint8_t>(1);
-  EXPECT_EQ(mismatch(parse(file({entry, entry}, {}, "")).status(), StatusCode::kCorruptFile,
+  EXPECT_EQ(mismatch(parse_gguf(file({entry, entry}, {}, "")).status(), StatusCode::kCorruptFile,
                      {"\"k\"", "twice"}),
             "");
-  EXPECT_EQ(
-      mismatch(parse(file({}, {info("a", {8}, 0, 0), info("a", {8}, 0, 32)}, std::string(64, 'x')))
-                   .status(),
-               StatusCode::kCorruptFile, {"\"a\"", "twice"}),
-      "");
+  EXPECT_EQ(mismatch(parse_gguf(file({}, {info("a", {8}, 0, 0), info("a", {8}, 0, 32)},
+                                     std::string(64, 'x')))
+                         .status(),
+                     StatusCode::kCorruptFile, {"\"a\"", "twice"}),
+            "");
 }
 
 // Every prefix of a sound file is an error, never a read beyond it.
@@ -140,10 +140,10 @@ TEST(Gguf, EveryTruncationIsRefused) {
             text("w") + raw<std::uint32_t>(9) + raw<std::uint32_t>(8) + raw<std::uint64_t>(1) +
                 text("t")},
            {info("a", {4}, 0, 0), info("b", {32, 2}, 8, 64)}, std::string(64 + 68, 'x'), 64);
-  ASSERT_TRUE(parse(whole).ok()) << parse(whole).status().to_string();
+  ASSERT_TRUE(parse_gguf(whole).ok()) << parse_gguf(whole).status().to_string();
   for (std::size_t n = 0; n < whole.size(); ++n) {
     // Copied, so that a sanitizer sees the end.
-    const auto header = parse(std::string(whole.data(), n));
+    const auto header = parse_gguf(std::string(whole.data(), n));
     EXPECT_FALSE(header.ok()) << n;
   }
 }
@@ -157,7 +157,7 @@ TEST(Gguf, FlippedBytesStayInsideTheFile) {
     for (const int bit : {0, 3, 7}) {
       std::string spoilt = whole;
       spoilt[i] = static_cast<char>(spoilt[i] ^ (1 << bit));
-      const auto header = parse(spoilt);
+      const auto header = parse_gguf(spoilt);
       if (!header.ok()) continue;
       for (const TensorInfo& t : header->tensors) {
         EXPECT_LE(header->data_offset + t.end, spoilt.size());

@@ -11,13 +11,14 @@ namespace {
 
 constexpr JsonLimits kLimits{.max_bytes = 1000, .max_depth = 4};
 
-Result<nlohmann::json> parse(std::string_view text) {
+Result<nlohmann::json> parse_json(std::string_view text) {
   return parse_json_document("f", text, kLimits);
 }
 
 TEST(JsonDocument, KeepsValuesExactly) {
-  const auto d = parse(R"({"u":18446744073709551615,"n":-9223372036854775808,"f":1.0,"b":true,)"
-                       R"("z":null,"s":"\u00e9","a":[1,[2]],"o":{"p":{}}})");
+  const auto d =
+      parse_json(R"({"u":18446744073709551615,"n":-9223372036854775808,"f":1.0,"b":true,)"
+                 R"("z":null,"s":"\u00e9","a":[1,[2]],"o":{"p":{}}})");
   ASSERT_TRUE(d.ok()) << d.status().to_string();
   EXPECT_EQ((*d)["u"].get<std::uint64_t>(), 18446744073709551615ULL);
   EXPECT_TRUE((*d)["u"].is_number_unsigned());
@@ -28,27 +29,31 @@ TEST(JsonDocument, KeepsValuesExactly) {
   EXPECT_EQ((*d)["s"].get<std::string>(), "\xc3\xa9");
   EXPECT_EQ((*d)["a"].dump(), "[1,[2]]");
   EXPECT_EQ((*d)["o"].dump(), R"({"p":{}})");
-  EXPECT_EQ(parse("3")->get<int>(), 3);
+  EXPECT_EQ(parse_json("3")->get<int>(), 3);
 }
 
 TEST(JsonDocument, RefusesWithReason) {
   const auto corrupt = StatusCode::kCorruptFile;
-  EXPECT_EQ(mismatch(parse(R"({"a":1,"a":2})").status(), corrupt, {"f: ", "duplicate key \"a\""}),
-            "");
-  EXPECT_EQ(mismatch(parse(R"({"x":{"b":1,"b":2}})").status(), corrupt, {"duplicate key \"b\""}),
-            "");
-  EXPECT_EQ(mismatch(parse("{").status(), corrupt, {"not valid JSON", "byte 2"}), "");
-  EXPECT_EQ(mismatch(parse("").status(), corrupt, {"not valid JSON"}), "");
-  EXPECT_EQ(mismatch(parse("{} x").status(), corrupt, {"not valid JSON"}), "");
-  EXPECT_EQ(mismatch(parse("1e999").status(), corrupt, {"not valid JSON"}), "");
-  EXPECT_EQ(mismatch(parse(std::string("{}\0", 3)).status(), corrupt, {"NUL", "position 2"}), "");
-  EXPECT_EQ(mismatch(parse("\xEF\xBB\xBF{}").status(), corrupt, {"byte order mark"}), "");
-  EXPECT_EQ(mismatch(parse("{\"\xff\":1}").status(), corrupt, {"not UTF-8", "position 2"}), "");
   EXPECT_EQ(
-      mismatch(parse("[[[[[]]]]]").status(), StatusCode::kLimitExceeded, {"nesting", "at most 4"}),
+      mismatch(parse_json(R"({"a":1,"a":2})").status(), corrupt, {"f: ", "duplicate key \"a\""}),
       "");
-  EXPECT_TRUE(parse("[[[[]]]]").ok());
-  EXPECT_EQ(mismatch(parse(std::string(1001, ' ')).status(), StatusCode::kLimitExceeded,
+  EXPECT_EQ(
+      mismatch(parse_json(R"({"x":{"b":1,"b":2}})").status(), corrupt, {"duplicate key \"b\""}),
+      "");
+  EXPECT_EQ(mismatch(parse_json("{").status(), corrupt, {"not valid JSON", "byte 2"}), "");
+  EXPECT_EQ(mismatch(parse_json("").status(), corrupt, {"not valid JSON"}), "");
+  EXPECT_EQ(mismatch(parse_json("{} x").status(), corrupt, {"not valid JSON"}), "");
+  EXPECT_EQ(mismatch(parse_json("1e999").status(), corrupt, {"not valid JSON"}), "");
+  EXPECT_EQ(mismatch(parse_json(std::string("{}\0", 3)).status(), corrupt, {"NUL", "position 2"}),
+            "");
+  EXPECT_EQ(mismatch(parse_json("\xEF\xBB\xBF{}").status(), corrupt, {"byte order mark"}), "");
+  EXPECT_EQ(mismatch(parse_json("{\"\xff\":1}").status(), corrupt, {"not UTF-8", "position 2"}),
+            "");
+  EXPECT_EQ(mismatch(parse_json("[[[[[]]]]]").status(), StatusCode::kLimitExceeded,
+                     {"nesting", "at most 4"}),
+            "");
+  EXPECT_TRUE(parse_json("[[[[]]]]").ok());
+  EXPECT_EQ(mismatch(parse_json(std::string(1001, ' ')).status(), StatusCode::kLimitExceeded,
                      {"got 1001", "at most 1000"}),
             "");
 }

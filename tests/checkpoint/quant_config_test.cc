@@ -14,7 +14,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-Result<QuantConfig> parse(const Json& quant) {
+Result<QuantConfig> parse_quant(const Json& quant) {
   return parse_quant_config({{"quantization_config", quant}}, nullptr);
 }
 
@@ -56,11 +56,12 @@ TEST(ModulePatterns, RegularExpressionsMatchFromTheStartOnly) {
 
 TEST(QuantConfigNames, GroupsAndIgnoreOfCompressedTensors) {
   const QuantConfig quant =
-      parse(compressed({{"a", group({"re:.*down_proj$"}, 8)},
-                        {"b", group({"Linear"}, 4)},
-                        {"c", group({"model.layers.0.mlp.experts.0.down_proj"}, 8,
-                                    {{"weights", {{"num_bits", 8}, {"strategy", "channel"}}}})}},
-                       {"lm_head", "re:.*mlp\\.gate$", "model.layers.0.self_attn.q_proj"}))
+      parse_quant(
+          compressed({{"a", group({"re:.*down_proj$"}, 8)},
+                      {"b", group({"Linear"}, 4)},
+                      {"c", group({"model.layers.0.mlp.experts.0.down_proj"}, 8,
+                                  {{"weights", {{"num_bits", 8}, {"strategy", "channel"}}}})}},
+                     {"lm_head", "re:.*mlp\\.gate$", "model.layers.0.self_attn.q_proj"}))
           .value();
   const auto bits = [&](std::string_view module) { return module_format(quant, module).bits; };
   EXPECT_EQ(bits("model.layers.0.mlp.experts.1.up_proj"), 4);
@@ -83,7 +84,8 @@ TEST(QuantConfigNames, GroupsAndIgnoreOfCompressedTensors) {
 TEST(QuantConfigNames, ExpertsAreOneFormatOrNone) {
   constexpr std::array<std::string_view, 3> kLeaves = {"gate_proj", "up_proj", "down_proj"};
   const auto format = [&](const Json& ignore) {
-    const QuantConfig quant = parse(compressed({{"b", group({"Linear"}, 4)}}, ignore)).value();
+    const QuantConfig quant =
+        parse_quant(compressed({{"b", group({"Linear"}, 4)}}, ignore)).value();
     return experts_format(quant, "model.layers.3.mlp.experts", 128, kLeaves);
   };
   EXPECT_EQ(format(Json::array())->stored, StoredFormat::kPacked);
@@ -101,9 +103,9 @@ TEST(QuantConfigNames, ExpertsAreOneFormatOrNone) {
 
 TEST(QuantConfigNames, ModelOptTakesShellPatternsAndPrefixes) {
   const QuantConfig quant =
-      parse({{"quant_method", "modelopt"},
-             {"quant_algo", "NVFP4"},
-             {"ignore", {"lm_head", "*.mlp.gate", "model.layers.0", "model.layers.[12].*"}}})
+      parse_quant({{"quant_method", "modelopt"},
+                   {"quant_algo", "NVFP4"},
+                   {"ignore", {"lm_head", "*.mlp.gate", "model.layers.0", "model.layers.[12].*"}}})
           .value();
   for (const char* skipped : {"lm_head", "model.layers.9.mlp.gate",
                               "model.layers.0.mlp.experts.0.up", "model.layers.2.x"}) {
@@ -117,7 +119,7 @@ TEST(QuantConfigNames, ModelOptTakesShellPatternsAndPrefixes) {
 
 TEST(QuantConfigFormats, SchemesFollowTheDescription) {
   const auto scheme = [](const Json& quant) {
-    return linear_scheme(parse(quant).value().linear, DType::kBF16).value();
+    return linear_scheme(parse_quant(quant).value().linear, DType::kBF16).value();
   };
   const Json gptq = {{"quant_method", "gptq"}, {"bits", 4}, {"group_size", 64}};
   EXPECT_EQ(scheme(gptq).weight.dtype, DType::kI4);

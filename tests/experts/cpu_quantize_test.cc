@@ -15,7 +15,7 @@
 namespace moesaic {
 namespace {
 
-std::vector<const cpu::CpuKernels*> tiers() {
+std::vector<const cpu::CpuKernels*> tier_kernels() {
   std::vector<const cpu::CpuKernels*> list;
   for (const cpu::TierInfo& t : cpu::cpu_tiers()) {
     if (t.available) list.push_back(t.kernels);
@@ -25,7 +25,7 @@ std::vector<const cpu::CpuKernels*> tiers() {
 
 TEST(RowQuantisers, EqualTheScalarRules) {
   test::Rng rng(3);
-  for (const cpu::CpuKernels* k : tiers()) {
+  for (const cpu::CpuKernels* k : tier_kernels()) {
     for (const char* name : {"mxfp8", "mxfp4", "nvfp4", "fp8-channel", "fp8-static", "int8"}) {
       const OperandQuant a = test::scheme_called(name).activation;
       for (int round = 0; round < 120; ++round) {
@@ -64,7 +64,7 @@ TEST(RowQuantisers, EqualTheScalarRules) {
 }
 
 TEST(RowQuantisers, NanAndInfinityReachTheScaleOfTheirGroup) {
-  for (const cpu::CpuKernels* k : tiers()) {
+  for (const cpu::CpuKernels* k : tier_kernels()) {
     for (const char* name : {"mxfp8", "mxfp4", "nvfp4", "fp8-channel", "int8"}) {
       for (const float bad :
            {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {

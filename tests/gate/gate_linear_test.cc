@@ -16,9 +16,7 @@
 namespace moesaic {
 namespace {
 
-constexpr DType kF32 = DType::kF32;
-constexpr DType kBF16 = DType::kBF16;
-constexpr DType kF16 = DType::kF16;
+using enum DType;
 
 Tensor make(DType dtype, const Shape& shape, const std::vector<float>& values) {
   Tensor t = Tensor::zeros(dtype, shape).value();

@@ -10,8 +10,7 @@
 namespace moesaic {
 namespace {
 
-constexpr DType kF32 = DType::kF32;
-constexpr DType kBF16 = DType::kBF16;
+using enum DType;
 
 Tensor zeros(DType dtype, const Shape& shape) { return Tensor::zeros(dtype, shape).value(); }
 

@@ -12,9 +12,7 @@ constexpr GateDevice kCpu = GateDevice::cpu();
 constexpr GateDevice kSm90 = GateDevice::cuda(9, 0);
 constexpr GateDevice kSm100 = GateDevice::cuda(10, 0);
 constexpr GateDevice kSm120 = GateDevice::cuda(12, 0);
-constexpr DType kF32 = DType::kF32;
-constexpr DType kBF16 = DType::kBF16;
-constexpr DType kF16 = DType::kF16;
+using enum DType;
 
 // DeepSeek-V3's gate unless a test changes something.
 GateTierRules::Problem problem(GateDevice device, DType weight = kBF16, std::int64_t e = 256,

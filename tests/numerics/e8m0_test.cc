@@ -5,12 +5,13 @@
 #include <cmath>
 
 #include "support/random.h"
+#include "support/special_values.h"
 
 namespace moesaic {
 namespace {
 
-const float kInf = std::numeric_limits<float>::infinity();
-const float kNan = std::numeric_limits<float>::quiet_NaN();
+using test::kInf;
+using test::kNan;
 
 TEST(E8m0, DecodesEveryCode) {
   for (int code = 0; code < 255; ++code) {

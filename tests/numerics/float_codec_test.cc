@@ -5,15 +5,15 @@
 #include <cmath>
 
 #include "numerics/grid.h"
+#include "support/special_values.h"
 
 namespace moesaic {
 namespace {
 
 using test::Format;
+using test::kInf;
+using test::kNan;
 using test::value_of_code;
-
-const float kInf = std::numeric_limits<float>::infinity();
-const float kNan = std::numeric_limits<float>::quiet_NaN();
 
 TEST(E4m3, PublishedVectors) {
   const std::pair<float, int> vectors[] = {

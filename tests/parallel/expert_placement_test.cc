@@ -4,22 +4,16 @@
 #include <vector>
 
 #include "moesaic/parallel.h"
+#include "parallel/ep_config.h"
 
 namespace moesaic {
 namespace {
 
-using Ids = std::vector<std::int64_t>;
+using test::ep_config;
+using ExpertIds = std::vector<std::int64_t>;
 using Map = std::vector<std::int32_t>;
 
-ParallelConfig ep_config(int ep_size, int ep_rank, ExpertPlacement placement) {
-  ParallelConfig c;
-  c.ep_size = ep_size;
-  c.ep_rank = ep_rank;
-  c.placement = placement;
-  return c;
-}
-
-Ids ids_of(std::int64_t experts, int ep, int rank, ExpertPlacement placement) {
+ExpertIds ids_of(std::int64_t experts, int ep, int rank, ExpertPlacement placement) {
   return local_expert_ids(experts, ep_config(ep, rank, placement)).value();
 }
 
@@ -27,14 +21,14 @@ Ids ids_of(std::int64_t experts, int ep, int rank, ExpertPlacement placement) {
 TEST(ExpertPlacement, WorkedExampleTenExpertsFourRanks) {
   const auto linear = ExpertPlacement::kLinear;
   const auto robin = ExpertPlacement::kRoundRobin;
-  EXPECT_EQ(ids_of(10, 4, 0, linear), (Ids{0, 1, 2}));
-  EXPECT_EQ(ids_of(10, 4, 1, linear), (Ids{3, 4, 5}));
-  EXPECT_EQ(ids_of(10, 4, 2, linear), (Ids{6, 7}));
-  EXPECT_EQ(ids_of(10, 4, 3, linear), (Ids{8, 9}));
-  EXPECT_EQ(ids_of(10, 4, 0, robin), (Ids{0, 4, 8}));
-  EXPECT_EQ(ids_of(10, 4, 1, robin), (Ids{1, 5, 9}));
-  EXPECT_EQ(ids_of(10, 4, 2, robin), (Ids{2, 6}));
-  EXPECT_EQ(ids_of(10, 4, 3, robin), (Ids{3, 7}));
+  EXPECT_EQ(ids_of(10, 4, 0, linear), (ExpertIds{0, 1, 2}));
+  EXPECT_EQ(ids_of(10, 4, 1, linear), (ExpertIds{3, 4, 5}));
+  EXPECT_EQ(ids_of(10, 4, 2, linear), (ExpertIds{6, 7}));
+  EXPECT_EQ(ids_of(10, 4, 3, linear), (ExpertIds{8, 9}));
+  EXPECT_EQ(ids_of(10, 4, 0, robin), (ExpertIds{0, 4, 8}));
+  EXPECT_EQ(ids_of(10, 4, 1, robin), (ExpertIds{1, 5, 9}));
+  EXPECT_EQ(ids_of(10, 4, 2, robin), (ExpertIds{2, 6}));
+  EXPECT_EQ(ids_of(10, 4, 3, robin), (ExpertIds{3, 7}));
 }
 
 // checkpoints.md, test 15: both maps of rank 1, written out.
@@ -48,21 +42,22 @@ TEST(ExpertPlacement, ExpertMapOfRankOne) {
 // P1's tables: experts in rank-major order (p2g) and the position of each expert in it (g2p).
 TEST(ExpertPlacement, RankMajorOrderIsTheRoutingTable) {
   const auto tables = [](std::int64_t experts, int ep) {
-    Ids p2g;
+    ExpertIds p2g;
     for (int r = 0; r < ep; ++r) {
       for (const std::int64_t id : ids_of(experts, ep, r, ExpertPlacement::kRoundRobin)) {
         p2g.push_back(id);
       }
     }
-    Ids g2p(p2g.size());
+    ExpertIds g2p(p2g.size());
     for (std::size_t p = 0; p < p2g.size(); ++p) {
       g2p[static_cast<std::size_t>(p2g[p])] = static_cast<std::int64_t>(p);
     }
     return std::pair(g2p, p2g);
   };
-  EXPECT_EQ(tables(10, 4),
-            std::pair(Ids({0, 3, 6, 8, 1, 4, 7, 9, 2, 5}), Ids({0, 4, 8, 1, 5, 9, 2, 6, 3, 7})));
-  EXPECT_EQ(tables(8, 2), std::pair(Ids({0, 4, 1, 5, 2, 6, 3, 7}), Ids({0, 2, 4, 6, 1, 3, 5, 7})));
+  EXPECT_EQ(tables(10, 4), std::pair(ExpertIds({0, 3, 6, 8, 1, 4, 7, 9, 2, 5}),
+                                     ExpertIds({0, 4, 8, 1, 5, 9, 2, 6, 3, 7})));
+  EXPECT_EQ(tables(8, 2),
+            std::pair(ExpertIds({0, 4, 1, 5, 2, 6, 3, 7}), ExpertIds({0, 2, 4, 6, 1, 3, 5, 7})));
 }
 
 // Property 2, over every small configuration.
@@ -76,7 +71,7 @@ TEST(ExpertPlacement, EveryExpertIsLocalOnExactlyOneRank) {
         std::size_t fewest = 1000, most = 0;
         for (int r = 0; r < ep; ++r) {
           const auto config = ep_config(ep, r, placement);
-          const Ids ids = local_expert_ids(experts, config).value();
+          const ExpertIds ids = local_expert_ids(experts, config).value();
           const Map map = make_expert_map(experts, config).value();
           ASSERT_EQ(map.size(), static_cast<std::size_t>(experts));
           fewest = std::min(fewest, ids.size());
@@ -100,12 +95,12 @@ TEST(ExpertPlacement, EveryExpertIsLocalOnExactlyOneRank) {
 
 TEST(ExpertPlacement, WithoutExpertParallelismThereIsNoMap) {
   EXPECT_TRUE(make_expert_map(5, ParallelConfig{}).value().empty());
-  EXPECT_EQ(local_expert_ids(3, ParallelConfig{}).value(), (Ids{0, 1, 2}));
+  EXPECT_EQ(local_expert_ids(3, ParallelConfig{}).value(), (ExpertIds{0, 1, 2}));
   ParallelConfig tp;
   tp.tp_size = 4;
   tp.tp_rank = 2;
   EXPECT_TRUE(make_expert_map(5, tp).value().empty());
-  EXPECT_EQ(local_expert_ids(3, tp).value(), (Ids{0, 1, 2}));
+  EXPECT_EQ(local_expert_ids(3, tp).value(), (ExpertIds{0, 1, 2}));
 }
 
 TEST(ExpertPlacement, RanksBeyondTheExpertsOwnNothing) {

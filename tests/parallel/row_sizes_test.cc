@@ -6,22 +6,16 @@
 
 #include "moesaic/log.h"
 #include "moesaic/parallel.h"
+#include "parallel/ep_config.h"
 #include "support/refusal.h"
 
 namespace moesaic {
 namespace {
 
+using test::ep_config;
 using test::expect_refusal;
 using Counts = std::vector<std::int64_t>;
 using Ids = std::vector<std::int32_t>;
-
-ParallelConfig ep_config(int size, int rank, ExpertPlacement placement = ExpertPlacement::kLinear) {
-  ParallelConfig c;
-  c.ep_size = size;
-  c.ep_rank = rank;
-  c.placement = placement;
-  return c;
-}
 
 // Worked example P2.
 TEST(HiddenRounding, WorkedExamples) {

@@ -15,18 +15,17 @@ using test::expect_refusal;
 using test::f32_of;
 using test::poisoned;
 
-struct Quantized {
+struct Bnb4 {
   Tensor packed, absmax;
 };
-Quantized quantize(const Tensor& x, BnbTable table, std::int64_t block) {
+Bnb4 quantize(const Tensor& x, BnbTable table, std::int64_t block) {
   const std::int64_t n = x.shape().num_elements().value();
-  Quantized r{poisoned(DType::kU8, {(n + 1) / 2}),
-              poisoned(DType::kF32, {(n + block - 1) / block})};
+  Bnb4 r{poisoned(DType::kU8, {(n + 1) / 2}), poisoned(DType::kF32, {(n + block - 1) / block})};
   const Status s = quantize_bnb4(x.view(), table, block, r.packed.view(), r.absmax.view());
   EXPECT_TRUE(s.ok()) << s.message();
   return r;
 }
-Tensor dequantize(const Quantized& r, BnbTable table, std::int64_t block, const Shape& shape) {
+Tensor dequantize(const Bnb4& r, BnbTable table, std::int64_t block, const Shape& shape) {
   Tensor out = poisoned(DType::kF32, shape);
   const Status s =
       dequantize_bnb4(r.packed.view(), bnb_values(table), r.absmax.view(), block, out.view());
@@ -36,7 +35,7 @@ Tensor dequantize(const Quantized& r, BnbTable table, std::int64_t block, const 
 
 TEST(Bnb, PublishedBytes) {
   const Tensor x = f32_of({4}, {0.5F, -1.0F, 0.25F, 2.0F});
-  const Quantized r = quantize(x, BnbTable::kNf4, 64);
+  const Bnb4 r = quantize(x, BnbTable::kNf4, 64);
   EXPECT_EQ(r.absmax.as<float>()[0], 2.0F);
   EXPECT_EQ(test::bytes_of(r.packed), (std::vector<std::uint8_t>{0xA2, 0x9F}));
 }
@@ -66,7 +65,7 @@ TEST(Bnb, EveryCodeOfBothTables) {
 
 TEST(Bnb, ErrorOnNormalDataAndBlocksAcrossRows) {
   const Tensor x = test::gaussian();
-  const Quantized r = quantize(x, BnbTable::kNf4, 64);
+  const Bnb4 r = quantize(x, BnbTable::kNf4, 64);
   const Tensor back = dequantize(r, BnbTable::kNf4, 64, x.shape());
   EXPECT_NEAR(test::rel_l2(back, x) / 0.0919, 1.0, 0.02);
   // A decoded block encodes to itself: its absmax is +-1 of the table.
@@ -77,7 +76,7 @@ TEST(Bnb, ErrorOnNormalDataAndBlocksAcrossRows) {
   // Rows of 37 columns: the second block of 64 begins inside row 1. An odd number of elements.
   test::Rng rng(5);
   const Tensor odd = test::random_normal(rng, DType::kF32, {5, 37});
-  const Quantized o = quantize(odd, BnbTable::kFp4, 64);
+  const Bnb4 o = quantize(odd, BnbTable::kFp4, 64);
   ASSERT_EQ(o.absmax.shape(), Shape({3}));
   float amax = 0;
   for (int i = 64; i < 128; ++i) amax = std::max(amax, std::abs(odd.as<float>()[i]));

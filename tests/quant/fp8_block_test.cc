@@ -16,12 +16,12 @@ namespace {
 
 using test::expect_refusal;
 
-struct Quantized {
+struct Fp8Blocks {
   Tensor q, scale;
 };
-Quantized quantize(const Tensor& w, BlockShape block = {},
+Fp8Blocks quantize(const Tensor& w, BlockShape block = {},
                    ScaleRounding rounding = ScaleRounding::kNone) {
-  Quantized r;
+  Fp8Blocks r;
   r.q = Tensor::zeros(DType::kF8E4M3, w.shape()).value();
   r.scale = Tensor::zeros(DType::kF32, block_scale_shape(w.shape(), block).value()).value();
   test::poison(r.q.view());
@@ -30,7 +30,7 @@ Quantized quantize(const Tensor& w, BlockShape block = {},
   EXPECT_TRUE(s.ok()) << s.message();
   return r;
 }
-Tensor dequantize(const Quantized& x, BlockShape block = {}) {
+Tensor dequantize(const Fp8Blocks& x, BlockShape block = {}) {
   Tensor out = Tensor::zeros(DType::kF32, x.q.shape()).value();
   test::poison(out.view());
   const Status s = dequantize_fp8_block(x.q.view(), x.scale.view(), block, out.view());
@@ -43,19 +43,19 @@ TEST(Fp8Block, BytesOfASmallTile) {
   Tensor w = Tensor::zeros(DType::kF32, {2, 3}).value();
   const float values[] = {1, -448, 0.1F, 0.25F, 7, 0};
   std::memcpy(w.data(), values, sizeof values);
-  const Quantized r = quantize(w, {2, 2});
+  const Fp8Blocks r = quantize(w, {2, 2});
   EXPECT_EQ(r.scale.as<float>()[0], 1.0F);
   EXPECT_EQ(r.scale.as<float>()[1], 0.1F / 448.0F);
   const std::uint8_t want[] = {0x38, 0xFE, 0x7E, 0x28, 0x4E, 0x00};
   for (int i = 0; i < 6; ++i) EXPECT_EQ(r.q.as<std::uint8_t>()[i], want[i]) << i;
-  const Quantized up = quantize(w, {2, 2}, ScaleRounding::kCeilPowerOfTwo);
+  const Fp8Blocks up = quantize(w, {2, 2}, ScaleRounding::kCeilPowerOfTwo);
   EXPECT_EQ(up.scale.as<float>()[0], 1.0F);
   EXPECT_EQ(up.scale.as<float>()[1], 0x1p-12F);  // 0.1/448 = 2.23e-4, next power of two 2.44e-4
 }
 
 TEST(Fp8Block, ZeroTilesUseTheFloor) {
   const Tensor w = Tensor::zeros(DType::kF32, {130, 130}).value();
-  const Quantized r = quantize(w);
+  const Fp8Blocks r = quantize(w);
   for (int i = 0; i < 4; ++i) EXPECT_EQ(r.scale.as<float>()[i], 1e-4F / 448.0F);
   for (std::int64_t i = 0; i < r.q.bytes(); ++i) ASSERT_EQ(r.q.as<std::uint8_t>()[i], 0);
 }
@@ -66,7 +66,7 @@ TEST(Fp8Block, FollowsTheDefinitionOnRaggedShapes) {
     test::Rng rng(31);
     const Tensor w = test::random_normal(rng, DType::kBF16, {2, 257, 130});
     const std::vector<double> x = test::to_doubles(w.view());
-    const Quantized r = quantize(w, {}, rounding);
+    const Fp8Blocks r = quantize(w, {}, rounding);
     const Tensor dq = dequantize(r);
     for (std::int64_t e = 0; e < 2; ++e) {
       for (std::int64_t i = 0; i < 3; ++i) {
@@ -117,8 +117,8 @@ TEST(Fp8Block, ErrorOnNormalDataIsTheFormats) {
 TEST(Fp8Block, RequantisingGivesTheSameCodes) {
   test::Rng rng(8);
   const Tensor w = test::random_normal(rng, DType::kF32, {256, 256});
-  const Quantized once = quantize(w);
-  const Quantized twice = quantize(dequantize(once));
+  const Fp8Blocks once = quantize(w);
+  const Fp8Blocks twice = quantize(dequantize(once));
   std::string why;
   EXPECT_TRUE(test::same_bits(once.q.view(), twice.q.view(), &why)) << why;
   // With a power of two the scale may halve when the largest element was rounded down to 224: the
@@ -132,10 +132,10 @@ TEST(Fp8Block, RequantisingGivesTheSameCodes) {
 TEST(Fp8Block, ShardsAlongTilesConcatenateToTheWhole) {
   test::Rng rng(9);
   const Tensor w = test::random_normal(rng, DType::kF32, {384, 200});
-  const Quantized whole = quantize(w);
+  const Fp8Blocks whole = quantize(w);
   Tensor top = Tensor::zeros(DType::kF32, {256, 200}).value();
   std::memcpy(top.data(), w.data(), static_cast<std::size_t>(top.bytes()));
-  const Quantized part = quantize(top);
+  const Fp8Blocks part = quantize(top);
   EXPECT_EQ(std::memcmp(part.q.data(), whole.q.data(), static_cast<std::size_t>(part.q.bytes())),
             0);
   EXPECT_EQ(std::memcmp(part.scale.data(), whole.scale.data(),
@@ -145,7 +145,7 @@ TEST(Fp8Block, ShardsAlongTilesConcatenateToTheWhole) {
 
 TEST(Fp8Block, DequantisesToNarrowTypesWithOneRounding) {
   test::Rng rng(10);
-  const Quantized r = quantize(test::random_normal(rng, DType::kF32, {128, 130}));
+  const Fp8Blocks r = quantize(test::random_normal(rng, DType::kF32, {128, 130}));
   const Tensor f32 = dequantize(r);
   for (const DType dtype : {DType::kBF16, DType::kF16}) {
     Tensor out = Tensor::zeros(dtype, {128, 130}).value();

@@ -20,11 +20,12 @@ using test::expect_refusal;
 constexpr auto kPlain = ScaleRounding::kNone;
 constexpr auto kCeil = ScaleRounding::kCeilPowerOfTwo;
 
-struct Quantized {
+struct Fp8Groups {
   Tensor q, scale;
 };
-Quantized quantize(const Tensor& x, std::int64_t group = 128, ScaleRounding rounding = kPlain) {
-  Quantized r;
+Fp8Groups quantize_groups(const Tensor& x, std::int64_t group = 128,
+                          ScaleRounding rounding = kPlain) {
+  Fp8Groups r;
   r.q = Tensor::zeros(DType::kF8E4M3, x.shape()).value();
   r.scale = Tensor::zeros(DType::kF32, {x.shape()[0], x.shape()[1] / group}).value();
   test::poison(r.q.view());
@@ -54,8 +55,8 @@ TEST(Fp8Group, PublishedBytes) {
 
 TEST(Fp8Group, ZeroGroupsHaveDocumentedScales) {
   const Tensor zero = Tensor::zeros(DType::kF32, {1, 256}).value();
-  const Quantized plain = quantize(zero);
-  const Quantized ceiled = quantize(zero, 128, kCeil);
+  const Fp8Groups plain = quantize_groups(zero);
+  const Fp8Groups ceiled = quantize_groups(zero, 128, kCeil);
   for (int g = 0; g < 2; ++g) {
     EXPECT_EQ(plain.scale.as<std::uint32_t>()[g], 0x2A7B5123U);
     EXPECT_EQ(ceiled.scale.as<float>()[g], f32_from_e8m0(0x5E));
@@ -68,7 +69,7 @@ TEST(Fp8Group, FollowsTheDefinition) {
     test::Rng rng(41);
     const Tensor x = test::random_normal(rng, dtype, {5, 384});
     const std::vector<double> values = test::to_doubles(x.view());
-    const Quantized r = quantize(x);
+    const Fp8Groups r = quantize_groups(x);
     for (std::size_t m = 0; m < 5; ++m) {
       for (std::size_t g = 0; g < 3; ++g) {
         float amax = 0;
@@ -89,7 +90,7 @@ TEST(Fp8Group, FollowsTheDefinition) {
 TEST(Fp8Group, ColumnMajorScalesAreTheSameNumbers) {
   test::Rng rng(42);
   const Tensor x = test::random_normal(rng, DType::kBF16, {5, 512});
-  const Quantized rows = quantize(x);
+  const Fp8Groups rows = quantize_groups(x);
   // Column-major with a leading dimension padded to 8 rows.
   Tensor storage = Tensor::zeros(DType::kF32, {4, 8}).value();
   test::poison(storage.view());
@@ -116,14 +117,14 @@ TEST(Fp8Group, ErrorOnNormalDataIsTheFormatsAndCodesAreStable) {
        {std::tuple{kPlain, 0.0250, 0.0271}, std::tuple{kCeil, 0.0260, 0.0272}}) {
     test::Rng rng(43);
     const Tensor x = test::random_normal(rng, DType::kF32, {256, 1024});
-    const Quantized once = quantize(x, 128, rounding);
+    const Fp8Groups once = quantize_groups(x, 128, rounding);
     Tensor back = Tensor::zeros(DType::kF32, {256, 1024}).value();
     ASSERT_TRUE(dequantize_fp8_group(once.q.view(), once.scale.view(), 128, back.view()).ok());
     const double error =
         test::compare(test::to_doubles(back.view()), test::to_doubles(x.view())).rel_l2;
     EXPECT_GT(error, low);
     EXPECT_LT(error, high);
-    const Quantized twice = quantize(back, 128, rounding);
+    const Fp8Groups twice = quantize_groups(back, 128, rounding);
     std::string why;
     if (rounding == kPlain) {
       EXPECT_TRUE(test::same_bits(once.q.view(), twice.q.view(), &why)) << why;
@@ -140,9 +141,9 @@ TEST(Fp8Group, ErrorOnNormalDataIsTheFormatsAndCodesAreStable) {
 TEST(Fp8Group, RowsAndGroupsAreIndependent) {
   test::Rng rng(44);
   Tensor x = test::random_normal(rng, DType::kF32, {3, 256});
-  const Quantized before = quantize(x);
+  const Fp8Groups before = quantize_groups(x);
   for (int i = 0; i < 128; ++i) x.as<float>()[256 + i] *= 1000.0F;  // row 1, group 0
-  const Quantized after = quantize(x);
+  const Fp8Groups after = quantize_groups(x);
   for (int m = 0; m < 3; ++m) {
     for (int g = 0; g < 2; ++g) {
       const bool changed = m == 1 && g == 0;
@@ -164,7 +165,7 @@ TEST(Fp8Group, EdgeRows) {
   p[256] = std::numeric_limits<float>::quiet_NaN();      // NaN: a finite code, scale of the others
   p[257] = 2.0F;
   p[384] = std::numeric_limits<float>::max();
-  const Quantized r = quantize(x);
+  const Fp8Groups r = quantize_groups(x);
   EXPECT_EQ(r.q.as<std::uint8_t>()[0], 0x7E);
   EXPECT_EQ(r.q.as<std::uint8_t>()[1], 0x00);
   EXPECT_EQ(r.scale.as<std::uint32_t>()[1], 0x2A7B5123U);
@@ -173,14 +174,14 @@ TEST(Fp8Group, EdgeRows) {
   EXPECT_EQ(r.q.as<std::uint8_t>()[256], 0x7E);
   EXPECT_EQ(r.q.as<std::uint8_t>()[257], 0x7E);
   EXPECT_EQ(r.q.as<std::uint8_t>()[384], 0x7E);
-  const Quantized up = quantize(x, 128, kCeil);
+  const Fp8Groups up = quantize_groups(x, 128, kCeil);
   for (int m = 0; m < 4; ++m) {
     const float s = up.scale.as<float>()[m];
     EXPECT_EQ(f32_from_e8m0(e8m0_from_scale_ceil(s)), s) << "a power of two";
     EXPECT_GE(s, r.scale.as<float>()[m]);
   }
   const Tensor none = Tensor::zeros(DType::kBF16, {0, 128}).value();
-  quantize(none);
+  quantize_groups(none);
 }
 
 TEST(Fp8Group, Misuse) {

@@ -17,22 +17,22 @@ using test::expect_refusal;
 using test::f32_of;
 using test::poisoned;
 
-struct Quantized {
+struct Fp8Scaled {
   Tensor q, scale;
 };
-Quantized quantize_rows(const Tensor& x) {
-  Quantized r{poisoned(DType::kF8E4M3, x.shape()), poisoned(DType::kF32, {x.shape()[0]})};
+Fp8Scaled quantize_rows(const Tensor& x) {
+  Fp8Scaled r{poisoned(DType::kF8E4M3, x.shape()), poisoned(DType::kF32, {x.shape()[0]})};
   const Status s = quantize_fp8_rows(x.view(), r.q.view(), r.scale.view());
   EXPECT_TRUE(s.ok()) << s.message();
   return r;
 }
-Quantized quantize_tensor(const Tensor& x) {
-  Quantized r{poisoned(DType::kF8E4M3, x.shape()), poisoned(DType::kF32, {1})};
+Fp8Scaled quantize_tensor(const Tensor& x) {
+  Fp8Scaled r{poisoned(DType::kF8E4M3, x.shape()), poisoned(DType::kF32, {1})};
   const Status s = quantize_fp8_tensor(x.view(), r.q.view(), r.scale.view());
   EXPECT_TRUE(s.ok()) << s.message();
   return r;
 }
-Tensor dequantize(const Quantized& r) {
+Tensor dequantize(const Fp8Scaled& r) {
   Tensor out = poisoned(DType::kF32, r.q.shape());
   const Status s = dequantize_scaled(r.q.view(), r.scale.view(), out.view());
   EXPECT_TRUE(s.ok()) << s.message();
@@ -43,7 +43,7 @@ TEST(Fp8Scaled, RowScalesHaveAFloor) {
   EXPECT_EQ(std::bit_cast<std::uint32_t>(fp8_row_scale(0.0F)), 0x36924925U);
   EXPECT_EQ(fp8_row_scale(448.0F), 1.0F);
   EXPECT_EQ(fp8_row_scale(448.0F, 224.0F), 0.5F);
-  const Quantized zero = quantize_rows(Tensor::zeros(DType::kF32, {2, 5}).value());
+  const Fp8Scaled zero = quantize_rows(Tensor::zeros(DType::kF32, {2, 5}).value());
   for (int m = 0; m < 2; ++m) EXPECT_EQ(zero.scale.as<std::uint32_t>()[m], 0x36924925U);
   for (const std::uint8_t byte : test::bytes_of(zero.q)) EXPECT_EQ(byte, 0);
 }
@@ -53,8 +53,8 @@ TEST(Fp8Scaled, FollowsTheDefinition) {
     test::Rng rng(2);
     const Tensor x = test::random_normal(rng, dtype, {5, 77}, 3.0);
     const auto values = test::to_doubles(x.view());
-    const Quantized rows = quantize_rows(x);
-    const Quantized whole = quantize_tensor(x);
+    const Fp8Scaled rows = quantize_rows(x);
+    const Fp8Scaled whole = quantize_tensor(x);
     Tensor q_static = poisoned(DType::kF8E4M3, x.shape());
     ASSERT_TRUE(quantize_fp8_static(x.view(), 0.011F, q_static.view()).ok());
     float all = 0;
@@ -91,7 +91,7 @@ TEST(Fp8Scaled, ErrorOnNormalDataIsTheFormatsAndCodesAreStable) {
     const auto quantize = [&](const Tensor& t) {
       return per_row ? quantize_rows(t) : quantize_tensor(t);
     };
-    const Quantized once = quantize(x);
+    const Fp8Scaled once = quantize(x);
     const Tensor back = dequantize(once);
     const double error = test::rel_l2(back, x);
     EXPECT_GT(error, 0.0250);
@@ -116,7 +116,7 @@ TEST(Fp8Scaled, ErrorOnNormalDataIsTheFormatsAndCodesAreStable) {
 }
 
 TEST(Fp8Scaled, ZeroTensorsGiveZeroNotNan) {
-  const Quantized zero = quantize_tensor(Tensor::zeros(DType::kF32, {3, 4}).value());
+  const Fp8Scaled zero = quantize_tensor(Tensor::zeros(DType::kF32, {3, 4}).value());
   EXPECT_EQ(zero.scale.as<float>()[0], 0.0F);
   const Tensor back = dequantize(zero);
   for (int i = 0; i < 12; ++i) EXPECT_EQ(back.as<float>()[i], 0.0F);
@@ -126,7 +126,7 @@ TEST(Fp8Scaled, ZeroTensorsGiveZeroNotNan) {
 
 TEST(Fp8Scaled, NanAndOutliers) {
   Tensor x = f32_of({1, 4}, {std::numeric_limits<float>::quiet_NaN(), 4.0F, -2.0F, 1e-30F});
-  const Quantized r = quantize_rows(x);
+  const Fp8Scaled r = quantize_rows(x);
   EXPECT_EQ(r.scale.as<float>()[0], 4.0F / 448.0F);
   EXPECT_EQ(test::bytes_of(r.q), (std::vector<std::uint8_t>{0x7E, 0x7E, 0xF6, 0x00}));
 }

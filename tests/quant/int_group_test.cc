@@ -20,13 +20,13 @@ std::int64_t groups_of(const Tensor& x, std::int64_t group) {
   const std::int64_t k = x.shape()[1];
   return group == -1 ? 1 : (k + group - 1) / group;
 }
-struct Quantized {
+struct IntGroups {
   Tensor codes, scale, zeros;
 };
-Quantized quantize(const Tensor& x, const IntGroupFormat& f, bool zero_points = false,
+IntGroups quantize(const Tensor& x, const IntGroupFormat& f, bool zero_points = false,
                    DType scale_dtype = DType::kF32) {
   const Shape grid{x.shape()[0], groups_of(x, f.group)};
-  Quantized r{poisoned(zero_points ? DType::kU8 : DType::kI8, x.shape()),
+  IntGroups r{poisoned(zero_points ? DType::kU8 : DType::kI8, x.shape()),
               poisoned(scale_dtype, grid), zero_points ? poisoned(DType::kU8, grid) : Tensor()};
   const Status s =
       zero_points ? quantize_uint_group(x.view(), f, r.codes.view(), r.scale.view(), r.zeros.view())
@@ -34,7 +34,7 @@ Quantized quantize(const Tensor& x, const IntGroupFormat& f, bool zero_points = 
   EXPECT_TRUE(s.ok()) << s.message();
   return r;
 }
-Tensor dequantize(const Quantized& r, std::int64_t group) {
+Tensor dequantize(const IntGroups& r, std::int64_t group) {
   Tensor out = poisoned(DType::kF32, r.codes.shape());
   const Status s = dequantize_int_group(r.codes.view(), r.scale.view(),
                                         r.zeros.present() ? r.zeros.view() : ConstTensorView(),
@@ -64,7 +64,7 @@ TEST(IntGroup, ErrorOnNormalDataIsTheFormats) {
            Row{{4, 32, kFull}, true, 0.0807},
            Row{{4, 128, kFull}, true, 0.1004},
        }) {
-    const Quantized once = quantize(x, row.format, row.zero_points);
+    const IntGroups once = quantize(x, row.format, row.zero_points);
     const Tensor back = dequantize(once, row.format.group);
     EXPECT_NEAR(test::rel_l2(back, x) / row.error, 1.0, 0.02)
         << row.format.bits << ' ' << row.format.group << ' ' << row.zero_points;
@@ -76,7 +76,7 @@ TEST(IntGroup, CodesAreStable) {
   const Tensor x = test::gaussian(9);
   for (const int bits : {4, 8}) {
     const IntGroupFormat f{bits, 128, IntScaleRule::kLargestCode};
-    const Quantized once = quantize(x, f);
+    const IntGroups once = quantize(x, f);
     std::string why;
     EXPECT_TRUE(
         test::same_bits(quantize(dequantize(once, 128), f).codes.view(), once.codes.view(), &why))
@@ -93,14 +93,14 @@ TEST(IntGroup, RefittedScalesFindAnOlderGrid) {
   }
   Tensor x = Tensor::zeros(DType::kF32, {1, 64}).value();
   std::copy(values.begin(), values.end(), x.as<float>());
-  Quantized r = quantize(x, {4, 32, IntScaleRule::kFullRange});
+  IntGroups r = quantize(x, {4, 32, IntScaleRule::kFullRange});
   EXPECT_LT(r.scale.as<float>()[1], 0.24F);
   ASSERT_TRUE(refit_int_scales(x.view(), r.codes.view(), 32, r.scale.view()).ok());
   EXPECT_FLOAT_EQ(r.scale.as<float>()[0], 0.01F);
   EXPECT_EQ(r.scale.as<float>()[1], 0.25F);
   // Nothing to fit: the scale stays.
   const Tensor zero = Tensor::zeros(DType::kF32, {1, 64}).value();
-  Quantized none = quantize(zero, {4, 32, IntScaleRule::kFullRange});
+  IntGroups none = quantize(zero, {4, 32, IntScaleRule::kFullRange});
   const float before = none.scale.as<float>()[0];
   ASSERT_TRUE(refit_int_scales(zero.view(), none.codes.view(), 32, none.scale.view()).ok());
   EXPECT_EQ(none.scale.as<float>()[0], before);
@@ -109,30 +109,30 @@ TEST(IntGroup, RefittedScalesFindAnOlderGrid) {
 TEST(IntGroup, SmallExamples) {
   // amax 7 / 7 = 1: the values are the codes, ties to even.
   const Tensor x = test::f32_of({1, 6}, {7, -7, 2.5F, 3.5F, -0.5F, -6.6F});
-  const Quantized r = quantize(x, {4, -1, IntScaleRule::kLargestCode});
+  const IntGroups r = quantize(x, {4, -1, IntScaleRule::kLargestCode});
   EXPECT_EQ(r.scale.as<float>()[0], 1.0F);
   const int want[] = {7, -7, 2, 4, 0, -7};
   for (int i = 0; i < 6; ++i) EXPECT_EQ(r.codes.as<std::int8_t>()[i], want[i]) << i;
   // Full range: 7.5 / 7.5 = 1; +7.5 clips to 7, -7.5 is -8.
   const Tensor y = test::f32_of({1, 3}, {7.5F, -7.5F, 1});
-  const Quantized full = quantize(y, {4, -1, IntScaleRule::kFullRange});
+  const IntGroups full = quantize(y, {4, -1, IntScaleRule::kFullRange});
   EXPECT_EQ(full.scale.as<float>()[0], 1.0F);
   EXPECT_EQ(full.codes.as<std::int8_t>()[0], 7);
   EXPECT_EQ(full.codes.as<std::int8_t>()[1], -8);
   // Both ends: -8 and 7 are codes of scale 1; symmetric 8 / 7 would be coarser.
-  const Quantized both =
+  const IntGroups both =
       quantize(test::f32_of({1, 3}, {7, -8, 1}), {4, -1, IntScaleRule::kBothEnds});
   EXPECT_EQ(both.scale.as<float>()[0], 1.0F);
   EXPECT_EQ(both.codes.as<std::int8_t>()[1], -8);
   // Zero points: the range -2 .. 13 is codes 0 .. 15, zero is code 2.
   const Tensor z = test::f32_of({1, 4}, {-2, 13, 0, 5.4F});
-  const Quantized asym = quantize(z, {4, -1, {}}, true);
+  const IntGroups asym = quantize(z, {4, -1, {}}, true);
   EXPECT_EQ(asym.scale.as<float>()[0], 1.0F);
   EXPECT_EQ(asym.zeros.as<std::uint8_t>()[0], 2);
   EXPECT_EQ(test::bytes_of(asym.codes), (std::vector<std::uint8_t>{0, 15, 2, 7}));
   EXPECT_EQ(test::to_doubles(dequantize(asym, -1).view()), (std::vector<double>{-2, 13, 0, 5}));
   // All positive and all negative groups still contain zero.
-  const Quantized high = quantize(test::f32_of({2, 2}, {10, 15, -15, -10}), {4, -1, {}}, true);
+  const IntGroups high = quantize(test::f32_of({2, 2}, {10, 15, -15, -10}), {4, -1, {}}, true);
   EXPECT_EQ(high.zeros.as<std::uint8_t>()[0], 0);
   EXPECT_EQ(high.zeros.as<std::uint8_t>()[1], 15);
   EXPECT_EQ(test::to_doubles(dequantize(high, -1).view()), (std::vector<double>{10, 15, -15, -10}));
@@ -143,12 +143,12 @@ TEST(IntGroup, RaggedGroupsRowsOfZerosAndNarrowScales) {
   const Tensor x = test::random_normal(rng, DType::kBF16, {3, 77});
   for (const DType scale_dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
     for (const bool zero_points : {false, true}) {
-      const Quantized r = quantize(x, {4, 32, IntScaleRule::kFullRange}, zero_points, scale_dtype);
+      const IntGroups r = quantize(x, {4, 32, IntScaleRule::kFullRange}, zero_points, scale_dtype);
       EXPECT_EQ(r.scale.shape(), Shape({3, 3}));
       // The last group has 13 columns; it is quantised as if alone.
       Tensor tail = Tensor::zeros(DType::kBF16, {1, 13}).value();
       std::memcpy(tail.data(), x.as<std::uint16_t>() + 77 + 64, 26);
-      const Quantized alone =
+      const IntGroups alone =
           quantize(tail, {4, -1, IntScaleRule::kFullRange}, zero_points, scale_dtype);
       EXPECT_EQ(std::memcmp(alone.codes.data(), r.codes.data() + 77 + 64, 13), 0);
       EXPECT_LT(
@@ -158,7 +158,7 @@ TEST(IntGroup, RaggedGroupsRowsOfZerosAndNarrowScales) {
     }
   }
   const Tensor zero = Tensor::zeros(DType::kF32, {2, 8}).value();
-  const Quantized r = quantize(zero, {4, 4, {}}, true);
+  const IntGroups r = quantize(zero, {4, 4, {}}, true);
   for (int i = 0; i < 4; ++i) EXPECT_EQ(r.scale.as<float>()[i], 1.0F);
   EXPECT_EQ(test::to_doubles(dequantize(r, 4).view()), std::vector<double>(16, 0.0));
 }
@@ -166,7 +166,7 @@ TEST(IntGroup, RaggedGroupsRowsOfZerosAndNarrowScales) {
 TEST(IntGroup, Int8RowsAreTheRowQuantiser) {
   test::Rng rng(6);
   const Tensor x = test::random_normal(rng, DType::kF32, {4, 100});
-  const Quantized r = quantize(x, {8, -1, IntScaleRule::kLargestCode});
+  const IntGroups r = quantize(x, {8, -1, IntScaleRule::kLargestCode});
   for (std::int64_t m = 0; m < 4; ++m) {
     std::vector<std::int8_t> codes(100);
     const float s = ref_quantize_int8_row(x.as<float>() + m * 100, 100, codes.data());

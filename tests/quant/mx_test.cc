@@ -15,17 +15,17 @@ namespace {
 using test::expect_refusal;
 using test::poisoned;
 
-struct Quantized {
+struct MxGroups {
   Tensor q, scale;
 };
-Quantized quantize(const Tensor& x, DType element, E8m0Rule rule) {
-  Quantized r{poisoned(element, x.shape()),
-              poisoned(DType::kF8E8M0, {x.shape()[0], x.shape()[1] / 32})};
+MxGroups quantize(const Tensor& x, DType element, E8m0Rule rule) {
+  MxGroups r{poisoned(element, x.shape()),
+             poisoned(DType::kF8E8M0, {x.shape()[0], x.shape()[1] / 32})};
   const Status s = quantize_mx(x.view(), rule, r.q.view(), r.scale.view());
   EXPECT_TRUE(s.ok()) << s.message();
   return r;
 }
-Tensor dequantize(const Quantized& r) {
+Tensor dequantize(const MxGroups& r) {
   Tensor out = poisoned(DType::kF32, r.q.shape());
   const Status s = dequantize_mx(r.q.view(), r.scale.view(), out.view());
   EXPECT_TRUE(s.ok()) << s.message();
@@ -54,7 +54,7 @@ TEST(Mx, PublishedBytes) {
   std::vector<float> x(32, 0.0F);
   const float head[] = {0, 0.5F, -1, 1.5F, 2, -3, 4, 6};
   std::copy(std::begin(head), std::end(head), x.begin());
-  Quantized r = quantize(test::f32_of({1, 32}, x), DType::kF4E2M1, E8m0Rule::kCeil);
+  MxGroups r = quantize(test::f32_of({1, 32}, x), DType::kF4E2M1, E8m0Rule::kCeil);
   EXPECT_EQ(r.scale.as<std::uint8_t>()[0], 127);
   const std::uint8_t want[] = {0x10, 0x3A, 0xD4, 0x76, 0x00};
   for (int i = 0; i < 5; ++i) EXPECT_EQ(r.q.as<std::uint8_t>()[i], want[i]) << i;
@@ -78,7 +78,7 @@ TEST(Mx, FollowsTheDefinition) {
       test::Rng rng(3);
       const Tensor x = test::random_normal(rng, DType::kBF16, {7, 96}, 5.0);
       const auto values = test::to_doubles(x.view());
-      const Quantized r = quantize(x, element, rule);
+      const MxGroups r = quantize(x, element, rule);
       const Tensor back = dequantize(r);
       const bool fp4 = element == DType::kF4E2M1;
       for (std::size_t g = 0; g < 21; ++g) {
@@ -135,7 +135,7 @@ TEST(Mx, EdgesOfAGroup) {
   x[33] = -1e30F;
   Tensor t = test::f32_of({1, 64}, x);
   for (const DType element : {DType::kF8E4M3, DType::kF4E2M1}) {
-    const Quantized r = quantize(t, element, E8m0Rule::kCeil);
+    const MxGroups r = quantize(t, element, E8m0Rule::kCeil);
     EXPECT_EQ(r.scale.as<std::uint8_t>()[0], 0);
     const Tensor back = dequantize(r);
     for (int i = 0; i < 32; ++i) EXPECT_EQ(back.as<float>()[i], 0.0F);
@@ -143,7 +143,7 @@ TEST(Mx, EdgesOfAGroup) {
   }
   // So small that the scale byte is 0: the group is zeros, whichever way byte 0 is read.
   std::fill(x.begin(), x.end(), 1e-44F);
-  const Quantized tiny = quantize(test::f32_of({1, 64}, x), DType::kF4E2M1, E8m0Rule::kRound175);
+  const MxGroups tiny = quantize(test::f32_of({1, 64}, x), DType::kF4E2M1, E8m0Rule::kRound175);
   EXPECT_EQ(tiny.scale.as<std::uint8_t>()[0], 0);
   for (const std::uint8_t b : test::bytes_of(tiny.q)) EXPECT_EQ(b, 0);
 }

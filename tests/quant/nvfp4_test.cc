@@ -15,17 +15,17 @@ namespace {
 using test::expect_refusal;
 using test::poisoned;
 
-struct Quantized {
+struct Nvfp4Groups {
   Tensor q, scale;
 };
-Quantized quantize(const Tensor& x, float gscale) {
-  Quantized r{poisoned(DType::kF4E2M1, x.shape()),
-              poisoned(DType::kF8E4M3, {x.shape()[0], x.shape()[1] / 16})};
+Nvfp4Groups quantize(const Tensor& x, float gscale) {
+  Nvfp4Groups r{poisoned(DType::kF4E2M1, x.shape()),
+                poisoned(DType::kF8E4M3, {x.shape()[0], x.shape()[1] / 16})};
   const Status s = quantize_nvfp4(x.view(), gscale, r.q.view(), r.scale.view());
   EXPECT_TRUE(s.ok()) << s.message();
   return r;
 }
-Tensor dequantize(const Quantized& r, float global_scale) {
+Tensor dequantize(const Nvfp4Groups& r, float global_scale) {
   Tensor out = poisoned(DType::kF32, r.q.shape());
   const Status s = dequantize_nvfp4(r.q.view(), r.scale.view(), global_scale, out.view());
   EXPECT_TRUE(s.ok()) << s.message();
@@ -43,7 +43,7 @@ TEST(Nvfp4, PublishedBytes) {
   EXPECT_EQ(nvfp4_quant_multiplier(0.0F), 1.0F);
   std::vector<float> x(16);
   for (std::size_t i = 0; i < 16; ++i) x[i] = -0.8F + 0.1F * static_cast<float>(i);
-  const Quantized r = quantize(test::f32_of({1, 16}, x), 672.0F);
+  const Nvfp4Groups r = quantize(test::f32_of({1, 16}, x), 672.0F);
   EXPECT_EQ(r.scale.as<std::uint8_t>()[0], 0x6B);
   EXPECT_EQ(test::bytes_of(r.q),
             (std::vector<std::uint8_t>{0xFF, 0xEE, 0xCD, 0xAB, 0x20, 0x43, 0x65, 0x76}));
@@ -56,7 +56,7 @@ TEST(Nvfp4, FollowsTheDefinition) {
   test::Rng rng(4);
   const Tensor x = test::random_normal(rng, DType::kF32, {9, 80}, 2.0);
   const float gscale = nvfp4_quant_multiplier(amax_of(x));
-  const Quantized r = quantize(x, gscale);
+  const Nvfp4Groups r = quantize(x, gscale);
   const Tensor back = dequantize(r, 1.0F / gscale);
   for (std::int64_t g = 0; g < 9 * 5; ++g) {
     float amax = 0;
@@ -97,7 +97,7 @@ TEST(Nvfp4, SmallMultipliersClipAndZeroBlocksAreZero) {
   x[1] = -10.0F;
   x[2] = 0.5F;
   const float gscale = nvfp4_quant_multiplier(1.0F);
-  const Quantized r = quantize(test::f32_of({1, 32}, x), gscale);
+  const Nvfp4Groups r = quantize(test::f32_of({1, 32}, x), gscale);
   EXPECT_EQ(r.scale.as<std::uint8_t>()[0], 0x7E);
   EXPECT_EQ(r.scale.as<std::uint8_t>()[1], 0);
   const Tensor back = dequantize(r, 1.0F / gscale);

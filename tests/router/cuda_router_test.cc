@@ -14,6 +14,7 @@
 #include "support/cuda_device.h"
 #include "support/random.h"
 #include "support/refusal.h"
+#include "support/special_values.h"
 
 namespace moesaic {
 namespace {
@@ -23,7 +24,7 @@ using cuda::CudaRouterArgs;
 using test::DeviceBytes;
 using test::Rng;
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
+using test::kInf;
 
 struct Method {
   std::string name;
@@ -131,13 +132,13 @@ std::vector<float> logits_of(std::int64_t tokens, std::int64_t columns) {
           l.push_back(here ? std::nanf("") : x);
           break;
         case 4:
-          l.push_back(here ? -kInfinity : x);
+          l.push_back(here ? -kInf : x);
           break;
         case 5:
-          l.push_back(here ? kInfinity : x);
+          l.push_back(here ? kInf : x);
           break;
         case 6:
-          l.push_back(t % 3 == 0 ? std::nanf("") : t % 3 == 1 ? -kInfinity : kInfinity);
+          l.push_back(t % 3 == 0 ? std::nanf("") : t % 3 == 1 ? -kInf : kInf);
           break;
         case 7:
           l.push_back(x > 0 ? 0.0F : -0.0F);

@@ -11,7 +11,7 @@
 namespace moesaic {
 namespace {
 
-constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 Tensor zeros(DType dtype, const Shape& shape) { return Tensor::zeros(dtype, shape).value(); }
 
@@ -113,7 +113,7 @@ TEST(RouterMisuse, Parts) {
   const Tensor wrong = zeros(DType::kBF16, {8});
   o.correction_bias = wrong.view();
   refused(o, StatusCode::kInvalidDType, "correction_bias: got BF16, need F32");
-  for (const double bad : {static_cast<double>(std::nanf("")), kInf, -kInf}) {
+  for (const double bad : {static_cast<double>(std::nanf("")), kInfinity, -kInfinity}) {
     Tensor values = zeros(DType::kF32, {8});
     values.as<float>()[5] = static_cast<float>(bad);
     o.correction_bias = values.view();
@@ -150,7 +150,7 @@ TEST(RouterMisuse, Parts) {
   o.num_fused_shared_experts = -1;
   refused(o, kArgument, "num_fused_shared_experts: got -1");
   o.num_fused_shared_experts = 0;
-  o.shared_expert_weight = static_cast<float>(kInf);
+  o.shared_expert_weight = static_cast<float>(kInfinity);
   refused(o, kArgument, "shared_expert_weight: got inf");
   o.shared_expert_weight = 1;
   o.num_threads = -2;

@@ -18,6 +18,7 @@ namespace {
 using test::Rng;
 using test::route;
 using test::Routed;
+using test::with;
 using Ids = std::vector<std::int32_t>;
 using Floats = std::vector<float>;
 
@@ -25,12 +26,6 @@ Floats random_bias(Rng& rng, std::int64_t n, double sd = 0.2) {
   Floats bias;
   for (std::int64_t e = 0; e < n; ++e) bias.push_back(static_cast<float>(sd * rng.normal()));
   return bias;
-}
-
-Router::Options with(const RoutingSpec& spec) {
-  Router::Options o;
-  o.spec = spec;
-  return o;
 }
 
 struct Method {

@@ -38,6 +38,11 @@ std::vector<ScoringCase> scoring_cases();
 
 // Creates and runs; fails the test and returns nothing useful when either is refused. A bias given
 // sets has_correction_bias.
+inline Router::Options with(const RoutingSpec& spec) {
+  Router::Options o;
+  o.spec = spec;
+  return o;
+}
 Routed route(Router::Options options, const Tensor& logits, const std::vector<float>& bias = {});
 Routed run(const Router& router, Router::Args args);
 Routed run(const Router& router, const Tensor& logits);

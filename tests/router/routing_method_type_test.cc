@@ -9,9 +9,7 @@ namespace moesaic {
 namespace {
 
 using Type = RoutingMethodType;
-constexpr auto kSoftmax = ScoringFunc::kSoftmax;
-constexpr auto kSigmoid = ScoringFunc::kSigmoid;
-constexpr auto kSqrtSoftplus = ScoringFunc::kSqrtSoftplus;
+using enum ScoringFunc;
 
 TEST(RoutingMethodType, Numbers) {
   EXPECT_EQ(static_cast<int>(Type::kDefault), 0);

@@ -1,4 +1,6 @@
 // NaN and infinite logits, per method; extreme and degenerate rows.
+#include "support/special_values.h"
+
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -9,20 +11,15 @@
 namespace moesaic {
 namespace {
 
+using test::kInf;
 using test::matrix;
 using test::route;
 using test::Routed;
+using test::with;
 using Ids = std::vector<std::int32_t>;
 using Floats = std::vector<float>;
 
 const float kNaN = std::numeric_limits<float>::quiet_NaN();
-const float kInf = std::numeric_limits<float>::infinity();
-
-Router::Options with(const RoutingSpec& spec) {
-  Router::Options o;
-  o.spec = spec;
-  return o;
-}
 
 // Property 8.
 TEST(RouterSpecial, NaNRowGivesFirstIdsAndZeroWeights) {

@@ -13,16 +13,10 @@ using test::expect_digits;
 using test::matrix;
 using test::route;
 using test::Routed;
+using test::with;
 using Ids = std::vector<std::int32_t>;
 using Floats = std::vector<float>;
-constexpr auto kSoftmax = ScoringFunc::kSoftmax;
-constexpr auto kSigmoid = ScoringFunc::kSigmoid;
-
-Router::Options with(const RoutingSpec& spec) {
-  Router::Options o;
-  o.spec = spec;
-  return o;
-}
+using enum ScoringFunc;
 
 TEST(RouterExamples, W2Tie) {
   const Tensor l = matrix(1, {1, 2, 0.5F, 2});

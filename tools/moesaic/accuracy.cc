@@ -9,7 +9,7 @@
 namespace moesaic::tool {
 namespace {
 
-struct State {
+struct AccuracyArguments {
   CommonOptions common;
   std::vector<std::string> models;
   std::int64_t tokens = 64;
@@ -19,7 +19,7 @@ std::string cell(double value, double bound) {
   return fmt::format("{:.1e} ({:.1e})", value, bound);
 }
 
-int run_accuracy(const State& state) {
+int run_accuracy(const AccuracyArguments& state) {
   const Console console = state.common.console();
   std::vector<AccuracyCase> cases;
   Result<AccuracyCase> gaussian = gaussian_case(state.common.seed);
@@ -77,7 +77,7 @@ int run_accuracy(const State& state) {
 }  // namespace
 
 Verb make_accuracy(CLI::App& root) {
-  auto state = std::make_shared<State>();
+  auto state = std::make_shared<AccuracyArguments>();
   CLI::App* app = add_verb(
       root, "accuracy", "Measure the error of every scheme: weights, activations, output",
       "  moesaic accuracy\n"

@@ -62,7 +62,7 @@ class StoredSource final : public ExpertSource {
   bool with_input_scales_;
 };
 
-MoeProblem problem_of(const AccuracyCase& data, const QuantScheme& scheme, int num_threads) {
+MoeProblem accuracy_problem(const AccuracyCase& data, const QuantScheme& scheme, int num_threads) {
   MoeProblem p;
   p.num_experts = p.num_local_experts = data.num_experts;
   p.top_k = data.top_k;
@@ -285,7 +285,7 @@ Result<AccuracyRow> measure_accuracy(const AccuracyCase& data, const QuantScheme
   StoredSource original_source(originals, false);
   MOESAIC_ASSIGN_OR_RETURN(
       const std::vector<double> exact,
-      run_experts(data, problem_of(data, f32, num_threads), original_source, &exact_backend));
+      run_experts(data, accuracy_problem(data, f32, num_threads), original_source, &exact_backend));
 
   MOESAIC_ASSIGN_OR_RETURN(const auto stored, store(data, scheme.weight, &row.weights));
   row.activations = activation_error(data, scheme.activation);
@@ -293,14 +293,14 @@ Result<AccuracyRow> measure_accuracy(const AccuracyCase& data, const QuantScheme
                                   (!scheme.activation.dynamic && !scheme.weight_only()));
   MOESAIC_ASSIGN_OR_RETURN(
       const std::vector<double> got,
-      run_experts(data, problem_of(data, scheme, num_threads), source, &row.backend));
+      run_experts(data, accuracy_problem(data, scheme, num_threads), source, &row.backend));
   // fp32 arithmetic on the stored weights: what the scheme's own bound is measured against.
   QuantScheme wide = f32;
   wide.weight = scheme.weight;
   StoredSource plain_source(stored, false);
   MOESAIC_ASSIGN_OR_RETURN(
       const std::vector<double> same_weights,
-      run_experts(data, problem_of(data, wide, num_threads), plain_source, &exact_backend));
+      run_experts(data, accuracy_problem(data, wide, num_threads), plain_source, &exact_backend));
 
   const double size = data.output_norm > 0 ? data.output_norm : norm(exact);
   row.output = distance(got, exact) / size;

@@ -12,7 +12,7 @@
 namespace moesaic::tool {
 namespace {
 
-struct State {
+struct BalanceArguments {
   CommonOptions common;
   std::string load;
   int ranks = 0, nodes = 1, groups = 1;
@@ -72,7 +72,7 @@ std::string heat_map(std::span<const double> loads, int ranks, double most) {
   return text;
 }
 
-int run_balance(const State& state) {
+int run_balance(const BalanceArguments& state) {
   const Console console = state.common.console();
   const Result<Matrix> loads = read_load(state.load);
   if (!loads.ok()) return console.fail(loads.status(), Origin::kFile);
@@ -128,7 +128,7 @@ int run_balance(const State& state) {
 }  // namespace
 
 Verb make_balance(CLI::App& root) {
-  auto state = std::make_shared<State>();
+  auto state = std::make_shared<BalanceArguments>();
   CLI::App* app =
       add_verb(root, "balance", "Place experts on ranks from a load matrix",
                "  moesaic run --model DIR --layer 3 --input F --output O --json > load.json\n"

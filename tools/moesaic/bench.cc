@@ -24,7 +24,7 @@
 namespace moesaic::tool {
 namespace {
 
-struct State {
+struct BenchArguments {
   CommonOptions common;
   RankOptions ranks;
   std::string model, shape;
@@ -70,8 +70,8 @@ Result<Samples> measure(const BenchPoint& point, double seconds) {
   return samples;
 }
 
-Result<BenchSettings> settings_of(const State& state, std::optional<Checkpoint>& checkpoint,
-                                  Origin& origin) {
+Result<BenchSettings> settings_of(const BenchArguments& state,
+                                  std::optional<Checkpoint>& checkpoint, Origin& origin) {
   BenchSettings s;
   MOESAIC_RETURN_IF_ERROR(check_routing_name(state.routing));
   s.seed = state.common.seed;
@@ -117,7 +117,7 @@ struct Prepared {
   Ceilings ceilings;
   std::unique_ptr<BenchStage> stage;
 };
-Result<Prepared> prepare_stage(const State& state, const BenchSettings& settings) {
+Result<Prepared> prepare_stage(const BenchArguments& state, const BenchSettings& settings) {
   Prepared p;
   const Device device = settings.options.device;
   const bool narrow = narrow_arithmetic(state.stage, settings);
@@ -141,8 +141,8 @@ std::string device_name(Device device) {
   return device.is_cuda() ? gpu_name(device) : cpu_model_name();
 }
 
-Json point_json(const State& state, const Context& c, std::int64_t tokens, const BenchPoint& point,
-                const Samples& samples, double floor, double peer) {
+Json point_json(const BenchArguments& state, const Context& c, std::int64_t tokens,
+                const BenchPoint& point, const Samples& samples, double floor, double peer) {
   const double us = samples.median();
   Json json = {{"shape", c.name},
                {"stage", state.stage},
@@ -179,7 +179,7 @@ Status write_plot(const std::string& path, const std::string& svg) {
   return file ? Status() : Status(StatusCode::kIo, path + ": cannot be written");
 }
 
-int run_bench(const State& state) {
+int run_bench(const BenchArguments& state) {
   const Console console = state.common.console();
   // Random weights may have schemes that are known from checkpoints only.
   const bool stored = !state.shape.empty() && bench_scheme(state.common.quant).ok();
@@ -272,7 +272,7 @@ int run_bench(const State& state) {
 }  // namespace
 
 Verb make_bench(CLI::App& root) {
-  auto state = std::make_shared<State>();
+  auto state = std::make_shared<BenchArguments>();
   std::string names;
   for (const std::string_view name : shape_names()) names += fmt::format(" {}", name);
   CLI::App* app = add_verb(

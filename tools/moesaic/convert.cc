@@ -12,7 +12,7 @@
 namespace moesaic::tool {
 namespace {
 
-struct State {
+struct ConvertArguments {
   CommonOptions common;
   std::string model, scheme, output;
 };
@@ -37,7 +37,7 @@ class SignalGuard {
   Handler old_int_, old_term_;
 };
 
-void report(const Console& console, const State& state, const ConvertReport& result) {
+void report(const Console& console, const ConvertArguments& state, const ConvertReport& result) {
   Json layers = Json::array();
   console.print(
       fmt::format("{:>5}  {:>14}  {:>9}  {:>9}\n", "layer", "rel_l2_weights", "in", "out"));
@@ -62,7 +62,7 @@ void report(const Console& console, const State& state, const ConvertReport& res
                 {"notes", result.notes}});
 }
 
-int run_convert(const State& state) {
+int run_convert(const ConvertArguments& state) {
   const Console console = state.common.console();
   ConvertOptions options;
   options.scheme = state.scheme;
@@ -84,7 +84,7 @@ int run_convert(const State& state) {
 }  // namespace
 
 Verb make_convert(CLI::App& root) {
-  auto state = std::make_shared<State>();
+  auto state = std::make_shared<ConvertArguments>();
   CLI::App* app = add_verb(
       root, "convert", "Write a checkpoint with the routed experts in another format",
       "  moesaic convert --model DIR --quant fp8-block --output DIR2\n"

@@ -19,7 +19,7 @@
 namespace moesaic::tool {
 namespace {
 
-struct State {
+struct DemoArguments {
   CommonOptions common;
   std::vector<std::string> directories;
 };
@@ -61,7 +61,7 @@ struct Shown {
   }
 };
 
-Result<Shown> show(const std::string& directory, const State& state, Origin& origin) {
+Result<Shown> show(const std::string& directory, const DemoArguments& state, Origin& origin) {
   origin = Origin::kFile;
   Shown shown;
   shown.name = std::filesystem::path(directory).filename().string();
@@ -126,7 +126,7 @@ Json shown_json(const Shown& shown, const cpu::Ceilings& ceilings) {
 }
 
 // The best of several measurements, at both ends of the demo: another program's load lowers each.
-Status measure(const State& state, cpu::Ceilings& best) {
+Status measure(const DemoArguments& state, cpu::Ceilings& best) {
   MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::current_kernels());
   // The bundled checkpoints are BF16: their peak is that of the operand which the tier uses for it.
   MOESAIC_ASSIGN_OR_RETURN(
@@ -137,7 +137,7 @@ Status measure(const State& state, cpu::Ceilings& best) {
   return {};
 }
 
-int run_demo(const State& state) {
+int run_demo(const DemoArguments& state) {
   const Console console = state.common.console();
   Status status = check_common_options(state.common);
   cpu::Ceilings ceilings;
@@ -179,7 +179,7 @@ int run_demo(const State& state) {
 }  // namespace
 
 Verb make_demo(CLI::App& root) {
-  auto state = std::make_shared<State>();
+  auto state = std::make_shared<DemoArguments>();
   CLI::App* app =
       add_verb(root, "demo", "Show checkpoints that have a golden file in one screen",
                "  moesaic demo testdata/models/mini-deepseek-v3 testdata/models/mini-gpt-oss\n");

@@ -14,7 +14,7 @@
 namespace moesaic::tool {
 namespace {
 
-struct State {
+struct ExplainArguments {
   CommonOptions common;
   std::string model, shape;
   int layer = -1;
@@ -49,7 +49,7 @@ void print(const Console& console, const MoeLayerSpec& spec, const LayerExplanat
   console.print(fmt::format("determinism  {}\n", explanation.determinism));
 }
 
-int run_explain(const State& state) {
+int run_explain(const ExplainArguments& state) {
   const Console console = state.common.console();
   if (const Status status = check_common_options(state.common, /*needs_device=*/false);
       !status.ok()) {
@@ -100,7 +100,7 @@ int run_explain(const State& state) {
 }  // namespace
 
 Verb make_explain(CLI::App& root) {
-  auto state = std::make_shared<State>();
+  auto state = std::make_shared<ExplainArguments>();
   std::string names;
   for (const std::string_view name : shape_names()) names += fmt::format(" {}", name);
   CLI::App* app = add_verb(root, "explain",

@@ -11,7 +11,7 @@
 namespace moesaic::tool {
 namespace {
 
-struct State {
+struct InspectArguments {
   CommonOptions common;
   std::string directory;
 };
@@ -61,7 +61,7 @@ void print_table(const Console& console, const Checkpoint& checkpoint) {
   }
 }
 
-int run_inspect(const State& state) {
+int run_inspect(const InspectArguments& state) {
   const Console console = state.common.console();
   Result<Checkpoint> opened = Checkpoint::open(state.directory);
   if (!opened.ok()) return console.fail(opened.status(), Origin::kFile);
@@ -93,7 +93,7 @@ int run_inspect(const State& state) {
 }  // namespace
 
 Verb make_inspect(CLI::App& root) {
-  auto state = std::make_shared<State>();
+  auto state = std::make_shared<InspectArguments>();
   CLI::App* app =
       add_verb(root, "inspect", "List the MoE layers of a checkpoint and its problems",
                "  moesaic inspect testdata/models/mini-deepseek-v3\n"

@@ -12,7 +12,7 @@
 namespace moesaic::tool {
 namespace {
 
-struct State {
+struct RunArguments {
   CommonOptions common;
   RankOptions ranks;
   std::string model, input, output, output_dtype = "f32";
@@ -20,7 +20,7 @@ struct State {
   int repeat = 0;
 };
 
-void report(const Console& console, const State& state, const FusedMoE& layer,
+void report(const Console& console, const RunArguments& state, const FusedMoE& layer,
             const LayerOutput& result, const Timing& timing) {
   const std::int64_t tokens = result.output.shape()[0];
   const std::vector<std::int64_t> load = expert_load(result.topk_ids, layer.spec().num_experts);
@@ -49,7 +49,7 @@ void report(const Console& console, const State& state, const FusedMoE& layer,
   console.print(fmt::format("written  {} (output, topk_ids, topk_weights)\n", state.output));
 }
 
-int run_layer(const State& state) {
+int run_layer(const RunArguments& state) {
   const Console console = state.common.console();
   if (const Status status = check_common_options(state.common); !status.ok()) {
     return console.fail(status, Origin::kOption);
@@ -100,7 +100,7 @@ int run_layer(const State& state) {
 }  // namespace
 
 Verb make_run(CLI::App& root) {
-  auto state = std::make_shared<State>();
+  auto state = std::make_shared<RunArguments>();
   CLI::App* app = add_verb(
       root, "run", "Run one MoE layer on hidden states from a file",
       "  moesaic run --model DIR --layer 3 --input states.safetensors --output out.safetensors\n"

@@ -15,7 +15,7 @@
 namespace moesaic::tool {
 namespace {
 
-struct State {
+struct VerifyArguments {
   CommonOptions common;
   std::string model, golden;
   int only_layer = -1;
@@ -61,7 +61,7 @@ void print_reports(const Console& console, const std::vector<LayerReport>& repor
   }
 }
 
-int run_verify(const State& state) {
+int run_verify(const VerifyArguments& state) {
   const Console console = state.common.console();
   if (const Status status = check_common_options(state.common); !status.ok()) {
     return console.fail(status, Origin::kOption);
@@ -131,7 +131,7 @@ int run_verify(const State& state) {
 }  // namespace
 
 Verb make_verify(CLI::App& root) {
-  auto state = std::make_shared<State>();
+  auto state = std::make_shared<VerifyArguments>();
   CLI::App* app = add_verb(
       root, "verify", "Compare layers with recorded inputs and outputs (a golden file)",
       "  moesaic verify --model testdata/models/mini-deepseek-v3\n"
