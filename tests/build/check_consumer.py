@@ -52,7 +52,7 @@ def main(arguments):
             if launcher:
                 configure += [f"-D{name}={value}" for name, value in build_settings(build).items()]
             else:
-                configure += ["-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0"]
+                configure += ["-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0", "-DCMAKE_UNITY_BUILD=ON"]
         run("cmake", "-S", source / "tests" / "build" / "consumer", "-B", work / "build", *configure)
         run("cmake", "--build", work / "build", "-j", os.cpu_count() or 1)
         run(work / "build" / "consumer", model)
