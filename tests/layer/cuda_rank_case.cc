@@ -5,50 +5,32 @@
 namespace moesaic::test {
 namespace {
 
-// The shared expert has the size of a routed one.
-MoeLayerSpec deepseek() {
-  MoeLayerSpec spec = deepseek_like();
-  spec.num_experts = spec.routing.num_experts = 12;
-  spec.routing.top_k = 4;
-  spec.shared.intermediate_size = 32;
-  return spec;
-}
-MoeLayerSpec llama() {
-  MoeLayerSpec spec = llama4_like();
-  spec.shared.intermediate_size = 32;
-  spec.shared.gated_output = true;
-  return spec;
-}
 MoeLayerSpec in_fp8_blocks(MoeLayerSpec spec) {
   spec.hidden_size = 256;
   spec.intermediate_size = spec.shared.intermediate_size = 128;
   spec.quant = quant_scheme_from_name("fp8-block").value();
   return spec;
 }
-MoeLayerSpec biased() {
-  MoeLayerSpec spec = small_spec();
-  spec.has_router_bias = spec.has_expert_bias = true;
-  spec.activation = make_activation("swigluoai").value();
-  spec.routing.scale_on_output = true;
-  spec.routing.routed_scaling_factor = 3.0;
-  return spec;
-}
-MoeLayerSpec with_zero_experts() {
-  MoeLayerSpec spec = small_spec();
-  spec.routing.method = RoutingMethod::kZeroExpert;
-  spec.routing.has_correction_bias = true;
-  spec.routing.num_zero_experts = 3;
-  spec.routing.top_k = 3;
-  spec.shared.intermediate_size = 16;
-  return spec;
-}
 
 }  // namespace
 
 std::vector<Feature> rank_features() {
-  return {{"deepseek", deepseek}, {"deepseek fp8", [] { return in_fp8_blocks(deepseek()); }},
-          {"llama", llama},       {"llama fp8", [] { return in_fp8_blocks(llama()); }},
-          {"biased", biased},     {"zero experts", with_zero_experts}};
+  std::vector<Feature> all;
+  for (const Feature& f : rank_specs()) {
+    all.push_back({f.name, [f] {
+                     MoeLayerSpec spec = f.spec();
+                     // A shared expert of a routed one's size joins their launch; the identity
+                     // experts' one stays by itself.
+                     if (spec.shared.intermediate_size > 0 && spec.routing.num_zero_experts == 0) {
+                       spec.shared.intermediate_size = spec.intermediate_size;
+                     }
+                     return spec;
+                   }});
+    if (!f.spec().has_expert_bias && f.spec().routing.num_zero_experts == 0) {
+      all.push_back({f.name + " fp8", [f] { return in_fp8_blocks(f.spec()); }});
+    }
+  }
+  return all;
 }
 
 RankProblem gpu_problem(const LayerTensors& tensors, std::int64_t tokens) {

@@ -70,6 +70,37 @@ class PartSource final : public ExpertSource {
   Tensor w13_, w2_, b13_, b2_;
 };
 
+MoeLayerSpec deepseek() {
+  MoeLayerSpec spec = deepseek_like();
+  spec.num_experts = spec.routing.num_experts = 12;
+  spec.routing.top_k = 4;
+  return spec;
+}
+MoeLayerSpec llama() {
+  MoeLayerSpec spec = llama4_like();
+  spec.shared.intermediate_size = 32;
+  spec.shared.gated_output = true;
+  return spec;
+}
+MoeLayerSpec biased() {
+  MoeLayerSpec spec = small_spec();
+  spec.has_router_bias = spec.has_expert_bias = true;
+  spec.routing.method = RoutingMethod::kTopKSoftmax;
+  spec.activation = make_activation("swigluoai").value();
+  spec.routing.scale_on_output = true;
+  spec.routing.routed_scaling_factor = 3.0;
+  return spec;
+}
+MoeLayerSpec with_zero_experts() {
+  MoeLayerSpec spec = small_spec();
+  spec.routing.method = RoutingMethod::kZeroExpert;
+  spec.routing.has_correction_bias = true;
+  spec.routing.num_zero_experts = 3;
+  spec.routing.top_k = 3;
+  spec.shared.intermediate_size = 16;
+  return spec;
+}
+
 void add_transports(std::vector<RankCombo>& all, RankCombo c) {
   const bool rows_differ = c.dp * c.pcp > 1 || c.sp;
   std::vector<RankTransport> transports = {RankTransport::kAuto};
@@ -94,6 +125,13 @@ void add_transports(std::vector<RankCombo>& all, RankCombo c) {
 }
 
 }  // namespace
+
+std::vector<Feature> rank_specs() {
+  return {{"deepseek", deepseek},
+          {"llama", llama},
+          {"biased", biased},
+          {"zero experts", with_zero_experts}};
+}
 
 std::string RankCombo::name() const {
   return fmt::format("tp{}_pcp{}_dp{}_{}{}_{}_{}_{}", tp, pcp, dp, ep ? "ep" : "slices",

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "layer/layer_case.h"
+#include "layer/layer_specs.h"
 #include "moesaic/communicator.h"
 
 namespace moesaic::test {
@@ -26,6 +27,10 @@ struct RankCombo {
 // All that are legal for so many ranks, with every transport, placement and reduction; pcp of 1 and
 // of everything that divides what dp leaves.
 std::vector<RankCombo> rank_combos(int ranks);
+
+// DeepSeek-V3, Llama 4, biases with a scaled output, identity experts; all but the third with a
+// shared expert.
+std::vector<Feature> rank_specs();
 
 // Makes a layer whose options have parallel, communicator, transport and reduction set.
 using MakeRankLayer = std::function<Result<FusedMoE>(const FusedMoE::Options&)>;

@@ -18,40 +18,6 @@ using test::expect_refusal;
 using test::RankCombo;
 using test::RankProblem;
 
-MoeLayerSpec deepseek_like() {
-  MoeLayerSpec spec = test::deepseek_like();
-  spec.num_experts = spec.routing.num_experts = 12;
-  spec.routing.top_k = 4;
-  return spec;
-}
-
-MoeLayerSpec llama_like() {
-  MoeLayerSpec spec = test::llama4_like();
-  spec.shared.intermediate_size = 32;
-  spec.shared.gated_output = true;
-  return spec;
-}
-
-MoeLayerSpec biased() {
-  MoeLayerSpec spec = test::small_spec();
-  spec.has_router_bias = spec.has_expert_bias = true;
-  spec.routing.method = RoutingMethod::kTopKSoftmax;
-  spec.activation = make_activation("swigluoai").value();
-  spec.routing.scale_on_output = true;
-  spec.routing.routed_scaling_factor = 3.0;
-  return spec;
-}
-
-MoeLayerSpec with_zero_experts() {
-  MoeLayerSpec spec = test::small_spec();
-  spec.routing.method = RoutingMethod::kZeroExpert;
-  spec.routing.has_correction_bias = true;
-  spec.routing.num_zero_experts = 3;
-  spec.routing.top_k = 3;
-  spec.shared.intermediate_size = 16;
-  return spec;
-}
-
 RankProblem problem_of(const test::LayerTensors& tensors, std::int64_t tokens,
                        const std::string& quant = "as-is") {
   RankProblem p;
@@ -65,21 +31,19 @@ RankProblem problem_of(const test::LayerTensors& tensors, std::int64_t tokens,
 }
 
 TEST(RankedLayer, EveryCombinationOfFourRanksEqualsOneRank) {
-  for (const auto& [name, spec] :
-       {std::pair{"deepseek", deepseek_like()}, std::pair{"llama", llama_like()},
-        std::pair{"biased", biased()}, std::pair{"zero experts", with_zero_experts()}}) {
-    const test::LayerTensors tensors = test::make_tensors(41, spec);
+  for (const test::Feature& f : test::rank_specs()) {
+    const test::LayerTensors tensors = test::make_tensors(41, f.spec());
     const RankProblem problem = problem_of(tensors, 19);
     for (const RankCombo& combo : test::rank_combos(4)) {
       const auto tokens = test::uneven_tokens(5, 19, combo.dp * combo.pcp);
       const std::string wrong = test::run_ranks(problem, combo, tokens);
-      EXPECT_EQ(wrong, "") << name << " " << combo.name();
+      EXPECT_EQ(wrong, "") << f.name << " " << combo.name();
     }
   }
 }
 
 TEST(RankedLayer, EveryCombinationOfTwoAndThreeRanksEqualsOneRank) {
-  MoeLayerSpec spec = deepseek_like();
+  MoeLayerSpec spec = test::rank_specs().front().spec();
   spec.intermediate_size = 36;
   const test::LayerTensors tensors = test::make_tensors(42, spec);
   const RankProblem problem = problem_of(tensors, 8, "f32");
@@ -267,7 +231,7 @@ TEST(RankedLayer, RefusesByName) {
 // Results on their way back in bf16: one more rounding of each partial sum, on every transport that
 // has some.
 TEST(RankedLayer, RoundedPartialSumsStayWithinTheirBound) {
-  const test::LayerTensors tensors = test::make_tensors(47, deepseek_like());
+  const test::LayerTensors tensors = test::make_tensors(47, test::rank_specs().front().spec());
   RankProblem problem = problem_of(tensors, 19, "f32");
   problem.options.combine_dtype = DType::kBF16;
   for (const RankTransport transport : {RankTransport::kAllToAll, RankTransport::kGather}) {
