@@ -26,24 +26,25 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
   RingPosition<L::kStages> ring;
   RingPosition<kItemSlots> slot;
   RingPosition<kIndexSlots> shared_index;
-  // The first CTA of a pair takes items for both. It cannot get far ahead: the stages that it fills
-  // are handed back by the consumers of both.
-  const auto take = [&]() -> std::uint32_t {
-    if (!kPaired) return atomicAdd(p.next_item, 1U) + workers;
-    static_assert(kIndexSlots > L::kStages + 1 || !kPaired);
-    const std::uint32_t at = sh.index_at(shared_index.slot);
-    const std::uint32_t bar = sh.index_full(shared_index.slot);
-    std::uint32_t i = 0;
-    if (cta == 0) {
-      i = atomicAdd(p.next_item, 1U) + workers;
-      ptx::store_remote_async(at, i, bar, 1);
-    } else {
-      ptx::mbarrier_arrive_expect(bar, 4);
-      ptx::mbarrier_wait(bar, shared_index.parity);
-      i = ptx::load_shared(at);
+  // Taking an item is asking for it, and later looking at what came back. The first CTA of a pair
+  // asks for both and passes the answer on. It cannot get far ahead: the stages that it fills are
+  // handed back by the consumers of both.
+  const auto ask = [&] { return cta == 0 ? ptx::increment(p.next_item) : 0; };
+  const auto take = [&](std::uint32_t i) {
+    if (kPaired) {
+      static_assert(kIndexSlots > L::kStages + 2 || !kPaired);
+      const std::uint32_t at = sh.index_at(shared_index.slot);
+      const std::uint32_t bar = sh.index_full(shared_index.slot);
+      if (cta == 0) {
+        ptx::store_remote_async(at, i, bar, 1);
+      } else {
+        ptx::mbarrier_arrive_expect(bar, 4);
+        ptx::mbarrier_wait(bar, shared_index.parity);
+        i = ptx::load_shared(at);
+      }
+      shared_index.advance();
     }
-    shared_index.advance();
-    return i;
+    return i + workers;
   };
   const auto publish = [&](const Item& item) {
     ptx::mbarrier_wait(sh.item_empty(slot.slot), slot.parity ^ 1);
@@ -52,12 +53,18 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
     slot.advance();
   };
   const Item end = {-1, 0, 0, 0, 0};
-  const auto decode = [&](std::uint32_t i) {
-    return i < total ? decode_item<kMaxColumns, kPaired>(p, i, items1, cta) : end;
+  const auto look_up = [&](std::uint32_t i) {
+    return i < total ? find_record(p, i, items1) : GroupRecord{};
   };
-  // An item is taken when the weights of the one before have all been asked for: late enough that
-  // the last items go to whoever is free, early enough that the ring covers the look-up.
-  Item item = decode(index);
+  const auto decode = [&](std::uint32_t i, const GroupRecord& record) {
+    return i < total ? decode_item<kMaxColumns, kPaired>(p, i, items1, cta, record) : end;
+  };
+  // An item is taken when the weights of the one before have nearly all been asked for: late enough
+  // that the last items go to whoever is free, and for many tokens early enough that the two round
+  // trips to memory pass while the last stages become free.
+  constexpr int kAhead = kMaxColumns <= 64 ? 0 : 1;
+  GroupRecord record = look_up(index);
+  Item item = decode(index, record);
   publish(item);
   while (item.band >= 0) {
     const bool second = item.band >= p.bands1;
@@ -68,26 +75,34 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
     const std::int64_t first = (static_cast<std::int64_t>(item.expert) * bands + band) * chunks;
     const std::byte* src = (second ? p.w2 : p.w13) + first * kBandImageBytes;
     const float* scale = (second ? p.w2_scale : p.w13_scale) + first * 4;
-    for (int c = 0; c < chunks; ++c) {
-      ptx::mbarrier_wait(sh.empty(ring.slot), ring.parity ^ 1);
-      const std::uint32_t bar = sh.full(ring.slot);
-      const std::uint32_t bytes = static_cast<std::uint32_t>(slabs * kSlabBytes);
-      ptx::mbarrier_arrive_expect(bar, bytes + (L::kScaled ? 16 : 0));
-      if (kPaired) {
-        if (static_cast<int>(cta) < slabs) {
-          ptx::bulk_load_multicast(sh.weights(ring.slot) + cta * kSlabBytes, src + cta * kSlabBytes,
-                                   kSlabBytes, bar, 3, policy);
+    const auto stream = [&](int count) {
+#pragma unroll 1
+      for (int c = 0; c < count; ++c) {
+        ptx::mbarrier_wait(sh.empty(ring.slot), ring.parity ^ 1);
+        const std::uint32_t bar = sh.full(ring.slot);
+        const std::uint32_t bytes = static_cast<std::uint32_t>(slabs * kSlabBytes);
+        ptx::mbarrier_arrive_expect(bar, bytes + (L::kScaled ? 16 : 0));
+        if (kPaired) {
+          if (static_cast<int>(cta) < slabs) {
+            ptx::bulk_load_multicast(sh.weights(ring.slot) + cta * kSlabBytes,
+                                     src + cta * kSlabBytes, kSlabBytes, bar, 3, policy);
+          }
+        } else {
+          ptx::bulk_load(sh.weights(ring.slot), src, bytes, bar, policy);
         }
-      } else {
-        ptx::bulk_load(sh.weights(ring.slot), src, bytes, bar, policy);
+        if (L::kScaled) ptx::bulk_load(sh.scales(ring.slot), scale, 16, bar, policy);
+        src += kBandImageBytes;
+        scale += 4;
+        ring.advance();
       }
-      if (L::kScaled) ptx::bulk_load(sh.scales(ring.slot), scale, 16, bar, policy);
-      src += kBandImageBytes;
-      scale += 4;
-      ring.advance();
-    }
-    index = take();
-    item = decode(index);
+    };
+    stream(max(chunks - 2 * kAhead, 0));
+    const std::uint32_t asked = ask();
+    stream(min(kAhead, max(chunks - kAhead, 0)));
+    index = take(asked);
+    record = look_up(index);
+    stream(min(kAhead, chunks));
+    item = decode(index, record);
     publish(item);
   }
 }

@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "numerics/float_codec.h"
@@ -270,8 +271,10 @@ TEST(CudaExpertsBound, RouterWeightOnInputAndPowerOfTwoScales) {
 TEST(CudaExperts, TokenAloneEqualsTokenInBatchByBits) {
   REQUIRE_HOPPER();
   for (const char* quant : {"bf16", "fp8-block"}) {
-    for (const std::int64_t tokens : {5, 60, 200, 900}) {
-      const MoeProblem p = problem_of(quant, "silu", 384, 384, 6, 2);
+    // Full groups have an activation of their own where there are no biases, limits or constants.
+    for (const auto& [tokens, activation] : std::vector<std::pair<std::int64_t, const char*>>{
+             {5, "silu"}, {60, "silu"}, {200, "silu"}, {900, "silu"}, {900, "swigluoai"}}) {
+      const MoeProblem p = problem_of(quant, activation, 384, 384, 6, 2);
       const StandardCase c = test::make_case(51, p, tokens, DType::kBF16);
       const Tensor batch = run_cuda(c);
       for (const std::int64_t t : {std::int64_t{0}, tokens / 2, tokens - 1}) {
@@ -281,7 +284,7 @@ TEST(CudaExperts, TokenAloneEqualsTokenInBatchByBits) {
         std::memcpy(one.routing.weights.data(), c.routing.weights.data() + t * 8, 8);
         const Tensor alone = run_cuda(one);
         EXPECT_EQ(std::memcmp(alone.data(), batch.data() + t * 384 * 4, 384 * 4), 0)
-            << quant << " token " << t << " of " << tokens;
+            << quant << ' ' << activation << " token " << t << " of " << tokens;
       }
     }
   }
