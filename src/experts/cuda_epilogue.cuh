@@ -10,12 +10,58 @@
 #include "cuda/ptx/sync.cuh"
 #include "cuda/ptx/wgmma_shapes.cuh"
 #include "experts/cuda_activation.cuh"
-#include "experts/cuda_grouped.h"
+#include "experts/cuda_grouped_layout.cuh"
 #include "quant/cuda_fp8.cuh"
 
 namespace moesaic::cuda {
 
-inline constexpr int kRequantBarrier = 1;  // named barrier of both consumer groups
+inline constexpr int kRequantBarrier = 1;  // named barrier of all consumer threads of the CTA
+
+// How the eight warps that hold one requantisation group tell each other the largest magnitudes of
+// its columns: through the CTA's shared memory, or (split) through that of both CTAs of a cluster.
+template <bool kSplit>
+struct AmaxExchange {
+  float* amax;    // [8 warps][columns]
+  float2* scale;  // [requantisation groups of the CTA][columns]: scale and reciprocal
+  std::uint32_t address = 0, bar = 0,
+                parity = 0;  // split: of amax, its barrier and that one's phase
+
+  // Split builds alternate between two buffers: a CTA can be one item ahead of the other.
+  template <class Shared>
+  __device__ __forceinline__ AmaxExchange(const Shared& sh, RingPosition<2>& position) {
+    constexpr int kWords = Shared::L::kAmaxWords;
+    amax = sh.amax() + (kSplit ? position.slot * kWords : 0);
+    scale = reinterpret_cast<float2*>(sh.amax() + (kSplit ? 2 : 1) * kWords);
+    if constexpr (kSplit) {
+      address = ptx::shared_address(amax);
+      bar = sh.amax_full(position.slot);
+      parity = position.parity;
+      position.advance();
+    }
+  }
+  __device__ __forceinline__ void tell(int at, float m) const {
+    if constexpr (kSplit) {
+#pragma unroll
+      for (std::uint32_t cta = 0; cta < 2; ++cta) {
+        ptx::store_remote_async(address + static_cast<std::uint32_t>(at) * 4, __float_as_uint(m),
+                                bar, cta);
+      }
+    } else {
+      amax[at] = m;
+    }
+  }
+  // All warps have told theirs of `columns` columns. Split: seen by the first `columns` threads.
+  __device__ __forceinline__ void wait(int thread, int columns) const {
+    if constexpr (kSplit) {
+      if (thread == 0) {
+        ptx::mbarrier_arrive_expect(bar, static_cast<std::uint32_t>(8 * columns) * 4);
+      }
+      if (thread < columns) ptx::mbarrier_wait(bar, parity);
+    } else {
+      ptx::named_barrier_sync(kRequantBarrier, 256);
+    }
+  }
+};
 
 // GEMM2: y2[pair][256 band + 128 group + 32 warp + 4 g + {0..3}] = bf16(factor * (acc + bias)).
 template <int kColumns>
@@ -51,15 +97,15 @@ __device__ __forceinline__ void store_weighted(const GroupedParams& p, int exper
 
 // GEMM1: activation, rounding to bf16 and, for fp8, quantisation per row and 128 channels. The
 // consumer groups hold one 128-channel group together (gated) or one each (plain).
-template <class Operand, EpilogueKind kEpilogue, int kColumns>
+template <class Operand, EpilogueKind kEpilogue, int kColumns, bool kSplit>
 __device__ __forceinline__ void store_activated(const GroupedParams& p, int expert, int band,
-                                                int first_row, int rows, int group, int warp,
-                                                int lane, float* amax_buffer,
+                                                int first_row, int rows, int group, int quarter,
+                                                int lane, const AmaxExchange<kSplit>& exchange,
                                                 float (&acc)[2][kColumns / 2]) {
   constexpr bool kGated = kEpilogue != EpilogueKind::kPlain;
   constexpr bool kScaled = std::is_same_v<Operand, ptx::E4M3>;
+  static_assert(kGated || !kSplit);
   const int g = lane >> 2, t = lane & 3;
-  const int quarter = warp & 3;
   // First of this thread's neighbouring channels: two (gated) or four.
   const int channel = kGated ? band * 128 + group * 64 + quarter * 16 + g * 2
                              : band * 256 + group * 128 + quarter * 32 + g * 4;
@@ -124,8 +170,7 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
     return;
   } else {
     // Largest magnitude of each column over the group's channels. fmaxf drops NaN, as the CPU does.
-    float* amax = amax_buffer;                                              // [8 warps][columns]
-    float2* scale = reinterpret_cast<float2*>(amax_buffer + 8 * kColumns);  // scale and reciprocal
+    float2* scale = exchange.scale;
     constexpr int kGroups = kGated ? 1 : 2;
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
@@ -138,24 +183,26 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
         m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 4));
         m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 8));
         m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 16));
-        if (g == 0) amax[warp * kColumns + 8 * j + 2 * t + i] = m;
+        if (g == 0) exchange.tell((group * 4 + quarter) * kColumns + 8 * j + 2 * t + i, m);
       }
     }
-    ptx::named_barrier_sync(kRequantBarrier, 256);
-    const int thread = warp * 32 + lane;
+    const int thread = static_cast<int>(threadIdx.x);
+    exchange.wait(thread, kColumns);
     if (thread < kColumns * kGroups) {
       const int column = thread % kColumns, which = thread / kColumns;
       float m = 0.0F;
 #pragma unroll
-      for (int w = 0; w < 8 / kGroups; ++w) m = fmaxf(m, amax[(which * 4 + w) * kColumns + column]);
+      for (int w = 0; w < 8 / kGroups; ++w) {
+        m = fmaxf(m, exchange.amax[(which * 4 + w) * kColumns + column]);
+      }
       const float s = fp8_scale(m, p.power_of_two_scales);
       scale[which * kColumns + column] = make_float2(s, 1.0F / s);
       const int scale_group = kGated ? band : band * 2 + which;
-      if (column < rows && scale_group < p.chunks2) {
+      if (column < rows && scale_group < p.chunks2 && (!kSplit || group == 0)) {
         p.inner_scale[scale_group * p.inner_scale_stride + first_row + column] = s;
       }
     }
-    ptx::named_barrier_sync(kRequantBarrier, 256);
+    ptx::named_barrier_sync(kRequantBarrier, kSplit ? 128 : 256);
     if constexpr (!kGated) scale += group * kColumns;
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {

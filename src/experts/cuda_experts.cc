@@ -29,6 +29,11 @@ struct CudaExperts::Impl {
                 const Allocation& scale_staging, std::byte* image, float* image_scale) const;
   Status upload_bias(const ConstTensorView& bias, float* to, std::int64_t count,
                      std::vector<float>& row) const;
+  QuantRowsParams quant_params(const CudaExpertsArgs& a, const ExpertsWorkspace& w) const;
+  GroupedVariant variant(std::int64_t tokens, std::int64_t top_k) const {
+    return choose_grouped(plan.format, plan.epilogue, tokens, top_k, problem.num_experts,
+                          plan.w13.bands());
+  }
 };
 
 Status CudaExperts::Impl::upload(const RepackShape& shape, const ConstTensorView& weight,
@@ -197,6 +202,38 @@ Status check_args(const MoeProblem& problem, const ExpertsPlan& plan, const Cuda
 
 }  // namespace
 
+QuantRowsParams CudaExperts::Impl::quant_params(const CudaExpertsArgs& a,
+                                                const ExpertsWorkspace& w) const {
+  QuantRowsParams q;
+  q.x = static_cast<const std::uint16_t*>(a.hidden_states);
+  q.weights = plan.weight_on_input ? a.topk_weights : nullptr;
+  q.tokens = a.tokens;
+  q.columns = problem.hidden_size;
+  q.power_of_two_scales = plan.power_of_two_scales;
+  q.fp8 = plan.format == GroupedFormat::kFp8Block;
+  q.q = w.rows;
+  q.scale = w.row_scale;
+  q.scale_stride = w.row_scale_stride;
+  return q;
+}
+
+std::optional<ExpertChores> CudaExperts::chores(const CudaExpertsArgs& a) const {
+  const ExpertsPlan& plan = impl_->plan;
+  MoeProblem problem = impl_->problem;
+  if (a.top_k > 0) problem.top_k = a.top_k;
+  const std::int64_t pairs = a.tokens * problem.top_k;
+  if (a.tokens < 1 || pairs > kListPairs || plan.weight_on_input) return std::nullopt;
+  if (impl_->variant(a.tokens, problem.top_k).max_columns > kListColumns) return std::nullopt;
+  Arena arena({static_cast<std::byte*>(a.workspace), static_cast<std::size_t>(a.workspace_bytes)});
+  const ExpertsWorkspace w = ExpertsWorkspace::carve(problem, plan, a.tokens, arena);
+  if (!arena.status().ok()) return std::nullopt;  // enqueue says why
+  ExpertChores chores;
+  if (plan.makes_rows() && a.hidden_scale == nullptr) chores.quant = impl_->quant_params(a, w);
+  chores.zero = w.control;
+  chores.zero_words = w.counter_words;
+  return chores;
+}
+
 Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   const ExpertsPlan& plan = impl_->plan;
   MOESAIC_RETURN_IF_ERROR(check_args(impl_->problem, plan, a));
@@ -210,19 +247,8 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   MOESAIC_RETURN_IF_ERROR(scope.status());
 
   const auto pairs = static_cast<std::int32_t>(a.tokens * problem.top_k);
-  QuantRowsParams q;
-  q.x = static_cast<const std::uint16_t*>(a.hidden_states);
-  q.weights = plan.weight_on_input ? a.topk_weights : nullptr;
-  q.tokens = a.tokens;
-  q.columns = problem.hidden_size;
-  q.power_of_two_scales = plan.power_of_two_scales;
-  q.fp8 = plan.format == GroupedFormat::kFp8Block;
-  q.q = w.rows;
-  q.scale = w.row_scale;
-  q.scale_stride = w.row_scale_stride;
-
-  const GroupedVariant variant =
-      choose_grouped(plan.format, plan.epilogue, a.tokens, problem.top_k, problem.num_experts);
+  const QuantRowsParams q = impl_->quant_params(a, w);
+  const GroupedVariant variant = impl_->variant(a.tokens, problem.top_k);
   AlignParams align;
   align.topk_ids = a.topk_ids;
   align.topk_weights = a.topk_weights;
@@ -241,10 +267,12 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   align.num_groups = w.control + 1;
   align.block_counts = w.block_counts;
   align.band_done = w.band_done;
-  align.bands = static_cast<std::int32_t>(plan.w2.bands());
+  align.bands = static_cast<std::int32_t>(2 * plan.w2.bands());
   const bool makes_rows = plan.makes_rows() && a.hidden_scale == nullptr;
-  MOESAIC_RETURN_IF_ERROR(
-      check_call("align and quantize", launch_align(align, makes_rows ? &q : nullptr, stream)));
+  if (!a.chores_done) {
+    MOESAIC_RETURN_IF_ERROR(
+        check_call("align and quantize", launch_align(align, makes_rows ? &q : nullptr, stream)));
+  }
 
   CombineParams c;
   c.y2 = a.slot_rows != nullptr ? static_cast<std::uint16_t*>(a.slot_rows) : w.y2;
@@ -276,6 +304,11 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   g.next_item = w.control;
   g.num_groups = w.control + 1;
   g.group_done = w.group_done;
+  if (a.chores_done) {
+    g.list_pairs = pairs;
+    g.list_source = {a.topk_ids, a.topk_weights, a.expert_map, align.num_experts,
+                     align.num_local_experts};
+  }
   g.fold_combine =
       a.slot_rows == nullptr && a.tokens <= kFoldCombineTokens && variant.max_columns <= 64;
   g.combine = c;

@@ -4,10 +4,12 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string_view>
 
 #include "moesaic/experts.h"
 #include "moesaic/status.h"
+#include "quant/cuda_quant_rows.h"
 
 namespace moesaic::cuda {
 
@@ -33,6 +35,8 @@ struct CudaExpertsArgs {
   DType output_dtype = DType::kBF16;  // BF16 or F32
   void* workspace = nullptr;          // 256-byte aligned, >= workspace_size(M)
   std::int64_t workspace_bytes = 0;
+  // The chores of this call are done (CudaExperts::chores): a kernel less here.
+  bool chores_done = false;
 };
 
 // Computes what ref_experts.h defines for the schemes bf16 and fp8-block with bf16 activations,
@@ -67,6 +71,11 @@ class CudaExperts {
   // captured graph replays with other ids and weights. May be called from several threads with
   // distinct workspaces. kDevice when a launch fails.
   Status enqueue(void* stream, const CudaExpertsArgs& args) const;
+  // Few pairs: what of a call does not depend on its routing, so that a kernel in front of enqueue
+  // can do it beside its own work; then enqueue must be told. Of `args` only tokens, top_k,
+  // hidden_states, hidden_scale and workspace are read. Empty where that does not apply; the bits
+  // of the result are the same.
+  std::optional<ExpertChores> chores(const CudaExpertsArgs& args) const;
 
  private:
   struct Impl;

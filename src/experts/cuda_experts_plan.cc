@@ -29,10 +29,13 @@ ExpertsWorkspace ExpertsWorkspace::carve(const MoeProblem& problem, const Expert
   const std::int64_t pairs = tokens * problem.top_k;
   const std::int64_t local = problem.num_local_experts;
   // The narrowest group makes the most records.
-  w.max_groups = max_group_records(pairs, local, 32);
+  w.max_groups = max_group_records(pairs, local, kSplitColumns);
   w.control = arena.take<std::uint32_t>(2);
   w.group_done = arena.take<std::uint32_t>(w.max_groups);
-  w.band_done = arena.take<std::uint32_t>(plan.w2.bands());
+  w.band_done = arena.take<std::uint32_t>(2 * plan.w2.bands());
+  if (w.band_done != nullptr) {
+    w.counter_words = static_cast<std::int32_t>(w.band_done - w.control + 2 * plan.w2.bands());
+  }
   w.groups = arena.take<GroupRecord>(w.max_groups);
   w.pair_of_row = arena.take<std::int32_t>(pairs);
   w.row_of_pair = arena.take<std::int32_t>(pairs);

@@ -31,6 +31,7 @@ struct ExpertsWorkspace {
   std::uint32_t* control = nullptr;  // next item, number of groups
   std::uint32_t* group_done = nullptr;
   std::uint32_t* band_done = nullptr;
+  std::int32_t counter_words = 0;  // from control to the end of band_done
   GroupRecord* groups = nullptr;
   std::int32_t* pair_of_row = nullptr;
   std::int32_t* row_of_pair = nullptr;

@@ -25,6 +25,9 @@ inline constexpr int kBandRows = 256;                   // weight rows of one it
 inline constexpr int kChunkBytes = 128;                 // K bytes of one pipeline stage
 inline constexpr int kSlabBytes = 128 * kChunkBytes;    // 128 rows of a chunk: one consumer group
 inline constexpr int kBandImageBytes = 2 * kSlabBytes;  // one stage of weights
+// Builds of at most so many tokens per item halve a band between two CTAs: few items are then twice
+// as many multiprocessors, each of which takes in about 50 GB/s.
+inline constexpr int kSplitColumns = 16;
 
 enum class GroupedFormat : std::uint8_t { kFp8Block, kBf16 };
 
@@ -33,6 +36,16 @@ enum class EpilogueKind : std::uint8_t {
   kSwiglu,   // (clamp(u) + beta) * g * sigmoid(alpha * g), g limited from above: silu and swigluoai
   kGeneral,  // any other gated kind
   kPlain,    // not gated
+};
+
+// Up to so many pairs a warp makes the work list, a lane per pair, in builds of so many columns.
+inline constexpr int kListPairs = 32, kListColumns = 32;
+// What a work list is made of; see AlignParams.
+struct ListSource {
+  const std::int32_t* topk_ids = nullptr;
+  const float* topk_weights = nullptr;
+  const std::int32_t* expert_map = nullptr;
+  std::int32_t num_experts = 0, num_local_experts = 0;
 };
 
 struct GroupedParams {
@@ -59,6 +72,11 @@ struct GroupedParams {
   std::uint32_t* next_item = nullptr;    // zero at launch
   const std::uint32_t* num_groups = nullptr;
   std::uint32_t* group_done = nullptr;  // [groups], zero at launch
+  // Few pairs: every CTA makes the list itself, in shared memory, and the list above (except
+  // next_item and group_done) and combine.row_of_pair are not read. Builds of at most
+  // kListColumns, list_pairs at most kListPairs; 0: the list is in memory.
+  std::int32_t list_pairs = 0;
+  ListSource list_source;
   std::int32_t top_k = 1;
   std::int32_t hidden = 0, intermediate = 0;  // elements
   std::int32_t bands1 = 0, bands2 = 0;
@@ -69,7 +87,7 @@ struct GroupedParams {
   // saves a kernel. Arrival order does not enter the sums.
   bool fold_combine = false;
   CombineParams combine;
-  std::uint32_t* band_done = nullptr;  // [bands2], zero at launch
+  std::uint32_t* band_done = nullptr;  // [2 bands2], zero at launch
   bool power_of_two_scales = false;
   int activation_kind = 0;  // ActivationKind, for kGeneral and kPlain
   float limit = 0, alpha = 1, beta = 0, up_limit = 0;
@@ -80,7 +98,7 @@ struct GroupedParams {
 struct GroupedVariant {
   GroupedFormat format = GroupedFormat::kFp8Block;
   EpilogueKind epilogue = EpilogueKind::kSwiglu;
-  int max_columns = 64;  // 32, 64 or 128 tokens per item
+  int max_columns = 64;  // 16, 32, 64 or 128 tokens per item; 16: bands are halved
   bool paired = false;   // two CTAs work on two groups of one band and share its weights
 };
 
@@ -93,10 +111,10 @@ constexpr std::int32_t rows_per_record(const GroupedVariant& v) {
   return v.max_columns * (v.paired ? 2 : 1);
 }
 
-// The build for `tokens` tokens of `top_k` experts each out of `experts`: wider groups where
-// experts have more rows. Every choice gives the same bits.
+// The build for `tokens` tokens of `top_k` experts each out of `experts` with `bands` bands of w13:
+// wider groups where experts have more rows. Every choice gives the same bits.
 GroupedVariant choose_grouped(GroupedFormat format, EpilogueKind epilogue, std::int64_t tokens,
-                              std::int64_t top_k, std::int64_t experts);
+                              std::int64_t top_k, std::int64_t experts, std::int64_t bands);
 
 // Launches on `stream` (a cudaStream_t) with one CTA per multiprocessor, after the kernels before
 // it (programmatic dependent launch). Returns a cudaError_t value, 0 for success.

@@ -25,8 +25,8 @@ __device__ __forceinline__ void multiply(const Shared<Operand, kMaxColumns, kPai
   using Mma = ptx::Wgmma<Operand, kColumns>;
   constexpr std::uint32_t kBlockStep = 8192 >> 4;  // 64 rows of A
   StageReader<Operand, kMaxColumns, kPaired> stage{sh, ring, lane};
-  const std::uint32_t weights =
-      ptx::wgmma_tile(sh.weights(0) + static_cast<std::uint32_t>(group) * kSlabBytes);
+  const std::uint32_t weights = ptx::wgmma_tile(
+      sh.weights(0) + static_cast<std::uint32_t>(L::kSplit ? 0 : group) * kSlabBytes);
   const std::uint32_t tokens = ptx::wgmma_tile(sh.tokens(0));
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
@@ -84,31 +84,38 @@ __device__ __forceinline__ void multiply(const Shared<Operand, kMaxColumns, kPai
   }
 }
 
-// The 256 consumer threads, after the stores of a GEMM2 item: the last item of a band sums the
-// band's columns of every token.
+// The consumer threads, after the stores of a GEMM2 item: the last item of a band (split builds: of
+// a slab) sums its columns of every token.
 template <class Operand, int kMaxColumns, bool kPaired>
 __device__ __forceinline__ void combine_band(const GroupedParams& p,
                                              const Shared<Operand, kMaxColumns, kPaired>& sh,
-                                             int band) {
+                                             int band, int group) {
+  using L = Layout<Operand, kMaxColumns>;
+  constexpr int kThreads = L::kConsumerThreads;
+  constexpr int kRows = L::kSplit ? kBandRows / 2 : kBandRows;
+  constexpr int kTokenThreads = kRows / 8;
+  const int part = L::kSplit ? 2 * band + group : band;
   const int thread = static_cast<int>(threadIdx.x);
-  ptx::named_barrier_sync(kRequantBarrier, 256);
+  ptx::named_barrier_sync(kRequantBarrier, kThreads);
   if (thread == 0) {
-    *sh.flag() = ptx::add_acq_rel(p.band_done + band, 1) + 1 == *p.num_groups ? 1 : 0;
+    *sh.flag() = ptx::add_acq_rel(p.band_done + part, 1) + 1 == sh.num_groups(p) ? 1 : 0;
   }
-  ptx::named_barrier_sync(kRequantBarrier, 256);
+  ptx::named_barrier_sync(kRequantBarrier, kThreads);
   if (*sh.flag() == 0) return;
-  const std::int64_t column = static_cast<std::int64_t>(band) * kBandRows + thread % 32 * 8;
+  const std::int64_t column = static_cast<std::int64_t>(part) * kRows + thread % kTokenThreads * 8;
   if (column >= p.hidden) return;
-  for (std::int64_t t = thread / 32; t < p.combine.tokens; t += 8)
-    combine_columns(p.combine, t, column);
+  const CombineParams c = sh.combine(p);
+  for (std::int64_t t = thread / kTokenThreads; t < c.tokens; t += kThreads / kTokenThreads)
+    combine_columns(c, t, column);
 }
 
 template <class Operand, int kMaxColumns, EpilogueKind kEpilogue, bool kPaired, int kColumns>
 __device__ __forceinline__ void consume_item(
     const GroupedParams& p, const Shared<Operand, kMaxColumns, kPaired>& sh,
-    RingPosition<Layout<Operand, kMaxColumns>::kStages>& ring,
+    RingPosition<Layout<Operand, kMaxColumns>::kStages>& ring, RingPosition<2>& exchange,
     const ItemReader<Shared<Operand, kMaxColumns, kPaired>>& items, Item item, int group, int warp,
     int lane) {
+  using L = Layout<Operand, kMaxColumns>;
   const bool second = item.band >= p.bands1;
   constexpr int kLists = (kColumns + 31) / 32;
   float acc[2][kColumns / 2];
@@ -116,25 +123,28 @@ __device__ __forceinline__ void consume_item(
     // Destination and factor of column `lane + 32 i`, asked for early.
     std::int32_t pair[kLists];
     float factor[kLists];
+    const std::int32_t* const pair_of_row = sh.pair_of_row(p);
+    const float* const weight_of_row = sh.weight_of_row(p);
 #pragma unroll
     for (int i = 0; i < kLists; ++i) {
       const int column = lane + 32 * i;
       const bool valid = column < item.rows;
-      pair[i] = valid ? p.pair_of_row[item.first_row + column] : -1;
-      factor[i] =
-          valid && p.weight_of_row != nullptr ? p.weight_of_row[item.first_row + column] : 1.0F;
+      pair[i] = valid ? pair_of_row[item.first_row + column] : -1;
+      factor[i] = valid && weight_of_row != nullptr ? weight_of_row[item.first_row + column] : 1.0F;
     }
     multiply<Operand, kMaxColumns, kPaired, kColumns>(sh, ring, p.chunks2, group, lane, false, acc);
     item = items.read_last(lane);
     store_weighted<kColumns>(p, item.expert, item.band - p.bands1, group, warp & 3, lane, pair,
                              factor, acc);
-    if (!kPaired && kMaxColumns <= 64 && p.fold_combine) combine_band(p, sh, item.band - p.bands1);
+    if (!kPaired && kMaxColumns <= 64 && p.fold_combine)
+      combine_band(p, sh, item.band - p.bands1, group);
   } else {
     multiply<Operand, kMaxColumns, kPaired, kColumns>(sh, ring, p.chunks1, group, lane,
                                                       kEpilogue != EpilogueKind::kPlain, acc);
     item = items.read_last(lane);
+    const AmaxExchange<L::kSplit> amax(sh, exchange);
     store_activated<Operand, kEpilogue, kColumns>(p, item.expert, item.band, item.first_row,
-                                                  item.rows, group, warp, lane, sh.amax(), acc);
+                                                  item.rows, group, warp & 3, lane, amax, acc);
     __syncwarp();
     if (lane == 0) ptx::add_release(p.group_done + item.group, 1);
   }
@@ -144,16 +154,21 @@ template <class Operand, int kMaxColumns, EpilogueKind kEpilogue, bool kPaired>
 __device__ __forceinline__ void consume(const GroupedParams& p,
                                         const Shared<Operand, kMaxColumns, kPaired>& sh, int warp,
                                         int lane) {
-  RingPosition<Layout<Operand, kMaxColumns>::kStages> ring;
+  using L = Layout<Operand, kMaxColumns>;
+  RingPosition<L::kStages> ring;
+  RingPosition<2> exchange;
   std::uint32_t taken = 0;
   // Lane 0's: so the compiler sees that the warp agrees.
-  const int group = __shfl_sync(0xFFFFFFFFU, warp >> 2, 0);
-  if (!kPaired && kMaxColumns <= 64 && p.fold_combine && *p.num_groups == 0) {
+  const int group = __shfl_sync(
+      0xFFFFFFFFU, L::kSplit ? static_cast<int>(ptx::cluster_cta_rank()) : warp >> 2, 0);
+  if (!kPaired && kMaxColumns <= 64 && p.fold_combine && sh.num_groups(p) == 0) {
     // Nobody has work, but every output must be written.
     const std::int64_t vectors = p.hidden / 8;
-    for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * 256 + threadIdx.x;
-         i < p.combine.tokens * vectors; i += static_cast<std::int64_t>(gridDim.x) * 256) {
-      combine_columns(p.combine, i / vectors, i % vectors * 8);
+    constexpr int kThreads = L::kConsumerThreads;
+    const CombineParams combine = sh.combine(p);
+    for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+         i < combine.tokens * vectors; i += static_cast<std::int64_t>(gridDim.x) * kThreads) {
+      combine_columns(combine, i / vectors, i % vectors * 8);
     }
   }
   while (true) {
@@ -165,10 +180,15 @@ __device__ __forceinline__ void consume(const GroupedParams& p,
     if (item.band < 0) break;
     const auto with = [&](auto columns) {
       consume_item<Operand, kMaxColumns, kEpilogue, kPaired, decltype(columns)::value>(
-          p, sh, ring, items, item, group, warp, lane);
+          p, sh, ring, exchange, items, item, group, warp, lane);
     };
     // The fewest columns that hold the group; any choice gives the same bits.
-    if constexpr (kMaxColumns <= 32) {
+    if constexpr (L::kSplit) {
+      if (item.rows <= 8)
+        with(std::integral_constant<int, 8>{});
+      else
+        with(std::integral_constant<int, 16>{});
+    } else if constexpr (kMaxColumns <= 32) {
       if (item.rows <= 8)
         with(std::integral_constant<int, 8>{});
       else if (item.rows <= 16)

@@ -23,12 +23,13 @@ int launch_variant(const GroupedParams& params, int num_sms, void* stream) {
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim = {2, 1, 1};
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(kPaired ? num_sms / 2 * 2 : num_sms));
-  config.blockDim = dim3(kThreads);
+  constexpr bool kCluster = kPaired || L::kSplit;
+  config.gridDim = dim3(static_cast<unsigned>(kCluster ? num_sms / 2 * 2 : num_sms));
+  config.blockDim = dim3(L::kThreads);
   config.dynamicSmemBytes = L::kBytes;
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
-  config.numAttrs = kPaired ? 2 : 1;
+  config.numAttrs = kCluster ? 2 : 1;
   return static_cast<int>(cudaLaunchKernelEx(&config, kernel, params));
 }
 

@@ -10,9 +10,8 @@
 
 namespace moesaic::cuda {
 
-inline constexpr int kThreads = 384;
-inline constexpr int kConsumerWarps = 8;
 inline constexpr int kTokenWarps = 3;
+inline constexpr int kGroupWarps = 4;  // of a consumer warpgroup
 inline constexpr int kItemSlots = 4;
 inline constexpr int kIndexSlots = 8;  // more than the items that the stages in flight can span
 // Groups with more rows than this are computed with the tokens as the M operand.
@@ -25,26 +24,48 @@ struct Item {
   std::int32_t expert, first_row, rows, group;
 };
 
+// A work list in shared memory.
+struct SharedList {
+  GroupRecord groups[kListPairs];
+  std::int32_t pair_of_row[kListPairs];
+  float weight_of_row[kListPairs];
+  std::int32_t row_of_pair[kListPairs];
+  std::uint32_t num_groups;
+};
+
 template <class Operand, int kMaxColumns>
 struct Layout {
   static constexpr bool kScaled = std::is_same_v<Operand, ptx::E4M3>;
+  // The narrowest build: a band's two slabs go to the two CTAs of a cluster, one consumer group
+  // each.
+  static constexpr bool kSplit = kMaxColumns <= kSplitColumns;
+  static constexpr int kConsumerWarps = kSplit ? kGroupWarps : 2 * kGroupWarps;
+  static constexpr int kConsumerThreads = 32 * kConsumerWarps;
+  static constexpr int kThreads = kConsumerThreads + 32 * (1 + kTokenWarps);
   static constexpr int kTokenBytes = kMaxColumns * kChunkBytes;
-  static constexpr int kStageBytes = kBandImageBytes + kTokenBytes;
+  static constexpr int kWeightBytes = kSplit ? kSlabBytes : kBandImageBytes;
+  static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
   // Per stage beside the operands: four weight scales, then one scale per token.
   static constexpr int kScaleBytes = kScaled ? 16 + 4 * kMaxColumns : 0;
-  static constexpr int kAmaxBytes = kConsumerWarps * kMaxColumns * 4 + 16 * kMaxColumns;
+  // Largest magnitudes of both consumer groups' warps (twice where they come from two CTAs), then
+  // scales and reciprocals of two requantisation groups.
+  static constexpr int kAmaxWords = 2 * kGroupWarps * kMaxColumns;
+  static constexpr int kAmaxBytes = (kSplit ? 2 : 1) * kAmaxWords * 4 + 16 * kMaxColumns;
   static constexpr int kFixedBytes = 1024 /* alignment */ + kAmaxBytes + 512;
   // Few tokens: four stages stream as fast as six, and leave the kernels that follow the room to
   // start early (measured: the layer at M = 1 to 16 is 2 to 8 % faster).
-  static constexpr int kMostStages = kMaxColumns <= 32 ? 4 : 16;
+  static constexpr int kMostStages = kSplit ? 8 : kMaxColumns <= 32 ? 4 : 16;
   static constexpr int kFitting = (kSharedLimit - kFixedBytes) / (kStageBytes + kScaleBytes + 16);
   static constexpr int kStages = kFitting < kMostStages ? kFitting : kMostStages;
   static constexpr int kOffsetScale = kStages * kStageBytes;
   static constexpr int kOffsetAmax = kOffsetScale + kStages * kScaleBytes;
   static constexpr int kOffsetItems = kOffsetAmax + kAmaxBytes;
   static constexpr int kOffsetBars = (kOffsetItems + kItemSlots * 32 + 15) / 16 * 16;
-  static constexpr int kBars = 2 * kStages + 2 * kItemSlots + kIndexSlots;
-  static constexpr int kBytes = kOffsetBars + kBars * 8 + 1024;
+  static constexpr int kBars = 2 * kStages + 2 * kItemSlots + kIndexSlots + (kSplit ? 2 : 0);
+  static constexpr bool kMakesList = kMaxColumns <= kListColumns;
+  static constexpr int kOffsetList = (kOffsetBars + kBars * 8 + 15) / 16 * 16;
+  static constexpr int kListBytes = kMakesList ? static_cast<int>(sizeof(SharedList)) : 0;
+  static constexpr int kBytes = kOffsetList + kListBytes + 1024;
   // The launch gives every warpgroup 168 registers per thread; what producers give up is all that
   // consumers can gain.
   static constexpr int kConsumerRegisters = kMaxColumns > 64 ? 232 : 208;
@@ -74,7 +95,7 @@ struct Shared {
     return base + s * L::kStageBytes;
   }
   __device__ __forceinline__ std::uint32_t tokens(std::uint32_t s) const {
-    return weights(s) + kBandImageBytes;
+    return weights(s) + L::kWeightBytes;
   }
   __device__ __forceinline__ std::uint32_t scales(std::uint32_t s) const {
     return base + L::kOffsetScale + s * L::kScaleBytes;
@@ -116,14 +137,44 @@ struct Shared {
   __device__ __forceinline__ std::uint32_t index_full(std::uint32_t s) const {
     return bar(2 * L::kStages + 2 * kItemSlots + s);
   }
+  __device__ __forceinline__ SharedList* list() const {
+    return reinterpret_cast<SharedList*>(generic + L::kOffsetList);
+  }
+  // The work list, wherever it is.
+  static __device__ __forceinline__ bool has_list(const GroupedParams& p) {
+    return L::kMakesList && p.list_pairs > 0;
+  }
+  __device__ __forceinline__ const GroupRecord* groups(const GroupedParams& p) const {
+    return has_list(p) ? list()->groups : p.groups;
+  }
+  __device__ __forceinline__ std::uint32_t num_groups(const GroupedParams& p) const {
+    return has_list(p) ? list()->num_groups : *p.num_groups;
+  }
+  __device__ __forceinline__ const std::int32_t* pair_of_row(const GroupedParams& p) const {
+    return has_list(p) ? list()->pair_of_row : p.pair_of_row;
+  }
+  // Null: factor 1.
+  __device__ __forceinline__ const float* weight_of_row(const GroupedParams& p) const {
+    return has_list(p) ? list()->weight_of_row : p.weight_of_row;
+  }
+  __device__ __forceinline__ CombineParams combine(const GroupedParams& p) const {
+    CombineParams c = p.combine;
+    if (has_list(p)) c.row_of_pair = list()->row_of_pair;
+    return c;
+  }
+  // Split builds: the largest magnitudes from both CTAs are there.
+  __device__ __forceinline__ std::uint32_t amax_full(std::uint32_t s) const {
+    return bar(2 * L::kStages + 2 * kItemSlots + kIndexSlots + s);
+  }
 };
 
 // The record that item `index` belongs to.
-__device__ __forceinline__ GroupRecord find_record(const GroupedParams& p, std::uint32_t index,
+__device__ __forceinline__ GroupRecord find_record(const GroupedParams& p,
+                                                   const GroupRecord* groups, std::uint32_t index,
                                                    std::uint32_t items1) {
   const bool second = index >= items1;
-  return p.groups[(second ? index - items1 : index) /
-                  static_cast<std::uint32_t>(second ? p.bands2 : p.bands1)];
+  return groups[(second ? index - items1 : index) /
+                static_cast<std::uint32_t>(second ? p.bands2 : p.bands1)];
 }
 
 // Narrow builds split an expert's rows evenly, in multiples of eight, over the fewest groups that

@@ -16,12 +16,14 @@ template <class Operand, int kMaxColumns, bool kPaired>
 __device__ __forceinline__ void produce_weights(const GroupedParams& p,
                                                 const Shared<Operand, kMaxColumns, kPaired>& sh) {
   using L = Layout<Operand, kMaxColumns>;
-  const std::uint32_t groups = *p.num_groups;
-  const std::uint32_t items1 = groups * static_cast<std::uint32_t>(p.bands1);
-  const std::uint32_t total = items1 + groups * static_cast<std::uint32_t>(p.bands2);
-  const std::uint32_t cta = kPaired ? ptx::cluster_cta_rank() : 0;
-  const std::uint32_t workers = kPaired ? gridDim.x / 2 : gridDim.x;
-  std::uint32_t index = kPaired ? blockIdx.x / 2 : blockIdx.x;
+  const std::uint32_t num_groups = sh.num_groups(p);
+  const GroupRecord* const groups = sh.groups(p);
+  const std::uint32_t items1 = num_groups * static_cast<std::uint32_t>(p.bands1);
+  const std::uint32_t total = items1 + num_groups * static_cast<std::uint32_t>(p.bands2);
+  constexpr bool kCluster = kPaired || L::kSplit;
+  const std::uint32_t cta = kCluster ? ptx::cluster_cta_rank() : 0;
+  const std::uint32_t workers = kCluster ? gridDim.x / 2 : gridDim.x;
+  std::uint32_t index = kCluster ? blockIdx.x / 2 : blockIdx.x;
   const std::uint64_t policy = ptx::l2_evict_first_policy();
   RingPosition<L::kStages> ring;
   RingPosition<kItemSlots> slot;
@@ -29,7 +31,9 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
   // Taking an item is asking for it, and later looking at what came back. The first CTA of a pair
   // asks for both and passes the answer on. It cannot get far ahead: the stages that it fills are
   // handed back by the consumers of both.
-  const auto ask = [&] { return cta == 0 ? ptx::increment(p.next_item) : 0; };
+  // Split: in turn. Pairs without an item of GEMM1 would take too many of GEMM2's, whose weights
+  // they have no room for (measured: 3 us).
+  const auto ask = [&] { return L::kSplit ? index : cta == 0 ? ptx::increment(p.next_item) : 0; };
   const auto take = [&](std::uint32_t i) {
     if (kPaired) {
       static_assert(kIndexSlots > L::kStages + 2 || !kPaired);
@@ -46,7 +50,13 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
     }
     return i + workers;
   };
+  const auto slabs_of = [&](const Item& item) {
+    const bool second = item.band >= p.bands1;
+    return min(2, second ? p.slabs2 - 2 * (item.band - p.bands1) : p.slabs1 - 2 * item.band);
+  };
   const auto publish = [&](const Item& item) {
+    // Nothing for this CTA in a band of one slab.
+    if (L::kSplit && item.band >= 0 && static_cast<int>(cta) >= slabs_of(item)) return;
     ptx::mbarrier_wait(sh.item_empty(slot.slot), slot.parity ^ 1);
     sh.items()[slot.slot] = item;
     ptx::mbarrier_arrive(sh.item_full(slot.slot));
@@ -54,7 +64,7 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
   };
   const Item end = {-1, 0, 0, 0, 0};
   const auto look_up = [&](std::uint32_t i) {
-    return i < total ? find_record(p, i, items1) : GroupRecord{};
+    return i < total ? find_record(p, groups, i, items1) : GroupRecord{};
   };
   const auto decode = [&](std::uint32_t i, const GroupRecord& record) {
     return i < total ? decode_item<kMaxColumns, kPaired>(p, i, items1, cta, record) : end;
@@ -71,16 +81,19 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
     const int band = second ? item.band - p.bands1 : item.band;
     const int chunks = second ? p.chunks2 : p.chunks1;
     const int bands = second ? p.bands2 : p.bands1;
-    const int slabs = min(2, (second ? p.slabs2 : p.slabs1) - 2 * band);
+    const int slabs = slabs_of(item);
     const std::int64_t first = (static_cast<std::int64_t>(item.expert) * bands + band) * chunks;
     const std::byte* src = (second ? p.w2 : p.w13) + first * kBandImageBytes;
     const float* scale = (second ? p.w2_scale : p.w13_scale) + first * 4;
+    if (L::kSplit) src += cta * kSlabBytes;
+    const bool absent = L::kSplit && static_cast<int>(cta) >= slabs;
+    const int stages = absent ? 0 : chunks;
     const auto stream = [&](int count) {
 #pragma unroll 1
       for (int c = 0; c < count; ++c) {
         ptx::mbarrier_wait(sh.empty(ring.slot), ring.parity ^ 1);
         const std::uint32_t bar = sh.full(ring.slot);
-        const std::uint32_t bytes = static_cast<std::uint32_t>(slabs * kSlabBytes);
+        const auto bytes = static_cast<std::uint32_t>((L::kSplit ? 1 : slabs) * kSlabBytes);
         ptx::mbarrier_arrive_expect(bar, bytes + (L::kScaled ? 16 : 0));
         if (kPaired) {
           if (static_cast<int>(cta) < slabs) {
@@ -96,12 +109,12 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
         ring.advance();
       }
     };
-    stream(max(chunks - 2 * kAhead, 0));
+    stream(max(stages - 2 * kAhead, 0));
     const std::uint32_t asked = ask();
-    stream(min(kAhead, max(chunks - kAhead, 0)));
+    stream(min(kAhead, max(stages - kAhead, 0)));
     index = take(asked);
     record = look_up(index);
-    stream(min(kAhead, chunks));
+    stream(min(kAhead, stages));
     item = decode(index, record);
     publish(item);
   }
@@ -120,6 +133,7 @@ __device__ __forceinline__ void produce_tokens(const GroupedParams& p,
   constexpr int kPasses = (kMaxColumns + kRowsPerPass - 1) / kRowsPerPass;
   constexpr int kScalePasses = (4 * kPasses + 31) / 32;
   constexpr std::uint32_t kNoSource = 0xFFFFFFFFU;
+  const std::int32_t* const pair_of_row = sh.pair_of_row(p);
   RingPosition<L::kStages> ring;
   RingPosition<kItemSlots> slot;
   const int first = warp * 4 + (lane >> 3), piece = lane & 7;
@@ -137,8 +151,8 @@ __device__ __forceinline__ void produce_tokens(const GroupedParams& p,
     if (item.band < 0) break;
     const bool second = item.band >= p.bands1;
     if (second) {
-      const std::uint32_t needed =
-          static_cast<std::uint32_t>(p.bands1) * kConsumerWarps * (kPaired ? 2 : 1);
+      const auto needed = static_cast<std::uint32_t>(
+          L::kSplit ? p.slabs1 * kGroupWarps : p.bands1 * L::kConsumerWarps * (kPaired ? 2 : 1));
       std::uint32_t* const done = p.group_done + item.group;
       if (lane == 0) {
         while (ptx::load_acquire(done) < needed) __nanosleep(32);
@@ -147,7 +161,7 @@ __device__ __forceinline__ void produce_tokens(const GroupedParams& p,
     }
     const auto source_row = [&](int row) -> std::int32_t {
       if (row >= item.rows) return -1;
-      return second ? item.first_row + row : p.pair_of_row[item.first_row + row] / p.top_k;
+      return second ? item.first_row + row : pair_of_row[item.first_row + row] / p.top_k;
     };
     const std::int32_t row_bytes = second ? p.row_bytes2 : p.row_bytes1;
     // Offsets in units of 16 bytes, so that 32 bits reach 64 GiB.

@@ -49,6 +49,22 @@ __device__ __forceinline__ float one(std::uint16_t code) { return widen(code); }
 __device__ __forceinline__ float one(Half h) { return widen(h); }
 __device__ __forceinline__ float one(float v) { return v; }
 
+// The lanes' sums of tokens first .. of expert e become logits.
+template <int kRows>
+__device__ __forceinline__ void store_sums(const GateParams& p, std::int64_t first, int e, int lane,
+                                           float (&sum)[kRows]) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      sum[r] += __shfl_xor_sync(0xFFFFFFFFU, sum[r], distance);
+    }
+    if (lane == 0 && first + r < p.tokens) {
+      p.logits[(first + r) * p.experts + e] = p.bias != nullptr ? sum[r] + p.bias[e] : sum[r];
+    }
+  }
+}
+
 // kRows tokens of one expert per warp: the expert's row is read once for all of them. Absent rows
 // of the last tile repeat the last one and are not stored; every accumulator is a chain of its own,
 // so the tile's height changes no bit.
@@ -91,17 +107,7 @@ __global__ void __launch_bounds__(kWarps * 32) gate(const __grid_constant__ Gate
         }
       }
     }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int distance = 16; distance > 0; distance /= 2) {
-        sum[r] += __shfl_xor_sync(0xFFFFFFFFU, sum[r], distance);
-      }
-      if (lane == 0 && first + r < p.tokens) {
-        p.logits[(first + r) * p.experts + e] =
-            p.bias != nullptr ? sum[r] + p.bias[e] : sum[r];
-      }
-    }
+    store_sums(p, first, e, lane, sum);
   }
 }
 
@@ -138,16 +144,7 @@ __global__ void __launch_bounds__(kWarps * 32) gate_fp32(const __grid_constant__
       for (int i = 0; i < kVector; ++i) sum[r] = fmaf(xv[i], w[v][i], sum[r]);
     }
   }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-      sum[r] += __shfl_xor_sync(0xFFFFFFFFU, sum[r], distance);
-    }
-    if (lane == 0 && first + r < p.tokens) {
-      p.logits[(first + r) * p.experts + e] = p.bias != nullptr ? sum[r] + p.bias[e] : sum[r];
-    }
-  }
+  store_sums(p, first, e, lane, sum);
 }
 
 // Rows per block; each kernel has these three heights.

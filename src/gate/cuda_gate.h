@@ -59,10 +59,23 @@ MOESAIC_HOST_DEVICE constexpr int gate_row_pitch(int steps) { return steps * 32 
 // What may be had, and what blocks of the kernels for few and for some tokens take.
 inline constexpr int kGateSharedLimit = 227 * 1024;
 inline constexpr int kSomeTokens = 128;
-inline constexpr int kSomeTokensFixedBytes = 64 + kSomeTokens * 32 * 4 + 4 * 32 * 36 * 4;
 int few_tokens_bytes(int tokens, int hidden);
-int some_tokens_bytes(int hidden);
-// Lines of the grid that share the tiles of 32 tokens: as many as one wave of blocks has room for.
-int some_tokens_lines(const GateParams& params);
+// A block of the kernel for some tokens: experts whose rows stay, tokens of a tile that passes, two
+// of which are under way.
+struct SomeTokensTile {
+  int experts = 32, tokens = 32;
+};
+inline constexpr SomeTokensTile kNarrowTile{32, 32}, kWideTile{64, 16};
+MOESAIC_HOST_DEVICE constexpr int some_tokens_fixed_bytes(SomeTokensTile t) {
+  return 64 + kSomeTokens * t.experts * 4 + kGateSlicesOfGroup * t.tokens * (t.experts + 4) * 4;
+}
+int some_tokens_bytes(SomeTokensTile tile, int hidden);
+// The narrow tile, or the wide one where a block reads far fewer rows with it, and lines of the
+// grid that share the tiles of tokens: as many as one wave of blocks has room for.
+struct SomeTokensGrid {
+  SomeTokensTile tile;
+  int lines = 1;
+};
+SomeTokensGrid some_tokens_grid(const GateParams& params);
 
 }  // namespace moesaic::cuda

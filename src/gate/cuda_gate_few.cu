@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/once_per_device.h"
+#include "gate/cuda_gate_clusters.cuh"
 #include "gate/cuda_gate_mma.cuh"
 
 namespace moesaic::cuda {
@@ -104,7 +105,7 @@ class FewTokensGate {
   const int lane_, slice_, rank_;
   const int k_;  // first element of this warp's slice
   const std::int64_t first_expert_;
-  const int left_;  // tokens
+  const int left_;                          // tokens
   std::uint32_t experts_ = 0, tokens_ = 0;  // shared addresses of this warp's operands
 };
 
@@ -121,42 +122,26 @@ __global__ void __launch_bounds__(Gate::kThreads) gate_few(const __grid_constant
 }
 
 template <int Tokens, int Steps>
-cudaError_t launch(const GateParams& p, cudaStream_t stream) {
+cudaError_t launch(const GateParams& p, void* stream) {
   using Gate = FewTokensGate<Tokens, Steps>;
   static OncePerDevice once;
-  const cudaError_t prepared = once([] {
-    return cudaFuncSetAttribute(gate_few<Gate>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                kGateSharedLimit);
-  });
+  const cudaError_t prepared = once([] { return allow_all_shared_memory(gate_few<Gate>); });
   if (prepared != cudaSuccess) return prepared;
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {kGateGroups, 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim =
-      dim3(static_cast<unsigned>((p.experts + Gate::kExperts - 1) / Gate::kExperts * kGateGroups));
-  config.blockDim = dim3(Gate::kThreads);
-  config.dynamicSmemBytes = static_cast<std::size_t>(few_tokens_bytes(Tokens, p.hidden));
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, gate_few<Gate>, p);
+  return launch_gate_clusters(gate_few<Gate>, p, (p.experts + Gate::kExperts - 1) / Gate::kExperts,
+                              1, Gate::kThreads, few_tokens_bytes(Tokens, p.hidden), stream);
 }
 
 template <int Steps>
-cudaError_t launch_steps(const GateParams& p, cudaStream_t stream) {
+cudaError_t launch_steps(const GateParams& p, void* stream) {
   return p.tokens <= 8 ? launch<8, Steps>(p, stream) : launch<16, Steps>(p, stream);
 }
 
 }  // namespace
 
 int launch_gate_few(const GateParams& p, void* stream) {
-  auto* const s = static_cast<cudaStream_t>(stream);
   return static_cast<int>(gate_slice_steps(p.hidden) == kGateSteps7168
-                              ? launch_steps<kGateSteps7168>(p, s)
-                              : launch_steps<0>(p, s));
+                              ? launch_steps<kGateSteps7168>(p, stream)
+                              : launch_steps<0>(p, stream));
 }
 
 }  // namespace moesaic::cuda

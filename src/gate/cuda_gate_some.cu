@@ -1,31 +1,36 @@
 // The gate for 17 to 128 tokens (cuda_gate_mma.cuh has the arithmetic): as for few tokens a block
-// has one group of four slices and a cluster all eight, but 32 experts, whose rows stay in shared
-// memory while the tokens pass through it, 32 at a time. Rows come as bulk copies.
+// has one group of four slices and a cluster all eight, but 32 or 64 experts, whose rows stay in
+// shared memory while the tokens pass through it, 32 or 16 at a time. Rows come as bulk copies.
 #include <cuda_runtime.h>
 
 #include "cuda/once_per_device.h"
+#include "gate/cuda_gate_clusters.cuh"
 #include "gate/cuda_gate_mma.cuh"
 
 namespace moesaic::cuda {
 namespace {
 
-constexpr int kExperts = 32, kTokens = 32;  // of a block, of a tile
-constexpr int kThreads = 256;               // a warp per slice and 16 experts
 constexpr int kRankTokens = kSomeTokens / kGateGroups;  // of each block of a cluster
 constexpr int kBuffers = 2;
-constexpr int kSumPitch = kExperts + 4;
 
 // Shared memory: barriers (of the weights and of each buffer), sums received from the cluster, sums
 // of the slices, rows.
+template <int Experts, int Tokens>
 struct Map {
+  static constexpr int kThreads = 32 * kGateSlicesOfGroup * Experts / 16;
+  static constexpr int kSumPitch = Experts + 4;
   static constexpr int kReceived = 64;
-  static constexpr int kSums = kReceived + kSomeTokens * kExperts * 4;
-  static constexpr int kWeights = kSums + kGateSlicesOfGroup * kTokens * kSumPitch * 4;
+  static constexpr int kSums = kReceived + kSomeTokens * Experts * 4;
+  static constexpr int kWeights = kSums + kGateSlicesOfGroup * Tokens * kSumPitch * 4;
+  static_assert(kWeights == some_tokens_fixed_bytes({Experts, Tokens}));
 };
-static_assert(Map::kWeights == kSomeTokensFixedBytes);
 
-template <int Steps>
-__global__ void __launch_bounds__(kThreads, 1) gate_some(const __grid_constant__ GateParams p) {
+// A warp per slice and 16 experts; kExperts of a block, kTokens of a tile.
+template <int kExperts, int kTokens, int Steps>
+__global__ void __launch_bounds__(Map<kExperts, kTokens>::kThreads, 1)
+    gate_some(const __grid_constant__ GateParams p) {
+  using Map = Map<kExperts, kTokens>;
+  constexpr int kThreads = Map::kThreads, kSumPitch = Map::kSumPitch;
   extern __shared__ __align__(128) char shared[];
   const std::uint32_t base = ptx::shared_address(shared);
   const int lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
@@ -60,23 +65,23 @@ __global__ void __launch_bounds__(kThreads, 1) gate_some(const __grid_constant__
   ptx::cluster_arrive_relaxed();
   __syncthreads();
   const std::uint64_t policy = ptx::l2_evict_normal_policy();
-  // One warp: rows first .. of a matrix, as many of 32 as there are. Others keep what they hold,
-  // which only reaches logits that nobody stores.
-  const auto ask = [&](const void* matrix, int first, int rows, std::uint32_t to,
+  // One warp: rows first .. of a matrix, as many of `most` as there are. Others keep what they
+  // hold, which only reaches logits that nobody stores.
+  const auto ask = [&](const void* matrix, int first, int rows, int most, std::uint32_t to,
                        std::uint32_t barrier) {
-    const int count = min(rows - first, 32);
+    const int count = min(rows - first, most);
     if (lane == 0) {
       ptx::mbarrier_arrive_expect(barrier, static_cast<std::uint32_t>(count) * row_bytes);
     }
     __syncwarp();
-    if (lane < count && row_bytes > 0) {
-      ptx::bulk_load(to + static_cast<std::uint32_t>(lane) * pitch,
+    for (int row = lane; row < count && row_bytes > 0; row += 32) {
+      ptx::bulk_load(to + static_cast<std::uint32_t>(row) * pitch,
                      static_cast<const std::uint16_t*>(matrix) +
-                         static_cast<std::int64_t>(first + lane) * p.hidden + k,
+                         static_cast<std::int64_t>(first + row) * p.hidden + k,
                      row_bytes, barrier, policy);
     }
   };
-  if (warp == 0) ask(p.weight, first_expert, p.experts, weights, bar(0));
+  if (warp == 0) ask(p.weight, first_expert, p.experts, kExperts, weights, bar(0));
   // Zeros behind the end of the rows, in all buffers.
   const int pieces = (group_elements - left_k) / 8;
   for (int i = static_cast<int>(threadIdx.x); i < pieces * (kExperts + kBuffers * kTokens);
@@ -90,7 +95,7 @@ __global__ void __launch_bounds__(kThreads, 1) gate_some(const __grid_constant__
   ptx::grid_launch_dependents();
   if (warp == 0) {
     for (int t = 0; t < kBuffers && first_tile + t < end_tile; ++t) {
-      ask(p.x, (first_tile + t) * kTokens, tokens, buffer(t), bar(1 + t));
+      ask(p.x, (first_tile + t) * kTokens, tokens, kTokens, buffer(t), bar(1 + t));
     }
   }
   __syncthreads();  // the zeros are there
@@ -104,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, 1) gate_some(const __grid_constant__
     multiply_slice<kTokens>(experts + slice_at, buffer(b) + slice_at, pitch, steps, left, part);
     __syncthreads();  // the buffer and the sums are free
     if (warp == 0 && t + kBuffers < end_tile) {
-      ask(p.x, (t + kBuffers) * kTokens, tokens, buffer(b), bar(1 + b));
+      ask(p.x, (t + kBuffers) * kTokens, tokens, kTokens, buffer(b), bar(1 + b));
     }
     store_part<kTokens>(sums + slice * kTokens * kSumPitch, kSumPitch, expert_tile * 16, part);
     __syncthreads();
@@ -120,8 +125,7 @@ __global__ void __launch_bounds__(kThreads, 1) gate_some(const __grid_constant__
     }
   }
   ptx::cluster_sync();
-  for (int i = static_cast<int>(threadIdx.x); i < kRankTokens * kExperts;
-       i += kThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < kRankTokens * kExperts; i += kThreads) {
     const int token = i / kExperts * kGateGroups + rank;
     if (token / kTokens < first_tile) continue;
     if (token / kTokens >= end_tile) break;
@@ -131,37 +135,31 @@ __global__ void __launch_bounds__(kThreads, 1) gate_some(const __grid_constant__
   }
 }
 
-template <int Steps>
-cudaError_t launch(const GateParams& p, cudaStream_t stream) {
+template <int Experts, int Tokens, int Steps>
+cudaError_t launch(const GateParams& p, int lines, void* stream) {
   static OncePerDevice once;
-  const cudaError_t prepared = once([] {
-    return cudaFuncSetAttribute(gate_some<Steps>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                kGateSharedLimit);
-  });
+  constexpr auto* kernel = gate_some<Experts, Tokens, Steps>;
+  const cudaError_t prepared = once([] { return allow_all_shared_memory(kernel); });
   if (prepared != cudaSuccess) return prepared;
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {kGateGroups, 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>((p.experts + kExperts - 1) / kExperts * kGateGroups),
-                        static_cast<unsigned>(some_tokens_lines(p)));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = static_cast<std::size_t>(some_tokens_bytes(p.hidden));
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, gate_some<Steps>, p);
+  return launch_gate_clusters(kernel, p, (p.experts + Experts - 1) / Experts, lines,
+                              Map<Experts, Tokens>::kThreads,
+                              some_tokens_bytes({Experts, Tokens}, p.hidden), stream);
+}
+
+template <int Steps>
+cudaError_t launch_steps(const GateParams& p, void* stream) {
+  const SomeTokensGrid grid = some_tokens_grid(p);
+  return grid.tile.experts == kWideTile.experts
+             ? launch<kWideTile.experts, kWideTile.tokens, Steps>(p, grid.lines, stream)
+             : launch<kNarrowTile.experts, kNarrowTile.tokens, Steps>(p, grid.lines, stream);
 }
 
 }  // namespace
 
 int launch_gate_some(const GateParams& p, void* stream) {
-  auto* const s = static_cast<cudaStream_t>(stream);
   return static_cast<int>(gate_slice_steps(p.hidden) == kGateSteps7168
-                              ? launch<kGateSteps7168>(p, s)
-                              : launch<0>(p, s));
+                              ? launch_steps<kGateSteps7168>(p, stream)
+                              : launch_steps<0>(p, stream));
 }
 
 }  // namespace moesaic::cuda

@@ -77,11 +77,14 @@ struct CudaLayer::Impl {
   Status run_slots_here(void* stream, const CudaAllToAll::Rows& given,
                         const LayerWorkspace& w) const;
   Status gather_replicas(void* stream, const Out& out, std::int64_t tokens) const;
-  Status route(void* stream, const Rows& rows, const LayerWorkspace& w, bool joined) const;
+  // `chores`: of the experts' call that follows, or null.
+  Status route(void* stream, const Rows& rows, const LayerWorkspace& w, bool joined,
+               const ExpertChores* chores) const;
+  CudaExpertsArgs routed_args(const Rows& rows, const LayerWorkspace& w) const;
   Status run_joined(void* stream, const Rows& rows, const LayerWorkspace& w, const Out& out) const;
   Status run_shared(void* stream, const Rows& rows, const LayerWorkspace& w, void* to) const;
-  Status run_routed(void* stream, const Rows& rows, const LayerWorkspace& w,
-                    const void* shared_rows, void* to, DType dtype) const;
+  Status run_routed(void* stream, CudaExpertsArgs a, const void* shared_rows, void* to,
+                    DType dtype) const;
 };
 
 }  // namespace moesaic::cuda

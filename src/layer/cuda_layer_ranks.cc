@@ -123,7 +123,7 @@ Status CudaLayer::Impl::run_over_ranks(void* stream, const Rows& rows, const Out
   if (out.logits != nullptr) w.logits = out.logits;
   if (out.topk_weights != nullptr) w.topk_weights = out.topk_weights;
   if (out.topk_ids != nullptr) w.topk_ids = out.topk_ids;
-  if (rows.tokens > 0) MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*joined=*/false));
+  if (rows.tokens > 0) MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*joined=*/false, nullptr));
   const std::int32_t* ids = w.topk_ids;
   if (w.sent_ids != nullptr) {
     // Slots of identity experts arrive as expert 0 with weight 0: no row need travel for them.

@@ -11,8 +11,8 @@ Result<LayerWorkspace> CudaLayer::Impl::carve(std::int64_t tokens) const {
   return LayerWorkspace::carve(plan, shared_gate.has_value(), tokens, arena);
 }
 
-Status CudaLayer::Impl::route(void* stream, const Rows& rows, const LayerWorkspace& w,
-                              bool joined) const {
+Status CudaLayer::Impl::route(void* stream, const Rows& rows, const LayerWorkspace& w, bool joined,
+                              const ExpertChores* chores) const {
   MOESAIC_RETURN_IF_ERROR(gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits));
   CudaRouterArgs r;
   r.tokens = rows.tokens;
@@ -20,7 +20,7 @@ Status CudaLayer::Impl::route(void* stream, const Rows& rows, const LayerWorkspa
   r.topk_weights = w.topk_weights;
   r.topk_ids = w.topk_ids;
   r.zero_expert_weight = w.zero_weight;
-  return (joined ? joined_router : router)->enqueue(stream, r);
+  return (joined ? joined_router : router)->enqueue(stream, r, chores);
 }
 
 Status CudaLayer::Impl::run_shared(void* stream, const Rows& rows, const LayerWorkspace& w,
@@ -51,8 +51,7 @@ Status CudaLayer::Impl::run_shared(void* stream, const Rows& rows, const LayerWo
   return (joins ? experts : shared)->enqueue(stream, a).with_context("shared_experts");
 }
 
-Status CudaLayer::Impl::run_routed(void* stream, const Rows& rows, const LayerWorkspace& w,
-                                   const void* shared_rows, void* to, DType dtype) const {
+CudaExpertsArgs CudaLayer::Impl::routed_args(const Rows& rows, const LayerWorkspace& w) const {
   CudaExpertsArgs a;
   a.tokens = rows.tokens;
   a.hidden_states = rows.x_bf16;
@@ -60,11 +59,16 @@ Status CudaLayer::Impl::run_routed(void* stream, const Rows& rows, const LayerWo
   a.topk_weights = w.topk_weights;
   a.top_k = plan.routed.top_k;
   a.expert_map = expert_map.as<std::int32_t>();
+  a.workspace = w.experts;
+  a.workspace_bytes = w.experts_bytes;
+  return a;
+}
+
+Status CudaLayer::Impl::run_routed(void* stream, CudaExpertsArgs a, const void* shared_rows,
+                                   void* to, DType dtype) const {
   a.shared_rows = shared_rows;
   a.output = to;
   a.output_dtype = dtype;
-  a.workspace = w.experts;
-  a.workspace_bytes = w.experts_bytes;
   return experts->enqueue(stream, a).with_context("experts");
 }
 
@@ -78,13 +82,17 @@ Status CudaLayer::Impl::run(void* stream, const Rows& rows, const Out& out) cons
   const bool shared_too = plan.has_shared;
   if (out.topk_weights != nullptr) w.topk_weights = out.topk_weights;
   if (out.topk_ids != nullptr) w.topk_ids = out.topk_ids;
-  MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*joined=*/false));
+  CudaExpertsArgs args = routed_args(rows, w);
+  // A shared expert by itself would use the same workspace in between.
+  const auto chores = shared_too ? std::nullopt : experts->chores(args);
+  args.chores_done = chores.has_value();
+  MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*joined=*/false, chores ? &*chores : nullptr));
   if (w.routed == nullptr && out.dtype == DType::kBF16) {
     if (shared_too) MOESAIC_RETURN_IF_ERROR(run_shared(stream, rows, w, out.output));
-    return run_routed(stream, rows, w, shared_too ? out.output : nullptr, out.output, out.dtype);
+    return run_routed(stream, args, shared_too ? out.output : nullptr, out.output, out.dtype);
   }
   float* const sum = w.routed != nullptr ? w.routed : static_cast<float*>(out.output);
-  MOESAIC_RETURN_IF_ERROR(run_routed(stream, rows, w, nullptr, sum, DType::kF32));
+  MOESAIC_RETURN_IF_ERROR(run_routed(stream, args, nullptr, sum, DType::kF32));
   if (shared_too) MOESAIC_RETURN_IF_ERROR(run_shared(stream, rows, w, w.shared_rows));
   if (w.routed == nullptr && !shared_too) return {};
   LayerCombineParams p;
@@ -104,7 +112,11 @@ Status CudaLayer::Impl::run(void* stream, const Rows& rows, const Out& out) cons
 // One more slot per token; a trace gets the slots before it.
 Status CudaLayer::Impl::run_joined(void* stream, const Rows& rows, const LayerWorkspace& w,
                                    const Out& out) const {
-  MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*joined=*/true));
+  CudaExpertsArgs a = routed_args(rows, w);
+  a.top_k = 0;  // the experts' own: the joined one's slot too
+  const auto chores = experts->chores(a);
+  a.chores_done = chores.has_value();
+  MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*joined=*/true, chores ? &*chores : nullptr));
   const std::int64_t k = plan.routed.top_k;
   const auto report = [&](std::string_view field, void* to, const void* from) {
     return to == nullptr ? Status()
@@ -113,17 +125,7 @@ Status CudaLayer::Impl::run_joined(void* stream, const Rows& rows, const LayerWo
   };
   MOESAIC_RETURN_IF_ERROR(report("trace.topk_weights", out.topk_weights, w.topk_weights));
   MOESAIC_RETURN_IF_ERROR(report("trace.topk_ids", out.topk_ids, w.topk_ids));
-  CudaExpertsArgs a;
-  a.tokens = rows.tokens;
-  a.hidden_states = rows.x_bf16;
-  a.topk_ids = w.topk_ids;
-  a.topk_weights = w.topk_weights;
-  a.expert_map = expert_map.as<std::int32_t>();
-  a.output = out.output;
-  a.output_dtype = out.dtype;
-  a.workspace = w.experts;
-  a.workspace_bytes = w.experts_bytes;
-  return experts->enqueue(stream, a).with_context("experts");
+  return run_routed(stream, a, nullptr, out.output, out.dtype);
 }
 
 }  // namespace moesaic::cuda

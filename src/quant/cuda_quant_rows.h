@@ -19,6 +19,14 @@ struct QuantRowsParams {
   std::int64_t scale_stride = 0;
 };
 
+// What the experts stage needs before its GEMMs whatever the routing: rows quantised (quant.tokens
+// may be 0) and words of its workspace zeroed.
+struct ExpertChores {
+  QuantRowsParams quant;
+  std::uint32_t* zero = nullptr;
+  std::int32_t zero_words = 0;
+};
+
 // The codes and scales of ref_quantize_fp8_row, bit for bit. Returns a cudaError_t value.
 int launch_quant_rows(const QuantRowsParams& params, void* stream);
 

@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/ptx/sync.cuh"
+#include "quant/cuda_quant_rows.cuh"
 #include "router/cuda_route.h"
 #include "router/scoring.h"
 
@@ -32,9 +33,9 @@ __device__ __forceinline__ float add_lanes(float v) {
 
 // A warp's part of the block's dynamic shared memory.
 struct Scratch {
-  float* weights;           // [top_k]
-  std::int32_t* ids;        // [top_k]
-  std::uint32_t* keys;      // grouped: [columns]
+  float* weights;             // [top_k]
+  std::int32_t* ids;          // [top_k]
+  std::uint32_t* keys;        // grouped: [columns]
   std::uint32_t* group_keys;  // grouped: [groups]
 };
 __host__ __device__ inline int scratch_words(const RouteParams& p) {
@@ -342,8 +343,7 @@ class WarpRouter {
     bool positive = false;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) positive = positive || (live(i) && score_[i] > 0);
-    const bool spoiled =
-        p_.scoring == ScoringFunc::kSoftmax && __any_sync(kAll, positive) == 0;
+    const bool spoiled = p_.scoring == ScoringFunc::kSoftmax && __any_sync(kAll, positive) == 0;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       if (!live(i)) {
@@ -411,8 +411,8 @@ class WarpRouter {
       }
     }
     const std::uint32_t top = __reduce_max_sync(kAll, best);
-    const auto winner = static_cast<int>(
-        __reduce_min_sync(kAll, best == top ? static_cast<unsigned>(at) : kAll));
+    const auto winner =
+        static_cast<int>(__reduce_min_sync(kAll, best == top ? static_cast<unsigned>(at) : kAll));
     if (lane_ == winner % 32) s_.group_keys[winner] = kTaken;
     __syncwarp();
     return top;
@@ -435,15 +435,29 @@ class WarpRouter {
   std::uint32_t key_[kItems];
 };
 
+// By the blocks behind those of the tokens.
+__device__ __forceinline__ void do_chores(std::int64_t first_block, const ExpertChores& chores) {
+  const std::int64_t block = blockIdx.x - first_block, blocks = gridDim.x - first_block;
+  if (block == 0) {
+    for (int i = static_cast<int>(threadIdx.x); i < chores.zero_words; i += 32) chores.zero[i] = 0;
+  }
+  quantize_groups(chores.quant, block * 2 + (threadIdx.x >> 4), blocks * 2);
+}
+
 template <int kItems>
-__global__ void __launch_bounds__(kWarps * 32) route(const __grid_constant__ RouteParams p) {
+__global__ void __launch_bounds__(kWarps * 32)
+    route(const __grid_constant__ RouteParams p, const __grid_constant__ ExpertChores chores) {
   extern __shared__ std::uint32_t shared[];
   const int lane = static_cast<int>(threadIdx.x & 31U);
   const int warp = static_cast<int>(threadIdx.x >> 5);
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   const std::int64_t token = static_cast<std::int64_t>(blockIdx.x) * (blockDim.x >> 5) + warp;
-  if (token >= p.tokens) return;
+  if (token >= p.tokens) {
+    // Chores come with blocks of one warp.
+    if (chores.zero != nullptr) do_chores(p.tokens, chores);
+    return;
+  }
   std::uint32_t* const base = shared + warp * scratch_words(p);
   Scratch s;
   s.weights = reinterpret_cast<float*>(base);
@@ -460,7 +474,7 @@ __global__ void __launch_bounds__(kWarps * 32) route(const __grid_constant__ Rou
 
 }  // namespace
 
-int launch_route(const RouteParams& p, void* stream) {
+int launch_route(const RouteParams& p, const ExpertChores* chores, void* stream) {
   if (p.tokens == 0) return 0;
   // One warp per block spreads few tokens over the multiprocessors. What a block may have without
   // asking for more is 48 KB; one warp needs at most 16.
@@ -470,7 +484,12 @@ int launch_route(const RouteParams& p, void* stream) {
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>((p.tokens + warps - 1) / warps));
+  std::int64_t blocks = (p.tokens + warps - 1) / warps;
+  if (chores != nullptr) {
+    const std::int64_t groups = chores->quant.tokens * ((chores->quant.columns + 127) / 128);
+    blocks += groups > 0 ? (groups + 1) / 2 : 1;
+  }
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(warps) * 32);
   config.dynamicSmemBytes = static_cast<std::size_t>(warps * bytes);
   config.stream = static_cast<cudaStream_t>(stream);
@@ -481,7 +500,8 @@ int launch_route(const RouteParams& p, void* stream) {
                       : p.columns <= 384 ? route<12>
                       : p.columns <= 512 ? route<16>
                                          : route<32>;
-  return static_cast<int>(cudaLaunchKernelEx(&config, kernel, p));
+  return static_cast<int>(
+      cudaLaunchKernelEx(&config, kernel, p, chores != nullptr ? *chores : ExpertChores()));
 }
 
 }  // namespace moesaic::cuda

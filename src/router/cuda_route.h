@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "moesaic/spec.h"
+#include "quant/cuda_quant_rows.h"
 
 namespace moesaic::cuda {
 
@@ -34,6 +35,7 @@ struct RouteParams {
 // Selects and weighs as RowRouter::route does, with the same operations in the same order: ids and
 // weights have the CPU's bits. A token id outside the table gives a row of -1 and zeros, as padding
 // does. Capturable; a programmatic launch. Returns a cudaError_t value.
-int launch_route(const RouteParams& params, void* stream);
+// `chores`: what further blocks of the kernel do for the experts stage; null: nothing.
+int launch_route(const RouteParams& params, const ExpertChores* chores, void* stream);
 
 }  // namespace moesaic::cuda

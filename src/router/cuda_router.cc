@@ -83,7 +83,8 @@ Result<std::unique_ptr<CudaRouter>> CudaRouter::create(const Router::Options& op
   return router;
 }
 
-Status CudaRouter::enqueue(void* stream, const CudaRouterArgs& a) const {
+Status CudaRouter::enqueue(void* stream, const CudaRouterArgs& a,
+                           const ExpertChores* chores) const {
   const RoutingSpec& spec = impl_->spec;
   if (a.tokens < 0 || a.tokens > (std::int64_t{1} << 30)) {
     return {a.tokens < 0 ? StatusCode::kInvalidArgument : StatusCode::kLimitExceeded,
@@ -114,7 +115,7 @@ Status CudaRouter::enqueue(void* stream, const CudaRouterArgs& a) const {
   p.ids = a.topk_ids;
   p.zero_weight = spec.num_zero_experts > 0 ? a.zero_expert_weight : nullptr;
   p.tokens = a.tokens;
-  return check_call("router", launch_route(p, stream));
+  return check_call("router", launch_route(p, chores, stream));
 }
 
 std::int64_t CudaRouter::slots() const { return impl_->params.top_k + impl_->params.num_shared; }

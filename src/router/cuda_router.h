@@ -7,6 +7,7 @@
 
 #include "moesaic/router.h"
 #include "moesaic/status.h"
+#include "quant/cuda_quant_rows.h"
 
 namespace moesaic::cuda {
 
@@ -40,7 +41,9 @@ class CudaRouter {
   // token id outside the hash table, which Router refuses, gives a row of id -1 and weight 0.
   // Launches on `stream` of the device it was created on; capturable. kInvalidArgument (null
   // pointers, negative tokens), kLimitExceeded, kDevice when the launch fails.
-  Status enqueue(void* stream, const CudaRouterArgs& args) const;
+  // `chores`: done by the same launch, for an experts stage that follows; up to 512 tokens.
+  Status enqueue(void* stream, const CudaRouterArgs& args,
+                 const ExpertChores* chores = nullptr) const;
 
   std::int64_t slots() const;
   const RoutingSpec& spec() const;  // as in force: after the grouping fallback

@@ -234,6 +234,21 @@ TEST(CudaExpertsBound, ShapesAndTokens) {
   }
 }
 
+// One token: bands are halved, and 384 rows of w2 leave the second half of the last band empty. The
+// second case has one expert twice.
+TEST(CudaExpertsBound, OneToken) {
+  REQUIRE_HOPPER();
+  for (const char* quant : {"bf16", "fp8-block"}) {
+    for (const bool twice : {false, true}) {
+      const MoeProblem p = problem_of(quant, "silu", 384, 384, 6, 3);
+      StandardCase c = test::make_case(35, p, 1, DType::kBF16);
+      if (twice) c.routing.ids.as<std::int32_t>()[2] = c.routing.ids.as<std::int32_t>()[0];
+      EXPECT_LT(worst_error(c), std::string_view(quant) == "bf16" ? 0x1p-8 : 0x1p-6)
+          << quant << ' ' << twice;
+    }
+  }
+}
+
 // Two CTAs with one expert's rows: one group each, none for the second, and several of both.
 TEST(CudaExpertsBound, PairedGroups) {
   REQUIRE_HOPPER();

@@ -10,7 +10,7 @@ namespace {
 
 TEST(CudaPlan, GroupsGrowWithRowsPerExpert) {
   const auto columns = [](std::int64_t tokens) {
-    return choose_grouped(GroupedFormat::kFp8Block, EpilogueKind::kSwiglu, tokens, 8, 256)
+    return choose_grouped(GroupedFormat::kFp8Block, EpilogueKind::kSwiglu, tokens, 8, 256, 16)
         .max_columns;
   };
   EXPECT_EQ(columns(1), 32);
@@ -19,12 +19,28 @@ TEST(CudaPlan, GroupsGrowWithRowsPerExpert) {
   EXPECT_EQ(columns(1024), 64);
   EXPECT_EQ(columns(2048), 128);
   EXPECT_EQ(columns(8192), 128);
-  EXPECT_EQ(choose_grouped(GroupedFormat::kBf16, EpilogueKind::kPlain, 8192, 8, 8).max_columns, 32);
+  EXPECT_EQ(choose_grouped(GroupedFormat::kBf16, EpilogueKind::kPlain, 8192, 8, 8, 6).max_columns,
+            32);
+}
+
+TEST(CudaPlan, OneTokenOfFewBandsHasThemHalved) {
+  const auto halved = [](EpilogueKind epilogue, std::int64_t tokens, std::int64_t bands) {
+    return choose_grouped(GroupedFormat::kFp8Block, epilogue, tokens, 8, 128, bands).max_columns ==
+           kSplitColumns;
+  };
+  EXPECT_TRUE(halved(EpilogueKind::kSwiglu, 1, 6)) << "Qwen3-30B: 48 items";
+  EXPECT_FALSE(halved(EpilogueKind::kSwiglu, 1, 12)) << "Qwen3-235B: 96 items";
+  EXPECT_EQ(choose_grouped(GroupedFormat::kBf16, EpilogueKind::kSwiglu, 1, 8, 128, 12).max_columns,
+            kSplitColumns)
+      << "the same in bf16";
+  EXPECT_FALSE(halved(EpilogueKind::kSwiglu, 2, 6));
+  EXPECT_FALSE(halved(EpilogueKind::kGeneral, 1, 6));
+  EXPECT_FALSE(halved(EpilogueKind::kPlain, 1, 6));
 }
 
 TEST(CudaPlan, PairsShareBf16WeightsOfFullGroups) {
   const auto paired = [](GroupedFormat format, EpilogueKind epilogue, std::int64_t tokens) {
-    return choose_grouped(format, epilogue, tokens, 8, 128).paired;
+    return choose_grouped(format, epilogue, tokens, 8, 128, 6).paired;
   };
   EXPECT_FALSE(paired(GroupedFormat::kBf16, EpilogueKind::kSwiglu, 1024));
   EXPECT_TRUE(paired(GroupedFormat::kBf16, EpilogueKind::kSwiglu, 2048));
@@ -52,7 +68,7 @@ TEST(CudaPlan, RepackedShapes) {
 
 // Any split of pairs over experts needs at most this many records.
 TEST(CudaPlan, RecordBoundHoldsForTheWorstSplits) {
-  for (const std::int64_t rows : {32, 64, 256}) {
+  for (const std::int64_t rows : {16, 32, 64, 256}) {
     for (const std::int64_t pairs : {0, 1, 7, 31, 32, 33, 1000}) {
       for (const std::int64_t experts : {1, 6, 64}) {
         // One row each for all but one expert, the rest for that one.

@@ -89,6 +89,8 @@ const Case kCases[] = {
     {64, 384, 7168, false, false},
     {65, 128, 4096, false, true},
     {128, 256, 7168, false, false},
+    {128, 384, 7168, false, true},
+    {93, 240, 7168, false, false},
     {129, 256, 7168, false, false},
     {20, 40, 16384, false, false},
     {100, 17, 32768, false, false},
@@ -184,6 +186,23 @@ TEST(CudaGate, KernelsBySizeAndDType) {
   EXPECT_EQ(choice(32, 128, 3072, true), GateKernel::kWarpPerLogit);
   EXPECT_EQ(choice(1, 256, 3072, true, DType::kF16), GateKernel::kWarpPerLogit);
   EXPECT_EQ(gate_kernel_name(GateKernel::kFewTokens), "sm90_gate_few");
+}
+
+TEST(CudaGate, BlocksOfTheKernelForSomeTokensReadFewRows) {
+  const auto grid = [](std::int64_t tokens, std::int32_t experts, std::int32_t hidden) {
+    cuda::GateParams p;
+    p.tokens = tokens;
+    p.experts = experts;
+    p.hidden = hidden;
+    const cuda::SomeTokensGrid g = cuda::some_tokens_grid(p);
+    EXPECT_LE(some_tokens_bytes(g.tile, hidden), cuda::kGateSharedLimit);
+    return std::pair(g.tile.experts, g.lines);
+  };
+  EXPECT_EQ(grid(17, 256, 7168), std::pair(32, 1));
+  EXPECT_EQ(grid(64, 256, 7168), std::pair(32, 1));
+  EXPECT_EQ(grid(128, 256, 7168), std::pair(64, 3));
+  EXPECT_EQ(grid(128, 384, 7168), std::pair(32, 1)) << "a fifth fewer rows";
+  EXPECT_EQ(grid(128, 128, 4096), std::pair(32, 2));
 }
 
 TEST(CudaGate, ATokenAloneHasTheBitsItHasInABatch) {

@@ -182,6 +182,38 @@ TEST(CudaLayer, ARowAloneHasTheBitsItHasInABatchAndBf16IsTheRoundedF32) {
   }
 }
 
+// Up to 32 pairs the GEMM kernel makes the work list itself and the router's kernel quantises; one
+// row's bands are halved between two multiprocessors. 384 rows of w2 are three slabs: one halved
+// band has nothing for the second.
+TEST(CudaLayer, FewRowsHaveTheBitsTheyHaveAmongMany) {
+  REQUIRE_HOPPER();
+  for (const char* quant : {"bf16", "fp8-block"}) {
+    for (const bool shared : {false, true}) {
+      MoeLayerSpec spec = small_spec();
+      spec.hidden_size = spec.intermediate_size = 384;
+      if (shared) spec.shared.intermediate_size = 384;
+      const LayerTensors t = make_tensors(23, spec);
+      FusedMoE::Options options = on_gpu(64);
+      options.quant = quant;
+      const FusedMoE layer = make_layer(t, options);
+      const Tensor x = random_hidden(24, 64, 384);
+      for (const DType dtype : {DType::kF32, DType::kBF16}) {
+        const LayerRun many = run_layer(layer, x, dtype);
+        const std::int64_t bytes = 384 * (dtype_bits(dtype) / 8);
+        for (const std::int64_t rows : {1, 2, 3, 5, 10, 16}) {
+          Tensor few = Tensor::zeros(DType::kBF16, {rows, 384}).value();
+          std::memcpy(few.data(), x.data() + 20 * 768, static_cast<std::size_t>(few.bytes()));
+          const LayerRun run = run_layer(layer, few, dtype);
+          EXPECT_EQ(std::memcmp(run.output.data(), many.output.data() + 20 * bytes,
+                                static_cast<std::size_t>(rows * bytes)),
+                    0)
+              << quant << (shared ? " shared " : " ") << rows << " rows";
+        }
+      }
+    }
+  }
+}
+
 // Few rows take the shared expert as one more slot, many run it by itself.
 TEST(CudaLayer, AJoinedSharedExpertHasTheBitsOfASeparateOne) {
   REQUIRE_HOPPER();
