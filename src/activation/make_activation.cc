@@ -7,7 +7,7 @@
 namespace moesaic {
 namespace {
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kInf = std::numeric_limits<float>::infinity();
 
 // gpt-oss fixes these in the model's code, not in its configuration.
 constexpr float kOaiLimit = 7.0F;
@@ -91,8 +91,7 @@ Result<ActivationSpec> make_activation(std::string_view name, const ActivationPa
   if (spec.kind == ActivationKind::kSitu && !params.beta) {
     return bad(name, "beta (B)", "nothing", "a number > 0");
   }
-  spec.limit =
-      params.limit.value_or(spec.kind == ActivationKind::kSwigluStep ? kStepLimit : kInfinity);
+  spec.limit = params.limit.value_or(spec.kind == ActivationKind::kSwigluStep ? kStepLimit : kInf);
   spec.alpha = params.alpha.value_or(spec.alpha);
   spec.beta = params.beta.value_or(spec.beta);
   spec.up_limit = params.up_limit.value_or(spec.up_limit);

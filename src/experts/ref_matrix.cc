@@ -24,7 +24,6 @@ ProjectionView w2_of(const ExpertWeightsView& v) {
 RefMatrix::RefMatrix(const QuantScheme& quant, ComputeScheme scheme, std::int64_t num_experts,
                      std::int64_t rows, std::int64_t columns)
     : quant_(quant.weight),
-      scheme_(scheme),
       values_(scheme == ComputeScheme::kF32 ? code_values(quant.weight)
                                             : code_values_bf16(quant.weight)),
       four_bits_(dtype_bits(quant.weight.dtype) == 4),

@@ -43,7 +43,6 @@ class RefMatrix {
   float code(std::int64_t index) const;
 
   OperandQuant quant_;
-  ComputeScheme scheme_;
   CodeValues values_;  // of 4-bit codes
   bool four_bits_;
   std::int64_t num_experts_, rows_, columns_;

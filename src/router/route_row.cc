@@ -13,7 +13,7 @@
 namespace moesaic {
 namespace {
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kInf = std::numeric_limits<float>::infinity();
 // Added to the denominator by the grouped kernel; far below any score that matters.
 constexpr float kGroupedDenominator = 1e-20F;
 
@@ -33,7 +33,7 @@ float p_norm(const float* w, std::int64_t k, double p) {
 
 // Rank of a group: its best candidate, or with a bias the sum of its two best.
 float group_score(const float* selection, std::int64_t size, bool top_two) {
-  float first = -kInfinity, second = -kInfinity;
+  float first = -kInf, second = -kInf;
   for (std::int64_t i = 0; i < size; ++i) {
     const float v = selection[i];
     if (v > first) {
@@ -113,7 +113,7 @@ bool RowRouter::grouped_top_k(const float* logits, const Scratch& scratch, float
   for (std::int64_t e = 0; e < n; ++e) {
     if (spoiled || !std::isfinite(logits[e])) {
       scratch.scores[e] = 0;
-      scratch.selection[e] = -kInfinity;
+      scratch.selection[e] = -kInf;
     } else {
       scratch.selection[e] =
           scratch.scores[e] + (biased ? bias[static_cast<std::size_t>(e)] : 0.0F);
@@ -124,7 +124,7 @@ bool RowRouter::grouped_top_k(const float* logits, const Scratch& scratch, float
     scratch.group_scores[g] = group_score(scratch.selection + g * size, size, top_two);
   }
   TopKList(spec.topk_group, scratch.best, scratch.groups).offer(scratch.group_scores, 0, groups);
-  if (scratch.best[spec.topk_group - 1] == -kInfinity) {
+  if (scratch.best[spec.topk_group - 1] == -kInf) {
     for (std::int64_t j = 0; j < spec.top_k; ++j) {
       ids[j] = static_cast<std::int32_t>(j);
       weights[j] = 1.0F / static_cast<float>(spec.top_k);
@@ -145,7 +145,7 @@ bool RowRouter::grouped_top_k(const float* logits, const Scratch& scratch, float
 // Top-k on the logits themselves; NaN loses against every number.
 void RowRouter::raw_top_k(const float* logits, const Scratch& scratch, std::int32_t* ids) const {
   for (std::int64_t e = 0; e < columns(); ++e) {
-    scratch.selection[e] = std::isnan(logits[e]) ? -kInfinity : logits[e];
+    scratch.selection[e] = std::isnan(logits[e]) ? -kInf : logits[e];
   }
   TopKList(spec.top_k, scratch.best, ids).offer(scratch.selection, 0, columns());
 }

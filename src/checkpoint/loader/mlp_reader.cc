@@ -16,9 +16,9 @@
 namespace moesaic {
 namespace {
 
-constexpr auto kGate = static_cast<std::size_t>(Projection::kGate);
-constexpr auto kUp = static_cast<std::size_t>(Projection::kUp);
-constexpr auto kDown = static_cast<std::size_t>(Projection::kDown);
+constexpr auto kGateIndex = static_cast<std::size_t>(Projection::kGate);
+constexpr auto kUpIndex = static_cast<std::size_t>(Projection::kUp);
+constexpr auto kDownIndex = static_cast<std::size_t>(Projection::kDown);
 
 std::int64_t element_bytes(DType dtype) { return dtype_bits(dtype) / 8; }
 
@@ -115,11 +115,11 @@ class MlpReader {
         MOESAIC_RETURN_IF_ERROR(read_fused_nn());
         break;
       case ExpertStorage::kMxfp4Interleaved:
-        MOESAIC_RETURN_IF_ERROR(read_mxfp4(*tensors_.of(TensorKind::kWeight)[kGate],
-                                           *tensors_.of(TensorKind::kWeight)[kDown],
+        MOESAIC_RETURN_IF_ERROR(read_mxfp4(*tensors_.of(TensorKind::kWeight)[kGateIndex],
+                                           *tensors_.of(TensorKind::kWeight)[kDownIndex],
                                            kMxfp4GroupSize / 2, out_.w13, out_.w2));
-        MOESAIC_RETURN_IF_ERROR(read_mxfp4(*tensors_.of(TensorKind::kScale)[kGate],
-                                           *tensors_.of(TensorKind::kScale)[kDown], 1,
+        MOESAIC_RETURN_IF_ERROR(read_mxfp4(*tensors_.of(TensorKind::kScale)[kGateIndex],
+                                           *tensors_.of(TensorKind::kScale)[kDownIndex], 1,
                                            out_.w13_scale, out_.w2_scale));
         break;
       case ExpertStorage::kFusedNNInterleaved:
@@ -134,7 +134,7 @@ class MlpReader {
     MOESAIC_RETURN_IF_ERROR(slice_.storage == ExpertStorage::kStacked ? read_stacked_bias()
                                                                       : read_interleaved_bias());
     if (slice_.with_down_bias || MOESAIC_FAULT(checkpoint_down_bias_on_every_rank)) {
-      return read_rectangle_widened(*tensors_.of(TensorKind::kBias)[kDown],
+      return read_rectangle_widened(*tensors_.of(TensorKind::kBias)[kDownIndex],
                                     {expert_, 1, 0, slice_.hidden}, &out_.small,
                                     out_.w2_bias.as<float>());
     }
@@ -155,13 +155,13 @@ class MlpReader {
     const Rectangle rows{e * slice_.width + slice_.first, slice_.count, 0, slice_.hidden};
     if (slice_.gated)
       MOESAIC_RETURN_IF_ERROR(
-          read_rectangle(*tensors_.of(TensorKind::kWeight)[kGate], rows, half(0)));
-    return read_rectangle(*tensors_.of(TensorKind::kWeight)[kUp], rows, half(1));
+          read_rectangle(*tensors_.of(TensorKind::kWeight)[kGateIndex], rows, half(0)));
+    return read_rectangle(*tensors_.of(TensorKind::kWeight)[kUpIndex], rows, half(1));
   }
 
   Status read_separate(std::int64_t e) {
     MOESAIC_RETURN_IF_ERROR(read_gate_and_up(e));
-    return read_rectangle(*tensors_.of(TensorKind::kWeight)[kDown],
+    return read_rectangle(*tensors_.of(TensorKind::kWeight)[kDownIndex],
                           {e * slice_.hidden, slice_.hidden, slice_.first, slice_.count},
                           out_.w2.data());
   }
@@ -171,11 +171,11 @@ class MlpReader {
     std::int64_t gate = expert * 2 * slice_.width + slice_.first;
     std::int64_t up = gate + slice_.width;
     if (up_first()) std::swap(gate, up);
-    const ShardSet::Located& gate_up = *tensors_.of(TensorKind::kWeight)[kGate];
+    const ShardSet::Located& gate_up = *tensors_.of(TensorKind::kWeight)[kGateIndex];
     MOESAIC_RETURN_IF_ERROR(
         read_rectangle(gate_up, {gate, slice_.count, 0, slice_.hidden}, half(0)));
     MOESAIC_RETURN_IF_ERROR(read_rectangle(gate_up, {up, slice_.count, 0, slice_.hidden}, half(1)));
-    return read_rectangle(*tensors_.of(TensorKind::kWeight)[kDown],
+    return read_rectangle(*tensors_.of(TensorKind::kWeight)[kDownIndex],
                           {expert * slice_.hidden, slice_.hidden, slice_.first, slice_.count},
                           out_.w2.data());
   }
@@ -189,7 +189,7 @@ class MlpReader {
   Status read_fused_nn_interleaved() {
     std::byte* raw = out_.raw.data();
     MOESAIC_RETURN_IF_ERROR(read_rectangle(
-        *tensors_.of(TensorKind::kWeight)[kGate],
+        *tensors_.of(TensorKind::kWeight)[kGateIndex],
         {expert_ * slice_.hidden, slice_.hidden, 2 * slice_.first, 2 * slice_.count}, raw));
     transpose(slice_.dtype, raw, out_.w13.data(), slice_.hidden, 2 * slice_.count,
               [this](std::int64_t c) { return deinterleaved(c); });
@@ -200,7 +200,7 @@ class MlpReader {
   Status read_fused_nn() {
     std::byte* raw = out_.raw.data();
     for (int which = 0; which < 2; ++which) {
-      MOESAIC_RETURN_IF_ERROR(read_rectangle(*tensors_.of(TensorKind::kWeight)[kGate],
+      MOESAIC_RETURN_IF_ERROR(read_rectangle(*tensors_.of(TensorKind::kWeight)[kGateIndex],
                                              {expert_ * slice_.hidden, slice_.hidden,
                                               which * slice_.width + slice_.first, slice_.count},
                                              raw));
@@ -214,7 +214,7 @@ class MlpReader {
   Status read_transposed_down() {
     std::byte* raw = out_.raw.data();
     MOESAIC_RETURN_IF_ERROR(read_rectangle(
-        *tensors_.of(TensorKind::kWeight)[kDown],
+        *tensors_.of(TensorKind::kWeight)[kDownIndex],
         {expert_ * slice_.width + slice_.first, slice_.count, 0, slice_.hidden}, raw));
     if (MOESAIC_FAULT(checkpoint_skip_transpose)) {
       std::memcpy(out_.w2.data(), raw, static_cast<std::size_t>(out_.w2.bytes()));
@@ -262,7 +262,7 @@ class MlpReader {
   // One row per expert: gate [E, I], up [E, I].
   Status read_stacked_bias() {
     float* dst = out_.w13_bias.as<float>();
-    for (const std::size_t projection : {kGate, kUp}) {
+    for (const std::size_t projection : {kGateIndex, kUpIndex}) {
       if (!tensors_.of(TensorKind::kBias)[projection]) continue;
       MOESAIC_RETURN_IF_ERROR(read_rectangle_widened(*tensors_.of(TensorKind::kBias)[projection],
                                                      {expert_, 1, slice_.first, slice_.count},
@@ -275,7 +275,7 @@ class MlpReader {
   // gate_up [E, 2I], interleaved as its weight is.
   Status read_interleaved_bias() {
     std::vector<float> row(static_cast<std::size_t>(2 * slice_.count));
-    MOESAIC_RETURN_IF_ERROR(read_rectangle_widened(*tensors_.of(TensorKind::kBias)[kGate],
+    MOESAIC_RETURN_IF_ERROR(read_rectangle_widened(*tensors_.of(TensorKind::kBias)[kGateIndex],
                                                    {expert_, 1, 2 * slice_.first, 2 * slice_.count},
                                                    &out_.small, row.data()));
     for (std::int64_t c = 0; c < 2 * slice_.count; ++c) {
@@ -303,18 +303,18 @@ class MlpReader {
     std::int64_t gate_row = before * (fused ? 2 : 1) * all + first;
     std::int64_t up_row = fused ? gate_row + all : gate_row;
     if (up_first()) std::swap(gate_row, up_row);
-    const ShardSet::Located& up =
-        fused ? *tensors_.of(TensorKind::kScale)[kGate] : *tensors_.of(TensorKind::kScale)[kUp];
+    const ShardSet::Located& up = fused ? *tensors_.of(TensorKind::kScale)[kGateIndex]
+                                        : *tensors_.of(TensorKind::kScale)[kUpIndex];
     auto* w13_scale = out_.w13_scale.as<float>();
     if (slice_.gated) {
-      MOESAIC_RETURN_IF_ERROR(read_scale_grid(*tensors_.of(TensorKind::kScale)[kGate],
+      MOESAIC_RETURN_IF_ERROR(read_scale_grid(*tensors_.of(TensorKind::kScale)[kGateIndex],
                                               {gate_row, blocks, 0, h_blocks}, h_blocks,
                                               &out_.small, w13_scale));
       w13_scale += blocks * h_blocks;
     }
     MOESAIC_RETURN_IF_ERROR(
         read_scale_grid(up, {up_row, blocks, 0, h_blocks}, h_blocks, &out_.small, w13_scale));
-    MOESAIC_RETURN_IF_ERROR(read_scale_grid(*tensors_.of(TensorKind::kScale)[kDown],
+    MOESAIC_RETURN_IF_ERROR(read_scale_grid(*tensors_.of(TensorKind::kScale)[kDownIndex],
                                             {before * h_blocks, h_blocks, first, blocks}, all,
                                             &out_.small, out_.w2_scale.as<float>()));
     return check_fp8(h_blocks, blocks);
@@ -336,11 +336,11 @@ class MlpReader {
     if (up_first()) std::swap(gate, up);
     if (slice_.gated) {
       MOESAIC_RETURN_IF_ERROR(
-          check(kGate, out_.w13, out_.w13_scale, 0, slice_.count, slice_.hidden, gate, 0));
+          check(kGateIndex, out_.w13, out_.w13_scale, 0, slice_.count, slice_.hidden, gate, 0));
     }
-    MOESAIC_RETURN_IF_ERROR(check(fused ? kGate : kUp, out_.w13, out_.w13_scale,
+    MOESAIC_RETURN_IF_ERROR(check(fused ? kGateIndex : kUpIndex, out_.w13, out_.w13_scale,
                                   slice_.gated ? 1 : 0, slice_.count, slice_.hidden, up, 0));
-    return check(kDown, out_.w2, out_.w2_scale, 0, slice_.hidden, slice_.count,
+    return check(kDownIndex, out_.w2, out_.w2_scale, 0, slice_.hidden, slice_.count,
                  experts_before() * slice_.hidden, slice_.first);
   }
 

@@ -21,17 +21,17 @@ Status QuantizedReader::run(const InputScales& input_scales) {
   const std::int64_t h = slice_.hidden, i = slice_.width;
   const std::int64_t first = MOESAIC_FAULT(checkpoint_quant_skip_tp_offset) ? 0 : slice_.first;
   const bool fused = is_fused(slice_.storage);
-  constexpr Projection kGate = Projection::kGate, kDown = Projection::kDown;
+  using enum Projection;
   Window gate = {kGate, kGate, fused ? 2 * i : i, h, first, slice_.count, 0, h, 0};
   Window up = gate;
-  up.part = Projection::kUp;
+  up.part = kUp;
   if (fused) {
     if (!MOESAIC_FAULT(checkpoint_stacked_up_is_gate)) up.first_row += i;
     if (slice_.storage == ExpertStorage::kPerExpertUpFirst) {
       std::swap(gate.first_row, up.first_row);
     }
   } else {
-    up.projection = Projection::kUp;
+    up.projection = kUp;
   }
   if (slice_.gated) up.to = slice_.count;
   const Window down = {kDown, kDown, h, i, 0, h, first, slice_.count, 0};
