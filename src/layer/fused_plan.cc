@@ -138,8 +138,10 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const QuantScheme& sh
         plan.shared_quant,
         plan_shared_quant(shared_stored, spec.quant, spec.activation_dtype, options.quant));
     // The bound is the whole layer's: the shared expert may be the one that quantises activations.
-    plan.quant.scheme.output_bound =
-        std::max(plan.quant.scheme.output_bound, plan.shared_quant.scheme.output_bound);
+    if (!MOESAIC_FAULT(layer_bound_ignores_shared)) {
+      plan.quant.scheme.output_bound =
+          std::max(plan.quant.scheme.output_bound, plan.shared_quant.scheme.output_bound);
+    }
     plan.shared = common_problem(spec, plan.shared_quant, options);
     plan.shared.num_experts = plan.shared.num_local_experts = plan.shared.top_k = 1;
     plan.shared.hidden_size = spec.hidden_size;

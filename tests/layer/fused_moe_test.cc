@@ -129,6 +129,34 @@ TEST(FusedMoE, TheScalingFactorLeavesSharedExpertsAlone) {
   }
 }
 
+// The bound is the layer's: here only the shared expert rounds activations to FP8.
+TEST(FusedMoE, TheBoundCoversASharedExpertInAnotherFormat) {
+  MoeLayerSpec spec = with_shared(false);
+  spec.hidden_size = 256;
+  spec.intermediate_size = spec.shared.intermediate_size = 128;
+  const LayerTensors plain = make_tensors(31, spec);
+  spec.quant = quant_scheme_from_name("fp8-block").value();
+  const LayerTensors coded = make_tensors(31, spec);
+  const auto layer = [&](const std::string& quant) {
+    MoeLayerWeights w = plain.weights();
+    MoeLayerWeights c = coded.weights();
+    w.tensors.shared_w13 = std::move(c.tensors.shared_w13);
+    w.tensors.shared_w13_scale = std::move(c.tensors.shared_w13_scale);
+    w.tensors.shared_w2 = std::move(c.tensors.shared_w2);
+    w.tensors.shared_w2_scale = std::move(c.tensors.shared_w2_scale);
+    w.tensors.shared_quant = c.tensors.shared_quant;
+    return FusedMoE::create(std::move(w), with_quant(quant)).value();
+  };
+  const Tensor x = random_hidden(32, 24, spec.hidden_size);
+  const FusedMoE mixed = layer("as-is");
+  const auto result = compare(to_doubles(run_layer(mixed, x).output.view()),
+                              to_doubles(run_layer(layer("f32"), x).output.view()));
+  EXPECT_EQ(mixed.quant().name, "bf16");
+  EXPECT_EQ(mixed.quant().output_bound, spec.quant.output_bound);
+  EXPECT_LE(result.rel_l2, mixed.quant().output_bound) << result.describe;
+  EXPECT_GT(result.rel_l2, plain.spec.quant.output_bound) << "bf16's bound would do";
+}
+
 TEST(FusedMoE, BitsDoNotDependOnSplitBatchOrderOrThreads) {
   for (const char* quant : {"f32", "bf16"}) {
     const LayerTensors t = make_tensors(9, deepseek_like());

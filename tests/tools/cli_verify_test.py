@@ -5,18 +5,24 @@ usage: cli_verify_test.py TOOL SOURCE_DIR [unittest arguments]
 """
 
 import math
+import shutil
 import struct
+import subprocess
+import sys
+from pathlib import Path
 
 from cli_support import (
     BAD_INPUT,
     BUNDLED,
     FAILED,
     MODELS,
+    OK,
     ToolTest,
     golden_input,
     main,
     read_safetensors,
     run,
+    tensor_of,
     write_safetensors,
 )
 
@@ -149,6 +155,41 @@ class Verify(ToolTest):
         self.fails(BAD_INPUT, "model.layers.0.mlp", arguments=["verify", "--model", MODELS / "mini-qwen3-moe", "--golden", golden])
         value = self.json_of("verify", "--model", MODELS / "mini-qwen3-moe", "--golden", golden, "--layer", 1)
         self.assertIs(value["pass"], True)
+
+    def test_a_shared_expert_beside_the_block_may_be_in_the_output_or_not(self):
+        """Hooks on the block record it alone, implementations that fuse both their sum: either is right, nothing else."""
+        tiny = self.folder / "tiny"
+        generator = Path(sys.argv[2]) / "tests" / "checkpoint" / "make_tiny_checkpoints.py"
+        subprocess.run([sys.executable, generator, tiny], check=True, capture_output=True)
+        model, name = tiny / "granite_shared", "model.layers.0.block_sparse_moe"
+        without = self.folder / "without"
+        shutil.copytree(model, without)
+        for path in without.glob("*.safetensors"):
+            header, blob = read_safetensors(path)
+            tensors = {}
+            for key, entry in header.items():
+                begin, end = entry["data_offsets"]
+                data = bytes(end - begin) if ".shared_mlp." in key else blob[begin:end]
+                tensors[key] = (entry["dtype"], entry["shape"], data)
+            write_safetensors(path, tensors)
+        rows = [math.sin(0.37 * i) for i in range(5 * 16)]
+        states = self.folder / "states.safetensors"
+        write_safetensors(states, {name + ".input": ("F32", [5, 16], struct.pack("<80f", *rows))})
+
+        def output_of(folder):
+            out = self.folder / "out.safetensors"
+            self.json_of("run", "--model", folder, "--layer", 0, "--input", f"{states}:{name}.input", "--quant", "f32", "--output", out)
+            return struct.unpack("<80f", tensor_of(out, "output")[2])
+
+        both, alone = output_of(model), output_of(without)
+        self.assertNotEqual(both, alone)
+        neither = [b + (b - a) for b, a in zip(both, alone)]  # the shared expert twice
+        for values, code in ((both, OK), (alone, OK), (neither, FAILED)):
+            golden = self.folder / "golden.safetensors"
+            write_safetensors(golden, {name + ".input": ("F32", [5, 16], struct.pack("<80f", *rows)),
+                                       name + ".output": ("F32", [5, 16], struct.pack("<80f", *values))})  # fmt: skip
+            value = self.json_of("verify", "--model", model, "--golden", golden, "--quant", "f32", code=code)
+            self.assertIs(value["pass"], code == OK)
 
     def test_missing_golden(self):
         self.fails(
