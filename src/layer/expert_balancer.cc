@@ -70,6 +70,7 @@ Result<std::vector<double>> ExpertBalancer::load(Communicator& world, int replic
     std::vector<std::vector<double>> all(n, std::vector<double>(mine.size()));
     const std::vector<std::span<const std::byte>> send(n, std::as_bytes(mine));
     std::vector<std::span<std::byte>> receive;
+    receive.reserve(n);
     for (std::vector<double>& v : all) receive.push_back(std::as_writable_bytes(std::span(v)));
     MOESAIC_RETURN_IF_ERROR(world.exchange("load", send, receive));
     std::vector<double> sum(mine.size(), 0.0);

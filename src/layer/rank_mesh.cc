@@ -136,6 +136,7 @@ Status RankMesh::gather_replicas(const TensorView& output) const {
     const std::vector<std::span<const std::byte>> send(static_cast<std::size_t>(plan_.replicas),
                                                        mine);
     std::vector<std::span<std::byte>> receive;
+    receive.reserve(send.size());
     for (int r = 0; r < plan_.replicas; ++r) {
       receive.push_back(r == plan_.replica ? std::span<std::byte>(own) : bytes_of(r));
     }

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstring>
 #include <exception>
+#include <numeric>
 #include <thread>
 
 #include "core/fault.h"
@@ -225,8 +226,8 @@ using In = std::span<std::byte>;
 
 std::unique_ptr<Communicator> make_group_communicator(std::unique_ptr<Transport> transport,
                                                       const CommunicatorOptions& options) {
-  std::vector<int> ranks;
-  for (int r = 0; r < transport->size(); ++r) ranks.push_back(r);
+  std::vector<int> ranks(static_cast<std::size_t>(transport->size()));
+  std::iota(ranks.begin(), ranks.end(), 0);
   const int rank = transport->rank();
   auto world = std::make_shared<World>();
   world->transport = std::move(transport);
@@ -263,6 +264,7 @@ Result<std::vector<std::int64_t>> Communicator::all_gather(std::string_view what
   std::vector<std::int64_t> all(n, 0);
   const std::vector<Out> send(n, std::as_bytes(std::span(&value, 1)));
   std::vector<In> recv;
+  recv.reserve(n);
   for (std::int64_t& v : all) recv.push_back(std::as_writable_bytes(std::span(&v, 1)));
   MOESAIC_RETURN_IF_ERROR(exchange(what, send, recv));
   return all;

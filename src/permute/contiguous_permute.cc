@@ -15,7 +15,6 @@ namespace {
 
 using permute::expect_length;
 using permute::expect_range;
-using permute::kMaxInt32;
 
 }  // namespace
 
