@@ -372,6 +372,11 @@ class GgufParser {
       if (size <= out_.data_offset) return {};
       return corrupt(fmt::format("data: got {} bytes without a tensor", size - out_.data_offset));
     }
+    // Tensors without elements need no byte of it, but it must begin within the file.
+    if (size < out_.data_offset && !MOESAIC_FAULT(gguf_skip_file_size_check)) {
+      return corrupt(fmt::format("data: got {} bytes of the file, need {} before the data", size,
+                                 out_.data_offset));
+    }
     const std::uint64_t data = size < out_.data_offset ? 0 : size - out_.data_offset;
     const std::uint64_t end = out_.tensors.back().end;  // below 2^63, offsets rise
     const std::uint64_t padded = (end + out_.alignment - 1) / out_.alignment * out_.alignment;
