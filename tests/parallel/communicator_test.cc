@@ -121,6 +121,42 @@ TEST(Communicator, ASharedSubgroupIsMadeOnce) {
   });
 }
 
+// A communicator of one rank that can be broken by itself, as a group of GPUs can.
+class BreakableGroup final : public Communicator {
+ public:
+  std::string_view name() const override { return "breakable"; }
+  int rank() const override { return 0; }
+  int size() const override { return 1; }
+  Status state() const override { return state_; }
+  std::int64_t bytes_sent() const override { return 0; }
+  Status exchange(std::string_view, std::span<const Out>, std::span<const In>,
+                  std::span<std::int64_t>) override {
+    return state_;
+  }
+  Status abandon(std::string_view reason) override {
+    return state_ = Status(StatusCode::kDevice, std::string(reason));
+  }
+  Result<std::unique_ptr<Communicator>> subgroup(std::span<const int>, int) override {
+    return std::unique_ptr<Communicator>(new BreakableGroup);
+  }
+
+ private:
+  Status state_;
+};
+
+TEST(Communicator, ABrokenSharedSubgroupIsMadeAnew) {
+  BreakableGroup world;
+  const std::vector<int> me = {0};
+  const auto first = world.shared_subgroup(me, 1).value();
+  const auto other = world.shared_subgroup(me, 2).value();
+  EXPECT_EQ(first->abandon("broken").code(), StatusCode::kDevice);
+  const auto second = world.shared_subgroup(me, 1).value();
+  EXPECT_NE(second, first);
+  EXPECT_TRUE(second->state().ok());
+  EXPECT_EQ(world.shared_subgroup(me, 1).value(), second);
+  EXPECT_EQ(world.shared_subgroup(me, 2).value(), other);
+}
+
 TEST(Communicator, ALostRankIsReportedByAllOthersInTime) {
   const auto begin = std::chrono::steady_clock::now();
   run_ranks(4, {.timeout_ms = 1000}, [](Communicator& c) {
