@@ -15,11 +15,6 @@ __device__ __forceinline__ float sigmoid(float x) {
   return ptx::reciprocal_approx(1.0F + ptx::exp2_approx(x * kMinusLog2E));
 }
 
-// The SwiGLU family without limits and constants: the same bits as activate's, at half the cost.
-__device__ __forceinline__ float plain_silu(float gate, float up) {
-  return up * (gate * sigmoid(gate));
-}
-
 // Comparisons keep NaN: a NaN is never greater than a limit.
 __device__ __forceinline__ float at_most(float v, float limit) { return v > limit ? limit : v; }
 __device__ __forceinline__ float within(float v, float limit) {

@@ -280,49 +280,6 @@ __device__ __forceinline__ void store_weighted_rows(const GroupedParams& p, int 
   }
 }
 
-// acc[at] = bf16(act(acc[at], acc[at + 4])) over the thread's rows `row`, row + 8 and of each the
-// channels channel0 + 64 h + 16 w + {0..3}, and the largest magnitude of each row. kPlain: no
-// biases, limits or constants.
-template <bool kPlain>
-__device__ __forceinline__ void activate_rows(const GroupedParams& p, int expert, int channel0,
-                                              float (&acc)[128], float (&amax)[2]) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      const int channel = channel0 + h * 64 + w * 16;
-      const bool inside = channel < p.intermediate;
-      float gate_bias[4] = {}, up_bias[4] = {};
-      if (!kPlain && p.w13_bias != nullptr && inside) {
-        const float* from =
-            p.w13_bias + static_cast<std::int64_t>(expert) * 2 * p.intermediate + channel;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          gate_bias[e] = from[e];
-          up_bias[e] = from[p.intermediate + e];
-        }
-      }
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        // Channel 2a + b of the four: element a of gate chunk 8b + 2w; the up chunk is the next.
-        const int at = 64 * h + 4 * (8 * (e & 1) + 2 * w) + (e >> 1);
-        float y[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float gate = acc[at + 2 * i], up = acc[at + 2 * i + 4];
-          y[i] = kPlain ? plain_silu(gate, up)
-                        : activate<EpilogueKind::kSwiglu>(p, gate + gate_bias[e], up + up_bias[e]);
-        }
-        const std::uint32_t rounded = ptx::bf16x2(y[0], y[1]);
-        acc[at] = inside ? bf16_low(rounded) : 0.0F;
-        acc[at + 2] = inside ? bf16_high(rounded) : 0.0F;
-        amax[0] = fmaxf(amax[0], fabsf(acc[at]));
-        amax[1] = fmaxf(amax[1], fabsf(acc[at + 2]));
-      }
-    }
-  }
-}
-
 // GEMM1 with tokens as rows, SwiGLU family. The thread has rows `row` and row + 8 (of which `rows`
 // count from `row` on) and of each row 32 channels: 128 band + 64 h + 16 w + 4 t + {0..3}; a quad
 // has the whole group of 128, so the largest magnitude takes two shuffles and no barrier.
@@ -334,10 +291,36 @@ __device__ __forceinline__ void store_activated_rows(const GroupedParams& p, int
   const int t = lane & 3;
   const int channel0 = band * 128 + t * 4;
   float amax[2] = {0.0F, 0.0F};
-  if (p.plain_silu) {
-    activate_rows<true>(p, expert, channel0, acc, amax);
-  } else {
-    activate_rows<false>(p, expert, channel0, acc, amax);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const int channel = channel0 + h * 64 + w * 16;
+      const bool inside = channel < p.intermediate;
+      float gate_bias[4] = {}, up_bias[4] = {};
+      if (p.w13_bias != nullptr && inside) {
+        const float* from =
+            p.w13_bias + static_cast<std::int64_t>(expert) * 2 * p.intermediate + channel;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          gate_bias[e] = from[e];
+          up_bias[e] = from[p.intermediate + e];
+        }
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        // Channel 2a + b of the four: element a of gate chunk 8b + 2w; the up chunk is the next.
+        const int a = e >> 1, b = e & 1;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int at = 64 * h + 4 * (8 * b + 2 * w) + 2 * i + a;
+          const float y =
+              activate<EpilogueKind::kSwiglu>(p, acc[at] + gate_bias[e], acc[at + 4] + up_bias[e]);
+          acc[at] = inside ? round_bf16(y) : 0.0F;
+          amax[i] = fmaxf(amax[i], fabsf(acc[at]));
+        }
+      }
+    }
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

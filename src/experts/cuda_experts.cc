@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <cmath>
 #include <new>
 #include <utility>
 #include <vector>
@@ -331,7 +330,6 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   g.alpha = problem.activation.alpha;
   g.beta = problem.activation.beta;
   g.up_limit = problem.activation.up_limit;
-  g.plain_silu = g.w13_bias == nullptr && std::isinf(g.limit) && g.alpha == 1.0F && g.beta == 0.0F;
   MOESAIC_RETURN_IF_ERROR(
       check_call("grouped GEMMs", launch_grouped(variant, g, impl_->num_sms, stream)));
 

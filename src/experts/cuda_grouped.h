@@ -91,7 +91,6 @@ struct GroupedParams {
   bool power_of_two_scales = false;
   int activation_kind = 0;  // ActivationKind, for kGeneral and kPlain
   float limit = 0, alpha = 1, beta = 0, up_limit = 0;
-  bool plain_silu = false;  // kSwiglu with no bias, limit infinite, alpha 1, beta 0
 };
 
 // Which build of the kernel: a pure function of the problem and the number of tokens.

@@ -35,8 +35,10 @@ __device__ __forceinline__ void multiply(const Shared<Operand, kMaxColumns, kPai
   }
   if constexpr (!L::kScaled) {
     accumulate_stages(stage, chunks, [&](std::uint32_t offset) {
-      multiply_stage<Mma>(acc[0], weights + offset, tokens + offset, true);
-      multiply_stage<Mma>(acc[1], weights + offset + kBlockStep, tokens + offset, true);
+      const std::uint32_t a = weights + offset, b = tokens + offset;
+      ptx::wgmma_fence();
+      multiply_stage<Mma>(acc[0], a, b, true);
+      multiply_stage<Mma>(acc[1], a + kBlockStep, b, true);
     });
   } else {
     constexpr int kSets = kColumns <= 64 ? 2 : 1;  // accumulators of both blocks, or in turn
@@ -113,8 +115,7 @@ template <class Operand, int kMaxColumns, EpilogueKind kEpilogue, bool kPaired, 
 __device__ __forceinline__ void consume_item(
     const GroupedParams& p, const Shared<Operand, kMaxColumns, kPaired>& sh,
     RingPosition<Layout<Operand, kMaxColumns>::kStages>& ring, RingPosition<2>& exchange,
-    const ItemReader<Shared<Operand, kMaxColumns, kPaired>>& items, Item item, int group, int warp,
-    int lane) {
+    const Item& item, int group, int warp, int lane) {
   using L = Layout<Operand, kMaxColumns>;
   const bool second = item.band >= p.bands1;
   constexpr int kLists = (kColumns + 31) / 32;
@@ -133,7 +134,6 @@ __device__ __forceinline__ void consume_item(
       factor[i] = valid && weight_of_row != nullptr ? weight_of_row[item.first_row + column] : 1.0F;
     }
     multiply<Operand, kMaxColumns, kPaired, kColumns>(sh, ring, p.chunks2, group, lane, false, acc);
-    item = items.read_last(lane);
     store_weighted<kColumns>(p, item.expert, item.band - p.bands1, group, warp & 3, lane, pair,
                              factor, acc);
     if (!kPaired && kMaxColumns <= 64 && p.fold_combine)
@@ -141,7 +141,6 @@ __device__ __forceinline__ void consume_item(
   } else {
     multiply<Operand, kMaxColumns, kPaired, kColumns>(sh, ring, p.chunks1, group, lane,
                                                       kEpilogue != EpilogueKind::kPlain, acc);
-    item = items.read_last(lane);
     const AmaxExchange<L::kSplit> amax(sh, exchange);
     store_activated<Operand, kEpilogue, kColumns>(p, item.expert, item.band, item.first_row,
                                                   item.rows, group, warp & 3, lane, amax, acc);
@@ -156,8 +155,8 @@ __device__ __forceinline__ void consume(const GroupedParams& p,
                                         int lane) {
   using L = Layout<Operand, kMaxColumns>;
   RingPosition<L::kStages> ring;
+  RingPosition<kItemSlots> slot;
   RingPosition<2> exchange;
-  std::uint32_t taken = 0;
   // Lane 0's: so the compiler sees that the warp agrees.
   const int group = __shfl_sync(
       0xFFFFFFFFU, L::kSplit ? static_cast<int>(ptx::cluster_cta_rank()) : warp >> 2, 0);
@@ -172,15 +171,15 @@ __device__ __forceinline__ void consume(const GroupedParams& p,
     }
   }
   while (true) {
-    const std::uint32_t slot = taken % kItemSlots;
-    ptx::mbarrier_wait(sh.item_full(slot), taken / kItemSlots & 1);
-    ++taken;
-    const ItemReader<Shared<Operand, kMaxColumns, kPaired>> items{sh, slot};
-    const Item item = items.read();
+    ptx::mbarrier_wait(sh.item_full(slot.slot), slot.parity);
+    const Item item = sh.items()[slot.slot];
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(sh.item_empty(slot.slot));
+    slot.advance();
     if (item.band < 0) break;
     const auto with = [&](auto columns) {
       consume_item<Operand, kMaxColumns, kEpilogue, kPaired, decltype(columns)::value>(
-          p, sh, ring, exchange, items, item, group, warp, lane);
+          p, sh, ring, exchange, item, group, warp, lane);
     };
     // The fewest columns that hold the group; any choice gives the same bits.
     if constexpr (L::kSplit) {
@@ -207,7 +206,7 @@ __device__ __forceinline__ void consume(const GroupedParams& p,
     } else {
       if constexpr (kEpilogue == EpilogueKind::kSwiglu) {
         if (item.rows > kRowsOrientation) {
-          consume_rows<Operand>(p, sh, ring, items, item, group, warp, lane);
+          consume_rows<Operand>(p, sh, ring, item, group, warp, lane);
           continue;
         }
       }

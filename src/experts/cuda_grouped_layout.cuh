@@ -109,9 +109,6 @@ struct Shared {
   __device__ __forceinline__ Item* items() const {
     return reinterpret_cast<Item*>(generic + L::kOffsetItems);
   }
-  __device__ __forceinline__ std::uint32_t item_at(std::uint32_t s) const {
-    return base + L::kOffsetItems + s * static_cast<std::uint32_t>(sizeof(Item));
-  }
   // Behind the items, which leave part of their slots' space unused.
   __device__ __forceinline__ volatile std::uint32_t* flag() const {
     return reinterpret_cast<volatile std::uint32_t*>(generic + L::kOffsetItems +
@@ -168,24 +165,16 @@ struct Shared {
   }
 };
 
-// The record that item `index` belongs to.
-__device__ __forceinline__ GroupRecord find_record(const GroupedParams& p,
-                                                   const GroupRecord* groups, std::uint32_t index,
-                                                   std::uint32_t items1) {
-  const bool second = index >= items1;
-  return groups[(second ? index - items1 : index) /
-                static_cast<std::uint32_t>(second ? p.bands2 : p.bands1)];
-}
-
 // Narrow builds split an expert's rows evenly, in multiples of eight, over the fewest groups that
 // fit; wide ones fill them when there are more than two.
 template <int kMaxColumns, bool kPaired>
-__device__ __forceinline__ Item decode_item(const GroupedParams& p, std::uint32_t index,
-                                            std::uint32_t items1, std::uint32_t cta,
-                                            const GroupRecord& record) {
+__device__ __forceinline__ Item decode_item(const GroupedParams& p, const GroupRecord* groups,
+                                            std::uint32_t index, std::uint32_t items1,
+                                            std::uint32_t cta) {
   const bool second = index >= items1;
   if (second) index -= items1;
   const std::uint32_t bands = static_cast<std::uint32_t>(second ? p.bands2 : p.bands1);
+  const GroupRecord record = groups[index / bands];
   constexpr int kPerRecord = kMaxColumns * (kPaired ? 2 : 1);
   const std::uint32_t count =
       static_cast<std::uint32_t>((record.rows + kPerRecord - 1) / kPerRecord);

@@ -28,27 +28,27 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
   RingPosition<L::kStages> ring;
   RingPosition<kItemSlots> slot;
   RingPosition<kIndexSlots> shared_index;
-  // Taking an item is asking for it, and later looking at what came back. The first CTA of a pair
-  // asks for both and passes the answer on. It cannot get far ahead: the stages that it fills are
-  // handed back by the consumers of both.
-  // Split: in turn. Pairs without an item of GEMM1 would take too many of GEMM2's, whose weights
-  // they have no room for (measured: 3 us).
-  const auto ask = [&] { return L::kSplit ? index : cta == 0 ? ptx::increment(p.next_item) : 0; };
-  const auto take = [&](std::uint32_t i) {
-    if (kPaired) {
-      static_assert(kIndexSlots > L::kStages + 2 || !kPaired);
-      const std::uint32_t at = sh.index_at(shared_index.slot);
-      const std::uint32_t bar = sh.index_full(shared_index.slot);
-      if (cta == 0) {
-        ptx::store_remote_async(at, i, bar, 1);
-      } else {
-        ptx::mbarrier_arrive_expect(bar, 4);
-        ptx::mbarrier_wait(bar, shared_index.parity);
-        i = ptx::load_shared(at);
-      }
-      shared_index.advance();
+  // The first CTA of a pair takes items for both. It cannot get far ahead: the stages that it fills
+  // are handed back by the consumers of both.
+  const auto take = [&]() -> std::uint32_t {
+    // Split: in turn. Pairs without an item of GEMM1 would take too many of GEMM2's, whose weights
+    // they have no room for (measured: 3 us).
+    if (L::kSplit) return index + workers;
+    if (!kPaired) return atomicAdd(p.next_item, 1U) + workers;
+    static_assert(kIndexSlots > L::kStages + 1 || !kPaired);
+    const std::uint32_t at = sh.index_at(shared_index.slot);
+    const std::uint32_t bar = sh.index_full(shared_index.slot);
+    std::uint32_t i = 0;
+    if (cta == 0) {
+      i = atomicAdd(p.next_item, 1U) + workers;
+      ptx::store_remote_async(at, i, bar, 1);
+    } else {
+      ptx::mbarrier_arrive_expect(bar, 4);
+      ptx::mbarrier_wait(bar, shared_index.parity);
+      i = ptx::load_shared(at);
     }
-    return i + workers;
+    shared_index.advance();
+    return i;
   };
   const auto slabs_of = [&](const Item& item) {
     const bool second = item.band >= p.bands1;
@@ -63,18 +63,12 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
     slot.advance();
   };
   const Item end = {-1, 0, 0, 0, 0};
-  const auto look_up = [&](std::uint32_t i) {
-    return i < total ? find_record(p, groups, i, items1) : GroupRecord{};
+  const auto decode = [&](std::uint32_t i) {
+    return i < total ? decode_item<kMaxColumns, kPaired>(p, groups, i, items1, cta) : end;
   };
-  const auto decode = [&](std::uint32_t i, const GroupRecord& record) {
-    return i < total ? decode_item<kMaxColumns, kPaired>(p, i, items1, cta, record) : end;
-  };
-  // An item is taken when the weights of the one before have nearly all been asked for: late enough
-  // that the last items go to whoever is free, and for many tokens early enough that the two round
-  // trips to memory pass while the last stages become free.
-  constexpr int kAhead = kMaxColumns <= 64 ? 0 : 1;
-  GroupRecord record = look_up(index);
-  Item item = decode(index, record);
+  // An item is taken when the weights of the one before have all been asked for: late enough that
+  // the last items go to whoever is free, early enough that the ring covers the look-up.
+  Item item = decode(index);
   publish(item);
   while (item.band >= 0) {
     const bool second = item.band >= p.bands1;
@@ -87,35 +81,26 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
     const float* scale = (second ? p.w2_scale : p.w13_scale) + first * 4;
     if (L::kSplit) src += cta * kSlabBytes;
     const bool absent = L::kSplit && static_cast<int>(cta) >= slabs;
-    const int stages = absent ? 0 : chunks;
-    const auto stream = [&](int count) {
-#pragma unroll 1
-      for (int c = 0; c < count; ++c) {
-        ptx::mbarrier_wait(sh.empty(ring.slot), ring.parity ^ 1);
-        const std::uint32_t bar = sh.full(ring.slot);
-        const auto bytes = static_cast<std::uint32_t>((L::kSplit ? 1 : slabs) * kSlabBytes);
-        ptx::mbarrier_arrive_expect(bar, bytes + (L::kScaled ? 16 : 0));
-        if (kPaired) {
-          if (static_cast<int>(cta) < slabs) {
-            ptx::bulk_load_multicast(sh.weights(ring.slot) + cta * kSlabBytes,
-                                     src + cta * kSlabBytes, kSlabBytes, bar, 3, policy);
-          }
-        } else {
-          ptx::bulk_load(sh.weights(ring.slot), src, bytes, bar, policy);
+    for (int c = 0; c < chunks && !absent; ++c) {
+      ptx::mbarrier_wait(sh.empty(ring.slot), ring.parity ^ 1);
+      const std::uint32_t bar = sh.full(ring.slot);
+      const auto bytes = static_cast<std::uint32_t>((L::kSplit ? 1 : slabs) * kSlabBytes);
+      ptx::mbarrier_arrive_expect(bar, bytes + (L::kScaled ? 16 : 0));
+      if (kPaired) {
+        if (static_cast<int>(cta) < slabs) {
+          ptx::bulk_load_multicast(sh.weights(ring.slot) + cta * kSlabBytes, src + cta * kSlabBytes,
+                                   kSlabBytes, bar, 3, policy);
         }
-        if (L::kScaled) ptx::bulk_load(sh.scales(ring.slot), scale, 16, bar, policy);
-        src += kBandImageBytes;
-        scale += 4;
-        ring.advance();
+      } else {
+        ptx::bulk_load(sh.weights(ring.slot), src, bytes, bar, policy);
       }
-    };
-    stream(max(stages - 2 * kAhead, 0));
-    const std::uint32_t asked = ask();
-    stream(min(kAhead, max(stages - kAhead, 0)));
-    index = take(asked);
-    record = look_up(index);
-    stream(min(kAhead, stages));
-    item = decode(index, record);
+      if (L::kScaled) ptx::bulk_load(sh.scales(ring.slot), scale, 16, bar, policy);
+      src += kBandImageBytes;
+      scale += 4;
+      ring.advance();
+    }
+    index = take();
+    item = decode(index);
     publish(item);
   }
 }

@@ -33,6 +33,7 @@ __device__ __forceinline__ void multiply_rows(
   for (int i = 0; i < 128; ++i) acc[i] = 0.0F;
   if constexpr (!L::kScaled) {
     accumulate_stages(stage, chunks, [&](std::uint32_t offset) {
+      ptx::wgmma_fence();
       multiply_stage<ptx::Wgmma<Operand, 256>>(acc, tokens + offset, weights + offset, true);
     });
   } else {
@@ -77,9 +78,8 @@ __device__ __forceinline__ void multiply_rows(
 template <class Operand, int kMaxColumns, bool kPaired>
 __device__ __forceinline__ void consume_rows(
     const GroupedParams& p, const Shared<Operand, kMaxColumns, kPaired>& sh,
-    RingPosition<Layout<Operand, kMaxColumns>::kStages>& ring,
-    const ItemReader<Shared<Operand, kMaxColumns, kPaired>>& items, Item item, int group, int warp,
-    int lane) {
+    RingPosition<Layout<Operand, kMaxColumns>::kStages>& ring, const Item& item, int group,
+    int warp, int lane) {
   const bool second = item.band >= p.bands1;
   const int row = group * 64 + (warp & 3) * 16 + (lane >> 2);
   float acc[128];
@@ -94,11 +94,9 @@ __device__ __forceinline__ void consume_rows(
       factor[i] = valid && p.weight_of_row != nullptr ? p.weight_of_row[at] : 1.0F;
     }
     multiply_rows<Operand>(sh, ring, p.chunks2, group, row, lane, false, acc);
-    item = items.read_last(lane);
     store_weighted_rows(p, item.expert, item.band - p.bands1, lane, pair, factor, acc);
   } else {
     multiply_rows<Operand>(sh, ring, p.chunks1, group, row, lane, true, acc);
-    item = items.read_last(lane);
     store_activated_rows<Operand>(p, item.expert, item.band, item.first_row + row, item.rows - row,
                                   lane, acc);
     __syncwarp();

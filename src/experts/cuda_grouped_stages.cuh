@@ -6,7 +6,6 @@
 
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/mbarrier.cuh"
-#include "cuda/ptx/sync.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "experts/cuda_grouped_layout.cuh"
 
@@ -47,29 +46,6 @@ struct StageReader {
   }
 };
 
-// The item that a consumer warp works on. It stays in its slot of shared memory while the warp
-// multiplies, and is read again for the epilogue: kept in registers it would be spilled.
-template <class SharedMemory>
-struct ItemReader {
-  const SharedMemory& sh;
-  const std::uint32_t slot;
-
-  __device__ __forceinline__ Item read() const {
-    const std::uint32_t at = sh.item_at(slot);
-    const auto word = [&](std::uint32_t i) {
-      return static_cast<std::int32_t>(ptx::load_shared(at + 4 * i));
-    };
-    return {word(0), word(1), word(2), word(3), word(4)};
-  }
-  // The same, after which the slot may be written again.
-  __device__ __forceinline__ Item read_last(int lane) const {
-    const Item item = read();
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(sh.item_empty(slot));
-    return item;
-  }
-};
-
 // The four K steps of a stage: d = or += a b^T.
 template <class Mma, int kRegisters>
 __device__ __forceinline__ void multiply_stage(float (&d)[kRegisters], std::uint32_t a,
@@ -88,9 +64,7 @@ __device__ __forceinline__ void accumulate_stages(Stage& stage, int chunks, cons
   std::uint32_t previous = 0;
   for (int c = 0; c < chunks; ++c) {
     stage.wait();
-    const std::uint32_t offset = stage.offset();
-    ptx::wgmma_fence();
-    issue(offset);
+    issue(stage.offset());
     ptx::wgmma_commit();
     stage.peek();
     ptx::wgmma_wait<1>();

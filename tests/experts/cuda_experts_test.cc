@@ -286,7 +286,7 @@ TEST(CudaExpertsBound, RouterWeightOnInputAndPowerOfTwoScales) {
 TEST(CudaExperts, TokenAloneEqualsTokenInBatchByBits) {
   REQUIRE_HOPPER();
   for (const char* quant : {"bf16", "fp8-block"}) {
-    // Full groups have an activation of their own where there are no biases, limits or constants.
+    // Full groups are computed with the tokens as rows; once with limits and constants.
     for (const auto& [tokens, activation] : std::vector<std::pair<std::int64_t, const char*>>{
              {5, "silu"}, {60, "silu"}, {200, "silu"}, {900, "silu"}, {900, "swigluoai"}}) {
       const MoeProblem p = problem_of(quant, activation, 384, 384, 6, 2);

@@ -49,16 +49,6 @@ __device__ __forceinline__ std::uint32_t add_acq_rel(std::uint32_t* p, std::uint
                : "memory");
   return old;
 }
-// (*p)++ of one thread, below 2^31 - 1. The assembler would gather an addition over the warp's
-// lanes and wait for the result on the spot.
-__device__ __forceinline__ std::uint32_t increment(std::uint32_t* p) {
-  std::uint32_t old = 0;
-  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7FFFFFFF;"
-               : "=r"(old)
-               : "l"(p)
-               : "memory");
-  return old;
-}
 __device__ __forceinline__ float exp2_approx(float x) {
   float y = 0;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
