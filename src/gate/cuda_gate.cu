@@ -192,8 +192,8 @@ int launch_gate(const GateParams& p, void* stream) {
       return launch_gate_few(p, stream);
     case GateKernel::kSomeTokens:
       return launch_gate_some(p, stream);
-    case GateKernel::kTensorCores:
-      return launch_gate_mma(p, stream);
+    case GateKernel::kManyTokens:
+      return launch_gate_many(p, stream);
     case GateKernel::kFp32Rows:
       return static_cast<int>(p.x_dtype == DType::kF32
                                   ? launch_fp32_rows<float>(p, stream)

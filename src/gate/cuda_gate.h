@@ -25,7 +25,7 @@ struct GateParams {
 enum class GateKernel : std::uint8_t {
   kFewTokens,     // tensor cores, at most 16 tokens: all operands asked for at once
   kSomeTokens,    // tensor cores, at most 128 tokens: the weights stay, tokens pass
-  kTensorCores,   // tensor cores, a pipeline of tiles
+  kManyTokens,    // tensor cores, a pipeline of tiles
   kFp32Rows,      // fp32 weights of [256, 3072] and [128, 6144], at most 32 tokens
   kWarpPerLogit,  // anything
 };
@@ -44,7 +44,7 @@ int launch_gate(const GateParams& params, void* stream);
 // The kernels behind it.
 int launch_gate_few(const GateParams& params, void* stream);
 int launch_gate_some(const GateParams& params, void* stream);
-int launch_gate_mma(const GateParams& params, void* stream);
+int launch_gate_many(const GateParams& params, void* stream);
 
 // How the tensor-core kernels cut K: eight groups of four slices of whole steps of 16 elements.
 inline constexpr int kGateGroups = 8, kGateSlicesOfGroup = 4;
@@ -60,22 +60,20 @@ MOESAIC_HOST_DEVICE constexpr int gate_row_pitch(int steps) { return steps * 32 
 inline constexpr int kGateSharedLimit = 227 * 1024;
 inline constexpr int kSomeTokens = 128;
 int few_tokens_bytes(int tokens, int hidden);
-// A block of the kernel for some tokens: experts whose rows stay, tokens of a tile that passes, two
-// of which are under way.
-struct SomeTokensTile {
-  int experts = 32, tokens = 32;
+// The kernel for some tokens: experts of a block, whose rows stay, and tokens of a tile that
+// passes, two of which are under way.
+inline constexpr int kSomeExperts = 32, kSomeTileTokens = 32;
+inline constexpr int kSomeFixedBytes =
+    64 + kSomeTokens * kSomeExperts * 4 +
+    kGateSlicesOfGroup * kSomeTileTokens * (kSomeExperts + 4) * 4;
+int some_tokens_bytes(int hidden);
+// Lines of its grid that share the tiles of tokens: as many as one wave of blocks has room for.
+int some_tokens_lines(const GateParams& params);
+// Of the kernel for many tokens: a tile of 128 x 128, 64 x 128 or 64 x 64, and 1, 4 or 8 blocks
+// that share its groups of K, by an estimate of the time.
+struct ManyTokensGrid {
+  int tokens = 128, experts = 128, cluster = 1;
 };
-inline constexpr SomeTokensTile kNarrowTile{32, 32}, kWideTile{64, 16};
-MOESAIC_HOST_DEVICE constexpr int some_tokens_fixed_bytes(SomeTokensTile t) {
-  return 64 + kSomeTokens * t.experts * 4 + kGateSlicesOfGroup * t.tokens * (t.experts + 4) * 4;
-}
-int some_tokens_bytes(SomeTokensTile tile, int hidden);
-// The narrow tile, or the wide one where a block reads far fewer rows with it, and lines of the
-// grid that share the tiles of tokens: as many as one wave of blocks has room for.
-struct SomeTokensGrid {
-  SomeTokensTile tile;
-  int lines = 1;
-};
-SomeTokensGrid some_tokens_grid(const GateParams& params);
+ManyTokensGrid many_tokens_grid(const GateParams& params);
 
 }  // namespace moesaic::cuda

@@ -1,4 +1,4 @@
-// Launching the gate's kernels whose blocks come in clusters of eight, one per group of slices.
+// Launching the gate's kernels whose blocks come in clusters that share the groups of slices.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,22 +12,22 @@ inline cudaError_t allow_all_shared_memory(void (*kernel)(GateParams)) {
                               kGateSharedLimit);
 }
 
-// `columns` clusters side by side, each for its own experts, in `lines` lines.
+// `columns` clusters of `cluster` blocks side by side, each for its own experts, in `lines` lines.
 inline cudaError_t launch_gate_clusters(void (*kernel)(GateParams), const GateParams& p,
-                                        int columns, int lines, int threads, int shared_bytes,
-                                        void* stream) {
+                                        int cluster, int columns, int lines, int threads,
+                                        int shared_bytes, void* stream) {
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {kGateGroups, 1, 1};
+  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(columns * kGateGroups), static_cast<unsigned>(lines));
+  config.gridDim = dim3(static_cast<unsigned>(columns * cluster), static_cast<unsigned>(lines));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
-  config.numAttrs = 2;
+  config.numAttrs = cluster > 1 ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, p);
 }
 

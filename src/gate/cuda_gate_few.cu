@@ -127,8 +127,9 @@ cudaError_t launch(const GateParams& p, void* stream) {
   static OncePerDevice once;
   const cudaError_t prepared = once([] { return allow_all_shared_memory(gate_few<Gate>); });
   if (prepared != cudaSuccess) return prepared;
-  return launch_gate_clusters(gate_few<Gate>, p, (p.experts + Gate::kExperts - 1) / Gate::kExperts,
-                              1, Gate::kThreads, few_tokens_bytes(Tokens, p.hidden), stream);
+  return launch_gate_clusters(gate_few<Gate>, p, kGateGroups,
+                              (p.experts + Gate::kExperts - 1) / Gate::kExperts, 1, Gate::kThreads,
+                              few_tokens_bytes(Tokens, p.hidden), stream);
 }
 
 template <int Steps>

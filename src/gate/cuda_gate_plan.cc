@@ -8,9 +8,10 @@ namespace {
 
 constexpr std::int64_t kFewTokens = 16;
 constexpr std::int64_t kFp32RowsTokens = 32;  // of the specialised fp32 tier
+constexpr std::int32_t kLongest = 1 << 20;    // elements of a row on tensor cores
 
 bool fits_tensor_cores(const GateParams& p) {
-  return p.x_dtype == DType::kBF16 && !p.weight_f32 && p.hidden % 8 == 0 &&
+  return p.x_dtype == DType::kBF16 && !p.weight_f32 && p.hidden % 8 == 0 && p.hidden <= kLongest &&
          p.tokens <= (std::int64_t{1} << 21);
 }
 
@@ -30,30 +31,48 @@ int few_tokens_bytes(int tokens, int hidden) {
   return tokens * kExperts * 4 + std::max(operands, sums);
 }
 
-int some_tokens_bytes(SomeTokensTile tile, int hidden) {
-  return some_tokens_fixed_bytes(tile) +
-         (tile.experts + 2 * tile.tokens) *
-             gate_row_pitch(gate_slice_steps(hidden) * kGateSlicesOfGroup);
+int some_tokens_bytes(int hidden) {
+  return kSomeFixedBytes + (kSomeExperts + 2 * kSomeTileTokens) *
+                               gate_row_pitch(gate_slice_steps(hidden) * kGateSlicesOfGroup);
 }
 
-SomeTokensGrid some_tokens_grid(const GateParams& p) {
+int some_tokens_lines(const GateParams& p) {
   // Clusters of eight that find eight free multiprocessors of a GPC at once; an H100 has been seen
   // with room for 15.
   constexpr int kClusters = 12;
-  SomeTokensGrid best;
-  int fewest = 1 << 20;
-  for (const SomeTokensTile tile : {kNarrowTile, kWideTile}) {
-    const int bytes = some_tokens_bytes(tile, p.hidden);
-    if (bytes > kGateSharedLimit) continue;
-    const int at_once = kClusters * (kGateSharedLimit / (bytes + 1024));
-    const int clusters = (p.experts + tile.experts - 1) / tile.experts;
-    const int tiles = (static_cast<int>(p.tokens) + tile.tokens - 1) / tile.tokens;
-    const int line_tiles = (tiles - 1) / std::clamp(at_once / clusters, 1, tiles) + 1;
-    const int rows = tile.experts + line_tiles * tile.tokens;
-    // The wide tile means more traffic of all blocks together: measured, it pays from a quarter on.
-    if (4 * rows > 3 * fewest) continue;
-    fewest = rows;
-    best = {tile, (tiles - 1) / line_tiles + 1};
+  const int at_once = kClusters * (kGateSharedLimit / (some_tokens_bytes(p.hidden) + 1024));
+  const int clusters = (p.experts + kSomeExperts - 1) / kSomeExperts;
+  const int tiles = (static_cast<int>(p.tokens) + kSomeTileTokens - 1) / kSomeTileTokens;
+  const int line_tiles = (tiles - 1) / std::clamp(at_once / clusters, 1, tiles) + 1;
+  return (tiles - 1) / line_tiles + 1;
+}
+
+ManyTokensGrid many_tokens_grid(const GateParams& p) {
+  // Microseconds on an H100, measured: a block's start and end, and a chunk of 64 elements of K.
+  struct Cost {
+    ManyTokensGrid grid;
+    double start, chunk;
+  };
+  constexpr Cost kCosts[] = {{{128, 128, 1}, 8.1, 0.333}, {{128, 128, 4}, 8.1, 0.333},
+                             {{128, 128, 8}, 6.9, 0.333}, {{64, 128, 1}, 6.5, 0.273},
+                             {{64, 128, 8}, 5.0, 0.273},  {{64, 64, 1}, 4.8, 0.21},
+                             {{64, 64, 4}, 4.8, 0.21},    {{64, 64, 8}, 4.3, 0.21}};
+  // What L2 delivers in a microsecond; clusters that find their multiprocessors at once.
+  constexpr double kBytes = 7.5e6;
+  const auto at_once = [](int cluster) { return cluster == 8 ? 15 : cluster == 4 ? 30 : 132; };
+  ManyTokensGrid best;
+  double least = 0;
+  for (const Cost& cost : kCosts) {
+    const ManyTokensGrid& g = cost.grid;
+    const std::int64_t tiles =
+        ((p.tokens + g.tokens - 1) / g.tokens) * ((p.experts + g.experts - 1) / g.experts);
+    const double bytes = static_cast<double>(tiles) * (g.tokens + g.experts) * p.hidden * 2;
+    const int chunks = gate_slice_steps(p.hidden) * kGateGroups / g.cluster;
+    const auto waves = static_cast<double>((tiles - 1) / at_once(g.cluster) + 1);
+    const double time = std::max(waves * (cost.start + chunks * cost.chunk), bytes / kBytes);
+    if (least > 0 && time >= least) continue;
+    least = time;
+    best = g;
   }
   return best;
 }
@@ -63,16 +82,20 @@ GateKernel choose_gate_kernel(const GateParams& p) {
     return has_fp32_rows(p) && p.tokens <= kFp32RowsTokens ? GateKernel::kFp32Rows
                                                            : GateKernel::kWarpPerLogit;
   }
-  // Longer rows do not fit shared memory all at once.
-  constexpr std::int32_t kLongest = 1 << 20;
-  if (p.hidden > kLongest) return GateKernel::kTensorCores;
   if (p.tokens <= kFewTokens &&
       few_tokens_bytes(p.tokens <= 8 ? 8 : 16, p.hidden) <= kGateSharedLimit) {
     return GateKernel::kFewTokens;
   }
-  return p.tokens <= kSomeTokens && some_tokens_bytes(kNarrowTile, p.hidden) <= kGateSharedLimit
-             ? GateKernel::kSomeTokens
-             : GateKernel::kTensorCores;
+  if (p.tokens > kSomeTokens || some_tokens_bytes(p.hidden) > kGateSharedLimit) {
+    return GateKernel::kManyTokens;
+  }
+  // A block has 32 experts for all the tokens of its line: past so many bytes the tiles of the
+  // other kernel read fewer and are as fast or faster.
+  constexpr std::int64_t kMostBytes = 200 * 1024;
+  const std::int64_t line = (p.tokens - 1) / some_tokens_lines(p) + 1;
+  const std::int64_t row_bytes = p.hidden / kGateGroups * 2;
+  return (kSomeExperts + line) * row_bytes <= kMostBytes ? GateKernel::kSomeTokens
+                                                         : GateKernel::kManyTokens;
 }
 
 std::string_view gate_kernel_name(GateKernel kernel) {
@@ -81,8 +104,8 @@ std::string_view gate_kernel_name(GateKernel kernel) {
       return "sm90_gate_few";
     case GateKernel::kSomeTokens:
       return "sm90_gate_some";
-    case GateKernel::kTensorCores:
-      return "sm90_gate_mma";
+    case GateKernel::kManyTokens:
+      return "sm90_gate_many";
     case GateKernel::kFp32Rows:
       return "sm90_gate_fp32_rows";
     case GateKernel::kWarpPerLogit:

@@ -1,6 +1,6 @@
 // The gate for 17 to 128 tokens (cuda_gate_mma.cuh has the arithmetic): as for few tokens a block
-// has one group of four slices and a cluster all eight, but 32 or 64 experts, whose rows stay in
-// shared memory while the tokens pass through it, 32 or 16 at a time. Rows come as bulk copies.
+// has one group of four slices and a cluster all eight, but 32 experts, whose rows stay in shared
+// memory while the tokens pass through it, 32 at a time. Rows come as bulk copies.
 #include <cuda_runtime.h>
 
 #include "cuda/once_per_device.h"
@@ -13,24 +13,20 @@ namespace {
 constexpr int kRankTokens = kSomeTokens / kGateGroups;  // of each block of a cluster
 constexpr int kBuffers = 2;
 
+constexpr int kExperts = kSomeExperts, kTokens = kSomeTileTokens;
+constexpr int kThreads =
+    32 * kGateSlicesOfGroup * kExperts / 16;  // a warp per slice and 16 experts
+constexpr int kSumPitch = kExperts + 4;
+
 // Shared memory: barriers (of the weights and of each buffer), sums received from the cluster, sums
 // of the slices, rows.
-template <int Experts, int Tokens>
-struct Map {
-  static constexpr int kThreads = 32 * kGateSlicesOfGroup * Experts / 16;
-  static constexpr int kSumPitch = Experts + 4;
-  static constexpr int kReceived = 64;
-  static constexpr int kSums = kReceived + kSomeTokens * Experts * 4;
-  static constexpr int kWeights = kSums + kGateSlicesOfGroup * Tokens * kSumPitch * 4;
-  static_assert(kWeights == some_tokens_fixed_bytes({Experts, Tokens}));
-};
+constexpr int kReceived = 64;
+constexpr int kSums = kReceived + kSomeTokens * kExperts * 4;
+constexpr int kWeights = kSums + kGateSlicesOfGroup * kTokens * kSumPitch * 4;
+static_assert(kWeights == kSomeFixedBytes);
 
-// A warp per slice and 16 experts; kExperts of a block, kTokens of a tile.
-template <int kExperts, int kTokens, int Steps>
-__global__ void __launch_bounds__(Map<kExperts, kTokens>::kThreads, 1)
-    gate_some(const __grid_constant__ GateParams p) {
-  using Map = Map<kExperts, kTokens>;
-  constexpr int kThreads = Map::kThreads, kSumPitch = Map::kSumPitch;
+template <int Steps>
+__global__ void __launch_bounds__(kThreads, 1) gate_some(const __grid_constant__ GateParams p) {
   extern __shared__ __align__(128) char shared[];
   const std::uint32_t base = ptx::shared_address(shared);
   const int lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
@@ -50,9 +46,9 @@ __global__ void __launch_bounds__(Map<kExperts, kTokens>::kThreads, 1)
   const int line_tiles = (tiles + lines - 1) / lines;
   const int first_tile = static_cast<int>(blockIdx.y) * line_tiles;
   const int end_tile = min(first_tile + line_tiles, tiles);
-  auto* const received = reinterpret_cast<float*>(shared + Map::kReceived);
-  auto* const sums = reinterpret_cast<float*>(shared + Map::kSums);
-  const std::uint32_t weights = base + Map::kWeights;
+  auto* const received = reinterpret_cast<float*>(shared + kReceived);
+  auto* const sums = reinterpret_cast<float*>(shared + kSums);
+  const std::uint32_t weights = base + kWeights;
   const auto buffer = [&](int b) {
     return weights + static_cast<std::uint32_t>(kExperts + b * kTokens) * pitch;
   };
@@ -87,7 +83,7 @@ __global__ void __launch_bounds__(Map<kExperts, kTokens>::kThreads, 1)
   for (int i = static_cast<int>(threadIdx.x); i < pieces * (kExperts + kBuffers * kTokens);
        i += kThreads) {
     const int row = i / pieces, piece = i % pieces;
-    *reinterpret_cast<uint4*>(shared + Map::kWeights + static_cast<std::uint32_t>(row) * pitch +
+    *reinterpret_cast<uint4*>(shared + kWeights + static_cast<std::uint32_t>(row) * pitch +
                               row_bytes + static_cast<std::uint32_t>(piece) * 16) =
         make_uint4(0, 0, 0, 0);
   }
@@ -135,31 +131,22 @@ __global__ void __launch_bounds__(Map<kExperts, kTokens>::kThreads, 1)
   }
 }
 
-template <int Experts, int Tokens, int Steps>
-cudaError_t launch(const GateParams& p, int lines, void* stream) {
-  static OncePerDevice once;
-  constexpr auto* kernel = gate_some<Experts, Tokens, Steps>;
-  const cudaError_t prepared = once([] { return allow_all_shared_memory(kernel); });
-  if (prepared != cudaSuccess) return prepared;
-  return launch_gate_clusters(kernel, p, (p.experts + Experts - 1) / Experts, lines,
-                              Map<Experts, Tokens>::kThreads,
-                              some_tokens_bytes({Experts, Tokens}, p.hidden), stream);
-}
-
 template <int Steps>
-cudaError_t launch_steps(const GateParams& p, void* stream) {
-  const SomeTokensGrid grid = some_tokens_grid(p);
-  return grid.tile.experts == kWideTile.experts
-             ? launch<kWideTile.experts, kWideTile.tokens, Steps>(p, grid.lines, stream)
-             : launch<kNarrowTile.experts, kNarrowTile.tokens, Steps>(p, grid.lines, stream);
+cudaError_t launch(const GateParams& p, void* stream) {
+  static OncePerDevice once;
+  const cudaError_t prepared = once([] { return allow_all_shared_memory(gate_some<Steps>); });
+  if (prepared != cudaSuccess) return prepared;
+  return launch_gate_clusters(gate_some<Steps>, p, kGateGroups,
+                              (p.experts + kExperts - 1) / kExperts, some_tokens_lines(p), kThreads,
+                              some_tokens_bytes(p.hidden), stream);
 }
 
 }  // namespace
 
 int launch_gate_some(const GateParams& p, void* stream) {
   return static_cast<int>(gate_slice_steps(p.hidden) == kGateSteps7168
-                              ? launch_steps<kGateSteps7168>(p, stream)
-                              : launch_steps<0>(p, stream));
+                              ? launch<kGateSteps7168>(p, stream)
+                              : launch<0>(p, stream));
 }
 
 }  // namespace moesaic::cuda

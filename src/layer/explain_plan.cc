@@ -63,7 +63,7 @@ void append_gate_kernels(const FusedPlan& plan, Device device, Rows& rows) {
   p.experts = static_cast<std::int32_t>(plan.routing.num_experts + plan.routing.num_zero_experts);
   p.hidden = static_cast<std::int32_t>(plan.hidden_size);
   const auto used = [&](cuda::GateKernel kernel) {
-    for (const std::int64_t tokens : {1, 16, 17, 32, 33, 128, 129}) {
+    for (const std::int64_t tokens : {1, 16, 17, 32, 33, 64, 96, 128, 129}) {
       p.tokens = std::min(tokens, plan.routed.max_tokens);
       if (choose_gate_kernel(p) == kernel) return true;
     }
@@ -78,7 +78,7 @@ void append_gate_kernels(const FusedPlan& plan, Device device, Rows& rows) {
   add(GateKernel::kFewTokens, "bf16 weights with rows of a multiple of 8 that fit shared memory");
   add(GateKernel::kSomeTokens, "such weights and over 16 tokens");
   add(GateKernel::kFp32Rows, "fp32 weights of [256, 3072] or [128, 6144]");
-  add(GateKernel::kTensorCores, "bf16 weights with rows of a multiple of 8 and over 128 tokens");
+  add(GateKernel::kManyTokens, "bf16 weights with rows of a multiple of 8 and over 64 tokens");
   add(GateKernel::kWarpPerLogit, "a shape or dtype that no other kernel takes");
 }
 

@@ -6,6 +6,8 @@
 
 #include <cmath>
 #include <cstring>
+#include <set>
+#include <tuple>
 #include <vector>
 
 #include "gate/ref_gate.h"
@@ -92,6 +94,15 @@ const Case kCases[] = {
     {128, 384, 7168, false, true},
     {93, 240, 7168, false, false},
     {129, 256, 7168, false, false},
+    {152, 8, 64, false, true},
+    {1047, 8, 64, false, false},
+    {2101, 8, 64, false, true},
+    {8459, 8, 64, false, false},
+    {2101, 8, 2048, false, false},
+    {5019, 100, 64, false, true},
+    {521, 100, 520, false, false},
+    {1047, 100, 1032, false, true},
+    {140, 33, 2880, false, false},
     {20, 40, 16384, false, false},
     {100, 17, 32768, false, false},
     {1, 128, 6144, true, false},
@@ -132,7 +143,8 @@ TEST(CudaGate, ExactOnIntegers) {
   for (const Case& c : {Case{1, 100, 1032, false, true}, Case{5, 100, 1032, false, false},
                         Case{16, 100, 1032, false, true}, Case{40, 100, 1032, false, true},
                         Case{128, 100, 1032, false, false}, Case{300, 100, 1032, false, true},
-                        Case{1, 256, 3072, true, false}, Case{20, 256, 3072, true, true}}) {
+                        Case{1100, 90, 264, false, true}, Case{1, 256, 3072, true, false},
+                        Case{20, 256, 3072, true, true}}) {
     Data d(c);
     Rng rng(3);
     auto* const x = reinterpret_cast<std::uint16_t*>(d.x.data());
@@ -159,14 +171,19 @@ TEST(CudaGate, ExactOnIntegers) {
   }
 }
 
+cuda::GateParams shape_of(std::int64_t tokens, std::int32_t experts, std::int32_t hidden) {
+  cuda::GateParams p;
+  p.tokens = tokens;
+  p.experts = experts;
+  p.hidden = hidden;
+  return p;
+}
+
 // Needs no device.
 TEST(CudaGate, KernelsBySizeAndDType) {
   const auto choice = [](std::int64_t tokens, std::int32_t experts, std::int32_t hidden,
                          bool f32 = false, DType x_dtype = DType::kBF16) {
-    cuda::GateParams p;
-    p.tokens = tokens;
-    p.experts = experts;
-    p.hidden = hidden;
+    cuda::GateParams p = shape_of(tokens, experts, hidden);
     p.weight_f32 = f32;
     p.x_dtype = x_dtype;
     return choose_gate_kernel(p);
@@ -175,9 +192,11 @@ TEST(CudaGate, KernelsBySizeAndDType) {
   EXPECT_EQ(choice(1, 256, 7168), GateKernel::kFewTokens);
   EXPECT_EQ(choice(16, 384, 7168), GateKernel::kFewTokens);
   EXPECT_EQ(choice(17, 384, 7168), GateKernel::kSomeTokens);
-  EXPECT_EQ(choice(128, 384, 7168), GateKernel::kSomeTokens);
-  EXPECT_EQ(choice(129, 384, 7168), GateKernel::kTensorCores);
-  EXPECT_EQ(choice(64, 8, 32768), GateKernel::kTensorCores) << "rows too long for shared memory";
+  EXPECT_EQ(choice(64, 384, 7168), GateKernel::kSomeTokens);
+  EXPECT_EQ(choice(128, 384, 7168), GateKernel::kManyTokens) << "290 KB for each block";
+  EXPECT_EQ(choice(128, 128, 4096), GateKernel::kSomeTokens);
+  EXPECT_EQ(choice(129, 128, 2048), GateKernel::kManyTokens);
+  EXPECT_EQ(choice(64, 8, 32768), GateKernel::kManyTokens) << "rows too long for shared memory";
   EXPECT_EQ(choice(1, 8, 7163), GateKernel::kWarpPerLogit);
   EXPECT_EQ(choice(1, 256, 7168, false, DType::kF16), GateKernel::kWarpPerLogit);
   EXPECT_EQ(choice(32, 256, 3072, true), GateKernel::kFp32Rows);
@@ -188,21 +207,44 @@ TEST(CudaGate, KernelsBySizeAndDType) {
   EXPECT_EQ(gate_kernel_name(GateKernel::kFewTokens), "sm90_gate_few");
 }
 
-TEST(CudaGate, BlocksOfTheKernelForSomeTokensReadFewRows) {
+TEST(CudaGate, LinesOfTheKernelForSomeTokens) {
+  EXPECT_EQ(some_tokens_lines(shape_of(17, 256, 7168)), 1);
+  EXPECT_EQ(some_tokens_lines(shape_of(64, 256, 7168)), 1);
+  EXPECT_EQ(some_tokens_lines(shape_of(128, 128, 4096)), 2);
+  EXPECT_LE(cuda::some_tokens_bytes(7168), cuda::kGateSharedLimit);
+}
+
+TEST(CudaGate, TilesOfTheKernelForManyTokens) {
   const auto grid = [](std::int64_t tokens, std::int32_t experts, std::int32_t hidden) {
-    cuda::GateParams p;
-    p.tokens = tokens;
-    p.experts = experts;
-    p.hidden = hidden;
-    const cuda::SomeTokensGrid g = cuda::some_tokens_grid(p);
-    EXPECT_LE(some_tokens_bytes(g.tile, hidden), cuda::kGateSharedLimit);
-    return std::pair(g.tile.experts, g.lines);
+    const cuda::ManyTokensGrid g = many_tokens_grid(shape_of(tokens, experts, hidden));
+    return std::tuple(g.tokens, g.experts, g.cluster);
   };
-  EXPECT_EQ(grid(17, 256, 7168), std::pair(32, 1));
-  EXPECT_EQ(grid(64, 256, 7168), std::pair(32, 1));
-  EXPECT_EQ(grid(128, 256, 7168), std::pair(64, 3));
-  EXPECT_EQ(grid(128, 384, 7168), std::pair(32, 1)) << "a fifth fewer rows";
-  EXPECT_EQ(grid(128, 128, 4096), std::pair(32, 2));
+  using Grid = std::tuple<int, int, int>;
+  // The fastest of all that were measured.
+  EXPECT_EQ(grid(128, 256, 7168), Grid(64, 64, 8));
+  EXPECT_EQ(grid(256, 256, 7168), Grid(64, 128, 8));
+  EXPECT_EQ(grid(512, 256, 7168), Grid(128, 128, 8));
+  EXPECT_EQ(grid(1024, 256, 7168), Grid(128, 128, 4));
+  EXPECT_EQ(grid(2048, 256, 7168), Grid(64, 64, 1));
+  EXPECT_EQ(grid(8192, 256, 7168), Grid(128, 128, 1));
+  EXPECT_EQ(grid(8192, 128, 2048), Grid(64, 128, 1));
+  // The cases above run each of them.
+  std::set<Grid> all;
+  for (const Case& c : kCases) {
+    const auto p = shape_of(c.tokens, static_cast<std::int32_t>(c.experts),
+                            static_cast<std::int32_t>(c.hidden));
+    if (c.weight_f32 || c.x_dtype != DType::kBF16) continue;
+    if (choose_gate_kernel(p) != cuda::GateKernel::kManyTokens) continue;
+    all.insert(grid(c.tokens, p.experts, p.hidden));
+  }
+  EXPECT_EQ(all, (std::set<Grid>{{64, 64, 1},
+                                 {64, 64, 4},
+                                 {64, 64, 8},
+                                 {64, 128, 1},
+                                 {64, 128, 8},
+                                 {128, 128, 1},
+                                 {128, 128, 4},
+                                 {128, 128, 8}}));
 }
 
 TEST(CudaGate, ATokenAloneHasTheBitsItHasInABatch) {

@@ -88,8 +88,8 @@ TEST(CudaPlan, GateKernelsFollowTokensShapeAndDType) {
     return names;
   };
   EXPECT_EQ(kernels(deepseek_v3(), on_gpu(16)), "sm90_gate_few ");
-  EXPECT_EQ(kernels(deepseek_v3(), on_gpu(128)), "sm90_gate_few sm90_gate_some ");
-  EXPECT_EQ(kernels(deepseek_v3(), on_gpu(129)), "sm90_gate_few sm90_gate_some sm90_gate_mma ");
+  EXPECT_EQ(kernels(deepseek_v3(), on_gpu(64)), "sm90_gate_few sm90_gate_some ");
+  EXPECT_EQ(kernels(deepseek_v3(), on_gpu(129)), "sm90_gate_few sm90_gate_some sm90_gate_many ");
   EXPECT_EQ(kernels(small_spec(), {}), "") << "a CPU has none of them";
 }
 
