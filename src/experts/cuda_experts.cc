@@ -29,9 +29,14 @@ struct CudaExperts::Impl {
   Status upload_bias(const ConstTensorView& bias, float* to, std::int64_t count,
                      std::vector<float>& row) const;
   QuantRowsParams quant_params(const CudaExpertsArgs& a, const ExpertsWorkspace& w) const;
-  GroupedVariant variant(std::int64_t tokens, std::int64_t top_k) const {
-    return choose_grouped(plan.format, plan.epilogue, tokens, top_k, problem.num_experts,
-                          plan.w13.bands());
+  GroupedVariant variant(const CudaExpertsArgs& a) const {
+    return choose_grouped(
+        plan.format, plan.epilogue, a.tokens, a.top_k > 0 ? a.top_k : problem.top_k,
+        a.used_experts > 0 ? a.used_experts : problem.num_experts, plan.w13.bands());
+  }
+  // Rows that depend on the hidden states alone are quantised.
+  bool quantizes_rows() const {
+    return plan.format == GroupedFormat::kFp8Block && !plan.weight_on_input;
   }
 };
 
@@ -137,6 +142,12 @@ std::int64_t CudaExperts::weight_bytes() const {
   }
   return bytes;
 }
+bool CudaExperts::same_rows(const CudaExperts& other) const {
+  const Impl &a = *impl_, &b = *other.impl_;
+  return a.quantizes_rows() && b.quantizes_rows() &&
+         a.problem.hidden_size == b.problem.hidden_size &&
+         a.plan.power_of_two_scales == b.plan.power_of_two_scales;
+}
 std::string_view CudaExperts::name() const { return kCudaExpertsName; }
 std::string_view CudaExperts::determinism() const { return kCudaExpertsDeterminism; }
 
@@ -193,6 +204,10 @@ Status check_args(const MoeProblem& problem, const ExpertsPlan& plan, const Cuda
     MOESAIC_RETURN_IF_ERROR(check_pointer("output", a.output, 16));
   }
   if (a.hidden_scale != nullptr) MOESAIC_RETURN_IF_ERROR(check_scales(plan, a));
+  if (a.rows_kept && (!plan.makes_rows() || plan.weight_on_input || a.hidden_scale != nullptr)) {
+    return {StatusCode::kUnsupported,
+            "rows_kept: got true, need fp8-block experts that quantised bf16 rows without weights"};
+  }
   if (a.shared_rows != nullptr) {
     MOESAIC_RETURN_IF_ERROR(check_pointer("shared_rows", a.shared_rows, 16));
   }
@@ -222,12 +237,14 @@ std::optional<ExpertChores> CudaExperts::chores(const CudaExpertsArgs& a) const 
   if (a.top_k > 0) problem.top_k = a.top_k;
   const std::int64_t pairs = a.tokens * problem.top_k;
   if (a.tokens < 1 || pairs > kListPairs || plan.weight_on_input) return std::nullopt;
-  if (impl_->variant(a.tokens, problem.top_k).max_columns > kListColumns) return std::nullopt;
+  if (impl_->variant(a).max_columns > kListColumns) return std::nullopt;
   Arena arena({static_cast<std::byte*>(a.workspace), static_cast<std::size_t>(a.workspace_bytes)});
   const ExpertsWorkspace w = ExpertsWorkspace::carve(problem, plan, a.tokens, arena);
   if (!arena.status().ok()) return std::nullopt;  // enqueue says why
   ExpertChores chores;
-  if (plan.makes_rows() && a.hidden_scale == nullptr) chores.quant = impl_->quant_params(a, w);
+  if (plan.makes_rows() && a.hidden_scale == nullptr && !a.rows_kept) {
+    chores.quant = impl_->quant_params(a, w);
+  }
   chores.zero = w.control;
   chores.zero_words = w.counter_words;
   return chores;
@@ -247,7 +264,7 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
 
   const auto pairs = static_cast<std::int32_t>(a.tokens * problem.top_k);
   const QuantRowsParams q = impl_->quant_params(a, w);
-  const GroupedVariant variant = impl_->variant(a.tokens, problem.top_k);
+  const GroupedVariant variant = impl_->variant(a);
   AlignParams align;
   align.topk_ids = a.topk_ids;
   align.topk_weights = a.topk_weights;
@@ -269,8 +286,9 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   align.bands = static_cast<std::int32_t>(2 * plan.w2.bands());
   const bool makes_rows = plan.makes_rows() && a.hidden_scale == nullptr;
   if (!a.chores_done) {
+    const bool quantize = makes_rows && !a.rows_kept;
     MOESAIC_RETURN_IF_ERROR(
-        check_call("align and quantize", launch_align(align, makes_rows ? &q : nullptr, stream)));
+        check_call("align and quantize", launch_align(align, quantize ? &q : nullptr, stream)));
   }
 
   CombineParams c;

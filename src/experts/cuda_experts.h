@@ -22,7 +22,12 @@ struct CudaExpertsArgs {
   // launch_quant_rows makes them. Null: quantised here; the bits of the result are the same.
   const float* hidden_scale = nullptr;
   std::int64_t hidden_scale_stride = 0;
+  // fp8-block without weight on the input: the call before this one in this workspace had the same
+  // hidden_states and tokens (of experts with same_rows), so the rows that it quantised are used.
+  bool rows_kept = false;
   std::int64_t top_k = 0;  // k of this call, at most problem.top_k; 0: problem.top_k
+  // How many experts topk_ids can name, for the choice of the kernel only; 0: problem.num_experts.
+  std::int64_t used_experts = 0;
   const std::int32_t* topk_ids = nullptr;    // [M, k] global ids; -1 or out of range: no expert
   const float* topk_weights = nullptr;       // [M, k]
   const std::int32_t* expert_map = nullptr;  // [E] -> local or -1; null: identity
@@ -61,15 +66,19 @@ class CudaExperts {
   CudaExperts(const CudaExperts&) = delete;
   CudaExperts& operator=(const CudaExperts&) = delete;
 
+  // Whether both quantise the same hidden states to the same codes, at the same place of a
+  // workspace.
+  bool same_rows(const CudaExperts& other) const;
+
   std::string_view name() const;
   std::int64_t weight_bytes() const;
   std::string_view determinism() const;
   // Launches on `stream` (a cudaStream_t; null: the default stream) of the device it was created
   // on. Checks sizes, alignment and the workspace (kInvalidArgument, kInvalidLayout, kInvalidDType,
-  // kLimitExceeded, kWorkspaceTooSmall; kUnsupported for quantised rows of another scheme) before
-  // the first launch; ids are checked on the device and those out of range dropped. Capturable; a
-  // captured graph replays with other ids and weights. May be called from several threads with
-  // distinct workspaces. kDevice when a launch fails.
+  // kLimitExceeded, kWorkspaceTooSmall; kUnsupported for quantised or kept rows of another scheme)
+  // before the first launch; ids are checked on the device and those out of range dropped.
+  // Capturable; a captured graph replays with other ids and weights. May be called from several
+  // threads with distinct workspaces. kDevice when a launch fails.
   Status enqueue(void* stream, const CudaExpertsArgs& args) const;
   // Few pairs: what of a call does not depend on its routing, so that a kernel in front of enqueue
   // can do it beside its own work; then enqueue must be told. Of `args` only tokens, top_k,

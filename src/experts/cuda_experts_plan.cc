@@ -28,6 +28,12 @@ ExpertsWorkspace ExpertsWorkspace::carve(const MoeProblem& problem, const Expert
   ExpertsWorkspace w;
   const std::int64_t pairs = tokens * problem.top_k;
   const std::int64_t local = problem.num_local_experts;
+  // First, where another call with as many tokens has them: see CudaExpertsArgs::rows_kept.
+  w.row_scale_stride = round_up(tokens, 4);
+  if (plan.makes_rows()) w.rows = arena.take<std::byte>(tokens * plan.w13.row_bytes());
+  if (plan.format == GroupedFormat::kFp8Block) {
+    w.row_scale = arena.take<float>(w.row_scale_stride * plan.w13.chunks());
+  }
   // The narrowest group makes the most records.
   w.max_groups = max_group_records(pairs, local, kSplitColumns);
   w.control = arena.take<std::uint32_t>(2);
@@ -41,13 +47,8 @@ ExpertsWorkspace ExpertsWorkspace::carve(const MoeProblem& problem, const Expert
   w.row_of_pair = arena.take<std::int32_t>(pairs);
   w.weight_of_row = arena.take<float>(pairs);
   w.block_counts = arena.take<std::int32_t>(kMaxAlignBlocks * local);
-  if (plan.makes_rows()) {
-    w.rows = arena.take<std::byte>(tokens * plan.w13.row_bytes());
-  }
-  w.row_scale_stride = round_up(tokens, 4);
   w.inner_scale_stride = round_up(pairs, 4);
   if (plan.format == GroupedFormat::kFp8Block) {
-    w.row_scale = arena.take<float>(w.row_scale_stride * plan.w13.chunks());
     w.inner_scale = arena.take<float>(w.inner_scale_stride * plan.w2.chunks());
   }
   w.inner = arena.take<std::byte>(pairs * plan.w2.row_bytes());

@@ -82,7 +82,9 @@ struct CudaLayer::Impl {
                const ExpertChores* chores) const;
   CudaExpertsArgs routed_args(const Rows& rows, const LayerWorkspace& w) const;
   Status run_joined(void* stream, const Rows& rows, const LayerWorkspace& w, const Out& out) const;
-  Status run_shared(void* stream, const Rows& rows, const LayerWorkspace& w, void* to) const;
+  // `kept`: the routed experts' call before this one had the same rows.
+  Status run_shared(void* stream, const Rows& rows, const LayerWorkspace& w, void* to,
+                    bool kept) const;
   Status run_routed(void* stream, CudaExpertsArgs a, const void* shared_rows, void* to,
                     DType dtype) const;
 };

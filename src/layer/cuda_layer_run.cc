@@ -24,7 +24,7 @@ Status CudaLayer::Impl::route(void* stream, const Rows& rows, const LayerWorkspa
 }
 
 Status CudaLayer::Impl::run_shared(void* stream, const Rows& rows, const LayerWorkspace& w,
-                                   void* to) const {
+                                   void* to, bool kept) const {
   CudaExpertsArgs a;
   a.tokens = rows.tokens;
   a.hidden_states = rows.x_bf16;
@@ -42,11 +42,13 @@ Status CudaLayer::Impl::run_shared(void* stream, const Rows& rows, const LayerWo
     a.topk_ids = w.shared_ids;
     a.topk_weights = w.shared_weights;
   }
-  a.output = to;
-  a.output_dtype = DType::kBF16;
+  // One slot per token, and every one has an expert here: its weighted rows are the sums.
+  a.slot_rows = to;
+  a.rows_kept = kept;
   a.workspace = w.shared;
   a.workspace_bytes = w.shared_bytes;
   a.top_k = 1;
+  a.used_experts = 1;
   a.expert_map = joins ? expert_map.as<std::int32_t>() : nullptr;
   return (joins ? experts : shared)->enqueue(stream, a).with_context("shared_experts");
 }
@@ -84,16 +86,20 @@ Status CudaLayer::Impl::run(void* stream, const Rows& rows, const Out& out) cons
   if (out.topk_ids != nullptr) w.topk_ids = out.topk_ids;
   CudaExpertsArgs args = routed_args(rows, w);
   // A shared expert by itself would use the same workspace in between.
+  const bool keeps = shared_too && (joins ? experts : shared)->same_rows(*experts);
   const auto chores = shared_too ? std::nullopt : experts->chores(args);
   args.chores_done = chores.has_value();
   MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*joined=*/false, chores ? &*chores : nullptr));
   if (w.routed == nullptr && out.dtype == DType::kBF16) {
-    if (shared_too) MOESAIC_RETURN_IF_ERROR(run_shared(stream, rows, w, out.output));
+    if (shared_too) {
+      MOESAIC_RETURN_IF_ERROR(run_shared(stream, rows, w, out.output, /*kept=*/false));
+    }
+    args.rows_kept = keeps;
     return run_routed(stream, args, shared_too ? out.output : nullptr, out.output, out.dtype);
   }
   float* const sum = w.routed != nullptr ? w.routed : static_cast<float*>(out.output);
   MOESAIC_RETURN_IF_ERROR(run_routed(stream, args, nullptr, sum, DType::kF32));
-  if (shared_too) MOESAIC_RETURN_IF_ERROR(run_shared(stream, rows, w, w.shared_rows));
+  if (shared_too) MOESAIC_RETURN_IF_ERROR(run_shared(stream, rows, w, w.shared_rows, keeps));
   if (w.routed == nullptr && !shared_too) return {};
   LayerCombineParams p;
   p.routed = sum;

@@ -21,6 +21,10 @@ TEST(CudaPlan, GroupsGrowWithRowsPerExpert) {
   EXPECT_EQ(columns(8192), 128);
   EXPECT_EQ(choose_grouped(GroupedFormat::kBf16, EpilogueKind::kPlain, 8192, 8, 8, 6).max_columns,
             32);
+  // Rows that all go to one expert fill groups at once: a shared expert run by itself.
+  EXPECT_EQ(
+      choose_grouped(GroupedFormat::kFp8Block, EpilogueKind::kSwiglu, 129, 1, 1, 16).max_columns,
+      128);
 }
 
 TEST(CudaPlan, OneTokenOfFewBandsHasThemHalved) {
@@ -80,6 +84,27 @@ TEST(CudaPlan, RecordBoundHoldsForTheWorstSplits) {
         EXPECT_LE(2 * twos, max_group_records(pairs, experts, rows));
       }
     }
+  }
+}
+
+// CudaExpertsArgs::rows_kept: calls with as many tokens quantise to one place, whatever else
+// differs.
+TEST(CudaPlan, RowsStandWhereTokensAloneSay) {
+  const MoeProblem many = test::small_problem("fp8-block");
+  MoeProblem one = many;
+  one.num_experts = one.num_local_experts = one.top_k = 1;
+  one.intermediate_size *= 2;
+  alignas(64) static std::byte memory[1 << 20];
+  for (const std::int64_t tokens : {1, 5, 300}) {
+    const auto carve = [&](const MoeProblem& p) {
+      Arena arena(memory);
+      return ExpertsWorkspace::carve(p, make_experts_plan(p), tokens, arena);
+    };
+    const ExpertsWorkspace a = carve(many), b = carve(one);
+    ASSERT_NE(a.rows, nullptr);
+    EXPECT_EQ(a.rows, b.rows);
+    EXPECT_EQ(a.row_scale, b.row_scale);
+    EXPECT_EQ(a.row_scale_stride, b.row_scale_stride);
   }
 }
 

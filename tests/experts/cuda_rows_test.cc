@@ -107,6 +107,31 @@ TEST(CudaQuantizedRows, GiveTheBitsOfTheRowsTheyWereMadeOf) {
   }
 }
 
+// Two calls on the same hidden states, as of a shared expert and the routed ones: the second takes
+// the rows that the first quantised, whichever kernel and routing either has.
+TEST(CudaQuantizedRows, AreKeptForTheNextCall) {
+  REQUIRE_HOPPER();
+  for (const std::int64_t tokens : {3, 200, 1500}) {
+    SCOPED_TRACE(tokens);
+    const MoeProblem p = problem_of("fp8-block", 3);
+    OnDevice d(test::make_case(94, p, tokens, DType::kBF16, 0.2));
+    ASSERT_TRUE(d.experts->same_rows(*d.experts));
+    const auto want = d.run(d.args());
+    const DeviceBytes slots(tokens * p.hidden_size * 2);
+    CudaExpertsArgs one = d.args();
+    one.top_k = one.used_experts = 1;
+    one.output = nullptr;
+    one.slot_rows = slots.as();
+    d.run(one);
+    d.x.poison();  // nobody reads it again
+    CudaExpertsArgs a = d.args();
+    a.rows_kept = true;
+    ASSERT_TRUE(d.experts->enqueue(nullptr, a).ok());
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    EXPECT_EQ(d.out.values<std::uint32_t>(), want);
+  }
+}
+
 TEST(CudaSlotRows, AddUpToTheOutputByBits) {
   REQUIRE_HOPPER();
   for (const char* quant : {"bf16", "fp8-block"}) {
@@ -157,6 +182,11 @@ TEST(CudaRowsRefusals, Arguments) {
   a.hidden_scale_stride = 3;
   expect_refusal(d.experts->enqueue(nullptr, a), StatusCode::kInvalidLayout,
                  {"hidden_scale_stride: got 3, need at least 4"});
+  a = plain.args();
+  a.rows_kept = true;
+  expect_refusal(plain.experts->enqueue(nullptr, a), StatusCode::kUnsupported,
+                 {"rows_kept", "fp8-block"});
+  EXPECT_FALSE(plain.experts->same_rows(*d.experts));
   a = d.args();
   a.slot_rows = d.out.as();
   expect_refusal(d.experts->enqueue(nullptr, a), StatusCode::kInvalidArgument,

@@ -219,22 +219,49 @@ TEST(CudaLayer, AJoinedSharedExpertHasTheBitsOfASeparateOne) {
   REQUIRE_HOPPER();
   const LayerTensors t = make_tensors(21, joined_shared());
   constexpr std::int64_t kRows = 4100;
-  const FusedMoE layer = make_layer(t, on_gpu(kRows));
-  const std::int64_t hidden = t.spec.hidden_size;
-  const Tensor x = random_hidden(22, kRows, hidden);
-  for (const DType dtype : {DType::kF32, DType::kBF16}) {
-    const LayerRun many = run_layer(layer, x, dtype);
-    const std::int64_t bytes = hidden * (dtype_bits(dtype) / 8);
-    Tensor few = Tensor::zeros(DType::kBF16, {50, hidden}).value();
-    std::memcpy(few.data(), x.data() + 4000 * hidden * 2, static_cast<std::size_t>(few.bytes()));
-    const LayerRun joined = run_layer(layer, few, dtype);
-    EXPECT_EQ(std::memcmp(joined.output.data(), many.output.data() + 4000 * bytes,
-                          static_cast<std::size_t>(50 * bytes)),
-              0);
-    const std::int64_t k = t.spec.routing.top_k;
-    EXPECT_EQ(std::memcmp(joined.topk_ids.data(), many.topk_ids.data() + 4000 * k * 4,
-                          static_cast<std::size_t>(50 * k * 4)),
-              0);
+  for (const char* quant : {"bf16", "fp8-block"}) {
+    SCOPED_TRACE(quant);
+    FusedMoE::Options options = on_gpu(kRows);
+    options.quant = quant;
+    const FusedMoE layer = make_layer(t, options);
+    const std::int64_t hidden = t.spec.hidden_size;
+    const Tensor x = random_hidden(22, kRows, hidden);
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      const LayerRun many = run_layer(layer, x, dtype);
+      const std::int64_t bytes = hidden * (dtype_bits(dtype) / 8);
+      Tensor few = Tensor::zeros(DType::kBF16, {50, hidden}).value();
+      std::memcpy(few.data(), x.data() + 4000 * hidden * 2, static_cast<std::size_t>(few.bytes()));
+      const LayerRun joined = run_layer(layer, few, dtype);
+      EXPECT_EQ(std::memcmp(joined.output.data(), many.output.data() + 4000 * bytes,
+                            static_cast<std::size_t>(50 * bytes)),
+                0);
+      const std::int64_t k = t.spec.routing.top_k;
+      EXPECT_EQ(std::memcmp(joined.topk_ids.data(), many.topk_ids.data() + 4000 * k * 4,
+                            static_cast<std::size_t>(50 * k * 4)),
+                0);
+    }
+  }
+}
+
+// A shared expert by itself writes its rows straight into the output (or beside it) and shares its
+// quantised rows with the routed experts, in either order.
+TEST(CudaLayer, ASharedExpertByItselfInFp8AgreesWithTheCpu) {
+  REQUIRE_HOPPER();
+  for (const auto& spec : {with_shared(false), with_shared(true), scaled_output()}) {
+    const LayerTensors t = make_tensors(25, spec);
+    FusedMoE::Options options = on_gpu(300), on_cpu;
+    options.quant = on_cpu.quant = "fp8-block";
+    const FusedMoE gpu = make_layer(t, options), cpu = make_layer(t, on_cpu);
+    for (const std::int64_t rows : {1, 20, 300}) {
+      SCOPED_TRACE(rows);
+      const Tensor x = random_hidden(26, rows, spec.hidden_size);
+      const auto want = to_doubles(run_layer(cpu, x).output.view());
+      const auto got = to_doubles(run_layer(gpu, x, DType::kF32).output.view());
+      // The same codes; what is left is the rounding of rows to bf16 before they are added.
+      EXPECT_LE(compare(got, want).rel_l2, 1e-2) << compare(got, want).describe;
+      const auto rounded = to_doubles(run_layer(gpu, x, DType::kBF16).output.view());
+      EXPECT_LE(compare(rounded, got).rel_l2, 4e-3) << compare(rounded, got).describe;
+    }
   }
 }
 
