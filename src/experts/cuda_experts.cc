@@ -281,7 +281,6 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   align.group_done = w.group_done;
   align.next_item = w.control;
   align.num_groups = w.control + 1;
-  align.block_counts = w.block_counts;
   align.band_done = w.band_done;
   align.bands = static_cast<std::int32_t>(2 * plan.w2.bands());
   const bool makes_rows = plan.makes_rows() && a.hidden_scale == nullptr;

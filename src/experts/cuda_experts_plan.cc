@@ -46,7 +46,6 @@ ExpertsWorkspace ExpertsWorkspace::carve(const MoeProblem& problem, const Expert
   w.pair_of_row = arena.take<std::int32_t>(pairs);
   w.row_of_pair = arena.take<std::int32_t>(pairs);
   w.weight_of_row = arena.take<float>(pairs);
-  w.block_counts = arena.take<std::int32_t>(kMaxAlignBlocks * local);
   w.inner_scale_stride = round_up(pairs, 4);
   if (plan.format == GroupedFormat::kFp8Block) {
     w.inner_scale = arena.take<float>(w.inner_scale_stride * plan.w2.chunks());

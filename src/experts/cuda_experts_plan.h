@@ -36,7 +36,6 @@ struct ExpertsWorkspace {
   std::int32_t* pair_of_row = nullptr;
   std::int32_t* row_of_pair = nullptr;
   float* weight_of_row = nullptr;
-  std::int32_t* block_counts = nullptr;
   std::byte* rows = nullptr;  // operand rows of GEMM1, when the plan makes them
   float* row_scale = nullptr;
   std::byte* inner = nullptr;  // operand rows of GEMM2

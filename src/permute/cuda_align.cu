@@ -1,4 +1,7 @@
+#include <cooperative_groups.h>
 #include <cuda_runtime.h>
+
+#include <algorithm>
 
 #include "cuda/once_per_device.h"
 #include "cuda/ptx/sync.cuh"
@@ -8,206 +11,212 @@
 namespace moesaic::cuda {
 namespace {
 
-constexpr int kWarps = 32;
+constexpr int kThreads = 1024, kWarps = kThreads / 32;
+constexpr int kClusterBlocks = 8;  // of a cluster
+constexpr int kHeld = 8;           // steps whose ids a warp asks for at once
 
-__device__ __forceinline__ int local_expert(const AlignParams& p, std::int32_t pair,
-                                            std::int32_t end) {
-  if (pair >= end) return -1;
-  std::int32_t id = p.topk_ids[pair];
+__device__ __forceinline__ int local_expert(const AlignParams& p, std::int32_t id) {
   if (id < 0 || id >= p.num_experts) return -1;
   if (p.expert_map != nullptr) id = p.expert_map[id];
   return id < p.num_local_experts ? id : -1;
 }
 
-// Inclusive sum over the CTA's 1024 threads.
-__device__ __forceinline__ std::int32_t block_scan(std::int32_t v, std::int32_t* warp_sums) {
+// Inclusive sums of both over the block's threads. `sums`: two lines of kWarps.
+__device__ __forceinline__ void block_scan(std::int32_t& a, std::int32_t& b,
+                                           std::int32_t (&sums)[2][kWarps]) {
   const int lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
+  const auto scan = [&](std::int32_t& v, std::int32_t& w) {
 #pragma unroll
-  for (int d = 1; d < 32; d <<= 1) {
-    const std::int32_t up = __shfl_up_sync(0xFFFFFFFFU, v, static_cast<unsigned>(d));
-    if (lane >= d) v += up;
+    for (unsigned d = 1; d < 32; d <<= 1) {
+      const std::int32_t v_up = __shfl_up_sync(0xFFFFFFFFU, v, d);
+      const std::int32_t w_up = __shfl_up_sync(0xFFFFFFFFU, w, d);
+      if (lane >= static_cast<int>(d)) {
+        v += v_up;
+        w += w_up;
+      }
+    }
+  };
+  scan(a, b);
+  if (lane == 31) {
+    sums[0][warp] = a;
+    sums[1][warp] = b;
   }
-  if (lane == 31) warp_sums[warp] = v;
   __syncthreads();
   if (warp == 0) {
-    std::int32_t s = warp_sums[lane];
-#pragma unroll
-    for (int d = 1; d < 32; d <<= 1) {
-      const std::int32_t up = __shfl_up_sync(0xFFFFFFFFU, s, static_cast<unsigned>(d));
-      if (lane >= d) s += up;
-    }
-    warp_sums[lane] = s;
+    std::int32_t v = sums[0][lane], w = sums[1][lane];
+    scan(v, w);
+    sums[0][lane] = v;
+    sums[1][lane] = w;
   }
   __syncthreads();
-  const std::int32_t before = warp > 0 ? warp_sums[warp - 1] : 0;
-  __syncthreads();
-  return v + before;
+  if (warp > 0) {
+    a += sums[0][warp - 1];
+    b += sums[1][warp - 1];
+  }
 }
 
-// Counts of the block's range of pairs, one line per warp. Each warp counts and later places one
-// contiguous slice of the range, 32 pairs at a time; lanes with the same expert find their order by
-// match and popcount. So ranks are stable without atomics.
-struct Slice {
-  std::int32_t begin, end;
-  int count;  // slices in use
-};
-
-__device__ __forceinline__ Slice count_slices(const AlignParams& p, std::int32_t* counts) {
-  const int lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
-  const std::int32_t first =
-      min(static_cast<std::int32_t>(blockIdx.x) * p.pairs_per_block, p.pairs);
-  const std::int32_t pairs = min(p.pairs_per_block, p.pairs - first);
-  const std::int32_t length = ((pairs + kWarps - 1) / kWarps + 31) / 32 * 32;
-  Slice slice;
-  slice.count = length > 0 ? (pairs + length - 1) / length : 0;
-  slice.begin = first + min(warp * length, pairs);
-  slice.end = min(slice.begin + length, first + pairs);
-  for (int i = static_cast<int>(threadIdx.x); i < slice.count * p.num_local_experts; i += 1024) {
-    counts[i] = 0;
-  }
+// The list by clusters of p.blocks blocks. The warps of a cluster have a slice of p.steps times 32
+// pairs each, in ascending order; lanes with the same expert find their order by ballots and
+// popcount, so ranks are stable without atomics. Every cluster counts all pairs, so that none waits
+// for another, and places those of every p.parts-th step: scattered stores, of which a
+// multiprocessor takes one a cycle.
+__device__ __forceinline__ void place_pairs(const AlignParams& p, std::int32_t* counts) {
+  // counts: a line of p.num_local_experts per warp, then sums over the block, then first rows.
+  __shared__ std::int32_t sums[2][kWarps];
+  const auto cluster = cooperative_groups::this_cluster();
+  const int thread = static_cast<int>(threadIdx.x), lane = thread & 31, warp = thread >> 5;
+  const int experts = p.num_local_experts, block = static_cast<int>(blockIdx.x);
+  const int part = block / p.blocks, rank = block - part * p.blocks;
+  std::int32_t* const totals = counts + kWarps * experts;
+  std::int32_t* const first_rows = totals + experts;
+  const std::int32_t slice = p.steps * 32;
+  const std::int32_t block_begin = rank * kWarps * slice;
+  const int live = min(kWarps, (max(p.pairs - block_begin, 0) + slice - 1) / slice);
+  for (int i = thread; i < live * experts; i += kThreads) counts[i] = 0;
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-  __syncthreads();
-  std::int32_t* mine = counts + warp * p.num_local_experts;
-  for (std::int32_t at = slice.begin; at < slice.end; at += 32) {
-    const int e = local_expert(p, at + lane, slice.end);
-    const unsigned same = __match_any_sync(0xFFFFFFFFU, e);
-    if (e >= 0 && lane == __ffs(static_cast<int>(same)) - 1) mine[e] += __popc(same);
-    __syncwarp();
+  if (part == p.parts - 1) {
+    const int first = rank * kThreads + thread, step = p.blocks * kThreads;
+    if (first == 0) *p.next_item = 0;
+    for (int i = first; i < p.bands; i += step) p.band_done[i] = 0;
+    for (int i = first; i < p.max_groups; i += step) p.group_done[i] = 0;
   }
   __syncthreads();
-  return slice;
-}
 
-// First of two kernels when there are many pairs: counts per block.
-__global__ void __launch_bounds__(1024, 1) align_count(const __grid_constant__ AlignParams p) {
-  extern __shared__ std::int32_t counts[];
-  const Slice slice = count_slices(p, counts);
-  const int e = static_cast<int>(threadIdx.x);
-  if (e >= p.num_local_experts) return;
-  std::int32_t rows = 0;
-  for (int s = 0; s < slice.count; ++s) rows += counts[s * p.num_local_experts + e];
-  p.block_counts[static_cast<int>(blockIdx.x) * p.num_local_experts + e] = rows;
-}
-
-// Scans the counts, writes the records (first block) and places the block's pairs.
-__device__ __forceinline__ void place_pairs(const AlignParams& p, std::int32_t* counts,
-                                            unsigned blocks) {
-  // counts: [slices][num_local_experts]
-  __shared__ std::int32_t warp_sums[kWarps];
-  const int lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
-  const int experts = p.num_local_experts;
-  const Slice slice = count_slices(p, counts);
-  if (blockIdx.x == 0) {
-    if (threadIdx.x == 0) *p.next_item = 0;
-    for (int i = static_cast<int>(threadIdx.x); i < p.bands; i += 1024) p.band_done[i] = 0;
-    for (int i = static_cast<int>(threadIdx.x); i < p.max_groups; i += 1024) p.group_done[i] = 0;
+  std::int32_t* const mine = counts + warp * experts;
+  const std::int32_t begin = block_begin + warp * slice + lane;
+  const std::int32_t own = begin + part * 32;  // of the first steps, this cluster's pair
+  const bool has_own = own < p.pairs;
+  const float weight = has_own ? p.topk_weights[own] : 0.0F;
+  int own_expert = -1, own_rank = 0;
+  for (int s = 0; s < p.steps && warp < live; s += kHeld) {
+    int e[kHeld];
+    unsigned same[kHeld];  // lanes with the same expert
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const std::int32_t pair = begin + (s + i) * 32;
+      e[i] = s + i < p.steps && pair < p.pairs ? p.topk_ids[pair] : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      e[i] = local_expert(p, e[i]);
+      same[i] = __ballot_sync(0xFFFFFFFFU, e[i] >= 0);
+    }
+    // By a ballot per bit: match.any takes as long as about 30 of them.
+    for (int bit = 1; bit < experts; bit <<= 1) {
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        if (s + i >= p.steps) break;
+        const bool set = (e[i] & bit) != 0;
+        const unsigned with = __ballot_sync(0xFFFFFFFFU, set);
+        same[i] &= set ? with : ~with;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      if (s + i >= p.steps) break;
+      const std::int32_t before = e[i] >= 0 ? mine[e[i]] : 0;
+      __syncwarp();
+      if (e[i] >= 0 && lane == __ffs(static_cast<int>(same[i])) - 1) {
+        mine[e[i]] = before + __popc(same[i]);
+      }
+      __syncwarp();
+      if (i != part) continue;
+      const std::int32_t r = before + __popc(same[i] & ((1U << lane) - 1));
+      if (s == 0) {
+        own_expert = e[i];
+        own_rank = r;
+      } else if (own + s * 32 < p.pairs) {
+        p.row_of_pair[own + s * 32] = r;  // read again below
+      }
+    }
   }
-  const int e = static_cast<int>(threadIdx.x);
-  std::int32_t rows = 0, before = 0;  // of the expert: in all blocks, in earlier blocks
+  __syncthreads();
+
+  std::int32_t rows = 0, before = 0;  // of the expert: in all blocks, in earlier ones
+  const int e = thread;
   if (e < experts) {
-    if (blocks == 1) {
-      for (int s = 0; s < slice.count; ++s) rows += counts[s * experts + e];
-    } else {
-#pragma unroll 8
-      for (unsigned b = 0; b < blocks; ++b) {
-        const std::int32_t n = p.block_counts[static_cast<int>(b) * experts + e];
+    constexpr int kBatch = 8;
+    for (int w0 = 0; w0 < live; w0 += kBatch) {
+      std::int32_t n[kBatch];
+#pragma unroll
+      for (int w = 0; w < kBatch; ++w) n[w] = w0 + w < live ? counts[(w0 + w) * experts + e] : 0;
+#pragma unroll
+      for (int w = 0; w < kBatch; ++w) {
+        if (w0 + w < live) counts[(w0 + w) * experts + e] = rows;
+        rows += n[w];
+      }
+    }
+    totals[e] = rows;
+  }
+  if (p.blocks > 1) {
+    cluster.sync();
+    if (e < experts) {
+      rows = 0;
+#pragma unroll
+      for (int b = 0; b < kClusterBlocks; ++b) {
+        const std::int32_t n = cluster.map_shared_rank(totals, static_cast<unsigned>(b))[e];
         rows += n;
-        if (b < blockIdx.x) before += n;
+        if (b < rank) before += n;
       }
     }
   }
   const std::int32_t groups = (rows + p.rows_per_record - 1) / p.rows_per_record;
-  const std::int32_t last_row = block_scan(rows, warp_sums);
-  const std::int32_t last_group = block_scan(groups, warp_sums);
+  std::int32_t last_row = rows, last_group = groups;
+  block_scan(last_row, last_group, sums);
   if (e < experts) {
-    const GroupRecord record = {e, last_row - rows, rows, last_group - groups};
-    if (blockIdx.x == 0) {
-      for (std::int32_t i = 0; i < groups; ++i) p.groups[last_group - groups + i] = record;
-    }
-    std::int32_t at = last_row - rows + before;
-    for (int s = 0; s < slice.count; ++s) {
-      const std::int32_t count = counts[s * experts + e];
-      counts[s * experts + e] = at;
-      at += count;
+    first_rows[e] = last_row - rows + before;
+    if (part == 0) {
+      const GroupRecord record = {e, last_row - rows, rows, last_group - groups};
+      for (std::int32_t i = rank; i < groups; i += p.blocks)
+        p.groups[record.first_group + i] = record;
     }
   }
-  if (blockIdx.x == 0 && e == 1023) *p.num_groups = static_cast<std::uint32_t>(last_group);
+  if (block == 0 && thread == kThreads - 1) {
+    *p.num_groups = static_cast<std::uint32_t>(last_group);
+  }
   __syncthreads();
 
-  std::int32_t* mine = counts + warp * experts;
-  for (std::int32_t at = slice.begin; at < slice.end; at += 32) {
-    const int id = local_expert(p, at + lane, slice.end);
-    const unsigned same = __match_any_sync(0xFFFFFFFFU, id);
-    std::int32_t row = -1;
-    if (id >= 0) row = mine[id] + __popc(same & ((1U << lane) - 1));
-    __syncwarp();
-    if (id >= 0 && lane == __ffs(static_cast<int>(same)) - 1) mine[id] += __popc(same);
-    __syncwarp();
-    if (at + lane < slice.end) {
-      p.row_of_pair[at + lane] = row;
-      if (row >= 0) {
-        p.pair_of_row[row] = at + lane;
-        p.weight_of_row[row] = p.topk_weights[at + lane];
-      }
+  const auto place = [&](std::int32_t pair, int expert, std::int32_t r, float w) {
+    const std::int32_t row = expert >= 0 ? first_rows[expert] + mine[expert] + r : -1;
+    p.row_of_pair[pair] = row;
+    if (row < 0) return;
+    p.pair_of_row[row] = pair;
+    p.weight_of_row[row] = w;
+  };
+  if (has_own) place(own, own_expert, own_rank, weight);
+  for (int s = kHeld; s + part < p.steps; s += kHeld) {
+    const std::int32_t pair = own + s * 32;
+    if (pair < p.pairs) {
+      place(pair, local_expert(p, p.topk_ids[pair]), p.row_of_pair[pair], p.topk_weights[pair]);
     }
   }
+  // Others may still be reading this block's totals.
+  if (p.blocks > 1) cluster.sync();
 }
 
-// One block for all pairs.
-__device__ __forceinline__ void place_in_one_block(const AlignParams& p, std::int32_t* counts) {
-  if (p.pairs > kFewPairs) {
-    place_pairs(p, counts, 1);
-    return;
-  }
-  __shared__ __align__(16) std::uint32_t codes[kFewPairs];
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
-  place_few_pairs(p, codes);
-}
-
-__global__ void __launch_bounds__(1024, 1) align_place(const __grid_constant__ AlignParams p) {
-  extern __shared__ std::int32_t counts[];
-  if (gridDim.x == 1) {
-    place_in_one_block(p, counts);
-  } else {
-    place_pairs(p, counts, gridDim.x);
-  }
-}
-
-// Few pairs: the first block makes the work list while the others quantise the rows.
-__global__ void __launch_bounds__(1024, 1)
+// The first blocks make the work list while the others quantise rows.
+__global__ void __launch_bounds__(kThreads, 1)
     align_and_quantize(const __grid_constant__ AlignParams p,
                        const __grid_constant__ QuantRowsParams q) {
   extern __shared__ std::int32_t counts[];
-  if (blockIdx.x == 0) {
-    place_in_one_block(p, counts);
+  const int placing = p.blocks * p.parts;
+  const int block = static_cast<int>(blockIdx.x);
+  if (block < placing && p.pairs > kFewPairs) {
+    place_pairs(p, counts);
     return;
   }
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-  quantize_groups(q, static_cast<std::int64_t>(blockIdx.x - 1) * 64 + (threadIdx.x >> 4),
-                  static_cast<std::int64_t>(gridDim.x - 1) * 64);
-}
-
-template <class... Args>
-cudaError_t launch(void (*kernel)(AlignParams, Args...), const AlignParams& params, int blocks,
-                   cudaStream_t stream, const Args&... args) {
-  const int per_warp_32 = (params.pairs_per_block + 31) / 32;
-  const int slices = per_warp_32 < kWarps ? per_warp_32 : kWarps;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(1024);
-  config.dynamicSmemBytes = static_cast<std::size_t>(slices) *
-                            static_cast<std::size_t>(params.num_local_experts) *
-                            sizeof(std::int32_t);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, params, args...);
+  if (block < placing) {
+    __shared__ __align__(16) std::uint32_t codes[kFewPairs];
+    place_few_pairs(p, codes);
+    return;
+  }
+  constexpr unsigned kGroups = kThreads / 16;
+  const auto first = static_cast<unsigned>(placing);
+  quantize_groups<4>(q, (blockIdx.x - first) * kGroups + (threadIdx.x >> 4),
+                     (gridDim.x - first) * kGroups);
 }
 
 }  // namespace
@@ -215,33 +224,41 @@ cudaError_t launch(void (*kernel)(AlignParams, Args...), const AlignParams& para
 int launch_align(const AlignParams& params, const QuantRowsParams* quant, void* stream) {
   static OncePerDevice once;
   const cudaError_t prepared = once([] {
-    constexpr int kBytes = kWarps * kMaxAlignedExperts * static_cast<int>(sizeof(std::int32_t));
-    constexpr auto kMost = cudaFuncAttributeMaxDynamicSharedMemorySize;
-    cudaError_t e = cudaFuncSetAttribute(align_count, kMost, kBytes);
-    if (e == cudaSuccess) e = cudaFuncSetAttribute(align_place, kMost, kBytes);
-    return e == cudaSuccess ? cudaFuncSetAttribute(align_and_quantize, kMost, kBytes) : e;
+    constexpr int kBytes =
+        (kWarps + 2) * kMaxAlignedExperts * static_cast<int>(sizeof(std::int32_t));
+    return cudaFuncSetAttribute(align_and_quantize, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                kBytes);
   });
   if (prepared != cudaSuccess) return static_cast<int>(prepared);
   AlignParams p = params;
-  auto* const s = static_cast<cudaStream_t>(stream);
-  if (p.pairs <= kOneBlockPairs) {
-    p.pairs_per_block = p.pairs;
-    if (quant != nullptr) {
-      const std::int64_t groups = quant->tokens * ((quant->columns + 127) / 128);
-      const int blocks = groups >= 131 * 64 ? 131 : static_cast<int>((groups + 63) / 64);
-      return static_cast<int>(launch(align_and_quantize, p, blocks + 1, s, *quant));
-    }
-    return static_cast<int>(launch(align_place, p, 1, s));
-  }
-  if (quant != nullptr) {
-    const int quantized = launch_quant_rows(*quant, stream);
-    if (quantized != 0) return quantized;
-  }
-  const int blocks = p.pairs >= kMaxAlignBlocks * 1024 ? kMaxAlignBlocks : (p.pairs + 1023) / 1024;
-  p.pairs_per_block = ((p.pairs + blocks - 1) / blocks + 31) / 32 * 32;
-  const cudaError_t counted = launch(align_count, p, blocks, s);
-  if (counted != cudaSuccess) return static_cast<int>(counted);
-  return static_cast<int>(launch(align_place, p, blocks, s));
+  const bool clusters = p.pairs > kOneBlockPairs;
+  const std::int32_t slices = (clusters ? kClusterBlocks : 1) * kThreads;
+  p.blocks = clusters ? kClusterBlocks : 1;
+  p.steps = (p.pairs - 1) / slices + 1;
+  p.parts = clusters ? std::min(p.steps, kHeld) : 1;
+  const QuantRowsParams q = quant != nullptr ? *quant : QuantRowsParams();
+  // One block a multiprocessor, as many of them as clusters reach.
+  const std::int64_t groups = q.tokens * ((q.columns + 127) / 128);
+  const std::int64_t most = clusters ? 15 * kClusterBlocks : 131;
+  const auto quantizing =
+      static_cast<int>(std::min((groups + 63) / 64, most) + p.blocks - 1) / p.blocks * p.blocks;
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {kClusterBlocks, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(p.blocks * p.parts + quantizing));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = p.pairs <= kFewPairs
+                                ? 0
+                                : static_cast<std::size_t>(kWarps + 2) *
+                                      static_cast<std::size_t>(p.num_local_experts) *
+                                      sizeof(std::int32_t);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = attributes;
+  config.numAttrs = clusters ? 2 : 1;
+  return static_cast<int>(cudaLaunchKernelEx(&config, align_and_quantize, p, q));
 }
 
 }  // namespace moesaic::cuda

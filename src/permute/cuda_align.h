@@ -34,13 +34,13 @@ struct AlignParams {
   std::uint32_t* num_groups = nullptr;  // out
   std::uint32_t* band_done = nullptr;   // [bands] zeroed
   std::int32_t bands = 0;
-  std::int32_t* block_counts = nullptr;  // scratch, [kMaxAlignBlocks][num_local_experts]
-  std::int32_t pairs_per_block = 0;      // set by launch_align
+  // Set by launch_align: blocks that share the pairs, groups of so many blocks, and how often each
+  // warp takes 32 pairs.
+  std::int32_t blocks = 1, parts = 1, steps = 1;
 };
 
-// One block up to here; above, a counting kernel comes first and blocks share the work.
-inline constexpr int kOneBlockPairs = 2048;
-inline constexpr int kMaxAlignBlocks = 64;
+// One block up to here, a thread per pair; above, clusters of blocks.
+inline constexpr int kOneBlockPairs = 1024;
 
 inline constexpr int kMaxAlignedExperts = 1024;
 
@@ -54,8 +54,8 @@ constexpr std::int64_t max_group_records(std::int64_t pairs, std::int64_t local_
   return touched + pairs / rows_per_record;
 }
 
-// With `quant` also what launch_quant_rows does, in the same kernel when there are few pairs. One
-// to three kernels. Returns a cudaError_t value.
+// With `quant` also what launch_quant_rows does, in further blocks of the one
+// kernel. Returns a cudaError_t value.
 int launch_align(const AlignParams& params, const QuantRowsParams* quant, void* stream);
 
 }  // namespace moesaic::cuda

@@ -437,7 +437,8 @@ class WarpRouter {
 
 // By the blocks behind those of the tokens.
 __device__ __forceinline__ void do_chores(std::int64_t first_block, const ExpertChores& chores) {
-  const std::int64_t block = blockIdx.x - first_block, blocks = gridDim.x - first_block;
+  const unsigned block = blockIdx.x - static_cast<unsigned>(first_block);
+  const unsigned blocks = gridDim.x - static_cast<unsigned>(first_block);
   if (block == 0) {
     for (int i = static_cast<int>(threadIdx.x); i < chores.zero_words; i += 32) chores.zero[i] = 0;
   }

@@ -217,7 +217,10 @@ TEST(CudaLayer, FewRowsHaveTheBitsTheyHaveAmongMany) {
 // Few rows take the shared expert as one more slot, many run it by itself.
 TEST(CudaLayer, AJoinedSharedExpertHasTheBitsOfASeparateOne) {
   REQUIRE_HOPPER();
-  const LayerTensors t = make_tensors(21, joined_shared());
+  MoeLayerSpec spec = joined_shared();
+  spec.hidden_size = 256;  // fp8-block needs multiples of 128
+  spec.intermediate_size = spec.shared.intermediate_size = 128;
+  const LayerTensors t = make_tensors(21, spec);
   constexpr std::int64_t kRows = 4100;
   for (const char* quant : {"bf16", "fp8-block"}) {
     SCOPED_TRACE(quant);
@@ -247,7 +250,9 @@ TEST(CudaLayer, AJoinedSharedExpertHasTheBitsOfASeparateOne) {
 // quantised rows with the routed experts, in either order.
 TEST(CudaLayer, ASharedExpertByItselfInFp8AgreesWithTheCpu) {
   REQUIRE_HOPPER();
-  for (const auto& spec : {with_shared(false), with_shared(true), scaled_output()}) {
+  for (MoeLayerSpec spec : {with_shared(false), with_shared(true), scaled_output()}) {
+    spec.hidden_size = spec.shared.intermediate_size = 256;
+    spec.intermediate_size = 128;
     const LayerTensors t = make_tensors(25, spec);
     FusedMoE::Options options = on_gpu(300), on_cpu;
     options.quant = on_cpu.quant = "fp8-block";

@@ -16,77 +16,102 @@ namespace {
 using test::DeviceBytes;
 using test::Rng;
 
-// Few pairs are listed by comparing, more by counting: what follows from the ids is the same.
-TEST(CudaAlign, ExpertsAscendAndSoDoTheirPairs) {
-  REQUIRE_HOPPER();
-  constexpr std::int32_t kPairs = 320, kLocal = 24, kRecord = 4;
+// What follows from the ids: experts ascending, pairs of an expert ascending.
+void expect_list(std::int32_t pairs, std::int32_t local, bool mapped) {
+  SCOPED_TRACE(testing::Message() << pairs << " pairs, " << local << " experts, mapped " << mapped);
+  constexpr std::int32_t kRecord = 4, kBands = 3;
   Rng rng(5);
-  std::vector<std::int32_t> ids;
+  std::vector<std::int32_t> ids, map, experts;  // experts: what the ids stand for, -1 for none
   std::vector<float> weights;
-  for (int i = 0; i < kPairs; ++i) {
-    ids.push_back(static_cast<std::int32_t>(rng.integer(-1, kLocal)));  // the last is too large
+  for (std::int32_t e = 0; mapped && e < local; ++e) map.push_back(e % 3 == 1 ? -1 : local - 1 - e);
+  for (std::int32_t i = 0; i < pairs; ++i) {
+    const auto id = static_cast<std::int32_t>(rng.integer(-1, local));  // the last is too large
+    const bool known = id >= 0 && id < local;
+    ids.push_back(id);
+    experts.push_back(!known ? -1 : mapped ? map[static_cast<std::size_t>(id)] : id);
     weights.push_back(static_cast<float>(i));
   }
-  const DeviceBytes all_ids(ids), all_weights(weights);
-  const auto list = [&](std::int32_t pairs) {
-    const DeviceBytes pair_of_row(kPairs * 4), weight_of_row(kPairs * 4), row_of_pair(kPairs * 4);
-    const DeviceBytes groups(kPairs * 16), done(kPairs * 4), control(8), bands(4);
-    AlignParams a;
-    a.topk_ids = all_ids.as<std::int32_t>();
-    a.topk_weights = all_weights.as<float>();
-    a.pairs = pairs;
-    a.num_experts = a.num_local_experts = kLocal;
-    a.rows_per_record = kRecord;
-    a.max_groups = kPairs;
-    a.pair_of_row = pair_of_row.as<std::int32_t>();
-    a.weight_of_row = weight_of_row.as<float>();
-    a.row_of_pair = row_of_pair.as<std::int32_t>();
-    a.groups = groups.as<GroupRecord>();
-    a.group_done = done.as<std::uint32_t>();
-    a.next_item = control.as<std::uint32_t>();
-    a.num_groups = a.next_item + 1;
-    a.band_done = bands.as<std::uint32_t>();
-    a.bands = 1;
-    EXPECT_EQ(launch_align(a, nullptr, nullptr), 0);
-    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    EXPECT_EQ(control.values<std::uint32_t>()[0], 0U);
-    // What follows from the ids: experts ascending, pairs of an expert ascending.
-    const auto rows = row_of_pair.values<std::int32_t>(),
-               pairs_of = pair_of_row.values<std::int32_t>();
-    const auto weights_of = weight_of_row.values<float>();
-    const auto records = groups.values<GroupRecord>();
-    std::int32_t row = 0;
-    std::uint32_t record = 0;
-    for (std::int32_t e = 0; e < kLocal; ++e) {
-      const std::int32_t first = row;
-      const std::uint32_t first_record = record;
-      for (std::int32_t p = 0; p < pairs; ++p) {
-        if (ids[static_cast<std::size_t>(p)] != e) continue;
-        EXPECT_EQ(rows[static_cast<std::size_t>(p)], row);
-        EXPECT_EQ(pairs_of[static_cast<std::size_t>(row)], p);
-        EXPECT_EQ(weights_of[static_cast<std::size_t>(row)], weights[static_cast<std::size_t>(p)]);
-        if ((row - first) % kRecord == 0) ++record;
-        ++row;
-      }
-      for (std::uint32_t g = first_record; g < record; ++g) {
-        EXPECT_EQ(records[g].expert, e);
-        EXPECT_EQ(records[g].first_row, first);
-        EXPECT_EQ(records[g].rows, row - first);
-        EXPECT_EQ(records[g].first_group, static_cast<std::int32_t>(first_record));
-      }
+  const std::int64_t groups_bound = max_group_records(pairs, local, kRecord);
+  const DeviceBytes all_ids(ids), all_weights(weights), all_map(map);
+  const DeviceBytes pair_of_row(pairs * 4), weight_of_row(pairs * 4), row_of_pair(pairs * 4);
+  const DeviceBytes groups(groups_bound * 16), done(groups_bound * 4), control(8),
+      bands(kBands * 4);
+  AlignParams a;
+  a.topk_ids = all_ids.as<std::int32_t>();
+  a.topk_weights = all_weights.as<float>();
+  a.expert_map = mapped ? all_map.as<std::int32_t>() : nullptr;
+  a.pairs = pairs;
+  a.num_experts = a.num_local_experts = local;
+  a.rows_per_record = kRecord;
+  a.max_groups = static_cast<std::int32_t>(groups_bound);
+  a.pair_of_row = pair_of_row.as<std::int32_t>();
+  a.weight_of_row = weight_of_row.as<float>();
+  a.row_of_pair = row_of_pair.as<std::int32_t>();
+  a.groups = groups.as<GroupRecord>();
+  a.group_done = done.as<std::uint32_t>();
+  a.next_item = control.as<std::uint32_t>();
+  a.num_groups = a.next_item + 1;
+  a.band_done = bands.as<std::uint32_t>();
+  a.bands = kBands;
+  ASSERT_EQ(launch_align(a, nullptr, nullptr), 0);
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  EXPECT_EQ(control.values<std::uint32_t>()[0], 0U);
+  EXPECT_EQ(bands.values<std::uint32_t>(), std::vector<std::uint32_t>(kBands, 0U));
+  EXPECT_EQ(done.values<std::uint32_t>(),
+            std::vector<std::uint32_t>(static_cast<std::size_t>(groups_bound), 0U));
+  const auto rows = row_of_pair.values<std::int32_t>(),
+             pairs_of = pair_of_row.values<std::int32_t>();
+  const auto weights_of = weight_of_row.values<float>();
+  const auto records = groups.values<GroupRecord>();
+  std::vector<std::vector<std::int32_t>> of_expert(static_cast<std::size_t>(local));
+  for (std::int32_t p = 0; p < pairs; ++p) {
+    const std::int32_t e = experts[static_cast<std::size_t>(p)];
+    if (e >= 0) {
+      of_expert[static_cast<std::size_t>(e)].push_back(p);
+    } else {
+      ASSERT_EQ(rows[static_cast<std::size_t>(p)], -1);
     }
-    EXPECT_EQ(control.values<std::uint32_t>()[1], record);
-    for (std::int32_t p = 0; p < pairs; ++p) {
-      const std::int32_t id = ids[static_cast<std::size_t>(p)];
-      if (id < 0 || id >= kLocal) {
-        EXPECT_EQ(rows[static_cast<std::size_t>(p)], -1);
-      }
-    }
-  };
-  for (const std::int32_t pairs : {1, 3, 31, 32, 33, 255, 256, 257, 320}) {
-    SCOPED_TRACE(pairs);
-    list(pairs);
   }
+  std::int32_t row = 0;
+  std::uint32_t record = 0;
+  for (std::int32_t e = 0; e < local; ++e) {
+    const std::int32_t first = row;
+    const std::uint32_t first_record = record;
+    for (const std::int32_t p : of_expert[static_cast<std::size_t>(e)]) {
+      ASSERT_EQ(rows[static_cast<std::size_t>(p)], row);
+      ASSERT_EQ(pairs_of[static_cast<std::size_t>(row)], p);
+      ASSERT_EQ(weights_of[static_cast<std::size_t>(row)], weights[static_cast<std::size_t>(p)]);
+      if ((row - first) % kRecord == 0) ++record;
+      ++row;
+    }
+    for (std::uint32_t g = first_record; g < record; ++g) {
+      ASSERT_EQ(records[g].expert, e);
+      ASSERT_EQ(records[g].first_row, first);
+      ASSERT_EQ(records[g].rows, row - first);
+      ASSERT_EQ(records[g].first_group, static_cast<std::int32_t>(first_record));
+    }
+  }
+  EXPECT_EQ(control.values<std::uint32_t>()[1], record);
+}
+
+// Few pairs are listed by comparing, more by counting.
+TEST(CudaAlign, ExpertsAscendAndSoDoTheirPairs) {
+  REQUIRE_HOPPER();
+  for (const std::int32_t pairs : {1, 3, 31, 32, 33, 255, 256, 257, 320, 1023, 1024}) {
+    expect_list(pairs, 24, /*mapped=*/false);
+  }
+  expect_list(1000, 700, /*mapped=*/true);
+}
+
+// Up to eight steps of 8192 pairs each have their cluster of blocks; later ones share them.
+TEST(CudaAlign, ClustersOfBlocksMakeTheSameList) {
+  REQUIRE_HOPPER();
+  for (const std::int32_t pairs :
+       {1025, 2048, 8191, 8192, 8193, 24000, 65536, 65537, 131073, 300000}) {
+    expect_list(pairs, 24, /*mapped=*/false);
+  }
+  expect_list(40000, kMaxAlignedExperts, /*mapped=*/true);
+  expect_list(20000, 1, /*mapped=*/false);
 }
 
 }  // namespace
