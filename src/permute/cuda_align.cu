@@ -14,6 +14,7 @@ namespace {
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
 constexpr int kClusterBlocks = 8;  // of a cluster
 constexpr int kHeld = 8;           // steps whose ids a warp asks for at once
+constexpr int kGroupThreads = 16, kBlockGroups = kThreads / kGroupThreads;  // of quantize_groups
 
 __device__ __forceinline__ int local_expert(const AlignParams& p, std::int32_t id) {
   if (id < 0 || id >= p.num_experts) return -1;
@@ -58,8 +59,8 @@ __device__ __forceinline__ void block_scan(std::int32_t& a, std::int32_t& b,
 // The list by clusters of p.blocks blocks. The warps of a cluster have a slice of p.steps times 32
 // pairs each, in ascending order; lanes with the same expert find their order by ballots and
 // popcount, so ranks are stable without atomics. Every cluster counts all pairs, so that none waits
-// for another, and places those of every p.parts-th step: scattered stores, of which a
-// multiprocessor takes one a cycle.
+// for another, and places those of some steps, or of some warps of a step: scattered stores, of
+// which a multiprocessor takes one a cycle.
 __device__ __forceinline__ void place_pairs(const AlignParams& p, std::int32_t* counts) {
   // counts: a line of p.num_local_experts per warp, then sums over the block, then first rows.
   __shared__ std::int32_t sums[2][kWarps];
@@ -67,6 +68,7 @@ __device__ __forceinline__ void place_pairs(const AlignParams& p, std::int32_t* 
   const int thread = static_cast<int>(threadIdx.x), lane = thread & 31, warp = thread >> 5;
   const int experts = p.num_local_experts, block = static_cast<int>(blockIdx.x);
   const int part = block / p.blocks, rank = block - part * p.blocks;
+  const int own_step = part / p.shares;  // of the first kHeld
   std::int32_t* const totals = counts + kWarps * experts;
   std::int32_t* const first_rows = totals + experts;
   const std::int32_t slice = p.steps * 32;
@@ -85,8 +87,8 @@ __device__ __forceinline__ void place_pairs(const AlignParams& p, std::int32_t* 
 
   std::int32_t* const mine = counts + warp * experts;
   const std::int32_t begin = block_begin + warp * slice + lane;
-  const std::int32_t own = begin + part * 32;  // of the first steps, this cluster's pair
-  const bool has_own = own < p.pairs;
+  const std::int32_t own = begin + own_step * 32;  // of the first steps, this cluster's pair
+  const bool has_own = own < p.pairs && warp % p.shares == part % p.shares;
   const float weight = has_own ? p.topk_weights[own] : 0.0F;
   int own_expert = -1, own_rank = 0;
   for (int s = 0; s < p.steps && warp < live; s += kHeld) {
@@ -121,7 +123,7 @@ __device__ __forceinline__ void place_pairs(const AlignParams& p, std::int32_t* 
         mine[e[i]] = before + __popc(same[i]);
       }
       __syncwarp();
-      if (i != part) continue;
+      if (i != own_step) continue;
       const std::int32_t r = before + __popc(same[i] & ((1U << lane) - 1));
       if (s == 0) {
         own_expert = e[i];
@@ -185,7 +187,7 @@ __device__ __forceinline__ void place_pairs(const AlignParams& p, std::int32_t* 
     p.weight_of_row[row] = w;
   };
   if (has_own) place(own, own_expert, own_rank, weight);
-  for (int s = kHeld; s + part < p.steps; s += kHeld) {
+  for (int s = kHeld; s + own_step < p.steps; s += kHeld) {
     const std::int32_t pair = own + s * 32;
     if (pair < p.pairs) {
       place(pair, local_expert(p, p.topk_ids[pair]), p.row_of_pair[pair], p.topk_weights[pair]);
@@ -195,28 +197,32 @@ __device__ __forceinline__ void place_pairs(const AlignParams& p, std::int32_t* 
   if (p.blocks > 1) cluster.sync();
 }
 
-// The first blocks make the work list while the others quantise rows.
+// The first blocks make the work list while the others quantise `alone` groups of rows; those that
+// are left are everybody's.
 __global__ void __launch_bounds__(kThreads, 1)
     align_and_quantize(const __grid_constant__ AlignParams p,
-                       const __grid_constant__ QuantRowsParams q) {
+                       const __grid_constant__ QuantRowsParams q, unsigned alone) {
   extern __shared__ std::int32_t counts[];
-  const int placing = p.blocks * p.parts;
-  const int block = static_cast<int>(blockIdx.x);
-  if (block < placing && p.pairs > kFewPairs) {
+  const auto placing = static_cast<unsigned>(p.blocks * p.parts);
+  const bool places = blockIdx.x < placing;
+  if (places && p.pairs > kFewPairs) {
     place_pairs(p, counts);
-    return;
+  } else {
+    ptx::grid_dependency_wait();
+    ptx::grid_launch_dependents();
+    if (places) {
+      __shared__ __align__(16) std::uint32_t codes[kFewPairs];
+      place_few_pairs(p, codes);
+    }
   }
-  ptx::grid_dependency_wait();
-  ptx::grid_launch_dependents();
-  if (block < placing) {
-    __shared__ __align__(16) std::uint32_t codes[kFewPairs];
-    place_few_pairs(p, codes);
-    return;
+  const unsigned group = threadIdx.x / kGroupThreads, all = count_groups(q);
+#pragma unroll 1
+  for (int turn = places ? 1 : 0; turn < (alone < all ? 2 : 1); ++turn) {
+    const unsigned first = turn == 0 ? blockIdx.x - placing : blockIdx.x;
+    const unsigned blocks = turn == 0 ? gridDim.x - placing : gridDim.x;
+    quantize_groups<4>(q, (turn == 0 ? 0 : alone) + first * kBlockGroups + group,
+                       blocks * kBlockGroups, turn == 0 ? alone : all);
   }
-  constexpr unsigned kGroups = kThreads / 16;
-  const auto first = static_cast<unsigned>(placing);
-  quantize_groups<4>(q, (blockIdx.x - first) * kGroups + (threadIdx.x >> 4),
-                     (gridDim.x - first) * kGroups);
 }
 
 }  // namespace
@@ -235,13 +241,18 @@ int launch_align(const AlignParams& params, const QuantRowsParams* quant, void* 
   const std::int32_t slices = (clusters ? kClusterBlocks : 1) * kThreads;
   p.blocks = clusters ? kClusterBlocks : 1;
   p.steps = (p.pairs - 1) / slices + 1;
-  p.parts = clusters ? std::min(p.steps, kHeld) : 1;
+  p.shares = clusters ? std::max(1, 4 / p.steps) : 1;
+  p.parts = clusters ? std::min(p.steps, kHeld) * p.shares : 1;
   const QuantRowsParams q = quant != nullptr ? *quant : QuantRowsParams();
-  // One block a multiprocessor, as many of them as clusters reach.
+  // One block a multiprocessor, as many as 15 clusters have. While the list is made, which takes 6
+  // to 11 us, each of those that quantise gets through about 85 groups a us.
   const std::int64_t groups = q.tokens * ((q.columns + 127) / 128);
-  const std::int64_t most = clusters ? 15 * kClusterBlocks : 131;
-  const auto quantizing =
-      static_cast<int>(std::min((groups + 63) / 64, most) + p.blocks - 1) / p.blocks * p.blocks;
+  const std::int64_t most = clusters ? (15 - p.parts) * kClusterBlocks : 131;
+  const auto wanted = static_cast<int>(std::min((groups + kBlockGroups - 1) / kBlockGroups, most));
+  const int quantizing = (wanted + p.blocks - 1) / p.blocks * p.blocks;
+  const std::int64_t meanwhile =
+      std::int64_t{quantizing} * kBlockGroups * (6 + std::min(p.steps, kHeld));
+  const auto alone = static_cast<unsigned>(clusters ? std::min(groups, meanwhile) : groups);
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -258,7 +269,7 @@ int launch_align(const AlignParams& params, const QuantRowsParams* quant, void* 
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
   config.numAttrs = clusters ? 2 : 1;
-  return static_cast<int>(cudaLaunchKernelEx(&config, align_and_quantize, p, q));
+  return static_cast<int>(cudaLaunchKernelEx(&config, align_and_quantize, p, q, alone));
 }
 
 }  // namespace moesaic::cuda

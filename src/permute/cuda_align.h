@@ -34,9 +34,9 @@ struct AlignParams {
   std::uint32_t* num_groups = nullptr;  // out
   std::uint32_t* band_done = nullptr;   // [bands] zeroed
   std::int32_t bands = 0;
-  // Set by launch_align: blocks that share the pairs, groups of so many blocks, and how often each
-  // warp takes 32 pairs.
-  std::int32_t blocks = 1, parts = 1, steps = 1;
+  // Set by launch_align: blocks that share the pairs, groups of so many blocks, how often each warp
+  // takes 32 pairs, and how many groups share the warps of a step.
+  std::int32_t blocks = 1, parts = 1, steps = 1, shares = 1;
 };
 
 // One block up to here, a thread per pair; above, clusters of blocks.
@@ -54,8 +54,8 @@ constexpr std::int64_t max_group_records(std::int64_t pairs, std::int64_t local_
   return touched + pairs / rows_per_record;
 }
 
-// With `quant` also what launch_quant_rows does, in further blocks of the one
-// kernel. Returns a cudaError_t value.
+// With `quant` also what launch_quant_rows does, in further blocks of the one kernel. Returns a
+// cudaError_t value.
 int launch_align(const AlignParams& params, const QuantRowsParams* quant, void* stream);
 
 }  // namespace moesaic::cuda

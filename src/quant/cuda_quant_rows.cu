@@ -10,7 +10,7 @@ namespace {
 __global__ void __launch_bounds__(256, 8) quant_rows(const __grid_constant__ QuantRowsParams p) {
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-  quantize_groups(p, blockIdx.x * 16 + (threadIdx.x >> 4), gridDim.x * 16);
+  quantize_groups(p, blockIdx.x * 16 + (threadIdx.x >> 4), gridDim.x * 16, count_groups(p));
 }
 
 }  // namespace

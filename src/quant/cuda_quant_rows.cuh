@@ -53,19 +53,23 @@ __device__ __forceinline__ void quantize_group(const QuantRowsParams& p, std::in
   if (live && part == 0) p.scale[g * p.scale_stride + m] = s;
 }
 
-// Groups first, first + step ... of all tokens' groups of 128; sixteen threads of eight values per
+// Groups of 128 of all tokens.
+__device__ __forceinline__ std::uint32_t count_groups(const QuantRowsParams& p) {
+  return static_cast<std::uint32_t>(p.tokens) * static_cast<std::uint32_t>((p.columns + 127) / 128);
+}
+
+// Groups first, first + step ... below `end` of all tokens'; sixteen threads of eight values per
 // group. `first` and first + 1 belong to the halves of one warp and step is even. kAtOnce groups
 // are asked for together. There are fewer than 2^31 groups.
 template <int kAtOnce = 1>
 __device__ __forceinline__ void quantize_groups(const QuantRowsParams& p, std::uint32_t first,
-                                                std::uint32_t step) {
+                                                std::uint32_t step, std::uint32_t end) {
   const auto groups = static_cast<std::uint32_t>((p.columns + 127) / 128);
-  const auto total = static_cast<std::uint32_t>(p.tokens) * groups;
   const std::uint32_t step_rows = step / groups, step_groups = step - step_rows * groups;
   const std::uint32_t part = threadIdx.x & 15;
   std::uint32_t m = first / groups, g = first - m * groups;
   // Both halves of a warp leave the loop together: an odd last group has an idle partner.
-  for (std::uint32_t i = first; (i & ~1U) < total;) {
+  for (std::uint32_t i = first; (i & ~1U) < end;) {
     uint4 v[kAtOnce];
     std::uint32_t row[kAtOnce], group[kAtOnce];
     bool live[kAtOnce], inside[kAtOnce];
@@ -74,7 +78,7 @@ __device__ __forceinline__ void quantize_groups(const QuantRowsParams& p, std::u
       const std::uint32_t column = g * 128 + part * 8;
       row[u] = m;
       group[u] = g;
-      live[u] = i < total;
+      live[u] = i < end;
       inside[u] = live[u] && column < p.columns;
       v[u] = make_uint4(0, 0, 0, 0);
       if (inside[u]) {

@@ -442,7 +442,8 @@ __device__ __forceinline__ void do_chores(std::int64_t first_block, const Expert
   if (block == 0) {
     for (int i = static_cast<int>(threadIdx.x); i < chores.zero_words; i += 32) chores.zero[i] = 0;
   }
-  quantize_groups(chores.quant, block * 2 + (threadIdx.x >> 4), blocks * 2);
+  quantize_groups(chores.quant, block * 2 + (threadIdx.x >> 4), blocks * 2,
+                  count_groups(chores.quant));
 }
 
 template <int kItems>

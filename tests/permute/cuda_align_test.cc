@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
+#include <utility>
 #include <vector>
 
 #include "support/cuda_device.h"
@@ -112,6 +113,66 @@ TEST(CudaAlign, ClustersOfBlocksMakeTheSameList) {
   }
   expect_list(40000, kMaxAlignedExperts, /*mapped=*/true);
   expect_list(20000, 1, /*mapped=*/false);
+}
+
+// Rows quantised beside the list, some of them by the blocks that made it: every group once, with
+// the bits of the kernel that only quantises.
+TEST(CudaAlign, QuantisesBesideTheList) {
+  REQUIRE_HOPPER();
+  struct Case {
+    std::int64_t tokens, columns;
+    std::int32_t top_k;
+  };
+  for (const Case& c : {Case{5, 136, 2}, Case{400, 384, 3}, Case{9001, 1408, 1}}) {
+    SCOPED_TRACE(c.tokens);
+    const auto pairs = static_cast<std::int32_t>(c.tokens) * c.top_k;
+    Rng rng(11);
+    std::vector<std::uint16_t> x;
+    for (std::int64_t i = 0; i < c.tokens * c.columns; ++i) {
+      // bf16 of magnitudes about 1.
+      const auto u = static_cast<std::uint32_t>(rng.integer(0, 0xFFFF));
+      x.push_back(static_cast<std::uint16_t>((u & 0x83FF) | 0x3E00));
+    }
+    const std::vector<std::int32_t> ids(static_cast<std::size_t>(pairs), 1);
+    const std::vector<float> weights(ids.size(), 1.0F);
+    const DeviceBytes rows(x), all_ids(ids), all_weights(weights);
+    const std::int64_t groups = (c.columns + 127) / 128, bound = max_group_records(pairs, 2, 16);
+    const DeviceBytes pair_of_row(pairs * 4), weight_of_row(pairs * 4), row_of_pair(pairs * 4);
+    const DeviceBytes records(bound * 16), done(bound * 4), control(8), bands(4);
+    AlignParams a;
+    a.topk_ids = all_ids.as<std::int32_t>();
+    a.topk_weights = all_weights.as<float>();
+    a.pairs = pairs;
+    a.num_experts = a.num_local_experts = 2;
+    a.rows_per_record = 16;
+    a.max_groups = static_cast<std::int32_t>(bound);
+    a.pair_of_row = pair_of_row.as<std::int32_t>();
+    a.weight_of_row = weight_of_row.as<float>();
+    a.row_of_pair = row_of_pair.as<std::int32_t>();
+    a.groups = records.as<GroupRecord>();
+    a.group_done = done.as<std::uint32_t>();
+    a.next_item = control.as<std::uint32_t>();
+    a.num_groups = a.next_item + 1;
+    a.band_done = bands.as<std::uint32_t>();
+    a.bands = 1;
+    const auto quantized = [&](bool beside) {
+      const DeviceBytes codes(c.tokens * c.columns), scale(groups * c.tokens * 4);
+      QuantRowsParams q;
+      q.x = rows.as<std::uint16_t>();
+      q.tokens = q.scale_stride = c.tokens;
+      q.columns = c.columns;
+      q.q = codes.as();
+      q.scale = scale.as<float>();
+      EXPECT_EQ(beside ? launch_align(a, &q, nullptr) : launch_quant_rows(q, nullptr), 0);
+      EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+      EXPECT_TRUE(codes.margin_is_intact() && scale.margin_is_intact());
+      return std::pair(codes.values<std::uint8_t>(), scale.values<std::uint32_t>());
+    };
+    const auto got = quantized(true), want = quantized(false);
+    EXPECT_TRUE(got.first == want.first);
+    EXPECT_TRUE(got.second == want.second);
+    EXPECT_NE(want.second.back(), 0xFFFFFFFFU) << "the last group";
+  }
 }
 
 }  // namespace
