@@ -95,13 +95,15 @@ const Case kCases[] = {
     {93, 240, 7168, false, false},
     {129, 256, 7168, false, false},
     {152, 8, 64, false, true},
-    {1047, 8, 64, false, false},
+    {152, 8, 520, false, false},
     {2101, 8, 64, false, true},
-    {8459, 8, 64, false, false},
-    {2101, 8, 2048, false, false},
+    {5019, 8, 64, false, false},
     {5019, 100, 64, false, true},
-    {521, 100, 520, false, false},
-    {1047, 100, 1032, false, true},
+    {8459, 8, 520, false, false},
+    {367, 130, 1032, false, true},
+    {1483, 130, 1032, false, false},
+    {1047, 8, 7168, false, false},
+    {2101, 8, 7168, false, false},
     {140, 33, 2880, false, false},
     {20, 40, 16384, false, false},
     {100, 17, 32768, false, false},
@@ -225,7 +227,7 @@ TEST(CudaGate, TilesOfTheKernelForManyTokens) {
   EXPECT_EQ(grid(256, 256, 7168), Grid(64, 128, 8));
   EXPECT_EQ(grid(512, 256, 7168), Grid(128, 128, 8));
   EXPECT_EQ(grid(1024, 256, 7168), Grid(128, 128, 4));
-  EXPECT_EQ(grid(2048, 256, 7168), Grid(64, 64, 1));
+  EXPECT_EQ(grid(2048, 256, 7168), Grid(64, 128, 2));
   EXPECT_EQ(grid(8192, 256, 7168), Grid(128, 128, 1));
   EXPECT_EQ(grid(8192, 128, 2048), Grid(64, 128, 1));
   // The cases above run each of them.
@@ -238,9 +240,11 @@ TEST(CudaGate, TilesOfTheKernelForManyTokens) {
     all.insert(grid(c.tokens, p.experts, p.hidden));
   }
   EXPECT_EQ(all, (std::set<Grid>{{64, 64, 1},
+                                 {64, 64, 2},
                                  {64, 64, 4},
                                  {64, 64, 8},
                                  {64, 128, 1},
+                                 {64, 128, 2},
                                  {64, 128, 8},
                                  {128, 128, 1},
                                  {128, 128, 4},

@@ -89,6 +89,16 @@ __device__ __forceinline__ void store_remote(std::uint32_t address, std::uint32_
       "r"(cta), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
       : "memory");
 }
+// 16 bytes from there.
+__device__ __forceinline__ void load_remote(std::uint32_t address, std::uint32_t cta,
+                                            float (&v)[4]) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n}\n"
+      : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+      : "r"(address), "r"(cta)
+      : "memory");
+}
 __device__ __forceinline__ std::uint32_t cluster_cta_rank() {
   std::uint32_t rank = 0;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
