@@ -48,16 +48,16 @@ __device__ __forceinline__ void multiply(const Shared<Operand, kMaxColumns, kPai
       const std::uint32_t a = weights + offset, b = tokens + offset;
       const float* scales = sh.scale_ptr(ring.slot);
       const float2* token_scales = reinterpret_cast<const float2*>(scales + 4) + (lane & 3);
-      // Token scales times the two of the weights, for both blocks.
-      float2 lo[kColumns / 8], hi[kColumns / 8];
+      float lo = 0.0F, hi = 0.0F;
       float part[kSets][kColumns / 2];
       const auto promote = [&](float(&to)[kColumns / 2], const float(&from)[kColumns / 2]) {
 #pragma unroll
         for (int j = 0; j < kColumns / 8; ++j) {
-          to[4 * j] = fmaf(from[4 * j], lo[j].x, to[4 * j]);
-          to[4 * j + 1] = fmaf(from[4 * j + 1], lo[j].y, to[4 * j + 1]);
-          to[4 * j + 2] = fmaf(from[4 * j + 2], hi[j].x, to[4 * j + 2]);
-          to[4 * j + 3] = fmaf(from[4 * j + 3], hi[j].y, to[4 * j + 3]);
+          const float2 s = token_scales[j * 4];
+          to[4 * j] = fmaf(from[4 * j], s.x * lo, to[4 * j]);
+          to[4 * j + 1] = fmaf(from[4 * j + 1], s.y * lo, to[4 * j + 1]);
+          to[4 * j + 2] = fmaf(from[4 * j + 2], s.x * hi, to[4 * j + 2]);
+          to[4 * j + 3] = fmaf(from[4 * j + 3], s.y * hi, to[4 * j + 3]);
         }
       };
       ptx::wgmma_fence();
@@ -68,14 +68,8 @@ __device__ __forceinline__ void multiply(const Shared<Operand, kMaxColumns, kPai
         ptx::wgmma_commit();
       }
       // Two scales per stage: of the row halves (gate and up rows), or of the two slabs.
-      const float first = scales[scale_by_row_half ? 0 : group];
-      const float other = scales[1];
-#pragma unroll
-      for (int j = 0; j < kColumns / 8; ++j) {
-        const float2 s = token_scales[j * 4];
-        lo[j] = make_float2(s.x * first, s.y * first);
-        hi[j] = scale_by_row_half ? make_float2(s.x * other, s.y * other) : lo[j];
-      }
+      lo = scales[scale_by_row_half ? 0 : group];
+      hi = scales[scale_by_row_half ? 1 : group];
       stage.peek();
       ptx::wgmma_wait<kSets - 1>();
       promote(acc[0], part[0]);
