@@ -10,6 +10,7 @@
 #include "moesaic/experts.h"
 #include "moesaic/status.h"
 #include "quant/cuda_quant_rows.h"
+#include "router/cuda_route.h"
 
 namespace moesaic::cuda {
 
@@ -42,6 +43,9 @@ struct CudaExpertsArgs {
   std::int64_t workspace_bytes = 0;
   // The chores of this call are done (CudaExperts::chores): a kernel less here.
   bool chores_done = false;
+  // With chores_done: the GEMM kernel routes (CudaExperts::can_route); topk_ids and topk_weights
+  // are where it puts ids and weights, the last slots of a token those of fused shared experts.
+  std::optional<RouteParams> route;
 };
 
 // Computes what ref_experts.h defines for the schemes bf16 and fp8-block with bf16 activations,
@@ -85,6 +89,8 @@ class CudaExperts {
   // hidden_states, hidden_scale and workspace are read. Empty where that does not apply; the bits
   // of the result are the same.
   std::optional<ExpertChores> chores(const CudaExpertsArgs& args) const;
+  // May args.route be this, in a call that has chores? Saves the router's kernel; same bits.
+  bool can_route(const RouteParams& route) const;
 
  private:
   struct Impl;

@@ -11,11 +11,12 @@
 #include "experts/cuda_grouped_consumers.cuh"
 #include "experts/cuda_grouped_list.cuh"
 #include "experts/cuda_grouped_producers.cuh"
+#include "experts/cuda_grouped_route.cuh"
 
 namespace moesaic::cuda {
 
 template <class Operand, int kMaxColumns, EpilogueKind kEpilogue, bool kPaired>
-__global__ void __launch_bounds__(Layout<Operand, kMaxColumns>::kThreads,
+__global__ void __launch_bounds__(Layout<Operand, kMaxColumns>::kBoundThreads,
                                   Layout<Operand, kMaxColumns>::kSplit ? 2 : 1)
     sm90_grouped_experts(const __grid_constant__ GroupedParams p) {
   using L = Layout<Operand, kMaxColumns>;
@@ -45,8 +46,19 @@ __global__ void __launch_bounds__(Layout<Operand, kMaxColumns>::kThreads,
   } else {
     __syncthreads();
   }
+  constexpr bool kRoutes = L::kMakesList && kEpilogue == EpilogueKind::kSwiglu;
+  if constexpr (kRoutes) {
+    if (p.routes) prepare_routing<L::kThreads>(p, *sh.list());
+    if (threadIdx.x == L::kConsumerThreads) ask_ahead(p);
+  }
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
+  if constexpr (kRoutes) {
+    if (p.routes) {
+      route_tokens<L::kThreads>(p, *sh.list());
+      if (p.route.tokens > 1) __syncthreads();
+    }
+  }
   if constexpr (L::kMakesList) {
     if (p.list_pairs > 0) {
       if (warp == 0) make_list(p, kMaxColumns, lane, *sh.list());

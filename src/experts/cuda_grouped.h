@@ -17,6 +17,7 @@
 
 #include "permute/cuda_align.h"
 #include "permute/cuda_combine.h"
+#include "router/cuda_route.h"
 
 namespace moesaic::cuda {
 
@@ -48,6 +49,10 @@ struct ListSource {
   std::int32_t num_experts = 0, num_local_experts = 0;
 };
 
+// What the kernel may route itself: kTopK and kGroupedTopK of so many tokens, columns of logits,
+// and at most 32 groups and slots.
+inline constexpr int kRouteTokens = 4, kRouteColumns = 384;
+
 struct GroupedParams {
   // Repacked weights; scales [expert][band][chunk] of four floats; biases [expert][rows] or null.
   const std::byte* w13 = nullptr;
@@ -77,6 +82,14 @@ struct GroupedParams {
   // kListColumns, list_pairs at most kListPairs; 0: the list is in memory.
   std::int32_t list_pairs = 0;
   ListSource list_source;
+  // The kernel routes as well (list_pairs > 0, SwiGLU): ids and weights of the source are those
+  // that it makes from route.logits, and written to memory too.
+  bool routes = false;
+  RouteParams route;
+  // Bands of w13 from `ahead` on whose first chunks will be read whatever the routing: brought into
+  // L2 before the kernels in front have ended.
+  const std::byte* ahead = nullptr;
+  std::int32_t ahead_bands = 0, ahead_chunks = 0;
   std::int32_t top_k = 1;
   std::int32_t hidden = 0, intermediate = 0;  // elements
   std::int32_t bands1 = 0, bands2 = 0;

@@ -24,6 +24,16 @@ struct Item {
   std::int32_t expert, first_row, rows, group;
 };
 
+// What a token's routing takes.
+struct RoutedToken {
+  float scores[kRouteColumns];
+  std::uint32_t keys[kRouteColumns];
+  alignas(16) std::uint32_t candidates[32];
+  std::uint32_t group_keys[32];
+  std::int32_t columns[32];
+  std::uint32_t tops[12];  // of the token's warps
+};
+
 // A work list in shared memory.
 struct SharedList {
   GroupRecord groups[kListPairs];
@@ -31,6 +41,11 @@ struct SharedList {
   float weight_of_row[kListPairs];
   std::int32_t row_of_pair[kListPairs];
   std::uint32_t num_groups;
+  // Where the kernel routes: of all tokens in turn.
+  std::int32_t ids[kListPairs];
+  float weights[kListPairs];
+  float biases[kRouteColumns];
+  RoutedToken routed[kRouteTokens];
 };
 
 template <class Operand, int kMaxColumns>
@@ -66,10 +81,13 @@ struct Layout {
   static constexpr int kOffsetList = (kOffsetBars + kBars * 8 + 15) / 16 * 16;
   static constexpr int kListBytes = kMakesList ? static_cast<int>(sizeof(SharedList)) : 0;
   static constexpr int kBytes = kOffsetList + kListBytes + 1024;
-  // The launch gives every warpgroup 168 registers per thread; what producers give up is all that
-  // consumers can gain.
-  static constexpr int kConsumerRegisters = kMaxColumns > 64 ? 232 : 208;
-  static constexpr int kProducerRegisters = 3 * 168 - 2 * kConsumerRegisters;
+  // The launch gives every warpgroup 168 registers per thread, or 128 (what a block of
+  // kBoundThreads could have) where few tokens need no more: the kernel that follows finds some
+  // free, so that it can start early. What producers give up is all that consumers can gain.
+  static constexpr int kBoundThreads = kMaxColumns <= 32 && !kSplit ? 512 : kThreads;
+  static constexpr int kLaunchRegisters = kBoundThreads > kThreads ? 128 : 168;
+  static constexpr int kConsumerRegisters = kMaxColumns > 64 ? 232 : kMaxColumns > 32 ? 208 : 152;
+  static constexpr int kProducerRegisters = 3 * kLaunchRegisters - 2 * kConsumerRegisters;
   static_assert(kStages >= 3 && kBytes <= kSharedLimit);
   static_assert(kItemSlots * sizeof(Item) + 4 <= kItemSlots * 32 - kIndexSlots * 4);
 };
@@ -175,6 +193,14 @@ __device__ __forceinline__ Item decode_item(const GroupedParams& p, const GroupR
   if (second) index -= items1;
   const std::uint32_t bands = static_cast<std::uint32_t>(second ? p.bands2 : p.bands1);
   const GroupRecord record = groups[index / bands];
+  if constexpr (kMaxColumns <= kListColumns && !kPaired) {
+    // Most records have one group; divisions take a while.
+    if (record.rows <= kMaxColumns) {
+      const std::uint32_t band = index - bands * static_cast<std::uint32_t>(record.first_group);
+      return {static_cast<std::int32_t>(band) + (second ? p.bands1 : 0), record.expert,
+              record.first_row, record.rows, record.first_group};
+    }
+  }
   constexpr int kPerRecord = kMaxColumns * (kPaired ? 2 : 1);
   const std::uint32_t count =
       static_cast<std::uint32_t>((record.rows + kPerRecord - 1) / kPerRecord);

@@ -66,6 +66,8 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
   const auto decode = [&](std::uint32_t i) {
     return i < total ? decode_item<kMaxColumns, kPaired>(p, groups, i, items1, cta) : end;
   };
+  RingPosition<L::kStages> last;  // stage that was asked for
+  enum : std::uint8_t { kNone, kGemm1, kGemm2 } before = kNone;
   // An item is taken when the weights of the one before have all been asked for: late enough that
   // the last items go to whoever is free, early enough that the ring covers the look-up.
   Item item = decode(index);
@@ -81,7 +83,18 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
     const float* scale = (second ? p.w2_scale : p.w13_scale) + first * 4;
     if (L::kSplit) src += cta * kSlabBytes;
     const bool absent = L::kSplit && static_cast<int>(cta) >= slabs;
+    if (L::kSplit && second && !absent) {
+      // GEMM1 is what all wait for, so its weights come first: GEMM2's are asked for when this
+      // CTA's of GEMM1 are there, or some CTA's are finished.
+      if (before == kNone) {
+        while (ptx::load_acquire(p.group_done + item.group) == 0) __nanosleep(64);
+      } else if (before == kGemm1) {
+        ptx::mbarrier_wait(sh.full(last.slot), last.parity);
+      }
+    }
+    if (!absent) before = second ? kGemm2 : kGemm1;
     for (int c = 0; c < chunks && !absent; ++c) {
+      last = ring;
       ptx::mbarrier_wait(sh.empty(ring.slot), ring.parity ^ 1);
       const std::uint32_t bar = sh.full(ring.slot);
       const auto bytes = static_cast<std::uint32_t>((L::kSplit ? 1 : slabs) * kSlabBytes);

@@ -6,6 +6,7 @@
 
 #include "core/host_device.h"
 #include "moesaic/dtype.h"
+#include "quant/cuda_quant_rows.h"
 
 namespace moesaic::cuda {
 
@@ -19,6 +20,7 @@ struct GateParams {
   std::int32_t experts = 0;
   std::int32_t hidden = 0;  // any; rows that are not multiples of 16 bytes are read singly
   float* logits = nullptr;  // [tokens, experts], overlaps nothing
+  ExpertChores chores;      // kFewTokens: done by the same launch; others: must be empty
 };
 
 // Which kernel computes the logits: a pure function of the parameters' shapes and dtypes.

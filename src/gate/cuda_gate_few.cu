@@ -7,6 +7,7 @@
 #include "cuda/once_per_device.h"
 #include "gate/cuda_gate_clusters.cuh"
 #include "gate/cuda_gate_mma.cuh"
+#include "quant/cuda_quant_rows.cuh"
 
 namespace moesaic::cuda {
 namespace {
@@ -17,6 +18,8 @@ class FewTokensGate {
  public:
   static constexpr int kExperts = 16;
   static constexpr int kThreads = 128;
+  // With chores there is a warp more for them.
+  static constexpr int kMostThreads = kThreads + 32;
   static constexpr int kRankTokens = Tokens / kGateGroups;  // of each block of the cluster
 
   // `shared`: few_tokens_bytes of 16-byte aligned memory.
@@ -56,13 +59,13 @@ class FewTokensGate {
   // Multiplies this warp's slice and hands the block's sums to their owners. All threads.
   __device__ __forceinline__ void multiply_and_exchange() {
     ptx::async_wait<0>();
-    __syncthreads();
+    sync();
     float part[Tokens / 8][4];
     multiply_slice<Tokens>(experts_, tokens_, pitch_, steps_, left_, part);
-    __syncthreads();  // operands have been read, the sums take their place
+    sync();  // operands have been read, the sums take their place
     constexpr int kPitch = kExperts + 4;
     store_part<Tokens>(sums_ + slice_ * Tokens * kPitch, kPitch, 0, part);
-    __syncthreads();
+    sync();
     ptx::cluster_wait();  // every block of the cluster runs, so its memory may be written
     for (int i = static_cast<int>(threadIdx.x); i < left_ * (kExperts / 4); i += kThreads) {
       const int t = i / (kExperts / 4), e = i % (kExperts / 4) * 4;
@@ -82,6 +85,7 @@ class FewTokensGate {
   }
 
  private:
+  static __device__ __forceinline__ void sync() { ptx::named_barrier_sync(1, kThreads); }
   static constexpr int kFetched = Tokens < 16 ? 8 : 16;  // tokens that one ldmatrix fetches
 
   // Eight lanes per row, whole lines of L2 at a time; zeros where the matrix ends.
@@ -110,10 +114,24 @@ class FewTokensGate {
 };
 
 template <class Gate>
-__global__ void __launch_bounds__(Gate::kThreads) gate_few(const __grid_constant__ GateParams p) {
+__global__ void __launch_bounds__(Gate::kMostThreads)
+    gate_few(const __grid_constant__ GateParams p) {
   extern __shared__ __align__(16) char shared[];
+  const int chore_thread = static_cast<int>(threadIdx.x) - Gate::kThreads;
+  if (chore_thread >= 0) {
+    // The barriers of the cluster are all threads'.
+    ptx::cluster_arrive_relaxed();
+    if (p.chores.starts_early) ptx::grid_launch_dependents();
+    ptx::grid_dependency_wait();
+    ptx::grid_launch_dependents();
+    do_chores(p.chores, chore_thread, 32, blockIdx.x, gridDim.x);
+    ptx::cluster_wait();
+    ptx::cluster_sync();
+    return;
+  }
   Gate gate(p, shared);
   gate.ask_for_weights();
+  if (p.chores.starts_early) ptx::grid_launch_dependents();
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   gate.ask_for_rows();
@@ -128,7 +146,8 @@ cudaError_t launch(const GateParams& p, void* stream) {
   const cudaError_t prepared = once([] { return allow_all_shared_memory(gate_few<Gate>); });
   if (prepared != cudaSuccess) return prepared;
   return launch_gate_clusters(gate_few<Gate>, p, kGateGroups,
-                              (p.experts + Gate::kExperts - 1) / Gate::kExperts, 1, Gate::kThreads,
+                              (p.experts + Gate::kExperts - 1) / Gate::kExperts, 1,
+                              p.chores.zero != nullptr ? Gate::kMostThreads : Gate::kThreads,
                               few_tokens_bytes(Tokens, p.hidden), stream);
 }
 

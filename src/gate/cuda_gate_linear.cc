@@ -70,8 +70,8 @@ Result<CudaGate> CudaGate::create(ConstTensorView weight, ConstTensorView bias) 
   return gate;
 }
 
-Status CudaGate::enqueue(void* stream, const void* x, DType x_dtype, std::int64_t tokens,
-                         float* logits) const {
+GateParams CudaGate::params(const void* x, DType x_dtype, std::int64_t tokens,
+                            float* logits) const {
   GateParams p;
   p.x = x;
   p.x_dtype = x_dtype;
@@ -82,6 +82,17 @@ Status CudaGate::enqueue(void* stream, const void* x, DType x_dtype, std::int64_
   p.experts = static_cast<std::int32_t>(experts_);
   p.hidden = static_cast<std::int32_t>(hidden_);
   p.logits = logits;
+  return p;
+}
+
+bool CudaGate::does_chores(DType x_dtype, std::int64_t tokens) const {
+  return choose_gate_kernel(params(nullptr, x_dtype, tokens, nullptr)) == GateKernel::kFewTokens;
+}
+
+Status CudaGate::enqueue(void* stream, const void* x, DType x_dtype, std::int64_t tokens,
+                         float* logits, const ExpertChores* chores) const {
+  GateParams p = params(x, x_dtype, tokens, logits);
+  if (chores != nullptr) p.chores = *chores;
   return check_call("gate", launch_gate(p, stream));
 }
 

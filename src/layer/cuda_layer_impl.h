@@ -77,9 +77,10 @@ struct CudaLayer::Impl {
   Status run_slots_here(void* stream, const CudaAllToAll::Rows& given,
                         const LayerWorkspace& w) const;
   Status gather_replicas(void* stream, const Out& out, std::int64_t tokens) const;
-  // `chores`: of the experts' call that follows, or null.
+  // Gate and router. `next`: the experts' call that follows at once, or null: what of it can be
+  // done here or left to it is, and it learns so.
   Status route(void* stream, const Rows& rows, const LayerWorkspace& w, bool joined,
-               const ExpertChores* chores) const;
+               CudaExpertsArgs* next) const;
   CudaExpertsArgs routed_args(const Rows& rows, const LayerWorkspace& w) const;
   Status run_joined(void* stream, const Rows& rows, const LayerWorkspace& w, const Out& out) const;
   // `kept`: the routed experts' call before this one had the same rows.

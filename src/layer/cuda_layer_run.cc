@@ -1,5 +1,6 @@
 // The steps of a CudaLayer's call on rows that are all this GPU's: launches only.
 #include <algorithm>
+#include <optional>
 
 #include "layer/cuda_layer_impl.h"
 #include "layer/cuda_layer_ops.h"
@@ -12,15 +13,27 @@ Result<LayerWorkspace> CudaLayer::Impl::carve(std::int64_t tokens) const {
 }
 
 Status CudaLayer::Impl::route(void* stream, const Rows& rows, const LayerWorkspace& w, bool joined,
-                              const ExpertChores* chores) const {
-  MOESAIC_RETURN_IF_ERROR(gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits));
+                              CudaExpertsArgs* next) const {
+  const CudaRouter& with = *(joined ? joined_router : router);
   CudaRouterArgs r;
   r.tokens = rows.tokens;
   r.router_logits = w.logits;
   r.topk_weights = w.topk_weights;
   r.topk_ids = w.topk_ids;
   r.zero_expert_weight = w.zero_weight;
-  return (joined ? joined_router : router)->enqueue(stream, r, chores);
+  std::optional<ExpertChores> chores;
+  if (next != nullptr) chores = experts->chores(*next);
+  if (chores) {
+    next->chores_done = true;
+    next->route = with.usual(r);
+    if (next->route && gate->does_chores(rows.x_dtype, rows.tokens) &&
+        experts->can_route(*next->route)) {
+      return gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits, &*chores);
+    }
+    next->route.reset();
+  }
+  MOESAIC_RETURN_IF_ERROR(gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits));
+  return with.enqueue(stream, r, chores ? &*chores : nullptr);
 }
 
 Status CudaLayer::Impl::run_shared(void* stream, const Rows& rows, const LayerWorkspace& w,
@@ -87,9 +100,7 @@ Status CudaLayer::Impl::run(void* stream, const Rows& rows, const Out& out) cons
   CudaExpertsArgs args = routed_args(rows, w);
   // A shared expert by itself would use the same workspace in between.
   const bool keeps = shared_too && (joins ? experts : shared)->same_rows(*experts);
-  const auto chores = shared_too ? std::nullopt : experts->chores(args);
-  args.chores_done = chores.has_value();
-  MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*joined=*/false, chores ? &*chores : nullptr));
+  MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*joined=*/false, shared_too ? nullptr : &args));
   if (w.routed == nullptr && out.dtype == DType::kBF16) {
     if (shared_too) {
       MOESAIC_RETURN_IF_ERROR(run_shared(stream, rows, w, out.output, /*kept=*/false));
@@ -120,9 +131,8 @@ Status CudaLayer::Impl::run_joined(void* stream, const Rows& rows, const LayerWo
                                    const Out& out) const {
   CudaExpertsArgs a = routed_args(rows, w);
   a.top_k = 0;  // the experts' own: the joined one's slot too
-  const auto chores = experts->chores(a);
-  a.chores_done = chores.has_value();
-  MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*joined=*/true, chores ? &*chores : nullptr));
+  MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*joined=*/true, &a));
+  MOESAIC_RETURN_IF_ERROR(run_routed(stream, a, nullptr, out.output, out.dtype));
   const std::int64_t k = plan.routed.top_k;
   const auto report = [&](std::string_view field, void* to, const void* from) {
     return to == nullptr ? Status()
@@ -130,8 +140,7 @@ Status CudaLayer::Impl::run_joined(void* stream, const Rows& rows, const LayerWo
                                                rows.tokens, stream);
   };
   MOESAIC_RETURN_IF_ERROR(report("trace.topk_weights", out.topk_weights, w.topk_weights));
-  MOESAIC_RETURN_IF_ERROR(report("trace.topk_ids", out.topk_ids, w.topk_ids));
-  return run_routed(stream, a, nullptr, out.output, out.dtype);
+  return report("trace.topk_ids", out.topk_ids, w.topk_ids);
 }
 
 }  // namespace moesaic::cuda

@@ -25,6 +25,9 @@ struct ExpertChores {
   QuantRowsParams quant;
   std::uint32_t* zero = nullptr;
   std::int32_t zero_words = 0;
+  // The experts' kernel should start before the gate's predecessors have ended. Not where it leaves
+  // multiprocessors without work: which ones then depends on who ended first.
+  bool starts_early = false;
 };
 
 // The codes and scales of ref_quantize_fp8_row, bit for bit. Returns a cudaError_t value.

@@ -4,32 +4,13 @@
 #include "cuda/ptx/sync.cuh"
 #include "quant/cuda_quant_rows.cuh"
 #include "router/cuda_route.h"
+#include "router/cuda_route_keys.cuh"
 #include "router/scoring.h"
 
 namespace moesaic::cuda {
 namespace {
 
-constexpr unsigned kAll = 0xFFFFFFFFU;
 constexpr int kWarps = 4;
-
-// fp32 numbers as unsigned ones of the same order; both zeros are one. 0 stands for "not a
-// candidate" and is below every number, kNanKey for a candidate that loses against every number.
-constexpr std::uint32_t kTaken = 0, kNanKey = 1, kMinusInfinityKey = 0x007FFFFF;
-__device__ __forceinline__ std::uint32_t key_of(float v) {
-  const std::uint32_t u = v == 0 ? 0 : __float_as_uint(v);
-  return (u & 0x80000000U) != 0 ? ~u : u | 0x80000000U;
-}
-__device__ __forceinline__ float value_of(std::uint32_t key) {
-  return __uint_as_float((key & 0x80000000U) != 0 ? key ^ 0x80000000U : ~key);
-}
-__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000U); }
-
-// What LaneSum computes.
-__device__ __forceinline__ float add_lanes(float v) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) v += __shfl_xor_sync(kAll, v, distance);
-  return v;
-}
 
 // A warp's part of the block's dynamic shared memory.
 struct Scratch {
@@ -136,8 +117,8 @@ class WarpRouter {
       const std::uint32_t key = live(i) ? key_of(logit_[i]) : kTaken;
       top = key > top ? key : top;
     }
-    has_nan = __any_sync(kAll, has_nan) != 0;
-    const float max = value_of(__reduce_max_sync(kAll, top));
+    has_nan = __any_sync(kAllLanes, has_nan) != 0;
+    const float max = value_of(__reduce_max_sync(kAllLanes, top));
     if (has_nan || max - max != 0) {  // infinite
 #pragma unroll
       for (int i = 0; i < kItems; ++i) score_[i] = 0;
@@ -165,9 +146,9 @@ class WarpRouter {
         item = i;
       }
     }
-    const std::uint32_t top = __reduce_max_sync(kAll, best);
-    const unsigned mine = best == top ? static_cast<unsigned>(column(item)) : kAll;
-    column_out = static_cast<int>(__reduce_min_sync(kAll, mine));
+    const std::uint32_t top = __reduce_max_sync(kAllLanes, best);
+    const unsigned mine = best == top ? static_cast<unsigned>(column(item)) : kAllLanes;
+    column_out = static_cast<int>(__reduce_min_sync(kAllLanes, mine));
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       if (column(i) == column_out) key_[i] = kTaken;
@@ -343,7 +324,8 @@ class WarpRouter {
     bool positive = false;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) positive = positive || (live(i) && score_[i] > 0);
-    const bool spoiled = p_.scoring == ScoringFunc::kSoftmax && __any_sync(kAll, positive) == 0;
+    const bool spoiled =
+        p_.scoring == ScoringFunc::kSoftmax && __any_sync(kAllLanes, positive) == 0;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       if (!live(i)) {
@@ -390,10 +372,10 @@ class WarpRouter {
         second = key;
       }
     }
-    std::uint32_t rank = __reduce_max_sync(kAll, first);
+    std::uint32_t rank = __reduce_max_sync(kAllLanes, first);
     if (p_.bias != nullptr) {
-      const int owner = __ffs(static_cast<int>(__ballot_sync(kAll, first == rank))) - 1;
-      const std::uint32_t next = __reduce_max_sync(kAll, lane_ == owner ? second : first);
+      const int owner = __ffs(static_cast<int>(__ballot_sync(kAllLanes, first == rank))) - 1;
+      const std::uint32_t next = __reduce_max_sync(kAllLanes, lane_ == owner ? second : first);
       const float other = next == kTaken ? minus_infinity() : value_of(next);
       rank = key_of(value_of(rank) + other);
     }
@@ -410,9 +392,9 @@ class WarpRouter {
         at = g;
       }
     }
-    const std::uint32_t top = __reduce_max_sync(kAll, best);
-    const auto winner =
-        static_cast<int>(__reduce_min_sync(kAll, best == top ? static_cast<unsigned>(at) : kAll));
+    const std::uint32_t top = __reduce_max_sync(kAllLanes, best);
+    const auto winner = static_cast<int>(
+        __reduce_min_sync(kAllLanes, best == top ? static_cast<unsigned>(at) : kAllLanes));
     if (lane_ == winner % 32) s_.group_keys[winner] = kTaken;
     __syncwarp();
     return top;
@@ -435,17 +417,6 @@ class WarpRouter {
   std::uint32_t key_[kItems];
 };
 
-// By the blocks behind those of the tokens.
-__device__ __forceinline__ void do_chores(std::int64_t first_block, const ExpertChores& chores) {
-  const unsigned block = blockIdx.x - static_cast<unsigned>(first_block);
-  const unsigned blocks = gridDim.x - static_cast<unsigned>(first_block);
-  if (block == 0) {
-    for (int i = static_cast<int>(threadIdx.x); i < chores.zero_words; i += 32) chores.zero[i] = 0;
-  }
-  quantize_groups(chores.quant, block * 2 + (threadIdx.x >> 4), blocks * 2,
-                  count_groups(chores.quant));
-}
-
 template <int kItems>
 __global__ void __launch_bounds__(kWarps * 32)
     route(const __grid_constant__ RouteParams p, const __grid_constant__ ExpertChores chores) {
@@ -457,7 +428,10 @@ __global__ void __launch_bounds__(kWarps * 32)
   const std::int64_t token = static_cast<std::int64_t>(blockIdx.x) * (blockDim.x >> 5) + warp;
   if (token >= p.tokens) {
     // Chores come with blocks of one warp.
-    if (chores.zero != nullptr) do_chores(p.tokens, chores);
+    if (chores.zero != nullptr) {
+      const auto first = static_cast<unsigned>(p.tokens);
+      do_chores(chores, lane, 32, blockIdx.x - first, gridDim.x - first);
+    }
     return;
   }
   std::uint32_t* const base = shared + warp * scratch_words(p);

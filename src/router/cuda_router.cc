@@ -21,7 +21,20 @@ struct CudaRouter::Impl {
   RouteParams params;  // without the tensors of a call
 
   Status upload_parts(const Router::Options& options);
+  RouteParams of_call(const CudaRouterArgs& a) const;
 };
+
+RouteParams CudaRouter::Impl::of_call(const CudaRouterArgs& a) const {
+  RouteParams p = params;
+  p.logits = a.router_logits;
+  p.input_ids = a.input_ids;
+  p.padding = a.padding_mask;
+  p.weights = a.topk_weights;
+  p.ids = a.topk_ids;
+  p.zero_weight = spec.num_zero_experts > 0 ? a.zero_expert_weight : nullptr;
+  p.tokens = a.tokens;
+  return p;
+}
 
 Status CudaRouter::Impl::upload_parts(const Router::Options& o) {
   const auto put = [](std::string_view what, const ConstTensorView& t, Allocation& to) -> Status {
@@ -107,15 +120,17 @@ Status CudaRouter::enqueue(void* stream, const CudaRouterArgs& a,
   }
   const DeviceScope scope(impl_->device);
   MOESAIC_RETURN_IF_ERROR(scope.status());
-  RouteParams p = impl_->params;
-  p.logits = a.router_logits;
-  p.input_ids = a.input_ids;
-  p.padding = a.padding_mask;
-  p.weights = a.topk_weights;
-  p.ids = a.topk_ids;
-  p.zero_weight = spec.num_zero_experts > 0 ? a.zero_expert_weight : nullptr;
-  p.tokens = a.tokens;
-  return check_call("router", launch_route(p, chores, stream));
+  return check_call("router", launch_route(impl_->of_call(a), chores, stream));
+}
+
+std::optional<RouteParams> CudaRouter::usual(const CudaRouterArgs& a) const {
+  const RoutingMethod method = impl_->spec.method;
+  if (method != RoutingMethod::kTopK && method != RoutingMethod::kGroupedTopK) return std::nullopt;
+  if (impl_->spec.scoring_func == ScoringFunc::kSqrtSoftplus || impl_->spec.num_zero_experts > 0 ||
+      a.padding_mask != nullptr) {
+    return std::nullopt;
+  }
+  return impl_->of_call(a);
 }
 
 std::int64_t CudaRouter::slots() const { return impl_->params.top_k + impl_->params.num_shared; }

@@ -3,11 +3,13 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "moesaic/router.h"
 #include "moesaic/status.h"
 #include "quant/cuda_quant_rows.h"
+#include "router/cuda_route.h"
 
 namespace moesaic::cuda {
 
@@ -44,6 +46,10 @@ class CudaRouter {
   // `chores`: done by the same launch, for an experts stage that follows; up to 512 tokens.
   Status enqueue(void* stream, const CudaRouterArgs& args,
                  const ExpertChores* chores = nullptr) const;
+
+  // The same call as parameters for a kernel that routes itself, which then writes ids and weights
+  // too. Empty unless the method is kTopK or kGroupedTopK of softmax or sigmoid, without a mask.
+  std::optional<RouteParams> usual(const CudaRouterArgs& args) const;
 
   std::int64_t slots() const;
   const RoutingSpec& spec() const;  // as in force: after the grouping fallback

@@ -214,6 +214,65 @@ TEST(CudaLayer, FewRowsHaveTheBitsTheyHaveAmongMany) {
   }
 }
 
+// Up to four rows are routed inside the GEMM kernel: ids and weights have the bits that the
+// router's kernel gives them among many rows.
+TEST(CudaLayer, FewRowsAreRoutedAsManyAre) {
+  REQUIRE_HOPPER();
+  struct Case {
+    std::int64_t experts, top_k, groups, topk_group;
+    ScoringFunc scoring;
+    bool bias, renormalize, shared;
+  };
+  constexpr ScoringFunc kSoftmax = ScoringFunc::kSoftmax, kSigmoid = ScoringFunc::kSigmoid;
+  for (const Case& c : {Case{128, 8, 0, 0, kSoftmax, false, true, false},
+                        Case{100, 6, 0, 0, kSoftmax, false, false, false},
+                        Case{8, 8, 0, 0, kSigmoid, true, true, false},
+                        Case{384, 7, 0, 0, kSigmoid, true, true, true},
+                        Case{256, 8, 8, 4, kSigmoid, true, true, false},
+                        Case{256, 7, 8, 4, kSigmoid, true, true, true},
+                        Case{160, 6, 8, 3, kSoftmax, false, false, false}}) {
+    MoeLayerSpec spec = small_spec();
+    spec.num_experts = spec.routing.num_experts = c.experts;
+    spec.routing.top_k = c.top_k;
+    spec.routing.scoring_func = c.scoring;
+    spec.routing.renormalize = c.renormalize;
+    spec.routing.has_correction_bias = c.bias;
+    if (c.groups > 0) {
+      spec.routing.method = RoutingMethod::kGroupedTopK;
+      spec.routing.num_expert_group = c.groups;
+      spec.routing.topk_group = c.topk_group;
+    }
+    if (c.shared) spec.shared.intermediate_size = spec.intermediate_size;
+    const FusedMoE layer = make_layer(make_tensors(25, spec), on_gpu(64));
+    Tensor x = random_hidden(26, 64, spec.hidden_size);
+    const auto row = [&](std::int64_t r) {
+      return reinterpret_cast<std::uint16_t*>(x.data()) + r * spec.hidden_size;
+    };
+    std::fill_n(row(33), spec.hidden_size, std::uint16_t{0});  // all logits equal
+    row(34)[3] = 0x7FC0;                                       // NaN
+    row(35)[5] = 0x7F80;                                       // infinities of both signs
+    const LayerRun many = run_layer(layer, x);
+    for (const std::int64_t rows : {1, 2, 3, 4}) {
+      for (std::int64_t first = 30; first < 38; ++first) {
+        Tensor few = Tensor::zeros(DType::kBF16, {rows, spec.hidden_size}).value();
+        std::memcpy(few.data(), row(first), static_cast<std::size_t>(few.bytes()));
+        const LayerRun run = run_layer(layer, few);
+        const auto expect_same = [&](const Tensor& got, const Tensor& all, const char* what) {
+          const std::int64_t bytes = got.bytes() / rows;
+          EXPECT_EQ(std::memcmp(got.data(), all.data() + first * bytes,
+                                static_cast<std::size_t>(got.bytes())),
+                    0)
+              << what << ": " << c.experts << " experts, " << c.groups << " groups, rows " << first
+              << " + " << rows;
+        };
+        expect_same(run.topk_ids, many.topk_ids, "ids");
+        expect_same(run.topk_weights, many.topk_weights, "weights");
+        if (first + rows <= 34 || first > 35) expect_same(run.output, many.output, "output");
+      }
+    }
+  }
+}
+
 // Few rows take the shared expert as one more slot, many run it by itself.
 TEST(CudaLayer, AJoinedSharedExpertHasTheBitsOfASeparateOne) {
   REQUIRE_HOPPER();

@@ -25,6 +25,10 @@ __device__ __forceinline__ void bulk_load(std::uint32_t dst, const void* src, st
       "l"(src), "r"(bytes), "r"(bar), "l"(policy)
       : "memory");
 }
+// Brings `bytes`, a multiple of 16, into L2.
+__device__ __forceinline__ void bulk_prefetch(const void* src, std::uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
+}
 // The same into every CTA of the cluster whose bit is set in `ctas`, at the same shared address and
 // completing on each one's own barrier.
 __device__ __forceinline__ void bulk_load_multicast(std::uint32_t dst, const void* src,
