@@ -71,8 +71,9 @@ ManyTokensGrid many_tokens_grid(const GateParams& p) {
         ((p.tokens + g.tokens - 1) / g.tokens) * ((p.experts + g.experts - 1) / g.experts);
     const double bytes = static_cast<double>(tiles) * (g.tokens + g.experts) * p.hidden * 2;
     const int chunks = gate_slice_steps(p.hidden) * kGateGroups / g.cluster;
-    const auto waves = static_cast<double>((tiles - 1) / at_once(g.cluster) + 1);
-    const double time = std::max(waves * (cost.start + chunks * cost.chunk), bytes / kBytes);
+    const std::int64_t waves = (tiles - 1) / at_once(g.cluster) + 1;
+    const double time =
+        std::max(static_cast<double>(waves) * (cost.start + chunks * cost.chunk), bytes / kBytes);
     if (least > 0 && time >= least) continue;
     least = time;
     best = g;

@@ -108,6 +108,7 @@ Status CudaLayer::Impl::run_given(void* stream, const CudaAllToAll::Rows& given,
 Status CudaLayer::Impl::gather_replicas(void* stream, const Out& out, std::int64_t tokens) const {
   const std::int64_t row_bytes = plan.hidden_size * dtype_bits(out.dtype) / 8;
   std::vector<std::int64_t> first;
+  first.reserve(static_cast<std::size_t>(plan.ranks.replicas) + 1);
   for (int r = 0; r < plan.ranks.replicas; ++r) {
     first.push_back(replica_share(tokens, plan.ranks.replicas, r).first * row_bytes);
   }
