@@ -56,4 +56,69 @@ Result<std::int64_t> CudaExperts::workspace_size(const MoeProblem& problem, std:
   return arena.used();
 }
 
+namespace {
+
+Status check_pointer(std::string_view field, const void* p, std::uintptr_t alignment) {
+  if (p == nullptr) {
+    return {StatusCode::kInvalidArgument,
+            fmt::format("{}: got null, need a device pointer", field)};
+  }
+  if (reinterpret_cast<std::uintptr_t>(p) % alignment != 0) {
+    return {StatusCode::kInvalidLayout,
+            fmt::format("{}: got an address that is not a multiple of {}", field, alignment)};
+  }
+  return {};
+}
+
+Status check_scales(const ExpertsPlan& plan, const CudaExpertsArgs& a) {
+  if (plan.format != GroupedFormat::kFp8Block) {
+    return {StatusCode::kUnsupported,
+            "hidden_scale: got quantised rows, need bf16 rows: only fp8-block takes codes"};
+  }
+  if (a.hidden_scale_stride < a.tokens) {
+    return {StatusCode::kInvalidLayout, fmt::format("hidden_scale_stride: got {}, need at least {}",
+                                                    a.hidden_scale_stride, a.tokens)};
+  }
+  return check_pointer("hidden_scale", a.hidden_scale, 4);
+}
+
+}  // namespace
+
+Status check_args(const MoeProblem& problem, const ExpertsPlan& plan, const CudaExpertsArgs& a) {
+  if (a.tokens < 0 || a.tokens > problem.max_tokens) {
+    return {a.tokens < 0 ? StatusCode::kInvalidArgument : StatusCode::kLimitExceeded,
+            fmt::format("tokens: got {}, planned for 0 .. {}", a.tokens, problem.max_tokens)};
+  }
+  if (a.top_k < 0 || a.top_k > problem.top_k) {
+    return {StatusCode::kInvalidArgument,
+            fmt::format("top_k: got {}, planned for at most {}", a.top_k, problem.top_k)};
+  }
+  if (a.output_dtype != DType::kBF16 && a.output_dtype != DType::kF32) {
+    return {StatusCode::kInvalidDType,
+            fmt::format("output: got {}, need BF16 or F32", dtype_name(a.output_dtype))};
+  }
+  if (a.tokens == 0) return {};
+  MOESAIC_RETURN_IF_ERROR(check_pointer("hidden_states", a.hidden_states, 16));
+  MOESAIC_RETURN_IF_ERROR(check_pointer("topk_ids", a.topk_ids, 4));
+  MOESAIC_RETURN_IF_ERROR(check_pointer("topk_weights", a.topk_weights, 4));
+  if (a.slot_rows != nullptr) {
+    if (a.output != nullptr || a.shared_rows != nullptr) {
+      return {StatusCode::kInvalidArgument,
+              "slot_rows: got them with output or shared_rows, need one of the two"};
+    }
+    MOESAIC_RETURN_IF_ERROR(check_pointer("slot_rows", a.slot_rows, 16));
+  } else {
+    MOESAIC_RETURN_IF_ERROR(check_pointer("output", a.output, 16));
+  }
+  if (a.hidden_scale != nullptr) MOESAIC_RETURN_IF_ERROR(check_scales(plan, a));
+  if (a.rows_kept && (!plan.makes_rows() || plan.weight_on_input || a.hidden_scale != nullptr)) {
+    return {StatusCode::kUnsupported,
+            "rows_kept: got true, need fp8-block experts that quantised bf16 rows without weights"};
+  }
+  if (a.shared_rows != nullptr) {
+    MOESAIC_RETURN_IF_ERROR(check_pointer("shared_rows", a.shared_rows, 16));
+  }
+  return check_pointer("workspace", a.workspace, 256);
+}
+
 }  // namespace moesaic::cuda

@@ -9,6 +9,7 @@
 #include "experts/cuda_grouped.h"
 #include "experts/cuda_repack.h"
 #include "moesaic/experts.h"
+#include "moesaic/status.h"
 
 namespace moesaic::cuda {
 
@@ -22,6 +23,10 @@ struct ExpertsPlan {
   bool makes_rows() const { return format == GroupedFormat::kFp8Block || weight_on_input; }
   std::int64_t element_bytes() const { return format == GroupedFormat::kFp8Block ? 1 : 2; }
 };
+
+struct CudaExpertsArgs;
+// What CudaExperts::enqueue says of a call's sizes, dtypes and addresses.
+Status check_args(const MoeProblem& problem, const ExpertsPlan& plan, const CudaExpertsArgs& args);
 
 // The problem has passed CudaExperts::can_implement.
 ExpertsPlan make_experts_plan(const MoeProblem& problem);

@@ -20,6 +20,13 @@ MoeLayerSpec with_shared(bool gated) {
   return spec;
 }
 
+MoeLayerSpec scaled_output() {
+  MoeLayerSpec spec = with_shared(true);
+  spec.routing.routed_scaling_factor = 2.5;
+  spec.routing.scale_on_output = true;
+  return spec;
+}
+
 void use_grouped_routing(RoutingSpec& routing, std::int64_t groups, std::int64_t topk_group) {
   routing.method = RoutingMethod::kGroupedTopK;
   routing.scoring_func = ScoringFunc::kSigmoid;

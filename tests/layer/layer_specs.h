@@ -16,6 +16,9 @@ MoeLayerSpec small_spec();
 // small_spec with a shared expert of 48 columns.
 MoeLayerSpec with_shared(bool gated);
 
+// A gated shared expert, and the routed result times 2.5.
+MoeLayerSpec scaled_output();
+
 // Sigmoid scores with a correction bias, best experts of the best groups, weights scaled by 2.5.
 void use_grouped_routing(RoutingSpec& routing, std::int64_t groups, std::int64_t topk_group);
 
