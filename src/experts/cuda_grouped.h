@@ -111,7 +111,7 @@ struct GroupedVariant {
   GroupedFormat format = GroupedFormat::kFp8Block;
   EpilogueKind epilogue = EpilogueKind::kSwiglu;
   int max_columns = 64;  // 16, 32, 64 or 128 tokens per item; 16: bands are halved
-  bool paired = false;   // two CTAs work on two groups of one band and share its weights
+  bool paired = false;   // bf16: two CTAs work on two groups of one band and share its weights
 };
 
 // Up to this many tokens the GEMM kernel combines as well: a band's sum is then shorter than a

@@ -4,8 +4,6 @@
 namespace moesaic::cuda {
 
 int launch_grouped_fp8(const GroupedVariant& v, const GroupedParams& p, int num_sms, void* stream) {
-  if (v.paired)
-    return launch_variant<ptx::E4M3, 128, EpilogueKind::kSwiglu, true>(p, num_sms, stream);
   if (v.max_columns <= kSplitColumns)
     return launch_variant<ptx::E4M3, kSplitColumns, EpilogueKind::kSwiglu, false>(p, num_sms,
                                                                                   stream);
