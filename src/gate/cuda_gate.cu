@@ -1,5 +1,7 @@
 #include <cuda_runtime.h>
 
+#include <cassert>
+
 #include "cuda/ptx/sync.cuh"
 #include "gate/cuda_gate.h"
 
@@ -187,7 +189,9 @@ cudaError_t launch_fp32_rows(const GateParams& p, void* stream) {
 
 int launch_gate(const GateParams& p, void* stream) {
   if (p.tokens == 0) return 0;
-  switch (choose_gate_kernel(p)) {
+  const GateKernel kernel = choose_gate_kernel(p);
+  assert(p.chores.zero == nullptr || kernel == GateKernel::kFewTokens);
+  switch (kernel) {
     case GateKernel::kFewTokens:
       return launch_gate_few(p, stream);
     case GateKernel::kSomeTokens:
