@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
+#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -16,6 +17,47 @@ namespace {
 
 using test::DeviceBytes;
 using test::Rng;
+
+// Ids and weights on the device, and the list that launch_align makes of them.
+struct List {
+  DeviceBytes ids, weights, pair_of_row, weight_of_row, row_of_pair, groups, done, control, bands;
+  AlignParams params;
+
+  List(const std::vector<std::int32_t>& all_ids, const std::vector<float>& all_weights,
+       std::int32_t experts, std::int32_t record, std::int32_t num_bands)
+      : List(all_ids, all_weights, std::ssize(all_ids),
+             max_group_records(std::ssize(all_ids), experts, record), num_bands) {
+    params.num_experts = params.num_local_experts = experts;
+    params.rows_per_record = record;
+  }
+
+ private:
+  List(const std::vector<std::int32_t>& all_ids, const std::vector<float>& all_weights,
+       std::int64_t pairs, std::int64_t bound, std::int32_t num_bands)
+      : ids(all_ids),
+        weights(all_weights),
+        pair_of_row(pairs * 4),
+        weight_of_row(pairs * 4),
+        row_of_pair(pairs * 4),
+        groups(bound * 16),
+        done(bound * 4),
+        control(8),
+        bands(num_bands * 4) {
+    params.topk_ids = ids.as<std::int32_t>();
+    params.topk_weights = weights.as<float>();
+    params.pairs = static_cast<std::int32_t>(pairs);
+    params.max_groups = static_cast<std::int32_t>(bound);
+    params.pair_of_row = pair_of_row.as<std::int32_t>();
+    params.weight_of_row = weight_of_row.as<float>();
+    params.row_of_pair = row_of_pair.as<std::int32_t>();
+    params.groups = groups.as<GroupRecord>();
+    params.group_done = done.as<std::uint32_t>();
+    params.next_item = control.as<std::uint32_t>();
+    params.num_groups = params.next_item + 1;
+    params.band_done = bands.as<std::uint32_t>();
+    params.bands = num_bands;
+  }
+};
 
 // What follows from the ids: experts ascending, pairs of an expert ascending.
 void expect_list(std::int32_t pairs, std::int32_t local, bool mapped) {
@@ -32,38 +74,19 @@ void expect_list(std::int32_t pairs, std::int32_t local, bool mapped) {
     experts.push_back(!known ? -1 : mapped ? map[static_cast<std::size_t>(id)] : id);
     weights.push_back(static_cast<float>(i));
   }
-  const std::int64_t groups_bound = max_group_records(pairs, local, kRecord);
-  const DeviceBytes all_ids(ids), all_weights(weights), all_map(map);
-  const DeviceBytes pair_of_row(pairs * 4), weight_of_row(pairs * 4), row_of_pair(pairs * 4);
-  const DeviceBytes groups(groups_bound * 16), done(groups_bound * 4), control(8),
-      bands(kBands * 4);
-  AlignParams a;
-  a.topk_ids = all_ids.as<std::int32_t>();
-  a.topk_weights = all_weights.as<float>();
-  a.expert_map = mapped ? all_map.as<std::int32_t>() : nullptr;
-  a.pairs = pairs;
-  a.num_experts = a.num_local_experts = local;
-  a.rows_per_record = kRecord;
-  a.max_groups = static_cast<std::int32_t>(groups_bound);
-  a.pair_of_row = pair_of_row.as<std::int32_t>();
-  a.weight_of_row = weight_of_row.as<float>();
-  a.row_of_pair = row_of_pair.as<std::int32_t>();
-  a.groups = groups.as<GroupRecord>();
-  a.group_done = done.as<std::uint32_t>();
-  a.next_item = control.as<std::uint32_t>();
-  a.num_groups = a.next_item + 1;
-  a.band_done = bands.as<std::uint32_t>();
-  a.bands = kBands;
-  ASSERT_EQ(launch_align(a, nullptr, nullptr), 0);
+  List list(ids, weights, local, kRecord, kBands);
+  const DeviceBytes all_map(map);
+  if (mapped) list.params.expert_map = all_map.as<std::int32_t>();
+  ASSERT_EQ(launch_align(list.params, nullptr, nullptr), 0);
   ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-  EXPECT_EQ(control.values<std::uint32_t>()[0], 0U);
-  EXPECT_EQ(bands.values<std::uint32_t>(), std::vector<std::uint32_t>(kBands, 0U));
-  EXPECT_EQ(done.values<std::uint32_t>(),
-            std::vector<std::uint32_t>(static_cast<std::size_t>(groups_bound), 0U));
-  const auto rows = row_of_pair.values<std::int32_t>(),
-             pairs_of = pair_of_row.values<std::int32_t>();
-  const auto weights_of = weight_of_row.values<float>();
-  const auto records = groups.values<GroupRecord>();
+  EXPECT_EQ(list.control.values<std::uint32_t>()[0], 0U);
+  EXPECT_EQ(list.bands.values<std::uint32_t>(), std::vector<std::uint32_t>(kBands, 0U));
+  EXPECT_EQ(list.done.values<std::uint32_t>(),
+            std::vector<std::uint32_t>(static_cast<std::size_t>(list.params.max_groups), 0U));
+  const auto rows = list.row_of_pair.values<std::int32_t>(),
+             pairs_of = list.pair_of_row.values<std::int32_t>();
+  const auto weights_of = list.weight_of_row.values<float>();
+  const auto records = list.groups.values<GroupRecord>();
   std::vector<std::vector<std::int32_t>> of_expert(static_cast<std::size_t>(local));
   for (std::int32_t p = 0; p < pairs; ++p) {
     const std::int32_t e = experts[static_cast<std::size_t>(p)];
@@ -92,7 +115,7 @@ void expect_list(std::int32_t pairs, std::int32_t local, bool mapped) {
       ASSERT_EQ(records[g].first_group, static_cast<std::int32_t>(first_record));
     }
   }
-  EXPECT_EQ(control.values<std::uint32_t>()[1], record);
+  EXPECT_EQ(list.control.values<std::uint32_t>()[1], record);
 }
 
 // Few pairs are listed by comparing, more by counting.
@@ -135,26 +158,9 @@ TEST(CudaAlign, QuantisesBesideTheList) {
     }
     const std::vector<std::int32_t> ids(static_cast<std::size_t>(pairs), 1);
     const std::vector<float> weights(ids.size(), 1.0F);
-    const DeviceBytes rows(x), all_ids(ids), all_weights(weights);
-    const std::int64_t groups = (c.columns + 127) / 128, bound = max_group_records(pairs, 2, 16);
-    const DeviceBytes pair_of_row(pairs * 4), weight_of_row(pairs * 4), row_of_pair(pairs * 4);
-    const DeviceBytes records(bound * 16), done(bound * 4), control(8), bands(4);
-    AlignParams a;
-    a.topk_ids = all_ids.as<std::int32_t>();
-    a.topk_weights = all_weights.as<float>();
-    a.pairs = pairs;
-    a.num_experts = a.num_local_experts = 2;
-    a.rows_per_record = 16;
-    a.max_groups = static_cast<std::int32_t>(bound);
-    a.pair_of_row = pair_of_row.as<std::int32_t>();
-    a.weight_of_row = weight_of_row.as<float>();
-    a.row_of_pair = row_of_pair.as<std::int32_t>();
-    a.groups = records.as<GroupRecord>();
-    a.group_done = done.as<std::uint32_t>();
-    a.next_item = control.as<std::uint32_t>();
-    a.num_groups = a.next_item + 1;
-    a.band_done = bands.as<std::uint32_t>();
-    a.bands = 1;
+    const DeviceBytes rows(x);
+    const List list(ids, weights, /*experts=*/2, /*record=*/16, /*num_bands=*/1);
+    const std::int64_t groups = (c.columns + 127) / 128;
     const auto quantized = [&](bool beside) {
       const DeviceBytes codes(c.tokens * c.columns), scale(groups * c.tokens * 4);
       QuantRowsParams q;
@@ -163,7 +169,7 @@ TEST(CudaAlign, QuantisesBesideTheList) {
       q.columns = c.columns;
       q.q = codes.as();
       q.scale = scale.as<float>();
-      EXPECT_EQ(beside ? launch_align(a, &q, nullptr) : launch_quant_rows(q, nullptr), 0);
+      EXPECT_EQ(beside ? launch_align(list.params, &q, nullptr) : launch_quant_rows(q, nullptr), 0);
       EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
       EXPECT_TRUE(codes.margin_is_intact() && scale.margin_is_intact());
       return std::pair(codes.values<std::uint8_t>(), scale.values<std::uint32_t>());
