@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "moesaic/activation.h"
+#include "moesaic/numerics.h"
 #include "moesaic/quant.h"
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
@@ -121,6 +122,10 @@ struct ExpertsArgs {
   // included): hidden_states then holds F8_E4M3 codes, and this F32 scales per 128 columns, [M,
   // H/128] or [E_l, T, H/128], contiguous. Only for backends with takes_quantized_rows().
   ConstTensorView hidden_scale = {};
+  // Standard only, not with hidden_scale: what rounding did to each row, [M], overwritten. Measured
+  // by scalar code beside the kernels, so such a call is slow, and it allocates; the output has the
+  // bits that it has without. Empty: nothing is measured, at no cost.
+  std::span<RowNumerics> numerics = {};
 };
 
 // One backend bound to one layer's weights. Immutable after construction; run may be called from

@@ -12,6 +12,7 @@
 #include "moesaic/checkpoint.h"
 #include "moesaic/device.h"
 #include "moesaic/experts.h"
+#include "moesaic/numerics.h"
 #include "moesaic/parallel.h"
 #include "moesaic/router.h"
 #include "moesaic/spec.h"
@@ -124,6 +125,11 @@ class FusedMoE {
     TensorView router_logits;  // [M, E] F32
     TensorView topk_weights;   // [M, k] F32
     TensorView topk_ids;       // [M, k] I32, logical, global
+    // [M]: what rounding activations did to each row, and whether the scheme's bound holds for it
+    // (numerics.h). Measured beside the kernels where rows are quantised: such a call takes several
+    // times as long and allocates, and its output has the bits of one without; a call without pays
+    // nothing. forward only, on one rank (kUnsupported else).
+    std::span<RowNumerics> numerics = {};
   };
   // hidden_states [M, H] F32, BF16 or F16; output [M, H] F32, BF16 or F16, must not alias
   // hidden_states; rows of hidden_states may be strided. M = 0 is ordinary. The result of a row
@@ -166,7 +172,10 @@ class FusedMoE {
 
   const MoeLayerSpec& spec() const;
   Device device() const;
-  const QuantScheme& quant() const;  // the scheme in force
+  const QuantScheme& quant() const;  // the scheme in force, its bound for this layer's sizes
+  // What of quant().output_bound is due to rounding activations: the condition of
+  // NumericsSummary::within.
+  double activation_bound() const;
   std::string experts_backend() const;
   std::int64_t workspace_bytes() const;          // on the layer's device
   std::int64_t weight_bytes() const;             // resident, all stages

@@ -193,6 +193,8 @@ class ModularKernel {
     std::span<const std::int32_t> expert_map;
     // [M, H] F32, BF16 or F16, contiguous, rounded once; overlaps no input (but see inplace).
     TensorView output;
+    // As ExpertsArgs::numerics, [M]. kUnsupported where rows travel.
+    std::span<RowNumerics> numerics = {};
   };
   // Prepare, experts, finalize. Allocates nothing. When no token was dispatched the experts are not
   // called, finalize is. Calls exclude each other by a lock on the workspace. Errors:

@@ -95,6 +95,10 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
           kept[c / plan_.row_step] = 1.0F;
         continue;
       }
+      if (w.errors != nullptr && real > 0) {
+        measure(w, y, real, weights_.w2.input_scale(e),
+                w.errors->inner[static_cast<std::size_t>((begin + r) * w.errors->blocks + block)]);
+      }
       finish_row(y, valid, weights_.w2.input_scale(e), kept, operand,
                  reads_e2m1_groups(count) ? w.a2_groups + (begin + r) * plan_.e2m1_groups2() +
                                                 column / cpu::kE2M1GroupSteps
@@ -149,7 +153,7 @@ std::int64_t CpuExperts::task_chunk(std::int64_t tasks, std::int64_t panels_per_
 // the order of memory, handed out as threads become free: which thread computes a panel does not
 // change its bits.
 void CpuExperts::gemms(const CpuWorkspace& w, std::int64_t num_active) const {
-  const std::int64_t blocks1 = ceil_div(weights_.w13.shape().num_panels(), panels_per_block_);
+  const std::int64_t blocks1 = num_blocks1();
   const std::int64_t panels2 = weights_.w2.shape().num_panels();
   const std::int64_t chunk1 = task_chunk(num_active * blocks1, panels_per_block_);
   const std::int64_t chunk2 = task_chunk(num_active * panels2, 1);

@@ -19,6 +19,13 @@ void CpuExperts::store_operand(const float* row, std::int64_t n, std::byte* dst)
   }
 }
 
+// Measures x as finish_row is about to round it.
+void CpuExperts::measure(const CpuWorkspace& w, const float* x, std::int64_t n, float input_scale,
+                         RowError& error) const {
+  RowErrorMeter& meter = w.errors->meters[static_cast<std::size_t>(omp_get_thread_num())];
+  error = meter.measure(x, n, input_scale);
+}
+
 // A row (or a block of 128 columns of it), rounded to round_dtype, to its operand and the numbers
 // beside it.
 void CpuExperts::finish_row(float* x, std::int64_t n, float input_scale, float* numbers,
@@ -54,6 +61,10 @@ void CpuExperts::finish_whole_row(const CpuWorkspace& w, std::int64_t r) const {
     std::memcpy(x, gathered, static_cast<std::size_t>(plan_.intermediate) * sizeof(float));
   }
   std::fill(x + plan_.intermediate, x + plan_.k2, 0.0F);
+  if (w.errors != nullptr) {
+    measure(w, x, plan_.intermediate, weights_.w2.input_scale(e),
+            w.errors->inner[static_cast<std::size_t>(r * w.errors->blocks)]);
+  }
   finish_row(x, plan_.k2, weights_.w2.input_scale(e),
              plan_.row_numbers ? w.a2_scales + r * plan_.groups2() : nullptr,
              w.a2 + r * plan_.k2 * plan_.operand_bytes(), nullptr);
@@ -77,6 +88,10 @@ void CpuExperts::prepare_input(const CpuWorkspace& w, std::int64_t row, std::int
     for (std::int64_t k = 0; k < plan_.hidden; ++k) gathered[k] = x[perm[k]];
     std::fill(gathered + plan_.hidden, gathered + plan_.k1, 0.0F);
     x = gathered;
+  }
+  if (w.errors != nullptr) {
+    measure(w, x, plan_.hidden, weights_.w13.input_scale(0),
+            w.errors->input[static_cast<std::size_t>(row)]);
   }
   finish_row(x, plan_.k1, weights_.w13.input_scale(0),
              plan_.row_numbers ? w.a1_scales + row * plan_.groups1() : nullptr,

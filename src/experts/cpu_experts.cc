@@ -14,6 +14,35 @@
 
 namespace moesaic {
 
+CpuRowErrors CpuExperts::make_row_errors(std::int64_t chunk_tokens) const {
+  CpuRowErrors errors;
+  const auto rows = static_cast<std::size_t>(chunk_tokens * plan_.top_k);
+  errors.meters.assign(static_cast<std::size_t>(plan_.num_threads),
+                       RowErrorMeter(problem_.quant.activation, plan_.round_dtype));
+  errors.blocks = plan_.whole_rows ? 1 : num_blocks1();
+  errors.input.resize(plan_.permuted ? rows : static_cast<std::size_t>(chunk_tokens));
+  errors.inner.resize(rows * static_cast<std::size_t>(errors.blocks));
+  return errors;
+}
+
+RowNumerics CpuExperts::numerics_of(const CpuWorkspace& w, std::int64_t t,
+                                    const float* weights) const {
+  const NoiseModel model(problem_);
+  RowNumerics sum;
+  for (std::int64_t j = 0; j < plan_.top_k; ++j) {
+    const std::int64_t r = w.position[t * plan_.top_k + j];
+    if (r < 0) continue;
+    RowError inner;
+    for (std::int64_t b = 0; b < w.errors->blocks; ++b) {
+      inner.add(w.errors->inner[static_cast<std::size_t>(r * w.errors->blocks + b)]);
+    }
+    const float weight = problem_.apply_router_weight_on_input ? 1.0F : weights[j];
+    sum.add(model.of(w.errors->input[static_cast<std::size_t>(plan_.permuted ? r : t)], inner,
+                     w.out + r * plan_.n2, plan_.hidden, weight));
+  }
+  return sum;
+}
+
 void CpuExperts::run_standard(const ExpertsArgs& args, const CpuWorkspace& w,
                               std::int64_t chunk_tokens) const {
   const std::int64_t tokens = args.hidden_states.dim(0);
@@ -71,6 +100,9 @@ void CpuExperts::run_standard(const ExpertsArgs& args, const CpuWorkspace& w,
         }
         kernels_.store_row(y, plan_.hidden, args.output.dtype,
                            args.output.data + (t0 + t) * args.output.strides[0] * out_elem);
+        if (w.errors != nullptr) {
+          args.numerics[static_cast<std::size_t>(t0 + t)] = numerics_of(w, t, weights + t * k);
+        }
       }
     }
   }
@@ -141,8 +173,13 @@ Status CpuExperts::run(const ExpertsArgs& args) const {
   if (tokens == 0) return {};
   const std::int64_t rows = plan_.standard ? tokens : tokens * problem_.num_local_experts;
   Arena arena(args.workspace);
-  const CpuWorkspace w = CpuWorkspace::carve(plan_, rows, arena);
+  CpuWorkspace w = CpuWorkspace::carve(plan_, rows, arena);
   MOESAIC_RETURN_IF_ERROR(arena.status());
+  CpuRowErrors errors;
+  if (!args.numerics.empty()) {
+    errors = make_row_errors(plan_.chunk_tokens(rows));
+    w.errors = &errors;
+  }
   if (plan_.standard) {
     run_standard(args, w, plan_.chunk_tokens(rows));
   } else {

@@ -63,6 +63,8 @@ class CpuExperts final : public Experts {
                     std::int64_t chunk_tokens) const;
   void run_batched(const ExpertsArgs& args, const CpuWorkspace& w, std::int64_t capacity) const;
   // cpu_expert_rows.cc
+  void measure(const CpuWorkspace& w, const float* x, std::int64_t n, float input_scale,
+               RowError& error) const;
   void prepare_input(const CpuWorkspace& w, std::int64_t row, std::int64_t e, const std::byte* src,
                      DType dtype, float factor, bool e2m1_groups) const;
   void load_quantized(const CpuWorkspace& w, std::int64_t row, const std::byte* codes,
@@ -99,6 +101,12 @@ class CpuExperts final : public Experts {
   float* scratch(const CpuWorkspace& w) const {
     return w.scratch + 2 * omp_get_thread_num() * w.scratch_stride;
   }
+  std::int64_t num_blocks1() const {
+    return ceil_div(weights_.w13.shape().num_panels(), panels_per_block_);
+  }
+  CpuRowErrors make_row_errors(std::int64_t chunk_tokens) const;
+  // Of the chunk's token t, once both GEMMs are done.
+  RowNumerics numerics_of(const CpuWorkspace& w, std::int64_t t, const float* weights) const;
   static std::int64_t active_experts(const CpuWorkspace& w, std::int64_t num_experts);
 
   // Intermediate columns that a panel of w13 yields.

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "core/arena.h"
 #include "cpu/kernels.h"
 #include "experts/problem_checks.h"
+#include "experts/row_error.h"
 #include "moesaic/experts.h"
 
 namespace moesaic {
@@ -53,8 +55,17 @@ struct CpuPlan {
   }
 };
 
+// What rounding did to the rows of one chunk, when a call asks (ExpertsArgs::numerics).
+struct CpuRowErrors {
+  std::vector<RowErrorMeter> meters;  // one per thread
+  std::vector<RowError> input;        // [rows of GEMM1's operands]
+  std::vector<RowError> inner;        // [chunk_rows][blocks], parts of a row by block of columns
+  std::int64_t blocks = 1;
+};
+
 // Pointers into the arena for one chunk; null while measuring.
 struct CpuWorkspace {
+  CpuRowErrors* errors = nullptr;  // null: nobody asks; not in the arena
   // [chunk_tokens], permuted: [chunk_rows]
   std::byte* a1 = nullptr;               // [..][k1] operands of GEMM1
   float* a1_scales = nullptr;            // [..][groups1]

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string_view>
 
 #include "moesaic/experts.h"
@@ -89,6 +90,11 @@ class CudaExperts {
   // hidden_states, hidden_scale and workspace are read. Empty where that does not apply; the bits
   // of the result are the same.
   std::optional<ExpertChores> chores(const CudaExpertsArgs& args) const;
+  // After a call with these arguments, without chores_done, has run and before its workspace is
+  // used again: adds what rounding did to each row, [tokens], in the order of slots. Waits; copies
+  // rows, codes and results to the host. The intermediate's own values are gone: its error is that
+  // of its codes' steps.
+  Status add_numerics(const CudaExpertsArgs& args, std::span<RowNumerics> rows) const;
   // May args.route be this, in a call that has chores? Saves the router's kernel; same bits.
   bool can_route(const RouteParams& route) const;
 

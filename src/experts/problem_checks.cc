@@ -261,6 +261,21 @@ Status expect_disjoint(std::string_view field_a, const void* a, std::int64_t byt
           fmt::format("{} overlaps {}, need disjoint memory", field_a, field_b)};
 }
 
+// Rows that a trace wants measured.
+static Status check_numerics(const MoeProblem& p, const ExpertsArgs& a, std::int64_t tokens) {
+  if (a.numerics.empty()) return {};
+  if (p.format != ActivationFormat::kStandard || a.hidden_scale.present()) {
+    return {StatusCode::kUnsupported,
+            "numerics: got rows in the batched format or rows that were quantised elsewhere, need "
+            "rows [M, H] that are quantised here"};
+  }
+  if (static_cast<std::int64_t>(a.numerics.size()) != tokens) {
+    return {StatusCode::kInvalidShape,
+            fmt::format("numerics: got [{}], need [{}], one per row", a.numerics.size(), tokens)};
+  }
+  return {};
+}
+
 Status check_run_args(const MoeProblem& p, const ExpertsArgs& a, std::int64_t workspace_needed) {
   const bool standard = p.format == ActivationFormat::kStandard;
   const bool quantized = a.hidden_scale.present();
@@ -282,6 +297,7 @@ Status check_run_args(const MoeProblem& p, const ExpertsArgs& a, std::int64_t wo
   } else {
     MOESAIC_RETURN_IF_ERROR(check_counts(p, a, tokens));
   }
+  MOESAIC_RETURN_IF_ERROR(check_numerics(p, a, tokens));
   if (static_cast<std::int64_t>(a.workspace.size()) < workspace_needed) {
     return {StatusCode::kWorkspaceTooSmall,
             fmt::format("workspace: got {} bytes, need {}", a.workspace.size(), workspace_needed)};

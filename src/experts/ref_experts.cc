@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <new>
 #include <string>
@@ -13,6 +14,7 @@
 #include "core/fault.h"
 #include "experts/problem_checks.h"
 #include "experts/ref_matrix.h"
+#include "experts/row_error.h"
 #include "numerics/element.h"
 #include "numerics/float_codec.h"
 #include "permute/sort_slots.h"
@@ -107,8 +109,13 @@ class RefExperts final : public Experts {
  private:
   // What matrix m of expert e multiplies: values rounded to the operand dtype where they are not of
   // it yet, in the order of the weights' columns, quantised where the scheme does.
+  // `error` (null: nobody asks) learns what that does to them.
   RefOperand make_operand(const RefMatrix& m, std::int64_t e, float* values, std::int64_t count,
-                          const Scratch& s) const {
+                          const Scratch& s, RowError* error) const {
+    if (error != nullptr) {
+      RowErrorMeter meter(p_.quant.activation, operand_);
+      *error = meter.measure(values, count, m.input_scale(e));
+    }
     for (std::int64_t i = 0; i < count; ++i) values[i] = round_to(operand_, values[i]);
     if (m.gather(e, values, s.gathered)) values = s.gathered;
     return ref_quantize_row(p_.quant.activation, m.input_scale(e), values, count, s.scales,
@@ -117,14 +124,18 @@ class RefExperts final : public Experts {
 
   // out[H] = expert e applied to s.input[H], which is consumed. `quantized`: those are codes
   // already, with s.x_scales.
-  void expert(std::int64_t e, const Scratch& s, bool quantized, float* out) const {
+  // `errors`: of both operands, or null.
+  void expert(std::int64_t e, const Scratch& s, bool quantized, float* out,
+              std::array<RowError, 2>* errors) const {
+    RowError* const of_input = errors != nullptr ? errors->data() : nullptr;
+    RowError* const of_inner = errors != nullptr ? errors->data() + 1 : nullptr;
     const RefOperand x = quantized ? RefOperand{s.input, s.x_scales, kFp8Block, 1.0F}
-                                   : make_operand(w13_, e, s.input, p_.hidden_size, s);
+                                   : make_operand(w13_, e, s.input, p_.hidden_size, s, of_input);
     w13_.multiply(e, x, s.gate_up);
     ref_activation(p_.activation, layout_, s.gate_up, s.inner, p_.intermediate_size);
     const RefOperand inner = MOESAIC_FAULT(ref_experts_skip_requant)
                                  ? RefOperand{s.inner, nullptr, 0, 1.0F}
-                                 : make_operand(w2_, e, s.inner, p_.intermediate_size, s);
+                                 : make_operand(w2_, e, s.inner, p_.intermediate_size, s, of_inner);
     w2_.multiply(e, inner, out);
   }
 
@@ -149,10 +160,13 @@ class RefExperts final : public Experts {
     const std::int64_t hidden = p_.hidden_size;
     const bool on_input = p_.apply_router_weight_on_input;
     const bool quantized = a.hidden_scale.present();
+    const NoiseModel model(p_);
     for (std::int64_t t = 0; t < a.hidden_states.dim(0); ++t) {
       load_row(a.hidden_states, t * a.hidden_states.strides[0], s.x);
       load_scales(a, t, s);
       std::fill(s.sum, s.sum + hidden, 0.0F);
+      RowNumerics numerics;
+      std::array<RowError, 2> errors;
       for (std::int64_t j = 0; j < p_.top_k; ++j) {
         const std::int64_t slot = t * p_.top_k + j;
         const std::int32_t e = local_expert_of(a.topk_ids.as<std::int32_t>()[slot], a.expert_map);
@@ -164,13 +178,17 @@ class RefExperts final : public Experts {
         for (std::int64_t i = 0; i < hidden; ++i) {
           s.input[i] = on_input && !quantized ? round_to(operand_, s.x[i] * factor) : s.x[i];
         }
-        expert(e, s, quantized, s.result);
+        expert(e, s, quantized, s.result, a.numerics.empty() ? nullptr : &errors);
         const bool weighted = !on_input || MOESAIC_FAULT(ref_experts_weight_twice);
+        if (!a.numerics.empty()) {
+          numerics.add(model.of(errors[0], errors[1], s.result, hidden, weighted ? weight : 1.0F));
+        }
         for (std::int64_t i = 0; i < hidden; ++i) {
           s.sum[i] += weighted ? weight * s.result[i] : s.result[i];
         }
       }
       store_row(a.output, t * hidden, s.sum);
+      if (!a.numerics.empty()) a.numerics[static_cast<std::size_t>(t)] = numerics;
     }
   }
 
@@ -181,7 +199,7 @@ class RefExperts final : public Experts {
       for (std::int64_t r = 0; r < a.expert_num_tokens[static_cast<std::size_t>(e)]; ++r) {
         load_row(a.hidden_states, e * strides[0] + r * strides[1], s.input);
         load_scales(a, e * rows + r, s);
-        expert(e, s, a.hidden_scale.present(), s.result);
+        expert(e, s, a.hidden_scale.present(), s.result, nullptr);
         store_row(a.output, (e * rows + r) * p_.hidden_size, s.result);
       }
     }

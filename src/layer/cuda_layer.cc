@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <new>
 #include <utility>
 #include <vector>
@@ -186,6 +187,10 @@ Status CudaLayer::Impl::check(const ConstTensorView& x, const TensorView& output
     return {StatusCode::kLimitExceeded,
             fmt::format("tokens: got {}, planned for max_tokens = {}", tokens, m.max_tokens)};
   }
+  if (!trace.numerics.empty()) {
+    return {StatusCode::kUnsupported,
+            "trace.numerics: got enqueue, which does not wait; forward measures"};
+  }
   if (tokens == 0) return {};
   MOESAIC_RETURN_IF_ERROR(check_device_tensor("hidden_states", x, m.device));
   MOESAIC_RETURN_IF_ERROR(check_device_tensor("output", output, m.device));
@@ -279,6 +284,8 @@ Status CudaLayer::Impl::forward_host(const ConstTensorView& x, const TensorView&
   out.logits = s.logits.as<float>();
   out.topk_weights = s.weights.as<float>();
   out.topk_ids = s.ids.as<std::int32_t>();
+  out.numerics = trace.numerics;
+  std::fill(trace.numerics.begin(), trace.numerics.end(), RowNumerics());
   MOESAIC_RETURN_IF_ERROR(m.mesh == nullptr ? m.run(nullptr, rows, out)
                                             : m.run_over_ranks(nullptr, rows, out));
   MOESAIC_RETURN_IF_ERROR(synchronize(nullptr));

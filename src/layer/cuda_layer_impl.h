@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string_view>
 
 #include "cuda/device_memory.h"
@@ -67,6 +68,7 @@ struct CudaLayer::Impl {
     float* logits = nullptr;  // traces, or null
     float* topk_weights = nullptr;
     std::int32_t* topk_ids = nullptr;
+    std::span<RowNumerics> numerics = {};  // host memory: the call waits between its parts
   };
   Status run(void* stream, const Rows& rows, const Out& out) const;
   // The same over ranks, collective (cuda_layer_ranks.cc).
@@ -84,10 +86,13 @@ struct CudaLayer::Impl {
   CudaExpertsArgs routed_args(const Rows& rows, const LayerWorkspace& w) const;
   Status run_joined(void* stream, const Rows& rows, const LayerWorkspace& w, const Out& out) const;
   // `kept`: the routed experts' call before this one had the same rows.
-  Status run_shared(void* stream, const Rows& rows, const LayerWorkspace& w, void* to,
-                    bool kept) const;
-  Status run_routed(void* stream, CudaExpertsArgs a, const void* shared_rows, void* to,
-                    DType dtype) const;
+  Status run_shared(void* stream, const Rows& rows, const LayerWorkspace& w, void* to, bool kept,
+                    std::span<RowNumerics> numerics) const;
+  Status run_routed(void* stream, CudaExpertsArgs a, const void* shared_rows, void* to, DType dtype,
+                    std::span<RowNumerics> numerics) const;
+  // Adds what a call left in its workspace, `factor` times; nothing when nobody asks.
+  static Status measure(void* stream, const CudaExperts& experts, const CudaExpertsArgs& a,
+                        double factor, std::span<RowNumerics> numerics);
 };
 
 }  // namespace moesaic::cuda

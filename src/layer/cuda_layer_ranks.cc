@@ -148,7 +148,7 @@ Status CudaLayer::Impl::run_over_ranks(void* stream, const Rows& rows, const Out
     // The routed experts are through with the workspace that both use.
     const Rows part = {x + share.first * x_bytes, rows.x_dtype, x_bf16 + share.first * hidden,
                        share.count};
-    MOESAIC_RETURN_IF_ERROR(run_shared(stream, part, w, w.shared_rows, /*kept=*/false));
+    MOESAIC_RETURN_IF_ERROR(run_shared(stream, part, w, w.shared_rows, /*kept=*/false, {}));
   }
 
   const auto combine = [&](const LayerCombineParams& p) {

@@ -1,6 +1,7 @@
 // The steps of a CudaLayer's call on rows that are all this GPU's: launches only.
 #include <algorithm>
 #include <optional>
+#include <vector>
 
 #include "layer/cuda_layer_impl.h"
 #include "layer/cuda_layer_ops.h"
@@ -36,8 +37,18 @@ Status CudaLayer::Impl::route(void* stream, const Rows& rows, const LayerWorkspa
   return with.enqueue(stream, r, chores ? &*chores : nullptr);
 }
 
+Status CudaLayer::Impl::measure(void* stream, const CudaExperts& experts, const CudaExpertsArgs& a,
+                                double factor, std::span<RowNumerics> numerics) {
+  if (numerics.empty()) return {};
+  MOESAIC_RETURN_IF_ERROR(synchronize(stream));
+  std::vector<RowNumerics> part(numerics.size());
+  MOESAIC_RETURN_IF_ERROR(experts.add_numerics(a, part));
+  for (std::size_t t = 0; t < part.size(); ++t) numerics[t].add(part[t], factor);
+  return {};
+}
+
 Status CudaLayer::Impl::run_shared(void* stream, const Rows& rows, const LayerWorkspace& w,
-                                   void* to, bool kept) const {
+                                   void* to, bool kept, std::span<RowNumerics> numerics) const {
   CudaExpertsArgs a;
   a.tokens = rows.tokens;
   a.hidden_states = rows.x_bf16;
@@ -63,7 +74,9 @@ Status CudaLayer::Impl::run_shared(void* stream, const Rows& rows, const LayerWo
   a.top_k = 1;
   a.used_experts = 1;
   a.expert_map = joins ? expert_map.as<std::int32_t>() : nullptr;
-  return (joins ? experts : shared)->enqueue(stream, a).with_context("shared_experts");
+  const CudaExperts& with = *(joins ? experts : shared);
+  MOESAIC_RETURN_IF_ERROR(with.enqueue(stream, a).with_context("shared_experts"));
+  return measure(stream, with, a, 1.0, numerics);
 }
 
 CudaExpertsArgs CudaLayer::Impl::routed_args(const Rows& rows, const LayerWorkspace& w) const {
@@ -80,11 +93,12 @@ CudaExpertsArgs CudaLayer::Impl::routed_args(const Rows& rows, const LayerWorksp
 }
 
 Status CudaLayer::Impl::run_routed(void* stream, CudaExpertsArgs a, const void* shared_rows,
-                                   void* to, DType dtype) const {
+                                   void* to, DType dtype, std::span<RowNumerics> numerics) const {
   a.shared_rows = shared_rows;
   a.output = to;
   a.output_dtype = dtype;
-  return experts->enqueue(stream, a).with_context("experts");
+  MOESAIC_RETURN_IF_ERROR(experts->enqueue(stream, a).with_context("experts"));
+  return measure(stream, *experts, a, static_cast<double>(plan.output_scale), numerics);
 }
 
 // A bf16 sum without factors takes the shared rows out of the output, where they were put first: no
@@ -95,22 +109,28 @@ Status CudaLayer::Impl::run(void* stream, const Rows& rows, const Out& out) cons
   if (out.logits != nullptr) w.logits = out.logits;
   if (joins && rows.tokens <= kJoinedTokens) return run_joined(stream, rows, w, out);
   const bool shared_too = plan.has_shared;
+  const bool measured = !out.numerics.empty();  // then the work list must be in memory
   if (out.topk_weights != nullptr) w.topk_weights = out.topk_weights;
   if (out.topk_ids != nullptr) w.topk_ids = out.topk_ids;
   CudaExpertsArgs args = routed_args(rows, w);
   // A shared expert by itself would use the same workspace in between.
   const bool keeps = shared_too && (joins ? experts : shared)->same_rows(*experts);
-  MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*joined=*/false, shared_too ? nullptr : &args));
+  MOESAIC_RETURN_IF_ERROR(
+      route(stream, rows, w, /*joined=*/false, shared_too || measured ? nullptr : &args));
   if (w.routed == nullptr && out.dtype == DType::kBF16) {
     if (shared_too) {
-      MOESAIC_RETURN_IF_ERROR(run_shared(stream, rows, w, out.output, /*kept=*/false));
+      MOESAIC_RETURN_IF_ERROR(
+          run_shared(stream, rows, w, out.output, /*kept=*/false, out.numerics));
     }
     args.rows_kept = keeps;
-    return run_routed(stream, args, shared_too ? out.output : nullptr, out.output, out.dtype);
+    return run_routed(stream, args, shared_too ? out.output : nullptr, out.output, out.dtype,
+                      out.numerics);
   }
   float* const sum = w.routed != nullptr ? w.routed : static_cast<float*>(out.output);
-  MOESAIC_RETURN_IF_ERROR(run_routed(stream, args, nullptr, sum, DType::kF32));
-  if (shared_too) MOESAIC_RETURN_IF_ERROR(run_shared(stream, rows, w, w.shared_rows, keeps));
+  MOESAIC_RETURN_IF_ERROR(run_routed(stream, args, nullptr, sum, DType::kF32, out.numerics));
+  if (shared_too) {
+    MOESAIC_RETURN_IF_ERROR(run_shared(stream, rows, w, w.shared_rows, keeps, out.numerics));
+  }
   if (w.routed == nullptr && !shared_too) return {};
   LayerCombineParams p;
   p.routed = sum;
@@ -131,8 +151,9 @@ Status CudaLayer::Impl::run_joined(void* stream, const Rows& rows, const LayerWo
                                    const Out& out) const {
   CudaExpertsArgs a = routed_args(rows, w);
   a.top_k = 0;  // the experts' own: the joined one's slot too
-  MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*joined=*/true, &a));
-  MOESAIC_RETURN_IF_ERROR(run_routed(stream, a, nullptr, out.output, out.dtype));
+  MOESAIC_RETURN_IF_ERROR(
+      route(stream, rows, w, /*joined=*/true, out.numerics.empty() ? &a : nullptr));
+  MOESAIC_RETURN_IF_ERROR(run_routed(stream, a, nullptr, out.output, out.dtype, out.numerics));
   const std::int64_t k = plan.routed.top_k;
   const auto report = [&](std::string_view field, void* to, const void* from) {
     return to == nullptr ? Status()

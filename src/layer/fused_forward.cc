@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #include "core/fault.h"
 #include "experts/problem_checks.h"
@@ -78,6 +79,15 @@ Status FusedMoE::Impl::check(const ConstTensorView& x, const TensorView& output,
   MOESAIC_RETURN_IF_ERROR(
       expect_disjoint("output", output.data, output_bytes, "hidden_states", x.data, input_bytes));
   const std::int64_t k = plan.routing.top_k;
+  if (!trace.numerics.empty() && static_cast<std::int64_t>(trace.numerics.size()) != rows) {
+    return {StatusCode::kInvalidShape,
+            fmt::format("trace.numerics: got [{}], need [{}]", trace.numerics.size(), rows)};
+  }
+  if (!trace.numerics.empty() && (mesh || options.routed_output_transform)) {
+    return {StatusCode::kUnsupported,
+            "trace.numerics: got a layer over ranks or with an output transform, need one whose "
+            "rows are added up here"};
+  }
   MOESAIC_RETURN_IF_ERROR(check_trace("trace.router_logits", trace.router_logits, DType::kF32,
                                       {rows, logit_columns()}));
   MOESAIC_RETURN_IF_ERROR(
@@ -116,8 +126,8 @@ Status FusedMoE::Impl::route(const ConstTensorView& x, const Buffers& b, const T
   return {};
 }
 
-Status FusedMoE::Impl::run_routed(const RoutedRows& r, const Buffers& b,
-                                  const TensorView& output) const {
+Status FusedMoE::Impl::run_routed(const RoutedRows& r, const Buffers& b, const TensorView& output,
+                                  std::span<RowNumerics> numerics) const {
   const std::int64_t rows = r.x.dim(0);
   ConstTensorView input = r.x;
   if (options.routed_input_transform) {
@@ -136,7 +146,12 @@ Status FusedMoE::Impl::run_routed(const RoutedRows& r, const Buffers& b,
     a.topk_ids = view_of(r.ids, DType::kI32, {rows, plan.routing.top_k});
     a.expert_map = plan.expert_map;
     a.output = writes_output_directly() ? output : routed;
+    a.numerics = numerics;
     MOESAIC_RETURN_IF_ERROR(kernel->run(a).with_context("experts"));
+    for (RowNumerics& row : numerics) {
+      const RowNumerics unscaled = std::exchange(row, RowNumerics());
+      row.add(unscaled, static_cast<double>(plan.output_scale));
+    }
   }
   if (!options.routed_output_transform) return {};
   // A transform need not be linear: all ranks' parts and the factor come before it.
@@ -151,7 +166,8 @@ Status FusedMoE::Impl::run_routed(const RoutedRows& r, const Buffers& b,
       .with_context("routed_output_transform");
 }
 
-Status FusedMoE::Impl::run_shared(const ConstTensorView& x, const Buffers& b) const {
+Status FusedMoE::Impl::run_shared(const ConstTensorView& x, const Buffers& b,
+                                  std::span<RowNumerics> numerics) const {
   if (!shared) return {};
   const std::int64_t rows = x.dim(0);
   std::fill(b.ones, b.ones + rows, 1.0F);
@@ -161,12 +177,18 @@ Status FusedMoE::Impl::run_shared(const ConstTensorView& x, const Buffers& b) co
   a.topk_weights = view_of(b.ones, DType::kF32, {rows, 1});
   a.topk_ids = view_of(b.zeros, DType::kI32, {rows, 1});
   a.output = view_of(b.shared, DType::kF32, {rows, plan.hidden_size});
+  std::vector<RowNumerics> of_shared(numerics.size());
+  a.numerics = of_shared;
   MOESAIC_RETURN_IF_ERROR(shared->run(a).with_context("shared_experts"));
   // From here on `ones` holds the factor of the shared result.
-  if (!shared_gate || MOESAIC_FAULT(layer_ignore_shared_gate)) return {};
-  MOESAIC_RETURN_IF_ERROR(shared_gate->forward(x, view_of(b.shared_gate, DType::kF32, {rows, 1}))
-                              .with_context("shared_experts gate"));
-  for (std::int64_t t = 0; t < rows; ++t) b.ones[t] = 1.0F / (1.0F + std::exp(-b.shared_gate[t]));
+  if (shared_gate && !MOESAIC_FAULT(layer_ignore_shared_gate)) {
+    MOESAIC_RETURN_IF_ERROR(shared_gate->forward(x, view_of(b.shared_gate, DType::kF32, {rows, 1}))
+                                .with_context("shared_experts gate"));
+    for (std::int64_t t = 0; t < rows; ++t) b.ones[t] = 1.0F / (1.0F + std::exp(-b.shared_gate[t]));
+  }
+  for (std::size_t t = 0; t < numerics.size(); ++t) {
+    numerics[t].add(of_shared[t], static_cast<double>(b.ones[t]));
+  }
   return {};
 }
 
@@ -205,8 +227,8 @@ Status FusedMoE::Impl::forward_chunk(const ConstTensorView& x, const TensorView&
     std::fill(b.topk_weights, b.topk_weights + rows * plan.routing.top_k, 1.0F);
   }
   if (mesh) return forward_chunk_over_ranks(x, output, b);
-  MOESAIC_RETURN_IF_ERROR(run_routed({x, b.topk_weights, b.topk_ids}, b, output));
-  MOESAIC_RETURN_IF_ERROR(run_shared(x, b));
+  MOESAIC_RETURN_IF_ERROR(run_routed({x, b.topk_weights, b.topk_ids}, b, output, trace.numerics));
+  MOESAIC_RETURN_IF_ERROR(run_shared(x, b, trace.numerics));
   if (!writes_output_directly()) combine({{0, rows}}, b, output);
   return {};
 }
@@ -233,6 +255,10 @@ Status FusedMoE::forward(ConstTensorView hidden_states, TensorView output,
     }
     if (trace.topk_weights.present()) part.topk_weights = rows_of(trace.topk_weights, first, count);
     if (trace.topk_ids.present()) part.topk_ids = rows_of(trace.topk_ids, first, count);
+    if (!trace.numerics.empty()) {
+      part.numerics =
+          trace.numerics.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(count));
+    }
     const ConstTensorView x = rows_of(hidden_states, first, count);
     const TensorView y = rows_of(output, first, count);
     MOESAIC_RETURN_IF_ERROR(m.cuda ? m.cuda->forward_chunk(x, y, part)

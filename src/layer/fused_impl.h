@@ -93,9 +93,12 @@ struct FusedMoE::Impl {
   Status forward_chunk_over_ranks(const ConstTensorView& x, const TensorView& output,
                                   const Buffers& b) const;
   Status route(const ConstTensorView& x, const Buffers& b, const Trace& trace) const;
-  Status run_routed(const RoutedRows& rows, const Buffers& b, const TensorView& output) const;
+  Status run_routed(const RoutedRows& rows, const Buffers& b, const TensorView& output,
+                    std::span<RowNumerics> numerics = {}) const;
   Status run_slots(const ConstTensorView& input, const RoutedRows& rows, const Buffers& b) const;
-  Status run_shared(const ConstTensorView& x, const Buffers& b) const;
+  // Adds to `numerics`, where it is asked for.
+  Status run_shared(const ConstTensorView& x, const Buffers& b,
+                    std::span<RowNumerics> numerics = {}) const;
   void combine(const CombineRows& c, const Buffers& b, const TensorView& output) const;
 };
 

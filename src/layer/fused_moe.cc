@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <new>
 #include <utility>
 
@@ -277,6 +278,14 @@ FusedMoE::~FusedMoE() = default;
 const MoeLayerSpec& FusedMoE::spec() const { return impl_->spec; }
 Device FusedMoE::device() const { return impl_->options.device; }
 const QuantScheme& FusedMoE::quant() const { return impl_->plan.quant.scheme; }
+double FusedMoE::activation_bound() const {
+  const FusedPlan& plan = impl_->plan;
+  const double routed =
+      moesaic::activation_bound(plan.quant.scheme.activation, plan.routed.intermediate_size);
+  if (!plan.has_shared) return routed;
+  return std::max(routed, moesaic::activation_bound(plan.shared_quant.scheme.activation,
+                                                    plan.shared.intermediate_size));
+}
 std::string FusedMoE::experts_backend() const {
   if (impl_->cuda) return std::string(cuda::kCudaExpertsName);
   return std::string(impl_->kernel->experts().name());

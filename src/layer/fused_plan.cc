@@ -126,6 +126,8 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const QuantScheme& sh
   routed.has_expert_bias = spec.has_expert_bias;
   routed.apply_router_weight_on_input = spec.apply_router_weight_on_input;
 
+  plan.quant.scheme.output_bound = output_bound(plan.quant.scheme, routed.intermediate_size);
+
   // What enters the sum over ranks once is rank 0's when the caller adds them up. Ranks that
   // communicate each compute it for rows of their own.
   const bool first_rank = plan.ranks.active ||
@@ -137,6 +139,8 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const QuantScheme& sh
     MOESAIC_ASSIGN_OR_RETURN(
         plan.shared_quant,
         plan_shared_quant(shared_stored, spec.quant, spec.activation_dtype, options.quant));
+    plan.shared_quant.scheme.output_bound =
+        output_bound(plan.shared_quant.scheme, spec.shared.intermediate_size);
     // The bound is the whole layer's: the shared expert may be the one that quantises activations.
     if (!MOESAIC_FAULT(layer_bound_ignores_shared)) {
       plan.quant.scheme.output_bound =

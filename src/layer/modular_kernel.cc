@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <mutex>
 #include <new>
 #include <utility>
@@ -211,6 +212,10 @@ Status ModularKernel::Impl::check(const Args& a) const {
             fmt::format("expert_map: got [{}], need [{}] for {} local experts", a.expert_map.size(),
                         problem.num_experts, problem.num_local_experts)};
   }
+  if (!a.numerics.empty() && !pf->keeps_rows()) {
+    return {StatusCode::kUnsupported,
+            fmt::format("numerics: {} gives the experts other rows than the caller's", pf->name())};
+  }
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t input_bytes,
                            strided_extent_bytes("hidden_states", a.hidden_states));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t output_bytes,
@@ -239,6 +244,7 @@ Status ModularKernel::Impl::run_experts(const Args& a, const Prepared& prepared,
   e.expert_num_tokens = prepared.expert_num_tokens;
   e.workspace = pieces.experts;
   e.output = expert_output;
+  e.numerics = a.numerics;
   return experts->run(e);
 }
 
@@ -259,6 +265,7 @@ Status ModularKernel::run(const Args& args) const {
     work = 0;
     for (const std::int32_t count : prepared.expert_num_tokens) work += count;
   }
+  std::fill(args.numerics.begin(), args.numerics.end(), RowNumerics());
   TensorView expert_output(nullptr, args.hidden_states.dtype, Shape{0, m.problem.hidden_size});
   if (work > 0) {
     if (m.writes_output_directly()) {

@@ -2,9 +2,11 @@
 // device.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <string>
+#include <vector>
 
 #include "layer/golden_case.h"
 #include "layer/layer_case.h"
@@ -141,6 +143,51 @@ TEST(CudaLayer, AgreesWithTheFloat64OracleFeatureByFeature) {
       const auto truth = test::layer_oracle(
           t, x, got, t.spec.routing.scale_on_output ? t.spec.routing.routed_scaling_factor : 1.0);
       EXPECT_LE(compare(to_doubles(got.output.view()), truth).rel_l2, gpu.quant().output_bound);
+    }
+  }
+}
+
+// What rounding did to rows: hidden states have the CPU's codes, the intermediate's error is taken
+// from its codes.
+TEST(CudaLayer, SaysOfRowsWhatTheCpuSays) {
+  REQUIRE_HOPPER();
+  for (const Feature& f : features()) {
+    for (const char* quant : {"bf16", "fp8-block"}) {
+      SCOPED_TRACE(f.name + std::string(" ") + quant);
+      const LayerTensors t = make_tensors(3, f.spec());
+      FusedMoE::Options on_cpu, options = on_gpu(40);
+      on_cpu.quant = options.quant = quant;
+      const FusedMoE gpu = make_layer(t, options), cpu = make_layer(t, on_cpu);
+      for (const double scale : {1.0, 100.0, 1e-6}) {
+        const Tensor x = test::random_hidden(4, 70, t.spec.hidden_size);
+        for (std::int64_t i = 0; i < x.bytes() / 2; ++i) {
+          const float v = f32_from_bf16(x.as<std::uint16_t>()[i]);
+          const bool outlier = i % t.spec.hidden_size == 5 && scale > 1;
+          if (outlier || scale < 1) {
+            const_cast<std::uint16_t*>(x.as<std::uint16_t>())[i] =
+                bf16_from_f32(v * static_cast<float>(scale));
+          }
+        }
+        const LayerRun plain = run_layer(gpu, x);
+        std::vector<RowNumerics> got(70), want(70);
+        FusedMoE::Trace trace;
+        Tensor y = Tensor::zeros(DType::kF32, x.shape()).value();
+        trace.numerics = got;
+        const Status measured = gpu.forward(x.view(), y.view(), trace);
+        ASSERT_TRUE(measured.ok()) << measured.to_string();
+        std::string why;
+        EXPECT_TRUE(same_bits(y.view(), plain.output.view(), &why)) << why;
+        trace.numerics = want;
+        ASSERT_TRUE(cpu.forward(x.view(), y.view(), trace).ok());
+        const NumericsSummary of_gpu = summarize(got), of_cpu = summarize(want);
+        EXPECT_EQ(of_gpu.rows, 70);
+        EXPECT_NEAR(of_gpu.error_estimate(), of_cpu.error_estimate(),
+                    0.1 * of_cpu.error_estimate());
+        EXPECT_NEAR(std::sqrt(of_gpu.size), std::sqrt(of_cpu.size), 0.1 * std::sqrt(of_cpu.size));
+        EXPECT_EQ(of_gpu.flushed, of_cpu.flushed) << scale;
+        EXPECT_EQ(of_gpu.saturated, 0);
+        EXPECT_NEAR(static_cast<double>(of_gpu.outside), static_cast<double>(of_cpu.outside), 4.0);
+      }
     }
   }
 }

@@ -4,6 +4,8 @@
 #include <memory>
 
 #include "accuracy_case.h"
+#include "accuracy_sweep.h"
+#include "numerics_report.h"
 #include "verbs.h"
 
 namespace moesaic::tool {
@@ -13,10 +15,57 @@ struct AccuracyArguments {
   CommonOptions common;
   std::vector<std::string> models;
   std::int64_t tokens = 64;
+  bool sweep = false;
 };
 
 std::string cell(double value, double bound) {
   return fmt::format("{:.1e} ({:.1e})", value, bound);
+}
+
+// What is said of a cell's rows: one letter per kind.
+std::string kinds_of(const NumericsSummary& s) {
+  std::string kinds;
+  if (s.saturated > 0) kinds += 'S';
+  if (s.flushed > 0) kinds += 'F';
+  if (s.not_finite > 0) kinds += 'N';
+  if (s.beyond_bound > 0) kinds += 'B';
+  return kinds;
+}
+
+// One table: schemes down, inputs across. False when an error is outside its bound without a word.
+Result<bool> run_sweep(const AccuracyCase& data, const AccuracyArguments& state,
+                       const Console& console, Json& tables) {
+  bool pass = true;
+  Json rows = Json::array();
+  std::string head = "| `--quant` |", rule = "|---|";
+  for (const SweepInput& input : sweep_inputs()) {
+    head += " " + input.name + " |";
+    rule += "---|";
+  }
+  console.print(fmt::format("### {}, other inputs\n\n{}\n{}\n", data.name, head, rule));
+  for (const SweepScheme& scheme : sweep_schemes()) {
+    std::string line = fmt::format("| `{}` |", scheme.name);
+    for (const SweepInput& input : sweep_inputs()) {
+      MOESAIC_ASSIGN_OR_RETURN(const SweepCell cell,
+                               measure_sweep(data, scheme, input, state.common.threads));
+      pass = pass && cell.honest();
+      const bool within = cell.numerics.within(cell.activation_bound);
+      line +=
+          fmt::format(" {:.1e} ({}){}{} |", cell.error,
+                      cell.bound < 1 ? fmt::format("{:.1e}", cell.bound) : "none",
+                      within ? "" : " !" + kinds_of(cell.numerics), cell.honest() ? "" : " WRONG");
+      rows.push_back({{"quant", scheme.name},
+                      {"input", input.name},
+                      {"error", finite(cell.error)},
+                      {"stated_bound", cell.stated},
+                      {"bound", finite(cell.bound)},
+                      {"numerics", numerics_json(cell.numerics, cell.activation_bound)}});
+    }
+    console.print(line + "\n");
+  }
+  console.print("\n");
+  tables.push_back({{"data", data.name + ", other inputs"}, {"rows", std::move(rows)}});
+  return pass;
 }
 
 int run_accuracy(const AccuracyArguments& state) {
@@ -68,6 +117,12 @@ int run_accuracy(const AccuracyArguments& state) {
     console.print("\n");
     tables.push_back({{"data", data.name}, {"schemes", std::move(rows)}});
   }
+  for (const AccuracyCase& data : cases) {
+    if (!state.sweep) break;
+    const Result<bool> honest = run_sweep(data, state, console, tables);
+    if (!honest.ok()) return console.fail(honest.status().with_context(data.name), Origin::kOption);
+    pass = pass && *honest;
+  }
   console.emit({{"tables", std::move(tables)}, {"pass", pass}});
   if (pass) return kExitOk;
   console.warn("a scheme is outside its bound");
@@ -86,6 +141,10 @@ Verb make_accuracy(CLI::App& root) {
       "weights in fp32; arithmetic: against fp32 with the same stored weights.\n");
   app->add_option("--model", state->models,
                   "Folder with a golden file; its first block is measured beside Gaussian data");
+  app->add_flag("--sweep", state->sweep,
+                "Also with one channel x10, x30, x100 and everything x1e-4 .. x1e4: error, bound "
+                "in force, and after ! what run and verify would report (S saturated, F flushed, N "
+                "not finite, B beyond the bound)");
   app->add_option("--tokens", state->tokens, "Rows of the golden file that are used")
       ->check(CLI::Range(1, 4096))
       ->capture_default_str();

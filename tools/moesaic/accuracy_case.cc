@@ -79,7 +79,9 @@ MoeProblem accuracy_problem(const AccuracyCase& data, const QuantScheme& scheme,
 
 // The routed experts' output, weighted and added up.
 Result<std::vector<double>> run_experts(const AccuracyCase& data, const MoeProblem& problem,
-                                        ExpertSource& source, std::string* backend) {
+                                        const Tensor& rows, ExpertSource& source,
+                                        std::string* backend,
+                                        std::span<RowNumerics> numerics = {}) {
   MOESAIC_ASSIGN_OR_RETURN(const ExpertsBackend* row, choose_experts(problem));
   MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<Experts> experts, row->create(problem, source));
   *backend = std::string(experts->name());
@@ -88,11 +90,12 @@ Result<std::vector<double>> run_experts(const AccuracyCase& data, const MoeProbl
   MOESAIC_ASSIGN_OR_RETURN(Tensor workspace, Tensor::uninitialized(DType::kU8, {bytes}));
   MOESAIC_ASSIGN_OR_RETURN(Tensor output, Tensor::zeros(DType::kF32, data.hidden_states.shape()));
   ExpertsArgs args;
-  args.hidden_states = data.hidden_states.view();
+  args.hidden_states = rows.view();
   args.topk_ids = data.topk_ids.view();
   args.topk_weights = data.topk_weights.view();
   args.workspace = {workspace.data(), static_cast<std::size_t>(bytes)};
   args.output = output.view();
+  args.numerics = numerics;
   MOESAIC_RETURN_IF_ERROR(experts->run(args));
   return to_doubles(output.view());
 }
@@ -130,10 +133,12 @@ float input_amax(const AccuracyCase& data) {
 }
 
 // Quantises all experts; *error gets the weights' relative error.
+//   static_top  what a static activation scale of 1 can express
 Result<std::vector<StoredExpert>> store(const AccuracyCase& data, const OperandQuant& quant,
-                                        double* error) {
-  const float scale13 = input_amax(data) / 2688.0F;
-  const float scale2 = intermediate_amax(data) / 2688.0F;
+                                        double* error, float static_top = 2688.0F) {
+  // NVFP4's two levels reach 6 * 448; one scale for all, 448.
+  const float scale13 = input_amax(data) / static_top;
+  const float scale2 = intermediate_amax(data) / static_top;
   std::vector<StoredExpert> stored(data.w13.size());
   Sums sums;
   for (std::size_t e = 0; e < stored.size(); ++e) {
@@ -274,6 +279,39 @@ Result<AccuracyCase> model_case(const std::string& model, std::int64_t max_token
   return c;
 }
 
+namespace {
+
+bool has_static_scale(const QuantScheme& scheme) {
+  return scheme.activation.outer_scale == OuterScale::kTensor ||
+         (!scheme.activation.dynamic && !scheme.weight_only());
+}
+
+}  // namespace
+
+Result<SchemeRun> run_scheme(const AccuracyCase& data, const QuantScheme& scheme,
+                             const Tensor& rows, int num_threads) {
+  MOESAIC_ASSIGN_OR_RETURN(QuantScheme wide, quant_scheme_from_name("f32"));
+  wide.weight = scheme.weight;
+  const bool two_levels = scheme.activation.outer_scale == OuterScale::kTensor;
+  double unused = 0;
+  MOESAIC_ASSIGN_OR_RETURN(const auto stored,
+                           store(data, scheme.weight, &unused, two_levels ? 2688.0F : 448.0F));
+  StoredSource source(stored, has_static_scale(scheme)), plain_source(stored, false);
+  SchemeRun run;
+  run.numerics.resize(static_cast<std::size_t>(rows.shape()[0]));
+  std::string backend;
+  MOESAIC_ASSIGN_OR_RETURN(const std::vector<double> got,
+                           run_experts(data, accuracy_problem(data, scheme, num_threads), rows,
+                                       source, &backend, run.numerics));
+  std::vector<RowNumerics> of_exact(run.numerics.size());
+  MOESAIC_ASSIGN_OR_RETURN(const std::vector<double> exact,
+                           run_experts(data, accuracy_problem(data, wide, num_threads), rows,
+                                       plain_source, &backend, of_exact));
+  const double parts = std::sqrt(summarize(of_exact).size);
+  run.arithmetic = distance(got, exact) / std::max(parts, norm(exact));
+  return run;
+}
+
 Result<AccuracyRow> measure_accuracy(const AccuracyCase& data, const QuantScheme& scheme,
                                      int num_threads) {
   MOESAIC_ASSIGN_OR_RETURN(const QuantScheme f32, quant_scheme_from_name("f32"));
@@ -283,24 +321,23 @@ Result<AccuracyRow> measure_accuracy(const AccuracyCase& data, const QuantScheme
   double unused = 0;
   MOESAIC_ASSIGN_OR_RETURN(const auto originals, store(data, f32.weight, &unused));
   StoredSource original_source(originals, false);
-  MOESAIC_ASSIGN_OR_RETURN(
-      const std::vector<double> exact,
-      run_experts(data, accuracy_problem(data, f32, num_threads), original_source, &exact_backend));
+  MOESAIC_ASSIGN_OR_RETURN(const std::vector<double> exact,
+                           run_experts(data, accuracy_problem(data, f32, num_threads),
+                                       data.hidden_states, original_source, &exact_backend));
 
   MOESAIC_ASSIGN_OR_RETURN(const auto stored, store(data, scheme.weight, &row.weights));
   row.activations = activation_error(data, scheme.activation);
-  StoredSource source(stored, scheme.activation.outer_scale == OuterScale::kTensor ||
-                                  (!scheme.activation.dynamic && !scheme.weight_only()));
-  MOESAIC_ASSIGN_OR_RETURN(
-      const std::vector<double> got,
-      run_experts(data, accuracy_problem(data, scheme, num_threads), source, &row.backend));
+  StoredSource source(stored, has_static_scale(scheme));
+  MOESAIC_ASSIGN_OR_RETURN(const std::vector<double> got,
+                           run_experts(data, accuracy_problem(data, scheme, num_threads),
+                                       data.hidden_states, source, &row.backend));
   // fp32 arithmetic on the stored weights: what the scheme's own bound is measured against.
   QuantScheme wide = f32;
   wide.weight = scheme.weight;
   StoredSource plain_source(stored, false);
-  MOESAIC_ASSIGN_OR_RETURN(
-      const std::vector<double> same_weights,
-      run_experts(data, accuracy_problem(data, wide, num_threads), plain_source, &exact_backend));
+  MOESAIC_ASSIGN_OR_RETURN(const std::vector<double> same_weights,
+                           run_experts(data, accuracy_problem(data, wide, num_threads),
+                                       data.hidden_states, plain_source, &exact_backend));
 
   const double size = data.output_norm > 0 ? data.output_norm : norm(exact);
   row.output = distance(got, exact) / size;

@@ -8,6 +8,7 @@
 
 #include "moesaic/checkpoint.h"
 #include "moesaic/experts.h"
+#include "moesaic/numerics.h"
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
@@ -43,5 +44,16 @@ struct AccuracyRow {
 // Quantises the case's weights for this scheme and runs it on the CPU backend that it would get.
 Result<AccuracyRow> measure_accuracy(const AccuracyCase& data, const QuantScheme& scheme,
                                      int num_threads);
+
+// The case's weights, quantised for `scheme` with static scales calibrated on its own rows, applied
+// to `rows` [M, H] BF16 (M as the case) on the CPU backend that the scheme would get.
+struct SchemeRun {
+  // Relative L2 against fp32 with the same stored weights, relative to the parts of the output
+  // where they cancel.
+  double arithmetic = 0;
+  std::vector<RowNumerics> numerics;  // [M]
+};
+Result<SchemeRun> run_scheme(const AccuracyCase& data, const QuantScheme& scheme,
+                             const Tensor& rows, int num_threads);
 
 }  // namespace moesaic::tool

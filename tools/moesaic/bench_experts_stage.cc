@@ -100,7 +100,12 @@ class ExpertsStage final : public BenchStage {
                                              {first.routing.weights.as<float>(), k}));
     point.rel_l2 = relative_l2(row_to_doubles(first.y.view(), 0), want);
     // The output is stored in the activation dtype: half an ulp of it comes on top.
-    point.bound = p_.quant.output_bound + std::ldexp(1.0, row_dtype(s_) == DType::kF32 ? -24 : -8);
+    point.bound = output_bound(p_.quant, p_.intermediate_size);
+    if (!gpu_) {
+      MOESAIC_ASSIGN_OR_RETURN(point.bound,
+                               bound_of_row(first.x.view(), first.routing, *workspace));
+    }
+    point.bound += std::ldexp(1.0, row_dtype(s_) == DType::kF32 ? -24 : -8);
     MOESAIC_RETURN_IF_ERROR(upper_bound_check(point, "experts"));
     if (gpu_) {
       std::vector<std::vector<ConstTensorView>> in;
@@ -115,6 +120,26 @@ class ExpertsStage final : public BenchStage {
   }
 
  private:
+  // For the one row that is checked: the scheme's, or the wider one that rounding this row leaves.
+  Result<double> bound_of_row(const ConstTensorView& x, const Routing& routing,
+                              Workspace& workspace) const {
+    const Shape one{1, p_.hidden_size}, slots{1, p_.top_k};
+    MOESAIC_ASSIGN_OR_RETURN(Tensor y, Tensor::zeros(DType::kF32, one));
+    RowNumerics numerics;
+    MOESAIC_RETURN_IF_ERROR(
+        experts_->run({.hidden_states = {x.data, x.dtype, one},
+                       .topk_ids = {routing.ids.data(), DType::kI32, slots},
+                       .topk_weights = {routing.weights.data(), DType::kF32, slots},
+                       .expert_map = {},
+                       .expert_num_tokens = {},
+                       .workspace = workspace.span(),
+                       .output = y.view(),
+                       .numerics = {&numerics, 1}}));
+    return computed_bound(output_bound(p_.quant, p_.intermediate_size),
+                          activation_bound(p_.quant.activation, p_.intermediate_size),
+                          summarize({&numerics, 1}));
+  }
+
   BenchSettings s_;
   MoeProblem p_;
   std::unique_ptr<ExpertSource> source_;

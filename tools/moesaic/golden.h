@@ -32,7 +32,15 @@ struct LayerReport {
   std::int64_t near_ties = 0;
   std::string topk_source;         // "golden", "float64" or "none"
   double topk_weight_max_abs = 0;  // largest difference of a routing weight, golden ids only
+  // In force, relative to the output like rel_l2: the documented one, or one computed from what
+  // rounding did to these rows (numerics.h) where that is beyond it; times `cancellation`.
   double bound = 0;
+  double documented_bound = 0;
+  // Norm of the parts of which the output is the sum, over that of the output, where it is above
+  // 1.1: errors are relative to the parts.
+  double cancellation = 1;
+  NumericsSummary numerics;  // of the tokens that enter rel_l2
+  double activation_bound = 0;
   bool pass = false;
   std::string quant, device, backend;
 };

@@ -53,10 +53,12 @@ Status write_layer_output(const std::string& path, const LayerOutput& result) {
   return write_safetensors(path, tensors).with_context("--output " + path);
 }
 
-Status forward(const FusedMoE& layer, const Tensor& hidden_states, LayerOutput& result) {
+Status forward(const FusedMoE& layer, const Tensor& hidden_states, LayerOutput& result,
+               std::span<RowNumerics> numerics) {
   FusedMoE::Trace trace;
   trace.topk_ids = result.topk_ids.view();
   trace.topk_weights = result.topk_weights.view();
+  trace.numerics = numerics;
   return layer.forward(hidden_states.view(), result.output.view(), trace);
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -34,7 +35,9 @@ Result<LayerOutput> make_layer_output(const MoeLayerSpec& spec, std::int64_t tok
                                       DType output_dtype);
 // Writes output, topk_ids and topk_weights.
 Status write_layer_output(const std::string& path, const LayerOutput& result);
-Status forward(const FusedMoE& layer, const Tensor& hidden_states, LayerOutput& result);
+//   numerics  empty, or one per row: FusedMoE::Trace::numerics
+Status forward(const FusedMoE& layer, const Tensor& hidden_states, LayerOutput& result,
+               std::span<RowNumerics> numerics = {});
 
 struct Timing {
   double median_us = 0;

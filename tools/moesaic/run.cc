@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "layer_io.h"
+#include "numerics_report.h"
 #include "run_ranks.h"
 #include "spec_text.h"
 #include "verbs.h"
@@ -18,10 +19,11 @@ struct RunArguments {
   std::string model, input, output, output_dtype = "f32";
   int layer = 0;
   int repeat = 0;
+  bool strict = false;
 };
 
 void report(const Console& console, const RunArguments& state, const FusedMoE& layer,
-            const LayerOutput& result, const Timing& timing) {
+            const LayerOutput& result, const Timing& timing, const NumericsSummary& numerics) {
   const std::int64_t tokens = result.output.shape()[0];
   const std::vector<std::int64_t> load = expert_load(result.topk_ids, layer.spec().num_experts);
   const double per_second =
@@ -37,6 +39,7 @@ void report(const Console& console, const RunArguments& state, const FusedMoE& l
                   {"samples", timing.samples}}},
                 {"tokens_per_s", finite(per_second)},
                 {"expert_load", load},
+                {"numerics", numerics_json(numerics, layer.activation_bound())},
                 {"output", state.output}});
   console.print(describe(layer.spec()) + "\n");
   console.print(fmt::format("{} token(s) on {}, backend {}, arithmetic {}\n", tokens,
@@ -46,6 +49,7 @@ void report(const Console& console, const RunArguments& state, const FusedMoE& l
                             format_us(timing.median_us), format_us(timing.min_us), timing.samples,
                             per_second));
   console.print(fmt::format("load     {}\n", fmt::join(load, " ")));
+  console.print(fmt::format("rounding {}\n", numerics_text(numerics, layer.activation_bound())));
   console.print(fmt::format("written  {} (output, topk_ids, topk_weights)\n", state.output));
 }
 
@@ -53,6 +57,13 @@ int run_layer(const RunArguments& state) {
   const Console console = state.common.console();
   if (const Status status = check_common_options(state.common); !status.ok()) {
     return console.fail(status, Origin::kOption);
+  }
+  if (state.strict && wants_ranks(state.ranks)) {
+    return console.fail(
+        {StatusCode::kUnsupported,
+         "--strict: got ranks, need one: rounding is measured where a row's experts "
+         "are added up"},
+        Origin::kOption);
   }
   if (wants_ranks(state.ranks)) {
     const RunRequest request{state.model,        state.input, state.output,
@@ -90,10 +101,24 @@ int run_layer(const RunArguments& state) {
   if (!result.ok()) return console.fail(result.status(), Origin::kFile);
   const Result<Timing> timing = time_forward(*layer, *input, *result, state.repeat);
   if (!timing.ok()) return console.fail(timing.status(), Origin::kFile);
+  // One more call, not timed, with the rows measured; its output has the same bits.
+  std::vector<RowNumerics> rows(static_cast<std::size_t>(tokens));
+  if (const Status status = forward(*layer, *input, *result, rows); !status.ok()) {
+    return console.fail(status, Origin::kFile);
+  }
+  const NumericsSummary numerics = summarize(rows);
+  if (const std::string outside = numerics_warning(numerics, layer->activation_bound());
+      !outside.empty()) {
+    if (state.strict) {
+      return console.fail({StatusCode::kUnsupported, "--strict: " + outside}, Origin::kFile,
+                          "nothing was written; without --strict the result is, with this warning");
+    }
+    console.warn(outside);
+  }
   if (const Status status = write_layer_output(state.output, *result); !status.ok()) {
     return console.fail(status, Origin::kOption);
   }
-  report(console, state, *layer, *result, *timing);
+  report(console, state, *layer, *result, *timing, numerics);
   return kExitOk;
 }
 
@@ -127,6 +152,10 @@ Verb make_run(CLI::App& root) {
   app->add_option("--repeat", state->repeat, "Timed calls; 0: at least 3 and about a second")
       ->check(CLI::Range(0, 1000000))
       ->capture_default_str();
+  app->add_flag(
+      "--strict", state->strict,
+      "Refuse (exit 4, nothing written) when rows saturate, are flushed or leave a larger "
+      "rounding error than the scheme's bound is stated for");
   add_common_options(*app, state->common);
   add_rank_options(*app, state->ranks);
   add_balance_options(*app, state->ranks);

@@ -9,6 +9,7 @@
 #include "golden.h"
 #include "layer_io.h"
 #include "moesaic/convert.h"
+#include "numerics_report.h"
 #include "quant/rounding_error.h"
 #include "verbs.h"
 
@@ -19,6 +20,7 @@ struct VerifyArguments {
   CommonOptions common;
   std::string model, golden;
   int only_layer = -1;
+  bool strict = false;
 };
 
 // A golden file that was recorded from the model before its experts were converted knows nothing of
@@ -27,8 +29,9 @@ Status allow_conversion(const std::string& model, LayerReport* report) {
   const Result<std::optional<double>> error = converted_weight_error(model, report->layer);
   if (!error.ok()) return error.status();
   if (!*error) return {};
-  report->bound = std::hypot(report->bound, kWeightErrorGain * **error);
-  report->pass = report->rel_l2 <= report->bound && report->topk_mismatches == 0;
+  report->bound = std::hypot(report->bound, report->cancellation * kWeightErrorGain * **error);
+  report->pass = report->rel_l2 <= report->bound && std::isfinite(report->bound) &&
+                 report->topk_mismatches == 0;
   return {};
 }
 
@@ -43,6 +46,9 @@ Json report_json(const LayerReport& report) {
           {"topk_source", report.topk_source},
           {"topk_weight_max_abs", finite(report.topk_weight_max_abs)},
           {"bound", finite(report.bound)},
+          {"documented_bound", finite(report.documented_bound)},
+          {"cancellation", finite(report.cancellation)},
+          {"numerics", numerics_json(report.numerics, report.activation_bound)},
           {"pass", report.pass},
           {"quant", report.quant},
           {"device", report.device},
@@ -102,7 +108,12 @@ int run_verify(const VerifyArguments& state) {
       return console.fail(status, Origin::kFile, "remove the record if the weights are original");
     }
     reports.push_back(std::move(report).value());
-    console.note(1, fmt::format("layer {}: rel_l2 {:.3e}", block.layer, reports.back().rel_l2));
+    LayerReport& last = reports.back();
+    console.note(1, fmt::format("layer {}: rel_l2 {:.3e}", block.layer, last.rel_l2));
+    const std::string outside = numerics_warning(last.numerics, last.activation_bound);
+    if (outside.empty()) continue;
+    console.warn(fmt::format("layer {}: {}", last.layer, outside));
+    if (state.strict) last.pass = false;
   }
 
   double worst = 0;
@@ -150,6 +161,9 @@ Verb make_verify(CLI::App& root) {
   app->add_option("--golden", state->golden, "Golden file; default: golden.safetensors in --model");
   app->add_option("--layer", state->only_layer, "Verify this layer only")
       ->check(CLI::NonNegativeNumber);
+  app->add_flag("--strict", state->strict,
+                "Fail a layer whose inputs are outside what its scheme's bound is stated for, even "
+                "when the error is within the bound computed for them");
   add_common_options(*app, state->common);
   return {app, [state] { return run_verify(*state); }};
 }
