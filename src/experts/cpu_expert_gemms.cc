@@ -78,6 +78,12 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
     for (int r = 0; r < count; ++r) {
       float* y = act + r * cpu::kGroup;
       for (std::int64_t c = real; c < valid; ++c) y[c] = 0.0F;
+      // One scale for the whole row: measured when it is there (finish_whole_row).
+      const bool later = plan_.whole_rows && plan_.row_rule != cpu::RowQuantRule::kNone;
+      if (w.errors != nullptr && real > 0 && !later) {
+        measure(w, y, real, weights_.w2.input_scale(e),
+                w.errors->inner[static_cast<std::size_t>((begin + r) * w.errors->blocks + block)]);
+      }
       if (plan_.whole_rows) {
         kernels_.round_row(y, valid, plan_.round_dtype);
         std::memcpy(w.a2_raw + (begin + r) * plan_.k2 + column, y,
@@ -94,10 +100,6 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
         for (std::int64_t c = 0; plan_.row_numbers && c < valid; c += plan_.row_step)
           kept[c / plan_.row_step] = 1.0F;
         continue;
-      }
-      if (w.errors != nullptr && real > 0) {
-        measure(w, y, real, weights_.w2.input_scale(e),
-                w.errors->inner[static_cast<std::size_t>((begin + r) * w.errors->blocks + block)]);
       }
       finish_row(y, valid, weights_.w2.input_scale(e), kept, operand,
                  reads_e2m1_groups(count) ? w.a2_groups + (begin + r) * plan_.e2m1_groups2() +

@@ -61,7 +61,7 @@ void CpuExperts::finish_whole_row(const CpuWorkspace& w, std::int64_t r) const {
     std::memcpy(x, gathered, static_cast<std::size_t>(plan_.intermediate) * sizeof(float));
   }
   std::fill(x + plan_.intermediate, x + plan_.k2, 0.0F);
-  if (w.errors != nullptr) {
+  if (w.errors != nullptr && plan_.row_rule != cpu::RowQuantRule::kNone) {
     measure(w, x, plan_.intermediate, weights_.w2.input_scale(e),
             w.errors->inner[static_cast<std::size_t>(r * w.errors->blocks)]);
   }

@@ -19,7 +19,7 @@ CpuRowErrors CpuExperts::make_row_errors(std::int64_t chunk_tokens) const {
   const auto rows = static_cast<std::size_t>(chunk_tokens * plan_.top_k);
   errors.meters.assign(static_cast<std::size_t>(plan_.num_threads),
                        RowErrorMeter(problem_.quant.activation, plan_.round_dtype));
-  errors.blocks = plan_.whole_rows ? 1 : num_blocks1();
+  errors.blocks = num_blocks1();
   errors.input.resize(plan_.permuted ? rows : static_cast<std::size_t>(chunk_tokens));
   errors.inner.resize(rows * static_cast<std::size_t>(errors.blocks));
   return errors;
