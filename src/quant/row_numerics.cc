@@ -89,7 +89,8 @@ double output_bound(const QuantScheme& scheme, std::int64_t intermediate_size) {
 double computed_bound(double bound, double activation, const NumericsSummary& summary) {
   const double estimate = summary.error_estimate();
   if (summary.not_finite > 0) return std::numeric_limits<double>::infinity();
-  if (estimate <= activation) return bound;
+  if (estimate <= activation || MOESAIC_FAULT(numerics_bound_is_always_the_stated_one))
+    return bound;
   const double weights = std::max(bound * bound - activation * activation, 0.0);
   const double wider = std::sqrt(weights + std::pow(kEstimateMargin * estimate, 2));
   return wider <= std::max(bound, kLargestUsefulBound) ? wider

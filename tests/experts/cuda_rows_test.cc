@@ -31,13 +31,13 @@ MoeProblem problem_of(std::string_view quant, std::int64_t top_k) {
 }
 
 // A case on the device, and a poisoned output.
-struct OnDevice {
+struct RowsOnDevice {
   std::int64_t tokens, hidden;
   DeviceBytes x, ids, weights, workspace, out;
   std::int64_t workspace_bytes;
   std::unique_ptr<CudaExperts> experts;
 
-  explicit OnDevice(const StandardCase& c)
+  explicit RowsOnDevice(const StandardCase& c)
       : tokens(c.hidden_states.shape()[0]),
         hidden(c.problem.hidden_size),
         x(c.hidden_states.data(), c.hidden_states.bytes()),
@@ -84,7 +84,7 @@ TEST(CudaQuantizedRows, GiveTheBitsOfTheRowsTheyWereMadeOf) {
     MoeProblem p = problem_of("fp8-block", c.top_k);
     p.apply_router_weight_on_input = c.weight_on_input;
     if (c.power_of_two) p.quant.activation.scale_format = ScaleFormat::kE8M0;
-    OnDevice d(test::make_case(91, p, c.tokens, DType::kBF16, c.top_k > 1 ? 0.2 : 0.0));
+    RowsOnDevice d(test::make_case(91, p, c.tokens, DType::kBF16, c.top_k > 1 ? 0.2 : 0.0));
     const auto want = d.run(d.args());
 
     const std::int64_t stride = c.tokens + 5;  // as where other rows lie behind
@@ -114,7 +114,7 @@ TEST(CudaQuantizedRows, AreKeptForTheNextCall) {
   for (const std::int64_t tokens : {3, 200, 1500}) {
     SCOPED_TRACE(tokens);
     const MoeProblem p = problem_of("fp8-block", 3);
-    OnDevice d(test::make_case(94, p, tokens, DType::kBF16, 0.2));
+    RowsOnDevice d(test::make_case(94, p, tokens, DType::kBF16, 0.2));
     ASSERT_TRUE(d.experts->same_rows(*d.experts));
     const auto want = d.run(d.args());
     const DeviceBytes slots(tokens * p.hidden_size * 2);
@@ -139,7 +139,7 @@ TEST(CudaSlotRows, AddUpToTheOutputByBits) {
       SCOPED_TRACE(quant);
       const MoeProblem p = problem_of(quant, 3);
       const StandardCase c = test::make_case(92, p, tokens, DType::kBF16, 0.2);
-      OnDevice d(c);
+      RowsOnDevice d(c);
       const auto want = d.run(d.args());
       const DeviceBytes slots(tokens * 3 * p.hidden_size * 2);
       CudaExpertsArgs a = d.args();
@@ -169,8 +169,8 @@ TEST(CudaSlotRows, AddUpToTheOutputByBits) {
 
 TEST(CudaRowsRefusals, Arguments) {
   REQUIRE_HOPPER();
-  const OnDevice d(test::make_case(93, problem_of("fp8-block", 2), 4, DType::kBF16));
-  const OnDevice plain(test::make_case(93, problem_of("bf16", 2), 4, DType::kBF16));
+  const RowsOnDevice d(test::make_case(93, problem_of("fp8-block", 2), 4, DType::kBF16));
+  const RowsOnDevice plain(test::make_case(93, problem_of("bf16", 2), 4, DType::kBF16));
   const DeviceBytes scale(3 * 4 * 4);
   CudaExpertsArgs a = plain.args();
   a.hidden_scale = scale.as<float>();

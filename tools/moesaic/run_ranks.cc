@@ -148,6 +148,7 @@ void report(const RankContext& c, const RunRequest& request, const FusedMoE& lay
       {"parallel", describe_ranks(c, layer)},
       {"per_rank", ranks}};
   if (balance) json["eplb"] = to_json(*balance);
+  json["numerics"] = nullptr;  // measured where a row's experts are added up: on one rank
   c.console.emit(json);
   const ParallelConfig& p = c.layer.parallel;
   c.console.print(describe(layer.spec()) + "\n");
