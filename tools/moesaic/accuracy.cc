@@ -1,6 +1,7 @@
 // moesaic accuracy: the error of every scheme, measured; the tables of docs/accuracy.md.
 #include <fmt/format.h>
 
+#include <cmath>
 #include <memory>
 
 #include "accuracy_case.h"
