@@ -1,0 +1,111 @@
+// FusedMoE::Trace::numerics: rows of all chunks, parts of routed and shared experts, refusals.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "layer/layer_case.h"
+#include "layer/layer_specs.h"
+#include "moesaic/fused_moe.h"
+#include "numerics/float_codec.h"
+#include "support/metrics.h"
+
+namespace moesaic {
+namespace {
+
+using test::make_layer;
+using test::make_tensors;
+using test::random_hidden;
+
+constexpr std::int64_t kRows = 40;
+
+std::vector<RowNumerics> measure(const FusedMoE& layer, const Tensor& x) {
+  std::vector<RowNumerics> rows(static_cast<std::size_t>(x.shape()[0]));
+  Tensor y = Tensor::zeros(DType::kF32, x.shape()).value();
+  FusedMoE::Trace trace;
+  trace.numerics = rows;
+  const Status status = layer.forward(x.view(), y.view(), trace);
+  EXPECT_TRUE(status.ok()) << status.to_string();
+  return rows;
+}
+
+TEST(NumericsTrace, EveryRowOfEveryChunkAndEveryPart) {
+  for (const test::Feature& f : test::common_features()) {
+    SCOPED_TRACE(f.name);
+    const test::LayerTensors t = make_tensors(3, f.spec());
+    FusedMoE::Options whole, split;
+    split.max_tokens = 16;
+    const Tensor x = random_hidden(4, kRows, t.spec.hidden_size);
+    const auto rows = measure(make_layer(t, whole), x), parts = measure(make_layer(t, split), x);
+    ASSERT_EQ(rows.size(), parts.size());
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      EXPECT_EQ(rows[i].size, parts[i].size) << i;
+      EXPECT_EQ(rows[i].noise, parts[i].noise) << i;
+      EXPECT_EQ(rows[i].flags, 0U) << i;
+      EXPECT_GT(rows[i].size, 0) << i;
+      EXPECT_GT(rows[i].noise, 0) << i;
+    }
+    if (t.spec.shared.intermediate_size == 0) continue;
+    FusedMoE::Options alone;
+    alone.include_shared = false;
+    EXPECT_GT(summarize(rows).size, summarize(measure(make_layer(t, alone), x)).size)
+        << "the shared expert is a part too";
+  }
+}
+
+TEST(NumericsTrace, SizesAreThoseOfTheOutputsParts) {
+  // One expert a token and nothing beside it: the part is the output.
+  MoeLayerSpec spec = test::small_spec();
+  spec.routing.top_k = 1;
+  const test::LayerTensors t = make_tensors(5, spec);
+  const FusedMoE layer = make_layer(t);
+  const Tensor x = random_hidden(6, kRows, spec.hidden_size);
+  const auto rows = measure(layer, x);
+  const auto y = test::to_doubles(test::run_layer(layer, x).output.view());
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    double size = 0;
+    for (std::int64_t h = 0; h < spec.hidden_size; ++h) {
+      const double v =
+          y[i * static_cast<std::size_t>(spec.hidden_size) + static_cast<std::size_t>(h)];
+      size += v * v;
+    }
+    EXPECT_NEAR(std::sqrt(rows[i].size), std::sqrt(size), 1e-5 * std::sqrt(size));
+  }
+}
+
+TEST(NumericsTrace, ANaNIsItsRowsOwn) {
+  const test::LayerTensors t = make_tensors(3, test::small_spec());
+  Tensor x = random_hidden(4, kRows, t.spec.hidden_size);
+  x.as<std::uint16_t>()[7 * t.spec.hidden_size + 3] = 0x7FC0;
+  const auto rows = measure(make_layer(t), x);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    EXPECT_EQ((rows[i].flags & kRowNotFinite) != 0, i == 7) << i;
+  }
+  EXPECT_EQ(summarize(rows).not_finite, 1);
+}
+
+TEST(NumericsTrace, Refusals) {
+  const test::LayerTensors t = make_tensors(3, test::small_spec());
+  const Tensor x = random_hidden(4, kRows, t.spec.hidden_size);
+  Tensor y = Tensor::zeros(DType::kF32, x.shape()).value();
+  std::vector<RowNumerics> rows(kRows - 1);
+  FusedMoE::Trace trace;
+  trace.numerics = rows;
+  const Status size = make_layer(t).forward(x.view(), y.view(), trace);
+  EXPECT_EQ(size.code(), StatusCode::kInvalidShape);
+  EXPECT_NE(size.message().find("trace.numerics: got [39], need [40]"), std::string::npos)
+      << size.message();
+  FusedMoE::Options transformed;
+  transformed.transformed_hidden_size = t.spec.hidden_size;
+  transformed.routed_input_transform = [](ConstTensorView, TensorView) { return Status(); };
+  transformed.routed_output_transform = [](ConstTensorView, TensorView) { return Status(); };
+  rows.resize(kRows);
+  trace.numerics = rows;
+  const Status transform = make_layer(t, transformed).forward(x.view(), y.view(), trace);
+  EXPECT_EQ(transform.code(), StatusCode::kUnsupported);
+  EXPECT_NE(transform.message().find("output transform"), std::string::npos) << transform.message();
+}
+
+}  // namespace
+}  // namespace moesaic
