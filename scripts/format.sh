@@ -12,5 +12,5 @@ folders=()
 for folder in include src tools tests fuzz bench examples; do
   [ -d "$folder" ] && folders+=("$folder")
 done
-find "${folders[@]}" -name '*.h' -o -name '*.cc' | LC_ALL=C sort |
+find "${folders[@]}" -name '*.h' -o -name '*.cc' -o -name '*.cuh' -o -name '*.cu' | LC_ALL=C sort |
   xargs -r "$formatter" "${mode[@]}"

@@ -21,6 +21,17 @@ struct Wgmma;
 """
 
 
+def packed(items, indent=10, columns=100):
+    """Lines of items as the formatter breaks them."""
+    lines = []
+    for item in items:
+        if lines and indent + len(lines[-1]) + len(", ") + len(item) < columns:
+            lines[-1] += ", " + item
+        else:
+            lines.append(item)
+    return lines
+
+
 def emit(operand, n):
     regs = n // 2
     kind = "e4m3.e4m3" if operand == "E4M3" else "bf16.bf16"
@@ -30,7 +41,7 @@ def emit(operand, n):
     rows = [", ".join(names[i:i + 12]) for i in range(0, regs, 12)]
     body = ', "\n        "'.join(rows)
     outs = [f'"+f"(d[{i}])' for i in range(regs)]
-    out_rows = ",\n          ".join(", ".join(outs[i:i + 5]) for i in range(0, regs, 5))
+    out_rows = ",\n          ".join(packed(outs))
     return f"""
 template <>
 struct Wgmma<{operand}, {n}> {{

@@ -98,7 +98,8 @@ Result<double> median_us(int device, const std::function<Status(void*)>& enqueue
   MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceTimer> timer,
                            DeviceTimer::create(device, enqueue));
   MOESAIC_ASSIGN_OR_RETURN(std::vector<double> samples, timer->replay(15, 0.5));
-  samples.erase(samples.begin(), samples.begin() + static_cast<std::ptrdiff_t>(samples.size() * 2 / 3));
+  samples.erase(samples.begin(),
+                samples.begin() + static_cast<std::ptrdiff_t>(samples.size() * 2 / 3));
   std::sort(samples.begin(), samples.end());
   return samples[samples.size() / 2];
 }
@@ -133,14 +134,13 @@ Result<DeviceCeilings> measure_device_ceilings(int device, bool fp8) {
   MOESAIC_RETURN_IF_ERROR(synchronize(nullptr));
 
   DeviceCeilings ceilings;
-  MOESAIC_ASSIGN_OR_RETURN(
-      const double read_us, median_us(device, [&](void* stream) {
-        // Four blocks of 512 threads fill a multiprocessor.
-        read_all<<<static_cast<unsigned>(4 * sms), kReadThreads, 0,
-                   static_cast<cudaStream_t>(stream)>>>(buffer.as<uint4>(), bytes / 16,
-                                                        sink.as<std::uint32_t>());
-        return check_call("ceilings", cudaGetLastError());
-      }));
+  MOESAIC_ASSIGN_OR_RETURN(const double read_us, median_us(device, [&](void* stream) {
+                             // Four blocks of 512 threads fill a multiprocessor.
+                             read_all<<<static_cast<unsigned>(4 * sms), kReadThreads, 0,
+                                        static_cast<cudaStream_t>(stream)>>>(
+                                 buffer.as<uint4>(), bytes / 16, sink.as<std::uint32_t>());
+                             return check_call("ceilings", cudaGetLastError());
+                           }));
   ceilings.read_gbps = static_cast<double>(bytes) / read_us * 1e-3;
   MOESAIC_ASSIGN_OR_RETURN(
       const double product_us, median_us(device, [&](void* stream) {

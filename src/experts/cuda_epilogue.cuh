@@ -6,12 +6,12 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/fp8.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/sync.cuh"
 #include "cuda/ptx/wgmma_shapes.cuh"
 #include "experts/cuda_activation.cuh"
 #include "experts/cuda_grouped_layout.cuh"
-#include "quant/cuda_fp8.cuh"
 
 namespace moesaic::cuda {
 

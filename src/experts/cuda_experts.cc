@@ -8,11 +8,11 @@
 #include <vector>
 
 #include "cuda/device_memory.h"
+#include "cuda/quant_rows.h"
 #include "experts/cuda_experts_impl.h"
 #include "experts/problem_checks.h"
 #include "numerics/element.h"
 #include "permute/cuda_combine.h"
-#include "quant/cuda_quant_rows.h"
 
 namespace moesaic::cuda {
 

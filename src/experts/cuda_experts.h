@@ -8,9 +8,9 @@
 #include <span>
 #include <string_view>
 
+#include "cuda/quant_rows.h"
 #include "moesaic/experts.h"
 #include "moesaic/status.h"
-#include "quant/cuda_quant_rows.h"
 #include "router/cuda_route.h"
 
 namespace moesaic::cuda {

@@ -5,8 +5,8 @@
 #include <string_view>
 
 #include "core/host_device.h"
+#include "cuda/quant_rows.h"
 #include "moesaic/dtype.h"
-#include "quant/cuda_quant_rows.h"
 
 namespace moesaic::cuda {
 

@@ -5,9 +5,9 @@
 #include <cuda_runtime.h>
 
 #include "cuda/once_per_device.h"
+#include "cuda/quant_rows.cuh"
 #include "gate/cuda_gate_clusters.cuh"
 #include "gate/cuda_gate_mma.cuh"
-#include "quant/cuda_quant_rows.cuh"
 
 namespace moesaic::cuda {
 namespace {

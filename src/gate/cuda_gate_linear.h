@@ -4,11 +4,11 @@
 #include <cstdint>
 
 #include "cuda/device_memory.h"
+#include "cuda/quant_rows.h"
 #include "gate/cuda_gate.h"
 #include "moesaic/dtype.h"
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
-#include "quant/cuda_quant_rows.h"
 
 namespace moesaic::cuda {
 

@@ -59,7 +59,7 @@ int launch_round_to_bf16(const void* from, DType dtype, std::int64_t count, std:
                          void* stream) {
   if (count == 0) return 0;
   round_to_bf16<<<blocks_for(count), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(from, dtype,
-                                                                                     count, to);
+                                                                                       count, to);
   return static_cast<int>(cudaGetLastError());
 }
 

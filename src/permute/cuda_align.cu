@@ -5,8 +5,8 @@
 
 #include "cuda/once_per_device.h"
 #include "cuda/ptx/sync.cuh"
+#include "cuda/quant_rows.cuh"
 #include "permute/cuda_align_few.cuh"
-#include "quant/cuda_quant_rows.cuh"
 
 namespace moesaic::cuda {
 namespace {

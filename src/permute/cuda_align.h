@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "quant/cuda_quant_rows.h"
+#include "cuda/quant_rows.h"
 
 namespace moesaic::cuda {
 

@@ -11,13 +11,13 @@
 #include "core/checked.h"
 #include "core/fault.h"
 #include "cuda/device_memory.h"
+#include "cuda/quant_rows.h"
 #include "moesaic/parallel.h"
 #include "prepare_finalize/cuda_rank_rows.h"
 #include "prepare_finalize/device_messages.h"
 #include "prepare_finalize/predicates.h"
 #include "prepare_finalize/rank_transport.h"
 #include "quant/compute_scheme.h"
-#include "quant/cuda_quant_rows.h"
 
 namespace moesaic::cuda {
 

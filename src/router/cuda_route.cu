@@ -2,7 +2,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/ptx/sync.cuh"
-#include "quant/cuda_quant_rows.cuh"
+#include "cuda/quant_rows.cuh"
 #include "router/cuda_route.h"
 #include "router/cuda_route_keys.cuh"
 #include "router/scoring.h"

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
+#include "cuda/quant_rows.h"
 #include "moesaic/spec.h"
-#include "quant/cuda_quant_rows.h"
 
 namespace moesaic::cuda {
 

@@ -6,9 +6,9 @@
 #include <optional>
 #include <string>
 
+#include "cuda/quant_rows.h"
 #include "moesaic/router.h"
 #include "moesaic/status.h"
-#include "quant/cuda_quant_rows.h"
 #include "router/cuda_route.h"
 
 namespace moesaic::cuda {

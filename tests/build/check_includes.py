@@ -40,7 +40,7 @@ def includes_of(path):
 
 
 def source_files(folder):
-    return sorted(p for p in folder.rglob("*") if p.suffix in (".h", ".cc"))
+    return sorted(p for p in folder.rglob("*") if p.suffix in (".h", ".cc", ".cuh", ".cu"))
 
 
 def check_public(root, problems):
@@ -136,6 +136,10 @@ def self_test():
     }
     planted = {
         "upward": ({"src/core/bad.cc": '#include "router/own.h"\n'}, "not below it"),
+        "upward from device code": (
+            {"src/quant/bad.cuh": '#include "cuda/ptx.cuh"\n', "src/cuda/ptx.cuh": "#pragma once\n"},
+            "not below it",
+        ),
         "sideways": ({"src/gate/bad.cc": '#include "router/own.h"\n'}, "not below it"),
         "unknown folder": ({"src/attic/bad.cc": "\n"}, "has no floor"),
         "missing file": ({"src/core/bad.cc": '#include "core/gone.h"\n'}, "does not exist"),

@@ -5,9 +5,9 @@
 
 #include <string_view>
 
+#include "cuda/quant_rows.h"
 #include "experts/cuda_experts.h"
 #include "permute/cuda_combine.h"
-#include "quant/cuda_quant_rows.h"
 #include "support/cuda_device.h"
 #include "support/experts_run.h"
 #include "support/refusal.h"

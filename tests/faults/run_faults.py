@@ -28,7 +28,7 @@ def fault_points(source):
     points = {}
     for path in sorted((source / "src").rglob("*")):
         # fault.h defines the macro; its parameter is no fault.
-        if path.suffix not in (".h", ".cc") or path.name == "fault.h":
+        if path.suffix not in (".h", ".cc", ".cuh", ".cu") or path.name == "fault.h":
             continue
         for name in FAULT_POINT.findall(COMMENT.sub("", path.read_text(encoding="utf-8"))):
             points.setdefault(name, path.relative_to(source))

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "quant/cuda_quant_rows.cuh"
+#include "cuda/quant_rows.cuh"
 
 namespace moesaic::cuda {
 namespace {

@@ -1,10 +1,10 @@
-// Device code of cuda_quant_rows.h, for kernels that quantise beside other work.
+// Device code of quant_rows.h, for kernels that quantise beside other work.
 #pragma once
 
 #include <cstdint>
 
-#include "quant/cuda_fp8.cuh"
-#include "quant/cuda_quant_rows.h"
+#include "cuda/fp8.cuh"
+#include "cuda/quant_rows.h"
 
 namespace moesaic::cuda {
 
