@@ -128,6 +128,17 @@ Status HeaderBuilder::check_names() {
     if (a.hash != b.hash) return a.hash < b.hash;
     return tensors[a.index].name < tensors[b.index].name;
   });
+  if (MOESAIC_FAULT(safetensors_compares_all_names)) {  // right, but quadratic
+    for (const auto& a : keys) {
+      for (const auto& b : keys) {
+        if (a.hash == b.hash && a.index < b.index &&
+            tensors[a.index].name == tensors[b.index].name) {
+          fail(StatusCode::kCorruptFile,
+               fmt::format("duplicate key {}", quote_name(tensors[a.index].name)));
+        }
+      }
+    }
+  }
   const auto same = std::adjacent_find(keys.begin(), keys.end(), [&](const auto& a, const auto& b) {
     return a.hash == b.hash && tensors[a.index].name == tensors[b.index].name;
   });

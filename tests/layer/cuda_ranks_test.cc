@@ -3,7 +3,6 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <cstring>
 #include <functional>
 #include <thread>
@@ -135,7 +134,6 @@ TEST(CudaRanks, ARefusalOrALostRankIsAnErrorOnAll) {
   REQUIRE_HOPPER();
   const test::LayerTensors tensors = test::make_tensors(46, test::deepseek_like());
   const auto make = test::maker_of(tensors);
-  const auto begin = std::chrono::steady_clock::now();
   const auto status = test::on_two_ranks(
       [&](int rank, const std::shared_ptr<Communicator>& c) {
         const auto layer = make(two_engines(rank, c));
@@ -150,7 +148,6 @@ TEST(CudaRanks, ARefusalOrALostRankIsAnErrorOnAll) {
       2000);
   expect_refusal(status[1], StatusCode::kInvalidShape, {"hidden_states", "[2, 32]"});
   expect_refusal(status[0], StatusCode::kDevice, {"forward", "1"});
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(30));
 }
 
 }  // namespace

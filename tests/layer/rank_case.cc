@@ -238,7 +238,7 @@ std::string run_rank(const RankProblem& problem, const RankCombo& combo,
 
 std::string run_ranks(const RankProblem& problem, const RankCombo& combo,
                       const std::vector<std::int64_t>& tokens) {
-  auto ranks = make_in_process_communicators(combo.ranks(), {.timeout_ms = 20'000}).value();
+  auto ranks = make_in_process_communicators(combo.ranks(), {.timeout_ms = kHangGuardMs}).value();
   std::vector<std::string> wrong(ranks.size());
   std::vector<std::thread> threads;
   for (std::size_t r = 0; r < ranks.size(); ++r) {

@@ -10,6 +10,7 @@
 #include "layer/layer_case.h"
 #include "layer/layer_specs.h"
 #include "moesaic/communicator.h"
+#include "support/hang_guard.h"
 
 namespace moesaic::test {
 
@@ -73,6 +74,7 @@ RankProblem checkpoint_problem(const Checkpoint& checkpoint, const std::string& 
 
 // body(rank, communicator) on two threads; the statuses.
 std::vector<Status> on_two_ranks(
-    const std::function<Status(int, std::shared_ptr<Communicator>)>& body, int timeout_ms = 20'000);
+    const std::function<Status(int, std::shared_ptr<Communicator>)>& body,
+    int timeout_ms = kHangGuardMs);
 
 }  // namespace moesaic::test

@@ -11,11 +11,11 @@
 #include <cstdio>
 #include <cstring>
 #include <string_view>
-#include <thread>
 #include <vector>
 
 #include "layer/layer_case.h"
 #include "moesaic/communicator.h"
+#include "parallel/reports.h"
 #include "support/metrics.h"
 
 namespace {
@@ -23,7 +23,7 @@ namespace {
 using namespace moesaic;
 using Clock = std::chrono::steady_clock;
 
-constexpr int kTimeoutMs = 3000;
+constexpr int kTimeoutMs = 5000;  // where a rank is gone or late
 constexpr std::int64_t kExperts = 8, kSlots = 12, kTokens = 6;
 
 MoeLayerSpec spec_of() {
@@ -45,7 +45,7 @@ std::string forward(const FusedMoE& layer, const Tensor& x, const test::LayerRun
 // What rank 1 does instead of its next step.
 void misbehave(std::string_view mode, Communicator& world) {
   if (mode == "kill") raise(SIGKILL);
-  if (mode == "delay") std::this_thread::sleep_for(std::chrono::seconds(5));
+  if (mode == "delay") test::wait_for("reported", world.size(), false);
   if (mode == "count") {
     const std::vector<std::byte> odd(17);
     std::vector<std::span<const std::byte>> send(static_cast<std::size_t>(world.size()), odd);
@@ -71,6 +71,9 @@ std::string run(const std::shared_ptr<Communicator>& world, std::string_view mod
   auto layer = FusedMoE::create(tensors.weights(), options);
   if (!layer.ok()) return layer.status().to_string();
 
+  // Loading differs by more than a time-out.
+  test::note(world->rank(), "ready");
+  test::wait_for("ready", world->size(), true);
   const auto before = layer->physical_to_logical();
   std::vector<std::int32_t> wanted(before.rbegin(), before.rend());
   Status status = layer->begin_rearrange(wanted);
@@ -97,14 +100,16 @@ std::string run(const std::shared_ptr<Communicator>& world, std::string_view mod
 }  // namespace
 
 int main(int argc, char** argv) {
-  auto made = make_mpi_communicator({.timeout_ms = kTimeoutMs});
+  const std::string_view mode = argc > 1 ? argv[1] : "ok";
+  const bool lost = mode == "kill" || mode == "delay";
+  auto made = make_mpi_communicator({.timeout_ms = lost ? kTimeoutMs : test::kHangGuardMs});
   if (!made.ok()) {
     fmt::print("no communicator: {}\n", made.status().to_string());
     return 2;
   }
   const std::shared_ptr<Communicator> world = std::move(made).value();
   Clock::time_point from = Clock::now();
-  const std::string what = run(world, argc > 1 ? argv[1] : "ok", from);
+  const std::string what = run(world, mode, from);
   const auto ms =
       std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - from).count();
   fmt::print("rank {}: {}\n", world->rank(),
@@ -112,6 +117,7 @@ int main(int argc, char** argv) {
   std::fflush(stdout);
   if (what.empty()) return 0;
   // A broken world cannot be finalised; others may still be about to report.
-  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  test::note(world->rank(), "reported");
+  test::wait_for("reported", world->size(), mode != "kill");
   _exit(5);
 }

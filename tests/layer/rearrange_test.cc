@@ -7,6 +7,7 @@
 
 #include "layer/rank_case.h"
 #include "moesaic/eplb.h"
+#include "support/hang_guard.h"
 #include "support/metrics.h"
 #include "support/random.h"
 #include "support/refusal.h"
@@ -64,7 +65,7 @@ std::vector<std::int32_t> random_map(std::uint64_t seed, std::int64_t experts, s
 // body(rank, communicator) on kRanks threads; what each returns.
 std::vector<std::string> on_ranks(
     const std::function<std::string(int, std::shared_ptr<Communicator>)>& body) {
-  auto ranks = make_in_process_communicators(kRanks, {.timeout_ms = 20'000}).value();
+  auto ranks = make_in_process_communicators(kRanks, {.timeout_ms = test::kHangGuardMs}).value();
   std::vector<std::string> result(kRanks);
   std::vector<std::thread> threads;
   for (int r = 0; r < kRanks; ++r) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <thread>
 
+#include "support/hang_guard.h"
 #include "support/random.h"
 #include "support/refusal.h"
 
@@ -157,10 +158,9 @@ TEST(Communicator, ABrokenSharedSubgroupIsMadeAnew) {
   EXPECT_EQ(world.shared_subgroup(me, 2).value(), other);
 }
 
-TEST(Communicator, ALostRankIsReportedByAllOthersInTime) {
-  const auto begin = std::chrono::steady_clock::now();
+// That the call ends is the test; a rank that comes later than the others' time-out hears of it.
+TEST(Communicator, ALostRankIsReportedByAllOthers) {
   run_ranks(4, {.timeout_ms = 1000}, [](Communicator& c) {
-    ASSERT_TRUE(c.barrier("start").ok());
     if (c.rank() == 2) return;  // gone
     const Status status = c.barrier("dispatch");
     expect_refusal(status, StatusCode::kDevice, {"dispatch", "1000 ms", "2"});
@@ -168,11 +168,10 @@ TEST(Communicator, ALostRankIsReportedByAllOthersInTime) {
     EXPECT_EQ(c.barrier("again").message(), status.message());
     EXPECT_EQ(c.state().message(), status.message());
   });
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(20));
 }
 
 TEST(Communicator, ALateRankIsWaitedForWithinTheTime) {
-  run_ranks(3, {.timeout_ms = 10'000}, [](Communicator& c) {
+  run_ranks(3, {.timeout_ms = test::kHangGuardMs}, [](Communicator& c) {
     if (c.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
     const Status status = c.barrier("slow");
     EXPECT_TRUE(status.ok()) << status.message();
@@ -180,7 +179,7 @@ TEST(Communicator, ALateRankIsWaitedForWithinTheTime) {
 }
 
 TEST(Communicator, AWrongCountIsReportedByEveryRank) {
-  run_ranks(4, {.timeout_ms = 10'000}, [](Communicator& c) {
+  run_ranks(4, {.timeout_ms = test::kHangGuardMs}, [](Communicator& c) {
     const std::vector<std::byte> out(c.rank() == 3 ? 5 : 4);
     std::vector<std::byte> in(16);
     std::vector<In> recv;
@@ -195,7 +194,7 @@ TEST(Communicator, AWrongCountIsReportedByEveryRank) {
 }
 
 TEST(Communicator, RanksInDifferentCallsNotice) {
-  run_ranks(2, {.timeout_ms = 10'000}, [](Communicator& c) {
+  run_ranks(2, {.timeout_ms = test::kHangGuardMs}, [](Communicator& c) {
     const Status status = c.barrier(c.rank() == 0 ? "dispatch" : "combine");
     expect_refusal(status, StatusCode::kDevice, {"another call"});
   });

@@ -5,19 +5,18 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
-#include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <string_view>
-#include <thread>
 
 #include "moesaic/communicator.h"
+#include "parallel/reports.h"
 
 namespace {
 
 using namespace moesaic;
 
-constexpr int kTimeoutMs = 3000;
+constexpr int kTimeoutMs = 5000;  // where a rank is gone or late
 constexpr int kSteps = 20;
 
 // Message sizes from nothing to well beyond what travels eagerly.
@@ -61,7 +60,7 @@ Status run(Communicator& c, std::string_view mode) {
   for (int step = 0; step < kSteps; ++step) {
     const bool now = step == kSteps / 2 && c.rank() == 1;
     if (now && mode == "kill") raise(SIGKILL);
-    if (now && mode == "delay") std::this_thread::sleep_for(std::chrono::seconds(5));
+    if (now && mode == "delay") test::wait_for("reported", c.size(), false);
     MOESAIC_RETURN_IF_ERROR(all_to_all(c, step, now && mode == "count"));
   }
   return {};
@@ -71,7 +70,8 @@ Status run(Communicator& c, std::string_view mode) {
 
 int main(int argc, char** argv) {
   const std::string_view mode = argc > 1 ? argv[1] : "ok";
-  auto c = make_mpi_communicator({.timeout_ms = kTimeoutMs});
+  const bool lost = mode == "kill" || mode == "delay";
+  auto c = make_mpi_communicator({.timeout_ms = lost ? kTimeoutMs : test::kHangGuardMs});
   if (!c.ok()) {
     fmt::print("no communicator: {}\n", c.status().to_string());
     return 2;
@@ -83,6 +83,7 @@ int main(int argc, char** argv) {
   std::fflush(stdout);
   if (status.ok()) return 0;
   // A broken world cannot be finalised; others may still be about to report.
-  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  test::note(rank, "reported");
+  test::wait_for("reported", (*c)->size(), mode != "kill");
   _exit(5);
 }

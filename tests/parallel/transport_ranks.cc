@@ -2,8 +2,8 @@
 //   transport_ranks TRANSPORT STAGE FAULT
 //     TRANSPORT  all_to_all, all_gather_reduce_scatter, all_to_all_batched
 //     STAGE      dispatch, combine: where rank 1 fails, in its third call
-//     FAULT      ok, kill (before it sends), kill_inside (soon after), delay (5 s), rows (its
-//     header
+//     FAULT      ok, kill (before it sends), kill_inside (soon after), delay (until the others have
+//     reported), rows (its header
 //                announces one row too many), bytes (its messages are a few bytes short)
 // Every rank runs the same few steps and compares its rows with one rank's result. Those that live
 // print one line: "rank R: ok", "rank R: reported after N ms: <reason>" or "rank R: WRONG: ...".
@@ -19,6 +19,7 @@
 #include <thread>
 
 #include "moesaic/communicator.h"
+#include "parallel/reports.h"
 #include "prepare_finalize/transport_case.h"
 #include "support/metrics.h"
 #include "support/random.h"
@@ -28,7 +29,7 @@ namespace {
 using namespace moesaic;
 using Clock = std::chrono::steady_clock;
 
-constexpr int kTimeoutMs = 3000;
+constexpr int kTimeoutMs = 5000;  // where a rank is gone or late
 constexpr int kSteps = 8;
 constexpr int kFaultyStep = 3;
 constexpr std::int64_t kRowsPerRank = 40;
@@ -62,7 +63,7 @@ class FaultyCommunicator final : public Communicator {
         raise(SIGKILL);
       }).detach();
     }
-    if (fault_ == "delay") std::this_thread::sleep_for(std::chrono::seconds(5));
+    if (fault_ == "delay") test::wait_for("reported", size(), false);
     std::vector<std::vector<std::byte>> changed;
     std::vector<std::span<const std::byte>> out(send.begin(), send.end());
     for (const auto& message : send) changed.emplace_back(message.begin(), message.end());
@@ -121,8 +122,9 @@ std::string run(std::unique_ptr<Communicator> real, test::Transport transport,
   if (!made.ok()) return fmt::format("WRONG: {}", made.status().to_string());
   Tensor output = Tensor::zeros(DType::kF32, c.hidden_states.shape()).value();
   const std::int64_t first = rank * kRowsPerRank;
-  const Status ready = comm->barrier("ready");  // loading differs by more than a time-out
-  if (!ready.ok()) return fmt::format("WRONG: {}", ready.to_string());
+  // Loading differs by more than a time-out.
+  test::note(rank, "ready");
+  test::wait_for("ready", comm->size(), true);
   for (int step = 0; step < kSteps; ++step) {
     test::poison(output.view());
     (*made)->poison_workspace();
@@ -154,17 +156,20 @@ int main(int argc, char** argv) {
     if (std::string_view(argv[1]) == test::transport_name(t)) transport = t;
   }
   const std::string_view fault = argv[3];
-  auto c = make_mpi_communicator({.timeout_ms = fault == "ok" ? 20'000 : kTimeoutMs});
+  const bool killed = fault.starts_with("kill");
+  auto c = make_mpi_communicator(
+      {.timeout_ms = killed || fault == "delay" ? kTimeoutMs : test::kHangGuardMs});
   if (!c.ok()) {
     fmt::print("no communicator: {}\n", c.status().to_string());
     return 2;
   }
-  const int rank = (*c)->rank();
+  const int rank = (*c)->rank(), size = (*c)->size();
   const std::string line = run(std::move(*c), transport, argv[2], fault);
   fmt::print("rank {}: {}\n", rank, line);
   std::fflush(stdout);
   if (line == "ok") return 0;
   // A broken world cannot be finalised; others may still be about to report.
-  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  test::note(rank, "reported");
+  test::wait_for("reported", size, !killed);
   _exit(5);
 }

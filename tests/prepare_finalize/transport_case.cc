@@ -5,6 +5,7 @@
 #include <memory>
 #include <thread>
 
+#include "support/hang_guard.h"
 #include "support/random.h"
 
 namespace moesaic::test {
@@ -118,7 +119,7 @@ TransportRun run_transport(const StandardCase& c, const std::vector<std::int64_t
   TransportRun run;
   run.output = Tensor::uninitialized(DType::kF32, c.hidden_states.shape()).value();
   run.ranks.resize(counts.size());
-  auto ranks = make_in_process_communicators(size, {.timeout_ms = 20'000}).value();
+  auto ranks = make_in_process_communicators(size, {.timeout_ms = kHangGuardMs}).value();
   std::vector<std::thread> threads;
   std::int64_t first = 0;
   for (std::size_t r = 0; r < counts.size(); ++r) {

@@ -17,6 +17,7 @@ from pathlib import Path
 
 SKIPPED = 77
 TIMEOUT_S = 4
+HANG_GUARD_S = 600
 LAYER = 1
 ENVIRONMENT = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
                "OMPI_MCA_btl_vader_single_copy_mechanism": "none"}  # fmt: skip
@@ -56,7 +57,7 @@ class Case:
 
     def output(self, command, name, *extra):
         path = Path(self.folder, name)
-        subprocess.run([*command, "--output", path, *extra], check=True, timeout=90, env=ENVIRONMENT,
+        subprocess.run([*command, "--output", path, *extra], check=True, timeout=HANG_GUARD_S, env=ENVIRONMENT,
                        stdout=subprocess.DEVNULL)  # fmt: skip
         return path.read_bytes()
 
@@ -76,7 +77,7 @@ class Case:
             os.kill(pid, signal.SIGKILL)
         begin = time.monotonic()
         try:
-            text = job.communicate(timeout=TIMEOUT_S + 20)[0]
+            text = job.communicate(timeout=HANG_GUARD_S)[0]
         except subprocess.TimeoutExpired:
             os.killpg(job.pid, signal.SIGKILL)
             return "the other rank hangs: " + job.communicate()[0]
