@@ -24,13 +24,27 @@ constexpr int kPasses = 7;
 double read_seconds(const CpuKernels& kernels, const std::byte* data, int threads) {
   const std::int64_t slice = kReadBytes / threads / 256 * 256;
   std::uint32_t sum = 0;
+  std::int64_t bytes = 0;  // of the threads there are: a team may be smaller than was asked for
   const double begin = seconds();
-#pragma omp parallel num_threads(threads) reduction(^ : sum)
-  sum ^= kernels.read_loop(data + omp_get_thread_num() * slice, slice);
+#pragma omp parallel num_threads(threads) reduction(^ : sum) reduction(+ : bytes)
+  {
+    sum ^= kernels.read_loop(data + omp_get_thread_num() * slice, slice);
+    bytes += slice;
+  }
   const double end = seconds();
   volatile std::uint32_t keep = sum;
   static_cast<void>(keep);
-  return (end - begin) * static_cast<double>(kReadBytes) / static_cast<double>(slice * threads);
+  return (end - begin) * static_cast<double>(kReadBytes) / static_cast<double>(bytes);
+}
+
+// Values of both signs between a half and one: chains neither vanish nor overflow.
+void fill_operands(float* operands) {
+  std::uint32_t state = 0x9E3779B9U;
+  for (int i = 0; i < kMultiplyAddFloats; ++i) {
+    state = state * 1664525U + 1013904223U;
+    const float magnitude = 0.5F + static_cast<float>(state >> 9) * 0x1p-24F;
+    operands[i] = (state & 0x100U) != 0 ? magnitude : -magnitude;
+  }
 }
 
 }  // namespace
@@ -54,10 +68,9 @@ Result<Ceilings> measure_ceilings(const CpuKernels& kernels, OperandKind operand
     const double begin = seconds();
 #pragma omp parallel num_threads(threads) reduction(+ : flops)
     {
-      float sink[2] = {0.5F, 0.25F};
-      flops += kernels.multiply_add_loop(operand, kIterations, sink);
-      volatile float keep = sink[0];
-      static_cast<void>(keep);
+      float operands[kMultiplyAddFloats];
+      fill_operands(operands);
+      flops += kernels.multiply_add_loop(operand, kIterations, operands);
     }
     best.gflops = std::max(best.gflops, flops / (seconds() - begin) * 1e-9);
   }

@@ -25,6 +25,13 @@ inline constexpr int kGroup = 128;
 // Rows per call: the fp32 results of one panel (96 * 64 * 4 = 24 KiB) stay in a 32 KiB L1.
 inline constexpr int kMaxRows = 96;
 
+// Chains of multiply_add_loop: enough to cover the latency (4 to 6 cycles) of two multiply-adds a
+// cycle with room for the scheduler, as the GEMMs have them; twelve fill the 16 registers of the
+// smaller tiers.
+constexpr int multiply_add_chains(int lanes) { return lanes == 16 ? 24 : 12; }
+inline constexpr int kMaxMultiplyAddChains = 24;
+inline constexpr int kMultiplyAddFloats = 16 * (kMaxMultiplyAddChains + 3);
+
 // How activations are held as the left operand of a GEMM.
 enum class OperandKind : std::uint8_t {
   kF32,   // fp32 values
@@ -162,8 +169,12 @@ struct CpuKernels {
 
   // For measuring ceilings. Runs independent chains of the multiply-add that GEMMs with this
   // operand use, and returns the floating-point operations done (two per multiply-add).
-  double (*multiply_add_loop)(OperandKind operand, std::int64_t iterations, float* sink);
-  // Reads `bytes` (a multiple of 256) once, front to back.
+  // operands: rows of 16, of which a tier uses the first lanes: kMaxMultiplyAddChains start
+  // values, the first ones replaced by the results, then x0, x1 and y. Per iteration chain i
+  // becomes, kF32: chain * x + y; kBF16: chain + x * y + x * y, of x and y their upper halves; x is
+  // x0 for even i, else x1.
+  double (*multiply_add_loop)(OperandKind operand, std::int64_t iterations, float* operands);
+  // Reads `bytes` (a multiple of 256) once, front to back; the exclusive or of all words.
   std::uint32_t (*read_loop)(const std::byte* data, std::int64_t bytes);
 };
 

@@ -22,36 +22,41 @@ static_assert(kPanelColumns % kLanes == 0 && kLanes <= 16,
 // On top of those:
 #include "cpu/quantize-inl.h"
 
-// Enough chains to cover the latency (4 or 5 cycles) of two multiply-adds a cycle.
-constexpr int kChains = 12;
-
-double MultiplyAddLoop(OperandKind operand, std::int64_t iterations, float* sink) {
+// Chains start from values in memory and end there, every lane of them: a compiler can neither
+// merge two (equal chains become one) nor drop a part. Tests count them in the machine code.
+double MultiplyAddLoop(OperandKind operand, std::int64_t iterations, float* operands) {
+  constexpr int kChains = multiply_add_chains(kLanes);
+  const int stride = MOESAIC_FAULT(ceilings_equal_chains) ? 0 : 16;
   VF acc[kChains];
-#pragma GCC unroll 16
-  for (int i = 0; i < kChains; ++i) acc[i] = hn::Set(df, sink[0]);
-  const VF x = hn::Set(df, sink[1]);
+#pragma GCC unroll 24
+  for (int i = 0; i < kChains; ++i) acc[i] = hn::LoadU(df, operands + i * stride);
+  const float* const constants = operands + kMaxMultiplyAddChains * 16;
+  const VF x[2] = {hn::LoadU(df, constants), hn::LoadU(df, constants + 16)};
+  const VF y = hn::LoadU(df, constants + 32);
 #if MOESAIC_TIER_BF16
   if (operand == OperandKind::kBF16) {
-    const __m512i pair = _mm512_castps_si512(x.raw);
+    const auto pair = [](VF v) MOESAIC_TIER_ATTR {
+      const auto high = hn::And(hn::BitCast(du32, v), hn::Set(du32, 0xFFFF0000U));
+      return reinterpret_cast<__m512bh>(hn::Or(high, hn::ShiftRight<16>(high)).raw);
+    };
+    const __m512bh px[2] = {pair(x[0]), pair(x[1])};
+    const __m512bh py = pair(y);
     for (std::int64_t n = 0; n < iterations; ++n) {
-#pragma GCC unroll 16
-      for (int i = 0; i < kChains; ++i) {
-        acc[i].raw = _mm512_dpbf16_ps(acc[i].raw, reinterpret_cast<__m512bh>(pair),
-                                      reinterpret_cast<__m512bh>(pair));
-      }
+#pragma GCC unroll 24
+      for (int i = 0; i < kChains; ++i) acc[i].raw = _mm512_dpbf16_ps(acc[i].raw, px[i % 2], py);
     }
   } else
 #endif
   {
     static_cast<void>(operand);
+    // The product within the chain: where there is no fused multiply-add, x * y would be made once.
     for (std::int64_t n = 0; n < iterations; ++n) {
-#pragma GCC unroll 16
-      for (int i = 0; i < kChains; ++i) acc[i] = hn::MulAdd(acc[i], x, x);
+#pragma GCC unroll 24
+      for (int i = 0; i < kChains; ++i) acc[i] = hn::MulAdd(acc[i], x[i % 2], y);
     }
   }
-#pragma GCC unroll 16
-  for (int i = 1; i < kChains; ++i) acc[0] = hn::Add(acc[0], acc[i]);
-  sink[0] = hn::GetLane(acc[0]);
+#pragma GCC unroll 24
+  for (int i = 0; i < kChains; ++i) hn::StoreU(acc[i], df, operands + i * 16);
   const double per_lane = MOESAIC_TIER_BF16 && operand == OperandKind::kBF16 ? 4.0 : 2.0;
   return per_lane * kLanes * kChains * static_cast<double>(iterations);
 }
@@ -72,7 +77,12 @@ std::uint32_t ReadLoop(const std::byte* data, std::int64_t bytes) {
   }
 #pragma GCC unroll 16
   for (std::int64_t v = 1; v < kVectors; ++v) acc[0] = hn::Xor(acc[0], acc[v]);
-  return hn::GetLane(acc[0]);
+  // Every lane counts: of one alone, loads of four bytes would do.
+  std::uint32_t lanes[16];
+  hn::StoreU(acc[0], du32, lanes);
+  std::uint32_t sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum ^= lanes[i];
+  return sum;
 }
 
 #if MOESAIC_TIER_BF16

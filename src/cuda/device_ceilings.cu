@@ -16,6 +16,7 @@ namespace {
 
 constexpr int kReadThreads = 512;
 constexpr int kUnroll = 8;
+constexpr int kReadBlocks = 4;  // per multiprocessor: 512 threads each fill it
 
 // Every thread keeps eight 16-byte loads in flight; the sum keeps them from being dropped.
 __global__ void __launch_bounds__(kReadThreads)
@@ -124,8 +125,12 @@ Result<DeviceCeilings> measure_device_ceilings(int device, bool fp8) {
   MOESAIC_ASSIGN_OR_RETURN(const int sms, require_hopper(device));
   std::size_t free_bytes = 0, total_bytes = 0;
   MOESAIC_RETURN_IF_ERROR(check_call("ceilings", cudaMemGetInfo(&free_bytes, &total_bytes)));
-  const std::int64_t bytes = std::min<std::int64_t>(
-      std::int64_t{4} << 30, static_cast<std::int64_t>(free_bytes / 2) & ~std::int64_t{0xFFFFF});
+  // Whole turns of read_all's loop, which reads no rest: every byte that counts is read.
+  const std::int64_t turn =
+      std::int64_t{sizeof(uint4)} * kUnroll * kReadThreads * kReadBlocks * sms;
+  const std::int64_t bytes =
+      std::min<std::int64_t>(std::int64_t{4} << 30, static_cast<std::int64_t>(free_bytes / 2)) /
+      turn * turn;
   Allocation buffer, sink;
   MOESAIC_RETURN_IF_ERROR(buffer.reserve("ceilings", bytes));
   MOESAIC_RETURN_IF_ERROR(sink.reserve("ceilings", 4));
@@ -135,8 +140,7 @@ Result<DeviceCeilings> measure_device_ceilings(int device, bool fp8) {
 
   DeviceCeilings ceilings;
   MOESAIC_ASSIGN_OR_RETURN(const double read_us, median_us(device, [&](void* stream) {
-                             // Four blocks of 512 threads fill a multiprocessor.
-                             read_all<<<static_cast<unsigned>(4 * sms), kReadThreads, 0,
+                             read_all<<<static_cast<unsigned>(kReadBlocks * sms), kReadThreads, 0,
                                         static_cast<cudaStream_t>(stream)>>>(
                                  buffer.as<uint4>(), bytes / 16, sink.as<std::uint32_t>());
                              return check_call("ceilings", cudaGetLastError());
