@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Files and numbers of other people's Python packages against ours: what gguf and safetensors write, what ml_dtypes rounds.
+"""Files and numbers of other people's Python packages against ours: what gguf, safetensors and transformers write, what
+ml_dtypes rounds, what the MoE blocks of transformers compute.
 
-usage: python_oracles_test.py gguf|ml_dtypes|safetensors TOOL CODEC_FILTER SOURCE_DIR
+usage: python_oracles_test.py gguf|ml_dtypes|safetensors|transformers TOOL CODEC_FILTER SOURCE_DIR
 
 Exit code 77, with the reason, where the package is not installed. MOESAIC_ORACLE_PYTHON names an interpreter that has
 them (a virtual environment); nothing is ever installed here."""
@@ -295,8 +296,31 @@ def safetensors_test(folder):
     expect(out["output"].shape[0] == out["topk_ids"].shape[0] == 256, "rows of", result)
 
 
+# --- transformers: every family as it saves it, and its own block in float64 ---
+
+def transformers_test(folder):
+    torch, transformers, _ = needed("torch", "transformers", "safetensors.torch")
+    import family_checkpoints
+    wrong, count = [], 0
+    for row, folders in family_checkpoints.write_all(torch, transformers, folder):
+        for model in folders:
+            name, count = os.path.basename(model), count + 1
+            for quant, bound in (("f32", 2e-6), ("bf16", 6e-3)):
+                done = subprocess.run([TOOL, "verify", "--model", model, "--quant", quant, "--device", "cpu", "--json"],
+                                      capture_output=True, text=True, timeout=300)
+                report = json.loads(done.stdout.splitlines()[-1]) if done.stdout else {}
+                error = report.get("worst_rel_l2")
+                good = done.returncode == 0 and error is not None and error <= bound
+                print("%-32s %-4s %s" % (name, quant, "relative L2 %.1e" % error if error is not None else report.get("message", done.stderr)),
+                      flush=True)
+                if not good:
+                    wrong.append("%s as %s" % (name, quant))
+    print("%d checkpoints of %d rows" % (count, len(family_checkpoints.ROWS)))
+    expect(not wrong, "refused or beyond the bound:", ", ".join(wrong))
+
+
 def main():
-    tests = {"gguf": gguf_test, "ml_dtypes": ml_dtypes_test, "safetensors": safetensors_test}
+    tests = {"gguf": gguf_test, "ml_dtypes": ml_dtypes_test, "safetensors": safetensors_test, "transformers": transformers_test}
     folder = tempfile.mkdtemp()
     try:
         tests[PACKAGE](folder)
