@@ -12,6 +12,8 @@
 #include "checkpoint/layer_rules.h"
 #include "checkpoint/names.h"
 #include "checkpoint/routing_config.h"
+#include "checkpoint/unread_fields.h"
+#include "core/fault.h"
 #include "moesaic/activation.h"
 
 namespace moesaic {
@@ -88,8 +90,14 @@ Result<std::optional<std::string>> activation_field(const ConfigFields& fields,
   if (family.moe_object.empty()) return fields.string(family.activation_field);
   MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* nested, fields.object(family.activation_field));
   if (nested == nullptr) return std::optional<std::string>();
-  return ConfigFields(*nested, fmt::format("{}: {}", fields.where(), family.activation_field))
-      .string("name");
+  const std::string where = fmt::format("{}: {}", fields.where(), family.activation_field);
+  for (const auto& [key, value] : nested->items()) {
+    if (key == "name" || value.is_null()) continue;
+    return Status(StatusCode::kUnsupported,
+                  fmt::format("{}: {}: got {}, need name alone: implementations ignore the rest",
+                              where, quote_name(key), value.dump()));
+  }
+  return ConfigFields(*nested, where).string("name");
 }
 
 // Models whose experts have no gate: the names are pointwise functions.
@@ -117,6 +125,14 @@ Result<ActivationKind> hidden_activation(const ConfigFields& fields, const Famil
                             family.activation_field, quote_name(*name)));
 }
 
+// A constant of the activation, in the precision that it is computed with. What does not fit
+// becomes infinite on the way, or 0, and is as meaningless as that.
+Result<std::optional<float>> read_constant(const ConfigFields& fields, std::string_view name) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto stated, fields.number(name));
+  if (!stated) return std::optional<float>();
+  return std::optional(static_cast<float>(std::clamp(*stated, -1e30, 1e30)));
+}
+
 Result<ActivationSpec> read_activation(const ConfigFields& fields, const Family& family) {
   ActivationSpec activation = family.activation;
   if (family.reads_hidden_act) {
@@ -128,19 +144,22 @@ Result<ActivationSpec> read_activation(const ConfigFields& fields, const Family&
                                 fields.where(), activation_name(activation.kind), family.title));
     }
   }
-  MOESAIC_ASSIGN_OR_RETURN(const auto limit, fields.number("swiglu_limit"));
-  if (limit) {
-    // A limit that rounds to 0 or to infinity in F32 is as meaningless as a negative one.
-    const auto narrow = static_cast<float>(std::clamp(*limit, -1e30, 1e30));
-    if (!(narrow > 0)) {
-      return Status(fields.bad_value("swiglu_limit", fmt::to_string(*limit), "> 0"));
+  if (!family.limit_field.empty()) {
+    MOESAIC_ASSIGN_OR_RETURN(const auto limit, read_constant(fields, family.limit_field));
+    if (limit && !(*limit > 0)) {
+      return Status(fields.bad_value(family.limit_field, fmt::to_string(*limit), "> 0"));
     }
-    if (activation.kind != ActivationKind::kSilu && activation.kind != ActivationKind::kSwigluOai) {
+    if (limit && activation.kind != ActivationKind::kSilu &&
+        activation.kind != ActivationKind::kSwigluOai) {
       return Status(StatusCode::kUnsupported,
-                    fmt::format("{}: swiglu_limit: got {} with activation {}, need silu",
-                                fields.where(), *limit, activation_name(activation.kind)));
+                    fmt::format("{}: {}: got {} with activation {}, need silu", fields.where(),
+                                family.limit_field, *limit, activation_name(activation.kind)));
     }
-    activation.limit = narrow;
+    if (limit) activation.limit = *limit;
+  }
+  if (!family.alpha_field.empty()) {
+    MOESAIC_ASSIGN_OR_RETURN(const auto alpha, read_constant(fields, family.alpha_field));
+    if (alpha && !MOESAIC_FAULT(checkpoint_alpha_ignored)) activation.alpha = *alpha;
   }
   return activation;
 }
@@ -204,13 +223,11 @@ Result<MoeLayerSpec> read_layer(const ConfigFields& fields, const ConfigFields& 
 
 // A dense member of a family that also has MoE models says so by having no experts.
 Result<bool> has_experts(const ConfigFields& fields, const Family& family) {
-  if (family.layer_rule == LayerRule::kEvery || family.layer_rule == LayerRule::kPattern ||
-      !family.moe_object.empty()) {
-    return true;
-  }
+  if (family.layer_rule == LayerRule::kPattern || !family.moe_object.empty()) return true;
   MOESAIC_ASSIGN_OR_RETURN(const auto count,
                            fields.integer(expert_count_fields(), {0, kMaxExperts}));
   if (count) return *count > 0;
+  if (family.layer_rule == LayerRule::kEvery) return true;
   const std::span<const std::string_view> names = expert_count_fields();
   // null is the way to say "dense"; a field that is not there at all is an incomplete file.
   return std::none_of(names.begin(), names.end(),
@@ -225,7 +242,9 @@ Result<ModelConfig> parse_checked(std::string_view text) {
     return Status(StatusCode::kCorruptFile, "config.json: need an object at the top");
   }
   MOESAIC_ASSIGN_OR_RETURN(const LanguageModel model, find_language_model(top));
-  const ConfigFields fields(*model.object, model.where);
+  FieldsRead read;
+  FieldsRead moe_read;
+  const ConfigFields fields(*model.object, model.where, -1, &read);
 
   ModelConfig config;
   MOESAIC_ASSIGN_OR_RETURN(config.family, require_family(fields, &config.model_type));
@@ -257,7 +276,8 @@ Result<ModelConfig> parse_checked(std::string_view text) {
       const std::int64_t layer =
           config.family->has_layer_lists ? static_cast<std::int64_t>(i) : std::int64_t{-1};
       MOESAIC_ASSIGN_OR_RETURN(
-          spec, read_layer(fields, ConfigFields(*moe_object, moe_where, layer), &config));
+          spec,
+          read_layer(fields, ConfigFields(*moe_object, moe_where, layer, &moe_read), &config));
       const Status valid = validate(*spec);
       if (!valid.ok()) return valid.with_context(model.where);
     }
@@ -267,7 +287,18 @@ Result<ModelConfig> parse_checked(std::string_view text) {
     config.layers.push_back(*spec);
   }
   // What a dense stack says about experts must be sound all the same.
-  if (!spec) MOESAIC_RETURN_IF_ERROR(read_layer(fields, fields, &config).status());
+  if (!spec) {
+    const ConfigFields moe(*moe_object, moe_where, -1, &moe_read);
+    MOESAIC_RETURN_IF_ERROR(read_layer(fields, moe, &config).status());
+  }
+  if (moe_object == model.object) {
+    moe_read.merge(read);
+    MOESAIC_RETURN_IF_ERROR(
+        check_unread_fields(*model.object, model.where, *config.family, moe_read));
+    return config;
+  }
+  MOESAIC_RETURN_IF_ERROR(check_unread_fields(*model.object, model.where, *config.family, read));
+  MOESAIC_RETURN_IF_ERROR(check_unread_fields(*moe_object, moe_where, *config.family, moe_read));
   return config;
 }
 

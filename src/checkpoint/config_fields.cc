@@ -21,15 +21,18 @@ std::string describe(const nlohmann::json& value) {
 
 }  // namespace
 
-ConfigFields::ConfigFields(const nlohmann::json& object, std::string where, std::int64_t layer)
-    : object_(&object), where_(std::move(where)), layer_(layer) {}
+ConfigFields::ConfigFields(const nlohmann::json& object, std::string where, std::int64_t layer,
+                           FieldsRead* read)
+    : object_(&object), where_(std::move(where)), layer_(layer), read_(read) {}
 
 const nlohmann::json* ConfigFields::find(std::string_view name) const {
+  if (read_ != nullptr) read_->emplace(name);
   const auto it = object_->find(std::string(name));
   return it == object_->end() || it->is_null() ? nullptr : &*it;
 }
 
 bool ConfigFields::is_null(std::string_view name) const {
+  if (read_ != nullptr) read_->emplace(name);
   const auto it = object_->find(std::string(name));
   return it != object_->end() && it->is_null();
 }

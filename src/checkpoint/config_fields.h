@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -20,12 +22,18 @@ struct IntegerRange {
   std::int64_t high;
 };
 
+// Names that were asked for, present or not: what a configuration may hold without a question left
+// open.
+using FieldsRead = std::set<std::string, std::less<>>;
+
 class ConfigFields {
  public:
   // `object` must be a JSON object that outlives this; `where` begins every message
   // ("config.json", "config.json: text_config").
   // With `layer` >= 0 an integer may also be a list, whose entry at `layer` counts.
-  ConfigFields(const nlohmann::json& object, std::string where, std::int64_t layer = -1);
+  // `read`, where there is one, outlives this and collects the names that are asked for.
+  ConfigFields(const nlohmann::json& object, std::string where, std::int64_t layer = -1,
+               FieldsRead* read = nullptr);
 
   // The field under any of its names (aliases). Two names with different values are
   // kAmbiguousFormat; a value of another type is kCorruptFile.
@@ -67,6 +75,7 @@ class ConfigFields {
   const nlohmann::json* object_;
   std::string where_;
   std::int64_t layer_;
+  FieldsRead* read_;
 };
 
 }  // namespace moesaic

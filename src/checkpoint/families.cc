@@ -50,6 +50,41 @@ std::span<const std::string_view> layer_prefixes() { return kLayerPrefixes; }
 std::span<const std::string_view> expert_count_fields() { return kExpertCount; }
 std::span<const std::string_view> top_k_fields() { return kTopK; }
 
+std::span<const std::string_view> layer_rule_fields(LayerRule rule) {
+  static constexpr auto kSparseStep =
+      std::to_array<std::string_view>({"decoder_sparse_step", "mlp_only_layers"});
+  static constexpr auto kFirstDense =
+      std::to_array<std::string_view>({"first_k_dense_replace", "moe_layer_freq"});
+  static constexpr auto kPeriod =
+      std::to_array<std::string_view>({"expert_layer_period", "expert_layer_offset"});
+  static constexpr auto kInterleave =
+      std::to_array<std::string_view>({"moe_layers", "interleave_moe_layer_step"});
+  static constexpr auto kInterval = std::to_array<std::string_view>(
+      {"moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"});
+  static constexpr auto kEnumerated = std::to_array<std::string_view>({"moe_layers_enum"});
+  static constexpr auto kPattern =
+      std::to_array<std::string_view>({"layers_block_type", "hybrid_override_pattern"});
+  switch (rule) {
+    case LayerRule::kSparseStep:
+      return kSparseStep;
+    case LayerRule::kFirstDense:
+      return kFirstDense;
+    case LayerRule::kPeriod:
+      return kPeriod;
+    case LayerRule::kInterleave:
+      return kInterleave;
+    case LayerRule::kInterval:
+      return kInterval;
+    case LayerRule::kEnumerated:
+      return kEnumerated;
+    case LayerRule::kPattern:
+      return kPattern;
+    case LayerRule::kEvery:
+      break;
+  }
+  return {};
+}
+
 std::string block_name(std::string_view layer_prefix, std::int64_t layer, std::string_view block) {
   return fmt::format("{}{}{}{}", layer_prefix, layer, block.empty() ? "" : ".", block);
 }

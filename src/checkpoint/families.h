@@ -86,6 +86,7 @@ enum class RenormRule : std::uint8_t {
   kNever,
   kAlways,
   kIfSeveral,  // top_k > 1
+  kOfSeveral,  // always, but implementations disagree about a single one: top_k 1 is refused
   kStated,     // the boolean field `renorm_field`
 };
 // Whether there is an e_score_correction_bias.
@@ -98,10 +99,38 @@ enum class BiasRule : std::uint8_t {
 };
 // Where routed_scaling_factor applies.
 enum class ScaleRule : std::uint8_t {
-  kNone,                // the family has no such field
-  kAlways,              // after the renormalisation
-  kUnlessRenormalized,  // DeepSeek-V2: the weights are either renormalised or scaled
-  kOnOutput,            // on the sum of the routed experts
+  kNone,      // the family has no such field
+  kAlways,    // after the renormalisation
+  kOnOutput,  // on the sum of the routed experts
+};
+
+// A field of a family's configuration that is not read, because this version computes what one
+// value of it says, or because nothing in the block depends on it. Any other value is refused by
+// name; so is every field in neither list whose name speaks of experts or routing (config_fields).
+struct AssumedField {
+  std::string_view name;
+  std::string_view value = {};  // JSON, alternatives between '|'; empty: any, it changes nothing
+  // Not empty: implementations disagree about other values, and this is how.
+  std::string_view readings = {};
+};
+
+// A family's own assumed fields; a literal type like NameList.
+struct AssumedFields {
+  constexpr AssumedFields() = default;
+  constexpr AssumedFields(std::initializer_list<AssumedField> list_in) { add(list_in); }
+  // Behind those of the family that this one was made from; an entry of the same name replaces it.
+  constexpr void add(std::initializer_list<AssumedField> list_in) {
+    for (const AssumedField& field : list_in) {
+      std::size_t at = 0;
+      while (at < count && fields[at].name != field.name) ++at;
+      fields[at] = field;
+      if (at == count) ++count;
+    }
+  }
+  constexpr std::span<const AssumedField> list() const { return {fields.data(), count}; }
+
+  std::array<AssumedField, 16> fields{};
+  std::size_t count = 0;
 };
 
 struct RoutingRule {
@@ -151,6 +180,11 @@ struct Family {
   bool reads_hidden_act = true;
   std::string_view activation_field = "hidden_act";
   ActivationSpec activation;
+  // Constants of the activation; empty: the family has no such field.
+  std::string_view limit_field;
+  std::string_view alpha_field;
+
+  AssumedFields assumed;
 
   std::string_view layer_prefix = "model.layers.";  // what precedes "<i>.<block>" in plain models
   // Tensors, relative to the block; empty: the family has no such tensor.
@@ -176,6 +210,8 @@ std::span<const std::string_view> layer_prefixes();
 // Fields that mean the same in every family.
 std::span<const std::string_view> expert_count_fields();
 std::span<const std::string_view> top_k_fields();
+// Fields that decide which layers are MoE by this rule: mlp_layer_types may leave them unread.
+std::span<const std::string_view> layer_rule_fields(LayerRule rule);
 
 // Name of a block: "model.layers.", 3, "mlp" -> "model.layers.3.mlp"; without a block "blk.3".
 std::string block_name(std::string_view layer_prefix, std::int64_t layer, std::string_view block);

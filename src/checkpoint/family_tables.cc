@@ -5,6 +5,13 @@
 namespace moesaic {
 namespace {
 
+constexpr std::string_view kScoringReadings =
+    "the models' own code stops, transformers computes with sigmoid or softmax as the family has "
+    "it, vLLM computes what the field says";
+constexpr std::string_view kMethodReadings =
+    "the models' own code stops, transformers always selects with groups and a bias, vLLM follows "
+    "the field";
+
 constexpr Family mixtral() {
   Family f;
   f.title = "Mixtral";
@@ -31,7 +38,7 @@ constexpr Family qwen3_vl_moe() {
   Family f = qwen3_moe();
   f.title = "Qwen3-VL-MoE";
   f.model_types = {"qwen3_vl_moe_text"};
-  f.routing.default_renorm = true;
+  f.routing.renorm = RenormRule::kAlways;
   f.layouts = {fused(ExpertStorage::kFusedNN, "mlp"), projections("mlp")};
   return f;
 }
@@ -55,23 +62,45 @@ constexpr Family olmoe() {
   return f;
 }
 
+constexpr Family flex_olmo() {
+  Family f = olmoe();
+  f.title = "FlexOlmo";
+  f.model_types = {"flex_olmo"};
+  return f;
+}
+
+constexpr Family mellum() {
+  Family f = qwen3_moe();
+  f.title = "Mellum";
+  f.model_types = {"mellum"};
+  f.layer_rule = LayerRule::kEvery;
+  f.routing.default_renorm = true;
+  return f;
+}
+
 constexpr Family deepseek_v2() {
   Family f;
   f.title = "DeepSeek-V2";
   f.model_types = {"deepseek_v2"};
   f.width_fields = {"moe_intermediate_size"};
   f.layer_rule = LayerRule::kFirstDense;
-  f.routing.scoring_field = "scoring_func";
-  f.routing.renorm = RenormRule::kStated;
   f.routing.bias = BiasRule::kTopkMethod;
   f.routing.default_topk_method = "greedy";
   f.routing.reads_groups = true;
-  f.routing.scale = ScaleRule::kUnlessRenormalized;
+  f.routing.scale = ScaleRule::kAlways;
   f.shared = SharedRule::kCount;
   f.shared_count_field = "n_shared_experts";
   f.correction_bias = {"gate.e_score_correction_bias"};
   f.shared_layout = kSharedExperts;
   f.layouts = {projections("mlp"), fused_nt("mlp")};
+  f.assumed = {
+      {"norm_topk_prob", "false",
+       "transformers scales the weights and never renormalises, the models' own code renormalises "
+       "and then does not scale (but a single weight), vLLM renormalises and scales"},
+      {"scoring_func", "\"softmax\"", kScoringReadings},
+      {"n_group", ""},  // of topk_method "greedy"
+      {"topk_group", ""},
+  };
   return f;
 }
 
@@ -81,13 +110,19 @@ constexpr Family deepseek_v3() {
   f.model_types = {"deepseek_v3", "deepseek_v32"};
   f.default_first_dense = 3;
   f.routing.scoring_func = ScoringFunc::kSigmoid;
+  f.routing.renorm = RenormRule::kStated;
   f.routing.default_renorm = true;
-  f.routing.default_topk_method = "noaux_tc";
+  f.routing.bias = BiasRule::kAlways;
+  f.routing.default_topk_method = "";
   f.routing.default_n_group = 8;
   f.routing.default_topk_group = 4;
   f.routing.scale = ScaleRule::kAlways;
   f.routing.default_scale = 2.5;
   f.default_shared_count = 1;
+  f.assumed = {
+      {"scoring_func", "\"sigmoid\"", kScoringReadings},
+      {"topk_method", "\"noaux_tc\"", kMethodReadings},
+  };
   return f;
 }
 
@@ -106,10 +141,25 @@ constexpr Family glm4_moe() {
   Family f = kimi_k2();
   f.title = "GLM-4.5";
   f.model_types = {"glm4_moe", "glm4v_moe_text"};
-  f.routing.scoring_field = "";
-  f.routing.bias = BiasRule::kAlways;
-  f.routing.default_topk_method = "";
   f.routing.default_scale = 1.0;
+  f.assumed = {{"topk_method", "\"noaux_tc\""}};
+  return f;
+}
+
+constexpr Family glm4_moe_lite() {
+  Family f = glm4_moe();
+  f.title = "GLM-4.7-Flash";
+  f.model_types = {"glm4_moe_lite"};
+  f.routing.default_scale = 1.8;
+  return f;
+}
+
+constexpr Family glm_moe_dsa() {
+  Family f = glm4_moe();
+  f.title = "GLM-5";
+  f.model_types = {"glm_moe_dsa"};
+  f.default_first_dense = 3;
+  f.routing.default_scale = 2.5;
   return f;
 }
 
@@ -119,12 +169,11 @@ constexpr Family minimax_m2() {
   f.model_types = {"minimax_m2"};
   f.width_fields = {"intermediate_size"};
   f.routing.scoring_func = ScoringFunc::kSigmoid;
-  f.routing.scoring_field = "scoring_func";
   f.routing.renorm = RenormRule::kAlways;
   f.routing.bias = BiasRule::kStated;
-  f.routing.scale = ScaleRule::kAlways;
   f.correction_bias = {"e_score_correction_bias", "gate.e_score_correction_bias"};
   f.layouts = {w123("block_sparse_moe"), fused_nt("mlp"), fused_nt("block_sparse_moe")};
+  f.assumed = {{"shared_moe_mode", ""}};  // how a shared expert, of which there is none, is added
   return f;
 }
 
@@ -137,6 +186,9 @@ constexpr Family gpt_oss() {
   // hidden_act says "silu" in these files; the activation is fixed by the family.
   f.reads_hidden_act = false;
   f.activation = {ActivationKind::kSwigluOai, 7.0F, 1.702F, 1.0F, 0.0F};
+  f.limit_field = "swiglu_limit";
+  f.alpha_field = "swiglu_alpha";
+  f.assumed = {{"hidden_act", "\"silu\""}};
   f.gate_weight = "router.weight";
   f.gate_bias = "router.bias";
   f.layouts = {gpt_oss_layout(), gpt_oss_mxfp4_layout()};
@@ -151,10 +203,25 @@ constexpr Family qwen3_next() {
   return f;
 }
 
+// The language model of Qwen3.5-MoE.
+constexpr Family qwen3_5_moe() {
+  Family f = qwen3_next();
+  f.title = "Qwen3.5-MoE";
+  f.model_types = {"qwen3_5_moe_text"};
+  f.routing.renorm = RenormRule::kAlways;
+  f.layer_rule = LayerRule::kEvery;
+  f.assumed = {{"decoder_sparse_step", "1"}, {"mlp_only_layers", "[]"}};
+  return f;
+}
+
 constexpr Family dots1() {
   Family f = glm4_moe();
   f.title = "dots.llm1";
   f.model_types = {"dots1"};
+  f.default_first_dense = 0;
+  f.default_shared_count = 0;
+  f.routing.default_renorm = false;
+  f.assumed.add({{"scoring_func", "\"sigmoid\"|\"noaux_tc\""}});
   return f;
 }
 
@@ -162,6 +229,7 @@ constexpr Family minimax_m1() {
   Family f = mixtral();
   f.title = "MiniMax-Text-01 and M1";
   f.model_types = {"minimax", "minimax_m1", "minimax_text_01"};
+  f.assumed = {{"shared_moe_mode", ""}};
   return f;
 }
 
@@ -196,6 +264,13 @@ constexpr Family granite_shared() {
   return f;
 }
 
+constexpr Family granite_hybrid() {
+  Family f = granite_shared();
+  f.title = "Granite 4";
+  f.model_types = {"granitemoehybrid"};
+  return f;
+}
+
 constexpr Family jamba() {
   Family f;
   f.title = "Jamba";
@@ -227,6 +302,7 @@ constexpr Family dbrx() {
   layout.down = "experts.mlp.w2";
   layout.weight_suffixes = {""};
   f.layouts = {layout};
+  f.assumed = {{"uniform_expert_assignment", "false"}};
   return f;
 }
 
@@ -247,10 +323,10 @@ constexpr Family llama4() {
   return f;
 }
 
-constexpr Family hunyuan() {
+constexpr Family hunyuan_large() {
   Family f;
-  f.title = "Hunyuan-MoE";
-  f.model_types = {"hunyuan_v1_moe", "hunyuan"};
+  f.title = "Hunyuan-Large";
+  f.model_types = {"hunyuan"};
   f.width_fields = {"moe_intermediate_size", "intermediate_size"};
   f.has_layer_lists = true;
   f.routing.renorm = RenormRule::kIfSeveral;
@@ -264,6 +340,24 @@ constexpr Family hunyuan() {
   f.gate_weight = "gate.wg.weight";
   f.layouts = {projections("mlp"), fused_nt("mlp"),
                up_first("mlp", "experts.{e}.gate_and_up_proj", "experts.{e}.down_proj")};
+  f.assumed = {
+      {"use_mixed_mlp_moe", "true"},
+      {"moe_drop_tokens", "false"},
+      {"moe_random_routing_dropped_token", "false"},
+      {"moe_layer_num_skipped", "0"},
+      {"group_limited_greedy", "false"},
+      {"n_group", "1|0|false"},
+      {"topk_group", "1|0|false"},
+      {"routed_scaling_factor", "1|false"},
+  };
+  return f;
+}
+
+constexpr Family hunyuan() {
+  Family f = hunyuan_large();
+  f.title = "Hunyuan-MoE";
+  f.model_types = {"hunyuan_v1_moe"};
+  f.routing.renorm = RenormRule::kOfSeveral;
   return f;
 }
 
@@ -280,8 +374,25 @@ constexpr Family ernie45() {
   f.correction_bias = {"moe_statics.e_score_correction_bias"};
   f.shared = SharedRule::kCount;
   f.shared_count_field = "moe_num_shared_experts";
+  f.default_shared_count = 2;
   f.shared_layout = kSharedExperts;
   f.layouts = {projections("mlp"), fused_nt("mlp")};
+  f.assumed = {
+      {"use_bias", "false"},
+      {"moe_gate", "\"topk\"|\"topk_fused\""},
+      {"moe_gate_act", "\"softmax\""},
+      {"moe_norm_gate_logits", "true"},
+      {"moe_use_hard_gate", "false"},
+      {"moe_group_experts", "false"},
+      {"moe_use_aux_free", ""},  // the tensors say whether there is a bias
+      {"moe_capacity", ""},      // of training
+      {"moe_reverse_token_drop", ""},
+      {"moe_all_to_all_dropout", ""},
+      {"moe_dense_experts_token_type_id", ""},
+      {"moe_multimodal_dispatch_use_allgather", ""},
+      {"moe_layer_feed_fake_token", ""},
+      {"moe_with_send_router_loss", ""},
+  };
   return f;
 }
 
@@ -301,6 +412,15 @@ constexpr Family step3() {
   ExpertLayout layout = per_expert("moe", "gate_proj", "up_proj", "down_proj");
   layout.storage = ExpertStorage::kStacked;
   f.layouts = {layout};
+  f.assumed = {
+      {"use_moe", "true"},
+      {"moe_every_n_layer", "1"},
+      {"moe_layer_offset", "0"},
+      {"moe_dynamic_exp_p", "1"},
+      {"moe_router_activation", "\"softmax\""},
+      {"moe_router_scaling_factor", "1"},
+      {"use_moe_router_bias", "false"},
+  };
   return f;
 }
 
@@ -317,6 +437,8 @@ constexpr Family longcat() {
   f.gate_weight = "router.classifier.weight";
   f.correction_bias = {"router.e_score_correction_bias"};
   f.layouts = {projections("mlp"), fused_nt("mlp")};
+  f.assumed = {
+      {"norm_topk_prob", "false"}, {"router_bias", "false"}, {"scoring_func", "\"softmax\""}};
   return f;
 }
 
@@ -342,15 +464,18 @@ constexpr Family nemotron_h() {
   f.layer_prefix = "backbone.layers.";
   f.correction_bias = {"gate.e_score_correction_bias"};
   f.layouts = {per_expert("mixer", "", "experts.{e}.up_proj", "experts.{e}.down_proj")};
+  f.assumed = {{"hidden_act", ""}, {"moe_latent_size", "null"}};
   return f;
 }
 
 constexpr auto kFamilies = std::to_array<Family>({
-    mixtral(),     qwen2_moe(),      qwen3_moe(), qwen3_next(), deepseek_v2(),
-    deepseek_v3(), kimi_k2(),        glm4_moe(),  dots1(),      minimax_m1(),
-    minimax_m2(),  olmoe(),          gpt_oss(),   llama4(),     phimoe(),
-    granite(),     granite_shared(), jamba(),     dbrx(),       hunyuan(),
-    ernie45(),     step3(),          longcat(),   nemotron_h(), qwen3_vl_moe(),
+    mixtral(),       qwen2_moe(),      qwen3_moe(),     qwen3_next(),  deepseek_v2(),
+    deepseek_v3(),   kimi_k2(),        glm4_moe(),      dots1(),       minimax_m1(),
+    minimax_m2(),    olmoe(),          gpt_oss(),       llama4(),      phimoe(),
+    granite(),       granite_shared(), jamba(),         dbrx(),        hunyuan(),
+    hunyuan_large(), ernie45(),        step3(),         longcat(),     nemotron_h(),
+    qwen3_vl_moe(),  qwen3_5_moe(),    glm4_moe_lite(), glm_moe_dsa(), granite_hybrid(),
+    flex_olmo(),     mellum(),
 });
 
 }  // namespace

@@ -12,6 +12,8 @@
 
 #include "checkpoint/guard.h"
 #include "checkpoint/names.h"
+#include "checkpoint/unread_fields.h"
+#include "core/fault.h"
 
 namespace moesaic {
 namespace {
@@ -131,8 +133,25 @@ class Metadata {
                fmt::format("got {}, need a string", gguf_kind_name(*value)));
   }
 
+  // Keys that nobody asked for and that speak of experts: what they mean was not computed. Which
+  // layers have experts is read from the tensors.
+  Status check_unread() const {
+    constexpr auto kLayers =
+        std::to_array<std::string_view>({"interleave_moe_layer_step", "moe_every_n_layers"});
+    for (const auto& [key, value] : header_.metadata) {
+      if (!key.starts_with(prefix_) || read_.contains(key)) continue;
+      const std::string_view name = std::string_view(key).substr(prefix_.size());
+      const bool layers = std::find(kLayers.begin(), kLayers.end(), name) != kLayers.end();
+      if (layers || !speaks_of_experts(name) || MOESAIC_FAULT(gguf_accept_unknown_keys)) continue;
+      return bad(StatusCode::kUnsupported, key,
+                 "not known to this version, and its name speaks of experts or routing");
+    }
+    return {};
+  }
+
  private:
   const GgufValue* find(const std::string& key) const {
+    read_.insert(key);
     const auto it = header_.metadata.find(key);
     return it == header_.metadata.end() ? nullptr : &it->second;
   }
@@ -158,6 +177,7 @@ class Metadata {
   std::string_view label_;
   const GgufHeader& header_;
   std::string prefix_;
+  mutable std::set<std::string> read_;
 };
 
 Result<const Architecture*> find_architecture(const Metadata& metadata) {
@@ -197,6 +217,36 @@ Status check_gating(const Metadata& metadata, const Family& family) {
   return metadata.bad(
       StatusCode::kAmbiguousFormat, fmt::format("{}.expert_gating_func", metadata.architecture()),
       fmt::format("got {}, need {} for {} models", *gating, gating_of(family), family.title));
+}
+
+// What the family does not leave to the file: the file may say so, but nothing else.
+Status check_fixed_routing(const Metadata& metadata, const Family& family) {
+  const RoutingRule& rule = family.routing;
+  const auto key = [&](std::string_view name) {
+    return fmt::format("{}.{}", metadata.architecture(), name);
+  };
+  MOESAIC_ASSIGN_OR_RETURN(const auto norm, metadata.boolean("expert_weights_norm"));
+  if (norm && rule.renorm != RenormRule::kStated && rule.method == RoutingMethod::kTopK) {
+    const bool need = rule.renorm != RenormRule::kNever;
+    if (*norm != need) {
+      return metadata.bad(StatusCode::kUnsupported, key("expert_weights_norm"),
+                          fmt::format("got {}, need {} for {} models", *norm, need, family.title));
+    }
+  }
+  MOESAIC_ASSIGN_OR_RETURN(const auto scale, metadata.number("expert_weights_scale"));
+  if (scale && rule.scale == ScaleRule::kNone && *scale != 0 && *scale != 1) {
+    return metadata.bad(StatusCode::kUnsupported, key("expert_weights_scale"),
+                        fmt::format("got {}, need 1 for {} models", *scale, family.title));
+  }
+  MOESAIC_ASSIGN_OR_RETURN(const auto groups,
+                           metadata.integer("expert_group_count", 0, kMaxExperts));
+  MOESAIC_ASSIGN_OR_RETURN(const auto used,
+                           metadata.integer("expert_group_used_count", 0, kMaxExperts));
+  if (!rule.reads_groups && groups.value_or(1) > 1 && used.value_or(0) != *groups) {
+    return metadata.bad(StatusCode::kUnsupported, key("expert_group_count"),
+                        fmt::format("got {}, need 1 for {} models", *groups, family.title));
+  }
+  return {};
 }
 
 // The experts' part of a config.json that says what the metadata say.
@@ -312,6 +362,7 @@ Result<ModelConfig> read_checked(std::string_view label,
                            model_type_of(metadata, *architecture, *num_experts));
   const Family& family = *gguf_family(model_type);
   MOESAIC_RETURN_IF_ERROR(check_gating(metadata, family));
+  MOESAIC_RETURN_IF_ERROR(check_fixed_routing(metadata, family));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t hidden,
                            metadata.required("embedding_length", 1, kMaxWidth));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t used,
@@ -342,6 +393,11 @@ Result<ModelConfig> read_checked(std::string_view label,
     return config.status().with_context(fmt::format("{}: architecture {} as a {} configuration",
                                                     label, architecture->name, model_type));
   }
+  // The shared expert's sizes and those of dense layers, in families without them.
+  for (const std::string_view name : {"expert_shared_count", "expert_shared_feed_forward_length"}) {
+    MOESAIC_RETURN_IF_ERROR(metadata.integer(name, 0, kMaxWidth).status());
+  }
+  MOESAIC_RETURN_IF_ERROR(metadata.check_unread());
   config->family = &family;
   config->gguf = true;
   config->num_hidden_layers = num_layers;

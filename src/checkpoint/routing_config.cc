@@ -45,6 +45,12 @@ Result<TopkMethod> read_topk_method(const ConfigFields& fields, const RoutingRul
 }
 
 Status read_groups(const ConfigFields& fields, const RoutingRule& rule, RoutingSpec* routing) {
+  // transformers stops at null, vLLM takes one group.
+  if (rule.default_n_group != 1 && fields.is_null("n_group")) {
+    return {StatusCode::kAmbiguousFormat,
+            fmt::format("{}: n_group: got null, need a number: none, or the default of {}?",
+                        fields.where(), rule.default_n_group)};
+  }
   MOESAIC_ASSIGN_OR_RETURN(const auto groups, fields.integer("n_group", {1, routing->num_experts}));
   MOESAIC_ASSIGN_OR_RETURN(const auto kept,
                            fields.integer("topk_group", {1, routing->num_experts}));
@@ -87,20 +93,21 @@ Result<bool> read_bias(const ConfigFields& fields, const RoutingRule& rule,
   return false;
 }
 
-Result<double> read_scale(const ConfigFields& fields, const RoutingRule& rule,
-                          const RoutingSpec& routing) {
+Result<double> read_scale(const ConfigFields& fields, const RoutingRule& rule) {
   if (rule.scale == ScaleRule::kNone) return 1.0;
   MOESAIC_ASSIGN_OR_RETURN(const auto stated, fields.number(rule.scale_field));
   const double scale = stated.value_or(rule.default_scale);
   if (!(scale > 0)) return fields.bad_value(rule.scale_field, fmt::to_string(scale), "> 0");
-  const bool renormalized = routing.renormalize && routing.top_k > 1;
-  if (rule.scale == ScaleRule::kUnlessRenormalized && renormalized) return 1.0;
   return scale;
 }
 
-// DBRX: null or absent divides by nothing.
+// DBRX: null divides by nothing. Unsaid, as in the published files, it is the sum that divides.
 Status read_p_norm(const ConfigFields& fields, RoutingSpec* routing) {
   MOESAIC_ASSIGN_OR_RETURN(const auto p, fields.number("moe_normalize_expert_weights"));
+  if (!p && !fields.is_null("moe_normalize_expert_weights") &&
+      !MOESAIC_FAULT(checkpoint_unsaid_norm_is_none)) {
+    return {};
+  }
   if (!p) {
     routing->method = RoutingMethod::kTopK;
     return {};
@@ -115,6 +122,7 @@ Status read_p_norm(const ConfigFields& fields, RoutingSpec* routing) {
 // LongCat: experts that hand their input back.
 Status read_zero_experts(const ConfigFields& fields, RoutingSpec* routing) {
   constexpr std::int64_t kMaxZeroExperts = 16384;
+  constexpr std::int64_t kDefaultZeroExperts = 256;
   MOESAIC_ASSIGN_OR_RETURN(const auto count,
                            fields.integer("zero_expert_num", {0, kMaxZeroExperts}));
   MOESAIC_ASSIGN_OR_RETURN(const auto type, fields.string("zero_expert_type"));
@@ -122,7 +130,8 @@ Status read_zero_experts(const ConfigFields& fields, RoutingSpec* routing) {
     return {StatusCode::kUnsupported, fmt::format("{}: zero_expert_type: got {}, need identity",
                                                   fields.where(), quote_name(*type))};
   }
-  routing->num_zero_experts = count.value_or(0);
+  routing->num_zero_experts =
+      count.value_or(fields.is_null("zero_expert_num") ? 0 : kDefaultZeroExperts);
   return {};
 }
 
@@ -155,10 +164,16 @@ Result<bool> read_renormalize(const ConfigFields& fields, const RoutingRule& rul
       return true;
     case RenormRule::kIfSeveral:
       return top_k > 1;
+    case RenormRule::kOfSeveral:
+      if (top_k > 1) return true;
+      return Status(
+          StatusCode::kAmbiguousFormat,
+          fmt::format("{}: moe_topk: got 1, need 2 or more, since implementations disagree: "
+                      "transformers renormalises a single weight to 1, vLLM and the "
+                      "models' own code leave it as it is",
+                      fields.where()));
     case RenormRule::kStated: {
       MOESAIC_ASSIGN_OR_RETURN(const auto stated, fields.boolean(rule.renorm_field));
-      // DeepSeek-V2 leaves a single selected weight as it is.
-      if (rule.scale == ScaleRule::kUnlessRenormalized && top_k == 1) return false;
       return stated.value_or(rule.default_renorm);
     }
   }
@@ -188,7 +203,7 @@ Result<RoutingSpec> read_routing(const ConfigFields& fields, const Family& famil
     routing.renorm_floor = floor.value_or(rule.renorm_floor);
   }
   routing.scale_on_output = rule.scale == ScaleRule::kOnOutput;
-  MOESAIC_ASSIGN_OR_RETURN(routing.routed_scaling_factor, read_scale(fields, rule, routing));
+  MOESAIC_ASSIGN_OR_RETURN(routing.routed_scaling_factor, read_scale(fields, rule));
   return routing;
 }
 

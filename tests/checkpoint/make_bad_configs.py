@@ -82,8 +82,8 @@ def config_cases(c):
 
     # Routing.
     bad("norm_topk_string", QWEN, {"norm_topk_prob": "true"}, CORRUPT, ["norm_topk_prob", "true or false"])
-    bad("scoring_unknown", V3, {"scoring_func": "relu"}, UNSUPPORTED, ["scoring_func", '"relu"', "softmax"])
-    bad("topk_method_unknown", V3, {"topk_method": "best"}, UNSUPPORTED, ["topk_method", '"best"', "noaux_tc"])
+    bad("scoring_unknown", V3, {"scoring_func": "relu"}, AMBIGUOUS, ["scoring_func", '"relu"', "sigmoid"])
+    bad("topk_method_unknown", dict(V3, model_type="deepseek_v2"), {"topk_method": "best"}, UNSUPPORTED, ["topk_method", '"best"', "noaux_tc"])
     bad("groups_do_not_divide", V3, {"n_group": 3}, ARGUMENT, ["n_group", "got 3", "divisor"])
     bad("groups_zero", V3, {"n_group": 0}, ARGUMENT, ["n_group", "got 0"])
     bad("topk_group_above_groups", V3, {"topk_group": 3}, ARGUMENT, ["topk_group", "got 3", "n_group 2"])
@@ -100,8 +100,9 @@ def config_cases(c):
     bad("act_unknown", QWEN, {"hidden_act": "softmax"}, UNSUPPORTED, ["hidden_act", '"softmax"', "silu"])
     bad("act_not_gated", QWEN, {"hidden_act": "relu2"}, UNSUPPORTED, ["hidden_act", '"relu2"'])
     bad("act_list", QWEN, {"hidden_act": ["silu"]}, CORRUPT, "hidden_act")
-    bad("limit_zero", QWEN, {"swiglu_limit": 0.0}, ARGUMENT, "swiglu_limit")
-    bad("limit_with_gelu", QWEN, {"swiglu_limit": 7, "hidden_act": "gelu"}, UNSUPPORTED, ["swiglu_limit", "gelu"])
+    oss = dict({k: v for k, v in QWEN.items() if k != "moe_intermediate_size"}, model_type="gpt_oss", intermediate_size=8)
+    bad("limit_zero", oss, {"swiglu_limit": 0.0}, ARGUMENT, "swiglu_limit")
+    bad("limit_of_another_family", QWEN, {"swiglu_limit": 7}, UNSUPPORTED, ["swiglu_limit", "got 7", "Qwen3-MoE"])
     bad("dtype_unknown", QWEN, {"dtype": "float8"}, UNSUPPORTED, ["dtype", '"float8"'])
     bad("dtypes_disagree", QWEN, {"torch_dtype": "float16"}, AMBIGUOUS, ["dtype", "BF16", "F16"])
 

@@ -139,6 +139,15 @@ def models(c):
     meta("scale_negative", {"expert_gating_func": 2, "expert_weights_scale": -1.0, "expert_group_count": 1, "expert_group_used_count": 1}, ARGUMENT,
          ["routed_scaling_factor"], architecture="deepseek2")
     meta("scale_nan", {"expert_gating_func": 2, "expert_weights_scale": float("nan")}, CORRUPT, ["expert_weights_scale", "nan"], architecture="deepseek2")
+    # What the family does not leave to the file, and keys of somebody else's engine.
+    meta("norm_of_mixtral", {"expert_weights_norm": False}, UNSUPPORTED, ["llama.expert_weights_norm", "got false", "need true"], architecture="llama")
+    meta("norm_of_deepseek_v2", {"expert_weights_norm": True}, UNSUPPORTED, ["expert_weights_norm", "got true", "DeepSeek-V2"], architecture="deepseek2")
+    meta("scale_of_qwen3", {"expert_weights_scale": 2.5}, UNSUPPORTED, ["qwen3moe.expert_weights_scale", "got 2.5", "need 1"])
+    meta("groups_of_qwen3", {"expert_group_count": 4, "expert_group_used_count": 2}, UNSUPPORTED, ["qwen3moe.expert_group_count", "got 4"])
+    meta("unknown_of_experts", {"experts_per_group": 2}, UNSUPPORTED, ["qwen3moe.experts_per_group", "not known"])
+    meta("router_softcap", {"router_logit_softcapping": 30.0}, UNSUPPORTED, ["router_logit_softcapping"])
+    meta("without_effect", {"interleave_moe_layer_step": 1, "expert_group_count": 1, "expert_weights_scale": 1.0, "expert_shared_count": 0,
+                            "leading_dense_block_count": 1}, "ok", [], door="layer")
     meta("no_shared_width", {}, CORRUPT, ["shared_expert_intermediate_size"], architecture="qwen2moe")
     meta("second_part", {}, ARGUMENT, ["split.no", "first part"], extra=[("split.no", U16, 1), ("split.count", U16, 2)])
     meta("split_name", {}, CORRUPT, ["split.count", "-00001-of-00002.gguf"], extra=[("split.no", U16, 0), ("split.count", U16, 2)])

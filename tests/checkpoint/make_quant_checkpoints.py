@@ -78,9 +78,9 @@ class Cases:
                   "num_experts_per_tok": 2, "norm_topk_prob": True, "torch_dtype": "bfloat16"}
         beside = None
         if shared:
-            config = {"model_type": "deepseek_v2", "hidden_size": h, "moe_intermediate_size": shared, "num_hidden_layers": 1,
-                      "n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 0,
-                      "norm_topk_prob": True, "torch_dtype": "bfloat16"}
+            config = {"model_type": "ernie4_5_moe", "hidden_size": h, "moe_intermediate_size": shared, "num_hidden_layers": 1,
+                      "moe_num_experts": EXPERTS, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 0,
+                      "torch_dtype": "bfloat16"}
             beside = mlp("shared_experts", shared)
         if quant:
             config["quantization_config"] = quant

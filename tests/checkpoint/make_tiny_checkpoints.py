@@ -60,6 +60,11 @@ def qwen3(**more):
                  "hidden_act": "silu", "dtype": "bfloat16"}, **more)
 
 
+def unsaid(**more):
+    """For families that have no norm_topk_prob."""
+    return {k: v for k, v in qwen3(**more).items() if k != "norm_topk_prob"}
+
+
 def deepseek(model_type="deepseek_v3", h=16, i=8, **more):
     return dict({"model_type": model_type, "hidden_size": h, "moe_intermediate_size": i, "intermediate_size": 40,
                  "num_hidden_layers": 3, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
@@ -134,10 +139,8 @@ def deepseeks(c):
     c.add("deepseek_v3_bf16_bias", deepseek(model_type="deepseek_v32"), both(bias="BF16"), v3)
     v2 = {"routing": "topk", "scoring": "softmax", "renormalize": False, "scale": 16.0, "groups": [1, 1], "shared": 16}
     c.add("deepseek_v2", deepseek("deepseek_v2", topk_method="greedy", routed_scaling_factor=16), both(bias=None), v2)
-    c.add("deepseek_v2_grouped", deepseek("deepseek_v2", topk_method="group_limited_greedy", routed_scaling_factor=16.0),
-          both(bias=None), dict(v2, routing="grouped_topk", groups=[2, 1]))
-    c.add("deepseek_v2_renorm", deepseek("deepseek_v2", norm_topk_prob=True, routed_scaling_factor=16.0, moe_layer_freq=2),
-          {2: deepseek_layer(2, bias=None)}, dict(v2, renormalize=True, scale=1.0))
+    c.add("deepseek_v2_grouped", deepseek("deepseek_v2", topk_method="group_limited_greedy", routed_scaling_factor=16.0, moe_layer_freq=2),
+          {2: deepseek_layer(2, bias=None)}, dict(v2, routing="grouped_topk", groups=[2, 1]))
     c.add("deepseek_v2_no_shared", deepseek("deepseek_v2", n_shared_experts=None, num_hidden_layers=2),
           {1: Layer(random.Random(6), 4, 16, 8).per_expert().router()}, dict(v2, shared=0, scale=1.0))
     k2 = deepseek("kimi_k2")
@@ -189,8 +192,8 @@ def others(c):
         return (Layer(rng, 4, h, i, expert_bias=bias).fused_nn_interleaved().router("router.weight")
                 .router_bias(rng, "router.bias"))
     c.add("gpt_oss", flat_moe("gpt_oss", hidden_act="silu", experts_per_token=2), {0: oss(1), 1: oss(2)}, oss_spec)
-    c.add("gpt_oss_square", flat_moe("gpt_oss", h=16, i=16, swiglu_limit=5.5), {0: oss(1, i=16, bias="F32"), 1: oss(2, i=16, bias="F16")},
-          dict(oss_spec, limit=5.5))
+    c.add("gpt_oss_square", flat_moe("gpt_oss", h=16, i=16, swiglu_limit=5.5, swiglu_alpha=1.25),
+          {0: oss(1, i=16, bias="F32"), 1: oss(2, i=16, bias="F16")}, dict(oss_spec, limit=5.5, alpha=1.25))
     mxfp4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]}
     c.add("gpt_oss_mxfp4", flat_moe("gpt_oss", h=64, i=128, num_hidden_layers=1, quantization_config=mxfp4),
           {0: Mxfp4Layer(random.Random(4), 4, 64, 128)}, dict(oss_spec, quant="mxfp4-bf16"))
@@ -220,14 +223,14 @@ def more_families(c):
                                   "ffn_act_fn": {"name": "silu"}}},
           two(lambda s: layer(s, "flat", "router.layer.weight")), dict(plain, routing="p_norm", p_norm=2.0),
           "transformer.blocks.%d.ffn", common="transformer.")
-    c.add("step3", qwen3(model_type="step3", moe_layers_enum="0,1", norm_expert_weight=True, share_expert_dim=12),
+    c.add("step3", unsaid(model_type="step3", moe_layers_enum="0,1", norm_expert_weight=True, share_expert_dim=12),
           two(lambda s: layer(s, "stacked").shared(random.Random(s), "^share_expert", 12)),
           dict(plain, renormalize=True, shared=12, beside_block=True), "model.layers.%d.moe")
     step = Layer(random.Random(3), 4, 200, 256, dtype="F8_E4M3").stacked().router().shared(random.Random(4), "^share_expert", 128)
-    c.add("step3_fp8", dict(qwen3(model_type="step3", moe_layers_enum="1", norm_expert_weight=True, share_expert_dim=128, quantization_config=FP8),
+    c.add("step3_fp8", dict(unsaid(model_type="step3", moe_layers_enum="1", norm_expert_weight=True, share_expert_dim=128, quantization_config=FP8),
                             hidden_size=200, moe_intermediate_size=256),
           {1: step}, dict(plain, renormalize=True, shared=128, beside_block=True, quant="fp8-block", shared_quant="fp8-block"), "model.layers.%d.moe")
-    c.add("jamba", qwen3(model_type="jamba", intermediate_size=8, num_hidden_layers=4),
+    c.add("jamba", unsaid(model_type="jamba", intermediate_size=8, num_hidden_layers=4),
           {1: layer(1, "per_expert", "router.weight"), 3: layer(2, "per_expert", "router.weight")}, plain, ff)
     c.add("phimoe", flat_moe("phimoe", router_jitter_noise=0.02), two(lambda s: layer(s, "w123")),
           dict(plain, routing="sparse_mixer", jitter=0.02), bsm)
