@@ -151,7 +151,7 @@ class Cases:
         keys = {"block_count": 1, "embedding_length": h, "expert_feed_forward_length": i, "expert_count": EXPERTS, "expert_used_count": 2}
         beside, arch = None, "qwen3moe"
         if shared:
-            arch, beside = "deepseek2", []
+            arch, beside = "ernie4_5-moe", []
             keys.update(expert_shared_count=1, expert_weights_norm=True)
             for leaf, n, k in (("gate", i, h), ("up", i, h), ("down", h, i)):
                 raw, v = q.gguf_rows(rng, shared, n, k)
