@@ -374,7 +374,6 @@ constexpr Family ernie45() {
   f.correction_bias = {"moe_statics.e_score_correction_bias"};
   f.shared = SharedRule::kCount;
   f.shared_count_field = "moe_num_shared_experts";
-  f.default_shared_count = 2;
   f.shared_layout = kSharedExperts;
   f.layouts = {projections("mlp"), fused_nt("mlp")};
   f.assumed = {

@@ -35,6 +35,8 @@ constexpr auto kWithoutEffect = std::to_array<std::string_view>({
     "moe_dropout_prob",
     "moe_router_bias_update_rate",
     "moe_router_load_balancing_type",
+    "moe_router_dtype",  // scores are F32 whatever it says
+    "router_dtype",
     "moe_token_dispatcher_type",
     "moe_permute_fusion",
     "moe_grouped_gemm",
