@@ -93,9 +93,10 @@ Result<std::optional<std::string>> activation_field(const ConfigFields& fields,
   const std::string where = fmt::format("{}: {}", fields.where(), family.activation_field);
   for (const auto& [key, value] : nested->items()) {
     if (key == "name" || value.is_null()) continue;
-    return Status(StatusCode::kUnsupported,
-                  fmt::format("{}: {}: got {}, need name alone: implementations ignore the rest",
-                              where, quote_name(key), value.dump()));
+    return Status(
+        StatusCode::kUnsupported,
+        fmt::format("{}: {}: got {}, need name alone: implementations ignore the rest", where,
+                    quote_name(key), value.is_structured() ? value.type_name() : value.dump()));
   }
   return ConfigFields(*nested, where).string("name");
 }

@@ -156,7 +156,9 @@ Status check_unread_fields(const nlohmann::json& object, std::string_view where,
     if (!read.contains(field.name)) assumed.push_back(field);
   }
   const std::span<const std::string_view> layers = layer_rule_fields(family.layer_rule);
-  for (const auto& [name, value] : object.items()) {
+  for (const auto& item : object.items()) {
+    const std::string& name = item.key();
+    const nlohmann::json& value = item.value();
     // null says that there is no such thing. That is also the way out for whoever knows better.
     if (value.is_null()) continue;
     const auto field = std::find_if(assumed.begin(), assumed.end(),
