@@ -33,6 +33,10 @@ struct ConvertOptions {
   ProgressFn progress;  // source bytes done and in all
   // Asked between pieces of work; true ends the conversion with kIo "interrupted".
   std::function<bool()> should_stop;
+  // Lets the result take the place of a folder with files that no conversion wrote.
+  bool replace_any_folder = false;
+  // Not null: set to whether a failure is the destination's (its rules, or it cannot be written).
+  bool* failed_on_output = nullptr;
 };
 
 struct ConvertReport {
@@ -49,21 +53,32 @@ struct ConvertReport {
 
 // Reads the checkpoint in folder `from` and writes folder `to`: safetensors shards with an index,
 // config.json with a new quantization_config, and the other small files of the folder (tokeniser,
-// golden file) as they are. Every tensor that is not a routed expert's is copied byte for byte; the
-// exception are FP8-block linears of a model that is stored so, which become BF16 when the target
-// is another format (one configuration cannot describe both). moesaic_conversion.json keeps the
-// report.
+// golden file) as they are. Every tensor that is not a routed expert's is copied byte for byte,
+// with its name and dtype, quantised or not. Where linears outside the routed experts are
+// quantised, quantization_config describes both:
+//   FP8 blocks beside fp8-block  the source's own description, which covers the experts as well
+//   compressed-tensors           groups for the experts and for what stays; fp8-block then is that
+//                                of compressed-tensors (weight_scale)
+//   all else                     quant_method "moesaic" with the source's description for what
+//   stays
+//                                and one for the experts: this library reads it, engines that know
+//                                no such method refuse it
+// moesaic_conversion.json keeps the report.
 //
-// `to` appears complete or not at all: it is written under a temporary name beside it and renamed.
-// Memory: two experts of one layer in fp32 and their codes, and 4 MiB; independent of the model's
-// number of layers. Deterministic: the same bytes for any number of threads.
+// `to` appears complete or not at all: it is written under the temporary name "<to>.tmp-<process>"
+// beside it and renamed. What a killed conversion left under such a name is removed first, if its
+// process is gone and it is recognisably one; `notes` say so, and name what looks like one but
+// stays. Links in `to` are followed. Memory: two experts of one layer in fp32 and their codes, and
+// 4 MiB; independent of the model's number of layers. Deterministic: the same bytes for any number
+// of threads.
 //
-// Errors: kNotFound (scheme, with the nearest name; folders), kInvalidArgument (`to` exists and is
-// not an empty folder, or is inside `from`), kUnsupported (sizes that the format cannot cut into
-// groups, families whose experts have no layout of their own per expert, a source whose other
-// linears are quantised in a way that cannot be kept), and those of reading. All are found before
-// anything is written, except NaN and infinite weights (kInvalidArgument, naming layer and expert)
-// and kIo.
+// Errors: kNotFound (scheme, with the nearest name; folders, the one that `to` shall be in),
+// kInvalidArgument (`to` is the model's folder, inside it, or holds it or a file of it; is a file,
+// a mount point, or a folder with files that no conversion wrote and replace_any_folder is not
+// set), kUnsupported (a GGUF source; sizes that the format cannot cut into groups, families whose
+// experts have no layout of their own per expert), kAmbiguousFormat (quantised linears that no
+// quantization_config describes), and those of reading. All are found before anything is written,
+// except NaN and infinite weights (kInvalidArgument, naming layer and expert) and kIo.
 Result<ConvertReport> convert_checkpoint(const std::string& from, const std::string& to,
                                          const ConvertOptions& options);
 

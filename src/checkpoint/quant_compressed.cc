@@ -280,6 +280,7 @@ Result<QuantConfig> parse_compressed_tensors(const ConfigFields& fields) {
       return Status(StatusCode::kCorruptFile, fields.where() + ": format: missing, need a name");
     }
     QuantGroup made;
+    made.name = name;
     MOESAIC_ASSIGN_OR_RETURN(made.format,
                              group_format(group, own_format ? *own_format : *top_format));
     MOESAIC_ASSIGN_OR_RETURN(auto targets, group.strings("targets", kMaxSkipEntries));

@@ -112,6 +112,8 @@ Result<QuantConfig> parse_fp8(const ConfigFields& fields) {
   return quant;
 }
 
+Result<QuantConfig> parse_parts(const ConfigFields& fields);
+
 Result<QuantConfig> parse_method(const ConfigFields& fields, const std::string& method) {
   if (method == "fp8") return parse_fp8(fields);
   if (method == "mxfp4") return parse_mxfp4(fields);
@@ -120,10 +122,48 @@ Result<QuantConfig> parse_method(const ConfigFields& fields, const std::string& 
   if (method == "awq") return parse_awq(fields);
   if (method == "bitsandbytes") return parse_bitsandbytes(fields);
   if (method == "modelopt" || method == "modelopt_fp4") return parse_modelopt(fields);
+  if (method == kPartsMethod) return parse_parts(fields);
   return unsupported(fmt::format(
       "{}: quant_method {} is not supported, need fp8, mxfp4, compressed-tensors, gptq, awq, "
       "modelopt, bitsandbytes, or no quantization_config",
       fields.where(), quote_name(method)));
+}
+
+// The description in one half of kPartsMethod; its fields are those of a whole model's.
+Result<QuantConfig> parse_half(const ConfigFields& fields, std::string_view half,
+                               std::vector<std::string>* modules) {
+  MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* object, fields.object(half));
+  const auto missing = [&](std::string_view field, std::string_view need) {
+    return Status(StatusCode::kCorruptFile,
+                  fmt::format("{}: {}: missing, need {}", fields.where(), field, need));
+  };
+  if (object == nullptr) return missing(half, "an object");
+  const ConfigFields inside(*object, fmt::format("{}: {}", fields.where(), half));
+  if (modules != nullptr) {
+    MOESAIC_ASSIGN_OR_RETURN(auto list, inside.strings("modules", kMaxSkipEntries));
+    if (!list || list->empty()) {
+      return missing(fmt::format("{}: modules", half), "a list of module names");
+    }
+    *modules = std::move(*list);
+  }
+  MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* quant, inside.object("quantization_config"));
+  if (quant == nullptr) return missing(fmt::format("{}: quantization_config", half), "an object");
+  const ConfigFields description(*quant, inside.where() + ": quantization_config");
+  MOESAIC_ASSIGN_OR_RETURN(const auto method, description.string("quant_method"));
+  if (!method || *method == kPartsMethod) {
+    return Status(StatusCode::kCorruptFile,
+                  fmt::format("{}: quant_method: got {}, need the name of another method",
+                              description.where(), method ? quote_name(*method) : "none"));
+  }
+  return parse_method(description, *method);
+}
+
+Result<QuantConfig> parse_parts(const ConfigFields& fields) {
+  QuantPart experts;
+  MOESAIC_ASSIGN_OR_RETURN(experts.quant, parse_half(fields, "routed_experts", &experts.modules));
+  MOESAIC_ASSIGN_OR_RETURN(QuantConfig quant, parse_half(fields, "other_modules", nullptr));
+  quant.parts.push_back(std::move(experts));
+  return quant;
 }
 
 // Every regular expression is compiled once here, so that matching cannot fail later.
@@ -144,6 +184,9 @@ Status check_patterns(const std::string& where, const QuantConfig& quant) {
   MOESAIC_RETURN_IF_ERROR(check(quant.skips, "ignore"));
   for (const QuantGroup& group : quant.groups) {
     MOESAIC_RETURN_IF_ERROR(check(group.targets, "targets"));
+  }
+  for (const QuantPart& part : quant.parts) {
+    MOESAIC_RETURN_IF_ERROR(check_patterns(where, part.quant));
   }
   return {};
 }
@@ -288,28 +331,47 @@ bool same_quantisation(QuantConfig a, QuantConfig b) {
   return a == b;
 }
 
+const QuantConfig& description_of(const QuantConfig& quant, std::string_view module) {
+  if (MOESAIC_FAULT(checkpoint_quant_parts_ignored)) return quant;
+  for (const QuantPart& part : quant.parts) {
+    for (const std::string& name : part.modules) {
+      if (module.starts_with(name) &&
+          (module.size() == name.size() || module[name.size()] == '.')) {
+        return part.quant;
+      }
+    }
+  }
+  return quant;
+}
+
 bool skips_module(const QuantConfig& quant, std::string_view module) {
   return any_matches(quant.rule, quant.skips, module);
 }
 
-LinearFormat module_format(const QuantConfig& quant, std::string_view module) {
-  if (!quant.quantized() || skips_module(quant, module)) return {};
-  if (quant.groups.empty()) return quant.linear;
-  // Names before patterns before the class of all linears.
+const QuantGroup* group_of(const QuantConfig& quant, std::string_view module) {
   for (const int round : {0, 1, 2}) {
     for (const QuantGroup& group : quant.groups) {
       for (const std::string& target : group.targets) {
         const int kind = target == "Linear" ? 2 : target.starts_with("re:") ? 1 : 0;
-        if (kind == round && entry_matches(quant.rule, target, module)) return group.format;
+        if (kind == round && entry_matches(quant.rule, target, module)) return &group;
       }
     }
   }
-  return {};
+  return nullptr;
 }
 
-Result<LinearFormat> experts_format(const QuantConfig& quant, std::string_view experts,
+LinearFormat module_format(const QuantConfig& whole, std::string_view module) {
+  const QuantConfig& quant = description_of(whole, module);
+  if (!quant.quantized() || skips_module(quant, module)) return {};
+  if (quant.groups.empty()) return quant.linear;
+  const QuantGroup* group = group_of(quant, module);
+  return group != nullptr ? group->format : LinearFormat{};
+}
+
+Result<LinearFormat> experts_format(const QuantConfig& whole, std::string_view experts,
                                     std::int64_t num_experts,
                                     std::span<const std::string_view> projections) {
+  const QuantConfig& quant = description_of(whole, experts);
   if (!quant.quantized()) return LinearFormat{};
   MOESAIC_ASSIGN_OR_RETURN(const bool skipped,
                            skips_experts(quant, experts, num_experts, projections));

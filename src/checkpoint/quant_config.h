@@ -29,20 +29,39 @@ enum class NameRule : std::uint8_t {
 
 // compressed-tensors: modules of these targets have this format.
 struct QuantGroup {
+  std::string name;  // its key in config_groups
   LinearFormat format;
   std::vector<std::string> targets;
   bool operator==(const QuantGroup&) const = default;
 };
 
+struct QuantPart;
 struct QuantConfig {
   LinearFormat linear;  // of every linear that is not left out; plain: nothing is quantised
   NameRule rule = NameRule::kParts;
   std::vector<std::string> skips;
   // Not empty: these decide instead of `linear`, which is then that of the first group.
   std::vector<QuantGroup> groups;
+  // Modules that have a description of their own; all the above does not concern them.
+  std::vector<QuantPart> parts;
   bool quantized() const { return linear.stored != StoredFormat::kPlain; }
   bool operator==(const QuantConfig&) const = default;
 };
+
+// What `moesaic convert` writes when one quant_method cannot describe the new experts together with
+// linears that keep the format they had (quant_method kPartsMethod):
+//   {"quant_method": "moesaic",
+//    "routed_experts": {"modules": ["model.layers.3.mlp.experts", ...], "quantization_config":
+//    ...}, "other_modules": {"quantization_config": ...}}
+// The first holds for these modules and all inside them, the second for every other one. A method
+// of our own, so that a reader that knows only one of the two refuses the model instead of
+// guessing.
+struct QuantPart {
+  std::vector<std::string> modules;
+  QuantConfig quant;
+  bool operator==(const QuantPart&) const = default;
+};
+inline constexpr std::string_view kPartsMethod = "moesaic";
 
 // `top` is the whole config.json; `nested` its text_config or null. Looks at quantization_config,
 // then compression_config, in both; two that differ are kAmbiguousFormat. kUnsupported names the
@@ -55,6 +74,14 @@ Result<QuantConfig> parse_quant_side_file(std::string_view name, std::string_vie
 
 // Equal but for the order of the skip lists.
 bool same_quantisation(QuantConfig a, QuantConfig b);
+
+// The description that holds for this module: of the part that names it or one that contains it, or
+// `quant` itself.
+const QuantConfig& description_of(const QuantConfig& quant, std::string_view module);
+
+// The group that targets the module: by its name before by a pattern before by the class of all
+// linears; null when there is none, or no groups. Skip lists are not looked at.
+const QuantGroup* group_of(const QuantConfig& quant, std::string_view module);
 
 // Does a skip entry name this module or one that contains it?
 bool skips_module(const QuantConfig& quant, std::string_view module);

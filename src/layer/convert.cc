@@ -1,9 +1,7 @@
 // convert_checkpoint: reads one expert at a time, writes into a temporary folder, renames it.
 #include "moesaic/convert.h"
 
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -11,19 +9,20 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <system_error>
 
+#include "checkpoint/gguf.h"
 #include "checkpoint/guard.h"
 #include "checkpoint/mapped_file.h"
 #include "checkpoint/names.h"
 #include "checkpoint/safetensors_stream.h"
 #include "core/fault.h"
+#include "layer/convert_config.h"
+#include "layer/convert_folder.h"
 #include "layer/convert_plan.h"
 #include "numerics/integer.h"
-#include "quant/block_scales.h"
 #include "quant/dequantize_weight.h"
-#include "quant/fp8_block.h"
-#include "quant/mx.h"
 #include "quant/nvfp4.h"
 
 namespace moesaic {
@@ -32,53 +31,12 @@ namespace {
 namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 
-constexpr const char* kRecordFile = "moesaic_conversion.json";
 constexpr std::size_t kMaxConfigText = 8'000'000;
 constexpr std::size_t kCopyBytes = 4U << 20;
 
 Status io_error(const std::string& path, std::string_view what, const std::error_code& error) {
   return {StatusCode::kIo, fmt::format("{}: cannot {}: {}", path, what, error.message())};
 }
-
-// A folder under a temporary name beside its destination; removed unless commit() succeeded.
-class TemporaryFolder {
- public:
-  static Result<TemporaryFolder> create(const std::string& path) {
-    TemporaryFolder folder;
-    folder.path_ = path;
-    while (folder.path_.size() > 1 && folder.path_.back() == '/') folder.path_.pop_back();
-    folder.temporary_ = fmt::format("{}.tmp-{}", folder.path_, ::getpid());
-    std::error_code error;
-    if (!fs::create_directory(folder.temporary_, error)) {
-      if (!error) error = std::make_error_code(std::errc::file_exists);
-      const Status status = io_error(folder.temporary_, "create", error);
-      folder.temporary_.clear();
-      return status;
-    }
-    return folder;
-  }
-  TemporaryFolder(TemporaryFolder&& other) noexcept
-      : path_(std::move(other.path_)), temporary_(std::exchange(other.temporary_, {})) {}
-  TemporaryFolder& operator=(TemporaryFolder&&) = delete;
-  ~TemporaryFolder() {
-    std::error_code ignored;
-    if (!temporary_.empty()) fs::remove_all(temporary_, ignored);
-  }
-
-  std::string file(const std::string& name) const { return temporary_ + "/" + name; }
-  // An empty folder of that name may be there; anything else makes rename fail.
-  Status commit() {
-    std::error_code error;
-    fs::rename(temporary_, path_, error);
-    if (error) return io_error(path_, "rename the finished folder to it", error);
-    temporary_.clear();
-    return {};
-  }
-
- private:
-  TemporaryFolder() = default;
-  std::string path_, temporary_;
-};
 
 Status write_text(const std::string& path, const std::string& text) {
   std::ofstream out(path, std::ios::binary);
@@ -88,25 +46,26 @@ Status write_text(const std::string& path, const std::string& text) {
   return {StatusCode::kIo, path + ": cannot write"};
 }
 
-Status check_destination(const std::string& from, const std::string& to) {
+// GGUF names, blocks and metadata have no place in a folder of safetensors.
+Status refuse_gguf(const std::string& from) {
   std::error_code error;
-  if (fs::exists(to, error)) {
-    if (!fs::is_directory(to, error) || !fs::is_empty(to, error)) {
-      return {StatusCode::kInvalidArgument,
-              fmt::format("{}: exists, need a new folder or an empty one", to)};
+  bool gguf = false, safetensors = false;
+  if (fs::is_directory(from, error)) {
+    for (const fs::directory_entry& entry : fs::directory_iterator(from, error)) {
+      const std::string extension = entry.path().extension().string();
+      gguf = gguf || extension == ".gguf";
+      safetensors = safetensors || extension == kSafetensorsExtension;
     }
+  } else if (fs::exists(from, error)) {
+    gguf = has_gguf_magic(from) || from.ends_with(".gguf");
   }
-  // The "." does away with a slash at the end, which would count as a part of its own.
-  const fs::path source = fs::weakly_canonical(fs::path(from) / ".", error);
-  const fs::path target = fs::weakly_canonical(fs::path(to) / ".", error);
-  const auto [end, ignored] =
-      std::mismatch(source.begin(), source.end(), target.begin(), target.end());
-  (void)ignored;
-  if (end == source.end()) {
-    return {StatusCode::kInvalidArgument,
-            fmt::format("{}: lies inside the source {}, need another place", to, from)};
-  }
-  return {};
+  gguf = gguf && !safetensors;
+  if (!gguf || MOESAIC_FAULT(convert_takes_gguf)) return {};
+  return {StatusCode::kUnsupported,
+          fmt::format("{}: converting GGUF is not supported: its tensor names and blocks mean "
+                      "nothing in a folder of safetensors, and its metadata is no config.json; "
+                      "need the safetensors that it was made from",
+                      quote_name(from))};
 }
 
 class Converter {
@@ -116,32 +75,49 @@ class Converter {
 
   Result<ConvertReport> run(const std::string& to) {
     MOESAIC_ASSIGN_OR_RETURN(const ConvertFormat format, convert_format_from_name(options_.scheme));
-    MOESAIC_RETURN_IF_ERROR(check_destination(from_, to));
+    MOESAIC_RETURN_IF_ERROR(refuse_gguf(from_));
+    MOESAIC_ASSIGN_OR_RETURN(const ConvertDestination destination,
+                             output(check_destination(from_, to, options_.replace_any_folder)));
     Checkpoint::Options open_options;
     open_options.access = options_.access;
     MOESAIC_ASSIGN_OR_RETURN(const Checkpoint checkpoint, Checkpoint::open(from_, open_options));
     MOESAIC_ASSIGN_OR_RETURN(const ShardSet shards, ShardSet::open(from_, options_.access));
-    MOESAIC_ASSIGN_OR_RETURN(plan_, plan_conversion(checkpoint, shards, format));
-    MOESAIC_ASSIGN_OR_RETURN(const std::string config, new_config());
+    MOESAIC_ASSIGN_OR_RETURN(const std::string old_config,
+                             read_text_file(from_ + "/config.json", kMaxConfigText));
+    MOESAIC_ASSIGN_OR_RETURN(const SourceQuantization source,
+                             read_source_quantization(from_, old_config));
+    MOESAIC_ASSIGN_OR_RETURN(plan_, plan_conversion(checkpoint, shards, source, format));
+    MOESAIC_ASSIGN_OR_RETURN(const std::string config,
+                             converted_config(old_config, plan_.quantization));
     total_bytes_ = static_cast<std::int64_t>(shards.total_bytes());
 
-    MOESAIC_ASSIGN_OR_RETURN(TemporaryFolder folder, TemporaryFolder::create(to));
     report_.notes = plan_.notes;
+    remove_leftovers(destination.path, &report_.notes);
+    MOESAIC_ASSIGN_OR_RETURN(TemporaryFolder folder, output(TemporaryFolder::create(destination)));
     report_.bytes_in = total_bytes_;
     for (const PlannedShard& shard : plan_.shards) {
       MOESAIC_RETURN_IF_ERROR(write_shard(checkpoint, shard, folder.file(shard.file)));
     }
-    MOESAIC_RETURN_IF_ERROR(write_text(folder.file("config.json"), config));
-    MOESAIC_RETURN_IF_ERROR(write_text(folder.file("model.safetensors.index.json"), index_text()));
-    MOESAIC_RETURN_IF_ERROR(write_text(folder.file(kRecordFile), record_text()));
-    MOESAIC_RETURN_IF_ERROR(copy_small_files(folder));
+    MOESAIC_RETURN_IF_ERROR(output(write_text(folder.file("config.json"), config)));
+    MOESAIC_RETURN_IF_ERROR(
+        output(write_text(folder.file("model.safetensors.index.json"), index_text())));
+    MOESAIC_RETURN_IF_ERROR(copy_small_files(shards, folder));
+    MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::string> files, output(folder.files()));
+    MOESAIC_RETURN_IF_ERROR(output(write_text(folder.file(kConversionRecord), record_text(files))));
     MOESAIC_RETURN_IF_ERROR(check_stop());
-    MOESAIC_RETURN_IF_ERROR(folder.commit());
+    MOESAIC_RETURN_IF_ERROR(output(folder.commit()));
     add_progress(total_bytes_ - done_bytes_);
     return std::move(report_);
   }
 
  private:
+  // What failed here lies with the destination, not with the source.
+  template <class T>  // Status or Result
+  T output(T result) const {
+    if (!result.ok() && options_.failed_on_output != nullptr) *options_.failed_on_output = true;
+    return result;
+  }
+
   Status check_stop() const {
     if (options_.should_stop && options_.should_stop()) {
       return {StatusCode::kIo, "convert: interrupted; nothing was written"};
@@ -155,40 +131,6 @@ class Converter {
 
   // --- configuration and lists ----------------------------------------------------------------
 
-  Result<std::string> new_config() const {
-    MOESAIC_ASSIGN_OR_RETURN(const std::string text,
-                             read_text_file(from_ + "/config.json", kMaxConfigText));
-    if (plan_.keep_quantization_config) {
-      // The stored configuration describes the result only if it described the experts as well.
-      for (const PlannedLayer& layer : plan_.layers) {
-        if (layer.spec.quant.weight.dtype == DType::kF8E4M3) continue;
-        return Status(StatusCode::kUnsupported,
-                      fmt::format("layer {}: the source leaves its experts out of its FP8 blocks; "
-                                  "nearest is another scheme",
-                                  layer.spec.layer));
-      }
-      return text;
-    }
-    Json config = Json::parse(text, nullptr, /*allow_exceptions=*/false);
-    if (!config.is_object()) {
-      return Status(StatusCode::kCorruptFile, "config.json: not a JSON object");
-    }
-    for (const char* key : {"quantization_config", "compression_config"}) {
-      config.erase(key);
-      if (config.contains("text_config") && config["text_config"].is_object()) {
-        config["text_config"].erase(key);
-      }
-    }
-    std::vector<std::string> ignored = plan_.ignored;
-    if (std::find(ignored.begin(), ignored.end(), "lm_head") == ignored.end()) {
-      ignored.push_back("lm_head");  // tied to the embedding, so without a tensor of its own
-    }
-    const bool own = std::any_of(plan_.layers.begin(), plan_.layers.end(),
-                                 [](const PlannedLayer& l) { return l.own_mxfp4; });
-    config["quantization_config"] = quantization_config(plan_.format, ignored, own);
-    return config.dump(2) + "\n";
-  }
-
   std::string index_text() const {
     Json map = Json::object();
     std::int64_t total = 0;
@@ -201,7 +143,7 @@ class Converter {
     return Json({{"metadata", {{"total_size", total}}}, {"weight_map", map}}).dump(2) + "\n";
   }
 
-  std::string record_text() const {
+  std::string record_text(const std::vector<std::string>& files) const {
     Json layers = Json::array();
     for (const ConvertReport::Layer& l : report_.layers) {
       layers.push_back({{"layer", l.layer},
@@ -212,29 +154,45 @@ class Converter {
     return Json({{"scheme", convert_format_name(plan_.format)},
                  {"layers", layers},
                  {"bytes_in", report_.bytes_in},
-                 {"bytes_out", report_.bytes_out}})
-               .dump(2) +
+                 {"bytes_out", report_.bytes_out},
+                 {"files", files}})
+               .dump(2, ' ', false, Json::error_handler_t::replace) +
            "\n";
   }
 
   // Tokeniser, generation settings, golden file: everything beside weights and configuration.
-  Status copy_small_files(const TemporaryFolder& folder) {
+  Status copy_small_files(const ShardSet& shards, const TemporaryFolder& folder) {
+    std::set<std::string> shard_files;
+    for (const ShardSet::Located& t : shards.tensors()) {
+      shard_files.insert(fs::path(t.file->path()).filename().string());
+    }
+    std::vector<std::string> left_out;
     std::error_code error;
     for (const fs::directory_entry& entry : fs::directory_iterator(from_, error)) {
       const std::string name = entry.path().filename().string();
       const std::string extension = entry.path().extension().string();
       const bool weights = extension == ".bin" || extension == ".pt" || extension == ".pth" ||
-                           extension == ".gguf" ||
+                           extension == ".gguf" || shard_files.count(name) > 0 ||
                            (extension == ".safetensors" &&
                             (name.starts_with("model") || name.starts_with("consolidated")));
       const bool rewritten = name == "config.json" || name.ends_with(".index.json") ||
                              name == "hf_quant_config.json" || name == "quantize_config.json" ||
-                             name == "quant_config.json" || name == kRecordFile;
-      if (weights || rewritten || !entry.is_regular_file(error)) continue;
+                             name == "quant_config.json" || name == kConversionRecord ||
+                             name == kConversionMark;
+      if (weights || rewritten) continue;
+      if (!entry.is_regular_file(error)) {
+        left_out.push_back(quote_name(name));
+        continue;
+      }
       fs::copy_file(entry.path(), folder.file(name), error);
-      if (error) return io_error(name, "copy", error);
+      if (error) return output(io_error(name, "copy", error));
     }
     if (error) return io_error(from_, "list", error);
+    std::sort(left_out.begin(), left_out.end());
+    if (!left_out.empty()) {
+      report_.notes.push_back(
+          fmt::format("folders of the source are not copied: {}", fmt::join(left_out, ", ")));
+    }
     return {};
   }
 
@@ -244,10 +202,9 @@ class Converter {
                      const std::string& path) {
     const std::pair<std::string, std::string> metadata[] = {{"format", "pt"}};
     MOESAIC_ASSIGN_OR_RETURN(SafetensorsStream out,
-                             SafetensorsStream::create(path, shard.tensors, metadata));
-    for (const CopiedTensor& copy : shard.copies) {
-      MOESAIC_RETURN_IF_ERROR(copy.scale != nullptr ? decode_copy(copy, &out)
-                                                    : copy_tensor(copy, &out));
+                             output(SafetensorsStream::create(path, shard.tensors, metadata)));
+    for (const ShardSet::Located& tensor : shard.copies) {
+      MOESAIC_RETURN_IF_ERROR(copy_tensor(tensor, &out));
     }
     if (shard.layer >= 0) {
       const PlannedLayer& layer = plan_.layers[static_cast<std::size_t>(shard.layer)];
@@ -258,34 +215,20 @@ class Converter {
       MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, contiguous_bytes(t.dtype, t.shape));
       report_.bytes_out += bytes;
     }
-    return out.finish();
+    return output(out.finish());
   }
 
-  Status copy_tensor(const CopiedTensor& copy, SafetensorsStream* out) {
-    const TensorInfo& info = *copy.from.info;
+  Status copy_tensor(const ShardSet::Located& tensor, SafetensorsStream* out) {
+    const TensorInfo& info = *tensor.info;
     buffer_.resize(kCopyBytes);
     for (std::uint64_t offset = 0; offset < info.bytes(); offset += kCopyBytes) {
       MOESAIC_RETURN_IF_ERROR(check_stop());
       const std::size_t size = std::min<std::uint64_t>(kCopyBytes, info.bytes() - offset);
       const std::span<std::byte> piece(buffer_.data(), size);
-      MOESAIC_RETURN_IF_ERROR(copy.from.file->read_range(info, offset, piece));
-      MOESAIC_RETURN_IF_ERROR(out->write(info.name, offset, piece));
+      MOESAIC_RETURN_IF_ERROR(tensor.file->read_range(info, offset, piece));
+      MOESAIC_RETURN_IF_ERROR(output(out->write(info.name, offset, piece)));
       add_progress(static_cast<std::int64_t>(size));
     }
-    return {};
-  }
-
-  // FP8-block weights outside the routed experts, as BF16.
-  Status decode_copy(const CopiedTensor& copy, SafetensorsStream* out) {
-    MOESAIC_RETURN_IF_ERROR(check_stop());
-    const TensorInfo& info = *copy.from.info;
-    MOESAIC_ASSIGN_OR_RETURN(const Tensor q, copy.from.file->read_tensor(info));
-    MOESAIC_ASSIGN_OR_RETURN(const Tensor scale, copy.scale_file->read_tensor(*copy.scale));
-    MOESAIC_ASSIGN_OR_RETURN(Tensor plain, Tensor::uninitialized(DType::kBF16, info.shape));
-    MOESAIC_RETURN_IF_ERROR(dequantize_fp8_block(q.view(), scale.view(), {}, plain.view())
-                                .with_context(quote_name(info.name)));
-    MOESAIC_RETURN_IF_ERROR(out->write(info.name, plain.view()));
-    add_progress(q.bytes() + scale.bytes());
     return {};
   }
 
@@ -353,7 +296,7 @@ class Converter {
         const auto specs = linear_tensors(plan_.format, w.dim(0), w.dim(1));
         for (std::size_t t = 0; t < specs.size(); ++t) {
           MOESAIC_RETURN_IF_ERROR(
-              out->write(module + std::string(specs[t].suffix), tensors_[t].view()));
+              output(out->write(module + std::string(specs[t].suffix), tensors_[t].view())));
         }
         return {};
       };
@@ -387,9 +330,9 @@ class Converter {
                       static_cast<std::size_t>(row_bytes));
         }
         MOESAIC_RETURN_IF_ERROR(
-            out->write(module + (t == 0 ? "_blocks" : "_scales"),
-                       static_cast<std::uint64_t>(e * n * row_bytes),
-                       {ordered.data(), static_cast<std::size_t>(n * row_bytes)}));
+            output(out->write(module + (t == 0 ? "_blocks" : "_scales"),
+                              static_cast<std::uint64_t>(e * n * row_bytes),
+                              {ordered.data(), static_cast<std::size_t>(n * row_bytes)})));
       }
       return {};
     };
@@ -430,6 +373,7 @@ class Converter {
 
 Result<ConvertReport> convert_checkpoint(const std::string& from, const std::string& to,
                                          const ConvertOptions& options) {
+  if (options.failed_on_output != nullptr) *options.failed_on_output = false;
   return guard_allocation("convert", [&]() -> Result<ConvertReport> {
     try {
       return Converter(from, options).run(to);
@@ -441,7 +385,7 @@ Result<ConvertReport> convert_checkpoint(const std::string& from, const std::str
 
 Result<std::optional<double>> converted_weight_error(const std::string& directory, int layer) {
   return guard_allocation("convert", [&]() -> Result<std::optional<double>> {
-    const std::string path = fmt::format("{}/{}", directory, kRecordFile);
+    const std::string path = fmt::format("{}/{}", directory, kConversionRecord);
     std::error_code error;
     if (!fs::exists(path, error)) return std::optional<double>();
     MOESAIC_ASSIGN_OR_RETURN(const std::string text, read_text_file(path, kMaxConfigText));

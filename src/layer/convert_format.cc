@@ -68,7 +68,12 @@ Status encode_rows(ConvertFormat format, const ConstTensorView& w, float gscale,
                    std::vector<TensorView> t, const TensorView& decoded) {
   switch (format) {
     case ConvertFormat::kFp8Block:
+    case ConvertFormat::kFp8BlockCompressed:
       MOESAIC_RETURN_IF_ERROR(quantize_fp8_block(w, {}, ScaleRounding::kNone, t[0], t[1]));
+      return dequantize_fp8_block(t[0], t[1], {}, decoded);
+    case ConvertFormat::kFp8BlockPowers:
+      MOESAIC_RETURN_IF_ERROR(
+          quantize_fp8_block(w, {}, ScaleRounding::kCeilPowerOfTwo, t[0], t[1]));
       return dequantize_fp8_block(t[0], t[1], {}, decoded);
     case ConvertFormat::kFp8Channel: {
       const TensorView scale = as_type(t[1], DType::kF32, {w.dim(0)});  // [N, 1] in the file
@@ -127,8 +132,15 @@ CompressedFormat compressed_format(ConvertFormat format) {
               operand(4, "float", "group", 32, true)};
     case ConvertFormat::kNvfp4:
       return {"nvfp4-pack-quantized", operand(4, "float", "tensor_group", 16, false), nullptr};
+    case ConvertFormat::kFp8BlockCompressed: {
+      CompressedFormat f = {"float-quantized", operand(8, "float", "block", 0, false),
+                            operand(8, "float", "group", kBlock, true)};
+      f.weights["block_structure"] = Json::array({kBlock, kBlock});
+      return f;
+    }
     case ConvertFormat::kInt4:
     case ConvertFormat::kFp8Block:
+    case ConvertFormat::kFp8BlockPowers:
       break;
   }
   return {"pack-quantized", operand(4, "int", "group", kIntGroup, false), nullptr};
@@ -139,7 +151,7 @@ CompressedFormat compressed_format(ConvertFormat format) {
 std::span<const std::string_view> convert_schemes() { return kNames; }
 
 std::string_view convert_format_name(ConvertFormat format) {
-  return kNames[static_cast<std::size_t>(format)];
+  return kNames[static_cast<std::size_t>(is_fp8_block(format) ? ConvertFormat::kFp8Block : format)];
 }
 
 Result<ConvertFormat> convert_format_from_name(std::string_view name) {
@@ -155,8 +167,12 @@ Result<ConvertFormat> convert_format_from_name(std::string_view name) {
 std::vector<ConvertedTensor> linear_tensors(ConvertFormat format, std::int64_t n, std::int64_t k) {
   switch (format) {
     case ConvertFormat::kFp8Block:
+    case ConvertFormat::kFp8BlockPowers:
+    case ConvertFormat::kFp8BlockCompressed:
       return {{".weight", DType::kF8E4M3, {n, k}},
-              {".weight_scale_inv", DType::kF32, {ceil_div(n, kBlock), ceil_div(k, kBlock)}}};
+              {format == ConvertFormat::kFp8BlockCompressed ? ".weight_scale" : ".weight_scale_inv",
+               DType::kF32,
+               {ceil_div(n, kBlock), ceil_div(k, kBlock)}}};
     case ConvertFormat::kFp8Channel:
       return {{".weight", DType::kF8E4M3, {n, k}}, {".weight_scale", DType::kF32, {n, 1}}};
     case ConvertFormat::kMxfp8:
@@ -233,10 +249,14 @@ Status encode_linear(ConvertFormat format, ConstTensorView w, float gscale, int 
   return {};
 }
 
+bool is_compressed_tensors(ConvertFormat format, bool own_mxfp4) {
+  return !own_mxfp4 && (!is_fp8_block(format) || format == ConvertFormat::kFp8BlockCompressed);
+}
+
 Json quantization_config(ConvertFormat format, const std::vector<std::string>& ignored,
                          bool own_mxfp4) {
   if (own_mxfp4) return {{"quant_method", "mxfp4"}, {"modules_to_not_convert", ignored}};
-  if (format == ConvertFormat::kFp8Block) {
+  if (!is_compressed_tensors(format, own_mxfp4)) {
     return {{"quant_method", "fp8"},
             {"fmt", "e4m3"},
             {"activation_scheme", "dynamic"},

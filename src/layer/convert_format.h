@@ -14,7 +14,23 @@
 
 namespace moesaic {
 
-enum class ConvertFormat : std::uint8_t { kFp8Block, kFp8Channel, kMxfp8, kMxfp4, kNvfp4, kInt4 };
+// The last two are fp8-block as well, for experts beside linears that stay FP8 blocks with scales
+// that are powers of two (scale_fmt "ue8m0"), and beside linears of compressed-tensors, whose name
+// for such scales is weight_scale.
+enum class ConvertFormat : std::uint8_t {
+  kFp8Block,
+  kFp8Channel,
+  kMxfp8,
+  kMxfp4,
+  kNvfp4,
+  kInt4,
+  kFp8BlockPowers,
+  kFp8BlockCompressed,
+};
+constexpr bool is_fp8_block(ConvertFormat format) {
+  return format == ConvertFormat::kFp8Block || format == ConvertFormat::kFp8BlockPowers ||
+         format == ConvertFormat::kFp8BlockCompressed;
+}
 
 // kNotFound with the nearest name.
 Result<ConvertFormat> convert_format_from_name(std::string_view name);
@@ -45,5 +61,8 @@ Status encode_linear(ConvertFormat format, ConstTensorView w, float gscale, int 
 // own_mxfp4: MXFP4 in gpt-oss's own layout instead of compressed-tensors.
 nlohmann::ordered_json quantization_config(ConvertFormat format,
                                            const std::vector<std::string>& ignored, bool own_mxfp4);
+
+// Is quantization_config() of this format one of compressed-tensors?
+bool is_compressed_tensors(ConvertFormat format, bool own_mxfp4);
 
 }  // namespace moesaic

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
+#include <iterator>
 #include <set>
 
 #include "checkpoint/names.h"
@@ -15,7 +16,6 @@ namespace {
 
 // A file of copied tensors is closed at about this size; what other exporters write, too.
 constexpr std::uint64_t kCopyShardBytes = 4'000'000'000;
-constexpr std::string_view kScaleInv = "_scale_inv";
 
 // "<before>{e}<after>" + a suffix that begins with '.' or '_', or nothing.
 bool belongs_to(std::string_view pattern, std::string_view name) {
@@ -87,7 +87,7 @@ Status check_sizes(const PlannedLayer& layer, ConvertFormat format) {
   MOESAIC_RETURN_IF_ERROR(check_linear(format, where + " gate and up", i, h));
   MOESAIC_RETURN_IF_ERROR(check_linear(format, where + " down", h, i));
   // Readers merge gate and up into one matrix of whole tiles.
-  if (format == ConvertFormat::kFp8Block && i % 128 != 0) {
+  if (is_fp8_block(format) && i % 128 != 0) {
     return {StatusCode::kUnsupported,
             fmt::format("layer {}: got intermediate_size {}, need a multiple of 128 for fp8-block",
                         layer.spec.layer, i)};
@@ -120,30 +120,52 @@ PlannedShard plan_experts(const PlannedLayer& layer, ConvertFormat format) {
   return shard;
 }
 
-// Suffixes of tensors that only quantised linears have.
-bool is_quantisation_detail(std::string_view name) {
-  constexpr std::array<std::string_view, 14> kSuffixes = {".weight_scale",
-                                                          ".weight_packed",
+// The linear that a tensor of this name is a scale, a code or an index of, which only quantised
+// linears have; empty for other names.
+std::string_view quantized_linear_of(std::string_view name) {
+  constexpr std::array<std::string_view, 24> kSuffixes = {".weight_scale_inv",
+                                                          ".weight_scale",
                                                           ".weight_scale_2",
+                                                          ".weight_packed",
+                                                          ".weight_shape",
                                                           ".weight_global_scale",
+                                                          ".weight_zero_point",
+                                                          ".weight_g_idx",
+                                                          ".weight_format",
+                                                          ".weight.absmax",
+                                                          ".weight.quant_map",
+                                                          ".weight.nested_absmax",
+                                                          ".weight.nested_quant_map",
+                                                          ".weight.quant_state.bitsandbytes__nf4",
+                                                          ".weight.quant_state.bitsandbytes__fp4",
                                                           ".qweight",
                                                           ".qzeros",
-                                                          ".g_idx",
-                                                          ".input_scale",
                                                           ".scales",
-                                                          ".weight_zero_point",
-                                                          ".input_global_scale",
+                                                          ".g_idx",
                                                           ".SCB",
-                                                          ".weight.absmax",
-                                                          ".weight_scale_inv"};
-  return std::any_of(kSuffixes.begin(), kSuffixes.end(),
-                     [&](std::string_view suffix) { return name.ends_with(suffix); });
+                                                          ".input_scale",
+                                                          ".input_global_scale",
+                                                          ".pre_quant_scale",
+                                                          "_scale_inv"};
+  for (const std::string_view suffix : kSuffixes) {
+    if (name.ends_with(suffix)) return name.substr(0, name.size() - suffix.size());
+  }
+  return {};
+}
+
+constexpr std::string_view kWeight = ".weight";
+
+// Numbers that nothing but a scale makes weights of.
+bool is_code(DType dtype) {
+  return dtype != DType::kBF16 && dtype != DType::kF16 && dtype != DType::kF32 &&
+         dtype != DType::kF64;
 }
 
 class Planner {
  public:
-  Planner(const Checkpoint& checkpoint, const ShardSet& shards, ConvertFormat format)
-      : checkpoint_(checkpoint), shards_(shards) {
+  Planner(const Checkpoint& checkpoint, const ShardSet& shards, const SourceQuantization& source,
+          ConvertFormat format)
+      : checkpoint_(checkpoint), shards_(shards), source_(source) {
     plan_.format = format;
   }
 
@@ -164,7 +186,8 @@ class Planner {
       }
       plan_.layers.push_back(std::move(layer));
     }
-    MOESAIC_RETURN_IF_ERROR(plan_copies());
+    plan_copies();
+    MOESAIC_RETURN_IF_ERROR(describe());
     for (std::size_t i = 0; i < plan_.layers.size(); ++i) {
       PlannedShard shard = plan_experts(plan_.layers[i], plan_.format);
       shard.layer = static_cast<int>(i);
@@ -198,12 +221,8 @@ class Planner {
     return -1;
   }
 
-  Status plan_copies() {
-    // A model stored as FP8 blocks keeps its other linears when the result is FP8 blocks as well.
-    const bool to_fp8 = plan_.format == ConvertFormat::kFp8Block;
-    std::set<std::string, std::less<>> consumed;  // scales that go into BF16 weights
-    std::vector<CopiedTensor> copies;
-    std::size_t decoded = 0;
+  void plan_copies() {
+    std::set<std::string, std::less<>> weights, quantized;  // linears
     for (const ShardSet::Located& t : shards_.tensors()) {
       const std::string& name = t.info->name;
       const int layer = layer_of(name);
@@ -212,62 +231,55 @@ class Planner {
             static_cast<std::int64_t>(t.info->bytes());
         continue;
       }
-      CopiedTensor copy{t};
-      const auto scale = shards_.find(name + std::string(kScaleInv));
-      if (scale && t.info->dtype == DType::kF8E4M3) {
-        if (to_fp8) {
-          plan_.keep_quantization_config = true;
-        } else {
-          copy.scale = scale->info;
-          copy.scale_file = scale->file;
-          consumed.insert(scale->info->name);
-          ++decoded;
-        }
+      add_copy(t);
+      const std::string_view linear = quantized_linear_of(name);
+      if (!linear.empty()) quantized.emplace(linear);
+      modules_.kv_scales |= name.ends_with(".k_scale") || name.ends_with(".v_scale");
+      if (!name.ends_with(kWeight)) continue;
+      const std::string module = name.substr(0, name.size() - kWeight.size());
+      if (is_code(t.info->dtype)) {
+        quantized.insert(module);
+      } else if (t.info->rank == 2) {
+        weights.insert(module);
       }
-      copies.push_back(copy);
     }
-    std::erase_if(copies, [&](const CopiedTensor& c) {
-      return consumed.find(c.from.info->name) != consumed.end();
-    });
-    if (decoded > 0) {
-      plan_.notes.push_back(
-          fmt::format("{} FP8-block linears outside the routed experts became BF16", decoded));
+    std::set_difference(weights.begin(), weights.end(), quantized.begin(), quantized.end(),
+                        std::back_inserter(modules_.plain));
+    modules_.quantized.assign(quantized.begin(), quantized.end());
+  }
+
+  Status describe() {
+    modules_.format = plan_.format;
+    for (const PlannedLayer& layer : plan_.layers) {
+      modules_.own_mxfp4 = modules_.own_mxfp4 || layer.own_mxfp4;
+      const DType stored = layer.spec.quant.weight.dtype;
+      modules_.experts.push_back(
+          {layer.spec.layer, layer.spec.prefix + ".experts", !is_code(stored)});
     }
-    for (const CopiedTensor& copy : copies) {
-      const TensorInfo& info = *copy.from.info;
-      const bool kept = plan_.keep_quantization_config && info.name.ends_with(kScaleInv);
-      if (is_quantisation_detail(info.name) && !kept) {
-        return {StatusCode::kUnsupported,
-                fmt::format("convert: {} belongs to a quantised linear outside the routed experts, "
-                            "which the new configuration could not describe",
-                            quote_name(info.name))};
-      }
-      add_copy(copy);
-    }
+    MOESAIC_ASSIGN_OR_RETURN(ConvertedQuantization made, describe_conversion(source_, modules_));
+    plan_.format = made.format;
+    plan_.quantization = std::move(made.json);
+    plan_.notes = std::move(made.notes);
     return {};
   }
 
-  void add_copy(const CopiedTensor& copy) {
-    const TensorInfo& info = *copy.from.info;
-    const std::uint64_t bytes = copy.scale != nullptr ? 2 * info.bytes() : info.bytes();
-    if (plan_.shards.empty() || (copy_bytes_ > 0 && copy_bytes_ + bytes > kCopyShardBytes)) {
+  void add_copy(const ShardSet::Located& tensor) {
+    const TensorInfo& info = *tensor.info;
+    if (plan_.shards.empty() || (copy_bytes_ > 0 && copy_bytes_ + info.bytes() > kCopyShardBytes)) {
       plan_.shards.emplace_back();
       copy_bytes_ = 0;
     }
-    copy_bytes_ += bytes;
+    copy_bytes_ += info.bytes();
     PlannedShard& shard = plan_.shards.back();
-    shard.tensors.push_back(
-        {info.name, copy.scale != nullptr ? DType::kBF16 : info.dtype, info.shape});
-    shard.copies.push_back(copy);
-    constexpr std::string_view kWeight = ".weight";
-    if (info.rank == 2 && info.name.ends_with(kWeight)) {
-      plan_.ignored.push_back(info.name.substr(0, info.name.size() - kWeight.size()));
-    }
+    shard.tensors.push_back({info.name, info.dtype, info.shape});
+    shard.copies.push_back(tensor);
   }
 
   const Checkpoint& checkpoint_;
   const ShardSet& shards_;
+  const SourceQuantization& source_;
   ConvertPlan plan_;
+  ConvertedModules modules_;
   std::vector<std::pair<std::string, std::string_view>> expert_patterns_;  // block, module
   std::uint64_t copy_bytes_ = 0;
 };
@@ -279,8 +291,8 @@ std::string module_of_expert(const std::string& pattern, std::int64_t expert) {
 }
 
 Result<ConvertPlan> plan_conversion(const Checkpoint& checkpoint, const ShardSet& shards,
-                                    ConvertFormat format) {
-  return Planner(checkpoint, shards, format).run();
+                                    const SourceQuantization& source, ConvertFormat format) {
+  return Planner(checkpoint, shards, source, format).run();
 }
 
 }  // namespace moesaic

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -10,19 +11,12 @@
 #include "checkpoint/families.h"
 #include "checkpoint/safetensors_layout.h"
 #include "checkpoint/shards.h"
+#include "layer/convert_config.h"
 #include "layer/convert_format.h"
 #include "moesaic/checkpoint.h"
 #include "moesaic/status.h"
 
 namespace moesaic {
-
-// A tensor that is no routed expert's.
-struct CopiedTensor {
-  ShardSet::Located from;
-  // FP8-block weights that become BF16: their scales; else not located.
-  const TensorInfo* scale = nullptr;
-  const TensorDataFile* scale_file = nullptr;
-};
 
 // The routed experts of one layer.
 struct PlannedLayer {
@@ -39,22 +33,21 @@ struct PlannedLayer {
 struct PlannedShard {
   std::string file;
   std::vector<TensorSpec> tensors;
-  std::vector<CopiedTensor> copies;  // the files of copied tensors
-  int layer = -1;                    // index into layers of the files of experts
+  std::vector<ShardSet::Located> copies;  // the files of tensors that are no routed expert's
+  int layer = -1;                         // index into layers of the files of experts
 };
 
 struct ConvertPlan {
   ConvertFormat format = ConvertFormat::kFp8Block;
   std::vector<PlannedLayer> layers;
   std::vector<PlannedShard> shards;
-  std::vector<std::string> ignored;  // linears that stay as they are, for the configuration
-  bool keep_quantization_config = false;
+  nlohmann::ordered_json quantization;  // quantization_config of the result
   std::vector<std::string> notes;
 };
 
-// kUnsupported: see convert_checkpoint.
+// kUnsupported, kAmbiguousFormat: see convert_checkpoint.
 Result<ConvertPlan> plan_conversion(const Checkpoint& checkpoint, const ShardSet& shards,
-                                    ConvertFormat format);
+                                    const SourceQuantization& source, ConvertFormat format);
 
 // "mlp.experts.{e}.gate_proj" for expert 3, and the file names "model-00002-of-00005.safetensors".
 std::string module_of_expert(const std::string& pattern, std::int64_t expert);

@@ -355,4 +355,5 @@ def main():
     print("%d checkpoints" % len(cases.manifest))
 
 
-main()
+if __name__ == "__main__":
+    main()
