@@ -5,13 +5,18 @@ usage: cli_convert_test.py TOOL SOURCE_DIR [unittest arguments]
 """
 
 import json
+import resource
+import shutil
+import signal
 import struct
+import subprocess
 
 from cli_support import (
     BAD_INPUT,
     BUNDLED,
     MODELS,
     OK,
+    TOOL,
     UNSUPPORTED,
     USAGE,
     ToolTest,
@@ -85,14 +90,73 @@ class Convert(ToolTest):
         (size,) = struct.unpack("<Q", data[:8])
         data[8 + size + begin : 8 + size + begin + 2] = b"\xc0\x7f"
         shard.write_bytes(data)
-        self.fails(USAGE, "layer 1", "expert 15", "NaN", arguments=["convert", "--model", broken, "--output", output, "--quant", "mxfp8"])
+        self.fails(BAD_INPUT, "layer 1", "expert 15", "NaN", arguments=["convert", "--model", broken, "--output", output, "--quant", "mxfp8"])
         self.assertEqual(list(self.folder.iterdir()), [broken])
-        # What exists is never overwritten.
+        # What others wrote is not overwritten, unless asked for.
         output.mkdir()
         (output / "mine").write_text("x")
-        self.fails(USAGE, "exists", arguments=[*convert, "mxfp8"])
+        self.fails(USAGE, "exists", "mine", "--force", arguments=[*convert, "mxfp8"])
         self.assertEqual([p.name for p in output.iterdir()], ["mine"])
+        self.assertEqual(run(*convert, "mxfp8", "--force").returncode, OK)
+        self.assertFalse((output / "mine").exists())
+        self.assertEqual(run(*convert, "mxfp4").returncode, OK)  # a result of convert
         self.fails(USAGE, "inside", arguments=["convert", "--model", broken, "--output", broken / "sub", "--quant", "mxfp8"])
+        self.fails(USAGE, "own folder", arguments=["convert", "--model", broken, "--output", broken, "--quant", "mxfp8", "--force"])
+        for place in (self.folder / "none" / "out", "/proc/out", broken / "config.json"):
+            self.fails(USAGE, arguments=["convert", "--model", model, "--output", place, "--quant", "mxfp8"])
+        self.assertEqual(sorted(p.name for p in self.folder.iterdir()), [broken.name, "out"])
+        gguf = self.folder / "model.gguf"
+        gguf.write_bytes(b"GGUF")
+        self.fails(UNSUPPORTED, "GGUF", arguments=["convert", "--model", gguf, "--output", self.folder / "x", "--quant", "mxfp8"])
+
+    def test_a_full_disk_is_the_outputs_fault(self):
+        # Files of more than 100 kB fail, as on a full disk; the signal for it stays ignored.
+        limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100000, 100000))  # noqa: E731
+        result = subprocess.run([TOOL, "convert", "--model", MODELS / "mini-qwen3-moe", "--quant", "mxfp8", "--output", self.folder / "out"],
+                                capture_output=True, text=True, restore_signals=False, preexec_fn=limit)
+        self.assertEqual(result.returncode, USAGE, result.stderr)
+        self.assertIn("io: ", result.stderr)
+        self.assertEqual(list(self.folder.iterdir()), [])
+
+    def interrupted(self, number, megabytes=256):
+        """A conversion that got this signal while it wrote: the process, its temporary folder and what it said. The
+        model has a big tensor of zeros, which the file system need not store, so that writing takes a while."""
+        model = self.copy_model("mini-qwen3-moe")
+        header = json.dumps({"big.weight": {"dtype": "BF16", "shape": [megabytes << 19], "data_offsets": [0, megabytes << 20]}}).encode()
+        with open(model / "model-00009.safetensors", "wb") as f:
+            f.write(struct.pack("<Q", len(header)) + header)
+            f.truncate(8 + len(header) + (megabytes << 20))
+        index = json.loads((model / "model.safetensors.index.json").read_text())
+        index["weight_map"]["big.weight"] = "model-00009.safetensors"
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+        process = subprocess.Popen([TOOL, "convert", "--model", model, "--quant", "mxfp8", "--output", self.folder / "out", "--json"],
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        temporary = self.folder / f"out.tmp-{process.pid}"
+        while process.poll() is None and not list(temporary.glob("model-*")):
+            pass
+        process.send_signal(number)
+        output, errors = process.communicate()
+        shutil.rmtree(model)
+        if process.returncode == 0 and megabytes < 4096:  # it was faster than this test
+            shutil.rmtree(self.folder / "out")
+            return self.interrupted(number, 4 * megabytes)
+        return process, temporary, output, errors
+
+    def test_signals_end_in_order(self):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            process, temporary, output, errors = self.interrupted(number)
+            self.assertEqual(process.returncode, 128 + number, errors)
+            self.assertEqual(json.loads(output)["exit_code"], 128 + number)
+            self.assertIn("interrupted", errors)
+            self.assertEqual(list(self.folder.iterdir()), [])
+
+    def test_left_over_of_a_killed_run_goes(self):
+        process, temporary, _, _ = self.interrupted(signal.SIGKILL)
+        self.assertEqual(process.returncode, -signal.SIGKILL)
+        self.assertTrue(temporary.is_dir())
+        value = self.json_of("convert", "--model", MODELS / "mini-qwen3-moe", "--quant", "mxfp8", "--output", self.folder / "out")
+        self.assertIn(str(temporary.name), " ".join(value["notes"]))
+        self.assertEqual([p.name for p in self.folder.iterdir()], ["out"])
 
 
 class Accuracy(ToolTest):

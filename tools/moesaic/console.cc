@@ -41,15 +41,22 @@ void Console::warn(std::string_view text) const {
 }
 
 int Console::fail(const Status& status, Origin origin, std::string_view next) const {
-  const ExitCode code = exit_code(status.code(), origin);
   if (next.empty()) next = next_step(status.code(), origin);
+  return report_failure(status, exit_code(status.code(), origin), next);
+}
+
+int Console::fail_interrupted(const Status& status, int signal) const {
+  return report_failure(status, kExitInterrupted + signal, "run the command again");
+}
+
+int Console::report_failure(const Status& status, int code, std::string_view next) const {
   std::fputs(
       fmt::format("{}: error: {}\n  next: {}\n", log_name(), status.to_string(), next).c_str(),
       stderr);
   emit({{"error", status_code_name(status.code())},
         {"message", status.message()},
         {"next", std::string(next)},
-        {"exit_code", static_cast<int>(code)}});
+        {"exit_code", code}});
   return code;
 }
 

@@ -33,12 +33,17 @@ class Console {
   // Reports a failure on stderr with its next step (and as a JSON object with --json) and returns
   // the exit code.
   int fail(const Status& status, Origin origin, std::string_view next = {}) const;
+  // The same for work that a signal ended: the exit code is 128 and the signal's number, as shells
+  // have it.
+  int fail_interrupted(const Status& status, int signal) const;
   // Draws "label  42 %" on stderr from half a second on, at most ten times a second; empty function
   // when stderr is not a terminal.
   ProgressFn progress(std::string label) const;
   void finish_progress() const;
 
  private:
+  int report_failure(const Status& status, int code, std::string_view next) const;
+
   bool json_;
   int verbosity_;
   bool results_;

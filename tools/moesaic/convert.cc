@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <array>
 #include <atomic>
 #include <csignal>
 #include <memory>
@@ -15,26 +16,33 @@ namespace {
 struct ConvertArguments {
   CommonOptions common;
   std::string model, scheme, output;
+  bool force = false;
 };
 
-std::atomic<bool> interrupted{false};
-extern "C" void on_signal(int) { interrupted = true; }
+// The signal that asked for the end; 0: none did.
+std::atomic<int> interrupted{0};
+extern "C" void on_signal(int number) { interrupted = number; }
 
-// Ctrl-C ends the conversion in order, so that its temporary folder goes away too.
+// Ctrl-C, a closed terminal and kill end the conversion in order, so that its temporary folder goes
+// away too. What was ignored at the start (nohup) stays ignored.
 class SignalGuard {
  public:
-  SignalGuard()
-      : old_int_(std::signal(SIGINT, on_signal)), old_term_(std::signal(SIGTERM, on_signal)) {}
+  SignalGuard() {
+    for (std::size_t i = 0; i < kSignals.size(); ++i) {
+      old_[i] = std::signal(kSignals[i], on_signal);
+      if (old_[i] == SIG_IGN) std::signal(kSignals[i], SIG_IGN);
+    }
+  }
   SignalGuard(const SignalGuard&) = delete;
   SignalGuard& operator=(const SignalGuard&) = delete;
   ~SignalGuard() {
-    std::signal(SIGINT, old_int_);
-    std::signal(SIGTERM, old_term_);
+    for (std::size_t i = 0; i < kSignals.size(); ++i) std::signal(kSignals[i], old_[i]);
   }
 
  private:
   using Handler = void (*)(int);
-  Handler old_int_, old_term_;
+  static constexpr std::array<int, 3> kSignals = {SIGINT, SIGTERM, SIGHUP};
+  std::array<Handler, 3> old_{};
 };
 
 void report(const Console& console, const ConvertArguments& state, const ConvertReport& result) {
@@ -69,13 +77,18 @@ int run_convert(const ConvertArguments& state) {
   options.num_threads = state.common.threads;
   options.progress = console.progress("converting");
   const SignalGuard guard;
-  options.should_stop = [] { return interrupted.load(); };
+  options.should_stop = [] { return interrupted.load() != 0; };
+  options.replace_any_folder = state.force;
+  bool output_failed = false;
+  options.failed_on_output = &output_failed;
   const Result<ConvertReport> result = convert_checkpoint(state.model, state.output, options);
   console.finish_progress();
   if (!result.ok()) {
-    const StatusCode code = result.status().code();
-    const bool option = code == StatusCode::kUnsupported || code == StatusCode::kInvalidArgument;
-    return console.fail(result.status(), option ? Origin::kOption : Origin::kFile);
+    const int signal = interrupted.load();
+    if (signal != 0 && result.status().code() == StatusCode::kIo && !output_failed) {
+      return console.fail_interrupted(result.status(), signal);
+    }
+    return console.fail(result.status(), output_failed ? Origin::kOption : Origin::kFile);
   }
   report(console, state, *result);
   return kExitOk;
@@ -89,11 +102,14 @@ Verb make_convert(CLI::App& root) {
       root, "convert", "Write a checkpoint with the routed experts in another format",
       "  moesaic convert --model DIR --quant fp8-block --output DIR2\n"
       "  moesaic convert --model DIR --quant int4-g128 --output DIR2 --json\n"
-      "\nEverything but the routed experts is copied as it is. DIR2 appears complete or not at "
-      "all;\n"
-      "it must be new or empty. The report has the relative L2 error of each layer's weights.\n");
+      "\nEverything but the routed experts is copied as it is, linears in other formats too, and\n"
+      "config.json describes both. DIR2 appears complete or not at all; it must be new, empty or\n"
+      "a result of convert. The report has the relative L2 error of each layer's weights. Ctrl-C\n"
+      "ends with 130 (kill 143, a closed terminal 129) and leaves nothing.\n");
   app->add_option("--model", state->model, "Folder with config.json and safetensors")->required();
-  app->add_option("--output", state->output, "Folder to write: new, or empty")->required();
+  app->add_option("--output", state->output, "Folder to write: new, empty, or a result of convert")
+      ->required();
+  app->add_flag("--force", state->force, "Replace the folder --output whatever it holds");
   const auto schemes = convert_schemes();
   app->add_option("--quant", state->scheme, "Format of the routed experts")
       ->required()
