@@ -59,10 +59,10 @@ struct ConvertReport {
 //   FP8 blocks beside fp8-block  the source's own description, which covers the experts as well
 //   compressed-tensors           groups for the experts and for what stays; fp8-block then is that
 //                                of compressed-tensors (weight_scale)
-//   all else                     quant_method "moesaic" with the source's description for what
-//   stays
-//                                and one for the experts: this library reads it, engines that know
-//                                no such method refuse it
+//   all else                     one description for each part, the source's and the experts',
+//   under
+//                                "other_modules" and "routed_experts" and without a quant_method:
+//                                this library reads it, engines that expect a method refuse it
 // moesaic_conversion.json keeps the report.
 //
 // `to` appears complete or not at all: it is written under the temporary name "<to>.tmp-<process>"

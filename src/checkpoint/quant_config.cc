@@ -112,8 +112,6 @@ Result<QuantConfig> parse_fp8(const ConfigFields& fields) {
   return quant;
 }
 
-Result<QuantConfig> parse_parts(const ConfigFields& fields);
-
 Result<QuantConfig> parse_method(const ConfigFields& fields, const std::string& method) {
   if (method == "fp8") return parse_fp8(fields);
   if (method == "mxfp4") return parse_mxfp4(fields);
@@ -122,14 +120,13 @@ Result<QuantConfig> parse_method(const ConfigFields& fields, const std::string& 
   if (method == "awq") return parse_awq(fields);
   if (method == "bitsandbytes") return parse_bitsandbytes(fields);
   if (method == "modelopt" || method == "modelopt_fp4") return parse_modelopt(fields);
-  if (method == kPartsMethod) return parse_parts(fields);
   return unsupported(fmt::format(
       "{}: quant_method {} is not supported, need fp8, mxfp4, compressed-tensors, gptq, awq, "
       "modelopt, bitsandbytes, or no quantization_config",
       fields.where(), quote_name(method)));
 }
 
-// The description in one half of kPartsMethod; its fields are those of a whole model's.
+// The description in one of two parts; its fields are those of a whole model's.
 Result<QuantConfig> parse_half(const ConfigFields& fields, std::string_view half,
                                std::vector<std::string>* modules) {
   MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* object, fields.object(half));
@@ -150,18 +147,16 @@ Result<QuantConfig> parse_half(const ConfigFields& fields, std::string_view half
   if (quant == nullptr) return missing(fmt::format("{}: quantization_config", half), "an object");
   const ConfigFields description(*quant, inside.where() + ": quantization_config");
   MOESAIC_ASSIGN_OR_RETURN(const auto method, description.string("quant_method"));
-  if (!method || *method == kPartsMethod) {
-    return Status(StatusCode::kCorruptFile,
-                  fmt::format("{}: quant_method: got {}, need the name of another method",
-                              description.where(), method ? quote_name(*method) : "none"));
+  if (!method) {
+    return missing(fmt::format("{}: quantization_config: quant_method", half), "a name");
   }
   return parse_method(description, *method);
 }
 
 Result<QuantConfig> parse_parts(const ConfigFields& fields) {
   QuantPart experts;
-  MOESAIC_ASSIGN_OR_RETURN(experts.quant, parse_half(fields, "routed_experts", &experts.modules));
-  MOESAIC_ASSIGN_OR_RETURN(QuantConfig quant, parse_half(fields, "other_modules", nullptr));
+  MOESAIC_ASSIGN_OR_RETURN(experts.quant, parse_half(fields, kExpertsPart, &experts.modules));
+  MOESAIC_ASSIGN_OR_RETURN(QuantConfig quant, parse_half(fields, kOthersPart, nullptr));
   quant.parts.push_back(std::move(experts));
   return quant;
 }
@@ -289,11 +284,18 @@ Result<QuantConfig> parse_quant_config(const nlohmann::json& top, const nlohmann
   if (found == nullptr) return QuantConfig{};
   const ConfigFields fields(*found, found_where);
   MOESAIC_ASSIGN_OR_RETURN(const auto method, fields.string("quant_method"));
-  if (!method) {
+  const bool parts = found->contains(kExpertsPart) || found->contains(kOthersPart);
+  if (method && parts) {
+    return Status(StatusCode::kAmbiguousFormat,
+                  fmt::format("{}: has quant_method beside {} and {}, need one description",
+                              found_where, kExpertsPart, kOthersPart));
+  }
+  if (!method && !parts) {
     return Status(StatusCode::kCorruptFile,
                   found_where + ": quant_method: missing, need the name of a method");
   }
-  MOESAIC_ASSIGN_OR_RETURN(QuantConfig quant, parse_method(fields, *method));
+  MOESAIC_ASSIGN_OR_RETURN(QuantConfig quant,
+                           parts ? parse_parts(fields) : parse_method(fields, *method));
   MOESAIC_RETURN_IF_ERROR(check_patterns(found_where, quant));
   return quant;
 }

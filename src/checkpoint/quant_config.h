@@ -49,19 +49,20 @@ struct QuantConfig {
 };
 
 // What `moesaic convert` writes when one quant_method cannot describe the new experts together with
-// linears that keep the format they had (quant_method kPartsMethod):
-//   {"quant_method": "moesaic",
-//    "routed_experts": {"modules": ["model.layers.3.mlp.experts", ...], "quantization_config":
-//    ...}, "other_modules": {"quantization_config": ...}}
-// The first holds for these modules and all inside them, the second for every other one. A method
-// of our own, so that a reader that knows only one of the two refuses the model instead of
-// guessing.
+// linears that keep the format they had:
+//   {"routed_experts": {"modules": ["model.layers.3.mlp.experts", ...], "quantization_config":
+//   ...},
+//    "other_modules": {"quantization_config": ...}}
+// The first holds for these modules and all inside them, the second for every other one. There is
+// no quant_method beside them, so that readers that expect one refuse the model: a method that they
+// do not know makes some of them load the codes as plain numbers.
 struct QuantPart {
   std::vector<std::string> modules;
   QuantConfig quant;
   bool operator==(const QuantPart&) const = default;
 };
-inline constexpr std::string_view kPartsMethod = "moesaic";
+inline constexpr const char* kExpertsPart = "routed_experts";
+inline constexpr const char* kOthersPart = "other_modules";
 
 // `top` is the whole config.json; `nested` its text_config or null. Looks at quantization_config,
 // then compression_config, in both; two that differ are kAmbiguousFormat. kUnsupported names the

@@ -176,11 +176,10 @@ Result<Json> merged_groups(const SourceQuantization& source, const ConvertedModu
 Json parts(const SourceQuantization& source, const ConvertedModules& modules) {
   Json experts = Json::array();
   for (const ConvertedModules::Experts& e : modules.experts) experts.push_back(e.module);
-  return {{"quant_method", kPartsMethod},
-          {"routed_experts",
+  return {{kExpertsPart,
            {{"modules", std::move(experts)},
             {"quantization_config", quantization_config(modules.format, {}, modules.own_mxfp4)}}},
-          {"other_modules", {{"quantization_config", source.json}}}};
+          {kOthersPart, {{"quantization_config", source.json}}}};
 }
 
 bool states_cache(const Json& json) {
@@ -203,8 +202,8 @@ Result<SourceQuantization> read_source_quantization(const std::string& directory
     MOESAIC_ASSIGN_OR_RETURN(source.json, stated_in_side_file(directory));
   }
   if (source.json.is_null()) return source;
-  if (method_of(source.json) == kPartsMethod) {
-    source.json = Json(source.json["other_modules"]["quantization_config"]);
+  if (source.json.contains(kOthersPart)) {  // it opened, so both parts are whole
+    source.json = Json(source.json[kOthersPart]["quantization_config"]);
   }
   const nlohmann::json unordered = {{kDescriptions[0], nlohmann::json::parse(source.json.dump())}};
   MOESAIC_ASSIGN_OR_RETURN(source.parsed, parse_quant_config(unordered, nullptr));
@@ -245,8 +244,8 @@ Result<ConvertedQuantization> describe_conversion(const SourceQuantization& sour
   made.json = parts(source, modules);
   made.notes.push_back(fmt::format(
       "linears outside the routed experts stay as they are ({}); no description that other "
-      "engines read fits both, so quantization_config has the quant_method \"{}\" of this tool",
-      method, kPartsMethod));
+      "engines read fits both, so quantization_config has one for each part and no quant_method",
+      method));
   return made;
 }
 

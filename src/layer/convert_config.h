@@ -47,7 +47,7 @@ struct ConvertedQuantization {
 };
 // The smallest description that is true of both: that of the experts alone where nothing else is
 // quantised; the source's own where both are FP8 blocks; groups of compressed-tensors where both
-// are; else kPartsMethod of quant_config.h, with a note that other engines do not read it.
+// are; else two parts (quant_config.h), with a note that other engines do not read it.
 // kAmbiguousFormat when linears are quantised and the source does not say how.
 Result<ConvertedQuantization> describe_conversion(const SourceQuantization& source,
                                                   const ConvertedModules& modules);
