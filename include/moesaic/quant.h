@@ -24,7 +24,7 @@ enum class OuterScale : std::uint8_t { kNone, kTensor, kChannel };
 // a stored F32 minimum per scale, x ~= q * scale - min.
 enum class ZeroPoint : std::uint8_t { kNone, kInteger, kMin };
 // 4-bit codes that index a table of 16 values (numerics/integer.h) instead of being numbers.
-enum class CodeTable : std::uint8_t { kNone, kNf4, kFp4 };
+enum class CodeTable : std::uint8_t { kNone, kNf4, kFp4, kIq4Nl };
 
 // One operand of a GEMM. A scale is always a dequantisation multiplier: x ~= q * scale.
 struct OperandQuant {

@@ -19,6 +19,7 @@ constexpr auto kTypes = std::to_array<GgmlTypeInfo>({
     {26, "I32", 1, 4},        {27, "I64", 1, 8},        {28, "F64", 1, 8},
     {29, "IQ1_M", 256, 56},   {30, "BF16", 1, 2},       {34, "TQ1_0", 256, 54},
     {35, "TQ2_0", 256, 66},   {39, "MXFP4", 32, 17},    {40, "NVFP4", 64, 36},
+    {41, "Q1_0", 128, 18},
 });
 
 }  // namespace
@@ -28,6 +29,11 @@ const GgmlTypeInfo* find_ggml_type(std::uint32_t id) {
     if (type.id == id) return &type;
   }
   return nullptr;
+}
+
+bool has_code_grid(GgmlType type) {
+  const std::string_view name = ggml_type_info(type).name;
+  return name.starts_with("IQ") && !name.starts_with("IQ4");
 }
 
 const GgmlTypeInfo& ggml_type_info(GgmlType type) {

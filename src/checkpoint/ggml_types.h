@@ -17,6 +17,9 @@ struct GgmlTypeInfo {
   std::int64_t block_bytes;
 };
 
+// Blocks of IQ1, IQ2 and IQ3: their codes index grids of vectors.
+bool has_code_grid(GgmlType type);
+
 // nullptr for a number that no known writer uses.
 const GgmlTypeInfo* find_ggml_type(std::uint32_t id);
 const GgmlTypeInfo& ggml_type_info(GgmlType type);  // of a type in the table

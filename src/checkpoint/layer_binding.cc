@@ -230,9 +230,12 @@ Status read_blocks(const ShardSet& shards, const std::array<std::string, 3>& nam
     if (type == GgmlType::kNone) continue;
     if (gguf_type_info(static_cast<std::uint32_t>(type)) == nullptr) {
       return {StatusCode::kUnsupported,
-              fmt::format("{}: the type {} is not supported, need F32, F16, BF16, Q4_0, Q4_1, "
-                          "Q5_0, Q8_0, Q2_K, Q4_K, Q5_K, Q6_K, MXFP4 or NVFP4",
-                          quote_name(names[p]), ggml_type_info(type).name)};
+              fmt::format("{}: the type {}{} is not supported, need {}", quote_name(names[p]),
+                          ggml_type_info(type).name,
+                          has_code_grid(type)
+                              ? " (codes are indices of a grid that no published rule yields)"
+                              : "",
+                          gguf_type_names())};
     }
     format->stored = StoredFormat::kGguf;
     format->blocks[p] = type;

@@ -56,15 +56,16 @@ QuantScheme integer_scheme(const LinearFormat& f) {
 }
 
 // One form for both matrices: the finest group, 4-bit codes if all types have them and agree on
-// their sign.
+// their sign or their table. Else a byte each: every code is a small integer.
 QuantScheme gguf_scheme(const LinearFormat& f) {
-  bool four = true, any_min = false, all_signed = true, all_unsigned = true;
+  bool four = true, any_min = false, all_signed = true, all_unsigned = true, tables = true;
   int group = 256;
   for (const GgmlType type : f.blocks) {
     if (type == GgmlType::kNone) continue;
     const GgufTypeInfo* info = gguf_type_info(static_cast<std::uint32_t>(type));
     if (info == nullptr) continue;  // refused when the layer was resolved
     four = four && info->code_bits == 4;
+    tables = tables && info->table == CodeTable::kIq4Nl;
     any_min = any_min || info->has_min;
     (info->is_signed ? all_unsigned : all_signed) = false;
     group = std::min(group, info->group);
@@ -77,6 +78,11 @@ QuantScheme gguf_scheme(const LinearFormat& f) {
   w.block_n = 1;
   w.block_k = group;
   w.zero_point = any_min ? ZeroPoint::kMin : ZeroPoint::kNone;
+  if (tables) {
+    w.dtype = DType::kU4;
+    w.table = CodeTable::kIq4Nl;
+    return with_weight("nf4-bf16", w);
+  }
   return with_weight(four ? "int4-g128" : "int8-bf16", w);
 }
 

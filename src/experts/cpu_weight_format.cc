@@ -21,7 +21,7 @@ Result<CpuWeightFormat> cpu_weight_format(const QuantScheme& quant, ComputeSchem
     return f;
   }
   const bool tables = w.table != CodeTable::kNone;
-  if (tables && scheme == ComputeScheme::kF32) {
+  if (tables && scheme == ComputeScheme::kF32 && code_values(w) != code_values_bf16(w)) {
     return Status(StatusCode::kUnsupported,
                   "quant: the CPU kernels hold entries of a code table in bf16, the f32 scheme "
                   "wants them exact");

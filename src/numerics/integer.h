@@ -1,4 +1,4 @@
-// Integer element formats: int8, packed int4/uint4 nibbles, and the nf4 code table.
+// Integer element formats: int8, packed int4/uint4 nibbles, code tables of nf4 and IQ4_NL.
 #pragma once
 
 #include <array>
@@ -74,6 +74,18 @@ constexpr std::uint8_t nf4_from_f32(float x) {
         0.5 * (static_cast<double>(kNf4Values[i]) + static_cast<double>(kNf4Values[i + 1]));
     if (static_cast<double>(x) > midpoint) code = static_cast<std::uint8_t>(i + 1);
   }
+  return code;
+}
+
+// IQ4_NL and IQ4_XS of GGUF: non-linear steps of a block's scale. Exact in bf16. Source: the
+// format's table, kvalues_iq4nl of ggml.
+inline constexpr std::array<std::int8_t, 16> kIq4NlValues = {
+    -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113,
+};
+// The code of an entry of the table. Of other numbers: of the nearest entry above, or the last.
+constexpr std::uint8_t iq4nl_from_entry(std::int8_t entry) {
+  std::uint8_t code = 0;
+  while (code < 15 && kIq4NlValues[code] < entry) ++code;
   return code;
 }
 

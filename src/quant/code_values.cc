@@ -17,7 +17,9 @@ CodeValues code_values(const OperandQuant& weight) {
   CodeValues values{};
   for (std::size_t c = 0; c < values.size(); ++c) {
     const auto code = static_cast<std::uint8_t>(c);
-    if (weight.table == CodeTable::kFp4) {
+    if (weight.table == CodeTable::kIq4Nl) {
+      values[c] = kIq4NlValues[c];
+    } else if (weight.table == CodeTable::kFp4) {
       values[c] = c < 8 ? kFp4Magnitudes[c] : -kFp4Magnitudes[c - 8];
     } else if (weight.dtype == DType::kF4E2M1) {
       values[c] = f32_from_e2m1(code);

@@ -1,13 +1,15 @@
 // Blocks of GGUF files: decoding every type that the reader takes, encoding Q4_0 and Q8_0. The file
 // container is not here. All types but the plain ones mean value = scale * code - min with a small
-// integer code (the fp4 types by doubling the code and halving the scale), so one decoder serves
-// dequantisation and the weight-only backends.
-// Source: block layouts of ggml; spec of each type beside its decoder.
+// integer code (the fp4 types by doubling the code and halving the scale, the IQ4 types by taking
+// the table's values for codes), so one decoder serves dequantisation and the weight-only backends.
+// Source: block layouts of ggml; spec of each type beside its decoder (gguf_decoders.cc).
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <string_view>
 
+#include "moesaic/quant.h"
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
@@ -19,12 +21,18 @@ enum class GgufType : std::uint32_t {
   kQ4_0 = 2,
   kQ4_1 = 3,
   kQ5_0 = 6,
+  kQ5_1 = 7,
   kQ8_0 = 8,
   kQ2_K = 10,
+  kQ3_K = 11,
   kQ4_K = 12,
   kQ5_K = 13,
   kQ6_K = 14,
+  kIQ4_NL = 20,
+  kIQ4_XS = 23,
   kBF16 = 30,
+  kTQ1_0 = 34,
+  kTQ2_0 = 35,
   kMXFP4 = 39,
   kNVFP4 = 40,
 };
@@ -38,7 +46,12 @@ struct GgufTypeInfo {
   int code_bits;   // 4 when every code fits a nibble (signed or unsigned, see below), else 8
   bool is_signed;  // codes are signed; else 0 ..
   bool has_min;
+  // Codes are stored as nibbles that stand for the values of this table, which fit a byte.
+  CodeTable table = CodeTable::kNone;
 };
+// Every type that is read, for messages: "F32, F16, ... or NVFP4".
+std::string gguf_type_names();
+
 // Null for an id that this library does not read.
 const GgufTypeInfo* gguf_type_info(std::uint32_t type_id);
 

@@ -194,6 +194,7 @@ class Builder {
 
   // Blocks of bitsandbytes, which fall on whole rows here.
   Status table() {
+    if (quant_.table == CodeTable::kIq4Nl) return unsupported(quant_);  // read only
     if (quant_.dtype != DType::kU4 || cols() % std::max<std::int64_t>(quant_.block_k, 1) != 0) {
       return unsupported(quant_);
     }

@@ -1,12 +1,15 @@
 // Our scalar codecs as a filter, for scripts that compare them with other implementations:
 //   codec_filter FORMAT decode < codes > floats     one code per 16-bit word, F32 out
 //   codec_filter FORMAT encode < floats > codes
+//   codec_filter gguf NUMBER < blocks > floats      blocks of the GGUF type of that number
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 
 #include "numerics/codec.h"
+#include "quant/gguf_blocks.h"
 
 namespace moesaic {
 namespace {
@@ -45,7 +48,27 @@ int filter(Out (*convert)(In)) {
   return 0;
 }
 
+int decode_blocks(std::uint32_t id) {
+  std::string bytes;
+  for (int c = std::getchar(); c != EOF; c = std::getchar()) bytes += static_cast<char>(c);
+  const GgufTypeInfo* info = gguf_type_info(id);
+  const auto size = static_cast<std::int64_t>(bytes.size());
+  if (info == nullptr || size % info->block_bytes != 0) return 2;
+  Result<Tensor> out =
+      Tensor::zeros(DType::kF32, {1, size / info->block_bytes * info->block_elems});
+  if (!out.ok()) return 2;
+  const ConstTensorView blocks(reinterpret_cast<const std::byte*>(bytes.data()), DType::kU8,
+                               {1, size});
+  const Status status = dequantize_gguf(info->type, blocks, out->view());
+  if (!status.ok()) std::fprintf(stderr, "%s\n", status.to_string().c_str());
+  if (!status.ok()) return 1;
+  const auto count = static_cast<std::size_t>(out->shape()[1]);
+  return std::fwrite(out->data(), sizeof(float), count, stdout) == count ? 0 : 1;
+}
+
 int run(const std::string& name, const std::string& direction) {
+  if (name == "gguf")
+    return decode_blocks(static_cast<std::uint32_t>(std::atoi(direction.c_str())));
   for (const Codec& codec : kCodecs) {
     if (name != codec.name) continue;
     if (direction == "decode") return filter(codec.decode);

@@ -91,7 +91,8 @@ def infos(c):
     bad("one_element_more", raw([25]), CORRUPT, ["data", "need 100"])
     bad("type_4", raw([2, 3], 4), UNSUPPORTED, ["\"a\"", "type", "number 4"])
     bad("type_99", raw([2, 3], 99), UNSUPPORTED, ["\"a\"", "type", "number 99"])
-    for kind, name, block in ((2, "Q4_0", 32), (8, "Q8_0", 32), (12, "Q4_K", 256), (14, "Q6_K", 256)):
+    for kind, name, block in ((2, "Q4_0", 32), (8, "Q8_0", 32), (12, "Q4_K", 256), (14, "Q6_K", 256), (7, "Q5_1", 32), (11, "Q3_K", 256),
+                              (20, "IQ4_NL", 32), (23, "IQ4_XS", 256), (34, "TQ1_0", 256), (16, "IQ2_XXS", 256), (41, "Q1_0", 128)):
         bad("row_not_blocks_" + name, raw([block + 1], kind), CORRUPT, ["\"a\"", name, str(block)])
         bad("row_below_block_" + name, raw([block // 2], kind), CORRUPT, ["\"a\"", name, str(block)])
         bad("block_off_by_one_" + name, raw([block], kind), CORRUPT, ["data", "got 1"], bytes(1))

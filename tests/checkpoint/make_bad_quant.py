@@ -8,7 +8,7 @@ import struct
 
 import quant_model as q
 from corpus import main, simple_file
-from gguf_file import metadata
+from gguf_file import BLOCKS, metadata
 from gguf_model import gguf_file
 from stacked_model import HF_FP8, fused
 from tiny_model import Tensor, matrix, safetensors, tensor
@@ -464,11 +464,18 @@ def stacked(c):
 def gguf(c):
     sizes = {"block_count": 1, "embedding_length": 256, "expert_feed_forward_length": 256, "expert_count": 2, "expert_used_count": 1}
 
+    made = {}  # blocks of a projection and type: the same in every case
+
+    def blocks(leaf, kind):
+        if (leaf, kind) not in made:
+            made[leaf, kind] = q.gguf_rows(random.Random(leaf + kind), kind, 512, 256)[0]
+        return kind, [2, 256, 256], made[leaf, kind]
+
     def layer(name, kinds, spoil, code, keywords, changes=None):
         rng = random.Random(name)
         t = {"blk.0.ffn_gate_inp.weight": tensor("BF16", matrix(rng, "BF16", 2, 256))}
         for leaf, kind in zip(("gate", "up", "down"), kinds):
-            t["blk.0.ffn_%s_exps.weight" % leaf] = (kind, [2, 256, 256], q.gguf_rows(rng, kind, 512, 256)[0])
+            t["blk.0.ffn_%s_exps.weight" % leaf] = blocks(leaf, kind)
         spoil(t)
         c.gguf("blocks_" + name, gguf_file(metadata("qwen3moe", **dict(sizes, **(changes or {}))), t), code, keywords, "layer")
 
@@ -479,7 +486,18 @@ def gguf(c):
             t[up] = (kind, shape, data[:at] + raw + data[at + len(raw):])
         return spoil
     layer("good", ("Q4_K", "Q4_K", "Q6_K"), lambda t: None, "ok", [])
-    layer("iq4", ("Q4_0",) * 3, lambda t: t.update({up: ("IQ4_NL", [2, 256, 256], t[up][2])}), UNSUPPORTED, [up, "IQ4_NL", "Q4_K"])
+    def retype(kind, block, at=0, raw=b""):
+        """All blocks of `up` zero but for a few bytes of the last."""
+        data = bytes(block) * (512 * 256 // BLOCKS[kind][1] - 1) + bytes(at) + raw + bytes(block - at - len(raw))
+        return lambda t: t.update({up: (kind, [2, 256, 256], data)})
+    for kind in ("IQ2_XXS", "IQ3_S", "IQ1_M"):
+        layer("grid_" + kind, ("Q4_0",) * 3, retype(kind, BLOCKS[kind][2]), UNSUPPORTED, [up, kind, "grid", "Q3_K", "IQ4_XS"])
+    layer("q8_k", ("Q4_0",) * 3, retype("Q8_K", 292), UNSUPPORTED, [up, "the type Q8_K is not supported", "Q3_K"])
+    for kind, at in (("Q5_1", 0), ("Q5_1", 2), ("Q3_K", 108), ("IQ4_NL", 0), ("IQ4_XS", 0), ("TQ1_0", 52), ("TQ2_0", 64)):
+        size = BLOCKS[kind][2]
+        layer("mixed_%s_%d" % (kind, at), ("Q4_0",) * 3, retype(kind, size), "ok", [])
+        layer("nan_%s_%d" % (kind, at), ("Q4_0",) * 3, retype(kind, size, at, b"\0\x7e"), CORRUPT, [up, "NaN"])
+        layer("inf_%s_%d" % (kind, at), ("Q4_0",) * 3, retype(kind, size, at, b"\0\xfc"), CORRUPT, [up, "infinity"])
     layer("half_plain", ("Q4_0",) * 3, lambda t: t.update({up: ("F16", [2, 256, 256], bytes(2 * 2 * 256 * 256))}), UNSUPPORTED, [up, "blocks"])
     layer("missing", ("Q4_0",) * 3, lambda t: t.pop(up), MISSING, [up])
     layer("expert_less", ("Q4_0",) * 3, lambda t: t.update({up: ("Q4_0", [1, 256, 256], t[up][2][:len(t[up][2]) // 2])}), SHAPE, [up, "[1, 256, 144]", "[2, 256, 144]"])

@@ -94,7 +94,8 @@ def random_blocks(np, gguf, rng, kind, rows, columns):
     blocks = rng.integers(0, 256, size=(rows, columns // elements, size), dtype=np.uint8)
     # Where the F16 scale and the scale of the minima lie; the latter is the middle code times the former, so that values
     # average to zero.
-    halves = {"Q2_K": ((80, 1), (82, 1.5)), "Q4_K": ((0, 1), (2, 7.5)), "Q5_K": ((0, 1), (2, 15.5)), "Q6_K": ((208, 1),)}
+    halves = {"Q2_K": ((80, 1), (82, 1.5)), "Q4_K": ((0, 1), (2, 7.5)), "Q5_K": ((0, 1), (2, 15.5)), "Q6_K": ((208, 1),),
+              "Q3_K": ((108, 1),), "IQ4_NL": ((0, 1),), "IQ4_XS": ((0, 1),), "TQ1_0": ((52, 1),), "TQ2_0": ((64, 1),)}
 
     def set_scale(value):
         if name == "MXFP4":
@@ -113,12 +114,36 @@ def random_blocks(np, gguf, rng, kind, rows, columns):
     return flat()
 
 
+def same_values(np, gguf, kind, rng):
+    """Every value of random blocks against the package's own decoding: equal fp32 numbers."""
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, size=(3000, size), dtype=np.uint8)
+    # Two-byte fields that are scales: the exponent bits of infinities and NaNs are never all set.
+    halves = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "TQ1_0": (52,),
+              "TQ2_0": (64,), "MXFP4": (), "NVFP4": ()}
+    for at in halves.get(kind.name, (0,)):
+        blocks[:, at + 1] = np.where(blocks[:, at + 1] & 0x7C == 0x7C, blocks[:, at + 1] ^ 0x40, blocks[:, at + 1])
+    if kind.name == "MXFP4":
+        blocks[:, 0] %= 255
+    if kind.name == "NVFP4":
+        blocks[:, :4] &= 0x7F
+    with np.errstate(over="ignore"):  # the largest exponents of MXFP4: infinite there and here
+        want = gguf.quants.dequantize(blocks, kind).reshape(-1)
+    done = subprocess.run([FILTER, "gguf", str(int(kind))], input=blocks.tobytes(), capture_output=True, check=True, timeout=120)
+    got = np.frombuffer(done.stdout, dtype=np.float32)
+    expect(want.dtype == np.float32 and got.shape == want.shape == (3000 * elements,), kind.name, got.shape, want.dtype)
+    wrong = np.flatnonzero(got != want)
+    expect(wrong.size == 0, kind.name, "value", wrong[:1] % elements, "is", got[wrong[:1]], "not", want[wrong[:1]])
+    return got.size
+
+
 def gguf_test(folder):
     np, gguf, _ = needed("numpy", "gguf", "gguf.quants")
     types = gguf.GGMLQuantizationType
     experts, top_k, hidden, inner, tokens = 8, 2, 256, 512, 16
     rng = np.random.default_rng(5)
-    names = ("F16", "Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q2_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "NVFP4")
+    names = ("F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4",
+             "NVFP4")
     known = [n for n in names if hasattr(types, n) and (n == "F16" or hasattr(gguf.quants, n))]
     expect(len(known) >= 8, "this gguf package knows only", known)
     for name in known:
@@ -161,7 +186,8 @@ def gguf_test(folder):
         golden = os.path.join(folder, name + ".golden")
         plain_container(golden, {"model.layers.0.mlp.input": ("F32", x), "model.layers.0.mlp.output": ("F64", y)})
         exact, own = verified(path, golden, "f32"), verified(path, golden, "as-is")
-        print("%-6s relative L2 %.1e in fp32, %.1e as stored" % (name, exact, own))
+        values = 0 if name == "F16" else same_values(np, gguf, kind, rng)
+        print("%-6s relative L2 %.1e in fp32, %.1e as stored; %d values decoded alike" % (name, exact, own, values))
         expect(exact < 2e-6 and own < 6e-3, name, "is beyond its bound")
 
 

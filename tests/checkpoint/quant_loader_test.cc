@@ -99,10 +99,13 @@ float code_value(const OperandQuant& w, ConstTensorView codes, std::int64_t i) {
                                           1.0F};
   constexpr std::array<float, 8> kFp4 = {0.0F,       0.0052083333F, 0.6666667F, 1.0F,
                                          0.3333333F, 0.5F,          0.1666667F, 0.25F};
+  constexpr std::array<float, 16> kIq4 = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                          1,    13,   25,  38,  53,  69,  89,  113};
   const auto byte = [&](std::int64_t at) { return static_cast<int>(codes.data[at]); };
   const int nibble = dtype_bits(codes.dtype) == 4 ? (byte(i / 2) >> (i % 2 * 4)) & 15 : 0;
   const auto n = static_cast<std::size_t>(nibble);
   if (w.table == CodeTable::kNf4) return kNf4[n];
+  if (w.table == CodeTable::kIq4Nl) return kIq4[n];
   if (w.table == CodeTable::kFp4) return n < 8 ? kFp4[n] : -kFp4[n - 8];
   switch (codes.dtype) {
     case DType::kI4:
@@ -285,6 +288,29 @@ TEST_F(QuantCheckpoints, ExpertParallelSharesAreTheRightExperts) {
         w13_input = input;
       }
     }
+  }
+}
+
+// Codes stay nibbles where every projection's fit the same kind of nibble: of a table, signed, or
+// from 0. Else they are bytes.
+TEST_F(QuantCheckpoints, GgufCodesAreAsNarrowAsTheTypesAllow) {
+  for (const auto& [name, dtype, table, group] :
+       std::vector<std::tuple<std::string, DType, CodeTable, std::int64_t>>{
+           {"gguf_iq4", DType::kU4, CodeTable::kIq4Nl, 32},
+           {"gguf_iq4_slices", DType::kU4, CodeTable::kIq4Nl, 32},
+           {"gguf_iq4_q3_k", DType::kI8, CodeTable::kNone, 16},
+           {"gguf_q3_k", DType::kI4, CodeTable::kNone, 16},
+           {"gguf_q5_1", DType::kI8, CodeTable::kNone, 32},
+           {"gguf_tq2_0", DType::kI4, CodeTable::kNone, 256},
+           {"gguf_q4_k", DType::kU4, CodeTable::kNone, 32}}) {
+    SCOPED_TRACE(name);
+    const Result<MoeLayerWeights> loaded =
+        must_open(find(name).path).load_layer(0, ParallelConfig{});
+    ASSERT_TRUE(loaded.ok()) << loaded.status().to_string();
+    const OperandQuant& weight = loaded->spec.quant.weight;
+    EXPECT_EQ(weight.dtype, dtype);
+    EXPECT_EQ(weight.table, table);
+    EXPECT_EQ(weight.block_k, group);
   }
 }
 

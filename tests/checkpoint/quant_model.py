@@ -308,7 +308,61 @@ def q6_k(rng, size):
     return bytes(ql) + bytes(qh) + struct.pack("<16b", *sc) + half(d), [d * sc[j // 16] * (x - 32) for j, x in enumerate(q)]
 
 
-GGUF = {"Q4_0": (q4_0, 32), "Q8_0": (q8_0, 32), "Q4_K": (q4_k, 256), "Q6_K": (q6_k, 256)}
+def q5_1(rng, size):
+    d = dyadic(rng, size / 9.2)
+    m, q = -d * rng.randrange(14, 18), [rng.randrange(32) for _ in range(32)]
+    fifth = sum((x >> 4) << j for j, x in enumerate(q))
+    return (half(d) + half(m) + struct.pack("<I", fifth) + bytes(q[j] & 15 | (q[j + 16] & 15) << 4 for j in range(16)), [x * d + m for x in q])
+
+
+def two_bits(q):
+    """256 numbers of two bits: byte l of each half holds values l, l + 32, l + 64 and l + 96 of it."""
+    return bytes(sum(q[128 * h + 32 * s + l] << 2 * s for s in range(4)) for h in range(2) for l in range(32))
+
+
+def q3_k(rng, size):
+    d, sc = dyadic(rng, size / 2.3 / 18), [rng.randrange(64) for _ in range(16)]
+    q = [rng.randrange(8) for _ in range(256)]
+    third = bytes(sum((q[32 * s + l] >> 2) << s for s in range(8)) for l in range(32))
+    scales = bytes(sc[j] & 15 | (sc[j + 8] & 15) << 4 for j in range(8)) + bytes(sum((sc[j + 4 * s] >> 4) << 2 * s for s in range(4)) for j in range(4))
+    return third + two_bits([x & 3 for x in q]) + scales + half(d), [d * (sc[j // 16] - 32) * (x - 4) for j, x in enumerate(q)]
+
+
+IQ4 = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
+
+
+def iq4_nl(rng, size):
+    d, q = rng.choice([-1, 1]) * dyadic(rng, size / 69), [rng.randrange(16) for _ in range(32)]
+    return half(d) + bytes(q[j] | q[j + 16] << 4 for j in range(16)), [IQ4[x] * d for x in q]
+
+
+def iq4_xs(rng, size):
+    d, sc = dyadic(rng, size / 69 / 18), [rng.randrange(64) for _ in range(8)]
+    q = [rng.randrange(16) for _ in range(256)]
+    high = struct.pack("<H", sum((x >> 4) << 2 * j for j, x in enumerate(sc)))
+    low = bytes(sc[j] & 15 | (sc[j + 1] & 15) << 4 for j in range(0, 8, 2))
+    qs = bytes(q[32 * s + j] | q[32 * s + 16 + j] << 4 for s in range(8) for j in range(16))
+    return half(d) + high + low + qs, [d * (sc[j // 32] - 32) * IQ4[x] for j, x in enumerate(q)]
+
+
+def tq1_0(rng, size):
+    d, q = dyadic(rng, size / 0.8), [rng.randrange(3) for _ in range(256)]
+
+    def digits(first, step, count):
+        """Values first, first + step, ... as ternary digits, the highest first, of a fraction of 256 rounded up."""
+        number = sum(q[first + step * n] * 3**(4 - n) for n in range(count))
+        return -(-number * 256 // 243)
+    raw = [digits(m, 32, 5) for m in range(32)] + [digits(160 + m, 16, 5) for m in range(16)] + [digits(240 + m, 4, 4) for m in range(4)]
+    return bytes(raw) + half(d), [d * (x - 1) for x in q]
+
+
+def tq2_0(rng, size):
+    d, q = dyadic(rng, size / 0.8), [rng.randrange(3) for _ in range(256)]
+    return two_bits(q) + half(d), [d * (x - 1) for x in q]
+
+
+GGUF = {"Q4_0": (q4_0, 32), "Q8_0": (q8_0, 32), "Q4_K": (q4_k, 256), "Q6_K": (q6_k, 256), "Q5_1": (q5_1, 32), "Q3_K": (q3_k, 256),
+        "IQ4_NL": (iq4_nl, 32), "IQ4_XS": (iq4_xs, 256), "TQ1_0": (tq1_0, 256), "TQ2_0": (tq2_0, 256)}
 
 
 def gguf_rows(rng, kind, n, k):

@@ -10,10 +10,12 @@
 #include <vector>
 
 #include "cpu/tiers.h"
+#include "experts/cpu_weight_format.h"
 #include "support/experts_run.h"
 #include "support/metrics.h"
 #include "support/moe_oracle.h"
 #include "support/random.h"
+#include "support/refusal.h"
 
 namespace moesaic {
 namespace {
@@ -127,6 +129,8 @@ TEST(CpuExperts, EveryTierAndSchemeMeetsItsBoundAgainstFloat64) {
                         {"nvfp4-bf16", 96, 80, 5},
                         {"nf4-bf16", 128, 64, 8},
                         {"fp4-bf16", 64, 128, 2},
+                        {"iq4", 96, 160, 7},
+                        {"iq4", 256, 64, 1},
                         {"gptq", 128, 96, 20},
                         {"gptq", 80, 50, 1},
                         {"q4k", 256, 96, 6},
@@ -150,6 +154,17 @@ TEST(CpuExperts, EveryTierAndSchemeMeetsItsBoundAgainstFloat64) {
           << tier << " " << c.quant << " H " << c.h << " I " << c.i << ": " << cmp.describe;
     }
   }
+}
+
+// The kernels hold tables in bf16: the entries of nf4 are rounded there, which fp32 arithmetic must
+// not be; those of IQ4 are small integers.
+TEST(CpuExperts, Fp32ArithmeticTakesTheTablesThatAreExact) {
+  const auto format = [](const char* name) {
+    return cpu_weight_format(test::scheme_called(name), ComputeScheme::kF32);
+  };
+  EXPECT_TRUE(format("iq4").ok()) << format("iq4").status().message();
+  test::expect_refusal(format("nf4-bf16").status(), StatusCode::kUnsupported, {"code table"});
+  test::expect_refusal(format("fp4-bf16").status(), StatusCode::kUnsupported, {"code table"});
 }
 
 // scale_fmt "ue8m0" of DeepSeek-V3.1: activation scales are powers of two.

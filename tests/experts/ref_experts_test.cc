@@ -45,7 +45,7 @@ constexpr const char* kSchemes[] = {
     "fp8-tensor", "fp8-static", "fp8-channel", "mxfp8",     "mxfp4-fp8",    "mxfp4",
     "nvfp4",      "int4-fp8",   "int8",        "int4-g128", "int8-bf16",    "nvfp4-bf16",
     "nvfp4-rows", "nf4-bf16",   "fp4-bf16",    "gptq",      "int4-channel", "q4k",
-    "q6k",        "u8-zero"};
+    "q6k",        "u8-zero",    "iq4"};
 
 struct Variant {
   std::string quant, activation;

@@ -84,5 +84,16 @@ TEST(Nf4, PublishedCodesAndRoundTrip) {
   EXPECT_EQ(nf4_from_f32(std::nextafter(kNf4Values[8] / 2.0F, 1.0F)), 8);
 }
 
+TEST(Iq4Nl, EntriesAreExactInBf16AndGiveTheirCodes) {
+  for (std::uint8_t c = 0; c < 16; ++c) {
+    EXPECT_EQ(iq4nl_from_entry(kIq4NlValues[c]), c);
+    const auto value = static_cast<float>(kIq4NlValues[c]);
+    EXPECT_EQ(f32_from_bf16(bf16_from_f32(value)), value);
+    if (c > 0) {
+      EXPECT_GT(kIq4NlValues[c], kIq4NlValues[c - 1]);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace moesaic

@@ -120,6 +120,10 @@ TEST(DequantizeWeight, TablesMinimaAndTwoLevelInt4) {
     const std::uint8_t code[] = {10, 2, 9, 15};
     EXPECT_EQ(got.as<float>()[i], kNf4Values[code[i]] * (i < 2 ? 2.0F : 3.0F));
   }
+  quant.table = CodeTable::kIq4Nl;
+  got = values_of(quant, {codes.view(), scale.view(), {}, {}, {}, {}, {}});
+  const float iq4[] = {25 * 2.0F, -83 * 2.0F, 13 * 3.0F, 113 * 3.0F};
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(got.as<float>()[i], iq4[i]);
   quant.table = CodeTable::kNone;
   quant.zero_point = ZeroPoint::kMin;
   const Tensor min = test::f32_of({1, 2}, {0.5F, -1.0F});

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "numerics/codec.h"
+#include "quant/gguf_oracles.h"
 #include "support/half.h"
 #include "support/metrics.h"
 #include "support/random.h"
@@ -32,138 +33,8 @@ Bytes from_hex(const std::string& hex) {
   }
   return out;
 }
-double half_at(const std::uint8_t* p) {
-  return test::half_value(static_cast<std::uint16_t>(p[0] | p[1] << 8));
-}
-
-// --- One block of each type, decoded by the format's own words in double -------------------------
-
-void oracle_q4_0(const std::uint8_t* b, double* y) {
-  for (int j = 0; j < 16; ++j) {
-    y[j] = ((b[2 + j] & 15) - 8) * half_at(b);
-    y[j + 16] = ((b[2 + j] >> 4) - 8) * half_at(b);
-  }
-}
-void oracle_q4_1(const std::uint8_t* b, double* y) {
-  for (int j = 0; j < 16; ++j) {
-    y[j] = (b[4 + j] & 15) * half_at(b) + half_at(b + 2);
-    y[j + 16] = (b[4 + j] >> 4) * half_at(b) + half_at(b + 2);
-  }
-}
-void oracle_q5_0(const std::uint8_t* b, double* y) {
-  const std::uint32_t qh = b[2] | static_cast<std::uint32_t>(b[3]) << 8 |
-                           static_cast<std::uint32_t>(b[4]) << 16 |
-                           static_cast<std::uint32_t>(b[5]) << 24;
-  for (unsigned j = 0; j < 16; ++j) {
-    const int low = (b[6 + j] & 15) + 16 * static_cast<int>(qh >> j & 1U);
-    const int high = (b[6 + j] >> 4) + 16 * static_cast<int>(qh >> (j + 16) & 1U);
-    y[j] = (low - 16) * half_at(b);
-    y[j + 16] = (high - 16) * half_at(b);
-  }
-}
-void oracle_q8_0(const std::uint8_t* b, double* y) {
-  for (int j = 0; j < 32; ++j) y[j] = static_cast<std::int8_t>(b[2 + j]) * half_at(b);
-}
-void oracle_q2_k(const std::uint8_t* b, double* y) {
-  const double d = half_at(b + 80), dmin = half_at(b + 82);
-  const std::uint8_t* q = b + 16;
-  int sub = 0;
-  for (int half = 0; half < 2; ++half, q += 32) {
-    for (int shift = 0; shift < 8; shift += 2) {
-      for (int part = 0; part < 2; ++part, ++sub) {
-        for (int l = 0; l < 16; ++l) {
-          *y++ = d * (b[sub] & 15) * (q[16 * part + l] >> shift & 3) - dmin * (b[sub] >> 4);
-        }
-      }
-    }
-  }
-}
-void oracle_k_pair(const std::uint8_t* s, int j, int* sc, int* m) {
-  if (j < 4) {
-    *sc = s[j] & 63;
-    *m = s[j + 4] & 63;
-  } else {
-    *sc = (s[j + 4] & 15) | ((s[j - 4] >> 6) << 4);
-    *m = (s[j + 4] >> 4) | ((s[j] >> 6) << 4);
-  }
-}
-void oracle_q4_k(const std::uint8_t* b, double* y) {
-  for (int c = 0; c < 4; ++c) {
-    for (int nibble = 0; nibble < 2; ++nibble) {
-      int sc = 0, m = 0;
-      oracle_k_pair(b + 4, 2 * c + nibble, &sc, &m);
-      for (int l = 0; l < 32; ++l) {
-        const int q = b[16 + 32 * c + l] >> (4 * nibble) & 15;
-        *y++ = half_at(b) * sc * q - half_at(b + 2) * m;
-      }
-    }
-  }
-}
-void oracle_q5_k(const std::uint8_t* b, double* y) {
-  for (int c = 0; c < 4; ++c) {
-    for (int nibble = 0; nibble < 2; ++nibble) {
-      int sc = 0, m = 0;
-      oracle_k_pair(b + 4, 2 * c + nibble, &sc, &m);
-      for (int l = 0; l < 32; ++l) {
-        const int q =
-            (b[48 + 32 * c + l] >> (4 * nibble) & 15) + 16 * (b[16 + l] >> (2 * c + nibble) & 1);
-        *y++ = half_at(b) * sc * q - half_at(b + 2) * m;
-      }
-    }
-  }
-}
-void oracle_q6_k(const std::uint8_t* b, double* y) {
-  for (int h = 0; h < 2; ++h) {
-    const std::uint8_t* ql = b + 64 * h;
-    const std::uint8_t* qh = b + 128 + 32 * h;
-    const auto* sc = reinterpret_cast<const std::int8_t*>(b + 192 + 8 * h);
-    for (int l = 0; l < 32; ++l) {
-      const int q[4] = {
-          (ql[l] & 15) | ((qh[l] & 3) << 4), (ql[l + 32] & 15) | ((qh[l] >> 2 & 3) << 4),
-          (ql[l] >> 4) | ((qh[l] >> 4 & 3) << 4), (ql[l + 32] >> 4) | ((qh[l] >> 6) << 4)};
-      for (int i = 0; i < 4; ++i) {
-        y[128 * h + 32 * i + l] = half_at(b + 208) * sc[l / 16 + 2 * i] * (q[i] - 32);
-      }
-    }
-  }
-}
-constexpr double kE2m1[16] = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6};
-void oracle_mxfp4(const std::uint8_t* b, double* y) {
-  for (int j = 0; j < 16; ++j) {
-    y[j] = std::ldexp(kE2m1[b[1 + j] & 15], b[0] - 127);
-    y[j + 16] = std::ldexp(kE2m1[b[1 + j] >> 4], b[0] - 127);
-  }
-}
-void oracle_nvfp4(const std::uint8_t* b, double* y) {
-  for (int s = 0; s < 4; ++s) {
-    const int e = b[s] >> 3 & 15, m = b[s] & 7;
-    double d = e == 0 ? std::ldexp(m, -9) : std::ldexp(8 + m, e - 10);
-    if ((b[s] & 0x7F) == 0x7F) d = 0;
-    for (int j = 0; j < 8; ++j) {
-      y[16 * s + j] = kE2m1[b[4 + 8 * s + j] & 15] * d;
-      y[16 * s + j + 8] = kE2m1[b[4 + 8 * s + j] >> 4] * d;
-    }
-  }
-}
-
-struct Case {
-  GgufType type;
-  void (*oracle)(const std::uint8_t*, double*);
-  std::vector<int> halves;  // offsets of f16 fields, kept finite
-};
-const std::vector<Case>& cases() {
-  static const std::vector<Case> all = {
-      {GgufType::kQ4_0, oracle_q4_0, {0}},      {GgufType::kQ4_1, oracle_q4_1, {0, 2}},
-      {GgufType::kQ5_0, oracle_q5_0, {0}},      {GgufType::kQ8_0, oracle_q8_0, {0}},
-      {GgufType::kQ2_K, oracle_q2_k, {80, 82}}, {GgufType::kQ4_K, oracle_q4_k, {0, 2}},
-      {GgufType::kQ5_K, oracle_q5_k, {0, 2}},   {GgufType::kQ6_K, oracle_q6_k, {208}},
-      {GgufType::kMXFP4, oracle_mxfp4, {}},     {GgufType::kNVFP4, oracle_nvfp4, {}},
-  };
-  return all;
-}
-
 // Random bytes with finite scales: every field takes every value.
-Bytes random_blocks(test::Rng& rng, const Case& c, std::int64_t count) {
+Bytes random_blocks(test::Rng& rng, const test::GgufCase& c, std::int64_t count) {
   const GgufTypeInfo& info = *gguf_type_info(static_cast<std::uint32_t>(c.type));
   Bytes bytes(static_cast<std::size_t>(count * info.block_bytes));
   for (auto& b : bytes) b = static_cast<std::uint8_t>(rng.next());
@@ -178,7 +49,7 @@ Bytes random_blocks(test::Rng& rng, const Case& c, std::int64_t count) {
 }
 
 TEST(GgufBlocks, EveryTypeFollowsItsDefinition) {
-  for (const Case& c : cases()) {
+  for (const test::GgufCase& c : test::gguf_cases()) {
     const GgufTypeInfo& info = *gguf_type_info(static_cast<std::uint32_t>(c.type));
     SCOPED_TRACE(std::string(info.name));
     test::Rng rng(static_cast<std::uint64_t>(c.type) + 1);
@@ -195,7 +66,7 @@ TEST(GgufBlocks, EveryTypeFollowsItsDefinition) {
       c.oracle(bytes.data() + i * info.block_bytes, want.data() + i * info.block_elems);
     }
     for (std::size_t i = 0; i < want.size(); ++i) {
-      // scale*code and min are exact in fp32 (at most 11 + 8 + 8 bits), their difference is
+      // scale*code and min are exact in fp32 (at most 11 + 6 + 7 bits), their difference is
       // rounded once: the double difference rounded once is the same number.
       ASSERT_EQ(out.as<float>()[i], static_cast<float>(want[i])) << i;
     }
@@ -226,6 +97,58 @@ TEST(GgufBlocks, EveryTypeFollowsItsDefinition) {
       EXPECT_LE(largest, info.is_signed ? 7 : 15);
     }
   }
+}
+
+// Types that are read are those that have an oracle, and the plain ones.
+TEST(GgufBlocks, EveryTypeHasAnOracle) {
+  std::size_t with_codes = 0;
+  for (std::uint32_t id = 0; id < 64; ++id) {
+    const GgufTypeInfo* info = gguf_type_info(id);
+    if (info == nullptr) continue;
+    if (info->group != 0) ++with_codes;
+    EXPECT_NE((", " + gguf_type_names() + ", ").find(std::string(info->name)), std::string::npos);
+  }
+  EXPECT_EQ(with_codes, test::gguf_cases().size());
+}
+
+// Values of single codes, from the formats' descriptions.
+TEST(GgufBlocks, HandMadeBlocks) {
+  // Q3_K with d = 1, code 0 of every value (two bits 0, third bit 0: -4) and scale 33 of the first
+  // group, 0 of the others: 4 bits 1 and, of 33 = 2 * 16 + 1, the bits 2.
+  Bytes q3(110, 0);
+  q3[96] = 0x01;
+  q3[104] = 0x02;
+  q3[109] = 0x3C;
+  Tensor out = Tensor::zeros(DType::kF32, {1, 256}).value();
+  ASSERT_TRUE(dequantize_gguf(GgufType::kQ3_K, tensor_of(q3, 1).view(), out.view()).ok());
+  EXPECT_EQ(out.as<float>()[15], (33 - 32) * -4.0F);
+  EXPECT_EQ(out.as<float>()[16], (0 - 32) * -4.0F);
+  q3[0] = 0x01;   // third bit of value 0
+  q3[32] = 0x03;  // two bits of value 0
+  ASSERT_TRUE(dequantize_gguf(GgufType::kQ3_K, tensor_of(q3, 1).view(), out.view()).ok());
+  EXPECT_EQ(out.as<float>()[0], 3.0F);
+  EXPECT_EQ(out.as<float>()[32], (0 - 32) * -4.0F);
+
+  // IQ4_XS with d = 1: scale 33 of the last sub-block is low nibble 1 and high bits 2.
+  Bytes iq4(136, 0);
+  iq4[1] = 0x3C;
+  iq4[3] = 0x80;
+  iq4[7] = 0x10;
+  iq4[8 + 16 * 7] = 0xF8;  // values 224 and 240: entries 8 and 15
+  ASSERT_TRUE(dequantize_gguf(GgufType::kIQ4_XS, tensor_of(iq4, 1).view(), out.view()).ok());
+  EXPECT_EQ(out.as<float>()[224], 1.0F);
+  EXPECT_EQ(out.as<float>()[240], 113.0F);
+  EXPECT_EQ(out.as<float>()[225], -127.0F);
+  EXPECT_EQ(out.as<float>()[0], 32.0F * 127.0F);
+
+  // TQ1_0 with d = 2: the digits 0, 1, 2, 1, 0 are 0*81 + 27 + 2*9 + 3 = 48 of 243, and the byte is
+  // the next above 48 / 243 * 256.
+  Bytes ternary(54, 0);
+  ternary[53] = 0x40;
+  ternary[3] = 51;
+  ASSERT_TRUE(dequantize_gguf(GgufType::kTQ1_0, tensor_of(ternary, 1).view(), out.view()).ok());
+  const float want[] = {-2, 0, 2, 0, -2};
+  for (int n = 0; n < 5; ++n) EXPECT_EQ(out.as<float>()[32 * n + 3], want[n]) << n;
 }
 
 TEST(GgufBlocks, PublishedBytes) {
@@ -305,7 +228,10 @@ TEST(GgufBlocks, PlainTypesAndNarrowOutputs) {
 TEST(GgufBlocks, Misuse) {
   EXPECT_EQ(gguf_type_info(4), nullptr);
   expect_refusal(gguf_row_bytes(4, 32).status(), StatusCode::kUnsupported,
-                 {"GGUF type", "id 4", "Q4_K"});
+                 {"GGUF type", "id 4", "Q4_K", "IQ4_XS", "or NVFP4"});
+  for (const std::uint32_t grid : {16U, 17U, 18U, 19U, 21U, 22U, 29U}) {  // IQ1, IQ2, IQ3
+    EXPECT_EQ(gguf_type_info(grid), nullptr) << grid;
+  }
   expect_refusal(gguf_row_bytes(12, 288).status(), StatusCode::kInvalidShape,
                  {"288", "multiple of 256", "Q4_K"});
   expect_refusal(gguf_row_bytes(0, std::int64_t{1} << 62).status(), StatusCode::kLimitExceeded,
@@ -328,6 +254,11 @@ TEST(GgufBlocks, Misuse) {
   Tensor q41 = Tensor::zeros(DType::kU8, {2, 20}).value();
   expect_refusal(split_gguf(GgufType::kQ4_1, q41.view(), codes.view(), scale.view(), {}),
                  StatusCode::kInvalidShape, {"min", "[2, 1]"});
+  Tensor q3 = Tensor::zeros(DType::kU8, {1, 110}).value();
+  q3.as<std::uint8_t>()[109] = 0x7C;
+  Tensor wide = Tensor::zeros(DType::kF32, {1, 256}).value();
+  expect_refusal(dequantize_gguf(GgufType::kQ3_K, q3.view(), wide.view()),
+                 StatusCode::kInvalidArgument, {"row 0, block 0", "infinity"});
   Tensor f32 = Tensor::zeros(DType::kU8, {2, 128}).value();
   expect_refusal(split_gguf(GgufType::kF32, f32.view(), codes.view(), scale.view(), {}),
                  StatusCode::kUnsupported, {"F32", "no codes"});

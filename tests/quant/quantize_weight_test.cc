@@ -80,6 +80,10 @@ TEST(QuantizeWeight, Misuse) {
   quant.zero_point = ZeroPoint::kMin;
   expect_refusal(quantize_weight(quant, x.view(), 256).status(), StatusCode::kUnsupported,
                  {"quant.weight", "U4", "x32"});
+  quant.zero_point = ZeroPoint::kNone;
+  quant.table = CodeTable::kIq4Nl;  // read, never written
+  expect_refusal(quantize_weight(quant, x.view(), 256).status(), StatusCode::kUnsupported,
+                 {"quant.weight", "U4", "x32"});
   quant = {};
   quant.dtype = DType::kF8E5M2;
   expect_refusal(quantize_weight(quant, x.view(), 256).status(), StatusCode::kUnsupported,

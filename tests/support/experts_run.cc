@@ -29,7 +29,7 @@ QuantScheme scheme_called(std::string_view name) {
   if (name == "gptq" || name == "q4k") named = "int4-g128";
   if (name == "int4-channel" || name == "q6k" || name == "u8-zero") named = "int8-bf16";
   if (name == "nvfp4-rows") named = "nvfp4";
-  if (name == "fp4-bf16") named = "nf4-bf16";
+  if (name == "fp4-bf16" || name == "iq4") named = "nf4-bf16";
   QuantScheme s = must(quant_scheme_from_name(named), "scheme_called");
   OperandQuant& w = s.weight;
   if (name == "fp8-static") {
@@ -54,6 +54,10 @@ QuantScheme scheme_called(std::string_view name) {
   }
   if (name == "nvfp4-rows") w.outer_scale = OuterScale::kChannel;
   if (name == "fp4-bf16") w.table = CodeTable::kFp4;
+  if (name == "iq4") {
+    w.table = CodeTable::kIq4Nl;
+    w.block_k = 32;
+  }
   return s;
 }
 

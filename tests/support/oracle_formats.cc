@@ -48,6 +48,9 @@ constexpr double kNf4[16] = {-1.0,
                              0.7229568362236023,
                              1.0};
 constexpr double kFp4[8] = {0, 0.005208333, 0.6666667, 1, 0.33333334, 0.5, 0.16666667, 0.25};
+// GGUF's IQ4_NL and IQ4_XS, by code.
+constexpr double kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                             1,    13,   25,  38,  53,  69,  89,  113};
 
 }  // namespace
 
@@ -121,6 +124,7 @@ double element(const ConstTensorView& t, std::int64_t i) {
 double table_value(CodeTable table, const ConstTensorView& t, std::int64_t i) {
   const int code = nibble(t, i);
   if (table == CodeTable::kNf4) return kNf4[code];
+  if (table == CodeTable::kIq4Nl) return kIq4[code];
   return code < 8 ? kFp4[code] : -kFp4[code - 8];
 }
 

@@ -86,7 +86,7 @@ void draw_codes(Rng& rng, const OperandQuant& q, const Shape& shape, double sd, 
   if (q.dtype == DType::kF4E2M1) code_sd = 2.7;
   if (q.dtype == DType::kI8 || q.dtype == DType::kU8) code_sd = 74;
   if (q.dtype == DType::kF8E4M3) code_sd = 132;
-  if (q.table != CodeTable::kNone) code_sd = 0.55;
+  if (q.table != CodeTable::kNone) code_sd = q.table == CodeTable::kIq4Nl ? 69.0 : 0.55;
   for (std::int64_t i = 0; i < out.codes.bytes(); ++i) {
     auto code = static_cast<std::uint8_t>(rng.uniform() * 256);
     if (q.dtype == DType::kF8E4M3 && (code & 0x7F) == 0x7F) code ^= 1;  // no NaN

@@ -11,6 +11,7 @@
 #include "checkpoint/names.h"
 #include "core/checked.h"
 #include "core/fault.h"
+#include "numerics/integer.h"
 #include "quant/bnb.h"
 #include "quant/gguf_blocks.h"
 #include "quant/int4_fp8.h"
@@ -168,6 +169,12 @@ Status QuantizedReader::read_gguf(const Window& w, MatrixBuffers* m) {
   MOESAIC_RETURN_IF_ERROR(spread(scale, info.group, w, &m->scale, from.info->name));
   if (m->min.present())
     MOESAIC_RETURN_IF_ERROR(spread(min, info.group, w, &m->min, from.info->name));
+  if (weight_.table == CodeTable::kIq4Nl && !MOESAIC_FAULT(checkpoint_iq4_values_as_codes)) {
+    auto* code = codes.as<std::int8_t>();
+    for (std::int64_t i = 0; i < w.rows * w.cols; ++i) {
+      code[i] = static_cast<std::int8_t>(iq4nl_from_entry(code[i]));
+    }
+  }
   const bool as_unsigned = weight_.dtype == DType::kU4;
   return write_codes(
       ConstTensorView(codes.data(), as_unsigned ? DType::kU8 : DType::kI8, {w.rows, w.cols}), 0, w,
