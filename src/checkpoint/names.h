@@ -7,6 +7,11 @@
 
 namespace moesaic {
 
+// Text for a terminal: what one acts on (C0, DEL, C1, the marks that turn the direction of writing
+// round, line and paragraph separators) and bytes that are not UTF-8 become \xNN. O(n).
+//   keep_newlines  for text of several lines that is otherwise the caller's own
+std::string escape_controls(std::string_view text, bool keep_newlines = false);
+
 // The text in double quotes for a message: control and non-UTF-8 bytes as \xNN, cut after 160 bytes
 // (an attacker's name may be 100 MB long).
 std::string quote_name(std::string_view name);

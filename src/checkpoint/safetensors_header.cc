@@ -12,6 +12,48 @@
 #include "checkpoint/safetensors.h"
 
 namespace moesaic {
+namespace {
+
+// What people take for safetensors, by its first bytes; each of them would be a header length far
+// beyond the cap.
+struct ForeignFile {
+  std::string_view magic, title;
+  StatusCode code;
+};
+constexpr auto kOther = StatusCode::kUnsupported;
+constexpr auto kBroken = StatusCode::kCorruptFile;
+constexpr ForeignFile kForeignFiles[] = {
+    {"\x93NUMPY", "a NumPy file", kOther},
+    {"PK\x03\x04", "a zip archive (as .npz, .pt and .pth are)", kOther},
+    {"\x80\x02", "a Python pickle", kOther},
+    {"\x80\x04", "a Python pickle", kOther},
+    {"\x80\x05", "a Python pickle", kOther},
+    {"\x89HDF", "an HDF5 file", kOther},
+    {"GGUF", "a GGUF file", kOther},
+    {"version ", "the pointer of a Git LFS file that was not fetched", kBroken},
+    {"<!DOCTYP", "an HTML page", kBroken},
+    {"<!doctyp", "an HTML page", kBroken},
+    {"<html", "an HTML page", kBroken},
+};
+
+Status header_too_large(std::string_view label, std::span<const std::byte> first_bytes,
+                        std::uint64_t n) {
+  const std::string_view first(reinterpret_cast<const char*>(first_bytes.data()),
+                               first_bytes.size());
+  for (const ForeignFile& other : kForeignFiles) {
+    if (!first.starts_with(other.magic)) continue;
+    return {other.code,
+            fmt::format("{}: got {}, need a safetensors file, such as "
+                        "safetensors.numpy.save_file({{\"hidden_states\": x}}, path) writes",
+                        label, other.title)};
+  }
+  return {StatusCode::kLimitExceeded,
+          fmt::format("{}: header too large: got {} bytes, need at most {}; is it a safetensors "
+                      "file?",
+                      label, n, kMaxHeaderBytes)};
+}
+
+}  // namespace
 
 const TensorInfo* SafetensorsHeader::find(std::string_view name) const {
   const std::uint64_t hash = std::hash<std::string_view>{}(name);
@@ -33,11 +75,7 @@ Result<std::uint64_t> safetensors_header_bytes(std::string_view label,
   }
   std::uint64_t n = 0;
   for (std::size_t i = 8; i-- > 0;) n = n << 8 | static_cast<std::uint64_t>(first_bytes[i]);
-  if (n > kMaxHeaderBytes) {
-    return Status(StatusCode::kLimitExceeded,
-                  fmt::format("{}: header too large: got {} bytes, need at most {}", label, n,
-                              kMaxHeaderBytes));
-  }
+  if (n > kMaxHeaderBytes) return header_too_large(label, first_bytes, n);
   if (n > file_bytes - 8) {
     return Status(
         StatusCode::kCorruptFile,

@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "checkpoint/guard.h"
@@ -8,6 +9,24 @@
 #include "moesaic/checkpoint.h"
 
 namespace moesaic {
+namespace {
+
+Status no_such_tensor(const std::string& path, const std::string& name,
+                      std::span<const std::string_view> names) {
+  constexpr std::size_t kMaxListed = 8;
+  std::string list;
+  for (const std::string_view known : names.first(std::min(names.size(), kMaxListed))) {
+    list += (list.empty() ? "" : ", ") + quote_name(known);
+  }
+  if (names.size() > kMaxListed) list += fmt::format(", ... ({} in all)", names.size());
+  const std::string nearest = similar_name(name, names);
+  return {StatusCode::kNotFound,
+          fmt::format("{}: no tensor {}, need one of {}{}", path, quote_name(name),
+                      list.empty() ? "none: the file is empty" : list,
+                      nearest.empty() ? "" : "; the nearest is " + quote_name(nearest))};
+}
+
+}  // namespace
 
 struct TensorFile::Impl {
   SafetensorsFile file;
@@ -43,10 +62,7 @@ Result<Tensor> TensorFile::read(const std::string& name) const {
     std::vector<std::string_view> names;
     names.reserve(impl_->file.tensors().size());
     for (const TensorInfo& t : impl_->file.tensors()) names.push_back(t.name);
-    const std::string nearest = similar_name(name, names);
-    return Status(StatusCode::kNotFound,
-                  fmt::format("{}: no tensor {}{}", impl_->file.path(), quote_name(name),
-                              nearest.empty() ? "" : "; the nearest is " + quote_name(nearest)));
+    return no_such_tensor(impl_->file.path(), name, names);
   });
 }
 

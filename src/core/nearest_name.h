@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -29,13 +30,35 @@ inline std::size_t edit_distance(std::string_view a, std::string_view b) {
   return row[b.size()];
 }
 
+// How far a known name is from what somebody wrote, in whatever case: first the names that contain
+// it ("FP8" is meant as "fp8-block" rather than as "f32"), then by edits.
+struct NameDistance {
+  bool unrelated = true;  // does not contain it
+  std::size_t edits = 0;
+  bool operator<(const NameDistance& other) const {
+    return unrelated != other.unrelated ? !unrelated : edits < other.edits;
+  }
+};
+
+inline NameDistance name_distance(std::string_view name, std::string_view known) {
+  const auto folded = [](std::string_view text) {
+    std::string out(text);
+    for (char& c : out) c = c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
+    return out;
+  };
+  constexpr std::size_t kMinPart = 2;
+  const std::string wanted = folded(name), candidate = folded(known);
+  const bool part = wanted.size() >= kMinPart && candidate.find(wanted) != std::string::npos;
+  return {!part, edit_distance(wanted, candidate)};
+}
+
 // The first of the nearest names; empty when there are none.
 inline std::string_view nearest_name(std::string_view name,
                                      std::span<const std::string_view> known) {
   std::string_view best;
-  std::size_t best_distance = 0;
+  NameDistance best_distance;
   for (const std::string_view candidate : known) {
-    const std::size_t distance = edit_distance(name, candidate);
+    const NameDistance distance = name_distance(name, candidate);
     if (best.empty() || distance < best_distance) {
       best = candidate;
       best_distance = distance;

@@ -5,6 +5,7 @@
 #include "checkpoint/container_support.h"
 #include "checkpoint/json_strict.h"
 #include "checkpoint/names.h"
+#include "core/nearest_name.h"
 
 namespace moesaic::test {
 namespace {
@@ -89,12 +90,32 @@ TEST(Names, AreSafeToPrint) {
   EXPECT_EQ(first_invalid_utf8(cut), cut.size());
 }
 
+TEST(Names, WhatATerminalActsOnIsEscapedAndNothingElse) {
+  EXPECT_EQ(escape_controls("a\tb\nc\r\x1b]0;x\x07"), "a\\x09b\\x0ac\\x0d\\x1b]0;x\\x07");
+  EXPECT_EQ(escape_controls("a\nb\x1b", /*keep_newlines=*/true), "a\nb\\x1b");
+  // The direction of writing, line separators.
+  EXPECT_EQ(escape_controls("\xe2\x80\xae"
+                            "x\xe2\x81\xa9\xe2\x80\xa8\xd8\x9c"),
+            "\\xe2\\x80\\xaex\\xe2\\x81\\xa9\\xe2\\x80\\xa8\\xd8\\x9c");
+  const std::string plain =
+      "\xc3\xa9 \xe2\x96\x88 \xe2\x80\x94 \xf0\x9f\x98\x80 \"quoted\" back\\slash";
+  EXPECT_EQ(escape_controls(plain), plain);
+  // Bytes that are not UTF-8 alone, between characters that are.
+  EXPECT_EQ(escape_controls("\xc3\xa9\xff\xc3\xa9\x9b\xe2\x80"),
+            "\xc3\xa9\\xff\xc3\xa9\\x9b\\xe2\\x80");
+  EXPECT_EQ(escape_controls(""), "");
+}
+
 TEST(Names, Nearest) {
   const std::string_view names[] = {"mixtral", "qwen3_moe", "deepseek_v3", "deepseek_v2"};
   EXPECT_EQ(similar_name("deepseek_v4", names), "deepseek_v3");  // ties go to the first
   EXPECT_EQ(similar_name("qwen3moe", names), "qwen3_moe");
   EXPECT_EQ(similar_name("zzzzzzzzzz", names), "");
   EXPECT_EQ(similar_name("x", {}), "");
+  EXPECT_EQ(nearest_name("QWEN3_MO", names), "qwen3_moe");  // whatever the case
+  // What contains the name comes before what needs fewer edits.
+  const std::string_view schemes[] = {"f32", "int8", "fp8-tensor", "fp8-block"};
+  EXPECT_EQ(nearest_name("FP8", schemes), "fp8-block");
 }
 
 }  // namespace

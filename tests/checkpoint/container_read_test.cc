@@ -55,6 +55,37 @@ TEST(TensorFile, UnknownNameGetsTheNearest) {
                      {"mlp.gate.wieght", "nearest", "mlp.gate.weight\""}),
             "");
   EXPECT_EQ(file->read("zzz").status().message().find("nearest"), std::string::npos);
+  EXPECT_EQ(mismatch(file->read("zzz").status(), StatusCode::kNotFound,
+                     {"need one of \"mlp.gate.weight\", \"mlp.down.weight\""}),
+            "");
+  std::vector<std::string> many;
+  for (int i = 0; i < 40; ++i) many.push_back("t" + std::to_string(i) + "\\u001b");
+  write_bytes(dir.path("many"), simple_file(many));
+  EXPECT_EQ(mismatch(TensorFile::open(dir.path("many"))->read("zzz").status(),
+                     StatusCode::kNotFound, {"\"t7\\x1b\", ... (40 in all)"}),
+            "");
+}
+
+TEST(TensorFile, OtherFormatsAreNamed) {
+  TempDir dir;
+  const auto refusal = [&](std::string bytes) {
+    bytes.resize(256, '\0');
+    write_bytes(dir.path("a"), bytes);
+    return TensorFile::open(dir.path("a")).status();
+  };
+  const auto other = StatusCode::kUnsupported;
+  EXPECT_EQ(mismatch(refusal(from_hex("93") + "NUMPY" + from_hex("01 00 76 00") + "{'descr'"),
+                     other, {"NumPy", "need a safetensors file"}),
+            "");
+  EXPECT_EQ(mismatch(refusal(from_hex("50 4b 03 04 14 00 00 00")), other, {"zip", ".npz"}), "");
+  EXPECT_EQ(mismatch(refusal(from_hex("80 02 8a 0a 6c fc 9c 46")), other, {"pickle"}), "");
+  EXPECT_EQ(mismatch(refusal(from_hex("89 48 44 46 0d 0a 1a 0a")), other, {"HDF5"}), "");
+  EXPECT_EQ(mismatch(refusal("GGUF" + from_hex("03 00 00 00 01")), other, {"GGUF"}), "");
+  EXPECT_EQ(mismatch(refusal("version https://git-lfs.github.com/spec/v1"),
+                     StatusCode::kCorruptFile, {"Git LFS"}),
+            "");
+  EXPECT_EQ(mismatch(refusal("<!DOCTYPE html>"), StatusCode::kCorruptFile, {"HTML"}), "");
+  EXPECT_EQ(mismatch(refusal("hello world"), StatusCode::kLimitExceeded, {"header too large"}), "");
 }
 
 TEST(TensorFile, ReadsUnalignedDataAndOddHeaders) {

@@ -120,11 +120,11 @@ TEST(Writer, FailureKeepsTheOlderFile) {
   const NamedTensor bad{"", t.tensor};
   EXPECT_FALSE(write_safetensors(dir.path("a"), std::span(&bad, 1)).ok());
   EXPECT_EQ(read_bytes(dir.path("a")), before);
-  // A folder in the way: the temporary file was complete and must go again.
+  // A folder in the way.
   ASSERT_EQ(::mkdir(dir.path("folder").c_str(), 0700), 0);
   write_bytes(dir.path("folder") + "/x", "x");
   EXPECT_EQ(mismatch(write_safetensors(dir.path("folder"), std::span(&t, 1)), StatusCode::kIo,
-                     {dir.path("folder"), "rename"}),
+                     {dir.path("folder"), "folder", "need a file"}),
             "");
   EXPECT_EQ(mismatch(write_safetensors(dir.path("none/b"), std::span(&t, 1)), StatusCode::kIo,
                      {"none/b", "create"}),
