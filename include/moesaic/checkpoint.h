@@ -34,6 +34,13 @@ struct MoeLayerTensors {
   Tensor shared_gate_weight;  // [1, H], Qwen2-MoE
 };
 
+// A layer as load_layer would give it, known without its weights.
+struct MoeLayerFormat {
+  MoeLayerSpec spec;
+  QuantScheme shared_quant;         // MoeLayerTensors::shared_quant; spec.quant without one
+  DType gate_dtype = DType::kBF16;  // of MoeLayerTensors::gate_weight
+};
+
 // Called now and then during a long load with bytes done and in all.
 using ProgressFn = std::function<void(std::int64_t done_bytes, std::int64_t total_bytes)>;
 
@@ -83,6 +90,12 @@ class Checkpoint {
   Result<MoeLayerWeights> load_layer(int index, const ParallelConfig& parallel,
                                      const ProgressFn& progress = {}) const;
 
+  // The checks of load_layer without its reading: every expected tensor present, in shape and
+  // dtype, nothing unknown, a quantisation that is known, sizes that divide. Of values only those
+  // are read that decide the scheme (scales of a whole tensor, group indices). Errors as
+  // load_layer.
+  Result<MoeLayerFormat> check_layer(int index, const ParallelConfig& parallel = {}) const;
+
   // Any tensor by name, copied (golden files, hidden states). kNotFound names the nearest.
   Result<Tensor> read_tensor(const std::string& name) const;
 
@@ -123,9 +136,10 @@ struct NamedTensor {
 // Writes a safetensors file in the reference writer's order (wider types first, then by name), with
 // `metadata` (sorted by key) as its __metadata__ when not empty. Atomic: a temporary file in the
 // same folder is renamed only when complete; a failure leaves nothing behind and an older file
-// intact. The bytes depend on the arguments only. kInvalidArgument for duplicate, empty, reserved
-// or non-UTF-8 names, kInvalidLayout for a tensor that is not contiguous, kLimitExceeded for a
-// header above 10^8 bytes, kIo.
+// intact. A symbolic link is followed and stays one; a character device, a pipe or an open
+// descriptor (/dev/stdout, /dev/fd/3) is written through. The bytes depend on the arguments only.
+// kInvalidArgument for duplicate, empty, reserved or non-UTF-8 names, kInvalidLayout for a tensor
+// that is not contiguous, kLimitExceeded for a header above 10^8 bytes, kIo.
 Status write_safetensors(const std::string& path, std::span<const NamedTensor> tensors,
                          std::span<const std::pair<std::string, std::string>> metadata = {});
 

@@ -211,13 +211,18 @@ class FusedMoE {
   ~FusedMoE();
 
  private:
-  friend Result<LayerExplanation> explain_layer(const MoeLayerSpec& spec, const Options& options);
+  friend Result<LayerExplanation> explain_layer(const MoeLayerFormat& format,
+                                                const Options& options);
   struct Impl;
   explicit FusedMoE(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };
 
-// The catalogue for a layer that has no weights yet (explain --shape).
+// The catalogue for a layer without its weights: of a checkpoint (Checkpoint::check_layer), or of a
+// shape, whose gate is BF16 and whose shared expert is stored as the others. Refuses with the code
+// and reason of FusedMoE::create.
+Result<LayerExplanation> explain_layer(const MoeLayerFormat& format,
+                                       const FusedMoE::Options& options);
 Result<LayerExplanation> explain_layer(const MoeLayerSpec& spec, const FusedMoE::Options& options);
 
 }  // namespace moesaic

@@ -45,6 +45,12 @@ Status read_side_files(const std::string& directory, QuantConfig* quant) {
   return {};
 }
 
+// What load_shared gives: a quantised linear is widened.
+Result<QuantScheme> shared_scheme(const LayerSource& source) {
+  if (is_quantized_linear(source.shared.stored)) return linear_scheme({}, DType::kF32);
+  return linear_scheme(source.shared, source.shared_dtype);
+}
+
 // A shared expert in one of the many quantised formats, widened to F32: it is one MLP among many,
 // and F32 is what its numbers mean.
 Status load_quantized_shared(const BoundLayer& layer, MoeLayerTensors* tensors) {
@@ -70,7 +76,7 @@ Status load_quantized_shared(const BoundLayer& layer, MoeLayerTensors* tensors) 
   MOESAIC_RETURN_IF_ERROR(
       read_wide_mlp(layer.shared, slice, 0, &tensors->shared_w13, &tensors->shared_w2)
           .with_context(fmt::format("layer {} shared expert", source.spec.layer)));
-  MOESAIC_ASSIGN_OR_RETURN(tensors->shared_quant, linear_scheme({}, DType::kF32));
+  MOESAIC_ASSIGN_OR_RETURN(tensors->shared_quant, shared_scheme(source));
   return {};
 }
 
@@ -90,8 +96,7 @@ Status load_shared(const BoundLayer& layer, MoeLayerTensors* tensors) {
   MOESAIC_RETURN_IF_ERROR(
       read_mlp(layer.shared, slice, 0, &buffers)
           .with_context(fmt::format("layer {} shared expert", source.spec.layer)));
-  MOESAIC_ASSIGN_OR_RETURN(tensors->shared_quant,
-                           linear_scheme(source.shared, source.shared_dtype));
+  MOESAIC_ASSIGN_OR_RETURN(tensors->shared_quant, shared_scheme(source));
   tensors->shared_w13 = std::move(buffers.w13);
   tensors->shared_w13_scale = std::move(buffers.w13_scale);
   tensors->shared_w2 = std::move(buffers.w2);
@@ -163,18 +168,23 @@ struct Checkpoint::Impl {
     return nullptr;
   }
 
-  Result<MoeLayerWeights> load(int index, const ParallelConfig& parallel,
-                               const ProgressFn& progress) const {
+  // Everything that can be refused before weights are read.
+  Result<BoundLayer> check(int index, const ParallelConfig& parallel) const {
     const MoeLayerSpec* spec = find(index);
     if (spec == nullptr) return no_such_layer(index);
     MOESAIC_ASSIGN_OR_RETURN(BoundLayer layer, bind_layer(config, *spec, *shards));
     MOESAIC_RETURN_IF_ERROR(check_parallel(layer.source, parallel));
-
     MOESAIC_RETURN_IF_ERROR(
         scheme_of_values(layer.experts, layer.source.experts, &layer.source.spec.quant));
+    return layer;
+  }
+
+  Result<MoeLayerWeights> load(int index, const ParallelConfig& parallel,
+                               const ProgressFn& progress) const {
+    MOESAIC_ASSIGN_OR_RETURN(BoundLayer layer, check(index, parallel));
     const std::int64_t small = small_bytes(layer);
     MOESAIC_ASSIGN_OR_RETURN(std::vector<std::int64_t> ids,
-                             local_expert_ids(spec->num_experts, parallel));
+                             local_expert_ids(layer.source.spec.num_experts, parallel));
     LoadProgress counter(
         progress,
         small + local_expert_bytes(layer, parallel.tp_size, static_cast<std::int64_t>(ids.size())));
@@ -278,11 +288,9 @@ std::vector<std::string> Checkpoint::problems() const {
   }
   std::size_t broken = 0;
   for (const MoeLayerSpec& spec : impl_->config.layers) {
-    const Result<BoundLayer> layer = bind_layer(impl_->config, spec, *impl_->shards);
-    Status status = layer.status();
-    if (status.ok()) status = check_parallel(layer->source, ParallelConfig{});
-    if (status.ok()) continue;
-    problems.push_back(status.message());
+    const Result<MoeLayerFormat> layer = check_layer(spec.layer);
+    if (layer.ok()) continue;
+    problems.push_back(layer.status().message());
     if (++broken == kMaxLayerProblems) {
       problems.push_back("further layers were not examined");
       break;
@@ -297,6 +305,20 @@ Result<MoeLayerWeights> Checkpoint::load_layer(int index, const ParallelConfig& 
       guard_allocation("checkpoint", [&] { return impl_->load(index, parallel, progress); });
   if (!weights.ok()) return weights.status().with_context(impl_->directory);
   return weights;
+}
+
+Result<MoeLayerFormat> Checkpoint::check_layer(int index, const ParallelConfig& parallel) const {
+  return guard_allocation("checkpoint", [&]() -> Result<MoeLayerFormat> {
+    MOESAIC_ASSIGN_OR_RETURN(BoundLayer layer, impl_->check(index, parallel));
+    MoeLayerFormat format;
+    format.spec = layer.source.spec;
+    format.shared_quant = format.spec.quant;
+    if (format.spec.shared.intermediate_size > 0) {
+      MOESAIC_ASSIGN_OR_RETURN(format.shared_quant, shared_scheme(layer.source));
+    }
+    if (layer.gate_weight) format.gate_dtype = layer.gate_weight->info->dtype;
+    return format;
+  });
 }
 
 Result<Tensor> Checkpoint::read_tensor(const std::string& name) const {

@@ -316,7 +316,14 @@ RankTransport FusedMoE::transport() const { return impl_->plan.ranks.transport; 
 std::int64_t FusedMoE::bytes_sent() const { return impl_->mesh ? impl_->mesh->bytes_sent() : 0; }
 
 Result<LayerExplanation> explain_layer(const MoeLayerSpec& spec, const FusedMoE::Options& options) {
-  MOESAIC_ASSIGN_OR_RETURN(FusedPlan plan, plan_fused_moe(spec, spec.quant, options));
+  return explain_layer(MoeLayerFormat{spec, spec.quant, DType::kBF16}, options);
+}
+
+Result<LayerExplanation> explain_layer(const MoeLayerFormat& format,
+                                       const FusedMoE::Options& options) {
+  const MoeLayerSpec& spec = format.spec;
+  MOESAIC_ASSIGN_OR_RETURN(FusedPlan plan, plan_fused_moe(spec, format.shared_quant, options));
+  plan.gate_dtype = format.gate_dtype;
   // The router's name needs the shape of its bias, not its values.
   Tensor bias;
   if (spec.routing.has_correction_bias) {

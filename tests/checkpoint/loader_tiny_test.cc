@@ -154,6 +154,14 @@ TEST_F(TinyCheckpoints, LoadToCanonicalBytes) {
         Result<MoeLayerWeights> loaded = checkpoint.load_layer(layer, ParallelConfig{});
         ASSERT_TRUE(loaded.ok()) << loaded.status().to_string();
         const MoeLayerTensors& t = loaded->tensors;
+        const Result<MoeLayerFormat> format = checkpoint.check_layer(layer);
+        ASSERT_TRUE(format.ok()) << format.status().to_string();
+        EXPECT_EQ(format->spec.quant.name, loaded->spec.quant.name);
+        EXPECT_EQ(format->spec.quant.weight, loaded->spec.quant.weight);
+        EXPECT_EQ(format->spec.activation_dtype, loaded->spec.activation_dtype);
+        EXPECT_EQ(format->gate_dtype, t.gate_weight.dtype());
+        EXPECT_EQ(format->shared_quant.name,
+                  t.shared_w13.present() ? t.shared_quant.name : loaded->spec.quant.name);
         expect_tensor(t.gate_weight, expected, "gate_weight");
         expect_tensor(t.gate_bias, expected, "gate_bias");
         expect_tensor(t.e_score_correction_bias, expected, "e_score_correction_bias");
@@ -313,6 +321,8 @@ TEST_F(TinyCheckpoints, LookUpsNameWhatExists) {
       mismatch(checkpoint.layer(3).status(), StatusCode::kNotFound, {"layer", "got 3", "1, 5"}),
       "");
   EXPECT_EQ(mismatch(checkpoint.load_layer(0, {}).status(), StatusCode::kNotFound, {"1, 5"}), "");
+  EXPECT_EQ(mismatch(checkpoint.check_layer(-1).status(), StatusCode::kNotFound, {"-1", "1, 5"}),
+            "");
   EXPECT_EQ(checkpoint.layer_bytes(0), 0);
   EXPECT_TRUE(checkpoint.read_tensor("model.norm.weight").ok());
   EXPECT_EQ(mismatch(checkpoint.read_tensor("model.nrm.weight").status(), StatusCode::kNotFound,
@@ -321,6 +331,9 @@ TEST_F(TinyCheckpoints, LookUpsNameWhatExists) {
   ParallelConfig parallel;
   parallel.tp_size = 3;
   EXPECT_EQ(mismatch(checkpoint.load_layer(1, parallel).status(), StatusCode::kInvalidArgument,
+                     {"intermediate_size", "got 8", "tp_size 3"}),
+            "");
+  EXPECT_EQ(mismatch(checkpoint.check_layer(1, parallel).status(), StatusCode::kInvalidArgument,
                      {"intermediate_size", "got 8", "tp_size 3"}),
             "");
   parallel.tp_rank = 3;
