@@ -26,7 +26,7 @@ COMMENT = re.compile(r"//[^\n]*")
 
 def fault_points(source):
     points = {}
-    for path in sorted((source / "src").rglob("*")):
+    for path in sorted(path for folder in ("src", "tools") for path in (source / folder).rglob("*")):
         # fault.h defines the macro; its parameter is no fault.
         if path.suffix not in (".h", ".cc", ".cuh", ".cu") or path.name == "fault.h":
             continue
@@ -106,7 +106,7 @@ def main(arguments):
     for name in sorted(points.keys() - faults.keys()):
         problems.append(f"{points[name]}: fault point {name} is in no list of tests/faults")
     for name in sorted(faults.keys() - points.keys()):
-        problems.append(f"{name} is listed, but no MOESAIC_FAULT({name}) is in src")
+        problems.append(f"{name} is listed, but no MOESAIC_FAULT({name}) is in src or tools")
     if len(faults) < MIN_FAULTS:
         problems.append(f"{len(faults)} faults are listed, need at least {MIN_FAULTS}")
 

@@ -58,7 +58,7 @@ class Bench(ToolTest):
         self.fails(BAD_INPUT, "cannot be opened", arguments=[*bad, "--peers", self.folder / "none"])
         peers.write_text("[1, 2]\n")
         self.fails(BAD_INPUT, "line 1", arguments=[*bad, "--peers", peers])
-        self.fails(USAGE, "cannot be written", arguments=[*bad, "--plot", self.folder / "no" / "such.svg"])
+        self.fails(USAGE, "cannot create", arguments=[*bad, "--plot", self.folder / "no" / "such.svg"])
 
     def test_skewed_routing_touches_fewer_experts(self):
         for stage in ("experts", "layer"):
@@ -76,7 +76,7 @@ class Bench(ToolTest):
                 points = self.points("--quant", name, "--tokens", "1,9")
                 self.assertEqual({p["quant"] for p in points}, {name})
         model = ["bench", "--model", MODELS / "mini-qwen3-moe", "--quant", "q4_k"]
-        self.fails(USAGE, "quant scheme", arguments=model)
+        self.fails(USAGE, "--quant: got 'q4_k'", arguments=model)
 
     def test_refusals(self):
         point = ["bench", "--shape", self.SHAPE, "--tokens", "1"]

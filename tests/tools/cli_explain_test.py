@@ -106,6 +106,17 @@ class CommandLine(ToolTest):
         self.fails(USAGE, "inspect", arguments=["inspekt"])
         self.fails(USAGE, "moesaic inspect --help", arguments=["inspect"])
         self.fails(USAGE, "--frobnicate", arguments=["inspect", model, "--frobnicate"])
+        for verb in ("run", "verify", "explain", "bench", "convert"):
+            self.fails(USAGE, "'--modle'", "nearest is '--model'", arguments=[verb, "--modle", model])
+        self.fails(USAGE, "'--rank'", "nearest is '--ranks'", arguments=["balance", "--rank", 2])
+        self.fails(USAGE, "'--token'", "nearest is '--tokens'", arguments=["accuracy", "--token", 2])
+        self.fails(USAGE, "'--thread'", "nearest is '--threads'", arguments=["demo", "--thread", 2])
+        self.fails(USAGE, "'--jsno'", "nearest is '--json'", arguments=["env", "--jsno"])
+        self.fails(USAGE, "before the verb", arguments=["--verbose", "env"])
+        for verb in ("explain", "bench"):
+            self.fails(USAGE, "got -1", "MoE layers: 1", arguments=[verb, "--model", model, "--layer", "-1"])
+        self.fails(USAGE, "got -1", "layers 1", arguments=["verify", "--model", model, "--layer", "-1"])
+        self.fails(USAGE, "whole number", arguments=["explain", "--model", model, "--layer", "one"])
         self.fails(USAGE, arguments=["run", "--model", model])
         self.fails(USAGE, "threads", arguments=["verify", "--model", model, "--threads", "-1"])
         self.fails(USAGE, "threads", arguments=["verify", "--model", model, "--threads", "many"])

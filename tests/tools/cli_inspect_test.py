@@ -65,6 +65,49 @@ class Inspect(ToolTest):
         shard.write_bytes(data)
         self.fails(BAD_INPUT, "corrupt_file", shard.name, arguments=["inspect", target])
 
+    def broken(self, **fields):
+        target = self.copy_model("mini-qwen3-moe")
+        config = json.loads((target / "config.json").read_text())
+        config.update(fields)
+        (target / "config.json").write_text(json.dumps(config))
+        return target
+
+    def test_a_layer_that_cannot_be_loaded_is_an_error_after_the_report(self):
+        target = self.broken(moe_intermediate_size=64)
+        for command in (["inspect", target], ["explain", "--model", target], ["explain", "--model", target, "--layer", 1]):
+            result = run(*command)
+            self.assertEqual(result.returncode, BAD_INPUT, result.stdout)
+            for word in ("error: invalid_shape", "layers.1.mlp", "got [128, 256], need [64, 256]", "next:"):
+                self.assertIn(word, result.stderr)
+        self.assertIn("problem: ", run("inspect", target).stdout)
+        value = self.json_of("inspect", target, code=BAD_INPUT)
+        self.assertEqual((value["exit_code"], value["error"]), (BAD_INPUT, "invalid_shape"))
+        self.assertEqual([item["layer"] for item in value["layers"]], [1])
+        self.assertEqual(len(value["problems"]), 1)
+
+    def test_missing_and_unknown_tensors(self):
+        target = self.copy_model("mini-qwen3-moe")
+        for change, error in ((lambda name: name.replace("experts.3.up_proj", "experts.3.pu_proj"), "missing_tensor"),
+                              (lambda name: name.replace("post_attention_layernorm", "mlp.odd"), "corrupt_file")):  # fmt: skip
+            index = json.loads((MODELS / "mini-qwen3-moe" / "model.safetensors.index.json").read_text())
+            for shard in {*index["weight_map"].values()}:
+                data = (MODELS / "mini-qwen3-moe" / shard).read_bytes()
+                size = int.from_bytes(data[:8], "little")
+                header = json.loads(data[8 : 8 + size])
+                text = json.dumps({change(name): entry for name, entry in header.items()}).encode()
+                (target / shard).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+            index["weight_map"] = {change(name): shard for name, shard in index["weight_map"].items()}
+            (target / "model.safetensors.index.json").write_text(json.dumps(index))
+            for command in (["inspect", target], ["explain", "--model", target], ["bench", "--model", target]):
+                result = run(*command)
+                self.assertEqual(result.returncode, BAD_INPUT, result.stdout)
+                self.assertIn(f"error: {error}", result.stderr)
+
+    def test_what_nothing_computes_is_unsupported(self):
+        target = self.broken(quantization_config={"quant_method": "quip"})
+        self.assertEqual(run("inspect", target).returncode, UNSUPPORTED)
+        self.assertEqual(run("explain", "--model", target).returncode, UNSUPPORTED)
+
     def test_truncated_shard(self):
         target = self.copy_model("mini-qwen3-moe")
         shard = sorted(target.glob("model-*.safetensors"))[-1]

@@ -168,6 +168,67 @@ class Run(ToolTest):
         self.assertFalse(out.exists())
         self.assertEqual(list(self.folder.iterdir()), [])
 
+    def test_other_formats_and_names_are_answered_with_what_there_is(self):
+        path, name = golden_input("mini-qwen3-moe")
+        base = ["run", "--model", MODELS / "mini-qwen3-moe", "--output", self.folder / "out"]
+        states = self.folder / "x.npy"
+        states.write_bytes(b"\x93NUMPY\x01\0v\0{'descr': '<f4', 'fortran_order': False, 'shape': (1, 256), }" + b" " * 2000)
+        self.fails(UNSUPPORTED, "NumPy", "safetensors", arguments=[*base, "--layer", 1, "--input", states])
+        self.fails(BAD_INPUT, "mlp.inputs", "need one of", "nearest", f'"{name}"',
+                   arguments=[*base, "--layer", 1, "--input", f"{path}:model.layers.1.mlp.inputs"])  # fmt: skip
+        for layer in (-1, 0, 7):
+            self.fails(USAGE, f"got {layer}", "MoE layers: 1", arguments=[*base, "--layer", layer, "--input", f"{path}:{name}"])
+        good = [*base, "--layer", 1, "--input", f"{path}:{name}"]
+        self.fails(USAGE, "--quant", "'FP8'", "as-is", "nearest are", "fp8-block", arguments=[*good, "--quant", "FP8"])
+        self.fails(USAGE, "--output-dtype", "'F32'", "f32, bf16", "nearest is 'f32'", arguments=[*good, "--output-dtype", "F32"])
+
+    def test_ranks_have_a_limit(self):
+        path, name = golden_input("mini-deepseek-v3")
+        command = ["run", "--model", MODELS / "mini-deepseek-v3", "--layer", 1, "--input", f"{path}:{name}",
+                   "--output", self.folder / "out", "--repeat", 1]  # fmt: skip
+        if (os.cpu_count() or 1) < 250:
+            self.fails(USAGE, "--ranks: got 1000", "need at most", arguments=[*command, "--ranks", 1000])
+        # More ranks than experts.
+        value = self.json_of(*command, "--ranks", 20)
+        self.assertEqual(value["parallel"]["ranks"], 20)
+
+    def test_control_characters_of_names_are_escaped(self):
+        evil = "a\x1b]0;pwned\x07\nmoesaic: error: \u202e"
+        states, tensor = self.folder / f"{evil}.safetensors", "t\x1b[31m\n\u202e"
+        write_safetensors(states, {f"{tensor}{i}": ("F32", [1, 256], bytes(1024)) for i in range(3)})
+        out = self.folder / f"{evil}.out"
+        base = ["run", "--model", MODELS / "mini-qwen3-moe", "--repeat", 1, "--layer", 1]
+        commands = [
+            [*base, "--output", out, "--input", f"{states}:{tensor}1"],
+            [*base, "--output", out, "--input", f"{states}:{tensor}"],
+            [*base, "--output", out, "--input", self.folder / evil],
+            [*base, "--output", out / "x", "--input", f"{states}:{tensor}1"],
+            ["inspect", self.folder / evil],
+            ["inspect", evil, evil],
+            ["verify", "--model", MODELS / "mini-qwen3-moe", "--golden", states],
+            ["explain", "--shape", evil],
+            ["explain", "--shape", "8,2,64,64", f"--{evil}"],
+            ["explain", "--shape", "8,2,64,64", "--quant", evil],
+            ["explain", "--shape", "8,2,64,64", "--backend", evil],
+            ["explain", "--shape", "8,2,64,64", "--device", evil],
+            ["bench", "--shape", "8,2,64,64", "--stage", evil],
+            ["bench", "--shape", "8,2,64,64", "--routing", evil],
+            ["balance", "--load", self.folder / evil, "--ranks", 2],
+            ["accuracy", "--model", self.folder / evil],
+            ["demo", self.folder / evil],
+            [evil],
+        ]
+        for command in commands:
+            with self.subTest(command):
+                for extra in ([], ["--json"]):
+                    result = run(*command, *extra)
+                    for text in (result.stdout, result.stderr):
+                        bad = [c for c in text if (ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160 or c == "\u202e"]
+                        self.assertEqual(bad, [], text)
+                        self.assertFalse(any(line.startswith("moesaic: error: \\xe2") for line in text.splitlines()), text)
+                    if extra:
+                        json.loads(result.stdout)
+
     def test_an_output_that_cannot_be_written(self):
         path, name = golden_input("mini-qwen3-moe")
         self.fails(

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <fstream>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -17,6 +16,7 @@
 #include "ceilings.h"
 #include "cpu/tiers.h"
 #include "layer_io.h"
+#include "result_file.h"
 #include "shapes.h"
 #include "verbs.h"
 #include "version.h"
@@ -28,12 +28,17 @@ struct BenchArguments {
   CommonOptions common;
   RankOptions ranks;
   std::string model, shape;
-  int layer = -1;
+  std::optional<int> layer;  // the first MoE layer
   std::vector<std::int64_t> tokens = {1, 4, 16, 64, 512};
   std::string stage = "experts";
   std::string routing = "uniform";
   double seconds = 1.0;
   std::string plot, peers;
+  bool force = false;
+
+  ResultFile plot_file() const {
+    return {"--plot", plot, ResultFile::Content::kPlot, force, model, {peers}};
+  }
 };
 
 struct Samples {
@@ -96,9 +101,12 @@ Result<BenchSettings> settings_of(const BenchArguments& state,
   if (checkpoint->layers().empty())
     return Status(StatusCode::kNotFound, state.model + ": has no MoE layers");
   origin = Origin::kOption;
-  MOESAIC_ASSIGN_OR_RETURN(
-      s.spec,
-      checkpoint->layer(state.layer >= 0 ? state.layer : checkpoint->layers().front().layer));
+  const int layer = state.layer.value_or(checkpoint->layers().front().layer);
+  MOESAIC_ASSIGN_OR_RETURN(s.spec, checkpoint->layer(layer));
+  origin = Origin::kFile;
+  MOESAIC_ASSIGN_OR_RETURN(const MoeLayerFormat format, checkpoint->check_layer(layer));
+  s.spec = format.spec;
+  origin = Origin::kOption;
   if (state.common.quant != "as-is" && state.common.quant != s.spec.quant.name &&
       state.stage == "experts") {
     return Status(
@@ -172,14 +180,10 @@ Json point_json(const BenchArguments& state, const Context& c, std::int64_t toke
   return json;
 }
 
-Status write_plot(const std::string& path, const std::string& svg) {
-  std::ofstream file(path, std::ios::binary);
-  file << svg;
-  file.close();
-  return file ? Status() : Status(StatusCode::kIo, path + ": cannot be written");
-}
-
-int run_bench(const BenchArguments& state) {
+int run_bench(BenchArguments state) {
+  const bool plots = !state.plot.empty();
+  const ResultFile plot = state.plot_file();
+  state.common.report_on_stderr = plots && goes_to_stdout(plot);
   const Console console = state.common.console();
   // Random weights may have schemes that are known from checkpoints only.
   const bool stored = !state.shape.empty() && bench_scheme(state.common.quant).ok();
@@ -191,6 +195,12 @@ int run_bench(const BenchArguments& state) {
       return console.fail({StatusCode::kUnsupported,
                            fmt::format("--stage: got {} over ranks, need layer", state.stage)},
                           Origin::kOption, "add --stage layer");
+    }
+    if (plots || !state.peers.empty()) {
+      return console.fail(
+          {StatusCode::kUnsupported,
+           fmt::format("{}: got one over ranks, need one rank", plots ? "--plot" : "--peers")},
+          Origin::kOption, "leave it away; --json has the points");
     }
     const BenchRanksRequest request{
         state.shape.empty() ? state.model : state.shape, state.routing, state.tokens, state.seconds,
@@ -210,9 +220,9 @@ int run_bench(const BenchArguments& state) {
     if (!read.ok()) return console.fail(read.status().with_context("--peers"), Origin::kFile);
     peers = std::move(read).value();
   }
-  if (!state.plot.empty()) {  // before the time is spent: can it be written?
-    const Status status = write_plot(state.plot, bench_svg("", "", {}, {}));
-    if (!status.ok()) return console.fail(status.with_context("--plot"), Origin::kOption);
+  if (plots) {  // before the time is spent: can it be written?
+    const Status status = check_result_file(plot);
+    if (!status.ok()) return console.fail(status, Origin::kOption);
   }
   console.note(1, "measuring this machine's read bandwidth and arithmetic peak");
   settings->options.progress = console.progress("loading");
@@ -259,14 +269,13 @@ int run_bench(const BenchArguments& state) {
         tokens, us, samples->us.front(), point->bytes / us * 1e-3, point->flops / us * 1e-3, floor,
         100 * floor / us, point->rel_l2, peer > 0 ? fmt::format("{:.1f}", peer) : "", c.backend));
   }
-  if (state.plot.empty()) return kExitOk;
+  if (!plots) return kExitOk;
   std::vector<PlotSeries> series = {ours};
   series.insert(series.end(), peers.begin(), peers.end());
   for (PlotSeries& s : series) std::sort(s.points.begin(), s.points.end());
   std::sort(floors.points.begin(), floors.points.end());
-  const Status status = write_plot(state.plot, bench_svg(heading, about, series, floors));
-  if (!status.ok()) return console.fail(status.with_context("--plot"), Origin::kOption);
-  return kExitOk;
+  const Status status = write_result(plot, bench_svg(heading, about, series, floors));
+  return status.ok() ? kExitOk : console.fail(status, Origin::kOption);
 }
 
 }  // namespace
@@ -294,20 +303,22 @@ Verb make_bench(CLI::App& root) {
   source->add_option("--shape", state->shape,
                      "Shape name, or E,k,H,I[,activation]; weights drawn from --seed");
   source->require_option(1);
-  app->add_option("--layer", state->layer, "Layer of --model; default: the first MoE layer")
-      ->check(CLI::NonNegativeNumber);
+  app->add_option("--layer", state->layer, "Layer of --model; default: the first MoE layer");
   app->add_option("--tokens", state->tokens, "Numbers of tokens, one point each")
       ->delimiter(',')
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20))
       ->capture_default_str();
   app->add_option("--stage", state->stage, "What to time")
-      ->check(CLI::IsMember({"gate", "route", "experts", "layer"}))
+      ->check(one_of({"gate", "route", "experts", "layer"}))
       ->capture_default_str();
   app->add_option("--routing", state->routing, "uniform, zipf:S or one")->capture_default_str();
   app->add_option("--seconds", state->seconds, "Time to spend on each point, at least")
       ->check(CLI::Range(0.0, 3600.0))
       ->capture_default_str();
-  app->add_option("--plot", state->plot, "File to draw time against tokens into, as SVG");
+  app->add_option("--plot", state->plot,
+                  "File to draw time against tokens into, as SVG; - is stdout (the table then goes "
+                  "to stderr)");
+  app->add_flag("--force", state->force, "Replace an existing file that is no plot of bench");
   app->add_option("--peers", state->peers,
                   "JSON lines with other implementations' times (impl, format, E, top_k, hidden, "
                   "intermediate, M, gemm12_us), for the table and the plot");

@@ -7,6 +7,8 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "result_file.h"
+
 namespace moesaic::tool {
 namespace {
 
@@ -177,10 +179,10 @@ std::string bench_svg(const std::string& title, const std::string& subtitle,
   const Axis x = Axis::over(x_low, x_high, 2, kLeft, kRight);
   const Axis y = Axis::over(y_low, y_high, 10, kBottom, kTop);
   std::string out = fmt::format(
-      "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" viewBox=\"0 0 {0} "
-      "{1}\" font-family=\"sans-serif\" font-size=\"13\" fill=\"#333\">\n"
+      "<svg xmlns=\"http://www.w3.org/2000/svg\" {2} width=\"{0}\" height=\"{1}\" "
+      "viewBox=\"0 0 {0} {1}\" font-family=\"sans-serif\" font-size=\"13\" fill=\"#333\">\n"
       "<rect width=\"{0}\" height=\"{1}\" fill=\"white\"/>\n",
-      kWidth, kHeight);
+      kWidth, kHeight, kPlotMark);
   out += text_at(kLeft, 30, title, "font-size=\"18\" font-weight=\"bold\"");
   out += text_at(kLeft, 52, subtitle, "fill=\"#666\"");
   out += grid(x, y);

@@ -8,6 +8,9 @@
 #include <cstdio>
 #include <limits>
 #include <memory>
+#include <utility>
+
+#include "checkpoint/names.h"
 
 namespace moesaic::tool {
 namespace {
@@ -23,40 +26,48 @@ std::string log_name() {
 
 void Console::emit(const Json& object) const {
   if (!json_ || !results_) return;
-  // Names inside files need not be UTF-8; replace bad bytes instead of failing on output.
-  const std::string text = object.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
-  std::fwrite(text.data(), 1, text.size(), stdout);
+  // Names inside files need not be UTF-8; replace bad bytes instead of failing on output. ASCII:
+  // a terminal acts on some characters that JSON may hold as they are.
+  const std::string text = object.dump(-1, ' ', true, Json::error_handler_t::replace) + "\n";
+  std::fwrite(text.data(), 1, text.size(), out_);
 }
 
 void Console::print(std::string_view text) const {
-  if (!json_ && results_) std::fwrite(text.data(), 1, text.size(), stdout);
+  if (json_ || !results_) return;
+  const std::string safe = escape_controls(text, /*keep_newlines=*/true);
+  std::fwrite(safe.data(), 1, safe.size(), out_);
 }
 
 void Console::note(int level, std::string_view text) const {
-  if (verbosity_ >= level) std::fputs(fmt::format("{}: {}\n", log_name(), text).c_str(), stderr);
+  if (verbosity_ < level) return;
+  std::fputs(fmt::format("{}: {}\n", log_name(), escape_controls(text, true)).c_str(), stderr);
 }
 
 void Console::warn(std::string_view text) const {
-  std::fputs(fmt::format("{}: warning: {}\n", log_name(), text).c_str(), stderr);
+  std::fputs(fmt::format("{}: warning: {}\n", log_name(), escape_controls(text, true)).c_str(),
+             stderr);
 }
 
-int Console::fail(const Status& status, Origin origin, std::string_view next) const {
+int Console::fail(const Status& status, Origin origin, std::string_view next, Json report) const {
   if (next.empty()) next = next_step(status.code(), origin);
-  return report_failure(status, exit_code(status.code(), origin), next);
+  return report_failure(status, exit_code(status.code(), origin), next, std::move(report));
 }
 
 int Console::fail_interrupted(const Status& status, int signal) const {
-  return report_failure(status, kExitInterrupted + signal, "run the command again");
+  return report_failure(status, kExitInterrupted + signal, "run the command again", Json::object());
 }
 
-int Console::report_failure(const Status& status, int code, std::string_view next) const {
-  std::fputs(
-      fmt::format("{}: error: {}\n  next: {}\n", log_name(), status.to_string(), next).c_str(),
-      stderr);
-  emit({{"error", status_code_name(status.code())},
-        {"message", status.message()},
-        {"next", std::string(next)},
-        {"exit_code", code}});
+int Console::report_failure(const Status& status, int code, std::string_view next,
+                            Json report) const {
+  std::fputs(fmt::format("{}: error: {}\n  next: {}\n", log_name(),
+                         escape_controls(status.to_string()), escape_controls(next))
+                 .c_str(),
+             stderr);
+  report["error"] = status_code_name(status.code());
+  report["message"] = status.message();
+  report["next"] = std::string(next);
+  report["exit_code"] = code;
+  emit(report);
   return code;
 }
 

@@ -1,8 +1,10 @@
 // What the tool says and where: results on stdout (text, or one JSON object with --json),
-// everything else on stderr; progress only when stderr is a terminal.
+// everything else on stderr; progress only when stderr is a terminal. Text that people read never
+// has a control character but the end of a line, whatever name it quotes.
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
@@ -19,8 +21,9 @@ using Json = nlohmann::ordered_json;
 class Console {
  public:
   //   results  false: emit and print do nothing (ranks other than 0)
-  Console(bool json, int verbosity, bool results = true)
-      : json_(json), verbosity_(verbosity), results_(results) {}
+  //   out      stderr when stdout carries the result itself
+  Console(bool json, int verbosity, bool results = true, std::FILE* out = stdout)
+      : json_(json), verbosity_(verbosity), results_(results), out_(out) {}
 
   bool json() const { return json_; }
   // One JSON object and a line end; nothing without --json.
@@ -30,9 +33,10 @@ class Console {
   // To stderr, from `level` times -v on.
   void note(int level, std::string_view text) const;
   void warn(std::string_view text) const;
-  // Reports a failure on stderr with its next step (and as a JSON object with --json) and returns
-  // the exit code.
-  int fail(const Status& status, Origin origin, std::string_view next = {}) const;
+  // Reports a failure on stderr with its next step (and as a JSON object with --json, behind the
+  // keys of `report`) and returns the exit code.
+  int fail(const Status& status, Origin origin, std::string_view next = {},
+           Json report = Json::object()) const;
   // The same for work that a signal ended: the exit code is 128 and the signal's number, as shells
   // have it.
   int fail_interrupted(const Status& status, int signal) const;
@@ -42,11 +46,12 @@ class Console {
   void finish_progress() const;
 
  private:
-  int report_failure(const Status& status, int code, std::string_view next) const;
+  int report_failure(const Status& status, int code, std::string_view next, Json report) const;
 
   bool json_;
   int verbosity_;
   bool results_;
+  std::FILE* out_;
 };
 
 // Messages of this thread on stderr carry this rank's number from now on.

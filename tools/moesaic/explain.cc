@@ -17,7 +17,7 @@ namespace {
 struct ExplainArguments {
   CommonOptions common;
   std::string model, shape;
-  int layer = -1;
+  std::optional<int> layer;  // the first MoE layer
   std::int64_t tokens = 512;
 };
 
@@ -55,11 +55,12 @@ int run_explain(const ExplainArguments& state) {
       !status.ok()) {
     return console.fail(status, Origin::kOption);
   }
-  MoeLayerSpec spec;
+  MoeLayerFormat format;
   if (!state.shape.empty()) {
     Result<MoeLayerSpec> named = layer_from_shape(state.shape);
     if (!named.ok()) return console.fail(named.status(), Origin::kOption);
-    spec = std::move(named).value();
+    format.spec = std::move(named).value();
+    format.shared_quant = format.spec.quant;
   } else {
     const Result<Checkpoint> checkpoint = Checkpoint::open(state.model);
     if (!checkpoint.ok()) return console.fail(checkpoint.status(), Origin::kFile);
@@ -67,15 +68,20 @@ int run_explain(const ExplainArguments& state) {
       return console.fail({StatusCode::kNotFound, state.model + ": has no MoE layers"},
                           Origin::kFile);
     }
-    const int layer = state.layer >= 0 ? state.layer : checkpoint->layers().front().layer;
-    Result<MoeLayerSpec> found = checkpoint->layer(layer);
-    if (!found.ok()) return console.fail(found.status(), Origin::kOption);
-    spec = std::move(found).value();
+    const int layer = state.layer.value_or(checkpoint->layers().front().layer);
+    const Result<MoeLayerSpec> known = checkpoint->layer(layer);
+    if (!known.ok()) return console.fail(known.status(), Origin::kOption);
+    Result<MoeLayerFormat> found = checkpoint->check_layer(layer);
+    if (!found.ok()) {
+      return console.fail(found.status().with_context(state.model), Origin::kFile);
+    }
+    format = std::move(found).value();
   }
+  const MoeLayerSpec& spec = format.spec;
   FusedMoE::Options options = layer_options(state.common, state.tokens);
   const Result<LayerExplanation> explained =
       on_chosen_device(state.common, console, options,
-                       [&](const FusedMoE::Options& o) { return explain_layer(spec, o); });
+                       [&](const FusedMoE::Options& o) { return explain_layer(format, o); });
   if (!explained.ok()) return console.fail(explained.status(), Origin::kOption);
   const LayerExplanation& explanation = *explained;
 
@@ -117,8 +123,7 @@ Verb make_explain(CLI::App& root) {
                      "Folder with config.json and safetensors, or a GGUF file");
   source->add_option("--shape", state->shape, "Shape name, or E,k,H,I[,activation]");
   source->require_option(1);
-  app->add_option("--layer", state->layer, "Layer of --model; default: the first MoE layer")
-      ->check(CLI::NonNegativeNumber);
+  app->add_option("--layer", state->layer, "Layer of --model; default: the first MoE layer");
   app->add_option("--tokens", state->tokens, "Tokens per call that the workspace is for")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 31))
       ->capture_default_str();

@@ -4,7 +4,9 @@
 #include <memory>
 #include <vector>
 
+#include "core/fault.h"
 #include "moesaic/checkpoint.h"
+#include "moesaic/fused_moe.h"
 #include "spec_text.h"
 #include "verbs.h"
 
@@ -61,6 +63,23 @@ void print_table(const Console& console, const Checkpoint& checkpoint) {
   }
 }
 
+// Why the first layer that cannot be loaded or that nothing here can compute is refused. What the
+// checkpoint itself does not call a problem is added to them.
+Status first_that_cannot_run(const Checkpoint& checkpoint, std::vector<std::string>* problems) {
+  Status first;
+  for (const MoeLayerSpec& spec : checkpoint.layers()) {
+    const Result<MoeLayerFormat> format = checkpoint.check_layer(spec.layer);
+    Status status = format.status();
+    if (status.ok()) {
+      status =
+          explain_layer(*format, {}).status().with_context(fmt::format("layer {}", spec.layer));
+      if (!status.ok()) problems->push_back(status.message());
+    }
+    if (first.ok()) first = status;
+  }
+  return MOESAIC_FAULT(inspect_accepts_every_layer) ? Status() : first;
+}
+
 int run_inspect(const InspectArguments& state) {
   const Console console = state.common.console();
   Result<Checkpoint> opened = Checkpoint::open(state.directory);
@@ -74,19 +93,26 @@ int run_inspect(const InspectArguments& state) {
     total += bytes;
     layers.push_back(layer_json(spec, bytes));
   }
-  const std::vector<std::string> problems = checkpoint.problems();
-  console.emit({{"model_type", checkpoint.model_type()},
-                {"directory", state.directory},
-                {"layers", std::move(layers)},
-                {"total_bytes", total},
-                {"problems", problems}});
+  std::vector<std::string> problems = checkpoint.problems();
+  const Status bad = first_that_cannot_run(checkpoint, &problems);
+  Json report = {{"model_type", checkpoint.model_type()},
+                 {"directory", state.directory},
+                 {"layers", std::move(layers)},
+                 {"total_bytes", total},
+                 {"problems", problems}};
 
-  console.print(fmt::format("{}: model_type {}, {} MoE layer(s), {} in them\n", state.directory,
-                            checkpoint.model_type(), checkpoint.layers().size(),
-                            format_bytes(total)));
+  console.print(fmt::format("{}: model_type {}, {} MoE layer(s), {} in them\n",
+                            escape_controls(state.directory), checkpoint.model_type(),
+                            checkpoint.layers().size(), format_bytes(total)));
   print_table(console, checkpoint);
   if (problems.empty()) console.print("problems: none found in the headers\n");
-  for (const std::string& problem : problems) console.print(fmt::format("problem: {}\n", problem));
+  for (const std::string& problem : problems) {
+    console.print(fmt::format("problem: {}\n", escape_controls(problem)));
+  }
+  if (!bad.ok()) {
+    return console.fail(bad.with_context(state.directory), Origin::kFile, {}, std::move(report));
+  }
+  console.emit(report);
   return kExitOk;
 }
 
@@ -94,10 +120,12 @@ int run_inspect(const InspectArguments& state) {
 
 Verb make_inspect(CLI::App& root) {
   auto state = std::make_shared<InspectArguments>();
-  CLI::App* app =
-      add_verb(root, "inspect", "List the MoE layers of a checkpoint and its problems",
-               "  moesaic inspect testdata/models/mini-deepseek-v3\n"
-               "  moesaic inspect ~/models/Qwen3-30B-A3B --json | python3 -m json.tool\n");
+  CLI::App* app = add_verb(
+      root, "inspect", "List the MoE layers of a checkpoint and its problems",
+      "  moesaic inspect testdata/models/mini-deepseek-v3\n"
+      "  moesaic inspect ~/models/Qwen3-30B-A3B --json | python3 -m json.tool\n"
+      "\nReads headers. A layer that could not be loaded, or that no backend here computes, "
+      "is an\nerror (3 or 4) after the report.\n");
   app->add_option("DIR", state->directory,
                   "Folder with config.json and safetensors, or a GGUF file")
       ->required();

@@ -46,11 +46,11 @@ Result<LayerOutput> make_layer_output(const MoeLayerSpec& spec, std::int64_t tok
   return result;
 }
 
-Status write_layer_output(const std::string& path, const LayerOutput& result) {
+Status write_layer_output(const ResultFile& file, const LayerOutput& result) {
   const std::vector<NamedTensor> tensors = {{"output", result.output.view()},
                                             {"topk_ids", result.topk_ids.view()},
                                             {"topk_weights", result.topk_weights.view()}};
-  return write_safetensors(path, tensors).with_context("--output " + path);
+  return write_result(file, tensors);
 }
 
 Status forward(const FusedMoE& layer, const Tensor& hidden_states, LayerOutput& result,

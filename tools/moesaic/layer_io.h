@@ -11,6 +11,7 @@
 #include "moesaic/fused_moe.h"
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
+#include "result_file.h"
 
 namespace moesaic::tool {
 
@@ -34,7 +35,7 @@ struct LayerOutput {
 Result<LayerOutput> make_layer_output(const MoeLayerSpec& spec, std::int64_t tokens,
                                       DType output_dtype);
 // Writes output, topk_ids and topk_weights.
-Status write_layer_output(const std::string& path, const LayerOutput& result);
+Status write_layer_output(const ResultFile& file, const LayerOutput& result);
 //   numerics  empty, or one per row: FusedMoE::Trace::numerics
 Status forward(const FusedMoE& layer, const Tensor& hidden_states, LayerOutput& result,
                std::span<RowNumerics> numerics = {});

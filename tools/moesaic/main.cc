@@ -10,8 +10,9 @@
 #include <string_view>
 #include <vector>
 
-#include "core/nearest_name.h"
+#include "checkpoint/names.h"
 #include "moesaic/log.h"
+#include "usage.h"
 #include "verbs.h"
 #include "version.h"
 
@@ -36,25 +37,6 @@ bool wants_json(int argc, char** argv) {
   return false;
 }
 
-int usage_error(const CLI::App& root, const std::vector<Verb>& verbs, const CLI::ParseError& error,
-                int argc, char** argv) {
-  std::string text = error.what();
-  std::string help = "moesaic --help";
-  const std::vector<CLI::App*> chosen = root.get_subcommands();
-  if (!chosen.empty()) help = "moesaic " + chosen.front()->get_name() + " --help";
-  if (chosen.empty()) {
-    std::vector<std::string> names;
-    for (const Verb& verb : verbs) names.push_back(verb.app->get_name());
-    const std::vector<std::string_view> views(names.begin(), names.end());
-    const bool has_word = argc > 1 && argv[1][0] != '-';
-    text = has_word ? fmt::format("verb: got '{}', need one of {}; nearest is '{}'", argv[1],
-                                  fmt::join(names, ", "), nearest_name(argv[1], views))
-                    : fmt::format("verb: got none, need one of {}", fmt::join(names, ", "));
-  }
-  const Status status(StatusCode::kInvalidArgument, text);
-  return Console(wants_json(argc, argv), 0).fail(status, Origin::kOption, "see '" + help + "'");
-}
-
 int run_verb(int argc, char** argv) {
   CLI::App root(kAbout, "moesaic");
   root.footer(kFooter);
@@ -70,7 +52,8 @@ int run_verb(int argc, char** argv) {
   } catch (const CLI::Success& request) {  // --help, --version
     return root.exit(request);
   } catch (const CLI::ParseError& error) {
-    return usage_error(root, verbs, error, argc, argv);
+    const UsageError usage = explain_usage(root, error, argc, argv);
+    return Console(wants_json(argc, argv), 0).fail(usage.status, Origin::kOption, usage.next);
   }
   for (const Verb& verb : verbs) {
     if (verb.app->parsed()) return verb.run();
@@ -88,7 +71,8 @@ int main(int argc, char** argv) {
   int code = kExitInternal;
   try {
     set_log_sink([](std::string_view message) {
-      std::fputs(fmt::format("{}: warning: {}\n", log_name(), message).c_str(), stderr);
+      std::fputs(fmt::format("{}: warning: {}\n", log_name(), escape_controls(message)).c_str(),
+                 stderr);
     });
     code = run_verb(argc, argv);
   } catch (const std::bad_alloc&) {

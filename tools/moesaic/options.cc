@@ -2,6 +2,10 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <string_view>
+
+#include "core/nearest_name.h"
 #include "moesaic/device.h"
 #include "moesaic/quant.h"
 
@@ -10,6 +14,21 @@ namespace {
 
 // More threads than any machine has cores is a typing error, not a wish.
 constexpr int kMaxThreads = 4096;
+
+// Every scheme beside as-is; several names may be as near.
+Status no_such_scheme(const std::string& name) {
+  std::vector<std::string_view> names = {"as-is"};
+  for (const QuantScheme& scheme : quant_schemes()) names.push_back(scheme.name);
+  std::vector<std::string_view> near;
+  for (const std::string_view known : names) {
+    if (!name_distance(name, known).unrelated) near.push_back(known);
+  }
+  if (near.empty()) near.push_back(nearest_name(name, names));
+  return {
+      StatusCode::kNotFound,
+      fmt::format("--quant: got '{}', need one of {}; nearest {} {}", name.substr(0, 64),
+                  fmt::join(names, ", "), near.size() == 1 ? "is" : "are", fmt::join(near, ", "))};
+}
 
 }  // namespace
 
@@ -21,6 +40,17 @@ CLI::App* add_verb(CLI::App& root, const std::string& name, const std::string& d
       "\nExit codes: 0 ok, 1 verification failed, 2 usage, 3 bad input file, 4 unsupported,\n"
       "            5 device or memory, 6 internal.");
   return app;
+}
+
+CLI::Validator one_of(std::vector<std::string> names) {
+  const std::string list = fmt::format("{}", fmt::join(names, ", "));
+  const auto check = [names = std::move(names), list](std::string& value) -> std::string {
+    if (std::find(names.begin(), names.end(), value) != names.end()) return {};
+    const std::vector<std::string_view> views(names.begin(), names.end());
+    return fmt::format("got '{}', need one of {}; nearest is '{}'", value, list,
+                       nearest_name(value, views));
+  };
+  return {check, "{" + list + "}"};
 }
 
 void add_output_options(CLI::App& app, CommonOptions& options) {
@@ -62,9 +92,8 @@ Status check_device_option(const CommonOptions& options, bool needs_device) {
 
 Status check_common_options(const CommonOptions& options, bool needs_device) {
   MOESAIC_RETURN_IF_ERROR(check_device_option(options, needs_device));
-  if (options.quant != "as-is") {
-    const Result<QuantScheme> scheme = quant_scheme_from_name(options.quant);
-    if (!scheme.ok()) return scheme.status().with_context("--quant");
+  if (options.quant != "as-is" && !quant_scheme_from_name(options.quant).ok()) {
+    return no_such_scheme(options.quant);
   }
   return {};
 }

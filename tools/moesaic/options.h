@@ -8,9 +8,12 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdint>
+#include <cstdio>
 #include <functional>
 #include <string>
+#include <vector>
 
+#include "checkpoint/names.h"
 #include "console.h"
 #include "moesaic/device.h"
 #include "moesaic/fused_moe.h"
@@ -26,8 +29,11 @@ struct CommonOptions {
   std::uint64_t seed = 1;
   bool json = false;
   int verbosity = 0;
+  bool report_on_stderr = false;  // the result itself goes to stdout
 
-  Console console() const { return {json, verbosity}; }
+  Console console(bool results = true) const {
+    return {json, verbosity, results, report_on_stderr ? stderr : stdout};
+  }
 };
 
 struct Verb {
@@ -42,6 +48,9 @@ CLI::App* add_verb(CLI::App& root, const std::string& name, const std::string& d
 void add_output_options(CLI::App& app, CommonOptions& options);
 // --device, --threads, --quant, --backend, --seed, --json and -v.
 void add_common_options(CLI::App& app, CommonOptions& options);
+
+// A choice among names; any other value is refused with all of them and the nearest.
+CLI::Validator one_of(std::vector<std::string> names);
 
 // Checks what CLI11 could not: the device can be used (or, without needs_device, is at least a
 // name), the scheme is known. The returned Status is about an option.
@@ -66,7 +75,7 @@ auto on_chosen_device(const CommonOptions& common, const Console& console,
       !options.device.is_cuda()) {
     return made;
   }
-  console.warn(options.device.to_string() + ": " + made.status().message() +
+  console.warn(options.device.to_string() + ": " + escape_controls(made.status().message()) +
                "\n  next: using the CPU; name --device to choose");
   options.device = Device::cpu();
   return make(options);

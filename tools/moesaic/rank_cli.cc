@@ -4,14 +4,19 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <system_error>
 #include <thread>
 #include <vector>
 
+#include "core/fault.h"
 #include "cpu/tiers.h"
 #include "moesaic/parallel.h"
 
 namespace moesaic::tool {
 namespace {
+
+// Ranks as threads that are useful to try things out on any machine.
+constexpr int kMaxThreadRanks = 64;
 
 int from_launcher(std::initializer_list<const char*> names, int otherwise) {
   for (const char* name : names) {
@@ -100,7 +105,7 @@ int run_one(const RankOptions& options, const CommonOptions& common, int threads
   c.rank = communicator->rank();
   c.size = communicator->size();
   set_log_rank(c.rank);
-  c.console = Console(common.json, common.verbosity, /*results=*/c.rank == 0);
+  c.console = common.console(/*results=*/c.rank == 0);
   c.communicator = std::move(communicator);
   Result<FusedMoE::Options> layer = layer_options_of(options, common, c.rank, c.size, threads);
   if (!layer.ok()) return c.fail(layer.status(), Origin::kOption);
@@ -142,23 +147,23 @@ void add_rank_options(CLI::App& app, RankOptions& o) {
   app.add_flag("--sp", o.sp, "Sequence parallelism: the ranks of an engine share its rows")
       ->group(group);
   app.add_option("--placement", o.placement, "Which rank owns which expert")
-      ->check(CLI::IsMember({"linear", "round_robin"}))
+      ->check(one_of({"linear", "round_robin"}))
       ->capture_default_str()
       ->group(group);
   app.add_option("--transport", o.transport, "How rows reach experts of other ranks")
-      ->check(CLI::IsMember({"auto", "none", "gather", "all_to_all", "batched"}))
+      ->check(one_of({"auto", "none", "gather", "all_to_all", "batched"}))
       ->capture_default_str()
       ->group(group);
   app.add_option("--reduction", o.reduction,
                  "Order of a row's sum: per_rank (fewest bytes) or per_slot (the bits of one rank)")
-      ->check(CLI::IsMember({"per_rank", "per_slot"}))
+      ->check(one_of({"per_rank", "per_slot"}))
       ->capture_default_str()
       ->group(group);
   app.add_option(
          "--combine-dtype", o.combine_dtype,
          "Of partial sums on their way back (gather, all_to_all): bf16 is half the bytes and "
          "one more rounding")
-      ->check(CLI::IsMember({"f32", "bf16"}))
+      ->check(one_of({"f32", "bf16"}))
       ->capture_default_str()
       ->group(group);
   app.add_option("--timeout", o.timeout_s, "Seconds to wait for another rank before giving up")
@@ -223,20 +228,39 @@ int run_on_ranks(const RankOptions& options, const CommonOptions& common,
     const int threads = common.threads > 0 ? common.threads : std::max(1, cores / size);
     return run_one(options, common, threads, std::move(*mine), body);
   }
+  // Threads that share a core take turns waiting for each other, and every collective is a message
+  // from each rank to each: hundreds of them on a few cores would be minutes of that.
+  const int most = std::max(kMaxThreadRanks, 4 * cores);
+  if (options.ranks > most && !MOESAIC_FAULT(ranks_without_a_limit)) {
+    return console.fail(
+        {StatusCode::kInvalidArgument,
+         fmt::format("--ranks: got {}, need at most {} threads on {} core(s); more ranks are for "
+                     "processes of mpirun on more machines",
+                     options.ranks, most, cores)},
+        Origin::kOption);
+  }
   auto ranks = make_in_process_communicators(options.ranks, communicator);
   if (!ranks.ok()) return console.fail(ranks.status(), Origin::kOption);
   const int threads = common.threads > 0 ? common.threads : std::max(1, cores / options.ranks);
   std::vector<int> codes(ranks->size(), kExitInternal);
   std::vector<std::thread> team;
+  const auto rank = [&](std::size_t r) {
+    try {
+      codes[r] = run_one(options, common, threads,
+                         std::shared_ptr<Communicator>(std::move((*ranks)[r])), body);
+    } catch (const std::exception& error) {
+      codes[r] = console.fail({StatusCode::kInternal, error.what()}, Origin::kOption);
+    }
+  };
   for (std::size_t r = 0; r < ranks->size(); ++r) {
-    team.emplace_back([&, r] {
-      try {
-        codes[r] = run_one(options, common, threads,
-                           std::shared_ptr<Communicator>(std::move((*ranks)[r])), body);
-      } catch (const std::exception& error) {
-        codes[r] = console.fail({StatusCode::kInternal, error.what()}, Origin::kOption);
-      }
-    });
+    try {
+      team.emplace_back(rank, r);
+    } catch (const std::system_error& error) {  // the others learn it instead of waiting
+      const std::string why = fmt::format("rank {}: no thread: {}", r, error.what());
+      static_cast<void>((*ranks)[r]->abandon(why));
+      codes[r] = console.fail({StatusCode::kOutOfMemory, why}, Origin::kOption);
+      break;
+    }
   }
   for (std::thread& t : team) t.join();
   return codes[0] != kExitOk ? codes[0] : *std::max_element(codes.begin(), codes.end());

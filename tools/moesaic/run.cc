@@ -20,6 +20,12 @@ struct RunArguments {
   int layer = 0;
   int repeat = 0;
   bool strict = false;
+  bool force = false;
+
+  ResultFile result_file() const {
+    return {"--output", output, ResultFile::Content::kLayerOutput,
+            force,      model,  {split_tensor_path(input).first}};
+  }
 };
 
 void report(const Console& console, const RunArguments& state, const FusedMoE& layer,
@@ -50,10 +56,13 @@ void report(const Console& console, const RunArguments& state, const FusedMoE& l
                             per_second));
   console.print(fmt::format("load     {}\n", fmt::join(load, " ")));
   console.print(fmt::format("rounding {}\n", numerics_text(numerics, layer.activation_bound())));
-  console.print(fmt::format("written  {} (output, topk_ids, topk_weights)\n", state.output));
+  console.print(
+      fmt::format("written  {} (output, topk_ids, topk_weights)\n", escape_controls(state.output)));
 }
 
-int run_layer(const RunArguments& state) {
+int run_layer(RunArguments state) {
+  const ResultFile written = state.result_file();
+  state.common.report_on_stderr = goes_to_stdout(written);
   const Console console = state.common.console();
   if (const Status status = check_common_options(state.common); !status.ok()) {
     return console.fail(status, Origin::kOption);
@@ -65,9 +74,15 @@ int run_layer(const RunArguments& state) {
          "are added up"},
         Origin::kOption);
   }
+  // Of processes only rank 0 looks; threads see the same files.
+  if (!launched_by_mpi() || !wants_ranks(state.ranks)) {
+    if (const Status status = check_result_file(written); !status.ok()) {
+      return console.fail(status, Origin::kOption);
+    }
+  }
   if (wants_ranks(state.ranks)) {
-    const RunRequest request{state.model,        state.input, state.output,
-                             state.output_dtype, state.layer, state.repeat};
+    const RunRequest request{state.model, state.input, state.output_dtype,
+                             written,     state.layer, state.repeat};
     return run_on_ranks(state.ranks, state.common,
                         [&](const RankContext& c) { return run_layer_on_rank(request, c); });
   }
@@ -115,7 +130,7 @@ int run_layer(const RunArguments& state) {
     }
     console.warn(outside);
   }
-  if (const Status status = write_layer_output(state.output, *result); !status.ok()) {
+  if (const Status status = write_layer_output(written, *result); !status.ok()) {
     return console.fail(status, Origin::kOption);
   }
   report(console, state, *layer, *result, *timing, numerics);
@@ -133,6 +148,7 @@ Verb make_run(CLI::App& root) {
       "      --input testdata/models/mini-qwen3-moe/golden.safetensors:model.layers.1.mlp.input "
       "\\\n"
       "      --output /tmp/out.safetensors --json\n"
+      "  moesaic run ... --output - 2>report.txt | consumer\n"
       "  moesaic run ... --ranks 4                 four threads, experts and rows shared out\n"
       "  mpirun -n 4 moesaic run ... --tp 2        four processes, two engines of two ranks\n");
   app->add_option("--model", state->model,
@@ -144,10 +160,14 @@ Verb make_run(CLI::App& root) {
                   "is hidden_states unless named")
       ->required();
   app->add_option("--output", state->output,
-                  "File to write: output, topk_ids (I32), topk_weights (F32)")
+                  "File to write: output, topk_ids (I32), topk_weights (F32). - is stdout (the "
+                  "report then goes to stderr); devices and pipes are written through, links "
+                  "followed; an input or a file of the model is never overwritten")
       ->required();
+  app->add_flag("--force", state->force,
+                "Replace an existing file that is no result of run; write to a terminal");
   app->add_option("--output-dtype", state->output_dtype, "dtype of output")
-      ->check(CLI::IsMember({"f32", "bf16"}))
+      ->check(one_of({"f32", "bf16"}))
       ->capture_default_str();
   app->add_option("--repeat", state->repeat, "Timed calls; 0: at least 3 and about a second")
       ->check(CLI::Range(0, 1000000))

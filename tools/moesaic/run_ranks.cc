@@ -144,7 +144,7 @@ void report(const RankContext& c, const RunRequest& request, const FusedMoE& lay
       {"time_us", {{"median", median}, {"min", us(figures.min_ns)}, {"samples", timing.samples}}},
       {"tokens_per_s", finite(per_second)},
       {"expert_load", load},
-      {"output", request.output},
+      {"output", request.output.path},
       {"parallel", describe_ranks(c, layer)},
       {"per_rank", ranks}};
   if (balance) json["eplb"] = to_json(*balance);
@@ -174,12 +174,18 @@ void report(const RankContext& c, const RunRequest& request, const FusedMoE& lay
                               per_second));
   c.console.print(fmt::format("load     {}\n", fmt::join(load, " ")));
   if (balance) print(*balance, c.console);
-  c.console.print(fmt::format("written  {} (output, topk_ids, topk_weights)\n", request.output));
+  c.console.print(fmt::format("written  {} (output, topk_ids, topk_weights)\n",
+                              escape_controls(request.output.path)));
 }
 
 }  // namespace
 
 int run_layer_on_rank(const RunRequest& request, const RankContext& c) {
+  if (c.rank == 0) {  // the one that writes, and perhaps the only one that sees the file
+    if (const Status status = check_result_file(request.output); !status.ok()) {
+      return c.fail(status, Origin::kOption);
+    }
+  }
   const auto [path, named] = split_tensor_path(request.input);
   const Result<Checkpoint> checkpoint = Checkpoint::open(request.model);
   if (!checkpoint.ok()) return c.fail(checkpoint.status(), Origin::kFile);

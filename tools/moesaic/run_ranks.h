@@ -4,11 +4,13 @@
 #include <string>
 
 #include "rank_cli.h"
+#include "result_file.h"
 
 namespace moesaic::tool {
 
 struct RunRequest {
-  std::string model, input, output, output_dtype;
+  std::string model, input, output_dtype;
+  ResultFile output;
   int layer = 0;
   int repeat = 0;
 };

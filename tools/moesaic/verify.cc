@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "golden.h"
@@ -19,7 +20,7 @@ namespace {
 struct VerifyArguments {
   CommonOptions common;
   std::string model, golden;
-  int only_layer = -1;
+  std::optional<int> only_layer;
   bool strict = false;
 };
 
@@ -83,13 +84,15 @@ int run_verify(const VerifyArguments& state) {
     return console.fail(blocks.status().with_context(golden_path), Origin::kFile,
                         "record the hidden states before and after an MoE block under such names");
   }
-  if (state.only_layer >= 0) {
+  if (state.only_layer) {
+    std::vector<int> known;
+    for (const GoldenBlock& b : *blocks) known.push_back(b.layer);
     std::erase_if(*blocks, [&](const GoldenBlock& b) { return b.layer != state.only_layer; });
     if (blocks->empty()) {
-      return console.fail(
-          {StatusCode::kNotFound,
-           fmt::format("--layer {}: {} has no block of that layer", state.only_layer, golden_path)},
-          Origin::kOption, "leave --layer away to verify all blocks");
+      return console.fail({StatusCode::kNotFound,
+                           fmt::format("--layer: got {}, {} has blocks of the layers {}",
+                                       *state.only_layer, golden_path, fmt::join(known, ", "))},
+                          Origin::kOption, "leave --layer away to verify all blocks");
     }
   }
 
@@ -159,8 +162,7 @@ Verb make_verify(CLI::App& root) {
                   "Folder with config.json and safetensors, or a GGUF file")
       ->required();
   app->add_option("--golden", state->golden, "Golden file; default: golden.safetensors in --model");
-  app->add_option("--layer", state->only_layer, "Verify this layer only")
-      ->check(CLI::NonNegativeNumber);
+  app->add_option("--layer", state->only_layer, "Verify this layer only");
   app->add_flag("--strict", state->strict,
                 "Fail a layer whose inputs are outside what its scheme's bound is stated for, even "
                 "when the error is within the bound computed for them");
