@@ -56,6 +56,7 @@ class Bench(ToolTest):
         self.assertEqual([len(t.get("points").split()) for t in lines], [2, 2, 2])
         bad = ["bench", "--shape", self.SHAPE, "--tokens", "1", "--seconds", "0.01", "--device", "cpu"]
         self.fails(BAD_INPUT, "cannot be opened", arguments=[*bad, "--peers", self.folder / "none"])
+        self.fails(BAD_INPUT, "directory", arguments=[*bad, "--peers", self.folder])
         peers.write_text("[1, 2]\n")
         self.fails(BAD_INPUT, "line 1", arguments=[*bad, "--peers", peers])
         self.fails(USAGE, "cannot create", arguments=[*bad, "--plot", self.folder / "no" / "such.svg"])
@@ -81,7 +82,8 @@ class Bench(ToolTest):
     def test_refusals(self):
         point = ["bench", "--shape", self.SHAPE, "--tokens", "1"]
         self.fails(USAGE, "zipf", arguments=[*point, "--routing", "zipf:x"])
-        self.fails(USAGE, "--stage", arguments=[*point, "--stage", "all"])
+        self.fails(USAGE, "--stage", "nearest is 'layer'", arguments=[*point, "--stage", "Layer"])
+        self.fails(USAGE, "'FP8'", "fp8-block", "q4_k", arguments=[*point, "--quant", "FP8"])
         model = ["bench", "--model", MODELS / "mini-qwen3-moe", "--stage", "layer", "--tokens", "1"]
         self.fails(UNSUPPORTED, "own gate", arguments=[*model, "--routing", "one"])
 

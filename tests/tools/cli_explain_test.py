@@ -7,7 +7,7 @@ usage: cli_explain_test.py TOOL SOURCE_DIR [unittest arguments]
 import subprocess
 from pathlib import Path
 
-from cli_support import BUNDLED, DEVICE, MODELS, OK, TOOL, UNSUPPORTED, USAGE, ToolTest, main, run
+from cli_support import BAD_INPUT, BUNDLED, DEVICE, MODELS, OK, TOOL, UNSUPPORTED, USAGE, ToolTest, main, run
 
 class Explain(ToolTest):
     def check(self, value, stages=("gate", "router", "experts")):
@@ -61,6 +61,20 @@ class Explain(ToolTest):
         self.fails(USAGE, "top_k", arguments=["explain", "--shape", "2,8,64,64"])
         self.fails(USAGE, arguments=["explain"])
         self.fails(USAGE, arguments=["explain", "--shape", "qwen3-30b", "--model", MODELS / "mini-gpt-oss"])
+
+
+class Balance(ToolTest):
+    def test_loads_that_are_none(self):
+        load = self.folder / "load.json"
+        command = ["balance", "--load", load, "--ranks", 2]
+        self.fails(BAD_INPUT, "not_found", "load.json", arguments=command)
+        self.fails(BAD_INPUT, "io:", "directory", arguments=["balance", "--load", self.folder, "--ranks", 2])
+        for text in ("", "{}", "[]", "[[]]", '["x"]', "[1, -2]", "[[1, 2], [1]]", "[1e999]", "[" * 100000):
+            load.write_text(text)
+            self.fails(BAD_INPUT, "corrupt_file", "loads per expert", "run --json", arguments=command)
+        load.write_text("[1, 2, 3, 4]")
+        self.assertEqual(self.json_of(*command)["num_experts"], 4)
+        self.fails(USAGE, arguments=["balance", "--load", load, "--ranks", 1000])
 
 
 class Env(ToolTest):

@@ -2,11 +2,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <fstream>
 #include <memory>
 #include <vector>
 
 #include "moesaic/eplb.h"
+#include "text_file.h"
 #include "verbs.h"
 
 namespace moesaic::tool {
@@ -23,9 +23,8 @@ using Matrix = std::vector<std::vector<double>>;
 
 // [experts], [[experts], ...] or an object that has one of them as expert_load, as run --json does.
 Result<Matrix> read_load(const std::string& path) {
-  std::ifstream file(path);
-  if (!file) return Status(StatusCode::kNotFound, path + ": cannot be read");
-  const Json json = Json::parse(file, nullptr, /*allow_exceptions=*/false);
+  MOESAIC_ASSIGN_OR_RETURN(const std::string text, read_text(path));
+  const Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
   const Json* value = &json;
   if (json.is_object() && json.contains("expert_load")) value = &json["expert_load"];
   const auto bad = [&](const std::string& why) {
@@ -41,7 +40,7 @@ Result<Matrix> read_load(const std::string& path) {
     if (!numbers.is_array() || numbers.empty()) return bad("a layer is not an array of loads");
     loads.emplace_back();
     for (const Json& n : numbers) {
-      if (!n.is_number()) return bad("an entry is not a number");
+      if (!n.is_number() || !(n.get<double>() >= 0)) return bad("an entry is no number >= 0");
       loads.back().push_back(n.get<double>());
     }
     if (loads.back().size() != loads.front().size()) return bad("layers differ in experts");
@@ -75,7 +74,9 @@ std::string heat_map(std::span<const double> loads, int ranks, double most) {
 int run_balance(const BalanceArguments& state) {
   const Console console = state.common.console();
   const Result<Matrix> loads = read_load(state.load);
-  if (!loads.ok()) return console.fail(loads.status(), Origin::kFile);
+  if (!loads.ok()) {
+    return console.fail(loads.status(), Origin::kFile, "'moesaic run --json' writes such a file");
+  }
   const auto experts = static_cast<std::int64_t>(loads->front().size());
   EplbShape shape;
   shape.num_physical = experts + state.redundant;

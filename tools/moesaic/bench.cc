@@ -189,6 +189,10 @@ int run_bench(BenchArguments state) {
   const bool stored = !state.shape.empty() && bench_scheme(state.common.quant).ok();
   const Status usable =
       stored ? check_device_option(state.common) : check_common_options(state.common);
+  if (usable.code() == StatusCode::kNotFound && !state.shape.empty()) {
+    const std::string more = "; random weights may also have " + stored_scheme_names();
+    return console.fail({usable.code(), usable.message() + more}, Origin::kOption);
+  }
   if (!usable.ok()) return console.fail(usable, Origin::kOption);
   if (wants_ranks(state.ranks)) {
     if (state.stage != "layer") {

@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
 #include <nlohmann/json.hpp>
+#include <sstream>
+#include <utility>
 
 #include "result_file.h"
+#include "text_file.h"
 
 namespace moesaic::tool {
 namespace {
@@ -125,8 +127,8 @@ bool matches(const nlohmann::json& row, const MoeLayerSpec& spec, std::string_vi
 
 Result<std::vector<PlotSeries>> read_peers(const std::string& path, const MoeLayerSpec& spec,
                                            std::string_view quant) {
-  std::ifstream file(path);
-  if (!file) return Status(StatusCode::kNotFound, path + ": cannot be opened");
+  MOESAIC_ASSIGN_OR_RETURN(std::string text, read_text(path));
+  std::istringstream file(std::move(text));
   std::vector<PlotSeries> all;
   std::string line;
   for (int number = 1; std::getline(file, line); ++number) {
