@@ -47,7 +47,7 @@ struct MoeProblem {
   bool has_expert_bias = false;
   bool apply_router_weight_on_input = false;
   std::int64_t max_tokens = 0;  // M (standard) or T (batched) that the workspace must allow
-  int num_threads = 0;          // 0: one per core this process may use
+  int num_threads = 0;          // at most; 0: one per core this process may use
 };
 
 // Everything about a problem that no backend can compute, in this order: sizes and counts

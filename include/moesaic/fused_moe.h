@@ -57,6 +57,15 @@ using RoutedInputTransform =
 using RoutedOutputTransform =
     std::function<Status(ConstTensorView routed_output, TensorView output)>;
 
+// Threads of one stage of a layer on a CPU. A stage with less than 100 us of work for one thread
+// runs on one, so that a call of microseconds does not wait for a thread that other processes keep
+// from running; everything else runs on Options::num_threads. Bits do not depend on it.
+struct StageThreads {
+  std::string stage;                   // "gate", "router", "experts", "shared_experts"
+  int threads = 1;                     // of a call with Options::max_tokens tokens
+  std::int64_t one_thread_tokens = 0;  // calls of up to this many run on one thread
+};
+
 // What explain shows of a layer.
 struct LayerExplanation {
   std::vector<CandidateReport> candidates;  // every stage, in order
@@ -64,6 +73,7 @@ struct LayerExplanation {
   // As FusedMoE::workspace_bytes; over ranks without the buffers of messages.
   std::int64_t workspace_bytes = 0;
   std::string determinism;
+  std::vector<StageThreads> threads;  // every stage that may have several; empty on a GPU
 };
 
 class FusedMoE {
@@ -82,7 +92,7 @@ class FusedMoE {
     Device device = Device::cpu();
     std::int64_t max_tokens =
         512;  // tokens per forward call that the workspace allows; larger calls are split
-    int num_threads = 0;  // 0: one per core this process may use
+    int num_threads = 0;  // at most (see StageThreads); 0: one per core this process may use
     // Sizes and ranks. Without a communicator the output is this rank's partial sum, and the sum
     // over all ranks is the single-rank result: rank 0 adds what must enter once, shared experts
     // and the zero experts' share.

@@ -37,7 +37,7 @@ class GateLinear {
     bool force_fp32_compute = false;
     // Take the tier decisions an sm_90 device would take (rounding included).
     bool emulate_sm90 = false;
-    int num_threads = 0;  // 0: as many as OpenMP would use
+    int num_threads = 0;  // at most; 0: as many as OpenMP would use
   };
   // weight [E, H] F32, BF16 or F16, contiguous; bias [E] of one of these dtypes, or absent; both
   // are copied. The bias is added to the fp32 accumulator before any rounding. Errors:

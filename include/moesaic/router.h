@@ -63,7 +63,7 @@ class Router {
     std::int64_t num_fused_shared_experts = 0;
     float shared_expert_weight = 1.0F;
     RoutingCaptureFn capture;
-    int num_threads = 0;  // 0: as many as OpenMP would use
+    int num_threads = 0;  // at most; 0: as many as OpenMP would use
   };
   // Validates the whole combination: each refusal names the field, its value and what is needed.
   // kInvalidArgument (values, missing or unexpected parts), kInvalidShape, kInvalidDType,

@@ -70,7 +70,7 @@ void CpuExperts::run_standard(const ExpertsArgs& args, const CpuWorkspace& w,
       w.position[w.sorted_slots[i]] = i < rows ? static_cast<std::int32_t>(i) : -1;
     const std::int64_t num_active = active_experts(w, problem_.num_local_experts);
     const bool e2m1_groups = any_reads_e2m1_groups(w);
-#pragma omp parallel num_threads(plan_.num_threads)
+#pragma omp parallel num_threads(plan_.team_of_tokens(count))
     {
       const cpu::ScopedIeeeMode ieee;
       // No local slot: nothing reads the inputs (and there may be no expert to prepare them for).
@@ -131,7 +131,7 @@ void CpuExperts::run_batched(const ExpertsArgs& args, const CpuWorkspace& w,
     }
     const std::int64_t num_active = active_experts(w, num_experts);
     const bool e2m1_groups = any_reads_e2m1_groups(w);
-#pragma omp parallel num_threads(plan_.num_threads)
+#pragma omp parallel num_threads(plan_.team(rows, num_active))
     {
       const cpu::ScopedIeeeMode ieee;
       const auto offset = [&](std::int64_t e, std::int64_t r, const auto& view) {
@@ -212,6 +212,15 @@ Result<std::unique_ptr<Experts>> make_cpu_experts(std::string_view tier, const M
                            CpuExpertWeights::load(problem, format, source, plan.num_threads));
   return std::unique_ptr<Experts>(
       std::make_unique<CpuExperts>(problem, *kernels, plan, format.grouped, std::move(weights)));
+}
+
+Result<int> cpu_experts_threads(std::string_view tier, const MoeProblem& problem,
+                                std::int64_t tokens) {
+  MOESAIC_RETURN_IF_ERROR(cpu_experts_can_implement(tier, problem));
+  MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::kernels_by_name(tier));
+  MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
+  MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormat format, cpu_weight_format(problem.quant, scheme));
+  return make_cpu_plan(problem, scheme, format, *kernels).team_of_tokens(tokens);
 }
 
 Result<std::int64_t> cpu_experts_workspace_size(std::string_view tier, const MoeProblem& problem,

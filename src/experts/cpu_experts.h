@@ -27,6 +27,9 @@ Result<std::unique_ptr<Experts>> make_cpu_experts(std::string_view tier, const M
                                                   ExpertSource& source);
 Result<std::int64_t> cpu_experts_workspace_size(std::string_view tier, const MoeProblem& problem,
                                                 std::int64_t tokens);
+// Threads of a call with that many tokens: one where it is a matter of microseconds (cpu/team.h).
+Result<int> cpu_experts_threads(std::string_view tier, const MoeProblem& problem,
+                                std::int64_t tokens);
 inline constexpr std::string_view kCpuExpertsDeterminism =
     "bitwise repeatable per CPU tier: a row's result depends on that row, its ids and weights "
     "only, "

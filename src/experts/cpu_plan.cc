@@ -1,7 +1,10 @@
 #include "experts/cpu_plan.h"
 
+#include <algorithm>
+
 #include "core/arena.h"
 #include "core/checked.h"
+#include "cpu/team.h"
 #include "cpu/tiers.h"
 
 namespace moesaic {
@@ -63,7 +66,28 @@ CpuPlan make_cpu_plan(const MoeProblem& problem, ComputeScheme scheme,
   plan.k2 = format.shape(cpu::RowOrder::kPlain, 1, problem.intermediate_size).padded_k();
   plan.n2 = round_up(problem.hidden_size, kPanelColumns);
   plan.num_threads = cpu::resolve_threads(problem.num_threads);
+  const bool gated = is_gated(problem.activation.kind);
+  const std::int64_t columns = problem.intermediate_size * (gated ? 2 : 1);
+  const auto order = gated ? cpu::RowOrder::kGateUp : cpu::RowOrder::kPlain;
+  plan.columns1 = columns;
+  plan.expert_bytes =
+      format.shape(order, columns, problem.hidden_size).matrix_bytes() +
+      format.shape(cpu::RowOrder::kPlain, problem.hidden_size, problem.intermediate_size)
+          .matrix_bytes();
   return plan;
+}
+
+int CpuPlan::team(std::int64_t rows, std::int64_t experts) const {
+  const auto per_row = static_cast<double>(hidden) * static_cast<double>(columns1 + intermediate);
+  const double us =
+      cpu::one_thread_us(static_cast<double>(experts) * static_cast<double>(expert_bytes),
+                         static_cast<double>(rows) * per_row);
+  return cpu::team_size(us, num_threads);
+}
+
+int CpuPlan::team_of_tokens(std::int64_t tokens) const {
+  const std::int64_t rows = chunk_rows(tokens);
+  return team(rows, std::min(rows, num_local_experts));
 }
 
 Result<std::int64_t> cpu_workspace_bytes(const CpuPlan& plan, std::int64_t tokens) {

@@ -39,8 +39,14 @@ struct CpuPlan {
   std::int64_t hidden = 0, intermediate = 0;  // true widths
   std::int64_t k1 = 0, k2 = 0;                // padded reduction lengths of the two GEMMs
   std::int64_t n2 = 0;                        // hidden rounded up to whole panels
-  int num_threads = 1;
+  std::int64_t columns1 = 0;                  // of the first matrix: gate and up, or one
+  int num_threads = 1;                        // at most: see team()
+  std::int64_t expert_bytes = 0;              // packed codes of one expert
 
+  // Threads of a call that has that many rows of that many experts: cpu/team.h.
+  int team(std::int64_t rows, std::int64_t experts) const;
+  // Of a call with that many tokens (standard format), whatever the routing.
+  int team_of_tokens(std::int64_t tokens) const;
   std::int64_t operand_bytes() const { return operand == cpu::OperandKind::kBF16 ? 2 : 4; }
   std::int64_t e2m1_groups1() const { return k1 / cpu::kE2M1GroupSteps; }
   std::int64_t e2m1_groups2() const { return k2 / cpu::kE2M1GroupSteps; }

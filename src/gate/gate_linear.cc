@@ -5,12 +5,12 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <new>
 #include <vector>
 
 #include "core/checked.h"
 #include "core/fault.h"
+#include "cpu/team.h"
 #include "gate/cpu_gate.h"
 #include "gate/tier_rules.h"
 #include "moesaic/gate.h"
@@ -23,8 +23,6 @@ namespace {
 // while 32 tokens pass; a decode step of one token still splits into E / 16 items.
 constexpr std::int64_t kTokenBlock = 32;
 constexpr std::int64_t kExpertBlock = 16;
-// Below this many multiply-adds starting threads costs more than it saves (about 20 us of work).
-constexpr std::int64_t kMinWorkForThreads = 1 << 18;
 // Rows of x that are rounded to the compute dtype at a time.
 constexpr std::int64_t kRoundedRows = 64;
 
@@ -82,11 +80,8 @@ struct GateLinear::Impl {
   std::int64_t experts() const { return weight.shape()[0]; }
   std::int64_t hidden() const { return weight.shape()[1]; }
   int team_size(std::int64_t rows) const {
-    // Saturating: only compared with a threshold.
-    const std::int64_t work =
-        checked_mul(rows * experts(), hidden()).value_or(std::numeric_limits<std::int64_t>::max());
-    if (work < kMinWorkForThreads) return 1;
-    return num_threads > 0 ? num_threads : omp_get_max_threads();
+    return cpu::team_size(cpu_gate_us(rows, experts(), hidden()),
+                          num_threads > 0 ? num_threads : omp_get_max_threads());
   }
 
   // Logits of all rows of `op` into out[first_row ...], rounded to `rounding` and then stored.

@@ -44,4 +44,10 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const QuantScheme& sh
 std::vector<CandidateReport> explain_plan(const FusedPlan& plan, std::string_view router_name,
                                           Device device);
 
+// Threads of the stages of a layer on a CPU, for calls of up to max_tokens.
+//   experts_backend, shared_backend  names of the catalogue
+std::vector<StageThreads> explain_threads(const FusedPlan& plan, std::int64_t max_tokens,
+                                          std::string_view experts_backend,
+                                          std::string_view shared_backend);
+
 }  // namespace moesaic

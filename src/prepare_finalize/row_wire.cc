@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "core/fault.h"
+#include "cpu/team.h"
 #include "cpu/tiers.h"
 #include "quant/compute_scheme.h"
 
@@ -89,7 +90,9 @@ void RowWire::pack(const ConstTensorView& x, const float* weights, float* scratc
                    std::int64_t stride) const {
   const std::int64_t step = x.strides[0] * dtype_bits(x.dtype) / 8;
   const std::int64_t rows = x.dim(0);
-#pragma omp parallel num_threads(num_threads_) if (rows > 1 && num_threads_ > 1)
+  // About a nanosecond an element, copied or quantised.
+  const double us = static_cast<double>(rows) * static_cast<double>(hidden_) * 1e-3;
+#pragma omp parallel num_threads(rows > 1 ? cpu::team_size(us, num_threads_) : 1)
   {
     const cpu::ScopedIeeeMode ieee;
     float* mine = scratch + omp_get_thread_num() * (hidden_ + groups_);

@@ -12,6 +12,7 @@
 
 #include "core/checked.h"
 #include "core/fault.h"
+#include "cpu/team.h"
 #include "numerics/codec.h"
 #include "router/eplb_map.h"
 #include "router/route_row.h"
@@ -20,9 +21,6 @@
 
 namespace moesaic {
 namespace {
-
-// Below this many logits starting threads costs more than it saves (about 50 us of work).
-constexpr std::int64_t kMinLogitsForThreads = 1 << 14;
 
 std::vector<float> copy_floats(const ConstTensorView& t) {
   if (!t.present()) return {};
@@ -192,9 +190,8 @@ Status Router::Impl::select(const Args& args) const {
   if (num_tokens == 0) return {};
 
   const bool whole_batch = custom || simulation;
-  const std::int64_t wanted = num_tokens * row.columns() < kMinLogitsForThreads ? 1
-                              : num_threads > 0                                 ? num_threads
-                                                : omp_get_max_threads();
+  const std::int64_t wanted = cpu::team_size(route_rows_us(num_tokens, row.columns()),
+                                             num_threads > 0 ? num_threads : omp_get_max_threads());
   const int threads = static_cast<int>(std::min(wanted, num_tokens));
   // A whole number of cache lines per thread, so that threads do not share one.
   const std::int64_t per_thread = round_up(row.scratch_floats() + row.columns(), 16);

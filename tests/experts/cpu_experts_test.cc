@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/team.h"
 #include "cpu/tiers.h"
 #include "experts/cpu_weight_format.h"
 #include "support/experts_run.h"
@@ -30,6 +31,9 @@ std::vector<std::string> tiers() {
   }
   return names;
 }
+
+// These problems are small: their threads are part of what is tested.
+const cpu::ScopedTeams always_teams;
 
 MoeProblem make_problem(std::string_view quant, std::int64_t h, std::int64_t i,
                         std::int64_t experts, std::int64_t k) {

@@ -8,6 +8,7 @@
 #include <functional>
 #include <thread>
 
+#include "cpu/team.h"
 #include "layer/layer_case.h"
 #include "support/metrics.h"
 #include "support/random.h"
@@ -173,6 +174,7 @@ TEST(FusedMoE, BitsDoNotDependOnSplitBatchOrderOrThreads) {
       EXPECT_TRUE(same_bits(got.topk_weights.view(), want.topk_weights.view(), &why)) << why;
     }
     options.num_threads = 3;
+    const cpu::ScopedTeams teams;
     const FusedMoE threaded = make_layer(t, options);
     EXPECT_TRUE(same_bits(run_layer(threaded, x).output.view(), want.output.view(), &why)) << why;
     Tensor reversed = Tensor::zeros(DType::kBF16, {13, 64}).value();

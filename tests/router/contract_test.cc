@@ -6,6 +6,7 @@
 #include <numeric>
 #include <stdexcept>
 
+#include "cpu/team.h"
 #include "moesaic/log.h"
 #include "router/eplb_map.h"
 #include "router/router_fixture.h"
@@ -33,7 +34,7 @@ Tensor mask(const std::vector<std::uint8_t>& values) {
 
 TEST(RouterContract, RowsDoNotDependOnBatchOrThreads) {
   Rng rng(41);
-  const std::int64_t m = 300, e = 64, k = 6;  // enough logits for several threads
+  const std::int64_t m = 300, e = 64, k = 6;
   const Tensor l = test::random_normal(rng, DType::kF32, {m, e}, 2.0);
   Router::Options options;
   options.spec = test::grouped_spec(ScoringFunc::kSigmoid, e, k, true, 8, 4);
@@ -41,6 +42,7 @@ TEST(RouterContract, RowsDoNotDependOnBatchOrThreads) {
   const Routed one = test::run(Router::create(options).value(), l);
   for (const int threads : {2, 5, 0}) {
     options.num_threads = threads;
+    const cpu::ScopedTeams teams;
     const Routed many = test::run(Router::create(options).value(), l);
     EXPECT_EQ(many.ids, one.ids);
     EXPECT_EQ(many.weights, one.weights);

@@ -35,6 +35,14 @@ class Explain(ToolTest):
         self.check(value)
         self.assertIn("gelu", value["layer"])
 
+    def test_small_calls_run_on_one_thread(self):
+        arguments = ["explain", "--device", "cpu", "--threads", 2, "--tokens", 1]
+        small = self.json_of(*arguments, "--model", MODELS / "mini-qwen3-moe")
+        self.assertEqual({row["stage"]: row["threads"] for row in small["threads"]}, {"gate": 1, "router": 1, "experts": 1})
+        large = self.json_of(*arguments, "--shape", "qwen3-30b")
+        experts = next(row for row in large["threads"] if row["stage"] == "experts")
+        self.assertEqual((experts["threads"], experts["one_thread_tokens"]), (2, 0))
+
     def test_a_gpu_is_explained_without_one(self):
         value = self.json_of(
             "explain", "--shape", "deepseek-v3", "--quant", "fp8-block", "--device", "cuda", "--tokens", 8192

@@ -47,6 +47,14 @@ void print(const Console& console, const MoeLayerSpec& spec, const LayerExplanat
   console.print(fmt::format("workspace    {} for {} token(s)\n",
                             format_bytes(explanation.workspace_bytes), tokens));
   console.print(fmt::format("determinism  {}\n", explanation.determinism));
+  std::string threads;
+  for (const StageThreads& s : explanation.threads) {
+    threads += fmt::format("{}{} {}", threads.empty() ? "" : ", ", s.stage, s.threads);
+    if (s.threads > 1) threads += fmt::format(" (1 up to {} token(s))", s.one_thread_tokens);
+  }
+  if (threads.empty()) return;
+  console.print(
+      fmt::format("threads      {}; a stage with less than 100 us of work runs on one\n", threads));
 }
 
 int run_explain(const ExplainArguments& state) {
@@ -92,13 +100,19 @@ int run_explain(const ExplainArguments& state) {
                           {"accepted", row.accepted},
                           {"reason", row.reason}});
   }
+  Json threads = Json::array();
+  for (const StageThreads& s : explanation.threads) {
+    threads.push_back(
+        {{"stage", s.stage}, {"threads", s.threads}, {"one_thread_tokens", s.one_thread_tokens}});
+  }
   console.emit({{"layer", describe(spec)},
                 {"tokens", state.tokens},
                 {"device", options.device.to_string()},
                 {"candidates", std::move(candidates)},
                 {"chosen", chosen_json(explanation)},
                 {"workspace_bytes", explanation.workspace_bytes},
-                {"determinism", explanation.determinism}});
+                {"determinism", explanation.determinism},
+                {"threads", std::move(threads)}});
   print(console, spec, explanation, state.tokens);
   return kExitOk;
 }

@@ -61,9 +61,10 @@ void add_output_options(CLI::App& app, CommonOptions& options) {
 
 void add_common_options(CLI::App& app, CommonOptions& options) {
   app.add_option("--device", options.device, "cpu or cuda[:N]; default: cuda if usable, else cpu");
-  app.add_option("--threads", options.threads,
-                 "Threads; 0 takes one per core this process may use. The result does not depend "
-                 "on it")
+  app.add_option(
+         "--threads", options.threads,
+         "Threads at most; 0 takes one per core this process may use. Calls of microseconds "
+         "run on one (explain shows which). The result does not depend on it")
       ->check(CLI::Range(0, kMaxThreads))
       ->capture_default_str();
   app.add_option("--quant", options.quant,
