@@ -62,8 +62,10 @@ Result<Ceilings> measure_ceilings(const CpuKernels& kernels, OperandKind operand
     const double s = read_seconds(kernels, buffer.data(), threads);
     best.read_gbps = std::max(best.read_gbps, static_cast<double>(kReadBytes) / s * 1e-9);
   }
-  constexpr std::int64_t kIterations = 4'000'000;
-  for (int pass = 0; pass < kPasses; ++pass) {
+  // Shorter than a time slice: on a busy machine some pass is not interrupted.
+  constexpr std::int64_t kIterations = 500'000;
+  constexpr int kMultiplyPasses = 8 * kPasses;
+  for (int pass = 0; pass < kMultiplyPasses; ++pass) {
     double flops = 0;
     const double begin = seconds();
 #pragma omp parallel num_threads(threads) reduction(+ : flops)

@@ -13,8 +13,8 @@ struct Ceilings {
   double gflops = 0;  // 10^9 operations per second of the tier's multiply-add, registers only
 };
 
-// Takes the best of several passes of about 30 ms each over 512 MiB; under a second in all. The
-// multiply-add is the one that GEMMs with this operand use on this tier.
+// Takes the best of several passes: of about 10 ms over 512 MiB, of 1 or 2 ms of multiply-adds;
+// under a second in all. The multiply-add is the one that GEMMs with this operand use on this tier.
 Result<Ceilings> measure_ceilings(const CpuKernels& kernels, OperandKind operand, int num_threads);
 
 }  // namespace moesaic::cpu
