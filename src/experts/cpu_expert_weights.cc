@@ -94,12 +94,12 @@ void CpuProjection::set_factors(std::int64_t e, const ProjectionView& v) {
       const std::int64_t row = shape_.source_row(p, c);
       if (row < 0) continue;
       const std::int64_t at = v.scale.rank() == 1 && v.scale.dim(0) > 1 ? row : 0;
-      float own = 0;
+      float own = 1;
       if (v.channel_scale.present()) {
         own = v.channel_scale.as<float>()[row];
       } else if (global) {
         own = v.global_scale.as<float>()[0];
-      } else {
+      } else if (scale_bytes_ == 0) {  // else groups have the scales, and the input one number
         own = load_as_f32(v.scale.data, v.scale.dtype, at);
       }
       out[c] = MOESAIC_FAULT(cpu_alpha_without_input_scale) ? own : input * own;

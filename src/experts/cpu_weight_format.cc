@@ -40,7 +40,11 @@ Result<CpuWeightFormat> cpu_weight_format(const QuantScheme& quant, ComputeSchem
   }
   const bool group = w.granularity == ScaleGranularity::kGroup;
   f.group_offsets = w.zero_point != ZeroPoint::kNone || f.code_bias != 0;
-  f.column_factors = (!group && !f.group_offsets) || w.outer_scale != OuterScale::kNone;
+  // One scale for a whole row of activations is applied with the columns' factors.
+  const ScaleGranularity rows = quant.activation.granularity;
+  const bool whole_rows = rows == ScaleGranularity::kTensor || rows == ScaleGranularity::kToken;
+  f.column_factors =
+      (!group && !f.group_offsets) || w.outer_scale != OuterScale::kNone || whole_rows;
   // Scales of whole rows and of nothing else: the plain GEMM of e4m3 will do.
   f.grouped = group || f.group_offsets || f.kind != cpu::WeightKind::kE4M3;
   if (group || f.group_offsets) f.group_scales = w.scale_format;

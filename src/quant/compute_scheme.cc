@@ -103,7 +103,7 @@ std::optional<ComputeScheme> quantised(WeightFormat w, const OperandQuant& a) {
         return ComputeScheme::kMxfp8;
       break;
     case WeightFormat::kMxfp4:
-      if (is_fp8_group(a)) return ComputeScheme::kMxfp4Fp8;
+      if (is_fp8_group(a) || fixed || token) return ComputeScheme::kMxfp4Fp8;
       if (is_group(a, DType::kF4E2M1, F::kE8M0, kMxGroup) && a.dynamic &&
           a.rule == ExponentRule::kRound175)
         return ComputeScheme::kMxfp4;

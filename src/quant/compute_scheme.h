@@ -27,7 +27,7 @@ enum class ComputeScheme : std::uint8_t {
   kFp8Scaled,  // e4m3 with one scale per expert or per output row; quantised to e4m3 with one scale
                // per row (dynamic), or the expert's static one
   kMxfp8,      // e4m3 with a power-of-two scale per 32; quantised the same way (scale: CEIL)
-  kMxfp4Fp8,   // e2m1 with a power-of-two scale per 32; quantised to e4m3 per 128 columns
+  kMxfp4Fp8,   // e2m1 with a power-of-two scale per 32; e4m3 per 128 columns, row or tensor
   kMxfp4,      // the same weights; quantised to e2m1 per 32 (scale: ROUND@1.75)
   kNvfp4,      // e2m1 with an e4m3 scale per 16 and a global one; quantised the same way, with a
                // static global scale

@@ -41,11 +41,11 @@ double same_operands_bound(std::string_view quant) {
 }
 
 constexpr const char* kSchemes[] = {
-    "f32",        "bf16",       "f16",         "fp8-block", "fp8-bf16",     "mxfp4-bf16",
-    "fp8-tensor", "fp8-static", "fp8-channel", "mxfp8",     "mxfp4-fp8",    "mxfp4",
-    "nvfp4",      "int4-fp8",   "int8",        "int4-g128", "int8-bf16",    "nvfp4-bf16",
-    "nvfp4-rows", "nf4-bf16",   "fp4-bf16",    "gptq",      "int4-channel", "q4k",
-    "q6k",        "u8-zero",    "iq4"};
+    "f32",        "bf16",       "f16",         "fp8-block",    "fp8-bf16",         "mxfp4-bf16",
+    "fp8-tensor", "fp8-static", "fp8-channel", "mxfp8",        "mxfp4-fp8",        "mxfp4",
+    "nvfp4",      "int4-fp8",   "int8",        "int4-g128",    "int8-bf16",        "nvfp4-bf16",
+    "nvfp4-rows", "nf4-bf16",   "fp4-bf16",    "gptq",         "int4-channel",     "q4k",
+    "q6k",        "u8-zero",    "iq4",         "mxfp4-static", "mxfp4-f32-groups", "mxfp4-token"};
 
 struct Variant {
   std::string quant, activation;

@@ -26,14 +26,25 @@ T must(Result<T> result, std::string_view what) {
 QuantScheme scheme_called(std::string_view name) {
   std::string_view named = name;  // the nearest one
   if (name == "fp8-static") named = "fp8-tensor";
+  if (name == "mxfp4-static" || name == "mxfp4-token" || name == "mxfp4-f32-groups") {
+    named = "mxfp4-fp8";
+  }
   if (name == "gptq" || name == "q4k") named = "int4-g128";
   if (name == "int4-channel" || name == "q6k" || name == "u8-zero") named = "int8-bf16";
   if (name == "nvfp4-rows") named = "nvfp4";
   if (name == "fp4-bf16" || name == "iq4") named = "nf4-bf16";
   QuantScheme s = must(quant_scheme_from_name(named), "scheme_called");
   OperandQuant& w = s.weight;
-  if (name == "fp8-static") {
+  if (name == "mxfp4-f32-groups" || name == "mxfp4-static" || name == "mxfp4-token") {
+    s.activation.scale_format = ScaleFormat::kF32;
+  }
+  if (name == "mxfp4-token") {
+    s.activation.granularity = ScaleGranularity::kToken;
+    s.activation.block_n = s.activation.block_k = 0;
+  }
+  if (name == "fp8-static" || name == "mxfp4-static") {
     s.activation.granularity = ScaleGranularity::kTensor;
+    s.activation.block_n = s.activation.block_k = 0;
     s.activation.dynamic = false;
   }
   if (name == "gptq" || name == "q4k") {
