@@ -45,15 +45,15 @@ struct MoeProblem {
       DType::kBF16;  // hidden states; the intermediate is rounded to it (F32 scheme: not rounded)
   ActivationFormat format = ActivationFormat::kStandard;
   bool has_expert_bias = false;
-  bool apply_router_weight_on_input = false;
+  bool apply_router_weight_on_input = false;  // each slot's weight multiplies its copy of the row
   std::int64_t max_tokens = 0;  // M (standard) or T (batched) that the workspace must allow
   int num_threads = 0;          // at most; 0: one per core this process may use
 };
 
 // Everything about a problem that no backend can compute, in this order: sizes and counts
-// (kInvalidArgument, kLimitExceeded), activation constants (kInvalidArgument), weight on input with
-// top_k > 1 (kInvalidArgument), the quantisation pair and activation_dtype (kUnsupported), block
-// shapes (kUnsupported). Sizes are bounded so that every byte count of one expert fits 62 bits.
+// (kInvalidArgument, kLimitExceeded), activation constants (kInvalidArgument), the quantisation
+// pair and activation_dtype (kUnsupported), block shapes (kUnsupported).
+// Sizes are bounded so that every byte count of one expert fits 62 bits.
 Status check_problem(const MoeProblem& problem);
 
 // One expert's canonical weights. w13 is [N, H] with gate rows first (kGateThenUp), w2 is [H, I],

@@ -191,11 +191,6 @@ Status validate(const MoeLayerSpec& spec) {
   if (spec.shared.gated_output && spec.shared.intermediate_size == 0) {
     return invalid("shared.gated_output: got true without a shared expert, need false");
   }
-  if (spec.apply_router_weight_on_input && spec.routing.top_k != 1) {
-    // The input row is multiplied once; with several experts there is no single weight.
-    return invalid(fmt::format("apply_router_weight_on_input: got true with top_k {}, need top_k 1",
-                               spec.routing.top_k));
-  }
   switch (spec.activation_dtype) {
     case DType::kF32:
     case DType::kBF16:

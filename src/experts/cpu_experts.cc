@@ -74,17 +74,19 @@ void CpuExperts::run_standard(const ExpertsArgs& args, const CpuWorkspace& w,
     {
       const cpu::ScopedIeeeMode ieee;
       // No local slot: nothing reads the inputs (and there may be no expert to prepare them for).
-      const std::int64_t inputs = rows == 0 || plan_.permuted ? rows : count;
+      const std::int64_t inputs = rows == 0 || plan_.own_rows ? rows : count;
 #pragma omp for schedule(static)
       for (std::int64_t i = 0; i < inputs; ++i) {
-        const std::int64_t t = plan_.permuted ? w.sorted_slots[i] / k : i;
-        const std::int64_t e = plan_.permuted ? expert_of_row(w, i) : 0;
+        const std::int64_t slot = plan_.own_rows ? w.sorted_slots[i] : i * k;
+        const std::int64_t t = slot / k;
+        const std::int64_t e = plan_.own_rows ? expert_of_row(w, i) : 0;
         const std::byte* x =
             args.hidden_states.data + (t0 + t) * args.hidden_states.strides[0] * in_elem;
         if (in_scales != nullptr) {
-          load_quantized(w, t, x, in_scales + (t0 + t) * plan_.groups1());
+          load_quantized(w, i, x, in_scales + (t0 + t) * plan_.groups1());
         } else {
-          prepare_input(w, i, e, x, args.hidden_states.dtype, weights[t * k], e2m1_groups);
+          const float factor = weights[MOESAIC_FAULT(cpu_first_weight_on_input) ? t * k : slot];
+          prepare_input(w, i, e, x, args.hidden_states.dtype, factor, e2m1_groups);
         }
       }
       gemms(w, num_active);

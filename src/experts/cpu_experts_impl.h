@@ -82,7 +82,7 @@ class CpuExperts final : public Experts {
   void panel2(const CpuWorkspace& w, std::int64_t e, std::int64_t p) const;
   // Operand row of GEMM1 that feeds row `r` of the chunk.
   std::int64_t input_of(const CpuWorkspace& w, std::int64_t r) const {
-    return plan_.standard && !plan_.permuted ? w.sorted_slots[r] / plan_.top_k : r;
+    return plan_.standard && !plan_.own_rows ? w.sorted_slots[r] / plan_.top_k : r;
   }
   bool reads_e2m1_groups(std::int64_t rows) const {
     return plan_.e2m1_groups && rows >= kE2M1MinRows;

@@ -59,6 +59,8 @@ CpuPlan make_cpu_plan(const MoeProblem& problem, ComputeScheme scheme,
   plan.operand = narrow ? kernels.narrow_operand : OperandKind::kF32;
   plan.e2m1_groups = plan.operand == OperandKind::kBF16 && has_e2m1_groups(plan, format, kernels);
   plan.top_k = problem.top_k;
+  plan.own_rows =
+      plan.permuted || (plan.standard && problem.apply_router_weight_on_input && problem.top_k > 1);
   plan.num_local_experts = problem.num_local_experts;
   plan.hidden = problem.hidden_size;
   plan.intermediate = problem.intermediate_size;

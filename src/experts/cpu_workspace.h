@@ -31,7 +31,9 @@ struct CpuPlan {
   bool whole_rows = false;
   // Rows are kept a second time, as the integer kernel for many rows of an expert reads them.
   bool e2m1_groups = false;
-  bool permuted = false;  // act-order: rows of GEMM1 are made per expert, too
+  bool permuted = false;  // act-order: the columns of every expert have an order of their own
+  // Rows of GEMM1 belong to a slot, not to a token: permuted, or each times its slot's weight.
+  bool own_rows = false;
   cpu::OperandKind operand = cpu::OperandKind::kF32;
   DType round_dtype = DType::kF32;  // of hidden states and intermediate
   std::int64_t top_k = 1;
@@ -72,7 +74,7 @@ struct CpuRowErrors {
 // Pointers into the arena for one chunk; null while measuring.
 struct CpuWorkspace {
   CpuRowErrors* errors = nullptr;  // null: nobody asks; not in the arena
-  // [chunk_tokens], permuted: [chunk_rows]
+  // [chunk_tokens], own_rows: [chunk_rows]
   std::byte* a1 = nullptr;               // [..][k1] operands of GEMM1
   float* a1_scales = nullptr;            // [..][groups1]
   cpu::E2M1Group* a1_groups = nullptr;   // [..][k1 / 16], e2m1_groups

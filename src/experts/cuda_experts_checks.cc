@@ -26,6 +26,12 @@ Status CudaExperts::can_implement(const MoeProblem& problem) {
   if (problem.format != ActivationFormat::kStandard) {
     return unsupported("format: got batched, need standard");
   }
+  if (problem.apply_router_weight_on_input && problem.top_k > 1) {
+    return unsupported(fmt::format(
+        "top_k: got {} with apply_router_weight_on_input, need 1 (a row is made once for all of "
+        "its experts)",
+        problem.top_k));
+  }
   const std::int64_t multiple = scheme == ComputeScheme::kFp8Block ? 128 : 8;
   for (const auto& [name, value] : {std::pair{"hidden_size", problem.hidden_size},
                                     std::pair{"intermediate_size", problem.intermediate_size}}) {

@@ -99,10 +99,6 @@ Status check_block_shapes(const MoeProblem& p) {
 Status check_problem(const MoeProblem& problem) {
   MOESAIC_RETURN_IF_ERROR(check_sizes(problem));
   MOESAIC_RETURN_IF_ERROR(validate(problem.activation));
-  if (problem.apply_router_weight_on_input && problem.top_k != 1) {
-    return invalid(
-        fmt::format("top_k: got {}, apply_router_weight_on_input needs 1", problem.top_k));
-  }
   MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
   MOESAIC_RETURN_IF_ERROR(check_activation_dtype(problem, scheme));
   return check_block_shapes(problem);

@@ -1,5 +1,6 @@
 #include "prepare_finalize/row_wire.h"
 
+#include <fmt/format.h>
 #include <omp.h>
 
 #include <algorithm>
@@ -45,6 +46,14 @@ Result<RowWire> RowWire::create(const MoeProblem& problem, bool quantize) {
   w.hidden_bytes_ = problem.hidden_size * dtype_bits(w.dtype_) / 8;
   w.weight_on_input_ = problem.apply_router_weight_on_input &&
                        (w.quantized() || problem.format == ActivationFormat::kBatched);
+  if (w.weight_on_input_ && problem.top_k > 1) {
+    return Status(
+        StatusCode::kUnsupported,
+        fmt::format("top_k: got {} with apply_router_weight_on_input, need 1, or rows that "
+                    "travel unquantised in the standard format (a row travels once for "
+                    "all of its experts)",
+                    problem.top_k));
+  }
   return w;
 }
 

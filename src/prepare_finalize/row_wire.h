@@ -31,7 +31,8 @@ class RowWire {
 
   // All rows of x [M, H] (F32, BF16 or F16, rows may be strided) to `to` [M] of `stride` bytes.
   //   weights  [M, top_k]; used where the weight is due before the experts: in the batched format,
-  //            and when rows are quantised, with apply_router_weight_on_input (top_k 1)
+  //            and when rows are quantised, with apply_router_weight_on_input (create
+  //            refuses top_k > 1 there: kUnsupported)
   //   scratch  [scratch_floats()]
   // A row's bits depend on that row alone.
   void pack(const ConstTensorView& x, const float* weights, float* scratch, std::byte* to,

@@ -38,6 +38,9 @@ TEST(SpecValidate, AcceptsOrdinaryLayers) {
   one.routing.num_experts = one.routing.top_k = 1;
   one.apply_router_weight_on_input = true;
   EXPECT_TRUE(validate(one).ok()) << validate(one).to_string();
+  MoeLayerSpec weighted = good_spec();  // Llama 4 with several experts per token
+  weighted.apply_router_weight_on_input = true;
+  EXPECT_TRUE(validate(weighted).ok());
   MoeLayerSpec all = good_spec();
   all.routing.top_k = 8;  // k == E
   EXPECT_TRUE(validate(all).ok());
@@ -116,7 +119,6 @@ TEST(SpecValidate, RefusesByFieldAndCode) {
        [](auto& s) { s.activation.alpha = std::numeric_limits<float>::infinity(); }},
       {"shared.intermediate_size", arg, [](auto& s) { s.shared.intermediate_size = -1; }},
       {"shared.gated_output", arg, [](auto& s) { s.shared.gated_output = true; }},
-      {"apply_router_weight_on_input", arg, [](auto& s) { s.apply_router_weight_on_input = true; }},
       {"activation_dtype", StatusCode::kInvalidDType,
        [](auto& s) { s.activation_dtype = DType::kF8E4M3; }},
       {"63-bit", StatusCode::kLimitExceeded,

@@ -120,6 +120,10 @@ TEST(CpuExperts, EveryTierAndSchemeMeetsItsBoundAgainstFloat64) {
                         {"mxfp8", 96, 160, 9},
                         {"mxfp8", 256, 32, 1},
                         {"mxfp4-fp8", 256, 128, 20},
+                        {"mxfp4-f32-groups", 128, 256, 20},
+                        {"mxfp4-static", 96, 160, 20},
+                        {"mxfp4-token", 96, 160, 20},
+                        {"mxfp4-static", 256, 32, 1},
                         {"mxfp4", 96, 64, 8},
                         {"nvfp4", 256, 80, 20},
                         {"nvfp4", 48, 32, 2},
@@ -292,6 +296,26 @@ TEST(CpuExperts, BiasesGatedActivationsAndWeightOnInput) {
       const Tensor y = run_standard(*experts, p, x.view(), routing, DType::kF32);
       const auto cmp = test::compare(test::to_doubles(y.view()), want);
       EXPECT_LE(cmp.rel_l2, 3e-3) << tier << " " << activation_name(kind) << ": " << cmp.describe;
+    }
+  }
+}
+
+// Llama 4 with two experts per token: each sees the row times its own weight.
+TEST(CpuExperts, EverySlotHasItsOwnWeightOnTheInput) {
+  for (const char* quant : {"f32", "bf16", "fp8-block", "fp8-tensor", "int4-g128"}) {
+    MoeProblem p = make_problem(quant, 128, 256, 4, 2);
+    p.apply_router_weight_on_input = true;
+    const OwnedExpertWeights w = test::random_expert_weights(41, p);
+    test::Rng rng(42);
+    const Tensor x = test::random_normal(rng, DType::kBF16, {9, 128}, 2.0);
+    const OwnedRouting routing = test::random_routing(43, 9, 4, 2);
+    const auto want = test::oracle_moe(p, w.view(), x.view(), routing.ids.view(),
+                                       routing.weights.view(), {}, {.round_like_scheme = true});
+    for (const std::string& tier : tiers()) {
+      const auto experts = make(tier, p, w);
+      const Tensor y = run_standard(*experts, p, x.view(), routing, DType::kF32);
+      const auto cmp = test::compare(test::to_doubles(y.view()), want);
+      EXPECT_LE(cmp.rel_l2, 3e-3) << tier << " " << quant << ": " << cmp.describe;
     }
   }
 }

@@ -50,8 +50,6 @@ TEST(CheckProblem, RefusesWithFieldValueAndNeed) {
        },
        StatusCode::kLimitExceeded, "2^58"},
       {"bf16", [](auto& p) { p.activation.limit = 0; }, StatusCode::kInvalidArgument, "limit"},
-      {"bf16", [](auto& p) { p.apply_router_weight_on_input = true; }, StatusCode::kInvalidArgument,
-       "top_k: got 2, apply_router_weight_on_input needs 1"},
       {"bf16", [](auto& p) { p.quant.weight.dtype = DType::kI8; }, StatusCode::kUnsupported,
        "quant.weight: got I8"},
       {"bf16", [](auto& p) { p.quant.weight.dtype = DType::kF16; }, StatusCode::kUnsupported,

@@ -259,6 +259,23 @@ class PlainExperts final : public Experts {
   Status run(const ExpertsArgs&) const override { return {}; }
 };
 
+// Codes are of a row times its weight, and a row travels once for all of its experts.
+TEST(AllToAll, QuantisedRowsHaveOneWeightOnTheInput) {
+  MoeProblem problem = test::small_problem("fp8-block");
+  problem.apply_router_weight_on_input = true;
+  AllToAllOptions options;
+  options.max_tokens_per_rank = 4;
+  const auto make = [&] {
+    return make_all_to_all_prepare_finalize(problem, make_self_communicator(), options).status();
+  };
+  expect_refusal(make(), StatusCode::kUnsupported, {"top_k: got", "apply_router_weight_on_input"});
+  options.quantize_before_dispatch = false;
+  EXPECT_TRUE(make().ok());
+  options.quantize_before_dispatch = true;
+  problem.top_k = 1;
+  EXPECT_TRUE(make().ok());
+}
+
 TEST(AllToAll, ExpertsThatTakeNoCodesAreRefused) {
   const MoeProblem problem = test::small_problem("fp8-block");
   AllToAllOptions options;
