@@ -180,8 +180,10 @@ Result<SharedExpertSpec> read_shared(const ConfigFields& fields, const Family& f
   }
   std::int64_t width = expert_width;
   if (family.shared == SharedRule::kOwnWidth && count > 0) {
+    // A width of 0 says "none" as well, where nothing else belongs to the shared expert.
+    const IntegerRange range{family.shared_gate.empty() ? 0 : 1, kMaxWidth};
     MOESAIC_ASSIGN_OR_RETURN(
-        width, fields.required_integer(std::span(&family.shared_width_field, 1), kWidthRange));
+        width, fields.required_integer(std::span(&family.shared_width_field, 1), range));
   }
   shared.intermediate_size = count * width;
   shared.beside_block = shared.intermediate_size > 0 && family.shared_beside_block;

@@ -67,8 +67,9 @@ constexpr bool is_transposed(ExpertStorage storage) {  // some of it, so that wh
          storage == ExpertStorage::kFusedNNInterleaved;
 }
 
-// One way a family's experts are found on disk. The family decides which exist; shapes never do
-// (with 2I == H they could not). Names are relative to the block.
+// One way a family's experts are found on disk. The family decides which exist; shapes only where
+// it has two with the same names (layer_binding.cc, choose_orientation). Names are relative to the
+// block.
 struct ExpertLayout {
   ExpertStorage storage = ExpertStorage::kPerExpert;
   std::string_view block;  // module of the MoE block in its layer: "mlp"; empty: the layer itself

@@ -33,13 +33,13 @@ constexpr Family qwen3_moe() {
   return f;
 }
 
-// The language model of Qwen3-VL-MoE: the same layers, fused and transposed.
+// The language model of Qwen3-VL-MoE: the same layers, fused, in the original files transposed.
 constexpr Family qwen3_vl_moe() {
   Family f = qwen3_moe();
   f.title = "Qwen3-VL-MoE";
   f.model_types = {"qwen3_vl_moe_text"};
   f.routing.renorm = RenormRule::kAlways;
-  f.layouts = {fused(ExpertStorage::kFusedNN, "mlp"), projections("mlp")};
+  f.layouts = {fused(ExpertStorage::kFusedNN, "mlp"), projections("mlp"), fused_nt("mlp")};
   return f;
 }
 

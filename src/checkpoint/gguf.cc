@@ -81,9 +81,12 @@ class GgufParser {
       return error(StatusCode::kUnsupported, "version: got 1, need 2 or 3");
     }
     if (out_.version != 2 && out_.version != 3) {
-      const bool swapped = (out_.version & 0xFFFF) == 0;
-      return corrupt(fmt::format("version: got {}, need 2 or 3{}", out_.version,
-                                 swapped ? " (is the file big-endian?)" : ""));
+      // The other byte order, or a writer of the future.
+      const bool swapped = out_.version == 2U << 24 || out_.version == 3U << 24;
+      const bool newer = out_.version > 3 && out_.version < 256;
+      return error(swapped || newer ? StatusCode::kUnsupported : StatusCode::kCorruptFile,
+                   fmt::format("version: got {}, need 2 or 3{}", out_.version,
+                               swapped ? " (the file is big-endian)" : ""));
     }
     MOESAIC_ASSIGN_OR_RETURN(num_tensors_, in_.u64("tensor count"));
     MOESAIC_ASSIGN_OR_RETURN(num_entries_, in_.u64("metadata count"));

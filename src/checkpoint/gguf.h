@@ -49,11 +49,12 @@ struct GgufHeader {
   std::uint64_t data_offset = 0;
 };
 
-// Parses and validates a header. kCorruptFile: bad magic, big-endian, lengths beyond the file,
+// Parses and validates a header. kCorruptFile: bad magic, no version, lengths beyond the file,
 // unknown value types, duplicate keys or names, offsets that are not the running sum of padded
 // sizes, data that does not end with the last tensor (padded or not). kLimitExceeded: the caps
-// above, sizes beyond 63 bits. kUnsupported: version 1, nested lists, tensor types that are not in
-// the table. Messages name the file, the key or tensor, the value found and the value needed.
+// above, sizes beyond 63 bits. kUnsupported: big-endian files, other versions, nested lists, tensor
+// types that are not in the table. Messages name the file, the key or tensor, the value found and
+// the value needed.
 Result<GgufHeader> parse_gguf(std::string_view label, const GgufBytes& bytes);
 
 // An open file with its header. Movable; TensorInfo pointers stay valid. Reads are thread-safe.

@@ -113,6 +113,40 @@ bool has_single_experts(const ExpertLayout& layout, const std::string& block,
   });
 }
 
+bool same_names(const ExpertLayout& a, const ExpertLayout& b) {
+  return a.block == b.block && a.gate == b.gate && a.up == b.up && a.down == b.down &&
+         a.weight_suffixes.names == b.weight_suffixes.names;
+}
+
+// Which axis of the tensors the outputs lie along, for layouts with the same names (transformers
+// saves Qwen3-VL's experts as it holds them, [E, out, in], not as it found them): both tensors
+// together say so, since 2I == H and H == I exclude each other. Contradictions are left to the
+// check of shapes.
+void choose_orientation(const ShardSet& shards, LayerSource* source) {
+  const ExpertLayout& layout = *source->layout;
+  const auto other = std::find_if(
+      source->family->layouts.begin(), source->family->layouts.end(), [&](const ExpertLayout& l) {
+        return l.present() && l.storage != layout.storage && same_names(l, layout);
+      });
+  if (other == source->family->layouts.end()) return;
+  int rows = 0, columns = 0;
+  const auto look = [&](std::string_view module, std::int64_t outputs) {
+    const auto tensor =
+        shards.find(fmt::format("{}.{}{}", source->spec.prefix, module, source->weight_suffix));
+    if (!tensor || tensor->info->rank != 3) return;
+    const auto& shape = tensor->info->shape;
+    if (shape[1] == outputs && shape[2] != outputs) ++rows;
+    if (shape[2] == outputs && shape[1] != outputs) ++columns;
+  };
+  look(layout.gate, 2 * source->spec.intermediate_size);
+  look(layout.down, source->spec.hidden_size);
+  if (MOESAIC_FAULT(checkpoint_orientation_of_names)) return;
+  if ((is_transposed(layout.storage) ? rows : columns) > 0 &&
+      (is_transposed(layout.storage) ? columns : rows) == 0) {
+    source->layout = &*other;
+  }
+}
+
 Status choose_layout(const ShardSet& shards, std::string_view prefix, LayerSource* source) {
   const int layer = source->spec.layer;
   std::string fallback;  // block of the first layout that has any tensor at all
@@ -123,6 +157,7 @@ Status choose_layout(const ShardSet& shards, std::string_view prefix, LayerSourc
     const std::optional<std::string_view> suffix =
         find_layout(*source->family, layout, block, shards);
     if (!suffix) continue;
+    if (source->layout != nullptr && same_names(*source->layout, layout)) continue;
     if (source->layout != nullptr) {
       return {StatusCode::kAmbiguousFormat,
               fmt::format("layer {}: the experts are stored twice, as {}.{}{} and as {}.{}{}",
@@ -133,7 +168,10 @@ Status choose_layout(const ShardSet& shards, std::string_view prefix, LayerSourc
     source->weight_suffix = *suffix;
     source->spec.prefix = block;
   }
-  if (source->layout != nullptr) return {};
+  if (source->layout != nullptr) {
+    choose_orientation(shards, source);
+    return {};
+  }
   // The weights of quantised linears have names of their own. Without any expert: bind_layer will
   // list what is missing from the likeliest layout.
   const ExpertLayout* likeliest = nullptr;
@@ -300,6 +338,41 @@ Result<LinearFormat> shared_format(const ModelConfig& config, const LayerSource&
   return first;
 }
 
+// One scale per tensor has two names, and files hold one of them.
+void use_inverse_names(const ShardSet& shards, const std::string& module, LinearFormat* format) {
+  const bool either =
+      format->stored == StoredFormat::kFp8Tensor && format->names == NameStyle::kFp8;
+  if (either && shards.find(module + ".weight_scale_inv")) format->names = NameStyle::kFp8Inverse;
+}
+
+// Transformers splits FP8 weights that it holds fused when it saves them, but not their scales.
+void choose_scale_names(const ShardSet& shards, LayerSource* source) {
+  const ExpertLayout& layout = *source->layout;
+  const StoredFormat stored = source->experts.stored;
+  const bool fp8 = stored == StoredFormat::kFp8Block || stored == StoredFormat::kFp8Tensor;
+  if (layout.storage != ExpertStorage::kPerExpert || layout.gate.empty() || !fp8 ||
+      source->experts.names != NameStyle::kFp8) {
+    return;
+  }
+  const std::string& block = source->spec.prefix;
+  source->scales_stacked =
+      shards.find(fmt::format("{}.{}_scale_inv", block, kStackedGateUp)).has_value();
+  for (const std::string_view module : {layout.gate, layout.up, layout.down}) {
+    use_inverse_names(shards, fmt::format("{}.{}", block, expand_expert(module, 0)),
+                      &source->experts);
+  }
+}
+
+// ModelOpt's W4A8 without calibration has no scales of activations: they are computed.
+void choose_inputs(const ShardSet& shards, const std::vector<std::string>& modules,
+                   LinearFormat* format) {
+  if (format->stored != StoredFormat::kMxfp4Linear || format->names != NameStyle::kModelOpt) return;
+  const bool none = std::none_of(modules.begin(), modules.end(), [&](const std::string& module) {
+    return shards.find(module + ".input_scale").has_value();
+  });
+  if (none) format->activation = ActivationQuant::kDynamic;
+}
+
 Status choose_formats(const ModelConfig& config, const ShardSet& shards, LayerSource* source) {
   if (config.gguf) return choose_gguf_formats(shards, source);
   const std::vector<std::string_view> leaves = projection_leaves(*source->layout);
@@ -308,8 +381,27 @@ Status choose_formats(const ModelConfig& config, const ShardSet& shards, LayerSo
                                           source->spec.num_experts, leaves));
   MOESAIC_RETURN_IF_ERROR(check_mxfp4(*source));
   MOESAIC_RETURN_IF_ERROR(check_storage(*source));
+  choose_scale_names(shards, source);
+  std::vector<std::string> modules;
+  const bool per_linear = source->experts.stored == StoredFormat::kMxfp4Linear;
+  for (std::int64_t e = 0; per_linear && e < source->spec.num_experts; ++e) {
+    const ExpertLayout& layout = *source->layout;
+    for (const std::string_view module : {layout.gate, layout.up, layout.down}) {
+      if (module.empty()) continue;
+      modules.push_back(fmt::format("{}.{}", source->spec.prefix, expand_expert(module, e)));
+    }
+  }
+  choose_inputs(shards, modules, &source->experts);
   if (source->spec.shared.intermediate_size == 0) return {};
   MOESAIC_ASSIGN_OR_RETURN(source->shared, shared_format(config, *source));
+  const ExpertLayout& shared = *source->shared_layout;
+  modules.clear();
+  for (const std::string_view leaf : {shared.gate, shared.up, shared.down}) {
+    if (leaf.empty()) continue;
+    modules.push_back(source->shared_module(leaf));
+    use_inverse_names(shards, modules.back(), &source->shared);
+  }
+  choose_inputs(shards, modules, &source->shared);
   return {};
 }
 
@@ -354,11 +446,18 @@ void choose_block_size(const ShardSet& shards, const std::string& module, std::i
   }
 }
 
-// The dtype of the first weight that exists under one of the names, checked against the format.
-Result<DType> find_dtype(const ShardSet& shards, StoredFormat format,
-                         const std::vector<std::string>& names, DType fallback) {
-  if (format != StoredFormat::kPlain && format != StoredFormat::kFp8Block) return fallback;
-  if (format == StoredFormat::kFp8Block) fallback = DType::kF8E4M3;
+struct FoundDType {
+  DType dtype;
+  bool mixed = false;  // several: F32 holds them all
+};
+
+// The dtype of the weights that exist under the names, checked against the format.
+Result<FoundDType> find_dtype(const ShardSet& shards, StoredFormat format,
+                              const std::vector<std::string>& names, DType fallback) {
+  if (format != StoredFormat::kPlain && format != StoredFormat::kFp8Block) {
+    return FoundDType{fallback};
+  }
+  std::optional<FoundDType> found;
   for (const std::string& name : names) {
     const auto tensor = shards.find(name);
     if (!tensor) continue;
@@ -366,12 +465,16 @@ Result<DType> find_dtype(const ShardSet& shards, StoredFormat format,
     const DTypeSet allowed = format == StoredFormat::kFp8Block
                                  ? DTypeSet{DType::kF8E4M3}
                                  : DTypeSet{DType::kBF16, DType::kF16, DType::kF32};
-    if (allowed.contains(dtype)) return dtype;
+    if (allowed.contains(dtype)) {
+      if (!found) found = FoundDType{dtype};
+      if (found->dtype != dtype) found = FoundDType{DType::kF32, true};
+      continue;
+    }
     return Status(StatusCode::kInvalidDType,
                   fmt::format("{}: got {}, need {} as the configuration's quantisation says",
                               quote_name(name), dtype_name(dtype), allowed.to_string()));
   }
-  return fallback;
+  return found.value_or(FoundDType{format == StoredFormat::kFp8Block ? DType::kF8E4M3 : fallback});
 }
 
 Status choose_dtypes(const ModelConfig& config, const ShardSet& shards, LayerSource* source) {
@@ -381,14 +484,20 @@ Status choose_dtypes(const ModelConfig& config, const ShardSet& shards, LayerSou
   std::vector<std::string> names;
   for (const std::string_view module : {layout.gate, layout.up, layout.down}) {
     if (module.empty()) continue;
-    const std::string first = fmt::format("{}.{}", spec.prefix, expand_expert(module, 0));
-    names.push_back(fmt::format("{}{}", first, source->weight_suffix));
-    choose_block_size(shards, first, elements, &source->experts);
+    choose_block_size(shards, fmt::format("{}.{}", spec.prefix, expand_expert(module, 0)), elements,
+                      &source->experts);
+    const std::int64_t holders = is_per_expert(layout.storage) ? spec.num_experts : 1;
+    for (std::int64_t e = 0; e < holders; ++e) {
+      names.push_back(
+          fmt::format("{}.{}{}", spec.prefix, expand_expert(module, e), source->weight_suffix));
+    }
   }
   const bool blocks = source->experts.stored == StoredFormat::kMxfp4;
   const DType unsaid = blocks ? DType::kF4E2M1 : spec.activation_dtype;
-  MOESAIC_ASSIGN_OR_RETURN(source->experts_dtype,
+  MOESAIC_ASSIGN_OR_RETURN(const FoundDType experts,
                            find_dtype(shards, source->experts.stored, names, unsaid));
+  source->experts_dtype = experts.dtype;
+  source->experts_mixed = experts.mixed;
   names.clear();
   const ExpertLayout& shared = *source->shared_layout;
   for (const std::string_view leaf : {shared.gate, shared.up, shared.down}) {
@@ -397,8 +506,10 @@ Status choose_dtypes(const ModelConfig& config, const ShardSet& shards, LayerSou
     choose_block_size(shards, source->shared_module(leaf),
                       spec.hidden_size * spec.shared.intermediate_size, &source->shared);
   }
-  MOESAIC_ASSIGN_OR_RETURN(source->shared_dtype,
+  MOESAIC_ASSIGN_OR_RETURN(const FoundDType beside,
                            find_dtype(shards, source->shared.stored, names, spec.activation_dtype));
+  source->shared_dtype = beside.dtype;
+  source->shared_mixed = beside.mixed;
   MOESAIC_ASSIGN_OR_RETURN(spec.quant, linear_scheme(source->experts, source->experts_dtype));
   if (source->experts.stored == StoredFormat::kPlain && !config.stated_dtype) {
     // A configuration without a dtype means the one the weights were saved in.
@@ -432,7 +543,14 @@ Status missing_error(const LayerSource& source, const std::vector<PlannedTensor>
     text += fmt::format(" (expert {}: {} of {} received)", expert, per_expert - count, per_expert);
   }
   if (!unknown.empty()) text += "; not recognised: " + list_names(unknown);
-  return {StatusCode::kMissingTensor, std::move(text)};
+  // No expert is there as it should be, but something else is: another way to store them.
+  const bool other_storage =
+      !unknown.empty() && std::all_of(plan.begin(), plan.end(), [&](const PlannedTensor& tensor) {
+        return tensor.part != LayerPart::kExpert || tensor.kind != TensorKind::kWeight ||
+               tensor.optional ||
+               std::binary_search(missing.begin(), missing.end(), &tensor);  // in the plan's order
+      });
+  return {other_storage ? StatusCode::kUnsupported : StatusCode::kMissingTensor, std::move(text)};
 }
 
 Status check_form(const PlannedTensor& want, const TensorInfo& got) {
@@ -462,6 +580,41 @@ Status check_form(const PlannedTensor& want, const TensorInfo& got) {
                                               got.shape.to_string(), want.shape.to_string())};
   }
   return {};
+}
+
+// Is `name` a tensor of an expert that the layer does not have, or a second spelling of a weight
+// that it has? Then the files contradict the configuration or themselves; other names may mean
+// something that this version does not know.
+bool contradicts(const LayerSource& source, std::string_view name) {
+  const ExpertLayout& layout = *source.layout;
+  const std::string inside = source.spec.prefix + ".";
+  if (!name.starts_with(inside)) return false;
+  name.remove_prefix(inside.size());
+  for (const std::string_view module : {layout.gate, layout.up, layout.down}) {
+    const std::string_view fixed = module.substr(0, module.find("{e}"));
+    if (module.empty() || !name.starts_with(fixed)) continue;
+    const std::string_view rest = name.substr(fixed.size());
+    if (!is_per_expert(layout.storage)) {
+      const auto suffixes = layout.weight_suffixes.list();
+      if (std::find(suffixes.begin(), suffixes.end(), rest) != suffixes.end()) return true;
+      continue;
+    }
+    const std::string_view number = rest.substr(0, rest.find('.'));
+    const bool digits = !number.empty() && number.find_first_not_of("0123456789") == number.npos;
+    const bool ours = number.size() < 10 && (number.size() == 1 || number.front() != '0') &&
+                      digits && std::stoll(std::string(number)) < source.spec.num_experts;
+    if (digits && !ours) return true;
+  }
+  return false;
+}
+
+Status unknown_error(const LayerSource& source, const std::vector<std::string_view>& unknown) {
+  const bool corrupt = std::any_of(unknown.begin(), unknown.end(), [&](std::string_view name) {
+    return contradicts(source, name);
+  });
+  return {corrupt ? StatusCode::kCorruptFile : StatusCode::kUnsupported,
+          fmt::format("layer {} ({}): {} tensors in the block are not recognised: {}",
+                      source.spec.layer, source.spec.prefix, unknown.size(), list_names(unknown))};
 }
 
 // Names inside the layer's blocks that the plan does not have.
@@ -507,6 +660,16 @@ void place(const PlannedTensor& planned, const ShardSet::Located& where, BoundLa
       return into(&layer->shared);
     case LayerPart::kExpert:
       return into(&layer->experts[static_cast<std::size_t>(planned.expert)]);
+  }
+}
+
+// What all experts have in common is part of each; gate and up have one tensor.
+void share_scales(std::vector<MlpTensors>* experts) {
+  for (const TensorKind kind : {TensorKind::kScale, TensorKind::kInputScale}) {
+    MlpTensors::PerProjection shared = experts->front().of(kind);
+    shared[static_cast<std::size_t>(Projection::kUp)] =
+        shared[static_cast<std::size_t>(Projection::kGate)];
+    for (MlpTensors& expert : *experts) expert.of(kind) = shared;
   }
 }
 
@@ -573,7 +736,7 @@ Result<BoundLayer> bind_layer(const ModelConfig& config, const MoeLayerSpec& spe
   for (const PlannedTensor& planned : plan) {
     const auto where = shards.find(planned.name);
     if (where) {
-      place(planned, *where, &layer);
+      if (!planned.unused) place(planned, *where, &layer);
     } else if (!planned.optional) {
       missing.push_back(&planned);
     }
@@ -585,10 +748,9 @@ Result<BoundLayer> bind_layer(const ModelConfig& config, const MoeLayerSpec& spe
     if (where) MOESAIC_RETURN_IF_ERROR(check_form(planned, *where->info));
   }
   if (!unknown.empty() && !MOESAIC_FAULT(checkpoint_accept_unknown_tensors)) {
-    return Status(StatusCode::kCorruptFile,
-                  fmt::format("layer {} ({}): {} tensors in the block are not recognised: {}",
-                              spec.layer, source.spec.prefix, unknown.size(), list_names(unknown)));
+    return unknown_error(source, unknown);
   }
+  if (source.scales_stacked) share_scales(&layer.experts);
   return layer;
 }
 

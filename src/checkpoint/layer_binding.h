@@ -46,8 +46,9 @@ Result<LayerSource> resolve_layer(const ModelConfig& config, const MoeLayerSpec&
                                   const ShardSet& shards);
 
 // kMissingTensor names up to 8 tensors and the incomplete experts; kInvalidShape, kInvalidDType
-// name the tensor, found and needed; kCorruptFile names unrecognised tensors inside the block. O(n
-// log n) in the layer's tensors.
+// name the tensor, found and needed. kUnsupported names unrecognised tensors inside the block, also
+// where they stand in place of all weights of the experts; kCorruptFile where they contradict the
+// configuration (an expert too many). O(n log n) in the layer's tensors.
 Result<BoundLayer> bind_layer(const ModelConfig& config, const MoeLayerSpec& spec,
                               const ShardSet& shards);
 

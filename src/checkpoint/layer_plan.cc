@@ -10,7 +10,7 @@ namespace {
 
 // Types that widen to F32 without loss.
 constexpr DTypeSet kSmallTypes = {DType::kBF16, DType::kF16, DType::kF32};
-constexpr DTypeSet kScaleTypes = {DType::kF32, DType::kBF16};
+constexpr DTypeSet kScaleTypes = {DType::kF32, DType::kBF16, DType::kF8E8M0};
 
 class Planner {
  public:
@@ -27,6 +27,8 @@ class Planner {
     if (spec_.shared.intermediate_size > 0) shared();
     if (is_per_expert(source_.layout->storage)) {
       for (std::int64_t e = 0; e < spec_.num_experts; ++e) per_expert(e);
+      if (source_.scales_stacked) stacked_scales();
+      for (std::int64_t e = spec_.num_experts; e < columns; ++e) zero_expert(e);
     } else {
       stacked();
     }
@@ -56,14 +58,11 @@ class Planner {
       return quantized(part, projection, expert, format, module, shape);
     }
     const DType dtype = is_shared ? source_.shared_dtype : source_.experts_dtype;
-    tensors_.push_back({part,
-                        projection,
-                        TensorKind::kWeight,
-                        expert,
-                        fmt::format("{}{}", module, weight_suffix),
-                        shape,
-                        {dtype}});
-    if (format.stored != StoredFormat::kFp8Block) return;
+    const bool mixed = is_shared ? source_.shared_mixed : source_.experts_mixed;
+    tensors_.push_back({part, projection, TensorKind::kWeight, expert,
+                        fmt::format("{}{}", module, weight_suffix), shape,
+                        mixed ? kSmallTypes : DTypeSet{dtype}});
+    if (format.stored != StoredFormat::kFp8Block || (!is_shared && source_.scales_stacked)) return;
     if (format.names != NameStyle::kFp8) {
       scale_suffix = weight_suffix.empty() ? "_weight_scale" : ".weight_scale";
     }
@@ -83,6 +82,8 @@ class Planner {
                                                ? linear_tensors(format, shape[0], shape[1])
                                                : stacked_linear(projection, format, shape);
     for (const LinearTensor& tensor : list) {
+      const bool elsewhere = part == LayerPart::kExpert && source_.scales_stacked;
+      if (elsewhere && tensor.kind != TensorKind::kWeight) continue;
       PlannedTensor planned{part,
                             projection,
                             tensor.kind,
@@ -100,7 +101,7 @@ class Planner {
   std::vector<LinearTensor> stacked_linear(Projection projection, const LinearFormat& format,
                                            const Shape& shape) const {
     const ExpertStorage storage = source_.layout->storage;
-    const bool transposed = storage == ExpertStorage::kFusedNN;
+    const bool transposed = is_transposed(storage);
     return stacked_tensors(format, storage, source_.weight_suffix, shape[0],
                            transposed ? shape[2] : shape[1], transposed ? shape[1] : shape[2],
                            is_fused(storage) && projection == Projection::kGate);
@@ -121,6 +122,16 @@ class Planner {
                           {DType::kU8}};
     planned.block_type = type;
     tensors_.push_back(std::move(planned));
+    // Beside NVFP4 blocks the converter keeps the second level, and scales of activations that are
+    // not quantised here.
+    const std::string module = tensors_.back().name.substr(0, tensors_.back().name.rfind('.'));
+    const Shape numbers = shape.rank() == 3 ? Shape{shape[0]} : Shape{1};
+    for (const std::string_view suffix : {".scale", ".input_scale"}) {
+      tensors_.push_back({part, projection, TensorKind::kGlobalScale, 0,
+                          module + std::string(suffix), numbers, DTypeSet{DType::kF32}});
+      tensors_.back().optional = true;
+      tensors_.back().unused = suffix == ".input_scale";
+    }
   }
 
   // Blocks of 32 weights in 16 bytes, and a scale each.
@@ -176,6 +187,45 @@ class Planner {
     expert_linear(Projection::kDown, e, layout.down, {h, i});
   }
 
+  // FP8 scales of all experts under the names of fused weights: blocks [E, 2I / 128, H / 128] and
+  // [E, H / 128, I / 128], or numbers; and one activation scale per expert.
+  void stacked_scales() {
+    const std::int64_t experts = spec_.num_experts;
+    const auto one = [&](Projection projection, std::string_view module, std::int64_t rows,
+                         std::int64_t columns, bool gate_up) {
+      const auto add = [&](TensorKind kind, std::string_view suffix, std::vector<Shape> shapes) {
+        tensors_.push_back({LayerPart::kExpert, projection, kind, 0,
+                            full(fmt::format("{}{}", module, suffix)), shapes.front(),
+                            kScaleTypes});
+        tensors_.back().also = std::move(shapes);
+      };
+      const bool blocks = source_.experts.stored == StoredFormat::kFp8Block;
+      add(TensorKind::kScale, "_scale_inv",
+          blocks ? std::vector{Shape{experts, rows, columns}}
+                 : numbers_of_experts(experts, gate_up));
+      if (source_.experts.activation == ActivationQuant::kStatic) {
+        add(TensorKind::kInputScale, "_activation_scale", numbers_of_experts(experts, false));
+      }
+    };
+    const std::int64_t h = scale_blocks(spec_.hidden_size);
+    const std::int64_t i = scale_blocks(spec_.intermediate_size);
+    one(Projection::kGate, kStackedGateUp, 2 * i, h, true);
+    one(Projection::kDown, kStackedDown, h, i, false);
+  }
+
+  // LongCat's identity experts have rows in transformers' fused gate_up_proj, which nothing reads;
+  // saved one by one they are experts of their own without a down projection.
+  void zero_expert(std::int64_t e) {
+    const ExpertLayout& layout = *source_.layout;
+    const Shape shape = {spec_.intermediate_size, spec_.hidden_size};
+    for (const std::string_view module : {layout.gate, layout.up}) {
+      tensors_.push_back({LayerPart::kExpert, Projection::kGate, TensorKind::kWeight, e,
+                          full(expand_expert(module, e)) + std::string(source_.weight_suffix),
+                          shape, kSmallTypes});
+      tensors_.back().optional = tensors_.back().unused = true;
+    }
+  }
+
   void stacked() {
     const ExpertLayout& layout = *source_.layout;
     const std::int64_t experts = spec_.num_experts;
@@ -201,6 +251,10 @@ class Planner {
         break;
     }
     expert_linear(Projection::kGate, 0, layout.gate, gate);
+    if (spec_.routing.num_zero_experts > 0 && source_.experts.stored == StoredFormat::kPlain) {
+      // See zero_expert.
+      tensors_.back().also = {Shape{gate[0] + spec_.routing.num_zero_experts, gate[1], gate[2]}};
+    }
     expert_linear(Projection::kUp, 0, layout.up, gate);
     expert_linear(Projection::kDown, 0, layout.down, down);
     if (!spec_.has_expert_bias) return;

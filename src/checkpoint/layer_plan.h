@@ -27,8 +27,14 @@ struct LayerSource {
   std::string_view weight_suffix;    // of the layout's spellings
   std::string_view correction_bias;  // of the family's spellings
   LinearFormat experts, shared;
-  DType experts_dtype = DType::kBF16;  // of every routed expert's weights
+  // Of every routed expert's weights once loaded: F32 where the files have plain ones of several
+  // types, which F32 holds exactly.
+  DType experts_dtype = DType::kBF16;
   DType shared_dtype = DType::kBF16;
+  bool experts_mixed = false, shared_mixed = false;
+  // Weights of single experts whose FP8 scales lie in one tensor of all, as transformers saves
+  // them.
+  bool scales_stacked = false;
 
   // Full name of a module of the shared expert.
   std::string shared_module(std::string_view module) const;
@@ -74,6 +80,7 @@ struct PlannedTensor {
   std::vector<Shape> also = {};      // other shapes that are as good
   bool any_shape = false;
   bool optional = false;
+  bool unused = false;  // may be there and is never read
   GgmlType block_type = GgmlType::kNone;
 };
 

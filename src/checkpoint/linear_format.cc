@@ -55,6 +55,22 @@ QuantScheme integer_scheme(const LinearFormat& f) {
   return with_weight(four ? "int4-g128" : "int8-bf16", w);
 }
 
+// Activations of 8 bits: one stored scale for all, or F32 scales as they come, of 128 columns
+// (compressed-tensors) or of rows (ModelOpt).
+QuantScheme mxfp4_scheme(const LinearFormat& f) {
+  if (f.activation == ActivationQuant::kNone) return named("mxfp4-bf16");
+  if (f.bits != 8) return named("mxfp4");
+  QuantScheme scheme = named("mxfp4-fp8");
+  scheme.activation.scale_format = ScaleFormat::kF32;
+  if (f.names == NameStyle::kModelOpt) {
+    scheme.activation.dynamic = f.activation == ActivationQuant::kDynamic;
+    scheme.activation.granularity =
+        scheme.activation.dynamic ? ScaleGranularity::kToken : ScaleGranularity::kTensor;
+    scheme.activation.block_n = scheme.activation.block_k = 0;
+  }
+  return scheme;
+}
+
 // One form for both matrices: the finest group, 4-bit codes if all types have them and agree on
 // their sign or their table. Else a byte each: every code is a small integer.
 QuantScheme gguf_scheme(const LinearFormat& f) {
@@ -132,9 +148,8 @@ Result<QuantScheme> linear_scheme(const LinearFormat& f, DType dtype) {
       return quantised_or_weight_only("nvfp4", "nvfp4-bf16", f.activation);
     case StoredFormat::kMxfp4:
       return named("mxfp4-bf16");
-    case StoredFormat::kMxfp4Linear:  // bits: of the activations
-      if (f.activation == ActivationQuant::kNone) return named("mxfp4-bf16");
-      return named(f.bits == 8 ? "mxfp4-fp8" : "mxfp4");
+    case StoredFormat::kMxfp4Linear:
+      return mxfp4_scheme(f);
     case StoredFormat::kPacked:
     case StoredFormat::kGptq:
     case StoredFormat::kAwq:

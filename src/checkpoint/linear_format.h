@@ -44,7 +44,9 @@ inline constexpr std::int64_t kFp8BlockSize = 128;
 inline constexpr std::int64_t kMxfp4GroupSize = 32;
 
 // Whose names the tensors have, where that is not settled by the format.
-enum class NameStyle : std::uint8_t { kFp8, kCompressed, kModelOpt };
+// kFp8: one scale per tensor is "weight_scale" and "input_scale"; kFp8Inverse: the same numbers as
+// transformers calls them, "weight_scale_inv" and "activation_scale".
+enum class NameStyle : std::uint8_t { kFp8, kFp8Inverse, kCompressed, kModelOpt };
 enum class ActivationQuant : std::uint8_t {
   kNone,     // weight-only
   kDynamic,  // quantised at run time, as the format's scheme says
@@ -55,7 +57,8 @@ struct LinearFormat {
   StoredFormat stored = StoredFormat::kPlain;
   NameStyle names = NameStyle::kFp8;
   ActivationQuant activation = ActivationQuant::kNone;
-  int bits = 0;                        // of integer codes: 4 or 8
+  int bits = 0;                        // of integer codes: 4 or 8; kMxfp4Linear: of activations
+  bool byte_codes = false;             // kPacked: signed codes, one per byte
   std::int64_t group_size = 0;         // columns per scale of integer codes; -1: the whole row
   bool zero_points = false;            // stored per group; otherwise the codes have a fixed bias
   bool zeros_minus_one = false;        // GPTQ's first file format

@@ -14,13 +14,18 @@ const std::vector<DType> kFp8 = {DType::kF8E4M3};
 const std::vector<DType> kBytes = {DType::kU8};
 const std::vector<DType> kWords = {DType::kI32};
 const std::vector<DType> kExponents = {DType::kU8, DType::kF8E8M0};
+const std::vector<DType> kI8 = {DType::kI8};
 const std::vector<Shape> kScalar = {Shape{}, Shape{1}};
 
 std::vector<LinearTensor> fp8(const LinearFormat& f, std::int64_t n, std::int64_t k) {
+  const bool inverse = f.names == NameStyle::kFp8Inverse;
   std::vector<LinearTensor> list = {{K::kWeight, ".weight", {{n, k}}, kFp8}};
   switch (f.stored) {
     case StoredFormat::kFp8Tensor:
-      list.push_back({K::kScale, ".weight_scale", kScalar, kFloats});
+      list.push_back({K::kScale,
+                      inverse ? ".weight_scale_inv" : ".weight_scale",
+                      {Shape{}, Shape{1}, Shape{1, 1}},
+                      kFloats});
       break;
     case StoredFormat::kFp8Channel:
       list.push_back({K::kScale, ".weight_scale", {{n, 1}, {n}}, kFloats});
@@ -29,16 +34,17 @@ std::vector<LinearTensor> fp8(const LinearFormat& f, std::int64_t n, std::int64_
       list.push_back({K::kScale, ".weight_scale", {{n, k / kMxfp4GroupSize}}, kExponents});
   }
   if (f.activation == ActivationQuant::kStatic) {
-    list.push_back({K::kInputScale, ".input_scale", kScalar, kFloats});
+    list.push_back(
+        {K::kInputScale, inverse ? ".activation_scale" : ".input_scale", kScalar, kFloats});
   }
   return list;
 }
 
 std::vector<LinearTensor> int8(const LinearFormat& f, std::int64_t n, std::int64_t k) {
-  std::vector<LinearTensor> list = {{K::kWeight, ".weight", {{n, k}}, {DType::kI8}}};
+  std::vector<LinearTensor> list = {{K::kWeight, ".weight", {{n, k}}, kI8}};
   if (f.stored == StoredFormat::kBnb8) {
     list.push_back({K::kScale, ".SCB", {{n}}, kF32});
-    list.push_back({K::kIgnored, ".weight_format", {}, kBytes, true});
+    list.push_back({K::kRowFormat, ".weight_format", kScalar, kBytes, true});
   } else if (f.one_scale) {
     list.push_back({K::kScale, ".weight_scale", kScalar, kFloats});
   } else {
@@ -49,6 +55,10 @@ std::vector<LinearTensor> int8(const LinearFormat& f, std::int64_t n, std::int64
 
 std::vector<LinearTensor> packed(const LinearFormat& f, std::int64_t n, std::int64_t k) {
   const std::int64_t groups = f.group_size > 0 ? ceil_div(k, f.group_size) : 1;
+  if (f.byte_codes) {
+    return {{K::kWeight, ".weight", {{n, k}}, kI8},
+            {K::kScale, ".weight_scale", {{n, groups}}, kFloats}};
+  }
   std::vector<LinearTensor> list = {
       {K::kWeight, ".weight_packed", {{n, words_for_codes(k, f.bits)}}, kWords},
       {K::kScale, ".weight_scale", {{n, groups}}, kFloats},
@@ -85,6 +95,17 @@ std::vector<LinearTensor> nvfp4(const LinearFormat& f, std::int64_t n, std::int6
       {K::kGlobalScale, ct ? ".weight_global_scale" : ".weight_scale_2", kScalar, kF32}};
   if (f.activation != ActivationQuant::kNone) {
     list.push_back({K::kInputScale, ct ? ".input_global_scale" : ".input_scale", kScalar, kF32});
+  }
+  return list;
+}
+
+std::vector<LinearTensor> mxfp4(const LinearFormat& f, std::int64_t n, std::int64_t k) {
+  const bool ct = f.names == NameStyle::kCompressed;
+  std::vector<LinearTensor> list = {
+      {K::kWeight, ct ? ".weight_packed" : ".weight", {{n, k / 2}}, kBytes},
+      {K::kScale, ".weight_scale", {{n, k / kMxfp4GroupSize}}, kExponents}};
+  if (f.activation == ActivationQuant::kStatic) {
+    list.push_back({K::kInputScale, ".input_scale", kScalar, kFloats});
   }
   return list;
 }
@@ -127,8 +148,7 @@ std::vector<LinearTensor> linear_tensors(const LinearFormat& f, std::int64_t n, 
     case StoredFormat::kNvfp4:
       return nvfp4(f, n, k);
     case StoredFormat::kMxfp4Linear:
-      return {{K::kWeight, ".weight_packed", {{n, k / 2}}, kBytes},
-              {K::kScale, ".weight_scale", {{n, k / kMxfp4GroupSize}}, kExponents}};
+      return mxfp4(f, n, k);
     case StoredFormat::kBnb4:
       return bnb4(f, n, k);
     default:

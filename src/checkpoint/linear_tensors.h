@@ -26,9 +26,10 @@ enum class TensorKind : std::uint8_t {
   kNestedTable,
   kQuantState,  // bitsandbytes: JSON text
   kZeroBias,    // GPTQ writers add one to linears that have none: all zeros
+  kRowFormat,   // bitsandbytes: the order of an int8 weight's elements, 0 for rows
   kIgnored,     // may be there; says nothing new
 };
-inline constexpr std::size_t kNumTensorKinds = 14;
+inline constexpr std::size_t kNumTensorKinds = 15;
 
 struct LinearTensor {
   TensorKind kind;

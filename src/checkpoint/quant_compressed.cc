@@ -141,23 +141,8 @@ Status float_format(const ConfigFields& group, const Operand& w, const std::opti
   return {};
 }
 
-Status int_format(const ConfigFields& group, const Operand& w, const std::optional<Operand>& in,
-                  LinearFormat* f) {
-  f->stored = StoredFormat::kInt8Channel;
-  if (w.bits != 8 || w.type != "int" || !w.symmetric) {
-    return bad_weights(group, w, "symmetric int 8 bits");
-  }
-  if (w.strategy != "channel" && w.strategy != "tensor") {
-    return bad_weights(group, w, "strategy channel or tensor");
-  }
-  f->one_scale = w.strategy == "tensor";
-  if (!in) return {};
-  if (in->bits != 8 || in->type != "int" || !in->symmetric || !in->dynamic ||
-      in->strategy != "token") {
-    return bad_inputs(group, *in, "dynamic symmetric int 8 bits, strategy token");
-  }
-  f->activation = ActivationQuant::kDynamic;
-  return {};
+bool is_float8_token(const Operand& in) {
+  return in.bits == 8 && in.type == "float" && in.symmetric && in.dynamic && in.strategy == "token";
 }
 
 Status packed_format(const ConfigFields& group, const Operand& w, const std::optional<Operand>& in,
@@ -177,13 +162,37 @@ Status packed_format(const ConfigFields& group, const Operand& w, const std::opt
   f->zero_points = !w.symmetric;
   f->act_order = w.act_order == "group" && f->group_size > 0;
   if (!in) return {};
-  const bool w4a8 = in->bits == 8 && in->type == "float" && in->dynamic &&
-                    in->strategy == "token" && f->bits == 4 && f->group_size == 128 &&
-                    w.symmetric && !f->act_order;
+  const bool w4a8 =
+      is_float8_token(*in) && f->bits == 4 && f->group_size == 128 && w.symmetric && !f->act_order;
   if (!w4a8) {
     return bad_inputs(group, *in,
                       "none, or dynamic float 8 bits per token with symmetric int4 "
                       "weights in groups of 128");
+  }
+  f->activation = ActivationQuant::kDynamic;
+  return {};
+}
+
+Status int_format(const ConfigFields& group, const Operand& w, const std::optional<Operand>& in,
+                  LinearFormat* f) {
+  // W4AFP8: the codes of pack-quantized, one per byte.
+  if (w.bits == 4 && w.type == "int" && w.symmetric && w.strategy == "group" && in &&
+      is_float8_token(*in)) {
+    f->byte_codes = true;
+    return packed_format(group, w, in, f);
+  }
+  f->stored = StoredFormat::kInt8Channel;
+  if (w.bits != 8 || w.type != "int" || !w.symmetric) {
+    return bad_weights(group, w, "symmetric int 8 bits");
+  }
+  if (w.strategy != "channel" && w.strategy != "tensor") {
+    return bad_weights(group, w, "strategy channel or tensor");
+  }
+  f->one_scale = w.strategy == "tensor";
+  if (!in) return {};
+  if (in->bits != 8 || in->type != "int" || !in->symmetric || !in->dynamic ||
+      in->strategy != "token") {
+    return bad_inputs(group, *in, "dynamic symmetric int 8 bits, strategy token");
   }
   f->activation = ActivationQuant::kDynamic;
   return {};
@@ -198,9 +207,19 @@ Status fp4_format(const ConfigFields& group, const Operand& w, const std::option
   }
   if (!in) return {};
   const bool same = in->bits == bits && in->type == "float" && in->group_size == group_size;
+  if (stored == StoredFormat::kMxfp4Linear && in->bits == 8 && in->type == "float" &&
+      in->symmetric && in->dynamic && in->strategy == "group" && in->group_size == kFp8BlockSize) {
+    f->bits = 8;
+    f->activation = ActivationQuant::kDynamic;
+    return {};
+  }
   if (!same) {
-    return bad_inputs(group, *in,
-                      fmt::format("none, or float {} bits with group_size {}", bits, group_size));
+    return bad_inputs(
+        group, *in,
+        stored == StoredFormat::kMxfp4Linear
+            ? "none, float 4 bits with group_size 32, or dynamic symmetric float 8 "
+              "bits with strategy group and group_size 128"
+            : fmt::format("none, or float {} bits with group_size {}", bits, group_size));
   }
   f->activation =
       stored == StoredFormat::kNvfp4 ? ActivationQuant::kStatic : ActivationQuant::kDynamic;

@@ -92,14 +92,22 @@ Result<QuantConfig> parse_fp8(const ConfigFields& fields) {
                     "\"e4m3\"",
                     fields.where(), quote_name(*element)));
   }
+  // Transformers' word for experts in MXFP4 under the names of FP8.
+  MOESAIC_ASSIGN_OR_RETURN(const auto expert_dtype, fields.string("expert_dtype"));
+  if (expert_dtype && *expert_dtype != "fp8") {
+    return unsupported(fmt::format("{}: expert_dtype {} is not supported, need \"fp8\"",
+                                   fields.where(), quote_name(*expert_dtype)));
+  }
   MOESAIC_ASSIGN_OR_RETURN(const bool blocks, read_block_size(fields));
   quant.linear.stored = blocks ? StoredFormat::kFp8Block : StoredFormat::kFp8Tensor;
   MOESAIC_ASSIGN_OR_RETURN(const auto scheme, fields.string("activation_scheme"));
   const bool fixed = scheme && *scheme == "static";
-  if (scheme && *scheme != "dynamic" && (!fixed || blocks)) {
-    return fields.bad_value(
-        "activation_scheme", quote_name(*scheme),
-        blocks ? "\"dynamic\" with weight_block_size" : "\"dynamic\" or \"static\"");
+  if (scheme && *scheme != "dynamic" && !fixed) {
+    return fields.bad_value("activation_scheme", quote_name(*scheme), "\"dynamic\" or \"static\"");
+  }
+  if (fixed && blocks) {
+    return fields.unsupported(
+        "activation_scheme: got \"static\" with weight_block_size, need \"dynamic\"");
   }
   quant.linear.activation = fixed ? ActivationQuant::kStatic : ActivationQuant::kDynamic;
   MOESAIC_ASSIGN_OR_RETURN(const auto scale_fmt, fields.string("scale_fmt"));

@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/names.h"
+#include "core/fault.h"
 
 namespace moesaic {
 namespace {
@@ -51,6 +52,19 @@ Status read_dynamic(const ConfigFields& fields, QuantConfig* quant) {
     quant->skips.push_back("re:" + key.substr(2));
   }
   return {};
+}
+
+// ModelOpt 0.47 renames modules with a mark behind their names, a NUL and a word, and leaves it
+// there when the renaming took the dot before it. What counts is the name, with its wildcard.
+void drop_name_mark(std::string* entry) {
+  const std::size_t nul = entry->find('\0');
+  if (nul == std::string::npos || MOESAIC_FAULT(checkpoint_keep_name_mark)) return;
+  const std::string_view wildcard = entry->ends_with(".*")  ? ".*"
+                                    : entry->ends_with("*") ? "*"
+                                                            : "";
+  std::string name = entry->substr(0, nul);
+  if (name.ends_with(".")) name.pop_back();
+  *entry = name + std::string(wildcard);
 }
 
 }  // namespace
@@ -159,6 +173,7 @@ Result<QuantConfig> parse_modelopt(const ConfigFields& fields) {
     std::string_view name;
     StoredFormat stored;
     ActivationQuant activation;
+    int bits = 0;  // see LinearFormat
   };
   constexpr auto kAlgorithms = std::to_array<Algorithm>({
       {"fp8", StoredFormat::kFp8Tensor, ActivationQuant::kStatic},
@@ -167,6 +182,7 @@ Result<QuantConfig> parse_modelopt(const ConfigFields& fields) {
       {"nvfp4", StoredFormat::kNvfp4, ActivationQuant::kStatic},
       {"w4a16_nvfp4", StoredFormat::kNvfp4, ActivationQuant::kNone},
       {"mxfp8", StoredFormat::kMxfp8, ActivationQuant::kDynamic},
+      {"w4a8_mxfp4_fp8", StoredFormat::kMxfp4Linear, ActivationQuant::kStatic, 8},
   });
   MOESAIC_ASSIGN_OR_RETURN(const auto name, fields.string("quant_algo"));
   if (!name) {
@@ -181,18 +197,24 @@ Result<QuantConfig> parse_modelopt(const ConfigFields& fields) {
   if (found == kAlgorithms.end()) {
     return fields.unsupported(
         fmt::format("quant_algo: got {}, need FP8, FP8_PER_CHANNEL_PER_TOKEN, "
-                    "FP8_PB_WO, NVFP4, W4A16_NVFP4 or MXFP8",
+                    "FP8_PB_WO, NVFP4, W4A16_NVFP4, MXFP8 or W4A8_MXFP4_FP8",
+
                     quote_name(*name)));
   }
   quant.linear.stored = found->stored;
   quant.linear.activation = found->activation;
+  quant.linear.bits = found->bits;
   MOESAIC_ASSIGN_OR_RETURN(const auto group, fields.integer("group_size", {1, 1 << 20}));
   if (group && found->stored == StoredFormat::kNvfp4 && *group != kNvfp4GroupSize) {
     return fields.bad_value("group_size", fmt::to_string(*group), "16 with NVFP4");
   }
+  if (group && found->stored == StoredFormat::kMxfp4Linear && *group != kMxfp4GroupSize) {
+    return fields.bad_value("group_size", fmt::to_string(*group), "32 with MXFP4");
+  }
   for (const std::string_view list : {"ignore", "exclude_modules"}) {
     MOESAIC_RETURN_IF_ERROR(append_skips(fields, list, false, &quant));
   }
+  for (std::string& entry : quant.skips) drop_name_mark(&entry);
   return quant;
 }
 

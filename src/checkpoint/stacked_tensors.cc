@@ -14,17 +14,21 @@ Suffixes suffixes(const LinearFormat& format, std::string_view weight_suffix) {
   return {"_weight_scale", "_weight_scale_2", "_input_scale"};
 }
 
-// Numbers per tensor.
-std::vector<Shape> scalars(std::int64_t experts, bool gate_up) {
-  std::vector<Shape> shapes = {{experts}, {}, {1}, {experts, 1}, {experts, 1, 1}};
-  if (gate_up) shapes.push_back({experts, 2});
-  return shapes;
+// Rows of the file are columns of the weights.
+bool is_columnwise(ExpertStorage storage) {
+  return storage == ExpertStorage::kFusedNN || storage == ExpertStorage::kFusedNNInterleaved;
 }
 
 }  // namespace
 
+std::vector<Shape> numbers_of_experts(std::int64_t experts, bool gate_up) {
+  std::vector<Shape> shapes = {{experts}, {}, {1}, {experts, 1}, {experts, 1, 1}};
+  if (gate_up) shapes.insert(shapes.end(), {{experts, 2}, {experts, 2, 1}});
+  return shapes;
+}
+
 bool is_stacked_format(const LinearFormat& format, ExpertStorage storage) {
-  const bool transposed = storage == ExpertStorage::kFusedNN;
+  const bool transposed = is_columnwise(storage);
   if (!transposed && storage != ExpertStorage::kStacked && storage != ExpertStorage::kFusedNT) {
     return false;
   }
@@ -47,13 +51,13 @@ std::vector<LinearTensor> stacked_tensors(const LinearFormat& f, ExpertStorage s
                                           std::string_view weight_suffix, std::int64_t experts,
                                           std::int64_t n, std::int64_t k, bool gate_up) {
   const std::vector<DType> floats = {DType::kF32, DType::kBF16, DType::kF16};
-  const bool transposed = storage == ExpertStorage::kFusedNN;
+  const bool transposed = is_columnwise(storage);
   // `columns` of something per row, as it lies in the file.
   const auto matrix = [&](std::int64_t columns) {
     return transposed ? Shape{experts, columns, n} : Shape{experts, n, columns};
   };
   const Suffixes names = suffixes(f, weight_suffix);
-  const std::vector<Shape> numbers = scalars(experts, gate_up);
+  const std::vector<Shape> numbers = numbers_of_experts(experts, gate_up);
   const std::vector<Shape> rows = {matrix(1), {experts, n}};
   std::vector<LinearTensor> list;
   switch (f.stored) {

@@ -16,9 +16,16 @@ namespace moesaic {
 
 // Is it settled how the scales of this format lie in this storage? Rows and scales one expert after
 // the other (kStacked, kFusedNT): FP8 with any scales, int8, ModelOpt's NVFP4. Transposed
-// (kFusedNN): FP8 with one scale per expert or output feature, ModelOpt's NVFP4. Words of packed
-// integers, flat and interleaved storages: nowhere.
+// (kFusedNN, kFusedNNInterleaved): FP8 with one scale per expert or output feature, ModelOpt's
+// NVFP4. Words of packed integers, flat storages: nowhere.
 bool is_stacked_format(const LinearFormat& format, ExpertStorage storage);
+
+// Modules that transformers gives all experts' tensors, relative to the block.
+inline constexpr std::string_view kStackedGateUp = "experts.gate_up_proj";
+inline constexpr std::string_view kStackedDown = "experts.down_proj";
+
+// Shapes of numbers per tensor; `gate_up`: also one for each half of it.
+std::vector<Shape> numbers_of_experts(std::int64_t experts, bool gate_up);
 
 // Of E linears [rows, columns] (out, in); `gate_up`: rows are gate's, then up's, and numbers of
 // whole tensors may come in pairs [E, 2]. FP8 blocks are not here (layer_plan.cc).

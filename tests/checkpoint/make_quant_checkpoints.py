@@ -13,8 +13,10 @@ import sys
 import quant_model as q
 from gguf_file import metadata
 from gguf_model import gguf_file
-from moe_float64 import llama4, moe
-from stacked_model import FUSED, HF_FP8, fused, separate
+from functools import partial
+
+from moe_float64 import gpt_oss, llama4, moe
+from stacked_model import FUSED, HF_FP8, fused, separate, split_weights
 from tiny_model import Tensor, matrix, safetensors, tensor
 
 EXPERTS = 4
@@ -94,20 +96,30 @@ class Cases:
         self._finish(name, name, os.path.join(folder, "golden.safetensors"), experts, bf16_values(router),
                      {"quant": scheme, "tp": list(tp)}, beside, values and [values(x) for x in experts])
 
-    def add_stacked(self, name, quant, linear, family="qwen3_moe", h=64, i=64, scheme="", tp=(2,), storage=fused, ends=FUSED, **kinds):
+    def add_stacked(self, name, quant, linear, family="qwen3_moe", h=64, i=64, scheme="", tp=(2,), storage=fused, ends=FUSED, top_k=None, **kinds):
         """All experts in one tensor. linear(rng, n, k, projection) -> (files, values)."""
         rng = random.Random(name)
         common = {"hidden_size": h, "num_hidden_layers": 1, "torch_dtype": "bfloat16", "quantization_config": quant}
         block, gate, beside, config, output = {
             "qwen3_moe": ("mlp", "mlp.gate", None, {"moe_intermediate_size": i, "num_experts": EXPERTS, "num_experts_per_tok": 2, "norm_topk_prob": True}, moe),
             "llama4_text": ("feed_forward", "feed_forward.router", "feed_forward.shared_expert.",
-                            {"intermediate_size": i, "num_local_experts": EXPERTS, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1}, llama4),
+                            {"intermediate_size": i, "num_local_experts": EXPERTS, "num_experts_per_tok": top_k or 1, "interleave_moe_layer_step": 1},
+                            partial(llama4, top_k=top_k or 1)),
+            "gpt_oss": ("mlp", "mlp.router", None, {"intermediate_size": i, "num_local_experts": EXPERTS, "num_experts_per_tok": 2, "swiglu_limit": 7.0}, None),
             "step3": ("moe", "moe.gate", "share_expert.",
                       {"moe_intermediate_size": i, "moe_num_experts": EXPERTS, "moe_top_k": 2, "norm_expert_weight": True, "share_expert_dim": i,
                        "moe_layers_enum": "0"}, moe)}[family]
         p = "model.layers.0."
         router = matrix(rng, "BF16", EXPERTS, h)
         tensors = {p + gate + ".weight": tensor("BF16", router)}
+        if family == "gpt_oss":
+            dyadics = lambda n: [rng.randrange(-64, 65) / 64 for _ in range(n)]
+            bias, biases = dyadics(EXPERTS), [(dyadics(i), dyadics(i), dyadics(h)) for _ in range(EXPERTS)]
+            tensors[p + gate + ".bias"] = q.floats("BF16", [EXPERTS], bias)
+            turns = [v for g, u, _ in biases for pair in zip(g, u) for v in pair]
+            tensors[p + "mlp.experts.gate_up_proj_bias"] = q.floats("BF16", [EXPERTS, 2 * i], turns)
+            tensors[p + "mlp.experts.down_proj_bias"] = q.floats("BF16", [EXPERTS, h], [v for _, _, d in biases for v in d])
+            output = lambda x, rows, experts, shared: gpt_oss(x, rows, experts, bias, biases)
         leaves = (("gate_proj", i, h), ("up_proj", i, h), ("down_proj", h, i))
         made = [{leaf: linear(rng, n, k, leaf) for leaf, n, k in leaves} for _ in range(EXPERTS)]
         files = [{leaf: one[0] for leaf, one in expert.items()} for expert in made]
@@ -115,7 +127,7 @@ class Cases:
         if storage is None:  # one by one after all
             tensors.update({"%s%d.%s%s" % (inside, e, leaf, end): t for e, x in enumerate(files) for leaf, ends in x.items() for end, t in ends.items()})
         else:
-            stacked = separate(files) if storage is separate else fused(files, ends=ends, **kinds)
+            stacked = separate(files) if storage is separate else split_weights(files, **kinds) if storage is split_weights else fused(files, ends=ends, **kinds)
             tensors.update({inside + n: t for n, t in stacked.items()})
         shared = None
         if beside:
@@ -135,8 +147,9 @@ class Cases:
         self._finish(name, name, os.path.join(folder, "golden.safetensors"), experts, bf16_values(router), {"quant": scheme, "tp": list(tp)},
                      shared, None, output)
 
-    def add_gguf(self, name, kinds, h=256, i=256, tp=(), shared=None):
-        """kinds: of gate, up and down."""
+    def add_gguf(self, name, kinds, h=256, i=256, tp=(), shared=None, outer=False):
+        """kinds: of gate, up and down. outer: a second level of scales beside the blocks, and scales of activations, as the
+        converter writes them for NVFP4."""
         rng = random.Random(name)
         router = matrix(rng, "BF16", EXPERTS, h)
         tensors, parts = {"blk.0.ffn_gate_inp.weight": tensor("BF16", router), "blk.0.attn_norm.weight": tensor("F32", [[b"\0\0\x80\x3f"] * h])}, []
@@ -147,6 +160,8 @@ class Cases:
                 raw += one
                 values.append(v)
             tensors["blk.0.ffn_%s_exps.weight" % leaf] = (kind, [EXPERTS, n, k], raw)
+            if outer:
+                values = scaled(rng, tensors, "blk.0.ffn_%s_exps" % leaf, values, k)
             parts.append(values)
         keys = {"block_count": 1, "embedding_length": h, "expert_feed_forward_length": i, "expert_count": EXPERTS, "expert_used_count": 2}
         beside, arch = None, "qwen3moe"
@@ -156,11 +171,19 @@ class Cases:
             for leaf, n, k in (("gate", i, h), ("up", i, h), ("down", h, i)):
                 raw, v = q.gguf_rows(rng, shared, n, k)
                 tensors["blk.0.ffn_%s_shexp.weight" % leaf] = (shared, [n, k], raw)
-                beside.append(v)
+                beside.append(scaled(rng, tensors, "blk.0.ffn_%s_shexp" % leaf, [v], k)[0] if outer else v)
         with open(os.path.join(self.root, name + ".gguf"), "wb") as f:
             f.write(gguf_file(metadata(arch, **keys), tensors))
         self._finish(name, name + ".gguf", os.path.join(self.root, name + ".golden.safetensors"), list(zip(*parts)), bf16_values(router),
                      {"quant": "", "tp": list(tp)}, beside and tuple(beside))
+
+
+def scaled(rng, tensors, module, matrices, k):
+    """Adds a number per matrix to the file, and multiplies the values by it."""
+    numbers = [q.dyadic(rng, 1 / q.RMS_E2M1 / 1.5 / k**0.5) for _ in matrices]
+    tensors[module + ".scale"] = q.floats("F32", [len(numbers)], numbers)
+    tensors[module + ".input_scale"] = q.floats("F32", [len(numbers)], [0.125] * len(numbers))
+    return [[[v * s for v in row] for row in m] for m, s in zip(matrices, numbers)]
 
 
 def _bf16(x):
@@ -181,6 +204,16 @@ def fp8(c):
           one_scale(q.fp8_tensor, static=True), scheme="fp8-tensor", shared=64)
     c.add("fp8_own_scales", {"quant_method": "fp8"}, own_scales(), scheme="fp8-tensor", tp=(2,), shared=64)
     c.add("fp8_own_scales_static", {"quant_method": "fp8", "activation_scheme": "static"}, own_scales(static=True), scheme="fp8-tensor")
+    # As transformers writes them without blocks.
+    null = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None, "scale_fmt": "float", "expert_dtype": "fp8"}
+    c.add("fp8_null_block", null, plain_linear(q.inverse_names(q.fp8_tensor)), scheme="fp8-tensor", shared=64)
+    c.add("fp8_null_block_static", dict(null, activation_scheme="static"), one_scale(q.inverse_names(q.fp8_tensor, static=True, scalar=False)), scheme="fp8-tensor",
+          tp=(2, 4))
+    for name, pairs in (("fp8_null_block_split", False), ("fp8_null_block_split_pairs", True)):
+        make = plain_linear(q.fp8_tensor) if pairs else one_scale(q.fp8_tensor)
+        c.add_stacked(name, null, make, scheme="fp8-tensor", storage=split_weights, numbers="column", pairs=pairs)
+    c.add_stacked("fp8_null_block_split_static", dict(null, activation_scheme="static"), one_scale(q.fp8_tensor, static=True), scheme="fp8-tensor",
+                  storage=split_weights, numbers="column")
     float8 = lambda strategy, **k: dict({"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False}, **k)
     token = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
     c.add("ct_fp8_channel", compressed("float-quantized", float8("channel"), token), plain_linear(q.fp8_channel, dtype="BF16"), scheme="fp8-channel", tp=(2, 4))
@@ -235,6 +268,8 @@ def integers(c):
           scheme="int4-g128", tp=(2, 4))
     c.add("ct_w4a8", compressed("pack-quantized", pack(4, 128), {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}),
           plain_linear(q.packed, group=128), h=128, i=256, scheme="int4-fp8", tp=())
+    c.add("ct_w4afp8", compressed("int-quantized", pack(4, 128), {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}),
+          plain_linear(q.byte_codes), h=128, i=256, scheme="int4-fp8", tp=())
     gptq = lambda **k: dict({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "lm_head": False}, **k)
     c.add("gptq", gptq(), plain_linear(q.gptq), scheme="int4-g128", h=64, i=128, tp=(2, 4), shared=128)
     c.add("gptq_asymmetric", gptq(sym=False, checkpoint_format="gptq"), plain_linear(q.gptq, zeros=True), scheme="int4-g128")
@@ -283,6 +318,11 @@ def fp4(c):
           compressed=False)
     nvfp4("modelopt_nvfp4_wo", {"quant_method": "modelopt_fp4", "quant_algo": "W4A16_NVFP4"}, "nvfp4-bf16", compressed=False, static=False)
     c.add("ct_mxfp4_wo", compressed("mxfp4-pack-quantized", f4(32)), plain_linear(q.mxfp4), scheme="mxfp4-bf16", tp=(2,))
+    c.add("ct_mxfp4_fp8", compressed("mxfp4-pack-quantized", f4(32), dict(f4(128, dynamic=True), num_bits=8)), plain_linear(q.mxfp4), h=128, i=256,
+          scheme="mxfp4-fp8", tp=(2,))
+    opt = {"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8", "group_size": 32, "ignore": ["lm_head", "model.layers.0.mlp.gate"]}
+    c.add("modelopt_mxfp4_fp8", opt, plain_linear(q.mxfp4, compressed=False), scheme="mxfp4-fp8", tp=(2,))
+    c.add("modelopt_mxfp4_fp8_dynamic", opt, plain_linear(q.mxfp4, compressed=False, static=False), scheme="mxfp4-fp8", tp=(2,), shared=64)
     c.add("ct_mxfp4", compressed("mxfp4-pack-quantized", f4(32), f4(32, dynamic=True)), plain_linear(q.mxfp4), scheme="mxfp4", tp=(2,))
 
 
@@ -324,6 +364,13 @@ def stacked(c):
     wo = lambda scale: lambda rng, n, m, leaf: q.nvfp4(rng, n, m, compressed=False, static=False, global_scale=scale)
     l4 = {"family": "llama4_text", "transpose": True}
     c.add_stacked("llama4_fp8_tensor", dict(opt("FP8")), one_scale(q.fp8_tensor, static=True), scheme="fp8-tensor", tp=(2, 4), **l4)
+    c.add_stacked("llama4_top_2", dict(opt("FP8")), one_scale(q.fp8_tensor, static=True), scheme="fp8-tensor", tp=(2, 4), top_k=2, **l4)
+    oss = {"family": "gpt_oss", "transpose": True, "turns": True}
+    c.add_stacked("gpt_oss_fp8", dict(opt("FP8")), one_scale(q.fp8_tensor, static=True), scheme="fp8-tensor", tp=(2, 4), i=32, **oss)
+    c.add_stacked("gpt_oss_fp8_one_number", dict(opt("FP8")), lambda rng, n, m, leaf: q.fp8_tensor(rng, n, m, scale=2.0**-10, static=True, input_scale=2.0**-4),
+                  scheme="fp8-tensor", numbers="all", i=96, **oss)
+    c.add_stacked("gpt_oss_nvfp4", opt("NVFP4"), fp4(same), scheme="nvfp4", h=96, tp=(2, 4), **oss)
+    c.add_stacked("gpt_oss_fp8_channel", channel, plain_linear(q.fp8_channel), scheme="fp8-channel", i=32, **oss)
     c.add_stacked("llama4_fp8_one_number", {"quant_method": "fp8", "ignored_layers": ["router"]}, constant, scheme="fp8-tensor", ends=HF_FP8, numbers="all", **l4)
     c.add_stacked("llama4_fp8_channel", channel, plain_linear(q.fp8_channel), scheme="fp8-channel", i=32, **l4)
     c.add_stacked("llama4_nvfp4", opt("W4A16_NVFP4"), wo(2.0**-6), scheme="nvfp4-bf16", numbers="all", h=96, tp=(2, 4), **l4)
@@ -350,6 +397,7 @@ def gguf(c):
     c.add_gguf("gguf_tq2_0", ("TQ2_0",) * 3, i=256)
     c.add_gguf("gguf_ternary", ("TQ1_0", "TQ2_0", "Q8_0"), i=64, tp=(2,))
     c.add_gguf("gguf_ternary_slices", ("IQ4_NL", "Q8_0", "TQ1_0"), h=64, i=512, tp=(2,))
+    c.add_gguf("gguf_nvfp4", ("NVFP4",) * 3, h=64, i=128, tp=(2,), outer=True, shared="NVFP4")
     c.add_gguf("gguf_mixed", ("Q4_0", "Q8_0", "Q8_0"), h=64, i=64, tp=(2,))
 
 

@@ -107,6 +107,9 @@ def qwen(c):
     spec = {"routing": "topk", "scoring": "softmax", "renormalize": True, "scale": 1.0}
     layer = lambda seed, **k: Layer(random.Random(seed), 4, 16, 8, **k).per_expert().router()
     c.add("qwen3_moe", qwen3(), {0: layer(1), 1: layer(2)}, spec, shards=3)
+    mixed = lambda *picks: Layer(random.Random(11), 4, 16, 8).mixed(random.Random(12), picks).router()
+    c.add("qwen3_moe_mixed", qwen3(num_hidden_layers=3),
+          {0: mixed((2, "up", "F32")), 1: mixed((0, "gate", "F16")), 2: mixed((3, "down", "F16"), (1, "down", "F32"))}, dict(spec, quant="f32"))
     c.add("qwen3_moe_fused", qwen3(), {0: Layer(random.Random(1), 4, 16, 8).fused_nt().router(),
                                        1: Layer(random.Random(2), 4, 16, 8).fused_nt().router()}, spec)
     c.add("qwen3_moe_step", qwen3(num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3]),
@@ -164,6 +167,9 @@ def fp8(c):
     layer = lambda seed, **k: deepseek_layer(seed, h=200, i=256, s=256, dtype="F8_E4M3", **k)
     c.add("fp8", config(), {1: layer(1)}, v3, shards=2)
     c.add("fp8_bf16_scales", config(modules_to_not_convert=["gate", "lm_head", "model.layers.0.mlp"]), {1: layer(1, scale_dtype="BF16")}, v3)
+    c.add("fp8_e8m0_scales", config(scale_fmt="ue8m0"), {1: layer(1, scale_dtype="F8_E8M0")}, dict(v3, ue8m0=True))
+    c.add("fp8_scales_stacked", config(scale_fmt="ue8m0"), {1: layer(1, scale_dtype="F8_E8M0", storage="scales_stacked")}, dict(v3, ue8m0=True))
+    c.add("fp8_scales_stacked_f32", config(), {1: layer(1, storage="scales_stacked")}, v3)
     c.add("fp8_fused", config(scale_fmt="ue8m0"), {1: layer(1, storage="fused_nt")}, dict(v3, ue8m0=True))
     c.add("fp8_shared_skipped", config(ignored_layers=["model.layers.1.mlp.shared_experts.%s_proj" % p for p in ("gate", "up", "down")]),
           {1: layer(1, shared_dtype="BF16")}, dict(v3, shared_quant="bf16"))
@@ -215,6 +221,11 @@ def more_families(c):
     c.add("granite_shared", flat_moe("granitemoeshared", shared_intermediate_size=12),
           two(lambda s: layer(s, "granite", "router.layer.weight").shared(random.Random(s), "^shared_mlp", 12, fused=True)),
           dict(plain, routing="topk_softmax", shared=12, beside_block=True), bsm)
+    c.add("granite_no_shared", flat_moe("granitemoeshared", shared_intermediate_size=0),
+          two(lambda s: layer(s, "granite", "router.layer.weight")), dict(plain, routing="topk_softmax"), bsm)
+    c.add("llama4_top_2", flat_moe("llama4_text", num_experts_per_tok=2, interleave_moe_layer_step=1),
+          two(lambda s: layer(s, "fused_nn", "router.weight").shared(random.Random(s), "shared_expert", 8)),
+          dict(plain, routing="llama4", top_k=2, shared=8, weight_on_input=True), ff)
     c.add("llama4", flat_moe("llama4_text", num_experts_per_tok=1, interleave_moe_layer_step=1),
           two(lambda s: layer(s, "fused_nn", "router.weight").shared(random.Random(s), "shared_expert", 8)),
           dict(plain, routing="llama4", top_k=1, shared=8, weight_on_input=True), ff)
@@ -244,6 +255,11 @@ def more_families(c):
     vl = {"text_config": qwen3(model_type="qwen3_vl_moe_text"), "model_type": "qwen3_vl_moe", "vision_config": {"hidden_size": 8}}
     c.add("qwen3_vl_moe", vl, two(lambda s: layer(s, "fused_nn")), dict(plain, renormalize=True), "model.language_model.layers.%d.mlp",
           common="model.language_model.")
+    # As transformers saves it: [E, out, in]. 2I == H and I == H, where one of the two tensors alone says nothing.
+    rows = lambda h, i: {s - 1: Layer(random.Random(s), 4, h, i).fused_nt().router() for s in (1, 2)}
+    for name, h, i in (("", 16, 8), ("_square", 8, 8), ("_wide", 8, 16)):
+        c.add("qwen3_vl_moe_rows" + name, dict(vl, text_config=dict(vl["text_config"], hidden_size=h, moe_intermediate_size=i)), rows(h, i),
+              dict(plain, renormalize=True), "model.language_model.layers.%d.mlp", common="model.language_model.")
     c.add("ernie4_5", qwen3(model_type="ernie4_5_moe", moe_num_shared_experts=2, moe_layer_start_index=0, moe_norm_min=1e-10),
           two(lambda s: layer(s, "per_expert", gate_dtype="F32").shared(random.Random(s), "shared_experts", 16).correction_bias(
               random.Random(s), "moe_statics.e_score_correction_bias", as_matrix=True)),
@@ -253,8 +269,12 @@ def more_families(c):
           dict(plain, renormalize=True, shared=24, shared_gated=True))
     longcat = {"model_type": "longcat_flash", "hidden_size": 16, "expert_ffn_hidden_size": 8, "ffn_hidden_size": 40, "num_layers": 2,
                "n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 2, "zero_expert_type": "identity", "torch_dtype": "bfloat16"}
-    c.add("longcat", longcat, two(lambda s: layer(s, "per_expert", "router.classifier.weight", gate_dtype="F32", columns=6).correction_bias(
-        random.Random(s), "router.e_score_correction_bias")), dict(plain, routing="zero_expert", zero_experts=2, scale=6.0, bias=True))
+    cat = lambda s, storage: layer(s, storage, "router.classifier.weight", gate_dtype="F32", columns=6).correction_bias(
+        random.Random(s), "router.e_score_correction_bias")
+    cat_spec = dict(plain, routing="zero_expert", zero_experts=2, scale=6.0, bias=True)
+    c.add("longcat", longcat, two(lambda s: cat(s, "per_expert")), cat_spec)
+    for storage in ("per_expert", "fused_nt"):  # with the rows that transformers gives zero experts
+        c.add("longcat_spare_" + storage, longcat, two(lambda s: cat(s, storage).spare(random.Random(s), 2)), cat_spec)
     c.add("nemotron_h", deepseek("nemotron_h", num_hidden_layers=2, hybrid_override_pattern="EE", n_shared_experts=1, mlp_hidden_act="relu2",
                                  moe_shared_expert_intermediate_size=12, routed_scaling_factor=2.0),
           two(lambda s: layer(s, "per_expert", gated=False).shared(random.Random(s), "shared_experts", 12).correction_bias(

@@ -30,10 +30,30 @@ def moe(x, router, experts, top_k=2, renormalize=True, shared=None):
     return out, chosen
 
 
-def llama4(x, router, experts, shared):
-    """Top-1 of the logits; the sigmoid of the logit multiplies the expert's input."""
+def llama4(x, router, experts, shared, top_k=1):
+    """Top-k of the logits; the sigmoid of its logit multiplies each expert's input."""
     logits = [dot(row, x) for row in router]
-    best = max(range(len(logits)), key=lambda e: (logits[e], -e))
-    weight = 1 / (1 + math.exp(-logits[best]))
-    routed = mlp([weight * v for v in x], *experts[best])
-    return [a + b for a, b in zip(routed, mlp(x, *shared))], [best]
+    chosen = sorted(range(len(logits)), key=lambda e: (-logits[e], e))[:top_k]
+    out = mlp(x, *shared)
+    for e in chosen:
+        weight = 1 / (1 + math.exp(-logits[e]))
+        out = [a + b for a, b in zip(out, mlp([weight * v for v in x], *experts[e]))]
+    return out, chosen
+
+
+def swigluoai(gate, up, alpha=1.702, limit=7.0):
+    gate, up = min(gate, limit), max(-limit, min(up, limit))
+    return (up + 1) * gate / (1 + math.exp(-alpha * gate))
+
+
+def gpt_oss(x, router, experts, bias, biases, top_k=2):
+    """Softmax over the top-k of logits + bias; biases: per expert (of gate, of up, of down)."""
+    logits = [dot(row, x) + b for row, b in zip(router, bias)]
+    chosen = sorted(range(len(logits)), key=lambda e: (-logits[e], e))[:top_k]
+    scores = [math.exp(logits[e] - logits[chosen[0]]) for e in chosen]
+    out = [0.0] * len(x)
+    for e, score in zip(chosen, scores):
+        (gate, up, down), (bg, bu, bd) = experts[e], biases[e]
+        middle = [swigluoai(dot(g, x) + i, dot(u, x) + j) for g, u, i, j in zip(gate, up, bg, bu)]
+        out = [o + score / sum(scores) * (dot(row, middle) + b) for o, row, b in zip(out, down, bd)]
+    return out, chosen

@@ -54,6 +54,24 @@ TEST(ModulePatterns, RegularExpressionsMatchFromTheStartOnly) {
   EXPECT_FALSE(matches("(a|aa|aaa)*b", std::string(200, 'a')));
 }
 
+// ModelOpt marks names while it renames modules and may leave the mark behind.
+TEST(QuantConfigNames, ModelOptNamesEndAtANul) {
+  using namespace std::string_literals;
+  const QuantConfig quant =
+      parse_quant({{"quant_method", "modelopt"},
+                   {"quant_algo", "FP8"},
+                   {"ignore",
+                    {"model.layers.0.mlp.shared_experts\0mark*"s, "model.layers.1.mlp.gate.\0mark"s,
+                     "model.layers.2.mlp\0mark.*"s, "lm_head"}}})
+          .value();
+  EXPECT_TRUE(skips_module(quant, "model.layers.0.mlp.shared_experts.gate_proj"));
+  EXPECT_TRUE(skips_module(quant, "model.layers.1.mlp.gate"));
+  EXPECT_FALSE(skips_module(quant, "model.layers.1.mlp.gate_proj"));
+  EXPECT_TRUE(skips_module(quant, "model.layers.2.mlp.up_proj"));
+  EXPECT_FALSE(skips_module(quant, "model.layers.3.mlp.up_proj"));
+  EXPECT_TRUE(skips_module(quant, "lm_head"));
+}
+
 TEST(QuantConfigNames, GroupsAndIgnoreOfCompressedTensors) {
   const QuantConfig quant =
       parse_quant(

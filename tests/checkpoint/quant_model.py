@@ -83,13 +83,22 @@ def byte_tensor(dtype, codes):
     return Tensor(dtype, [len(codes), len(codes[0])], bytes(c & 0xFF for row in codes for c in row))
 
 
-def fp8_tensor(rng, n, k, scale=None, static=False, scalar=True):
+def fp8_tensor(rng, n, k, scale=None, static=False, scalar=True, input_scale=None):
     codes = fp8_codes(rng, n, k)
     s = scale or dyadic(rng, 1 / RMS8 / math.sqrt(k))
     files = {".weight": byte_tensor("F8_E4M3", codes), ".weight_scale": floats("F32", [] if scalar else [1], [s])}
     if static:
-        files[".input_scale"] = floats("F32", [] if scalar else [1], [2.0**-5 * (1 + rng.randrange(4) / 4)])
+        files[".input_scale"] = floats("F32", [] if scalar else [1], [input_scale or 2.0**-5 * (1 + rng.randrange(4) / 4)])
     return files, [[signed_e4m3(c) * s for c in row] for row in codes]
+
+
+def inverse_names(make, **kinds):
+    """fp8_tensor under the names of transformers."""
+    ends = {".weight": ".weight", ".weight_scale": ".weight_scale_inv", ".input_scale": ".activation_scale"}
+    def linear(*a, **k):
+        files, values = make(*a, **dict(kinds, **k))
+        return {ends[end]: t for end, t in files.items()}, values
+    return linear
 
 
 def fp8_channel(rng, n, k, dtype="F32", column=True):
@@ -155,9 +164,12 @@ def nvfp4(rng, n, k, compressed=True, static=True, global_scale=None):
     return files, [[E2M1[c] * e4m3(s[r][j // 16]) * g for j, c in enumerate(row)] for r, row in enumerate(codes)]
 
 
-def mxfp4(rng, n, k):
+def mxfp4(rng, n, k, compressed=True, static=True):
     codes, s = nibbles(rng, n, k), exponents(rng, n, k // 32, RMS_E2M1, k)
-    return ({".weight_packed": byte_tensor("U8", pack_low_first(codes)), ".weight_scale": byte_tensor("U8", s)},
+    files = {".weight_packed" if compressed else ".weight": byte_tensor("U8", pack_low_first(codes)), ".weight_scale": byte_tensor("U8", s)}
+    if not compressed and static:  # ModelOpt: one scale for all activations, like fp8_tensor's
+        files[".input_scale"] = floats("F32", [], [2.0**-5 * (1 + rng.randrange(4) / 4)])
+    return (files,
             [[E2M1[c] * 2.0**(s[r][j // 32] - 127) for j, c in enumerate(row)] for r, row in enumerate(codes)])
 
 
@@ -222,6 +234,13 @@ def awq(rng, n, k, group=32):
     return ({".qweight": words([k, n // 8], flat(weight)), ".qzeros": words([groups, n // 8], flat(zero)),
              ".scales": floats("F16", [groups, n], flat(columns_of(s)))},
             [[(c - z[r][j // g]) * s[r][j // g] for j, c in enumerate(row)] for r, row in enumerate(codes)])
+
+
+def byte_codes(rng, n, k, group=128):
+    """Signed 4-bit codes, one per byte."""
+    codes, s, z, g, groups = integer_parts(rng, n, k, 4, group, False)
+    files = {".weight": byte_tensor("I8", [[c - 8 for c in row] for row in codes]), ".weight_scale": floats("F32", [n, groups], [x for row in s for x in row])}
+    return files, [[(c - 8) * s[r][j // g] for j, c in enumerate(row)] for r, row in enumerate(codes)]
 
 
 def packed(rng, n, k, bits=4, group=32, zeros=False, index=None, dtype="BF16"):
@@ -361,8 +380,14 @@ def tq2_0(rng, size):
     return two_bits(q) + half(d), [d * (x - 1) for x in q]
 
 
+def nvfp4_block(rng, size):
+    d, q = [rng.randrange(0x30, 0x48) for _ in range(4)], [rng.randrange(16) for _ in range(64)]
+    qs = bytes(q[16 * s + j] | q[16 * s + 8 + j] << 4 for s in range(4) for j in range(8))
+    return bytes(d) + qs, [E2M1[x] * e4m3(d[j // 16]) for j, x in enumerate(q)]
+
+
 GGUF = {"Q4_0": (q4_0, 32), "Q8_0": (q8_0, 32), "Q4_K": (q4_k, 256), "Q6_K": (q6_k, 256), "Q5_1": (q5_1, 32), "Q3_K": (q3_k, 256),
-        "IQ4_NL": (iq4_nl, 32), "IQ4_XS": (iq4_xs, 256), "TQ1_0": (tq1_0, 256), "TQ2_0": (tq2_0, 256)}
+        "IQ4_NL": (iq4_nl, 32), "IQ4_XS": (iq4_xs, 256), "TQ1_0": (tq1_0, 256), "TQ2_0": (tq2_0, 256), "NVFP4": (nvfp4_block, 64)}
 
 
 def gguf_rows(rng, kind, n, k):

@@ -28,6 +28,8 @@ def element(rng, dtype):
 
 def widen(e, dtype):
     """The F32 bytes of an element."""
+    if dtype == "F8_E8M0":
+        return struct.pack("<f", 2.0**(e[0] - 127))
     if dtype == "BF16":
         return b"\0\0" + e
     if dtype == "F16":
@@ -42,6 +44,8 @@ def matrix(rng, dtype, rows, cols):
 def scales(rng, dtype, rows, cols):
     """Positive block scales."""
     def one():
+        if dtype == "F8_E8M0":
+            return bytes([rng.randrange(117, 124)])
         value = struct.pack("<f", rng.uniform(0.001, 0.1))
         return value[2:] if dtype == "BF16" else value
     return [[one() for _ in range(cols)] for _ in range(rows)]
@@ -209,10 +213,53 @@ class Layer:
     def per_expert(self, gate="gate_proj", up="up_proj", down="down_proj"):
         for n, x in enumerate(self.experts):
             for leaf, m in ((gate, x.gate), (up, x.up), (down, x.down))[0 if self.gated else 1:]:
+                if len(m[0][0]) != SIZES[self.dtype]:
+                    continue  # of another dtype: mixed()
                 self.files["experts.%d.%s.weight" % (n, leaf)] = tensor(self.dtype, m)
             if self.dtype == "F8_E4M3":
                 for leaf, m in ((gate, x.gate_scale), (up, x.up_scale), (down, x.down_scale)):
                     self.files["experts.%d.%s.weight_scale_inv" % (n, leaf)] = tensor(self.scale_dtype, m)
+        return self
+
+    def scales_stacked(self):
+        """Weights one by one, scales in tensors of all: what transformers makes of FP8 weights that it holds fused."""
+        self.per_expert()
+        self.files = {n: t for n, t in self.files.items() if not n.endswith("_scale_inv")}
+        self.files["experts.gate_up_proj_scale_inv"] = stack(self.scale_dtype, [x.gate_scale + x.up_scale for x in self.experts])
+        self.files["experts.down_proj_scale_inv"] = stack(self.scale_dtype, [x.down_scale for x in self.experts])
+        return self
+
+    def spare(self, rng, count):
+        """Gate and up of zero experts, which nothing reads: behind those of the others, or one by one."""
+        gate_up = self.files.get("experts.gate_up_proj")
+        if gate_up:
+            more = [matrix(rng, self.dtype, 2 * self.i, self.h) for _ in range(count)]
+            self.files["experts.gate_up_proj"] = Tensor(self.dtype, [self.e + count] + gate_up.shape[1:], gate_up.data + b"".join(map(flat, more)))
+            return self
+        for e in range(self.e, self.e + count):
+            for leaf in ("gate_proj", "up_proj"):
+                self.files["experts.%d.%s.weight" % (e, leaf)] = tensor(self.dtype, matrix(rng, self.dtype, self.i, self.h))
+        return self
+
+    def mixed(self, rng, picks):
+        """Other dtypes for some matrices (expert, leaf, dtype); the layer is F32 once loaded. Before the storage is chosen."""
+        kinds = {(e, leaf): dtype for e, leaf, dtype in picks}
+        wide = lambda m, dtype: [[widen(x, dtype) for x in row] for row in m]
+        w13, w2 = [], []
+        for e, x in enumerate(self.experts):
+            parts = {}
+            for leaf in ("gate", "up", "down"):
+                dtype = kinds.get((e, leaf), self.dtype)
+                if dtype != self.dtype:
+                    m = getattr(x, leaf)
+                    setattr(x, leaf, matrix(rng, dtype, len(m), len(m[0])))
+                parts[leaf] = wide(getattr(x, leaf), dtype)
+            w13.append(parts["gate"] + parts["up"])
+            w2.append(parts["down"])
+        self.expected["w13"], self.expected["w2"] = stack("F32", w13), stack("F32", w2)
+        self.per_expert()
+        for (e, leaf), dtype in kinds.items():
+            self.files["experts.%d.%s_proj.weight" % (e, leaf)] = tensor(dtype, getattr(self.experts[e], leaf))
         return self
 
     def up_first(self):

@@ -24,6 +24,7 @@ MlpSlice expert_slice(const LayerSource& source, const ParallelConfig& parallel)
   slice.width = source.spec.intermediate_size;
   slice.count = slice.width / parallel.tp_size;
   slice.first = slice.count * parallel.tp_rank;
+  slice.scales_stacked = source.scales_stacked;
   slice.has_bias = source.spec.has_expert_bias;
   slice.with_down_bias = parallel.tp_rank == 0;
   return slice;
@@ -34,6 +35,7 @@ QuantizedSlice quantized_slice(const LayerSource& source, const ParallelConfig& 
   slice.format = source.experts;
   slice.scheme = source.spec.quant;
   slice.storage = source.layout->storage;
+  slice.scales_stacked = source.scales_stacked;
   slice.experts = source.spec.num_experts;
   slice.gated = !source.layout->gate.empty();
   slice.hidden = source.spec.hidden_size;
@@ -164,6 +166,13 @@ std::int64_t local_expert_bytes(const BoundLayer& layer, int tp_size,
                                 std::int64_t num_local_experts) {
   std::int64_t bytes = 0;
   for (const MlpTensors& expert : layer.experts) bytes += expert.bytes();
+  if (layer.source.scales_stacked) {  // counted with every expert, and for gate and up
+    const auto& scale = layer.experts.front().of(TensorKind::kScale);
+    for (const std::size_t p : {kW1, kW2}) {
+      const auto one = static_cast<std::int64_t>(scale[p]->info->bytes());
+      bytes -= one * (layer.source.spec.num_experts * (p == kW1 ? 2 : 1) - 1);
+    }
+  }
   return bytes / layer.source.spec.num_experts / tp_size * num_local_experts;
 }
 

@@ -79,6 +79,7 @@ class IntegerReader {
     MOESAIC_ASSIGN_OR_RETURN(const Tensor words, read(TensorKind::kWeight));
     MOESAIC_ASSIGN_OR_RETURN(out_.codes,
                              Tensor::uninitialized(DType::kU8, {out_.rows, out_.columns}));
+    if (format_.byte_codes) return read_byte_codes(words);
     switch (format_.stored) {
       case StoredFormat::kGptq:
         return unpack_gptq_weight(words.view(), format_.bits, out_.codes.view());
@@ -87,6 +88,23 @@ class IntegerReader {
       default:
         return unpack_ct_weight(words.view(), format_.bits, out_.codes.view());
     }
+  }
+
+  // Signed integers of `bits` bits, one per byte.
+  Status read_byte_codes(const Tensor& bytes) {
+    const int bias = 1 << (format_.bits - 1);
+    const auto* from = bytes.as<std::int8_t>();
+    auto* to = out_.codes.as<std::uint8_t>();
+    for (std::int64_t i = 0; i < out_.rows * out_.columns; ++i) {
+      if (from[i] < -bias || from[i] >= bias) {
+        return corrupt(
+            TensorKind::kWeight,
+            fmt::format("got {} at [{}, {}], need {} to {} for {} bits", from[i], i / out_.columns,
+                        i % out_.columns, -bias, bias - 1, format_.bits));
+      }
+      to[i] = static_cast<std::uint8_t>(from[i] + bias);
+    }
+    return {};
   }
 
   Status read_zeros() {

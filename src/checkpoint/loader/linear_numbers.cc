@@ -55,14 +55,14 @@ static Result<bool> numbers_differ(const std::vector<MlpTensors>& experts, Tenso
     if (!scales[kW1]) continue;
     const TensorInfo& info = *scales[kW1]->info;
     MOESAIC_ASSIGN_OR_RETURN(const Tensor gate, scales[kW1]->file->read_tensor(info));
-    if (scales[kW3]) {
+    if (scales[kW3] && scales[kW3]->info != &info) {
       MOESAIC_ASSIGN_OR_RETURN(const Tensor up, scales[kW3]->file->read_tensor(*scales[kW3]->info));
       const auto same = [&] {
         return std::memcmp(gate.data(), up.data(), static_cast<std::size_t>(gate.bytes())) == 0;
       };
       if (gate.dtype() != up.dtype() || gate.bytes() != up.bytes() || !same()) return true;
-    } else if (info.rank == 2 && info.shape[1] == 2) {
-      for (std::int64_t i = 0; i < info.shape[0]; ++i) {  // [E, 2], gate and up of each expert
+    } else if (info.rank >= 2 && info.shape[1] == 2) {
+      for (std::int64_t i = 0; i < info.shape[0]; ++i) {  // [E, 2(, 1)], gate and up of each expert
         const std::int64_t at = 2 * i;
         if (load_as_f32(gate.data(), gate.dtype(), at) !=
             load_as_f32(gate.data(), gate.dtype(), at + 1)) {

@@ -32,6 +32,20 @@ Status read_rectangle(const ShardSet::Located& from, const Rectangle& r, std::by
   return from.file->read_rows(*from.info, r.first_row, r.rows, r.first_col, r.cols, {dst, bytes});
 }
 
+// Weights of the layer's dtype; of others (then it is F32) widened.
+Status read_weights(const ShardSet::Located& from, const Rectangle& r, DType dtype,
+                    std::byte* dst) {
+  if (from.info->dtype == dtype) return read_rectangle(from, r, dst);
+  std::vector<std::byte> stored(
+      static_cast<std::size_t>(r.rows * r.cols * element_bytes(from.info->dtype)));
+  MOESAIC_RETURN_IF_ERROR(read_rectangle(from, r, stored.data()));
+  for (std::int64_t i = 0; i < r.rows * r.cols; ++i) {
+    const float value = load_as_f32(stored.data(), from.info->dtype, i);
+    std::memcpy(dst + i * std::int64_t{sizeof(float)}, &value, sizeof(float));
+  }
+  return {};
+}
+
 // The same, widened to F32. `scratch` has room for as many F32 elements.
 Status read_rectangle_widened(const ShardSet::Located& from, const Rectangle& r, Tensor* scratch,
                               float* dst) {
@@ -150,20 +164,24 @@ class MlpReader {
     return out_.w13.data() + which * slice_.count * slice_.hidden * element_bytes(slice_.dtype);
   }
 
+  Status read_part(const ShardSet::Located& from, const Rectangle& r, std::byte* dst) const {
+    return read_weights(from, r, slice_.dtype, dst);
+  }
+
   // Gate and up as matrices of their own; the expert is the `e`-th of what a tensor stacks.
   Status read_gate_and_up(std::int64_t e) {
     const Rectangle rows{e * slice_.width + slice_.first, slice_.count, 0, slice_.hidden};
     if (slice_.gated)
       MOESAIC_RETURN_IF_ERROR(
-          read_rectangle(*tensors_.of(TensorKind::kWeight)[kGateIndex], rows, half(0)));
-    return read_rectangle(*tensors_.of(TensorKind::kWeight)[kUpIndex], rows, half(1));
+          read_part(*tensors_.of(TensorKind::kWeight)[kGateIndex], rows, half(0)));
+    return read_part(*tensors_.of(TensorKind::kWeight)[kUpIndex], rows, half(1));
   }
 
   Status read_separate(std::int64_t e) {
     MOESAIC_RETURN_IF_ERROR(read_gate_and_up(e));
-    return read_rectangle(*tensors_.of(TensorKind::kWeight)[kDownIndex],
-                          {e * slice_.hidden, slice_.hidden, slice_.first, slice_.count},
-                          out_.w2.data());
+    return read_part(*tensors_.of(TensorKind::kWeight)[kDownIndex],
+                     {e * slice_.hidden, slice_.hidden, slice_.first, slice_.count},
+                     out_.w2.data());
   }
 
   Status read_fused_nt() {
@@ -172,12 +190,11 @@ class MlpReader {
     std::int64_t up = gate + slice_.width;
     if (up_first()) std::swap(gate, up);
     const ShardSet::Located& gate_up = *tensors_.of(TensorKind::kWeight)[kGateIndex];
-    MOESAIC_RETURN_IF_ERROR(
-        read_rectangle(gate_up, {gate, slice_.count, 0, slice_.hidden}, half(0)));
-    MOESAIC_RETURN_IF_ERROR(read_rectangle(gate_up, {up, slice_.count, 0, slice_.hidden}, half(1)));
-    return read_rectangle(*tensors_.of(TensorKind::kWeight)[kDownIndex],
-                          {expert * slice_.hidden, slice_.hidden, slice_.first, slice_.count},
-                          out_.w2.data());
+    MOESAIC_RETURN_IF_ERROR(read_part(gate_up, {gate, slice_.count, 0, slice_.hidden}, half(0)));
+    MOESAIC_RETURN_IF_ERROR(read_part(gate_up, {up, slice_.count, 0, slice_.hidden}, half(1)));
+    return read_part(*tensors_.of(TensorKind::kWeight)[kDownIndex],
+                     {expert * slice_.hidden, slice_.hidden, slice_.first, slice_.count},
+                     out_.w2.data());
   }
 
   // Column 2j of gate_up is gate j, column 2j + 1 is up j.
@@ -188,7 +205,7 @@ class MlpReader {
 
   Status read_fused_nn_interleaved() {
     std::byte* raw = out_.raw.data();
-    MOESAIC_RETURN_IF_ERROR(read_rectangle(
+    MOESAIC_RETURN_IF_ERROR(read_part(
         *tensors_.of(TensorKind::kWeight)[kGateIndex],
         {expert_ * slice_.hidden, slice_.hidden, 2 * slice_.first, 2 * slice_.count}, raw));
     transpose(slice_.dtype, raw, out_.w13.data(), slice_.hidden, 2 * slice_.count,
@@ -200,10 +217,10 @@ class MlpReader {
   Status read_fused_nn() {
     std::byte* raw = out_.raw.data();
     for (int which = 0; which < 2; ++which) {
-      MOESAIC_RETURN_IF_ERROR(read_rectangle(*tensors_.of(TensorKind::kWeight)[kGateIndex],
-                                             {expert_ * slice_.hidden, slice_.hidden,
-                                              which * slice_.width + slice_.first, slice_.count},
-                                             raw));
+      MOESAIC_RETURN_IF_ERROR(read_part(*tensors_.of(TensorKind::kWeight)[kGateIndex],
+                                        {expert_ * slice_.hidden, slice_.hidden,
+                                         which * slice_.width + slice_.first, slice_.count},
+                                        raw));
       transpose(slice_.dtype, raw, half(which), slice_.hidden, slice_.count,
                 [](std::int64_t c) { return c; });
     }
@@ -213,9 +230,9 @@ class MlpReader {
   // down [.., I, H] -> w2 [H, I].
   Status read_transposed_down() {
     std::byte* raw = out_.raw.data();
-    MOESAIC_RETURN_IF_ERROR(read_rectangle(
-        *tensors_.of(TensorKind::kWeight)[kDownIndex],
-        {expert_ * slice_.width + slice_.first, slice_.count, 0, slice_.hidden}, raw));
+    MOESAIC_RETURN_IF_ERROR(
+        read_part(*tensors_.of(TensorKind::kWeight)[kDownIndex],
+                  {expert_ * slice_.width + slice_.first, slice_.count, 0, slice_.hidden}, raw));
     if (MOESAIC_FAULT(checkpoint_skip_transpose)) {
       std::memcpy(out_.w2.data(), raw, static_cast<std::size_t>(out_.w2.bytes()));
       return {};
@@ -287,6 +304,10 @@ class MlpReader {
   // Experts before this one in the tensors that hold all of them.
   std::int64_t experts_before() const { return is_per_expert(slice_.storage) ? 0 : expert_; }
 
+  std::int64_t stacked_scale_of() const {
+    return MOESAIC_FAULT(checkpoint_stacked_scale_of_first) ? 0 : expert_;
+  }
+
   bool up_first() const {
     return slice_.storage == ExpertStorage::kPerExpertUpFirst &&
            !MOESAIC_FAULT(checkpoint_up_first_ignored);
@@ -298,8 +319,8 @@ class MlpReader {
     const std::int64_t all = slice_.width / kFp8BlockSize;
     const std::int64_t first =
         MOESAIC_FAULT(checkpoint_scale_slice_in_rows) ? 0 : slice_.first / kFp8BlockSize;
-    const bool fused = is_fused(slice_.storage);
-    const std::int64_t before = experts_before();
+    const bool fused = is_fused(slice_.storage) || slice_.scales_stacked;
+    const std::int64_t before = slice_.scales_stacked ? stacked_scale_of() : experts_before();
     std::int64_t gate_row = before * (fused ? 2 : 1) * all + first;
     std::int64_t up_row = fused ? gate_row + all : gate_row;
     if (up_first()) std::swap(gate_row, up_row);

@@ -19,13 +19,14 @@ struct MlpSlice {
   ExpertStorage storage = ExpertStorage::kPerExpert;
   bool gated = true;  // false: w13 is up alone, [count, H]
   StoredFormat format = StoredFormat::kPlain;
-  DType dtype = DType::kBF16;  // of the weights
+  DType dtype = DType::kBF16;  // of the weights; F32 where the files' differ
   std::int64_t hidden = 0;     // H
   std::int64_t width = 0;      // full I
   std::int64_t first = 0;
   std::int64_t count = 0;
   bool has_bias = false;
   bool with_down_bias = false;  // one tensor-parallel rank adds it, the others get zeros
+  bool scales_stacked = false;  // FP8: scales of all experts in one tensor, gate's above up's
   std::int64_t leading = 0;     // 1: buffers get a leading dimension of 1 (shared expert)
 
   std::int64_t halves() const { return gated ? 2 : 1; }

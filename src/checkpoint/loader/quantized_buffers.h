@@ -19,6 +19,7 @@ struct QuantizedSlice {
   // Not is_per_expert: the tensors hold all `experts` (GGUF, stacked_tensors.h).
   ExpertStorage storage = ExpertStorage::kPerExpert;
   std::int64_t experts = 1;
+  bool scales_stacked = false;  // numbers of all experts in one tensor, whatever the storage
   bool gated = true;
   std::int64_t hidden = 0;  // H
   std::int64_t width = 0;   // full I

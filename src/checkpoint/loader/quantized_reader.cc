@@ -1,10 +1,14 @@
 #include "checkpoint/loader/quantized_reader.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "checkpoint/loader/linear_numbers.h"
 #include "checkpoint/loader/quantized_reader_impl.h"
+#include "checkpoint/names.h"
 #include "core/fault.h"
 #include "numerics/element.h"
 
@@ -29,6 +33,11 @@ Status QuantizedReader::run(const InputScales& input_scales) {
     if (!MOESAIC_FAULT(checkpoint_stacked_up_is_gate)) up.first_row += i;
     if (slice_.storage == ExpertStorage::kPerExpertUpFirst) {
       std::swap(gate.first_row, up.first_row);
+    }
+    if (slice_.storage == ExpertStorage::kFusedNNInterleaved) {
+      gate.row_step = up.row_step = 2;
+      gate.first_row = 2 * first;
+      up.first_row = 2 * first + (MOESAIC_FAULT(checkpoint_interleaved_up_is_gate) ? 0 : 1);
     }
   } else {
     up.projection = kUp;
@@ -58,8 +67,10 @@ Status QuantizedReader::read(const Window& w, MatrixBuffers* m) {
       if (format_.stored == StoredFormat::kMxfp8) return read_exponents(w, m);
       return format_.stored == StoredFormat::kFp8Tensor ? read_tensor_scale(w, m)
                                                         : read_row_scales(w, 0x7F, m);
-    case StoredFormat::kInt8Channel:
     case StoredFormat::kBnb8:
+      MOESAIC_RETURN_IF_ERROR(check_row_format(w));
+      [[fallthrough]];
+    case StoredFormat::kInt8Channel:
       MOESAIC_RETURN_IF_ERROR(read_weight(w, 1, m));
       return read_row_scales(w, 0xFF, m);
     case StoredFormat::kNvfp4:
@@ -93,22 +104,45 @@ std::int64_t QuantizedReader::experts_before() const {
   return MOESAIC_FAULT(checkpoint_stacked_first_expert) ? 0 : expert_;
 }
 
+std::int64_t QuantizedReader::numbers_before() const {
+  if (!slice_.scales_stacked) return experts_before();
+  return MOESAIC_FAULT(checkpoint_stacked_number_of_first) ? 0 : expert_;
+}
+
+Status QuantizedReader::check_row_format(const Window& w) const {
+  const auto& from = stored(TensorKind::kRowFormat, w);
+  if (!from || MOESAIC_FAULT(checkpoint_bnb_any_row_format)) return {};
+  constexpr std::array<std::string_view, 4> kFormats = {"row", "col32", "col_turing", "col_ampere"};
+  MOESAIC_ASSIGN_OR_RETURN(const Tensor value, from->file->read_tensor(*from->info));
+  const std::size_t format = *value.as<std::uint8_t>();
+  if (format == 0) return {};
+  const bool known = format < kFormats.size();
+  return {known ? StatusCode::kUnsupported : StatusCode::kCorruptFile,
+          fmt::format(
+              "{}: got {}{}, need 0 (row)", quote_name(from->info->name), format,
+              known ? fmt::format(" ({}, whose elements lie in another order)", kFormats[format])
+                    : "")};
+}
+
 Status QuantizedReader::read_bytes(TensorKind kind, const Window& w, std::int64_t unit,
                                    std::uint8_t* to) {
   const ShardSet::Located& from = *stored(kind, w);
   const std::int64_t first = w.first_col / unit, cols = w.cols / unit;
-  if (slice_.storage != ExpertStorage::kFusedNN) {
+  if (!is_transposed(slice_.storage)) {
     return read_rectangle(from, experts_before() * w.rows_all + w.first_row, w.rows, first, cols,
                           reinterpret_cast<std::byte*>(to));
   }
   // [.., columns, rows] in the file.
-  std::vector<std::uint8_t> raw(static_cast<std::size_t>(cols * w.rows));
+  const std::int64_t width = (w.rows - 1) * w.row_step + 1;
+  std::vector<std::uint8_t> raw(static_cast<std::size_t>(cols * width));
   MOESAIC_RETURN_IF_ERROR(read_rectangle(from, experts_before() * (w.cols_all / unit) + first, cols,
-                                         w.first_row, w.rows,
+                                         w.first_row, width,
                                          reinterpret_cast<std::byte*>(raw.data())));
   const bool keep = MOESAIC_FAULT(checkpoint_stacked_not_transposed);
-  for (std::int64_t i = 0; i < cols * w.rows; ++i) {
-    to[keep ? i : i % w.rows * cols + i / w.rows] = raw[static_cast<std::size_t>(i)];
+  for (std::int64_t c = 0, i = 0; c < cols; ++c) {
+    for (std::int64_t r = 0; r < w.rows; ++r, ++i) {
+      to[keep ? i : r * cols + c] = raw[static_cast<std::size_t>(c * width + r * w.row_step)];
+    }
   }
   return {};
 }
@@ -123,7 +157,7 @@ Result<float> QuantizedReader::read_number(TensorKind kind, const Window& w) con
   const auto per_expert = std::ssize(all) / slice_.experts;
   if (std::ssize(all) == 1 || per_expert == 0) return all[0];
   const std::int64_t second = per_expert == 2 && w.part == Projection::kUp ? 1 : 0;
-  return all[static_cast<std::size_t>(experts_before() * per_expert + second)];
+  return all[static_cast<std::size_t>(numbers_before() * per_expert + second)];
 }
 
 Status QuantizedReader::read_tensor_scale(const Window& w, MatrixBuffers* m) {
@@ -145,7 +179,7 @@ Status QuantizedReader::read_row_scales(const Window& w, std::uint8_t magnitude,
   }
   float* to = m->scale.as<float>() + w.to;
   for (std::int64_t r = 0; r < w.rows; ++r) {
-    const std::int64_t at = experts_before() * w.rows_all + w.first_row + r;
+    const std::int64_t at = experts_before() * w.rows_all + w.first_row + r * w.row_step;
     to[r] = format_.one_scale ? one : load_as_f32(scale.data(), scale.dtype(), at);
     if (format_.stored == StoredFormat::kBnb8) to[r] /= 127.0F;  // SCB is the row's amax
   }

@@ -23,6 +23,7 @@ struct Window {
   std::int64_t rows_all, cols_all;
   std::int64_t first_row, rows, first_col, cols;
   std::int64_t to;
+  std::int64_t row_step = 1;  // 2: rows of gate and up take turns in the file
 };
 
 // Rows and columns of a stored matrix; packed columns count as stored.
@@ -54,13 +55,17 @@ class QuantizedReader {
     return stored(kind, w)->info->name;
   }
   Place place(TensorKind kind, const Window& w, std::int64_t column_unit) const {
-    return {name(kind, w), w.first_row, w.first_col / column_unit};
+    return {name(kind, w), w.first_row, w.first_col / column_unit, w.row_step};
   }
 
   Status read(const Window& w, MatrixBuffers* m);
   std::uint8_t* rows_of(MatrixBuffers& m, const Window& w) const;
   // Experts before this one in the tensors that hold all of them.
   std::int64_t experts_before() const;
+  // Experts before this one in the numbers that count for whole tensors.
+  std::int64_t numbers_before() const;
+  // bitsandbytes: the elements lie row by row.
+  Status check_row_format(const Window& w) const;
   // Bytes that stand for `unit` columns each, of the window's rows.
   Status read_bytes(TensorKind kind, const Window& w, std::int64_t unit, std::uint8_t* to);
   Status read_weight(const Window& w, std::int64_t codes_per_byte, MatrixBuffers* m);
@@ -94,6 +99,8 @@ class QuantizedReader {
   Status write_codes(ConstTensorView codes, int bias, const Window& w, MatrixBuffers* m);
   Status read_bnb4(const Window& w, MatrixBuffers* m);
   Status read_gguf(const Window& w, MatrixBuffers* m);
+  // The second level of NVFP4 that llama.cpp's converter writes beside the blocks; 1 where none is.
+  Result<float> read_gguf_scale(const Window& w) const;
   // Scales (or minima, zeros where a type has none) of groups of `group` columns to groups of the
   // matrix's size, which divides it.
   Status spread(const Tensor& from, std::int64_t group, const Window& w, Tensor* to,

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "checkpoint/loader/bnb_linear.h"
+#include "checkpoint/loader/linear_numbers.h"
 #include "checkpoint/loader/quantized_reader_impl.h"
 #include "checkpoint/names.h"
 #include "core/checked.h"
@@ -166,6 +167,15 @@ Status QuantizedReader::read_gguf(const Window& w, MatrixBuffers* m) {
     return {StatusCode::kCorruptFile,
             fmt::format("{}: {}", quote_name(from.info->name), split.message())};
   }
+  MOESAIC_ASSIGN_OR_RETURN(const float outer, read_gguf_scale(w));
+  if (outer != 1.0F) {
+    for (Tensor* numbers : {&scale, &min}) {
+      if (!numbers->present()) continue;
+      float* values = numbers->as<float>();
+      std::transform(values, values + w.rows * groups, values,
+                     [=](float value) { return value * outer; });
+    }
+  }
   MOESAIC_RETURN_IF_ERROR(spread(scale, info.group, w, &m->scale, from.info->name));
   if (m->min.present())
     MOESAIC_RETURN_IF_ERROR(spread(min, info.group, w, &m->min, from.info->name));
@@ -179,6 +189,14 @@ Status QuantizedReader::read_gguf(const Window& w, MatrixBuffers* m) {
   return write_codes(
       ConstTensorView(codes.data(), as_unsigned ? DType::kU8 : DType::kI8, {w.rows, w.cols}), 0, w,
       m);
+}
+
+Result<float> QuantizedReader::read_gguf_scale(const Window& w) const {
+  const auto& from = stored(TensorKind::kGlobalScale, w);
+  if (!from || MOESAIC_FAULT(checkpoint_gguf_scale_ignored)) return 1.0F;
+  MOESAIC_ASSIGN_OR_RETURN(const float value, read_number(TensorKind::kGlobalScale, w));
+  MOESAIC_RETURN_IF_ERROR(check_positive(*from, "scale", value));
+  return value;
 }
 
 Status QuantizedReader::spread(const Tensor& from, std::int64_t group, const Window& w, Tensor* to,

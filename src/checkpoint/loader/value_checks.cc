@@ -21,7 +21,7 @@ Status check_bytes(const Place& place, const std::uint8_t* bytes, std::int64_t r
     while (!bad(row[c])) ++c;
     return {StatusCode::kCorruptFile,
             fmt::format("{}: got the {} 0x{:02X} at [{}, {}], need {}", quote_name(place.name),
-                        what, row[c], place.first_row + r, place.first_col + c, need)};
+                        what, row[c], place.row(r), place.first_col + c, need)};
   }
   return {};
 }
@@ -46,7 +46,7 @@ Status bad_scale(const Place& place, float scale, std::int64_t row, std::int64_t
   return {StatusCode::kCorruptFile,
           fmt::format("{}: got scale {} at [{}, {}], need a finite number > 0 (0 only over weights "
                       "that are all zero)",
-                      quote_name(place.name), scale, place.first_row + row, place.first_col + col)};
+                      quote_name(place.name), scale, place.row(row), place.first_col + col)};
 }
 
 }  // namespace moesaic

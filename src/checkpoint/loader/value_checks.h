@@ -10,10 +10,13 @@
 
 namespace moesaic {
 
-// Where a slice begins in its stored tensor, for messages.
+// Where a slice begins in its stored tensor, for messages. `row_step`: its rows are every so many
+// of the tensor's.
 struct Place {
   std::string_view name;
-  std::int64_t first_row = 0, first_col = 0;
+  std::int64_t first_row = 0, first_col = 0, row_step = 1;
+
+  std::int64_t row(std::int64_t r) const { return first_row + r * row_step; }
 };
 
 // rows x cols bytes, contiguous. e4m3 NaN codes (0x7F, 0xFF).
