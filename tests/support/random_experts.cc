@@ -189,7 +189,9 @@ OwnedExpertWeights random_expert_weights(std::uint64_t seed, const MoeProblem& p
   if (a.granularity == ScaleGranularity::kTensor || a.outer_scale == OuterScale::kTensor) {
     const float levels = a.dtype == DType::kF4E2M1 ? 2688.0F : 448.0F;
     w.w13_input_scale = constant({experts, 1}, 4.0F / levels);
-    w.w2_input_scale = constant({experts, 1}, 5.0F / levels);
+    // Powers of two around a size spread the intermediate further.
+    const bool wide = a.dtype == DType::kF8E4M3 && q.scale_format == ScaleFormat::kE8M0;
+    w.w2_input_scale = constant({experts, 1}, (wide ? 40.0F : 5.0F) / levels);
     for (std::int64_t e = 0; e < experts; ++e)
       w.w2_input_scale.as<float>()[e] *= 1.0F + 0.1F * static_cast<float>(e);
   }
