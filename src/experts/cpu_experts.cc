@@ -20,7 +20,7 @@ CpuRowErrors CpuExperts::make_row_errors(std::int64_t chunk_tokens) const {
   errors.meters.assign(static_cast<std::size_t>(plan_.num_threads),
                        RowErrorMeter(problem_.quant.activation, plan_.round_dtype));
   errors.blocks = num_blocks1();
-  errors.input.resize(plan_.permuted ? rows : static_cast<std::size_t>(chunk_tokens));
+  errors.input.resize(plan_.own_rows ? rows : static_cast<std::size_t>(chunk_tokens));
   errors.inner.resize(rows * static_cast<std::size_t>(errors.blocks));
   return errors;
 }
@@ -37,7 +37,7 @@ RowNumerics CpuExperts::numerics_of(const CpuWorkspace& w, std::int64_t t,
       inner.add(w.errors->inner[static_cast<std::size_t>(r * w.errors->blocks + b)]);
     }
     const float weight = problem_.apply_router_weight_on_input ? 1.0F : weights[j];
-    sum.add(model.of(w.errors->input[static_cast<std::size_t>(plan_.permuted ? r : t)], inner,
+    sum.add(model.of(w.errors->input[static_cast<std::size_t>(plan_.own_rows ? r : t)], inner,
                      w.out + r * plan_.n2, plan_.hidden, weight));
   }
   return sum;
