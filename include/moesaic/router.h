@@ -91,7 +91,8 @@ class Router {
   // select on raw logits (topk_softmax, llama4, sparse_mixer): NaN loses against every number and
   // weighs 0.
   // Renormalisation: divides by the sum of the selected scores, by max(sum, renorm_floor) when that
-  // is set, by 1 when the sum is not positive (grouped: by 1e-20 + sum).
+  // is set, by 1 when the sum is not positive (grouped: by 1e-20 + sum). renorm_epsilon is part of
+  // the sum.
   // Zero experts: zero_expert_output = hidden_states * (sum of the weights of identity experts,
   // scaled as the weights are); their slots become id 0 with weight 0.
   // Deterministic: a row depends on its own inputs only (simulation and EPLB: and on its position).

@@ -46,6 +46,7 @@ struct RoutingSpec {
   double jitter_eps = 0.01;  // kSparseMixer
   double renorm_floor =
       0.0;  // renormalise divides by max(sum, renorm_floor) when > 0 (ERNIE: 1e-12)
+  double renorm_epsilon = 0.0;  // renormalise adds this to the sum (LFM2: 1e-6)
 };
 
 // One shared (always active) expert MLP beside the routed ones; intermediate_size 0 means there is

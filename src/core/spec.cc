@@ -102,7 +102,8 @@ Status validate_routing(const MoeLayerSpec& spec) {
   MOESAIC_RETURN_IF_ERROR(validate_method(r));
   MOESAIC_RETURN_IF_ERROR(
       positive_finite("routing.routed_scaling_factor", r.routed_scaling_factor));
-  return not_negative_finite("routing.renorm_floor", r.renorm_floor);
+  MOESAIC_RETURN_IF_ERROR(not_negative_finite("routing.renorm_floor", r.renorm_floor));
+  return not_negative_finite("routing.renorm_epsilon", r.renorm_epsilon);
 }
 
 Status validate_activation(const ActivationSpec& a) {

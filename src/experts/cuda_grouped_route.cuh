@@ -253,7 +253,7 @@ __device__ __forceinline__ void route_tokens(const GroupedParams& p, SharedList&
     select_columns(r, s.lane, t, ids, weights);
     float sum = 1;
     if (r.renormalize) {
-      sum = grouped ? 1e-20F : 0.0F;
+      sum = (grouped ? 1e-20F : 0.0F) + r.renorm_epsilon;
       for (int i = 0; i < r.top_k; ++i) sum += weights[i];
       if (r.renorm_floor > 0) {
         sum = sum < r.renorm_floor ? r.renorm_floor : sum;

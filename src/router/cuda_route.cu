@@ -203,7 +203,7 @@ class WarpRouter {
   __device__ void renormalize_and_scale(float start) {
     float sum = 1;
     if (p_.renormalize) {
-      sum = sum_of_weights(start);
+      sum = sum_of_weights(start + p_.renorm_epsilon);
       if (p_.renorm_floor > 0) {
         sum = sum < p_.renorm_floor ? p_.renorm_floor : sum;
       } else if (sum <= 0) {

@@ -29,7 +29,8 @@ struct RouteParams {
   RoutingMethod method = RoutingMethod::kTopK;
   ScoringFunc scoring = ScoringFunc::kSoftmax;
   bool renormalize = false;
-  float renorm_floor = 0, scale = 1, p_norm = 1, jitter_eps = 0, shared_weight = 1;
+  float renorm_floor = 0, renorm_epsilon = 0, scale = 1, p_norm = 1, jitter_eps = 0,
+        shared_weight = 1;
 };
 
 // Selects and weighs as RowRouter::route does, with the same operations in the same order: ids and

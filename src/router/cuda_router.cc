@@ -61,6 +61,7 @@ Status CudaRouter::Impl::upload_parts(const Router::Options& o) {
   params.scoring = spec.scoring_func;
   params.renormalize = spec.renormalize;
   params.renorm_floor = static_cast<float>(spec.renorm_floor);
+  params.renorm_epsilon = static_cast<float>(spec.renorm_epsilon);
   params.scale = spec.scale_on_output ? 1.0F : static_cast<float>(spec.routed_scaling_factor);
   params.p_norm = static_cast<float>(spec.p_norm);
   params.jitter_eps = static_cast<float>(spec.jitter_eps);

@@ -66,6 +66,7 @@ void RowRouter::renormalize_and_scale(float* weights) const {
   const std::int64_t k = spec.top_k;
   if (spec.renormalize && !MOESAIC_FAULT(router_skip_renormalize)) {
     float sum = spec.method == RoutingMethod::kGroupedTopK ? kGroupedDenominator : 0.0F;
+    if (!MOESAIC_FAULT(router_skip_epsilon)) sum += static_cast<float>(spec.renorm_epsilon);
     for (std::int64_t j = 0; j < k; ++j) sum += weights[j];
     if (spec.renorm_floor > 0) {
       sum = std::max(sum, static_cast<float>(spec.renorm_floor));

@@ -112,6 +112,7 @@ TEST(SpecValidate, RefusesByFieldAndCode) {
       {"routed_scaling_factor", arg, [](auto& s) { s.routing.routed_scaling_factor = 0; }},
       {"routed_scaling_factor", arg, [=](auto& s) { s.routing.routed_scaling_factor = nan; }},
       {"renorm_floor", arg, [](auto& s) { s.routing.renorm_floor = -1; }},
+      {"renorm_epsilon", arg, [](auto& s) { s.routing.renorm_epsilon = -1; }},
       {"activation.limit", arg, [](auto& s) { s.activation.limit = 0; }},
       {"activation.limit", arg,
        [](auto& s) { s.activation.limit = std::numeric_limits<float>::quiet_NaN(); }},

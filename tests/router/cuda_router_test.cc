@@ -91,6 +91,11 @@ std::vector<Method> methods(std::int64_t experts, std::int64_t k, std::int64_t g
     m.options.shared_expert_weight = 0.5F;
   }
   {
+    Method& m = add("renorm_epsilon", RoutingMethod::kTopK, k);
+    m.options.spec.renormalize = true;
+    m.options.spec.renorm_epsilon = 0.3;
+  }
+  {
     Method& m = add("zero experts", RoutingMethod::kZeroExpert, k);
     m.options.spec.num_experts = experts - experts / 3;
     m.options.spec.num_zero_experts = experts / 3;

@@ -51,6 +51,10 @@ std::vector<Case> cases() {
   RoutingSpec floor = test::topk_spec(ScoringFunc::kSoftmax, 64, 6, true);
   floor.renorm_floor = 0.5;  // large enough to matter
   add("renorm floor", floor, 0.05);
+  RoutingSpec epsilon = test::topk_spec(ScoringFunc::kSigmoid, 64, 6, true);
+  epsilon.renorm_epsilon = 0.25;  // large enough to matter
+  epsilon.routed_scaling_factor = 2.5;
+  add("renorm epsilon", epsilon, 0.05);
   add("top-k softmax", test::method_spec(RoutingMethod::kTopKSoftmax, 32, 4));
   add("llama4", test::method_spec(RoutingMethod::kLlama4, 16, 1));
   add("sparse mixer", test::method_spec(RoutingMethod::kSparseMixer, 16, 2));

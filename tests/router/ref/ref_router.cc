@@ -146,7 +146,7 @@ RefRow ref_route(const RoutingSpec& spec, const Doubles& l, const Doubles& bias)
     denominator = std::pow(denominator, 1 / spec.p_norm);
   } else if (spec.renormalize || spec.method == RoutingMethod::kTopKSoftmax) {
     for (const double w : row.weights) denominator += w;
-    denominator = std::max(denominator, spec.renorm_floor);
+    denominator = std::max(denominator + spec.renorm_epsilon, spec.renorm_floor);
   } else {
     denominator = 1;
   }
