@@ -11,6 +11,7 @@
 #include "checkpoint/json_strict.h"
 #include "checkpoint/layer_rules.h"
 #include "checkpoint/names.h"
+#include "checkpoint/refused_families.h"
 #include "checkpoint/routing_config.h"
 #include "checkpoint/unread_fields.h"
 #include "core/fault.h"
@@ -29,12 +30,16 @@ struct LanguageModel {
   std::string where;
 };
 
-// Multimodal wrappers nest the language model under text_config.
+// Multimodal wrappers nest the language model under text_config; models that also speak nest both
+// of it under thinker_config.
 Result<LanguageModel> find_language_model(const nlohmann::json& top) {
-  const ConfigFields fields(top, "config.json");
-  MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* nested, fields.object("text_config"));
-  if (nested == nullptr) return LanguageModel{&top, nullptr, "config.json"};
-  return LanguageModel{nested, nested, "config.json: text_config"};
+  LanguageModel found{&top, nullptr, "config.json"};
+  for (const std::string_view name : {"thinker_config", "text_config"}) {
+    const ConfigFields fields(*found.object, found.where);
+    MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* nested, fields.object(name));
+    if (nested != nullptr) found = {nested, nested, fmt::format("{}: {}", found.where, name)};
+  }
+  return found;
 }
 
 Result<const Family*> require_family(const ConfigFields& fields, std::string* model_type) {
@@ -44,6 +49,11 @@ Result<const Family*> require_family(const ConfigFields& fields, std::string* mo
                   fields.where() + ": model_type: missing, need the name of a model family");
   }
   const Family* family = find_family(*type);
+  if (const RefusedFamily* refused = find_refused_family(*type); refused != nullptr) {
+    return Status(StatusCode::kUnsupported,
+                  fmt::format("{}: model_type: got {}, which is not supported: {}", fields.where(),
+                              quote_name(*type), refused->reason));
+  }
   if (family == nullptr) {
     const std::vector<std::string_view> known = known_model_types();
     std::string text = fmt::format("{}: model_type: got {}, which is not supported; known are {}",
@@ -158,6 +168,15 @@ Result<ActivationSpec> read_activation(const ConfigFields& fields, const Family&
     }
     if (limit) activation.limit = *limit;
   }
+  for (const auto& [field, constant] : {std::pair{family.beta_field, &activation.beta},
+                                        std::pair{family.up_limit_field, &activation.up_limit}}) {
+    if (field.empty()) continue;
+    MOESAIC_ASSIGN_OR_RETURN(const auto stated, read_constant(fields, field));
+    if (stated && !(*stated > 0)) {
+      return Status(fields.bad_value(field, fmt::to_string(*stated), "> 0"));
+    }
+    if (stated) *constant = *stated;
+  }
   if (!family.alpha_field.empty()) {
     MOESAIC_ASSIGN_OR_RETURN(const auto alpha, read_constant(fields, family.alpha_field));
     if (alpha && !MOESAIC_FAULT(checkpoint_alpha_ignored)) activation.alpha = *alpha;
@@ -177,6 +196,14 @@ Result<SharedExpertSpec> read_shared(const ConfigFields& fields, const Family& f
     MOESAIC_ASSIGN_OR_RETURN(const auto stated,
                              fields.integer(family.shared_count_field, {0, 1024}));
     count = stated.value_or(unsaid);
+  }
+  if (!family.shared_sum_field.empty()) {
+    MOESAIC_ASSIGN_OR_RETURN(const auto way, fields.string(family.shared_sum_field));
+    if (count > 0 && way.value_or("") != "sum" && !MOESAIC_FAULT(checkpoint_accept_other_sums)) {
+      return Status(StatusCode::kUnsupported,
+                    fmt::format("{}: {}: got {}, need \"sum\"", fields.where(),
+                                family.shared_sum_field, way ? quote_name(*way) : "none"));
+    }
   }
   std::int64_t width = expert_width;
   if (family.shared == SharedRule::kOwnWidth && count > 0) {

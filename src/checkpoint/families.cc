@@ -7,13 +7,17 @@
 namespace moesaic {
 namespace {
 
-constexpr std::array<std::string_view, 6> kLayerPrefixes = {
+constexpr std::array<std::string_view, 10> kLayerPrefixes = {
     "model.layers.",
     "language_model.model.layers.",  // Kimi-VL, Llama 4 style wrappers
+    "language_model.model.blocks.",  // Kimi-K2.5 as transformers 5 saves it
     "model.language_model.layers.",  // GLM-4.5V, Qwen3-VL style wrappers
-    "transformer.blocks.",           // DBRX
-    "backbone.layers.",              // Nemotron-H
-    "layers.",                       // the model without its head
+    "thinker.model.layers.",         // Qwen3-Omni
+    "thinker.model.language_model.layers.",
+    "model.llm.layers.",    // Inkling
+    "transformer.blocks.",  // DBRX
+    "backbone.layers.",     // Nemotron-H
+    "layers.",              // the model without its head
 };
 
 constexpr std::array<std::string_view, 4> kExpertCount = {"num_experts", "num_local_experts",

@@ -52,19 +52,25 @@ enum class ExpertStorage : std::uint8_t {
   kMxfp4Interleaved,    // gate_up blocks [E, 2I, H/32, 16] (row 2j gate j, 2j + 1 up j) and scales
                         // [E, 2I, H/32], down likewise with H rows of I; U8
   kFusedNNInterleaved,  // gate_up [E, H, 2I] (column 2j gate j, 2j + 1 up j), down [E, I, H]
+  kFusedNTInterleaved,  // gate_up [E, 2I, H] (row 2j gate j, row 2j + 1 up j), down [E, H, I]
 };
 
 constexpr bool is_per_expert(ExpertStorage storage) {  // tensors of its own for every expert
   return storage == ExpertStorage::kPerExpert || storage == ExpertStorage::kPerExpertUpFirst;
 }
-constexpr bool is_fused(ExpertStorage storage) {  // gate and up in one tensor
-  return storage == ExpertStorage::kPerExpertUpFirst || storage == ExpertStorage::kFusedNT ||
-         storage == ExpertStorage::kFusedNN || storage == ExpertStorage::kFusedNNInterleaved ||
+constexpr bool is_interleaved(ExpertStorage storage) {  // gate and up take turns
+  return storage == ExpertStorage::kFusedNNInterleaved ||
+         storage == ExpertStorage::kFusedNTInterleaved ||
          storage == ExpertStorage::kMxfp4Interleaved;
 }
-constexpr bool is_transposed(ExpertStorage storage) {  // some of it, so that whole tiles are staged
+constexpr bool is_fused(ExpertStorage storage) {  // gate and up in one tensor
+  return storage == ExpertStorage::kPerExpertUpFirst || storage == ExpertStorage::kFusedNT ||
+         storage == ExpertStorage::kFusedNN || is_interleaved(storage);
+}
+constexpr bool is_staged(ExpertStorage storage) {  // needs room for gate and up as they lie
   return storage == ExpertStorage::kFlat || storage == ExpertStorage::kFusedNN ||
-         storage == ExpertStorage::kFusedNNInterleaved;
+         storage == ExpertStorage::kFusedNNInterleaved ||
+         storage == ExpertStorage::kFusedNTInterleaved;
 }
 
 // One way a family's experts are found on disk. The family decides which exist; shapes only where
@@ -86,9 +92,10 @@ struct ExpertLayout {
 enum class RenormRule : std::uint8_t {
   kNever,
   kAlways,
-  kIfSeveral,  // top_k > 1
-  kOfSeveral,  // always, but implementations disagree about a single one: top_k 1 is refused
-  kStated,     // the boolean field `renorm_field`
+  kIfSeveral,         // top_k > 1
+  kOfSeveral,         // always, but implementations disagree about a single one: top_k 1 is refused
+  kStated,            // the boolean field `renorm_field`
+  kStatedForSigmoid,  // the same with sigmoid scores; softmax is over the selected
 };
 // Whether there is an e_score_correction_bias.
 enum class BiasRule : std::uint8_t {
@@ -142,10 +149,12 @@ struct RoutingRule {
   std::string_view renorm_field = "norm_topk_prob";
   bool default_renorm = false;
   double renorm_floor = 0.0;  // the default of moe_norm_min
+  double renorm_epsilon = 0.0;
   BiasRule bias = BiasRule::kNone;
   std::string_view bias_field = "use_routing_bias";
   std::string_view default_topk_method;  // empty: the field is not read
-  bool reads_groups = false;             // n_group, topk_group
+  bool reads_groups = false;             // group_fields, topk_group
+  NameList<2> group_fields = {"n_group"};
   std::int64_t default_n_group = 1;
   std::int64_t default_topk_group = 1;
   ScaleRule scale = ScaleRule::kNone;
@@ -167,11 +176,15 @@ struct Family {
   NameList<3> width_fields;  // names of I
   LayerRule layer_rule = LayerRule::kEvery;
   std::int64_t default_first_dense = 0;  // kFirstDense
+  std::string_view first_dense_field = "first_k_dense_replace";
   RoutingRule routing;
   SharedRule shared = SharedRule::kNone;
   std::string_view shared_width_field = "shared_expert_intermediate_size";
   std::string_view shared_count_field;
   std::int64_t default_shared_count = 0;
+  // "sum", or, unsaid too, another way to add shared experts, which is refused; empty: no such
+  // field.
+  std::string_view shared_sum_field;
   // Where a family's fields have names of their own.
   std::string_view hidden_field = "hidden_size";
   std::string_view num_layers_field = "num_hidden_layers";
@@ -184,16 +197,18 @@ struct Family {
   // Constants of the activation; empty: the family has no such field.
   std::string_view limit_field;
   std::string_view alpha_field;
+  std::string_view beta_field, up_limit_field;  // of kSitu
 
   AssumedFields assumed;
 
   std::string_view layer_prefix = "model.layers.";  // what precedes "<i>.<block>" in plain models
   // Tensors, relative to the block; empty: the family has no such tensor.
   std::string_view gate_weight = "gate.weight";
+  std::string_view gate_weight_alternative;  // what some files have instead
   std::string_view gate_bias;
   NameList<2> correction_bias;       // spellings
   ExpertLayout shared_layout;        // of the shared expert; `block` is not used
-  ExpertLayout shared_alternative;   // what some files have instead; down is the same
+  ExpertLayout shared_alternative;   // what some files have instead
   bool shared_beside_block = false;  // its names are relative to the layer
   std::string_view shared_gate;
   std::array<ExpertLayout, 3> layouts;

@@ -1,6 +1,7 @@
 // The table of families. Source: spec checkpoints.md section 3.
 #include "checkpoint/families.h"
 #include "checkpoint/family_layouts.h"
+#include "checkpoint/family_rows_transformers.h"
 
 namespace moesaic {
 namespace {
@@ -81,7 +82,7 @@ constexpr Family mellum() {
 constexpr Family deepseek_v2() {
   Family f;
   f.title = "DeepSeek-V2";
-  f.model_types = {"deepseek_v2"};
+  f.model_types = {"deepseek_v2", "deepseek_ocr2_text", "unlimited_ocr_text"};
   f.width_fields = {"moe_intermediate_size"};
   f.layer_rule = LayerRule::kFirstDense;
   f.routing.bias = BiasRule::kTopkMethod;
@@ -237,6 +238,7 @@ constexpr Family phimoe() {
   Family f = mixtral();
   f.title = "Phi-3.5-MoE";
   f.model_types = {"phimoe"};
+  f.gate_weight_alternative = "router.weight";
   f.routing.method = RoutingMethod::kSparseMixer;
   f.routing.renorm = RenormRule::kNever;
   return f;
@@ -249,7 +251,9 @@ constexpr Family granite() {
   f.width_fields = {"intermediate_size"};
   f.routing.method = RoutingMethod::kTopKSoftmax;
   f.gate_weight = "router.layer.weight";
-  f.layouts = {granite_layout("block_sparse_moe", "input_linear", "output_linear")};
+  f.gate_weight_alternative = "router.weight";
+  f.layouts = {granite_layout("block_sparse_moe", "input_linear", "output_linear"),
+               fused_nt("block_sparse_moe")};
   return f;
 }
 
@@ -371,7 +375,8 @@ constexpr Family ernie45() {
   f.routing.renorm_floor = 1e-12;
   f.routing.bias = BiasRule::kStated;
   f.routing.bias_field = "";
-  f.correction_bias = {"moe_statics.e_score_correction_bias"};
+  f.correction_bias = {"moe_statics.e_score_correction_bias",
+                       "gate.moe_statics.e_score_correction_bias"};
   f.shared = SharedRule::kCount;
   f.shared_count_field = "moe_num_shared_experts";
   f.shared_layout = kSharedExperts;
@@ -462,19 +467,27 @@ constexpr Family nemotron_h() {
   f.shared_layout = shared_mlp("", "shared_experts.up_proj", "shared_experts.down_proj");
   f.layer_prefix = "backbone.layers.";
   f.correction_bias = {"gate.e_score_correction_bias"};
-  f.layouts = {per_expert("mixer", "", "experts.{e}.up_proj", "experts.{e}.down_proj")};
+  ExpertLayout stacked = per_expert("mixer", "", "experts.up_proj", "experts.down_proj");
+  stacked.storage = ExpertStorage::kStacked;
+  stacked.weight_suffixes = {""};
+  stacked.scale_suffix = "_scale_inv";
+  f.layouts = {per_expert("mixer", "", "experts.{e}.up_proj", "experts.{e}.down_proj"), stacked};
   f.assumed = {{"hidden_act", ""}, {"moe_latent_size", "null"}};
   return f;
 }
 
 constexpr auto kFamilies = std::to_array<Family>({
-    mixtral(),       qwen2_moe(),      qwen3_moe(),     qwen3_next(),  deepseek_v2(),
-    deepseek_v3(),   kimi_k2(),        glm4_moe(),      dots1(),       minimax_m1(),
-    minimax_m2(),    olmoe(),          gpt_oss(),       llama4(),      phimoe(),
-    granite(),       granite_shared(), jamba(),         dbrx(),        hunyuan(),
-    hunyuan_large(), ernie45(),        step3(),         longcat(),     nemotron_h(),
-    qwen3_vl_moe(),  qwen3_5_moe(),    glm4_moe_lite(), glm_moe_dsa(), granite_hybrid(),
-    flex_olmo(),     mellum(),
+    mixtral(),        qwen2_moe(),      qwen3_moe(),     qwen3_next(),     deepseek_v2(),
+    deepseek_v3(),    kimi_k2(),        glm4_moe(),      dots1(),          minimax_m1(),
+    minimax_m2(),     olmoe(),          gpt_oss(),       llama4(),         phimoe(),
+    granite(),        granite_shared(), jamba(),         dbrx(),           hunyuan(),
+    hunyuan_large(),  ernie45(),        step3(),         longcat(),        nemotron_h(),
+    qwen3_vl_moe(),   qwen3_5_moe(),    glm4_moe_lite(), glm_moe_dsa(),    granite_hybrid(),
+    flex_olmo(),      mellum(),         afmoe(),         axk1(),           axk2(),
+    bailing_hybrid(), beam(),           dots3(),         exaone_moe(),     glm5_next(),
+    hy_v3(),          laguna(),         lfm2_moe(),      minimax_m3(),     solar_open(),
+    flint(),          cohere2_moe(),    aria(),          granite_swa(),    privacy_filter(),
+    qwen3_omni_moe(), qwen4_exp(),      inkling2(),      mistral_large4(),
 });
 
 }  // namespace

@@ -32,6 +32,23 @@ std::string list_names(const std::vector<std::string_view>& names) {
   return text;
 }
 
+bool is_layer_number(std::string_view text) {
+  return !text.empty() && text.find_first_not_of("0123456789") == std::string_view::npos;
+}
+
+// In files whose blocks share their name with the rest of the layer, GGUF and Mistral's own: is
+// this tensor of the block?
+bool is_moe_part(std::string_view name) {
+  if (name.starts_with(kGgufLayerPrefix)) return is_gguf_moe_tensor(name);
+  while (!name.empty()) {  // what follows the number of the layer
+    const std::string_view part = name.substr(0, name.find('.'));
+    name.remove_prefix(std::min(part.size() + 1, name.size()));
+    if (is_layer_number(part)) break;
+  }
+  return name.starts_with("experts.") || name.starts_with("shared_experts.") ||
+         name.starts_with("gate.");
+}
+
 // --- the blocks of a layer -----------------------------------------------------------------------
 
 std::vector<std::string> block_names(const Family& family, std::string_view layer_prefix,
@@ -201,6 +218,17 @@ void choose_shared_layout(const ShardSet& shards, LayerSource* source) {
   if (exists(family.shared_alternative) && !exists(family.shared_layout)) {
     source->shared_layout = &family.shared_alternative;
   }
+}
+
+// The other spelling where it is there and the usual one is not.
+void choose_gate_weight(const ShardSet& shards, LayerSource* source) {
+  const Family& family = *source->family;
+  const auto exists = [&](std::string_view name) {
+    return shards.find(fmt::format("{}.{}", source->spec.prefix, name)).has_value();
+  };
+  const std::string_view other = family.gate_weight_alternative;
+  const bool use_other = !other.empty() && exists(other) && !exists(family.gate_weight);
+  source->gate_weight = use_other ? other : family.gate_weight;
 }
 
 void choose_correction_bias(const ModelConfig& config, const ShardSet& shards,
@@ -632,8 +660,7 @@ std::vector<std::string_view> unknown_names(const LayerSource& source, const Sha
   }
   for (const std::string& block : blocks) {
     for (const ShardSet::Located& tensor : tensors_under(shards, block)) {
-      // A GGUF block shares its name with the rest of the layer.
-      if (source.layout->block.empty() && !is_gguf_moe_tensor(name_of(tensor))) continue;
+      if (source.layout->block.empty() && !is_moe_part(name_of(tensor))) continue;
       if (known.count(name_of(tensor)) == 0) unknown.push_back(name_of(tensor));
     }
   }
@@ -700,9 +727,9 @@ std::span<const ShardSet::Located> tensors_under(const ShardSet& shards, std::st
 
 std::int64_t stored_block_bytes(const std::string& block, const ShardSet& shards) {
   std::uint64_t bytes = 0;
-  const bool gguf = block.starts_with(kGgufLayerPrefix);
+  const bool bare = is_layer_number(std::string_view(block).substr(block.rfind('.') + 1));
   for (const ShardSet::Located& tensor : tensors_under(shards, block + ".")) {
-    if (gguf && !is_gguf_moe_tensor(name_of(tensor))) continue;
+    if (bare && !is_moe_part(name_of(tensor))) continue;
     bytes += tensor.info->bytes();  // parts of one file set: their sum fits
   }
   return static_cast<std::int64_t>(bytes);
@@ -717,6 +744,7 @@ Result<LayerSource> resolve_layer(const ModelConfig& config, const MoeLayerSpec&
                            find_prefix(*config.family, spec.layer, shards));
   MOESAIC_RETURN_IF_ERROR(choose_layout(shards, prefix, &source));
   choose_shared_layout(shards, &source);
+  choose_gate_weight(shards, &source);
   choose_correction_bias(config, shards, &source);
   MOESAIC_RETURN_IF_ERROR(choose_formats(config, shards, &source));
   MOESAIC_RETURN_IF_ERROR(choose_dtypes(config, shards, &source));

@@ -19,7 +19,7 @@ class Planner {
   std::vector<PlannedTensor> run() {
     const Family& family = *source_.family;
     const std::int64_t columns = spec_.num_experts + spec_.routing.num_zero_experts;
-    router(LayerPart::kGateWeight, family.gate_weight, {columns, spec_.hidden_size});
+    router(LayerPart::kGateWeight, source_.gate_weight, {columns, spec_.hidden_size});
     if (spec_.has_router_bias) router(LayerPart::kGateBias, family.gate_bias, {columns});
     if (spec_.routing.has_correction_bias) {
       router(LayerPart::kCorrectionBias, source_.correction_bias, {columns});
@@ -242,6 +242,7 @@ class Planner {
         gate = {experts * i, h}, down = {experts * i, h};
         break;
       case ExpertStorage::kFusedNT:
+      case ExpertStorage::kFusedNTInterleaved:
       case ExpertStorage::kMxfp4Interleaved:
         gate = {experts, 2 * i, h}, down = {experts, h, i};
         break;

@@ -25,7 +25,8 @@ struct LayerSource {
   const ExpertLayout* layout = nullptr;
   const ExpertLayout* shared_layout = nullptr;
   std::string_view weight_suffix;    // of the layout's spellings
-  std::string_view correction_bias;  // of the family's spellings
+  std::string_view gate_weight;      // of the family's spellings
+  std::string_view correction_bias;  // likewise
   LinearFormat experts, shared;
   // Of every routed expert's weights once loaded: F32 where the files have plain ones of several
   // types, which F32 holds exactly.

@@ -53,7 +53,7 @@ Result<std::vector<bool>> sparse_step_layers(const ConfigFields& fields, std::in
 Result<std::vector<bool>> first_dense_layers(const ConfigFields& fields, const Family& family,
                                              std::int64_t num_layers) {
   MOESAIC_ASSIGN_OR_RETURN(const auto first,
-                           fields.integer("first_k_dense_replace", {0, kMaxLayers}));
+                           fields.integer(family.first_dense_field, {0, kMaxLayers}));
   MOESAIC_ASSIGN_OR_RETURN(const auto every, fields.integer("moe_layer_freq", {1, kMaxLayers}));
   std::vector<bool> is_moe(static_cast<std::size_t>(num_layers));
   for (std::int64_t i = 0; i < num_layers; ++i) {

@@ -51,7 +51,8 @@ Status read_groups(const ConfigFields& fields, const RoutingRule& rule, RoutingS
             fmt::format("{}: n_group: got null, need a number: none, or the default of {}?",
                         fields.where(), rule.default_n_group)};
   }
-  MOESAIC_ASSIGN_OR_RETURN(const auto groups, fields.integer("n_group", {1, routing->num_experts}));
+  MOESAIC_ASSIGN_OR_RETURN(const auto groups,
+                           fields.integer(rule.group_fields.list(), {1, routing->num_experts}));
   MOESAIC_ASSIGN_OR_RETURN(const auto kept,
                            fields.integer("topk_group", {1, routing->num_experts}));
   routing->num_expert_group = groups.value_or(rule.default_n_group);
@@ -156,7 +157,8 @@ Status read_method_fields(const ConfigFields& fields, RoutingSpec* routing) {
 }
 
 Result<bool> read_renormalize(const ConfigFields& fields, const RoutingRule& rule,
-                              std::int64_t top_k) {
+                              const RoutingSpec& routing) {
+  const std::int64_t top_k = routing.top_k;
   switch (rule.renorm) {
     case RenormRule::kNever:
       return false;
@@ -172,6 +174,14 @@ Result<bool> read_renormalize(const ConfigFields& fields, const RoutingRule& rul
                       "transformers renormalises a single weight to 1, vLLM and the "
                       "models' own code leave it as it is",
                       fields.where()));
+    case RenormRule::kStatedForSigmoid:
+      if (routing.scoring_func == ScoringFunc::kSoftmax) return true;
+      if (routing.scoring_func != ScoringFunc::kSigmoid) {
+        return fields.unsupported(fmt::format("{}: got {}, need softmax or sigmoid",
+                                              rule.scoring_field,
+                                              scoring_func_name(routing.scoring_func)));
+      }
+      [[fallthrough]];
     case RenormRule::kStated: {
       MOESAIC_ASSIGN_OR_RETURN(const auto stated, fields.boolean(rule.renorm_field));
       return stated.value_or(rule.default_renorm);
@@ -197,11 +207,12 @@ Result<RoutingSpec> read_routing(const ConfigFields& fields, const Family& famil
   if (method.groups) MOESAIC_RETURN_IF_ERROR(read_groups(fields, rule, &routing));
   MOESAIC_ASSIGN_OR_RETURN(routing.has_correction_bias,
                            read_bias(fields, rule, method, bias_by_presence));
-  MOESAIC_ASSIGN_OR_RETURN(routing.renormalize, read_renormalize(fields, rule, routing.top_k));
+  MOESAIC_ASSIGN_OR_RETURN(routing.renormalize, read_renormalize(fields, rule, routing));
   if (rule.renorm_floor > 0) {
     MOESAIC_ASSIGN_OR_RETURN(const auto floor, fields.number("moe_norm_min"));
     routing.renorm_floor = floor.value_or(rule.renorm_floor);
   }
+  routing.renorm_epsilon = rule.renorm_epsilon;
   routing.scale_on_output = rule.scale == ScaleRule::kOnOutput;
   MOESAIC_ASSIGN_OR_RETURN(routing.routed_scaling_factor, read_scale(fields, rule));
   return routing;

@@ -334,6 +334,7 @@ TEST(LayerPlan, ReleasedShapes) {
   source.layout = &config.family->layouts[0];
   source.shared_layout = &config.family->shared_layout;
   source.weight_suffix = source.layout->weight_suffixes.list()[0];
+  source.gate_weight = config.family->gate_weight;
   source.correction_bias = config.family->correction_bias.list()[0];
   source.experts.stored = source.shared.stored = StoredFormat::kFp8Block;
   source.experts_dtype = source.shared_dtype = DType::kF8E4M3;

@@ -42,10 +42,16 @@ def groups(**more):
     return {"n_group": 4, "topk_group": 2, **more}
 
 
+def before_the_norm(torch, block, x):
+    """A.X-K1's block without the norm behind it, which lies beside the block in its files."""
+    block.post_mlp_layernorm = torch.nn.Identity()
+    return block(x)
+
+
 ROWS = [
     Row("mixtral"),
     Row("minimax", fields={"layer_types": ["full_attention"] * 2}),
-    Row("phimoe", memory=False),
+    Row("phimoe"),
     Row("qwen2_moe"),
     Row("qwen2_moe_renormalised", "qwen2_moe", {"norm_topk_prob": True}),
     Row("qwen3_moe"),
@@ -70,17 +76,50 @@ ROWS = [
     Row("gpt_oss"),
     Row("gpt_oss_constants", "gpt_oss", {"swiglu_alpha": 1.0, "swiglu_limit": 2.5}),
     Row("llama4_text", fields={"num_experts_per_tok": 1, "intermediate_size_mlp": 72}),
-    Row("granitemoe", memory=False),
-    Row("granitemoeshared", fields={"shared_intermediate_size": 40}, memory=False),
-    Row("granitemoehybrid", fields={"shared_intermediate_size": 40, "layer_types": ["attention"] * 2}, memory=False),
+    Row("granitemoe"),
+    Row("granitemoeshared", fields={"shared_intermediate_size": 40}),
+    Row("granitemoehybrid", fields={"shared_intermediate_size": 40, "layer_types": ["attention"] * 2}),
     Row("jamba", fields={"expert_layer_period": 2, "expert_layer_offset": 1, "mamba_dt_rank": 4}),
     Row("dbrx", fields={"d_model": HIDDEN, "n_heads": 4, "n_layers": 2,
                         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
                         "ffn_config": {"ffn_hidden_size": INNER, "moe_num_experts": EXPERTS, "moe_top_k": TOP_K, "hidden_size": HIDDEN}}),
     Row("hunyuan_v1_moe", fields={"moe_topk": [TOP_K] * 2, "moe_intermediate_size": [INNER] * 2, "num_shared_expert": [1, 1]}),
-    Row("ernie4_5_moe", fields={"moe_num_shared_experts": 2}, memory=False),
-    Row("nemotron_h", fields=groups(n_shared_experts=1, moe_shared_expert_intermediate_size=40, layers_block_type=["mamba", "moe"]),
-        memory=False),
+    Row("ernie4_5_moe", fields={"moe_num_shared_experts": 2}),
+    Row("nemotron_h", fields=groups(n_shared_experts=1, moe_shared_expert_intermediate_size=40, layers_block_type=["mamba", "moe"])),
+]
+
+ROWS += [
+    Row("afmoe", fields={"num_dense_layers": 1, "num_shared_experts": 2, "route_scale": 2.5}),
+    Row("aria"),
+    Row("axk1", fields=groups(n_shared_experts=1), call=before_the_norm, memory=False),
+    Row("axk2", fields={"n_shared_experts": 1}),
+    Row("bailing_hybrid", fields=groups(n_shared_experts=1)),
+    Row("beam", fields=groups(mlp_layer_types=["dense", "sparse"])),
+    Row("cohere2_moe", fields={"num_shared_experts": 2, "shared_expert_combination_strategy": "sum"}),
+    Row("cohere2_moe_sigmoid", "cohere2_moe", {"expert_selection_fn": "sigmoid", "norm_topk_prob": False}),
+    Row("cohere2_moe_renormalised", "cohere2_moe", {"expert_selection_fn": "sigmoid", "norm_topk_prob": True}),
+    Row("deepseek_ocr2", fields={"n_shared_experts": 2, "num_experts_per_tok": TOP_K, "mlp_layer_types": ["dense", "sparse"]}),
+    Row("dots3_note", fields=groups(n_shared_experts=2, shared_experts_intermediate_size=40, num_key_value_heads=4),
+        outer={"vision_config": {"adapter_out_dim": HIDDEN}, "audio_config": {"adapter_out_dim": HIDDEN}}),
+    Row("exaone_moe", fields=groups(num_shared_experts=2)),
+    Row("flint", fields={"mlp_only_layers": [0]}),
+    Row("glm5_next", fields={"swiglu_limit": 1.5, "mlp_layer_types": ["dense", "sparse"], "num_key_value_heads": 4}),
+    Row("granitemoe_swa", fields={"shared_intermediate_size": 40}),
+    Row("hy_v3"),
+    Row("inkling2", fields={"mlp_gate_softcap": 1.5, "mlp_up_softcap": 2.5}, outer={"vision_config": {"text_hidden_size": HIDDEN}}),
+    Row("kimi_k25", fields={"n_group": 1, "topk_group": 1}),
+    Row("laguna", fields={"moe_routed_scaling_factor": 2.5}),
+    Row("lfm2_moe", fields={"num_dense_layers": 1, "layer_types": ["full_attention"] * 2}),
+    Row("lfm2_moe_unbiased", "lfm2_moe", {"num_dense_layers": 1, "layer_types": ["full_attention"] * 2, "use_expert_bias": False,
+                                          "norm_topk_prob": False, "routed_scaling_factor": 1.5}),
+    Row("minimax_m3_vl", fields={"shared_intermediate_size": 40, "swiglu_alpha": 1.3, "swiglu_limit": 1.5}),
+    Row("mistral_large4", fields={"n_shared_experts": 2}),
+    Row("openai_privacy_filter", fields={"swiglu_alpha": 1.3, "swiglu_limit": 1.5}, auto="AutoModelForTokenClassification"),
+    Row("qwen3_omni_moe", outer={"enable_audio_output": False}, auto="Qwen3OmniMoeForConditionalGeneration"),
+    Row("qwen3_omni_moe_thinker"),
+    Row("qwen4_exp"),
+    Row("solar_open"),
+    Row("unlimited_ocr", fields={"n_shared_experts": 2}),
 ]
 
 
@@ -100,15 +139,24 @@ def float64(torch):
 
 # --- the model ---
 
+def has_field(config, name):
+    try:
+        return hasattr(config, name)
+    except RuntimeError:  # it has one per layer
+        return True
+
+
 def make_config(transformers, row):
     outer = transformers.AutoConfig.for_model(row.model_type)
     parts = getattr(outer, "sub_configs", {})
-    tiny = lambda config, own: {**{k: v for k, v in TINY.items() if hasattr(config, k)}, **own}
-    if "text_config" not in parts or not hasattr(outer, "text_config"):
-        config = type(outer)(**tiny(outer, row.fields))
+    tiny = lambda config, own: {**{k: v for k, v in TINY.items() if has_field(config, k)}, **own}
+    inside = lambda wrapper: {"text_config": tiny(wrapper.text_config, {"model_type": wrapper.text_config.model_type, **row.fields})}
+    if "thinker_config" in parts:
+        config = type(outer)(thinker_config=inside(outer.thinker_config), **row.outer)
+    elif "text_config" in parts:
+        config = type(outer)(**inside(outer), **row.outer)
     else:
-        text = outer.text_config
-        config = type(outer)(text_config=tiny(text, {"model_type": text.model_type, **row.fields}), **row.outer)
+        config = type(outer)(**tiny(outer, row.fields))
     if row.edit:
         row.edit(config)
     return config
@@ -128,6 +176,8 @@ def make_model(torch, transformers, row, config):
     with torch.device("meta"):
         for name in autos:
             auto = getattr(transformers, name)
+            if not name.startswith("Auto"):
+                return auto._from_config(config, dtype=torch.bfloat16).eval()
             if type(config) in auto._model_mapping.keys() or name == autos[-1]:
                 return auto.from_config(config, dtype=torch.bfloat16).eval()
 
@@ -138,7 +188,7 @@ def moe_blocks(row, model):
     for name, module in model.named_modules():
         at = re.match(r"(.*?\b(?:layers|blocks)\.(\d+))\.(\w+)$", name)
         inside = hasattr(module, "experts") if row.block is None else at and at[3] == row.block
-        if at and inside and "vision" not in name and "visual" not in name:
+        if at and inside and not re.search("vision|visual|talker", name):
             found.append((int(at[2]), at[1], name, module))
     if not found:
         sys.exit("%s: no MoE block in %s" % (row.name, type(model).__name__))

@@ -116,6 +116,7 @@ TEST_F(TinyCheckpoints, ConfigurationsAreReadAsTheFamilySays) {
       EXPECT_EQ(spec.routing.p_norm, want.value("p_norm", 1.0));
       EXPECT_EQ(spec.routing.jitter_eps, want.value("jitter", 0.01));
       EXPECT_EQ(spec.routing.renorm_floor, want.value("renorm_floor", 0.0));
+      EXPECT_EQ(spec.routing.renorm_epsilon, want.value("renorm_epsilon", 0.0));
       EXPECT_EQ(spec.routing.has_correction_bias, want.value("bias", false));
       const auto groups = want.value("groups", std::vector<std::int64_t>{1, 1});
       EXPECT_EQ(spec.routing.num_expert_group, groups[0]);
@@ -133,6 +134,7 @@ TEST_F(TinyCheckpoints, ConfigurationsAreReadAsTheFamilySays) {
       EXPECT_EQ(spec.activation.limit, want.value("limit", std::numeric_limits<float>::infinity()));
       EXPECT_EQ(spec.activation.alpha, want.value("alpha", 1.0F));
       EXPECT_EQ(spec.activation.beta, want.value("beta", 0.0F));
+      EXPECT_EQ(spec.activation.up_limit, want.value("up_limit", 0.0F));
       EXPECT_EQ(spec.has_expert_bias, want.value("expert_bias", false));
       EXPECT_EQ(spec.has_router_bias, want.value("router_bias", false));
       EXPECT_EQ(spec.apply_router_weight_on_input, want.value("weight_on_input", false));

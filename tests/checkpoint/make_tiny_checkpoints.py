@@ -218,6 +218,8 @@ def more_families(c):
         return getattr(Layer(random.Random(seed), 4, 16, 8, **kinds), storage)().router(gate)
     c.add("granite", flat_moe("granitemoe"), two(lambda s: layer(s, "granite", "router.layer.weight")),
           dict(plain, routing="topk_softmax"), bsm)
+    c.add("granite_modules", flat_moe("granitemoe"), two(lambda s: layer(s, "fused_nt", "router.weight")), dict(plain, routing="topk_softmax"), bsm)
+    c.add("phimoe_modules", flat_moe("phimoe"), two(lambda s: layer(s, "fused_nt", "router.weight")), dict(plain, routing="sparse_mixer"))
     c.add("granite_shared", flat_moe("granitemoeshared", shared_intermediate_size=12),
           two(lambda s: layer(s, "granite", "router.layer.weight").shared(random.Random(s), "^shared_mlp", 12, fused=True)),
           dict(plain, routing="topk_softmax", shared=12, beside_block=True), bsm)
@@ -283,6 +285,98 @@ def more_families(c):
                shared=12, activation="relu2_no_mul"), "backbone.layers.%d.mixer", common="backbone.")
 
 
+def transformers_families(c):
+    """The further families of transformers 5.23: each with the names of its released files and its defaults."""
+    sizes = {"hidden_size": 16, "moe_intermediate_size": 8, "intermediate_size": 40, "num_hidden_layers": 2, "num_experts": 4,
+             "num_experts_per_tok": 2, "torch_dtype": "bfloat16"}
+    config = lambda model_type, **more: dict(sizes, model_type=model_type, **more)
+    nested = lambda model_type, text: {"model_type": model_type, "text_config": text, "vision_config": {"hidden_size": 7}}
+    v3 = {"routing": "topk", "scoring": "sigmoid", "renormalize": True, "scale": 1.0, "bias": True, "shared": 8}
+    soft = {"routing": "topk", "scoring": "softmax", "renormalize": True, "scale": 1.0}
+    def layer(seed, bias="gate.e_score_correction_bias", shared="shared_experts", s=8, storage="per_expert", gate="gate.weight", up=False, **kinds):
+        rng = random.Random(seed)
+        x = getattr(Layer(rng, 4, 16, 8, **kinds), storage)().router(gate)
+        if bias:
+            x.correction_bias(rng, bias)
+        return x.shared(rng, shared, s, fused=up) if shared else x
+    one, both = lambda **k: {1: layer(1, **k)}, lambda **k: {0: layer(1, **k), 1: layer(2, **k)}
+    c.add("afmoe", config("afmoe", num_shared_experts=2, route_scale=2.5, score_func="sigmoid", route_norm=True),
+          one(bias="expert_bias", s=16, gate="router.gate.weight"), dict(v3, scale=2.5, shared=16))
+    c.add("axk1", config("axk1", n_group=2, topk_group=1), one(), dict(v3, routing="grouped_topk", groups=[2, 1], scale=2.5),
+          extra={"model.layers.1.post_mlp_layernorm.weight": tensor("BF16", matrix(random.Random(3), "BF16", 1, 16))})
+    c.add("axk2", config("axk2", n_group=None, topk_group=None), one(), dict(v3, scale=2.5))
+    c.add("bailing_hybrid", config("bailing_hybrid", num_expert_group=2, topk_group=1, moe_renormalize=True, num_shared_experts=1,
+                                   first_k_dense_replace=1),
+          one(bias="gate.expert_bias"), dict(v3, routing="grouped_topk", groups=[2, 1], scale=2.5))
+    c.add("beam", config("beam", n_group=2, topk_group=1, mlp_layer_types=["dense", "sparse"]), one(shared=None),
+          dict(v3, routing="grouped_topk", groups=[2, 1], scale=2.5, scale_on_output=True, shared=0))
+    c.add("dots3", nested("dots3_note", config("dots3_note_text", shared_experts_intermediate_size=12, n_shared_experts=2)), one(s=24),
+          dict(v3, shared=24))
+    c.add("exaone_moe", config("exaone_moe", num_shared_experts=2), one(bias="e_score_correction_bias", s=16), dict(v3, scale=2.5, shared=16))
+    c.add("glm5_next", nested("glm5_next", config("glm5_next_text", first_k_dense_replace=1)), one(), dict(v3, scale=2.5, limit=10.0),
+          prefix="model.language_model.layers.%d.mlp", common="model.language_model.")
+    c.add("hy_v3", config("hy_v3"), one(bias="expert_bias", shared="shared_mlp", gate="router.gate.weight"), dict(v3, scale=2.826))
+    c.add("hy_v3_modules", config("hy_v3"), one(bias="e_score_correction_bias", storage="fused_nt"), dict(v3, scale=2.826))
+    c.add("laguna", config("laguna", shared_expert_intermediate_size=12, moe_routed_scaling_factor=1.5, moe_router_logit_softcapping=0.0,
+                           moe_apply_router_weight_on_input=False),
+          one(bias="experts.e_score_correction_bias", shared="shared_expert", s=12), dict(v3, scale=1.5, scale_on_output=True, shared=12))
+    c.add("laguna_modules", config("laguna", shared_expert_intermediate_size=12), one(storage="fused_nt", s=12),
+          dict(v3, scale_on_output=True, shared=12))
+    c.add("lfm2_moe", config("lfm2_moe", num_dense_layers=1, use_expert_bias=True), one(bias="expert_bias", shared=None, storage="w123"),
+          dict(v3, renorm_epsilon=1e-6, shared=0), "model.layers.%d.feed_forward")
+    m3 = dict(v3, scale=2.0, scale_on_output=True, shared=12, activation="swigluoai", limit=5.0, alpha=1.5, beta=1.0)
+    m3_text = dict(config("minimax_m3_vl_text", shared_intermediate_size=12, swiglu_alpha=1.5, swiglu_limit=5.0, hidden_act="swigluoai",
+                          mlp_layer_types=["dense", "sparse"]), intermediate_size=8)
+    c.add("minimax_m3", nested("minimax_m3_vl", m3_text), one(bias="e_score_correction_bias", storage="w123", s=12), m3,
+          prefix="language_model.model.layers.%d.block_sparse_moe", common="language_model.model.")
+    fused = layer(1, storage="fused_nt", s=12, up=True)
+    for leaf, old in (("gate_up_proj", "input_linear"), ("down_proj", "output_linear")):
+        fused.files["shared_experts.%s.weight" % leaf] = fused.files.pop("shared_experts.%s.weight" % old)
+    c.add("minimax_m3_modules", nested("minimax_m3_vl", m3_text), {1: fused}, m3, prefix="model.language_model.layers.%d.mlp",
+          common="model.language_model.")
+    c.add("solar_open", config("solar_open"), both(), v3)
+    c.add("flint", config("flint", shared_expert_intermediate_size=12, mlp_only_layers=[0]), one(bias=None, shared="shared_expert", s=12),
+          dict(v3, bias=False, shared=12))
+    cohere = lambda **more: dict(config("cohere2_moe", **more), intermediate_size=8)
+    c.add("cohere2_moe", cohere(num_shared_experts=2, shared_expert_combination_strategy="sum", norm_topk_prob=False), both(bias=None, s=16),
+          dict(soft, shared=16))
+    c.add("cohere2_moe_sigmoid", cohere(expert_selection_fn="sigmoid", norm_topk_prob=False), both(bias=None, shared=None),
+          dict(soft, scoring="sigmoid", renormalize=False))
+    aria = dict(config("aria_text"), intermediate_size=8)
+    c.add("aria", nested("aria", aria), both(bias=None, s=16, storage="fused_nn_fc", gate="router.weight"),
+          dict(soft, routing="topk_softmax", renormalize=False, shared=16), prefix="language_model.model.layers.%d.mlp",
+          common="language_model.model.")
+    c.add("granite_swa", dict(config("granitemoe_swa", shared_intermediate_size=12), intermediate_size=8),
+          both(bias=None, shared="^shared_mlp", s=12, storage="fused_nt", gate="router.weight", up=True),
+          dict(soft, routing="topk_softmax", renormalize=False, shared=12, beside_block=True), "model.layers.%d.block_sparse_moe")
+    def filtered(seed):
+        rng = random.Random(seed)
+        return Layer(rng, 4, 16, 8, expert_bias="BF16").fused_nn_halves().router("router.weight").router_bias(rng, "router.bias")
+    c.add("privacy_filter", dict(config("openai_privacy_filter", swiglu_alpha=1.5, swiglu_limit=5.0), intermediate_size=8),
+          {0: filtered(1), 1: filtered(2)},
+          dict(soft, routing="topk_softmax", renormalize=False, activation="swigluoai", limit=5.0, alpha=1.5, beta=1.0, expert_bias=True,
+               router_bias=True))
+    c.add("qwen3_omni", {"model_type": "qwen3_omni_moe", "thinker_config": nested("qwen3_omni_moe_thinker", config("qwen3_omni_moe_text"))},
+          both(bias=None, shared=None), soft, prefix="thinker.model.layers.%d.mlp", common="thinker.model.")
+    qwen4 = both(bias=None, shared=None)
+    for seed, x in qwen4.items():
+        x.shared(random.Random(seed), "shared_expert", 12, gate="shared_expert_gate.weight")
+    c.add("qwen4_exp", nested("qwen4_exp", config("qwen4_exp_text", shared_expert_intermediate_size=12)), qwen4,
+          dict(soft, shared=12, shared_gated=True))
+    c.add("inkling2", nested("inkling2", config("inkling2_text", mlp_gate_softcap=3.0)),
+          both(bias="gate.bias", shared=None, storage="fused_nt_interleaved"),
+          dict(v3, scale=8.0, shared=0, activation="situ", beta=3.0, up_limit=25.0), prefix="model.llm.layers.%d.mlp", common="model.llm.")
+    large = layer(1, bias=None, storage="w123", s=16)
+    for leaf, old in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
+        large.files["shared_experts.%s.weight" % leaf] = large.files.pop("shared_experts.%s.weight" % old)
+    rest = {"layers.1.attention.%s.weight" % n: tensor("BF16", matrix(random.Random(3), "BF16", 2, 2)) for n in ("gate", "wo")}
+    c.add("mistral_large4", nested("mistral_large4", config("mistral_large4_text", n_shared_experts=2)), {1: large}, dict(soft, shared=16),
+          prefix="layers.%d", extra=rest, common="")
+    c.add("deepseek_ocr2", nested("deepseek_ocr2", config("deepseek_ocr2_text", topk_method="greedy", n_shared_experts=2,
+                                                          mlp_layer_types=["dense", "sparse"])),
+          one(bias=None, s=16), dict(soft, renormalize=False, shared=16))
+
+
 def gguf(c):
     plain = {"routing": "topk", "scoring": "softmax", "renormalize": True, "scale": 1.0}
     sizes = lambda **more: dict({"block_count": 3, "embedding_length": 16, "expert_feed_forward_length": 8, "feed_forward_length": 40,
@@ -322,7 +416,7 @@ def main():
         sys.exit("usage: make_tiny_checkpoints.py FOLDER")
     os.makedirs(sys.argv[1], exist_ok=True)
     cases = Cases(sys.argv[1])
-    for part in (mixtral, qwen, deepseeks, fp8, others, more_families, gguf):
+    for part in (mixtral, qwen, deepseeks, fp8, others, more_families, transformers_families, gguf):
         part(cases)
     with open(os.path.join(sys.argv[1], "manifest.json"), "w", encoding="utf-8") as f:
         json.dump(cases.manifest, f, indent=1)

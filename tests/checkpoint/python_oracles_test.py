@@ -331,7 +331,7 @@ def transformers_test(folder):
     for row, folders in family_checkpoints.write_all(torch, transformers, folder):
         for model in folders:
             name, count = os.path.basename(model), count + 1
-            for quant, bound in (("f32", 2e-6), ("bf16", 6e-3)):
+            for quant, bound in (("f32", 2e-6), ("bf16", 6e-3))[:1 if name.endswith(".memory") else 2]:
                 done = subprocess.run([TOOL, "verify", "--model", model, "--quant", quant, "--device", "cpu", "--json"],
                                       capture_output=True, text=True, timeout=300)
                 report = json.loads(done.stdout.splitlines()[-1]) if done.stdout else {}

@@ -313,6 +313,24 @@ class Layer:
             self.files["experts.down_proj_bias"] = stack_rows(self.expert_bias, self.bias2)
         return self
 
+    def fused_nn_halves(self):
+        """gpt-oss's biases beside gate and up in halves."""
+        self.fused_nn()
+        self.files["experts.gate_up_proj_bias"] = stack_rows(self.expert_bias, self.bias13)
+        self.files["experts.down_proj_bias"] = stack_rows(self.expert_bias, self.bias2)
+        return self
+
+    def fused_nn_fc(self):
+        self.fused_nn()
+        for name, old in (("fc1", "gate_up_proj"), ("fc2", "down_proj")):
+            self.files["experts.%s.weight" % name] = self.files.pop("experts." + old)
+        return self
+
+    def fused_nt_interleaved(self):
+        self.files["experts.w13_weight"] = stack(self.dtype, [[r for pair in zip(x.gate, x.up) for r in pair] for x in self.experts])
+        self.files["experts.w2_weight"] = stack(self.dtype, [x.down for x in self.experts])
+        return self
+
     def named(self, prefix):
         layer = prefix.rsplit(".", 1)[0]
         return {"%s.%s" % (layer if n[0] == "^" else prefix, n.lstrip("^")): t for n, t in self.files.items()}

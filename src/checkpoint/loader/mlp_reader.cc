@@ -139,14 +139,20 @@ class MlpReader {
       case ExpertStorage::kFusedNNInterleaved:
         MOESAIC_RETURN_IF_ERROR(read_fused_nn_interleaved());
         break;
+      case ExpertStorage::kFusedNTInterleaved:
+        MOESAIC_RETURN_IF_ERROR(read_fused_nt_interleaved());
+        break;
     }
     if (slice_.has_bias) MOESAIC_RETURN_IF_ERROR(read_biases());
     return slice_.format == StoredFormat::kFp8Block ? read_scales() : Status();
   }
 
   Status read_biases() {
-    MOESAIC_RETURN_IF_ERROR(slice_.storage == ExpertStorage::kStacked ? read_stacked_bias()
-                                                                      : read_interleaved_bias());
+    if (is_interleaved(slice_.storage)) {
+      MOESAIC_RETURN_IF_ERROR(read_interleaved_bias());
+    } else {
+      MOESAIC_RETURN_IF_ERROR(is_fused(slice_.storage) ? read_fused_bias() : read_stacked_bias());
+    }
     if (slice_.with_down_bias || MOESAIC_FAULT(checkpoint_down_bias_on_every_rank)) {
       return read_rectangle_widened(*tensors_.of(TensorKind::kBias)[kDownIndex],
                                     {expert_, 1, 0, slice_.hidden}, &out_.small,
@@ -197,7 +203,7 @@ class MlpReader {
                      out_.w2.data());
   }
 
-  // Column 2j of gate_up is gate j, column 2j + 1 is up j.
+  // Column (or row) 2j of gate_up is gate j, 2j + 1 is up j.
   std::int64_t deinterleaved(std::int64_t column) const {
     if (MOESAIC_FAULT(checkpoint_skip_deinterleave)) return column;
     return column / 2 + (column % 2) * slice_.count;
@@ -211,6 +217,22 @@ class MlpReader {
     transpose(slice_.dtype, raw, out_.w13.data(), slice_.hidden, 2 * slice_.count,
               [this](std::int64_t c) { return deinterleaved(c); });
     return read_transposed_down();
+  }
+
+  // gate_up [E, 2I, H]: row 2j is gate j, row 2j + 1 is up j.
+  Status read_fused_nt_interleaved() {
+    std::byte* raw = out_.raw.data();
+    MOESAIC_RETURN_IF_ERROR(read_rectangle(
+        *tensors_.of(TensorKind::kWeight)[kGateIndex],
+        {2 * (expert_ * slice_.width + slice_.first), 2 * slice_.count, 0, slice_.hidden}, raw));
+    const std::int64_t row_bytes = slice_.hidden * element_bytes(slice_.dtype);
+    for (std::int64_t r = 0; r < 2 * slice_.count; ++r) {
+      std::memcpy(out_.w13.data() + deinterleaved(r) * row_bytes, raw + r * row_bytes,
+                  static_cast<std::size_t>(row_bytes));
+    }
+    return read_rectangle(*tensors_.of(TensorKind::kWeight)[kDownIndex],
+                          {expert_ * slice_.hidden, slice_.hidden, slice_.first, slice_.count},
+                          out_.w2.data());
   }
 
   // gate_up [E, H, 2I]: columns 0..I-1 are gate, I..2I-1 are up.
@@ -285,6 +307,18 @@ class MlpReader {
                                                      {expert_, 1, slice_.first, slice_.count},
                                                      &out_.small, dst));
       dst += slice_.count;
+    }
+    return {};
+  }
+
+  // gate_up [E, 2I]: gate, then up.
+  Status read_fused_bias() {
+    for (int which = 0; which < 2; ++which) {
+      const int half = MOESAIC_FAULT(checkpoint_fused_bias_swapped) ? 1 - which : which;
+      MOESAIC_RETURN_IF_ERROR(
+          read_rectangle_widened(*tensors_.of(TensorKind::kBias)[kGateIndex],
+                                 {expert_, 1, half * slice_.width + slice_.first, slice_.count},
+                                 &out_.small, out_.w13_bias.as<float>() + which * slice_.count));
     }
     return {};
   }
@@ -421,7 +455,7 @@ Result<MlpBuffers> MlpBuffers::make(const MlpSlice& s) {
     small_elements = std::max(2 * s.count, s.hidden);
   }
   MOESAIC_ASSIGN_OR_RETURN(b.small, Tensor::uninitialized(DType::kF32, {small_elements}));
-  if (is_transposed(s.storage)) {
+  if (is_staged(s.storage)) {
     MOESAIC_ASSIGN_OR_RETURN(b.raw, Tensor::uninitialized(s.dtype, {2 * s.count, s.hidden}));
   }
   return b;
