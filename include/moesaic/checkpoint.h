@@ -28,6 +28,12 @@ struct MoeLayerTensors {
   Tensor gate_weight;              // [E (+ zero experts), H], BF16, F16 or F32 as stored
   Tensor gate_bias;                // [E], router linear bias (gpt-oss), as stored
   Tensor e_score_correction_bias;  // [E (+ zero experts)] F32 (widened if stored narrower)
+  // RoutingMethod::kHash: [vocabulary, k] I32, for a Router of the caller's: FusedMoE has no token
+  // ids.
+  Tensor hash_table;
+  // MoeLayerSpec::input_norm_eps > 0; gate_weight then holds the router's scales too, in F32.
+  Tensor experts_norm_weight;  // [H] F32
+  Tensor expert_scale;         // [E] F32, RoutingSpec::has_expert_scale
   // Shared expert as one canonical MLP: w13 [1, 2S, H], w2 [1, H, S] (+ scales as the scheme says).
   Tensor shared_w13, shared_w13_scale, shared_w2, shared_w2_scale;
   QuantScheme shared_quant;   // may differ from the routed experts' scheme

@@ -87,8 +87,9 @@ class FusedMoE {
     std::string quant = "as-is";
     std::string backend;  // force one experts backend by name
     // Where weights, workspace and arithmetic are. On a GPU: bf16 and fp8-block schemes with bf16
-    // activations, every routing method that is no host function, no transforms; everything else is
-    // kUnsupported with the stage and the reason (explain lists them).
+    // activations, every routing method that is no host function, no transforms, no input norm, no
+    // expert scale, no group_by_best_two without a correction bias; everything else is kUnsupported
+    // with the stage and the reason (explain lists them).
     Device device = Device::cpu();
     std::int64_t max_tokens =
         512;  // tokens per forward call that the workspace allows; larger calls are split
@@ -146,6 +147,7 @@ class FusedMoE {
   // depends on that row alone: bit-identical for any batch, split, order or thread count.
   //   r = experts(route(x)), times routed_scaling_factor exactly once (in the router's weights, or
   //       here when the model scales the output), through the output transform
+  //       (with input_norm_eps both see x normalised in fp32, as MoeLayerSpec says)
   //   y = r + [sigmoid(x . shared_gate)] shared(x) + zero-expert share, in fp32, rounded once
   // f16 layers with shared experts scale r like all others: sums are fp32, so the original's
   // division of the shared output by the factor, a guard against f16 overflow, is not needed.

@@ -50,6 +50,9 @@ class Router {
     RoutingSpec spec;
     ConstTensorView
         correction_bias;  // [E + zero experts] F32, copied; present iff spec.has_correction_bias
+    // [E] F32, copied; present iff spec.has_expert_scale: the last factor of a weight, after
+    // renormalisation and routed_scaling_factor.
+    ConstTensorView expert_scale;
     ConstTensorView hash_table;  // kHash: [vocab, k] I32, copied
     // kHash, optional: input ids in [vision_token_base, vision_token_base + 5) skip the table and
     // take the top-k of score + vision_bias ([E] F32, copied). Base 0: no such tokens.
@@ -92,7 +95,8 @@ class Router {
   // weighs 0.
   // Renormalisation: divides by the sum of the selected scores, by max(sum, renorm_floor) when that
   // is set, by 1 when the sum is not positive (grouped: by 1e-20 + sum). renorm_epsilon is part of
-  // the sum.
+  // the sum. Groups are ranked by their best candidate; with a correction bias or group_by_best_two
+  // by the sum of their two best.
   // Zero experts: zero_expert_output = hidden_states * (sum of the weights of identity experts,
   // scaled as the weights are); their slots become id 0 with weight 0.
   // Deterministic: a row depends on its own inputs only (simulation and EPLB: and on its position).

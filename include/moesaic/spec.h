@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "moesaic/activation.h"
@@ -38,7 +39,12 @@ struct RoutingSpec {
   bool renormalize = false;
   std::int64_t num_expert_group = 1;
   std::int64_t topk_group = 1;
+  // kGroupedTopK: groups are ranked by the sum of their two best experts even without a correction
+  // bias (with one they always are), else by their best one.
+  bool group_by_best_two = false;
   bool has_correction_bias = false;  // e_score_correction_bias takes part in selection
+  // kTopK: weights are finally multiplied by a factor of their expert (Gemma 4).
+  bool has_expert_scale = false;
   double routed_scaling_factor = 1.0;
   bool scale_on_output =
       false;                 // true: the layer scales the routed output, not the router its weights
@@ -57,6 +63,7 @@ struct SharedExpertSpec {
   // The checkpoint keeps it outside the block whose name is MoeLayerSpec::prefix, so that the
   // block's own output (what a golden file records) is without it.
   bool beside_block = false;
+  std::optional<ActivationSpec> activation;  // where it differs from the layer's
 };
 
 struct MoeLayerSpec {
@@ -72,9 +79,14 @@ struct MoeLayerSpec {
   QuantScheme quant;  // of the routed experts, as stored
   DType activation_dtype =
       DType::kBF16;  // dtype of hidden states and of the layer's intermediate roundings
+  std::int64_t hash_vocabulary = 0;  // RoutingMethod::kHash: rows of the table
   bool has_router_bias = false;
   bool has_expert_bias = false;
   bool apply_router_weight_on_input = false;
+  // Above 0: the block takes rows x that are not normalised yet (Gemma 4). With
+  // n = x / sqrt(mean(x^2) + input_norm_eps) the router sees n (times weights that are part of
+  // gate_weight), the routed experts n * experts_norm_weight; a shared expert sees x.
+  double input_norm_eps = 0.0;
 };
 
 std::string_view routing_method_name(RoutingMethod method);

@@ -48,12 +48,12 @@ Status validate_groups(const RoutingSpec& r) {
                                groups, r.num_experts));
   }
   const std::int64_t group_size = r.num_experts / groups;
-  if (r.has_correction_bias && group_size < 2) {
-    // With a bias a group is ranked by its two best experts; one expert has no second best.
+  if ((r.has_correction_bias || r.group_by_best_two) && group_size < 2) {
+    // Such a group is ranked by its two best experts; one expert has no second best.
     return invalid(
-        fmt::format("routing.num_expert_group: got {} groups of one expert with a correction bias, "
+        fmt::format("routing.num_expert_group: got {} groups of one expert with {}, "
                     "need at least 2 experts in a group",
-                    groups));
+                    groups, r.has_correction_bias ? "a correction bias" : "group_by_best_two"));
   }
   const std::int64_t reachable = r.topk_group * group_size;
   if (r.top_k > reachable) {
@@ -80,6 +80,14 @@ Status validate_method(const RoutingSpec& r) {
   }
   if (r.method == RoutingMethod::kPNorm) {
     MOESAIC_RETURN_IF_ERROR(positive_finite("routing.p_norm", r.p_norm));
+  }
+  if (r.group_by_best_two && r.method != RoutingMethod::kGroupedTopK) {
+    return invalid(fmt::format("routing.group_by_best_two: got true with method {}, need false",
+                               routing_method_name(r.method)));
+  }
+  if (r.has_expert_scale && r.method != RoutingMethod::kTopK) {
+    return invalid(fmt::format("routing.has_expert_scale: got true with method {}, need false",
+                               routing_method_name(r.method)));
   }
   return {};
 }
@@ -189,6 +197,10 @@ Status validate(const MoeLayerSpec& spec) {
   MOESAIC_RETURN_IF_ERROR(validate_sizes(spec));
   MOESAIC_RETURN_IF_ERROR(validate_routing(spec));
   MOESAIC_RETURN_IF_ERROR(validate_activation(spec.activation));
+  if (spec.shared.activation) {
+    MOESAIC_RETURN_IF_ERROR(validate_activation(*spec.shared.activation).with_context("shared"));
+  }
+  MOESAIC_RETURN_IF_ERROR(not_negative_finite("input_norm_eps", spec.input_norm_eps));
   if (spec.shared.gated_output && spec.shared.intermediate_size == 0) {
     return invalid("shared.gated_output: got true without a shared expert, need false");
   }

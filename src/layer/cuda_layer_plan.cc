@@ -41,6 +41,10 @@ Status CudaLayer::can_implement(const FusedPlan& plan, const FusedMoE::Options& 
   if (options.routed_input_transform || options.routed_output_transform) {
     return unsupported("routed transforms: got host functions, need none on a GPU");
   }
+  if (plan.input_norm_eps > 0) {
+    return unsupported("input_norm_eps: got " + std::to_string(plan.input_norm_eps) +
+                       " on a GPU, need 0 or the CPU");
+  }
   MOESAIC_RETURN_IF_ERROR(ranks_can_implement(plan.ranks, options));
   if (!options.backend.empty() && options.backend != kCudaExpertsName) {
     return unsupported("backend: got " + options.backend + " for " + options.device.to_string() +
@@ -57,7 +61,7 @@ bool shared_joins(const FusedPlan& plan, bool gated_shared) {
   const bool alike = plan.has_shared && !gated_shared && r.hidden_size == s.hidden_size &&
                      r.intermediate_size == s.intermediate_size &&
                      r.quant.weight == s.quant.weight && r.quant.activation == s.quant.activation &&
-                     r.activation_dtype == s.activation_dtype;
+                     r.activation_dtype == s.activation_dtype && r.activation == s.activation;
   // Over ranks each computes the shared expert for its own rows, the routed ones for others' too.
   if (!alike || plan.ranks.active || r.has_expert_bias || r.apply_router_weight_on_input ||
       plan.routing.num_zero_experts > 0 || plan.output_scale != 1.0F) {

@@ -10,6 +10,7 @@
 #include "core/fault.h"
 #include "experts/problem_checks.h"
 #include "layer/fused_impl.h"
+#include "layer/input_norm.h"
 #include "numerics/element.h"
 
 namespace moesaic {
@@ -32,7 +33,8 @@ Result<FusedMoE::Impl::Buffers> FusedMoE::Impl::carve(Arena& arena, std::int64_t
   b.logits = arena.take<float>(rows * logit_columns());
   b.topk_weights = arena.take<float>(rows * plan.routing.top_k);
   b.topk_ids = arena.take<std::int32_t>(rows * plan.routing.top_k);
-  if (options.routed_input_transform) {
+  if (plan.input_norm_eps > 0) b.normed = arena.take<float>(rows * plan.hidden_size);
+  if (options.routed_input_transform || plan.input_norm_eps > 0) {
     b.latent = arena.take<std::byte>(rows * plan.latent_size * kMaxElementBytes);
   }
   if (!writes_output_directly()) b.routed = arena.take<float>(rows * plan.latent_size);
@@ -99,7 +101,12 @@ Status FusedMoE::Impl::route(const ConstTensorView& x, const Buffers& b, const T
   const std::int64_t rows = x.dim(0);
   const std::int64_t k = plan.routing.top_k;
   const TensorView logits = view_of(b.logits, DType::kF32, {rows, logit_columns()});
-  MOESAIC_RETURN_IF_ERROR(gate->forward(x, logits).with_context("gate"));
+  ConstTensorView gate_input = x;
+  if (plan.input_norm_eps > 0) {
+    normalise_rows(x, plan.input_norm_eps, nullptr, b.normed);
+    gate_input = view_of(b.normed, DType::kF32, {rows, plan.hidden_size});
+  }
+  MOESAIC_RETURN_IF_ERROR(gate->forward(gate_input, logits).with_context("gate"));
   Router::Args r;
   r.hidden_states = x;
   r.router_logits = logits;
@@ -135,6 +142,12 @@ Status FusedMoE::Impl::run_routed(const RoutedRows& r, const Buffers& b, const T
     MOESAIC_RETURN_IF_ERROR(
         options.routed_input_transform(r.x, latent).with_context("routed_input_transform"));
     input = latent;
+  }
+  if (plan.input_norm_eps > 0 && !MOESAIC_FAULT(layer_experts_see_raw_rows)) {
+    const TensorView normed = view_of(b.latent, DType::kF32, {rows, plan.hidden_size});
+    normalise_rows(r.x, plan.input_norm_eps, experts_norm_weight.as<float>(),
+                   reinterpret_cast<float*>(b.latent));
+    input = normed;
   }
   const TensorView routed = view_of(b.routed, DType::kF32, {rows, plan.latent_size});
   if (plan.ranks.per_slot) {

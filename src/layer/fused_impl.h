@@ -28,6 +28,7 @@ struct FusedMoE::Impl {
   std::optional<ModularKernel> kernel;
   std::optional<ModularKernel> shared;
   std::optional<GateLinear> shared_gate;
+  Tensor experts_norm_weight;             // [H] F32; plan.input_norm_eps > 0
   std::unique_ptr<cuda::CudaLayer> cuda;  // instead of all the stages above, on a GPU
   std::string router_name;
   std::unique_ptr<RankMesh> mesh;  // null: this layer does not communicate
@@ -42,7 +43,8 @@ struct FusedMoE::Impl {
     float* logits = nullptr;            // [C, E + zero experts]
     float* topk_weights = nullptr;      // [C, k]
     std::int32_t* topk_ids = nullptr;   // [C, k]
-    std::byte* latent = nullptr;        // [C, latent], dtype of the hidden states
+    float* normed = nullptr;            // [C, H]: what the router sees, with an input norm
+    std::byte* latent = nullptr;        // [C, latent], dtype of the hidden states (normed: F32)
     float* routed = nullptr;            // [C, latent]
     float* routed_back = nullptr;       // [C, H], after the output transform
     float* shared = nullptr;            // [C, H]

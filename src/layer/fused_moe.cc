@@ -65,10 +65,12 @@ Result<GateLinear> make_gate(const Tensor& weight, const Tensor& bias, int num_t
 }
 
 Result<Router> make_router(const FusedPlan& plan, const FusedMoE::Options& options,
-                           const ConstTensorView& correction_bias) {
+                           const ConstTensorView& correction_bias,
+                           const ConstTensorView& expert_scale) {
   Router::Options router;
   router.spec = plan.routing;
   router.correction_bias = correction_bias;
+  router.expert_scale = expert_scale;
   router.custom = options.custom_routing;
   router.num_threads = options.num_threads;
   return Router::create(router);
@@ -82,6 +84,15 @@ Status check_tensors(const MoeLayerSpec& spec, const MoeLayerTensors& t) {
   MOESAIC_RETURN_IF_ERROR(check_present("gate_bias", t.gate_bias, spec.has_router_bias));
   MOESAIC_RETURN_IF_ERROR(check_present("e_score_correction_bias", t.e_score_correction_bias,
                                         spec.routing.has_correction_bias));
+  MOESAIC_RETURN_IF_ERROR(
+      check_present("expert_scale", t.expert_scale, spec.routing.has_expert_scale));
+  const bool norm = spec.input_norm_eps > 0;
+  MOESAIC_RETURN_IF_ERROR(check_present("experts_norm_weight", t.experts_norm_weight, norm));
+  if (norm) {
+    const ConstTensorView weight = t.experts_norm_weight.view();
+    MOESAIC_RETURN_IF_ERROR(expect_shape("experts_norm_weight", weight, {spec.hidden_size}));
+    MOESAIC_RETURN_IF_ERROR(expect_dtype("experts_norm_weight", weight, DType::kF32));
+  }
   const bool shared = spec.shared.intermediate_size > 0;
   MOESAIC_RETURN_IF_ERROR(check_present("shared_w13", t.shared_w13, shared));
   MOESAIC_RETURN_IF_ERROR(check_present("shared_w2", t.shared_w2, shared));
@@ -198,7 +209,12 @@ Status FusedMoE::Impl::build_stages(MoeLayerWeights& weights) {
   if (!made_gate.ok()) return made_gate.status().with_context("gate");
   gate.emplace(std::move(made_gate).value());
   small_bytes = t.gate_weight.bytes() + t.shared_gate_weight.bytes();
-  Result<Router> made_router = make_router(plan, options, t.e_score_correction_bias.view());
+  if (plan.input_norm_eps > 0) {
+    experts_norm_weight = std::move(weights.tensors.experts_norm_weight);
+    small_bytes += experts_norm_weight.bytes();
+  }
+  Result<Router> made_router =
+      make_router(plan, options, t.e_score_correction_bias.view(), t.expert_scale.view());
   if (!made_router.ok()) return made_router.status().with_context("router");
   router.emplace(std::move(made_router).value());
   if (router->slots() != plan.routing.top_k) {
@@ -324,13 +340,16 @@ Result<LayerExplanation> explain_layer(const MoeLayerFormat& format,
   const MoeLayerSpec& spec = format.spec;
   MOESAIC_ASSIGN_OR_RETURN(FusedPlan plan, plan_fused_moe(spec, format.shared_quant, options));
   plan.gate_dtype = format.gate_dtype;
-  // The router's name needs the shape of its bias, not its values.
-  Tensor bias;
+  // The router's name needs the shapes of its vectors, not their values.
+  Tensor bias, expert_scale;
+  if (spec.routing.has_expert_scale) {
+    MOESAIC_ASSIGN_OR_RETURN(expert_scale, Tensor::zeros(DType::kF32, {spec.num_experts}));
+  }
   if (spec.routing.has_correction_bias) {
     MOESAIC_ASSIGN_OR_RETURN(bias, Tensor::zeros(DType::kF32, {spec.routing.num_experts +
                                                                spec.routing.num_zero_experts}));
   }
-  const Result<Router> router = make_router(plan, options, bias.view());
+  const Result<Router> router = make_router(plan, options, bias.view(), expert_scale.view());
   if (!router.ok()) return router.status().with_context("router");
   LayerExplanation explanation;
   explanation.candidates = explain_plan(plan, router->name(), options.device);

@@ -45,6 +45,11 @@ Status check_options(const MoeLayerSpec& spec, const FusedMoE::Options& o) {
 Status check_transforms(const MoeLayerSpec& spec, const FusedMoE::Options& o, FusedPlan& plan) {
   plan.hidden_size = spec.hidden_size;
   plan.latent_size = spec.hidden_size;
+  plan.input_norm_eps = spec.input_norm_eps;
+  if (spec.input_norm_eps > 0 && (o.routed_input_transform || o.routed_output_transform)) {
+    return unsupported(fmt::format("routed transforms: got one with input_norm_eps {}, need none",
+                                   spec.input_norm_eps));
+  }
   if (!o.routed_input_transform) {
     if (o.transformed_hidden_size == 0 && !o.routed_output_transform) return {};
     return invalid(
@@ -150,6 +155,9 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const QuantScheme& sh
     plan.shared.num_experts = plan.shared.num_local_experts = plan.shared.top_k = 1;
     plan.shared.hidden_size = spec.hidden_size;
     plan.shared.intermediate_size = spec.shared.intermediate_size;
+    if (spec.shared.activation && !MOESAIC_FAULT(layer_shared_activation_of_experts)) {
+      plan.shared.activation = *spec.shared.activation;
+    }
   }
   return plan;
 }

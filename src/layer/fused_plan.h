@@ -28,6 +28,7 @@ struct FusedPlan {
   bool has_zero_experts = false;  // this rank adds the zero experts' share
   std::int64_t hidden_size = 0;   // of hidden states and output
   std::int64_t latent_size = 0;   // of what the routed experts see
+  double input_norm_eps = 0;      // above 0: router and routed experts see normalised rows
   bool has_router_bias = false;
   DType gate_dtype = DType::kBF16;  // of the gate's weight; BF16 until the weights are there
 };

@@ -31,7 +31,7 @@ float p_norm(const float* w, std::int64_t k, double p) {
   return max * portable_pow(sum, 1 / power);
 }
 
-// Rank of a group: its best candidate, or with a bias the sum of its two best.
+// Rank of a group: its best candidate, or the sum of its two best.
 float group_score(const float* selection, std::int64_t size, bool top_two) {
   float first = -kInf, second = -kInf;
   for (std::int64_t i = 0; i < size; ++i) {
@@ -120,7 +120,8 @@ bool RowRouter::grouped_top_k(const float* logits, const Scratch& scratch, float
           scratch.scores[e] + (biased ? bias[static_cast<std::size_t>(e)] : 0.0F);
     }
   }
-  const bool top_two = biased != MOESAIC_FAULT(router_wrong_group_score);
+  const bool top_two =
+      (biased || spec.group_by_best_two) != MOESAIC_FAULT(router_wrong_group_score);
   for (std::int64_t g = 0; g < groups; ++g) {
     scratch.group_scores[g] = group_score(scratch.selection + g * size, size, top_two);
   }
@@ -168,6 +169,10 @@ float RowRouter::route(const float* logits, const std::int32_t* table_ids, float
     case RoutingMethod::kTopK:
       top_k(logits, bias, scratch, weights, ids);
       renormalize_and_scale(weights);
+      if (expert_scale.empty() || MOESAIC_FAULT(router_forget_expert_scale)) return 0;
+      for (std::int64_t j = 0; j < k; ++j) {
+        weights[j] *= expert_scale[static_cast<std::size_t>(ids[j])];
+      }
       return 0;
     case RoutingMethod::kGroupedTopK:
       if (grouped_top_k(logits, scratch, weights, ids)) renormalize_and_scale(weights);

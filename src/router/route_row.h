@@ -17,10 +17,11 @@ constexpr double route_rows_us(std::int64_t rows, std::int64_t columns) {
 
 // Everything a row needs besides its logits, prepared once.
 struct RowRouter {
-  RoutingSpec spec;                // validated, grouping possible
-  std::vector<float> bias;         // [columns()], empty: none
-  std::vector<float> vision_bias;  // [columns()], empty: none
-  float scale = 1.0F;              // what the weights are multiplied by
+  RoutingSpec spec;                 // validated, grouping possible
+  std::vector<float> bias;          // [columns()], empty: none
+  std::vector<float> vision_bias;   // [columns()], empty: none
+  std::vector<float> expert_scale;  // [columns()], empty: none
+  float scale = 1.0F;               // what the weights are multiplied by
 
   std::int64_t columns() const { return spec.num_experts + spec.num_zero_experts; }
   // Floats of scratch that route() needs.

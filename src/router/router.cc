@@ -240,6 +240,7 @@ Result<Router> Router::create(const Options& options) {
     impl->row.spec = spec;
     impl->row.bias = copy_floats(options.correction_bias);
     impl->row.vision_bias = copy_floats(options.vision_bias);
+    impl->row.expert_scale = copy_floats(options.expert_scale);
     impl->row.scale = spec.scale_on_output ? 1.0F : static_cast<float>(spec.routed_scaling_factor);
     if (options.hash_table.present()) {
       const std::int32_t* table = options.hash_table.as<std::int32_t>();

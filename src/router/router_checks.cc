@@ -196,6 +196,7 @@ Result<RoutingSpec> effective_routing(const RoutingSpec& spec) {
     effective.method = RoutingMethod::kTopK;
     effective.num_expert_group = 1;
     effective.topk_group = 1;
+    effective.group_by_best_two = false;
   }
   // A layer of which only the routing is interesting: its validation is the one place that knows
   // what a RoutingSpec may hold.
@@ -224,6 +225,12 @@ Status check_router_parts(const Router::Options& o, const RoutingSpec& r) {
                   fmt::format("routing.has_correction_bias {}", r.has_correction_bias)));
   if (r.has_correction_bias) {
     MOESAIC_RETURN_IF_ERROR(check_bias("correction_bias", o.correction_bias, columns));
+  }
+  MOESAIC_RETURN_IF_ERROR(
+      present_iff("expert_scale", o.expert_scale.present(), r.has_expert_scale,
+                  fmt::format("routing.has_expert_scale {}", r.has_expert_scale)));
+  if (r.has_expert_scale) {
+    MOESAIC_RETURN_IF_ERROR(check_bias("expert_scale", o.expert_scale, columns));
   }
   const bool hash = r.method == RoutingMethod::kHash;
   MOESAIC_RETURN_IF_ERROR(present_iff("hash_table", o.hash_table.present(), hash, method));
@@ -296,9 +303,10 @@ std::string router_name(const RoutingSpec& r, const std::string& simulation_stra
   const std::string renorm = r.renormalize ? "_renorm" : "";
   switch (r.method) {
     case RoutingMethod::kTopK:
-      return scored + "_topk" + renorm;
+      return scored + "_topk" + renorm + (r.has_expert_scale ? "_expert_scale" : "");
     case RoutingMethod::kGroupedTopK:
-      return scored + "_grouped_topk" + renorm;
+      return scored + (r.group_by_best_two && !r.has_correction_bias ? "_best_two" : "") +
+             "_grouped_topk" + renorm;
     case RoutingMethod::kTopKSoftmax:
       return "topk_softmax";
     case RoutingMethod::kLlama4:

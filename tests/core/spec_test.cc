@@ -82,6 +82,12 @@ TEST(SpecValidate, RefusesByFieldAndCode) {
       {"num_expert_group", arg, [](auto& s) { s.routing.num_expert_group = 3; }},
       {"num_expert_group", arg, [](auto& s) { s.routing.num_expert_group = 0; }},
       {"num_expert_group", arg, [](auto& s) { s.routing.num_expert_group = 16; }},
+      {"group_by_best_two", arg,
+       [](auto& s) {
+         s.routing.num_expert_group = 8;
+         s.routing.has_correction_bias = false;
+         s.routing.group_by_best_two = true;
+       }},
       {"topk_group", arg, [](auto& s) { s.routing.topk_group = 5; }},
       {"topk_group", arg, [](auto& s) { s.routing.topk_group = 0; }},
       {"top_k", arg, [](auto& s) { s.routing.top_k = 5; }},

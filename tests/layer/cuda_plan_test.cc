@@ -121,6 +121,21 @@ TEST(CudaPlan, RefusalsNameTheStage) {
   };
   expect_refusal(explain_layer(custom, options).status(), StatusCode::kUnsupported,
                  {"router", "custom"});
+  MoeLayerSpec best_two = small_spec();
+  test::use_grouped_routing(best_two.routing, 4, 2);
+  best_two.routing.group_by_best_two = true;
+  EXPECT_TRUE(explain_layer(best_two, on_gpu()).ok()) << "as with any correction bias";
+  best_two.routing.has_correction_bias = false;
+  expect_refusal(explain_layer(best_two, on_gpu()).status(), StatusCode::kUnsupported,
+                 {"router", "group_by_best_two"});
+  MoeLayerSpec scaled = small_spec();
+  scaled.routing.has_expert_scale = true;
+  expect_refusal(explain_layer(scaled, on_gpu()).status(), StatusCode::kUnsupported,
+                 {"router", "has_expert_scale"});
+  MoeLayerSpec normed = small_spec();
+  normed.input_norm_eps = 1e-6;
+  expect_refusal(explain_layer(normed, on_gpu()).status(), StatusCode::kUnsupported,
+                 {"input_norm_eps"});
   MoeLayerSpec odd = small_spec();
   odd.shared.intermediate_size = 36;
   expect_refusal(explain_layer(odd, on_gpu()).status(), StatusCode::kUnsupported,

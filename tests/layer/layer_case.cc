@@ -35,7 +35,7 @@ MoeProblem problem_of(const MoeLayerSpec& spec, bool shared) {
   p.top_k = shared ? 1 : spec.routing.top_k;
   p.hidden_size = spec.hidden_size;
   p.intermediate_size = shared ? spec.shared.intermediate_size : spec.intermediate_size;
-  p.activation = spec.activation;
+  p.activation = shared ? spec.shared.activation.value_or(spec.activation) : spec.activation;
   p.quant = spec.quant;
   p.activation_dtype = spec.activation_dtype;
   p.has_expert_bias = !shared && spec.has_expert_bias;
@@ -52,6 +52,8 @@ MoeLayerWeights LayerTensors::weights() const {
   w.tensors.gate_bias = copy_of(gate_bias);
   w.tensors.e_score_correction_bias = copy_of(correction_bias);
   w.tensors.shared_gate_weight = copy_of(shared_gate_weight);
+  w.tensors.experts_norm_weight = copy_of(experts_norm_weight);
+  w.tensors.expert_scale = copy_of(expert_scale);
   w.tensors.shared_w13 = copy_of(shared.w13);
   w.tensors.shared_w13_scale = copy_of(shared.w13_scale);
   w.tensors.shared_w2 = copy_of(shared.w2);
@@ -72,6 +74,12 @@ LayerTensors make_tensors(std::uint64_t seed, const MoeLayerSpec& spec) {
   if (spec.has_router_bias) t.gate_bias = random_normal(rng, DType::kBF16, {columns});
   if (spec.routing.has_correction_bias) {
     t.correction_bias = random_normal(rng, DType::kF32, {columns}, 0.1);
+  }
+  if (spec.routing.has_expert_scale) {
+    t.expert_scale = random_normal(rng, DType::kF32, {spec.num_experts});
+  }
+  if (spec.input_norm_eps > 0) {
+    t.experts_norm_weight = random_normal(rng, DType::kF32, {spec.hidden_size});
   }
   t.experts = random_expert_weights(seed + 1, problem_of(spec, false));
   if (spec.shared.intermediate_size > 0) {

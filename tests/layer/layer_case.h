@@ -16,6 +16,7 @@ struct LayerTensors {
   OwnedExpertWeights experts;  // all E of them
   OwnedExpertWeights shared;   // E = 1
   Tensor gate_weight, gate_bias, correction_bias, shared_gate_weight;
+  Tensor experts_norm_weight, expert_scale;
 
   // What Checkpoint::load_layer would return (one rank); the tensors are copied, but the source
   // views this object.

@@ -411,6 +411,10 @@ TEST(RouterContract, Names) {
   EXPECT_EQ(name(test::topk_spec(ScoringFunc::kSigmoid, 8, 2, false), true), "sigmoid_bias_topk");
   EXPECT_EQ(name(test::grouped_spec(ScoringFunc::kSigmoid, 8, 2, false, 4, 2), true),
             "sigmoid_bias_grouped_topk");
+  RoutingSpec best_two = test::grouped_spec(ScoringFunc::kSoftmax, 8, 2, true, 4, 2);
+  best_two.group_by_best_two = true;
+  EXPECT_EQ(name(best_two, false), "softmax_best_two_grouped_topk_renorm");
+  EXPECT_EQ(name(best_two, true), "softmax_bias_grouped_topk_renorm");
   EXPECT_EQ(name(test::method_spec(RoutingMethod::kTopKSoftmax, 8, 2), false), "topk_softmax");
   EXPECT_EQ(name(test::method_spec(RoutingMethod::kLlama4, 8, 1), false), "topk_sigmoid");
   EXPECT_EQ(name(test::method_spec(RoutingMethod::kSparseMixer, 8, 2), false), "sparse_mixer");

@@ -53,6 +53,13 @@ TEST(RouterMisuse, SpecValues) {
   refused(grouped(2, 4, 5), "routing.topk_group: got 5");
   refused(grouped(5, 4, 2), "routing.top_k: got 5, need at most 4");
 
+  s = plain();
+  s.group_by_best_two = true;
+  refused(s, "routing.group_by_best_two: got true with method topk");
+  s = grouped(2, 4, 2);
+  s.has_expert_scale = true;
+  refused(s, "routing.has_expert_scale: got true with method grouped_topk");
+
   s = test::method_spec(RoutingMethod::kSparseMixer, 8, 3);
   refused(s, "routing.top_k: got 3");
   s = test::method_spec(RoutingMethod::kSparseMixer, 8, 2);
@@ -124,6 +131,22 @@ TEST(RouterMisuse, Parts) {
   strided.strides[0] = 2;
   o.correction_bias = strided;
   refused(o, StatusCode::kInvalidLayout, "correction_bias");
+
+  o = {};
+  o.spec = plain();
+  o.expert_scale = bias.view();
+  refused(o, kArgument, "expert_scale: given, need none");
+  o.spec.has_expert_scale = true;
+  o.expert_scale = {};
+  refused(o, kArgument, "expert_scale: absent, need it");
+  o.expert_scale = short_bias.view();
+  refused(o, StatusCode::kInvalidShape, "expert_scale: got [7], need [8]");
+  o.expert_scale = wrong.view();
+  refused(o, StatusCode::kInvalidDType, "expert_scale: got BF16, need F32");
+  Tensor endless = zeros(DType::kF32, {8});
+  endless.as<float>()[3] = static_cast<float>(kInfinity);
+  o.expert_scale = endless.view();
+  refused(o, kArgument, "expert_scale[3]: got inf");
 
   const Tensor table = zeros(DType::kI32, {5, 2});
   o = {};

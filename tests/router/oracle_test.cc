@@ -45,6 +45,8 @@ std::vector<Case> cases() {
         const std::string name = s + r + " grouped E=" + std::to_string(e);
         add(name, grouped);
         add(name + " biased", grouped, 0.1);
+        grouped.group_by_best_two = true;
+        add(name + " best two", grouped);
       }
     }
   }

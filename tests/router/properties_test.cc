@@ -223,6 +223,29 @@ TEST(RouterProperties, P9TiesGoToTheSmallerId) {
   }
 }
 
+// The factor of an expert steers no choice and is the last one.
+TEST(RouterProperties, ExpertScalesAreTheLastFactor) {
+  Rng rng(39);
+  const std::int64_t m = 60, experts = 24;
+  const Tensor l = test::random_normal(rng, DType::kF32, {m, experts}, 2.0);
+  const Floats bias = random_bias(rng, experts);
+  const Tensor scale = test::random_normal(rng, DType::kF32, {experts});
+  for (const auto& [name, scoring, biased, renorm] : test::scoring_cases()) {
+    SCOPED_TRACE(name);
+    RoutingSpec spec = test::topk_spec(scoring, experts, 5, renorm);
+    spec.routed_scaling_factor = 1.75;
+    const Routed plain = route(with(spec), l, biased ? bias : Floats());
+    spec.has_expert_scale = true;
+    Router::Options options = with(spec);
+    options.expert_scale = scale.view();
+    const Routed scaled = route(options, l, biased ? bias : Floats());
+    EXPECT_EQ(scaled.ids, plain.ids);
+    for (std::size_t i = 0; i < plain.ids.size(); ++i) {
+      EXPECT_EQ(scaled.weights[i], plain.weights[i] * scale.as<float>()[plain.ids[i]]);
+    }
+  }
+}
+
 TEST(RouterProperties, P11ZeroExpertsLoseNoWeight) {
   Rng rng(38);
   const std::int64_t m = 50, real = 12, zero = 6, hidden = 7;

@@ -84,6 +84,19 @@ TEST(RouterExamples, W5GroupedSoftmaxWithoutBias) {
   expect_digits(route(with(spec), l).weights, {.721399, .265388, .013213});
 }
 
+// Two good experts outrank one that is a little better.
+TEST(RouterExamples, GroupedSoftmaxByTheBestTwo) {
+  const Tensor l = matrix(1, {2, -3, .5F, .4F, 1.8F, 1.7F, -3, 3});
+  RoutingSpec spec = test::grouped_spec(kSoftmax, 8, 3, false, 4, 2);
+  EXPECT_EQ(route(with(spec), l).ids, (Ids{7, 0, 1}));
+  spec.group_by_best_two = true;
+  Routed r = route(with(spec), l);
+  EXPECT_EQ(r.ids, (Ids{7, 4, 5}));
+  expect_digits(r.weights, {.475529, .143227, .129597});
+  spec.renormalize = true;
+  expect_digits(route(with(spec), l).weights, {.635435, .191389, .173176});
+}
+
 TEST(RouterExamples, W6SqrtSoftplusWithBiasAndHash) {
   const Tensor l = matrix(1, {0, 1, -1, 2});
   float scores[4];

@@ -115,6 +115,7 @@ class RouteStage final : public BenchStage {
     options.spec = settings.spec.routing;
     if (options.spec.has_correction_bias)
       options.correction_bias = stage->tensors_.e_score_correction_bias.view();
+    options.expert_scale = stage->tensors_.expert_scale.view();
     options.num_threads = settings.options.num_threads;
     MOESAIC_ASSIGN_OR_RETURN(Router router, Router::create(options));
     stage->router_ = std::make_unique<Router>(std::move(router));

@@ -146,8 +146,8 @@ class LayerStage final : public BenchStage {
   }
 
  private:
+  // What the check needs of the small tensors.
   void keep_shared(const MoeLayerTensors& t) {
-    if (s_.spec.shared.intermediate_size == 0) return;
     const auto copy = [](const Tensor& from) {
       Tensor to;
       if (!from.present()) return to;
@@ -157,6 +157,8 @@ class LayerStage final : public BenchStage {
       std::copy(from.data(), from.data() + from.bytes(), to.data());
       return to;
     };
+    shared_.experts_norm_weight = copy(t.experts_norm_weight);
+    if (s_.spec.shared.intermediate_size == 0) return;
     shared_.shared_w13 = copy(t.shared_w13), shared_.shared_w13_scale = copy(t.shared_w13_scale);
     shared_.shared_w2 = copy(t.shared_w2), shared_.shared_w2_scale = copy(t.shared_w2_scale);
     shared_.shared_gate_weight = copy(t.shared_gate_weight);
@@ -182,9 +184,19 @@ class LayerStage final : public BenchStage {
     const auto k = static_cast<std::size_t>(s_.spec.routing.top_k);
     MoeProblem p = problem_of(s_.spec, 1, s_.options.num_threads);
     const std::vector<double> in = row_to_doubles(x.view(), 0);
-    MOESAIC_ASSIGN_OR_RETURN(std::vector<double> want,
-                             reference_token(p, *check_source_, in, {ids.as<std::int32_t>(), k},
-                                             {weights.as<float>(), k}));
+    std::vector<double> routed_in = in;
+    if (s_.spec.input_norm_eps > 0) {
+      double squares = 0;
+      for (const double v : in) squares += v * v;
+      const double root =
+          std::sqrt(squares / static_cast<double>(in.size()) + s_.spec.input_norm_eps);
+      for (std::size_t i = 0; i < in.size(); ++i) {
+        routed_in[i] *= double{shared_.experts_norm_weight.as<float>()[i]} / root;
+      }
+    }
+    MOESAIC_ASSIGN_OR_RETURN(std::vector<double> want, reference_token(p, *check_source_, routed_in,
+                                                                       {ids.as<std::int32_t>(), k},
+                                                                       {weights.as<float>(), k}));
     if (s_.spec.routing.scale_on_output) {
       for (double& v : want) v *= s_.spec.routing.routed_scaling_factor;
     }
@@ -195,6 +207,7 @@ class LayerStage final : public BenchStage {
       if (shared_.shared_w2_scale.present()) stacked.w2_scale = shared_.shared_w2_scale.view();
       p.intermediate_size = s_.spec.shared.intermediate_size;
       p.quant = shared_.shared_quant;
+      p.activation = s_.spec.shared.activation.value_or(s_.spec.activation);
       p.has_expert_bias = p.apply_router_weight_on_input = false;
       const auto source = make_stacked_source(stacked);
       float factor = 1.0F;

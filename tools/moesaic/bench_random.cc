@@ -274,12 +274,24 @@ Result<MoeLayerTensors> random_layer_tensors(const MoeLayerSpec& spec, std::uint
     MOESAIC_ASSIGN_OR_RETURN(t.e_score_correction_bias,
                              random_tensor(DType::kF32, {logits}, 0.05, seed + 3));
   }
+  // Factors around one.
+  const auto factors = [](std::int64_t count, std::uint64_t from) -> Result<Tensor> {
+    MOESAIC_ASSIGN_OR_RETURN(Tensor f, random_tensor(DType::kF32, {count}, 0.1, from));
+    for (std::int64_t i = 0; i < count; ++i) f.as<float>()[i] += 1.0F;
+    return f;
+  };
+  if (spec.routing.has_expert_scale) {
+    MOESAIC_ASSIGN_OR_RETURN(t.expert_scale, factors(spec.num_experts, seed + 6));
+  }
+  if (spec.input_norm_eps > 0) {
+    MOESAIC_ASSIGN_OR_RETURN(t.experts_norm_weight, factors(spec.hidden_size, seed + 7));
+  }
   if (spec.shared.intermediate_size == 0) return t;
   MoeProblem shared;
   shared.num_experts = shared.num_local_experts = shared.top_k = 1;
   shared.hidden_size = spec.hidden_size;
   shared.intermediate_size = spec.shared.intermediate_size;
-  shared.activation = spec.activation;
+  shared.activation = spec.shared.activation.value_or(spec.activation);
   // Formats with more than one scale tensor are for routed experts alone.
   const OperandQuant& w = spec.quant.weight;
   const bool simple = w.outer_scale == OuterScale::kNone && w.zero_point == ZeroPoint::kNone &&

@@ -40,6 +40,7 @@ Result<RoutingOracle> RoutingOracle::create(const MoeLayerSpec& spec,
   RoutingOracle oracle;
   oracle.routing_ = spec.routing;
   oracle.hidden_size_ = spec.hidden_size;
+  oracle.input_norm_eps_ = spec.input_norm_eps;
   oracle.weight_ = to_doubles(tensors.gate_weight.view());
   if (tensors.gate_bias.present()) oracle.bias_ = to_doubles(tensors.gate_bias.view());
   if (tensors.e_score_correction_bias.present()) {
@@ -62,15 +63,23 @@ Result<RoutingOracle> RoutingOracle::create(const MoeLayerSpec& spec,
 void RoutingOracle::set_token(std::span<const double> hidden_state) {
   const std::size_t experts = scores_.size();
   std::vector<double> logits(experts), margins(experts);
+  double norm = 1;
+  if (input_norm_eps_ > 0) {
+    double squares = 0;
+    for (const double x : hidden_state) squares += x * x;
+    norm = 1 / std::sqrt(squares / static_cast<double>(hidden_size_) + input_norm_eps_);
+  }
   for (std::size_t e = 0; e < experts; ++e) {
     const double* row = weight_.data() + e * static_cast<std::size_t>(hidden_size_);
     double sum = 0, magnitude = 0;
     for (std::size_t h = 0; h < hidden_state.size(); ++h) {
-      sum += hidden_state[h] * row[h];
-      magnitude += std::abs(hidden_state[h] * row[h]);
+      const double product = norm * hidden_state[h] * row[h];
+      sum += product;
+      magnitude += std::abs(product);
     }
-    // The bound that GateLinear documents, and one rounding of the bias.
-    margins[e] = static_cast<double>(hidden_size_) * kF32Rounding * magnitude;
+    // The bound that GateLinear documents, with the normalised row's, and one rounding of the bias.
+    const double roundings = static_cast<double>(hidden_size_) + (input_norm_eps_ > 0 ? 4 : 0);
+    margins[e] = roundings * kF32Rounding * magnitude;
     if (!bias_.empty()) {
       sum += bias_[e];
       margins[e] += kF32Rounding * (std::abs(sum) + std::abs(bias_[e]));
@@ -161,7 +170,7 @@ bool RoutingOracle::possible(std::span<const std::int32_t> ids) const {
     const double widest =
         *std::max_element(margins_.begin() + static_cast<std::ptrdiff_t>(g * size),
                           margins_.begin() + static_cast<std::ptrdiff_t>((g + 1) * size));
-    const bool sum_of_two = !correction_.empty() && size >= 2;
+    const bool sum_of_two = (!correction_.empty() || routing_.group_by_best_two) && size >= 2;
     score[g] = members[0] + (sum_of_two ? members[1] : 0.0);
     margin[g] = (sum_of_two ? 2 : 1) * widest + kF32Rounding * std::abs(score[g]);
   }

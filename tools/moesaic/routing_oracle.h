@@ -36,6 +36,7 @@ class RoutingOracle {
 
   RoutingSpec routing_;
   std::int64_t hidden_size_ = 0;
+  double input_norm_eps_ = 0;
   std::vector<double> weight_, bias_, correction_;  // [E, H], [E] or empty, [E] or empty
   std::vector<double> scores_, margins_;
 };

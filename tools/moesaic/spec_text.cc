@@ -11,13 +11,15 @@ namespace moesaic::tool {
 std::string routing_text(const RoutingSpec& routing) {
   Router::Options options;
   options.spec = routing;
-  // The values of the bias do not matter for a name, its presence does.
+  // The values of these vectors do not matter for a name, their presence does.
   std::vector<float> zeros;
   const std::int64_t experts = routing.num_experts + routing.num_zero_experts;
-  if (routing.has_correction_bias && experts > 0) {
+  if (experts > 0) {
     zeros.resize(static_cast<std::size_t>(experts));
-    options.correction_bias =
-        ConstTensorView(reinterpret_cast<const std::byte*>(zeros.data()), DType::kF32, {experts});
+    const ConstTensorView vector(reinterpret_cast<const std::byte*>(zeros.data()), DType::kF32,
+                                 {experts});
+    if (routing.has_correction_bias) options.correction_bias = vector;
+    if (routing.has_expert_scale) options.expert_scale = vector;
   }
   const Result<Router> router = Router::create(options);
   return router.ok() ? router->name() : std::string(routing_method_name(routing.method));

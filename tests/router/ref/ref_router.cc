@@ -114,7 +114,7 @@ RefRow ref_route(const RoutingSpec& spec, const Doubles& l, const Doubles& bias)
       const std::size_t best = at(members[0]);
       group[at(g)] = selection[best];
       group_err[at(g)] = selection_err[best];
-      if (bias.empty()) continue;
+      if (bias.empty() && !spec.group_by_best_two) continue;
       const std::size_t second = at(members[1]);
       group[at(g)] += selection[second];
       group_err[at(g)] += selection_err[second] + std::abs(group[at(g)]) * 0x1p-24;
