@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <filesystem>
 #include <system_error>
 #include <utility>
@@ -18,6 +19,7 @@
 #include "checkpoint/mapped_file.h"
 #include "checkpoint/names.h"
 #include "checkpoint/shards.h"
+#include "core/fault.h"
 
 namespace moesaic {
 namespace {
@@ -110,10 +112,57 @@ std::int64_t optional_bytes(const std::optional<ShardSet::Located>& tensor) {
 
 // Router and shared tensors, which are loaded at once.
 std::int64_t small_bytes(const BoundLayer& layer) {
-  const std::int64_t bytes = optional_bytes(layer.gate_weight) + optional_bytes(layer.gate_bias) +
-                             optional_bytes(layer.correction_bias) +
-                             optional_bytes(layer.shared_gate);
+  const std::int64_t bytes =
+      optional_bytes(layer.gate_weight) + optional_bytes(layer.gate_bias) +
+      optional_bytes(layer.correction_bias) + optional_bytes(layer.shared_gate) +
+      optional_bytes(layer.hash_table) + optional_bytes(layer.router_scale) +
+      optional_bytes(layer.experts_norm) + optional_bytes(layer.expert_scale);
   return bytes + layer.shared.bytes();
+}
+
+// Expert ids of every token, [vocabulary, k], as I32.
+Status load_hash_table(const BoundLayer& layer, MoeLayerTensors* tensors) {
+  if (!layer.hash_table) return {};
+  const RoutingSpec& routing = layer.source.spec.routing;
+  MOESAIC_ASSIGN_OR_RETURN(const Tensor stored,
+                           layer.hash_table->file->read_tensor(*layer.hash_table->info));
+  MOESAIC_ASSIGN_OR_RETURN(tensors->hash_table, Tensor::uninitialized(DType::kI32, stored.shape()));
+  const std::int64_t count = stored.shape()[0] * stored.shape()[1];
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::int64_t id = stored.dtype() == DType::kI64
+                                ? stored.as<std::int64_t>()[i]
+                                : std::int64_t{stored.as<std::int32_t>()[i]};
+    if (id < 0 || id >= routing.num_experts) {
+      return {StatusCode::kCorruptFile,
+              fmt::format("{}[{}, {}]: got expert {}, need 0 to {}",
+                          quote_name(layer.hash_table->info->name), i / routing.top_k,
+                          i % routing.top_k, id, routing.num_experts - 1)};
+    }
+    tensors->hash_table.as<std::int32_t>()[i] = static_cast<std::int32_t>(id);
+  }
+  return {};
+}
+
+// Scales of a router that sees normalised rows become part of its weight:
+// W[e, h] * scale[h] / sqrt(H), rounded once to F32.
+Status load_input_norm(const BoundLayer& layer, MoeLayerTensors* tensors) {
+  if (!layer.router_scale) return {};
+  const std::int64_t hidden = layer.source.spec.hidden_size;
+  const std::int64_t experts = layer.source.spec.num_experts;
+  MOESAIC_ASSIGN_OR_RETURN(const Tensor scale, read_widened(*layer.router_scale, {hidden}));
+  MOESAIC_ASSIGN_OR_RETURN(tensors->gate_weight,
+                           read_widened(*layer.gate_weight, {experts, hidden}));
+  const double root = std::sqrt(static_cast<double>(hidden));
+  float* const weight = tensors->gate_weight.as<float>();
+  for (std::int64_t i = 0; i < experts * hidden; ++i) {
+    if (MOESAIC_FAULT(checkpoint_forget_router_scale)) break;
+    weight[i] =
+        static_cast<float>(double{weight[i]} * double{scale.as<float>()[i % hidden]} / root);
+  }
+  MOESAIC_ASSIGN_OR_RETURN(tensors->experts_norm_weight,
+                           read_widened(*layer.experts_norm, {hidden}));
+  MOESAIC_ASSIGN_OR_RETURN(tensors->expert_scale, read_widened(*layer.expert_scale, {experts}));
+  return {};
 }
 
 Result<MoeLayerTensors> load_tensors(const BoundLayer& layer) {
@@ -138,6 +187,8 @@ Result<MoeLayerTensors> load_tensors(const BoundLayer& layer) {
         read_widened(*layer.correction_bias,
                      {layer.source.spec.num_experts + layer.source.spec.routing.num_zero_experts}));
   }
+  MOESAIC_RETURN_IF_ERROR(load_hash_table(layer, &tensors));
+  MOESAIC_RETURN_IF_ERROR(load_input_norm(layer, &tensors));
   if (layer.source.spec.shared.intermediate_size > 0) {
     MOESAIC_RETURN_IF_ERROR(load_shared(layer, &tensors));
   }
@@ -310,6 +361,8 @@ Result<MoeLayerWeights> Checkpoint::load_layer(int index, const ParallelConfig& 
 Result<MoeLayerFormat> Checkpoint::check_layer(int index, const ParallelConfig& parallel) const {
   return guard_allocation("checkpoint", [&]() -> Result<MoeLayerFormat> {
     MOESAIC_ASSIGN_OR_RETURN(BoundLayer layer, impl_->check(index, parallel));
+    MoeLayerTensors table;  // small, and of no use with an expert that does not exist
+    MOESAIC_RETURN_IF_ERROR(load_hash_table(layer, &table));
     MoeLayerFormat format;
     format.spec = layer.source.spec;
     format.shared_quant = format.spec.quant;

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <nlohmann/json.hpp>
 
@@ -125,7 +126,8 @@ Result<ActivationKind> plain_activation(const ConfigFields& fields, const Family
 Result<ActivationKind> hidden_activation(const ConfigFields& fields, const Family& family) {
   if (!is_gated(family.activation.kind)) return plain_activation(fields, family);
   MOESAIC_ASSIGN_OR_RETURN(const auto name, activation_field(fields, family));
-  if (!name || *name == "silu" || *name == "swish") return ActivationKind::kSilu;
+  if (!name) return family.activation.kind;
+  if (*name == "silu" || *name == "swish") return ActivationKind::kSilu;
   if (*name == "gelu_new")
     return ActivationKind::kGeluTanh;  // transformers' name for the tanh form
   Result<ActivationKind> kind = activation_from_name(*name);
@@ -181,6 +183,24 @@ Result<ActivationSpec> read_activation(const ConfigFields& fields, const Family&
     MOESAIC_ASSIGN_OR_RETURN(const auto alpha, read_constant(fields, family.alpha_field));
     if (alpha && !MOESAIC_FAULT(checkpoint_alpha_ignored)) activation.alpha = *alpha;
   }
+  if (std::isfinite(activation.limit) && activation.kind != ActivationKind::kSilu &&
+      activation.kind != ActivationKind::kSwigluOai) {
+    return fields.unsupported(fmt::format("{}: got {} with the family's swiglu_limit {}, need silu",
+                                          family.activation_field, activation_name(activation.kind),
+                                          activation.limit));
+  }
+  return activation;
+}
+
+// A limit of one layer in a list of them: null and 0 say "none".
+Result<ActivationSpec> read_step_limit(const ConfigFields& fields, std::string_view field,
+                                       ActivationSpec activation) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto limit, fields.number(field));
+  if (!limit || *limit == 0 || MOESAIC_FAULT(checkpoint_ignore_step_limits)) return activation;
+  const auto narrow = static_cast<float>(std::clamp(*limit, -1e30, 1e30));
+  if (!(narrow > 0)) return fields.bad_value(field, fmt::to_string(*limit), ">= 0 or null");
+  activation.kind = ActivationKind::kSwigluStep;
+  activation.limit = narrow;
   return activation;
 }
 
@@ -209,13 +229,32 @@ Result<SharedExpertSpec> read_shared(const ConfigFields& fields, const Family& f
   if (family.shared == SharedRule::kOwnWidth && count > 0) {
     // A width of 0 says "none" as well, where nothing else belongs to the shared expert.
     const IntegerRange range{family.shared_gate.empty() ? 0 : 1, kMaxWidth};
+    const std::array names = {family.shared_width_field, family.shared_width_alias};
+    const std::size_t count_names = family.shared_width_alias.empty() ? 1 : 2;
     MOESAIC_ASSIGN_OR_RETURN(
-        width, fields.required_integer(std::span(&family.shared_width_field, 1), range));
+        width, fields.required_integer(std::span(names).first(count_names), range));
   }
   shared.intermediate_size = count * width;
   shared.beside_block = shared.intermediate_size > 0 && family.shared_beside_block;
   shared.gated_output = shared.intermediate_size > 0 && !family.shared_gate.empty();
+  if (shared.intermediate_size > 0 && family.shared_unlimited) {
+    shared.activation.emplace().kind = family.activation.kind;
+  }
+  if (shared.intermediate_size > 0 && !family.shared_step_limits.empty()) {
+    MOESAIC_ASSIGN_OR_RETURN(shared.activation,
+                             read_step_limit(fields, family.shared_step_limits, family.activation));
+  }
   return shared;
+}
+
+Status read_input_norm(const ConfigFields& fields, const Family& family, MoeLayerSpec* spec) {
+  if (!family.input_norm.present()) return {};
+  MOESAIC_ASSIGN_OR_RETURN(const auto eps, fields.number(family.input_norm.eps_field));
+  spec->input_norm_eps = eps.value_or(family.input_norm.default_eps);
+  if (!(spec->input_norm_eps > 0)) {
+    return fields.bad_value(family.input_norm.eps_field, fmt::to_string(*eps), "> 0");
+  }
+  return {};
 }
 
 // The first of the family's names for I that the file has: Hunyuan's second name is also that of
@@ -242,6 +281,11 @@ Result<MoeLayerSpec> read_layer(const ConfigFields& fields, const ConfigFields& 
   MOESAIC_ASSIGN_OR_RETURN(spec.routing,
                            read_routing(moe, family, spec.num_experts, &config->bias_by_presence));
   MOESAIC_ASSIGN_OR_RETURN(spec.activation, read_activation(moe, family));
+  if (!family.step_limits.empty()) {
+    MOESAIC_ASSIGN_OR_RETURN(spec.activation,
+                             read_step_limit(moe, family.step_limits, spec.activation));
+  }
+  MOESAIC_RETURN_IF_ERROR(read_input_norm(moe, family, &spec));
   MOESAIC_ASSIGN_OR_RETURN(spec.shared, read_shared(moe, family, spec.intermediate_size));
   spec.activation_dtype = config->stated_dtype.value_or(DType::kBF16);
   spec.has_router_bias = !family.gate_bias.empty();
@@ -251,8 +295,22 @@ Result<MoeLayerSpec> read_layer(const ConfigFields& fields, const ConfigFields& 
   return spec;
 }
 
+// DeepSeek-V4's first layers: experts by token id, weights from the scores.
+Status use_hash_table(const ConfigFields& fields, MoeLayerSpec* spec) {
+  constexpr std::string_view kVocabulary = "vocab_size";
+  MOESAIC_ASSIGN_OR_RETURN(spec->hash_vocabulary,
+                           fields.required_integer(std::span(&kVocabulary, 1), kWidthRange));
+  spec->routing.method = RoutingMethod::kHash;
+  spec->routing.has_correction_bias = false;
+  return {};
+}
+
 // A dense member of a family that also has MoE models says so by having no experts.
 Result<bool> has_experts(const ConfigFields& fields, const Family& family) {
+  if (!family.switch_field.empty()) {
+    MOESAIC_ASSIGN_OR_RETURN(const auto on, fields.boolean(family.switch_field));
+    return on.value_or(false);
+  }
   if (family.layer_rule == LayerRule::kPattern || !family.moe_object.empty()) return true;
   MOESAIC_ASSIGN_OR_RETURN(const auto count,
                            fields.integer(expert_count_fields(), {0, kMaxExperts}));
@@ -289,6 +347,8 @@ Result<ModelConfig> parse_checked(std::string_view text) {
 
   MOESAIC_ASSIGN_OR_RETURN(const std::vector<bool> is_moe,
                            moe_layers(fields, *config.family, config.num_hidden_layers));
+  MOESAIC_ASSIGN_OR_RETURN(const std::vector<bool> is_hash,
+                           hash_layers(fields, *config.family, config.num_hidden_layers));
   const nlohmann::json* moe_object = model.object;
   std::string moe_where = model.where;
   if (!config.family->moe_object.empty()) {
@@ -315,6 +375,9 @@ Result<ModelConfig> parse_checked(std::string_view text) {
     spec->prefix = block_name(config.family->layer_prefix, static_cast<std::int64_t>(i),
                               config.family->layouts[0].block);
     config.layers.push_back(*spec);
+    if (is_hash[i] && !MOESAIC_FAULT(checkpoint_hash_layers_by_score)) {
+      MOESAIC_RETURN_IF_ERROR(use_hash_table(fields, &config.layers.back()));
+    }
   }
   // What a dense stack says about experts must be sound all the same.
   if (!spec) {

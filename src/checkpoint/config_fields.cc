@@ -116,6 +116,14 @@ Result<std::optional<bool>> ConfigFields::boolean(std::string_view name) const {
 Result<std::optional<double>> ConfigFields::number(std::string_view name) const {
   const nlohmann::json* value = find(name);
   if (value == nullptr) return std::optional<double>();
+  if (layer_ >= 0 && value->is_array()) {
+    const auto layer = static_cast<std::size_t>(layer_);
+    if (layer >= value->size()) {
+      return bad_type(name, *value, fmt::format("a number, or an entry for layer {}", layer));
+    }
+    value = &(*value)[layer];
+    if (value->is_null()) return std::optional<double>();
+  }
   if (!value->is_number()) return bad_type(name, *value, "a number");
   const double number = value->get<double>();
   if (!std::isfinite(number)) return bad_value(name, value->dump(), "a finite number");

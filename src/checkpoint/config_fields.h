@@ -30,7 +30,7 @@ class ConfigFields {
  public:
   // `object` must be a JSON object that outlives this; `where` begins every message
   // ("config.json", "config.json: text_config").
-  // With `layer` >= 0 an integer may also be a list, whose entry at `layer` counts.
+  // With `layer` >= 0 a number may also be a list, whose entry at `layer` counts (null: absent).
   // `read`, where there is one, outlives this and collects the names that are asked for.
   ConfigFields(const nlohmann::json& object, std::string where, std::int64_t layer = -1,
                FieldsRead* read = nullptr);

@@ -22,12 +22,9 @@ constexpr std::array<std::string_view, 10> kLayerPrefixes = {
 
 constexpr std::array<std::string_view, 4> kExpertCount = {"num_experts", "num_local_experts",
                                                           "n_routed_experts", "moe_num_experts"};
-constexpr std::array<std::string_view, 6> kTopK = {"num_experts_per_tok",
-                                                   "num_experts_per_token",
-                                                   "experts_per_token",
-                                                   "moe_topk",
-                                                   "moe_k",
-                                                   "moe_top_k"};
+constexpr std::array<std::string_view, 7> kTopK = {
+    "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k",
+    "moe_top_k",           "top_k_experts"};
 
 constexpr std::string_view kExpertMark = "{e}";
 
@@ -65,6 +62,7 @@ std::span<const std::string_view> layer_rule_fields(LayerRule rule) {
       std::to_array<std::string_view>({"moe_layers", "interleave_moe_layer_step"});
   static constexpr auto kInterval = std::to_array<std::string_view>(
       {"moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"});
+  static constexpr auto kListed = std::to_array<std::string_view>({"moe_layer_freq"});
   static constexpr auto kEnumerated = std::to_array<std::string_view>({"moe_layers_enum"});
   static constexpr auto kPattern =
       std::to_array<std::string_view>({"layers_block_type", "hybrid_override_pattern"});
@@ -81,6 +79,8 @@ std::span<const std::string_view> layer_rule_fields(LayerRule rule) {
       return kInterval;
     case LayerRule::kEnumerated:
       return kEnumerated;
+    case LayerRule::kListed:
+      return kListed;
     case LayerRule::kPattern:
       return kPattern;
     case LayerRule::kEvery:

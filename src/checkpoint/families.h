@@ -37,7 +37,8 @@ enum class LayerRule : std::uint8_t {
   kPeriod,      // i % expert_layer_period == expert_layer_offset
   kInterleave,  // i in moe_layers, or (i + 1) % interleave_moe_layer_step == 0
   kInterval,    // (i + 1) % moe_layer_interval == 0, between moe_layer_start_index and _end_index
-  kEnumerated,  // i in moe_layers_enum ("4,5,6"), or every layer but the first
+  kEnumerated,  // i in moe_layers_enum ("4,5,6"), or i >= the family's default_first_dense
+  kListed,      // moe_layer_freq[i] is 1, or i >= the family's default_first_dense
   kPattern,     // hybrid_override_pattern[i] is 'E', or layers_block_type[i] is "moe"
 };
 
@@ -155,6 +156,7 @@ struct RoutingRule {
   std::string_view default_topk_method;  // empty: the field is not read
   bool reads_groups = false;             // group_fields, topk_group
   NameList<2> group_fields = {"n_group"};
+  bool group_by_best_two = false;  // as in RoutingSpec
   std::int64_t default_n_group = 1;
   std::int64_t default_topk_group = 1;
   ScaleRule scale = ScaleRule::kNone;
@@ -170,16 +172,27 @@ enum class SharedRule : std::uint8_t {
   kCount,     // shared_count_field * the routed width, stored as one MLP
 };
 
+// Router and routed experts that see RMS-normalised rows; the names are relative to the layer.
+struct InputNorm {
+  std::string_view eps_field;  // empty: none
+  double default_eps = 0.0;
+  std::string_view router_scale;    // [H]; times 1 / sqrt(H), on what the router sees
+  std::string_view experts_weight;  // [H], on what the experts see
+  std::string_view expert_scale;    // [E], on the routing weights
+  constexpr bool present() const { return !eps_field.empty(); }
+};
+
 struct Family {
   std::string_view title;  // for people: "DeepSeek-V3"
   NameList<4> model_types;
   NameList<3> width_fields;  // names of I
   LayerRule layer_rule = LayerRule::kEvery;
-  std::int64_t default_first_dense = 0;  // kFirstDense
+  std::int64_t default_first_dense = 0;  // kFirstDense, kEnumerated, kListed
   std::string_view first_dense_field = "first_k_dense_replace";
   RoutingRule routing;
   SharedRule shared = SharedRule::kNone;
   std::string_view shared_width_field = "shared_expert_intermediate_size";
+  std::string_view shared_width_alias;  // another name of the same; empty: none
   std::string_view shared_count_field;
   std::int64_t default_shared_count = 0;
   // "sum", or, unsaid too, another way to add shared experts, which is refused; empty: no such
@@ -188,12 +201,16 @@ struct Family {
   // Where a family's fields have names of their own.
   std::string_view hidden_field = "hidden_size";
   std::string_view num_layers_field = "num_hidden_layers";
-  std::string_view moe_object;   // object that holds the experts' fields: "ffn_config"
-  bool has_layer_lists = false;  // integers may be lists with an entry per layer
+  std::string_view moe_object;    // object that holds the experts' fields: "ffn_config"
+  bool has_layer_lists = false;   // numbers may be lists with an entry per layer
+  std::string_view switch_field;  // a boolean without which (unsaid too) the model is dense
   // Activation: hidden_act (default silu), or a fixed kind with these constants.
   bool reads_hidden_act = true;
   std::string_view activation_field = "hidden_act";
   ActivationSpec activation;
+  // kSwigluStep with a limit per layer, where the lists have one: null and 0 leave plain SiLU.
+  std::string_view step_limits, shared_step_limits;
+  bool shared_unlimited = false;  // the limit of the activation is the routed experts' alone
   // Constants of the activation; empty: the family has no such field.
   std::string_view limit_field;
   std::string_view alpha_field;
@@ -205,12 +222,18 @@ struct Family {
   // Tensors, relative to the block; empty: the family has no such tensor.
   std::string_view gate_weight = "gate.weight";
   std::string_view gate_weight_alternative;  // what some files have instead
+  bool router_beside_block = false;          // its names are relative to the layer
   std::string_view gate_bias;
-  NameList<2> correction_bias;       // spellings
+  NameList<2> correction_bias;  // spellings
+  // Layers that route by a table of token ids: those that mlp_layer_types calls "hash_moe", or the
+  // first num_hash_layers (default: this many).
+  std::int64_t default_hash_layers = 0;
+  std::string_view hash_table;
   ExpertLayout shared_layout;        // of the shared expert; `block` is not used
   ExpertLayout shared_alternative;   // what some files have instead
   bool shared_beside_block = false;  // its names are relative to the layer
   std::string_view shared_gate;
+  InputNorm input_norm;
   std::array<ExpertLayout, 3> layouts;
 };
 

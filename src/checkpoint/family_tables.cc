@@ -1,6 +1,7 @@
 // The table of families. Source: spec checkpoints.md section 3.
 #include "checkpoint/families.h"
 #include "checkpoint/family_layouts.h"
+#include "checkpoint/family_rows_2026.h"
 #include "checkpoint/family_rows_transformers.h"
 
 namespace moesaic {
@@ -406,6 +407,7 @@ constexpr Family step3() {
   f.model_types = {"step3", "step3_text"};
   f.width_fields = {"moe_intermediate_size"};
   f.layer_rule = LayerRule::kEnumerated;
+  f.default_first_dense = 1;
   f.routing.renorm = RenormRule::kStated;
   f.routing.renorm_field = "norm_expert_weight";
   f.shared = SharedRule::kOwnWidth;
@@ -487,7 +489,9 @@ constexpr auto kFamilies = std::to_array<Family>({
     bailing_hybrid(), beam(),           dots3(),         exaone_moe(),     glm5_next(),
     hy_v3(),          laguna(),         lfm2_moe(),      minimax_m3(),     solar_open(),
     flint(),          cohere2_moe(),    aria(),          granite_swa(),    privacy_filter(),
-    qwen3_omni_moe(), qwen4_exp(),      inkling2(),      mistral_large4(),
+    qwen3_omni_moe(), qwen4_exp(),      inkling2(),      mistral_large4(), deepseek_v4(),
+    mistral4(),       kimi_linear(),    mimo_v2_flash(), step3p5(),        gemma4(),
+    hy_v4(),
 });
 
 }  // namespace

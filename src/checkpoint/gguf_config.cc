@@ -322,6 +322,9 @@ void add_layer_rule(const Family& family, nlohmann::json* json) {
     case LayerRule::kEnumerated:
       (*json)["moe_layers_enum"] = "0";
       return;
+    case LayerRule::kListed:
+      (*json)["moe_layer_freq"] = {1};
+      return;
     case LayerRule::kPattern:
       (*json)["hybrid_override_pattern"] = "E";
       return;

@@ -404,9 +404,8 @@ void choose_inputs(const ShardSet& shards, const std::vector<std::string>& modul
 Status choose_formats(const ModelConfig& config, const ShardSet& shards, LayerSource* source) {
   if (config.gguf) return choose_gguf_formats(shards, source);
   const std::vector<std::string_view> leaves = projection_leaves(*source->layout);
-  MOESAIC_ASSIGN_OR_RETURN(source->experts,
-                           experts_format(config.quant, source->spec.prefix + ".experts",
-                                          source->spec.num_experts, leaves));
+  MOESAIC_ASSIGN_OR_RETURN(source->experts, experts_format(config.quant, source->experts_module(),
+                                                           source->spec.num_experts, leaves));
   MOESAIC_RETURN_IF_ERROR(check_mxfp4(*source));
   MOESAIC_RETURN_IF_ERROR(check_storage(*source));
   choose_scale_names(shards, source);
@@ -658,6 +657,10 @@ std::vector<std::string_view> unknown_names(const LayerSource& source, const Sha
   for (const ExpertLayout& layout : source.family->layouts) {
     if (layout.present()) blocks.insert(fmt::format("{}{}.", layer, layout.block));
   }
+  if (source.family->router_beside_block) {
+    const std::string_view gate = source.family->gate_weight;
+    blocks.insert(fmt::format("{}{}.", layer, gate.substr(0, gate.find('.'))));
+  }
   for (const std::string& block : blocks) {
     for (const ShardSet::Located& tensor : tensors_under(shards, block)) {
       if (source.layout->block.empty() && !is_moe_part(name_of(tensor))) continue;
@@ -679,6 +682,18 @@ void place(const PlannedTensor& planned, const ShardSet::Located& where, BoundLa
       return;
     case LayerPart::kCorrectionBias:
       layer->correction_bias = where;
+      return;
+    case LayerPart::kHashTable:
+      layer->hash_table = where;
+      return;
+    case LayerPart::kRouterScale:
+      layer->router_scale = where;
+      return;
+    case LayerPart::kExpertsNorm:
+      layer->experts_norm = where;
+      return;
+    case LayerPart::kExpertScale:
+      layer->expert_scale = where;
       return;
     case LayerPart::kSharedGate:
       layer->shared_gate = where;

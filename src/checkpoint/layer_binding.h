@@ -34,6 +34,7 @@ class MlpTensors {
 struct BoundLayer {
   LayerSource source;
   std::optional<ShardSet::Located> gate_weight, gate_bias, correction_bias, shared_gate;
+  std::optional<ShardSet::Located> hash_table, router_scale, experts_norm, expert_scale;
   MlpTensors shared;
   std::vector<MlpTensors> experts;  // [E], or [1] when stacked
 };

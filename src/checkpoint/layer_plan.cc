@@ -24,6 +24,16 @@ class Planner {
     if (spec_.routing.has_correction_bias) {
       router(LayerPart::kCorrectionBias, source_.correction_bias, {columns});
     }
+    if (spec_.routing.method == RoutingMethod::kHash) {
+      router(LayerPart::kHashTable, family.hash_table,
+             {spec_.hash_vocabulary, spec_.routing.top_k});
+      tensors_.back().dtypes = {DType::kI64, DType::kI32};
+    }
+    if (family.input_norm.present()) {
+      router(LayerPart::kRouterScale, family.input_norm.router_scale, {spec_.hidden_size});
+      router(LayerPart::kExpertsNorm, family.input_norm.experts_weight, {spec_.hidden_size});
+      router(LayerPart::kExpertScale, family.input_norm.expert_scale, {columns});
+    }
     if (spec_.shared.intermediate_size > 0) shared();
     if (is_per_expert(source_.layout->storage)) {
       for (std::int64_t e = 0; e < spec_.num_experts; ++e) per_expert(e);
@@ -39,8 +49,8 @@ class Planner {
   std::string full(std::string_view name) const { return fmt::format("{}.{}", spec_.prefix, name); }
 
   void router(LayerPart part, std::string_view name, const Shape& shape) {
-    tensors_.push_back(
-        {part, Projection::kGate, TensorKind::kWeight, 0, full(name), shape, kSmallTypes});
+    tensors_.push_back({part, Projection::kGate, TensorKind::kWeight, 0,
+                        source_.router_tensor(name), shape, kSmallTypes});
     // ERNIE keeps its selection bias as a matrix with one row.
     tensors_.back().leading_one_allowed = part == LayerPart::kCorrectionBias;
   }
@@ -155,10 +165,12 @@ class Planner {
     const std::int64_t h = spec_.hidden_size;
     const std::int64_t s = spec_.shared.intermediate_size;
     const ExpertLayout& layout = *source_.shared_layout;
+    const std::string_view scale =
+        is_per_expert(layout.storage) ? layout.scale_suffix : ".weight_scale_inv";
     const auto one = [&](Projection projection, std::string_view module, const Shape& shape) {
       if (module.empty()) return;
-      linear(LayerPart::kShared, projection, 0, source_.shared_module(module), ".weight",
-             ".weight_scale_inv", shape);
+      linear(LayerPart::kShared, projection, 0, source_.shared_module(module), ".weight", scale,
+             shape);
     };
     one(Projection::kGate, layout.gate, {is_fused(layout.storage) ? 2 * s : s, h});
     one(Projection::kUp, layout.up, {s, h});
@@ -291,10 +303,23 @@ std::string DTypeSet::to_string() const {
   return text;
 }
 
-std::string LayerSource::shared_module(std::string_view module) const {
+std::string LayerSource::beside(std::string_view name) const {
   std::string_view base = spec.prefix;
-  if (family->shared_beside_block) base.remove_suffix(layout->block.size() + 1);
-  return fmt::format("{}.{}", base, module);
+  base.remove_suffix(layout->block.size() + 1);
+  return fmt::format("{}.{}", base, name);
+}
+
+std::string LayerSource::router_tensor(std::string_view name) const {
+  return family->router_beside_block ? beside(name) : fmt::format("{}.{}", spec.prefix, name);
+}
+
+std::string LayerSource::shared_module(std::string_view module) const {
+  return family->shared_beside_block ? beside(module) : fmt::format("{}.{}", spec.prefix, module);
+}
+
+std::string LayerSource::experts_module() const {
+  constexpr std::string_view kExperts = "experts";
+  return layout->block == kExperts ? spec.prefix : fmt::format("{}.{}", spec.prefix, kExperts);
 }
 
 std::vector<PlannedTensor> plan_layer(const LayerSource& source) { return Planner(source).run(); }

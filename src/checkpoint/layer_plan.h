@@ -39,6 +39,11 @@ struct LayerSource {
 
   // Full name of a module of the shared expert.
   std::string shared_module(std::string_view module) const;
+  // Full names of what lies in the layer beside its block, and of the router's tensors.
+  std::string beside(std::string_view name) const;
+  std::string router_tensor(std::string_view name) const;
+  // The module that holds the experts, as skip lists call it.
+  std::string experts_module() const;
 };
 
 // A set of element types that a tensor may have.
@@ -63,6 +68,10 @@ enum class LayerPart : std::uint8_t {
   kGateWeight,
   kGateBias,
   kCorrectionBias,
+  kHashTable,
+  kRouterScale,  // Family::input_norm
+  kExpertsNorm,
+  kExpertScale,
   kSharedGate,
   kShared,  // the shared expert's projections
   kExpert,  // the routed experts' projections

@@ -19,7 +19,11 @@ Result<std::optional<std::vector<bool>>> listed_layers(const ConfigFields& field
   MOESAIC_ASSIGN_OR_RETURN(const auto types,
                            fields.strings("mlp_layer_types", static_cast<std::size_t>(kMaxLayers)));
   if (!types) return std::optional<std::vector<bool>>();
-  if (static_cast<std::int64_t>(types->size()) != num_layers) {
+  // Step-3.5 lists its prediction layers too.
+  MOESAIC_ASSIGN_OR_RETURN(const auto predict,
+                           fields.integer("num_nextn_predict_layers", {0, kMaxLayers}));
+  const auto count = static_cast<std::int64_t>(types->size());
+  if (count != num_layers && count != num_layers + predict.value_or(0)) {
     return Status(fields.bad_value("mlp_layer_types", fmt::format("{} entries", types->size()),
                                    fmt::format("{} (num_hidden_layers)", num_layers)));
   }
@@ -31,6 +35,7 @@ Result<std::optional<std::vector<bool>>> listed_layers(const ConfigFields& field
     }
     is_moe.push_back(type == "sparse");
   }
+  is_moe.resize(static_cast<std::size_t>(num_layers));
   return std::optional(std::move(is_moe));
 }
 
@@ -108,14 +113,31 @@ Result<std::vector<bool>> interval_layers(const ConfigFields& fields, std::int64
   return is_moe;
 }
 
-// "4,5,6": numbers and commas, nothing else.
-Result<std::vector<bool>> enumerated_layers(const ConfigFields& fields, std::int64_t num_layers) {
-  MOESAIC_ASSIGN_OR_RETURN(const auto text, fields.string("moe_layers_enum"));
-  std::vector<bool> is_moe(static_cast<std::size_t>(num_layers), !text);
-  if (!text) {
-    is_moe[0] = false;
-    return is_moe;
+std::vector<bool> layers_from(std::int64_t first, std::int64_t num_layers) {
+  std::vector<bool> is_moe(static_cast<std::size_t>(num_layers));
+  for (std::int64_t i = first; i < num_layers; ++i) is_moe[static_cast<std::size_t>(i)] = true;
+  return is_moe;
+}
+
+// moe_layer_freq as a list of 0 and 1.
+Result<std::vector<bool>> frequency_list(const ConfigFields& fields, const Family& family,
+                                         std::int64_t num_layers) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto list, fields.integers("moe_layer_freq", {0, 1},
+                                                            static_cast<std::size_t>(kMaxLayers)));
+  if (!list) return layers_from(family.default_first_dense, num_layers);
+  if (static_cast<std::int64_t>(list->size()) != num_layers) {
+    return Status(fields.bad_value("moe_layer_freq", fmt::format("{} entries", list->size()),
+                                   fmt::format("{} (one per layer)", num_layers)));
   }
+  return std::vector<bool>(list->begin(), list->end());
+}
+
+// "4,5,6": numbers and commas, nothing else.
+Result<std::vector<bool>> enumerated_layers(const ConfigFields& fields, const Family& family,
+                                            std::int64_t num_layers) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto text, fields.string("moe_layers_enum"));
+  if (!text) return layers_from(family.default_first_dense, num_layers);
+  std::vector<bool> is_moe(static_cast<std::size_t>(num_layers));
   std::size_t at = 0;
   while (at < text->size()) {
     const std::size_t comma = std::min(text->find(',', at), text->size());
@@ -168,8 +190,35 @@ Result<std::int64_t> read_num_layers(const ConfigFields& fields, const Family& f
   return fields.required_integer(std::span(&family.num_layers_field, 1), kRange);
 }
 
+Result<std::vector<bool>> hash_layers(const ConfigFields& fields, const Family& family,
+                                      std::int64_t num_layers) {
+  std::vector<bool> is_hash(static_cast<std::size_t>(num_layers));
+  if (family.hash_table.empty()) return is_hash;
+  MOESAIC_ASSIGN_OR_RETURN(const auto types,
+                           fields.strings("mlp_layer_types", static_cast<std::size_t>(kMaxLayers)));
+  MOESAIC_ASSIGN_OR_RETURN(const auto count, fields.integer("num_hash_layers", {0, kMaxLayers}));
+  if (types && static_cast<std::int64_t>(types->size()) != num_layers) {
+    return Status(fields.bad_value("mlp_layer_types", fmt::format("{} entries", types->size()),
+                                   fmt::format("{} (num_hidden_layers)", num_layers)));
+  }
+  for (std::size_t i = 0; i < is_hash.size(); ++i) {
+    is_hash[i] = static_cast<std::int64_t>(i) < count.value_or(family.default_hash_layers);
+    if (!types) continue;
+    const std::string& type = (*types)[i];
+    if (type != "moe" && type != "hash_moe") {
+      return Status(
+          fields.bad_value("mlp_layer_types", quote_name(type), "\"moe\" or \"hash_moe\""));
+    }
+    is_hash[i] = type == "hash_moe";
+  }
+  return is_hash;
+}
+
 Result<std::vector<bool>> moe_layers(const ConfigFields& fields, const Family& family,
                                      std::int64_t num_layers) {
+  if (!family.hash_table.empty()) {  // its list says how a layer routes: all are MoE
+    return std::vector<bool>(static_cast<std::size_t>(num_layers), true);
+  }
   MOESAIC_ASSIGN_OR_RETURN(auto listed, listed_layers(fields, num_layers));
   if (listed) return std::move(*listed);
   switch (family.layer_rule) {
@@ -184,7 +233,9 @@ Result<std::vector<bool>> moe_layers(const ConfigFields& fields, const Family& f
     case LayerRule::kInterval:
       return interval_layers(fields, num_layers);
     case LayerRule::kEnumerated:
-      return enumerated_layers(fields, num_layers);
+      return enumerated_layers(fields, family, num_layers);
+    case LayerRule::kListed:
+      return frequency_list(fields, family, num_layers);
     case LayerRule::kPattern:
       return pattern_layers(fields, num_layers);
     case LayerRule::kEvery:

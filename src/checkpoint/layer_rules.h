@@ -18,4 +18,8 @@ Result<std::int64_t> read_num_layers(const ConfigFields& fields, const Family& f
 Result<std::vector<bool>> moe_layers(const ConfigFields& fields, const Family& family,
                                      std::int64_t num_layers);
 
+// Which of them route by token ids (Family::hash_table); all false for other families.
+Result<std::vector<bool>> hash_layers(const ConfigFields& fields, const Family& family,
+                                      std::int64_t num_layers);
+
 }  // namespace moesaic

@@ -27,8 +27,6 @@ constexpr auto kRefused = std::to_array<RefusedFamily>({
     {"doge", "experts are pairs of vectors that product keys retrieve, not matrices"},
     {"ernie4_5_vl_moe", kTwoModalities},
     {"ernie4_5_vl_moe_text", kTwoModalities},
-    {"hy_v4",
-     "routed experts clamp gate and up, the shared expert does not: a layer has one activation"},
     {"inkling_mm_model", kSharedInRouter},
     {"inkling_text", kSharedInRouter},
     {"jetmoe", "the block adds a bias to the sum of the experts, and attention has experts too"},

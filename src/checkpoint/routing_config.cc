@@ -58,16 +58,18 @@ Status read_groups(const ConfigFields& fields, const RoutingRule& rule, RoutingS
   routing->num_expert_group = groups.value_or(rule.default_n_group);
   routing->topk_group = kept.value_or(rule.default_topk_group);
   if (routing->topk_group > routing->num_expert_group) {
-    return fields.bad_value("topk_group", fmt::to_string(routing->topk_group),
-                            fmt::format("at most n_group {}", routing->num_expert_group));
+    return fields.bad_value(
+        "topk_group", fmt::to_string(routing->topk_group),
+        fmt::format("at most {} {}", rule.group_fields.names[0], routing->num_expert_group));
   }
   if (routing->num_experts % routing->num_expert_group != 0) {
-    return fields.bad_value("n_group", fmt::to_string(routing->num_expert_group),
+    return fields.bad_value(rule.group_fields.names[0], fmt::to_string(routing->num_expert_group),
                             fmt::format("a divisor of the {} experts", routing->num_experts));
   }
   // One group restricts nothing: the plain method, which every backend has.
   if (routing->num_expert_group > 1 && !MOESAIC_FAULT(checkpoint_groups_ignored)) {
     routing->method = RoutingMethod::kGroupedTopK;
+    routing->group_by_best_two = rule.group_by_best_two;
   }
   return {};
 }
@@ -213,6 +215,7 @@ Result<RoutingSpec> read_routing(const ConfigFields& fields, const Family& famil
     routing.renorm_floor = floor.value_or(rule.renorm_floor);
   }
   routing.renorm_epsilon = rule.renorm_epsilon;
+  routing.has_expert_scale = !family.input_norm.expert_scale.empty();
   routing.scale_on_output = rule.scale == ScaleRule::kOnOutput;
   MOESAIC_ASSIGN_OR_RETURN(routing.routed_scaling_factor, read_scale(fields, rule));
   return routing;

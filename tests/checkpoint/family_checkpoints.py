@@ -31,11 +31,14 @@ TINY = {
 class Row:
     """One checkpoint. `fields` override TINY in the configuration, or in its text_config for a wrapper; `outer` are the
     wrapper's own. `call`: how the block is run on x [1, T, H], where block(x) is not enough. `memory`: also as the modules
-    lie in memory (False where no file outside is written so). `block`: names of modules that hold experts in another way than as a child called "experts"."""
+    lie in memory (False where no file outside is written so). `block`: names of modules that hold experts in another way than as a child called "experts".
+    `recorded`: the layers of the golden file, where it is not all."""
 
-    def __init__(self, name, model_type=None, fields=None, outer=None, call=None, memory=True, block=None, auto=None, edit=None):
+    def __init__(self, name, model_type=None, fields=None, outer=None, call=None, memory=True, block=None, auto=None, edit=None,
+                 recorded=None):
         self.name, self.model_type, self.fields, self.outer = name, model_type or name, fields or {}, outer or {}
         self.call, self.memory, self.block, self.auto, self.edit = call, memory, block, auto, edit
+        self.recorded = recorded
 
 
 def groups(**more):
@@ -122,6 +125,39 @@ ROWS += [
     Row("unlimited_ocr", fields={"n_shared_experts": 2}),
 ]
 
+# --- rows of family_rows_2026.h ---
+
+V4 = {"layer_types": ["sliding_attention"] * 2, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2, "swiglu_limit": 0.7}
+STEP = {"share_expert_dim": 40, "moe_router_scaling_factor": 1.5}
+GEMMA4 = {"hidden_size_per_layer_input": 0, "global_head_dim": 16, "rms_norm_eps": 0.25}
+
+
+def gemma4_block(torch, layer, x):
+    """From the residual stream to what post_feedforward_layernorm_2 receives; Gemma4TextDecoderLayer.forward."""
+    flat = x.reshape(-1, HIDDEN)
+    _, weights, ids = layer.router(flat)
+    return layer.experts(layer.pre_feedforward_layernorm_2(flat), ids, weights).reshape(x.shape)
+
+
+ROWS += [
+    Row("deepseek_v4", fields={"mlp_layer_types": ["moe"] * 2, **V4}),
+    Row("deepseek_v4_hash", "deepseek_v4", {"mlp_layer_types": ["hash_moe", "moe"], **V4}, recorded={1}),
+    Row("deepseek_v4_sigmoid", "deepseek_v4", {"mlp_layer_types": ["moe"] * 2, "scoring_func": "sigmoid", **V4}),
+    Row("mistral4", fields={"n_shared_experts": 2, "norm_topk_prob": False}),
+    Row("mistral4_groups", "mistral4", groups(n_shared_experts=1, routed_scaling_factor=2.5)),
+    Row("kimi_linear", fields={"n_shared_experts": 2}),
+    Row("kimi_linear_groups", "kimi_linear", groups(n_shared_experts=1, moe_renormalize=False)),
+    Row("mimo_v2_flash", fields={"routed_scaling_factor": 2.5}),
+    Row("mimo_v2_flash_groups", "mimo_v2_flash", groups(norm_topk_prob=False)),
+    Row("hy_v4", fields={"n_shared_experts": 2, "swiglu_limit": 0.7}),
+    Row("step3p7", fields={"mlp_layer_types": ["sparse"] * 2, **STEP}),
+    Row("step3p7_limits", "step3p7", {"mlp_layer_types": ["sparse"] * 2, "swiglu_limits": [0.0, 0.5],
+                                      "swiglu_limits_shared": [0.3, None], **STEP}),
+    Row("gemma4_text", fields={"enable_moe_block": True, "top_k_experts": TOP_K, **GEMMA4}, call=gemma4_block),
+    Row("gemma4", fields={"enable_moe_block": True, "top_k_experts": 3, "hidden_activation": "silu", **GEMMA4},
+        call=gemma4_block),
+]
+
 
 # --- float64 ---
 
@@ -186,7 +222,7 @@ def moe_blocks(row, model):
     """[(layer, name of the layer, name of the block, block)]"""
     found = []
     for name, module in model.named_modules():
-        at = re.match(r"(.*?\b(?:layers|blocks)\.(\d+))\.(\w+)$", name)
+        at = re.match(r"(.*?\b(?:layers|blocks)\.(\d+))(?:\.(\w+))?$", name)
         inside = hasattr(module, "experts") if row.block is None else at and at[3] == row.block
         if at and inside and not re.search("vision|visual|talker", name):
             found.append((int(at[2]), at[1], name, module))
@@ -238,6 +274,8 @@ def write(torch, transformers, row, folder):
         with torch.no_grad():
             fill(torch, rng, layer)
         state.update({layer_name + "." + k: v for k, v in layer.state_dict().items()})
+        if row.recorded is not None and number not in row.recorded:
+            continue
         x = torch.randn((1, TOKENS, HIDDEN), generator=rng).bfloat16()
         y = output_of(torch, row, copy.deepcopy(block).double(), x.double())
         if not 0.02 < float(y.std()) < 50:

@@ -139,6 +139,11 @@ TEST_F(TinyCheckpoints, ConfigurationsAreReadAsTheFamilySays) {
       EXPECT_EQ(spec.has_router_bias, want.value("router_bias", false));
       EXPECT_EQ(spec.apply_router_weight_on_input, want.value("weight_on_input", false));
       EXPECT_EQ(spec.shared.beside_block, want.value("beside_block", false));
+      EXPECT_EQ(spec.shared.activation.value_or(ActivationSpec{}).limit,
+                want.value("shared_limit", std::numeric_limits<float>::infinity()));
+      EXPECT_EQ(spec.routing.group_by_best_two, want.value("best_two", false));
+      EXPECT_EQ(spec.routing.has_expert_scale, want.value("expert_scale", false));
+      EXPECT_EQ(spec.input_norm_eps, want.value("input_norm_eps", 0.0));
       EXPECT_TRUE(validate(spec).ok());
     }
     EXPECT_EQ(layers, c.layers);
@@ -167,6 +172,9 @@ TEST_F(TinyCheckpoints, LoadToCanonicalBytes) {
         expect_tensor(t.gate_weight, expected, "gate_weight");
         expect_tensor(t.gate_bias, expected, "gate_bias");
         expect_tensor(t.e_score_correction_bias, expected, "e_score_correction_bias");
+        expect_tensor(t.hash_table, expected, "hash_table");
+        expect_tensor(t.experts_norm_weight, expected, "experts_norm_weight");
+        expect_tensor(t.expert_scale, expected, "expert_scale");
         expect_tensor(t.shared_gate_weight, expected, "shared_gate");
         expect_tensor(t.shared_w13, expected, "shared_w13");
         expect_tensor(t.shared_w2, expected, "shared_w2");

@@ -5,6 +5,7 @@ opened ("checkpoint"); layers are opened and loaded with all experts ("layer": t
 import json
 import math
 import random
+import struct
 
 from corpus import main, simple_file
 from tiny_model import Layer, Mxfp4Layer, Tensor, safetensors, tensor
@@ -325,6 +326,42 @@ def layer_cases(c):
     narrow = Layer(random.Random(1), 2, 130, 64, dtype="F8_E4M3").per_expert().router().named(p[:-1])
     folder("fp8_width_below_block", dict(QWEN, hidden_size=130, moe_intermediate_size=64, num_experts=2, quantization_config=FP8), narrow,
            ARGUMENT, ["intermediate_size", "64", "block 128"])
+
+
+    # Tables of token ids, and routers that see normalised rows.
+    def small(name, model_type, tensors, spoil, code, keywords, **more):
+        spoil(tensors)
+        config = {"model_type": model_type, "hidden_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1, "num_experts": 4,
+                  "num_experts_per_tok": 2, **more}
+        folder(name, config, tensors, code, keywords)
+
+    def v4(name, spoil, code, keywords, **more):
+        rng = random.Random(name)
+        layer = Layer(rng, 4, 16, 8).w123().router().shared(rng, "shared_experts", 8, names=("w1", "w3", "w2")).hash_table(
+            rng, "gate.tid2eid", 3, 2)
+        small(name, "deepseek_v4", layer.named("model.layers.0.ffn"), spoil, code, keywords, vocab_size=3, **more)
+
+    table = "model.layers.0.ffn.gate.tid2eid"
+    v4("v4_hash_good", lambda t: None, "ok", [])
+    v4("v4_hash_missing", lambda t: t.pop(table), MISSING, [table])
+    v4("v4_hash_rows", lambda t: t.update({table: Tensor("I64", [2, 2], t[table].data[:32])}), SHAPE, [table, "[2, 2]", "[3, 2]"])
+    v4("v4_hash_floats", lambda t: t.update({table: Tensor("F64", [3, 2], t[table].data)}), DTYPE, [table, "F64", "I64"])
+    v4("v4_hash_beyond", lambda t: t.update({table: Tensor("I64", [3, 2], struct.pack("<6q", 0, 1, 2, 4, 0, 0))}), CORRUPT,
+       [table, "[1, 1]", "got expert 4", "0 to 3"])
+    v4("v4_hash_negative", lambda t: t.update({table: Tensor("I32", [3, 2], struct.pack("<6i", -1, 1, 2, 3, 0, 0))}), CORRUPT, ["[0, 0]", "got expert -1"])
+    v4("v4_table_of_a_scored_layer", lambda t: t.update({"model.layers.0.ffn.gate.bias": bf16([4])(None)}), CORRUPT, ["not recognised", table],
+       num_hash_layers=0)
+
+    def gemma4(name, spoil, code, keywords):
+        layer = Layer(random.Random(name), 4, 16, 8).fused_nt(module="").normed_router(random.Random(1))
+        small(name, "gemma4_text", layer.named("model.layers.0.experts"), spoil, code, keywords, enable_moe_block=True)
+
+    g = "model.layers.0."
+    gemma4("gemma4_good", lambda t: None, "ok", [])
+    for missing in ("router.scale", "router.per_expert_scale", "router.proj.weight", "pre_feedforward_layernorm_2.weight"):
+        gemma4("gemma4_no_" + missing, lambda t: t.pop(g + missing), MISSING, [g + missing])
+    gemma4("gemma4_scale_shape", lambda t: t.update({g + "router.scale": bf16([1])(None)}), SHAPE, ["router.scale", "[1]", "[16]"])
+    gemma4("gemma4_router_bias", lambda t: t.update({g + "router.proj.bias": bf16([4])(None)}), CORRUPT, ["not recognised", "router.proj.bias"])
 
 
 def e5m2(t):

@@ -377,6 +377,52 @@ def transformers_families(c):
           one(bias=None, s=16), dict(soft, renormalize=False, shared=16))
 
 
+def families_of_2026(c):
+    plain = {"routing": "topk", "scoring": "sigmoid", "renormalize": True, "scale": 1.0, "bias": True}
+    bsm, ffn = "model.layers.%d.block_sparse_moe", "model.layers.%d.ffn"
+    two = lambda make: {0: make(1), 1: make(2)}
+
+    def layer(seed, storage, bias=None, shared="shared_experts", s=8, **names):
+        rng = random.Random(seed)
+        x = getattr(Layer(rng, 4, 16, 8), storage)().router()
+        if bias:
+            x.correction_bias(rng, bias)
+        return x.shared(rng, shared, s, **names) if shared else x
+
+    v4 = deepseek("deepseek_v4", num_hidden_layers=2, n_shared_experts=1, num_hash_layers=0, vocab_size=3, swiglu_limit=2.5)
+    for field in ("n_group", "topk_group", "first_k_dense_replace"):
+        del v4[field]
+    v4_spec = dict(plain, scoring="sqrtsoftplus", scale=1.5, shared=8, limit=2.5)
+    w123 = {"names": ("w1", "w3", "w2")}
+    c.add("deepseek_v4", v4, two(lambda s: layer(s, "w123", "gate.bias", **w123)), v4_spec, ffn)
+    c.add("deepseek_v4_memory", dict(v4, mlp_layer_types=["moe", "moe"], num_hash_layers=2),
+          two(lambda s: layer(s, "fused_nt", "gate.e_score_correction_bias")), v4_spec)
+    c.add("deepseek_v4_hash", dict(v4, mlp_layer_types=["hash_moe", "hash_moe"]),
+          two(lambda s: layer(s, "w123", **w123).hash_table(random.Random(s), "gate.tid2eid", 3, 2)),
+          dict(v4_spec, routing="hash", bias=False), ffn)
+    mistral = deepseek("mistral4", num_hidden_layers=2, first_k_dense_replace=0)
+    c.add("mistral4", {"model_type": "mistral3", "text_config": mistral}, two(lambda s: layer(s, "fused_nt", s=16)),
+          dict(plain, routing="grouped_topk", scoring="softmax", groups=[2, 1], bias=False, shared=16, best_two=True),
+          prefix="language_model.model.layers.%d.mlp", common="language_model.model.")
+    kimi = qwen3(model_type="kimi_linear", first_k_dense_replace=0, num_expert_group=2, topk_group=1, moe_renormalize=True, num_shared_experts=2)
+    c.add("kimi_linear", kimi, two(lambda s: layer(s, "w123", "gate.e_score_correction_bias", s=16)),
+          dict(plain, routing="grouped_topk", groups=[2, 1], scale=2.446, shared=16), bsm)
+    mimo = deepseek("mimo_v2_flash", num_hidden_layers=2, n_shared_experts=None, moe_layer_freq=[1, 1], routed_scaling_factor=None)
+    c.add("mimo_v2_flash", mimo, two(lambda s: layer(s, "per_expert", "gate.e_score_correction_bias", shared=None)),
+          dict(plain, routing="grouped_topk", groups=[2, 1]))
+    step = qwen3(model_type="step3p5", moe_layers_enum="0,1", share_expert_dim=12, moe_router_scaling_factor=3.0,
+                 swiglu_limits=[2.5, 2.5, 0], swiglu_limits_shared=[1.5, 1.5])
+    step_spec = dict(plain, scale=3.0, scale_on_output=True, shared=12, beside_block=True, activation="swiglustep", limit=2.5, shared_limit=1.5)
+    c.add("step3p5", step, two(lambda s: layer(s, "stacked", "router_bias", "^share_expert", 12)), step_spec, "model.layers.%d.moe")
+    c.add("step3p5_memory", step, two(lambda s: layer(s, "fused_nt", "gate.e_score_correction_bias", "^mlp.shared_experts", 12)), step_spec)
+    gemma = qwen3(model_type="gemma4_text", enable_moe_block=True, top_k_experts=2, hidden_activation="gelu_pytorch_tanh", rms_norm_eps=0.5)
+    del gemma["num_experts_per_tok"], gemma["hidden_act"], gemma["norm_topk_prob"]
+    c.add("gemma4", {"model_type": "gemma4", "text_config": gemma},
+          two(lambda s: Layer(random.Random(s), 4, 16, 8).fused_nt(module="").normed_router(random.Random(s + 9))),
+          dict(plain, scoring="softmax", bias=False, activation="gelu_tanh", expert_scale=True, input_norm_eps=0.5),
+          prefix="model.language_model.layers.%d.experts", common="model.language_model.")
+
+
 def gguf(c):
     plain = {"routing": "topk", "scoring": "softmax", "renormalize": True, "scale": 1.0}
     sizes = lambda **more: dict({"block_count": 3, "embedding_length": 16, "expert_feed_forward_length": 8, "feed_forward_length": 40,
@@ -416,7 +462,7 @@ def main():
         sys.exit("usage: make_tiny_checkpoints.py FOLDER")
     os.makedirs(sys.argv[1], exist_ok=True)
     cases = Cases(sys.argv[1])
-    for part in (mixtral, qwen, deepseeks, fp8, others, more_families, transformers_families, gguf):
+    for part in (mixtral, qwen, deepseeks, fp8, others, more_families, transformers_families, families_of_2026, gguf):
         part(cases)
     with open(os.path.join(sys.argv[1], "manifest.json"), "w", encoding="utf-8") as f:
         json.dump(cases.manifest, f, indent=1)

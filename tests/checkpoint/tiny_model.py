@@ -185,7 +185,30 @@ class Layer:
         self.expected["e_score_correction_bias"] = vector("F32", [widen(x, dtype) for x in row])
         return self
 
-    def shared(self, rng, module, s, dtype=None, gate=None, fused=False, up_first=False):
+    def hash_table(self, rng, name, vocabulary, top_k):
+        """Experts of every token id: I64 in the file, I32 when loaded."""
+        ids = [rng.randrange(self.e) for _ in range(vocabulary * top_k)]
+        self.files[name] = Tensor("I64", [vocabulary, top_k], struct.pack("<%dq" % len(ids), *ids))
+        self.expected["hash_table"] = Tensor("I32", [vocabulary, top_k], struct.pack("<%di" % len(ids), *ids))
+        return self
+
+    def normed_router(self, rng):
+        """Gemma 4: vectors beside the block; the router's scale and 1 / sqrt(h) become part of its weight (exact in F32
+        where h is a power of four)."""
+        value = lambda e, dtype="BF16": struct.unpack("<f", widen(e, dtype))[0]
+        vectors = {n: [element(rng, "BF16") for _ in range(length)] for n, length in (
+            ("router.scale", self.h), ("router.per_expert_scale", self.e), ("pre_feedforward_layernorm_2.weight", self.h))}
+        self.files.update({"^" + n: vector("BF16", row) for n, row in vectors.items()})
+        self.files["^router.proj.weight"] = tensor(self.gate_dtype, self.gate)
+        root = self.h ** 0.5
+        self.expected["gate_weight"] = tensor("F32", [
+            [struct.pack("<f", value(w, self.gate_dtype) * value(s) / root) for w, s in zip(row, vectors["router.scale"])] for row in self.gate])
+        wide = lambda n: vector("F32", [widen(x, "BF16") for x in vectors[n]])
+        self.expected["expert_scale"] = wide("router.per_expert_scale")
+        self.expected["experts_norm_weight"] = wide("pre_feedforward_layernorm_2.weight")
+        return self
+
+    def shared(self, rng, module, s, dtype=None, gate=None, fused=False, up_first=False, names=("gate_proj", "up_proj", "down_proj")):
         dtype = dtype or self.dtype
         mlp = Mlp(rng, dtype, self.h, s, self.scale_dtype)
         self.shared_mlp, self.shared_dtype = mlp, dtype
@@ -194,7 +217,7 @@ class Layer:
         elif up_first:
             leaves = (("gate_and_up_proj", mlp.up + mlp.gate), ("down_proj", mlp.down))
         else:
-            leaves = (("gate_proj", mlp.gate), ("up_proj", mlp.up), ("down_proj", mlp.down))[0 if self.gated else 1:]
+            leaves = tuple(zip(names, (mlp.gate, mlp.up, mlp.down)))[0 if self.gated else 1:]
         for leaf, m in leaves:
             self.files["%s.%s.weight" % (module, leaf)] = tensor(dtype, m)
         self.expected["shared_w13"] = stack(dtype, [mlp.w13() if self.gated else mlp.up])
@@ -271,9 +294,9 @@ class Layer:
     def w123(self):
         return self.per_expert("w1", "w3", "w2")
 
-    def fused_nt(self, suffix=""):
-        self.files["experts.gate_up_proj" + suffix] = stack(self.dtype, [x.gate + x.up for x in self.experts])
-        self.files["experts.down_proj" + suffix] = stack(self.dtype, [x.down for x in self.experts])
+    def fused_nt(self, suffix="", module="experts."):
+        self.files[module + "gate_up_proj" + suffix] = stack(self.dtype, [x.gate + x.up for x in self.experts])
+        self.files[module + "down_proj" + suffix] = stack(self.dtype, [x.down for x in self.experts])
         if self.dtype == "F8_E4M3":
             self.files["experts.gate_up_proj_scale_inv"] = stack(self.scale_dtype, [x.gate_scale + x.up_scale for x in self.experts])
             self.files["experts.down_proj_scale_inv"] = stack(self.scale_dtype, [x.down_scale for x in self.experts])
