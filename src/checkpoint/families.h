@@ -68,6 +68,10 @@ constexpr bool is_fused(ExpertStorage storage) {  // gate and up in one tensor
   return storage == ExpertStorage::kPerExpertUpFirst || storage == ExpertStorage::kFusedNT ||
          storage == ExpertStorage::kFusedNN || is_interleaved(storage);
 }
+constexpr bool is_columnwise(
+    ExpertStorage storage) {  // rows of the file are columns of the weights
+  return storage == ExpertStorage::kFusedNN || storage == ExpertStorage::kFusedNNInterleaved;
+}
 constexpr bool is_staged(ExpertStorage storage) {  // needs room for gate and up as they lie
   return storage == ExpertStorage::kFlat || storage == ExpertStorage::kFusedNN ||
          storage == ExpertStorage::kFusedNNInterleaved ||

@@ -158,8 +158,8 @@ void choose_orientation(const ShardSet& shards, LayerSource* source) {
   look(layout.gate, 2 * source->spec.intermediate_size);
   look(layout.down, source->spec.hidden_size);
   if (MOESAIC_FAULT(checkpoint_orientation_of_names)) return;
-  if ((is_transposed(layout.storage) ? rows : columns) > 0 &&
-      (is_transposed(layout.storage) ? columns : rows) == 0) {
+  if ((is_columnwise(layout.storage) ? rows : columns) > 0 &&
+      (is_columnwise(layout.storage) ? columns : rows) == 0) {
     source->layout = &*other;
   }
 }

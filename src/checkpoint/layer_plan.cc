@@ -111,7 +111,7 @@ class Planner {
   std::vector<LinearTensor> stacked_linear(Projection projection, const LinearFormat& format,
                                            const Shape& shape) const {
     const ExpertStorage storage = source_.layout->storage;
-    const bool transposed = is_transposed(storage);
+    const bool transposed = is_columnwise(storage);
     return stacked_tensors(format, storage, source_.weight_suffix, shape[0],
                            transposed ? shape[2] : shape[1], transposed ? shape[1] : shape[2],
                            is_fused(storage) && projection == Projection::kGate);

@@ -14,11 +14,6 @@ Suffixes suffixes(const LinearFormat& format, std::string_view weight_suffix) {
   return {"_weight_scale", "_weight_scale_2", "_input_scale"};
 }
 
-// Rows of the file are columns of the weights.
-bool is_columnwise(ExpertStorage storage) {
-  return storage == ExpertStorage::kFusedNN || storage == ExpertStorage::kFusedNNInterleaved;
-}
-
 }  // namespace
 
 std::vector<Shape> numbers_of_experts(std::int64_t experts, bool gate_up) {

@@ -128,7 +128,7 @@ Status QuantizedReader::read_bytes(TensorKind kind, const Window& w, std::int64_
                                    std::uint8_t* to) {
   const ShardSet::Located& from = *stored(kind, w);
   const std::int64_t first = w.first_col / unit, cols = w.cols / unit;
-  if (!is_transposed(slice_.storage)) {
+  if (!is_columnwise(slice_.storage)) {
     return read_rectangle(from, experts_before() * w.rows_all + w.first_row, w.rows, first, cols,
                           reinterpret_cast<std::byte*>(to));
   }
