@@ -369,7 +369,10 @@ Result<MoeLayerFormat> Checkpoint::check_layer(int index, const ParallelConfig& 
     if (format.spec.shared.intermediate_size > 0) {
       MOESAIC_ASSIGN_OR_RETURN(format.shared_quant, shared_scheme(layer.source));
     }
-    if (layer.gate_weight) format.gate_dtype = layer.gate_weight->info->dtype;
+    // The router's own norm is multiplied into the gate's weight, in F32.
+    if (layer.gate_weight) {
+      format.gate_dtype = layer.router_scale ? DType::kF32 : layer.gate_weight->info->dtype;
+    }
     return format;
   });
 }

@@ -231,8 +231,8 @@ Result<SharedExpertSpec> read_shared(const ConfigFields& fields, const Family& f
     const IntegerRange range{family.shared_gate.empty() ? 0 : 1, kMaxWidth};
     const std::array names = {family.shared_width_field, family.shared_width_alias};
     const std::size_t count_names = family.shared_width_alias.empty() ? 1 : 2;
-    MOESAIC_ASSIGN_OR_RETURN(
-        width, fields.required_integer(std::span(names).first(count_names), range));
+    MOESAIC_ASSIGN_OR_RETURN(width,
+                             fields.required_integer(std::span(names).first(count_names), range));
   }
   shared.intermediate_size = count * width;
   shared.beside_block = shared.intermediate_size > 0 && family.shared_beside_block;

@@ -381,8 +381,8 @@ Result<LayerExplanation> explain_layer(const MoeLayerFormat& format,
   }
   explanation.determinism = determinism_text(explanation.experts_backend, (*routed)->determinism,
                                              shared_name, shared_determinism);
-  explanation.threads = explain_threads(plan, options.max_tokens, explanation.experts_backend,
-                                        shared_name);
+  explanation.threads =
+      explain_threads(plan, options.max_tokens, explanation.experts_backend, shared_name);
   FusedMoE::Impl impl;
   impl.spec = spec;
   impl.options = options;

@@ -203,7 +203,7 @@ class Balance(ToolTest):
         for bad in ("", "{}", "[]", "[1, \"x\"]", "[[1, 2], [3]]"):
             self.assertEqual(self.balance(bad, "--ranks", 1).returncode, BAD_INPUT, bad)
         self.assertEqual(self.balance([1, 2, 3], "--ranks", 2).returncode, USAGE)
-        self.assertEqual(self.balance([1, -2], "--ranks", 2).returncode, USAGE)
+        self.assertEqual(self.balance([1, -2], "--ranks", 2).returncode, BAD_INPUT)
         self.assertEqual(run("balance", "--load", self.folder / "none", "--ranks", 2).returncode, BAD_INPUT)
 
 

@@ -87,8 +87,8 @@ class Inspect(ToolTest):
 
     def test_missing_and_unknown_tensors(self):
         target = self.copy_model("mini-qwen3-moe")
-        for change, error in ((lambda name: name.replace("experts.3.up_proj", "experts.3.pu_proj"), "missing_tensor"),
-                              (lambda name: name.replace("post_attention_layernorm", "mlp.odd"), "corrupt_file")):  # fmt: skip
+        for change, code, error in ((lambda name: name.replace("experts.3.up_proj", "experts.3.pu_proj"), BAD_INPUT, "missing_tensor"),
+                              (lambda name: name.replace("post_attention_layernorm", "mlp.odd"), UNSUPPORTED, "unsupported")):  # fmt: skip
             index = json.loads((MODELS / "mini-qwen3-moe" / "model.safetensors.index.json").read_text())
             for shard in {*index["weight_map"].values()}:
                 data = (MODELS / "mini-qwen3-moe" / shard).read_bytes()
@@ -100,7 +100,7 @@ class Inspect(ToolTest):
             (target / "model.safetensors.index.json").write_text(json.dumps(index))
             for command in (["inspect", target], ["explain", "--model", target], ["bench", "--model", target]):
                 result = run(*command)
-                self.assertEqual(result.returncode, BAD_INPUT, result.stdout)
+                self.assertEqual(result.returncode, code, result.stdout)
                 self.assertIn(f"error: {error}", result.stderr)
 
     def test_what_nothing_computes_is_unsupported(self):
