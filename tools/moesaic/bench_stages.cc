@@ -13,7 +13,8 @@ bool narrow_arithmetic(const std::string& stage, const BenchSettings& settings) 
     const Result<QuantScheme> named = quant_scheme_from_name(settings.options.quant);
     if (named.ok()) scheme = *named;
   }
-  return scheme.activation.dtype == DType::kBF16 || scheme.activation.dtype == DType::kF8E4M3;
+  // Every code of 8 bits or less is exact as a bf16 operand.
+  return scheme.activation.dtype != DType::kF32 && scheme.activation.dtype != DType::kF16;
 }
 
 Result<std::unique_ptr<BenchStage>> make_bench_stage(const std::string& stage,
