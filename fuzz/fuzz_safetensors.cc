@@ -17,8 +17,10 @@ void require(bool condition) {
 void check(const moesaic::Result<moesaic::SafetensorsHeader>& header, std::uint64_t file_bytes) {
   if (!header.ok()) {
     const auto code = header.status().code();
+    // Unsupported: a file of another format, known by its first bytes.
     require(code == moesaic::StatusCode::kCorruptFile ||
-            code == moesaic::StatusCode::kLimitExceeded);
+            code == moesaic::StatusCode::kLimitExceeded ||
+            code == moesaic::StatusCode::kUnsupported);
     require(header.status().message().size() < 2000);
     return;
   }
