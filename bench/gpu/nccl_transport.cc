@@ -6,7 +6,7 @@
 #include "moesaic/parallel.h"
 #include "moesaic/quant.h"
 #include "nccl_ranks.h"
-#include "prepare_finalize/cuda_all_to_all.h"
+#include "prepare_finalize/sm90/all_to_all.h"
 
 namespace moesaic::bench {
 namespace {

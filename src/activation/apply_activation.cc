@@ -1,6 +1,6 @@
 #include <string>
 
-#include "activation/ref_activation.h"
+#include "activation/reference/activation.h"
 #include "core/fault.h"
 #include "moesaic/activation.h"
 #include "numerics/element.h"

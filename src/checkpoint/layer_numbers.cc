@@ -1,5 +1,5 @@
-// How a layer's tensors are quantised and of which dtype they are: what the configuration says, what
-// the files have.
+// How a layer's tensors are quantised and of which dtype they are: what the configuration says,
+// what the files have.
 #include <fmt/format.h>
 
 #include <array>

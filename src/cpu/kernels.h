@@ -99,7 +99,7 @@ struct ActivateArgs {
   std::int64_t out_stride = 0;
 };
 
-// How a row of activations becomes codes; the rules are those of experts/ref_operand.h.
+// How a row of activations becomes codes; the rules are those of experts/reference/operand.h.
 enum class RowQuantRule : std::uint8_t {
   kNone,
   kFp8Group,      // e4m3 per 128, F32 or power-of-two scales: quantize_row_e4m3

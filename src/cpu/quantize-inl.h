@@ -1,6 +1,6 @@
 // Row quantisers of the formats other than e4m3 per 128 columns, compiled once per tier. Each
-// equals, bit for bit, the scalar rules of experts/ref_operand.h on finite rows; a NaN or infinity
-// makes the scale of its group (or row) so and reaches every product.
+// equals, bit for bit, the scalar rules of experts/reference/operand.h on finite rows; a NaN or
+// infinity makes the scale of its group (or row) so and reaches every product.
 
 // The value nearest to v on the grid of a small float with kMantissa explicit bits whose spacing
 // ends at the smallest normal number: adding and taking away a number whose last place is the

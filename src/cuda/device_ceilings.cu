@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(std::uint32_t* si
   if (sum == 1.2345F) *sink = 1;
 }
 
-// Median microseconds of the last third of the replays within half a second: by then clocks are what
-// the power limit leaves, as in a long benchmark.
+// Median microseconds of the last third of the replays within half a second: by then clocks are
+// what the power limit leaves, as in a long benchmark.
 Result<double> median_us(int device, const std::function<Status(void*)>& enqueue) {
   MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceTimer> timer,
                            DeviceTimer::create(device, enqueue));

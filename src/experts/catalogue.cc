@@ -4,9 +4,9 @@
 #include <array>
 #include <string>
 
-#include "experts/cpu_experts.h"
+#include "experts/cpu/experts.h"
 #include "experts/problem_checks.h"
-#include "experts/ref_experts.h"
+#include "experts/reference/experts.h"
 #include "moesaic/experts.h"
 
 namespace moesaic {

@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "core/fault.h"
-#include "experts/ref_operand.h"
+#include "experts/reference/operand.h"
 #include "numerics/float_codec.h"
 
 namespace moesaic {

@@ -1,5 +1,6 @@
-// What rounding a row of activations leaves, measured by the scalar rules of ref_operand.h beside
-// whichever kernel rounds it: the mechanism behind numerics.h. Only runs when a trace asks for it.
+// What rounding a row of activations leaves, measured by the scalar rules of
+// experts/reference/operand.h beside whichever kernel rounds it: the mechanism behind numerics.h.
+// Only runs when a trace asks for it.
 #pragma once
 
 #include <cstdint>

@@ -9,7 +9,7 @@
 #include "core/checked.h"
 #include "core/refusal.h"
 #include "experts/problem_checks.h"
-#include "experts/ref_matrix.h"
+#include "experts/reference/matrix.h"
 #include "numerics/element.h"
 
 namespace moesaic {

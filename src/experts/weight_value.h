@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "experts/ref_matrix.h"
+#include "experts/reference/matrix.h"
 #include "moesaic/quant.h"
 
 namespace moesaic {

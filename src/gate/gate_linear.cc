@@ -1,5 +1,5 @@
 // GateLinear: checks, threading, and the roundings that the chosen tier prescribes. The dot
-// products are in cpu_gate.cc, the decisions in tier_rules.cc.
+// products are in gate/cpu/gate.cc, the decisions in tier_rules.cc.
 #include <fmt/format.h>
 #include <omp.h>
 
@@ -11,7 +11,7 @@
 #include "core/checked.h"
 #include "core/fault.h"
 #include "cpu/team.h"
-#include "gate/cpu_gate.h"
+#include "gate/cpu/gate.h"
 #include "gate/tier_rules.h"
 #include "moesaic/gate.h"
 #include "numerics/codec.h"

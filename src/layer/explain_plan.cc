@@ -6,13 +6,13 @@
 #include <utility>
 
 #include "core/refusal.h"
-#include "experts/cuda_experts.h"
-#include "gate/cuda_gate.h"
+#include "experts/sm90/experts.h"
+#include "gate/sm90/gate.h"
 #include "gate/tier_rules.h"
 #include "layer/fused_plan.h"
 #include "moesaic/gate.h"
 #include "moesaic/modular_kernel.h"
-#include "router/cuda_router.h"
+#include "router/sm90/router.h"
 
 namespace moesaic {
 namespace {

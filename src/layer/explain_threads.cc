@@ -4,8 +4,8 @@
 
 #include "cpu/team.h"
 #include "cpu/tiers.h"
-#include "experts/cpu_experts.h"
-#include "gate/cpu_gate.h"
+#include "experts/cpu/experts.h"
+#include "gate/cpu/gate.h"
 #include "layer/fused_plan.h"
 #include "router/route_row.h"
 

@@ -6,10 +6,10 @@
 #include <optional>
 
 #include "core/arena.h"
-#include "layer/cuda_layer.h"
 #include "layer/expert_balancer.h"
 #include "layer/fused_plan.h"
 #include "layer/rank_mesh.h"
+#include "layer/sm90/layer.h"
 #include "moesaic/fused_moe.h"
 #include "moesaic/gate.h"
 #include "moesaic/modular_kernel.h"

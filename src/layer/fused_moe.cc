@@ -8,8 +8,8 @@
 
 #include "core/arena.h"
 #include "cpu/tiers.h"
-#include "experts/cuda_experts.h"
 #include "experts/problem_checks.h"
+#include "experts/sm90/experts.h"
 #include "layer/fused_impl.h"
 #include "layer/load_sources.h"
 #include "router/router_checks.h"

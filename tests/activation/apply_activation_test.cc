@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "activation/ref_activation.h"
+#include "activation/reference/activation.h"
 #include "numerics/element.h"
 #include "support/metrics.h"
 #include "support/random.h"

@@ -1,10 +1,9 @@
-#include "activation/ref_activation.h"
-
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <vector>
 
+#include "activation/reference/activation.h"
 #include "support/metrics.h"
 #include "support/random.h"
 #include "support/special_values.h"

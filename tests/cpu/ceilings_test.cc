@@ -73,7 +73,8 @@ TEST(Ceilings, EveryWordIsRead) {
   }
 }
 
-// clang tells of sanitizers by features, g++ by macros; either way their calls stand between the loads.
+// clang tells of sanitizers by features, g++ by macros; either way their calls stand between the
+// loads.
 #if defined(__has_feature)
 #if __has_feature(thread_sanitizer) || __has_feature(address_sanitizer)
 #define MOESAIC_INSTRUMENTED 1

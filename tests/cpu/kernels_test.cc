@@ -8,7 +8,7 @@
 #include <cstring>
 #include <vector>
 
-#include "activation/ref_activation.h"
+#include "activation/reference/activation.h"
 #include "available_tiers.h"
 #include "cpu/packed_weights.h"
 #include "numerics/codec.h"

@@ -1,7 +1,5 @@
 // The fast CPU backends against the float64 oracle and against themselves: every tier that this
 // machine has, every scheme, both formats.
-#include "experts/cpu_experts.h"
-
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -11,7 +9,8 @@
 
 #include "cpu/team.h"
 #include "cpu/tiers.h"
-#include "experts/cpu_weight_format.h"
+#include "experts/cpu/experts.h"
+#include "experts/cpu/weight_format.h"
 #include "support/experts_run.h"
 #include "support/metrics.h"
 #include "support/moe_oracle.h"

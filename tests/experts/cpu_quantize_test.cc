@@ -7,8 +7,8 @@
 
 #include "cpu/kernels.h"
 #include "cpu/tiers.h"
-#include "experts/cpu_weight_format.h"
-#include "experts/ref_operand.h"
+#include "experts/cpu/weight_format.h"
+#include "experts/reference/operand.h"
 #include "support/experts_run.h"
 #include "support/random.h"
 

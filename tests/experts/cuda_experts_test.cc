@@ -1,7 +1,5 @@
 // The GPU experts stage against the CPU reference and the float64 oracle. Everything that needs a
 // device is skipped, visibly, without one.
-#include "experts/cuda_experts.h"
-
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
@@ -10,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "experts/sm90/experts.h"
 #include "numerics/float_codec.h"
 #include "support/cuda_device.h"
 #include "support/experts_run.h"

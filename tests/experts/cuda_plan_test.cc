@@ -2,7 +2,7 @@
 // a device.
 #include <gtest/gtest.h>
 
-#include "experts/cuda_experts_plan.h"
+#include "experts/sm90/experts_plan.h"
 #include "support/experts_run.h"
 
 namespace moesaic::cuda {

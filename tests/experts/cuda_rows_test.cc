@@ -6,8 +6,8 @@
 #include <string_view>
 
 #include "cuda/quant_rows.h"
-#include "experts/cuda_experts.h"
-#include "permute/cuda_combine.h"
+#include "experts/sm90/experts.h"
+#include "permute/sm90/combine.h"
 #include "support/cuda_device.h"
 #include "support/experts_run.h"
 #include "support/refusal.h"

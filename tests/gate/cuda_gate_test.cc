@@ -1,6 +1,4 @@
 // The gate's kernel against the float64 reference. Skipped, visibly, without a device.
-#include "gate/cuda_gate.h"
-
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
@@ -10,7 +8,8 @@
 #include <tuple>
 #include <vector>
 
-#include "gate/ref_gate.h"
+#include "gate/reference/gate.h"
+#include "gate/sm90/gate.h"
 #include "numerics/float_codec.h"
 #include "support/cuda_device.h"
 #include "support/random.h"

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "gate/cpu_gate.h"
-#include "gate/ref_gate.h"
+#include "gate/cpu/gate.h"
+#include "gate/reference/gate.h"
 #include "moesaic/gate.h"
 #include "numerics/codec.h"
 #include "support/metrics.h"

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <string>
 
-#include "layer/cuda_layer.h"
 #include "layer/layer_case.h"
+#include "layer/sm90/layer.h"
 #include "moesaic/communicator.h"
 #include "support/refusal.h"
 

@@ -1,7 +1,5 @@
 // The work list on the device against what follows from the ids. Skipped, visibly, without a
 // device.
-#include "permute/cuda_align.h"
-
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
@@ -9,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "permute/sm90/align.h"
 #include "support/cuda_device.h"
 #include "support/random.h"
 

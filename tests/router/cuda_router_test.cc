@@ -1,6 +1,4 @@
 // The GPU router against the CPU's, by bits. Skipped, visibly, without a device.
-#include "router/cuda_router.h"
-
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
@@ -11,6 +9,7 @@
 #include <vector>
 
 #include "router/router_fixture.h"
+#include "router/sm90/router.h"
 #include "support/cuda_device.h"
 #include "support/random.h"
 #include "support/refusal.h"

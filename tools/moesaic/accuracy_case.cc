@@ -7,7 +7,7 @@
 #include <cmath>
 
 #include "bench_random.h"
-#include "experts/ref_operand.h"
+#include "experts/reference/operand.h"
 #include "golden.h"
 #include "layer_io.h"
 #include "numerics/codec.h"

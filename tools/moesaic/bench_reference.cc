@@ -3,7 +3,7 @@
 #include <cmath>
 #include <limits>
 
-#include "activation/ref_activation.h"
+#include "activation/reference/activation.h"
 #include "experts/weight_value.h"
 #include "numerics/element.h"
 

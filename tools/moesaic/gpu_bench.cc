@@ -9,9 +9,9 @@
 
 #include "cuda/device_memory.h"
 #include "cuda/device_timer.h"
-#include "experts/cuda_experts.h"
-#include "gate/cuda_gate_linear.h"
-#include "router/cuda_router.h"
+#include "experts/sm90/experts.h"
+#include "gate/sm90/gate_linear.h"
+#include "router/sm90/router.h"
 
 namespace moesaic::tool {
 namespace {

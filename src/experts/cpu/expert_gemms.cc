@@ -1,0 +1,175 @@
+// The two grouped GEMMs of the CPU backends, panel by panel.
+#include <algorithm>
+#include <cstring>
+
+#include "activation/reference/activation.h"
+#include "core/checked.h"
+#include "core/fault.h"
+#include "experts/cpu/experts_impl.h"
+
+namespace moesaic {
+
+using cpu::kMaxRows;
+using cpu::kPanelColumns;
+
+// result = rows times panel p of expert e, all scales included.
+void CpuExperts::multiply(const CpuProjection& projection, std::int64_t e, std::int64_t p,
+                          cpu::PanelArgs& args, const float* const* numbers) const {
+  const cpu::PanelArgs weights = projection.panel(e, p);
+  const bool whole_row_scales = plan_.row_numbers && plan_.row_step == 0;
+  cpu::PanelArgs all = weights;
+  all.rows = args.rows;
+  all.num_rows = args.num_rows;
+  all.result = args.result;
+  all.folds_per_row_scale = plan_.folds_per_row_scale;
+  if (plan_.row_sums) all.row_sums = numbers;
+  if (plan_.row_numbers && !plan_.row_sums && !whole_row_scales) all.row_scales = numbers;
+  if (reads_e2m1_groups(args.num_rows)) {
+    kernels_.grouped_gemm_e2m1(all);
+  } else {
+    gemm_(all);
+  }
+  const float* factors = projection.column_factors(e, p);
+  if (factors == nullptr) return;
+  kernels_.scale_result(args.result, args.num_rows, factors, whole_row_scales ? numbers : nullptr);
+}
+
+// GEMM1 for one block of intermediate columns of one expert: gate and up, bias, activation,
+// rounding, and for quantised activations the e4m3 codes of one group of 128. The block's fp32
+// values never leave the cache.
+void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t block) const {
+  alignas(64) float result[kMaxRows * kPanelColumns];
+  alignas(64) float act[kMaxRows * cpu::kGroup];
+  const void* rows[kMaxRows];
+  const float* numbers[kMaxRows];
+  const std::int64_t width = panel_width();
+  const std::int64_t first_panel = block * panels_per_block_;
+  const std::int64_t last_panel =
+      std::min(first_panel + panels_per_block_, weights_.w13.shape().num_panels());
+  const std::int64_t column = first_panel * width;
+  // Columns beyond I (zero weights) up to the padded width hold act(0), which need not be 0:
+  // cleared, not multiplied.
+  const std::int64_t valid = std::min(panels_per_block_ * width, plan_.k2 - column);
+  const std::int64_t real = std::min(valid, plan_.intermediate - column);
+  std::int64_t end = w.first_row[e + 1];
+  if (MOESAIC_FAULT(cpu_last_row_of_expert_dropped)) --end;
+  for (std::int64_t begin = w.first_row[e]; begin < end; begin += kMaxRows) {
+    const int count = static_cast<int>(std::min<std::int64_t>(kMaxRows, end - begin));
+    for (int r = 0; r < count; ++r) {
+      const std::int64_t in = input_of(w, begin + r);
+      rows[r] = w.a1 + in * plan_.k1 * plan_.operand_bytes();
+      if (reads_e2m1_groups(count)) rows[r] = w.a1_groups + in * plan_.e2m1_groups1();
+      numbers[r] = plan_.row_numbers ? w.a1_scales + in * plan_.groups1() : nullptr;
+    }
+    cpu::PanelArgs args;
+    args.rows = rows;
+    args.num_rows = count;
+    args.result = result;
+    for (std::int64_t p = first_panel; p < last_panel; ++p) {
+      multiply(weights_.w13, e, p, args, numbers);
+      kernels_.activate({.c = result,
+                         .num_rows = count,
+                         .bias = weights_.w13.panel_bias(e, p),
+                         .activation = problem_.activation,
+                         .scalar_activation = &ref_activation,
+                         .out = act + (p - first_panel) * width,
+                         .out_stride = cpu::kGroup});
+    }
+    for (int r = 0; r < count; ++r) {
+      float* y = act + r * cpu::kGroup;
+      for (std::int64_t c = real; c < valid; ++c) y[c] = 0.0F;
+      // One scale for the whole row: measured when it is there (finish_whole_row).
+      const bool later = plan_.whole_rows && plan_.row_rule != cpu::RowQuantRule::kNone;
+      if (w.errors != nullptr && real > 0 && !later) {
+        measure(w, y, real, weights_.w2.input_scale(e),
+                w.errors->inner[static_cast<std::size_t>((begin + r) * w.errors->blocks + block)]);
+      }
+      if (plan_.whole_rows) {
+        kernels_.round_row(y, valid, plan_.round_dtype);
+        std::memcpy(w.a2_raw + (begin + r) * plan_.k2 + column, y,
+                    static_cast<std::size_t>(valid) * sizeof(float));
+        continue;
+      }
+      const std::int64_t first = plan_.row_step > 0 ? column / plan_.row_step : 0;
+      float* kept =
+          plan_.row_numbers ? w.a2_scales + (begin + r) * plan_.groups2() + first : nullptr;
+      std::byte* operand = w.a2 + ((begin + r) * plan_.k2 + column) * plan_.operand_bytes();
+      if (MOESAIC_FAULT(cpu_intermediate_not_requantised)) {
+        kernels_.round_row(y, valid, plan_.round_dtype);
+        store_operand(y, valid, operand);
+        for (std::int64_t c = 0; plan_.row_numbers && c < valid; c += plan_.row_step)
+          kept[c / plan_.row_step] = 1.0F;
+        continue;
+      }
+      finish_row(y, valid, weights_.w2.input_scale(e), kept, operand,
+                 reads_e2m1_groups(count) ? w.a2_groups + (begin + r) * plan_.e2m1_groups2() +
+                                                column / cpu::kE2M1GroupSteps
+                                          : nullptr);
+    }
+  }
+}
+
+// GEMM2 for one panel of one expert: 64 columns of the unweighted output.
+void CpuExperts::panel2(const CpuWorkspace& w, std::int64_t e, std::int64_t p) const {
+  alignas(64) float result[kMaxRows * kPanelColumns];
+  const void* rows[kMaxRows];
+  const float* numbers[kMaxRows];
+  const float* bias = weights_.w2.panel_bias(e, p);
+  const std::int64_t end = w.first_row[e + 1];
+  for (std::int64_t begin = w.first_row[e]; begin < end; begin += kMaxRows) {
+    const int count = static_cast<int>(std::min<std::int64_t>(kMaxRows, end - begin));
+    for (int r = 0; r < count; ++r) {
+      rows[r] = w.a2 + (begin + r) * plan_.k2 * plan_.operand_bytes();
+      if (reads_e2m1_groups(count)) rows[r] = w.a2_groups + (begin + r) * plan_.e2m1_groups2();
+      numbers[r] = plan_.row_numbers ? w.a2_scales + (begin + r) * plan_.groups2() : nullptr;
+    }
+    cpu::PanelArgs args;
+    args.rows = rows;
+    args.num_rows = count;
+    args.result = result;
+    multiply(weights_.w2, e, p, args, numbers);
+    for (int r = 0; r < count; ++r) {
+      float* out = w.out + (begin + r) * plan_.n2 + p * kPanelColumns;
+      std::memcpy(out, result + r * kPanelColumns, kPanelColumns * sizeof(float));
+      if (bias != nullptr) kernels_.accumulate_row(bias, 1.0F, kPanelColumns, out);
+    }
+  }
+}
+
+std::int64_t CpuExperts::active_experts(const CpuWorkspace& w, std::int64_t num_experts) {
+  std::int64_t count = 0;
+  for (std::int64_t e = 0; e < num_experts; ++e) {
+    if (w.first_row[e + 1] > w.first_row[e]) w.active[count++] = static_cast<std::int32_t>(e);
+  }
+  return count;
+}
+
+// Neighbouring panels are neighbours in memory: a thread keeps a run of them, so that one stream is
+// not cut into pieces, as long as every thread still gets a dozen turns to even out the load. At
+// most 16 panels: what one thread still works on when the others are done is lost time.
+std::int64_t CpuExperts::task_chunk(std::int64_t tasks, std::int64_t panels_per_task) const {
+  return std::clamp<std::int64_t>(tasks / (12 * plan_.num_threads), 1, 16 / panels_per_task);
+}
+
+// Both GEMMs of a chunk; called by all threads of a team, ends with a barrier. Tasks are panels in
+// the order of memory, handed out as threads become free: which thread computes a panel does not
+// change its bits.
+void CpuExperts::gemms(const CpuWorkspace& w, std::int64_t num_active) const {
+  const std::int64_t blocks1 = num_blocks1();
+  const std::int64_t panels2 = weights_.w2.shape().num_panels();
+  const std::int64_t chunk1 = task_chunk(num_active * blocks1, panels_per_block_);
+  const std::int64_t chunk2 = task_chunk(num_active * panels2, 1);
+#pragma omp for schedule(dynamic, chunk1)
+  for (std::int64_t t = 0; t < num_active * blocks1; ++t)
+    block1(w, w.active[t / blocks1], t % blocks1);
+  if (plan_.whole_rows) {
+#pragma omp for schedule(static)
+    for (std::int64_t r = 0; r < w.first_row[problem_.num_local_experts]; ++r)
+      finish_whole_row(w, r);
+  }
+#pragma omp for schedule(dynamic, chunk2)
+  for (std::int64_t t = 0; t < num_active * panels2; ++t)
+    panel2(w, w.active[t / panels2], t % panels2);
+}
+
+}  // namespace moesaic

@@ -1,0 +1,124 @@
+// Rows of the CPU backends: hidden states and intermediate, rounded or quantised, as operands.
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "core/fault.h"
+#include "experts/cpu/experts_impl.h"
+#include "numerics/float_codec.h"
+
+namespace moesaic {
+
+using cpu::OperandKind;
+
+void CpuExperts::store_operand(const float* row, std::int64_t n, std::byte* dst) const {
+  if (plan_.operand == OperandKind::kBF16) {
+    kernels_.store_bf16(row, n, reinterpret_cast<std::uint16_t*>(dst));
+  } else if (reinterpret_cast<const std::byte*>(row) != dst) {
+    std::memcpy(dst, row, static_cast<std::size_t>(n) * sizeof(float));
+  }
+}
+
+// Measures x as finish_row is about to round it.
+void CpuExperts::measure(const CpuWorkspace& w, const float* x, std::int64_t n, float input_scale,
+                         RowError& error) const {
+  RowErrorMeter& meter = w.errors->meters[static_cast<std::size_t>(omp_get_thread_num())];
+  error = meter.measure(x, n, input_scale);
+}
+
+// A row (or a block of 128 columns of it), rounded to round_dtype, to its operand and the numbers
+// beside it.
+void CpuExperts::finish_row(float* x, std::int64_t n, float input_scale, float* numbers,
+                            std::byte* operand, cpu::E2M1Group* groups) const {
+  if (plan_.row_rule == cpu::RowQuantRule::kFp8Group) {
+    kernels_.quantize_row_e4m3(x, n, plan_.round_dtype, plan_.power_of_two_scales, numbers,
+                               operand);
+    return;
+  }
+  kernels_.round_row(x, n, plan_.round_dtype);
+  if (groups != nullptr) {
+    float scales[cpu::kGroup / cpu::kE2M1GroupSteps];
+    for (std::int64_t k = 0; k < n; k += cpu::kGroup) {
+      const std::int64_t count = std::min<std::int64_t>(cpu::kGroup, n - k);
+      kernels_.quantize_row(plan_.row_rule, input_scale, x + k, count, scales);
+      kernels_.store_e2m1(x + k, count, scales, groups + k / cpu::kE2M1GroupSteps);
+    }
+  } else if (plan_.row_rule != cpu::RowQuantRule::kNone) {
+    kernels_.quantize_row(plan_.row_rule, input_scale, x, n, numbers);
+  }
+  if (plan_.row_sums) kernels_.group_sums(x, n, plan_.row_step, numbers);
+  store_operand(x, n, operand);
+}
+
+// An intermediate row that GEMM1 left complete: into the order of w2's columns, then as above.
+void CpuExperts::finish_whole_row(const CpuWorkspace& w, std::int64_t r) const {
+  const std::int64_t e = expert_of_row(w, r);
+  float* x = w.a2_raw + r * plan_.k2;
+  const std::int32_t* perm = weights_.w2.perm(e);
+  if (perm != nullptr && !MOESAIC_FAULT(cpu_intermediate_not_permuted)) {
+    float* gathered = scratch(w);
+    for (std::int64_t k = 0; k < plan_.intermediate; ++k) gathered[k] = x[perm[k]];
+    std::memcpy(x, gathered, static_cast<std::size_t>(plan_.intermediate) * sizeof(float));
+  }
+  std::fill(x + plan_.intermediate, x + plan_.k2, 0.0F);
+  if (w.errors != nullptr && plan_.row_rule != cpu::RowQuantRule::kNone) {
+    measure(w, x, plan_.intermediate, weights_.w2.input_scale(e),
+            w.errors->inner[static_cast<std::size_t>(r * w.errors->blocks)]);
+  }
+  finish_row(x, plan_.k2, weights_.w2.input_scale(e),
+             plan_.row_numbers ? w.a2_scales + r * plan_.groups2() : nullptr,
+             w.a2 + r * plan_.k2 * plan_.operand_bytes(), nullptr);
+}
+
+// x rounded to the operand dtype, times the rounded weight (weight on input), in the order of the
+// columns of expert e's w13, quantised, stored as an operand (and in the integer kernel's form).
+void CpuExperts::prepare_input(const CpuWorkspace& w, std::int64_t row, std::int64_t e,
+                               const std::byte* src, DType dtype, float factor,
+                               bool e2m1_groups) const {
+  float* x = scratch(w);
+  kernels_.load_row(src, dtype, plan_.hidden, plan_.k1, x);
+  if (problem_.apply_router_weight_on_input && plan_.standard) {
+    kernels_.round_row(x, plan_.hidden, plan_.round_dtype);
+    kernels_.round_row(&factor, 1, plan_.round_dtype);
+    kernels_.scale_row(x, plan_.hidden, factor);
+  }
+  if (plan_.permuted) {
+    const std::int32_t* perm = weights_.w13.perm(e);
+    float* gathered = x + w.scratch_stride;
+    for (std::int64_t k = 0; k < plan_.hidden; ++k) gathered[k] = x[perm[k]];
+    std::fill(gathered + plan_.hidden, gathered + plan_.k1, 0.0F);
+    x = gathered;
+  }
+  if (w.errors != nullptr) {
+    measure(w, x, plan_.hidden, weights_.w13.input_scale(0),
+            w.errors->input[static_cast<std::size_t>(row)]);
+  }
+  finish_row(x, plan_.k1, weights_.w13.input_scale(0),
+             plan_.row_numbers ? w.a1_scales + row * plan_.groups1() : nullptr,
+             w.a1 + row * plan_.k1 * plan_.operand_bytes(),
+             e2m1_groups ? w.a1_groups + row * plan_.e2m1_groups1() : nullptr);
+}
+
+// A row that was quantised elsewhere: its codes become the operand, its scales are kept. Widths are
+// multiples of 128 here, so nothing is padded.
+void CpuExperts::load_quantized(const CpuWorkspace& w, std::int64_t row, const std::byte* codes,
+                                const float* scales) const {
+  static const auto kValues = [] {
+    std::array<float, 256> values{};
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      values[i] = f32_from_e4m3(static_cast<std::uint8_t>(i));
+    }
+    return values;
+  }();
+  float* x = scratch(w);
+  for (std::int64_t i = 0; i < plan_.k1; ++i) {
+    x[i] = kValues[std::to_integer<std::size_t>(codes[i])];
+  }
+  if (!MOESAIC_FAULT(cpu_quantized_rows_keep_old_scales)) {
+    std::memcpy(w.a1_scales + row * plan_.groups1(), scales,
+                static_cast<std::size_t>(plan_.groups1()) * sizeof(float));
+  }
+  store_operand(x, plan_.k1, w.a1 + row * plan_.k1 * plan_.operand_bytes());
+}
+
+}  // namespace moesaic

@@ -1,0 +1,171 @@
+#include "experts/cpu/expert_weights.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <new>
+#include <utility>
+
+#include "core/fault.h"
+#include "numerics/element.h"
+
+namespace moesaic {
+
+Result<CpuProjection> CpuProjection::allocate(const CpuWeightFormat& format,
+                                              const cpu::PackedShape& shape,
+                                              std::int64_t num_experts, bool has_bias,
+                                              bool has_perm) {
+  MOESAIC_RETURN_IF_ERROR(cpu::check_packed_shape(shape, num_experts));
+  CpuProjection p;
+  p.format_ = format;
+  p.shape_ = shape;
+  p.codes_ = cpu::make_code_table(format.code_values);
+  MOESAIC_ASSIGN_OR_RETURN(p.weights_,
+                           cpu::WeightBuffer::allocate(shape.matrix_bytes() * num_experts));
+  const std::int64_t panels = num_experts * shape.num_panels();
+  if (format.grouped) p.groups_ = shape.padded_k() / format.fold;
+  if (format.group_scales != ScaleFormat::kNone) {
+    p.scale_bytes_ =
+        p.groups_ * cpu::kPanelColumns * (format.group_scales == ScaleFormat::kF32 ? 4 : 1);
+    MOESAIC_ASSIGN_OR_RETURN(p.group_scales_, cpu::WeightBuffer::allocate(panels * p.scale_bytes_));
+  }
+  if (format.group_offsets) {
+    MOESAIC_ASSIGN_OR_RETURN(
+        p.group_offsets_, cpu::WeightBuffer::allocate(panels * p.groups_ * cpu::kPanelColumns * 4));
+  }
+  const auto count = static_cast<std::size_t>(panels);
+  try {
+    if (format.block_scales)
+      p.block_scales_.resize(count * static_cast<std::size_t>(4 * shape.num_groups()));
+    if (format.column_factors) p.factors_.resize(count * cpu::kPanelColumns);
+    if (has_bias) p.bias_.resize(count * cpu::kPanelColumns);
+    if (has_perm) p.perm_.resize(static_cast<std::size_t>(num_experts * shape.k));
+    p.input_scale_.resize(static_cast<std::size_t>(num_experts), 1.0F);
+  } catch (const std::bad_alloc&) {
+    return Status(StatusCode::kOutOfMemory, "cannot allocate the scales and biases of the experts");
+  }
+  return p;
+}
+
+void CpuProjection::set_expert(std::int64_t e, const ProjectionView& v, int num_threads) {
+  cpu::pack_matrix(shape_, v.weight.data, weights_.data() + e * shape_.matrix_bytes(), num_threads);
+  const std::int64_t first = e * shape_.num_panels();
+  if (format_.block_scales) {
+    cpu::pack_block_scales(
+        shape_, v.scale.as<float>(), v.scale.dim(1),
+        &block_scales_[static_cast<std::size_t>(first * 4 * shape_.num_groups())]);
+  }
+  const std::int64_t columns = format_.columns_per_scale > 0 ? format_.columns_per_scale
+                                                             : std::max<std::int64_t>(shape_.k, 1);
+  if (scale_bytes_ > 0) {
+    cpu::pack_group_scales(shape_, format_.fold, columns, v.scale,
+                           group_scales_.data() + first * scale_bytes_);
+  }
+  if (format_.group_offsets) {
+    cpu::pack_group_offsets(
+        shape_, format_.fold, columns, v.scale, v.zero, v.min, format_.code_bias,
+        reinterpret_cast<float*>(group_offsets_.data()) + first * groups_ * cpu::kPanelColumns);
+  }
+  if (v.input_scale.present())
+    input_scale_[static_cast<std::size_t>(e)] = v.input_scale.as<float>()[0];
+  if (!perm_.empty()) {
+    std::copy_n(v.perm.as<std::int32_t>(), shape_.k,
+                &perm_[static_cast<std::size_t>(e * shape_.k)]);
+  }
+  if (format_.column_factors) set_factors(e, v);
+  if (bias_.empty() || !v.bias.present()) return;
+  for (std::int64_t p = 0; p < shape_.num_panels(); ++p) {
+    float* out = const_cast<float*>(panel_bias(e, p));
+    for (int c = 0; c < cpu::kPanelColumns; ++c) {
+      const std::int64_t row = shape_.source_row(p, c);
+      if (row < 0 || MOESAIC_FAULT(cpu_bias_dropped)) continue;
+      out[c] = load_as_f32(v.bias.data, v.bias.dtype, row);
+    }
+  }
+}
+
+// Static input scale times the expert's or the row's own scale. Padding columns get 0.
+void CpuProjection::set_factors(std::int64_t e, const ProjectionView& v) {
+  const bool global = v.global_scale.present();
+  const float input = input_scale(e);
+  for (std::int64_t p = 0; p < shape_.num_panels(); ++p) {
+    float* out = const_cast<float*>(column_factors(e, p));
+    for (int c = 0; c < cpu::kPanelColumns; ++c) {
+      const std::int64_t row = shape_.source_row(p, c);
+      if (row < 0) continue;
+      const std::int64_t at = v.scale.rank() == 1 && v.scale.dim(0) > 1 ? row : 0;
+      float own = 1;
+      if (v.channel_scale.present()) {
+        own = v.channel_scale.as<float>()[row];
+      } else if (global) {
+        own = v.global_scale.as<float>()[0];
+      } else if (scale_bytes_ == 0) {  // else groups have the scales, and the input one number
+        own = load_as_f32(v.scale.data, v.scale.dtype, at);
+      }
+      out[c] = MOESAIC_FAULT(cpu_alpha_without_input_scale) ? own : input * own;
+    }
+  }
+}
+
+cpu::PanelArgs CpuProjection::panel(std::int64_t e, std::int64_t p) const {
+  const auto i = static_cast<std::int64_t>(index(e, p));
+  cpu::PanelArgs args;
+  args.panel = weights_.data() + e * shape_.matrix_bytes() + p * shape_.panel_bytes();
+  args.padded_k = shape_.padded_k();
+  if (!block_scales_.empty())
+    args.panel_scales = &block_scales_[static_cast<std::size_t>(i * 4 * shape_.num_groups())];
+  if (!format_.grouped) return args;
+  args.fold = static_cast<int>(format_.fold);
+  args.codes = &codes_;
+  args.group_scale_format = format_.group_scales;
+  if (shape_.kind == cpu::WeightKind::kInt4Fp8) {  // its scales are part of the operands
+    args.products = &cpu::int4_products();
+    args.group_scale_format = ScaleFormat::kNone;
+  }
+  if (scale_bytes_ > 0) args.group_scales = group_scales_.data() + i * scale_bytes_;
+  if (format_.group_offsets) {
+    args.group_offsets =
+        reinterpret_cast<const float*>(group_offsets_.data()) + i * groups_ * cpu::kPanelColumns;
+  }
+  return args;
+}
+
+std::int64_t CpuProjection::bytes() const {
+  return weights_.bytes() + group_scales_.bytes() + group_offsets_.bytes() +
+         static_cast<std::int64_t>((block_scales_.size() + factors_.size() + bias_.size() +
+                                    input_scale_.size() + perm_.size()) *
+                                   sizeof(float));
+}
+
+Result<CpuExpertWeights> CpuExpertWeights::load(const MoeProblem& problem,
+                                                const CpuWeightFormat& format, ExpertSource& source,
+                                                int num_threads) {
+  const bool gated = is_gated(problem.activation.kind);
+  const cpu::PackedShape shape13 =
+      format.shape(gated ? cpu::RowOrder::kGateUp : cpu::RowOrder::kPlain, w13_rows(problem),
+                   problem.hidden_size);
+  const cpu::PackedShape shape2 =
+      format.shape(cpu::RowOrder::kPlain, problem.hidden_size, problem.intermediate_size);
+  const std::int64_t num_experts = problem.num_local_experts;
+  const bool bias = problem.has_expert_bias, perm = problem.quant.weight.act_order;
+  CpuExpertWeights w;
+  MOESAIC_ASSIGN_OR_RETURN(w.w13,
+                           CpuProjection::allocate(format, shape13, num_experts, bias, perm));
+  MOESAIC_ASSIGN_OR_RETURN(w.w2, CpuProjection::allocate(format, shape2, num_experts, bias, perm));
+  for (std::int64_t e = 0; e < num_experts; ++e) {
+    MOESAIC_ASSIGN_OR_RETURN(const ExpertWeightsView view, source.expert(e));
+    MOESAIC_RETURN_IF_ERROR(check_expert_weights(problem, view, e));
+    w.w13.set_expert(e, w13_of(view), num_threads);
+    w.w2.set_expert(e, w2_of(view), num_threads);
+    if (w.w13.input_scale(e) != w.w13.input_scale(0)) {
+      return Status(StatusCode::kUnsupported,
+                    fmt::format("expert {}: w13_input_scale: got {}, need {} as in expert 0 (the "
+                                "largest of all experts; a row is quantised once for all of its "
+                                "experts)",
+                                e, w.w13.input_scale(e), w.w13.input_scale(0)));
+    }
+  }
+  return w;
+}
+
+}  // namespace moesaic

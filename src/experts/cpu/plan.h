@@ -1,0 +1,19 @@
+// What a problem, its weight format and a tier's kernels make of the CPU backends' rows.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/kernels.h"
+#include "experts/cpu/weight_format.h"
+#include "experts/cpu/workspace.h"
+#include "moesaic/experts.h"
+
+namespace moesaic {
+
+CpuPlan make_cpu_plan(const MoeProblem& problem, ComputeScheme scheme,
+                      const CpuWeightFormat& format, const cpu::CpuKernels& kernels);
+
+// Of a call with that many tokens (standard format) or rows per expert (batched).
+Result<std::int64_t> cpu_workspace_bytes(const CpuPlan& plan, std::int64_t tokens);
+
+}  // namespace moesaic

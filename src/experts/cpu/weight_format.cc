@@ -1,0 +1,84 @@
+#include "experts/cpu/weight_format.h"
+
+#include <fmt/format.h>
+
+#include <numeric>
+
+namespace moesaic {
+namespace {
+
+constexpr std::int64_t kFinestFold = 16;
+
+}  // namespace
+
+Result<CpuWeightFormat> cpu_weight_format(const QuantScheme& quant, ComputeScheme scheme) {
+  const OperandQuant& w = quant.weight;
+  CpuWeightFormat f;
+  MOESAIC_ASSIGN_OR_RETURN(f.kind, cpu::weight_kind(w.dtype));
+  if (w.granularity == ScaleGranularity::kNone) return f;
+  if (w.granularity == ScaleGranularity::kBlock) {
+    f.block_scales = true;
+    return f;
+  }
+  const bool tables = w.table != CodeTable::kNone;
+  if (tables && scheme == ComputeScheme::kF32 && code_values(w) != code_values_bf16(w)) {
+    return Status(StatusCode::kUnsupported,
+                  "quant: the CPU kernels hold entries of a code table in bf16, the f32 scheme "
+                  "wants them exact");
+  }
+  if (rounds_scaled_codes(w)) f.kind = cpu::WeightKind::kInt4Fp8;
+  const bool codes = w.dtype == DType::kU4 || w.dtype == DType::kU8;
+  if (codes && !tables) {
+    f.code_flip = w.dtype == DType::kU4 ? 0x08 : 0x80;
+    f.code_bias = f.code_flip;
+  }
+  f.code_values = code_values_bf16(w);
+  if (f.code_bias != 0) {  // unsigned codes lie as two's complement
+    OperandQuant flipped = w;
+    flipped.dtype = DType::kI4;
+    f.code_values = code_values(flipped);
+  }
+  const bool group = w.granularity == ScaleGranularity::kGroup;
+  f.group_offsets = w.zero_point != ZeroPoint::kNone || f.code_bias != 0;
+  // One scale for a whole row of activations is applied with the columns' factors.
+  const ScaleGranularity rows = quant.activation.granularity;
+  const bool whole_rows = rows == ScaleGranularity::kTensor || rows == ScaleGranularity::kToken;
+  f.column_factors =
+      (!group && !f.group_offsets) || w.outer_scale != OuterScale::kNone || whole_rows;
+  // Scales of whole rows and of nothing else: the plain GEMM of e4m3 will do.
+  f.grouped = group || f.group_offsets || f.kind != cpu::WeightKind::kE4M3;
+  if (group || f.group_offsets) f.group_scales = w.scale_format;
+  if (group) {
+    f.columns_per_scale = w.block_k;
+    f.fold = std::gcd(f.fold, w.block_k);
+  }
+  // A group of activations shares a scale too.
+  if (quant.activation.granularity == ScaleGranularity::kGroup)
+    f.fold = std::gcd(f.fold, quant.activation.block_k);
+  if (f.fold < kFinestFold) {
+    return Status(StatusCode::kUnsupported,
+                  fmt::format("quant.weight: got groups of {} columns, the CPU kernels need a "
+                              "multiple of {}",
+                              w.block_k, kFinestFold));
+  }
+  return f;
+}
+
+cpu::RowQuantRule cpu_row_rule(const OperandQuant& a) {
+  using cpu::RowQuantRule;
+  switch (a.granularity) {
+    case ScaleGranularity::kToken:
+      return a.dtype == DType::kI8 ? RowQuantRule::kInt8Token : RowQuantRule::kFp8Token;
+    case ScaleGranularity::kTensor:
+      return RowQuantRule::kFp8Static;
+    case ScaleGranularity::kGroup:
+      break;
+    default:
+      return RowQuantRule::kNone;
+  }
+  if (a.scale_format == ScaleFormat::kE4M3) return RowQuantRule::kNvfp4;
+  if (a.rule == ExponentRule::kNone) return RowQuantRule::kFp8Group;
+  return a.dtype == DType::kF8E4M3 ? RowQuantRule::kMxfp8 : RowQuantRule::kMxfp4;
+}
+
+}  // namespace moesaic

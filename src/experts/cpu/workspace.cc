@@ -1,0 +1,41 @@
+#include "experts/cpu/workspace.h"
+
+#include <algorithm>
+
+namespace moesaic {
+namespace {
+constexpr std::int64_t kChunkRows = 8192;
+}
+
+std::int64_t CpuPlan::chunk_tokens(std::int64_t tokens) const {
+  const std::int64_t per_token = standard ? std::max<std::int64_t>(top_k, 1) : 1;
+  return std::min(tokens, std::max<std::int64_t>(1, kChunkRows / per_token));
+}
+
+CpuWorkspace CpuWorkspace::carve(const CpuPlan& plan, std::int64_t tokens, Arena& arena) {
+  const std::int64_t chunk = plan.chunk_tokens(tokens);
+  const std::int64_t rows = plan.chunk_rows(tokens);
+  CpuWorkspace w;
+  const std::int64_t inputs = plan.own_rows ? rows : chunk;
+  w.a1 = arena.take<std::byte>(inputs * plan.k1 * plan.operand_bytes());
+  w.a2 = arena.take<std::byte>(rows * plan.k2 * plan.operand_bytes());
+  if (plan.row_numbers) {
+    w.a1_scales = arena.take<float>(inputs * plan.groups1());
+    w.a2_scales = arena.take<float>(rows * plan.groups2());
+  }
+  if (plan.e2m1_groups) {
+    w.a1_groups = arena.take<cpu::E2M1Group>(inputs * plan.e2m1_groups1());
+    w.a2_groups = arena.take<cpu::E2M1Group>(rows * plan.e2m1_groups2());
+  }
+  if (plan.whole_rows) w.a2_raw = arena.take<float>(rows * plan.k2);
+  w.out = arena.take<float>(rows * plan.n2);
+  w.sorted_slots = arena.take<std::int32_t>(rows);
+  w.position = arena.take<std::int32_t>(rows);
+  w.first_row = arena.take<std::int64_t>(plan.num_local_experts + 1);
+  w.active = arena.take<std::int32_t>(plan.num_local_experts);
+  w.scratch_stride = round_up(std::max({plan.k1, plan.k2, plan.n2}), 16);
+  w.scratch = arena.take<float>(2 * w.scratch_stride * plan.num_threads);
+  return w;
+}
+
+}  // namespace moesaic

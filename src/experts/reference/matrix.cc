@@ -1,0 +1,171 @@
+#include "experts/reference/matrix.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "core/checked.h"
+#include "core/fault.h"
+#include "numerics/codec.h"
+
+namespace moesaic {
+
+ProjectionView w13_of(const ExpertWeightsView& v) {
+  return {v.w13,      v.w13_scale, v.w13_bias,        v.w13_global_scale, v.w13_channel_scale,
+          v.w13_zero, v.w13_min,   v.w13_input_scale, v.w13_perm};
+}
+ProjectionView w2_of(const ExpertWeightsView& v) {
+  return {v.w2,      v.w2_scale, v.w2_bias,        v.w2_global_scale, v.w2_channel_scale,
+          v.w2_zero, v.w2_min,   v.w2_input_scale, v.w2_perm};
+}
+
+RefMatrix::RefMatrix(const QuantScheme& quant, ComputeScheme scheme, std::int64_t num_experts,
+                     std::int64_t rows, std::int64_t columns)
+    : quant_(quant.weight),
+      values_(scheme == ComputeScheme::kF32 ? code_values(quant.weight)
+                                            : code_values_bf16(quant.weight)),
+      four_bits_(dtype_bits(quant.weight.dtype) == 4),
+      num_experts_(num_experts),
+      rows_(rows),
+      columns_(columns) {}
+
+Status RefMatrix::append(std::int64_t e, std::string_view field, const ProjectionView& v) {
+  struct Part {
+    Tensor& to;
+    const ConstTensorView& from;
+  };
+  const std::array<Part, 8> parts = {{{weight_, v.weight},
+                                      {scale_, v.scale},
+                                      {global_scale_, v.global_scale},
+                                      {channel_scale_, v.channel_scale},
+                                      {zero_, v.zero},
+                                      {min_, v.min},
+                                      {input_scale_, v.input_scale},
+                                      {perm_, v.perm}}};
+  for (const Part& part : parts) {
+    if (!part.from.present()) continue;
+    MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes,
+                             contiguous_bytes(part.from.dtype, part.from.shape));
+    if (e == 0) {
+      const Shape& s = part.from.shape;
+      MOESAIC_ASSIGN_OR_RETURN(
+          part.to,
+          Tensor::uninitialized(part.from.dtype, s.rank() == 2 ? Shape{num_experts_, s[0], s[1]}
+                                                               : Shape{num_experts_, s[0]}));
+    }
+    if (part.from.dtype != part.to.dtype()) {
+      return {StatusCode::kInvalidDType,
+              fmt::format("expert {}: {}: got {}, need {} as in expert 0", e, field,
+                          dtype_name(part.from.dtype), dtype_name(part.to.dtype()))};
+    }
+    std::memcpy(part.to.data() + e * bytes, part.from.data, static_cast<std::size_t>(bytes));
+  }
+  if (v.bias.present() && e == 0) {
+    MOESAIC_ASSIGN_OR_RETURN(bias_, Tensor::uninitialized(DType::kF32, {num_experts_, rows_}));
+  }
+  for (std::int64_t n = 0; v.bias.present() && n < rows_; ++n) {
+    bias_.as<float>()[e * rows_ + n] = load_as_f32(v.bias.data, v.bias.dtype, n);
+  }
+  scale_columns_ = v.scale.present() && v.scale.rank() == 2 ? v.scale.dim(1) : 1;
+  scales_per_expert_ = scale_columns_ * (v.scale.present() ? v.scale.dim(0) : 0);
+  return {};
+}
+
+std::int64_t RefMatrix::bytes() const {
+  std::int64_t sum = 0;
+  for (const Tensor* t : {&weight_, &scale_, &bias_, &global_scale_, &channel_scale_, &zero_, &min_,
+                          &input_scale_, &perm_})
+    sum += t->bytes();
+  return sum;
+}
+
+float RefMatrix::input_scale(std::int64_t e) const {
+  return input_scale_.present() ? input_scale_.as<float>()[e] : 1.0F;
+}
+
+bool RefMatrix::gather(std::int64_t e, const float* from, float* to) const {
+  if (!perm_.present() || MOESAIC_FAULT(ref_experts_ignores_permutation)) return false;
+  const std::int32_t* perm = perm_.as<std::int32_t>() + e * columns_;
+  for (std::int64_t k = 0; k < columns_; ++k) to[k] = from[perm[k]];
+  return true;
+}
+
+// The number that a stored code is, before scale and zero point.
+float RefMatrix::code(std::int64_t index) const {
+  if (four_bits_) {
+    const std::int64_t i = MOESAIC_FAULT(ref_experts_low_nibble_twice) ? index / 2 * 2 : index;
+    return values_[nibble_at(weight_.as<std::uint8_t>(), i)];
+  }
+  if (quant_.dtype == DType::kI8) return static_cast<float>(weight_.as<std::int8_t>()[index]);
+  if (quant_.dtype == DType::kU8) return static_cast<float>(weight_.as<std::uint8_t>()[index]);
+  return load_as_f32(weight_.data(), weight_.dtype(), index);
+}
+
+// Columns [begin, begin + count) of row n, which share a scale. Eight interleaved partial sums,
+// added pairwise at the end: a fixed order with an error that grows with count / 8.
+float RefMatrix::dot(std::int64_t e, std::int64_t n, const float* x, std::int64_t begin,
+                     std::int64_t count, std::int64_t scale_index) const {
+  const std::int64_t first = (e * rows_ + n) * columns_ + begin;
+  float zero = 0;
+  if (zero_.present()) {
+    zero = zero_.dtype() == DType::kI8 ? static_cast<float>(zero_.as<std::int8_t>()[scale_index])
+                                       : static_cast<float>(zero_.as<std::uint8_t>()[scale_index]);
+    if (MOESAIC_FAULT(ref_experts_zero_point_added)) zero = -zero;
+  }
+  const bool rounded_product = rounds_scaled_codes(quant_);
+  const float group_scale =
+      rounded_product ? f32_from_e4m3(scale_.as<std::uint8_t>()[scale_index]) : 1.0F;
+  std::array<float, 8> lane{};
+  for (std::int64_t i = 0; i < count; ++i) {
+    float w = code(first + i) - zero;
+    if (rounded_product) w = int4_fp8_value(static_cast<int>(w), group_scale);
+    lane[static_cast<std::size_t>(i % 8)] += x[i] * w;
+  }
+  return ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7]));
+}
+
+void RefMatrix::multiply(std::int64_t e, const RefOperand& x, float* out) const {
+  const bool grouped = quant_.granularity == ScaleGranularity::kGroup ||
+                       quant_.granularity == ScaleGranularity::kBlock;
+  const std::int64_t block_n = grouped ? quant_.block_n : 1;
+  const std::int64_t block_k = grouped ? quant_.block_k : columns_;
+  const bool per_tensor = quant_.granularity == ScaleGranularity::kTensor;
+  const bool outside = !grouped && !zero_.present() && !min_.present();
+  const float* bias = bias_.present() ? bias_.as<float>() + e * rows_ : nullptr;
+  if (MOESAIC_FAULT(ref_experts_missing_bias)) bias = nullptr;
+  const bool wrong_scale_row = MOESAIC_FAULT(ref_experts_scale_row_zero);
+  float alpha = x.outer;
+  if (global_scale_.present()) alpha *= global_scale_.as<float>()[e];
+  if (MOESAIC_FAULT(ref_experts_alpha_of_expert_zero) && global_scale_.present())
+    alpha = x.outer * global_scale_.as<float>()[0];
+  for (std::int64_t n = 0; n < rows_; ++n) {
+    const std::int64_t scale_row =
+        e * scales_per_expert_ + (wrong_scale_row || per_tensor ? 0 : n / block_n) * scale_columns_;
+    float sum = 0;
+    for (std::int64_t begin = 0, g = 0; begin < columns_; begin += block_k, ++g) {
+      const std::int64_t count = std::min(block_k, columns_ - begin);
+      const float* values = x.values + begin;
+      const float partial = dot(e, n, values, begin, count, scale_row + g);
+      float factor = 1.0F;
+      if (scale_.present() && !outside && !rounds_scaled_codes(quant_))
+        factor = load_as_f32(scale_.data(), scale_.dtype(), scale_row + g);
+      if (x.scales != nullptr && x.group > 0) factor = x.scales[begin / x.group] * factor;
+      sum += partial * factor;
+      if (min_.present()) {
+        float total = 0;
+        for (std::int64_t i = 0; i < count; ++i) total += values[i];
+        sum -= min_.as<float>()[scale_row + g] * total;
+      }
+    }
+    float whole = 1.0F;
+    if (scale_.present() && outside) whole = load_as_f32(scale_.data(), scale_.dtype(), scale_row);
+    if (channel_scale_.present()) whole = channel_scale_.as<float>()[e * rows_ + n];
+    if (x.scales != nullptr && x.group == 0) whole = x.scales[0] * whole;
+    sum *= whole * alpha;
+    out[n] = bias != nullptr ? sum + bias[n] : sum;
+  }
+}
+
+}  // namespace moesaic

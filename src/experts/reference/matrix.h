@@ -1,0 +1,53 @@
+// One projection of all local experts, kept as the checkpoint stores it, and its product with one
+// row, in plain loops over any weight format.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "experts/reference/operand.h"
+#include "moesaic/experts.h"
+#include "quant/code_values.h"
+#include "quant/compute_scheme.h"
+
+namespace moesaic {
+
+// The tensors of one projection in an ExpertWeightsView.
+struct ProjectionView {
+  ConstTensorView weight, scale, bias, global_scale, channel_scale, zero, min, input_scale, perm;
+};
+ProjectionView w13_of(const ExpertWeightsView& view);
+ProjectionView w2_of(const ExpertWeightsView& view);
+
+class RefMatrix {
+ public:
+  RefMatrix(const QuantScheme& quant, ComputeScheme scheme, std::int64_t num_experts,
+            std::int64_t rows, std::int64_t columns);
+
+  // Copies one expert's tensors; they have passed check_expert_weights. Experts come in order.
+  Status append(std::int64_t e, std::string_view field, const ProjectionView& view);
+  std::int64_t bytes() const;
+
+  // The static activation scale of expert e, or 1.
+  float input_scale(std::int64_t e) const;
+  // to[k] = from[perm[k]], the order in which the weights' columns are stored. Returns false (and
+  // writes nothing) when there is no permutation.
+  bool gather(std::int64_t e, const float* from, float* to) const;
+  // out[n] = x . w[e][n] + bias[e][n]. Scales act on each group's partial sum, inside the
+  // accumulation; what belongs to a whole row or column is applied to the sum.
+  void multiply(std::int64_t e, const RefOperand& x, float* out) const;
+
+ private:
+  float dot(std::int64_t e, std::int64_t n, const float* x, std::int64_t begin, std::int64_t count,
+            std::int64_t scale_index) const;
+  float code(std::int64_t index) const;
+
+  OperandQuant quant_;
+  CodeValues values_;  // of 4-bit codes
+  bool four_bits_;
+  std::int64_t num_experts_, rows_, columns_;
+  std::int64_t scale_columns_ = 0, scales_per_expert_ = 0;
+  Tensor weight_, scale_, bias_, global_scale_, channel_scale_, zero_, min_, input_scale_, perm_;
+};
+
+}  // namespace moesaic

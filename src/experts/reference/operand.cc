@@ -1,0 +1,100 @@
+#include "experts/reference/operand.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/checked.h"
+#include "core/fault.h"
+#include "numerics/codec.h"
+#include "quant/fp8_group.h"
+#include "quant/fp8_scaled.h"
+#include "quant/int_group.h"
+#include "quant/mx.h"
+#include "quant/nvfp4.h"
+
+namespace moesaic {
+namespace {
+
+constexpr std::int64_t kFinestGroup = 16;
+
+float amax_of(const float* x, std::int64_t n) {
+  float amax = 0;
+  for (std::int64_t i = 0; i < n; ++i) amax = std::max(amax, std::abs(x[i]));
+  return amax;
+}
+
+float e4m3_value(float x) {
+  return f32_from_e4m3(e4m3_from_f32(std::clamp(x, -kE4m3Max, kE4m3Max)));
+}
+float e2m1_value(float x) {
+  return f32_from_e2m1(e2m1_from_f32(std::clamp(x, -kE2m1Max, kE2m1Max)));
+}
+
+// One group of a microscaling format; returns its scale.
+float quantize_mx_group(const OperandQuant& a, float* x, std::int64_t n) {
+  const bool fp8 = a.dtype == DType::kF8E4M3;
+  E8m0Rule rule = a.rule == ExponentRule::kCeil ? E8m0Rule::kCeil : E8m0Rule::kRound175;
+  if (MOESAIC_FAULT(ref_experts_other_exponent_rule)) rule = E8m0Rule::kOcpFloor;
+  const std::uint8_t exponent =
+      mx_scale(amax_of(x, n), fp8 ? MxElement::kE4m3 : MxElement::kE2m1, rule);
+  const float scale = f32_from_e8m0(exponent);
+  for (std::int64_t i = 0; i < n; ++i) {
+    const float y = exponent == 0 ? 0.0F : x[i] / scale;
+    x[i] = fp8 ? e4m3_value(y) : e2m1_value(y);
+  }
+  return scale;
+}
+
+float quantize_nvfp4_group(float gscale, float* x, std::int64_t n) {
+  const float sf = f32_from_e4m3(nvfp4_block_scale(amax_of(x, n), gscale));
+  const float factor = sf == 0.0F ? 0.0F : gscale / sf;
+  for (std::int64_t i = 0; i < n; ++i) x[i] = e2m1_value(x[i] * factor);
+  return sf;
+}
+
+}  // namespace
+
+std::int64_t ref_max_scales(std::int64_t count) { return ceil_div(count, kFinestGroup); }
+
+RefOperand ref_quantize_row(const OperandQuant& a, float input_scale, float* row,
+                            std::int64_t count, float* scales, std::uint8_t* codes) {
+  switch (a.granularity) {
+    case ScaleGranularity::kGroup:
+      break;
+    case ScaleGranularity::kToken: {
+      const float amax = amax_of(row, count);
+      const bool int8 = a.dtype == DType::kI8;
+      scales[0] = int8 ? int8_row_scale(amax) : fp8_row_scale(amax);
+      for (std::int64_t i = 0; i < count; ++i) {
+        const float y = row[i] / scales[0];
+        row[i] = int8 ? static_cast<float>(i8_from_f32(y)) : e4m3_value(y);
+      }
+      return {row, scales, 0, 1.0F};
+    }
+    case ScaleGranularity::kTensor: {
+      const float inverse = 1.0F / input_scale;
+      for (std::int64_t i = 0; i < count; ++i) row[i] = e4m3_value(row[i] * inverse);
+      scales[0] = input_scale;
+      return {row, scales, 0, 1.0F};
+    }
+    default:
+      return {row, nullptr, 0, 1.0F};
+  }
+  if (a.rule == ExponentRule::kNone && a.scale_format != ScaleFormat::kE4M3) {
+    ref_quantize_fp8_row(row, count, a.block_k,
+                         a.scale_format == ScaleFormat::kE8M0 ? ScaleRounding::kCeilPowerOfTwo
+                                                              : ScaleRounding::kNone,
+                         codes, scales);
+    for (std::int64_t i = 0; i < count; ++i) row[i] = f32_from_e4m3(codes[i]);
+    return {row, scales, a.block_k, 1.0F};
+  }
+  const bool nvfp4 = a.scale_format == ScaleFormat::kE4M3;
+  for (std::int64_t begin = 0, g = 0; begin < count; begin += a.block_k, ++g) {
+    const std::int64_t n = std::min(a.block_k, count - begin);
+    scales[g] = nvfp4 ? quantize_nvfp4_group(1.0F / input_scale, row + begin, n)
+                      : quantize_mx_group(a, row + begin, n);
+  }
+  return {row, scales, a.block_k, nvfp4 ? input_scale : 1.0F};
+}
+
+}  // namespace moesaic

@@ -1,0 +1,357 @@
+// What happens to a finished accumulator tile: activation, rounding and requantisation after GEMM1,
+// weighting and rounding after GEMM2. Fragment positions as in grouped_gemm.cuh; which weight row
+// is which channel is fixed by the repacking (repack.h).
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/fp8.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/sync.cuh"
+#include "cuda/ptx/wgmma_shapes.cuh"
+#include "experts/sm90/activation.cuh"
+#include "experts/sm90/gemm_layout.cuh"
+
+namespace moesaic::cuda {
+
+inline constexpr int kRequantBarrier = 1;  // named barrier of all consumer threads of the CTA
+
+// How the eight warps that hold one requantisation group tell each other the largest magnitudes of
+// its columns: through the CTA's shared memory, or (split) through that of both CTAs of a cluster.
+template <bool kSplit>
+struct AmaxExchange {
+  float* amax;    // [8 warps][columns]
+  float2* scale;  // [requantisation groups of the CTA][columns]: scale and reciprocal
+  std::uint32_t address = 0, bar = 0,
+                parity = 0;  // split: of amax, its barrier and that one's phase
+
+  // Split builds alternate between two buffers: a CTA can be one item ahead of the other.
+  template <class Shared>
+  __device__ __forceinline__ AmaxExchange(const Shared& sh, RingPosition<2>& position) {
+    constexpr int kWords = Shared::L::kAmaxWords;
+    amax = sh.amax() + (kSplit ? position.slot * kWords : 0);
+    scale = reinterpret_cast<float2*>(sh.amax() + (kSplit ? 2 : 1) * kWords);
+    if constexpr (kSplit) {
+      address = ptx::shared_address(amax);
+      bar = sh.amax_full(position.slot);
+      parity = position.parity;
+      position.advance();
+    }
+  }
+  __device__ __forceinline__ void tell(int at, float m) const {
+    if constexpr (kSplit) {
+#pragma unroll
+      for (std::uint32_t cta = 0; cta < 2; ++cta) {
+        ptx::store_remote_async(address + static_cast<std::uint32_t>(at) * 4, __float_as_uint(m),
+                                bar, cta);
+      }
+    } else {
+      amax[at] = m;
+    }
+  }
+  // All warps have told theirs of `columns` columns. Split: seen by the first `columns` threads.
+  __device__ __forceinline__ void wait(int thread, int columns) const {
+    if constexpr (kSplit) {
+      if (thread == 0) {
+        ptx::mbarrier_arrive_expect(bar, static_cast<std::uint32_t>(8 * columns) * 4);
+      }
+      if (thread < columns) ptx::mbarrier_wait(bar, parity);
+    } else {
+      ptx::named_barrier_sync(kRequantBarrier, 256);
+    }
+  }
+};
+
+// GEMM2: y2[pair][256 band + 128 group + 32 warp + 4 g + {0..3}] = bf16(factor * (acc + bias)).
+template <int kColumns>
+__device__ __forceinline__ void store_weighted(const GroupedParams& p, int expert, int band,
+                                               int group, int warp, int lane,
+                                               const std::int32_t (&pair)[(kColumns + 31) / 32],
+                                               const float (&factor)[(kColumns + 31) / 32],
+                                               const float (&acc)[2][kColumns / 2]) {
+  const int g = lane >> 2, t = lane & 3;
+  const int channel = band * kBandRows + group * 128 + warp * 32 + g * 4;
+  const bool inside = channel < p.hidden;
+  float4 bias = make_float4(0, 0, 0, 0);
+  if (p.w2_bias != nullptr && inside) {
+    bias = *reinterpret_cast<const float4*>(p.w2_bias +
+                                            static_cast<std::int64_t>(expert) * p.hidden + channel);
+  }
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int source_lane = (8 * j) % 32 + 2 * t + i;
+      const std::int32_t row = __shfl_sync(0xFFFFFFFFU, pair[j / 4], source_lane);
+      const float w = __shfl_sync(0xFFFFFFFFU, factor[j / 4], source_lane);
+      if (row >= 0 && inside) {
+        uint2 v;
+        v.x = ptx::bf16x2((acc[0][4 * j + i] + bias.x) * w, (acc[0][4 * j + 2 + i] + bias.y) * w);
+        v.y = ptx::bf16x2((acc[1][4 * j + i] + bias.z) * w, (acc[1][4 * j + 2 + i] + bias.w) * w);
+        *reinterpret_cast<uint2*>(p.y2 + static_cast<std::int64_t>(row) * p.hidden + channel) = v;
+      }
+    }
+  }
+}
+
+// GEMM1: activation, rounding to bf16 and, for fp8, quantisation per row and 128 channels. The
+// consumer groups hold one 128-channel group together (gated) or one each (plain).
+template <class Operand, EpilogueKind kEpilogue, int kColumns, bool kSplit>
+__device__ __forceinline__ void store_activated(const GroupedParams& p, int expert, int band,
+                                                int first_row, int rows, int group, int quarter,
+                                                int lane, const AmaxExchange<kSplit>& exchange,
+                                                float (&acc)[2][kColumns / 2]) {
+  constexpr bool kGated = kEpilogue != EpilogueKind::kPlain;
+  constexpr bool kScaled = std::is_same_v<Operand, ptx::E4M3>;
+  static_assert(kGated || !kSplit);
+  const int g = lane >> 2, t = lane & 3;
+  // First of this thread's neighbouring channels: two (gated) or four.
+  const int channel = kGated ? band * 128 + group * 64 + quarter * 16 + g * 2
+                             : band * 256 + group * 128 + quarter * 32 + g * 4;
+  const bool inside = channel < p.intermediate;
+  if constexpr (kGated) {
+    float2 gate_bias = make_float2(0, 0), up_bias = make_float2(0, 0);
+    if (p.w13_bias != nullptr && inside) {
+      const float* bias = p.w13_bias + static_cast<std::int64_t>(expert) * 2 * p.intermediate;
+      gate_bias = *reinterpret_cast<const float2*>(bias + channel);
+      up_bias = *reinterpret_cast<const float2*>(bias + p.intermediate + channel);
+    }
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float y =
+              activate<kEpilogue>(p, acc[b][4 * j + i] + (b == 0 ? gate_bias.x : gate_bias.y),
+                                  acc[b][4 * j + 2 + i] + (b == 0 ? up_bias.x : up_bias.y));
+          // Rows past the matrix hold whatever shared memory held: select, do not multiply.
+          acc[b][4 * j + i] = inside ? round_bf16(y) : 0.0F;
+        }
+      }
+    }
+  } else {
+    float4 bias = make_float4(0, 0, 0, 0);
+    if (p.w13_bias != nullptr && inside) {
+      bias = *reinterpret_cast<const float4*>(
+          p.w13_bias + static_cast<std::int64_t>(expert) * p.intermediate + channel);
+    }
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+#pragma unroll
+      for (int e = 0; e < kColumns / 2; ++e) {
+        const bool high = (e & 2) != 0;
+        const float v = acc[b][e] + (b == 0 ? (high ? bias.y : bias.x) : (high ? bias.w : bias.z));
+        acc[b][e] = inside ? round_bf16(activate<kEpilogue>(p, v, 0.0F)) : 0.0F;
+      }
+    }
+  }
+
+  if constexpr (!kScaled) {
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int column = 8 * j + 2 * t + i;
+        if (column >= rows || !inside) continue;
+        std::byte* to =
+            p.inner +
+            (static_cast<std::int64_t>(first_row + column) * p.intermediate + channel) * 2;
+        if constexpr (kGated) {
+          *reinterpret_cast<std::uint32_t*>(to) = ptx::bf16x2(acc[0][4 * j + i], acc[1][4 * j + i]);
+        } else {
+          *reinterpret_cast<uint2*>(to) =
+              make_uint2(ptx::bf16x2(acc[0][4 * j + i], acc[0][4 * j + 2 + i]),
+                         ptx::bf16x2(acc[1][4 * j + i], acc[1][4 * j + 2 + i]));
+        }
+      }
+    }
+    return;
+  } else {
+    // Largest magnitude of each column over the group's channels. fmaxf drops NaN, as the CPU does.
+    float2* scale = exchange.scale;
+    constexpr int kGroups = kGated ? 1 : 2;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float m = fmaxf(fabsf(acc[0][4 * j + i]), fabsf(acc[1][4 * j + i]));
+        if constexpr (!kGated) {
+          m = fmaxf(m, fmaxf(fabsf(acc[0][4 * j + 2 + i]), fabsf(acc[1][4 * j + 2 + i])));
+        }
+        m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 4));
+        m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 8));
+        m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 16));
+        if (g == 0) exchange.tell((group * 4 + quarter) * kColumns + 8 * j + 2 * t + i, m);
+      }
+    }
+    const int thread = static_cast<int>(threadIdx.x);
+    exchange.wait(thread, kColumns);
+    if (thread < kColumns * kGroups) {
+      const int column = thread % kColumns, which = thread / kColumns;
+      float m = 0.0F;
+#pragma unroll
+      for (int w = 0; w < 8 / kGroups; ++w) {
+        m = fmaxf(m, exchange.amax[(which * 4 + w) * kColumns + column]);
+      }
+      const float s = fp8_scale(m, p.power_of_two_scales);
+      scale[which * kColumns + column] = make_float2(s, 1.0F / s);
+      const int scale_group = kGated ? band : band * 2 + which;
+      if (column < rows && scale_group < p.chunks2 && (!kSplit || group == 0)) {
+        p.inner_scale[scale_group * p.inner_scale_stride + first_row + column] = s;
+      }
+    }
+    ptx::named_barrier_sync(kRequantBarrier, kSplit ? 128 : 256);
+    if constexpr (!kGated) scale += group * kColumns;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const float4 s = *reinterpret_cast<const float4*>(scale + 8 * j + 2 * t);
+      if constexpr (kGated) {
+        // Two channels of two tokens; neighbours swap halves so that each stores four channels.
+        const std::uint32_t own =
+            ptx::e4m3x2(divide(acc[0][4 * j], s.x, s.y), divide(acc[1][4 * j], s.x, s.y)) |
+            ptx::e4m3x2(divide(acc[0][4 * j + 1], s.z, s.w), divide(acc[1][4 * j + 1], s.z, s.w))
+                << 16;
+        const std::uint32_t other = __shfl_xor_sync(0xFFFFFFFFU, own, 4);
+        const bool odd = (g & 1) != 0;
+        const std::uint32_t v =
+            odd ? __byte_perm(other, own, 0x7632) : __byte_perm(own, other, 0x5410);
+        const int column = 8 * j + 2 * t + (odd ? 1 : 0);
+        if (column < rows && inside) {
+          *reinterpret_cast<std::uint32_t*>(
+              p.inner + static_cast<std::int64_t>(first_row + column) * p.intermediate + channel -
+              (odd ? 2 : 0)) = v;
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float sc = i == 0 ? s.x : s.z, r = i == 0 ? s.y : s.w;
+          const std::uint32_t v =
+              ptx::e4m3x2(divide(acc[0][4 * j + i], sc, r), divide(acc[0][4 * j + 2 + i], sc, r)) |
+              ptx::e4m3x2(divide(acc[1][4 * j + i], sc, r), divide(acc[1][4 * j + 2 + i], sc, r))
+                  << 16;
+          const int column = 8 * j + 2 * t + i;
+          if (column < rows && inside) {
+            *reinterpret_cast<std::uint32_t*>(
+                p.inner + static_cast<std::int64_t>(first_row + column) * p.intermediate +
+                channel) = v;
+          }
+        }
+      }
+    }
+  }
+}
+
+// GEMM2 with tokens as rows: y2[pair][256 band + 128 h + 32 w + 8 t + {0..7}], 16 bytes per store.
+__device__ __forceinline__ void store_weighted_rows(const GroupedParams& p, int expert, int band,
+                                                    int lane, const std::int32_t (&pair)[2],
+                                                    const float (&factor)[2],
+                                                    const float (&acc)[128]) {
+  const int t = lane & 3;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const int channel = band * kBandRows + h * 128 + w * 32 + t * 8;
+      if (channel >= p.hidden) continue;
+      float bias[8] = {};
+      if (p.w2_bias != nullptr) {
+        const float* from = p.w2_bias + static_cast<std::int64_t>(expert) * p.hidden + channel;
+#pragma unroll
+        for (int e = 0; e < 8; ++e) bias[e] = from[e];
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (pair[i] < 0) continue;
+        std::uint32_t v[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          // Channel 4a + 2b + c of the eight is element a of chunk 8b + 2w + c.
+          const int a = e >> 1, b = e & 1;
+          const int at = 64 * h + 4 * (8 * b + 2 * w) + 2 * i + a;
+          v[e] = ptx::bf16x2((acc[at] + bias[2 * e]) * factor[i],
+                             (acc[at + 4] + bias[2 * e + 1]) * factor[i]);
+        }
+        *reinterpret_cast<uint4*>(p.y2 + static_cast<std::int64_t>(pair[i]) * p.hidden + channel) =
+            make_uint4(v[0], v[1], v[2], v[3]);
+      }
+    }
+  }
+}
+
+// GEMM1 with tokens as rows, SwiGLU family. The thread has rows `row` and row + 8 (of which `rows`
+// count from `row` on) and of each row 32 channels: 128 band + 64 h + 16 w + 4 t + {0..3}; a quad
+// has the whole group of 128, so the largest magnitude takes two shuffles and no barrier.
+template <class Operand>
+__device__ __forceinline__ void store_activated_rows(const GroupedParams& p, int expert, int band,
+                                                     int row, int rows, int lane,
+                                                     float (&acc)[128]) {
+  constexpr bool kScaled = std::is_same_v<Operand, ptx::E4M3>;
+  const int t = lane & 3;
+  const int channel0 = band * 128 + t * 4;
+  float amax[2] = {0.0F, 0.0F};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const int channel = channel0 + h * 64 + w * 16;
+      const bool inside = channel < p.intermediate;
+      float gate_bias[4] = {}, up_bias[4] = {};
+      if (p.w13_bias != nullptr && inside) {
+        const float* from =
+            p.w13_bias + static_cast<std::int64_t>(expert) * 2 * p.intermediate + channel;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          gate_bias[e] = from[e];
+          up_bias[e] = from[p.intermediate + e];
+        }
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        // Channel 2a + b of the four: element a of gate chunk 8b + 2w; the up chunk is the next.
+        const int a = e >> 1, b = e & 1;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int at = 64 * h + 4 * (8 * b + 2 * w) + 2 * i + a;
+          const float y =
+              activate<EpilogueKind::kSwiglu>(p, acc[at] + gate_bias[e], acc[at + 4] + up_bias[e]);
+          acc[at] = inside ? round_bf16(y) : 0.0F;
+          amax[i] = fmaxf(amax[i], fabsf(acc[at]));
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float s = 1.0F, r = 1.0F;
+    if constexpr (kScaled) {
+      float m = fmaxf(amax[i], __shfl_xor_sync(0xFFFFFFFFU, amax[i], 1));
+      m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 2));
+      s = fp8_scale(m, p.power_of_two_scales);
+      r = 1.0F / s;
+      if (t == 0 && 8 * i < rows) p.inner_scale[band * p.inner_scale_stride + row + 8 * i] = s;
+    }
+    if (8 * i >= rows) continue;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const int channel = channel0 + h * 64 + w * 16;
+        if (channel >= p.intermediate) continue;
+        const int at = 64 * h + 8 * w + 2 * i;  // channels 0 and 2; 1 and 3 are 32 further
+        const std::int64_t to = static_cast<std::int64_t>(row + 8 * i) * p.intermediate + channel;
+        if constexpr (kScaled) {
+          *reinterpret_cast<std::uint32_t*>(p.inner + to) =
+              ptx::e4m3x2(divide(acc[at], s, r), divide(acc[at + 32], s, r)) |
+              ptx::e4m3x2(divide(acc[at + 1], s, r), divide(acc[at + 33], s, r)) << 16;
+        } else {
+          *reinterpret_cast<uint2*>(p.inner + 2 * to) = make_uint2(
+              ptx::bf16x2(acc[at], acc[at + 32]), ptx::bf16x2(acc[at + 1], acc[at + 33]));
+        }
+      }
+    }
+  }
+}
+
+}  // namespace moesaic::cuda

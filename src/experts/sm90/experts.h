@@ -1,0 +1,113 @@
+// The experts stage on a Hopper GPU (sm_90): work list, activation quantisation, both grouped GEMMs
+// and the combine, over device memory. Only launches: nothing here synchronises once it is created.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string_view>
+
+#include "cuda/quant_rows.h"
+#include "moesaic/experts.h"
+#include "moesaic/status.h"
+#include "router/sm90/route.h"
+
+namespace moesaic::cuda {
+
+// Device pointers of one call. Nothing may overlap except where said.
+struct CudaExpertsArgs {
+  std::int64_t tokens = 0;              // M <= problem.max_tokens; 0 is ordinary
+  const void* hidden_states = nullptr;  // [M, H] bf16, contiguous, 16-byte aligned
+  // fp8-block only, rows quantised before they came here (weight on the input included):
+  // hidden_states are e4m3 codes, and this F32 scales [ceil(H / 128)][hidden_scale_stride >= M], as
+  // launch_quant_rows makes them. Null: quantised here; the bits of the result are the same.
+  const float* hidden_scale = nullptr;
+  std::int64_t hidden_scale_stride = 0;
+  // fp8-block without weight on the input: the call before this one in this workspace had the same
+  // hidden_states and tokens (of experts with same_rows), so the rows that it quantised are used.
+  bool rows_kept = false;
+  std::int64_t top_k = 0;  // k of this call, at most problem.top_k; 0: problem.top_k
+  // How many experts topk_ids can name, for the choice of the kernel only; 0: problem.num_experts.
+  std::int64_t used_experts = 0;
+  const std::int32_t* topk_ids = nullptr;    // [M, k] global ids; -1 or out of range: no expert
+  const float* topk_weights = nullptr;       // [M, k]
+  const std::int32_t* expert_map = nullptr;  // [E] -> local or -1; null: identity
+  // [M, H] bf16 added to the sum, or null; may be `output` when that is BF16.
+  const void* shared_rows = nullptr;
+  // Instead of the sum: the weighted rows [M * k, H] bf16 of all slots, 16-byte aligned; rows of
+  // slots without an expert here are not written. The sum is what launch_combine makes of them.
+  void* slot_rows = nullptr;
+  void* output = nullptr;  // [M, H] of output_dtype, 16-byte aligned; null with slot_rows
+  DType output_dtype = DType::kBF16;  // BF16 or F32
+  void* workspace = nullptr;          // 256-byte aligned, >= workspace_size(M)
+  std::int64_t workspace_bytes = 0;
+  // The chores of this call are done (CudaExperts::chores): a kernel less here.
+  bool chores_done = false;
+  // With chores_done: the GEMM kernel routes (CudaExperts::can_route); topk_ids and topk_weights
+  // are where it puts ids and weights, the last slots of a token those of fused shared experts.
+  std::optional<RouteParams> route;
+};
+
+// Computes what experts/reference/experts.h defines for the schemes bf16 and fp8-block with bf16
+// activations, with these differences: products are summed by the tensor cores in chunks of 128
+// bytes of K (64 bf16 or 128 e4m3 values) in ascending order; an expert's weighted output row is
+// rounded to bf16 before the combine; sigmoid and exp are the hardware's (activation.cuh). With
+// integer operands whose sums and rounded rows are exact the result equals the reference bit for
+// bit.
+class CudaExperts {
+ public:
+  // ok, or the reason for refusing, without looking at weights or a device: check_problem's, then
+  // kUnsupported (scheme, activation_dtype, batched format, widths that are not multiples of 16
+  // bytes, more than 1024 local experts).
+  static Status can_implement(const MoeProblem& problem);
+  // Bytes for M tokens, monotone in tokens, without a device. kUnsupported as above,
+  // kInvalidArgument for negative tokens.
+  static Result<std::int64_t> workspace_size(const MoeProblem& problem, std::int64_t tokens);
+  // Uploads and repacks expert by expert; besides the final weights one expert is on the device.
+  // kDevice (no device, wrong architecture: the text says which), kOutOfMemory, and the source's.
+  static Result<std::unique_ptr<CudaExperts>> create(const MoeProblem& problem,
+                                                     ExpertSource& source, int device);
+  ~CudaExperts();
+  CudaExperts(const CudaExperts&) = delete;
+  CudaExperts& operator=(const CudaExperts&) = delete;
+
+  // Whether both quantise the same hidden states to the same codes, at the same place of a
+  // workspace.
+  bool same_rows(const CudaExperts& other) const;
+
+  std::string_view name() const;
+  std::int64_t weight_bytes() const;
+  std::string_view determinism() const;
+  // Launches on `stream` (a cudaStream_t; null: the default stream) of the device it was created
+  // on. Checks sizes, alignment and the workspace (kInvalidArgument, kInvalidLayout, kInvalidDType,
+  // kLimitExceeded, kWorkspaceTooSmall; kUnsupported for quantised or kept rows of another scheme)
+  // before the first launch; ids are checked on the device and those out of range dropped.
+  // Capturable; a captured graph replays with other ids and weights. May be called from several
+  // threads with distinct workspaces. kDevice when a launch fails.
+  Status enqueue(void* stream, const CudaExpertsArgs& args) const;
+  // Few pairs: what of a call does not depend on its routing, so that a kernel in front of enqueue
+  // can do it beside its own work; then enqueue must be told. Of `args` only tokens, top_k,
+  // hidden_states, hidden_scale and workspace are read. Empty where that does not apply; the bits
+  // of the result are the same.
+  std::optional<ExpertChores> chores(const CudaExpertsArgs& args) const;
+  // After a call with these arguments, without chores_done, has run and before its workspace is
+  // used again: adds what rounding did to each row, [tokens], in the order of slots. Waits; copies
+  // rows, codes and results to the host. The intermediate's own values are gone: its error is that
+  // of its codes' steps.
+  Status add_numerics(const CudaExpertsArgs& args, std::span<RowNumerics> rows) const;
+  // May args.route be this, in a call that has chores? Saves the router's kernel; same bits.
+  bool can_route(const RouteParams& route) const;
+
+ private:
+  struct Impl;
+  explicit CudaExperts(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+inline constexpr std::string_view kCudaExpertsName = "cuda_sm90";
+inline constexpr std::string_view kCudaExpertsDeterminism =
+    "bitwise repeatable on one GPU model: a row's result depends on that row, its ids and weights "
+    "only, not on batch, neighbours, order or replay";
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,130 @@
+// What the GPU experts take and need, decided without a device: part of every build.
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "core/arena.h"
+#include "core/checked.h"
+#include "core/refusal.h"
+#include "experts/problem_checks.h"
+#include "experts/sm90/experts.h"
+#include "experts/sm90/experts_plan.h"
+#include "permute/sm90/align.h"
+
+namespace moesaic::cuda {
+Status CudaExperts::can_implement(const MoeProblem& problem) {
+  MOESAIC_RETURN_IF_ERROR(check_problem(problem));
+  MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
+  if (scheme != ComputeScheme::kBF16 && scheme != ComputeScheme::kFp8Block) {
+    return unsupported(
+        fmt::format("scheme: got {}, need bf16 or fp8-block", compute_scheme_name(scheme)));
+  }
+  if (problem.activation_dtype != DType::kBF16) {
+    return unsupported(
+        fmt::format("activation_dtype: got {}, need BF16", dtype_name(problem.activation_dtype)));
+  }
+  if (problem.format != ActivationFormat::kStandard) {
+    return unsupported("format: got batched, need standard");
+  }
+  if (problem.apply_router_weight_on_input && problem.top_k > 1) {
+    return unsupported(fmt::format(
+        "top_k: got {} with apply_router_weight_on_input, need 1 (a row is made once for all of "
+        "its experts)",
+        problem.top_k));
+  }
+  const std::int64_t multiple = scheme == ComputeScheme::kFp8Block ? 128 : 8;
+  for (const auto& [name, value] : {std::pair{"hidden_size", problem.hidden_size},
+                                    std::pair{"intermediate_size", problem.intermediate_size}}) {
+    if (value % multiple != 0) {
+      return unsupported(fmt::format("{}: got {}, need a multiple of {}", name, value, multiple));
+    }
+  }
+  if (problem.num_local_experts > kMaxAlignedExperts) {
+    return unsupported(fmt::format("num_local_experts: got {}, need at most {}",
+                                   problem.num_local_experts, kMaxAlignedExperts));
+  }
+  const auto pairs = checked_mul(problem.max_tokens, problem.top_k);
+  if (!pairs || *pairs > (std::int64_t{1} << 30)) {
+    return unsupported(fmt::format("max_tokens: got {} of {} experts each, need at most 2^30 pairs",
+                                   problem.max_tokens, problem.top_k));
+  }
+  return {};
+}
+
+Result<std::int64_t> CudaExperts::workspace_size(const MoeProblem& problem, std::int64_t tokens) {
+  if (tokens < 0) {
+    return Status(StatusCode::kInvalidArgument, fmt::format("tokens: got {}, need >= 0", tokens));
+  }
+  MOESAIC_RETURN_IF_ERROR(can_implement(problem));
+  Arena arena = Arena::measure();
+  ExpertsWorkspace::carve(problem, make_experts_plan(problem), tokens, arena);
+  MOESAIC_RETURN_IF_ERROR(arena.status());
+  return arena.used();
+}
+
+namespace {
+
+Status check_pointer(std::string_view field, const void* p, std::uintptr_t alignment) {
+  if (p == nullptr) {
+    return {StatusCode::kInvalidArgument,
+            fmt::format("{}: got null, need a device pointer", field)};
+  }
+  if (reinterpret_cast<std::uintptr_t>(p) % alignment != 0) {
+    return {StatusCode::kInvalidLayout,
+            fmt::format("{}: got an address that is not a multiple of {}", field, alignment)};
+  }
+  return {};
+}
+
+Status check_scales(const ExpertsPlan& plan, const CudaExpertsArgs& a) {
+  if (plan.format != GroupedFormat::kFp8Block) {
+    return {StatusCode::kUnsupported,
+            "hidden_scale: got quantised rows, need bf16 rows: only fp8-block takes codes"};
+  }
+  if (a.hidden_scale_stride < a.tokens) {
+    return {StatusCode::kInvalidLayout, fmt::format("hidden_scale_stride: got {}, need at least {}",
+                                                    a.hidden_scale_stride, a.tokens)};
+  }
+  return check_pointer("hidden_scale", a.hidden_scale, 4);
+}
+
+}  // namespace
+
+Status check_args(const MoeProblem& problem, const ExpertsPlan& plan, const CudaExpertsArgs& a) {
+  if (a.tokens < 0 || a.tokens > problem.max_tokens) {
+    return {a.tokens < 0 ? StatusCode::kInvalidArgument : StatusCode::kLimitExceeded,
+            fmt::format("tokens: got {}, planned for 0 .. {}", a.tokens, problem.max_tokens)};
+  }
+  if (a.top_k < 0 || a.top_k > problem.top_k) {
+    return {StatusCode::kInvalidArgument,
+            fmt::format("top_k: got {}, planned for at most {}", a.top_k, problem.top_k)};
+  }
+  if (a.output_dtype != DType::kBF16 && a.output_dtype != DType::kF32) {
+    return {StatusCode::kInvalidDType,
+            fmt::format("output: got {}, need BF16 or F32", dtype_name(a.output_dtype))};
+  }
+  if (a.tokens == 0) return {};
+  MOESAIC_RETURN_IF_ERROR(check_pointer("hidden_states", a.hidden_states, 16));
+  MOESAIC_RETURN_IF_ERROR(check_pointer("topk_ids", a.topk_ids, 4));
+  MOESAIC_RETURN_IF_ERROR(check_pointer("topk_weights", a.topk_weights, 4));
+  if (a.slot_rows != nullptr) {
+    if (a.output != nullptr || a.shared_rows != nullptr) {
+      return {StatusCode::kInvalidArgument,
+              "slot_rows: got them with output or shared_rows, need one of the two"};
+    }
+    MOESAIC_RETURN_IF_ERROR(check_pointer("slot_rows", a.slot_rows, 16));
+  } else {
+    MOESAIC_RETURN_IF_ERROR(check_pointer("output", a.output, 16));
+  }
+  if (a.hidden_scale != nullptr) MOESAIC_RETURN_IF_ERROR(check_scales(plan, a));
+  if (a.rows_kept && (!plan.makes_rows() || plan.weight_on_input || a.hidden_scale != nullptr)) {
+    return {StatusCode::kUnsupported,
+            "rows_kept: got true, need fp8-block experts that quantised bf16 rows without weights"};
+  }
+  if (a.shared_rows != nullptr) {
+    MOESAIC_RETURN_IF_ERROR(check_pointer("shared_rows", a.shared_rows, 16));
+  }
+  return check_pointer("workspace", a.workspace, 256);
+}
+
+}  // namespace moesaic::cuda

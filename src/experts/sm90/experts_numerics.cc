@@ -1,0 +1,135 @@
+// What rounding did to the rows of a call, read back from the codes and scales that it left in the
+// workspace: for traces, which wait anyway. No kernel knows of it.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "cuda/device_memory.h"
+#include "experts/problem_checks.h"
+#include "experts/row_error.h"
+#include "experts/sm90/experts_impl.h"
+#include "numerics/float_codec.h"
+#include "quant/fp8_group.h"
+
+namespace moesaic::cuda {
+namespace {
+
+// A quantised value stands for a step of its format, within which the lost part is uniform.
+double rounding_variance(double step) { return step * step / 12.0; }
+
+// The step around a finite value with `mantissa` explicit bits and this smallest normal number.
+double step_at(double value, int mantissa, double normal) {
+  if (std::abs(value) <= normal) return std::ldexp(normal, -mantissa);
+  return std::ldexp(1.0, std::ilogb(value) - mantissa);
+}
+
+// One group of e4m3 codes; the values that they were made of are gone.
+RowError of_codes(const std::uint8_t* codes, std::int64_t n, float scale, float smallest_scale) {
+  RowError sums;
+  sums.finite = std::isfinite(scale);
+  if (!sums.finite) return sums;
+  double amax = 0;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const auto code = static_cast<double>(f32_from_e4m3(codes[i]));
+    if (std::isnan(code)) {
+      sums.finite = false;
+      return sums;
+    }
+    const double value = code * static_cast<double>(scale);
+    sums.size += value * value;
+    sums.error += rounding_variance(step_at(code, 3, 0x1p-6)) * static_cast<double>(scale) *
+                  static_cast<double>(scale);
+    amax = std::max(amax, std::abs(code));
+  }
+  if (amax == 0) return {};  // zeros, as far as anyone can tell
+  if (scale <= smallest_scale && amax < 0x1p-6) sums.lost = sums.error;
+  return sums;
+}
+
+RowError of_bf16(const std::uint16_t* row, std::int64_t n) {
+  RowError sums;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const auto value = static_cast<double>(f32_from_bf16(row[i]));
+    if (!std::isfinite(value)) {
+      sums.finite = false;
+      return sums;
+    }
+    sums.size += value * value;
+    if (value != 0) sums.error += rounding_variance(step_at(value, 7, 0x1p-126));
+  }
+  return sums;
+}
+
+template <class T>
+Result<std::vector<T>> read_back(const char* what, const T* from, std::int64_t count) {
+  std::vector<T> to(static_cast<std::size_t>(count));
+  MOESAIC_RETURN_IF_ERROR(
+      copy_to_host(what, to.data(), from, count * static_cast<std::int64_t>(sizeof(T))));
+  return to;
+}
+
+}  // namespace
+
+Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics> rows) const {
+  const ExpertsPlan& plan = impl_->plan;
+  MoeProblem problem = impl_->problem;
+  if (a.top_k > 0) problem.top_k = a.top_k;
+  const DeviceScope scope(impl_->device);
+  MOESAIC_RETURN_IF_ERROR(scope.status());
+  Arena arena({static_cast<std::byte*>(a.workspace), static_cast<std::size_t>(a.workspace_bytes)});
+  const ExpertsWorkspace w = ExpertsWorkspace::carve(problem, plan, a.tokens, arena);
+  MOESAIC_RETURN_IF_ERROR(arena.status());
+  const std::int64_t hidden = problem.hidden_size, inner = problem.intermediate_size;
+  const std::int64_t pairs = a.tokens * problem.top_k, row_bytes = plan.w2.row_bytes();
+  const bool fp8 = plan.format == GroupedFormat::kFp8Block;
+
+  MOESAIC_ASSIGN_OR_RETURN(
+      const auto x, read_back("hidden_states", static_cast<const std::uint16_t*>(a.hidden_states),
+                              a.tokens * hidden));
+  MOESAIC_ASSIGN_OR_RETURN(const auto row_of_pair, read_back("row_of_pair", w.row_of_pair, pairs));
+  MOESAIC_ASSIGN_OR_RETURN(const auto codes, read_back("inner", w.inner, pairs * row_bytes));
+  std::vector<float> scales;
+  if (fp8) {
+    MOESAIC_ASSIGN_OR_RETURN(
+        scales, read_back("inner_scale", w.inner_scale, w.inner_scale_stride * plan.w2.chunks()));
+  }
+  const auto* y = a.slot_rows != nullptr ? static_cast<const std::uint16_t*>(a.slot_rows) : w.y2;
+  MOESAIC_ASSIGN_OR_RETURN(const auto y2, read_back("y2", y, pairs * hidden));
+  std::vector<float> weights;
+  if (plan.weight_on_input) {
+    MOESAIC_ASSIGN_OR_RETURN(weights, read_back("topk_weights", a.topk_weights, pairs));
+  }
+
+  const NoiseModel model(problem);
+  RowErrorMeter meter(problem.quant.activation, DType::kBF16);
+  const float smallest_scale = fp8_group_scale(
+      0.0F, plan.power_of_two_scales ? ScaleRounding::kCeilPowerOfTwo : ScaleRounding::kNone);
+  std::vector<float> row(static_cast<std::size_t>(std::max(hidden, inner)));
+  for (std::int64_t p = 0; p < pairs; ++p) {
+    const std::int64_t t = p / problem.top_k;
+    const std::int64_t r = row_of_pair[static_cast<std::size_t>(p)];
+    if (r < 0) continue;
+    for (std::int64_t i = 0; i < hidden; ++i) {
+      const float v = f32_from_bf16(x[static_cast<std::size_t>(t * hidden + i)]);
+      row[static_cast<std::size_t>(i)] =
+          weights.empty() ? v : v * weights[static_cast<std::size_t>(p)];
+    }
+    const RowError input = meter.measure(row.data(), hidden, 1.0F);
+    RowError of_inner;
+    const std::byte* from = codes.data() + r * row_bytes;
+    if (!fp8) of_inner = of_bf16(reinterpret_cast<const std::uint16_t*>(from), inner);
+    for (std::int64_t k = 0; fp8 && k < inner; k += kFp8Block) {
+      const auto at = static_cast<std::size_t>(k / kFp8Block * w.inner_scale_stride + r);
+      of_inner.add(of_codes(reinterpret_cast<const std::uint8_t*>(from + k),
+                            std::min(kFp8Block, inner - k), scales[at], smallest_scale));
+    }
+    for (std::int64_t i = 0; i < hidden; ++i) {
+      row[static_cast<std::size_t>(i)] =
+          f32_from_bf16(y2[static_cast<std::size_t>(p * hidden + i)]);
+    }
+    rows[static_cast<std::size_t>(t)].add(model.of(input, of_inner, row.data(), hidden, 1.0F));
+  }
+  return {};
+}
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,58 @@
+#include "experts/sm90/experts_plan.h"
+
+#include "core/checked.h"
+#include "experts/problem_checks.h"
+#include "quant/compute_scheme.h"
+
+namespace moesaic::cuda {
+
+ExpertsPlan make_experts_plan(const MoeProblem& problem) {
+  ExpertsPlan plan;
+  const Result<ComputeScheme> scheme = compute_scheme(problem.quant);
+  const bool fp8 = scheme.ok() && scheme.value() == ComputeScheme::kFp8Block;
+  plan.format = fp8 ? GroupedFormat::kFp8Block : GroupedFormat::kBf16;
+  const ActivationKind kind = problem.activation.kind;
+  plan.epilogue = !is_gated(kind) ? EpilogueKind::kPlain
+                  : kind == ActivationKind::kSilu || kind == ActivationKind::kSwigluOai
+                      ? EpilogueKind::kSwiglu
+                      : EpilogueKind::kGeneral;
+  plan.w13 = {w13_rows(problem), problem.hidden_size, plan.element_bytes(), is_gated(kind)};
+  plan.w2 = {problem.hidden_size, problem.intermediate_size, plan.element_bytes(), false};
+  plan.power_of_two_scales = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
+  plan.weight_on_input = problem.apply_router_weight_on_input;
+  return plan;
+}
+
+ExpertsWorkspace ExpertsWorkspace::carve(const MoeProblem& problem, const ExpertsPlan& plan,
+                                         std::int64_t tokens, Arena& arena) {
+  ExpertsWorkspace w;
+  const std::int64_t pairs = tokens * problem.top_k;
+  const std::int64_t local = problem.num_local_experts;
+  // First, where another call with as many tokens has them: see CudaExpertsArgs::rows_kept.
+  w.row_scale_stride = round_up(tokens, 4);
+  if (plan.makes_rows()) w.rows = arena.take<std::byte>(tokens * plan.w13.row_bytes());
+  if (plan.format == GroupedFormat::kFp8Block) {
+    w.row_scale = arena.take<float>(w.row_scale_stride * plan.w13.chunks());
+  }
+  // The narrowest group makes the most records.
+  w.max_groups = max_group_records(pairs, local, kSplitColumns);
+  w.control = arena.take<std::uint32_t>(2);
+  w.group_done = arena.take<std::uint32_t>(w.max_groups);
+  w.band_done = arena.take<std::uint32_t>(2 * plan.w2.bands());
+  if (w.band_done != nullptr) {
+    w.counter_words = static_cast<std::int32_t>(w.band_done - w.control + 2 * plan.w2.bands());
+  }
+  w.groups = arena.take<GroupRecord>(w.max_groups);
+  w.pair_of_row = arena.take<std::int32_t>(pairs);
+  w.row_of_pair = arena.take<std::int32_t>(pairs);
+  w.weight_of_row = arena.take<float>(pairs);
+  w.inner_scale_stride = round_up(pairs, 4);
+  if (plan.format == GroupedFormat::kFp8Block) {
+    w.inner_scale = arena.take<float>(w.inner_scale_stride * plan.w2.chunks());
+  }
+  w.inner = arena.take<std::byte>(pairs * plan.w2.row_bytes());
+  w.y2 = arena.take<std::uint16_t>(pairs * problem.hidden_size);
+  return w;
+}
+
+}  // namespace moesaic::cuda

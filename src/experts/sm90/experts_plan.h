@@ -1,0 +1,55 @@
+// Sizes that follow from a problem alone: formats, repacked shapes, workspace. Host code without
+// CUDA.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/arena.h"
+#include "experts/sm90/grouped_gemm.h"
+#include "experts/sm90/repack.h"
+#include "moesaic/experts.h"
+#include "moesaic/status.h"
+
+namespace moesaic::cuda {
+
+struct ExpertsPlan {
+  GroupedFormat format = GroupedFormat::kBf16;
+  EpilogueKind epilogue = EpilogueKind::kSwiglu;
+  RepackShape w13, w2;
+  bool power_of_two_scales = false;
+  bool weight_on_input = false;
+  // Operand rows are made in the workspace (quantised, or multiplied by the router weight).
+  bool makes_rows() const { return format == GroupedFormat::kFp8Block || weight_on_input; }
+  std::int64_t element_bytes() const { return format == GroupedFormat::kFp8Block ? 1 : 2; }
+};
+
+struct CudaExpertsArgs;
+// What CudaExperts::enqueue says of a call's sizes, dtypes and addresses.
+Status check_args(const MoeProblem& problem, const ExpertsPlan& plan, const CudaExpertsArgs& args);
+
+// The problem has passed CudaExperts::can_implement.
+ExpertsPlan make_experts_plan(const MoeProblem& problem);
+
+// Pointers into the workspace; null while measuring.
+struct ExpertsWorkspace {
+  std::uint32_t* control = nullptr;  // next item, number of groups
+  std::uint32_t* group_done = nullptr;
+  std::uint32_t* band_done = nullptr;
+  std::int32_t counter_words = 0;  // from control to the end of band_done
+  GroupRecord* groups = nullptr;
+  std::int32_t* pair_of_row = nullptr;
+  std::int32_t* row_of_pair = nullptr;
+  float* weight_of_row = nullptr;
+  std::byte* rows = nullptr;  // operand rows of GEMM1, when the plan makes them
+  float* row_scale = nullptr;
+  std::byte* inner = nullptr;  // operand rows of GEMM2
+  float* inner_scale = nullptr;
+  std::uint16_t* y2 = nullptr;
+  std::int64_t row_scale_stride = 0, inner_scale_stride = 0, max_groups = 0;
+
+  static ExpertsWorkspace carve(const MoeProblem& problem, const ExpertsPlan& plan,
+                                std::int64_t tokens, Arena& arena);
+};
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,238 @@
+// What the roles of the grouped-GEMM kernel (grouped_gemm.cuh) share: the layout of shared memory,
+// positions in its rings, and work items.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/ptx/wgmma.cuh"
+#include "experts/sm90/grouped_gemm.h"
+
+namespace moesaic::cuda {
+
+inline constexpr int kTokenWarps = 3;
+inline constexpr int kGroupWarps = 4;  // of a consumer warpgroup
+inline constexpr int kItemSlots = 4;
+inline constexpr int kIndexSlots = 8;  // more than the items that the stages in flight can span
+// Groups with more rows than this are computed with the tokens as the M operand.
+inline constexpr int kRowsOrientation = 96;
+inline constexpr int kSharedLimit = 227 * 1024;
+
+// A work item as the roles read it. band < 0 ends the kernel.
+struct Item {
+  std::int32_t band;  // GEMM1: band; GEMM2: band + bands1
+  std::int32_t expert, first_row, rows, group;
+};
+
+// What a token's routing takes.
+struct RoutedToken {
+  float scores[kRouteColumns];
+  std::uint32_t keys[kRouteColumns];
+  alignas(16) std::uint32_t candidates[32];
+  std::uint32_t group_keys[32];
+  std::int32_t columns[32];
+  std::uint32_t tops[12];  // of the token's warps
+};
+
+// A work list in shared memory.
+struct SharedList {
+  GroupRecord groups[kListPairs];
+  std::int32_t pair_of_row[kListPairs];
+  float weight_of_row[kListPairs];
+  std::int32_t row_of_pair[kListPairs];
+  std::uint32_t num_groups;
+  // Where the kernel routes: of all tokens in turn.
+  std::int32_t ids[kListPairs];
+  float weights[kListPairs];
+  float biases[kRouteColumns];
+  RoutedToken routed[kRouteTokens];
+};
+
+template <class Operand, int kMaxColumns>
+struct Layout {
+  static constexpr bool kScaled = std::is_same_v<Operand, ptx::E4M3>;
+  // The narrowest build: a band's two slabs go to the two CTAs of a cluster, one consumer group
+  // each.
+  static constexpr bool kSplit = kMaxColumns <= kSplitColumns;
+  static constexpr int kConsumerWarps = kSplit ? kGroupWarps : 2 * kGroupWarps;
+  static constexpr int kConsumerThreads = 32 * kConsumerWarps;
+  static constexpr int kThreads = kConsumerThreads + 32 * (1 + kTokenWarps);
+  static constexpr int kTokenBytes = kMaxColumns * kChunkBytes;
+  static constexpr int kWeightBytes = kSplit ? kSlabBytes : kBandImageBytes;
+  static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
+  // Per stage beside the operands: four weight scales, then one scale per token.
+  static constexpr int kScaleBytes = kScaled ? 16 + 4 * kMaxColumns : 0;
+  // Largest magnitudes of both consumer groups' warps (twice where they come from two CTAs), then
+  // scales and reciprocals of two requantisation groups.
+  static constexpr int kAmaxWords = 2 * kGroupWarps * kMaxColumns;
+  static constexpr int kAmaxBytes = (kSplit ? 2 : 1) * kAmaxWords * 4 + 16 * kMaxColumns;
+  static constexpr int kFixedBytes = 1024 /* alignment */ + kAmaxBytes + 512;
+  // Few tokens: four stages stream as fast as six, and leave the kernels that follow the room to
+  // start early (measured: the layer at M = 1 to 16 is 2 to 8 % faster).
+  static constexpr int kMostStages = kSplit ? 8 : kMaxColumns <= 32 ? 4 : 16;
+  static constexpr int kFitting = (kSharedLimit - kFixedBytes) / (kStageBytes + kScaleBytes + 16);
+  static constexpr int kStages = kFitting < kMostStages ? kFitting : kMostStages;
+  static constexpr int kOffsetScale = kStages * kStageBytes;
+  static constexpr int kOffsetAmax = kOffsetScale + kStages * kScaleBytes;
+  static constexpr int kOffsetItems = kOffsetAmax + kAmaxBytes;
+  static constexpr int kOffsetBars = (kOffsetItems + kItemSlots * 32 + 15) / 16 * 16;
+  static constexpr int kBars = 2 * kStages + 2 * kItemSlots + kIndexSlots + (kSplit ? 2 : 0);
+  static constexpr bool kMakesList = kMaxColumns <= kListColumns;
+  static constexpr int kOffsetList = (kOffsetBars + kBars * 8 + 15) / 16 * 16;
+  static constexpr int kListBytes = kMakesList ? static_cast<int>(sizeof(SharedList)) : 0;
+  static constexpr int kBytes = kOffsetList + kListBytes + 1024;
+  // The launch gives every warpgroup 168 registers per thread, or 128 (what a block of
+  // kBoundThreads could have) where few tokens need no more: the kernel that follows finds some
+  // free, so that it can start early. What producers give up is all that consumers can gain.
+  static constexpr int kBoundThreads = kMaxColumns <= 32 && !kSplit ? 512 : kThreads;
+  static constexpr int kLaunchRegisters = kBoundThreads > kThreads ? 128 : 168;
+  static constexpr int kConsumerRegisters = kMaxColumns > 64 ? 232 : kMaxColumns > 32 ? 208 : 152;
+  static constexpr int kProducerRegisters = 3 * kLaunchRegisters - 2 * kConsumerRegisters;
+  static_assert(kStages >= 3 && kBytes <= kSharedLimit);
+  static_assert(kItemSlots * sizeof(Item) + 4 <= kItemSlots * 32 - kIndexSlots * 4);
+};
+
+// Position in a ring of N slots, with the parity its barriers have there.
+template <int N>
+struct RingPosition {
+  std::uint32_t slot = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == N) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+template <class Operand, int kMaxColumns, bool kPaired>
+struct Shared {
+  using L = Layout<Operand, kMaxColumns>;
+  std::uint32_t base;  // 1024-aligned shared address
+  char* generic;
+  __device__ __forceinline__ std::uint32_t weights(std::uint32_t s) const {
+    return base + s * L::kStageBytes;
+  }
+  __device__ __forceinline__ std::uint32_t tokens(std::uint32_t s) const {
+    return weights(s) + L::kWeightBytes;
+  }
+  __device__ __forceinline__ std::uint32_t scales(std::uint32_t s) const {
+    return base + L::kOffsetScale + s * L::kScaleBytes;
+  }
+  __device__ __forceinline__ const float* scale_ptr(std::uint32_t s) const {
+    return reinterpret_cast<const float*>(generic + L::kOffsetScale + s * L::kScaleBytes);
+  }
+  __device__ __forceinline__ float* amax() const {
+    return reinterpret_cast<float*>(generic + L::kOffsetAmax);
+  }
+  __device__ __forceinline__ Item* items() const {
+    return reinterpret_cast<Item*>(generic + L::kOffsetItems);
+  }
+  // Behind the items, which leave part of their slots' space unused.
+  __device__ __forceinline__ volatile std::uint32_t* flag() const {
+    return reinterpret_cast<volatile std::uint32_t*>(generic + L::kOffsetItems +
+                                                     kItemSlots * sizeof(Item));
+  }
+  // Indices of items that the first CTA of a pair takes for both: the end of the items' space.
+  __device__ __forceinline__ std::uint32_t index_at(std::uint32_t s) const {
+    return base + L::kOffsetItems + kItemSlots * 32 - kIndexSlots * 4 + s * 4;
+  }
+  __device__ __forceinline__ std::uint32_t bar(std::uint32_t i) const {
+    return base + L::kOffsetBars + i * 8;
+  }
+  __device__ __forceinline__ std::uint32_t full(std::uint32_t s) const { return bar(s); }
+  __device__ __forceinline__ std::uint32_t empty(std::uint32_t s) const {
+    return bar(L::kStages + s);
+  }
+  __device__ __forceinline__ std::uint32_t item_full(std::uint32_t s) const {
+    return bar(2 * L::kStages + s);
+  }
+  __device__ __forceinline__ std::uint32_t item_empty(std::uint32_t s) const {
+    return bar(2 * L::kStages + kItemSlots + s);
+  }
+  __device__ __forceinline__ std::uint32_t index_full(std::uint32_t s) const {
+    return bar(2 * L::kStages + 2 * kItemSlots + s);
+  }
+  __device__ __forceinline__ SharedList* list() const {
+    return reinterpret_cast<SharedList*>(generic + L::kOffsetList);
+  }
+  // The work list, wherever it is.
+  static __device__ __forceinline__ bool has_list(const GroupedParams& p) {
+    return L::kMakesList && p.list_pairs > 0;
+  }
+  __device__ __forceinline__ const GroupRecord* groups(const GroupedParams& p) const {
+    return has_list(p) ? list()->groups : p.groups;
+  }
+  __device__ __forceinline__ std::uint32_t num_groups(const GroupedParams& p) const {
+    return has_list(p) ? list()->num_groups : *p.num_groups;
+  }
+  __device__ __forceinline__ const std::int32_t* pair_of_row(const GroupedParams& p) const {
+    return has_list(p) ? list()->pair_of_row : p.pair_of_row;
+  }
+  // Null: factor 1.
+  __device__ __forceinline__ const float* weight_of_row(const GroupedParams& p) const {
+    return has_list(p) ? list()->weight_of_row : p.weight_of_row;
+  }
+  __device__ __forceinline__ CombineParams combine(const GroupedParams& p) const {
+    CombineParams c = p.combine;
+    if (has_list(p)) c.row_of_pair = list()->row_of_pair;
+    return c;
+  }
+  // Split builds: the largest magnitudes from both CTAs are there.
+  __device__ __forceinline__ std::uint32_t amax_full(std::uint32_t s) const {
+    return bar(2 * L::kStages + 2 * kItemSlots + kIndexSlots + s);
+  }
+};
+
+// Narrow builds split an expert's rows evenly, in multiples of eight, over the fewest groups that
+// fit; wide ones fill them when there are more than two.
+template <int kMaxColumns, bool kPaired>
+__device__ __forceinline__ Item decode_item(const GroupedParams& p, const GroupRecord* groups,
+                                            std::uint32_t index, std::uint32_t items1,
+                                            std::uint32_t cta) {
+  const bool second = index >= items1;
+  if (second) index -= items1;
+  const std::uint32_t bands = static_cast<std::uint32_t>(second ? p.bands2 : p.bands1);
+  const GroupRecord record = groups[index / bands];
+  if constexpr (kMaxColumns <= kListColumns && !kPaired) {
+    // Most records have one group; divisions take a while.
+    if (record.rows <= kMaxColumns) {
+      const std::uint32_t band = index - bands * static_cast<std::uint32_t>(record.first_group);
+      return {static_cast<std::int32_t>(band) + (second ? p.bands1 : 0), record.expert,
+              record.first_row, record.rows, record.first_group};
+    }
+  }
+  constexpr int kPerRecord = kMaxColumns * (kPaired ? 2 : 1);
+  const std::uint32_t count =
+      static_cast<std::uint32_t>((record.rows + kPerRecord - 1) / kPerRecord);
+  // Groups of one band are neighbours in the list, so that later ones find its weights in L2.
+  const std::uint32_t local = index - bands * static_cast<std::uint32_t>(record.first_group);
+  const std::uint32_t band = local / count;
+  const std::uint32_t group = local - band * count;
+  Item item;
+  item.band = static_cast<std::int32_t>(band) + (second ? p.bands1 : 0);
+  item.expert = record.expert;
+  item.group = record.first_group + static_cast<std::int32_t>(group);
+  int begin = 0, rows = 0;
+  if (kPaired) {
+    // Two CTAs share a record. An even split over all of them: a small rest would cost two CTAs a
+    // whole pass over the weights.
+    const int parts = 2 * static_cast<int>(count);
+    const int size = ((record.rows + parts - 1) / parts + 7) / 8 * 8;
+    begin = min(size * (2 * static_cast<int>(group) + static_cast<int>(cta)), record.rows);
+    rows = min(size, record.rows - begin);
+  } else if (kMaxColumns > kRowsOrientation && count > 2) {
+    // Full groups and a remainder: full ones take the faster orientation.
+    begin = static_cast<int>(group) * kMaxColumns;
+    rows = min(kMaxColumns, record.rows - begin);
+  } else {
+    const int groups = static_cast<int>(count);
+    const int size = ((record.rows + groups - 1) / groups + 7) / 8 * 8;
+    begin = min(size * static_cast<int>(group), record.rows);
+    rows = min(size, record.rows - begin);
+  }
+  item.first_row = record.first_row + begin;
+  item.rows = rows;
+  return item;
+}
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,71 @@
+#include <cuda_runtime.h>
+
+#include "experts/sm90/repack.h"
+
+namespace moesaic::cuda {
+namespace {
+
+// One thread per 16-byte piece of the image.
+__global__ void repack_weights(RepackShape shape, const std::byte* __restrict__ weight,
+                               std::byte* __restrict__ image) {
+  const std::int64_t chunks = shape.chunks();
+  const std::int64_t pieces = shape.bands() * chunks * 2048;
+  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+       i < pieces; i += step) {
+    const int piece = static_cast<int>(i & 7);
+    const int r = static_cast<int>(i >> 3) & 127;
+    const int slab = static_cast<int>(i >> 10) & 1;
+    const std::int64_t chunk = (i >> 11) % chunks;
+    const std::int64_t band = (i >> 11) / chunks;
+    const int block = r >> 6, w = (r >> 4) & 3, hi = (r >> 3) & 1, g = r & 7;
+    std::int64_t row = 0;
+    bool valid = true;
+    if (shape.gated) {
+      const std::int64_t channel = band * 128 + slab * 64 + 16 * w + 2 * g + block;
+      valid = channel < shape.rows / 2;
+      row = hi != 0 ? shape.rows / 2 + channel : channel;
+    } else {
+      row = band * 256 + slab * 128 + 32 * w + 4 * g + 2 * block + hi;
+      valid = row < shape.rows;
+    }
+    const std::int64_t byte = chunk * 128 + piece * 16;
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (valid && byte < shape.row_bytes()) {
+      v = *reinterpret_cast<const uint4*>(weight + row * shape.row_bytes() + byte);
+    }
+    *reinterpret_cast<uint4*>(image + (i >> 10) * 16384 + r * 128 + ((piece ^ (r & 7)) << 4)) = v;
+  }
+}
+
+// Per (band, chunk): gate and up scale, or those of the band's two slabs; the rest zero.
+__global__ void repack_scales(RepackShape shape, const float* __restrict__ scale,
+                              float* __restrict__ image_scale) {
+  const std::int64_t chunks = shape.chunks();
+  const std::int64_t scale_rows = (shape.rows + 127) / 128;
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= shape.bands() * chunks) return;
+  const std::int64_t band = i / chunks, chunk = i % chunks;
+  const std::int64_t first = shape.gated ? band : 2 * band;
+  const std::int64_t second = shape.gated ? shape.rows / 256 + band : 2 * band + 1;
+  float4 v = make_float4(0, 0, 0, 0);
+  if (first < scale_rows) v.x = scale[first * chunks + chunk];
+  if (second < scale_rows) v.y = scale[second * chunks + chunk];
+  reinterpret_cast<float4*>(image_scale)[i] = v;
+}
+
+}  // namespace
+
+int repack_expert(const RepackShape& shape, const std::byte* weight, const float* scale,
+                  std::byte* image, float* image_scale, void* stream) {
+  auto* const s = static_cast<cudaStream_t>(stream);
+  repack_weights<<<1024, 256, 0, s>>>(shape, weight, image);
+  if (scale != nullptr) {
+    const std::int64_t count = shape.bands() * shape.chunks();
+    repack_scales<<<static_cast<unsigned>((count + 255) / 256), 256, 0, s>>>(shape, scale,
+                                                                             image_scale);
+  }
+  return static_cast<int>(cudaGetLastError());
+}
+
+}  // namespace moesaic::cuda

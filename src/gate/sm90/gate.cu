@@ -1,0 +1,217 @@
+#include <cuda_runtime.h>
+
+#include <cassert>
+
+#include "cuda/ptx/sync.cuh"
+#include "gate/sm90/gate.h"
+
+namespace moesaic::cuda {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kVector = 8;  // elements a lane reads at a time: 16 bytes of bf16
+
+__device__ __forceinline__ float widen(std::uint16_t code) {
+  return __uint_as_float(static_cast<std::uint32_t>(code) << 16);
+}
+__device__ __forceinline__ void read(const std::uint16_t* p, float (&v)[kVector]) {
+  const uint4 raw = *reinterpret_cast<const uint4*>(p);
+  const std::uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    v[2 * i] = __uint_as_float(words[i] << 16);
+    v[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000U);
+  }
+}
+__device__ __forceinline__ void read(const float* p, float (&v)[kVector]) {
+  const float4 a = reinterpret_cast<const float4*>(p)[0];
+  const float4 b = reinterpret_cast<const float4*>(p)[1];
+  v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
+  v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+}
+// IEEE half, which shares its 16 bits with bf16.
+struct Half {
+  std::uint16_t code;
+};
+__device__ __forceinline__ float widen(Half h) {
+  float v = 0;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(h.code));
+  return v;
+}
+__device__ __forceinline__ void read(const Half* p, float (&v)[kVector]) {
+  const uint4 raw = *reinterpret_cast<const uint4*>(p);
+  const std::uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    v[2 * i] = widen(Half{static_cast<std::uint16_t>(words[i])});
+    v[2 * i + 1] = widen(Half{static_cast<std::uint16_t>(words[i] >> 16)});
+  }
+}
+__device__ __forceinline__ float one(std::uint16_t code) { return widen(code); }
+__device__ __forceinline__ float one(Half h) { return widen(h); }
+__device__ __forceinline__ float one(float v) { return v; }
+
+// The lanes' sums of tokens first .. of expert e become logits.
+template <int kRows>
+__device__ __forceinline__ void store_sums(const GateParams& p, std::int64_t first, int e, int lane,
+                                           float (&sum)[kRows]) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      sum[r] += __shfl_xor_sync(0xFFFFFFFFU, sum[r], distance);
+    }
+    if (lane == 0 && first + r < p.tokens) {
+      p.logits[(first + r) * p.experts + e] = p.bias != nullptr ? sum[r] + p.bias[e] : sum[r];
+    }
+  }
+}
+
+// kRows tokens of one expert per warp: the expert's row is read once for all of them. Absent rows
+// of the last tile repeat the last one and are not stored; every accumulator is a chain of its own,
+// so the tile's height changes no bit.
+template <class X, class W, int kRows>
+__global__ void __launch_bounds__(kWarps * 32) gate(const __grid_constant__ GateParams p) {
+  const int lane = static_cast<int>(threadIdx.x & 31U);
+  const int e = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x >> 5);
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  if (e >= p.experts) return;
+  const std::int64_t hidden = p.hidden;
+  const W* const w = static_cast<const W*>(p.weight) + e * hidden;
+  for (std::int64_t first = static_cast<std::int64_t>(blockIdx.y) * kRows; first < p.tokens;
+       first += static_cast<std::int64_t>(gridDim.y) * kRows) {
+    const X* x[kRows];
+    float sum[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const std::int64_t t = first + r < p.tokens ? first + r : p.tokens - 1;
+      x[r] = static_cast<const X*>(p.x) + t * hidden;
+      sum[r] = 0;
+    }
+    const bool vectors = hidden % kVector == 0;
+    for (std::int64_t h = lane * kVector; h < hidden; h += 32 * kVector) {
+      if (vectors) {
+        float wv[kVector];
+        read(w + h, wv);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          float xv[kVector];
+          read(x[r] + h, xv);
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) sum[r] = fmaf(xv[i], wv[i], sum[r]);
+        }
+      } else {
+        const std::int64_t end = h + kVector < hidden ? h + kVector : hidden;
+        for (std::int64_t i = h; i < end; ++i) {
+#pragma unroll
+          for (int r = 0; r < kRows; ++r) sum[r] = fmaf(one(x[r][i]), one(w[i]), sum[r]);
+        }
+      }
+    }
+    store_sums(p, first, e, lane, sum);
+  }
+}
+
+// The same sums in the same order for fp32 weights with rows of 256 kVectors elements: a warp asks
+// for its whole row at once, before the kernel in front has ended.
+template <class X, int kVectors, int kRows>
+__global__ void __launch_bounds__(kWarps * 32) gate_fp32(const __grid_constant__ GateParams p) {
+  const int lane = static_cast<int>(threadIdx.x & 31U);
+  const int e = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x >> 5);
+  const std::int64_t hidden = kVectors * 32 * kVector;
+  float w[kVectors][kVector];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    read(static_cast<const float*>(p.weight) + e * hidden + (v * 32 + lane) * kVector, w[v]);
+  }
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  const std::int64_t first = static_cast<std::int64_t>(blockIdx.y) * kRows;
+  const X* x[kRows];
+  float sum[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const std::int64_t t = first + r < p.tokens ? first + r : p.tokens - 1;
+    x[r] = static_cast<const X*>(p.x) + t * hidden + lane * kVector;
+    sum[r] = 0;
+  }
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float xv[kVector];
+      read(x[r] + v * 32 * kVector, xv);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) sum[r] = fmaf(xv[i], w[v][i], sum[r]);
+    }
+  }
+  store_sums(p, first, e, lane, sum);
+}
+
+// Rows per block; each kernel has these three heights.
+int rows_of(const GateParams& p) { return p.tokens >= 8 ? 8 : p.tokens >= 4 ? 4 : 1; }
+
+cudaError_t launch(void (*kernel)(GateParams), const GateParams& p, void* stream) {
+  const int rows = rows_of(p);
+  const std::int64_t tiles = (p.tokens + rows - 1) / rows;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>((p.experts + kWarps - 1) / kWarps),
+                        static_cast<unsigned>(tiles < 65535 ? tiles : 65535));
+  config.blockDim = dim3(kWarps * 32);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, p);
+}
+template <class X, class W>
+cudaError_t launch_any(const GateParams& p, void* stream) {
+  const int rows = rows_of(p);
+  return launch(rows == 8 ? gate<X, W, 8> : rows == 4 ? gate<X, W, 4> : gate<X, W, 1>, p, stream);
+}
+template <class X, int kVectors>
+cudaError_t launch_fp32(const GateParams& p, void* stream) {
+  const int rows = rows_of(p);
+  return launch(rows == 8   ? gate_fp32<X, kVectors, 8>
+                : rows == 4 ? gate_fp32<X, kVectors, 4>
+                            : gate_fp32<X, kVectors, 1>,
+                p, stream);
+}
+template <class X>
+cudaError_t launch_fp32_rows(const GateParams& p, void* stream) {
+  return p.hidden == 3072 ? launch_fp32<X, 12>(p, stream) : launch_fp32<X, 24>(p, stream);
+}
+
+}  // namespace
+
+int launch_gate(const GateParams& p, void* stream) {
+  if (p.tokens == 0) return 0;
+  const GateKernel kernel = choose_gate_kernel(p);
+  assert(p.chores.zero == nullptr || kernel == GateKernel::kFewTokens);
+  switch (kernel) {
+    case GateKernel::kFewTokens:
+      return launch_gate_few(p, stream);
+    case GateKernel::kSomeTokens:
+      return launch_gate_some(p, stream);
+    case GateKernel::kManyTokens:
+      return launch_gate_many(p, stream);
+    case GateKernel::kFp32Rows:
+      return static_cast<int>(p.x_dtype == DType::kF32
+                                  ? launch_fp32_rows<float>(p, stream)
+                                  : launch_fp32_rows<std::uint16_t>(p, stream));
+    case GateKernel::kWarpPerLogit:
+      break;
+  }
+  const auto with_weight = [&]<class X>(X) {
+    return static_cast<int>(p.weight_f32 ? launch_any<X, float>(p, stream)
+                                         : launch_any<X, std::uint16_t>(p, stream));
+  };
+  if (p.x_dtype == DType::kF32) return with_weight(float());
+  if (p.x_dtype == DType::kF16) return with_weight(Half());
+  return with_weight(std::uint16_t());
+}
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,81 @@
+// The gate on the device: router logits [M, E] in fp32 from hidden states and the gate's weight.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "core/host_device.h"
+#include "cuda/quant_rows.h"
+#include "moesaic/dtype.h"
+
+namespace moesaic::cuda {
+
+struct GateParams {
+  const void* x = nullptr;       // [tokens, hidden] of x_dtype, contiguous, 16-byte aligned
+  DType x_dtype = DType::kBF16;  // BF16, F16 or F32
+  const void* weight = nullptr;  // [experts, hidden] bf16 or f32, contiguous, 16-byte aligned
+  bool weight_f32 = false;
+  const float* bias = nullptr;  // [experts] or null
+  std::int64_t tokens = 0;
+  std::int32_t experts = 0;
+  std::int32_t hidden = 0;  // any; rows that are not multiples of 16 bytes are read singly
+  float* logits = nullptr;  // [tokens, experts], overlaps nothing
+  ExpertChores chores;      // kFewTokens: done by the same launch; others: must be empty
+};
+
+// Which kernel computes the logits: a pure function of the parameters' shapes and dtypes.
+enum class GateKernel : std::uint8_t {
+  kFewTokens,     // tensor cores, at most 16 tokens: all operands asked for at once
+  kSomeTokens,    // tensor cores, at most 128 tokens: the weights stay, tokens pass
+  kManyTokens,    // tensor cores, a pipeline of tiles
+  kFp32Rows,      // fp32 weights of [256, 3072] and [128, 6144], at most 32 tokens
+  kWarpPerLogit,  // anything
+};
+GateKernel choose_gate_kernel(const GateParams& params);
+std::string_view gate_kernel_name(GateKernel kernel);
+
+// bf16 rows and weights with hidden a multiple of 8 take the tensor cores (gate_mma.cuh),
+// everything else one warp per logit: lane l adds the products of elements 8 (l + 32 i) .. + 7 in
+// ascending order with fused multiply-adds, then the lanes are added by halving distances. Either
+// way the bits of a logit depend on its two rows alone, not on tokens, neighbours, launch or which
+// of the kernels ran. Error: <= (hidden / 32 + 64) * 2^-24 * sum|x w|. Any shape is correct.
+// Capturable; a programmatic launch that reads the weight before the kernels in front have ended.
+// Returns a cudaError_t value.
+int launch_gate(const GateParams& params, void* stream);
+
+// The kernels behind it.
+int launch_gate_few(const GateParams& params, void* stream);
+int launch_gate_some(const GateParams& params, void* stream);
+int launch_gate_many(const GateParams& params, void* stream);
+
+// How the tensor-core kernels cut K: eight groups of four slices of whole steps of 16 elements.
+inline constexpr int kGateGroups = 8, kGateSlicesOfGroup = 4;
+MOESAIC_HOST_DEVICE constexpr int gate_slice_steps(int hidden) {
+  constexpr int kSlices = kGateGroups * kGateSlicesOfGroup;
+  return ((hidden + 15) / 16 + kSlices - 1) / kSlices;
+}
+inline constexpr int kGateSteps7168 = 14;  // rows of 7168: DeepSeek-V3, Kimi-K2
+// Bytes between rows of so many steps in shared memory: 16 more than they take, so that ldmatrix
+// meets no bank twice.
+MOESAIC_HOST_DEVICE constexpr int gate_row_pitch(int steps) { return steps * 32 + 16; }
+// What may be had, and what blocks of the kernels for few and for some tokens take.
+inline constexpr int kGateSharedLimit = 227 * 1024;
+inline constexpr int kSomeTokens = 128;
+int few_tokens_bytes(int tokens, int hidden);
+// The kernel for some tokens: experts of a block, whose rows stay, and tokens of a tile that
+// passes, two of which are under way.
+inline constexpr int kSomeExperts = 32, kSomeTileTokens = 32;
+inline constexpr int kSomeFixedBytes =
+    64 + kSomeTokens * kSomeExperts * 4 +
+    kGateSlicesOfGroup * kSomeTileTokens * (kSomeExperts + 4) * 4;
+int some_tokens_bytes(int hidden);
+// Lines of its grid that share the tiles of tokens: as many as one wave of blocks has room for.
+int some_tokens_lines(const GateParams& params);
+// Of the kernel for many tokens: a tile of 128 x 128, 64 x 128 or 64 x 64, and 1, 4 or 8 blocks
+// that share its groups of K, by an estimate of the time.
+struct ManyTokensGrid {
+  int tokens = 128, experts = 128, cluster = 1;
+};
+ManyTokensGrid many_tokens_grid(const GateParams& params);
+
+}  // namespace moesaic::cuda

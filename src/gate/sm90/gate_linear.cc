@@ -1,0 +1,99 @@
+#include "gate/sm90/gate_linear.h"
+
+#include <fmt/format.h>
+
+#include <new>
+#include <vector>
+
+#include "gate/sm90/gate.h"
+#include "gate/tier_rules.h"
+#include "numerics/element.h"
+
+namespace moesaic::cuda {
+namespace {
+
+Result<std::vector<float>> widened(const ConstTensorView& t, std::int64_t count) {
+  try {
+    std::vector<float> values(static_cast<std::size_t>(count));
+    for (std::int64_t i = 0; i < count; ++i) {
+      values[static_cast<std::size_t>(i)] = load_as_f32(t.data, t.dtype, i);
+    }
+    return values;
+  } catch (const std::bad_alloc&) {
+    return Status(StatusCode::kOutOfMemory,
+                  fmt::format("gate: cannot allocate {} numbers on the host", count));
+  }
+}
+
+Status upload_as_f32(std::string_view what, const ConstTensorView& t, std::int64_t count,
+                     Allocation& to) {
+  MOESAIC_ASSIGN_OR_RETURN(const std::vector<float> values, widened(t, count));
+  return upload(what, values.data(), count * std::int64_t{sizeof(float)}, to);
+}
+
+Status check(std::string_view field, const ConstTensorView& t) {
+  if (!is_gate_dtype(t.dtype)) {
+    return {StatusCode::kInvalidDType,
+            fmt::format("{}: got {}, need F32, BF16 or F16", field, dtype_name(t.dtype))};
+  }
+  if (!t.present()) {
+    return {StatusCode::kInvalidArgument, fmt::format("{}: got a null pointer", field)};
+  }
+  return expect_contiguous(field, t);
+}
+
+}  // namespace
+
+Result<CudaGate> CudaGate::create(ConstTensorView weight, ConstTensorView bias) {
+  if (weight.rank() != 2 || weight.dim(0) < 1 || weight.dim(1) < 1) {
+    return Status(StatusCode::kInvalidShape,
+                  fmt::format("gate weight: got {}, need [num_experts, hidden_size], both >= 1",
+                              weight.shape.to_string()));
+  }
+  MOESAIC_RETURN_IF_ERROR(check("gate weight", weight));
+  CudaGate gate;
+  gate.experts_ = weight.dim(0);
+  gate.hidden_ = weight.dim(1);
+  gate.weight_f32_ = weight.dtype != DType::kBF16;
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, contiguous_bytes(weight.dtype, weight.shape));
+  if (weight.dtype == DType::kF16) {
+    MOESAIC_RETURN_IF_ERROR(
+        upload_as_f32("gate weight", weight, gate.experts_ * gate.hidden_, gate.weight_));
+  } else {
+    MOESAIC_RETURN_IF_ERROR(upload("gate weight", weight.data, bytes, gate.weight_));
+  }
+  if (bias.present()) {
+    MOESAIC_RETURN_IF_ERROR(expect_shape("gate bias", bias, {gate.experts_}));
+    MOESAIC_RETURN_IF_ERROR(check("gate bias", bias));
+    MOESAIC_RETURN_IF_ERROR(upload_as_f32("gate bias", bias, gate.experts_, gate.bias_));
+  }
+  return gate;
+}
+
+GateParams CudaGate::params(const void* x, DType x_dtype, std::int64_t tokens,
+                            float* logits) const {
+  GateParams p;
+  p.x = x;
+  p.x_dtype = x_dtype;
+  p.weight = weight_.as<void>();
+  p.weight_f32 = weight_f32_;
+  p.bias = bias_.as<float>();
+  p.tokens = tokens;
+  p.experts = static_cast<std::int32_t>(experts_);
+  p.hidden = static_cast<std::int32_t>(hidden_);
+  p.logits = logits;
+  return p;
+}
+
+bool CudaGate::does_chores(DType x_dtype, std::int64_t tokens) const {
+  return choose_gate_kernel(params(nullptr, x_dtype, tokens, nullptr)) == GateKernel::kFewTokens;
+}
+
+Status CudaGate::enqueue(void* stream, const void* x, DType x_dtype, std::int64_t tokens,
+                         float* logits, const ExpertChores* chores) const {
+  GateParams p = params(x, x_dtype, tokens, logits);
+  if (chores != nullptr) p.chores = *chores;
+  return check_call("gate", launch_gate(p, stream));
+}
+
+}  // namespace moesaic::cuda

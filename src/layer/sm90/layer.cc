@@ -1,0 +1,322 @@
+#include "layer/sm90/layer.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "layer/load_sources.h"
+#include "layer/sm90/layer_impl.h"
+#include "layer/sm90/layer_ops.h"
+#include "numerics/element.h"
+
+namespace moesaic::cuda {
+
+namespace {
+
+// The experts of one source, then those of another.
+class JoinedSource final : public ExpertSource {
+ public:
+  JoinedSource(ExpertSource& first, std::int64_t count, ExpertSource& second)
+      : first_(first), count_(count), second_(second) {}
+  Result<ExpertWeightsView> expert(std::int64_t e) override {
+    return e < count_ ? first_.expert(e) : second_.expert(e - count_);
+  }
+
+ private:
+  ExpertSource& first_;
+  std::int64_t count_;
+  ExpertSource& second_;
+};
+
+std::unique_ptr<ExpertSource> shared_source(const MoeLayerTensors& t) {
+  StackedExpertWeights stacked;
+  stacked.w13 = t.shared_w13.view();
+  stacked.w13_scale = t.shared_w13_scale.view();
+  stacked.w2 = t.shared_w2.view();
+  stacked.w2_scale = t.shared_w2_scale.view();
+  return make_stacked_source(stacked);
+}
+
+// Fills max_tokens words with one value.
+Status upload_constant(std::string_view what, std::int64_t count, std::uint32_t value,
+                       Allocation& to) {
+  try {
+    const std::vector<std::uint32_t> words(static_cast<std::size_t>(count), value);
+    return upload(what, words.data(), count * 4, to);
+  } catch (const std::bad_alloc&) {
+    return {StatusCode::kOutOfMemory, fmt::format("{}: {} words on the host", what, count)};
+  }
+}
+
+}  // namespace
+
+Status CudaLayer::Impl::create_experts(ExpertSource& routed_source, const MoeLayerTensors& t) {
+  MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<ExpertSource> routed,
+                           make_converting_source(routed_source, plan.quant));
+  if (plan.routed.num_local_experts == 0) return {};  // more ranks than experts
+  if (!joins) {
+    MOESAIC_ASSIGN_OR_RETURN(experts, CudaExperts::create(plan.routed, *routed, device));
+    return {};
+  }
+  const std::unique_ptr<ExpertSource> stored = shared_source(t);
+  MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<ExpertSource> converted,
+                           make_converting_source(*stored, plan.shared_quant));
+  JoinedSource source(*routed, plan.routed.num_local_experts, *converted);
+  MOESAIC_ASSIGN_OR_RETURN(experts,
+                           CudaExperts::create(experts_problem(plan, false), source, device));
+  return {};
+}
+
+Status CudaLayer::Impl::create_shared(const MoeLayerSpec& spec, const FusedMoE::Options& options,
+                                      const MoeLayerTensors& t) {
+  if (!joins) {
+    const std::unique_ptr<ExpertSource> stored = shared_source(t);
+    MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<ExpertSource> converted,
+                             make_converting_source(*stored, plan.shared_quant));
+    MOESAIC_ASSIGN_OR_RETURN(shared, CudaExperts::create(plan.shared, *converted, device));
+  }
+  if (!spec.shared.gated_output) {
+    constexpr std::uint32_t kOne = 0x3F800000;  // 1.0F
+    const auto id = static_cast<std::uint32_t>(joins ? plan.routed.num_experts : 0);
+    MOESAIC_RETURN_IF_ERROR(upload_constant("shared weights", options.max_tokens, kOne, ones));
+    return upload_constant("shared ids", options.max_tokens, id, shared_ids);
+  }
+  MOESAIC_ASSIGN_OR_RETURN(shared_gate, CudaGate::create(t.shared_gate_weight.view(), {}));
+  Router::Options router_options;
+  router_options.spec.method = RoutingMethod::kLlama4;
+  router_options.spec.num_experts = router_options.spec.top_k = 1;
+  MOESAIC_ASSIGN_OR_RETURN(shared_router, CudaRouter::create(router_options, device));
+  return {};
+}
+
+CudaLayer::CudaLayer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+CudaLayer::~CudaLayer() = default;
+
+Result<std::unique_ptr<CudaLayer>> CudaLayer::create(const MoeLayerSpec& spec,
+                                                     const FusedPlan& plan,
+                                                     const FusedMoE::Options& options,
+                                                     MoeLayerWeights& weights,
+                                                     const RankMesh* mesh) {
+  MOESAIC_RETURN_IF_ERROR(can_implement(plan, options));
+  const MoeLayerTensors& t = weights.tensors;
+  std::unique_ptr<Impl> impl(new (std::nothrow) Impl());
+  if (!impl) return Status(StatusCode::kOutOfMemory, "cannot allocate the layer");
+  impl->plan = plan;
+  impl->mesh = mesh;
+  impl->max_tokens = options.max_tokens;
+  impl->device = options.device.index();
+  const DeviceScope scope(impl->device);
+  MOESAIC_RETURN_IF_ERROR(scope.status());
+
+  Result<CudaGate> gate = CudaGate::create(t.gate_weight.view(), t.gate_bias.view());
+  if (!gate.ok()) return gate.status().with_context("gate");
+  impl->gate = std::move(gate).value();
+  Router::Options router_options;
+  router_options.spec = plan.routing;
+  router_options.correction_bias = t.e_score_correction_bias.view();
+  Result<std::unique_ptr<CudaRouter>> router = CudaRouter::create(router_options, impl->device);
+  if (!router.ok()) return router.status().with_context("router");
+  impl->router = std::move(router).value();
+  impl->joins = shared_joins(plan, spec.shared.gated_output);
+  if (impl->joins) {
+    router_options.num_fused_shared_experts = 1;
+    MOESAIC_ASSIGN_OR_RETURN(impl->joined_router, CudaRouter::create(router_options, impl->device));
+  }
+  if (!plan.expert_map.empty()) {
+    std::vector<std::int32_t> map = plan.expert_map;
+    if (impl->joins) map.push_back(static_cast<std::int32_t>(plan.routed.num_local_experts));
+    MOESAIC_RETURN_IF_ERROR(upload("expert_map", map.data(),
+                                   static_cast<std::int64_t>(map.size()) * 4, impl->expert_map));
+  }
+  MOESAIC_RETURN_IF_ERROR(impl->create_experts(*weights.experts, t).with_context("experts"));
+  if (plan.has_shared) {
+    MOESAIC_RETURN_IF_ERROR(impl->create_shared(spec, options, t).with_context("shared_experts"));
+  }
+  if (mesh != nullptr) {
+    MOESAIC_RETURN_IF_ERROR(impl->create_ranks(options).with_context("ranks"));
+  }
+  Arena arena = Arena::measure();
+  MOESAIC_ASSIGN_OR_RETURN(
+      const LayerWorkspace unused,
+      LayerWorkspace::carve(plan, impl->shared_gate.has_value(), options.max_tokens, arena));
+  static_cast<void>(unused);
+  MOESAIC_RETURN_IF_ERROR(impl->workspace.reserve("workspace", arena.used()));
+  std::unique_ptr<CudaLayer> layer(new (std::nothrow) CudaLayer(std::move(impl)));
+  if (!layer) return Status(StatusCode::kOutOfMemory, "cannot allocate the layer");
+  return layer;
+}
+
+// --- Calls ---------------------------------------------------------------------------------------
+
+namespace {
+
+Status check_device_tensor(std::string_view field, const ConstTensorView& t, int device) {
+  MOESAIC_RETURN_IF_ERROR(expect_contiguous(field, t));
+  return check_device_pointer(field, t.data, 16, device);
+}
+
+Status check_trace(std::string_view field, const TensorView& t, DType dtype, const Shape& shape,
+                   int device) {
+  if (!t.present()) return {};
+  MOESAIC_RETURN_IF_ERROR(expect_dtype(field, t, dtype));
+  MOESAIC_RETURN_IF_ERROR(expect_shape(field, t, shape));
+  MOESAIC_RETURN_IF_ERROR(expect_contiguous(field, t));
+  return check_device_pointer(field, t.data, 4, device);
+}
+
+}  // namespace
+
+Status CudaLayer::Impl::check(const ConstTensorView& x, const TensorView& output,
+                              const FusedMoE::Trace& trace) const {
+  const Impl& m = *this;
+  if (x.rank() != 2 || x.dim(1) != m.plan.hidden_size) {
+    return {StatusCode::kInvalidShape, fmt::format("hidden_states: got {}, need [M, {}]",
+                                                   x.shape.to_string(), m.plan.hidden_size)};
+  }
+  const std::int64_t tokens = x.dim(0);
+  MOESAIC_RETURN_IF_ERROR(expect_dtype("hidden_states", x, DType::kBF16));
+  if (output.dtype != DType::kBF16 && output.dtype != DType::kF32) {
+    return {StatusCode::kInvalidDType,
+            fmt::format("output: got {}, need BF16 or F32", dtype_name(output.dtype))};
+  }
+  MOESAIC_RETURN_IF_ERROR(expect_shape("output", output, {tokens, m.plan.hidden_size}));
+  if (tokens > m.max_tokens) {
+    return {StatusCode::kLimitExceeded,
+            fmt::format("tokens: got {}, planned for max_tokens = {}", tokens, m.max_tokens)};
+  }
+  if (!trace.numerics.empty()) {
+    return {StatusCode::kUnsupported,
+            "trace.numerics: got enqueue, which does not wait; forward measures"};
+  }
+  if (tokens == 0) return {};
+  MOESAIC_RETURN_IF_ERROR(check_device_tensor("hidden_states", x, m.device));
+  MOESAIC_RETURN_IF_ERROR(check_device_tensor("output", output, m.device));
+  MOESAIC_RETURN_IF_ERROR(expect_no_overlap("output", output, "hidden_states", x));
+  const std::int64_t columns = m.plan.routing.num_experts + m.plan.routing.num_zero_experts;
+  const Shape slots{tokens, m.plan.routed.top_k};
+  MOESAIC_RETURN_IF_ERROR(check_trace("trace.router_logits", trace.router_logits, DType::kF32,
+                                      {tokens, columns}, m.device));
+  MOESAIC_RETURN_IF_ERROR(
+      check_trace("trace.topk_weights", trace.topk_weights, DType::kF32, slots, m.device));
+  return check_trace("trace.topk_ids", trace.topk_ids, DType::kI32, slots, m.device);
+}
+
+Status CudaLayer::enqueue(Stream stream, const ConstTensorView& x, const TensorView& output,
+                          const FusedMoE::Trace& trace) const {
+  const Impl& m = *impl_;
+  const DeviceScope scope(m.device);
+  Status checked = scope.status();
+  if (checked.ok()) checked = m.check(x, output, trace);
+  if (m.mesh != nullptr) {
+    if (checked.ok()) checked = check_not_capturing(stream.handle);
+    MOESAIC_ASSIGN_OR_RETURN(
+        const std::int64_t steps,
+        m.mesh->common_steps(checked, checked.ok() ? x.dim(0) : 0, m.max_tokens));
+    if (steps == 0) return {};
+  } else {
+    MOESAIC_RETURN_IF_ERROR(checked);
+    if (x.dim(0) == 0) return {};
+  }
+  Impl::Out out;
+  out.output = output.data;
+  out.dtype = output.dtype;
+  out.logits = trace.router_logits.as<float>();
+  out.topk_weights = trace.topk_weights.as<float>();
+  out.topk_ids = trace.topk_ids.as<std::int32_t>();
+  const Impl::Rows rows = {x.data, DType::kBF16, x.data, x.dim(0)};
+  if (m.mesh == nullptr) return m.run(stream.handle, rows, out);
+  return m.mesh->give_up(m.run_over_ranks(stream.handle, rows, out));
+}
+
+Status CudaLayer::Impl::make_staging() const {
+  if (staging.ids.bytes() > 0) return {};
+  const std::int64_t rows = max_tokens;
+  const std::int64_t columns = plan.routing.num_experts + plan.routing.num_zero_experts;
+  MOESAIC_RETURN_IF_ERROR(staging.x.reserve("hidden_states", rows * plan.hidden_size * 4));
+  MOESAIC_RETURN_IF_ERROR(staging.x_bf16.reserve("hidden_states", rows * plan.hidden_size * 2));
+  MOESAIC_RETURN_IF_ERROR(staging.output.reserve("output", rows * plan.hidden_size * 4));
+  MOESAIC_RETURN_IF_ERROR(staging.logits.reserve("router_logits", rows * columns * 4));
+  MOESAIC_RETURN_IF_ERROR(staging.weights.reserve("topk_weights", rows * plan.routed.top_k * 4));
+  return staging.ids.reserve("topk_ids", rows * plan.routed.top_k * 4);
+}
+
+Status CudaLayer::forward_chunk(const ConstTensorView& x, const TensorView& output,
+                                const FusedMoE::Trace& trace) const {
+  const Status status = impl_->forward_host(x, output, trace);
+  return impl_->mesh != nullptr ? impl_->mesh->give_up(status) : status;
+}
+
+Status CudaLayer::Impl::forward_host(const ConstTensorView& x, const TensorView& output,
+                                     const FusedMoE::Trace& trace) const {
+  const Impl& m = *this;
+  const std::int64_t tokens = x.dim(0);
+  const std::int64_t hidden = m.plan.hidden_size;
+  if (tokens == 0 && m.mesh == nullptr) return {};
+  const DeviceScope scope(m.device);
+  MOESAIC_RETURN_IF_ERROR(scope.status());
+  MOESAIC_RETURN_IF_ERROR(m.make_staging());
+  const Impl::Staging& s = m.staging;
+  const std::int64_t element = dtype_bits(x.dtype) / 8;
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    // One copy when rows are dense.
+    const bool dense = x.strides[0] == hidden;
+    MOESAIC_RETURN_IF_ERROR(copy_to_device(
+        "hidden_states", s.x.as<std::byte>() + t * hidden * element,
+        x.data + t * x.strides[0] * element, (dense ? tokens : 1) * hidden * element));
+    if (dense) break;
+  }
+  Impl::Rows rows;
+  rows.x = rows.x_bf16 = s.x.as<void>();
+  rows.x_dtype = x.dtype;
+  rows.tokens = tokens;
+  if (x.dtype != DType::kBF16) {
+    MOESAIC_RETURN_IF_ERROR(check_call(
+        "hidden_states to bf16", launch_round_to_bf16(rows.x, x.dtype, tokens * hidden,
+                                                      s.x_bf16.as<std::uint16_t>(), nullptr)));
+    rows.x_bf16 = s.x_bf16.as<void>();
+  }
+  Impl::Out out;
+  out.output = s.output.as<void>();
+  out.dtype = output.dtype == DType::kBF16 ? DType::kBF16 : DType::kF32;
+  out.logits = s.logits.as<float>();
+  out.topk_weights = s.weights.as<float>();
+  out.topk_ids = s.ids.as<std::int32_t>();
+  out.numerics = trace.numerics;
+  std::fill(trace.numerics.begin(), trace.numerics.end(), RowNumerics());
+  MOESAIC_RETURN_IF_ERROR(m.mesh == nullptr ? m.run(nullptr, rows, out)
+                                            : m.run_over_ranks(nullptr, rows, out));
+  MOESAIC_RETURN_IF_ERROR(synchronize(nullptr));
+  if (tokens == 0) return {};
+  if (output.dtype != DType::kF16) {
+    const std::int64_t bytes = tokens * hidden * (dtype_bits(output.dtype) / 8);
+    MOESAIC_RETURN_IF_ERROR(copy_to_host("output", output.data, out.output, bytes));
+  } else {
+    MOESAIC_ASSIGN_OR_RETURN(Tensor wide, Tensor::uninitialized(DType::kF32, {tokens, hidden}));
+    MOESAIC_RETURN_IF_ERROR(copy_to_host("output", wide.data(), out.output, wide.bytes()));
+    for (std::int64_t i = 0; i < tokens * hidden; ++i) {
+      store_from_f32(output.data, DType::kF16, i, wide.as<float>()[i]);
+    }
+  }
+  const auto report = [](std::string_view field, const TensorView& to, const void* from) {
+    return to.present() ? copy_to_host(field, to.data, from, to.dim(0) * to.dim(1) * 4) : Status();
+  };
+  MOESAIC_RETURN_IF_ERROR(report("router_logits", trace.router_logits, out.logits));
+  MOESAIC_RETURN_IF_ERROR(report("topk_weights", trace.topk_weights, out.topk_weights));
+  return report("topk_ids", trace.topk_ids, out.topk_ids);
+}
+
+std::int64_t CudaLayer::weight_bytes() const {
+  const Impl& m = *impl_;
+  return m.gate->bytes() + (m.experts ? m.experts->weight_bytes() : 0) +
+         (m.shared ? m.shared->weight_bytes() : 0) + (m.shared_gate ? m.shared_gate->bytes() : 0);
+}
+std::int64_t CudaLayer::workspace_bytes() const {
+  const Impl& m = *impl_;
+  return m.workspace.bytes() + m.slot_rows.bytes() + (m.transport ? m.transport->bytes() : 0) +
+         (m.replicas ? m.replicas->bytes() : 0);
+}
+
+}  // namespace moesaic::cuda

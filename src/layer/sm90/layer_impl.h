@@ -1,0 +1,98 @@
+// What a CudaLayer holds, and the steps of its call.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string_view>
+
+#include "cuda/device_memory.h"
+#include "experts/sm90/experts.h"
+#include "gate/sm90/gate_linear.h"
+#include "layer/rank_mesh.h"
+#include "layer/sm90/layer.h"
+#include "prepare_finalize/sm90/all_to_all.h"
+#include "prepare_finalize/sm90/device_messages.h"
+#include "router/sm90/router.h"
+
+namespace moesaic::cuda {
+
+struct CudaLayer::Impl {
+  FusedPlan plan;
+  const RankMesh* mesh = nullptr;  // null: this layer does not communicate
+  std::int64_t max_tokens = 0;
+  int device = 0;
+  std::optional<CudaGate> gate, shared_gate;
+  std::unique_ptr<CudaRouter> router;
+  bool joins = false;                         // the shared expert is the last of `experts`
+  std::unique_ptr<CudaRouter> joined_router;  // with a constant last slot for it
+  // Weight of the shared expert per token: the sigmoid of its gate's logit, as top-1 of one expert.
+  std::unique_ptr<CudaRouter> shared_router;
+  std::unique_ptr<CudaExperts> experts, shared;
+  Allocation expert_map;
+  Allocation ones, shared_ids;  // [max_tokens]: weight and id of an ungated shared expert
+  Allocation workspace;
+  // Over ranks: how rows travel (null: they do not), and the sums of ranks with the same rows.
+  std::unique_ptr<CudaAllToAll> transport;
+  std::optional<DeviceReplicas> replicas;
+  Allocation slot_rows;  // [max_tokens * k, H] bf16, per-slot reduction where no row travels
+
+  // Buffers of forward_chunk: what host tensors are copied through.
+  struct Staging {
+    Allocation x, x_bf16, output, logits, weights, ids;
+  };
+  mutable Staging staging;
+
+  Status create_experts(ExpertSource& routed_source, const MoeLayerTensors& t);
+  Status create_shared(const MoeLayerSpec& spec, const FusedMoE::Options& options,
+                       const MoeLayerTensors& t);
+  Status create_ranks(const FusedMoE::Options& options);
+  Status make_staging() const;
+  // What enqueue and forward_chunk are given.
+  Status check(const ConstTensorView& x, const TensorView& output,
+               const FusedMoE::Trace& trace) const;
+  Status forward_host(const ConstTensorView& x, const TensorView& output,
+                      const FusedMoE::Trace& trace) const;
+  Result<LayerWorkspace> carve(std::int64_t tokens) const;
+  // x is what the gate (and the zero experts) read, x_bf16 the same rows for the experts.
+  struct Rows {
+    const void* x = nullptr;
+    DType x_dtype = DType::kBF16;
+    const void* x_bf16 = nullptr;
+    std::int64_t tokens = 0;
+  };
+  struct Out {
+    void* output = nullptr;
+    DType dtype = DType::kBF16;
+    float* logits = nullptr;  // traces, or null
+    float* topk_weights = nullptr;
+    std::int32_t* topk_ids = nullptr;
+    std::span<RowNumerics> numerics = {};  // host memory: the call waits between its parts
+  };
+  Status run(void* stream, const Rows& rows, const Out& out) const;
+  // The same over ranks, collective (layer_ranks.cc).
+  Status run_over_ranks(void* stream, const Rows& rows, const Out& out) const;
+  Status run_given(void* stream, const CudaAllToAll::Rows& given, const LayerWorkspace& w) const;
+  Status run_experts(void* stream, const CudaAllToAll::Arrived& rows,
+                     const LayerWorkspace& w) const;
+  Status run_slots_here(void* stream, const CudaAllToAll::Rows& given,
+                        const LayerWorkspace& w) const;
+  Status gather_replicas(void* stream, const Out& out, std::int64_t tokens) const;
+  // Gate and router. `next`: the experts' call that follows at once, or null: what of it can be
+  // done here or left to it is, and it learns so.
+  Status route(void* stream, const Rows& rows, const LayerWorkspace& w, bool joined,
+               CudaExpertsArgs* next) const;
+  CudaExpertsArgs routed_args(const Rows& rows, const LayerWorkspace& w) const;
+  Status run_joined(void* stream, const Rows& rows, const LayerWorkspace& w, const Out& out) const;
+  // `kept`: the routed experts' call before this one had the same rows.
+  Status run_shared(void* stream, const Rows& rows, const LayerWorkspace& w, void* to, bool kept,
+                    std::span<RowNumerics> numerics) const;
+  Status run_routed(void* stream, CudaExpertsArgs a, const void* shared_rows, void* to, DType dtype,
+                    std::span<RowNumerics> numerics) const;
+  // Adds what a call left in its workspace, `factor` times; nothing when nobody asks.
+  static Status measure(void* stream, const CudaExperts& experts, const CudaExpertsArgs& a,
+                        double factor, std::span<RowNumerics> numerics);
+};
+
+}  // namespace moesaic::cuda

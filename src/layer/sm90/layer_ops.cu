@@ -1,0 +1,73 @@
+#include <cuda_runtime.h>
+
+#include "layer/sm90/layer_ops.h"
+
+namespace moesaic::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+__device__ __forceinline__ float load(const void* p, DType dtype, std::int64_t i) {
+  if (dtype == DType::kF32) return static_cast<const float*>(p)[i];
+  const std::uint16_t code = static_cast<const std::uint16_t*>(p)[i];
+  if (dtype == DType::kBF16) return __uint_as_float(static_cast<std::uint32_t>(code) << 16);
+  float v = 0;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(code));
+  return v;
+}
+__device__ __forceinline__ std::uint16_t bf16(float v) {
+  std::uint16_t r = 0;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v));
+  return r;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    round_to_bf16(const void* from, DType dtype, std::int64_t count, std::uint16_t* to) {
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count;
+       i += static_cast<std::int64_t>(gridDim.x) * kThreads) {
+    to[i] = bf16(load(from, dtype, i));
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    combine_layer(const __grid_constant__ LayerCombineParams p) {
+  const std::int64_t count = p.tokens * p.hidden;
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count;
+       i += static_cast<std::int64_t>(gridDim.x) * kThreads) {
+    // Rounded separately, as on the CPU.
+    float sum = __fmul_rn(p.scale, p.routed[i]);
+    if (p.shared != nullptr) sum = __fadd_rn(sum, load(p.shared, DType::kBF16, i));
+    if (p.zero_weight != nullptr) {
+      sum = __fadd_rn(sum, __fmul_rn(p.zero_weight[i / p.hidden], load(p.x, p.x_dtype, i)));
+    }
+    if (p.output_f32) {
+      static_cast<float*>(p.output)[i] = sum;
+    } else {
+      static_cast<std::uint16_t*>(p.output)[i] = bf16(sum);
+    }
+  }
+}
+
+unsigned blocks_for(std::int64_t count) {
+  const std::int64_t blocks = (count + kThreads - 1) / kThreads;
+  return static_cast<unsigned>(blocks < 65536 ? blocks : 65536);
+}
+
+}  // namespace
+
+int launch_round_to_bf16(const void* from, DType dtype, std::int64_t count, std::uint16_t* to,
+                         void* stream) {
+  if (count == 0) return 0;
+  round_to_bf16<<<blocks_for(count), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(from, dtype,
+                                                                                       count, to);
+  return static_cast<int>(cudaGetLastError());
+}
+
+int launch_layer_combine(const LayerCombineParams& p, void* stream) {
+  if (p.tokens == 0) return 0;
+  combine_layer<<<blocks_for(p.tokens * p.hidden), kThreads, 0,
+                  static_cast<cudaStream_t>(stream)>>>(p);
+  return static_cast<int>(cudaGetLastError());
+}
+
+}  // namespace moesaic::cuda

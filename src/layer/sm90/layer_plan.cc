@@ -1,0 +1,136 @@
+// What of a layer runs on a GPU, and the workspace, without a device: part of every build.
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "core/checked.h"
+#include "core/refusal.h"
+#include "experts/sm90/experts.h"
+#include "layer/sm90/layer.h"
+#include "router/sm90/router.h"
+
+namespace moesaic::cuda {
+namespace {
+
+constexpr std::int64_t kAlignment = 256;
+
+// The arena aligns to 64 bytes; sizes that are multiples of 256 keep every piece at 256.
+template <class T>
+T* take(Arena& arena, std::int64_t count) {
+  return arena.take<T>(round_up(count, kAlignment / static_cast<std::int64_t>(sizeof(T))));
+}
+
+Status ranks_can_implement(const RankPlan& ranks, const FusedMoE::Options& options) {
+  if (!ranks.active) return {};
+  if (options.enable_eplb) {
+    return unsupported("enable_eplb: got true on a GPU, need the CPU: experts move through it");
+  }
+  if (ranks.transport == RankTransport::kBatched) {
+    return unsupported("transport: got batched on a GPU, need none, gather or all_to_all");
+  }
+  if (ranks.per_slot && ranks.transport == RankTransport::kGather) {
+    return unsupported(
+        "reduction: got per_slot with transport gather on a GPU, need per_rank, or all_to_all");
+  }
+  return {};
+}
+
+}  // namespace
+
+Status CudaLayer::can_implement(const FusedPlan& plan, const FusedMoE::Options& options) {
+  if (options.routed_input_transform || options.routed_output_transform) {
+    return unsupported("routed transforms: got host functions, need none on a GPU");
+  }
+  if (plan.input_norm_eps > 0) {
+    return unsupported("input_norm_eps: got " + std::to_string(plan.input_norm_eps) +
+                       " on a GPU, need 0 or the CPU");
+  }
+  MOESAIC_RETURN_IF_ERROR(ranks_can_implement(plan.ranks, options));
+  if (!options.backend.empty() && options.backend != kCudaExpertsName) {
+    return unsupported("backend: got " + options.backend + " for " + options.device.to_string() +
+                       ", need " + std::string(kCudaExpertsName));
+  }
+  MOESAIC_RETURN_IF_ERROR(CudaRouter::can_implement(plan.routing).with_context("router"));
+  MOESAIC_RETURN_IF_ERROR(CudaExperts::can_implement(plan.routed).with_context("experts"));
+  if (!plan.has_shared) return {};
+  return CudaExperts::can_implement(plan.shared).with_context("shared_experts");
+}
+
+bool shared_joins(const FusedPlan& plan, bool gated_shared) {
+  const MoeProblem &r = plan.routed, &s = plan.shared;
+  const bool alike = plan.has_shared && !gated_shared && r.hidden_size == s.hidden_size &&
+                     r.intermediate_size == s.intermediate_size &&
+                     r.quant.weight == s.quant.weight && r.quant.activation == s.quant.activation &&
+                     r.activation_dtype == s.activation_dtype && r.activation == s.activation;
+  // Over ranks each computes the shared expert for its own rows, the routed ones for others' too.
+  if (!alike || plan.ranks.active || r.has_expert_bias || r.apply_router_weight_on_input ||
+      plan.routing.num_zero_experts > 0 || plan.output_scale != 1.0F) {
+    return false;
+  }
+  MoeProblem joined = r;
+  ++joined.num_experts;
+  ++joined.num_local_experts;
+  ++joined.top_k;
+  return CudaExperts::can_implement(joined).ok();
+}
+
+MoeProblem experts_problem(const FusedPlan& plan, bool gated_shared) {
+  MoeProblem p = plan.routed;
+  if (!shared_joins(plan, gated_shared)) return p;
+  ++p.num_experts;
+  ++p.num_local_experts;
+  ++p.top_k;
+  return p;
+}
+
+Result<LayerWorkspace> LayerWorkspace::carve(const FusedPlan& plan, bool gated_shared,
+                                             std::int64_t tokens, Arena& arena) {
+  LayerWorkspace w;
+  const std::int64_t k = plan.routed.top_k;
+  w.logits =
+      take<float>(arena, tokens * (plan.routing.num_experts + plan.routing.num_zero_experts));
+  const bool joins = shared_joins(plan, gated_shared);
+  w.topk_weights = take<float>(arena, tokens * (joins ? k + 1 : k));
+  w.topk_ids = take<std::int32_t>(arena, tokens * (joins ? k + 1 : k));
+  if (plan.routing.num_zero_experts > 0) w.zero_weight = take<float>(arena, tokens);
+  if (plan.has_shared && gated_shared) {
+    w.shared_logits = take<float>(arena, tokens);
+    w.shared_weights = take<float>(arena, tokens);
+    w.shared_ids = take<std::int32_t>(arena, tokens);
+  }
+  const bool spread = plan.ranks.active;
+  if (plan.output_scale != 1.0F || plan.has_zero_experts || spread) {
+    w.routed = take<float>(arena, tokens * plan.hidden_size);
+  }
+  if (spread && plan.has_zero_experts) w.sent_ids = take<std::int32_t>(arena, tokens * k);
+  // Sizes grow with tokens: a larger call's workspace holds every smaller call.
+  MoeProblem problem = experts_problem(plan, gated_shared);
+  std::int64_t rows_bytes = 0;
+  if (joins) {
+    MOESAIC_ASSIGN_OR_RETURN(w.experts_bytes,
+                             CudaExperts::workspace_size(problem, std::min(tokens, kJoinedTokens)));
+  }
+  if (!joins || tokens > kJoinedTokens) {
+    problem.top_k = k;
+    MOESAIC_ASSIGN_OR_RETURN(
+        const std::int64_t apart,
+        CudaExperts::workspace_size(problem, spread ? plan.ranks.experts_rows : tokens));
+    w.experts_bytes = std::max(w.experts_bytes, apart);
+    if (plan.has_shared) {
+      if (joins) problem.top_k = 1;
+      MOESAIC_ASSIGN_OR_RETURN(w.shared_bytes,
+                               CudaExperts::workspace_size(joins ? problem : plan.shared, tokens));
+      w.shared_bytes = round_up(w.shared_bytes, kAlignment);
+      rows_bytes = tokens * plan.hidden_size * 2;
+    }
+  }
+  w.experts = w.shared =
+      take<std::byte>(arena, std::max(w.experts_bytes, w.shared_bytes + rows_bytes));
+  if (w.shared != nullptr) {
+    w.shared_rows = reinterpret_cast<std::uint16_t*>(w.shared + w.shared_bytes);
+  }
+  MOESAIC_RETURN_IF_ERROR(arena.status());
+  return w;
+}
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,204 @@
+// The call of a CudaLayer over ranks: which rows this rank hands to the experts of all, and how the
+// result becomes that of all ranks. What is added, where and in which order is fused_ranks.cc's;
+// the host waits for the other ranks at each exchange.
+#include <algorithm>
+#include <vector>
+
+#include "core/fault.h"
+#include "layer/sm90/layer_impl.h"
+#include "layer/sm90/layer_ops.h"
+#include "permute/sm90/combine.h"
+#include "prepare_finalize/sm90/rank_rows.h"
+
+namespace moesaic::cuda {
+
+Status CudaLayer::Impl::create_ranks(const FusedMoE::Options& options) {
+  const RankPlan& ranks = plan.ranks;
+  const bool gather = ranks.transport == RankTransport::kGather;
+  if (gather || ranks.transport == RankTransport::kAllToAll) {
+    AllToAllOptions o;
+    o.parallel = options.parallel;
+    o.max_tokens_per_rank = ranks.kernel_rows;
+    o.gather = gather;
+    using Answer = CudaAllToAll::Answer;
+    const Answer answer = ranks.per_slot                        ? Answer::kSlots
+                          : ranks.combine_dtype == DType::kBF16 ? Answer::kPartialBf16
+                                                                : Answer::kPartialF32;
+    MOESAIC_ASSIGN_OR_RETURN(
+        transport, CudaAllToAll::create(plan.routed, gather ? mesh->tokens() : mesh->world(), o,
+                                        answer, device));
+  } else if (ranks.per_slot) {
+    MOESAIC_RETURN_IF_ERROR(
+        slot_rows.reserve("slots", max_tokens * plan.routed.top_k * plan.hidden_size * 2));
+  }
+  if (ranks.replicas == 1) return {};
+  const std::int64_t summed =
+      ranks.reduced ? 0 : std::max(max_tokens * plan.hidden_size * 4, slot_rows.bytes());
+  MOESAIC_ASSIGN_OR_RETURN(replicas, DeviceReplicas::create(mesh->replicas(), device, summed));
+  return {};
+}
+
+// This rank's experts on some rows; rows.answers as the transport (or, without one, the sum or the
+// slots) wants them.
+Status CudaLayer::Impl::run_experts(void* stream, const CudaAllToAll::Arrived& rows,
+                                    const LayerWorkspace& w) const {
+  if (rows.rows == 0) return {};
+  const std::int64_t k = plan.routed.top_k, hidden = plan.hidden_size;
+  const bool bf16 = plan.ranks.combine_dtype == DType::kBF16;
+  if (!experts) {
+    const std::int64_t row = plan.ranks.per_slot ? k * hidden * 2 : hidden * (bf16 ? 2 : 4);
+    return fill_zero("experts", rows.answers, rows.rows * row, stream);
+  }
+  CudaExpertsArgs a;
+  a.tokens = rows.rows;
+  a.hidden_states = rows.hidden_states;
+  a.hidden_scale = rows.hidden_scale;
+  a.hidden_scale_stride = rows.hidden_scale_stride;
+  a.topk_ids = rows.topk_ids;
+  a.topk_weights = rows.topk_weights;
+  a.expert_map = expert_map.as<std::int32_t>();
+  (plan.ranks.per_slot ? a.slot_rows : a.output) = rows.answers;
+  a.output_dtype = bf16 ? DType::kBF16 : DType::kF32;
+  a.workspace = w.experts;
+  a.workspace_bytes = w.experts_bytes;
+  return experts->enqueue(stream, a).with_context("experts");
+}
+
+// Every rank has the rows: a slot's row is zero on all replicas but one, which a sum brings
+// together without a rounding; then they are added in slot order as on one GPU.
+Status CudaLayer::Impl::run_slots_here(void* stream, const CudaAllToAll::Rows& given,
+                                       const LayerWorkspace& w) const {
+  const std::int64_t count = given.tokens * plan.routed.top_k * plan.hidden_size;
+  MOESAIC_RETURN_IF_ERROR(fill_zero("slots", slot_rows.as<void>(), count * 2, stream));
+  CudaAllToAll::Arrived here = {given.tokens, given.hidden_states};
+  here.topk_ids = given.topk_ids;
+  here.topk_weights = given.topk_weights;
+  here.answers = slot_rows.as<void>();
+  MOESAIC_RETURN_IF_ERROR(run_experts(stream, here, w));
+  MOESAIC_RETURN_IF_ERROR(replicas->all_reduce_sum(stream, here.answers, count, /*bf16=*/true));
+  CombineParams c;
+  c.y2 = slot_rows.as<std::uint16_t>();
+  c.row_of_pair = given.topk_ids;  // read for its sign only
+  c.tokens = given.tokens;
+  c.top_k = static_cast<std::int32_t>(plan.routed.top_k);
+  c.hidden = static_cast<std::int32_t>(plan.hidden_size);
+  c.output_f32 = true;
+  c.output = w.routed;
+  return check_call("combine", launch_combine(c, stream));
+}
+
+// w.routed [given.tokens, H] = what the ranks' experts make of the rows: all of them, or (not
+// reduced) those of the ranks that have other rows.
+Status CudaLayer::Impl::run_given(void* stream, const CudaAllToAll::Rows& given,
+                                  const LayerWorkspace& w) const {
+  if (transport) {
+    MOESAIC_ASSIGN_OR_RETURN(const CudaAllToAll::Arrived arrived,
+                             transport->dispatch(stream, given));
+    MOESAIC_RETURN_IF_ERROR(run_experts(stream, arrived, w));
+    return transport->combine(stream, w.routed);
+  }
+  if (plan.ranks.per_slot) return run_slots_here(stream, given, w);
+  CudaAllToAll::Arrived here = {given.tokens, given.hidden_states};
+  here.topk_ids = given.topk_ids;
+  here.topk_weights = given.topk_weights;
+  here.answers = w.routed;
+  return run_experts(stream, here, w);
+}
+
+Status CudaLayer::Impl::gather_replicas(void* stream, const Out& out, std::int64_t tokens) const {
+  const std::int64_t row_bytes = plan.hidden_size * dtype_bits(out.dtype) / 8;
+  std::vector<std::int64_t> first;
+  first.reserve(static_cast<std::size_t>(plan.ranks.replicas) + 1);
+  for (int r = 0; r < plan.ranks.replicas; ++r) {
+    first.push_back(replica_share(tokens, plan.ranks.replicas, r).first * row_bytes);
+  }
+  first.push_back(tokens * row_bytes);
+  return replicas->gather(stream, static_cast<std::byte*>(out.output), first);
+}
+
+Status CudaLayer::Impl::run_over_ranks(void* stream, const Rows& rows, const Out& out) const {
+  const RankPlan& ranks = plan.ranks;
+  const std::int64_t k = plan.routed.top_k, hidden = plan.hidden_size;
+  // Always the whole workspace: rows of other ranks need theirs when this rank has few.
+  MOESAIC_ASSIGN_OR_RETURN(LayerWorkspace w, carve(max_tokens));
+  if (out.logits != nullptr) w.logits = out.logits;
+  if (out.topk_weights != nullptr) w.topk_weights = out.topk_weights;
+  if (out.topk_ids != nullptr) w.topk_ids = out.topk_ids;
+  if (rows.tokens > 0) MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*joined=*/false, nullptr));
+  const std::int32_t* ids = w.topk_ids;
+  if (w.sent_ids != nullptr) {
+    // Slots of identity experts arrive as expert 0 with weight 0: no row need travel for them.
+    MOESAIC_RETURN_IF_ERROR(check_call(
+        "dispatch",
+        launch_drop_weightless(w.topk_ids, w.topk_weights, rows.tokens * k, w.sent_ids, stream)));
+    ids = w.sent_ids;
+  }
+
+  const RowRange all{0, rows.tokens};
+  const RowRange share = replica_share(all.count, ranks.replicas, ranks.replica);
+  const RowRange given = ranks.reduced ? share : all;
+  const auto* x_bf16 = static_cast<const std::uint16_t*>(rows.x_bf16);
+  const std::int64_t x_bytes = hidden * dtype_bits(rows.x_dtype) / 8;
+  const auto* x = static_cast<const std::byte*>(rows.x);
+  MOESAIC_RETURN_IF_ERROR(run_given(stream,
+                                    {given.count, x_bf16 + given.first * hidden,
+                                     ids + given.first * k, w.topk_weights + given.first * k},
+                                    w));
+  if (plan.has_shared && share.count > 0) {
+    // The routed experts are through with the workspace that both use.
+    const Rows part = {x + share.first * x_bytes, rows.x_dtype, x_bf16 + share.first * hidden,
+                       share.count};
+    MOESAIC_RETURN_IF_ERROR(run_shared(stream, part, w, w.shared_rows, /*kept=*/false, {}));
+  }
+
+  const auto combine = [&](const LayerCombineParams& p) {
+    return check_call("combine", launch_layer_combine(p, stream));
+  };
+  LayerCombineParams p;
+  p.hidden = hidden;
+  p.scale = plan.output_scale;
+  p.shared = plan.has_shared && !MOESAIC_FAULT(layer_omit_shared) ? w.shared_rows : nullptr;
+  const auto to_output = [&](const RowRange& mine) {
+    p.tokens = mine.count;
+    p.zero_weight = plan.has_zero_experts ? w.zero_weight + mine.first : nullptr;
+    p.x = x + mine.first * x_bytes;
+    p.x_dtype = rows.x_dtype;
+    p.output_f32 = out.dtype == DType::kF32;
+    p.output =
+        static_cast<std::byte*>(out.output) + mine.first * hidden * (dtype_bits(out.dtype) / 8);
+    return combine(p);
+  };
+  if (ranks.reduced || ranks.per_slot) {
+    // Without shared experts every replica can finish what it was given by itself.
+    const RowRange mine = plan.has_shared ? share : given;
+    p.routed = w.routed + (mine.first - given.first) * hidden;
+    MOESAIC_RETURN_IF_ERROR(to_output(mine));
+    const bool shared_out = plan.has_shared || ranks.reduced;
+    return shared_out && ranks.replicas > 1 ? gather_replicas(stream, out, all.count) : Status();
+  }
+
+  // Partial sums, and with them the shared experts of this rank's share, are added up once.
+  p.routed = w.routed;
+  p.output = w.routed;
+  p.output_f32 = true;
+  if (p.scale != 1.0F) {
+    LayerCombineParams scaled = p;
+    scaled.shared = nullptr;
+    scaled.tokens = all.count;
+    MOESAIC_RETURN_IF_ERROR(combine(scaled));
+    p.scale = 1.0F;
+  }
+  if (p.shared != nullptr) {
+    p.tokens = share.count;
+    p.routed = w.routed + share.first * hidden;
+    p.output = w.routed + share.first * hidden;
+    MOESAIC_RETURN_IF_ERROR(combine(p));
+    p.shared = nullptr;
+  }
+  MOESAIC_RETURN_IF_ERROR(
+      replicas->all_reduce_sum(stream, w.routed, all.count * hidden, /*bf16=*/false));
+  p.routed = w.routed;
+  return to_output(all);
+}
+
+}  // namespace moesaic::cuda

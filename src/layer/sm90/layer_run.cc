@@ -1,0 +1,167 @@
+// The steps of a CudaLayer's call on rows that are all this GPU's: launches only.
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "layer/sm90/layer_impl.h"
+#include "layer/sm90/layer_ops.h"
+
+namespace moesaic::cuda {
+
+Result<LayerWorkspace> CudaLayer::Impl::carve(std::int64_t tokens) const {
+  Arena arena({workspace.as<std::byte>(), static_cast<std::size_t>(workspace.bytes())});
+  return LayerWorkspace::carve(plan, shared_gate.has_value(), tokens, arena);
+}
+
+Status CudaLayer::Impl::route(void* stream, const Rows& rows, const LayerWorkspace& w, bool joined,
+                              CudaExpertsArgs* next) const {
+  const CudaRouter& with = *(joined ? joined_router : router);
+  CudaRouterArgs r;
+  r.tokens = rows.tokens;
+  r.router_logits = w.logits;
+  r.topk_weights = w.topk_weights;
+  r.topk_ids = w.topk_ids;
+  r.zero_expert_weight = w.zero_weight;
+  std::optional<ExpertChores> chores;
+  if (next != nullptr) chores = experts->chores(*next);
+  if (chores) {
+    next->chores_done = true;
+    next->route = with.usual(r);
+    if (next->route && gate->does_chores(rows.x_dtype, rows.tokens) &&
+        experts->can_route(*next->route)) {
+      return gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits, &*chores);
+    }
+    next->route.reset();
+  }
+  MOESAIC_RETURN_IF_ERROR(gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits));
+  return with.enqueue(stream, r, chores ? &*chores : nullptr);
+}
+
+Status CudaLayer::Impl::measure(void* stream, const CudaExperts& experts, const CudaExpertsArgs& a,
+                                double factor, std::span<RowNumerics> numerics) {
+  if (numerics.empty()) return {};
+  MOESAIC_RETURN_IF_ERROR(synchronize(stream));
+  std::vector<RowNumerics> part(numerics.size());
+  MOESAIC_RETURN_IF_ERROR(experts.add_numerics(a, part));
+  for (std::size_t t = 0; t < part.size(); ++t) numerics[t].add(part[t], factor);
+  return {};
+}
+
+Status CudaLayer::Impl::run_shared(void* stream, const Rows& rows, const LayerWorkspace& w,
+                                   void* to, bool kept, std::span<RowNumerics> numerics) const {
+  CudaExpertsArgs a;
+  a.tokens = rows.tokens;
+  a.hidden_states = rows.x_bf16;
+  a.topk_ids = shared_ids.as<std::int32_t>();
+  a.topk_weights = ones.as<float>();
+  if (shared_gate) {
+    MOESAIC_RETURN_IF_ERROR(
+        shared_gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.shared_logits));
+    CudaRouterArgs r;
+    r.tokens = rows.tokens;
+    r.router_logits = w.shared_logits;
+    r.topk_weights = w.shared_weights;
+    r.topk_ids = w.shared_ids;
+    MOESAIC_RETURN_IF_ERROR(shared_router->enqueue(stream, r));
+    a.topk_ids = w.shared_ids;
+    a.topk_weights = w.shared_weights;
+  }
+  // One slot per token, and every one has an expert here: its weighted rows are the sums.
+  a.slot_rows = to;
+  a.rows_kept = kept;
+  a.workspace = w.shared;
+  a.workspace_bytes = w.shared_bytes;
+  a.top_k = 1;
+  a.used_experts = 1;
+  a.expert_map = joins ? expert_map.as<std::int32_t>() : nullptr;
+  const CudaExperts& with = *(joins ? experts : shared);
+  MOESAIC_RETURN_IF_ERROR(with.enqueue(stream, a).with_context("shared_experts"));
+  return measure(stream, with, a, 1.0, numerics);
+}
+
+CudaExpertsArgs CudaLayer::Impl::routed_args(const Rows& rows, const LayerWorkspace& w) const {
+  CudaExpertsArgs a;
+  a.tokens = rows.tokens;
+  a.hidden_states = rows.x_bf16;
+  a.topk_ids = w.topk_ids;
+  a.topk_weights = w.topk_weights;
+  a.top_k = plan.routed.top_k;
+  a.expert_map = expert_map.as<std::int32_t>();
+  a.workspace = w.experts;
+  a.workspace_bytes = w.experts_bytes;
+  return a;
+}
+
+Status CudaLayer::Impl::run_routed(void* stream, CudaExpertsArgs a, const void* shared_rows,
+                                   void* to, DType dtype, std::span<RowNumerics> numerics) const {
+  a.shared_rows = shared_rows;
+  a.output = to;
+  a.output_dtype = dtype;
+  MOESAIC_RETURN_IF_ERROR(experts->enqueue(stream, a).with_context("experts"));
+  return measure(stream, *experts, a, static_cast<double>(plan.output_scale), numerics);
+}
+
+// A bf16 sum without factors takes the shared rows out of the output, where they were put first: no
+// buffer for them. Otherwise the shared rows are made last, in memory that the experts left, and
+// one kernel adds everything to the fp32 sum of the experts. Both round the same fp32 sums.
+Status CudaLayer::Impl::run(void* stream, const Rows& rows, const Out& out) const {
+  MOESAIC_ASSIGN_OR_RETURN(LayerWorkspace w, carve(rows.tokens));
+  if (out.logits != nullptr) w.logits = out.logits;
+  if (joins && rows.tokens <= kJoinedTokens) return run_joined(stream, rows, w, out);
+  const bool shared_too = plan.has_shared;
+  const bool measured = !out.numerics.empty();  // then the work list must be in memory
+  if (out.topk_weights != nullptr) w.topk_weights = out.topk_weights;
+  if (out.topk_ids != nullptr) w.topk_ids = out.topk_ids;
+  CudaExpertsArgs args = routed_args(rows, w);
+  // A shared expert by itself would use the same workspace in between.
+  const bool keeps = shared_too && (joins ? experts : shared)->same_rows(*experts);
+  MOESAIC_RETURN_IF_ERROR(
+      route(stream, rows, w, /*joined=*/false, shared_too || measured ? nullptr : &args));
+  if (w.routed == nullptr && out.dtype == DType::kBF16) {
+    if (shared_too) {
+      MOESAIC_RETURN_IF_ERROR(
+          run_shared(stream, rows, w, out.output, /*kept=*/false, out.numerics));
+    }
+    args.rows_kept = keeps;
+    return run_routed(stream, args, shared_too ? out.output : nullptr, out.output, out.dtype,
+                      out.numerics);
+  }
+  float* const sum = w.routed != nullptr ? w.routed : static_cast<float*>(out.output);
+  MOESAIC_RETURN_IF_ERROR(run_routed(stream, args, nullptr, sum, DType::kF32, out.numerics));
+  if (shared_too) {
+    MOESAIC_RETURN_IF_ERROR(run_shared(stream, rows, w, w.shared_rows, keeps, out.numerics));
+  }
+  if (w.routed == nullptr && !shared_too) return {};
+  LayerCombineParams p;
+  p.routed = sum;
+  p.shared = shared_too ? w.shared_rows : nullptr;
+  p.zero_weight = plan.has_zero_experts ? w.zero_weight : nullptr;
+  p.x = rows.x;
+  p.x_dtype = rows.x_dtype;
+  p.scale = plan.output_scale;
+  p.tokens = rows.tokens;
+  p.hidden = plan.hidden_size;
+  p.output = out.output;
+  p.output_f32 = out.dtype == DType::kF32;
+  return check_call("combine", launch_layer_combine(p, stream));
+}
+
+// One more slot per token; a trace gets the slots before it.
+Status CudaLayer::Impl::run_joined(void* stream, const Rows& rows, const LayerWorkspace& w,
+                                   const Out& out) const {
+  CudaExpertsArgs a = routed_args(rows, w);
+  a.top_k = 0;  // the experts' own: the joined one's slot too
+  MOESAIC_RETURN_IF_ERROR(
+      route(stream, rows, w, /*joined=*/true, out.numerics.empty() ? &a : nullptr));
+  MOESAIC_RETURN_IF_ERROR(run_routed(stream, a, nullptr, out.output, out.dtype, out.numerics));
+  const std::int64_t k = plan.routed.top_k;
+  const auto report = [&](std::string_view field, void* to, const void* from) {
+    return to == nullptr ? Status()
+                         : copy_rows_on_device(field, to, k * 4, from, (k + 1) * 4, k * 4,
+                                               rows.tokens, stream);
+  };
+  MOESAIC_RETURN_IF_ERROR(report("trace.topk_weights", out.topk_weights, w.topk_weights));
+  return report("trace.topk_ids", out.topk_ids, w.topk_ids);
+}
+
+}  // namespace moesaic::cuda

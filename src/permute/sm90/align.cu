@@ -1,0 +1,275 @@
+#include <cooperative_groups.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "cuda/once_per_device.h"
+#include "cuda/ptx/sync.cuh"
+#include "cuda/quant_rows.cuh"
+#include "permute/sm90/align_few.cuh"
+
+namespace moesaic::cuda {
+namespace {
+
+constexpr int kThreads = 1024, kWarps = kThreads / 32;
+constexpr int kClusterBlocks = 8;  // of a cluster
+constexpr int kHeld = 8;           // steps whose ids a warp asks for at once
+constexpr int kGroupThreads = 16, kBlockGroups = kThreads / kGroupThreads;  // of quantize_groups
+
+__device__ __forceinline__ int local_expert(const AlignParams& p, std::int32_t id) {
+  if (id < 0 || id >= p.num_experts) return -1;
+  if (p.expert_map != nullptr) id = p.expert_map[id];
+  return id < p.num_local_experts ? id : -1;
+}
+
+// Inclusive sums of both over the block's threads. `sums`: two lines of kWarps.
+__device__ __forceinline__ void block_scan(std::int32_t& a, std::int32_t& b,
+                                           std::int32_t (&sums)[2][kWarps]) {
+  const int lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
+  const auto scan = [&](std::int32_t& v, std::int32_t& w) {
+#pragma unroll
+    for (unsigned d = 1; d < 32; d <<= 1) {
+      const std::int32_t v_up = __shfl_up_sync(0xFFFFFFFFU, v, d);
+      const std::int32_t w_up = __shfl_up_sync(0xFFFFFFFFU, w, d);
+      if (lane >= static_cast<int>(d)) {
+        v += v_up;
+        w += w_up;
+      }
+    }
+  };
+  scan(a, b);
+  if (lane == 31) {
+    sums[0][warp] = a;
+    sums[1][warp] = b;
+  }
+  __syncthreads();
+  if (warp == 0) {
+    std::int32_t v = sums[0][lane], w = sums[1][lane];
+    scan(v, w);
+    sums[0][lane] = v;
+    sums[1][lane] = w;
+  }
+  __syncthreads();
+  if (warp > 0) {
+    a += sums[0][warp - 1];
+    b += sums[1][warp - 1];
+  }
+}
+
+// The list by clusters of p.blocks blocks. The warps of a cluster have a slice of p.steps times 32
+// pairs each, in ascending order; lanes with the same expert find their order by ballots and
+// popcount, so ranks are stable without atomics. Every cluster counts all pairs, so that none waits
+// for another, and places those of some steps, or of some warps of a step: scattered stores, of
+// which a multiprocessor takes one a cycle.
+__device__ __forceinline__ void place_pairs(const AlignParams& p, std::int32_t* counts) {
+  // counts: a line of p.num_local_experts per warp, then sums over the block, then first rows.
+  __shared__ std::int32_t sums[2][kWarps];
+  const auto cluster = cooperative_groups::this_cluster();
+  const int thread = static_cast<int>(threadIdx.x), lane = thread & 31, warp = thread >> 5;
+  const int experts = p.num_local_experts, block = static_cast<int>(blockIdx.x);
+  const int part = block / p.blocks, rank = block - part * p.blocks;
+  const int own_step = part / p.shares;  // of the first kHeld
+  std::int32_t* const totals = counts + kWarps * experts;
+  std::int32_t* const first_rows = totals + experts;
+  const std::int32_t slice = p.steps * 32;
+  const std::int32_t block_begin = rank * kWarps * slice;
+  const int live = min(kWarps, (max(p.pairs - block_begin, 0) + slice - 1) / slice);
+  for (int i = thread; i < live * experts; i += kThreads) counts[i] = 0;
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
+  if (part == p.parts - 1) {
+    const int first = rank * kThreads + thread, step = p.blocks * kThreads;
+    if (first == 0) *p.next_item = 0;
+    for (int i = first; i < p.bands; i += step) p.band_done[i] = 0;
+    for (int i = first; i < p.max_groups; i += step) p.group_done[i] = 0;
+  }
+  __syncthreads();
+
+  std::int32_t* const mine = counts + warp * experts;
+  const std::int32_t begin = block_begin + warp * slice + lane;
+  const std::int32_t own = begin + own_step * 32;  // of the first steps, this cluster's pair
+  const bool has_own = own < p.pairs && warp % p.shares == part % p.shares;
+  const float weight = has_own ? p.topk_weights[own] : 0.0F;
+  int own_expert = -1, own_rank = 0;
+  for (int s = 0; s < p.steps && warp < live; s += kHeld) {
+    int e[kHeld];
+    unsigned same[kHeld];  // lanes with the same expert
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const std::int32_t pair = begin + (s + i) * 32;
+      e[i] = s + i < p.steps && pair < p.pairs ? p.topk_ids[pair] : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      e[i] = local_expert(p, e[i]);
+      same[i] = __ballot_sync(0xFFFFFFFFU, e[i] >= 0);
+    }
+    // By a ballot per bit: match.any takes as long as about 30 of them.
+    for (int bit = 1; bit < experts; bit <<= 1) {
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        if (s + i >= p.steps) break;
+        const bool set = (e[i] & bit) != 0;
+        const unsigned with = __ballot_sync(0xFFFFFFFFU, set);
+        same[i] &= set ? with : ~with;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      if (s + i >= p.steps) break;
+      const std::int32_t before = e[i] >= 0 ? mine[e[i]] : 0;
+      __syncwarp();
+      if (e[i] >= 0 && lane == __ffs(static_cast<int>(same[i])) - 1) {
+        mine[e[i]] = before + __popc(same[i]);
+      }
+      __syncwarp();
+      if (i != own_step) continue;
+      const std::int32_t r = before + __popc(same[i] & ((1U << lane) - 1));
+      if (s == 0) {
+        own_expert = e[i];
+        own_rank = r;
+      } else if (own + s * 32 < p.pairs) {
+        p.row_of_pair[own + s * 32] = r;  // read again below
+      }
+    }
+  }
+  __syncthreads();
+
+  std::int32_t rows = 0, before = 0;  // of the expert: in all blocks, in earlier ones
+  const int e = thread;
+  if (e < experts) {
+    constexpr int kBatch = 8;
+    for (int w0 = 0; w0 < live; w0 += kBatch) {
+      std::int32_t n[kBatch];
+#pragma unroll
+      for (int w = 0; w < kBatch; ++w) n[w] = w0 + w < live ? counts[(w0 + w) * experts + e] : 0;
+#pragma unroll
+      for (int w = 0; w < kBatch; ++w) {
+        if (w0 + w < live) counts[(w0 + w) * experts + e] = rows;
+        rows += n[w];
+      }
+    }
+    totals[e] = rows;
+  }
+  if (p.blocks > 1) {
+    cluster.sync();
+    if (e < experts) {
+      rows = 0;
+#pragma unroll
+      for (int b = 0; b < kClusterBlocks; ++b) {
+        const std::int32_t n = cluster.map_shared_rank(totals, static_cast<unsigned>(b))[e];
+        rows += n;
+        if (b < rank) before += n;
+      }
+    }
+  }
+  const std::int32_t groups = (rows + p.rows_per_record - 1) / p.rows_per_record;
+  std::int32_t last_row = rows, last_group = groups;
+  block_scan(last_row, last_group, sums);
+  if (e < experts) {
+    first_rows[e] = last_row - rows + before;
+    if (part == 0) {
+      const GroupRecord record = {e, last_row - rows, rows, last_group - groups};
+      for (std::int32_t i = rank; i < groups; i += p.blocks)
+        p.groups[record.first_group + i] = record;
+    }
+  }
+  if (block == 0 && thread == kThreads - 1) {
+    *p.num_groups = static_cast<std::uint32_t>(last_group);
+  }
+  __syncthreads();
+
+  const auto place = [&](std::int32_t pair, int expert, std::int32_t r, float w) {
+    const std::int32_t row = expert >= 0 ? first_rows[expert] + mine[expert] + r : -1;
+    p.row_of_pair[pair] = row;
+    if (row < 0) return;
+    p.pair_of_row[row] = pair;
+    p.weight_of_row[row] = w;
+  };
+  if (has_own) place(own, own_expert, own_rank, weight);
+  for (int s = kHeld; s + own_step < p.steps; s += kHeld) {
+    const std::int32_t pair = own + s * 32;
+    if (pair < p.pairs) {
+      place(pair, local_expert(p, p.topk_ids[pair]), p.row_of_pair[pair], p.topk_weights[pair]);
+    }
+  }
+  // Others may still be reading this block's totals.
+  if (p.blocks > 1) cluster.sync();
+}
+
+// The first blocks make the work list while the others quantise `alone` groups of rows; those that
+// are left are everybody's.
+__global__ void __launch_bounds__(kThreads, 1)
+    align_and_quantize(const __grid_constant__ AlignParams p,
+                       const __grid_constant__ QuantRowsParams q, unsigned alone) {
+  extern __shared__ std::int32_t counts[];
+  const auto placing = static_cast<unsigned>(p.blocks * p.parts);
+  const bool places = blockIdx.x < placing;
+  if (places && p.pairs > kFewPairs) {
+    place_pairs(p, counts);
+  } else {
+    ptx::grid_dependency_wait();
+    ptx::grid_launch_dependents();
+    if (places) {
+      __shared__ __align__(16) std::uint32_t codes[kFewPairs];
+      place_few_pairs(p, codes);
+    }
+  }
+  const unsigned group = threadIdx.x / kGroupThreads, all = count_groups(q);
+#pragma unroll 1
+  for (int turn = places ? 1 : 0; turn < (alone < all ? 2 : 1); ++turn) {
+    const unsigned first = turn == 0 ? blockIdx.x - placing : blockIdx.x;
+    const unsigned blocks = turn == 0 ? gridDim.x - placing : gridDim.x;
+    quantize_groups<4>(q, (turn == 0 ? 0 : alone) + first * kBlockGroups + group,
+                       blocks * kBlockGroups, turn == 0 ? alone : all);
+  }
+}
+
+}  // namespace
+
+int launch_align(const AlignParams& params, const QuantRowsParams* quant, void* stream) {
+  static OncePerDevice once;
+  const cudaError_t prepared = once([] {
+    constexpr int kBytes =
+        (kWarps + 2) * kMaxAlignedExperts * static_cast<int>(sizeof(std::int32_t));
+    return cudaFuncSetAttribute(align_and_quantize, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                kBytes);
+  });
+  if (prepared != cudaSuccess) return static_cast<int>(prepared);
+  AlignParams p = params;
+  const bool clusters = p.pairs > kOneBlockPairs;
+  const std::int32_t slices = (clusters ? kClusterBlocks : 1) * kThreads;
+  p.blocks = clusters ? kClusterBlocks : 1;
+  p.steps = (p.pairs - 1) / slices + 1;
+  p.shares = clusters ? std::max(1, 4 / p.steps) : 1;
+  p.parts = clusters ? std::min(p.steps, kHeld) * p.shares : 1;
+  const QuantRowsParams q = quant != nullptr ? *quant : QuantRowsParams();
+  // One block a multiprocessor, as many as 15 clusters have. While the list is made, which takes 6
+  // to 11 us, each of those that quantise gets through about 85 groups a us.
+  const std::int64_t groups = q.tokens * ((q.columns + 127) / 128);
+  const std::int64_t most = clusters ? (15 - p.parts) * kClusterBlocks : 131;
+  const auto wanted = static_cast<int>(std::min((groups + kBlockGroups - 1) / kBlockGroups, most));
+  const int quantizing = (wanted + p.blocks - 1) / p.blocks * p.blocks;
+  const std::int64_t meanwhile =
+      std::int64_t{quantizing} * kBlockGroups * (6 + std::min(p.steps, kHeld));
+  const auto alone = static_cast<unsigned>(clusters ? std::min(groups, meanwhile) : groups);
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {kClusterBlocks, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(p.blocks * p.parts + quantizing));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = p.pairs <= kFewPairs
+                                ? 0
+                                : static_cast<std::size_t>(kWarps + 2) *
+                                      static_cast<std::size_t>(p.num_local_experts) *
+                                      sizeof(std::int32_t);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = attributes;
+  config.numAttrs = clusters ? 2 : 1;
+  return static_cast<int>(cudaLaunchKernelEx(&config, align_and_quantize, p, q, alone));
+}
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,64 @@
+// The router on a Hopper GPU: what Router computes, on device memory. Only launches once created.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "cuda/quant_rows.h"
+#include "moesaic/router.h"
+#include "moesaic/status.h"
+#include "router/sm90/route.h"
+
+namespace moesaic::cuda {
+
+// Device pointers of one call. Outputs overlap nothing.
+struct CudaRouterArgs {
+  std::int64_t tokens = 0;                     // M; 0 is ordinary
+  const float* router_logits = nullptr;        // [M, E + zero experts]
+  const std::int32_t* input_ids = nullptr;     // kHash: [M]
+  const std::uint8_t* padding_mask = nullptr;  // [M] or null; non-zero rows get id -1, weight 0
+  float* topk_weights = nullptr;               // [M, slots()]
+  std::int32_t* topk_ids = nullptr;            // [M, slots()]
+  // kZeroExpert: [M], the summed weight of identity experts; times the hidden states it is Router's
+  // zero_expert_output.
+  float* zero_expert_weight = nullptr;
+};
+
+class CudaRouter {
+ public:
+  // ok, or why the device cannot: kUnsupported for custom and simulated routing (host functions)
+  // and for more than 1024 columns. Needs no device.
+  static Status can_implement(const RoutingSpec& spec);
+  // The same options as Router::create, with its checks; kUnsupported also for a capture callback.
+  // num_threads means nothing here. kDevice, kOutOfMemory.
+  static Result<std::unique_ptr<CudaRouter>> create(const Router::Options& options, int device);
+  ~CudaRouter();
+  CudaRouter(const CudaRouter&) = delete;
+  CudaRouter& operator=(const CudaRouter&) = delete;
+
+  // Ids and weights have the bits that Router gives for the same logits, for every method, also for
+  // NaN, infinities and ties: every operation is the same in the same order. One difference: a
+  // token id outside the hash table, which Router refuses, gives a row of id -1 and weight 0.
+  // Launches on `stream` of the device it was created on; capturable. kInvalidArgument (null
+  // pointers, negative tokens), kLimitExceeded, kDevice when the launch fails.
+  // `chores`: done by the same launch, for an experts stage that follows; up to 512 tokens.
+  Status enqueue(void* stream, const CudaRouterArgs& args,
+                 const ExpertChores* chores = nullptr) const;
+
+  // The same call as parameters for a kernel that routes itself, which then writes ids and weights
+  // too. Empty unless the method is kTopK or kGroupedTopK of softmax or sigmoid, without a mask.
+  std::optional<RouteParams> usual(const CudaRouterArgs& args) const;
+
+  std::int64_t slots() const;
+  const RoutingSpec& spec() const;  // as in force: after the grouping fallback
+  std::string name() const;         // as Router::name
+
+ private:
+  struct Impl;
+  explicit CudaRouter(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace moesaic::cuda
