@@ -10,8 +10,8 @@
 #include <filesystem>
 #include <fstream>
 
+#include "checkpoint/container/safetensors.h"
 #include "checkpoint/large_headers.h"
-#include "checkpoint/safetensors.h"
 
 int main(int argc, char** argv) {
   using namespace moesaic;

@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <string_view>
 
-#include "checkpoint/config.h"
+#include "checkpoint/config/config.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   const auto config = moesaic::parse_model_config({reinterpret_cast<const char*>(data), size});

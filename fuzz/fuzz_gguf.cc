@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <span>
 
-#include "checkpoint/gguf_config.h"
+#include "checkpoint/config/gguf_config.h"
 
 namespace {
 

@@ -6,7 +6,7 @@
 #include <span>
 #include <string_view>
 
-#include "checkpoint/safetensors.h"
+#include "checkpoint/container/safetensors.h"
 
 namespace {
 

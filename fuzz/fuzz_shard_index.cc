@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-#include "checkpoint/shards.h"
+#include "checkpoint/container/shards.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   const auto index = moesaic::parse_shard_index("f", {reinterpret_cast<const char*>(data), size});

@@ -2,7 +2,8 @@
 """Checks the floors of the house: which folder may include which.
 
 Each folder of src may include itself, any lower floor and the public headers; a folder on the same
-floor is out of reach. Public headers include only each other and the standard library, and name no
+floor is out of reach. Some folders have rooms, in an order of their own: a room may include itself
+and any lower room. Public headers include only each other and the standard library, and name no
 third-party type. Included files exist, and files do not include each other in a circle.
 
 usage: check_includes.py SOURCE_DIR | check_includes.py --self-test
@@ -23,6 +24,8 @@ FLOORS = [
     ["checkpoint", "prepare_finalize", "experts", "parallel"],
     ["layer"],
 ]
+# Rooms of a folder, lowest first. A folder listed here has no files outside its rooms.
+ROOMS = {"checkpoint": ["container", "config", "binding", "reader", "convert"]}
 FLOOR_OF = {folder: level for level, floor in enumerate(FLOORS) for folder in floor}
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
@@ -60,16 +63,32 @@ def check_public(root, problems):
         problems.append("include/moesaic: no headers found")
 
 
+def check_room(name, folder, source, other, target, problems):
+    """source and other: parts of the paths of two files of one folder."""
+    rooms = ROOMS[folder]
+    if len(source) < 3 or source[1] not in rooms:
+        problems.append(f"{name}: lies in no room of '{folder}', need one of {', '.join(rooms)}")
+    elif other is not None and other[1] != source[1] and rooms.index(source[1]) < (
+        rooms.index(other[1]) if other[1] in rooms else len(rooms)
+    ):
+        problems.append(
+            f"{name}: room '{source[1]}' includes \"{target}\" of '{other[1]}', which is not below it"
+        )
+
+
 def check_source(root, problems):
     """Floors and existence; returns the graph of quoted includes inside src."""
     graph = {}
     for path in source_files(root / "src"):
-        folder = path.relative_to(root / "src").parts[0]
+        parts = path.relative_to(root / "src").parts
+        folder = parts[0]
         name = path.relative_to(root)
         edges = graph.setdefault(path, [])
         if folder not in FLOOR_OF:
             problems.append(f"{name}: folder '{folder}' has no floor; add it to {Path(__file__).name}")
             continue
+        if folder in ROOMS:
+            check_room(name, folder, parts, None, None, problems)
         for bracket, target in includes_of(path):
             if bracket == "<" or target.startswith("moesaic/"):
                 if target.startswith("moesaic/") and not (root / "include" / target).exists():
@@ -84,8 +103,11 @@ def check_source(root, problems):
                 continue
             resolved = resolved.resolve()
             edges.append(resolved)
-            other = resolved.relative_to((root / "src").resolve()).parts[0]
+            other_parts = resolved.relative_to((root / "src").resolve()).parts
+            other = other_parts[0]
             if other == folder:
+                if folder in ROOMS:
+                    check_room(name, folder, parts, other_parts, target, problems)
                 continue
             if FLOOR_OF.get(other, len(FLOORS)) >= FLOOR_OF[folder]:
                 problems.append(
@@ -132,7 +154,9 @@ def self_test():
         "src/core/low.h": '#include "moesaic/a.h"\n',
         "src/router/mid.cc": '#include <fmt/format.h>\n#include "core/low.h"\n#include "router/own.h"\n',
         "src/router/own.h": "#pragma once\n",
-        "src/layer/top.cc": '#include "router/own.h"\n',
+        "src/layer/top.cc": '#include "router/own.h"\n#include "checkpoint/config/mid.h"\n',
+        "src/checkpoint/container/low.h": '#include "core/low.h"\n',
+        "src/checkpoint/config/mid.h": '#include "checkpoint/container/low.h"\n',
     }
     planted = {
         "upward": ({"src/core/bad.cc": '#include "router/own.h"\n'}, "not below it"),
@@ -140,6 +164,11 @@ def self_test():
             {"src/quant/bad.cuh": '#include "cuda/ptx.cuh"\n', "src/cuda/ptx.cuh": "#pragma once\n"},
             "not below it",
         ),
+        "upward between rooms": (
+            {"src/checkpoint/container/bad.cc": '#include "checkpoint/config/mid.h"\n'},
+            "room 'container' includes",
+        ),
+        "file outside the rooms": ({"src/checkpoint/bad.cc": "\n"}, "lies in no room"),
         "sideways": ({"src/gate/bad.cc": '#include "router/own.h"\n'}, "not below it"),
         "unknown folder": ({"src/attic/bad.cc": "\n"}, "has no floor"),
         "missing file": ({"src/core/bad.cc": '#include "core/gone.h"\n'}, "does not exist"),

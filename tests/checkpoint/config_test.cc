@@ -1,13 +1,13 @@
 // parse_model_config: which layers are MoE, defaults, aliases, caps; skip lists; the family tables.
-#include "checkpoint/config.h"
+#include "checkpoint/config/config.h"
 
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "checkpoint/binding/layer_plan.h"
 #include "checkpoint/container_support.h"
-#include "checkpoint/layer_plan.h"
 
 namespace moesaic::test {
 namespace {

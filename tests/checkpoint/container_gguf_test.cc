@@ -4,8 +4,8 @@
 
 #include <cstring>
 
+#include "checkpoint/container/gguf.h"
 #include "checkpoint/container_support.h"
-#include "checkpoint/gguf.h"
 #include "quant/gguf_blocks.h"
 #include "support/random.h"
 

@@ -3,8 +3,8 @@
 
 #include <string>
 
+#include "checkpoint/container/safetensors.h"
 #include "checkpoint/container_support.h"
-#include "checkpoint/safetensors.h"
 #include "support/random.h"
 
 namespace moesaic::test {

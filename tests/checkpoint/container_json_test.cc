@@ -2,9 +2,9 @@
 
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/container/json_strict.h"
+#include "checkpoint/container/names.h"
 #include "checkpoint/container_support.h"
-#include "checkpoint/json_strict.h"
-#include "checkpoint/names.h"
 #include "core/nearest_name.h"
 
 namespace moesaic::test {

@@ -8,8 +8,8 @@
 #include <filesystem>
 #include <numeric>
 
+#include "checkpoint/container/safetensors.h"
 #include "checkpoint/container_support.h"
-#include "checkpoint/safetensors.h"
 #include "support/random.h"
 
 namespace moesaic::test {

@@ -1,8 +1,8 @@
 // Rules of a folder of shards. Malformed indices are in the corpus.
 #include <gtest/gtest.h>
 
+#include "checkpoint/container/shards.h"
 #include "checkpoint/container_support.h"
-#include "checkpoint/shards.h"
 
 namespace moesaic::test {
 namespace {

@@ -4,8 +4,8 @@
 
 #include <cstring>
 
+#include "checkpoint/container/safetensors.h"
 #include "checkpoint/container_support.h"
-#include "checkpoint/safetensors.h"
 #include "support/random.h"
 
 namespace moesaic::test {

@@ -8,8 +8,8 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/container/shards.h"
 #include "checkpoint/generated_files.h"
-#include "checkpoint/shards.h"
 #include "moesaic/checkpoint.h"
 
 namespace moesaic::test {

@@ -4,9 +4,9 @@
 
 #include <nlohmann/json.hpp>
 
-#include "checkpoint/config.h"
+#include "checkpoint/config/config.h"
+#include "checkpoint/config/refused_families.h"
 #include "checkpoint/container_support.h"
-#include "checkpoint/refused_families.h"
 
 namespace moesaic::test {
 namespace {

@@ -8,9 +8,9 @@
 #include <cstdio>
 #include <fstream>
 
+#include "checkpoint/container/safetensors.h"
 #include "checkpoint/container_support.h"
 #include "checkpoint/large_headers.h"
-#include "checkpoint/safetensors.h"
 
 namespace moesaic::test {
 namespace {

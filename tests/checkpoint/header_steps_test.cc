@@ -12,9 +12,9 @@
 #include <filesystem>
 #include <fstream>
 
+#include "checkpoint/container/safetensors.h"
 #include "checkpoint/counts.h"
 #include "checkpoint/large_headers.h"
-#include "checkpoint/safetensors.h"
 
 namespace moesaic::test {
 namespace {

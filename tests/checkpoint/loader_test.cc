@@ -4,8 +4,8 @@
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/container_support.h"
-#include "checkpoint/loader/fp8_checks.h"
-#include "checkpoint/loader/mlp_reader.h"
+#include "checkpoint/reader/fp8_checks.h"
+#include "checkpoint/reader/mlp_reader.h"
 #include "moesaic/checkpoint.h"
 #include "support/random.h"
 

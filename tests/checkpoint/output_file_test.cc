@@ -1,5 +1,5 @@
 // Destinations of results: files that appear whole, links that stay links, streams.
-#include "checkpoint/output_file.h"
+#include "checkpoint/container/output_file.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

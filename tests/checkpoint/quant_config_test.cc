@@ -1,13 +1,13 @@
 // Which modules a quantisation covers: the name rules of the methods, groups, experts as a whole.
-#include "checkpoint/quant_config.h"
+#include "checkpoint/config/quant_config.h"
 
 #include <gtest/gtest.h>
 
 #include <array>
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/config/module_patterns.h"
 #include "checkpoint/container_support.h"
-#include "checkpoint/module_patterns.h"
 
 namespace moesaic::test {
 namespace {

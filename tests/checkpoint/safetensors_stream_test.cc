@@ -1,4 +1,4 @@
-#include "checkpoint/safetensors_stream.h"
+#include "checkpoint/container/safetensors_stream.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>

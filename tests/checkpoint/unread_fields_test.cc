@@ -1,12 +1,12 @@
 // What a configuration states and the engine does not read: assumed values, unknown fields, and the
 // published configurations that must not be refused for a harmless one.
-#include "checkpoint/unread_fields.h"
+#include "checkpoint/config/unread_fields.h"
 
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
 
-#include "checkpoint/config.h"
+#include "checkpoint/config/config.h"
 #include "checkpoint/container_support.h"
 
 namespace moesaic::test {

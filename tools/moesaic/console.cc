@@ -10,7 +10,7 @@
 #include <memory>
 #include <utility>
 
-#include "checkpoint/names.h"
+#include "checkpoint/container/names.h"
 
 namespace moesaic::tool {
 namespace {

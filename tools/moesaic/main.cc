@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-#include "checkpoint/names.h"
+#include "checkpoint/container/names.h"
 #include "moesaic/log.h"
 #include "usage.h"
 #include "verbs.h"

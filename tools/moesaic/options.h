@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/names.h"
+#include "checkpoint/container/names.h"
 #include "console.h"
 #include "moesaic/device.h"
 #include "moesaic/fused_moe.h"

@@ -10,8 +10,8 @@
 #include <system_error>
 #include <utility>
 
-#include "checkpoint/output_file.h"
-#include "checkpoint/safetensors.h"
+#include "checkpoint/container/output_file.h"
+#include "checkpoint/container/safetensors.h"
 #include "core/fault.h"
 
 namespace moesaic::tool {

@@ -29,7 +29,7 @@ struct ResultFile {
 bool goes_to_stdout(const ResultFile& file);
 
 // Everything that can be said before the work is done; writes nothing. Devices and pipes are
-// written through and links followed (checkpoint/output_file.h). kInvalidArgument: a file that the
+// written through and links followed (checkpoint/container/output_file.h). kInvalidArgument: a file that the
 // command reads, any file in the model's folder or part of a GGUF model (told by device and inode,
 // so through links as well), a new file there under a name that a reader of models looks for; an
 // existing file that is neither empty nor a result of the same verb, unless `force`; a terminal for

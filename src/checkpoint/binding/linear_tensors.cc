@@ -1,0 +1,159 @@
+#include "checkpoint/binding/linear_tensors.h"
+
+#include "core/checked.h"
+#include "quant/int_packing.h"
+
+namespace moesaic {
+namespace {
+
+using K = TensorKind;
+
+const std::vector<DType> kFloats = {DType::kF32, DType::kBF16, DType::kF16};
+const std::vector<DType> kF32 = {DType::kF32};
+const std::vector<DType> kFp8 = {DType::kF8E4M3};
+const std::vector<DType> kBytes = {DType::kU8};
+const std::vector<DType> kWords = {DType::kI32};
+const std::vector<DType> kExponents = {DType::kU8, DType::kF8E8M0};
+const std::vector<DType> kI8 = {DType::kI8};
+const std::vector<Shape> kScalar = {Shape{}, Shape{1}};
+
+std::vector<LinearTensor> fp8(const LinearFormat& f, std::int64_t n, std::int64_t k) {
+  const bool inverse = f.names == NameStyle::kFp8Inverse;
+  std::vector<LinearTensor> list = {{K::kWeight, ".weight", {{n, k}}, kFp8}};
+  switch (f.stored) {
+    case StoredFormat::kFp8Tensor:
+      list.push_back({K::kScale,
+                      inverse ? ".weight_scale_inv" : ".weight_scale",
+                      {Shape{}, Shape{1}, Shape{1, 1}},
+                      kFloats});
+      break;
+    case StoredFormat::kFp8Channel:
+      list.push_back({K::kScale, ".weight_scale", {{n, 1}, {n}}, kFloats});
+      break;
+    default:
+      list.push_back({K::kScale, ".weight_scale", {{n, k / kMxfp4GroupSize}}, kExponents});
+  }
+  if (f.activation == ActivationQuant::kStatic) {
+    list.push_back(
+        {K::kInputScale, inverse ? ".activation_scale" : ".input_scale", kScalar, kFloats});
+  }
+  return list;
+}
+
+std::vector<LinearTensor> int8(const LinearFormat& f, std::int64_t n, std::int64_t k) {
+  std::vector<LinearTensor> list = {{K::kWeight, ".weight", {{n, k}}, kI8}};
+  if (f.stored == StoredFormat::kBnb8) {
+    list.push_back({K::kScale, ".SCB", {{n}}, kF32});
+    list.push_back({K::kRowFormat, ".weight_format", kScalar, kBytes, true});
+  } else if (f.one_scale) {
+    list.push_back({K::kScale, ".weight_scale", kScalar, kFloats});
+  } else {
+    list.push_back({K::kScale, ".weight_scale", {{n, 1}, {n}}, kFloats});
+  }
+  return list;
+}
+
+std::vector<LinearTensor> packed(const LinearFormat& f, std::int64_t n, std::int64_t k) {
+  const std::int64_t groups = f.group_size > 0 ? ceil_div(k, f.group_size) : 1;
+  if (f.byte_codes) {
+    return {{K::kWeight, ".weight", {{n, k}}, kI8},
+            {K::kScale, ".weight_scale", {{n, groups}}, kFloats}};
+  }
+  std::vector<LinearTensor> list = {
+      {K::kWeight, ".weight_packed", {{n, words_for_codes(k, f.bits)}}, kWords},
+      {K::kScale, ".weight_scale", {{n, groups}}, kFloats},
+      {K::kPackedShape, ".weight_shape", {{2}}, {DType::kI64, DType::kI32}}};
+  if (f.zero_points) {
+    list.push_back(
+        {K::kZero, ".weight_zero_point", {{words_for_codes(n, f.bits), groups}}, kWords});
+  }
+  if (f.act_order) list.push_back({K::kGroupIndex, ".weight_g_idx", {{k}}, kWords});
+  return list;
+}
+
+std::vector<LinearTensor> gptq(const LinearFormat& f, std::int64_t n, std::int64_t k) {
+  const std::int64_t groups = f.group_size > 0 ? ceil_div(k, f.group_size) : 1;
+  return {{K::kWeight, ".qweight", {{words_for_codes(k, f.bits), n}}, kWords},
+          {K::kZero, ".qzeros", {{groups, words_for_codes(n, f.bits)}}, kWords},
+          {K::kScale, ".scales", {{groups, n}}, kFloats},
+          {K::kGroupIndex, ".g_idx", {{k}}, kWords, !f.act_order},
+          {K::kZeroBias, ".bias", {{n}}, kFloats, true}};
+}
+
+std::vector<LinearTensor> awq(const LinearFormat& f, std::int64_t n, std::int64_t k) {
+  const std::int64_t groups = f.group_size > 0 ? ceil_div(k, f.group_size) : 1;
+  return {{K::kWeight, ".qweight", {{k, n / 8}}, kWords},
+          {K::kZero, ".qzeros", {{groups, n / 8}}, kWords},
+          {K::kScale, ".scales", {{groups, n}}, kFloats}};
+}
+
+std::vector<LinearTensor> nvfp4(const LinearFormat& f, std::int64_t n, std::int64_t k) {
+  const bool ct = f.names == NameStyle::kCompressed;
+  std::vector<LinearTensor> list = {
+      {K::kWeight, ct ? ".weight_packed" : ".weight", {{n, k / 2}}, kBytes},
+      {K::kScale, ".weight_scale", {{n, k / kNvfp4GroupSize}}, kFp8},
+      {K::kGlobalScale, ct ? ".weight_global_scale" : ".weight_scale_2", kScalar, kF32}};
+  if (f.activation != ActivationQuant::kNone) {
+    list.push_back({K::kInputScale, ct ? ".input_global_scale" : ".input_scale", kScalar, kF32});
+  }
+  return list;
+}
+
+std::vector<LinearTensor> mxfp4(const LinearFormat& f, std::int64_t n, std::int64_t k) {
+  const bool ct = f.names == NameStyle::kCompressed;
+  std::vector<LinearTensor> list = {
+      {K::kWeight, ct ? ".weight_packed" : ".weight", {{n, k / 2}}, kBytes},
+      {K::kScale, ".weight_scale", {{n, k / kMxfp4GroupSize}}, kExponents}};
+  if (f.activation == ActivationQuant::kStatic) {
+    list.push_back({K::kInputScale, ".input_scale", kScalar, kFloats});
+  }
+  return list;
+}
+
+std::vector<LinearTensor> bnb4(const LinearFormat& f, std::int64_t n, std::int64_t k) {
+  const std::int64_t blocks = n * k / f.group_size;
+  std::vector<LinearTensor> list = {
+      {K::kWeight, ".weight", {{n * k / 2, 1}}, kBytes},
+      {K::kScale, ".weight.absmax", {{blocks}}, f.nested ? kBytes : kF32},
+      {K::kCodeTable, ".weight.quant_map", {{16}}, kF32},
+      {K::kQuantState,
+       f.table == CodeTable::kNf4 ? ".weight.quant_state.bitsandbytes__nf4"
+                                  : ".weight.quant_state.bitsandbytes__fp4",
+       {},
+       kBytes}};
+  if (f.nested) {
+    list.push_back({K::kNestedScale, ".weight.nested_absmax", {}, kF32});
+    list.push_back({K::kNestedTable, ".weight.nested_quant_map", {{256}}, kF32});
+  }
+  return list;
+}
+
+}  // namespace
+
+std::vector<LinearTensor> linear_tensors(const LinearFormat& f, std::int64_t n, std::int64_t k) {
+  switch (f.stored) {
+    case StoredFormat::kFp8Tensor:
+    case StoredFormat::kFp8Channel:
+    case StoredFormat::kMxfp8:
+      return fp8(f, n, k);
+    case StoredFormat::kInt8Channel:
+    case StoredFormat::kBnb8:
+      return int8(f, n, k);
+    case StoredFormat::kPacked:
+      return packed(f, n, k);
+    case StoredFormat::kGptq:
+      return gptq(f, n, k);
+    case StoredFormat::kAwq:
+      return awq(f, n, k);
+    case StoredFormat::kNvfp4:
+      return nvfp4(f, n, k);
+    case StoredFormat::kMxfp4Linear:
+      return mxfp4(f, n, k);
+    case StoredFormat::kBnb4:
+      return bnb4(f, n, k);
+    default:
+      return {};
+  }
+}
+
+}  // namespace moesaic

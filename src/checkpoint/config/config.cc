@@ -1,0 +1,404 @@
+#include "checkpoint/config/config.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "checkpoint/config/config_fields.h"
+#include "checkpoint/config/layer_rules.h"
+#include "checkpoint/config/refused_families.h"
+#include "checkpoint/config/routing_config.h"
+#include "checkpoint/config/unread_fields.h"
+#include "checkpoint/container/guard.h"
+#include "checkpoint/container/json_strict.h"
+#include "checkpoint/container/names.h"
+#include "core/fault.h"
+#include "moesaic/activation.h"
+
+namespace moesaic {
+namespace {
+
+constexpr IntegerRange kWidthRange{1, kMaxWidth};
+
+// --- which object, which family ----------------------------------------------------------------
+
+struct LanguageModel {
+  const nlohmann::json* object;
+  const nlohmann::json* nested;  // text_config, when that is the object
+  std::string where;
+};
+
+// Multimodal wrappers nest the language model under text_config; models that also speak nest both
+// of it under thinker_config.
+Result<LanguageModel> find_language_model(const nlohmann::json& top) {
+  LanguageModel found{&top, nullptr, "config.json"};
+  for (const std::string_view name : {"thinker_config", "text_config"}) {
+    const ConfigFields fields(*found.object, found.where);
+    MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* nested, fields.object(name));
+    if (nested != nullptr) found = {nested, nested, fmt::format("{}: {}", found.where, name)};
+  }
+  return found;
+}
+
+Result<const Family*> require_family(const ConfigFields& fields, std::string* model_type) {
+  MOESAIC_ASSIGN_OR_RETURN(auto type, fields.string("model_type"));
+  if (!type) {
+    return Status(StatusCode::kCorruptFile,
+                  fields.where() + ": model_type: missing, need the name of a model family");
+  }
+  const Family* family = find_family(*type);
+  if (const RefusedFamily* refused = find_refused_family(*type); refused != nullptr) {
+    return Status(StatusCode::kUnsupported,
+                  fmt::format("{}: model_type: got {}, which is not supported: {}", fields.where(),
+                              quote_name(*type), refused->reason));
+  }
+  if (family == nullptr) {
+    const std::vector<std::string_view> known = known_model_types();
+    std::string text = fmt::format("{}: model_type: got {}, which is not supported; known are {}",
+                                   fields.where(), quote_name(*type), fmt::join(known, ", "));
+    const std::string nearest = similar_name(*type, known);
+    if (!nearest.empty()) text += fmt::format("; nearest is {}", nearest);
+    return Status(StatusCode::kUnsupported, std::move(text));
+  }
+  *model_type = std::move(*type);
+  return family;
+}
+
+// --- parts of a layer ---------------------------------------------------------------------------
+
+Result<std::optional<DType>> stated_dtype(const ConfigFields& fields) {
+  std::optional<DType> result;
+  for (const std::string_view name : {"dtype", "torch_dtype"}) {
+    MOESAIC_ASSIGN_OR_RETURN(const auto text, fields.string(name));
+    if (!text) continue;
+    std::string_view word = *text;
+    if (word.starts_with("torch.")) word.remove_prefix(6);
+    std::optional<DType> dtype;
+    if (word == "bfloat16") dtype = DType::kBF16;
+    if (word == "float16") dtype = DType::kF16;
+    if (word == "float32") dtype = DType::kF32;
+    if (!dtype) {
+      return Status(StatusCode::kUnsupported,
+                    fmt::format("{}: {}: got {}, need bfloat16, float16 or float32", fields.where(),
+                                name, quote_name(*text)));
+    }
+    if (result && *result != *dtype) {
+      return Status(StatusCode::kAmbiguousFormat,
+                    fmt::format("{}: dtype is {} but torch_dtype is {}", fields.where(),
+                                dtype_name(*result), dtype_name(*dtype)));
+    }
+    result = dtype;
+  }
+  return result;
+}
+
+// DBRX says {"name": "silu"} where others say "silu".
+Result<std::optional<std::string>> activation_field(const ConfigFields& fields,
+                                                    const Family& family) {
+  if (family.moe_object.empty()) return fields.string(family.activation_field);
+  MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* nested, fields.object(family.activation_field));
+  if (nested == nullptr) return std::optional<std::string>();
+  const std::string where = fmt::format("{}: {}", fields.where(), family.activation_field);
+  for (const auto& [key, value] : nested->items()) {
+    if (key == "name" || value.is_null()) continue;
+    return Status(
+        StatusCode::kUnsupported,
+        fmt::format("{}: {}: got {}, need name alone: implementations ignore the rest", where,
+                    quote_name(key), value.is_structured() ? value.type_name() : value.dump()));
+  }
+  return ConfigFields(*nested, where).string("name");
+}
+
+// Models whose experts have no gate: the names are pointwise functions.
+Result<ActivationKind> plain_activation(const ConfigFields& fields, const Family& family) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto name, activation_field(fields, family));
+  if (!name || *name == "relu2") return ActivationKind::kRelu2NoMul;
+  if (*name == "silu") return ActivationKind::kSiluNoMul;
+  if (*name == "gelu") return ActivationKind::kGeluNoMul;
+  return Status(StatusCode::kUnsupported,
+                fmt::format("{}: {}: got {}, need relu2, silu or gelu", fields.where(),
+                            family.activation_field, quote_name(*name)));
+}
+
+Result<ActivationKind> hidden_activation(const ConfigFields& fields, const Family& family) {
+  if (!is_gated(family.activation.kind)) return plain_activation(fields, family);
+  MOESAIC_ASSIGN_OR_RETURN(const auto name, activation_field(fields, family));
+  if (!name) return family.activation.kind;
+  if (*name == "silu" || *name == "swish") return ActivationKind::kSilu;
+  if (*name == "gelu_new")
+    return ActivationKind::kGeluTanh;  // transformers' name for the tanh form
+  Result<ActivationKind> kind = activation_from_name(*name);
+  // A plain pointwise name would change the shape of w13; no family here is stored that way.
+  if (kind.ok() && is_gated(*kind) && *kind != ActivationKind::kSitu) return *kind;
+  return Status(StatusCode::kUnsupported,
+                fmt::format("{}: {}: got {}, need silu, gelu or gelu_pytorch_tanh", fields.where(),
+                            family.activation_field, quote_name(*name)));
+}
+
+// A constant of the activation, in the precision that it is computed with. What does not fit
+// becomes infinite on the way, or 0, and is as meaningless as that.
+Result<std::optional<float>> read_constant(const ConfigFields& fields, std::string_view name) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto stated, fields.number(name));
+  if (!stated) return std::optional<float>();
+  return std::optional(static_cast<float>(std::clamp(*stated, -1e30, 1e30)));
+}
+
+Result<ActivationSpec> read_activation(const ConfigFields& fields, const Family& family) {
+  ActivationSpec activation = family.activation;
+  if (family.reads_hidden_act) {
+    MOESAIC_ASSIGN_OR_RETURN(activation.kind, hidden_activation(fields, family));
+    if (activation.kind == ActivationKind::kSwigluOai ||
+        activation.kind == ActivationKind::kSwigluStep) {
+      return Status(StatusCode::kUnsupported,
+                    fmt::format("{}: hidden_act: got {}, which {} models do not define",
+                                fields.where(), activation_name(activation.kind), family.title));
+    }
+  }
+  if (!family.limit_field.empty()) {
+    MOESAIC_ASSIGN_OR_RETURN(const auto limit, read_constant(fields, family.limit_field));
+    if (limit && !(*limit > 0)) {
+      return Status(fields.bad_value(family.limit_field, fmt::to_string(*limit), "> 0"));
+    }
+    if (limit && activation.kind != ActivationKind::kSilu &&
+        activation.kind != ActivationKind::kSwigluOai) {
+      return Status(StatusCode::kUnsupported,
+                    fmt::format("{}: {}: got {} with activation {}, need silu", fields.where(),
+                                family.limit_field, *limit, activation_name(activation.kind)));
+    }
+    if (limit) activation.limit = *limit;
+  }
+  for (const auto& [field, constant] : {std::pair{family.beta_field, &activation.beta},
+                                        std::pair{family.up_limit_field, &activation.up_limit}}) {
+    if (field.empty()) continue;
+    MOESAIC_ASSIGN_OR_RETURN(const auto stated, read_constant(fields, field));
+    if (stated && !(*stated > 0)) {
+      return Status(fields.bad_value(field, fmt::to_string(*stated), "> 0"));
+    }
+    if (stated) *constant = *stated;
+  }
+  if (!family.alpha_field.empty()) {
+    MOESAIC_ASSIGN_OR_RETURN(const auto alpha, read_constant(fields, family.alpha_field));
+    if (alpha && !MOESAIC_FAULT(checkpoint_alpha_ignored)) activation.alpha = *alpha;
+  }
+  if (std::isfinite(activation.limit) && activation.kind != ActivationKind::kSilu &&
+      activation.kind != ActivationKind::kSwigluOai) {
+    return fields.unsupported(fmt::format("{}: got {} with the family's swiglu_limit {}, need silu",
+                                          family.activation_field, activation_name(activation.kind),
+                                          activation.limit));
+  }
+  return activation;
+}
+
+// A limit of one layer in a list of them: null and 0 say "none".
+Result<ActivationSpec> read_step_limit(const ConfigFields& fields, std::string_view field,
+                                       ActivationSpec activation) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto limit, fields.number(field));
+  if (!limit || *limit == 0 || MOESAIC_FAULT(checkpoint_ignore_step_limits)) return activation;
+  const auto narrow = static_cast<float>(std::clamp(*limit, -1e30, 1e30));
+  if (!(narrow > 0)) return fields.bad_value(field, fmt::to_string(*limit), ">= 0 or null");
+  activation.kind = ActivationKind::kSwigluStep;
+  activation.limit = narrow;
+  return activation;
+}
+
+Result<SharedExpertSpec> read_shared(const ConfigFields& fields, const Family& family,
+                                     std::int64_t expert_width) {
+  SharedExpertSpec shared;
+  if (family.shared == SharedRule::kNone) return shared;
+  std::int64_t count = 1;
+  if (!family.shared_count_field.empty()) {
+    // null says "none"; a missing field says "the family's default".
+    const std::int64_t unsaid =
+        fields.is_null(family.shared_count_field) ? 0 : family.default_shared_count;
+    MOESAIC_ASSIGN_OR_RETURN(const auto stated,
+                             fields.integer(family.shared_count_field, {0, 1024}));
+    count = stated.value_or(unsaid);
+  }
+  if (!family.shared_sum_field.empty()) {
+    MOESAIC_ASSIGN_OR_RETURN(const auto way, fields.string(family.shared_sum_field));
+    if (count > 0 && way.value_or("") != "sum" && !MOESAIC_FAULT(checkpoint_accept_other_sums)) {
+      return Status(StatusCode::kUnsupported,
+                    fmt::format("{}: {}: got {}, need \"sum\"", fields.where(),
+                                family.shared_sum_field, way ? quote_name(*way) : "none"));
+    }
+  }
+  std::int64_t width = expert_width;
+  if (family.shared == SharedRule::kOwnWidth && count > 0) {
+    // A width of 0 says "none" as well, where nothing else belongs to the shared expert.
+    const IntegerRange range{family.shared_gate.empty() ? 0 : 1, kMaxWidth};
+    const std::array names = {family.shared_width_field, family.shared_width_alias};
+    const std::size_t count_names = family.shared_width_alias.empty() ? 1 : 2;
+    MOESAIC_ASSIGN_OR_RETURN(width,
+                             fields.required_integer(std::span(names).first(count_names), range));
+  }
+  shared.intermediate_size = count * width;
+  shared.beside_block = shared.intermediate_size > 0 && family.shared_beside_block;
+  shared.gated_output = shared.intermediate_size > 0 && !family.shared_gate.empty();
+  if (shared.intermediate_size > 0 && family.shared_unlimited) {
+    shared.activation.emplace().kind = family.activation.kind;
+  }
+  if (shared.intermediate_size > 0 && !family.shared_step_limits.empty()) {
+    MOESAIC_ASSIGN_OR_RETURN(shared.activation,
+                             read_step_limit(fields, family.shared_step_limits, family.activation));
+  }
+  return shared;
+}
+
+Status read_input_norm(const ConfigFields& fields, const Family& family, MoeLayerSpec* spec) {
+  if (!family.input_norm.present()) return {};
+  MOESAIC_ASSIGN_OR_RETURN(const auto eps, fields.number(family.input_norm.eps_field));
+  spec->input_norm_eps = eps.value_or(family.input_norm.default_eps);
+  if (!(spec->input_norm_eps > 0)) {
+    return fields.bad_value(family.input_norm.eps_field, fmt::to_string(*eps), "> 0");
+  }
+  return {};
+}
+
+// The first of the family's names for I that the file has: Hunyuan's second name is also that of
+// the dense layers. Families with one name refuse contradictions as for every alias.
+Result<std::int64_t> read_width(const ConfigFields& fields, const Family& family) {
+  for (const std::string_view& name : family.width_fields.list()) {
+    MOESAIC_ASSIGN_OR_RETURN(const auto width, fields.integer(name, kWidthRange));
+    if (width) return *width;
+  }
+  return fields.required_integer(family.width_fields.list(), kWidthRange);  // says what is missing
+}
+
+// One MoE layer; `fields` are the model's, or, in families that nest them, `moe` the experts'.
+Result<MoeLayerSpec> read_layer(const ConfigFields& fields, const ConfigFields& moe,
+                                ModelConfig* config) {
+  const Family& family = *config->family;
+  MoeLayerSpec spec;
+  spec.model_type = config->model_type;
+  MOESAIC_ASSIGN_OR_RETURN(
+      spec.hidden_size, fields.required_integer(std::span(&family.hidden_field, 1), kWidthRange));
+  MOESAIC_ASSIGN_OR_RETURN(spec.intermediate_size, read_width(moe, family));
+  MOESAIC_ASSIGN_OR_RETURN(spec.num_experts,
+                           moe.required_integer(expert_count_fields(), {1, kMaxExperts}));
+  MOESAIC_ASSIGN_OR_RETURN(spec.routing,
+                           read_routing(moe, family, spec.num_experts, &config->bias_by_presence));
+  MOESAIC_ASSIGN_OR_RETURN(spec.activation, read_activation(moe, family));
+  if (!family.step_limits.empty()) {
+    MOESAIC_ASSIGN_OR_RETURN(spec.activation,
+                             read_step_limit(moe, family.step_limits, spec.activation));
+  }
+  MOESAIC_RETURN_IF_ERROR(read_input_norm(moe, family, &spec));
+  MOESAIC_ASSIGN_OR_RETURN(spec.shared, read_shared(moe, family, spec.intermediate_size));
+  spec.activation_dtype = config->stated_dtype.value_or(DType::kBF16);
+  spec.has_router_bias = !family.gate_bias.empty();
+  spec.has_expert_bias = !family.layouts[0].bias_suffix.empty();
+  spec.apply_router_weight_on_input = family.routing.weight_on_input;
+  MOESAIC_ASSIGN_OR_RETURN(spec.quant, linear_scheme(config->quant.linear, spec.activation_dtype));
+  return spec;
+}
+
+// DeepSeek-V4's first layers: experts by token id, weights from the scores.
+Status use_hash_table(const ConfigFields& fields, MoeLayerSpec* spec) {
+  constexpr std::string_view kVocabulary = "vocab_size";
+  MOESAIC_ASSIGN_OR_RETURN(spec->hash_vocabulary,
+                           fields.required_integer(std::span(&kVocabulary, 1), kWidthRange));
+  spec->routing.method = RoutingMethod::kHash;
+  spec->routing.has_correction_bias = false;
+  return {};
+}
+
+// A dense member of a family that also has MoE models says so by having no experts.
+Result<bool> has_experts(const ConfigFields& fields, const Family& family) {
+  if (!family.switch_field.empty()) {
+    MOESAIC_ASSIGN_OR_RETURN(const auto on, fields.boolean(family.switch_field));
+    return on.value_or(false);
+  }
+  if (family.layer_rule == LayerRule::kPattern || !family.moe_object.empty()) return true;
+  MOESAIC_ASSIGN_OR_RETURN(const auto count,
+                           fields.integer(expert_count_fields(), {0, kMaxExperts}));
+  if (count) return *count > 0;
+  if (family.layer_rule == LayerRule::kEvery) return true;
+  const std::span<const std::string_view> names = expert_count_fields();
+  // null is the way to say "dense"; a field that is not there at all is an incomplete file.
+  return std::none_of(names.begin(), names.end(),
+                      [&](std::string_view name) { return fields.is_null(name); });
+}
+
+Result<ModelConfig> parse_checked(std::string_view text) {
+  MOESAIC_ASSIGN_OR_RETURN(
+      const nlohmann::json top,
+      parse_json_document("config.json", text, {kMaxConfigBytes, kMaxConfigDepth}));
+  if (!top.is_object()) {
+    return Status(StatusCode::kCorruptFile, "config.json: need an object at the top");
+  }
+  MOESAIC_ASSIGN_OR_RETURN(const LanguageModel model, find_language_model(top));
+  FieldsRead read;
+  FieldsRead moe_read;
+  const ConfigFields fields(*model.object, model.where, -1, &read);
+
+  ModelConfig config;
+  MOESAIC_ASSIGN_OR_RETURN(config.family, require_family(fields, &config.model_type));
+  MOESAIC_ASSIGN_OR_RETURN(config.quant, parse_quant_config(top, model.nested));
+  MOESAIC_ASSIGN_OR_RETURN(config.stated_dtype, stated_dtype(fields));
+  if (!config.stated_dtype && model.nested != nullptr) {
+    MOESAIC_ASSIGN_OR_RETURN(config.stated_dtype, stated_dtype(ConfigFields(top, "config.json")));
+  }
+  MOESAIC_ASSIGN_OR_RETURN(config.num_hidden_layers, read_num_layers(fields, *config.family));
+  MOESAIC_ASSIGN_OR_RETURN(const bool is_moe_model, has_experts(fields, *config.family));
+  if (!is_moe_model) return config;
+
+  MOESAIC_ASSIGN_OR_RETURN(const std::vector<bool> is_moe,
+                           moe_layers(fields, *config.family, config.num_hidden_layers));
+  MOESAIC_ASSIGN_OR_RETURN(const std::vector<bool> is_hash,
+                           hash_layers(fields, *config.family, config.num_hidden_layers));
+  const nlohmann::json* moe_object = model.object;
+  std::string moe_where = model.where;
+  if (!config.family->moe_object.empty()) {
+    moe_where += fmt::format(": {}", config.family->moe_object);
+    MOESAIC_ASSIGN_OR_RETURN(moe_object, fields.object(config.family->moe_object));
+    if (moe_object == nullptr) {
+      return Status(StatusCode::kCorruptFile,
+                    moe_where + ": missing, need the object with the experts' fields");
+    }
+  }
+  std::optional<MoeLayerSpec> spec;
+  for (std::size_t i = 0; i < is_moe.size(); ++i) {
+    if (!is_moe[i]) continue;
+    if (!spec || config.family->has_layer_lists) {
+      const std::int64_t layer =
+          config.family->has_layer_lists ? static_cast<std::int64_t>(i) : std::int64_t{-1};
+      MOESAIC_ASSIGN_OR_RETURN(
+          spec,
+          read_layer(fields, ConfigFields(*moe_object, moe_where, layer, &moe_read), &config));
+      const Status valid = validate(*spec);
+      if (!valid.ok()) return valid.with_context(model.where);
+    }
+    spec->layer = static_cast<int>(i);
+    spec->prefix = block_name(config.family->layer_prefix, static_cast<std::int64_t>(i),
+                              config.family->layouts[0].block);
+    config.layers.push_back(*spec);
+    if (is_hash[i] && !MOESAIC_FAULT(checkpoint_hash_layers_by_score)) {
+      MOESAIC_RETURN_IF_ERROR(use_hash_table(fields, &config.layers.back()));
+    }
+  }
+  // What a dense stack says about experts must be sound all the same.
+  if (!spec) {
+    const ConfigFields moe(*moe_object, moe_where, -1, &moe_read);
+    MOESAIC_RETURN_IF_ERROR(read_layer(fields, moe, &config).status());
+  }
+  if (moe_object == model.object) {
+    moe_read.merge(read);
+    MOESAIC_RETURN_IF_ERROR(
+        check_unread_fields(*model.object, model.where, *config.family, moe_read));
+    return config;
+  }
+  MOESAIC_RETURN_IF_ERROR(check_unread_fields(*model.object, model.where, *config.family, read));
+  MOESAIC_RETURN_IF_ERROR(check_unread_fields(*moe_object, moe_where, *config.family, moe_read));
+  return config;
+}
+
+}  // namespace
+
+Result<ModelConfig> parse_model_config(std::string_view json) {
+  return guard_allocation("config.json", [&] { return parse_checked(json); });
+}
+
+}  // namespace moesaic

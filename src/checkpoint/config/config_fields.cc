@@ -1,0 +1,182 @@
+#include "checkpoint/config/config_fields.h"
+
+#include <fmt/format.h>
+
+#include <cmath>
+#include <limits>
+#include <nlohmann/json.hpp>
+
+#include "checkpoint/container/names.h"
+
+namespace moesaic {
+namespace {
+
+// A value in a message: numbers in full, text cut, containers by kind only.
+std::string describe(const nlohmann::json& value) {
+  if (value.is_string()) return quote_name(value.get_ref<const std::string&>());
+  if (value.is_object()) return "an object";
+  if (value.is_array()) return fmt::format("a list of {}", value.size());
+  return value.dump();
+}
+
+}  // namespace
+
+ConfigFields::ConfigFields(const nlohmann::json& object, std::string where, std::int64_t layer,
+                           FieldsRead* read)
+    : object_(&object), where_(std::move(where)), layer_(layer), read_(read) {}
+
+const nlohmann::json* ConfigFields::find(std::string_view name) const {
+  if (read_ != nullptr) read_->emplace(name);
+  const auto it = object_->find(std::string(name));
+  return it == object_->end() || it->is_null() ? nullptr : &*it;
+}
+
+bool ConfigFields::is_null(std::string_view name) const {
+  if (read_ != nullptr) read_->emplace(name);
+  const auto it = object_->find(std::string(name));
+  return it != object_->end() && it->is_null();
+}
+
+Status ConfigFields::bad_value(std::string_view field, std::string_view found,
+                               std::string_view need) const {
+  return {StatusCode::kInvalidArgument,
+          fmt::format("{}: {}: got {}, need {}", where_, field, found, need)};
+}
+
+Status ConfigFields::unsupported(std::string_view text) const {
+  return {StatusCode::kUnsupported, fmt::format("{}: {}", where_, text)};
+}
+
+Status ConfigFields::bad_type(std::string_view field, const nlohmann::json& found,
+                              std::string_view need) const {
+  return {StatusCode::kCorruptFile,
+          fmt::format("{}: {}: got {}, need {}", where_, field, describe(found), need)};
+}
+
+Result<std::int64_t> ConfigFields::as_integer(std::string_view field, const nlohmann::json& value,
+                                              IntegerRange range) const {
+  if (layer_ >= 0 && value.is_array()) {
+    const auto layer = static_cast<std::size_t>(layer_);
+    if (layer < value.size() && !value[layer].is_array()) {
+      return as_integer(fmt::format("{}[{}]", field, layer), value[layer], range);
+    }
+    return bad_type(field, value, fmt::format("an integer, or an entry for layer {}", layer));
+  }
+  if (!value.is_number_integer()) return bad_type(field, value, "an integer");
+  const auto need = [&] { return fmt::format("{} to {}", range.low, range.high); };
+  if (value.is_number_unsigned() &&
+      value.get<std::uint64_t>() >
+          static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) {
+    return bad_value(field, value.dump(), need());
+  }
+  const auto number = value.get<std::int64_t>();
+  if (number < range.low || number > range.high) {
+    return bad_value(field, fmt::to_string(number), need());
+  }
+  return number;
+}
+
+Result<std::optional<std::int64_t>> ConfigFields::integer(Names names, IntegerRange range) const {
+  std::optional<std::int64_t> result;
+  std::string_view first_name;
+  for (const std::string_view name : names) {
+    const nlohmann::json* value = find(name);
+    if (value == nullptr) continue;
+    MOESAIC_ASSIGN_OR_RETURN(const std::int64_t number, as_integer(name, *value, range));
+    if (result && *result != number) {
+      return Status(StatusCode::kAmbiguousFormat,
+                    fmt::format("{}: {} is {} but {}, another name of the same field, is {}",
+                                where_, first_name, *result, name, number));
+    }
+    if (!result) first_name = name;
+    result = number;
+  }
+  return result;
+}
+
+Result<std::int64_t> ConfigFields::required_integer(Names names, IntegerRange range) const {
+  MOESAIC_ASSIGN_OR_RETURN(const std::optional<std::int64_t> value, integer(names, range));
+  if (value) return *value;
+  std::string list;
+  for (const std::string_view name : names) {
+    list += list.empty() ? "" : " or ";
+    list += name;
+  }
+  return Status(StatusCode::kCorruptFile,
+                fmt::format("{}: {}: missing, need {} to {}", where_, list, range.low, range.high));
+}
+
+Result<std::optional<bool>> ConfigFields::boolean(std::string_view name) const {
+  const nlohmann::json* value = find(name);
+  if (value == nullptr) return std::optional<bool>();
+  if (!value->is_boolean()) return bad_type(name, *value, "true or false");
+  return std::optional<bool>(value->get<bool>());
+}
+
+Result<std::optional<double>> ConfigFields::number(std::string_view name) const {
+  const nlohmann::json* value = find(name);
+  if (value == nullptr) return std::optional<double>();
+  if (layer_ >= 0 && value->is_array()) {
+    const auto layer = static_cast<std::size_t>(layer_);
+    if (layer >= value->size()) {
+      return bad_type(name, *value, fmt::format("a number, or an entry for layer {}", layer));
+    }
+    value = &(*value)[layer];
+    if (value->is_null()) return std::optional<double>();
+  }
+  if (!value->is_number()) return bad_type(name, *value, "a number");
+  const double number = value->get<double>();
+  if (!std::isfinite(number)) return bad_value(name, value->dump(), "a finite number");
+  return std::optional<double>(number);
+}
+
+Result<std::optional<std::string>> ConfigFields::string(std::string_view name) const {
+  const nlohmann::json* value = find(name);
+  if (value == nullptr) return std::optional<std::string>();
+  if (!value->is_string()) return bad_type(name, *value, "a string");
+  return std::optional<std::string>(value->get<std::string>());
+}
+
+Result<std::optional<std::vector<std::int64_t>>> ConfigFields::integers(
+    std::string_view name, IntegerRange range, std::size_t max_count) const {
+  const nlohmann::json* value = find(name);
+  if (value == nullptr) return std::optional<std::vector<std::int64_t>>();
+  if (!value->is_array()) return bad_type(name, *value, "a list of integers");
+  if (value->size() > max_count) {
+    return Status(StatusCode::kLimitExceeded, fmt::format("{}: {}: got {} entries, need at most {}",
+                                                          where_, name, value->size(), max_count));
+  }
+  std::vector<std::int64_t> list;
+  for (std::size_t i = 0; i < value->size(); ++i) {
+    MOESAIC_ASSIGN_OR_RETURN(const std::int64_t entry,
+                             as_integer(fmt::format("{}[{}]", name, i), (*value)[i], range));
+    list.push_back(entry);
+  }
+  return std::optional(std::move(list));
+}
+
+Result<std::optional<std::vector<std::string>>> ConfigFields::strings(std::string_view name,
+                                                                      std::size_t max_count) const {
+  const nlohmann::json* value = find(name);
+  if (value == nullptr) return std::optional<std::vector<std::string>>();
+  if (!value->is_array()) return bad_type(name, *value, "a list of strings");
+  if (value->size() > max_count) {
+    return Status(StatusCode::kLimitExceeded, fmt::format("{}: {}: got {} entries, need at most {}",
+                                                          where_, name, value->size(), max_count));
+  }
+  std::vector<std::string> list;
+  for (std::size_t i = 0; i < value->size(); ++i) {
+    const nlohmann::json& entry = (*value)[i];
+    if (!entry.is_string()) return bad_type(fmt::format("{}[{}]", name, i), entry, "a string");
+    list.push_back(entry.get<std::string>());
+  }
+  return std::optional(std::move(list));
+}
+
+Result<const nlohmann::json*> ConfigFields::object(std::string_view name) const {
+  const nlohmann::json* value = find(name);
+  if (value != nullptr && !value->is_object()) return bad_type(name, *value, "an object");
+  return value;
+}
+
+}  // namespace moesaic

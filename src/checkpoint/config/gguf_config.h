@@ -1,0 +1,29 @@
+// Metadata of a GGUF file -> the MoE layers of a model, by way of the same tables of families as
+// config.json. Source: spec checkpoints.md section 3.1 (names), quantization.md section 13.
+#pragma once
+
+#include <string_view>
+
+#include "checkpoint/config/config.h"
+#include "checkpoint/config/families.h"
+#include "checkpoint/container/gguf.h"
+
+namespace moesaic {
+
+inline constexpr std::string_view kGgufLayerPrefix = "blk.";
+
+// The family of a model_type with GGUF names and storage; static storage, nullptr if unknown.
+const Family* gguf_family(std::string_view model_type);
+
+// Is `name` ("blk.3.ffn_up_exps.weight") part of an MoE block? A GGUF block shares its name with
+// attention, norms and dense layers.
+bool is_gguf_moe_tensor(std::string_view name);
+
+// Layers are those that hold MoE tensors in `headers` (the parts of one model, first part first).
+// `label` begins every message. kUnsupported: an architecture without MoE layers here (the nearest
+// is named); kCorruptFile: missing or ill-typed keys; kInvalidArgument, kLimitExceeded: values
+// outside their range; kAmbiguousFormat: a gating function other than the family's.
+Result<ModelConfig> read_gguf_config(std::string_view label,
+                                     std::span<const GgufHeader* const> headers);
+
+}  // namespace moesaic

@@ -1,0 +1,317 @@
+// quantization_config of compressed-tensors. Source: spec checkpoints.md section 4.1.
+#include <fmt/format.h>
+
+#include <array>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "checkpoint/config/quant_methods.h"
+#include "checkpoint/container/names.h"
+
+namespace moesaic {
+namespace {
+
+constexpr std::size_t kMaxGroups = 64;
+
+// One side of a config group: "weights" or "input_activations".
+struct Operand {
+  std::int64_t bits = 0;
+  std::string type, strategy;
+  bool symmetric = true;
+  bool dynamic = false;
+  std::int64_t group_size = 0;
+  std::vector<std::int64_t> block;
+  std::string act_order;
+};
+
+// null or false is no act-order, "group" the kind that needs an index; the others are settled when
+// the file is written.
+Status read_act_order(const nlohmann::json& json, const ConfigFields& fields, Operand* op) {
+  const auto it = json.find("actorder");
+  if (it == json.end() || it->is_null()) return {};
+  if (it->is_boolean()) {
+    if (it->get<bool>()) op->act_order = "group";
+    return {};
+  }
+  MOESAIC_ASSIGN_OR_RETURN(const auto name, fields.string("actorder"));
+  if (name && *name != "group" && *name != "weight" && *name != "static" && *name != "dynamic") {
+    return fields.unsupported(
+        fmt::format("actorder: got {}, need group, weight, static or null", quote_name(*name)));
+  }
+  op->act_order = name.value_or("");
+  if (op->act_order == "dynamic") op->act_order = "group";
+  return {};
+}
+
+// "dynamic" may also be the word "local": the block scales are computed, a global one is stored.
+Status read_is_dynamic(const nlohmann::json& json, const ConfigFields& fields, Operand* op) {
+  const auto it = json.find("dynamic");
+  if (it != json.end() && it->is_string()) {
+    if (it->get<std::string>() == "local") return {};
+    return fields.unsupported(fmt::format("dynamic: got {}, need true, false or local",
+                                          quote_name(it->get<std::string>())));
+  }
+  MOESAIC_ASSIGN_OR_RETURN(const auto dynamic, fields.boolean("dynamic"));
+  op->dynamic = dynamic.value_or(false);
+  return {};
+}
+
+// [rows, columns], or the older spelling "128x128".
+Status read_block(const nlohmann::json& json, const ConfigFields& fields, Operand* op) {
+  const auto field = json.find("block_structure");
+  if (field != json.end() && *field == "128x128") {
+    op->block = {kFp8BlockSize, kFp8BlockSize};
+    return {};
+  }
+  MOESAIC_ASSIGN_OR_RETURN(const auto block, fields.integers("block_structure", {1, 1 << 20}, 2));
+  if (block) op->block = *block;
+  return {};
+}
+
+Result<std::optional<Operand>> read_operand(const ConfigFields& group, std::string_view name) {
+  MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* json, group.object(name));
+  if (json == nullptr) return std::optional<Operand>();
+  const ConfigFields fields(*json, fmt::format("{}: {}", group.where(), name));
+  Operand op;
+  constexpr std::array<std::string_view, 1> kBits = {"num_bits"};
+  MOESAIC_ASSIGN_OR_RETURN(op.bits, fields.required_integer(kBits, {1, 64}));
+  MOESAIC_ASSIGN_OR_RETURN(const auto type, fields.string("type"));
+  op.type = type.value_or("int");
+  if (op.type != "int" && op.type != "float") {
+    return fields.bad_value("type", quote_name(op.type), "int or float");
+  }
+  MOESAIC_ASSIGN_OR_RETURN(const auto symmetric, fields.boolean("symmetric"));
+  op.symmetric = symmetric.value_or(true);
+  MOESAIC_RETURN_IF_ERROR(read_is_dynamic(*json, fields, &op));
+  MOESAIC_ASSIGN_OR_RETURN(const auto group_size, fields.integer("group_size", {-1, 1 << 20}));
+  op.group_size = group_size.value_or(0);
+  MOESAIC_RETURN_IF_ERROR(read_block(*json, fields, &op));
+  MOESAIC_ASSIGN_OR_RETURN(const auto strategy, fields.string("strategy"));
+  // Unsaid, it follows from the group size, as the format's own reader has it.
+  op.strategy = strategy.value_or(op.group_size > 0   ? "group"
+                                  : op.group_size < 0 ? "channel"
+                                                      : "tensor");
+  MOESAIC_RETURN_IF_ERROR(read_act_order(*json, fields, &op));
+  return std::optional<Operand>(std::move(op));
+}
+
+Status bad_weights(const ConfigFields& group, const Operand& w, std::string_view need) {
+  return group.unsupported(fmt::format("weights: got {} {} bits, strategy {}, need {}", w.type,
+                                       w.bits, quote_name(w.strategy), need));
+}
+
+Status bad_inputs(const ConfigFields& group, const Operand& in, std::string_view need) {
+  return group.unsupported(fmt::format("input_activations: got {} {} {} bits, strategy {}, need {}",
+                                       in.dynamic ? "dynamic" : "static", in.type, in.bits,
+                                       quote_name(in.strategy), need));
+}
+
+Status float_format(const ConfigFields& group, const Operand& w, const std::optional<Operand>& in,
+                    LinearFormat* f) {
+  if (w.bits != 8 || w.type != "float" || !w.symmetric) {
+    return bad_weights(group, w, "symmetric float 8 bits");
+  }
+  if (w.strategy == "tensor") {
+    f->stored = StoredFormat::kFp8Tensor;
+  } else if (w.strategy == "channel") {
+    f->stored = StoredFormat::kFp8Channel;
+  } else if (w.strategy == "block") {
+    f->stored = StoredFormat::kFp8Block;
+    if (w.block != std::vector<std::int64_t>{kFp8BlockSize, kFp8BlockSize}) {
+      return group.unsupported(fmt::format("weights: block_structure: got [{}], need [128, 128]",
+                                           fmt::join(w.block, ", ")));
+    }
+  } else {
+    return bad_weights(group, w, "strategy tensor, channel or block");
+  }
+  if (!in) return {};
+  if (in->bits != 8 || in->type != "float" || !in->symmetric) {
+    return bad_inputs(group, *in, "symmetric float 8 bits");
+  }
+  f->activation = in->dynamic ? ActivationQuant::kDynamic : ActivationQuant::kStatic;
+  if (!in->dynamic && (in->strategy != "tensor" || f->stored == StoredFormat::kFp8Block)) {
+    return bad_inputs(group, *in, "dynamic, or static with strategy tensor and no block weights");
+  }
+  const bool by_group = f->stored == StoredFormat::kFp8Block;
+  if (in->dynamic &&
+      (by_group != (in->strategy == "group") || (by_group && in->group_size != kFp8BlockSize))) {
+    return bad_inputs(group, *in,
+                      by_group ? "strategy group with group_size 128" : "strategy token or tensor");
+  }
+  return {};
+}
+
+bool is_float8_token(const Operand& in) {
+  return in.bits == 8 && in.type == "float" && in.symmetric && in.dynamic && in.strategy == "token";
+}
+
+Status packed_format(const ConfigFields& group, const Operand& w, const std::optional<Operand>& in,
+                     LinearFormat* f) {
+  f->stored = StoredFormat::kPacked;
+  if ((w.bits != 4 && w.bits != 8) || w.type != "int") {
+    return bad_weights(group, w, "int 4 or 8 bits");
+  }
+  if (w.strategy == "group" && w.group_size > 0) {
+    f->group_size = w.group_size;
+  } else if (w.strategy == "channel") {
+    f->group_size = -1;
+  } else {
+    return bad_weights(group, w, "strategy group (with group_size) or channel");
+  }
+  f->bits = static_cast<int>(w.bits);
+  f->zero_points = !w.symmetric;
+  f->act_order = w.act_order == "group" && f->group_size > 0;
+  if (!in) return {};
+  const bool w4a8 =
+      is_float8_token(*in) && f->bits == 4 && f->group_size == 128 && w.symmetric && !f->act_order;
+  if (!w4a8) {
+    return bad_inputs(group, *in,
+                      "none, or dynamic float 8 bits per token with symmetric int4 "
+                      "weights in groups of 128");
+  }
+  f->activation = ActivationQuant::kDynamic;
+  return {};
+}
+
+Status int_format(const ConfigFields& group, const Operand& w, const std::optional<Operand>& in,
+                  LinearFormat* f) {
+  // W4AFP8: the codes of pack-quantized, one per byte.
+  if (w.bits == 4 && w.type == "int" && w.symmetric && w.strategy == "group" && in &&
+      is_float8_token(*in)) {
+    f->byte_codes = true;
+    return packed_format(group, w, in, f);
+  }
+  f->stored = StoredFormat::kInt8Channel;
+  if (w.bits != 8 || w.type != "int" || !w.symmetric) {
+    return bad_weights(group, w, "symmetric int 8 bits");
+  }
+  if (w.strategy != "channel" && w.strategy != "tensor") {
+    return bad_weights(group, w, "strategy channel or tensor");
+  }
+  f->one_scale = w.strategy == "tensor";
+  if (!in) return {};
+  if (in->bits != 8 || in->type != "int" || !in->symmetric || !in->dynamic ||
+      in->strategy != "token") {
+    return bad_inputs(group, *in, "dynamic symmetric int 8 bits, strategy token");
+  }
+  f->activation = ActivationQuant::kDynamic;
+  return {};
+}
+
+Status fp4_format(const ConfigFields& group, const Operand& w, const std::optional<Operand>& in,
+                  StoredFormat stored, std::int64_t group_size, LinearFormat* f) {
+  f->stored = stored;
+  const std::int64_t bits = stored == StoredFormat::kMxfp8 ? 8 : 4;
+  if (w.bits != bits || w.type != "float" || w.group_size != group_size) {
+    return bad_weights(group, w, fmt::format("float {} bits, group_size {}", bits, group_size));
+  }
+  if (!in) return {};
+  const bool same = in->bits == bits && in->type == "float" && in->group_size == group_size;
+  if (stored == StoredFormat::kMxfp4Linear && in->bits == 8 && in->type == "float" &&
+      in->symmetric && in->dynamic && in->strategy == "group" && in->group_size == kFp8BlockSize) {
+    f->bits = 8;
+    f->activation = ActivationQuant::kDynamic;
+    return {};
+  }
+  if (!same) {
+    return bad_inputs(
+        group, *in,
+        stored == StoredFormat::kMxfp4Linear
+            ? "none, float 4 bits with group_size 32, or dynamic symmetric float 8 "
+              "bits with strategy group and group_size 128"
+            : fmt::format("none, or float {} bits with group_size {}", bits, group_size));
+  }
+  f->activation =
+      stored == StoredFormat::kNvfp4 ? ActivationQuant::kStatic : ActivationQuant::kDynamic;
+  return {};
+}
+
+Result<LinearFormat> group_format(const ConfigFields& group, const std::string& format) {
+  MOESAIC_ASSIGN_OR_RETURN(const auto weights, read_operand(group, "weights"));
+  MOESAIC_ASSIGN_OR_RETURN(const auto inputs, read_operand(group, "input_activations"));
+  LinearFormat f;
+  f.names = NameStyle::kCompressed;
+  if (!weights) {
+    return Status(StatusCode::kCorruptFile, group.where() + ": weights: missing, need an object");
+  }
+  const bool naive = format == "naive-quantized";
+  Status status;
+  if (format == "float-quantized" || (naive && weights->type == "float")) {
+    status = float_format(group, *weights, inputs, &f);
+  } else if (format == "int-quantized" || naive) {
+    status = int_format(group, *weights, inputs, &f);
+  } else if (format == "pack-quantized") {
+    status = packed_format(group, *weights, inputs, &f);
+  } else if (format == "nvfp4-pack-quantized") {
+    status = fp4_format(group, *weights, inputs, StoredFormat::kNvfp4, kNvfp4GroupSize, &f);
+  } else if (format == "mxfp4-pack-quantized") {
+    status = fp4_format(group, *weights, inputs, StoredFormat::kMxfp4Linear, kMxfp4GroupSize, &f);
+  } else if (format == "mxfp8-quantized") {
+    status = fp4_format(group, *weights, inputs, StoredFormat::kMxfp8, kMxfp4GroupSize, &f);
+  } else {
+    status =
+        group.unsupported(fmt::format("format: got {}, need float-quantized, int-quantized, "
+                                      "naive-quantized, pack-quantized, "
+                                      "nvfp4-pack-quantized, mxfp4-pack-quantized or "
+                                      "mxfp8-quantized",
+                                      quote_name(format)));
+  }
+  if (!status.ok()) return status;
+  return f;
+}
+
+// Other transformations of the weights, which reading them as they are would ignore.
+Status refuse_transforms(const ConfigFields& fields) {
+  for (const std::string_view name : {"sparsity_config", "transform_config"}) {
+    MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* object, fields.object(name));
+    if (object == nullptr || object->empty()) continue;
+    const auto format = object->find("format");
+    if (format != object->end() && format->is_string() && *format == "dense") continue;
+    return fields.unsupported(fmt::format("{} is not supported, need none", name));
+  }
+  return {};
+}
+
+}  // namespace
+
+Result<QuantConfig> parse_compressed_tensors(const ConfigFields& fields) {
+  QuantConfig quant;
+  quant.rule = NameRule::kExactOrRegex;
+  MOESAIC_RETURN_IF_ERROR(refuse_transforms(fields));
+  MOESAIC_ASSIGN_OR_RETURN(const auto top_format, fields.string("format"));
+  MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* groups, fields.object("config_groups"));
+  if (groups == nullptr || groups->empty()) {
+    return Status(StatusCode::kCorruptFile,
+                  fields.where() + ": config_groups: missing, need at least one group");
+  }
+  if (groups->size() > kMaxGroups) {
+    return Status(StatusCode::kLimitExceeded,
+                  fmt::format("{}: config_groups: got {} groups, need at most {}", fields.where(),
+                              groups->size(), kMaxGroups));
+  }
+  for (const auto& [name, json] : groups->items()) {
+    const std::string where =
+        fmt::format("{}: config_groups: {}", fields.where(), quote_name(name));
+    if (!json.is_object()) return Status(StatusCode::kCorruptFile, where + ": need an object");
+    const ConfigFields group(json, where);
+    MOESAIC_ASSIGN_OR_RETURN(const auto own_format, group.string("format"));
+    if (!own_format && !top_format) {
+      return Status(StatusCode::kCorruptFile, fields.where() + ": format: missing, need a name");
+    }
+    QuantGroup made;
+    made.name = name;
+    MOESAIC_ASSIGN_OR_RETURN(made.format,
+                             group_format(group, own_format ? *own_format : *top_format));
+    MOESAIC_ASSIGN_OR_RETURN(auto targets, group.strings("targets", kMaxSkipEntries));
+    if (!targets || targets->empty()) {
+      return Status(StatusCode::kCorruptFile, where + ": targets: missing, need a list of names");
+    }
+    made.targets = std::move(*targets);
+    quant.groups.push_back(std::move(made));
+  }
+  quant.linear = quant.groups.front().format;
+  MOESAIC_RETURN_IF_ERROR(append_skips(fields, "ignore", true, &quant));
+  return quant;
+}
+
+}  // namespace moesaic

@@ -1,0 +1,104 @@
+// quantization_config of a model: which format its linear layers are stored in, and which modules
+// are left out. Source: spec checkpoints.md sections 4 and 4.3. What this version cannot read is
+// refused by name, never read as something else.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json_fwd.hpp>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "checkpoint/config/linear_format.h"
+#include "moesaic/status.h"
+
+namespace moesaic {
+
+// How an entry of a skip list (or a target) names modules.
+enum class NameRule : std::uint8_t {
+  // Its dotted parts appear side by side in the module's name ("mlp.gate" is in
+  // "model.layers.3.mlp.gate", but "gate" is not in "...gate_proj"); a part "*" stands for any one
+  // part. fp8, mxfp4, GPTQ, AWQ, bitsandbytes.
+  kParts,
+  // "re:X": a regular expression that matches from the name's start; else the whole name, or the
+  // class "Linear". compressed-tensors.
+  kExactOrRegex,
+  kGlob,  // a shell pattern for the whole name, or a prefix of its dotted parts. ModelOpt.
+};
+
+// compressed-tensors: modules of these targets have this format.
+struct QuantGroup {
+  std::string name;  // its key in config_groups
+  LinearFormat format;
+  std::vector<std::string> targets;
+  bool operator==(const QuantGroup&) const = default;
+};
+
+struct QuantPart;
+struct QuantConfig {
+  LinearFormat linear;  // of every linear that is not left out; plain: nothing is quantised
+  NameRule rule = NameRule::kParts;
+  std::vector<std::string> skips;
+  // Not empty: these decide instead of `linear`, which is then that of the first group.
+  std::vector<QuantGroup> groups;
+  // Modules that have a description of their own; all the above does not concern them.
+  std::vector<QuantPart> parts;
+  bool quantized() const { return linear.stored != StoredFormat::kPlain; }
+  bool operator==(const QuantConfig&) const = default;
+};
+
+// What `moesaic convert` writes when one quant_method cannot describe the new experts together with
+// linears that keep the format they had:
+//   {"routed_experts": {"modules": ["model.layers.3.mlp.experts", ...], "quantization_config":
+//   ...},
+//    "other_modules": {"quantization_config": ...}}
+// The first holds for these modules and all inside them, the second for every other one. There is
+// no quant_method beside them, so that readers that expect one refuse the model: a method that they
+// do not know makes some of them load the codes as plain numbers.
+struct QuantPart {
+  std::vector<std::string> modules;
+  QuantConfig quant;
+  bool operator==(const QuantPart&) const = default;
+};
+inline constexpr const char* kExpertsPart = "routed_experts";
+inline constexpr const char* kOthersPart = "other_modules";
+
+// `top` is the whole config.json; `nested` its text_config or null. Looks at quantization_config,
+// then compression_config, in both; two that differ are kAmbiguousFormat. kUnsupported names the
+// method, kCorruptFile and kInvalidArgument the field.
+Result<QuantConfig> parse_quant_config(const nlohmann::json& top, const nlohmann::json* nested);
+
+// The same from a file beside config.json: hf_quant_config.json (ModelOpt), quantize_config.json
+// (GPTQ), quant_config.json (AWQ). `name` begins every message.
+Result<QuantConfig> parse_quant_side_file(std::string_view name, std::string_view json);
+
+// Equal but for the order of the skip lists.
+bool same_quantisation(QuantConfig a, QuantConfig b);
+
+// The description that holds for this module: of the part that names it or one that contains it, or
+// `quant` itself.
+const QuantConfig& description_of(const QuantConfig& quant, std::string_view module);
+
+// The group that targets the module: by its name before by a pattern before by the class of all
+// linears; null when there is none, or no groups. Skip lists are not looked at.
+const QuantGroup* group_of(const QuantConfig& quant, std::string_view module);
+
+// Does a skip entry name this module or one that contains it?
+bool skips_module(const QuantConfig& quant, std::string_view module);
+
+// The format of one linear: plain when it is left out or no group targets it.
+LinearFormat module_format(const QuantConfig& quant, std::string_view module);
+
+// Are the routed experts `<experts>.<e>.<projection>` left out? All of them or none: a part of them
+// is kUnsupported and names both groups. `experts` is the module's full name,
+// `projections` the last parts of its members' names ("gate_proj" ...).
+Result<bool> skips_experts(const QuantConfig& quant, std::string_view experts,
+                           std::int64_t num_experts, std::span<const std::string_view> projections);
+
+// The one format of all of them; kUnsupported also when groups give them several.
+Result<LinearFormat> experts_format(const QuantConfig& quant, std::string_view experts,
+                                    std::int64_t num_experts,
+                                    std::span<const std::string_view> projections);
+
+}  // namespace moesaic

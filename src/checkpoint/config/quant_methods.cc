@@ -1,0 +1,221 @@
+#include "checkpoint/config/quant_methods.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cctype>
+#include <nlohmann/json.hpp>
+
+#include "checkpoint/container/names.h"
+#include "core/fault.h"
+
+namespace moesaic {
+namespace {
+
+std::string lower(std::string text) {
+  std::transform(text.begin(), text.end(), text.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  return text;
+}
+
+constexpr IntegerRange kBitsRange{1, 16};
+constexpr IntegerRange kGroupRange{-1, 1 << 20};
+
+Result<int> required_bits(const ConfigFields& fields, ConfigFields::Names names,
+                          std::initializer_list<int> known) {
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bits, fields.required_integer(names, kBitsRange));
+  if (std::find(known.begin(), known.end(), bits) != known.end()) return static_cast<int>(bits);
+  return fields.unsupported(
+      fmt::format("{}: got {}, need {}", names[0], bits, fmt::join(known, " or ")));
+}
+
+// -1 (one group) or at least 8 columns.
+Result<std::int64_t> required_group(const ConfigFields& fields, ConfigFields::Names names) {
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t group, fields.required_integer(names, kGroupRange));
+  if (group == -1 || (group >= 8 && group % 8 == 0)) return group;
+  return fields.bad_value(names[0], fmt::to_string(group), "-1 or a multiple of 8");
+}
+
+// GPTQ's "dynamic": keys are regular expressions, "-:" leaves a module out.
+Status read_dynamic(const ConfigFields& fields, QuantConfig* quant) {
+  MOESAIC_ASSIGN_OR_RETURN(const nlohmann::json* dynamic, fields.object("dynamic"));
+  if (dynamic == nullptr) return {};
+  for (const auto& [key, value] : dynamic->items()) {
+    if (!key.starts_with("-:")) {
+      return fields.unsupported(
+          fmt::format("dynamic: {} overrides the format of modules, which "
+                      "is not supported, need entries that begin with -:",
+                      quote_name(key)));
+    }
+    quant->rule = NameRule::kExactOrRegex;
+    quant->skips.push_back("re:" + key.substr(2));
+  }
+  return {};
+}
+
+// ModelOpt 0.47 renames modules with a mark behind their names, a NUL and a word, and leaves it
+// there when the renaming took the dot before it. What counts is the name, with its wildcard.
+void drop_name_mark(std::string* entry) {
+  const std::size_t nul = entry->find('\0');
+  if (nul == std::string::npos || MOESAIC_FAULT(checkpoint_keep_name_mark)) return;
+  const std::string_view wildcard = entry->ends_with(".*")  ? ".*"
+                                    : entry->ends_with("*") ? "*"
+                                                            : "";
+  std::string name = entry->substr(0, nul);
+  if (name.ends_with(".")) name.pop_back();
+  *entry = name + std::string(wildcard);
+}
+
+}  // namespace
+
+Status append_skips(const ConfigFields& fields, std::string_view list, bool regex_allowed,
+                    QuantConfig* quant) {
+  MOESAIC_ASSIGN_OR_RETURN(auto entries, fields.strings(list, kMaxSkipEntries));
+  if (!entries) return {};
+  for (std::string& entry : *entries) {
+    if (entry.starts_with("re:") && !regex_allowed) {
+      return fields.unsupported(
+          fmt::format("{}: regular expression {} is not supported with this "
+                      "quant_method, need module names",
+                      list, quote_name(entry)));
+    }
+    if (entry.empty()) return fields.bad_value(list, "an empty name", "module names");
+    quant->skips.push_back(std::move(entry));
+  }
+  return {};
+}
+
+Result<QuantConfig> parse_gptq(const ConfigFields& fields) {
+  QuantConfig quant;
+  LinearFormat& f = quant.linear;
+  f.stored = StoredFormat::kGptq;
+  constexpr std::array<std::string_view, 1> kBits = {"bits"};
+  constexpr std::array<std::string_view, 1> kGroup = {"group_size"};
+  MOESAIC_ASSIGN_OR_RETURN(f.bits, required_bits(fields, kBits, {4, 8}));
+  MOESAIC_ASSIGN_OR_RETURN(f.group_size, required_group(fields, kGroup));
+  MOESAIC_ASSIGN_OR_RETURN(const auto desc_act, fields.boolean("desc_act"));
+  f.act_order = desc_act.value_or(false) && f.group_size > 0;
+  MOESAIC_ASSIGN_OR_RETURN(const auto symmetric, fields.boolean("sym"));
+  f.zero_points = !symmetric.value_or(true);
+  MOESAIC_ASSIGN_OR_RETURN(const auto format, fields.string("checkpoint_format"));
+  if (format && *format != "gptq" && *format != "gptq_v2") {
+    return fields.unsupported(
+        fmt::format("checkpoint_format: got {}, need gptq or gptq_v2", quote_name(*format)));
+  }
+  f.zeros_minus_one = !format || *format == "gptq";
+  MOESAIC_RETURN_IF_ERROR(append_skips(fields, "modules_to_not_convert", false, &quant));
+  const bool listed = !quant.skips.empty();
+  MOESAIC_RETURN_IF_ERROR(read_dynamic(fields, &quant));
+  if (listed && quant.rule != NameRule::kParts) {
+    return fields.unsupported("dynamic beside modules_to_not_convert, need one of them");
+  }
+  return quant;
+}
+
+Result<QuantConfig> parse_awq(const ConfigFields& fields) {
+  QuantConfig quant;
+  LinearFormat& f = quant.linear;
+  f.stored = StoredFormat::kAwq;
+  constexpr std::array<std::string_view, 2> kBits = {"bits", "w_bit"};
+  constexpr std::array<std::string_view, 2> kGroup = {"group_size", "q_group_size"};
+  MOESAIC_ASSIGN_OR_RETURN(f.bits, required_bits(fields, kBits, {4}));
+  MOESAIC_ASSIGN_OR_RETURN(f.group_size, required_group(fields, kGroup));
+  MOESAIC_ASSIGN_OR_RETURN(const auto zero_point, fields.boolean("zero_point"));
+  if (!zero_point.value_or(true)) {
+    return fields.unsupported("zero_point: got false, need true");
+  }
+  f.zero_points = true;
+  MOESAIC_ASSIGN_OR_RETURN(const auto version, fields.string("version"));
+  if (version && lower(*version) != "gemm") {
+    return fields.unsupported(fmt::format("version: got {}, need gemm", quote_name(*version)));
+  }
+  MOESAIC_RETURN_IF_ERROR(append_skips(fields, "modules_to_not_convert", false, &quant));
+  return quant;
+}
+
+Result<QuantConfig> parse_bitsandbytes(const ConfigFields& fields) {
+  QuantConfig quant;
+  LinearFormat& f = quant.linear;
+  MOESAIC_ASSIGN_OR_RETURN(const auto four, fields.boolean("load_in_4bit"));
+  MOESAIC_ASSIGN_OR_RETURN(const auto eight, fields.boolean("load_in_8bit"));
+  if (four.value_or(false) == eight.value_or(false)) {
+    return Status(StatusCode::kAmbiguousFormat,
+                  fmt::format("{}: load_in_4bit and load_in_8bit are both {}, need one of them",
+                              fields.where(), four.value_or(false)));
+  }
+  MOESAIC_RETURN_IF_ERROR(append_skips(fields, "llm_int8_skip_modules", false, &quant));
+  if (eight.value_or(false)) {
+    f.stored = StoredFormat::kBnb8;
+    return quant;
+  }
+  f.stored = StoredFormat::kBnb4;
+  f.bits = 4;
+  f.group_size = 64;  // the files have their own word: see choose_block_size
+  MOESAIC_ASSIGN_OR_RETURN(const auto type, fields.string("bnb_4bit_quant_type"));
+  if (!type || (*type != "nf4" && *type != "fp4")) {
+    return fields.unsupported(fmt::format("bnb_4bit_quant_type: got {}, need nf4 or fp4",
+                                          type ? quote_name(*type) : "none"));
+  }
+  f.table = *type == "nf4" ? CodeTable::kNf4 : CodeTable::kFp4;
+  MOESAIC_ASSIGN_OR_RETURN(const auto nested, fields.boolean("bnb_4bit_use_double_quant"));
+  f.nested = nested.value_or(false);
+  MOESAIC_ASSIGN_OR_RETURN(const auto storage, fields.string("bnb_4bit_quant_storage"));
+  if (storage && *storage != "uint8") {
+    return fields.unsupported(
+        fmt::format("bnb_4bit_quant_storage: got {}, need uint8", quote_name(*storage)));
+  }
+  return quant;
+}
+
+Result<QuantConfig> parse_modelopt(const ConfigFields& fields) {
+  struct Algorithm {
+    std::string_view name;
+    StoredFormat stored;
+    ActivationQuant activation;
+    int bits = 0;  // see LinearFormat
+  };
+  constexpr auto kAlgorithms = std::to_array<Algorithm>({
+      {"fp8", StoredFormat::kFp8Tensor, ActivationQuant::kStatic},
+      {"fp8_per_channel_per_token", StoredFormat::kFp8Channel, ActivationQuant::kDynamic},
+      {"fp8_pb_wo", StoredFormat::kFp8Block, ActivationQuant::kNone},
+      {"nvfp4", StoredFormat::kNvfp4, ActivationQuant::kStatic},
+      {"w4a16_nvfp4", StoredFormat::kNvfp4, ActivationQuant::kNone},
+      {"mxfp8", StoredFormat::kMxfp8, ActivationQuant::kDynamic},
+      {"w4a8_mxfp4_fp8", StoredFormat::kMxfp4Linear, ActivationQuant::kStatic, 8},
+  });
+  MOESAIC_ASSIGN_OR_RETURN(const auto name, fields.string("quant_algo"));
+  if (!name) {
+    return Status(StatusCode::kCorruptFile,
+                  fields.where() + ": quant_algo: missing, need the name of an algorithm");
+  }
+  QuantConfig quant;
+  quant.rule = NameRule::kGlob;
+  quant.linear.names = NameStyle::kModelOpt;
+  const auto found = std::find_if(kAlgorithms.begin(), kAlgorithms.end(),
+                                  [&](const Algorithm& a) { return a.name == lower(*name); });
+  if (found == kAlgorithms.end()) {
+    return fields.unsupported(
+        fmt::format("quant_algo: got {}, need FP8, FP8_PER_CHANNEL_PER_TOKEN, "
+                    "FP8_PB_WO, NVFP4, W4A16_NVFP4, MXFP8 or W4A8_MXFP4_FP8",
+
+                    quote_name(*name)));
+  }
+  quant.linear.stored = found->stored;
+  quant.linear.activation = found->activation;
+  quant.linear.bits = found->bits;
+  MOESAIC_ASSIGN_OR_RETURN(const auto group, fields.integer("group_size", {1, 1 << 20}));
+  if (group && found->stored == StoredFormat::kNvfp4 && *group != kNvfp4GroupSize) {
+    return fields.bad_value("group_size", fmt::to_string(*group), "16 with NVFP4");
+  }
+  if (group && found->stored == StoredFormat::kMxfp4Linear && *group != kMxfp4GroupSize) {
+    return fields.bad_value("group_size", fmt::to_string(*group), "32 with MXFP4");
+  }
+  for (const std::string_view list : {"ignore", "exclude_modules"}) {
+    MOESAIC_RETURN_IF_ERROR(append_skips(fields, list, false, &quant));
+  }
+  for (std::string& entry : quant.skips) drop_name_mark(&entry);
+  return quant;
+}
+
+}  // namespace moesaic

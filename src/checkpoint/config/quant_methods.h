@@ -1,0 +1,28 @@
+// The parsers of the quantisation methods, one per quant_method. `fields` is the object that
+// describes the quantisation. Errors as parse_quant_config has them.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <string_view>
+
+#include "checkpoint/config/config_fields.h"
+#include "checkpoint/config/quant_config.h"
+
+namespace moesaic {
+
+// One entry per expert and projection of every layer is what careless exporters write.
+inline constexpr std::size_t kMaxSkipEntries = 1 << 18;
+
+Result<QuantConfig> parse_compressed_tensors(const ConfigFields& fields);  // quant_compressed.cc
+Result<QuantConfig> parse_gptq(const ConfigFields& fields);
+Result<QuantConfig> parse_awq(const ConfigFields& fields);
+Result<QuantConfig> parse_bitsandbytes(const ConfigFields& fields);
+Result<QuantConfig> parse_modelopt(const ConfigFields& fields);
+
+// Appends a list of names; kInvalidArgument for an empty one, kUnsupported for "re:..." unless
+// allowed.
+Status append_skips(const ConfigFields& fields, std::string_view list, bool regex_allowed,
+                    QuantConfig* quant);
+
+}  // namespace moesaic

@@ -1,0 +1,44 @@
+// The routed experts of one layer, read from the checkpoint one at a time into one staging buffer.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "checkpoint/binding/layer_binding.h"
+#include "checkpoint/container/shards.h"
+#include "moesaic/checkpoint.h"
+#include "moesaic/experts.h"
+#include "moesaic/parallel.h"
+#include "moesaic/status.h"
+
+namespace moesaic {
+
+// Counts bytes for a ProgressFn; shared by the loads of one layer.
+class LoadProgress {
+ public:
+  LoadProgress(ProgressFn report, std::int64_t total_bytes)
+      : report_(std::move(report)), total_bytes_(total_bytes) {}
+  // Never reports more than the total, however often an expert is read.
+  void add(std::int64_t bytes);
+
+ private:
+  ProgressFn report_;
+  std::int64_t total_bytes_;
+  std::int64_t done_bytes_ = 0;
+};
+
+// Keeps the files open. `layer` was bound to `shards`; the slice was checked with check_slice;
+// `expert_ids` are the global ids of this rank's experts, in local order; `directory` begins the
+// source's messages.
+// Memory: the canonical weights of one expert (plus one projection for transposed storages).
+Result<std::unique_ptr<ExpertSource>> make_checkpoint_source(
+    std::shared_ptr<const ShardSet> shards, BoundLayer layer, const ParallelConfig& parallel,
+    std::vector<std::int64_t> expert_ids, std::string directory, LoadProgress progress);
+
+// Bytes that the source will read for a rank with so many experts.
+std::int64_t local_expert_bytes(const BoundLayer& layer, int tp_size,
+                                std::int64_t num_local_experts);
+
+}  // namespace moesaic

@@ -1,0 +1,211 @@
+#include "checkpoint/reader/integer_linear.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <span>
+#include <string>
+
+#include "checkpoint/container/names.h"
+#include "checkpoint/reader/value_checks.h"
+#include "core/checked.h"
+#include "core/fault.h"
+#include "numerics/element.h"
+#include "quant/act_order.h"
+#include "quant/int_packing.h"
+
+namespace moesaic {
+namespace {
+
+class IntegerReader {
+ public:
+  IntegerReader(const MlpTensors& tensors, Projection projection, const LinearFormat& format,
+                std::int64_t rows, std::int64_t columns)
+      : tensors_(tensors), projection_(projection), format_(format) {
+    out_.rows = rows;
+    out_.columns = columns;
+    out_.groups = format.group_size > 0 ? ceil_div(columns, format.group_size) : 1;
+  }
+
+  Result<IntegerLinear> run() {
+    MOESAIC_RETURN_IF_ERROR(check_shape_tensor());
+    MOESAIC_RETURN_IF_ERROR(check_zero_bias());
+    MOESAIC_RETURN_IF_ERROR(read_codes());
+    MOESAIC_RETURN_IF_ERROR(read_zeros());
+    MOESAIC_RETURN_IF_ERROR(read_scales());
+    MOESAIC_RETURN_IF_ERROR(read_group_index());
+    return std::move(out_);
+  }
+
+ private:
+  const std::optional<ShardSet::Located>& stored(TensorKind kind) const {
+    return tensors_.of(kind)[static_cast<std::size_t>(projection_)];
+  }
+  const std::string& name(TensorKind kind) const { return stored(kind)->info->name; }
+  Result<Tensor> read(TensorKind kind) const {
+    return stored(kind)->file->read_tensor(*stored(kind)->info);
+  }
+  Status corrupt(TensorKind kind, std::string_view text) const {
+    return {StatusCode::kCorruptFile, fmt::format("{}: {}", quote_name(name(kind)), text)};
+  }
+
+  Status check_shape_tensor() const {
+    if (!stored(TensorKind::kPackedShape)) return {};
+    MOESAIC_ASSIGN_OR_RETURN(const Tensor shape, read(TensorKind::kPackedShape));
+    const auto at = [&](int i) {
+      return shape.dtype() == DType::kI64 ? shape.as<std::int64_t>()[i]
+                                          : std::int64_t{shape.as<std::int32_t>()[i]};
+    };
+    if (at(0) == out_.rows && at(1) == out_.columns) return {};
+    return corrupt(TensorKind::kPackedShape, fmt::format("got [{}, {}], need [{}, {}]", at(0),
+                                                         at(1), out_.rows, out_.columns));
+  }
+
+  Status check_zero_bias() const {
+    if (!stored(TensorKind::kZeroBias)) return {};
+    MOESAIC_ASSIGN_OR_RETURN(const Tensor bias, read(TensorKind::kZeroBias));
+    for (std::int64_t i = 0; i < out_.rows; ++i) {
+      const float value = load_as_f32(bias.data(), bias.dtype(), i);
+      if (value == 0) continue;
+      return {StatusCode::kUnsupported,
+              fmt::format("{}: got {} at row {}, need zeros: experts of this family have no bias",
+                          quote_name(name(TensorKind::kZeroBias)), value, i)};
+    }
+    return {};
+  }
+
+  Status read_codes() {
+    MOESAIC_ASSIGN_OR_RETURN(const Tensor words, read(TensorKind::kWeight));
+    MOESAIC_ASSIGN_OR_RETURN(out_.codes,
+                             Tensor::uninitialized(DType::kU8, {out_.rows, out_.columns}));
+    if (format_.byte_codes) return read_byte_codes(words);
+    switch (format_.stored) {
+      case StoredFormat::kGptq:
+        return unpack_gptq_weight(words.view(), format_.bits, out_.codes.view());
+      case StoredFormat::kAwq:
+        return unpack_awq_weight(words.view(), out_.codes.view());
+      default:
+        return unpack_ct_weight(words.view(), format_.bits, out_.codes.view());
+    }
+  }
+
+  // Signed integers of `bits` bits, one per byte.
+  Status read_byte_codes(const Tensor& bytes) {
+    const int bias = 1 << (format_.bits - 1);
+    const auto* from = bytes.as<std::int8_t>();
+    auto* to = out_.codes.as<std::uint8_t>();
+    for (std::int64_t i = 0; i < out_.rows * out_.columns; ++i) {
+      if (from[i] < -bias || from[i] >= bias) {
+        return corrupt(
+            TensorKind::kWeight,
+            fmt::format("got {} at [{}, {}], need {} to {} for {} bits", from[i], i / out_.columns,
+                        i % out_.columns, -bias, bias - 1, format_.bits));
+      }
+      to[i] = static_cast<std::uint8_t>(from[i] + bias);
+    }
+    return {};
+  }
+
+  Status read_zeros() {
+    if (!stored(TensorKind::kZero)) return {};
+    MOESAIC_ASSIGN_OR_RETURN(const Tensor words, read(TensorKind::kZero));
+    MOESAIC_ASSIGN_OR_RETURN(Tensor zeros,
+                             Tensor::uninitialized(DType::kU8, {out_.rows, out_.groups}));
+    Status status;
+    switch (format_.stored) {
+      case StoredFormat::kGptq:
+        status = unpack_gptq_zeros(
+            words.view(), format_.bits,
+            format_.zeros_minus_one && !MOESAIC_FAULT(checkpoint_gptq_zero_not_incremented)
+                ? GptqZeroFormat::kMinusOne
+                : GptqZeroFormat::kPlain,
+            zeros.view());
+        break;
+      case StoredFormat::kAwq:
+        status = unpack_awq_zeros(words.view(), zeros.view());
+        break;
+      default:
+        status = unpack_ct_zeros(words.view(), format_.bits, zeros.view());
+    }
+    if (!status.ok()) return corrupt(TensorKind::kZero, status.message());
+    if (format_.zero_points) {
+      out_.zeros = std::move(zeros);
+      return {};
+    }
+    // Symmetric files hold the fixed zero point all the same.
+    const int fixed = 1 << (format_.bits - 1);
+    const auto* z = zeros.as<std::uint8_t>();
+    const auto* end = z + zeros.bytes();
+    const auto* odd = std::find_if(z, end, [&](std::uint8_t v) { return v != fixed; });
+    if (odd == end) return {};
+    const std::int64_t at = odd - z;
+    return corrupt(TensorKind::kZero,
+                   fmt::format("got the zero point {} at row {} group {}, need {} as the "
+                               "configuration says symmetric",
+                               *odd, at / out_.groups, at % out_.groups, fixed));
+  }
+
+  // GPTQ and AWQ store [groups, rows], compressed-tensors [rows, groups].
+  Status read_scales() {
+    MOESAIC_ASSIGN_OR_RETURN(const Tensor scale, read(TensorKind::kScale));
+    const std::int64_t rows = out_.rows, groups = out_.groups;
+    const bool transposed = format_.stored != StoredFormat::kPacked;
+    out_.scales.resize(static_cast<std::size_t>(rows * groups));
+    for (std::int64_t r = 0; r < rows; ++r) {
+      for (std::int64_t g = 0; g < groups; ++g) {
+        out_.scales[static_cast<std::size_t>(r * groups + g)] =
+            load_as_f32(scale.data(), scale.dtype(), transposed ? g * rows + r : r * groups + g);
+      }
+    }
+    return check_f32_scales({name(TensorKind::kScale)}, out_.scales.data(), rows, groups,
+                            [&](std::int64_t r, std::int64_t g) { return group_is_zero(r, g); });
+  }
+
+  // Are all codes of the group the zero point? (Not asked about with a group index.)
+  bool group_is_zero(std::int64_t row, std::int64_t group) const {
+    const std::int64_t size = format_.group_size > 0 ? format_.group_size : out_.columns;
+    const std::uint8_t zero = out_.zeros.present()
+                                  ? out_.zeros.as<std::uint8_t>()[row * out_.groups + group]
+                                  : static_cast<std::uint8_t>(1 << (format_.bits - 1));
+    const auto* codes = out_.codes.as<std::uint8_t>() + row * out_.columns;
+    return std::all_of(codes + group * size, codes + std::min((group + 1) * size, out_.columns),
+                       [&](std::uint8_t code) { return code == zero; });
+  }
+
+  Status read_group_index() {
+    if (!stored(TensorKind::kGroupIndex)) return {};
+    MOESAIC_ASSIGN_OR_RETURN(const Tensor index, read(TensorKind::kGroupIndex));
+    const Status range = check_group_index(index.view(), out_.groups);
+    if (!range.ok()) return corrupt(TensorKind::kGroupIndex, range.message());
+    if (is_plain_group_index(index.view(), format_.group_size)) return {};
+    if (!format_.act_order) {
+      return corrupt(TensorKind::kGroupIndex,
+                     "columns are not in the order of their groups, need act-order (desc_act) in "
+                     "the configuration");
+    }
+    out_.perm.resize(static_cast<std::size_t>(out_.columns));
+    const TensorView perm(reinterpret_cast<std::byte*>(out_.perm.data()), DType::kI32,
+                          {out_.columns});
+    MOESAIC_RETURN_IF_ERROR(sort_columns_by_group(index.view(), out_.groups, perm));
+    if (sorted_groups_are_regular(index.view(), perm, format_.group_size)) return {};
+    return {StatusCode::kUnsupported,
+            fmt::format("{}: groups of uneven size, need {} columns in each",
+                        quote_name(name(TensorKind::kGroupIndex)), format_.group_size)};
+  }
+
+  const MlpTensors& tensors_;
+  Projection projection_;
+  const LinearFormat& format_;
+  IntegerLinear out_;
+};
+
+}  // namespace
+
+Result<IntegerLinear> read_integer_linear(const MlpTensors& tensors, Projection projection,
+                                          const LinearFormat& format, std::int64_t rows,
+                                          std::int64_t columns) {
+  return IntegerReader(tensors, projection, format, rows, columns).run();
+}
+
+}  // namespace moesaic

@@ -1,0 +1,96 @@
+#include "checkpoint/reader/linear_numbers.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "checkpoint/container/names.h"
+#include "numerics/element.h"
+
+namespace moesaic {
+
+Result<std::vector<float>> read_floats(const ShardSet::Located& from) {
+  MOESAIC_ASSIGN_OR_RETURN(const Tensor stored, from.file->read_tensor(*from.info));
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t count, stored.shape().num_elements());
+  std::vector<float> values(static_cast<std::size_t>(count));
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    values[i] = load_as_f32(stored.data(), stored.dtype(), static_cast<std::int64_t>(i));
+  }
+  return values;
+}
+
+Status check_positive(const ShardSet::Located& from, std::string_view what, float value) {
+  if (value > 0 && std::isfinite(value)) return {};
+  return {StatusCode::kCorruptFile, fmt::format("{}: got {} {}, need a finite number > 0",
+                                                quote_name(from.info->name), what, value)};
+}
+
+Result<InputScales> read_input_scales(const std::vector<MlpTensors>& experts,
+                                      const LinearFormat& format) {
+  InputScales scales;
+  if (format.activation != ActivationQuant::kStatic) return scales;
+  const bool reciprocal =
+      format.names == NameStyle::kCompressed && format.stored == StoredFormat::kNvfp4;
+  for (const MlpTensors& expert : experts) {
+    for (const std::size_t p : {kW1, kW3, kW2}) {
+      const auto& from = expert.of(TensorKind::kInputScale)[p];
+      if (!from) continue;
+      float& largest = p == kW2 ? scales.w2 : scales.w13;
+      MOESAIC_ASSIGN_OR_RETURN(const std::vector<float> values, read_floats(*from));
+      for (const float value : values) {
+        MOESAIC_RETURN_IF_ERROR(check_positive(*from, "input scale", value));
+        largest = std::max(largest, reciprocal ? 1.0F / value : value);
+      }
+    }
+  }
+  return scales;
+}
+
+// Has any expert other numbers of this kind for gate than for up?
+static Result<bool> numbers_differ(const std::vector<MlpTensors>& experts, TensorKind kind) {
+  for (const MlpTensors& expert : experts) {
+    const auto& scales = expert.of(kind);
+    if (!scales[kW1]) continue;
+    const TensorInfo& info = *scales[kW1]->info;
+    MOESAIC_ASSIGN_OR_RETURN(const Tensor gate, scales[kW1]->file->read_tensor(info));
+    if (scales[kW3] && scales[kW3]->info != &info) {
+      MOESAIC_ASSIGN_OR_RETURN(const Tensor up, scales[kW3]->file->read_tensor(*scales[kW3]->info));
+      const auto same = [&] {
+        return std::memcmp(gate.data(), up.data(), static_cast<std::size_t>(gate.bytes())) == 0;
+      };
+      if (gate.dtype() != up.dtype() || gate.bytes() != up.bytes() || !same()) return true;
+    } else if (info.rank >= 2 && info.shape[1] == 2) {
+      for (std::int64_t i = 0; i < info.shape[0]; ++i) {  // [E, 2(, 1)], gate and up of each expert
+        const std::int64_t at = 2 * i;
+        if (load_as_f32(gate.data(), gate.dtype(), at) !=
+            load_as_f32(gate.data(), gate.dtype(), at + 1)) {
+          return true;
+        }
+      }
+    }
+  }
+  return false;
+}
+
+Status scheme_of_values(const std::vector<MlpTensors>& experts, const LinearFormat& format,
+                        QuantScheme* scheme) {
+  if (format.stored == StoredFormat::kNvfp4) {
+    MOESAIC_ASSIGN_OR_RETURN(const bool differ, numbers_differ(experts, TensorKind::kGlobalScale));
+    if (differ) scheme->weight.outer_scale = OuterScale::kChannel;
+  }
+  if (format.stored == StoredFormat::kFp8Tensor) {
+    MOESAIC_ASSIGN_OR_RETURN(const bool differ, numbers_differ(experts, TensorKind::kScale));
+    if (differ) scheme->weight.granularity = ScaleGranularity::kChannel;
+  }
+  if (format.act_order) {
+    MOESAIC_ASSIGN_OR_RETURN(const bool differ, numbers_differ(experts, TensorKind::kGroupIndex));
+    if (differ) {
+      MOESAIC_ASSIGN_OR_RETURN(*scheme, linear_scheme({}, DType::kF32));
+    }
+  }
+  return {};
+}
+
+}  // namespace moesaic

@@ -1,0 +1,42 @@
+// Numbers that count for a whole linear: input scales, and what the numbers of all experts tell of
+// the scheme.
+#pragma once
+
+#include <cstddef>
+#include <string_view>
+#include <vector>
+
+#include "checkpoint/binding/layer_binding.h"
+#include "checkpoint/config/linear_format.h"
+#include "moesaic/quant.h"
+#include "moesaic/status.h"
+
+namespace moesaic {
+
+inline constexpr std::size_t kW1 = 0, kW3 = 1, kW2 = 2;  // Projection
+
+// All elements of a small tensor.
+Result<std::vector<float>> read_floats(const ShardSet::Located& from);
+
+// kCorruptFile naming the tensor, unless `value` is finite and > 0.
+Status check_positive(const ShardSet::Located& from, std::string_view what, float value);
+
+// Static activation scales of a layer, the same for all of its experts (dequantisation
+// multipliers); 0 where the scheme has none.
+struct InputScales {
+  float w13 = 0;
+  float w2 = 0;
+};
+// The largest of all experts', so that no expert's activations saturate and every rank has the same
+// ones. kCorruptFile for a value that is not finite and > 0.
+Result<InputScales> read_input_scales(const std::vector<MlpTensors>& experts,
+                                      const LinearFormat& format);
+
+// What only the stored numbers tell of a layer's scheme. Where any expert's gate has another scale
+// than its up, w13 has a scale per row: FP8 with a scale per tensor becomes kChannel, the global
+// scale of NVFP4 OuterScale::kChannel. Nothing is requantised. Where any expert's gate has another
+// group index than its up, w13 has no one order of columns: the layer becomes F32 (read_wide_mlp).
+Status scheme_of_values(const std::vector<MlpTensors>& experts, const LinearFormat& format,
+                        QuantScheme* scheme);
+
+}  // namespace moesaic

@@ -1,0 +1,78 @@
+#include "checkpoint/reader/quantized_buffers.h"
+
+#include "core/checked.h"
+
+namespace moesaic {
+
+Result<MatrixBuffers> MatrixBuffers::make(const QuantScheme& scheme, std::int64_t rows,
+                                          std::int64_t columns) {
+  const OperandQuant& w = scheme.weight;
+  const OperandQuant& a = scheme.activation;
+  MatrixBuffers m;
+  const auto allocate = [](Tensor* t, DType dtype, const Shape& shape) -> Status {
+    MOESAIC_ASSIGN_OR_RETURN(*t, Tensor::uninitialized(dtype, shape));
+    return {};
+  };
+  MOESAIC_RETURN_IF_ERROR(allocate(&m.weight, w.dtype, {rows, columns}));
+  Shape shape = {1};
+  if (w.granularity == ScaleGranularity::kChannel) shape = {rows};
+  if (w.granularity == ScaleGranularity::kGroup) shape = {rows, ceil_div(columns, w.block_k)};
+  const DType dtype = w.scale_format == ScaleFormat::kE8M0   ? DType::kF8E8M0
+                      : w.scale_format == ScaleFormat::kE4M3 ? DType::kF8E4M3
+                                                             : DType::kF32;
+  MOESAIC_RETURN_IF_ERROR(allocate(&m.scale, dtype, shape));
+  if (w.zero_point == ZeroPoint::kInteger) {
+    MOESAIC_RETURN_IF_ERROR(allocate(&m.zero, DType::kU8, shape));
+  }
+  if (w.zero_point == ZeroPoint::kMin) {
+    MOESAIC_RETURN_IF_ERROR(allocate(&m.min, DType::kF32, shape));
+  }
+  if (w.outer_scale == OuterScale::kTensor) {
+    MOESAIC_RETURN_IF_ERROR(allocate(&m.global_scale, DType::kF32, {1}));
+  }
+  if (w.outer_scale == OuterScale::kChannel) {
+    MOESAIC_RETURN_IF_ERROR(allocate(&m.channel_scale, DType::kF32, {rows}));
+  }
+  if (w.act_order) MOESAIC_RETURN_IF_ERROR(allocate(&m.perm, DType::kI32, {columns}));
+  const bool fixed_input = (a.granularity == ScaleGranularity::kTensor && !a.dynamic) ||
+                           a.outer_scale == OuterScale::kTensor;
+  if (fixed_input) MOESAIC_RETURN_IF_ERROR(allocate(&m.input_scale, DType::kF32, {1}));
+  return m;
+}
+
+std::int64_t MatrixBuffers::bytes() const {
+  return weight.bytes() + scale.bytes() + zero.bytes() + min.bytes() + global_scale.bytes() +
+         channel_scale.bytes() + input_scale.bytes() + perm.bytes();
+}
+
+Result<QuantizedBuffers> QuantizedBuffers::make(const QuantizedSlice& s) {
+  QuantizedBuffers b;
+  MOESAIC_ASSIGN_OR_RETURN(b.w13,
+                           MatrixBuffers::make(s.scheme, (s.gated ? 2 : 1) * s.count, s.hidden));
+  MOESAIC_ASSIGN_OR_RETURN(b.w2, MatrixBuffers::make(s.scheme, s.hidden, s.count));
+  return b;
+}
+
+ExpertWeightsView view_of(const QuantizedBuffers& b) {
+  const auto view = [](const Tensor& t) { return t.present() ? t.view() : ConstTensorView(); };
+  ExpertWeightsView v;
+  v.w13 = view(b.w13.weight);
+  v.w2 = view(b.w2.weight);
+  v.w13_scale = view(b.w13.scale);
+  v.w2_scale = view(b.w2.scale);
+  v.w13_global_scale = view(b.w13.global_scale);
+  v.w2_global_scale = view(b.w2.global_scale);
+  v.w13_channel_scale = view(b.w13.channel_scale);
+  v.w2_channel_scale = view(b.w2.channel_scale);
+  v.w13_zero = view(b.w13.zero);
+  v.w2_zero = view(b.w2.zero);
+  v.w13_min = view(b.w13.min);
+  v.w2_min = view(b.w2.min);
+  v.w13_input_scale = view(b.w13.input_scale);
+  v.w2_input_scale = view(b.w2.input_scale);
+  v.w13_perm = view(b.w13.perm);
+  v.w2_perm = view(b.w2.perm);
+  return v;
+}
+
+}  // namespace moesaic
