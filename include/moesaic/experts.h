@@ -40,7 +40,7 @@ struct MoeProblem {
   std::int64_t hidden_size = 0;        // H
   std::int64_t intermediate_size = 0;  // I of this rank
   ActivationSpec activation;
-  QuantScheme quant;
+  Scheme quant;
   DType activation_dtype =
       DType::kBF16;  // hidden states; the intermediate is rounded to it (F32 scheme: not rounded)
   ActivationFormat format = ActivationFormat::kStandard;

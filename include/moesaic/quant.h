@@ -1,5 +1,5 @@
-// QuantScheme: what the numbers of weights and activations mean. Data only; how to quantise is in
-// src/quant.
+// Scheme: what the numbers of weights and activations mean, and the arithmetic that follows from
+// them. Data only; how to quantise is in src/quant.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,11 @@ namespace moesaic {
 enum class ScaleGranularity : std::uint8_t { kNone, kTensor, kChannel, kToken, kBlock, kGroup };
 // Of the finest scales. kF32 as a weight scale: F32, BF16 or F16 as stored, widened when loaded.
 enum class ScaleFormat : std::uint8_t { kNone, kF32, kE8M0, kE4M3 };
-// How a power-of-two scale of microscaling activations is chosen from a group's amax
-// (numerics/e8m0.h): amax / qmax rounded up, or amax rounded to a power of two (up from 1.75 * 2^k)
-// and shifted by the largest exponent. kNone with E8M0 scales: the e4m3 rule of quant/fp8_group.h.
-enum class ExponentRule : std::uint8_t { kNone, kCeil, kRound175 };
+// How a power-of-two scale of a microscaling group is chosen from its amax (numerics/e8m0.h): amax
+// / qmax rounded up; amax rounded to a power of two (up from 1.75 * 2^k) and shifted by the largest
+// exponent; or floor(log2 amax) shifted so (OCP; of no scheme here). kNone with E8M0 scales: the
+// e4m3 rule of quant/fp8_group.h.
+enum class ExponentRule : std::uint8_t { kNone, kCeil, kRound175, kOcpFloor };
 // A second, coarser F32 factor of the same operand: one per expert, or one per output row.
 enum class OuterScale : std::uint8_t { kNone, kTensor, kChannel };
 // What an integer code is measured from: 0; a stored integer per scale, x ~= (q - zero) * scale; or
@@ -42,23 +43,69 @@ struct OperandQuant {
   bool operator==(const OperandQuant&) const = default;
 };
 
-// Weights and activations of one layer. `name` is the --quant name of the command line.
-struct QuantScheme {
-  std::string_view name;  // static storage
+// The arithmetic that a pair of operands means. All accumulate in fp32. "Quantised" operands are
+// hidden states and intermediate rounded to activation_dtype first.
+enum class ComputeScheme : std::uint8_t {
+  kF32,  // weights of any format, exactly as stored; fp32 arithmetic, no rounding before the output
+  kBF16,       // hidden states and intermediate rounded to bf16, weights bf16
+  kF16,        // the same with f16
+  kFp8Block,   // e4m3 weights with 128x128 scales; hidden states and intermediate quantised to e4m3
+               // per row and 128 columns (scales rounded up to a power of two when their format is
+               // E8M0: a backend honours that or refuses)
+  kFp8Bf16,    // the same weights; hidden states and intermediate rounded to bf16
+  kMxfp4Bf16,  // e2m1 weights with a power-of-two scale per row and 32 columns; hidden states and
+               // intermediate rounded to bf16
+  kWeightOnly,  // every other quantised weight format; hidden states and intermediate rounded to
+                // bf16, entries of a code table rounded to bf16
+  kFp8Scaled,  // e4m3 with one scale per expert or per output row; quantised to e4m3 with one scale
+               // per row (dynamic), or the expert's static one
+  kMxfp8,      // e4m3 with a power-of-two scale per 32; quantised the same way (scale: CEIL)
+  kMxfp4Fp8,   // e2m1 with a power-of-two scale per 32; e4m3 per 128 columns, row or tensor
+  kMxfp4,      // the same weights; quantised to e2m1 per 32 (scale: ROUND@1.75)
+  kNvfp4,      // e2m1 with an e4m3 scale per 16 and a global one; quantised the same way, with a
+               // static global scale
+  kInt4Fp8,    // int4 times an e4m3 scale per 128, that product rounded to e4m3; a scale per output
+               // row; quantised to e4m3 with one scale per row
+  kInt8,       // int8 with a scale per output row; quantised to int8 with one scale per row
+  kNone,       // no stage computes this pair of operands
+};
+// "fp8-block" ...: the name of the scheme it was made for, or "weight-only", "fp8-scaled", "none".
+std::string_view compute_scheme_name(ComputeScheme kind);
+
+// Weights and activations of one layer, and what is computed with them. Made by make_scheme alone,
+// from the operands and never from the name, so that a scheme put together by hand means the same.
+// An operand that is changed afterwards may mean another `kind`: validate refuses that.
+struct Scheme {
+  std::string_view name;  // static storage; the --quant name of the command line
   OperandQuant weight;
   OperandQuant activation;
   // Upper bound on the relative L2 error of a layer's output against float64 arithmetic on the
   // *same stored weights* (activation quantisation included). docs/accuracy.md has the measurements
   // behind it.
   double output_bound = 0;
+  ComputeScheme kind = ComputeScheme::kBF16;  // that of the default operands
   bool weight_only() const { return activation.granularity == ScaleGranularity::kNone; }
 };
+
+// Always succeeds: a checkpoint may store what nothing here computes, and can be described all the
+// same. `kind` is kNone then.
+Scheme make_scheme(std::string_view name, const OperandQuant& weight,
+                   const OperandQuant& activation, double output_bound);
+// The same scheme with another operand, name and bound kept.
+Scheme with_weight(const Scheme& scheme, const OperandQuant& weight);
+Scheme with_activation(const Scheme& scheme, const OperandQuant& activation);
+// kUnsupported when no stage computes these operands (which operand, and what is possible);
+// kInvalidArgument when `kind` is not what the operands mean.
+Status validate(const Scheme& scheme);
 
 // The schemes this build knows, in the order of docs/accuracy.md: f32, bf16, f16, fp8-block,
 // fp8-bf16, ... A checkpoint may imply others (other group sizes, zero points, static input
 // scales): those are the nearest of these with other operands.
-std::span<const QuantScheme> quant_schemes();
+std::span<const Scheme> quant_schemes();
 // kNotFound (with the nearest known name) for any other.
-Result<QuantScheme> quant_scheme_from_name(std::string_view name);
+Result<Scheme> quant_scheme_from_name(std::string_view name);
+
+// The former name of Scheme.
+using QuantScheme = Scheme;
 
 }  // namespace moesaic

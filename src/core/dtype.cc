@@ -2,6 +2,8 @@
 
 #include <array>
 
+#include "core/enum_rows.h"
+
 namespace moesaic {
 namespace {
 
@@ -39,13 +41,7 @@ constexpr std::array<DTypeRow, 24> kRows = {{
     {DType::kU4, "U4", 4},
 }};
 
-constexpr bool rows_are_ordered() {
-  for (std::size_t i = 0; i < kRows.size(); ++i) {
-    if (static_cast<std::size_t>(kRows[i].dtype) != i) return false;
-  }
-  return true;
-}
-static_assert(rows_are_ordered(), "kRows must follow the order of DType");
+static_assert(rows_follow_enum(kRows, &DTypeRow::dtype, DType::kU4));
 
 }  // namespace
 

@@ -48,17 +48,16 @@ Status check_sizes(const MoeProblem& p) {
   return {};
 }
 
-Status check_activation_dtype(const MoeProblem& p, ComputeScheme scheme) {
+Status check_activation_dtype(const MoeProblem& p) {
   const DType got = p.activation_dtype;
   if (got != DType::kF32 && got != DType::kBF16 && got != DType::kF16) {
     return unsupported(
         fmt::format("activation_dtype: got {}, need F32, BF16 or F16", dtype_name(got)));
   }
-  DType want = needs_bf16_activations(scheme) ? DType::kBF16 : got;
-  if (scheme == ComputeScheme::kF16) want = DType::kF16;
+  const DType want = needed_activation_dtype(p.quant.kind).value_or(got);
   if (got == want) return {};
   return unsupported(fmt::format("activation_dtype: got {}, scheme {} needs {}", dtype_name(got),
-                                 compute_scheme_name(scheme), dtype_name(want)));
+                                 compute_scheme_name(p.quant.kind), dtype_name(want)));
 }
 
 Status needs_multiple(std::string_view field, std::int64_t size, std::int64_t multiple,
@@ -99,8 +98,8 @@ Status check_block_shapes(const MoeProblem& p) {
 Status check_problem(const MoeProblem& problem) {
   MOESAIC_RETURN_IF_ERROR(check_sizes(problem));
   MOESAIC_RETURN_IF_ERROR(validate(problem.activation));
-  MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
-  MOESAIC_RETURN_IF_ERROR(check_activation_dtype(problem, scheme));
+  MOESAIC_RETURN_IF_ERROR(validate(problem.quant));
+  MOESAIC_RETURN_IF_ERROR(check_activation_dtype(problem));
   return check_block_shapes(problem);
 }
 
@@ -126,10 +125,10 @@ Status check_activation_view(std::string_view field, const ConstTensorView& t, c
 
 // Codes and scales in the place of values.
 Status check_quantized_rows(const MoeProblem& p, const ExpertsArgs& a) {
-  MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(p.quant));
-  if (scheme != ComputeScheme::kFp8Block) {
+  if (p.quant.kind != ComputeScheme::kFp8Block) {
     return unsupported(fmt::format("hidden_scale: got {}, scheme {} takes no quantised rows",
-                                   a.hidden_scale.shape.to_string(), compute_scheme_name(scheme)));
+                                   a.hidden_scale.shape.to_string(),
+                                   compute_scheme_name(p.quant.kind)));
   }
   MOESAIC_RETURN_IF_ERROR(expect_dtype("hidden_states", a.hidden_states, DType::kF8E4M3));
   MOESAIC_RETURN_IF_ERROR(expect_dtype("hidden_scale", a.hidden_scale, DType::kF32));

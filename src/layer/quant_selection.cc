@@ -76,8 +76,7 @@ Result<QuantPlan> plan_stored(const QuantScheme& stored, DType activation_dtype,
   if (requested != "as-is") {
     MOESAIC_ASSIGN_OR_RETURN(const QuantScheme named, quant_scheme_from_name(requested));
     if (requested == "f32" || runs_as(stored, named)) {
-      plan.scheme = named;
-      plan.scheme.weight = stored.weight;
+      plan.scheme = with_weight(named, stored.weight);
       plan.scheme.output_bound = std::hypot(named.output_bound, conversion_bound(stored));
     } else if (requested != stored.name) {
       return no_such_pair(stored, requested);
@@ -105,14 +104,15 @@ Result<QuantPlan> plan_quant(const QuantScheme& stored, DType activation_dtype,
   MOESAIC_ASSIGN_OR_RETURN(plan.scheme, quant_scheme_from_name(name));
   plan.activation_dtype = activation_dtype;
   if (name == "f32") {  // any stored weights, exactly as they are
-    plan.scheme.weight = stored.weight;
+    plan.scheme = with_weight(plan.scheme, stored.weight);
     return plan;
   }
   if (is_fp8(stored)) {
     if (name != "fp8-block" && name != "fp8-bf16") return no_such_pair(stored, requested);
     if (name == "fp8-bf16") plan.activation_dtype = DType::kBF16;
     // The checkpoint says how its activations are to be quantised (scale format).
-    if (name == "fp8-block" && !stored.weight_only()) plan.scheme.activation = stored.activation;
+    if (name == "fp8-block" && !stored.weight_only())
+      plan.scheme = with_activation(plan.scheme, stored.activation);
     return plan;
   }
   if (is_plain(plan.scheme)) {

@@ -174,9 +174,8 @@ Status batched_can_implement(const MoeProblem& problem) {
 Result<std::unique_ptr<PrepareAndFinalize>> make_batched_prepare_finalize(
     const MoeProblem& problem) {
   MOESAIC_RETURN_IF_ERROR(batched_can_implement(problem));
-  MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
   std::unique_ptr<PrepareAndFinalize> pf(new (std::nothrow) BatchedPrepareFinalize(
-      problem, operand_dtype(problem.activation_dtype, scheme)));
+      problem, operand_dtype(problem.activation_dtype, problem.quant.kind)));
   if (!pf) return Status(StatusCode::kOutOfMemory, "cannot allocate prepare_finalize");
   return pf;
 }

@@ -30,15 +30,15 @@ std::uint8_t code_of_exact(float value) {
 }  // namespace
 
 Result<RowWire> RowWire::create(const MoeProblem& problem, bool quantize) {
-  MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
+  MOESAIC_RETURN_IF_ERROR(validate(problem.quant));
   RowWire w;
   MOESAIC_ASSIGN_OR_RETURN(w.kernels_, cpu::current_kernels());
-  w.round_dtype_ = operand_dtype(problem.activation_dtype, scheme);
+  w.round_dtype_ = operand_dtype(problem.activation_dtype, problem.quant.kind);
   w.dtype_ = w.round_dtype_;
   w.hidden_ = problem.hidden_size;
   w.top_k_ = problem.top_k;
   w.num_threads_ = cpu::resolve_threads(problem.num_threads);
-  if (quantize && scheme == ComputeScheme::kFp8Block) {
+  if (quantize && problem.quant.kind == ComputeScheme::kFp8Block) {
     w.dtype_ = DType::kF8E4M3;
     w.groups_ = problem.hidden_size / cpu::kGroup;  // check_problem: whole groups
     w.power_of_two_ = problem.quant.activation.scale_format == ScaleFormat::kE8M0;

@@ -1,21 +1,37 @@
+// The catalogue of schemes, and what pairs of operands mean: one row per stored weight format and
+// one per name.
+#include <fmt/format.h>
+
 #include <array>
 #include <string>
 #include <vector>
 
+#include "core/fault.h"
 #include "core/nearest_name.h"
+#include "core/refusal.h"
 #include "moesaic/quant.h"
+#include "quant/compute_scheme.h"
 
 namespace moesaic {
 namespace {
+
+using Kind = ComputeScheme;
+using G = ScaleGranularity;
+using F = ScaleFormat;
+
+constexpr DType kE4M3 = DType::kF8E4M3, kE2M1 = DType::kF4E2M1;
+constexpr std::int64_t kScaleBlock = 128;  // rows and columns that share a scale
+constexpr std::int64_t kNvfp4Group = 16;
+
+// --- operands ------------------------------------------------------------------------------------
 
 constexpr OperandQuant plain(DType dtype) {
   OperandQuant q;
   q.dtype = dtype;
   return q;
 }
-
-constexpr OperandQuant scaled(DType dtype, ScaleGranularity granularity, ScaleFormat format,
-                              std::int64_t block_n = 0, std::int64_t block_k = 0) {
+constexpr OperandQuant scaled(DType dtype, G granularity, F format, std::int64_t block_n = 0,
+                              std::int64_t block_k = 0) {
   OperandQuant q = plain(dtype);
   q.granularity = granularity;
   q.scale_format = format;
@@ -23,8 +39,8 @@ constexpr OperandQuant scaled(DType dtype, ScaleGranularity granularity, ScaleFo
   q.block_k = block_k;
   return q;
 }
-constexpr OperandQuant group(DType dtype, ScaleFormat format, std::int64_t block_k) {
-  return scaled(dtype, ScaleGranularity::kGroup, format, 1, block_k);
+constexpr OperandQuant group(DType dtype, F format, std::int64_t block_k) {
+  return scaled(dtype, G::kGroup, format, 1, block_k);
 }
 constexpr OperandQuant outer(OperandQuant q, OuterScale scale) {
   q.outer_scale = scale;
@@ -36,27 +52,162 @@ constexpr OperandQuant dynamic(OperandQuant q, ExponentRule rule = ExponentRule:
   q.rule = rule;
   return q;
 }
-constexpr OperandQuant token(DType dtype) {
-  return dynamic(scaled(dtype, ScaleGranularity::kToken, ScaleFormat::kF32));
-}
+constexpr OperandQuant token(DType dtype) { return dynamic(scaled(dtype, G::kToken, F::kF32)); }
 constexpr OperandQuant table(OperandQuant q, CodeTable values) {
   q.table = values;
   return q;
 }
 
-constexpr DType kE4M3 = DType::kF8E4M3, kE2M1 = DType::kF4E2M1, kInt8 = DType::kI8;
+constexpr bool is_plain(const OperandQuant& q, DType dtype) {
+  return q.granularity == G::kNone && q.dtype == dtype && q.table == CodeTable::kNone;
+}
+constexpr bool is_group(const OperandQuant& q, DType dtype, F format, std::int64_t size,
+                        OuterScale outer_scale = OuterScale::kNone) {
+  return q.dtype == dtype && q.granularity == G::kGroup && q.scale_format == format &&
+         q.block_n == 1 && q.block_k == size && q.outer_scale == outer_scale;
+}
+constexpr bool is_per(const OperandQuant& q, DType dtype, G granularity) {
+  return q.dtype == dtype && q.granularity == granularity && q.scale_format == F::kF32 &&
+         q.outer_scale == OuterScale::kNone;
+}
+// Neither zero points nor an order of columns of its own, which belong to integers; no table.
+constexpr bool is_bare(const OperandQuant& w) {
+  return w.zero_point == ZeroPoint::kNone && !w.act_order && w.table == CodeTable::kNone;
+}
+constexpr bool is_integer(const OperandQuant& w) {
+  const bool four = w.dtype == DType::kI4 || w.dtype == DType::kU4;
+  const bool eight = w.dtype == DType::kI8 || w.dtype == DType::kU8;
+  const bool grouped = w.granularity == G::kGroup && w.block_n == 1 && w.block_k > 0;
+  return (four || eight) && (grouped || w.granularity == G::kChannel) &&
+         w.scale_format == F::kF32 && w.outer_scale == OuterScale::kNone &&
+         w.table == CodeTable::kNone;
+}
+// A table needs codes from 0.
+constexpr bool is_table(const OperandQuant& w) {
+  return w.dtype == DType::kU4 && w.granularity == G::kGroup && w.table != CodeTable::kNone &&
+         w.zero_point == ZeroPoint::kNone && !w.act_order && is_integer(table(w, CodeTable::kNone));
+}
+
+constexpr bool is_fp8_token(const OperandQuant& a) {
+  return is_per(a, kE4M3, G::kToken) && a.dynamic;
+}
+constexpr bool is_fp8_static(const OperandQuant& a) {
+  return is_per(a, kE4M3, G::kTensor) && !a.dynamic;
+}
+constexpr bool is_fp8_group(const OperandQuant& a) {
+  return a.dynamic &&
+         (is_group(a, kE4M3, F::kF32, kScaleBlock) || is_group(a, kE4M3, F::kE8M0, kScaleBlock));
+}
+constexpr bool is_mx_group(const OperandQuant& a, DType dtype, ExponentRule rule) {
+  return is_group(a, dtype, F::kE8M0, kMxGroup) && a.dynamic && a.rule == rule;
+}
+
+// --- what a pair of operands means ---------------------------------------------------------------
+
+// A stored weight format. F32 activations go with all of them.
+struct WeightRow {
+  std::string_view text;  // for messages
+  bool (*is)(const OperandQuant& weight);
+  Kind with_bf16;  // activations that are BF16; kNone: not computed
+  Kind (*with)(const OperandQuant& activation) = nullptr;  // any others; null: none
+};
+
+constexpr std::array<WeightRow, 12> kWeightRows = {{
+    {"plain F32", [](const OperandQuant& w) { return is_bare(w) && is_plain(w, DType::kF32); },
+     Kind::kNone},
+    {"plain BF16", [](const OperandQuant& w) { return is_bare(w) && is_plain(w, DType::kBF16); },
+     Kind::kBF16},
+    {"plain F16", [](const OperandQuant& w) { return is_bare(w) && is_plain(w, DType::kF16); },
+     Kind::kNone,
+     [](const OperandQuant& a) { return is_plain(a, DType::kF16) ? Kind::kF16 : Kind::kNone; }},
+    {"F8_E4M3 with an F32 scale per 128x128 block",
+     [](const OperandQuant& w) {
+       return is_bare(w) && is_per(w, kE4M3, G::kBlock) && w.block_n == kScaleBlock &&
+              w.block_k == kScaleBlock;
+     },
+     Kind::kFp8Bf16,
+     [](const OperandQuant& a) { return is_fp8_group(a) ? Kind::kFp8Block : Kind::kNone; }},
+    {"F8_E4M3 with an F32 scale per expert or row",
+     [](const OperandQuant& w) {
+       return is_bare(w) && (is_per(w, kE4M3, G::kTensor) || is_per(w, kE4M3, G::kChannel));
+     },
+     Kind::kWeightOnly,
+     [](const OperandQuant& a) {
+       return is_fp8_token(a) || is_fp8_static(a) ? Kind::kFp8Scaled : Kind::kNone;
+     }},
+    {"F8_E4M3 with an F8_E8M0 scale per 1x32",
+     [](const OperandQuant& w) { return is_bare(w) && is_group(w, kE4M3, F::kE8M0, kMxGroup); },
+     Kind::kWeightOnly,
+     [](const OperandQuant& a) {
+       return is_mx_group(a, kE4M3, ExponentRule::kCeil) ? Kind::kMxfp8 : Kind::kNone;
+     }},
+    {"F4 with an F8_E8M0 scale per 1x32",
+     [](const OperandQuant& w) { return is_bare(w) && is_group(w, kE2M1, F::kE8M0, kMxGroup); },
+     Kind::kMxfp4Bf16,
+     [](const OperandQuant& a) {
+       if (is_fp8_group(a) || is_fp8_token(a) || is_fp8_static(a)) return Kind::kMxfp4Fp8;
+       return is_mx_group(a, kE2M1, ExponentRule::kRound175) ? Kind::kMxfp4 : Kind::kNone;
+     }},
+    {"F4 with an F8_E4M3 scale per 1x16 and one per expert or row",
+     [](const OperandQuant& w) {
+       return is_bare(w) && (is_group(w, kE2M1, F::kE4M3, kNvfp4Group, OuterScale::kTensor) ||
+                             is_group(w, kE2M1, F::kE4M3, kNvfp4Group, OuterScale::kChannel));
+     },
+     Kind::kWeightOnly,
+     [](const OperandQuant& a) {
+       const bool same = is_group(a, kE2M1, F::kE4M3, kNvfp4Group, OuterScale::kTensor);
+       return same && a.dynamic ? Kind::kNvfp4 : Kind::kNone;
+     }},
+    {"I4 with an F8_E4M3 scale per 1x128 and one per row",
+     [](const OperandQuant& w) {
+       return is_bare(w) && is_group(w, DType::kI4, F::kE4M3, kScaleBlock, OuterScale::kChannel);
+     },
+     Kind::kWeightOnly,
+     [](const OperandQuant& a) { return is_fp8_token(a) ? Kind::kInt4Fp8 : Kind::kNone; }},
+    {"I8 with an F32 scale per row",
+     [](const OperandQuant& w) { return is_bare(w) && is_per(w, DType::kI8, G::kChannel); },
+     Kind::kWeightOnly,
+     [](const OperandQuant& a) {
+       return is_per(a, DType::kI8, G::kToken) && a.dynamic ? Kind::kInt8 : Kind::kNone;
+     }},
+    {"I4, U4, I8 or U8 with F32 scales per row or group", is_integer, Kind::kWeightOnly},
+    {"U4 indices of a table with F32 scales per group", is_table, Kind::kWeightOnly},
+}};
+
+constexpr const WeightRow* weight_row(const OperandQuant& w) {
+  if (w.dynamic) return nullptr;
+  for (const WeightRow& row : kWeightRows) {
+    if (row.is(w)) return &row;
+  }
+  return nullptr;
+}
+
+constexpr Kind kind_of(const OperandQuant& w, const OperandQuant& a) {
+  const WeightRow* row = weight_row(w);
+  if (row == nullptr) return Kind::kNone;
+  if (is_plain(a, DType::kF32)) return Kind::kF32;
+  if (is_plain(a, DType::kBF16)) return row->with_bf16;
+  return row->with != nullptr ? row->with(a) : Kind::kNone;
+}
+
+constexpr Scheme made(std::string_view name, const OperandQuant& weight,
+                      const OperandQuant& activation, double output_bound) {
+  return {name, weight, activation, output_bound, kind_of(weight, activation)};
+}
+
+// --- the schemes that have names -----------------------------------------------------------------
+
 constexpr OperandQuant kBF16 = plain(DType::kBF16);
 // e4m3 with one F32 scale per 128x128 tile: the block format of DeepSeek-V3 checkpoints.
-constexpr OperandQuant kFp8Block =
-    scaled(kE4M3, ScaleGranularity::kBlock, ScaleFormat::kF32, 128, 128);
-constexpr OperandQuant kFp8Tensor = scaled(kE4M3, ScaleGranularity::kTensor, ScaleFormat::kF32);
-constexpr OperandQuant kFp8Channel = scaled(kE4M3, ScaleGranularity::kChannel, ScaleFormat::kF32);
-constexpr OperandQuant kInt8Channel = scaled(kInt8, ScaleGranularity::kChannel, ScaleFormat::kF32);
-constexpr OperandQuant kMxfp8 = group(kE4M3, ScaleFormat::kE8M0, 32);  // OCP microscaling
-constexpr OperandQuant kMxfp4 = group(kE2M1, ScaleFormat::kE8M0, 32);
-constexpr OperandQuant kNvfp4 = outer(group(kE2M1, ScaleFormat::kE4M3, 16), OuterScale::kTensor);
+constexpr OperandQuant kFp8Block = scaled(kE4M3, G::kBlock, F::kF32, kScaleBlock, kScaleBlock);
+constexpr OperandQuant kFp8Tensor = scaled(kE4M3, G::kTensor, F::kF32);
+constexpr OperandQuant kFp8Channel = scaled(kE4M3, G::kChannel, F::kF32);
+constexpr OperandQuant kInt8Channel = scaled(DType::kI8, G::kChannel, F::kF32);
+constexpr OperandQuant kMxfp8 = group(kE4M3, F::kE8M0, kMxGroup);  // OCP microscaling
+constexpr OperandQuant kMxfp4 = group(kE2M1, F::kE8M0, kMxGroup);
+constexpr OperandQuant kNvfp4 = outer(group(kE2M1, F::kE4M3, kNvfp4Group), OuterScale::kTensor);
 constexpr OperandQuant kInt4Fp8 =
-    outer(group(DType::kI4, ScaleFormat::kE4M3, 128), OuterScale::kChannel);
+    outer(group(DType::kI4, F::kE4M3, kScaleBlock), OuterScale::kChannel);
 
 // Bounds are for a whole expert MLP with shared experts, against float64 on the same stored
 // weights. f32: accumulation order only. bf16, f16 and the weight-only schemes: the rounding of
@@ -64,52 +215,98 @@ constexpr OperandQuant kInt4Fp8 =
 // at both GEMMs: 2.6 % per rounding to e4m3, 0.8 % to int8 of a whole row, 11 % to e2m1 with
 // power-of-two scales, 9.5 % with e4m3 scales per 16 (spec quantization.md section 15), and margin.
 constexpr double kWeightOnly = 6e-3, kFp8 = 6e-2;
-constexpr std::array<QuantScheme, 18> kSchemes = {{
-    {"f32", plain(DType::kF32), plain(DType::kF32), 2e-6},
-    {"bf16", kBF16, kBF16, kWeightOnly},
-    {"f16", plain(DType::kF16), plain(DType::kF16), 1e-3},
-    {"fp8-block", kFp8Block, dynamic(group(kE4M3, ScaleFormat::kF32, 128)), kFp8},
-    {"fp8-bf16", kFp8Block, kBF16, kWeightOnly},
-    {"mxfp4-bf16", kMxfp4, kBF16, kWeightOnly},
-    {"fp8-tensor", kFp8Tensor, token(kE4M3), kFp8},
-    {"fp8-channel", kFp8Channel, token(kE4M3), kFp8},
-    {"mxfp8", kMxfp8, dynamic(kMxfp8, ExponentRule::kCeil), kFp8},
-    {"mxfp4-fp8", kMxfp4, dynamic(group(kE4M3, ScaleFormat::kE8M0, 128)), kFp8},
-    {"mxfp4", kMxfp4, dynamic(kMxfp4, ExponentRule::kRound175), 0.3},
-    {"nvfp4", kNvfp4, dynamic(kNvfp4), 0.25},
-    {"int4-fp8", kInt4Fp8, token(kE4M3), kFp8},
-    {"int8", kInt8Channel, token(kInt8), 3e-2},
-    {"int4-g128", group(DType::kI4, ScaleFormat::kF32, 128), kBF16, kWeightOnly},
-    {"int8-bf16", kInt8Channel, kBF16, kWeightOnly},
-    {"nvfp4-bf16", kNvfp4, kBF16, kWeightOnly},
-    {"nf4-bf16", table(group(DType::kU4, ScaleFormat::kF32, 64), CodeTable::kNf4), kBF16,
-     kWeightOnly},
+constexpr std::array<Scheme, 18> kSchemes = {{
+    made("f32", plain(DType::kF32), plain(DType::kF32), 2e-6),
+    made("bf16", kBF16, kBF16, kWeightOnly),
+    made("f16", plain(DType::kF16), plain(DType::kF16), 1e-3),
+    made("fp8-block", kFp8Block, dynamic(group(kE4M3, F::kF32, kScaleBlock)), kFp8),
+    made("fp8-bf16", kFp8Block, kBF16, kWeightOnly),
+    made("mxfp4-bf16", kMxfp4, kBF16, kWeightOnly),
+    made("fp8-tensor", kFp8Tensor, token(kE4M3), kFp8),
+    made("fp8-channel", kFp8Channel, token(kE4M3), kFp8),
+    made("mxfp8", kMxfp8, dynamic(kMxfp8, ExponentRule::kCeil), kFp8),
+    made("mxfp4-fp8", kMxfp4, dynamic(group(kE4M3, F::kE8M0, kScaleBlock)), kFp8),
+    made("mxfp4", kMxfp4, dynamic(kMxfp4, ExponentRule::kRound175), 0.3),
+    made("nvfp4", kNvfp4, dynamic(kNvfp4), 0.25),
+    made("int4-fp8", kInt4Fp8, token(kE4M3), kFp8),
+    made("int8", kInt8Channel, token(DType::kI8), 3e-2),
+    made("int4-g128", group(DType::kI4, F::kF32, 128), kBF16, kWeightOnly),
+    made("int8-bf16", kInt8Channel, kBF16, kWeightOnly),
+    made("nvfp4-bf16", kNvfp4, kBF16, kWeightOnly),
+    made("nf4-bf16", table(group(DType::kU4, F::kF32, 64), CodeTable::kNf4), kBF16, kWeightOnly),
 }};
+static_assert(
+    [] {
+      for (const Scheme& s : kSchemes) {
+        if (s.kind == Kind::kNone) return false;
+      }
+      return true;
+    }(),
+    "a scheme with a name that nothing computes");
 
-std::string known_names() {
-  std::string text;
-  for (const QuantScheme& scheme : kSchemes) {
-    if (!text.empty()) text += ", ";
-    text += scheme.name;
+// --- messages ------------------------------------------------------------------------------------
+
+std::string listed(const std::vector<std::string_view>& texts, std::string_view separator) {
+  return fmt::format("{}", fmt::join(texts, separator));
+}
+std::string weight_texts() {
+  std::vector<std::string_view> texts;
+  for (const WeightRow& row : kWeightRows) texts.push_back(row.text);
+  return listed(texts, "; ");
+}
+// Names of schemes, all of them or those that quantise activations.
+std::vector<std::string_view> scheme_names(bool all) {
+  std::vector<std::string_view> names;
+  for (const Scheme& s : kSchemes) {
+    if (all || !s.weight_only()) names.push_back(s.name);
   }
-  return text;
+  return names;
 }
 
 }  // namespace
 
-std::span<const QuantScheme> quant_schemes() { return kSchemes; }
+Scheme make_scheme(std::string_view name, const OperandQuant& weight,
+                   const OperandQuant& activation, double output_bound) {
+  return made(name, weight, activation, output_bound);
+}
+Scheme with_weight(const Scheme& s, const OperandQuant& weight) {
+  return made(s.name, weight, s.activation, s.output_bound);
+}
+Scheme with_activation(const Scheme& s, const OperandQuant& activation) {
+  return made(s.name, s.weight, activation, s.output_bound);
+}
 
-Result<QuantScheme> quant_scheme_from_name(std::string_view name) {
-  for (const QuantScheme& scheme : kSchemes) {
+Status validate(const Scheme& scheme) {
+  const OperandQuant& w = scheme.weight;
+  const OperandQuant& a = scheme.activation;
+  const Kind kind = kind_of(w, a);
+  if (kind == Kind::kNone && weight_row(w) == nullptr) {
+    return unsupported(fmt::format("quant.weight: got {} with block {}x{}, need one of: {}",
+                                   dtype_name(w.dtype), w.block_n, w.block_k, weight_texts()));
+  }
+  if (kind == Kind::kNone) {
+    return unsupported(
+        fmt::format("quant: got {} weights with {} activations, need F32 activations (any "
+                    "weights), BF16 (any but F32 and F16), F16 (F16 weights), or the quantised "
+                    "activations of {} with the weights of that scheme",
+                    dtype_name(w.dtype), dtype_name(a.dtype), listed(scheme_names(false), ", ")));
+  }
+  if (kind == scheme.kind || MOESAIC_FAULT(quant_kind_of_other_operands)) return {};
+  return invalid(fmt::format("quant.kind: got {}, these operands mean {}; make_scheme says so",
+                             compute_scheme_name(scheme.kind), compute_scheme_name(kind)));
+}
+
+std::span<const Scheme> quant_schemes() { return kSchemes; }
+
+Result<Scheme> quant_scheme_from_name(std::string_view name) {
+  for (const Scheme& scheme : kSchemes) {
     if (scheme.name == name) return scheme;
   }
-  std::vector<std::string_view> names;
-  names.reserve(kSchemes.size());
-  for (const QuantScheme& scheme : kSchemes) names.push_back(scheme.name);
+  const std::vector<std::string_view> names = scheme_names(true);
   // The name comes from outside: quote a bounded part of it.
-  return Status(StatusCode::kNotFound, "quant scheme: got \"" + std::string(name.substr(0, 64)) +
-                                           "\", need one of " + known_names() + "; nearest is \"" +
-                                           std::string(nearest_name(name, names)) + "\"");
+  return Status(StatusCode::kNotFound,
+                fmt::format("quant scheme: got \"{}\", need one of {}; nearest is \"{}\"",
+                            name.substr(0, 64), listed(names, ", "), nearest_name(name, names)));
 }
 
 }  // namespace moesaic

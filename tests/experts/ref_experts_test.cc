@@ -417,7 +417,7 @@ TEST_P(ExpertsScheme, InputsOfEveryFloatDTypeAreTaken) {
 TEST(ExpertsF32, ComputesOnEveryStoredFormat) {
   for (const char* stored : kSchemes) {
     MoeProblem p = small_problem(stored);
-    p.quant.activation = quant_scheme_from_name("f32").value().activation;
+    p.quant = with_activation(p.quant, quant_scheme_from_name("f32").value().activation);
     const StandardCase c = make_case(131, p, 4, DType::kBF16);
     const auto want = c.oracle(false);
     for (const std::string& name : accepting(p)) {

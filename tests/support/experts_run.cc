@@ -23,7 +23,7 @@ T must(Result<T> result, std::string_view what) {
 
 }  // namespace
 
-QuantScheme scheme_called(std::string_view name) {
+Scheme scheme_called(std::string_view name) {
   std::string_view named = name;  // the nearest one
   if (name == "fp8-static") named = "fp8-tensor";
   if (name == "mxfp4-static" || name == "mxfp4-token" || name == "mxfp4-f32-groups") {
@@ -33,19 +33,19 @@ QuantScheme scheme_called(std::string_view name) {
   if (name == "int4-channel" || name == "q6k" || name == "u8-zero") named = "int8-bf16";
   if (name == "nvfp4-rows") named = "nvfp4";
   if (name == "fp4-bf16" || name == "iq4") named = "nf4-bf16";
-  QuantScheme s = must(quant_scheme_from_name(named), "scheme_called");
-  OperandQuant& w = s.weight;
+  const Scheme near = must(quant_scheme_from_name(named), "scheme_called");
+  OperandQuant w = near.weight, a = near.activation;
   if (name == "mxfp4-f32-groups" || name == "mxfp4-static" || name == "mxfp4-token") {
-    s.activation.scale_format = ScaleFormat::kF32;
+    a.scale_format = ScaleFormat::kF32;
   }
   if (name == "mxfp4-token") {
-    s.activation.granularity = ScaleGranularity::kToken;
-    s.activation.block_n = s.activation.block_k = 0;
+    a.granularity = ScaleGranularity::kToken;
+    a.block_n = a.block_k = 0;
   }
   if (name == "fp8-static" || name == "mxfp4-static") {
-    s.activation.granularity = ScaleGranularity::kTensor;
-    s.activation.block_n = s.activation.block_k = 0;
-    s.activation.dynamic = false;
+    a.granularity = ScaleGranularity::kTensor;
+    a.block_n = a.block_k = 0;
+    a.dynamic = false;
   }
   if (name == "gptq" || name == "q4k") {
     w.dtype = DType::kU4;
@@ -69,7 +69,7 @@ QuantScheme scheme_called(std::string_view name) {
     w.table = CodeTable::kIq4Nl;
     w.block_k = 32;
   }
-  return s;
+  return make_scheme(near.name, w, a, near.output_bound);
 }
 
 MoeProblem small_problem(std::string_view quant) {

@@ -21,7 +21,7 @@ namespace moesaic::test {
 //   u8-zero        U8 per row with zero points
 //   nvfp4-rows     nvfp4 with a global scale per row of the weights
 //   fp4-bf16       table of 16 values, absmax per 64
-QuantScheme scheme_called(std::string_view name);
+Scheme scheme_called(std::string_view name);
 
 // A small problem: E 6, k 2, H 96, I 64 (e4m3 and groups of 64 or more: H 256, I 128), silu, every
 // expert local.

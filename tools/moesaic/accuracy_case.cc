@@ -290,8 +290,8 @@ bool has_static_scale(const QuantScheme& scheme) {
 
 Result<SchemeRun> run_scheme(const AccuracyCase& data, const QuantScheme& scheme,
                              const Tensor& rows, int num_threads) {
-  MOESAIC_ASSIGN_OR_RETURN(QuantScheme wide, quant_scheme_from_name("f32"));
-  wide.weight = scheme.weight;
+  MOESAIC_ASSIGN_OR_RETURN(const Scheme f32, quant_scheme_from_name("f32"));
+  const Scheme wide = with_weight(f32, scheme.weight);
   const bool two_levels = scheme.activation.outer_scale == OuterScale::kTensor;
   double unused = 0;
   MOESAIC_ASSIGN_OR_RETURN(const auto stored,
@@ -332,8 +332,7 @@ Result<AccuracyRow> measure_accuracy(const AccuracyCase& data, const QuantScheme
                            run_experts(data, accuracy_problem(data, scheme, num_threads),
                                        data.hidden_states, source, &row.backend));
   // fp32 arithmetic on the stored weights: what the scheme's own bound is measured against.
-  QuantScheme wide = f32;
-  wide.weight = scheme.weight;
+  const Scheme wide = with_weight(f32, scheme.weight);
   StoredSource plain_source(stored, false);
   MOESAIC_ASSIGN_OR_RETURN(const std::vector<double> same_weights,
                            run_experts(data, accuracy_problem(data, wide, num_threads),

@@ -48,10 +48,10 @@ std::vector<SweepScheme> sweep_schemes() {
   for (const QuantScheme& scheme : quant_schemes()) {
     schemes.push_back({std::string(scheme.name), scheme});
     if (scheme.name != "fp8-tensor") continue;
-    SweepScheme fixed{"fp8-tensor, static", scheme};
-    fixed.quant.activation.granularity = ScaleGranularity::kTensor;
-    fixed.quant.activation.dynamic = false;
-    schemes.push_back(std::move(fixed));
+    OperandQuant fixed = scheme.activation;
+    fixed.granularity = ScaleGranularity::kTensor;
+    fixed.dynamic = false;
+    schemes.push_back({"fp8-tensor, static", with_activation(scheme, fixed)});
   }
   return schemes;
 }

@@ -34,14 +34,14 @@ constexpr std::array<StoredScheme, 11> kStored = {{
 Result<QuantScheme> bench_scheme(std::string_view name) {
   for (const StoredScheme& stored : kStored) {
     if (stored.name != name) continue;
-    MOESAIC_ASSIGN_OR_RETURN(QuantScheme scheme, quant_scheme_from_name(stored.nearest));
-    scheme.name = stored.name;
+    MOESAIC_ASSIGN_OR_RETURN(const Scheme scheme, quant_scheme_from_name(stored.nearest));
     if (stored.group == 0) {  // a static input scale
-      scheme.activation.granularity = ScaleGranularity::kTensor;
-      scheme.activation.dynamic = false;
-      return scheme;
+      OperandQuant fixed = scheme.activation;
+      fixed.granularity = ScaleGranularity::kTensor;
+      fixed.dynamic = false;
+      return make_scheme(stored.name, scheme.weight, fixed, scheme.output_bound);
     }
-    OperandQuant& w = scheme.weight;
+    OperandQuant w = scheme.weight;
     w.dtype = stored.dtype;
     w.granularity = ScaleGranularity::kGroup;
     w.scale_format = ScaleFormat::kF32;
@@ -50,7 +50,7 @@ Result<QuantScheme> bench_scheme(std::string_view name) {
     w.zero_point = stored.zero;
     w.table = stored.table;
     w.act_order = stored.act_order;
-    return scheme;
+    return make_scheme(stored.name, w, scheme.activation, scheme.output_bound);
   }
   return quant_scheme_from_name(name);
 }

@@ -14,22 +14,17 @@ namespace {
 
 QuantScheme named(std::string_view name) { return quant_scheme_from_name(name).value(); }
 
-// The scheme of that name with these weights.
-QuantScheme with_weight(std::string_view name, const OperandQuant& weight) {
-  QuantScheme scheme = named(name);
-  scheme.weight = weight;
-  return scheme;
-}
-
 // The named scheme, or its weights with BF16 activations.
 QuantScheme quantised_or_weight_only(std::string_view name, std::string_view weight_only,
                                      ActivationQuant activation) {
-  QuantScheme scheme = named(name);
-  if (activation == ActivationQuant::kNone) return with_weight(weight_only, scheme.weight);
+  const Scheme scheme = named(name);
+  if (activation == ActivationQuant::kNone) return with_weight(named(weight_only), scheme.weight);
   if (activation == ActivationQuant::kStatic &&
       scheme.activation.granularity == ScaleGranularity::kToken) {
-    scheme.activation.granularity = ScaleGranularity::kTensor;
-    scheme.activation.dynamic = false;
+    OperandQuant fixed = scheme.activation;
+    fixed.granularity = ScaleGranularity::kTensor;
+    fixed.dynamic = false;
+    return with_activation(scheme, fixed);
   }
   return scheme;
 }
@@ -52,7 +47,7 @@ QuantScheme integer_scheme(const LinearFormat& f) {
   w.block_k = std::max<std::int64_t>(f.group_size, 0);
   w.zero_point = f.zero_points ? ZeroPoint::kInteger : ZeroPoint::kNone;
   w.act_order = f.act_order;
-  return with_weight(four ? "int4-g128" : "int8-bf16", w);
+  return with_weight(named(four ? "int4-g128" : "int8-bf16"), w);
 }
 
 // Activations of 8 bits: one stored scale for all, or F32 scales as they come, of 128 columns
@@ -60,15 +55,15 @@ QuantScheme integer_scheme(const LinearFormat& f) {
 QuantScheme mxfp4_scheme(const LinearFormat& f) {
   if (f.activation == ActivationQuant::kNone) return named("mxfp4-bf16");
   if (f.bits != 8) return named("mxfp4");
-  QuantScheme scheme = named("mxfp4-fp8");
-  scheme.activation.scale_format = ScaleFormat::kF32;
+  const Scheme scheme = named("mxfp4-fp8");
+  OperandQuant a = scheme.activation;
+  a.scale_format = ScaleFormat::kF32;
   if (f.names == NameStyle::kModelOpt) {
-    scheme.activation.dynamic = f.activation == ActivationQuant::kDynamic;
-    scheme.activation.granularity =
-        scheme.activation.dynamic ? ScaleGranularity::kToken : ScaleGranularity::kTensor;
-    scheme.activation.block_n = scheme.activation.block_k = 0;
+    a.dynamic = f.activation == ActivationQuant::kDynamic;
+    a.granularity = a.dynamic ? ScaleGranularity::kToken : ScaleGranularity::kTensor;
+    a.block_n = a.block_k = 0;
   }
-  return scheme;
+  return with_activation(scheme, a);
 }
 
 // One form for both matrices: the finest group, 4-bit codes if all types have them and agree on
@@ -97,9 +92,9 @@ QuantScheme gguf_scheme(const LinearFormat& f) {
   if (tables) {
     w.dtype = DType::kU4;
     w.table = CodeTable::kIq4Nl;
-    return with_weight("nf4-bf16", w);
+    return with_weight(named("nf4-bf16"), w);
   }
-  return with_weight(four ? "int4-g128" : "int8-bf16", w);
+  return with_weight(named(four ? "int4-g128" : "int8-bf16"), w);
 }
 
 }  // namespace
@@ -132,9 +127,11 @@ Result<QuantScheme> linear_scheme(const LinearFormat& f, DType dtype) {
       return Status(StatusCode::kInvalidDType,
                     fmt::format("weight dtype: got {}, need BF16, F16 or F32", dtype_name(dtype)));
     case StoredFormat::kFp8Block: {
-      QuantScheme scheme = named(f.activation == ActivationQuant::kNone ? "fp8-bf16" : "fp8-block");
-      if (f.ue8m0) scheme.activation.scale_format = ScaleFormat::kE8M0;
-      return scheme;
+      const Scheme scheme =
+          named(f.activation == ActivationQuant::kNone ? "fp8-bf16" : "fp8-block");
+      OperandQuant a = scheme.activation;
+      if (f.ue8m0) a.scale_format = ScaleFormat::kE8M0;
+      return with_activation(scheme, a);
     }
     case StoredFormat::kFp8Tensor:
       return quantised_or_weight_only("fp8-tensor", "fp8-bf16", f.activation);
@@ -155,10 +152,11 @@ Result<QuantScheme> linear_scheme(const LinearFormat& f, DType dtype) {
     case StoredFormat::kAwq:
       return integer_scheme(f);
     case StoredFormat::kBnb4: {
-      QuantScheme scheme = named("nf4-bf16");
-      scheme.weight.table = f.table;
-      scheme.weight.block_k = f.group_size;
-      return scheme;
+      const Scheme scheme = named("nf4-bf16");
+      OperandQuant w = scheme.weight;
+      w.table = f.table;
+      w.block_k = f.group_size;
+      return with_weight(scheme, w);
     }
     case StoredFormat::kBnb8:
       return named("int8-bf16");

@@ -61,12 +61,12 @@ Status load_quantized_shared(const BoundLayer& layer, MoeLayerTensors* tensors) 
   slice.format = source.shared;
   slice.storage = source.shared_layout->storage;
   MOESAIC_ASSIGN_OR_RETURN(slice.scheme, linear_scheme(source.shared, source.shared_dtype));
-  if (source.shared.stored == StoredFormat::kNvfp4) {
-    slice.scheme.weight.outer_scale = OuterScale::kChannel;  // whatever the scales are
-  }
+  OperandQuant weight = slice.scheme.weight;  // numbers per row, whatever the scales are
+  if (source.shared.stored == StoredFormat::kNvfp4) weight.outer_scale = OuterScale::kChannel;
   if (source.shared.stored == StoredFormat::kFp8Tensor) {
-    slice.scheme.weight.granularity = ScaleGranularity::kChannel;
+    weight.granularity = ScaleGranularity::kChannel;
   }
+  slice.scheme = with_weight(slice.scheme, weight);
   slice.gated = !source.shared_layout->gate.empty();
   slice.hidden = source.spec.hidden_size;
   slice.width = slice.count = source.spec.shared.intermediate_size;

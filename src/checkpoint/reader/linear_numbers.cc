@@ -75,15 +75,17 @@ static Result<bool> numbers_differ(const std::vector<MlpTensors>& experts, Tenso
 }
 
 Status scheme_of_values(const std::vector<MlpTensors>& experts, const LinearFormat& format,
-                        QuantScheme* scheme) {
+                        Scheme* scheme) {
+  OperandQuant weight = scheme->weight;
   if (format.stored == StoredFormat::kNvfp4) {
     MOESAIC_ASSIGN_OR_RETURN(const bool differ, numbers_differ(experts, TensorKind::kGlobalScale));
-    if (differ) scheme->weight.outer_scale = OuterScale::kChannel;
+    if (differ) weight.outer_scale = OuterScale::kChannel;
   }
   if (format.stored == StoredFormat::kFp8Tensor) {
     MOESAIC_ASSIGN_OR_RETURN(const bool differ, numbers_differ(experts, TensorKind::kScale));
-    if (differ) scheme->weight.granularity = ScaleGranularity::kChannel;
+    if (differ) weight.granularity = ScaleGranularity::kChannel;
   }
+  *scheme = with_weight(*scheme, weight);
   if (format.act_order) {
     MOESAIC_ASSIGN_OR_RETURN(const bool differ, numbers_differ(experts, TensorKind::kGroupIndex));
     if (differ) {

@@ -199,17 +199,15 @@ Status cpu_experts_can_implement(std::string_view tier, const MoeProblem& proble
   }
   MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::kernels_by_name(tier));
   static_cast<void>(kernels);
-  MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
-  return cpu_weight_format(problem.quant, scheme).status();
+  return cpu_weight_format(problem.quant).status();
 }
 
 Result<std::unique_ptr<Experts>> make_cpu_experts(std::string_view tier, const MoeProblem& problem,
                                                   ExpertSource& source) {
   MOESAIC_RETURN_IF_ERROR(cpu_experts_can_implement(tier, problem));
   MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::kernels_by_name(tier));
-  MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
-  MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormat format, cpu_weight_format(problem.quant, scheme));
-  const CpuPlan plan = make_cpu_plan(problem, scheme, format, *kernels);
+  MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormat format, cpu_weight_format(problem.quant));
+  const CpuPlan plan = make_cpu_plan(problem, format, *kernels);
   MOESAIC_ASSIGN_OR_RETURN(CpuExpertWeights weights,
                            CpuExpertWeights::load(problem, format, source, plan.num_threads));
   return std::unique_ptr<Experts>(
@@ -220,18 +218,16 @@ Result<int> cpu_experts_threads(std::string_view tier, const MoeProblem& problem
                                 std::int64_t tokens) {
   MOESAIC_RETURN_IF_ERROR(cpu_experts_can_implement(tier, problem));
   MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::kernels_by_name(tier));
-  MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
-  MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormat format, cpu_weight_format(problem.quant, scheme));
-  return make_cpu_plan(problem, scheme, format, *kernels).team_of_tokens(tokens);
+  MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormat format, cpu_weight_format(problem.quant));
+  return make_cpu_plan(problem, format, *kernels).team_of_tokens(tokens);
 }
 
 Result<std::int64_t> cpu_experts_workspace_size(std::string_view tier, const MoeProblem& problem,
                                                 std::int64_t tokens) {
   MOESAIC_RETURN_IF_ERROR(cpu_experts_can_implement(tier, problem));
   MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::kernels_by_name(tier));
-  MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
-  MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormat format, cpu_weight_format(problem.quant, scheme));
-  return cpu_workspace_bytes(make_cpu_plan(problem, scheme, format, *kernels), tokens);
+  MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormat format, cpu_weight_format(problem.quant));
+  return cpu_workspace_bytes(make_cpu_plan(problem, format, *kernels), tokens);
 }
 
 }  // namespace moesaic

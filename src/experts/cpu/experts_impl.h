@@ -48,7 +48,7 @@ class CpuExperts final : public Experts {
     return plan_.standard ? TopKWeightAndReduce::kNoOp : TopKWeightAndReduce::kDelegate;
   }
   ActivationFormat format() const override { return problem_.format; }
-  bool takes_quantized_rows() const override { return plan_.scheme == ComputeScheme::kFp8Block; }
+  bool takes_quantized_rows() const override { return plan_.kind == ComputeScheme::kFp8Block; }
   std::int64_t weight_bytes() const override { return weights_.bytes(); }
   std::string_view determinism() const override { return kCpuExpertsDeterminism; }
 

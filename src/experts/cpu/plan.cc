@@ -37,7 +37,7 @@ void plan_rows(const MoeProblem& problem, const CpuWeightFormat& format, CpuPlan
 
 bool has_e2m1_groups(const CpuPlan& plan, const CpuWeightFormat& format,
                      const cpu::CpuKernels& kernels) {
-  return kernels.grouped_gemm_e2m1 != nullptr && plan.scheme == ComputeScheme::kNvfp4 &&
+  return kernels.grouped_gemm_e2m1 != nullptr && plan.kind == ComputeScheme::kNvfp4 &&
          plan.row_rule == cpu::RowQuantRule::kNvfp4 && plan.scaled_operands && !plan.whole_rows &&
          format.kind == cpu::WeightKind::kCode4 && format.fold == cpu::kE2M1GroupSteps &&
          format.group_scales == ScaleFormat::kE4M3 && !format.group_offsets;
@@ -45,15 +45,15 @@ bool has_e2m1_groups(const CpuPlan& plan, const CpuWeightFormat& format,
 
 }  // namespace
 
-CpuPlan make_cpu_plan(const MoeProblem& problem, ComputeScheme scheme,
-                      const CpuWeightFormat& format, const cpu::CpuKernels& kernels) {
+CpuPlan make_cpu_plan(const MoeProblem& problem, const CpuWeightFormat& format,
+                      const cpu::CpuKernels& kernels) {
   CpuPlan plan;
-  plan.scheme = scheme;
+  plan.kind = problem.quant.kind;
   plan.standard = problem.format == ActivationFormat::kStandard;
   plan_rows(problem, format, plan);
-  plan.round_dtype = scheme == ComputeScheme::kFp8Bf16
+  plan.round_dtype = plan.kind == ComputeScheme::kFp8Bf16
                          ? DType::kBF16
-                         : operand_dtype(problem.activation_dtype, scheme);
+                         : operand_dtype(problem.activation_dtype, plan.kind);
   // Every code of 8 bits or less and every bf16 value is exact as a bf16 operand.
   const bool narrow = plan.row_rule != cpu::RowQuantRule::kNone || plan.round_dtype == DType::kBF16;
   plan.operand = narrow ? kernels.narrow_operand : OperandKind::kF32;

@@ -10,8 +10,8 @@
 
 namespace moesaic {
 
-CpuPlan make_cpu_plan(const MoeProblem& problem, ComputeScheme scheme,
-                      const CpuWeightFormat& format, const cpu::CpuKernels& kernels);
+CpuPlan make_cpu_plan(const MoeProblem& problem, const CpuWeightFormat& format,
+                      const cpu::CpuKernels& kernels);
 
 // Of a call with that many tokens (standard format) or rows per expert (batched).
 Result<std::int64_t> cpu_workspace_bytes(const CpuPlan& plan, std::int64_t tokens);

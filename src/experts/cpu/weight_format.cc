@@ -11,7 +11,7 @@ constexpr std::int64_t kFinestFold = 16;
 
 }  // namespace
 
-Result<CpuWeightFormat> cpu_weight_format(const QuantScheme& quant, ComputeScheme scheme) {
+Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant) {
   const OperandQuant& w = quant.weight;
   CpuWeightFormat f;
   MOESAIC_ASSIGN_OR_RETURN(f.kind, cpu::weight_kind(w.dtype));
@@ -21,7 +21,7 @@ Result<CpuWeightFormat> cpu_weight_format(const QuantScheme& quant, ComputeSchem
     return f;
   }
   const bool tables = w.table != CodeTable::kNone;
-  if (tables && scheme == ComputeScheme::kF32 && code_values(w) != code_values_bf16(w)) {
+  if (tables && quant.kind == ComputeScheme::kF32 && code_values(w) != code_values_bf16(w)) {
     return Status(StatusCode::kUnsupported,
                   "quant: the CPU kernels hold entries of a code table in bf16, the f32 scheme "
                   "wants them exact");

@@ -31,7 +31,7 @@ struct CpuWeightFormat {
   }
 };
 // kUnsupported (with what is missing) for formats that only the reference computes.
-Result<CpuWeightFormat> cpu_weight_format(const QuantScheme& quant, ComputeScheme scheme);
+Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant);
 
 // How the CPU kernels quantise activations; kNone for plain ones.
 cpu::RowQuantRule cpu_row_rule(const OperandQuant& activation);

@@ -14,7 +14,7 @@ namespace moesaic {
 
 // Sizes that follow from the problem and the tier alone.
 struct CpuPlan {
-  ComputeScheme scheme = ComputeScheme::kF32;
+  ComputeScheme kind = ComputeScheme::kF32;
   bool standard = true;
   cpu::RowQuantRule row_rule = cpu::RowQuantRule::kNone;
   bool power_of_two_scales = false;  // kFp8Group: activation scales are E8M0

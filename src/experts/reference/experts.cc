@@ -54,15 +54,13 @@ Scratch take_scratch(Arena& arena, const MoeProblem& p) {
 
 class RefExperts final : public Experts {
  public:
-  RefExperts(const MoeProblem& problem, ComputeScheme scheme)
+  explicit RefExperts(const MoeProblem& problem)
       : p_(problem),
-        scheme_(scheme),
-        operand_(operand_dtype(problem.activation_dtype, scheme)),
+        operand_(operand_dtype(problem.activation_dtype, problem.quant.kind)),
         layout_(is_gated(problem.activation.kind) ? GateUpLayout::kGateThenUp
                                                   : GateUpLayout::kNonGated),
-        w13_(problem.quant, scheme, problem.num_local_experts, w13_rows(problem),
-             problem.hidden_size),
-        w2_(problem.quant, scheme, problem.num_local_experts, problem.hidden_size,
+        w13_(problem.quant, problem.num_local_experts, w13_rows(problem), problem.hidden_size),
+        w2_(problem.quant, problem.num_local_experts, problem.hidden_size,
             problem.intermediate_size) {
     if (MOESAIC_FAULT(ref_experts_swap_gate_up) && layout_ == GateUpLayout::kGateThenUp) {
       layout_ = GateUpLayout::kUpThenGate;
@@ -85,7 +83,7 @@ class RefExperts final : public Experts {
                                                     : TopKWeightAndReduce::kNaiveBatched;
   }
   ActivationFormat format() const override { return p_.format; }
-  bool takes_quantized_rows() const override { return scheme_ == ComputeScheme::kFp8Block; }
+  bool takes_quantized_rows() const override { return p_.quant.kind == ComputeScheme::kFp8Block; }
   std::int64_t weight_bytes() const override { return w13_.bytes() + w2_.bytes(); }
   std::string_view determinism() const override { return kRefExpertsDeterminism; }
   Result<std::int64_t> workspace_size(std::int64_t tokens) const override {
@@ -206,7 +204,6 @@ class RefExperts final : public Experts {
   }
 
   MoeProblem p_;
-  ComputeScheme scheme_;
   DType operand_;
   GateUpLayout layout_;  // of GEMM1's columns, as the canonical w13 has it
   RefMatrix w13_, w2_;
@@ -218,8 +215,7 @@ Status ref_experts_can_implement(const MoeProblem& problem) { return check_probl
 
 Result<std::unique_ptr<Experts>> make_ref_experts(const MoeProblem& problem, ExpertSource& source) {
   MOESAIC_RETURN_IF_ERROR(ref_experts_can_implement(problem));
-  MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
-  std::unique_ptr<RefExperts> experts(new (std::nothrow) RefExperts(problem, scheme));
+  std::unique_ptr<RefExperts> experts(new (std::nothrow) RefExperts(problem));
   if (!experts) return Status(StatusCode::kOutOfMemory, "cannot allocate the experts object");
   MOESAIC_RETURN_IF_ERROR(experts->load(source));
   return std::unique_ptr<Experts>(std::move(experts));

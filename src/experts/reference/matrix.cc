@@ -21,11 +21,11 @@ ProjectionView w2_of(const ExpertWeightsView& v) {
           v.w2_zero, v.w2_min,   v.w2_input_scale, v.w2_perm};
 }
 
-RefMatrix::RefMatrix(const QuantScheme& quant, ComputeScheme scheme, std::int64_t num_experts,
-                     std::int64_t rows, std::int64_t columns)
+RefMatrix::RefMatrix(const Scheme& quant, std::int64_t num_experts, std::int64_t rows,
+                     std::int64_t columns)
     : quant_(quant.weight),
-      values_(scheme == ComputeScheme::kF32 ? code_values(quant.weight)
-                                            : code_values_bf16(quant.weight)),
+      values_(quant.kind == ComputeScheme::kF32 ? code_values(quant.weight)
+                                                : code_values_bf16(quant.weight)),
       four_bits_(dtype_bits(quant.weight.dtype) == 4),
       num_experts_(num_experts),
       rows_(rows),

@@ -21,8 +21,7 @@ ProjectionView w2_of(const ExpertWeightsView& view);
 
 class RefMatrix {
  public:
-  RefMatrix(const QuantScheme& quant, ComputeScheme scheme, std::int64_t num_experts,
-            std::int64_t rows, std::int64_t columns);
+  RefMatrix(const Scheme& quant, std::int64_t num_experts, std::int64_t rows, std::int64_t columns);
 
   // Copies one expert's tensors; they have passed check_expert_weights. Experts come in order.
   Status append(std::int64_t e, std::string_view field, const ProjectionView& view);

@@ -2,14 +2,12 @@
 
 #include "core/checked.h"
 #include "experts/problem_checks.h"
-#include "quant/compute_scheme.h"
 
 namespace moesaic::cuda {
 
 ExpertsPlan make_experts_plan(const MoeProblem& problem) {
   ExpertsPlan plan;
-  const Result<ComputeScheme> scheme = compute_scheme(problem.quant);
-  const bool fp8 = scheme.ok() && scheme.value() == ComputeScheme::kFp8Block;
+  const bool fp8 = problem.quant.kind == ComputeScheme::kFp8Block;
   plan.format = fp8 ? GroupedFormat::kFp8Block : GroupedFormat::kBf16;
   const ActivationKind kind = problem.activation.kind;
   plan.epilogue = !is_gated(kind) ? EpilogueKind::kPlain

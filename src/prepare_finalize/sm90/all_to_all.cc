@@ -17,7 +17,6 @@
 #include "prepare_finalize/rank_transport.h"
 #include "prepare_finalize/sm90/device_messages.h"
 #include "prepare_finalize/sm90/rank_rows.h"
-#include "quant/compute_scheme.h"
 
 namespace moesaic::cuda {
 
@@ -114,14 +113,14 @@ Result<std::unique_ptr<CudaAllToAll>> CudaAllToAll::create(
   if (!options.gather) {
     MOESAIC_ASSIGN_OR_RETURN(owners, expert_owners(problem.num_experts, options.parallel));
   }
-  MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
   MOESAIC_ASSIGN_OR_RETURN(DeviceMessages messages,
                            DeviceMessages::create(std::move(communicator), device));
   const DeviceScope scope(device);
   MOESAIC_RETURN_IF_ERROR(scope.status());
   std::unique_ptr<Impl> impl(new (std::nothrow) Impl(std::move(messages)));
   if (!impl) return Status(StatusCode::kOutOfMemory, "cannot allocate the transport");
-  const bool codes = options.quantize_before_dispatch && scheme == ComputeScheme::kFp8Block;
+  const bool codes =
+      options.quantize_before_dispatch && problem.quant.kind == ComputeScheme::kFp8Block;
   impl->hidden = problem.hidden_size;
   impl->top_k = problem.top_k;
   impl->num_experts = problem.num_experts;
