@@ -1,8 +1,8 @@
 // Expert load balancing: which physical slot holds which logical expert, computed from measured
 // load, and what must move when that changes. No communication here. Symbols: L logical experts, P
 // physical slots; rank r of R owns slots r*P/R .. (r+1)*P/R - 1.
-// Source: spec parallel.md sections 6 to 9; the algorithm is that of the public EPLB reference,
-// computed in double instead of fp32, ties to the lower index.
+// Source: docs/spec/parallel.md sections 6 to 9; the algorithm is that of the public EPLB
+// reference, computed in double instead of fp32, ties to the lower index.
 #pragma once
 
 #include <cstdint>

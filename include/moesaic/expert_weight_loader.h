@@ -1,7 +1,7 @@
 // Loading physical experts: parameters with one row per expert slot of this rank, redundant copies
 // included, and the views of them that load balancing moves. The files themselves are read by a
 // Checkpoint; building a backend from the result is make_stacked_source (experts.h).
-// Source: spec checkpoints.md sections 6.1 and 7, parallel.md sections 2 and 8.
+// Source: docs/spec/checkpoints.md sections 6.1 and 7, docs/spec/parallel.md sections 2 and 8.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // GateLinear: router_logits = hidden_states . weight^T (+ bias), with the tier rules of the
-// original's GateLinear. Source: spec routing.md section 1. The CPU computes every tier with fp32
-// accumulation; the tier fixes dtypes and roundings, and `explain` names it.
+// original's GateLinear. Source: docs/spec/routing.md section 1. The CPU computes every tier with
+// fp32 accumulation; the tier fixes dtypes and roundings, and `explain` names it.
 #pragma once
 
 #include <cstdint>

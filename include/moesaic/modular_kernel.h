@@ -1,7 +1,7 @@
 // ModularKernel: prepare -> experts -> finalize for tokens that were already routed. The two halves
 // are interfaces, so that a transport or a backend can be exchanged without the other knowing.
 // Symbols: M tokens, H hidden_size, k top_k, E_l local experts, T rows per expert slab.
-// Source: spec modular-kernel.md sections 1, 2, 6.
+// Source: docs/spec/modular-kernel.md sections 1, 2, 6.
 #pragma once
 
 #include <cstdint>

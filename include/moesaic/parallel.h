@@ -1,5 +1,5 @@
 // Where this process stands among its peers, and which experts and rows it therefore owns. No
-// communication here. Source: spec parallel.md sections 1 to 4.
+// communication here. Source: docs/spec/parallel.md sections 1 to 4.
 #pragma once
 
 #include <cstdint>

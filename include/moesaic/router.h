@@ -1,4 +1,4 @@
-// Router: router_logits -> topk_weights, topk_ids. Source: spec routing.md sections 2 to 9.
+// Router: router_logits -> topk_weights, topk_ids. Source: docs/spec/routing.md sections 2 to 9.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +30,8 @@ using SimulationStrategyFn = std::function<Status(std::uint64_t seed, std::int64
 // kInvalidArgument for an empty name, an empty function or a name that is taken.
 Status register_simulation_strategy(const std::string& name, SimulationStrategyFn strategy);
 
-// Expert load balancing: logical -> physical mapping and load recording (spec routing.md section
-// 8). Views, not owned; all three must be present.
+// Expert load balancing: logical -> physical mapping and load recording (docs/spec/routing.md
+// section 8). Views, not owned; all three must be present.
 struct EplbState {
   std::span<const std::int32_t> logical_to_physical;  // [E, max_replicas], -1 padded
   std::span<const std::int32_t> replica_count;        // [E], 1 to max_replicas

@@ -28,7 +28,7 @@ enum class RoutingMethod : std::uint8_t {
   kSimulated,    // ignores logits; for load experiments
 };
 
-// How router logits become topk_ids and topk_weights. Source: spec routing.md.
+// How router logits become topk_ids and topk_weights. Source: docs/spec/routing.md.
 struct RoutingSpec {
   RoutingMethod method = RoutingMethod::kTopK;
   ScoringFunc scoring_func = ScoringFunc::kSoftmax;
