@@ -1,5 +1,5 @@
 // The tier state machine of GateLinear as a value: which of the four tiers a call takes and which
-// dtype it returns, for any device, without the device. Source: spec routing.md section 1.
+// dtype it returns, for any device, without the device. Source: docs/spec/routing.md section 1.
 #pragma once
 
 #include <cstdint>

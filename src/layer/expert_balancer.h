@@ -1,7 +1,7 @@
 // Expert load balancing of one layer: which physical slot holds which expert, what was measured,
 // and a rearrangement on its way. Experts travel in canonical form into a second buffer while the
 // layer serves from the first; a thread of its own builds the backend's weights from it; when all
-// ranks are ready, all swap in the same step. Source: spec parallel.md sections 6 and 8.
+// ranks are ready, all swap in the same step. Source: docs/spec/parallel.md sections 6 and 8.
 #pragma once
 
 #include <cstdint>

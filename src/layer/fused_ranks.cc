@@ -5,7 +5,7 @@
 //   rows,
 //                are added up in one collective
 // Shared experts and identity experts are whole on every rank, which computes them for its rows.
-// Source: spec parallel.md section 5.
+// Source: docs/spec/parallel.md section 5.
 #include <algorithm>
 #include <cstring>
 

@@ -1,6 +1,6 @@
 // What a layer over ranks does, as far as options alone decide it: which transport, who has the
-// same rows as whom, how many rows a kernel call may see. Pure. Source: spec parallel.md sections
-// 1, 4, 5.
+// same rows as whom, how many rows a kernel call may see. Pure. Source: docs/spec/parallel.md
+// sections 1, 4, 5.
 #pragma once
 
 #include <cstdint>

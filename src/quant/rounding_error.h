@@ -1,6 +1,6 @@
 // How much rounding to a format costs, as bounds need it: figures of normal data, and what becomes
-// of an error of the weights on the way through an expert. Source: spec quantization.md section 15;
-// docs/accuracy.md has the measurements.
+// of an error of the weights on the way through an expert. Source: docs/spec/quantization.md
+// section 15; docs/accuracy.md has the measurements.
 #pragma once
 
 #include "moesaic/quant.h"

@@ -213,7 +213,8 @@ constexpr OperandQuant kInt4Fp8 =
 // weights. f32: accumulation order only. bf16, f16 and the weight-only schemes: the rounding of
 // inputs, intermediate and output to 8 or 11 significand bits, twice over. Quantised activations,
 // at both GEMMs: 2.6 % per rounding to e4m3, 0.8 % to int8 of a whole row, 11 % to e2m1 with
-// power-of-two scales, 9.5 % with e4m3 scales per 16 (spec quantization.md section 15), and margin.
+// power-of-two scales, 9.5 % with e4m3 scales per 16 (docs/spec/quantization.md section 15), and
+// margin.
 constexpr double kWeightOnly = 6e-3, kFp8 = 6e-2;
 constexpr std::array<Scheme, 18> kSchemes = {{
     made("f32", plain(DType::kF32), plain(DType::kF32), 2e-6),

@@ -1,5 +1,5 @@
 // Expert load balancing inside the router: logical ids become physical ones, loads are counted.
-// Source: spec routing.md section 8.
+// Source: docs/spec/routing.md section 8.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Router: the fixed order of steps around the per-row rules. Source: spec routing.md section 2:
-// route -> shared slots and padding -> capture callback -> EPLB mapping -> dtype of the ids.
+// Router: the fixed order of steps around the per-row rules. Source: docs/spec/routing.md section
+// 2: route -> shared slots and padding -> capture callback -> EPLB mapping -> dtype of the ids.
 #include "moesaic/router.h"
 
 #include <fmt/format.h>

@@ -1,6 +1,6 @@
 // Two pure decisions of the original's router factory: which router a configuration gets, and which
 // RoutingMethodType monolithic kernels are told. Neither changes what the modular path computes.
-// Source: spec routing.md sections 2.1 and 2.2.
+// Source: docs/spec/routing.md sections 2.1 and 2.2.
 #pragma once
 
 #include <cstdint>

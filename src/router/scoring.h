@@ -1,5 +1,5 @@
 // Scoring functions: logits of one row -> scores, in fp32, with the same bits on every device.
-// Source: spec routing.md section 3.
+// Source: docs/spec/routing.md section 3.
 #pragma once
 
 #include <cstdint>

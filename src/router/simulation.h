@@ -1,5 +1,5 @@
 // Simulated routing for load experiments: ids and weights from a random generator instead of
-// logits. Source: spec routing.md section 7.3.
+// logits. Source: docs/spec/routing.md section 7.3.
 #pragma once
 
 #include <string>

@@ -1,5 +1,5 @@
 // The sparse mixer of Phi-3.5-MoE: two experts, each weighted against its near rivals only.
-// Source: spec routing.md section 7.1, checkpoints.md section 3.2.
+// Source: docs/spec/routing.md section 7.1, docs/spec/checkpoints.md section 3.2.
 #pragma once
 
 #include <cstdint>

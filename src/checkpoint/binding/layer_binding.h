@@ -1,6 +1,6 @@
 // Finds a layer's tensors in a set of files and checks all of them before anything is read:
-// present, counted per expert, exact shape, exact dtype, nothing unknown beside them. Source: spec
-// checkpoints.md sections 3.1, 4.3 and 6.5.
+// present, counted per expert, exact shape, exact dtype, nothing unknown beside them. Source:
+// docs/spec/checkpoints.md sections 3.1, 4.3 and 6.5.
 #pragma once
 
 #include <array>

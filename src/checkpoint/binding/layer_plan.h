@@ -1,6 +1,6 @@
 // Which tensors one MoE layer must consist of: names, shapes and dtypes, from the family's table
 // and the layer's spec. Pure; finding them in files is layer_binding.h.
-// Source: spec checkpoints.md sections 3.1, 3.4 and 4.
+// Source: docs/spec/checkpoints.md sections 3.1, 3.4 and 4.
 #pragma once
 
 #include <array>

@@ -1,5 +1,5 @@
 // Which tensors a quantised linear consists of: the ends of their names, shapes and dtypes.
-// Source: spec checkpoints.md sections 4, 4.1 and 4.2.
+// Source: docs/spec/checkpoints.md sections 4, 4.1 and 4.2.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // Which tensors a quantised linear consists of when those of all experts lie in one, with a leading
 // axis E: the counterpart of linear_tensors.h. The router's and shared linears are never stacked.
-// Source: spec checkpoints.md sections 3.4 (fused FP8), 5 and 6.4; for transposed weights the
+// Source: docs/spec/checkpoints.md sections 3.4 (fused FP8), 5 and 6.4; for transposed weights the
 // exports of Llama 4.
 #pragma once
 

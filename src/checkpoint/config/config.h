@@ -1,5 +1,5 @@
 // config.json -> the MoE layers of a model. Pure: no files, and the entry of the fuzz target.
-// Source: spec checkpoints.md sections 2 to 4.
+// Source: docs/spec/checkpoints.md sections 2 to 4.
 #pragma once
 
 #include <cstddef>

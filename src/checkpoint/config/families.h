@@ -1,6 +1,6 @@
 // What distinguishes the model families, as data: names of configuration fields and tensors, which
 // layers are MoE, how experts are stored, how tokens are routed. Adding a family is adding a table
-// row. Source: spec checkpoints.md section 3.
+// row. Source: docs/spec/checkpoints.md section 3.
 #pragma once
 
 #include <array>

@@ -1,4 +1,4 @@
-// The table of families. Source: spec checkpoints.md section 3.
+// The table of families. Source: docs/spec/checkpoints.md section 3.
 #include "checkpoint/config/families.h"
 #include "checkpoint/config/family_layouts.h"
 #include "checkpoint/config/family_rows_2026.h"

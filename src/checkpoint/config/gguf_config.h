@@ -1,5 +1,6 @@
 // Metadata of a GGUF file -> the MoE layers of a model, by way of the same tables of families as
-// config.json. Source: spec checkpoints.md section 3.1 (names), quantization.md section 13.
+// config.json. Source: docs/spec/checkpoints.md section 3.1 (names), docs/spec/quantization.md
+// section 13.
 #pragma once
 
 #include <string_view>

@@ -1,5 +1,5 @@
 // Which layers of a model are MoE layers, from its configuration.
-// Source: spec checkpoints.md section 3.3.
+// Source: docs/spec/checkpoints.md section 3.3.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // How one linear layer is stored: which tensors make it up, and what scheme they mean. A value;
-// several formats of one model may differ. Source: spec checkpoints.md sections 4, 4.1, 4.2.
+// several formats of one model may differ. Source: docs/spec/checkpoints.md sections 4, 4.1, 4.2.
 #pragma once
 
 #include <array>

@@ -1,4 +1,4 @@
-// quantization_config of compressed-tensors. Source: spec checkpoints.md section 4.1.
+// quantization_config of compressed-tensors. Source: docs/spec/checkpoints.md section 4.1.
 #include <fmt/format.h>
 
 #include <array>

@@ -1,6 +1,6 @@
 // quantization_config of a model: which format its linear layers are stored in, and which modules
-// are left out. Source: spec checkpoints.md sections 4 and 4.3. What this version cannot read is
-// refused by name, never read as something else.
+// are left out. Source: docs/spec/checkpoints.md sections 4 and 4.3. What this version cannot read
+// is refused by name, never read as something else.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// The routing part of a model configuration. Source: spec checkpoints.md section 3.2, routing.md.
+// The routing part of a model configuration. Source: docs/spec/checkpoints.md section 3.2,
+// docs/spec/routing.md.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Element types of GGUF files: which exist, and how many bytes a block of each has. What the blocks
-// mean is in quant/gguf_blocks.h. Source: spec quantization.md section 13.
+// mean is in quant/gguf_blocks.h. Source: docs/spec/quantization.md section 13.
 #pragma once
 
 #include <cstdint>

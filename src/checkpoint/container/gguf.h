@@ -1,7 +1,7 @@
 // Strict reader of one GGUF file (versions 2 and 3, little-endian). The header is parsed once into
 // an immutable, validated index of metadata and tensors; nothing here interprets tensor values.
 // Layout: "GGUF", u32 version, u64 tensors, u64 metadata entries, the entries, the tensor infos,
-// padding to general.alignment, data. Source: spec quantization.md section 13.
+// padding to general.alignment, data. Source: docs/spec/quantization.md section 13.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // bitsandbytes 4-bit scales of one linear: nested quantisation undone, everything that the file
-// says about itself checked. Source: spec quantization.md section 12.
+// says about itself checked. Source: docs/spec/quantization.md section 12.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Sanity of FP8-block weights: what no intact checkpoint contains and every later stage would turn
-// into silent NaN. Source: spec checkpoints.md section 6.5.
+// into silent NaN. Source: docs/spec/checkpoints.md section 6.5.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // One expert MLP from its stored tensors into canonical form: w13 [2 * width, H] with gate rows
 // first ([width, H] without a gate), w2 [H, width], whatever the storage. The only place that knows
-// transposes, interleaves and tensor-parallel slices. Source: spec checkpoints.md sections 3.4, 5
-// and 6.3.
+// transposes, interleaves and tensor-parallel slices. Source: docs/spec/checkpoints.md sections
+// 3.4, 5 and 6.3.
 #pragma once
 
 #include <cstdint>

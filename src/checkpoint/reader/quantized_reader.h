@@ -1,7 +1,7 @@
 // One expert MLP stored in a quantised format, tensor by tensor per linear or in GGUF blocks, into
 // canonical form: the same shapes as reader/mlp_reader.h, with what the weight's OperandQuant says
 // beside them. The only place that knows file layouts of quantised weights; the words and blocks
-// themselves are decoded by src/quant. Source: spec checkpoints.md sections 4 to 6.
+// themselves are decoded by src/quant. Source: docs/spec/checkpoints.md sections 4 to 6.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // Sanity of scales and codes as they are read: what no intact checkpoint contains and every later
 // stage would turn into silent NaN. kCorruptFile names the tensor and row, column of the first
-// offence. Source: spec checkpoints.md section 6.5.
+// offence. Source: docs/spec/checkpoints.md section 6.5.
 #pragma once
 
 #include <cstdint>

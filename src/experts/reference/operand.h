@@ -26,7 +26,7 @@ struct RefOperand {
 //   static                          x * (1 / input_scale) int8 per row                         amax
 //   / 127 (1 for zeros), nearest even
 // Plain formats are returned as they are.
-// Source: spec quantization.md sections 2, 4 to 8.
+// Source: docs/spec/quantization.md sections 2, 4 to 8.
 RefOperand ref_quantize_row(const OperandQuant& a, float input_scale, float* row,
                             std::int64_t count, float* scales, std::uint8_t* codes);
 
