@@ -17,7 +17,7 @@ ExpertIds ids_of(std::int64_t experts, int ep, int rank, ExpertPlacement placeme
   return local_expert_ids(experts, ep_config(ep, rank, placement)).value();
 }
 
-// Worked example P1 of spec parallel.md.
+// Worked example P1 of docs/spec/parallel.md.
 TEST(ExpertPlacement, WorkedExampleTenExpertsFourRanks) {
   const auto linear = ExpertPlacement::kLinear;
   const auto robin = ExpertPlacement::kRoundRobin;
@@ -31,7 +31,7 @@ TEST(ExpertPlacement, WorkedExampleTenExpertsFourRanks) {
   EXPECT_EQ(ids_of(10, 4, 3, robin), (ExpertIds{3, 7}));
 }
 
-// checkpoints.md, test 15: both maps of rank 1, written out.
+// docs/spec/checkpoints.md section 9, test 15: both maps of rank 1, written out.
 TEST(ExpertPlacement, ExpertMapOfRankOne) {
   EXPECT_EQ(make_expert_map(10, ep_config(4, 1, ExpertPlacement::kLinear)).value(),
             (Map{-1, -1, -1, 0, 1, 2, -1, -1, -1, -1}));

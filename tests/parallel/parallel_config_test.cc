@@ -9,7 +9,7 @@
 namespace moesaic {
 namespace {
 
-// The table of spec parallel.md section 1: sizes (tp, pcp, dp), ranks, flattened rank / size.
+// The table of docs/spec/parallel.md section 1: sizes (tp, pcp, dp), ranks, flattened rank / size.
 TEST(ParallelConfig, FlattensAsTheTableSays) {
   struct Row {
     int tp, pcp, dp, tp_rank, pcp_rank, dp_rank, rank, size;

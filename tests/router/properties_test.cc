@@ -1,5 +1,5 @@
-// Properties 1 to 9 and 11 of spec routing.md section 10 (10 is in contract_test.cc, 12 with the
-// gate).
+// Properties 1 to 9 and 11 of docs/spec/routing.md section 10 (10 is in contract_test.cc, 12 with
+// the gate).
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Factory priority and RoutingMethodType, spec routing.md sections 2.1 and 2.2.
+// Factory priority and RoutingMethodType, docs/spec/routing.md sections 2.1 and 2.2.
 #include "router/routing_method_type.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// Examples W2 to W10 of spec routing.md section 10.
+// Examples W2 to W10 of docs/spec/routing.md section 10.
 #include <gtest/gtest.h>
 
 #include "moesaic/router.h"
