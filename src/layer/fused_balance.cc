@@ -33,7 +33,7 @@ Status FusedMoE::begin_rearrange(std::span<const std::int32_t> wanted) {
   ExpertBalancer& balancer = *impl_->balancer;
   const bool was_in_flight = balancer.in_flight();
   const Status begun = balancer.begin(wanted);
-  const Status agreed =
+  Status agreed =
       agree(*impl_->mesh->world(), "rearrange", begun,
             fingerprint_of(fmt::format("{} {}", fmt::join(wanted, ","), balancer.expert_bytes())));
   if (!agreed.ok() && !was_in_flight) balancer.drop();

@@ -58,6 +58,7 @@ Result<std::vector<std::unique_ptr<Communicator>>> make_in_process_communicators
                   fmt::format("size: got {}, need 1 .. 4096 ranks", size));
   }
   std::vector<std::unique_ptr<Communicator>> ranks;
+  ranks.reserve(static_cast<std::size_t>(size));
   const auto boxes = std::make_shared<Mailboxes>();
   for (int r = 0; r < size; ++r) {
     ranks.push_back(

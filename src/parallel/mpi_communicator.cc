@@ -12,6 +12,7 @@
 
 #include <list>
 #include <map>
+#include <new>
 #include <utility>
 #endif
 
@@ -52,7 +53,7 @@ class MpiTransport final : public Transport {
   ~MpiTransport() override {
     if (abandoned_) {
       // MPI may still read what is on its way: those buffers are given up, not freed.
-      static_cast<void>(new std::list<Pending>(std::move(pending_)));
+      static_cast<void>(new (std::nothrow) std::list<Pending>(std::move(pending_)));
     } else if (finalize_) {
       MPI_Finalize();
     }

@@ -65,7 +65,7 @@ class NcclCommunicator final : public Communicator {
     try {
       const cuda::DeviceScope scope(device_);
       MOESAIC_RETURN_IF_ERROR(scope.status());
-      const Status status = run(what, send, recv, received);
+      Status status = run(what, send, recv, received);
       if (status.ok() || !failure_.ok() || !control_->state().ok()) return status;
       return agreed_ ? failure_ = status : abandon(status.message());
     } catch (const std::exception& error) {
@@ -99,7 +99,7 @@ class NcclCommunicator final : public Communicator {
     recv[0] = std::as_writable_bytes(std::span(&ids[0], 1));
     MOESAIC_RETURN_IF_ERROR(control_->exchange("nccl id", send, recv));
     auto channel = std::make_unique<NcclChannel>(nccl_, device_);
-    const Status status = channel->start(size(), ids[0], rank(), deadline);
+    Status status = channel->start(size(), ids[0], rank(), deadline);
     if (!status.ok()) return status;
     channel_ = std::move(channel);
     return {};
@@ -214,7 +214,7 @@ class NcclCommunicator final : public Communicator {
       const auto incoming = static_cast<std::size_t>(from_[r]);
       if (incoming > 0) to[r] = place(recv[r].data(), incoming, in_.as<std::byte>(), used_in);
     }
-    if (send[own].size() > 0) {
+    if (!send[own].empty()) {
       MOESAIC_RETURN_IF_ERROR(cuda::check_call(
           "nccl: own message",
           cudaMemcpyAsync(to[own], from[own], send[own].size(), cudaMemcpyDeviceToDevice, stream)));
@@ -223,7 +223,7 @@ class NcclCommunicator final : public Communicator {
     for (std::size_t r = 0; r < n && code == NcclLibrary::kSuccess; ++r) {
       if (r == own) continue;
       const int peer = static_cast<int>(r);
-      if (send[r].size() > 0) {
+      if (!send[r].empty()) {
         code = nccl_.send(from[r], send[r].size(), NcclLibrary::kBytes, peer, channel_->comm(),
                           stream);
         bytes_sent_ += static_cast<std::int64_t>(send[r].size());

@@ -54,6 +54,7 @@ Status gather(const MoeProblem& problem, const ParallelConfig& parallel) {
           "parallel: every rank has all rows, all_gather_reduce_scatter has nothing to gather"};
 }
 
+// NOLINTBEGIN(performance-unnecessary-value-param): one signature for all rows
 Result<std::unique_ptr<PrepareAndFinalize>> make_local(const MoeProblem& problem,
                                                        std::shared_ptr<Communicator>,
                                                        const AllToAllOptions&) {
@@ -64,6 +65,7 @@ Result<std::unique_ptr<PrepareAndFinalize>> make_batched(const MoeProblem& probl
                                                          const AllToAllOptions&) {
   return make_batched_prepare_finalize(problem);
 }
+// NOLINTEND(performance-unnecessary-value-param)
 template <bool kGather>
 Result<std::unique_ptr<PrepareAndFinalize>> make_standard(
     const MoeProblem& problem, std::shared_ptr<Communicator> communicator,

@@ -71,7 +71,7 @@ Status dequantize_int4_fp8(ConstTensorView codes, ConstTensorView scale,
   for (std::int64_t n = 0; n < rows && k > 0; ++n) {
     const float channel = channel_scale.as<float>()[n];
     for (std::int64_t i = 0; i < k; ++i) {
-      const int q = codes.as<std::int8_t>()[n * k + i];
+      const std::int32_t q{codes.as<std::int8_t>()[n * k + i]};
       if (q < -8 || q > 7) {
         return Status(StatusCode::kInvalidArgument, "codes: row " + std::to_string(n) +
                                                         ", column " + std::to_string(i) + ": got " +

@@ -79,7 +79,7 @@ Status missing_error(const LayerSource& source, const std::vector<PlannedTensor>
 
 Status check_form(const PlannedTensor& want, const TensorInfo& got) {
   if (!want.dtypes.contains(got.dtype) || want.block_type != got.block_type) {
-    const auto block_or = [](GgmlType type, std::string dtype) {
+    const auto block_or = [](GgmlType type, const std::string& dtype) {
       return type == GgmlType::kNone ? dtype : std::string(ggml_type_info(type).name);
     };
     return {StatusCode::kInvalidDType,
@@ -239,7 +239,7 @@ std::span<const ShardSet::Located> tensors_under(const ShardSet& shards, std::st
 
 std::int64_t stored_block_bytes(const std::string& block, const ShardSet& shards) {
   std::uint64_t bytes = 0;
-  const bool bare = is_layer_number(std::string_view(block).substr(block.rfind('.') + 1));
+  const bool bare = is_layer_number(std::string_view{block}.substr(block.rfind('.') + 1));
   for (const ShardSet::Located& tensor : tensors_under(shards, block + ".")) {
     if (bare && !is_moe_part(name_of(tensor))) continue;
     bytes += tensor.info->bytes();  // parts of one file set: their sum fits

@@ -67,7 +67,7 @@ class Metadata {
 
   void set_architecture(std::string name) { prefix_ = std::move(name) + "."; }
   std::string_view architecture() const {
-    return std::string_view(prefix_).substr(0, prefix_.empty() ? 0 : prefix_.size() - 1);
+    return std::string_view{prefix_}.substr(0, prefix_.empty() ? 0 : prefix_.size() - 1);
   }
 
   Status bad(StatusCode code, const std::string& key, std::string_view text) const {
@@ -140,7 +140,7 @@ class Metadata {
         std::to_array<std::string_view>({"interleave_moe_layer_step", "moe_every_n_layers"});
     for (const auto& [key, value] : header_.metadata) {
       if (!key.starts_with(prefix_) || read_.contains(key)) continue;
-      const std::string_view name = std::string_view(key).substr(prefix_.size());
+      const std::string_view name = std::string_view{key}.substr(prefix_.size());
       const bool layers = std::find(kLayers.begin(), kLayers.end(), name) != kLayers.end();
       if (layers || !speaks_of_experts(name) || MOESAIC_FAULT(gguf_accept_unknown_keys)) continue;
       return bad(StatusCode::kUnsupported, key,

@@ -89,7 +89,7 @@ std::vector<std::string> expert_targets(const ConvertedModules& modules) {
       continue;
     }
     const std::string before = escaped(name.substr(0, at)), after = escaped(name.substr(at + 1));
-    const std::string any = before + "[^.]+" + after;
+    const std::string any = fmt::format("{}[^.]+{}", before, after);
     const auto hits = [&](const std::string& module) {
       const Result<bool> hit = regex_matches("", any, module);
       return !hit.ok() || *hit;
