@@ -235,7 +235,7 @@ int main(int argc, char** argv) {
 
   std::shared_ptr<Communicator> comm =
       launched_by_mpi() ? must(make_mpi_communicator({.timeout_ms = o.timeout_ms}), "mpi")
-                        : make_self_communicator();
+                        : std::move(make_in_process_communicators(1).value().front());
   const bool speaks = comm->rank() == 0;
   if (speaks) {
     fmt::print(

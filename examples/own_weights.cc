@@ -45,6 +45,7 @@ moesaic::Status run() {
   weights.spec.routing.renormalize = true;
   MOESAIC_ASSIGN_OR_RETURN(weights.spec.quant, moesaic::quant_scheme_from_name("f32"));
   weights.spec.activation_dtype = DType::kF32;
+  MOESAIC_ASSIGN_OR_RETURN(weights.spec.activation, moesaic::make_activation("silu"));
   MOESAIC_ASSIGN_OR_RETURN(weights.tensors.gate_weight,
                            random_tensor(generator, {kExperts, kHidden}, by_hidden));
   moesaic::StackedExpertWeights stacked;
@@ -62,6 +63,11 @@ moesaic::Status run() {
   double sum = 0;
   for (std::int64_t i = 0; i < kTokens * kHidden; ++i) {
     sum += static_cast<double>(output.as<float>()[i]) * static_cast<double>(output.as<float>()[i]);
+  }
+  // What each stage could have run on, and why not where it was refused.
+  for (const moesaic::CandidateReport& row : layer.explain()) {
+    std::printf("%-17s%-22s%s\n", row.stage.c_str(), row.name.c_str(),
+                row.accepted ? "accepted" : row.reason.c_str());
   }
   std::printf("backend %s, output rms %.4f\n", layer.experts_backend().c_str(),
               std::sqrt(sum / static_cast<double>(kTokens * kHidden)));

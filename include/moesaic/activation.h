@@ -70,18 +70,4 @@ Result<ActivationSpec> make_activation(std::string_view name, const ActivationPa
 // B > 0; a constant that the kind ignores must have its default. kInvalidArgument otherwise.
 Status validate(const ActivationSpec& spec);
 
-// Applies the activation to every row, in fp32, rounding once to the output's dtype.
-//   in   [rows, 2d] (gated) or [rows, d]; or batched [E_l, rows, 2d or d]. F32, BF16 or F16,
-//        contiguous
-//   out  the same leading dimensions and d columns; F32, BF16 or F16, contiguous; must not overlap
-//        `in`
-//   expert_num_tokens  batched: [E_l], only the first expert_num_tokens[e] rows of slab e are read
-//        and written; rank 2: one count or empty. Empty: all rows.
-// NaN in gives NaN out. Errors: kInvalidArgument (spec, a count outside [0, rows], kNonGated with a
-// gated kind or the reverse), kInvalidDType, kInvalidShape (the output is exactly half as wide as a
-// gated input), kInvalidLayout, kAliasing. Allocates nothing. Deterministic, each element by
-// itself. Plain loops: the reference.
-Status apply_activation(const ActivationSpec& spec, GateUpLayout layout, ConstTensorView in,
-                        TensorView out, std::span<const std::int32_t> expert_num_tokens = {});
-
 }  // namespace moesaic

@@ -82,9 +82,6 @@ class Communicator {
   std::vector<SharedGroup> shared_groups_;
 };
 
-// The only rank of its world.
-std::unique_ptr<Communicator> make_self_communicator();
-
 // `size` ranks for as many threads of this process.
 Result<std::vector<std::unique_ptr<Communicator>>> make_in_process_communicators(
     int size, const CommunicatorOptions& options = {});

@@ -29,7 +29,7 @@ std::span<const std::string_view> convert_schemes();
 struct ConvertOptions {
   std::string scheme;  // one of convert_schemes()
   FileAccess access = FileAccess::kMmap;
-  int num_threads = 0;  // 0: one per core; the result does not depend on it
+  int num_threads = 0;  // 0: one per core this process may use; bits do not depend on it
   ProgressFn progress;  // source bytes done and in all
   // Asked between pieces of work; true ends the conversion with kIo "interrupted".
   std::function<bool()> should_stop;

@@ -13,26 +13,6 @@
 
 namespace moesaic {
 
-// n items into m bins of n/m items each. n == m: item i goes to bin i. Otherwise items by
-// descending weight (ties: lower index first) go to the lightest bin that is not full (ties: lower
-// bin). Greedy, not optimal.
-struct Packing {
-  std::vector<std::int32_t> bin;   // [n]
-  std::vector<std::int32_t> rank;  // [n] position inside the bin, in order of arrival
-};
-// kInvalidArgument unless m >= 1 divides n and every weight is finite and >= 0. O(n log n + n m).
-Result<Packing> balanced_packing(std::span<const double> weights, std::int64_t num_bins);
-
-// One copy of each of n items, then N - n times one more of the item with the largest weight /
-// copies (ties: lower index): the least possible maximum of weight / copies.
-struct Replication {
-  std::vector<std::int32_t> physical_to_logical;  // [N]
-  std::vector<std::int32_t> replica;              // [N] which copy of its item
-  std::vector<std::int32_t> count;                // [n]
-};
-// kInvalidArgument unless N >= n >= 1 and weights are as above.
-Result<Replication> replicate_experts(std::span<const double> weights, std::int64_t num_physical);
-
 struct EplbShape {
   std::int64_t num_physical = 0;
   int num_ranks = 1;
@@ -108,27 +88,6 @@ class LoadWindow {
   std::int64_t num_logical_ = 0, window_ = 0, next_ = 0;
   std::vector<double> steps_;  // [window, L]
   std::vector<double> sum_;
-};
-
-// When to record and when to rearrange; the same on all ranks if all call it every step.
-class EplbSchedule {
- public:
-  struct Options {
-    std::int64_t window = 1000, interval = 3000;
-  };
-  // kInvalidArgument for values < 1.
-  static Result<EplbSchedule> create(const Options& options);
-  // Whether this step's load belongs into the window.
-  bool recording() const { return options_.interval - step_ <= options_.window; }
-  // Ends a step (dummy ones too) and says whether to rearrange now. The first time is after a
-  // quarter of the interval. While a rearrangement is in flight none begins; the next call asks
-  // again.
-  bool advance(bool in_flight = false);
-
- private:
-  explicit EplbSchedule(const Options& options);
-  Options options_;
-  std::int64_t step_ = 0;
 };
 
 }  // namespace moesaic

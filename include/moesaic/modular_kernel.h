@@ -153,22 +153,6 @@ std::vector<CandidateReport> explain_prepare_finalize(const MoeProblem& problem,
 
 // --- The kernel ----------------------------------------------------------------------------------
 
-// Sizes of a call, read from tensors: E_l and N from w13's leading axes, H from the activations
-// (never from the last axis of a weight, where 4-bit formats pack two values per byte), k from ids.
-struct ProblemSizes {
-  std::int64_t num_local_experts = 0, num_experts = 0, w13_rows = 0, tokens = 0, hidden_size = 0,
-               top_k = 0;
-};
-//   w13            [E_l, N, anything]
-//   hidden_states  [M, H], or [E_l, M, H] (batched)
-//   topk_ids       [M, k] (standard: its M must equal that of hidden_states)
-//   num_experts    global count, -1: equal to E_l
-// kInvalidShape names the two axes that disagree.
-Result<ProblemSizes> derive_problem_sizes(const ConstTensorView& w13,
-                                          const ConstTensorView& hidden_states,
-                                          const ConstTensorView& topk_ids,
-                                          std::int64_t num_experts = -1);
-
 class ModularKernel {
  public:
   struct Options {

@@ -22,16 +22,8 @@ using CustomRoutingFn =
 // Receives logical ids [M, slots] I32, before the EPLB mapping.
 using RoutingCaptureFn = std::function<void(ConstTensorView topk_ids)>;
 
-// A routing simulation: (seed, num_experts) -> fills weights [M, k] F32 and ids [M, k] I32, both
-// contiguous, ids 0 to num_experts - 1. Ids may repeat in a row.
-using SimulationStrategyFn = std::function<Status(std::uint64_t seed, std::int64_t num_experts,
-                                                  TensorView topk_weights, TensorView topk_ids)>;
-// Makes `name` a value of Router::Options::simulation_strategy, for the whole process. Thread-safe.
-// kInvalidArgument for an empty name, an empty function or a name that is taken.
-Status register_simulation_strategy(const std::string& name, SimulationStrategyFn strategy);
-
-// Expert load balancing: logical -> physical mapping and load recording (docs/spec/routing.md
-// section 8). Views, not owned; all three must be present.
+// Expert load balancing: logical -> physical mapping and load recording (docs/spec/routing.md section
+// 8). Views, not owned; all three must be present.
 struct EplbState {
   std::span<const std::int32_t> logical_to_physical;  // [E, max_replicas], -1 padded
   std::span<const std::int32_t> replica_count;        // [E], 1 to max_replicas
@@ -66,7 +58,7 @@ class Router {
     std::int64_t num_fused_shared_experts = 0;
     float shared_expert_weight = 1.0F;
     RoutingCaptureFn capture;
-    int num_threads = 0;  // at most; 0: as many as OpenMP would use
+    int num_threads = 0;  // at most; 0: one per core this process may use
   };
   // Validates the whole combination: each refusal names the field, its value and what is needed.
   // kInvalidArgument (values, missing or unexpected parts), kInvalidShape, kInvalidDType,

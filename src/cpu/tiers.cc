@@ -17,6 +17,12 @@
 namespace moesaic::cpu {
 namespace {
 
+// Empty: none. The only place that reads the variable.
+std::string_view forced_tier() {
+  const char* name = std::getenv("MOESAIC_CPU_TIER");
+  return name == nullptr ? std::string_view() : std::string_view(name);
+}
+
 bool machine_has(std::int64_t hwy_target) { return (hwy::SupportedTargets() & hwy_target) != 0; }
 
 bool machine_has_bf16() {
@@ -72,9 +78,18 @@ Result<const CpuKernels*> kernels_by_name(std::string_view name) {
                 "CPU tier: got '" + std::string(name) + "', need one of " + names(false));
 }
 
+Result<const CpuKernels*> usable_kernels(std::string_view name) {
+  const std::string_view forced = forced_tier();
+  if (!forced.empty() && forced != name) {
+    return Status(StatusCode::kUnsupported,
+                  "MOESAIC_CPU_TIER forces tier '" + std::string(forced) + "'");
+  }
+  return kernels_by_name(name);
+}
+
 Result<const CpuKernels*> current_kernels() {
-  const char* forced = std::getenv("MOESAIC_CPU_TIER");
-  if (forced != nullptr && *forced != '\0') return kernels_by_name(forced);
+  const std::string_view forced = forced_tier();
+  if (!forced.empty()) return kernels_by_name(forced);
   for (const TierInfo& t : cpu_tiers()) {
     if (t.available) return t.kernels;
   }

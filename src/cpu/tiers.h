@@ -25,12 +25,17 @@ struct TierInfo {
 // All tiers, fastest first, "baseline" last. Pure after the first call.
 const std::vector<TierInfo>& cpu_tiers();
 
-// The fastest available tier, or the one named by the environment variable MOESAIC_CPU_TIER. An
-// unknown or unavailable name is kNotFound / kUnsupported and lists what there is.
+// The fastest available tier, or the one named by the environment variable MOESAIC_CPU_TIER: what
+// gate, experts and transport run on. An unknown or unavailable name is kNotFound / kUnsupported and
+// lists what there is.
 Result<const CpuKernels*> current_kernels();
+// That tier, whatever the environment says.
 Result<const CpuKernels*> kernels_by_name(std::string_view name);
+// The same, but kUnsupported when MOESAIC_CPU_TIER names another one.
+Result<const CpuKernels*> usable_kernels(std::string_view name);
 
-// Cores this process may use (its affinity mask), or `requested` when > 0.
+// What every num_threads = 0 means: one thread per core this process may use (its affinity mask);
+// `requested` when that is > 0.
 int resolve_threads(int requested);
 
 // Resets flush-to-zero, denormals-are-zero and the rounding mode to the IEEE defaults for its

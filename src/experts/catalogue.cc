@@ -73,8 +73,8 @@ std::span<const ExpertsBackend> experts_catalogue() { return kCatalogue; }
 
 std::vector<CandidateReport> explain_experts(const MoeProblem& problem) {
   std::vector<CandidateReport> reports;
-  reports.reserve(kCatalogue.size());
-  for (const ExpertsBackend& row : kCatalogue) {
+  reports.reserve(experts_catalogue().size());
+  for (const ExpertsBackend& row : experts_catalogue()) {
     const Status status = row.can_implement(problem);
     reports.push_back({"experts", std::string(row.name), status.message(), status.ok()});
   }
@@ -85,7 +85,7 @@ Result<const ExpertsBackend*> choose_experts(const MoeProblem& problem, std::str
   // A problem that makes no sense is the caller's error, not a matter of backends.
   MOESAIC_RETURN_IF_ERROR(check_problem(problem));
   std::string reasons;
-  for (const ExpertsBackend& row : kCatalogue) {
+  for (const ExpertsBackend& row : experts_catalogue()) {
     if (!forced.empty() && row.name != forced) continue;
     const Status status = row.can_implement(problem);
     if (status.ok()) return &row;

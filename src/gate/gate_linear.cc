@@ -1,7 +1,5 @@
-// GateLinear: checks, threading, and the roundings that the chosen tier prescribes. The dot
-// products are in gate/cpu/gate.cc, the decisions in tier_rules.cc.
+// GateLinear: checks, threading, and the rounding of logits. The dot products are in gate/cpu.
 #include <fmt/format.h>
-#include <omp.h>
 
 #include <algorithm>
 #include <cstring>
@@ -11,10 +9,11 @@
 #include "core/checked.h"
 #include "core/fault.h"
 #include "cpu/team.h"
+#include "cpu/tiers.h"
 #include "gate/cpu/gate.h"
-#include "gate/tier_rules.h"
 #include "moesaic/gate.h"
 #include "numerics/codec.h"
+#include "numerics/element.h"
 
 namespace moesaic {
 namespace {
@@ -23,8 +22,6 @@ namespace {
 // while 32 tokens pass; a decode step of one token still splits into E / 16 items.
 constexpr std::int64_t kTokenBlock = 32;
 constexpr std::int64_t kExpertBlock = 16;
-// Rows of x that are rounded to the compute dtype at a time.
-constexpr std::int64_t kRoundedRows = 64;
 
 Status null_data(std::string_view field) {
   return Status(StatusCode::kInvalidArgument,
@@ -32,17 +29,11 @@ Status null_data(std::string_view field) {
 }
 
 Status check_weight(std::string_view field, const ConstTensorView& t) {
-  if (!is_gate_dtype(t.dtype)) {
+  if (!is_storable_float(t.dtype)) {
     return Status(StatusCode::kInvalidDType,
                   fmt::format("{}: got {}, need F32, BF16 or F16", field, dtype_name(t.dtype)));
   }
   return expect_contiguous(field, t);
-}
-
-float round_to(float value, DType dtype) {
-  if (dtype == DType::kBF16) return f32_from_bf16(bf16_from_f32(value));
-  if (dtype == DType::kF16) return f32_from_f16(f16_from_f32(value));
-  return value;
 }
 
 // Byte range that a view with strided rows touches; expect_no_overlap knows contiguous ones only.
@@ -57,40 +48,24 @@ Status expect_rows_apart(const ConstTensorView& x, const ConstTensorView& logits
 
 }  // namespace
 
-std::string_view gate_tier_name(GateTier tier) {
-  switch (tier) {
-    case GateTier::kSmallBatch:
-      return "small_batch";
-    case GateTier::kFp32:
-      return "fp32";
-    case GateTier::kWideningGemm:
-      return "widening_gemm";
-    case GateTier::kFallback:
-      return "fallback";
-  }
-  return "unknown";
-}
-
 struct GateLinear::Impl {
-  Tensor weight;            // [E, H] as given; widening to the compute dtype happens in registers
+  Tensor weight;            // [E, H] as given; widening to fp32 happens in registers
   std::vector<float> bias;  // empty: none
-  GateTierRules rules;
-  int num_threads = 0;
+  DType logits_dtype = DType::kF32;
+  int num_threads = 1;
 
   std::int64_t experts() const { return weight.shape()[0]; }
   std::int64_t hidden() const { return weight.shape()[1]; }
   int team_size(std::int64_t rows) const {
-    return cpu::team_size(cpu_gate_us(rows, experts(), hidden()),
-                          num_threads > 0 ? num_threads : omp_get_max_threads());
+    return cpu::team_size(cpu_gate_us(rows, experts(), hidden()), num_threads);
   }
 
-  // Logits of all rows of `op` into out[first_row ...], rounded to `rounding` and then stored.
-  void compute(const GateOperands& op, std::int64_t rows, std::int64_t first_row, DType rounding,
-               const TensorView& out) const;
+  // Logits of all rows of `op`, rounded when they are stored.
+  void compute(const GateOperands& op, std::int64_t rows, const TensorView& out) const;
 };
 
-void GateLinear::Impl::compute(const GateOperands& op, std::int64_t rows, std::int64_t first_row,
-                               DType rounding, const TensorView& out) const {
+void GateLinear::Impl::compute(const GateOperands& op, std::int64_t rows,
+                               const TensorView& out) const {
   const std::int64_t num_experts = experts();
   const std::int64_t expert_blocks = ceil_div(num_experts, kExpertBlock);
   const std::int64_t items = ceil_div(rows, kTokenBlock) * expert_blocks;
@@ -107,8 +82,8 @@ void GateLinear::Impl::compute(const GateOperands& op, std::int64_t rows, std::i
       for (std::int64_t e = e_begin; e < e_end; ++e) {
         float logit = block[(t - t_begin) * kExpertBlock + (e - e_begin)];
         if (add_bias) logit += bias[static_cast<std::size_t>(e)];
-        store_from_f32(out.data, out.dtype, (first_row + t) * num_experts + e,
-                       round_to(logit, rounding));
+        if (MOESAIC_FAULT(gate_round_logits_to_bf16)) logit = f32_from_bf16(bf16_from_f32(logit));
+        store_from_f32(out.data, out.dtype, t * num_experts + e, logit);
       }
     }
   }
@@ -128,24 +103,16 @@ Result<GateLinear> GateLinear::create(ConstTensorView weight, ConstTensorView bi
     MOESAIC_RETURN_IF_ERROR(expect_shape("gate bias", bias, {num_experts}));
     MOESAIC_RETURN_IF_ERROR(check_weight("gate bias", bias));
   }
-  if (options.out_dtype && !is_gate_dtype(*options.out_dtype)) {
-    return Status(StatusCode::kInvalidDType, fmt::format("out_dtype: got {}, need F32, BF16 or F16",
-                                                         dtype_name(*options.out_dtype)));
+  if (!is_storable_float(options.logits_dtype)) {
+    return Status(StatusCode::kInvalidDType,
+                  fmt::format("logits_dtype: got {}, need F32, BF16 or F16",
+                              dtype_name(options.logits_dtype)));
   }
   if (options.num_threads < 0) {
     return Status(
         StatusCode::kInvalidArgument,
         fmt::format("num_threads: got {}, need 0 (automatic) or more", options.num_threads));
   }
-
-  GateTierRules::Problem problem;
-  problem.device = options.emulate_sm90 ? GateDevice::cuda(9, 0) : GateDevice::cpu();
-  problem.weight_dtype = weight.dtype;
-  problem.num_experts = num_experts;
-  problem.hidden_size = weight.dim(1);
-  problem.has_bias = bias.present();
-  problem.out_dtype = options.out_dtype;
-  problem.force_fp32_compute = options.force_fp32_compute;
 
   MOESAIC_ASSIGN_OR_RETURN(Tensor copy, Tensor::uninitialized(weight.dtype, weight.shape));
   std::memcpy(copy.data(), weight.data, static_cast<std::size_t>(copy.bytes()));
@@ -157,22 +124,13 @@ Result<GateLinear> GateLinear::create(ConstTensorView weight, ConstTensorView bi
         bias_f32[e] = load_as_f32(bias.data, bias.dtype, static_cast<std::int64_t>(e));
       }
     }
-    return GateLinear(std::unique_ptr<Impl>(new Impl{std::move(copy), std::move(bias_f32),
-                                                     GateTierRules(problem), options.num_threads}));
+    return GateLinear(
+        std::unique_ptr<Impl>(new Impl{std::move(copy), std::move(bias_f32), options.logits_dtype,
+                                       cpu::resolve_threads(options.num_threads)}));
   } catch (const std::bad_alloc&) {
     return Status(StatusCode::kOutOfMemory,
                   fmt::format("gate: cannot allocate the state of {} experts", num_experts));
   }
-}
-
-Status GateLinear::set_out_dtype(DType dtype) { return impl_->rules.set_out_dtype(dtype); }
-
-GateTier GateLinear::tier(std::int64_t num_tokens, DType hidden_dtype) const {
-  return impl_->rules.tier(num_tokens, hidden_dtype);
-}
-
-Result<DType> GateLinear::output_dtype(std::int64_t num_tokens, DType hidden_dtype) const {
-  return impl_->rules.output_dtype(num_tokens, hidden_dtype);
 }
 
 Status GateLinear::forward(ConstTensorView hidden_states, TensorView router_logits) const {
@@ -184,10 +142,14 @@ Status GateLinear::forward(ConstTensorView hidden_states, TensorView router_logi
                               hidden_states.shape.to_string(), hidden_size));
   }
   const std::int64_t num_tokens = hidden_states.dim(0);
-  MOESAIC_ASSIGN_OR_RETURN(const DType out_dtype, output_dtype(num_tokens, hidden_states.dtype));
+  if (!is_storable_float(hidden_states.dtype)) {
+    return Status(StatusCode::kInvalidDType,
+                  fmt::format("hidden_states: got {}, need F32, BF16 or F16",
+                              dtype_name(hidden_states.dtype)));
+  }
   MOESAIC_RETURN_IF_ERROR(
       expect_shape("router_logits", router_logits, {num_tokens, impl_->experts()}));
-  MOESAIC_RETURN_IF_ERROR(expect_dtype("router_logits", router_logits, out_dtype));
+  MOESAIC_RETURN_IF_ERROR(expect_dtype("router_logits", router_logits, impl_->logits_dtype));
   if (num_tokens == 0) return {};
   MOESAIC_RETURN_IF_ERROR(expect_contiguous("router_logits", router_logits));
   if (!hidden_states.present()) return null_data("hidden_states");
@@ -206,41 +168,13 @@ Status GateLinear::forward(ConstTensorView hidden_states, TensorView router_logi
   op.weight_dtype = impl_->weight.dtype();
   op.hidden_size = hidden_size;
 
-  // Tiers 1 to 3 round once, when the accumulator is stored. The fallback works in the compute
-  // dtype: its operands and its result are numbers of that dtype.
-  const DType compute_dtype = impl_->rules.compute_dtype();
-  const bool fallback = tier(num_tokens, op.x_dtype) == GateTier::kFallback;
-  DType rounding = fallback ? compute_dtype : DType::kF32;
-  if (MOESAIC_FAULT(gate_round_logits_to_bf16)) rounding = DType::kBF16;
-  if (!fallback || compute_dtype == DType::kF32 || op.x_dtype == compute_dtype) {
-    impl_->compute(op, num_tokens, 0, rounding, router_logits);
-    return {};
-  }
-
-  // The fallback casts x to a narrower (or other 16-bit) dtype first: a chunk of rows at a time.
-  const std::int64_t chunk_rows = std::min(kRoundedRows, num_tokens);
-  MOESAIC_ASSIGN_OR_RETURN(Tensor rounded,
-                           Tensor::uninitialized(compute_dtype, {chunk_rows, hidden_size}));
-  for (std::int64_t first = 0; first < num_tokens; first += chunk_rows) {
-    const std::int64_t rows = std::min(chunk_rows, num_tokens - first);
-    for (std::int64_t t = 0; t < rows; ++t) {
-      for (std::int64_t i = 0; i < hidden_size; ++i) {
-        const float value = load_as_f32(hidden_states.data, hidden_states.dtype,
-                                        (first + t) * hidden_states.strides[0] + i);
-        store_from_f32(rounded.data(), compute_dtype, t * hidden_size + i, value);
-      }
-    }
-    GateOperands chunk = op;
-    chunk.x = rounded.data();
-    chunk.x_dtype = compute_dtype;
-    chunk.x_row_bytes = hidden_size * (dtype_bits(compute_dtype) / 8);
-    impl_->compute(chunk, rows, first, rounding, router_logits);
-  }
+  impl_->compute(op, num_tokens, router_logits);
   return {};
 }
 
 std::int64_t GateLinear::num_experts() const { return impl_->experts(); }
 std::int64_t GateLinear::hidden_size() const { return impl_->hidden(); }
+DType GateLinear::logits_dtype() const { return impl_->logits_dtype; }
 
 GateLinear::GateLinear(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 GateLinear::GateLinear(GateLinear&&) noexcept = default;

@@ -6,11 +6,10 @@
 #include <utility>
 
 #include "core/refusal.h"
+#include "cpu/tiers.h"
 #include "experts/sm90/experts.h"
 #include "gate/sm90/gate.h"
-#include "gate/tier_rules.h"
 #include "layer/fused_plan.h"
-#include "moesaic/gate.h"
 #include "moesaic/modular_kernel.h"
 #include "router/sm90/router.h"
 
@@ -29,35 +28,9 @@ Status elsewhere(const Status& own, Device device, std::string_view need) {
   return unsupported(fmt::format("device: {}, need {}", device.to_string(), need));
 }
 
-// Tiers 1 to 3 stand for kernels of sm_90 and sm_100 devices; on a CPU the rules leave the last.
+// The GPU's kernels (which of them computes the logits depends on the tokens of a call, so several
+// may be accepted) and the CPU's instruction-set tiers.
 void append_gate(const FusedPlan& plan, Device device, Rows& rows) {
-  GateTierRules::Problem problem;
-  problem.device = device.is_cuda() ? GateDevice::cuda(9, 0) : GateDevice::cpu();
-  problem.weight_dtype = plan.gate_dtype;
-  problem.num_experts = plan.routing.num_experts + plan.routing.num_zero_experts;
-  problem.hidden_size = plan.hidden_size;
-  problem.has_bias = plan.has_router_bias;
-  problem.out_dtype = DType::kF32;
-  problem.force_fp32_compute = true;
-  const GateTierRules rules(problem);
-  const auto add = [&](GateTier tier, bool accepted, std::string_view need) {
-    const std::string text = device.is_cuda()
-                                 ? fmt::format("need {}", need)
-                                 : "device: cpu, this tier needs compute capability 9.0 or 10.x";
-    rows.push_back(
-        row_of("gate", std::string(gate_tier_name(tier)), accepted ? Status() : unsupported(text)));
-  };
-  add(GateTier::kSmallBatch, rules.allow_dsv3() && plan.routed.max_tokens <= 16,
-      "bf16 weights without bias of [256 or 384, 7168] and at most 16 tokens");
-  add(GateTier::kFp32, rules.allow_fp32(),
-      "fp32 weights without bias of [256, 3072] or [128, 6144]");
-  add(GateTier::kWideningGemm, rules.allow_cublas(), "bf16 weights without bias");
-  add(GateTier::kFallback, true, "");
-}
-
-// A tier fixes dtypes and roundings; which kernel computes it depends on the tokens of a call.
-void append_gate_kernels(const FusedPlan& plan, Device device, Rows& rows) {
-  if (!device.is_cuda()) return;
   cuda::GateParams p;
   p.weight_f32 = plan.gate_dtype != DType::kBF16;
   p.experts = static_cast<std::int32_t>(plan.routing.num_experts + plan.routing.num_zero_experts);
@@ -71,8 +44,9 @@ void append_gate_kernels(const FusedPlan& plan, Device device, Rows& rows) {
     return choose_gate_kernel(p) == kernel;
   };
   const auto add = [&](cuda::GateKernel kernel, std::string_view need) {
-    rows.push_back(row_of("gate_kernel", std::string(cuda::gate_kernel_name(kernel)),
-                          used(kernel) ? Status() : unsupported(fmt::format("need {}", need))));
+    const Status own = used(kernel) ? Status() : unsupported(fmt::format("need {}", need));
+    rows.push_back(row_of("gate", std::string(cuda::gate_kernel_name(kernel)),
+                          device.is_cuda() ? own : elsewhere(own, device, "a Hopper GPU")));
   };
   using cuda::GateKernel;
   add(GateKernel::kFewTokens, "bf16 weights with rows of a multiple of 8 that fit shared memory");
@@ -80,6 +54,11 @@ void append_gate_kernels(const FusedPlan& plan, Device device, Rows& rows) {
   add(GateKernel::kFp32Rows, "fp32 weights of [256, 3072] or [128, 6144]");
   add(GateKernel::kManyTokens, "bf16 weights with rows of a multiple of 8 and over 64 tokens");
   add(GateKernel::kWarpPerLogit, "a shape or dtype that no other kernel takes");
+  for (const cpu::TierInfo& tier : cpu::cpu_tiers()) {
+    const Status own = cpu::usable_kernels(tier.name).status();
+    rows.push_back(row_of("gate", fmt::format("cpu_{}", tier.name),
+                          device.is_cuda() ? elsewhere(own, device, "cpu") : own));
+  }
 }
 
 void append_experts(const MoeProblem& problem, Device device, const std::string& stage,
@@ -103,7 +82,6 @@ std::vector<CandidateReport> explain_plan(const FusedPlan& plan, std::string_vie
                                           Device device) {
   Rows rows;
   append_gate(plan, device, rows);
-  append_gate_kernels(plan, device, rows);
   const Status gpu_router = cuda::CudaRouter::can_implement(plan.routing);
   rows.push_back(
       row_of("router", fmt::format("cuda_{}", router_name),

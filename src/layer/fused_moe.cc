@@ -58,8 +58,7 @@ Result<ModularKernel> make_kernel(const MoeProblem& problem, const QuantPlan& qu
 Result<GateLinear> make_gate(const Tensor& weight, const Tensor& bias, int num_threads) {
   // Logits in fp32 whatever the weight's dtype: a bf16 rounding could flip near-ties.
   GateLinear::Options options;
-  options.out_dtype = DType::kF32;
-  options.force_fp32_compute = true;
+  options.logits_dtype = DType::kF32;
   options.num_threads = num_threads;
   return GateLinear::create(weight.view(), bias.view(), options);
 }

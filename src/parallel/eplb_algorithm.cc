@@ -12,28 +12,13 @@
 #include "parallel/eplb_support.h"
 
 namespace moesaic {
+namespace eplb {
 namespace {
-
-using eplb::at;
 
 using Ids = std::vector<std::int32_t>;
 using Loads = std::vector<double>;
 
-constexpr std::int64_t kMaxSlots = std::int64_t{1} << 20;  // far above any model; bounds memory
-
-Status check_weights(std::span<const double> weights) {
-  for (std::size_t i = 0; i < weights.size(); ++i) {
-    if (std::isfinite(weights[i]) && weights[i] >= 0) continue;
-    return invalid(
-        fmt::format("load: got {} for expert {}, need a finite number >= 0", weights[i], i));
-  }
-  return {};
-}
-
-Status check_divides(const char* what, std::int64_t total, const char* by, std::int64_t parts) {
-  if (parts >= 1 && total % parts == 0) return {};
-  return invalid(fmt::format("{}: got {}, need a multiple of {} = {}", what, total, by, parts));
-}
+}  // namespace
 
 Packing pack(std::span<const double> weights, std::int64_t bins) {
   const auto n = static_cast<std::int64_t>(weights.size());
@@ -84,6 +69,34 @@ Replication replicate(std::span<const double> weights, std::int64_t slots) {
   return r;
 }
 
+}  // namespace eplb
+
+namespace {
+
+using eplb::at;
+using eplb::Ids;
+using eplb::Loads;
+using eplb::pack;
+using eplb::Packing;
+using eplb::replicate;
+using eplb::Replication;
+
+constexpr std::int64_t kMaxSlots = std::int64_t{1} << 20;  // far above any model; bounds memory
+
+Status check_weights(std::span<const double> weights) {
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    if (std::isfinite(weights[i]) && weights[i] >= 0) continue;
+    return invalid(
+        fmt::format("load: got {} for expert {}, need a finite number >= 0", weights[i], i));
+  }
+  return {};
+}
+
+Status check_divides(const char* what, std::int64_t total, const char* by, std::int64_t parts) {
+  if (parts >= 1 && total % parts == 0) return {};
+  return invalid(fmt::format("{}: got {}, need a multiple of {} = {}", what, total, by, parts));
+}
+
 // The counts divide each other as the header demands.
 Ids hierarchical(std::span<const double> load, std::int64_t slots, std::int64_t groups,
                  std::int64_t nodes, std::int64_t ranks) {
@@ -126,31 +139,6 @@ Ids hierarchical(std::span<const double> load, std::int64_t slots, std::int64_t 
 }
 
 }  // namespace
-
-Result<Packing> balanced_packing(std::span<const double> weights, std::int64_t num_bins) {
-  MOESAIC_RETURN_IF_ERROR(
-      check_divides("items", static_cast<std::int64_t>(weights.size()), "num_bins", num_bins));
-  MOESAIC_RETURN_IF_ERROR(check_weights(weights));
-  try {
-    return pack(weights, num_bins);
-  } catch (const std::bad_alloc&) {
-    return Status(StatusCode::kOutOfMemory, "items: cannot allocate a packing");
-  }
-}
-
-Result<Replication> replicate_experts(std::span<const double> weights, std::int64_t num_physical) {
-  const auto n = static_cast<std::int64_t>(weights.size());
-  if (n < 1 || num_physical < n || num_physical > kMaxSlots) {
-    return invalid(fmt::format("num_physical: got {} for {} experts, need {} .. {}", num_physical,
-                               n, std::max<std::int64_t>(n, 1), kMaxSlots));
-  }
-  MOESAIC_RETURN_IF_ERROR(check_weights(weights));
-  try {
-    return replicate(weights, num_physical);
-  } catch (const std::bad_alloc&) {
-    return Status(StatusCode::kOutOfMemory, "num_physical: cannot allocate the replicas");
-  }
-}
 
 Result<std::vector<std::int32_t>> rebalance_experts(std::span<const double> load,
                                                     const EplbShape& shape) {

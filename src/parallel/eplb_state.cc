@@ -1,4 +1,4 @@
-// What load balancing remembers between steps: the window of loads and the schedule.
+// What load balancing remembers between steps: the window of loads.
 #include <fmt/format.h>
 
 #include <new>
@@ -53,25 +53,6 @@ Status LoadWindow::record(std::span<const std::int32_t> physical_load,
   }
   next_ = (next_ + 1) % window_;
   return {};
-}
-
-EplbSchedule::EplbSchedule(const Options& options)
-    : options_(options), step_(options.interval - options.interval / 4) {}
-
-Result<EplbSchedule> EplbSchedule::create(const Options& options) {
-  if (options.window < 1 || options.interval < 1) {
-    return Status(StatusCode::kInvalidArgument,
-                  fmt::format("window, interval: got {} and {}, need numbers >= 1", options.window,
-                              options.interval));
-  }
-  return EplbSchedule(options);
-}
-
-bool EplbSchedule::advance(bool in_flight) {
-  ++step_;
-  if (step_ < options_.interval || in_flight) return false;
-  step_ = 0;
-  return true;
 }
 
 }  // namespace moesaic

@@ -46,11 +46,6 @@ class InProcessTransport final : public Transport {
 
 }  // namespace
 
-std::unique_ptr<Communicator> make_self_communicator() {
-  return make_group_communicator(
-      std::make_unique<InProcessTransport>(std::make_shared<Mailboxes>(), 0, 1), {});
-}
-
 Result<std::vector<std::unique_ptr<Communicator>>> make_in_process_communicators(
     int size, const CommunicatorOptions& options) {
   if (size < 1 || size > 4096) {

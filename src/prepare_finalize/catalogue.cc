@@ -112,7 +112,7 @@ std::span<const PrepareFinalizeBackend> prepare_finalize_catalogue() { return kC
 std::vector<CandidateReport> explain_prepare_finalize(const MoeProblem& problem,
                                                       const ParallelConfig& parallel) {
   std::vector<CandidateReport> reports;
-  for (const PrepareFinalizeBackend& row : kCatalogue) {
+  for (const PrepareFinalizeBackend& row : prepare_finalize_catalogue()) {
     const Status status = row.can_implement(problem, parallel);
     reports.push_back({"prepare_finalize", std::string(row.name), status.message(), status.ok()});
   }

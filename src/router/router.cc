@@ -13,6 +13,7 @@
 #include "core/checked.h"
 #include "core/fault.h"
 #include "cpu/team.h"
+#include "cpu/tiers.h"
 #include "numerics/codec.h"
 #include "router/eplb_map.h"
 #include "router/route_row.h"
@@ -52,7 +53,7 @@ struct Router::Impl {
   std::int64_t num_shared = 0;
   float shared_weight = 1.0F;
   RoutingCaptureFn capture;
-  int num_threads = 0;
+  int num_threads = 1;
   std::string name;
 
   std::int64_t slots() const { return row.spec.top_k + num_shared; }
@@ -190,8 +191,7 @@ Status Router::Impl::select(const Args& args) const {
   if (num_tokens == 0) return {};
 
   const bool whole_batch = custom || simulation;
-  const std::int64_t wanted = cpu::team_size(route_rows_us(num_tokens, row.columns()),
-                                             num_threads > 0 ? num_threads : omp_get_max_threads());
+  const std::int64_t wanted = cpu::team_size(route_rows_us(num_tokens, row.columns()), num_threads);
   const int threads = static_cast<int>(std::min(wanted, num_tokens));
   // A whole number of cache lines per thread, so that threads do not share one.
   const std::int64_t per_thread = round_up(row.scratch_floats() + row.columns(), 16);
@@ -256,7 +256,7 @@ Result<Router> Router::create(const Options& options) {
     impl->num_shared = options.num_fused_shared_experts;
     impl->shared_weight = options.shared_expert_weight;
     impl->capture = options.capture;
-    impl->num_threads = options.num_threads;
+    impl->num_threads = cpu::resolve_threads(options.num_threads);
     impl->name = router_name(spec, options.simulation_strategy);
     return Router(std::move(impl));
   } catch (const std::bad_alloc&) {

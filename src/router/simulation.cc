@@ -9,6 +9,7 @@
 #include <new>
 #include <numbers>
 
+#include "moesaic/router.h"
 #include "router/scoring.h"
 
 namespace moesaic {

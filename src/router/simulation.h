@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "moesaic/router.h"
+#include "moesaic/interop/own_layer.h"
 #include "moesaic/status.h"
 
 namespace moesaic {

@@ -22,7 +22,7 @@ FLOORS = [
     ["cpu", "cuda"],
     ["gate", "router", "permute", "activation"],
     ["checkpoint", "prepare_finalize", "experts", "parallel"],
-    ["layer"],
+    ["layer", "interop"],
 ]
 # Rooms of a folder, lowest first. A folder listed here has no files outside its rooms.
 ROOMS = {"checkpoint": ["container", "config", "binding", "reader", "convert"]}

@@ -30,19 +30,21 @@ GateLinear gate(const Tensor& weight, GateLinear::Options options = {}, ConstTen
   return GateLinear::create(weight.view(), bias, options).value();
 }
 
-GateLinear::Options out_f32(bool force = false, bool sm90 = false, int threads = 0) {
+GateLinear::Options in_threads(int threads) {
   GateLinear::Options o;
-  o.out_dtype = kF32;
-  o.force_fp32_compute = force;
-  o.emulate_sm90 = sm90;
   o.num_threads = threads;
   return o;
 }
 
-// Runs forward into a poisoned tensor of the dtype that output_dtype promises.
+GateLinear::Options rounded_to(DType dtype) {
+  GateLinear::Options o;
+  o.logits_dtype = dtype;
+  return o;
+}
+
+// Runs forward into a poisoned tensor of logits_dtype.
 Tensor run(const GateLinear& g, ConstTensorView x) {
-  const DType out = g.output_dtype(x.dim(0), x.dtype).value();
-  Tensor logits = Tensor::uninitialized(out, {x.dim(0), g.num_experts()}).value();
+  Tensor logits = Tensor::uninitialized(g.logits_dtype(), {x.dim(0), g.num_experts()}).value();
   test::poison(logits.view());
   const Status s = g.forward(x, logits.view());
   EXPECT_TRUE(s.ok()) << s.to_string();
@@ -67,27 +69,15 @@ void for_each_target(Body&& body) {
   hwy::GetChosenTarget().Update(hwy::SupportedTargets());
 }
 
-// Worked example W1: tier 4 rounds logits to bf16, every other way keeps them apart.
+// Worked example W1: rounding logits to bf16 makes a near-tie a tie, fp32 keeps them apart.
 TEST(GateLinear, WorkedExampleNearTie) {
   const Tensor x = make(kBF16, {1, 2}, {1.0F, 0.0625F});
   const Tensor w = make(kBF16, {2, 2}, {1.0F, 0.091796875F, 1.0F, 0.09375F});
   const auto logits = [&](const GateLinear::Options& options) {
     return test::to_doubles(run(gate(w, options), x.view()).view());
   };
-  const std::vector<double> exact = {1.0057373046875, 1.005859375};
-  const std::vector<double> rounded = {1.0078125, 1.0078125};
-  EXPECT_EQ(logits(out_f32(/*force=*/true)), exact);
-  EXPECT_EQ(logits(out_f32(/*force=*/false)), rounded);
-  EXPECT_EQ(logits(out_f32(false, /*sm90=*/true)), exact);  // tier 3
-  EXPECT_EQ(logits(out_f32(true, /*sm90=*/true)), exact);   // forcing does nothing there
-  GateLinear::Options unset;
-  unset.emulate_sm90 = true;
-  EXPECT_EQ(logits(unset), rounded);  // no out_dtype: tier 4, bf16 logits
-  GateLinear late = gate(w, unset);
-  EXPECT_EQ(late.tier(1, kBF16), GateTier::kFallback);
-  ASSERT_TRUE(late.set_out_dtype(kF32).ok());
-  EXPECT_EQ(late.tier(1, kBF16), GateTier::kWideningGemm);
-  EXPECT_EQ(test::to_doubles(run(late, x.view()).view()), exact);
+  EXPECT_EQ(logits({}), (std::vector<double>{1.0057373046875, 1.005859375}));
+  EXPECT_EQ(logits(rounded_to(kBF16)), (std::vector<double>{1.0078125, 1.0078125}));
 }
 
 // Integers: every partial sum is exact, so every target, dtype and order must agree by bits.
@@ -101,7 +91,7 @@ TEST(GateLinear, ExactIntegersInEveryDTypeAndTarget) {
         std::vector<double> want(42);
         ref_gate_logits(x.view(), w.view(), {}, want.data(), nullptr);
         for_each_target([&] {
-          EXPECT_EQ(test::to_doubles(run(gate(w, out_f32(true)), x.view()).view()), want)
+          EXPECT_EQ(test::to_doubles(run(gate(w), x.view()).view()), want)
               << dtype_name(xt) << " " << dtype_name(wt) << " H=" << h;
         });
       }
@@ -121,8 +111,7 @@ TEST(GateLinear, StaysInsideTheBoundOnEveryTarget) {
       std::vector<double> want(static_cast<std::size_t>(m * e)), magnitude(want.size());
       ref_gate_logits(x.view(), w.view(), bias.view(), want.data(), magnitude.data());
       for_each_target([&] {
-        const auto got =
-            test::to_doubles(run(gate(w, out_f32(true), bias.view()), x.view()).view());
+        const auto got = test::to_doubles(run(gate(w, {}, bias.view()), x.view()).view());
         for (std::size_t i = 0; i < want.size(); ++i) {
           const double bound = static_cast<double>(h + 1) * 0x1p-24 * magnitude[i];
           ASSERT_LE(std::abs(got[i] - want[i]), bound) << i;
@@ -146,8 +135,8 @@ TEST(GateLinear, EverySixteenBitCodeIsReadAsTheCodecSays) {
     const Tensor one = make(kF32, {1, 1}, {1.0F});
     const Tensor ones = make(kF32, {1, 64}, std::vector<float>(64, 1.0F));
     for_each_target([&] {
-      const Tensor tail = run(gate(one, out_f32(true)), x.view());
-      const GateLinear wide = gate(ones, out_f32(true));
+      const Tensor tail = run(gate(one), x.view());
+      const GateLinear wide = gate(ones);
       int mismatches = 0;
       for (std::int64_t i = 0; i < 65536; ++i) {
         const float want = load_as_f32(x.data(), dtype, i);
@@ -169,13 +158,13 @@ TEST(GateLinear, RowsDoNotDependOnBatchStrideOrThreads) {
   const std::int64_t m = 70, e = 45, h = 519;
   const Tensor x = test::random_normal(rng, kBF16, {m, h});
   const Tensor w = test::random_normal(rng, kBF16, {e, h});
-  const Tensor all = run(gate(w, out_f32(true, false, 1)), x.view());
+  const Tensor all = run(gate(w, in_threads(1)), x.view());
   std::string why;
   for (const int threads : {2, 3, 7}) {
-    const Tensor again = run(gate(w, out_f32(true, false, threads)), x.view());
+    const Tensor again = run(gate(w, in_threads(threads)), x.view());
     EXPECT_TRUE(test::same_bits(again.view(), all.view(), &why)) << why;
   }
-  const GateLinear g = gate(w, out_f32(true));
+  const GateLinear g = gate(w);
   for (std::int64_t begin = 0; begin < m;) {
     const std::int64_t rows = std::min<std::int64_t>(1 + begin % 6, m - begin);
     const ConstTensorView part(x.data() + begin * h * 2, kBF16, {rows, h});
@@ -206,8 +195,8 @@ TEST(GateLinear, PermutingExpertsPermutesLogits) {
   for (std::int64_t i = 0; i < e; ++i) {
     std::copy_n(w.as<float>() + i * h, h, reversed.as<float>() + (e - 1 - i) * h);
   }
-  const Tensor a = run(gate(w, out_f32()), x.view());
-  const Tensor b = run(gate(reversed, out_f32()), x.view());
+  const Tensor a = run(gate(w), x.view());
+  const Tensor b = run(gate(reversed), x.view());
   for (std::int64_t t = 0; t < 5; ++t) {
     for (std::int64_t i = 0; i < e; ++i) {
       ASSERT_EQ(a.as<float>()[t * e + i], b.as<float>()[t * e + (e - 1 - i)]);
@@ -215,71 +204,27 @@ TEST(GateLinear, PermutingExpertsPermutesLogits) {
   }
 }
 
-// Tier 4 in numbers: x rounded to the weight's dtype, logits rounded to it, then widened.
-TEST(GateLinear, FallbackRoundsOperandsAndLogits) {
+// Rounded logits are the fp32 ones rounded once, whatever the operands' dtypes.
+TEST(GateLinear, LogitsAreRoundedOnce) {
   test::Rng rng(15);
-  for (const DType wt : {kBF16, kF16}) {
-    const std::int64_t m = 130, e = 5, h = 64;  // three chunks of rounded rows
-    const Tensor x = test::random_normal(rng, kF32, {m, h});
-    const Tensor w = test::random_normal(rng, wt, {e, h}, 0.125);
-    Tensor x_rounded = Tensor::zeros(wt, {m, h}).value();
-    for (std::int64_t i = 0; i < m * h; ++i) {
-      store_from_f32(x_rounded.data(), wt, i, x.as<float>()[i]);
+  const std::int64_t m = 40, e = 24, h = 512;
+  for (const DType xt : {kF32, kBF16}) {
+    for (const DType wt : {kF32, kF16}) {
+      const Tensor x = test::random_normal(rng, xt, {m, h});
+      const Tensor w = test::random_normal(rng, wt, {e, h}, 0.04);
+      const Tensor exact = run(gate(w), x.view());
+      for (const DType out : {kBF16, kF16}) {
+        const Tensor got = run(gate(w, rounded_to(out)), x.view());
+        int different = 0;
+        for (std::int64_t i = 0; i < m * e; ++i) {
+          const Tensor one = make(out, {1}, {exact.as<float>()[i]});
+          ASSERT_EQ(load_as_f32(got.data(), out, i), load_as_f32(one.data(), out, 0)) << i;
+          different += load_as_f32(got.data(), out, i) != exact.as<float>()[i];
+        }
+        EXPECT_GT(different, m * e / 2);
+      }
     }
-    const Tensor accurate = run(gate(w, out_f32(true)), x_rounded.view());
-    const Tensor got = run(gate(w, out_f32(false)), x.view());
-    for (std::int64_t i = 0; i < m * e; ++i) {
-      Tensor one = make(wt, {1}, {accurate.as<float>()[i]});
-      ASSERT_EQ(got.as<float>()[i], load_as_f32(one.data(), wt, 0)) << i;
-    }
-    // out_dtype unset and equal dtypes: the same numbers in the weight's dtype.
-    const Tensor narrow = run(gate(w), x_rounded.view());
-    ASSERT_EQ(narrow.dtype(), wt);
-    EXPECT_EQ(test::to_doubles(narrow.view()), test::to_doubles(got.view()));
   }
-}
-
-// Property 12: tiers 1 and 3 against tier 4 differ by the bf16 rounding of the logit and no more.
-TEST(GateLinear, SpecialTiersDifferFromFallbackByOneRounding) {
-  test::Rng rng(16);
-  const Tensor x = test::random_normal(rng, kBF16, {40, 512});
-  const Tensor w = test::random_normal(rng, kBF16, {24, 512}, 0.04);
-  const GateLinear special = gate(w, out_f32(false, true));
-  EXPECT_EQ(special.tier(40, kBF16), GateTier::kWideningGemm);
-  const Tensor a = run(special, x.view());
-  const Tensor b = run(gate(w, out_f32(false, false)), x.view());
-  int different = 0;
-  for (std::int64_t i = 0; i < 40 * 24; ++i) {
-    const float rounded = f32_from_bf16(bf16_from_f32(a.as<float>()[i]));
-    ASSERT_EQ(b.as<float>()[i], rounded);
-    different += a.as<float>()[i] != b.as<float>()[i];
-  }
-  EXPECT_GT(different, 40 * 24 / 2);
-}
-
-TEST(GateLinear, EmulatedSmallBatchTierReturnsTheActivationDType) {
-  test::Rng rng(17);
-  const Tensor x = test::random_normal(rng, kBF16, {17, 7168});
-  const Tensor w = test::random_normal(rng, kBF16, {256, 7168}, 0.0118);
-  GateLinear::Options options;
-  options.emulate_sm90 = true;
-  GateLinear g = gate(w, options);
-  const ConstTensorView small(x.data(), kBF16, {16, 7168});
-  EXPECT_EQ(g.tier(16, kBF16), GateTier::kSmallBatch);
-  const Tensor bf16 = run(g, small);
-  EXPECT_EQ(bf16.dtype(), kBF16);
-  ASSERT_TRUE(g.set_out_dtype(kF32).ok());
-  const Tensor f32 = run(g, small);
-  EXPECT_EQ(f32.dtype(), kF32);
-  for (std::int64_t i = 0; i < 16 * 256; ++i) {
-    ASSERT_EQ(bf16.as<std::uint16_t>()[i], bf16_from_f32(f32.as<float>()[i]));
-  }
-  // 17 tokens take tier 3: same arithmetic here, so the first 16 rows agree by bits.
-  EXPECT_EQ(g.tier(17, kBF16), GateTier::kWideningGemm);
-  const Tensor large = run(g, x.view());
-  std::string why;
-  EXPECT_TRUE(test::same_bits(ConstTensorView(large.data(), kF32, {16, 256}), f32.view(), &why))
-      << why;
 }
 
 TEST(GateLinear, BiasOfAnyDTypeEntersBeforeRounding) {
@@ -287,20 +232,19 @@ TEST(GateLinear, BiasOfAnyDTypeEntersBeforeRounding) {
   const Tensor w = make(kBF16, {2, 1}, {1.0F, 2.0F});
   for (const DType bias_dtype : {kF32, kBF16, kF16}) {
     const Tensor bias = make(bias_dtype, {2}, {0.25F, -4.0F});
-    const auto got = test::to_doubles(run(gate(w, out_f32(), bias.view()), x.view()).view());
+    const auto got = test::to_doubles(run(gate(w, {}, bias.view()), x.view()).view());
     EXPECT_EQ(got, (std::vector<double>{1.25, -2.0}));
   }
   // 1 + 2^-8 + 2^-9 rounds up in bf16; rounding 1 first and the bias on its own would lose it.
   const Tensor bias = make(kF32, {2}, {0x1p-8F + 0x1p-9F, 0.0F});
-  const auto got = test::to_doubles(run(gate(w, out_f32(), bias.view()), x.view()).view());
+  const auto got = test::to_doubles(run(gate(w, rounded_to(kBF16), bias.view()), x.view()).view());
   EXPECT_EQ(got[0], 1.0 + 0x1p-7);
 }
 
 TEST(GateLinear, ZeroTokens) {
   const Tensor w = make(kBF16, {3, 4}, std::vector<float>(12, 1.0F));
-  const GateLinear g = gate(w, out_f32());
+  const GateLinear g = gate(w);
   const ConstTensorView x(nullptr, kBF16, {0, 4});
-  EXPECT_EQ(g.output_dtype(0, kBF16).value(), kF32);
   EXPECT_TRUE(g.forward(x, TensorView(nullptr, kF32, {0, 3})).ok());
   EXPECT_EQ(g.forward(x, TensorView(nullptr, kBF16, {0, 3})).code(), StatusCode::kInvalidDType);
   EXPECT_EQ(g.forward(x, TensorView(nullptr, kF32, {0, 4})).code(), StatusCode::kInvalidShape);
@@ -310,7 +254,7 @@ TEST(GateLinear, NonFiniteInputsPropagate) {
   const float inf = std::numeric_limits<float>::infinity();
   const Tensor x = make(kF32, {2, 2}, {std::nanf(""), 1.0F, inf, 1.0F});
   const Tensor w = make(kF32, {2, 2}, {1.0F, 1.0F, -1.0F, 1.0F});
-  const Tensor got = run(gate(w, out_f32()), x.view());
+  const Tensor got = run(gate(w), x.view());
   EXPECT_TRUE(std::isnan(got.as<float>()[0]));
   EXPECT_TRUE(std::isnan(got.as<float>()[1]));
   EXPECT_EQ(got.as<float>()[2], inf);

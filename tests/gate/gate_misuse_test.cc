@@ -38,29 +38,18 @@ TEST(GateMisuse, Create) {
   test::expect_refusal(create(w.view(), zeros(DType::kF64, {4}).view()), StatusCode::kInvalidDType,
                        {"gate bias: got F64"});
   GateLinear::Options options;
-  options.out_dtype = DType::kI32;
+  options.logits_dtype = DType::kI32;
   test::expect_refusal(create(w.view(), {}, options), StatusCode::kInvalidDType,
-                       {"out_dtype: got I32"});
+                       {"logits_dtype: got I32"});
   options = {};
   options.num_threads = -1;
   test::expect_refusal(create(w.view(), {}, options), StatusCode::kInvalidArgument,
                        {"num_threads: got -1"});
 }
 
-TEST(GateMisuse, SetOutDTypeTwice) {
-  const Tensor w = zeros(kBF16, {4, 8});
-  GateLinear g = GateLinear::create(w.view(), {}, {}).value();
-  test::expect_refusal(g.set_out_dtype(DType::kU8), StatusCode::kInvalidDType,
-                       {"out_dtype: got U8"});
-  ASSERT_TRUE(g.set_out_dtype(kF32).ok());
-  test::expect_refusal(g.set_out_dtype(kF32), StatusCode::kInvalidArgument, {"already set"});
-}
-
 TEST(GateMisuse, Forward) {
   const Tensor w = zeros(kBF16, {4, 8});
-  GateLinear::Options options;
-  options.out_dtype = kF32;
-  const GateLinear g = GateLinear::create(w.view(), {}, options).value();
+  const GateLinear g = GateLinear::create(w.view(), {}, {}).value();
   const Tensor x = zeros(kBF16, {3, 8});
   Tensor y = zeros(kF32, {3, 4});
   ASSERT_TRUE(g.forward(x.view(), y.view()).ok());
@@ -108,22 +97,6 @@ TEST(GateMisuse, ForwardRefusesOverlap) {
   test::expect_refusal(g.forward(strided, at(12, {3, 4})), StatusCode::kAliasing,
                        {"hidden_states"});
   EXPECT_TRUE(g.forward(strided, at(24, {3, 4})).ok());
-}
-
-TEST(GateMisuse, DTypeMismatchWithoutOutDType) {
-  const Tensor w = zeros(kBF16, {4, 8});
-  const GateLinear g = GateLinear::create(w.view(), {}, {}).value();
-  const Tensor x = zeros(kF32, {3, 8});
-  Tensor y = zeros(kF32, {3, 4});
-  test::expect_refusal(g.forward(x.view(), y.view()), StatusCode::kInvalidDType,
-                       {"hidden_states: got F32, need BF16"});
-}
-
-TEST(GateMisuse, TierNames) {
-  EXPECT_EQ(gate_tier_name(GateTier::kSmallBatch), "small_batch");
-  EXPECT_EQ(gate_tier_name(GateTier::kFp32), "fp32");
-  EXPECT_EQ(gate_tier_name(GateTier::kWideningGemm), "widening_gemm");
-  EXPECT_EQ(gate_tier_name(GateTier::kFallback), "fallback");
 }
 
 }  // namespace

@@ -83,7 +83,7 @@ TEST(CudaRanks, ACommunicatorOfOneRankChangesNothing) {
   options.device = Device::cuda(0);
   const test::LayerRun want = test::run_layer(make_layer(tensors, options),
                                               test::random_hidden(5, 9, tensors.spec.hidden_size));
-  options.communicator = make_self_communicator();
+  options.communicator = std::move(make_in_process_communicators(1).value().front());
   const test::LayerRun got = test::run_layer(make_layer(tensors, options),
                                              test::random_hidden(5, 9, tensors.spec.hidden_size));
   std::string why;

@@ -213,7 +213,7 @@ TEST(Communicator, ShorterMessagesAreMeasuredWhenAllowed) {
 }
 
 TEST(Communicator, SelfAndMisuse) {
-  const auto self = make_self_communicator();
+  const auto self = std::move(make_in_process_communicators(1).value().front());
   EXPECT_EQ(self->name(), "self");
   EXPECT_EQ(self->size(), 1);
   std::vector<float> one = {3.0F};

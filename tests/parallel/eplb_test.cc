@@ -8,6 +8,7 @@
 #include <numeric>
 #include <set>
 
+#include "parallel/eplb_support.h"
 #include "support/random.h"
 #include "support/refusal.h"
 
@@ -43,7 +44,7 @@ TEST(EplbExamples, GlobalPlacementOfTheSameLoad) {
 
 TEST(EplbExamples, SmallReplication) {
   const Loads load = {10, 1, 1, 1};
-  const Replication r = replicate_experts(load, 6).value();
+  const eplb::Replication r = eplb::replicate(load, 6);
   EXPECT_EQ(r.physical_to_logical, (Ids{0, 1, 2, 3, 0, 0}));
   EXPECT_EQ(r.replica, (Ids{0, 0, 0, 0, 1, 2}));
   EXPECT_EQ(r.count, (Ids{3, 1, 1, 1}));
@@ -56,11 +57,11 @@ TEST(EplbExamples, SmallReplication) {
 }
 
 TEST(EplbExamples, Packing) {
-  const Packing p = balanced_packing(Loads{7, 5, 4, 3, 2, 1}, 2).value();
+  const eplb::Packing p = eplb::pack(Loads{7, 5, 4, 3, 2, 1}, 2);
   EXPECT_EQ(p.bin, (Ids{0, 1, 1, 0, 1, 0}));
   EXPECT_EQ(p.rank, (Ids{0, 0, 1, 1, 2, 2}));
-  EXPECT_EQ(balanced_packing(Loads{5, 5, 5, 5}, 2)->bin, (Ids{0, 1, 0, 1}));
-  EXPECT_EQ(balanced_packing(Loads{1, 9, 4}, 3)->bin, (Ids{0, 1, 2}));
+  EXPECT_EQ(eplb::pack(Loads{5, 5, 5, 5}, 2).bin, (Ids{0, 1, 0, 1}));
+  EXPECT_EQ(eplb::pack(Loads{1, 9, 4}, 3).bin, (Ids{0, 1, 2}));
 }
 
 TEST(EplbExamples, PreserveSlots) {
@@ -183,7 +184,7 @@ TEST(EplbProperties, ReplicationIsOptimal) {
     }
     double last = 1e300;
     for (std::int64_t slots = static_cast<std::int64_t>(load.size()); slots < 10; ++slots) {
-      const Replication r = replicate_experts(load, slots).value();
+      const eplb::Replication r = eplb::replicate(load, slots);
       double got = 0;
       for (std::size_t e = 0; e < load.size(); ++e) got = std::max(got, load[e] / r.count[e]);
       EXPECT_LE(got, last);
@@ -219,7 +220,7 @@ TEST(EplbProperties, PackingAgainstTheOptimum) {
     for (std::int64_t n = 0; n < bins * each; ++n) {
       w.push_back(static_cast<double>(rng.integer(1, 100)));
     }
-    const Packing p = balanced_packing(w, bins).value();
+    const eplb::Packing p = eplb::pack(w, bins);
     Loads sums(static_cast<std::size_t>(bins), 0.0);
     Ids sizes(static_cast<std::size_t>(bins), 0);
     for (std::size_t n = 0; n < w.size(); ++n) {
@@ -289,24 +290,6 @@ TEST(LoadWindow, ForgetsTheOldestAndSurvivesANewMap) {
                  {"window: got 0"});
 }
 
-// Property 15.
-TEST(EplbSchedule, FirstAfterAQuarterThenEveryInterval) {
-  EplbSchedule s = EplbSchedule::create({.window = 10, .interval = 40}).value();
-  std::vector<int> when;
-  int recorded = 0;
-  for (int step = 1; step <= 130; ++step) {
-    recorded += s.recording() ? 1 : 0;
-    if (s.advance()) when.push_back(step);
-  }
-  EXPECT_EQ(when, (std::vector<int>{10, 50, 90, 130}));
-  EXPECT_EQ(recorded, 40);  // ten steps before each
-  EplbSchedule busy = EplbSchedule::create({.window = 1, .interval = 1}).value();
-  EXPECT_FALSE(busy.advance(/*in_flight=*/true));
-  EXPECT_TRUE(busy.advance());
-  expect_refusal(EplbSchedule::create({.window = 0}).status(), StatusCode::kInvalidArgument,
-                 {"window"});
-}
-
 TEST(EplbMisuse, RefusesByName) {
   const auto refuse = [](const Loads& load, const EplbShape& shape, const char* words) {
     const auto r = rebalance_experts(load, shape);
@@ -323,8 +306,6 @@ TEST(EplbMisuse, RefusesByName) {
   refuse({1}, {2, 1, 0, 1}, "num_nodes: got 0");
   expect_refusal(rebalance_experts(Loads{1}, {std::int64_t{1} << 40, 1, 1, 1}).status(),
                  StatusCode::kLimitExceeded, {"num_physical"});
-  expect_refusal(balanced_packing(Loads{1, 2, 3}, 2).status(), StatusCode::kInvalidArgument,
-                 {"items: got 3"});
   expect_refusal(make_expert_maps(Ids{0, 0}, 2).status(), StatusCode::kInvalidArgument,
                  {"expert 1 has no slot"});
   expect_refusal(make_expert_maps(Ids{0, 5}, 2).status(), StatusCode::kInvalidArgument, {"got 5"});

@@ -151,7 +151,9 @@ TEST(NcclMisuse, RefusesByName) {
   test::expect_refusal(make_nccl_communicator(nullptr, 0).status(), StatusCode::kInvalidArgument,
                        {"control"});
   if (nccl_available().ok()) GTEST_SKIP() << "NCCL is there";
-  const Status status = make_nccl_communicator(make_self_communicator(), 0).status();
+  const Status status =
+      make_nccl_communicator(std::move(make_in_process_communicators(1).value().front()), 0)
+          .status();
   EXPECT_FALSE(status.ok());
   EXPECT_FALSE(status.message().empty());
 }

@@ -4,7 +4,7 @@
 #include <limits>
 #include <numeric>
 
-#include "permute/cases.h"
+#include "interop/cases.h"
 
 namespace moesaic {
 namespace {

@@ -210,7 +210,8 @@ TEST(AllToAll, ARefusalOfOneRankIsTheAnswerOfAll) {
 }
 
 TEST(AllToAll, RefusesByName) {
-  const std::shared_ptr<Communicator> self = make_self_communicator();
+  const std::shared_ptr<Communicator> self =
+      std::move(make_in_process_communicators(1).value().front());
   MoeProblem problem = test::small_problem("bf16");
   problem.max_tokens = 4;
   AllToAllOptions options;
@@ -266,7 +267,9 @@ TEST(AllToAll, QuantisedRowsHaveOneWeightOnTheInput) {
   AllToAllOptions options;
   options.max_tokens_per_rank = 4;
   const auto make = [&] {
-    return make_all_to_all_prepare_finalize(problem, make_self_communicator(), options).status();
+    return make_all_to_all_prepare_finalize(
+               problem, std::move(make_in_process_communicators(1).value().front()), options)
+        .status();
   };
   expect_refusal(make(), StatusCode::kUnsupported, {"top_k: got", "apply_router_weight_on_input"});
   options.quantize_before_dispatch = false;
@@ -281,7 +284,8 @@ TEST(AllToAll, ExpertsThatTakeNoCodesAreRefused) {
   AllToAllOptions options;
   options.max_tokens_per_rank = 4;
   const auto attach = [&] {
-    return make_all_to_all_prepare_finalize(problem, make_self_communicator(), options)
+    return make_all_to_all_prepare_finalize(
+               problem, std::move(make_in_process_communicators(1).value().front()), options)
         .value()
         ->attach(PlainExperts());
   };

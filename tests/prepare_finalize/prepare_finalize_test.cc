@@ -219,7 +219,8 @@ TEST(PrepareFinalizeCatalogue, AcceptsWhatFormatAndRanksAllow) {
 }
 
 TEST(PrepareFinalizeCatalogue, RowsMakeWhatTheyName) {
-  const std::shared_ptr<Communicator> self = make_self_communicator();
+  const std::shared_ptr<Communicator> self =
+      std::move(make_in_process_communicators(1).value().front());
   AllToAllOptions options;
   options.max_tokens_per_rank = 16;
   for (const PrepareFinalizeBackend& row : prepare_finalize_catalogue()) {

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "moesaic/interop/own_layer.h"
 #include "router/router_fixture.h"
 
 namespace moesaic {

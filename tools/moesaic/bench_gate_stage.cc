@@ -32,9 +32,9 @@ class GateStage final : public BenchStage {
     } else {
       MOESAIC_ASSIGN_OR_RETURN(tensors, random_layer_tensors(settings.spec, settings.seed));
     }
+    MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::current_kernels());
+    stage->tier_ = kernels->name;
     GateLinear::Options options;
-    options.out_dtype = DType::kF32;
-    options.force_fp32_compute = true;
     options.num_threads = settings.options.num_threads;
     ConstTensorView bias;
     if (tensors.gate_bias.present()) bias = tensors.gate_bias.view();
@@ -53,14 +53,13 @@ class GateStage final : public BenchStage {
   }
 
   std::string backend() const override {
-    return gpu_ ? "cuda_gate" : fmt::format("cpu_gate_{}", gate_tier_name(tier_));
+    return gpu_ ? "cuda_gate" : fmt::format("cpu_gate_{}", tier_);
   }
   std::string quant() const override { return "f32"; }
 
   Result<BenchPoint> prepare(std::int64_t tokens) override {
     BenchPoint point;
     const std::int64_t h = gate_->hidden_size(), e = gate_->num_experts();
-    tier_ = gate_->tier(tokens, row_dtype(s_));
     MOESAIC_ASSIGN_OR_RETURN(Tensor x, random_tensor(row_dtype(s_), {tokens, h}, 1.0, s_.seed));
     MOESAIC_ASSIGN_OR_RETURN(Tensor y, Tensor::zeros(DType::kF32, {tokens, e}));
     struct Buffers {
@@ -101,7 +100,7 @@ class GateStage final : public BenchStage {
   BenchSettings s_;
   std::unique_ptr<GateLinear> gate_;
   Tensor weight_, bias_;
-  GateTier tier_ = GateTier::kFallback;
+  std::string tier_;
   std::unique_ptr<GpuStage> gpu_;
 };
 

@@ -1,7 +1,6 @@
 #include "checkpoint/convert/format.h"
 
 #include <fmt/format.h>
-#include <omp.h>
 
 #include <algorithm>
 #include <array>
@@ -10,6 +9,7 @@
 #include "core/checked.h"
 #include "core/fault.h"
 #include "core/nearest_name.h"
+#include "cpu/tiers.h"
 #include "moesaic/convert.h"
 #include "quant/fp8_block.h"
 #include "quant/fp8_scaled.h"
@@ -219,7 +219,7 @@ Status encode_linear(ConvertFormat format, ConstTensorView w, float gscale, int 
   // Of the failures the one with the lowest row counts, so that messages repeat.
   std::int64_t failed = pieces;
   Status failure;
-  const int team = num_threads > 0 ? num_threads : omp_get_max_threads();
+  const int team = cpu::resolve_threads(num_threads);
 #pragma omp parallel for num_threads(team) schedule(dynamic)
   for (std::int64_t p = 0; p < pieces; ++p) {
     const std::int64_t first = p * kRowsPerPiece;

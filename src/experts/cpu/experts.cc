@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cassert>
-#include <cstdlib>
 #include <cstring>
 
 #include "core/fault.h"
@@ -192,13 +191,7 @@ Status CpuExperts::run(const ExpertsArgs& args) const {
 
 Status cpu_experts_can_implement(std::string_view tier, const MoeProblem& problem) {
   MOESAIC_RETURN_IF_ERROR(check_problem(problem));
-  const char* forced = std::getenv("MOESAIC_CPU_TIER");
-  if (forced != nullptr && *forced != '\0' && tier != forced) {
-    return Status(StatusCode::kUnsupported,
-                  fmt::format("MOESAIC_CPU_TIER forces tier '{}'", forced));
-  }
-  MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::kernels_by_name(tier));
-  static_cast<void>(kernels);
+  MOESAIC_RETURN_IF_ERROR(cpu::usable_kernels(tier).status());
   return cpu_weight_format(problem.quant).status();
 }
 

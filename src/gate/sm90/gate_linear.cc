@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "gate/sm90/gate.h"
-#include "gate/tier_rules.h"
 #include "numerics/element.h"
 
 namespace moesaic::cuda {
@@ -32,7 +31,7 @@ Status upload_as_f32(std::string_view what, const ConstTensorView& t, std::int64
 }
 
 Status check(std::string_view field, const ConstTensorView& t) {
-  if (!is_gate_dtype(t.dtype)) {
+  if (!is_storable_float(t.dtype)) {
     return {StatusCode::kInvalidDType,
             fmt::format("{}: got {}, need F32, BF16 or F16", field, dtype_name(t.dtype))};
   }

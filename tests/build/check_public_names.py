@@ -1,0 +1,246 @@
+#!/usr/bin/env python3
+"""Checks that nothing in the public headers is dead.
+
+Every type, function and data member that include/moesaic/*.h declares has a use in the product: in src,
+tools or examples, other than its own definition. What only engines beside this library need stands in
+include/moesaic/interop (interop.h says who reads it) with its code in src/interop, and code there does
+not count as a use: a name that nothing else wants belongs there too. In the interop headers every
+function and every type that no function takes must have a test.
+
+Names are compared as words, so a name shared with something in use passes; that is the price of a check
+without a compiler.
+
+usage: check_public_names.py SOURCE_DIR | check_public_names.py --self-test
+"""
+
+import re
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
+DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", re.MULTILINE)
+SUFFIXES = (".h", ".cc", ".cu", ".cuh")
+WORD = re.compile(r"[A-Za-z_]\w*")
+NOT_NAMES = {"operator", "static_assert", "decltype", "noexcept", "alignas", "requires", "explicit"}
+
+# Names without a use by their nature, each with the reason.
+ALLOWED = {
+    "RowNumericsFlag": "its enumerators are used without it",
+    "workspace_for_test": "goes when the caller owns the kernel's workspace",
+}
+
+
+def code_of(path):
+    text = path.read_text(encoding="utf-8")
+    return DIRECTIVE.sub("", STRING.sub('""', COMMENT.sub("", text)))
+
+
+def name_of(statement, scopes):
+    """(name, kind) of what a statement at namespace or class scope declares, or None."""
+    statement = re.sub(r"^(\s*(public|private|protected)\s*:(?!:))+", "", statement).strip()
+    statement = re.sub(r"\[\[.*?\]\]", "", statement)
+    statement = re.sub(r"^template\s*<[^<>]*(?:<[^<>]*>[^<>]*)*>\s*", "", statement)
+    if re.match(r"(friend|static_assert|namespace)\b", statement):
+        return None
+    if re.match(r"using\s+(enum|namespace)\b", statement):
+        return None
+    alias = re.match(r"using\s+(\w+)\s*=", statement)
+    if alias:
+        return alias.group(1), "type"
+    kind = re.match(r"(?:enum\s+class|enum\s+struct|enum|class|struct|union)\s+(\w+)(.*)", statement, re.DOTALL)
+    if kind:
+        return (kind.group(1), "type") if kind.group(2).strip() != ";" else None
+    # The first parenthesis outside of template arguments makes a function.
+    depth = 0
+    for at, letter in enumerate(statement):
+        if letter == "<":
+            depth += 1
+        elif letter == ">":
+            depth = max(0, depth - 1)
+        elif letter == "(" and depth == 0:
+            before = statement[:at].rstrip()
+            words = WORD.findall(before)
+            if "operator" in words or not words or before.endswith(("=", "~")) or "~" in before:
+                return None
+            name = words[-1]
+            return None if name in scopes or name in NOT_NAMES else (name, "function")
+        elif letter == "=" and depth == 0:
+            statement = statement[:at]
+            break
+    head = re.sub(r"<.*>", " ", statement, flags=re.DOTALL).rstrip("; \n")
+    head = re.sub(r"\[[^\]]*\]\s*$", "", head).rstrip()
+    words = WORD.findall(head)
+    return (words[-1], "data") if len(words) >= 2 and not head.endswith(("}", ")")) else None
+
+
+def declared_names(path):
+    """(name, kind, line) of what a header declares; private members, bodies and enumerators left out."""
+    text = code_of(path)
+    names, stack, start = [], [], 0
+    private = [False]
+    for match in re.finditer(r"[{};]|\b(?:public|private|protected)\s*:(?!:)", text):
+        token = match.group(0)
+        inside = stack[-1][0] if stack else "namespace"
+        if token[0] == "p":
+            if inside == "class":
+                private[-1] = not token.startswith("public")
+                start = match.end()
+            continue
+        statement = text[start : match.start()]
+        visible = inside in ("namespace", "class") and not any(private)
+        if token == "{":
+            words = statement.strip()
+            words = re.sub(r"^template\s*<[^<>]*(?:<[^<>]*>[^<>]*)*>\s*", "", words)
+            if inside == "body":
+                kind = "body"
+            elif words.startswith("namespace") or words.startswith("extern"):
+                kind = "namespace"
+            elif re.match(r"(class|struct|union)\b", words):
+                kind = "class"
+            else:
+                kind = "body"
+            scopes = {name for _, name in stack if name}
+            found = name_of(statement, scopes) if visible and kind != "namespace" else None
+            if found:
+                names.append((*found, text.count("\n", 0, match.start()) + 1))
+            own = found[0] if kind == "class" and found else None
+            # A member with a braced initialiser ends at its semicolon.
+            stack.append((kind, own))
+            private.append(kind == "class" and words.startswith("class"))
+            start = match.end()
+        elif token == "}":
+            if stack:
+                stack.pop()
+                private.pop()
+            start = match.end()
+        else:
+            if visible and statement.strip():
+                scopes = {name for _, name in stack if name}
+                found = name_of(statement + ";", scopes)
+                if found:
+                    names.append((*found, text.count("\n", 0, match.start()) + 1))
+            start = match.end()
+    return names
+
+
+def words_used(paths):
+    """Words of the code; at the beginning of a line what is followed by a parenthesis is a definition."""
+    used = set()
+    for path in paths:
+        for line in code_of(path).splitlines():
+            if line[:1] in (" ", "\t"):
+                used.update(WORD.findall(line))
+                continue
+            for match in WORD.finditer(line):
+                if line[match.end() : match.end() + 1] != "(":
+                    used.add(match.group(0))
+    return used
+
+
+def files(*folders):
+    return sorted(p for folder in folders for p in folder.rglob("*") if p.suffix in SUFFIXES)
+
+
+def check(root):
+    problems = []
+    count = 0
+    public = sorted((root / "include" / "moesaic").glob("*.h"))
+    interop = files(root / "include" / "moesaic" / "interop")
+    product = [p for p in files(root / "src", root / "tools", root / "examples")
+               if (root / "src" / "interop") not in p.parents]
+    used = words_used(product)
+    mentions = Counter(word for path in public for word in WORD.findall(code_of(path)))
+    allowed = set()
+    for path in public:
+        for name, kind, line in declared_names(path):
+            count += 1
+            # A type may be there for another public declaration's sake, which is then looked at itself.
+            if name in used or (kind == "type" and mentions[name] > 1):
+                continue
+            if name in ALLOWED:
+                allowed.add(name)
+                continue
+            problems.append(
+                f"{path.relative_to(root)}:{line}: '{name}' has no use in src, tools or examples: "
+                "give it one, move it to moesaic/interop, or delete it"
+            )
+    tested = words_used(files(root / "tests"))
+    mentions = Counter(word for path in interop for word in WORD.findall(code_of(path)))
+    for path in interop:
+        for name, kind, line in declared_names(path):
+            count += 1
+            if kind == "data" or name in tested or (kind == "type" and mentions[name] > 1):
+                continue
+            problems.append(f"{path.relative_to(root)}:{line}: '{name}' has no test")
+    for name in sorted(set(ALLOWED) - allowed):
+        problems.append(f"{Path(__file__).name}: '{name}' is allowed without need")
+    return problems, count
+
+
+def self_test():
+    good = {
+        "include/moesaic/a.h": (
+            "namespace moesaic {\n"
+            "enum class Kind : int { kOne };\n"
+            "struct Options {\n  int depth = 0;  // dead_word(\n};\n"
+            "class Thing {\n public:\n  explicit Thing(int n);\n  ~Thing();\n"
+            "  static int make(const Options& o, std::function<void(int)> f = {});\n"
+            "  int size() const { return hidden_; }\n\n private:\n  int hidden_ = 0;\n};\n"
+            "int twice(int n);\n"
+            "}  // namespace moesaic\n"
+        ),
+        "include/moesaic/interop/b.h": "namespace moesaic {\nint order(int n);\n}\n",
+        "src/core/a.cc": "int twice(int n) {\n  Options o;\n  Kind k;\n  o.depth = n;\n  return 2 * Thing::make(o).size();\n}\n",
+        "src/interop/b.cc": "int order(int n) { return n; }\n",
+        "tools/t.cc": "int main() {\n  return twice(1);\n}\n",
+        "tests/t.cc": "void t() {\n  order(1);\n}\n",
+    }
+    header = "include/moesaic/c.h"
+    planted = {
+        "function": ({header: "int alone(int n);\n", "src/core/c.cc": "int alone(int n) { return n; }\n"}, "alone"),
+        "defined and tested only": (
+            {header: "int alone(int n);\n", "tests/c.cc": "void t() {\n  alone(1);\n}\n"}, "alone"
+        ),
+        "used by interop only": (
+            {header: "int alone(int n);\n", "src/interop/c.cc": "int x() {\n  return alone(1);\n}\n"}, "alone"
+        ),
+        "in a comment": ({header: "int alone(int n);\n", "src/core/c.cc": "int x() {\n  // alone(1)\n}\n"}, "alone"),
+        "type": ({header: "struct Lonely {};\n"}, "Lonely"),
+        "option": ({header: "struct Options {\n  bool never = false;\n};\n"}, "never"),
+        "method": ({header: "class Thing {\n public:\n  int never() const;\n};\n"}, "never"),
+        "interop without a test": ({"include/moesaic/interop/c.h": "int bare(int n);\n"}, "bare"),
+    }
+    failures = []
+    for name, (extra, expected) in [("nothing planted", ({}, None)), *planted.items()]:
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            for path, text in {**good, **extra}.items():
+                (root / path).parent.mkdir(parents=True, exist_ok=True)
+                (root / path).write_text(text, encoding="utf-8")
+            problems = [p for p in check(root)[0] if "is allowed" not in p]
+            if (problems != []) if expected is None else (len(problems) != 1 or f"'{expected}'" not in problems[0]):
+                failures.append(f"{name}: expected {expected!r}, got {problems}")
+    for failure in failures:
+        print("self-test:", failure)
+    print(f"self-test: {len(planted) + 1 - len(failures)} of {len(planted) + 1} cases as expected")
+    return 1 if failures else 0
+
+
+def main(arguments):
+    if arguments == ["--self-test"]:
+        return self_test()
+    if len(arguments) != 1:
+        print(__doc__)
+        return 2
+    problems, names = check(Path(arguments[0]))
+    for problem in problems:
+        print(problem)
+    print(f"{names} public names, {len(problems)} problem(s)")
+    return 1 if problems or names == 0 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
