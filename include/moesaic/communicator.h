@@ -14,7 +14,7 @@
 namespace moesaic {
 
 struct CommunicatorOptions {
-  // How long one call may wait for its peers. A rank that does not take part for longer is lost.
+  // How long one call may wait for its peers. A rank that has not taken part by then counts as lost.
   int timeout_ms = 60'000;
 };
 
@@ -36,10 +36,10 @@ class Communicator {
   virtual Status state() const = 0;
   // Bytes of payload that this object sent to other ranks so far.
   virtual std::int64_t bytes_sent() const = 0;
-  // The GPU whose memory messages may lie in beside host memory; -1: host memory only.
+  // Messages may lie in host memory and in the memory of this GPU; -1: in host memory only.
   virtual int device() const { return -1; }
-  // Connects the same ranks with the least delay for small host messages: this communicator, or the
-  // one that it was made from. Calls through either count as calls in the same order.
+  // Connects the same ranks with the least delay for small host messages: either this communicator
+  // or the one that it was made from. Calls through either count as calls in the same order.
   virtual Communicator& control() { return *this; }
 
   // send[r] goes to rank r, recv[r] is filled from rank r (the own entry is copied).
@@ -56,7 +56,7 @@ class Communicator {
   virtual Status abandon(std::string_view reason) = 0;
 
   // The communicator of some ranks of this one, in the given order; not collective, but all its
-  // members must make it alike. Groups that share a member need different ids, 1 .. 1000.
+  // members must make it the same way. Groups that share a member need different ids, 1 .. 1000.
   // kInvalidArgument unless the ranks are distinct, exist and include this one. Valid as long as
   // its parent.
   virtual Result<std::unique_ptr<Communicator>> subgroup(std::span<const int> ranks, int id) = 0;
@@ -96,9 +96,8 @@ Result<std::unique_ptr<Communicator>> make_mpi_communicator(
 // A GPU for each rank: messages go from device to device through NCCL, which is loaded at run time
 // with NVLink multicast switched off. Collective.
 //   control  connects the same ranks over the CPU (threads or MPI): before each call all ranks
-//   learn
-//            all sizes through it, so a wrong size or call is everybody's answer and nothing is
-//            launched. Its own failures are this one's.
+//            learn all sizes through it, so that all of them report a wrong size or call and nothing
+//            is launched. Its own failures are failures of this one.
 //   device   of this rank, another one for each rank of a host
 // Messages may lie in host memory, which is staged through device memory, or in memory of `device`;
 // work on the device that writes or reads them must be on it before the call (the call waits for

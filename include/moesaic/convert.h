@@ -31,7 +31,7 @@ struct ConvertOptions {
   FileAccess access = FileAccess::kMmap;
   int num_threads = 0;  // 0: one per core this process may use; bits do not depend on it
   ProgressFn progress;  // source bytes done and in all
-  // Asked between pieces of work; true ends the conversion with kIo "interrupted".
+  // Called between pieces of work; true ends the conversion with kIo "interrupted".
   std::function<bool()> should_stop;
   // Lets the result take the place of a folder with files that no conversion wrote.
   bool replace_any_folder = false;
@@ -60,8 +60,7 @@ struct ConvertReport {
 //   compressed-tensors           groups for the experts and for what stays; fp8-block then is that
 //                                of compressed-tensors (weight_scale)
 //   all else                     one description for each part, the source's and the experts',
-//   under
-//                                "other_modules" and "routed_experts" and without a quant_method:
+//                                under "other_modules" and "routed_experts" and without a quant_method:
 //                                this library reads it, engines that expect a method refuse it
 // moesaic_conversion.json keeps the report.
 //
@@ -72,7 +71,7 @@ struct ConvertReport {
 // 4 MiB; independent of the model's number of layers. Deterministic: the same bytes for any number
 // of threads.
 //
-// Errors: kNotFound (scheme, with the nearest name; folders, the one that `to` shall be in),
+// Errors: kNotFound (scheme, with the nearest name; folders, the one in which `to` is to be made),
 // kInvalidArgument (`to` is the model's folder, inside it, or holds it or a file of it; is a file,
 // a mount point, or a folder with files that no conversion wrote and replace_any_folder is not
 // set), kUnsupported (a GGUF source; sizes that the format cannot cut into groups, families whose

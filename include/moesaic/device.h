@@ -1,5 +1,4 @@
-// Devices: what there is to run on, and why something cannot be used. Source: architecture of the
-// CPU and Hopper backends; no framework or CUDA types.
+// Devices: what there is to run on, and why something cannot be used. No framework or CUDA types.
 #pragma once
 
 #include <cstdint>

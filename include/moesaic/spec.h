@@ -33,30 +33,30 @@ struct RoutingSpec {
   RoutingMethod method = RoutingMethod::kTopK;
   ScoringFunc scoring_func = ScoringFunc::kSoftmax;
   std::int64_t num_experts = 0;  // real (logical) experts E
-  std::int64_t num_zero_experts =
-      0;  // identity experts behind them; logits have num_experts + num_zero_experts columns
+  // Identity experts behind them; logits have num_experts + num_zero_experts columns.
+  std::int64_t num_zero_experts = 0;
   std::int64_t top_k = 0;
   bool renormalize = false;
   std::int64_t num_expert_group = 1;
   std::int64_t topk_group = 1;
   // kGroupedTopK: groups are ranked by the sum of their two best experts even without a correction
-  // bias (with one they always are), else by their best one.
+  // bias (with one they always are); false: by their best one.
   bool group_by_best_two = false;
   bool has_correction_bias = false;  // e_score_correction_bias takes part in selection
   // kTopK: weights are finally multiplied by a factor of their expert (Gemma 4).
   bool has_expert_scale = false;
   double routed_scaling_factor = 1.0;
-  bool scale_on_output =
-      false;                 // true: the layer scales the routed output, not the router its weights
+  // True: the layer scales the routed output; false: the router scales its weights.
+  bool scale_on_output = false;
   double p_norm = 1.0;       // kPNorm
   double jitter_eps = 0.01;  // kSparseMixer
-  double renorm_floor =
-      0.0;  // renormalise divides by max(sum, renorm_floor) when > 0 (ERNIE: 1e-12)
-  double renorm_epsilon = 0.0;  // renormalise adds this to the sum (LFM2: 1e-6)
+  // Renormalisation divides by max(sum, renorm_floor) when this is > 0 (ERNIE: 1e-12).
+  double renorm_floor = 0.0;
+  double renorm_epsilon = 0.0;  // renormalisation adds this to the sum (LFM2: 1e-6)
 };
 
-// One shared (always active) expert MLP beside the routed ones; intermediate_size 0 means there is
-// none.
+// One shared (always active) expert MLP in addition to the routed ones; intermediate_size 0 means
+// that there is none.
 struct SharedExpertSpec {
   std::int64_t intermediate_size = 0;
   bool gated_output = false;  // multiply by sigmoid(x . shared_expert_gate)
@@ -77,8 +77,8 @@ struct MoeLayerSpec {
   ActivationSpec activation;
   SharedExpertSpec shared;
   QuantScheme quant;  // of the routed experts, as stored
-  DType activation_dtype =
-      DType::kBF16;  // dtype of hidden states and of the layer's intermediate roundings
+  // Of hidden states and of the layer's intermediate roundings.
+  DType activation_dtype = DType::kBF16;
   std::int64_t hash_vocabulary = 0;  // RoutingMethod::kHash: rows of the table
   bool has_router_bias = false;
   bool has_expert_bias = false;
