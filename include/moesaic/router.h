@@ -38,10 +38,11 @@ class Router {
     // What to compute. routed_scaling_factor multiplies the weights after renormalisation unless
     // scale_on_output; with methods llama4, custom and simulated, where the router has no place
     // for it, it must be 1 or scale_on_output be set. An impossible grouping (num_experts <=
-    // num_expert_group, or not a multiple) falls back to ungrouped top-k with a logged warning.
+    // num_expert_group, or not a multiple) becomes ungrouped top-k: spec() and name() say so, and a
+    // warning goes to the log sink. (FusedMoE refuses such a layer.)
     RoutingSpec spec;
-    ConstTensorView
-        correction_bias;  // [E + zero experts] F32, copied; present iff spec.has_correction_bias
+    // [E + zero experts] F32, copied; present iff spec.has_correction_bias.
+    ConstTensorView correction_bias;
     // [E] F32, copied; present iff spec.has_expert_scale: the last factor of a weight, after
     // renormalisation and routed_scaling_factor.
     ConstTensorView expert_scale;
@@ -66,8 +67,8 @@ class Router {
   static Result<Router> create(const Options& options);
 
   struct Args {
-    ConstTensorView
-        hidden_states;  // [M, H]; needed by custom routing and zero experts, else may be absent
+    // [M, H]; needed by custom routing and zero experts, otherwise it may be absent.
+    ConstTensorView hidden_states;
     ConstTensorView router_logits;  // [M, E + zero experts] F32, BF16 or F16
     ConstTensorView input_ids;      // kHash: [M] I32
     ConstTensorView padding_mask;   // optional [M] U8: non-zero rows get id -1 and weight 0
