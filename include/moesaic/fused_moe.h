@@ -82,8 +82,8 @@ class FusedMoE {
     // --quant name. "as-is": the scheme the weights are stored in. Unquantised weights also run as
     // f32, bf16, f16 (rounded at load) and fp8-block or fp8-bf16 (quantised at load, one expert at
     // a time); fp8 weights also as f32, fp8-block and fp8-bf16. Anything else is kUnsupported with
-    // the nearest legal name. A shared expert that was left unquantised beside quantised routed
-    // experts stays as it is stored (f32: computed in fp32).
+    // the nearest legal name. A shared expert that was left unquantised where routed experts are
+    // quantised stays as it is stored (f32: computed in fp32).
     std::string quant = "as-is";
     std::string backend;  // force one experts backend by name
     // Where weights, workspace and arithmetic are. On a GPU: bf16 and fp8-block schemes with bf16
@@ -91,8 +91,8 @@ class FusedMoE {
     // expert scale, no group_by_best_two without a correction bias; everything else is kUnsupported
     // with the stage and the reason (explain lists them).
     Device device = Device::cpu();
-    std::int64_t max_tokens =
-        512;  // tokens per forward call that the workspace allows; larger calls are split
+    // Tokens that the workspace allows at once; larger calls are split.
+    std::int64_t max_tokens = 512;
     int num_threads = 0;  // at most (see StageThreads); 0: one per core this process may use
     // Sizes and ranks. Without a communicator the output is this rank's partial sum, and the sum
     // over all ranks is the single-rank result: rank 0 adds what must enter once, shared experts
@@ -149,8 +149,8 @@ class FusedMoE {
   //       here when the model scales the output), through the output transform
   //       (with input_norm_eps both see x normalised in fp32, as MoeLayerSpec says)
   //   y = r + [sigmoid(x . shared_gate)] shared(x) + zero-expert share, in fp32, rounded once
-  // f16 layers with shared experts scale r like all others: sums are fp32, so the original's
-  // division of the shared output by the factor, a guard against f16 overflow, is not needed.
+  // f16 layers with shared experts scale r like all others: sums are fp32, so vLLM's division of
+  // the shared output by the factor, a guard against f16 overflow, is not needed.
   // Calls on one layer exclude each other by a lock on its workspace.
   // Over ranks: M may differ between ranks and be zero, but ranks of one tensor-parallel group
   // without sequence parallelism pass the same rows. A rank that refuses its arguments makes the
