@@ -47,15 +47,15 @@ struct MoeLayerFormat {
   DType gate_dtype = DType::kBF16;  // of MoeLayerTensors::gate_weight
 };
 
-// Called now and then during a long load with bytes done and in all.
+// Called from time to time during a long load with the bytes done so far and the total.
 using ProgressFn = std::function<void(std::int64_t done_bytes, std::int64_t total_bytes)>;
 
 // A layer's weights, ready for a backend: small tensors loaded, experts streamed one at a time.
 struct MoeLayerWeights {
   MoeLayerSpec spec;  // intermediate_size is still the full I
   MoeLayerTensors tensors;
-  std::unique_ptr<ExpertSource>
-      experts;  // local experts of the parallel configuration, tensor-parallel slices
+  // Local experts of the parallel configuration, or tensor-parallel slices of all.
+  std::unique_ptr<ExpertSource> experts;
 };
 
 class Checkpoint {

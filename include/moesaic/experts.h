@@ -41,8 +41,8 @@ struct MoeProblem {
   std::int64_t intermediate_size = 0;  // I of this rank
   ActivationSpec activation;
   Scheme quant;
-  DType activation_dtype =
-      DType::kBF16;  // hidden states; the intermediate is rounded to it (F32 scheme: not rounded)
+  // Of hidden states; the intermediate is rounded to it (F32 scheme: not rounded).
+  DType activation_dtype = DType::kBF16;
   ActivationFormat format = ActivationFormat::kStandard;
   bool has_expert_bias = false;
   bool apply_router_weight_on_input = false;  // each slot's weight multiplies its copy of the row
