@@ -21,10 +21,11 @@ struct RefOperand {
 //   e4m3 per group, F32 or E8M0 scales   quant/fp8_group.h
 //   e4m3 per 32, E8M0 (CEIL)             scale byte of amax / 448 rounded up; byte 0: zeros
 //   e2m1 per 32, E8M0 (ROUND@1.75)       byte 0: zeros
-//   e2m1 per 16, E4M3                    sf = e4m3(gscale * (amax / 6)), x * (gscale / sf); gscale
-//   = 1 / input_scale e4m3 per row                         max(amax / 448, 1 / (448 * 512)) e4m3
-//   static                          x * (1 / input_scale) int8 per row                         amax
-//   / 127 (1 for zeros), nearest even
+//   e2m1 per 16, E4M3                    sf = e4m3(gscale * (amax / 6)), x * (gscale / sf);
+//                                        gscale = 1 / input_scale
+//   e4m3 per row                         max(amax / 448, 1 / (448 * 512))
+//   e4m3 static                          x * (1 / input_scale)
+//   int8 per row                         amax / 127 (1 for zeros), nearest even
 // Plain formats are returned as they are.
 // Source: docs/spec/quantization.md sections 2, 4 to 8.
 RefOperand ref_quantize_row(const OperandQuant& a, float input_scale, float* row,
