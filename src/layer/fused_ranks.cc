@@ -1,8 +1,7 @@
 // The forward call of a FusedMoE over ranks: which rows this rank gives to the kernel, and how its
 // result becomes that of all ranks. Every contribution is added exactly once:
-//   reduced      the kernel's rows are complete; replicas shared the rows and exchange finished
-//   ones not reduced  partial sums, and with them the shared experts of this replica's share of the
-//   rows,
+//   reduced      the kernel's rows are complete; replicas shared the rows and exchange finished ones
+//   not reduced  partial sums, and with them the shared experts of this replica's share of the rows,
 //                are added up in one collective
 // Shared experts and identity experts are whole on every rank, which computes them for its rows.
 // Source: docs/spec/parallel.md section 5.
