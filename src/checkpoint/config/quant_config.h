@@ -50,8 +50,8 @@ struct QuantConfig {
 
 // What `moesaic convert` writes when one quant_method cannot describe the new experts together with
 // linears that keep the format they had:
-//   {"routed_experts": {"modules": ["model.layers.3.mlp.experts", ...], "quantization_config":
-//   ...},
+//   {"routed_experts": {"modules": ["model.layers.3.mlp.experts", ...],
+//                       "quantization_config": ...},
 //    "other_modules": {"quantization_config": ...}}
 // The first holds for these modules and all inside them, the second for every other one. There is
 // no quant_method beside them, so that readers that expect one refuse the model: a method that they
