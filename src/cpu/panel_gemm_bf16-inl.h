@@ -5,8 +5,7 @@
 // Two regimes with the same arithmetic, hence the same bits:
 //   stream  1 or 2 rows: all groups in one loop, results in registers; limited by memory
 //   block   3 rows and more: a group of weights stays in L1 while tiles of up to 6 rows pass over
-//   it, and the tiles
-//           spread the prefetch of the next group between them; limited by the multiply-adds
+//           it and spread the prefetch of the next group between them; limited by the multiply-adds
 
 HWY_INLINE __m512 DotPair(__m512 acc, __m512i w, __m512i x) {
   return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(w), reinterpret_cast<__m512bh>(x));

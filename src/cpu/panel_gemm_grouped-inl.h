@@ -2,8 +2,8 @@
 // skeleton for all such formats, compiled once per tier. A format contributes "decode a unit to
 // (exact) bf16 pairs"; a scale format contributes "the 64 factors of a group".
 //
-//   result += column_scale[g][c] * row_scale[r] * (sum over the group) - offset[g][c] *
-//   row_sum[r][g]
+//   result += column_scale[g][c] * row_scale[r] * (sum over the group)
+//             - offset[g][c] * row_sum[r][g]
 //
 // in this order everywhere, so that every regime gives the same bits.
 

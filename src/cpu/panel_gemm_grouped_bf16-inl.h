@@ -2,8 +2,7 @@
 // panel_formats_bf16-inl.h. Regimes and prefetch distances as in panel_gemm_bf16-inl.h:
 //   1 or 2 rows    decoded in registers, results in registers; limited by memory
 //   3 to 6 rows    decoded in registers, results in memory
-//   7 and more     the first tile of rows decodes up to 128 steps into L1, the others pass over
-//   them
+//   7 and more     the first tile of rows decodes up to 128 steps into L1, the others pass over them
 #include "cpu/panel_formats_bf16-inl.h"
 // On top of those:
 #include "cpu/panel_tile16_bf16-inl.h"
