@@ -6,8 +6,8 @@
 namespace moesaic {
 namespace {
 
-constexpr std::size_t kMaxRemembered =
-    4096;  // bounds memory when a hostile file produces many distinct texts
+// Bounds memory when a hostile file produces many distinct texts.
+constexpr std::size_t kMaxRemembered = 4096;
 
 struct State {
   std::mutex mutex;

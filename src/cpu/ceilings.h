@@ -8,8 +8,8 @@
 namespace moesaic::cpu {
 
 struct Ceilings {
-  double read_gbps =
-      0;  // 10^9 bytes per second, all threads reading distinct memory well beyond the caches
+  // 10^9 bytes per second, all threads reading distinct memory well beyond the caches.
+  double read_gbps = 0;
   double gflops = 0;  // 10^9 operations per second of the tier's multiply-add, registers only
 };
 

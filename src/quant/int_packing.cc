@@ -11,8 +11,8 @@
 namespace moesaic {
 namespace {
 
-constexpr std::int64_t kTransposeBlock =
-    64;  // codes per side of a transposing block: 4 KiB, inside L1
+// Codes per side of a transposing block: 4 KiB, inside L1.
+constexpr std::int64_t kTransposeBlock = 64;
 
 // Lines of packed codes inside a matrix of words: code i of line l. `awq` interleaves the eight
 // nibbles of each word.

@@ -12,7 +12,7 @@ namespace moesaic {
 // else is validated, including what only a router cares about.
 Result<RoutingSpec> effective_routing(const RoutingSpec& spec);
 
-// The parts beside the spec: bias, tables, functions, shared slots.
+// The parts besides the spec: bias, tables, functions, shared slots.
 Status check_router_parts(const Router::Options& options, const RoutingSpec& spec);
 
 // Shapes, dtypes, layout, presence and aliasing of a call's tensors. `vocab` is the number of rows

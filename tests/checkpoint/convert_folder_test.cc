@@ -75,7 +75,7 @@ TEST_F(ConvertFolder, TheModelStaysWhole) {
     refuses(path(to), StatusCode::kInvalidArgument, {"inside the model"}, true);
   }
   refuses(root_.path(), StatusCode::kInvalidArgument, {"holds the model"}, true);
-  // A model of links into another folder, as download caches have it.
+  // A model of links into another folder, as download caches make it.
   fs::create_directory(path("blobs"));
   fs::create_directory(path("snapshot"));
   for (const fs::directory_entry& entry : fs::directory_iterator(model_)) {

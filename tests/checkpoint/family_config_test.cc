@@ -1,4 +1,4 @@
-// The families of transformers 5.23 beside the usual ones: what their configurations must not say,
+// The families of transformers 5.23 besides the usual ones: what their configurations must not say,
 // which are refused and why, how language models are found inside wrappers.
 #include <gtest/gtest.h>
 

@@ -165,7 +165,7 @@ TEST(UnknownFields, ThatSpeakOfExpertsAreRefused) {
                   .ok());
 }
 
-// The fields beside the sizes that published files and the configuration classes of transformers
+// The fields besides the sizes that published files and the configuration classes of transformers
 // have.
 TEST(UnknownFields, PublishedConfigurationsAreAccepted) {
   const std::vector<std::pair<const char*, Json>> published = {

@@ -89,7 +89,7 @@ std::vector<std::byte> random_matrix(test::Rng& rng, WeightKind kind, std::int64
   return m;
 }
 
-// Everything beside the weights and rows, drawn for one case.
+// Everything but the weights and rows, drawn for one case.
 struct Scales {
   std::vector<float> panel, rows, sums, offsets;
   std::vector<std::byte> group;

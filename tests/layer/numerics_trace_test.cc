@@ -55,7 +55,7 @@ TEST(NumericsTrace, EveryRowOfEveryChunkAndEveryPart) {
 }
 
 TEST(NumericsTrace, SizesAreThoseOfTheOutputsParts) {
-  // One expert a token and nothing beside it: the part is the output.
+  // One expert a token and nothing else: the part is the output.
   MoeLayerSpec spec = test::small_spec();
   spec.routing.top_k = 1;
   const test::LayerTensors t = make_tensors(5, spec);

@@ -1,4 +1,4 @@
-// What the ranks of one run under mpirun (mpi_test.py) tell each other beside MPI, through files in
+// What the ranks of one run under mpirun (mpi_test.py) tell each other besides MPI, through files in
 // the folder that MOESAIC_TEST_REPORTS names: so that a late rank is late until the others have
 // said so, and nobody leaves before all have spoken, however long either takes.
 #pragma once

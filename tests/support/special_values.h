@@ -1,4 +1,4 @@
-// What floats have beside numbers.
+// What floats have besides numbers.
 #pragma once
 
 #include <limits>

@@ -204,7 +204,7 @@ int run_bench(BenchArguments state) {
       return console.fail(
           {StatusCode::kUnsupported,
            fmt::format("{}: got one over ranks, need one rank", plots ? "--plot" : "--peers")},
-          Origin::kOption, "leave it away; --json has the points");
+          Origin::kOption, "leave it out; --json has the points");
     }
     const BenchRanksRequest request{
         state.shape.empty() ? state.model : state.shape, state.routing, state.tokens, state.seconds,

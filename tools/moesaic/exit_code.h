@@ -15,7 +15,7 @@ enum ExitCode : int {
   kExitInternal = 6,      // a bug
 };
 
-// Plus a signal's number, as shells have it: work that SIGINT, SIGTERM or SIGHUP ended in order.
+// Plus a signal's number, as shells report it: work that SIGINT, SIGTERM or SIGHUP ended in order.
 inline constexpr int kExitInterrupted = 128;
 
 // Where the value that failed came from: the same "not found" is bad input for a file and a usage

@@ -15,7 +15,7 @@ namespace {
 // More threads than any machine has cores is a typing error, not a wish.
 constexpr int kMaxThreads = 4096;
 
-// Every scheme beside as-is; several names may be as near.
+// Every scheme but as-is; several names may be as near.
 Status no_such_scheme(const std::string& name) {
   std::vector<std::string_view> names = {"as-is"};
   for (const QuantScheme& scheme : quant_schemes()) names.push_back(scheme.name);

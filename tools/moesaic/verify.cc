@@ -92,7 +92,7 @@ int run_verify(const VerifyArguments& state) {
       return console.fail({StatusCode::kNotFound,
                            fmt::format("--layer: got {}, {} has blocks of the layers {}",
                                        *state.only_layer, golden_path, fmt::join(known, ", "))},
-                          Origin::kOption, "leave --layer away to verify all blocks");
+                          Origin::kOption, "leave --layer out to verify all blocks");
     }
   }
 

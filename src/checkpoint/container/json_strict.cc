@@ -119,8 +119,8 @@ class DocumentBuilder final : public JsonEvents {
   }
 
   nlohmann::json root_;
-  std::vector<nlohmann::json*>
-      stack_;  // open containers; a parent does not grow while a child is open
+  // Open containers; a parent does not grow while a child is open.
+  std::vector<nlohmann::json*> stack_;
   std::string key_;
   std::string duplicate_;
   bool has_duplicate_ = false;

@@ -15,8 +15,8 @@ namespace moesaic {
 
 // How the source describes its quantisation, in config.json or in a file beside it.
 struct SourceQuantization {
-  nlohmann::ordered_json
-      json;  // as quantization_config has it, with quant_method; null: not at all
+  // As in quantization_config, with quant_method; null: no description.
+  nlohmann::ordered_json json;
   QuantConfig parsed;
 };
 // `config` is the text of the folder's config.json, which the checkpoint was opened with. For a

@@ -13,7 +13,7 @@ namespace {
 using cpu::kPanelColumns;
 using cpu::OperandKind;
 
-// What rows carry beside their values, see CpuPlan.
+// What rows carry besides their values, see CpuPlan.
 void plan_rows(const MoeProblem& problem, const CpuWeightFormat& format, CpuPlan& plan) {
   using cpu::RowQuantRule;
   plan.row_rule = cpu_row_rule(problem.quant.activation);
