@@ -23,6 +23,8 @@ cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_UNITY_
   exit 1
 }
 
+cmake --build "$build" --target moesaic_tool_version >>"$build.log"
+
 # What the compile commands name: units of folders or files, host and device code apart.
 mapfile -t known < <(sed -n 's/^ *"file": "\(.*\)",\?$/\1/p' "$build/compile_commands.json" | sed "s|^$PWD/||" |
   grep -vE '^(bench|examples)/' | LC_ALL=C sort -u)

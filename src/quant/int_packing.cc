@@ -163,27 +163,28 @@ Status expect_codes(std::string_view field, const ConstTensorView& t) {
 }
 
 // One of the tensors that files hold: what its two forms are called and how it lies.
-enum class Kind : std::uint8_t { kGptq, kAwq, kCompressed };
+enum class PackedBy : std::uint8_t { kGptq, kAwq, kCompressed };
 struct StoredTensor {
-  Kind kind;
+  PackedBy kind;
   const char* words;
   const char* bytes;
   Packing (*layout)(const Shape& bytes, int bits);
 };
 Packing awq_columns(const Shape& bytes, int bits) { return columns_along_rows(bytes, bits, true); }
 Packing gptq_columns(const Shape& bytes, int bits) { return columns_along_rows(bytes, bits); }
-constexpr StoredTensor kGptqWeight = {Kind::kGptq, "qweight", "codes", rows_along_columns};
-constexpr StoredTensor kGptqZeros = {Kind::kGptq, "qzeros", "zeros", gptq_columns};
-constexpr StoredTensor kAwqWeight = {Kind::kAwq, "qweight", "codes", awq_columns};
-constexpr StoredTensor kAwqZeros = {Kind::kAwq, "qzeros", "zeros", awq_columns};
-constexpr StoredTensor kCtWeight = {Kind::kCompressed, "weight_packed", "codes", rows_along_rows};
-constexpr StoredTensor kCtZeros = {Kind::kCompressed, "weight_zero_point", "zeros",
+constexpr StoredTensor kGptqWeight = {PackedBy::kGptq, "qweight", "codes", rows_along_columns};
+constexpr StoredTensor kGptqZeros = {PackedBy::kGptq, "qzeros", "zeros", gptq_columns};
+constexpr StoredTensor kAwqWeight = {PackedBy::kAwq, "qweight", "codes", awq_columns};
+constexpr StoredTensor kAwqZeros = {PackedBy::kAwq, "qzeros", "zeros", awq_columns};
+constexpr StoredTensor kCtWeight = {PackedBy::kCompressed, "weight_packed", "codes",
+                                    rows_along_rows};
+constexpr StoredTensor kCtZeros = {PackedBy::kCompressed, "weight_zero_point", "zeros",
                                    columns_along_columns};
 
 Status check_bytes(const StoredTensor& t, int bits, const ConstTensorView& bytes) {
-  MOESAIC_RETURN_IF_ERROR(expect_packed_bits(bits, t.kind == Kind::kGptq));
+  MOESAIC_RETURN_IF_ERROR(expect_packed_bits(bits, t.kind == PackedBy::kGptq));
   MOESAIC_RETURN_IF_ERROR(expect_codes(t.bytes, bytes));
-  if (t.kind != Kind::kAwq || bytes.dim(0) % 8 == 0) return {};
+  if (t.kind != PackedBy::kAwq || bytes.dim(0) % 8 == 0) return {};
   return Status(StatusCode::kInvalidShape, std::string(t.bytes) +
                                                ": got N = " + std::to_string(bytes.dim(0)) +
                                                ", need a multiple of 8");

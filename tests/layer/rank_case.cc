@@ -6,6 +6,7 @@
 #include <cstring>
 #include <thread>
 
+#include "moesaic/interop/parallel.h"
 #include "support/metrics.h"
 #include "support/random.h"
 
