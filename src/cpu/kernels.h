@@ -91,7 +91,7 @@ struct ActivateArgs {
   int num_rows = 0;
   const float* bias = nullptr;  // [64] in the order of c, or null
   ActivationSpec activation;
-  // For kinds without a vector form (in [width or 2*width], out [width]); lives on a floor above
+  // For kinds without a vector form (in [width or 2*width], out [width]); lives on a level above
   // this one.
   void (*scalar_activation)(const ActivationSpec&, GateUpLayout, const float* in, float* out,
                             std::int64_t width) = nullptr;

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Checks the floors of the house: which folder may include which.
+"""Checks the levels of the source tree: which folder may include which.
 
-Each folder of src may include itself, any lower floor and the public headers; a folder on the same
-floor is out of reach. Some folders have rooms, in an order of their own: a room may include itself
+Each folder of src may include itself, any lower level and the public headers; a folder on the same
+level is out of reach. Some folders have rooms, in an order of their own: a room may include itself
 and any lower room. Public headers include only each other and the standard library, and name no
 third-party type. Included files exist, and files do not include each other in a circle.
 
@@ -14,8 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Lowest floor first.
-FLOORS = [
+# Lowest level first.
+LEVELS = [
     ["core"],
     ["numerics"],
     ["quant"],
@@ -26,7 +26,7 @@ FLOORS = [
 ]
 # Rooms of a folder, lowest first. A folder listed here has no files outside its rooms.
 ROOMS = {"checkpoint": ["container", "config", "binding", "reader", "convert"]}
-FLOOR_OF = {folder: level for level, floor in enumerate(FLOORS) for folder in floor}
+LEVEL_OF = {folder: level for level, folders in enumerate(LEVELS) for folder in folders}
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -77,15 +77,15 @@ def check_room(name, folder, source, other, target, problems):
 
 
 def check_source(root, problems):
-    """Floors and existence; returns the graph of quoted includes inside src."""
+    """Levels and existence; returns the graph of quoted includes inside src."""
     graph = {}
     for path in source_files(root / "src"):
         parts = path.relative_to(root / "src").parts
         folder = parts[0]
         name = path.relative_to(root)
         edges = graph.setdefault(path, [])
-        if folder not in FLOOR_OF:
-            problems.append(f"{name}: folder '{folder}' has no floor; add it to {Path(__file__).name}")
+        if folder not in LEVEL_OF:
+            problems.append(f"{name}: folder '{folder}' has no level; add it to {Path(__file__).name}")
             continue
         if folder in ROOMS:
             check_room(name, folder, parts, None, None, problems)
@@ -109,9 +109,9 @@ def check_source(root, problems):
                 if folder in ROOMS:
                     check_room(name, folder, parts, other_parts, target, problems)
                 continue
-            if FLOOR_OF.get(other, len(FLOORS)) >= FLOOR_OF[folder]:
+            if LEVEL_OF.get(other, len(LEVELS)) >= LEVEL_OF[folder]:
                 problems.append(
-                    f"{name}: floor '{folder}' includes \"{target}\" of '{other}', which is not below it"
+                    f"{name}: folder '{folder}' includes \"{target}\" of '{other}', which is not below it"
                 )
     return graph
 
@@ -170,7 +170,7 @@ def self_test():
         ),
         "file outside the rooms": ({"src/checkpoint/bad.cc": "\n"}, "lies in no room"),
         "sideways": ({"src/gate/bad.cc": '#include "router/own.h"\n'}, "not below it"),
-        "unknown folder": ({"src/attic/bad.cc": "\n"}, "has no floor"),
+        "unknown folder": ({"src/attic/bad.cc": "\n"}, "has no level"),
         "missing file": ({"src/core/bad.cc": '#include "core/gone.h"\n'}, "does not exist"),
         "third-party include": ({"include/moesaic/bad.h": "#include <nlohmann/json.hpp>\n"}, "standard header"),
         "third-party name": ({"include/moesaic/bad.h": "void f(hwy::float16_t);\n"}, "third-party"),

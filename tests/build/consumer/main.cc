@@ -1,4 +1,4 @@
-// Uses a piece of every floor through the public headers and the one target.
+// Uses a piece of every level through the public headers and the one target.
 #include <moesaic/activation.h>
 #include <moesaic/checkpoint.h>
 #include <moesaic/dtype.h>
