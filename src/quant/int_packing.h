@@ -5,9 +5,10 @@
 // Four orders occur; N = output rows, K = input columns of the weight, G = groups along K:
 //   GPTQ weight      [ceil(K*bits/32), N]  code k of column n in the words of that column, densely
 //   GPTQ zeros       [G, ceil(N*bits/32)]  code n of row g in the words of that row, densely
-//   AWQ weight       [K, N/8], zeros [G, N/8]: nibble i of word j is column 8j +
-//   (0,2,4,6,1,3,5,7)[i] compressed-tensors "pack-quantized" weight [N, ceil(K*bits/32)], zeros
-//   [ceil(N*bits/32), G]
+//   AWQ weight       [K, N/8], zeros [G, N/8]: nibble i of word j is column
+//                    8j + (0,2,4,6,1,3,5,7)[i]
+//   compressed-tensors "pack-quantized" weight [N, ceil(K*bits/32)], zeros [ceil(N*bits/32), G],
+//                    densely
 // "Densely": element i occupies bits i*bits .. of the little-endian bit stream of the line, so that
 // widths which do not divide 32 cross words. Unused bits of the last word are 0 when written and
 // ignored when read.
