@@ -1,4 +1,4 @@
-// The one Communicator over any Transport: sizes, order, deadlines, and spreading bad news.
+// The one Communicator over any Transport: sizes, order, deadlines, and telling all ranks of a failure.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -273,7 +273,7 @@ Result<std::vector<std::int64_t>> Communicator::all_gather(std::string_view what
 Status Communicator::all_reduce_sum(std::string_view what, std::span<float> values) {
   const auto n = static_cast<std::size_t>(size());
   if (n == 1) return state();
-  // Rank r sums the r-th part of everybody in rank order and hands the sum out.
+  // Rank r sums the r-th part of all ranks' values in rank order and sends the sum to all.
   const auto part = [&](std::size_t r) {
     const std::size_t first = values.size() * r / n;
     return values.subspan(first, values.size() * (r + 1) / n - first);

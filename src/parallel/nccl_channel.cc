@@ -109,8 +109,8 @@ Status NcclChannel::start(int ranks, const NcclUniqueId& id, int rank, Clock::ti
     if (code == NcclLibrary::kSuccess) return {};
     return {StatusCode::kDevice, fmt::format("{}: {}", call, nccl_.get_error_string(code))};
   }
-  // Joined but not connected: aborting ends the thread's wait. Not even joined: it is left behind
-  // and cleans up should it ever get on.
+  // Joined but not connected: aborting ends the thread's wait. If it has not even joined,
+  // it is left running and cleans up if it ever continues.
   if (comm_ != nullptr) {
     abort();
     thread.join();

@@ -96,7 +96,7 @@ Status DeviceReplicas::all_reduce_sum(void* stream, void* values, std::int64_t c
   if (n == 1 || count == 0) return {};
   const std::int64_t element = bf16 ? 2 : 4;
   auto* const data = static_cast<std::byte*>(values);
-  // Rank r sums the r-th part of everybody in rank order and hands the sum out.
+  // Rank r sums the r-th part of all ranks' values in rank order and sends the sum to all.
   const auto first = [&](int r) { return count * r / n * element; };
   const auto part = [&](int r) {
     return In(data + first(r), static_cast<std::size_t>(first(r + 1) - first(r)));
