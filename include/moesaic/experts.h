@@ -91,18 +91,9 @@ class ExpertSource {
   virtual Result<ExpertWeightsView> expert(std::int64_t local_expert) = 0;
 };
 
-// Views of stacked tensors: w13 [E_l, N, H], w2 [E_l, H, I], everything else with a leading E_l
-// before the shape it has in ExpertWeightsView. Not owned.
-struct StackedExpertWeights {
-  ConstTensorView w13, w13_scale, w13_bias;
-  ConstTensorView w2, w2_scale, w2_bias;
-  ConstTensorView w13_global_scale = {}, w2_global_scale = {};
-  ConstTensorView w13_channel_scale = {}, w2_channel_scale = {};
-  ConstTensorView w13_zero = {}, w2_zero = {};
-  ConstTensorView w13_min = {}, w2_min = {};
-  ConstTensorView w13_input_scale = {}, w2_input_scale = {};
-  ConstTensorView w13_perm = {}, w2_perm = {};
-};
+// The same tensors of all local experts, stacked: w13 [E_l, N, H], w2 [E_l, H, I], everything else
+// with a leading E_l before the shape it has for one expert. Not owned.
+using StackedExpertWeights = ExpertWeightsView;
 std::unique_ptr<ExpertSource> make_stacked_source(const StackedExpertWeights& weights);
 
 struct ExpertsArgs {

@@ -58,15 +58,15 @@ struct NumericsSummary {
 };
 NumericsSummary summarize(std::span<const RowNumerics> rows);
 
-// The part of QuantScheme::output_bound that is due to the activations: the documented bound of a
+// The part of Scheme::output_bound that is due to the activations: the documented bound of a
 // scheme whose weights are exact as stored. int8 grows with the intermediate size, since the
 // largest of more products stretches the one scale of a row.
 double activation_bound(const OperandQuant& activation, std::int64_t intermediate_size);
-// QuantScheme::output_bound for a layer of this intermediate size (of one rank).
-double output_bound(const QuantScheme& scheme, std::int64_t intermediate_size);
+// Scheme::output_bound for a layer of this intermediate size (of one rank).
+double output_bound(const Scheme& scheme, std::int64_t intermediate_size);
 
 // A bound of the relative L2 error made for one call from what its rows show.
-//   bound       QuantScheme::output_bound of the layer (weights that were converted included)
+//   bound       Scheme::output_bound of the layer (weights that were converted included)
 //   activation  activation_bound of it
 // The documented one while the estimate is within it, else the estimate with a margin of half, and
 // the weights' part in quadrature. Above kLargestUsefulBound, or with rows that are not finite,

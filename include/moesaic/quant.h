@@ -102,7 +102,11 @@ Status validate(const Scheme& scheme);
 // fp8-bf16, ... A checkpoint may imply others (other group sizes, zero points, static input
 // scales): those are the nearest of these with other operands.
 std::span<const Scheme> quant_schemes();
-// kNotFound (with the nearest known name) for any other.
+// What checkpoints hold besides, under names of its own: fp8-static, int4-g32, uint4-g128 (zero
+// points), q4_k ... Weights are computed as such but never converted to them; the names are those of
+// random weights (bench), with the bounds of the nearest of the schemes above.
+std::span<const Scheme> stored_schemes();
+// One of quant_schemes(). kNotFound (with the nearest known name) for any other.
 Result<Scheme> quant_scheme_from_name(std::string_view name);
 
 // The former name of Scheme.

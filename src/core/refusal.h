@@ -1,14 +1,24 @@
-// The two commonest refusals.
+// The commonest refusals.
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <utility>
 
+#include "moesaic/dtype.h"
 #include "moesaic/status.h"
 
 namespace moesaic {
 
 inline Status invalid(std::string text) { return {StatusCode::kInvalidArgument, std::move(text)}; }
 inline Status unsupported(std::string text) { return {StatusCode::kUnsupported, std::move(text)}; }
+
+// "hidden_states: got I8, need F32, BF16 or F16".
+inline Status expect_float_dtype(std::string_view field, DType got,
+                                 StatusCode otherwise = StatusCode::kInvalidDType) {
+  if (got == DType::kF32 || got == DType::kBF16 || got == DType::kF16) return {};
+  return {otherwise,
+          std::string(field) + ": got " + std::string(dtype_name(got)) + ", need F32, BF16 or F16"};
+}
 
 }  // namespace moesaic

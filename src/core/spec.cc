@@ -204,16 +204,7 @@ Status validate(const MoeLayerSpec& spec) {
   if (spec.shared.gated_output && spec.shared.intermediate_size == 0) {
     return invalid("shared.gated_output: got true without a shared expert, need false");
   }
-  switch (spec.activation_dtype) {
-    case DType::kF32:
-    case DType::kBF16:
-    case DType::kF16:
-      return {};
-    default:
-      return {StatusCode::kInvalidDType,
-              fmt::format("activation_dtype: got {}, need F32, BF16 or F16",
-                          dtype_name(spec.activation_dtype))};
-  }
+  return expect_float_dtype("activation_dtype", spec.activation_dtype);
 }
 
 }  // namespace moesaic

@@ -102,30 +102,6 @@ constexpr std::int64_t kMaxPackedBytes = std::int64_t{1} << 46;
 
 }  // namespace
 
-Result<WeightKind> weight_kind(DType dtype) {
-  switch (dtype) {
-    case DType::kF32:
-      return WeightKind::kF32;
-    case DType::kBF16:
-      return WeightKind::kBF16;
-    case DType::kF16:
-      return WeightKind::kF16;
-    case DType::kF8E4M3:
-      return WeightKind::kE4M3;
-    case DType::kF4E2M1:
-    case DType::kI4:
-    case DType::kU4:
-      return WeightKind::kCode4;
-    case DType::kI8:
-    case DType::kU8:
-      return WeightKind::kI8;
-    default:
-      return Status(StatusCode::kUnsupported,
-                    "weight dtype: got " + std::string(dtype_name(dtype)) +
-                        ", need F32, BF16, F16, F8_E4M3, F4, I4, U4, I8 or U8");
-  }
-}
-
 std::int64_t PackedShape::elem_bits() const {
   switch (kind) {
     case WeightKind::kF32:

@@ -42,8 +42,6 @@ struct PackedShape {
   // Row of the matrix that column `column` of panel `panel` holds, or -1 for padding.
   std::int64_t source_row(std::int64_t panel, int column) const;
 };
-// kCode4 for F4, I4 and U4; kI8 for I8 and U8.
-Result<WeightKind> weight_kind(DType dtype);
 // Sizes within 2^46 bytes, rows even for kGateUp.
 Status check_packed_shape(const PackedShape& shape, std::int64_t num_matrices);
 

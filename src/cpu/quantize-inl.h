@@ -44,9 +44,9 @@ template <RowQuantRule kRule>
 HWY_INLINE float ScaleOf(float amax) {
   switch (kRule) {
     case RowQuantRule::kMxfp8:
-      return f32_from_e8m0(mx_scale(amax, MxElement::kE4m3, E8m0Rule::kCeil));
+      return f32_from_e8m0(mx_scale(amax, DType::kF8E4M3, ExponentRule::kCeil));
     case RowQuantRule::kMxfp4:
-      return f32_from_e8m0(mx_scale(amax, MxElement::kE2m1, E8m0Rule::kRound175));
+      return f32_from_e8m0(mx_scale(amax, DType::kF4E2M1, ExponentRule::kRound175));
     case RowQuantRule::kInt8Token:
       return int8_row_scale(amax);
     case RowQuantRule::kFp8GroupPow2:

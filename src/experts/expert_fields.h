@@ -10,39 +10,31 @@ namespace moesaic {
 
 struct ExpertField {
   std::string_view name;
-  ConstTensorView ExpertWeightsView::*one;
-  ConstTensorView StackedExpertWeights::*stacked;
-  int stacked_rank;  // 0: as the scheme has it
+  ConstTensorView ExpertWeightsView::*view;
+  int stacked_rank;  // of StackedExpertWeights; 0: as the scheme has it
 };
 
 inline constexpr std::array kExpertFields = {
-    ExpertField{"w13", &ExpertWeightsView::w13, &StackedExpertWeights::w13, 3},
-    ExpertField{"w13_scale", &ExpertWeightsView::w13_scale, &StackedExpertWeights::w13_scale, 0},
-    ExpertField{"w13_bias", &ExpertWeightsView::w13_bias, &StackedExpertWeights::w13_bias, 2},
-    ExpertField{"w2", &ExpertWeightsView::w2, &StackedExpertWeights::w2, 3},
-    ExpertField{"w2_scale", &ExpertWeightsView::w2_scale, &StackedExpertWeights::w2_scale, 0},
-    ExpertField{"w2_bias", &ExpertWeightsView::w2_bias, &StackedExpertWeights::w2_bias, 2},
-    ExpertField{"w13_global_scale", &ExpertWeightsView::w13_global_scale,
-                &StackedExpertWeights::w13_global_scale, 2},
-    ExpertField{"w2_global_scale", &ExpertWeightsView::w2_global_scale,
-                &StackedExpertWeights::w2_global_scale, 2},
-    ExpertField{"w13_channel_scale", &ExpertWeightsView::w13_channel_scale,
-                &StackedExpertWeights::w13_channel_scale, 2},
-    ExpertField{"w2_channel_scale", &ExpertWeightsView::w2_channel_scale,
-                &StackedExpertWeights::w2_channel_scale, 2},
-    ExpertField{"w13_zero", &ExpertWeightsView::w13_zero, &StackedExpertWeights::w13_zero, 0},
-    ExpertField{"w2_zero", &ExpertWeightsView::w2_zero, &StackedExpertWeights::w2_zero, 0},
-    ExpertField{"w13_min", &ExpertWeightsView::w13_min, &StackedExpertWeights::w13_min, 0},
-    ExpertField{"w2_min", &ExpertWeightsView::w2_min, &StackedExpertWeights::w2_min, 0},
-    ExpertField{"w13_input_scale", &ExpertWeightsView::w13_input_scale,
-                &StackedExpertWeights::w13_input_scale, 2},
-    ExpertField{"w2_input_scale", &ExpertWeightsView::w2_input_scale,
-                &StackedExpertWeights::w2_input_scale, 2},
-    ExpertField{"w13_perm", &ExpertWeightsView::w13_perm, &StackedExpertWeights::w13_perm, 2},
-    ExpertField{"w2_perm", &ExpertWeightsView::w2_perm, &StackedExpertWeights::w2_perm, 2},
+    ExpertField{"w13", &ExpertWeightsView::w13, 3},
+    ExpertField{"w13_scale", &ExpertWeightsView::w13_scale, 0},
+    ExpertField{"w13_bias", &ExpertWeightsView::w13_bias, 2},
+    ExpertField{"w2", &ExpertWeightsView::w2, 3},
+    ExpertField{"w2_scale", &ExpertWeightsView::w2_scale, 0},
+    ExpertField{"w2_bias", &ExpertWeightsView::w2_bias, 2},
+    ExpertField{"w13_global_scale", &ExpertWeightsView::w13_global_scale, 2},
+    ExpertField{"w2_global_scale", &ExpertWeightsView::w2_global_scale, 2},
+    ExpertField{"w13_channel_scale", &ExpertWeightsView::w13_channel_scale, 2},
+    ExpertField{"w2_channel_scale", &ExpertWeightsView::w2_channel_scale, 2},
+    ExpertField{"w13_zero", &ExpertWeightsView::w13_zero, 0},
+    ExpertField{"w2_zero", &ExpertWeightsView::w2_zero, 0},
+    ExpertField{"w13_min", &ExpertWeightsView::w13_min, 0},
+    ExpertField{"w2_min", &ExpertWeightsView::w2_min, 0},
+    ExpertField{"w13_input_scale", &ExpertWeightsView::w13_input_scale, 2},
+    ExpertField{"w2_input_scale", &ExpertWeightsView::w2_input_scale, 2},
+    ExpertField{"w13_perm", &ExpertWeightsView::w13_perm, 2},
+    ExpertField{"w2_perm", &ExpertWeightsView::w2_perm, 2},
 };
 // A member that is not listed would stay behind when its expert moves.
 static_assert(sizeof(ExpertWeightsView) == kExpertFields.size() * sizeof(ConstTensorView));
-static_assert(sizeof(StackedExpertWeights) == kExpertFields.size() * sizeof(ConstTensorView));
 
 }  // namespace moesaic

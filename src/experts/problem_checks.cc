@@ -5,6 +5,7 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <string>
 
 #include "core/arena.h"
@@ -50,10 +51,7 @@ Status check_sizes(const MoeProblem& p) {
 
 Status check_activation_dtype(const MoeProblem& p) {
   const DType got = p.activation_dtype;
-  if (got != DType::kF32 && got != DType::kBF16 && got != DType::kF16) {
-    return unsupported(
-        fmt::format("activation_dtype: got {}, need F32, BF16 or F16", dtype_name(got)));
-  }
+  MOESAIC_RETURN_IF_ERROR(expect_float_dtype("activation_dtype", got, StatusCode::kUnsupported));
   const DType want = needed_activation_dtype(p.quant.kind).value_or(got);
   if (got == want) return {};
   return unsupported(fmt::format("activation_dtype: got {}, scheme {} needs {}", dtype_name(got),
@@ -82,10 +80,9 @@ Status check_block_shapes(const MoeProblem& p) {
     MOESAIC_RETURN_IF_ERROR(needs_multiple("hidden_size", h, w.block_k, "groups of weights"));
     MOESAIC_RETURN_IF_ERROR(needs_multiple("intermediate_size", i, w.block_k, "groups of weights"));
   }
-  if (dtype_bits(w.dtype) == 4) {
-    MOESAIC_RETURN_IF_ERROR(needs_multiple("hidden_size", h, 2, "bytes"));
-    MOESAIC_RETURN_IF_ERROR(needs_multiple("intermediate_size", i, 2, "bytes"));
-  }
+  const int per_bytes = 8 / std::gcd(dtype_bits(w.dtype), 8);  // elements that fill whole bytes
+  MOESAIC_RETURN_IF_ERROR(needs_multiple("hidden_size", h, per_bytes, "bytes"));
+  MOESAIC_RETURN_IF_ERROR(needs_multiple("intermediate_size", i, per_bytes, "bytes"));
   if (a.granularity == ScaleGranularity::kGroup) {
     MOESAIC_RETURN_IF_ERROR(needs_multiple("hidden_size", h, a.block_k, "groups of activations"));
     return needs_multiple("intermediate_size", i, a.block_k, "groups of activations");
@@ -116,11 +113,7 @@ Status check_activation_view(std::string_view field, const ConstTensorView& t, c
     return {StatusCode::kInvalidShape,
             fmt::format("{}: got {}, need {}", field, t.shape.to_string(), need)};
   }
-  if (!quantized && t.dtype != DType::kF32 && t.dtype != DType::kBF16 && t.dtype != DType::kF16) {
-    return {StatusCode::kInvalidDType,
-            fmt::format("{}: got {}, need F32, BF16 or F16", field, dtype_name(t.dtype))};
-  }
-  return {};
+  return quantized ? Status() : expect_float_dtype(field, t.dtype);
 }
 
 // Codes and scales in the place of values.

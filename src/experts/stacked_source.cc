@@ -43,8 +43,8 @@ class StackedSource final : public ExpertSource {
   Result<ExpertWeightsView> expert(std::int64_t e) override {
     ExpertWeightsView v;
     for (const ExpertField& field : kExpertFields) {
-      MOESAIC_ASSIGN_OR_RETURN(v.*field.one,
-                               slice(field.name, w_.*field.stacked, field.stacked_rank, e));
+      MOESAIC_ASSIGN_OR_RETURN(v.*field.view,
+                               slice(field.name, w_.*field.view, field.stacked_rank, e));
     }
     return v;
   }

@@ -8,6 +8,7 @@
 
 #include "core/checked.h"
 #include "core/fault.h"
+#include "core/refusal.h"
 #include "cpu/team.h"
 #include "cpu/tiers.h"
 #include "gate/cpu/gate.h"
@@ -29,10 +30,7 @@ Status null_data(std::string_view field) {
 }
 
 Status check_weight(std::string_view field, const ConstTensorView& t) {
-  if (!is_storable_float(t.dtype)) {
-    return Status(StatusCode::kInvalidDType,
-                  fmt::format("{}: got {}, need F32, BF16 or F16", field, dtype_name(t.dtype)));
-  }
+  MOESAIC_RETURN_IF_ERROR(expect_float_dtype(field, t.dtype));
   return expect_contiguous(field, t);
 }
 
@@ -103,11 +101,7 @@ Result<GateLinear> GateLinear::create(ConstTensorView weight, ConstTensorView bi
     MOESAIC_RETURN_IF_ERROR(expect_shape("gate bias", bias, {num_experts}));
     MOESAIC_RETURN_IF_ERROR(check_weight("gate bias", bias));
   }
-  if (!is_storable_float(options.logits_dtype)) {
-    return Status(StatusCode::kInvalidDType,
-                  fmt::format("logits_dtype: got {}, need F32, BF16 or F16",
-                              dtype_name(options.logits_dtype)));
-  }
+  MOESAIC_RETURN_IF_ERROR(expect_float_dtype("logits_dtype", options.logits_dtype));
   if (options.num_threads < 0) {
     return Status(
         StatusCode::kInvalidArgument,

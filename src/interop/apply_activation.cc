@@ -3,18 +3,12 @@
 
 #include "activation/reference/activation.h"
 #include "core/fault.h"
+#include "core/refusal.h"
 #include "moesaic/interop/own_layer.h"
 #include "numerics/element.h"
 
 namespace moesaic {
 namespace {
-
-Status expect_float(std::string_view field, const ConstTensorView& t) {
-  if (is_storable_float(t.dtype)) return {};
-  return Status(
-      StatusCode::kInvalidDType,
-      std::string(field) + ": got " + std::string(dtype_name(t.dtype)) + ", need F32, BF16 or F16");
-}
 
 // Shapes and layout; on success *width is the number of output columns.
 Status check_shapes(const ActivationSpec& spec, GateUpLayout layout, const ConstTensorView& in,
@@ -68,8 +62,8 @@ Status check_counts(std::span<const std::int32_t> counts, std::int64_t slabs, st
 Status apply_activation(const ActivationSpec& spec, GateUpLayout layout, ConstTensorView in,
                         TensorView out, std::span<const std::int32_t> expert_num_tokens) {
   MOESAIC_RETURN_IF_ERROR(validate(spec));
-  MOESAIC_RETURN_IF_ERROR(expect_float("in", in));
-  MOESAIC_RETURN_IF_ERROR(expect_float("out", out));
+  MOESAIC_RETURN_IF_ERROR(expect_float_dtype("in", in.dtype));
+  MOESAIC_RETURN_IF_ERROR(expect_float_dtype("out", out.dtype));
   std::int64_t width = 0;
   MOESAIC_RETURN_IF_ERROR(check_shapes(spec, layout, in, out, &width));
   const std::int64_t slabs = in.rank() == 2 ? 1 : in.dim(0);

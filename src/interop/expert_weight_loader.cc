@@ -67,7 +67,7 @@ struct ExpertWeightLoader::Impl {
 
   Status allocate(const ExpertWeightsView& first) {
     for (std::size_t f = 0; f < stacks.size(); ++f) {
-      const ConstTensorView& like = first.*kExpertFields[f].one;
+      const ConstTensorView& like = first.*kExpertFields[f].view;
       if (!like.present()) continue;
       MOESAIC_ASSIGN_OR_RETURN(const Shape shape, with_experts(std::ssize(local), like.shape));
       MOESAIC_ASSIGN_OR_RETURN(stacks[f], Tensor::uninitialized(like.dtype, shape));
@@ -78,7 +78,7 @@ struct ExpertWeightLoader::Impl {
   // Into every slot that holds logical expert `e`.
   Status place(std::int32_t e, const ExpertWeightsView& view) {
     for (std::size_t f = 0; f < stacks.size(); ++f) {
-      const ConstTensorView& from = view.*kExpertFields[f].one;
+      const ConstTensorView& from = view.*kExpertFields[f].view;
       MOESAIC_RETURN_IF_ERROR(check_same(kExpertFields[f].name, e, from, stacks[f]));
       if (!from.present()) continue;
       const std::int64_t bytes = stacks[f].bytes() / std::ssize(local);
@@ -133,7 +133,7 @@ StackedExpertWeights ExpertWeightLoader::weights() const {
   StackedExpertWeights weights;
   for (std::size_t f = 0; f < impl_->stacks.size(); ++f) {
     const Tensor& stack = impl_->stacks[f];
-    if (stack.present()) weights.*kExpertFields[f].stacked = stack.view();
+    if (stack.present()) weights.*kExpertFields[f].view = stack.view();
   }
   return weights;
 }

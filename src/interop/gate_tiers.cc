@@ -2,8 +2,8 @@
 #include <fmt/format.h>
 
 #include "core/fault.h"
+#include "core/refusal.h"
 #include "moesaic/interop/routing.h"
-#include "numerics/element.h"
 
 namespace moesaic {
 namespace {
@@ -59,10 +59,7 @@ Status GateTierRules::set_out_dtype(DType dtype) {
                   fmt::format("out_dtype: got {} but {} is already set, need it set only once",
                               dtype_name(dtype), dtype_name(*out_dtype_)));
   }
-  if (!is_storable_float(dtype)) {
-    return Status(StatusCode::kInvalidDType,
-                  fmt::format("out_dtype: got {}, need F32, BF16 or F16", dtype_name(dtype)));
-  }
+  MOESAIC_RETURN_IF_ERROR(expect_float_dtype("out_dtype", dtype));
   out_dtype_ = dtype;
   if (!allow_cublas_ && special_ && dtype == DType::kF32) {
     allow_cublas_ = compute_dtype_ == DType::kBF16;
@@ -85,11 +82,7 @@ GateTier GateTierRules::tier(std::int64_t num_tokens, DType hidden_dtype) const 
 }
 
 Result<DType> GateTierRules::output_dtype(std::int64_t num_tokens, DType hidden_dtype) const {
-  if (!is_storable_float(hidden_dtype)) {
-    return Status(
-        StatusCode::kInvalidDType,
-        fmt::format("hidden_states: got {}, need F32, BF16 or F16", dtype_name(hidden_dtype)));
-  }
+  MOESAIC_RETURN_IF_ERROR(expect_float_dtype("hidden_states", hidden_dtype));
   switch (tier(num_tokens, hidden_dtype)) {
     case GateTier::kSmallBatch:
       return out_dtype_.value_or(hidden_dtype);

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "core/fault.h"
+#include "core/refusal.h"
 #include "moesaic/interop/permute.h"
 #include "numerics/element.h"
 #include "permute/sort_slots.h"
@@ -11,11 +12,7 @@ namespace moesaic {
 namespace {
 
 Status expect_float_rows(const char* field, const ConstTensorView& t) {
-  if (!is_storable_float(t.dtype)) {
-    return Status(StatusCode::kInvalidDType, std::string(field) + ": got " +
-                                                 std::string(dtype_name(t.dtype)) +
-                                                 ", need F32, BF16 or F16");
-  }
+  MOESAIC_RETURN_IF_ERROR(expect_float_dtype(field, t.dtype));
   if (t.rank() != 2) {
     return Status(StatusCode::kInvalidShape,
                   std::string(field) + ": got " + t.shape.to_string() + ", need rank 2 [rows, H]");

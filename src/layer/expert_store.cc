@@ -20,7 +20,7 @@ Result<std::shared_ptr<StoredExpert>> StoredExpert::copy(const ExpertWeightsView
   try {
     auto expert = std::make_shared<StoredExpert>();
     for (const ExpertField& field : kExpertFields) {
-      const ConstTensorView& from = view.*field.one;
+      const ConstTensorView& from = view.*field.view;
       Tensor& to = expert->tensors.emplace_back();
       if (!from.present()) continue;
       MOESAIC_RETURN_IF_ERROR(expect_contiguous("expert", from));
@@ -52,7 +52,7 @@ Result<std::shared_ptr<StoredExpert>> StoredExpert::allocate_like(const StoredEx
 ExpertWeightsView StoredExpert::view() const {
   ExpertWeightsView view;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    if (tensors[i].present()) view.*kExpertFields[i].one = tensors[i].view();
+    if (tensors[i].present()) view.*kExpertFields[i].view = tensors[i].view();
   }
   return view;
 }

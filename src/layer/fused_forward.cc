@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/fault.h"
+#include "core/refusal.h"
 #include "experts/problem_checks.h"
 #include "layer/fused_impl.h"
 #include "layer/input_norm.h"
@@ -66,10 +67,7 @@ Status FusedMoE::Impl::check(const ConstTensorView& x, const TensorView& output,
   }
   for (const auto& [field, dtype] :
        {std::pair{"hidden_states", x.dtype}, std::pair{"output", output.dtype}}) {
-    if (dtype != DType::kF32 && dtype != DType::kBF16 && dtype != DType::kF16) {
-      return {StatusCode::kInvalidDType,
-              fmt::format("{}: got {}, need F32, BF16 or F16", field, dtype_name(dtype))};
-    }
+    MOESAIC_RETURN_IF_ERROR(expect_float_dtype(field, dtype));
   }
   const std::int64_t rows = x.dim(0);
   MOESAIC_RETURN_IF_ERROR(expect_shape("output", output, {rows, plan.hidden_size}));

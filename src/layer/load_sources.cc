@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/fault.h"
+#include "core/refusal.h"
 #include "numerics/element.h"
 #include "quant/quantize_weight.h"
 
@@ -22,7 +23,7 @@ bool has_input_scales(const OperandQuant& a) {
 
 class PassingSource final : public ExpertSource {
  public:
-  PassingSource(ExpertSource& source, const QuantScheme& scheme)
+  PassingSource(ExpertSource& source, const Scheme& scheme)
       : source_(source), input_scales_(has_input_scales(scheme.activation)) {}
 
   Result<ExpertWeightsView> expert(std::int64_t e) override {
@@ -48,10 +49,7 @@ Status check_matrix(std::string_view field, const ConstTensorView& w) {
     return {StatusCode::kInvalidShape,
             fmt::format("{}: got {}, need [rows, columns]", field, w.shape.to_string())};
   }
-  if (w.dtype != DType::kF32 && w.dtype != DType::kBF16 && w.dtype != DType::kF16) {
-    return {StatusCode::kInvalidDType,
-            fmt::format("{}: got {}, need F32, BF16 or F16", field, dtype_name(w.dtype))};
-  }
+  MOESAIC_RETURN_IF_ERROR(expect_float_dtype(field, w.dtype));
   return expect_contiguous(field, w);
 }
 
@@ -126,8 +124,7 @@ float intermediate_input_scale(const Tensor& w13, std::int64_t intermediate) {
 
 class QuantizingSource final : public ExpertSource {
  public:
-  QuantizingSource(ExpertSource& source, const QuantScheme& scheme)
-      : source_(source), scheme_(scheme) {}
+  QuantizingSource(ExpertSource& source, const Scheme& scheme) : source_(source), scheme_(scheme) {}
 
   Result<ExpertWeightsView> expert(std::int64_t e) override {
     MOESAIC_ASSIGN_OR_RETURN(ExpertWeightsView v, source_.expert(e));
@@ -190,7 +187,7 @@ class QuantizingSource final : public ExpertSource {
   }
 
   ExpertSource& source_;
-  QuantScheme scheme_;
+  Scheme scheme_;
   Tensor wide_;  // one matrix
   QuantizedMatrix w13_, w2_;
   Tensor w13_input_scale_, w2_input_scale_;

@@ -10,6 +10,7 @@
 #include "core/arena.h"
 #include "core/checked.h"
 #include "core/fault.h"
+#include "core/refusal.h"
 #include "experts/problem_checks.h"
 
 namespace moesaic {
@@ -148,10 +149,7 @@ Status ModularKernel::Impl::check(const Args& a) const {
   }
   for (const auto& [field, view] : {std::pair{"hidden_states", a.hidden_states},
                                     std::pair{"output", ConstTensorView(a.output)}}) {
-    if (view.dtype != DType::kF32 && view.dtype != DType::kBF16 && view.dtype != DType::kF16) {
-      return {StatusCode::kInvalidDType,
-              fmt::format("{}: got {}, need F32, BF16 or F16", field, dtype_name(view.dtype))};
-    }
+    MOESAIC_RETURN_IF_ERROR(expect_float_dtype(field, view.dtype));
   }
   MOESAIC_RETURN_IF_ERROR(expect_shape("output", a.output, hidden_shape));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous("output", a.output));

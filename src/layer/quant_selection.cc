@@ -6,15 +6,13 @@
 #include <cmath>
 #include <string>
 
-#include "quant/rounding_error.h"
+#include "quant/quantize_weight.h"
 
 namespace moesaic {
 namespace {
 
-bool is_plain(const QuantScheme& stored) {
-  return stored.weight.granularity == ScaleGranularity::kNone;
-}
-bool is_fp8(const QuantScheme& stored) {
+bool is_plain(const Scheme& stored) { return stored.weight.granularity == ScaleGranularity::kNone; }
+bool is_fp8(const Scheme& stored) {
   return stored.weight.dtype == DType::kF8E4M3 &&
          stored.weight.granularity == ScaleGranularity::kBlock;
 }
@@ -33,7 +31,7 @@ OperandQuant by_rows(OperandQuant w) {
 }
 
 // Whether weights stored like this run as `scheme` without touching them.
-bool runs_as(const QuantScheme& stored, const QuantScheme& scheme) {
+bool runs_as(const Scheme& stored, const Scheme& scheme) {
   const bool fp8 = stored.weight.dtype == DType::kF8E4M3;  // multipliers of any granularity
   if (fp8 && scheme.name == "fp8-bf16") return true;
   return by_rows(scheme.weight) == by_rows(stored.weight) &&
@@ -42,17 +40,17 @@ bool runs_as(const QuantScheme& stored, const QuantScheme& scheme) {
 
 // How far weights may be from the numbers of the file: what the stored scheme's bound has beyond
 // that of its name.
-double conversion_bound(const QuantScheme& stored) {
-  const Result<QuantScheme> named = quant_scheme_from_name(stored.name);
+double conversion_bound(const Scheme& stored) {
+  const Result<Scheme> named = quant_scheme_from_name(stored.name);
   if (!named.ok()) return 0;
   const double own = named->output_bound;
   return std::sqrt(std::max(0.0, stored.output_bound * stored.output_bound - own * own));
 }
 
 // `stored` are quantised weights.
-Status no_such_pair(const QuantScheme& stored, std::string_view requested) {
+Status no_such_pair(const Scheme& stored, std::string_view requested) {
   std::string names = "as-is, f32";
-  for (const QuantScheme& scheme : quant_schemes()) {
+  for (const Scheme& scheme : quant_schemes()) {
     if (runs_as(stored, scheme)) names += fmt::format(", {}", scheme.name);
   }
   return {StatusCode::kUnsupported,
@@ -68,13 +66,13 @@ std::string_view plain_name(DType dtype) {
 
 // Stored in a quantised format other than FP8 blocks: as it is, in fp32, or with the activations of
 // another scheme of the same weights.
-Result<QuantPlan> plan_stored(const QuantScheme& stored, DType activation_dtype,
+Result<QuantPlan> plan_stored(const Scheme& stored, DType activation_dtype,
                               std::string_view requested) {
   QuantPlan plan;
   plan.scheme = stored;
   plan.activation_dtype = activation_dtype;
   if (requested != "as-is") {
-    MOESAIC_ASSIGN_OR_RETURN(const QuantScheme named, quant_scheme_from_name(requested));
+    MOESAIC_ASSIGN_OR_RETURN(const Scheme named, quant_scheme_from_name(requested));
     if (requested == "f32" || runs_as(stored, named)) {
       plan.scheme = with_weight(named, stored.weight);
       plan.scheme.output_bound = std::hypot(named.output_bound, conversion_bound(stored));
@@ -89,7 +87,7 @@ Result<QuantPlan> plan_stored(const QuantScheme& stored, DType activation_dtype,
 
 }  // namespace
 
-Result<QuantPlan> plan_quant(const QuantScheme& stored, DType activation_dtype,
+Result<QuantPlan> plan_quant(const Scheme& stored, DType activation_dtype,
                              std::string_view requested) {
   if (!is_plain(stored) && !is_fp8(stored)) {
     return plan_stored(stored, activation_dtype, requested);
@@ -128,9 +126,8 @@ Result<QuantPlan> plan_quant(const QuantScheme& stored, DType activation_dtype,
   return plan;
 }
 
-Result<QuantPlan> plan_shared_quant(const QuantScheme& shared_stored,
-                                    const QuantScheme& routed_stored, DType activation_dtype,
-                                    std::string_view requested) {
+Result<QuantPlan> plan_shared_quant(const Scheme& shared_stored, const Scheme& routed_stored,
+                                    DType activation_dtype, std::string_view requested) {
   const bool left_out = is_plain(shared_stored) && !is_plain(routed_stored);
   const bool keep = left_out && requested != "f32";
   return plan_quant(shared_stored, activation_dtype, keep ? "as-is" : requested);

@@ -18,7 +18,7 @@ enum class LoadConversion : std::uint8_t {
 };
 
 struct QuantPlan {
-  QuantScheme scheme;                     // in force; output_bound covers the conversion
+  Scheme scheme;                          // in force; output_bound covers the conversion
   DType activation_dtype = DType::kBF16;  // of MoeProblem
   LoadConversion conversion = LoadConversion::kNone;
 };
@@ -30,14 +30,13 @@ struct QuantPlan {
 // activations of another scheme of the same weights; they are not quantised a second time.
 // kUnsupported (what is stored, what was asked, the legal names and the nearest), or the error of
 // quant_scheme_from_name.
-Result<QuantPlan> plan_quant(const QuantScheme& stored, DType activation_dtype,
+Result<QuantPlan> plan_quant(const Scheme& stored, DType activation_dtype,
                              std::string_view requested);
 
 // The same for a shared expert, given how the routed experts are stored: a model that leaves its
 // shared expert unquantised beside quantised routed ones wants it so, and a request for an fp8
 // scheme does not change that.
-Result<QuantPlan> plan_shared_quant(const QuantScheme& shared_stored,
-                                    const QuantScheme& routed_stored, DType activation_dtype,
-                                    std::string_view requested);
+Result<QuantPlan> plan_shared_quant(const Scheme& shared_stored, const Scheme& routed_stored,
+                                    DType activation_dtype, std::string_view requested);
 
 }  // namespace moesaic

@@ -54,7 +54,6 @@ Status expect_matrix(std::string_view field, const ConstTensorView& t) {
 
 float max_abs(const ConstTensorView& t, std::int64_t begin, std::int64_t count) {
   float amax = 0.0F;
-  // std::max keeps its first argument when the second is NaN.
   for (std::int64_t i = begin; i < begin + count; ++i) {
     amax = std::max(amax, std::abs(load_as_f32(t.data, t.dtype, i)));
   }

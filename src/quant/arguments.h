@@ -1,6 +1,8 @@
 // Checks of tensor arguments, shared by the quantisers and layouts.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
 #include <string_view>
@@ -42,6 +44,12 @@ std::string dtype_set_text(DTypeMask dtypes);
 
 // Largest magnitude of `count` elements from `begin` on, NaN elements not counted; 0 for none.
 float max_abs(const ConstTensorView& t, std::int64_t begin, std::int64_t count);
+inline float max_abs(const float* x, std::int64_t count) {
+  float amax = 0.0F;
+  // std::max keeps its first argument when the second is NaN.
+  for (std::int64_t i = 0; i < count; ++i) amax = std::max(amax, std::abs(x[i]));
+  return amax;
+}
 
 // kInvalidArgument naming the row and column (of the last dimension) of the first NaN or infinity.
 Status expect_finite(std::string_view field, const ConstTensorView& t);

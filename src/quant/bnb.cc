@@ -59,17 +59,17 @@ int shift_of(std::int64_t i) {
 
 }  // namespace
 
-std::span<const float, 16> bnb_values(BnbTable table) {
-  return table == BnbTable::kNf4 ? std::span<const float, 16>(kNf4Values)
-                                 : std::span<const float, 16>(kFp4Values);
+std::span<const float, 16> bnb_values(CodeTable table) {
+  return table == CodeTable::kNf4 ? std::span<const float, 16>(kNf4Values)
+                                  : std::span<const float, 16>(kFp4Values);
 }
 
-std::uint8_t bnb_encode(BnbTable table, float x) {
-  if (table == BnbTable::kFp4) return fp4_from_f32(x);
+std::uint8_t bnb_encode(CodeTable table, float x) {
+  if (table == CodeTable::kFp4) return fp4_from_f32(x);
   return std::isnan(x) ? std::uint8_t{7} : nf4_from_f32(x);
 }
 
-Status quantize_bnb4(ConstTensorView x, BnbTable table, std::int64_t block_size, TensorView packed,
+Status quantize_bnb4(ConstTensorView x, CodeTable table, std::int64_t block_size, TensorView packed,
                      TensorView absmax) {
   std::int64_t count = 0;
   MOESAIC_RETURN_IF_ERROR(check_operands("x", x, false, block_size, packed, absmax, &count));

@@ -6,18 +6,18 @@
 #include <cstdint>
 #include <span>
 
+#include "moesaic/quant.h"
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
 namespace moesaic {
 
-enum class BnbTable : std::uint8_t { kNf4, kFp4 };
-// Values of the sixteen codes, in units of a block's absmax.
-std::span<const float, 16> bnb_values(BnbTable table);
+// Values of the sixteen codes of kNf4 or kFp4, in units of a block's absmax.
+std::span<const float, 16> bnb_values(CodeTable table);
 // Nearest entry of x = value / absmax; a value exactly between two entries takes the lower one
 // (fp4: of the magnitudes, with the sign in bit 3; a negative zero is code 8). NaN gives the code
 // of 0.
-std::uint8_t bnb_encode(BnbTable table, float x);
+std::uint8_t bnb_encode(CodeTable table, float x);
 
 // The tensor is one row of its elements in row-major order, cut into blocks that need not respect
 // its rows; byte j holds code 2j in its *high* nibble and 2j + 1 in the low one.
@@ -27,7 +27,7 @@ std::uint8_t bnb_encode(BnbTable table, float x);
 // block_size: a power of two, 32 .. 4096. Errors: kInvalidArgument (block_size, NaN or infinite x),
 // kInvalidShape, kInvalidDType, kInvalidLayout, kAliasing. Deterministic. Relative RMS error of nf4
 // with blocks of 64 on normal data 0.092.
-Status quantize_bnb4(ConstTensorView x, BnbTable table, std::int64_t block_size, TensorView packed,
+Status quantize_bnb4(ConstTensorView x, CodeTable table, std::int64_t block_size, TensorView packed,
                      TensorView absmax);
 // out = values[code] * absmax in fp32, rounded once to out's dtype. `values` are the file's own
 // table or bnb_values. kInvalidArgument for an absmax that is not finite and >= 0, naming its

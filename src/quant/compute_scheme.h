@@ -1,16 +1,12 @@
 // What the stages that round and multiply ask about a scheme's arithmetic.
 #pragma once
 
-#include <cstdint>
 #include <optional>
 
 #include "moesaic/dtype.h"
 #include "moesaic/quant.h"
 
 namespace moesaic {
-
-// Columns of a row that share a microscaling scale.
-inline constexpr std::int64_t kMxGroup = 32;
 
 // The dtype that hidden states and the activation's result are rounded to before a GEMM reads them
 // (or before they are quantised): F32 in the F32 scheme, activation_dtype in all others.

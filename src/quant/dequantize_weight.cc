@@ -11,8 +11,7 @@
 namespace moesaic {
 namespace {
 
-constexpr DTypeMask kWeights = kPlainFloats | accept(DType::kF8E4M3, DType::kF4E2M1, DType::kI8,
-                                                     DType::kU8, DType::kI4, DType::kU4);
+constexpr DTypeMask kIntegers = accept(DType::kI8, DType::kU8, DType::kI4, DType::kU4);
 constexpr DTypeMask kStoredScales = kPlainFloats | accept(DType::kF8E8M0, DType::kF8E4M3);
 
 // Where the scale of element (n, k) is: index = row(n) * columns + k / group.
@@ -101,8 +100,10 @@ Status dequantize_weight(const OperandQuant& quant, const StoredMatrix& stored,
   MOESAIC_RETURN_IF_ERROR(expect_matrix("weight", stored.weight));
   const std::int64_t rows = stored.weight.dim(0);
   const std::int64_t cols = stored.weight.dim(1);
+  const DTypeMask weights =
+      kIntegers | (is_loadable_float(quant.dtype) ? accept(quant.dtype) : DTypeMask{0});
   MOESAIC_RETURN_IF_ERROR(check_arguments({
-      {"weight", stored.weight, kWeights & accept(quant.dtype), stored.weight.shape},
+      {"weight", stored.weight, weights & accept(quant.dtype), stored.weight.shape},
       {"out", out, accept(DType::kF32), stored.weight.shape, true},
   }));
   MOESAIC_ASSIGN_OR_RETURN(const ScaleGrid grid, grid_of(quant, rows, cols, rows_per_part));

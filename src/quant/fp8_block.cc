@@ -5,17 +5,11 @@
 #include <string>
 
 #include "core/fault.h"
+#include "core/refusal.h"
 #include "numerics/codec.h"
 
 namespace moesaic {
 namespace {
-
-Status expect_storable(std::string_view field, const ConstTensorView& t) {
-  if (is_storable_float(t.dtype)) return {};
-  return Status(
-      StatusCode::kInvalidDType,
-      std::string(field) + ": got " + std::string(dtype_name(t.dtype)) + ", need F32, BF16 or F16");
-}
 
 // The stack of matrices of a weight of rank 2 or 3 and the tiles of each.
 struct Tiling {
@@ -60,7 +54,7 @@ float tile_scale(float amax, ScaleRounding rounding) {
 
 Status quantize_fp8_block(ConstTensorView w, BlockShape block, ScaleRounding rounding, TensorView q,
                           TensorView scale) {
-  MOESAIC_RETURN_IF_ERROR(expect_storable("w", w));
+  MOESAIC_RETURN_IF_ERROR(expect_float_dtype("w", w.dtype));
   MOESAIC_RETURN_IF_ERROR(expect_dtype("q", q, DType::kF8E4M3));
   MOESAIC_RETURN_IF_ERROR(expect_dtype("scale", scale, DType::kF32));
   MOESAIC_RETURN_IF_ERROR(expect_block_scale_shape("scale", scale, w.shape, block));
@@ -97,7 +91,7 @@ Status quantize_fp8_block(ConstTensorView w, BlockShape block, ScaleRounding rou
 
 Status dequantize_fp8_block(ConstTensorView q, ConstTensorView scale, BlockShape block,
                             TensorView out) {
-  MOESAIC_RETURN_IF_ERROR(expect_storable("out", out));
+  MOESAIC_RETURN_IF_ERROR(expect_float_dtype("out", out.dtype));
   MOESAIC_RETURN_IF_ERROR(validate_block_scales("scale", scale, q, block));
   MOESAIC_RETURN_IF_ERROR(expect_shape("out", out, q.shape));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous("out", out));

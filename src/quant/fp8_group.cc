@@ -6,6 +6,7 @@
 
 #include "core/checked.h"
 #include "core/fault.h"
+#include "core/refusal.h"
 #include "numerics/codec.h"
 
 namespace moesaic {
@@ -61,11 +62,7 @@ Status check_operands(std::string_view name, const ConstTensorView& x, const Con
     return Status(StatusCode::kInvalidArgument,
                   "group: got " + std::to_string(group) + ", need a number >= 1");
   }
-  if (!is_storable_float(x.dtype)) {
-    return Status(StatusCode::kInvalidDType, std::string(name) + ": got " +
-                                                 std::string(dtype_name(x.dtype)) +
-                                                 ", need F32, BF16 or F16");
-  }
+  MOESAIC_RETURN_IF_ERROR(expect_float_dtype(name, x.dtype));
   MOESAIC_RETURN_IF_ERROR(expect_dtype("q", q, DType::kF8E4M3));
   MOESAIC_RETURN_IF_ERROR(expect_dtype("scale", scale, DType::kF32));
   if (x.rank() != 2) {

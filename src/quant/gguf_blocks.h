@@ -15,6 +15,8 @@
 
 namespace moesaic {
 
+// The number of a block type in the file. Those with a name here are decoded; a file may have
+// others (checkpoint/ggml_types.h).
 enum class GgufType : std::uint32_t {
   kF32 = 0,
   kF16 = 1,
@@ -35,6 +37,7 @@ enum class GgufType : std::uint32_t {
   kTQ2_0 = 35,
   kMXFP4 = 39,
   kNVFP4 = 40,
+  kNone = 255,  // no blocks: elements of a DType
 };
 
 struct GgufTypeInfo {

@@ -11,19 +11,64 @@
 namespace moesaic {
 namespace {
 
-constexpr DTypeMask kElements = accept(DType::kF8E4M3, DType::kF4E2M1);
+// What a row per element format would say, as types: the loops below are made for each.
+struct E4m3 {
+  static constexpr DType kDType = DType::kF8E4M3;
+  static constexpr float kLargest = kE4m3Max;
+  static constexpr int kMaxExponent = 8;  // of the largest power of two
+  static void store(std::uint8_t* codes, std::int64_t i, float x) { codes[i] = e4m3_from_f32(x); }
+};
+struct E2m1 {
+  static constexpr DType kDType = DType::kF4E2M1;
+  static constexpr float kLargest = kE2m1Max;
+  static constexpr int kMaxExponent = 2;
+  static void store(std::uint8_t* codes, std::int64_t i, float x) {
+    set_nibble(codes, i, e2m1_from_f32(x));
+  }
+};
+constexpr DTypeMask kElements = accept(E4m3::kDType, E2m1::kDType);
+
+template <class Use>
+auto with_element(DType dtype, Use&& use) {
+  return dtype == E4m3::kDType ? use(E4m3()) : use(E2m1());
+}
+
 constexpr DTypeMask kMxScales = accept(DType::kF8E8M0, DType::kU8);
 
-float largest(MxElement element) { return element == MxElement::kE4m3 ? kE4m3Max : kE2m1Max; }
-// Exponent of the element format's largest power of two.
-int emax(MxElement element) { return element == MxElement::kE4m3 ? 8 : 2; }
-
-MxElement element_of(const ConstTensorView& q) {
-  return q.dtype == DType::kF8E4M3 ? MxElement::kE4m3 : MxElement::kE2m1;
-}
 // Bytes of a group's codes.
-std::int64_t code_bytes(MxElement element) {
-  return element == MxElement::kE4m3 ? kMxGroupSize : kMxGroupSize / 2;
+std::int64_t code_bytes(DType element) { return kMxGroupSize * dtype_bits(element) / 8; }
+
+template <class Element>
+std::uint8_t scale_byte(float amax, ExponentRule rule) {
+  if (MOESAIC_FAULT(quant_mx_always_ocp)) rule = ExponentRule::kOcpFloor;
+  switch (rule) {
+    case ExponentRule::kCeil:
+      return e8m0_scale_ceil(amax, Element::kLargest);
+    case ExponentRule::kOcpFloor:
+      return e8m0_scale_ocp_floor(amax, Element::kMaxExponent);
+    case ExponentRule::kRound175:
+      return e8m0_scale_round_1_75(amax, Element::kMaxExponent);
+    case ExponentRule::kNone:
+      break;
+  }
+  return kE8m0Nan;
+}
+
+template <class Element>
+void quantize_row(const float* x, std::int64_t k, ExponentRule rule, std::uint8_t* q,
+                  std::uint8_t* scale, std::int64_t scale_stride) {
+  const std::int64_t bytes = code_bytes(Element::kDType);
+  for (std::int64_t g = 0; g < k / kMxGroupSize; ++g, x += kMxGroupSize) {
+    const std::uint8_t byte = scale_byte<Element>(max_abs(x, kMxGroupSize), rule);
+    scale[g * scale_stride] = byte;
+    std::uint8_t* codes = q + g * bytes;
+    if (byte == 0) {
+      std::fill_n(codes, bytes, std::uint8_t{0});
+      continue;
+    }
+    const float divisor = f32_from_e8m0(byte);
+    for (std::int64_t i = 0; i < kMxGroupSize; ++i) Element::store(codes, i, x[i] / divisor);
+  }
 }
 
 Status check_mx(std::string_view name, const ConstTensorView& x, bool x_written,
@@ -38,46 +83,20 @@ Status check_mx(std::string_view name, const ConstTensorView& x, bool x_written,
 
 }  // namespace
 
-std::uint8_t mx_scale(float amax, MxElement element, E8m0Rule rule) {
-  if (MOESAIC_FAULT(quant_mx_always_ocp)) rule = E8m0Rule::kOcpFloor;
-  switch (rule) {
-    case E8m0Rule::kCeil:
-      return e8m0_scale_ceil(amax, largest(element));
-    case E8m0Rule::kOcpFloor:
-      return e8m0_scale_ocp_floor(amax, emax(element));
-    case E8m0Rule::kRound175:
-      return e8m0_scale_round_1_75(amax, emax(element));
-  }
-  return kE8m0Nan;
+std::uint8_t mx_scale(float amax, DType element, ExponentRule rule) {
+  return with_element(element, [&](auto e) { return scale_byte<decltype(e)>(amax, rule); });
 }
 
-void ref_quantize_mx_row(const float* x, std::int64_t k, MxElement element, E8m0Rule rule,
+void ref_quantize_mx_row(const float* x, std::int64_t k, DType element, ExponentRule rule,
                          std::uint8_t* q, std::uint8_t* scale, std::int64_t scale_stride) {
-  for (std::int64_t g = 0; g < k / kMxGroupSize; ++g, x += kMxGroupSize) {
-    float amax = 0.0F;
-    for (std::int64_t i = 0; i < kMxGroupSize; ++i) amax = std::max(amax, std::abs(x[i]));
-    const std::uint8_t byte = mx_scale(amax, element, rule);
-    scale[g * scale_stride] = byte;
-    std::uint8_t* codes = q + g * code_bytes(element);
-    if (byte == 0) {
-      std::fill_n(codes, code_bytes(element), std::uint8_t{0});
-      continue;
-    }
-    const float divisor = f32_from_e8m0(byte);
-    for (std::int64_t i = 0; i < kMxGroupSize; ++i) {
-      if (element == MxElement::kE4m3) {
-        codes[i] = e4m3_from_f32(x[i] / divisor);
-      } else {
-        set_nibble(codes, i, e2m1_from_f32(x[i] / divisor));
-      }
-    }
-  }
+  with_element(element,
+               [&](auto e) { quantize_row<decltype(e)>(x, k, rule, q, scale, scale_stride); });
 }
 
-Status quantize_mx(ConstTensorView x, E8m0Rule rule, TensorView q, TensorView scale) {
+Status quantize_mx(ConstTensorView x, ExponentRule rule, TensorView q, TensorView scale) {
   MOESAIC_RETURN_IF_ERROR(check_mx("x", x, false, q, scale));
   MOESAIC_RETURN_IF_ERROR(expect_finite("x", x));
-  const MxElement element = element_of(q);
+  const DType element = q.dtype;
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t groups, scale.shape.num_elements());
   for_groups<kMxGroupSize>(x, groups, [&](const float* values, std::int64_t g) {
     ref_quantize_mx_row(values, kMxGroupSize, element, rule,

@@ -2,6 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <array>
+#include <limits>
+
 #include "core/checked.h"
 #include "numerics/element.h"
 #include "quant/arguments.h"
@@ -29,28 +32,7 @@ class Builder {
  public:
   Builder(const OperandQuant& quant, ConstTensorView w) : quant_(quant), w_(w) {}
 
-  Status run(std::int64_t rows_per_part) {
-    if (quant_.act_order || quant_.zero_point == ZeroPoint::kMin) return unsupported(quant_);
-    switch (quant_.dtype) {
-      case DType::kF32:
-      case DType::kBF16:
-      case DType::kF16:
-        return plain();
-      case DType::kF8E4M3:
-        return fp8(rows_per_part);
-      case DType::kF4E2M1:
-        return quant_.outer_scale == OuterScale::kTensor ? nvfp4() : mx();
-      case DType::kI8:
-        return int8();
-      case DType::kI4:
-        return int4();
-      case DType::kU4:
-      case DType::kU8:
-        return quant_.table == CodeTable::kNone ? unsigned_codes() : table();
-      default:
-        return unsupported(quant_);
-    }
-  }
+  Status run(std::int64_t rows_per_part);
   QuantizedMatrix take() { return std::move(out_); }
 
  private:
@@ -67,7 +49,8 @@ class Builder {
     return Shape{rows(), ceil_div(cols(), quant_.block_k)};
   }
 
-  Status plain() {
+  // One step per way of quantising; kQuantisers says which a format has.
+  Status plain(std::int64_t /*rows_per_part*/) {
     if (!per(ScaleGranularity::kNone)) return unsupported(quant_);
     MOESAIC_RETURN_IF_ERROR(make(&out_.weight, quant_.dtype, w_.shape));
     for (std::int64_t i = 0; i < rows() * cols(); ++i) {
@@ -77,7 +60,6 @@ class Builder {
   }
 
   Status fp8(std::int64_t rows_per_part) {
-    if (per(ScaleGranularity::kGroup)) return mx();
     MOESAIC_RETURN_IF_ERROR(make(&out_.weight, DType::kF8E4M3, w_.shape));
     if (per(ScaleGranularity::kTensor)) {
       MOESAIC_RETURN_IF_ERROR(make(&out_.scale, DType::kF32, {1}));
@@ -104,19 +86,20 @@ class Builder {
     return {};
   }
 
-  Status mx() {
-    if (quant_.scale_format != ScaleFormat::kE8M0 || quant_.block_k != kMxGroupSize) {
+  Status mx(std::int64_t /*rows_per_part*/) {
+    if (quant_.block_k != kMxGroupSize) {
       return unsupported(quant_);
     }
     MOESAIC_ASSIGN_OR_RETURN(const Shape groups, grid());
     MOESAIC_RETURN_IF_ERROR(make(&out_.weight, quant_.dtype, w_.shape));
     MOESAIC_RETURN_IF_ERROR(make(&out_.scale, DType::kF8E8M0, groups));
-    const E8m0Rule rule = quant_.dtype == DType::kF8E4M3 ? E8m0Rule::kCeil : E8m0Rule::kRound175;
+    const ExponentRule rule =
+        quant_.dtype == DType::kF8E4M3 ? ExponentRule::kCeil : ExponentRule::kRound175;
     return quantize_mx(w_, rule, out_.weight.view(), out_.scale.view());
   }
 
-  Status nvfp4() {
-    if (quant_.scale_format != ScaleFormat::kE4M3 || quant_.block_k != kNvfp4GroupSize) {
+  Status nvfp4(std::int64_t /*rows_per_part*/) {
+    if (quant_.outer_scale != OuterScale::kTensor || quant_.block_k != kNvfp4GroupSize) {
       return unsupported(quant_);
     }
     MOESAIC_ASSIGN_OR_RETURN(const Shape groups, grid());
@@ -128,7 +111,7 @@ class Builder {
     return quantize_nvfp4(w_, gscale, out_.weight.view(), out_.scale.view());
   }
 
-  Status int8() {
+  Status int8(std::int64_t /*rows_per_part*/) {
     if (!per(ScaleGranularity::kChannel)) return unsupported(quant_);
     MOESAIC_RETURN_IF_ERROR(make(&out_.weight, DType::kI8, w_.shape));
     MOESAIC_RETURN_IF_ERROR(make(&out_.scale, DType::kF32, {rows()}));
@@ -142,7 +125,7 @@ class Builder {
     return pack_nibbles(codes.view(), 0, out_.weight.view());
   }
 
-  Status int4() {
+  Status int4(std::int64_t /*rows_per_part*/) {
     MOESAIC_ASSIGN_OR_RETURN(const Shape groups, grid());
     Tensor codes, group_scale;
     MOESAIC_RETURN_IF_ERROR(make(&codes, DType::kI8, w_.shape));
@@ -154,13 +137,12 @@ class Builder {
       out_.scale = std::move(group_scale);
       return {};
     }
-    if (quant_.scale_format != ScaleFormat::kE4M3) return unsupported(quant_);
     MOESAIC_RETURN_IF_ERROR(make(&out_.scale, DType::kF8E4M3, groups));
     MOESAIC_RETURN_IF_ERROR(make(&out_.channel_scale, DType::kF32, {rows()}));
     return split_int4_fp8_scales(group_scale.view(), out_.scale.view(), out_.channel_scale.view());
   }
 
-  Status unsigned_codes() {
+  Status unsigned_codes(std::int64_t /*rows_per_part*/) {
     if (quant_.zero_point != ZeroPoint::kInteger) return unsupported(quant_);
     const bool four = quant_.dtype == DType::kU4;
     const bool whole = per(ScaleGranularity::kChannel);
@@ -193,25 +175,69 @@ class Builder {
   }
 
   // Blocks of bitsandbytes, which fall on whole rows here.
-  Status table() {
-    if (quant_.table == CodeTable::kIq4Nl) return unsupported(quant_);  // read only
-    if (quant_.dtype != DType::kU4 || cols() % std::max<std::int64_t>(quant_.block_k, 1) != 0) {
+  Status table(std::int64_t /*rows_per_part*/) {
+    if (cols() % std::max<std::int64_t>(quant_.block_k, 1) != 0) {
       return unsupported(quant_);
     }
     MOESAIC_ASSIGN_OR_RETURN(const Shape groups, grid());
-    const BnbTable values = quant_.table == CodeTable::kNf4 ? BnbTable::kNf4 : BnbTable::kFp4;
     MOESAIC_RETURN_IF_ERROR(make(&out_.weight, DType::kU4, w_.shape));
     MOESAIC_RETURN_IF_ERROR(make(&out_.scale, DType::kF32, groups));
     const TensorView bytes(out_.weight.data(), DType::kU8, {(rows() * cols() + 1) / 2});
     const TensorView absmax(out_.scale.data(), DType::kF32, {groups[0] * groups[1]});
-    MOESAIC_RETURN_IF_ERROR(quantize_bnb4(w_, values, quant_.block_k, bytes, absmax));
+    MOESAIC_RETURN_IF_ERROR(quantize_bnb4(w_, quant_.table, quant_.block_k, bytes, absmax));
     return swap_nibbles(bytes, bytes);
   }
 
   const OperandQuant& quant_;
   ConstTensorView w_;
   QuantizedMatrix out_;
+
+ public:
+  // How numbers become an operand's format, and what that costs.
+  struct Quantiser {
+    DType dtype;
+    ScaleFormat scale_format;
+    CodeTable table;
+    Status (Builder::*run)(std::int64_t rows_per_part);  // null: read only
+    double error;                                        // see rounding_error
+  };
+  static const Quantiser* quantiser(const OperandQuant& q);
 };
+
+const Builder::Quantiser* Builder::quantiser(const OperandQuant& q) {
+  using F = ScaleFormat;
+  using T = CodeTable;
+  static constexpr auto kQuantisers = std::to_array<Quantiser>({
+      {DType::kF32, F::kNone, T::kNone, &Builder::plain, 6e-8},
+      {DType::kBF16, F::kNone, T::kNone, &Builder::plain, 0.00166},
+      {DType::kF16, F::kNone, T::kNone, &Builder::plain, 0.00021},
+      {DType::kF8E4M3, F::kF32, T::kNone, &Builder::fp8, 0.0266},
+      {DType::kF8E4M3, F::kE8M0, T::kNone, &Builder::mx, 0.0266},
+      {DType::kF4E2M1, F::kE8M0, T::kNone, &Builder::mx, 0.1119},
+      {DType::kF4E2M1, F::kE4M3, T::kNone, &Builder::nvfp4, 0.0952},
+      {DType::kI8, F::kF32, T::kNone, &Builder::int8, 0.0078},
+      {DType::kU8, F::kF32, T::kNone, &Builder::unsigned_codes, 0.0078},
+      {DType::kI4, F::kF32, T::kNone, &Builder::int4, 0.1103},
+      {DType::kI4, F::kE4M3, T::kNone, &Builder::int4, 0.1147},
+      {DType::kU4, F::kF32, T::kNone, &Builder::unsigned_codes, 0.0919},
+      {DType::kU4, F::kF32, T::kNf4, &Builder::table, 0.0919},
+      {DType::kU4, F::kF32, T::kFp4, &Builder::table, 0.13},
+      {DType::kU4, F::kF32, T::kIq4Nl, nullptr, 0.0919},
+  });
+  for (const Quantiser& row : kQuantisers) {
+    if (row.dtype == q.dtype && row.scale_format == q.scale_format && row.table == q.table) {
+      return &row;
+    }
+  }
+  return nullptr;
+}
+
+Status Builder::run(std::int64_t rows_per_part) {
+  const Quantiser* found = quantiser(quant_);
+  const bool possible = found != nullptr && found->run != nullptr && !quant_.act_order &&
+                        quant_.zero_point != ZeroPoint::kMin;
+  return possible ? (this->*found->run)(rows_per_part) : unsupported(quant_);
+}
 
 ConstTensorView view_of(const Tensor& t) { return t.present() ? t.view() : ConstTensorView(); }
 
@@ -225,6 +251,11 @@ StoredMatrix QuantizedMatrix::view() const {
           view_of(zero),
           {},
           {}};
+}
+
+double rounding_error(const OperandQuant& q) {
+  const Builder::Quantiser* found = Builder::quantiser(q);
+  return found != nullptr ? found->error : std::numeric_limits<double>::infinity();
 }
 
 Result<QuantizedMatrix> quantize_weight(const OperandQuant& quant, ConstTensorView w,

@@ -31,4 +31,16 @@ struct QuantizedMatrix {
 Result<QuantizedMatrix> quantize_weight(const OperandQuant& quant, ConstTensorView w,
                                         std::int64_t rows_per_part);
 
+// Relative RMS error of that rounding on normal data, of weights and activations; per-tensor and
+// per-row scales count as the finer ones do, which holds where rows differ by less than the format's
+// range. Infinity for a format that is in no scheme. Source: docs/spec/quantization.md section 15;
+// docs/accuracy.md has the measurements.
+double rounding_error(const OperandQuant& q);
+
+// Another sample than the one measured.
+inline constexpr double kRoundingMargin = 1.15;
+// Gate, up and down each add the weights' relative error to the output's: sqrt(3) times it in
+// quadrature, with a margin of a third.
+inline constexpr double kWeightErrorGain = 2.31;
+
 }  // namespace moesaic

@@ -67,7 +67,7 @@ NumericsSummary summarize(std::span<const RowNumerics> rows) {
 }
 
 double activation_bound(const OperandQuant& a, std::int64_t intermediate_size) {
-  for (const QuantScheme& scheme : quant_schemes()) {
+  for (const Scheme& scheme : quant_schemes()) {
     if (scheme.activation.dtype != a.dtype) continue;
     // E2M1 has two kinds of scales; in all other formats the element decides.
     if (a.dtype == DType::kF4E2M1 && scheme.activation.scale_format != a.scale_format) continue;
@@ -78,7 +78,7 @@ double activation_bound(const OperandQuant& a, std::int64_t intermediate_size) {
   return kLargestUsefulBound;
 }
 
-double output_bound(const QuantScheme& scheme, std::int64_t intermediate_size) {
+double output_bound(const Scheme& scheme, std::int64_t intermediate_size) {
   const double stated = activation_bound(scheme.activation, 1);
   const double here = activation_bound(scheme.activation, intermediate_size);
   if (here <= stated) return scheme.output_bound;

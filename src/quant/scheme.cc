@@ -11,17 +11,18 @@
 #include "core/refusal.h"
 #include "moesaic/quant.h"
 #include "quant/compute_scheme.h"
+#include "quant/mx.h"
+#include "quant/nvfp4.h"
 
 namespace moesaic {
 namespace {
 
-using Kind = ComputeScheme;
+using Compute = ComputeScheme;
 using G = ScaleGranularity;
 using F = ScaleFormat;
 
 constexpr DType kE4M3 = DType::kF8E4M3, kE2M1 = DType::kF4E2M1;
 constexpr std::int64_t kScaleBlock = 128;  // rows and columns that share a scale
-constexpr std::int64_t kNvfp4Group = 16;
 
 // --- operands ------------------------------------------------------------------------------------
 
@@ -99,7 +100,7 @@ constexpr bool is_fp8_group(const OperandQuant& a) {
          (is_group(a, kE4M3, F::kF32, kScaleBlock) || is_group(a, kE4M3, F::kE8M0, kScaleBlock));
 }
 constexpr bool is_mx_group(const OperandQuant& a, DType dtype, ExponentRule rule) {
-  return is_group(a, dtype, F::kE8M0, kMxGroup) && a.dynamic && a.rule == rule;
+  return is_group(a, dtype, F::kE8M0, kMxGroupSize) && a.dynamic && a.rule == rule;
 }
 
 // --- what a pair of operands means ---------------------------------------------------------------
@@ -108,70 +109,72 @@ constexpr bool is_mx_group(const OperandQuant& a, DType dtype, ExponentRule rule
 struct WeightRow {
   std::string_view text;  // for messages
   bool (*is)(const OperandQuant& weight);
-  Kind with_bf16;  // activations that are BF16; kNone: not computed
-  Kind (*with)(const OperandQuant& activation) = nullptr;  // any others; null: none
+  Compute with_bf16;  // activations that are BF16; kNone: not computed
+  Compute (*with)(const OperandQuant& activation) = nullptr;  // any others; null: none
 };
 
 constexpr std::array<WeightRow, 12> kWeightRows = {{
     {"plain F32", [](const OperandQuant& w) { return is_bare(w) && is_plain(w, DType::kF32); },
-     Kind::kNone},
+     Compute::kNone},
     {"plain BF16", [](const OperandQuant& w) { return is_bare(w) && is_plain(w, DType::kBF16); },
-     Kind::kBF16},
+     Compute::kBF16},
     {"plain F16", [](const OperandQuant& w) { return is_bare(w) && is_plain(w, DType::kF16); },
-     Kind::kNone,
-     [](const OperandQuant& a) { return is_plain(a, DType::kF16) ? Kind::kF16 : Kind::kNone; }},
+     Compute::kNone,
+     [](const OperandQuant& a) {
+       return is_plain(a, DType::kF16) ? Compute::kF16 : Compute::kNone;
+     }},
     {"F8_E4M3 with an F32 scale per 128x128 block",
      [](const OperandQuant& w) {
        return is_bare(w) && is_per(w, kE4M3, G::kBlock) && w.block_n == kScaleBlock &&
               w.block_k == kScaleBlock;
      },
-     Kind::kFp8Bf16,
-     [](const OperandQuant& a) { return is_fp8_group(a) ? Kind::kFp8Block : Kind::kNone; }},
+     Compute::kFp8Bf16,
+     [](const OperandQuant& a) { return is_fp8_group(a) ? Compute::kFp8Block : Compute::kNone; }},
     {"F8_E4M3 with an F32 scale per expert or row",
      [](const OperandQuant& w) {
        return is_bare(w) && (is_per(w, kE4M3, G::kTensor) || is_per(w, kE4M3, G::kChannel));
      },
-     Kind::kWeightOnly,
+     Compute::kWeightOnly,
      [](const OperandQuant& a) {
-       return is_fp8_token(a) || is_fp8_static(a) ? Kind::kFp8Scaled : Kind::kNone;
+       return is_fp8_token(a) || is_fp8_static(a) ? Compute::kFp8Scaled : Compute::kNone;
      }},
     {"F8_E4M3 with an F8_E8M0 scale per 1x32",
-     [](const OperandQuant& w) { return is_bare(w) && is_group(w, kE4M3, F::kE8M0, kMxGroup); },
-     Kind::kWeightOnly,
+     [](const OperandQuant& w) { return is_bare(w) && is_group(w, kE4M3, F::kE8M0, kMxGroupSize); },
+     Compute::kWeightOnly,
      [](const OperandQuant& a) {
-       return is_mx_group(a, kE4M3, ExponentRule::kCeil) ? Kind::kMxfp8 : Kind::kNone;
+       return is_mx_group(a, kE4M3, ExponentRule::kCeil) ? Compute::kMxfp8 : Compute::kNone;
      }},
     {"F4 with an F8_E8M0 scale per 1x32",
-     [](const OperandQuant& w) { return is_bare(w) && is_group(w, kE2M1, F::kE8M0, kMxGroup); },
-     Kind::kMxfp4Bf16,
+     [](const OperandQuant& w) { return is_bare(w) && is_group(w, kE2M1, F::kE8M0, kMxGroupSize); },
+     Compute::kMxfp4Bf16,
      [](const OperandQuant& a) {
-       if (is_fp8_group(a) || is_fp8_token(a) || is_fp8_static(a)) return Kind::kMxfp4Fp8;
-       return is_mx_group(a, kE2M1, ExponentRule::kRound175) ? Kind::kMxfp4 : Kind::kNone;
+       if (is_fp8_group(a) || is_fp8_token(a) || is_fp8_static(a)) return Compute::kMxfp4Fp8;
+       return is_mx_group(a, kE2M1, ExponentRule::kRound175) ? Compute::kMxfp4 : Compute::kNone;
      }},
     {"F4 with an F8_E4M3 scale per 1x16 and one per expert or row",
      [](const OperandQuant& w) {
-       return is_bare(w) && (is_group(w, kE2M1, F::kE4M3, kNvfp4Group, OuterScale::kTensor) ||
-                             is_group(w, kE2M1, F::kE4M3, kNvfp4Group, OuterScale::kChannel));
+       return is_bare(w) && (is_group(w, kE2M1, F::kE4M3, kNvfp4GroupSize, OuterScale::kTensor) ||
+                             is_group(w, kE2M1, F::kE4M3, kNvfp4GroupSize, OuterScale::kChannel));
      },
-     Kind::kWeightOnly,
+     Compute::kWeightOnly,
      [](const OperandQuant& a) {
-       const bool same = is_group(a, kE2M1, F::kE4M3, kNvfp4Group, OuterScale::kTensor);
-       return same && a.dynamic ? Kind::kNvfp4 : Kind::kNone;
+       const bool same = is_group(a, kE2M1, F::kE4M3, kNvfp4GroupSize, OuterScale::kTensor);
+       return same && a.dynamic ? Compute::kNvfp4 : Compute::kNone;
      }},
     {"I4 with an F8_E4M3 scale per 1x128 and one per row",
      [](const OperandQuant& w) {
        return is_bare(w) && is_group(w, DType::kI4, F::kE4M3, kScaleBlock, OuterScale::kChannel);
      },
-     Kind::kWeightOnly,
-     [](const OperandQuant& a) { return is_fp8_token(a) ? Kind::kInt4Fp8 : Kind::kNone; }},
+     Compute::kWeightOnly,
+     [](const OperandQuant& a) { return is_fp8_token(a) ? Compute::kInt4Fp8 : Compute::kNone; }},
     {"I8 with an F32 scale per row",
      [](const OperandQuant& w) { return is_bare(w) && is_per(w, DType::kI8, G::kChannel); },
-     Kind::kWeightOnly,
+     Compute::kWeightOnly,
      [](const OperandQuant& a) {
-       return is_per(a, DType::kI8, G::kToken) && a.dynamic ? Kind::kInt8 : Kind::kNone;
+       return is_per(a, DType::kI8, G::kToken) && a.dynamic ? Compute::kInt8 : Compute::kNone;
      }},
-    {"I4, U4, I8 or U8 with F32 scales per row or group", is_integer, Kind::kWeightOnly},
-    {"U4 indices of a table with F32 scales per group", is_table, Kind::kWeightOnly},
+    {"I4, U4, I8 or U8 with F32 scales per row or group", is_integer, Compute::kWeightOnly},
+    {"U4 indices of a table with F32 scales per group", is_table, Compute::kWeightOnly},
 }};
 
 constexpr const WeightRow* weight_row(const OperandQuant& w) {
@@ -182,12 +185,12 @@ constexpr const WeightRow* weight_row(const OperandQuant& w) {
   return nullptr;
 }
 
-constexpr Kind kind_of(const OperandQuant& w, const OperandQuant& a) {
+constexpr Compute kind_of(const OperandQuant& w, const OperandQuant& a) {
   const WeightRow* row = weight_row(w);
-  if (row == nullptr) return Kind::kNone;
-  if (is_plain(a, DType::kF32)) return Kind::kF32;
+  if (row == nullptr) return Compute::kNone;
+  if (is_plain(a, DType::kF32)) return Compute::kF32;
   if (is_plain(a, DType::kBF16)) return row->with_bf16;
-  return row->with != nullptr ? row->with(a) : Kind::kNone;
+  return row->with != nullptr ? row->with(a) : Compute::kNone;
 }
 
 constexpr Scheme made(std::string_view name, const OperandQuant& weight,
@@ -203,9 +206,9 @@ constexpr OperandQuant kFp8Block = scaled(kE4M3, G::kBlock, F::kF32, kScaleBlock
 constexpr OperandQuant kFp8Tensor = scaled(kE4M3, G::kTensor, F::kF32);
 constexpr OperandQuant kFp8Channel = scaled(kE4M3, G::kChannel, F::kF32);
 constexpr OperandQuant kInt8Channel = scaled(DType::kI8, G::kChannel, F::kF32);
-constexpr OperandQuant kMxfp8 = group(kE4M3, F::kE8M0, kMxGroup);  // OCP microscaling
-constexpr OperandQuant kMxfp4 = group(kE2M1, F::kE8M0, kMxGroup);
-constexpr OperandQuant kNvfp4 = outer(group(kE2M1, F::kE4M3, kNvfp4Group), OuterScale::kTensor);
+constexpr OperandQuant kMxfp8 = group(kE4M3, F::kE8M0, kMxGroupSize);  // OCP microscaling
+constexpr OperandQuant kMxfp4 = group(kE2M1, F::kE8M0, kMxGroupSize);
+constexpr OperandQuant kNvfp4 = outer(group(kE2M1, F::kE4M3, kNvfp4GroupSize), OuterScale::kTensor);
 constexpr OperandQuant kInt4Fp8 =
     outer(group(DType::kI4, F::kE4M3, kScaleBlock), OuterScale::kChannel);
 
@@ -236,14 +239,43 @@ constexpr std::array<Scheme, 18> kSchemes = {{
     made("nvfp4-bf16", kNvfp4, kBF16, kWeightOnly),
     made("nf4-bf16", table(group(DType::kU4, F::kF32, 64), CodeTable::kNf4), kBF16, kWeightOnly),
 }};
-static_assert(
-    [] {
-      for (const Scheme& s : kSchemes) {
-        if (s.kind == Kind::kNone) return false;
-      }
-      return true;
-    }(),
-    "a scheme with a name that nothing computes");
+
+constexpr OperandQuant integers(DType dtype, std::int64_t columns,
+                                ZeroPoint zero_point = ZeroPoint::kNone, bool act_order = false) {
+  OperandQuant q = group(dtype, F::kF32, columns);
+  q.zero_point = zero_point;
+  q.act_order = act_order;
+  return q;
+}
+constexpr Scheme weight_only(std::string_view name, const OperandQuant& weight) {
+  return made(name, weight, kBF16, kWeightOnly);
+}
+constexpr std::array<Scheme, 11> kStoredSchemes = {{
+    // One input scale for all rows.
+    made("fp8-static", kFp8Tensor, scaled(kE4M3, G::kTensor, F::kF32), kFp8),
+    weight_only("int4-g32", integers(DType::kI4, 32)),
+    weight_only("int8-g128", integers(DType::kI8, 128)),
+    // GPTQ and AWQ; columns in an order of their own (GPTQ desc_act).
+    weight_only("uint4-g128", integers(DType::kU4, 128, ZeroPoint::kInteger)),
+    weight_only("uint8-g128", integers(DType::kU8, 128, ZeroPoint::kInteger)),
+    weight_only("int4-g128-act-order", integers(DType::kI4, 128, ZeroPoint::kNone, true)),
+    // bitsandbytes fp4.
+    weight_only("fp4-bf16", table(integers(DType::kU4, 64), CodeTable::kFp4)),
+    // GGUF blocks as the loader leaves them.
+    weight_only("q4_0", integers(DType::kI4, 32)),
+    weight_only("q8_0", integers(DType::kI8, 32)),
+    weight_only("q4_k", integers(DType::kU4, 32, ZeroPoint::kMin)),
+    weight_only("q6_k", integers(DType::kI8, 16)),
+}};
+
+template <std::size_t kCount>
+constexpr bool all_computed(const std::array<Scheme, kCount>& schemes) {
+  for (const Scheme& s : schemes) {
+    if (s.kind == Compute::kNone) return false;
+  }
+  return true;
+}
+static_assert(all_computed(kSchemes) && all_computed(kStoredSchemes));
 
 // --- messages ------------------------------------------------------------------------------------
 
@@ -280,12 +312,12 @@ Scheme with_activation(const Scheme& s, const OperandQuant& activation) {
 Status validate(const Scheme& scheme) {
   const OperandQuant& w = scheme.weight;
   const OperandQuant& a = scheme.activation;
-  const Kind kind = kind_of(w, a);
-  if (kind == Kind::kNone && weight_row(w) == nullptr) {
+  const Compute kind = kind_of(w, a);
+  if (kind == Compute::kNone && weight_row(w) == nullptr) {
     return unsupported(fmt::format("quant.weight: got {} with block {}x{}, need one of: {}",
                                    dtype_name(w.dtype), w.block_n, w.block_k, weight_texts()));
   }
-  if (kind == Kind::kNone) {
+  if (kind == Compute::kNone) {
     return unsupported(
         fmt::format("quant: got {} weights with {} activations, need F32 activations (any "
                     "weights), BF16 (any but F32 and F16), F16 (F16 weights), or the quantised "
@@ -298,6 +330,7 @@ Status validate(const Scheme& scheme) {
 }
 
 std::span<const Scheme> quant_schemes() { return kSchemes; }
+std::span<const Scheme> stored_schemes() { return kStoredSchemes; }
 
 Result<Scheme> quant_scheme_from_name(std::string_view name) {
   for (const Scheme& scheme : kSchemes) {

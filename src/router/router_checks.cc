@@ -107,16 +107,6 @@ Status check_hash_table(const ConstTensorView& table, const RoutingSpec& r) {
   return {};
 }
 
-bool is_logits_dtype(DType dtype) {
-  return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
-}
-
-Status check_float(std::string_view field, const ConstTensorView& t) {
-  if (is_logits_dtype(t.dtype)) return {};
-  return {StatusCode::kInvalidDType,
-          fmt::format("{}: got {}, need F32, BF16 or F16", field, dtype_name(t.dtype))};
-}
-
 Status check_input_ids(const Router::Args& args, std::int64_t num_tokens, std::int64_t vocab,
                        std::int64_t vision_base) {
   if (vocab == 0) return {};
@@ -146,7 +136,7 @@ Status check_zero_expert_tensors(const Router::Args& args, const RoutingSpec& sp
                         x.shape.to_string(), num_tokens)};
   }
   MOESAIC_RETURN_IF_ERROR(expect_shape("hidden_states", x, x.shape));
-  MOESAIC_RETURN_IF_ERROR(check_float("hidden_states", x));
+  MOESAIC_RETURN_IF_ERROR(expect_float_dtype("hidden_states", x.dtype));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous("hidden_states", x));
   MOESAIC_RETURN_IF_ERROR(expect_shape("zero_expert_output", args.zero_expert_output, x.shape));
   if (args.zero_expert_output.dtype != DType::kF32) {
@@ -274,7 +264,7 @@ Status check_select_args(const Router::Args& args, const RoutingSpec& spec, std:
                                                    logits.shape.to_string(), columns)};
   }
   const std::int64_t num_tokens = logits.dim(0);
-  MOESAIC_RETURN_IF_ERROR(check_float("router_logits", logits));
+  MOESAIC_RETURN_IF_ERROR(expect_float_dtype("router_logits", logits.dtype));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous("router_logits", logits));
   MOESAIC_RETURN_IF_ERROR(expect_shape("router_logits", logits, {num_tokens, columns}));
   MOESAIC_RETURN_IF_ERROR(expect_shape("topk_weights", args.topk_weights, {num_tokens, slots}));

@@ -86,7 +86,7 @@ TEST(Gguf, TensorsAreTurnedOutermostFirstAndBlocksBecomeRowsOfBytes) {
   ASSERT_EQ(header->tensors.size(), 2U);
   EXPECT_EQ(header->tensors[0].shape, (Shape{4, 2, 3}));
   EXPECT_EQ(header->tensors[0].dtype, DType::kF32);
-  EXPECT_EQ(header->tensors[0].block_type, GgmlType::kNone);
+  EXPECT_EQ(header->tensors[0].block_type, GgufType::kNone);
   EXPECT_EQ(header->tensors[1].shape, (Shape{2, 144}));
   EXPECT_EQ(header->tensors[1].dtype, DType::kU8);
   EXPECT_EQ(ggml_type_info(header->tensors[1].block_type).name, "Q4_K");

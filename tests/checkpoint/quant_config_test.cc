@@ -148,11 +148,11 @@ TEST(QuantConfigFormats, SchemesFollowTheDescription) {
   EXPECT_EQ(scheme(other).weight.dtype, DType::kU8);
   EXPECT_EQ(scheme(other).weight.zero_point, ZeroPoint::kInteger);
   EXPECT_TRUE(scheme(other).weight.act_order);
-  const QuantScheme fixed = scheme({{"quant_method", "fp8"}, {"activation_scheme", "static"}});
+  const Scheme fixed = scheme({{"quant_method", "fp8"}, {"activation_scheme", "static"}});
   EXPECT_EQ(fixed.name, "fp8-tensor");
   EXPECT_EQ(fixed.activation.granularity, ScaleGranularity::kTensor);
   EXPECT_FALSE(fixed.activation.dynamic);
-  const QuantScheme tables = scheme(
+  const Scheme tables = scheme(
       {{"quant_method", "bitsandbytes"}, {"load_in_4bit", true}, {"bnb_4bit_quant_type", "fp4"}});
   EXPECT_EQ(tables.weight.table, CodeTable::kFp4);
 }

@@ -156,7 +156,6 @@ TEST(PackedWeights, RefusesSizesThatDoNotFitAndOddHalves) {
       StatusCode::kLimitExceeded);
   EXPECT_EQ(check_packed_shape({WeightKind::kBF16, RowOrder::kGateUp, 7, 8}, 1).code(),
             StatusCode::kInvalidShape);
-  EXPECT_EQ(weight_kind(DType::kI32).status().code(), StatusCode::kUnsupported);
 }
 
 }  // namespace

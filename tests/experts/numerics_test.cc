@@ -109,10 +109,10 @@ TEST(Numerics, BoundsOfOneCall) {
 }
 
 TEST(Numerics, Int8GrowsWithTheIntermediateSize) {
-  const QuantScheme int8 = quant_scheme_from_name("int8").value();
+  const Scheme int8 = quant_scheme_from_name("int8").value();
   EXPECT_EQ(output_bound(int8, 512), int8.output_bound);
   EXPECT_NEAR(output_bound(int8, 14336), 4.73e-2, 1e-4);
-  const QuantScheme fp8 = quant_scheme_from_name("fp8-block").value();
+  const Scheme fp8 = quant_scheme_from_name("fp8-block").value();
   EXPECT_EQ(output_bound(fp8, 14336), fp8.output_bound);
   EXPECT_EQ(activation_bound(quant_scheme_from_name("nvfp4")->activation, 512), 0.25);
   EXPECT_EQ(activation_bound(quant_scheme_from_name("mxfp4")->activation, 512), 0.3);

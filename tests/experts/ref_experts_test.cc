@@ -35,7 +35,7 @@ std::vector<std::string> accepting(const MoeProblem& problem) {
 // one ulp of bf16 or f16, or one code of e4m3, in a small share of the intermediate.
 double same_operands_bound(std::string_view quant) {
   if (quant == "f32") return 1e-6;
-  const QuantScheme scheme = test::scheme_called(quant);
+  const Scheme scheme = test::scheme_called(quant);
   if (scheme.activation.dtype == DType::kF4E2M1) return 2e-2;
   return scheme.weight_only() ? 3e-4 : 3e-3;
 }

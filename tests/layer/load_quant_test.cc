@@ -6,7 +6,7 @@
 
 #include "layer/layer_case.h"
 #include "layer/load_sources.h"
-#include "quant/rounding_error.h"
+#include "quant/quantize_weight.h"
 #include "support/metrics.h"
 #include "support/refusal.h"
 
@@ -32,7 +32,7 @@ TEST(QuantiseAtLoad, EverySchemeIsWithinItsBoundAndDoesRoundTheWeights) {
   for (const char* stored : {"bf16", "f32"}) {
     const LayerTensors t = make_tensors(31, wide_spec(stored));
     const Tensor x = random_hidden(32, 6, 256);
-    for (const QuantScheme& scheme : quant_schemes()) {
+    for (const Scheme& scheme : quant_schemes()) {
       SCOPED_TRACE(std::string(stored) + " as " + std::string(scheme.name));
       const FusedMoE layer = make_layer(t, with_quant(scheme.name));
       EXPECT_EQ(layer.quant().name, scheme.name);

@@ -5,7 +5,7 @@
 namespace moesaic {
 namespace {
 
-QuantScheme scheme(std::string_view name) { return quant_scheme_from_name(name).value(); }
+Scheme scheme(std::string_view name) { return quant_scheme_from_name(name).value(); }
 
 struct Row {
   const char *stored, *requested;
@@ -85,7 +85,7 @@ TEST(QuantSelection, TheBoundCoversAQuantisationAtLoad) {
 
 TEST(QuantSelection, PlainWeightsBecomeEveryScheme) {
   for (const char* stored : {"f32", "bf16", "f16"}) {
-    for (const QuantScheme& wanted : quant_schemes()) {
+    for (const Scheme& wanted : quant_schemes()) {
       const auto plan = plan_quant(scheme(stored), DType::kBF16, wanted.name);
       ASSERT_TRUE(plan.ok()) << plan.status().to_string();
       EXPECT_EQ(plan->scheme.name, wanted.name);
@@ -102,7 +102,7 @@ TEST(QuantSelection, PlainWeightsBecomeEveryScheme) {
 }
 
 TEST(QuantSelection, StoredActivationScaleFormatIsKept) {
-  QuantScheme stored = scheme("fp8-block");
+  Scheme stored = scheme("fp8-block");
   stored.activation.scale_format = ScaleFormat::kE8M0;
   for (const char* requested : {"as-is", "fp8-block"}) {
     EXPECT_EQ(plan_quant(stored, DType::kBF16, requested)->scheme.activation.scale_format,
@@ -111,7 +111,7 @@ TEST(QuantSelection, StoredActivationScaleFormatIsKept) {
 }
 
 TEST(QuantSelection, ASharedExpertLeftUnquantisedStaysSo) {
-  const QuantScheme fp8 = scheme("fp8-block"), bf16 = scheme("bf16");
+  const Scheme fp8 = scheme("fp8-block"), bf16 = scheme("bf16");
   EXPECT_EQ(plan_shared_quant(bf16, fp8, DType::kBF16, "as-is")->scheme.name, "bf16");
   EXPECT_EQ(plan_shared_quant(bf16, fp8, DType::kBF16, "fp8-bf16")->scheme.name, "bf16");
   EXPECT_EQ(plan_shared_quant(bf16, fp8, DType::kBF16, "f32")->scheme.name, "f32");

@@ -114,7 +114,7 @@ TEST(AllToAll, QuantisingBeforeDispatchChangesNoBitAndHalvesTheBytes) {
 
 // Whatever a scheme quantises, and to what: rows arrive with the precision that it starts from.
 TEST(AllToAll, EverySchemeTravels) {
-  for (const QuantScheme& scheme : quant_schemes()) {
+  for (const Scheme& scheme : quant_schemes()) {
     const StandardCase c = test::make_case(61, test::small_problem(scheme.name), 20, DType::kBF16);
     const std::string backend = first_backend(c);
     const Tensor want = test::run_standard(*test::make_backend(backend, c), c);

@@ -18,14 +18,14 @@ using test::poisoned;
 struct Bnb4 {
   Tensor packed, absmax;
 };
-Bnb4 quantize(const Tensor& x, BnbTable table, std::int64_t block) {
+Bnb4 quantize(const Tensor& x, CodeTable table, std::int64_t block) {
   const std::int64_t n = x.shape().num_elements().value();
   Bnb4 r{poisoned(DType::kU8, {(n + 1) / 2}), poisoned(DType::kF32, {(n + block - 1) / block})};
   const Status s = quantize_bnb4(x.view(), table, block, r.packed.view(), r.absmax.view());
   EXPECT_TRUE(s.ok()) << s.message();
   return r;
 }
-Tensor dequantize(const Bnb4& r, BnbTable table, std::int64_t block, const Shape& shape) {
+Tensor dequantize(const Bnb4& r, CodeTable table, std::int64_t block, const Shape& shape) {
   Tensor out = poisoned(DType::kF32, shape);
   const Status s =
       dequantize_bnb4(r.packed.view(), bnb_values(table), r.absmax.view(), block, out.view());
@@ -35,13 +35,13 @@ Tensor dequantize(const Bnb4& r, BnbTable table, std::int64_t block, const Shape
 
 TEST(Bnb, PublishedBytes) {
   const Tensor x = f32_of({4}, {0.5F, -1.0F, 0.25F, 2.0F});
-  const Bnb4 r = quantize(x, BnbTable::kNf4, 64);
+  const Bnb4 r = quantize(x, CodeTable::kNf4, 64);
   EXPECT_EQ(r.absmax.as<float>()[0], 2.0F);
   EXPECT_EQ(test::bytes_of(r.packed), (std::vector<std::uint8_t>{0xA2, 0x9F}));
 }
 
 TEST(Bnb, EveryCodeOfBothTables) {
-  for (const BnbTable table : {BnbTable::kNf4, BnbTable::kFp4}) {
+  for (const CodeTable table : {CodeTable::kNf4, CodeTable::kFp4}) {
     const auto values = bnb_values(table);
     for (std::uint8_t c = 0; c < 16; ++c) {
       EXPECT_EQ(bnb_encode(table, values[c]), c) << int{c};
@@ -56,37 +56,37 @@ TEST(Bnb, EveryCodeOfBothTables) {
   }
   const float fp4[] = {0, 0.0052083F, 0.6666667F, 1, 0.3333333F, 0.5F, 0.1666667F, 0.25F};
   for (std::size_t c = 0; c < 8; ++c) {
-    EXPECT_NEAR(bnb_values(BnbTable::kFp4)[c], fp4[c], 1e-7F);
-    EXPECT_EQ(bnb_values(BnbTable::kFp4)[c + 8], -bnb_values(BnbTable::kFp4)[c]);
+    EXPECT_NEAR(bnb_values(CodeTable::kFp4)[c], fp4[c], 1e-7F);
+    EXPECT_EQ(bnb_values(CodeTable::kFp4)[c + 8], -bnb_values(CodeTable::kFp4)[c]);
   }
-  EXPECT_EQ(bnb_encode(BnbTable::kNf4, NAN), 7);
-  EXPECT_EQ(bnb_encode(BnbTable::kFp4, NAN), 0);
+  EXPECT_EQ(bnb_encode(CodeTable::kNf4, NAN), 7);
+  EXPECT_EQ(bnb_encode(CodeTable::kFp4, NAN), 0);
 }
 
 TEST(Bnb, ErrorOnNormalDataAndBlocksAcrossRows) {
   const Tensor x = test::gaussian();
-  const Bnb4 r = quantize(x, BnbTable::kNf4, 64);
-  const Tensor back = dequantize(r, BnbTable::kNf4, 64, x.shape());
+  const Bnb4 r = quantize(x, CodeTable::kNf4, 64);
+  const Tensor back = dequantize(r, CodeTable::kNf4, 64, x.shape());
   EXPECT_NEAR(test::rel_l2(back, x) / 0.0919, 1.0, 0.02);
   // A decoded block encodes to itself: its absmax is +-1 of the table.
   std::string why;
   EXPECT_TRUE(
-      test::same_bits(quantize(back, BnbTable::kNf4, 64).packed.view(), r.packed.view(), &why))
+      test::same_bits(quantize(back, CodeTable::kNf4, 64).packed.view(), r.packed.view(), &why))
       << why;
   // Rows of 37 columns: the second block of 64 begins inside row 1. An odd number of elements.
   test::Rng rng(5);
   const Tensor odd = test::random_normal(rng, DType::kF32, {5, 37});
-  const Bnb4 o = quantize(odd, BnbTable::kFp4, 64);
+  const Bnb4 o = quantize(odd, CodeTable::kFp4, 64);
   ASSERT_EQ(o.absmax.shape(), Shape({3}));
   float amax = 0;
   for (int i = 64; i < 128; ++i) amax = std::max(amax, std::abs(odd.as<float>()[i]));
   EXPECT_EQ(o.absmax.as<float>()[1], amax);
   EXPECT_EQ(o.packed.as<std::uint8_t>()[92] & 15, 0);
-  EXPECT_LT(test::rel_l2(dequantize(o, BnbTable::kFp4, 64, {5, 37}), odd), 0.2);
+  EXPECT_LT(test::rel_l2(dequantize(o, CodeTable::kFp4, 64, {5, 37}), odd), 0.2);
   // Zeros.
   const Tensor zero = Tensor::zeros(DType::kF32, {64}).value();
   EXPECT_EQ(test::to_doubles(
-                dequantize(quantize(zero, BnbTable::kNf4, 64), BnbTable::kNf4, 64, {64}).view()),
+                dequantize(quantize(zero, CodeTable::kNf4, 64), CodeTable::kNf4, 64, {64}).view()),
             std::vector<double>(64, 0.0));
 }
 
@@ -116,15 +116,15 @@ TEST(Bnb, Misuse) {
   Tensor packed = Tensor::zeros(DType::kU8, {32}).value();
   Tensor absmax = Tensor::zeros(DType::kF32, {1}).value();
   for (const std::int64_t bad : {16, 48, 8192}) {
-    expect_refusal(quantize_bnb4(x.view(), BnbTable::kNf4, bad, packed.view(), absmax.view()),
+    expect_refusal(quantize_bnb4(x.view(), CodeTable::kNf4, bad, packed.view(), absmax.view()),
                    StatusCode::kInvalidArgument, {"block_size", "power of two"});
   }
-  expect_refusal(quantize_bnb4(x.view(), BnbTable::kNf4, 32, packed.view(), absmax.view()),
+  expect_refusal(quantize_bnb4(x.view(), CodeTable::kNf4, 32, packed.view(), absmax.view()),
                  StatusCode::kInvalidShape, {"absmax", "[1]", "[2]"});
   Tensor out = Tensor::zeros(DType::kF32, {64}).value();
   absmax.as<float>()[0] = NAN;
   expect_refusal(
-      dequantize_bnb4(packed.view(), bnb_values(BnbTable::kNf4), absmax.view(), 64, out.view()),
+      dequantize_bnb4(packed.view(), bnb_values(CodeTable::kNf4), absmax.view(), 64, out.view()),
       StatusCode::kInvalidArgument, {"absmax[0]", "finite"});
   expect_refusal(expand_nested_absmax(packed.view(), f32_of({255}, {}).view(), absmax.view(), 256,
                                       0.0F, f32_of({32}, {}).view()),

@@ -67,7 +67,7 @@ TEST(DequantizeWeight, AgreesWithEveryFormatsOwn) {
     OperandQuant quant = group_of(DType::kF4E2M1, 32);
     Tensor q = poisoned(DType::kF4E2M1, {96, 256});
     Tensor scale = poisoned(DType::kF8E8M0, {96, 8});
-    ASSERT_TRUE(quantize_mx(x.view(), E8m0Rule::kCeil, q.view(), scale.view()).ok());
+    ASSERT_TRUE(quantize_mx(x.view(), ExponentRule::kCeil, q.view(), scale.view()).ok());
     ASSERT_TRUE(dequantize_mx(q.view(), scale.view(), want.view()).ok());
     expect_want(quant, {q.view(), scale.view(), {}, {}, {}, {}, {}});
   }

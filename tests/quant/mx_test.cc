@@ -18,7 +18,7 @@ using test::poisoned;
 struct MxGroups {
   Tensor q, scale;
 };
-MxGroups quantize(const Tensor& x, DType element, E8m0Rule rule) {
+MxGroups quantize(const Tensor& x, DType element, ExponentRule rule) {
   MxGroups r{poisoned(element, x.shape()),
              poisoned(DType::kF8E8M0, {x.shape()[0], x.shape()[1] / 32})};
   const Status s = quantize_mx(x.view(), rule, r.q.view(), r.scale.view());
@@ -41,12 +41,12 @@ TEST(Mx, ScaleBytesByRule) {
                        Row{3.5F, 127, 127, 120}, Row{1, 125, 125, 119}, Row{448, 134, 134, 127},
                        Row{0, 0, 0, 0}}) {
     SCOPED_TRACE(r.amax);
-    EXPECT_EQ(mx_scale(r.amax, MxElement::kE2m1, E8m0Rule::kRound175), r.round175);
-    EXPECT_EQ(mx_scale(r.amax, MxElement::kE2m1, E8m0Rule::kCeil), r.ceil6);
-    EXPECT_EQ(mx_scale(r.amax, MxElement::kE4m3, E8m0Rule::kCeil), r.ceil448);
+    EXPECT_EQ(mx_scale(r.amax, DType::kF4E2M1, ExponentRule::kRound175), r.round175);
+    EXPECT_EQ(mx_scale(r.amax, DType::kF4E2M1, ExponentRule::kCeil), r.ceil6);
+    EXPECT_EQ(mx_scale(r.amax, DType::kF8E4M3, ExponentRule::kCeil), r.ceil448);
   }
-  EXPECT_EQ(mx_scale(7.0F, MxElement::kE2m1, E8m0Rule::kOcpFloor), 127);
-  EXPECT_EQ(mx_scale(448.0F, MxElement::kE4m3, E8m0Rule::kOcpFloor), 127);
+  EXPECT_EQ(mx_scale(7.0F, DType::kF4E2M1, ExponentRule::kOcpFloor), 127);
+  EXPECT_EQ(mx_scale(448.0F, DType::kF8E4M3, ExponentRule::kOcpFloor), 127);
 }
 
 TEST(Mx, PublishedBytes) {
@@ -54,7 +54,7 @@ TEST(Mx, PublishedBytes) {
   std::vector<float> x(32, 0.0F);
   const float head[] = {0, 0.5F, -1, 1.5F, 2, -3, 4, 6};
   std::copy(std::begin(head), std::end(head), x.begin());
-  MxGroups r = quantize(test::f32_of({1, 32}, x), DType::kF4E2M1, E8m0Rule::kCeil);
+  MxGroups r = quantize(test::f32_of({1, 32}, x), DType::kF4E2M1, ExponentRule::kCeil);
   EXPECT_EQ(r.scale.as<std::uint8_t>()[0], 127);
   const std::uint8_t want[] = {0x10, 0x3A, 0xD4, 0x76, 0x00};
   for (int i = 0; i < 5; ++i) EXPECT_EQ(r.q.as<std::uint8_t>()[i], want[i]) << i;
@@ -66,7 +66,7 @@ TEST(Mx, PublishedBytes) {
   std::uint8_t q[16], scale = 0;
   x[4] = 3.0F;
   x[3] = -3.4F;
-  ref_quantize_mx_row(x.data(), 32, MxElement::kE2m1, E8m0Rule::kOcpFloor, q, &scale);
+  ref_quantize_mx_row(x.data(), 32, DType::kF4E2M1, ExponentRule::kOcpFloor, q, &scale);
   EXPECT_EQ(scale, 126);
   EXPECT_EQ(q[0], 0xC1);
   EXPECT_EQ(q[1], 0xF7);  // 2.6 / 0.5 -> 6 is 7; -3.4 / 0.5 saturates at -6
@@ -74,7 +74,8 @@ TEST(Mx, PublishedBytes) {
 
 TEST(Mx, FollowsTheDefinition) {
   for (const DType element : {DType::kF8E4M3, DType::kF4E2M1}) {
-    for (const E8m0Rule rule : {E8m0Rule::kCeil, E8m0Rule::kOcpFloor, E8m0Rule::kRound175}) {
+    for (const ExponentRule rule :
+         {ExponentRule::kCeil, ExponentRule::kOcpFloor, ExponentRule::kRound175}) {
       test::Rng rng(3);
       const Tensor x = test::random_normal(rng, DType::kBF16, {7, 96}, 5.0);
       const auto values = test::to_doubles(x.view());
@@ -88,15 +89,17 @@ TEST(Mx, FollowsTheDefinition) {
         const double qmax = fp4 ? 6 : 448;
         const int emax = fp4 ? 2 : 8;
         int exponent = static_cast<int>(std::floor(std::log2(amax))) - emax;
-        if (rule == E8m0Rule::kCeil) exponent = static_cast<int>(std::ceil(std::log2(amax / qmax)));
-        if (rule == E8m0Rule::kRound175 && amax >= 1.75 * std::exp2(exponent + emax)) ++exponent;
+        if (rule == ExponentRule::kCeil)
+          exponent = static_cast<int>(std::ceil(std::log2(amax / qmax)));
+        if (rule == ExponentRule::kRound175 && amax >= 1.75 * std::exp2(exponent + emax))
+          ++exponent;
         ASSERT_EQ(r.scale.as<std::uint8_t>()[g], exponent + 127) << amax;
         for (std::size_t i = g * 32; i < g * 32 + 32; ++i) {
           const auto scaled = static_cast<float>(std::ldexp(values[i], -exponent));
           const float want =
               fp4 ? f32_from_e2m1(e2m1_from_f32(scaled)) : f32_from_e4m3(e4m3_from_f32(scaled));
           ASSERT_EQ(back.as<float>()[i], std::ldexp(want, exponent)) << i;
-          if (rule == E8m0Rule::kCeil) {
+          if (rule == ExponentRule::kCeil) {
             ASSERT_LE(std::abs(std::ldexp(values[i], -exponent)), qmax);
           }
         }
@@ -109,18 +112,18 @@ TEST(Mx, ErrorOnNormalDataIsTheFormats) {
   const Tensor x = test::gaussian();
   struct Row {
     DType element;
-    E8m0Rule rule;
+    ExponentRule rule;
     double error;
   };
-  for (const Row& row : {Row{DType::kF8E4M3, E8m0Rule::kCeil, 0.0266},
-                         Row{DType::kF8E4M3, E8m0Rule::kOcpFloor, 0.0292},
-                         Row{DType::kF4E2M1, E8m0Rule::kRound175, 0.1119},
-                         Row{DType::kF4E2M1, E8m0Rule::kOcpFloor, 0.1149},
-                         Row{DType::kF4E2M1, E8m0Rule::kCeil, 0.1154}}) {
+  for (const Row& row : {Row{DType::kF8E4M3, ExponentRule::kCeil, 0.0266},
+                         Row{DType::kF8E4M3, ExponentRule::kOcpFloor, 0.0292},
+                         Row{DType::kF4E2M1, ExponentRule::kRound175, 0.1119},
+                         Row{DType::kF4E2M1, ExponentRule::kOcpFloor, 0.1149},
+                         Row{DType::kF4E2M1, ExponentRule::kCeil, 0.1154}}) {
     const Tensor back = dequantize(quantize(x, row.element, row.rule));
     EXPECT_NEAR(test::rel_l2(back, x) / row.error, 1.0, 0.02);
     // What was decoded encodes to the same values (the scale may halve, the values stay).
-    if (row.rule != E8m0Rule::kRound175) {
+    if (row.rule != ExponentRule::kRound175) {
       std::string why;
       EXPECT_TRUE(test::same_bits(dequantize(quantize(back, row.element, row.rule)).view(),
                                   back.view(), &why))
@@ -135,7 +138,7 @@ TEST(Mx, EdgesOfAGroup) {
   x[33] = -1e30F;
   Tensor t = test::f32_of({1, 64}, x);
   for (const DType element : {DType::kF8E4M3, DType::kF4E2M1}) {
-    const MxGroups r = quantize(t, element, E8m0Rule::kCeil);
+    const MxGroups r = quantize(t, element, ExponentRule::kCeil);
     EXPECT_EQ(r.scale.as<std::uint8_t>()[0], 0);
     const Tensor back = dequantize(r);
     for (int i = 0; i < 32; ++i) EXPECT_EQ(back.as<float>()[i], 0.0F);
@@ -143,7 +146,7 @@ TEST(Mx, EdgesOfAGroup) {
   }
   // So small that the scale byte is 0: the group is zeros, whichever way byte 0 is read.
   std::fill(x.begin(), x.end(), 1e-44F);
-  const MxGroups tiny = quantize(test::f32_of({1, 64}, x), DType::kF4E2M1, E8m0Rule::kRound175);
+  const MxGroups tiny = quantize(test::f32_of({1, 64}, x), DType::kF4E2M1, ExponentRule::kRound175);
   EXPECT_EQ(tiny.scale.as<std::uint8_t>()[0], 0);
   for (const std::uint8_t b : test::bytes_of(tiny.q)) EXPECT_EQ(b, 0);
 }
@@ -152,7 +155,7 @@ TEST(Mx, Misuse) {
   Tensor x = Tensor::zeros(DType::kF32, {2, 64}).value();
   Tensor q = Tensor::zeros(DType::kF4E2M1, {2, 64}).value();
   Tensor scale = Tensor::zeros(DType::kU8, {2, 2}).value();
-  const auto rule = E8m0Rule::kCeil;
+  const auto rule = ExponentRule::kCeil;
   EXPECT_TRUE(quantize_mx(x.view(), rule, q.view(), scale.view()).ok());
   Tensor odd = Tensor::zeros(DType::kF32, {2, 48}).value();
   expect_refusal(quantize_mx(odd.view(), rule, q.view(), scale.view()), StatusCode::kInvalidShape,

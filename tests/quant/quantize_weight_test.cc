@@ -25,7 +25,7 @@ TEST(QuantizeWeight, EverySchemeOfTheCatalogueErrsAsItsFormatDoes) {
       {"int4-fp8", 0.1147},   {"int8", 0.0078},        {"int4-g128", 0.1103},
       {"int8-bf16", 0.0078},  {"nvfp4-bf16", 0.0952},  {"nf4-bf16", 0.0919}};
   const Tensor x = test::gaussian();
-  for (const QuantScheme& scheme : quant_schemes()) {
+  for (const Scheme& scheme : quant_schemes()) {
     SCOPED_TRACE(std::string(scheme.name));
     const auto want = errors.find(std::string(scheme.name));
     ASSERT_NE(want, errors.end());

@@ -12,12 +12,12 @@ using test::expect_refusal;
 
 TEST(QuantSchemes, TableInDocumentedOrder) {
   std::vector<std::string> names;
-  for (const QuantScheme& s : quant_schemes()) names.emplace_back(s.name);
+  for (const Scheme& s : quant_schemes()) names.emplace_back(s.name);
   EXPECT_EQ(names, (std::vector<std::string>{"f32", "bf16", "f16", "fp8-block", "fp8-bf16",
                                              "mxfp4-bf16", "fp8-tensor", "fp8-channel", "mxfp8",
                                              "mxfp4-fp8", "mxfp4", "nvfp4", "int4-fp8", "int8",
                                              "int4-g128", "int8-bf16", "nvfp4-bf16", "nf4-bf16"}));
-  for (const QuantScheme& s : quant_schemes()) {
+  for (const Scheme& s : quant_schemes()) {
     EXPECT_EQ(quant_scheme_from_name(s.name).value().name, s.name);
     EXPECT_GT(s.output_bound, 0);
     // Only activations of 4 bits cost more than those of 8.
@@ -26,7 +26,7 @@ TEST(QuantSchemes, TableInDocumentedOrder) {
 }
 
 TEST(QuantSchemes, MeaningOfEach) {
-  const QuantScheme block = quant_scheme_from_name("fp8-block").value();
+  const Scheme block = quant_scheme_from_name("fp8-block").value();
   EXPECT_EQ(block.weight.dtype, DType::kF8E4M3);
   EXPECT_EQ(block.weight.granularity, ScaleGranularity::kBlock);
   EXPECT_EQ(block.weight.scale_format, ScaleFormat::kF32);
@@ -40,12 +40,12 @@ TEST(QuantSchemes, MeaningOfEach) {
   EXPECT_TRUE(block.activation.dynamic);
   EXPECT_FALSE(block.weight_only());
 
-  const QuantScheme weight_only = quant_scheme_from_name("fp8-bf16").value();
+  const Scheme weight_only = quant_scheme_from_name("fp8-bf16").value();
   EXPECT_EQ(weight_only.weight, block.weight);
   EXPECT_EQ(weight_only.activation.dtype, DType::kBF16);
   EXPECT_TRUE(weight_only.weight_only());
 
-  const QuantScheme mx = quant_scheme_from_name("mxfp4-bf16").value();
+  const Scheme mx = quant_scheme_from_name("mxfp4-bf16").value();
   EXPECT_EQ(mx.weight.dtype, DType::kF4E2M1);
   EXPECT_EQ(mx.weight.granularity, ScaleGranularity::kGroup);
   EXPECT_EQ(mx.weight.scale_format, ScaleFormat::kE8M0);
@@ -75,7 +75,7 @@ TEST(QuantSchemes, GroupsAndOuterScalesOfTheFourAndEightBitOnes) {
            {"int8", D::kI8, D::kI8, 0, 0, OuterScale::kNone, ExponentRule::kNone},
            {"int4-g128", D::kI4, D::kBF16, 128, 0, OuterScale::kNone, ExponentRule::kNone},
            {"nf4-bf16", D::kU4, D::kBF16, 64, 0, OuterScale::kNone, ExponentRule::kNone}}) {
-    const QuantScheme s = quant_scheme_from_name(row.name).value();
+    const Scheme s = quant_scheme_from_name(row.name).value();
     EXPECT_EQ(s.weight.dtype, row.weight) << row.name;
     EXPECT_EQ(s.activation.dtype, row.activation) << row.name;
     EXPECT_EQ(s.weight.block_k, row.weight_group) << row.name;

@@ -88,7 +88,7 @@ int run_accuracy(const AccuracyArguments& state) {
         fmt::format("### {}\n\n| `--quant` | weights | activations | output | arithmetic "
                     "|\n|---|---|---|---|---|\n",
                     data.name));
-    for (const QuantScheme& scheme : quant_schemes()) {
+    for (const Scheme& scheme : quant_schemes()) {
       const Result<AccuracyRow> row = measure_accuracy(data, scheme, state.common.threads);
       if (!row.ok()) {
         if (row.status().code() != StatusCode::kUnsupported) {

@@ -12,7 +12,6 @@
 #include "layer_io.h"
 #include "numerics/codec.h"
 #include "quant/quantize_weight.h"
-#include "quant/rounding_error.h"
 
 namespace moesaic::tool {
 namespace {
@@ -62,7 +61,7 @@ class StoredSource final : public ExpertSource {
   bool with_input_scales_;
 };
 
-MoeProblem accuracy_problem(const AccuracyCase& data, const QuantScheme& scheme, int num_threads) {
+MoeProblem accuracy_problem(const AccuracyCase& data, const Scheme& scheme, int num_threads) {
   MoeProblem p;
   p.num_experts = p.num_local_experts = data.num_experts;
   p.top_k = data.top_k;
@@ -281,15 +280,15 @@ Result<AccuracyCase> model_case(const std::string& model, std::int64_t max_token
 
 namespace {
 
-bool has_static_scale(const QuantScheme& scheme) {
+bool has_static_scale(const Scheme& scheme) {
   return scheme.activation.outer_scale == OuterScale::kTensor ||
          (!scheme.activation.dynamic && !scheme.weight_only());
 }
 
 }  // namespace
 
-Result<SchemeRun> run_scheme(const AccuracyCase& data, const QuantScheme& scheme,
-                             const Tensor& rows, int num_threads) {
+Result<SchemeRun> run_scheme(const AccuracyCase& data, const Scheme& scheme, const Tensor& rows,
+                             int num_threads) {
   MOESAIC_ASSIGN_OR_RETURN(const Scheme f32, quant_scheme_from_name("f32"));
   const Scheme wide = with_weight(f32, scheme.weight);
   const bool two_levels = scheme.activation.outer_scale == OuterScale::kTensor;
@@ -312,9 +311,9 @@ Result<SchemeRun> run_scheme(const AccuracyCase& data, const QuantScheme& scheme
   return run;
 }
 
-Result<AccuracyRow> measure_accuracy(const AccuracyCase& data, const QuantScheme& scheme,
+Result<AccuracyRow> measure_accuracy(const AccuracyCase& data, const Scheme& scheme,
                                      int num_threads) {
-  MOESAIC_ASSIGN_OR_RETURN(const QuantScheme f32, quant_scheme_from_name("f32"));
+  MOESAIC_ASSIGN_OR_RETURN(const Scheme f32, quant_scheme_from_name("f32"));
   AccuracyRow row;
   row.scheme = std::string(scheme.name);
   std::string exact_backend;

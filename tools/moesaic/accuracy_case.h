@@ -42,7 +42,7 @@ struct AccuracyRow {
   double weights_bound = 0, activations_bound = 0, output_bound = 0, arithmetic_bound = 0;
 };
 // Quantises the case's weights for this scheme and runs it on the CPU backend that it would get.
-Result<AccuracyRow> measure_accuracy(const AccuracyCase& data, const QuantScheme& scheme,
+Result<AccuracyRow> measure_accuracy(const AccuracyCase& data, const Scheme& scheme,
                                      int num_threads);
 
 // The case's weights, quantised for `scheme` with static scales calibrated on its own rows, applied
@@ -53,7 +53,7 @@ struct SchemeRun {
   double arithmetic = 0;
   std::vector<RowNumerics> numerics;  // [M]
 };
-Result<SchemeRun> run_scheme(const AccuracyCase& data, const QuantScheme& scheme,
-                             const Tensor& rows, int num_threads);
+Result<SchemeRun> run_scheme(const AccuracyCase& data, const Scheme& scheme, const Tensor& rows,
+                             int num_threads);
 
 }  // namespace moesaic::tool

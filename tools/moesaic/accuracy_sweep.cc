@@ -45,7 +45,7 @@ std::vector<SweepInput> sweep_inputs() {
 
 std::vector<SweepScheme> sweep_schemes() {
   std::vector<SweepScheme> schemes;
-  for (const QuantScheme& scheme : quant_schemes()) {
+  for (const Scheme& scheme : quant_schemes()) {
     schemes.push_back({std::string(scheme.name), scheme});
     if (scheme.name != "fp8-tensor") continue;
     OperandQuant fixed = scheme.activation;

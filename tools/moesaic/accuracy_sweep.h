@@ -21,7 +21,7 @@ std::vector<SweepInput> sweep_inputs();
 
 struct SweepScheme {
   std::string name;
-  QuantScheme quant;
+  Scheme quant;
 };
 // Those of quant_schemes(), and FP8 with a static activation scale.
 std::vector<SweepScheme> sweep_schemes();

@@ -11,7 +11,6 @@
 #include "bench_plot.h"
 #include "bench_random.h"
 #include "bench_ranks.h"
-#include "bench_schemes.h"
 #include "bench_stages.h"
 #include "ceilings.h"
 #include "cpu/tiers.h"
@@ -73,6 +72,19 @@ Result<Samples> measure(const BenchPoint& point, double seconds) {
   }
   std::sort(samples.us.begin(), samples.us.end());
   return samples;
+}
+
+// Random weights may have schemes that are known from checkpoints only.
+Result<Scheme> bench_scheme(std::string_view name) {
+  for (const Scheme& scheme : stored_schemes()) {
+    if (scheme.name == name) return scheme;
+  }
+  return quant_scheme_from_name(name);
+}
+std::string stored_scheme_names() {
+  std::vector<std::string_view> names;
+  for (const Scheme& scheme : stored_schemes()) names.push_back(scheme.name);
+  return fmt::format("{}", fmt::join(names, " "));
 }
 
 Result<BenchSettings> settings_of(const BenchArguments& state,
@@ -185,7 +197,6 @@ int run_bench(BenchArguments state) {
   const ResultFile plot = state.plot_file();
   state.common.report_on_stderr = plots && goes_to_stdout(plot);
   const Console console = state.common.console();
-  // Random weights may have schemes that are known from checkpoints only.
   const bool stored = !state.shape.empty() && bench_scheme(state.common.quant).ok();
   const Status usable =
       stored ? check_device_option(state.common) : check_common_options(state.common);

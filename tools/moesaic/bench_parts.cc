@@ -36,7 +36,7 @@ MoeProblem problem_of(const MoeLayerSpec& spec, std::int64_t max_tokens, int num
   return p;
 }
 
-double bytes_per_weight(const QuantScheme& quant) {
+double bytes_per_weight(const Scheme& quant) {
   const double bytes = dtype_bits(quant.weight.dtype) / 8.0;
   if (quant.weight.block_k == 0) return bytes;
   const double scale = quant.weight.scale_format == ScaleFormat::kF32 ? 4.0 : 1.0;

@@ -29,7 +29,7 @@ MoeProblem problem_of(const MoeLayerSpec& spec, std::int64_t max_tokens, int num
 
 // Stored bytes of one weight of the experts, scales, zero points and minima of groups and blocks
 // included; one scale for a whole row or matrix is next to nothing.
-double bytes_per_weight(const QuantScheme& quant);
+double bytes_per_weight(const Scheme& quant);
 // Weights of one expert of that intermediate size.
 double expert_weights(const MoeLayerSpec& spec, std::int64_t intermediate);
 

@@ -8,9 +8,9 @@ namespace moesaic::tool {
 
 bool narrow_arithmetic(const std::string& stage, const BenchSettings& settings) {
   if (stage == "gate" || stage == "route") return false;
-  QuantScheme scheme = settings.spec.quant;
+  Scheme scheme = settings.spec.quant;
   if (settings.options.quant != "as-is") {
-    const Result<QuantScheme> named = quant_scheme_from_name(settings.options.quant);
+    const Result<Scheme> named = quant_scheme_from_name(settings.options.quant);
     if (named.ok()) scheme = *named;
   }
   // Every code of 8 bits or less is exact as a bf16 operand.

@@ -66,7 +66,7 @@ int run_env(const CommonOptions& options) {
         {{"name", tier.name}, {"available", tier.available}, {"reason", tier.reason}});
   }
   Json schemes = Json::array();
-  for (const QuantScheme& scheme : quant_schemes()) schemes.push_back(scheme.name);
+  for (const Scheme& scheme : quant_schemes()) schemes.push_back(scheme.name);
   const CudaInfo cuda = query_cuda();
   const std::string cpu = cpu_model_name();
   const unsigned cores = std::thread::hardware_concurrency();
@@ -96,7 +96,7 @@ int run_env(const CommonOptions& options) {
                                                     : fmt::format("unavailable: {}", tier.reason)));
   }
   std::string names;
-  for (const QuantScheme& scheme : quant_schemes()) names += fmt::format(" {}", scheme.name);
+  for (const Scheme& scheme : quant_schemes()) names += fmt::format(" {}", scheme.name);
   console.print(fmt::format("schemes {}\n", names));
   console.print(cuda_text(cuda));
   console.print(fmt::format("nccl     {}\nmpi      {}\n", availability_text(nccl_available()),

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <filesystem>
 
+#include "core/refusal.h"
 #include "gpu_bench.h"
 #include "numerics/element.h"
 
@@ -26,11 +27,7 @@ Result<Tensor> read_hidden_states(const TensorFile& file, const std::string& nam
     return Status(StatusCode::kInvalidShape, fmt::format("{}: got {}, need [tokens, {}]", name,
                                                          shape.to_string(), hidden_size));
   }
-  if (tensor.dtype() != DType::kF32 && tensor.dtype() != DType::kBF16 &&
-      tensor.dtype() != DType::kF16) {
-    return Status(StatusCode::kInvalidDType, fmt::format("{}: got {}, need F32, BF16 or F16", name,
-                                                         dtype_name(tensor.dtype())));
-  }
+  MOESAIC_RETURN_IF_ERROR(expect_float_dtype(name, tensor.dtype()));
   return tensor;
 }
 

@@ -18,7 +18,7 @@ constexpr int kMaxThreads = 4096;
 // Every scheme but as-is; several names may be as near.
 Status no_such_scheme(const std::string& name) {
   std::vector<std::string_view> names = {"as-is"};
-  for (const QuantScheme& scheme : quant_schemes()) names.push_back(scheme.name);
+  for (const Scheme& scheme : quant_schemes()) names.push_back(scheme.name);
   std::vector<std::string_view> near;
   for (const std::string_view known : names) {
     if (!name_distance(name, known).unrelated) near.push_back(known);

@@ -79,8 +79,8 @@ Status missing_error(const LayerSource& source, const std::vector<PlannedTensor>
 
 Status check_form(const PlannedTensor& want, const TensorInfo& got) {
   if (!want.dtypes.contains(got.dtype) || want.block_type != got.block_type) {
-    const auto block_or = [](GgmlType type, const std::string& dtype) {
-      return type == GgmlType::kNone ? dtype : std::string(ggml_type_info(type).name);
+    const auto block_or = [](GgufType type, const std::string& dtype) {
+      return type == GgufType::kNone ? dtype : std::string(ggml_type_info(type).name);
     };
     return {StatusCode::kInvalidDType,
             fmt::format("{}: got {}, need {}", quote_name(want.name),

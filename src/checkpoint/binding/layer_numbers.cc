@@ -64,9 +64,9 @@ Status read_blocks(const ShardSet& shards, const std::array<std::string, 3>& nam
   for (std::size_t p = 0; p < names.size(); ++p) {
     const auto tensor = shards.find(names[p]);
     if (names[p].empty() || !tensor) continue;
-    const GgmlType type = tensor->info->block_type;
-    (type == GgmlType::kNone ? plain : blocks) = names[p];
-    if (type == GgmlType::kNone) continue;
+    const GgufType type = tensor->info->block_type;
+    (type == GgufType::kNone ? plain : blocks) = names[p];
+    if (type == GgufType::kNone) continue;
     if (gguf_type_info(static_cast<std::uint32_t>(type)) == nullptr) {
       return {StatusCode::kUnsupported,
               fmt::format("{}: the type {}{} is not supported, need {}", quote_name(names[p]),
@@ -90,9 +90,9 @@ Status read_blocks(const ShardSet& shards, const std::array<std::string, 3>& nam
 void fill_blocks(LinearFormat* format) {
   if (format->stored != StoredFormat::kGguf) return;
   const auto known = std::find_if(format->blocks.begin(), format->blocks.end(),
-                                  [](GgmlType type) { return type != GgmlType::kNone; });
-  const GgmlType type = *known;
-  std::replace(format->blocks.begin(), format->blocks.end(), GgmlType::kNone, type);
+                                  [](GgufType type) { return type != GgufType::kNone; });
+  const GgufType type = *known;
+  std::replace(format->blocks.begin(), format->blocks.end(), GgufType::kNone, type);
 }
 
 Status choose_gguf_formats(const ShardSet& shards, LayerSource* source) {

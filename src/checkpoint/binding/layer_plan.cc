@@ -120,7 +120,7 @@ class Planner {
   // Blocks of a GGUF file: rows of bytes.
   void gguf(LayerPart part, Projection projection, const LinearFormat& format, std::string name,
             const Shape& shape) {
-    const GgmlType type = format.blocks[static_cast<std::size_t>(projection)];
+    const GgufType type = format.blocks[static_cast<std::size_t>(projection)];
     const GgmlTypeInfo& info = ggml_type_info(type);
     const std::int64_t row = shape[shape.rank() - 1] / info.block_elements * info.block_bytes;
     PlannedTensor planned{part,

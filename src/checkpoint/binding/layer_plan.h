@@ -91,7 +91,7 @@ struct PlannedTensor {
   bool any_shape = false;
   bool optional = false;
   bool unused = false;  // may be there and is never read
-  GgmlType block_type = GgmlType::kNone;
+  GgufType block_type = GgufType::kNone;
 };
 
 // Router, shared expert, then the experts in order. O(E).

@@ -12,11 +12,11 @@
 namespace moesaic {
 namespace {
 
-QuantScheme named(std::string_view name) { return quant_scheme_from_name(name).value(); }
+Scheme named(std::string_view name) { return quant_scheme_from_name(name).value(); }
 
 // The named scheme, or its weights with BF16 activations.
-QuantScheme quantised_or_weight_only(std::string_view name, std::string_view weight_only,
-                                     ActivationQuant activation) {
+Scheme quantised_or_weight_only(std::string_view name, std::string_view weight_only,
+                                ActivationQuant activation) {
   const Scheme scheme = named(name);
   if (activation == ActivationQuant::kNone) return with_weight(named(weight_only), scheme.weight);
   if (activation == ActivationQuant::kStatic &&
@@ -29,12 +29,12 @@ QuantScheme quantised_or_weight_only(std::string_view name, std::string_view wei
   return scheme;
 }
 
-QuantScheme integer_scheme(const LinearFormat& f) {
+Scheme integer_scheme(const LinearFormat& f) {
   if (f.activation == ActivationQuant::kDynamic) {
     // The stored group scales are rounded to two levels and every product to e4m3: 3.1 % per
     // matrix, 2.31 times as much through all three.
     constexpr double kConversion = 7.2e-2;
-    QuantScheme scheme = named("int4-fp8");
+    Scheme scheme = named("int4-fp8");
     scheme.output_bound = std::hypot(scheme.output_bound, kConversion);
     return scheme;
   }
@@ -52,7 +52,7 @@ QuantScheme integer_scheme(const LinearFormat& f) {
 
 // Activations of 8 bits: one stored scale for all, or F32 scales as they come, of 128 columns
 // (compressed-tensors) or of rows (ModelOpt).
-QuantScheme mxfp4_scheme(const LinearFormat& f) {
+Scheme mxfp4_scheme(const LinearFormat& f) {
   if (f.activation == ActivationQuant::kNone) return named("mxfp4-bf16");
   if (f.bits != 8) return named("mxfp4");
   const Scheme scheme = named("mxfp4-fp8");
@@ -68,11 +68,11 @@ QuantScheme mxfp4_scheme(const LinearFormat& f) {
 
 // One form for both matrices: the finest group, 4-bit codes if all types have them and agree on
 // their sign or their table. Else a byte each: every code is a small integer.
-QuantScheme gguf_scheme(const LinearFormat& f) {
+Scheme gguf_scheme(const LinearFormat& f) {
   bool four = true, any_min = false, all_signed = true, all_unsigned = true, tables = true;
   int group = 256;
-  for (const GgmlType type : f.blocks) {
-    if (type == GgmlType::kNone) continue;
+  for (const GgufType type : f.blocks) {
+    if (type == GgufType::kNone) continue;
     const GgufTypeInfo* info = gguf_type_info(static_cast<std::uint32_t>(type));
     if (info == nullptr) continue;  // refused when the layer was resolved
     four = four && info->code_bits == 4;
@@ -118,7 +118,7 @@ std::string_view stored_format_name(StoredFormat format) {
   return kNames[static_cast<std::size_t>(format)];
 }
 
-Result<QuantScheme> linear_scheme(const LinearFormat& f, DType dtype) {
+Result<Scheme> linear_scheme(const LinearFormat& f, DType dtype) {
   switch (f.stored) {
     case StoredFormat::kPlain:
       if (dtype == DType::kF32) return named("f32");

@@ -68,14 +68,14 @@ struct LinearFormat {
   CodeTable table = CodeTable::kNone;  // kBnb4
   bool ue8m0 = false;                  // kFp8Block: run-time activation scales are powers of two
   // kGguf: of gate, up and down.
-  std::array<GgmlType, 3> blocks = {GgmlType::kNone, GgmlType::kNone, GgmlType::kNone};
+  std::array<GgufType, 3> blocks = {GgufType::kNone, GgufType::kNone, GgufType::kNone};
   bool operator==(const LinearFormat&) const = default;
 };
 
 // The scheme that the stored numbers mean. `dtype` is that of kPlain weights. kInvalidDType for a
 // plain dtype that is none of F32, BF16, F16. Schemes that have no name of their own are the
 // nearest named one with other operands.
-Result<QuantScheme> linear_scheme(const LinearFormat& format, DType dtype);
+Result<Scheme> linear_scheme(const LinearFormat& format, DType dtype);
 
 // Does a [rows, columns] linear fit the format (whole groups, whole words)? kUnsupported names the
 // sizes and the multiple needed. `what` begins the message.

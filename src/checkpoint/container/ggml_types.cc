@@ -31,12 +31,12 @@ const GgmlTypeInfo* find_ggml_type(std::uint32_t id) {
   return nullptr;
 }
 
-bool has_code_grid(GgmlType type) {
+bool has_code_grid(GgufType type) {
   const std::string_view name = ggml_type_info(type).name;
   return name.starts_with("IQ") && !name.starts_with("IQ4");
 }
 
-const GgmlTypeInfo& ggml_type_info(GgmlType type) {
+const GgmlTypeInfo& ggml_type_info(GgufType type) {
   const GgmlTypeInfo* info = find_ggml_type(static_cast<std::uint32_t>(type));
   return info == nullptr ? kTypes[0] : *info;
 }

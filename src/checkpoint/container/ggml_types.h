@@ -5,10 +5,9 @@
 #include <cstdint>
 #include <string_view>
 
-namespace moesaic {
+#include "quant/gguf_blocks.h"
 
-// The number of a block type in the file. kNone: a type without blocks, which is a DType.
-enum class GgmlType : std::uint8_t { kNone = 255 };
+namespace moesaic {
 
 struct GgmlTypeInfo {
   std::uint32_t id;
@@ -18,10 +17,10 @@ struct GgmlTypeInfo {
 };
 
 // Blocks of IQ1, IQ2 and IQ3: their codes index grids of vectors.
-bool has_code_grid(GgmlType type);
+bool has_code_grid(GgufType type);
 
 // nullptr for a number that no known writer uses.
 const GgmlTypeInfo* find_ggml_type(std::uint32_t id);
-const GgmlTypeInfo& ggml_type_info(GgmlType type);  // of a type in the table
+const GgmlTypeInfo& ggml_type_info(GgufType type);  // of a type in the table
 
 }  // namespace moesaic

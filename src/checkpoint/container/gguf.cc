@@ -360,7 +360,7 @@ class GgufParser {
       if (!bytes) return overflow(info->name);
       row = *bytes;
       info->dtype = DType::kU8;
-      info->block_type = static_cast<GgmlType>(type.id);
+      info->block_type = static_cast<GgufType>(type.id);
     }
     MOESAIC_ASSIGN_OR_RETURN(info->shape, Shape::from(dims));
     return {};

@@ -27,7 +27,7 @@ struct TensorInfo {
   std::uint64_t end = 0;
   // GGUF block types (and no others): dtype is U8 and the last dimension counts the bytes of a row
   // of blocks, so that rows and whole blocks can be cut out like those of any other tensor.
-  GgmlType block_type = GgmlType::kNone;
+  GgufType block_type = GgufType::kNone;
   std::uint64_t bytes() const { return end - begin; }
 };
 

@@ -22,6 +22,7 @@
 #include "checkpoint/convert/plan.h"
 #include "core/fault.h"
 #include "numerics/integer.h"
+#include "quant/arguments.h"
 #include "quant/dequantize_weight.h"
 #include "quant/nvfp4.h"
 
@@ -280,8 +281,8 @@ class Converter {
     const std::int64_t h = layer.spec.hidden_size;
     const std::int64_t i = layer.spec.intermediate_size;
     // Engines keep one global scale for gate and up together.
-    const float gscale13 = nvfp4_quant_multiplier(amax_of(w13_));
-    const float gscale2 = nvfp4_quant_multiplier(amax_of(w2_));
+    const float gscale13 = nvfp4_quant_multiplier(max_abs(w13_.as<float>(), w13_.bytes() / 4));
+    const float gscale2 = nvfp4_quant_multiplier(max_abs(w2_.as<float>(), w2_.bytes() / 4));
     if (layer.own_mxfp4) {
       MOESAIC_RETURN_IF_ERROR(write_own_mxfp4(layer, e, out));
     } else {
@@ -343,13 +344,6 @@ class Converter {
     return stacked(layer.down, rows(w2_, 0, h), rows(decoded2_, 0, h), false);
   }
 
-  static float amax_of(const Tensor& t) {
-    float amax = 0.0F;
-    for (std::int64_t i = 0; i < t.bytes() / 4; ++i) {
-      amax = std::max(amax, std::abs(t.as<float>()[i]));
-    }
-    return amax;
-  }
   static void add_errors(const Tensor& w, const Tensor& decoded, Sums* sums) {
     for (std::int64_t i = 0; i < w.bytes() / 4; ++i) {
       const double x = w.as<float>()[i];

@@ -81,11 +81,11 @@ Status encode_rows(ConvertFormat format, const ConstTensorView& w, float gscale,
       return dequantize_scaled(t[0], scale, decoded);
     }
     case ConvertFormat::kMxfp8:
-      MOESAIC_RETURN_IF_ERROR(quantize_mx(w, E8m0Rule::kCeil, t[0], t[1]));
+      MOESAIC_RETURN_IF_ERROR(quantize_mx(w, ExponentRule::kCeil, t[0], t[1]));
       return dequantize_mx(t[0], t[1], decoded);
     case ConvertFormat::kMxfp4: {
       const TensorView codes = as_type(t[0], DType::kF4E2M1, w.shape);
-      MOESAIC_RETURN_IF_ERROR(quantize_mx(w, E8m0Rule::kRound175, codes, t[1]));
+      MOESAIC_RETURN_IF_ERROR(quantize_mx(w, ExponentRule::kRound175, codes, t[1]));
       return dequantize_mx(codes, t[1], decoded);
     }
     case ConvertFormat::kNvfp4: {

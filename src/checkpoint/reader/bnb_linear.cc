@@ -108,8 +108,7 @@ class BnbReader {
   // The values of the codes are the type's: backends have no others.
   Status check_table() const {
     MOESAIC_ASSIGN_OR_RETURN(const Tensor table, read(TensorKind::kCodeTable));
-    const auto values =
-        bnb_values(format_.table == CodeTable::kNf4 ? BnbTable::kNf4 : BnbTable::kFp4);
+    const auto values = bnb_values(format_.table);
     for (std::size_t i = 0; i < values.size(); ++i) {
       const float got = table.as<float>()[i];
       // Writers differ in the last digits of fp4's thirds.

@@ -37,6 +37,6 @@ Result<InputScales> read_input_scales(const std::vector<MlpTensors>& experts,
 // scale of NVFP4 OuterScale::kChannel. Nothing is requantised. Where any expert's gate has another
 // group index than its up, w13 has no one order of columns: the layer becomes F32 (read_wide_mlp).
 Status scheme_of_values(const std::vector<MlpTensors>& experts, const LinearFormat& format,
-                        QuantScheme* scheme);
+                        Scheme* scheme);
 
 }  // namespace moesaic

@@ -148,7 +148,7 @@ Status QuantizedReader::read_bnb4(const Window& w, MatrixBuffers* m) {
 
 Status QuantizedReader::read_gguf(const Window& w, MatrixBuffers* m) {
   const ShardSet::Located& from = *stored(TensorKind::kWeight, w);
-  const auto type = static_cast<GgufType>(from.info->block_type);
+  const GgufType type = from.info->block_type;
   const GgufTypeInfo& info = *gguf_type_info(static_cast<std::uint32_t>(type));
   const std::int64_t row_bytes = w.cols / info.block_elems * info.block_bytes;
   MOESAIC_ASSIGN_OR_RETURN(Tensor blocks, Tensor::uninitialized(DType::kU8, {w.rows, row_bytes}));

@@ -2,19 +2,51 @@
 
 #include <fmt/format.h>
 
+#include <array>
 #include <numeric>
+#include <string>
 
 namespace moesaic {
 namespace {
 
 constexpr std::int64_t kFinestFold = 16;
 
+// How stored elements lie in the packed form. flip turns unsigned codes into two's complement
+// around the middle of their range, which is then the bias of their zero point.
+struct ElementRow {
+  DType dtype;
+  cpu::WeightKind kind;
+  std::uint8_t flip = 0;
+};
+constexpr std::array<ElementRow, 9> kElementRows = {{
+    {DType::kF32, cpu::WeightKind::kF32},
+    {DType::kBF16, cpu::WeightKind::kBF16},
+    {DType::kF16, cpu::WeightKind::kF16},
+    {DType::kF8E4M3, cpu::WeightKind::kE4M3},
+    {DType::kF4E2M1, cpu::WeightKind::kCode4},
+    {DType::kI4, cpu::WeightKind::kCode4},
+    {DType::kU4, cpu::WeightKind::kCode4, 0x08},
+    {DType::kI8, cpu::WeightKind::kI8},
+    {DType::kU8, cpu::WeightKind::kI8, 0x80},
+}};
+
+Result<ElementRow> element_row(DType dtype) {
+  std::string names;
+  for (const ElementRow& row : kElementRows) {
+    if (row.dtype == dtype) return row;
+    names += fmt::format("{}{}", names.empty() ? "" : ", ", dtype_name(row.dtype));
+  }
+  return Status(StatusCode::kUnsupported,
+                fmt::format("weight dtype: got {}, need one of {}", dtype_name(dtype), names));
+}
+
 }  // namespace
 
 Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant) {
   const OperandQuant& w = quant.weight;
   CpuWeightFormat f;
-  MOESAIC_ASSIGN_OR_RETURN(f.kind, cpu::weight_kind(w.dtype));
+  MOESAIC_ASSIGN_OR_RETURN(const ElementRow element, element_row(w.dtype));
+  f.kind = element.kind;
   if (w.granularity == ScaleGranularity::kNone) return f;
   if (w.granularity == ScaleGranularity::kBlock) {
     f.block_scales = true;
@@ -27,11 +59,7 @@ Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant) {
                   "wants them exact");
   }
   if (rounds_scaled_codes(w)) f.kind = cpu::WeightKind::kInt4Fp8;
-  const bool codes = w.dtype == DType::kU4 || w.dtype == DType::kU8;
-  if (codes && !tables) {
-    f.code_flip = w.dtype == DType::kU4 ? 0x08 : 0x80;
-    f.code_bias = f.code_flip;
-  }
+  if (!tables) f.code_bias = f.code_flip = element.flip;
   f.code_values = code_values_bf16(w);
   if (f.code_bias != 0) {  // unsigned codes lie as two's complement
     OperandQuant flipped = w;

@@ -6,6 +6,7 @@
 #include "core/checked.h"
 #include "core/fault.h"
 #include "numerics/codec.h"
+#include "quant/arguments.h"
 #include "quant/fp8_group.h"
 #include "quant/fp8_scaled.h"
 #include "quant/int_group.h"
@@ -17,12 +18,6 @@ namespace {
 
 constexpr std::int64_t kFinestGroup = 16;
 
-float amax_of(const float* x, std::int64_t n) {
-  float amax = 0;
-  for (std::int64_t i = 0; i < n; ++i) amax = std::max(amax, std::abs(x[i]));
-  return amax;
-}
-
 float e4m3_value(float x) {
   return f32_from_e4m3(e4m3_from_f32(std::clamp(x, -kE4m3Max, kE4m3Max)));
 }
@@ -33,10 +28,9 @@ float e2m1_value(float x) {
 // One group of a microscaling format; returns its scale.
 float quantize_mx_group(const OperandQuant& a, float* x, std::int64_t n) {
   const bool fp8 = a.dtype == DType::kF8E4M3;
-  E8m0Rule rule = a.rule == ExponentRule::kCeil ? E8m0Rule::kCeil : E8m0Rule::kRound175;
-  if (MOESAIC_FAULT(ref_experts_other_exponent_rule)) rule = E8m0Rule::kOcpFloor;
-  const std::uint8_t exponent =
-      mx_scale(amax_of(x, n), fp8 ? MxElement::kE4m3 : MxElement::kE2m1, rule);
+  ExponentRule rule = a.rule;
+  if (MOESAIC_FAULT(ref_experts_other_exponent_rule)) rule = ExponentRule::kOcpFloor;
+  const std::uint8_t exponent = mx_scale(max_abs(x, n), a.dtype, rule);
   const float scale = f32_from_e8m0(exponent);
   for (std::int64_t i = 0; i < n; ++i) {
     const float y = exponent == 0 ? 0.0F : x[i] / scale;
@@ -46,7 +40,7 @@ float quantize_mx_group(const OperandQuant& a, float* x, std::int64_t n) {
 }
 
 float quantize_nvfp4_group(float gscale, float* x, std::int64_t n) {
-  const float sf = f32_from_e4m3(nvfp4_block_scale(amax_of(x, n), gscale));
+  const float sf = f32_from_e4m3(nvfp4_block_scale(max_abs(x, n), gscale));
   const float factor = sf == 0.0F ? 0.0F : gscale / sf;
   for (std::int64_t i = 0; i < n; ++i) x[i] = e2m1_value(x[i] * factor);
   return sf;
@@ -62,7 +56,7 @@ RefOperand ref_quantize_row(const OperandQuant& a, float input_scale, float* row
     case ScaleGranularity::kGroup:
       break;
     case ScaleGranularity::kToken: {
-      const float amax = amax_of(row, count);
+      const float amax = max_abs(row, count);
       const bool int8 = a.dtype == DType::kI8;
       scales[0] = int8 ? int8_row_scale(amax) : fp8_row_scale(amax);
       for (std::int64_t i = 0; i < count; ++i) {

@@ -5,6 +5,7 @@
 #include <new>
 #include <vector>
 
+#include "core/refusal.h"
 #include "gate/sm90/gate.h"
 #include "numerics/element.h"
 
@@ -31,10 +32,7 @@ Status upload_as_f32(std::string_view what, const ConstTensorView& t, std::int64
 }
 
 Status check(std::string_view field, const ConstTensorView& t) {
-  if (!is_storable_float(t.dtype)) {
-    return {StatusCode::kInvalidDType,
-            fmt::format("{}: got {}, need F32, BF16 or F16", field, dtype_name(t.dtype))};
-  }
+  MOESAIC_RETURN_IF_ERROR(expect_float_dtype(field, t.dtype));
   if (!t.present()) {
     return {StatusCode::kInvalidArgument, fmt::format("{}: got a null pointer", field)};
   }
