@@ -136,11 +136,7 @@ Status GateLinear::forward(ConstTensorView hidden_states, TensorView router_logi
                               hidden_states.shape.to_string(), hidden_size));
   }
   const std::int64_t num_tokens = hidden_states.dim(0);
-  if (!is_storable_float(hidden_states.dtype)) {
-    return Status(StatusCode::kInvalidDType,
-                  fmt::format("hidden_states: got {}, need F32, BF16 or F16",
-                              dtype_name(hidden_states.dtype)));
-  }
+  MOESAIC_RETURN_IF_ERROR(expect_float_dtype("hidden_states", hidden_states.dtype));
   MOESAIC_RETURN_IF_ERROR(
       expect_shape("router_logits", router_logits, {num_tokens, impl_->experts()}));
   MOESAIC_RETURN_IF_ERROR(expect_dtype("router_logits", router_logits, impl_->logits_dtype));

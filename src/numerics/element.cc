@@ -89,10 +89,4 @@ void store_from_f32(void* base, DType dtype, std::int64_t index, float value) {
   }
 }
 
-float round_to(DType dtype, float value) {
-  if (dtype == DType::kBF16) return f32_from_bf16(bf16_from_f32(value));
-  if (dtype == DType::kF16) return f32_from_f16(f16_from_f32(value));
-  return value;
-}
-
 }  // namespace moesaic

@@ -21,7 +21,4 @@ float load_as_f32(const void* base, DType dtype, std::int64_t index);
 // is_storable_float(dtype).
 void store_from_f32(void* base, DType dtype, std::int64_t index, float value);
 
-// The nearest value (ties to even) that BF16 or F16 has; any other dtype: value itself.
-float round_to(DType dtype, float value);
-
 }  // namespace moesaic

@@ -11,7 +11,7 @@
 #include "layer_io.h"
 #include "moesaic/convert.h"
 #include "numerics_report.h"
-#include "quant/rounding_error.h"
+#include "quant/quantize_weight.h"
 #include "verbs.h"
 
 namespace moesaic::tool {

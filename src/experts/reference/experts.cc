@@ -22,6 +22,12 @@
 namespace moesaic {
 namespace {
 
+float round_to(DType dtype, float v) {
+  if (dtype == DType::kBF16) return f32_from_bf16(bf16_from_f32(v));
+  if (dtype == DType::kF16) return f32_from_f16(f16_from_f32(v));
+  return v;
+}
+
 // --- The backend ---------------------------------------------------------------------------------
 
 // Buffers for one row at a time.
