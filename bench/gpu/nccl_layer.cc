@@ -135,8 +135,8 @@ struct Call {
          "rows");
   }
   void run(const FusedMoE& layer) const {
-    must(layer.enqueue({}, {x.as(), DType::kBF16, Shape{rows, kHidden}},
-                       TensorView(y.as(), DType::kF32, Shape{rows, kHidden})),
+    must(layer.enqueue({}, {x.as(), DType::kBF16, Shape{rows, kHidden}, layer.device()},
+                       TensorView(y.as(), DType::kF32, Shape{rows, kHidden}, layer.device())),
          "layer");
     must(cudaDeviceSynchronize(), "layer");
   }
@@ -176,12 +176,12 @@ bool check_layer(std::vector<Rank>& ranks, const Settings& s) {
     on_ranks(ranks, [&](Rank& r) {
       FusedMoE::Options o = options;
       o.device = Device::cuda(r.device);
-      o.communicator = r.nccl;
+      o.ranks.communicator = r.nccl;
       o.parallel.ep_size = o.parallel.dp_size = static_cast<int>(n);
       o.parallel.ep_rank = o.parallel.dp_rank = r.index;
-      o.transport = v.transport;
-      o.reduction = v.reduction;
-      o.combine_dtype = v.combine;
+      o.ranks.transport = v.transport;
+      o.ranks.reduction = v.reduction;
+      o.ranks.combine_dtype = v.combine;
       const FusedMoE layer = must(FusedMoE::create(weights_of(s, o.parallel), o), "layer");
       const auto i = static_cast<std::size_t>(r.index);
       const Call call(rows[i]);

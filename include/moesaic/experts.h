@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "moesaic/activation.h"
+#include "moesaic/device.h"
 #include "moesaic/numerics.h"
 #include "moesaic/quant.h"
 #include "moesaic/status.h"
@@ -48,6 +49,8 @@ struct MoeProblem {
   bool apply_router_weight_on_input = false;  // each slot's weight multiplies its copy of the row
   std::int64_t max_tokens = 0;  // M (standard) or T (batched) that the workspace must allow
   int num_threads = 0;          // at most; 0: one per core this process may use
+  // Where weights, workspace and the memory of a call are, and who computes.
+  Device device = Device::cpu();
 };
 
 // Everything about a problem that no backend can compute, in this order: sizes and counts
@@ -96,17 +99,21 @@ class ExpertSource {
 using StackedExpertWeights = ExpertWeightsView;
 std::unique_ptr<ExpertSource> make_stacked_source(const StackedExpertWeights& weights);
 
+// Everything that a call reads and writes is memory of the problem's device, expert_map and
+// workspace too; `numerics` and expert_num_tokens are the host's.
 struct ExpertsArgs {
   // Standard: [M, H]; batched: [E_l, T, H]. F32, BF16 or F16 raw activations, rows may be strided
-  // (last axis dense).
+  // (last axis dense). On a GPU: BF16, contiguous.
   ConstTensorView hidden_states;
-  // Standard only: [M, k] global ids (I32, -1: no expert) and F32 weights.
+  // Standard only: [M, k] global ids (I32, -1: no expert) and F32 weights. A GPU treats ids out of
+  // range as -1; the CPU refuses them.
   ConstTensorView topk_ids;
   ConstTensorView topk_weights;
   std::span<const std::int32_t> expert_map;         // [E] -> local or -1; empty: identity
   std::span<const std::int32_t> expert_num_tokens;  // batched only, [E_l]
-  std::span<std::byte> workspace;                   // 64-byte aligned, >= workspace_size(M)
-  // Standard, kNoOp: [M, H] F32 or BF16 or F16; batched: [E_l, T, H] (rows past the counts are not
+  // >= workspace_size(M) bytes, 64-byte aligned, on a GPU 256.
+  std::span<std::byte> workspace;
+  // Standard, kNoOp: [M, H] F32 or BF16 or F16 (a GPU: not F16); batched: [E_l, T, H] (rows past the counts are not
   // written).
   TensorView output;
   // Rows that were quantised before they came here, as the scheme would (weight on the input
@@ -117,6 +124,9 @@ struct ExpertsArgs {
   // by scalar code beside the kernels, so such a call is slow, and it allocates; the output has the
   // bits that it has without. Empty: nothing is measured, at no cost.
   std::span<RowNumerics> numerics = {};
+  // On a GPU: where run launches. It returns before the result is there (with numerics it waits),
+  // can be captured into a graph, and whoever shares a workspace between calls orders them.
+  Stream stream = {};
 };
 
 // One backend bound to one layer's weights. Immutable after construction; run may be called from
@@ -135,7 +145,13 @@ class Experts {
   virtual std::int64_t weight_bytes() const = 0;
   // One sentence: what the result's bits do and do not depend on.
   virtual std::string_view determinism() const = 0;
-  // Checks shapes, dtypes, workspace and aliasing; allocates nothing; zero tokens are ordinary.
+  // sum[0 .. n) += weight * row[0 .. n), rounded as run adds up the slots of a token: for whoever
+  // gets a token's rows one by one. Host memory; backends of the CPU.
+  virtual void accumulate(const float* row, float weight, std::int64_t n, float* sum) const {
+    for (std::int64_t i = 0; i < n; ++i) sum[i] += weight * row[i];
+  }
+  // Checks shapes, dtypes, devices, workspace and aliasing; allocates nothing; zero tokens are
+  // ordinary.
   virtual Status run(const ExpertsArgs& args) const = 0;
 };
 
@@ -150,8 +166,11 @@ struct ExpertsBackend {
   // weights. kUnsupported when the problem is not accepted.
   Result<std::int64_t> (*workspace_size)(const MoeProblem& problem, std::int64_t tokens);
   std::string_view determinism;
+  // Threads of a call with that many tokens of an accepted problem: at most problem.num_threads, 1
+  // where it is a matter of microseconds, and on a GPU.
+  int (*threads)(const MoeProblem& problem, std::int64_t tokens);
 };
-// Fastest first, the plain reference last.
+// GPUs first, each kind of device fastest, the plain reference last.
 std::span<const ExpertsBackend> experts_catalogue();
 
 struct CandidateReport {

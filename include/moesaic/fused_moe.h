@@ -57,6 +57,35 @@ using RoutedInputTransform =
 using RoutedOutputTransform =
     std::function<Status(ConstTensorView routed_output, TensorView output)>;
 
+struct LatentTransform {
+  // H of the routed experts when `input` is set. Without `output` it must be the layer's hidden
+  // size.
+  std::int64_t hidden_size = 0;
+  RoutedInputTransform input;
+  RoutedOutputTransform output;
+};
+
+// How the ranks of a layer work together.
+struct RankOptions {
+  // With one (of Options::parallel.flat_size() ranks, this being flat_rank()) create and forward are
+  // collective and the output is the complete sum for the rows of this rank. Outlives the layer's
+  // use; layers that share one are used in the same order on all ranks.
+  std::shared_ptr<Communicator> communicator;
+  RankTransport transport = RankTransport::kAuto;
+  RankReduction reduction = RankReduction::kPerRank;
+  // Of partial sums on their way back with kGather and kAllToAll, kPerRank: F32, or BF16 for half
+  // the bytes and one more rounding of each (2^-9 relative).
+  DType combine_dtype = DType::kF32;
+  // Expert load balancing: experts live in num_experts + num_redundant_experts slots, as many on
+  // each rank, and may move between ranks while the layer serves (begin_rearrange). Needs a
+  // communicator, whole experts and linear placement; the reduction is then kPerSlot, so that no
+  // move changes a bit. Keeps the rank's experts a second time, in canonical form. The source
+  // given to create() must yield all experts of the layer.
+  bool enable_eplb = false;
+  std::int64_t num_redundant_experts = 0;
+  std::int64_t eplb_window = 1000;  // forward calls whose load is remembered
+};
+
 // Threads of one stage of a layer on a CPU. A stage with less than 100 us of work for one thread
 // runs on one, so that a call of microseconds does not wait for a thread that other processes keep
 // from running; everything else runs on Options::num_threads. Bits do not depend on it.
@@ -98,29 +127,9 @@ class FusedMoE {
     // over all ranks is the single-rank result: rank 0 adds what must enter once, shared experts
     // and the zero experts' share.
     ParallelConfig parallel;
-    // With one (of parallel.flat_size() ranks, this being flat_rank()) create and forward are
-    // collective and the output is the complete sum for the rows of this rank. Outlives the layer's
-    // use; layers that share one are used in the same order on all ranks.
-    std::shared_ptr<Communicator> communicator;
-    RankTransport transport = RankTransport::kAuto;
-    RankReduction reduction = RankReduction::kPerRank;
-    // Of partial sums on their way back with kGather and kAllToAll, kPerRank: F32, or BF16 for half
-    // the bytes and one more rounding of each (2^-9 relative).
-    DType combine_dtype = DType::kF32;
-    // Expert load balancing: experts live in num_experts + num_redundant_experts slots, as many on
-    // each rank, and may move between ranks while the layer serves (begin_rearrange). Needs a
-    // communicator, whole experts and linear placement; the reduction is then kPerSlot, so that no
-    // move changes a bit. Keeps the rank's experts a second time, in canonical form. The source
-    // given to create() must yield all experts of the layer.
-    bool enable_eplb = false;
-    std::int64_t num_redundant_experts = 0;
-    std::int64_t eplb_window = 1000;  // forward calls whose load is remembered
-    bool include_shared = true;       // false: the caller computes shared experts itself
-    RoutedInputTransform routed_input_transform;
-    RoutedOutputTransform routed_output_transform;
-    // Latent size: H of the routed experts when an input transform is set. Without an output
-    // transform it must be the layer's hidden size.
-    std::int64_t transformed_hidden_size = 0;
+    RankOptions ranks;
+    LatentTransform transform;
+    bool include_shared = true;      // false: the caller computes shared experts itself
     CustomRoutingFn custom_routing;  // RoutingMethod::kCustom
     ProgressFn progress;
   };

@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "moesaic/device.h"
 #include "moesaic/experts.h"
 #include "moesaic/parallel.h"
 #include "moesaic/status.h"
@@ -83,7 +84,7 @@ class PrepareAndFinalize {
 };
 
 // No data or expert parallelism: rows, ids and weights pass through untouched; a delegated
-// reduction becomes kContiguous. kUnsupported for a batched problem.
+// reduction becomes kContiguous. On any device. kUnsupported for a batched problem.
 Result<std::unique_ptr<PrepareAndFinalize>> make_local_prepare_finalize(const MoeProblem& problem);
 // The batched reference: one slab of T = problem.max_tokens rows per local expert, rows in
 // ascending (token, slot) order, a weight on the input applied while copying (rounded as the
@@ -170,6 +171,7 @@ class ModularKernel {
                                       std::unique_ptr<PrepareAndFinalize> prepare_finalize,
                                       std::unique_ptr<Experts> experts, const Options& options);
 
+  // Memory of the problem's device, expert_map too, as ExpertsArgs says.
   struct Args {
     ConstTensorView hidden_states;  // [M, H]
     ConstTensorView topk_weights;   // [M, k] F32
@@ -179,6 +181,9 @@ class ModularKernel {
     TensorView output;
     // As ExpertsArgs::numerics, [M]. kUnsupported where rows travel.
     std::span<RowNumerics> numerics = {};
+    // On a GPU: where the work is launched; run then returns before it is done. Calls use one
+    // workspace: order them by a stream or events.
+    Stream stream = {};
   };
   // Prepare, experts, finalize. Allocates nothing. When no token was dispatched the experts are not
   // called, finalize is. Calls exclude each other by a lock on the workspace. Errors:
@@ -194,7 +199,7 @@ class ModularKernel {
   const Experts& experts() const;
   const PrepareAndFinalize& prepare_finalize() const;
   std::int64_t workspace_bytes() const;
-  // The workspace between calls, for tests that fill it with NaN.
+  // The workspace between calls, for tests that fill it with NaN; on the CPU.
   std::span<std::byte> workspace_for_test();
 
   ModularKernel(ModularKernel&&) noexcept;

@@ -1,4 +1,5 @@
-// Non-owning tensor views and one owning, 64-byte aligned buffer. No arithmetic here.
+// Non-owning tensor views, on any device, and one owning, 64-byte aligned buffer of this machine's
+// memory. No arithmetic here.
 #pragma once
 
 #include <array>
@@ -10,6 +11,7 @@
 #include <string>
 #include <type_traits>
 
+#include "moesaic/device.h"
 #include "moesaic/dtype.h"
 #include "moesaic/status.h"
 
@@ -45,22 +47,29 @@ class Shape {
 Result<std::int64_t> contiguous_bytes(DType dtype, const Shape& shape);
 
 // A view of memory that somebody else owns. `data` may be null only when the shape has no elements.
-// Strides are in elements; for sub-byte types only contiguous views exist.
+// Strides are in elements; for sub-byte types only contiguous views exist. `device` says where the
+// memory is; nobody looks at the pointer to find out.
 template <class Byte>
 struct BasicTensorView {
   Byte* data = nullptr;
   DType dtype = DType::kF32;
   Shape shape;
   std::array<std::int64_t, kMaxRank> strides{};
+  Device device = Device::cpu();
 
   BasicTensorView() = default;
   // Contiguous row-major view.
-  BasicTensorView(Byte* data_in, DType dtype_in, const Shape& shape_in);
+  BasicTensorView(Byte* data_in, DType dtype_in, const Shape& shape_in,
+                  Device device_in = Device::cpu());
   // A mutable view converts to a const one.
   template <class Other>
   requires(std::is_const_v<Byte> && !std::is_const_v<Other>)
       BasicTensorView(const BasicTensorView<Other>& other)  // NOLINT(google-explicit-constructor)
-      : data(other.data), dtype(other.dtype), shape(other.shape), strides(other.strides) {}
+      : data(other.data),
+        dtype(other.dtype),
+        shape(other.shape),
+        strides(other.strides),
+        device(other.device) {}
 
   bool present() const { return data != nullptr; }
   int rank() const { return shape.rank(); }
@@ -120,7 +129,9 @@ class Tensor {
 Status expect_dtype(std::string_view field, const ConstTensorView& t, DType want);
 Status expect_shape(std::string_view field, const ConstTensorView& t, const Shape& want);
 Status expect_contiguous(std::string_view field, const ConstTensorView& t);
-// kAliasing (names both fields) when the byte ranges of two tensors intersect.
+// kInvalidArgument when a tensor that is there is elsewhere.
+Status expect_device(std::string_view field, const ConstTensorView& t, Device want);
+// kAliasing (names both fields) when the byte ranges of two tensors of one device intersect.
 Status expect_no_overlap(std::string_view field_a, const ConstTensorView& a,
                          std::string_view field_b, const ConstTensorView& b);
 

@@ -5,6 +5,7 @@
 #include <string_view>
 #include <utility>
 
+#include "moesaic/device.h"
 #include "moesaic/dtype.h"
 #include "moesaic/status.h"
 
@@ -12,6 +13,11 @@ namespace moesaic {
 
 inline Status invalid(std::string text) { return {StatusCode::kInvalidArgument, std::move(text)}; }
 inline Status unsupported(std::string text) { return {StatusCode::kUnsupported, std::move(text)}; }
+// Of what runs on the host's memory only.
+inline Status expect_cpu(Device device) {
+  if (device == Device::cpu()) return {};
+  return unsupported("device: " + device.to_string() + ", need cpu");
+}
 
 // "hidden_states: got I8, need F32, BF16 or F16".
 inline Status expect_float_dtype(std::string_view field, DType got,

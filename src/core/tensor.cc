@@ -5,6 +5,7 @@
 #include <new>
 
 #include "core/checked.h"
+#include "core/fault.h"
 
 namespace moesaic {
 
@@ -80,8 +81,9 @@ Result<std::int64_t> contiguous_bytes(DType dtype, const Shape& shape) {
 }
 
 template <class Byte>
-BasicTensorView<Byte>::BasicTensorView(Byte* data_in, DType dtype_in, const Shape& shape_in)
-    : data(data_in), dtype(dtype_in), shape(shape_in) {
+BasicTensorView<Byte>::BasicTensorView(Byte* data_in, DType dtype_in, const Shape& shape_in,
+                                       Device device_in)
+    : data(data_in), dtype(dtype_in), shape(shape_in), device(device_in) {
   std::int64_t stride = 1;
   for (int i = shape.rank() - 1; i >= 0; --i) {
     strides[static_cast<std::size_t>(i)] = stride;
@@ -159,9 +161,16 @@ Status expect_contiguous(std::string_view field, const ConstTensorView& t) {
                 std::string(field) + ": got a strided tensor, need contiguous row-major");
 }
 
+Status expect_device(std::string_view field, const ConstTensorView& t, Device want) {
+  if (!t.present() || t.device == want || MOESAIC_FAULT(tensor_any_device)) return {};
+  return Status(StatusCode::kInvalidArgument, std::string(field) + ": got memory of " +
+                                                  t.device.to_string() + ", need memory of " +
+                                                  want.to_string());
+}
+
 Status expect_no_overlap(std::string_view field_a, const ConstTensorView& a,
                          std::string_view field_b, const ConstTensorView& b) {
-  if (!a.present() || !b.present()) return {};
+  if (!a.present() || !b.present() || !(a.device == b.device)) return {};
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes_a, contiguous_bytes(a.dtype, a.shape));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes_b, contiguous_bytes(b.dtype, b.shape));
   const auto begin_a = reinterpret_cast<std::uintptr_t>(a.data);

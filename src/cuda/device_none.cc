@@ -1,4 +1,5 @@
-// Discovery in a build without CUDA.
+// A build without CUDA: no GPU is found, and what would touch one refuses.
+#include "cuda/device_memory.h"
 #include "moesaic/device.h"
 
 namespace moesaic {
@@ -9,4 +10,27 @@ CudaInfo query_cuda() {
   return info;
 }
 
+namespace cuda {
+namespace {
+
+Status no_backend() { return {StatusCode::kUnsupported, query_cuda().reason}; }
+
+}  // namespace
+
+Allocation::~Allocation() = default;
+void Allocation::release() {}
+Status Allocation::reserve(std::string_view, std::int64_t) { return no_backend(); }
+
+DeviceScope::DeviceScope(int device) : device_(device) {}
+DeviceScope::~DeviceScope() = default;
+Status DeviceScope::status() const { return no_backend(); }
+
+Status copy_to_device(std::string_view, void*, const void*, std::int64_t) { return no_backend(); }
+Status copy_to_host(std::string_view, void*, const void*, std::int64_t) { return no_backend(); }
+Status copy_on_device(std::string_view, void*, const void*, std::int64_t, void*) {
+  return no_backend();
+}
+Status synchronize(void*) { return no_backend(); }
+
+}  // namespace cuda
 }  // namespace moesaic

@@ -7,6 +7,8 @@
 #include "experts/cpu/experts.h"
 #include "experts/problem_checks.h"
 #include "experts/reference/experts.h"
+#include "experts/sm90/catalogue_row.h"
+#include "experts/sm90/experts.h"
 #include "moesaic/experts.h"
 
 namespace moesaic {
@@ -38,24 +40,34 @@ Result<std::int64_t> cpu_workspace_size(const MoeProblem& problem, std::int64_t 
   return cpu_experts_workspace_size(T::kTier, problem, tokens);
 }
 template <class T>
+int cpu_threads(const MoeProblem& problem, std::int64_t tokens) {
+  const Result<int> threads = cpu_experts_threads(T::kTier, problem, tokens);
+  return threads.ok() ? *threads : 1;
+}
+int one_thread(const MoeProblem&, std::int64_t) { return 1; }
+template <class T>
 constexpr ExpertsBackend cpu_row(std::string_view name, std::string_view description) {
   return {name,
           description,
           &cpu_can_implement<T>,
           &make_cpu<T>,
           &cpu_workspace_size<T>,
-          kCpuExpertsDeterminism};
+          kCpuExpertsDeterminism,
+          &cpu_threads<T>};
 }
 
-// Fastest first; cpu_reference computes everything and stays last.
+// Fastest first; cpu_reference computes everything on a CPU and stays last.
 constexpr auto kCatalogue = std::to_array<ExpertsBackend>({
+    {cuda::kCudaExpertsName, "tensor cores of a Hopper GPU (sm_90), bf16 and fp8-block",
+     &cuda::sm90_experts_can_implement, &cuda::make_sm90_experts,
+     &cuda::sm90_experts_workspace_size, cuda::kCudaExpertsDeterminism, &one_thread},
     cpu_row<Avx512Bf16>("cpu_avx512_bf16", "AVX-512 with bf16 dot products and byte permutes"),
     cpu_row<Avx512>("cpu_avx512", "AVX-512, fp32 multiply-add"),
     cpu_row<Avx2>("cpu_avx2", "AVX2 with FMA, fp32 multiply-add"),
     cpu_row<Baseline>("cpu_baseline", "the build's baseline (x86-64-v2), fp32"),
     {"cpu_reference", "plain loops, every scheme, activation and format; one thread",
      &ref_experts_can_implement, &make_ref_experts, &ref_experts_workspace_size,
-     kRefExpertsDeterminism},
+     kRefExpertsDeterminism, &one_thread},
 });
 
 std::string all_names() {

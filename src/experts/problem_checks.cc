@@ -267,6 +267,12 @@ static Status check_numerics(const MoeProblem& p, const ExpertsArgs& a, std::int
 Status check_run_args(const MoeProblem& p, const ExpertsArgs& a, std::int64_t workspace_needed) {
   const bool standard = p.format == ActivationFormat::kStandard;
   const bool quantized = a.hidden_scale.present();
+  for (const auto& [field, view] :
+       {std::pair{"hidden_states", a.hidden_states}, std::pair{"hidden_scale", a.hidden_scale},
+        std::pair{"topk_ids", a.topk_ids}, std::pair{"topk_weights", a.topk_weights},
+        std::pair{"output", ConstTensorView(a.output)}}) {
+    MOESAIC_RETURN_IF_ERROR(expect_device(field, view, p.device));
+  }
   MOESAIC_RETURN_IF_ERROR(check_activation_view("hidden_states", a.hidden_states, p, quantized));
   if (quantized) MOESAIC_RETURN_IF_ERROR(check_quantized_rows(p, a));
   MOESAIC_RETURN_IF_ERROR(check_activation_view("output", a.output, p));

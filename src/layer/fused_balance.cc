@@ -1,6 +1,7 @@
 // Expert load balancing of a FusedMoE: measuring, moving, switching.
 #include <fmt/format.h>
 
+#include "layer/expert_balancer.h"
 #include "layer/fused_impl.h"
 #include "moesaic/eplb.h"
 
@@ -15,22 +16,22 @@ Status no_balancing() {
 }  // namespace
 
 std::vector<std::int32_t> FusedMoE::physical_to_logical() const {
-  if (!impl_->balancer) return {};
+  if (impl_->engine->balancer() == nullptr) return {};
   const std::lock_guard<std::mutex> lock(impl_->mutex);
-  const auto map = impl_->balancer->physical_to_logical();
+  const auto map = impl_->engine->balancer()->physical_to_logical();
   return {map.begin(), map.end()};
 }
 
 Result<std::vector<double>> FusedMoE::measured_load() const {
-  if (!impl_->balancer) return no_balancing();
+  if (impl_->engine->balancer() == nullptr) return no_balancing();
   const std::lock_guard<std::mutex> lock(impl_->mutex);
-  return impl_->balancer->load(*impl_->mesh->world(), impl_->plan.ranks.replicas);
+  return impl_->engine->balancer()->load(*impl_->mesh->world(), impl_->plan.ranks.replicas);
 }
 
 Status FusedMoE::begin_rearrange(std::span<const std::int32_t> wanted) {
-  if (!impl_->balancer) return no_balancing();
+  if (impl_->engine->balancer() == nullptr) return no_balancing();
   const std::lock_guard<std::mutex> lock(impl_->mutex);
-  ExpertBalancer& balancer = *impl_->balancer;
+  ExpertBalancer& balancer = *impl_->engine->balancer();
   const bool was_in_flight = balancer.in_flight();
   const Status begun = balancer.begin(wanted);
   Status agreed =
@@ -55,25 +56,9 @@ Status FusedMoE::begin_rebalance(int num_nodes) {
 }
 
 Result<bool> FusedMoE::continue_rearrange(std::int64_t max_transfers) {
-  if (!impl_->balancer) return no_balancing();
-  Impl& m = *impl_;
-  const std::lock_guard<std::mutex> lock(m.mutex);
-  const auto build = [&m](ExpertSource& source) -> Result<std::unique_ptr<Experts>> {
-    MOESAIC_ASSIGN_OR_RETURN(const ExpertsBackend* row,
-                             choose_experts(m.plan.routed, m.kernel->experts().name()));
-    return row->create(m.plan.routed, source);
-  };
-  MOESAIC_ASSIGN_OR_RETURN(const bool ready,
-                           m.balancer->advance(*m.mesh->world(), max_transfers, build));
-  if (!ready) return false;
-  // Weights and maps switch together, between two forward calls; the old weights end here.
-  const auto old = m.kernel->replace_experts(m.balancer->take_built());
-  if (!old.ok()) {
-    m.balancer->drop();
-    return old.status();
-  }
-  m.balancer->switch_maps();
-  return true;
+  if (impl_->engine->balancer() == nullptr) return no_balancing();
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  return impl_->engine->continue_rearrange(max_transfers);
 }
 
 }  // namespace moesaic

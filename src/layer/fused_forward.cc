@@ -1,63 +1,28 @@
-// The forward call of a FusedMoE on rows that are all this process's.
+// The calls of a FusedMoE: what is the same on every engine.
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <utility>
-#include <vector>
+#include <mutex>
 
-#include "core/fault.h"
+#include "core/checked.h"
 #include "core/refusal.h"
 #include "experts/problem_checks.h"
+#include "layer/expert_balancer.h"
 #include "layer/fused_impl.h"
-#include "layer/input_norm.h"
-#include "numerics/element.h"
+#include "layer/rows.h"
 
 namespace moesaic {
 namespace {
-
-constexpr std::int64_t kMaxElementBytes = 4;  // of hidden states: F32
 
 Status check_trace(std::string_view field, const TensorView& t, DType dtype, const Shape& shape) {
   if (!t.present()) return {};
   MOESAIC_RETURN_IF_ERROR(expect_dtype(field, t, dtype));
   MOESAIC_RETURN_IF_ERROR(expect_shape(field, t, shape));
+  MOESAIC_RETURN_IF_ERROR(expect_device(field, t, Device::cpu()));
   return expect_contiguous(field, t);
 }
 
 }  // namespace
-
-Result<FusedMoE::Impl::Buffers> FusedMoE::Impl::carve(Arena& arena, std::int64_t rows) const {
-  // Products below stay under 2^63: rows < 2^31, columns < 2^31.
-  Buffers b;
-  b.logits = arena.take<float>(rows * logit_columns());
-  b.topk_weights = arena.take<float>(rows * plan.routing.top_k);
-  b.topk_ids = arena.take<std::int32_t>(rows * plan.routing.top_k);
-  if (plan.input_norm_eps > 0) b.normed = arena.take<float>(rows * plan.hidden_size);
-  if (options.routed_input_transform || plan.input_norm_eps > 0) {
-    b.latent = arena.take<std::byte>(rows * plan.latent_size * kMaxElementBytes);
-  }
-  if (!writes_output_directly()) b.routed = arena.take<float>(rows * plan.latent_size);
-  if (options.routed_output_transform) b.routed_back = arena.take<float>(rows * plan.hidden_size);
-  if (plan.has_shared) {
-    b.shared = arena.take<float>(rows * plan.hidden_size);
-    b.shared_gate = arena.take<float>(rows);
-    b.ones = arena.take<float>(rows);
-    b.zeros = arena.take<std::int32_t>(rows);
-  }
-  if (spec.routing.num_zero_experts > 0) {
-    b.zero_experts = arena.take<std::byte>(rows * plan.hidden_size * kMaxElementBytes);
-  }
-  if (plan.ranks.per_slot) {
-    const std::int64_t slots = rows * plan.routing.top_k;
-    b.slot_input = arena.take<std::byte>(slots * plan.latent_size * kMaxElementBytes);
-    b.slot_ones = arena.take<float>(slots);
-    b.slot_output = arena.take<float>(slots * plan.latent_size);
-  }
-  MOESAIC_RETURN_IF_ERROR(arena.status());
-  return b;
-}
 
 Status FusedMoE::Impl::check(const ConstTensorView& x, const TensorView& output,
                              const Trace& trace) const {
@@ -69,6 +34,8 @@ Status FusedMoE::Impl::check(const ConstTensorView& x, const TensorView& output,
        {std::pair{"hidden_states", x.dtype}, std::pair{"output", output.dtype}}) {
     MOESAIC_RETURN_IF_ERROR(expect_float_dtype(field, dtype));
   }
+  MOESAIC_RETURN_IF_ERROR(expect_device("hidden_states", x, Device::cpu()));
+  MOESAIC_RETURN_IF_ERROR(expect_device("output", output, Device::cpu()));
   const std::int64_t rows = x.dim(0);
   MOESAIC_RETURN_IF_ERROR(expect_shape("output", output, {rows, plan.hidden_size}));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous("output", output));
@@ -79,169 +46,21 @@ Status FusedMoE::Impl::check(const ConstTensorView& x, const TensorView& output,
   MOESAIC_RETURN_IF_ERROR(
       expect_disjoint("output", output.data, output_bytes, "hidden_states", x.data, input_bytes));
   const std::int64_t k = plan.routing.top_k;
+  const std::int64_t columns = plan.routing.num_experts + plan.routing.num_zero_experts;
   if (!trace.numerics.empty() && static_cast<std::int64_t>(trace.numerics.size()) != rows) {
     return {StatusCode::kInvalidShape,
             fmt::format("trace.numerics: got [{}], need [{}]", trace.numerics.size(), rows)};
   }
-  if (!trace.numerics.empty() && (mesh || options.routed_output_transform)) {
+  if (!trace.numerics.empty() && (mesh || options.transform.output)) {
     return {StatusCode::kUnsupported,
             "trace.numerics: got a layer over ranks or with an output transform, need one whose "
             "rows are added up here"};
   }
-  MOESAIC_RETURN_IF_ERROR(check_trace("trace.router_logits", trace.router_logits, DType::kF32,
-                                      {rows, logit_columns()}));
+  MOESAIC_RETURN_IF_ERROR(
+      check_trace("trace.router_logits", trace.router_logits, DType::kF32, {rows, columns}));
   MOESAIC_RETURN_IF_ERROR(
       check_trace("trace.topk_weights", trace.topk_weights, DType::kF32, {rows, k}));
   return check_trace("trace.topk_ids", trace.topk_ids, DType::kI32, {rows, k});
-}
-
-Status FusedMoE::Impl::route(const ConstTensorView& x, const Buffers& b, const Trace& trace) const {
-  const std::int64_t rows = x.dim(0);
-  const std::int64_t k = plan.routing.top_k;
-  const TensorView logits = view_of(b.logits, DType::kF32, {rows, logit_columns()});
-  ConstTensorView gate_input = x;
-  if (plan.input_norm_eps > 0) {
-    normalise_rows(x, plan.input_norm_eps, nullptr, b.normed);
-    gate_input = view_of(b.normed, DType::kF32, {rows, plan.hidden_size});
-  }
-  MOESAIC_RETURN_IF_ERROR(gate->forward(gate_input, logits).with_context("gate"));
-  Router::Args r;
-  r.hidden_states = x;
-  r.router_logits = logits;
-  r.topk_weights = view_of(b.topk_weights, DType::kF32, {rows, k});
-  r.topk_ids = view_of(b.topk_ids, DType::kI32, {rows, k});
-  if (spec.routing.num_zero_experts > 0) {
-    r.zero_expert_output = view_of(b.zero_experts, DType::kF32, {rows, plan.hidden_size});
-  }
-  MOESAIC_RETURN_IF_ERROR(router->select_experts(r).with_context("router"));
-  const auto report = [](const TensorView& to, const void* from) {
-    if (!to.present()) return;
-    std::memcpy(to.data, from, static_cast<std::size_t>(to.dim(0) * to.dim(1)) * sizeof(float));
-  };
-  report(trace.router_logits, b.logits);
-  report(trace.topk_weights, b.topk_weights);
-  report(trace.topk_ids, b.topk_ids);
-  if (mesh && plan.has_zero_experts) {
-    // Slots of identity experts arrive as expert 0 with weight 0: no row need travel for them.
-    for (std::int64_t slot = 0; slot < rows * k; ++slot) {
-      if (b.topk_weights[slot] == 0.0F) b.topk_ids[slot] = -1;
-    }
-  }
-  if (balancer) return balancer->map_ids(b.topk_ids, rows, k).with_context("load balancing");
-  return {};
-}
-
-Status FusedMoE::Impl::run_routed(const RoutedRows& r, const Buffers& b, const TensorView& output,
-                                  std::span<RowNumerics> numerics) const {
-  const std::int64_t rows = r.x.dim(0);
-  ConstTensorView input = r.x;
-  if (options.routed_input_transform) {
-    const TensorView latent = view_of(b.latent, r.x.dtype, {rows, plan.latent_size});
-    MOESAIC_RETURN_IF_ERROR(
-        options.routed_input_transform(r.x, latent).with_context("routed_input_transform"));
-    input = latent;
-  }
-  if (plan.input_norm_eps > 0 && !MOESAIC_FAULT(layer_experts_see_raw_rows)) {
-    const TensorView normed = view_of(b.latent, DType::kF32, {rows, plan.hidden_size});
-    normalise_rows(r.x, plan.input_norm_eps, experts_norm_weight.as<float>(),
-                   reinterpret_cast<float*>(b.latent));
-    input = normed;
-  }
-  const TensorView routed = view_of(b.routed, DType::kF32, {rows, plan.latent_size});
-  if (plan.ranks.per_slot) {
-    MOESAIC_RETURN_IF_ERROR(run_slots(input, r, b));
-  } else {
-    ModularKernel::Args a;
-    a.hidden_states = input;
-    a.topk_weights = view_of(r.weights, DType::kF32, {rows, plan.routing.top_k});
-    a.topk_ids = view_of(r.ids, DType::kI32, {rows, plan.routing.top_k});
-    a.expert_map = plan.expert_map;
-    a.output = writes_output_directly() ? output : routed;
-    a.numerics = numerics;
-    MOESAIC_RETURN_IF_ERROR(kernel->run(a).with_context("experts"));
-    for (RowNumerics& row : numerics) {
-      const RowNumerics unscaled = std::exchange(row, RowNumerics());
-      row.add(unscaled, static_cast<double>(plan.output_scale));
-    }
-  }
-  if (!options.routed_output_transform) return {};
-  // A transform need not be linear: all ranks' parts and the factor come before it.
-  if (!plan.ranks.reduced && !plan.ranks.per_slot) {
-    MOESAIC_RETURN_IF_ERROR(
-        mesh->reduce_replicas({b.routed, static_cast<std::size_t>(rows * plan.latent_size)}));
-  }
-  for (std::int64_t i = 0; i < rows * plan.latent_size; ++i) b.routed[i] *= plan.output_scale;
-  return options
-      .routed_output_transform(routed,
-                               view_of(b.routed_back, DType::kF32, {rows, plan.hidden_size}))
-      .with_context("routed_output_transform");
-}
-
-Status FusedMoE::Impl::run_shared(const ConstTensorView& x, const Buffers& b,
-                                  std::span<RowNumerics> numerics) const {
-  if (!shared) return {};
-  const std::int64_t rows = x.dim(0);
-  std::fill(b.ones, b.ones + rows, 1.0F);
-  std::fill(b.zeros, b.zeros + rows, 0);
-  ModularKernel::Args a;
-  a.hidden_states = x;
-  a.topk_weights = view_of(b.ones, DType::kF32, {rows, 1});
-  a.topk_ids = view_of(b.zeros, DType::kI32, {rows, 1});
-  a.output = view_of(b.shared, DType::kF32, {rows, plan.hidden_size});
-  std::vector<RowNumerics> of_shared(numerics.size());
-  a.numerics = of_shared;
-  MOESAIC_RETURN_IF_ERROR(shared->run(a).with_context("shared_experts"));
-  // From here on `ones` holds the factor of the shared result.
-  if (shared_gate && !MOESAIC_FAULT(layer_ignore_shared_gate)) {
-    MOESAIC_RETURN_IF_ERROR(shared_gate->forward(x, view_of(b.shared_gate, DType::kF32, {rows, 1}))
-                                .with_context("shared_experts gate"));
-    for (std::int64_t t = 0; t < rows; ++t) b.ones[t] = 1.0F / (1.0F + std::exp(-b.shared_gate[t]));
-  }
-  for (std::size_t t = 0; t < numerics.size(); ++t) {
-    numerics[t].add(of_shared[t], static_cast<double>(b.ones[t]));
-  }
-  return {};
-}
-
-void FusedMoE::Impl::combine(const CombineRows& c, const Buffers& b,
-                             const TensorView& output) const {
-  const std::int64_t hidden = plan.hidden_size;
-  const float* routed = options.routed_output_transform ? b.routed_back : b.routed;
-  float scale = options.routed_output_transform ? 1.0F : plan.output_scale;
-  if (MOESAIC_FAULT(layer_scale_twice)) {
-    scale *= static_cast<float>(spec.routing.routed_scaling_factor);
-  }
-  const bool add_shared = shared.has_value() && !MOESAIC_FAULT(layer_omit_shared);
-  for (std::int64_t t = c.rows.first; t < c.rows.first + c.rows.count; ++t) {
-    const float* from = routed + (t - c.routed_first) * hidden;
-    const std::int64_t s = t - c.shared_first;
-    for (std::int64_t h = 0; h < hidden; ++h) {
-      float sum = scale * from[h];
-      if (add_shared) sum += b.ones[s] * b.shared[s * hidden + h];
-      if (plan.has_zero_experts) {
-        sum += load_as_f32(b.zero_experts, DType::kF32, t * hidden + h);
-      }
-      store_from_f32(output.data, output.dtype, t * hidden + h, sum);
-    }
-  }
-}
-
-Status FusedMoE::Impl::forward_chunk(const ConstTensorView& x, const TensorView& output,
-                                     const Trace& trace) const {
-  const std::int64_t rows = x.dim(0);
-  Arena arena(
-      {const_cast<std::byte*>(workspace.data()), static_cast<std::size_t>(workspace.bytes())});
-  MOESAIC_ASSIGN_OR_RETURN(const Buffers b, carve(arena, rows));
-  const Status routed = route(x, b, trace);
-  if (!routed.ok()) return mesh ? mesh->give_up(routed) : routed;
-  if (MOESAIC_FAULT(layer_router_weights_of_one)) {
-    std::fill(b.topk_weights, b.topk_weights + rows * plan.routing.top_k, 1.0F);
-  }
-  if (mesh) return forward_chunk_over_ranks(x, output, b);
-  MOESAIC_RETURN_IF_ERROR(run_routed({x, b.topk_weights, b.topk_ids}, b, output, trace.numerics));
-  MOESAIC_RETURN_IF_ERROR(run_shared(x, b, trace.numerics));
-  if (!writes_output_directly()) combine({{0, rows}}, b, output);
-  return {};
 }
 
 Status FusedMoE::forward(ConstTensorView hidden_states, TensorView output,
@@ -272,19 +91,15 @@ Status FusedMoE::forward(ConstTensorView hidden_states, TensorView output,
     }
     const ConstTensorView x = rows_of(hidden_states, first, count);
     const TensorView y = rows_of(output, first, count);
-    MOESAIC_RETURN_IF_ERROR(m.cuda ? m.cuda->forward_chunk(x, y, part)
-                                   : m.forward_chunk(x, y, part));
+    MOESAIC_RETURN_IF_ERROR(m.engine->forward_host(x, y, part));
   }
-  if (m.balancer) return m.balancer->end_step();
+  if (ExpertBalancer* const balancer = m.engine->balancer()) return balancer->end_step();
   return {};
 }
 
 Status FusedMoE::enqueue(Stream stream, ConstTensorView hidden_states, TensorView output,
                          const Trace& trace) const {
-  if (!impl_->cuda) {
-    return {StatusCode::kUnsupported, "enqueue: got a layer on the CPU, need one on a GPU"};
-  }
-  return impl_->cuda->enqueue(stream, hidden_states, output, trace);
+  return impl_->engine->enqueue(stream, hidden_states, output, trace);
 }
 
 }  // namespace moesaic

@@ -46,29 +46,29 @@ Status check_transforms(const MoeLayerSpec& spec, const FusedMoE::Options& o, Fu
   plan.hidden_size = spec.hidden_size;
   plan.latent_size = spec.hidden_size;
   plan.input_norm_eps = spec.input_norm_eps;
-  if (spec.input_norm_eps > 0 && (o.routed_input_transform || o.routed_output_transform)) {
+  if (spec.input_norm_eps > 0 && (o.transform.input || o.transform.output)) {
     return unsupported(fmt::format("routed transforms: got one with input_norm_eps {}, need none",
                                    spec.input_norm_eps));
   }
-  if (!o.routed_input_transform) {
-    if (o.transformed_hidden_size == 0 && !o.routed_output_transform) return {};
+  if (!o.transform.input) {
+    if (o.transform.hidden_size == 0 && !o.transform.output) return {};
     return invalid(
-        fmt::format("routed_input_transform: got none with {}, need one or neither",
-                    o.routed_output_transform ? "an output transform" : "transformed_hidden_size"));
+        fmt::format("transform.input: got none with {}, need one or neither",
+                    o.transform.output ? "an output transform" : "transform.hidden_size"));
   }
-  if (o.transformed_hidden_size < 1) {
-    return invalid(fmt::format("transformed_hidden_size: got {}, a transform needs >= 1",
-                               o.transformed_hidden_size));
+  if (o.transform.hidden_size < 1) {
+    return invalid(fmt::format("transform.hidden_size: got {}, a transform needs >= 1",
+                               o.transform.hidden_size));
   }
-  plan.latent_size = o.transformed_hidden_size;
-  if (!o.routed_output_transform && plan.latent_size != plan.hidden_size) {
+  plan.latent_size = o.transform.hidden_size;
+  if (!o.transform.output && plan.latent_size != plan.hidden_size) {
     return invalid(
-        fmt::format("transformed_hidden_size: got {}, need hidden_size {} or an output transform",
+        fmt::format("transform.hidden_size: got {}, need hidden_size {} or an output transform",
                     plan.latent_size, plan.hidden_size));
   }
-  if (o.routed_output_transform && !o.communicator && o.parallel.flat_size() > 1) {
+  if (o.transform.output && !o.ranks.communicator && o.parallel.flat_size() > 1) {
     return unsupported(
-        "routed_output_transform: got one with several ranks, whose partial sums a transform need "
+        "transform.output: got one with several ranks, whose partial sums a transform need "
         "not respect; need one rank or a communicator");
   }
   return {};
@@ -94,6 +94,7 @@ MoeProblem common_problem(const MoeLayerSpec& spec, const QuantPlan& quant,
   p.format = ActivationFormat::kStandard;
   p.max_tokens = o.max_tokens;
   p.num_threads = o.num_threads;
+  p.device = o.device;
   return p;
 }
 
@@ -110,10 +111,10 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const QuantScheme& sh
   plan.has_router_bias = spec.has_router_bias;
   MOESAIC_ASSIGN_OR_RETURN(plan.quant,
                            plan_quant(spec.quant, spec.activation_dtype, options.quant));
-  const auto physical = checked_add(spec.num_experts, options.num_redundant_experts);
-  if (options.num_redundant_experts < 0 || !physical) {
+  const auto physical = checked_add(spec.num_experts, options.ranks.num_redundant_experts);
+  if (options.ranks.num_redundant_experts < 0 || !physical) {
     return invalid(fmt::format("num_redundant_experts: got {}, need a number >= 0",
-                               options.num_redundant_experts));
+                               options.ranks.num_redundant_experts));
   }
   MOESAIC_ASSIGN_OR_RETURN(plan.expert_map, make_expert_map(*physical, options.parallel));
   MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int64_t> local,

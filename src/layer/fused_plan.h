@@ -39,16 +39,4 @@ struct FusedPlan {
 Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const QuantScheme& shared_stored,
                                  const FusedMoE::Options& options);
 
-// All stages in order, with the candidates of each: those of the device, and those of the other
-// kind of device with that as their reason.
-//   router_name  what the router calls its method
-std::vector<CandidateReport> explain_plan(const FusedPlan& plan, std::string_view router_name,
-                                          Device device);
-
-// Threads of the stages of a layer on a CPU, for calls of up to max_tokens.
-//   experts_backend, shared_backend  names of the catalogue
-std::vector<StageThreads> explain_threads(const FusedPlan& plan, std::int64_t max_tokens,
-                                          std::string_view experts_backend,
-                                          std::string_view shared_backend);
-
 }  // namespace moesaic

@@ -12,6 +12,7 @@
 #include "core/fault.h"
 #include "core/refusal.h"
 #include "experts/problem_checks.h"
+#include "moesaic/device_tensor.h"
 
 namespace moesaic {
 
@@ -20,7 +21,7 @@ struct ModularKernel::Impl {
   Options options;
   std::unique_ptr<PrepareAndFinalize> pf;
   std::unique_ptr<Experts> experts;
-  Tensor workspace;
+  DeviceTensor workspace;    // on the problem's device
   mutable std::mutex mutex;  // one call at a time uses the workspace
 
   // The three pieces of the workspace for M tokens. The experts' output gets a piece of its own
@@ -120,6 +121,9 @@ Result<ModularKernel> ModularKernel::create(const MoeProblem& problem,
     return Status(StatusCode::kInvalidArgument,
                   "inplace: got true, but shared experts read the same input; need false");
   }
+  if (options.inplace) {
+    MOESAIC_RETURN_IF_ERROR(expect_cpu(problem.device).with_context("inplace"));
+  }
   MOESAIC_RETURN_IF_ERROR(prepare_finalize->attach(*experts));
   std::unique_ptr<Impl> impl(new (std::nothrow) Impl);
   if (!impl) return Status(StatusCode::kOutOfMemory, "cannot allocate the kernel");
@@ -130,7 +134,8 @@ Result<ModularKernel> ModularKernel::create(const MoeProblem& problem,
   Arena arena = Arena::measure();
   MOESAIC_ASSIGN_OR_RETURN(const Impl::Pieces unused, impl->carve(arena, options.max_tokens));
   static_cast<void>(unused);
-  MOESAIC_ASSIGN_OR_RETURN(impl->workspace, Tensor::uninitialized(DType::kU8, {arena.used()}));
+  MOESAIC_ASSIGN_OR_RETURN(impl->workspace,
+                           DeviceTensor::uninitialized(problem.device, DType::kU8, {arena.used()}));
   return ModularKernel(std::move(impl));
 }
 
@@ -143,6 +148,12 @@ Status ModularKernel::Impl::check(const Args& a) const {
                         problem.hidden_size)};
   }
   const std::int64_t tokens = hidden_shape[0];
+  for (const auto& [field, view] :
+       {std::pair{"hidden_states", a.hidden_states}, std::pair{"topk_ids", a.topk_ids},
+        std::pair{"topk_weights", a.topk_weights},
+        std::pair{"output", ConstTensorView(a.output)}}) {
+    MOESAIC_RETURN_IF_ERROR(expect_device(field, view, problem.device));
+  }
   if (tokens > options.max_tokens) {
     return {StatusCode::kLimitExceeded, fmt::format("tokens: got {}, need at most max_tokens = {}",
                                                     tokens, options.max_tokens)};
@@ -200,6 +211,7 @@ Status ModularKernel::Impl::run_experts(const Args& a, const Prepared& prepared,
   e.workspace = pieces.experts;
   e.output = expert_output;
   e.numerics = a.numerics;
+  e.stream = a.stream;
   return experts->run(e);
 }
 
@@ -207,8 +219,7 @@ Status ModularKernel::run(const Args& args) const {
   const Impl& m = *impl_;
   const std::lock_guard<std::mutex> lock(m.mutex);
   if (const Status bad = m.check(args); !bad.ok()) return m.pf->withdraw(bad, false, {});
-  Arena arena(
-      {const_cast<std::byte*>(m.workspace.data()), static_cast<std::size_t>(m.workspace.bytes())});
+  Arena arena(m.workspace.span());
   MOESAIC_ASSIGN_OR_RETURN(const Impl::Pieces pieces, m.carve(arena, args.hidden_states.dim(0)));
   MOESAIC_ASSIGN_OR_RETURN(const Prepared prepared,
                            m.pf->prepare({args.hidden_states, args.topk_weights, args.topk_ids,
@@ -271,8 +282,6 @@ const MoeProblem& ModularKernel::problem() const { return impl_->problem; }
 const Experts& ModularKernel::experts() const { return *impl_->experts; }
 const PrepareAndFinalize& ModularKernel::prepare_finalize() const { return *impl_->pf; }
 std::int64_t ModularKernel::workspace_bytes() const { return impl_->workspace.bytes(); }
-std::span<std::byte> ModularKernel::workspace_for_test() {
-  return {impl_->workspace.data(), static_cast<std::size_t>(impl_->workspace.bytes())};
-}
+std::span<std::byte> ModularKernel::workspace_for_test() { return impl_->workspace.span(); }
 
 }  // namespace moesaic

@@ -36,7 +36,7 @@ Result<std::unique_ptr<RankMesh>> RankMesh::create(const FusedMoE::Options& opti
   if (!mesh) return Status(StatusCode::kOutOfMemory, "cannot allocate the groups of ranks");
   const ParallelConfig& p = options.parallel;
   mesh->plan_ = plan;
-  mesh->world_ = options.communicator;
+  mesh->world_ = options.ranks.communicator;
   mesh->engine_tp_ = p.engine_tp_size();
   mesh->sequence_parallel_ = p.is_sequence_parallel();
   MOESAIC_ASSIGN_OR_RETURN(mesh->tokens_, group_of(mesh->world_, p.token_group(), kTokenGroup));

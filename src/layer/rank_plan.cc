@@ -8,6 +8,7 @@
 #include "core/checked.h"
 #include "core/fault.h"
 #include "core/refusal.h"
+#include "layer/engine.h"
 #include "moesaic/communicator.h"
 
 namespace moesaic {
@@ -67,39 +68,40 @@ Result<RankPlan> plan_ranks(const FusedMoE::Options& options, std::int64_t top_k
   const ParallelConfig& p = options.parallel;
   RankPlan plan;
   plan.kernel_rows = plan.experts_rows = options.max_tokens;
-  if (options.enable_eplb && (!options.communicator || p.flat_size() == 1)) {
+  if (options.ranks.enable_eplb && (!options.ranks.communicator || p.flat_size() == 1)) {
     return unsupported("enable_eplb: got true on one rank, need a communicator with several");
   }
-  if (options.num_redundant_experts != 0 && !options.enable_eplb) {
+  if (options.ranks.num_redundant_experts != 0 && !options.ranks.enable_eplb) {
     return Status(StatusCode::kInvalidArgument,
                   fmt::format("num_redundant_experts: got {} without enable_eplb, need 0",
-                              options.num_redundant_experts));
+                              options.ranks.num_redundant_experts));
   }
-  if (!options.communicator) return plan;
-  plan.size = options.communicator->size();
-  if (plan.size != p.flat_size() || options.communicator->rank() != p.flat_rank()) {
+  if (!options.ranks.communicator) return plan;
+  plan.size = options.ranks.communicator->size();
+  if (plan.size != p.flat_size() || options.ranks.communicator->rank() != p.flat_rank()) {
     return Status(
         StatusCode::kInvalidArgument,
         fmt::format("communicator: got rank {} of {}, parallel says rank {} of {}",
-                    options.communicator->rank(), plan.size, p.flat_rank(), p.flat_size()));
+                    options.ranks.communicator->rank(), plan.size, p.flat_rank(), p.flat_size()));
   }
   if (plan.size == 1) return plan;
   plan.active = true;
   plan.parallel = p;
-  MOESAIC_ASSIGN_OR_RETURN(plan.transport, resolve(options.transport, p));
-  if (options.reduction == RankReduction::kPerSlot && p.tp_size > 1) {
+  MOESAIC_ASSIGN_OR_RETURN(plan.transport, resolve(options.ranks.transport, p));
+  if (options.ranks.reduction == RankReduction::kPerSlot && p.tp_size > 1) {
     return unsupported(
         fmt::format("reduction: got per_slot with tp_size {}, whose ranks hold slices of experts; "
                     "need per_rank, or expert parallelism",
                     p.tp_size));
   }
-  if (options.enable_eplb && (p.ep_size == 1 || p.placement != ExpertPlacement::kLinear)) {
+  if (options.ranks.enable_eplb && (p.ep_size == 1 || p.placement != ExpertPlacement::kLinear)) {
     return unsupported("enable_eplb: got true, need expert parallelism with linear placement");
   }
-  const bool slots = options.reduction == RankReduction::kPerSlot || options.enable_eplb;
+  const bool slots =
+      options.ranks.reduction == RankReduction::kPerSlot || options.ranks.enable_eplb;
   plan.per_slot = slots && top_k > 1 && plan.transport != RankTransport::kBatched;
-  plan.slots_as_rows = plan.per_slot && !options.device.is_cuda();
-  plan.combine_dtype = options.combine_dtype;
+  plan.slots_as_rows = plan.per_slot && engine_of(options.device).slots_as_rows;
+  plan.combine_dtype = options.ranks.combine_dtype;
   if (plan.combine_dtype != DType::kF32 && plan.combine_dtype != DType::kBF16) {
     return Status(StatusCode::kInvalidDType, fmt::format("combine_dtype: got {}, need F32 or BF16",
                                                          dtype_name(plan.combine_dtype)));

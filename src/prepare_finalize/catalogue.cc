@@ -5,6 +5,7 @@
 #include <array>
 #include <string>
 
+#include "core/refusal.h"
 #include "moesaic/modular_kernel.h"
 #include "prepare_finalize/predicates.h"
 
@@ -33,23 +34,25 @@ Status local(const MoeProblem& problem, const ParallelConfig& parallel) {
 }
 Status batched(const MoeProblem& problem, const ParallelConfig& parallel) {
   MOESAIC_RETURN_IF_ERROR(batched_can_implement(problem));
-  return rows_are_here("batched_reference", parallel);
+  MOESAIC_RETURN_IF_ERROR(rows_are_here("batched_reference", parallel));
+  return expect_cpu(problem.device);
 }
 Status all_to_all(const MoeProblem& problem, const ParallelConfig& parallel) {
   MOESAIC_RETURN_IF_ERROR(standard_transport_can_implement(problem));
-  return experts_are_spread("all_to_all", parallel);
+  MOESAIC_RETURN_IF_ERROR(experts_are_spread("all_to_all", parallel));
+  return expect_cpu(problem.device);
 }
 Status all_to_all_batched(const MoeProblem& problem, const ParallelConfig& parallel) {
   MOESAIC_RETURN_IF_ERROR(batched_transport_can_implement(problem));
   MOESAIC_RETURN_IF_ERROR(experts_are_spread("all_to_all_batched", parallel));
-  if (problem.max_tokens % parallel.ep_size == 0) return {};
+  if (problem.max_tokens % parallel.ep_size == 0) return expect_cpu(problem.device);
   return {StatusCode::kInvalidArgument,
           fmt::format("max_tokens: got {} rows per slab, need a multiple of ep size {}",
                       problem.max_tokens, parallel.ep_size)};
 }
 Status gather(const MoeProblem& problem, const ParallelConfig& parallel) {
   MOESAIC_RETURN_IF_ERROR(standard_transport_can_implement(problem));
-  if (parallel.token_group().size() > 1) return {};
+  if (parallel.token_group().size() > 1) return expect_cpu(problem.device);
   return {StatusCode::kUnsupported,
           "parallel: every rank has all rows, all_gather_reduce_scatter has nothing to gather"};
 }

@@ -32,12 +32,14 @@ using test::scaled_output;
 using test::small_spec;
 using test::to_doubles;
 
+constexpr Device kGpu = Device::cuda(0);
+
 ConstTensorView input(const DeviceBytes& d, std::int64_t rows, std::int64_t hidden) {
-  return {d.as<const std::byte>(), DType::kBF16, {rows, hidden}};
+  return {d.as<const std::byte>(), DType::kBF16, {rows, hidden}, kGpu};
 }
 TensorView output(const DeviceBytes& d, std::int64_t rows, std::int64_t hidden,
                   DType dtype = DType::kBF16) {
-  return {d.as<std::byte>(), dtype, {rows, hidden}};
+  return {d.as<std::byte>(), dtype, {rows, hidden}, kGpu};
 }
 
 // A stream and an instantiated graph, freed at the end.
@@ -77,8 +79,8 @@ TEST(CudaLayerGraph, TenThousandReplaysWithChangingRouting) {
     const DeviceBytes want(kInputs * bytes), all(kInputs * bytes), x(bytes), y(bytes);
     for (int i = 0; i < kInputs; ++i) {  // one call each, the plain way
       const ConstTensorView in(inputs.as<const std::byte>() + i * bytes, DType::kBF16,
-                               {kTokens, hidden});
-      const TensorView out(want.as<std::byte>() + i * bytes, DType::kBF16, {kTokens, hidden});
+                               {kTokens, hidden}, kGpu);
+      const TensorView out(want.as<std::byte>() + i * bytes, DType::kBF16, {kTokens, hidden}, kGpu);
       const Status status = layer.enqueue({}, in, out);
       ASSERT_TRUE(status.ok()) << status.to_string();
     }
@@ -115,9 +117,9 @@ TEST(CudaLayer, TracesAreWhatTheHostPathReports) {
   const DeviceBytes dx(x.data(), x.bytes()), y(21 * hidden * 4);
   const DeviceBytes logits(21 * 8 * 4), weights(21 * k * 4), ids(21 * k * 4);
   FusedMoE::Trace trace;
-  trace.router_logits = {logits.as<std::byte>(), DType::kF32, {21, 8}};
-  trace.topk_weights = {weights.as<std::byte>(), DType::kF32, {21, k}};
-  trace.topk_ids = {ids.as<std::byte>(), DType::kI32, {21, k}};
+  trace.router_logits = {logits.as<std::byte>(), DType::kF32, {21, 8}, kGpu};
+  trace.topk_weights = {weights.as<std::byte>(), DType::kF32, {21, k}, kGpu};
+  trace.topk_ids = {ids.as<std::byte>(), DType::kI32, {21, k}, kGpu};
   ASSERT_TRUE(
       layer.enqueue({}, input(dx, 21, hidden), output(y, 21, hidden, DType::kF32), trace).ok());
   ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
@@ -162,7 +164,10 @@ TEST(CudaLayerMisuse, EveryMistakeIsAStatusAndLeavesNoError) {
                  {"hidden_states"});
   const Tensor on_host = random_hidden(16, 16, hidden);
   expect_refusal(call(on_host.view(), out), StatusCode::kInvalidArgument,
-                 {"hidden_states", "host memory"});
+                 {"hidden_states: got memory of cpu, need memory of cuda:0"});
+  ConstTensorView lying = on_host.view();
+  lying.device = kGpu;
+  expect_refusal(call(lying, out), StatusCode::kInvalidArgument, {"hidden_states", "host memory"});
   ConstTensorView null = in;
   null.data = nullptr;
   expect_refusal(call(null, out), StatusCode::kInvalidArgument, {"hidden_states", "null"});
@@ -170,14 +175,14 @@ TEST(CudaLayerMisuse, EveryMistakeIsAStatusAndLeavesNoError) {
   expect_refusal(call(input(large, 17, hidden), output(y, 17, hidden)), StatusCode::kLimitExceeded,
                  {"17", "16"});
   expect_refusal(call(input(x, 16, hidden / 2), out), StatusCode::kInvalidShape, {"hidden_states"});
-  expect_refusal(call({x.as<const std::byte>(), DType::kF16, {16, hidden}}, out),
+  expect_refusal(call({x.as<const std::byte>(), DType::kF16, {16, hidden}, kGpu}, out),
                  StatusCode::kInvalidDType, {"BF16"});
   expect_refusal(call(in, output(y, 16, hidden, DType::kF16)), StatusCode::kInvalidDType,
                  {"output"});
-  expect_refusal(call(in, {x.as<std::byte>(), DType::kBF16, {16, hidden}}), StatusCode::kAliasing,
-                 {"output", "hidden_states"});
+  expect_refusal(call(in, {x.as<std::byte>(), DType::kBF16, {16, hidden}, kGpu}),
+                 StatusCode::kAliasing, {"output", "hidden_states"});
   FusedMoE::Trace trace;
-  trace.topk_ids = {y.as<std::byte>(), DType::kI32, {16, 3}};
+  trace.topk_ids = {y.as<std::byte>(), DType::kI32, {16, 3}, kGpu};
   expect_refusal(call(in, out, trace), StatusCode::kInvalidShape, {"topk_ids"});
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
   EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "layer/layer_case.h"
+#include "layer/sm90/few_tokens_plan.h"
 #include "layer/sm90/layer.h"
 #include "moesaic/communicator.h"
 #include "support/refusal.h"
@@ -99,8 +100,8 @@ TEST(CudaPlan, RefusalsNameTheStage) {
   expect_refusal(explain_layer(small_spec(), options).status(), StatusCode::kUnsupported,
                  {"cpu_reference", "cuda_sm90"});
   options = on_gpu();
-  options.transformed_hidden_size = 64;
-  options.routed_input_transform = [](ConstTensorView, TensorView) { return Status(); };
+  options.transform.hidden_size = 64;
+  options.transform.input = [](ConstTensorView, TensorView) { return Status(); };
   expect_refusal(explain_layer(small_spec(), options).status(), StatusCode::kUnsupported,
                  {"transform"});
   MoeLayerSpec custom = small_spec();
@@ -146,11 +147,35 @@ TEST(CudaPlan, ALayerForAMissingDeviceIsRefused) {
                  {"CPU"});
 }
 
+// --- Few tokens ----------------------------------------------------------------------------------
+
+TEST(CudaPlan, WhatIsDoneInFrontOfTheExperts) {
+  using cuda::InFront;
+  const auto chosen = [](bool takes, bool gate, bool moves, bool routes) {
+    return cuda::choose_in_front({takes, gate, moves, routes});
+  };
+  EXPECT_EQ(chosen(true, true, true, true), InFront::kGatePrepares);
+  EXPECT_EQ(chosen(true, false, true, true), InFront::kRouterPrepares);
+  EXPECT_EQ(chosen(true, true, false, true), InFront::kRouterPrepares);
+  EXPECT_EQ(chosen(true, true, true, false), InFront::kRouterPrepares);
+  EXPECT_EQ(chosen(false, true, true, true), InFront::kNothing);
+  cuda::FewTokensPlan plan;
+  plan.add(InFront::kGatePrepares, InFront::kRouterPrepares, InFront::kNothing);
+  plan.add(InFront::kRouterPrepares, InFront::kNothing, InFront::kGatePrepares);
+  EXPECT_EQ(plan.of(1, DType::kBF16), InFront::kGatePrepares);
+  EXPECT_EQ(plan.of(1, DType::kF16), InFront::kRouterPrepares);
+  EXPECT_EQ(plan.of(2, DType::kF32), InFront::kGatePrepares);
+  EXPECT_EQ(plan.of(2, DType::kBF16), InFront::kRouterPrepares);
+  for (const std::int64_t tokens : {0, 3, 1000}) {
+    EXPECT_EQ(plan.of(tokens, DType::kBF16), InFront::kNothing) << tokens;
+  }
+}
+
 // --- Ranks ---------------------------------------------------------------------------------------
 
 FusedMoE::Options on_two_gpus(const std::shared_ptr<Communicator>& communicator) {
   FusedMoE::Options o = on_gpu(64);
-  o.communicator = communicator;
+  o.ranks.communicator = communicator;
   o.parallel.ep_size = o.parallel.dp_size = 2;
   return o;
 }
@@ -161,12 +186,12 @@ TEST(CudaPlan, RanksOnGpusTakeTheStandardTransports) {
   FusedMoE::Options o = on_two_gpus(pair);
   const LayerExplanation e = explain_layer(deepseek_v3(), o).value();
   EXPECT_EQ(e.experts_backend, "cuda_sm90");
-  o.transport = RankTransport::kGather;
+  o.ranks.transport = RankTransport::kGather;
   EXPECT_TRUE(explain_layer(deepseek_v3(), o).ok());
-  o.combine_dtype = DType::kBF16;
+  o.ranks.combine_dtype = DType::kBF16;
   EXPECT_TRUE(explain_layer(deepseek_v3(), o).ok());
   o = on_two_gpus(pair);
-  o.reduction = RankReduction::kPerSlot;
+  o.ranks.reduction = RankReduction::kPerSlot;
   EXPECT_TRUE(explain_layer(deepseek_v3(), o).ok());
   // Slots are no rows of their own on a GPU: the experts see all k of a row.
   const FusedPlan plan = plan_fused_moe(deepseek_v3(), {}, o).value();
@@ -183,12 +208,12 @@ TEST(CudaPlan, WhatRanksOnGpusDoNotTakeIsRefusedByName) {
     change(o);
     expect_refusal(explain_layer(small_spec(), o).status(), StatusCode::kUnsupported, words);
   };
-  refused([](auto& o) { o.transport = RankTransport::kBatched; }, {"transport: got batched"});
-  refused([](auto& o) { o.enable_eplb = true; }, {"enable_eplb: got true on a GPU"});
+  refused([](auto& o) { o.ranks.transport = RankTransport::kBatched; }, {"transport: got batched"});
+  refused([](auto& o) { o.ranks.enable_eplb = true; }, {"enable_eplb: got true on a GPU"});
   refused(
       [](auto& o) {
-        o.transport = RankTransport::kGather;
-        o.reduction = RankReduction::kPerSlot;
+        o.ranks.transport = RankTransport::kGather;
+        o.ranks.reduction = RankReduction::kPerSlot;
       },
       {"reduction: got per_slot with transport gather", "all_to_all"});
 }

@@ -54,7 +54,7 @@ double bound_on_gpus(const RankCombo& c) { return c.ep ? 1e-6 : 6e-3; }
 
 FusedMoE::Options two_engines(int rank, const std::shared_ptr<Communicator>& communicator) {
   FusedMoE::Options o = on_gpu(8);
-  o.communicator = communicator;
+  o.ranks.communicator = communicator;
   o.parallel.ep_size = o.parallel.dp_size = 2;
   o.parallel.ep_rank = o.parallel.dp_rank = rank;
   return o;

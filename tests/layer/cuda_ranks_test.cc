@@ -62,7 +62,7 @@ TEST(CudaRanks, RoundedPartialSumsStayWithinTheirBound) {
   REQUIRE_HOPPER();
   const test::LayerTensors tensors = test::make_tensors(43, test::rank_features()[1].spec());
   RankProblem problem = gpu_problem(tensors, 30);
-  problem.options.combine_dtype = DType::kBF16;
+  problem.options.ranks.combine_dtype = DType::kBF16;
   problem.bound = 0x1p-8;
   for (const auto transport : {RankTransport::kAllToAll, RankTransport::kGather}) {
     RankCombo combo;
@@ -83,7 +83,7 @@ TEST(CudaRanks, ACommunicatorOfOneRankChangesNothing) {
   options.device = Device::cuda(0);
   const test::LayerRun want = test::run_layer(make_layer(tensors, options),
                                               test::random_hidden(5, 9, tensors.spec.hidden_size));
-  options.communicator = std::move(make_in_process_communicators(1).value().front());
+  options.ranks.communicator = std::move(make_in_process_communicators(1).value().front());
   const test::LayerRun got = test::run_layer(make_layer(tensors, options),
                                              test::random_hidden(5, 9, tensors.spec.hidden_size));
   std::string why;
@@ -96,36 +96,38 @@ TEST(CudaRanks, EnqueueWorksOnDeviceTensorsAndRefusesCapture) {
   REQUIRE_HOPPER();
   const test::LayerTensors tensors = test::make_tensors(45, test::deepseek_like());
   const auto make = test::maker_of(tensors);
-  for (const Status& s : test::on_two_ranks([&](int rank, const std::shared_ptr<Communicator>&c) {
-         const auto layer = make(two_engines(rank, c));
-         if (!layer.ok()) return layer.status();
-         const std::int64_t rows = rank == 0 ? 6 : 0, hidden = 64;
-         const Tensor x = test::random_hidden(3, rows, hidden);
-         Tensor host = Tensor::zeros(DType::kF32, {rows, hidden}).value();
-         Status status = layer->forward(x.view(), host.view());
-         if (!status.ok()) return status;
-         const DeviceBytes in(x.data(), x.bytes()), out(rows * hidden * 4);
-         const ConstTensorView from(in.as<const std::byte>(), DType::kBF16, Shape{rows, hidden});
-         const TensorView to(out.as<std::byte>(), DType::kF32, Shape{rows, hidden});
-         cudaStream_t stream = nullptr;
-         EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
-         status = layer->enqueue({stream}, from, to);
-         EXPECT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-         if (status.ok() && rows > 0) {
-           std::vector<float> got(static_cast<std::size_t>(rows * hidden));
-           out.download(got.data());
-           EXPECT_EQ(std::memcmp(got.data(), host.data(), got.size() * 4), 0);
-         }
-         // Thread-local capture: the other rank's calls on this device go on.
-         cudaGraph_t graph = nullptr;
-         EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), cudaSuccess);
-         const Status captured = layer->enqueue({stream}, from, to);
-         EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-         if (graph != nullptr) (void)cudaGraphDestroy(graph);
-         (void)cudaStreamDestroy(stream);
-         expect_refusal(captured, StatusCode::kUnsupported, {"stream", "captured"});
-         return status;
-       })) {
+  for (
+      const Status& s : test::on_two_ranks([&](int rank, const std::shared_ptr<Communicator>&c) {
+        const auto layer = make(two_engines(rank, c));
+        if (!layer.ok()) return layer.status();
+        const std::int64_t rows = rank == 0 ? 6 : 0, hidden = 64;
+        const Tensor x = test::random_hidden(3, rows, hidden);
+        Tensor host = Tensor::zeros(DType::kF32, {rows, hidden}).value();
+        Status status = layer->forward(x.view(), host.view());
+        if (!status.ok()) return status;
+        const DeviceBytes in(x.data(), x.bytes()), out(rows * hidden * 4);
+        const ConstTensorView from(in.as<const std::byte>(), DType::kBF16, Shape{rows, hidden},
+                                   layer->device());
+        const TensorView to(out.as<std::byte>(), DType::kF32, Shape{rows, hidden}, layer->device());
+        cudaStream_t stream = nullptr;
+        EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+        status = layer->enqueue({stream}, from, to);
+        EXPECT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+        if (status.ok() && rows > 0) {
+          std::vector<float> got(static_cast<std::size_t>(rows * hidden));
+          out.download(got.data());
+          EXPECT_EQ(std::memcmp(got.data(), host.data(), got.size() * 4), 0);
+        }
+        // Thread-local capture: the other rank's calls on this device go on.
+        cudaGraph_t graph = nullptr;
+        EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), cudaSuccess);
+        const Status captured = layer->enqueue({stream}, from, to);
+        EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+        if (graph != nullptr) (void)cudaGraphDestroy(graph);
+        (void)cudaStreamDestroy(stream);
+        expect_refusal(captured, StatusCode::kUnsupported, {"stream", "captured"});
+        return status;
+      })) {
     EXPECT_TRUE(s.ok()) << s.to_string();
   }
 }

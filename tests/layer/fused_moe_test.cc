@@ -12,12 +12,14 @@
 #include "layer/layer_case.h"
 #include "support/metrics.h"
 #include "support/random.h"
+#include "support/refusal.h"
 
 namespace moesaic {
 namespace {
 
 using test::compare;
 using test::deepseek_like;
+using test::expect_refusal;
 using test::Feature;
 using test::LayerRun;
 using test::LayerTensors;
@@ -281,14 +283,14 @@ TEST(FusedMoE, TransformsWrapTheRoutedExpertsOnly) {
   LayerTensors t = make_tensors(18, outer);
   t.experts = test::collect(*make_stacked_source(latent.experts.view()), 8);
   FusedMoE::Options options = with_quant("f32");
-  options.transformed_hidden_size = 64;
-  options.routed_input_transform = [](ConstTensorView x, TensorView y) -> Status {
+  options.transform.hidden_size = 64;
+  options.transform.input = [](ConstTensorView x, TensorView y) -> Status {
     for (std::int64_t r = 0; r < x.dim(0); ++r) {
       std::memcpy(y.data + r * 128, x.data + r * x.strides[0] * 2, 128);
     }
     return {};
   };
-  options.routed_output_transform = [](ConstTensorView y, TensorView out) -> Status {
+  options.transform.output = [](ConstTensorView y, TensorView out) -> Status {
     for (std::int64_t r = 0; r < y.dim(0); ++r) {
       for (std::int64_t h = 0; h < 96; ++h) {
         out.as<float>()[r * 96 + h] = h < 64 ? 2.0F * y.as<float>()[r * 64 + h] : 0.0F;
@@ -541,8 +543,8 @@ TEST(FusedMoE, CreateRefusesWithStageFieldAndNeed) {
          "max_tokens: got 0");
   refuse([](auto&, auto& o) { o.num_threads = -1; }, StatusCode::kInvalidArgument, "num_threads");
   refuse([](auto&, auto& o) { o.quant = "mxfp5"; }, StatusCode::kNotFound, "mxfp4");
-  refuse([](auto&, auto& o) { o.backend = "cuda_sm90"; }, StatusCode::kNotFound,
-         "experts backend: got \"cuda_sm90\"");
+  refuse([](auto&, auto& o) { o.backend = "cuda_sm90"; }, StatusCode::kUnsupported,
+         "experts backend cuda_sm90: device: cpu, need a Hopper GPU");
   refuse([](auto&, auto& o) { o.quant = "fp8-block"; }, StatusCode::kUnsupported,
          "experts: intermediate_size: got 32");
   refuse([](auto& w, auto&) { w.experts = nullptr; }, StatusCode::kInvalidArgument,
@@ -563,14 +565,14 @@ TEST(FusedMoE, CreateRefusesWithStageFieldAndNeed) {
   refuse([](auto&, auto& o) { o.parallel.tp_size = 3; }, StatusCode::kInvalidArgument,
          "intermediate_size: got 32, need a multiple of tp_size 3");
   refuse([](auto&, auto& o) { o.parallel.ep_rank = 5; }, StatusCode::kInvalidArgument, "ep_rank");
-  refuse([](auto&, auto& o) { o.transformed_hidden_size = 32; }, StatusCode::kInvalidArgument,
-         "routed_input_transform");
+  refuse([](auto&, auto& o) { o.transform.hidden_size = 32; }, StatusCode::kInvalidArgument,
+         "transform.input");
   refuse(
       [](auto&, auto& o) {
-        o.transformed_hidden_size = 32;
-        o.routed_input_transform = [](ConstTensorView, TensorView) { return Status(); };
+        o.transform.hidden_size = 32;
+        o.transform.input = [](ConstTensorView, TensorView) { return Status(); };
       },
-      StatusCode::kInvalidArgument, "transformed_hidden_size: got 32, need hidden_size 64");
+      StatusCode::kInvalidArgument, "transform.hidden_size: got 32, need hidden_size 64");
   refuse(
       [](auto& w, auto&) {
         w.spec.routing = RoutingSpec();
@@ -589,8 +591,8 @@ TEST(FusedMoE, CreateRefusesWithStageFieldAndNeed) {
   refuse(
       [](auto& w, auto& o) {
         w.spec.input_norm_eps = 1e-6;
-        o.transformed_hidden_size = 64;
-        o.routed_input_transform = [](ConstTensorView, TensorView) { return Status(); };
+        o.transform.hidden_size = 64;
+        o.transform.input = [](ConstTensorView, TensorView) { return Status(); };
       },
       StatusCode::kUnsupported, "routed transforms: got one with input_norm_eps");
 }
@@ -617,6 +619,27 @@ TEST(FusedMoE, ForwardRefusesWithFieldValueAndNeed) {
   trace.topk_ids = ids.view();
   expect_refused(layer.forward(x.view(), out.view(), trace), StatusCode::kInvalidShape,
                  "trace.topk_ids: got [3, 3], need [3, 2]");
+}
+
+TEST(FusedMoe, ViewsOfAnotherDeviceAreRefused) {
+  const LayerTensors t = make_tensors(31, small_spec());
+  const FusedMoE layer = make_layer(t);
+  const Tensor x = random_hidden(32, 2, t.spec.hidden_size);
+  Tensor y = Tensor::zeros(DType::kF32, x.shape()).value();
+  const Device gpu = Device::cuda(0);
+  const ConstTensorView there(x.data(), x.dtype(), x.shape(), gpu);
+  expect_refusal(layer.forward(there, y.view()), StatusCode::kInvalidArgument,
+                 {"hidden_states: got memory of cuda:0, need memory of cpu"});
+  expect_refusal(layer.forward(x.view(), {y.data(), DType::kF32, y.shape(), gpu}),
+                 StatusCode::kInvalidArgument, {"output: got memory of cuda:0"});
+  Tensor logits =
+      Tensor::zeros(DType::kF32, {2, t.spec.routing.num_experts + t.spec.routing.num_zero_experts})
+          .value();
+  FusedMoE::Trace trace;
+  trace.router_logits = {logits.data(), DType::kF32, logits.shape(), gpu};
+  expect_refusal(layer.forward(x.view(), y.view(), trace), StatusCode::kInvalidArgument,
+                 {"trace.router_logits: got memory of cuda:0"});
+  EXPECT_TRUE(layer.forward(x.view(), y.view()).ok());
 }
 
 }  // namespace

@@ -102,8 +102,8 @@ TEST_F(NcclRanks, GoldenCheckpointsEqualOneGpu) {
     EXPECT_EQ(run([&](const std::shared_ptr<Communicator>& c) -> std::string {
                 FusedMoE::Options o;
                 o.device = Device::cuda(c->device());
-                o.communicator = c;
-                o.reduction = RankReduction::kPerSlot;
+                o.ranks.communicator = c;
+                o.ranks.reduction = RankReduction::kPerSlot;
                 o.parallel.ep_size = o.parallel.dp_size = c->size();
                 o.parallel.ep_rank = o.parallel.dp_rank = c->rank();
                 const auto layer = FusedMoE::from_checkpoint(checkpoint, spec.layer, o);

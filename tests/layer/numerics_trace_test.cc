@@ -97,9 +97,9 @@ TEST(NumericsTrace, Refusals) {
   EXPECT_NE(size.message().find("trace.numerics: got [39], need [40]"), std::string::npos)
       << size.message();
   FusedMoE::Options transformed;
-  transformed.transformed_hidden_size = t.spec.hidden_size;
-  transformed.routed_input_transform = [](ConstTensorView, TensorView) { return Status(); };
-  transformed.routed_output_transform = [](ConstTensorView, TensorView) { return Status(); };
+  transformed.transform.hidden_size = t.spec.hidden_size;
+  transformed.transform.input = [](ConstTensorView, TensorView) { return Status(); };
+  transformed.transform.output = [](ConstTensorView, TensorView) { return Status(); };
   rows.resize(kRows);
   trace.numerics = rows;
   const Status transform = make_layer(t, transformed).forward(x.view(), y.view(), trace);

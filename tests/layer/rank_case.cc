@@ -184,9 +184,9 @@ std::string run_rank(const RankProblem& problem, const RankCombo& combo,
   FusedMoE::Options options = problem.options;
   options.parallel = ParallelConfig::from_sizes(sizes).value();
   options.parallel.placement = combo.placement;
-  options.communicator = communicator;
-  options.transport = combo.transport;
-  options.reduction = combo.reduction;
+  options.ranks.communicator = communicator;
+  options.ranks.transport = combo.transport;
+  options.ranks.reduction = combo.reduction;
   const auto layer = problem.make(options);
   if (!layer.ok()) return layer.status().to_string();
 

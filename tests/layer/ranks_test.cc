@@ -115,15 +115,15 @@ TEST(RankedLayer, TransformsSeeCompleteRows) {
   problem.make = test::maker_of(tensors);
   problem.options.num_threads = 1;
   problem.options.max_tokens = 6;
-  problem.options.transformed_hidden_size = spec.hidden_size;
-  problem.options.routed_input_transform = [](ConstTensorView x, TensorView to) {
+  problem.options.transform.hidden_size = spec.hidden_size;
+  problem.options.transform.input = [](ConstTensorView x, TensorView to) {
     for (std::int64_t i = 0; i < to.dim(0) * to.dim(1); ++i) {
       to.as<std::uint16_t>()[i] = x.as<std::uint16_t>()[i / x.dim(1) * x.strides[0] + i % x.dim(1)];
     }
     return Status();
   };
   // Not linear: of a partial sum it would be something else.
-  problem.options.routed_output_transform = [](ConstTensorView x, TensorView to) {
+  problem.options.transform.output = [](ConstTensorView x, TensorView to) {
     for (std::int64_t i = 0; i < to.dim(0) * to.dim(1); ++i) {
       to.as<float>()[i] = x.as<float>()[i] * x.as<float>()[i];
     }
@@ -143,7 +143,7 @@ FusedMoE::Options options_of(int rank, int dp, const std::shared_ptr<Communicato
   FusedMoE::Options o;
   o.num_threads = 1;
   o.max_tokens = 4;
-  o.communicator = communicator;
+  o.ranks.communicator = communicator;
   o.parallel.ep_size = 2;
   o.parallel.ep_rank = rank;
   o.parallel.dp_size = dp;
@@ -211,19 +211,19 @@ TEST(RankedLayer, RefusesByName) {
   expect_refusal(plan_ranks(o, 2).status(), StatusCode::kInvalidArgument,
                  {"communicator: got rank 0 of 2", "rank 1 of 2"});
   o = options_of(0, 2, pair);
-  o.transport = RankTransport::kNone;
+  o.ranks.transport = RankTransport::kNone;
   expect_refusal(plan_ranks(o, 2).status(), StatusCode::kUnsupported, {"transport: got none"});
   o = options_of(0, 2, pair);
   std::swap(o.parallel.tp_size, o.parallel.ep_size);
-  o.transport = RankTransport::kAllToAll;
+  o.ranks.transport = RankTransport::kAllToAll;
   expect_refusal(plan_ranks(o, 2).status(), StatusCode::kUnsupported,
                  {"transport: got all_to_all", "slice"});
-  o.transport = RankTransport::kAuto;
-  o.reduction = RankReduction::kPerSlot;
+  o.ranks.transport = RankTransport::kAuto;
+  o.ranks.reduction = RankReduction::kPerSlot;
   expect_refusal(plan_ranks(o, 2).status(), StatusCode::kUnsupported,
                  {"reduction: got per_slot", "tp_size 2"});
   o = options_of(0, 2, pair);
-  o.reduction = RankReduction::kPerSlot;
+  o.ranks.reduction = RankReduction::kPerSlot;
   o.max_tokens = std::int64_t{1} << 29;
   expect_refusal(plan_ranks(o, 4).status(), StatusCode::kLimitExceeded, {"max_tokens", "2^31-1"});
 }
@@ -233,7 +233,7 @@ TEST(RankedLayer, RefusesByName) {
 TEST(RankedLayer, RoundedPartialSumsStayWithinTheirBound) {
   const test::LayerTensors tensors = test::make_tensors(47, test::rank_specs().front().spec());
   RankProblem problem = problem_of(tensors, 19, "f32");
-  problem.options.combine_dtype = DType::kBF16;
+  problem.options.ranks.combine_dtype = DType::kBF16;
   for (const RankTransport transport : {RankTransport::kAllToAll, RankTransport::kGather}) {
     RankCombo combo;
     combo.dp = 2;
@@ -247,12 +247,12 @@ TEST(RankedLayer, RoundedPartialSumsStayWithinTheirBound) {
   const std::shared_ptr<Communicator> pair =
       std::move(make_in_process_communicators(2).value().front());
   FusedMoE::Options o = options_of(0, 2, pair);
-  o.combine_dtype = DType::kBF16;
+  o.ranks.combine_dtype = DType::kBF16;
   EXPECT_TRUE(plan_ranks(o, 2).ok());
-  o.reduction = RankReduction::kPerSlot;
+  o.ranks.reduction = RankReduction::kPerSlot;
   expect_refusal(plan_ranks(o, 2).status(), StatusCode::kUnsupported,
                  {"combine_dtype: got BF16", "per_slot", "need F32"});
-  o.combine_dtype = DType::kF16;
+  o.ranks.combine_dtype = DType::kF16;
   expect_refusal(plan_ranks(o, 2).status(), StatusCode::kInvalidDType,
                  {"combine_dtype: got F16, need F32 or BF16"});
 }

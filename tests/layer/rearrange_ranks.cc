@@ -63,11 +63,11 @@ std::string run(const std::shared_ptr<Communicator>& world, std::string_view mod
   FusedMoE::Options options;
   options.num_threads = 1;
   const test::LayerRun want = test::run_layer(test::make_layer(tensors, options), x);
-  options.communicator = world;
+  options.ranks.communicator = world;
   options.parallel.ep_size = options.parallel.dp_size = world->size();
   options.parallel.ep_rank = options.parallel.dp_rank = world->rank();
-  options.enable_eplb = true;
-  options.num_redundant_experts = kSlots - kExperts;
+  options.ranks.enable_eplb = true;
+  options.ranks.num_redundant_experts = kSlots - kExperts;
   auto layer = FusedMoE::create(tensors.weights(), options);
   if (!layer.ok()) return layer.status().to_string();
 

@@ -37,15 +37,15 @@ FusedMoE::Options options_of(int rank, int dp, RankTransport transport,
   FusedMoE::Options o;
   o.num_threads = 1;
   o.max_tokens = 5;
-  o.communicator = communicator;
-  o.transport = transport;
+  o.ranks.communicator = communicator;
+  o.ranks.transport = transport;
   o.parallel.ep_size = kRanks;
   o.parallel.ep_rank = rank;
   o.parallel.dp_size = dp;
   o.parallel.dp_rank = rank * dp / kRanks;
-  o.enable_eplb = true;
-  o.num_redundant_experts = 4;
-  o.eplb_window = 3;
+  o.ranks.enable_eplb = true;
+  o.ranks.num_redundant_experts = 4;
+  o.ranks.eplb_window = 3;
   return o;
 }
 
@@ -217,14 +217,14 @@ TEST(Rearrange, RefusesByName) {
 
   const auto refused = on_ranks([&](int rank, std::shared_ptr<Communicator> c) -> std::string {
     FusedMoE::Options o = options_of(rank, 4, RankTransport::kAllToAll, c);
-    o.num_redundant_experts = 3;
+    o.ranks.num_redundant_experts = 3;
     expect_refusal(FusedMoE::create(f.tensors.weights(), o).status(), StatusCode::kInvalidArgument,
                    {"num_redundant_experts: got 3", "multiple of the 4 ranks"});
-    o.num_redundant_experts = 4;
-    o.enable_eplb = false;
+    o.ranks.num_redundant_experts = 4;
+    o.ranks.enable_eplb = false;
     expect_refusal(FusedMoE::create(f.tensors.weights(), o).status(), StatusCode::kInvalidArgument,
                    {"num_redundant_experts: got 4 without enable_eplb"});
-    o.enable_eplb = true;
+    o.ranks.enable_eplb = true;
     o.parallel.placement = ExpertPlacement::kRoundRobin;
     expect_refusal(FusedMoE::create(f.tensors.weights(), o).status(), StatusCode::kUnsupported,
                    {"enable_eplb", "linear placement"});
@@ -235,7 +235,7 @@ TEST(Rearrange, RefusesByName) {
   auto layer = FusedMoE::create(f.tensors.weights(), alone);
   ASSERT_TRUE(layer.ok());
   expect_refusal(layer->begin_rebalance(), StatusCode::kUnsupported, {"enable_eplb: got false"});
-  alone.enable_eplb = true;
+  alone.ranks.enable_eplb = true;
   expect_refusal(FusedMoE::create(f.tensors.weights(), alone).status(), StatusCode::kUnsupported,
                  {"enable_eplb: got true on one rank"});
 }

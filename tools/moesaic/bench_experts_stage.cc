@@ -20,11 +20,11 @@ class ExpertsStage final : public BenchStage {
     stage->s_ = settings;
     stage->p_ =
         problem_of(settings.spec, settings.options.max_tokens, settings.options.num_threads);
+    stage->p_.device = settings.options.device;
     const bool gpu = settings.options.device.is_cuda();
-    const ExpertsBackend* row = nullptr;
-    if (!gpu) {
-      MOESAIC_ASSIGN_OR_RETURN(row, choose_experts(stage->p_, settings.options.backend));
-    }
+    MOESAIC_ASSIGN_OR_RETURN(const ExpertsBackend* row,
+                             choose_experts(stage->p_, settings.options.backend));
+    stage->backend_ = std::string(row->name);
     if (settings.checkpoint != nullptr) {
       MOESAIC_ASSIGN_OR_RETURN(
           MoeLayerWeights weights,
@@ -34,17 +34,14 @@ class ExpertsStage final : public BenchStage {
       stage->source_ = make_random_source(stage->p_, settings.seed);
     }
     if (gpu) {
-      MOESAIC_ASSIGN_OR_RETURN(
-          stage->gpu_, make_gpu_experts(settings.options.device, stage->p_, *stage->source_));
+      MOESAIC_ASSIGN_OR_RETURN(stage->gpu_, make_gpu_experts(*row, stage->p_, *stage->source_));
     } else {
       MOESAIC_ASSIGN_OR_RETURN(stage->experts_, row->create(stage->p_, *stage->source_));
     }
     return std::unique_ptr<BenchStage>(std::move(stage));
   }
 
-  std::string backend() const override {
-    return gpu_ ? "cuda_sm90" : std::string(experts_->name());
-  }
+  std::string backend() const override { return backend_; }
   std::string quant() const override { return std::string(p_.quant.name); }
 
   Result<BenchPoint> prepare(std::int64_t tokens) override {
@@ -143,6 +140,7 @@ class ExpertsStage final : public BenchStage {
   BenchSettings s_;
   MoeProblem p_;
   std::unique_ptr<ExpertSource> source_;
+  std::string backend_;
   std::unique_ptr<Experts> experts_;
   std::unique_ptr<GpuStage> gpu_;  // instead of experts_
 };

@@ -136,7 +136,7 @@ class LayerStage final : public BenchStage {
         in.push_back({r.x.view()});
         out.push_back({r.y.view()});
       }
-      if (s_.options.communicator) {  // ranks wait for each other on the host
+      if (s_.options.ranks.communicator) {  // ranks wait for each other on the host
         MOESAIC_ASSIGN_OR_RETURN(point.run, gpu_->resident(in, out));
       } else {
         MOESAIC_ASSIGN_OR_RETURN(point.time, gpu_->timer(in, out));
@@ -167,7 +167,7 @@ class LayerStage final : public BenchStage {
 
   // For the one row that is checked: the layer's, or the wider one that rounding this row leaves.
   Result<double> bound_of_row(const ConstTensorView& x) const {
-    if (s_.options.communicator) return layer_->quant().output_bound;  // nothing is measured
+    if (s_.options.ranks.communicator) return layer_->quant().output_bound;  // nothing is measured
     const Shape one{1, s_.spec.hidden_size};
     MOESAIC_ASSIGN_OR_RETURN(Tensor y, Tensor::zeros(DType::kF32, one));
     RowNumerics numerics;

@@ -79,9 +79,10 @@ int bench_on_rank(const BenchRanksRequest& request, const RankContext& c) {
       "{:>8} {:>8} {:>12} {:>12} {:>12} {:>16} {:>10}  {}\n",
       request.name, (*stage)->quant(), request.routing, c.size, c.communicator->name(),
       p.engine_tp_size(), p.dp_size, p.ep_size > 1 ? ", whole experts" : ", slices",
-      p.is_sequence_parallel() ? ", sequence parallel" : "", rank_transport_name(c.layer.transport),
-      rank_reduction_name(c.layer.reduction), "tokens", "in all", "median us", "min us", "tokens/s",
-      "sent B/rank/tok", "rel_l2", "backend"));
+      p.is_sequence_parallel() ? ", sequence parallel" : "",
+      rank_transport_name(c.layer.ranks.transport), rank_reduction_name(c.layer.ranks.reduction),
+      "tokens", "in all", "median us", "min us", "tokens/s", "sent B/rank/tok", "rel_l2",
+      "backend"));
   for (const std::int64_t tokens : request.tokens) {
     const Result<BenchPoint> point = (*stage)->prepare(tokens);
     if (!point.ok()) return c.fail(point.status(), Origin::kOption);
@@ -114,9 +115,9 @@ int bench_on_rank(const BenchRanksRequest& request, const RankContext& c) {
                     {"dp", p.dp_size},
                     {"ep", p.ep_size > 1},
                     {"sp", p.is_sequence_parallel()},
-                    {"transport", rank_transport_name(c.layer.transport)},
-                    {"reduction", rank_reduction_name(c.layer.reduction)},
-                    {"combine_dtype", c.layer.combine_dtype == DType::kBF16 ? "bf16" : "f32"},
+                    {"transport", rank_transport_name(c.layer.ranks.transport)},
+                    {"reduction", rank_reduction_name(c.layer.ranks.reduction)},
+                    {"combine_dtype", c.layer.ranks.combine_dtype == DType::kBF16 ? "bf16" : "f32"},
                     {"median_us", slowest},
                     {"min_us", fastest},
                     {"samples", samples->us.size()},

@@ -9,14 +9,13 @@
 
 #include "cuda/device_memory.h"
 #include "cuda/device_timer.h"
-#include "experts/sm90/experts.h"
 #include "gate/sm90/gate_linear.h"
+#include "moesaic/device_tensor.h"
 #include "router/sm90/router.h"
 
 namespace moesaic::tool {
 namespace {
 
-using cuda::Allocation;
 using cuda::DeviceScope;
 
 // Cached data must not survive from one use to the next: several times the 50 MB of an H100's L2.
@@ -29,24 +28,23 @@ using EnqueueFn =
 
 // Device copies of one rotation.
 struct OnDevice {
-  std::vector<Allocation> memory;
+  std::vector<DeviceTensor> memory;
   std::vector<ConstTensorView> in;
   std::vector<TensorView> out;
 
-  static Result<OnDevice> make(const std::vector<ConstTensorView>& in,
+  static Result<OnDevice> make(Device device, const std::vector<ConstTensorView>& in,
                                const std::vector<TensorView>& out) {
     OnDevice d;
     for (const ConstTensorView& t : in) {
-      MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, contiguous_bytes(t.dtype, t.shape));
-      d.memory.emplace_back();
-      MOESAIC_RETURN_IF_ERROR(cuda::upload("input", t.data, bytes, d.memory.back()));
-      d.in.emplace_back(d.memory.back().as<const std::byte>(), t.dtype, t.shape);
+      MOESAIC_ASSIGN_OR_RETURN(DeviceTensor copy, DeviceTensor::copy_of(t, device));
+      d.in.emplace_back(copy.view());
+      d.memory.push_back(std::move(copy));
     }
     for (const TensorView& t : out) {
-      MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, contiguous_bytes(t.dtype, t.shape));
-      d.memory.emplace_back();
-      MOESAIC_RETURN_IF_ERROR(d.memory.back().reserve("output", bytes));
-      d.out.emplace_back(d.memory.back().as<std::byte>(), t.dtype, t.shape);
+      MOESAIC_ASSIGN_OR_RETURN(DeviceTensor made,
+                               DeviceTensor::uninitialized(device, t.dtype, t.shape));
+      d.out.push_back(made.view());
+      d.memory.push_back(std::move(made));
     }
     return d;
   }
@@ -54,31 +52,27 @@ struct OnDevice {
 
 class DeviceStage final : public GpuStage {
  public:
-  DeviceStage(Device device, EnqueueFn enqueue)
-      : device_(device.index()), enqueue_(std::move(enqueue)) {}
+  DeviceStage(Device device, EnqueueFn enqueue) : device_(device), enqueue_(std::move(enqueue)) {}
 
   Status run(const std::vector<ConstTensorView>& in, const std::vector<TensorView>& out) override {
-    const DeviceScope scope(device_);
+    const DeviceScope scope(device_.index());
     MOESAIC_RETURN_IF_ERROR(scope.status());
-    MOESAIC_ASSIGN_OR_RETURN(const OnDevice d, OnDevice::make(in, out));
+    MOESAIC_ASSIGN_OR_RETURN(const OnDevice d, OnDevice::make(device_, in, out));
     MOESAIC_RETURN_IF_ERROR(enqueue_(nullptr, 0, d.in, d.out));
-    MOESAIC_RETURN_IF_ERROR(cuda::synchronize(nullptr));
     for (std::size_t i = 0; i < out.size(); ++i) {
-      MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes,
-                               contiguous_bytes(out[i].dtype, out[i].shape));
-      MOESAIC_RETURN_IF_ERROR(cuda::copy_to_host("output", out[i].data, d.out[i].data, bytes));
+      MOESAIC_RETURN_IF_ERROR(copy_tensor(d.out[i], out[i]));
     }
     return {};
   }
 
   Result<TimeFn> timer(const std::vector<std::vector<ConstTensorView>>& in,
                        const std::vector<std::vector<TensorView>>& out) override {
-    const DeviceScope scope(device_);
+    const DeviceScope scope(device_.index());
     MOESAIC_RETURN_IF_ERROR(scope.status());
     MOESAIC_ASSIGN_OR_RETURN(const auto rotations, upload_all(in, out));
     MOESAIC_ASSIGN_OR_RETURN(
         std::unique_ptr<cuda::DeviceTimer> made,
-        cuda::DeviceTimer::create(device_, [&](void* stream) -> Status {
+        cuda::DeviceTimer::create(device_.index(), [&](void* stream) -> Status {
           for (std::size_t i = 0; i < rotations->size(); ++i) {
             const OnDevice& d = (*rotations)[i];
             MOESAIC_RETURN_IF_ERROR(enqueue_(stream, static_cast<int>(i), d.in, d.out));
@@ -97,11 +91,11 @@ class DeviceStage final : public GpuStage {
 
   Result<RunFn> resident(const std::vector<std::vector<ConstTensorView>>& in,
                          const std::vector<std::vector<TensorView>>& out) override {
-    const DeviceScope scope(device_);
+    const DeviceScope scope(device_.index());
     MOESAIC_RETURN_IF_ERROR(scope.status());
     MOESAIC_ASSIGN_OR_RETURN(const auto rotations, upload_all(in, out));
     return RunFn([rotations, device = device_, enqueue = enqueue_](int rotation) -> Status {
-      const DeviceScope here(device);
+      const DeviceScope here(device.index());
       MOESAIC_RETURN_IF_ERROR(here.status());
       const OnDevice& d = (*rotations)[static_cast<std::size_t>(rotation)];
       MOESAIC_RETURN_IF_ERROR(enqueue(nullptr, rotation, d.in, d.out));
@@ -111,17 +105,17 @@ class DeviceStage final : public GpuStage {
 
  private:
   using Rotations = std::shared_ptr<std::vector<OnDevice>>;
-  static Result<Rotations> upload_all(const std::vector<std::vector<ConstTensorView>>& in,
-                                      const std::vector<std::vector<TensorView>>& out) {
+  Result<Rotations> upload_all(const std::vector<std::vector<ConstTensorView>>& in,
+                               const std::vector<std::vector<TensorView>>& out) const {
     auto rotations = std::make_shared<std::vector<OnDevice>>();
     for (std::size_t i = 0; i < in.size(); ++i) {
-      MOESAIC_ASSIGN_OR_RETURN(OnDevice d, OnDevice::make(in[i], out[i]));
+      MOESAIC_ASSIGN_OR_RETURN(OnDevice d, OnDevice::make(device_, in[i], out[i]));
       rotations->push_back(std::move(d));
     }
     return rotations;
   }
 
-  int device_;
+  Device device_;
   EnqueueFn enqueue_;
 };
 
@@ -167,39 +161,36 @@ Result<std::unique_ptr<GpuStage>> make_gpu_router(Device device, const Router::O
   });
 }
 
-Result<std::unique_ptr<GpuStage>> make_gpu_experts(Device device, const MoeProblem& problem,
+Result<std::unique_ptr<GpuStage>> make_gpu_experts(const ExpertsBackend& backend,
+                                                   const MoeProblem& problem,
                                                    ExpertSource& source) {
-  MOESAIC_RETURN_IF_ERROR(check_gpu(device));
-  const DeviceScope scope(device.index());
-  MOESAIC_RETURN_IF_ERROR(scope.status());
+  MOESAIC_RETURN_IF_ERROR(check_gpu(problem.device));
   struct State {
-    std::vector<std::unique_ptr<cuda::CudaExperts>> copies;
-    Allocation workspace;
+    std::vector<std::unique_ptr<Experts>> copies;
+    DeviceTensor workspace;
   };
   auto state = std::make_shared<State>();
   std::int64_t held = 0;
   do {
-    MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<cuda::CudaExperts> experts,
-                             cuda::CudaExperts::create(problem, source, device.index()));
+    MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<Experts> experts, backend.create(problem, source));
     held += experts->weight_bytes();
     state->copies.push_back(std::move(experts));
   } while (held < kPastTheCache && state->copies.size() < 8);
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes,
-                           cuda::CudaExperts::workspace_size(problem, problem.max_tokens));
-  MOESAIC_RETURN_IF_ERROR(state->workspace.reserve("workspace", bytes));
-  return make_stage(device, [state](void* stream, int rotation, const auto& in, const auto& out) {
-    cuda::CudaExpertsArgs a;
-    a.tokens = in[0].dim(0);
-    a.hidden_states = in[0].data;
-    a.topk_ids = in[1].template as<std::int32_t>();
-    a.topk_weights = in[2].template as<float>();
-    a.output = out[0].data;
-    a.output_dtype = out[0].dtype;
-    a.workspace = state->workspace.template as<void>();
-    a.workspace_bytes = state->workspace.bytes();
-    return state->copies[static_cast<std::size_t>(rotation) % state->copies.size()]->enqueue(stream,
-                                                                                             a);
-  });
+                           backend.workspace_size(problem, problem.max_tokens));
+  MOESAIC_ASSIGN_OR_RETURN(state->workspace,
+                           DeviceTensor::uninitialized(problem.device, DType::kU8, {bytes}));
+  return make_stage(
+      problem.device, [state](void* stream, int rotation, const auto& in, const auto& out) {
+        ExpertsArgs a;
+        a.hidden_states = in[0];
+        a.topk_ids = in[1];
+        a.topk_weights = in[2];
+        a.output = out[0];
+        a.workspace = state->workspace.span();
+        a.stream = {stream};
+        return state->copies[static_cast<std::size_t>(rotation) % state->copies.size()]->run(a);
+      });
 }
 
 Result<std::unique_ptr<GpuStage>> make_gpu_layer(const FusedMoE& layer) {

@@ -45,9 +45,9 @@ Result<std::unique_ptr<GpuStage>> make_gpu_gate(Device device, const ConstTensor
 // logits [M, E] F32 -> ids [M, slots] I32, weights [M, slots] F32.
 Result<std::unique_ptr<GpuStage>> make_gpu_router(Device device, const Router::Options& options);
 // x [M, H] BF16, ids [M, k] I32, weights [M, k] F32 -> y [M, H] BF16. Layers that fit the cache are
-// held several times and rotated; problem.max_tokens bounds M.
-Result<std::unique_ptr<GpuStage>> make_gpu_experts(Device device, const MoeProblem& problem,
-                                                   ExpertSource& source);
+// held several times and rotated; problem.max_tokens bounds M, and its device is the GPU.
+Result<std::unique_ptr<GpuStage>> make_gpu_experts(const ExpertsBackend& backend,
+                                                   const MoeProblem& problem, ExpertSource& source);
 // x [M, H] BF16 -> y [M, H] BF16 or F32 [, ids [M, k] I32, weights [M, k] F32]. The layer outlives
 // the stage.
 Result<std::unique_ptr<GpuStage>> make_gpu_layer(const FusedMoE& layer);

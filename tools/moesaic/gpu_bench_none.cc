@@ -18,9 +18,9 @@ Result<std::unique_ptr<GpuStage>> make_gpu_gate(Device device, const ConstTensor
 Result<std::unique_ptr<GpuStage>> make_gpu_router(Device device, const Router::Options&) {
   return refused(device);
 }
-Result<std::unique_ptr<GpuStage>> make_gpu_experts(Device device, const MoeProblem&,
+Result<std::unique_ptr<GpuStage>> make_gpu_experts(const ExpertsBackend&, const MoeProblem& problem,
                                                    ExpertSource&) {
-  return refused(device);
+  return refused(problem.device);
 }
 Result<std::unique_ptr<GpuStage>> make_gpu_layer(const FusedMoE& layer) {
   return refused(layer.device());

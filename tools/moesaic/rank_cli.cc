@@ -83,16 +83,17 @@ Result<FusedMoE::Options> layer_options_of(const RankOptions& o, const CommonOpt
   layer.parallel.placement =
       by_name(o.placement, {ExpertPlacement::kLinear, ExpertPlacement::kRoundRobin},
               &expert_placement_name);
-  layer.transport = by_name(o.transport,
-                            {RankTransport::kAuto, RankTransport::kNone, RankTransport::kGather,
-                             RankTransport::kAllToAll, RankTransport::kBatched},
-                            &rank_transport_name);
-  layer.reduction = by_name(o.reduction, {RankReduction::kPerRank, RankReduction::kPerSlot},
-                            &rank_reduction_name);
-  layer.combine_dtype = o.combine_dtype == "bf16" ? DType::kBF16 : DType::kF32;
+  layer.ranks.transport =
+      by_name(o.transport,
+              {RankTransport::kAuto, RankTransport::kNone, RankTransport::kGather,
+               RankTransport::kAllToAll, RankTransport::kBatched},
+              &rank_transport_name);
+  layer.ranks.reduction = by_name(o.reduction, {RankReduction::kPerRank, RankReduction::kPerSlot},
+                                  &rank_reduction_name);
+  layer.ranks.combine_dtype = o.combine_dtype == "bf16" ? DType::kBF16 : DType::kF32;
   layer.num_threads = threads;
-  layer.enable_eplb = o.eplb;
-  layer.num_redundant_experts = o.redundant;
+  layer.ranks.enable_eplb = o.eplb;
+  layer.ranks.num_redundant_experts = o.redundant;
   return layer;
 }
 
@@ -117,7 +118,7 @@ int run_one(const RankOptions& options, const CommonOptions& common, int threads
     if (!nccl.ok()) return c.fail(nccl.status(), Origin::kOption);
     c.communicator = std::move(nccl).value();
   }
-  c.layer.communicator = c.communicator;
+  c.layer.ranks.communicator = c.communicator;
   c.console.note(
       1,
       fmt::format("{} of {} ranks over {} on {}, tp {} of {}, dp {} of {}, {} thread(s)", c.rank,
@@ -276,8 +277,8 @@ Json describe_ranks(const RankContext& c, const FusedMoE& layer) {
           {"sp", p.is_sequence_parallel()},
           {"placement", expert_placement_name(p.placement)},
           {"transport", rank_transport_name(layer.transport())},
-          {"reduction", rank_reduction_name(c.layer.reduction)},
-          {"combine_dtype", c.layer.combine_dtype == DType::kBF16 ? "bf16" : "f32"}};
+          {"reduction", rank_reduction_name(c.layer.ranks.reduction)},
+          {"combine_dtype", c.layer.ranks.combine_dtype == DType::kBF16 ? "bf16" : "f32"}};
 }
 
 }  // namespace moesaic::tool

@@ -158,7 +158,7 @@ void report(const RankContext& c, const RunRequest& request, const FusedMoE& lay
       tokens, c.size, c.communicator->name(), p.engine_tp_size(), p.dp_size,
       p.ep_size > 1 ? "whole experts" : "slices of experts",
       p.is_sequence_parallel() ? ", sequence parallel" : "", expert_placement_name(p.placement),
-      rank_transport_name(layer.transport()), rank_reduction_name(c.layer.reduction)));
+      rank_transport_name(layer.transport()), rank_reduction_name(c.layer.ranks.reduction)));
   c.console.print(fmt::format("backend {}, arithmetic {}\n{:>6} {:>8} {:>8} {:>12} {:>14} {:>12}\n",
                               layer.experts_backend(), layer.quant().name, "rank", "tokens",
                               "slots", "median", "sent per call", "weights"));
@@ -227,7 +227,7 @@ int run_layer_on_rank(const RunRequest& request, const RankContext& c) {
       time_on_ranks(*layer, *mine, *part, request.repeat, *c.communicator);
   if (!timing.ok()) return c.fail(timing.status(), Origin::kFile);
   std::optional<RankBalance> balance;
-  if (options.enable_eplb) {
+  if (options.ranks.enable_eplb) {
     Result<RankBalance> moved = balance_on_ranks(c, *layer, *mine, *part);
     if (!moved.ok()) return c.fail(moved.status(), Origin::kFile);
     balance = std::move(moved).value();

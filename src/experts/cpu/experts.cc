@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "core/fault.h"
+#include "core/refusal.h"
 #include "cpu/tiers.h"
 #include "experts/cpu/experts_impl.h"
 #include "permute/sort_slots.h"
@@ -192,7 +193,8 @@ Status CpuExperts::run(const ExpertsArgs& args) const {
 Status cpu_experts_can_implement(std::string_view tier, const MoeProblem& problem) {
   MOESAIC_RETURN_IF_ERROR(check_problem(problem));
   MOESAIC_RETURN_IF_ERROR(cpu::usable_kernels(tier).status());
-  return cpu_weight_format(problem.quant).status();
+  MOESAIC_RETURN_IF_ERROR(cpu_weight_format(problem.quant).status());
+  return expect_cpu(problem.device);
 }
 
 Result<std::unique_ptr<Experts>> make_cpu_experts(std::string_view tier, const MoeProblem& problem,
@@ -205,6 +207,10 @@ Result<std::unique_ptr<Experts>> make_cpu_experts(std::string_view tier, const M
                            CpuExpertWeights::load(problem, format, source, plan.num_threads));
   return std::unique_ptr<Experts>(
       std::make_unique<CpuExperts>(problem, *kernels, plan, format.grouped, std::move(weights)));
+}
+
+void CpuExperts::accumulate(const float* row, float weight, std::int64_t n, float* sum) const {
+  kernels_.accumulate_row(row, weight, n, sum);
 }
 
 Result<int> cpu_experts_threads(std::string_view tier, const MoeProblem& problem,

@@ -56,6 +56,7 @@ class CpuExperts final : public Experts {
     return cpu_workspace_bytes(plan_, tokens);
   }
 
+  void accumulate(const float* row, float weight, std::int64_t n, float* sum) const override;
   Status run(const ExpertsArgs& args) const override;
 
  private:

@@ -12,6 +12,7 @@
 #include "core/arena.h"
 #include "core/checked.h"
 #include "core/fault.h"
+#include "core/refusal.h"
 #include "experts/problem_checks.h"
 #include "experts/reference/matrix.h"
 #include "experts/row_error.h"
@@ -211,7 +212,10 @@ class RefExperts final : public Experts {
 
 }  // namespace
 
-Status ref_experts_can_implement(const MoeProblem& problem) { return check_problem(problem); }
+Status ref_experts_can_implement(const MoeProblem& problem) {
+  MOESAIC_RETURN_IF_ERROR(check_problem(problem));
+  return expect_cpu(problem.device);
+}
 
 Result<std::unique_ptr<Experts>> make_ref_experts(const MoeProblem& problem, ExpertSource& source) {
   MOESAIC_RETURN_IF_ERROR(ref_experts_can_implement(problem));

@@ -95,11 +95,12 @@ Status CudaLayer::Impl::create_shared(const MoeLayerSpec& spec, const FusedMoE::
 CudaLayer::CudaLayer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 CudaLayer::~CudaLayer() = default;
 
-Result<std::unique_ptr<CudaLayer>> CudaLayer::create(const MoeLayerSpec& spec,
-                                                     const FusedPlan& plan,
-                                                     const FusedMoE::Options& options,
-                                                     MoeLayerWeights& weights,
-                                                     const RankMesh* mesh) {
+Result<std::unique_ptr<LayerEngine>> make_sm90_engine(const EngineParts& parts) {
+  return CudaLayer::create(parts);
+}
+
+Result<std::unique_ptr<LayerEngine>> CudaLayer::create(const EngineParts& parts) {
+  const auto& [spec, plan, options, weights, mesh] = parts;
   MOESAIC_RETURN_IF_ERROR(can_implement(plan, options));
   const MoeLayerTensors& t = weights.tensors;
   std::unique_ptr<Impl> impl(new (std::nothrow) Impl());
@@ -144,7 +145,8 @@ Result<std::unique_ptr<CudaLayer>> CudaLayer::create(const MoeLayerSpec& spec,
       LayerWorkspace::carve(plan, impl->shared_gate.has_value(), options.max_tokens, arena));
   static_cast<void>(unused);
   MOESAIC_RETURN_IF_ERROR(impl->workspace.reserve("workspace", arena.used()));
-  std::unique_ptr<CudaLayer> layer(new (std::nothrow) CudaLayer(std::move(impl)));
+  MOESAIC_RETURN_IF_ERROR(impl->make_few_tokens_plans());
+  std::unique_ptr<LayerEngine> layer(new (std::nothrow) CudaLayer(std::move(impl)));
   if (!layer) return Status(StatusCode::kOutOfMemory, "cannot allocate the layer");
   return layer;
 }
@@ -154,6 +156,7 @@ Result<std::unique_ptr<CudaLayer>> CudaLayer::create(const MoeLayerSpec& spec,
 namespace {
 
 Status check_device_tensor(std::string_view field, const ConstTensorView& t, int device) {
+  MOESAIC_RETURN_IF_ERROR(expect_device(field, t, Device::cuda(device)));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous(field, t));
   return check_device_pointer(field, t.data, 16, device);
 }
@@ -164,6 +167,7 @@ Status check_trace(std::string_view field, const TensorView& t, DType dtype, con
   MOESAIC_RETURN_IF_ERROR(expect_dtype(field, t, dtype));
   MOESAIC_RETURN_IF_ERROR(expect_shape(field, t, shape));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous(field, t));
+  MOESAIC_RETURN_IF_ERROR(expect_device(field, t, Device::cuda(device)));
   return check_device_pointer(field, t.data, 4, device);
 }
 
@@ -243,8 +247,8 @@ Status CudaLayer::Impl::make_staging() const {
   return staging.ids.reserve("topk_ids", rows * plan.routed.top_k * 4);
 }
 
-Status CudaLayer::forward_chunk(const ConstTensorView& x, const TensorView& output,
-                                const FusedMoE::Trace& trace) const {
+Status CudaLayer::forward_host(const ConstTensorView& x, const TensorView& output,
+                               const FusedMoE::Trace& trace) const {
   const Status status = impl_->forward_host(x, output, trace);
   return impl_->mesh != nullptr ? impl_->mesh->give_up(status) : status;
 }
@@ -308,6 +312,8 @@ Status CudaLayer::Impl::forward_host(const ConstTensorView& x, const TensorView&
   return report("topk_ids", trace.topk_ids, out.topk_ids);
 }
 
+std::string_view CudaLayer::experts_backend() const { return kCudaExpertsName; }
+std::string CudaLayer::determinism() const { return sm90_determinism(impl_->plan); }
 std::int64_t CudaLayer::weight_bytes() const {
   const Impl& m = *impl_;
   return m.gate->bytes() + (m.experts ? m.experts->weight_bytes() : 0) +

@@ -1,5 +1,5 @@
 // The layer on one Hopper GPU: gate, router, experts, shared experts and their sum on one stream.
-// FusedMoE owns one when its device is a GPU.
+// The engine of FusedMoE for such a device; what it takes is decided without one.
 #pragma once
 
 #include <cstdint>
@@ -7,14 +7,11 @@
 #include <string_view>
 
 #include "core/arena.h"
+#include "layer/engine.h"
 #include "layer/fused_plan.h"
 #include "moesaic/checkpoint.h"
 #include "moesaic/device.h"
 #include "moesaic/fused_moe.h"
-
-namespace moesaic {
-class RankMesh;  // rank_mesh.h
-}
 
 namespace moesaic::cuda {
 
@@ -51,36 +48,49 @@ struct LayerWorkspace {
                                       Arena& arena);
 };
 
-class CudaLayer {
+class CudaLayer final : public LayerEngine {
  public:
   // ok, or which stage cannot run on a GPU and why (kUnsupported); needs no device.
   static Status can_implement(const FusedPlan& plan, const FusedMoE::Options& options);
 
   // Uploads everything; experts one at a time. Consumes weights.experts. kDevice, kOutOfMemory and
   // the source's errors, each with its stage in front.
-  //   mesh  of an active rank plan, outlives the layer's calls; else null
-  static Result<std::unique_ptr<CudaLayer>> create(const MoeLayerSpec& spec, const FusedPlan& plan,
-                                                   const FusedMoE::Options& options,
-                                                   MoeLayerWeights& weights, const RankMesh* mesh);
-  ~CudaLayer();
-  CudaLayer(const CudaLayer&) = delete;
-  CudaLayer& operator=(const CudaLayer&) = delete;
+  static Result<std::unique_ptr<LayerEngine>> create(const EngineParts& parts);
+  ~CudaLayer() override;
 
-  // As FusedMoE::enqueue.
+  // Copies in, runs, waits, copies out. Buffers for the copies are made at the first call.
+  Status forward_host(const ConstTensorView& hidden_states, const TensorView& output,
+                      const FusedMoE::Trace& trace) const override;
   Status enqueue(Stream stream, const ConstTensorView& hidden_states, const TensorView& output,
-                 const FusedMoE::Trace& trace) const;
-  // Host tensors, checked by the caller, at most max_tokens rows: copies in, runs, waits, copies
-  // out. Buffers for the copies are made at the first call. Not from several threads at a time.
-  Status forward_chunk(const ConstTensorView& hidden_states, const TensorView& output,
-                       const FusedMoE::Trace& trace) const;
-
-  std::int64_t weight_bytes() const;
-  std::int64_t workspace_bytes() const;
+                 const FusedMoE::Trace& trace) const override;
+  std::string_view experts_backend() const override;
+  std::int64_t weight_bytes() const override;
+  std::int64_t workspace_bytes() const override;
+  std::string determinism() const override;
 
  private:
   struct Impl;
   explicit CudaLayer(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
+};
+
+// --- The row of the catalogue ---
+
+void append_sm90_candidates(ExplainStage stage, const FusedPlan& plan, std::string_view router_name,
+                            Device device, std::vector<CandidateReport>& rows);
+std::string sm90_determinism(const FusedPlan& plan);
+Status explain_sm90_engine(const FusedPlan& plan, const MoeLayerSpec& spec,
+                           const FusedMoE::Options& options, LayerExplanation& explanation);
+// CudaLayer::create; in a build without CUDA the refusal of check_device.
+Result<std::unique_ptr<LayerEngine>> make_sm90_engine(const EngineParts& parts);
+
+inline constexpr LayerEngineRow kSm90Engine = {
+    .name = "sm90",
+    .serves = [](Device device) { return device.is_cuda(); },
+    .slots_as_rows = false,
+    .append_candidates = &append_sm90_candidates,
+    .explain = &explain_sm90_engine,
+    .create = &make_sm90_engine,
 };
 
 }  // namespace moesaic::cuda

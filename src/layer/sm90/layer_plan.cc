@@ -22,7 +22,7 @@ T* take(Arena& arena, std::int64_t count) {
 
 Status ranks_can_implement(const RankPlan& ranks, const FusedMoE::Options& options) {
   if (!ranks.active) return {};
-  if (options.enable_eplb) {
+  if (options.ranks.enable_eplb) {
     return unsupported("enable_eplb: got true on a GPU, need the CPU: experts move through it");
   }
   if (ranks.transport == RankTransport::kBatched) {
@@ -38,7 +38,7 @@ Status ranks_can_implement(const RankPlan& ranks, const FusedMoE::Options& optio
 }  // namespace
 
 Status CudaLayer::can_implement(const FusedPlan& plan, const FusedMoE::Options& options) {
-  if (options.routed_input_transform || options.routed_output_transform) {
+  if (options.transform.input || options.transform.output) {
     return unsupported("routed transforms: got host functions, need none on a GPU");
   }
   if (plan.input_norm_eps > 0) {

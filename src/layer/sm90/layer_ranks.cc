@@ -1,5 +1,5 @@
 // The call of a CudaLayer over ranks: which rows this rank hands to the experts of all, and how the
-// result becomes that of all ranks. What is added, where and in which order is fused_ranks.cc's;
+// result becomes that of all ranks. What is added, where and in which order is cpu/forward_ranks.cc's;
 // the host waits for the other ranks at each exchange.
 #include <algorithm>
 #include <vector>
@@ -124,7 +124,8 @@ Status CudaLayer::Impl::run_over_ranks(void* stream, const Rows& rows, const Out
   if (out.logits != nullptr) w.logits = out.logits;
   if (out.topk_weights != nullptr) w.topk_weights = out.topk_weights;
   if (out.topk_ids != nullptr) w.topk_ids = out.topk_ids;
-  if (rows.tokens > 0) MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*joined=*/false, nullptr));
+  if (rows.tokens > 0)
+    MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*with_shared=*/false, nullptr));
   const std::int32_t* ids = w.topk_ids;
   if (w.sent_ids != nullptr) {
     // Slots of identity experts arrive as expert 0 with weight 0: no row need travel for them.

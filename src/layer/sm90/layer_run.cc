@@ -3,6 +3,7 @@
 #include <optional>
 #include <vector>
 
+#include "experts/sm90/grouped_gemm.h"
 #include "layer/sm90/layer_impl.h"
 #include "layer/sm90/layer_ops.h"
 
@@ -13,25 +14,58 @@ Result<LayerWorkspace> CudaLayer::Impl::carve(std::int64_t tokens) const {
   return LayerWorkspace::carve(plan, shared_gate.has_value(), tokens, arena);
 }
 
-Status CudaLayer::Impl::route(void* stream, const Rows& rows, const LayerWorkspace& w, bool joined,
-                              CudaExpertsArgs* next) const {
-  const CudaRouter& with = *(joined ? joined_router : router);
+Result<InFront> CudaLayer::Impl::in_front(std::int64_t tokens, DType x_dtype,
+                                          bool with_shared) const {
+  MOESAIC_ASSIGN_OR_RETURN(const LayerWorkspace w, carve(tokens));
+  CudaExpertsArgs a = routed_args({nullptr, x_dtype, nullptr, tokens}, w);
+  CudaRouterArgs r;
+  r.tokens = tokens;
+  if (with_shared) a.top_k = 0;
+  const std::optional<RouteParams> rule = (with_shared ? joined_router : router)->usual(r);
+  FewTokensFacts facts;
+  facts.experts_take_it = experts->chores(a).has_value();
+  facts.gate_prepares = gate->does_chores(x_dtype, tokens);
+  facts.router_rule_moves = rule.has_value();
+  facts.experts_route = rule && experts->can_route(*rule);
+  return choose_in_front(facts);
+}
+
+Status CudaLayer::Impl::make_few_tokens_plans() {
+  if (!experts) return {};
+  // Nothing is done in front of calls with more pairs than that.
+  const std::int64_t most = std::min<std::int64_t>(max_tokens, kListPairs);
+  for (const bool with_shared : {false, true}) {
+    if (with_shared && !joins) continue;
+    for (std::int64_t tokens = 1; tokens <= most; ++tokens) {
+      MOESAIC_ASSIGN_OR_RETURN(const InFront bf16, in_front(tokens, DType::kBF16, with_shared));
+      MOESAIC_ASSIGN_OR_RETURN(const InFront f16, in_front(tokens, DType::kF16, with_shared));
+      MOESAIC_ASSIGN_OR_RETURN(const InFront f32, in_front(tokens, DType::kF32, with_shared));
+      (with_shared ? joined : apart).add(bf16, f16, f32);
+    }
+  }
+  return {};
+}
+
+Status CudaLayer::Impl::route(void* stream, const Rows& rows, const LayerWorkspace& w,
+                              bool with_shared, CudaExpertsArgs* next) const {
+  const CudaRouter& with = *(with_shared ? joined_router : router);
   CudaRouterArgs r;
   r.tokens = rows.tokens;
   r.router_logits = w.logits;
   r.topk_weights = w.topk_weights;
   r.topk_ids = w.topk_ids;
   r.zero_expert_weight = w.zero_weight;
+  const InFront how = next == nullptr
+                          ? InFront::kNothing
+                          : (with_shared ? joined : apart).of(rows.tokens, rows.x_dtype);
   std::optional<ExpertChores> chores;
-  if (next != nullptr) chores = experts->chores(*next);
-  if (chores) {
+  if (how != InFront::kNothing) {
+    chores = experts->chores(*next);
     next->chores_done = true;
+  }
+  if (how == InFront::kGatePrepares) {
     next->route = with.usual(r);
-    if (next->route && gate->does_chores(rows.x_dtype, rows.tokens) &&
-        experts->can_route(*next->route)) {
-      return gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits, &*chores);
-    }
-    next->route.reset();
+    return gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits, &*chores);
   }
   MOESAIC_RETURN_IF_ERROR(gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits));
   return with.enqueue(stream, r, chores ? &*chores : nullptr);
@@ -116,7 +150,7 @@ Status CudaLayer::Impl::run(void* stream, const Rows& rows, const Out& out) cons
   // A shared expert by itself would use the same workspace in between.
   const bool keeps = shared_too && (joins ? experts : shared)->same_rows(*experts);
   MOESAIC_RETURN_IF_ERROR(
-      route(stream, rows, w, /*joined=*/false, shared_too || measured ? nullptr : &args));
+      route(stream, rows, w, /*with_shared=*/false, shared_too || measured ? nullptr : &args));
   if (w.routed == nullptr && out.dtype == DType::kBF16) {
     if (shared_too) {
       MOESAIC_RETURN_IF_ERROR(
@@ -152,7 +186,7 @@ Status CudaLayer::Impl::run_joined(void* stream, const Rows& rows, const LayerWo
   CudaExpertsArgs a = routed_args(rows, w);
   a.top_k = 0;  // the experts' own: the joined one's slot too
   MOESAIC_RETURN_IF_ERROR(
-      route(stream, rows, w, /*joined=*/true, out.numerics.empty() ? &a : nullptr));
+      route(stream, rows, w, /*with_shared=*/true, out.numerics.empty() ? &a : nullptr));
   MOESAIC_RETURN_IF_ERROR(run_routed(stream, a, nullptr, out.output, out.dtype, out.numerics));
   const std::int64_t k = plan.routed.top_k;
   const auto report = [&](std::string_view field, void* to, const void* from) {

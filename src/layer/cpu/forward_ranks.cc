@@ -1,4 +1,4 @@
-// The forward call of a FusedMoE over ranks: which rows this rank gives to the kernel, and how its
+// A call of the CPU engine over ranks: which rows this rank gives to the kernel, and how its
 // result becomes that of all ranks. Every contribution is added exactly once:
 //   reduced      the kernel's rows are complete; replicas shared the rows and exchange finished ones
 //   not reduced  partial sums, and with them the shared experts of this replica's share of the rows,
@@ -9,15 +9,16 @@
 #include <cstring>
 
 #include "core/fault.h"
-#include "layer/fused_impl.h"
+#include "layer/cpu/engine.h"
+#include "layer/rows.h"
 #include "numerics/element.h"
 
 namespace moesaic {
 
 // b.routed = the routed experts' sum of each row, added in slot order from rows that came back one
 // by one.
-Status FusedMoE::Impl::run_slots(const ConstTensorView& input, const RoutedRows& r,
-                                 const Buffers& b) const {
+Status CpuEngine::run_slots(const ConstTensorView& input, const RoutedRows& r,
+                            const CpuBuffers& b) const {
   const std::int64_t k = plan.routing.top_k;
   const std::int64_t rows = input.dim(0);
   const std::int64_t width = plan.latent_size;
@@ -48,14 +49,14 @@ Status FusedMoE::Impl::run_slots(const ConstTensorView& input, const RoutedRows&
     for (std::int64_t i = 0; i < k; ++i) {
       const std::int64_t slot = t * k + (MOESAIC_FAULT(layer_slots_in_reverse) ? k - 1 - i : i);
       if (r.ids[slot] < 0) continue;
-      accumulate(b.slot_output + slot * width, r.weights[slot], width, sum);
+      kernel->experts().accumulate(b.slot_output + slot * width, r.weights[slot], width, sum);
     }
   }
   return {};
 }
 
-Status FusedMoE::Impl::forward_chunk_over_ranks(const ConstTensorView& x, const TensorView& output,
-                                                const Buffers& b) const {
+Status CpuEngine::forward_over_ranks(const ConstTensorView& x, const TensorView& output,
+                                     const CpuBuffers& b) const {
   const RankPlan& ranks = plan.ranks;
   const std::int64_t k = plan.routing.top_k;
   const RowRange all{0, x.dim(0)};
@@ -67,11 +68,12 @@ Status FusedMoE::Impl::forward_chunk_over_ranks(const ConstTensorView& x, const 
   MOESAIC_RETURN_IF_ERROR(run_routed(rows, b, rows_of(output, given.first, given.count)));
   MOESAIC_RETURN_IF_ERROR(mesh->give_up(run_shared(rows_of(x, share.first, share.count), b)));
 
-  const bool complete = ranks.reduced || ranks.per_slot || options.routed_output_transform;
+  const bool complete = ranks.reduced || ranks.per_slot || options.transform.output;
   if (complete) {
     // Without shared experts every replica can finish what it was given by itself.
     const RowRange mine = plan.has_shared ? share : given;
-    if (!writes_output_directly()) combine({mine, given.first, share.first}, b, output);
+    if (!writes_output_directly(plan, options))
+      combine({mine, given.first, share.first}, b, output);
     const bool shared_out = plan.has_shared || ranks.reduced;
     return shared_out && ranks.replicas > 1 ? mesh->gather_replicas(output) : Status();
   }

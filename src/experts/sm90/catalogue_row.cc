@@ -1,0 +1,64 @@
+// What of the sm_90 experts is decided without a device: part of every build.
+#include "experts/sm90/catalogue_row.h"
+
+#include <fmt/format.h>
+
+#include "core/refusal.h"
+#include "experts/sm90/experts.h"
+
+namespace moesaic::cuda {
+
+Status sm90_experts_can_implement(const MoeProblem& problem) {
+  MOESAIC_RETURN_IF_ERROR(CudaExperts::can_implement(problem));
+  if (problem.device.is_cuda()) return {};
+  return unsupported(fmt::format("device: {}, need a Hopper GPU", problem.device.to_string()));
+}
+
+Result<std::int64_t> sm90_experts_workspace_size(const MoeProblem& problem, std::int64_t tokens) {
+  MOESAIC_RETURN_IF_ERROR(sm90_experts_can_implement(problem));
+  return CudaExperts::workspace_size(problem, tokens);
+}
+
+Status check_sm90_args(const MoeProblem& p, const ExpertsArgs& a) {
+  if (a.hidden_states.rank() != 2) {
+    return {StatusCode::kInvalidShape,
+            fmt::format("hidden_states: got {}, need [M, {}]", a.hidden_states.shape.to_string(),
+                        p.hidden_size)};
+  }
+  const std::int64_t tokens = a.hidden_states.dim(0);
+  const Shape rows{tokens, p.hidden_size}, slots{tokens, p.top_k};
+  struct Tensor {
+    std::string_view field;
+    ConstTensorView view;
+    Shape shape;
+    DType dtype;
+  };
+  const DType out = a.output.dtype == DType::kF32 ? DType::kF32 : DType::kBF16;
+  for (const Tensor& t :
+       {Tensor{"hidden_states", a.hidden_states, rows, DType::kBF16},
+        Tensor{"output", a.output, rows, out}, Tensor{"topk_ids", a.topk_ids, slots, DType::kI32},
+        Tensor{"topk_weights", a.topk_weights, slots, DType::kF32}}) {
+    MOESAIC_RETURN_IF_ERROR(expect_dtype(t.field, t.view, t.dtype));
+    MOESAIC_RETURN_IF_ERROR(expect_shape(t.field, t.view, t.shape));
+    MOESAIC_RETURN_IF_ERROR(expect_contiguous(t.field, t.view));
+    MOESAIC_RETURN_IF_ERROR(expect_device(t.field, t.view, p.device));
+  }
+  const auto map = static_cast<std::int64_t>(a.expert_map.size());
+  if (map != p.num_experts && (map != 0 || p.num_local_experts != p.num_experts)) {
+    return {StatusCode::kInvalidShape,
+            fmt::format("expert_map: got [{}], need [{}]{}", map, p.num_experts,
+                        map == 0 ? " where not all are local" : "")};
+  }
+  if (a.hidden_scale.present()) {
+    return unsupported("hidden_scale: got rows that were quantised elsewhere, need bf16 rows");
+  }
+  if (!a.numerics.empty() && static_cast<std::int64_t>(a.numerics.size()) != tokens) {
+    return {StatusCode::kInvalidShape,
+            fmt::format("numerics: got [{}], need [{}], one per row", a.numerics.size(), tokens)};
+  }
+  MOESAIC_RETURN_IF_ERROR(expect_no_overlap("output", a.output, "hidden_states", a.hidden_states));
+  MOESAIC_RETURN_IF_ERROR(expect_no_overlap("output", a.output, "topk_ids", a.topk_ids));
+  return expect_no_overlap("output", a.output, "topk_weights", a.topk_weights);
+}
+
+}  // namespace moesaic::cuda

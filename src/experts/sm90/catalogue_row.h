@@ -1,0 +1,20 @@
+// The sm_90 row of experts_catalogue(): CudaExperts behind the interface that all experts have.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "moesaic/experts.h"
+
+namespace moesaic::cuda {
+
+// CudaExperts' answer, then that of the device (MoeProblem::device must be a GPU); needs none.
+Status sm90_experts_can_implement(const MoeProblem& problem);
+Result<std::int64_t> sm90_experts_workspace_size(const MoeProblem& problem, std::int64_t tokens);
+// Errors of check_device (in a build without CUDA it refuses every GPU) and of CudaExperts::create.
+Result<std::unique_ptr<Experts>> make_sm90_experts(const MoeProblem& problem, ExpertSource& source);
+
+// Everything about a call that needs no GPU to check; addresses are looked at by run.
+Status check_sm90_args(const MoeProblem& problem, const ExpertsArgs& args);
+
+}  // namespace moesaic::cuda

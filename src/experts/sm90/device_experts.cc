@@ -1,0 +1,87 @@
+// CudaExperts as a user of the catalogue sees them: device views and a stream in, launches out.
+#include <algorithm>
+#include <memory>
+#include <new>
+#include <utility>
+
+#include "cuda/device_memory.h"
+#include "experts/sm90/catalogue_row.h"
+#include "experts/sm90/experts.h"
+
+namespace moesaic::cuda {
+namespace {
+
+class DeviceExperts final : public Experts {
+ public:
+  DeviceExperts(const MoeProblem& problem, std::unique_ptr<CudaExperts> experts)
+      : problem_(problem), experts_(std::move(experts)) {}
+
+  std::string_view name() const override { return kCudaExpertsName; }
+  TopKWeightAndReduce reduction() const override { return TopKWeightAndReduce::kNoOp; }
+  ActivationFormat format() const override { return ActivationFormat::kStandard; }
+  Result<std::int64_t> workspace_size(std::int64_t tokens) const override {
+    return CudaExperts::workspace_size(problem_, tokens);
+  }
+  std::int64_t weight_bytes() const override { return experts_->weight_bytes(); }
+  std::string_view determinism() const override { return kCudaExpertsDeterminism; }
+
+  Status run(const ExpertsArgs& args) const override {
+    MOESAIC_RETURN_IF_ERROR(check_sm90_args(problem_, args));
+    if (args.hidden_states.dim(0) == 0) return {};
+    MOESAIC_RETURN_IF_ERROR(check_addresses(args));
+    CudaExpertsArgs a;
+    a.tokens = args.hidden_states.dim(0);
+    a.hidden_states = args.hidden_states.data;
+    a.topk_ids = args.topk_ids.as<std::int32_t>();
+    a.topk_weights = args.topk_weights.as<float>();
+    a.expert_map = args.expert_map.data();
+    a.output = args.output.data;
+    a.output_dtype = args.output.dtype;
+    a.workspace = args.workspace.data();
+    a.workspace_bytes = static_cast<std::int64_t>(args.workspace.size());
+    MOESAIC_RETURN_IF_ERROR(experts_->enqueue(args.stream.handle, a));
+    if (args.numerics.empty()) return {};
+    MOESAIC_RETURN_IF_ERROR(synchronize(args.stream.handle));
+    std::fill(args.numerics.begin(), args.numerics.end(), RowNumerics());
+    return experts_->add_numerics(a, args.numerics);
+  }
+
+ private:
+  // Host memory, or another GPU's, would be read or written long after this call has returned.
+  Status check_addresses(const ExpertsArgs& args) const {
+    struct Address {
+      std::string_view field;
+      const void* data;
+      std::int64_t alignment;
+    };
+    for (const Address& at :
+         {Address{"hidden_states", args.hidden_states.data, 16},
+          Address{"topk_ids", args.topk_ids.data, 4},
+          Address{"topk_weights", args.topk_weights.data, 4},
+          Address{"expert_map", args.expert_map.data(), 4}, Address{"output", args.output.data, 16},
+          Address{"workspace", args.workspace.data(), 256}}) {
+      if (at.data == nullptr && at.field == "expert_map") continue;
+      MOESAIC_RETURN_IF_ERROR(
+          check_device_pointer(at.field, at.data, at.alignment, problem_.device.index()));
+    }
+    return {};
+  }
+
+  MoeProblem problem_;
+  std::unique_ptr<CudaExperts> experts_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<Experts>> make_sm90_experts(const MoeProblem& problem,
+                                                   ExpertSource& source) {
+  MOESAIC_RETURN_IF_ERROR(sm90_experts_can_implement(problem));
+  MOESAIC_RETURN_IF_ERROR(check_device(problem.device));
+  MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<CudaExperts> experts,
+                           CudaExperts::create(problem, source, problem.device.index()));
+  std::unique_ptr<Experts> made(new (std::nothrow) DeviceExperts(problem, std::move(experts)));
+  if (!made) return Status(StatusCode::kOutOfMemory, "cannot allocate the experts object");
+  return made;
+}
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,89 @@
+// How one kind of device computes a layer. FusedMoE keeps what is the same on all of them: the
+// plan, the checks of a call, chunks and the lock. A new kind of device is one more row.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "layer/fused_plan.h"
+#include "moesaic/checkpoint.h"
+#include "moesaic/device.h"
+#include "moesaic/fused_moe.h"
+#include "moesaic/status.h"
+
+namespace moesaic {
+
+class ExpertBalancer;  // expert_balancer.h
+class RankMesh;        // rank_mesh.h
+
+// What an engine is made from; only `mesh` must outlive its making, by the engine's use.
+struct EngineParts {
+  const MoeLayerSpec& spec;
+  const FusedPlan& plan;
+  const FusedMoE::Options& options;
+  MoeLayerWeights& weights;
+  const RankMesh* mesh = nullptr;  // of an active rank plan; else null
+};
+
+class LayerEngine {
+ public:
+  virtual ~LayerEngine() = default;
+  LayerEngine() = default;
+  LayerEngine(const LayerEngine&) = delete;
+  LayerEngine& operator=(const LayerEngine&) = delete;
+
+  // At most max_tokens rows of host tensors, which the caller has checked; returns when `output` is
+  // written. One call at a time. Over ranks collective, and a failure of this rank is told to all.
+  virtual Status forward_host(const ConstTensorView& hidden_states, const TensorView& output,
+                              const FusedMoE::Trace& trace) const = 0;
+  // As FusedMoE::enqueue, with its checks. kUnsupported where there are no streams.
+  virtual Status enqueue(Stream stream, const ConstTensorView& hidden_states,
+                         const TensorView& output, const FusedMoE::Trace& trace) const = 0;
+
+  virtual std::string_view experts_backend() const = 0;
+  virtual std::int64_t weight_bytes() const = 0;
+  virtual std::int64_t workspace_bytes() const = 0;
+  virtual std::string determinism() const = 0;
+
+  // Expert load balancing (Options::enable_eplb): null where no experts move.
+  virtual ExpertBalancer* balancer() const { return nullptr; }
+  // One step of a rearrangement of balancer(), collective; true when this call has switched to the
+  // new weights and maps. Between two calls of forward_host.
+  virtual Result<bool> continue_rearrange(std::int64_t max_transfers);
+};
+
+// The stages that explain lists by engine, in its order; experts have a catalogue of their own.
+enum class ExplainStage : std::uint8_t { kGate, kRouter, kPrepareFinalize };
+
+// A row of the catalogue of engines.
+struct LayerEngineRow {
+  std::string_view name;
+  bool (*serves)(Device device);
+  // The reduction in slot order gives the experts every slot as a row of its own (rank_plan.h).
+  bool slots_as_rows = false;
+  // This engine's candidates of one stage for a layer on `device`, which may be another engine's:
+  // then each has that as its reason, unless it has one of its own.
+  void (*append_candidates)(ExplainStage stage, const FusedPlan& plan, std::string_view router_name,
+                            Device device, std::vector<CandidateReport>& rows);
+  // Fills backend, workspace, determinism and threads for a layer on this engine, without weights
+  // or a device; the refusal of create() where the plan alone leads to one.
+  Status (*explain)(const FusedPlan& plan, const MoeLayerSpec& spec,
+                    const FusedMoE::Options& options, LayerExplanation& explanation);
+  // check_device() has accepted the device. Errors of every stage, with its name in front.
+  Result<std::unique_ptr<LayerEngine>> (*create)(const EngineParts& parts);
+};
+// Every device is served by one row. Engines of GPUs first.
+std::span<const LayerEngineRow> layer_engines();
+const LayerEngineRow& engine_of(Device device);
+
+// What determinism() says of a layer whose experts (and, unless empty, shared experts) are these.
+std::string layer_determinism(std::string_view routed, std::string_view routed_determinism,
+                              std::string_view shared, std::string_view shared_determinism);
+// A refusal of a candidate of another kind of device: `own` when that is one, else the device.
+Status on_other_device(const Status& own, Device device, std::string_view need);
+
+}  // namespace moesaic

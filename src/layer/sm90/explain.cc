@@ -1,0 +1,91 @@
+// What explain says of a layer on a Hopper GPU: candidates of the stages, workspace. No device, in
+// any build.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "core/refusal.h"
+#include "experts/sm90/experts.h"
+#include "gate/sm90/gate.h"
+#include "layer/sm90/layer.h"
+#include "router/sm90/router.h"
+
+namespace moesaic::cuda {
+namespace {
+
+using Rows = std::vector<CandidateReport>;
+
+CandidateReport row_of(std::string stage, std::string name, const Status& status) {
+  return {std::move(stage), std::move(name), status.message(), status.ok()};
+}
+
+// Which kernel computes the logits depends on the tokens of a call, so several may be accepted.
+void append_gate(const FusedPlan& plan, Device device, Rows& rows) {
+  GateParams p;
+  p.weight_f32 = plan.gate_dtype != DType::kBF16;
+  p.experts = static_cast<std::int32_t>(plan.routing.num_experts + plan.routing.num_zero_experts);
+  p.hidden = static_cast<std::int32_t>(plan.hidden_size);
+  const auto used = [&](GateKernel kernel) {
+    for (const std::int64_t tokens : {1, 16, 17, 32, 33, 64, 96, 128, 129}) {
+      p.tokens = std::min(tokens, plan.routed.max_tokens);
+      if (choose_gate_kernel(p) == kernel) return true;
+    }
+    p.tokens = plan.routed.max_tokens;
+    return choose_gate_kernel(p) == kernel;
+  };
+  const auto add = [&](GateKernel kernel, std::string_view need) {
+    const Status own = used(kernel) ? Status() : unsupported(fmt::format("need {}", need));
+    rows.push_back(row_of("gate", std::string(gate_kernel_name(kernel)),
+                          device.is_cuda() ? own : on_other_device(own, device, "a Hopper GPU")));
+  };
+  add(GateKernel::kFewTokens, "bf16 weights with rows of a multiple of 8 that fit shared memory");
+  add(GateKernel::kSomeTokens, "such weights and over 16 tokens");
+  add(GateKernel::kFp32Rows, "fp32 weights of [256, 3072] or [128, 6144]");
+  add(GateKernel::kManyTokens, "bf16 weights with rows of a multiple of 8 and over 64 tokens");
+  add(GateKernel::kWarpPerLogit, "a shape or dtype that no other kernel takes");
+}
+
+}  // namespace
+
+void append_sm90_candidates(ExplainStage stage, const FusedPlan& plan, std::string_view router_name,
+                            Device device, std::vector<CandidateReport>& rows) {
+  const auto on_gpu = [&](const Status& own) {
+    return device.is_cuda() ? own : on_other_device(own, device, "a Hopper GPU");
+  };
+  switch (stage) {
+    case ExplainStage::kGate:
+      return append_gate(plan, device, rows);
+    case ExplainStage::kRouter:
+      rows.push_back(row_of("router", fmt::format("cuda_{}", router_name),
+                            on_gpu(CudaRouter::can_implement(plan.routing))));
+      return;
+    case ExplainStage::kPrepareFinalize:
+      // The experts gather their own rows and combine them.
+      rows.push_back(row_of("prepare_finalize", "cuda_in_experts", on_gpu({})));
+      return;
+  }
+}
+
+std::string sm90_determinism(const FusedPlan& plan) {
+  return layer_determinism(kCudaExpertsName, kCudaExpertsDeterminism,
+                           plan.has_shared ? kCudaExpertsName : std::string_view(),
+                           plan.has_shared ? kCudaExpertsDeterminism : std::string_view());
+}
+
+Status explain_sm90_engine(const FusedPlan& plan, const MoeLayerSpec& spec,
+                           const FusedMoE::Options& options, LayerExplanation& explanation) {
+  MOESAIC_RETURN_IF_ERROR(CudaLayer::can_implement(plan, options));
+  Arena arena = Arena::measure();
+  MOESAIC_ASSIGN_OR_RETURN(
+      const LayerWorkspace unused,
+      LayerWorkspace::carve(plan, spec.shared.gated_output, options.max_tokens, arena));
+  static_cast<void>(unused);
+  explanation.workspace_bytes = arena.used();
+  explanation.experts_backend = std::string(kCudaExpertsName);
+  explanation.determinism = sm90_determinism(plan);
+  return {};
+}
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,187 @@
+// The catalogue on both kinds of device, as far as it needs none: who takes what, and what the row
+// of the GPU says of a call's arguments.
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <initializer_list>
+#include <string>
+
+#include "experts/sm90/catalogue_row.h"
+#include "support/experts_run.h"
+#include "support/refusal.h"
+
+namespace moesaic {
+namespace {
+
+using test::expect_refusal;
+using test::small_problem;
+
+constexpr Device kGpu = Device::cuda(0);
+
+MoeProblem on_gpu(const char* quant) {
+  MoeProblem p = small_problem(quant);
+  p.device = kGpu;
+  return p;
+}
+
+TEST(OneInterface, EveryRowKnowsItsDevice) {
+  for (const CandidateReport& row : explain_experts(small_problem("bf16"))) {
+    if (row.name != "cuda_sm90") continue;
+    EXPECT_FALSE(row.accepted);
+    EXPECT_EQ(row.reason, "device: cpu, need a Hopper GPU");
+  }
+  int refused = 0;
+  for (const CandidateReport& row : explain_experts(on_gpu("bf16"))) {
+    EXPECT_EQ(row.accepted, row.name == "cuda_sm90") << row.name << ": " << row.reason;
+    if (row.name == "cpu_reference") EXPECT_EQ(row.reason, "device: cuda:0, need cpu");
+    refused += row.accepted ? 0 : 1;
+  }
+  EXPECT_GE(refused, 2);
+  EXPECT_EQ(choose_experts(on_gpu("fp8-block")).value()->name, "cuda_sm90");
+  expect_refusal(choose_experts(on_gpu("bf16"), "cpu_reference").status(), StatusCode::kUnsupported,
+                 {"cpu_reference: device: cuda:0, need cpu"});
+  expect_refusal(choose_experts(on_gpu("f32")).status(), StatusCode::kUnsupported,
+                 {"cuda_sm90: scheme: got f32", "cpu_reference: device: cuda:0"});
+}
+
+TEST(OneInterface, EveryRowKeepsOneContract) {
+  for (const ExpertsBackend& row : experts_catalogue()) {
+    MoeProblem problem = row.name == "cuda_sm90" ? on_gpu("bf16") : small_problem("bf16");
+    problem.max_tokens = 64;
+    if (!row.can_implement(problem).ok()) continue;  // a tier that this machine lacks
+    std::int64_t before = 0;
+    for (const std::int64_t tokens : {0, 1, 7, 64}) {
+      const std::int64_t bytes = row.workspace_size(problem, tokens).value();
+      EXPECT_GE(bytes, before) << row.name << ' ' << tokens;
+      before = bytes;
+    }
+    EXPECT_FALSE(row.determinism.empty());
+    EXPECT_GE(row.threads(problem, 64), 1);
+    problem.quant.weight.dtype = DType::kI64;
+    EXPECT_FALSE(row.workspace_size(problem, 1).ok()) << row.name;
+  }
+}
+
+TEST(OneInterface, AMissingDeviceIsARefusal) {
+  MoeProblem problem = small_problem("bf16");
+  problem.device = Device::cuda(99);
+  const test::StandardCase c = test::make_case(1, small_problem("bf16"), 2, DType::kBF16);
+  const auto source = make_stacked_source(c.weights.view());
+  const auto made = choose_experts(problem).value()->create(problem, *source);
+  ASSERT_FALSE(made.ok());
+  EXPECT_EQ(made.status().to_string(), check_device(problem.device).to_string());
+}
+
+// Host memory under views that say otherwise: nothing here looks at it.
+struct Call {
+  test::StandardCase c = test::make_case(2, small_problem("bf16"), 5, DType::kBF16);
+  Tensor output = Tensor::zeros(DType::kF32, c.hidden_states.shape()).value();
+  ExpertsArgs args;
+  explicit Call(Device device) {
+    c.problem.device = device;
+    const auto put = [&](auto view) {
+      view.device = device;
+      return view;
+    };
+    args.hidden_states = put(c.hidden_states.view());
+    args.topk_ids = put(c.routing.ids.view());
+    args.topk_weights = put(c.routing.weights.view());
+    args.output = put(output.view());
+  }
+};
+
+TEST(OneInterface, TheGpuSaysWhatItNeedsOfACall) {
+  const Call good(kGpu);
+  EXPECT_TRUE(cuda::check_sm90_args(good.c.problem, good.args).ok())
+      << cuda::check_sm90_args(good.c.problem, good.args).to_string();
+  const auto refuse = [](const std::function<void(Call&)>& change, StatusCode code,
+                         std::initializer_list<const char*> words) {
+    Call call(kGpu);
+    change(call);
+    expect_refusal(cuda::check_sm90_args(call.c.problem, call.args), code, words);
+  };
+  refuse([](Call& c) { c.args.hidden_states.device = Device::cpu(); }, StatusCode::kInvalidArgument,
+         {"hidden_states: got memory of cpu, need memory of cuda:0"});
+  refuse([](Call& c) { c.args.topk_ids.device = Device::cuda(1); }, StatusCode::kInvalidArgument,
+         {"topk_ids: got memory of cuda:1"});
+  refuse([](Call& c) { c.args.topk_weights.device = Device::cpu(); }, StatusCode::kInvalidArgument,
+         {"topk_weights"});
+  refuse([](Call& c) { c.args.output.device = Device::cpu(); }, StatusCode::kInvalidArgument,
+         {"output"});
+  refuse([](Call& c) { c.args.hidden_states.dtype = DType::kF16; }, StatusCode::kInvalidDType,
+         {"hidden_states: got F16, need BF16"});
+  refuse([](Call& c) { c.args.output.dtype = DType::kF16; }, StatusCode::kInvalidDType,
+         {"output: got F16"});
+  refuse(
+      [](Call& c) {
+        c.args.topk_ids.shape = Shape{5, 3};
+      },
+      StatusCode::kInvalidShape, {"topk_ids: got [5, 3], need [5, 2]"});
+  refuse(
+      [](Call& c) {
+        c.args.output.shape = Shape{4, 96};
+      },
+      StatusCode::kInvalidShape, {"output"});
+  refuse([](Call& c) { c.args.hidden_states.strides[0] *= 2; }, StatusCode::kInvalidLayout,
+         {"hidden_states"});
+  refuse([](Call& c) { c.args.output.data = c.c.hidden_states.data() + 2; }, StatusCode::kAliasing,
+         {"output", "hidden_states"});
+  refuse([](Call& c) { c.args.hidden_scale = c.args.topk_weights; }, StatusCode::kUnsupported,
+         {"hidden_scale"});
+  static std::int32_t map[3] = {};
+  refuse([](Call& c) { c.args.expert_map = map; }, StatusCode::kInvalidShape,
+         {"expert_map: got [3], need [6]"});
+  static RowNumerics rows[2];
+  refuse([](Call& c) { c.args.numerics = rows; }, StatusCode::kInvalidShape,
+         {"numerics: got [2], need [5]"});
+}
+
+TEST(OneInterface, TheCpuRefusesMemoryOfAGpu) {
+  for (const ExpertsBackend& row : experts_catalogue()) {
+    if (!row.can_implement(small_problem("bf16")).ok()) continue;
+    Call call(Device::cpu());
+    const auto experts = test::make_backend(row.name, call.c);
+    const Tensor workspace =
+        test::poisoned_bytes(row.workspace_size(call.c.problem, call.c.problem.max_tokens).value());
+    call.args.workspace = {const_cast<std::byte*>(workspace.data()),
+                           static_cast<std::size_t>(workspace.bytes())};
+    EXPECT_TRUE(experts->run(call.args).ok()) << row.name;
+    call.args.topk_ids.device = kGpu;
+    expect_refusal(experts->run(call.args), StatusCode::kInvalidArgument,
+                   {"topk_ids: got memory of cuda:0, need memory of cpu"});
+  }
+}
+
+// A token's rows, added one by one, are what run makes of them.
+TEST(OneInterface, AccumulateAddsAsRunDoes) {
+  for (const ExpertsBackend& row : experts_catalogue()) {
+    if (!row.can_implement(small_problem("bf16")).ok()) continue;
+    const test::StandardCase both = test::make_case(3, small_problem("bf16"), 4, DType::kBF16);
+    const Tensor want = test::run_standard(*test::make_backend(row.name, both), both);
+    const std::int64_t hidden = both.problem.hidden_size, k = both.problem.top_k;
+    Tensor sum = Tensor::zeros(DType::kF32, want.shape()).value();
+    for (std::int64_t slot = 0; slot < k; ++slot) {
+      test::StandardCase one = test::make_case(3, small_problem("bf16"), 4, DType::kBF16);
+      one.problem.top_k = 1;
+      one.routing.ids = Tensor::zeros(DType::kI32, {4, 1}).value();
+      one.routing.weights = Tensor::zeros(DType::kF32, {4, 1}).value();
+      for (std::int64_t t = 0; t < 4; ++t) {
+        one.routing.ids.as<std::int32_t>()[t] = both.routing.ids.as<std::int32_t>()[t * k + slot];
+        one.routing.weights.as<float>()[t] = 1.0F;
+      }
+      const auto experts = test::make_backend(row.name, one);
+      const Tensor rows = test::run_standard(*experts, one);
+      for (std::int64_t t = 0; t < 4; ++t) {
+        experts->accumulate(rows.as<float>() + t * hidden,
+                            both.routing.weights.as<float>()[t * k + slot], hidden,
+                            sum.as<float>() + t * hidden);
+      }
+    }
+    for (std::int64_t i = 0; i < 4 * hidden; ++i) {
+      ASSERT_EQ(sum.as<float>()[i], want.as<float>()[i]) << row.name << " at " << i;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace moesaic
