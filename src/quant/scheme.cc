@@ -303,10 +303,10 @@ Scheme make_scheme(std::string_view name, const OperandQuant& weight,
   return made(name, weight, activation, output_bound);
 }
 Scheme with_weight(const Scheme& s, const OperandQuant& weight) {
-  return made(s.name, weight, s.activation, s.output_bound);
+  return make_scheme(s.name, weight, s.activation, s.output_bound);
 }
 Scheme with_activation(const Scheme& s, const OperandQuant& activation) {
-  return made(s.name, s.weight, activation, s.output_bound);
+  return make_scheme(s.name, s.weight, activation, s.output_bound);
 }
 
 Status validate(const Scheme& scheme) {

@@ -73,11 +73,11 @@ TEST(OneInterface, AMissingDeviceIsARefusal) {
 }
 
 // Host memory under views that say otherwise: nothing here looks at it.
-struct Call {
+struct GpuCall {
   test::StandardCase c = test::make_case(2, small_problem("bf16"), 5, DType::kBF16);
   Tensor output = Tensor::zeros(DType::kF32, c.hidden_states.shape()).value();
   ExpertsArgs args;
-  explicit Call(Device device) {
+  explicit GpuCall(Device device) {
     c.problem.device = device;
     const auto put = [&](auto view) {
       view.device = device;
@@ -91,55 +91,55 @@ struct Call {
 };
 
 TEST(OneInterface, TheGpuSaysWhatItNeedsOfACall) {
-  const Call good(kGpu);
+  const GpuCall good(kGpu);
   EXPECT_TRUE(cuda::check_sm90_args(good.c.problem, good.args).ok())
       << cuda::check_sm90_args(good.c.problem, good.args).to_string();
-  const auto refuse = [](const std::function<void(Call&)>& change, StatusCode code,
+  const auto refuse = [](const std::function<void(GpuCall&)>& change, StatusCode code,
                          std::initializer_list<const char*> words) {
-    Call call(kGpu);
+    GpuCall call(kGpu);
     change(call);
     expect_refusal(cuda::check_sm90_args(call.c.problem, call.args), code, words);
   };
-  refuse([](Call& c) { c.args.hidden_states.device = Device::cpu(); }, StatusCode::kInvalidArgument,
-         {"hidden_states: got memory of cpu, need memory of cuda:0"});
-  refuse([](Call& c) { c.args.topk_ids.device = Device::cuda(1); }, StatusCode::kInvalidArgument,
+  refuse([](GpuCall& c) { c.args.hidden_states.device = Device::cpu(); },
+         StatusCode::kInvalidArgument, {"hidden_states: got memory of cpu, need memory of cuda:0"});
+  refuse([](GpuCall& c) { c.args.topk_ids.device = Device::cuda(1); }, StatusCode::kInvalidArgument,
          {"topk_ids: got memory of cuda:1"});
-  refuse([](Call& c) { c.args.topk_weights.device = Device::cpu(); }, StatusCode::kInvalidArgument,
-         {"topk_weights"});
-  refuse([](Call& c) { c.args.output.device = Device::cpu(); }, StatusCode::kInvalidArgument,
+  refuse([](GpuCall& c) { c.args.topk_weights.device = Device::cpu(); },
+         StatusCode::kInvalidArgument, {"topk_weights"});
+  refuse([](GpuCall& c) { c.args.output.device = Device::cpu(); }, StatusCode::kInvalidArgument,
          {"output"});
-  refuse([](Call& c) { c.args.hidden_states.dtype = DType::kF16; }, StatusCode::kInvalidDType,
+  refuse([](GpuCall& c) { c.args.hidden_states.dtype = DType::kF16; }, StatusCode::kInvalidDType,
          {"hidden_states: got F16, need BF16"});
-  refuse([](Call& c) { c.args.output.dtype = DType::kF16; }, StatusCode::kInvalidDType,
+  refuse([](GpuCall& c) { c.args.output.dtype = DType::kF16; }, StatusCode::kInvalidDType,
          {"output: got F16"});
   refuse(
-      [](Call& c) {
+      [](GpuCall& c) {
         c.args.topk_ids.shape = Shape{5, 3};
       },
       StatusCode::kInvalidShape, {"topk_ids: got [5, 3], need [5, 2]"});
   refuse(
-      [](Call& c) {
+      [](GpuCall& c) {
         c.args.output.shape = Shape{4, 96};
       },
       StatusCode::kInvalidShape, {"output"});
-  refuse([](Call& c) { c.args.hidden_states.strides[0] *= 2; }, StatusCode::kInvalidLayout,
+  refuse([](GpuCall& c) { c.args.hidden_states.strides[0] *= 2; }, StatusCode::kInvalidLayout,
          {"hidden_states"});
-  refuse([](Call& c) { c.args.output.data = c.c.hidden_states.data() + 2; }, StatusCode::kAliasing,
-         {"output", "hidden_states"});
-  refuse([](Call& c) { c.args.hidden_scale = c.args.topk_weights; }, StatusCode::kUnsupported,
+  refuse([](GpuCall& c) { c.args.output.data = c.c.hidden_states.data() + 2; },
+         StatusCode::kAliasing, {"output", "hidden_states"});
+  refuse([](GpuCall& c) { c.args.hidden_scale = c.args.topk_weights; }, StatusCode::kUnsupported,
          {"hidden_scale"});
   static std::int32_t map[3] = {};
-  refuse([](Call& c) { c.args.expert_map = map; }, StatusCode::kInvalidShape,
+  refuse([](GpuCall& c) { c.args.expert_map = map; }, StatusCode::kInvalidShape,
          {"expert_map: got [3], need [6]"});
   static RowNumerics rows[2];
-  refuse([](Call& c) { c.args.numerics = rows; }, StatusCode::kInvalidShape,
+  refuse([](GpuCall& c) { c.args.numerics = rows; }, StatusCode::kInvalidShape,
          {"numerics: got [2], need [5]"});
 }
 
 TEST(OneInterface, TheCpuRefusesMemoryOfAGpu) {
   for (const ExpertsBackend& row : experts_catalogue()) {
     if (!row.can_implement(small_problem("bf16")).ok()) continue;
-    Call call(Device::cpu());
+    GpuCall call(Device::cpu());
     const auto experts = test::make_backend(row.name, call.c);
     const Tensor workspace =
         test::poisoned_bytes(row.workspace_size(call.c.problem, call.c.problem.max_tokens).value());
