@@ -36,14 +36,14 @@ struct MoeLayerTensors {
   Tensor expert_scale;         // [E] F32, RoutingSpec::has_expert_scale
   // Shared expert as one canonical MLP: w13 [1, 2S, H], w2 [1, H, S] (+ scales as the scheme says).
   Tensor shared_w13, shared_w13_scale, shared_w2, shared_w2_scale;
-  QuantScheme shared_quant;   // may differ from the routed experts' scheme
+  Scheme shared_quant;        // may differ from the routed experts' scheme
   Tensor shared_gate_weight;  // [1, H], Qwen2-MoE
 };
 
 // A layer as load_layer would give it, known without its weights.
 struct MoeLayerFormat {
   MoeLayerSpec spec;
-  QuantScheme shared_quant;         // MoeLayerTensors::shared_quant; spec.quant without one
+  Scheme shared_quant;              // MoeLayerTensors::shared_quant; spec.quant without one
   DType gate_dtype = DType::kBF16;  // of MoeLayerTensors::gate_weight
 };
 

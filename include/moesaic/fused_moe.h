@@ -193,7 +193,7 @@ class FusedMoE {
 
   const MoeLayerSpec& spec() const;
   Device device() const;
-  const QuantScheme& quant() const;  // the scheme in force, its bound for this layer's sizes
+  const Scheme& quant() const;  // the scheme in force, its bound for this layer's sizes
   // What of quant().output_bound is due to rounding activations: the condition of
   // NumericsSummary::within.
   double activation_bound() const;

@@ -109,7 +109,4 @@ std::span<const Scheme> stored_schemes();
 // One of quant_schemes(). kNotFound (with the nearest known name) for any other.
 Result<Scheme> quant_scheme_from_name(std::string_view name);
 
-// The former name of Scheme.
-using QuantScheme = Scheme;
-
 }  // namespace moesaic

@@ -76,7 +76,7 @@ struct MoeLayerSpec {
   RoutingSpec routing;
   ActivationSpec activation;
   SharedExpertSpec shared;
-  QuantScheme quant;  // of the routed experts, as stored
+  Scheme quant;  // of the routed experts, as stored
   // Of hidden states and of the layer's intermediate roundings.
   DType activation_dtype = DType::kBF16;
   std::int64_t hash_vocabulary = 0;  // RoutingMethod::kHash: rows of the table

@@ -141,7 +141,7 @@ FusedMoE::~FusedMoE() = default;
 
 const MoeLayerSpec& FusedMoE::spec() const { return impl_->spec; }
 Device FusedMoE::device() const { return impl_->options.device; }
-const QuantScheme& FusedMoE::quant() const { return impl_->plan.quant.scheme; }
+const Scheme& FusedMoE::quant() const { return impl_->plan.quant.scheme; }
 double FusedMoE::activation_bound() const {
   const FusedPlan& plan = impl_->plan;
   const double routed =

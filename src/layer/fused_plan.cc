@@ -100,7 +100,7 @@ MoeProblem common_problem(const MoeLayerSpec& spec, const QuantPlan& quant,
 
 }  // namespace
 
-Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const QuantScheme& shared_stored,
+Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_stored,
                                  const FusedMoE::Options& options) {
   MOESAIC_RETURN_IF_ERROR(validate(spec));
   MOESAIC_RETURN_IF_ERROR(options.parallel.validate());

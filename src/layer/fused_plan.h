@@ -36,7 +36,7 @@ struct FusedPlan {
 //   shared_stored  how the shared expert is stored (may differ from spec.quant)
 // Errors: those of validate(spec), plan_quant and ParallelConfig; kInvalidArgument for option
 // values; kUnsupported for combinations (named).
-Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const QuantScheme& shared_stored,
+Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_stored,
                                  const FusedMoE::Options& options);
 
 }  // namespace moesaic

@@ -2,6 +2,7 @@
 
 #include <set>
 
+#include "moesaic/convert.h"
 #include "moesaic/quant.h"
 #include "support/refusal.h"
 
@@ -84,6 +85,30 @@ TEST(QuantSchemes, GroupsAndOuterScalesOfTheFourAndEightBitOnes) {
     EXPECT_EQ(s.activation.rule, row.rule) << row.name;
     EXPECT_EQ(s.activation.dynamic, !s.weight_only()) << row.name;
   }
+}
+
+TEST(QuantSchemes, EveryNameOfBenchAndConvertIsOfThisTable) {
+  std::set<std::string_view> names;
+  for (const Scheme& s : quant_schemes()) names.insert(s.name);
+  for (const std::string_view name : convert_schemes()) EXPECT_EQ(names.count(name), 1U) << name;
+  for (const Scheme& s : stored_schemes()) {
+    EXPECT_TRUE(names.insert(s.name).second) << s.name;
+    EXPECT_TRUE(validate(s).ok()) << s.name;
+    EXPECT_EQ(quant_scheme_from_name(s.name).status().code(), StatusCode::kNotFound) << s.name;
+  }
+  EXPECT_EQ(names.size(), quant_schemes().size() + stored_schemes().size());
+}
+
+TEST(QuantSchemes, AnOperandThatNothingComputesIsDescribedAndRefused) {
+  OperandQuant odd = quant_scheme_from_name("mxfp4").value().weight;
+  odd.block_k = 48;
+  const Scheme s = with_weight(quant_scheme_from_name("mxfp4").value(), odd);
+  EXPECT_EQ(s.kind, ComputeScheme::kNone);
+  EXPECT_EQ(s.weight.block_k, 48);
+  // The text is made from the rows of the table.
+  expect_refusal(validate(s), StatusCode::kUnsupported,
+                 {"quant.weight: got F4 with block 1x48", "F4 with an F8_E8M0 scale per 1x32",
+                  "I8 with an F32 scale per row"});
 }
 
 TEST(QuantSchemes, OtherNamesAreNotFound) {

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "core/checked.h"
+#include "core/enum_rows.h"
 #include "core/fault.h"
 #include "core/nearest_name.h"
 #include "cpu/tiers.h"
@@ -21,8 +22,29 @@
 namespace moesaic {
 namespace {
 
-constexpr std::array<std::string_view, 6> kNames = {"fp8-block", "fp8-channel", "mxfp8",
-                                                    "mxfp4",     "nvfp4",       "int4-g128"};
+// The scheme that each format stores, by the name it has everywhere (quant_schemes()).
+struct FormatRow {
+  ConvertFormat format;
+  std::string_view scheme;
+};
+constexpr std::array<FormatRow, 8> kFormatRows = {{
+    {ConvertFormat::kFp8Block, "fp8-block"},
+    {ConvertFormat::kFp8Channel, "fp8-channel"},
+    {ConvertFormat::kMxfp8, "mxfp8"},
+    {ConvertFormat::kMxfp4, "mxfp4"},
+    {ConvertFormat::kNvfp4, "nvfp4"},
+    {ConvertFormat::kInt4, "int4-g128"},
+    {ConvertFormat::kFp8BlockPowers, "fp8-block"},
+    {ConvertFormat::kFp8BlockCompressed, "fp8-block"},
+}};
+static_assert(rows_follow_enum(kFormatRows, &FormatRow::format,
+                               ConvertFormat::kFp8BlockCompressed));
+// What can be asked for: the rows before kFp8BlockPowers.
+constexpr auto kNames = [] {
+  std::array<std::string_view, static_cast<std::size_t>(ConvertFormat::kFp8BlockPowers)> names;
+  for (std::size_t i = 0; i < names.size(); ++i) names[i] = kFormatRows[i].scheme;
+  return names;
+}();
 constexpr std::int64_t kBlock = 128;     // FP8 tiles
 constexpr std::int64_t kIntGroup = 128;  // int4-g128
 // Rows per piece of work. FP8 tiles are whole inside one; every other format works row by row.
@@ -151,7 +173,7 @@ CompressedFormat compressed_format(ConvertFormat format) {
 std::span<const std::string_view> convert_schemes() { return kNames; }
 
 std::string_view convert_format_name(ConvertFormat format) {
-  return kNames[static_cast<std::size_t>(is_fp8_block(format) ? ConvertFormat::kFp8Block : format)];
+  return kFormatRows[static_cast<std::size_t>(format)].scheme;
 }
 
 Result<ConvertFormat> convert_format_from_name(std::string_view name) {

@@ -48,7 +48,7 @@ Status read_side_files(const std::string& directory, QuantConfig* quant) {
 }
 
 // What load_shared gives: a quantised linear is widened.
-Result<QuantScheme> shared_scheme(const LayerSource& source) {
+Result<Scheme> shared_scheme(const LayerSource& source) {
   if (is_quantized_linear(source.shared.stored)) return linear_scheme({}, DType::kF32);
   return linear_scheme(source.shared, source.shared_dtype);
 }

@@ -4,7 +4,7 @@
 
 namespace moesaic {
 
-Result<MatrixBuffers> MatrixBuffers::make(const QuantScheme& scheme, std::int64_t rows,
+Result<MatrixBuffers> MatrixBuffers::make(const Scheme& scheme, std::int64_t rows,
                                           std::int64_t columns) {
   const OperandQuant& w = scheme.weight;
   const OperandQuant& a = scheme.activation;

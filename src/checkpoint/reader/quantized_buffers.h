@@ -15,7 +15,7 @@ namespace moesaic {
 // What to read: rows [first, first + count) of gate and up, the same columns of down.
 struct QuantizedSlice {
   LinearFormat format;
-  QuantScheme scheme;
+  Scheme scheme;
   // Not is_per_expert: the tensors hold all `experts` (GGUF, stacked_tensors.h).
   ExpertStorage storage = ExpertStorage::kPerExpert;
   std::int64_t experts = 1;
@@ -31,8 +31,7 @@ struct QuantizedSlice {
 // what the scheme does not use is not present().
 struct MatrixBuffers {
   Tensor weight, scale, zero, min, global_scale, channel_scale, input_scale, perm;
-  static Result<MatrixBuffers> make(const QuantScheme& scheme, std::int64_t rows,
-                                    std::int64_t columns);
+  static Result<MatrixBuffers> make(const Scheme& scheme, std::int64_t rows, std::int64_t columns);
   std::int64_t bytes() const;
 };
 struct QuantizedBuffers {
