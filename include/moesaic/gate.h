@@ -21,8 +21,10 @@ class GateLinear {
     int num_threads = 0;
   };
   // weight [E, H] F32, BF16 or F16, contiguous; bias [E] of one of these dtypes, or absent; both
-  // are copied. Errors: kInvalidShape, kInvalidDType, kInvalidLayout, kInvalidArgument (null data,
-  // negative num_threads), kOutOfMemory.
+  // are copied. Runs on the SIMD tier that experts take too: the fastest of this machine, or the one
+  // named by the environment variable MOESAIC_CPU_TIER. Errors: kInvalidShape, kInvalidDType,
+  // kInvalidLayout, kInvalidArgument (null data, negative num_threads), kNotFound, kUnsupported
+  // (MOESAIC_CPU_TIER), kOutOfMemory.
   static Result<GateLinear> create(ConstTensorView weight, ConstTensorView bias,
                                    const Options& options);
 

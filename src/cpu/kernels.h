@@ -99,6 +99,25 @@ struct ActivateArgs {
   std::int64_t out_stride = 0;
 };
 
+// The gate's matrices: rows of `x` and `weight` hold hidden_size contiguous elements of F32, BF16 or
+// F16, not necessarily aligned.
+struct GateOperands {
+  const std::byte* x = nullptr;  // [M, H]
+  DType x_dtype = DType::kF32;
+  std::int64_t x_row_bytes = 0;       // distance of rows of x
+  const std::byte* weight = nullptr;  // [E, H] contiguous
+  DType weight_dtype = DType::kF32;
+  std::int64_t hidden_size = 0;
+};
+// A rectangle of its [M, E] logits and where they go: token t and expert e to
+// logits[(t - first_token) * logits_stride + (e - first_expert)].
+struct GateBlock {
+  std::int64_t first_token = 0, end_token = 0;
+  std::int64_t first_expert = 0, end_expert = 0;
+  float* logits = nullptr;
+  std::int64_t logits_stride = 0;
+};
+
 // How a row of activations becomes codes; the rules are those of experts/reference/operand.h.
 enum class RowQuantRule : std::uint8_t {
   kNone,
@@ -112,6 +131,15 @@ enum class RowQuantRule : std::uint8_t {
   kInt8Token,     // int8, one scale for the row
 };
 
+// One entry per weight kind, by name; null where there is none.
+template <class Function>
+struct ByWeightKind {
+  Function of[kNumWeightKinds];
+  constexpr Function& operator[](WeightKind kind) { return of[static_cast<int>(kind)]; }
+  constexpr Function operator[](WeightKind kind) const { return of[static_cast<int>(kind)]; }
+};
+using PanelGemm = void (*)(const PanelArgs& args);
+
 struct CpuKernels {
   const char* name;            // tier: "baseline", "avx2", "avx512", "avx512_bf16"
   OperandKind narrow_operand;  // operand of schemes whose activations are exact in bf16
@@ -120,20 +148,26 @@ struct CpuKernels {
   // over k in g, ascending, of row[r][k] * w[k][c]), each inner product accumulated in fp32 (in
   // bf16 pairs where the operand is kBF16), each group folded with one fused multiply-add. The bits
   // of a row depend on nothing but that row. Null for kCode4 and kI8, which are grouped.
-  void (*panel_gemm_f32[kNumWeightKinds])(const PanelArgs& args);
+  ByWeightKind<PanelGemm> panel_gemm_f32;
   // Left operands are bf16; null for kF32 and kF16 weights and on tiers without a bf16 dot product.
-  void (*panel_gemm_bf16[kNumWeightKinds])(const PanelArgs& args);
+  ByWeightKind<PanelGemm> panel_gemm_bf16;
   // The same with groups of `fold` steps, group_scale[g][c] in the place of panel_scale, and what
   // the offsets take away: result -= group_offset[g][c] * row_sum[r][g]. For kE4M3, kCode4, kI8 and
   // kInt4Fp8 (fold 128).
-  void (*grouped_gemm_f32[kNumWeightKinds])(const PanelArgs& args);
-  void (*grouped_gemm_bf16[kNumWeightKinds])(const PanelArgs& args);
+  ByWeightKind<PanelGemm> grouped_gemm_f32;
+  ByWeightKind<PanelGemm> grouped_gemm_bf16;
   // The bits of grouped_gemm_bf16[kCode4] for e2m1 codes with E4M3 scales of 16 steps, without
   // offsets, where rows are pointers to E2M1Group [padded_k / 16], which hold the rows' scales
   // (row_scales is not read); for many rows. Null on tiers without an 8-bit dot product.
   void (*grouped_gemm_e2m1)(const PanelArgs& args);
   // result[r][c] *= (rows ? rows[r] * columns[c] : columns[c]), the product of the factors first.
   void (*scale_result)(float* result, int num_rows, const float* columns, const float* const* rows);
+
+  // Logits x[t] . weight[e] of a rectangle. Each is the sum over lanes of lane-wise fp32
+  // accumulations in ascending order, with the last partial vector padded by zeros: its bits depend
+  // on the two rows and on the tier's vector width only, not on the rectangle. Error: at most
+  // H * 2^-24 * sum|x*w|.
+  void (*gate_logits)(const GateOperands& operands, const GateBlock& block);
 
   // Bias and activation in fp32.
   void (*activate)(const ActivateArgs& args);

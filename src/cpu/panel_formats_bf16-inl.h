@@ -1,6 +1,22 @@
 // What a weight format contributes to the grouped panel GEMM on the bf16 dot-product instruction:
 // 64 bytes of a unit to bf16 pairs of steps of 16 columns. Tiles: panel_gemm_grouped_bf16-inl.h.
-//
+#if defined(MOESAIC_CPU_PANEL_FORMATS_BF16_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef MOESAIC_CPU_PANEL_FORMATS_BF16_INL_H_
+#undef MOESAIC_CPU_PANEL_FORMATS_BF16_INL_H_
+#else
+#define MOESAIC_CPU_PANEL_FORMATS_BF16_INL_H_
+#endif
+
+#include <bit>
+
+#include "cpu/e4m3-inl.h"
+#include "cpu/panel_gemm_grouped-inl.h"
+
+#if MOESAIC_TIER_BF16
+MOESAIC_BEFORE_NAMESPACE();
+namespace moesaic::cpu::HWY_NAMESPACE {
+namespace {
+
 // `Decode` is for 16 columns of a unit, `Begin` for what a format holds of a group in slot 0 or 1
 // (false: the group's scales want the slower AnyScale), `Scales` for the columns' factors of its
 // fold. kByPairs: `Pair<P>` decodes one pair of steps alone.
@@ -201,3 +217,10 @@ struct PairsInt4Fp8 {
     second = _mm512_unpackhi_epi8(lower, upper);
   }
 };
+
+}  // namespace
+}  // namespace moesaic::cpu::HWY_NAMESPACE
+MOESAIC_AFTER_NAMESPACE();
+#endif  // MOESAIC_TIER_BF16
+
+#endif  // per-target include guard

@@ -1,10 +1,21 @@
-// Panel GEMM, compiled once per tier between push and pop of that tier's instruction set. No
-// include guard on purpose of the caller: each tier file includes it exactly once, inside its own
-// namespace.
+// Panel GEMM with fp32 left operands.
 //
 // A k-unit is 256 bytes: 64 columns of 4 bytes, each holding 1 fp32, 2 sixteen-bit or 4 eight-bit
 // steps of k. So every format is read as one sequential stream, and a format contributes only
 // "decode step s of these columns".
+#if defined(MOESAIC_CPU_PANEL_GEMM_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef MOESAIC_CPU_PANEL_GEMM_INL_H_
+#undef MOESAIC_CPU_PANEL_GEMM_INL_H_
+#else
+#define MOESAIC_CPU_PANEL_GEMM_INL_H_
+#endif
+
+#include "cpu/e4m3-inl.h"
+#include "cpu/rows-inl.h"
+
+MOESAIC_BEFORE_NAMESPACE();
+namespace moesaic::cpu::HWY_NAMESPACE {
+namespace {
 
 // Steps of k per unit and the fp32 value of step S for the columns at p.
 struct DecodeF32 {
@@ -35,30 +46,6 @@ struct DecodeF16 {
     const auto pair = hn::Load(du32, reinterpret_cast<const std::uint32_t*>(p));
     const auto one = S == 0 ? hn::And(pair, hn::Set(du32, 0xFFFFU)) : hn::ShiftRight<16>(pair);
     return F16BitsToF32(one);
-  }
-};
-
-struct DecodeE4M3 {
-  static constexpr int kSteps = 4;
-  // Bytes of four columns: (k0,k1) of each column, then (k2,k3) of each: interleaving with zero
-  // leaves code << 8 in 16-bit lanes, k even in the low half of each column.
-  template <int S>
-  static HWY_INLINE VF Step(const std::byte* p) {
-    const hn::Repartition<std::uint8_t, DF> du8;
-    const auto raw = hn::Load(du8, reinterpret_cast<const std::uint8_t*>(p));
-    const auto zero = hn::Zero(du8);
-    const auto pair = hn::BitCast(
-        du32, S < 2 ? hn::InterleaveLower(du8, zero, raw) : hn::InterleaveUpper(du8, zero, raw));
-    const auto code = S % 2 == 0 ? hn::ShiftLeft<16>(pair) : pair;  // seeemmm at bits 31..24
-    return Widen(code);
-  }
-  // Sign to bit 31 and eeeemmm to bits 26..20: the fp32 whose exponent is 120 too small; the
-  // product restores it and turns fp32 subnormals into the exact value of e4m3 subnormals.
-  template <class VU>
-  static HWY_INLINE VF Widen(VU code) {
-    const auto shifted = hn::BitCast(du32, hn::ShiftRight<4>(hn::BitCast(di32, code)));
-    const auto bits = hn::And(shifted, hn::Set(du32, 0x87F00000U));
-    return hn::Mul(hn::BitCast(df, bits), hn::Set(df, 0x1p120F));
   }
 };
 
@@ -240,3 +227,9 @@ HWY_INLINE void PanelGemmE4M3(const PanelArgs& args) {
 void PanelGemmF32E4M3(const PanelArgs& args) {
   PanelGemmE4M3<F32Tiles<DecodeE4M3>::template Tile, F32Tiles<DecodeBF16>::template Tile>(args);
 }
+
+}  // namespace
+}  // namespace moesaic::cpu::HWY_NAMESPACE
+MOESAIC_AFTER_NAMESPACE();
+
+#endif  // per-target include guard

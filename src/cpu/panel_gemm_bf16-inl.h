@@ -5,7 +5,23 @@
 // Two regimes with the same arithmetic, hence the same bits:
 //   stream  1 or 2 rows: all groups in one loop, results in registers; limited by memory
 //   block   3 rows and more: a group of weights stays in L1 while tiles of up to 6 rows pass over
-//           it and spread the prefetch of the next group between them; limited by the multiply-adds
+//           it, and the tiles spread the prefetch of the next group between them; limited by the
+//           multiply-adds
+#if defined(MOESAIC_CPU_PANEL_GEMM_BF16_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef MOESAIC_CPU_PANEL_GEMM_BF16_INL_H_
+#undef MOESAIC_CPU_PANEL_GEMM_BF16_INL_H_
+#else
+#define MOESAIC_CPU_PANEL_GEMM_BF16_INL_H_
+#endif
+
+#include <cstring>
+
+#include "cpu/panel_gemm-inl.h"
+
+#if MOESAIC_TIER_BF16
+MOESAIC_BEFORE_NAMESPACE();
+namespace moesaic::cpu::HWY_NAMESPACE {
+namespace {
 
 HWY_INLINE __m512 DotPair(__m512 acc, __m512i w, __m512i x) {
   return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(w), reinterpret_cast<__m512bh>(x));
@@ -23,31 +39,6 @@ HWY_INLINE void PairRows(const PanelArgs& args, int row, std::int64_t group,
                          const std::uint16_t* (&a)[MR]) {
   for (int r = 0; r < MR; ++r)
     a[r] = static_cast<const std::uint16_t*>(args.rows[row + r]) + group * kGroup;
-}
-
-// All 128 magnitudes of e4m3 as the high and the low byte of a bf16, each in two registers for a
-// byte permute.
-struct TablesE4M3 {
-  __m512i high[2], low[2];
-};
-
-HWY_INLINE TablesE4M3 LoadTablesE4M3() {
-  TablesE4M3 t;
-  for (int i = 0; i < 2; ++i) {
-    t.high[i] = _mm512_load_si512(kE4M3ToBF16.high + 64 * i);
-    t.low[i] = _mm512_load_si512(kE4M3ToBF16.low + 64 * i);
-  }
-  return t;
-}
-
-// 64 codes (16 columns x 4 steps) -> bf16 pairs of steps (0,1) and (2,3).
-HWY_INLINE void DecodePairs(const TablesE4M3& t, __m512i raw, __m512i& pair01, __m512i& pair23) {
-  const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
-  const __m512i low = _mm512_permutex2var_epi8(t.low[0], raw, t.low[1]);
-  __m512i high = _mm512_permutex2var_epi8(t.high[0], raw, t.high[1]);
-  high = _mm512_ternarylogic_epi32(high, raw, sign, 0xF8);  // high | (raw & sign)
-  pair01 = _mm512_unpacklo_epi8(low, high);
-  pair23 = _mm512_unpackhi_epi8(low, high);
 }
 
 // Two steps of k of MR rows and all 64 columns.
@@ -288,3 +279,10 @@ void PanelGemmPairBF16(const PanelArgs& args) {
     tile.w = next;
   }
 }
+
+}  // namespace
+}  // namespace moesaic::cpu::HWY_NAMESPACE
+MOESAIC_AFTER_NAMESPACE();
+#endif  // MOESAIC_TIER_BF16
+
+#endif  // per-target include guard

@@ -7,6 +7,22 @@
 //
 // The instruction wants one side unsigned: rows hold 2 * value + 12 (E2M1Group), and every group's
 // sum starts at -12 * (sum of the column's weights).
+#if defined(MOESAIC_CPU_PANEL_GEMM_E2M1_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef MOESAIC_CPU_PANEL_GEMM_E2M1_INL_H_
+#undef MOESAIC_CPU_PANEL_GEMM_E2M1_INL_H_
+#else
+#define MOESAIC_CPU_PANEL_GEMM_E2M1_INL_H_
+#endif
+
+#include <cstring>
+
+#include "cpu/panel_gemm_grouped_bf16-inl.h"
+#include "numerics/codec.h"
+
+#if MOESAIC_TIER_BF16
+MOESAIC_BEFORE_NAMESPACE();
+namespace moesaic::cpu::HWY_NAMESPACE {
+namespace {
 
 constexpr int kE2M1Groups = kGroup / kE2M1GroupSteps;  // per block
 constexpr int kE2M1Quads = kE2M1GroupSteps / 4;        // dot products per group
@@ -141,3 +157,10 @@ void GroupedGemmE2M1(const PanelArgs& args) {
     }
   }
 }
+
+}  // namespace
+}  // namespace moesaic::cpu::HWY_NAMESPACE
+MOESAIC_AFTER_NAMESPACE();
+#endif  // MOESAIC_TIER_BF16
+
+#endif  // per-target include guard

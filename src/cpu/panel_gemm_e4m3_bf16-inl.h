@@ -1,5 +1,20 @@
 // Panel GEMM of e4m3 weights on the bf16 dot product: which tiles a panel is cut into. Steps, tiles
-// and decoding: panel_gemm_bf16-inl.h, included before.
+// and decoding: panel_gemm_bf16-inl.h.
+#if defined(MOESAIC_CPU_PANEL_GEMM_E4M3_BF16_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef MOESAIC_CPU_PANEL_GEMM_E4M3_BF16_INL_H_
+#undef MOESAIC_CPU_PANEL_GEMM_E4M3_BF16_INL_H_
+#else
+#define MOESAIC_CPU_PANEL_GEMM_E4M3_BF16_INL_H_
+#endif
+
+#include <cstring>
+
+#include "cpu/panel_gemm_bf16-inl.h"
+
+#if MOESAIC_TIER_BF16
+MOESAIC_BEFORE_NAMESPACE();
+namespace moesaic::cpu::HWY_NAMESPACE {
+namespace {
 
 // 7 to 10 rows of e4m3: all of them in one tile of 32 columns at a time, so that nothing decoded
 // needs to be kept and every decoded register meets all rows.
@@ -87,3 +102,10 @@ void PanelGemmPairE4M3(const PanelArgs& args) {
     tile.w = next;
   }
 }
+
+}  // namespace
+}  // namespace moesaic::cpu::HWY_NAMESPACE
+MOESAIC_AFTER_NAMESPACE();
+#endif  // MOESAIC_TIER_BF16
+
+#endif  // per-target include guard

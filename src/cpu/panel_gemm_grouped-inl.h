@@ -6,6 +6,18 @@
 //             - offset[g][c] * row_sum[r][g]
 //
 // in this order everywhere, so that every regime gives the same bits.
+#if defined(MOESAIC_CPU_PANEL_GEMM_GROUPED_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef MOESAIC_CPU_PANEL_GEMM_GROUPED_INL_H_
+#undef MOESAIC_CPU_PANEL_GEMM_GROUPED_INL_H_
+#else
+#define MOESAIC_CPU_PANEL_GEMM_GROUPED_INL_H_
+#endif
+
+#include "cpu/panel_gemm-inl.h"
+
+MOESAIC_BEFORE_NAMESPACE();
+namespace moesaic::cpu::HWY_NAMESPACE {
+namespace {
 
 // The group's 64 factors as fp32; may point into the panel's own scales.
 HWY_INLINE const float* ExpandScales(const PanelArgs& args, std::int64_t group, float* buffer) {
@@ -87,7 +99,6 @@ HWY_INLINE void FoldColumns(const PanelArgs& args, const VF (&acc)[MR][NV], cons
 }
 
 // --- Formats: one unit of 256 bytes to bf16 pairs of steps, [kSteps / 2][64]
-// ----------------------
 
 // 4-bit codes of any meaning: bytes of a table of 16 bf16 values, looked up with the nibble in one
 // byte of a 16-bit lane and "none" in the other.
@@ -179,7 +190,6 @@ struct UnitInt4Fp8 {
 };
 
 // --- fp32 left operands
-// ---------------------------------------------------------------------------
 
 // One decoded group for MR rows; args.panel_scales are the group's 64 factors.
 struct GroupTiles {
@@ -225,3 +235,9 @@ void GroupedGemmF32(const PanelArgs& args) {
                                       args.fold);
   }
 }
+
+}  // namespace
+}  // namespace moesaic::cpu::HWY_NAMESPACE
+MOESAIC_AFTER_NAMESPACE();
+
+#endif  // per-target include guard

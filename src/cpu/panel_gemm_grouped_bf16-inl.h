@@ -3,9 +3,22 @@
 //   1 or 2 rows    decoded in registers, results in registers; limited by memory
 //   3 to 6 rows    decoded in registers, results in memory
 //   7 and more     the first tile of rows decodes up to 128 steps into L1, the others pass over them
+#if defined(MOESAIC_CPU_PANEL_GEMM_GROUPED_BF16_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef MOESAIC_CPU_PANEL_GEMM_GROUPED_BF16_INL_H_
+#undef MOESAIC_CPU_PANEL_GEMM_GROUPED_BF16_INL_H_
+#else
+#define MOESAIC_CPU_PANEL_GEMM_GROUPED_BF16_INL_H_
+#endif
+
+#include <type_traits>
+
 #include "cpu/panel_formats_bf16-inl.h"
-// On top of those:
 #include "cpu/panel_tile16_bf16-inl.h"
+
+#if MOESAIC_TIER_BF16
+MOESAIC_BEFORE_NAMESPACE();
+namespace moesaic::cpu::HWY_NAMESPACE {
+namespace {
 
 // Pair P of a unit for MR rows. The weights are read again for every pair: in registers they would
 // push accumulators out.
@@ -289,3 +302,10 @@ void GroupedGemmPair(const PanelArgs& args) {
       return GroupedBlocks<Pairs>(args);
   }
 }
+
+}  // namespace
+}  // namespace moesaic::cpu::HWY_NAMESPACE
+MOESAIC_AFTER_NAMESPACE();
+#endif  // MOESAIC_TIER_BF16
+
+#endif  // per-target include guard

@@ -1,6 +1,19 @@
 // Tiles of rows over decoded groups of 16 steps: with a fold every eight dot products, loop ends
 // and addresses show. What RunGroupedTile<PairsDecoded> does (panel_gemm_grouped_bf16-inl.h),
 // unrolled, for folds without row scales and offsets.
+#if defined(MOESAIC_CPU_PANEL_TILE16_BF16_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef MOESAIC_CPU_PANEL_TILE16_BF16_INL_H_
+#undef MOESAIC_CPU_PANEL_TILE16_BF16_INL_H_
+#else
+#define MOESAIC_CPU_PANEL_TILE16_BF16_INL_H_
+#endif
+
+#include "cpu/panel_gemm_bf16-inl.h"
+
+#if MOESAIC_TIER_BF16
+MOESAIC_BEFORE_NAMESPACE();
+namespace moesaic::cpu::HWY_NAMESPACE {
+namespace {
 
 // Decoded groups in L1.
 struct GroupedBlock {
@@ -45,3 +58,10 @@ using TileOf16Fn = void (*)(const PanelArgs&, const GroupedBlock&);
 constexpr TileOf16Fn kTilesOf16[7] = {nullptr,        RunTileOf16<1>, RunTileOf16<2>,
                                       RunTileOf16<3>, RunTileOf16<4>, RunTileOf16<5>,
                                       RunTileOf16<6>};
+
+}  // namespace
+}  // namespace moesaic::cpu::HWY_NAMESPACE
+MOESAIC_AFTER_NAMESPACE();
+#endif  // MOESAIC_TIER_BF16
+
+#endif  // per-target include guard

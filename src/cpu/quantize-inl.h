@@ -1,6 +1,27 @@
 // Row quantisers of the formats other than e4m3 per 128 columns, compiled once per tier. Each
 // equals, bit for bit, the scalar rules of experts/reference/operand.h on finite rows; a NaN or
 // infinity makes the scale of its group (or row) so and reaches every product.
+#if defined(MOESAIC_CPU_QUANTIZE_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef MOESAIC_CPU_QUANTIZE_INL_H_
+#undef MOESAIC_CPU_QUANTIZE_INL_H_
+#else
+#define MOESAIC_CPU_QUANTIZE_INL_H_
+#endif
+
+#include <bit>
+#include <cstring>
+#include <limits>
+
+#include "cpu/rows-inl.h"
+#include "quant/fp8_group.h"
+#include "quant/fp8_scaled.h"
+#include "quant/int_group.h"
+#include "quant/mx.h"
+#include "quant/nvfp4.h"
+
+MOESAIC_BEFORE_NAMESPACE();
+namespace moesaic::cpu::HWY_NAMESPACE {
+namespace {
 
 // The value nearest to v on the grid of a small float with kMantissa explicit bits whose spacing
 // ends at the smallest normal number: adding and taking away a number whose last place is the
@@ -128,3 +149,9 @@ void GroupSums(const float* row, std::int64_t n, std::int64_t step, float* sums)
     sums[g] = total;
   }
 }
+
+}  // namespace
+}  // namespace moesaic::cpu::HWY_NAMESPACE
+MOESAIC_AFTER_NAMESPACE();
+
+#endif  // per-target include guard

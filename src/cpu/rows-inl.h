@@ -1,8 +1,22 @@
 // Row conversions, quantisation, activation and reduction, compiled once per tier.
+#if defined(MOESAIC_CPU_ROWS_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef MOESAIC_CPU_ROWS_INL_H_
+#undef MOESAIC_CPU_ROWS_INL_H_
+#else
+#define MOESAIC_CPU_ROWS_INL_H_
+#endif
 
-HWY_INLINE void PrefetchUnit(const std::byte* p) {
-  for (int line = 0; line < 4; ++line) __builtin_prefetch(p + 64 * line);
-}
+#include <bit>
+#include <cstring>
+#include <limits>
+
+#include "cpu/simd-inl.h"
+#include "hwy/contrib/math/math-inl.h"
+#include "numerics/codec.h"
+
+MOESAIC_BEFORE_NAMESPACE();
+namespace moesaic::cpu::HWY_NAMESPACE {
+namespace {
 
 // Nearest-even bf16 as an fp32 value; NaN stays NaN (quiet).
 HWY_INLINE VF RoundToBF16(VF v) {
@@ -312,3 +326,9 @@ void Activate(const ActivateArgs& args) {
     }
   }
 }
+
+}  // namespace
+}  // namespace moesaic::cpu::HWY_NAMESPACE
+MOESAIC_AFTER_NAMESPACE();
+
+#endif  // per-target include guard

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "core/fault.h"
 #include "hwy/targets.h"
 
 #if defined(__x86_64__)
@@ -20,7 +21,8 @@ namespace {
 // Empty: none. The only place that reads the variable.
 std::string_view forced_tier() {
   const char* name = std::getenv("MOESAIC_CPU_TIER");
-  return name == nullptr ? std::string_view() : std::string_view(name);
+  const bool unset = name == nullptr || MOESAIC_FAULT(cpu_forced_tier_ignored);
+  return unset ? std::string_view() : std::string_view(name);
 }
 
 bool machine_has(std::int64_t hwy_target) { return (hwy::SupportedTargets() & hwy_target) != 0; }

@@ -1,4 +1,5 @@
-// GateLinear: checks, threading, and the rounding of logits. The dot products are in gate/cpu.
+// GateLinear: checks, threading, and the rounding of logits. The dot products are the tier's
+// (cpu/gate-inl.h).
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include "core/checked.h"
 #include "core/fault.h"
 #include "core/refusal.h"
+#include "cpu/kernels.h"
 #include "cpu/team.h"
 #include "cpu/tiers.h"
 #include "gate/cpu/gate.h"
@@ -47,6 +49,7 @@ Status expect_rows_apart(const ConstTensorView& x, const ConstTensorView& logits
 }  // namespace
 
 struct GateLinear::Impl {
+  const cpu::CpuKernels* kernels = nullptr;
   Tensor weight;            // [E, H] as given; widening to fp32 happens in registers
   std::vector<float> bias;  // empty: none
   DType logits_dtype = DType::kF32;
@@ -59,10 +62,10 @@ struct GateLinear::Impl {
   }
 
   // Logits of all rows of `op`, rounded when they are stored.
-  void compute(const GateOperands& op, std::int64_t rows, const TensorView& out) const;
+  void compute(const cpu::GateOperands& op, std::int64_t rows, const TensorView& out) const;
 };
 
-void GateLinear::Impl::compute(const GateOperands& op, std::int64_t rows,
+void GateLinear::Impl::compute(const cpu::GateOperands& op, std::int64_t rows,
                                const TensorView& out) const {
   const std::int64_t num_experts = experts();
   const std::int64_t expert_blocks = ceil_div(num_experts, kExpertBlock);
@@ -75,7 +78,7 @@ void GateLinear::Impl::compute(const GateOperands& op, std::int64_t rows,
     const std::int64_t t_end = std::min(rows, t_begin + kTokenBlock);
     const std::int64_t e_end = std::min(num_experts, e_begin + kExpertBlock);
     float block[kTokenBlock * kExpertBlock];
-    cpu_gate_logits(op, t_begin, t_end, e_begin, e_end, block, kExpertBlock);
+    kernels->gate_logits(op, {t_begin, t_end, e_begin, e_end, block, kExpertBlock});
     for (std::int64_t t = t_begin; t < t_end; ++t) {
       for (std::int64_t e = e_begin; e < e_end; ++e) {
         float logit = block[(t - t_begin) * kExpertBlock + (e - e_begin)];
@@ -108,6 +111,7 @@ Result<GateLinear> GateLinear::create(ConstTensorView weight, ConstTensorView bi
         fmt::format("num_threads: got {}, need 0 (automatic) or more", options.num_threads));
   }
 
+  MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::current_kernels());
   MOESAIC_ASSIGN_OR_RETURN(Tensor copy, Tensor::uninitialized(weight.dtype, weight.shape));
   std::memcpy(copy.data(), weight.data, static_cast<std::size_t>(copy.bytes()));
   try {
@@ -118,9 +122,9 @@ Result<GateLinear> GateLinear::create(ConstTensorView weight, ConstTensorView bi
         bias_f32[e] = load_as_f32(bias.data, bias.dtype, static_cast<std::int64_t>(e));
       }
     }
-    return GateLinear(
-        std::unique_ptr<Impl>(new Impl{std::move(copy), std::move(bias_f32), options.logits_dtype,
-                                       cpu::resolve_threads(options.num_threads)}));
+    return GateLinear(std::unique_ptr<Impl>(new Impl{kernels, std::move(copy), std::move(bias_f32),
+                                                     options.logits_dtype,
+                                                     cpu::resolve_threads(options.num_threads)}));
   } catch (const std::bad_alloc&) {
     return Status(StatusCode::kOutOfMemory,
                   fmt::format("gate: cannot allocate the state of {} experts", num_experts));
@@ -150,7 +154,7 @@ Status GateLinear::forward(ConstTensorView hidden_states, TensorView router_logi
   }
   MOESAIC_RETURN_IF_ERROR(expect_rows_apart(hidden_states, router_logits));
 
-  GateOperands op;
+  cpu::GateOperands op;
   op.x = hidden_states.data;
   op.x_dtype = hidden_states.dtype;
   op.x_row_bytes = hidden_states.strides[0] * (dtype_bits(op.x_dtype) / 8);

@@ -6,15 +6,15 @@
 
 #include "core/checked.h"
 #include "core/fault.h"
+#include "interop/expect.h"
 #include "moesaic/interop/permute.h"
-#include "permute/expect.h"
 
 namespace moesaic {
 namespace {
 
-using permute::expect_length;
-using permute::expect_range;
-using permute::kMaxInt32;
+using interop::expect_length;
+using interop::expect_range;
+using interop::kMaxInt32;
 
 }  // namespace
 

@@ -7,15 +7,15 @@
 
 #include "core/checked.h"
 #include "core/fault.h"
+#include "interop/expect.h"
 #include "moesaic/interop/permute.h"
-#include "permute/expect.h"
 #include "permute/sort_slots.h"
 
 namespace moesaic {
 namespace {
 
-using permute::expect_length;
-using permute::expect_range;
+using interop::expect_length;
+using interop::expect_range;
 
 }  // namespace
 

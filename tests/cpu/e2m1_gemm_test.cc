@@ -119,8 +119,7 @@ TEST_F(E2M1Gemm, HasTheBitsOfTheBf16Kernel) {
         for (std::size_t i = 0; i < x.values.size(); ++i)
           ASSERT_EQ(x.values[i], x.codes[i] * x.scales[i / kSteps]);
         Tensor want = poisoned_result(), got = poisoned_result();
-        k->grouped_gemm_bf16[static_cast<std::size_t>(WeightKind::kCode4)](
-            panel.with(x.b16_rows, want));
+        k->grouped_gemm_bf16[WeightKind::kCode4](panel.with(x.b16_rows, want));
         k->grouped_gemm_e2m1(panel.with(x.group_rows, got));
         EXPECT_EQ(std::memcmp(want.data(), got.data(), sizeof(float) * kMaxRows * kPanelColumns), 0)
             << k->name << " K " << depth << " rows " << rows;

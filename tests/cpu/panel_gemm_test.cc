@@ -196,11 +196,10 @@ void check_gemm(const CpuKernels& k, const GemmCase& c, std::int64_t depth, int 
   args.num_rows = rows;
   args.padded_k = padded;
   args.result = result.as<float>();
-  const auto kind = static_cast<std::size_t>(c.kind);
-  const auto* table = grouped ? (c.bf16_operand ? k.grouped_gemm_bf16 : k.grouped_gemm_f32)
+  const auto& table = grouped ? (c.bf16_operand ? k.grouped_gemm_bf16 : k.grouped_gemm_f32)
                               : (c.bf16_operand ? k.panel_gemm_bf16 : k.panel_gemm_f32);
-  ASSERT_NE(table[kind], nullptr) << k.name << " kind " << kind;
-  table[kind](args);
+  ASSERT_NE(table[c.kind], nullptr) << k.name << " kind " << static_cast<int>(c.kind);
+  table[c.kind](args);
   double err = 0, ref = 0;
   for (int r = 0; r < rows; ++r) {
     for (std::int64_t col = 0; col < kPanelColumns; ++col) {
@@ -232,8 +231,8 @@ void check_gemm(const CpuKernels& k, const GemmCase& c, std::int64_t depth, int 
           (static_cast<double>(std::min<std::int64_t>(depth, 128) + 2 * groups) + 2) * 0x1p-24 *
           magnitude;
       ASSERT_LE(std::fabs(got - want), bound)
-          << k.name << " kind " << kind << " fold " << c.fold << " K " << depth << " row " << r
-          << " column " << col << " got " << got << " want " << want;
+          << k.name << " kind " << static_cast<int>(c.kind) << " fold " << c.fold << " K " << depth
+          << " row " << r << " column " << col << " got " << got << " want " << want;
       err += (got - want) * (got - want);
       ref += want * want;
     }
@@ -278,9 +277,9 @@ std::vector<GemmCase> cases(const CpuKernels& k, bool integers) {
   }
   std::vector<GemmCase> both = all;
   for (GemmCase c : all) {
-    const auto kind = static_cast<std::size_t>(c.kind);
     c.bf16_operand = true;
-    if ((c.fold > 0 ? k.grouped_gemm_bf16 : k.panel_gemm_bf16)[kind] != nullptr) both.push_back(c);
+    const auto& table = c.fold > 0 ? k.grouped_gemm_bf16 : k.panel_gemm_bf16;
+    if (table[c.kind] != nullptr) both.push_back(c);
   }
   return both;
 }

@@ -1,12 +1,12 @@
 // Values of GateLinear: worked example, bounds against float64, and what must not change a bit.
 #include <gtest/gtest.h>
-#include <hwy/targets.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <string>
 #include <vector>
 
-#include "gate/cpu/gate.h"
+#include "cpu/tiers.h"
 #include "gate/reference/gate.h"
 #include "moesaic/gate.h"
 #include "numerics/codec.h"
@@ -51,22 +51,48 @@ Tensor run(const GateLinear& g, ConstTensorView x) {
   return logits;
 }
 
-// Runs the body once per SIMD target of this machine.
+// Runs the body once per instruction-set tier of this machine. The gate takes the tier when it is
+// made, so gates are made inside.
 template <class Body>
-void for_each_target(Body&& body) {
-  std::vector<std::int64_t> targets;
-  for (std::int64_t mask = hwy::SupportedTargets() & HWY_TARGETS; mask != 0; mask &= mask - 1) {
-    targets.push_back(mask & -mask);
-  }
-  for (const std::int64_t target : targets) {
-    hwy::SetSupportedTargetsForTest(target);
-    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
-    ASSERT_STREQ(cpu_gate_target(), hwy::TargetName(target));
-    SCOPED_TRACE(hwy::TargetName(target));
+void for_each_tier(Body&& body) {
+  for (const cpu::TierInfo& tier : cpu::cpu_tiers()) {
+    if (!tier.available) continue;
+    ASSERT_EQ(setenv("MOESAIC_CPU_TIER", std::string(tier.name).c_str(), 1), 0);
+    SCOPED_TRACE(tier.name);
     body();
   }
-  hwy::SetSupportedTargetsForTest(0);
-  hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+  ASSERT_EQ(unsetenv("MOESAIC_CPU_TIER"), 0);
+}
+
+// The kernel table that the environment names for the experts is the gate's too.
+TEST(GateLinear, RunsOnTheTierThatTheEnvironmentNames) {
+  test::Rng rng(21);
+  const std::int64_t m = 5, e = 7, h = 4099;
+  const Tensor x = test::random_normal(rng, kF32, {m, h});
+  const Tensor w = test::random_normal(rng, kF32, {e, h});
+  std::vector<Tensor> results;
+  for_each_tier([&] {
+    Tensor want = Tensor::zeros(kF32, {m, e}).value();
+    cpu::GateOperands op;
+    op.x = x.data();
+    op.weight = w.data();
+    op.x_row_bytes = h * 4;
+    op.hidden_size = h;
+    const char* name = std::getenv("MOESAIC_CPU_TIER");
+    const cpu::CpuKernels* kernels = cpu::kernels_by_name(name).value();
+    kernels->gate_logits(op, {0, m, 0, e, want.as<float>(), e});
+    const Tensor got = run(gate(w), x.view());
+    std::string why;
+    EXPECT_TRUE(test::same_bits(got.view(), want.view(), &why)) << why;
+    results.push_back(std::move(want));
+  });
+  if (results.size() < 2) GTEST_SKIP() << "one tier on this machine";
+  std::string why;
+  EXPECT_FALSE(test::same_bits(results.front().view(), results.back().view(), &why))
+      << "the tiers' vectors have different lengths, so the check above would notice another tier";
+  ASSERT_EQ(setenv("MOESAIC_CPU_TIER", "nonsense", 1), 0);
+  EXPECT_EQ(GateLinear::create(w.view(), {}, {}).status().code(), StatusCode::kNotFound);
+  ASSERT_EQ(unsetenv("MOESAIC_CPU_TIER"), 0);
 }
 
 // Worked example W1: rounding logits to bf16 makes a near-tie a tie, fp32 keeps them apart.
@@ -80,8 +106,8 @@ TEST(GateLinear, WorkedExampleNearTie) {
   EXPECT_EQ(logits(rounded_to(kBF16)), (std::vector<double>{1.0078125, 1.0078125}));
 }
 
-// Integers: every partial sum is exact, so every target, dtype and order must agree by bits.
-TEST(GateLinear, ExactIntegersInEveryDTypeAndTarget) {
+// Integers: every partial sum is exact, so every tier, dtype and order must agree by bits.
+TEST(GateLinear, ExactIntegersInEveryDTypeAndTier) {
   test::Rng rng(11);
   for (const DType xt : {kF32, kBF16, kF16}) {
     for (const DType wt : {kF32, kBF16, kF16}) {
@@ -90,7 +116,7 @@ TEST(GateLinear, ExactIntegersInEveryDTypeAndTarget) {
         const Tensor w = test::random_integers(rng, wt, {7, h}, 8);
         std::vector<double> want(42);
         ref_gate_logits(x.view(), w.view(), {}, want.data(), nullptr);
-        for_each_target([&] {
+        for_each_tier([&] {
           EXPECT_EQ(test::to_doubles(run(gate(w), x.view()).view()), want)
               << dtype_name(xt) << " " << dtype_name(wt) << " H=" << h;
         });
@@ -99,7 +125,7 @@ TEST(GateLinear, ExactIntegersInEveryDTypeAndTarget) {
   }
 }
 
-TEST(GateLinear, StaysInsideTheBoundOnEveryTarget) {
+TEST(GateLinear, StaysInsideTheBoundOnEveryTier) {
   test::Rng rng(12);
   double worst = 0;
   for (const DType xt : {kF32, kBF16, kF16}) {
@@ -110,7 +136,7 @@ TEST(GateLinear, StaysInsideTheBoundOnEveryTarget) {
       const Tensor bias = test::random_normal(rng, kF32, {e});
       std::vector<double> want(static_cast<std::size_t>(m * e)), magnitude(want.size());
       ref_gate_logits(x.view(), w.view(), bias.view(), want.data(), magnitude.data());
-      for_each_target([&] {
+      for_each_tier([&] {
         const auto got = test::to_doubles(run(gate(w, {}, bias.view()), x.view()).view());
         for (std::size_t i = 0; i < want.size(); ++i) {
           const double bound = static_cast<double>(h + 1) * 0x1p-24 * magnitude[i];
@@ -134,7 +160,7 @@ TEST(GateLinear, EverySixteenBitCodeIsReadAsTheCodecSays) {
     Tensor row = Tensor::zeros(dtype, {1, 64}).value();  // long enough for the vector path
     const Tensor one = make(kF32, {1, 1}, {1.0F});
     const Tensor ones = make(kF32, {1, 64}, std::vector<float>(64, 1.0F));
-    for_each_target([&] {
+    for_each_tier([&] {
       const Tensor tail = run(gate(one), x.view());
       const GateLinear wide = gate(ones);
       int mismatches = 0;

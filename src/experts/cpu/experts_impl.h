@@ -32,7 +32,7 @@ class CpuExperts final : public Experts {
         plan_(plan),
         weights_(std::move(weights)),
         name_(std::string("cpu_") + kernels.name) {
-    const auto kind = static_cast<std::size_t>(weights_.w13.shape().kind);
+    const cpu::WeightKind kind = weights_.w13.shape().kind;
     // A block is 128 columns where groups of them are quantised or summed, or where the padding
     // of K2 must be cleared; one panel where columns are independent.
     const bool padded = plan_.k2 != round_up(plan_.intermediate, 4);

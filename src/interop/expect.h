@@ -1,4 +1,4 @@
-// Checks of the arguments of this folder's functions.
+// Checks of the permutations' arguments.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 #include "moesaic/status.h"
 
-namespace moesaic::permute {
+namespace moesaic::interop {
 
 inline constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
 
@@ -33,4 +33,4 @@ inline Status expect_range(const char* field, std::int64_t got, std::int64_t low
                     (high == kMaxInt32 ? std::string("2^31-1") : std::to_string(high)));
 }
 
-}  // namespace moesaic::permute
+}  // namespace moesaic::interop

@@ -1,0 +1,66 @@
+// What every SIMD file of this folder begins with: Highway, short names for its tags, and which
+// instructions the target has that is being compiled. Like all -inl.h files here it opens alone, and
+// may be included once per target (Highway's toggle guard); everything is in an unnamed namespace of
+// that target's own.
+#if defined(MOESAIC_CPU_SIMD_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef MOESAIC_CPU_SIMD_INL_H_
+#undef MOESAIC_CPU_SIMD_INL_H_
+#else
+#define MOESAIC_CPU_SIMD_INL_H_
+#endif
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/fault.h"
+#include "cpu/kernels.h"
+#include "hwy/highway.h"
+
+// bf16 and 8-bit integer dot products, byte permutes: beyond what Highway's AVX3_DL promises, so the
+// instruction set is pushed by hand. Lambdas do not inherit what is pushed around a file.
+#undef MOESAIC_TIER_BF16
+#undef MOESAIC_TIER_ATTR
+#undef MOESAIC_BEFORE_NAMESPACE
+#if HWY_TARGET == HWY_AVX3_DL
+#define MOESAIC_TIER_BF16 1
+#define MOESAIC_TIER_ATTR __attribute__((target(HWY_TARGET_STR ",avx512bf16,avx512vnni")))
+#define MOESAIC_BEFORE_NAMESPACE() HWY_PUSH_ATTRIBUTES(HWY_TARGET_STR ",avx512bf16,avx512vnni")
+#else
+#define MOESAIC_TIER_BF16 0
+#define MOESAIC_TIER_ATTR HWY_ATTR
+#define MOESAIC_BEFORE_NAMESPACE() HWY_BEFORE_NAMESPACE()
+#endif
+#undef MOESAIC_AFTER_NAMESPACE
+#define MOESAIC_AFTER_NAMESPACE() HWY_AFTER_NAMESPACE()
+
+// F16 conversions (F16C) and fused multiply-adds: from AVX2 on.
+#undef MOESAIC_TIER_F16
+#if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL
+#define MOESAIC_TIER_F16 1
+#else
+#define MOESAIC_TIER_F16 0
+#endif
+
+MOESAIC_BEFORE_NAMESPACE();
+namespace moesaic::cpu::HWY_NAMESPACE {
+namespace {
+
+namespace hn = hwy::HWY_NAMESPACE;
+using DF = hn::ScalableTag<float>;
+constexpr DF df;
+constexpr hn::RebindToUnsigned<DF> du32;
+constexpr hn::RebindToSigned<DF> di32;
+using VF = hn::Vec<DF>;
+constexpr int kLanes = static_cast<int>(HWY_LANES(float));
+static_assert(kPanelColumns % kLanes == 0 && kLanes <= 16,
+              "a strip of 16 columns is a whole number of vectors");
+
+HWY_INLINE void PrefetchUnit(const std::byte* p) {
+  for (int line = 0; line < 4; ++line) __builtin_prefetch(p + 64 * line);
+}
+
+}  // namespace
+}  // namespace moesaic::cpu::HWY_NAMESPACE
+MOESAIC_AFTER_NAMESPACE();
+
+#endif  // per-target include guard
