@@ -73,6 +73,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       Result<MoeLayerWeights> layer = checkpoint->load_layer(spec.layer, parallel);
       require(layer.status());
       if (!layer.ok()) break;
+      if (layer->shared) require(layer->shared->expert(0).status());
       for (std::int64_t e = 0; e < spec.num_experts; ++e) {
         const Result<ExpertWeightsView> expert = layer->experts->expert(e);
         require(expert.status());

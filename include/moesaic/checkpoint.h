@@ -23,7 +23,7 @@ enum class FileAccess : std::uint8_t {
   kCopy,  // explicit reads; safe when the file may change or shrink underneath
 };
 
-// The tensors of one MoE layer that are not routed experts. Absent tensors are not present().
+// The tensors of one MoE layer that belong to no expert. Absent tensors are not present().
 struct MoeLayerTensors {
   Tensor gate_weight;              // [E (+ zero experts), H], BF16, F16 or F32 as stored
   Tensor gate_bias;                // [E], router linear bias (gpt-oss), as stored
@@ -34,16 +34,13 @@ struct MoeLayerTensors {
   // MoeLayerSpec::input_norm_eps > 0; gate_weight then holds the router's scales too, in F32.
   Tensor experts_norm_weight;  // [H] F32
   Tensor expert_scale;         // [E] F32, RoutingSpec::has_expert_scale
-  // Shared expert as one canonical MLP: w13 [1, 2S, H], w2 [1, H, S] (+ scales as the scheme says).
-  Tensor shared_w13, shared_w13_scale, shared_w2, shared_w2_scale;
-  Scheme shared_quant;        // may differ from the routed experts' scheme
-  Tensor shared_gate_weight;  // [1, H], Qwen2-MoE
+  Tensor shared_gate_weight;   // [1, H], Qwen2-MoE
 };
 
 // A layer as load_layer would give it, known without its weights.
 struct MoeLayerFormat {
   MoeLayerSpec spec;
-  Scheme shared_quant;              // MoeLayerTensors::shared_quant; spec.quant without one
+  Scheme shared_quant;              // MoeLayerWeights::shared_quant; spec.quant without one
   DType gate_dtype = DType::kBF16;  // of MoeLayerTensors::gate_weight
 };
 
@@ -56,6 +53,10 @@ struct MoeLayerWeights {
   MoeLayerTensors tensors;
   // Local experts of the parallel configuration, or tensor-parallel slices of all.
   std::unique_ptr<ExpertSource> experts;
+  // The shared expert, expert 0 of its source: w13 [2S, H], w2 [H, S] and what its scheme, which may
+  // differ from the routed experts' (spec.quant), has beside them. Null without one.
+  std::unique_ptr<ExpertSource> shared;
+  Scheme shared_quant;
 };
 
 class Checkpoint {
@@ -82,7 +83,7 @@ class Checkpoint {
   // ignored duplicates.
   std::vector<std::string> problems() const;
 
-  // Loads router and shared tensors and makes the experts' source, which stays valid after this
+  // Loads the router's tensors and makes the sources of the experts, which stay valid after this
   // object is gone. Before anything is read every expected tensor is checked: kMissingTensor names
   // up to 8 and the incomplete experts, kInvalidShape and kInvalidDType name tensor, found and
   // needed (exact shapes, one dtype for all experts), kCorruptFile names unrecognised tensors in

@@ -111,8 +111,9 @@ class FusedMoE {
     // --quant name. "as-is": the scheme the weights are stored in. Unquantised weights also run as
     // f32, bf16, f16 (rounded at load) and fp8-block or fp8-bf16 (quantised at load, one expert at
     // a time); fp8 weights also as f32, fp8-block and fp8-bf16. Anything else is kUnsupported with
-    // the nearest legal name. A shared expert that was left unquantised where routed experts are
-    // quantised stays as it is stored (f32: computed in fp32).
+    // the nearest legal name. A shared expert that was left unquantised where routed
+    // experts are quantised stays as it is stored, and so does one in another quantised format that cannot run as
+    // this name says (f32: computed in fp32).
     std::string quant = "as-is";
     std::string backend;  // force one experts backend by name
     // Where weights, workspace and arithmetic are. On a GPU: bf16 and fp8-block schemes with bf16

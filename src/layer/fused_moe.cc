@@ -37,9 +37,6 @@ Status check_tensors(const MoeLayerSpec& spec, const MoeLayerTensors& t) {
     MOESAIC_RETURN_IF_ERROR(expect_shape("experts_norm_weight", weight, {spec.hidden_size}));
     MOESAIC_RETURN_IF_ERROR(expect_dtype("experts_norm_weight", weight, DType::kF32));
   }
-  const bool shared = spec.shared.intermediate_size > 0;
-  MOESAIC_RETURN_IF_ERROR(check_present("shared_w13", t.shared_w13, shared));
-  MOESAIC_RETURN_IF_ERROR(check_present("shared_w2", t.shared_w2, shared));
   MOESAIC_RETURN_IF_ERROR(
       check_present("shared_gate_weight", t.shared_gate_weight, spec.shared.gated_output));
   if (!spec.shared.gated_output) return {};
@@ -115,11 +112,17 @@ Result<std::unique_ptr<FusedMoE::Impl>> FusedMoE::Impl::build(MoeLayerWeights we
   if (!weights.experts) {
     return Status(StatusCode::kInvalidArgument, "experts: got no source, need one");
   }
+  if (const bool wanted = weights.spec.shared.intermediate_size > 0;
+      (weights.shared != nullptr) != wanted) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("shared: got {}, the layer's spec needs {}",
+                              wanted ? "no source" : "a source", wanted ? "one" : "none"));
+  }
   std::unique_ptr<Impl> impl(new (std::nothrow) Impl);
   if (!impl) return Status(StatusCode::kOutOfMemory, "cannot allocate the layer");
   impl->spec = weights.spec;
   impl->options = options;
-  MOESAIC_ASSIGN_OR_RETURN(impl->plan, plan_fused_moe(weights.spec, t.shared_quant, options));
+  MOESAIC_ASSIGN_OR_RETURN(impl->plan, plan_fused_moe(weights.spec, weights.shared_quant, options));
   MOESAIC_RETURN_IF_ERROR(check_tensors(weights.spec, t));
 
   impl->plan.gate_dtype = t.gate_weight.dtype();

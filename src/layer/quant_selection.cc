@@ -130,7 +130,12 @@ Result<QuantPlan> plan_shared_quant(const Scheme& shared_stored, const Scheme& r
                                     DType activation_dtype, std::string_view requested) {
   const bool left_out = is_plain(shared_stored) && !is_plain(routed_stored);
   const bool keep = left_out && requested != "f32";
-  return plan_quant(shared_stored, activation_dtype, keep ? "as-is" : requested);
+  Result<QuantPlan> plan = plan_quant(shared_stored, activation_dtype, keep ? "as-is" : requested);
+  // A name that fits the routed experts' weights may mean nothing to those of another format.
+  const bool other =
+      !is_plain(shared_stored) && by_rows(shared_stored.weight) != by_rows(routed_stored.weight);
+  if (plan.ok() || !other || plan.status().code() != StatusCode::kUnsupported) return plan;
+  return plan_quant(shared_stored, activation_dtype, "as-is");
 }
 
 }  // namespace moesaic

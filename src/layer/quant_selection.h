@@ -35,7 +35,8 @@ Result<QuantPlan> plan_quant(const Scheme& stored, DType activation_dtype,
 
 // The same for a shared expert, given how the routed experts are stored: a model that leaves its
 // shared expert unquantised beside quantised routed ones wants it so, and a request for an fp8
-// scheme does not change that.
+// scheme does not change that. One that is quantised in another format than the routed experts takes
+// the requested scheme where its weights can, else it stays as it is stored.
 Result<QuantPlan> plan_shared_quant(const Scheme& shared_stored, const Scheme& routed_stored,
                                     DType activation_dtype, std::string_view requested);
 

@@ -18,6 +18,7 @@
 #include "checkpoint/container_support.h"
 #include "checkpoint/convert/config.h"
 #include "checkpoint/generated_files.h"
+#include "experts/expert_fields.h"
 #include "moesaic/convert.h"
 #include "quant/dequantize_weight.h"
 #include "support/refusal.h"
@@ -127,10 +128,14 @@ double relative_error(const std::vector<float>& got, const std::vector<float>& w
 // The bytes of a shared expert as it is loaded.
 std::string shared_bytes(const std::string& folder) {
   const MoeLayerWeights layer = Checkpoint::open(folder).value().load_layer(0, {}).value();
+  if (!layer.shared) return "";
+  const ExpertWeightsView view = layer.shared->expert(0).value();
   std::string bytes;
-  for (const Tensor* t : {&layer.tensors.shared_w13, &layer.tensors.shared_w13_scale,
-                          &layer.tensors.shared_w2, &layer.tensors.shared_w2_scale}) {
-    bytes.append(reinterpret_cast<const char*>(t->data()), static_cast<std::size_t>(t->bytes()));
+  for (const ExpertField& field : kExpertFields) {
+    const ConstTensorView& t = view.*field.view;
+    if (!t.present()) continue;
+    const std::int64_t size = t.shape.num_elements().value() * dtype_bits(t.dtype) / 8;
+    bytes.append(reinterpret_cast<const char*>(t.data), static_cast<std::size_t>(size));
   }
   return bytes;
 }

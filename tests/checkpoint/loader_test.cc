@@ -5,7 +5,7 @@
 
 #include "checkpoint/container_support.h"
 #include "checkpoint/reader/fp8_checks.h"
-#include "checkpoint/reader/mlp_reader.h"
+#include "checkpoint/reader/window.h"
 #include "moesaic/checkpoint.h"
 #include "support/random.h"
 

@@ -27,6 +27,27 @@ void expect_tensor(const Tensor& got, const Expected& expected, const std::strin
   EXPECT_EQ(bytes_of(got.view()), bytes_of(want.view())) << name;
 }
 
+// The shared expert, where there is one: stacked tensors with one entry, whole on every rank.
+void expect_shared(const MoeLayerWeights& loaded, const Expected& expected) {
+  ASSERT_EQ(loaded.shared != nullptr, expected.has("shared_w13"));
+  if (!loaded.shared) return;
+  const Result<ExpertWeightsView> got = loaded.shared->expert(0);
+  ASSERT_TRUE(got.ok()) << got.status().to_string();
+  EXPECT_FALSE(loaded.shared->expert(1).ok());
+  for (const auto& [name, view] :
+       {std::pair{"shared_w13", got->w13}, std::pair{"shared_w2", got->w2},
+        std::pair{"shared_w13_scale", got->w13_scale},
+        std::pair{"shared_w2_scale", got->w2_scale}}) {
+    ASSERT_EQ(view.present(), expected.has(name)) << name;
+    if (!view.present()) continue;
+    const Tensor want = expected.get(name);
+    EXPECT_EQ(view.dtype, want.dtype()) << name;
+    EXPECT_EQ(view.shape.to_string(), (Shape{want.shape()[1], want.shape()[2]}.to_string()))
+        << name;
+    EXPECT_EQ(bytes_of(view), bytes_of(want.view())) << name;
+  }
+}
+
 void expect_bytes(ConstTensorView got, const std::string& want, DType dtype, const Shape& shape,
                   const std::string& what) {
   EXPECT_EQ(dtype_name(got.dtype), dtype_name(dtype)) << what;
@@ -167,8 +188,7 @@ TEST_F(TinyCheckpoints, LoadToCanonicalBytes) {
         EXPECT_EQ(format->spec.quant.weight, loaded->spec.quant.weight);
         EXPECT_EQ(format->spec.activation_dtype, loaded->spec.activation_dtype);
         EXPECT_EQ(format->gate_dtype, t.gate_weight.dtype());
-        EXPECT_EQ(format->shared_quant.name,
-                  t.shared_w13.present() ? t.shared_quant.name : loaded->spec.quant.name);
+        EXPECT_EQ(format->shared_quant.name, loaded->shared_quant.name);
         expect_tensor(t.gate_weight, expected, "gate_weight");
         expect_tensor(t.gate_bias, expected, "gate_bias");
         expect_tensor(t.e_score_correction_bias, expected, "e_score_correction_bias");
@@ -176,12 +196,11 @@ TEST_F(TinyCheckpoints, LoadToCanonicalBytes) {
         expect_tensor(t.experts_norm_weight, expected, "experts_norm_weight");
         expect_tensor(t.expert_scale, expected, "expert_scale");
         expect_tensor(t.shared_gate_weight, expected, "shared_gate");
-        expect_tensor(t.shared_w13, expected, "shared_w13");
-        expect_tensor(t.shared_w2, expected, "shared_w2");
-        expect_tensor(t.shared_w13_scale, expected, "shared_w13_scale");
-        expect_tensor(t.shared_w2_scale, expected, "shared_w2_scale");
-        if (t.shared_w13.present()) {
-          EXPECT_EQ(t.shared_quant.name, c.spec.value("shared_quant", "bf16"));
+        expect_shared(*loaded, expected);
+        if (loaded->shared) {
+          EXPECT_EQ(loaded->shared_quant.name, c.spec.value("shared_quant", "bf16"));
+        } else {
+          EXPECT_EQ(loaded->shared_quant.name, loaded->spec.quant.name);
         }
         for (std::int64_t e = 0; e < 4; ++e) {
           const Result<ExpertWeightsView> got = loaded->experts->expert(e);
@@ -214,8 +233,7 @@ TEST_F(TinyCheckpoints, TensorParallelSlicesAreTheRightRowsAndColumns) {
         }
         ASSERT_TRUE(loaded.ok()) << loaded.status().to_string();
         EXPECT_EQ(loaded->spec.intermediate_size, expected.get("w2").shape()[2]);
-        // The shared expert is whole on every rank.
-        expect_tensor(loaded->tensors.shared_w13, expected, "shared_w13");
+        expect_shared(*loaded, expected);
         for (const std::int64_t e : {3, 0, 2, 1}) {  // any order
           const Result<ExpertWeightsView> got = loaded->experts->expert(e);
           ASSERT_TRUE(got.ok()) << got.status().to_string();

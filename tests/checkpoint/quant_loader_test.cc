@@ -199,12 +199,40 @@ TEST_F(QuantCheckpoints, LoadToTheNumbersOfTheFiles) {
       EXPECT_LE(difference(dequantise(weight, w13_of(*got)), slab(w13, e)), tolerance) << "w13";
       EXPECT_LE(difference(dequantise(weight, w2_of(*got)), slab(w2, e)), tolerance) << "w2";
     }
-    const MoeLayerTensors& t = loaded->tensors;
-    EXPECT_EQ(t.shared_w13.present(), values.contains("shared_w13"));
-    if (!t.shared_w13.present()) continue;
-    EXPECT_EQ(t.shared_quant.name, "f32");
-    EXPECT_EQ(difference(slab(t.shared_w13, 0), slab(values.read("shared_w13").value(), 0)), 0);
-    EXPECT_EQ(difference(slab(t.shared_w2, 0), slab(values.read("shared_w2").value(), 0)), 0);
+    EXPECT_EQ(loaded->shared != nullptr, values.contains("shared_w13"));
+    if (!loaded->shared) continue;
+    const OperandQuant& shared = loaded->shared_quant.weight;
+    const Result<ExpertWeightsView> got = loaded->shared->expert(0);
+    ASSERT_TRUE(got.ok()) << got.status().to_string();
+    EXPECT_EQ(
+        difference(dequantise(shared, w13_of(*got)), slab(values.read("shared_w13").value(), 0)),
+        0);
+    EXPECT_EQ(
+        difference(dequantise(shared, w2_of(*got)), slab(values.read("shared_w2").value(), 0)), 0);
+    // Only two orders of columns in one matrix have no form but F32.
+    EXPECT_EQ(shared.granularity == ScaleGranularity::kNone, c.name == "gptq_shared_two_orders");
+  }
+}
+
+// A quantised shared expert of the routed experts' width takes the memory that one of them takes:
+// in F32 it would be 4 to 8 times as much.
+TEST_F(QuantCheckpoints, ASharedExpertKeepsItsFormatInMemory) {
+  for (const char* name :
+       {"fp8_static", "gptq", "awq", "modelopt_mxfp4_fp8_dynamic", "bnb_nf4", "gguf_iq4_shared"}) {
+    SCOPED_TRACE(name);
+    const Checkpoint checkpoint = must_open(find(name).path);
+    const MoeLayerSpec spec = checkpoint.layer(0).value();
+    ASSERT_EQ(spec.shared.intermediate_size, spec.intermediate_size);
+    const Result<MoeLayerFormat> format = checkpoint.check_layer(0);
+    ASSERT_TRUE(format.ok()) << format.status().to_string();
+    EXPECT_EQ(format->shared_quant.weight, format->spec.quant.weight);
+    FusedMoE::Options options;
+    options.num_threads = 1;
+    const std::int64_t with = FusedMoE::from_checkpoint(checkpoint, 0, options)->weight_bytes();
+    options.include_shared = false;
+    const std::int64_t routed = FusedMoE::from_checkpoint(checkpoint, 0, options)->weight_bytes();
+    EXPECT_GT(with, routed);
+    EXPECT_LE(with - routed, routed / spec.num_experts);
   }
 }
 

@@ -143,11 +143,8 @@ TEST(FusedMoE, TheBoundCoversASharedExpertInAnotherFormat) {
   const auto layer = [&](const std::string& quant) {
     MoeLayerWeights w = plain.weights();
     MoeLayerWeights c = coded.weights();
-    w.tensors.shared_w13 = std::move(c.tensors.shared_w13);
-    w.tensors.shared_w13_scale = std::move(c.tensors.shared_w13_scale);
-    w.tensors.shared_w2 = std::move(c.tensors.shared_w2);
-    w.tensors.shared_w2_scale = std::move(c.tensors.shared_w2_scale);
-    w.tensors.shared_quant = c.tensors.shared_quant;
+    w.shared = std::move(c.shared);
+    w.shared_quant = c.shared_quant;
     return FusedMoE::create(std::move(w), with_quant(quant)).value();
   };
   const Tensor x = random_hidden(32, 24, spec.hidden_size);
@@ -557,8 +554,8 @@ TEST(FusedMoE, CreateRefusesWithStageFieldAndNeed) {
          StatusCode::kInvalidArgument, "e_score_correction_bias: got none");
   refuse([](auto& w, auto&) { w.tensors.gate_bias = random_hidden(1, 1, 8); },
          StatusCode::kInvalidArgument, "gate_bias");
-  refuse([](auto& w, auto&) { w.tensors.shared_w2 = Tensor(); }, StatusCode::kInvalidArgument,
-         "shared_w2: got none");
+  refuse([](auto& w, auto&) { w.shared = nullptr; }, StatusCode::kInvalidArgument,
+         "shared: got no source");
   refuse([](auto& w, auto&) { w.spec.routing.top_k = 9; }, StatusCode::kInvalidArgument, "top_k");
   refuse([](auto& w, auto&) { w.spec.intermediate_size = 33; }, StatusCode::kInvalidShape,
          "experts: expert 0: w13");

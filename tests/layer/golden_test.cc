@@ -111,14 +111,13 @@ TEST(GoldenFp8Block, MatchesFloat64OnTheSameQuantisedOperands) {
                                  run.topk_weights.view(), {}, {true});
     p.num_experts = p.num_local_experts = p.top_k = 1;
     p.intermediate_size = w.spec.shared.intermediate_size;
-    p.quant = w.tensors.shared_quant;
-    const StackedExpertWeights shared{
-        w.tensors.shared_w13.view(), w.tensors.shared_w13_scale.view(), {},
-        w.tensors.shared_w2.view(),  w.tensors.shared_w2_scale.view(),  {}};
+    p.quant = w.shared_quant;
+    const auto shared = test::collect(*w.shared, 1);
     const auto x = to_doubles(input.view());
     const auto hidden = static_cast<std::size_t>(p.hidden_size);
     for (std::size_t t = 0; t * hidden < x.size(); ++t) {
-      const auto y = test::oracle_expert(p, shared, 0, {x.data() + t * hidden, hidden}, 1, {true});
+      const auto y =
+          test::oracle_expert(p, shared.view(), 0, {x.data() + t * hidden, hidden}, 1, {true});
       for (std::size_t h = 0; h < hidden; ++h) want[t * hidden + h] += y[h];
     }
     const auto result = compare(to_doubles(run.output.view()), want);

@@ -54,12 +54,9 @@ MoeLayerWeights LayerTensors::weights() const {
   w.tensors.shared_gate_weight = copy_of(shared_gate_weight);
   w.tensors.experts_norm_weight = copy_of(experts_norm_weight);
   w.tensors.expert_scale = copy_of(expert_scale);
-  w.tensors.shared_w13 = copy_of(shared.w13);
-  w.tensors.shared_w13_scale = copy_of(shared.w13_scale);
-  w.tensors.shared_w2 = copy_of(shared.w2);
-  w.tensors.shared_w2_scale = copy_of(shared.w2_scale);
-  w.tensors.shared_quant = spec.quant;
   w.experts = make_stacked_source(experts.view());
+  if (spec.shared.intermediate_size > 0) w.shared = make_stacked_source(shared.view());
+  w.shared_quant = spec.quant;
   return w;
 }
 

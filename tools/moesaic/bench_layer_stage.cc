@@ -49,6 +49,7 @@ class LayerStage final : public BenchStage {
       MOESAIC_ASSIGN_OR_RETURN(MoeLayerWeights again,
                                settings.checkpoint->load_layer(settings.spec.layer, {}));
       stage->check_source_ = std::move(again.experts);
+      stage->check_shared_ = std::move(again.shared);
     } else {
       const MoeProblem p =
           problem_of(settings.spec, settings.options.max_tokens, settings.options.num_threads);
@@ -64,9 +65,13 @@ class LayerStage final : public BenchStage {
           local_expert_ids(settings.spec.num_experts, settings.options.parallel));
       weights.experts =
           std::make_unique<RankSource>(make_random_source(p, settings.seed), std::move(ids));
+      weights.shared = make_random_shared_source(stage->s_.spec, settings.seed);
+      weights.shared_quant = stage->s_.spec.quant;
       stage->check_source_ = make_random_source(p, settings.seed);
+      stage->check_shared_ = make_random_shared_source(stage->s_.spec, settings.seed);
     }
-    stage->keep_shared(weights.tensors);
+    stage->keep_small(weights.tensors);
+    stage->shared_quant_ = weights.shared_quant;
     stage->gate_bytes_ = weights.tensors.gate_weight.bytes();
     MOESAIC_ASSIGN_OR_RETURN(FusedMoE layer,
                              FusedMoE::create(std::move(weights), settings.options));
@@ -147,7 +152,7 @@ class LayerStage final : public BenchStage {
 
  private:
   // What the check needs of the small tensors.
-  void keep_shared(const MoeLayerTensors& t) {
+  void keep_small(const MoeLayerTensors& t) {
     const auto copy = [](const Tensor& from) {
       Tensor to;
       if (!from.present()) return to;
@@ -157,12 +162,8 @@ class LayerStage final : public BenchStage {
       std::copy(from.data(), from.data() + from.bytes(), to.data());
       return to;
     };
-    shared_.experts_norm_weight = copy(t.experts_norm_weight);
-    if (s_.spec.shared.intermediate_size == 0) return;
-    shared_.shared_w13 = copy(t.shared_w13), shared_.shared_w13_scale = copy(t.shared_w13_scale);
-    shared_.shared_w2 = copy(t.shared_w2), shared_.shared_w2_scale = copy(t.shared_w2_scale);
-    shared_.shared_gate_weight = copy(t.shared_gate_weight);
-    shared_.shared_quant = t.shared_quant;
+    experts_norm_weight_ = copy(t.experts_norm_weight);
+    shared_gate_weight_ = copy(t.shared_gate_weight);
   }
 
   // For the one row that is checked: the layer's, or the wider one that rounding this row leaves.
@@ -191,7 +192,7 @@ class LayerStage final : public BenchStage {
       const double root =
           std::sqrt(squares / static_cast<double>(in.size()) + s_.spec.input_norm_eps);
       for (std::size_t i = 0; i < in.size(); ++i) {
-        routed_in[i] *= double{shared_.experts_norm_weight.as<float>()[i]} / root;
+        routed_in[i] *= double{experts_norm_weight_.as<float>()[i]} / root;
       }
     }
     MOESAIC_ASSIGN_OR_RETURN(std::vector<double> want, reference_token(p, *check_source_, routed_in,
@@ -201,25 +202,20 @@ class LayerStage final : public BenchStage {
       for (double& v : want) v *= s_.spec.routing.routed_scaling_factor;
     }
     if (s_.spec.shared.intermediate_size > 0) {
-      StackedExpertWeights stacked;
-      stacked.w13 = shared_.shared_w13.view(), stacked.w2 = shared_.shared_w2.view();
-      if (shared_.shared_w13_scale.present()) stacked.w13_scale = shared_.shared_w13_scale.view();
-      if (shared_.shared_w2_scale.present()) stacked.w2_scale = shared_.shared_w2_scale.view();
       p.intermediate_size = s_.spec.shared.intermediate_size;
-      p.quant = shared_.shared_quant;
+      p.quant = shared_quant_;
       p.activation = s_.spec.shared.activation.value_or(s_.spec.activation);
       p.has_expert_bias = p.apply_router_weight_on_input = false;
-      const auto source = make_stacked_source(stacked);
       float factor = 1.0F;
-      if (shared_.shared_gate_weight.present()) {
-        const std::vector<double> g = row_to_doubles(shared_.shared_gate_weight.view(), 0);
+      if (shared_gate_weight_.present()) {
+        const std::vector<double> g = row_to_doubles(shared_gate_weight_.view(), 0);
         double dot = 0;
         for (std::size_t i = 0; i < g.size(); ++i) dot += g[i] * in[i];
         factor = static_cast<float>(1 / (1 + std::exp(-dot)));
       }
       const std::int32_t zero = 0;
       MOESAIC_ASSIGN_OR_RETURN(const std::vector<double> s,
-                               reference_token(p, *source, in, {&zero, 1}, {&factor, 1}));
+                               reference_token(p, *check_shared_, in, {&zero, 1}, {&factor, 1}));
       for (std::size_t i = 0; i < want.size(); ++i) want[i] += s[i];
     }
     point.rel_l2 = relative_l2(row_to_doubles(y.view(), 0), want);
@@ -231,7 +227,9 @@ class LayerStage final : public BenchStage {
   BenchSettings s_;
   std::unique_ptr<FusedMoE> layer_;
   std::unique_ptr<ExpertSource> check_source_;
-  MoeLayerTensors shared_;
+  std::unique_ptr<ExpertSource> check_shared_;
+  Scheme shared_quant_;
+  Tensor experts_norm_weight_, shared_gate_weight_;
   std::int64_t gate_bytes_ = 0;
   std::unique_ptr<GpuStage> gpu_;
 };

@@ -257,6 +257,18 @@ Result<Tensor> random_tensor(DType dtype, const Shape& shape, double sd, std::ui
   return t;
 }
 
+std::unique_ptr<ExpertSource> make_random_shared_source(const MoeLayerSpec& spec,
+                                                        std::uint64_t seed) {
+  if (spec.shared.intermediate_size == 0) return nullptr;
+  MoeProblem shared;
+  shared.num_experts = shared.num_local_experts = shared.top_k = 1;
+  shared.hidden_size = spec.hidden_size;
+  shared.intermediate_size = spec.shared.intermediate_size;
+  shared.activation = spec.shared.activation.value_or(spec.activation);
+  shared.quant = spec.quant;
+  return make_random_source(shared, seed + 4);
+}
+
 Result<MoeLayerTensors> random_layer_tensors(const MoeLayerSpec& spec, std::uint64_t seed,
                                              std::span<const float> routing_bias) {
   MoeLayerTensors t;
@@ -286,31 +298,6 @@ Result<MoeLayerTensors> random_layer_tensors(const MoeLayerSpec& spec, std::uint
   if (spec.input_norm_eps > 0) {
     MOESAIC_ASSIGN_OR_RETURN(t.experts_norm_weight, factors(spec.hidden_size, seed + 7));
   }
-  if (spec.shared.intermediate_size == 0) return t;
-  MoeProblem shared;
-  shared.num_experts = shared.num_local_experts = shared.top_k = 1;
-  shared.hidden_size = spec.hidden_size;
-  shared.intermediate_size = spec.shared.intermediate_size;
-  shared.activation = spec.shared.activation.value_or(spec.activation);
-  // Formats with more than one scale tensor are for routed experts alone.
-  const OperandQuant& w = spec.quant.weight;
-  const bool simple = w.outer_scale == OuterScale::kNone && w.zero_point == ZeroPoint::kNone &&
-                      !w.act_order && (w.granularity == ScaleGranularity::kNone || w.block_k > 0);
-  shared.quant = simple ? spec.quant : quant_scheme_from_name("bf16").value();
-  RandomSource source(shared, seed + 4);
-  MOESAIC_ASSIGN_OR_RETURN(const ExpertWeightsView v, source.expert(0));
-  const auto stacked = [](const ConstTensorView& view) -> Result<Tensor> {
-    if (!view.present()) return Tensor();
-    MOESAIC_ASSIGN_OR_RETURN(Tensor copy,
-                             Tensor::uninitialized(view.dtype, {1, view.dim(0), view.dim(1)}));
-    std::memcpy(copy.data(), view.data, static_cast<std::size_t>(copy.bytes()));
-    return copy;
-  };
-  MOESAIC_ASSIGN_OR_RETURN(t.shared_w13, stacked(v.w13));
-  MOESAIC_ASSIGN_OR_RETURN(t.shared_w13_scale, stacked(v.w13_scale));
-  MOESAIC_ASSIGN_OR_RETURN(t.shared_w2, stacked(v.w2));
-  MOESAIC_ASSIGN_OR_RETURN(t.shared_w2_scale, stacked(v.w2_scale));
-  t.shared_quant = shared.quant;
   if (spec.shared.gated_output) {
     MOESAIC_ASSIGN_OR_RETURN(t.shared_gate_weight,
                              random_tensor(DType::kBF16, {1, spec.hidden_size}, sd, seed + 5));

@@ -20,7 +20,11 @@ namespace moesaic::tool {
 // expert may be asked for again.
 std::unique_ptr<ExpertSource> make_random_source(const MoeProblem& problem, std::uint64_t seed);
 
-// Gate, bias and shared expert of a layer with this spec. A spec with has_router_bias gets one of
+// The shared expert of a layer with this spec, stored as the others; null without one.
+std::unique_ptr<ExpertSource> make_random_shared_source(const MoeLayerSpec& spec,
+                                                        std::uint64_t seed);
+
+// Gates, biases and norms of a layer with this spec. A spec with has_router_bias gets one of
 // standard deviation 0.1, plus routing_bias when that is not empty.
 Result<MoeLayerTensors> random_layer_tensors(const MoeLayerSpec& spec, std::uint64_t seed,
                                              std::span<const float> routing_bias = {});

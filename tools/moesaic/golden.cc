@@ -217,10 +217,7 @@ static Result<LayerReport> compare_block(const Checkpoint& checkpoint, const Ten
                            checkpoint.load_layer(block.layer, options.parallel, options.progress));
   if (spec.shared.beside_block && !with_shared_beside) {  // the output of the block alone
     loaded.spec.shared = {};
-    loaded.tensors.shared_w13 = Tensor();
-    loaded.tensors.shared_w13_scale = Tensor();
-    loaded.tensors.shared_w2 = Tensor();
-    loaded.tensors.shared_w2_scale = Tensor();
+    loaded.shared = nullptr;
   }
   std::optional<RoutingOracle> oracle;
   if (Result<RoutingOracle> made = RoutingOracle::create(spec, loaded.tensors); made.ok()) {

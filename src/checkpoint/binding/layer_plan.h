@@ -32,11 +32,13 @@ struct LayerSource {
   // types, which F32 holds exactly.
   DType experts_dtype = DType::kBF16;
   DType shared_dtype = DType::kBF16;
+  Scheme shared_quant;  // of a shared expert, once values were looked at
   bool experts_mixed = false, shared_mixed = false;
   // Weights of single experts whose FP8 scales lie in one tensor of all, as transformers saves
   // them.
   bool scales_stacked = false;
 
+  bool has_shared() const { return spec.shared.intermediate_size > 0; }
   // Full name of a module of the shared expert.
   std::string shared_module(std::string_view module) const;
   // Full names of what lies in the layer beside its block, and of the router's tensors.

@@ -40,6 +40,7 @@ constexpr bool is_quantized_linear(StoredFormat format) {
          format != StoredFormat::kMxfp4;
 }
 
+inline constexpr std::size_t kNumStoredFormats = 15;
 inline constexpr std::int64_t kFp8BlockSize = 128;
 inline constexpr std::int64_t kMxfp4GroupSize = 32;
 

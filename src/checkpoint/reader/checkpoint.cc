@@ -18,7 +18,6 @@
 #include "checkpoint/container/shards.h"
 #include "checkpoint/reader/expert_source.h"
 #include "checkpoint/reader/mlp_reader.h"
-#include "checkpoint/reader/quantized_reader.h"
 #include "core/fault.h"
 
 namespace moesaic {
@@ -47,70 +46,11 @@ Status read_side_files(const std::string& directory, QuantConfig* quant) {
   return {};
 }
 
-// What load_shared gives: a quantised linear is widened.
-Result<Scheme> shared_scheme(const LayerSource& source) {
-  if (is_quantized_linear(source.shared.stored)) return linear_scheme({}, DType::kF32);
-  return linear_scheme(source.shared, source.shared_dtype);
-}
-
-// A shared expert in one of the many quantised formats, widened to F32: it is one MLP among many,
-// and F32 is what its numbers mean.
-Status load_quantized_shared(const BoundLayer& layer, MoeLayerTensors* tensors) {
-  const LayerSource& source = layer.source;
-  QuantizedSlice slice;
-  slice.format = source.shared;
-  slice.storage = source.shared_layout->storage;
-  MOESAIC_ASSIGN_OR_RETURN(slice.scheme, linear_scheme(source.shared, source.shared_dtype));
-  OperandQuant weight = slice.scheme.weight;  // numbers per row, whatever the scales are
-  if (source.shared.stored == StoredFormat::kNvfp4) weight.outer_scale = OuterScale::kChannel;
-  if (source.shared.stored == StoredFormat::kFp8Tensor) {
-    weight.granularity = ScaleGranularity::kChannel;
-  }
-  slice.scheme = with_weight(slice.scheme, weight);
-  slice.gated = !source.shared_layout->gate.empty();
-  slice.hidden = source.spec.hidden_size;
-  slice.width = slice.count = source.spec.shared.intermediate_size;
-  const std::int64_t rows = (slice.gated ? 2 : 1) * slice.count;
-  MOESAIC_ASSIGN_OR_RETURN(tensors->shared_w13,
-                           Tensor::uninitialized(DType::kF32, {1, rows, slice.hidden}));
-  MOESAIC_ASSIGN_OR_RETURN(tensors->shared_w2,
-                           Tensor::uninitialized(DType::kF32, {1, slice.hidden, slice.count}));
-  MOESAIC_RETURN_IF_ERROR(
-      read_wide_mlp(layer.shared, slice, 0, &tensors->shared_w13, &tensors->shared_w2)
-          .with_context(fmt::format("layer {} shared expert", source.spec.layer)));
-  MOESAIC_ASSIGN_OR_RETURN(tensors->shared_quant, shared_scheme(source));
-  return {};
-}
-
-// The shared expert is one MLP of its own width, whole on every rank.
-Status load_shared(const BoundLayer& layer, MoeLayerTensors* tensors) {
-  const LayerSource& source = layer.source;
-  if (is_quantized_linear(source.shared.stored)) return load_quantized_shared(layer, tensors);
-  MlpSlice slice;
-  slice.storage = source.shared_layout->storage;
-  slice.gated = !source.shared_layout->gate.empty();
-  slice.format = source.shared.stored;
-  slice.dtype = source.shared_dtype;
-  slice.hidden = source.spec.hidden_size;
-  slice.width = slice.count = source.spec.shared.intermediate_size;
-  slice.leading = 1;
-  MOESAIC_ASSIGN_OR_RETURN(MlpBuffers buffers, MlpBuffers::make(slice));
-  MOESAIC_RETURN_IF_ERROR(
-      read_mlp(layer.shared, slice, 0, &buffers)
-          .with_context(fmt::format("layer {} shared expert", source.spec.layer)));
-  MOESAIC_ASSIGN_OR_RETURN(tensors->shared_quant, shared_scheme(source));
-  tensors->shared_w13 = std::move(buffers.w13);
-  tensors->shared_w13_scale = std::move(buffers.w13_scale);
-  tensors->shared_w2 = std::move(buffers.w2);
-  tensors->shared_w2_scale = std::move(buffers.w2_scale);
-  return {};
-}
-
 std::int64_t optional_bytes(const std::optional<ShardSet::Located>& tensor) {
   return tensor ? static_cast<std::int64_t>(tensor->info->bytes()) : 0;
 }
 
-// Router and shared tensors, which are loaded at once.
+// What is counted as loaded at once: the router, and the shared expert, which not every rank reads.
 std::int64_t small_bytes(const BoundLayer& layer) {
   const std::int64_t bytes =
       optional_bytes(layer.gate_weight) + optional_bytes(layer.gate_bias) +
@@ -189,9 +129,6 @@ Result<MoeLayerTensors> load_tensors(const BoundLayer& layer) {
   }
   MOESAIC_RETURN_IF_ERROR(load_hash_table(layer, &tensors));
   MOESAIC_RETURN_IF_ERROR(load_input_norm(layer, &tensors));
-  if (layer.source.spec.shared.intermediate_size > 0) {
-    MOESAIC_RETURN_IF_ERROR(load_shared(layer, &tensors));
-  }
   return tensors;
 }
 
@@ -227,6 +164,17 @@ struct Checkpoint::Impl {
     MOESAIC_RETURN_IF_ERROR(check_parallel(layer.source, parallel));
     MOESAIC_RETURN_IF_ERROR(
         scheme_of_values(layer.experts, layer.source.experts, &layer.source.spec.quant));
+    if (!layer.source.has_shared()) {
+      layer.source.shared_quant = layer.source.spec.quant;
+      return layer;
+    }
+    MOESAIC_ASSIGN_OR_RETURN(layer.source.shared_quant,
+                             linear_scheme(layer.source.shared, layer.source.shared_dtype));
+    MOESAIC_RETURN_IF_ERROR(
+        scheme_of_values({layer.shared}, layer.source.shared, &layer.source.shared_quant));
+    if (MOESAIC_FAULT(checkpoint_shared_widened)) {
+      MOESAIC_ASSIGN_OR_RETURN(layer.source.shared_quant, linear_scheme({}, DType::kF32));
+    }
     return layer;
   }
 
@@ -243,6 +191,10 @@ struct Checkpoint::Impl {
     weights.spec = layer.source.spec;
     MOESAIC_ASSIGN_OR_RETURN(weights.tensors, load_tensors(layer));
     counter.add(small);
+    weights.shared_quant = layer.source.shared_quant;
+    if (layer.source.has_shared()) {
+      MOESAIC_ASSIGN_OR_RETURN(weights.shared, make_shared_source(shards, layer, directory));
+    }
     MOESAIC_ASSIGN_OR_RETURN(
         weights.experts, make_checkpoint_source(shards, std::move(layer), parallel, std::move(ids),
                                                 directory, std::move(counter)));
@@ -365,10 +317,7 @@ Result<MoeLayerFormat> Checkpoint::check_layer(int index, const ParallelConfig& 
     MOESAIC_RETURN_IF_ERROR(load_hash_table(layer, &table));
     MoeLayerFormat format;
     format.spec = layer.source.spec;
-    format.shared_quant = format.spec.quant;
-    if (format.spec.shared.intermediate_size > 0) {
-      MOESAIC_ASSIGN_OR_RETURN(format.shared_quant, shared_scheme(layer.source));
-    }
+    format.shared_quant = layer.source.shared_quant;
     // The router's own norm is multiplied into the gate's weight, in F32.
     if (layer.gate_weight) {
       format.gate_dtype = layer.router_scale ? DType::kF32 : layer.gate_weight->info->dtype;

@@ -1,7 +1,7 @@
 // Canonical quantised matrices as fp32 values.
 #include <array>
 
-#include "checkpoint/reader/quantized_reader.h"
+#include "checkpoint/reader/mlp_reader.h"
 #include "numerics/element.h"
 #include "numerics/integer.h"
 #include "quant/code_values.h"

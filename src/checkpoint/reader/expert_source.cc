@@ -6,154 +6,78 @@
 #include <optional>
 #include <utility>
 
-#include "checkpoint/binding/layer_plan.h"
+#include "checkpoint/reader/mlp_buffers.h"
 #include "checkpoint/reader/mlp_reader.h"
-#include "checkpoint/reader/quantized_reader.h"
 #include "core/fault.h"
 
 namespace moesaic {
 namespace {
 
-MlpSlice expert_slice(const LayerSource& source, const ParallelConfig& parallel) {
+// The experts of one source: which they are, and how they are stored.
+struct SourcePart {
+  std::vector<MlpTensors> tensors;  // of each expert, or of all together
+  std::vector<std::int64_t> ids;    // of the local experts
+  std::string where;                // begins every message
+  bool numbered = true;             // the expert's id stands behind it
   MlpSlice slice;
-  slice.storage = source.layout->storage;
-  slice.gated = !source.layout->gate.empty();
-  slice.format = source.experts.stored;
-  slice.dtype = source.experts_dtype;
-  slice.hidden = source.spec.hidden_size;
-  slice.width = source.spec.intermediate_size;
-  slice.count = slice.width / parallel.tp_size;
-  slice.first = slice.count * parallel.tp_rank;
-  slice.scales_stacked = source.scales_stacked;
-  slice.has_bias = source.spec.has_expert_bias;
-  slice.with_down_bias = parallel.tp_rank == 0;
-  return slice;
-}
+};
 
-QuantizedSlice quantized_slice(const LayerSource& source, const ParallelConfig& parallel) {
-  QuantizedSlice slice;
-  slice.format = source.experts;
-  slice.scheme = source.spec.quant;
-  slice.storage = source.layout->storage;
-  slice.scales_stacked = source.scales_stacked;
-  slice.experts = source.spec.num_experts;
-  slice.gated = !source.layout->gate.empty();
-  slice.hidden = source.spec.hidden_size;
-  slice.width = source.spec.intermediate_size;
-  slice.count = slice.width / parallel.tp_size;
-  slice.first = slice.count * parallel.tp_rank;
-  return slice;
-}
-
-std::int64_t expert_bytes(const MlpBuffers& b) {
-  return b.w13.bytes() + b.w2.bytes() + b.w13_scale.bytes() + b.w2_scale.bytes() +
-         b.w13_bias.bytes() + b.w2_bias.bytes();
-}
-
-// One expert at a time, whatever the format: `Reader` owns the buffers.
-template <class Reader>
-class CheckpointExpertSource : public ExpertSource {
+// One expert at a time into buffers of its own, whatever the format.
+class CheckpointExpertSource final : public ExpertSource {
  public:
-  CheckpointExpertSource(std::shared_ptr<const ShardSet> shards, BoundLayer layer, Reader reader,
-                         std::vector<std::int64_t> ids, std::string directory,
-                         LoadProgress progress)
+  CheckpointExpertSource(std::shared_ptr<const ShardSet> shards, SourcePart part,
+                         MlpBuffers buffers, LoadProgress progress)
       : shards_(std::move(shards)),
-        layer_(std::move(layer)),
-        reader_(std::move(reader)),
-        global_ids_(std::move(ids)),
-        directory_(std::move(directory)),
+        part_(std::move(part)),
+        buffers_(std::move(buffers)),
         progress_(std::move(progress)) {}
 
   Result<ExpertWeightsView> expert(std::int64_t local_expert) override {
-    const auto count = static_cast<std::int64_t>(global_ids_.size());
+    const auto count = static_cast<std::int64_t>(part_.ids.size());
     if (local_expert < 0 || local_expert >= count) {
       return Status(
           StatusCode::kInvalidArgument,
           fmt::format("local_expert: got {}, need a value in [0, {})", local_expert, count));
     }
-    std::int64_t id = global_ids_[static_cast<std::size_t>(local_expert)];
+    std::int64_t id = part_.ids[static_cast<std::size_t>(local_expert)];
     if (MOESAIC_FAULT(checkpoint_local_id_as_global)) id = local_expert;
-    const MlpTensors& tensors = layer_.experts.size() == 1
-                                    ? layer_.experts.front()
-                                    : layer_.experts[static_cast<std::size_t>(id)];
-    Status read = reader_.prepare(layer_.experts);
-    if (read.ok()) read = reader_.read(tensors, id);
-    if (!read.ok()) {
-      return read.with_context(
-          fmt::format("{}: layer {} expert {}", directory_, layer_.source.spec.layer, id));
+    const Status status = read(id);
+    if (!status.ok()) {
+      return status.with_context(part_.numbered ? fmt::format("{} {}", part_.where, id)
+                                                : part_.where);
     }
-    progress_.add(reader_.bytes());
-    return reader_.view();
+    progress_.add(buffers_.bytes());
+    return view_of(buffers_);
   }
 
  private:
-  std::shared_ptr<const ShardSet> shards_;  // keeps the files of layer_ open
-  BoundLayer layer_;
-  Reader reader_;
-  std::vector<std::int64_t> global_ids_;
-  std::string directory_;  // begins every message
+  Status read(std::int64_t id) {
+    const MlpTensors& tensors = part_.tensors.size() == 1
+                                    ? part_.tensors.front()
+                                    : part_.tensors[static_cast<std::size_t>(id)];
+    // Values are read with the first expert, not when the layer is bound.
+    if (!input_scales_) {
+      MOESAIC_ASSIGN_OR_RETURN(input_scales_, read_input_scales(part_.tensors, part_.slice.format));
+    }
+    const bool wide = part_.slice.format.stored != StoredFormat::kPlain &&
+                      part_.slice.scheme.weight.granularity == ScaleGranularity::kNone;
+    return wide ? read_wide_mlp(tensors, part_.slice, id, &buffers_)
+                : read_mlp(tensors, part_.slice, *input_scales_, id, &buffers_);
+  }
+
+  std::shared_ptr<const ShardSet> shards_;  // keeps the files of part_ open
+  SourcePart part_;
+  MlpBuffers buffers_;
+  std::optional<InputScales> input_scales_;
   LoadProgress progress_;
 };
 
-// Storages of reader/mlp_reader.h.
-struct PlainReader {
-  MlpSlice slice;
-  MlpBuffers buffers;
-  Status prepare(const std::vector<MlpTensors>&) { return {}; }
-  Status read(const MlpTensors& tensors, std::int64_t expert) {
-    return read_mlp(tensors, slice, expert, &buffers);
-  }
-  std::int64_t bytes() const { return expert_bytes(buffers); }
-  ExpertWeightsView view() const {
-    const MlpBuffers& b = buffers;
-    ExpertWeightsView view;
-    view.w13 = b.w13.view();
-    view.w2 = b.w2.view();
-    if (b.w13_scale.present()) view.w13_scale = b.w13_scale.view();
-    if (b.w2_scale.present()) view.w2_scale = b.w2_scale.view();
-    if (b.w13_bias.present()) view.w13_bias = b.w13_bias.view();
-    if (b.w2_bias.present()) view.w2_bias = b.w2_bias.view();
-    return view;
-  }
-};
-
-// Formats of reader/quantized_reader.h.
-struct FormatReader {
-  QuantizedSlice slice;
-  QuantizedBuffers buffers;
-  MlpSlice biases;
-  MlpBuffers bias_buffers;
-  std::optional<InputScales> input_scales;
-  Tensor wide_w13, wide_w2;  // in place of `buffers` for layers that are F32 once loaded
-  // Values are read with the first expert, not when the layer is bound.
-  Status prepare(const std::vector<MlpTensors>& experts) {
-    if (input_scales) return {};
-    MOESAIC_ASSIGN_OR_RETURN(input_scales, read_input_scales(experts, slice.format));
-    return {};
-  }
-  Status read(const MlpTensors& tensors, std::int64_t expert) {
-    MOESAIC_RETURN_IF_ERROR(
-        wide_w13.present() ? read_wide_mlp(tensors, slice, expert, &wide_w13, &wide_w2)
-                           : read_quantized_mlp(tensors, slice, *input_scales, expert, &buffers));
-    if (!biases.has_bias) return {};
-    return read_mlp_biases(tensors, biases, expert, &bias_buffers);
-  }
-  std::int64_t bytes() const {
-    return buffers.bytes() + wide_w13.bytes() + wide_w2.bytes() + expert_bytes(bias_buffers);
-  }
-  ExpertWeightsView view() const {
-    ExpertWeightsView view = view_of(buffers);
-    if (wide_w13.present()) {
-      view.w13 = wide_w13.view();
-      view.w2 = wide_w2.view();
-    }
-    if (biases.has_bias) {
-      view.w13_bias = bias_buffers.w13_bias.view();
-      view.w2_bias = bias_buffers.w2_bias.view();
-    }
-    return view;
-  }
-};
+Result<std::unique_ptr<ExpertSource>> make_source(std::shared_ptr<const ShardSet> shards,
+                                                  SourcePart part, LoadProgress progress) {
+  MOESAIC_ASSIGN_OR_RETURN(MlpBuffers buffers, MlpBuffers::make(part.slice));
+  return std::unique_ptr<ExpertSource>(std::make_unique<CheckpointExpertSource>(
+      std::move(shards), std::move(part), std::move(buffers), std::move(progress)));
+}
 
 }  // namespace
 
@@ -179,34 +103,43 @@ std::int64_t local_expert_bytes(const BoundLayer& layer, int tp_size,
 Result<std::unique_ptr<ExpertSource>> make_checkpoint_source(
     std::shared_ptr<const ShardSet> shards, BoundLayer layer, const ParallelConfig& parallel,
     std::vector<std::int64_t> expert_ids, std::string directory, LoadProgress progress) {
-  const auto make = [&](auto reader) {
-    return std::unique_ptr<ExpertSource>(std::make_unique<CheckpointExpertSource<decltype(reader)>>(
-        std::move(shards), std::move(layer), std::move(reader), std::move(expert_ids),
-        std::move(directory), std::move(progress)));
-  };
-  if (!is_quantized_linear(layer.source.experts.stored)) {
-    PlainReader reader{expert_slice(layer.source, parallel), {}};
-    MOESAIC_ASSIGN_OR_RETURN(reader.buffers, MlpBuffers::make(reader.slice));
-    return make(std::move(reader));
-  }
-  FormatReader reader{quantized_slice(layer.source, parallel), {}, {}, {}, std::nullopt, {}, {}};
-  if (layer.source.spec.has_expert_bias) {
-    // Biases are not quantised; their place in the files is that of the plain storage.
-    reader.biases = expert_slice(layer.source, parallel);
-    MOESAIC_RETURN_IF_ERROR(reader.bias_buffers.make_biases(reader.biases));
-  }
-  QuantizedSlice& slice = reader.slice;
-  if (slice.scheme.weight.granularity == ScaleGranularity::kNone) {
-    MOESAIC_ASSIGN_OR_RETURN(slice.scheme, linear_scheme(slice.format, DType::kF32));
-    const std::int64_t rows = (slice.gated ? 2 : 1) * slice.count;
-    MOESAIC_ASSIGN_OR_RETURN(reader.wide_w13,
-                             Tensor::uninitialized(DType::kF32, {rows, slice.hidden}));
-    MOESAIC_ASSIGN_OR_RETURN(reader.wide_w2,
-                             Tensor::uninitialized(DType::kF32, {slice.hidden, slice.count}));
-  } else {
-    MOESAIC_ASSIGN_OR_RETURN(reader.buffers, QuantizedBuffers::make(slice));
-  }
-  return make(std::move(reader));
+  const LayerSource& source = layer.source;
+  SourcePart part;
+  part.tensors = std::move(layer.experts);
+  part.ids = std::move(expert_ids);
+  part.where = fmt::format("{}: layer {} expert", directory, source.spec.layer);
+  MlpSlice& slice = part.slice;
+  slice.format = source.experts;
+  slice.scheme = source.spec.quant;
+  slice.storage = source.layout->storage;
+  slice.experts = source.spec.num_experts;
+  slice.scales_stacked = source.scales_stacked;
+  slice.gated = !source.layout->gate.empty();
+  slice.hidden = source.spec.hidden_size;
+  slice.width = source.spec.intermediate_size;
+  slice.count = slice.width / parallel.tp_size;
+  slice.first = slice.count * parallel.tp_rank;
+  slice.has_bias = source.spec.has_expert_bias;
+  slice.with_down_bias = parallel.tp_rank == 0;
+  return make_source(std::move(shards), std::move(part), std::move(progress));
+}
+
+Result<std::unique_ptr<ExpertSource>> make_shared_source(std::shared_ptr<const ShardSet> shards,
+                                                         const BoundLayer& layer,
+                                                         std::string directory) {
+  const LayerSource& source = layer.source;
+  SourcePart part;
+  part.tensors = {layer.shared};
+  part.ids = {0};
+  part.where = fmt::format("{}: layer {} shared expert", directory, source.spec.layer);
+  part.numbered = false;
+  part.slice.format = source.shared;
+  part.slice.scheme = source.shared_quant;
+  part.slice.storage = source.shared_layout->storage;
+  part.slice.gated = !source.shared_layout->gate.empty();
+  part.slice.hidden = source.spec.hidden_size;
+  part.slice.width = part.slice.count = source.spec.shared.intermediate_size;
+  return make_source(std::move(shards), std::move(part), LoadProgress({}, 0));
 }
 
 }  // namespace moesaic

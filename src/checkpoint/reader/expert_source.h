@@ -1,4 +1,4 @@
-// The routed experts of one layer, read from the checkpoint one at a time into one staging buffer.
+// The experts of one layer, read from the checkpoint one at a time into one staging buffer.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,13 @@ Result<std::unique_ptr<ExpertSource>> make_checkpoint_source(
     std::shared_ptr<const ShardSet> shards, BoundLayer layer, const ParallelConfig& parallel,
     std::vector<std::int64_t> expert_ids, std::string directory, LoadProgress progress);
 
-// Bytes that the source will read for a rank with so many experts.
+// The shared expert, whole on every rank: expert 0 of its source, as `layer.source.shared_quant`
+// says.
+Result<std::unique_ptr<ExpertSource>> make_shared_source(std::shared_ptr<const ShardSet> shards,
+                                                         const BoundLayer& layer,
+                                                         std::string directory);
+
+// Bytes that the routed experts' source will read for a rank with so many experts.
 std::int64_t local_expert_bytes(const BoundLayer& layer, int tp_size,
                                 std::int64_t num_local_experts);
 

@@ -1,5 +1,5 @@
 // A quantised MLP as F32 matrices.
-#include "checkpoint/reader/quantized_reader.h"
+#include "checkpoint/reader/mlp_reader.h"
 #include "core/fault.h"
 
 namespace moesaic {
@@ -19,17 +19,19 @@ MlpTensors with_gate_as_up(const MlpTensors& tensors) {
 
 }  // namespace
 
-Status read_wide_mlp(const MlpTensors& tensors, const QuantizedSlice& slice, std::int64_t expert,
-                     Tensor* w13, Tensor* w2) {
+Status read_wide_mlp(const MlpTensors& tensors, const MlpSlice& slice, std::int64_t expert,
+                     MlpBuffers* buffers) {
   const bool halves = slice.gated && slice.storage == ExpertStorage::kPerExpert;
-  QuantizedSlice part = slice;
+  MlpSlice part = slice;
+  MOESAIC_ASSIGN_OR_RETURN(part.scheme, linear_scheme(slice.format, slice.scheme.weight.dtype));
   part.gated = slice.gated && !halves;
+  part.has_bias = false;
   const std::int64_t rows = (part.gated ? 2 : 1) * slice.count;
-  MOESAIC_ASSIGN_OR_RETURN(QuantizedBuffers buffers, QuantizedBuffers::make(part));
+  MOESAIC_ASSIGN_OR_RETURN(MlpBuffers stored, MlpBuffers::make(part));
   const auto read = [&](const MlpTensors& from, std::int64_t first_row) -> Status {
-    MOESAIC_RETURN_IF_ERROR(read_quantized_mlp(from, part, {}, expert, &buffers));
-    dequantize_matrix(part.scheme.weight, buffers.w13, rows, slice.hidden,
-                      w13->as<float>() + first_row * slice.hidden);
+    MOESAIC_RETURN_IF_ERROR(read_mlp(from, part, {}, expert, &stored));
+    dequantize_matrix(part.scheme.weight, stored.w13, rows, slice.hidden,
+                      buffers->w13.weight.as<float>() + first_row * slice.hidden);
     return {};
   };
   if (halves) {
@@ -39,7 +41,8 @@ Status read_wide_mlp(const MlpTensors& tensors, const QuantizedSlice& slice, std
   } else {
     MOESAIC_RETURN_IF_ERROR(read(tensors, 0));
   }
-  dequantize_matrix(part.scheme.weight, buffers.w2, slice.hidden, slice.count, w2->as<float>());
+  dequantize_matrix(part.scheme.weight, stored.w2, slice.hidden, slice.count,
+                    buffers->w2.weight.as<float>());
   return {};
 }
 

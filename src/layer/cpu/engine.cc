@@ -71,7 +71,7 @@ Status CpuEngine::build_stages(MoeLayerWeights& weights) {
     return {StatusCode::kInternal, "router: slots differ from top_k"};
   }
   MOESAIC_RETURN_IF_ERROR(build_routed(*weights.experts));
-  MOESAIC_RETURN_IF_ERROR(build_shared(t));
+  MOESAIC_RETURN_IF_ERROR(build_shared(weights.shared.get(), t));
 
   Arena arena = Arena::measure();
   MOESAIC_ASSIGN_OR_RETURN(const CpuBuffers unused,
@@ -109,14 +109,8 @@ Status CpuEngine::build_routed(ExpertSource& source) {
   return {};
 }
 
-Status CpuEngine::build_shared(const MoeLayerTensors& t) {
+Status CpuEngine::build_shared(ExpertSource* source, const MoeLayerTensors& t) {
   if (!plan.has_shared) return {};
-  const auto source = make_stacked_source({t.shared_w13.view(),
-                                           t.shared_w13_scale.view(),
-                                           {},
-                                           t.shared_w2.view(),
-                                           t.shared_w2_scale.view(),
-                                           {}});
   Result<ModularKernel> made = make_kernel(plan.shared, plan.shared_quant, *source, options.backend,
                                            /*shared=*/true, nullptr, options.max_tokens);
   if (!made.ok()) return made.status().with_context("shared_experts");

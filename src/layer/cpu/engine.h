@@ -95,7 +95,7 @@ struct CpuEngine final : public LayerEngine {
   // The stages and their workspace (engine.cc).
   Status build_stages(MoeLayerWeights& weights);
   Status build_routed(ExpertSource& source);
-  Status build_shared(const MoeLayerTensors& tensors);
+  Status build_shared(ExpertSource* source, const MoeLayerTensors& tensors);
   // The steps of a call (forward.cc); over ranks in forward_ranks.cc.
   Status forward_over_ranks(const ConstTensorView& x, const TensorView& output,
                             const CpuBuffers& b) const;

@@ -31,15 +31,6 @@ class JoinedSource final : public ExpertSource {
   ExpertSource& second_;
 };
 
-std::unique_ptr<ExpertSource> shared_source(const MoeLayerTensors& t) {
-  StackedExpertWeights stacked;
-  stacked.w13 = t.shared_w13.view();
-  stacked.w13_scale = t.shared_w13_scale.view();
-  stacked.w2 = t.shared_w2.view();
-  stacked.w2_scale = t.shared_w2_scale.view();
-  return make_stacked_source(stacked);
-}
-
 // Fills max_tokens words with one value.
 Status upload_constant(std::string_view what, std::int64_t count, std::uint32_t value,
                        Allocation& to) {
@@ -53,17 +44,16 @@ Status upload_constant(std::string_view what, std::int64_t count, std::uint32_t 
 
 }  // namespace
 
-Status CudaLayer::Impl::create_experts(ExpertSource& routed_source, const MoeLayerTensors& t) {
+Status CudaLayer::Impl::create_experts(MoeLayerWeights& weights) {
   MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<ExpertSource> routed,
-                           make_converting_source(routed_source, plan.quant));
+                           make_converting_source(*weights.experts, plan.quant));
   if (plan.routed.num_local_experts == 0) return {};  // more ranks than experts
   if (!joins) {
     MOESAIC_ASSIGN_OR_RETURN(experts, CudaExperts::create(plan.routed, *routed, device));
     return {};
   }
-  const std::unique_ptr<ExpertSource> stored = shared_source(t);
   MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<ExpertSource> converted,
-                           make_converting_source(*stored, plan.shared_quant));
+                           make_converting_source(*weights.shared, plan.shared_quant));
   JoinedSource source(*routed, plan.routed.num_local_experts, *converted);
   MOESAIC_ASSIGN_OR_RETURN(experts,
                            CudaExperts::create(experts_problem(plan, false), source, device));
@@ -71,11 +61,10 @@ Status CudaLayer::Impl::create_experts(ExpertSource& routed_source, const MoeLay
 }
 
 Status CudaLayer::Impl::create_shared(const MoeLayerSpec& spec, const FusedMoE::Options& options,
-                                      const MoeLayerTensors& t) {
+                                      MoeLayerWeights& weights) {
   if (!joins) {
-    const std::unique_ptr<ExpertSource> stored = shared_source(t);
     MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<ExpertSource> converted,
-                             make_converting_source(*stored, plan.shared_quant));
+                             make_converting_source(*weights.shared, plan.shared_quant));
     MOESAIC_ASSIGN_OR_RETURN(shared, CudaExperts::create(plan.shared, *converted, device));
   }
   if (!spec.shared.gated_output) {
@@ -84,7 +73,8 @@ Status CudaLayer::Impl::create_shared(const MoeLayerSpec& spec, const FusedMoE::
     MOESAIC_RETURN_IF_ERROR(upload_constant("shared weights", options.max_tokens, kOne, ones));
     return upload_constant("shared ids", options.max_tokens, id, shared_ids);
   }
-  MOESAIC_ASSIGN_OR_RETURN(shared_gate, CudaGate::create(t.shared_gate_weight.view(), {}));
+  MOESAIC_ASSIGN_OR_RETURN(shared_gate,
+                           CudaGate::create(weights.tensors.shared_gate_weight.view(), {}));
   Router::Options router_options;
   router_options.spec.method = RoutingMethod::kLlama4;
   router_options.spec.num_experts = router_options.spec.top_k = 1;
@@ -132,9 +122,10 @@ Result<std::unique_ptr<LayerEngine>> CudaLayer::create(const EngineParts& parts)
     MOESAIC_RETURN_IF_ERROR(upload("expert_map", map.data(),
                                    static_cast<std::int64_t>(map.size()) * 4, impl->expert_map));
   }
-  MOESAIC_RETURN_IF_ERROR(impl->create_experts(*weights.experts, t).with_context("experts"));
+  MOESAIC_RETURN_IF_ERROR(impl->create_experts(weights).with_context("experts"));
   if (plan.has_shared) {
-    MOESAIC_RETURN_IF_ERROR(impl->create_shared(spec, options, t).with_context("shared_experts"));
+    MOESAIC_RETURN_IF_ERROR(
+        impl->create_shared(spec, options, weights).with_context("shared_experts"));
   }
   if (mesh != nullptr) {
     MOESAIC_RETURN_IF_ERROR(impl->create_ranks(options).with_context("ranks"));

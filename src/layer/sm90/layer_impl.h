@@ -46,9 +46,9 @@ struct CudaLayer::Impl {
   };
   mutable Staging staging;
 
-  Status create_experts(ExpertSource& routed_source, const MoeLayerTensors& t);
+  Status create_experts(MoeLayerWeights& weights);
   Status create_shared(const MoeLayerSpec& spec, const FusedMoE::Options& options,
-                       const MoeLayerTensors& t);
+                       MoeLayerWeights& weights);
   Status create_ranks(const FusedMoE::Options& options);
   Status make_staging() const;
   // What enqueue and forward_chunk are given.

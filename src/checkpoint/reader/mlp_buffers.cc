@@ -1,4 +1,4 @@
-#include "checkpoint/reader/quantized_buffers.h"
+#include "checkpoint/reader/mlp_buffers.h"
 
 #include "core/checked.h"
 
@@ -14,7 +14,11 @@ Result<MatrixBuffers> MatrixBuffers::make(const Scheme& scheme, std::int64_t row
     return {};
   };
   MOESAIC_RETURN_IF_ERROR(allocate(&m.weight, w.dtype, {rows, columns}));
+  if (w.granularity == ScaleGranularity::kNone) return m;
   Shape shape = {1};
+  if (w.granularity == ScaleGranularity::kBlock) {
+    shape = {ceil_div(rows, w.block_n), ceil_div(columns, w.block_k)};
+  }
   if (w.granularity == ScaleGranularity::kChannel) shape = {rows};
   if (w.granularity == ScaleGranularity::kGroup) shape = {rows, ceil_div(columns, w.block_k)};
   const DType dtype = w.scale_format == ScaleFormat::kE8M0   ? DType::kF8E8M0
@@ -45,21 +49,26 @@ std::int64_t MatrixBuffers::bytes() const {
          channel_scale.bytes() + input_scale.bytes() + perm.bytes();
 }
 
-Result<QuantizedBuffers> QuantizedBuffers::make(const QuantizedSlice& s) {
-  QuantizedBuffers b;
-  MOESAIC_ASSIGN_OR_RETURN(b.w13,
-                           MatrixBuffers::make(s.scheme, (s.gated ? 2 : 1) * s.count, s.hidden));
+Result<MlpBuffers> MlpBuffers::make(const MlpSlice& s) {
+  const std::int64_t rows = (s.gated ? 2 : 1) * s.count;
+  MlpBuffers b;
+  MOESAIC_ASSIGN_OR_RETURN(b.w13, MatrixBuffers::make(s.scheme, rows, s.hidden));
   MOESAIC_ASSIGN_OR_RETURN(b.w2, MatrixBuffers::make(s.scheme, s.hidden, s.count));
+  if (!s.has_bias) return b;
+  MOESAIC_ASSIGN_OR_RETURN(b.w13_bias, Tensor::uninitialized(DType::kF32, {rows}));
+  MOESAIC_ASSIGN_OR_RETURN(b.w2_bias, Tensor::uninitialized(DType::kF32, {s.hidden}));
   return b;
 }
 
-ExpertWeightsView view_of(const QuantizedBuffers& b) {
+ExpertWeightsView view_of(const MlpBuffers& b) {
   const auto view = [](const Tensor& t) { return t.present() ? t.view() : ConstTensorView(); };
   ExpertWeightsView v;
   v.w13 = view(b.w13.weight);
   v.w2 = view(b.w2.weight);
   v.w13_scale = view(b.w13.scale);
   v.w2_scale = view(b.w2.scale);
+  v.w13_bias = view(b.w13_bias);
+  v.w2_bias = view(b.w2_bias);
   v.w13_global_scale = view(b.w13.global_scale);
   v.w2_global_scale = view(b.w2.global_scale);
   v.w13_channel_scale = view(b.w13.channel_scale);

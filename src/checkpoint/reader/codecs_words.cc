@@ -1,4 +1,4 @@
-// The quantised reader's formats that pack codes into words or blocks: GPTQ, AWQ and packed
+// Codecs of formats that pack codes into words or blocks: GPTQ, AWQ and packed
 // integers, bitsandbytes, GGUF.
 #include <fmt/format.h>
 
@@ -9,7 +9,7 @@
 #include "checkpoint/container/names.h"
 #include "checkpoint/reader/bnb_linear.h"
 #include "checkpoint/reader/linear_numbers.h"
-#include "checkpoint/reader/quantized_reader_impl.h"
+#include "checkpoint/reader/mlp_reader_impl.h"
 #include "core/checked.h"
 #include "core/fault.h"
 #include "numerics/integer.h"
@@ -22,7 +22,7 @@ namespace moesaic {
 
 // --- integers in words ---
 
-Status QuantizedReader::read_integers(const Window& w, MatrixBuffers* m) {
+Status MlpReader::read_integers(const Window& w, MatrixBuffers* m) {
   MOESAIC_ASSIGN_OR_RETURN(
       const IntegerLinear linear,
       read_integer_linear(tensors_, w.projection, format_, w.rows_all, w.cols_all));
@@ -60,7 +60,7 @@ Status QuantizedReader::read_integers(const Window& w, MatrixBuffers* m) {
   return write_codes(part.view(), bias, w, m);
 }
 
-Status QuantizedReader::write_perm(const IntegerLinear& linear, const Window& w, MatrixBuffers* m) {
+Status MlpReader::write_perm(const IntegerLinear& linear, const Window& w, MatrixBuffers* m) {
   if (!weight_.act_order) return {};
   auto* perm = m->perm.as<std::int32_t>();
   const bool identity =
@@ -85,8 +85,8 @@ Status QuantizedReader::write_perm(const IntegerLinear& linear, const Window& w,
   return {};
 }
 
-Status QuantizedReader::write_scales(const Window& w, const std::vector<float>& scales,
-                                     std::int64_t groups, MatrixBuffers* m) {
+Status MlpReader::write_scales(const Window& w, const std::vector<float>& scales,
+                               std::int64_t groups, MatrixBuffers* m) {
   if (weight_.scale_format != ScaleFormat::kE4M3) {
     std::copy(scales.begin(), scales.end(), m->scale.as<float>() + w.to * groups);
     return {};
@@ -99,8 +99,7 @@ Status QuantizedReader::write_scales(const Window& w, const std::vector<float>& 
   return split_int4_fp8_scales(wide, bytes, channel);
 }
 
-Status QuantizedReader::write_codes(ConstTensorView codes, int bias, const Window& w,
-                                    MatrixBuffers* m) {
+Status MlpReader::write_codes(ConstTensorView codes, int bias, const Window& w, MatrixBuffers* m) {
   auto* to = reinterpret_cast<std::byte*>(rows_of(*m, w));
   if (dtype_bits(weight_.dtype) == 4) {
     return pack_nibbles(codes, bias, TensorView(to, DType::kU8, {w.rows, w.cols / 2}));
@@ -114,23 +113,16 @@ Status QuantizedReader::write_codes(ConstTensorView codes, int bias, const Windo
 
 // --- bitsandbytes ---
 
-Status QuantizedReader::read_bnb4(const Window& w, MatrixBuffers* m) {
+Status MlpReader::read_bnb4(const Window& w, MatrixBuffers* m) {
   MOESAIC_ASSIGN_OR_RETURN(
       const std::vector<float> absmax,
       read_bnb_absmax(tensors_, w.projection, format_, w.rows_all, w.cols_all));
   // The weight is one column of bytes; a row of the matrix is a run of them.
   const ShardSet::Located& from = *stored(TensorKind::kWeight, w);
   std::byte* to = reinterpret_cast<std::byte*>(rows_of(*m, w));
-  const std::int64_t row_bytes = w.cols_all / 2, bytes = w.cols / 2;
-  if (w.cols == w.cols_all) {
-    MOESAIC_RETURN_IF_ERROR(
-        read_rectangle(from, w.first_row * row_bytes, w.rows * row_bytes, 0, 1, to));
-  } else {
-    for (std::int64_t r = 0; r < w.rows; ++r) {
-      MOESAIC_RETURN_IF_ERROR(read_rectangle(from, (w.first_row + r) * row_bytes + w.first_col / 2,
-                                             bytes, 0, 1, to + r * bytes));
-    }
-  }
+  const std::int64_t bytes = w.cols / 2;
+  MOESAIC_RETURN_IF_ERROR(
+      read_rectangle(from, w.cols_all / 2, {w.first_row, w.rows, w.first_col / 2, bytes}, to));
   const TensorView packed(to, DType::kU8, {w.rows, bytes});
   if (!MOESAIC_FAULT(checkpoint_bnb_nibbles_in_file_order)) {
     MOESAIC_RETURN_IF_ERROR(swap_nibbles(packed, packed));
@@ -146,15 +138,17 @@ Status QuantizedReader::read_bnb4(const Window& w, MatrixBuffers* m) {
 
 // --- GGUF ---
 
-Status QuantizedReader::read_gguf(const Window& w, MatrixBuffers* m) {
+Status MlpReader::read_gguf(const Window& w, MatrixBuffers* m) {
   const ShardSet::Located& from = *stored(TensorKind::kWeight, w);
   const GgufType type = from.info->block_type;
   const GgufTypeInfo& info = *gguf_type_info(static_cast<std::uint32_t>(type));
   const std::int64_t row_bytes = w.cols / info.block_elems * info.block_bytes;
   MOESAIC_ASSIGN_OR_RETURN(Tensor blocks, Tensor::uninitialized(DType::kU8, {w.rows, row_bytes}));
-  MOESAIC_RETURN_IF_ERROR(read_rectangle(from, experts_before() * w.rows_all + w.first_row, w.rows,
-                                         w.first_col / info.block_elems * info.block_bytes,
-                                         row_bytes, blocks.data()));
+  MOESAIC_RETURN_IF_ERROR(
+      read_rectangle(from, w.cols_all / info.block_elems * info.block_bytes,
+                     {experts_before() * w.rows_all + w.first_row, w.rows,
+                      w.first_col / info.block_elems * info.block_bytes, row_bytes},
+                     blocks.data()));
   const std::int64_t groups = w.cols / info.group;
   MOESAIC_ASSIGN_OR_RETURN(Tensor codes, Tensor::uninitialized(DType::kI8, {w.rows, w.cols}));
   MOESAIC_ASSIGN_OR_RETURN(Tensor scale, Tensor::uninitialized(DType::kF32, {w.rows, groups}));
@@ -191,7 +185,7 @@ Status QuantizedReader::read_gguf(const Window& w, MatrixBuffers* m) {
       m);
 }
 
-Result<float> QuantizedReader::read_gguf_scale(const Window& w) const {
+Result<float> MlpReader::read_gguf_scale(const Window& w) const {
   const auto& from = stored(TensorKind::kGlobalScale, w);
   if (!from || MOESAIC_FAULT(checkpoint_gguf_scale_ignored)) return 1.0F;
   MOESAIC_ASSIGN_OR_RETURN(const float value, read_number(TensorKind::kGlobalScale, w));
@@ -199,8 +193,8 @@ Result<float> QuantizedReader::read_gguf_scale(const Window& w) const {
   return value;
 }
 
-Status QuantizedReader::spread(const Tensor& from, std::int64_t group, const Window& w, Tensor* to,
-                               std::string_view tensor_name) const {
+Status MlpReader::spread(const Tensor& from, std::int64_t group, const Window& w, Tensor* to,
+                         std::string_view tensor_name) const {
   const std::int64_t groups = w.cols / weight_.block_k, each = group / weight_.block_k;
   float* out = to->as<float>() + w.to * groups;
   for (std::int64_t i = 0; i < w.rows * groups; ++i) {

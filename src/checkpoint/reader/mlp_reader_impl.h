@@ -1,5 +1,6 @@
-// How one quantised expert is read (reader/quantized_reader.h); its parts are in two files: codes
-// that are stored as they are used (quantized_reader.cc), words and blocks (quantized_words.cc).
+// How one expert is read (mlp_reader.h). Each stored format has a codec: what the numbers of a window
+// mean. Codes that are stored as they are used (codecs_codes.cc); words and blocks
+// (codecs_words.cc).
 #pragma once
 
 #include <array>
@@ -10,34 +11,14 @@
 #include <vector>
 
 #include "checkpoint/reader/integer_linear.h"
-#include "checkpoint/reader/quantized_reader.h"
+#include "checkpoint/reader/mlp_reader.h"
 #include "checkpoint/reader/value_checks.h"
 
 namespace moesaic {
 
-// The part of one stored linear [rows_all, cols_all] that goes into rows [to, to + rows) of a
-// matrix.
-struct Window {
-  Projection part;
-  Projection projection;  // whose tensors hold it: kGate for an up that is fused with gate
-  std::int64_t rows_all, cols_all;
-  std::int64_t first_row, rows, first_col, cols;
-  std::int64_t to;
-  std::int64_t row_step = 1;  // 2: rows of gate and up take turns in the file
-};
-
-// Rows and columns of a stored matrix; packed columns count as stored.
-inline Status read_rectangle(const ShardSet::Located& from, std::int64_t first_row,
-                             std::int64_t rows, std::int64_t first_col, std::int64_t cols,
-                             std::byte* dst) {
-  const auto bytes = static_cast<std::size_t>(rows * cols * dtype_bits(from.info->dtype) / 8);
-  return from.file->read_rows(*from.info, first_row, rows, first_col, cols, {dst, bytes});
-}
-
-class QuantizedReader {
+class MlpReader {
  public:
-  QuantizedReader(const MlpTensors& tensors, const QuantizedSlice& slice, std::int64_t expert,
-                  QuantizedBuffers* out)
+  MlpReader(const MlpTensors& tensors, const MlpSlice& slice, std::int64_t expert, MlpBuffers* out)
       : tensors_(tensors),
         slice_(slice),
         format_(slice.format),
@@ -48,6 +29,15 @@ class QuantizedReader {
   Status run(const InputScales& input_scales);
 
  private:
+  // A row of the table of formats: `read` takes one window of a linear, `finish` what is known once
+  // all were read; null: nothing.
+  struct Codec {
+    StoredFormat format;
+    Status (MlpReader::*read)(const Window&, MatrixBuffers*);
+    void (MlpReader::*finish)();
+  };
+  static const std::array<Codec, kNumStoredFormats> kCodecs;
+
   const std::optional<ShardSet::Located>& stored(TensorKind kind, const Window& w) const {
     return tensors_.of(kind)[static_cast<std::size_t>(w.projection)];
   }
@@ -58,7 +48,25 @@ class QuantizedReader {
     return {name(kind, w), w.first_row, w.first_col / column_unit, w.row_step};
   }
 
-  Status read(const Window& w, MatrixBuffers* m);
+  // The tensor's part as it lies in the file, in a buffer of the kind.
+  Result<const std::byte*> staged(TensorKind kind, std::int64_t row_elements, const Window& w,
+                                  const Rectangle& part);
+  // The window's elements row-major; an element of the file stands for `unit` columns.
+  Status read_elements(TensorKind kind, const Window& w, std::int64_t unit, std::byte* to);
+  Status read_bias(const Window& w, float* to) const;
+  Status read_biases(const MlpWindows& windows);
+
+  // codecs_codes.cc
+  Status read_plain(const Window& w, MatrixBuffers* m);
+  Status read_fp8_block(const Window& w, MatrixBuffers* m);
+  Status read_fp8_tensor(const Window& w, MatrixBuffers* m);
+  Status read_fp8_channel(const Window& w, MatrixBuffers* m);
+  Status read_mxfp8(const Window& w, MatrixBuffers* m);
+  Status read_mxfp4(const Window& w, MatrixBuffers* m);
+  Status read_nvfp4(const Window& w, MatrixBuffers* m);
+  Status read_int8(const Window& w, MatrixBuffers* m);
+  Status read_bnb8(const Window& w, MatrixBuffers* m);
+  Status read_fp8_codes(const Window& w, MatrixBuffers* m);
   std::uint8_t* rows_of(MatrixBuffers& m, const Window& w) const;
   // Experts before this one in the tensors that hold all of them.
   std::int64_t experts_before() const;
@@ -66,8 +74,6 @@ class QuantizedReader {
   std::int64_t numbers_before() const;
   // bitsandbytes: the elements lie row by row.
   Status check_row_format(const Window& w) const;
-  // Bytes that stand for `unit` columns each, of the window's rows.
-  Status read_bytes(TensorKind kind, const Window& w, std::int64_t unit, std::uint8_t* to);
   Status read_weight(const Window& w, std::int64_t codes_per_byte, MatrixBuffers* m);
   // A number that counts for a whole tensor: one for all experts, or each expert's own, or two of
   // each where gate and up are fused.
@@ -90,7 +96,7 @@ class QuantizedReader {
   // One per matrix, or, where gate and up of some expert differ, one per row.
   void write_global_scales();
 
-  // quantized_words.cc
+  // codecs_words.cc
   Status read_integers(const Window& w, MatrixBuffers* m);
   Status write_perm(const IntegerLinear& linear, const Window& w, MatrixBuffers* m);
   Status write_scales(const Window& w, const std::vector<float>& scales, std::int64_t groups,
@@ -107,11 +113,11 @@ class QuantizedReader {
                 std::string_view tensor_name) const;
 
   const MlpTensors& tensors_;
-  const QuantizedSlice& slice_;
+  const MlpSlice& slice_;
   const LinearFormat& format_;
   const OperandQuant& weight_;
   std::int64_t expert_;
-  QuantizedBuffers& out_;
+  MlpBuffers& out_;
   std::array<float, 3> tensor_scales_{}, global_scales_{};
   std::vector<std::int32_t> row_order_;  // of gate and up, where w2's columns are reordered
 };

@@ -1,0 +1,44 @@
+// What an expert is read into: its two matrices in canonical form, w13 [2 * count, H] with gate
+// rows first ([count, H] without a gate) and w2 [H, count], and what the scheme has beside them.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "checkpoint/reader/window.h"
+#include "moesaic/experts.h"
+#include "moesaic/quant.h"
+#include "moesaic/status.h"
+#include "moesaic/tensor.h"
+
+namespace moesaic {
+
+// One matrix [rows, columns]. Shapes and dtypes of all but `weight` as ExpertWeightsView has them;
+// what the scheme does not use is not present().
+struct MatrixBuffers {
+  Tensor weight, scale, zero, min, global_scale, channel_scale, input_scale, perm;
+  static Result<MatrixBuffers> make(const Scheme& scheme, std::int64_t rows, std::int64_t columns);
+  std::int64_t bytes() const;
+};
+
+// A part of a tensor as it lies in the file. Gate and up whose rows take turns are read once.
+struct StagedBytes {
+  const TensorInfo* info = nullptr;
+  Rectangle part;
+  Tensor bytes;
+};
+
+struct MlpBuffers {
+  MatrixBuffers w13, w2;
+  Tensor w13_bias, w2_bias;           // F32
+  std::array<StagedBytes, 2> staged;  // of weights and of scales; grow as needed
+  static Result<MlpBuffers> make(const MlpSlice& slice);
+  // Of all but what is staged.
+  std::int64_t bytes() const {
+    return w13.bytes() + w2.bytes() + w13_bias.bytes() + w2_bias.bytes();
+  }
+};
+ExpertWeightsView view_of(const MlpBuffers& buffers);
+
+}  // namespace moesaic

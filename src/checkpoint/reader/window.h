@@ -1,0 +1,71 @@
+// Where the numbers of one expert lie in the files: which part of which stored matrix becomes which
+// rows of w13 and w2. The only place that knows fused, transposed and interleaved storages and the
+// slices of tensor-parallel ranks; what the numbers mean is the codecs' (mlp_reader_impl.h).
+// Source: docs/spec/checkpoints.md sections 3.4, 5 and 6.3.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+#include "checkpoint/binding/layer_binding.h"
+#include "checkpoint/config/families.h"
+#include "checkpoint/config/linear_format.h"
+#include "moesaic/quant.h"
+#include "moesaic/status.h"
+
+namespace moesaic {
+
+// What to read: rows [first, first + count) of gate and up, the same columns of down.
+struct MlpSlice {
+  LinearFormat format;  // of the files
+  Scheme scheme;        // of what is read into
+  ExpertStorage storage = ExpertStorage::kPerExpert;
+  std::int64_t experts = 1;     // that stacked tensors hold
+  bool scales_stacked = false;  // numbers of all experts in one tensor, whatever the storage
+  bool gated = true;            // false: w13 is up alone, [count, H]
+  std::int64_t hidden = 0;      // H
+  std::int64_t width = 0;       // full I
+  std::int64_t first = 0;
+  std::int64_t count = 0;
+  bool has_bias = false;
+  bool with_down_bias = false;  // one tensor-parallel rank adds it, the others get zeros
+};
+
+// The part of one stored linear [rows_all, cols_all] that goes into rows [to, to + rows) of a
+// matrix.
+struct Window {
+  Projection part;
+  Projection projection;  // whose tensors hold it: kGate for an up that is fused with gate
+  std::int64_t rows_all, cols_all;
+  std::int64_t first_row, rows, first_col, cols;
+  std::int64_t to;
+  std::int64_t row_step = 1;  // 2: rows of gate and up take turns in the file
+  bool transposed = false;    // the file's rows are columns of the linear
+};
+struct MlpWindows {
+  Window gate, up, down;  // gate: of gated MLPs
+};
+MlpWindows windows_of(const MlpSlice& slice);
+
+// Slices must fall on whole blocks of `unit` (slice_unit): kInvalidArgument names dimension,
+// parallel size and block.
+Status check_slice(std::string_view field, std::int64_t width, std::int64_t parts,
+                   std::int64_t unit);
+
+struct Rectangle {
+  std::int64_t first_row = 0, rows = 0, first_col = 0, cols = 0;
+  bool operator==(const Rectangle&) const = default;
+};
+// A part of a stored tensor seen as a matrix with rows of `row_elements` (packed codes count as
+// stored), each of which may be cut into several rows of the tensor. Errors of reading as they come.
+Status read_rectangle(const ShardSet::Located& from, std::int64_t row_elements,
+                      const Rectangle& part, std::byte* to);
+
+// Rows and columns exchanged: to[r][c] = from[c][first + r * step], for `from` with rows of `pitch`
+// elements of 1, 2 or 4 bytes and `to` [rows, cols].
+void transpose_rows(const std::byte* from, std::int64_t element_bytes, std::int64_t pitch,
+                    std::int64_t first, std::int64_t step, std::int64_t rows, std::int64_t cols,
+                    std::byte* to);
+
+}  // namespace moesaic
