@@ -9,8 +9,8 @@
 
 #include "checkpoint/binding/layer_binding.h"
 #include "checkpoint/binding/layer_choices.h"
-#include "checkpoint/binding/linear_tensors.h"
 #include "checkpoint/binding/stacked_tensors.h"
+#include "checkpoint/config/linear_tensors.h"
 #include "checkpoint/container/names.h"
 #include "core/checked.h"
 #include "core/fault.h"

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include "checkpoint/binding/stacked_tensors.h"
+#include "checkpoint/config/stored_formats.h"
 #include "core/checked.h"
 
 namespace moesaic {
@@ -64,7 +65,7 @@ class Planner {
     if (format.stored == StoredFormat::kGguf) {
       return gguf(part, projection, format, module + std::string(weight_suffix), shape);
     }
-    if (is_quantized_linear(format.stored)) {
+    if (stored_format_row(format.stored).tensors != nullptr) {
       return quantized(part, projection, expert, format, module, shape);
     }
     const DType dtype = is_shared ? source_.shared_dtype : source_.experts_dtype;

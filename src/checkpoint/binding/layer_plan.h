@@ -9,10 +9,10 @@
 #include <string_view>
 #include <vector>
 
-#include "checkpoint/binding/linear_tensors.h"
 #include "checkpoint/config/config.h"
 #include "checkpoint/config/families.h"
 #include "checkpoint/config/linear_format.h"
+#include "checkpoint/config/linear_tensors.h"
 #include "moesaic/spec.h"
 #include "moesaic/tensor.h"
 

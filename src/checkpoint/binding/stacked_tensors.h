@@ -8,9 +8,9 @@
 #include <string_view>
 #include <vector>
 
-#include "checkpoint/binding/linear_tensors.h"
 #include "checkpoint/config/families.h"
 #include "checkpoint/config/linear_format.h"
+#include "checkpoint/config/linear_tensors.h"
 
 namespace moesaic {
 

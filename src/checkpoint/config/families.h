@@ -72,12 +72,6 @@ constexpr bool is_columnwise(
     ExpertStorage storage) {  // rows of the file are columns of the weights
   return storage == ExpertStorage::kFusedNN || storage == ExpertStorage::kFusedNNInterleaved;
 }
-constexpr bool is_staged(ExpertStorage storage) {  // needs room for gate and up as they lie
-  return storage == ExpertStorage::kFlat || storage == ExpertStorage::kFusedNN ||
-         storage == ExpertStorage::kFusedNNInterleaved ||
-         storage == ExpertStorage::kFusedNTInterleaved;
-}
-
 // One way a family's experts are found on disk. The family decides which exist; shapes only where
 // it has two with the same names (layer_binding.cc, choose_orientation). Names are relative to the
 // block.

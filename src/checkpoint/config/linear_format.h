@@ -34,12 +34,6 @@ enum class StoredFormat : std::uint8_t {
 // "fp8-block", "gptq" ...: for messages.
 std::string_view stored_format_name(StoredFormat format);
 
-// Formats that are read linear by linear (or in GGUF blocks) rather than as whole storages.
-constexpr bool is_quantized_linear(StoredFormat format) {
-  return format != StoredFormat::kPlain && format != StoredFormat::kFp8Block &&
-         format != StoredFormat::kMxfp4;
-}
-
 inline constexpr std::size_t kNumStoredFormats = 15;
 inline constexpr std::int64_t kFp8BlockSize = 128;
 inline constexpr std::int64_t kMxfp4GroupSize = 32;

@@ -18,11 +18,48 @@
 namespace moesaic {
 namespace {
 
+// How a format lays its integers into words.
+struct WordLayout {
+  Status (*weight)(ConstTensorView words, int bits, TensorView codes);
+  Status (*zeros)(ConstTensorView words, const LinearFormat& format, TensorView zeros);
+  bool by_groups;  // scales are [groups, rows], else [rows, groups]
+};
+
+Status gptq_zeros(ConstTensorView words, const LinearFormat& format, TensorView zeros) {
+  const bool less_one =
+      format.zeros_minus_one && !MOESAIC_FAULT(checkpoint_gptq_zero_not_incremented);
+  return unpack_gptq_zeros(words, format.bits,
+                           less_one ? GptqZeroFormat::kMinusOne : GptqZeroFormat::kPlain, zeros);
+}
+
+// AWQ has 4 bits.
+constexpr WordLayout kGptqWords = {unpack_gptq_weight, gptq_zeros, true};
+constexpr WordLayout kAwqWords = {
+    [](ConstTensorView words, int, TensorView codes) { return unpack_awq_weight(words, codes); },
+    [](ConstTensorView words, const LinearFormat&, TensorView zeros) {
+      return unpack_awq_zeros(words, zeros);
+    },
+    true};
+constexpr WordLayout kPackedWords = {
+    unpack_ct_weight,
+    [](ConstTensorView words, const LinearFormat& format, TensorView zeros) {
+      return unpack_ct_zeros(words, format.bits, zeros);
+    },
+    false};
+
+const WordLayout& words_of(StoredFormat format) {
+  if (format == StoredFormat::kGptq) return kGptqWords;
+  return format == StoredFormat::kAwq ? kAwqWords : kPackedWords;
+}
+
 class IntegerReader {
  public:
   IntegerReader(const MlpTensors& tensors, Projection projection, const LinearFormat& format,
                 std::int64_t rows, std::int64_t columns)
-      : tensors_(tensors), projection_(projection), format_(format) {
+      : tensors_(tensors),
+        projection_(projection),
+        format_(format),
+        words_(words_of(format.stored)) {
     out_.rows = rows;
     out_.columns = columns;
     out_.groups = format.group_size > 0 ? ceil_div(columns, format.group_size) : 1;
@@ -80,14 +117,7 @@ class IntegerReader {
     MOESAIC_ASSIGN_OR_RETURN(out_.codes,
                              Tensor::uninitialized(DType::kU8, {out_.rows, out_.columns}));
     if (format_.byte_codes) return read_byte_codes(words);
-    switch (format_.stored) {
-      case StoredFormat::kGptq:
-        return unpack_gptq_weight(words.view(), format_.bits, out_.codes.view());
-      case StoredFormat::kAwq:
-        return unpack_awq_weight(words.view(), out_.codes.view());
-      default:
-        return unpack_ct_weight(words.view(), format_.bits, out_.codes.view());
-    }
+    return words_.weight(words.view(), format_.bits, out_.codes.view());
   }
 
   // Signed integers of `bits` bits, one per byte.
@@ -112,22 +142,7 @@ class IntegerReader {
     MOESAIC_ASSIGN_OR_RETURN(const Tensor words, read(TensorKind::kZero));
     MOESAIC_ASSIGN_OR_RETURN(Tensor zeros,
                              Tensor::uninitialized(DType::kU8, {out_.rows, out_.groups}));
-    Status status;
-    switch (format_.stored) {
-      case StoredFormat::kGptq:
-        status = unpack_gptq_zeros(
-            words.view(), format_.bits,
-            format_.zeros_minus_one && !MOESAIC_FAULT(checkpoint_gptq_zero_not_incremented)
-                ? GptqZeroFormat::kMinusOne
-                : GptqZeroFormat::kPlain,
-            zeros.view());
-        break;
-      case StoredFormat::kAwq:
-        status = unpack_awq_zeros(words.view(), zeros.view());
-        break;
-      default:
-        status = unpack_ct_zeros(words.view(), format_.bits, zeros.view());
-    }
+    const Status status = words_.zeros(words.view(), format_, zeros.view());
     if (!status.ok()) return corrupt(TensorKind::kZero, status.message());
     if (format_.zero_points) {
       out_.zeros = std::move(zeros);
@@ -150,12 +165,11 @@ class IntegerReader {
   Status read_scales() {
     MOESAIC_ASSIGN_OR_RETURN(const Tensor scale, read(TensorKind::kScale));
     const std::int64_t rows = out_.rows, groups = out_.groups;
-    const bool transposed = format_.stored != StoredFormat::kPacked;
     out_.scales.resize(static_cast<std::size_t>(rows * groups));
     for (std::int64_t r = 0; r < rows; ++r) {
       for (std::int64_t g = 0; g < groups; ++g) {
-        out_.scales[static_cast<std::size_t>(r * groups + g)] =
-            load_as_f32(scale.data(), scale.dtype(), transposed ? g * rows + r : r * groups + g);
+        out_.scales[static_cast<std::size_t>(r * groups + g)] = load_as_f32(
+            scale.data(), scale.dtype(), words_.by_groups ? g * rows + r : r * groups + g);
       }
     }
     return check_f32_scales({name(TensorKind::kScale)}, out_.scales.data(), rows, groups,
@@ -197,6 +211,7 @@ class IntegerReader {
   const MlpTensors& tensors_;
   Projection projection_;
   const LinearFormat& format_;
+  const WordLayout& words_;
   IntegerLinear out_;
 };
 

@@ -1,5 +1,7 @@
-#include "checkpoint/binding/linear_tensors.h"
+// The tensors of each stored format's linears.
+#include "checkpoint/config/linear_tensors.h"
 
+#include "checkpoint/config/stored_formats.h"
 #include "core/checked.h"
 #include "quant/int_packing.h"
 
@@ -17,7 +19,9 @@ const std::vector<DType> kExponents = {DType::kU8, DType::kF8E8M0};
 const std::vector<DType> kI8 = {DType::kI8};
 const std::vector<Shape> kScalar = {Shape{}, Shape{1}};
 
-std::vector<LinearTensor> fp8(const LinearFormat& f, std::int64_t n, std::int64_t k) {
+}  // namespace
+
+std::vector<LinearTensor> fp8_tensors(const LinearFormat& f, std::int64_t n, std::int64_t k) {
   const bool inverse = f.names == NameStyle::kFp8Inverse;
   std::vector<LinearTensor> list = {{K::kWeight, ".weight", {{n, k}}, kFp8}};
   switch (f.stored) {
@@ -40,7 +44,7 @@ std::vector<LinearTensor> fp8(const LinearFormat& f, std::int64_t n, std::int64_
   return list;
 }
 
-std::vector<LinearTensor> int8(const LinearFormat& f, std::int64_t n, std::int64_t k) {
+std::vector<LinearTensor> int8_tensors(const LinearFormat& f, std::int64_t n, std::int64_t k) {
   std::vector<LinearTensor> list = {{K::kWeight, ".weight", {{n, k}}, kI8}};
   if (f.stored == StoredFormat::kBnb8) {
     list.push_back({K::kScale, ".SCB", {{n}}, kF32});
@@ -53,7 +57,7 @@ std::vector<LinearTensor> int8(const LinearFormat& f, std::int64_t n, std::int64
   return list;
 }
 
-std::vector<LinearTensor> packed(const LinearFormat& f, std::int64_t n, std::int64_t k) {
+std::vector<LinearTensor> packed_tensors(const LinearFormat& f, std::int64_t n, std::int64_t k) {
   const std::int64_t groups = f.group_size > 0 ? ceil_div(k, f.group_size) : 1;
   if (f.byte_codes) {
     return {{K::kWeight, ".weight", {{n, k}}, kI8},
@@ -71,7 +75,7 @@ std::vector<LinearTensor> packed(const LinearFormat& f, std::int64_t n, std::int
   return list;
 }
 
-std::vector<LinearTensor> gptq(const LinearFormat& f, std::int64_t n, std::int64_t k) {
+std::vector<LinearTensor> gptq_tensors(const LinearFormat& f, std::int64_t n, std::int64_t k) {
   const std::int64_t groups = f.group_size > 0 ? ceil_div(k, f.group_size) : 1;
   return {{K::kWeight, ".qweight", {{words_for_codes(k, f.bits), n}}, kWords},
           {K::kZero, ".qzeros", {{groups, words_for_codes(n, f.bits)}}, kWords},
@@ -80,14 +84,14 @@ std::vector<LinearTensor> gptq(const LinearFormat& f, std::int64_t n, std::int64
           {K::kZeroBias, ".bias", {{n}}, kFloats, true}};
 }
 
-std::vector<LinearTensor> awq(const LinearFormat& f, std::int64_t n, std::int64_t k) {
+std::vector<LinearTensor> awq_tensors(const LinearFormat& f, std::int64_t n, std::int64_t k) {
   const std::int64_t groups = f.group_size > 0 ? ceil_div(k, f.group_size) : 1;
   return {{K::kWeight, ".qweight", {{k, n / 8}}, kWords},
           {K::kZero, ".qzeros", {{groups, n / 8}}, kWords},
           {K::kScale, ".scales", {{groups, n}}, kFloats}};
 }
 
-std::vector<LinearTensor> nvfp4(const LinearFormat& f, std::int64_t n, std::int64_t k) {
+std::vector<LinearTensor> nvfp4_tensors(const LinearFormat& f, std::int64_t n, std::int64_t k) {
   const bool ct = f.names == NameStyle::kCompressed;
   std::vector<LinearTensor> list = {
       {K::kWeight, ct ? ".weight_packed" : ".weight", {{n, k / 2}}, kBytes},
@@ -99,7 +103,7 @@ std::vector<LinearTensor> nvfp4(const LinearFormat& f, std::int64_t n, std::int6
   return list;
 }
 
-std::vector<LinearTensor> mxfp4(const LinearFormat& f, std::int64_t n, std::int64_t k) {
+std::vector<LinearTensor> mxfp4_tensors(const LinearFormat& f, std::int64_t n, std::int64_t k) {
   const bool ct = f.names == NameStyle::kCompressed;
   std::vector<LinearTensor> list = {
       {K::kWeight, ct ? ".weight_packed" : ".weight", {{n, k / 2}}, kBytes},
@@ -110,7 +114,7 @@ std::vector<LinearTensor> mxfp4(const LinearFormat& f, std::int64_t n, std::int6
   return list;
 }
 
-std::vector<LinearTensor> bnb4(const LinearFormat& f, std::int64_t n, std::int64_t k) {
+std::vector<LinearTensor> bnb4_tensors(const LinearFormat& f, std::int64_t n, std::int64_t k) {
   const std::int64_t blocks = n * k / f.group_size;
   std::vector<LinearTensor> list = {
       {K::kWeight, ".weight", {{n * k / 2, 1}}, kBytes},
@@ -126,34 +130,6 @@ std::vector<LinearTensor> bnb4(const LinearFormat& f, std::int64_t n, std::int64
     list.push_back({K::kNestedTable, ".weight.nested_quant_map", {{256}}, kF32});
   }
   return list;
-}
-
-}  // namespace
-
-std::vector<LinearTensor> linear_tensors(const LinearFormat& f, std::int64_t n, std::int64_t k) {
-  switch (f.stored) {
-    case StoredFormat::kFp8Tensor:
-    case StoredFormat::kFp8Channel:
-    case StoredFormat::kMxfp8:
-      return fp8(f, n, k);
-    case StoredFormat::kInt8Channel:
-    case StoredFormat::kBnb8:
-      return int8(f, n, k);
-    case StoredFormat::kPacked:
-      return packed(f, n, k);
-    case StoredFormat::kGptq:
-      return gptq(f, n, k);
-    case StoredFormat::kAwq:
-      return awq(f, n, k);
-    case StoredFormat::kNvfp4:
-      return nvfp4(f, n, k);
-    case StoredFormat::kMxfp4Linear:
-      return mxfp4(f, n, k);
-    case StoredFormat::kBnb4:
-      return bnb4(f, n, k);
-    default:
-      return {};
-  }
 }
 
 }  // namespace moesaic

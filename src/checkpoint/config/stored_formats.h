@@ -1,0 +1,69 @@
+// One row per stored format: all that differs between formats before their bytes are read. What
+// reads those is the format's codec (reader/mlp_reader.cc). A new format is a row in each table.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "checkpoint/config/linear_format.h"
+#include "checkpoint/config/linear_tensors.h"
+#include "moesaic/dtype.h"
+#include "moesaic/quant.h"
+#include "moesaic/status.h"
+
+namespace moesaic {
+
+// What the sizes of a linear must be multiples of, and what those are, for messages.
+struct SizeRule {
+  std::int64_t rows = 1;
+  std::string_view rows_are = "";
+  std::int64_t columns = 1;
+  std::string_view columns_are = "";
+};
+
+struct StoredFormatRow {
+  StoredFormat format;
+  std::string_view name;  // for messages
+  Result<Scheme> (*scheme)(const LinearFormat&, DType dtype);
+  SizeRule (*sizes)(const LinearFormat&);
+  std::int64_t (*slice_unit)(const LinearFormat&);
+  // Of a linear [rows, columns]. Null: the tensors' names are the layout's (plain, FP8 blocks, the
+  // blocks of gpt-oss and of GGUF), see binding/layer_plan.cc.
+  std::vector<LinearTensor> (*tensors)(const LinearFormat&, std::int64_t rows,
+                                       std::int64_t columns);
+};
+const StoredFormatRow& stored_format_row(StoredFormat format);
+
+// The rows' schemes (format_schemes.cc) and tensors (linear_tensors.cc).
+Result<Scheme> plain_scheme(const LinearFormat& format, DType dtype);
+Result<Scheme> fp8_block_scheme(const LinearFormat& format, DType dtype);
+Result<Scheme> fp8_tensor_scheme(const LinearFormat& format, DType dtype);
+Result<Scheme> fp8_channel_scheme(const LinearFormat& format, DType dtype);
+Result<Scheme> mxfp8_scheme(const LinearFormat& format, DType dtype);
+Result<Scheme> int8_scheme(const LinearFormat& format, DType dtype);
+Result<Scheme> nvfp4_scheme(const LinearFormat& format, DType dtype);
+Result<Scheme> mxfp4_blocks_scheme(const LinearFormat& format, DType dtype);
+Result<Scheme> mxfp4_scheme(const LinearFormat& format, DType dtype);
+Result<Scheme> integer_scheme(const LinearFormat& format, DType dtype);
+Result<Scheme> bnb4_scheme(const LinearFormat& format, DType dtype);
+Result<Scheme> bnb8_scheme(const LinearFormat& format, DType dtype);
+Result<Scheme> gguf_scheme(const LinearFormat& format, DType dtype);
+std::vector<LinearTensor> fp8_tensors(const LinearFormat& format, std::int64_t rows,
+                                      std::int64_t columns);
+std::vector<LinearTensor> int8_tensors(const LinearFormat& format, std::int64_t rows,
+                                       std::int64_t columns);
+std::vector<LinearTensor> packed_tensors(const LinearFormat& format, std::int64_t rows,
+                                         std::int64_t columns);
+std::vector<LinearTensor> gptq_tensors(const LinearFormat& format, std::int64_t rows,
+                                       std::int64_t columns);
+std::vector<LinearTensor> awq_tensors(const LinearFormat& format, std::int64_t rows,
+                                      std::int64_t columns);
+std::vector<LinearTensor> nvfp4_tensors(const LinearFormat& format, std::int64_t rows,
+                                        std::int64_t columns);
+std::vector<LinearTensor> mxfp4_tensors(const LinearFormat& format, std::int64_t rows,
+                                        std::int64_t columns);
+std::vector<LinearTensor> bnb4_tensors(const LinearFormat& format, std::int64_t rows,
+                                       std::int64_t columns);
+
+}  // namespace moesaic
