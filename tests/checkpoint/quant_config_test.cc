@@ -54,6 +54,19 @@ TEST(ModulePatterns, RegularExpressionsMatchFromTheStartOnly) {
   EXPECT_FALSE(matches("(a|aa|aaa)*b", std::string(200, 'a')));
 }
 
+// Compiled, a count is as many copies: patterns come from files that nobody vouches for, and are
+// kept.
+TEST(ModulePatterns, WhatARegularExpressionBecomesIsBounded) {
+  EXPECT_EQ(regex_matches("f", "model\\.layers\\.[0-9]{1,3}\\..*", "model.layers.12.mlp").value(),
+            true);
+  for (const char* hostile :
+       {"(a{999}){99}", "((((a{9}){9}){9}){9}){9}", "a{99999999999999999999}", "(a{50,}b){400}"}) {
+    EXPECT_EQ(mismatch(regex_matches("f", hostile, "a").status(), StatusCode::kUnsupported,
+                       {"f: regular expression", "repeats too much"}),
+              "");
+  }
+}
+
 // ModelOpt marks names while it renames modules and may leave the mark behind.
 TEST(QuantConfigNames, ModelOptNamesEndAtANul) {
   using namespace std::string_literals;

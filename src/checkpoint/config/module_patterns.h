@@ -12,7 +12,8 @@ inline constexpr std::size_t kMaxPatternBytes = 512;
 
 // Does the regular expression match the name from its start (not necessarily to its end)? Python's
 // re.match with the syntax that both languages share; back-references and look-behind are not
-// among it. kUnsupported for a pattern that is too long, malformed or too complex. `field` begins
+// among it. kUnsupported for a pattern that is too long, repeats too much (what it becomes compiled
+// is bounded too), malformed or too complex. `field` begins
 // the message.
 Result<bool> regex_matches(std::string_view field, const std::string& pattern,
                            std::string_view name);
