@@ -6,6 +6,7 @@
 #include <cmath>
 #include <string>
 
+#include "core/fault.h"
 #include "quant/quantize_weight.h"
 
 namespace moesaic {
@@ -134,7 +135,10 @@ Result<QuantPlan> plan_shared_quant(const Scheme& shared_stored, const Scheme& r
   // A name that fits the routed experts' weights may mean nothing to those of another format.
   const bool other =
       !is_plain(shared_stored) && by_rows(shared_stored.weight) != by_rows(routed_stored.weight);
-  if (plan.ok() || !other || plan.status().code() != StatusCode::kUnsupported) return plan;
+  if (plan.ok() || !other || plan.status().code() != StatusCode::kUnsupported ||
+      MOESAIC_FAULT(layer_shared_must_follow)) {
+    return plan;
+  }
   return plan_quant(shared_stored, activation_dtype, "as-is");
 }
 
