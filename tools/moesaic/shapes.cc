@@ -41,16 +41,6 @@ constexpr std::array<NamedShape, 7> kShapes = {{
     {"minimax-m2", 256, 8, 3072, 1536, kTopK, kSigmoid, true, true, 1, 1, 1.0, 0, false},
 }};
 
-// gpt-oss: alpha and the offset of up are constants of the family, the limit is in its config.json.
-ActivationSpec gpt_oss_activation() {
-  ActivationSpec activation;
-  activation.kind = ActivationKind::kSwigluOai;
-  activation.limit = 7.0F;
-  activation.alpha = 1.702F;
-  activation.beta = 1.0F;
-  return activation;
-}
-
 MoeLayerSpec spec_of(const NamedShape& shape) {
   MoeLayerSpec spec;
   spec.prefix = std::string(shape.name);
@@ -67,7 +57,7 @@ MoeLayerSpec spec_of(const NamedShape& shape) {
   spec.routing.has_correction_bias = shape.has_correction_bias;
   spec.routing.routed_scaling_factor = shape.routed_scaling_factor;
   spec.shared.intermediate_size = shape.shared_intermediate_size;
-  if (shape.is_gpt_oss) spec.activation = gpt_oss_activation();
+  if (shape.is_gpt_oss) spec.activation = make_activation("swigluoai").value();
   spec.has_router_bias = shape.is_gpt_oss;
   spec.has_expert_bias = shape.is_gpt_oss;
   return spec;
@@ -107,7 +97,7 @@ Result<MoeLayerSpec> spec_from_list(std::string_view text) {
     const Result<ActivationKind> kind = activation_from_name(parts[4]);
     if (!kind.ok()) return kind.status().with_context("--shape");
     spec.activation.kind = *kind;
-    if (*kind == ActivationKind::kSwigluOai) spec.activation = gpt_oss_activation();
+    if (*kind == ActivationKind::kSwigluOai) spec.activation = make_activation("swigluoai").value();
     // These two have constants that only a model states.
     if (*kind == ActivationKind::kSwigluStep || *kind == ActivationKind::kSitu) {
       return Status(StatusCode::kInvalidArgument,

@@ -7,6 +7,10 @@
 
 namespace moesaic {
 
+// make_activation("swigluoai"), for tables that are constants.
+inline constexpr ActivationSpec kGptOssActivation = {ActivationKind::kSwigluOai, 7.0F, 1.702F, 1.0F,
+                                                     0.0F};
+
 constexpr ExpertLayout per_expert(std::string_view block, std::string_view gate,
                                   std::string_view up, std::string_view down) {
   ExpertLayout layout;

@@ -181,7 +181,7 @@ constexpr Family minimax_m3() {
   f.routing.scale = ScaleRule::kOnOutput;
   f.routing.default_scale = 2.0;
   f.reads_hidden_act = false;
-  f.activation = {ActivationKind::kSwigluOai, 7.0F, 1.702F, 1.0F, 0.0F};
+  f.activation = kGptOssActivation;
   f.limit_field = "swiglu_limit";
   f.alpha_field = "swiglu_alpha";
   f.shared = SharedRule::kOwnWidth;
@@ -281,7 +281,7 @@ constexpr Family privacy_filter() {
   f.width_fields = {"intermediate_size"};
   f.routing.method = RoutingMethod::kTopKSoftmax;
   f.reads_hidden_act = false;
-  f.activation = {ActivationKind::kSwigluOai, 7.0F, 1.702F, 1.0F, 0.0F};
+  f.activation = kGptOssActivation;
   f.limit_field = "swiglu_limit";
   f.alpha_field = "swiglu_alpha";
   f.gate_weight = "router.weight";

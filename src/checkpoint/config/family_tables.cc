@@ -187,7 +187,7 @@ constexpr Family gpt_oss() {
   f.routing.method = RoutingMethod::kTopKSoftmax;
   // hidden_act says "silu" in these files; the activation is fixed by the family.
   f.reads_hidden_act = false;
-  f.activation = {ActivationKind::kSwigluOai, 7.0F, 1.702F, 1.0F, 0.0F};
+  f.activation = kGptOssActivation;
   f.limit_field = "swiglu_limit";
   f.alpha_field = "swiglu_alpha";
   f.assumed = {{"hidden_act", "\"silu\""}};
