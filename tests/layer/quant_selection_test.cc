@@ -119,7 +119,7 @@ TEST(QuantSelection, ASharedExpertLeftUnquantisedStaysSo) {
   EXPECT_EQ(plan_shared_quant(bf16, bf16, DType::kBF16, "fp8-block")->conversion,
             LoadConversion::kQuantize);
   // A name for the routed experts that says nothing of another format's weights.
-  const QuantScheme int4 = quant_scheme_from_name("int4-g128").value();
+  const Scheme int4 = quant_scheme_from_name("int4-g128").value();
   EXPECT_EQ(plan_shared_quant(int4, fp8, DType::kBF16, "fp8-bf16")->scheme.name, "int4-g128");
   EXPECT_EQ(plan_shared_quant(int4, fp8, DType::kBF16, "f32")->scheme.name, "f32");
   EXPECT_EQ(plan_shared_quant(int4, int4, DType::kBF16, "fp8-bf16").status().code(),
