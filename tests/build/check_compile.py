@@ -19,8 +19,12 @@ from pathlib import Path
 
 FLAGS = ["-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-x", "c++"]
 
-AVX512_BF16 = ["-march=icelake-server", "-mavx512bf16", "-mavxvnni", "-DHWY_WANT_AVX3_DL"]
-SIMD_FLAGS = [[], AVX512_BF16] if platform.machine() in ("x86_64", "AMD64") else [[]]
+# The library's floor, and all that the bf16 tier asks for.
+X86_TIERS = [
+    ["-march=x86-64-v2"],
+    ["-march=icelake-server", "-mavx512bf16", "-mavxvnni", "-DHWY_WANT_AVX3_DL"],
+]
+SIMD_FLAGS = X86_TIERS if platform.machine() in ("x86_64", "AMD64") else [[]]
 
 
 def compile_text(compiler, text, root, with_src, extra=()):
