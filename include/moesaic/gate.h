@@ -1,11 +1,12 @@
 // GateLinear: router_logits = hidden_states . weight^T (+ bias), accumulated in fp32 whatever the
-// dtypes, on the CPU. Source: docs/spec/routing.md section 1; the kernel tiers that the original chooses
+// dtypes. Source: docs/spec/routing.md section 1; the kernel tiers that the original chooses
 // on a device, with their roundings, are in interop/routing.h.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 
+#include "moesaic/device.h"
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
@@ -19,6 +20,8 @@ class GateLinear {
     DType logits_dtype = DType::kF32;
     // At most; 0: one per core this process may use (its affinity mask when the gate is made).
     int num_threads = 0;
+    // Where a call's tensors are, and who computes. On a GPU logits_dtype is F32.
+    Device device = Device::cpu();
   };
   // weight [E, H] F32, BF16 or F16, contiguous; bias [E] of one of these dtypes, or absent; both
   // are copied. Runs on the SIMD tier that experts take too: the fastest of this machine, or the one
@@ -35,11 +38,14 @@ class GateLinear {
   // Deterministic: independent of batch size, row strides and threads; the SIMD instruction set may
   // change the last bits. Allocates nothing.
   // Errors: kInvalidShape, kInvalidDType, kInvalidLayout, kInvalidArgument (null data), kAliasing.
-  Status forward(ConstTensorView hidden_states, TensorView router_logits) const;
+  // On a GPU: rows contiguous and 16-byte aligned; the error is within (H / 32 + 64) * 2^-24 * sum|x*w|;
+  // launched on `stream`, not done when this returns; may be captured.
+  Status forward(ConstTensorView hidden_states, TensorView router_logits, Stream stream = {}) const;
 
   std::int64_t num_experts() const;
   std::int64_t hidden_size() const;
   DType logits_dtype() const;
+  Device device() const;
 
   GateLinear(GateLinear&&) noexcept;
   GateLinear& operator=(GateLinear&&) noexcept;

@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 
+#include "moesaic/device.h"
 #include "moesaic/spec.h"
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
@@ -60,6 +61,10 @@ class Router {
     float shared_expert_weight = 1.0F;
     RoutingCaptureFn capture;
     int num_threads = 0;  // at most; 0: one per core this process may use
+    // Where a call's tensors are, and who routes. kUnsupported on a GPU: custom and simulated routing
+    // and a capture callback (functions on the host), zero experts, expert scales, more than 1024
+    // columns, group_by_best_two without a correction bias.
+    Device device = Device::cpu();
   };
   // Validates the whole combination: each refusal names the field, its value and what is needed.
   // kInvalidArgument (values, missing or unexpected parts), kInvalidShape, kInvalidDType,
@@ -69,10 +74,14 @@ class Router {
   struct Args {
     // [M, H]; needed by custom routing and zero experts, otherwise it may be absent.
     ConstTensorView hidden_states;
-    ConstTensorView router_logits;  // [M, E + zero experts] F32, BF16 or F16
-    ConstTensorView input_ids;      // kHash: [M] I32
-    ConstTensorView padding_mask;   // optional [M] U8: non-zero rows get id -1 and weight 0
-    const EplbState* eplb = nullptr;
+    ConstTensorView router_logits;    // [M, E + zero experts] F32, BF16 or F16
+    ConstTensorView input_ids;        // kHash: [M] I32
+    ConstTensorView padding_mask;     // optional [M] U8: non-zero rows get id -1 and weight 0
+    const EplbState* eplb = nullptr;  // not on a GPU
+    // On a GPU: where the work is launched; select_experts then returns before it is done, may be
+    // captured, and takes F32 logits and I32 ids. A token id outside the hash table then gives a row
+    // of id -1 and weight 0 instead of an error; every other bit is that of the CPU.
+    Stream stream = {};
     TensorView topk_weights;        // out [M, slots()] F32
     TensorView topk_ids;            // out [M, slots()] I32 (or I64, U32; -1 needs a signed type)
     TensorView zero_expert_output;  // kZeroExpert: out [M, H], F32 or the dtype of hidden_states
@@ -101,7 +110,8 @@ class Router {
   // kUnsupported (EPLB with fused shared experts), kOutOfMemory. Outputs are undefined after one.
   Status select_experts(const Args& args) const;
 
-  std::int64_t slots() const;       // top_k + fused shared experts
+  std::int64_t slots() const;  // top_k + fused shared experts
+  Device device() const;
   const RoutingSpec& spec() const;  // as in force: after the grouping fallback
   // "softmax_topk_renorm", "sigmoid_bias_grouped_topk", ...: what explain and inspect print.
   std::string name() const;

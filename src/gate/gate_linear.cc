@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "core/checked.h"
@@ -14,6 +16,7 @@
 #include "cpu/team.h"
 #include "cpu/tiers.h"
 #include "gate/cpu/gate.h"
+#include "gate/device_gate.h"
 #include "moesaic/gate.h"
 #include "numerics/codec.h"
 #include "numerics/element.h"
@@ -42,7 +45,7 @@ Status expect_rows_apart(const ConstTensorView& x, const ConstTensorView& logits
   const std::int64_t last_row = (x.dim(0) - 1) * x.strides[0];
   const std::int64_t low = std::min<std::int64_t>(0, last_row);
   const std::int64_t high = std::max<std::int64_t>(0, last_row) + x.dim(1);
-  const ConstTensorView span(x.data + low * size, x.dtype, {high - low});
+  const ConstTensorView span(x.data + low * size, x.dtype, {high - low}, x.device);
   return expect_no_overlap("hidden_states", span, "router_logits", logits);
 }
 
@@ -54,9 +57,12 @@ struct GateLinear::Impl {
   std::vector<float> bias;  // empty: none
   DType logits_dtype = DType::kF32;
   int num_threads = 1;
+  std::int64_t expert_count = 0, row_size = 0;
+  Device device = Device::cpu();
+  std::unique_ptr<DeviceGate> gpu = nullptr;  // instead of weight and bias
 
-  std::int64_t experts() const { return weight.shape()[0]; }
-  std::int64_t hidden() const { return weight.shape()[1]; }
+  std::int64_t experts() const { return expert_count; }
+  std::int64_t hidden() const { return row_size; }
   int team_size(std::int64_t rows) const {
     return cpu::team_size(cpu_gate_us(rows, experts(), hidden()), num_threads);
   }
@@ -111,6 +117,21 @@ Result<GateLinear> GateLinear::create(ConstTensorView weight, ConstTensorView bi
         fmt::format("num_threads: got {}, need 0 (automatic) or more", options.num_threads));
   }
 
+  if (options.device.is_cuda()) {
+    if (options.logits_dtype != DType::kF32) {
+      return Status(StatusCode::kUnsupported, fmt::format("logits_dtype: got {} on a GPU, need F32",
+                                                          dtype_name(options.logits_dtype)));
+    }
+    MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<DeviceGate> gpu,
+                             make_device_gate(weight, bias, options));
+    std::unique_ptr<Impl> impl(new (std::nothrow) Impl());
+    if (!impl) return Status(StatusCode::kOutOfMemory, "gate: cannot allocate the object");
+    impl->expert_count = num_experts;
+    impl->row_size = weight.dim(1);
+    impl->device = options.device;
+    impl->gpu = std::move(gpu);
+    return GateLinear(std::move(impl));
+  }
   MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::current_kernels());
   MOESAIC_ASSIGN_OR_RETURN(Tensor copy, Tensor::uninitialized(weight.dtype, weight.shape));
   std::memcpy(copy.data(), weight.data, static_cast<std::size_t>(copy.bytes()));
@@ -122,16 +143,17 @@ Result<GateLinear> GateLinear::create(ConstTensorView weight, ConstTensorView bi
         bias_f32[e] = load_as_f32(bias.data, bias.dtype, static_cast<std::int64_t>(e));
       }
     }
-    return GateLinear(std::unique_ptr<Impl>(new Impl{kernels, std::move(copy), std::move(bias_f32),
-                                                     options.logits_dtype,
-                                                     cpu::resolve_threads(options.num_threads)}));
+    return GateLinear(std::unique_ptr<Impl>(
+        new Impl{kernels, std::move(copy), std::move(bias_f32), options.logits_dtype,
+                 cpu::resolve_threads(options.num_threads), num_experts, weight.dim(1)}));
   } catch (const std::bad_alloc&) {
     return Status(StatusCode::kOutOfMemory,
                   fmt::format("gate: cannot allocate the state of {} experts", num_experts));
   }
 }
 
-Status GateLinear::forward(ConstTensorView hidden_states, TensorView router_logits) const {
+Status GateLinear::forward(ConstTensorView hidden_states, TensorView router_logits,
+                           Stream stream) const {
   const std::int64_t hidden_size = impl_->hidden();
   if (hidden_states.rank() != 2 || hidden_states.dim(1) != hidden_size ||
       hidden_states.dim(0) < 0) {
@@ -145,6 +167,8 @@ Status GateLinear::forward(ConstTensorView hidden_states, TensorView router_logi
       expect_shape("router_logits", router_logits, {num_tokens, impl_->experts()}));
   MOESAIC_RETURN_IF_ERROR(expect_dtype("router_logits", router_logits, impl_->logits_dtype));
   if (num_tokens == 0) return {};
+  MOESAIC_RETURN_IF_ERROR(expect_device("hidden_states", hidden_states, impl_->device));
+  MOESAIC_RETURN_IF_ERROR(expect_device("router_logits", router_logits, impl_->device));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous("router_logits", router_logits));
   if (!hidden_states.present()) return null_data("hidden_states");
   if (hidden_size > 1 && hidden_states.strides[1] != 1) {
@@ -154,6 +178,7 @@ Status GateLinear::forward(ConstTensorView hidden_states, TensorView router_logi
   }
   MOESAIC_RETURN_IF_ERROR(expect_rows_apart(hidden_states, router_logits));
 
+  if (impl_->gpu) return impl_->gpu->forward(hidden_states, router_logits, stream);
   cpu::GateOperands op;
   op.x = hidden_states.data;
   op.x_dtype = hidden_states.dtype;
@@ -169,6 +194,7 @@ Status GateLinear::forward(ConstTensorView hidden_states, TensorView router_logi
 std::int64_t GateLinear::num_experts() const { return impl_->experts(); }
 std::int64_t GateLinear::hidden_size() const { return impl_->hidden(); }
 DType GateLinear::logits_dtype() const { return impl_->logits_dtype; }
+Device GateLinear::device() const { return impl_->device; }
 
 GateLinear::GateLinear(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 GateLinear::GateLinear(GateLinear&&) noexcept = default;

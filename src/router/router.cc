@@ -7,7 +7,9 @@
 
 #include <algorithm>
 #include <exception>
+#include <memory>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "core/checked.h"
@@ -15,6 +17,7 @@
 #include "cpu/team.h"
 #include "cpu/tiers.h"
 #include "numerics/codec.h"
+#include "router/device_router.h"
 #include "router/eplb_map.h"
 #include "router/route_row.h"
 #include "router/router_checks.h"
@@ -55,6 +58,8 @@ struct Router::Impl {
   RoutingCaptureFn capture;
   int num_threads = 1;
   std::string name;
+  std::unique_ptr<DeviceRouter> gpu;  // instead of everything above
+  Device device = Device::cpu();
 
   std::int64_t slots() const { return row.spec.top_k + num_shared; }
   std::int64_t vocab() const {
@@ -178,6 +183,15 @@ Status Router::Impl::route_batch(const Args& args, std::int32_t* ids) const {
 }
 
 Status Router::Impl::select(const Args& args) const {
+  for (const auto& [field, view] :
+       {std::pair{"hidden_states", args.hidden_states},
+        std::pair{"router_logits", args.router_logits}, std::pair{"input_ids", args.input_ids},
+        std::pair{"padding_mask", args.padding_mask},
+        std::pair{"topk_weights", ConstTensorView(args.topk_weights)},
+        std::pair{"topk_ids", ConstTensorView(args.topk_ids)},
+        std::pair{"zero_expert_output", ConstTensorView(args.zero_expert_output)}}) {
+    MOESAIC_RETURN_IF_ERROR(expect_device(field, view, Device::cpu()));
+  }
   MOESAIC_RETURN_IF_ERROR(check_select_args(args, row.spec, slots(), vocab(), vision_token_base));
   if (args.eplb != nullptr) {
     if (num_shared > 0) {
@@ -237,6 +251,11 @@ Result<Router> Router::create(const Options& options) {
     MOESAIC_ASSIGN_OR_RETURN(const RoutingSpec spec, effective_routing(options.spec));
     MOESAIC_RETURN_IF_ERROR(check_router_parts(options, spec));
     auto impl = std::make_unique<Impl>();
+    impl->device = options.device;
+    if (options.device.is_cuda()) {
+      MOESAIC_ASSIGN_OR_RETURN(impl->gpu, make_device_router(options));
+      return Router(std::move(impl));
+    }
     impl->row.spec = spec;
     impl->row.bias = copy_floats(options.correction_bias);
     impl->row.vision_bias = copy_floats(options.vision_bias);
@@ -268,7 +287,7 @@ Result<Router> Router::create(const Options& options) {
 
 Status Router::select_experts(const Args& args) const {
   try {
-    return impl_->select(args);
+    return impl_->gpu ? impl_->gpu->select_experts(args) : impl_->select(args);
   } catch (const std::bad_alloc&) {
     return Status(StatusCode::kOutOfMemory,
                   fmt::format("router: cannot allocate the buffers of {} tokens",
@@ -276,9 +295,12 @@ Status Router::select_experts(const Args& args) const {
   }
 }
 
-std::int64_t Router::slots() const { return impl_->slots(); }
-const RoutingSpec& Router::spec() const { return impl_->row.spec; }
-std::string Router::name() const { return impl_->name; }
+std::int64_t Router::slots() const { return impl_->gpu ? impl_->gpu->slots() : impl_->slots(); }
+Device Router::device() const { return impl_->device; }
+const RoutingSpec& Router::spec() const {
+  return impl_->gpu ? impl_->gpu->spec() : impl_->row.spec;
+}
+std::string Router::name() const { return impl_->gpu ? impl_->gpu->name() : impl_->name; }
 
 Router::Router(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Router::Router(Router&&) noexcept = default;

@@ -99,5 +99,24 @@ TEST(GateMisuse, ForwardRefusesOverlap) {
   EXPECT_TRUE(g.forward(strided, at(24, {3, 4})).ok());
 }
 
+TEST(GateMisuse, Devices) {
+  const Tensor w = zeros(kBF16, {4, 8});
+  GateLinear::Options options;
+  options.device = Device::cuda(99);
+  const Status missing = create(w.view(), {}, options);
+  EXPECT_EQ(missing.to_string(), check_device(options.device).to_string());
+  options.logits_dtype = kBF16;
+  test::expect_refusal(create(w.view(), {}, options), StatusCode::kUnsupported,
+                       {"logits_dtype: got BF16 on a GPU, need F32"});
+  const GateLinear g = GateLinear::create(w.view(), {}, {}).value();
+  EXPECT_EQ(g.device(), Device::cpu());
+  const Tensor x = zeros(kF32, {2, 8});
+  Tensor y = zeros(kF32, {2, 4});
+  test::expect_refusal(g.forward({x.data(), kF32, {2, 8}, Device::cuda(0)}, y.view()),
+                       StatusCode::kInvalidArgument, {"hidden_states: got memory of cuda:0"});
+  test::expect_refusal(g.forward(x.view(), {y.data(), kF32, {2, 4}, Device::cuda(0)}),
+                       StatusCode::kInvalidArgument, {"router_logits: got memory of cuda:0"});
+}
+
 }  // namespace
 }  // namespace moesaic

@@ -5,6 +5,7 @@
 #include <limits>
 #include <string>
 
+#include "router/device_router.h"
 #include "router/router_fixture.h"
 #include "support/refusal.h"
 
@@ -367,6 +368,54 @@ TEST(RouterMisuse, EplbState) {
   args.eplb = &good;
   test::expect_refusal(shared.select_experts(args), StatusCode::kUnsupported,
                        {"eplb: given with 1 fused shared experts"});
+}
+
+TEST(RouterMisuse, Devices) {
+  const Device gpu = Device::cuda(0);
+  Router::Options options = options_of(plain());
+  options.device = Device::cuda(99);
+  EXPECT_EQ(Router::create(options).status().to_string(), check_device(options.device).to_string());
+  const Router here = Router::create(options_of(plain())).value();
+  EXPECT_EQ(here.device(), Device::cpu());
+  const Tensor logits = zeros(DType::kF32, {3, 8});
+  Tensor weights = zeros(DType::kF32, {3, 2}), ids = zeros(DType::kI32, {3, 2});
+  const auto on = [&](Device device) {
+    Router::Args a;
+    a.router_logits = logits.view();
+    a.topk_weights = weights.view();
+    a.topk_ids = ids.view();
+    a.router_logits.device = a.topk_weights.device = a.topk_ids.device = device;
+    return a;
+  };
+  EXPECT_TRUE(here.select_experts(on(Device::cpu())).ok());
+  Router::Args mixed = on(Device::cpu());
+  mixed.topk_ids.device = gpu;
+  test::expect_refusal(here.select_experts(mixed), StatusCode::kInvalidArgument,
+                       {"topk_ids: got memory of cuda:0, need memory of cpu"});
+
+  // What a router on a GPU says before it looks at an address.
+  const auto check = [&](const Router::Args& a) {
+    return check_device_select_args(a, here.spec(), here.slots(), gpu);
+  };
+  EXPECT_TRUE(check(on(gpu)).ok()) << check(on(gpu)).to_string();
+  test::expect_refusal(check(on(Device::cpu())), StatusCode::kInvalidArgument,
+                       {"router_logits: got memory of cpu, need memory of cuda:0"});
+  Router::Args a = on(gpu);
+  a.router_logits.dtype = DType::kBF16;
+  test::expect_refusal(check(a), StatusCode::kInvalidDType, {"router_logits: got BF16, need F32"});
+  a = on(gpu);
+  a.topk_ids.dtype = DType::kI64;
+  test::expect_refusal(check(a), StatusCode::kInvalidDType, {"topk_ids: got I64, need I32"});
+  a = on(gpu);
+  a.topk_weights.shape = Shape{3, 3};
+  test::expect_refusal(check(a), StatusCode::kInvalidShape, {"topk_weights: got [3, 3]"});
+  a = on(gpu);
+  a.topk_ids.data = weights.data();
+  test::expect_refusal(check(a), StatusCode::kAliasing, {"topk_ids", "topk_weights"});
+  const EplbState eplb;
+  a = on(gpu);
+  a.eplb = &eplb;
+  test::expect_refusal(check(a), StatusCode::kUnsupported, {"eplb"});
 }
 
 }  // namespace

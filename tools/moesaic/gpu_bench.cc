@@ -9,9 +9,8 @@
 
 #include "cuda/device_memory.h"
 #include "cuda/device_timer.h"
-#include "gate/sm90/gate_linear.h"
 #include "moesaic/device_tensor.h"
-#include "router/sm90/router.h"
+#include "moesaic/gate.h"
 
 namespace moesaic::tool {
 namespace {
@@ -133,31 +132,32 @@ Status check_gpu(Device device) {
 Result<std::unique_ptr<GpuStage>> make_gpu_gate(Device device, const ConstTensorView& weight,
                                                 const ConstTensorView& bias, int copies) {
   MOESAIC_RETURN_IF_ERROR(check_gpu(device));
-  const DeviceScope scope(device.index());
-  MOESAIC_RETURN_IF_ERROR(scope.status());
-  auto gates = std::make_shared<std::vector<cuda::CudaGate>>();
+  GateLinear::Options options;
+  options.device = device;
+  auto gates = std::make_shared<std::vector<GateLinear>>();
   for (int i = 0; i < copies; ++i) {
-    MOESAIC_ASSIGN_OR_RETURN(cuda::CudaGate gate, cuda::CudaGate::create(weight, bias));
+    MOESAIC_ASSIGN_OR_RETURN(GateLinear gate, GateLinear::create(weight, bias, options));
     gates->push_back(std::move(gate));
   }
   return make_stage(device, [gates](void* stream, int rotation, const auto& in, const auto& out) {
-    const cuda::CudaGate& gate = (*gates)[static_cast<std::size_t>(rotation) % gates->size()];
-    return gate.enqueue(stream, in[0].data, in[0].dtype, in[0].dim(0), out[0].template as<float>());
+    const GateLinear& gate = (*gates)[static_cast<std::size_t>(rotation) % gates->size()];
+    return gate.forward(in[0], out[0], {stream});
   });
 }
 
 Result<std::unique_ptr<GpuStage>> make_gpu_router(Device device, const Router::Options& options) {
   MOESAIC_RETURN_IF_ERROR(check_gpu(device));
-  MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<cuda::CudaRouter> made,
-                           cuda::CudaRouter::create(options, device.index()));
-  const std::shared_ptr<cuda::CudaRouter> router = std::move(made);
+  Router::Options on_device = options;
+  on_device.device = device;
+  MOESAIC_ASSIGN_OR_RETURN(Router made, Router::create(on_device));
+  const auto router = std::make_shared<Router>(std::move(made));
   return make_stage(device, [router](void* stream, int, const auto& in, const auto& out) {
-    cuda::CudaRouterArgs a;
-    a.tokens = in[0].dim(0);
-    a.router_logits = in[0].template as<float>();
-    a.topk_ids = out[0].template as<std::int32_t>();
-    a.topk_weights = out[1].template as<float>();
-    return router->enqueue(stream, a);
+    Router::Args a;
+    a.router_logits = in[0];
+    a.topk_ids = out[0];
+    a.topk_weights = out[1];
+    a.stream = {stream};
+    return router->select_experts(a);
   });
 }
 

@@ -27,17 +27,17 @@ Status check_sm90_args(const MoeProblem& p, const ExpertsArgs& a) {
   }
   const std::int64_t tokens = a.hidden_states.dim(0);
   const Shape rows{tokens, p.hidden_size}, slots{tokens, p.top_k};
-  struct Tensor {
+  struct Field {
     std::string_view field;
     ConstTensorView view;
     Shape shape;
     DType dtype;
   };
   const DType out = a.output.dtype == DType::kF32 ? DType::kF32 : DType::kBF16;
-  for (const Tensor& t :
-       {Tensor{"hidden_states", a.hidden_states, rows, DType::kBF16},
-        Tensor{"output", a.output, rows, out}, Tensor{"topk_ids", a.topk_ids, slots, DType::kI32},
-        Tensor{"topk_weights", a.topk_weights, slots, DType::kF32}}) {
+  for (const Field& t :
+       {Field{"hidden_states", a.hidden_states, rows, DType::kBF16},
+        Field{"output", a.output, rows, out}, Field{"topk_ids", a.topk_ids, slots, DType::kI32},
+        Field{"topk_weights", a.topk_weights, slots, DType::kF32}}) {
     MOESAIC_RETURN_IF_ERROR(expect_dtype(t.field, t.view, t.dtype));
     MOESAIC_RETURN_IF_ERROR(expect_shape(t.field, t.view, t.shape));
     MOESAIC_RETURN_IF_ERROR(expect_contiguous(t.field, t.view));
