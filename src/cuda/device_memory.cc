@@ -125,6 +125,14 @@ Result<int> require_hopper(int device) {
   return sms;
 }
 
+Result<DeviceTraits> current_device_traits() {
+  int device = 0, sms = 0;
+  MOESAIC_RETURN_IF_ERROR(check_call("current device", cudaGetDevice(&device)));
+  MOESAIC_RETURN_IF_ERROR(check_call(
+      "current device", cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device)));
+  return hopper_traits(sms);
+}
+
 Status check_device_pointer(std::string_view field, const void* p, std::int64_t alignment,
                             int device) {
   if (p == nullptr) {

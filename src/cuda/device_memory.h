@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string_view>
 
+#include "cuda/device_traits.h"
 #include "moesaic/status.h"
 
 namespace moesaic::cuda {
@@ -92,6 +93,8 @@ Status synchronize(void* stream);
 
 // Multiprocessors of a usable device, or kDevice: no such device, or not compute capability 9.0.
 Result<int> require_hopper(int device);
+// Of the current device. kDevice where there is none.
+Result<DeviceTraits> current_device_traits();
 
 // `p` must be memory of this device and aligned: kInvalidArgument (null, host memory, or another
 // device's: the text says which), kInvalidLayout. Allowed during capture.

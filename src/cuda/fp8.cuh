@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cuda/fault.cuh"
 #include "cuda/ptx/sync.cuh"
 
 namespace moesaic::cuda {
@@ -13,6 +14,7 @@ __device__ __forceinline__ float fp8_scale(float amax, bool power_of_two) {
   if (!power_of_two) return scale;
   // Up to the next power of two, through the exponent field.
   const std::uint32_t bits = __float_as_uint(fmaxf(scale, 1e-10F));
+  MOESAIC_CUDA_FAULT(cuda_fp8_scale_rounded_down, return __uint_as_float(bits & 0x7F800000U);)
   return __uint_as_float((bits + 0x007FFFFFU) & 0x7F800000U);
 }
 

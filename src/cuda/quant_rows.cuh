@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cuda/fault.cuh"
 #include "cuda/fp8.cuh"
 #include "cuda/quant_rows.h"
 
@@ -23,11 +24,12 @@ __device__ __forceinline__ void quantize_group(const QuantRowsParams& p, std::in
     f[2 * j + 1] = bf16_high(words[j]);
   }
   if (p.weights != nullptr && inside) {
-    const float w = round_bf16(p.weights[m]);
+    float w = round_bf16(p.weights[m]);
+    MOESAIC_CUDA_FAULT(cuda_quant_rows_ignores_the_router_weight, w = 1.0F;)
 #pragma unroll
     for (float& e : f) e = round_bf16(e * w);
   }
-  if (!p.fp8) {
+  if (p.form == RowForm::kBf16) {
     if (inside) {
       *reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(p.q) + m * p.columns + column) =
           make_uint4(ptx::bf16x2(f[0], f[1]), ptx::bf16x2(f[2], f[3]), ptx::bf16x2(f[4], f[5]),
@@ -40,6 +42,7 @@ __device__ __forceinline__ void quantize_group(const QuantRowsParams& p, std::in
   for (const float e : f) amax = fmaxf(amax, fabsf(e));
 #pragma unroll
   for (int d = 1; d < 16; d <<= 1) amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFU, amax, d));
+  MOESAIC_CUDA_FAULT(cuda_quant_rows_have_the_amax_of_a_value, amax = fabsf(f[0]);)
   const float s = fp8_scale(amax, p.power_of_two_scales), r = 1.0F / s;
   if (inside) {
     std::uint32_t code[4];

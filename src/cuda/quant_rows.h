@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "cuda/row_form.h"
+
 namespace moesaic::cuda {
 
 struct QuantRowsParams {
@@ -12,8 +14,8 @@ struct QuantRowsParams {
   std::int64_t tokens = 0;
   std::int64_t columns = 0;
   bool power_of_two_scales = false;
-  // e4m3 output: q [tokens, columns] and scale [ceil(columns/128)][scale_stride]; else q bf16.
-  bool fp8 = true;
+  // q [tokens, columns] of that form; with scales: scale [ceil(columns/128)][scale_stride].
+  RowForm form = RowForm::kFp8Group128;
   void* q = nullptr;
   float* scale = nullptr;
   std::int64_t scale_stride = 0;

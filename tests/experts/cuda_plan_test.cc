@@ -2,16 +2,24 @@
 // a device.
 #include <gtest/gtest.h>
 
+#include <string_view>
+
 #include "experts/sm90/experts_plan.h"
 #include "support/experts_run.h"
+#include "support/refusal.h"
 
 namespace moesaic::cuda {
 namespace {
 
+const TileRules& rules_of(std::string_view quant) {
+  return format_of(test::small_problem(quant)).value()->tiles;
+}
+const TileRules& fp8_rules() { return rules_of("fp8-block"); }
+const TileRules& bf16_rules() { return rules_of("bf16"); }
+
 TEST(CudaPlan, GroupsGrowWithRowsPerExpert) {
   const auto columns = [](std::int64_t tokens) {
-    return choose_grouped(GroupedFormat::kFp8Block, EpilogueKind::kSwiglu, tokens, 8, 256, 16)
-        .max_columns;
+    return choose_grouped(fp8_rules(), EpilogueKind::kSwiglu, tokens, 8, 256, 16, {}).max_columns;
   };
   EXPECT_EQ(columns(1), 32);
   EXPECT_EQ(columns(256), 32);
@@ -19,22 +27,19 @@ TEST(CudaPlan, GroupsGrowWithRowsPerExpert) {
   EXPECT_EQ(columns(1024), 64);
   EXPECT_EQ(columns(2048), 128);
   EXPECT_EQ(columns(8192), 128);
-  EXPECT_EQ(choose_grouped(GroupedFormat::kBf16, EpilogueKind::kPlain, 8192, 8, 8, 6).max_columns,
-            32);
+  EXPECT_EQ(choose_grouped(bf16_rules(), EpilogueKind::kPlain, 8192, 8, 8, 6, {}).max_columns, 32);
   // Rows that all go to one expert fill groups at once: a shared expert run by itself.
-  EXPECT_EQ(
-      choose_grouped(GroupedFormat::kFp8Block, EpilogueKind::kSwiglu, 129, 1, 1, 16).max_columns,
-      128);
+  EXPECT_EQ(choose_grouped(fp8_rules(), EpilogueKind::kSwiglu, 129, 1, 1, 16, {}).max_columns, 128);
 }
 
 TEST(CudaPlan, OneTokenOfFewBandsHasThemHalved) {
   const auto halved = [](EpilogueKind epilogue, std::int64_t tokens, std::int64_t bands) {
-    return choose_grouped(GroupedFormat::kFp8Block, epilogue, tokens, 8, 128, bands).max_columns ==
+    return choose_grouped(fp8_rules(), epilogue, tokens, 8, 128, bands, {}).max_columns ==
            kSplitColumns;
   };
   EXPECT_TRUE(halved(EpilogueKind::kSwiglu, 1, 6)) << "Qwen3-30B: 48 items";
   EXPECT_FALSE(halved(EpilogueKind::kSwiglu, 1, 12)) << "Qwen3-235B: 96 items";
-  EXPECT_EQ(choose_grouped(GroupedFormat::kBf16, EpilogueKind::kSwiglu, 1, 8, 128, 12).max_columns,
+  EXPECT_EQ(choose_grouped(bf16_rules(), EpilogueKind::kSwiglu, 1, 8, 128, 12, {}).max_columns,
             kSplitColumns)
       << "the same in bf16";
   EXPECT_FALSE(halved(EpilogueKind::kSwiglu, 2, 6));
@@ -42,20 +47,57 @@ TEST(CudaPlan, OneTokenOfFewBandsHasThemHalved) {
   EXPECT_FALSE(halved(EpilogueKind::kPlain, 1, 6));
 }
 
-TEST(CudaPlan, PairsShareBf16WeightsOfFullGroups) {
-  const auto paired = [](GroupedFormat format, EpilogueKind epilogue, std::int64_t tokens) {
-    return choose_grouped(format, epilogue, tokens, 8, 128, 6).paired;
+// An H100 PCIe has 114 multiprocessors: 57 pairs of CTAs.
+TEST(CudaPlan, SmallerPartsHaveFewerPairsOfCtas) {
+  const auto halved = [](int sms, std::int64_t bands, const TileRules& rules) {
+    return choose_grouped(rules, EpilogueKind::kSwiglu, 1, 8, 128, bands, hopper_traits(sms))
+               .max_columns == kSplitColumns;
   };
-  EXPECT_FALSE(paired(GroupedFormat::kBf16, EpilogueKind::kSwiglu, 1024));
-  EXPECT_TRUE(paired(GroupedFormat::kBf16, EpilogueKind::kSwiglu, 2048));
-  EXPECT_TRUE(paired(GroupedFormat::kBf16, EpilogueKind::kSwiglu, 8192));
-  EXPECT_FALSE(paired(GroupedFormat::kBf16, EpilogueKind::kGeneral, 8192));
-  EXPECT_FALSE(paired(GroupedFormat::kFp8Block, EpilogueKind::kSwiglu, 8192));
+  EXPECT_TRUE(halved(132, 8, fp8_rules())) << "64 items, 66 pairs";
+  EXPECT_FALSE(halved(114, 8, fp8_rules())) << "64 items, 57 pairs";
+  EXPECT_TRUE(halved(114, 7, fp8_rules()));
+  EXPECT_TRUE(halved(132, 16, bf16_rules())) << "128 items, two each";
+  EXPECT_FALSE(halved(114, 16, bf16_rules()));
+  const DeviceTraits measured, sxm = hopper_traits(132);
+  EXPECT_EQ(sxm.clusters_of_4, measured.clusters_of_4);
+  EXPECT_EQ(sxm.clusters_of_8, measured.clusters_of_8);
+  EXPECT_EQ(sxm.sure_clusters_of_8, measured.sure_clusters_of_8);
+  EXPECT_EQ(sxm.l2_bytes_per_us, measured.l2_bytes_per_us);
+}
+
+// The table says what the kernels take, and refuses the rest by name.
+TEST(CudaFormats, ARowForEachSchemeThatTheKernelsCompute) {
+  const FormatRow& bf16 = *format_of(test::small_problem("bf16")).value();
+  EXPECT_EQ(bf16.chunk_k, 64);
+  EXPECT_EQ(bf16.slab_bytes, 128 * 128);
+  EXPECT_EQ(bf16.parts.size(), 2U);
+  const FormatRow& fp8 = *format_of(test::small_problem("fp8-block")).value();
+  EXPECT_EQ(fp8.chunk_k, 128);
+  EXPECT_EQ(fp8.slab_bytes, 128 * 128);
+  EXPECT_EQ(fp8.parts.size(), 4U);
+  for (const FormatRow& row : grouped_formats()) {
+    EXPECT_EQ(row.chunk_k * row_element_bytes(row.rows), 128);
+  }
+  test::expect_refusal(format_of(test::small_problem("mxfp4")).status(), StatusCode::kUnsupported,
+                       {"scheme: got mxfp4", "need bf16 or fp8-block"});
+  test::expect_refusal(make_experts_plan(test::small_problem("mxfp4")).status(),
+                       StatusCode::kUnsupported, {"scheme"});
+}
+
+TEST(CudaPlan, PairsShareBf16WeightsOfFullGroups) {
+  const auto paired = [](const TileRules& format, EpilogueKind epilogue, std::int64_t tokens) {
+    return choose_grouped(format, epilogue, tokens, 8, 128, 6, {}).paired;
+  };
+  EXPECT_FALSE(paired(bf16_rules(), EpilogueKind::kSwiglu, 1024));
+  EXPECT_TRUE(paired(bf16_rules(), EpilogueKind::kSwiglu, 2048));
+  EXPECT_TRUE(paired(bf16_rules(), EpilogueKind::kSwiglu, 8192));
+  EXPECT_FALSE(paired(bf16_rules(), EpilogueKind::kGeneral, 8192));
+  EXPECT_FALSE(paired(fp8_rules(), EpilogueKind::kSwiglu, 8192));
 }
 
 TEST(CudaPlan, RepackedShapes) {
   // DeepSeek-V3: 16 bands of 128 channels, 56 chunks; 28 bands, 16 chunks.
-  const RepackShape w13{4096, 7168, 1, true}, w2{7168, 2048, 1, false};
+  const WeightShape w13{{4096, 7168, 1, true}, 16384}, w2{{7168, 2048, 1, false}, 16384};
   EXPECT_EQ(w13.bands(), 16);
   EXPECT_EQ(w13.chunks(), 56);
   EXPECT_EQ(w13.image_bytes(), 4096 * 7168);
@@ -98,7 +140,7 @@ TEST(CudaPlan, RowsStandWhereTokensAloneSay) {
   for (const std::int64_t tokens : {1, 5, 300}) {
     const auto carve = [&](const MoeProblem& p) {
       Arena arena(memory);
-      return ExpertsWorkspace::carve(p, make_experts_plan(p), tokens, arena);
+      return ExpertsWorkspace::carve(p, make_experts_plan(p).value(), tokens, arena);
     };
     const ExpertsWorkspace a = carve(many), b = carve(one);
     ASSERT_NE(a.rows, nullptr);
@@ -111,7 +153,7 @@ TEST(CudaPlan, RowsStandWhereTokensAloneSay) {
 TEST(CudaPlan, WorkspaceIsMonotone) {
   MoeProblem p = test::small_problem("fp8-block");
   p.max_tokens = 4096;
-  const ExpertsPlan plan = make_experts_plan(p);
+  const ExpertsPlan plan = make_experts_plan(p).value();
   std::int64_t last = 0;
   for (std::int64_t tokens = 0; tokens < 300; ++tokens) {
     Arena arena = Arena::measure();

@@ -7,7 +7,11 @@ MOESAIC_FAULT is the fault's name. A line that ends in `may_skip` is about code 
 run: there the tests may be skipped. Every fault point in the source must be listed, and every listed
 fault must exist in the source.
 
-usage: run_faults.py SOURCE_DIR BUILD_DIR [FAULT...]
+Faults in kernels (MOESAIC_CUDA_FAULT, tests/faults/cuda.list) are run with --gpu, and then no others; without a
+Hopper GPU all of them are skipped, with the tests' reason. BUILD_DIR may then be a folder made by
+`scripts/gpu package`, which has the lists (as SOURCE_DIR/tests/faults) but no source.
+
+usage: run_faults.py [--gpu] SOURCE_DIR BUILD_DIR [FAULT...]
 """
 
 import os
@@ -20,7 +24,11 @@ from pathlib import Path
 MIN_FAULTS = 20
 TIMEOUT_S = 300
 SKIPPED = "skipped: this machine cannot run what the fault is in"
-FAULT_POINT = re.compile(r"MOESAIC_FAULT\((\w+)\)")
+FAULT_POINT = re.compile(r"MOESAIC_(?:CUDA_)?FAULT\(\s*(\w+)[,)]")
+GPU_LIST = "cuda.list"
+GPU_TIMEOUT_S = 120
+# One fault at a time beside another: the tests fill a device's memory.
+GPU_WORKERS = 2
 COMMENT = re.compile(r"//[^\n]*")
 
 
@@ -28,7 +36,7 @@ def fault_points(source):
     points = {}
     for path in sorted(path for folder in ("src", "tools") for path in (source / folder).rglob("*")):
         # fault.h defines the macro; its parameter is no fault.
-        if path.suffix not in (".h", ".cc", ".cuh", ".cu") or path.name == "fault.h":
+        if path.suffix not in (".h", ".cc", ".cuh", ".cu") or path.name in ("fault.h", "fault.cuh"):
             continue
         for name in FAULT_POINT.findall(COMMENT.sub("", path.read_text(encoding="utf-8"))):
             points.setdefault(name, path.relative_to(source))
@@ -36,8 +44,10 @@ def fault_points(source):
 
 
 def read_lists(source, problems):
+    """Fault -> (test binary, filter, whether its tests may be skipped, whether it is in a kernel)."""
     faults = {}
     for path in sorted((source / "tests" / "faults").glob("*.list")):
+        on_gpu = path.name == GPU_LIST
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             words = line.split("#")[0].split()
             if not words:
@@ -48,16 +58,18 @@ def read_lists(source, problems):
             elif words[0] in faults:
                 problems.append(f"{path.name}:{number}: {words[0]} is listed twice")
             else:
-                faults[words[0]] = (words[1], words[2], may_skip)
+                faults[words[0]] = (words[1], words[2], may_skip or on_gpu, on_gpu)
     return faults
 
 
 def find_binary(build, name):
-    found = sorted(p for p in (build / "tests").rglob(name) if p.is_file() and os.access(p, os.X_OK))
+    # A package has its programs side by side.
+    folder = build / "tests" if (build / "tests").is_dir() and not (build / name).is_file() else build
+    found = sorted(p for p in folder.rglob(name) if p.is_file() and os.access(p, os.X_OK))
     return found[0] if found else None
 
 
-def run_tests(binary, gtest_filter, fault, cwd):
+def run_tests(binary, gtest_filter, fault, cwd, timeout=TIMEOUT_S):
     """(tests run, whether they passed, end of the output)"""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GTEST_")}
     environment.pop("MOESAIC_FAULT", None)
@@ -68,49 +80,55 @@ def run_tests(binary, gtest_filter, fault, cwd):
     command = [str(binary), f"--gtest_filter={gtest_filter}", "--gtest_brief=1"]
     try:
         result = subprocess.run(
-            command, env=environment, cwd=cwd, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S
+            command, env=environment, cwd=cwd, capture_output=True, text=True, errors="replace", timeout=timeout
         )
     except subprocess.TimeoutExpired:
-        return 0, False, f"no end within {TIMEOUT_S} s"
+        return 0, False, f"no end within {timeout} s"
     ran = re.search(r"\[==========\] (\d+) tests? from", result.stdout)
     skipped = re.search(r"\[  SKIPPED \] (\d+) test", result.stdout)
     count = (int(ran.group(1)) if ran else 0) - (int(skipped.group(1)) if skipped else 0)
     return count, result.returncode == 0, (result.stdout + result.stderr)[-1500:]
 
 
-def check_fault(build, name, binary_name, gtest_filter, may_skip, baseline):
+def check_fault(build, name, binary_name, gtest_filter, may_skip, baseline, timeout):
     binary = find_binary(build, binary_name)
     if binary is None:
         return name, f"no test binary {binary_name} in the build", ""
     count, passed, output = baseline((binary, gtest_filter))
     if may_skip and passed and count == 0 and "[  SKIPPED ]" in output:
-        return name, SKIPPED, output
+        reason = re.search(r"needs a Hopper GPU: .*", output)
+        return name, SKIPPED, reason.group() if reason else ""
     if count < 1:
         return name, f"the filter {gtest_filter} runs no test", output
     if not passed:
         return name, "the tests fail without the fault", output
-    _, passed, output = run_tests(binary, gtest_filter, name, build)
+    _, passed, output = run_tests(binary, gtest_filter, name, build, timeout)
     if passed:
         return name, f"SURVIVED {count} test(s) of {binary_name} {gtest_filter}", output
     return name, None, f"{count} test(s) of {binary_name}"
 
 
 def main(arguments):
+    gpu = "--gpu" in arguments
+    arguments = [argument for argument in arguments if argument != "--gpu"]
     if len(arguments) < 2:
         print(__doc__)
         return 2
     source, build = Path(arguments[0]).resolve(), Path(arguments[1]).resolve()
     problems = []
     faults = read_lists(source, problems)
-    points = fault_points(source)
+    # A package has no source.
+    points = fault_points(source) if (source / "src").is_dir() else faults
     for name in sorted(points.keys() - faults.keys()):
         problems.append(f"{points[name]}: fault point {name} is in no list of tests/faults")
     for name in sorted(faults.keys() - points.keys()):
-        problems.append(f"{name} is listed, but no MOESAIC_FAULT({name}) is in src or tools")
+        problems.append(f"{name} is listed, but no fault point of that name is in src or tools")
     if len(faults) < MIN_FAULTS:
         problems.append(f"{len(faults)} faults are listed, need at least {MIN_FAULTS}")
 
-    chosen = {name: faults[name] for name in arguments[2:] if name in faults} or faults
+    runnable = {name: fault[:3] for name, fault in faults.items() if fault[3] == gpu}
+    chosen = {name: runnable[name] for name in arguments[2:] if name in runnable} or runnable
+    timeout = GPU_TIMEOUT_S if gpu else TIMEOUT_S
     cache = {}
 
     def baseline(key):
@@ -119,14 +137,16 @@ def main(arguments):
         return cache[key]
 
     caught = skipped = 0
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = pool.map(lambda item: check_fault(build, item[0], *item[1], baseline), sorted(chosen.items()))
+    with ThreadPoolExecutor(GPU_WORKERS if gpu else os.cpu_count()) as pool:
+        results = pool.map(
+            lambda item: check_fault(build, item[0], *item[1], baseline, timeout), sorted(chosen.items())
+        )
         for name, problem, detail in results:
             if problem == SKIPPED:
-                print(f"{name:<44} {SKIPPED}", flush=True)
+                print(f"{name:<52} {SKIPPED}{': ' + detail if detail else ''}", flush=True)
                 skipped += 1
                 continue
-            print(f"{name:<44} {'caught by ' + detail if problem is None else 'PROBLEM: ' + problem}", flush=True)
+            print(f"{name:<52} {'caught by ' + detail if problem is None else 'PROBLEM: ' + problem}", flush=True)
             if problem is None:
                 caught += 1
             else:

@@ -4,6 +4,7 @@
 // the bf16 rounding that follows.
 #pragma once
 
+#include "cuda/fault.cuh"
 #include "cuda/ptx/sync.cuh"
 #include "experts/sm90/grouped_gemm.h"
 #include "moesaic/activation.h"
@@ -21,28 +22,42 @@ __device__ __forceinline__ float within(float v, float limit) {
   return v > limit ? limit : (v < -limit ? -limit : v);
 }
 
-template <EpilogueKind kEpilogue>
-__device__ __forceinline__ float activate(const GroupedParams& p, float gate, float up) {
-  if constexpr (kEpilogue == EpilogueKind::kSwiglu) {
-    const float g = at_most(gate, p.limit);
-    const float u = within(up, p.limit);
-    return (u + p.beta) * (g * sigmoid(p.alpha * g));
-  } else {
+// Activation families, as the kernel's template parameter. kGated: rows of w13 are gate and up rows.
+// kFullGroups: full groups have the tokens as the M operand. kRoutes: the kernel can route.
+// The SwiGLU family: silu and swigluoai.
+struct SwigluEpilogue {
+  static constexpr EpilogueKind kKind = EpilogueKind::kSwiglu;
+  static constexpr bool kGated = true, kFullGroups = true, kRoutes = true;
+  static __device__ __forceinline__ float activate(const GroupedActivation& a, float gate,
+                                                   float up) {
+    MOESAIC_CUDA_FAULT(cuda_experts_gate_and_up_swapped, const float swapped = gate; gate = up;
+                       up = swapped;)
+    const float g = at_most(gate, a.limit);
+    const float u = within(up, a.limit);
+    return (u + a.beta) * (g * sigmoid(a.alpha * g));
+  }
+};
+
+// Any kind: a switch over the call's.
+struct AnyActivation {
+  static constexpr bool kFullGroups = false, kRoutes = false;
+  static __device__ __forceinline__ float activate(const GroupedActivation& a, float gate,
+                                                   float up) {
     constexpr float kInvSqrt2 = 0.70710678118654752F, kSqrt2OverPi = 0.79788456080286536F;
     const auto gelu = [](float v) { return 0.5F * v * erfcf(-v * kInvSqrt2); };
     const auto gelu_tanh = [](float v) {
       return v * sigmoid(2.0F * kSqrt2OverPi * (v + 0.044715F * v * v * v));
     };
-    switch (static_cast<ActivationKind>(p.activation_kind)) {
+    switch (static_cast<ActivationKind>(a.kind)) {
       case ActivationKind::kGelu:
         return gelu(gate) * up;
       case ActivationKind::kGeluTanh:
         return gelu_tanh(gate) * up;
       case ActivationKind::kSwigluStep:
-        return at_most(gate * sigmoid(gate), p.limit) * within(up, p.limit);
+        return at_most(gate * sigmoid(gate), a.limit) * within(up, a.limit);
       case ActivationKind::kSitu: {
-        const float u = p.up_limit > 0.0F ? p.up_limit * tanhf(up / p.up_limit) : up;
-        return p.beta * tanhf(gate / p.beta) * sigmoid(gate) * u;
+        const float u = a.up_limit > 0.0F ? a.up_limit * tanhf(up / a.up_limit) : up;
+        return a.beta * tanhf(gate / a.beta) * sigmoid(gate) * u;
       }
       case ActivationKind::kSiluNoMul:
         return gate * sigmoid(gate);
@@ -58,6 +73,14 @@ __device__ __forceinline__ float activate(const GroupedParams& p, float gate, fl
         return __int_as_float(0x7FC00000);
     }
   }
-}
+};
+struct GeneralEpilogue : AnyActivation {
+  static constexpr EpilogueKind kKind = EpilogueKind::kGeneral;
+  static constexpr bool kGated = true;
+};
+struct PlainEpilogue : AnyActivation {
+  static constexpr EpilogueKind kKind = EpilogueKind::kPlain;
+  static constexpr bool kGated = false;
+};
 
 }  // namespace moesaic::cuda

@@ -1,15 +1,14 @@
 // What happens to a finished accumulator tile: activation, rounding and requantisation after GEMM1,
-// weighting and rounding after GEMM2. Fragment positions as in grouped_gemm.cuh; which weight row
+// weighting and rounding after GEMM2. Fragment positions as in gemm_products.cuh; which weight row
 // is which channel is fixed by the repacking (repack.h).
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
+#include "cuda/fault.cuh"
 #include "cuda/fp8.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/sync.cuh"
-#include "cuda/ptx/wgmma_shapes.cuh"
 #include "experts/sm90/activation.cuh"
 #include "experts/sm90/gemm_layout.cuh"
 
@@ -74,10 +73,11 @@ __device__ __forceinline__ void store_weighted(const GroupedParams& p, int exper
   const int channel = band * kBandRows + group * 128 + warp * 32 + g * 4;
   const bool inside = channel < p.hidden;
   float4 bias = make_float4(0, 0, 0, 0);
-  if (p.w2_bias != nullptr && inside) {
-    bias = *reinterpret_cast<const float4*>(p.w2_bias +
+  if (p.weights.w2_bias != nullptr && inside) {
+    bias = *reinterpret_cast<const float4*>(p.weights.w2_bias +
                                             static_cast<std::int64_t>(expert) * p.hidden + channel);
   }
+  MOESAIC_CUDA_FAULT(cuda_experts_w2_bias_missing, bias = make_float4(0, 0, 0, 0);)
 #pragma unroll
   for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
@@ -89,21 +89,21 @@ __device__ __forceinline__ void store_weighted(const GroupedParams& p, int exper
         uint2 v;
         v.x = ptx::bf16x2((acc[0][4 * j + i] + bias.x) * w, (acc[0][4 * j + 2 + i] + bias.y) * w);
         v.y = ptx::bf16x2((acc[1][4 * j + i] + bias.z) * w, (acc[1][4 * j + 2 + i] + bias.w) * w);
-        *reinterpret_cast<uint2*>(p.y2 + static_cast<std::int64_t>(row) * p.hidden + channel) = v;
+        *reinterpret_cast<uint2*>(p.rows.y2 + static_cast<std::int64_t>(row) * p.hidden + channel) =
+            v;
       }
     }
   }
 }
 
-// GEMM1: activation, rounding to bf16 and, for fp8, quantisation per row and 128 channels. The
+// GEMM1: activation, rounding to bf16 and, where the format does, quantisation per row and 128 channels. The
 // consumer groups hold one 128-channel group together (gated) or one each (plain).
-template <class Operand, EpilogueKind kEpilogue, int kColumns, bool kSplit>
+template <class Inner, class Epilogue, int kColumns, bool kSplit>
 __device__ __forceinline__ void store_activated(const GroupedParams& p, int expert, int band,
                                                 int first_row, int rows, int group, int quarter,
                                                 int lane, const AmaxExchange<kSplit>& exchange,
                                                 float (&acc)[2][kColumns / 2]) {
-  constexpr bool kGated = kEpilogue != EpilogueKind::kPlain;
-  constexpr bool kScaled = std::is_same_v<Operand, ptx::E4M3>;
+  constexpr bool kGated = Epilogue::kGated;
   static_assert(kGated || !kSplit);
   const int g = lane >> 2, t = lane & 3;
   // First of this thread's neighbouring channels: two (gated) or four.
@@ -112,20 +112,22 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
   const bool inside = channel < p.intermediate;
   if constexpr (kGated) {
     float2 gate_bias = make_float2(0, 0), up_bias = make_float2(0, 0);
-    if (p.w13_bias != nullptr && inside) {
-      const float* bias = p.w13_bias + static_cast<std::int64_t>(expert) * 2 * p.intermediate;
+    if (p.weights.w13_bias != nullptr && inside) {
+      const float* bias =
+          p.weights.w13_bias + static_cast<std::int64_t>(expert) * 2 * p.intermediate;
       gate_bias = *reinterpret_cast<const float2*>(bias + channel);
       up_bias = *reinterpret_cast<const float2*>(bias + p.intermediate + channel);
     }
+    MOESAIC_CUDA_FAULT(cuda_experts_w13_bias_missing, gate_bias = up_bias = make_float2(0, 0);)
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
 #pragma unroll
       for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const float y =
-              activate<kEpilogue>(p, acc[b][4 * j + i] + (b == 0 ? gate_bias.x : gate_bias.y),
-                                  acc[b][4 * j + 2 + i] + (b == 0 ? up_bias.x : up_bias.y));
+          const float y = Epilogue::activate(
+              p.activation, acc[b][4 * j + i] + (b == 0 ? gate_bias.x : gate_bias.y),
+              acc[b][4 * j + 2 + i] + (b == 0 ? up_bias.x : up_bias.y));
           // Rows past the matrix hold whatever shared memory held: select, do not multiply.
           acc[b][4 * j + i] = inside ? round_bf16(y) : 0.0F;
         }
@@ -133,9 +135,9 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
     }
   } else {
     float4 bias = make_float4(0, 0, 0, 0);
-    if (p.w13_bias != nullptr && inside) {
+    if (p.weights.w13_bias != nullptr && inside) {
       bias = *reinterpret_cast<const float4*>(
-          p.w13_bias + static_cast<std::int64_t>(expert) * p.intermediate + channel);
+          p.weights.w13_bias + static_cast<std::int64_t>(expert) * p.intermediate + channel);
     }
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
@@ -143,12 +145,12 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
       for (int e = 0; e < kColumns / 2; ++e) {
         const bool high = (e & 2) != 0;
         const float v = acc[b][e] + (b == 0 ? (high ? bias.y : bias.x) : (high ? bias.w : bias.z));
-        acc[b][e] = inside ? round_bf16(activate<kEpilogue>(p, v, 0.0F)) : 0.0F;
+        acc[b][e] = inside ? round_bf16(Epilogue::activate(p.activation, v, 0.0F)) : 0.0F;
       }
     }
   }
 
-  if constexpr (!kScaled) {
+  if constexpr (!Inner::kQuantises) {
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
@@ -156,7 +158,7 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
         const int column = 8 * j + 2 * t + i;
         if (column >= rows || !inside) continue;
         std::byte* to =
-            p.inner +
+            p.rows.inner +
             (static_cast<std::int64_t>(first_row + column) * p.intermediate + channel) * 2;
         if constexpr (kGated) {
           *reinterpret_cast<std::uint32_t*>(to) = ptx::bf16x2(acc[0][4 * j + i], acc[1][4 * j + i]);
@@ -193,13 +195,18 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
       float m = 0.0F;
 #pragma unroll
       for (int w = 0; w < 8 / kGroups; ++w) {
+        MOESAIC_CUDA_FAULT(cuda_experts_amax_of_half_a_group, if (w >= 4 / kGroups) continue;)
         m = fmaxf(m, exchange.amax[(which * 4 + w) * kColumns + column]);
       }
       const float s = fp8_scale(m, p.power_of_two_scales);
       scale[which * kColumns + column] = make_float2(s, 1.0F / s);
       const int scale_group = kGated ? band : band * 2 + which;
       if (column < rows && scale_group < p.chunks2 && (!kSplit || group == 0)) {
-        p.inner_scale[scale_group * p.inner_scale_stride + first_row + column] = s;
+        p.rows.inner_scale[scale_group * p.rows.inner_scale_stride + first_row + column] = s;
+        MOESAIC_CUDA_FAULT(
+            cuda_experts_requantised_with_another_scale,
+            p.rows.inner_scale[scale_group * p.rows.inner_scale_stride + first_row + column] =
+                1.0F;)
       }
     }
     ptx::named_barrier_sync(kRequantBarrier, kSplit ? 128 : 256);
@@ -220,8 +227,8 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
         const int column = 8 * j + 2 * t + (odd ? 1 : 0);
         if (column < rows && inside) {
           *reinterpret_cast<std::uint32_t*>(
-              p.inner + static_cast<std::int64_t>(first_row + column) * p.intermediate + channel -
-              (odd ? 2 : 0)) = v;
+              p.rows.inner + static_cast<std::int64_t>(first_row + column) * p.intermediate +
+              channel - (odd ? 2 : 0)) = v;
         }
       } else {
 #pragma unroll
@@ -234,7 +241,7 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
           const int column = 8 * j + 2 * t + i;
           if (column < rows && inside) {
             *reinterpret_cast<std::uint32_t*>(
-                p.inner + static_cast<std::int64_t>(first_row + column) * p.intermediate +
+                p.rows.inner + static_cast<std::int64_t>(first_row + column) * p.intermediate +
                 channel) = v;
           }
         }
@@ -256,8 +263,9 @@ __device__ __forceinline__ void store_weighted_rows(const GroupedParams& p, int 
       const int channel = band * kBandRows + h * 128 + w * 32 + t * 8;
       if (channel >= p.hidden) continue;
       float bias[8] = {};
-      if (p.w2_bias != nullptr) {
-        const float* from = p.w2_bias + static_cast<std::int64_t>(expert) * p.hidden + channel;
+      if (p.weights.w2_bias != nullptr) {
+        const float* from =
+            p.weights.w2_bias + static_cast<std::int64_t>(expert) * p.hidden + channel;
 #pragma unroll
         for (int e = 0; e < 8; ++e) bias[e] = from[e];
       }
@@ -273,8 +281,8 @@ __device__ __forceinline__ void store_weighted_rows(const GroupedParams& p, int 
           v[e] = ptx::bf16x2((acc[at] + bias[2 * e]) * factor[i],
                              (acc[at + 4] + bias[2 * e + 1]) * factor[i]);
         }
-        *reinterpret_cast<uint4*>(p.y2 + static_cast<std::int64_t>(pair[i]) * p.hidden + channel) =
-            make_uint4(v[0], v[1], v[2], v[3]);
+        *reinterpret_cast<uint4*>(p.rows.y2 + static_cast<std::int64_t>(pair[i]) * p.hidden +
+                                  channel) = make_uint4(v[0], v[1], v[2], v[3]);
       }
     }
   }
@@ -283,11 +291,10 @@ __device__ __forceinline__ void store_weighted_rows(const GroupedParams& p, int 
 // GEMM1 with tokens as rows, SwiGLU family. The thread has rows `row` and row + 8 (of which `rows`
 // count from `row` on) and of each row 32 channels: 128 band + 64 h + 16 w + 4 t + {0..3}; a quad
 // has the whole group of 128, so the largest magnitude takes two shuffles and no barrier.
-template <class Operand>
+template <class Inner>
 __device__ __forceinline__ void store_activated_rows(const GroupedParams& p, int expert, int band,
                                                      int row, int rows, int lane,
                                                      float (&acc)[128]) {
-  constexpr bool kScaled = std::is_same_v<Operand, ptx::E4M3>;
   const int t = lane & 3;
   const int channel0 = band * 128 + t * 4;
   float amax[2] = {0.0F, 0.0F};
@@ -298,9 +305,9 @@ __device__ __forceinline__ void store_activated_rows(const GroupedParams& p, int
       const int channel = channel0 + h * 64 + w * 16;
       const bool inside = channel < p.intermediate;
       float gate_bias[4] = {}, up_bias[4] = {};
-      if (p.w13_bias != nullptr && inside) {
+      if (p.weights.w13_bias != nullptr && inside) {
         const float* from =
-            p.w13_bias + static_cast<std::int64_t>(expert) * 2 * p.intermediate + channel;
+            p.weights.w13_bias + static_cast<std::int64_t>(expert) * 2 * p.intermediate + channel;
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           gate_bias[e] = from[e];
@@ -314,8 +321,8 @@ __device__ __forceinline__ void store_activated_rows(const GroupedParams& p, int
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int at = 64 * h + 4 * (8 * b + 2 * w) + 2 * i + a;
-          const float y =
-              activate<EpilogueKind::kSwiglu>(p, acc[at] + gate_bias[e], acc[at + 4] + up_bias[e]);
+          const float y = SwigluEpilogue::activate(p.activation, acc[at] + gate_bias[e],
+                                                   acc[at + 4] + up_bias[e]);
           acc[at] = inside ? round_bf16(y) : 0.0F;
           amax[i] = fmaxf(amax[i], fabsf(acc[at]));
         }
@@ -325,12 +332,14 @@ __device__ __forceinline__ void store_activated_rows(const GroupedParams& p, int
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float s = 1.0F, r = 1.0F;
-    if constexpr (kScaled) {
+    if constexpr (Inner::kQuantises) {
       float m = fmaxf(amax[i], __shfl_xor_sync(0xFFFFFFFFU, amax[i], 1));
       m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 2));
+      MOESAIC_CUDA_FAULT(cuda_experts_full_groups_have_the_amax_of_a_lane, m = amax[i];)
       s = fp8_scale(m, p.power_of_two_scales);
       r = 1.0F / s;
-      if (t == 0 && 8 * i < rows) p.inner_scale[band * p.inner_scale_stride + row + 8 * i] = s;
+      if (t == 0 && 8 * i < rows)
+        p.rows.inner_scale[band * p.rows.inner_scale_stride + row + 8 * i] = s;
     }
     if (8 * i >= rows) continue;
 #pragma unroll
@@ -341,12 +350,12 @@ __device__ __forceinline__ void store_activated_rows(const GroupedParams& p, int
         if (channel >= p.intermediate) continue;
         const int at = 64 * h + 8 * w + 2 * i;  // channels 0 and 2; 1 and 3 are 32 further
         const std::int64_t to = static_cast<std::int64_t>(row + 8 * i) * p.intermediate + channel;
-        if constexpr (kScaled) {
-          *reinterpret_cast<std::uint32_t*>(p.inner + to) =
+        if constexpr (Inner::kQuantises) {
+          *reinterpret_cast<std::uint32_t*>(p.rows.inner + to) =
               ptx::e4m3x2(divide(acc[at], s, r), divide(acc[at + 32], s, r)) |
               ptx::e4m3x2(divide(acc[at + 1], s, r), divide(acc[at + 33], s, r)) << 16;
         } else {
-          *reinterpret_cast<uint2*>(p.inner + 2 * to) = make_uint2(
+          *reinterpret_cast<uint2*>(p.rows.inner + 2 * to) = make_uint2(
               ptx::bf16x2(acc[at], acc[at + 32]), ptx::bf16x2(acc[at + 1], acc[at + 33]));
         }
       }

@@ -1,8 +1,6 @@
 // What the GPU experts take and need, decided without a device: part of every build.
 #include <fmt/format.h>
 
-#include <utility>
-
 #include "core/arena.h"
 #include "core/checked.h"
 #include "core/refusal.h"
@@ -14,11 +12,7 @@
 namespace moesaic::cuda {
 Status CudaExperts::can_implement(const MoeProblem& problem) {
   MOESAIC_RETURN_IF_ERROR(check_problem(problem));
-  const ComputeScheme scheme = problem.quant.kind;
-  if (scheme != ComputeScheme::kBF16 && scheme != ComputeScheme::kFp8Block) {
-    return unsupported(
-        fmt::format("scheme: got {}, need bf16 or fp8-block", compute_scheme_name(scheme)));
-  }
+  MOESAIC_ASSIGN_OR_RETURN(const FormatRow* const format, format_of(problem));
   if (problem.activation_dtype != DType::kBF16) {
     return unsupported(
         fmt::format("activation_dtype: got {}, need BF16", dtype_name(problem.activation_dtype)));
@@ -32,13 +26,7 @@ Status CudaExperts::can_implement(const MoeProblem& problem) {
         "its experts)",
         problem.top_k));
   }
-  const std::int64_t multiple = scheme == ComputeScheme::kFp8Block ? 128 : 8;
-  for (const auto& [name, value] : {std::pair{"hidden_size", problem.hidden_size},
-                                    std::pair{"intermediate_size", problem.intermediate_size}}) {
-    if (value % multiple != 0) {
-      return unsupported(fmt::format("{}: got {}, need a multiple of {}", name, value, multiple));
-    }
-  }
+  MOESAIC_RETURN_IF_ERROR(format->check(problem));
   if (problem.num_local_experts > kMaxAlignedExperts) {
     return unsupported(fmt::format("num_local_experts: got {}, need at most {}",
                                    problem.num_local_experts, kMaxAlignedExperts));
@@ -57,7 +45,8 @@ Result<std::int64_t> CudaExperts::workspace_size(const MoeProblem& problem, std:
   }
   MOESAIC_RETURN_IF_ERROR(can_implement(problem));
   Arena arena = Arena::measure();
-  ExpertsWorkspace::carve(problem, make_experts_plan(problem), tokens, arena);
+  MOESAIC_ASSIGN_OR_RETURN(const ExpertsPlan plan, make_experts_plan(problem));
+  ExpertsWorkspace::carve(problem, plan, tokens, arena);
   MOESAIC_RETURN_IF_ERROR(arena.status());
   return arena.used();
 }
@@ -76,10 +65,13 @@ Status check_pointer(std::string_view field, const void* p, std::uintptr_t align
   return {};
 }
 
+bool takes_codes(const FormatRow& row) { return row_has_scales(row.rows); }
+
 Status check_scales(const ExpertsPlan& plan, const CudaExpertsArgs& a) {
-  if (plan.format != GroupedFormat::kFp8Block) {
+  if (!plan.quantizes()) {
     return {StatusCode::kUnsupported,
-            "hidden_scale: got quantised rows, need bf16 rows: only fp8-block takes codes"};
+            fmt::format("hidden_scale: got quantised rows, need bf16 rows: only {} takes codes",
+                        names_of_formats(&takes_codes))};
   }
   if (a.hidden_scale_stride < a.tokens) {
     return {StatusCode::kInvalidLayout, fmt::format("hidden_scale_stride: got {}, need at least {}",
@@ -118,8 +110,10 @@ Status check_args(const MoeProblem& problem, const ExpertsPlan& plan, const Cuda
   }
   if (a.hidden_scale != nullptr) MOESAIC_RETURN_IF_ERROR(check_scales(plan, a));
   if (a.rows_kept && (!plan.makes_rows() || plan.weight_on_input || a.hidden_scale != nullptr)) {
-    return {StatusCode::kUnsupported,
-            "rows_kept: got true, need fp8-block experts that quantised bf16 rows without weights"};
+    return {
+        StatusCode::kUnsupported,
+        fmt::format("rows_kept: got true, need {} experts that quantised bf16 rows without weights",
+                    names_of_formats(&takes_codes))};
   }
   if (a.shared_rows != nullptr) {
     MOESAIC_RETURN_IF_ERROR(check_pointer("shared_rows", a.shared_rows, 16));

@@ -81,7 +81,7 @@ Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics
   MOESAIC_RETURN_IF_ERROR(arena.status());
   const std::int64_t hidden = problem.hidden_size, inner = problem.intermediate_size;
   const std::int64_t pairs = a.tokens * problem.top_k, row_bytes = plan.w2.row_bytes();
-  const bool fp8 = plan.format == GroupedFormat::kFp8Block;
+  const bool quantized = plan.quantizes();
 
   MOESAIC_ASSIGN_OR_RETURN(
       const auto x, read_back("hidden_states", static_cast<const std::uint16_t*>(a.hidden_states),
@@ -89,7 +89,7 @@ Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics
   MOESAIC_ASSIGN_OR_RETURN(const auto row_of_pair, read_back("row_of_pair", w.row_of_pair, pairs));
   MOESAIC_ASSIGN_OR_RETURN(const auto codes, read_back("inner", w.inner, pairs * row_bytes));
   std::vector<float> scales;
-  if (fp8) {
+  if (quantized) {
     MOESAIC_ASSIGN_OR_RETURN(
         scales, read_back("inner_scale", w.inner_scale, w.inner_scale_stride * plan.w2.chunks()));
   }
@@ -117,8 +117,8 @@ Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics
     const RowError input = meter.measure(row.data(), hidden, 1.0F);
     RowError of_inner;
     const std::byte* from = codes.data() + r * row_bytes;
-    if (!fp8) of_inner = of_bf16(reinterpret_cast<const std::uint16_t*>(from), inner);
-    for (std::int64_t k = 0; fp8 && k < inner; k += kFp8Block) {
+    if (!quantized) of_inner = of_bf16(reinterpret_cast<const std::uint16_t*>(from), inner);
+    for (std::int64_t k = 0; quantized && k < inner; k += kFp8Block) {
       const auto at = static_cast<std::size_t>(k / kFp8Block * w.inner_scale_stride + r);
       of_inner.add(of_codes(reinterpret_cast<const std::uint8_t*>(from + k),
                             std::min(kFp8Block, inner - k), scales[at], smallest_scale));

@@ -5,20 +5,36 @@
 
 namespace moesaic::cuda {
 
-ExpertsPlan make_experts_plan(const MoeProblem& problem) {
+Result<ExpertsPlan> make_experts_plan(const MoeProblem& problem) {
   ExpertsPlan plan;
-  const bool fp8 = problem.quant.kind == ComputeScheme::kFp8Block;
-  plan.format = fp8 ? GroupedFormat::kFp8Block : GroupedFormat::kBf16;
+  MOESAIC_ASSIGN_OR_RETURN(plan.format, format_of(problem));
   const ActivationKind kind = problem.activation.kind;
   plan.epilogue = !is_gated(kind) ? EpilogueKind::kPlain
                   : kind == ActivationKind::kSilu || kind == ActivationKind::kSwigluOai
                       ? EpilogueKind::kSwiglu
                       : EpilogueKind::kGeneral;
-  plan.w13 = {w13_rows(problem), problem.hidden_size, plan.element_bytes(), is_gated(kind)};
-  plan.w2 = {problem.hidden_size, problem.intermediate_size, plan.element_bytes(), false};
+  const std::int64_t element = row_element_bytes(plan.format->rows);
+  const std::int64_t slab = plan.format->slab_bytes;
+  plan.w13 = {{w13_rows(problem), problem.hidden_size, element, is_gated(kind)}, slab};
+  plan.w2 = {{problem.hidden_size, problem.intermediate_size, element, false}, slab};
   plan.power_of_two_scales = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
   plan.weight_on_input = problem.apply_router_weight_on_input;
   return plan;
+}
+
+void ExpertsPlan::fill_sizes(const MoeProblem& problem, GroupedParams& to) const {
+  const auto narrow = [](std::int64_t v) { return static_cast<std::int32_t>(v); };
+  to.top_k = narrow(problem.top_k);
+  to.hidden = narrow(problem.hidden_size);
+  to.intermediate = narrow(problem.intermediate_size);
+  to.bands1 = narrow(w13.bands());
+  to.bands2 = narrow(w2.bands());
+  to.slabs1 = narrow(w13.slabs());
+  to.slabs2 = narrow(w2.slabs());
+  to.chunks1 = narrow(w13.chunks());
+  to.chunks2 = narrow(w2.chunks());
+  to.row_bytes1 = narrow(w13.row_bytes());
+  to.row_bytes2 = narrow(w2.row_bytes());
 }
 
 ExpertsWorkspace ExpertsWorkspace::carve(const MoeProblem& problem, const ExpertsPlan& plan,
@@ -29,7 +45,7 @@ ExpertsWorkspace ExpertsWorkspace::carve(const MoeProblem& problem, const Expert
   // First, where another call with as many tokens has them: see CudaExpertsArgs::rows_kept.
   w.row_scale_stride = round_up(tokens, 4);
   if (plan.makes_rows()) w.rows = arena.take<std::byte>(tokens * plan.w13.row_bytes());
-  if (plan.format == GroupedFormat::kFp8Block) {
+  if (plan.quantizes()) {
     w.row_scale = arena.take<float>(w.row_scale_stride * plan.w13.chunks());
   }
   // The narrowest group makes the most records.
@@ -45,7 +61,7 @@ ExpertsWorkspace ExpertsWorkspace::carve(const MoeProblem& problem, const Expert
   w.row_of_pair = arena.take<std::int32_t>(pairs);
   w.weight_of_row = arena.take<float>(pairs);
   w.inner_scale_stride = round_up(pairs, 4);
-  if (plan.format == GroupedFormat::kFp8Block) {
+  if (plan.quantizes()) {
     w.inner_scale = arena.take<float>(w.inner_scale_stride * plan.w2.chunks());
   }
   w.inner = arena.take<std::byte>(pairs * plan.w2.row_bytes());

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/arena.h"
+#include "experts/sm90/formats.h"
 #include "experts/sm90/grouped_gemm.h"
 #include "experts/sm90/repack.h"
 #include "moesaic/experts.h"
@@ -14,22 +15,26 @@
 namespace moesaic::cuda {
 
 struct ExpertsPlan {
-  GroupedFormat format = GroupedFormat::kBf16;
+  const FormatRow* format = nullptr;
   EpilogueKind epilogue = EpilogueKind::kSwiglu;
-  RepackShape w13, w2;
+  WeightShape w13, w2;
   bool power_of_two_scales = false;
   bool weight_on_input = false;
   // Operand rows are made in the workspace (quantised, or multiplied by the router weight).
-  bool makes_rows() const { return format == GroupedFormat::kFp8Block || weight_on_input; }
-  std::int64_t element_bytes() const { return format == GroupedFormat::kFp8Block ? 1 : 2; }
+  bool makes_rows() const { return quantizes() || weight_on_input; }
+  // Operand rows are codes with scales.
+  bool quantizes() const { return row_has_scales(format->rows); }
+  // Sizes of the problem and its images.
+  void fill_sizes(const MoeProblem& problem, GroupedParams& to) const;
 };
 
 struct CudaExpertsArgs;
 // What CudaExperts::enqueue says of a call's sizes, dtypes and addresses.
 Status check_args(const MoeProblem& problem, const ExpertsPlan& plan, const CudaExpertsArgs& args);
 
-// The problem has passed CudaExperts::can_implement.
-ExpertsPlan make_experts_plan(const MoeProblem& problem);
+// kUnsupported: a scheme that no format computes. The rest of the problem has passed
+// CudaExperts::can_implement.
+Result<ExpertsPlan> make_experts_plan(const MoeProblem& problem);
 
 // Pointers into the workspace; null while measuring.
 struct ExpertsWorkspace {

@@ -3,96 +3,23 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "cuda/fault.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/sync.cuh"
-#include "cuda/ptx/wgmma.cuh"
 #include "experts/sm90/epilogue.cuh"
-#include "experts/sm90/gemm_full_groups.cuh"
-#include "experts/sm90/gemm_stages.cuh"
+#include "experts/sm90/gemm_products.cuh"
 #include "permute/sm90/combine.cuh"
 
 namespace moesaic::cuda {
 
-// acc[b] holds rows b * 64 .. of the warpgroup's slab: element 4j + i is row g, column 8j + 2t + i,
-// element 4j + 2 + i row g + 8, with g = lane / 4, t = lane % 4 and 16 rows per warp.
-template <class Operand, int kMaxColumns, bool kPaired, int kColumns>
-__device__ __forceinline__ void multiply(const Shared<Operand, kMaxColumns, kPaired>& sh,
-                                         RingPosition<Layout<Operand, kMaxColumns>::kStages>& ring,
-                                         int chunks, int group, int lane, bool scale_by_row_half,
-                                         float (&acc)[2][kColumns / 2]) {
-  using L = Layout<Operand, kMaxColumns>;
-  using Mma = ptx::Wgmma<Operand, kColumns>;
-  constexpr std::uint32_t kBlockStep = 8192 >> 4;  // 64 rows of A
-  StageReader<Operand, kMaxColumns, kPaired> stage{sh, ring, lane};
-  const std::uint32_t weights = ptx::wgmma_tile(
-      sh.weights(0) + static_cast<std::uint32_t>(L::kSplit ? 0 : group) * kSlabBytes);
-  const std::uint32_t tokens = ptx::wgmma_tile(sh.tokens(0));
-#pragma unroll
-  for (int m = 0; m < 2; ++m) {
-#pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) acc[m][i] = 0.0F;
-  }
-  if constexpr (!L::kScaled) {
-    accumulate_stages(stage, chunks, [&](std::uint32_t offset) {
-      const std::uint32_t a = weights + offset, b = tokens + offset;
-      ptx::wgmma_fence();
-      multiply_stage<Mma>(acc[0], a, b, true);
-      multiply_stage<Mma>(acc[1], a + kBlockStep, b, true);
-    });
-  } else {
-    constexpr int kSets = kColumns <= 64 ? 2 : 1;  // accumulators of both blocks, or in turn
-    for (int c = 0; c < chunks; ++c) {
-      stage.wait();
-      const std::uint32_t offset = stage.offset();
-      const std::uint32_t a = weights + offset, b = tokens + offset;
-      const float* scales = sh.scale_ptr(ring.slot);
-      const float2* token_scales = reinterpret_cast<const float2*>(scales + 4) + (lane & 3);
-      float lo = 0.0F, hi = 0.0F;
-      float part[kSets][kColumns / 2];
-      const auto promote = [&](float(&to)[kColumns / 2], const float(&from)[kColumns / 2]) {
-#pragma unroll
-        for (int j = 0; j < kColumns / 8; ++j) {
-          const float2 s = token_scales[j * 4];
-          to[4 * j] = fmaf(from[4 * j], s.x * lo, to[4 * j]);
-          to[4 * j + 1] = fmaf(from[4 * j + 1], s.y * lo, to[4 * j + 1]);
-          to[4 * j + 2] = fmaf(from[4 * j + 2], s.x * hi, to[4 * j + 2]);
-          to[4 * j + 3] = fmaf(from[4 * j + 3], s.y * hi, to[4 * j + 3]);
-        }
-      };
-      ptx::wgmma_fence();
-      multiply_stage<Mma>(part[0], a, b, false);
-      ptx::wgmma_commit();
-      if constexpr (kSets == 2) {
-        multiply_stage<Mma>(part[1], a + kBlockStep, b, false);
-        ptx::wgmma_commit();
-      }
-      // Two scales per stage: of the row halves (gate and up rows), or of the two slabs.
-      lo = scales[scale_by_row_half ? 0 : group];
-      hi = scales[scale_by_row_half ? 1 : group];
-      stage.peek();
-      ptx::wgmma_wait<kSets - 1>();
-      promote(acc[0], part[0]);
-      if constexpr (kSets == 1) {
-        ptx::wgmma_fence();
-        multiply_stage<Mma>(part[0], a + kBlockStep, b, false);
-        ptx::wgmma_commit();
-      }
-      ptx::wgmma_wait<0>();
-      promote(acc[1], part[kSets - 1]);
-      stage.release(ring.slot);
-      ring.advance();
-    }
-  }
-}
-
 // The consumer threads, after the stores of a GEMM2 item: the last item of a band (split builds: of
 // a slab) sums its columns of every token.
-template <class Operand, int kMaxColumns, bool kPaired>
-__device__ __forceinline__ void combine_band(const GroupedParams& p,
-                                             const Shared<Operand, kMaxColumns, kPaired>& sh,
+template <class Format, class Tile>
+__device__ __forceinline__ void combine_band(const GroupedParams& p, const Shared<Format, Tile>& sh,
                                              int band, int group) {
-  using L = Layout<Operand, kMaxColumns>;
+  using L = Layout<Format, Tile>;
   constexpr int kThreads = L::kConsumerThreads;
   constexpr int kRows = L::kSplit ? kBandRows / 2 : kBandRows;
   constexpr int kTokenThreads = kRows / 8;
@@ -111,12 +38,13 @@ __device__ __forceinline__ void combine_band(const GroupedParams& p,
     combine_columns(c, t, column);
 }
 
-template <class Operand, int kMaxColumns, EpilogueKind kEpilogue, bool kPaired, int kColumns>
-__device__ __forceinline__ void consume_item(
-    const GroupedParams& p, const Shared<Operand, kMaxColumns, kPaired>& sh,
-    RingPosition<Layout<Operand, kMaxColumns>::kStages>& ring, RingPosition<2>& exchange,
-    const Item& item, int group, int warp, int lane) {
-  using L = Layout<Operand, kMaxColumns>;
+template <class Format, class Tile, class Epilogue, int kColumns>
+__device__ __forceinline__ void consume_item(const GroupedParams& p, const Shared<Format, Tile>& sh,
+                                             RingPosition<Layout<Format, Tile>::kStages>& ring,
+                                             RingPosition<2>& exchange, const Item& item, int group,
+                                             int warp, int lane) {
+  using L = Layout<Format, Tile>;
+  using Weights = typename Format::Weights;
   const bool second = item.band >= p.bands1;
   constexpr int kLists = (kColumns + 31) / 32;
   float acc[2][kColumns / 2];
@@ -132,35 +60,64 @@ __device__ __forceinline__ void consume_item(
       const bool valid = column < item.rows;
       pair[i] = valid ? pair_of_row[item.first_row + column] : -1;
       factor[i] = valid && weight_of_row != nullptr ? weight_of_row[item.first_row + column] : 1.0F;
+      MOESAIC_CUDA_FAULT(cuda_experts_router_weight_missing, factor[i] = 1.0F;)
     }
-    multiply<Operand, kMaxColumns, kPaired, kColumns>(sh, ring, p.chunks2, group, lane, false, acc);
+    Weights::template columns<Format, Tile, kColumns>(sh, ring, p.chunks2, group, lane, false, acc);
     store_weighted<kColumns>(p, item.expert, item.band - p.bands1, group, warp & 3, lane, pair,
                              factor, acc);
-    if (!kPaired && kMaxColumns <= 64 && p.fold_combine)
+    if (!Tile::kPaired && Tile::kMaxColumns <= 64 && p.fold_combine)
       combine_band(p, sh, item.band - p.bands1, group);
   } else {
-    multiply<Operand, kMaxColumns, kPaired, kColumns>(sh, ring, p.chunks1, group, lane,
-                                                      kEpilogue != EpilogueKind::kPlain, acc);
+    Weights::template columns<Format, Tile, kColumns>(sh, ring, p.chunks1, group, lane,
+                                                      Epilogue::kGated, acc);
     const AmaxExchange<L::kSplit> amax(sh, exchange);
-    store_activated<Operand, kEpilogue, kColumns>(p, item.expert, item.band, item.first_row,
-                                                  item.rows, group, warp & 3, lane, amax, acc);
+    store_activated<typename Format::Inner, Epilogue, kColumns>(
+        p, item.expert, item.band, item.first_row, item.rows, group, warp & 3, lane, amax, acc);
     __syncwarp();
-    if (lane == 0) ptx::add_release(p.group_done + item.group, 1);
+    if (lane == 0) ptx::add_release(p.list.group_done + item.group, 1);
   }
 }
 
-template <class Operand, int kMaxColumns, EpilogueKind kEpilogue, bool kPaired>
-__device__ __forceinline__ void consume(const GroupedParams& p,
-                                        const Shared<Operand, kMaxColumns, kPaired>& sh, int warp,
-                                        int lane) {
-  using L = Layout<Operand, kMaxColumns>;
+// An item with the tokens as the M operand.
+template <class Format, class Tile>
+__device__ __forceinline__ void consume_rows(const GroupedParams& p, const Shared<Format, Tile>& sh,
+                                             RingPosition<Layout<Format, Tile>::kStages>& ring,
+                                             const Item& item, int group, int warp, int lane) {
+  const bool second = item.band >= p.bands1;
+  const int row = group * 64 + (warp & 3) * 16 + (lane >> 2);
+  float acc[128];
+  if (second) {
+    std::int32_t pair[2];
+    float factor[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int at = item.first_row + row + 8 * i;
+      const bool valid = row + 8 * i < item.rows;
+      pair[i] = valid ? p.list.pair_of_row[at] : -1;
+      factor[i] = valid && p.list.weight_of_row != nullptr ? p.list.weight_of_row[at] : 1.0F;
+    }
+    Format::Weights::rows(sh, ring, p.chunks2, group, row, lane, false, acc);
+    store_weighted_rows(p, item.expert, item.band - p.bands1, lane, pair, factor, acc);
+  } else {
+    Format::Weights::rows(sh, ring, p.chunks1, group, row, lane, true, acc);
+    store_activated_rows<typename Format::Inner>(p, item.expert, item.band, item.first_row + row,
+                                                 item.rows - row, lane, acc);
+    __syncwarp();
+    if (lane == 0) ptx::add_release(p.list.group_done + item.group, 1);
+  }
+}
+
+template <class Format, class Tile, class Epilogue>
+__device__ __forceinline__ void consume(const GroupedParams& p, const Shared<Format, Tile>& sh,
+                                        int warp, int lane) {
+  using L = Layout<Format, Tile>;
   RingPosition<L::kStages> ring;
   RingPosition<kItemSlots> slot;
   RingPosition<2> exchange;
   // Lane 0's: so the compiler sees that the warp agrees.
   const int group = __shfl_sync(
       0xFFFFFFFFU, L::kSplit ? static_cast<int>(ptx::cluster_cta_rank()) : warp >> 2, 0);
-  if (!kPaired && kMaxColumns <= 64 && p.fold_combine && sh.num_groups(p) == 0) {
+  if (!Tile::kPaired && Tile::kMaxColumns <= 64 && p.fold_combine && sh.num_groups(p) == 0) {
     // Nobody has work, but every output must be written.
     const std::int64_t vectors = p.hidden / 8;
     constexpr int kThreads = L::kConsumerThreads;
@@ -178,8 +135,8 @@ __device__ __forceinline__ void consume(const GroupedParams& p,
     slot.advance();
     if (item.band < 0) break;
     const auto with = [&](auto columns) {
-      consume_item<Operand, kMaxColumns, kEpilogue, kPaired, decltype(columns)::value>(
-          p, sh, ring, exchange, item, group, warp, lane);
+      consume_item<Format, Tile, Epilogue, decltype(columns)::value>(p, sh, ring, exchange, item,
+                                                                     group, warp, lane);
     };
     // The fewest columns that hold the group; any choice gives the same bits.
     if constexpr (L::kSplit) {
@@ -187,14 +144,14 @@ __device__ __forceinline__ void consume(const GroupedParams& p,
         with(std::integral_constant<int, 8>{});
       else
         with(std::integral_constant<int, 16>{});
-    } else if constexpr (kMaxColumns <= 32) {
+    } else if constexpr (Tile::kMaxColumns <= 32) {
       if (item.rows <= 8)
         with(std::integral_constant<int, 8>{});
       else if (item.rows <= 16)
         with(std::integral_constant<int, 16>{});
       else
         with(std::integral_constant<int, 32>{});
-    } else if constexpr (kMaxColumns <= 64) {
+    } else if constexpr (Tile::kMaxColumns <= 64) {
       if (item.rows <= 16)
         with(std::integral_constant<int, 16>{});
       else if (item.rows <= 32)
@@ -204,9 +161,9 @@ __device__ __forceinline__ void consume(const GroupedParams& p,
       else
         with(std::integral_constant<int, 64>{});
     } else {
-      if constexpr (kEpilogue == EpilogueKind::kSwiglu) {
+      if constexpr (Epilogue::kFullGroups) {
         if (item.rows > kRowsOrientation) {
-          consume_rows<Operand>(p, sh, ring, item, group, warp, lane);
+          consume_rows(p, sh, ring, item, group, warp, lane);
           continue;
         }
       }

@@ -3,9 +3,8 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
-#include "cuda/ptx/wgmma.cuh"
+#include "experts/sm90/format_parts.h"
 #include "experts/sm90/grouped_gemm.h"
 
 namespace moesaic::cuda {
@@ -16,7 +15,6 @@ inline constexpr int kItemSlots = 4;
 inline constexpr int kIndexSlots = 8;  // more than the items that the stages in flight can span
 // Groups with more rows than this are computed with the tokens as the M operand.
 inline constexpr int kRowsOrientation = 96;
-inline constexpr int kSharedLimit = 227 * 1024;
 
 // A work item as the roles read it. band < 0 ends the kernel.
 struct Item {
@@ -48,47 +46,62 @@ struct SharedList {
   RoutedToken routed[kRouteTokens];
 };
 
-template <class Operand, int kMaxColumns>
-struct Layout {
-  static constexpr bool kScaled = std::is_same_v<Operand, ptx::E4M3>;
-  // The narrowest build: a band's two slabs go to the two CTAs of a cluster, one consumer group
-  // each.
+// The widest group of a build, and whether two CTAs of a cluster work on two groups of one band and
+// share its weights. The narrowest build is split: a band's two slabs go to the two CTAs of a
+// cluster, one consumer warpgroup each.
+template <int kWidest, bool kShares = false>
+struct TokenTile {
+  static constexpr int kMaxColumns = kWidest;
+  static constexpr bool kPaired = kShares;
   static constexpr bool kSplit = kMaxColumns <= kSplitColumns;
+  static_assert(!kPaired || !kSplit);
+};
+
+template <class Format, class Tile>
+struct Layout {
+  static constexpr bool kSplit = Tile::kSplit;
   static constexpr int kConsumerWarps = kSplit ? kGroupWarps : 2 * kGroupWarps;
   static constexpr int kConsumerThreads = 32 * kConsumerWarps;
   static constexpr int kThreads = kConsumerThreads + 32 * (1 + kTokenWarps);
-  static constexpr int kTokenBytes = kMaxColumns * kChunkBytes;
-  static constexpr int kWeightBytes = kSplit ? kSlabBytes : kBandImageBytes;
+  static constexpr int kTokenBytes = Tile::kMaxColumns * kChunkBytes;
+  static constexpr int kSlabBytes = FormatSizes<Format>::kSlabBytes;
+  static constexpr int kBandBytes = 2 * kSlabBytes;  // of a chunk, in the image
+  // What follows, the tile of tokens, must be aligned as the swizzle is.
+  static constexpr int kWeightBytes = ((kSplit ? kSlabBytes : kBandBytes) + 1023) / 1024 * 1024;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
-  // Per stage beside the operands: four weight scales, then one scale per token.
-  static constexpr int kScaleBytes = kScaled ? 16 + 4 * kMaxColumns : 0;
+  // Per stage beside the operands: scales of weights, then those of each token.
+  static constexpr int kScaleBytes =
+      Format::WeightScales::kStageBytes + Format::Tokens::kScaleBytes * Tile::kMaxColumns;
   // Largest magnitudes of both consumer groups' warps (twice where they come from two CTAs), then
   // scales and reciprocals of two requantisation groups.
-  static constexpr int kAmaxWords = 2 * kGroupWarps * kMaxColumns;
-  static constexpr int kAmaxBytes = (kSplit ? 2 : 1) * kAmaxWords * 4 + 16 * kMaxColumns;
+  static constexpr int kAmaxWords = 2 * kGroupWarps * Tile::kMaxColumns;
+  static constexpr int kAmaxBytes = (kSplit ? 2 : 1) * kAmaxWords * 4 + 16 * Tile::kMaxColumns;
   static constexpr int kFixedBytes = 1024 /* alignment */ + kAmaxBytes + 512;
   // Few tokens: four stages stream as fast as six, and leave the kernels that follow the room to
   // start early (measured: the layer at M = 1 to 16 is 2 to 8 % faster).
-  static constexpr int kMostStages = kSplit ? 8 : kMaxColumns <= 32 ? 4 : 16;
-  static constexpr int kFitting = (kSharedLimit - kFixedBytes) / (kStageBytes + kScaleBytes + 16);
+  static constexpr int kMostStages = kSplit ? 8 : Tile::kMaxColumns <= 32 ? 4 : 16;
+  static constexpr int kFitting =
+      (kHopperSharedBytes - kFixedBytes) / (kStageBytes + kScaleBytes + 16);
   static constexpr int kStages = kFitting < kMostStages ? kFitting : kMostStages;
   static constexpr int kOffsetScale = kStages * kStageBytes;
   static constexpr int kOffsetAmax = kOffsetScale + kStages * kScaleBytes;
   static constexpr int kOffsetItems = kOffsetAmax + kAmaxBytes;
   static constexpr int kOffsetBars = (kOffsetItems + kItemSlots * 32 + 15) / 16 * 16;
   static constexpr int kBars = 2 * kStages + 2 * kItemSlots + kIndexSlots + (kSplit ? 2 : 0);
-  static constexpr bool kMakesList = kMaxColumns <= kListColumns;
+  static constexpr bool kMakesList = Tile::kMaxColumns <= kListColumns;
   static constexpr int kOffsetList = (kOffsetBars + kBars * 8 + 15) / 16 * 16;
   static constexpr int kListBytes = kMakesList ? static_cast<int>(sizeof(SharedList)) : 0;
   static constexpr int kBytes = kOffsetList + kListBytes + 1024;
   // The launch gives every warpgroup 168 registers per thread, or 128 (what a block of
   // kBoundThreads could have) where few tokens need no more: the kernel that follows finds some
   // free, so that it can start early. What producers give up is all that consumers can gain.
-  static constexpr int kBoundThreads = kMaxColumns <= 32 && !kSplit ? 512 : kThreads;
+  static constexpr int kBoundThreads = Tile::kMaxColumns <= 32 && !kSplit ? 512 : kThreads;
   static constexpr int kLaunchRegisters = kBoundThreads > kThreads ? 128 : 168;
-  static constexpr int kConsumerRegisters = kMaxColumns > 64 ? 232 : kMaxColumns > 32 ? 208 : 152;
+  static constexpr int kConsumerRegisters = Tile::kMaxColumns > 64   ? 232
+                                            : Tile::kMaxColumns > 32 ? 208
+                                                                     : 152;
   static constexpr int kProducerRegisters = 3 * kLaunchRegisters - 2 * kConsumerRegisters;
-  static_assert(kStages >= 3 && kBytes <= kSharedLimit);
+  static_assert(kStages >= 3 && kBytes <= kHopperSharedBytes);
   static_assert(kItemSlots * sizeof(Item) + 4 <= kItemSlots * 32 - kIndexSlots * 4);
 };
 
@@ -104,9 +117,9 @@ struct RingPosition {
   }
 };
 
-template <class Operand, int kMaxColumns, bool kPaired>
+template <class Format, class Tile>
 struct Shared {
-  using L = Layout<Operand, kMaxColumns>;
+  using L = Layout<Format, Tile>;
   std::uint32_t base;  // 1024-aligned shared address
   char* generic;
   __device__ __forceinline__ std::uint32_t weights(std::uint32_t s) const {
@@ -157,20 +170,20 @@ struct Shared {
   }
   // The work list, wherever it is.
   static __device__ __forceinline__ bool has_list(const GroupedParams& p) {
-    return L::kMakesList && p.list_pairs > 0;
+    return L::kMakesList && p.own_list.pairs > 0;
   }
   __device__ __forceinline__ const GroupRecord* groups(const GroupedParams& p) const {
-    return has_list(p) ? list()->groups : p.groups;
+    return has_list(p) ? list()->groups : p.list.groups;
   }
   __device__ __forceinline__ std::uint32_t num_groups(const GroupedParams& p) const {
-    return has_list(p) ? list()->num_groups : *p.num_groups;
+    return has_list(p) ? list()->num_groups : *p.list.num_groups;
   }
   __device__ __forceinline__ const std::int32_t* pair_of_row(const GroupedParams& p) const {
-    return has_list(p) ? list()->pair_of_row : p.pair_of_row;
+    return has_list(p) ? list()->pair_of_row : p.list.pair_of_row;
   }
   // Null: factor 1.
   __device__ __forceinline__ const float* weight_of_row(const GroupedParams& p) const {
-    return has_list(p) ? list()->weight_of_row : p.weight_of_row;
+    return has_list(p) ? list()->weight_of_row : p.list.weight_of_row;
   }
   __device__ __forceinline__ CombineParams combine(const GroupedParams& p) const {
     CombineParams c = p.combine;
@@ -185,7 +198,7 @@ struct Shared {
 
 // Narrow builds split an expert's rows evenly, in multiples of eight, over the fewest groups that
 // fit; wide ones fill them when there are more than two.
-template <int kMaxColumns, bool kPaired>
+template <class Tile>
 __device__ __forceinline__ Item decode_item(const GroupedParams& p, const GroupRecord* groups,
                                             std::uint32_t index, std::uint32_t items1,
                                             std::uint32_t cta) {
@@ -193,15 +206,15 @@ __device__ __forceinline__ Item decode_item(const GroupedParams& p, const GroupR
   if (second) index -= items1;
   const std::uint32_t bands = static_cast<std::uint32_t>(second ? p.bands2 : p.bands1);
   const GroupRecord record = groups[index / bands];
-  if constexpr (kMaxColumns <= kListColumns && !kPaired) {
+  if constexpr (Tile::kMaxColumns <= kListColumns && !Tile::kPaired) {
     // Most records have one group; divisions take a while.
-    if (record.rows <= kMaxColumns) {
+    if (record.rows <= Tile::kMaxColumns) {
       const std::uint32_t band = index - bands * static_cast<std::uint32_t>(record.first_group);
       return {static_cast<std::int32_t>(band) + (second ? p.bands1 : 0), record.expert,
               record.first_row, record.rows, record.first_group};
     }
   }
-  constexpr int kPerRecord = kMaxColumns * (kPaired ? 2 : 1);
+  constexpr int kPerRecord = Tile::kMaxColumns * (Tile::kPaired ? 2 : 1);
   const std::uint32_t count =
       static_cast<std::uint32_t>((record.rows + kPerRecord - 1) / kPerRecord);
   // Groups of one band are neighbours in the list, so that later ones find its weights in L2.
@@ -213,17 +226,17 @@ __device__ __forceinline__ Item decode_item(const GroupedParams& p, const GroupR
   item.expert = record.expert;
   item.group = record.first_group + static_cast<std::int32_t>(group);
   int begin = 0, rows = 0;
-  if (kPaired) {
+  if (Tile::kPaired) {
     // Two CTAs share a record. An even split over all of them: a small rest would cost two CTAs a
     // whole pass over the weights.
     const int parts = 2 * static_cast<int>(count);
     const int size = ((record.rows + parts - 1) / parts + 7) / 8 * 8;
     begin = min(size * (2 * static_cast<int>(group) + static_cast<int>(cta)), record.rows);
     rows = min(size, record.rows - begin);
-  } else if (kMaxColumns > kRowsOrientation && count > 2) {
+  } else if (Tile::kMaxColumns > kRowsOrientation && count > 2) {
     // Full groups and a remainder: full ones take the faster orientation.
-    begin = static_cast<int>(group) * kMaxColumns;
-    rows = min(kMaxColumns, record.rows - begin);
+    begin = static_cast<int>(group) * Tile::kMaxColumns;
+    rows = min(Tile::kMaxColumns, record.rows - begin);
   } else {
     const int groups = static_cast<int>(count);
     const int size = ((record.rows + groups - 1) / groups + 7) / 8 * 8;

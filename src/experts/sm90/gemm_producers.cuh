@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/fault.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/sync.cuh"
@@ -12,15 +13,16 @@
 namespace moesaic::cuda {
 
 // One thread: takes items, publishes them to the other roles and streams their weights.
-template <class Operand, int kMaxColumns, bool kPaired>
+template <class Format, class Tile>
 __device__ __forceinline__ void produce_weights(const GroupedParams& p,
-                                                const Shared<Operand, kMaxColumns, kPaired>& sh) {
-  using L = Layout<Operand, kMaxColumns>;
+                                                const Shared<Format, Tile>& sh) {
+  using L = Layout<Format, Tile>;
+  constexpr int kScaleBytes = Format::WeightScales::kStageBytes;
   const std::uint32_t num_groups = sh.num_groups(p);
   const GroupRecord* const groups = sh.groups(p);
   const std::uint32_t items1 = num_groups * static_cast<std::uint32_t>(p.bands1);
   const std::uint32_t total = items1 + num_groups * static_cast<std::uint32_t>(p.bands2);
-  constexpr bool kCluster = kPaired || L::kSplit;
+  constexpr bool kCluster = Tile::kPaired || L::kSplit;
   const std::uint32_t cta = kCluster ? ptx::cluster_cta_rank() : 0;
   const std::uint32_t workers = kCluster ? gridDim.x / 2 : gridDim.x;
   std::uint32_t index = kCluster ? blockIdx.x / 2 : blockIdx.x;
@@ -34,13 +36,13 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
     // Split: in turn. Pairs without an item of GEMM1 would take too many of GEMM2's, whose weights
     // they have no room for (measured: 3 us).
     if (L::kSplit) return index + workers;
-    if (!kPaired) return atomicAdd(p.next_item, 1U) + workers;
-    static_assert(kIndexSlots > L::kStages + 1 || !kPaired);
+    if (!Tile::kPaired) return atomicAdd(p.list.next_item, 1U) + workers;
+    static_assert(kIndexSlots > L::kStages + 1 || !Tile::kPaired);
     const std::uint32_t at = sh.index_at(shared_index.slot);
     const std::uint32_t bar = sh.index_full(shared_index.slot);
     std::uint32_t i = 0;
     if (cta == 0) {
-      i = atomicAdd(p.next_item, 1U) + workers;
+      i = atomicAdd(p.list.next_item, 1U) + workers;
       ptx::store_remote_async(at, i, bar, 1);
     } else {
       ptx::mbarrier_arrive_expect(bar, 4);
@@ -64,7 +66,7 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
   };
   const Item end = {-1, 0, 0, 0, 0};
   const auto decode = [&](std::uint32_t i) {
-    return i < total ? decode_item<kMaxColumns, kPaired>(p, groups, i, items1, cta) : end;
+    return i < total ? decode_item<Tile>(p, groups, i, items1, cta) : end;
   };
   RingPosition<L::kStages> last;  // stage that was asked for
   enum : std::uint8_t { kNone, kGemm1, kGemm2 } before = kNone;
@@ -79,15 +81,17 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
     const int bands = second ? p.bands2 : p.bands1;
     const int slabs = slabs_of(item);
     const std::int64_t first = (static_cast<std::int64_t>(item.expert) * bands + band) * chunks;
-    const std::byte* src = (second ? p.w2 : p.w13) + first * kBandImageBytes;
-    const float* scale = (second ? p.w2_scale : p.w13_scale) + first * 4;
-    if (L::kSplit) src += cta * kSlabBytes;
+    const std::byte* src = (second ? p.weights.w2 : p.weights.w13) + first * L::kBandBytes;
+    const float* scale = (second ? reinterpret_cast<const float*>(p.weights.w2_scale)
+                                 : reinterpret_cast<const float*>(p.weights.w13_scale)) +
+                         first * (kScaleBytes / 4);
+    if (L::kSplit) src += cta * L::kSlabBytes;
     const bool absent = L::kSplit && static_cast<int>(cta) >= slabs;
     if (L::kSplit && second && !absent) {
       // GEMM1 is what all wait for, so its weights come first: GEMM2's are asked for when this
       // CTA's of GEMM1 are there, or some CTA's are finished.
       if (before == kNone) {
-        while (ptx::load_acquire(p.group_done + item.group) == 0) __nanosleep(64);
+        while (ptx::load_acquire(p.list.group_done + item.group) == 0) __nanosleep(64);
       } else if (before == kGemm1) {
         ptx::mbarrier_wait(sh.full(last.slot), last.parity);
       }
@@ -97,19 +101,22 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
       last = ring;
       ptx::mbarrier_wait(sh.empty(ring.slot), ring.parity ^ 1);
       const std::uint32_t bar = sh.full(ring.slot);
-      const auto bytes = static_cast<std::uint32_t>((L::kSplit ? 1 : slabs) * kSlabBytes);
-      ptx::mbarrier_arrive_expect(bar, bytes + (L::kScaled ? 16 : 0));
-      if (kPaired) {
+      const auto bytes = static_cast<std::uint32_t>((L::kSplit ? 1 : slabs) * L::kSlabBytes);
+      ptx::mbarrier_arrive_expect(bar, bytes + kScaleBytes);
+      if (Tile::kPaired) {
         if (static_cast<int>(cta) < slabs) {
-          ptx::bulk_load_multicast(sh.weights(ring.slot) + cta * kSlabBytes, src + cta * kSlabBytes,
-                                   kSlabBytes, bar, 3, policy);
+          ptx::bulk_load_multicast(sh.weights(ring.slot) + cta * L::kSlabBytes,
+                                   src + cta * L::kSlabBytes, L::kSlabBytes, bar, 3, policy);
         }
       } else {
         ptx::bulk_load(sh.weights(ring.slot), src, bytes, bar, policy);
       }
-      if (L::kScaled) ptx::bulk_load(sh.scales(ring.slot), scale, 16, bar, policy);
-      src += kBandImageBytes;
-      scale += 4;
+      if (kScaleBytes > 0) {
+        ptx::bulk_load(sh.scales(ring.slot), scale, kScaleBytes, bar, policy);
+      }
+      src += L::kBandBytes;
+      scale += kScaleBytes / 4;
+      MOESAIC_CUDA_FAULT(cuda_experts_scales_of_the_first_chunk, scale -= kScaleBytes / 4;)
       ring.advance();
     }
     index = take();
@@ -122,13 +129,14 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
 // pieces per warp and pass. Tile rows past the group keep what they hold: they only reach
 // accumulators that nobody reads. The copies hand a stage over themselves when they have landed, so
 // the warps run ahead as far as there are free stages.
-template <class Operand, int kMaxColumns, bool kPaired>
+template <class Format, class Tile>
 __device__ __forceinline__ void produce_tokens(const GroupedParams& p,
-                                               const Shared<Operand, kMaxColumns, kPaired>& sh,
-                                               int warp, int lane) {
-  using L = Layout<Operand, kMaxColumns>;
+                                               const Shared<Format, Tile>& sh, int warp, int lane) {
+  using L = Layout<Format, Tile>;
+  constexpr bool kScaled = Format::Tokens::kScaleBytes > 0;
+  static_assert(!kScaled || Format::Tokens::kScaleBytes == 4);
   constexpr int kRowsPerPass = 4 * kTokenWarps;
-  constexpr int kPasses = (kMaxColumns + kRowsPerPass - 1) / kRowsPerPass;
+  constexpr int kPasses = (Tile::kMaxColumns + kRowsPerPass - 1) / kRowsPerPass;
   constexpr int kScalePasses = (4 * kPasses + 31) / 32;
   constexpr std::uint32_t kNoSource = 0xFFFFFFFFU;
   const std::int32_t* const pair_of_row = sh.pair_of_row(p);
@@ -149,9 +157,10 @@ __device__ __forceinline__ void produce_tokens(const GroupedParams& p,
     if (item.band < 0) break;
     const bool second = item.band >= p.bands1;
     if (second) {
-      const auto needed = static_cast<std::uint32_t>(
-          L::kSplit ? p.slabs1 * kGroupWarps : p.bands1 * L::kConsumerWarps * (kPaired ? 2 : 1));
-      std::uint32_t* const done = p.group_done + item.group;
+      const auto needed = static_cast<std::uint32_t>(L::kSplit ? p.slabs1 * kGroupWarps
+                                                               : p.bands1 * L::kConsumerWarps *
+                                                                     (Tile::kPaired ? 2 : 1));
+      std::uint32_t* const done = p.list.group_done + item.group;
       if (lane == 0) {
         while (ptx::load_acquire(done) < needed) __nanosleep(32);
       }
@@ -176,17 +185,20 @@ __device__ __forceinline__ void produce_tokens(const GroupedParams& p,
     for (int i = 0; i < kScalePasses; ++i) {
       const int entry = lane + 32 * i;
       const int row = warp * 4 + (entry & 3) + kRowsPerPass * (entry >> 2);
-      scale_source[i] = L::kScaled ? source_row(row) : -1;
+      scale_source[i] = kScaled ? source_row(row) : -1;
+      MOESAIC_CUDA_FAULT(cuda_experts_token_scales_of_one_row,
+                         scale_source[i] = kScaled && row < item.rows ? source_row(0) : -1;)
     }
-    const std::byte* base = (second ? p.inner : p.x) + piece * 16;
-    const float* scale = second ? p.inner_scale : p.x_scale;
-    const std::int64_t scale_stride = second ? p.inner_scale_stride : p.x_scale_stride;
+    const std::byte* base = (second ? p.rows.inner : p.rows.x) + piece * 16;
+    const float* scale = second ? p.rows.inner_scale : p.rows.x_scale;
+    const std::int64_t scale_stride = second ? p.rows.inner_scale_stride : p.rows.x_scale_stride;
     const int chunks = second ? p.chunks2 : p.chunks1;
     for (int c = 0; c < chunks; ++c) {
       ptx::mbarrier_wait(sh.empty(ring.slot), ring.parity ^ 1);
       const std::uint32_t tile = sh.tokens(ring.slot);
       // Past the end of the rows the weights are zero; the tokens must not be NaN.
-      const bool in_row = c * kChunkBytes + piece * 16 < row_bytes;
+      bool in_row = c * kChunkBytes + piece * 16 < row_bytes;
+      MOESAIC_CUDA_FAULT(cuda_experts_last_chunk_dropped, in_row = in_row && c + 1 < chunks;)
 #pragma unroll
       for (int i = 0; i < kPasses; ++i) {
         if (source[i] != kNoSource) {
@@ -196,13 +208,14 @@ __device__ __forceinline__ void produce_tokens(const GroupedParams& p,
         }
       }
       base += kChunkBytes;
-      if (L::kScaled) {
+      if (kScaled) {
 #pragma unroll
         for (int i = 0; i < kScalePasses; ++i) {
           if (scale_source[i] >= 0) {
             const int entry = lane + 32 * i;
             const int row = warp * 4 + (entry & 3) + kRowsPerPass * (entry >> 2);
-            ptx::async_load_4(sh.scales(ring.slot) + 16 + static_cast<std::uint32_t>(row) * 4,
+            ptx::async_load_4(sh.scales(ring.slot) + Format::WeightScales::kStageBytes +
+                                  static_cast<std::uint32_t>(row) * 4,
                               scale + scale_source[i], true);
           }
         }

@@ -1,5 +1,6 @@
-// The persistent grouped-GEMM kernel; see grouped_gemm.h for what it does. Template parameters
-// select operand format, widest token group, activation family and whether two CTAs share weights.
+// The persistent grouped-GEMM kernel; see grouped_gemm.h for what it does. Template parameters: the
+// number format (format_parts.h), the tile of tokens (TokenTile) and the activation family
+// (activation.cuh).
 //
 // Threads: warps 0-7 are two consumer warpgroups (128 weight rows each), warp 8 streams weights
 // with bulk copies and hands out work items, warps 9-11 gather token rows. Shared memory is a ring
@@ -15,14 +16,14 @@
 
 namespace moesaic::cuda {
 
-template <class Operand, int kMaxColumns, EpilogueKind kEpilogue, bool kPaired>
-__global__ void __launch_bounds__(Layout<Operand, kMaxColumns>::kBoundThreads,
-                                  Layout<Operand, kMaxColumns>::kSplit ? 2 : 1)
+template <class Format, class Tile, class Epilogue>
+__global__ void __launch_bounds__(Layout<Format, Tile>::kBoundThreads,
+                                  Layout<Format, Tile>::kSplit ? 2 : 1)
     sm90_grouped_experts(const __grid_constant__ GroupedParams p) {
-  using L = Layout<Operand, kMaxColumns>;
-  constexpr bool kCluster = kPaired || L::kSplit;
+  using L = Layout<Format, Tile>;
+  constexpr bool kCluster = Tile::kPaired || L::kSplit;
   extern __shared__ char raw[];
-  Shared<Operand, kMaxColumns, kPaired> sh;
+  Shared<Format, Tile> sh;
   const std::uint32_t unaligned = ptx::shared_address(raw);
   sh.base = (unaligned + 1023U) & ~1023U;
   sh.generic = raw + (sh.base - unaligned);
@@ -31,7 +32,7 @@ __global__ void __launch_bounds__(Layout<Operand, kMaxColumns>::kBoundThreads,
   if (threadIdx.x == 0) {
     for (int s = 0; s < L::kStages; ++s) {
       ptx::mbarrier_init(sh.full(s), 1 + 32 * kTokenWarps);
-      ptx::mbarrier_init(sh.empty(s), L::kConsumerWarps * (kPaired ? 2 : 1));
+      ptx::mbarrier_init(sh.empty(s), L::kConsumerWarps * (Tile::kPaired ? 2 : 1));
     }
     for (int s = 0; s < kItemSlots; ++s) {
       ptx::mbarrier_init(sh.item_full(s), 1);
@@ -46,36 +47,36 @@ __global__ void __launch_bounds__(Layout<Operand, kMaxColumns>::kBoundThreads,
   } else {
     __syncthreads();
   }
-  constexpr bool kRoutes = L::kMakesList && kEpilogue == EpilogueKind::kSwiglu;
+  constexpr bool kRoutes = L::kMakesList && Epilogue::kRoutes;
   if constexpr (kRoutes) {
-    if (p.routes) prepare_routing<L::kThreads>(p, *sh.list());
-    if (threadIdx.x == L::kConsumerThreads) ask_ahead(p);
+    if (p.own_list.routes) prepare_routing<L::kThreads>(p, *sh.list());
+    if (threadIdx.x == L::kConsumerThreads) ask_ahead<L::kBandBytes>(p);
   }
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   if constexpr (kRoutes) {
-    if (p.routes) {
+    if (p.own_list.routes) {
       route_tokens<L::kThreads>(p, *sh.list());
-      if (p.route.tokens > 1) __syncthreads();
+      if (p.own_list.route.tokens > 1) __syncthreads();
     }
   }
   if constexpr (L::kMakesList) {
-    if (p.list_pairs > 0) {
-      if (warp == 0) make_list(p, kMaxColumns, lane, *sh.list());
+    if (p.own_list.pairs > 0) {
+      if (warp == 0) make_list(p, Tile::kMaxColumns, lane, *sh.list());
       __syncthreads();
     }
   }
   if (warp >= L::kConsumerWarps) {
     if constexpr (!L::kSplit) ptx::registers_decrease<L::kProducerRegisters>();
     if (warp == L::kConsumerWarps) {
-      if (lane == 0) produce_weights<Operand, kMaxColumns, kPaired>(p, sh);
+      if (lane == 0) produce_weights<Format, Tile>(p, sh);
       __syncwarp();
     } else {
-      produce_tokens<Operand, kMaxColumns, kPaired>(p, sh, warp - L::kConsumerWarps - 1, lane);
+      produce_tokens<Format, Tile>(p, sh, warp - L::kConsumerWarps - 1, lane);
     }
   } else {
     if constexpr (!L::kSplit) ptx::registers_increase<L::kConsumerRegisters>();
-    consume<Operand, kMaxColumns, kEpilogue, kPaired>(p, sh, warp, lane);
+    consume<Format, Tile, Epilogue>(p, sh, warp, lane);
   }
   // A CTA must outlive the copies and arrivals that its neighbour sends.
   if (kCluster) ptx::cluster_sync();

@@ -1,17 +1,19 @@
-// Launching one build of the grouped-GEMM kernel.
+// Launching the builds of the grouped-GEMM kernel.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include "cuda/fault.cuh"
 #include "cuda/once_per_device.h"
 #include "experts/sm90/grouped_gemm.cuh"
 
 namespace moesaic::cuda {
 
-template <class Operand, int kMaxColumns, EpilogueKind kEpilogue, bool kPaired>
-int launch_variant(const GroupedParams& params, int num_sms, void* stream) {
-  using L = Layout<Operand, kMaxColumns>;
-  auto* const kernel = &sm90_grouped_experts<Operand, kMaxColumns, kEpilogue, kPaired>;
+template <class Format, class Tile, class Epilogue>
+int launch_tile(const GroupedParams& params, int num_sms, void* stream) {
+  using L = Layout<Format, Tile>;
+  auto* const kernel = &sm90_grouped_experts<Format, Tile, Epilogue>;
+  MOESAIC_ARM_CUDA_FAULTS();
   static OncePerDevice once;
   const cudaError_t prepared = once([&] {
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kBytes);
@@ -23,7 +25,7 @@ int launch_variant(const GroupedParams& params, int num_sms, void* stream) {
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim = {2, 1, 1};
   cudaLaunchConfig_t config = {};
-  constexpr bool kCluster = kPaired || L::kSplit;
+  constexpr bool kCluster = Tile::kPaired || L::kSplit;
   config.gridDim = dim3(static_cast<unsigned>(kCluster ? num_sms / 2 * 2 : num_sms));
   config.blockDim = dim3(L::kThreads);
   config.dynamicSmemBytes = L::kBytes;
@@ -31,6 +33,31 @@ int launch_variant(const GroupedParams& params, int num_sms, void* stream) {
   config.attrs = attributes;
   config.numAttrs = kCluster ? 2 : 1;
   return static_cast<int>(cudaLaunchKernelEx(&config, kernel, params));
+}
+
+// One build of a format.
+template <class WithEpilogue, int kWidest, bool kShares = false>
+struct GroupedBuild {
+  using Epilogue = WithEpilogue;
+  using Tile = TokenTile<kWidest, kShares>;
+};
+
+// The variant's among `Builds`.
+template <class Format, class... Builds>
+int launch_build(const GroupedVariant& v, const GroupedParams& params, int num_sms, void* stream) {
+  int error = static_cast<int>(cudaErrorInvalidConfiguration);
+  const auto launched = [&]<class Build>() {
+    using Tile = typename Build::Tile;
+    using Epilogue = typename Build::Epilogue;
+    if (v.epilogue != Epilogue::kKind || v.max_columns != Tile::kMaxColumns ||
+        v.paired != Tile::kPaired) {
+      return false;
+    }
+    error = launch_tile<Format, Tile, Epilogue>(params, num_sms, stream);
+    return true;
+  };
+  static_cast<void>((launched.template operator()<Builds>() || ...));
+  return error;
 }
 
 }  // namespace moesaic::cuda

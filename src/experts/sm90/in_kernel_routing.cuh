@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "cuda/fault.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "experts/sm90/gemm_layout.cuh"
 #include "numerics/portable_math.h"
@@ -73,6 +74,7 @@ __device__ __forceinline__ void score_columns(const RouteParams& r, const RouteS
     float score = t.scores[c];
     if (softmax && !spoiled) score = __fdiv_rn(score, sum);
     std::uint32_t key = key_of(r.bias != nullptr ? score + biases[c] : score);
+    MOESAIC_CUDA_FAULT(cuda_routing_in_the_kernel_ignores_the_bias, key = key_of(score);)
     if (grouped && (spoiled || t.keys[c] == 0)) {
       key = kMinusInfinityKey;
       score = 0;
@@ -209,21 +211,22 @@ __device__ __forceinline__ void select_columns(const RouteParams& r, int lane, R
 }
 
 // Weights that the kernel will read whatever the routing, into L2. One thread of each CTA.
+template <int kBandBytes>
 __device__ __forceinline__ void ask_ahead(const GroupedParams& p) {
-  for (int i = static_cast<int>(blockIdx.x); i < p.ahead_bands * p.ahead_chunks;
+  for (int i = static_cast<int>(blockIdx.x); i < p.ahead.bands * p.ahead.chunks;
        i += static_cast<int>(gridDim.x)) {
-    const int band = i / p.ahead_chunks, chunk = i - band * p.ahead_chunks;
+    const int band = i / p.ahead.chunks, chunk = i - band * p.ahead.chunks;
     const std::int64_t image = static_cast<std::int64_t>(band) * p.chunks1 + chunk;
-    ptx::bulk_prefetch(p.ahead + image * kBandImageBytes, kBandImageBytes);
+    ptx::bulk_prefetch(p.ahead.weights + image * kBandBytes, kBandBytes);
   }
 }
 
 // What does not need the kernels in front to have ended. All threads of the CTA.
 template <int kThreads>
 __device__ __forceinline__ void prepare_routing(const GroupedParams& p, SharedList& list) {
-  if (p.route.bias == nullptr) return;
-  for (int c = static_cast<int>(threadIdx.x); c < p.route.columns; c += kThreads)
-    list.biases[c] = p.route.bias[c];
+  if (p.own_list.route.bias == nullptr) return;
+  for (int c = static_cast<int>(threadIdx.x); c < p.own_list.route.columns; c += kThreads)
+    list.biases[c] = p.own_list.route.bias[c];
   __syncthreads();
 }
 
@@ -231,7 +234,7 @@ __device__ __forceinline__ void prepare_routing(const GroupedParams& p, SharedLi
 // threads of the CTA, whose warps the tokens share evenly.
 template <int kThreads>
 __device__ __forceinline__ void route_tokens(const GroupedParams& p, SharedList& list) {
-  const RouteParams& r = p.route;
+  const RouteParams& r = p.own_list.route;
   const int warp = static_cast<int>(threadIdx.x) >> 5;
   RouteShare s;
   s.lane = static_cast<int>(threadIdx.x) & 31;
@@ -261,6 +264,7 @@ __device__ __forceinline__ void route_tokens(const GroupedParams& p, SharedList&
         sum = 1;
       }
     }
+    MOESAIC_CUDA_FAULT(cuda_routing_in_the_kernel_does_not_renormalise, sum = 1;)
     weight = j < r.top_k ? __fdiv_rn(weights[j], sum) * r.scale : 0.0F;
   } else {
     if (j < r.top_k) ids[j] = j;
@@ -271,6 +275,7 @@ __device__ __forceinline__ void route_tokens(const GroupedParams& p, SharedList&
   if (j >= r.top_k) {
     ids[j] = r.num_experts + j - r.top_k;
     weight = r.shared_weight;
+    MOESAIC_CUDA_FAULT(cuda_routing_in_the_kernel_loses_the_joined_expert, weight = 0;)
   }
   weights[j] = weight;
   if (blockIdx.x != 0) return;

@@ -1,5 +1,6 @@
 #include <cuda_runtime.h>
 
+#include "cuda/fault.cuh"
 #include "experts/sm90/repack.h"
 
 namespace moesaic::cuda {
@@ -25,6 +26,8 @@ __global__ void repack_weights(RepackShape shape, const std::byte* __restrict__ 
       const std::int64_t channel = band * 128 + slab * 64 + 16 * w + 2 * g + block;
       valid = channel < shape.rows / 2;
       row = hi != 0 ? shape.rows / 2 + channel : channel;
+      MOESAIC_CUDA_FAULT(cuda_repack_gate_and_up_swapped,
+                         row = hi != 0 ? channel : shape.rows / 2 + channel;)
     } else {
       row = band * 256 + slab * 128 + 32 * w + 4 * g + 2 * block + hi;
       valid = row < shape.rows;
@@ -51,6 +54,7 @@ __global__ void repack_scales(RepackShape shape, const float* __restrict__ scale
   float4 v = make_float4(0, 0, 0, 0);
   if (first < scale_rows) v.x = scale[first * chunks + chunk];
   if (second < scale_rows) v.y = scale[second * chunks + chunk];
+  MOESAIC_CUDA_FAULT(cuda_repack_scale_of_the_first_rows, v.y = v.x;)
   reinterpret_cast<float4*>(image_scale)[i] = v;
 }
 
@@ -58,6 +62,7 @@ __global__ void repack_scales(RepackShape shape, const float* __restrict__ scale
 
 int repack_expert(const RepackShape& shape, const std::byte* weight, const float* scale,
                   std::byte* image, float* image_scale, void* stream) {
+  MOESAIC_ARM_CUDA_FAULTS();
   auto* const s = static_cast<cudaStream_t>(stream);
   repack_weights<<<1024, 256, 0, s>>>(shape, weight, image);
   if (scale != nullptr) {

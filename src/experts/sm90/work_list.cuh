@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "cuda/fault.cuh"
 #include "experts/sm90/gemm_layout.cuh"
 
 namespace moesaic::cuda {
@@ -13,10 +14,10 @@ namespace moesaic::cuda {
 __device__ __forceinline__ void make_list(const GroupedParams& p, int rows_per_record, int lane,
                                           SharedList& list) {
   constexpr unsigned kAll = 0xFFFFFFFFU;
-  const ListSource& s = p.list_source;
-  const bool has_pair = lane < p.list_pairs;
-  const float* const weights = p.routes ? list.weights : s.topk_weights;
-  const std::int32_t* const ids = p.routes ? list.ids : s.topk_ids;
+  const ListSource& s = p.own_list.source;
+  const bool has_pair = lane < p.own_list.pairs;
+  const float* const weights = p.own_list.routes ? list.weights : s.topk_weights;
+  const std::int32_t* const ids = p.own_list.routes ? list.ids : s.topk_ids;
   const float weight = has_pair ? weights[lane] : 0.0F;
   std::int32_t id = has_pair ? ids[lane] : -1;
   if (id >= s.num_experts) id = -1;
@@ -24,7 +25,7 @@ __device__ __forceinline__ void make_list(const GroupedParams& p, int rows_per_r
   if (id < 0 || id >= s.num_local_experts) id = -1;
   const bool live = id >= 0;
   // The experts of one token that was routed here are distinct.
-  const bool distinct = p.routes && p.list_pairs == p.top_k && s.expert_map == nullptr;
+  const bool distinct = p.own_list.routes && p.own_list.pairs == p.top_k && s.expert_map == nullptr;
   const unsigned same = distinct ? 1U << lane : __match_any_sync(kAll, id);
   const unsigned all_live = __ballot_sync(kAll, live);
   const int rank = __popc(same & ((1U << lane) - 1));
@@ -47,6 +48,7 @@ __device__ __forceinline__ void make_list(const GroupedParams& p, int rows_per_r
   if (!live) return;
   list.pair_of_row[row] = lane;
   list.weight_of_row[row] = weight;
+  MOESAIC_CUDA_FAULT(cuda_list_in_the_kernel_loses_weights, list.weight_of_row[row] = 1.0F;)
   if (opens) {
     list.groups[groups_before + rank / rows_per_record] = {id, rows_before, __popc(same),
                                                            groups_before};

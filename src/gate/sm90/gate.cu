@@ -2,6 +2,7 @@
 
 #include <cassert>
 
+#include "cuda/fault.cuh"
 #include "cuda/ptx/sync.cuh"
 #include "gate/sm90/gate.h"
 
@@ -102,7 +103,8 @@ __global__ void __launch_bounds__(kWarps * 32) gate(const __grid_constant__ Gate
           for (int i = 0; i < kVector; ++i) sum[r] = fmaf(xv[i], wv[i], sum[r]);
         }
       } else {
-        const std::int64_t end = h + kVector < hidden ? h + kVector : hidden;
+        std::int64_t end = h + kVector < hidden ? h + kVector : hidden;
+        MOESAIC_CUDA_FAULT(cuda_gate_last_element_missing, end = end < hidden ? end : hidden - 1;)
         for (std::int64_t i = h; i < end; ++i) {
 #pragma unroll
           for (int r = 0; r < kRows; ++r) sum[r] = fmaf(one(x[r][i]), one(w[i]), sum[r]);
@@ -125,6 +127,7 @@ __global__ void __launch_bounds__(kWarps * 32) gate_fp32(const __grid_constant__
   for (int v = 0; v < kVectors; ++v) {
     read(static_cast<const float*>(p.weight) + e * hidden + (v * 32 + lane) * kVector, w[v]);
   }
+  MOESAIC_CUDA_FAULT(cuda_gate_fp32_rows_lose_an_element, w[0][0] = 0;)
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.y) * kRows;
@@ -187,17 +190,18 @@ cudaError_t launch_fp32_rows(const GateParams& p, void* stream) {
 
 }  // namespace
 
-int launch_gate(const GateParams& p, void* stream) {
+int launch_gate(const GateParams& p, const DeviceTraits& device, void* stream) {
   if (p.tokens == 0) return 0;
-  const GateKernel kernel = choose_gate_kernel(p);
+  MOESAIC_ARM_CUDA_FAULTS();
+  const GateKernel kernel = choose_gate_kernel(p, device);
   assert(p.chores.zero == nullptr || kernel == GateKernel::kFewTokens);
   switch (kernel) {
     case GateKernel::kFewTokens:
       return launch_gate_few(p, stream);
     case GateKernel::kSomeTokens:
-      return launch_gate_some(p, stream);
+      return launch_gate_some(p, device, stream);
     case GateKernel::kManyTokens:
-      return launch_gate_many(p, stream);
+      return launch_gate_many(p, device, stream);
     case GateKernel::kFp32Rows:
       return static_cast<int>(p.x_dtype == DType::kF32
                                   ? launch_fp32_rows<float>(p, stream)

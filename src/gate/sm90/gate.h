@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "core/host_device.h"
+#include "cuda/device_traits.h"
 #include "cuda/quant_rows.h"
 #include "moesaic/dtype.h"
 
@@ -23,7 +24,8 @@ struct GateParams {
   ExpertChores chores;      // kFewTokens: done by the same launch; others: must be empty
 };
 
-// Which kernel computes the logits: a pure function of the parameters' shapes and dtypes.
+// Which kernel computes the logits: a pure function of the parameters' shapes and dtypes and of the
+// device.
 enum class GateKernel : std::uint8_t {
   kFewTokens,     // tensor cores, at most 16 tokens: all operands asked for at once
   kSomeTokens,    // tensor cores, at most 128 tokens: the weights stay, tokens pass
@@ -31,7 +33,7 @@ enum class GateKernel : std::uint8_t {
   kFp32Rows,      // fp32 weights of [256, 3072] and [128, 6144], at most 32 tokens
   kWarpPerLogit,  // anything
 };
-GateKernel choose_gate_kernel(const GateParams& params);
+GateKernel choose_gate_kernel(const GateParams& params, const DeviceTraits& device = {});
 std::string_view gate_kernel_name(GateKernel kernel);
 
 // bf16 rows and weights with hidden a multiple of 8 take the tensor cores (gate_mma.cuh),
@@ -41,12 +43,12 @@ std::string_view gate_kernel_name(GateKernel kernel);
 // of the kernels ran. Error: <= (hidden / 32 + 64) * 2^-24 * sum|x w|. Any shape is correct.
 // Capturable; a programmatic launch that reads the weight before the kernels in front have ended.
 // Returns a cudaError_t value.
-int launch_gate(const GateParams& params, void* stream);
+int launch_gate(const GateParams& params, const DeviceTraits& device, void* stream);
 
 // The kernels behind it.
 int launch_gate_few(const GateParams& params, void* stream);
-int launch_gate_some(const GateParams& params, void* stream);
-int launch_gate_many(const GateParams& params, void* stream);
+int launch_gate_some(const GateParams& params, const DeviceTraits& device, void* stream);
+int launch_gate_many(const GateParams& params, const DeviceTraits& device, void* stream);
 
 // How the tensor-core kernels cut K: eight groups of four slices of whole steps of 16 elements.
 inline constexpr int kGateGroups = 8, kGateSlicesOfGroup = 4;
@@ -58,8 +60,9 @@ inline constexpr int kGateSteps7168 = 14;  // rows of 7168: DeepSeek-V3, Kimi-K2
 // Bytes between rows of so many steps in shared memory: 16 more than they take, so that ldmatrix
 // meets no bank twice.
 MOESAIC_HOST_DEVICE constexpr int gate_row_pitch(int steps) { return steps * 32 + 16; }
-// What may be had, and what blocks of the kernels for few and for some tokens take.
-inline constexpr int kGateSharedLimit = 227 * 1024;
+// Shared memory that a block may take, and what blocks of the kernels for few and for some tokens
+// take.
+inline constexpr int kGateSharedLimit = kHopperSharedBytes;
 inline constexpr int kSomeTokens = 128;
 int few_tokens_bytes(int tokens, int hidden);
 // The kernel for some tokens: experts of a block, whose rows stay, and tokens of a tile that
@@ -70,12 +73,12 @@ inline constexpr int kSomeFixedBytes =
     kGateSlicesOfGroup * kSomeTileTokens * (kSomeExperts + 4) * 4;
 int some_tokens_bytes(int hidden);
 // Lines of its grid that share the tiles of tokens: as many as one wave of blocks has room for.
-int some_tokens_lines(const GateParams& params);
+int some_tokens_lines(const GateParams& params, const DeviceTraits& device = {});
 // Of the kernel for many tokens: a tile of 128 x 128, 64 x 128 or 64 x 64, and 1, 4 or 8 blocks
 // that share its groups of K, by an estimate of the time.
 struct ManyTokensGrid {
   int tokens = 128, experts = 128, cluster = 1;
 };
-ManyTokensGrid many_tokens_grid(const GateParams& params);
+ManyTokensGrid many_tokens_grid(const GateParams& params, const DeviceTraits& device = {});
 
 }  // namespace moesaic::cuda

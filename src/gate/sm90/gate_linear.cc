@@ -49,6 +49,7 @@ Result<CudaGate> CudaGate::create(ConstTensorView weight, ConstTensorView bias) 
   }
   MOESAIC_RETURN_IF_ERROR(check("gate weight", weight));
   CudaGate gate;
+  MOESAIC_ASSIGN_OR_RETURN(gate.device_, current_device_traits());
   gate.experts_ = weight.dim(0);
   gate.hidden_ = weight.dim(1);
   gate.weight_f32_ = weight.dtype != DType::kBF16;
@@ -83,14 +84,15 @@ GateParams CudaGate::params(const void* x, DType x_dtype, std::int64_t tokens,
 }
 
 bool CudaGate::does_chores(DType x_dtype, std::int64_t tokens) const {
-  return choose_gate_kernel(params(nullptr, x_dtype, tokens, nullptr)) == GateKernel::kFewTokens;
+  return choose_gate_kernel(params(nullptr, x_dtype, tokens, nullptr), device_) ==
+         GateKernel::kFewTokens;
 }
 
 Status CudaGate::enqueue(void* stream, const void* x, DType x_dtype, std::int64_t tokens,
                          float* logits, const ExpertChores* chores) const {
   GateParams p = params(x, x_dtype, tokens, logits);
   if (chores != nullptr) p.chores = *chores;
-  return check_call("gate", launch_gate(p, stream));
+  return check_call("gate", launch_gate(p, device_, stream));
 }
 
 }  // namespace moesaic::cuda

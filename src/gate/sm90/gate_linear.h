@@ -32,6 +32,7 @@ class CudaGate {
  private:
   GateParams params(const void* x, DType x_dtype, std::int64_t tokens, float* logits) const;
   Allocation weight_, bias_;
+  DeviceTraits device_;
   bool weight_f32_ = false;
   std::int64_t experts_ = 0, hidden_ = 0;
 };

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "cuda/fault.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/sync.cuh"
@@ -99,6 +100,7 @@ __device__ __forceinline__ void sum_of_slices(const float* sums, int stride, flo
   sum[0] = sum[1] = sum[2] = sum[3] = 0;
 #pragma unroll
   for (const float4& v : part) {
+    MOESAIC_CUDA_FAULT(cuda_gate_first_slice_of_k_missing, if (&v == part) continue;)
     sum[0] = __fadd_rn(sum[0], v.x);
     sum[1] = __fadd_rn(sum[1], v.y);
     sum[2] = __fadd_rn(sum[2], v.z);
@@ -109,7 +111,10 @@ __device__ __forceinline__ void sum_of_slices(const float* sums, int stride, flo
 __device__ __forceinline__ float sum_of_groups(const float* sums, int stride) {
   float sum = 0;
 #pragma unroll
-  for (int g = 0; g < kGateGroups; ++g) sum = __fadd_rn(sum, sums[g * stride]);
+  for (int g = 0; g < kGateGroups; ++g) {
+    MOESAIC_CUDA_FAULT(cuda_gate_first_group_of_k_missing, if (g == 0) continue;)
+    sum = __fadd_rn(sum, sums[g * stride]);
+  }
   return sum;
 }
 
@@ -117,6 +122,7 @@ __device__ __forceinline__ void store_logit(const GateParams& p, std::int64_t ex
                                             std::int64_t token, float v) {
   if (expert >= p.experts || token >= p.tokens) return;
   p.logits[token * p.experts + expert] = p.bias != nullptr ? __fadd_rn(v, p.bias[expert]) : v;
+  MOESAIC_CUDA_FAULT(cuda_gate_bias_missing, p.logits[token * p.experts + expert] = v;)
 }
 
 }  // namespace moesaic::cuda

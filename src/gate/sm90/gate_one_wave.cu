@@ -4,6 +4,7 @@
 // four slices; rank r adds up the groups for the tokens that it owns.
 #include <cuda_runtime.h>
 
+#include "cuda/fault.cuh"
 #include "cuda/once_per_device.h"
 #include "cuda/quant_rows.cuh"
 #include "gate/sm90/gate_clusters.cuh"
@@ -159,6 +160,7 @@ cudaError_t launch_steps(const GateParams& p, void* stream) {
 }  // namespace
 
 int launch_gate_few(const GateParams& p, void* stream) {
+  MOESAIC_ARM_CUDA_FAULTS();
   return static_cast<int>(gate_slice_steps(p.hidden) == kGateSteps7168
                               ? launch_steps<kGateSteps7168>(p, stream)
                               : launch_steps<0>(p, stream));

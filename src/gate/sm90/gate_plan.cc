@@ -36,19 +36,18 @@ int some_tokens_bytes(int hidden) {
                                gate_row_pitch(gate_slice_steps(hidden) * kGateSlicesOfGroup);
 }
 
-int some_tokens_lines(const GateParams& p) {
-  // Clusters of eight that find eight free multiprocessors of a GPC at once; an H100 has been seen
-  // with room for 15.
-  constexpr int kClusters = 12;
-  const int at_once = kClusters * (kGateSharedLimit / (some_tokens_bytes(p.hidden) + 1024));
+int some_tokens_lines(const GateParams& p, const DeviceTraits& device) {
+  const int at_once =
+      device.sure_clusters_of_8 * (kGateSharedLimit / (some_tokens_bytes(p.hidden) + 1024));
   const int clusters = (p.experts + kSomeExperts - 1) / kSomeExperts;
   const int tiles = (static_cast<int>(p.tokens) + kSomeTileTokens - 1) / kSomeTileTokens;
   const int line_tiles = (tiles - 1) / std::clamp(at_once / clusters, 1, tiles) + 1;
   return (tiles - 1) / line_tiles + 1;
 }
 
-ManyTokensGrid many_tokens_grid(const GateParams& p) {
-  // Microseconds on an H100, measured: a block's start and end, and a chunk of 64 elements of K.
+ManyTokensGrid many_tokens_grid(const GateParams& p, const DeviceTraits& device) {
+  // Microseconds on an H100 SXM, measured: a block's start and end, and a chunk of 64 elements of K.
+  // The choice asks for their ratios only.
   struct Cost {
     ManyTokensGrid grid;
     double start, chunk;
@@ -58,11 +57,6 @@ ManyTokensGrid many_tokens_grid(const GateParams& p) {
                              {{64, 128, 2}, 5.5, 0.29},  {{64, 128, 8}, 4.6, 0.29},
                              {{64, 64, 1}, 3.2, 0.25},   {{64, 64, 2}, 3.6, 0.25},
                              {{64, 64, 4}, 4.0, 0.25},   {{64, 64, 8}, 4.4, 0.25}};
-  // What L2 delivers in a microsecond; clusters that find their multiprocessors at once.
-  constexpr double kBytes = 8.5e6;
-  const auto at_once = [](int cluster) {
-    return cluster == 8 ? 15 : cluster == 4 ? 30 : 132 / cluster;
-  };
   ManyTokensGrid best;
   double least = 0;
   for (const Cost& cost : kCosts) {
@@ -71,9 +65,9 @@ ManyTokensGrid many_tokens_grid(const GateParams& p) {
         ((p.tokens + g.tokens - 1) / g.tokens) * ((p.experts + g.experts - 1) / g.experts);
     const double bytes = static_cast<double>(tiles) * (g.tokens + g.experts) * p.hidden * 2;
     const int chunks = gate_slice_steps(p.hidden) * kGateGroups / g.cluster;
-    const std::int64_t waves = (tiles - 1) / at_once(g.cluster) + 1;
-    const double time =
-        std::max(static_cast<double>(waves) * (cost.start + chunks * cost.chunk), bytes / kBytes);
+    const std::int64_t waves = (tiles - 1) / device.clusters_at_once(g.cluster) + 1;
+    const double time = std::max(static_cast<double>(waves) * (cost.start + chunks * cost.chunk),
+                                 bytes / device.l2_bytes_per_us);
     if (least > 0 && time >= least) continue;
     least = time;
     best = g;
@@ -81,7 +75,7 @@ ManyTokensGrid many_tokens_grid(const GateParams& p) {
   return best;
 }
 
-GateKernel choose_gate_kernel(const GateParams& p) {
+GateKernel choose_gate_kernel(const GateParams& p, const DeviceTraits& device) {
   if (!fits_tensor_cores(p)) {
     return has_fp32_rows(p) && p.tokens <= kFp32RowsTokens ? GateKernel::kFp32Rows
                                                            : GateKernel::kWarpPerLogit;
@@ -96,7 +90,7 @@ GateKernel choose_gate_kernel(const GateParams& p) {
   // A block has 32 experts for all the tokens of its line: past so many bytes the tiles of the
   // other kernel read fewer and are as fast or faster.
   constexpr std::int64_t kMostBytes = 200 * 1024;
-  const std::int64_t line = (p.tokens - 1) / some_tokens_lines(p) + 1;
+  const std::int64_t line = (p.tokens - 1) / some_tokens_lines(p, device) + 1;
   const std::int64_t row_bytes = p.hidden / kGateGroups * 2;
   return (kSomeExperts + line) * row_bytes <= kMostBytes ? GateKernel::kSomeTokens
                                                          : GateKernel::kManyTokens;

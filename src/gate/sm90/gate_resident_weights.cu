@@ -3,6 +3,7 @@
 // memory while the tokens pass through it, 32 at a time. Rows come as bulk copies.
 #include <cuda_runtime.h>
 
+#include "cuda/fault.cuh"
 #include "cuda/once_per_device.h"
 #include "gate/sm90/gate_clusters.cuh"
 #include "gate/sm90/gate_mma.cuh"
@@ -132,21 +133,22 @@ __global__ void __launch_bounds__(kThreads, 1) gate_some(const __grid_constant__
 }
 
 template <int Steps>
-cudaError_t launch(const GateParams& p, void* stream) {
+cudaError_t launch(const GateParams& p, const DeviceTraits& device, void* stream) {
   static OncePerDevice once;
   const cudaError_t prepared = once([] { return allow_all_shared_memory(gate_some<Steps>); });
   if (prepared != cudaSuccess) return prepared;
   return launch_gate_clusters(gate_some<Steps>, p, kGateGroups,
-                              (p.experts + kExperts - 1) / kExperts, some_tokens_lines(p), kThreads,
-                              some_tokens_bytes(p.hidden), stream);
+                              (p.experts + kExperts - 1) / kExperts, some_tokens_lines(p, device),
+                              kThreads, some_tokens_bytes(p.hidden), stream);
 }
 
 }  // namespace
 
-int launch_gate_some(const GateParams& p, void* stream) {
+int launch_gate_some(const GateParams& p, const DeviceTraits& device, void* stream) {
+  MOESAIC_ARM_CUDA_FAULTS();
   return static_cast<int>(gate_slice_steps(p.hidden) == kGateSteps7168
-                              ? launch<kGateSteps7168>(p, stream)
-                              : launch<0>(p, stream));
+                              ? launch<kGateSteps7168>(p, device, stream)
+                              : launch<0>(p, device, stream));
 }
 
 }  // namespace moesaic::cuda

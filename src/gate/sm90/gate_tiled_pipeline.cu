@@ -9,6 +9,7 @@
 
 #include <type_traits>
 
+#include "cuda/fault.cuh"
 #include "cuda/once_per_device.h"
 #include "cuda/ptx/wgmma.cuh"
 #include "gate/sm90/gate_clusters.cuh"
@@ -152,6 +153,7 @@ __device__ __forceinline__ void sum_share(const GateParams& p, const Place& at) 
     }
 #pragma unroll
     for (const auto& v : part) add(sum, v);
+    MOESAIC_CUDA_FAULT(cuda_gate_tiles_lose_groups_of_k, sum[0] = part[0][0];)
     store_logits(p, at.first_expert + expert, at.first_token + token, sum);
   }
 }
@@ -239,8 +241,9 @@ cudaError_t launch(const GateParams& p, void* stream) {
 }  // namespace
 }  // namespace gate_many
 
-int launch_gate_many(const GateParams& p, void* stream) {
-  const ManyTokensGrid g = many_tokens_grid(p);
+int launch_gate_many(const GateParams& p, const DeviceTraits& device, void* stream) {
+  MOESAIC_ARM_CUDA_FAULTS();
+  const ManyTokensGrid g = many_tokens_grid(p, device);
   const auto run = [&]<int Tokens, int Experts>(std::integral_constant<int, Tokens>,
                                                 std::integral_constant<int, Experts>) {
     if (g.cluster == 8) return gate_many::launch<Tokens, Experts, 8>(p, stream);

@@ -1,5 +1,6 @@
 #include <cuda_runtime.h>
 
+#include "cuda/fault.cuh"
 #include "layer/sm90/layer_ops.h"
 
 namespace moesaic::cuda {
@@ -36,10 +37,13 @@ __global__ void __launch_bounds__(kThreads)
        i += static_cast<std::int64_t>(gridDim.x) * kThreads) {
     // Rounded separately, as on the CPU.
     float sum = __fmul_rn(p.scale, p.routed[i]);
+    MOESAIC_CUDA_FAULT(cuda_layer_scale_missing, sum = p.routed[i];)
     if (p.shared != nullptr) sum = __fadd_rn(sum, load(p.shared, DType::kBF16, i));
     if (p.zero_weight != nullptr) {
       sum = __fadd_rn(sum, __fmul_rn(p.zero_weight[i / p.hidden], load(p.x, p.x_dtype, i)));
     }
+    MOESAIC_CUDA_FAULT(cuda_layer_zero_expert_missing,
+                       if (p.zero_weight != nullptr) sum = p.routed[i];)
     if (p.output_f32) {
       static_cast<float*>(p.output)[i] = sum;
     } else {
@@ -64,6 +68,7 @@ int launch_round_to_bf16(const void* from, DType dtype, std::int64_t count, std:
 }
 
 int launch_layer_combine(const LayerCombineParams& p, void* stream) {
+  MOESAIC_ARM_CUDA_FAULTS();
   if (p.tokens == 0) return 0;
   combine_layer<<<blocks_for(p.tokens * p.hidden), kThreads, 0,
                   static_cast<cudaStream_t>(stream)>>>(p);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "cuda/fault.cuh"
 #include "cuda/once_per_device.h"
 #include "cuda/ptx/sync.cuh"
 #include "cuda/quant_rows.cuh"
@@ -163,6 +164,7 @@ __device__ __forceinline__ void place_pairs(const AlignParams& p, std::int32_t* 
       }
     }
   }
+  MOESAIC_CUDA_FAULT(cuda_align_rows_of_other_blocks_not_counted, before = 0;)
   const std::int32_t groups = (rows + p.rows_per_record - 1) / p.rows_per_record;
   std::int32_t last_row = rows, last_group = groups;
   block_scan(last_row, last_group, sums);
@@ -185,6 +187,7 @@ __device__ __forceinline__ void place_pairs(const AlignParams& p, std::int32_t* 
     if (row < 0) return;
     p.pair_of_row[row] = pair;
     p.weight_of_row[row] = w;
+    MOESAIC_CUDA_FAULT(cuda_align_loses_weights, p.weight_of_row[row] = 1.0F;)
   };
   if (has_own) place(own, own_expert, own_rank, weight);
   for (int s = kHeld; s + own_step < p.steps; s += kHeld) {
@@ -228,6 +231,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }  // namespace
 
 int launch_align(const AlignParams& params, const QuantRowsParams* quant, void* stream) {
+  MOESAIC_ARM_CUDA_FAULTS();
   static OncePerDevice once;
   const cudaError_t prepared = once([] {
     constexpr int kBytes =

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/fault.cuh"
 #include "permute/sm90/align.h"
 
 namespace moesaic::cuda {
@@ -33,6 +34,9 @@ __device__ __forceinline__ void place_few_pairs(const AlignParams& p, std::uint3
   if (has_pair) {
     for (std::int32_t q = 0; q < thread; ++q) rank += codes[q] == mine ? 1 : 0;
   }
+  MOESAIC_CUDA_FAULT(
+      cuda_align_few_pairs_in_reverse, rank = 0;
+      for (std::int32_t q = thread + 1; q < p.pairs; ++q) rank += codes[q] == mine ? 1 : 0;)
   const bool opens = mine != kNone && rank % p.rows_per_record == 0;
   __syncthreads();
   if (opens) codes[thread] = mine | 1;

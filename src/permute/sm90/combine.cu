@@ -1,5 +1,6 @@
 #include <cuda_runtime.h>
 
+#include "cuda/fault.cuh"
 #include "permute/sm90/combine.cuh"
 
 namespace moesaic::cuda {
@@ -19,6 +20,7 @@ __global__ void __launch_bounds__(kThreads) combine_topk(const __grid_constant__
 }  // namespace
 
 int launch_combine(const CombineParams& params, void* stream) {
+  MOESAIC_ARM_CUDA_FAULTS();
   const std::int64_t blocks = (params.tokens * (params.hidden / 8) + kThreads - 1) / kThreads;
   if (blocks == 0) return 0;
   cudaLaunchAttribute attribute;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cuda/fault.cuh"
 #include "cuda/ptx/sync.cuh"
 #include "permute/sm90/combine.h"
 
@@ -30,6 +31,8 @@ __device__ __forceinline__ void combine_columns(const CombineParams& p, std::int
     for (int j = 0; j < kBatch; ++j) {
       const std::int64_t pair = token * p.top_k + j0 + j;
       live[j] = j0 + j < p.top_k && p.row_of_pair[pair] >= 0;
+      MOESAIC_CUDA_FAULT(cuda_combine_drops_the_last_slot,
+                         live[j] = live[j] && (p.top_k == 1 || j0 + j + 1 < p.top_k);)
       if (live[j]) v[j] = __ldcg(reinterpret_cast<const uint4*>(p.y2 + pair * p.hidden + column));
     }
 #pragma unroll
@@ -40,6 +43,7 @@ __device__ __forceinline__ void combine_columns(const CombineParams& p, std::int
   if (p.shared != nullptr) {
     add_row(sum, *reinterpret_cast<const uint4*>(p.shared + token * p.hidden + column));
   }
+  MOESAIC_CUDA_FAULT(cuda_combine_spoils_a_shared_column, if (p.shared != nullptr) sum[0] = 0;)
   if (p.output_f32) {
     auto* const to =
         reinterpret_cast<float4*>(static_cast<float*>(p.output) + token * p.hidden + column);

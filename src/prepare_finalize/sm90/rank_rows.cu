@@ -1,5 +1,6 @@
 #include <cuda_runtime.h>
 
+#include "cuda/fault.cuh"
 #include "prepare_finalize/sm90/rank_rows.h"
 
 namespace moesaic::cuda {
@@ -58,7 +59,8 @@ __global__ void __launch_bounds__(kPlanThreads)
 __global__ void __launch_bounds__(kThreads)
     pack_rows(const __grid_constant__ MessageRow row, const __grid_constant__ RowArrays from,
               const std::int32_t* index, std::int64_t row_bytes, std::byte* to) {
-  const std::int64_t t = index != nullptr ? index[blockIdx.x] : blockIdx.x;
+  std::int64_t t = index != nullptr ? index[blockIdx.x] : blockIdx.x;
+  MOESAIC_CUDA_FAULT(cuda_ranks_pack_the_first_rows, t = blockIdx.x;)
   std::byte* const message = to + static_cast<std::int64_t>(blockIdx.x) * row_bytes;
   const auto* hidden = reinterpret_cast<const uint4*>(from.hidden + t * row.hidden_bytes);
   for (int i = static_cast<int>(threadIdx.x); i < row.hidden_bytes / 16; i += kThreads) {
@@ -90,6 +92,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = static_cast<int>(threadIdx.x); i < row.top_k; i += kThreads) {
     to.ids[t * row.top_k + i] = static_cast<std::int32_t>(tail[row.groups + i]);
     to.weights[t * row.top_k + i] = __uint_as_float(tail[row.groups + row.top_k + i]);
+    MOESAIC_CUDA_FAULT(cuda_ranks_lose_weights, to.weights[t * row.top_k + i] = 1.0F;)
   }
 }
 
@@ -121,6 +124,7 @@ __global__ void __launch_bounds__(kThreads) sum_answers(const __grid_constant__ 
     std::int64_t first = 0;
     for (int r = 0; r < p.ranks; ++r) {
       const std::int64_t row = p.position != nullptr ? p.position[t * p.ranks + r] : t;
+      MOESAIC_CUDA_FAULT(cuda_ranks_sum_one_answer, if (r > 0) continue;)
       if (row >= 0) add_row<kBf16>(sum, p.answers, (first + row) * p.hidden + h);
       first += p.position != nullptr ? p.counts[r] : p.tokens;
     }
@@ -188,6 +192,7 @@ int launch_send_plan(const SendPlanParams& p, void* stream) {
 
 int launch_pack_rows(const MessageRow& row, const RowArrays& from, const std::int32_t* index,
                      std::int64_t count, std::byte* to, void* stream) {
+  MOESAIC_ARM_CUDA_FAULTS();
   if (count == 0) return 0;
   pack_rows<<<static_cast<unsigned>(count), kThreads, 0, stream_of(stream)>>>(row, from, index,
                                                                               row.bytes(), to);
@@ -196,6 +201,7 @@ int launch_pack_rows(const MessageRow& row, const RowArrays& from, const std::in
 
 int launch_unpack_rows(const MessageRow& row, const std::byte* from, std::int64_t count,
                        const RowArrays& to, std::int64_t first, void* stream) {
+  MOESAIC_ARM_CUDA_FAULTS();
   if (count == 0) return 0;
   unpack_rows<<<static_cast<unsigned>(count), kThreads, 0, stream_of(stream)>>>(
       row, from, row.bytes(), to, first);
@@ -203,6 +209,7 @@ int launch_unpack_rows(const MessageRow& row, const std::byte* from, std::int64_
 }
 
 int launch_sum_answers(const AnswerParams& p, void* stream) {
+  MOESAIC_ARM_CUDA_FAULTS();
   if (p.tokens == 0) return 0;
   const auto blocks = static_cast<unsigned>(p.tokens);
   if (p.bf16) {

@@ -1,6 +1,7 @@
 // Compiled with --fmad=false: products and sums round separately, as on the CPU.
 #include <cuda_runtime.h>
 
+#include "cuda/fault.cuh"
 #include "cuda/ptx/sync.cuh"
 #include "cuda/quant_rows.cuh"
 #include "router/scoring.h"
@@ -58,6 +59,7 @@ class WarpRouter {
         for (int j = lane_; j < p_.top_k; j += 32) {
           const float logit = s_.weights[j];
           s_.weights[j] = logit != logit ? 0.0F : sigmoid(logit);
+          MOESAIC_CUDA_FAULT(cuda_router_sigmoid_of_the_selected_missing, s_.weights[j] = 1.0F;)
         }
         break;
       case RoutingMethod::kSparseMixer:
@@ -149,6 +151,9 @@ class WarpRouter {
     const std::uint32_t top = __reduce_max_sync(kAllLanes, best);
     const unsigned mine = best == top ? static_cast<unsigned>(column(item)) : kAllLanes;
     column_out = static_cast<int>(__reduce_min_sync(kAllLanes, mine));
+    MOESAIC_CUDA_FAULT(cuda_router_ties_take_the_larger_column,
+                       const unsigned last = best == top ? static_cast<unsigned>(column(item)) : 0;
+                       column_out = static_cast<int>(__reduce_max_sync(kAllLanes, last));)
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       if (column(i) == column_out) key_[i] = kTaken;
@@ -176,6 +181,8 @@ class WarpRouter {
     for (int i = 0; i < kItems; ++i) {
       const float b = bias != nullptr && live(i) ? bias[column(i)] : 0.0F;
       key_[i] = live(i) ? key_of(bias != nullptr ? score_[i] + b : score_[i]) : kTaken;
+      MOESAIC_CUDA_FAULT(cuda_router_ignores_the_bias,
+                         key_[i] = live(i) ? key_of(score_[i]) : kTaken;)
     }
     select(score_);
   }
@@ -210,6 +217,7 @@ class WarpRouter {
         sum = 1;
       }
     }
+    MOESAIC_CUDA_FAULT(cuda_router_does_not_renormalise, sum = 1;)
     divide_and_scale(sum);  // dividing by 1 changes nothing
   }
 
@@ -256,6 +264,7 @@ class WarpRouter {
       s_.weights[j] = 0;
     }
     __syncwarp();
+    MOESAIC_CUDA_FAULT(cuda_router_loses_the_weight_of_zero_experts, zero_weight = 0;)
     return zero_weight;
   }
 
@@ -406,6 +415,8 @@ class WarpRouter {
       const bool shared = j >= p_.top_k;
       p_.ids[token * slots + j] = shared ? p_.num_experts + j - p_.top_k : s_.ids[j];
       p_.weights[token * slots + j] = shared ? p_.shared_weight : s_.weights[j];
+      MOESAIC_CUDA_FAULT(cuda_router_loses_the_joined_expert,
+                         if (shared) p_.weights[token * slots + j] = 0;)
     }
     if (p_.zero_weight != nullptr && lane_ == 0) p_.zero_weight[token] = zero_weight;
   }
@@ -452,6 +463,7 @@ __global__ void __launch_bounds__(kWarps * 32)
 
 int launch_route(const RouteParams& p, const ExpertChores* chores, void* stream) {
   if (p.tokens == 0) return 0;
+  MOESAIC_ARM_CUDA_FAULTS();
   // One warp per block spreads few tokens over the multiprocessors. What a block may have without
   // asking for more is 48 KB; one warp needs at most 16.
   const int bytes = scratch_words(p) * 4;

@@ -1,0 +1,75 @@
+// What a number format of the grouped-GEMM kernel (grouped_gemm.cuh) is made of. A format is a
+// struct in formats/ that picks one part of each kind; the kernel asks the format and never which
+// format it is. Sizes are here, for host and device; device code of the parts is in
+// gemm_products.cuh and epilogue.cuh.
+//
+//   struct Format {
+//     using Product = ...;        // type of both operands of wgmma: ptx::BF16, ptx::E4M3
+//     static constexpr int kChunkK = ...;      // elements of K in a chunk: 128 bytes of a token row
+//     static constexpr int kWeightBits = ...;  // of one weight in the image
+//     using WeightScales = ...;   // where they lie: NoWeightScales, BlockWeightScales
+//     using Tokens = ...;         // operand rows of both GEMMs: PlainRows, GroupScaledRows
+//     using Weights = ...;        // how weights become an operand: FromShared
+//     using Promote = ...;        // when partial sums get their scales: InOperand, PerStage
+//     using Inner = ...;          // how GEMM1's result is stored: RoundBf16, QuantiseE4M3
+//   };
+#pragma once
+
+#include "cuda/row_form.h"
+
+namespace moesaic::ptx {
+struct E4M3;
+struct BF16;
+}  // namespace moesaic::ptx
+
+namespace moesaic::cuda {
+
+inline constexpr int kChunkBytes = 128;  // of a token row: one swizzled row of a stage
+inline constexpr int kSlabRows = 128;    // weight rows of one consumer warpgroup
+inline constexpr int kBandRows = 2 * kSlabRows;
+
+// Where the scales of weights lie. kStageBytes: of an array beside the image, copied with each
+// chunk of a band. kRowBytes: in the image, behind the codes of a slab, per weight row.
+struct NoWeightScales {
+  static constexpr int kStageBytes = 0, kRowBytes = 0;
+};
+// One F32 scale per 128 x 128 weights: of a band's gate and up rows or of its two slabs, padded to
+// four floats.
+struct BlockWeightScales {
+  static constexpr int kStageBytes = 16, kRowBytes = 0;
+};
+
+// The operand rows of both GEMMs. kScaleBytes: per row and chunk.
+struct PlainRows {
+  static constexpr RowForm kForm = RowForm::kBf16;
+  static constexpr int kScaleBytes = 0;
+};
+struct GroupScaledRows {
+  static constexpr RowForm kForm = RowForm::kFp8Group128;
+  static constexpr int kScaleBytes = 4;
+};
+
+// Device code: gemm_products.cuh.
+struct FromShared;  // the weights of a stage are an operand as they lie there
+struct InOperand;   // operands are exact: one accumulator chain over all of K
+struct PerStage;    // a stage's sums times the scales of its weights and tokens, added in fp32
+
+// How GEMM1's result, activated and rounded to bf16, is stored as the operand rows of GEMM2
+// (epilogue.cuh): as it is, or as e4m3 with a scale per row and 128 channels.
+struct RoundBf16 {
+  static constexpr bool kQuantises = false;
+};
+struct QuantiseE4M3 {
+  static constexpr bool kQuantises = true;
+};
+
+// What follows from a format's parts.
+template <class Format>
+struct FormatSizes {
+  static constexpr int kRowElementBytes = row_element_bytes(Format::Tokens::kForm);
+  static_assert(Format::kChunkK * kRowElementBytes == kChunkBytes);
+  static constexpr int kSlabBytes =
+      kSlabRows * (Format::kChunkK * Format::kWeightBits / 8 + Format::WeightScales::kRowBytes);
+};
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,113 @@
+#include "experts/sm90/formats.h"
+
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "core/refusal.h"
+#include "experts/sm90/experts_plan.h"
+#include "experts/sm90/formats/bf16.h"
+#include "experts/sm90/formats/fp8_block.h"
+
+namespace moesaic::cuda {
+
+// One translation unit each, generated from the list in CMakeLists.txt.
+LaunchGrouped launch_grouped_bf16_swiglu, launch_grouped_bf16_any;
+LaunchGrouped launch_grouped_fp8_block_swiglu, launch_grouped_fp8_block_any;
+
+namespace {
+
+#if MOESAIC_HAS_CUDA
+#define MOESAIC_ON_DEVICE(function) (&(function))
+#else
+#define MOESAIC_ON_DEVICE(function) nullptr
+#endif
+
+std::int64_t w13_image_bytes(const ExpertsPlan& plan) { return plan.w13.image_bytes(); }
+std::int64_t w2_image_bytes(const ExpertsPlan& plan) { return plan.w2.image_bytes(); }
+std::int64_t w13_block_bytes(const ExpertsPlan& plan) { return plan.w13.scale_bytes(); }
+std::int64_t w2_block_bytes(const ExpertsPlan& plan) { return plan.w2.scale_bytes(); }
+
+constexpr WeightPart kImages[] = {{"w13", &GroupedWeights::w13, &w13_image_bytes},
+                                  {"w2", &GroupedWeights::w2, &w2_image_bytes}};
+constexpr WeightPart kImagesAndBlockScales[] = {
+    kImages[0],
+    kImages[1],
+    {"w13_scale", &GroupedWeights::w13_scale, &w13_block_bytes},
+    {"w2_scale", &GroupedWeights::w2_scale, &w2_block_bytes}};
+
+template <int kMultiple>
+Status check_widths(const MoeProblem& problem) {
+  for (const auto& [name, value] : {std::pair{"hidden_size", problem.hidden_size},
+                                    std::pair{"intermediate_size", problem.intermediate_size}}) {
+    if (value % kMultiple != 0) {
+      return unsupported(fmt::format("{}: got {}, need a multiple of {}", name, value, kMultiple));
+    }
+  }
+  return {};
+}
+
+// A row's sizes follow from the format's policy.
+template <class Format>
+constexpr FormatRow row_of(ComputeScheme scheme) {
+  FormatRow row{};
+  row.scheme = scheme;
+  row.rows = Format::Tokens::kForm;
+  row.chunk_k = Format::kChunkK;
+  row.slab_bytes = FormatSizes<Format>::kSlabBytes;
+  return row;
+}
+
+constexpr FormatRow bf16_row() {
+  FormatRow row = row_of<Bf16>(ComputeScheme::kBF16);
+  // Items are twice as long as in fp8: two of them per pair of CTAs still gain (Qwen3-235B: about
+  // 4 %). Sharing weights pays where experts have two groups and the kernel waits for memory
+  // traffic: up to 9 %.
+  row.tiles = {.split_items = 2, .paired_rows = 96};
+  row.parts = kImages;
+  row.check = &check_widths<8>;
+  row.repack = MOESAIC_ON_DEVICE(repack_tiles);
+  row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_bf16_swiglu);
+  row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_bf16_any);
+  return row;
+}
+
+constexpr FormatRow fp8_block_row() {
+  FormatRow row = row_of<Fp8Block>(ComputeScheme::kFp8Block);
+  // Past one item per pair of CTAs whole bands are as fast (Qwen3-235B) or faster (3 to 6 % at 2 to
+  // 16 tokens). The kernel waits for its consumers, so sharing weights is slower.
+  row.tiles = {.split_items = 1, .paired_rows = 0};
+  row.parts = kImagesAndBlockScales;
+  row.check = &check_widths<128>;
+  row.repack = MOESAIC_ON_DEVICE(repack_tiles);
+  row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_swiglu);
+  row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_any);
+  return row;
+}
+
+constexpr FormatRow kFormats[] = {bf16_row(), fp8_block_row()};
+
+}  // namespace
+
+std::span<const FormatRow> grouped_formats() { return kFormats; }
+
+std::string names_of_formats(bool (*has)(const FormatRow& row)) {
+  std::string names;
+  for (const FormatRow& row : kFormats) {
+    if (has != nullptr && !has(row)) continue;
+    if (!names.empty()) names += " or ";
+    names += compute_scheme_name(row.scheme);
+  }
+  return names;
+}
+
+Result<const FormatRow*> format_of(const MoeProblem& problem) {
+  MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
+  for (const FormatRow& row : kFormats) {
+    if (row.scheme == scheme) return &row;
+  }
+  return unsupported(
+      fmt::format("scheme: got {}, need {}", compute_scheme_name(scheme), names_of_formats()));
+}
+
+}  // namespace moesaic::cuda

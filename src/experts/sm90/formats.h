@@ -1,0 +1,50 @@
+// The number formats that the grouped-GEMM kernel computes, as a table: what the host needs to know
+// of each. A format is added with a policy (formats/), a row here and its builds in CMakeLists.txt.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "cuda/row_form.h"
+#include "experts/sm90/grouped_gemm.h"
+#include "experts/sm90/repack.h"
+#include "moesaic/experts.h"
+#include "moesaic/status.h"
+#include "quant/compute_scheme.h"
+
+namespace moesaic::cuda {
+
+struct ExpertsPlan;
+struct RepackCall;
+
+// One array of repacked weights on the device.
+struct WeightPart {
+  std::string_view name;  // as a refusal for want of memory says it
+  const std::byte* GroupedWeights::*at;
+  std::int64_t (*bytes)(const ExpertsPlan& plan);  // of one expert
+};
+
+struct FormatRow {
+  ComputeScheme scheme;
+  RowForm rows;    // operand rows of both GEMMs
+  int chunk_k;     // elements of K in a chunk
+  int slab_bytes;  // of a chunk, in the image
+  TileRules tiles;
+  std::span<const WeightPart> parts;
+  // What this format cannot do of a problem that the kernel can in general. kUnsupported.
+  Status (*check)(const MoeProblem& problem);
+  // Brings one expert's checked weights into its place in each of the parts. Null without CUDA.
+  Status (*repack)(const RepackCall& call);
+  // Builds with the SwiGLU epilogue, and with any other. Null without CUDA.
+  LaunchGrouped *launch_swiglu, *launch_any;
+};
+
+std::span<const FormatRow> grouped_formats();
+// The row of the problem's scheme. kUnsupported: a scheme without one, or none.
+Result<const FormatRow*> format_of(const MoeProblem& problem);
+// Schemes of the rows that `has`, for texts: "bf16 or fp8-block".
+std::string names_of_formats(bool (*has)(const FormatRow& row) = nullptr);
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,235 @@
+// The products of the grouped-GEMM kernel (grouped_gemm.cuh): what consumer warpgroups do with the
+// stages of an item, in either orientation. Parts `Weights` and `Promote` of a format
+// (format_parts.h).
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/fault.cuh"
+#include "cuda/ptx/sync.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "experts/sm90/gemm_stages.cuh"
+
+namespace moesaic::cuda {
+
+struct InOperand {
+  static constexpr bool kParts = false;
+};
+
+struct PerStage {
+  static constexpr bool kParts = true;
+  // Where a stage has a token's scale.
+  static __device__ __forceinline__ std::uint32_t at_token(std::uint32_t row) {
+    return BlockWeightScales::kStageBytes + GroupScaledRows::kScaleBytes * row;
+  }
+
+  // Scales of a stage where the weights are the M operand: of the thread's eight columns' tokens,
+  // and of its rows g (lo) and g + 8 (hi).
+  struct OfColumns {
+    const float* weights;
+    const float2* tokens;
+    float lo = 0.0F, hi = 0.0F;
+
+    __device__ __forceinline__ OfColumns(const float* stage, int lane)
+        : weights(stage), tokens(reinterpret_cast<const float2*>(stage + 4) + (lane & 3)) {}
+    // Two scales per stage: of the row halves (gate and up rows), or of the two slabs.
+    __device__ __forceinline__ void read_weights(bool by_row_half, int group) {
+      lo = weights[by_row_half ? 0 : group];
+      hi = weights[by_row_half ? 1 : group];
+      MOESAIC_CUDA_FAULT(cuda_experts_weight_scale_missing, lo = hi = 1.0F;)
+      MOESAIC_CUDA_FAULT(cuda_experts_up_rows_have_the_scale_of_gate_rows, hi = lo;)
+    }
+    template <int kRegisters>
+    __device__ __forceinline__ void fold(float (&to)[kRegisters],
+                                         const float (&from)[kRegisters]) const {
+#pragma unroll
+      for (int j = 0; j < kRegisters / 4; ++j) {
+        const float2 s = tokens[j * 4];
+        to[4 * j] = fmaf(from[4 * j], s.x * lo, to[4 * j]);
+        to[4 * j + 1] = fmaf(from[4 * j + 1], s.y * lo, to[4 * j + 1]);
+        to[4 * j + 2] = fmaf(from[4 * j + 2], s.x * hi, to[4 * j + 2]);
+        to[4 * j + 3] = fmaf(from[4 * j + 3], s.y * hi, to[4 * j + 3]);
+      }
+    }
+  };
+
+  // The same where the tokens are the M operand: of token rows g (lo) and g + 8 (hi), and of the
+  // band's gate and up rows or its two slabs.
+  struct OfRows {
+    float lo, hi, first, other;
+
+    __device__ __forceinline__ OfRows(std::uint32_t stage, std::uint32_t row_scale)
+        : lo(ptx::load_shared_f32(stage + row_scale)),
+          hi(ptx::load_shared_f32(stage + row_scale + 32)),
+          first(ptx::load_shared_f32(stage)),
+          other(ptx::load_shared_f32(stage + 4)) {}
+    struct Factors {
+      float lo0, hi0, lo1, hi1;
+      // `acc`: the half's part of the sums.
+      __device__ __forceinline__ void fold(float* acc, const float (&part)[64]) const {
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+          const float fl = (j & 1) != 0 ? lo1 : lo0, fh = (j & 1) != 0 ? hi1 : hi0;
+          acc[4 * j] = fmaf(part[4 * j], fl, acc[4 * j]);
+          acc[4 * j + 1] = fmaf(part[4 * j + 1], fl, acc[4 * j + 1]);
+          acc[4 * j + 2] = fmaf(part[4 * j + 2], fh, acc[4 * j + 2]);
+          acc[4 * j + 3] = fmaf(part[4 * j + 3], fh, acc[4 * j + 3]);
+        }
+      }
+    };
+    // Of half h of the band's rows: gate and up chunks alternate, or the slab decides.
+    __device__ __forceinline__ Factors of_half(int h, bool by_row_half) const {
+      const float w0 = by_row_half || h == 0 ? first : other;
+      float w1 = by_row_half ? other : w0;
+      MOESAIC_CUDA_FAULT(cuda_experts_full_groups_have_one_scale, w1 = first;)
+      return {lo * w0, hi * w0, lo * w1, hi * w1};
+    }
+  };
+};
+
+struct FromShared {
+  // The four K steps of a stage: d = or += a b^T.
+  template <class Mma, int kRegisters>
+  static __device__ __forceinline__ void multiply_stage(float (&d)[kRegisters], std::uint32_t a,
+                                                        std::uint32_t b, bool accumulate) {
+#pragma unroll
+    for (std::uint32_t k = 0; k < 4; ++k) {
+      Mma::run(d, ptx::wgmma_descriptor(a + k * ptx::kWgmmaStep),
+               ptx::wgmma_descriptor(b + k * ptx::kWgmmaStep), accumulate || k > 0 ? 1 : 0);
+    }
+  }
+
+  // `chunks` stages that need no scales: a stage's products stay in flight while the next one's are
+  // issued. issue(offset) issues those of the stage at `offset`.
+  template <class Stage, class Issue>
+  static __device__ __forceinline__ void accumulate_stages(Stage& stage, int chunks,
+                                                           const Issue& issue) {
+    std::uint32_t previous = 0;
+    for (int c = 0; c < chunks; ++c) {
+      stage.wait();
+      issue(stage.offset());
+      ptx::wgmma_commit();
+      stage.peek();
+      ptx::wgmma_wait<1>();
+      if (c > 0) stage.release(previous);
+      previous = stage.ring.slot;
+      stage.ring.advance();
+    }
+    ptx::wgmma_wait<0>();
+    stage.release(previous);
+  }
+
+  // Weights as the M operand. acc[b] holds rows b * 64 .. of the warpgroup's slab: element 4j + i
+  // is row g, column 8j + 2t + i, element 4j + 2 + i row g + 8, with g = lane / 4, t = lane % 4 and
+  // 16 rows per warp.
+  template <class Format, class Tile, int kColumns>
+  static __device__ __forceinline__ void columns(const Shared<Format, Tile>& sh,
+                                                 RingPosition<Layout<Format, Tile>::kStages>& ring,
+                                                 int chunks, int group, int lane,
+                                                 bool scale_by_row_half,
+                                                 float (&acc)[2][kColumns / 2]) {
+    using L = Layout<Format, Tile>;
+    using Promote = typename Format::Promote;
+    using Mma = ptx::Wgmma<typename Format::Product, kColumns>;
+    constexpr std::uint32_t kBlockStep = 8192 >> 4;  // 64 rows of A
+    StageReader<Format, Tile> stage{sh, ring, lane};
+    const std::uint32_t weights = ptx::wgmma_tile(
+        sh.weights(0) + static_cast<std::uint32_t>(L::kSplit ? 0 : group) * L::kSlabBytes);
+    const std::uint32_t tokens = ptx::wgmma_tile(sh.tokens(0));
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; ++i) acc[m][i] = 0.0F;
+    }
+    if constexpr (!Promote::kParts) {
+      accumulate_stages(stage, chunks, [&](std::uint32_t offset) {
+        const std::uint32_t a = weights + offset, b = tokens + offset;
+        ptx::wgmma_fence();
+        multiply_stage<Mma>(acc[0], a, b, true);
+        multiply_stage<Mma>(acc[1], a + kBlockStep, b, true);
+      });
+    } else {
+      constexpr int kSets = kColumns <= 64 ? 2 : 1;  // accumulators of both blocks, or in turn
+      for (int c = 0; c < chunks; ++c) {
+        stage.wait();
+        const std::uint32_t offset = stage.offset();
+        const std::uint32_t a = weights + offset, b = tokens + offset;
+        typename Promote::OfColumns scales(sh.scale_ptr(ring.slot), lane);
+        float part[kSets][kColumns / 2];
+        ptx::wgmma_fence();
+        multiply_stage<Mma>(part[0], a, b, false);
+        ptx::wgmma_commit();
+        if constexpr (kSets == 2) {
+          multiply_stage<Mma>(part[1], a + kBlockStep, b, false);
+          ptx::wgmma_commit();
+        }
+        scales.read_weights(scale_by_row_half, group);
+        stage.peek();
+        ptx::wgmma_wait<kSets - 1>();
+        scales.fold(acc[0], part[0]);
+        if constexpr (kSets == 1) {
+          ptx::wgmma_fence();
+          multiply_stage<Mma>(part[0], a + kBlockStep, b, false);
+          ptx::wgmma_commit();
+        }
+        ptx::wgmma_wait<0>();
+        scales.fold(acc[1], part[kSets - 1]);
+        stage.release(ring.slot);
+        ring.advance();
+      }
+    }
+  }
+
+  // Tokens as the M operand: a warpgroup has 64 token rows and all 256 weight rows of the band.
+  // Scales cost two registers per token row instead of two loads and four products per column,
+  // which is what makes this orientation faster for full groups. Element 64 h + 4j + i of acc is
+  // token row g, weight row 128 h + 8j + 2t + i of the band; element 64 h + 4j + 2 + i is token row
+  // g + 8, with g = lane / 4, t = lane % 4. `row` is the thread's first token row in the tile.
+  template <class Format, class Tile>
+  static __device__ __forceinline__ void rows(const Shared<Format, Tile>& sh,
+                                              RingPosition<Layout<Format, Tile>::kStages>& ring,
+                                              int chunks, int group, int row, int lane,
+                                              bool scale_by_row_half, float (&acc)[128]) {
+    using L = Layout<Format, Tile>;
+    using Product = typename Format::Product;
+    using Promote = typename Format::Promote;
+    StageReader<Format, Tile> stage{sh, ring, lane};
+    const std::uint32_t tokens =
+        ptx::wgmma_tile(sh.tokens(0) + static_cast<std::uint32_t>(group) * 8192);
+    const std::uint32_t weights = ptx::wgmma_tile(sh.weights(0));
+    // A shuffle's result is kept in a register; this would be computed again in every stage.
+    const std::uint32_t row_scale =
+        __shfl_sync(0xFFFFFFFFU, PerStage::at_token(static_cast<std::uint32_t>(row)), lane);
+#pragma unroll
+    for (int i = 0; i < 128; ++i) acc[i] = 0.0F;
+    if constexpr (!Promote::kParts) {
+      accumulate_stages(stage, chunks, [&](std::uint32_t offset) {
+        ptx::wgmma_fence();
+        multiply_stage<ptx::Wgmma<Product, 256>>(acc, tokens + offset, weights + offset, true);
+      });
+    } else {
+      for (int c = 0; c < chunks; ++c) {
+        stage.wait();
+        const std::uint32_t offset = stage.offset();
+        const std::uint32_t a = tokens + offset, b = weights + offset;
+        const typename Promote::OfRows scales(sh.scales(ring.slot), row_scale);
+        float part[64];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          ptx::wgmma_fence();
+          multiply_stage<ptx::Wgmma<Product, 128>>(
+              part, a, b + static_cast<std::uint32_t>(h * (L::kSlabBytes >> 4)), false);
+          ptx::wgmma_commit();
+          if (h == 1) stage.peek();
+          const auto factors = scales.of_half(h, scale_by_row_half);
+          ptx::wgmma_wait<0>();
+          if (h == 1) stage.release(ring.slot);
+          factors.fold(acc + 64 * h, part);
+        }
+        ring.advance();
+      }
+    }
+  }
+};
+
+}  // namespace moesaic::cuda
