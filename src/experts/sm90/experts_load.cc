@@ -63,7 +63,7 @@ Status CudaExperts::Impl::load(ExpertSource& source) {
   parts.resize(rows.size());
   for (std::size_t i = 0; i < rows.size(); ++i) {
     MOESAIC_RETURN_IF_ERROR(parts[i].reserve(rows[i].name, local * rows[i].bytes(plan)));
-    weights.*rows[i].at = parts[i].as<std::byte>();
+    rows[i].bind(weights, parts[i].as<std::byte>());
   }
   if (problem.has_expert_bias) {
     MOESAIC_RETURN_IF_ERROR(w13_bias.reserve("w13_bias", local * plan.w13.rows * 4));

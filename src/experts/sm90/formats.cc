@@ -28,13 +28,21 @@ std::int64_t w2_image_bytes(const ExpertsPlan& plan) { return plan.w2.image_byte
 std::int64_t w13_block_bytes(const ExpertsPlan& plan) { return plan.w13.scale_bytes(); }
 std::int64_t w2_block_bytes(const ExpertsPlan& plan) { return plan.w2.scale_bytes(); }
 
-constexpr WeightPart kImages[] = {{"w13", &GroupedWeights::w13, &w13_image_bytes},
-                                  {"w2", &GroupedWeights::w2, &w2_image_bytes}};
-constexpr WeightPart kImagesAndBlockScales[] = {
-    kImages[0],
-    kImages[1],
-    {"w13_scale", &GroupedWeights::w13_scale, &w13_block_bytes},
-    {"w2_scale", &GroupedWeights::w2_scale, &w2_block_bytes}};
+void bind_w13(GroupedWeights& w, const std::byte* at) { w.w13 = at; }
+void bind_w2(GroupedWeights& w, const std::byte* at) { w.w2 = at; }
+void bind_w13_scale(GroupedWeights& w, const std::byte* at) {
+  w.w13_scale = reinterpret_cast<const float*>(at);
+}
+void bind_w2_scale(GroupedWeights& w, const std::byte* at) {
+  w.w2_scale = reinterpret_cast<const float*>(at);
+}
+
+constexpr WeightPart kImages[] = {{"w13", &bind_w13, &w13_image_bytes},
+                                  {"w2", &bind_w2, &w2_image_bytes}};
+constexpr WeightPart kImagesAndBlockScales[] = {kImages[0],
+                                                kImages[1],
+                                                {"w13_scale", &bind_w13_scale, &w13_block_bytes},
+                                                {"w2_scale", &bind_w2_scale, &w2_block_bytes}};
 
 template <int kMultiple>
 Status check_widths(const MoeProblem& problem) {

@@ -22,7 +22,7 @@ struct RepackCall;
 // One array of repacked weights on the device.
 struct WeightPart {
   std::string_view name;  // as a refusal for want of memory says it
-  const std::byte* GroupedWeights::*at;
+  void (*bind)(GroupedWeights& weights, const std::byte* at);
   std::int64_t (*bytes)(const ExpertsPlan& plan);  // of one expert
 };
 

@@ -17,7 +17,6 @@ template <class Format, class Tile>
 __device__ __forceinline__ void produce_weights(const GroupedParams& p,
                                                 const Shared<Format, Tile>& sh) {
   using L = Layout<Format, Tile>;
-  constexpr int kScaleBytes = Format::WeightScales::kStageBytes;
   const std::uint32_t num_groups = sh.num_groups(p);
   const GroupRecord* const groups = sh.groups(p);
   const std::uint32_t items1 = num_groups * static_cast<std::uint32_t>(p.bands1);
@@ -82,9 +81,8 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
     const int slabs = slabs_of(item);
     const std::int64_t first = (static_cast<std::int64_t>(item.expert) * bands + band) * chunks;
     const std::byte* src = (second ? p.weights.w2 : p.weights.w13) + first * L::kBandBytes;
-    const float* scale = (second ? reinterpret_cast<const float*>(p.weights.w2_scale)
-                                 : reinterpret_cast<const float*>(p.weights.w13_scale)) +
-                         first * (kScaleBytes / 4);
+    const float* scale = (second ? p.weights.w2_scale : p.weights.w13_scale) +
+                         first * (Format::WeightScales::kStageBytes / 4);
     if (L::kSplit) src += cta * L::kSlabBytes;
     const bool absent = L::kSplit && static_cast<int>(cta) >= slabs;
     if (L::kSplit && second && !absent) {
@@ -102,7 +100,7 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
       ptx::mbarrier_wait(sh.empty(ring.slot), ring.parity ^ 1);
       const std::uint32_t bar = sh.full(ring.slot);
       const auto bytes = static_cast<std::uint32_t>((L::kSplit ? 1 : slabs) * L::kSlabBytes);
-      ptx::mbarrier_arrive_expect(bar, bytes + kScaleBytes);
+      ptx::mbarrier_arrive_expect(bar, bytes + Format::WeightScales::kStageBytes);
       if (Tile::kPaired) {
         if (static_cast<int>(cta) < slabs) {
           ptx::bulk_load_multicast(sh.weights(ring.slot) + cta * L::kSlabBytes,
@@ -111,12 +109,13 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
       } else {
         ptx::bulk_load(sh.weights(ring.slot), src, bytes, bar, policy);
       }
-      if (kScaleBytes > 0) {
-        ptx::bulk_load(sh.scales(ring.slot), scale, kScaleBytes, bar, policy);
+      if (Format::WeightScales::kStageBytes > 0) {
+        ptx::bulk_load(sh.scales(ring.slot), scale, Format::WeightScales::kStageBytes, bar, policy);
       }
       src += L::kBandBytes;
-      scale += kScaleBytes / 4;
-      MOESAIC_CUDA_FAULT(cuda_experts_scales_of_the_first_chunk, scale -= kScaleBytes / 4;)
+      scale += Format::WeightScales::kStageBytes / 4;
+      MOESAIC_CUDA_FAULT(cuda_experts_scales_of_the_first_chunk,
+                         scale -= Format::WeightScales::kStageBytes / 4;)
       ring.advance();
     }
     index = take();

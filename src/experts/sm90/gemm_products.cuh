@@ -22,69 +22,6 @@ struct PerStage {
   static __device__ __forceinline__ std::uint32_t at_token(std::uint32_t row) {
     return BlockWeightScales::kStageBytes + GroupScaledRows::kScaleBytes * row;
   }
-
-  // Scales of a stage where the weights are the M operand: of the thread's eight columns' tokens,
-  // and of its rows g (lo) and g + 8 (hi).
-  struct OfColumns {
-    const float* weights;
-    const float2* tokens;
-    float lo = 0.0F, hi = 0.0F;
-
-    __device__ __forceinline__ OfColumns(const float* stage, int lane)
-        : weights(stage), tokens(reinterpret_cast<const float2*>(stage + 4) + (lane & 3)) {}
-    // Two scales per stage: of the row halves (gate and up rows), or of the two slabs.
-    __device__ __forceinline__ void read_weights(bool by_row_half, int group) {
-      lo = weights[by_row_half ? 0 : group];
-      hi = weights[by_row_half ? 1 : group];
-      MOESAIC_CUDA_FAULT(cuda_experts_weight_scale_missing, lo = hi = 1.0F;)
-      MOESAIC_CUDA_FAULT(cuda_experts_up_rows_have_the_scale_of_gate_rows, hi = lo;)
-    }
-    template <int kRegisters>
-    __device__ __forceinline__ void fold(float (&to)[kRegisters],
-                                         const float (&from)[kRegisters]) const {
-#pragma unroll
-      for (int j = 0; j < kRegisters / 4; ++j) {
-        const float2 s = tokens[j * 4];
-        to[4 * j] = fmaf(from[4 * j], s.x * lo, to[4 * j]);
-        to[4 * j + 1] = fmaf(from[4 * j + 1], s.y * lo, to[4 * j + 1]);
-        to[4 * j + 2] = fmaf(from[4 * j + 2], s.x * hi, to[4 * j + 2]);
-        to[4 * j + 3] = fmaf(from[4 * j + 3], s.y * hi, to[4 * j + 3]);
-      }
-    }
-  };
-
-  // The same where the tokens are the M operand: of token rows g (lo) and g + 8 (hi), and of the
-  // band's gate and up rows or its two slabs.
-  struct OfRows {
-    float lo, hi, first, other;
-
-    __device__ __forceinline__ OfRows(std::uint32_t stage, std::uint32_t row_scale)
-        : lo(ptx::load_shared_f32(stage + row_scale)),
-          hi(ptx::load_shared_f32(stage + row_scale + 32)),
-          first(ptx::load_shared_f32(stage)),
-          other(ptx::load_shared_f32(stage + 4)) {}
-    struct Factors {
-      float lo0, hi0, lo1, hi1;
-      // `acc`: the half's part of the sums.
-      __device__ __forceinline__ void fold(float* acc, const float (&part)[64]) const {
-#pragma unroll
-        for (int j = 0; j < 16; ++j) {
-          const float fl = (j & 1) != 0 ? lo1 : lo0, fh = (j & 1) != 0 ? hi1 : hi0;
-          acc[4 * j] = fmaf(part[4 * j], fl, acc[4 * j]);
-          acc[4 * j + 1] = fmaf(part[4 * j + 1], fl, acc[4 * j + 1]);
-          acc[4 * j + 2] = fmaf(part[4 * j + 2], fh, acc[4 * j + 2]);
-          acc[4 * j + 3] = fmaf(part[4 * j + 3], fh, acc[4 * j + 3]);
-        }
-      }
-    };
-    // Of half h of the band's rows: gate and up chunks alternate, or the slab decides.
-    __device__ __forceinline__ Factors of_half(int h, bool by_row_half) const {
-      const float w0 = by_row_half || h == 0 ? first : other;
-      float w1 = by_row_half ? other : w0;
-      MOESAIC_CUDA_FAULT(cuda_experts_full_groups_have_one_scale, w1 = first;)
-      return {lo * w0, hi * w0, lo * w1, hi * w1};
-    }
-  };
 };
 
 struct FromShared {
@@ -154,8 +91,20 @@ struct FromShared {
         stage.wait();
         const std::uint32_t offset = stage.offset();
         const std::uint32_t a = weights + offset, b = tokens + offset;
-        typename Promote::OfColumns scales(sh.scale_ptr(ring.slot), lane);
+        const float* scales = sh.scale_ptr(ring.slot);
+        const float2* token_scales = reinterpret_cast<const float2*>(scales + 4) + (lane & 3);
+        float lo = 0.0F, hi = 0.0F;
         float part[kSets][kColumns / 2];
+        const auto promote = [&](float(&to)[kColumns / 2], const float(&from)[kColumns / 2]) {
+#pragma unroll
+          for (int j = 0; j < kColumns / 8; ++j) {
+            const float2 s = token_scales[j * 4];
+            to[4 * j] = fmaf(from[4 * j], s.x * lo, to[4 * j]);
+            to[4 * j + 1] = fmaf(from[4 * j + 1], s.y * lo, to[4 * j + 1]);
+            to[4 * j + 2] = fmaf(from[4 * j + 2], s.x * hi, to[4 * j + 2]);
+            to[4 * j + 3] = fmaf(from[4 * j + 3], s.y * hi, to[4 * j + 3]);
+          }
+        };
         ptx::wgmma_fence();
         multiply_stage<Mma>(part[0], a, b, false);
         ptx::wgmma_commit();
@@ -163,17 +112,21 @@ struct FromShared {
           multiply_stage<Mma>(part[1], a + kBlockStep, b, false);
           ptx::wgmma_commit();
         }
-        scales.read_weights(scale_by_row_half, group);
+        // Two scales per stage: of the row halves (gate and up rows), or of the two slabs.
+        lo = scales[scale_by_row_half ? 0 : group];
+        hi = scales[scale_by_row_half ? 1 : group];
+        MOESAIC_CUDA_FAULT(cuda_experts_weight_scale_missing, lo = hi = 1.0F;)
+        MOESAIC_CUDA_FAULT(cuda_experts_up_rows_have_the_scale_of_gate_rows, hi = lo;)
         stage.peek();
         ptx::wgmma_wait<kSets - 1>();
-        scales.fold(acc[0], part[0]);
+        promote(acc[0], part[0]);
         if constexpr (kSets == 1) {
           ptx::wgmma_fence();
           multiply_stage<Mma>(part[0], a + kBlockStep, b, false);
           ptx::wgmma_commit();
         }
         ptx::wgmma_wait<0>();
-        scales.fold(acc[1], part[kSets - 1]);
+        promote(acc[1], part[kSets - 1]);
         stage.release(ring.slot);
         ring.advance();
       }
@@ -212,7 +165,11 @@ struct FromShared {
         stage.wait();
         const std::uint32_t offset = stage.offset();
         const std::uint32_t a = tokens + offset, b = weights + offset;
-        const typename Promote::OfRows scales(sh.scales(ring.slot), row_scale);
+        const std::uint32_t scales = sh.scales(ring.slot);
+        const float lo = ptx::load_shared_f32(scales + row_scale);
+        const float hi = ptx::load_shared_f32(scales + row_scale + 32);
+        const float first = ptx::load_shared_f32(scales);
+        const float other = ptx::load_shared_f32(scales + 4);
         float part[64];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -221,10 +178,22 @@ struct FromShared {
               part, a, b + static_cast<std::uint32_t>(h * (L::kSlabBytes >> 4)), false);
           ptx::wgmma_commit();
           if (h == 1) stage.peek();
-          const auto factors = scales.of_half(h, scale_by_row_half);
+          // Gate and up chunks alternate, or the slab decides.
+          const float w0 = scale_by_row_half || h == 0 ? first : other;
+          float w1 = scale_by_row_half ? other : w0;
+          MOESAIC_CUDA_FAULT(cuda_experts_full_groups_have_one_scale, w1 = first;)
+          const float lo0 = lo * w0, hi0 = hi * w0, lo1 = lo * w1, hi1 = hi * w1;
           ptx::wgmma_wait<0>();
           if (h == 1) stage.release(ring.slot);
-          factors.fold(acc + 64 * h, part);
+#pragma unroll
+          for (int j = 0; j < 16; ++j) {
+            const float fl = (j & 1) != 0 ? lo1 : lo0, fh = (j & 1) != 0 ? hi1 : hi0;
+            const int at = 64 * h + 4 * j;
+            acc[at] = fmaf(part[4 * j], fl, acc[at]);
+            acc[at + 1] = fmaf(part[4 * j + 1], fl, acc[at + 1]);
+            acc[at + 2] = fmaf(part[4 * j + 2], fh, acc[at + 2]);
+            acc[at + 3] = fmaf(part[4 * j + 3], fh, acc[at + 3]);
+          }
         }
         ring.advance();
       }

@@ -55,8 +55,8 @@ inline constexpr int kRouteTokens = 4, kRouteColumns = 384;
 struct GroupedWeights {
   const std::byte* w13 = nullptr;
   const std::byte* w2 = nullptr;
-  const std::byte* w13_scale = nullptr;
-  const std::byte* w2_scale = nullptr;
+  const float* w13_scale = nullptr;
+  const float* w2_scale = nullptr;
   const float* w13_bias = nullptr;
   const float* w2_bias = nullptr;
 };
