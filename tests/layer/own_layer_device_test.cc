@@ -17,7 +17,7 @@ namespace {
 
 using test::expect_refusal;
 
-constexpr Device kGpu = Device::cuda(0);
+constexpr Device kLayerGpu = Device::cuda(0);
 
 bool same(const DeviceTensor& got, const Tensor& want) {
   Tensor host = Tensor::zeros(want.dtype(), want.shape()).value();
@@ -26,7 +26,7 @@ bool same(const DeviceTensor& got, const Tensor& want) {
 }
 
 DeviceTensor room(DType dtype, const Shape& shape) {
-  return DeviceTensor::uninitialized(kGpu, dtype, shape).value();
+  return DeviceTensor::uninitialized(kLayerGpu, dtype, shape).value();
 }
 
 TEST(OwnLayer, StagesByThemselvesHaveTheBitsOfTheLayer) {
@@ -38,12 +38,12 @@ TEST(OwnLayer, StagesByThemselvesHaveTheBitsOfTheLayer) {
     const test::LayerRun want = test::run_layer(layer, x);
 
     GateLinear::Options gate_options;
-    gate_options.device = kGpu;
+    gate_options.device = kLayerGpu;
     const GateLinear gate =
         GateLinear::create(t.gate_weight.view(), t.gate_bias.view(), gate_options).value();
     Router::Options router_options;
     router_options.spec = t.spec.routing;
-    router_options.device = kGpu;
+    router_options.device = kLayerGpu;
     const Router router = Router::create(router_options).value();
     MoeProblem problem;
     problem.num_experts = problem.num_local_experts = t.spec.num_experts;
@@ -53,7 +53,7 @@ TEST(OwnLayer, StagesByThemselvesHaveTheBitsOfTheLayer) {
     problem.activation = t.spec.activation;
     problem.quant = t.spec.quant;
     problem.max_tokens = 64;
-    problem.device = kGpu;
+    problem.device = kLayerGpu;
     const auto source = make_stacked_source(t.experts.view());
     ModularKernel::Options kernel_options;
     kernel_options.max_tokens = 64;
@@ -63,7 +63,7 @@ TEST(OwnLayer, StagesByThemselvesHaveTheBitsOfTheLayer) {
                               kernel_options)
             .value();
 
-    const DeviceTensor in = DeviceTensor::copy_of(x.view(), kGpu).value();
+    const DeviceTensor in = DeviceTensor::copy_of(x.view(), kLayerGpu).value();
     DeviceTensor logits = room(DType::kF32, {tokens, t.spec.num_experts});
     DeviceTensor weights = room(DType::kF32, {tokens, router.slots()});
     DeviceTensor ids = room(DType::kI32, {tokens, router.slots()});
@@ -78,7 +78,7 @@ TEST(OwnLayer, StagesByThemselvesHaveTheBitsOfTheLayer) {
     a.topk_ids = ids.view();
     a.output = out.view();
     for (const Status& s : {gate.forward(in.view(), logits.view()), router.select_experts(r),
-                            kernel.run(a), synchronize(kGpu)}) {
+                            kernel.run(a), synchronize(kLayerGpu)}) {
       ASSERT_TRUE(s.ok()) << s.to_string();
     }
     EXPECT_TRUE(same(logits, want.logits)) << tokens;
@@ -96,7 +96,7 @@ TEST(OwnLayer, ARouterOnAGpuSaysWhatItCannotDo) {
   options.spec = test::small_spec().routing;
   options.spec.method = RoutingMethod::kZeroExpert;
   options.spec.num_zero_experts = 2;
-  options.device = kGpu;
+  options.device = kLayerGpu;
   expect_refusal(Router::create(options).status(), StatusCode::kUnsupported, {"num_zero_experts"});
 }
 

@@ -110,7 +110,7 @@ std::string names_of_formats(bool (*has)(const FormatRow& row)) {
 }
 
 Result<const FormatRow*> format_of(const MoeProblem& problem) {
-  MOESAIC_ASSIGN_OR_RETURN(const ComputeScheme scheme, compute_scheme(problem.quant));
+  const ComputeScheme scheme = problem.quant.kind;
   for (const FormatRow& row : kFormats) {
     if (row.scheme == scheme) return &row;
   }
