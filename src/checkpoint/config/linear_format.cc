@@ -51,10 +51,11 @@ constexpr std::array<StoredFormatRow, kNumStoredFormats> kRows = {{
     {StoredFormat::kPlain, "plain", plain_scheme, any_size, one_column, nullptr},
     {StoredFormat::kFp8Block, "fp8-block", fp8_block_scheme, any_size, fp8_tile, nullptr},
     {StoredFormat::kMxfp4, "mxfp4", mxfp4_blocks_scheme, mx_groups, mx_group, nullptr},
-    {StoredFormat::kFp8Tensor, "fp8-tensor", fp8_tensor_scheme, any_size, one_column, fp8_tensors},
+    {StoredFormat::kFp8Tensor, "fp8-tensor", fp8_tensor_scheme, any_size, one_column,
+     fp8_tensor_tensors},
     {StoredFormat::kFp8Channel, "fp8-channel", fp8_channel_scheme, any_size, one_column,
-     fp8_tensors},
-    {StoredFormat::kMxfp8, "mxfp8", mxfp8_scheme, mx_groups, mx_group, fp8_tensors},
+     fp8_channel_tensors},
+    {StoredFormat::kMxfp8, "mxfp8", mxfp8_scheme, mx_groups, mx_group, mxfp8_tensors},
     {StoredFormat::kInt8Channel, "int8", int8_scheme, any_size, one_column, int8_tensors},
     {StoredFormat::kPacked, "pack-quantized", integer_scheme, code_groups, code_group,
      packed_tensors},
@@ -64,7 +65,7 @@ constexpr std::array<StoredFormatRow, kNumStoredFormats> kRows = {{
     {StoredFormat::kMxfp4Linear, "mxfp4-pack-quantized", mxfp4_scheme, mx_groups, mx_group,
      mxfp4_tensors},
     {StoredFormat::kBnb4, "bitsandbytes 4-bit", bnb4_scheme, bnb4_blocks, bnb4_block, bnb4_tensors},
-    {StoredFormat::kBnb8, "bitsandbytes 8-bit", bnb8_scheme, any_size, one_column, int8_tensors},
+    {StoredFormat::kBnb8, "bitsandbytes 8-bit", bnb8_scheme, any_size, one_column, bnb8_tensors},
     {StoredFormat::kGguf, "GGUF", gguf_scheme, any_size, gguf_block, nullptr},
 }};
 

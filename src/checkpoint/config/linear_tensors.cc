@@ -1,6 +1,8 @@
 // The tensors of each stored format's linears.
 #include "checkpoint/config/linear_tensors.h"
 
+#include <utility>
+
 #include "checkpoint/config/stored_formats.h"
 #include "core/checked.h"
 #include "quant/int_packing.h"
@@ -19,42 +21,49 @@ const std::vector<DType> kExponents = {DType::kU8, DType::kF8E8M0};
 const std::vector<DType> kI8 = {DType::kI8};
 const std::vector<Shape> kScalar = {Shape{}, Shape{1}};
 
-}  // namespace
-
-std::vector<LinearTensor> fp8_tensors(const LinearFormat& f, std::int64_t n, std::int64_t k) {
-  const bool inverse = f.names == NameStyle::kFp8Inverse;
-  std::vector<LinearTensor> list = {{K::kWeight, ".weight", {{n, k}}, kFp8}};
-  switch (f.stored) {
-    case StoredFormat::kFp8Tensor:
-      list.push_back({K::kScale,
-                      inverse ? ".weight_scale_inv" : ".weight_scale",
-                      {Shape{}, Shape{1}, Shape{1, 1}},
-                      kFloats});
-      break;
-    case StoredFormat::kFp8Channel:
-      list.push_back({K::kScale, ".weight_scale", {{n, 1}, {n}}, kFloats});
-      break;
-    default:
-      list.push_back({K::kScale, ".weight_scale", {{n, k / kMxfp4GroupSize}}, kExponents});
-  }
+// FP8 codes with this scale, and the activations' if it is stored.
+std::vector<LinearTensor> fp8_with(LinearTensor scale, const LinearFormat& f, std::int64_t n,
+                                   std::int64_t k) {
+  std::vector<LinearTensor> list = {{K::kWeight, ".weight", {{n, k}}, kFp8}, std::move(scale)};
   if (f.activation == ActivationQuant::kStatic) {
+    const bool inverse = f.names == NameStyle::kFp8Inverse;
     list.push_back(
         {K::kInputScale, inverse ? ".activation_scale" : ".input_scale", kScalar, kFloats});
   }
   return list;
 }
 
+}  // namespace
+
+std::vector<LinearTensor> fp8_tensor_tensors(const LinearFormat& f, std::int64_t n,
+                                             std::int64_t k) {
+  const bool inverse = f.names == NameStyle::kFp8Inverse;
+  return fp8_with({K::kScale,
+                   inverse ? ".weight_scale_inv" : ".weight_scale",
+                   {Shape{}, Shape{1}, Shape{1, 1}},
+                   kFloats},
+                  f, n, k);
+}
+
+std::vector<LinearTensor> fp8_channel_tensors(const LinearFormat& f, std::int64_t n,
+                                              std::int64_t k) {
+  return fp8_with({K::kScale, ".weight_scale", {{n, 1}, {n}}, kFloats}, f, n, k);
+}
+
+std::vector<LinearTensor> mxfp8_tensors(const LinearFormat& f, std::int64_t n, std::int64_t k) {
+  return fp8_with({K::kScale, ".weight_scale", {{n, k / kMxfp4GroupSize}}, kExponents}, f, n, k);
+}
+
 std::vector<LinearTensor> int8_tensors(const LinearFormat& f, std::int64_t n, std::int64_t k) {
-  std::vector<LinearTensor> list = {{K::kWeight, ".weight", {{n, k}}, kI8}};
-  if (f.stored == StoredFormat::kBnb8) {
-    list.push_back({K::kScale, ".SCB", {{n}}, kF32});
-    list.push_back({K::kRowFormat, ".weight_format", kScalar, kBytes, true});
-  } else if (f.one_scale) {
-    list.push_back({K::kScale, ".weight_scale", kScalar, kFloats});
-  } else {
-    list.push_back({K::kScale, ".weight_scale", {{n, 1}, {n}}, kFloats});
-  }
-  return list;
+  const std::vector<Shape> rows = {{n, 1}, {n}};
+  return {{K::kWeight, ".weight", {{n, k}}, kI8},
+          {K::kScale, ".weight_scale", f.one_scale ? kScalar : rows, kFloats}};
+}
+
+std::vector<LinearTensor> bnb8_tensors(const LinearFormat&, std::int64_t n, std::int64_t k) {
+  return {{K::kWeight, ".weight", {{n, k}}, kI8},
+          {K::kScale, ".SCB", {{n}}, kF32},
+          {K::kRowFormat, ".weight_format", kScalar, kBytes, true}};
 }
 
 std::vector<LinearTensor> packed_tensors(const LinearFormat& f, std::int64_t n, std::int64_t k) {

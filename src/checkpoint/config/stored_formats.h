@@ -49,9 +49,15 @@ Result<Scheme> integer_scheme(const LinearFormat& format, DType dtype);
 Result<Scheme> bnb4_scheme(const LinearFormat& format, DType dtype);
 Result<Scheme> bnb8_scheme(const LinearFormat& format, DType dtype);
 Result<Scheme> gguf_scheme(const LinearFormat& format, DType dtype);
-std::vector<LinearTensor> fp8_tensors(const LinearFormat& format, std::int64_t rows,
-                                      std::int64_t columns);
+std::vector<LinearTensor> fp8_tensor_tensors(const LinearFormat& format, std::int64_t rows,
+                                             std::int64_t columns);
+std::vector<LinearTensor> fp8_channel_tensors(const LinearFormat& format, std::int64_t rows,
+                                              std::int64_t columns);
+std::vector<LinearTensor> mxfp8_tensors(const LinearFormat& format, std::int64_t rows,
+                                        std::int64_t columns);
 std::vector<LinearTensor> int8_tensors(const LinearFormat& format, std::int64_t rows,
+                                       std::int64_t columns);
+std::vector<LinearTensor> bnb8_tensors(const LinearFormat& format, std::int64_t rows,
                                        std::int64_t columns);
 std::vector<LinearTensor> packed_tensors(const LinearFormat& format, std::int64_t rows,
                                          std::int64_t columns);
