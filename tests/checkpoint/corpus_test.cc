@@ -27,6 +27,10 @@ Status open_checkpoint(const std::string& path, FileAccess access, bool load) {
     return {StatusCode::kInternal, "problems() is silent about " + layer.status().to_string()};
   }
   if (!layer.ok()) return layer.status();
+  if (layer->shared) {
+    const auto shared = layer->shared->expert(0);
+    if (!shared.ok()) return shared.status();
+  }
   for (std::int64_t e = 0; e < spec.num_experts; ++e) {
     const auto expert = layer->experts->expert(e);
     if (!expert.ok()) return expert.status();

@@ -282,6 +282,7 @@ def layer_cases(c):
     mxfp4("mxfp4_group_16", reshape(blocks, [4, 128, 4, 8]), SHAPE, [blocks, "[4, 128, 4, 8]"])
     mxfp4("mxfp4_transposed_scales", reshape(powers, [4, 2, 64]), SHAPE, [powers, "[4, 2, 64]", "[4, 64, 2]"])
     mxfp4("mxfp4_scales_off_by_one", replace(powers, lambda t: Tensor("U8", [4, 64, 3], bytes(4 * 64 * 3))), SHAPE, [powers, "[4, 64, 3]"])
+    mxfp4("mxfp4_nan_scale", replace(powers, lambda t: Tensor("U8", [4, 64, 2], bytes(4 * 64 * 2 - 1) + b"\xff")), CORRUPT, [powers, "0xFF"])
     mxfp4("mxfp4_one_expert_less", replace(powers, lambda t: Tensor("U8", [3, 64, 2], bytes(3 * 64 * 2))), SHAPE, [powers, "[3, 64, 2]"])
     mxfp4("mxfp4_signed_blocks", reshape(blocks, [4, 128, 2, 16], "F8_E4M3"), DTYPE, [blocks, "U8"])
     mxfp4("mxfp4_float_scales", replace(powers, lambda t: Tensor("F32", [4, 64, 2], bytes(4 * 64 * 2 * 4))), DTYPE, [powers, "U8"])
