@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <string>
 #include <utility>
 
@@ -21,30 +22,43 @@ CandidateReport row_of(std::string stage, std::string name, const Status& status
   return {std::move(stage), std::move(name), status.message(), status.ok()};
 }
 
-// Which kernel computes the logits depends on the tokens of a call, so several may be accepted.
+// Which kernel computes the logits depends on the tokens of a call, so several may be accepted: first
+// the one that the most tokens take.
 void append_gate(const FusedPlan& plan, Device device, Rows& rows) {
   GateParams p;
   p.weight_f32 = plan.gate_dtype != DType::kBF16;
   p.experts = static_cast<std::int32_t>(plan.routing.num_experts + plan.routing.num_zero_experts);
   p.hidden = static_cast<std::int32_t>(plan.hidden_size);
+  const auto kernel_for = [&](std::int64_t tokens) {
+    p.tokens = std::min(tokens, plan.routed.max_tokens);
+    return choose_gate_kernel(p);
+  };
+  const GateKernel of_most_tokens = kernel_for(plan.routed.max_tokens);
   const auto used = [&](GateKernel kernel) {
     for (const std::int64_t tokens : {1, 16, 17, 32, 33, 64, 96, 128, 129}) {
-      p.tokens = std::min(tokens, plan.routed.max_tokens);
-      if (choose_gate_kernel(p) == kernel) return true;
+      if (kernel_for(tokens) == kernel) return true;
     }
-    p.tokens = plan.routed.max_tokens;
-    return choose_gate_kernel(p) == kernel;
+    return of_most_tokens == kernel;
   };
-  const auto add = [&](GateKernel kernel, std::string_view need) {
-    const Status own = used(kernel) ? Status() : unsupported(fmt::format("need {}", need));
-    rows.push_back(row_of("gate", std::string(gate_kernel_name(kernel)),
+  struct Need {
+    GateKernel kernel;
+    std::string_view text;
+  };
+  std::array<Need, 5> needs = {{
+      {GateKernel::kFewTokens, "bf16 weights with rows of a multiple of 8 that fit shared memory"},
+      {GateKernel::kSomeTokens, "such weights and over 16 tokens"},
+      {GateKernel::kFp32Rows, "fp32 weights of [256, 3072] or [128, 6144]"},
+      {GateKernel::kManyTokens, "bf16 weights with rows of a multiple of 8 and over 64 tokens"},
+      {GateKernel::kWarpPerLogit, "a shape or dtype that no other kernel takes"},
+  }};
+  std::stable_partition(needs.begin(), needs.end(),
+                        [&](const Need& need) { return need.kernel == of_most_tokens; });
+  for (const Need& need : needs) {
+    const Status own =
+        used(need.kernel) ? Status() : unsupported(fmt::format("need {}", need.text));
+    rows.push_back(row_of("gate", std::string(gate_kernel_name(need.kernel)),
                           device.is_cuda() ? own : on_other_device(own, device, "a Hopper GPU")));
-  };
-  add(GateKernel::kFewTokens, "bf16 weights with rows of a multiple of 8 that fit shared memory");
-  add(GateKernel::kSomeTokens, "such weights and over 16 tokens");
-  add(GateKernel::kFp32Rows, "fp32 weights of [256, 3072] or [128, 6144]");
-  add(GateKernel::kManyTokens, "bf16 weights with rows of a multiple of 8 and over 64 tokens");
-  add(GateKernel::kWarpPerLogit, "a shape or dtype that no other kernel takes");
+  }
 }
 
 }  // namespace
