@@ -33,7 +33,9 @@ TEST(OneInterface, EveryRowKnowsItsDevice) {
   int refused = 0;
   for (const CandidateReport& row : explain_experts(on_gpu("bf16"))) {
     EXPECT_EQ(row.accepted, row.name == "cuda_sm90") << row.name << ": " << row.reason;
-    if (row.name == "cpu_reference") EXPECT_EQ(row.reason, "device: cuda:0, need cpu");
+    if (row.name == "cpu_reference") {
+      EXPECT_EQ(row.reason, "device: cuda:0, need cpu");
+    }
     refused += row.accepted ? 0 : 1;
   }
   EXPECT_GE(refused, 2);
