@@ -284,6 +284,7 @@ std::string listed(const std::vector<std::string_view>& texts, std::string_view 
 }
 std::string weight_texts() {
   std::vector<std::string_view> texts;
+  texts.reserve(kWeightRows.size());
   for (const WeightRow& row : kWeightRows) texts.push_back(row.text);
   return listed(texts, "; ");
 }

@@ -114,7 +114,8 @@ std::string grid(const Axis& x, const Axis& y) {
 // The row's time for this layer, or nothing.
 bool matches(const nlohmann::json& row, const MoeLayerSpec& spec, std::string_view quant) {
   const auto is = [&](const char* key, std::int64_t want) {
-    return row.contains(key) && row[key].is_number() && row[key].get<double>() == double(want);
+    return row.contains(key) && row[key].is_number() &&
+           row[key].get<double>() == static_cast<double>(want);
   };
   const std::string format = row.value("format", std::string());
   return format.rfind(quant, 0) == 0 && is("E", spec.num_experts) &&

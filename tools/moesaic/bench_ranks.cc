@@ -49,6 +49,7 @@ Result<std::vector<double>> gather(Communicator& communicator, double mine) {
   MOESAIC_ASSIGN_OR_RETURN(const auto all, communicator.control().all_gather(
                                                "figures", static_cast<std::int64_t>(mine * 1e3)));
   std::vector<double> figures;
+  figures.reserve(all.size());
   for (const std::int64_t v : all) figures.push_back(static_cast<double>(v) * 1e-3);
   return figures;
 }

@@ -114,6 +114,7 @@ Result<MoeLayerSpec> spec_from_list(std::string_view text) {
 
 std::vector<std::string_view> shape_names() {
   std::vector<std::string_view> names;
+  names.reserve(std::size(kShapes));
   for (const NamedShape& shape : kShapes) names.push_back(shape.name);
   return names;
 }

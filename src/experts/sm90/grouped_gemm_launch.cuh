@@ -26,7 +26,7 @@ int launch_tile(const GroupedParams& params, int num_sms, void* stream) {
   attributes[1].val.clusterDim = {2, 1, 1};
   cudaLaunchConfig_t config = {};
   constexpr bool kCluster = Tile::kPaired || L::kSplit;
-  config.gridDim = dim3(static_cast<unsigned>(kCluster ? num_sms / 2 * 2 : num_sms));
+  config.gridDim = dim3{static_cast<unsigned>(kCluster ? num_sms / 2 * 2 : num_sms)};
   config.blockDim = dim3(L::kThreads);
   config.dynamicSmemBytes = L::kBytes;
   config.stream = static_cast<cudaStream_t>(stream);

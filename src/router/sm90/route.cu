@@ -479,7 +479,7 @@ int launch_route(const RouteParams& p, const ExpertChores* chores, void* stream)
   }
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(warps) * 32);
-  config.dynamicSmemBytes = static_cast<std::size_t>(warps * bytes);
+  config.dynamicSmemBytes = static_cast<std::size_t>(warps) * static_cast<std::size_t>(bytes);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
   config.numAttrs = 1;
