@@ -96,6 +96,9 @@ TEST(OwnLayer, ARouterOnAGpuSaysWhatItCannotDo) {
   options.spec = test::small_spec().routing;
   options.spec.method = RoutingMethod::kZeroExpert;
   options.spec.num_zero_experts = 2;
+  options.spec.has_correction_bias = true;
+  const Tensor bias = Tensor::zeros(DType::kF32, {options.spec.num_experts + 2}).value();
+  options.correction_bias = bias.view();
   options.device = kLayerGpu;
   expect_refusal(Router::create(options).status(), StatusCode::kUnsupported, {"num_zero_experts"});
 }
