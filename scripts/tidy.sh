@@ -16,6 +16,7 @@ fi
 files=("$@")
 unity=ON
 [ $deep = 0 ] && [ ${#files[@]} -eq 0 ] || unity=OFF
+mkdir -p build
 build=build/tidy-$([ $unity = ON ] && echo folders || echo files)
 cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_UNITY_BUILD=$unity -DMOESAIC_BUILD_TESTS=OFF \
   -DMOESAIC_FAULT_INJECTION=ON -DCMAKE_EXPORT_COMPILE_COMMANDS=ON >"$build.log" 2>&1 || {

@@ -60,7 +60,8 @@ def main(arguments):
             tool = work / "prefix" / "bin" / "moesaic"
             run(tool, "--version")
             # Private headers must not have been installed.
-            stray = [p for p in (work / "prefix" / "include").rglob("*.h") if p.parent.name != "moesaic"]
+            public = {work / "prefix" / "include" / "moesaic", work / "prefix" / "include" / "moesaic" / "interop"}
+            stray = [p for p in (work / "prefix" / "include").rglob("*.h") if p.parent not in public]
             if stray:
                 print("private headers were installed:", *stray)
                 return 1

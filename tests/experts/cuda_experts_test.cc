@@ -233,6 +233,17 @@ TEST(CudaExpertsBound, ShapesAndTokens) {
   }
 }
 
+// Groups of more than 96 rows, with the tokens as the multiply's M operand: 800 tokens give each expert
+// about 266 rows.
+TEST(CudaExpertsBound, FullGroups) {
+  REQUIRE_HOPPER();
+  for (const char* quant : {"bf16", "fp8-block"}) {
+    const MoeProblem p = problem_of(quant, "silu", 384, 256, 6, 2);
+    const StandardCase c = test::make_case(33, p, 800, DType::kBF16, 0.1);
+    EXPECT_LT(worst_error(c), std::string_view(quant) == "bf16" ? 0x1p-8 : 0x1p-6) << quant;
+  }
+}
+
 // One token: bands are halved, and 384 rows of w2 leave the second half of the last band empty. The
 // second case has one expert twice.
 TEST(CudaExpertsBound, OneToken) {
