@@ -7,7 +7,8 @@
 #include "checkpoint/config/config.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  const auto config = moesaic::parse_model_config({reinterpret_cast<const char*>(data), size});
+  const auto config =
+      moesaic::checkpoint::parse_model_config({reinterpret_cast<const char*>(data), size});
   if (!config.ok()) {
     if (config.status().message().empty()) std::abort();
     if (config.status().code() == moesaic::StatusCode::kInternal) std::abort();

@@ -19,7 +19,8 @@ void require(bool condition) {
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   using namespace moesaic;
   const std::span<const std::byte> file(reinterpret_cast<const std::byte*>(data), size);
-  const Result<GgufHeader> header = parse_gguf("f", GgufBytes(file));
+  const Result<checkpoint::GgufHeader> header =
+      checkpoint::parse_gguf("f", checkpoint::GgufBytes(file));
   if (!header.ok()) {
     const StatusCode code = header.status().code();
     require(code == StatusCode::kCorruptFile || code == StatusCode::kLimitExceeded ||
@@ -28,15 +29,15 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     return 0;
   }
   std::uint64_t end = 0;
-  for (const TensorInfo& t : header->tensors) {
+  for (const checkpoint::TensorInfo& t : header->tensors) {
     require(t.begin >= end && t.begin - end < header->alignment && t.end >= t.begin);
     end = t.end;
     require(!t.name.empty() && t.rank >= 1 && t.rank <= 4);
     require(static_cast<std::uint64_t>(contiguous_bytes(t.dtype, t.shape).value()) == t.bytes());
   }
   require(header->tensors.empty() || header->data_offset + end <= size);
-  const std::array<const GgufHeader*, 1> parts = {&*header};
-  const Result<ModelConfig> config = read_gguf_config("f", parts);
+  const std::array<const checkpoint::GgufHeader*, 1> parts = {&*header};
+  const Result<checkpoint::ModelConfig> config = checkpoint::read_gguf_config("f", parts);
   if (!config.ok()) {
     require(!config.status().message().empty());
     require(config.status().code() != StatusCode::kInternal);

@@ -14,7 +14,8 @@ void require(bool condition) {
   if (!condition) std::abort();
 }
 
-void check(const moesaic::Result<moesaic::SafetensorsHeader>& header, std::uint64_t file_bytes) {
+void check(const moesaic::Result<moesaic::checkpoint::SafetensorsHeader>& header,
+           std::uint64_t file_bytes) {
   if (!header.ok()) {
     const auto code = header.status().code();
     // Unsupported: a file of another format, known by its first bytes.
@@ -25,7 +26,7 @@ void check(const moesaic::Result<moesaic::SafetensorsHeader>& header, std::uint6
     return;
   }
   std::uint64_t end = 0;
-  for (const moesaic::TensorInfo& t : header->tensors()) {
+  for (const moesaic::checkpoint::TensorInfo& t : header->tensors()) {
     require(t.begin == end && t.end >= t.begin);
     end = t.end;
     require(!t.name.empty() && header->find(t.name) == &t);
@@ -42,11 +43,11 @@ void check(const moesaic::Result<moesaic::SafetensorsHeader>& header, std::uint6
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   const std::span<const std::byte> file(reinterpret_cast<const std::byte*>(data), size);
-  check(moesaic::parse_safetensors("f", file), size);
+  check(moesaic::checkpoint::parse_safetensors("f", file), size);
   // Without the length field nearly every mutation reaches the parser.
   constexpr std::uint64_t kDataBytes = 16;
   const std::string_view text(reinterpret_cast<const char*>(data), size);
   const std::uint64_t file_bytes = 8 + size + kDataBytes;
-  check(moesaic::parse_safetensors_header("f", text, file_bytes), file_bytes);
+  check(moesaic::checkpoint::parse_safetensors_header("f", text, file_bytes), file_bytes);
   return 0;
 }

@@ -8,7 +8,8 @@
 #include "checkpoint/container/shards.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  const auto index = moesaic::parse_shard_index("f", {reinterpret_cast<const char*>(data), size});
+  const auto index =
+      moesaic::checkpoint::parse_shard_index("f", {reinterpret_cast<const char*>(data), size});
   if (!index.ok()) return 0;
   const std::string* previous = nullptr;
   for (const auto& [tensor, file] : index->weight_map) {

@@ -48,8 +48,8 @@ const Int4Products& int4_products() {
     for (int scale = 0; scale < 256; ++scale) {
       for (int code = 0; code < 16; ++code) {
         const int value = i4_from_nibble(static_cast<std::uint8_t>(code));
-        t.of[scale][code] =
-            bf16_from_f32(int4_fp8_value(value, f32_from_e4m3(static_cast<std::uint8_t>(scale))));
+        t.of[scale][code] = bf16_from_f32(
+            quant::int4_fp8_value(value, f32_from_e4m3(static_cast<std::uint8_t>(scale))));
       }
     }
     return t;

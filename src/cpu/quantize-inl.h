@@ -65,15 +65,15 @@ template <RowQuantRule kRule>
 HWY_INLINE float ScaleOf(float amax) {
   switch (kRule) {
     case RowQuantRule::kMxfp8:
-      return f32_from_e8m0(mx_scale(amax, DType::kF8E4M3, ExponentRule::kCeil));
+      return f32_from_e8m0(quant::mx_scale(amax, DType::kF8E4M3, ExponentRule::kCeil));
     case RowQuantRule::kMxfp4:
-      return f32_from_e8m0(mx_scale(amax, DType::kF4E2M1, ExponentRule::kRound175));
+      return f32_from_e8m0(quant::mx_scale(amax, DType::kF4E2M1, ExponentRule::kRound175));
     case RowQuantRule::kInt8Token:
-      return int8_row_scale(amax);
+      return quant::int8_row_scale(amax);
     case RowQuantRule::kFp8GroupPow2:
-      return fp8_group_scale(amax, ScaleRounding::kCeilPowerOfTwo);
+      return quant::fp8_group_scale(amax, quant::ScaleRounding::kCeilPowerOfTwo);
     default:  // kFp8Token
-      return fp8_row_scale(amax);
+      return quant::fp8_row_scale(amax);
   }
 }
 
@@ -95,7 +95,7 @@ HWY_INLINE void QuantizeGroups(float* row, std::int64_t n, std::int64_t group, f
     const float amax = AbsMax(x, count);
     const bool finite = amax <= std::numeric_limits<float>::max();
     float scale = amax;  // NaN or infinite
-    if (finite && kNvfp4) scale = f32_from_e4m3(nvfp4_block_scale(amax, gscale));
+    if (finite && kNvfp4) scale = f32_from_e4m3(quant::nvfp4_block_scale(amax, gscale));
     if (finite && !kNvfp4) scale = ScaleOf<kRule>(amax);
     if (g == 0) first = scale;
     const float kept = MOESAIC_FAULT(cpu_row_scale_of_group_zero) ? first : scale;

@@ -29,19 +29,19 @@ struct Baseline {
 };
 template <class T>
 Status cpu_can_implement(const MoeProblem& problem) {
-  return cpu_experts_can_implement(T::kTier, problem);
+  return experts::cpu_experts_can_implement(T::kTier, problem);
 }
 template <class T>
 Result<std::unique_ptr<Experts>> make_cpu(const MoeProblem& problem, ExpertSource& source) {
-  return make_cpu_experts(T::kTier, problem, source);
+  return experts::make_cpu_experts(T::kTier, problem, source);
 }
 template <class T>
 Result<std::int64_t> cpu_workspace_size(const MoeProblem& problem, std::int64_t tokens) {
-  return cpu_experts_workspace_size(T::kTier, problem, tokens);
+  return experts::cpu_experts_workspace_size(T::kTier, problem, tokens);
 }
 template <class T>
 int cpu_threads(const MoeProblem& problem, std::int64_t tokens) {
-  const Result<int> threads = cpu_experts_threads(T::kTier, problem, tokens);
+  const Result<int> threads = experts::cpu_experts_threads(T::kTier, problem, tokens);
   return threads.ok() ? *threads : 1;
 }
 int one_thread(const MoeProblem&, std::int64_t) { return 1; }
@@ -52,7 +52,7 @@ constexpr ExpertsBackend cpu_row(std::string_view name, std::string_view descrip
           &cpu_can_implement<T>,
           &make_cpu<T>,
           &cpu_workspace_size<T>,
-          kCpuExpertsDeterminism,
+          experts::kCpuExpertsDeterminism,
           &cpu_threads<T>};
 }
 
@@ -66,8 +66,8 @@ constexpr auto kCatalogue = std::to_array<ExpertsBackend>({
     cpu_row<Avx2>("cpu_avx2", "AVX2 with FMA, fp32 multiply-add"),
     cpu_row<Baseline>("cpu_baseline", "the build's baseline (x86-64-v2), fp32"),
     {"cpu_reference", "plain loops, every scheme, activation and format; one thread",
-     &ref_experts_can_implement, &make_ref_experts, &ref_experts_workspace_size,
-     kRefExpertsDeterminism, &one_thread},
+     &experts::ref_experts_can_implement, &experts::make_ref_experts,
+     &experts::ref_experts_workspace_size, experts::kRefExpertsDeterminism, &one_thread},
 });
 
 std::string all_names() {

@@ -6,7 +6,7 @@
 
 #include "moesaic/experts.h"
 
-namespace moesaic {
+namespace moesaic::experts {
 
 struct ExpertField {
   std::string_view name;
@@ -37,4 +37,4 @@ inline constexpr std::array kExpertFields = {
 // A member that is not listed would stay behind when its expert moves.
 static_assert(sizeof(ExpertWeightsView) == kExpertFields.size() * sizeof(ConstTensorView));
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

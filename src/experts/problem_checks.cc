@@ -40,7 +40,7 @@ Status check_sizes(const MoeProblem& p) {
   }
   if (p.num_threads < 0)
     return invalid(fmt::format("num_threads: got {}, need >= 0", p.num_threads));
-  const auto elements = checked_mul(w13_rows(p), p.hidden_size);
+  const auto elements = checked_mul(experts::w13_rows(p), p.hidden_size);
   if (!elements || *elements > kMaxMatrixElements) {
     return {StatusCode::kLimitExceeded,
             fmt::format("hidden_size: {} x intermediate_size {} exceeds 2^58 elements",
@@ -52,7 +52,7 @@ Status check_sizes(const MoeProblem& p) {
 Status check_activation_dtype(const MoeProblem& p) {
   const DType got = p.activation_dtype;
   MOESAIC_RETURN_IF_ERROR(expect_float_dtype("activation_dtype", got, StatusCode::kUnsupported));
-  const DType want = needed_activation_dtype(p.quant.kind).value_or(got);
+  const DType want = quant::needed_activation_dtype(p.quant.kind).value_or(got);
   if (got == want) return {};
   return unsupported(fmt::format("activation_dtype: got {}, scheme {} needs {}", dtype_name(got),
                                  compute_scheme_name(p.quant.kind), dtype_name(want)));
@@ -99,6 +99,10 @@ Status check_problem(const MoeProblem& problem) {
   MOESAIC_RETURN_IF_ERROR(check_activation_dtype(problem));
   return check_block_shapes(problem);
 }
+
+}  // namespace moesaic
+
+namespace moesaic::experts {
 
 namespace {
 
@@ -157,7 +161,7 @@ Status check_routing(const MoeProblem& p, const ExpertsArgs& a, std::int64_t tok
   MOESAIC_RETURN_IF_ERROR(expect_shape("topk_weights", a.topk_weights, want));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous("topk_weights", a.topk_weights));
   MOESAIC_RETURN_IF_ERROR(check_map(a.expert_map, p));
-  return validate_topk_ids(
+  return permute::validate_topk_ids(
       {a.topk_ids.as<std::int32_t>(), static_cast<std::size_t>(tokens * p.top_k)}, a.expert_map,
       p.num_experts, p.num_local_experts, p.top_k);
 }
@@ -302,4 +306,4 @@ Status check_run_args(const MoeProblem& p, const ExpertsArgs& a, std::int64_t wo
   return check_overlaps(a, input_bytes, output_bytes);
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

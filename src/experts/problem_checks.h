@@ -10,7 +10,7 @@
 #include "moesaic/status.h"
 #include "quant/compute_scheme.h"
 
-namespace moesaic {
+namespace moesaic::experts {
 
 // Rows of w13: 2I (gated) or I.
 inline std::int64_t w13_rows(const MoeProblem& problem) {
@@ -46,4 +46,4 @@ Result<std::int64_t> strided_extent_bytes(std::string_view field, const ConstTen
 Status expect_disjoint(std::string_view field_a, const void* a, std::int64_t bytes_a,
                        std::string_view field_b, const void* b, std::int64_t bytes_b);
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

@@ -7,7 +7,7 @@
 #include "experts/reference/operand.h"
 #include "numerics/float_codec.h"
 
-namespace moesaic {
+namespace moesaic::experts {
 namespace {
 
 // How gate and up carry the error of their input, along it and across (numerics.h). Along: both
@@ -129,4 +129,4 @@ RowNumerics NoiseModel::of(const RowError& input, const RowError& inner, const f
   return row;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

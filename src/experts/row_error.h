@@ -10,7 +10,7 @@
 #include "moesaic/numerics.h"
 #include "moesaic/quant.h"
 
-namespace moesaic {
+namespace moesaic::experts {
 
 // Sums over the columns of a row (or a part of it) x and what became of it, q.
 struct RowError {
@@ -54,4 +54,4 @@ struct NoiseModel {
                  float factor) const;
 };
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

@@ -42,7 +42,7 @@ class StackedSource final : public ExpertSource {
 
   Result<ExpertWeightsView> expert(std::int64_t e) override {
     ExpertWeightsView v;
-    for (const ExpertField& field : kExpertFields) {
+    for (const experts::ExpertField& field : experts::kExpertFields) {
       MOESAIC_ASSIGN_OR_RETURN(v.*field.view,
                                slice(field.name, w_.*field.view, field.stacked_rank, e));
     }

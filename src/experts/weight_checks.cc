@@ -12,7 +12,7 @@
 #include "experts/reference/matrix.h"
 #include "numerics/element.h"
 
-namespace moesaic {
+namespace moesaic::experts {
 namespace {
 
 // Absent although the scheme needs it, or present although it does not; sets *wanted.
@@ -191,4 +191,4 @@ Status check_expert_weights(const MoeProblem& problem, const ExpertWeightsView& 
   return status.ok() ? status : status.with_context(fmt::format("expert {}", local_expert));
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

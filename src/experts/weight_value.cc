@@ -3,12 +3,12 @@
 #include "numerics/codec.h"
 #include "quant/code_values.h"
 
-namespace moesaic {
+namespace moesaic::experts {
 namespace {
 
 double stored_code(const OperandQuant& w, const ConstTensorView& t, std::int64_t i) {
   if (dtype_bits(w.dtype) == 4) {
-    const CodeValues values = code_values(w);
+    const quant::CodeValues values = quant::code_values(w);
     return static_cast<double>(values[nibble_at(t.as<std::uint8_t>(), i)]);
   }
   if (w.dtype == DType::kI8) return t.as<std::int8_t>()[i];
@@ -30,9 +30,9 @@ double weight_value(const OperandQuant& w, const ProjectionView& v, std::int64_t
   std::int64_t at = 0;  // of the scale
   if (w.granularity == ScaleGranularity::kChannel) at = n;
   if (v.scale.present() && v.scale.rank() == 2) at = n / w.block_n * v.scale.dim(1) + k / w.block_k;
-  if (rounds_scaled_codes(w)) {
+  if (quant::rounds_scaled_codes(w)) {
     const auto scale = static_cast<float>(number(v.scale, at));
-    return static_cast<double>(int4_fp8_value(static_cast<int>(value), scale)) *
+    return static_cast<double>(quant::int4_fp8_value(static_cast<int>(value), scale)) *
            number(v.channel_scale, n);
   }
   if (v.zero.present()) value -= number(v.zero, at);
@@ -43,4 +43,4 @@ double weight_value(const OperandQuant& w, const ProjectionView& v, std::int64_t
   return value;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

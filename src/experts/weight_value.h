@@ -7,7 +7,7 @@
 #include "experts/reference/matrix.h"
 #include "moesaic/quant.h"
 
-namespace moesaic {
+namespace moesaic::experts {
 
 // Element [n, k] of a projection whose tensors have passed check_expert_weights, all scales of the
 // weight included, k counted in the stored order of columns. Exact products in double; int4 with
@@ -15,4 +15,4 @@ namespace moesaic {
 double weight_value(const OperandQuant& weight, const ProjectionView& view, std::int64_t n,
                     std::int64_t k);
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

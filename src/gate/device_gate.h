@@ -6,7 +6,7 @@
 #include "moesaic/gate.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::gate {
 
 class DeviceGate {
  public:
@@ -22,4 +22,4 @@ Result<std::unique_ptr<DeviceGate>> make_device_gate(const ConstTensorView& weig
                                                      const ConstTensorView& bias,
                                                      const GateLinear::Options& options);
 
-}  // namespace moesaic
+}  // namespace moesaic::gate

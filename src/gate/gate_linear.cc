@@ -59,12 +59,12 @@ struct GateLinear::Impl {
   int num_threads = 1;
   std::int64_t expert_count = 0, row_size = 0;
   Device device = Device::cpu();
-  std::unique_ptr<DeviceGate> gpu = nullptr;  // instead of weight and bias
+  std::unique_ptr<gate::DeviceGate> gpu = nullptr;  // instead of weight and bias
 
   std::int64_t experts() const { return expert_count; }
   std::int64_t hidden() const { return row_size; }
   int team_size(std::int64_t rows) const {
-    return cpu::team_size(cpu_gate_us(rows, experts(), hidden()), num_threads);
+    return cpu::team_size(gate::cpu_gate_us(rows, experts(), hidden()), num_threads);
   }
 
   // Logits of all rows of `op`, rounded when they are stored.
@@ -122,8 +122,8 @@ Result<GateLinear> GateLinear::create(ConstTensorView weight, ConstTensorView bi
       return Status(StatusCode::kUnsupported, fmt::format("logits_dtype: got {} on a GPU, need F32",
                                                           dtype_name(options.logits_dtype)));
     }
-    MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<DeviceGate> gpu,
-                             make_device_gate(weight, bias, options));
+    MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<gate::DeviceGate> gpu,
+                             gate::make_device_gate(weight, bias, options));
     std::unique_ptr<Impl> impl(new (std::nothrow) Impl());
     if (!impl) return Status(StatusCode::kOutOfMemory, "gate: cannot allocate the object");
     impl->expert_count = num_experts;

@@ -78,10 +78,11 @@ Status apply_activation(const ActivationSpec& spec, GateUpLayout layout, ConstTe
     }
     for (std::int64_t r = slab * rows; r < slab * rows + count; ++r) {
       for (std::int64_t i = 0; i < width; ++i) {
-        const GateUpIndex at = gate_up_index(layout, i, width);
+        const activation::GateUpIndex at = activation::gate_up_index(layout, i, width);
         const float gate = load_as_f32(in.data, in.dtype, r * in_width + at.gate);
         const float up = load_as_f32(in.data, in.dtype, r * in_width + at.up);
-        store_from_f32(out.data, out.dtype, r * width + i, ref_activate(spec, gate, up));
+        store_from_f32(out.data, out.dtype, r * width + i,
+                       activation::ref_activate(spec, gate, up));
       }
     }
   }

@@ -63,8 +63,8 @@ Status validate(const SlotRouting& routing) {
                   "top_k: got " + std::to_string(routing.top_k) + ", need a divisor of the " +
                       std::to_string(routing.topk_ids.size()) + " slots");
   }
-  return validate_topk_ids(routing.topk_ids, routing.expert_map, routing.num_experts,
-                           routing.num_local_experts, routing.top_k);
+  return permute::validate_topk_ids(routing.topk_ids, routing.expert_map, routing.num_experts,
+                                    routing.num_local_experts, routing.top_k);
 }
 
 Status plan_contiguous_permutation(const SlotRouting& routing, const ContiguousRows& rows,
@@ -83,7 +83,7 @@ Status plan_contiguous_permutation(const SlotRouting& routing, const ContiguousR
   // Counts in expert_start[e + 1], then an exclusive sum of the padded counts.
   std::fill(expert_start.begin(), expert_start.end(), 0);
   for (const std::int32_t id : routing.topk_ids) {
-    const std::int32_t e = local_expert_of(id, routing.expert_map);
+    const std::int32_t e = permute::local_expert_of(id, routing.expert_map);
     if (e >= 0) ++expert_start[static_cast<std::size_t>(e) + 1];
   }
   const std::int64_t alignment = MOESAIC_FAULT(permute_no_alignment) ? 1 : rows.alignment;
@@ -101,7 +101,7 @@ Status plan_contiguous_permutation(const SlotRouting& routing, const ContiguousR
   // cursor goes back to where the segment began.
   std::fill(expert_ids.begin(), expert_ids.end(), MOESAIC_FAULT(permute_padding_labelled) ? 0 : -1);
   for (std::size_t s = 0; s < routing.topk_ids.size(); ++s) {
-    const std::int32_t e = local_expert_of(routing.topk_ids[s], routing.expert_map);
+    const std::int32_t e = permute::local_expert_of(routing.topk_ids[s], routing.expert_map);
     if (e < 0) continue;
     const std::int64_t row = expert_start[static_cast<std::size_t>(e)]++;
     expert_ids[static_cast<std::size_t>(row)] = e;
@@ -144,7 +144,7 @@ Status permute_rows(const SlotRouting& routing, std::span<const std::int32_t> in
   }
   for (std::int64_t s = 0; s < slots; ++s) {
     const auto at = static_cast<std::size_t>(s);
-    if (local_expert_of(routing.topk_ids[at], routing.expert_map) < 0) continue;
+    if (permute::local_expert_of(routing.topk_ids[at], routing.expert_map) < 0) continue;
     const std::int64_t row = inv_perm[at];
     if (row < 0 || row >= out.dim(0)) {
       return Status(StatusCode::kInvalidArgument,

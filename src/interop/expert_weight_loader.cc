@@ -63,11 +63,11 @@ Result<TensorView> expert_rows(std::string_view field, TensorView parameter) {
 
 struct ExpertWeightLoader::Impl {
   std::vector<std::int32_t> local;
-  std::array<Tensor, kExpertFields.size()> stacks;
+  std::array<Tensor, experts::kExpertFields.size()> stacks;
 
   Status allocate(const ExpertWeightsView& first) {
     for (std::size_t f = 0; f < stacks.size(); ++f) {
-      const ConstTensorView& like = first.*kExpertFields[f].view;
+      const ConstTensorView& like = first.*experts::kExpertFields[f].view;
       if (!like.present()) continue;
       MOESAIC_ASSIGN_OR_RETURN(const Shape shape, with_experts(std::ssize(local), like.shape));
       MOESAIC_ASSIGN_OR_RETURN(stacks[f], Tensor::uninitialized(like.dtype, shape));
@@ -78,8 +78,8 @@ struct ExpertWeightLoader::Impl {
   // Into every slot that holds logical expert `e`.
   Status place(std::int32_t e, const ExpertWeightsView& view) {
     for (std::size_t f = 0; f < stacks.size(); ++f) {
-      const ConstTensorView& from = view.*kExpertFields[f].view;
-      MOESAIC_RETURN_IF_ERROR(check_same(kExpertFields[f].name, e, from, stacks[f]));
+      const ConstTensorView& from = view.*experts::kExpertFields[f].view;
+      MOESAIC_RETURN_IF_ERROR(check_same(experts::kExpertFields[f].name, e, from, stacks[f]));
       if (!from.present()) continue;
       const std::int64_t bytes = stacks[f].bytes() / std::ssize(local);
       for (std::size_t slot = 0; slot < local.size(); ++slot) {
@@ -133,7 +133,7 @@ StackedExpertWeights ExpertWeightLoader::weights() const {
   StackedExpertWeights weights;
   for (std::size_t f = 0; f < impl_->stacks.size(); ++f) {
     const Tensor& stack = impl_->stacks[f];
-    if (stack.present()) weights.*kExpertFields[f].view = stack.view();
+    if (stack.present()) weights.*experts::kExpertFields[f].view = stack.view();
   }
   return weights;
 }
@@ -142,9 +142,10 @@ std::vector<ExpertWeightLoader::Rows> ExpertWeightLoader::get_expert_weights() {
   std::vector<Rows> all;
   for (std::size_t f = 0; f < impl_->stacks.size(); ++f) {
     Tensor& stack = impl_->stacks[f];
-    if (!stack.present() || !moves(kExpertFields[f].name)) continue;
+    if (!stack.present() || !moves(experts::kExpertFields[f].name)) continue;
     // Contiguous by construction.
-    all.push_back({kExpertFields[f].name, *expert_rows(kExpertFields[f].name, stack.view())});
+    all.push_back({experts::kExpertFields[f].name,
+                   *expert_rows(experts::kExpertFields[f].name, stack.view())});
   }
   return all;
 }

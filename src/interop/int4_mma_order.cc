@@ -12,7 +12,7 @@ namespace {
 
 Status check_mma_order(const ConstTensorView& nibbles, const ConstTensorView& words,
                        bool to_words) {
-  MOESAIC_RETURN_IF_ERROR(expect_matrix("nibbles", nibbles));
+  MOESAIC_RETURN_IF_ERROR(quant::expect_matrix("nibbles", nibbles));
   const std::int64_t n = nibbles.dim(0);
   const std::int64_t half_k = nibbles.dim(1);
   if (n % kInt4MmaRows != 0 || half_k % (kInt4MmaCols / 2) != 0) {
@@ -20,11 +20,11 @@ Status check_mma_order(const ConstTensorView& nibbles, const ConstTensorView& wo
                   "nibbles: got " + nibbles.shape.to_string() +
                       ", need [N, K/2] with N a multiple of 64 and K of 32");
   }
-  return check_arguments({
-      {"nibbles", nibbles, accept(DType::kU8), nibbles.shape, !to_words},
+  return quant::check_arguments({
+      {"nibbles", nibbles, quant::accept(DType::kU8), nibbles.shape, !to_words},
       {"words",
        words,
-       accept(DType::kI32, DType::kU32),
+       quant::accept(DType::kI32, DType::kU32),
        {n / kInt4MmaRows, half_k / (kInt4MmaCols / 2), kInt4MmaThreads, 2},
        to_words},
   });

@@ -74,25 +74,25 @@ void for_weights(std::int64_t n_size, std::int64_t k_size, int bits, Visit&& vis
 Status check_weight(const ConstTensorView& codes, int bits, const ConstTensorView& packed,
                     bool to_packed) {
   MOESAIC_RETURN_IF_ERROR(expect_marlin_bits(bits));
-  MOESAIC_RETURN_IF_ERROR(expect_matrix("codes", codes));
+  MOESAIC_RETURN_IF_ERROR(quant::expect_matrix("codes", codes));
   MOESAIC_RETURN_IF_ERROR(contiguous_bytes(DType::kU64, codes.shape).status());
   MOESAIC_RETURN_IF_ERROR(expect_multiple("codes: N", codes.dim(0), 64));
   MOESAIC_RETURN_IF_ERROR(expect_multiple("codes: K", codes.dim(1), 16));
-  return check_arguments({
-      {"codes", codes, accept(DType::kU8), codes.shape, !to_packed},
-      {"packed", packed, kWords, {codes.dim(1) / 16, codes.dim(0) / 2 * bits}, to_packed},
+  return quant::check_arguments({
+      {"codes", codes, quant::accept(DType::kU8), codes.shape, !to_packed},
+      {"packed", packed, quant::kWords, {codes.dim(1) / 16, codes.dim(0) / 2 * bits}, to_packed},
   });
 }
 
 Status check_zeros(const ConstTensorView& zeros, int bits, const ConstTensorView& packed,
                    bool to_packed) {
   MOESAIC_RETURN_IF_ERROR(expect_marlin_bits(bits));
-  MOESAIC_RETURN_IF_ERROR(expect_matrix("zeros", zeros));
+  MOESAIC_RETURN_IF_ERROR(quant::expect_matrix("zeros", zeros));
   MOESAIC_RETURN_IF_ERROR(contiguous_bytes(DType::kU64, zeros.shape).status());
   MOESAIC_RETURN_IF_ERROR(expect_multiple("zeros: N", zeros.dim(0), 64));
-  return check_arguments({
-      {"zeros", zeros, accept(DType::kU8), zeros.shape, !to_packed},
-      {"packed", packed, kWords, {zeros.dim(1), zeros.dim(0) / 32 * bits}, to_packed},
+  return quant::check_arguments({
+      {"zeros", zeros, quant::accept(DType::kU8), zeros.shape, !to_packed},
+      {"packed", packed, quant::kWords, {zeros.dim(1), zeros.dim(0) / 32 * bits}, to_packed},
   });
 }
 
@@ -113,13 +113,13 @@ void for_zeros(const Shape& zeros, int bits, Visit&& visit) {
 
 // out[place] = in[perm] (to Marlin) or out[perm] = in[place] (back), element by element of `bytes`.
 Status move_scales(const ConstTensorView& in, bool grouped, const TensorView& out, bool to_marlin) {
-  MOESAIC_RETURN_IF_ERROR(expect_matrix("scales", in));
+  MOESAIC_RETURN_IF_ERROR(quant::expect_matrix("scales", in));
   const std::int64_t step = grouped ? 64 : 32;
   MOESAIC_RETURN_IF_ERROR(expect_multiple("scales: N", in.dim(1), step));
-  constexpr DTypeMask kScales = kPlainFloats;
-  MOESAIC_RETURN_IF_ERROR(check_arguments({
+  constexpr quant::DTypeMask kScales = quant::kPlainFloats;
+  MOESAIC_RETURN_IF_ERROR(quant::check_arguments({
       {"scales", in, kScales, in.shape},
-      {"out", out, kScales & accept(in.dtype), in.shape, true},
+      {"out", out, kScales & quant::accept(in.dtype), in.shape, true},
   }));
   const auto group_perm = marlin_group_scale_permutation();
   const auto channel_perm = marlin_channel_scale_permutation();

@@ -22,7 +22,7 @@ Status moe_permute(const SlotRouting& routing, ConstTensorView a,
     return Status(StatusCode::kInvalidShape, "permuted: got " + permuted.shape.to_string() +
                                                  ", need [" + std::to_string(slots) + ", C]");
   }
-  MOESAIC_RETURN_IF_ERROR(sort_slots_by_expert(
+  MOESAIC_RETURN_IF_ERROR(permute::sort_slots_by_expert(
       routing.topk_ids, routing.expert_map, routing.num_experts, routing.num_local_experts,
       expert_first_token_offset, sorted_slots, routing.top_k));
   for (std::size_t row = 0; row < sorted_slots.size(); ++row) {

@@ -13,8 +13,8 @@
 namespace moesaic {
 namespace {
 
-constexpr DTypeMask kExponents = accept(DType::kF8E8M0, DType::kU8);
-constexpr DTypeMask kUe8m0Scales = kExponents | accept(DType::kF32);
+constexpr quant::DTypeMask kExponents = quant::accept(DType::kF8E8M0, DType::kU8);
+constexpr quant::DTypeMask kUe8m0Scales = kExponents | quant::accept(DType::kF32);
 
 // A stack of matrices [E, M, G]; rank 2 has one.
 struct Stack {
@@ -62,17 +62,18 @@ std::string place(const Stack& s, int rank, std::int64_t e, std::int64_t m, std:
 
 Status check_row_blocks(const ConstTensorView& blocks, const ConstTensorView& rows,
                         std::int64_t block_n, bool to_rows, Stack* stack) {
-  MOESAIC_RETURN_IF_ERROR(expect_positive("block_n", block_n));
+  MOESAIC_RETURN_IF_ERROR(quant::expect_positive("block_n", block_n));
   const char* rows_field = to_rows ? "out" : "rows";
   const char* blocks_field = to_rows ? "scales" : "out";
   MOESAIC_ASSIGN_OR_RETURN(*stack, stack_of(rows_field, rows.shape));
   const std::int64_t count = stack->rows / block_n + (stack->rows % block_n != 0 ? 1 : 0);
   const Shape want =
       rows.rank() == 3 ? Shape({stack->experts, count, stack->cols}) : Shape({count, stack->cols});
-  const DTypeMask dtypes = kExponents | accept(DType::kF8E4M3, DType::kF32, DType::kI32);
-  return check_arguments({
+  const quant::DTypeMask dtypes =
+      kExponents | quant::accept(DType::kF8E4M3, DType::kF32, DType::kI32);
+  return quant::check_arguments({
       {blocks_field, blocks, dtypes, want, !to_rows},
-      {rows_field, rows, dtypes & accept(blocks.dtype), rows.shape, to_rows},
+      {rows_field, rows, dtypes & quant::accept(blocks.dtype), rows.shape, to_rows},
   });
 }
 
@@ -85,9 +86,9 @@ Result<Shape> column_major_shape(const Shape& scales) {
 
 Status to_column_major(ConstTensorView scales, TensorView storage) {
   MOESAIC_ASSIGN_OR_RETURN(const Shape shape, column_major_shape(scales.shape));
-  MOESAIC_RETURN_IF_ERROR(check_arguments({
-      {"scales", scales, accept(DType::kF32), scales.shape},
-      {"storage", storage, accept(DType::kF32), shape, true},
+  MOESAIC_RETURN_IF_ERROR(quant::check_arguments({
+      {"scales", scales, quant::accept(DType::kF32), scales.shape},
+      {"storage", storage, quant::accept(DType::kF32), shape, true},
   }));
   MOESAIC_ASSIGN_OR_RETURN(const Stack s, stack_of("scales", scales.shape));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t count, shape.num_elements());
@@ -103,9 +104,9 @@ Status to_column_major(ConstTensorView scales, TensorView storage) {
 
 Status from_column_major(ConstTensorView storage, TensorView scales) {
   MOESAIC_ASSIGN_OR_RETURN(const Shape shape, column_major_shape(scales.shape));
-  MOESAIC_RETURN_IF_ERROR(check_arguments({
-      {"storage", storage, accept(DType::kF32), shape},
-      {"scales", scales, accept(DType::kF32), scales.shape, true},
+  MOESAIC_RETURN_IF_ERROR(quant::check_arguments({
+      {"storage", storage, quant::accept(DType::kF32), shape},
+      {"scales", scales, quant::accept(DType::kF32), scales.shape, true},
   }));
   MOESAIC_ASSIGN_OR_RETURN(const Stack s, stack_of("scales", scales.shape));
   const std::int64_t aligned = tma_aligned_rows(s.rows, 4);
@@ -123,9 +124,9 @@ Result<Shape> packed_ue8m0_shape(const Shape& scales) {
 
 Status pack_ue8m0(ConstTensorView scales, TensorView storage) {
   MOESAIC_ASSIGN_OR_RETURN(const Shape shape, packed_ue8m0_shape(scales.shape));
-  MOESAIC_RETURN_IF_ERROR(check_arguments({
+  MOESAIC_RETURN_IF_ERROR(quant::check_arguments({
       {"scales", scales, kUe8m0Scales, scales.shape},
-      {"storage", storage, accept(DType::kI32), shape, true},
+      {"storage", storage, quant::accept(DType::kI32), shape, true},
   }));
   MOESAIC_ASSIGN_OR_RETURN(const Stack s, stack_of("scales", scales.shape));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t count, shape.num_elements());
@@ -160,8 +161,8 @@ Status pack_ue8m0(ConstTensorView scales, TensorView storage) {
 
 Status unpack_ue8m0(ConstTensorView storage, TensorView scales) {
   MOESAIC_ASSIGN_OR_RETURN(const Shape shape, packed_ue8m0_shape(scales.shape));
-  MOESAIC_RETURN_IF_ERROR(check_arguments({
-      {"storage", storage, accept(DType::kI32), shape},
+  MOESAIC_RETURN_IF_ERROR(quant::check_arguments({
+      {"storage", storage, quant::accept(DType::kI32), shape},
       {"scales", scales, kUe8m0Scales, scales.shape, true},
   }));
   MOESAIC_ASSIGN_OR_RETURN(const Stack s, stack_of("scales", scales.shape));

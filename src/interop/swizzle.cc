@@ -33,10 +33,10 @@ void for_scales(const Shape& scales, const Shape& swizzled, Visit&& visit) {
 Status check_swizzle(const ConstTensorView& scales, const ConstTensorView& swizzled,
                      bool to_swizzled) {
   MOESAIC_ASSIGN_OR_RETURN(const Shape shape, swizzled_shape(scales.shape));
-  constexpr DTypeMask kBytes = accept(DType::kF8E4M3, DType::kF8E8M0, DType::kU8);
-  return check_arguments({
+  constexpr quant::DTypeMask kBytes = quant::accept(DType::kF8E4M3, DType::kF8E8M0, DType::kU8);
+  return quant::check_arguments({
       {"scales", scales, kBytes, scales.shape, !to_swizzled},
-      {"swizzled", swizzled, kBytes & accept(scales.dtype), shape, to_swizzled},
+      {"swizzled", swizzled, kBytes & quant::accept(scales.dtype), shape, to_swizzled},
   });
 }
 
@@ -83,9 +83,9 @@ Status block_scale_offsets(ConstTensorView rows, TensorView first) {
                   "rows: got " + rows.shape.to_string() + ", need rank 1 [E]");
   }
   const std::int64_t experts = rows.dim(0);
-  MOESAIC_RETURN_IF_ERROR(check_arguments({
-      {"rows", rows, accept(DType::kI32), {experts}},
-      {"first", first, accept(DType::kI32), {experts + 1}, true},
+  MOESAIC_RETURN_IF_ERROR(quant::check_arguments({
+      {"rows", rows, quant::accept(DType::kI32), {experts}},
+      {"first", first, quant::accept(DType::kI32), {experts + 1}, true},
   }));
   std::int64_t sum = 0;
   for (std::int64_t e = 0; e < experts; ++e) {

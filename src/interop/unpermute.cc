@@ -40,7 +40,7 @@ Status check(const SlotRouting& routing, const ConstTensorView& y, std::span<con
                                                  " entries, need " + std::to_string(slots));
   }
   for (std::size_t s = 0; s < slots; ++s) {
-    if (local_expert_of(routing.topk_ids[s], routing.expert_map) < 0) continue;
+    if (permute::local_expert_of(routing.topk_ids[s], routing.expert_map) < 0) continue;
     if (inv_perm[s] >= 0 && inv_perm[s] < y.dim(0)) continue;
     const auto k = static_cast<std::size_t>(routing.top_k);
     return Status(StatusCode::kInvalidArgument, "inv_perm: token " + std::to_string(s / k) +
@@ -65,7 +65,7 @@ Status unpermute_and_reduce(const SlotRouting& routing, ConstTensorView y,
       float sum = 0.0F;
       for (std::int64_t j = 0; j < routing.top_k - (drop_last ? 1 : 0); ++j) {
         const auto s = static_cast<std::size_t>(t * routing.top_k + j);
-        if (local_expert_of(routing.topk_ids[s], routing.expert_map) < 0) continue;
+        if (permute::local_expert_of(routing.topk_ids[s], routing.expert_map) < 0) continue;
         const float w = weights.empty() || ignore_weights ? 1.0F : weights[s];
         sum += w * load_as_f32(y.data, y.dtype, inv_perm[s] * width + h);
       }

@@ -9,7 +9,7 @@
 #include "layer/cpu/engine.h"
 #include "layer/sm90/layer.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 namespace {
 
 constexpr auto kEngines = std::to_array<LayerEngineRow>({cuda::kSm90Engine, kCpuEngine});
@@ -45,4 +45,4 @@ Status on_other_device(const Status& own, Device device, std::string_view need) 
   return unsupported(fmt::format("device: {}, need {}", device.to_string(), need));
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

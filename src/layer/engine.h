@@ -15,7 +15,7 @@
 #include "moesaic/fused_moe.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 
 class ExpertBalancer;  // expert_balancer.h
 class RankMesh;        // rank_mesh.h
@@ -86,4 +86,4 @@ std::string layer_determinism(std::string_view routed, std::string_view routed_d
 // A refusal of a candidate of another kind of device: `own` when that is one, else the device.
 Status on_other_device(const Status& own, Device device, std::string_view need);
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

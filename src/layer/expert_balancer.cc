@@ -11,7 +11,7 @@
 #include "core/refusal.h"
 #include "router/eplb_map.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 Result<std::unique_ptr<ExpertBalancer>> ExpertBalancer::create(std::int64_t num_logical,
                                                                std::int64_t num_physical, int ranks,
                                                                int rank, std::int64_t window) {
@@ -52,8 +52,8 @@ Status ExpertBalancer::map_ids(std::int32_t* ids, std::int64_t tokens, std::int6
   state.load = step_load_;
   state.max_replicas = maps_.max_replicas;
   state.record = true;
-  MOESAIC_RETURN_IF_ERROR(check_eplb_state(state, num_logical_));
-  map_logical_to_physical(state, num_logical_, tokens, k, nullptr, ids);
+  MOESAIC_RETURN_IF_ERROR(router::check_eplb_state(state, num_logical_));
+  router::map_logical_to_physical(state, num_logical_, tokens, k, nullptr, ids);
   return {};
 }
 
@@ -210,4 +210,4 @@ void ExpertBalancer::switch_maps() {
   flight_.reset();
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

@@ -16,7 +16,7 @@
 #include "moesaic/eplb.h"
 #include "moesaic/router.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 
 class ExpertBalancer {
  public:
@@ -83,4 +83,4 @@ class ExpertBalancer {
   std::unique_ptr<Flight> flight_;
 };
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

@@ -9,7 +9,7 @@
 
 #include "experts/expert_fields.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 namespace {
 
 Status no_memory() { return {StatusCode::kOutOfMemory, "cannot allocate an expert"}; }
@@ -19,7 +19,7 @@ Status no_memory() { return {StatusCode::kOutOfMemory, "cannot allocate an exper
 Result<std::shared_ptr<StoredExpert>> StoredExpert::copy(const ExpertWeightsView& view) {
   try {
     auto expert = std::make_shared<StoredExpert>();
-    for (const ExpertField& field : kExpertFields) {
+    for (const experts::ExpertField& field : experts::kExpertFields) {
       const ConstTensorView& from = view.*field.view;
       Tensor& to = expert->tensors.emplace_back();
       if (!from.present()) continue;
@@ -52,7 +52,7 @@ Result<std::shared_ptr<StoredExpert>> StoredExpert::allocate_like(const StoredEx
 ExpertWeightsView StoredExpert::view() const {
   ExpertWeightsView view;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    if (tensors[i].present()) view.*kExpertFields[i].view = tensors[i].view();
+    if (tensors[i].present()) view.*experts::kExpertFields[i].view = tensors[i].view();
   }
   return view;
 }
@@ -115,4 +115,4 @@ std::int64_t ExpertStore::bytes() const {
   return sum;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

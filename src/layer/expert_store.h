@@ -10,7 +10,7 @@
 
 #include "moesaic/experts.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 
 // The tensors of one expert, in the order of ExpertWeightsView's members; absent ones are empty.
 struct StoredExpert {
@@ -44,4 +44,4 @@ class ExpertStore final : public ExpertSource {
   Slots slots_;
 };
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

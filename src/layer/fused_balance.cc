@@ -31,12 +31,12 @@ Result<std::vector<double>> FusedMoE::measured_load() const {
 Status FusedMoE::begin_rearrange(std::span<const std::int32_t> wanted) {
   if (impl_->engine->balancer() == nullptr) return no_balancing();
   const std::lock_guard<std::mutex> lock(impl_->mutex);
-  ExpertBalancer& balancer = *impl_->engine->balancer();
+  layer::ExpertBalancer& balancer = *impl_->engine->balancer();
   const bool was_in_flight = balancer.in_flight();
   const Status begun = balancer.begin(wanted);
-  Status agreed =
-      agree(*impl_->mesh->world(), "rearrange", begun,
-            fingerprint_of(fmt::format("{} {}", fmt::join(wanted, ","), balancer.expert_bytes())));
+  Status agreed = layer::agree(
+      *impl_->mesh->world(), "rearrange", begun,
+      layer::fingerprint_of(fmt::format("{} {}", fmt::join(wanted, ","), balancer.expert_bytes())));
   if (!agreed.ok() && !was_in_flight) balancer.drop();
   return agreed;
 }

@@ -40,11 +40,11 @@ Status FusedMoE::Impl::check(const ConstTensorView& x, const TensorView& output,
   MOESAIC_RETURN_IF_ERROR(expect_shape("output", output, {rows, plan.hidden_size}));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous("output", output));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t input_bytes,
-                           strided_extent_bytes("hidden_states", x));
+                           experts::strided_extent_bytes("hidden_states", x));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t output_bytes,
                            contiguous_bytes(output.dtype, output.shape));
-  MOESAIC_RETURN_IF_ERROR(
-      expect_disjoint("output", output.data, output_bytes, "hidden_states", x.data, input_bytes));
+  MOESAIC_RETURN_IF_ERROR(experts::expect_disjoint("output", output.data, output_bytes,
+                                                   "hidden_states", x.data, input_bytes));
   const std::int64_t k = plan.routing.top_k;
   const std::int64_t columns = plan.routing.num_experts + plan.routing.num_zero_experts;
   if (!trace.numerics.empty() && static_cast<std::int64_t>(trace.numerics.size()) != rows) {
@@ -81,19 +81,20 @@ Status FusedMoE::forward(ConstTensorView hidden_states, TensorView output,
     const std::int64_t count = std::min(chunk, rows - first);
     Trace part;
     if (trace.router_logits.present()) {
-      part.router_logits = rows_of(trace.router_logits, first, count);
+      part.router_logits = layer::rows_of(trace.router_logits, first, count);
     }
-    if (trace.topk_weights.present()) part.topk_weights = rows_of(trace.topk_weights, first, count);
-    if (trace.topk_ids.present()) part.topk_ids = rows_of(trace.topk_ids, first, count);
+    if (trace.topk_weights.present())
+      part.topk_weights = layer::rows_of(trace.topk_weights, first, count);
+    if (trace.topk_ids.present()) part.topk_ids = layer::rows_of(trace.topk_ids, first, count);
     if (!trace.numerics.empty()) {
       part.numerics =
           trace.numerics.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(count));
     }
-    const ConstTensorView x = rows_of(hidden_states, first, count);
-    const TensorView y = rows_of(output, first, count);
+    const ConstTensorView x = layer::rows_of(hidden_states, first, count);
+    const TensorView y = layer::rows_of(output, first, count);
     MOESAIC_RETURN_IF_ERROR(m.engine->forward_host(x, y, part));
   }
-  if (ExpertBalancer* const balancer = m.engine->balancer()) return balancer->end_step();
+  if (layer::ExpertBalancer* const balancer = m.engine->balancer()) return balancer->end_step();
   return {};
 }
 

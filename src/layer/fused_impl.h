@@ -14,11 +14,11 @@ namespace moesaic {
 
 struct FusedMoE::Impl {
   MoeLayerSpec spec;
-  FusedPlan plan;
+  layer::FusedPlan plan;
   Options options;
   std::string router_name;
-  std::unique_ptr<RankMesh> mesh;  // null: this layer does not communicate
-  std::unique_ptr<LayerEngine> engine;
+  std::unique_ptr<layer::RankMesh> mesh;  // null: this layer does not communicate
+  std::unique_ptr<layer::LayerEngine> engine;
   mutable std::mutex mutex;  // one call at a time uses the engine's workspace
 
   static Result<std::unique_ptr<Impl>> build(MoeLayerWeights weights, const Options& options);

@@ -44,12 +44,12 @@ Status check_tensors(const MoeLayerSpec& spec, const MoeLayerTensors& t) {
 }
 
 // Every stage in order, with the candidates of all engines.
-std::vector<CandidateReport> explain_candidates(const FusedPlan& plan, std::string_view router,
-                                                Device device) {
+std::vector<CandidateReport> explain_candidates(const layer::FusedPlan& plan,
+                                                std::string_view router, Device device) {
   std::vector<CandidateReport> rows;
-  for (const ExplainStage stage :
-       {ExplainStage::kGate, ExplainStage::kRouter, ExplainStage::kPrepareFinalize}) {
-    for (const LayerEngineRow& engine : layer_engines()) {
+  for (const layer::ExplainStage stage : {layer::ExplainStage::kGate, layer::ExplainStage::kRouter,
+                                          layer::ExplainStage::kPrepareFinalize}) {
+    for (const layer::LayerEngineRow& engine : layer::layer_engines()) {
       engine.append_candidates(stage, plan, router, device, rows);
     }
   }
@@ -64,9 +64,9 @@ std::vector<CandidateReport> explain_candidates(const FusedPlan& plan, std::stri
   return rows;
 }
 
-Result<std::string> name_of_router(const FusedPlan& plan) {
-  MOESAIC_ASSIGN_OR_RETURN(const RoutingSpec spec, effective_routing(plan.routing));
-  return router_name(spec, {});
+Result<std::string> name_of_router(const layer::FusedPlan& plan) {
+  MOESAIC_ASSIGN_OR_RETURN(const RoutingSpec spec, router::effective_routing(plan.routing));
+  return router::router_name(spec, {});
 }
 
 }  // namespace
@@ -78,7 +78,7 @@ Result<FusedMoE> FusedMoE::from_checkpoint(const Checkpoint& checkpoint, int lay
   if (!weights.ok()) {
     // The others wait in create.
     return options.ranks.communicator
-               ? agree(*options.ranks.communicator, "layer", weights.status(), 0)
+               ? layer::agree(*options.ranks.communicator, "layer", weights.status(), 0)
                : weights.status();
   }
   return create(std::move(weights).value(), options);
@@ -88,22 +88,22 @@ Result<FusedMoE> FusedMoE::create(MoeLayerWeights weights, const Options& option
   Result<std::unique_ptr<Impl>> impl = Impl::build(std::move(weights), options);
   if (options.ranks.communicator) {
     const std::int64_t value = impl.ok() ? (*impl)->fingerprint() : 0;
-    MOESAIC_RETURN_IF_ERROR(
-        agree(*options.ranks.communicator, "layer", impl.ok() ? Status() : impl.status(), value));
+    MOESAIC_RETURN_IF_ERROR(layer::agree(*options.ranks.communicator, "layer",
+                                         impl.ok() ? Status() : impl.status(), value));
   }
   if (!impl.ok()) return impl.status();
   return FusedMoE(std::move(impl).value());
 }
 
 std::int64_t FusedMoE::Impl::fingerprint() const {
-  return fingerprint_of(
+  return layer::fingerprint_of(
       fmt::format("{} {} {} {} {} {} {} {} {} {}", spec.hidden_size, spec.intermediate_size,
                   spec.num_experts, plan.routing.top_k, plan.latent_size, plan.quant.scheme.name,
                   options.max_tokens, rank_transport_name(plan.ranks.transport),
                   plan.ranks.per_slot, expert_placement_name(options.parallel.placement)) +
       fmt::format(" {} {} {} {} {}", options.ranks.enable_eplb, plan.routed.num_experts,
                   options.ranks.enable_eplb ? engine->experts_backend() : "",
-                  engine_of(options.device).name, dtype_name(plan.ranks.combine_dtype)));
+                  layer::engine_of(options.device).name, dtype_name(plan.ranks.combine_dtype)));
 }
 
 Result<std::unique_ptr<FusedMoE::Impl>> FusedMoE::Impl::build(MoeLayerWeights weights,
@@ -122,16 +122,17 @@ Result<std::unique_ptr<FusedMoE::Impl>> FusedMoE::Impl::build(MoeLayerWeights we
   if (!impl) return Status(StatusCode::kOutOfMemory, "cannot allocate the layer");
   impl->spec = weights.spec;
   impl->options = options;
-  MOESAIC_ASSIGN_OR_RETURN(impl->plan, plan_fused_moe(weights.spec, weights.shared_quant, options));
+  MOESAIC_ASSIGN_OR_RETURN(impl->plan,
+                           layer::plan_fused_moe(weights.spec, weights.shared_quant, options));
   MOESAIC_RETURN_IF_ERROR(check_tensors(weights.spec, t));
 
   impl->plan.gate_dtype = t.gate_weight.dtype();
   MOESAIC_RETURN_IF_ERROR(check_device(options.device));
   if (impl->plan.ranks.active) {
-    MOESAIC_ASSIGN_OR_RETURN(impl->mesh, RankMesh::create(options, impl->plan.ranks));
+    MOESAIC_ASSIGN_OR_RETURN(impl->mesh, layer::RankMesh::create(options, impl->plan.ranks));
   }
-  const EngineParts parts{impl->spec, impl->plan, options, weights, impl->mesh.get()};
-  MOESAIC_ASSIGN_OR_RETURN(impl->engine, engine_of(options.device).create(parts));
+  const layer::EngineParts parts{impl->spec, impl->plan, options, weights, impl->mesh.get()};
+  MOESAIC_ASSIGN_OR_RETURN(impl->engine, layer::engine_of(options.device).create(parts));
   MOESAIC_ASSIGN_OR_RETURN(impl->router_name, name_of_router(impl->plan));
   impl->options.progress = nullptr;  // loading is over
   return impl;
@@ -146,7 +147,7 @@ const MoeLayerSpec& FusedMoE::spec() const { return impl_->spec; }
 Device FusedMoE::device() const { return impl_->options.device; }
 const Scheme& FusedMoE::quant() const { return impl_->plan.quant.scheme; }
 double FusedMoE::activation_bound() const {
-  const FusedPlan& plan = impl_->plan;
+  const layer::FusedPlan& plan = impl_->plan;
   const double routed =
       moesaic::activation_bound(plan.quant.scheme.activation, plan.routed.intermediate_size);
   if (!plan.has_shared) return routed;
@@ -173,7 +174,8 @@ Result<LayerExplanation> explain_layer(const MoeLayerSpec& spec, const FusedMoE:
 Result<LayerExplanation> explain_layer(const MoeLayerFormat& format,
                                        const FusedMoE::Options& options) {
   const MoeLayerSpec& spec = format.spec;
-  MOESAIC_ASSIGN_OR_RETURN(FusedPlan plan, plan_fused_moe(spec, format.shared_quant, options));
+  MOESAIC_ASSIGN_OR_RETURN(layer::FusedPlan plan,
+                           layer::plan_fused_moe(spec, format.shared_quant, options));
   plan.gate_dtype = format.gate_dtype;
   // The router's name needs the shapes of its vectors, not their values.
   Tensor bias, expert_scale;
@@ -184,11 +186,13 @@ Result<LayerExplanation> explain_layer(const MoeLayerFormat& format,
     MOESAIC_ASSIGN_OR_RETURN(bias, Tensor::zeros(DType::kF32, {spec.routing.num_experts +
                                                                spec.routing.num_zero_experts}));
   }
-  const Result<Router> router = make_layer_router(plan, options, bias.view(), expert_scale.view());
+  const Result<Router> router =
+      layer::make_layer_router(plan, options, bias.view(), expert_scale.view());
   if (!router.ok()) return router.status().with_context("router");
   LayerExplanation explanation;
   explanation.candidates = explain_candidates(plan, router->name(), options.device);
-  MOESAIC_RETURN_IF_ERROR(engine_of(options.device).explain(plan, spec, options, explanation));
+  MOESAIC_RETURN_IF_ERROR(
+      layer::engine_of(options.device).explain(plan, spec, options, explanation));
   return explanation;
 }
 

@@ -11,7 +11,7 @@
 #include "core/fault.h"
 #include "core/refusal.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 namespace {
 
 Status check_options(const MoeLayerSpec& spec, const FusedMoE::Options& o) {
@@ -163,4 +163,4 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_
   return plan;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

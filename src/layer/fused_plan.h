@@ -14,7 +14,7 @@
 #include "moesaic/spec.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 
 struct FusedPlan {
   QuantPlan quant, shared_quant;
@@ -39,4 +39,4 @@ struct FusedPlan {
 Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_stored,
                                  const FusedMoE::Options& options);
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

@@ -5,7 +5,7 @@
 
 #include "numerics/element.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 
 void normalise_rows(const ConstTensorView& x, double eps, const float* weight, float* out) {
   const std::int64_t rows = x.dim(0);
@@ -25,4 +25,4 @@ void normalise_rows(const ConstTensorView& x, double eps, const float* weight, f
   }
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

@@ -3,7 +3,7 @@
 
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 
 // out[t, h] = x[t, h] / sqrt(mean over h of x[t, h]^2 + eps), times weight[h] where there is one.
 //   x       [M, H] F32, BF16 or F16, rows may be apart
@@ -13,4 +13,4 @@ namespace moesaic {
 // row. Checks nothing, allocates nothing.
 void normalise_rows(const ConstTensorView& x, double eps, const float* weight, float* out);
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

@@ -1,6 +1,6 @@
 #include "layer/layer_router.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 
 Result<Router> make_layer_router(const FusedPlan& plan, const FusedMoE::Options& options,
                                  const ConstTensorView& correction_bias,
@@ -14,4 +14,4 @@ Result<Router> make_layer_router(const FusedPlan& plan, const FusedMoE::Options&
   return Router::create(router);
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

@@ -4,10 +4,10 @@
 #include "layer/fused_plan.h"
 #include "moesaic/router.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 
 Result<Router> make_layer_router(const FusedPlan& plan, const FusedMoE::Options& options,
                                  const ConstTensorView& correction_bias,
                                  const ConstTensorView& expert_scale);
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

@@ -12,7 +12,7 @@
 #include "numerics/element.h"
 #include "quant/quantize_weight.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 namespace {
 
 // Does the scheme quantise activations with scales that come with the weights?
@@ -137,7 +137,7 @@ class QuantizingSource final : public ExpertSource {
     }
     if (status.ok()) status = quantise("w2", v.w2, v.w2.rank() == 2 ? v.w2.dim(0) : 0, &w2_);
     if (!status.ok()) return status.with_context(context);
-    const StoredMatrix a = w13_.view(), b = w2_.view();
+    const quant::StoredMatrix a = w13_.view(), b = w2_.view();
     v.w13 = a.weight;
     v.w13_scale = a.scale;
     v.w13_global_scale = a.global_scale;
@@ -157,13 +157,14 @@ class QuantizingSource final : public ExpertSource {
 
  private:
   Status quantise(std::string_view field, const ConstTensorView& w, std::int64_t rows_per_part,
-                  QuantizedMatrix* to) {
+                  quant::QuantizedMatrix* to) {
     MOESAIC_RETURN_IF_ERROR(check_matrix(field, w));
     MOESAIC_RETURN_IF_ERROR(reuse(wide_, DType::kF32, w.shape));
     for (std::int64_t i = 0; i < w.dim(0) * w.dim(1); ++i) {
       wide_.as<float>()[i] = load_as_f32(w.data, w.dtype, i);
     }
-    Result<QuantizedMatrix> made = quantize_weight(scheme_.weight, wide_.view(), rows_per_part);
+    Result<quant::QuantizedMatrix> made =
+        quant::quantize_weight(scheme_.weight, wide_.view(), rows_per_part);
     if (!made.ok()) return made.status().with_context(field);
     *to = std::move(made).value();
     if (MOESAIC_FAULT(layer_quantise_scale_of_first_block)) {
@@ -189,7 +190,7 @@ class QuantizingSource final : public ExpertSource {
   ExpertSource& source_;
   Scheme scheme_;
   Tensor wide_;  // one matrix
-  QuantizedMatrix w13_, w2_;
+  quant::QuantizedMatrix w13_, w2_;
   Tensor w13_input_scale_, w2_input_scale_;
 };
 
@@ -213,4 +214,4 @@ Result<std::unique_ptr<ExpertSource>> make_converting_source(ExpertSource& sourc
   return result;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

@@ -8,7 +8,7 @@
 #include "moesaic/experts.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 
 // The source itself for kNone, else one that wraps it (and must not outlive it).
 //   kRound     kUnsupported when a finite weight becomes infinite in the target dtype
@@ -20,4 +20,4 @@ namespace moesaic {
 Result<std::unique_ptr<ExpertSource>> make_converting_source(ExpertSource& source,
                                                              const QuantPlan& plan);
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

@@ -183,14 +183,14 @@ Status ModularKernel::Impl::check(const Args& a) const {
             fmt::format("numerics: {} gives the experts other rows than the caller's", pf->name())};
   }
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t input_bytes,
-                           strided_extent_bytes("hidden_states", a.hidden_states));
+                           experts::strided_extent_bytes("hidden_states", a.hidden_states));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t output_bytes,
                            contiguous_bytes(a.output.dtype, a.output.shape));
   const bool same = a.output.data == a.hidden_states.data &&
                     a.output.dtype == a.hidden_states.dtype && a.hidden_states.is_contiguous();
   if (!(options.inplace && same)) {
-    MOESAIC_RETURN_IF_ERROR(expect_disjoint("output", a.output.data, output_bytes, "hidden_states",
-                                            a.hidden_states.data, input_bytes));
+    MOESAIC_RETURN_IF_ERROR(experts::expect_disjoint(
+        "output", a.output.data, output_bytes, "hidden_states", a.hidden_states.data, input_bytes));
   }
   MOESAIC_RETURN_IF_ERROR(expect_no_overlap("output", a.output, "topk_ids", a.topk_ids));
   return expect_no_overlap("output", a.output, "topk_weights", a.topk_weights);

@@ -9,7 +9,7 @@
 #include "core/fault.h"
 #include "quant/quantize_weight.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 namespace {
 
 bool is_plain(const Scheme& stored) { return stored.weight.granularity == ScaleGranularity::kNone; }
@@ -122,8 +122,8 @@ Result<QuantPlan> plan_quant(const Scheme& stored, DType activation_dtype,
   plan.conversion = LoadConversion::kQuantize;
   if (plan.scheme.weight_only()) plan.activation_dtype = DType::kBF16;
   plan.scheme.output_bound =
-      std::hypot(plan.scheme.output_bound,
-                 kWeightErrorGain * kRoundingMargin * rounding_error(plan.scheme.weight));
+      std::hypot(plan.scheme.output_bound, quant::kWeightErrorGain * quant::kRoundingMargin *
+                                               quant::rounding_error(plan.scheme.weight));
   return plan;
 }
 
@@ -142,4 +142,4 @@ Result<QuantPlan> plan_shared_quant(const Scheme& shared_stored, const Scheme& r
   return plan_quant(shared_stored, activation_dtype, "as-is");
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

@@ -9,7 +9,7 @@
 #include "moesaic/quant.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 
 enum class LoadConversion : std::uint8_t {
   kNone,      // weights are used as they are stored
@@ -40,4 +40,4 @@ Result<QuantPlan> plan_quant(const Scheme& stored, DType activation_dtype,
 Result<QuantPlan> plan_shared_quant(const Scheme& shared_stored, const Scheme& routed_stored,
                                     DType activation_dtype, std::string_view requested);
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

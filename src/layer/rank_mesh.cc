@@ -11,7 +11,7 @@
 #include "core/fault.h"
 #include "core/hash.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 namespace {
 
 // Groups with a common member need different ids; the two groups of a rank meet in that rank.
@@ -162,4 +162,4 @@ std::int64_t RankMesh::bytes_sent() const {
   return bytes;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

@@ -11,7 +11,7 @@
 #include "moesaic/communicator.h"
 #include "moesaic/modular_kernel.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 
 // Whether `mine` is ok on all ranks and `value` (>= 0) the same. Otherwise every rank fails: with
 // its own reason, or with kInvalidArgument that names a rank.
@@ -59,4 +59,4 @@ class RankMesh {
   bool sequence_parallel_ = false;
 };
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

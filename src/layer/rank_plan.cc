@@ -58,6 +58,10 @@ std::string_view rank_reduction_name(RankReduction reduction) {
   return reduction == RankReduction::kPerSlot ? "per_slot" : "per_rank";
 }
 
+}  // namespace moesaic
+
+namespace moesaic::layer {
+
 RowRange replica_share(std::int64_t rows, int replicas, int replica) {
   const std::int64_t each = ceil_div(rows, replicas);
   const std::int64_t first = std::min(each * replica, rows);
@@ -150,4 +154,4 @@ Result<RankPlan> plan_ranks(const FusedMoE::Options& options, std::int64_t top_k
   return plan;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

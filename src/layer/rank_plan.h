@@ -8,7 +8,7 @@
 #include "moesaic/fused_moe.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 
 struct RankPlan {
   bool active = false;      // the layer communicates
@@ -40,4 +40,4 @@ RowRange replica_share(std::int64_t rows, int replicas, int replica);
 // rows of all ranks exceed 2^31-1.
 Result<RankPlan> plan_ranks(const FusedMoE::Options& options, std::int64_t top_k);
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

@@ -5,7 +5,7 @@
 
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 
 inline TensorView view_of(void* data, DType dtype, const Shape& shape) {
   return {static_cast<std::byte*>(data), dtype, shape};
@@ -24,4 +24,4 @@ BasicTensorView<Byte> rows_of(const BasicTensorView<Byte>& t, std::int64_t first
   return part;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

@@ -12,7 +12,7 @@
 #include "core/hash.h"
 #include "parallel/transport.h"
 
-namespace moesaic {
+namespace moesaic::parallel {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -235,6 +235,10 @@ std::unique_ptr<Communicator> make_group_communicator(std::unique_ptr<Transport>
   return std::make_unique<GroupCommunicator>(std::move(world), std::move(ranks), rank, kWorldTag);
 }
 
+}  // namespace moesaic::parallel
+
+namespace moesaic {
+
 Result<std::shared_ptr<Communicator>> Communicator::shared_subgroup(std::span<const int> ranks,
                                                                     int id) {
   const auto same = [&](const SharedGroup& g) {
@@ -255,15 +259,15 @@ Result<std::shared_ptr<Communicator>> Communicator::shared_subgroup(std::span<co
 
 Status Communicator::barrier(std::string_view what) {
   const auto n = static_cast<std::size_t>(size());
-  return exchange(what, std::vector<Out>(n), std::vector<In>(n));
+  return exchange(what, std::vector<parallel::Out>(n), std::vector<parallel::In>(n));
 }
 
 Result<std::vector<std::int64_t>> Communicator::all_gather(std::string_view what,
                                                            std::int64_t value) {
   const auto n = static_cast<std::size_t>(size());
   std::vector<std::int64_t> all(n, 0);
-  const std::vector<Out> send(n, std::as_bytes(std::span(&value, 1)));
-  std::vector<In> recv;
+  const std::vector<parallel::Out> send(n, std::as_bytes(std::span(&value, 1)));
+  std::vector<parallel::In> recv;
   recv.reserve(n);
   for (std::int64_t& v : all) recv.push_back(std::as_writable_bytes(std::span(&v, 1)));
   MOESAIC_RETURN_IF_ERROR(exchange(what, send, recv));
@@ -280,8 +284,8 @@ Status Communicator::all_reduce_sum(std::string_view what, std::span<float> valu
   };
   const auto mine = part(static_cast<std::size_t>(rank()));
   std::vector<float> parts(n * mine.size());
-  std::vector<Out> send;
-  std::vector<In> recv;
+  std::vector<parallel::Out> send;
+  std::vector<parallel::In> recv;
   for (std::size_t r = 0; r < n; ++r) {
     send.push_back(std::as_bytes(part(r)));
     recv.push_back(std::as_writable_bytes(std::span(parts).subspan(r * mine.size(), mine.size())));

@@ -13,10 +13,10 @@ namespace {
 
 struct Mailboxes {
   std::mutex mutex;
-  std::map<std::tuple<int, int, int>, std::deque<Message>> queue;  // from, to, tag
+  std::map<std::tuple<int, int, int>, std::deque<parallel::Message>> queue;  // from, to, tag
 };
 
-class InProcessTransport final : public Transport {
+class InProcessTransport final : public parallel::Transport {
  public:
   InProcessTransport(std::shared_ptr<Mailboxes> boxes, int rank, int size)
       : boxes_(std::move(boxes)), rank_(rank), size_(size) {}
@@ -24,16 +24,17 @@ class InProcessTransport final : public Transport {
   std::string_view name() const override { return size_ == 1 ? "self" : "in_process"; }
   int rank() const override { return rank_; }
   int size() const override { return size_; }
-  Status post(int to, int tag, Message message) override {
+  Status post(int to, int tag, parallel::Message message) override {
     const std::lock_guard<std::mutex> lock(boxes_->mutex);
     boxes_->queue[{rank_, to, tag}].push_back(std::move(message));
     return {};
   }
-  Result<std::optional<Message>> poll(int from, int tag) override {
+  Result<std::optional<parallel::Message>> poll(int from, int tag) override {
     const std::lock_guard<std::mutex> lock(boxes_->mutex);
     const auto box = boxes_->queue.find({from, rank_, tag});
-    if (box == boxes_->queue.end() || box->second.empty()) return std::optional<Message>();
-    std::optional<Message> m = std::move(box->second.front());
+    if (box == boxes_->queue.end() || box->second.empty())
+      return std::optional<parallel::Message>();
+    std::optional<parallel::Message> m = std::move(box->second.front());
     box->second.pop_front();
     return m;
   }
@@ -56,8 +57,8 @@ Result<std::vector<std::unique_ptr<Communicator>>> make_in_process_communicators
   ranks.reserve(static_cast<std::size_t>(size));
   const auto boxes = std::make_shared<Mailboxes>();
   for (int r = 0; r < size; ++r) {
-    ranks.push_back(
-        make_group_communicator(std::make_unique<InProcessTransport>(boxes, r, size), options));
+    ranks.push_back(parallel::make_group_communicator(
+        std::make_unique<InProcessTransport>(boxes, r, size), options));
   }
   return ranks;
 }

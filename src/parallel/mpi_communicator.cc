@@ -45,7 +45,7 @@ Status mpi_error(const char* call, int code) {
   return {StatusCode::kDevice, fmt::format("{}: {}", call, text)};
 }
 
-class MpiTransport final : public Transport {
+class MpiTransport final : public parallel::Transport {
  public:
   explicit MpiTransport(bool finalize) : finalize_(finalize) {}
   MpiTransport(const MpiTransport&) = delete;
@@ -70,7 +70,7 @@ class MpiTransport final : public Transport {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
 
-  Status post(int to, int tag, Message message) override {
+  Status post(int to, int tag, parallel::Message message) override {
     if (message.size() > static_cast<std::size_t>(std::numeric_limits<int>::max())) {
       return {StatusCode::kLimitExceeded,
               fmt::format("message: got {} bytes, MPI takes at most 2^31-1", message.size())};
@@ -82,7 +82,7 @@ class MpiTransport final : public Transport {
     return code == MPI_SUCCESS ? Status() : mpi_error("MPI_Isend", code);
   }
 
-  Result<std::optional<Message>> poll(int from, int tag) override {
+  Result<std::optional<parallel::Message>> poll(int from, int tag) override {
     // A message that was announced may still be arriving; only its buffer waits, not this call.
     const auto key = std::pair(from, tag);
     if (arriving_.find(key) == arriving_.end()) {
@@ -91,7 +91,7 @@ class MpiTransport final : public Transport {
       MPI_Status status;
       int code = MPI_Improbe(from, tag, MPI_COMM_WORLD, &there, &handle, &status);
       if (code != MPI_SUCCESS) return mpi_error("MPI_Improbe", code);
-      if (there == 0) return std::optional<Message>();
+      if (there == 0) return std::optional<parallel::Message>();
       int bytes = 0;
       MPI_Get_count(&status, MPI_BYTE, &bytes);
       Pending& p = arriving_[key];
@@ -103,8 +103,8 @@ class MpiTransport final : public Transport {
     int done = 0;
     const int code = MPI_Test(&entry->second.request, &done, MPI_STATUS_IGNORE);
     if (code != MPI_SUCCESS) return mpi_error("MPI_Test", code);
-    if (done == 0) return std::optional<Message>();
-    std::optional<Message> m = std::move(entry->second.message);
+    if (done == 0) return std::optional<parallel::Message>();
+    std::optional<parallel::Message> m = std::move(entry->second.message);
     arriving_.erase(entry);
     return m;
   }
@@ -128,7 +128,7 @@ class MpiTransport final : public Transport {
 
  private:
   struct Pending {
-    Message message;
+    parallel::Message message;
     MPI_Request request = MPI_REQUEST_NULL;
   };
   std::list<Pending> pending_;
@@ -163,7 +163,7 @@ Result<std::unique_ptr<Communicator>> make_mpi_communicator(const CommunicatorOp
   }
   auto transport = std::make_unique<MpiTransport>(initialized == 0);
   MOESAIC_RETURN_IF_ERROR(transport->start());
-  return make_group_communicator(std::move(transport), options);
+  return parallel::make_group_communicator(std::move(transport), options);
 }
 
 #endif

@@ -11,7 +11,7 @@
 
 #include "cuda/device_memory.h"
 
-namespace moesaic {
+namespace moesaic::parallel {
 namespace {
 
 using Clock = NcclChannel::Clock;
@@ -143,4 +143,4 @@ void NcclChannel::abort() {
   if (comm_ != nullptr) static_cast<void>(nccl_.comm_abort(std::exchange(comm_, nullptr)));
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::parallel

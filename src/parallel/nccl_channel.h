@@ -8,7 +8,7 @@
 #include "moesaic/status.h"
 #include "parallel/nccl_library.h"
 
-namespace moesaic {
+namespace moesaic::parallel {
 
 class NcclChannel {
  public:
@@ -41,4 +41,4 @@ class NcclChannel {
   cudaEvent_t event_ = nullptr;
 };
 
-}  // namespace moesaic
+}  // namespace moesaic::parallel

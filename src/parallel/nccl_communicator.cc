@@ -34,8 +34,8 @@ bool on_device(const void* p) {
 
 class NcclCommunicator final : public Communicator {
  public:
-  NcclCommunicator(const NcclLibrary& nccl, std::shared_ptr<Communicator> control, int device,
-                   const CommunicatorOptions& options)
+  NcclCommunicator(const parallel::NcclLibrary& nccl, std::shared_ptr<Communicator> control,
+                   int device, const CommunicatorOptions& options)
       : nccl_(nccl), control_(std::move(control)), device_(device), options_(options) {}
 
   std::string_view name() const override { return "nccl"; }
@@ -84,21 +84,21 @@ class NcclCommunicator final : public Communicator {
   Status connect(Clock::time_point deadline) {
     if (channel_) return {};
     const auto n = static_cast<std::size_t>(size());
-    NcclUniqueId id = {};
+    parallel::NcclUniqueId id = {};
     if (rank() == 0) {
       const int code = nccl_.get_unique_id(&id);
-      if (code != NcclLibrary::kSuccess) {
+      if (code != parallel::NcclLibrary::kSuccess) {
         return {StatusCode::kDevice,
                 fmt::format("ncclGetUniqueId: {}", nccl_.get_error_string(code))};
       }
     }
     const Out mine = std::as_bytes(std::span(&id, 1));
     std::vector<Out> send(n, rank() == 0 ? mine : Out());
-    std::vector<NcclUniqueId> ids(n);
+    std::vector<parallel::NcclUniqueId> ids(n);
     std::vector<In> recv(n);
     recv[0] = std::as_writable_bytes(std::span(&ids[0], 1));
     MOESAIC_RETURN_IF_ERROR(control_->exchange("nccl id", send, recv));
-    auto channel = std::make_unique<NcclChannel>(nccl_, device_);
+    auto channel = std::make_unique<parallel::NcclChannel>(nccl_, device_);
     Status status = channel->start(size(), ids[0], rank(), deadline);
     if (!status.ok()) return status;
     channel_ = std::move(channel);
@@ -220,22 +220,22 @@ class NcclCommunicator final : public Communicator {
           cudaMemcpyAsync(to[own], from[own], send[own].size(), cudaMemcpyDeviceToDevice, stream)));
     }
     int code = nccl_.group_start();
-    for (std::size_t r = 0; r < n && code == NcclLibrary::kSuccess; ++r) {
+    for (std::size_t r = 0; r < n && code == parallel::NcclLibrary::kSuccess; ++r) {
       if (r == own) continue;
       const int peer = static_cast<int>(r);
       if (!send[r].empty()) {
-        code = nccl_.send(from[r], send[r].size(), NcclLibrary::kBytes, peer, channel_->comm(),
-                          stream);
+        code = nccl_.send(from[r], send[r].size(), parallel::NcclLibrary::kBytes, peer,
+                          channel_->comm(), stream);
         bytes_sent_ += static_cast<std::int64_t>(send[r].size());
       }
-      if (from_[r] > 0 && code == NcclLibrary::kSuccess) {
-        code = nccl_.recv(to[r], static_cast<std::size_t>(from_[r]), NcclLibrary::kBytes, peer,
-                          channel_->comm(), stream);
+      if (from_[r] > 0 && code == parallel::NcclLibrary::kSuccess) {
+        code = nccl_.recv(to[r], static_cast<std::size_t>(from_[r]), parallel::NcclLibrary::kBytes,
+                          peer, channel_->comm(), stream);
       }
     }
     const int ended = nccl_.group_end();
-    if (code == NcclLibrary::kSuccess) code = ended;
-    if (code != NcclLibrary::kSuccess) {
+    if (code == parallel::NcclLibrary::kSuccess) code = ended;
+    if (code != parallel::NcclLibrary::kSuccess) {
       return {StatusCode::kDevice, fmt::format("nccl: {}", nccl_.get_error_string(code))};
     }
     for (std::size_t r = 0; r < n; ++r) {
@@ -250,11 +250,11 @@ class NcclCommunicator final : public Communicator {
     return channel_->wait("nccl", deadline);
   }
 
-  const NcclLibrary& nccl_;
+  const parallel::NcclLibrary& nccl_;
   std::shared_ptr<Communicator> control_;
   int device_;
   CommunicatorOptions options_;
-  std::unique_ptr<NcclChannel> channel_;
+  std::unique_ptr<parallel::NcclChannel> channel_;
   cuda::Allocation out_, in_;  // staging, grown on demand
   std::vector<std::int64_t> from_;
   Status agreed_status_, failure_;
@@ -268,7 +268,7 @@ class NcclCommunicator final : public Communicator {
 Status nccl_available() {
   const CudaInfo info = query_cuda();
   if (!info.available) return {StatusCode::kUnsupported, info.reason};
-  return nccl_library().status();
+  return parallel::nccl_library().status();
 }
 
 Result<std::unique_ptr<Communicator>> make_nccl_communicator(std::shared_ptr<Communicator> control,
@@ -277,7 +277,7 @@ Result<std::unique_ptr<Communicator>> make_nccl_communicator(std::shared_ptr<Com
   if (!control) return Status(StatusCode::kInvalidArgument, "control: got none, need one");
   // One rank without NCCL would leave the others waiting: they ask each other first.
   Status mine = check_device(Device::cuda(device));
-  const Result<const NcclLibrary*> library = nccl_library();
+  const Result<const parallel::NcclLibrary*> library = parallel::nccl_library();
   if (mine.ok()) mine = library.status();
   MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int64_t> ready,
                            control->all_gather("nccl available", mine.ok() ? 1 : 0));

@@ -5,7 +5,7 @@
 
 #include <cstdlib>
 
-namespace moesaic {
+namespace moesaic::parallel {
 namespace {
 
 struct Loaded {
@@ -59,4 +59,4 @@ Result<const NcclLibrary*> nccl_library() {
   return &kLoaded.table;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::parallel

@@ -6,7 +6,7 @@
 
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::parallel {
 
 struct NcclUniqueId {
   char internal[128];
@@ -48,4 +48,4 @@ struct NcclLibrary {
 // kUnsupported: not there, too old, or without one of the functions.
 Result<const NcclLibrary*> nccl_library();
 
-}  // namespace moesaic
+}  // namespace moesaic::parallel

@@ -15,7 +15,7 @@
 #include "moesaic/communicator.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::parallel {
 
 // Leaves new bytes unwritten: a message is filled right after it is made.
 template <class T>
@@ -86,4 +86,4 @@ class Transport {
 std::unique_ptr<Communicator> make_group_communicator(std::unique_ptr<Transport> transport,
                                                       const CommunicatorOptions& options);
 
-}  // namespace moesaic
+}  // namespace moesaic::parallel

@@ -5,7 +5,7 @@
 
 #include "core/fault.h"
 
-namespace moesaic {
+namespace moesaic::permute {
 namespace {
 
 Status bad_size(const char* field, std::size_t got, std::int64_t need) {
@@ -100,4 +100,4 @@ Status sort_slots_by_expert(std::span<const std::int32_t> topk_ids,
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::permute

@@ -7,7 +7,7 @@
 
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::permute {
 
 // Stable counting sort of all slots by local expert.
 //   topk_ids           [M*k]    in, global expert ids; -1: no expert
@@ -40,4 +40,4 @@ Status validate_topk_ids(std::span<const std::int32_t> topk_ids,
                          std::span<const std::int32_t> expert_map, std::int64_t num_experts,
                          std::int64_t num_local_experts, std::int64_t top_k);
 
-}  // namespace moesaic
+}  // namespace moesaic::permute

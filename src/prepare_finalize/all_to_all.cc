@@ -17,12 +17,13 @@
 namespace moesaic {
 namespace {
 
-class AllToAllPrepareFinalize final : public RankTransport {
+class AllToAllPrepareFinalize final : public prepare_finalize::RankTransport {
  public:
   AllToAllPrepareFinalize(const MoeProblem& problem, std::shared_ptr<Communicator> communicator,
-                          const AllToAllOptions& options, RowWire wire, ExpertDirectory directory)
-      : RankTransport(problem, std::move(communicator), options, name_of(options.gather), wire,
-                      std::move(directory)),
+                          const AllToAllOptions& options, prepare_finalize::RowWire wire,
+                          prepare_finalize::ExpertDirectory directory)
+      : prepare_finalize::RankTransport(problem, std::move(communicator), options,
+                                        name_of(options.gather), wire, std::move(directory)),
         gather_(options.gather) {}
 
   static std::string_view name_of(bool gather) {
@@ -71,10 +72,10 @@ class AllToAllPrepareFinalize final : public RankTransport {
                         "contiguous or delegated",
                         name(), experts.name())};
   }
-  void expect_dispatch(RankExchange& x) const override {
+  void expect_dispatch(prepare_finalize::RankExchange& x) const override {
     for (int r = 0; r < ranks_; ++r) x.expect(r, max_tokens_ * row_bytes());
   }
-  void expect_combine(RankExchange& x) const override {
+  void expect_combine(prepare_finalize::RankExchange& x) const override {
     for (int r = 0; r < ranks_; ++r) x.expect(r, max_tokens_ * result_bytes());
   }
 
@@ -107,7 +108,8 @@ class AllToAllPrepareFinalize final : public RankTransport {
     take(b.weights + row * p_.top_k, slot_bytes());
   }
 
-  Result<Prepared> dispatch(const PrepareArgs& a, RankExchange& x) const override {
+  Result<Prepared> dispatch(const PrepareArgs& a,
+                            prepare_finalize::RankExchange& x) const override {
     Arena arena(a.workspace);
     const Buffers b = carve(arena);
     Status bad = arena.status();
@@ -144,7 +146,8 @@ class AllToAllPrepareFinalize final : public RankTransport {
     return prepared;
   }
 
-  void fill_messages(const PrepareArgs& a, const Buffers& b, RankExchange& x) const {
+  void fill_messages(const PrepareArgs& a, const Buffers& b,
+                     prepare_finalize::RankExchange& x) const {
     const std::int64_t tokens = a.hidden_states.dim(0);
     const auto* ids = a.topk_ids.as<std::int32_t>();
     for (int r = 0; r < ranks_; ++r) {
@@ -174,13 +177,13 @@ class AllToAllPrepareFinalize final : public RankTransport {
     const TensorView partial(reinterpret_cast<std::byte*>(b.partial), DType::kF32,
                              Shape{rows, p_.hidden_size});
     return a.reduction == TopKWeightAndReduce::kNoOp
-               ? reduce_no_op(partial, a.expert_output)
-               : reduce_contiguous(
+               ? prepare_finalize::reduce_no_op(partial, a.expert_output)
+               : prepare_finalize::reduce_contiguous(
                      partial, a.expert_output,
                      {b.weights, b.ids, a.expert_map, p_.top_k, a.apply_router_weight_on_input});
   }
 
-  Status combine(const FinalizeArgs& a, RankExchange& x) const override {
+  Status combine(const FinalizeArgs& a, prepare_finalize::RankExchange& x) const override {
     Arena arena(a.workspace);
     const Buffers b = carve(arena);
     Status bad = arena.status();
@@ -226,15 +229,18 @@ class AllToAllPrepareFinalize final : public RankTransport {
 Result<std::unique_ptr<PrepareAndFinalize>> make_all_to_all_prepare_finalize(
     const MoeProblem& problem, std::shared_ptr<Communicator> communicator,
     const AllToAllOptions& options) {
-  MOESAIC_RETURN_IF_ERROR(standard_transport_can_implement(problem));
-  MOESAIC_RETURN_IF_ERROR(RankTransport::check_options(communicator.get(), options));
-  ExpertDirectory directory;  // gathered rows go everywhere, whoever owns their experts
+  MOESAIC_RETURN_IF_ERROR(prepare_finalize::standard_transport_can_implement(problem));
+  MOESAIC_RETURN_IF_ERROR(
+      prepare_finalize::RankTransport::check_options(communicator.get(), options));
+  prepare_finalize::ExpertDirectory
+      directory;  // gathered rows go everywhere, whoever owns their experts
   if (!options.gather) {
-    MOESAIC_ASSIGN_OR_RETURN(
-        directory, RankTransport::make_directory(problem, options.parallel, communicator->size()));
+    MOESAIC_ASSIGN_OR_RETURN(directory, prepare_finalize::RankTransport::make_directory(
+                                            problem, options.parallel, communicator->size()));
   }
-  MOESAIC_ASSIGN_OR_RETURN(const RowWire wire,
-                           RowWire::create(problem, options.quantize_before_dispatch));
+  MOESAIC_ASSIGN_OR_RETURN(
+      const prepare_finalize::RowWire wire,
+      prepare_finalize::RowWire::create(problem, options.quantize_before_dispatch));
   std::unique_ptr<PrepareAndFinalize> pf(new (std::nothrow) AllToAllPrepareFinalize(
       problem, std::move(communicator), options, wire, std::move(directory)));
   if (!pf) return Status(StatusCode::kOutOfMemory, "cannot allocate prepare_finalize");

@@ -18,7 +18,7 @@
 #include "prepare_finalize/topk_weight_and_reduce.h"
 #include "quant/compute_scheme.h"
 
-namespace moesaic {
+namespace moesaic::prepare_finalize {
 namespace {
 
 class BatchedPrepareFinalize final : public PrepareAndFinalize {
@@ -53,15 +53,16 @@ class BatchedPrepareFinalize final : public PrepareAndFinalize {
     const std::int64_t tokens = a.hidden_states.dim(0);
     const std::span<const std::int32_t> ids{a.topk_ids.as<std::int32_t>(),
                                             static_cast<std::size_t>(tokens * p_.top_k)};
-    MOESAIC_RETURN_IF_ERROR(
-        validate_topk_ids(ids, a.expert_map, p_.num_experts, p_.num_local_experts, p_.top_k));
+    MOESAIC_RETURN_IF_ERROR(permute::validate_topk_ids(ids, a.expert_map, p_.num_experts,
+                                                       p_.num_local_experts, p_.top_k));
     Arena arena(a.workspace);
     MOESAIC_ASSIGN_OR_RETURN(const Buffers b, carve(arena, tokens));
     std::fill(b.counts, b.counts + p_.num_local_experts, 0);
     for (std::int64_t t = 0; t < tokens; ++t) {
       for (std::int64_t j = 0; j < p_.top_k; ++j) {
         const std::int64_t slot = t * p_.top_k + j;
-        const std::int32_t e = local_expert_of(ids[static_cast<std::size_t>(slot)], a.expert_map);
+        const std::int32_t e =
+            permute::local_expert_of(ids[static_cast<std::size_t>(slot)], a.expert_map);
         if (e < 0) continue;
         if (b.counts[e] >= p_.max_tokens) {
           return Status(StatusCode::kLimitExceeded,
@@ -171,11 +172,16 @@ Status batched_can_implement(const MoeProblem& problem) {
           fmt::format("max_tokens: got {}, the batched format needs T >= 1", problem.max_tokens)};
 }
 
+}  // namespace moesaic::prepare_finalize
+
+namespace moesaic {
+
 Result<std::unique_ptr<PrepareAndFinalize>> make_batched_prepare_finalize(
     const MoeProblem& problem) {
-  MOESAIC_RETURN_IF_ERROR(batched_can_implement(problem));
-  std::unique_ptr<PrepareAndFinalize> pf(new (std::nothrow) BatchedPrepareFinalize(
-      problem, operand_dtype(problem.activation_dtype, problem.quant.kind)));
+  MOESAIC_RETURN_IF_ERROR(prepare_finalize::batched_can_implement(problem));
+  std::unique_ptr<PrepareAndFinalize> pf(
+      new (std::nothrow) prepare_finalize::BatchedPrepareFinalize(
+          problem, quant::operand_dtype(problem.activation_dtype, problem.quant.kind)));
   if (!pf) return Status(StatusCode::kOutOfMemory, "cannot allocate prepare_finalize");
   return pf;
 }

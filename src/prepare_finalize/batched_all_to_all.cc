@@ -17,14 +17,14 @@
 namespace moesaic {
 namespace {
 
-class BatchedAllToAllPrepareFinalize final : public RankTransport {
+class BatchedAllToAllPrepareFinalize final : public prepare_finalize::RankTransport {
  public:
   BatchedAllToAllPrepareFinalize(const MoeProblem& problem,
                                  std::shared_ptr<Communicator> communicator,
-                                 const AllToAllOptions& options, RowWire wire,
-                                 ExpertDirectory directory)
-      : RankTransport(problem, std::move(communicator), options, "all_to_all_batched", wire,
-                      std::move(directory)) {}
+                                 const AllToAllOptions& options, prepare_finalize::RowWire wire,
+                                 prepare_finalize::ExpertDirectory directory)
+      : prepare_finalize::RankTransport(problem, std::move(communicator), options,
+                                        "all_to_all_batched", wire, std::move(directory)) {}
 
   std::string_view name() const override { return "all_to_all_batched"; }
   ActivationFormat format() const override { return ActivationFormat::kBatched; }
@@ -79,13 +79,13 @@ class BatchedAllToAllPrepareFinalize final : public RankTransport {
     const auto first = static_cast<std::size_t>(directory_.first_rank[static_cast<std::size_t>(r)]);
     return std::span(directory_.by_rank).subspan(first, static_cast<std::size_t>(experts_of(r)));
   }
-  void expect_dispatch(RankExchange& x) const override {
+  void expect_dispatch(prepare_finalize::RankExchange& x) const override {
     const std::int64_t mine = p_.num_local_experts;
     for (int r = 0; r < ranks_; ++r) {
       x.expect(r, count_bytes(mine) + most_rows(mine) * wire_.row_bytes());
     }
   }
-  void expect_combine(RankExchange& x) const override {
+  void expect_combine(prepare_finalize::RankExchange& x) const override {
     for (int r = 0; r < ranks_; ++r) x.expect(r, most_rows(experts_of(r)) * result_bytes());
   }
 
@@ -117,7 +117,8 @@ class BatchedAllToAllPrepareFinalize final : public RankTransport {
     return {};
   }
 
-  Result<Prepared> dispatch(const PrepareArgs& a, RankExchange& x) const override {
+  Result<Prepared> dispatch(const PrepareArgs& a,
+                            prepare_finalize::RankExchange& x) const override {
     Arena arena(a.workspace);
     const Buffers b = carve(arena);
     Status bad = arena.status();
@@ -145,7 +146,8 @@ class BatchedAllToAllPrepareFinalize final : public RankTransport {
 
   // To each rank: how many rows for each of its experts, then those rows, in ascending (token,
   // slot) order for each expert.
-  void fill_messages(const PrepareArgs& a, const Buffers& b, RankExchange& x) const {
+  void fill_messages(const PrepareArgs& a, const Buffers& b,
+                     prepare_finalize::RankExchange& x) const {
     std::vector<std::byte*> rows(static_cast<std::size_t>(ranks_));
     for (int r = 0; r < ranks_; ++r) {
       std::int64_t count = 0;
@@ -169,7 +171,7 @@ class BatchedAllToAllPrepareFinalize final : public RankTransport {
   }
 
   // Rows of rank r go behind those of the ranks before it: the order does not depend on arrival.
-  Status fill_slabs(int r, const Buffers& b, const RankExchange& x) const {
+  Status fill_slabs(int r, const Buffers& b, const prepare_finalize::RankExchange& x) const {
     const std::int64_t mine = p_.num_local_experts;
     const auto payload = x.payload(r);
     std::int32_t* from = b.received + r * mine;
@@ -204,7 +206,8 @@ class BatchedAllToAllPrepareFinalize final : public RankTransport {
   }
 
   // The experts' rows go back to where they came from, in the order in which they came.
-  Status return_rows(const FinalizeArgs& a, const Buffers& b, RankExchange& x) const {
+  Status return_rows(const FinalizeArgs& a, const Buffers& b,
+                     prepare_finalize::RankExchange& x) const {
     const std::int64_t mine = p_.num_local_experts;
     const bool ran = a.expert_output.rank() == 3;  // else no row came
     if (ran && (a.expert_output.dtype != DType::kF32 ||
@@ -230,7 +233,7 @@ class BatchedAllToAllPrepareFinalize final : public RankTransport {
     return {};
   }
 
-  Status combine(const FinalizeArgs& a, RankExchange& x) const override {
+  Status combine(const FinalizeArgs& a, prepare_finalize::RankExchange& x) const override {
     Arena arena(a.workspace);
     const Buffers b = carve(arena);
     Status bad = arena.status();
@@ -276,8 +279,9 @@ class BatchedAllToAllPrepareFinalize final : public RankTransport {
 Result<std::unique_ptr<PrepareAndFinalize>> make_batched_all_to_all_prepare_finalize(
     const MoeProblem& problem, std::shared_ptr<Communicator> communicator,
     const AllToAllOptions& options) {
-  MOESAIC_RETURN_IF_ERROR(batched_transport_can_implement(problem));
-  MOESAIC_RETURN_IF_ERROR(RankTransport::check_options(communicator.get(), options));
+  MOESAIC_RETURN_IF_ERROR(prepare_finalize::batched_transport_can_implement(problem));
+  MOESAIC_RETURN_IF_ERROR(
+      prepare_finalize::RankTransport::check_options(communicator.get(), options));
   const int ranks = communicator->size();
   if (options.gather) {
     return Status(StatusCode::kUnsupported,
@@ -290,16 +294,18 @@ Result<std::unique_ptr<PrepareAndFinalize>> make_batched_all_to_all_prepare_fina
                               problem.max_tokens, options.max_tokens_per_rank, ranks,
                               options.max_tokens_per_rank * ranks));
   }
-  MOESAIC_ASSIGN_OR_RETURN(ExpertDirectory directory,
-                           RankTransport::make_directory(problem, options.parallel, ranks));
+  MOESAIC_ASSIGN_OR_RETURN(
+      prepare_finalize::ExpertDirectory directory,
+      prepare_finalize::RankTransport::make_directory(problem, options.parallel, ranks));
   const std::int32_t mine = directory.num_local[static_cast<std::size_t>(communicator->rank())];
   if (problem.num_local_experts != mine) {
     return Status(StatusCode::kInvalidArgument,
                   fmt::format("num_local_experts: got {}, parallel gives rank {} {}",
                               problem.num_local_experts, communicator->rank(), mine));
   }
-  MOESAIC_ASSIGN_OR_RETURN(const RowWire wire,
-                           RowWire::create(problem, options.quantize_before_dispatch));
+  MOESAIC_ASSIGN_OR_RETURN(
+      const prepare_finalize::RowWire wire,
+      prepare_finalize::RowWire::create(problem, options.quantize_before_dispatch));
   std::unique_ptr<PrepareAndFinalize> pf(new (std::nothrow) BatchedAllToAllPrepareFinalize(
       problem, std::move(communicator), options, wire, std::move(directory)));
   if (!pf) return Status(StatusCode::kOutOfMemory, "cannot allocate prepare_finalize");

@@ -9,7 +9,7 @@
 #include "moesaic/modular_kernel.h"
 #include "prepare_finalize/predicates.h"
 
-namespace moesaic {
+namespace moesaic::prepare_finalize {
 namespace {
 
 // Nothing moves: every rank has all rows (or there is one rank).
@@ -110,7 +110,13 @@ Status batched_transport_can_implement(const MoeProblem& problem) {
           fmt::format("max_tokens: got {}, the batched format needs T >= 1", problem.max_tokens)};
 }
 
-std::span<const PrepareFinalizeBackend> prepare_finalize_catalogue() { return kCatalogue; }
+}  // namespace moesaic::prepare_finalize
+
+namespace moesaic {
+
+std::span<const PrepareFinalizeBackend> prepare_finalize_catalogue() {
+  return prepare_finalize::kCatalogue;
+}
 
 std::vector<CandidateReport> explain_prepare_finalize(const MoeProblem& problem,
                                                       const ParallelConfig& parallel) {

@@ -8,7 +8,7 @@
 #include "prepare_finalize/predicates.h"
 #include "prepare_finalize/topk_weight_and_reduce.h"
 
-namespace moesaic {
+namespace moesaic::prepare_finalize {
 namespace {
 
 class LocalPrepareFinalize final : public PrepareAndFinalize {
@@ -66,9 +66,14 @@ Status local_can_implement(const MoeProblem& problem) {
           "format: the experts want batched activations, local hands over the standard format"};
 }
 
+}  // namespace moesaic::prepare_finalize
+
+namespace moesaic {
+
 Result<std::unique_ptr<PrepareAndFinalize>> make_local_prepare_finalize(const MoeProblem& problem) {
-  MOESAIC_RETURN_IF_ERROR(local_can_implement(problem));
-  std::unique_ptr<PrepareAndFinalize> pf(new (std::nothrow) LocalPrepareFinalize(problem.top_k));
+  MOESAIC_RETURN_IF_ERROR(prepare_finalize::local_can_implement(problem));
+  std::unique_ptr<PrepareAndFinalize> pf(new (std::nothrow)
+                                             prepare_finalize::LocalPrepareFinalize(problem.top_k));
   if (!pf) return Status(StatusCode::kOutOfMemory, "cannot allocate prepare_finalize");
   return pf;
 }

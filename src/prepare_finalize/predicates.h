@@ -4,7 +4,7 @@
 #include "moesaic/experts.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::prepare_finalize {
 
 Status local_can_implement(const MoeProblem& problem);
 Status batched_can_implement(const MoeProblem& problem);
@@ -12,4 +12,4 @@ Status batched_can_implement(const MoeProblem& problem);
 Status standard_transport_can_implement(const MoeProblem& problem);
 Status batched_transport_can_implement(const MoeProblem& problem);
 
-}  // namespace moesaic
+}  // namespace moesaic::prepare_finalize

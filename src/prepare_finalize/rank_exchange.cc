@@ -6,7 +6,7 @@
 #include <cstring>
 #include <string>
 
-namespace moesaic {
+namespace moesaic::prepare_finalize {
 namespace {
 // Of a refusal; room for it is always kept.
 constexpr std::int64_t kMaxText = 504;
@@ -101,4 +101,4 @@ std::span<const std::byte> RankExchange::payload(int r) const {
       .subspan(sizeof(MessageHeader));
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::prepare_finalize

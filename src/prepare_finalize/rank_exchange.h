@@ -12,7 +12,7 @@
 #include "moesaic/communicator.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::prepare_finalize {
 
 // In front of every message.
 struct MessageHeader {
@@ -68,4 +68,4 @@ class RankExchange {
   std::vector<MessageHeader> headers_;
 };
 
-}  // namespace moesaic
+}  // namespace moesaic::prepare_finalize

@@ -8,7 +8,7 @@
 #include "cpu/tiers.h"
 #include "permute/sort_slots.h"
 
-namespace moesaic {
+namespace moesaic::prepare_finalize {
 
 Status RankTransport::check_options(const Communicator* communicator,
                                     const AllToAllOptions& options) {
@@ -131,7 +131,7 @@ Status RankTransport::check_rows(const PrepareArgs& a) const {
     return {StatusCode::kLimitExceeded,
             fmt::format("tokens: got {}, need at most {} per rank", tokens, max_tokens_)};
   }
-  return validate_topk_ids(
+  return permute::validate_topk_ids(
       {a.topk_ids.as<std::int32_t>(), static_cast<std::size_t>(tokens * p_.top_k)}, a.expert_map,
       p_.num_experts, p_.num_local_experts, p_.top_k);
 }
@@ -154,4 +154,4 @@ void RankTransport::add_result(const std::byte* row, float weight, float* scratc
   kernels_->accumulate_row(values, weight, p_.hidden_size, sum);
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::prepare_finalize

@@ -14,7 +14,7 @@
 #include "prepare_finalize/rank_exchange.h"
 #include "prepare_finalize/row_wire.h"
 
-namespace moesaic {
+namespace moesaic::prepare_finalize {
 
 // Who owns which expert and at which local index, for all ranks.
 struct ExpertDirectory {
@@ -84,4 +84,4 @@ class RankTransport : public PrepareAndFinalize {
   mutable ExchangeBuffers dispatch_buffers_, combine_buffers_;
 };
 
-}  // namespace moesaic
+}  // namespace moesaic::prepare_finalize

@@ -12,7 +12,7 @@
 #include "cpu/tiers.h"
 #include "quant/compute_scheme.h"
 
-namespace moesaic {
+namespace moesaic::prepare_finalize {
 namespace {
 
 // The code of a value that is exact in e4m3; NaN gives NaN. From 2^-6 on the fp32 exponent and the
@@ -33,7 +33,7 @@ Result<RowWire> RowWire::create(const MoeProblem& problem, bool quantize) {
   MOESAIC_RETURN_IF_ERROR(validate(problem.quant));
   RowWire w;
   MOESAIC_ASSIGN_OR_RETURN(w.kernels_, cpu::current_kernels());
-  w.round_dtype_ = operand_dtype(problem.activation_dtype, problem.quant.kind);
+  w.round_dtype_ = quant::operand_dtype(problem.activation_dtype, problem.quant.kind);
   w.dtype_ = w.round_dtype_;
   w.hidden_ = problem.hidden_size;
   w.top_k_ = problem.top_k;
@@ -112,4 +112,4 @@ void RowWire::pack(const ConstTensorView& x, const float* weights, float* scratc
   }
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::prepare_finalize

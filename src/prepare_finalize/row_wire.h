@@ -11,7 +11,7 @@
 #include "moesaic/experts.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::prepare_finalize {
 
 class RowWire {
  public:
@@ -51,4 +51,4 @@ class RowWire {
   int num_threads_ = 1;
 };
 
-}  // namespace moesaic
+}  // namespace moesaic::prepare_finalize

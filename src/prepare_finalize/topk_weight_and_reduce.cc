@@ -10,7 +10,7 @@
 #include "numerics/element.h"
 #include "permute/sort_slots.h"
 
-namespace moesaic {
+namespace moesaic::prepare_finalize {
 namespace {
 
 // Columns summed at a time: a kilobyte of fp32 sums stays in the first cache level.
@@ -34,7 +34,7 @@ void weighted_sum(const TensorView& output, const ConstTensorView& expert_output
       sum.fill(0.0F);
       for (std::int64_t j = 0; j < s.top_k; ++j) {
         const std::int64_t slot = t * s.top_k + j;
-        const std::int32_t e = local_expert_of(s.ids[slot], s.expert_map);
+        const std::int32_t e = permute::local_expert_of(s.ids[slot], s.expert_map);
         if (e < 0 && !MOESAIC_FAULT(reduce_reads_remote_rows)) continue;
         const bool weighted = !s.weight_on_input || MOESAIC_FAULT(reduce_weight_twice);
         const float weight = weighted ? s.weights[slot] : 1.0F;
@@ -103,4 +103,4 @@ Status reduce_naive_batched(const TensorView& output, const ConstTensorView& exp
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::prepare_finalize

@@ -12,7 +12,7 @@
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::prepare_finalize {
 
 // Weights and locality of all slots of M tokens.
 struct SlotWeights {
@@ -36,4 +36,4 @@ Status reduce_contiguous(const TensorView& output, const ConstTensorView& expert
 Status reduce_naive_batched(const TensorView& output, const ConstTensorView& expert_output,
                             const SlotWeights& slots, std::span<const std::int32_t> slot_rows);
 
-}  // namespace moesaic
+}  // namespace moesaic::prepare_finalize

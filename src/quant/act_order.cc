@@ -7,7 +7,7 @@
 #include "core/fault.h"
 #include "quant/arguments.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 namespace {
 
 Status expect_index_vector(std::string_view field, const ConstTensorView& t) {
@@ -135,4 +135,4 @@ Status invert_permutation(ConstTensorView perm, TensorView inverse) {
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

@@ -8,7 +8,7 @@
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 
 // kInvalidArgument naming the first entry of g_idx [K] (I32) outside [0, groups).
 Status check_group_index(ConstTensorView g_idx, std::int64_t groups);
@@ -31,4 +31,4 @@ Status gather_columns(ConstTensorView in, ConstTensorView perm, TensorView out);
 // inverse[perm[i]] = i.
 Status invert_permutation(ConstTensorView perm, TensorView inverse);
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

@@ -6,7 +6,7 @@
 
 #include "numerics/element.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 
 std::string dtype_set_text(DTypeMask dtypes) {
   std::string text;
@@ -74,4 +74,4 @@ Status expect_finite(std::string_view field, const ConstTensorView& t) {
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

@@ -10,7 +10,7 @@
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 
 using DTypeMask = std::uint32_t;  // one bit per DType
 template <class... D>
@@ -54,4 +54,4 @@ inline float max_abs(const float* x, std::int64_t count) {
 // kInvalidArgument naming the row and column (of the last dimension) of the first NaN or infinity.
 Status expect_finite(std::string_view field, const ConstTensorView& t);
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

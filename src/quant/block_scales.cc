@@ -8,7 +8,7 @@
 #include "core/fault.h"
 #include "numerics/element.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 namespace {
 
 std::string block_text(const Shape& weight, BlockShape block) {
@@ -107,4 +107,4 @@ Status validate_block_scales(std::string_view field, const ConstTensorView& scal
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

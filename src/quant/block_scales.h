@@ -8,7 +8,7 @@
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 
 // Weights [.., N, K] share one scale per n x k tile; the last tiles of a row or column may be
 // ragged.
@@ -34,4 +34,4 @@ Status expect_block_scale_shape(std::string_view field, const ConstTensorView& s
 Status validate_block_scales(std::string_view field, const ConstTensorView& scale,
                              const ConstTensorView& weight, BlockShape block);
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

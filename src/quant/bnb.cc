@@ -9,7 +9,7 @@
 #include "numerics/codec.h"
 #include "quant/arguments.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 namespace {
 
 // Magnitudes by code; bit 3 is the sign. Not in ascending order: the bits of a tiny float (1 sign,
@@ -154,4 +154,4 @@ Status dequantize_bnb8(ConstTensorView q, ConstTensorView scb, TensorView out) {
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

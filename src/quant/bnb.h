@@ -10,7 +10,7 @@
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 
 // Values of the sixteen codes of kNf4 or kFp4, in units of a block's absmax.
 std::span<const float, 16> bnb_values(CodeTable table);
@@ -50,4 +50,4 @@ Status swap_nibbles(ConstTensorView in, TensorView out);
 //   q [N, K] I8, scb [N] F32, out [N, K] F32, BF16 or F16
 Status dequantize_bnb8(ConstTensorView q, ConstTensorView scb, TensorView out);
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

@@ -3,7 +3,7 @@
 #include "numerics/float_codec.h"
 #include "numerics/integer.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 namespace {
 
 // bitsandbytes fp4: magnitudes in the order of their codes, bit 3 is the sign.
@@ -42,4 +42,4 @@ float int4_fp8_value(int code, float scale) {
   return f32_from_e4m3(e4m3_from_f32(static_cast<float>(code) * scale));
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

@@ -6,7 +6,7 @@
 
 #include "moesaic/quant.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 
 // The 16 values of a 4-bit format (F4, I4, U4 or a table), by code. Exact in bf16 but for tables.
 using CodeValues = std::array<float, 16>;
@@ -23,4 +23,4 @@ inline bool rounds_scaled_codes(const OperandQuant& weight) {
 // multiplies with. scale is the value of an e4m3 code.
 float int4_fp8_value(int code, float scale);
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

@@ -41,8 +41,12 @@ const ComputeRow& row_of(ComputeScheme kind) {
 
 std::string_view compute_scheme_name(ComputeScheme kind) { return row_of(kind).name; }
 
+}  // namespace moesaic
+
+namespace moesaic::quant {
+
 std::optional<DType> needed_activation_dtype(ComputeScheme kind) {
   return row_of(kind).activation_dtype;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

@@ -6,7 +6,7 @@
 #include "moesaic/dtype.h"
 #include "moesaic/quant.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 
 // The dtype that hidden states and the activation's result are rounded to before a GEMM reads them
 // (or before they are quantised): F32 in the F32 scheme, activation_dtype in all others.
@@ -17,4 +17,4 @@ inline DType operand_dtype(DType activation_dtype, ComputeScheme kind) {
 // empty: any.
 std::optional<DType> needed_activation_dtype(ComputeScheme kind);
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

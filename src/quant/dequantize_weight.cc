@@ -8,7 +8,7 @@
 #include "quant/arguments.h"
 #include "quant/code_values.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 namespace {
 
 constexpr DTypeMask kIntegers = accept(DType::kI8, DType::kU8, DType::kI4, DType::kU4);
@@ -162,4 +162,4 @@ Status dequantize_weight(const OperandQuant& quant, const StoredMatrix& stored,
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

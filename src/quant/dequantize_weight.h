@@ -9,7 +9,7 @@
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 
 // The tensors of one matrix [N, K], with the names, shapes and meanings of ExpertWeightsView. What
 // the scheme does not use is absent.
@@ -28,4 +28,4 @@ struct StoredMatrix {
 Status dequantize_weight(const OperandQuant& quant, const StoredMatrix& stored,
                          std::int64_t rows_per_part, TensorView out);
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

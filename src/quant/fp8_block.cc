@@ -8,7 +8,7 @@
 #include "core/refusal.h"
 #include "numerics/codec.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 namespace {
 
 // The stack of matrices of a weight of rank 2 or 3 and the tiles of each.
@@ -115,4 +115,4 @@ Status dequantize_fp8_block(ConstTensorView q, ConstTensorView scale, BlockShape
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

@@ -9,7 +9,7 @@
 #include "moesaic/tensor.h"
 #include "quant/block_scales.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 
 // Should a scale be rounded up to a power of two (the UE8M0 form, held in an F32)?
 enum class ScaleRounding : std::uint8_t { kNone, kCeilPowerOfTwo };
@@ -36,4 +36,4 @@ Status quantize_fp8_block(ConstTensorView w, BlockShape block, ScaleRounding rou
 Status dequantize_fp8_block(ConstTensorView q, ConstTensorView scale, BlockShape block,
                             TensorView out);
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

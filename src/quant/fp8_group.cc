@@ -9,7 +9,7 @@
 #include "core/refusal.h"
 #include "numerics/codec.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 namespace {
 
 // Reads elements through `load` so that a strided dtype needs no row buffer.
@@ -128,4 +128,4 @@ Status dequantize_fp8_group(ConstTensorView q, ConstTensorView scale, std::int64
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

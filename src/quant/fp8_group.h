@@ -8,7 +8,7 @@
 #include "moesaic/tensor.h"
 #include "quant/fp8_block.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 
 // Floor of a group's amax, and in the power-of-two form once more of its scale. A group of zeros
 // gets the scale 1e-10/448 (bits 0x2A7B5123), or 2^-33.
@@ -41,4 +41,4 @@ Status quantize_fp8_group(ConstTensorView x, std::int64_t group, ScaleRounding r
 Status dequantize_fp8_group(ConstTensorView q, ConstTensorView scale, std::int64_t group,
                             TensorView out);
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

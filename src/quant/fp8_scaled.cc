@@ -9,7 +9,7 @@
 #include "numerics/codec.h"
 #include "quant/arguments.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 namespace {
 
 Status expect_scale(std::string_view field, float scale) {
@@ -135,4 +135,4 @@ Status requantize_fp8(TensorView codes, float from, float to) {
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

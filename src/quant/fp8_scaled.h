@@ -9,7 +9,7 @@
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 
 // Smallest scale of a row, bits 0x36924925: rows of zeros and of tiny numbers keep a finite
 // 1/scale.
@@ -52,4 +52,4 @@ Status dequantize_scaled(ConstTensorView q, ConstTensorView scale, TensorView ou
 // kInvalidArgument unless both scales are finite and positive.
 Status requantize_fp8(TensorView codes, float from, float to);
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

@@ -11,7 +11,7 @@
 #include "quant/arguments.h"
 #include "quant/gguf_decoders.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 namespace {
 
 // Checks a matrix of blocks against `columns` values per row.
@@ -198,4 +198,4 @@ Status quantize_gguf(GgufType type, ConstTensorView x, TensorView blocks) {
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

@@ -13,7 +13,7 @@
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 
 // The number of a block type in the file. Those with a name here are decoded; a file may have
 // others (checkpoint/ggml_types.h).
@@ -86,4 +86,4 @@ Status split_gguf(GgufType type, ConstTensorView blocks, TensorView codes, Tenso
 // normal data 0.086 and 0.0053.
 Status quantize_gguf(GgufType type, ConstTensorView x, TensorView blocks);
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

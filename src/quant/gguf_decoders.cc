@@ -6,7 +6,7 @@
 #include "core/fault.h"
 #include "numerics/codec.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 namespace {
 
 float f16_at(const std::uint8_t* p) {
@@ -266,4 +266,4 @@ std::string gguf_type_names() {
   return names;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

@@ -8,7 +8,7 @@
 
 #include "quant/gguf_blocks.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 
 // value i = scale[i / group] * code[i] - min[i / group]; the rest is left as it was. Scales and
 // minima are not checked.
@@ -28,4 +28,4 @@ struct GgufFormat {
 // Null for an id that this library does not read.
 const GgufFormat* find_gguf_format(std::uint32_t type_id);
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

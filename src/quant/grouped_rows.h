@@ -9,7 +9,7 @@
 #include "numerics/element.h"
 #include "quant/arguments.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 
 // [.., K] -> [.., K/group]. kInvalidShape for rank 0 or when group does not divide K, naming both.
 inline Result<Shape> grouped_shape(std::string_view field, const Shape& shape, std::int64_t group) {
@@ -39,4 +39,4 @@ void for_groups(const ConstTensorView& x, std::int64_t groups, Visit&& visit) {
   }
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

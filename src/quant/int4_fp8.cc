@@ -10,7 +10,7 @@
 #include "quant/code_values.h"
 #include "quant/fp8_scaled.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 
 Status split_int4_fp8_scales(ConstTensorView group_scale, TensorView scale,
                              TensorView channel_scale) {
@@ -96,4 +96,4 @@ std::uint32_t unified_encode(std::uint32_t word) {
   return out;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

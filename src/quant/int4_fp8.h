@@ -11,7 +11,7 @@
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 
 inline constexpr std::int64_t kInt4Fp8GroupSize = 128;
 
@@ -49,4 +49,4 @@ constexpr std::uint32_t int4_from_uint4b8(std::uint32_t word) { return word ^ 0x
 // negative; 0000 means 0. Its own inverse.
 std::uint32_t unified_encode(std::uint32_t word);
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

@@ -9,7 +9,7 @@
 #include "numerics/codec.h"
 #include "quant/arguments.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 namespace {
 
 // Integers up to 2^22 in magnitude, ties to even, under the default rounding mode.
@@ -219,4 +219,4 @@ Status dequantize_int_group(ConstTensorView codes, ConstTensorView scale, ConstT
       });
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

@@ -8,7 +8,7 @@
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 
 // How a symmetric scale follows from a group's amax.
 enum class IntScaleRule : std::uint8_t {
@@ -64,4 +64,4 @@ Status quantize_uint_group(ConstTensorView x, const IntGroupFormat& format, Tens
 Status dequantize_int_group(ConstTensorView codes, ConstTensorView scale, ConstTensorView zeros,
                             std::int64_t group, TensorView out);
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

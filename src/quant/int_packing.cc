@@ -8,7 +8,7 @@
 #include "numerics/integer.h"
 #include "quant/arguments.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 namespace {
 
 // Codes per side of a transposing block: 4 KiB, inside L1.
@@ -340,4 +340,4 @@ Status subtract_bias(ConstTensorView codes, int bias, TensorView values) {
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

@@ -24,7 +24,7 @@
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 
 // Words that hold `count` codes of `bits` bits, densely.
 constexpr std::int64_t words_for_codes(std::int64_t count, int bits) {
@@ -68,4 +68,4 @@ Status unpack_nibbles(ConstTensorView nibbles, int bias, TensorView codes);
 // codes U8, values I8 of the same shape. kInvalidArgument for a difference outside int8.
 Status subtract_bias(ConstTensorView codes, int bias, TensorView values);
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

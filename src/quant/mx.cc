@@ -8,7 +8,7 @@
 #include "numerics/codec.h"
 #include "quant/grouped_rows.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 namespace {
 
 // What a row per element format would say, as types: the loops below are made for each.
@@ -129,4 +129,4 @@ Status dequantize_mx(ConstTensorView q, ConstTensorView scale, TensorView out) {
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

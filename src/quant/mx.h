@@ -9,7 +9,7 @@
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 
 inline constexpr std::int64_t kMxGroupSize = 32;
 
@@ -41,4 +41,4 @@ Status quantize_mx(ConstTensorView x, ExponentRule rule, TensorView q, TensorVie
 // and group.
 Status dequantize_mx(ConstTensorView q, ConstTensorView scale, TensorView out);
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

@@ -8,7 +8,7 @@
 #include "numerics/codec.h"
 #include "quant/grouped_rows.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 namespace {
 
 Status check_nvfp4(std::string_view name, const ConstTensorView& x, bool x_written,
@@ -95,4 +95,4 @@ Status dequantize_nvfp4(ConstTensorView q, ConstTensorView scale, float global_s
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

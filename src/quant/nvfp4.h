@@ -12,7 +12,7 @@
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 
 inline constexpr std::int64_t kNvfp4GroupSize = 16;
 
@@ -46,4 +46,4 @@ Status quantize_nvfp4(ConstTensorView x, float gscale, TensorView q, TensorView 
 Status dequantize_nvfp4(ConstTensorView q, ConstTensorView scale, float global_scale,
                         TensorView out);
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

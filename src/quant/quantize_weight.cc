@@ -17,7 +17,7 @@
 #include "quant/mx.h"
 #include "quant/nvfp4.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 namespace {
 
 Status unsupported(const OperandQuant& quant) {
@@ -268,4 +268,4 @@ Result<QuantizedMatrix> quantize_weight(const OperandQuant& quant, ConstTensorVi
   return builder.take();
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

@@ -10,7 +10,7 @@
 #include "moesaic/tensor.h"
 #include "quant/dequantize_weight.h"
 
-namespace moesaic {
+namespace moesaic::quant {
 
 // Owns the tensors of a StoredMatrix; those that the format does not have are not present().
 struct QuantizedMatrix {
@@ -43,4 +43,4 @@ inline constexpr double kRoundingMargin = 1.15;
 // quadrature, with a margin of a third.
 inline constexpr double kWeightErrorGain = 2.31;
 
-}  // namespace moesaic
+}  // namespace moesaic::quant

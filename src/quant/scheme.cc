@@ -100,7 +100,7 @@ constexpr bool is_fp8_group(const OperandQuant& a) {
          (is_group(a, kE4M3, F::kF32, kScaleBlock) || is_group(a, kE4M3, F::kE8M0, kScaleBlock));
 }
 constexpr bool is_mx_group(const OperandQuant& a, DType dtype, ExponentRule rule) {
-  return is_group(a, dtype, F::kE8M0, kMxGroupSize) && a.dynamic && a.rule == rule;
+  return is_group(a, dtype, F::kE8M0, quant::kMxGroupSize) && a.dynamic && a.rule == rule;
 }
 
 // --- what a pair of operands means ---------------------------------------------------------------
@@ -139,13 +139,17 @@ constexpr std::array<WeightRow, 12> kWeightRows = {{
        return is_fp8_token(a) || is_fp8_static(a) ? Compute::kFp8Scaled : Compute::kNone;
      }},
     {"F8_E4M3 with an F8_E8M0 scale per 1x32",
-     [](const OperandQuant& w) { return is_bare(w) && is_group(w, kE4M3, F::kE8M0, kMxGroupSize); },
+     [](const OperandQuant& w) {
+       return is_bare(w) && is_group(w, kE4M3, F::kE8M0, quant::kMxGroupSize);
+     },
      Compute::kWeightOnly,
      [](const OperandQuant& a) {
        return is_mx_group(a, kE4M3, ExponentRule::kCeil) ? Compute::kMxfp8 : Compute::kNone;
      }},
     {"F4 with an F8_E8M0 scale per 1x32",
-     [](const OperandQuant& w) { return is_bare(w) && is_group(w, kE2M1, F::kE8M0, kMxGroupSize); },
+     [](const OperandQuant& w) {
+       return is_bare(w) && is_group(w, kE2M1, F::kE8M0, quant::kMxGroupSize);
+     },
      Compute::kMxfp4Bf16,
      [](const OperandQuant& a) {
        if (is_fp8_group(a) || is_fp8_token(a) || is_fp8_static(a)) return Compute::kMxfp4Fp8;
@@ -153,12 +157,13 @@ constexpr std::array<WeightRow, 12> kWeightRows = {{
      }},
     {"F4 with an F8_E4M3 scale per 1x16 and one per expert or row",
      [](const OperandQuant& w) {
-       return is_bare(w) && (is_group(w, kE2M1, F::kE4M3, kNvfp4GroupSize, OuterScale::kTensor) ||
-                             is_group(w, kE2M1, F::kE4M3, kNvfp4GroupSize, OuterScale::kChannel));
+       return is_bare(w) &&
+              (is_group(w, kE2M1, F::kE4M3, quant::kNvfp4GroupSize, OuterScale::kTensor) ||
+               is_group(w, kE2M1, F::kE4M3, quant::kNvfp4GroupSize, OuterScale::kChannel));
      },
      Compute::kWeightOnly,
      [](const OperandQuant& a) {
-       const bool same = is_group(a, kE2M1, F::kE4M3, kNvfp4GroupSize, OuterScale::kTensor);
+       const bool same = is_group(a, kE2M1, F::kE4M3, quant::kNvfp4GroupSize, OuterScale::kTensor);
        return same && a.dynamic ? Compute::kNvfp4 : Compute::kNone;
      }},
     {"I4 with an F8_E4M3 scale per 1x128 and one per row",
@@ -206,9 +211,10 @@ constexpr OperandQuant kFp8Block = scaled(kE4M3, G::kBlock, F::kF32, kScaleBlock
 constexpr OperandQuant kFp8Tensor = scaled(kE4M3, G::kTensor, F::kF32);
 constexpr OperandQuant kFp8Channel = scaled(kE4M3, G::kChannel, F::kF32);
 constexpr OperandQuant kInt8Channel = scaled(DType::kI8, G::kChannel, F::kF32);
-constexpr OperandQuant kMxfp8 = group(kE4M3, F::kE8M0, kMxGroupSize);  // OCP microscaling
-constexpr OperandQuant kMxfp4 = group(kE2M1, F::kE8M0, kMxGroupSize);
-constexpr OperandQuant kNvfp4 = outer(group(kE2M1, F::kE4M3, kNvfp4GroupSize), OuterScale::kTensor);
+constexpr OperandQuant kMxfp8 = group(kE4M3, F::kE8M0, quant::kMxGroupSize);  // OCP microscaling
+constexpr OperandQuant kMxfp4 = group(kE2M1, F::kE8M0, quant::kMxGroupSize);
+constexpr OperandQuant kNvfp4 =
+    outer(group(kE2M1, F::kE4M3, quant::kNvfp4GroupSize), OuterScale::kTensor);
 constexpr OperandQuant kInt4Fp8 =
     outer(group(DType::kI4, F::kE4M3, kScaleBlock), OuterScale::kChannel);
 

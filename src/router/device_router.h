@@ -8,7 +8,7 @@
 #include "moesaic/router.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::router {
 
 class DeviceRouter {
  public:
@@ -27,4 +27,4 @@ Result<std::unique_ptr<DeviceRouter>> make_device_router(const Router::Options& 
 Status check_device_select_args(const Router::Args& args, const RoutingSpec& spec,
                                 std::int64_t slots, Device device);
 
-}  // namespace moesaic
+}  // namespace moesaic::router

@@ -8,7 +8,7 @@
 #include "core/fault.h"
 #include "core/refusal.h"
 
-namespace moesaic {
+namespace moesaic::router {
 Status check_eplb_state(const EplbState& state, std::int64_t num_experts) {
   const auto entries = checked_mul(num_experts, state.max_replicas);
   if (state.max_replicas < 1 || !entries) {
@@ -72,4 +72,4 @@ void map_logical_to_physical(const EplbState& state, std::int64_t num_experts,
   }
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::router

@@ -7,7 +7,7 @@
 #include "moesaic/router.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::router {
 
 // kInvalidArgument unless all three views are present, have the sizes that num_experts and
 // max_replicas prescribe, every count is in [1, max_replicas] and every used entry of the map names
@@ -22,4 +22,4 @@ void map_logical_to_physical(const EplbState& state, std::int64_t num_experts,
                              std::int64_t num_tokens, std::int64_t slots,
                              const std::uint8_t* padding, std::int32_t* ids);
 
-}  // namespace moesaic
+}  // namespace moesaic::router

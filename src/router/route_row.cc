@@ -10,7 +10,7 @@
 #include "router/sparse_mixer.h"
 #include "router/top_k_list.h"
 
-namespace moesaic {
+namespace moesaic::router {
 namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
@@ -240,4 +240,4 @@ float RowRouter::route(const float* logits, const std::int32_t* table_ids, float
   return 0;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::router

@@ -7,7 +7,7 @@
 
 #include "moesaic/spec.h"
 
-namespace moesaic {
+namespace moesaic::router {
 
 // What one thread needs for that many rows: 3 ns a logit (2^14 in 50 us), for the size of
 // its team (cpu/team.h).
@@ -43,4 +43,4 @@ struct RowRouter {
   void renormalize_and_scale(float* weights) const;
 };
 
-}  // namespace moesaic
+}  // namespace moesaic::router

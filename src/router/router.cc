@@ -47,7 +47,7 @@ Status guarded(std::string_view what, Call&& call) {
 }  // namespace
 
 struct Router::Impl {
-  RowRouter row;
+  router::RowRouter row;
   std::vector<std::int32_t> hash_table;  // [vocab, k]
   std::int64_t vision_token_base = 0;
   CustomRoutingFn custom;
@@ -58,7 +58,7 @@ struct Router::Impl {
   RoutingCaptureFn capture;
   int num_threads = 1;
   std::string name;
-  std::unique_ptr<DeviceRouter> gpu;  // instead of everything above
+  std::unique_ptr<router::DeviceRouter> gpu;  // instead of everything above
   Device device = Device::cpu();
 
   std::int64_t slots() const { return row.spec.top_k + num_shared; }
@@ -93,7 +93,7 @@ void Router::Impl::route_token(const Args& args, std::int64_t t, float* scratch,
     const std::int64_t token = MOESAIC_FAULT(router_hash_wrong_row)
                                    ? 0
                                    : std::int64_t{args.input_ids.as<std::int32_t>()[t]};
-    if (!is_vision_token(token, vision_token_base)) {
+    if (!router::is_vision_token(token, vision_token_base)) {
       table_ids = hash_table.data() + token * row.spec.top_k;
     }
   }
@@ -192,20 +192,22 @@ Status Router::Impl::select(const Args& args) const {
         std::pair{"zero_expert_output", ConstTensorView(args.zero_expert_output)}}) {
     MOESAIC_RETURN_IF_ERROR(expect_device(field, view, Device::cpu()));
   }
-  MOESAIC_RETURN_IF_ERROR(check_select_args(args, row.spec, slots(), vocab(), vision_token_base));
+  MOESAIC_RETURN_IF_ERROR(
+      router::check_select_args(args, row.spec, slots(), vocab(), vision_token_base));
   if (args.eplb != nullptr) {
     if (num_shared > 0) {
       // Shared slots carry ids behind the logical experts, for which there is no replica map.
       return {StatusCode::kUnsupported,
               fmt::format("eplb: given with {} fused shared experts, need none", num_shared)};
     }
-    MOESAIC_RETURN_IF_ERROR(check_eplb_state(*args.eplb, row.spec.num_experts));
+    MOESAIC_RETURN_IF_ERROR(router::check_eplb_state(*args.eplb, row.spec.num_experts));
   }
   const std::int64_t num_tokens = args.router_logits.dim(0);
   if (num_tokens == 0) return {};
 
   const bool whole_batch = custom || simulation;
-  const std::int64_t wanted = cpu::team_size(route_rows_us(num_tokens, row.columns()), num_threads);
+  const std::int64_t wanted =
+      cpu::team_size(router::route_rows_us(num_tokens, row.columns()), num_threads);
   const int threads = static_cast<int>(std::min(wanted, num_tokens));
   // A whole number of cache lines per thread, so that threads do not share one.
   const std::int64_t per_thread = round_up(row.scratch_floats() + row.columns(), 16);
@@ -229,8 +231,8 @@ Status Router::Impl::select(const Args& args) const {
     }));
   }
   if (args.eplb != nullptr) {
-    map_logical_to_physical(*args.eplb, row.spec.num_experts, num_tokens, slots(),
-                            args.padding_mask.as<std::uint8_t>(), ids);
+    router::map_logical_to_physical(*args.eplb, row.spec.num_experts, num_tokens, slots(),
+                                    args.padding_mask.as<std::uint8_t>(), ids);
   }
   if (wide) {
     std::copy_n(ids, total, args.topk_ids.as<std::int64_t>());
@@ -248,12 +250,12 @@ Status Router::Impl::select(const Args& args) const {
 
 Result<Router> Router::create(const Options& options) {
   try {
-    MOESAIC_ASSIGN_OR_RETURN(const RoutingSpec spec, effective_routing(options.spec));
-    MOESAIC_RETURN_IF_ERROR(check_router_parts(options, spec));
+    MOESAIC_ASSIGN_OR_RETURN(const RoutingSpec spec, router::effective_routing(options.spec));
+    MOESAIC_RETURN_IF_ERROR(router::check_router_parts(options, spec));
     auto impl = std::make_unique<Impl>();
     impl->device = options.device;
     if (options.device.is_cuda()) {
-      MOESAIC_ASSIGN_OR_RETURN(impl->gpu, make_device_router(options));
+      MOESAIC_ASSIGN_OR_RETURN(impl->gpu, router::make_device_router(options));
       return Router(std::move(impl));
     }
     impl->row.spec = spec;
@@ -269,14 +271,14 @@ Result<Router> Router::create(const Options& options) {
     impl->custom = options.custom;
     if (spec.method == RoutingMethod::kSimulated) {
       MOESAIC_ASSIGN_OR_RETURN(impl->simulation,
-                               find_simulation_strategy(options.simulation_strategy));
+                               router::find_simulation_strategy(options.simulation_strategy));
     }
     impl->seed = options.seed;
     impl->num_shared = options.num_fused_shared_experts;
     impl->shared_weight = options.shared_expert_weight;
     impl->capture = options.capture;
     impl->num_threads = cpu::resolve_threads(options.num_threads);
-    impl->name = router_name(spec, options.simulation_strategy);
+    impl->name = router::router_name(spec, options.simulation_strategy);
     return Router(std::move(impl));
   } catch (const std::bad_alloc&) {
     return Status(

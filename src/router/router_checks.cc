@@ -9,7 +9,7 @@
 #include "core/refusal.h"
 #include "moesaic/log.h"
 
-namespace moesaic {
+namespace moesaic::router {
 namespace {
 
 constexpr std::int64_t kMaxId = std::numeric_limits<std::int32_t>::max();
@@ -317,4 +317,4 @@ std::string router_name(const RoutingSpec& r, const std::string& simulation_stra
   return "unknown";
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::router

@@ -6,7 +6,7 @@
 #include "moesaic/router.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::router {
 
 // The routing in force: a grouping that cannot work becomes ungrouped top-k (logged), everything
 // else is validated, including what only a router cares about.
@@ -27,4 +27,4 @@ inline bool is_vision_token(std::int64_t id, std::int64_t base) {
 
 std::string router_name(const RoutingSpec& spec, const std::string& simulation_strategy);
 
-}  // namespace moesaic
+}  // namespace moesaic::router

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <limits>
 
-namespace moesaic {
+namespace moesaic::router {
 namespace {
 
 void softmax_row(const float* logits, std::int64_t n, float* scores) {
@@ -48,4 +48,4 @@ void score_row(ScoringFunc func, const float* logits, std::int64_t n, float* sco
   }
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::router

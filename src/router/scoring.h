@@ -8,7 +8,7 @@
 #include "moesaic/spec.h"
 #include "numerics/portable_math.h"
 
-namespace moesaic {
+namespace moesaic::router {
 
 // 1 / (1 + exp(-x)), evaluated with the exponential of -|x| so that neither tail loses digits.
 MOESAIC_HOST_DEVICE inline float sigmoid(float x) {
@@ -39,4 +39,4 @@ class LaneSum {
 // Relative error: softmax (n + |max - x| + 8) * 2^-24, the others 2^-21.
 void score_row(ScoringFunc func, const float* logits, std::int64_t n, float* scores);
 
-}  // namespace moesaic
+}  // namespace moesaic::router

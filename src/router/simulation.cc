@@ -106,6 +106,10 @@ Status register_simulation_strategy(const std::string& name, SimulationStrategyF
   }
 }
 
+}  // namespace moesaic
+
+namespace moesaic::router {
+
 Result<SimulationStrategyFn> find_simulation_strategy(const std::string& name) {
   Registry& r = registry();
   const std::lock_guard<std::mutex> lock(r.mutex);
@@ -119,4 +123,4 @@ Result<SimulationStrategyFn> find_simulation_strategy(const std::string& name) {
                 fmt::format("simulation_strategy: got '{}', need one of {}", name, known));
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::router

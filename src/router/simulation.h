@@ -7,7 +7,7 @@
 #include "moesaic/interop/own_layer.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::router {
 
 // The built-in or registered strategy of this name; kNotFound lists the known names.
 //   uniform_random  each id uniform on [0, E), with replacement; weights 1
@@ -15,4 +15,4 @@ namespace moesaic {
 // Row t draws from a generator seeded by (seed, t): the first rows of a longer batch are the same.
 Result<SimulationStrategyFn> find_simulation_strategy(const std::string& name);
 
-}  // namespace moesaic
+}  // namespace moesaic::router

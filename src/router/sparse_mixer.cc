@@ -6,7 +6,7 @@
 #include "core/fault.h"
 #include "router/scoring.h"
 
-namespace moesaic {
+namespace moesaic::router {
 
 void sparse_mixer_row(const float* logits, std::int64_t n, float jitter_eps, float* weights,
                       std::int32_t* ids) {
@@ -41,4 +41,4 @@ void sparse_mixer_row(const float* logits, std::int64_t n, float jitter_eps, flo
   }
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::router

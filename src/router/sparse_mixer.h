@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-namespace moesaic {
+namespace moesaic::router {
 
 // First pick: m = largest logit; experts with (m - l_j) / max(|l_j|, m) > 2 * jitter_eps drop out;
 // weight = softmax over the survivors, at the pick. Second pick: the same without the first expert.
@@ -13,4 +13,4 @@ namespace moesaic {
 void sparse_mixer_row(const float* logits, std::int64_t n, float jitter_eps, float* weights,
                       std::int32_t* ids);
 
-}  // namespace moesaic
+}  // namespace moesaic::router

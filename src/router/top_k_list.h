@@ -6,7 +6,7 @@
 
 #include "core/fault.h"
 
-namespace moesaic {
+namespace moesaic::router {
 
 class TopKList {
  public:
@@ -51,4 +51,4 @@ class TopKList {
   std::int32_t* ids_;
 };
 
-}  // namespace moesaic
+}  // namespace moesaic::router

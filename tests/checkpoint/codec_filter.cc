@@ -51,7 +51,7 @@ int filter(Out (*convert)(In)) {
 int decode_blocks(std::uint32_t id) {
   std::string bytes;
   for (int c = std::getchar(); c != EOF; c = std::getchar()) bytes += static_cast<char>(c);
-  const GgufTypeInfo* info = gguf_type_info(id);
+  const quant::GgufTypeInfo* info = quant::gguf_type_info(id);
   const auto size = static_cast<std::int64_t>(bytes.size());
   if (info == nullptr || size % info->block_bytes != 0) return 2;
   Result<Tensor> out =
@@ -59,7 +59,7 @@ int decode_blocks(std::uint32_t id) {
   if (!out.ok()) return 2;
   const ConstTensorView blocks(reinterpret_cast<const std::byte*>(bytes.data()), DType::kU8,
                                {1, size});
-  const Status status = dequantize_gguf(info->type, blocks, out->view());
+  const Status status = quant::dequantize_gguf(info->type, blocks, out->view());
   if (!status.ok()) std::fprintf(stderr, "%s\n", status.to_string().c_str());
   if (!status.ok()) return 1;
   const auto count = static_cast<std::size_t>(out->shape()[1]);

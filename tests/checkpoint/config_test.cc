@@ -27,15 +27,15 @@ Json deepseek_v3() {
           {"torch_dtype", "bfloat16"},     {"intermediate_size", 18432}};
 }
 
-ModelConfig parse(const Json& json) {
-  Result<ModelConfig> config = parse_model_config(json.dump());
+checkpoint::ModelConfig parse(const Json& json) {
+  Result<checkpoint::ModelConfig> config = checkpoint::parse_model_config(json.dump());
   EXPECT_TRUE(config.ok()) << config.status().to_string();
-  return config.ok() ? *config : ModelConfig{};
+  return config.ok() ? *config : checkpoint::ModelConfig{};
 }
 
 // The first MoE layer; a default one (and a failed test) when there is none.
 MoeLayerSpec first_layer(const Json& json) {
-  const ModelConfig config = parse(json);
+  const checkpoint::ModelConfig config = parse(json);
   EXPECT_FALSE(config.layers.empty());
   return config.layers.empty() ? MoeLayerSpec{} : config.layers[0];
 }
@@ -82,7 +82,7 @@ TEST(ConfigLayers, FirstDenseAndFrequency) {
 TEST(ConfigLayers, DenseMembersHaveNone) {
   EXPECT_EQ(layers_of(with(deepseek_v3(), {{"n_routed_experts", nullptr}})), std::vector<int>{});
   EXPECT_EQ(layers_of(with(qwen3(), {{"num_experts", 0}})), std::vector<int>{});
-  const auto absent = parse_model_config(without(qwen3(), {"num_experts"}).dump());
+  const auto absent = checkpoint::parse_model_config(without(qwen3(), {"num_experts"}).dump());
   EXPECT_EQ(mismatch(absent.status(), StatusCode::kCorruptFile, {"num_experts", "missing"}), "");
 }
 
@@ -136,14 +136,14 @@ TEST(ConfigFieldsOf, AliasesAndNesting) {
         first_layer(with(without(qwen3(), {"num_experts_per_tok"}), {{name, 3}})).routing.top_k, 3);
   }
   EXPECT_EQ(parse(with(qwen3(), {{"num_local_experts", 8}})).layers.size(), 6U) << "they agree";
-  const ModelConfig nested =
+  const checkpoint::ModelConfig nested =
       parse({{"model_type", "some_vl"}, {"text_config", qwen3()}, {"torch_dtype", "float16"}});
   EXPECT_EQ(nested.model_type, "qwen3_moe");
   ASSERT_FALSE(nested.layers.empty());
   EXPECT_EQ(nested.layers[0].activation_dtype, DType::kBF16) << "the nested dtype comes first";
-  const ModelConfig outer = parse({{"model_type", "some_vl"},
-                                   {"text_config", without(qwen3(), {"dtype"})},
-                                   {"torch_dtype", "float16"}});
+  const checkpoint::ModelConfig outer = parse({{"model_type", "some_vl"},
+                                               {"text_config", without(qwen3(), {"dtype"})},
+                                               {"torch_dtype", "float16"}});
   ASSERT_FALSE(outer.layers.empty());
   EXPECT_EQ(outer.layers[0].activation_dtype, DType::kF16);
 }
@@ -153,18 +153,18 @@ TEST(ConfigQuant, Fp8BlockAndSkipLists) {
   const auto quant = [&](const Json& changes) {
     return parse(with(deepseek_v3(), {{"quantization_config", with(block, changes)}})).quant;
   };
-  EXPECT_EQ(quant(Json::object()).linear.stored, StoredFormat::kFp8Block);
+  EXPECT_EQ(quant(Json::object()).linear.stored, checkpoint::StoredFormat::kFp8Block);
   EXPECT_TRUE(quant({{"scale_fmt", "ue8m0"}}).linear.ue8m0);
   EXPECT_EQ(
       parse({{"model_type", "x"}, {"text_config", deepseek_v3()}, {"quantization_config", block}})
           .quant.linear.stored,
-      StoredFormat::kFp8Block);
-  EXPECT_EQ(parse(deepseek_v3()).quant.linear.stored, StoredFormat::kPlain);
+      checkpoint::StoredFormat::kFp8Block);
+  EXPECT_EQ(parse(deepseek_v3()).quant.linear.stored, checkpoint::StoredFormat::kPlain);
 
   const std::vector<std::string_view> leaves = {"gate_proj", "up_proj", "down_proj"};
   const std::string experts = "model.layers.3.mlp.experts";
   const auto skips = [&](const Json& list) {
-    return skips_experts(quant({{"modules_to_not_convert", list}}), experts, 2, leaves);
+    return checkpoint::skips_experts(quant({{"modules_to_not_convert", list}}), experts, 2, leaves);
   };
   EXPECT_FALSE(skips({"gate", "self_attn", "lm_head", "model.layers.4.mlp.experts"}).value());
   EXPECT_FALSE(skips({"expert", "layers.3.mlp.shared_experts", "3"}).value());
@@ -178,30 +178,33 @@ TEST(ConfigQuant, Fp8BlockAndSkipLists) {
                      {"3 of 6", "experts.1.gate_proj", "experts.0.gate_proj", "all or none"}),
             "");
   EXPECT_EQ(mismatch(skips({"up_proj"}).status(), StatusCode::kUnsupported, {"2 of 6"}), "");
-  const QuantConfig gate_only = quant({{"ignored_layers", {"gate"}}});
-  EXPECT_TRUE(skips_module(gate_only, "model.layers.3.mlp.gate"));
-  EXPECT_FALSE(skips_module(gate_only, "model.layers.3.mlp.shared_experts.gate_proj"));
+  const checkpoint::QuantConfig gate_only = quant({{"ignored_layers", {"gate"}}});
+  EXPECT_TRUE(checkpoint::skips_module(gate_only, "model.layers.3.mlp.gate"));
+  EXPECT_FALSE(checkpoint::skips_module(gate_only, "model.layers.3.mlp.shared_experts.gate_proj"));
 }
 
 TEST(ConfigCaps, AreNamed) {
-  const auto status = [](const Json& json) { return parse_model_config(json.dump()).status(); };
-  EXPECT_EQ(mismatch(status(with(qwen3(), {{"num_experts", kMaxExperts + 1}})),
+  const auto status = [](const Json& json) {
+    return checkpoint::parse_model_config(json.dump()).status();
+  };
+  EXPECT_EQ(mismatch(status(with(qwen3(), {{"num_experts", checkpoint::kMaxExperts + 1}})),
                      StatusCode::kInvalidArgument, {"num_experts", "16384"}),
             "");
-  EXPECT_EQ(mismatch(status(with(qwen3(), {{"num_hidden_layers", kMaxLayers + 1}})),
+  EXPECT_EQ(mismatch(status(with(qwen3(), {{"num_hidden_layers", checkpoint::kMaxLayers + 1}})),
                      StatusCode::kInvalidArgument, {"num_hidden_layers", "4096"}),
             "");
   EXPECT_EQ(mismatch(status(with(qwen3(), {{"hidden_size", 18446744073709551615ULL}})),
                      StatusCode::kInvalidArgument, {"hidden_size", "18446744073709551615"}),
             "");
-  const Json huge = {{"hidden_size", kMaxWidth},
-                     {"moe_intermediate_size", kMaxWidth},
-                     {"num_experts", kMaxExperts}};
+  const Json huge = {{"hidden_size", checkpoint::kMaxWidth},
+                     {"moe_intermediate_size", checkpoint::kMaxWidth},
+                     {"num_experts", checkpoint::kMaxExperts}};
   EXPECT_EQ(mismatch(status(with(qwen3(), huge)), StatusCode::kLimitExceeded, {"63-bit"}), "");
-  std::string text = with(qwen3(), {{"x", std::string(kMaxConfigBytes, 'x')}}).dump();
-  EXPECT_EQ(parse_model_config(text).status().code(), StatusCode::kLimitExceeded);
+  std::string text = with(qwen3(), {{"x", std::string(checkpoint::kMaxConfigBytes, 'x')}}).dump();
+  EXPECT_EQ(checkpoint::parse_model_config(text).status().code(), StatusCode::kLimitExceeded);
   // The largest allowed numbers stay cheap: layers are counted, not tensors.
-  EXPECT_EQ(parse(with(qwen3(), {{"num_hidden_layers", kMaxLayers}, {"num_experts", kMaxExperts}}))
+  EXPECT_EQ(parse(with(qwen3(), {{"num_hidden_layers", checkpoint::kMaxLayers},
+                                 {"num_experts", checkpoint::kMaxExperts}}))
                 .layers.size(),
             4096U);
 }
@@ -251,7 +254,8 @@ TEST(LayerRules, EveryFamilyHasItsOwn) {
                                {{"layers_block_type", {"moe", "mamba"}}})),
             (std::vector<int>{0}));
   const auto refused = [](const Json& json, std::initializer_list<std::string> words) {
-    return mismatch(parse_model_config(json.dump()).status(), StatusCode::kInvalidArgument, words);
+    return mismatch(checkpoint::parse_model_config(json.dump()).status(),
+                    StatusCode::kInvalidArgument, words);
   };
   EXPECT_EQ(refused(with(step, {{"moe_layers_enum", "1,x"}}), {"moe_layers_enum", "0 to 3"}), "");
   EXPECT_EQ(refused(with(step, {{"moe_layers_enum", "4"}}), {"moe_layers_enum"}), "");
@@ -268,7 +272,8 @@ TEST(LayerRules, HunyuanListsPerLayer) {
                                       {"moe_topk", {1, 3}},
                                       {"moe_intermediate_size", {8, 24}},
                                       {"num_shared_expert", {1, 2}}});
-  const ModelConfig config = parse(without(json, {"num_experts_per_tok", "num_local_experts"}));
+  const checkpoint::ModelConfig config =
+      parse(without(json, {"num_experts_per_tok", "num_local_experts"}));
   ASSERT_EQ(config.layers.size(), 2U);
   EXPECT_EQ(config.layers[0].routing.top_k, 1);
   EXPECT_FALSE(config.layers[0].routing.renormalize);
@@ -276,7 +281,7 @@ TEST(LayerRules, HunyuanListsPerLayer) {
   EXPECT_TRUE(config.layers[1].routing.renormalize);
   EXPECT_EQ(config.layers[1].intermediate_size, 24);
   EXPECT_EQ(config.layers[1].shared.intermediate_size, 16);
-  EXPECT_EQ(mismatch(parse_model_config(
+  EXPECT_EQ(mismatch(checkpoint::parse_model_config(
                          with(without(json, {"num_experts_per_tok"}), {{"moe_topk", {2}}}).dump())
                          .status(),
                      StatusCode::kCorruptFile, {"moe_topk", "layer 1"}),
@@ -316,7 +321,8 @@ TEST(Rows2026, DeepSeekV4HashLayers) {
   EXPECT_EQ(hashed(with(v4(), listed)), (std::vector<int>{1}));
   const auto refused = [](const Json& changes, StatusCode code,
                           std::initializer_list<std::string> words) {
-    return mismatch(parse_model_config(with(v4(), changes).dump()).status(), code, words);
+    return mismatch(checkpoint::parse_model_config(with(v4(), changes).dump()).status(), code,
+                    words);
   };
   EXPECT_EQ(refused({{"mlp_layer_types", {"moe", "dense", "moe", "moe"}}},
                     StatusCode::kInvalidArgument, {"mlp_layer_types", "dense", "hash_moe"}),
@@ -333,7 +339,7 @@ TEST(Rows2026, StepHasLimitsPerLayer) {
   Json json = with(step3p5(), {{"swiglu_limits", {0.0, nullptr, 7.0, 0}},
                                {"swiglu_limits_shared", {16, 0, nullptr, 2.5}},
                                {"moe_layers_enum", "0,1,2,3"}});
-  const ModelConfig config = parse(json);
+  const checkpoint::ModelConfig config = parse(json);
   ASSERT_EQ(config.layers.size(), 4U);
   constexpr float kNone = std::numeric_limits<float>::infinity();
   const std::vector<std::pair<float, float>> want = {
@@ -355,7 +361,8 @@ TEST(Rows2026, StepHasLimitsPerLayer) {
   EXPECT_EQ(moe_layers_of(with(step3p5(), types)), (std::vector<int>{1, 3}));
   const auto refused = [&](const Json& changes, StatusCode code,
                            std::initializer_list<std::string> words) {
-    return mismatch(parse_model_config(with(json, changes).dump()).status(), code, words);
+    return mismatch(checkpoint::parse_model_config(with(json, changes).dump()).status(), code,
+                    words);
   };
   EXPECT_EQ(
       refused({{"swiglu_limits", {1.0}}}, StatusCode::kCorruptFile, {"swiglu_limits", "layer 1"}),
@@ -377,9 +384,11 @@ TEST(Rows2026, NamesAndDefaultsOfTheOthers) {
   EXPECT_EQ(first_layer(with(gemma4(), {{"rms_norm_eps", 0.5}})).input_norm_eps, 0.5);
   EXPECT_EQ(layers_of(with(gemma4(), {{"enable_moe_block", false}})), std::vector<int>{});
   EXPECT_EQ(layers_of(without(gemma4(), {"enable_moe_block"})), std::vector<int>{});
-  EXPECT_EQ(mismatch(parse_model_config(with(gemma4(), {{"rms_norm_eps", 0}}).dump()).status(),
-                     StatusCode::kInvalidArgument, {"rms_norm_eps", "got 0"}),
-            "");
+  EXPECT_EQ(
+      mismatch(
+          checkpoint::parse_model_config(with(gemma4(), {{"rms_norm_eps", 0}}).dump()).status(),
+          StatusCode::kInvalidArgument, {"rms_norm_eps", "got 0"}),
+      "");
 
   const Json mimo = small("mimo_v2_flash", {{"moe_intermediate_size", 8}});
   EXPECT_EQ(moe_layers_of(mimo), (std::vector<int>{1, 2, 3}));
@@ -388,9 +397,11 @@ TEST(Rows2026, NamesAndDefaultsOfTheOthers) {
   EXPECT_EQ(
       first_layer(with(mimo, {{"routed_scaling_factor", nullptr}})).routing.routed_scaling_factor,
       1.0);
-  EXPECT_EQ(mismatch(parse_model_config(with(mimo, {{"moe_layer_freq", {1, 1}}}).dump()).status(),
-                     StatusCode::kInvalidArgument, {"moe_layer_freq", "2 entries", "4"}),
-            "");
+  EXPECT_EQ(
+      mismatch(
+          checkpoint::parse_model_config(with(mimo, {{"moe_layer_freq", {1, 1}}}).dump()).status(),
+          StatusCode::kInvalidArgument, {"moe_layer_freq", "2 entries", "4"}),
+      "");
 
   const Json kimi = small("kimi_linear", {{"moe_intermediate_size", 8}});
   EXPECT_EQ(moe_layers_of(kimi), (std::vector<int>{1, 2, 3}));
@@ -448,7 +459,7 @@ TEST(Rows2026, OtherConstantsAreRefusedByName) {
       base.update({{"share_expert_dim", 8}, {"moe_layers_enum", "0,1,2,3"}});
     }
     const std::string name = c.field.begin().key();
-    EXPECT_EQ(mismatch(parse_model_config(with(base, c.field).dump()).status(),
+    EXPECT_EQ(mismatch(checkpoint::parse_model_config(with(base, c.field).dump()).status(),
                        StatusCode::kUnsupported, {name, "got", c.got, "need", c.need}),
               "")
         << c.family;
@@ -459,21 +470,22 @@ TEST(Rows2026, OtherConstantsAreRefusedByName) {
 // The table itself: every row is complete and consistent.
 TEST(Families, TablesAreSound) {
   std::set<std::string_view> types;
-  for (const Family& family : families()) {
+  for (const checkpoint::Family& family : checkpoint::families()) {
     SCOPED_TRACE(family.title);
     for (const std::string_view type : family.model_types.list()) {
       EXPECT_TRUE(types.insert(type).second) << type << " belongs to two families";
-      EXPECT_EQ(find_family(type), &family);
+      EXPECT_EQ(checkpoint::find_family(type), &family);
     }
     EXPECT_FALSE(family.width_fields.list().empty());
     EXPECT_TRUE(family.layouts[0].present());
-    EXPECT_EQ(family.routing.bias == BiasRule::kNone, family.correction_bias.list().empty());
-    EXPECT_EQ(family.shared == SharedRule::kNone, family.shared_layout.down.empty());
-    for (const ExpertLayout& layout : family.layouts) {
+    EXPECT_EQ(family.routing.bias == checkpoint::BiasRule::kNone,
+              family.correction_bias.list().empty());
+    EXPECT_EQ(family.shared == checkpoint::SharedRule::kNone, family.shared_layout.down.empty());
+    for (const checkpoint::ExpertLayout& layout : family.layouts) {
       if (!layout.present()) continue;
-      const bool per_expert = is_per_expert(layout.storage);
+      const bool per_expert = checkpoint::is_per_expert(layout.storage);
       EXPECT_EQ(per_expert, layout.down.find("{e}") != std::string_view::npos);
-      EXPECT_EQ(is_fused(layout.storage), layout.up.empty());
+      EXPECT_EQ(checkpoint::is_fused(layout.storage), layout.up.empty());
       EXPECT_EQ(layout.gate.empty(), !is_gated(family.activation.kind));
       EXPECT_FALSE(layout.block.empty() && family.router_beside_block);
       EXPECT_FALSE(layout.weight_suffixes.list().empty());
@@ -481,27 +493,27 @@ TEST(Families, TablesAreSound) {
     }
   }
   EXPECT_GE(types.size(), 37U);
-  EXPECT_EQ(find_family("llama"), nullptr);
-  EXPECT_EQ(find_family(""), nullptr);
+  EXPECT_EQ(checkpoint::find_family("llama"), nullptr);
+  EXPECT_EQ(checkpoint::find_family(""), nullptr);
 }
 
 TEST(Families, PatternsMatchWholeNumbersOnly) {
-  EXPECT_EQ(expand_expert("experts.{e}.w1", 11), "experts.11.w1");
-  EXPECT_TRUE(matches_pattern("experts.{e}.w1", "experts.11.w1"));
+  EXPECT_EQ(checkpoint::expand_expert("experts.{e}.w1", 11), "experts.11.w1");
+  EXPECT_TRUE(checkpoint::matches_pattern("experts.{e}.w1", "experts.11.w1"));
   for (const char* name : {"experts..w1", "experts.1x.w1", "experts.1.w2", "experts.1.w11",
                            "shared_experts.1.w1", "experts.-1.w1"}) {
-    EXPECT_FALSE(matches_pattern("experts.{e}.w1", name)) << name;
+    EXPECT_FALSE(checkpoint::matches_pattern("experts.{e}.w1", name)) << name;
   }
-  EXPECT_TRUE(matches_pattern("experts.gate_up_proj", "experts.gate_up_proj"));
-  EXPECT_FALSE(matches_pattern("experts.gate_up_proj", "experts.gate_up_proj_bias"));
+  EXPECT_TRUE(checkpoint::matches_pattern("experts.gate_up_proj", "experts.gate_up_proj"));
+  EXPECT_FALSE(checkpoint::matches_pattern("experts.gate_up_proj", "experts.gate_up_proj_bias"));
 }
 
 // Released sizes: the shapes that a real checkpoint has.
 TEST(LayerPlan, ReleasedShapes) {
   Json json = deepseek_v3();
   json["quantization_config"] = {{"quant_method", "fp8"}, {"weight_block_size", {128, 128}}};
-  const ModelConfig config = parse(json);
-  LayerSource source;
+  const checkpoint::ModelConfig config = parse(json);
+  checkpoint::LayerSource source;
   ASSERT_FALSE(config.layers.empty());
   source.spec = config.layers[0];
   source.family = config.family;
@@ -510,12 +522,12 @@ TEST(LayerPlan, ReleasedShapes) {
   source.weight_suffix = source.layout->weight_suffixes.list()[0];
   source.gate_weight = config.family->gate_weight;
   source.correction_bias = config.family->correction_bias.list()[0];
-  source.experts.stored = source.shared.stored = StoredFormat::kFp8Block;
+  source.experts.stored = source.shared.stored = checkpoint::StoredFormat::kFp8Block;
   source.experts_dtype = source.shared_dtype = DType::kF8E4M3;
-  const std::vector<PlannedTensor> plan = plan_layer(source);
+  const std::vector<checkpoint::PlannedTensor> plan = checkpoint::plan_layer(source);
   EXPECT_EQ(plan.size(), 2U + 6U + 256U * 6U);
   std::map<std::string, std::string> shapes;
-  for (const PlannedTensor& t : plan) shapes[t.name] = t.shape.to_string();
+  for (const checkpoint::PlannedTensor& t : plan) shapes[t.name] = t.shape.to_string();
   EXPECT_EQ(shapes.size(), plan.size()) << "names are distinct";
   const std::string p = "model.layers.3.mlp.";
   EXPECT_EQ(shapes[p + "gate.weight"], "[256, 7168]");
@@ -530,20 +542,21 @@ TEST(LayerPlan, ReleasedShapes) {
 TEST(LayerPlan, DeepSeekV4) {
   Json json = with(v4(), {{"hidden_size", 256}, {"moe_intermediate_size", 128}});
   json["quantization_config"] = {{"quant_method", "fp8"}, {"weight_block_size", {128, 128}}};
-  const ModelConfig config = parse(json);
+  const checkpoint::ModelConfig config = parse(json);
   ASSERT_EQ(config.layers.size(), 4U);
-  LayerSource source;
+  checkpoint::LayerSource source;
   source.family = config.family;
   source.layout = &config.family->layouts[0];
   source.shared_layout = &config.family->shared_layout;
   source.weight_suffix = ".weight";
   source.correction_bias = config.family->correction_bias.list()[0];
-  source.experts.stored = source.shared.stored = StoredFormat::kFp8Block;
+  source.experts.stored = source.shared.stored = checkpoint::StoredFormat::kFp8Block;
   source.experts_dtype = source.shared_dtype = DType::kF8E4M3;
   const auto shapes_of = [&](std::size_t layer) {
     source.spec = config.layers[layer];
     std::map<std::string, std::string> shapes;
-    for (const PlannedTensor& t : plan_layer(source)) shapes[t.name] = t.shape.to_string();
+    for (const checkpoint::PlannedTensor& t : checkpoint::plan_layer(source))
+      shapes[t.name] = t.shape.to_string();
     return shapes;
   };
   auto hashed = shapes_of(2);

@@ -37,8 +37,9 @@ std::string file(const std::vector<std::string>& entries, const std::vector<std:
   return bytes + data;
 }
 
-Result<GgufHeader> parse_gguf(const std::string& bytes) {
-  return parse_gguf("f.gguf", GgufBytes(std::as_bytes(std::span(bytes.data(), bytes.size()))));
+Result<checkpoint::GgufHeader> parse_gguf(const std::string& bytes) {
+  return checkpoint::parse_gguf(
+      "f.gguf", checkpoint::GgufBytes(std::as_bytes(std::span(bytes.data(), bytes.size()))));
 }
 
 TEST(Gguf, MetadataOfEveryKind) {
@@ -71,9 +72,9 @@ TEST(Gguf, MetadataOfEveryKind) {
   EXPECT_EQ(std::get<double>(header->metadata.at("f64")), 2.5);
   EXPECT_TRUE(std::get<bool>(header->metadata.at("b")));
   EXPECT_EQ(std::get<std::string>(header->metadata.at("s")), "x y");
-  EXPECT_EQ(std::get<GgufArray>(header->metadata.at("l")).integers,
+  EXPECT_EQ(std::get<checkpoint::GgufArray>(header->metadata.at("l")).integers,
             (std::vector<std::int64_t>{7, 65535}));
-  const auto& vocabulary = std::get<GgufArray>(header->metadata.at("w"));
+  const auto& vocabulary = std::get<checkpoint::GgufArray>(header->metadata.at("w"));
   EXPECT_EQ(vocabulary.count, 2U);
   EXPECT_FALSE(vocabulary.kept);
 }
@@ -86,10 +87,10 @@ TEST(Gguf, TensorsAreTurnedOutermostFirstAndBlocksBecomeRowsOfBytes) {
   ASSERT_EQ(header->tensors.size(), 2U);
   EXPECT_EQ(header->tensors[0].shape, (Shape{4, 2, 3}));
   EXPECT_EQ(header->tensors[0].dtype, DType::kF32);
-  EXPECT_EQ(header->tensors[0].block_type, GgufType::kNone);
+  EXPECT_EQ(header->tensors[0].block_type, quant::GgufType::kNone);
   EXPECT_EQ(header->tensors[1].shape, (Shape{2, 144}));
   EXPECT_EQ(header->tensors[1].dtype, DType::kU8);
-  EXPECT_EQ(ggml_type_info(header->tensors[1].block_type).name, "Q4_K");
+  EXPECT_EQ(checkpoint::ggml_type_info(header->tensors[1].block_type).name, "Q4_K");
   EXPECT_EQ(header->tensors[1].begin, 96U);
 }
 
@@ -163,7 +164,7 @@ TEST(Gguf, FlippedBytesStayInsideTheFile) {
       spoilt[i] = static_cast<char>(spoilt[i] ^ (1 << bit));
       const auto header = parse_gguf(spoilt);
       if (!header.ok()) continue;
-      for (const TensorInfo& t : header->tensors) {
+      for (const checkpoint::TensorInfo& t : header->tensors) {
         EXPECT_LE(header->data_offset + t.end, spoilt.size());
       }
     }
@@ -177,9 +178,9 @@ TEST(Gguf, FilesAreReadThroughBothAccesses) {
   write_bytes(dir.path("m.gguf"),
               file({}, {info("a", {3, 2, 4}, 0, 0), info("b", {2, 2}, 30, 96)}, data));
   for (const FileAccess access : {FileAccess::kMmap, FileAccess::kCopy}) {
-    const auto opened = GgufFile::open(dir.path("m.gguf"), access);
+    const auto opened = checkpoint::GgufFile::open(dir.path("m.gguf"), access);
     ASSERT_TRUE(opened.ok()) << opened.status().to_string();
-    const TensorInfo& b = opened->tensors()[1];
+    const checkpoint::TensorInfo& b = opened->tensors()[1];
     std::string rows(4, '\0');
     ASSERT_TRUE(
         opened
@@ -187,17 +188,17 @@ TEST(Gguf, FilesAreReadThroughBothAccesses) {
             .ok());
     EXPECT_EQ(rows, std::string({98, 99, 102, 103}));
   }
-  EXPECT_TRUE(has_gguf_magic(dir.path("m.gguf")));
-  EXPECT_FALSE(has_gguf_magic(dir.path("absent")));
+  EXPECT_TRUE(checkpoint::has_gguf_magic(dir.path("m.gguf")));
+  EXPECT_FALSE(checkpoint::has_gguf_magic(dir.path("absent")));
 }
 
 // The sizes in the container's table must be those of the decoders.
 TEST(Gguf, TypeTableAgreesWithTheDecoders) {
   int decoded = 0;
   for (std::uint32_t id = 0; id < 64; ++id) {
-    const GgufTypeInfo* decoder = gguf_type_info(id);
+    const quant::GgufTypeInfo* decoder = quant::gguf_type_info(id);
     if (decoder == nullptr) continue;
-    const GgmlTypeInfo* stored = find_ggml_type(id);
+    const checkpoint::GgmlTypeInfo* stored = checkpoint::find_ggml_type(id);
     ASSERT_NE(stored, nullptr) << id;
     EXPECT_EQ(stored->name, decoder->name);
     EXPECT_EQ(stored->block_bytes, decoder->block_bytes);

@@ -10,8 +10,9 @@
 namespace moesaic::test {
 namespace {
 
-Result<SafetensorsHeader> parse(const std::string& file) {
-  return parse_safetensors("f", std::as_bytes(std::span<const char>(file.data(), file.size())));
+Result<checkpoint::SafetensorsHeader> parse(const std::string& file) {
+  return checkpoint::parse_safetensors(
+      "f", std::as_bytes(std::span<const char>(file.data(), file.size())));
 }
 
 std::string i32(const std::string& shape, const std::string& offsets) {
@@ -34,7 +35,7 @@ TEST(Header, PublishedVectorsLoad) {
   const auto h = parse(e4m3);
   ASSERT_TRUE(h.ok()) << h.status().to_string();
   ASSERT_EQ(h->tensors().size(), 1U);
-  const TensorInfo& w = h->tensors()[0];
+  const checkpoint::TensorInfo& w = h->tensors()[0];
   EXPECT_EQ(w.name, "w");
   EXPECT_EQ(w.dtype, DType::kF8E4M3);
   EXPECT_EQ(w.shape, Shape({2, 2}));
@@ -128,7 +129,7 @@ TEST(Header, ManyTensorsInReverseOrderAreSortedAndFound) {
   const auto h = parse(container(header, std::string(2 * n, 'x')));
   ASSERT_TRUE(h.ok()) << h.status().to_string();
   for (int i = 0; i < n; ++i) {
-    const TensorInfo* t = h->find("t" + std::to_string(i));
+    const checkpoint::TensorInfo* t = h->find("t" + std::to_string(i));
     ASSERT_NE(t, nullptr);
     EXPECT_EQ(t, &h->tensors()[static_cast<std::size_t>(i)]);
     EXPECT_EQ(t->begin, static_cast<std::uint64_t>(2 * i));
@@ -176,9 +177,9 @@ TEST(Header, RankAboveOursIsListedAndChecked) {
 
 // What must hold for any header that was accepted: every tensor lies in the data, they tile it, and
 // dtype and shape give exactly the bytes.
-void expect_in_bounds(const SafetensorsHeader& h, std::size_t file_bytes) {
+void expect_in_bounds(const checkpoint::SafetensorsHeader& h, std::size_t file_bytes) {
   std::uint64_t end = 0;
-  for (const TensorInfo& t : h.tensors()) {
+  for (const checkpoint::TensorInfo& t : h.tensors()) {
     ASSERT_EQ(t.begin, end);
     ASSERT_LE(t.begin, t.end);
     end = t.end;

@@ -10,10 +10,10 @@
 namespace moesaic::test {
 namespace {
 
-constexpr JsonLimits kLimits{.max_bytes = 1000, .max_depth = 4};
+constexpr checkpoint::JsonLimits kLimits{.max_bytes = 1000, .max_depth = 4};
 
 Result<nlohmann::json> parse_json(std::string_view text) {
-  return parse_json_document("f", text, kLimits);
+  return checkpoint::parse_json_document("f", text, kLimits);
 }
 
 TEST(JsonDocument, KeepsValuesExactly) {
@@ -60,9 +60,10 @@ TEST(JsonDocument, RefusesWithReason) {
 }
 
 TEST(Utf8, FindsTheFirstBadByte) {
-  EXPECT_EQ(first_invalid_utf8("plain ascii, more than eight"), 28U);
-  EXPECT_EQ(first_invalid_utf8("\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80"), 9U);
-  EXPECT_EQ(first_invalid_utf8("\xed\x9f\xbf\xee\x80\x80\xf4\x8f\xbf\xbf"), 10U);  // the edges
+  EXPECT_EQ(checkpoint::first_invalid_utf8("plain ascii, more than eight"), 28U);
+  EXPECT_EQ(checkpoint::first_invalid_utf8("\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80"), 9U);
+  EXPECT_EQ(checkpoint::first_invalid_utf8("\xed\x9f\xbf\xee\x80\x80\xf4\x8f\xbf\xbf"),
+            10U);  // the edges
   const std::pair<std::string_view, std::size_t> bad[] = {
       {"12345678\x80", 8},      {"a\xc0\x80", 1},
       {"a\xc1\xbf", 1},         {"a\xe0\x9f\xbf", 1},
@@ -71,47 +72,49 @@ TEST(Utf8, FindsTheFirstBadByte) {
       {"a\xe2\x82", 1},         {"a\xc3", 1},
       {"a\xe2\x82x", 1},        {"\xff", 0},
   };
-  for (const auto& [text, at] : bad) EXPECT_EQ(first_invalid_utf8(text), at);
+  for (const auto& [text, at] : bad) EXPECT_EQ(checkpoint::first_invalid_utf8(text), at);
 }
 
 TEST(Names, AreSafeToPrint) {
-  EXPECT_EQ(quote_name("a.b"), "\"a.b\"");
-  EXPECT_EQ(quote_name("\x1b[31m\n\x7f"), "\"\\x1b[31m\\x0a\\x7f\"");
-  EXPECT_EQ(quote_name("\xc3\xa9"), "\"\xc3\xa9\"");
-  EXPECT_EQ(quote_name("\xc2\x9b"), "\"\\xc2\\x9b\"");  // a one-character escape sequence starter
-  EXPECT_EQ(quote_name("\xff"), "\"\\xff\"");
-  const std::string long_name = quote_name(std::string(1000, 'x'));
+  EXPECT_EQ(checkpoint::quote_name("a.b"), "\"a.b\"");
+  EXPECT_EQ(checkpoint::quote_name("\x1b[31m\n\x7f"), "\"\\x1b[31m\\x0a\\x7f\"");
+  EXPECT_EQ(checkpoint::quote_name("\xc3\xa9"), "\"\xc3\xa9\"");
+  EXPECT_EQ(checkpoint::quote_name("\xc2\x9b"),
+            "\"\\xc2\\x9b\"");  // a one-character escape sequence starter
+  EXPECT_EQ(checkpoint::quote_name("\xff"), "\"\\xff\"");
+  const std::string long_name = checkpoint::quote_name(std::string(1000, 'x'));
   EXPECT_LT(long_name.size(), 200U);
   EXPECT_NE(long_name.find("(1000 bytes)"), std::string::npos);
   // The cut falls between characters.
   std::string wide;
   while (wide.size() < 400) wide += "\xe2\x82\xac";
-  const std::string cut = quote_name(wide);
-  EXPECT_EQ(first_invalid_utf8(cut), cut.size());
+  const std::string cut = checkpoint::quote_name(wide);
+  EXPECT_EQ(checkpoint::first_invalid_utf8(cut), cut.size());
 }
 
 TEST(Names, WhatATerminalActsOnIsEscapedAndNothingElse) {
-  EXPECT_EQ(escape_controls("a\tb\nc\r\x1b]0;x\x07"), "a\\x09b\\x0ac\\x0d\\x1b]0;x\\x07");
-  EXPECT_EQ(escape_controls("a\nb\x1b", /*keep_newlines=*/true), "a\nb\\x1b");
+  EXPECT_EQ(checkpoint::escape_controls("a\tb\nc\r\x1b]0;x\x07"),
+            "a\\x09b\\x0ac\\x0d\\x1b]0;x\\x07");
+  EXPECT_EQ(checkpoint::escape_controls("a\nb\x1b", /*keep_newlines=*/true), "a\nb\\x1b");
   // The direction of writing, line separators.
-  EXPECT_EQ(escape_controls("\xe2\x80\xae"
-                            "x\xe2\x81\xa9\xe2\x80\xa8\xd8\x9c"),
+  EXPECT_EQ(checkpoint::escape_controls("\xe2\x80\xae"
+                                        "x\xe2\x81\xa9\xe2\x80\xa8\xd8\x9c"),
             "\\xe2\\x80\\xaex\\xe2\\x81\\xa9\\xe2\\x80\\xa8\\xd8\\x9c");
   const std::string plain =
       "\xc3\xa9 \xe2\x96\x88 \xe2\x80\x94 \xf0\x9f\x98\x80 \"quoted\" back\\slash";
-  EXPECT_EQ(escape_controls(plain), plain);
+  EXPECT_EQ(checkpoint::escape_controls(plain), plain);
   // Bytes that are not UTF-8 alone, between characters that are.
-  EXPECT_EQ(escape_controls("\xc3\xa9\xff\xc3\xa9\x9b\xe2\x80"),
+  EXPECT_EQ(checkpoint::escape_controls("\xc3\xa9\xff\xc3\xa9\x9b\xe2\x80"),
             "\xc3\xa9\\xff\xc3\xa9\\x9b\\xe2\\x80");
-  EXPECT_EQ(escape_controls(""), "");
+  EXPECT_EQ(checkpoint::escape_controls(""), "");
 }
 
 TEST(Names, Nearest) {
   const std::string_view names[] = {"mixtral", "qwen3_moe", "deepseek_v3", "deepseek_v2"};
-  EXPECT_EQ(similar_name("deepseek_v4", names), "deepseek_v3");  // ties go to the first
-  EXPECT_EQ(similar_name("qwen3moe", names), "qwen3_moe");
-  EXPECT_EQ(similar_name("zzzzzzzzzz", names), "");
-  EXPECT_EQ(similar_name("x", {}), "");
+  EXPECT_EQ(checkpoint::similar_name("deepseek_v4", names), "deepseek_v3");  // ties go to the first
+  EXPECT_EQ(checkpoint::similar_name("qwen3moe", names), "qwen3_moe");
+  EXPECT_EQ(checkpoint::similar_name("zzzzzzzzzz", names), "");
+  EXPECT_EQ(checkpoint::similar_name("x", {}), "");
   EXPECT_EQ(nearest_name("QWEN3_MO", names), "qwen3_moe");  // whatever the case
   // What contains the name comes before what needs fewer edits.
   const std::string_view schemes[] = {"f32", "int8", "fp8-tensor", "fp8-block"};

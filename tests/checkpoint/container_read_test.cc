@@ -150,7 +150,7 @@ TEST(SafetensorsFile, AFileThatShrinksIsAnErrorNotASignal) {
   const std::string header = R"({"a":{"dtype":"U8","shape":[1048576],"data_offsets":[0,1048576]}})";
   for (const FileAccess access : kBoth) {
     write_bytes(dir.path("a"), container(header, std::string(bytes, 'x')));
-    const auto file = SafetensorsFile::open(dir.path("a"), access);
+    const auto file = checkpoint::SafetensorsFile::open(dir.path("a"), access);
     ASSERT_TRUE(file.ok());
     ASSERT_EQ(::truncate(dir.path("a").c_str(), 100), 0);
     EXPECT_EQ(mismatch(file->read_tensor(*file->find("a")).status(), StatusCode::kIo,
@@ -162,7 +162,7 @@ TEST(SafetensorsFile, AFileThatShrinksIsAnErrorNotASignal) {
 TEST(SafetensorsFile, ViewNeedsAMapping) {
   TempDir dir;
   write_bytes(dir.path("a"), simple_file({"a", "b"}));
-  const auto mapped = SafetensorsFile::open(dir.path("a"), FileAccess::kMmap);
+  const auto mapped = checkpoint::SafetensorsFile::open(dir.path("a"), FileAccess::kMmap);
   ASSERT_TRUE(mapped.ok());
   const auto view = mapped->view(*mapped->find("b"));
   ASSERT_TRUE(view.ok());
@@ -170,7 +170,7 @@ TEST(SafetensorsFile, ViewNeedsAMapping) {
   EXPECT_EQ((*view)[0], std::byte{2});
   mapped->drop_residency(*mapped->find("b"));
   EXPECT_EQ((*view)[0], std::byte{2});  // comes back from the cache
-  const auto copied = SafetensorsFile::open(dir.path("a"), FileAccess::kCopy);
+  const auto copied = checkpoint::SafetensorsFile::open(dir.path("a"), FileAccess::kCopy);
   ASSERT_TRUE(copied.ok());
   EXPECT_EQ(mismatch(copied->view(*copied->find("b")).status(), StatusCode::kUnsupported,
                      {"\"b\"", "kMmap"}),
@@ -180,9 +180,9 @@ TEST(SafetensorsFile, ViewNeedsAMapping) {
 TEST(SafetensorsFile, RangesStayInsideTheTensor) {
   TempDir dir;
   write_bytes(dir.path("a"), container(two_by_four_header(), "01234567abcdefgh"));
-  const auto file = SafetensorsFile::open(dir.path("a"), FileAccess::kCopy);
+  const auto file = checkpoint::SafetensorsFile::open(dir.path("a"), FileAccess::kCopy);
   ASSERT_TRUE(file.ok()) << file.status().to_string();
-  const TensorInfo& b = *file->find("b");
+  const checkpoint::TensorInfo& b = *file->find("b");
   std::vector<unsigned char> got(3);
   ASSERT_TRUE(file->read_range(b, 2, bytes_of(got)).ok());
   EXPECT_EQ(std::string(got.begin(), got.end()), "cde");
@@ -207,9 +207,9 @@ void check_rectangles(std::int64_t rows, std::int64_t cols, std::int64_t step_r,
   const NamedTensor tensor{
       "w", ConstTensorView(reinterpret_cast<const std::byte*>(values.data()), DType::kU16, shape)};
   ASSERT_TRUE(write_safetensors(dir.path("a"), std::span(&tensor, 1)).ok());
-  const auto file = SafetensorsFile::open(dir.path("a"), FileAccess::kMmap);
+  const auto file = checkpoint::SafetensorsFile::open(dir.path("a"), FileAccess::kMmap);
   ASSERT_TRUE(file.ok());
-  const TensorInfo& info = *file->find("w");
+  const checkpoint::TensorInfo& info = *file->find("w");
   for (std::int64_t r = 0; r <= rows; r += step_r) {
     for (std::int64_t nr = 0; nr <= rows - r; nr += step_r) {
       for (std::int64_t c = 0; c <= cols; c += step_c) {
@@ -241,7 +241,7 @@ TEST(ReadRows, LeadingDimensionsAreRows) {
   write_bytes(
       dir.path("a"),
       container(R"({"w":{"dtype":"U8","shape":[2,2,3],"data_offsets":[0,12]}})", "abcdefghijkl"));
-  const auto file = SafetensorsFile::open(dir.path("a"), FileAccess::kCopy);
+  const auto file = checkpoint::SafetensorsFile::open(dir.path("a"), FileAccess::kCopy);
   ASSERT_TRUE(file.ok());
   std::vector<unsigned char> got(4);
   ASSERT_TRUE(file->read_rows(*file->find("w"), 2, 2, 1, 2, bytes_of(got)).ok());
@@ -253,7 +253,7 @@ TEST(ReadRows, SubByteColumnsMustFallOnBytes) {
   write_bytes(dir.path("a"), container(R"({"w":{"dtype":"F4","shape":[2,4],"data_offsets":[0,4]},)"
                                        R"("o":{"dtype":"F4","shape":[2,3],"data_offsets":[4,7]}})",
                                        from_hex("11223344 556677")));
-  const auto file = SafetensorsFile::open(dir.path("a"), FileAccess::kCopy);
+  const auto file = checkpoint::SafetensorsFile::open(dir.path("a"), FileAccess::kCopy);
   ASSERT_TRUE(file.ok()) << file.status().to_string();
   std::vector<unsigned char> got(2);
   ASSERT_TRUE(file->read_rows(*file->find("w"), 0, 2, 2, 2, bytes_of(got)).ok());
@@ -273,9 +273,9 @@ TEST(ReadRows, SubByteColumnsMustFallOnBytes) {
 TEST(ReadRows, RefusesWhatIsOutside) {
   TempDir dir;
   write_bytes(dir.path("a"), container(two_by_four_header(), "01234567abcdefgh"));
-  const auto file = SafetensorsFile::open(dir.path("a"), FileAccess::kCopy);
+  const auto file = checkpoint::SafetensorsFile::open(dir.path("a"), FileAccess::kCopy);
   ASSERT_TRUE(file.ok());
-  const TensorInfo& a = *file->find("a");
+  const checkpoint::TensorInfo& a = *file->find("a");
   const std::int64_t max = std::numeric_limits<std::int64_t>::max();
   std::vector<unsigned char> got(4);
   const std::int64_t outside[][4] = {{0, 3, 0, 1},   {2, 1, 0, 1},   {0, 1, 3, 2},  {0, 1, 4, 1},
@@ -298,11 +298,11 @@ TEST(SafetensorsFile, BundledCheckpointsOpen) {
   for (const auto& e : std::filesystem::recursive_directory_iterator(folder)) {
     if (e.path().extension() != ".safetensors") continue;
     ++files;
-    const auto file = SafetensorsFile::open(e.path().string(), FileAccess::kMmap);
+    const auto file = checkpoint::SafetensorsFile::open(e.path().string(), FileAccess::kMmap);
     ASSERT_TRUE(file.ok()) << file.status().to_string();
     EXPECT_FALSE(file->tensors().empty());
     // Copies and views are the same bytes.
-    const TensorInfo& last = file->tensors().back();
+    const checkpoint::TensorInfo& last = file->tensors().back();
     const auto tensor = file->read_tensor(last);
     const auto view = file->view(last);
     ASSERT_TRUE(tensor.ok() && view.ok());

@@ -9,9 +9,11 @@ namespace {
 
 constexpr const char* kIndex = "model.safetensors.index.json";
 
-Result<ShardSet> open(const TempDir& dir) { return ShardSet::open(dir.path(), FileAccess::kMmap); }
+Result<checkpoint::ShardSet> open(const TempDir& dir) {
+  return checkpoint::ShardSet::open(dir.path(), FileAccess::kMmap);
+}
 
-unsigned char byte_of(const ShardSet& set, std::string_view name) {
+unsigned char byte_of(const checkpoint::ShardSet& set, std::string_view name) {
   const auto located = set.find(name);
   EXPECT_TRUE(located.has_value()) << name;
   if (!located) return 0;
@@ -26,7 +28,7 @@ TEST(ShardSet, SingleFile) {
   write_bytes(dir.path("golden.safetensors"), "not a model file: never opened");
   auto opened = open(dir);
   ASSERT_TRUE(opened.ok()) << opened.status().to_string();
-  const ShardSet set = std::move(opened).value();  // pointers survive the move
+  const checkpoint::ShardSet set = std::move(opened).value();  // pointers survive the move
   EXPECT_EQ(byte_of(set, "b"), 1);
   EXPECT_EQ(byte_of(set, "a"), 2);
   EXPECT_FALSE(set.find("c").has_value());
@@ -95,7 +97,7 @@ TEST(ShardSet, NumberedFilesWithoutAnIndex) {
 
 TEST(ShardSet, AbsentThings) {
   TempDir dir;
-  EXPECT_EQ(mismatch(ShardSet::open(dir.path("none"), FileAccess::kMmap).status(),
+  EXPECT_EQ(mismatch(checkpoint::ShardSet::open(dir.path("none"), FileAccess::kMmap).status(),
                      StatusCode::kNotFound, {"none"}),
             "");
   EXPECT_EQ(mismatch(open(dir).status(), StatusCode::kNotFound, {"no safetensors", kIndex}), "");
@@ -110,8 +112,8 @@ TEST(ShardSet, AbsentThings) {
 
 TEST(ShardSet, BundledCheckpointsOpenWithoutWarnings) {
   for (const char* name : {"mini-deepseek-v3", "mini-gpt-oss", "mini-qwen3-moe"}) {
-    const auto set = ShardSet::open(std::string(MOESAIC_SOURCE_DIR) + "/testdata/models/" + name,
-                                    FileAccess::kMmap);
+    const auto set = checkpoint::ShardSet::open(
+        std::string(MOESAIC_SOURCE_DIR) + "/testdata/models/" + name, FileAccess::kMmap);
     ASSERT_TRUE(set.ok()) << set.status().to_string();
     EXPECT_GT(set->total_bytes(), 0U);
     for (const std::string& w : set->warnings()) ADD_FAILURE() << w;

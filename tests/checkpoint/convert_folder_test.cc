@@ -117,7 +117,7 @@ TEST_F(ConvertFolder, OnlyResultsAreReplaced) {
     return list;
   };
   const std::vector<std::string> files = names();
-  EXPECT_EQ(std::count(files.begin(), files.end(), kConversionMark), 0);
+  EXPECT_EQ(std::count(files.begin(), files.end(), checkpoint::kConversionMark), 0);
   const fs::path shard = fs::path(out) / "config.json";
   make_file(shard.string(), "old");
   EXPECT_TRUE(convert(model_, out).ok());  // a result
@@ -163,7 +163,7 @@ TEST_F(ConvertFolder, LeftOversOfKilledRunsGo) {
   const auto folder = [&](long process) { return out + ".tmp-" + std::to_string(process); };
   const auto mark = [&](const std::string& at) {
     fs::create_directories(at);
-    make_file(at + "/" + kConversionMark);
+    make_file(at + "/" + checkpoint::kConversionMark);
     make_file(at + "/model-00001-of-00002.safetensors");
   };
   ConvertReport report;
@@ -196,7 +196,7 @@ TEST_F(ConvertFolder, LeftOversOfKilledRunsGo) {
   EXPECT_TRUE(fs::exists(folder(::getppid())));
   fs::remove_all(folder(::getppid()));
   mark(folder(gone));
-  const int held = ::open((folder(gone) + "/" + kConversionMark).c_str(), O_RDWR);
+  const int held = ::open((folder(gone) + "/" + checkpoint::kConversionMark).c_str(), O_RDWR);
   ASSERT_EQ(::flock(held, LOCK_EX), 0);
   ASSERT_TRUE(convert(model_, out, false, &report).ok());
   note({"in use"});

@@ -64,8 +64,8 @@ struct Copy {
 };
 std::map<std::string, Copy> copies_of(const std::string& folder) {
   std::map<std::string, Copy> copies;
-  const ShardSet shards = ShardSet::open(folder, FileAccess::kCopy).value();
-  for (const ShardSet::Located& t : shards.tensors()) {
+  const checkpoint::ShardSet shards = checkpoint::ShardSet::open(folder, FileAccess::kCopy).value();
+  for (const checkpoint::ShardSet::Located& t : shards.tensors()) {
     if (is_expert(t.info->name)) continue;
     Copy copy{t.info->dtype, t.info->shape, std::vector<std::byte>(t.info->bytes())};
     EXPECT_TRUE(t.file->read_range(*t.info, 0, copy.bytes).ok());
@@ -74,9 +74,9 @@ std::map<std::string, Copy> copies_of(const std::string& folder) {
   return copies;
 }
 
-QuantConfig description(const std::string& folder) {
+checkpoint::QuantConfig description(const std::string& folder) {
   const std::string text = read_bytes(folder + "/config.json");
-  return parse_quant_config(nlohmann::json::parse(text), nullptr).value();
+  return checkpoint::parse_quant_config(nlohmann::json::parse(text), nullptr).value();
 }
 
 // All weights of the routed experts as numbers.
@@ -98,15 +98,15 @@ std::vector<float> expert_values(const std::string& folder) {
     const ExpertWeightsView v = *read;
     Tensor w13 = Tensor::uninitialized(DType::kF32, {2 * i, h}).value();
     Tensor w2 = Tensor::uninitialized(DType::kF32, {h, i}).value();
-    EXPECT_TRUE(dequantize_weight(spec.quant.weight,
-                                  {v.w13, v.w13_scale, v.w13_global_scale, v.w13_channel_scale,
-                                   v.w13_zero, v.w13_min, v.w13_perm},
-                                  i, w13.view())
+    EXPECT_TRUE(quant::dequantize_weight(spec.quant.weight,
+                                         {v.w13, v.w13_scale, v.w13_global_scale,
+                                          v.w13_channel_scale, v.w13_zero, v.w13_min, v.w13_perm},
+                                         i, w13.view())
                     .ok());
-    EXPECT_TRUE(dequantize_weight(spec.quant.weight,
-                                  {v.w2, v.w2_scale, v.w2_global_scale, v.w2_channel_scale,
-                                   v.w2_zero, v.w2_min, v.w2_perm},
-                                  h, w2.view())
+    EXPECT_TRUE(quant::dequantize_weight(spec.quant.weight,
+                                         {v.w2, v.w2_scale, v.w2_global_scale, v.w2_channel_scale,
+                                          v.w2_zero, v.w2_min, v.w2_perm},
+                                         h, w2.view())
                     .ok());
     for (const Tensor* t : {&w13, &w2}) {
       values.insert(values.end(), t->as<float>(), t->as<float>() + t->bytes() / 4);
@@ -131,7 +131,7 @@ std::string shared_bytes(const std::string& folder) {
   if (!layer.shared) return "";
   const ExpertWeightsView view = layer.shared->expert(0).value();
   std::string bytes;
-  for (const ExpertField& field : kExpertFields) {
+  for (const experts::ExpertField& field : experts::kExpertFields) {
     const ConstTensorView& t = view.*field.view;
     if (!t.present()) continue;
     const std::int64_t size = t.shape.num_elements().value() * dtype_bits(t.dtype) / 8;
@@ -159,10 +159,11 @@ TEST_F(ConvertQuantized, WhatIsNoExpertIsCopiedAndDescribedAsBefore) {
     const std::string from = sources_->path(item["path"].get<std::string>());
     const auto before = copies_of(from);
     const std::string config = read_bytes(from + "/config.json");
-    const SourceQuantization source = read_source_quantization(from, config).value();
+    const checkpoint::SourceQuantization source =
+        checkpoint::read_source_quantization(from, config).value();
     // The script's attention is quantised, and the source says how.
-    const LinearFormat attention = module_format(source.parsed, kQuery);
-    ASSERT_NE(attention.stored, StoredFormat::kPlain) << from;
+    const checkpoint::LinearFormat attention = checkpoint::module_format(source.parsed, kQuery);
+    ASSERT_NE(attention.stored, checkpoint::StoredFormat::kPlain) << from;
     const std::vector<float> original = expert_values(from);
     for (const Target& target : kTargets) {
       SCOPED_TRACE(item["name"].get<std::string>() + " to " + target.scheme);
@@ -182,12 +183,14 @@ TEST_F(ConvertQuantized, WhatIsNoExpertIsCopiedAndDescribedAsBefore) {
       }
       ++done;
       EXPECT_TRUE(copies_of(to) == before);
-      const QuantConfig after = description(to);
-      EXPECT_TRUE(module_format(after, kQuery) == attention);
+      const checkpoint::QuantConfig after = description(to);
+      EXPECT_TRUE(checkpoint::module_format(after, kQuery) == attention);
       for (const char* plain : {"lm_head", "model.layers.0.mlp.gate"}) {
         if (before.count(std::string(plain) + ".weight") == 0) continue;
-        EXPECT_TRUE(module_format(after, plain) == module_format(source.parsed, plain) ||
-                    module_format(after, plain).stored == StoredFormat::kPlain);
+        EXPECT_TRUE(checkpoint::module_format(after, plain) ==
+                        checkpoint::module_format(source.parsed, plain) ||
+                    checkpoint::module_format(after, plain).stored ==
+                        checkpoint::StoredFormat::kPlain);
       }
       const Result<Checkpoint> opened = Checkpoint::open(to);
       ASSERT_TRUE(opened.ok()) << opened.status().message();
@@ -228,20 +231,22 @@ TEST_F(ConvertQuantized, ResultsConvertAgain) {
 
 using Json = nlohmann::ordered_json;
 
-SourceQuantization described(const char* quant) {
-  SourceQuantization source;
+checkpoint::SourceQuantization described(const char* quant) {
+  checkpoint::SourceQuantization source;
   source.json = Json::parse(quant);
-  source.parsed =
-      parse_quant_config({{"quantization_config", nlohmann::json::parse(quant)}}, nullptr).value();
+  source.parsed = checkpoint::parse_quant_config(
+                      {{"quantization_config", nlohmann::json::parse(quant)}}, nullptr)
+                      .value();
   return source;
 }
-QuantConfig parsed(const Json& quant) {
-  return parse_quant_config({{"quantization_config", nlohmann::json::parse(quant.dump())}}, nullptr)
+checkpoint::QuantConfig parsed(const Json& quant) {
+  return checkpoint::parse_quant_config(
+             {{"quantization_config", nlohmann::json::parse(quant.dump())}}, nullptr)
       .value();
 }
 
-ConvertedModules modules_of(ConvertFormat format) {
-  ConvertedModules modules;
+checkpoint::ConvertedModules modules_of(checkpoint::ConvertFormat format) {
+  checkpoint::ConvertedModules modules;
   modules.format = format;
   modules.experts = {{3, "model.layers.3.mlp.experts", false},
                      {4, "model.layers.4.mlp.experts", false}};
@@ -250,56 +255,62 @@ ConvertedModules modules_of(ConvertFormat format) {
   return modules;
 }
 constexpr std::array<std::string_view, 3> kProjections = {"gate_proj", "up_proj", "down_proj"};
-StoredFormat experts_of(const QuantConfig& quant, int layer) {
-  return experts_format(quant, "model.layers." + std::to_string(layer) + ".mlp.experts", 8,
-                        kProjections)
+checkpoint::StoredFormat experts_of(const checkpoint::QuantConfig& quant, int layer) {
+  return checkpoint::experts_format(quant, "model.layers." + std::to_string(layer) + ".mlp.experts",
+                                    8, kProjections)
       .value()
       .stored;
 }
 
 TEST(ConvertDescription, Fp8BlocksKeepTheirOwnWords) {
-  const SourceQuantization source = described(
+  const checkpoint::SourceQuantization source = described(
       R"({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
           "scale_fmt": "ue8m0", "modules_to_not_convert": ["mlp.gate"]})");
-  ConvertedModules modules = modules_of(ConvertFormat::kFp8Block);
-  const ConvertedQuantization same = describe_conversion(source, modules).value();
+  checkpoint::ConvertedModules modules = modules_of(checkpoint::ConvertFormat::kFp8Block);
+  const checkpoint::ConvertedQuantization same =
+      checkpoint::describe_conversion(source, modules).value();
   EXPECT_EQ(same.json, source.json);
   // The model's word holds for the new experts, too.
-  EXPECT_EQ(same.format, ConvertFormat::kFp8BlockPowers);
+  EXPECT_EQ(same.format, checkpoint::ConvertFormat::kFp8BlockPowers);
   EXPECT_TRUE(same.notes.empty());
   // Experts that were left out are in now; what is left out is named one by one.
-  const SourceQuantization without = described(
+  const checkpoint::SourceQuantization without = described(
       R"({"quant_method": "fp8", "weight_block_size": [128, 128],
           "ignored_layers": ["experts", "mlp.gate"]})");
   for (auto& experts : modules.experts) experts.plain = true;
-  const ConvertedQuantization made = describe_conversion(without, modules).value();
-  EXPECT_EQ(made.format, ConvertFormat::kFp8Block);
-  const QuantConfig after = parsed(made.json);
-  EXPECT_EQ(experts_of(without.parsed, 3), StoredFormat::kPlain);
-  EXPECT_EQ(experts_of(after, 3), StoredFormat::kFp8Block);
+  const checkpoint::ConvertedQuantization made =
+      checkpoint::describe_conversion(without, modules).value();
+  EXPECT_EQ(made.format, checkpoint::ConvertFormat::kFp8Block);
+  const checkpoint::QuantConfig after = parsed(made.json);
+  EXPECT_EQ(experts_of(without.parsed, 3), checkpoint::StoredFormat::kPlain);
+  EXPECT_EQ(experts_of(after, 3), checkpoint::StoredFormat::kFp8Block);
   for (const std::string& plain : modules.plain) {
-    EXPECT_EQ(module_format(after, plain).stored, StoredFormat::kPlain) << plain;
+    EXPECT_EQ(checkpoint::module_format(after, plain).stored, checkpoint::StoredFormat::kPlain)
+        << plain;
   }
 }
 
 TEST(ConvertDescription, GroupsOfCompressedTensorsDoNotOverlap) {
-  const SourceQuantization source = described(
+  const checkpoint::SourceQuantization source = described(
       R"({"quant_method": "compressed-tensors", "format": "int-quantized", "version": "0.9",
           "ignore": ["lm_head", "re:.*mlp.gate$"], "config_groups": {
             "experts": {"targets": ["re:.*experts.*"], "format": "pack-quantized", "weights":
               {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}},
             "rest": {"targets": ["Linear"], "weights":
               {"num_bits": 8, "type": "int", "strategy": "channel"}}}})");
-  const ConvertedModules modules = modules_of(ConvertFormat::kFp8Block);
-  const ConvertedQuantization made = describe_conversion(source, modules).value();
-  EXPECT_EQ(made.format, ConvertFormat::kFp8BlockCompressed);
+  const checkpoint::ConvertedModules modules = modules_of(checkpoint::ConvertFormat::kFp8Block);
+  const checkpoint::ConvertedQuantization made =
+      checkpoint::describe_conversion(source, modules).value();
+  EXPECT_EQ(made.format, checkpoint::ConvertFormat::kFp8BlockCompressed);
   EXPECT_EQ(made.json["version"], "0.9");
   EXPECT_EQ(made.json["format"], "mixed-precision");
-  const QuantConfig after = parsed(made.json);
-  EXPECT_EQ(experts_of(after, 3), StoredFormat::kFp8Block);
-  EXPECT_EQ(experts_of(after, 4), StoredFormat::kFp8Block);
+  const checkpoint::QuantConfig after = parsed(made.json);
+  EXPECT_EQ(experts_of(after, 3), checkpoint::StoredFormat::kFp8Block);
+  EXPECT_EQ(experts_of(after, 4), checkpoint::StoredFormat::kFp8Block);
   for (const std::string& module : modules.quantized) {
-    EXPECT_TRUE(module_format(after, module) == module_format(source.parsed, module)) << module;
+    EXPECT_TRUE(checkpoint::module_format(after, module) ==
+                checkpoint::module_format(source.parsed, module))
+        << module;
   }
   // One target, and only one, for every linear: no reader's order of precedence matters.
   for (const auto& [name, group] : made.json["config_groups"].items()) {
@@ -308,37 +319,41 @@ TEST(ConvertDescription, GroupsOfCompressedTensorsDoNotOverlap) {
   EXPECT_EQ(made.json["config_groups"]["group_0"]["targets"][0],
             "re:model\\.layers\\.(3|4)\\.mlp\\.experts\\.");
   // Without experts of other layers the pattern needs no list of layers.
-  ConvertedModules no_others = modules;
+  checkpoint::ConvertedModules no_others = modules;
   no_others.quantized.pop_back();
-  EXPECT_EQ(
-      describe_conversion(source, no_others).value().json["config_groups"]["group_0"]["targets"],
-      Json::array({"re:model\\.layers\\.[^.]+\\.mlp\\.experts\\."}));
+  EXPECT_EQ(checkpoint::describe_conversion(source, no_others)
+                .value()
+                .json["config_groups"]["group_0"]["targets"],
+            Json::array({"re:model\\.layers\\.[^.]+\\.mlp\\.experts\\."}));
   // A linear with scales that the description leaves out.
-  ConvertedModules contradiction = modules;
+  checkpoint::ConvertedModules contradiction = modules;
   contradiction.quantized.push_back("model.layers.3.mlp.gate");
-  expect_refusal(describe_conversion(source, contradiction).status(), StatusCode::kAmbiguousFormat,
-                 {"model.layers.3.mlp.gate", "leaves it out"});
+  expect_refusal(checkpoint::describe_conversion(source, contradiction).status(),
+                 StatusCode::kAmbiguousFormat, {"model.layers.3.mlp.gate", "leaves it out"});
 }
 
 TEST(ConvertDescription, TwoMethodsAreTwoParts) {
-  const SourceQuantization source =
+  const checkpoint::SourceQuantization source =
       described(R"({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": true})");
-  const ConvertedModules modules = modules_of(ConvertFormat::kNvfp4);
-  const ConvertedQuantization made = describe_conversion(source, modules).value();
+  const checkpoint::ConvertedModules modules = modules_of(checkpoint::ConvertFormat::kNvfp4);
+  const checkpoint::ConvertedQuantization made =
+      checkpoint::describe_conversion(source, modules).value();
   ASSERT_EQ(made.notes.size(), 1U);
   EXPECT_NE(made.notes[0].find("awq"), std::string::npos);
   // Readers that look for a method find none.
   EXPECT_FALSE(made.json.contains("quant_method"));
-  const QuantConfig after = parsed(made.json);
-  EXPECT_EQ(experts_of(after, 3), StoredFormat::kNvfp4);
-  EXPECT_EQ(experts_of(after, 5), StoredFormat::kAwq);  // of a layer that was not converted
+  const checkpoint::QuantConfig after = parsed(made.json);
+  EXPECT_EQ(experts_of(after, 3), checkpoint::StoredFormat::kNvfp4);
+  EXPECT_EQ(experts_of(after, 5),
+            checkpoint::StoredFormat::kAwq);  // of a layer that was not converted
   for (const std::string& module : modules.quantized) {
-    EXPECT_EQ(module_format(after, module).stored, StoredFormat::kAwq) << module;
+    EXPECT_EQ(checkpoint::module_format(after, module).stored, checkpoint::StoredFormat::kAwq)
+        << module;
   }
   // Halves that are missing, or of the same method again.
   const auto refusal = [](Json json) {
-    return parse_quant_config({{"quantization_config", nlohmann::json::parse(json.dump())}},
-                              nullptr)
+    return checkpoint::parse_quant_config(
+               {{"quantization_config", nlohmann::json::parse(json.dump())}}, nullptr)
         .status();
   };
   for (const char* half : {"routed_experts", "other_modules"}) {
@@ -361,20 +376,23 @@ TEST(ConvertDescription, TwoMethodsAreTwoParts) {
 }
 
 TEST(ConvertDescription, NothingElseQuantised) {
-  const SourceQuantization source =
+  const checkpoint::SourceQuantization source =
       described(R"({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": true})");
-  ConvertedModules modules = modules_of(ConvertFormat::kMxfp8);
+  checkpoint::ConvertedModules modules = modules_of(checkpoint::ConvertFormat::kMxfp8);
   modules.quantized.clear();
-  const ConvertedQuantization made = describe_conversion(source, modules).value();
+  const checkpoint::ConvertedQuantization made =
+      checkpoint::describe_conversion(source, modules).value();
   EXPECT_EQ(made.json["quant_method"], "compressed-tensors");
   EXPECT_TRUE(made.notes.empty());
   // Scales of a cache stay and need the source's words; scales without any words are refused.
   modules.kv_scales = true;
-  EXPECT_TRUE(describe_conversion(source, modules).value().json.contains("other_modules"));
-  expect_refusal(describe_conversion({}, modules).status(), StatusCode::kAmbiguousFormat,
-                 {"cache", "no quantization_config"});
-  modules = modules_of(ConvertFormat::kMxfp8);
-  expect_refusal(describe_conversion({}, modules).status(), StatusCode::kAmbiguousFormat,
+  EXPECT_TRUE(
+      checkpoint::describe_conversion(source, modules).value().json.contains("other_modules"));
+  expect_refusal(checkpoint::describe_conversion({}, modules).status(),
+                 StatusCode::kAmbiguousFormat, {"cache", "no quantization_config"});
+  modules = modules_of(checkpoint::ConvertFormat::kMxfp8);
+  expect_refusal(checkpoint::describe_conversion({}, modules).status(),
+                 StatusCode::kAmbiguousFormat,
                  {"model.layers.3.self_attn.q_proj", "no quantization_config"});
 }
 

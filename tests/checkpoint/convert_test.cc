@@ -50,7 +50,7 @@ class ConvertTest : public testing::Test {
   std::string root_;
 };
 
-std::vector<std::uint8_t> bytes_of(const ShardSet& shards, const std::string& name) {
+std::vector<std::uint8_t> bytes_of(const checkpoint::ShardSet& shards, const std::string& name) {
   const auto found = shards.find(name);
   EXPECT_TRUE(found) << name;
   if (!found) return {};
@@ -82,8 +82,8 @@ double e2m1(unsigned c) {
 }
 
 // A linear [n, k] of a converted checkpoint as real numbers.
-std::vector<double> decode(const ShardSet& s, const std::string& scheme, const std::string& module,
-                           std::size_t n, std::size_t k) {
+std::vector<double> decode(const checkpoint::ShardSet& s, const std::string& scheme,
+                           const std::string& module, std::size_t n, std::size_t k) {
   std::vector<double> out(n * k);
   const bool packed = scheme == "mxfp4" || scheme == "nvfp4" || scheme == "int4-g128";
   const auto w = bytes_of(s, module + (packed ? ".weight_packed" : ".weight"));
@@ -122,14 +122,15 @@ const Scheme kSchemes[] = {{"fp8-block", 0.024, 0.028}, {"fp8-channel", 0.024, 0
 // Every projection of every expert is where it belongs and within its format's error.
 TEST_F(ConvertTest, WeightsAreTheOriginalsWithinTheFormatsError) {
   const std::string from = model("mini-deepseek-v3");
-  const ShardSet before = ShardSet::open(from, FileAccess::kMmap).value();
+  const checkpoint::ShardSet before = checkpoint::ShardSet::open(from, FileAccess::kMmap).value();
   for (const Scheme& scheme : kSchemes) {
     SCOPED_TRACE(scheme.name);
     const ConvertReport report = convert(from, scheme.name, path(scheme.name));
     ASSERT_EQ(report.layers.size(), 1U);
     EXPECT_GT(report.layers[0].rel_l2_weights, scheme.low);
     EXPECT_LT(report.layers[0].rel_l2_weights, scheme.high);
-    const ShardSet after = ShardSet::open(path(scheme.name), FileAccess::kMmap).value();
+    const checkpoint::ShardSet after =
+        checkpoint::ShardSet::open(path(scheme.name), FileAccess::kMmap).value();
     EXPECT_EQ(static_cast<std::int64_t>(after.total_bytes()), report.bytes_out);
     double err = 0, norm = 0;
     for (const std::size_t e : {0U, 7U, 15U}) {
@@ -162,7 +163,7 @@ TEST_F(ConvertTest, WeightsAreTheOriginalsWithinTheFormatsError) {
 
 TEST_F(ConvertTest, Nvfp4SharesOneGlobalScaleBetweenGateAndUp) {
   convert(model("mini-qwen3-moe"), "nvfp4", path("out"));
-  const ShardSet s = ShardSet::open(path("out"), FileAccess::kMmap).value();
+  const checkpoint::ShardSet s = checkpoint::ShardSet::open(path("out"), FileAccess::kMmap).value();
   const std::string module = "model.layers.1.mlp.experts.3.";
   EXPECT_EQ(bytes_of(s, module + "gate_proj.weight_global_scale"),
             bytes_of(s, module + "up_proj.weight_global_scale"));
@@ -171,8 +172,10 @@ TEST_F(ConvertTest, Nvfp4SharesOneGlobalScaleBetweenGateAndUp) {
 TEST_F(ConvertTest, GptOssKeepsItsOwnLayout) {
   const ConvertReport report = convert(model("mini-gpt-oss"), "mxfp4", path("out"));
   ASSERT_EQ(report.layers.size(), 1U);
-  const ShardSet before = ShardSet::open(model("mini-gpt-oss"), FileAccess::kMmap).value();
-  const ShardSet after = ShardSet::open(path("out"), FileAccess::kMmap).value();
+  const checkpoint::ShardSet before =
+      checkpoint::ShardSet::open(model("mini-gpt-oss"), FileAccess::kMmap).value();
+  const checkpoint::ShardSet after =
+      checkpoint::ShardSet::open(path("out"), FileAccess::kMmap).value();
   const std::string p = "model.layers.0.mlp.experts.";
   EXPECT_EQ(bytes_of(after, p + "gate_up_proj_bias"), bytes_of(before, p + "gate_up_proj_bias"));
   // Source [E, H, 2I] with interleaved columns; result rows in the same interleaved order.
@@ -213,10 +216,11 @@ TEST_F(ConvertTest, ConvertedModelsConvertAgain) {
   EXPECT_EQ(checkpoint->layers()[0].quant.weight.dtype, DType::kF8E4M3);
   const ConvertReport again = convert(path("fp8"), "fp8-block", path("fp8-again"));
   EXPECT_EQ(again.layers[0].rel_l2_weights, 0.0);
-  const ShardSet a = ShardSet::open(path("fp8"), FileAccess::kMmap).value();
-  const ShardSet b = ShardSet::open(path("fp8-again"), FileAccess::kMmap).value();
+  const checkpoint::ShardSet a = checkpoint::ShardSet::open(path("fp8"), FileAccess::kMmap).value();
+  const checkpoint::ShardSet b =
+      checkpoint::ShardSet::open(path("fp8-again"), FileAccess::kMmap).value();
   ASSERT_EQ(a.tensors().size(), b.tensors().size());
-  for (const ShardSet::Located& t : a.tensors()) {
+  for (const checkpoint::ShardSet::Located& t : a.tensors()) {
     ASSERT_EQ(bytes_of(a, t.info->name), bytes_of(b, t.info->name)) << t.info->name;
   }
   const ConvertReport wide = convert(path("fp8"), "mxfp8", path("mxfp8"));
@@ -263,11 +267,11 @@ TEST_F(ConvertTest, StoppingAndFailingLeaveNothing) {
 }
 
 TEST(ConvertFormat, SizesThatDoNotFit) {
-  expect_refusal(check_linear(ConvertFormat::kInt4, "down", 256, 192), StatusCode::kUnsupported,
-                 {"down", "192", "multiple of 128", "int4-g128"});
-  expect_refusal(check_linear(ConvertFormat::kMxfp4, "down", 256, 48), StatusCode::kUnsupported,
-                 {"multiple of 32"});
-  EXPECT_TRUE(check_linear(ConvertFormat::kFp8Channel, "down", 3, 5).ok());
+  expect_refusal(checkpoint::check_linear(checkpoint::ConvertFormat::kInt4, "down", 256, 192),
+                 StatusCode::kUnsupported, {"down", "192", "multiple of 128", "int4-g128"});
+  expect_refusal(checkpoint::check_linear(checkpoint::ConvertFormat::kMxfp4, "down", 256, 48),
+                 StatusCode::kUnsupported, {"multiple of 32"});
+  EXPECT_TRUE(checkpoint::check_linear(checkpoint::ConvertFormat::kFp8Channel, "down", 3, 5).ok());
 }
 
 // Rows that are no multiple of a piece, every format: pieces give what the whole gives.
@@ -276,14 +280,15 @@ TEST(ConvertFormat, PiecesOfRowsAreWhole) {
   const Tensor w = test::random_normal(rng, DType::kF32, {300, 256});
   for (const Scheme& scheme : kSchemes) {
     SCOPED_TRACE(scheme.name);
-    const ConvertFormat format = convert_format_from_name(scheme.name).value();
+    const checkpoint::ConvertFormat format =
+        checkpoint::convert_format_from_name(scheme.name).value();
     std::vector<Tensor> one, many;
     Tensor decoded = Tensor::zeros(DType::kF32, {300, 256}).value();
     Tensor again = Tensor::zeros(DType::kF32, {300, 256}).value();
     test::poison(decoded.view());
     test::poison(again.view());
-    ASSERT_TRUE(encode_linear(format, w.view(), 600.0F, 1, &one, decoded.view()).ok());
-    ASSERT_TRUE(encode_linear(format, w.view(), 600.0F, 4, &many, again.view()).ok());
+    ASSERT_TRUE(checkpoint::encode_linear(format, w.view(), 600.0F, 1, &one, decoded.view()).ok());
+    ASSERT_TRUE(checkpoint::encode_linear(format, w.view(), 600.0F, 4, &many, again.view()).ok());
     std::string why;
     EXPECT_TRUE(test::same_bits(decoded.view(), again.view(), &why)) << why;
     for (std::size_t t = 0; t < one.size(); ++t) {

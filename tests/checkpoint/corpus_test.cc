@@ -44,7 +44,7 @@ Status open_case(const std::string& door, const std::string& path, FileAccess ac
     return file.ok() ? Status() : file.status();
   }
   if (door == "shards") {
-    const auto set = ShardSet::open(path, access);
+    const auto set = checkpoint::ShardSet::open(path, access);
     return set.ok() ? Status() : set.status();
   }
   if (door == "checkpoint") {

@@ -29,13 +29,13 @@ Json family_config(std::string_view model_type, const Json& more = Json::object(
   return json;
 }
 
-Status refusal_of(const Json& json) { return parse_model_config(json.dump()).status(); }
+Status refusal_of(const Json& json) { return checkpoint::parse_model_config(json.dump()).status(); }
 
 TEST(RefusedFamilies, SayWhy) {
-  EXPECT_GE(refused_families().size(), 10U);
-  for (const RefusedFamily& family : refused_families()) {
+  EXPECT_GE(checkpoint::refused_families().size(), 10U);
+  for (const checkpoint::RefusedFamily& family : checkpoint::refused_families()) {
     SCOPED_TRACE(family.model_type);
-    EXPECT_EQ(find_family(family.model_type), nullptr);
+    EXPECT_EQ(checkpoint::find_family(family.model_type), nullptr);
     const Json json = family_config(family.model_type);
     const std::initializer_list<std::string> words = {
         "model_type", std::string(family.model_type),
@@ -44,7 +44,7 @@ TEST(RefusedFamilies, SayWhy) {
     const Json nested = {{"model_type", "some_wrapper"}, {"text_config", json}};
     EXPECT_EQ(mismatch(refusal_of(nested), StatusCode::kUnsupported, words), "");
   }
-  EXPECT_EQ(find_refused_family("mixtral"), nullptr);
+  EXPECT_EQ(checkpoint::find_refused_family("mixtral"), nullptr);
 }
 
 TEST(TransformersFamilies, RefuseWhatTheirBlockIsNotComputedWith) {
@@ -94,7 +94,7 @@ TEST(TransformersFamilies, LanguageModelOfATalkingWrapper) {
   const Json speaks = {{"model_type", "qwen3_omni_moe"},
                        {"thinker_config", {{"model_type", "thinker"}, {"text_config", text}}},
                        {"talker_config", {{"text_config", {{"model_type", "talker"}}}}}};
-  const auto config = parse_model_config(speaks.dump());
+  const auto config = checkpoint::parse_model_config(speaks.dump());
   ASSERT_TRUE(config.ok()) << config.status().to_string();
   EXPECT_EQ(config->model_type, "qwen3_omni_moe_text");
   EXPECT_EQ(config->layers.size(), 2U);

@@ -30,7 +30,8 @@ constexpr bool kInstrumented = false;
 #endif
 
 // Sanitizers need many times the memory and the steps: a tenth of the size, and no bound.
-constexpr std::uint64_t kBytes = kInstrumented ? kMaxHeaderBytes / 10 : kMaxHeaderBytes;
+constexpr std::uint64_t kBytes =
+    kInstrumented ? checkpoint::kMaxHeaderBytes / 10 : checkpoint::kMaxHeaderBytes;
 
 class HeaderBounds : public testing::TestWithParam<LargeHeader> {};
 
@@ -45,7 +46,7 @@ TEST_P(HeaderBounds, PeakMemoryIsAFewTimesTheHeader) {
   const pid_t child = ::fork();
   ASSERT_GE(child, 0);
   if (child == 0) {
-    const auto file = SafetensorsFile::open(path, FileAccess::kCopy);
+    const auto file = checkpoint::SafetensorsFile::open(path, FileAccess::kCopy);
     const StatusCode code = file.ok() ? StatusCode::kOk : file.status().code();
     if (code != header.want)
       std::fprintf(stderr, "%s\n", file.ok() ? "ok" : file.status().to_string().c_str());

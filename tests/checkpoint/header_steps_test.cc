@@ -43,7 +43,7 @@ class HeaderSteps : public testing::TestWithParam<LargeHeader> {
     {
       const std::string name = path.string();
       counts() = {};
-      const auto file = SafetensorsFile::open(name, FileAccess::kCopy);
+      const auto file = checkpoint::SafetensorsFile::open(name, FileAccess::kCopy);
       result = counts();
       const Status status = file.ok() ? Status() : file.status();
       EXPECT_EQ(status.code(), GetParam().want) << status.to_string();

@@ -98,7 +98,8 @@ TEST(Loader, Fp8BlockDivisibility) {
                                                    {1536, 4, true},
                                                    {1536, 8, false},
                                                    {64, 1, false}}) {
-    const Status fp8 = check_slice("intermediate_size", c.width, c.tp, kFp8BlockSize);
+    const Status fp8 =
+        checkpoint::check_slice("intermediate_size", c.width, c.tp, checkpoint::kFp8BlockSize);
     EXPECT_EQ(fp8.ok(), c.ok) << c.width << " tp " << c.tp;
     if (!c.ok) {
       EXPECT_EQ(mismatch(fp8, StatusCode::kInvalidArgument,
@@ -106,10 +107,10 @@ TEST(Loader, Fp8BlockDivisibility) {
                           "tp_size " + std::to_string(c.tp), "128"}),
                 "");
     }
-    EXPECT_TRUE(check_slice("intermediate_size", c.width, c.tp, 1).ok());
+    EXPECT_TRUE(checkpoint::check_slice("intermediate_size", c.width, c.tp, 1).ok());
   }
-  EXPECT_EQ(mismatch(check_slice("intermediate_size", 768, 5, 1), StatusCode::kInvalidArgument,
-                     {"intermediate_size", "got 768", "tp_size 5"}),
+  EXPECT_EQ(mismatch(checkpoint::check_slice("intermediate_size", 768, 5, 1),
+                     StatusCode::kInvalidArgument, {"intermediate_size", "got 768", "tp_size 5"}),
             "");
 }
 
@@ -118,7 +119,8 @@ class Fp8Values : public testing::Test {
   // 200 x 300: ragged in both directions, 2 x 3 tiles.
   Fp8Values() : weights(200 * 300, 0x38), scales(6, 0.5F) {}
   Status check() const {
-    return check_fp8_block({"w", "s", weights.data(), scales.data(), 200, 300, 256, 128});
+    return checkpoint::check_fp8_block(
+        {"w", "s", weights.data(), scales.data(), 200, 300, 256, 128});
   }
   std::vector<std::uint8_t> weights;
   std::vector<float> scales;

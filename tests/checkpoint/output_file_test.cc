@@ -16,7 +16,7 @@
 namespace moesaic::test {
 namespace {
 
-using Kind = OutputTarget::Kind;
+using Kind = checkpoint::OutputTarget::Kind;
 
 TEST(OutputFile, ALinkIsFollowedAndStays) {
   TempDir dir;
@@ -25,14 +25,16 @@ TEST(OutputFile, ALinkIsFollowedAndStays) {
   std::filesystem::create_symlink(dir.path("link"), dir.path("far"));
   std::filesystem::create_symlink("new", dir.path("dangling"));
   std::filesystem::create_symlink("circle", dir.path("circle"));
-  ASSERT_TRUE(write_output_text(dir.path("far"), "one").ok());
+  ASSERT_TRUE(checkpoint::write_output_text(dir.path("far"), "one").ok());
   EXPECT_EQ(read_bytes(dir.path("old")), "one");
-  ASSERT_TRUE(write_output_text(dir.path("dangling"), "two").ok());
+  ASSERT_TRUE(checkpoint::write_output_text(dir.path("dangling"), "two").ok());
   EXPECT_EQ(read_bytes(dir.path("new")), "two");
   for (const char* name : {"link", "far", "dangling"}) {
     EXPECT_TRUE(std::filesystem::is_symlink(dir.path(name))) << name;
   }
-  EXPECT_EQ(mismatch(write_output_text(dir.path("circle"), "x"), StatusCode::kIo, {"circle"}), "");
+  EXPECT_EQ(
+      mismatch(checkpoint::write_output_text(dir.path("circle"), "x"), StatusCode::kIo, {"circle"}),
+      "");
   EXPECT_EQ(dir.entries(),
             (std::vector<std::string>{"circle", "dangling", "far", "link", "new", "old"}));
 }
@@ -44,7 +46,7 @@ TEST(OutputFile, APipeGetsTheBytesAndStaysAPipe) {
   std::filesystem::create_symlink("pipe", dir.path("link"));
   const int reader = ::open(path.c_str(), O_RDONLY | O_NONBLOCK);
   ASSERT_GE(reader, 0);
-  ASSERT_TRUE(write_output_text(dir.path("link"), "through").ok());
+  ASSERT_TRUE(checkpoint::write_output_text(dir.path("link"), "through").ok());
   char got[16] = {};
   EXPECT_EQ(::read(reader, got, sizeof(got)), 7);
   EXPECT_STREQ(got, "through");
@@ -54,26 +56,33 @@ TEST(OutputFile, APipeGetsTheBytesAndStaysAPipe) {
   ASSERT_TRUE(write_safetensors(path, std::span(&tensor, 1)).ok());
   EXPECT_GT(::read(reader, got, sizeof(got)), 8);
   ::close(reader);
-  EXPECT_EQ(find_output(path)->kind, Kind::kStream);
+  EXPECT_EQ(checkpoint::find_output(path)->kind, Kind::kStream);
   EXPECT_EQ(dir.entries(), (std::vector<std::string>{"link", "pipe"}));
 }
 
 TEST(OutputFile, WhatAPathNames) {
   TempDir dir;
-  EXPECT_EQ(find_output("/dev/null")->kind, Kind::kStream);
-  EXPECT_EQ(find_output("/dev/stderr")->descriptor, 2);
-  EXPECT_EQ(find_output(dir.path("new"))->kind, Kind::kNew);
+  EXPECT_EQ(checkpoint::find_output("/dev/null")->kind, Kind::kStream);
+  EXPECT_EQ(checkpoint::find_output("/dev/stderr")->descriptor, 2);
+  EXPECT_EQ(checkpoint::find_output(dir.path("new"))->kind, Kind::kNew);
   write_bytes(dir.path("a"), "abc");
-  EXPECT_EQ(find_output(dir.path("a"))->kind, Kind::kFile);
-  EXPECT_EQ(find_output(dir.path("a"))->bytes, 3U);
-  EXPECT_EQ(mismatch(find_output(dir.path()).status(), StatusCode::kIo, {"folder", "need a file"}),
+  EXPECT_EQ(checkpoint::find_output(dir.path("a"))->kind, Kind::kFile);
+  EXPECT_EQ(checkpoint::find_output(dir.path("a"))->bytes, 3U);
+  EXPECT_EQ(mismatch(checkpoint::find_output(dir.path()).status(), StatusCode::kIo,
+                     {"folder", "need a file"}),
             "");
-  EXPECT_EQ(mismatch(find_output(dir.path("none/a")).status(), StatusCode::kIo, {"create"}), "");
-  EXPECT_EQ(mismatch(find_output(dir.path("a/b")).status(), StatusCode::kIo, {"a/b"}), "");
-  EXPECT_EQ(mismatch(find_output(dir.path("b/")).status(), StatusCode::kIo, {"b/"}), "");
-  EXPECT_EQ(mismatch(find_output("/dev/fd/4095").status(), StatusCode::kIo, {"4095"}), "");
-  EXPECT_EQ(find_output("").status().code(), StatusCode::kInvalidArgument);
-  EXPECT_EQ(find_output(std::string("a\0b", 3)).status().code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(
+      mismatch(checkpoint::find_output(dir.path("none/a")).status(), StatusCode::kIo, {"create"}),
+      "");
+  EXPECT_EQ(mismatch(checkpoint::find_output(dir.path("a/b")).status(), StatusCode::kIo, {"a/b"}),
+            "");
+  EXPECT_EQ(mismatch(checkpoint::find_output(dir.path("b/")).status(), StatusCode::kIo, {"b/"}),
+            "");
+  EXPECT_EQ(mismatch(checkpoint::find_output("/dev/fd/4095").status(), StatusCode::kIo, {"4095"}),
+            "");
+  EXPECT_EQ(checkpoint::find_output("").status().code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(checkpoint::find_output(std::string("a\0b", 3)).status().code(),
+            StatusCode::kInvalidArgument);
 
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
@@ -82,7 +91,7 @@ TEST(OutputFile, WhatAPathNames) {
   std::copy(name.begin(), name.end(), address.sun_path);
   const int socket = ::socket(AF_UNIX, SOCK_STREAM, 0);
   ASSERT_EQ(::bind(socket, reinterpret_cast<const sockaddr*>(&address), sizeof(address)), 0);
-  EXPECT_EQ(mismatch(find_output(name).status(), StatusCode::kIo, {"socket"}), "");
+  EXPECT_EQ(mismatch(checkpoint::find_output(name).status(), StatusCode::kIo, {"socket"}), "");
   ::close(socket);
 }
 
@@ -92,13 +101,14 @@ TEST(OutputFile, AnOpenDescriptorIsWrittenWhereItStands) {
   ASSERT_GE(fd, 0);
   ASSERT_EQ(::write(fd, "before ", 7), 7);
   for (const char* folder : {"/dev/fd/", "/proc/self/fd/"}) {
-    ASSERT_TRUE(write_output_text(folder + std::to_string(fd), "x").ok());
+    ASSERT_TRUE(checkpoint::write_output_text(folder + std::to_string(fd), "x").ok());
   }
   ASSERT_EQ(::write(fd, " after", 6), 6) << "it stays open";
   ::close(fd);
   EXPECT_EQ(read_bytes(dir.path("a")), "before xx after");
   const int input = ::open(dir.path("a").c_str(), O_RDONLY);
-  EXPECT_EQ(find_output("/dev/fd/" + std::to_string(input)).status().code(), StatusCode::kIo);
+  EXPECT_EQ(checkpoint::find_output("/dev/fd/" + std::to_string(input)).status().code(),
+            StatusCode::kIo);
   ::close(input);
 }
 
@@ -107,7 +117,7 @@ TEST(OutputFile, PermissionsAndOtherNamesOfAReplacedFile) {
   write_bytes(dir.path("a"), "old");
   ASSERT_EQ(::chmod(dir.path("a").c_str(), 0640), 0);
   std::filesystem::create_hard_link(dir.path("a"), dir.path("other"));
-  ASSERT_TRUE(write_output_text(dir.path("a"), "new").ok());
+  ASSERT_TRUE(checkpoint::write_output_text(dir.path("a"), "new").ok());
   struct stat info {};
   ASSERT_EQ(::stat(dir.path("a").c_str(), &info), 0);
   EXPECT_EQ(info.st_mode & 0777, 0640U);
@@ -115,7 +125,7 @@ TEST(OutputFile, PermissionsAndOtherNamesOfAReplacedFile) {
   EXPECT_EQ(read_bytes(dir.path("other")), "old");
   // As long as names go; the temporary one must fit as well.
   const std::string longest(255, 'n');
-  EXPECT_TRUE(write_output_text(dir.path(longest), "x").ok());
+  EXPECT_TRUE(checkpoint::write_output_text(dir.path(longest), "x").ok());
 }
 
 }  // namespace

@@ -14,8 +14,8 @@ namespace {
 
 using Json = nlohmann::json;
 
-Result<QuantConfig> parse_quant(const Json& quant) {
-  return parse_quant_config({{"quantization_config", quant}}, nullptr);
+Result<checkpoint::QuantConfig> parse_quant(const Json& quant) {
+  return checkpoint::parse_quant_config({{"quantization_config", quant}}, nullptr);
 }
 
 Json group(const Json& targets, int bits, const Json& more = Json::object()) {
@@ -35,7 +35,7 @@ Json compressed(const Json& groups, const Json& ignore) {
 
 TEST(ModulePatterns, RegularExpressionsMatchFromTheStartOnly) {
   const auto matches = [](const std::string& pattern, std::string_view name) {
-    return regex_matches("f", pattern, name).value();
+    return checkpoint::regex_matches("f", pattern, name).value();
   };
   EXPECT_TRUE(matches("model.*gate", "model.layers.0.mlp.gate"));
   EXPECT_TRUE(matches("model", "model.layers"));  // not anchored at the end
@@ -46,7 +46,7 @@ TEST(ModulePatterns, RegularExpressionsMatchFromTheStartOnly) {
   EXPECT_TRUE(matches(".*layers\\.(1|2)\\..*", "model.layers.2.mlp"));
   EXPECT_FALSE(matches(".*layers\\.(1|2)\\..*", "model.layers.12.mlp"));
   for (const char* bad : {"(", "[a", "*", "a{2,1}", "(a)\\1"}) {
-    EXPECT_EQ(mismatch(regex_matches("f", bad, "a").status(), StatusCode::kUnsupported,
+    EXPECT_EQ(mismatch(checkpoint::regex_matches("f", bad, "a").status(), StatusCode::kUnsupported,
                        {"f: regular expression", bad == std::string("(a)\\1") ? "(a)" : bad}),
               "");
   }
@@ -57,12 +57,14 @@ TEST(ModulePatterns, RegularExpressionsMatchFromTheStartOnly) {
 // Compiled, a count is as many copies: patterns come from files that nobody vouches for, and are
 // kept.
 TEST(ModulePatterns, WhatARegularExpressionBecomesIsBounded) {
-  EXPECT_EQ(regex_matches("f", "model\\.layers\\.[0-9]{1,3}\\..*", "model.layers.12.mlp").value(),
-            true);
+  EXPECT_EQ(
+      checkpoint::regex_matches("f", "model\\.layers\\.[0-9]{1,3}\\..*", "model.layers.12.mlp")
+          .value(),
+      true);
   for (const char* hostile :
        {"(a{999}){99}", "((((a{9}){9}){9}){9}){9}", "a{99999999999999999999}", "(a{50,}b){400}"}) {
-    EXPECT_EQ(mismatch(regex_matches("f", hostile, "a").status(), StatusCode::kUnsupported,
-                       {"f: regular expression", "repeats too much"}),
+    EXPECT_EQ(mismatch(checkpoint::regex_matches("f", hostile, "a").status(),
+                       StatusCode::kUnsupported, {"f: regular expression", "repeats too much"}),
               "");
   }
 }
@@ -70,23 +72,23 @@ TEST(ModulePatterns, WhatARegularExpressionBecomesIsBounded) {
 // ModelOpt marks names while it renames modules and may leave the mark behind.
 TEST(QuantConfigNames, ModelOptNamesEndAtANul) {
   using namespace std::string_literals;
-  const QuantConfig quant =
+  const checkpoint::QuantConfig quant =
       parse_quant({{"quant_method", "modelopt"},
                    {"quant_algo", "FP8"},
                    {"ignore",
                     {"model.layers.0.mlp.shared_experts\0mark*"s, "model.layers.1.mlp.gate.\0mark"s,
                      "model.layers.2.mlp\0mark.*"s, "lm_head"}}})
           .value();
-  EXPECT_TRUE(skips_module(quant, "model.layers.0.mlp.shared_experts.gate_proj"));
-  EXPECT_TRUE(skips_module(quant, "model.layers.1.mlp.gate"));
-  EXPECT_FALSE(skips_module(quant, "model.layers.1.mlp.gate_proj"));
-  EXPECT_TRUE(skips_module(quant, "model.layers.2.mlp.up_proj"));
-  EXPECT_FALSE(skips_module(quant, "model.layers.3.mlp.up_proj"));
-  EXPECT_TRUE(skips_module(quant, "lm_head"));
+  EXPECT_TRUE(checkpoint::skips_module(quant, "model.layers.0.mlp.shared_experts.gate_proj"));
+  EXPECT_TRUE(checkpoint::skips_module(quant, "model.layers.1.mlp.gate"));
+  EXPECT_FALSE(checkpoint::skips_module(quant, "model.layers.1.mlp.gate_proj"));
+  EXPECT_TRUE(checkpoint::skips_module(quant, "model.layers.2.mlp.up_proj"));
+  EXPECT_FALSE(checkpoint::skips_module(quant, "model.layers.3.mlp.up_proj"));
+  EXPECT_TRUE(checkpoint::skips_module(quant, "lm_head"));
 }
 
 TEST(QuantConfigNames, GroupsAndIgnoreOfCompressedTensors) {
-  const QuantConfig quant =
+  const checkpoint::QuantConfig quant =
       parse_quant(
           compressed({{"a", group({"re:.*down_proj$"}, 8)},
                       {"b", group({"Linear"}, 4)},
@@ -94,35 +96,41 @@ TEST(QuantConfigNames, GroupsAndIgnoreOfCompressedTensors) {
                                   {{"weights", {{"num_bits", 8}, {"strategy", "channel"}}}})}},
                      {"lm_head", "re:.*mlp\\.gate$", "model.layers.0.self_attn.q_proj"}))
           .value();
-  const auto bits = [&](std::string_view module) { return module_format(quant, module).bits; };
+  const auto bits = [&](std::string_view module) {
+    return checkpoint::module_format(quant, module).bits;
+  };
   EXPECT_EQ(bits("model.layers.0.mlp.experts.1.up_proj"), 4);
   EXPECT_EQ(bits("model.layers.0.mlp.experts.1.down_proj"), 8);
-  EXPECT_EQ(module_format(quant, "model.layers.0.mlp.experts.1.down_proj").group_size, 32);
+  EXPECT_EQ(checkpoint::module_format(quant, "model.layers.0.mlp.experts.1.down_proj").group_size,
+            32);
   // An exact name goes before a pattern, a pattern before the class.
-  EXPECT_EQ(module_format(quant, "model.layers.0.mlp.experts.0.down_proj").group_size, -1);
+  EXPECT_EQ(checkpoint::module_format(quant, "model.layers.0.mlp.experts.0.down_proj").group_size,
+            -1);
   for (const char* plain :
        {"lm_head", "model.layers.3.mlp.gate", "model.layers.0.self_attn.q_proj"}) {
-    EXPECT_EQ(module_format(quant, plain).stored, StoredFormat::kPlain) << plain;
+    EXPECT_EQ(checkpoint::module_format(quant, plain).stored, checkpoint::StoredFormat::kPlain)
+        << plain;
   }
   EXPECT_EQ(bits("model.layers.1.self_attn.q_proj"), 4);
   EXPECT_EQ(bits("model.lm_head"), 4);  // exact means exact
   constexpr std::array<std::string_view, 3> kLeaves = {"gate_proj", "up_proj", "down_proj"};
-  EXPECT_EQ(mismatch(experts_format(quant, "model.layers.1.mlp.experts", 4, kLeaves).status(),
-                     StatusCode::kUnsupported, {"format", "down_proj", "gate_proj", "all or none"}),
-            "");
+  EXPECT_EQ(
+      mismatch(checkpoint::experts_format(quant, "model.layers.1.mlp.experts", 4, kLeaves).status(),
+               StatusCode::kUnsupported, {"format", "down_proj", "gate_proj", "all or none"}),
+      "");
 }
 
 TEST(QuantConfigNames, ExpertsAreOneFormatOrNone) {
   constexpr std::array<std::string_view, 3> kLeaves = {"gate_proj", "up_proj", "down_proj"};
   const auto format = [&](const Json& ignore) {
-    const QuantConfig quant =
+    const checkpoint::QuantConfig quant =
         parse_quant(compressed({{"b", group({"Linear"}, 4)}}, ignore)).value();
-    return experts_format(quant, "model.layers.3.mlp.experts", 128, kLeaves);
+    return checkpoint::experts_format(quant, "model.layers.3.mlp.experts", 128, kLeaves);
   };
-  EXPECT_EQ(format(Json::array())->stored, StoredFormat::kPacked);
-  EXPECT_EQ(format({"re:.*experts.*"})->stored, StoredFormat::kPlain);
-  EXPECT_EQ(format({"re:model\\.layers\\.3\\..*"})->stored, StoredFormat::kPlain);
-  EXPECT_EQ(format({"re:model\\.layers\\.4\\..*"})->stored, StoredFormat::kPacked);
+  EXPECT_EQ(format(Json::array())->stored, checkpoint::StoredFormat::kPacked);
+  EXPECT_EQ(format({"re:.*experts.*"})->stored, checkpoint::StoredFormat::kPlain);
+  EXPECT_EQ(format({"re:model\\.layers\\.3\\..*"})->stored, checkpoint::StoredFormat::kPlain);
+  EXPECT_EQ(format({"re:model\\.layers\\.4\\..*"})->stored, checkpoint::StoredFormat::kPacked);
   for (const char* part : {"re:.*experts\\.77\\..*", "re:.*experts\\..\\.up.*", "re:.*up_proj",
                            "model.layers.3.mlp.experts.127.down_proj"}) {
     EXPECT_EQ(mismatch(format({part}).status(), StatusCode::kUnsupported,
@@ -133,24 +141,24 @@ TEST(QuantConfigNames, ExpertsAreOneFormatOrNone) {
 }
 
 TEST(QuantConfigNames, ModelOptTakesShellPatternsAndPrefixes) {
-  const QuantConfig quant =
+  const checkpoint::QuantConfig quant =
       parse_quant({{"quant_method", "modelopt"},
                    {"quant_algo", "NVFP4"},
                    {"ignore", {"lm_head", "*.mlp.gate", "model.layers.0", "model.layers.[12].*"}}})
           .value();
   for (const char* skipped : {"lm_head", "model.layers.9.mlp.gate",
                               "model.layers.0.mlp.experts.0.up", "model.layers.2.x"}) {
-    EXPECT_TRUE(skips_module(quant, skipped)) << skipped;
+    EXPECT_TRUE(checkpoint::skips_module(quant, skipped)) << skipped;
   }
   for (const char* kept : {"model.layers.9.mlp.gate_proj", "model.layers.01.x", "model.layers.10.x",
                            "model.lm_head"}) {
-    EXPECT_FALSE(skips_module(quant, kept)) << kept;
+    EXPECT_FALSE(checkpoint::skips_module(quant, kept)) << kept;
   }
 }
 
 TEST(QuantConfigFormats, SchemesFollowTheDescription) {
   const auto scheme = [](const Json& quant) {
-    return linear_scheme(parse_quant(quant).value().linear, DType::kBF16).value();
+    return checkpoint::linear_scheme(parse_quant(quant).value().linear, DType::kBF16).value();
   };
   const Json gptq = {{"quant_method", "gptq"}, {"bits", 4}, {"group_size", 64}};
   EXPECT_EQ(scheme(gptq).weight.dtype, DType::kI4);

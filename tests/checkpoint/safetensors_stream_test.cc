@@ -40,11 +40,11 @@ TEST(SafetensorsStream, SameBytesAsTheWholeFileWriter) {
   const NamedTensor whole[] = {
       {"z.a", a.view()}, {"b", b.view()}, {"a.c", c.view()}, {"none", empty.view()}};
   ASSERT_TRUE(write_safetensors(dir + "/whole", whole, metadata).ok());
-  const TensorSpec specs[] = {{"z.a", DType::kBF16, {5, 7}},
-                              {"b", DType::kF32, {3}},
-                              {"a.c", DType::kU8, {2, 2, 9}},
-                              {"none", DType::kF32, {0, 4}}};
-  auto stream = SafetensorsStream::create(dir + "/pieces", specs, metadata);
+  const checkpoint::TensorSpec specs[] = {{"z.a", DType::kBF16, {5, 7}},
+                                          {"b", DType::kF32, {3}},
+                                          {"a.c", DType::kU8, {2, 2, 9}},
+                                          {"none", DType::kF32, {0, 4}}};
+  auto stream = checkpoint::SafetensorsStream::create(dir + "/pieces", specs, metadata);
   ASSERT_TRUE(stream.ok()) << stream.status().message();
   ASSERT_TRUE(stream->write("a.c", 18, {c.data() + 18, 18}).ok());
   ASSERT_TRUE(stream->write("b", b.view()).ok());
@@ -58,8 +58,8 @@ TEST(SafetensorsStream, SameBytesAsTheWholeFileWriter) {
 
 TEST(SafetensorsStream, Misuse) {
   const std::string dir = folder();
-  const TensorSpec specs[] = {{"a", DType::kU8, {4}}, {"b", DType::kU8, {2}}};
-  auto stream = SafetensorsStream::create(dir + "/x", specs);
+  const checkpoint::TensorSpec specs[] = {{"a", DType::kU8, {4}}, {"b", DType::kU8, {2}}};
+  auto stream = checkpoint::SafetensorsStream::create(dir + "/x", specs);
   ASSERT_TRUE(stream.ok());
   const std::byte data[8] = {};
   expect_refusal(stream->write("c", 0, data), StatusCode::kNotFound, {"\"c\"", "announced"});
@@ -69,13 +69,13 @@ TEST(SafetensorsStream, Misuse) {
   expect_refusal(stream->write("a", wide.view()), StatusCode::kInvalidShape, {"a", "[5]", "[4]"});
   ASSERT_TRUE(stream->write("a", 0, {data, 4}).ok());
   expect_refusal(stream->finish(), StatusCode::kInternal, {"\"b\"", "got 0", "need 2"});
-  expect_refusal(SafetensorsStream::create(dir + "/x", specs).status(), StatusCode::kIo,
+  expect_refusal(checkpoint::SafetensorsStream::create(dir + "/x", specs).status(), StatusCode::kIo,
                  {"create"});
-  const TensorSpec twice[] = {{"a", DType::kU8, {4}}, {"a", DType::kF32, {2}}};
-  expect_refusal(SafetensorsStream::create(dir + "/y", twice).status(),
+  const checkpoint::TensorSpec twice[] = {{"a", DType::kU8, {4}}, {"a", DType::kF32, {2}}};
+  expect_refusal(checkpoint::SafetensorsStream::create(dir + "/y", twice).status(),
                  StatusCode::kInvalidArgument, {"given twice"});
-  const TensorSpec in_memory[] = {{"a", DType::kI4, {4}}};
-  expect_refusal(SafetensorsStream::create(dir + "/z", in_memory).status(),
+  const checkpoint::TensorSpec in_memory[] = {{"a", DType::kI4, {4}}};
+  expect_refusal(checkpoint::SafetensorsStream::create(dir + "/z", in_memory).status(),
                  StatusCode::kInvalidArgument, {"I4", "files do not have"});
   EXPECT_FALSE(std::filesystem::exists(dir + "/y"));
   std::filesystem::remove_all(dir);

@@ -48,10 +48,10 @@ Json plain_config(const std::string& model_type, const Json& more = Json::object
   return stating(json, more);
 }
 
-Status status_of(const Json& json) { return parse_model_config(json.dump()).status(); }
+Status status_of(const Json& json) { return checkpoint::parse_model_config(json.dump()).status(); }
 
 MoeLayerSpec spec_of(const Json& json) {
-  const Result<ModelConfig> config = parse_model_config(json.dump());
+  const Result<checkpoint::ModelConfig> config = checkpoint::parse_model_config(json.dump());
   EXPECT_TRUE(config.ok()) << config.status().to_string();
   EXPECT_TRUE(!config.ok() || !config->layers.empty());
   return config.ok() && !config->layers.empty() ? config->layers[0] : MoeLayerSpec{};
@@ -374,8 +374,8 @@ TEST(UnknownFields, PublishedConfigurationsAreAccepted) {
 // Two facts that look alike in the files of one family.
 TEST(StatedConstants, GraniteHybridMayBeDense) {
   const Json json = {{"num_local_experts", 0}, {"shared_intermediate_size", 8}};
-  const Result<ModelConfig> dense =
-      parse_model_config(plain_config("granitemoehybrid", json).dump());
+  const Result<checkpoint::ModelConfig> dense =
+      checkpoint::parse_model_config(plain_config("granitemoehybrid", json).dump());
   ASSERT_TRUE(dense.ok()) << dense.status().to_string();
   EXPECT_TRUE(dense->layers.empty());
 }

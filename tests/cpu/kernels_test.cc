@@ -103,8 +103,9 @@ TEST(Kernels, GroupQuantisationEqualsTheReference) {
         const std::int64_t begin = i / 128 * 128;
         for (std::int64_t j = begin; j < std::min(begin + 128, kCount); ++j)
           absmax = std::max(absmax, std::fabs(rounded_to(dtype, x[static_cast<std::size_t>(j)])));
-        const float scale = fp8_group_scale(
-            absmax, power_of_two ? ScaleRounding::kCeilPowerOfTwo : ScaleRounding::kNone);
+        const float scale =
+            quant::fp8_group_scale(absmax, power_of_two ? quant::ScaleRounding::kCeilPowerOfTwo
+                                                        : quant::ScaleRounding::kNone);
         ASSERT_EQ(scales[i / 128], scale) << k->name;
         const float value = rounded_to(dtype, x[static_cast<std::size_t>(i)]);
         const float clamped = std::min(std::max(value / scale, -448.0F), 448.0F);
@@ -173,7 +174,7 @@ TEST(Kernels, ActivationsFollowTheReference) {
                    .num_rows = 3,
                    .bias = bias,
                    .activation = spec,
-                   .scalar_activation = &ref_activation,
+                   .scalar_activation = &activation::ref_activation,
                    .out = out.data(),
                    .out_stride = width});
       for (std::int64_t r = 0; r < 3; ++r) {
@@ -182,8 +183,9 @@ TEST(Kernels, ActivationsFollowTheReference) {
           in[i] = static_cast<double>(
               c.as<float>()[r * kPanelColumns + static_cast<std::int64_t>(i)] + bias[i]);
         }
-        ref_activation_f64(spec, gated ? GateUpLayout::kGateThenUp : GateUpLayout::kNonGated,
-                           in.data(), want.data(), width);
+        activation::ref_activation_f64(spec,
+                                       gated ? GateUpLayout::kGateThenUp : GateUpLayout::kNonGated,
+                                       in.data(), want.data(), width);
         for (std::size_t i = 0; i < want.size(); ++i) {
           const auto got = static_cast<double>(out[static_cast<std::size_t>(r * width) + i]);
           // A handful of fp32 ulp of the result, times the condition number of the Gaussian tail

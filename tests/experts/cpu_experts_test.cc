@@ -79,7 +79,7 @@ Tensor run_standard(const Experts& experts, const MoeProblem& p, ConstTensorView
 std::unique_ptr<Experts> make(const std::string& tier, const MoeProblem& p,
                               const OwnedExpertWeights& w) {
   const auto source = make_stacked_source(w.view());
-  auto experts = make_cpu_experts(tier, p, *source);
+  auto experts = experts::make_cpu_experts(tier, p, *source);
   EXPECT_TRUE(experts.ok()) << experts.status().to_string();
   return std::move(experts).value();
 }
@@ -167,8 +167,8 @@ TEST(CpuExperts, EveryTierAndSchemeMeetsItsBoundAgainstFloat64) {
 // not be; those of IQ4 are small integers.
 TEST(CpuExperts, Fp32ArithmeticTakesTheTablesThatAreExact) {
   const auto format = [](const char* name) {
-    return cpu_weight_format(with_activation(test::scheme_called(name),
-                                             quant_scheme_from_name("f32").value().activation));
+    return experts::cpu_weight_format(with_activation(
+        test::scheme_called(name), quant_scheme_from_name("f32").value().activation));
   };
   EXPECT_TRUE(format("iq4").ok()) << format("iq4").status().message();
   test::expect_refusal(format("nf4-bf16").status(), StatusCode::kUnsupported, {"code table"});
@@ -343,7 +343,7 @@ TEST(CpuExperts, ExpertMapsSplitTheSumAndRemoteTokensAreExactZeros) {
     part.w13 = half(part.w13);
     part.w2 = half(part.w2);
     const auto source = make_stacked_source(part);
-    const auto experts = make_cpu_experts(tier, p, *source);
+    const auto experts = experts::make_cpu_experts(tier, p, *source);
     ASSERT_TRUE(experts.ok()) << experts.status().to_string();
     const Tensor y = run_standard(**experts, p, x.view(), routing, DType::kF32, map);
     const auto got = test::to_doubles(y.view());

@@ -43,11 +43,11 @@ TEST(RowQuantisers, EqualTheScalarRules) {
         const auto fixed = static_cast<float>(sd * 4 / 448);
         std::vector<float> want = x, got = x, want_scales(16, -1.0F), got_scales(16, -1.0F);
         std::vector<std::uint8_t> codes(x.size());
-        ref_quantize_row(a, fixed, want.data(), n, want_scales.data(), codes.data());
-        k->quantize_row(cpu_row_rule(a), fixed, got.data(), n, got_scales.data());
+        experts::ref_quantize_row(a, fixed, want.data(), n, want_scales.data(), codes.data());
+        k->quantize_row(experts::cpu_row_rule(a), fixed, got.data(), n, got_scales.data());
         if (a.granularity == ScaleGranularity::kGroup) {  // multiplied in
           std::vector<float> scaled = x;
-          k->quantize_row(cpu_row_rule(a), fixed, scaled.data(), n, nullptr);
+          k->quantize_row(experts::cpu_row_rule(a), fixed, scaled.data(), n, nullptr);
           for (std::int64_t i = 0; i < n; ++i) {
             const auto at = static_cast<std::size_t>(i);
             ASSERT_EQ(scaled[at], want[at] * want_scales[static_cast<std::size_t>(i / a.block_k)])
@@ -71,7 +71,7 @@ TEST(RowQuantisers, NanAndInfinityReachTheScaleOfTheirGroup) {
         const OperandQuant a = test::scheme_called(name).activation;
         std::vector<float> x(64, 1.0F), scales(4, 0.0F);
         x[5] = bad;
-        k->quantize_row(cpu_row_rule(a), 0.01F, x.data(), 64, scales.data());
+        k->quantize_row(experts::cpu_row_rule(a), 0.01F, x.data(), 64, scales.data());
         EXPECT_FALSE(std::isfinite(scales[0])) << k->name << " " << name;
         if (a.block_k > 0) {
           EXPECT_TRUE(std::isfinite(scales[1])) << k->name << " " << name;

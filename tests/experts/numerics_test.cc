@@ -26,15 +26,15 @@ using test::to_doubles;
 
 OperandQuant activation_of(std::string_view quant) { return scheme_called(quant).activation; }
 
-RowError measure(std::string_view quant, std::vector<float> row, float input_scale = 1.0F,
-                 DType dtype = DType::kF32) {
-  RowErrorMeter meter(activation_of(quant), dtype);
+experts::RowError measure(std::string_view quant, std::vector<float> row, float input_scale = 1.0F,
+                          DType dtype = DType::kF32) {
+  experts::RowErrorMeter meter(activation_of(quant), dtype);
   return meter.measure(row.data(), static_cast<std::int64_t>(row.size()), input_scale);
 }
 
 TEST(RowError, SumsOfARowThatCanBeDoneByHand) {
   // int8 with the scale 1: 0.25 becomes 0, 3.5 becomes 4 (ties to even).
-  const RowError e = measure("int8", {127.0F, 0.25F, 3.5F});
+  const experts::RowError e = measure("int8", {127.0F, 0.25F, 3.5F});
   EXPECT_EQ(e.size, 127.0 * 127 + 0.0625 + 12.25);
   EXPECT_EQ(e.error, 0.0625 + 0.25);
   EXPECT_EQ(e.along, -0.0625 + 0.5 * 3.5);
@@ -59,7 +59,7 @@ TEST(RowError, SaturationBeginsWhereRoundingEnds) {
 TEST(RowError, ValuesBelowTheCodesAreLost) {
   EXPECT_EQ(measure("fp8-tensor", {1e-3F, 5e-4F}).lost, 0);
   // The smallest scale of a row is 1 / (448 * 512).
-  const RowError tiny = measure("fp8-tensor", {1e-9F, 5e-10F});
+  const experts::RowError tiny = measure("fp8-tensor", {1e-9F, 5e-10F});
   EXPECT_GT(tiny.lost, 0.9 * tiny.size);
   EXPECT_GT(measure("fp8-static", {1e-3F}).lost, 0);
   EXPECT_GT(measure("nvfp4", std::vector<float>(16, 1e-4F)).lost, 0);

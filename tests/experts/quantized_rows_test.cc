@@ -20,11 +20,11 @@ Codes quantized(const Tensor& rows, bool power_of_two) {
   const std::int64_t groups = rows.shape()[1] / 128;
   Codes c{Tensor::zeros(DType::kF8E4M3, rows.shape()).value(),
           Tensor::zeros(DType::kF32, {rows.shape()[0], groups}).value()};
-  EXPECT_TRUE(
-      quantize_fp8_group(rows.view(), 128,
-                         power_of_two ? ScaleRounding::kCeilPowerOfTwo : ScaleRounding::kNone,
-                         c.codes.view(), c.scales.view())
-          .ok());
+  EXPECT_TRUE(quant::quantize_fp8_group(rows.view(), 128,
+                                        power_of_two ? quant::ScaleRounding::kCeilPowerOfTwo
+                                                     : quant::ScaleRounding::kNone,
+                                        c.codes.view(), c.scales.view())
+                  .ok());
   return c;
 }
 

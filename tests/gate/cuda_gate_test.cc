@@ -129,7 +129,7 @@ TEST(CudaGate, WithinTheBoundOfTheReference) {
         c.bias ? ConstTensorView(bytes(d.bias.data()), DType::kF32, {c.experts})
                : ConstTensorView();
     std::vector<double> want(logits.size()), magnitude(logits.size());
-    ref_gate_logits(x, w, bias, want.data(), magnitude.data());
+    gate::ref_gate_logits(x, w, bias, want.data(), magnitude.data());
     const double bound = (static_cast<double>(c.hidden) / 32 + 64) * std::ldexp(1.0, -24);
     for (std::size_t i = 0; i < logits.size(); ++i) {
       ASSERT_LE(std::abs(logits[i] - want[i]), bound * magnitude[i])

@@ -115,7 +115,7 @@ TEST(GateLinear, ExactIntegersInEveryDTypeAndTier) {
         const Tensor x = test::random_integers(rng, xt, {6, h}, 8);
         const Tensor w = test::random_integers(rng, wt, {7, h}, 8);
         std::vector<double> want(42);
-        ref_gate_logits(x.view(), w.view(), {}, want.data(), nullptr);
+        gate::ref_gate_logits(x.view(), w.view(), {}, want.data(), nullptr);
         for_each_tier([&] {
           EXPECT_EQ(test::to_doubles(run(gate(w), x.view()).view()), want)
               << dtype_name(xt) << " " << dtype_name(wt) << " H=" << h;
@@ -135,7 +135,7 @@ TEST(GateLinear, StaysInsideTheBoundOnEveryTier) {
       const Tensor w = test::random_normal(rng, wt, {e, h}, 1 / std::sqrt(1037.0));
       const Tensor bias = test::random_normal(rng, kF32, {e});
       std::vector<double> want(static_cast<std::size_t>(m * e)), magnitude(want.size());
-      ref_gate_logits(x.view(), w.view(), bias.view(), want.data(), magnitude.data());
+      gate::ref_gate_logits(x.view(), w.view(), bias.view(), want.data(), magnitude.data());
       for_each_tier([&] {
         const auto got = test::to_doubles(run(gate(w, {}, bias.view()), x.view()).view());
         for (std::size_t i = 0; i < want.size(); ++i) {

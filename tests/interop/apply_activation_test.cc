@@ -29,7 +29,8 @@ TEST(ApplyActivation, EveryDTypeRoundsTheFp32ResultOnce) {
       Tensor want = tensor(out_dtype, {5, 7});
       for (std::int64_t r = 0; r < 5; ++r) {
         for (std::int64_t i = 0; i < 7; ++i) {
-          const float y = ref_activate(kSilu, load_as_f32(in.data(), in_dtype, r * 14 + i),
+          const float y =
+              activation::ref_activate(kSilu, load_as_f32(in.data(), in_dtype, r * 14 + i),
                                        load_as_f32(in.data(), in_dtype, r * 14 + 7 + i));
           store_from_f32(want.data(), out_dtype, r * 7 + i, y);
         }
@@ -48,7 +49,7 @@ TEST(ApplyActivation, InterleavedAndNonGated) {
   ASSERT_TRUE(apply_activation(oai, GateUpLayout::kInterleaved, in.view(), out.view()).ok());
   for (std::int64_t i = 0; i < 15; ++i) {
     EXPECT_EQ(out.as<float>()[i],
-              ref_activate(oai, in.as<float>()[2 * i], in.as<float>()[2 * i + 1]));
+              activation::ref_activate(oai, in.as<float>()[2 * i], in.as<float>()[2 * i + 1]));
   }
   const ActivationSpec relu2 = make_activation("relu2").value();
   Tensor same = tensor(DType::kF32, {3, 10});

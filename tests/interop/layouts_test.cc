@@ -159,12 +159,12 @@ TEST(ScaleLayouts, AgreesWithTheGroupQuantiser) {
   const Tensor x = test::random_normal(rng, DType::kBF16, {5, 512});
   Tensor q = poisoned(DType::kF8E4M3, {5, 512});
   Tensor rows = poisoned(DType::kF32, {5, 4});
-  const auto ceil = ScaleRounding::kCeilPowerOfTwo;
-  ASSERT_TRUE(quantize_fp8_group(x.view(), 128, ceil, q.view(), rows.view()).ok());
+  const auto ceil = quant::ScaleRounding::kCeilPowerOfTwo;
+  ASSERT_TRUE(quant::quantize_fp8_group(x.view(), 128, ceil, q.view(), rows.view()).ok());
   Tensor direct = Tensor::zeros(DType::kF32, {4, 8}).value();
   TensorView view(direct.data(), DType::kF32, {5, 4});
   view.strides = {1, 8};
-  ASSERT_TRUE(quantize_fp8_group(x.view(), 128, ceil, q.view(), view).ok());
+  ASSERT_TRUE(quant::quantize_fp8_group(x.view(), 128, ceil, q.view(), view).ok());
   Tensor relaid = poisoned(DType::kF32, column_major_shape({5, 4}).value());
   ASSERT_TRUE(to_column_major(rows.view(), relaid.view()).ok());
   std::string why;

@@ -194,7 +194,7 @@ TEST(CudaPlan, RanksOnGpusTakeTheStandardTransports) {
   o.ranks.reduction = RankReduction::kPerSlot;
   EXPECT_TRUE(explain_layer(deepseek_v3(), o).ok());
   // Slots are no rows of their own on a GPU: the experts see all k of a row.
-  const FusedPlan plan = plan_fused_moe(deepseek_v3(), {}, o).value();
+  const layer::FusedPlan plan = layer::plan_fused_moe(deepseek_v3(), {}, o).value();
   EXPECT_EQ(plan.routed.top_k, 8);
   EXPECT_EQ(plan.routed.max_tokens, 128);
   EXPECT_FALSE(cuda::shared_joins(plan, false)) << "the experts see the rows of other ranks";

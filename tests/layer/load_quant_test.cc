@@ -41,7 +41,7 @@ TEST(QuantiseAtLoad, EverySchemeIsWithinItsBoundAndDoesRoundTheWeights) {
       EXPECT_LE(result.rel_l2, layer.quant().output_bound) << result.describe;
       if (scheme.weight.granularity == ScaleGranularity::kNone) continue;
       // A format that does nothing would pass every bound.
-      EXPECT_GE(result.rel_l2, rounding_error(scheme.weight)) << result.describe;
+      EXPECT_GE(result.rel_l2, quant::rounding_error(scheme.weight)) << result.describe;
     }
   }
 }
@@ -67,13 +67,13 @@ TEST(QuantiseAtLoad, InputScalesWithoutCalibrationFollowTheWeights) {
 // Scaling every weight by a power of two scales codes' scales, not codes; the guess follows.
 TEST(QuantiseAtLoad, InputScalesArePowersOfTwoThatMoveWithTheWeights) {
   const LayerTensors t = make_tensors(35, wide_spec("f32"));
-  const auto plan = plan_quant(t.spec.quant, DType::kBF16, "nvfp4").value();
+  const auto plan = layer::plan_quant(t.spec.quant, DType::kBF16, "nvfp4").value();
   float previous = 0;
   for (const float factor : {1.0F, 4.0F}) {
     OwnedExpertWeights w = collect(*t.weights().experts, 1);
     for (std::int64_t i = 0; i < w.w13.bytes() / 4; ++i) w.w13.as<float>()[i] *= factor;
     const auto stacked = make_stacked_source(w.view());
-    const auto converting = make_converting_source(*stacked, plan).value();
+    const auto converting = layer::make_converting_source(*stacked, plan).value();
     const ExpertWeightsView v = converting->expert(0).value();
     EXPECT_EQ(*v.w13_input_scale.as<float>(), 0.25F);
     const float scale = *v.w2_input_scale.as<float>();

@@ -11,11 +11,11 @@ struct Row {
   const char *stored, *requested;
   const char* in_force;  // nullptr: refused
   DType weight, activation_dtype;
-  LoadConversion conversion;
+  layer::LoadConversion conversion;
 };
 
 TEST(QuantSelection, EveryPairOfStoredAndRequested) {
-  using C = LoadConversion;
+  using C = layer::LoadConversion;
   constexpr DType f32 = DType::kF32, bf16 = DType::kBF16, f16 = DType::kF16, fp8 = DType::kF8E4M3;
   const Row rows[] = {
       {"bf16", "as-is", "bf16", bf16, bf16, C::kNone},
@@ -54,7 +54,7 @@ TEST(QuantSelection, EveryPairOfStoredAndRequested) {
   };
   for (const Row& row : rows) {
     SCOPED_TRACE(std::string(row.stored) + " as " + row.requested);
-    const auto plan = plan_quant(scheme(row.stored), DType::kBF16, row.requested);
+    const auto plan = layer::plan_quant(scheme(row.stored), DType::kBF16, row.requested);
     ASSERT_EQ(plan.ok(), row.in_force != nullptr);
     if (!plan.ok()) continue;
     EXPECT_EQ(plan->scheme.name, row.in_force);
@@ -65,20 +65,20 @@ TEST(QuantSelection, EveryPairOfStoredAndRequested) {
 }
 
 TEST(QuantSelection, RefusalsSayWhatIsStoredAndTheNearestLegalName) {
-  const Status status = plan_quant(scheme("fp8-block"), DType::kBF16, "bf16").status();
+  const Status status = layer::plan_quant(scheme("fp8-block"), DType::kBF16, "bf16").status();
   EXPECT_EQ(status.code(), StatusCode::kUnsupported);
   EXPECT_NE(status.message().find("got bf16 for weights stored as fp8-block"), std::string::npos)
       << status.message();
   EXPECT_NE(status.message().find("nearest is fp8-bf16"), std::string::npos);
-  EXPECT_EQ(plan_quant(scheme("mxfp4"), DType::kBF16, "nvfp4").status().code(),
+  EXPECT_EQ(layer::plan_quant(scheme("mxfp4"), DType::kBF16, "nvfp4").status().code(),
             StatusCode::kUnsupported);
-  EXPECT_EQ(plan_quant(scheme("bf16"), DType::kBF16, "bf61").status().code(),
+  EXPECT_EQ(layer::plan_quant(scheme("bf16"), DType::kBF16, "bf61").status().code(),
             StatusCode::kNotFound);
 }
 
 TEST(QuantSelection, TheBoundCoversAQuantisationAtLoad) {
-  const auto stored = plan_quant(scheme("fp8-block"), DType::kBF16, "fp8-bf16").value();
-  const auto at_load = plan_quant(scheme("bf16"), DType::kBF16, "fp8-bf16").value();
+  const auto stored = layer::plan_quant(scheme("fp8-block"), DType::kBF16, "fp8-bf16").value();
+  const auto at_load = layer::plan_quant(scheme("bf16"), DType::kBF16, "fp8-bf16").value();
   EXPECT_EQ(stored.scheme.output_bound, scheme("fp8-bf16").output_bound);
   EXPECT_GT(at_load.scheme.output_bound, 5e-2);
 }
@@ -86,7 +86,7 @@ TEST(QuantSelection, TheBoundCoversAQuantisationAtLoad) {
 TEST(QuantSelection, PlainWeightsBecomeEveryScheme) {
   for (const char* stored : {"f32", "bf16", "f16"}) {
     for (const Scheme& wanted : quant_schemes()) {
-      const auto plan = plan_quant(scheme(stored), DType::kBF16, wanted.name);
+      const auto plan = layer::plan_quant(scheme(stored), DType::kBF16, wanted.name);
       ASSERT_TRUE(plan.ok()) << plan.status().to_string();
       EXPECT_EQ(plan->scheme.name, wanted.name);
       EXPECT_EQ(plan->scheme.activation, wanted.activation);
@@ -94,7 +94,7 @@ TEST(QuantSelection, PlainWeightsBecomeEveryScheme) {
         EXPECT_EQ(plan->scheme.weight, wanted.weight);
       }
       // Only weights that are rounded widen the bound.
-      const bool widened = plan->conversion == LoadConversion::kQuantize;
+      const bool widened = plan->conversion == layer::LoadConversion::kQuantize;
       EXPECT_EQ(plan->scheme.output_bound > wanted.output_bound, widened) << wanted.name;
       EXPECT_EQ(widened, wanted.weight.granularity != ScaleGranularity::kNone) << wanted.name;
     }
@@ -105,26 +105,27 @@ TEST(QuantSelection, StoredActivationScaleFormatIsKept) {
   Scheme stored = scheme("fp8-block");
   stored.activation.scale_format = ScaleFormat::kE8M0;
   for (const char* requested : {"as-is", "fp8-block"}) {
-    EXPECT_EQ(plan_quant(stored, DType::kBF16, requested)->scheme.activation.scale_format,
+    EXPECT_EQ(layer::plan_quant(stored, DType::kBF16, requested)->scheme.activation.scale_format,
               ScaleFormat::kE8M0);
   }
 }
 
 TEST(QuantSelection, ASharedExpertLeftUnquantisedStaysSo) {
   const Scheme fp8 = scheme("fp8-block"), bf16 = scheme("bf16");
-  EXPECT_EQ(plan_shared_quant(bf16, fp8, DType::kBF16, "as-is")->scheme.name, "bf16");
-  EXPECT_EQ(plan_shared_quant(bf16, fp8, DType::kBF16, "fp8-bf16")->scheme.name, "bf16");
-  EXPECT_EQ(plan_shared_quant(bf16, fp8, DType::kBF16, "f32")->scheme.name, "f32");
-  EXPECT_EQ(plan_shared_quant(fp8, fp8, DType::kBF16, "fp8-bf16")->scheme.name, "fp8-bf16");
-  EXPECT_EQ(plan_shared_quant(bf16, bf16, DType::kBF16, "fp8-block")->conversion,
-            LoadConversion::kQuantize);
+  EXPECT_EQ(layer::plan_shared_quant(bf16, fp8, DType::kBF16, "as-is")->scheme.name, "bf16");
+  EXPECT_EQ(layer::plan_shared_quant(bf16, fp8, DType::kBF16, "fp8-bf16")->scheme.name, "bf16");
+  EXPECT_EQ(layer::plan_shared_quant(bf16, fp8, DType::kBF16, "f32")->scheme.name, "f32");
+  EXPECT_EQ(layer::plan_shared_quant(fp8, fp8, DType::kBF16, "fp8-bf16")->scheme.name, "fp8-bf16");
+  EXPECT_EQ(layer::plan_shared_quant(bf16, bf16, DType::kBF16, "fp8-block")->conversion,
+            layer::LoadConversion::kQuantize);
   // A name for the routed experts that says nothing of another format's weights.
   const Scheme int4 = quant_scheme_from_name("int4-g128").value();
-  EXPECT_EQ(plan_shared_quant(int4, fp8, DType::kBF16, "fp8-bf16")->scheme.name, "int4-g128");
-  EXPECT_EQ(plan_shared_quant(int4, fp8, DType::kBF16, "f32")->scheme.name, "f32");
-  EXPECT_EQ(plan_shared_quant(int4, int4, DType::kBF16, "fp8-bf16").status().code(),
+  EXPECT_EQ(layer::plan_shared_quant(int4, fp8, DType::kBF16, "fp8-bf16")->scheme.name,
+            "int4-g128");
+  EXPECT_EQ(layer::plan_shared_quant(int4, fp8, DType::kBF16, "f32")->scheme.name, "f32");
+  EXPECT_EQ(layer::plan_shared_quant(int4, int4, DType::kBF16, "fp8-bf16").status().code(),
             StatusCode::kUnsupported);
-  EXPECT_EQ(plan_shared_quant(int4, fp8, DType::kBF16, "mxfp5").status().code(),
+  EXPECT_EQ(layer::plan_shared_quant(int4, fp8, DType::kBF16, "mxfp5").status().code(),
             StatusCode::kNotFound);
 }
 

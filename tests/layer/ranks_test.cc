@@ -206,26 +206,28 @@ TEST(RankedLayer, RefusesByName) {
   const std::shared_ptr<Communicator> pair =
       std::move(make_in_process_communicators(2).value().front());
   FusedMoE::Options o = options_of(0, 2, pair);
-  EXPECT_TRUE(plan_ranks(o, 2).ok());
+  EXPECT_TRUE(layer::plan_ranks(o, 2).ok());
   o.parallel.ep_rank = o.parallel.dp_rank = 1;
-  expect_refusal(plan_ranks(o, 2).status(), StatusCode::kInvalidArgument,
+  expect_refusal(layer::plan_ranks(o, 2).status(), StatusCode::kInvalidArgument,
                  {"communicator: got rank 0 of 2", "rank 1 of 2"});
   o = options_of(0, 2, pair);
   o.ranks.transport = RankTransport::kNone;
-  expect_refusal(plan_ranks(o, 2).status(), StatusCode::kUnsupported, {"transport: got none"});
+  expect_refusal(layer::plan_ranks(o, 2).status(), StatusCode::kUnsupported,
+                 {"transport: got none"});
   o = options_of(0, 2, pair);
   std::swap(o.parallel.tp_size, o.parallel.ep_size);
   o.ranks.transport = RankTransport::kAllToAll;
-  expect_refusal(plan_ranks(o, 2).status(), StatusCode::kUnsupported,
+  expect_refusal(layer::plan_ranks(o, 2).status(), StatusCode::kUnsupported,
                  {"transport: got all_to_all", "slice"});
   o.ranks.transport = RankTransport::kAuto;
   o.ranks.reduction = RankReduction::kPerSlot;
-  expect_refusal(plan_ranks(o, 2).status(), StatusCode::kUnsupported,
+  expect_refusal(layer::plan_ranks(o, 2).status(), StatusCode::kUnsupported,
                  {"reduction: got per_slot", "tp_size 2"});
   o = options_of(0, 2, pair);
   o.ranks.reduction = RankReduction::kPerSlot;
   o.max_tokens = std::int64_t{1} << 29;
-  expect_refusal(plan_ranks(o, 4).status(), StatusCode::kLimitExceeded, {"max_tokens", "2^31-1"});
+  expect_refusal(layer::plan_ranks(o, 4).status(), StatusCode::kLimitExceeded,
+                 {"max_tokens", "2^31-1"});
 }
 
 // Results on their way back in bf16: one more rounding of each partial sum, on every transport that
@@ -248,12 +250,12 @@ TEST(RankedLayer, RoundedPartialSumsStayWithinTheirBound) {
       std::move(make_in_process_communicators(2).value().front());
   FusedMoE::Options o = options_of(0, 2, pair);
   o.ranks.combine_dtype = DType::kBF16;
-  EXPECT_TRUE(plan_ranks(o, 2).ok());
+  EXPECT_TRUE(layer::plan_ranks(o, 2).ok());
   o.ranks.reduction = RankReduction::kPerSlot;
-  expect_refusal(plan_ranks(o, 2).status(), StatusCode::kUnsupported,
+  expect_refusal(layer::plan_ranks(o, 2).status(), StatusCode::kUnsupported,
                  {"combine_dtype: got BF16", "per_slot", "need F32"});
   o.ranks.combine_dtype = DType::kF16;
-  expect_refusal(plan_ranks(o, 2).status(), StatusCode::kInvalidDType,
+  expect_refusal(layer::plan_ranks(o, 2).status(), StatusCode::kInvalidDType,
                  {"combine_dtype: got F16, need F32 or BF16"});
 }
 
@@ -262,7 +264,7 @@ TEST(RankPlan, SharesOfReplicasCoverEveryRowOnce) {
     for (int replicas = 1; replicas <= 8; ++replicas) {
       std::int64_t next = 0;
       for (int r = 0; r < replicas; ++r) {
-        const RowRange share = replica_share(rows, replicas, r);
+        const layer::RowRange share = layer::replica_share(rows, replicas, r);
         EXPECT_EQ(share.first, next);
         EXPECT_LE(share.count, (rows + replicas - 1) / replicas);
         next += share.count;

@@ -21,8 +21,8 @@ Sorted sort(const test::RoutingCase& c) {
   Sorted r;
   r.first.assign(static_cast<std::size_t>(c.num_local) + 1, -77);
   r.slots.assign(c.ids.size(), -77);
-  r.status =
-      sort_slots_by_expert(c.ids, c.map, c.num_experts, c.num_local, r.first, r.slots, c.top_k);
+  r.status = permute::sort_slots_by_expert(c.ids, c.map, c.num_experts, c.num_local, r.first,
+                                           r.slots, c.top_k);
   return r;
 }
 
@@ -78,21 +78,21 @@ TEST(SortSlots, MisuseNamesTokenSlotAndValue) {
                  {"-2147483648"});
   std::vector<std::int64_t> first(5);
   Ids slots(2);
-  expect_refusal(sort_slots_by_expert(Ids{0, 9}, {}, 4, 4, first, slots),
+  expect_refusal(permute::sort_slots_by_expert(Ids{0, 9}, {}, 4, 4, first, slots),
                  StatusCode::kInvalidArgument, {"flat slot 1", "9"});
-  expect_refusal(sort_slots_by_expert(Ids{0, 1, 2}, {}, 4, 4, first, slots),
+  expect_refusal(permute::sort_slots_by_expert(Ids{0, 1, 2}, {}, 4, 4, first, slots),
                  StatusCode::kInvalidShape, {"sorted_slots", "got 2", "need 3"});
-  expect_refusal(sort_slots_by_expert(Ids{0, 1}, {}, 3, 3, first, slots), StatusCode::kInvalidShape,
-                 {"expert_first_slot", "got 5", "need 4"});
-  expect_refusal(sort_slots_by_expert(Ids{0, 1}, {}, 4, 2, first, slots),
+  expect_refusal(permute::sort_slots_by_expert(Ids{0, 1}, {}, 3, 3, first, slots),
+                 StatusCode::kInvalidShape, {"expert_first_slot", "got 5", "need 4"});
+  expect_refusal(permute::sort_slots_by_expert(Ids{0, 1}, {}, 4, 2, first, slots),
                  StatusCode::kInvalidArgument, {"expert_map", "empty", "2 local of 4"});
-  expect_refusal(sort_slots_by_expert(Ids{0, 1}, Ids{0, 1, 2}, 4, 4, first, slots),
+  expect_refusal(permute::sort_slots_by_expert(Ids{0, 1}, Ids{0, 1, 2}, 4, 4, first, slots),
                  StatusCode::kInvalidShape, {"expert_map", "got 3", "need 4"});
-  expect_refusal(sort_slots_by_expert(Ids{0, 1}, Ids{0, 1, 2, 4}, 4, 4, first, slots),
+  expect_refusal(permute::sort_slots_by_expert(Ids{0, 1}, Ids{0, 1, 2, 4}, 4, 4, first, slots),
                  StatusCode::kInvalidArgument, {"expert_map[3]", "got 4", "-1 .. 3"});
-  expect_refusal(sort_slots_by_expert(Ids{0, 1}, {}, -1, 0, first, slots),
+  expect_refusal(permute::sort_slots_by_expert(Ids{0, 1}, {}, -1, 0, first, slots),
                  StatusCode::kInvalidArgument, {"num_experts", "-1"});
-  expect_refusal(sort_slots_by_expert(Ids{0, 1}, {}, 4, 5, first, slots),
+  expect_refusal(permute::sort_slots_by_expert(Ids{0, 1}, {}, 4, 5, first, slots),
                  StatusCode::kInvalidArgument, {"num_local_experts", "5"});
 }
 

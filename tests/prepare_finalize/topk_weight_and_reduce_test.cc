@@ -14,8 +14,9 @@ namespace {
 using test::Rng;
 using test::same_bits;
 
-SlotWeights slots_of(const test::OwnedRouting& routing, std::span<const std::int32_t> map = {},
-                     bool on_input = false) {
+prepare_finalize::SlotWeights slots_of(const test::OwnedRouting& routing,
+                                       std::span<const std::int32_t> map = {},
+                                       bool on_input = false) {
   return {routing.weights.as<float>(), routing.ids.as<std::int32_t>(), map, routing.ids.shape()[1],
           on_input};
 }
@@ -24,7 +25,7 @@ TEST(ReduceNoOp, TheSameStorageIsLeftAlone) {
   Tensor out = Tensor::uninitialized(DType::kF32, {3, 5}).value();
   test::poison(out.view());
   const std::vector<std::byte> before(out.data(), out.data() + out.bytes());
-  ASSERT_TRUE(reduce_no_op(out.view(), out.view()).ok());
+  ASSERT_TRUE(prepare_finalize::reduce_no_op(out.view(), out.view()).ok());
   EXPECT_TRUE(std::equal(before.begin(), before.end(), out.data()));
 }
 
@@ -33,8 +34,8 @@ TEST(ReduceNoOp, CopiesOtherStorageAndConverts) {
   const Tensor from = test::random_integers(rng, DType::kF32, {3, 5}, 100);
   Tensor same = Tensor::zeros(DType::kF32, {3, 5}).value();
   Tensor narrow = Tensor::zeros(DType::kBF16, {3, 5}).value();
-  ASSERT_TRUE(reduce_no_op(same.view(), from.view()).ok());
-  ASSERT_TRUE(reduce_no_op(narrow.view(), from.view()).ok());
+  ASSERT_TRUE(prepare_finalize::reduce_no_op(same.view(), from.view()).ok());
+  ASSERT_TRUE(prepare_finalize::reduce_no_op(narrow.view(), from.view()).ok());
   EXPECT_EQ(test::to_doubles(same.view()), test::to_doubles(from.view()));
   EXPECT_EQ(test::to_doubles(narrow.view()), test::to_doubles(from.view()));
 }
@@ -42,7 +43,7 @@ TEST(ReduceNoOp, CopiesOtherStorageAndConverts) {
 TEST(ReduceNoOp, SizesMustMatch) {
   const Tensor from = Tensor::zeros(DType::kF32, {2, 5}).value();
   Tensor to = Tensor::zeros(DType::kF32, {3, 5}).value();
-  const Status status = reduce_no_op(to.view(), from.view());
+  const Status status = prepare_finalize::reduce_no_op(to.view(), from.view());
   EXPECT_EQ(status.code(), StatusCode::kInvalidShape);
   EXPECT_NE(status.message().find("expert_output: got [2, 5], need [3, 5]"), std::string::npos);
 }
@@ -81,7 +82,7 @@ TEST(ReduceContiguous, WeightsAndSumsOverSlotsInBothShapes) {
     Tensor out = Tensor::uninitialized(DType::kF32, {4, 300}).value();
     test::poison(out.view());
     const ConstTensorView view(e.rows.data(), DType::kF32, shape);
-    ASSERT_TRUE(reduce_contiguous(out.view(), view, slots_of(e.routing)).ok());
+    ASSERT_TRUE(prepare_finalize::reduce_contiguous(out.view(), view, slots_of(e.routing)).ok());
     EXPECT_EQ(test::to_doubles(out.view()), want);
   }
 }
@@ -89,9 +90,9 @@ TEST(ReduceContiguous, WeightsAndSumsOverSlotsInBothShapes) {
 TEST(ReduceContiguous, SkipsTheMultiplicationWhenTheWeightWasOnTheInput) {
   const Exact e(4);
   Tensor out = Tensor::zeros(DType::kF32, {4, 300}).value();
-  ASSERT_TRUE(
-      reduce_contiguous(out.view(), e.rows.view(), slots_of(e.routing, {}, /*on_input=*/true))
-          .ok());
+  ASSERT_TRUE(prepare_finalize::reduce_contiguous(out.view(), e.rows.view(),
+                                                  slots_of(e.routing, {}, /*on_input=*/true))
+                  .ok());
   EXPECT_EQ(test::to_doubles(out.view()), e.want(false, [](std::int32_t id) { return id >= 0; }));
 }
 
@@ -111,7 +112,9 @@ TEST(ReduceContiguous, NeverReadsRowsOfRemoteExpertsAndWritesZeros) {
   }
   Tensor out = Tensor::uninitialized(DType::kF32, {4, 300}).value();
   test::poison(out.view());
-  ASSERT_TRUE(reduce_contiguous(out.view(), e.rows.view(), slots_of(e.routing, map)).ok());
+  ASSERT_TRUE(
+      prepare_finalize::reduce_contiguous(out.view(), e.rows.view(), slots_of(e.routing, map))
+          .ok());
   EXPECT_EQ(test::to_doubles(out.view()), want);
   for (std::int64_t h = 0; h < 300; ++h) EXPECT_EQ(out.as<float>()[300 + h], 0.0F);
 }
@@ -125,7 +128,7 @@ TEST(ReduceContiguous, AccumulatesInFp32AndRoundsOnce) {
   test::OwnedRouting routing = test::random_routing(1, 1, 3, 3);
   for (int j = 0; j < 3; ++j) routing.weights.as<float>()[j] = 1.0F;
   Tensor out = Tensor::zeros(DType::kBF16, {1, 1}).value();
-  ASSERT_TRUE(reduce_contiguous(out.view(), rows.view(), slots_of(routing)).ok());
+  ASSERT_TRUE(prepare_finalize::reduce_contiguous(out.view(), rows.view(), slots_of(routing)).ok());
   EXPECT_EQ(out.as<std::uint16_t>()[0], 0x4381);  // 258; bf16 sums would stay at 256
 }
 
@@ -143,7 +146,9 @@ TEST(ReduceNaiveBatched, FindsTheRowsOfEverySlot) {
   }
   Tensor out = Tensor::uninitialized(DType::kF32, {4, 300}).value();
   test::poison(out.view());
-  ASSERT_TRUE(reduce_naive_batched(out.view(), slabs.view(), slots_of(e.routing), slot_rows).ok());
+  ASSERT_TRUE(prepare_finalize::reduce_naive_batched(out.view(), slabs.view(), slots_of(e.routing),
+                                                     slot_rows)
+                  .ok());
   EXPECT_EQ(test::to_doubles(out.view()), e.want(true, [](std::int32_t id) { return id >= 0; }));
 }
 
@@ -151,14 +156,16 @@ TEST(Reduce, RefusesOtherShapes) {
   const Exact e(7);
   Tensor out = Tensor::zeros(DType::kF32, {4, 300}).value();
   const ConstTensorView flat(e.rows.data(), DType::kF32, {6, 600});
-  EXPECT_EQ(reduce_contiguous(out.view(), flat, slots_of(e.routing)).code(),
+  EXPECT_EQ(prepare_finalize::reduce_contiguous(out.view(), flat, slots_of(e.routing)).code(),
             StatusCode::kInvalidShape);
   const std::vector<std::int32_t> rows(12);
-  EXPECT_EQ(reduce_naive_batched(out.view(), flat, slots_of(e.routing), rows).code(),
-            StatusCode::kInvalidShape);
+  EXPECT_EQ(
+      prepare_finalize::reduce_naive_batched(out.view(), flat, slots_of(e.routing), rows).code(),
+      StatusCode::kInvalidShape);
   const ConstTensorView slabs(e.rows.data(), DType::kF32, {6, 2, 300});
-  EXPECT_EQ(reduce_naive_batched(out.view(), slabs, slots_of(e.routing), {}).code(),
-            StatusCode::kInvalidShape);
+  EXPECT_EQ(
+      prepare_finalize::reduce_naive_batched(out.view(), slabs, slots_of(e.routing), {}).code(),
+      StatusCode::kInvalidShape);
 }
 
 }  // namespace

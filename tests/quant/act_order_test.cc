@@ -24,19 +24,19 @@ Tensor indices(const std::vector<int>& values) {
 TEST(ActOrder, SortsStably) {
   const Tensor g_idx = indices({1, 0, 2, 1, 0, 0, 2, 1, 2});
   Tensor perm = indices(std::vector<int>(9, -7));
-  ASSERT_TRUE(sort_columns_by_group(g_idx.view(), 3, perm.view()).ok());
+  ASSERT_TRUE(quant::sort_columns_by_group(g_idx.view(), 3, perm.view()).ok());
   const std::vector<int> want = {1, 4, 5, 0, 3, 7, 2, 6, 8};
   for (std::size_t i = 0; i < 9; ++i) EXPECT_EQ(perm.as<std::int32_t>()[i], want[i]) << i;
-  EXPECT_TRUE(sorted_groups_are_regular(g_idx.view(), perm.view(), 3));
-  EXPECT_FALSE(sorted_groups_are_regular(g_idx.view(), perm.view(), 4));
-  EXPECT_FALSE(is_plain_group_index(g_idx.view(), 3));
-  EXPECT_TRUE(is_plain_group_index(indices({0, 0, 0, 1, 1}).view(), 3));
-  EXPECT_TRUE(is_plain_group_index(indices({0, 0, 0}).view(), -1));
+  EXPECT_TRUE(quant::sorted_groups_are_regular(g_idx.view(), perm.view(), 3));
+  EXPECT_FALSE(quant::sorted_groups_are_regular(g_idx.view(), perm.view(), 4));
+  EXPECT_FALSE(quant::is_plain_group_index(g_idx.view(), 3));
+  EXPECT_TRUE(quant::is_plain_group_index(indices({0, 0, 0, 1, 1}).view(), 3));
+  EXPECT_TRUE(quant::is_plain_group_index(indices({0, 0, 0}).view(), -1));
   // A tensor-parallel slice: groups of the whole, unevenly many columns of each.
   const Tensor slice = indices({1, 2, 1, 1});
   Tensor order = indices({0, 0, 0, 0});
-  ASSERT_TRUE(sort_columns_by_group(slice.view(), 3, order.view()).ok());
-  EXPECT_FALSE(sorted_groups_are_regular(slice.view(), order.view(), 2));
+  ASSERT_TRUE(quant::sort_columns_by_group(slice.view(), 3, order.view()).ok());
+  EXPECT_FALSE(quant::sorted_groups_are_regular(slice.view(), order.view(), 2));
 }
 
 // Gathering weights and activations alike leaves every dot product what it was.
@@ -47,7 +47,7 @@ TEST(ActOrder, GatheredDotProductsAreUnchanged) {
   for (auto& g : groups) g = static_cast<int>(rng.integer(0, 8));
   const Tensor g_idx = indices(groups);
   Tensor perm = indices(std::vector<int>(kK, -1));
-  ASSERT_TRUE(sort_columns_by_group(g_idx.view(), 9, perm.view()).ok());
+  ASSERT_TRUE(quant::sort_columns_by_group(g_idx.view(), 9, perm.view()).ok());
   Tensor w = Tensor::zeros(DType::kI8, {kN, kK}).value();
   for (std::int64_t i = 0; i < kN * kK; ++i) {
     w.as<std::int8_t>()[i] = static_cast<std::int8_t>(rng.integer(-128, 127));
@@ -55,7 +55,7 @@ TEST(ActOrder, GatheredDotProductsAreUnchanged) {
   std::vector<int> x(kK);
   for (auto& v : x) v = static_cast<int>(rng.integer(-50, 50));
   Tensor sorted = Tensor::zeros(DType::kI8, {kN, kK}).value();
-  ASSERT_TRUE(gather_columns(w.view(), perm.view(), sorted.view()).ok());
+  ASSERT_TRUE(quant::gather_columns(w.view(), perm.view(), sorted.view()).ok());
   for (std::int64_t n = 0; n < kN; ++n) {
     std::int64_t before = 0, after = 0;
     for (std::int64_t k = 0; k < kK; ++k) {
@@ -67,9 +67,9 @@ TEST(ActOrder, GatheredDotProductsAreUnchanged) {
     EXPECT_EQ(before, after);
   }
   Tensor inverse = indices(std::vector<int>(kK, -1));
-  ASSERT_TRUE(invert_permutation(perm.view(), inverse.view()).ok());
+  ASSERT_TRUE(quant::invert_permutation(perm.view(), inverse.view()).ok());
   Tensor back = Tensor::zeros(DType::kI8, {kN, kK}).value();
-  ASSERT_TRUE(gather_columns(sorted.view(), inverse.view(), back.view()).ok());
+  ASSERT_TRUE(quant::gather_columns(sorted.view(), inverse.view(), back.view()).ok());
   std::string why;
   EXPECT_TRUE(test::same_bits(back.view(), w.view(), &why)) << why;
   // Groups are in order, and within a group columns are.
@@ -84,24 +84,24 @@ TEST(ActOrder, GatheredDotProductsAreUnchanged) {
 
 TEST(ActOrder, Misuse) {
   Tensor perm = indices({0, 0, 0});
-  expect_refusal(sort_columns_by_group(indices({0, 3, 1}).view(), 3, perm.view()),
+  expect_refusal(quant::sort_columns_by_group(indices({0, 3, 1}).view(), 3, perm.view()),
                  StatusCode::kInvalidArgument, {"g_idx[1]", "got 3", "0 .. 2"});
-  expect_refusal(sort_columns_by_group(indices({0, -1, 1}).view(), 3, perm.view()),
+  expect_refusal(quant::sort_columns_by_group(indices({0, -1, 1}).view(), 3, perm.view()),
                  StatusCode::kInvalidArgument, {"g_idx[1]", "got -1"});
-  expect_refusal(sort_columns_by_group(indices({0, 1}).view(), 3, perm.view()),
+  expect_refusal(quant::sort_columns_by_group(indices({0, 1}).view(), 3, perm.view()),
                  StatusCode::kInvalidShape, {"perm", "[3]", "[2]"});
-  expect_refusal(sort_columns_by_group(indices({0, 1}).view(), 0, perm.view()),
+  expect_refusal(quant::sort_columns_by_group(indices({0, 1}).view(), 0, perm.view()),
                  StatusCode::kInvalidArgument, {"groups", "0"});
   Tensor w = Tensor::zeros(DType::kU8, {2, 3}).value();
   Tensor out = Tensor::zeros(DType::kU8, {2, 3}).value();
-  expect_refusal(gather_columns(w.view(), indices({0, 1, 1}).view(), out.view()),
+  expect_refusal(quant::gather_columns(w.view(), indices({0, 1, 1}).view(), out.view()),
                  StatusCode::kInvalidArgument, {"perm[2]", "once"});
-  expect_refusal(gather_columns(w.view(), indices({0, 1, 3}).view(), out.view()),
+  expect_refusal(quant::gather_columns(w.view(), indices({0, 1, 3}).view(), out.view()),
                  StatusCode::kInvalidArgument, {"perm[2]", "got 3", "0 .. 2"});
-  expect_refusal(gather_columns(w.view(), indices({0, 2, 1}).view(), w.view()),
+  expect_refusal(quant::gather_columns(w.view(), indices({0, 2, 1}).view(), w.view()),
                  StatusCode::kAliasing, {"in", "out"});
   Tensor wide = Tensor::zeros(DType::kF32, {2, 3}).value();
-  expect_refusal(gather_columns(wide.view(), indices({0, 2, 1}).view(), out.view()),
+  expect_refusal(quant::gather_columns(wide.view(), indices({0, 2, 1}).view(), out.view()),
                  StatusCode::kInvalidDType, {"in", "F32", "one byte"});
 }
 

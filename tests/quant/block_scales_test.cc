@@ -13,29 +13,30 @@ namespace {
 using test::expect_refusal;
 
 TEST(BlockScaleShape, CeilsRaggedTiles) {
-  EXPECT_EQ(block_scale_shape({256, 128}, {}).value(), Shape({2, 1}));
-  EXPECT_EQ(block_scale_shape({257, 127}, {}).value(), Shape({3, 1}));
-  EXPECT_EQ(block_scale_shape({8, 1, 1}, {}).value(), Shape({8, 1, 1}));
-  EXPECT_EQ(block_scale_shape({0, 128}, {}).value(), Shape({0, 1}));
-  EXPECT_EQ(block_scale_shape({4, 64, 96}, {64, 32}).value(), Shape({4, 1, 3}));
-  EXPECT_EQ(block_scale_shape({0, std::numeric_limits<std::int64_t>::max()}, {1, 1}).value(),
+  EXPECT_EQ(quant::block_scale_shape({256, 128}, {}).value(), Shape({2, 1}));
+  EXPECT_EQ(quant::block_scale_shape({257, 127}, {}).value(), Shape({3, 1}));
+  EXPECT_EQ(quant::block_scale_shape({8, 1, 1}, {}).value(), Shape({8, 1, 1}));
+  EXPECT_EQ(quant::block_scale_shape({0, 128}, {}).value(), Shape({0, 1}));
+  EXPECT_EQ(quant::block_scale_shape({4, 64, 96}, {64, 32}).value(), Shape({4, 1, 3}));
+  EXPECT_EQ(quant::block_scale_shape({0, std::numeric_limits<std::int64_t>::max()}, {1, 1}).value(),
             Shape({0, std::numeric_limits<std::int64_t>::max()}));
 }
 
 TEST(BlockScaleShape, Misuse) {
-  expect_refusal(block_scale_shape({128}, {}).status(), StatusCode::kInvalidShape,
+  expect_refusal(quant::block_scale_shape({128}, {}).status(), StatusCode::kInvalidShape,
                  {"weight", "[128]", "rank"});
-  expect_refusal(block_scale_shape({128, 128}, {0, 128}).status(), StatusCode::kInvalidArgument,
-                 {"block", "0x128"});
-  expect_refusal(block_scale_shape({128, 128}, {128, -1}).status(), StatusCode::kInvalidArgument,
-                 {"block", "128x-1"});
+  expect_refusal(quant::block_scale_shape({128, 128}, {0, 128}).status(),
+                 StatusCode::kInvalidArgument, {"block", "0x128"});
+  expect_refusal(quant::block_scale_shape({128, 128}, {128, -1}).status(),
+                 StatusCode::kInvalidArgument, {"block", "128x-1"});
   const std::int64_t big = std::int64_t{1} << 32;
-  expect_refusal(block_scale_shape({big, big}, {}).status(), StatusCode::kLimitExceeded, {"2^63"});
+  expect_refusal(quant::block_scale_shape({big, big}, {}).status(), StatusCode::kLimitExceeded,
+                 {"2^63"});
 }
 
 TEST(BlockScaleShape, MessageNamesFoundNeededAndWhy) {
   Tensor scale = Tensor::zeros(DType::kF32, {8, 7, 14}).value();
-  const Status s = expect_block_scale_shape("w2_scale", scale.view(), {8, 1024, 1792}, {});
+  const Status s = quant::expect_block_scale_shape("w2_scale", scale.view(), {8, 1024, 1792}, {});
   EXPECT_EQ(s.code(), StatusCode::kInvalidShape);
   EXPECT_EQ(s.message(),
             "w2_scale: got [8, 7, 14], need [8, 8, 14] for block 128x128 of [8, 1024, 1792]");
@@ -50,7 +51,7 @@ struct Fixture {
     for (int i = 0; i < 12; ++i) scale.as<float>()[i] = 1e-3F;
   }
   Status validate() const {
-    return validate_block_scales("w1_scale", scale.view(), weight.view(), {});
+    return quant::validate_block_scales("w1_scale", scale.view(), weight.view(), {});
   }
 };
 
@@ -96,23 +97,23 @@ TEST(ValidateBlockScales, ZeroOnlyOverZeroWeights) {
 TEST(ValidateBlockScales, NarrowScaleTypesAndMisuse) {
   Tensor weight = Tensor::zeros(DType::kF8E4M3, {128, 256}).value();
   Tensor e8m0 = Tensor::zeros(DType::kF8E8M0, {1, 2}).value();
-  EXPECT_TRUE(validate_block_scales("s", e8m0.view(), weight.view(), {}).ok());
+  EXPECT_TRUE(quant::validate_block_scales("s", e8m0.view(), weight.view(), {}).ok());
   e8m0.as<std::uint8_t>()[1] = 0xFF;
-  expect_refusal(validate_block_scales("s", e8m0.view(), weight.view(), {}),
+  expect_refusal(quant::validate_block_scales("s", e8m0.view(), weight.view(), {}),
                  StatusCode::kInvalidArgument, {"s[0, 1]", "NaN"});
   Tensor bf16 = Tensor::zeros(DType::kBF16, {1, 2}).value();
   bf16.as<std::uint16_t>()[0] = 0x7F80;
-  expect_refusal(validate_block_scales("s", bf16.view(), weight.view(), {}),
+  expect_refusal(quant::validate_block_scales("s", bf16.view(), weight.view(), {}),
                  StatusCode::kInvalidArgument, {"s[0, 0]", "inf"});
   Tensor i32 = Tensor::zeros(DType::kI32, {1, 2}).value();
-  expect_refusal(validate_block_scales("s", i32.view(), weight.view(), {}),
+  expect_refusal(quant::validate_block_scales("s", i32.view(), weight.view(), {}),
                  StatusCode::kInvalidDType, {"s", "I32", "F32"});
-  expect_refusal(validate_block_scales("s", bf16.view(), bf16.view(), {}),
+  expect_refusal(quant::validate_block_scales("s", bf16.view(), bf16.view(), {}),
                  StatusCode::kInvalidDType, {"weight", "BF16", "F8_E4M3"});
   ConstTensorView null = bf16.view();
   null.data = nullptr;
-  expect_refusal(validate_block_scales("s", null, weight.view(), {}), StatusCode::kInvalidArgument,
-                 {"s", "null"});
+  expect_refusal(quant::validate_block_scales("s", null, weight.view(), {}),
+                 StatusCode::kInvalidArgument, {"s", "null"});
 }
 
 }  // namespace

@@ -21,14 +21,14 @@ struct Bnb4 {
 Bnb4 quantize(const Tensor& x, CodeTable table, std::int64_t block) {
   const std::int64_t n = x.shape().num_elements().value();
   Bnb4 r{poisoned(DType::kU8, {(n + 1) / 2}), poisoned(DType::kF32, {(n + block - 1) / block})};
-  const Status s = quantize_bnb4(x.view(), table, block, r.packed.view(), r.absmax.view());
+  const Status s = quant::quantize_bnb4(x.view(), table, block, r.packed.view(), r.absmax.view());
   EXPECT_TRUE(s.ok()) << s.message();
   return r;
 }
 Tensor dequantize(const Bnb4& r, CodeTable table, std::int64_t block, const Shape& shape) {
   Tensor out = poisoned(DType::kF32, shape);
-  const Status s =
-      dequantize_bnb4(r.packed.view(), bnb_values(table), r.absmax.view(), block, out.view());
+  const Status s = quant::dequantize_bnb4(r.packed.view(), quant::bnb_values(table),
+                                          r.absmax.view(), block, out.view());
   EXPECT_TRUE(s.ok()) << s.message();
   return out;
 }
@@ -42,25 +42,25 @@ TEST(Bnb, PublishedBytes) {
 
 TEST(Bnb, EveryCodeOfBothTables) {
   for (const CodeTable table : {CodeTable::kNf4, CodeTable::kFp4}) {
-    const auto values = bnb_values(table);
+    const auto values = quant::bnb_values(table);
     for (std::uint8_t c = 0; c < 16; ++c) {
-      EXPECT_EQ(bnb_encode(table, values[c]), c) << int{c};
+      EXPECT_EQ(quant::bnb_encode(table, values[c]), c) << int{c};
     }
     // Nearest entry for a fine grid of inputs.
     for (int i = -1000; i <= 1000; ++i) {
       const float x = static_cast<float>(i) * 1e-3F + 1e-5F;
       float best = 2.0F;
       for (const float v : values) best = std::min(best, std::abs(v - x));
-      EXPECT_LE(std::abs(values[bnb_encode(table, x)] - x), best * 1.00001F) << x;
+      EXPECT_LE(std::abs(values[quant::bnb_encode(table, x)] - x), best * 1.00001F) << x;
     }
   }
   const float fp4[] = {0, 0.0052083F, 0.6666667F, 1, 0.3333333F, 0.5F, 0.1666667F, 0.25F};
   for (std::size_t c = 0; c < 8; ++c) {
-    EXPECT_NEAR(bnb_values(CodeTable::kFp4)[c], fp4[c], 1e-7F);
-    EXPECT_EQ(bnb_values(CodeTable::kFp4)[c + 8], -bnb_values(CodeTable::kFp4)[c]);
+    EXPECT_NEAR(quant::bnb_values(CodeTable::kFp4)[c], fp4[c], 1e-7F);
+    EXPECT_EQ(quant::bnb_values(CodeTable::kFp4)[c + 8], -quant::bnb_values(CodeTable::kFp4)[c]);
   }
-  EXPECT_EQ(bnb_encode(CodeTable::kNf4, NAN), 7);
-  EXPECT_EQ(bnb_encode(CodeTable::kFp4, NAN), 0);
+  EXPECT_EQ(quant::bnb_encode(CodeTable::kNf4, NAN), 7);
+  EXPECT_EQ(quant::bnb_encode(CodeTable::kFp4, NAN), 0);
 }
 
 TEST(Bnb, ErrorOnNormalDataAndBlocksAcrossRows) {
@@ -95,8 +95,9 @@ TEST(Bnb, NestedAbsmaxAndInt8) {
   for (std::size_t i = 0; i < 256; ++i) map[i] = (static_cast<float>(i) - 127.0F) / 128.0F;
   const Tensor codes = test::tensor_of<std::uint8_t>(DType::kU8, {5}, {0, 127, 255, 1, 254});
   Tensor absmax = poisoned(DType::kF32, {5});
-  ASSERT_TRUE(expand_nested_absmax(codes.view(), f32_of({256}, map).view(),
-                                   f32_of({3}, {2.0F, 0.5F, 4.0F}).view(), 2, 0.25F, absmax.view())
+  ASSERT_TRUE(quant::expand_nested_absmax(codes.view(), f32_of({256}, map).view(),
+                                          f32_of({3}, {2.0F, 0.5F, 4.0F}).view(), 2, 0.25F,
+                                          absmax.view())
                   .ok());
   for (std::size_t i = 0; i < 5; ++i) {
     const float nested[] = {2.0F, 2.0F, 0.5F, 0.5F, 4.0F};
@@ -104,10 +105,11 @@ TEST(Bnb, NestedAbsmaxAndInt8) {
   }
   const Tensor q = test::tensor_of<std::int8_t>(DType::kI8, {2, 2}, {127, -127, 64, 1});
   Tensor out = poisoned(DType::kF32, {2, 2});
-  ASSERT_TRUE(dequantize_bnb8(q.view(), f32_of({2}, {254.0F, 127.0F}).view(), out.view()).ok());
+  ASSERT_TRUE(
+      quant::dequantize_bnb8(q.view(), f32_of({2}, {254.0F, 127.0F}).view(), out.view()).ok());
   EXPECT_EQ(test::to_doubles(out.view()), (std::vector<double>{254, -254, 64, 1}));
   Tensor bytes = test::tensor_of<std::uint8_t>(DType::kU8, {2}, {0xA2, 0x9F});
-  ASSERT_TRUE(swap_nibbles(bytes.view(), bytes.view()).ok());
+  ASSERT_TRUE(quant::swap_nibbles(bytes.view(), bytes.view()).ok());
   EXPECT_EQ(test::bytes_of(bytes), (std::vector<std::uint8_t>{0x2A, 0xF9}));
 }
 
@@ -116,18 +118,19 @@ TEST(Bnb, Misuse) {
   Tensor packed = Tensor::zeros(DType::kU8, {32}).value();
   Tensor absmax = Tensor::zeros(DType::kF32, {1}).value();
   for (const std::int64_t bad : {16, 48, 8192}) {
-    expect_refusal(quantize_bnb4(x.view(), CodeTable::kNf4, bad, packed.view(), absmax.view()),
-                   StatusCode::kInvalidArgument, {"block_size", "power of two"});
+    expect_refusal(
+        quant::quantize_bnb4(x.view(), CodeTable::kNf4, bad, packed.view(), absmax.view()),
+        StatusCode::kInvalidArgument, {"block_size", "power of two"});
   }
-  expect_refusal(quantize_bnb4(x.view(), CodeTable::kNf4, 32, packed.view(), absmax.view()),
+  expect_refusal(quant::quantize_bnb4(x.view(), CodeTable::kNf4, 32, packed.view(), absmax.view()),
                  StatusCode::kInvalidShape, {"absmax", "[1]", "[2]"});
   Tensor out = Tensor::zeros(DType::kF32, {64}).value();
   absmax.as<float>()[0] = NAN;
-  expect_refusal(
-      dequantize_bnb4(packed.view(), bnb_values(CodeTable::kNf4), absmax.view(), 64, out.view()),
-      StatusCode::kInvalidArgument, {"absmax[0]", "finite"});
-  expect_refusal(expand_nested_absmax(packed.view(), f32_of({255}, {}).view(), absmax.view(), 256,
-                                      0.0F, f32_of({32}, {}).view()),
+  expect_refusal(quant::dequantize_bnb4(packed.view(), quant::bnb_values(CodeTable::kNf4),
+                                        absmax.view(), 64, out.view()),
+                 StatusCode::kInvalidArgument, {"absmax[0]", "finite"});
+  expect_refusal(quant::expand_nested_absmax(packed.view(), f32_of({255}, {}).view(), absmax.view(),
+                                             256, 0.0F, f32_of({32}, {}).view()),
                  StatusCode::kInvalidShape, {"map", "[255]", "[256]"});
 }
 

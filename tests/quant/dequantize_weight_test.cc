@@ -19,9 +19,10 @@ namespace {
 using test::expect_refusal;
 using test::poisoned;
 
-Tensor values_of(const OperandQuant& quant, const StoredMatrix& m, std::int64_t part = 0) {
+Tensor values_of(const OperandQuant& quant, const quant::StoredMatrix& m, std::int64_t part = 0) {
   Tensor out = poisoned(DType::kF32, m.weight.shape);
-  const Status s = dequantize_weight(quant, m, part > 0 ? part : m.weight.dim(0), out.view());
+  const Status s =
+      quant::dequantize_weight(quant, m, part > 0 ? part : m.weight.dim(0), out.view());
   EXPECT_TRUE(s.ok()) << s.message();
   return out;
 }
@@ -38,7 +39,7 @@ TEST(DequantizeWeight, AgreesWithEveryFormatsOwn) {
   test::Rng rng(1);
   const Tensor x = test::random_normal(rng, DType::kF32, {96, 256});
   Tensor want = poisoned(DType::kF32, {96, 256});
-  const auto expect_want = [&](const OperandQuant& quant, const StoredMatrix& m,
+  const auto expect_want = [&](const OperandQuant& quant, const quant::StoredMatrix& m,
                                std::int64_t part = 0) {
     std::string why;
     EXPECT_TRUE(test::same_bits(values_of(quant, m, part).view(), want.view(), &why)) << why;
@@ -57,9 +58,10 @@ TEST(DequantizeWeight, AgreesWithEveryFormatsOwn) {
       const TensorView q_half(q.data() + at, DType::kF8E4M3, {48, 256});
       const TensorView scale_half(scale.data() + part * 16, DType::kF32, {2, 2});
       const TensorView want_half(want.data() + at * 4, DType::kF32, {48, 256});
-      ASSERT_TRUE(
-          quantize_fp8_block(half, {32, 128}, ScaleRounding::kNone, q_half, scale_half).ok());
-      ASSERT_TRUE(dequantize_fp8_block(q_half, scale_half, {32, 128}, want_half).ok());
+      ASSERT_TRUE(quant::quantize_fp8_block(half, {32, 128}, quant::ScaleRounding::kNone, q_half,
+                                            scale_half)
+                      .ok());
+      ASSERT_TRUE(quant::dequantize_fp8_block(q_half, scale_half, {32, 128}, want_half).ok());
     }
     expect_want(quant, {q.view(), scale.view(), {}, {}, {}, {}, {}}, 48);
   }
@@ -67,8 +69,8 @@ TEST(DequantizeWeight, AgreesWithEveryFormatsOwn) {
     OperandQuant quant = group_of(DType::kF4E2M1, 32);
     Tensor q = poisoned(DType::kF4E2M1, {96, 256});
     Tensor scale = poisoned(DType::kF8E8M0, {96, 8});
-    ASSERT_TRUE(quantize_mx(x.view(), ExponentRule::kCeil, q.view(), scale.view()).ok());
-    ASSERT_TRUE(dequantize_mx(q.view(), scale.view(), want.view()).ok());
+    ASSERT_TRUE(quant::quantize_mx(x.view(), ExponentRule::kCeil, q.view(), scale.view()).ok());
+    ASSERT_TRUE(quant::dequantize_mx(q.view(), scale.view(), want.view()).ok());
     expect_want(quant, {q.view(), scale.view(), {}, {}, {}, {}, {}});
   }
   {  // NVFP4
@@ -76,8 +78,8 @@ TEST(DequantizeWeight, AgreesWithEveryFormatsOwn) {
     quant.outer_scale = OuterScale::kTensor;
     Tensor q = poisoned(DType::kF4E2M1, {96, 256});
     Tensor scale = poisoned(DType::kF8E4M3, {96, 16});
-    ASSERT_TRUE(quantize_nvfp4(x.view(), 700.0F, q.view(), scale.view()).ok());
-    ASSERT_TRUE(dequantize_nvfp4(q.view(), scale.view(), 1.0F / 700.0F, want.view()).ok());
+    ASSERT_TRUE(quant::quantize_nvfp4(x.view(), 700.0F, q.view(), scale.view()).ok());
+    ASSERT_TRUE(quant::dequantize_nvfp4(q.view(), scale.view(), 1.0F / 700.0F, want.view()).ok());
     const Tensor global = test::f32_of({1}, {1.0F / 700.0F});
     expect_want(quant, {q.view(), scale.view(), global.view(), {}, {}, {}, {}});
   }
@@ -88,12 +90,14 @@ TEST(DequantizeWeight, AgreesWithEveryFormatsOwn) {
     Tensor scale = poisoned(DType::kF16, {96, 4});
     Tensor zeros = poisoned(DType::kU8, {96, 4});
     ASSERT_TRUE(
-        quantize_uint_group(x.view(), {4, 64, {}}, codes.view(), scale.view(), zeros.view()).ok());
+        quant::quantize_uint_group(x.view(), {4, 64, {}}, codes.view(), scale.view(), zeros.view())
+            .ok());
     ASSERT_TRUE(
-        dequantize_int_group(codes.view(), scale.view(), zeros.view(), 64, want.view()).ok());
+        quant::dequantize_int_group(codes.view(), scale.view(), zeros.view(), 64, want.view())
+            .ok());
     Tensor nibbles = poisoned(DType::kU4, {96, 256});
-    ASSERT_TRUE(pack_nibbles(codes.view(), 0, nibbles.view()).ok());
-    StoredMatrix m = {nibbles.view(), scale.view(), {}, {}, zeros.view(), {}, {}};
+    ASSERT_TRUE(quant::pack_nibbles(codes.view(), 0, nibbles.view()).ok());
+    quant::StoredMatrix m = {nibbles.view(), scale.view(), {}, {}, zeros.view(), {}, {}};
     expect_want(quant, m);
     std::vector<std::int32_t> perm(256);
     for (std::size_t k = 0; k < 256; ++k) perm[k] = static_cast<std::int32_t>((k * 37 + 5) % 256);
@@ -150,17 +154,17 @@ TEST(DequantizeWeight, Misuse) {
   Tensor out = poisoned(DType::kF32, {2, 2});
   const Tensor three = test::f32_of({3}, {1, 1, 1});
   expect_refusal(
-      dequantize_weight(quant, {q.view(), three.view(), {}, {}, {}, {}, {}}, 2, out.view()),
+      quant::dequantize_weight(quant, {q.view(), three.view(), {}, {}, {}, {}, {}}, 2, out.view()),
       StatusCode::kInvalidShape, {"scale", "[3]", "[2]"});
   quant.dtype = DType::kU8;
   expect_refusal(
-      dequantize_weight(quant, {q.view(), scale.view(), {}, {}, {}, {}, {}}, 2, out.view()),
+      quant::dequantize_weight(quant, {q.view(), scale.view(), {}, {}, {}, {}, {}}, 2, out.view()),
       StatusCode::kInvalidDType, {"weight", "I8", "U8"});
   quant.dtype = DType::kI8;
   quant.act_order = true;
   const Tensor perm = test::tensor_of<std::int32_t>(DType::kI32, {2}, {0, 2});
-  expect_refusal(dequantize_weight(quant, {q.view(), scale.view(), {}, {}, {}, {}, perm.view()}, 2,
-                                   out.view()),
+  expect_refusal(quant::dequantize_weight(
+                     quant, {q.view(), scale.view(), {}, {}, {}, {}, perm.view()}, 2, out.view()),
                  StatusCode::kInvalidArgument, {"perm[1]", "2", "0 .. 1"});
 }
 

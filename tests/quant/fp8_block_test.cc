@@ -19,21 +19,21 @@ using test::expect_refusal;
 struct Fp8Blocks {
   Tensor q, scale;
 };
-Fp8Blocks quantize(const Tensor& w, BlockShape block = {},
-                   ScaleRounding rounding = ScaleRounding::kNone) {
+Fp8Blocks quantize(const Tensor& w, quant::BlockShape block = {},
+                   quant::ScaleRounding rounding = quant::ScaleRounding::kNone) {
   Fp8Blocks r;
   r.q = Tensor::zeros(DType::kF8E4M3, w.shape()).value();
-  r.scale = Tensor::zeros(DType::kF32, block_scale_shape(w.shape(), block).value()).value();
+  r.scale = Tensor::zeros(DType::kF32, quant::block_scale_shape(w.shape(), block).value()).value();
   test::poison(r.q.view());
   test::poison(r.scale.view());
-  const Status s = quantize_fp8_block(w.view(), block, rounding, r.q.view(), r.scale.view());
+  const Status s = quant::quantize_fp8_block(w.view(), block, rounding, r.q.view(), r.scale.view());
   EXPECT_TRUE(s.ok()) << s.message();
   return r;
 }
-Tensor dequantize(const Fp8Blocks& x, BlockShape block = {}) {
+Tensor dequantize(const Fp8Blocks& x, quant::BlockShape block = {}) {
   Tensor out = Tensor::zeros(DType::kF32, x.q.shape()).value();
   test::poison(out.view());
-  const Status s = dequantize_fp8_block(x.q.view(), x.scale.view(), block, out.view());
+  const Status s = quant::dequantize_fp8_block(x.q.view(), x.scale.view(), block, out.view());
   EXPECT_TRUE(s.ok()) << s.message();
   return out;
 }
@@ -48,7 +48,7 @@ TEST(Fp8Block, BytesOfASmallTile) {
   EXPECT_EQ(r.scale.as<float>()[1], 0.1F / 448.0F);
   const std::uint8_t want[] = {0x38, 0xFE, 0x7E, 0x28, 0x4E, 0x00};
   for (int i = 0; i < 6; ++i) EXPECT_EQ(r.q.as<std::uint8_t>()[i], want[i]) << i;
-  const Fp8Blocks up = quantize(w, {2, 2}, ScaleRounding::kCeilPowerOfTwo);
+  const Fp8Blocks up = quantize(w, {2, 2}, quant::ScaleRounding::kCeilPowerOfTwo);
   EXPECT_EQ(up.scale.as<float>()[0], 1.0F);
   EXPECT_EQ(up.scale.as<float>()[1], 0x1p-12F);  // 0.1/448 = 2.23e-4, next power of two 2.44e-4
 }
@@ -62,7 +62,8 @@ TEST(Fp8Block, ZeroTilesUseTheFloor) {
 
 // Every element against the definition, tile by tile, on ragged shapes.
 TEST(Fp8Block, FollowsTheDefinitionOnRaggedShapes) {
-  for (const ScaleRounding rounding : {ScaleRounding::kNone, ScaleRounding::kCeilPowerOfTwo}) {
+  for (const quant::ScaleRounding rounding :
+       {quant::ScaleRounding::kNone, quant::ScaleRounding::kCeilPowerOfTwo}) {
     test::Rng rng(31);
     const Tensor w = test::random_normal(rng, DType::kBF16, {2, 257, 130});
     const std::vector<double> x = test::to_doubles(w.view());
@@ -80,7 +81,7 @@ TEST(Fp8Block, FollowsTheDefinitionOnRaggedShapes) {
             }
           }
           float s = amax / 448.0F;
-          if (rounding == ScaleRounding::kCeilPowerOfTwo) {
+          if (rounding == quant::ScaleRounding::kCeilPowerOfTwo) {
             s = static_cast<float>(std::exp2(std::ceil(std::log2(static_cast<double>(s)))));
           }
           ASSERT_EQ(r.scale.as<float>()[(e * 3 + i) * 2 + j], s);
@@ -106,9 +107,9 @@ TEST(Fp8Block, ErrorOnNormalDataIsTheFormats) {
   EXPECT_GT(plain, 0.0250);
   EXPECT_LT(plain, 0.0271);
   const double up =
-      test::compare(
-          test::to_doubles(dequantize(quantize(w, {}, ScaleRounding::kCeilPowerOfTwo)).view()),
-          want)
+      test::compare(test::to_doubles(
+                        dequantize(quantize(w, {}, quant::ScaleRounding::kCeilPowerOfTwo)).view()),
+                    want)
           .rel_l2;
   EXPECT_GT(up, 0.0260);
   EXPECT_LT(up, 0.0272);
@@ -123,7 +124,7 @@ TEST(Fp8Block, RequantisingGivesTheSameCodes) {
   EXPECT_TRUE(test::same_bits(once.q.view(), twice.q.view(), &why)) << why;
   // With a power of two the scale may halve when the largest element was rounded down to 224: the
   // values stay.
-  const auto ceil = ScaleRounding::kCeilPowerOfTwo;
+  const auto ceil = quant::ScaleRounding::kCeilPowerOfTwo;
   const Tensor values = dequantize(quantize(w, {}, ceil));
   EXPECT_TRUE(test::same_bits(dequantize(quantize(values, {}, ceil)).view(), values.view(), &why))
       << why;
@@ -149,7 +150,7 @@ TEST(Fp8Block, DequantisesToNarrowTypesWithOneRounding) {
   const Tensor f32 = dequantize(r);
   for (const DType dtype : {DType::kBF16, DType::kF16}) {
     Tensor out = Tensor::zeros(dtype, {128, 130}).value();
-    ASSERT_TRUE(dequantize_fp8_block(r.q.view(), r.scale.view(), {}, out.view()).ok());
+    ASSERT_TRUE(quant::dequantize_fp8_block(r.q.view(), r.scale.view(), {}, out.view()).ok());
     for (std::int64_t i = 0; i < 128 * 130; ++i) {
       const float x = f32.as<float>()[i];
       ASSERT_EQ(out.as<std::uint16_t>()[i],
@@ -163,7 +164,8 @@ TEST(Fp8Block, Misuse) {
   Tensor q = Tensor::zeros(DType::kF8E4M3, {130, 256}).value();
   Tensor scale = Tensor::zeros(DType::kF32, {2, 2}).value();
   const auto run = [&] {
-    return quantize_fp8_block(w.view(), {}, ScaleRounding::kNone, q.view(), scale.view());
+    return quant::quantize_fp8_block(w.view(), {}, quant::ScaleRounding::kNone, q.view(),
+                                     scale.view());
   };
   EXPECT_TRUE(run().ok());
   w.as<float>()[3 * 256 + 5] = std::numeric_limits<float>::quiet_NaN();
@@ -172,25 +174,30 @@ TEST(Fp8Block, Misuse) {
   expect_refusal(run(), StatusCode::kInvalidArgument, {"w", "row 3, column 5", "infinity"});
   w.as<float>()[3 * 256 + 5] = 0;
   Tensor small = Tensor::zeros(DType::kF32, {1, 2}).value();
-  expect_refusal(quantize_fp8_block(w.view(), {}, ScaleRounding::kNone, q.view(), small.view()),
-                 StatusCode::kInvalidShape,
-                 {"scale", "[1, 2]", "[2, 2]", "block 128x128", "[130, 256]"});
-  expect_refusal(quantize_fp8_block(q.view(), {}, ScaleRounding::kNone, q.view(), scale.view()),
-                 StatusCode::kInvalidDType, {"w", "F8_E4M3"});
-  expect_refusal(quantize_fp8_block(w.view(), {}, ScaleRounding::kNone, w.view(), scale.view()),
-                 StatusCode::kInvalidDType, {"q", "F32", "F8_E4M3"});
+  expect_refusal(
+      quant::quantize_fp8_block(w.view(), {}, quant::ScaleRounding::kNone, q.view(), small.view()),
+      StatusCode::kInvalidShape, {"scale", "[1, 2]", "[2, 2]", "block 128x128", "[130, 256]"});
+  expect_refusal(
+      quant::quantize_fp8_block(q.view(), {}, quant::ScaleRounding::kNone, q.view(), scale.view()),
+      StatusCode::kInvalidDType, {"w", "F8_E4M3"});
+  expect_refusal(
+      quant::quantize_fp8_block(w.view(), {}, quant::ScaleRounding::kNone, w.view(), scale.view()),
+      StatusCode::kInvalidDType, {"q", "F32", "F8_E4M3"});
   Tensor wrong = Tensor::zeros(DType::kF8E4M3, {256, 130}).value();
-  expect_refusal(quantize_fp8_block(w.view(), {}, ScaleRounding::kNone, wrong.view(), scale.view()),
+  expect_refusal(quant::quantize_fp8_block(w.view(), {}, quant::ScaleRounding::kNone, wrong.view(),
+                                           scale.view()),
                  StatusCode::kInvalidShape, {"q", "[256, 130]"});
   TensorView inside(w.data(), DType::kF8E4M3, {130, 256});
-  expect_refusal(quantize_fp8_block(w.view(), {}, ScaleRounding::kNone, inside, scale.view()),
-                 StatusCode::kAliasing, {"w", "q"});
+  expect_refusal(
+      quant::quantize_fp8_block(w.view(), {}, quant::ScaleRounding::kNone, inside, scale.view()),
+      StatusCode::kAliasing, {"w", "q"});
   ConstTensorView transposed(w.data(), DType::kF32, {130, 256});
   transposed.strides = {1, 130};
-  expect_refusal(quantize_fp8_block(transposed, {}, ScaleRounding::kNone, q.view(), scale.view()),
+  expect_refusal(quant::quantize_fp8_block(transposed, {}, quant::ScaleRounding::kNone, q.view(),
+                                           scale.view()),
                  StatusCode::kInvalidLayout, {"w", "contiguous"});
   test::poison(scale.view());
-  expect_refusal(dequantize_fp8_block(q.view(), scale.view(), {}, w.view()),
+  expect_refusal(quant::dequantize_fp8_block(q.view(), scale.view(), {}, w.view()),
                  StatusCode::kInvalidArgument, {"scale[0, 0]", "NaN"});
 }
 

@@ -17,20 +17,20 @@ namespace moesaic {
 namespace {
 
 using test::expect_refusal;
-constexpr auto kPlain = ScaleRounding::kNone;
-constexpr auto kCeil = ScaleRounding::kCeilPowerOfTwo;
+constexpr auto kPlain = quant::ScaleRounding::kNone;
+constexpr auto kCeil = quant::ScaleRounding::kCeilPowerOfTwo;
 
 struct Fp8Groups {
   Tensor q, scale;
 };
 Fp8Groups quantize_groups(const Tensor& x, std::int64_t group = 128,
-                          ScaleRounding rounding = kPlain) {
+                          quant::ScaleRounding rounding = kPlain) {
   Fp8Groups r;
   r.q = Tensor::zeros(DType::kF8E4M3, x.shape()).value();
   r.scale = Tensor::zeros(DType::kF32, {x.shape()[0], x.shape()[1] / group}).value();
   test::poison(r.q.view());
   test::poison(r.scale.view());
-  const Status s = quantize_fp8_group(x.view(), group, rounding, r.q.view(), r.scale.view());
+  const Status s = quant::quantize_fp8_group(x.view(), group, rounding, r.q.view(), r.scale.view());
   EXPECT_TRUE(s.ok()) << s.message();
   return r;
 }
@@ -39,11 +39,11 @@ TEST(Fp8Group, PublishedBytes) {
   const float x[] = {0.5F, -1.75F, 3.0F, 0.01F};
   std::uint8_t q[4];
   float s = 0;
-  ref_quantize_fp8_row(x, 4, 4, kPlain, q, &s);
+  quant::ref_quantize_fp8_row(x, 4, 4, kPlain, q, &s);
   EXPECT_EQ(std::bit_cast<std::uint32_t>(s), 0x3BDB6DB7U);
   const std::uint8_t plain[] = {0x69, 0xF8, 0x7E, 0x3C};
   for (int i = 0; i < 4; ++i) EXPECT_EQ(q[i], plain[i]);
-  ref_quantize_fp8_row(x, 4, 4, kCeil, q, &s);
+  quant::ref_quantize_fp8_row(x, 4, 4, kCeil, q, &s);
   EXPECT_EQ(s, f32_from_e8m0(120));
   const std::uint8_t ceiled[] = {0x68, 0xF6, 0x7C, 0x3A};
   const float back[] = {0.5F, -1.75F, 3.0F, 0.009765625F};
@@ -97,7 +97,7 @@ TEST(Fp8Group, ColumnMajorScalesAreTheSameNumbers) {
   TensorView columns(storage.data(), DType::kF32, {5, 4});
   columns.strides = {1, 8};
   Tensor q = Tensor::zeros(DType::kF8E4M3, {5, 512}).value();
-  ASSERT_TRUE(quantize_fp8_group(x.view(), 128, kPlain, q.view(), columns).ok());
+  ASSERT_TRUE(quant::quantize_fp8_group(x.view(), 128, kPlain, q.view(), columns).ok());
   std::string why;
   EXPECT_TRUE(test::same_bits(q.view(), rows.q.view(), &why)) << why;
   for (int m = 0; m < 5; ++m) {
@@ -107,8 +107,8 @@ TEST(Fp8Group, ColumnMajorScalesAreTheSameNumbers) {
   }
   Tensor a = Tensor::zeros(DType::kF32, {5, 512}).value();
   Tensor b = Tensor::zeros(DType::kF32, {5, 512}).value();
-  ASSERT_TRUE(dequantize_fp8_group(q.view(), columns, 128, a.view()).ok());
-  ASSERT_TRUE(dequantize_fp8_group(q.view(), rows.scale.view(), 128, b.view()).ok());
+  ASSERT_TRUE(quant::dequantize_fp8_group(q.view(), columns, 128, a.view()).ok());
+  ASSERT_TRUE(quant::dequantize_fp8_group(q.view(), rows.scale.view(), 128, b.view()).ok());
   EXPECT_TRUE(test::same_bits(a.view(), b.view(), &why)) << why;
 }
 
@@ -119,7 +119,8 @@ TEST(Fp8Group, ErrorOnNormalDataIsTheFormatsAndCodesAreStable) {
     const Tensor x = test::random_normal(rng, DType::kF32, {256, 1024});
     const Fp8Groups once = quantize_groups(x, 128, rounding);
     Tensor back = Tensor::zeros(DType::kF32, {256, 1024}).value();
-    ASSERT_TRUE(dequantize_fp8_group(once.q.view(), once.scale.view(), 128, back.view()).ok());
+    ASSERT_TRUE(
+        quant::dequantize_fp8_group(once.q.view(), once.scale.view(), 128, back.view()).ok());
     const double error =
         test::compare(test::to_doubles(back.view()), test::to_doubles(x.view())).rel_l2;
     EXPECT_GT(error, low);
@@ -131,7 +132,8 @@ TEST(Fp8Group, ErrorOnNormalDataIsTheFormatsAndCodesAreStable) {
     }
     // A largest element rounded down to 224 lets the power of two halve: other codes, same values.
     Tensor again = Tensor::zeros(DType::kF32, {256, 1024}).value();
-    ASSERT_TRUE(dequantize_fp8_group(twice.q.view(), twice.scale.view(), 128, again.view()).ok());
+    ASSERT_TRUE(
+        quant::dequantize_fp8_group(twice.q.view(), twice.scale.view(), 128, again.view()).ok());
     if (rounding == kCeil) {
       EXPECT_TRUE(test::same_bits(again.view(), back.view(), &why)) << why;
     }
@@ -188,31 +190,31 @@ TEST(Fp8Group, Misuse) {
   Tensor x = Tensor::zeros(DType::kF32, {2, 130}).value();
   Tensor q = Tensor::zeros(DType::kF8E4M3, {2, 130}).value();
   Tensor scale = Tensor::zeros(DType::kF32, {2, 1}).value();
-  expect_refusal(quantize_fp8_group(x.view(), 128, kPlain, q.view(), scale.view()),
+  expect_refusal(quant::quantize_fp8_group(x.view(), 128, kPlain, q.view(), scale.view()),
                  StatusCode::kInvalidShape, {"x", "K = 130", "multiple", "128"});
   for (const std::int64_t group : {0, -128}) {
-    expect_refusal(quantize_fp8_group(x.view(), group, kPlain, q.view(), scale.view()),
+    expect_refusal(quant::quantize_fp8_group(x.view(), group, kPlain, q.view(), scale.view()),
                    StatusCode::kInvalidArgument, {"group", ">= 1"});
   }
-  expect_refusal(quantize_fp8_group(x.view(), 65, kPlain, q.view(), scale.view()),
+  expect_refusal(quant::quantize_fp8_group(x.view(), 65, kPlain, q.view(), scale.view()),
                  StatusCode::kInvalidShape, {"scale", "[2, 1]", "[2, 2]"});
-  expect_refusal(quantize_fp8_group(q.view(), 130, kPlain, q.view(), scale.view()),
+  expect_refusal(quant::quantize_fp8_group(q.view(), 130, kPlain, q.view(), scale.view()),
                  StatusCode::kInvalidDType, {"x", "F8_E4M3", "F32"});
   TensorView inside(x.data(), DType::kF8E4M3, {2, 130});
-  expect_refusal(quantize_fp8_group(x.view(), 130, kPlain, inside, scale.view()),
+  expect_refusal(quant::quantize_fp8_group(x.view(), 130, kPlain, inside, scale.view()),
                  StatusCode::kAliasing, {"x", "q"});
-  expect_refusal(dequantize_fp8_group(q.view(), scale.view(), 128, x.view()),
+  expect_refusal(quant::dequantize_fp8_group(q.view(), scale.view(), 128, x.view()),
                  StatusCode::kInvalidShape, {"out", "130"});
   TensorView broadcast(scale.data(), DType::kF32, {2, 2});
   broadcast.strides = {1, 1};
-  expect_refusal(quantize_fp8_group(x.view(), 65, kPlain, q.view(), broadcast),
+  expect_refusal(quant::quantize_fp8_group(x.view(), 65, kPlain, q.view(), broadcast),
                  StatusCode::kInvalidLayout, {"scale", "[1, 1]", "column-major"});
   // Column-major scales whose last line reaches into the codes.
   TensorView reaching(q.data() - 4, DType::kF32, {2, 1});
-  expect_refusal(quantize_fp8_group(x.view(), 130, kPlain, q.view(), reaching),
+  expect_refusal(quant::quantize_fp8_group(x.view(), 130, kPlain, q.view(), reaching),
                  StatusCode::kAliasing, {"q", "scale"});
   Tensor line = Tensor::zeros(DType::kF32, {260}).value();
-  expect_refusal(quantize_fp8_group(line.view(), 130, kPlain, q.view(), scale.view()),
+  expect_refusal(quant::quantize_fp8_group(line.view(), 130, kPlain, q.view(), scale.view()),
                  StatusCode::kInvalidShape, {"x", "[260]", "rank 2"});
 }
 

@@ -22,27 +22,27 @@ struct Fp8Scaled {
 };
 Fp8Scaled quantize_rows(const Tensor& x) {
   Fp8Scaled r{poisoned(DType::kF8E4M3, x.shape()), poisoned(DType::kF32, {x.shape()[0]})};
-  const Status s = quantize_fp8_rows(x.view(), r.q.view(), r.scale.view());
+  const Status s = quant::quantize_fp8_rows(x.view(), r.q.view(), r.scale.view());
   EXPECT_TRUE(s.ok()) << s.message();
   return r;
 }
 Fp8Scaled quantize_tensor(const Tensor& x) {
   Fp8Scaled r{poisoned(DType::kF8E4M3, x.shape()), poisoned(DType::kF32, {1})};
-  const Status s = quantize_fp8_tensor(x.view(), r.q.view(), r.scale.view());
+  const Status s = quant::quantize_fp8_tensor(x.view(), r.q.view(), r.scale.view());
   EXPECT_TRUE(s.ok()) << s.message();
   return r;
 }
 Tensor dequantize(const Fp8Scaled& r) {
   Tensor out = poisoned(DType::kF32, r.q.shape());
-  const Status s = dequantize_scaled(r.q.view(), r.scale.view(), out.view());
+  const Status s = quant::dequantize_scaled(r.q.view(), r.scale.view(), out.view());
   EXPECT_TRUE(s.ok()) << s.message();
   return out;
 }
 
 TEST(Fp8Scaled, RowScalesHaveAFloor) {
-  EXPECT_EQ(std::bit_cast<std::uint32_t>(fp8_row_scale(0.0F)), 0x36924925U);
-  EXPECT_EQ(fp8_row_scale(448.0F), 1.0F);
-  EXPECT_EQ(fp8_row_scale(448.0F, 224.0F), 0.5F);
+  EXPECT_EQ(std::bit_cast<std::uint32_t>(quant::fp8_row_scale(0.0F)), 0x36924925U);
+  EXPECT_EQ(quant::fp8_row_scale(448.0F), 1.0F);
+  EXPECT_EQ(quant::fp8_row_scale(448.0F, 224.0F), 0.5F);
   const Fp8Scaled zero = quantize_rows(Tensor::zeros(DType::kF32, {2, 5}).value());
   for (int m = 0; m < 2; ++m) EXPECT_EQ(zero.scale.as<std::uint32_t>()[m], 0x36924925U);
   for (const std::uint8_t byte : test::bytes_of(zero.q)) EXPECT_EQ(byte, 0);
@@ -56,7 +56,7 @@ TEST(Fp8Scaled, FollowsTheDefinition) {
     const Fp8Scaled rows = quantize_rows(x);
     const Fp8Scaled whole = quantize_tensor(x);
     Tensor q_static = poisoned(DType::kF8E4M3, x.shape());
-    ASSERT_TRUE(quantize_fp8_static(x.view(), 0.011F, q_static.view()).ok());
+    ASSERT_TRUE(quant::quantize_fp8_static(x.view(), 0.011F, q_static.view()).ok());
     float all = 0;
     for (std::size_t m = 0; m < 5; ++m) {
       float amax = 0;
@@ -68,7 +68,7 @@ TEST(Fp8Scaled, FollowsTheDefinition) {
       std::vector<float> row(77);
       std::vector<std::uint8_t> codes(77);
       for (std::size_t i = 0; i < 77; ++i) row[i] = static_cast<float>(values[m * 77 + i]);
-      EXPECT_EQ(ref_quantize_fp8_token(row.data(), 77, codes.data()), amax / 448.0F);
+      EXPECT_EQ(quant::ref_quantize_fp8_token(row.data(), 77, codes.data()), amax / 448.0F);
       for (std::size_t i = 0; i < 77; ++i) {
         const std::uint8_t want = e4m3_from_f32(row[i] / (amax / 448.0F));
         ASSERT_EQ(rows.q.as<std::uint8_t>()[m * 77 + i], want);
@@ -133,16 +133,16 @@ TEST(Fp8Scaled, NanAndOutliers) {
 
 TEST(Fp8Scaled, RequantisingTheSmallerHalf) {
   Tensor codes = test::tensor_of<std::uint8_t>(DType::kF8E4M3, {4}, {0x7E, 0x38, 0xB4, 0x01});
-  ASSERT_TRUE(requantize_fp8(codes.view(), 0.01F, 0.02F).ok());
+  ASSERT_TRUE(quant::requantize_fp8(codes.view(), 0.01F, 0.02F).ok());
   EXPECT_EQ(test::bytes_of(codes), (std::vector<std::uint8_t>{0x76, 0x30, 0xAC, 0x00}));
   // One scale: the identity on every code, NaN included.
   std::vector<std::uint8_t> all(256);
   for (std::size_t i = 0; i < 256; ++i) all[i] = static_cast<std::uint8_t>(i);
   Tensor every = test::tensor_of(DType::kF8E4M3, {256}, all);
-  ASSERT_TRUE(requantize_fp8(every.view(), 0.37F, 0.37F).ok());
+  ASSERT_TRUE(quant::requantize_fp8(every.view(), 0.37F, 0.37F).ok());
   EXPECT_EQ(test::bytes_of(every), all);
   // Two scales: the definition, code by code.
-  ASSERT_TRUE(requantize_fp8(every.view(), 0.013F, 0.017F).ok());
+  ASSERT_TRUE(quant::requantize_fp8(every.view(), 0.013F, 0.017F).ok());
   for (std::size_t i = 0; i < 256; ++i) {
     if ((i & 0x7F) == 0x7F) continue;
     const float dq = f32_from_e4m3(static_cast<std::uint8_t>(i)) * 0.013F;
@@ -153,7 +153,8 @@ TEST(Fp8Scaled, RequantisingTheSmallerHalf) {
 TEST(Fp8Scaled, Int8RowsDequantiseAlike) {
   const Tensor q = test::tensor_of<std::int8_t>(DType::kI8, {2, 2}, {-128, 127, 1, 0});
   Tensor out = poisoned(DType::kF32, {2, 2});
-  ASSERT_TRUE(dequantize_scaled(q.view(), f32_of({2}, {0.5F, 3.0F}).view(), out.view()).ok());
+  ASSERT_TRUE(
+      quant::dequantize_scaled(q.view(), f32_of({2}, {0.5F, 3.0F}).view(), out.view()).ok());
   EXPECT_EQ(test::to_doubles(out.view()), (std::vector<double>{-64, 63.5, 3, 0}));
 }
 
@@ -162,23 +163,23 @@ TEST(Fp8Scaled, Misuse) {
   Tensor q = Tensor::zeros(DType::kF8E4M3, {2, 3}).value();
   Tensor scale = Tensor::zeros(DType::kF32, {2}).value();
   for (const float bad : {0.0F, -1.0F, std::numeric_limits<float>::infinity()}) {
-    expect_refusal(quantize_fp8_static(x.view(), bad, q.view()), StatusCode::kInvalidArgument,
-                   {"scale", "positive finite"});
-    expect_refusal(requantize_fp8(q.view(), bad, 1.0F), StatusCode::kInvalidArgument,
+    expect_refusal(quant::quantize_fp8_static(x.view(), bad, q.view()),
+                   StatusCode::kInvalidArgument, {"scale", "positive finite"});
+    expect_refusal(quant::requantize_fp8(q.view(), bad, 1.0F), StatusCode::kInvalidArgument,
                    {"from", "positive finite"});
   }
-  expect_refusal(requantize_fp8(x.view(), 1.0F, 2.0F), StatusCode::kInvalidDType,
+  expect_refusal(quant::requantize_fp8(x.view(), 1.0F, 2.0F), StatusCode::kInvalidDType,
                  {"codes", "F32", "F8_E4M3"});
-  expect_refusal(quantize_fp8_rows(x.view(), q.view(), f32_of({3}, {}).view()),
+  expect_refusal(quant::quantize_fp8_rows(x.view(), q.view(), f32_of({3}, {}).view()),
                  StatusCode::kInvalidShape, {"scale", "[3]", "[2]"});
-  expect_refusal(quantize_fp8_rows(q.view(), q.view(), scale.view()), StatusCode::kInvalidDType,
-                 {"x", "F8_E4M3", "F16, BF16 or F32"});
+  expect_refusal(quant::quantize_fp8_rows(q.view(), q.view(), scale.view()),
+                 StatusCode::kInvalidDType, {"x", "F8_E4M3", "F16, BF16 or F32"});
   TensorView inside(x.data(), DType::kF8E4M3, {2, 3});
-  expect_refusal(quantize_fp8_rows(x.view(), inside, scale.view()), StatusCode::kAliasing,
+  expect_refusal(quant::quantize_fp8_rows(x.view(), inside, scale.view()), StatusCode::kAliasing,
                  {"x", "q"});
   x.as<float>()[4] = std::numeric_limits<float>::quiet_NaN();
   TensorView one(scale.data(), DType::kF32, {1});
-  expect_refusal(quantize_fp8_tensor(x.view(), q.view(), one), StatusCode::kInvalidArgument,
+  expect_refusal(quant::quantize_fp8_tensor(x.view(), q.view(), one), StatusCode::kInvalidArgument,
                  {"x", "row 1, column 1", "NaN"});
 }
 

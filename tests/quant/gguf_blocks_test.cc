@@ -35,7 +35,7 @@ Bytes from_hex(const std::string& hex) {
 }
 // Random bytes with finite scales: every field takes every value.
 Bytes random_blocks(test::Rng& rng, const test::GgufCase& c, std::int64_t count) {
-  const GgufTypeInfo& info = *gguf_type_info(static_cast<std::uint32_t>(c.type));
+  const quant::GgufTypeInfo& info = *quant::gguf_type_info(static_cast<std::uint32_t>(c.type));
   Bytes bytes(static_cast<std::size_t>(count * info.block_bytes));
   for (auto& b : bytes) b = static_cast<std::uint8_t>(rng.next());
   for (std::int64_t i = 0; i < count; ++i) {
@@ -43,14 +43,14 @@ Bytes random_blocks(test::Rng& rng, const test::GgufCase& c, std::int64_t count)
     for (const int at : c.halves) {
       if ((block[at + 1] & 0x7C) == 0x7C) block[at + 1] ^= 0x40;
     }
-    if (c.type == GgufType::kMXFP4 && block[0] == 0xFF) block[0] = 0;
+    if (c.type == quant::GgufType::kMXFP4 && block[0] == 0xFF) block[0] = 0;
   }
   return bytes;
 }
 
 TEST(GgufBlocks, EveryTypeFollowsItsDefinition) {
   for (const test::GgufCase& c : test::gguf_cases()) {
-    const GgufTypeInfo& info = *gguf_type_info(static_cast<std::uint32_t>(c.type));
+    const quant::GgufTypeInfo& info = *quant::gguf_type_info(static_cast<std::uint32_t>(c.type));
     SCOPED_TRACE(std::string(info.name));
     test::Rng rng(static_cast<std::uint64_t>(c.type) + 1);
     constexpr std::int64_t kRows = 60, kPerRow = 3;
@@ -59,7 +59,7 @@ TEST(GgufBlocks, EveryTypeFollowsItsDefinition) {
     const Tensor blocks = tensor_of(bytes, kRows);
     Tensor out = Tensor::zeros(DType::kF32, {kRows, columns}).value();
     test::poison(out.view());
-    const Status status = dequantize_gguf(c.type, blocks.view(), out.view());
+    const Status status = quant::dequantize_gguf(c.type, blocks.view(), out.view());
     ASSERT_TRUE(status.ok()) << status.message();
     std::vector<double> want(static_cast<std::size_t>(kRows * columns));
     for (std::int64_t i = 0; i < kRows * kPerRow; ++i) {
@@ -77,8 +77,8 @@ TEST(GgufBlocks, EveryTypeFollowsItsDefinition) {
     Tensor min = Tensor::zeros(DType::kF32, grid).value();
     test::poison(codes.view());
     test::poison(scale.view());
-    const Status split = split_gguf(c.type, blocks.view(), codes.view(), scale.view(),
-                                    info.has_min ? min.view() : TensorView());
+    const Status split = quant::split_gguf(c.type, blocks.view(), codes.view(), scale.view(),
+                                           info.has_min ? min.view() : TensorView());
     ASSERT_TRUE(split.ok()) << split.message();
     int smallest = 127, largest = -128;
     for (std::size_t i = 0; i < want.size(); ++i) {
@@ -103,10 +103,11 @@ TEST(GgufBlocks, EveryTypeFollowsItsDefinition) {
 TEST(GgufBlocks, EveryTypeHasAnOracle) {
   std::size_t with_codes = 0;
   for (std::uint32_t id = 0; id < 64; ++id) {
-    const GgufTypeInfo* info = gguf_type_info(id);
+    const quant::GgufTypeInfo* info = quant::gguf_type_info(id);
     if (info == nullptr) continue;
     if (info->group != 0) ++with_codes;
-    EXPECT_NE((", " + gguf_type_names() + ", ").find(std::string(info->name)), std::string::npos);
+    EXPECT_NE((", " + quant::gguf_type_names() + ", ").find(std::string(info->name)),
+              std::string::npos);
   }
   EXPECT_EQ(with_codes, test::gguf_cases().size());
 }
@@ -120,12 +121,14 @@ TEST(GgufBlocks, HandMadeBlocks) {
   q3[104] = 0x02;
   q3[109] = 0x3C;
   Tensor out = Tensor::zeros(DType::kF32, {1, 256}).value();
-  ASSERT_TRUE(dequantize_gguf(GgufType::kQ3_K, tensor_of(q3, 1).view(), out.view()).ok());
+  ASSERT_TRUE(
+      quant::dequantize_gguf(quant::GgufType::kQ3_K, tensor_of(q3, 1).view(), out.view()).ok());
   EXPECT_EQ(out.as<float>()[15], (33 - 32) * -4.0F);
   EXPECT_EQ(out.as<float>()[16], (0 - 32) * -4.0F);
   q3[0] = 0x01;   // third bit of value 0
   q3[32] = 0x03;  // two bits of value 0
-  ASSERT_TRUE(dequantize_gguf(GgufType::kQ3_K, tensor_of(q3, 1).view(), out.view()).ok());
+  ASSERT_TRUE(
+      quant::dequantize_gguf(quant::GgufType::kQ3_K, tensor_of(q3, 1).view(), out.view()).ok());
   EXPECT_EQ(out.as<float>()[0], 3.0F);
   EXPECT_EQ(out.as<float>()[32], (0 - 32) * -4.0F);
 
@@ -135,7 +138,8 @@ TEST(GgufBlocks, HandMadeBlocks) {
   iq4[3] = 0x80;
   iq4[7] = 0x10;
   iq4[8 + 16 * 7] = 0xF8;  // values 224 and 240: entries 8 and 15
-  ASSERT_TRUE(dequantize_gguf(GgufType::kIQ4_XS, tensor_of(iq4, 1).view(), out.view()).ok());
+  ASSERT_TRUE(
+      quant::dequantize_gguf(quant::GgufType::kIQ4_XS, tensor_of(iq4, 1).view(), out.view()).ok());
   EXPECT_EQ(out.as<float>()[224], 1.0F);
   EXPECT_EQ(out.as<float>()[240], 113.0F);
   EXPECT_EQ(out.as<float>()[225], -127.0F);
@@ -146,7 +150,9 @@ TEST(GgufBlocks, HandMadeBlocks) {
   Bytes ternary(54, 0);
   ternary[53] = 0x40;
   ternary[3] = 51;
-  ASSERT_TRUE(dequantize_gguf(GgufType::kTQ1_0, tensor_of(ternary, 1).view(), out.view()).ok());
+  ASSERT_TRUE(
+      quant::dequantize_gguf(quant::GgufType::kTQ1_0, tensor_of(ternary, 1).view(), out.view())
+          .ok());
   const float want[] = {-2, 0, 2, 0, -2};
   for (int n = 0; n < 5; ++n) EXPECT_EQ(out.as<float>()[32 * n + 3], want[n]) << n;
 }
@@ -158,7 +164,7 @@ TEST(GgufBlocks, PublishedBytes) {
   }
   Tensor block = Tensor::zeros(DType::kU8, {1, 18}).value();
   test::poison(block.view());
-  ASSERT_TRUE(quantize_gguf(GgufType::kQ4_0, x.view(), block.view()).ok());
+  ASSERT_TRUE(quant::quantize_gguf(quant::GgufType::kQ4_0, x.view(), block.view()).ok());
   const Bytes want = from_hex("c03bc848d937d937ea26ea26fb15fb15fc04");
   EXPECT_EQ(std::memcmp(block.data(), want.data(), 18), 0);
   EXPECT_EQ(test::half_value(0x3BC0), 0.96875);
@@ -170,9 +176,9 @@ TEST(GgufBlocks, PublishedBytes) {
   Tensor codes = Tensor::zeros(DType::kI8, {1, 256}).value();
   Tensor scale = Tensor::zeros(DType::kF32, {1, 8}).value();
   Tensor min = Tensor::zeros(DType::kF32, {1, 8}).value();
-  ASSERT_TRUE(
-      split_gguf(GgufType::kQ4_K, tensor_of(k, 1).view(), codes.view(), scale.view(), min.view())
-          .ok());
+  ASSERT_TRUE(quant::split_gguf(quant::GgufType::kQ4_K, tensor_of(k, 1).view(), codes.view(),
+                                scale.view(), min.view())
+                  .ok());
   const float sc[] = {1, 2, 3, 4, 17, 35, 53, 7};
   const float m[] = {5, 6, 7, 8, 34, 20, 6, 56};
   for (int j = 0; j < 8; ++j) {
@@ -185,21 +191,21 @@ TEST(GgufBlocks, EncodersErrAsTheFormatsDo) {
   test::Rng rng(11);
   const Tensor x = test::random_normal(rng, DType::kF32, {256, 1024});
   const auto want = test::to_doubles(x.view());
-  for (const auto& [type, bytes, error] :
-       {std::tuple{GgufType::kQ4_0, 18, 0.0857}, std::tuple{GgufType::kQ8_0, 34, 0.0053}}) {
+  for (const auto& [type, bytes, error] : {std::tuple{quant::GgufType::kQ4_0, 18, 0.0857},
+                                           std::tuple{quant::GgufType::kQ8_0, 34, 0.0053}}) {
     Tensor blocks = Tensor::zeros(DType::kU8, {256, 32 * bytes}).value();
-    ASSERT_TRUE(quantize_gguf(type, x.view(), blocks.view()).ok());
+    ASSERT_TRUE(quant::quantize_gguf(type, x.view(), blocks.view()).ok());
     Tensor out = Tensor::zeros(DType::kF32, {256, 1024}).value();
-    ASSERT_TRUE(dequantize_gguf(type, blocks.view(), out.view()).ok());
+    ASSERT_TRUE(quant::dequantize_gguf(type, blocks.view(), out.view()).ok());
     const double got = test::compare(test::to_doubles(out.view()), want).rel_l2;
     EXPECT_NEAR(got / error, 1.0, 0.03) << got;
     // What was decoded encodes to the same values.
     Tensor again = Tensor::zeros(DType::kU8, {256, 32 * bytes}).value();
-    ASSERT_TRUE(quantize_gguf(type, out.view(), again.view()).ok());
+    ASSERT_TRUE(quant::quantize_gguf(type, out.view(), again.view()).ok());
     Tensor back = Tensor::zeros(DType::kF32, {256, 1024}).value();
-    ASSERT_TRUE(dequantize_gguf(type, again.view(), back.view()).ok());
+    ASSERT_TRUE(quant::dequantize_gguf(type, again.view(), back.view()).ok());
     std::string why;
-    if (type == GgufType::kQ8_0) {
+    if (type == quant::GgufType::kQ8_0) {
       // amax decodes to 127 d, and (127 d) / 127 rounds back to d.
       EXPECT_TRUE(test::same_bits(back.view(), out.view(), &why)) << why;
     } else {
@@ -212,60 +218,64 @@ TEST(GgufBlocks, EncodersErrAsTheFormatsDo) {
 TEST(GgufBlocks, PlainTypesAndNarrowOutputs) {
   const Bytes values = {0x00, 0x3C, 0x00, 0xC0};  // f16 1, -2
   Tensor out = Tensor::zeros(DType::kBF16, {1, 2}).value();
-  ASSERT_TRUE(dequantize_gguf(GgufType::kF16, tensor_of(values, 1).view(), out.view()).ok());
+  ASSERT_TRUE(
+      quant::dequantize_gguf(quant::GgufType::kF16, tensor_of(values, 1).view(), out.view()).ok());
   EXPECT_EQ(out.as<std::uint16_t>()[0], bf16_from_f32(1.0F));
   EXPECT_EQ(out.as<std::uint16_t>()[1], bf16_from_f32(-2.0F));
-  ASSERT_TRUE(
-      dequantize_gguf(GgufType::kBF16, tensor_of({0x80, 0x3F, 0x00, 0xC0}, 1).view(), out.view())
-          .ok());
+  ASSERT_TRUE(quant::dequantize_gguf(quant::GgufType::kBF16,
+                                     tensor_of({0x80, 0x3F, 0x00, 0xC0}, 1).view(), out.view())
+                  .ok());
   EXPECT_EQ(out.as<std::uint16_t>()[0], 0x3F80);
   Tensor one = Tensor::zeros(DType::kF32, {1, 1}).value();
-  ASSERT_TRUE(
-      dequantize_gguf(GgufType::kF32, tensor_of({0, 0, 0x80, 0xBF}, 1).view(), one.view()).ok());
+  ASSERT_TRUE(quant::dequantize_gguf(quant::GgufType::kF32, tensor_of({0, 0, 0x80, 0xBF}, 1).view(),
+                                     one.view())
+                  .ok());
   EXPECT_EQ(one.as<float>()[0], -1.0F);
 }
 
 TEST(GgufBlocks, Misuse) {
-  EXPECT_EQ(gguf_type_info(4), nullptr);
-  expect_refusal(gguf_row_bytes(4, 32).status(), StatusCode::kUnsupported,
+  EXPECT_EQ(quant::gguf_type_info(4), nullptr);
+  expect_refusal(quant::gguf_row_bytes(4, 32).status(), StatusCode::kUnsupported,
                  {"GGUF type", "id 4", "Q4_K", "IQ4_XS", "or NVFP4"});
   for (const std::uint32_t grid : {16U, 17U, 18U, 19U, 21U, 22U, 29U}) {  // IQ1, IQ2, IQ3
-    EXPECT_EQ(gguf_type_info(grid), nullptr) << grid;
+    EXPECT_EQ(quant::gguf_type_info(grid), nullptr) << grid;
   }
-  expect_refusal(gguf_row_bytes(12, 288).status(), StatusCode::kInvalidShape,
+  expect_refusal(quant::gguf_row_bytes(12, 288).status(), StatusCode::kInvalidShape,
                  {"288", "multiple of 256", "Q4_K"});
-  expect_refusal(gguf_row_bytes(0, std::int64_t{1} << 62).status(), StatusCode::kLimitExceeded,
-                 {"columns"});
-  EXPECT_EQ(gguf_row_bytes(14, 512).value(), 420);
+  expect_refusal(quant::gguf_row_bytes(0, std::int64_t{1} << 62).status(),
+                 StatusCode::kLimitExceeded, {"columns"});
+  EXPECT_EQ(quant::gguf_row_bytes(14, 512).value(), 420);
   Tensor out = Tensor::zeros(DType::kF32, {2, 32}).value();
   Tensor blocks = Tensor::zeros(DType::kU8, {2, 19}).value();
-  expect_refusal(dequantize_gguf(GgufType::kQ4_0, blocks.view(), out.view()),
+  expect_refusal(quant::dequantize_gguf(quant::GgufType::kQ4_0, blocks.view(), out.view()),
                  StatusCode::kInvalidShape, {"blocks", "[2, 19]", "[2, 18]"});
   Tensor good = Tensor::zeros(DType::kU8, {2, 18}).value();
   good.as<std::uint8_t>()[19] = 0x7E;  // row 1: an f16 NaN
-  expect_refusal(dequantize_gguf(GgufType::kQ4_0, good.view(), out.view()),
+  expect_refusal(quant::dequantize_gguf(quant::GgufType::kQ4_0, good.view(), out.view()),
                  StatusCode::kInvalidArgument, {"row 1, block 0", "NaN", "finite"});
   Tensor mx = Tensor::zeros(DType::kU8, {2, 17}).value();
   mx.as<std::uint8_t>()[0] = 0xFF;
-  expect_refusal(dequantize_gguf(GgufType::kMXFP4, mx.view(), out.view()),
+  expect_refusal(quant::dequantize_gguf(quant::GgufType::kMXFP4, mx.view(), out.view()),
                  StatusCode::kInvalidArgument, {"row 0, block 0", "NaN"});
   Tensor codes = Tensor::zeros(DType::kI8, {2, 32}).value();
   Tensor scale = Tensor::zeros(DType::kF32, {2, 1}).value();
   Tensor q41 = Tensor::zeros(DType::kU8, {2, 20}).value();
-  expect_refusal(split_gguf(GgufType::kQ4_1, q41.view(), codes.view(), scale.view(), {}),
-                 StatusCode::kInvalidShape, {"min", "[2, 1]"});
+  expect_refusal(
+      quant::split_gguf(quant::GgufType::kQ4_1, q41.view(), codes.view(), scale.view(), {}),
+      StatusCode::kInvalidShape, {"min", "[2, 1]"});
   Tensor q3 = Tensor::zeros(DType::kU8, {1, 110}).value();
   q3.as<std::uint8_t>()[109] = 0x7C;
   Tensor wide = Tensor::zeros(DType::kF32, {1, 256}).value();
-  expect_refusal(dequantize_gguf(GgufType::kQ3_K, q3.view(), wide.view()),
+  expect_refusal(quant::dequantize_gguf(quant::GgufType::kQ3_K, q3.view(), wide.view()),
                  StatusCode::kInvalidArgument, {"row 0, block 0", "infinity"});
   Tensor f32 = Tensor::zeros(DType::kU8, {2, 128}).value();
-  expect_refusal(split_gguf(GgufType::kF32, f32.view(), codes.view(), scale.view(), {}),
-                 StatusCode::kUnsupported, {"F32", "no codes"});
-  expect_refusal(quantize_gguf(GgufType::kQ6_K, out.view(), good.view()), StatusCode::kUnsupported,
-                 {"Q6_K", "Q4_0 or Q8_0"});
+  expect_refusal(
+      quant::split_gguf(quant::GgufType::kF32, f32.view(), codes.view(), scale.view(), {}),
+      StatusCode::kUnsupported, {"F32", "no codes"});
+  expect_refusal(quant::quantize_gguf(quant::GgufType::kQ6_K, out.view(), good.view()),
+                 StatusCode::kUnsupported, {"Q6_K", "Q4_0 or Q8_0"});
   out.as<float>()[33] = INFINITY;
-  expect_refusal(quantize_gguf(GgufType::kQ4_0, out.view(), good.view()),
+  expect_refusal(quant::quantize_gguf(quant::GgufType::kQ4_0, out.view(), good.view()),
                  StatusCode::kInvalidArgument, {"x", "row 1, column 1", "infinity"});
 }
 

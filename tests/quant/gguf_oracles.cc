@@ -181,14 +181,22 @@ void oracle_nvfp4(const std::uint8_t* b, double* y) {
 
 const std::vector<GgufCase>& gguf_cases() {
   static const std::vector<GgufCase> all = {
-      {GgufType::kQ4_0, oracle_q4_0, {0}},     {GgufType::kQ4_1, oracle_q4_1, {0, 2}},
-      {GgufType::kQ5_0, oracle_q5_0, {0}},     {GgufType::kQ5_1, oracle_q5_1, {0, 2}},
-      {GgufType::kQ8_0, oracle_q8_0, {0}},     {GgufType::kQ2_K, oracle_q2_k, {80, 82}},
-      {GgufType::kQ3_K, oracle_q3_k, {108}},   {GgufType::kQ4_K, oracle_q4_k, {0, 2}},
-      {GgufType::kQ5_K, oracle_q5_k, {0, 2}},  {GgufType::kQ6_K, oracle_q6_k, {208}},
-      {GgufType::kIQ4_NL, oracle_iq4_nl, {0}}, {GgufType::kIQ4_XS, oracle_iq4_xs, {0}},
-      {GgufType::kTQ1_0, oracle_tq1_0, {52}},  {GgufType::kTQ2_0, oracle_tq2_0, {64}},
-      {GgufType::kMXFP4, oracle_mxfp4, {}},    {GgufType::kNVFP4, oracle_nvfp4, {}},
+      {quant::GgufType::kQ4_0, oracle_q4_0, {0}},
+      {quant::GgufType::kQ4_1, oracle_q4_1, {0, 2}},
+      {quant::GgufType::kQ5_0, oracle_q5_0, {0}},
+      {quant::GgufType::kQ5_1, oracle_q5_1, {0, 2}},
+      {quant::GgufType::kQ8_0, oracle_q8_0, {0}},
+      {quant::GgufType::kQ2_K, oracle_q2_k, {80, 82}},
+      {quant::GgufType::kQ3_K, oracle_q3_k, {108}},
+      {quant::GgufType::kQ4_K, oracle_q4_k, {0, 2}},
+      {quant::GgufType::kQ5_K, oracle_q5_k, {0, 2}},
+      {quant::GgufType::kQ6_K, oracle_q6_k, {208}},
+      {quant::GgufType::kIQ4_NL, oracle_iq4_nl, {0}},
+      {quant::GgufType::kIQ4_XS, oracle_iq4_xs, {0}},
+      {quant::GgufType::kTQ1_0, oracle_tq1_0, {52}},
+      {quant::GgufType::kTQ2_0, oracle_tq2_0, {64}},
+      {quant::GgufType::kMXFP4, oracle_mxfp4, {}},
+      {quant::GgufType::kNVFP4, oracle_nvfp4, {}},
   };
   return all;
 }

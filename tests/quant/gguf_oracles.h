@@ -10,7 +10,7 @@
 namespace moesaic::test {
 
 struct GgufCase {
-  GgufType type;
+  quant::GgufType type;
   void (*oracle)(const std::uint8_t* block, double* values);
   std::vector<int> halves;  // offsets of f16 fields, to be kept finite
 };

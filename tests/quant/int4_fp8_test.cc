@@ -18,33 +18,34 @@ using test::f32_of;
 using test::poisoned;
 
 TEST(Int4Fp8, PublishedWords) {
-  EXPECT_EQ(int4_from_uint4b8(0x76543210U), 0xFEDCBA98U);
-  EXPECT_EQ(int4_from_uint4b8(0xFEDCBA98U), 0x76543210U);
+  EXPECT_EQ(quant::int4_from_uint4b8(0x76543210U), 0xFEDCBA98U);
+  EXPECT_EQ(quant::int4_from_uint4b8(0xFEDCBA98U), 0x76543210U);
   // 1 .. 7 -> 7 .. 1; zero and negatives stay.
-  EXPECT_EQ(unified_encode(0x76543210U), 0x12345670U);
-  EXPECT_EQ(unified_encode(0xFEDCBA98U), 0xFEDCBA98U);
-  for (std::uint32_t v = 0; v < 16; ++v) EXPECT_EQ(unified_encode(unified_encode(v)), v);
+  EXPECT_EQ(quant::unified_encode(0x76543210U), 0x12345670U);
+  EXPECT_EQ(quant::unified_encode(0xFEDCBA98U), 0xFEDCBA98U);
+  for (std::uint32_t v = 0; v < 16; ++v)
+    EXPECT_EQ(quant::unified_encode(quant::unified_encode(v)), v);
 }
 
 TEST(Int4Fp8, PublishedTables) {
-  EXPECT_EQ(int4_fp8_table(e4m3_from_f32(1.25F)),
+  EXPECT_EQ(quant::int4_fp8_table(e4m3_from_f32(1.25F)),
             (std::array<std::uint8_t, 8>{0xD2, 0xD1, 0xCF, 0xCC, 0xCA, 0xC7, 0xC2, 0xBA}));
-  EXPECT_EQ(int4_fp8_table(e4m3_from_f32(56.0F)),
+  EXPECT_EQ(quant::int4_fp8_table(e4m3_from_f32(56.0F)),
             (std::array<std::uint8_t, 8>{0xFE, 0xFC, 0xFA, 0xF9, 0xF6, 0xF2, 0xEE, 0xE6}));
   // Every scale that splitting can produce (at most 56): no byte is NaN, and value and table agree.
   for (int byte = 0; byte <= 0x66; ++byte) {
     const auto scale = static_cast<std::uint8_t>(byte);
     if (f32_from_e4m3(scale) > 56.0F) break;
-    const auto table = int4_fp8_table(scale);
+    const auto table = quant::int4_fp8_table(scale);
     for (int q = -8; q < 8; ++q) {
-      const float value = int4_fp8_value(q, f32_from_e4m3(scale));
+      const float value = quant::int4_fp8_value(q, f32_from_e4m3(scale));
       if (q < 0) {
         EXPECT_NE(table[static_cast<std::size_t>(q + 8)] & 0x7F, 0x7F);
         EXPECT_EQ(f32_from_e4m3(table[static_cast<std::size_t>(q + 8)]), value);
       }
-      EXPECT_EQ(int4_fp8_value(-q, f32_from_e4m3(scale)), -value);
+      EXPECT_EQ(quant::int4_fp8_value(-q, f32_from_e4m3(scale)), -value);
       // The kernel's look-up by the unified code.
-      const std::uint32_t code = unified_encode(static_cast<std::uint32_t>(q) & 15U) & 15U;
+      const std::uint32_t code = quant::unified_encode(static_cast<std::uint32_t>(q) & 15U) & 15U;
       float looked_up = f32_from_e4m3(table[code & 7U]);
       if ((code & 8U) == 0) looked_up = code == 0 ? 0.0F : -looked_up;
       EXPECT_EQ(looked_up, value) << q << ' ' << byte;
@@ -55,15 +56,15 @@ TEST(Int4Fp8, PublishedTables) {
 TEST(Int4Fp8, PublishedScales) {
   Tensor scale = poisoned(DType::kF8E4M3, {1, 4});
   Tensor channel = poisoned(DType::kF32, {1});
-  ASSERT_TRUE(split_int4_fp8_scales(f32_of({1, 4}, {0.01F, 0.02F, 0.015F, 0.005F}).view(),
-                                    scale.view(), channel.view())
+  ASSERT_TRUE(quant::split_int4_fp8_scales(f32_of({1, 4}, {0.01F, 0.02F, 0.015F, 0.005F}).view(),
+                                           scale.view(), channel.view())
                   .ok());
   // 224, 448, 336, 112 of the channel scale, over 8. 336 is a tie of e4m3: to even, 320 (not 352).
   EXPECT_EQ(test::bytes_of(scale), (std::vector<std::uint8_t>{0x5E, 0x66, 0x62, 0x56}));
   EXPECT_EQ(channel.as<float>()[0], 8.0F * (0.02F / 448.0F));
   // The floor: a row of tiny scales.
-  ASSERT_TRUE(split_int4_fp8_scales(f32_of({1, 4}, {1e-9F, 1e-9F, 1e-9F, 1e-9F}).view(),
-                                    scale.view(), channel.view())
+  ASSERT_TRUE(quant::split_int4_fp8_scales(f32_of({1, 4}, {1e-9F, 1e-9F, 1e-9F, 1e-9F}).view(),
+                                           scale.view(), channel.view())
                   .ok());
   EXPECT_EQ(channel.as<float>()[0], 8.0F / (448.0F * 512.0F));
 }
@@ -76,7 +77,7 @@ TEST(Int4Fp8, SplitScalesStayWithin6Percent) {
   }
   Tensor scale = poisoned(DType::kF8E4M3, {64, 16});
   Tensor channel = poisoned(DType::kF32, {64});
-  ASSERT_TRUE(split_int4_fp8_scales(group_scale.view(), scale.view(), channel.view()).ok());
+  ASSERT_TRUE(quant::split_int4_fp8_scales(group_scale.view(), scale.view(), channel.view()).ok());
   for (int i = 0; i < 64 * 16; ++i) {
     const float got = f32_from_e4m3(scale.as<std::uint8_t>()[i]) * channel.as<float>()[i / 16];
     EXPECT_LT(std::abs(got / group_scale.as<float>()[i] - 1.0F), 0.063F);
@@ -88,18 +89,19 @@ TEST(Int4Fp8, ErrorOfTheWholeChainIsTheFormats) {
   const Tensor x = test::gaussian();
   Tensor codes = poisoned(DType::kI8, x.shape());
   Tensor group_scale = poisoned(DType::kBF16, {256, 8});
-  ASSERT_TRUE(quantize_int_group(x.view(), {4, 128, IntScaleRule::kFullRange}, codes.view(),
-                                 group_scale.view())
+  ASSERT_TRUE(quant::quantize_int_group(x.view(), {4, 128, quant::IntScaleRule::kFullRange},
+                                        codes.view(), group_scale.view())
                   .ok());
   Tensor scale = poisoned(DType::kF8E4M3, {256, 8});
   Tensor channel = poisoned(DType::kF32, {256});
-  ASSERT_TRUE(split_int4_fp8_scales(group_scale.view(), scale.view(), channel.view()).ok());
+  ASSERT_TRUE(quant::split_int4_fp8_scales(group_scale.view(), scale.view(), channel.view()).ok());
   Tensor out = poisoned(DType::kF32, x.shape());
-  ASSERT_TRUE(dequantize_int4_fp8(codes.view(), scale.view(), channel.view(), out.view()).ok());
+  ASSERT_TRUE(
+      quant::dequantize_int4_fp8(codes.view(), scale.view(), channel.view(), out.view()).ok());
   EXPECT_NEAR(test::rel_l2(out, x) / 0.1147, 1.0, 0.03);
   for (std::int64_t i = 0; i < 256 * 1024; ++i) {
-    const float want = int4_fp8_value(codes.as<std::int8_t>()[i],
-                                      f32_from_e4m3(scale.as<std::uint8_t>()[i / 128])) *
+    const float want = quant::int4_fp8_value(codes.as<std::int8_t>()[i],
+                                             f32_from_e4m3(scale.as<std::uint8_t>()[i / 128])) *
                        channel.as<float>()[i / 1024];
     ASSERT_EQ(out.as<float>()[i], want);
   }
@@ -109,18 +111,20 @@ TEST(Int4Fp8, Misuse) {
   Tensor scale = Tensor::zeros(DType::kF8E4M3, {1, 2}).value();
   Tensor channel = Tensor::zeros(DType::kF32, {1}).value();
   for (const float bad : {0.0F, -1.0F, NAN}) {
-    expect_refusal(
-        split_int4_fp8_scales(f32_of({1, 2}, {1.0F, bad}).view(), scale.view(), channel.view()),
-        StatusCode::kInvalidArgument, {"group_scale", "row 0, group 1", "positive finite"});
+    expect_refusal(quant::split_int4_fp8_scales(f32_of({1, 2}, {1.0F, bad}).view(), scale.view(),
+                                                channel.view()),
+                   StatusCode::kInvalidArgument,
+                   {"group_scale", "row 0, group 1", "positive finite"});
   }
   Tensor codes = Tensor::zeros(DType::kI8, {1, 200}).value();
   Tensor out = Tensor::zeros(DType::kF32, {1, 200}).value();
-  EXPECT_TRUE(dequantize_int4_fp8(codes.view(), scale.view(), channel.view(), out.view()).ok());
+  EXPECT_TRUE(
+      quant::dequantize_int4_fp8(codes.view(), scale.view(), channel.view(), out.view()).ok());
   codes.as<std::int8_t>()[7] = 8;
-  expect_refusal(dequantize_int4_fp8(codes.view(), scale.view(), channel.view(), out.view()),
+  expect_refusal(quant::dequantize_int4_fp8(codes.view(), scale.view(), channel.view(), out.view()),
                  StatusCode::kInvalidArgument, {"codes", "row 0, column 7", "8", "-8 .. 7"});
   Tensor wide = Tensor::zeros(DType::kI8, {1, 300}).value();
-  expect_refusal(dequantize_int4_fp8(wide.view(), scale.view(), channel.view(), out.view()),
+  expect_refusal(quant::dequantize_int4_fp8(wide.view(), scale.view(), channel.view(), out.view()),
                  StatusCode::kInvalidShape, {"scale", "[1, 2]", "[1, 3]"});
 }
 

@@ -39,23 +39,27 @@ TEST(IntPacking, PublishedWords) {
   const Tensor along_k = bytes_of({1, 8}, {1, 2, 3, 4, 5, 6, 7, 8});
   const Tensor along_n = bytes_of({8, 1}, {1, 2, 3, 4, 5, 6, 7, 8});
   Tensor word = words({1, 1});
-  ASSERT_TRUE(pack_gptq_weight(along_k.view(), 4, word.view()).ok());
+  ASSERT_TRUE(quant::pack_gptq_weight(along_k.view(), 4, word.view()).ok());
   EXPECT_EQ(word.as<std::uint32_t>()[0], 0x87654321U);
-  ASSERT_TRUE(pack_awq_weight(along_n.view(), word.view()).ok());
+  ASSERT_TRUE(quant::pack_awq_weight(along_n.view(), word.view()).ok());
   EXPECT_EQ(word.as<std::uint32_t>()[0], 0x86427531U);
-  ASSERT_TRUE(pack_awq_zeros(along_n.view(), word.view()).ok());
+  ASSERT_TRUE(quant::pack_awq_zeros(along_n.view(), word.view()).ok());
   EXPECT_EQ(word.as<std::uint32_t>()[0], 0x86427531U);
   // (-8,-7,-1,0,1,2,6,7) and (-128,-1,0,127), stored with their offset.
   ASSERT_TRUE(
-      pack_ct_weight(bytes_of({1, 8}, {0, 1, 7, 8, 9, 10, 14, 15}).view(), 4, word.view()).ok());
+      quant::pack_ct_weight(bytes_of({1, 8}, {0, 1, 7, 8, 9, 10, 14, 15}).view(), 4, word.view())
+          .ok());
   EXPECT_EQ(word.as<std::uint32_t>()[0], 0xFEA98710U);
-  ASSERT_TRUE(pack_ct_weight(bytes_of({1, 4}, {0, 127, 128, 255}).view(), 8, word.view()).ok());
+  ASSERT_TRUE(
+      quant::pack_ct_weight(bytes_of({1, 4}, {0, 127, 128, 255}).view(), 8, word.view()).ok());
   EXPECT_EQ(word.as<std::uint32_t>()[0], 0xFF807F00U);
   // A symmetric GPTQ file: z = 8 is stored as 7, or as 8 by "gptq_v2".
   const Tensor eights = bytes_of({8, 1}, {8, 8, 8, 8, 8, 8, 8, 8});
-  ASSERT_TRUE(pack_gptq_zeros(eights.view(), 4, GptqZeroFormat::kMinusOne, word.view()).ok());
+  ASSERT_TRUE(
+      quant::pack_gptq_zeros(eights.view(), 4, quant::GptqZeroFormat::kMinusOne, word.view()).ok());
   EXPECT_EQ(word.as<std::uint32_t>()[0], 0x77777777U);
-  ASSERT_TRUE(pack_gptq_zeros(eights.view(), 4, GptqZeroFormat::kPlain, word.view()).ok());
+  ASSERT_TRUE(
+      quant::pack_gptq_zeros(eights.view(), 4, quant::GptqZeroFormat::kPlain, word.view()).ok());
   EXPECT_EQ(word.as<std::uint32_t>()[0], 0x88888888U);
 }
 
@@ -63,10 +67,13 @@ TEST(IntPacking, StoredZerosReadAsTheZeroPoint) {
   Tensor word = words({1, 1});
   word.as<std::uint32_t>()[0] = 0xF0777777U;
   Tensor zeros = bytes_of({8, 1}, {0, 0, 0, 0, 0, 0, 0, 0});
-  ASSERT_TRUE(unpack_gptq_zeros(word.view(), 4, GptqZeroFormat::kMinusOne, zeros.view()).ok());
+  ASSERT_TRUE(
+      quant::unpack_gptq_zeros(word.view(), 4, quant::GptqZeroFormat::kMinusOne, zeros.view())
+          .ok());
   const std::array<int, 8> want = {8, 8, 8, 8, 8, 8, 1, 16};  // 15 + 1 is not cut to four bits
   for (std::size_t i = 0; i < 8; ++i) EXPECT_EQ(zeros.as<std::uint8_t>()[i], want[i]) << i;
-  ASSERT_TRUE(unpack_gptq_zeros(word.view(), 4, GptqZeroFormat::kPlain, zeros.view()).ok());
+  ASSERT_TRUE(
+      quant::unpack_gptq_zeros(word.view(), 4, quant::GptqZeroFormat::kPlain, zeros.view()).ok());
   for (std::size_t i = 0; i < 8; ++i) {
     EXPECT_EQ(zeros.as<std::uint8_t>()[i], (0xF0777777U >> (4 * i)) & 15U) << i;
   }
@@ -80,7 +87,7 @@ TEST(IntPacking, OddWidthsAreADenseStream) {
     constexpr std::int64_t kCodes = 77;
     const Tensor codes = random_codes(rng, {1, kCodes}, bits);
     const std::int64_t count = (kCodes * bits + 31) / 32;
-    ASSERT_EQ(words_for_codes(kCodes, bits), count);
+    ASSERT_EQ(quant::words_for_codes(kCodes, bits), count);
     std::vector<std::uint8_t> stream;  // one bit each
     for (std::int64_t i = 0; i < kCodes; ++i) {
       for (int b = 0; b < bits; ++b) {
@@ -88,7 +95,7 @@ TEST(IntPacking, OddWidthsAreADenseStream) {
       }
     }
     Tensor packed = words({1, count});
-    ASSERT_TRUE(pack_ct_weight(codes.view(), bits, packed.view()).ok());
+    ASSERT_TRUE(quant::pack_ct_weight(codes.view(), bits, packed.view()).ok());
     for (std::int64_t i = 0; i < count * 32; ++i) {
       const unsigned want =
           i < kCodes * bits ? stream[static_cast<std::size_t>(i)] : 0U;  // unused bits are 0
@@ -111,11 +118,13 @@ TEST(IntPacking, PlacesOfFourBitCodes) {
   Tensor ct = words({kN, 11});
   Tensor zeros_gptq = words({kK, kN / 8});
   Tensor zeros_ct = words({kN / 8, kK});
-  ASSERT_TRUE(pack_gptq_weight(codes.view(), 4, gptq.view()).ok());
-  ASSERT_TRUE(pack_awq_weight(codes.view(), awq.view()).ok());
-  ASSERT_TRUE(pack_ct_weight(codes.view(), 4, ct.view()).ok());
-  ASSERT_TRUE(pack_gptq_zeros(codes.view(), 4, GptqZeroFormat::kPlain, zeros_gptq.view()).ok());
-  ASSERT_TRUE(pack_ct_zeros(codes.view(), 4, zeros_ct.view()).ok());
+  ASSERT_TRUE(quant::pack_gptq_weight(codes.view(), 4, gptq.view()).ok());
+  ASSERT_TRUE(quant::pack_awq_weight(codes.view(), awq.view()).ok());
+  ASSERT_TRUE(quant::pack_ct_weight(codes.view(), 4, ct.view()).ok());
+  ASSERT_TRUE(
+      quant::pack_gptq_zeros(codes.view(), 4, quant::GptqZeroFormat::kPlain, zeros_gptq.view())
+          .ok());
+  ASSERT_TRUE(quant::pack_ct_zeros(codes.view(), 4, zeros_ct.view()).ok());
   const auto nibble = [](const Tensor& t, std::int64_t word, std::int64_t place) {
     return t.as<std::uint32_t>()[word] >> (4 * place) & 15U;
   };
@@ -150,31 +159,33 @@ TEST(IntPacking, UnpackAfterPackIsTheIdentity) {
       test::poison(back.view());
     };
     test::poison(back.view());
-    Tensor row = words({n, words_for_codes(k, bits)});
-    Status packed = pack_ct_weight(codes.view(), bits, row.view());
-    check(packed, unpack_ct_weight(row.view(), bits, back.view()), codes);
-    Tensor column = words({words_for_codes(n, bits), k});
-    packed = pack_ct_zeros(codes.view(), bits, column.view());
-    check(packed, unpack_ct_zeros(column.view(), bits, back.view()), codes);
+    Tensor row = words({n, quant::words_for_codes(k, bits)});
+    Status packed = quant::pack_ct_weight(codes.view(), bits, row.view());
+    check(packed, quant::unpack_ct_weight(row.view(), bits, back.view()), codes);
+    Tensor column = words({quant::words_for_codes(n, bits), k});
+    packed = quant::pack_ct_zeros(codes.view(), bits, column.view());
+    check(packed, quant::unpack_ct_zeros(column.view(), bits, back.view()), codes);
     if (bits == 2 || bits == 3 || bits == 4 || bits == 8) {
-      Tensor gptq = words({words_for_codes(k, bits), n});
-      packed = pack_gptq_weight(codes.view(), bits, gptq.view());
-      check(packed, unpack_gptq_weight(gptq.view(), bits, back.view()), codes);
+      Tensor gptq = words({quant::words_for_codes(k, bits), n});
+      packed = quant::pack_gptq_weight(codes.view(), bits, gptq.view());
+      check(packed, quant::unpack_gptq_weight(gptq.view(), bits, back.view()), codes);
       if (bits != 8) {
         const Tensor zeros = random_codes(rng, {n, k}, bits, 1);
-        Tensor stored = words({k, words_for_codes(n, bits)});
-        packed = pack_gptq_zeros(zeros.view(), bits, GptqZeroFormat::kMinusOne, stored.view());
+        Tensor stored = words({k, quant::words_for_codes(n, bits)});
+        packed = quant::pack_gptq_zeros(zeros.view(), bits, quant::GptqZeroFormat::kMinusOne,
+                                        stored.view());
         check(packed,
-              unpack_gptq_zeros(stored.view(), bits, GptqZeroFormat::kMinusOne, back.view()),
+              quant::unpack_gptq_zeros(stored.view(), bits, quant::GptqZeroFormat::kMinusOne,
+                                       back.view()),
               zeros);
       }
     }
     if (bits == 4 && n % 8 == 0) {
       Tensor awq = words({k, n / 8});
-      packed = pack_awq_weight(codes.view(), awq.view());
-      check(packed, unpack_awq_weight(awq.view(), back.view()), codes);
-      packed = pack_awq_zeros(codes.view(), awq.view());
-      check(packed, unpack_awq_zeros(awq.view(), back.view()), codes);
+      packed = quant::pack_awq_weight(codes.view(), awq.view());
+      check(packed, quant::unpack_awq_weight(awq.view(), back.view()), codes);
+      packed = quant::pack_awq_zeros(codes.view(), awq.view());
+      check(packed, quant::unpack_awq_zeros(awq.view(), back.view()), codes);
     }
   }
 }
@@ -182,26 +193,26 @@ TEST(IntPacking, UnpackAfterPackIsTheIdentity) {
 TEST(IntPacking, NibblesAndBias) {
   const Tensor codes = bytes_of({2, 2}, {0, 8, 15, 7});
   Tensor nibbles = bytes_of({2, 1}, {0, 0});
-  ASSERT_TRUE(pack_nibbles(codes.view(), 8, nibbles.view()).ok());
+  ASSERT_TRUE(quant::pack_nibbles(codes.view(), 8, nibbles.view()).ok());
   EXPECT_EQ(nibbles.as<std::uint8_t>()[0], 0x08);  // -8, 0
   EXPECT_EQ(nibbles.as<std::uint8_t>()[1], 0xF7);  // 7, -1
   Tensor back = bytes_of({2, 2}, {9, 9, 9, 9});
-  ASSERT_TRUE(unpack_nibbles(nibbles.view(), 8, back.view()).ok());
+  ASSERT_TRUE(quant::unpack_nibbles(nibbles.view(), 8, back.view()).ok());
   std::string why;
   EXPECT_TRUE(test::same_bits(back.view(), codes.view(), &why)) << why;
-  ASSERT_TRUE(pack_nibbles(codes.view(), 0, nibbles.view()).ok());
+  ASSERT_TRUE(quant::pack_nibbles(codes.view(), 0, nibbles.view()).ok());
   EXPECT_EQ(nibbles.as<std::uint8_t>()[0], 0x80);
   EXPECT_EQ(nibbles.as<std::uint8_t>()[1], 0x7F);
   Tensor with_sign = Tensor::zeros(DType::kI8, {2}).value();
   with_sign.as<std::int8_t>()[0] = -8;
   with_sign.as<std::int8_t>()[1] = 7;
   TensorView one(nibbles.data(), DType::kU8, {1});
-  ASSERT_TRUE(pack_nibbles(with_sign.view(), 0, one).ok());
+  ASSERT_TRUE(quant::pack_nibbles(with_sign.view(), 0, one).ok());
   EXPECT_EQ(nibbles.as<std::uint8_t>()[0], 0x78);
 
   Tensor bytes = bytes_of({4}, {0, 1, 128, 255});
   TensorView values(bytes.data(), DType::kI8, {4});  // in place
-  ASSERT_TRUE(subtract_bias(bytes.view(), 128, values).ok());
+  ASSERT_TRUE(quant::subtract_bias(bytes.view(), 128, values).ok());
   EXPECT_EQ(values.as<std::int8_t>()[0], -128);
   EXPECT_EQ(values.as<std::int8_t>()[1], -127);
   EXPECT_EQ(values.as<std::int8_t>()[2], 0);
@@ -211,46 +222,48 @@ TEST(IntPacking, NibblesAndBias) {
 TEST(IntPacking, Misuse) {
   Tensor codes = bytes_of({8, 8}, {});
   Tensor word = words({1, 8});
-  expect_refusal(unpack_gptq_weight(word.view(), 5, codes.view()), StatusCode::kInvalidArgument,
-                 {"bits", "5", "2, 3, 4 or 8"});
-  expect_refusal(unpack_ct_weight(word.view(), 9, codes.view()), StatusCode::kInvalidArgument,
-                 {"bits", "9", "1 .. 8"});
+  expect_refusal(quant::unpack_gptq_weight(word.view(), 5, codes.view()),
+                 StatusCode::kInvalidArgument, {"bits", "5", "2, 3, 4 or 8"});
+  expect_refusal(quant::unpack_ct_weight(word.view(), 9, codes.view()),
+                 StatusCode::kInvalidArgument, {"bits", "9", "1 .. 8"});
   // One word too many or too few.
   Tensor narrow = words({2, 8});
-  expect_refusal(unpack_gptq_weight(narrow.view(), 4, codes.view()), StatusCode::kInvalidShape,
-                 {"qweight", "[2, 8]", "[1, 8]"});
-  expect_refusal(unpack_awq_weight(words({8, 2}).view(), codes.view()), StatusCode::kInvalidShape,
-                 {"qweight", "[8, 2]", "[8, 1]"});
+  expect_refusal(quant::unpack_gptq_weight(narrow.view(), 4, codes.view()),
+                 StatusCode::kInvalidShape, {"qweight", "[2, 8]", "[1, 8]"});
+  expect_refusal(quant::unpack_awq_weight(words({8, 2}).view(), codes.view()),
+                 StatusCode::kInvalidShape, {"qweight", "[8, 2]", "[8, 1]"});
   Tensor seven = bytes_of({7, 8}, {});
-  expect_refusal(unpack_awq_weight(words({8, 1}).view(), seven.view()), StatusCode::kInvalidShape,
-                 {"codes", "7", "multiple of 8"});
-  expect_refusal(unpack_gptq_weight(codes.view(), 4, codes.view()), StatusCode::kInvalidDType,
-                 {"qweight", "U8", "I32"});
+  expect_refusal(quant::unpack_awq_weight(words({8, 1}).view(), seven.view()),
+                 StatusCode::kInvalidShape, {"codes", "7", "multiple of 8"});
+  expect_refusal(quant::unpack_gptq_weight(codes.view(), 4, codes.view()),
+                 StatusCode::kInvalidDType, {"qweight", "U8", "I32"});
   codes.as<std::uint8_t>()[9] = 16;
-  expect_refusal(pack_gptq_weight(codes.view(), 4, word.view()), StatusCode::kInvalidArgument,
-                 {"codes", "row 1, column 1", "16", "0 .. 15"});
+  expect_refusal(quant::pack_gptq_weight(codes.view(), 4, word.view()),
+                 StatusCode::kInvalidArgument, {"codes", "row 1, column 1", "16", "0 .. 15"});
   codes.as<std::uint8_t>()[9] = 0;
-  expect_refusal(pack_gptq_zeros(codes.view(), 4, GptqZeroFormat::kMinusOne, words({8, 1}).view()),
+  expect_refusal(quant::pack_gptq_zeros(codes.view(), 4, quant::GptqZeroFormat::kMinusOne,
+                                        words({8, 1}).view()),
                  StatusCode::kInvalidArgument, {"zeros", "row 0, column 0", "got 0", "1 .. 16"});
   TensorView inside(codes.data(), DType::kI32, {1, 8});
-  expect_refusal(unpack_gptq_weight(inside, 4, codes.view()), StatusCode::kAliasing,
+  expect_refusal(quant::unpack_gptq_weight(inside, 4, codes.view()), StatusCode::kAliasing,
                  {"qweight", "codes"});
   Tensor eights = words({1, 1});
   Tensor zeros = bytes_of({4, 1}, {});
-  expect_refusal(unpack_gptq_zeros(eights.view(), 8, GptqZeroFormat::kMinusOne, zeros.view()),
-                 StatusCode::kInvalidArgument, {"qzeros", "row 0", "255"});
+  expect_refusal(
+      quant::unpack_gptq_zeros(eights.view(), 8, quant::GptqZeroFormat::kMinusOne, zeros.view()),
+      StatusCode::kInvalidArgument, {"qzeros", "row 0", "255"});
   Tensor nibbles = bytes_of({8, 4}, {});
   codes.as<std::uint8_t>()[3] = 16;
-  expect_refusal(pack_nibbles(codes.view(), 8, nibbles.view()), StatusCode::kInvalidArgument,
+  expect_refusal(quant::pack_nibbles(codes.view(), 8, nibbles.view()), StatusCode::kInvalidArgument,
                  {"codes", "element 3", "16"});
-  expect_refusal(pack_nibbles(codes.view(), 4, nibbles.view()), StatusCode::kInvalidArgument,
+  expect_refusal(quant::pack_nibbles(codes.view(), 4, nibbles.view()), StatusCode::kInvalidArgument,
                  {"bias", "0 or 8"});
   Tensor odd = bytes_of({8, 7}, {});
-  expect_refusal(pack_nibbles(odd.view(), 8, nibbles.view()), StatusCode::kInvalidShape,
+  expect_refusal(quant::pack_nibbles(odd.view(), 8, nibbles.view()), StatusCode::kInvalidShape,
                  {"codes", "[8, 7]", "even"});
   TensorView values(codes.data(), DType::kI8, {8, 8});
   codes.as<std::uint8_t>()[3] = 200;
-  expect_refusal(subtract_bias(codes.view(), 8, values), StatusCode::kInvalidArgument,
+  expect_refusal(quant::subtract_bias(codes.view(), 8, values), StatusCode::kInvalidArgument,
                  {"codes", "element 3", "200", "135"});
 }
 

@@ -21,13 +21,13 @@ struct MxGroups {
 MxGroups quantize(const Tensor& x, DType element, ExponentRule rule) {
   MxGroups r{poisoned(element, x.shape()),
              poisoned(DType::kF8E8M0, {x.shape()[0], x.shape()[1] / 32})};
-  const Status s = quantize_mx(x.view(), rule, r.q.view(), r.scale.view());
+  const Status s = quant::quantize_mx(x.view(), rule, r.q.view(), r.scale.view());
   EXPECT_TRUE(s.ok()) << s.message();
   return r;
 }
 Tensor dequantize(const MxGroups& r) {
   Tensor out = poisoned(DType::kF32, r.q.shape());
-  const Status s = dequantize_mx(r.q.view(), r.scale.view(), out.view());
+  const Status s = quant::dequantize_mx(r.q.view(), r.scale.view(), out.view());
   EXPECT_TRUE(s.ok()) << s.message();
   return out;
 }
@@ -41,12 +41,12 @@ TEST(Mx, ScaleBytesByRule) {
                        Row{3.5F, 127, 127, 120}, Row{1, 125, 125, 119}, Row{448, 134, 134, 127},
                        Row{0, 0, 0, 0}}) {
     SCOPED_TRACE(r.amax);
-    EXPECT_EQ(mx_scale(r.amax, DType::kF4E2M1, ExponentRule::kRound175), r.round175);
-    EXPECT_EQ(mx_scale(r.amax, DType::kF4E2M1, ExponentRule::kCeil), r.ceil6);
-    EXPECT_EQ(mx_scale(r.amax, DType::kF8E4M3, ExponentRule::kCeil), r.ceil448);
+    EXPECT_EQ(quant::mx_scale(r.amax, DType::kF4E2M1, ExponentRule::kRound175), r.round175);
+    EXPECT_EQ(quant::mx_scale(r.amax, DType::kF4E2M1, ExponentRule::kCeil), r.ceil6);
+    EXPECT_EQ(quant::mx_scale(r.amax, DType::kF8E4M3, ExponentRule::kCeil), r.ceil448);
   }
-  EXPECT_EQ(mx_scale(7.0F, DType::kF4E2M1, ExponentRule::kOcpFloor), 127);
-  EXPECT_EQ(mx_scale(448.0F, DType::kF8E4M3, ExponentRule::kOcpFloor), 127);
+  EXPECT_EQ(quant::mx_scale(7.0F, DType::kF4E2M1, ExponentRule::kOcpFloor), 127);
+  EXPECT_EQ(quant::mx_scale(448.0F, DType::kF8E4M3, ExponentRule::kOcpFloor), 127);
 }
 
 TEST(Mx, PublishedBytes) {
@@ -66,7 +66,7 @@ TEST(Mx, PublishedBytes) {
   std::uint8_t q[16], scale = 0;
   x[4] = 3.0F;
   x[3] = -3.4F;
-  ref_quantize_mx_row(x.data(), 32, DType::kF4E2M1, ExponentRule::kOcpFloor, q, &scale);
+  quant::ref_quantize_mx_row(x.data(), 32, DType::kF4E2M1, ExponentRule::kOcpFloor, q, &scale);
   EXPECT_EQ(scale, 126);
   EXPECT_EQ(q[0], 0xC1);
   EXPECT_EQ(q[1], 0xF7);  // 2.6 / 0.5 -> 6 is 7; -3.4 / 0.5 saturates at -6
@@ -156,20 +156,20 @@ TEST(Mx, Misuse) {
   Tensor q = Tensor::zeros(DType::kF4E2M1, {2, 64}).value();
   Tensor scale = Tensor::zeros(DType::kU8, {2, 2}).value();
   const auto rule = ExponentRule::kCeil;
-  EXPECT_TRUE(quantize_mx(x.view(), rule, q.view(), scale.view()).ok());
+  EXPECT_TRUE(quant::quantize_mx(x.view(), rule, q.view(), scale.view()).ok());
   Tensor odd = Tensor::zeros(DType::kF32, {2, 48}).value();
-  expect_refusal(quantize_mx(odd.view(), rule, q.view(), scale.view()), StatusCode::kInvalidShape,
-                 {"x", "[2, 48]", "multiple of 32"});
-  expect_refusal(quantize_mx(x.view(), rule, q.view(), poisoned(DType::kU8, {2, 3}).view()),
+  expect_refusal(quant::quantize_mx(odd.view(), rule, q.view(), scale.view()),
+                 StatusCode::kInvalidShape, {"x", "[2, 48]", "multiple of 32"});
+  expect_refusal(quant::quantize_mx(x.view(), rule, q.view(), poisoned(DType::kU8, {2, 3}).view()),
                  StatusCode::kInvalidShape, {"scale", "[2, 3]", "[2, 2]"});
-  expect_refusal(quantize_mx(x.view(), rule, q.view(), poisoned(DType::kF32, {2, 2}).view()),
+  expect_refusal(quant::quantize_mx(x.view(), rule, q.view(), poisoned(DType::kF32, {2, 2}).view()),
                  StatusCode::kInvalidDType, {"scale", "F32", "U8"});
   x.as<float>()[65] = std::numeric_limits<float>::infinity();
-  expect_refusal(quantize_mx(x.view(), rule, q.view(), scale.view()), StatusCode::kInvalidArgument,
-                 {"x", "row 1, column 1", "infinity"});
+  expect_refusal(quant::quantize_mx(x.view(), rule, q.view(), scale.view()),
+                 StatusCode::kInvalidArgument, {"x", "row 1, column 1", "infinity"});
   scale.as<std::uint8_t>()[3] = 0xFF;
-  expect_refusal(dequantize_mx(q.view(), scale.view(), x.view()), StatusCode::kInvalidArgument,
-                 {"scale", "row 1, group 1", "NaN"});
+  expect_refusal(quant::dequantize_mx(q.view(), scale.view(), x.view()),
+                 StatusCode::kInvalidArgument, {"scale", "row 1, group 1", "NaN"});
 }
 
 }  // namespace

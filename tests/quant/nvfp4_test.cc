@@ -21,13 +21,13 @@ struct Nvfp4Groups {
 Nvfp4Groups quantize(const Tensor& x, float gscale) {
   Nvfp4Groups r{poisoned(DType::kF4E2M1, x.shape()),
                 poisoned(DType::kF8E4M3, {x.shape()[0], x.shape()[1] / 16})};
-  const Status s = quantize_nvfp4(x.view(), gscale, r.q.view(), r.scale.view());
+  const Status s = quant::quantize_nvfp4(x.view(), gscale, r.q.view(), r.scale.view());
   EXPECT_TRUE(s.ok()) << s.message();
   return r;
 }
 Tensor dequantize(const Nvfp4Groups& r, float global_scale) {
   Tensor out = poisoned(DType::kF32, r.q.shape());
-  const Status s = dequantize_nvfp4(r.q.view(), r.scale.view(), global_scale, out.view());
+  const Status s = quant::dequantize_nvfp4(r.q.view(), r.scale.view(), global_scale, out.view());
   EXPECT_TRUE(s.ok()) << s.message();
   return out;
 }
@@ -39,8 +39,8 @@ float amax_of(const Tensor& x) {
 }
 
 TEST(Nvfp4, PublishedBytes) {
-  EXPECT_EQ(nvfp4_quant_multiplier(4.0F), 672.0F);
-  EXPECT_EQ(nvfp4_quant_multiplier(0.0F), 1.0F);
+  EXPECT_EQ(quant::nvfp4_quant_multiplier(4.0F), 672.0F);
+  EXPECT_EQ(quant::nvfp4_quant_multiplier(0.0F), 1.0F);
   std::vector<float> x(16);
   for (std::size_t i = 0; i < 16; ++i) x[i] = -0.8F + 0.1F * static_cast<float>(i);
   const Nvfp4Groups r = quantize(test::f32_of({1, 16}, x), 672.0F);
@@ -55,7 +55,7 @@ TEST(Nvfp4, PublishedBytes) {
 TEST(Nvfp4, FollowsTheDefinition) {
   test::Rng rng(4);
   const Tensor x = test::random_normal(rng, DType::kF32, {9, 80}, 2.0);
-  const float gscale = nvfp4_quant_multiplier(amax_of(x));
+  const float gscale = quant::nvfp4_quant_multiplier(amax_of(x));
   const Nvfp4Groups r = quantize(x, gscale);
   const Tensor back = dequantize(r, 1.0F / gscale);
   for (std::int64_t g = 0; g < 9 * 5; ++g) {
@@ -75,13 +75,13 @@ TEST(Nvfp4, FollowsTheDefinition) {
 
 TEST(Nvfp4, ErrorOnNormalDataIsTheFormats) {
   const Tensor x = test::gaussian();
-  const float gscale = nvfp4_quant_multiplier(amax_of(x));
+  const float gscale = quant::nvfp4_quant_multiplier(amax_of(x));
   const Tensor back = dequantize(quantize(x, gscale), 1.0F / gscale);
   EXPECT_NEAR(test::rel_l2(back, x) / 0.0952, 1.0, 0.02);
   // Multiplying by a power of two changes nothing but the global scale.
   Tensor scaled = test::gaussian();
   for (std::int64_t i = 0; i < 256 * 1024; ++i) scaled.as<float>()[i] *= 0x1p-20F;
-  const float scaled_gscale = nvfp4_quant_multiplier(amax_of(scaled));
+  const float scaled_gscale = quant::nvfp4_quant_multiplier(amax_of(scaled));
   EXPECT_EQ(scaled_gscale, gscale * 0x1p20F);
   std::string why;
   EXPECT_TRUE(
@@ -96,7 +96,7 @@ TEST(Nvfp4, SmallMultipliersClipAndZeroBlocksAreZero) {
   x[0] = 10.0F;
   x[1] = -10.0F;
   x[2] = 0.5F;
-  const float gscale = nvfp4_quant_multiplier(1.0F);
+  const float gscale = quant::nvfp4_quant_multiplier(1.0F);
   const Nvfp4Groups r = quantize(test::f32_of({1, 32}, x), gscale);
   EXPECT_EQ(r.scale.as<std::uint8_t>()[0], 0x7E);
   EXPECT_EQ(r.scale.as<std::uint8_t>()[1], 0);
@@ -105,24 +105,24 @@ TEST(Nvfp4, SmallMultipliersClipAndZeroBlocksAreZero) {
   EXPECT_NEAR(static_cast<double>(back.as<float>()[1]), -1.0, 1e-6);
   EXPECT_NEAR(static_cast<double>(back.as<float>()[2]), 0.5, 0.1);
   for (int i = 16; i < 32; ++i) EXPECT_EQ(back.as<float>()[i], 0.0F);
-  EXPECT_EQ(nvfp4_quant_multiplier(1e-38F), 0x1p100F);
+  EXPECT_EQ(quant::nvfp4_quant_multiplier(1e-38F), 0x1p100F);
 }
 
 TEST(Nvfp4, Misuse) {
   Tensor x = Tensor::zeros(DType::kF32, {2, 32}).value();
   Tensor q = Tensor::zeros(DType::kF4E2M1, {2, 32}).value();
   Tensor scale = Tensor::zeros(DType::kF8E4M3, {2, 2}).value();
-  EXPECT_TRUE(quantize_nvfp4(x.view(), 1.0F, q.view(), scale.view()).ok());
-  expect_refusal(quantize_nvfp4(x.view(), 0.0F, q.view(), scale.view()),
+  EXPECT_TRUE(quant::quantize_nvfp4(x.view(), 1.0F, q.view(), scale.view()).ok());
+  expect_refusal(quant::quantize_nvfp4(x.view(), 0.0F, q.view(), scale.view()),
                  StatusCode::kInvalidArgument, {"gscale", "positive finite"});
-  expect_refusal(dequantize_nvfp4(q.view(), scale.view(), -1.0F, x.view()),
+  expect_refusal(quant::dequantize_nvfp4(q.view(), scale.view(), -1.0F, x.view()),
                  StatusCode::kInvalidArgument, {"global_scale", "positive finite"});
   Tensor odd = Tensor::zeros(DType::kF32, {2, 24}).value();
-  expect_refusal(quantize_nvfp4(odd.view(), 1.0F, q.view(), scale.view()),
+  expect_refusal(quant::quantize_nvfp4(odd.view(), 1.0F, q.view(), scale.view()),
                  StatusCode::kInvalidShape, {"x", "[2, 24]", "multiple of 16"});
   for (const std::uint8_t bad : {std::uint8_t{0x7F}, std::uint8_t{0xB8}}) {  // NaN, -1
     scale.as<std::uint8_t>()[3] = bad;
-    expect_refusal(dequantize_nvfp4(q.view(), scale.view(), 1.0F, x.view()),
+    expect_refusal(quant::dequantize_nvfp4(q.view(), scale.view(), 1.0F, x.view()),
                    StatusCode::kInvalidArgument, {"scale", "row 1, block 1", ">= 0"});
   }
 }

@@ -29,10 +29,10 @@ TEST(QuantizeWeight, EverySchemeOfTheCatalogueErrsAsItsFormatDoes) {
     SCOPED_TRACE(std::string(scheme.name));
     const auto want = errors.find(std::string(scheme.name));
     ASSERT_NE(want, errors.end());
-    auto stored = quantize_weight(scheme.weight, x.view(), 128);
+    auto stored = quant::quantize_weight(scheme.weight, x.view(), 128);
     ASSERT_TRUE(stored.ok()) << stored.status().message();
     Tensor back = test::poisoned(DType::kF32, x.shape());
-    const Status status = dequantize_weight(scheme.weight, stored->view(), 128, back.view());
+    const Status status = quant::dequantize_weight(scheme.weight, stored->view(), 128, back.view());
     ASSERT_TRUE(status.ok()) << status.message();
     const double got = test::rel_l2(back, x);
     if (want->second == 0.0) {
@@ -52,10 +52,10 @@ TEST(QuantizeWeight, ZeroPointsAndTables) {
   quant.block_k = 128;
   quant.zero_point = ZeroPoint::kInteger;
   const auto error = [&] {
-    auto stored = quantize_weight(quant, x.view(), 256);
+    auto stored = quant::quantize_weight(quant, x.view(), 256);
     EXPECT_TRUE(stored.ok()) << stored.status().message();
     Tensor back = test::poisoned(DType::kF32, x.shape());
-    EXPECT_TRUE(dequantize_weight(quant, stored->view(), 256, back.view()).ok());
+    EXPECT_TRUE(quant::dequantize_weight(quant, stored->view(), 256, back.view()).ok());
     return test::rel_l2(back, x);
   };
   EXPECT_NEAR(error() / 0.1004, 1.0, 0.03);
@@ -78,19 +78,19 @@ TEST(QuantizeWeight, Misuse) {
   quant.granularity = ScaleGranularity::kGroup;
   quant.block_k = 32;
   quant.zero_point = ZeroPoint::kMin;
-  expect_refusal(quantize_weight(quant, x.view(), 256).status(), StatusCode::kUnsupported,
+  expect_refusal(quant::quantize_weight(quant, x.view(), 256).status(), StatusCode::kUnsupported,
                  {"quant.weight", "U4", "x32"});
   quant.zero_point = ZeroPoint::kNone;
   quant.table = CodeTable::kIq4Nl;  // read, never written
-  expect_refusal(quantize_weight(quant, x.view(), 256).status(), StatusCode::kUnsupported,
+  expect_refusal(quant::quantize_weight(quant, x.view(), 256).status(), StatusCode::kUnsupported,
                  {"quant.weight", "U4", "x32"});
   quant = {};
   quant.dtype = DType::kF8E5M2;
-  expect_refusal(quantize_weight(quant, x.view(), 256).status(), StatusCode::kUnsupported,
+  expect_refusal(quant::quantize_weight(quant, x.view(), 256).status(), StatusCode::kUnsupported,
                  {"quant.weight", "F8_E5M2"});
   Tensor bad = test::gaussian();
   bad.as<float>()[1025] = INFINITY;
-  expect_refusal(quantize_weight(quant_schemes()[0].weight, bad.view(), 256).status(),
+  expect_refusal(quant::quantize_weight(quant_schemes()[0].weight, bad.view(), 256).status(),
                  StatusCode::kInvalidArgument, {"w", "row 1, column 1", "infinity"});
 }
 

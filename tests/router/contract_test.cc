@@ -231,13 +231,13 @@ TEST(RouterContract, EplbDoesNotCountPadding) {
   const EplbState state{l2p, count, load, 2, true};
   const std::uint8_t padding[] = {0, 1, 0};
   Ids ids = {0, 0, 0, 0, 1, 0};
-  map_logical_to_physical(state, 2, 3, 2, padding, ids.data());
+  router::map_logical_to_physical(state, 2, 3, 2, padding, ids.data());
   EXPECT_EQ(ids, (Ids{0, 2, 0, 2, 1, 2}));
   EXPECT_EQ(load, (Ids{1, 1, 2}));
   // The counter stops at its largest value instead of wrapping.
   load[1] = std::numeric_limits<std::int32_t>::max();
   std::int32_t one = 1;
-  map_logical_to_physical(state, 2, 1, 1, nullptr, &one);
+  router::map_logical_to_physical(state, 2, 1, 1, nullptr, &one);
   EXPECT_EQ(load[1], std::numeric_limits<std::int32_t>::max());
 }
 

@@ -395,7 +395,7 @@ TEST(RouterMisuse, Devices) {
 
   // What a router on a GPU says before it looks at an address.
   const auto check = [&](const Router::Args& a) {
-    return check_device_select_args(a, here.spec(), here.slots(), gpu);
+    return router::check_device_select_args(a, here.spec(), here.slots(), gpu);
   };
   EXPECT_TRUE(check(on(gpu)).ok()) << check(on(gpu)).to_string();
   test::expect_refusal(check(on(Device::cpu())), StatusCode::kInvalidArgument,

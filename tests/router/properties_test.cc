@@ -77,7 +77,7 @@ TEST(RouterProperties, P1VeryNegativeBiasesDoNotDuplicate) {
     const Routed r =
         route(with(spec), test::matrix(1, {0, 1, 2, 3}), {-1e30F, -3e38F, -20000, -9999});
     EXPECT_EQ(r.ids, (Ids{3, 2, 0, 1}));
-    EXPECT_FLOAT_EQ(r.weights[3], sigmoid(1));
+    EXPECT_FLOAT_EQ(r.weights[3], router::sigmoid(1));
   }
 }
 
@@ -173,7 +173,7 @@ TEST(RouterProperties, P6BiasedWeightsAreTheUnbiasedScoresBitForBit) {
       const Routed r = route(with(spec), l, random_bias(rng, 24, 30.0));
       for (std::int64_t t = 0; t < 40; ++t) {
         float scores[24];
-        score_row(scoring, l.as<float>() + t * 24, 24, scores);
+        router::score_row(scoring, l.as<float>() + t * 24, 24, scores);
         for (std::size_t j = 0; j < 5; ++j) {
           ASSERT_EQ(r.row_weights(t)[j], scores[r.row_ids(t)[j]]);
         }

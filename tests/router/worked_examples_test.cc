@@ -26,7 +26,7 @@ TEST(RouterExamples, W2Tie) {
   r = route(with(test::topk_spec(kSoftmax, 4, 2, true)), l);
   EXPECT_EQ(r.weights, (Floats{.5F, .5F}));
   float scores[4];
-  score_row(kSoftmax, l.as<float>(), 4, scores);
+  router::score_row(kSoftmax, l.as<float>(), 4, scores);
   expect_digits(Floats(scores, scores + 4), {.141983, .385950, .086117, .385950});
 }
 
@@ -100,7 +100,7 @@ TEST(RouterExamples, GroupedSoftmaxByTheBestTwo) {
 TEST(RouterExamples, W6SqrtSoftplusWithBiasAndHash) {
   const Tensor l = matrix(1, {0, 1, -1, 2});
   float scores[4];
-  score_row(ScoringFunc::kSqrtSoftplus, l.as<float>(), 4, scores);
+  router::score_row(ScoringFunc::kSqrtSoftplus, l.as<float>(), 4, scores);
   expect_digits(Floats(scores, scores + 4), {.832555, 1.145976, .559698, 1.458399});
 
   RoutingSpec spec = test::topk_spec(ScoringFunc::kSqrtSoftplus, 4, 2, true);
@@ -189,11 +189,11 @@ TEST(RouterExamples, W10Eplb) {
   const Ids count = {2, 2, 1, 1};
   Ids load(6, 0);
   EplbState state{l2p, count, load, 2, true};
-  ASSERT_TRUE(check_eplb_state(state, 4).ok());
+  ASSERT_TRUE(router::check_eplb_state(state, 4).ok());
   const Ids logical = {0, 1, 0, 2, 1, 0, 3, 0, -1, 0};
   const Ids physical = {0, 5, 0, 2, 1, 4, 3, 4, -1, 4};
   Ids ids = logical;
-  map_logical_to_physical(state, 4, 5, 2, nullptr, ids.data());
+  router::map_logical_to_physical(state, 4, 5, 2, nullptr, ids.data());
   EXPECT_EQ(ids, physical);
   EXPECT_EQ(load, (Ids{2, 1, 1, 1, 3, 1}));
 

@@ -27,7 +27,7 @@ struct Sums {
 };
 
 struct StoredExpert {
-  QuantizedMatrix w13, w2;
+  quant::QuantizedMatrix w13, w2;
   Tensor w13_input_scale, w2_input_scale;
 };
 
@@ -38,8 +38,8 @@ class StoredSource final : public ExpertSource {
 
   Result<ExpertWeightsView> expert(std::int64_t e) override {
     const StoredExpert& s = experts_[static_cast<std::size_t>(e)];
-    const StoredMatrix a = s.w13.view();
-    const StoredMatrix b = s.w2.view();
+    const quant::StoredMatrix a = s.w13.view();
+    const quant::StoredMatrix b = s.w2.view();
     ExpertWeightsView v;
     v.w13 = a.weight;
     v.w13_scale = a.scale;
@@ -142,12 +142,12 @@ Result<std::vector<StoredExpert>> store(const AccuracyCase& data, const OperandQ
   Sums sums;
   for (std::size_t e = 0; e < stored.size(); ++e) {
     const std::array<const Tensor*, 2> from = {&data.w13[e], &data.w2[e]};
-    const std::array<QuantizedMatrix*, 2> to = {&stored[e].w13, &stored[e].w2};
+    const std::array<quant::QuantizedMatrix*, 2> to = {&stored[e].w13, &stored[e].w2};
     for (std::size_t i = 0; i < 2; ++i) {
       const std::int64_t part = i == 0 ? data.intermediate_size : data.hidden_size;
-      MOESAIC_ASSIGN_OR_RETURN(*to[i], quantize_weight(quant, from[i]->view(), part));
+      MOESAIC_ASSIGN_OR_RETURN(*to[i], quant::quantize_weight(quant, from[i]->view(), part));
       MOESAIC_ASSIGN_OR_RETURN(Tensor back, Tensor::zeros(DType::kF32, from[i]->shape()));
-      MOESAIC_RETURN_IF_ERROR(dequantize_weight(quant, to[i]->view(), part, back.view()));
+      MOESAIC_RETURN_IF_ERROR(quant::dequantize_weight(quant, to[i]->view(), part, back.view()));
       for (std::int64_t j = 0; j < back.bytes() / 4; ++j) {
         sums.add(static_cast<double>(back.as<float>()[j]),
                  static_cast<double>(from[i]->as<float>()[j]));
@@ -166,7 +166,7 @@ double activation_error(const AccuracyCase& data, const OperandQuant& quant) {
   const std::int64_t h = data.hidden_size;
   const std::vector<double> rows = to_doubles(data.hidden_states.view());
   std::vector<float> row(static_cast<std::size_t>(h));
-  std::vector<float> scales(static_cast<std::size_t>(ref_max_scales(h)));
+  std::vector<float> scales(static_cast<std::size_t>(experts::ref_max_scales(h)));
   std::vector<std::uint8_t> codes(static_cast<std::size_t>(h));
   const float input_scale = input_amax(data) / 2688.0F;
   Sums sums;
@@ -176,8 +176,8 @@ double activation_error(const AccuracyCase& data, const OperandQuant& quant) {
     if (quant.dtype == DType::kF16) {  // the rows are bf16: only f16 rounds them again
       for (float& v : row) v = f32_from_f16(f16_from_f32(v));
     }
-    const RefOperand q =
-        ref_quantize_row(quant, input_scale, row.data(), h, scales.data(), codes.data());
+    const experts::RefOperand q =
+        experts::ref_quantize_row(quant, input_scale, row.data(), h, scales.data(), codes.data());
     for (std::int64_t k = 0; k < h; ++k) {
       const float scale = q.scales == nullptr ? 1.0F : q.scales[q.group > 0 ? k / q.group : 0];
       sums.add(static_cast<double>(q.values[k]) * static_cast<double>(scale) *
@@ -250,10 +250,10 @@ Result<AccuracyCase> model_case(const std::string& model, std::int64_t max_token
                              Tensor::zeros(DType::kF32, {2 * c.intermediate_size, c.hidden_size}));
     MOESAIC_ASSIGN_OR_RETURN(Tensor w2,
                              Tensor::zeros(DType::kF32, {c.hidden_size, c.intermediate_size}));
-    MOESAIC_RETURN_IF_ERROR(dequantize_weight(quant, {v.w13, v.w13_scale, {}, {}, {}, {}, {}},
-                                              c.intermediate_size, w13.view()));
-    MOESAIC_RETURN_IF_ERROR(
-        dequantize_weight(quant, {v.w2, v.w2_scale, {}, {}, {}, {}, {}}, c.hidden_size, w2.view()));
+    MOESAIC_RETURN_IF_ERROR(quant::dequantize_weight(
+        quant, {v.w13, v.w13_scale, {}, {}, {}, {}, {}}, c.intermediate_size, w13.view()));
+    MOESAIC_RETURN_IF_ERROR(quant::dequantize_weight(quant, {v.w2, v.w2_scale, {}, {}, {}, {}, {}},
+                                                     c.hidden_size, w2.view()));
     c.w13.push_back(std::move(w13));
     c.w2.push_back(std::move(w2));
   }
@@ -340,10 +340,10 @@ Result<AccuracyRow> measure_accuracy(const AccuracyCase& data, const Scheme& sch
   const double size = data.output_norm > 0 ? data.output_norm : norm(exact);
   row.output = distance(got, exact) / size;
   row.arithmetic = distance(got, same_weights) / size;
-  row.weights_bound = kRoundingMargin * rounding_error(scheme.weight);
-  row.activations_bound = kRoundingMargin * rounding_error(scheme.activation);
+  row.weights_bound = quant::kRoundingMargin * quant::rounding_error(scheme.weight);
+  row.activations_bound = quant::kRoundingMargin * quant::rounding_error(scheme.activation);
   row.arithmetic_bound = scheme.output_bound;
-  row.output_bound = std::hypot(scheme.output_bound, kWeightErrorGain * row.weights_bound);
+  row.output_bound = std::hypot(scheme.output_bound, quant::kWeightErrorGain * row.weights_bound);
   return row;
 }
 

@@ -11,7 +11,7 @@ namespace moesaic::tool {
 namespace {
 
 // y[n] = sum_k w[n][k] * x[k] + bias[n], x in the order of the columns
-std::vector<double> multiply(const ProjectionView& m, const OperandQuant& quant,
+std::vector<double> multiply(const experts::ProjectionView& m, const OperandQuant& quant,
                              std::span<const double> x) {
   const std::int64_t rows = m.weight.dim(0), cols = m.weight.dim(1);
   std::vector<double> y(static_cast<std::size_t>(rows));
@@ -46,10 +46,11 @@ Result<std::vector<double>> reference_token(const MoeProblem& problem, ExpertSou
     if (on_input) {
       for (double& value : in) value *= w;
     }
-    const std::vector<double> h = multiply(w13_of(v), problem.quant.weight, in);
+    const std::vector<double> h = multiply(experts::w13_of(v), problem.quant.weight, in);
     std::vector<double> act(static_cast<std::size_t>(problem.intermediate_size));
-    ref_activation_f64(problem.activation, layout, h.data(), act.data(), problem.intermediate_size);
-    const std::vector<double> z = multiply(w2_of(v), problem.quant.weight, act);
+    activation::ref_activation_f64(problem.activation, layout, h.data(), act.data(),
+                                   problem.intermediate_size);
+    const std::vector<double> z = multiply(experts::w2_of(v), problem.quant.weight, act);
     for (std::size_t i = 0; i < y.size(); ++i) y[i] += (on_input ? 1.0 : w) * z[i];
   }
   return y;

@@ -34,18 +34,20 @@ void Console::emit(const Json& object) const {
 
 void Console::print(std::string_view text) const {
   if (json_ || !results_) return;
-  const std::string safe = escape_controls(text, /*keep_newlines=*/true);
+  const std::string safe = checkpoint::escape_controls(text, /*keep_newlines=*/true);
   std::fwrite(safe.data(), 1, safe.size(), out_);
 }
 
 void Console::note(int level, std::string_view text) const {
   if (verbosity_ < level) return;
-  std::fputs(fmt::format("{}: {}\n", log_name(), escape_controls(text, true)).c_str(), stderr);
+  std::fputs(fmt::format("{}: {}\n", log_name(), checkpoint::escape_controls(text, true)).c_str(),
+             stderr);
 }
 
 void Console::warn(std::string_view text) const {
-  std::fputs(fmt::format("{}: warning: {}\n", log_name(), escape_controls(text, true)).c_str(),
-             stderr);
+  std::fputs(
+      fmt::format("{}: warning: {}\n", log_name(), checkpoint::escape_controls(text, true)).c_str(),
+      stderr);
 }
 
 int Console::fail(const Status& status, Origin origin, std::string_view next, Json report) const {
@@ -60,7 +62,8 @@ int Console::fail_interrupted(const Status& status, int signal) const {
 int Console::report_failure(const Status& status, int code, std::string_view next,
                             Json report) const {
   std::fputs(fmt::format("{}: error: {}\n  next: {}\n", log_name(),
-                         escape_controls(status.to_string()), escape_controls(next))
+                         checkpoint::escape_controls(status.to_string()),
+                         checkpoint::escape_controls(next))
                  .c_str(),
              stderr);
   report["error"] = status_code_name(status.code());

@@ -102,12 +102,12 @@ int run_inspect(const InspectArguments& state) {
                  {"problems", problems}};
 
   console.print(fmt::format("{}: model_type {}, {} MoE layer(s), {} in them\n",
-                            escape_controls(state.directory), checkpoint.model_type(),
+                            checkpoint::escape_controls(state.directory), checkpoint.model_type(),
                             checkpoint.layers().size(), format_bytes(total)));
   print_table(console, checkpoint);
   if (problems.empty()) console.print("problems: none found in the headers\n");
   for (const std::string& problem : problems) {
-    console.print(fmt::format("problem: {}\n", escape_controls(problem)));
+    console.print(fmt::format("problem: {}\n", checkpoint::escape_controls(problem)));
   }
   if (!bad.ok()) {
     return console.fail(bad.with_context(state.directory), Origin::kFile, {}, std::move(report));

@@ -71,7 +71,8 @@ int main(int argc, char** argv) {
   int code = kExitInternal;
   try {
     set_log_sink([](std::string_view message) {
-      std::fputs(fmt::format("{}: warning: {}\n", log_name(), escape_controls(message)).c_str(),
+      std::fputs(fmt::format("{}: warning: {}\n", log_name(), checkpoint::escape_controls(message))
+                     .c_str(),
                  stderr);
     });
     code = run_verb(argc, argv);

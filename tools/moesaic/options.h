@@ -75,7 +75,8 @@ auto on_chosen_device(const CommonOptions& common, const Console& console,
       !options.device.is_cuda()) {
     return made;
   }
-  console.warn(options.device.to_string() + ": " + escape_controls(made.status().message()) +
+  console.warn(options.device.to_string() + ": " +
+               checkpoint::escape_controls(made.status().message()) +
                "\n  next: using the CPU; name --device to choose");
   options.device = Device::cpu();
   return make(options);

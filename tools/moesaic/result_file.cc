@@ -30,7 +30,7 @@ const char* verb_of(ResultFile::Content content) {
   return content == ResultFile::Content::kPlot ? "moesaic bench --plot" : "moesaic run";
 }
 
-bool same_file(const OutputTarget& target, const std::string& path) {
+bool same_file(const checkpoint::OutputTarget& target, const std::string& path) {
   struct stat info {};
   return !path.empty() && ::stat(path.c_str(), &info) == 0 && info.st_ino == target.inode &&
          info.st_dev == target.device;
@@ -47,7 +47,7 @@ std::pair<std::string, std::string> gguf_part(const std::string& name) {
 }
 
 // Whether the target is a file in the model's folder, or a part of a GGUF model.
-bool is_file_of_model(const OutputTarget& target, const std::string& model) {
+bool is_file_of_model(const checkpoint::OutputTarget& target, const std::string& model) {
   if (model.empty()) return false;
   std::error_code error;
   const bool folder = fs::is_directory(model, error);
@@ -72,7 +72,7 @@ bool has_name_of_model(const fs::path& path) {
           (name.starts_with("model") || name.starts_with("consolidated")));
 }
 
-bool lies_in_folder(const OutputTarget& target, const std::string& folder) {
+bool lies_in_folder(const checkpoint::OutputTarget& target, const std::string& folder) {
   std::error_code error;
   const fs::path parent = fs::path(target.path).parent_path();
   return !folder.empty() && fs::is_directory(folder, error) &&
@@ -80,10 +80,11 @@ bool lies_in_folder(const OutputTarget& target, const std::string& folder) {
 }
 
 // Whether an existing file is an earlier result of the same verb.
-bool is_own_result(const OutputTarget& target, ResultFile::Content content) {
+bool is_own_result(const checkpoint::OutputTarget& target, ResultFile::Content content) {
   if (MOESAIC_FAULT(result_takes_any_file_for_its_own)) return true;
   if (content == ResultFile::Content::kLayerOutput) {
-    const Result<SafetensorsFile> file = SafetensorsFile::open(target.path, FileAccess::kCopy);
+    const Result<checkpoint::SafetensorsFile> file =
+        checkpoint::SafetensorsFile::open(target.path, FileAccess::kCopy);
     if (!file.ok()) return false;
     const auto& metadata = file->header().metadata();
     for (const auto& [key, value] : kMetadata) {
@@ -100,7 +101,7 @@ bool is_own_result(const OutputTarget& target, ResultFile::Content content) {
   return line.starts_with("<svg ") && line.find(kPlotMark) != std::string_view::npos;
 }
 
-Status refuse(const OutputTarget& target, std::string_view why) {
+Status refuse(const checkpoint::OutputTarget& target, std::string_view why) {
   return {StatusCode::kInvalidArgument, fmt::format("{}: {}", target.given, why)};
 }
 
@@ -112,7 +113,7 @@ bool share_a_place(int one, int other) {
          a.st_dev == b.st_dev && (S_ISREG(a.st_mode) || S_ISFIFO(a.st_mode));
 }
 
-Status check_stream(const ResultFile& file, const OutputTarget& target) {
+Status check_stream(const ResultFile& file, const checkpoint::OutputTarget& target) {
   if (target.descriptor == STDERR_FILENO) {
     return refuse(target, "stderr carries the messages, need another place");
   }
@@ -128,8 +129,8 @@ Status check_stream(const ResultFile& file, const OutputTarget& target) {
   return {};
 }
 
-Status check_target(const ResultFile& file, const OutputTarget& target) {
-  const bool regular = target.kind != OutputTarget::Kind::kNew && S_ISREG(target.mode);
+Status check_target(const ResultFile& file, const checkpoint::OutputTarget& target) {
+  const bool regular = target.kind != checkpoint::OutputTarget::Kind::kNew && S_ISREG(target.mode);
   if (regular && !MOESAIC_FAULT(result_overwrites_inputs)) {
     for (const std::string& input : file.inputs) {
       if (same_file(target, input)) {
@@ -139,11 +140,11 @@ Status check_target(const ResultFile& file, const OutputTarget& target) {
   }
   const bool reserved = has_name_of_model(target.path);
   const std::string of_model = fmt::format("is a file of the model {}, need another", file.model);
-  if (target.kind == OutputTarget::Kind::kStream) {
+  if (target.kind == checkpoint::OutputTarget::Kind::kStream) {
     if (regular && is_file_of_model(target, file.model)) return refuse(target, of_model);
     return check_stream(file, target);
   }
-  if (target.kind == OutputTarget::Kind::kNew) {
+  if (target.kind == checkpoint::OutputTarget::Kind::kNew) {
     if (!reserved || !lies_in_folder(target, file.model)) return {};
     return refuse(target, fmt::format("would become a file of the model {}, need another name or "
                                       "place",
@@ -169,12 +170,12 @@ Status check_target(const ResultFile& file, const OutputTarget& target) {
 }  // namespace
 
 bool goes_to_stdout(const ResultFile& file) {
-  const Result<OutputTarget> target = find_output(system_path(file));
+  const Result<checkpoint::OutputTarget> target = checkpoint::find_output(system_path(file));
   return target.ok() && target->descriptor == STDOUT_FILENO;
 }
 
 Status check_result_file(const ResultFile& file) {
-  const Result<OutputTarget> target = find_output(system_path(file));
+  const Result<checkpoint::OutputTarget> target = checkpoint::find_output(system_path(file));
   if (!target.ok()) return target.status().with_context(file.option);
   return check_target(file, *target).with_context(file.option);
 }
@@ -186,7 +187,7 @@ Status write_result(const ResultFile& file, std::span<const NamedTensor> tensors
 
 Status write_result(const ResultFile& file, std::string_view svg) {
   MOESAIC_RETURN_IF_ERROR(check_result_file(file));
-  return write_output_text(system_path(file), svg).with_context(file.option);
+  return checkpoint::write_output_text(system_path(file), svg).with_context(file.option);
 }
 
 }  // namespace moesaic::tool

@@ -56,8 +56,8 @@ void report(const Console& console, const RunArguments& state, const FusedMoE& l
                             per_second));
   console.print(fmt::format("load     {}\n", fmt::join(load, " ")));
   console.print(fmt::format("rounding {}\n", numerics_text(numerics, layer.activation_bound())));
-  console.print(
-      fmt::format("written  {} (output, topk_ids, topk_weights)\n", escape_controls(state.output)));
+  console.print(fmt::format("written  {} (output, topk_ids, topk_weights)\n",
+                            checkpoint::escape_controls(state.output)));
 }
 
 int run_layer(RunArguments state) {

@@ -175,7 +175,7 @@ void report(const RankContext& c, const RunRequest& request, const FusedMoE& lay
   c.console.print(fmt::format("load     {}\n", fmt::join(load, " ")));
   if (balance) print(*balance, c.console);
   c.console.print(fmt::format("written  {} (output, topk_ids, topk_weights)\n",
-                              escape_controls(request.output.path)));
+                              checkpoint::escape_controls(request.output.path)));
 }
 
 }  // namespace

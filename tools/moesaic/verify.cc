@@ -30,7 +30,8 @@ Status allow_conversion(const std::string& model, LayerReport* report) {
   const Result<std::optional<double>> error = converted_weight_error(model, report->layer);
   if (!error.ok()) return error.status();
   if (!*error) return {};
-  report->bound = std::hypot(report->bound, report->cancellation * kWeightErrorGain * **error);
+  report->bound =
+      std::hypot(report->bound, report->cancellation * quant::kWeightErrorGain * **error);
   report->pass = report->rel_l2 <= report->bound && std::isfinite(report->bound) &&
                  report->topk_mismatches == 0;
   return {};

@@ -6,7 +6,7 @@
 
 #include "core/fault.h"
 
-namespace moesaic {
+namespace moesaic::activation {
 namespace {
 
 // Read once: ref_activate runs for every element.
@@ -117,4 +117,4 @@ void ref_activation_f64(const ActivationSpec& spec, GateUpLayout layout, const d
   activate_row(spec, layout, in, out, intermediate_size);
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::activation

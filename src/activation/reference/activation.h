@@ -6,7 +6,7 @@
 
 #include "moesaic/activation.h"
 
-namespace moesaic {
+namespace moesaic::activation {
 
 // act(gate, up) for gated kinds, act(gate) for the others (`up` is ignored). The spec is valid
 // (validate()). NaN in either used operand gives NaN. Defined for T = float and double.
@@ -42,4 +42,4 @@ void ref_activation(const ActivationSpec& spec, GateUpLayout layout, const float
 void ref_activation_f64(const ActivationSpec& spec, GateUpLayout layout, const double* in,
                         double* out, std::int64_t intermediate_size);
 
-}  // namespace moesaic
+}  // namespace moesaic::activation

@@ -11,7 +11,7 @@
 #include "checkpoint/container/names.h"
 #include "core/fault.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 constexpr std::size_t kNamesShown = 8;
@@ -79,8 +79,8 @@ Status missing_error(const LayerSource& source, const std::vector<PlannedTensor>
 
 Status check_form(const PlannedTensor& want, const TensorInfo& got) {
   if (!want.dtypes.contains(got.dtype) || want.block_type != got.block_type) {
-    const auto block_or = [](GgufType type, const std::string& dtype) {
-      return type == GgufType::kNone ? dtype : std::string(ggml_type_info(type).name);
+    const auto block_or = [](quant::GgufType type, const std::string& dtype) {
+      return type == quant::GgufType::kNone ? dtype : std::string(ggml_type_info(type).name);
     };
     return {StatusCode::kInvalidDType,
             fmt::format("{}: got {}, need {}", quote_name(want.name),
@@ -288,4 +288,4 @@ Result<BoundLayer> bind_layer(const ModelConfig& config, const MoeLayerSpec& spe
   return layer;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -16,7 +16,7 @@
 #include "checkpoint/container/shards.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // The tensors of the three linears of one MLP, by Projection. Fused files have no kUp.
 class MlpTensors {
@@ -59,4 +59,4 @@ std::span<const ShardSet::Located> tensors_under(const ShardSet& shards, std::st
 // Bytes of all tensors of a block ("model.layers.3.mlp") as stored, whatever they are.
 std::int64_t stored_block_bytes(const std::string& block, const ShardSet& shards);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -8,7 +8,7 @@
 #include "checkpoint/container/shards.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 inline std::string_view name_of(const ShardSet::Located& tensor) { return tensor.info->name; }
 
@@ -19,4 +19,4 @@ Status choose_names(const ModelConfig& config, const ShardSet& shards, LayerSour
 // Formats, dtypes and the scheme that follows from them, after choose_names.
 Status choose_numbers(const ModelConfig& config, const ShardSet& shards, LayerSource* source);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -12,7 +12,7 @@
 #include "checkpoint/container/names.h"
 #include "core/fault.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 std::vector<std::string> block_names(const Family& family, std::string_view layer_prefix,
@@ -220,4 +220,4 @@ Status choose_names(const ModelConfig& config, const ShardSet& shards, LayerSour
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -16,7 +16,7 @@
 #include "core/fault.h"
 #include "quant/gguf_blocks.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 // The last parts of the experts' module names: what skip lists spell out.
@@ -64,17 +64,17 @@ Status read_blocks(const ShardSet& shards, const std::array<std::string, 3>& nam
   for (std::size_t p = 0; p < names.size(); ++p) {
     const auto tensor = shards.find(names[p]);
     if (names[p].empty() || !tensor) continue;
-    const GgufType type = tensor->info->block_type;
-    (type == GgufType::kNone ? plain : blocks) = names[p];
-    if (type == GgufType::kNone) continue;
-    if (gguf_type_info(static_cast<std::uint32_t>(type)) == nullptr) {
+    const quant::GgufType type = tensor->info->block_type;
+    (type == quant::GgufType::kNone ? plain : blocks) = names[p];
+    if (type == quant::GgufType::kNone) continue;
+    if (quant::gguf_type_info(static_cast<std::uint32_t>(type)) == nullptr) {
       return {StatusCode::kUnsupported,
               fmt::format("{}: the type {}{} is not supported, need {}", quote_name(names[p]),
                           ggml_type_info(type).name,
                           has_code_grid(type)
                               ? " (codes are indices of a grid that no published rule yields)"
                               : "",
-                          gguf_type_names())};
+                          quant::gguf_type_names())};
     }
     format->stored = StoredFormat::kGguf;
     format->blocks[p] = type;
@@ -89,10 +89,11 @@ Status read_blocks(const ShardSet& shards, const std::array<std::string, 3>& nam
 // names it as missing.
 void fill_blocks(LinearFormat* format) {
   if (format->stored != StoredFormat::kGguf) return;
-  const auto known = std::find_if(format->blocks.begin(), format->blocks.end(),
-                                  [](GgufType type) { return type != GgufType::kNone; });
-  const GgufType type = *known;
-  std::replace(format->blocks.begin(), format->blocks.end(), GgufType::kNone, type);
+  const auto known =
+      std::find_if(format->blocks.begin(), format->blocks.end(),
+                   [](quant::GgufType type) { return type != quant::GgufType::kNone; });
+  const quant::GgufType type = *known;
+  std::replace(format->blocks.begin(), format->blocks.end(), quant::GgufType::kNone, type);
 }
 
 Status choose_gguf_formats(const ShardSet& shards, LayerSource* source) {
@@ -325,4 +326,4 @@ Status choose_numbers(const ModelConfig& config, const ShardSet& shards, LayerSo
   return choose_dtypes(config, shards, source);
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

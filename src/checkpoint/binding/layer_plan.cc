@@ -6,7 +6,7 @@
 #include "checkpoint/config/stored_formats.h"
 #include "core/checked.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 // Types that widen to F32 without loss.
@@ -121,7 +121,7 @@ class Planner {
   // Blocks of a GGUF file: rows of bytes.
   void gguf(LayerPart part, Projection projection, const LinearFormat& format, std::string name,
             const Shape& shape) {
-    const GgufType type = format.blocks[static_cast<std::size_t>(projection)];
+    const quant::GgufType type = format.blocks[static_cast<std::size_t>(projection)];
     const GgmlTypeInfo& info = ggml_type_info(type);
     const std::int64_t row = shape[shape.rank() - 1] / info.block_elements * info.block_bytes;
     PlannedTensor planned{part,
@@ -327,4 +327,4 @@ std::vector<PlannedTensor> plan_layer(const LayerSource& source) { return Planne
 
 std::int64_t scale_blocks(std::int64_t size) { return ceil_div(size, kFp8BlockSize); }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -16,7 +16,7 @@
 #include "moesaic/spec.h"
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // How one layer is stored, decided once from the configuration and the names that exist.
 struct LayerSource {
@@ -93,7 +93,7 @@ struct PlannedTensor {
   bool any_shape = false;
   bool optional = false;
   bool unused = false;  // may be there and is never read
-  GgufType block_type = GgufType::kNone;
+  quant::GgufType block_type = quant::GgufType::kNone;
 };
 
 // Router, shared expert, then the experts in order. O(E).
@@ -102,4 +102,4 @@ std::vector<PlannedTensor> plan_layer(const LayerSource& source);
 // Rows or columns of an FP8-block scale grid.
 std::int64_t scale_blocks(std::int64_t size);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

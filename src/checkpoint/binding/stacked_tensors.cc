@@ -1,6 +1,6 @@
 #include "checkpoint/binding/stacked_tensors.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 using K = TensorKind;
@@ -74,7 +74,8 @@ std::vector<LinearTensor> stacked_tensors(const LinearFormat& f, ExpertStorage s
       break;
     case StoredFormat::kNvfp4:
       list.push_back({K::kWeight, weight_suffix, {matrix(k / 2)}, {DType::kU8}});
-      list.push_back({K::kScale, names.scale, {matrix(k / kNvfp4GroupSize)}, {DType::kF8E4M3}});
+      list.push_back(
+          {K::kScale, names.scale, {matrix(k / quant::kNvfp4GroupSize)}, {DType::kF8E4M3}});
       list.push_back({K::kGlobalScale, names.global_scale, numbers, {DType::kF32}});
       break;
     default:
@@ -89,4 +90,4 @@ std::vector<LinearTensor> stacked_tensors(const LinearFormat& f, ExpertStorage s
   return list;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

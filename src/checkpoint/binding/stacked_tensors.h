@@ -12,7 +12,7 @@
 #include "checkpoint/config/linear_format.h"
 #include "checkpoint/config/linear_tensors.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // Is it settled how the scales of this format lie in this storage? Rows and scales one expert after
 // the other (kStacked, kFusedNT): FP8 with any scales, int8, ModelOpt's NVFP4. Transposed
@@ -36,4 +36,4 @@ std::vector<LinearTensor> stacked_tensors(const LinearFormat& format, ExpertStor
                                           std::string_view weight_suffix, std::int64_t experts,
                                           std::int64_t rows, std::int64_t columns, bool gate_up);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -18,7 +18,7 @@
 #include "core/fault.h"
 #include "moesaic/activation.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 constexpr IntegerRange kWidthRange{1, kMaxWidth};
@@ -401,4 +401,4 @@ Result<ModelConfig> parse_model_config(std::string_view json) {
   return guard_allocation("config.json", [&] { return parse_checked(json); });
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -14,7 +14,7 @@
 #include "moesaic/spec.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // Caps on what a configuration may ask for, far above every model that exists. They bound the
 // memory that a few bytes of text can demand.
@@ -47,4 +47,4 @@ struct ModelConfig {
 // and the value needed.
 Result<ModelConfig> parse_model_config(std::string_view json);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

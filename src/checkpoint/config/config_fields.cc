@@ -8,7 +8,7 @@
 
 #include "checkpoint/container/names.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 // A value in a message: numbers in full, text cut, containers by kind only.
@@ -179,4 +179,4 @@ Result<const nlohmann::json*> ConfigFields::object(std::string_view name) const 
   return value;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

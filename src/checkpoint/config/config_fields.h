@@ -14,7 +14,7 @@
 
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // Inclusive. A value below `low` or above `high` is kInvalidArgument.
 struct IntegerRange {
@@ -78,4 +78,4 @@ class ConfigFields {
   FieldsRead* read_;
 };
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -4,7 +4,7 @@
 
 #include <cctype>
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 constexpr std::array<std::string_view, 10> kLayerPrefixes = {
@@ -112,4 +112,4 @@ bool matches_pattern(std::string_view pattern, std::string_view name) {
   return digits > 0 && rest.substr(digits) == pattern.substr(at + kExpertMark.size());
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

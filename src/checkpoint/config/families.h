@@ -14,7 +14,7 @@
 #include "moesaic/activation.h"
 #include "moesaic/spec.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // Up to N names. A literal type, so that the tables are constants; an empty string is a name too.
 template <std::size_t N>
@@ -259,4 +259,4 @@ std::string expand_expert(std::string_view pattern, std::int64_t expert);
 // has no "{e}")?
 bool matches_pattern(std::string_view pattern, std::string_view name);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

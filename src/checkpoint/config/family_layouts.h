@@ -5,7 +5,7 @@
 
 #include "checkpoint/config/families.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // make_activation("swigluoai"), for tables that are constants.
 inline constexpr ActivationSpec kGptOssActivation = {ActivationKind::kSwigluOai, 7.0F, 1.702F, 1.0F,
@@ -90,4 +90,4 @@ constexpr ExpertLayout gpt_oss_mxfp4_layout() {
   return layout;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

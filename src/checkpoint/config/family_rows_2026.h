@@ -6,7 +6,7 @@
 #include "checkpoint/config/families.h"
 #include "checkpoint/config/family_layouts.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 constexpr Family deepseek_v4() {
   Family f;
@@ -207,4 +207,4 @@ constexpr Family gemma4() {
   return f;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -9,7 +9,7 @@
 #include "checkpoint/config/families.h"
 #include "checkpoint/config/family_layouts.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // Sigmoid scores, a selection bias, renormalised and scaled weights, shared experts in one MLP:
 // what most of these models have in common.
@@ -363,4 +363,4 @@ constexpr Family inkling2() {
   return f;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -4,7 +4,7 @@
 #include "checkpoint/config/family_rows_2026.h"
 #include "checkpoint/config/family_rows_transformers.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 constexpr std::string_view kScoringReadings =
@@ -498,4 +498,4 @@ constexpr auto kFamilies = std::to_array<Family>({
 
 std::span<const Family> families() { return kFamilies; }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -7,7 +7,7 @@
 #include "checkpoint/config/stored_formats.h"
 #include "quant/gguf_blocks.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 Scheme named(std::string_view name) { return quant_scheme_from_name(name).value(); }
@@ -118,9 +118,9 @@ Result<Scheme> mxfp4_scheme(const LinearFormat& f, DType) {
 Result<Scheme> gguf_scheme(const LinearFormat& f, DType) {
   bool four = true, any_min = false, all_signed = true, all_unsigned = true, tables = true;
   int group = 256;
-  for (const GgufType type : f.blocks) {
-    if (type == GgufType::kNone) continue;
-    const GgufTypeInfo* info = gguf_type_info(static_cast<std::uint32_t>(type));
+  for (const quant::GgufType type : f.blocks) {
+    if (type == quant::GgufType::kNone) continue;
+    const quant::GgufTypeInfo* info = quant::gguf_type_info(static_cast<std::uint32_t>(type));
     if (info == nullptr) continue;  // refused when the layer was resolved
     four = four && info->code_bits == 4;
     tables = tables && info->table == CodeTable::kIq4Nl;
@@ -144,4 +144,4 @@ Result<Scheme> gguf_scheme(const LinearFormat& f, DType) {
   return with_weight(named(four ? "int4-g128" : "int8-bf16"), w);
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

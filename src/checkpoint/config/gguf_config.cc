@@ -15,7 +15,7 @@
 #include "checkpoint/container/names.h"
 #include "core/fault.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 // How an architecture name maps to a family, and what its readers assume where the file is silent.
@@ -439,4 +439,4 @@ Result<ModelConfig> read_gguf_config(std::string_view label,
   return guard_allocation(label, [&] { return read_checked(label, headers); });
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

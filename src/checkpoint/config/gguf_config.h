@@ -9,7 +9,7 @@
 #include "checkpoint/config/families.h"
 #include "checkpoint/container/gguf.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 inline constexpr std::string_view kGgufLayerPrefix = "blk.";
 
@@ -27,4 +27,4 @@ bool is_gguf_moe_tensor(std::string_view name);
 Result<ModelConfig> read_gguf_config(std::string_view label,
                                      std::span<const GgufHeader* const> headers);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -2,7 +2,7 @@
 
 #include "checkpoint/config/gguf_config.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 // GGUF names are the same for every family, and so is the storage: [E, I, H], [E, I, H], [E, H, I].
@@ -47,4 +47,4 @@ const Family* gguf_family(std::string_view model_type) {
   return it == kFamilies.end() ? nullptr : &it->second;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -10,7 +10,7 @@
 #include "checkpoint/config/config.h"
 #include "checkpoint/container/names.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 // mlp_layer_types spells the choice out per layer; where present it is the whole answer.
@@ -244,4 +244,4 @@ Result<std::vector<bool>> moe_layers(const ConfigFields& fields, const Family& f
   return std::vector<bool>(static_cast<std::size_t>(num_layers), true);
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

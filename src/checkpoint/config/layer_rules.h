@@ -9,7 +9,7 @@
 #include "checkpoint/config/families.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // The family's field, or, in families that spell out every layer, the length of that pattern.
 Result<std::int64_t> read_num_layers(const ConfigFields& fields, const Family& family);
@@ -22,4 +22,4 @@ Result<std::vector<bool>> moe_layers(const ConfigFields& fields, const Family& f
 Result<std::vector<bool>> hash_layers(const ConfigFields& fields, const Family& family,
                                       std::int64_t num_layers);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -8,14 +8,14 @@
 
 #include "checkpoint/config/stored_formats.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 // --- sizes ---
 
 SizeRule any_size(const LinearFormat&) { return {}; }
 SizeRule mx_groups(const LinearFormat&) { return {.columns = kMxfp4GroupSize}; }
-SizeRule nvfp4_groups(const LinearFormat&) { return {.columns = kNvfp4GroupSize}; }
+SizeRule nvfp4_groups(const LinearFormat&) { return {.columns = quant::kNvfp4GroupSize}; }
 SizeRule code_groups(const LinearFormat& f) {
   return {.columns = std::max<std::int64_t>(f.group_size, 2), .columns_are = " (group_size)"};
 }
@@ -38,7 +38,7 @@ SizeRule bnb4_blocks(const LinearFormat& f) {
 std::int64_t one_column(const LinearFormat&) { return 1; }
 std::int64_t fp8_tile(const LinearFormat&) { return kFp8BlockSize; }
 std::int64_t mx_group(const LinearFormat&) { return kMxfp4GroupSize; }
-std::int64_t nvfp4_group(const LinearFormat&) { return kNvfp4GroupSize; }
+std::int64_t nvfp4_group(const LinearFormat&) { return quant::kNvfp4GroupSize; }
 std::int64_t code_group(const LinearFormat& f) {
   return f.group_size > 0 ? std::lcm<std::int64_t>(f.group_size, 2) : 2;
 }
@@ -111,4 +111,4 @@ Status check_linear_sizes(const LinearFormat& f, std::string_view what, std::int
 
 std::int64_t slice_unit(const LinearFormat& f) { return stored_format_row(f.stored).slice_unit(f); }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -12,7 +12,7 @@
 #include "moesaic/status.h"
 #include "quant/nvfp4.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 enum class StoredFormat : std::uint8_t {
   kPlain,        // BF16, F16 or F32, as the tensors say
@@ -63,7 +63,8 @@ struct LinearFormat {
   CodeTable table = CodeTable::kNone;  // kBnb4
   bool ue8m0 = false;                  // kFp8Block: run-time activation scales are powers of two
   // kGguf: of gate, up and down.
-  std::array<GgufType, 3> blocks = {GgufType::kNone, GgufType::kNone, GgufType::kNone};
+  std::array<quant::GgufType, 3> blocks = {quant::GgufType::kNone, quant::GgufType::kNone,
+                                           quant::GgufType::kNone};
   bool operator==(const LinearFormat&) const = default;
 };
 
@@ -80,4 +81,4 @@ Status check_linear_sizes(const LinearFormat& format, std::string_view what, std
 // Columns of w2 (and rows of gate and up) can be cut at multiples of this.
 std::int64_t slice_unit(const LinearFormat& format);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

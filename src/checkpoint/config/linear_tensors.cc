@@ -7,7 +7,7 @@
 #include "core/checked.h"
 #include "quant/int_packing.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 using K = TensorKind;
@@ -73,12 +73,12 @@ std::vector<LinearTensor> packed_tensors(const LinearFormat& f, std::int64_t n, 
             {K::kScale, ".weight_scale", {{n, groups}}, kFloats}};
   }
   std::vector<LinearTensor> list = {
-      {K::kWeight, ".weight_packed", {{n, words_for_codes(k, f.bits)}}, kWords},
+      {K::kWeight, ".weight_packed", {{n, quant::words_for_codes(k, f.bits)}}, kWords},
       {K::kScale, ".weight_scale", {{n, groups}}, kFloats},
       {K::kPackedShape, ".weight_shape", {{2}}, {DType::kI64, DType::kI32}}};
   if (f.zero_points) {
     list.push_back(
-        {K::kZero, ".weight_zero_point", {{words_for_codes(n, f.bits), groups}}, kWords});
+        {K::kZero, ".weight_zero_point", {{quant::words_for_codes(n, f.bits), groups}}, kWords});
   }
   if (f.act_order) list.push_back({K::kGroupIndex, ".weight_g_idx", {{k}}, kWords});
   return list;
@@ -86,8 +86,8 @@ std::vector<LinearTensor> packed_tensors(const LinearFormat& f, std::int64_t n, 
 
 std::vector<LinearTensor> gptq_tensors(const LinearFormat& f, std::int64_t n, std::int64_t k) {
   const std::int64_t groups = f.group_size > 0 ? ceil_div(k, f.group_size) : 1;
-  return {{K::kWeight, ".qweight", {{words_for_codes(k, f.bits), n}}, kWords},
-          {K::kZero, ".qzeros", {{groups, words_for_codes(n, f.bits)}}, kWords},
+  return {{K::kWeight, ".qweight", {{quant::words_for_codes(k, f.bits), n}}, kWords},
+          {K::kZero, ".qzeros", {{groups, quant::words_for_codes(n, f.bits)}}, kWords},
           {K::kScale, ".scales", {{groups, n}}, kFloats},
           {K::kGroupIndex, ".g_idx", {{k}}, kWords, !f.act_order},
           {K::kZeroBias, ".bias", {{n}}, kFloats, true}};
@@ -104,7 +104,7 @@ std::vector<LinearTensor> nvfp4_tensors(const LinearFormat& f, std::int64_t n, s
   const bool ct = f.names == NameStyle::kCompressed;
   std::vector<LinearTensor> list = {
       {K::kWeight, ct ? ".weight_packed" : ".weight", {{n, k / 2}}, kBytes},
-      {K::kScale, ".weight_scale", {{n, k / kNvfp4GroupSize}}, kFp8},
+      {K::kScale, ".weight_scale", {{n, k / quant::kNvfp4GroupSize}}, kFp8},
       {K::kGlobalScale, ct ? ".weight_global_scale" : ".weight_scale_2", kScalar, kF32}};
   if (f.activation != ActivationQuant::kNone) {
     list.push_back({K::kInputScale, ct ? ".input_global_scale" : ".input_scale", kScalar, kF32});
@@ -141,4 +141,4 @@ std::vector<LinearTensor> bnb4_tensors(const LinearFormat& f, std::int64_t n, st
   return list;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

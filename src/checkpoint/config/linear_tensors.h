@@ -10,7 +10,7 @@
 #include "moesaic/dtype.h"
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 enum class TensorKind : std::uint8_t {
   kWeight,
@@ -44,4 +44,4 @@ struct LinearTensor {
 std::vector<LinearTensor> linear_tensors(const LinearFormat& format, std::int64_t rows,
                                          std::int64_t columns);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -13,7 +13,7 @@
 #include "checkpoint/container/names.h"
 #include "core/fault.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 // libstdc++'s default engine backtracks: exponential time and deep recursion on hostile patterns.
@@ -97,4 +97,4 @@ bool glob_matches(const std::string& pattern, const std::string& name) {
   return fnmatch(pattern.c_str(), name.c_str(), 0) == 0;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -6,7 +6,7 @@
 
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 inline constexpr std::size_t kMaxPatternBytes = 512;
 
@@ -21,4 +21,4 @@ Result<bool> regex_matches(std::string_view field, const std::string& pattern,
 // Shell pattern (*, ?, [..]) for the whole name.
 bool glob_matches(const std::string& pattern, const std::string& name);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -8,7 +8,7 @@
 #include "checkpoint/config/quant_methods.h"
 #include "checkpoint/container/names.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 constexpr std::size_t kMaxGroups = 64;
@@ -243,7 +243,7 @@ Result<LinearFormat> group_format(const ConfigFields& group, const std::string& 
   } else if (format == "pack-quantized") {
     status = packed_format(group, *weights, inputs, &f);
   } else if (format == "nvfp4-pack-quantized") {
-    status = fp4_format(group, *weights, inputs, StoredFormat::kNvfp4, kNvfp4GroupSize, &f);
+    status = fp4_format(group, *weights, inputs, StoredFormat::kNvfp4, quant::kNvfp4GroupSize, &f);
   } else if (format == "mxfp4-pack-quantized") {
     status = fp4_format(group, *weights, inputs, StoredFormat::kMxfp4Linear, kMxfp4GroupSize, &f);
   } else if (format == "mxfp8-quantized") {
@@ -314,4 +314,4 @@ Result<QuantConfig> parse_compressed_tensors(const ConfigFields& fields) {
   return quant;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

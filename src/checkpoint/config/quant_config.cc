@@ -17,7 +17,7 @@
 #include "core/fault.h"
 #include "core/refusal.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 using Parts = std::vector<std::string_view>;
@@ -460,4 +460,4 @@ Result<bool> skips_experts(const QuantConfig& quant, std::string_view experts,
                   listed.size(), all, experts, name(*listed.begin()), name(missing)));
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

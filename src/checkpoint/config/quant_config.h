@@ -13,7 +13,7 @@
 #include "checkpoint/config/linear_format.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // How an entry of a skip list (or a target) names modules.
 enum class NameRule : std::uint8_t {
@@ -101,4 +101,4 @@ Result<LinearFormat> experts_format(const QuantConfig& quant, std::string_view e
                                     std::int64_t num_experts,
                                     std::span<const std::string_view> projections);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -10,7 +10,7 @@
 #include "checkpoint/container/names.h"
 #include "core/fault.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 std::string lower(std::string text) {
@@ -205,7 +205,7 @@ Result<QuantConfig> parse_modelopt(const ConfigFields& fields) {
   quant.linear.activation = found->activation;
   quant.linear.bits = found->bits;
   MOESAIC_ASSIGN_OR_RETURN(const auto group, fields.integer("group_size", {1, 1 << 20}));
-  if (group && found->stored == StoredFormat::kNvfp4 && *group != kNvfp4GroupSize) {
+  if (group && found->stored == StoredFormat::kNvfp4 && *group != quant::kNvfp4GroupSize) {
     return fields.bad_value("group_size", fmt::to_string(*group), "16 with NVFP4");
   }
   if (group && found->stored == StoredFormat::kMxfp4Linear && *group != kMxfp4GroupSize) {
@@ -218,4 +218,4 @@ Result<QuantConfig> parse_modelopt(const ConfigFields& fields) {
   return quant;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

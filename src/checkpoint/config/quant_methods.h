@@ -9,7 +9,7 @@
 #include "checkpoint/config/config_fields.h"
 #include "checkpoint/config/quant_config.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // One entry per expert and projection of every layer is what careless exporters write.
 inline constexpr std::size_t kMaxSkipEntries = 1 << 18;
@@ -25,4 +25,4 @@ Result<QuantConfig> parse_modelopt(const ConfigFields& fields);
 Status append_skips(const ConfigFields& fields, std::string_view list, bool regex_allowed,
                     QuantConfig* quant);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <array>
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 constexpr std::string_view kEncoderDecoder =
@@ -50,4 +50,4 @@ const RefusedFamily* find_refused_family(std::string_view model_type) {
   return found == kRefused.end() ? nullptr : found;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -4,7 +4,7 @@
 #include <span>
 #include <string_view>
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 struct RefusedFamily {
   std::string_view model_type;
@@ -15,4 +15,4 @@ std::span<const RefusedFamily> refused_families();
 // nullptr for any other model_type.
 const RefusedFamily* find_refused_family(std::string_view model_type);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

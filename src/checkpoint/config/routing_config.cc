@@ -8,7 +8,7 @@
 #include "checkpoint/container/names.h"
 #include "core/fault.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 Result<ScoringFunc> read_scoring(const ConfigFields& fields, const RoutingRule& rule) {
@@ -221,4 +221,4 @@ Result<RoutingSpec> read_routing(const ConfigFields& fields, const Family& famil
   return routing;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -9,11 +9,11 @@
 #include "moesaic/spec.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // Applies the family's rule to the fields. `bias_by_presence` becomes true when only the checkpoint
 // can say whether there is a selection bias; the spec then says true.
 Result<RoutingSpec> read_routing(const ConfigFields& fields, const Family& family,
                                  std::int64_t num_experts, bool* bias_by_presence);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -12,7 +12,7 @@
 #include "moesaic/quant.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // What the sizes of a linear must be multiples of, and what those are, for messages.
 struct SizeRule {
@@ -72,4 +72,4 @@ std::vector<LinearTensor> mxfp4_tensors(const LinearFormat& format, std::int64_t
 std::vector<LinearTensor> bnb4_tensors(const LinearFormat& format, std::int64_t rows,
                                        std::int64_t columns);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

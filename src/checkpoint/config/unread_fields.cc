@@ -12,7 +12,7 @@
 #include "checkpoint/container/names.h"
 #include "core/fault.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 // In any family: training (losses, noise, capacity while training), reports, and how somebody's
@@ -180,4 +180,4 @@ Status check_unread_fields(const nlohmann::json& object, std::string_view where,
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

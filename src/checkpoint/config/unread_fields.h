@@ -10,7 +10,7 @@
 #include "checkpoint/config/families.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // Does this name speak of experts, routing or the experts' activation?
 bool speaks_of_experts(std::string_view name);
@@ -22,4 +22,4 @@ bool speaks_of_experts(std::string_view name);
 Status check_unread_fields(const nlohmann::json& object, std::string_view where,
                            const Family& family, const FieldsRead& read);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -2,7 +2,7 @@
 
 #include <array>
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 // Every type that writers have used, so that files that hold one beside the experts can be walked
@@ -31,14 +31,14 @@ const GgmlTypeInfo* find_ggml_type(std::uint32_t id) {
   return nullptr;
 }
 
-bool has_code_grid(GgufType type) {
+bool has_code_grid(quant::GgufType type) {
   const std::string_view name = ggml_type_info(type).name;
   return name.starts_with("IQ") && !name.starts_with("IQ4");
 }
 
-const GgmlTypeInfo& ggml_type_info(GgufType type) {
+const GgmlTypeInfo& ggml_type_info(quant::GgufType type) {
   const GgmlTypeInfo* info = find_ggml_type(static_cast<std::uint32_t>(type));
   return info == nullptr ? kTypes[0] : *info;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -7,7 +7,7 @@
 
 #include "quant/gguf_blocks.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 struct GgmlTypeInfo {
   std::uint32_t id;
@@ -17,10 +17,10 @@ struct GgmlTypeInfo {
 };
 
 // Blocks of IQ1, IQ2 and IQ3: their codes index grids of vectors.
-bool has_code_grid(GgufType type);
+bool has_code_grid(quant::GgufType type);
 
 // nullptr for a number that no known writer uses.
 const GgmlTypeInfo* find_ggml_type(std::uint32_t id);
-const GgmlTypeInfo& ggml_type_info(GgufType type);  // of a type in the table
+const GgmlTypeInfo& ggml_type_info(quant::GgufType type);  // of a type in the table
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -15,7 +15,7 @@
 #include "core/checked.h"
 #include "core/fault.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 constexpr std::uint32_t kMagic = 0x46554747;  // "GGUF", little-endian
@@ -360,7 +360,7 @@ class GgufParser {
       if (!bytes) return overflow(info->name);
       row = *bytes;
       info->dtype = DType::kU8;
-      info->block_type = static_cast<GgufType>(type.id);
+      info->block_type = static_cast<quant::GgufType>(type.id);
     }
     MOESAIC_ASSIGN_OR_RETURN(info->shape, Shape::from(dims));
     return {};
@@ -426,4 +426,4 @@ bool has_gguf_magic(const std::string& path) {
   return std::memcmp(first.data(), "GGUF", first.size()) == 0;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

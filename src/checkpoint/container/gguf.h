@@ -16,7 +16,7 @@
 #include "checkpoint/container/tensor_data_file.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 inline constexpr std::uint64_t kMaxGgufHeaderBytes = std::uint64_t{1} << 28;  // vocabularies: 20 MB
 inline constexpr std::uint64_t kMaxGgufTensors = 1 << 20;  // far above what exists
@@ -72,4 +72,4 @@ class GgufFile : public TensorDataFile {
 // Does the file begin with the four bytes "GGUF"? False for files that cannot be read.
 bool has_gguf_magic(const std::string& path);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

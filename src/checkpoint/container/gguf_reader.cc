@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 Status GgufBytes::read_at(std::uint64_t offset, std::span<std::byte> dst) const {
   if (file_ != nullptr) return file_->read_at(offset, dst);
@@ -85,4 +85,4 @@ Status GgufReader::skip_string(std::string_view what) {
   return skip(size, what);
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -12,7 +12,7 @@
 #include "checkpoint/container/mapped_file.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // Where the bytes come from: a file, or memory (tests, fuzzing).
 class GgufBytes {
@@ -63,4 +63,4 @@ class GgufReader {
   std::uint64_t window_begin_ = 0;
 };
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

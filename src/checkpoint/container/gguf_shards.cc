@@ -8,7 +8,7 @@
 #include "checkpoint/container/names.h"
 #include "checkpoint/container/shards.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 constexpr std::int64_t kMaxParts = 99999;  // five digits in the name
@@ -97,4 +97,4 @@ Result<ShardSet> ShardSet::open_gguf(const std::string& path, FileAccess access)
   });
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

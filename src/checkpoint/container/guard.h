@@ -9,7 +9,7 @@
 
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // Runs f() (returning Status or Result<T>); std::bad_alloc and std::length_error become
 // kOutOfMemory.
@@ -24,4 +24,4 @@ auto guard_allocation(std::string_view label, F&& f) -> decltype(f()) {
   }
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

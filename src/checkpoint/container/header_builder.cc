@@ -6,7 +6,7 @@
 #include "core/checked.h"
 #include "core/fault.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 bool HeaderBuilder::unexpected(std::string_view found) {
   switch (want_) {
@@ -219,4 +219,4 @@ bool HeaderBuilder::on_end_array() {
   return true;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

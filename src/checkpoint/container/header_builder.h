@@ -13,7 +13,7 @@
 #include "checkpoint/container/names.h"
 #include "checkpoint/container/safetensors.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // The state machine over the header's JSON events, then the checks between tensors.
 class HeaderBuilder final : public JsonEvents {
@@ -106,4 +106,4 @@ class HeaderBuilder final : public JsonEvents {
   UnknownJson unknown_;
 };
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

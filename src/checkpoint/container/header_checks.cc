@@ -7,7 +7,7 @@
 #include "core/checked.h"
 #include "core/fault.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // The checks that need only this entry. Everything is exact 64-bit arithmetic.
 bool HeaderBuilder::finish_entry() {
@@ -157,4 +157,4 @@ Result<SafetensorsHeader> HeaderBuilder::finish() {
   return std::move(out_);
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -9,7 +9,7 @@
 #include "checkpoint/container/guard.h"
 #include "checkpoint/container/names.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 constexpr std::size_t kMaxReasonBytes = 200;
@@ -268,4 +268,4 @@ bool UnknownJson::add(Keys& keys, std::string_view key) {
   return true;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -11,7 +11,7 @@
 
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 struct JsonLimits {
   std::size_t max_bytes = 0;  // of the text; more is kLimitExceeded before anything is parsed
@@ -96,4 +96,4 @@ class UnknownJson {
 // above U+10FFFF included), or text.size() when there is none.
 std::size_t first_invalid_utf8(std::string_view text);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

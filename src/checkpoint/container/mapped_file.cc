@@ -13,7 +13,7 @@
 
 #include "checkpoint/container/guard.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 // One read call moves at most this much: Linux stops short of 2 GiB anyway.
@@ -118,4 +118,4 @@ Result<std::string> read_text_file(const std::string& path, std::size_t max_byte
   });
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -9,7 +9,7 @@
 #include "moesaic/checkpoint.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // Movable, closes the file when destroyed. Thread-safe for concurrent reads.
 class MappedFile {
@@ -51,4 +51,4 @@ class MappedFile {
 // before anything is allocated.
 Result<std::string> read_text_file(const std::string& path, std::size_t max_bytes);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -7,7 +7,7 @@
 #include "core/fault.h"
 #include "core/nearest_name.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 constexpr std::size_t kMaxQuotedBytes = 160;
@@ -79,4 +79,4 @@ std::string similar_name(std::string_view name, std::span<const std::string_view
   return std::string(edit_distance(name, nearest) <= name.size() / 2 ? nearest : "");
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // Text for a terminal: what one acts on (C0, DEL, C1, the marks that turn the direction of writing
 // round, line and paragraph separators) and bytes that are not UTF-8 become \xNN. O(n).
@@ -20,4 +20,4 @@ std::string quote_name(std::string_view name);
 // empty when even the nearest is further away than half of the name.
 std::string similar_name(std::string_view name, std::span<const std::string_view> candidates);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -19,7 +19,7 @@
 
 #include "core/fault.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 constexpr int kMaxLinks = 40;  // as the kernel
@@ -245,4 +245,4 @@ Status write_output_text(const std::string& path, std::string_view text) {
   return file.commit();
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -10,7 +10,7 @@
 
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // What a path names at this moment, symbolic links followed.
 struct OutputTarget {
@@ -64,4 +64,4 @@ class OutputFile {
 // find_output, create, write and commit of a text.
 Status write_output_text(const std::string& path, std::string_view text);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -7,7 +7,7 @@
 
 #include "checkpoint/container/guard.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 SafetensorsFile::SafetensorsFile(MappedFile file, SafetensorsHeader header)
     : TensorDataFile(std::move(file), header.data_offset()), header_(std::move(header)) {}
@@ -31,4 +31,4 @@ Result<SafetensorsFile> SafetensorsFile::open(const std::string& path, FileAcces
   });
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

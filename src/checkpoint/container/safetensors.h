@@ -16,7 +16,7 @@
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 inline constexpr std::uint64_t kMaxHeaderBytes = 100'000'000;  // the reference reader's cap
 inline constexpr int kMaxHeaderDepth = 8;
@@ -76,4 +76,4 @@ class SafetensorsFile : public TensorDataFile {
   SafetensorsHeader header_;
 };
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -11,7 +11,7 @@
 #include "checkpoint/container/names.h"
 #include "checkpoint/container/safetensors.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 // What people take for safetensors, by its first bytes; each of them would be a header length far
@@ -129,4 +129,4 @@ Result<SafetensorsHeader> parse_safetensors(std::string_view label,
   return parse_safetensors_header(label, {text, static_cast<std::size_t>(n)}, file.size());
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -11,7 +11,7 @@
 #include "core/checked.h"
 #include "core/fault.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 using Place = SafetensorsLayout::Place;
@@ -127,4 +127,4 @@ Result<SafetensorsLayout> layout_safetensors(
   return layout;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

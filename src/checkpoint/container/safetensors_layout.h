@@ -13,7 +13,7 @@
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 struct TensorSpec {
   std::string name;
@@ -38,4 +38,4 @@ Result<SafetensorsLayout> layout_safetensors(
     std::span<const TensorSpec> tensors,
     std::span<const std::pair<std::string, std::string>> metadata = {});
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

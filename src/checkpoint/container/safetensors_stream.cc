@@ -11,7 +11,7 @@
 
 #include "checkpoint/container/names.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 Status SafetensorsStream::system_error(std::string_view what, int error) const {
   return {StatusCode::kIo, fmt::format("{}: cannot {}: {}", path_, what,
@@ -108,4 +108,4 @@ Status SafetensorsStream::finish() {
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

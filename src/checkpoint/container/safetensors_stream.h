@@ -13,7 +13,7 @@
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 class SafetensorsStream {
  public:
@@ -53,4 +53,4 @@ class SafetensorsStream {
   std::map<std::string, Entry, std::less<>> entries_;
 };
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -9,7 +9,7 @@
 #include "checkpoint/container/names.h"
 #include "checkpoint/container/shards.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 // Why `name` may not be used as a file inside the model folder, or empty when it may.
@@ -219,4 +219,4 @@ Result<ShardIndex> parse_shard_index(std::string_view label, std::string_view js
   });
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

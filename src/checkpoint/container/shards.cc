@@ -14,7 +14,7 @@
 #include "checkpoint/container/names.h"
 #include "core/fault.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 constexpr std::size_t kMaxNamesShown = 4;
@@ -205,4 +205,4 @@ std::optional<ShardSet::Located> ShardSet::find(std::string_view name) const {
   return *it;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

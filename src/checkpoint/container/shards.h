@@ -15,7 +15,7 @@
 #include "moesaic/checkpoint.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 inline constexpr std::string_view kSafetensorsExtension = ".safetensors";
 
@@ -74,4 +74,4 @@ class ShardSet {
   std::vector<std::string> warnings_;
 };
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -13,7 +13,7 @@
 #include "core/checked.h"
 #include "core/fault.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 // Slices whose row piece is at least this long are read piece by piece; shorter ones through a
@@ -152,4 +152,4 @@ void TensorDataFile::drop_residency(const TensorInfo& info) const {
   file_.drop_residency(data_offset_ + info.begin, info.bytes());
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

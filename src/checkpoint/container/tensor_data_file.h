@@ -14,7 +14,7 @@
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // One validated tensor: begin <= end <= data bytes and end - begin is exactly the size that dtype
 // and shape say.
@@ -27,7 +27,7 @@ struct TensorInfo {
   std::uint64_t end = 0;
   // GGUF block types (and no others): dtype is U8 and the last dimension counts the bytes of a row
   // of blocks, so that rows and whole blocks can be cut out like those of any other tensor.
-  GgufType block_type = GgufType::kNone;
+  quant::GgufType block_type = quant::GgufType::kNone;
   std::uint64_t bytes() const { return end - begin; }
 };
 
@@ -70,4 +70,4 @@ class TensorDataFile {
   std::uint64_t data_offset_ = 0;
 };
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

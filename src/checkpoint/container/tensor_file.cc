@@ -16,20 +16,21 @@ Status no_such_tensor(const std::string& path, const std::string& name,
   constexpr std::size_t kMaxListed = 8;
   std::string list;
   for (const std::string_view known : names.first(std::min(names.size(), kMaxListed))) {
-    list += (list.empty() ? "" : ", ") + quote_name(known);
+    list += (list.empty() ? "" : ", ") + checkpoint::quote_name(known);
   }
   if (names.size() > kMaxListed) list += fmt::format(", ... ({} in all)", names.size());
-  const std::string nearest = similar_name(name, names);
-  return {StatusCode::kNotFound,
-          fmt::format("{}: no tensor {}, need one of {}{}", path, quote_name(name),
-                      list.empty() ? "none: the file is empty" : list,
-                      nearest.empty() ? "" : "; the nearest is " + quote_name(nearest))};
+  const std::string nearest = checkpoint::similar_name(name, names);
+  return {
+      StatusCode::kNotFound,
+      fmt::format("{}: no tensor {}, need one of {}{}", path, checkpoint::quote_name(name),
+                  list.empty() ? "none: the file is empty" : list,
+                  nearest.empty() ? "" : "; the nearest is " + checkpoint::quote_name(nearest))};
 }
 
 }  // namespace
 
 struct TensorFile::Impl {
-  SafetensorsFile file;
+  checkpoint::SafetensorsFile file;
 };
 
 TensorFile::TensorFile(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -38,8 +39,9 @@ TensorFile& TensorFile::operator=(TensorFile&&) noexcept = default;
 TensorFile::~TensorFile() = default;
 
 Result<TensorFile> TensorFile::open(const std::string& path, FileAccess access) {
-  return guard_allocation(path, [&]() -> Result<TensorFile> {
-    MOESAIC_ASSIGN_OR_RETURN(SafetensorsFile file, SafetensorsFile::open(path, access));
+  return checkpoint::guard_allocation(path, [&]() -> Result<TensorFile> {
+    MOESAIC_ASSIGN_OR_RETURN(checkpoint::SafetensorsFile file,
+                             checkpoint::SafetensorsFile::open(path, access));
     return TensorFile(std::unique_ptr<Impl>(new Impl{std::move(file)}));
   });
 }
@@ -47,7 +49,7 @@ Result<TensorFile> TensorFile::open(const std::string& path, FileAccess access) 
 std::vector<std::string> TensorFile::names() const {
   std::vector<std::string> names;
   names.reserve(impl_->file.tensors().size());
-  for (const TensorInfo& info : impl_->file.tensors()) names.push_back(info.name);
+  for (const checkpoint::TensorInfo& info : impl_->file.tensors()) names.push_back(info.name);
   return names;
 }
 
@@ -56,12 +58,12 @@ bool TensorFile::contains(const std::string& name) const {
 }
 
 Result<Tensor> TensorFile::read(const std::string& name) const {
-  return guard_allocation(impl_->file.path(), [&]() -> Result<Tensor> {
-    const TensorInfo* info = impl_->file.find(name);
+  return checkpoint::guard_allocation(impl_->file.path(), [&]() -> Result<Tensor> {
+    const checkpoint::TensorInfo* info = impl_->file.find(name);
     if (info != nullptr) return impl_->file.read_tensor(*info);
     std::vector<std::string_view> names;
     names.reserve(impl_->file.tensors().size());
-    for (const TensorInfo& t : impl_->file.tensors()) names.push_back(t.name);
+    for (const checkpoint::TensorInfo& t : impl_->file.tensors()) names.push_back(t.name);
     return no_such_tensor(impl_->file.path(), name, names);
   });
 }

@@ -14,25 +14,26 @@ namespace moesaic {
 
 Status write_safetensors(const std::string& path, std::span<const NamedTensor> tensors,
                          std::span<const std::pair<std::string, std::string>> metadata) {
-  return guard_allocation(path, [&]() -> Status {
-    std::vector<TensorSpec> specs;
+  return checkpoint::guard_allocation(path, [&]() -> Status {
+    std::vector<checkpoint::TensorSpec> specs;
     specs.reserve(tensors.size());
     for (const NamedTensor& t : tensors) {
       MOESAIC_RETURN_IF_ERROR(expect_contiguous(t.name, t.tensor).with_context(path));
       specs.push_back({t.name, t.tensor.dtype, t.tensor.shape});
     }
-    auto layout = layout_safetensors(specs, metadata);
+    auto layout = checkpoint::layout_safetensors(specs, metadata);
     if (!layout.ok()) return layout.status().with_context(path);
-    for (const SafetensorsLayout::Place& p : layout->places) {
+    for (const checkpoint::SafetensorsLayout::Place& p : layout->places) {
       if (p.bytes == 0 || tensors[p.tensor].tensor.data != nullptr) continue;
       return {StatusCode::kInvalidArgument,
               fmt::format("{}: tensor {}: has no data, need {} bytes", path,
-                          quote_name(tensors[p.tensor].name), p.bytes)};
+                          checkpoint::quote_name(tensors[p.tensor].name), p.bytes)};
     }
-    MOESAIC_ASSIGN_OR_RETURN(OutputTarget target, find_output(path));
-    MOESAIC_ASSIGN_OR_RETURN(OutputFile file, OutputFile::create(std::move(target)));
+    MOESAIC_ASSIGN_OR_RETURN(checkpoint::OutputTarget target, checkpoint::find_output(path));
+    MOESAIC_ASSIGN_OR_RETURN(checkpoint::OutputFile file,
+                             checkpoint::OutputFile::create(std::move(target)));
     MOESAIC_RETURN_IF_ERROR(file.write(layout->header.data(), layout->header.size()));
-    for (const SafetensorsLayout::Place& p : layout->places) {
+    for (const checkpoint::SafetensorsLayout::Place& p : layout->places) {
       MOESAIC_RETURN_IF_ERROR(file.write(tensors[p.tensor].tensor.data, p.bytes));
     }
     return file.commit();

@@ -14,7 +14,7 @@
 #include "checkpoint/container/names.h"
 #include "core/fault.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 using Json = nlohmann::ordered_json;
@@ -262,4 +262,4 @@ Result<std::string> converted_config(std::string_view config, const Json& quanti
   return json.dump(2) + "\n";
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

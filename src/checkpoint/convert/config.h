@@ -11,7 +11,7 @@
 #include "checkpoint/convert/format.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // How the source describes its quantisation, in config.json or in a file beside it.
 struct SourceQuantization {
@@ -56,4 +56,4 @@ Result<ConvertedQuantization> describe_conversion(const SourceQuantization& sour
 Result<std::string> converted_config(std::string_view config,
                                      const nlohmann::ordered_json& quantization);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -55,10 +55,10 @@ Status refuse_gguf(const std::string& from) {
     for (const fs::directory_entry& entry : fs::directory_iterator(from, error)) {
       const std::string extension = entry.path().extension().string();
       gguf = gguf || extension == ".gguf";
-      safetensors = safetensors || extension == kSafetensorsExtension;
+      safetensors = safetensors || extension == checkpoint::kSafetensorsExtension;
     }
   } else if (fs::exists(from, error)) {
-    gguf = has_gguf_magic(from) || from.ends_with(".gguf");
+    gguf = checkpoint::has_gguf_magic(from) || from.ends_with(".gguf");
   }
   gguf = gguf && !safetensors;
   if (!gguf || MOESAIC_FAULT(convert_takes_gguf)) return {};
@@ -66,7 +66,7 @@ Status refuse_gguf(const std::string& from) {
           fmt::format("{}: converting GGUF is not supported: its tensor names and blocks mean "
                       "nothing in a folder of safetensors, and its metadata is no config.json; "
                       "need the safetensors that it was made from",
-                      quote_name(from))};
+                      checkpoint::quote_name(from))};
 }
 
 class Converter {
@@ -75,28 +75,33 @@ class Converter {
       : from_(from), options_(options) {}
 
   Result<ConvertReport> run(const std::string& to) {
-    MOESAIC_ASSIGN_OR_RETURN(const ConvertFormat format, convert_format_from_name(options_.scheme));
+    MOESAIC_ASSIGN_OR_RETURN(const checkpoint::ConvertFormat format,
+                             checkpoint::convert_format_from_name(options_.scheme));
     MOESAIC_RETURN_IF_ERROR(refuse_gguf(from_));
-    MOESAIC_ASSIGN_OR_RETURN(const ConvertDestination destination,
-                             output(check_destination(from_, to, options_.replace_any_folder)));
+    MOESAIC_ASSIGN_OR_RETURN(
+        const checkpoint::ConvertDestination destination,
+        output(checkpoint::check_destination(from_, to, options_.replace_any_folder)));
     Checkpoint::Options open_options;
     open_options.access = options_.access;
     MOESAIC_ASSIGN_OR_RETURN(const Checkpoint checkpoint, Checkpoint::open(from_, open_options));
-    MOESAIC_ASSIGN_OR_RETURN(const ShardSet shards, ShardSet::open(from_, options_.access));
+    MOESAIC_ASSIGN_OR_RETURN(const checkpoint::ShardSet shards,
+                             checkpoint::ShardSet::open(from_, options_.access));
     MOESAIC_ASSIGN_OR_RETURN(const std::string old_config,
-                             read_text_file(from_ + "/config.json", kMaxConfigText));
-    MOESAIC_ASSIGN_OR_RETURN(const SourceQuantization source,
-                             read_source_quantization(from_, old_config));
-    MOESAIC_ASSIGN_OR_RETURN(plan_, plan_conversion(checkpoint, shards, source, format));
+                             checkpoint::read_text_file(from_ + "/config.json", kMaxConfigText));
+    MOESAIC_ASSIGN_OR_RETURN(const checkpoint::SourceQuantization source,
+                             checkpoint::read_source_quantization(from_, old_config));
+    MOESAIC_ASSIGN_OR_RETURN(plan_,
+                             checkpoint::plan_conversion(checkpoint, shards, source, format));
     MOESAIC_ASSIGN_OR_RETURN(const std::string config,
-                             converted_config(old_config, plan_.quantization));
+                             checkpoint::converted_config(old_config, plan_.quantization));
     total_bytes_ = static_cast<std::int64_t>(shards.total_bytes());
 
     report_.notes = plan_.notes;
-    remove_leftovers(destination.path, &report_.notes);
-    MOESAIC_ASSIGN_OR_RETURN(TemporaryFolder folder, output(TemporaryFolder::create(destination)));
+    checkpoint::remove_leftovers(destination.path, &report_.notes);
+    MOESAIC_ASSIGN_OR_RETURN(checkpoint::TemporaryFolder folder,
+                             output(checkpoint::TemporaryFolder::create(destination)));
     report_.bytes_in = total_bytes_;
-    for (const PlannedShard& shard : plan_.shards) {
+    for (const checkpoint::PlannedShard& shard : plan_.shards) {
       MOESAIC_RETURN_IF_ERROR(write_shard(checkpoint, shard, folder.file(shard.file)));
     }
     MOESAIC_RETURN_IF_ERROR(output(write_text(folder.file("config.json"), config)));
@@ -104,7 +109,8 @@ class Converter {
         output(write_text(folder.file("model.safetensors.index.json"), index_text())));
     MOESAIC_RETURN_IF_ERROR(copy_small_files(shards, folder));
     MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::string> files, output(folder.files()));
-    MOESAIC_RETURN_IF_ERROR(output(write_text(folder.file(kConversionRecord), record_text(files))));
+    MOESAIC_RETURN_IF_ERROR(
+        output(write_text(folder.file(checkpoint::kConversionRecord), record_text(files))));
     MOESAIC_RETURN_IF_ERROR(check_stop());
     MOESAIC_RETURN_IF_ERROR(output(folder.commit()));
     add_progress(total_bytes_ - done_bytes_);
@@ -135,8 +141,8 @@ class Converter {
   std::string index_text() const {
     Json map = Json::object();
     std::int64_t total = 0;
-    for (const PlannedShard& shard : plan_.shards) {
-      for (const TensorSpec& t : shard.tensors) {
+    for (const checkpoint::PlannedShard& shard : plan_.shards) {
+      for (const checkpoint::TensorSpec& t : shard.tensors) {
         map[t.name] = shard.file;
         total += contiguous_bytes(t.dtype, t.shape).value();
       }
@@ -152,7 +158,7 @@ class Converter {
                         {"bytes_in", l.bytes_in},
                         {"bytes_out", l.bytes_out}});
     }
-    return Json({{"scheme", convert_format_name(plan_.format)},
+    return Json({{"scheme", checkpoint::convert_format_name(plan_.format)},
                  {"layers", layers},
                  {"bytes_in", report_.bytes_in},
                  {"bytes_out", report_.bytes_out},
@@ -162,9 +168,10 @@ class Converter {
   }
 
   // Tokeniser, generation settings, golden file: everything beside weights and configuration.
-  Status copy_small_files(const ShardSet& shards, const TemporaryFolder& folder) {
+  Status copy_small_files(const checkpoint::ShardSet& shards,
+                          const checkpoint::TemporaryFolder& folder) {
     std::set<std::string> shard_files;
-    for (const ShardSet::Located& t : shards.tensors()) {
+    for (const checkpoint::ShardSet::Located& t : shards.tensors()) {
       shard_files.insert(fs::path(t.file->path()).filename().string());
     }
     std::vector<std::string> left_out;
@@ -178,11 +185,11 @@ class Converter {
                             (name.starts_with("model") || name.starts_with("consolidated")));
       const bool rewritten = name == "config.json" || name.ends_with(".index.json") ||
                              name == "hf_quant_config.json" || name == "quantize_config.json" ||
-                             name == "quant_config.json" || name == kConversionRecord ||
-                             name == kConversionMark;
+                             name == "quant_config.json" || name == checkpoint::kConversionRecord ||
+                             name == checkpoint::kConversionMark;
       if (weights || rewritten) continue;
       if (!entry.is_regular_file(error)) {
-        left_out.push_back(quote_name(name));
+        left_out.push_back(checkpoint::quote_name(name));
         continue;
       }
       fs::copy_file(entry.path(), folder.file(name), error);
@@ -199,28 +206,30 @@ class Converter {
 
   // --- tensors ----------------------------------------------------------------------------------
 
-  Status write_shard(const Checkpoint& checkpoint, const PlannedShard& shard,
+  Status write_shard(const Checkpoint& checkpoint, const checkpoint::PlannedShard& shard,
                      const std::string& path) {
     const std::pair<std::string, std::string> metadata[] = {{"format", "pt"}};
-    MOESAIC_ASSIGN_OR_RETURN(SafetensorsStream out,
-                             output(SafetensorsStream::create(path, shard.tensors, metadata)));
-    for (const ShardSet::Located& tensor : shard.copies) {
+    MOESAIC_ASSIGN_OR_RETURN(
+        checkpoint::SafetensorsStream out,
+        output(checkpoint::SafetensorsStream::create(path, shard.tensors, metadata)));
+    for (const checkpoint::ShardSet::Located& tensor : shard.copies) {
       MOESAIC_RETURN_IF_ERROR(copy_tensor(tensor, &out));
     }
     if (shard.layer >= 0) {
-      const PlannedLayer& layer = plan_.layers[static_cast<std::size_t>(shard.layer)];
+      const checkpoint::PlannedLayer& layer = plan_.layers[static_cast<std::size_t>(shard.layer)];
       MOESAIC_RETURN_IF_ERROR(convert_layer(checkpoint, layer, &out)
                                   .with_context(fmt::format("layer {}", layer.spec.layer)));
     }
-    for (const TensorSpec& t : shard.tensors) {
+    for (const checkpoint::TensorSpec& t : shard.tensors) {
       MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, contiguous_bytes(t.dtype, t.shape));
       report_.bytes_out += bytes;
     }
     return output(out.finish());
   }
 
-  Status copy_tensor(const ShardSet::Located& tensor, SafetensorsStream* out) {
-    const TensorInfo& info = *tensor.info;
+  Status copy_tensor(const checkpoint::ShardSet::Located& tensor,
+                     checkpoint::SafetensorsStream* out) {
+    const checkpoint::TensorInfo& info = *tensor.info;
     buffer_.resize(kCopyBytes);
     for (std::uint64_t offset = 0; offset < info.bytes(); offset += kCopyBytes) {
       MOESAIC_RETURN_IF_ERROR(check_stop());
@@ -238,8 +247,8 @@ class Converter {
     double error = 0, size = 0;
   };
 
-  Status convert_layer(const Checkpoint& checkpoint, const PlannedLayer& layer,
-                       SafetensorsStream* out) {
+  Status convert_layer(const Checkpoint& checkpoint, const checkpoint::PlannedLayer& layer,
+                       checkpoint::SafetensorsStream* out) {
     MOESAIC_ASSIGN_OR_RETURN(MoeLayerWeights weights, checkpoint.load_layer(layer.spec.layer, {}));
     const std::int64_t h = layer.spec.hidden_size;
     const std::int64_t i = layer.spec.intermediate_size;
@@ -255,12 +264,13 @@ class Converter {
       MOESAIC_RETURN_IF_ERROR(check_stop());
       MOESAIC_ASSIGN_OR_RETURN(const ExpertWeightsView v, weights.experts->expert(e));
       const OperandQuant& quant = weights.spec.quant.weight;
-      const StoredMatrix m13 = {v.w13,      v.w13_scale, v.w13_global_scale, v.w13_channel_scale,
-                                v.w13_zero, v.w13_min,   v.w13_perm};
-      const StoredMatrix m2 = {v.w2,      v.w2_scale, v.w2_global_scale, v.w2_channel_scale,
-                               v.w2_zero, v.w2_min,   v.w2_perm};
-      MOESAIC_RETURN_IF_ERROR(dequantize_weight(quant, m13, i, w13_.view()));
-      MOESAIC_RETURN_IF_ERROR(dequantize_weight(quant, m2, h, w2_.view()));
+      const quant::StoredMatrix m13 = {
+          v.w13,      v.w13_scale, v.w13_global_scale, v.w13_channel_scale,
+          v.w13_zero, v.w13_min,   v.w13_perm};
+      const quant::StoredMatrix m2 = {v.w2,      v.w2_scale, v.w2_global_scale, v.w2_channel_scale,
+                                      v.w2_zero, v.w2_min,   v.w2_perm};
+      MOESAIC_RETURN_IF_ERROR(quant::dequantize_weight(quant, m13, i, w13_.view()));
+      MOESAIC_RETURN_IF_ERROR(quant::dequantize_weight(quant, m2, h, w2_.view()));
       MOESAIC_RETURN_IF_ERROR(
           write_expert(layer, e, out, &sums).with_context(fmt::format("expert {}", e)));
       add_progress(layer.bytes_in / layer.spec.num_experts);
@@ -276,13 +286,15 @@ class Converter {
     return {t.data() + first * cols * 4, DType::kF32, {count, cols}};
   }
 
-  Status write_expert(const PlannedLayer& layer, std::int64_t e, SafetensorsStream* out,
-                      Sums* sums) {
+  Status write_expert(const checkpoint::PlannedLayer& layer, std::int64_t e,
+                      checkpoint::SafetensorsStream* out, Sums* sums) {
     const std::int64_t h = layer.spec.hidden_size;
     const std::int64_t i = layer.spec.intermediate_size;
     // Engines keep one global scale for gate and up together.
-    const float gscale13 = nvfp4_quant_multiplier(max_abs(w13_.as<float>(), w13_.bytes() / 4));
-    const float gscale2 = nvfp4_quant_multiplier(max_abs(w2_.as<float>(), w2_.bytes() / 4));
+    const float gscale13 =
+        quant::nvfp4_quant_multiplier(quant::max_abs(w13_.as<float>(), w13_.bytes() / 4));
+    const float gscale2 =
+        quant::nvfp4_quant_multiplier(quant::max_abs(w2_.as<float>(), w2_.bytes() / 4));
     if (layer.own_mxfp4) {
       MOESAIC_RETURN_IF_ERROR(write_own_mxfp4(layer, e, out));
     } else {
@@ -290,11 +302,11 @@ class Converter {
       const auto linear = [&](const std::string& pattern, float gscale, const TensorView& w,
                               const TensorView& decoded) -> Status {
         if (pattern.empty()) return {};
-        const std::string module = module_of_expert(pattern, e);
-        MOESAIC_RETURN_IF_ERROR(
-            encode_linear(plan_.format, w, gscale, options_.num_threads, &tensors_, decoded)
-                .with_context(module));
-        const auto specs = linear_tensors(plan_.format, w.dim(0), w.dim(1));
+        const std::string module = checkpoint::module_of_expert(pattern, e);
+        MOESAIC_RETURN_IF_ERROR(checkpoint::encode_linear(plan_.format, w, gscale,
+                                                          options_.num_threads, &tensors_, decoded)
+                                    .with_context(module));
+        const auto specs = checkpoint::linear_tensors(plan_.format, w.dim(0), w.dim(1));
         for (std::size_t t = 0; t < specs.size(); ++t) {
           MOESAIC_RETURN_IF_ERROR(
               output(out->write(module + std::string(specs[t].suffix), tensors_[t].view())));
@@ -314,12 +326,13 @@ class Converter {
   }
 
   // gpt-oss: row 2j of gate_up is gate j, row 2j + 1 up j; all experts in one tensor.
-  Status write_own_mxfp4(const PlannedLayer& layer, std::int64_t e, SafetensorsStream* out) {
+  Status write_own_mxfp4(const checkpoint::PlannedLayer& layer, std::int64_t e,
+                         checkpoint::SafetensorsStream* out) {
     const auto stacked = [&](const std::string& module, const TensorView& w,
                              const TensorView& decoded, bool interleave) -> Status {
-      MOESAIC_RETURN_IF_ERROR(
-          encode_linear(ConvertFormat::kMxfp4, w, 1.0F, options_.num_threads, &tensors_, decoded)
-              .with_context(fmt::format("{} of expert {}", module, e)));
+      MOESAIC_RETURN_IF_ERROR(checkpoint::encode_linear(checkpoint::ConvertFormat::kMxfp4, w, 1.0F,
+                                                        options_.num_threads, &tensors_, decoded)
+                                  .with_context(fmt::format("{} of expert {}", module, e)));
       for (std::size_t t = 0; t < 2; ++t) {
         const std::int64_t n = tensors_[t].shape()[0];
         const std::int64_t row_bytes = tensors_[t].bytes() / n;
@@ -355,7 +368,7 @@ class Converter {
 
   const std::string& from_;
   const ConvertOptions& options_;
-  ConvertPlan plan_;
+  checkpoint::ConvertPlan plan_;
   ConvertReport report_;
   std::int64_t done_bytes_ = 0, total_bytes_ = 0;
   std::vector<std::byte> buffer_;
@@ -368,7 +381,7 @@ class Converter {
 Result<ConvertReport> convert_checkpoint(const std::string& from, const std::string& to,
                                          const ConvertOptions& options) {
   if (options.failed_on_output != nullptr) *options.failed_on_output = false;
-  return guard_allocation("convert", [&]() -> Result<ConvertReport> {
+  return checkpoint::guard_allocation("convert", [&]() -> Result<ConvertReport> {
     try {
       return Converter(from, options).run(to);
     } catch (const fs::filesystem_error& error) {
@@ -378,11 +391,12 @@ Result<ConvertReport> convert_checkpoint(const std::string& from, const std::str
 }
 
 Result<std::optional<double>> converted_weight_error(const std::string& directory, int layer) {
-  return guard_allocation("convert", [&]() -> Result<std::optional<double>> {
-    const std::string path = fmt::format("{}/{}", directory, kConversionRecord);
+  return checkpoint::guard_allocation("convert", [&]() -> Result<std::optional<double>> {
+    const std::string path = fmt::format("{}/{}", directory, checkpoint::kConversionRecord);
     std::error_code error;
     if (!fs::exists(path, error)) return std::optional<double>();
-    MOESAIC_ASSIGN_OR_RETURN(const std::string text, read_text_file(path, kMaxConfigText));
+    MOESAIC_ASSIGN_OR_RETURN(const std::string text,
+                             checkpoint::read_text_file(path, kMaxConfigText));
     const Json record = Json::parse(text, nullptr, /*allow_exceptions=*/false);
     const Status corrupt(StatusCode::kCorruptFile,
                          fmt::format("{}: need layers with layer and rel_l2_weights", path));

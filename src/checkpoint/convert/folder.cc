@@ -22,7 +22,7 @@
 #include "checkpoint/container/names.h"
 #include "core/fault.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 namespace fs = std::filesystem;
@@ -325,4 +325,4 @@ Status TemporaryFolder::commit() {
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -8,7 +8,7 @@
 
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // The report that every result holds; "files" in it are the names of all its files.
 inline constexpr const char* kConversionRecord = "moesaic_conversion.json";
@@ -57,4 +57,4 @@ class TemporaryFolder {
   int mark_ = -1;  // file descriptor that holds the lock
 };
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

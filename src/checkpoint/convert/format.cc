@@ -24,24 +24,25 @@ namespace {
 
 // The scheme that each format stores, by the name it has everywhere (quant_schemes()).
 struct FormatRow {
-  ConvertFormat format;
+  checkpoint::ConvertFormat format;
   std::string_view scheme;
 };
 constexpr std::array<FormatRow, 8> kFormatRows = {{
-    {ConvertFormat::kFp8Block, "fp8-block"},
-    {ConvertFormat::kFp8Channel, "fp8-channel"},
-    {ConvertFormat::kMxfp8, "mxfp8"},
-    {ConvertFormat::kMxfp4, "mxfp4"},
-    {ConvertFormat::kNvfp4, "nvfp4"},
-    {ConvertFormat::kInt4, "int4-g128"},
-    {ConvertFormat::kFp8BlockPowers, "fp8-block"},
-    {ConvertFormat::kFp8BlockCompressed, "fp8-block"},
+    {checkpoint::ConvertFormat::kFp8Block, "fp8-block"},
+    {checkpoint::ConvertFormat::kFp8Channel, "fp8-channel"},
+    {checkpoint::ConvertFormat::kMxfp8, "mxfp8"},
+    {checkpoint::ConvertFormat::kMxfp4, "mxfp4"},
+    {checkpoint::ConvertFormat::kNvfp4, "nvfp4"},
+    {checkpoint::ConvertFormat::kInt4, "int4-g128"},
+    {checkpoint::ConvertFormat::kFp8BlockPowers, "fp8-block"},
+    {checkpoint::ConvertFormat::kFp8BlockCompressed, "fp8-block"},
 }};
 static_assert(rows_follow_enum(kFormatRows, &FormatRow::format,
-                               ConvertFormat::kFp8BlockCompressed));
+                               checkpoint::ConvertFormat::kFp8BlockCompressed));
 // What can be asked for: the rows before kFp8BlockPowers.
 constexpr auto kNames = [] {
-  std::array<std::string_view, static_cast<std::size_t>(ConvertFormat::kFp8BlockPowers)> names;
+  std::array<std::string_view, static_cast<std::size_t>(checkpoint::ConvertFormat::kFp8BlockPowers)>
+      names;
   for (std::size_t i = 0; i < names.size(); ++i) names[i] = kFormatRows[i].scheme;
   return names;
 }();
@@ -73,49 +74,50 @@ TensorView as_type(const TensorView& t, DType dtype, const Shape& shape) {
 Status encode_int4(const ConstTensorView& w, const TensorView& packed, const TensorView& scale,
                    const TensorView& decoded) {
   MOESAIC_ASSIGN_OR_RETURN(Tensor codes, Tensor::uninitialized(DType::kI8, w.shape));
-  MOESAIC_RETURN_IF_ERROR(
-      quantize_int_group(w, {4, kIntGroup, IntScaleRule::kFullRange}, codes.view(), scale));
-  MOESAIC_RETURN_IF_ERROR(refit_int_scales(w, codes.view(), kIntGroup, scale));
-  MOESAIC_RETURN_IF_ERROR(dequantize_int_group(codes.view(), scale, {}, kIntGroup, decoded));
+  MOESAIC_RETURN_IF_ERROR(quant::quantize_int_group(
+      w, {4, kIntGroup, quant::IntScaleRule::kFullRange}, codes.view(), scale));
+  MOESAIC_RETURN_IF_ERROR(quant::refit_int_scales(w, codes.view(), kIntGroup, scale));
+  MOESAIC_RETURN_IF_ERROR(quant::dequantize_int_group(codes.view(), scale, {}, kIntGroup, decoded));
   auto* bytes = codes.as<std::uint8_t>();
   const int bias = MOESAIC_FAULT(convert_int4_without_bias) ? 0 : 8;
   for (std::int64_t i = 0; i < codes.bytes(); ++i) {
     bytes[i] = static_cast<std::uint8_t>((codes.as<std::int8_t>()[i] + bias) & 15);
   }
-  return pack_ct_weight(as_type(codes.view(), DType::kU8, w.shape), 4, packed);
+  return quant::pack_ct_weight(as_type(codes.view(), DType::kU8, w.shape), 4, packed);
 }
 
 // One piece of rows; `t` are its rows of the linear's tensors.
-Status encode_rows(ConvertFormat format, const ConstTensorView& w, float gscale,
+Status encode_rows(checkpoint::ConvertFormat format, const ConstTensorView& w, float gscale,
                    std::vector<TensorView> t, const TensorView& decoded) {
   switch (format) {
-    case ConvertFormat::kFp8Block:
-    case ConvertFormat::kFp8BlockCompressed:
-      MOESAIC_RETURN_IF_ERROR(quantize_fp8_block(w, {}, ScaleRounding::kNone, t[0], t[1]));
-      return dequantize_fp8_block(t[0], t[1], {}, decoded);
-    case ConvertFormat::kFp8BlockPowers:
+    case checkpoint::ConvertFormat::kFp8Block:
+    case checkpoint::ConvertFormat::kFp8BlockCompressed:
       MOESAIC_RETURN_IF_ERROR(
-          quantize_fp8_block(w, {}, ScaleRounding::kCeilPowerOfTwo, t[0], t[1]));
-      return dequantize_fp8_block(t[0], t[1], {}, decoded);
-    case ConvertFormat::kFp8Channel: {
+          quant::quantize_fp8_block(w, {}, quant::ScaleRounding::kNone, t[0], t[1]));
+      return quant::dequantize_fp8_block(t[0], t[1], {}, decoded);
+    case checkpoint::ConvertFormat::kFp8BlockPowers:
+      MOESAIC_RETURN_IF_ERROR(
+          quant::quantize_fp8_block(w, {}, quant::ScaleRounding::kCeilPowerOfTwo, t[0], t[1]));
+      return quant::dequantize_fp8_block(t[0], t[1], {}, decoded);
+    case checkpoint::ConvertFormat::kFp8Channel: {
       const TensorView scale = as_type(t[1], DType::kF32, {w.dim(0)});  // [N, 1] in the file
-      MOESAIC_RETURN_IF_ERROR(quantize_fp8_rows(w, t[0], scale));
-      return dequantize_scaled(t[0], scale, decoded);
+      MOESAIC_RETURN_IF_ERROR(quant::quantize_fp8_rows(w, t[0], scale));
+      return quant::dequantize_scaled(t[0], scale, decoded);
     }
-    case ConvertFormat::kMxfp8:
-      MOESAIC_RETURN_IF_ERROR(quantize_mx(w, ExponentRule::kCeil, t[0], t[1]));
-      return dequantize_mx(t[0], t[1], decoded);
-    case ConvertFormat::kMxfp4: {
+    case checkpoint::ConvertFormat::kMxfp8:
+      MOESAIC_RETURN_IF_ERROR(quant::quantize_mx(w, ExponentRule::kCeil, t[0], t[1]));
+      return quant::dequantize_mx(t[0], t[1], decoded);
+    case checkpoint::ConvertFormat::kMxfp4: {
       const TensorView codes = as_type(t[0], DType::kF4E2M1, w.shape);
-      MOESAIC_RETURN_IF_ERROR(quantize_mx(w, ExponentRule::kRound175, codes, t[1]));
-      return dequantize_mx(codes, t[1], decoded);
+      MOESAIC_RETURN_IF_ERROR(quant::quantize_mx(w, ExponentRule::kRound175, codes, t[1]));
+      return quant::dequantize_mx(codes, t[1], decoded);
     }
-    case ConvertFormat::kNvfp4: {
+    case checkpoint::ConvertFormat::kNvfp4: {
       const TensorView codes = as_type(t[0], DType::kF4E2M1, w.shape);
-      MOESAIC_RETURN_IF_ERROR(quantize_nvfp4(w, gscale, codes, t[1]));
-      return dequantize_nvfp4(codes, t[1], 1.0F / gscale, decoded);
+      MOESAIC_RETURN_IF_ERROR(quant::quantize_nvfp4(w, gscale, codes, t[1]));
+      return quant::dequantize_nvfp4(codes, t[1], 1.0F / gscale, decoded);
     }
-    case ConvertFormat::kInt4:
+    case checkpoint::ConvertFormat::kInt4:
       return encode_int4(w, t[0], t[1], decoded);
   }
   return {StatusCode::kInternal, "convert: unknown format"};
@@ -141,28 +143,28 @@ struct CompressedFormat {
   const char* name;
   Json weights, activations;
 };
-CompressedFormat compressed_format(ConvertFormat format) {
+CompressedFormat compressed_format(checkpoint::ConvertFormat format) {
   switch (format) {
-    case ConvertFormat::kFp8Channel:
+    case checkpoint::ConvertFormat::kFp8Channel:
       return {"float-quantized", operand(8, "float", "channel", 0, false),
               operand(8, "float", "token", 0, true)};
-    case ConvertFormat::kMxfp8:
+    case checkpoint::ConvertFormat::kMxfp8:
       return {"mxfp8-quantized", operand(8, "float", "group", 32, false),
               operand(8, "float", "group", 32, true)};
-    case ConvertFormat::kMxfp4:
+    case checkpoint::ConvertFormat::kMxfp4:
       return {"mxfp4-pack-quantized", operand(4, "float", "group", 32, false),
               operand(4, "float", "group", 32, true)};
-    case ConvertFormat::kNvfp4:
+    case checkpoint::ConvertFormat::kNvfp4:
       return {"nvfp4-pack-quantized", operand(4, "float", "tensor_group", 16, false), nullptr};
-    case ConvertFormat::kFp8BlockCompressed: {
+    case checkpoint::ConvertFormat::kFp8BlockCompressed: {
       CompressedFormat f = {"float-quantized", operand(8, "float", "block", 0, false),
                             operand(8, "float", "group", kBlock, true)};
       f.weights["block_structure"] = Json::array({kBlock, kBlock});
       return f;
     }
-    case ConvertFormat::kInt4:
-    case ConvertFormat::kFp8Block:
-    case ConvertFormat::kFp8BlockPowers:
+    case checkpoint::ConvertFormat::kInt4:
+    case checkpoint::ConvertFormat::kFp8Block:
+    case checkpoint::ConvertFormat::kFp8BlockPowers:
       break;
   }
   return {"pack-quantized", operand(4, "int", "group", kIntGroup, false), nullptr};
@@ -171,6 +173,10 @@ CompressedFormat compressed_format(ConvertFormat format) {
 }  // namespace
 
 std::span<const std::string_view> convert_schemes() { return kNames; }
+
+}  // namespace moesaic
+
+namespace moesaic::checkpoint {
 
 std::string_view convert_format_name(ConvertFormat format) {
   return kFormatRows[static_cast<std::size_t>(format)].scheme;
@@ -199,16 +205,16 @@ std::vector<ConvertedTensor> linear_tensors(ConvertFormat format, std::int64_t n
       return {{".weight", DType::kF8E4M3, {n, k}}, {".weight_scale", DType::kF32, {n, 1}}};
     case ConvertFormat::kMxfp8:
       return {{".weight", DType::kF8E4M3, {n, k}},
-              {".weight_scale", DType::kU8, {n, k / kMxGroupSize}}};
+              {".weight_scale", DType::kU8, {n, k / quant::kMxGroupSize}}};
     case ConvertFormat::kMxfp4:
       return {{".weight_packed", DType::kU8, {n, k / 2}},
-              {".weight_scale", DType::kU8, {n, k / kMxGroupSize}}};
+              {".weight_scale", DType::kU8, {n, k / quant::kMxGroupSize}}};
     case ConvertFormat::kNvfp4:
       return {{".weight_packed", DType::kU8, {n, k / 2}},
-              {".weight_scale", DType::kF8E4M3, {n, k / kNvfp4GroupSize}},
+              {".weight_scale", DType::kF8E4M3, {n, k / quant::kNvfp4GroupSize}},
               {".weight_global_scale", DType::kF32, {1}}};
     case ConvertFormat::kInt4:
-      return {{".weight_packed", DType::kI32, {n, words_for_codes(k, 4)}},
+      return {{".weight_packed", DType::kI32, {n, quant::words_for_codes(k, 4)}},
               {".weight_scale", DType::kBF16, {n, k / kIntGroup}},
               {".weight_shape", DType::kI64, {2}}};
   }
@@ -217,8 +223,9 @@ std::vector<ConvertedTensor> linear_tensors(ConvertFormat format, std::int64_t n
 
 Status check_linear(ConvertFormat format, std::string_view what, std::int64_t n, std::int64_t k) {
   std::int64_t step = 1;
-  if (format == ConvertFormat::kMxfp8 || format == ConvertFormat::kMxfp4) step = kMxGroupSize;
-  if (format == ConvertFormat::kNvfp4) step = kNvfp4GroupSize;
+  if (format == ConvertFormat::kMxfp8 || format == ConvertFormat::kMxfp4)
+    step = quant::kMxGroupSize;
+  if (format == ConvertFormat::kNvfp4) step = quant::kNvfp4GroupSize;
   if (format == ConvertFormat::kInt4) step = kIntGroup;
   if (k % step != 0) {
     return {StatusCode::kUnsupported,
@@ -299,4 +306,4 @@ Json quantization_config(ConvertFormat format, const std::vector<std::string>& i
           {"kv_cache_scheme", nullptr}};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -12,7 +12,7 @@
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // The last two are fp8-block as well, for experts beside linears that stay FP8 blocks with scales
 // that are powers of two (scale_fmt "ue8m0"), and beside linears of compressed-tensors, whose name
@@ -65,4 +65,4 @@ nlohmann::ordered_json quantization_config(ConvertFormat format,
 // Is quantization_config() of this format one of compressed-tensors?
 bool is_compressed_tensors(ConvertFormat format, bool own_mxfp4);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

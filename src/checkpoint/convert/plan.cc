@@ -11,7 +11,7 @@
 #include "checkpoint/container/names.h"
 #include "quant/mx.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 // A file of copied tensors is closed at about this size; what other exporters write, too.
@@ -103,9 +103,9 @@ PlannedShard plan_experts(const PlannedLayer& layer, ConvertFormat format) {
   PlannedShard shard;
   if (layer.own_mxfp4) {
     const auto add = [&](const std::string& module, std::int64_t rows, std::int64_t cols) {
-      const std::int64_t groups = cols / kMxGroupSize;
+      const std::int64_t groups = cols / quant::kMxGroupSize;
       shard.tensors.push_back(
-          {module + "_blocks", DType::kU8, {e, rows, groups, kMxGroupSize / 2}});
+          {module + "_blocks", DType::kU8, {e, rows, groups, quant::kMxGroupSize / 2}});
       shard.tensors.push_back({module + "_scales", DType::kU8, {e, rows, groups}});
     };
     add(layer.gate, 2 * i, h);
@@ -295,4 +295,4 @@ Result<ConvertPlan> plan_conversion(const Checkpoint& checkpoint, const ShardSet
   return Planner(checkpoint, shards, source, format).run();
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -16,7 +16,7 @@
 #include "moesaic/checkpoint.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // The routed experts of one layer.
 struct PlannedLayer {
@@ -52,4 +52,4 @@ Result<ConvertPlan> plan_conversion(const Checkpoint& checkpoint, const ShardSet
 // "mlp.experts.{e}.gate_proj" for expert 3, and the file names "model-00002-of-00005.safetensors".
 std::string module_of_expert(const std::string& pattern, std::int64_t expert);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -12,7 +12,7 @@
 #include "checkpoint/container/names.h"
 #include "quant/bnb.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 constexpr std::size_t kMaxStateBytes = 1 << 16;  // the writer needs about 300
@@ -108,7 +108,7 @@ class BnbReader {
   // The values of the codes are the type's: backends have no others.
   Status check_table() const {
     MOESAIC_ASSIGN_OR_RETURN(const Tensor table, read(TensorKind::kCodeTable));
-    const auto values = bnb_values(format_.table);
+    const auto values = quant::bnb_values(format_.table);
     for (std::size_t i = 0; i < values.size(); ++i) {
       const float got = table.as<float>()[i];
       // Writers differ in the last digits of fp4's thirds.
@@ -133,8 +133,8 @@ class BnbReader {
     }
     MOESAIC_ASSIGN_OR_RETURN(const Tensor map, read(TensorKind::kNestedTable));
     const TensorView out(reinterpret_cast<std::byte*>(absmax->data()), DType::kF32, {blocks});
-    return expand_nested_absmax(codes.view(), map.view(), nested.view(), nested_block_, offset_,
-                                out);
+    return quant::expand_nested_absmax(codes.view(), map.view(), nested.view(), nested_block_,
+                                       offset_, out);
   }
 
   const MlpTensors& tensors_;
@@ -153,4 +153,4 @@ Result<std::vector<float>> read_bnb_absmax(const MlpTensors& tensors, Projection
   return BnbReader(tensors, projection, format, rows, columns).run();
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

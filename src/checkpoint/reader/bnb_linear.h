@@ -9,7 +9,7 @@
 #include "checkpoint/config/linear_format.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // absmax of every block of format.group_size elements of [rows, columns], row-major. kCorruptFile
 // names the tensor: a quantisation state that is not JSON or contradicts the configuration or the
@@ -18,4 +18,4 @@ Result<std::vector<float>> read_bnb_absmax(const MlpTensors& tensors, Projection
                                            const LinearFormat& format, std::int64_t rows,
                                            std::int64_t columns);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

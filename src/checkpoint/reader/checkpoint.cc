@@ -25,7 +25,7 @@ namespace {
 
 // Other programs keep their quantisation in files of their own, some beside config.json's. Two
 // descriptions must say the same.
-Status read_side_files(const std::string& directory, QuantConfig* quant) {
+Status read_side_files(const std::string& directory, checkpoint::QuantConfig* quant) {
   constexpr std::array<std::string_view, 3> kSideFiles = {
       "hf_quant_config.json", "quantize_config.json", "quant_config.json"};
   std::string_view from = quant->quantized() ? "quantization_config of config.json" : "";
@@ -33,9 +33,11 @@ Status read_side_files(const std::string& directory, QuantConfig* quant) {
     const std::string path = fmt::format("{}/{}", directory, name);
     std::error_code error;
     if (!std::filesystem::exists(path, error)) continue;
-    MOESAIC_ASSIGN_OR_RETURN(const std::string text, read_text_file(path, kMaxConfigBytes));
-    MOESAIC_ASSIGN_OR_RETURN(QuantConfig found, parse_quant_side_file(name, text));
-    if (!from.empty() && !same_quantisation(found, *quant)) {
+    MOESAIC_ASSIGN_OR_RETURN(const std::string text,
+                             checkpoint::read_text_file(path, checkpoint::kMaxConfigBytes));
+    MOESAIC_ASSIGN_OR_RETURN(checkpoint::QuantConfig found,
+                             checkpoint::parse_quant_side_file(name, text));
+    if (!from.empty() && !checkpoint::same_quantisation(found, *quant)) {
       return {StatusCode::kAmbiguousFormat,
               fmt::format("{}: describes the quantisation otherwise than {}; need one description",
                           name, from)};
@@ -46,12 +48,12 @@ Status read_side_files(const std::string& directory, QuantConfig* quant) {
   return {};
 }
 
-std::int64_t optional_bytes(const std::optional<ShardSet::Located>& tensor) {
+std::int64_t optional_bytes(const std::optional<checkpoint::ShardSet::Located>& tensor) {
   return tensor ? static_cast<std::int64_t>(tensor->info->bytes()) : 0;
 }
 
 // What is counted as loaded at once: the router, and the shared expert, which not every rank reads.
-std::int64_t small_bytes(const BoundLayer& layer) {
+std::int64_t small_bytes(const checkpoint::BoundLayer& layer) {
   const std::int64_t bytes =
       optional_bytes(layer.gate_weight) + optional_bytes(layer.gate_bias) +
       optional_bytes(layer.correction_bias) + optional_bytes(layer.shared_gate) +
@@ -61,7 +63,7 @@ std::int64_t small_bytes(const BoundLayer& layer) {
 }
 
 // Expert ids of every token, [vocabulary, k], as I32.
-Status load_hash_table(const BoundLayer& layer, MoeLayerTensors* tensors) {
+Status load_hash_table(const checkpoint::BoundLayer& layer, MoeLayerTensors* tensors) {
   if (!layer.hash_table) return {};
   const RoutingSpec& routing = layer.source.spec.routing;
   MOESAIC_ASSIGN_OR_RETURN(const Tensor stored,
@@ -75,7 +77,7 @@ Status load_hash_table(const BoundLayer& layer, MoeLayerTensors* tensors) {
     if (id < 0 || id >= routing.num_experts) {
       return {StatusCode::kCorruptFile,
               fmt::format("{}[{}, {}]: got expert {}, need 0 to {}",
-                          quote_name(layer.hash_table->info->name), i / routing.top_k,
+                          checkpoint::quote_name(layer.hash_table->info->name), i / routing.top_k,
                           i % routing.top_k, id, routing.num_experts - 1)};
     }
     tensors->hash_table.as<std::int32_t>()[i] = static_cast<std::int32_t>(id);
@@ -85,13 +87,14 @@ Status load_hash_table(const BoundLayer& layer, MoeLayerTensors* tensors) {
 
 // Scales of a router that sees normalised rows become part of its weight:
 // W[e, h] * scale[h] / sqrt(H), rounded once to F32.
-Status load_input_norm(const BoundLayer& layer, MoeLayerTensors* tensors) {
+Status load_input_norm(const checkpoint::BoundLayer& layer, MoeLayerTensors* tensors) {
   if (!layer.router_scale) return {};
   const std::int64_t hidden = layer.source.spec.hidden_size;
   const std::int64_t experts = layer.source.spec.num_experts;
-  MOESAIC_ASSIGN_OR_RETURN(const Tensor scale, read_widened(*layer.router_scale, {hidden}));
+  MOESAIC_ASSIGN_OR_RETURN(const Tensor scale,
+                           checkpoint::read_widened(*layer.router_scale, {hidden}));
   MOESAIC_ASSIGN_OR_RETURN(tensors->gate_weight,
-                           read_widened(*layer.gate_weight, {experts, hidden}));
+                           checkpoint::read_widened(*layer.gate_weight, {experts, hidden}));
   const double root = std::sqrt(static_cast<double>(hidden));
   float* const weight = tensors->gate_weight.as<float>();
   for (std::int64_t i = 0; i < experts * hidden; ++i) {
@@ -100,13 +103,15 @@ Status load_input_norm(const BoundLayer& layer, MoeLayerTensors* tensors) {
         static_cast<float>(double{weight[i]} * double{scale.as<float>()[i % hidden]} / root);
   }
   MOESAIC_ASSIGN_OR_RETURN(tensors->experts_norm_weight,
-                           read_widened(*layer.experts_norm, {hidden}));
-  MOESAIC_ASSIGN_OR_RETURN(tensors->expert_scale, read_widened(*layer.expert_scale, {experts}));
+                           checkpoint::read_widened(*layer.experts_norm, {hidden}));
+  MOESAIC_ASSIGN_OR_RETURN(tensors->expert_scale,
+                           checkpoint::read_widened(*layer.expert_scale, {experts}));
   return {};
 }
 
-Result<MoeLayerTensors> load_tensors(const BoundLayer& layer) {
-  const auto read_stored = [](const std::optional<ShardSet::Located>& from, Tensor* to) -> Status {
+Result<MoeLayerTensors> load_tensors(const checkpoint::BoundLayer& layer) {
+  const auto read_stored = [](const std::optional<checkpoint::ShardSet::Located>& from,
+                              Tensor* to) -> Status {
     if (!from) return {};
     MOESAIC_ASSIGN_OR_RETURN(*to, from->file->read_tensor(*from->info));
     return {};
@@ -124,8 +129,9 @@ Result<MoeLayerTensors> load_tensors(const BoundLayer& layer) {
   if (layer.correction_bias) {
     MOESAIC_ASSIGN_OR_RETURN(
         tensors.e_score_correction_bias,
-        read_widened(*layer.correction_bias,
-                     {layer.source.spec.num_experts + layer.source.spec.routing.num_zero_experts}));
+        checkpoint::read_widened(
+            *layer.correction_bias,
+            {layer.source.spec.num_experts + layer.source.spec.routing.num_zero_experts}));
   }
   MOESAIC_RETURN_IF_ERROR(load_hash_table(layer, &tensors));
   MOESAIC_RETURN_IF_ERROR(load_input_norm(layer, &tensors));
@@ -133,20 +139,21 @@ Result<MoeLayerTensors> load_tensors(const BoundLayer& layer) {
 }
 
 // Divisibility of what this rank gets, before any tensor is looked at.
-Status check_parallel(const LayerSource& source, const ParallelConfig& parallel) {
+Status check_parallel(const checkpoint::LayerSource& source, const ParallelConfig& parallel) {
   MOESAIC_RETURN_IF_ERROR(parallel.validate());
-  MOESAIC_RETURN_IF_ERROR(check_slice("intermediate_size", source.spec.intermediate_size,
-                                      parallel.tp_size, slice_unit(source.experts)));
-  return check_slice("shared.intermediate_size", source.spec.shared.intermediate_size, 1,
-                     slice_unit(source.shared));
+  MOESAIC_RETURN_IF_ERROR(checkpoint::check_slice("intermediate_size",
+                                                  source.spec.intermediate_size, parallel.tp_size,
+                                                  checkpoint::slice_unit(source.experts)));
+  return checkpoint::check_slice("shared.intermediate_size", source.spec.shared.intermediate_size,
+                                 1, checkpoint::slice_unit(source.shared));
 }
 
 }  // namespace
 
 struct Checkpoint::Impl {
   std::string directory;
-  ModelConfig config;
-  std::shared_ptr<const ShardSet> shards;
+  checkpoint::ModelConfig config;
+  std::shared_ptr<const checkpoint::ShardSet> shards;
   std::vector<MoeLayerSpec> layers;  // resolved where possible
 
   const MoeLayerSpec* find(int index) const {
@@ -157,66 +164,73 @@ struct Checkpoint::Impl {
   }
 
   // Everything that can be refused before weights are read.
-  Result<BoundLayer> check(int index, const ParallelConfig& parallel) const {
+  Result<checkpoint::BoundLayer> check(int index, const ParallelConfig& parallel) const {
     const MoeLayerSpec* spec = find(index);
     if (spec == nullptr) return no_such_layer(index);
-    MOESAIC_ASSIGN_OR_RETURN(BoundLayer layer, bind_layer(config, *spec, *shards));
+    MOESAIC_ASSIGN_OR_RETURN(checkpoint::BoundLayer layer,
+                             checkpoint::bind_layer(config, *spec, *shards));
     MOESAIC_RETURN_IF_ERROR(check_parallel(layer.source, parallel));
-    MOESAIC_RETURN_IF_ERROR(
-        scheme_of_values(layer.experts, layer.source.experts, &layer.source.spec.quant));
+    MOESAIC_RETURN_IF_ERROR(checkpoint::scheme_of_values(layer.experts, layer.source.experts,
+                                                         &layer.source.spec.quant));
     if (!layer.source.has_shared()) {
       layer.source.shared_quant = layer.source.spec.quant;
       return layer;
     }
-    MOESAIC_ASSIGN_OR_RETURN(layer.source.shared_quant,
-                             linear_scheme(layer.source.shared, layer.source.shared_dtype));
-    MOESAIC_RETURN_IF_ERROR(
-        scheme_of_values({layer.shared}, layer.source.shared, &layer.source.shared_quant));
+    MOESAIC_ASSIGN_OR_RETURN(
+        layer.source.shared_quant,
+        checkpoint::linear_scheme(layer.source.shared, layer.source.shared_dtype));
+    MOESAIC_RETURN_IF_ERROR(checkpoint::scheme_of_values({layer.shared}, layer.source.shared,
+                                                         &layer.source.shared_quant));
     if (MOESAIC_FAULT(checkpoint_shared_widened)) {
-      MOESAIC_ASSIGN_OR_RETURN(layer.source.shared_quant, linear_scheme({}, DType::kF32));
+      MOESAIC_ASSIGN_OR_RETURN(layer.source.shared_quant,
+                               checkpoint::linear_scheme({}, DType::kF32));
     }
     return layer;
   }
 
   Result<MoeLayerWeights> load(int index, const ParallelConfig& parallel,
                                const ProgressFn& progress) const {
-    MOESAIC_ASSIGN_OR_RETURN(BoundLayer layer, check(index, parallel));
+    MOESAIC_ASSIGN_OR_RETURN(checkpoint::BoundLayer layer, check(index, parallel));
     const std::int64_t small = small_bytes(layer);
     MOESAIC_ASSIGN_OR_RETURN(std::vector<std::int64_t> ids,
                              local_expert_ids(layer.source.spec.num_experts, parallel));
-    LoadProgress counter(
-        progress,
-        small + local_expert_bytes(layer, parallel.tp_size, static_cast<std::int64_t>(ids.size())));
+    checkpoint::LoadProgress counter(
+        progress, small + checkpoint::local_expert_bytes(layer, parallel.tp_size,
+                                                         static_cast<std::int64_t>(ids.size())));
     MoeLayerWeights weights;
     weights.spec = layer.source.spec;
     MOESAIC_ASSIGN_OR_RETURN(weights.tensors, load_tensors(layer));
     counter.add(small);
     weights.shared_quant = layer.source.shared_quant;
     if (layer.source.has_shared()) {
-      MOESAIC_ASSIGN_OR_RETURN(weights.shared, make_shared_source(shards, layer, directory));
+      MOESAIC_ASSIGN_OR_RETURN(weights.shared,
+                               checkpoint::make_shared_source(shards, layer, directory));
     }
-    MOESAIC_ASSIGN_OR_RETURN(
-        weights.experts, make_checkpoint_source(shards, std::move(layer), parallel, std::move(ids),
-                                                directory, std::move(counter)));
+    MOESAIC_ASSIGN_OR_RETURN(weights.experts, checkpoint::make_checkpoint_source(
+                                                  shards, std::move(layer), parallel,
+                                                  std::move(ids), directory, std::move(counter)));
     return weights;
   }
 
   Status open_folder(FileAccess access) {
-    MOESAIC_ASSIGN_OR_RETURN(const std::string text,
-                             read_text_file(directory + "/config.json", kMaxConfigBytes));
-    Result<ModelConfig> parsed = parse_model_config(text);
+    MOESAIC_ASSIGN_OR_RETURN(
+        const std::string text,
+        checkpoint::read_text_file(directory + "/config.json", checkpoint::kMaxConfigBytes));
+    Result<checkpoint::ModelConfig> parsed = checkpoint::parse_model_config(text);
     if (!parsed.ok()) return parsed.status().with_context(directory);
     config = std::move(*parsed);
     MOESAIC_RETURN_IF_ERROR(read_side_files(directory, &config.quant).with_context(directory));
-    MOESAIC_ASSIGN_OR_RETURN(ShardSet set, ShardSet::open(directory, access));
-    shards = std::make_shared<const ShardSet>(std::move(set));
+    MOESAIC_ASSIGN_OR_RETURN(checkpoint::ShardSet set,
+                             checkpoint::ShardSet::open(directory, access));
+    shards = std::make_shared<const checkpoint::ShardSet>(std::move(set));
     return {};
   }
 
   Status open_gguf(FileAccess access) {
-    MOESAIC_ASSIGN_OR_RETURN(ShardSet set, ShardSet::open_gguf(directory, access));
-    MOESAIC_ASSIGN_OR_RETURN(config, read_gguf_config(directory, set.gguf_headers()));
-    shards = std::make_shared<const ShardSet>(std::move(set));
+    MOESAIC_ASSIGN_OR_RETURN(checkpoint::ShardSet set,
+                             checkpoint::ShardSet::open_gguf(directory, access));
+    MOESAIC_ASSIGN_OR_RETURN(config, checkpoint::read_gguf_config(directory, set.gguf_headers()));
+    shards = std::make_shared<const checkpoint::ShardSet>(std::move(set));
     return {};
   }
 
@@ -240,23 +254,24 @@ Checkpoint& Checkpoint::operator=(Checkpoint&&) noexcept = default;
 Checkpoint::~Checkpoint() = default;
 
 Result<Checkpoint> Checkpoint::open(const std::string& directory, const Options& options) {
-  return guard_allocation("checkpoint", [&]() -> Result<Checkpoint> {
+  return checkpoint::guard_allocation("checkpoint", [&]() -> Result<Checkpoint> {
     auto impl = std::make_unique<Impl>();
     impl->directory = directory;
     std::error_code error;
     if (std::filesystem::is_directory(directory, error)) {
       MOESAIC_RETURN_IF_ERROR(impl->open_folder(options.access));
-    } else if (has_gguf_magic(directory) || directory.ends_with(".gguf")) {
+    } else if (checkpoint::has_gguf_magic(directory) || directory.ends_with(".gguf")) {
       MOESAIC_RETURN_IF_ERROR(impl->open_gguf(options.access));
     } else {
       return Status(StatusCode::kNotFound,
                     fmt::format("{}: no such folder, need one with config.json and safetensors, "
                                 "or a GGUF file",
-                                quote_name(directory)));
+                                checkpoint::quote_name(directory)));
     }
     for (const MoeLayerSpec& spec : impl->config.layers) {
       // A layer that cannot be resolved keeps what the configuration says; problems() tells why.
-      const Result<LayerSource> source = resolve_layer(impl->config, spec, *impl->shards);
+      const Result<checkpoint::LayerSource> source =
+          checkpoint::resolve_layer(impl->config, spec, *impl->shards);
       impl->layers.push_back(source.ok() ? source->spec : spec);
     }
     return Checkpoint(std::move(impl));
@@ -276,7 +291,7 @@ Result<MoeLayerSpec> Checkpoint::layer(int index) const {
 
 std::int64_t Checkpoint::layer_bytes(int index) const {
   for (const MoeLayerSpec& spec : impl_->layers) {
-    if (spec.layer == index) return stored_block_bytes(spec.prefix, *impl_->shards);
+    if (spec.layer == index) return checkpoint::stored_block_bytes(spec.prefix, *impl_->shards);
   }
   return 0;
 }
@@ -304,15 +319,15 @@ std::vector<std::string> Checkpoint::problems() const {
 
 Result<MoeLayerWeights> Checkpoint::load_layer(int index, const ParallelConfig& parallel,
                                                const ProgressFn& progress) const {
-  Result<MoeLayerWeights> weights =
-      guard_allocation("checkpoint", [&] { return impl_->load(index, parallel, progress); });
+  Result<MoeLayerWeights> weights = checkpoint::guard_allocation(
+      "checkpoint", [&] { return impl_->load(index, parallel, progress); });
   if (!weights.ok()) return weights.status().with_context(impl_->directory);
   return weights;
 }
 
 Result<MoeLayerFormat> Checkpoint::check_layer(int index, const ParallelConfig& parallel) const {
-  return guard_allocation("checkpoint", [&]() -> Result<MoeLayerFormat> {
-    MOESAIC_ASSIGN_OR_RETURN(BoundLayer layer, impl_->check(index, parallel));
+  return checkpoint::guard_allocation("checkpoint", [&]() -> Result<MoeLayerFormat> {
+    MOESAIC_ASSIGN_OR_RETURN(checkpoint::BoundLayer layer, impl_->check(index, parallel));
     MoeLayerTensors table;  // small, and of no use with an expert that does not exist
     MOESAIC_RETURN_IF_ERROR(load_hash_table(layer, &table));
     MoeLayerFormat format;
@@ -327,17 +342,18 @@ Result<MoeLayerFormat> Checkpoint::check_layer(int index, const ParallelConfig& 
 }
 
 Result<Tensor> Checkpoint::read_tensor(const std::string& name) const {
-  return guard_allocation("checkpoint", [&]() -> Result<Tensor> {
+  return checkpoint::guard_allocation("checkpoint", [&]() -> Result<Tensor> {
     const auto found = impl_->shards->find(name);
     if (found) return found->file->read_tensor(*found->info);
     std::vector<std::string_view> names;
-    for (const ShardSet::Located& tensor : impl_->shards->tensors()) {
+    for (const checkpoint::ShardSet::Located& tensor : impl_->shards->tensors()) {
       names.push_back(tensor.info->name);
     }
-    const std::string nearest = similar_name(name, names);
-    return Status(StatusCode::kNotFound,
-                  fmt::format("tensor: got {}, which is not in the checkpoint{}{}",
-                              quote_name(name), nearest.empty() ? "" : "; nearest is ", nearest));
+    const std::string nearest = checkpoint::similar_name(name, names);
+    return Status(
+        StatusCode::kNotFound,
+        fmt::format("tensor: got {}, which is not in the checkpoint{}{}",
+                    checkpoint::quote_name(name), nearest.empty() ? "" : "; nearest is ", nearest));
   });
 }
 

@@ -14,7 +14,7 @@
 #include "core/fault.h"
 #include "numerics/element.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 bool all_zero(const std::uint8_t* codes, std::int64_t n, std::uint8_t magnitude) {
@@ -253,4 +253,4 @@ void MlpReader::write_global_scales() {
   write_rows(global_scales_, of_gate ? kW1 : kW3, &out_.w13.channel_scale, &out_.w2.channel_scale);
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

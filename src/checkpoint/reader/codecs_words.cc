@@ -18,7 +18,7 @@
 #include "quant/int4_fp8.h"
 #include "quant/int_packing.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // --- integers in words ---
 
@@ -96,16 +96,16 @@ Status MlpReader::write_scales(const Window& w, const std::vector<float>& scales
                              {w.rows, groups});
   const TensorView bytes(m->scale.data() + w.to * groups, DType::kF8E4M3, {w.rows, groups});
   const TensorView channel(m->channel_scale.data() + w.to * 4, DType::kF32, {w.rows});
-  return split_int4_fp8_scales(wide, bytes, channel);
+  return quant::split_int4_fp8_scales(wide, bytes, channel);
 }
 
 Status MlpReader::write_codes(ConstTensorView codes, int bias, const Window& w, MatrixBuffers* m) {
   auto* to = reinterpret_cast<std::byte*>(rows_of(*m, w));
   if (dtype_bits(weight_.dtype) == 4) {
-    return pack_nibbles(codes, bias, TensorView(to, DType::kU8, {w.rows, w.cols / 2}));
+    return quant::pack_nibbles(codes, bias, TensorView(to, DType::kU8, {w.rows, w.cols / 2}));
   }
   if (bias != 0) {
-    return subtract_bias(codes, bias, TensorView(to, DType::kI8, {w.rows, w.cols}));
+    return quant::subtract_bias(codes, bias, TensorView(to, DType::kI8, {w.rows, w.cols}));
   }
   std::memcpy(to, codes.data, static_cast<std::size_t>(w.rows * w.cols));
   return {};
@@ -125,7 +125,7 @@ Status MlpReader::read_bnb4(const Window& w, MatrixBuffers* m) {
       read_rectangle(from, w.cols_all / 2, {w.first_row, w.rows, w.first_col / 2, bytes}, to));
   const TensorView packed(to, DType::kU8, {w.rows, bytes});
   if (!MOESAIC_FAULT(checkpoint_bnb_nibbles_in_file_order)) {
-    MOESAIC_RETURN_IF_ERROR(swap_nibbles(packed, packed));
+    MOESAIC_RETURN_IF_ERROR(quant::swap_nibbles(packed, packed));
   }
   const std::int64_t block = format_.group_size;
   const std::int64_t groups_all = w.cols_all / block, groups = w.cols / block;
@@ -140,8 +140,8 @@ Status MlpReader::read_bnb4(const Window& w, MatrixBuffers* m) {
 
 Status MlpReader::read_gguf(const Window& w, MatrixBuffers* m) {
   const ShardSet::Located& from = *stored(TensorKind::kWeight, w);
-  const GgufType type = from.info->block_type;
-  const GgufTypeInfo& info = *gguf_type_info(static_cast<std::uint32_t>(type));
+  const quant::GgufType type = from.info->block_type;
+  const quant::GgufTypeInfo& info = *quant::gguf_type_info(static_cast<std::uint32_t>(type));
   const std::int64_t row_bytes = w.cols / info.block_elems * info.block_bytes;
   MOESAIC_ASSIGN_OR_RETURN(Tensor blocks, Tensor::uninitialized(DType::kU8, {w.rows, row_bytes}));
   MOESAIC_RETURN_IF_ERROR(
@@ -156,7 +156,8 @@ Status MlpReader::read_gguf(const Window& w, MatrixBuffers* m) {
   if (info.has_min) {
     MOESAIC_ASSIGN_OR_RETURN(min, Tensor::uninitialized(DType::kF32, {w.rows, groups}));
   }
-  const Status split = split_gguf(type, blocks.view(), codes.view(), scale.view(), min.view());
+  const Status split =
+      quant::split_gguf(type, blocks.view(), codes.view(), scale.view(), min.view());
   if (!split.ok()) {
     return {StatusCode::kCorruptFile,
             fmt::format("{}: {}", quote_name(from.info->name), split.message())};
@@ -209,4 +210,4 @@ Status MlpReader::spread(const Tensor& from, std::int64_t group, const Window& w
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

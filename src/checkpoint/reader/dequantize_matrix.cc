@@ -6,10 +6,10 @@
 #include "numerics/integer.h"
 #include "quant/code_values.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
-float code_value(const OperandQuant& w, const CodeValues& table, const Tensor& codes,
+float code_value(const OperandQuant& w, const quant::CodeValues& table, const Tensor& codes,
                  std::int64_t i) {
   if (dtype_bits(w.dtype) == 4) return table[nibble_at(codes.as<std::uint8_t>(), i)];
   if (w.dtype == DType::kI8) return codes.as<std::int8_t>()[i];
@@ -21,7 +21,8 @@ float code_value(const OperandQuant& w, const CodeValues& table, const Tensor& c
 
 void dequantize_matrix(const OperandQuant& w, const MatrixBuffers& m, std::int64_t rows,
                        std::int64_t columns, float* out) {
-  const CodeValues table = dtype_bits(w.dtype) == 4 ? code_values(w) : CodeValues{};
+  const quant::CodeValues table =
+      dtype_bits(w.dtype) == 4 ? quant::code_values(w) : quant::CodeValues{};
   const std::int64_t group = w.granularity == ScaleGranularity::kGroup ? w.block_k : columns;
   const std::int64_t groups = (columns + group - 1) / group;
   const bool int4_fp8 = w.dtype == DType::kI4 && w.scale_format == ScaleFormat::kE4M3;
@@ -35,7 +36,7 @@ void dequantize_matrix(const OperandQuant& w, const MatrixBuffers& m, std::int64
       const float scale = load_as_f32(m.scale.data(), m.scale.dtype(), at);
       float q = code_value(w, table, m.weight, r * columns + c);
       if (m.zero.present()) q -= static_cast<float>(m.zero.as<std::uint8_t>()[at]);
-      float value = int4_fp8 ? int4_fp8_value(static_cast<int>(q), scale) : q * scale;
+      float value = int4_fp8 ? quant::int4_fp8_value(static_cast<int>(q), scale) : q * scale;
       if (m.min.present()) value -= m.min.as<float>()[at];
       const std::int64_t to = m.perm.present() ? m.perm.as<std::int32_t>()[c] : c;
       out[r * columns + to] = value * outer;
@@ -43,4 +44,4 @@ void dequantize_matrix(const OperandQuant& w, const MatrixBuffers& m, std::int64
   }
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

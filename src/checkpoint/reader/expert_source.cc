@@ -10,7 +10,7 @@
 #include "checkpoint/reader/mlp_reader.h"
 #include "core/fault.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 // The experts of one source: which they are, and how they are stored.
@@ -142,4 +142,4 @@ Result<std::unique_ptr<ExpertSource>> make_shared_source(std::shared_ptr<const S
   return make_source(std::move(shards), std::move(part), LoadProgress({}, 0));
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

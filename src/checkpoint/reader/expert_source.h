@@ -13,7 +13,7 @@
 #include "moesaic/parallel.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // Counts bytes for a ProgressFn; shared by the loads of one layer.
 class LoadProgress {
@@ -47,4 +47,4 @@ Result<std::unique_ptr<ExpertSource>> make_shared_source(std::shared_ptr<const S
 std::int64_t local_expert_bytes(const BoundLayer& layer, int tp_size,
                                 std::int64_t num_local_experts);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -10,7 +10,7 @@
 #include "core/checked.h"
 #include "core/fault.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 constexpr std::uint8_t kMagnitude = 0x7F;  // all but the sign; as a value it is e4m3's NaN
@@ -76,4 +76,4 @@ Status check_fp8_block(const Fp8BlockView& view) {
   return check_scales(view);
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -7,7 +7,7 @@
 
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // weights [rows, cols] e4m3 bytes, scales [ceil(rows/128), ceil(cols/128)]; both contiguous.
 // kCorruptFile names the tensor and row, column of the first offence: an e4m3 NaN code (0x7F,
@@ -22,4 +22,4 @@ struct Fp8BlockView {
 };
 Status check_fp8_block(const Fp8BlockView& view);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

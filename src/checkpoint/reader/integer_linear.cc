@@ -15,7 +15,7 @@
 #include "quant/act_order.h"
 #include "quant/int_packing.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 // How a format lays its integers into words.
@@ -28,22 +28,24 @@ struct WordLayout {
 Status gptq_zeros(ConstTensorView words, const LinearFormat& format, TensorView zeros) {
   const bool less_one =
       format.zeros_minus_one && !MOESAIC_FAULT(checkpoint_gptq_zero_not_incremented);
-  return unpack_gptq_zeros(words, format.bits,
-                           less_one ? GptqZeroFormat::kMinusOne : GptqZeroFormat::kPlain, zeros);
+  return quant::unpack_gptq_zeros(
+      words, format.bits,
+      less_one ? quant::GptqZeroFormat::kMinusOne : quant::GptqZeroFormat::kPlain, zeros);
 }
 
 // AWQ has 4 bits.
-constexpr WordLayout kGptqWords = {unpack_gptq_weight, gptq_zeros, true};
-constexpr WordLayout kAwqWords = {
-    [](ConstTensorView words, int, TensorView codes) { return unpack_awq_weight(words, codes); },
-    [](ConstTensorView words, const LinearFormat&, TensorView zeros) {
-      return unpack_awq_zeros(words, zeros);
-    },
-    true};
+constexpr WordLayout kGptqWords = {quant::unpack_gptq_weight, gptq_zeros, true};
+constexpr WordLayout kAwqWords = {[](ConstTensorView words, int, TensorView codes) {
+                                    return quant::unpack_awq_weight(words, codes);
+                                  },
+                                  [](ConstTensorView words, const LinearFormat&, TensorView zeros) {
+                                    return quant::unpack_awq_zeros(words, zeros);
+                                  },
+                                  true};
 constexpr WordLayout kPackedWords = {
-    unpack_ct_weight,
+    quant::unpack_ct_weight,
     [](ConstTensorView words, const LinearFormat& format, TensorView zeros) {
-      return unpack_ct_zeros(words, format.bits, zeros);
+      return quant::unpack_ct_zeros(words, format.bits, zeros);
     },
     false};
 
@@ -190,9 +192,9 @@ class IntegerReader {
   Status read_group_index() {
     if (!stored(TensorKind::kGroupIndex)) return {};
     MOESAIC_ASSIGN_OR_RETURN(const Tensor index, read(TensorKind::kGroupIndex));
-    const Status range = check_group_index(index.view(), out_.groups);
+    const Status range = quant::check_group_index(index.view(), out_.groups);
     if (!range.ok()) return corrupt(TensorKind::kGroupIndex, range.message());
-    if (is_plain_group_index(index.view(), format_.group_size)) return {};
+    if (quant::is_plain_group_index(index.view(), format_.group_size)) return {};
     if (!format_.act_order) {
       return corrupt(TensorKind::kGroupIndex,
                      "columns are not in the order of their groups, need act-order (desc_act) in "
@@ -201,8 +203,8 @@ class IntegerReader {
     out_.perm.resize(static_cast<std::size_t>(out_.columns));
     const TensorView perm(reinterpret_cast<std::byte*>(out_.perm.data()), DType::kI32,
                           {out_.columns});
-    MOESAIC_RETURN_IF_ERROR(sort_columns_by_group(index.view(), out_.groups, perm));
-    if (sorted_groups_are_regular(index.view(), perm, format_.group_size)) return {};
+    MOESAIC_RETURN_IF_ERROR(quant::sort_columns_by_group(index.view(), out_.groups, perm));
+    if (quant::sorted_groups_are_regular(index.view(), perm, format_.group_size)) return {};
     return {StatusCode::kUnsupported,
             fmt::format("{}: groups of uneven size, need {} columns in each",
                         quote_name(name(TensorKind::kGroupIndex)), format_.group_size)};
@@ -223,4 +225,4 @@ Result<IntegerLinear> read_integer_linear(const MlpTensors& tensors, Projection 
   return IntegerReader(tensors, projection, format, rows, columns).run();
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

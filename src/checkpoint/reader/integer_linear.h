@@ -11,7 +11,7 @@
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 struct IntegerLinear {
   std::int64_t rows = 0, columns = 0, groups = 0;
@@ -28,4 +28,4 @@ Result<IntegerLinear> read_integer_linear(const MlpTensors& tensors, Projection 
                                           const LinearFormat& format, std::int64_t rows,
                                           std::int64_t columns);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

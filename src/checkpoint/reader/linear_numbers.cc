@@ -9,7 +9,7 @@
 #include "checkpoint/container/names.h"
 #include "numerics/element.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 Result<std::vector<float>> read_floats(const ShardSet::Located& from) {
   MOESAIC_ASSIGN_OR_RETURN(const Tensor stored, from.file->read_tensor(*from.info));
@@ -95,4 +95,4 @@ Status scheme_of_values(const std::vector<MlpTensors>& experts, const LinearForm
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -11,7 +11,7 @@
 #include "moesaic/quant.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 inline constexpr std::size_t kW1 = 0, kW3 = 1, kW2 = 2;  // Projection
 
@@ -39,4 +39,4 @@ Result<InputScales> read_input_scales(const std::vector<MlpTensors>& experts,
 Status scheme_of_values(const std::vector<MlpTensors>& experts, const LinearFormat& format,
                         Scheme* scheme);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -2,7 +2,7 @@
 
 #include "core/checked.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 Result<MatrixBuffers> MatrixBuffers::make(const Scheme& scheme, std::int64_t rows,
                                           std::int64_t columns) {
@@ -84,4 +84,4 @@ ExpertWeightsView view_of(const MlpBuffers& b) {
   return v;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -12,7 +12,7 @@
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // One matrix [rows, columns]. Shapes and dtypes of all but `weight` as ExpertWeightsView has them;
 // what the scheme does not use is not present().
@@ -41,4 +41,4 @@ struct MlpBuffers {
 };
 ExpertWeightsView view_of(const MlpBuffers& buffers);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

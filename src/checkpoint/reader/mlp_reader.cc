@@ -8,7 +8,7 @@
 #include "core/fault.h"
 #include "numerics/element.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // In the order of StoredFormat.
 const std::array<MlpReader::Codec, kNumStoredFormats> MlpReader::kCodecs = {{
@@ -157,4 +157,4 @@ Result<Tensor> read_widened(const ShardSet::Located& tensor, const Shape& shape)
   return wide;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

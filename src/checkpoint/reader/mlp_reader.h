@@ -13,7 +13,7 @@
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // Reads expert `expert` (which matters for stacked tensors only). Every buffer is written in full.
 // kCorruptFile names the tensor and the place: NaN codes, scales that are NaN, infinite or not > 0
@@ -38,4 +38,4 @@ void dequantize_matrix(const OperandQuant& weight, const MatrixBuffers& matrix, 
 // A whole tensor widened to F32 (from F32, BF16 or F16, exactly), with this shape.
 Result<Tensor> read_widened(const ShardSet::Located& tensor, const Shape& shape);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -14,7 +14,7 @@
 #include "checkpoint/reader/mlp_reader.h"
 #include "checkpoint/reader/value_checks.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 class MlpReader {
  public:
@@ -122,4 +122,4 @@ class MlpReader {
   std::vector<std::int32_t> row_order_;  // of gate and up, where w2's columns are reordered
 };
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

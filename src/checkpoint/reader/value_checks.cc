@@ -5,7 +5,7 @@
 #include "checkpoint/container/names.h"
 #include "core/fault.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 // Branch-free over a row, so that the compiler can vectorise: these checks read every weight.
@@ -51,4 +51,4 @@ Status bad_scale(const Place& place, float scale, std::int64_t row, std::int64_t
                       quote_name(place.name), scale, place.row(row), place.first_col + col)};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -8,7 +8,7 @@
 
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // Where a slice begins in its stored tensor, for messages. `row_step`: its rows are every so many
 // of the tensor's.
@@ -46,4 +46,4 @@ Status check_f32_scales(const Place& place, const float* scales, std::int64_t ro
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -2,7 +2,7 @@
 #include "checkpoint/reader/mlp_reader.h"
 #include "core/fault.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 // Half a w13 at a time: gate and up are read as the only projection of an MLP without a gate, so
@@ -46,4 +46,4 @@ Status read_wide_mlp(const MlpTensors& tensors, const MlpSlice& slice, std::int6
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

@@ -7,7 +7,7 @@
 
 #include "core/fault.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 namespace {
 
 // Tile by tile, so that both sides stay in cache.
@@ -120,4 +120,4 @@ void transpose_rows(const std::byte* from, std::int64_t element_bytes, std::int6
   }
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

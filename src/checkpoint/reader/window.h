@@ -14,7 +14,7 @@
 #include "moesaic/quant.h"
 #include "moesaic/status.h"
 
-namespace moesaic {
+namespace moesaic::checkpoint {
 
 // What to read: rows [first, first + count) of gate and up, the same columns of down.
 struct MlpSlice {
@@ -68,4 +68,4 @@ void transpose_rows(const std::byte* from, std::int64_t element_bytes, std::int6
                     std::int64_t first, std::int64_t step, std::int64_t rows, std::int64_t cols,
                     std::byte* to);
 
-}  // namespace moesaic
+}  // namespace moesaic::checkpoint

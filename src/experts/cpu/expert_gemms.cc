@@ -7,7 +7,7 @@
 #include "core/fault.h"
 #include "experts/cpu/experts_impl.h"
 
-namespace moesaic {
+namespace moesaic::experts {
 
 using cpu::kMaxRows;
 using cpu::kPanelColumns;
@@ -71,7 +71,7 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
                          .num_rows = count,
                          .bias = weights_.w13.panel_bias(e, p),
                          .activation = problem_.activation,
-                         .scalar_activation = &ref_activation,
+                         .scalar_activation = &activation::ref_activation,
                          .out = act + (p - first_panel) * width,
                          .out_stride = cpu::kGroup});
     }
@@ -172,4 +172,4 @@ void CpuExperts::gemms(const CpuWorkspace& w, std::int64_t num_active) const {
     panel2(w, w.active[t / panels2], t % panels2);
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

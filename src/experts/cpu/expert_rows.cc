@@ -7,7 +7,7 @@
 #include "experts/cpu/experts_impl.h"
 #include "numerics/float_codec.h"
 
-namespace moesaic {
+namespace moesaic::experts {
 
 using cpu::OperandKind;
 
@@ -121,4 +121,4 @@ void CpuExperts::load_quantized(const CpuWorkspace& w, std::int64_t row, const s
   store_operand(x, plan_.k1, w.a1 + row * plan_.k1 * plan_.operand_bytes());
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

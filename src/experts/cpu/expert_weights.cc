@@ -9,7 +9,7 @@
 #include "core/fault.h"
 #include "numerics/element.h"
 
-namespace moesaic {
+namespace moesaic::experts {
 
 Result<CpuProjection> CpuProjection::allocate(const CpuWeightFormat& format,
                                               const cpu::PackedShape& shape,
@@ -168,4 +168,4 @@ Result<CpuExpertWeights> CpuExpertWeights::load(const MoeProblem& problem,
   return w;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

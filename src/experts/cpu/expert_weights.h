@@ -11,7 +11,7 @@
 #include "experts/reference/matrix.h"
 #include "moesaic/experts.h"
 
-namespace moesaic {
+namespace moesaic::experts {
 
 // One of the two projections.
 class CpuProjection {
@@ -68,4 +68,4 @@ struct CpuExpertWeights {
   std::int64_t bytes() const { return w13.bytes() + w2.bytes(); }
 };
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

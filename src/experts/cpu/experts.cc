@@ -12,7 +12,7 @@
 #include "experts/cpu/experts_impl.h"
 #include "permute/sort_slots.h"
 
-namespace moesaic {
+namespace moesaic::experts {
 
 CpuRowErrors CpuExperts::make_row_errors(std::int64_t chunk_tokens) const {
   CpuRowErrors errors;
@@ -58,7 +58,7 @@ void CpuExperts::run_standard(const ExpertsArgs& args, const CpuWorkspace& w,
     const std::int32_t* ids = args.topk_ids.as<std::int32_t>() + t0 * k;
     const float* weights = args.topk_weights.as<float>() + t0 * k;
     // Ids were checked for the whole call, so sorting cannot fail here.
-    const Status sorted = sort_slots_by_expert(
+    const Status sorted = permute::sort_slots_by_expert(
         {ids, static_cast<std::size_t>(slots)}, args.expert_map, problem_.num_experts,
         problem_.num_local_experts,
         {w.first_row, static_cast<std::size_t>(problem_.num_local_experts + 1)},
@@ -229,4 +229,4 @@ Result<std::int64_t> cpu_experts_workspace_size(std::string_view tier, const Moe
   return cpu_workspace_bytes(make_cpu_plan(problem, format, *kernels), tokens);
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

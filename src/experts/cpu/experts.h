@@ -6,7 +6,7 @@
 
 #include "moesaic/experts.h"
 
-namespace moesaic {
+namespace moesaic::experts {
 
 // Computes what experts/reference/experts.h defines, with these orders of summation (see
 // cpu/kernels.h): each group of 128 steps of K in one fp32 chain (bf16 pairs on the bf16 tier),
@@ -35,4 +35,4 @@ inline constexpr std::string_view kCpuExpertsDeterminism =
     "only, "
     "not on threads, batch, split or order";
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

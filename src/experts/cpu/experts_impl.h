@@ -17,7 +17,7 @@
 #include "experts/cpu/plan.h"
 #include "experts/cpu/workspace.h"
 
-namespace moesaic {
+namespace moesaic::experts {
 
 // From this many rows of an expert on, multiply-adds and not memory limit 4-bit weights: the
 // integer kernel has half of them.
@@ -124,4 +124,4 @@ class CpuExperts final : public Experts {
   void (*gemm_)(const cpu::PanelArgs& args) = nullptr;
 };
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

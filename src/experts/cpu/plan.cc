@@ -7,7 +7,7 @@
 #include "cpu/team.h"
 #include "cpu/tiers.h"
 
-namespace moesaic {
+namespace moesaic::experts {
 namespace {
 
 using cpu::kPanelColumns;
@@ -53,7 +53,7 @@ CpuPlan make_cpu_plan(const MoeProblem& problem, const CpuWeightFormat& format,
   plan_rows(problem, format, plan);
   plan.round_dtype = plan.kind == ComputeScheme::kFp8Bf16
                          ? DType::kBF16
-                         : operand_dtype(problem.activation_dtype, plan.kind);
+                         : quant::operand_dtype(problem.activation_dtype, plan.kind);
   // Every code of 8 bits or less and every bf16 value is exact as a bf16 operand.
   const bool narrow = plan.row_rule != cpu::RowQuantRule::kNone || plan.round_dtype == DType::kBF16;
   plan.operand = narrow ? kernels.narrow_operand : OperandKind::kF32;
@@ -100,4 +100,4 @@ Result<std::int64_t> cpu_workspace_bytes(const CpuPlan& plan, std::int64_t token
   return arena.used();
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

@@ -8,7 +8,7 @@
 #include "experts/cpu/workspace.h"
 #include "moesaic/experts.h"
 
-namespace moesaic {
+namespace moesaic::experts {
 
 CpuPlan make_cpu_plan(const MoeProblem& problem, const CpuWeightFormat& format,
                       const cpu::CpuKernels& kernels);
@@ -16,4 +16,4 @@ CpuPlan make_cpu_plan(const MoeProblem& problem, const CpuWeightFormat& format,
 // Of a call with that many tokens (standard format) or rows per expert (batched).
 Result<std::int64_t> cpu_workspace_bytes(const CpuPlan& plan, std::int64_t tokens);
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

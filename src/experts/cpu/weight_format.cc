@@ -6,7 +6,7 @@
 #include <numeric>
 #include <string>
 
-namespace moesaic {
+namespace moesaic::experts {
 namespace {
 
 constexpr std::int64_t kFinestFold = 16;
@@ -53,18 +53,19 @@ Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant) {
     return f;
   }
   const bool tables = w.table != CodeTable::kNone;
-  if (tables && quant.kind == ComputeScheme::kF32 && code_values(w) != code_values_bf16(w)) {
+  if (tables && quant.kind == ComputeScheme::kF32 &&
+      quant::code_values(w) != quant::code_values_bf16(w)) {
     return Status(StatusCode::kUnsupported,
                   "quant: the CPU kernels hold entries of a code table in bf16, the f32 scheme "
                   "wants them exact");
   }
-  if (rounds_scaled_codes(w)) f.kind = cpu::WeightKind::kInt4Fp8;
+  if (quant::rounds_scaled_codes(w)) f.kind = cpu::WeightKind::kInt4Fp8;
   if (!tables) f.code_bias = f.code_flip = element.flip;
-  f.code_values = code_values_bf16(w);
+  f.code_values = quant::code_values_bf16(w);
   if (f.code_bias != 0) {  // unsigned codes lie as two's complement
     OperandQuant flipped = w;
     flipped.dtype = DType::kI4;
-    f.code_values = code_values(flipped);
+    f.code_values = quant::code_values(flipped);
   }
   const bool group = w.granularity == ScaleGranularity::kGroup;
   f.group_offsets = w.zero_point != ZeroPoint::kNone || f.code_bias != 0;
@@ -109,4 +110,4 @@ cpu::RowQuantRule cpu_row_rule(const OperandQuant& a) {
   return a.dtype == DType::kF8E4M3 ? RowQuantRule::kMxfp8 : RowQuantRule::kMxfp4;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

@@ -11,7 +11,7 @@
 #include "quant/code_values.h"
 #include "quant/compute_scheme.h"
 
-namespace moesaic {
+namespace moesaic::experts {
 
 struct CpuWeightFormat {
   cpu::WeightKind kind = cpu::WeightKind::kBF16;
@@ -24,7 +24,7 @@ struct CpuWeightFormat {
   bool column_factors = false;  // one F32 per output column and expert, applied to finished sums
   std::uint8_t code_flip = 0;   // see PackedShape
   int code_bias = 0;
-  CodeValues code_values{};  // kCode4
+  quant::CodeValues code_values{};  // kCode4
 
   cpu::PackedShape shape(cpu::RowOrder order, std::int64_t rows, std::int64_t k) const {
     return {kind, order, rows, k, grouped ? fold : 4, code_flip};
@@ -36,4 +36,4 @@ Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant);
 // How the CPU kernels quantise activations; kNone for plain ones.
 cpu::RowQuantRule cpu_row_rule(const OperandQuant& activation);
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

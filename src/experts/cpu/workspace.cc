@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace moesaic {
+namespace moesaic::experts {
 namespace {
 constexpr std::int64_t kChunkRows = 8192;
 }
@@ -38,4 +38,4 @@ CpuWorkspace CpuWorkspace::carve(const CpuPlan& plan, std::int64_t tokens, Arena
   return w;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

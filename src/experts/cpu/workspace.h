@@ -10,7 +10,7 @@
 #include "experts/row_error.h"
 #include "moesaic/experts.h"
 
-namespace moesaic {
+namespace moesaic::experts {
 
 // Sizes that follow from the problem and the tier alone.
 struct CpuPlan {
@@ -94,4 +94,4 @@ struct CpuWorkspace {
   static CpuWorkspace carve(const CpuPlan& plan, std::int64_t tokens, Arena& arena);
 };
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

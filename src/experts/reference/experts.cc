@@ -20,7 +20,7 @@
 #include "numerics/float_codec.h"
 #include "permute/sort_slots.h"
 
-namespace moesaic {
+namespace moesaic::experts {
 namespace {
 
 float round_to(DType dtype, float v) {
@@ -57,7 +57,7 @@ class RefExperts final : public Experts {
  public:
   explicit RefExperts(const MoeProblem& problem)
       : p_(problem),
-        operand_(operand_dtype(problem.activation_dtype, problem.quant.kind)),
+        operand_(quant::operand_dtype(problem.activation_dtype, problem.quant.kind)),
         layout_(is_gated(problem.activation.kind) ? GateUpLayout::kGateThenUp
                                                   : GateUpLayout::kNonGated),
         w13_(problem.quant, problem.num_local_experts, w13_rows(problem), problem.hidden_size),
@@ -131,7 +131,7 @@ class RefExperts final : public Experts {
     const RefOperand x = quantized ? RefOperand{s.input, s.x_scales, kFp8Block, 1.0F}
                                    : make_operand(w13_, e, s.input, p_.hidden_size, s, of_input);
     w13_.multiply(e, x, s.gate_up);
-    ref_activation(p_.activation, layout_, s.gate_up, s.inner, p_.intermediate_size);
+    activation::ref_activation(p_.activation, layout_, s.gate_up, s.inner, p_.intermediate_size);
     const RefOperand inner = MOESAIC_FAULT(ref_experts_skip_requant)
                                  ? RefOperand{s.inner, nullptr, 0, 1.0F}
                                  : make_operand(w2_, e, s.inner, p_.intermediate_size, s, of_inner);
@@ -168,7 +168,8 @@ class RefExperts final : public Experts {
       std::array<RowError, 2> errors;
       for (std::int64_t j = 0; j < p_.top_k; ++j) {
         const std::int64_t slot = t * p_.top_k + j;
-        const std::int32_t e = local_expert_of(a.topk_ids.as<std::int32_t>()[slot], a.expert_map);
+        const std::int32_t e =
+            permute::local_expert_of(a.topk_ids.as<std::int32_t>()[slot], a.expert_map);
         if (e < 0) continue;
         if (MOESAIC_FAULT(ref_experts_drop_last_slot) && p_.top_k > 1 && j + 1 == p_.top_k)
           continue;
@@ -236,4 +237,4 @@ Result<std::int64_t> ref_experts_workspace_size(const MoeProblem& problem, std::
   return arena.used();
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

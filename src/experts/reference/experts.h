@@ -8,7 +8,7 @@
 
 #include "moesaic/experts.h"
 
-namespace moesaic {
+namespace moesaic::experts {
 
 // For every (token, slot) with a local expert e, x being the row rounded once to the operand dtype
 // A (F32 in the F32 scheme, activation_dtype in the others):
@@ -33,4 +33,4 @@ Result<std::int64_t> ref_experts_workspace_size(const MoeProblem& problem, std::
 inline constexpr std::string_view kRefExpertsDeterminism =
     "bits of a row depend on that row, its ids and weights only";
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

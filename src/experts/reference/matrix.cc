@@ -10,7 +10,7 @@
 #include "core/fault.h"
 #include "numerics/codec.h"
 
-namespace moesaic {
+namespace moesaic::experts {
 
 ProjectionView w13_of(const ExpertWeightsView& v) {
   return {v.w13,      v.w13_scale, v.w13_bias,        v.w13_global_scale, v.w13_channel_scale,
@@ -24,8 +24,8 @@ ProjectionView w2_of(const ExpertWeightsView& v) {
 RefMatrix::RefMatrix(const Scheme& quant, std::int64_t num_experts, std::int64_t rows,
                      std::int64_t columns)
     : quant_(quant.weight),
-      values_(quant.kind == ComputeScheme::kF32 ? code_values(quant.weight)
-                                                : code_values_bf16(quant.weight)),
+      values_(quant.kind == ComputeScheme::kF32 ? quant::code_values(quant.weight)
+                                                : quant::code_values_bf16(quant.weight)),
       four_bits_(dtype_bits(quant.weight.dtype) == 4),
       num_experts_(num_experts),
       rows_(rows),
@@ -114,13 +114,13 @@ float RefMatrix::dot(std::int64_t e, std::int64_t n, const float* x, std::int64_
                                        : static_cast<float>(zero_.as<std::uint8_t>()[scale_index]);
     if (MOESAIC_FAULT(ref_experts_zero_point_added)) zero = -zero;
   }
-  const bool rounded_product = rounds_scaled_codes(quant_);
+  const bool rounded_product = quant::rounds_scaled_codes(quant_);
   const float group_scale =
       rounded_product ? f32_from_e4m3(scale_.as<std::uint8_t>()[scale_index]) : 1.0F;
   std::array<float, 8> lane{};
   for (std::int64_t i = 0; i < count; ++i) {
     float w = code(first + i) - zero;
-    if (rounded_product) w = int4_fp8_value(static_cast<int>(w), group_scale);
+    if (rounded_product) w = quant::int4_fp8_value(static_cast<int>(w), group_scale);
     lane[static_cast<std::size_t>(i % 8)] += x[i] * w;
   }
   return ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7]));
@@ -149,7 +149,7 @@ void RefMatrix::multiply(std::int64_t e, const RefOperand& x, float* out) const 
       const float* values = x.values + begin;
       const float partial = dot(e, n, values, begin, count, scale_row + g);
       float factor = 1.0F;
-      if (scale_.present() && !outside && !rounds_scaled_codes(quant_))
+      if (scale_.present() && !outside && !quant::rounds_scaled_codes(quant_))
         factor = load_as_f32(scale_.data(), scale_.dtype(), scale_row + g);
       if (x.scales != nullptr && x.group > 0) factor = x.scales[begin / x.group] * factor;
       sum += partial * factor;
@@ -168,4 +168,4 @@ void RefMatrix::multiply(std::int64_t e, const RefOperand& x, float* out) const 
   }
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

@@ -10,7 +10,7 @@
 #include "quant/code_values.h"
 #include "quant/compute_scheme.h"
 
-namespace moesaic {
+namespace moesaic::experts {
 
 // The tensors of one projection in an ExpertWeightsView.
 struct ProjectionView {
@@ -42,11 +42,11 @@ class RefMatrix {
   float code(std::int64_t index) const;
 
   OperandQuant quant_;
-  CodeValues values_;  // of 4-bit codes
+  quant::CodeValues values_;  // of 4-bit codes
   bool four_bits_;
   std::int64_t num_experts_, rows_, columns_;
   std::int64_t scale_columns_ = 0, scales_per_expert_ = 0;
   Tensor weight_, scale_, bias_, global_scale_, channel_scale_, zero_, min_, input_scale_, perm_;
 };
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

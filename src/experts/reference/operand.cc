@@ -13,7 +13,7 @@
 #include "quant/mx.h"
 #include "quant/nvfp4.h"
 
-namespace moesaic {
+namespace moesaic::experts {
 namespace {
 
 constexpr std::int64_t kFinestGroup = 16;
@@ -30,7 +30,7 @@ float quantize_mx_group(const OperandQuant& a, float* x, std::int64_t n) {
   const bool fp8 = a.dtype == DType::kF8E4M3;
   ExponentRule rule = a.rule;
   if (MOESAIC_FAULT(ref_experts_other_exponent_rule)) rule = ExponentRule::kOcpFloor;
-  const std::uint8_t exponent = mx_scale(max_abs(x, n), a.dtype, rule);
+  const std::uint8_t exponent = quant::mx_scale(quant::max_abs(x, n), a.dtype, rule);
   const float scale = f32_from_e8m0(exponent);
   for (std::int64_t i = 0; i < n; ++i) {
     const float y = exponent == 0 ? 0.0F : x[i] / scale;
@@ -40,7 +40,7 @@ float quantize_mx_group(const OperandQuant& a, float* x, std::int64_t n) {
 }
 
 float quantize_nvfp4_group(float gscale, float* x, std::int64_t n) {
-  const float sf = f32_from_e4m3(nvfp4_block_scale(max_abs(x, n), gscale));
+  const float sf = f32_from_e4m3(quant::nvfp4_block_scale(quant::max_abs(x, n), gscale));
   const float factor = sf == 0.0F ? 0.0F : gscale / sf;
   for (std::int64_t i = 0; i < n; ++i) x[i] = e2m1_value(x[i] * factor);
   return sf;
@@ -56,9 +56,9 @@ RefOperand ref_quantize_row(const OperandQuant& a, float input_scale, float* row
     case ScaleGranularity::kGroup:
       break;
     case ScaleGranularity::kToken: {
-      const float amax = max_abs(row, count);
+      const float amax = quant::max_abs(row, count);
       const bool int8 = a.dtype == DType::kI8;
-      scales[0] = int8 ? int8_row_scale(amax) : fp8_row_scale(amax);
+      scales[0] = int8 ? quant::int8_row_scale(amax) : quant::fp8_row_scale(amax);
       for (std::int64_t i = 0; i < count; ++i) {
         const float y = row[i] / scales[0];
         row[i] = int8 ? static_cast<float>(i8_from_f32(y)) : e4m3_value(y);
@@ -75,10 +75,11 @@ RefOperand ref_quantize_row(const OperandQuant& a, float input_scale, float* row
       return {row, nullptr, 0, 1.0F};
   }
   if (a.rule == ExponentRule::kNone && a.scale_format != ScaleFormat::kE4M3) {
-    ref_quantize_fp8_row(row, count, a.block_k,
-                         a.scale_format == ScaleFormat::kE8M0 ? ScaleRounding::kCeilPowerOfTwo
-                                                              : ScaleRounding::kNone,
-                         codes, scales);
+    quant::ref_quantize_fp8_row(row, count, a.block_k,
+                                a.scale_format == ScaleFormat::kE8M0
+                                    ? quant::ScaleRounding::kCeilPowerOfTwo
+                                    : quant::ScaleRounding::kNone,
+                                codes, scales);
     for (std::int64_t i = 0; i < count; ++i) row[i] = f32_from_e4m3(codes[i]);
     return {row, scales, a.block_k, 1.0F};
   }
@@ -91,4 +92,4 @@ RefOperand ref_quantize_row(const OperandQuant& a, float input_scale, float* row
   return {row, scales, a.block_k, nvfp4 ? input_scale : 1.0F};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

@@ -6,7 +6,7 @@
 
 #include "moesaic/quant.h"
 
-namespace moesaic {
+namespace moesaic::experts {
 
 // A row that a GEMM reads.
 struct RefOperand {
@@ -34,4 +34,4 @@ RefOperand ref_quantize_row(const OperandQuant& a, float input_scale, float* row
 // Scales that ref_quantize_row may write for a row of `count` elements, whatever the format.
 std::int64_t ref_max_scales(std::int64_t count);
 
-}  // namespace moesaic
+}  // namespace moesaic::experts

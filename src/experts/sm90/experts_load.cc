@@ -76,7 +76,7 @@ Status CudaExperts::Impl::load(ExpertSource& source) {
   std::vector<std::byte*> to(rows.size());
   for (std::int64_t e = 0; e < local; ++e) {
     MOESAIC_ASSIGN_OR_RETURN(const ExpertWeightsView view, source.expert(e));
-    MOESAIC_RETURN_IF_ERROR(check_expert_weights(problem, view, e));
+    MOESAIC_RETURN_IF_ERROR(experts::check_expert_weights(problem, view, e));
     for (std::size_t i = 0; i < rows.size(); ++i) {
       to[i] = parts[i].as<std::byte>() + e * rows[i].bytes(plan);
     }

@@ -24,8 +24,9 @@ double step_at(double value, int mantissa, double normal) {
 }
 
 // One group of e4m3 codes; the values that they were made of are gone.
-RowError of_codes(const std::uint8_t* codes, std::int64_t n, float scale, float smallest_scale) {
-  RowError sums;
+experts::RowError of_codes(const std::uint8_t* codes, std::int64_t n, float scale,
+                           float smallest_scale) {
+  experts::RowError sums;
   sums.finite = std::isfinite(scale);
   if (!sums.finite) return sums;
   double amax = 0;
@@ -46,8 +47,8 @@ RowError of_codes(const std::uint8_t* codes, std::int64_t n, float scale, float 
   return sums;
 }
 
-RowError of_bf16(const std::uint16_t* row, std::int64_t n) {
-  RowError sums;
+experts::RowError of_bf16(const std::uint16_t* row, std::int64_t n) {
+  experts::RowError sums;
   for (std::int64_t i = 0; i < n; ++i) {
     const auto value = static_cast<double>(f32_from_bf16(row[i]));
     if (!std::isfinite(value)) {
@@ -100,10 +101,11 @@ Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics
     MOESAIC_ASSIGN_OR_RETURN(weights, read_back("topk_weights", a.topk_weights, pairs));
   }
 
-  const NoiseModel model(problem);
-  RowErrorMeter meter(problem.quant.activation, DType::kBF16);
-  const float smallest_scale = fp8_group_scale(
-      0.0F, plan.power_of_two_scales ? ScaleRounding::kCeilPowerOfTwo : ScaleRounding::kNone);
+  const experts::NoiseModel model(problem);
+  experts::RowErrorMeter meter(problem.quant.activation, DType::kBF16);
+  const float smallest_scale =
+      quant::fp8_group_scale(0.0F, plan.power_of_two_scales ? quant::ScaleRounding::kCeilPowerOfTwo
+                                                            : quant::ScaleRounding::kNone);
   std::vector<float> row(static_cast<std::size_t>(std::max(hidden, inner)));
   for (std::int64_t p = 0; p < pairs; ++p) {
     const std::int64_t t = p / problem.top_k;
@@ -114,14 +116,14 @@ Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics
       row[static_cast<std::size_t>(i)] =
           weights.empty() ? v : v * weights[static_cast<std::size_t>(p)];
     }
-    const RowError input = meter.measure(row.data(), hidden, 1.0F);
-    RowError of_inner;
+    const experts::RowError input = meter.measure(row.data(), hidden, 1.0F);
+    experts::RowError of_inner;
     const std::byte* from = codes.data() + r * row_bytes;
     if (!quantized) of_inner = of_bf16(reinterpret_cast<const std::uint16_t*>(from), inner);
-    for (std::int64_t k = 0; quantized && k < inner; k += kFp8Block) {
-      const auto at = static_cast<std::size_t>(k / kFp8Block * w.inner_scale_stride + r);
+    for (std::int64_t k = 0; quantized && k < inner; k += experts::kFp8Block) {
+      const auto at = static_cast<std::size_t>(k / experts::kFp8Block * w.inner_scale_stride + r);
       of_inner.add(of_codes(reinterpret_cast<const std::uint8_t*>(from + k),
-                            std::min(kFp8Block, inner - k), scales[at], smallest_scale));
+                            std::min(experts::kFp8Block, inner - k), scales[at], smallest_scale));
     }
     for (std::int64_t i = 0; i < hidden; ++i) {
       row[static_cast<std::size_t>(i)] =

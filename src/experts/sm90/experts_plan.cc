@@ -15,7 +15,7 @@ Result<ExpertsPlan> make_experts_plan(const MoeProblem& problem) {
                       : EpilogueKind::kGeneral;
   const std::int64_t element = row_element_bytes(plan.format->rows);
   const std::int64_t slab = plan.format->slab_bytes;
-  plan.w13 = {{w13_rows(problem), problem.hidden_size, element, is_gated(kind)}, slab};
+  plan.w13 = {{experts::w13_rows(problem), problem.hidden_size, element, is_gated(kind)}, slab};
   plan.w2 = {{problem.hidden_size, problem.intermediate_size, element, false}, slab};
   plan.power_of_two_scales = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
   plan.weight_on_input = problem.apply_router_weight_on_input;

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-namespace moesaic {
+namespace moesaic::gate {
 
 // What one thread needs for [rows, experts] logits: 13 multiply-adds a nanosecond (2^18 in 20 us),
 // for the size of its team (cpu/team.h).
@@ -13,4 +13,4 @@ constexpr double cpu_gate_us(std::int64_t rows, std::int64_t experts, std::int64
          static_cast<double>(hidden_size) / 13e3;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::gate

@@ -4,7 +4,7 @@
 
 #include "numerics/codec.h"
 
-namespace moesaic {
+namespace moesaic::gate {
 
 void ref_gate_logits(const ConstTensorView& x, const ConstTensorView& weight,
                      const ConstTensorView& bias, double* logits, double* magnitude) {
@@ -30,4 +30,4 @@ void ref_gate_logits(const ConstTensorView& x, const ConstTensorView& weight,
   }
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::gate

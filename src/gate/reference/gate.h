@@ -3,7 +3,7 @@
 
 #include "moesaic/tensor.h"
 
-namespace moesaic {
+namespace moesaic::gate {
 
 // logits[t * E + e] = sum_i x[t, i] * weight[e, i] (+ bias[e]), and magnitude[t * E + e] = the same
 // sum of absolute values, both in float64: an error bound is a multiple of the magnitude.
@@ -12,4 +12,4 @@ namespace moesaic {
 void ref_gate_logits(const ConstTensorView& x, const ConstTensorView& weight,
                      const ConstTensorView& bias, double* logits, double* magnitude);
 
-}  // namespace moesaic
+}  // namespace moesaic::gate

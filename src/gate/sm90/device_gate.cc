@@ -7,7 +7,7 @@
 #include "cuda/device_memory.h"
 #include "gate/sm90/gate_linear.h"
 
-namespace moesaic {
+namespace moesaic::gate {
 namespace {
 
 class Sm90Gate final : public DeviceGate {
@@ -44,4 +44,4 @@ Result<std::unique_ptr<DeviceGate>> make_device_gate(const ConstTensorView& weig
   return made;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::gate

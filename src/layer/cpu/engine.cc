@@ -7,7 +7,7 @@
 #include "layer/layer_router.h"
 #include "layer/load_sources.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 namespace {
 
 //   pf  null: rows stay where they are
@@ -162,4 +162,4 @@ std::string CpuEngine::determinism() const {
                            own != nullptr ? own->determinism() : std::string_view());
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

@@ -16,7 +16,7 @@
 #include "moesaic/modular_kernel.h"
 #include "moesaic/router.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 
 // Buffers of one call of at most max_tokens rows; null while measuring.
 struct CpuBuffers {
@@ -130,4 +130,4 @@ inline constexpr LayerEngineRow kCpuEngine = {
     .create = &CpuEngine::create,
 };
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

@@ -12,7 +12,7 @@
 #include "layer/cpu/engine.h"
 #include "router/route_row.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 namespace {
 
 // threads_of(tokens) never shrinks with more tokens.
@@ -39,10 +39,10 @@ std::vector<StageThreads> all_threads(const FusedPlan& plan, std::int64_t max_to
   const std::int64_t columns = logit_columns(plan);
   std::vector<StageThreads> stages;
   stages.push_back(stage_threads("gate", max_tokens, [&](std::int64_t tokens) {
-    return cpu::team_size(cpu_gate_us(tokens, columns, plan.hidden_size), threads);
+    return cpu::team_size(gate::cpu_gate_us(tokens, columns, plan.hidden_size), threads);
   }));
   stages.push_back(stage_threads("router", max_tokens, [&](std::int64_t tokens) {
-    return cpu::team_size(route_rows_us(tokens, columns), threads);
+    return cpu::team_size(router::route_rows_us(tokens, columns), threads);
   }));
   stages.push_back(experts_threads("experts", plan.routed, max_tokens, routed));
   if (shared != nullptr) {
@@ -127,4 +127,4 @@ Status explain_cpu_engine(const FusedPlan& plan, const MoeLayerSpec&,
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

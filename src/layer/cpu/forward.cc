@@ -11,7 +11,7 @@
 #include "layer/rows.h"
 #include "numerics/element.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 namespace {
 
 constexpr std::int64_t kMaxElementBytes = 4;  // of hidden states: F32
@@ -198,4 +198,4 @@ Status CpuEngine::forward_host(const ConstTensorView& x, const TensorView& outpu
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

@@ -13,7 +13,7 @@
 #include "layer/rows.h"
 #include "numerics/element.h"
 
-namespace moesaic {
+namespace moesaic::layer {
 
 // b.routed = the routed experts' sum of each row, added in slot order from rows that came back one
 // by one.
@@ -96,4 +96,4 @@ Status CpuEngine::forward_over_ranks(const ConstTensorView& x, const TensorView&
   return {};
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::layer

@@ -24,7 +24,7 @@ CandidateReport row_of(std::string stage, std::string name, const Status& status
 
 // Which kernel computes the logits depends on the tokens of a call, so several may be accepted: first
 // the one that the most tokens take.
-void append_gate(const FusedPlan& plan, Device device, Rows& rows) {
+void append_gate(const layer::FusedPlan& plan, Device device, Rows& rows) {
   GateParams p;
   p.weight_f32 = plan.gate_dtype != DType::kBF16;
   p.experts = static_cast<std::int32_t>(plan.routing.num_experts + plan.routing.num_zero_experts);
@@ -56,39 +56,41 @@ void append_gate(const FusedPlan& plan, Device device, Rows& rows) {
   for (const Need& need : needs) {
     const Status own =
         used(need.kernel) ? Status() : unsupported(fmt::format("need {}", need.text));
-    rows.push_back(row_of("gate", std::string(gate_kernel_name(need.kernel)),
-                          device.is_cuda() ? own : on_other_device(own, device, "a Hopper GPU")));
+    rows.push_back(
+        row_of("gate", std::string(gate_kernel_name(need.kernel)),
+               device.is_cuda() ? own : layer::on_other_device(own, device, "a Hopper GPU")));
   }
 }
 
 }  // namespace
 
-void append_sm90_candidates(ExplainStage stage, const FusedPlan& plan, std::string_view router_name,
-                            Device device, std::vector<CandidateReport>& rows) {
+void append_sm90_candidates(layer::ExplainStage stage, const layer::FusedPlan& plan,
+                            std::string_view router_name, Device device,
+                            std::vector<CandidateReport>& rows) {
   const auto on_gpu = [&](const Status& own) {
-    return device.is_cuda() ? own : on_other_device(own, device, "a Hopper GPU");
+    return device.is_cuda() ? own : layer::on_other_device(own, device, "a Hopper GPU");
   };
   switch (stage) {
-    case ExplainStage::kGate:
+    case layer::ExplainStage::kGate:
       return append_gate(plan, device, rows);
-    case ExplainStage::kRouter:
+    case layer::ExplainStage::kRouter:
       rows.push_back(row_of("router", fmt::format("cuda_{}", router_name),
                             on_gpu(CudaRouter::can_implement(plan.routing))));
       return;
-    case ExplainStage::kPrepareFinalize:
+    case layer::ExplainStage::kPrepareFinalize:
       // The experts gather their own rows and combine them.
       rows.push_back(row_of("prepare_finalize", "cuda_in_experts", on_gpu({})));
       return;
   }
 }
 
-std::string sm90_determinism(const FusedPlan& plan) {
-  return layer_determinism(kCudaExpertsName, kCudaExpertsDeterminism,
-                           plan.has_shared ? kCudaExpertsName : std::string_view(),
-                           plan.has_shared ? kCudaExpertsDeterminism : std::string_view());
+std::string sm90_determinism(const layer::FusedPlan& plan) {
+  return layer::layer_determinism(kCudaExpertsName, kCudaExpertsDeterminism,
+                                  plan.has_shared ? kCudaExpertsName : std::string_view(),
+                                  plan.has_shared ? kCudaExpertsDeterminism : std::string_view());
 }
 
-Status explain_sm90_engine(const FusedPlan& plan, const MoeLayerSpec& spec,
+Status explain_sm90_engine(const layer::FusedPlan& plan, const MoeLayerSpec& spec,
                            const FusedMoE::Options& options, LayerExplanation& explanation) {
   MOESAIC_RETURN_IF_ERROR(CudaLayer::can_implement(plan, options));
   Arena arena = Arena::measure();

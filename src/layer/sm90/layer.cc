@@ -46,14 +46,14 @@ Status upload_constant(std::string_view what, std::int64_t count, std::uint32_t 
 
 Status CudaLayer::Impl::create_experts(MoeLayerWeights& weights) {
   MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<ExpertSource> routed,
-                           make_converting_source(*weights.experts, plan.quant));
+                           layer::make_converting_source(*weights.experts, plan.quant));
   if (plan.routed.num_local_experts == 0) return {};  // more ranks than experts
   if (!joins) {
     MOESAIC_ASSIGN_OR_RETURN(experts, CudaExperts::create(plan.routed, *routed, device));
     return {};
   }
   MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<ExpertSource> converted,
-                           make_converting_source(*weights.shared, plan.shared_quant));
+                           layer::make_converting_source(*weights.shared, plan.shared_quant));
   JoinedSource source(*routed, plan.routed.num_local_experts, *converted);
   MOESAIC_ASSIGN_OR_RETURN(experts,
                            CudaExperts::create(experts_problem(plan, false), source, device));
@@ -64,7 +64,7 @@ Status CudaLayer::Impl::create_shared(const MoeLayerSpec& spec, const FusedMoE::
                                       MoeLayerWeights& weights) {
   if (!joins) {
     MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<ExpertSource> converted,
-                             make_converting_source(*weights.shared, plan.shared_quant));
+                             layer::make_converting_source(*weights.shared, plan.shared_quant));
     MOESAIC_ASSIGN_OR_RETURN(shared, CudaExperts::create(plan.shared, *converted, device));
   }
   if (!spec.shared.gated_output) {
@@ -85,11 +85,11 @@ Status CudaLayer::Impl::create_shared(const MoeLayerSpec& spec, const FusedMoE::
 CudaLayer::CudaLayer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 CudaLayer::~CudaLayer() = default;
 
-Result<std::unique_ptr<LayerEngine>> make_sm90_engine(const EngineParts& parts) {
+Result<std::unique_ptr<layer::LayerEngine>> make_sm90_engine(const layer::EngineParts& parts) {
   return CudaLayer::create(parts);
 }
 
-Result<std::unique_ptr<LayerEngine>> CudaLayer::create(const EngineParts& parts) {
+Result<std::unique_ptr<layer::LayerEngine>> CudaLayer::create(const layer::EngineParts& parts) {
   const auto& [spec, plan, options, weights, mesh] = parts;
   MOESAIC_RETURN_IF_ERROR(can_implement(plan, options));
   const MoeLayerTensors& t = weights.tensors;
@@ -137,7 +137,7 @@ Result<std::unique_ptr<LayerEngine>> CudaLayer::create(const EngineParts& parts)
   static_cast<void>(unused);
   MOESAIC_RETURN_IF_ERROR(impl->workspace.reserve("workspace", arena.used()));
   MOESAIC_RETURN_IF_ERROR(impl->make_few_tokens_plans());
-  std::unique_ptr<LayerEngine> layer(new (std::nothrow) CudaLayer(std::move(impl)));
+  std::unique_ptr<layer::LayerEngine> layer(new (std::nothrow) CudaLayer(std::move(impl)));
   if (!layer) return Status(StatusCode::kOutOfMemory, "cannot allocate the layer");
   return layer;
 }

@@ -21,9 +21,9 @@ namespace moesaic::cuda {
 // kJoinedTokens rows the gain is gone and the rows of an extra slot are not worth their memory: the
 // two are then run one after the other on the same weights. The bits are the same.
 inline constexpr std::int64_t kJoinedTokens = 4096;
-bool shared_joins(const FusedPlan& plan, bool gated_shared);
+bool shared_joins(const layer::FusedPlan& plan, bool gated_shared);
 // What the experts object is made for: the routed experts, and the shared one when it joins.
-MoeProblem experts_problem(const FusedPlan& plan, bool gated_shared);
+MoeProblem experts_problem(const layer::FusedPlan& plan, bool gated_shared);
 
 // The workspace of one call, all pieces 256-byte aligned; pointers are null while measuring. The
 // shared experts run before the routed ones (their rows then lie in the output) or after them,
@@ -44,18 +44,18 @@ struct LayerWorkspace {
   std::int64_t shared_bytes = 0;
   std::uint16_t* shared_rows = nullptr;  // [M, H] behind `shared`
 
-  static Result<LayerWorkspace> carve(const FusedPlan& plan, bool gated_shared, std::int64_t tokens,
-                                      Arena& arena);
+  static Result<LayerWorkspace> carve(const layer::FusedPlan& plan, bool gated_shared,
+                                      std::int64_t tokens, Arena& arena);
 };
 
-class CudaLayer final : public LayerEngine {
+class CudaLayer final : public layer::LayerEngine {
  public:
   // ok, or which stage cannot run on a GPU and why (kUnsupported); needs no device.
-  static Status can_implement(const FusedPlan& plan, const FusedMoE::Options& options);
+  static Status can_implement(const layer::FusedPlan& plan, const FusedMoE::Options& options);
 
   // Uploads everything; experts one at a time. Consumes weights.experts. kDevice, kOutOfMemory and
   // the source's errors, each with its stage in front.
-  static Result<std::unique_ptr<LayerEngine>> create(const EngineParts& parts);
+  static Result<std::unique_ptr<layer::LayerEngine>> create(const layer::EngineParts& parts);
   ~CudaLayer() override;
 
   // Copies in, runs, waits, copies out. Buffers for the copies are made at the first call.
@@ -76,15 +76,16 @@ class CudaLayer final : public LayerEngine {
 
 // --- The row of the catalogue ---
 
-void append_sm90_candidates(ExplainStage stage, const FusedPlan& plan, std::string_view router_name,
-                            Device device, std::vector<CandidateReport>& rows);
-std::string sm90_determinism(const FusedPlan& plan);
-Status explain_sm90_engine(const FusedPlan& plan, const MoeLayerSpec& spec,
+void append_sm90_candidates(layer::ExplainStage stage, const layer::FusedPlan& plan,
+                            std::string_view router_name, Device device,
+                            std::vector<CandidateReport>& rows);
+std::string sm90_determinism(const layer::FusedPlan& plan);
+Status explain_sm90_engine(const layer::FusedPlan& plan, const MoeLayerSpec& spec,
                            const FusedMoE::Options& options, LayerExplanation& explanation);
 // CudaLayer::create; in a build without CUDA the refusal of check_device.
-Result<std::unique_ptr<LayerEngine>> make_sm90_engine(const EngineParts& parts);
+Result<std::unique_ptr<layer::LayerEngine>> make_sm90_engine(const layer::EngineParts& parts);
 
-inline constexpr LayerEngineRow kSm90Engine = {
+inline constexpr layer::LayerEngineRow kSm90Engine = {
     .name = "sm90",
     .serves = [](Device device) { return device.is_cuda(); },
     .slots_as_rows = false,

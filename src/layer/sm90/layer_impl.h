@@ -20,8 +20,8 @@
 namespace moesaic::cuda {
 
 struct CudaLayer::Impl {
-  FusedPlan plan;
-  const RankMesh* mesh = nullptr;  // null: this layer does not communicate
+  layer::FusedPlan plan;
+  const layer::RankMesh* mesh = nullptr;  // null: this layer does not communicate
   std::int64_t max_tokens = 0;
   int device = 0;
   std::optional<CudaGate> gate, shared_gate;

@@ -20,7 +20,7 @@ T* take(Arena& arena, std::int64_t count) {
   return arena.take<T>(round_up(count, kAlignment / static_cast<std::int64_t>(sizeof(T))));
 }
 
-Status ranks_can_implement(const RankPlan& ranks, const FusedMoE::Options& options) {
+Status ranks_can_implement(const layer::RankPlan& ranks, const FusedMoE::Options& options) {
   if (!ranks.active) return {};
   if (options.ranks.enable_eplb) {
     return unsupported("enable_eplb: got true on a GPU, need the CPU: experts move through it");
@@ -37,7 +37,7 @@ Status ranks_can_implement(const RankPlan& ranks, const FusedMoE::Options& optio
 
 }  // namespace
 
-Status CudaLayer::can_implement(const FusedPlan& plan, const FusedMoE::Options& options) {
+Status CudaLayer::can_implement(const layer::FusedPlan& plan, const FusedMoE::Options& options) {
   if (options.transform.input || options.transform.output) {
     return unsupported("routed transforms: got host functions, need none on a GPU");
   }
@@ -56,7 +56,7 @@ Status CudaLayer::can_implement(const FusedPlan& plan, const FusedMoE::Options& 
   return CudaExperts::can_implement(plan.shared).with_context("shared_experts");
 }
 
-bool shared_joins(const FusedPlan& plan, bool gated_shared) {
+bool shared_joins(const layer::FusedPlan& plan, bool gated_shared) {
   const MoeProblem &r = plan.routed, &s = plan.shared;
   const bool alike = plan.has_shared && !gated_shared && r.hidden_size == s.hidden_size &&
                      r.intermediate_size == s.intermediate_size &&
@@ -74,7 +74,7 @@ bool shared_joins(const FusedPlan& plan, bool gated_shared) {
   return CudaExperts::can_implement(joined).ok();
 }
 
-MoeProblem experts_problem(const FusedPlan& plan, bool gated_shared) {
+MoeProblem experts_problem(const layer::FusedPlan& plan, bool gated_shared) {
   MoeProblem p = plan.routed;
   if (!shared_joins(plan, gated_shared)) return p;
   ++p.num_experts;
@@ -83,7 +83,7 @@ MoeProblem experts_problem(const FusedPlan& plan, bool gated_shared) {
   return p;
 }
 
-Result<LayerWorkspace> LayerWorkspace::carve(const FusedPlan& plan, bool gated_shared,
+Result<LayerWorkspace> LayerWorkspace::carve(const layer::FusedPlan& plan, bool gated_shared,
                                              std::int64_t tokens, Arena& arena) {
   LayerWorkspace w;
   const std::int64_t k = plan.routed.top_k;

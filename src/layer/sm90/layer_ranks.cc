@@ -13,7 +13,7 @@
 namespace moesaic::cuda {
 
 Status CudaLayer::Impl::create_ranks(const FusedMoE::Options& options) {
-  const RankPlan& ranks = plan.ranks;
+  const layer::RankPlan& ranks = plan.ranks;
   const bool gather = ranks.transport == RankTransport::kGather;
   if (gather || ranks.transport == RankTransport::kAllToAll) {
     AllToAllOptions o;
@@ -110,14 +110,14 @@ Status CudaLayer::Impl::gather_replicas(void* stream, const Out& out, std::int64
   std::vector<std::int64_t> first;
   first.reserve(static_cast<std::size_t>(plan.ranks.replicas) + 1);
   for (int r = 0; r < plan.ranks.replicas; ++r) {
-    first.push_back(replica_share(tokens, plan.ranks.replicas, r).first * row_bytes);
+    first.push_back(layer::replica_share(tokens, plan.ranks.replicas, r).first * row_bytes);
   }
   first.push_back(tokens * row_bytes);
   return replicas->gather(stream, static_cast<std::byte*>(out.output), first);
 }
 
 Status CudaLayer::Impl::run_over_ranks(void* stream, const Rows& rows, const Out& out) const {
-  const RankPlan& ranks = plan.ranks;
+  const layer::RankPlan& ranks = plan.ranks;
   const std::int64_t k = plan.routed.top_k, hidden = plan.hidden_size;
   // Always the whole workspace: rows of other ranks need theirs when this rank has few.
   MOESAIC_ASSIGN_OR_RETURN(LayerWorkspace w, carve(max_tokens));
@@ -135,9 +135,9 @@ Status CudaLayer::Impl::run_over_ranks(void* stream, const Rows& rows, const Out
     ids = w.sent_ids;
   }
 
-  const RowRange all{0, rows.tokens};
-  const RowRange share = replica_share(all.count, ranks.replicas, ranks.replica);
-  const RowRange given = ranks.reduced ? share : all;
+  const layer::RowRange all{0, rows.tokens};
+  const layer::RowRange share = layer::replica_share(all.count, ranks.replicas, ranks.replica);
+  const layer::RowRange given = ranks.reduced ? share : all;
   const auto* x_bf16 = static_cast<const std::uint16_t*>(rows.x_bf16);
   const std::int64_t x_bytes = hidden * dtype_bits(rows.x_dtype) / 8;
   const auto* x = static_cast<const std::byte*>(rows.x);
@@ -159,7 +159,7 @@ Status CudaLayer::Impl::run_over_ranks(void* stream, const Rows& rows, const Out
   p.hidden = hidden;
   p.scale = plan.output_scale;
   p.shared = plan.has_shared && !MOESAIC_FAULT(layer_omit_shared) ? w.shared_rows : nullptr;
-  const auto to_output = [&](const RowRange& mine) {
+  const auto to_output = [&](const layer::RowRange& mine) {
     p.tokens = mine.count;
     p.zero_weight = plan.has_zero_experts ? w.zero_weight + mine.first : nullptr;
     p.x = x + mine.first * x_bytes;
@@ -171,7 +171,7 @@ Status CudaLayer::Impl::run_over_ranks(void* stream, const Rows& rows, const Out
   };
   if (ranks.reduced || ranks.per_slot) {
     // Without shared experts every replica can finish what it was given by itself.
-    const RowRange mine = plan.has_shared ? share : given;
+    const layer::RowRange mine = plan.has_shared ? share : given;
     p.routed = w.routed + (mine.first - given.first) * hidden;
     MOESAIC_RETURN_IF_ERROR(to_output(mine));
     const bool shared_out = plan.has_shared || ranks.reduced;

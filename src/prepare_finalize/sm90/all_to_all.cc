@@ -104,8 +104,9 @@ CudaAllToAll::~CudaAllToAll() = default;
 Result<std::unique_ptr<CudaAllToAll>> CudaAllToAll::create(
     const MoeProblem& problem, std::shared_ptr<Communicator> communicator,
     const AllToAllOptions& options, Answer answer, int device) {
-  MOESAIC_RETURN_IF_ERROR(standard_transport_can_implement(problem));
-  MOESAIC_RETURN_IF_ERROR(RankTransport::check_options(communicator.get(), options));
+  MOESAIC_RETURN_IF_ERROR(prepare_finalize::standard_transport_can_implement(problem));
+  MOESAIC_RETURN_IF_ERROR(
+      prepare_finalize::RankTransport::check_options(communicator.get(), options));
   if (options.gather && answer == Answer::kSlots) {
     return Status(StatusCode::kUnsupported, "answer: got slots with gather, need partial sums");
   }

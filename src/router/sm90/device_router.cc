@@ -10,7 +10,7 @@
 #include "cuda/device_memory.h"
 #include "router/sm90/router.h"
 
-namespace moesaic {
+namespace moesaic::router {
 namespace {
 
 class Sm90Router final : public DeviceRouter {
@@ -66,4 +66,4 @@ Result<std::unique_ptr<DeviceRouter>> make_device_router(const Router::Options& 
   return made;
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::router

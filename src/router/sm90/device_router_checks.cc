@@ -4,7 +4,7 @@
 #include "core/refusal.h"
 #include "router/device_router.h"
 
-namespace moesaic {
+namespace moesaic::router {
 
 Status check_device_select_args(const Router::Args& a, const RoutingSpec& spec, std::int64_t slots,
                                 Device device) {
@@ -44,4 +44,4 @@ Status check_device_select_args(const Router::Args& a, const RoutingSpec& spec, 
   return expect_no_overlap("topk_ids", a.topk_ids, "topk_weights", a.topk_weights);
 }
 
-}  // namespace moesaic
+}  // namespace moesaic::router

@@ -58,7 +58,7 @@ class WarpRouter {
         select_raw();
         for (int j = lane_; j < p_.top_k; j += 32) {
           const float logit = s_.weights[j];
-          s_.weights[j] = logit != logit ? 0.0F : sigmoid(logit);
+          s_.weights[j] = logit != logit ? 0.0F : router::sigmoid(logit);
           MOESAIC_CUDA_FAULT(cuda_router_sigmoid_of_the_selected_missing, s_.weights[j] = 1.0F;)
         }
         break;
@@ -104,8 +104,8 @@ class WarpRouter {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       const float x = logit_[i];
-      const float s =
-          p_.scoring == ScoringFunc::kSigmoid ? sigmoid(x) : __fsqrt_rn(portable_softplus(x));
+      const float s = p_.scoring == ScoringFunc::kSigmoid ? router::sigmoid(x)
+                                                          : __fsqrt_rn(portable_softplus(x));
       score_[i] = x != x ? 0.0F : s;
     }
   }

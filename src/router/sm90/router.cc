@@ -70,8 +70,8 @@ Status CudaRouter::Impl::upload_parts(const Router::Options& o) {
 }
 
 Result<std::unique_ptr<CudaRouter>> CudaRouter::create(const Router::Options& options, int device) {
-  MOESAIC_ASSIGN_OR_RETURN(const RoutingSpec spec, effective_routing(options.spec));
-  MOESAIC_RETURN_IF_ERROR(check_router_parts(options, spec));
+  MOESAIC_ASSIGN_OR_RETURN(const RoutingSpec spec, router::effective_routing(options.spec));
+  MOESAIC_RETURN_IF_ERROR(router::check_router_parts(options, spec));
   MOESAIC_RETURN_IF_ERROR(can_implement(spec));
   if (options.capture) {
     return Status(StatusCode::kUnsupported,
@@ -89,7 +89,7 @@ Result<std::unique_ptr<CudaRouter>> CudaRouter::create(const Router::Options& op
   std::unique_ptr<Impl> impl(new (std::nothrow) Impl());
   if (!impl) return Status(StatusCode::kOutOfMemory, "cannot allocate the router");
   impl->spec = spec;
-  impl->name = router_name(spec, options.simulation_strategy);
+  impl->name = router::router_name(spec, options.simulation_strategy);
   impl->device = device;
   MOESAIC_RETURN_IF_ERROR(impl->upload_parts(options));
   std::unique_ptr<CudaRouter> router(new (std::nothrow) CudaRouter(std::move(impl)));
