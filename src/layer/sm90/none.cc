@@ -3,7 +3,7 @@
 
 namespace moesaic::cuda {
 
-Result<std::unique_ptr<LayerEngine>> make_sm90_engine(const EngineParts& parts) {
+Result<std::unique_ptr<layer::LayerEngine>> make_sm90_engine(const layer::EngineParts& parts) {
   return check_device(parts.options.device);
 }
 
