@@ -20,7 +20,7 @@ namespace moesaic::layer {
 class ExpertBalancer;  // expert_balancer.h
 class RankMesh;        // rank_mesh.h
 
-// What an engine is made from; only `mesh` must outlive its making, by the engine's use.
+// What an engine is made from. `mesh` must outlive the engine, the others only create().
 struct EngineParts {
   const MoeLayerSpec& spec;
   const FusedPlan& plan;
@@ -65,8 +65,8 @@ struct LayerEngineRow {
   bool (*serves)(Device device);
   // The reduction in slot order gives the experts every slot as a row of its own (rank_plan.h).
   bool slots_as_rows = false;
-  // This engine's candidates of one stage for a layer on `device`, which may be another engine's:
-  // then each has that as its reason, unless it has one of its own.
+  // Appends this engine's candidates of one stage for a layer on `device`. Where that is another
+  // engine's device, each candidate is refused for it, unless it has a reason of its own.
   void (*append_candidates)(ExplainStage stage, const FusedPlan& plan, std::string_view router_name,
                             Device device, std::vector<CandidateReport>& rows);
   // Fills backend, workspace, determinism and threads for a layer on this engine, without weights

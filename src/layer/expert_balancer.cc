@@ -170,7 +170,7 @@ Result<bool> ExpertBalancer::advance(Communicator& world, std::int64_t max_trans
     if (f.next < f.plan.size()) {
       const Status moved = move_some(world, max_transfers);
       if (!moved.ok()) {
-        // The others learn of a failure of this rank alone instead of waiting for it.
+        // A failure of this rank alone: the others are told instead of waiting for it.
         if (world.state().ok()) static_cast<void>(world.abandon(moved.message()));
         return give_up(moved);
       }

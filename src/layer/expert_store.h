@@ -1,5 +1,5 @@
-// The experts of a rank in canonical form, as load balancing keeps them: to be handed to other
-// ranks, and to build a backend's weights from again. Slots with the same expert share memory.
+// The experts of a rank in canonical form, which load balancing keeps to send them to other ranks
+// and to build a backend's weights again. Slots with the same expert share memory.
 #pragma once
 
 #include <cstddef>

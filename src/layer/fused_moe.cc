@@ -76,7 +76,7 @@ Result<FusedMoE> FusedMoE::from_checkpoint(const Checkpoint& checkpoint, int lay
   Result<MoeLayerWeights> weights = checkpoint.load_layer(
       layer, options.ranks.enable_eplb ? ParallelConfig() : options.parallel, options.progress);
   if (!weights.ok()) {
-    // The others wait in create.
+    // The other ranks wait in create.
     return options.ranks.communicator
                ? layer::agree(*options.ranks.communicator, "layer", weights.status(), 0)
                : weights.status();

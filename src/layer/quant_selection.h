@@ -1,5 +1,5 @@
-// From the scheme the weights are stored in and the name the user asked for to the scheme that is
-// computed, and what must happen to the weights while they are loaded. Pure.
+// The scheme that is computed, chosen from the scheme the weights are stored in and the requested
+// name, and what must happen to the weights while they are loaded. Pure.
 #pragma once
 
 #include <string>

@@ -39,8 +39,8 @@ class RankMesh {
   // Every replica has written its share of the rows of `output` (contiguous); fills in the others'.
   Status gather_replicas(const TensorView& output) const;
 
-  // `status`; when it is a failure of this rank alone, between collectives, the others are told it
-  // instead of waiting in vain.
+  // Returns `status`. A failure, which this rank alone has seen between two collectives, abandons
+  // the world first, so that the other ranks return it too instead of waiting.
   Status give_up(const Status& status) const;
 
   const std::shared_ptr<Communicator>& world() const { return world_; }

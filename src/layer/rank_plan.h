@@ -17,13 +17,13 @@ struct RankPlan {
   int size = 1;      // ranks in all
   int replicas = 1;  // ranks that have the same rows as this one, itself included
   int replica = 0;   // which of them this is
-  // The kernel returns complete sums for the rows it was given: nobody reduces them again, and the
-  // replicas share the rows among them instead of each handing in all.
+  // The kernel returns complete sums for the rows it was given: nobody reduces them again, and each
+  // replica passes its share of the rows instead of all.
   bool reduced = true;
   bool per_slot = false;       // slots come back one by one and are added at home
   bool slots_as_rows = false;  // per slot on a CPU: each slot is a row of its own for the kernel
   DType combine_dtype = DType::kF32;  // of partial sums on their way back
-  std::int64_t kernel_rows = 0;       // that this rank hands to the kernel in one call, at most
+  std::int64_t kernel_rows = 0;       // that this rank passes to the kernel in one call, at most
   std::int64_t experts_rows = 0;      // that its experts may see in one call
 };
 

@@ -90,7 +90,7 @@ Status CpuEngine::build_routed(ExpertSource& source) {
   ExpertSource* from = &source;
   std::unique_ptr<ExpertStore> store;
   if (options.ranks.enable_eplb) {
-    // Kept as the backend takes them, so that they are converted once.
+    // The store keeps experts as the backend takes them, so that they are converted once.
     MOESAIC_ASSIGN_OR_RETURN(const auto converted, make_converting_source(source, plan.quant));
     MOESAIC_ASSIGN_OR_RETURN(
         expert_balancer,

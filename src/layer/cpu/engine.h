@@ -103,7 +103,7 @@ struct CpuEngine final : public LayerEngine {
   Status run_routed(const RoutedRows& rows, const CpuBuffers& b, const TensorView& output,
                     std::span<RowNumerics> numerics = {}) const;
   Status run_slots(const ConstTensorView& input, const RoutedRows& rows, const CpuBuffers& b) const;
-  // Adds to `numerics`, where it is asked for.
+  // Adds to `numerics` unless that is empty.
   Status run_shared(const ConstTensorView& x, const CpuBuffers& b,
                     std::span<RowNumerics> numerics = {}) const;
   void combine(const CombineRows& c, const CpuBuffers& b, const TensorView& output) const;

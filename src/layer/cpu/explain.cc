@@ -18,7 +18,7 @@ namespace {
 // threads_of(tokens) never shrinks with more tokens.
 template <class ThreadsOf>
 StageThreads stage_threads(std::string stage, std::int64_t max_tokens, ThreadsOf&& threads_of) {
-  std::int64_t one = 0, many = max_tokens + 1;  // the largest known, the smallest known
+  std::int64_t one = 0, many = max_tokens + 1;  // tokens known to use one thread, more threads
   while (many - one > 1) {
     const std::int64_t middle = one + (many - one) / 2;
     (threads_of(middle) == 1 ? one : many) = middle;

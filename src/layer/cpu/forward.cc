@@ -121,7 +121,7 @@ Status CpuEngine::run_routed(const RoutedRows& r, const CpuBuffers& b, const Ten
     }
   }
   if (!options.transform.output) return {};
-  // A transform need not be linear: all ranks' parts and the factor come before it.
+  // A transform need not be linear: the parts of all ranks are added up and scaled before it.
   if (!plan.ranks.reduced && !plan.ranks.per_slot) {
     MOESAIC_RETURN_IF_ERROR(
         mesh->reduce_replicas({b.routed, static_cast<std::size_t>(rows * plan.latent_size)}));
