@@ -122,7 +122,7 @@ RowNumerics NoiseModel::of(const RowError& input, const RowError& inner, const f
   const auto lost = [&](const RowError& e) { return e.lost > bound * bound * e.size; };
   if (lost(input) || lost(inner)) row.flags |= kRowFlushed;
   if (!(f2 <= kRowMargin * kRowMargin * bound * bound)) row.flags |= kRowBeyondBound;
-  // A row that is mostly gone says nothing of the size that it should have had.
+  // A row that was mostly lost does not show the size that it had before rounding.
   if (inner.lost > 0.5 * inner.size) {
     row.noise += inner.size * gain * static_cast<double>(factor) * static_cast<double>(factor);
   }

@@ -12,7 +12,7 @@
 
 namespace moesaic::experts {
 
-// Sums over the columns of a row (or a part of it) x and what became of it, q.
+// Sums over the columns of a row x (or a part of it) and its rounded form q.
 struct RowError {
   double size = 0;   // of x^2
   double error = 0;  // of (q - x)^2

@@ -88,7 +88,7 @@ class CpuExperts final : public Experts {
   bool reads_e2m1_groups(std::int64_t rows) const {
     return plan_.e2m1_groups && rows >= kE2M1MinRows;
   }
-  // Of any expert of the chunk; decides what its input rows are stored as.
+  // Whether any expert of the chunk does; decides how the chunk's input rows are stored.
   bool any_reads_e2m1_groups(const CpuWorkspace& w) const {
     for (std::int64_t e = 0; plan_.e2m1_groups && e < problem_.num_local_experts; ++e) {
       if (reads_e2m1_groups(w.first_row[e + 1] - w.first_row[e])) return true;
@@ -106,7 +106,7 @@ class CpuExperts final : public Experts {
     return ceil_div(weights_.w13.shape().num_panels(), panels_per_block_);
   }
   CpuRowErrors make_row_errors(std::int64_t chunk_tokens) const;
-  // Of the chunk's token t, once both GEMMs are done.
+  // What rounding did to the chunk's token t; read once both GEMMs are done.
   RowNumerics numerics_of(const CpuWorkspace& w, std::int64_t t, const float* weights) const;
   static std::int64_t active_experts(const CpuWorkspace& w, std::int64_t num_experts);
 

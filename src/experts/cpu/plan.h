@@ -13,7 +13,7 @@ namespace moesaic::experts {
 CpuPlan make_cpu_plan(const MoeProblem& problem, const CpuWeightFormat& format,
                       const cpu::CpuKernels& kernels);
 
-// Of a call with that many tokens (standard format) or rows per expert (batched).
+// Workspace of a call with that many tokens (standard format) or rows per expert (batched).
 Result<std::int64_t> cpu_workspace_bytes(const CpuPlan& plan, std::int64_t tokens);
 
 }  // namespace moesaic::experts

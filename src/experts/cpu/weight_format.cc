@@ -74,7 +74,7 @@ Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant) {
   const bool whole_rows = rows == ScaleGranularity::kTensor || rows == ScaleGranularity::kToken;
   f.column_factors =
       (!group && !f.group_offsets) || w.outer_scale != OuterScale::kNone || whole_rows;
-  // Scales of whole rows and of nothing else: the plain GEMM of e4m3 will do.
+  // Where only whole rows have scales, the plain GEMM of e4m3 computes it.
   f.grouped = group || f.group_offsets || f.kind != cpu::WeightKind::kE4M3;
   if (group || f.group_offsets) f.group_scales = w.scale_format;
   if (group) {

@@ -47,7 +47,7 @@ struct CpuPlan {
 
   // Threads of a call that has that many rows of that many experts: cpu/team.h.
   int team(std::int64_t rows, std::int64_t experts) const;
-  // Of a call with that many tokens (standard format), whatever the routing.
+  // Threads of a call with that many tokens (standard format), whatever the routing.
   int team_of_tokens(std::int64_t tokens) const;
   std::int64_t operand_bytes() const { return operand == cpu::OperandKind::kBF16 ? 2 : 4; }
   std::int64_t e2m1_groups1() const { return k1 / cpu::kE2M1GroupSteps; }
@@ -73,7 +73,7 @@ struct CpuRowErrors {
 
 // Pointers into the arena for one chunk; null while measuring.
 struct CpuWorkspace {
-  CpuRowErrors* errors = nullptr;  // null: nobody asks; not in the arena
+  CpuRowErrors* errors = nullptr;  // null: not measured; not in the arena
   // [chunk_tokens], own_rows: [chunk_rows]
   std::byte* a1 = nullptr;               // [..][k1] operands of GEMM1
   float* a1_scales = nullptr;            // [..][groups1]

@@ -108,7 +108,7 @@ class RefExperts final : public Experts {
  private:
   // What matrix m of expert e multiplies: values rounded to the operand dtype where they are not of
   // it yet, in the order of the weights' columns, quantised where the scheme does.
-  // `error` (null: nobody asks) learns what that does to them.
+  // `error` gets what that does to them; null: not measured.
   RefOperand make_operand(const RefMatrix& m, std::int64_t e, float* values, std::int64_t count,
                           const Scratch& s, RowError* error) const {
     if (error != nullptr) {
