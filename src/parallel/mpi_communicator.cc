@@ -52,7 +52,7 @@ class MpiTransport final : public parallel::Transport {
   MpiTransport& operator=(const MpiTransport&) = delete;
   ~MpiTransport() override {
     if (abandoned_) {
-      // MPI may still read what is on its way: those buffers are given up, not freed.
+      // MPI may still read what is on its way: those buffers are leaked, not freed.
       static_cast<void>(new (std::nothrow) std::list<Pending>(std::move(pending_)));
     } else if (finalize_) {
       MPI_Finalize();

@@ -26,7 +26,7 @@ struct Start {
   std::condition_variable changed;
   void* comm = nullptr;  // there once the rank has joined
   bool done = false;
-  bool given_up = false;  // nobody waits any more
+  bool given_up = false;  // the maker no longer waits
   int code = 0;
   const char* call = "ncclCommInitRankConfig";
 };
@@ -123,7 +123,7 @@ Status NcclChannel::start(int ranks, const NcclUniqueId& id, int rank, Clock::ti
 
 Status NcclChannel::wait(const char* what, Clock::time_point deadline) {
   MOESAIC_RETURN_IF_ERROR(cuda::check_call(what, cudaEventRecord(event_, stream_)));
-  constexpr int kPatience = 1000;  // the first milliseconds belong to latency
+  constexpr int kPatience = 1000;  // some milliseconds of polling before the first sleep: latency
   for (int round = 0;; ++round) {
     const cudaError_t done = cudaEventQuery(event_);
     if (done != cudaErrorNotReady) return cuda::check_call(what, done);
