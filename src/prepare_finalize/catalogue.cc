@@ -1,4 +1,4 @@
-// The ordered list of prepare/finalize objects, with what each asks of the problem and of the
+// The ordered list of prepare/finalize objects, with what each requires of the problem and of the
 // ranks.
 #include <fmt/format.h>
 

@@ -8,7 +8,7 @@ namespace moesaic::prepare_finalize {
 
 Status local_can_implement(const MoeProblem& problem);
 Status batched_can_implement(const MoeProblem& problem);
-// Of the transports between ranks, whatever the ranks: format and problem.
+// What every transport between ranks requires of the format and the problem.
 Status standard_transport_can_implement(const MoeProblem& problem);
 Status batched_transport_can_implement(const MoeProblem& problem);
 

@@ -8,7 +8,7 @@
 
 namespace moesaic::prepare_finalize {
 namespace {
-// Of a refusal; room for it is always kept.
+// Bytes of a refusal's text; every message has room for it.
 constexpr std::int64_t kMaxText = 504;
 }  // namespace
 

@@ -1,5 +1,5 @@
-// One collective step of a transport in which any rank may refuse to take part: it then says why in
-// the place of its rows, and all ranks return that reason at once instead of waiting for it.
+// One collective step of a transport in which any rank may refuse to take part: it then sends the
+// reason in place of its rows, and all ranks return that reason at once instead of waiting for it.
 #pragma once
 
 #include <cstddef>

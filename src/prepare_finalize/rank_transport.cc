@@ -65,8 +65,8 @@ RankTransport::RankTransport(const MoeProblem& problem, std::shared_ptr<Communic
       combine_dtype_(options.combine_dtype),
       wire_(wire),
       directory_(std::move(directory)),
-      kernels_(cpu::current_kernels().value()),  // RowWire::create has asked already
-      // Ranks that disagree about the form of a row are in different calls.
+      kernels_(cpu::current_kernels().value()),  // RowWire::create has checked it
+      // Ranks that send rows in different forms are in different calls.
       dispatch_name_(fmt::format("dispatch ({}, {})", name, dtype_name(wire.dtype()))),
       combine_name_(fmt::format("combine ({}, {})", name, dtype_name(options.combine_dtype))) {}
 

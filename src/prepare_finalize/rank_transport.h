@@ -58,9 +58,9 @@ class RankTransport : public PrepareAndFinalize {
   virtual Result<Prepared> dispatch(const PrepareArgs& args, RankExchange& exchange) const = 0;
   virtual Status combine(const FinalizeArgs& args, RankExchange& exchange) const = 0;
 
-  // M <= T and ids in range.
+  // Checks that M <= T and that ids are in range.
   Status check_rows(const PrepareArgs& args) const;
-  // A rank's message was not what was agreed: nobody can go on.
+  // Abandons the communicator: a rank's message does not have the form that all ranks expect.
   Status broken(std::string_view step, std::string_view what) const;
   // Results on the way back: fp32 rounded to the combine dtype.
   std::int64_t result_bytes() const { return p_.hidden_size * dtype_bits(combine_dtype_) / 8; }

@@ -30,7 +30,7 @@ class RowWire {
   }
 
   // All rows of x [M, H] (F32, BF16 or F16, rows may be strided) to `to` [M] of `stride` bytes.
-  //   weights  [M, top_k]; used where the weight is due before the experts: in the batched format,
+  //   weights  [M, top_k]; used where the weight acts before the experts: in the batched format,
   //            and when rows are quantised, with apply_router_weight_on_input (create
   //            refuses top_k > 1 there: kUnsupported)
   //   scratch  [scratch_floats()]
@@ -47,7 +47,7 @@ class RowWire {
   DType round_dtype_ = DType::kF32;  // before it is quantised, and of the weight
   std::int64_t hidden_ = 0, hidden_bytes_ = 0, groups_ = 0, top_k_ = 1;
   bool power_of_two_ = false;
-  bool weight_on_input_ = false;  // it is due here
+  bool weight_on_input_ = false;  // the weight is applied here
   int num_threads_ = 1;
 };
 
