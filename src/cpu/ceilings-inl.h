@@ -68,7 +68,7 @@ std::uint32_t ReadLoop(const std::byte* data, std::int64_t bytes) {
   }
 #pragma GCC unroll 16
   for (std::int64_t v = 1; v < kVectors; ++v) acc[0] = hn::Xor(acc[0], acc[v]);
-  // Every lane counts: of one alone, loads of four bytes would do.
+  // All lanes enter the sum: for one of them the compiler could load four bytes only.
   std::uint32_t lanes[16];
   hn::StoreU(acc[0], du32, lanes);
   std::uint32_t sum = 0;

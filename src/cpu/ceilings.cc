@@ -24,7 +24,7 @@ constexpr int kPasses = 7;
 double read_seconds(const CpuKernels& kernels, const std::byte* data, int threads) {
   const std::int64_t slice = kReadBytes / threads / 256 * 256;
   std::uint32_t sum = 0;
-  std::int64_t bytes = 0;  // of the threads there are: a team may be smaller than was asked for
+  std::int64_t bytes = 0;  // of the threads there are: a team may be smaller than requested
   const double begin = seconds();
 #pragma omp parallel num_threads(threads) reduction(^ : sum) reduction(+ : bytes)
   {

@@ -1,5 +1,5 @@
-// What this machine can do at best, measured in this process: the floors that benchmarks are quoted
-// against.
+// What this machine can do at best, measured in this process: benchmarks state their times relative
+// to it.
 #pragma once
 
 #include "cpu/kernels.h"

@@ -24,7 +24,7 @@ constexpr double one_thread_us(double bytes, double multiply_adds) {
 // 1 or num_threads.
 int team_size(double work_us, int num_threads);
 
-// For tests of threads: while one exists, every call has the team that it may have.
+// For tests of threads: while one exists, every call uses all threads that it may use.
 class ScopedTeams {
  public:
   ScopedTeams();

@@ -1,5 +1,5 @@
 // Body of a tier file, which has defined MOESAIC_TIER, the tier's name, and MOESAIC_TIER_TARGET, the
-// Highway target to compile the kernels for (0: the build's floor). Not guarded: foreach_target
+// Highway target to compile the kernels for (0: the build's own). Not guarded: foreach_target
 // includes it again for that target.
 #ifndef HWY_DISABLED_TARGETS
 #define HWY_DISABLED_TARGETS ((HWY_SSE4 | HWY_AVX2 | HWY_AVX3 | HWY_AVX3_DL) & ~MOESAIC_TIER_TARGET)
@@ -14,7 +14,7 @@
 #include "cpu/tiers.h"
 #include "hwy/highway.h"
 
-// The floor is the target that every build has; another tier's comes first.
+// The build's own target is the one that every build has; another tier's comes first.
 #if MOESAIC_TIER_TARGET == 0
 #define MOESAIC_TIER_IS_THIS (HWY_TARGET == HWY_STATIC_TARGET)
 #else
@@ -37,7 +37,7 @@ MOESAIC_BEFORE_NAMESPACE();
 namespace moesaic::cpu::HWY_NAMESPACE {
 namespace {
 
-// What is not named here a tier does not have.
+// Functions that are not named here are missing from the tier.
 constexpr CpuKernels MakeTable() {
   CpuKernels t{};
   t.name = HWY_STR(MOESAIC_TIER);

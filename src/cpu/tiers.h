@@ -11,7 +11,7 @@
 namespace moesaic::cpu {
 
 // Tables of the tier files; null where the build's architecture lacks the tier.
-const CpuKernels* kernels_baseline();     // x86-64-v2, or the build's floor elsewhere
+const CpuKernels* kernels_baseline();     // x86-64-v2, or the build's own target
 const CpuKernels* kernels_avx2();         // AVX2 + FMA + F16C
 const CpuKernels* kernels_avx512();       // AVX-512 F, VL, DQ, BW
 const CpuKernels* kernels_avx512_bf16();  // + BF16 dot product, VBMI
