@@ -29,9 +29,9 @@ struct Argument {
   bool written = false;
 };
 
-// Each of its dtype and shape, contiguous, present where it has elements; and none that is written
-// overlaps another. kInvalidDType, kInvalidShape, kInvalidArgument, kInvalidLayout, kAliasing; the
-// text has the field, the value found and the value needed.
+// Checks that each argument has its dtype and shape, is contiguous, is present where it has elements,
+// and overlaps no argument that is written. kInvalidDType, kInvalidShape, kInvalidArgument,
+// kInvalidLayout, kAliasing; the text has the field, the value found and the value needed.
 Status check_arguments(std::initializer_list<Argument> arguments);
 
 // kInvalidArgument "group: got 0, need a number >= 1".

@@ -19,7 +19,7 @@ CodeValues code_values_bf16(const OperandQuant& weight);
 inline bool rounds_scaled_codes(const OperandQuant& weight) {
   return weight.dtype == DType::kI4 && weight.scale_format == ScaleFormat::kE4M3;
 }
-// There: the value of e4m3(scale * code), the operand that the scheme
+// For such weights: the value of e4m3(scale * code), the operand that the scheme
 // multiplies with. scale is the value of an e4m3 code.
 float int4_fp8_value(int code, float scale);
 

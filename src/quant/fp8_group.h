@@ -10,7 +10,7 @@
 
 namespace moesaic::quant {
 
-// Floor of a group's amax, and in the power-of-two form once more of its scale. A group of zeros
+// Smallest amax of a group, and in the power-of-two form the smallest scale too. A group of zeros
 // gets the scale 1e-10/448 (bits 0x2A7B5123), or 2^-33.
 inline constexpr float kFp8GroupEps = 1e-10F;
 

@@ -33,7 +33,7 @@ void ref_quantize_fp8_static(const float* x, std::int64_t count, float scale, st
 
 // Static per tensor: one given scale.
 Status quantize_fp8_static(ConstTensorView x, float scale, TensorView q);
-// Dynamic per tensor: scale [1] F32 = amax / 448 with no floor; a tensor of zeros gets the scale 0
+// Dynamic per tensor: scale [1] F32 = amax / 448, however small; a tensor of zeros gets the scale 0
 // and codes 0, so that products are 0 and never NaN. x finite.
 Status quantize_fp8_tensor(ConstTensorView x, TensorView q, TensorView scale);
 // One scale per row of x [.., M, K]: scale [.., M] F32, as ref_quantize_fp8_token.

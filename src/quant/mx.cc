@@ -11,7 +11,7 @@
 namespace moesaic::quant {
 namespace {
 
-// What a row per element format would say, as types: the loops below are made for each.
+// One type per element format; the loops below are instantiated for each.
 struct E4m3 {
   static constexpr DType kDType = DType::kF8E4M3;
   static constexpr float kLargest = kE4m3Max;

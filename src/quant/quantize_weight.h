@@ -37,7 +37,7 @@ Result<QuantizedMatrix> quantize_weight(const OperandQuant& quant, ConstTensorVi
 // docs/accuracy.md has the measurements.
 double rounding_error(const OperandQuant& q);
 
-// Another sample than the one measured.
+// Factor on a measured error: other data than the measured sample may round worse.
 inline constexpr double kRoundingMargin = 1.15;
 // Gate, up and down each add the weights' relative error to the output's: sqrt(3) times it in
 // quadrature, with a margin of a third.
