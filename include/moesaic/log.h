@@ -12,7 +12,7 @@ using LogSink = std::function<void(std::string_view message)>;
 // Installs the process-wide sink (empty: none) and forgets which warnings were already given.
 // Thread-safe.
 void set_log_sink(LogSink sink);
-// Hands `message` to the sink unless the same text was handed over before. Thread-safe; keeps at
+// Passes `message` to the sink unless the same text was passed before. Thread-safe; keeps at
 // most 4096 texts.
 void log_warning_once(const std::string& message);
 

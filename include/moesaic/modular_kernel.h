@@ -70,9 +70,9 @@ class PrepareAndFinalize {
   virtual Result<std::int64_t> workspace_size(std::int64_t tokens) const = 0;
   virtual Result<Prepared> prepare(const PrepareArgs& args) const = 0;
   virtual Status finalize(const FinalizeArgs& args) const = 0;
-  // To be called where this rank fails outside prepare and finalize while others may be in them:
-  // takes part in the collective that they wait in, so that all return the same reason at once.
-  // Returns it: `reason`, or that of a lower rank.
+  // To be called when this rank fails outside prepare and finalize while others may be in them:
+  // takes part, with its reason only, in the collective that they wait in, so that all return it at
+  // once. Returns it: `reason`, or that of a lower rank.
   //   prepared   prepare has returned ok, finalize was not called
   //   workspace  the one prepare filled, if prepared
   virtual Status withdraw(const Status& reason, bool prepared,
@@ -112,7 +112,7 @@ struct AllToAllOptions {
 // prepare and finalize are collective, one call at a time; a rank that cannot take part (too many
 // rows, a bad id) says so in its message, and all return its reason, with "dispatch: rank N:" in
 // front, without waiting. They allocate buffers for messages, and keep them. Errors: those of the
-// communicator, kLimitExceeded for more rows than agreed; making them: kUnsupported for another
+// communicator, kLimitExceeded above max_tokens_per_rank; making them: kUnsupported for another
 // format, kInvalidArgument and kInvalidDType for options. attach: kUnsupported for experts that
 // take no quantised rows.
 //

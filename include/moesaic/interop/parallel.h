@@ -38,7 +38,7 @@ struct PlacementFacts {
   bool takes_routing_tables = false;
 };
 // `wanted`, or linear with one warning to the log sink that says why. kInvalidArgument when EPLB is
-// asked for and num_experts does not divide by ep_size, or redundant experts without EPLB.
+// wanted and num_experts does not divide by ep_size, or redundant experts without EPLB.
 Result<ExpertPlacement> resolve_placement(ExpertPlacement wanted, std::int64_t num_experts,
                                           int ep_size, const PlacementFacts& facts);
 
