@@ -60,7 +60,7 @@ void map_logical_to_physical(const EplbState& state, std::int64_t num_experts,
         ids[position] = -1;
         continue;
       }
-      // Round robin over the flattened position: the same on every rank, without any state.
+      // Round robin over the flattened position: the same on every rank, and stateless.
       const std::int64_t replica =
           (position + shift) % state.replica_count[static_cast<std::size_t>(logical)];
       const std::int32_t physical = state.logical_to_physical[static_cast<std::size_t>(
