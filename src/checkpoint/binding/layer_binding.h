@@ -24,7 +24,7 @@ class MlpTensors {
   using PerProjection = std::array<std::optional<ShardSet::Located>, 3>;
   PerProjection& of(TensorKind kind) { return kinds_[static_cast<std::size_t>(kind)]; }
   const PerProjection& of(TensorKind kind) const { return kinds_[static_cast<std::size_t>(kind)]; }
-  // Of all tensors, as stored.
+  // Bytes of all tensors, as stored.
   std::int64_t bytes() const;
 
  private:

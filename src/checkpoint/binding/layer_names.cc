@@ -172,7 +172,7 @@ Status choose_layout(const ShardSet& shards, std::string_view prefix, LayerSourc
   return {};
 }
 
-// The other form where its first projection is there (and the usual one's is not).
+// Takes the alternative layout when its first projection exists and the usual one's does not.
 void choose_shared_layout(const ShardSet& shards, LayerSource* source) {
   const Family& family = *source->family;
   source->shared_layout = &family.shared_layout;
@@ -184,7 +184,7 @@ void choose_shared_layout(const ShardSet& shards, LayerSource* source) {
   }
 }
 
-// The other spelling where it is there and the usual one is not.
+// Takes the alternative name when a tensor has it and none has the usual one.
 void choose_gate_weight(const ShardSet& shards, LayerSource* source) {
   const Family& family = *source->family;
   const auto exists = [&](std::string_view name) {

@@ -40,7 +40,7 @@ Status check_mxfp4(const LayerSource& source) {
                       stated ? "mxfp4" : "they are not mxfp4")};
 }
 
-// Which storages a format is known in.
+// Refuses a storage in which the format's layout is not known.
 Status check_storage(const LayerSource& source) {
   const StoredFormat format = source.experts.stored;
   const ExpertStorage storage = source.layout->storage;
@@ -57,7 +57,7 @@ Status check_storage(const LayerSource& source) {
                       is_fused(storage) ? "fused" : "stacked")};
 }
 
-// The block type of every projection of a GGUF file.
+// Reads the block type of every projection of a GGUF file.
 Status read_blocks(const ShardSet& shards, const std::array<std::string, 3>& names,
                    LinearFormat* format) {
   std::string plain, blocks;
@@ -85,8 +85,8 @@ Status read_blocks(const ShardSet& shards, const std::array<std::string, 3>& nam
                       quote_name(blocks), quote_name(plain))};
 }
 
-// Which blocks the files have for a projection that lacks: any of the others', so that the plan
-// names it as missing.
+// Gives a projection without a tensor the block type of another one, so that the plan names it as
+// missing.
 void fill_blocks(LinearFormat* format) {
   if (format->stored != StoredFormat::kGguf) return;
   const auto known =

@@ -14,20 +14,20 @@
 
 namespace moesaic::checkpoint {
 
-// Is it settled how the scales of this format lie in this storage? Rows and scales one expert after
-// the other (kStacked, kFusedNT): FP8 with any scales, int8, ModelOpt's NVFP4. Transposed
+// Whether it is known how the scales of this format lie in this storage. Rows and scales one expert
+// after the other (kStacked, kFusedNT): FP8 with any scales, int8, ModelOpt's NVFP4. Transposed
 // (kFusedNN, kFusedNNInterleaved): FP8 with one scale per expert or output feature, ModelOpt's
-// NVFP4. Words of packed integers, flat storages: nowhere.
+// NVFP4. Never: words of packed integers, flat storages.
 bool is_stacked_format(const LinearFormat& format, ExpertStorage storage);
 
 // Modules that transformers gives all experts' tensors, relative to the block.
 inline constexpr std::string_view kStackedGateUp = "experts.gate_up_proj";
 inline constexpr std::string_view kStackedDown = "experts.down_proj";
 
-// Shapes of numbers per tensor; `gate_up`: also one for each half of it.
+// Shapes in which files hold one number per tensor; `gate_up`: also one for each half of it.
 std::vector<Shape> numbers_of_experts(std::int64_t experts, bool gate_up);
 
-// Of E linears [rows, columns] (out, in); `gate_up`: rows are gate's, then up's, and numbers of
+// Tensors of E linears [rows, columns] (out, in); `gate_up`: rows are gate's, then up's, numbers of
 // whole tensors may come in pairs [E, 2]. FP8 blocks are not here (layer_plan.cc).
 //   weight_suffix  of the weight's name; "" makes the others "_weight_scale" (FP8: "_scale_inv",
 //                  "_activation_scale"), ".weight" makes them ".weight_scale" and so on

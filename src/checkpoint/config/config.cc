@@ -379,7 +379,7 @@ Result<ModelConfig> parse_checked(std::string_view text) {
       MOESAIC_RETURN_IF_ERROR(use_hash_table(fields, &config.layers.back()));
     }
   }
-  // What a dense stack says about experts must be sound all the same.
+  // A model without MoE layers: its fields about experts are checked all the same.
   if (!spec) {
     const ConfigFields moe(*moe_object, moe_where, -1, &moe_read);
     MOESAIC_RETURN_IF_ERROR(read_layer(fields, moe, &config).status());

@@ -29,8 +29,8 @@ struct ModelConfig {
   const Family* family = nullptr;  // static storage
   std::int64_t num_hidden_layers = 0;
   std::optional<DType> stated_dtype;  // dtype or torch_dtype
-  // The configuration leaves the selection bias to the checkpoint (BiasRule::kStated,
-  // unsaid); the specs then say true until the tensor names are known.
+  // The configuration does not state whether there is a selection bias (BiasRule::kStated);
+  // the specs then say true until the tensor names are known.
   bool bias_by_presence = false;
   QuantConfig quant;
   bool gguf = false;  // names and types are those of a GGUF file

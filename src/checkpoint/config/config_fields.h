@@ -22,8 +22,8 @@ struct IntegerRange {
   std::int64_t high;
 };
 
-// Names that were asked for, present or not: what a configuration may hold without a question left
-// open.
+// Names of fields that were looked up, present or not; any other field of the configuration was not
+// understood.
 using FieldsRead = std::set<std::string, std::less<>>;
 
 class ConfigFields {
@@ -31,7 +31,7 @@ class ConfigFields {
   // `object` must be a JSON object that outlives this; `where` begins every message
   // ("config.json", "config.json: text_config").
   // With `layer` >= 0 a number may also be a list, whose entry at `layer` counts (null: absent).
-  // `read`, where there is one, outlives this and collects the names that are asked for.
+  // `read`, where there is one, outlives this and collects the names that are looked up.
   ConfigFields(const nlohmann::json& object, std::string where, std::int64_t layer = -1,
                FieldsRead* read = nullptr);
 

@@ -101,8 +101,8 @@ enum class BiasRule : std::uint8_t {
   kNone,
   kAlways,
   kTopkMethod,  // iff topk_method is "noaux_tc"
-  kStated,      // the boolean field `bias_field`; unsaid, or no such field: iff the checkpoint
-                // holds the tensor
+  kStated,      // the boolean field `bias_field`; when absent, or without such a field: iff the
+                // checkpoint holds the tensor
 };
 // Where routed_scaling_factor applies.
 enum class ScaleRule : std::uint8_t {
@@ -193,7 +193,7 @@ struct Family {
   std::string_view shared_width_alias;  // another name of the same; empty: none
   std::string_view shared_count_field;
   std::int64_t default_shared_count = 0;
-  // "sum", or, unsaid too, another way to add shared experts, which is refused; empty: no such
+  // "sum"; another value, or none, is another way to add shared experts and refused; empty: no such
   // field.
   std::string_view shared_sum_field;
   // Where a family's fields have names of their own.
@@ -201,7 +201,7 @@ struct Family {
   std::string_view num_layers_field = "num_hidden_layers";
   std::string_view moe_object;    // object that holds the experts' fields: "ffn_config"
   bool has_layer_lists = false;   // numbers may be lists with an entry per layer
-  std::string_view switch_field;  // a boolean without which (unsaid too) the model is dense
+  std::string_view switch_field;  // a boolean; false or absent: the model is dense
   // Activation: hidden_act (default silu), or a fixed kind with these constants.
   bool reads_hidden_act = true;
   std::string_view activation_field = "hidden_act";

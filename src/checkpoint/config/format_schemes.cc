@@ -113,8 +113,8 @@ Result<Scheme> mxfp4_scheme(const LinearFormat& f, DType) {
   return with_activation(scheme, a);
 }
 
-// One form for both matrices: the finest group, 4-bit codes if all types have them and agree on
-// their sign or their table. Else a byte each: every code is a small integer.
+// One form for both matrices: the finest group, 4-bit codes if all types have them with the same
+// sign or table. Else a byte each: every code is a small integer.
 Result<Scheme> gguf_scheme(const LinearFormat& f, DType) {
   bool four = true, any_min = false, all_signed = true, all_unsigned = true, tables = true;
   int group = 256;

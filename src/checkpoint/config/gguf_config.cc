@@ -133,8 +133,8 @@ class Metadata {
                fmt::format("got {}, need a string", gguf_kind_name(*value)));
   }
 
-  // Keys that nobody asked for and that speak of experts: what they mean was not computed. Which
-  // layers have experts is read from the tensors.
+  // Refuses keys that were not looked up and whose names speak of experts: what they mean is not
+  // computed. Which layers have experts is read from the tensors.
   Status check_unread() const {
     constexpr auto kLayers =
         std::to_array<std::string_view>({"interleave_moe_layer_step", "moe_every_n_layers"});
@@ -156,7 +156,7 @@ class Metadata {
     return it == header_.metadata.end() ? nullptr : &it->second;
   }
 
-  // Some writers state a value per layer. All that are not zero must agree: sizes that differ
+  // Some writers state a value per layer. All that are not zero must be equal: sizes that differ
   // between MoE layers are not supported.
   Result<std::int64_t> one_of(const std::string& key, const GgufArray& list) const {
     std::int64_t found = 0;

@@ -1,4 +1,4 @@
-// Patterns for module names, from files that nobody vouches for: bounded in size and time.
+// Patterns for module names, from untrusted files: bounded in size and time.
 #pragma once
 
 #include <string>

@@ -87,7 +87,7 @@ Result<std::optional<Operand>> read_operand(const ConfigFields& group, std::stri
   op.group_size = group_size.value_or(0);
   MOESAIC_RETURN_IF_ERROR(read_block(*json, fields, &op));
   MOESAIC_ASSIGN_OR_RETURN(const auto strategy, fields.string("strategy"));
-  // Unsaid, it follows from the group size, as the format's own reader has it.
+  // When absent, it follows from the group size, as in the format's own reader.
   op.strategy = strategy.value_or(op.group_size > 0   ? "group"
                                   : op.group_size < 0 ? "channel"
                                                       : "tensor");

@@ -216,8 +216,8 @@ bool any_matches(NameRule rule, const std::vector<std::string>& entries, std::st
                      [&](const std::string& entry) { return entry_matches(rule, entry, module); });
 }
 
-// Could an entry tell one expert number from another? A name must be one of theirs; a pattern
-// without digits can do so only by the number of digits.
+// Whether an entry may match some experts and not others. A name must be one of theirs; a pattern
+// without digits can distinguish only the number of digits.
 bool tells_experts(NameRule rule, const std::string& entry, std::string_view experts) {
   const bool pattern = rule == NameRule::kGlob || entry.starts_with("re:");
   if (!pattern) return entry.starts_with(experts);
@@ -226,7 +226,7 @@ bool tells_experts(NameRule rule, const std::string& entry, std::string_view exp
          entry.find("\\d") != std::string::npos;
 }
 
-// The experts that must be asked about one by one: all, or one per number of digits and the last.
+// The experts whose names are checked one by one: all, or one per number of digits and the last.
 std::vector<std::int64_t> telling_experts(const QuantConfig& quant, std::string_view experts,
                                           std::int64_t num_experts) {
   const auto tells = [&](const std::string& entry) {
@@ -254,7 +254,7 @@ Status partly(std::string_view what, std::string_view experts, std::string_view 
                   experts, what, one, other));
 }
 
-// skips_experts by asking about each member.
+// skips_experts by checking each member.
 Result<bool> skips_each(const QuantConfig& quant, std::string_view experts,
                         std::int64_t num_experts, std::span<const std::string_view> projections) {
   std::string skipped, kept;

@@ -151,7 +151,7 @@ Result<QuantConfig> parse_bitsandbytes(const ConfigFields& fields) {
   }
   f.stored = StoredFormat::kBnb4;
   f.bits = 4;
-  f.group_size = 64;  // the files have their own word: see choose_block_size
+  f.group_size = 64;  // replaced by what the files have: see choose_block_size
   MOESAIC_ASSIGN_OR_RETURN(const auto type, fields.string("bnb_4bit_quant_type"));
   if (!type || (*type != "nf4" && *type != "fp4")) {
     return fields.unsupported(fmt::format("bnb_4bit_quant_type: got {}, need nf4 or fp4",

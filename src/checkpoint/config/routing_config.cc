@@ -104,7 +104,8 @@ Result<double> read_scale(const ConfigFields& fields, const RoutingRule& rule) {
   return scale;
 }
 
-// DBRX: null divides by nothing. Unsaid, as in the published files, it is the sum that divides.
+// DBRX: null divides by nothing. Where the field is absent, as in the published files, weights are
+// divided by their sum.
 Status read_p_norm(const ConfigFields& fields, RoutingSpec* routing) {
   MOESAIC_ASSIGN_OR_RETURN(const auto p, fields.number("moe_normalize_expert_weights"));
   if (!p && !fields.is_null("moe_normalize_expert_weights") &&
@@ -122,7 +123,7 @@ Status read_p_norm(const ConfigFields& fields, RoutingSpec* routing) {
   return {};
 }
 
-// LongCat: experts that hand their input back.
+// LongCat: experts that return their input.
 Status read_zero_experts(const ConfigFields& fields, RoutingSpec* routing) {
   constexpr std::int64_t kMaxZeroExperts = 16384;
   constexpr std::int64_t kDefaultZeroExperts = 256;

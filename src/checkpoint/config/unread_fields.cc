@@ -159,7 +159,7 @@ Status check_unread_fields(const nlohmann::json& object, std::string_view where,
   for (const auto& item : object.items()) {
     const std::string& name = item.key();
     const nlohmann::json& value = item.value();
-    // null says that there is no such thing. That is also the way out for whoever knows better.
+    // null says that there is no such thing; a user who knows that a field has no effect sets that.
     if (value.is_null()) continue;
     const auto field = std::find_if(assumed.begin(), assumed.end(),
                                     [&](const AssumedField& a) { return a.name == name; });

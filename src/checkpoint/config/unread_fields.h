@@ -1,6 +1,6 @@
-// What a configuration says about experts and routing, and nobody read: the difference between
-// "does not matter" and "was not understood". Source: the configuration classes of HF transformers,
-// published configurations.
+// Fields of a configuration about experts and routing that nothing has read: some have no effect,
+// the others were not understood. Source: the configuration classes of HF transformers, published
+// configurations.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>

@@ -7,7 +7,7 @@
 
 namespace moesaic::checkpoint {
 
-// Text for a terminal: what one acts on (C0, DEL, C1, the marks that turn the direction of writing
+// Text for a terminal: what it would obey (C0, DEL, C1, marks that turn the direction of writing
 // round, line and paragraph separators) and bytes that are not UTF-8 become \xNN. O(n).
 //   keep_newlines  for text of several lines that is otherwise the caller's own
 std::string escape_controls(std::string_view text, bool keep_newlines = false);

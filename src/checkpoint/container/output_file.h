@@ -20,7 +20,7 @@ struct OutputTarget {
     kStream,  // a character device, a pipe, or an open descriptor of this process
   };
   Kind kind = Kind::kNew;
-  std::string given;    // as asked for: what messages name
+  std::string given;    // as the caller wrote it, for messages
   std::string path;     // of the file itself, behind all links
   int descriptor = -1;  // kStream: /dev/stdout is 1, /dev/fd/3 is 3; -1: opened by its name
   // Of what is there; 0 for kNew.

@@ -44,7 +44,7 @@ class ShardSet {
   // name that is not a plain file name, a name in two shards without an index. kLimitExceeded, kIo.
   static Result<ShardSet> open(const std::string& directory, FileAccess access);
   // One GGUF file, or all parts of a split one, given its first part
-  // ("<name>-00001-of-00003.gguf"). The parts' metadata must agree with their names: kCorruptFile
+  // ("<name>-00001-of-00003.gguf"). The parts' metadata must match their names: kCorruptFile
   // names split.no, split.count or split.tensors.count, kNotFound a part that is not there,
   // kInvalidArgument a part other than the first.
   static Result<ShardSet> open_gguf(const std::string& path, FileAccess access);

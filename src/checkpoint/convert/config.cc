@@ -28,8 +28,8 @@ std::string method_of(const Json& description) {
   return method != description.end() && method->is_string() ? method->get<std::string>() : "";
 }
 
-// The description in config.json; null: none. Both holders may have it (then they agree, or the
-// checkpoint would not have opened).
+// The description in config.json; null: none. Where both holders have it they are equal: else the
+// checkpoint would not have opened.
 Json stated_in_config(const Json& config) {
   for (const char* key : kDescriptions) {
     for (const Json* holder :
@@ -58,7 +58,7 @@ Result<Json> stated_in_side_file(const std::string& directory) {
       return Status(StatusCode::kCorruptFile, fmt::format("{}: need an object", path));
     }
     Json whole = {{"quant_method", method}};
-    whole.update(json);  // its own word for the method counts
+    whole.update(json);  // a quant_method of its own takes precedence
     return whole;
   }
   return Json(nullptr);
@@ -229,7 +229,7 @@ Result<ConvertedQuantization> describe_conversion(const SourceQuantization& sour
   const std::string method = method_of(source.json);
   const bool blocks = source.parsed.linear.stored == StoredFormat::kFp8Block;
   if (method == "fp8" && blocks && modules.format == ConvertFormat::kFp8Block) {
-    // Readers take the model's word that all scales are powers of two.
+    // Readers trust scale_fmt that all scales are powers of two, the experts' too.
     if (source.parsed.linear.ue8m0) made.format = ConvertFormat::kFp8BlockPowers;
     made.json = extended_fp8(source, modules);
     return made;

@@ -20,9 +20,9 @@ struct ConvertDestination {
   bool force = false;  // whatever files are there may go
 };
 
-// May the folder `to` become a conversion of the folder `from`? Free are a name that does not
-// exist, an empty folder and, to be replaced, a result of convert with no file that is not its own;
-// with `force` any folder. Never: the model's folder, one inside it, one that holds the model or
+// Checks that the folder `to` may become a conversion of the folder `from`: a name that does not
+// exist, an empty folder, or a result of convert without other files, which is replaced; with
+// `force` any folder. Never: the model's folder, one inside it, one that holds the model or
 // files that its links lead to, one that holds the current folder, a mount point. kInvalidArgument,
 // kNotFound (no parent folder), kIo (a parent that cannot be written to).
 Result<ConvertDestination> check_destination(const std::string& from, const std::string& to,

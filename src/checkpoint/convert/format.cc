@@ -39,7 +39,7 @@ constexpr std::array<FormatRow, 8> kFormatRows = {{
 }};
 static_assert(rows_follow_enum(kFormatRows, &FormatRow::format,
                                checkpoint::ConvertFormat::kFp8BlockCompressed));
-// What can be asked for: the rows before kFp8BlockPowers.
+// The names that a caller may give: the rows before kFp8BlockPowers.
 constexpr auto kNames = [] {
   std::array<std::string_view, static_cast<std::size_t>(checkpoint::ConvertFormat::kFp8BlockPowers)>
       names;

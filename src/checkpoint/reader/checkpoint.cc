@@ -23,8 +23,8 @@
 namespace moesaic {
 namespace {
 
-// Other programs keep their quantisation in files of their own, some beside config.json's. Two
-// descriptions must say the same.
+// Other programs describe their quantisation in files of their own, some in config.json too. Two
+// descriptions must be equal.
 Status read_side_files(const std::string& directory, checkpoint::QuantConfig* quant) {
   constexpr std::array<std::string_view, 3> kSideFiles = {
       "hf_quant_config.json", "quantize_config.json", "quant_config.json"};
@@ -163,7 +163,7 @@ struct Checkpoint::Impl {
     return nullptr;
   }
 
-  // Everything that can be refused before weights are read.
+  // All checks that need no weights.
   Result<checkpoint::BoundLayer> check(int index, const ParallelConfig& parallel) const {
     const MoeLayerSpec* spec = find(index);
     if (spec == nullptr) return no_such_layer(index);
@@ -237,7 +237,7 @@ struct Checkpoint::Impl {
   Status no_such_layer(int index) const {
     std::string list;
     for (const MoeLayerSpec& spec : config.layers) {
-      if (list.size() > 200) {  // a long list helps nobody
+      if (list.size() > 200) {  // a longer list would not be read
         list += fmt::format(" ... {}", config.layers.back().layer);
         break;
       }

@@ -1,5 +1,5 @@
 // Integer weights in 32-bit words (GPTQ, AWQ, compressed-tensors) of one linear: decoded whole into
-// one code per byte, checked, from where slices are packed. Source: docs/spec/quantization.md
+// one code per byte and checked; slices are packed from there. Source: docs/spec/quantization.md
 // section 11.
 #pragma once
 

@@ -10,8 +10,8 @@
 
 namespace moesaic::checkpoint {
 
-// Where a slice begins in its stored tensor, for messages. `row_step`: its rows are every so many
-// of the tensor's.
+// Where a slice begins in its stored tensor, for messages. `row_step`: distance of its rows in the
+// tensor.
 struct Place {
   std::string_view name;
   std::int64_t first_row = 0, first_col = 0, row_step = 1;
