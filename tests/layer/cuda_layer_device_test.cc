@@ -135,8 +135,7 @@ TEST(CudaLayer, TracesAreWhatTheHostPathReports) {
   EXPECT_TRUE(y.margin_is_intact() && ids.margin_is_intact());
 }
 
-// --- Misuse
-// ----------------------------------------------------------------------------------------
+// --- Misuse --------------------------------------------------------------------------------------
 
 TEST(CudaLayerMisuse, EveryMistakeIsAStatusAndLeavesNoError) {
   REQUIRE_HOPPER();

@@ -475,7 +475,7 @@ TEST(FusedMoE, QuantisesAndRoundsAtLoad) {
     const LayerRun run = run_layer(layer, x);
     const auto result = compare(to_doubles(run.output.view()), layer_oracle(t, x, run));
     EXPECT_LE(result.rel_l2, layer.quant().output_bound) << quant << ": " << result.describe;
-    // And it did change the weights: fp8 is not bf16 in disguise.
+    // The weights did change: fp8 is not computed as bf16.
     if (std::string_view(quant) != "f16") {
       EXPECT_GE(result.rel_l2, 1e-2) << quant;
     }

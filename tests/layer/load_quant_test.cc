@@ -40,7 +40,7 @@ TEST(QuantiseAtLoad, EverySchemeIsWithinItsBoundAndDoesRoundTheWeights) {
       const auto result = compare(to_doubles(run.output.view()), layer_oracle(t, x, run));
       EXPECT_LE(result.rel_l2, layer.quant().output_bound) << result.describe;
       if (scheme.weight.granularity == ScaleGranularity::kNone) continue;
-      // A format that does nothing would pass every bound.
+      // A format that changes nothing would be within every bound.
       EXPECT_GE(result.rel_l2, quant::rounding_error(scheme.weight)) << result.describe;
     }
   }

@@ -157,7 +157,7 @@ TEST(RankedLayer, ARefusalOnOneRankIsAnErrorOnAll) {
   const auto status = test::on_two_ranks([&](int rank, const std::shared_ptr<Communicator>& c) {
     const auto layer = make(options_of(rank, 2, c));
     if (!layer.ok()) return layer.status();
-    // Rank 1 hands in rows of another width; afterwards both go on.
+    // Rank 1 passes rows of another width; the next call of both succeeds.
     const Tensor x = Tensor::zeros(DType::kBF16, {2, rank == 0 ? 64 : 32}).value();
     Tensor y = Tensor::zeros(DType::kF32, x.shape()).value();
     Status first = layer->forward(x.view(), y.view());

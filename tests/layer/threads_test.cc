@@ -1,5 +1,5 @@
-// Which teams FusedMoE::forward starts on a CPU, as the OpenMP runtime is asked for them: none
-// while every stage has less work than cpu/team.h wants, and the same bits on either side of that.
+// Which teams of threads FusedMoE::forward requests from the OpenMP runtime on a CPU: none while
+// every stage has less work than cpu/team.h wants, and the same bits on either side of that.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
@@ -24,7 +24,7 @@ Function next(const char* name) {
 
 }  // namespace
 
-// In the place of the runtime's: what compilers call for a parallel region, libgomp and libomp.
+// These replace what compilers call for a parallel region, of libgomp and of libomp.
 extern "C" {
 #if defined(__clang__)
 void __kmpc_push_num_threads(void* location, int thread, int num_threads);
