@@ -288,7 +288,7 @@ TEST(LayerRules, HunyuanListsPerLayer) {
             "");
 }
 
-// The families of family_rows_2026.h: what their configurations leave unsaid or say their own way.
+// The families of family_rows_2026.h: fields that their configurations omit or name differently.
 Json v4() { return small("deepseek_v4", {{"moe_intermediate_size", 8}, {"vocab_size", 11}}); }
 
 Json step3p5() { return small("step3p5", {{"moe_intermediate_size", 8}, {"share_expert_dim", 8}}); }
@@ -426,7 +426,7 @@ TEST(Rows2026, NamesAndDefaultsOfTheOthers) {
       first_layer(with(mistral, {{"n_group", 2}, {"topk_group", 1}})).routing.group_by_best_two);
 }
 
-// What their blocks are not computed with is refused by name.
+// Values that a layer here does not compute with are refused by name.
 TEST(Rows2026, OtherConstantsAreRefusedByName) {
   struct Case {
     const char* family;

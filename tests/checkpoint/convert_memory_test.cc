@@ -101,7 +101,7 @@ class ConvertMemory : public testing::Test {
   std::string root_;
 };
 
-// What follows could not fail if the meter were blind.
+// The tests below could not fail if the meter saw no memory.
 TEST_F(ConvertMemory, TheMeterSeesMemory) {
   const std::int64_t before = status_bytes("VmRSS");
   { const std::vector<char> pages(static_cast<std::size_t>(3 * kLayerBytes), 1); }

@@ -1,6 +1,6 @@
 // Sources whose linears outside the routed experts are quantised, in every format: they are copied
-// byte for byte, and the result's configuration says the same about them as the source's did, and
-// the truth about the experts.
+// byte for byte, and the result's configuration describes them as the source's did, and the experts
+// as they are now.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -270,7 +270,7 @@ TEST(ConvertDescription, Fp8BlocksKeepTheirOwnWords) {
   const checkpoint::ConvertedQuantization same =
       checkpoint::describe_conversion(source, modules).value();
   EXPECT_EQ(same.json, source.json);
-  // The model's word holds for the new experts, too.
+  // What the source says of its scales holds for the new experts, too.
   EXPECT_EQ(same.format, checkpoint::ConvertFormat::kFp8BlockPowers);
   EXPECT_TRUE(same.notes.empty());
   // Experts that were left out are in now; what is left out is named one by one.

@@ -1,4 +1,4 @@
-// Runs every make_bad_*.py of this folder and opens each case it wrote through the public door.
+// Runs every make_bad_*.py of this folder and opens each case it wrote through the public API.
 #include <gtest/gtest.h>
 
 #include <cstdlib>

@@ -20,7 +20,7 @@ extern "C" {
 void __sanitizer_cov_trace_pc();
 void __sanitizer_cov_trace_pc() { ++moesaic::test::counts().steps; }
 
-// In the place of libc's.
+// Replaces libc's.
 ssize_t pread(int file, void* to, size_t bytes, off_t offset) {
   const ssize_t got = ::syscall(SYS_pread64, file, to, bytes, offset);
   if (got > 0) moesaic::test::counts().read_bytes += static_cast<std::uint64_t>(got);

@@ -83,7 +83,7 @@ TEST(TransformersFamilies, RefuseWhatTheirBlockIsNotComputedWith) {
   EXPECT_EQ(mismatch(refusal_of(family_config("inkling2_text", {{"mlp_up_softcap", 0}})),
                      StatusCode::kInvalidArgument, {"mlp_up_softcap", "> 0"}),
             "");
-  // What does not matter does not stop anybody: no shared experts, nothing to average.
+  // A field without effect is accepted: without shared experts there is nothing to average.
   const Json none =
       family_config("cohere2_moe", {{"shared_expert_combination_strategy", "average"}});
   EXPECT_TRUE(refusal_of(none).ok()) << refusal_of(none).to_string();

@@ -1,6 +1,6 @@
 // What opening a safetensors file costs, counted instead of timed: basic blocks that the reader and
 // its JSON parser run through (this binary's copy of them is compiled with
-// -fsanitize-coverage=trace-pc), memory that they ask for, bytes that they read from the file. All
+// -fsanitize-coverage=trace-pc), memory that they request, bytes that they read from the file. All
 // are linear in the header, with the constants below, on any machine however slow or busy.
 // Not counted: instructions within libc and libstdc++ (copies, number parsing), which see each byte
 // a constant number of times.

@@ -1,5 +1,5 @@
-// Safetensors headers of a chosen size that ask the most of a reader: for the bounds of its memory
-// (header_bounds_test), of its steps (header_steps_test) and for a look at its seconds
+// Safetensors headers of a chosen size that cost a reader the most: for the bounds of its memory
+// (header_bounds_test) and its steps (header_steps_test) and for measuring its time
 // (bench/header_bench).
 #pragma once
 

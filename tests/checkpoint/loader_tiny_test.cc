@@ -278,8 +278,8 @@ TEST_F(TinyCheckpoints, ExpertParallelSharesCoverEveryExpertOnce) {
   }
 }
 
-// One set of weights, every storage: the script's expectations must be one and the same, so that
-// "loads as expected" above says that the storages are equivalent.
+// One set of weights, every storage: the script's expectations must be equal, so that loading as
+// expected, tested above, means that the storages are equivalent.
 TEST_F(TinyCheckpoints, StoragesOfTheSameWeightsAgree) {
   const std::vector<std::vector<std::string>> same = {
       {"mixtral", "granite", "llama4", "dbrx", "step3", "mixtral_fused", "mixtral_fused_weight",

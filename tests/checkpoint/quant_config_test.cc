@@ -54,8 +54,7 @@ TEST(ModulePatterns, RegularExpressionsMatchFromTheStartOnly) {
   EXPECT_FALSE(matches("(a|aa|aaa)*b", std::string(200, 'a')));
 }
 
-// Compiled, a count is as many copies: patterns come from files that nobody vouches for, and are
-// kept.
+// Compiled, a count is as many copies: patterns come from untrusted files, and are kept.
 TEST(ModulePatterns, WhatARegularExpressionBecomesIsBounded) {
   EXPECT_EQ(
       checkpoint::regex_matches("f", "model\\.layers\\.[0-9]{1,3}\\..*", "model.layers.12.mlp")
