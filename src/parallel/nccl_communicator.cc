@@ -1,5 +1,5 @@
-// NCCL moves the bytes; all ranks agree on the sizes over another communicator first, so that a wrong
-// size, a refusal or a lost rank is found before anything is launched that could wait for ever.
+// NCCL moves the bytes; all ranks first agree on sizes over another communicator: a wrong size, a
+// refusal or a lost rank is found before anything is launched that could wait for ever.
 #include <cuda_runtime.h>
 #include <fmt/format.h>
 

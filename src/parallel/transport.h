@@ -74,7 +74,7 @@ class Transport {
   virtual Result<std::optional<Message>> poll(int from, int tag) = 0;
   // Whether everything posted has left this rank.
   virtual Result<bool> all_sent() = 0;
-  // Called when the world is abandoned: the destructor must not wait for peers.
+  // Called when a failure has broken the world: the destructor must not wait for peers.
   virtual void abandon() {}
   // For posted messages that were sent, and polled ones that were read.
   MessagePool& pool() { return pool_; }
