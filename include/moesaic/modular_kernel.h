@@ -104,7 +104,7 @@ struct AllToAllOptions {
   // the bytes of bf16, the same bits in the experts. Other schemes, and false: rows travel in the
   // dtype to which the scheme rounds hidden states and are quantised where they arrive.
   bool quantize_before_dispatch = true;
-  // Of results on their way back: kF32, or kBF16 for half the bytes and one more rounding of each
+  // Results on their way back: kF32, or kBF16 for half the bytes and one more rounding of each
   // partial result (2^-9 relative).
   DType combine_dtype = DType::kF32;
 };

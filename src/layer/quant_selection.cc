@@ -24,7 +24,7 @@ bool needs_input_scale(const OperandQuant& a) {
          (a.granularity == ScaleGranularity::kTensor && !a.dynamic);
 }
 
-// With a number for every row where there may be one for all: the same codes.
+// The same codes with a scale for every row where one scale for all is possible.
 OperandQuant by_rows(OperandQuant w) {
   if (w.outer_scale == OuterScale::kTensor) w.outer_scale = OuterScale::kChannel;
   if (w.granularity == ScaleGranularity::kTensor) w.granularity = ScaleGranularity::kChannel;

@@ -29,7 +29,7 @@ struct Argument {
   bool written = false;
 };
 
-// Checks that each argument has its dtype and shape, is contiguous and, if it has elements, present,
+// Checks that each argument has its dtype and shape, is contiguous, present if it has elements,
 // and overlaps no argument that is written. kInvalidDType, kInvalidShape, kInvalidArgument,
 // kInvalidLayout, kAliasing; the text has the field, the value found and the value needed.
 Status check_arguments(std::initializer_list<Argument> arguments);

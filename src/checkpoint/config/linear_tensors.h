@@ -39,7 +39,7 @@ struct LinearTensor {
   bool optional = false;
 };
 
-// Of a linear [rows, columns] (out, in). Empty for formats that are not stored linear by linear
+// Tensors of a linear [rows, columns] (out, in). Empty for formats not stored linear by linear
 // (plain, fp8-block, gpt-oss mxfp4, GGUF).
 std::vector<LinearTensor> linear_tensors(const LinearFormat& format, std::int64_t rows,
                                          std::int64_t columns);

@@ -28,7 +28,7 @@ struct StoredFormatRow {
   Result<Scheme> (*scheme)(const LinearFormat&, DType dtype);
   SizeRule (*sizes)(const LinearFormat&);
   std::int64_t (*slice_unit)(const LinearFormat&);
-  // Of a linear [rows, columns]. Null: the tensors' names are the layout's (plain, FP8 blocks, the
+  // Tensors of a linear [rows, columns]. Null: the layout names the tensors (plain, FP8 blocks, the
   // blocks of gpt-oss and of GGUF), see binding/layer_plan.cc.
   std::vector<LinearTensor> (*tensors)(const LinearFormat&, std::int64_t rows,
                                        std::int64_t columns);

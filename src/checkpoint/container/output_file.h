@@ -23,7 +23,7 @@ struct OutputTarget {
   std::string given;    // as the caller wrote it, for messages
   std::string path;     // of the file itself, behind all links
   int descriptor = -1;  // kStream: /dev/stdout is 1, /dev/fd/3 is 3; -1: opened by its name
-  // Of what is there; 0 for kNew.
+  // Identity and size of what exists; 0 for kNew.
   std::uint64_t device = 0, inode = 0, bytes = 0;
   mode_t mode = 0;
   uid_t owner = 0;

@@ -245,7 +245,7 @@ Status encode_linear(ConvertFormat format, ConstTensorView w, float gscale, int 
     tensors->push_back(std::move(tensor));
   }
   const std::int64_t pieces = ceil_div(n, kRowsPerPiece);
-  // Of the failures the one with the lowest row counts, so that messages repeat.
+  // The failure with the lowest row is reported, so that messages repeat.
   std::int64_t failed = pieces;
   Status failure;
   const int team = cpu::resolve_threads(num_threads);

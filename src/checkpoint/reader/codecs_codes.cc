@@ -29,7 +29,7 @@ std::uint8_t* MlpReader::rows_of(MatrixBuffers& m, const Window& w) const {
   return m.weight.as<std::uint8_t>() + w.to * w.cols * dtype_bits(weight_.dtype) / 8;
 }
 
-// Of the layer's dtype as they are; of others (then it is F32) widened.
+// Weights of the layer's dtype are read as they are, others (the layer's is F32 then) widened.
 Status MlpReader::read_plain(const Window& w, MatrixBuffers* m) {
   auto* to = reinterpret_cast<std::byte*>(rows_of(*m, w));
   const DType dtype = stored(TensorKind::kWeight, w)->info->dtype;

@@ -34,7 +34,7 @@ struct MlpBuffers {
   Tensor w13_bias, w2_bias;           // F32
   std::array<StagedBytes, 2> staged;  // of weights and of scales; grow as needed
   static Result<MlpBuffers> make(const MlpSlice& slice);
-  // Of all but what is staged.
+  // Bytes of all tensors; staged bytes are not counted.
   std::int64_t bytes() const {
     return w13.bytes() + w2.bytes() + w13_bias.bytes() + w2_bias.bytes();
   }

@@ -11,7 +11,7 @@ namespace moesaic::experts {
 // Computes what experts/reference/experts.h defines, with these orders of summation (see
 // cpu/kernels.h): each group of 128 steps of K in one fp32 chain (bf16 pairs on the bf16 tier),
 // groups folded in ascending order with a fused multiply-add; a token's slots in ascending order.
-// So the bits of a row depend on that row, its ids and weights and the tier; not on batch, split,
+// Thus the bits of a row depend on that row, its ids and weights and the tier; not on batch, split,
 // row order or threads.
 //
 // Weights are repacked once at creation, one expert at a time; no decoded copy exists. Rows are
