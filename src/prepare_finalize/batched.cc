@@ -164,7 +164,7 @@ class BatchedPrepareFinalize final : public PrepareAndFinalize {
 Status batched_can_implement(const MoeProblem& problem) {
   if (problem.format != ActivationFormat::kBatched) {
     return {StatusCode::kUnsupported,
-            "format: the experts want the standard format, batched_reference hands over slabs"};
+            "format: the experts want the standard format, batched_reference yields slabs"};
   }
   MOESAIC_RETURN_IF_ERROR(check_problem(problem));
   if (problem.max_tokens >= 1) return {};

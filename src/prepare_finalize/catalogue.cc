@@ -95,14 +95,14 @@ constexpr auto kCatalogue = std::to_array<PrepareFinalizeBackend>({
 Status standard_transport_can_implement(const MoeProblem& problem) {
   if (problem.format == ActivationFormat::kStandard) return check_problem(problem);
   return {StatusCode::kUnsupported,
-          "format: the experts want batched activations, this transport hands over the standard "
+          "format: the experts want batched activations, this transport yields the standard "
           "format"};
 }
 
 Status batched_transport_can_implement(const MoeProblem& problem) {
   if (problem.format != ActivationFormat::kBatched) {
     return {StatusCode::kUnsupported,
-            "format: the experts want the standard format, all_to_all_batched hands over slabs"};
+            "format: the experts want the standard format, all_to_all_batched yields slabs"};
   }
   MOESAIC_RETURN_IF_ERROR(check_problem(problem));
   if (problem.max_tokens >= 1) return {};

@@ -63,7 +63,7 @@ class LocalPrepareFinalize final : public PrepareAndFinalize {
 Status local_can_implement(const MoeProblem& problem) {
   if (problem.format == ActivationFormat::kStandard) return {};
   return {StatusCode::kUnsupported,
-          "format: the experts want batched activations, local hands over the standard format"};
+          "format: the experts want batched activations, local yields the standard format"};
 }
 
 }  // namespace moesaic::prepare_finalize

@@ -28,7 +28,7 @@ struct LayerSource {
   std::string_view gate_weight;      // of the family's spellings
   std::string_view correction_bias;  // likewise
   LinearFormat experts, shared;
-  // The dtype of routed experts' weights once loaded: F32 where the files have plain ones of several
+  // Dtype of routed experts' weights once loaded: F32 where the files have plain ones of several
   // types, which F32 holds exactly.
   DType experts_dtype = DType::kBF16;
   DType shared_dtype = DType::kBF16;
