@@ -53,6 +53,9 @@ def name_of(statement, scopes):
     kind = re.match(r"(?:enum\s+class|enum\s+struct|enum|class|struct|union)\s+(\w+)(.*)", statement, re.DOTALL)
     if kind:
         return (kind.group(1), "type") if kind.group(2).strip() != ";" else None
+    pointer = re.match(r"[\w:<>\s*&]*\(\*(\w+)\)\s*\(", statement)
+    if pointer:
+        return pointer.group(1), "data"
     # The first parenthesis outside of template arguments makes a function.
     depth = 0
     for at, letter in enumerate(statement):
@@ -67,7 +70,7 @@ def name_of(statement, scopes):
                 return None
             name = words[-1]
             return None if name in scopes or name in NOT_NAMES else (name, "function")
-        elif letter == "=" and depth == 0:
+        elif letter in "=," and depth == 0:
             statement = statement[:at]
             break
     head = re.sub(r"<.*>", " ", statement, flags=re.DOTALL).rstrip("; \n")
@@ -76,8 +79,28 @@ def name_of(statement, scopes):
     return (words[-1], "data") if len(words) >= 2 and not head.endswith(("}", ")")) else None
 
 
+def further_names(statement):
+    """b and c of `int a = 0, b = 0, c;`."""
+    flat = re.sub(r"<[^<>]*(?:<[^<>]*>[^<>]*)*>|\{[^{}]*\}|\([^()]*\)", " ", statement)
+    words = [WORD.search(part) for part in flat.split(",")[1:]]
+    return [word.group(0) for word in words if word]
+
+
+def scopes_of(stack):
+    return {name for _, name in stack if name}
+
+
+def prefix_of(stack):
+    return "".join(f"{name}::" for _, name in stack if name)
+
+
 def declared_names(path):
     """(name, kind, line) of what a header declares; private members, bodies and enumerators left out."""
+    return [(name, kind, line) for name, kind, line, _ in qualified_names(path) if kind != "enumerator"]
+
+
+def qualified_names(path):
+    """(name, kind, line, "Outer::Inner::") of what a header declares, enumerators too."""
     text = code_of(path)
     names, stack, start = [], [], 0
     private = [False]
@@ -94,7 +117,7 @@ def declared_names(path):
         if token == "{":
             words = statement.strip()
             words = re.sub(r"^template\s*<[^<>]*(?:<[^<>]*>[^<>]*)*>\s*", "", words)
-            if inside == "body":
+            if inside in ("body", "enum"):
                 kind = "body"
             elif words.startswith("namespace") or words.startswith("extern"):
                 kind = "namespace"
@@ -102,26 +125,35 @@ def declared_names(path):
                 kind = "class"
             else:
                 kind = "body"
-            scopes = {name for _, name in stack if name}
-            found = name_of(statement, scopes) if visible and kind != "namespace" else None
+            found = name_of(statement, scopes_of(stack)) if visible and kind != "namespace" else None
             if found:
-                names.append((*found, text.count("\n", 0, match.start()) + 1))
-            own = found[0] if kind == "class" and found else None
+                names.append((*found, text.count("\n", 0, match.start()) + 1, prefix_of(stack)))
+            if found and re.match(r"enum\b", words):
+                kind = "enum"
+            own = found[0] if kind in ("class", "enum") and found else None
             # A member with a braced initialiser ends at its semicolon.
             stack.append((kind, own))
             private.append(kind == "class" and words.startswith("class"))
             start = match.end()
         elif token == "}":
             if stack:
+                if inside == "enum":
+                    line = text.count("\n", 0, start) + 1
+                    for item in statement.split(","):
+                        word = WORD.search(item)
+                        if word:
+                            names.append((word.group(0), "enumerator", line, prefix_of(stack)))
                 stack.pop()
                 private.pop()
             start = match.end()
         else:
             if visible and statement.strip():
-                scopes = {name for _, name in stack if name}
-                found = name_of(statement + ";", scopes)
+                found = name_of(statement + ";", scopes_of(stack))
                 if found:
-                    names.append((*found, text.count("\n", 0, match.start()) + 1))
+                    line = text.count("\n", 0, match.start()) + 1
+                    names.append((*found, line, prefix_of(stack)))
+                    if found[1] == "data":
+                        names += [(name, "data", line, prefix_of(stack)) for name in further_names(statement)]
             start = match.end()
     return names
 
@@ -210,6 +242,9 @@ def self_test():
         "in a comment": ({header: "int alone(int n);\n", "src/core/c.cc": "int x() {\n  // alone(1)\n}\n"}, "alone"),
         "type": ({header: "struct Lonely {};\n"}, "Lonely"),
         "option": ({header: "struct Options {\n  bool never = false;\n};\n"}, "never"),
+        "option of several": ({header: "struct Options {\n  int depth = 0, never = 0;\n};\n"}, "never"),
+        "first of several": ({header: "struct Options {\n  int never, depth;\n};\n"}, "never"),
+        "pointer": ({header: "struct Options {\n  int (*never)(int depth) = nullptr;\n};\n"}, "never"),
         "method": ({header: "class Thing {\n public:\n  int never() const;\n};\n"}, "never"),
         "interop without a test": ({"include/moesaic/interop/c.h": "int bare(int n);\n"}, "bare"),
     }
