@@ -42,6 +42,10 @@ def name_of(statement, scopes):
     """(name, kind) of what a statement at namespace or class scope declares, or None."""
     statement = re.sub(r"^(\s*(public|private|protected)\s*:(?!:))+", "", statement).strip()
     statement = re.sub(r"\[\[.*?\]\]", "", statement)
+    # The next of several members with braced initialisers.
+    following = re.match(r",\s*(\w+)\s*(?:=|$)", statement)
+    if following:
+        return following.group(1), "data"
     statement = re.sub(r"^template\s*<[^<>]*(?:<[^<>]*>[^<>]*)*>\s*", "", statement)
     if re.match(r"(friend|static_assert|namespace)\b", statement):
         return None
@@ -244,6 +248,7 @@ def self_test():
         "option": ({header: "struct Options {\n  bool never = false;\n};\n"}, "never"),
         "option of several": ({header: "struct Options {\n  int depth = 0, never = 0;\n};\n"}, "never"),
         "first of several": ({header: "struct Options {\n  int never, depth;\n};\n"}, "never"),
+        "braced": ({header: "struct Options {\n  Kind kind = {}, never = {};\n};\n"}, "never"),
         "pointer": ({header: "struct Options {\n  int (*never)(int depth) = nullptr;\n};\n"}, "never"),
         "method": ({header: "class Thing {\n public:\n  int never() const;\n};\n"}, "never"),
         "interop without a test": ({"include/moesaic/interop/c.h": "int bare(int n);\n"}, "bare"),
