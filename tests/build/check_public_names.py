@@ -248,7 +248,7 @@ def self_test():
         "option": ({header: "struct Options {\n  bool never = false;\n};\n"}, "never"),
         "option of several": ({header: "struct Options {\n  int depth = 0, never = 0;\n};\n"}, "never"),
         "first of several": ({header: "struct Options {\n  int never, depth;\n};\n"}, "never"),
-        "braced": ({header: "struct Options {\n  Kind kind = {}, never = {};\n};\n"}, "never"),
+        "braced": ({header: "struct Options {\n  Kind depth = {}, never = {};\n};\n"}, "never"),
         "pointer": ({header: "struct Options {\n  int (*never)(int depth) = nullptr;\n};\n"}, "never"),
         "method": ({header: "class Thing {\n public:\n  int never() const;\n};\n"}, "never"),
         "interop without a test": ({"include/moesaic/interop/c.h": "int bare(int n);\n"}, "bare"),
