@@ -42,7 +42,7 @@ struct MoeProblem {
   std::int64_t intermediate_size = 0;  // I of this rank
   ActivationSpec activation;
   Scheme quant;
-  // Of hidden states; the intermediate is rounded to it (F32 scheme: not rounded).
+  // Dtype of hidden states, to which the intermediate is rounded too (F32 scheme: nothing is).
   DType activation_dtype = DType::kBF16;
   ActivationFormat format = ActivationFormat::kStandard;
   bool has_expert_bias = false;
@@ -85,7 +85,7 @@ struct ExpertWeightsView {
   ConstTensorView w13_perm = {}, w2_perm = {};
 };
 
-// Hands a backend the weights of one local expert at a time, so that it can repack them into its
+// Gives a backend the weights of one local expert at a time, so that it can repack them into its
 // own layout without a second full copy in memory.
 class ExpertSource {
  public:
@@ -125,7 +125,7 @@ struct ExpertsArgs {
   // bits that it has without. Empty: nothing is measured, at no cost.
   std::span<RowNumerics> numerics = {};
   // On a GPU: where run launches. It returns before the result is there (with numerics it waits),
-  // can be captured into a graph, and whoever shares a workspace between calls orders them.
+  // can be captured into a graph; the caller orders calls that share a workspace.
   Stream stream = {};
 };
 
@@ -145,8 +145,8 @@ class Experts {
   virtual std::int64_t weight_bytes() const = 0;
   // One sentence: what the result's bits do and do not depend on.
   virtual std::string_view determinism() const = 0;
-  // sum[0 .. n) += weight * row[0 .. n), rounded as run adds up the slots of a token: for whoever
-  // gets a token's rows one by one. Host memory; backends of the CPU.
+  // sum[0 .. n) += weight * row[0 .. n), rounded as run adds up the slots of a token: for callers
+  // that get a token's rows one by one. Host memory; backends of the CPU.
   virtual void accumulate(const float* row, float weight, std::int64_t n, float* sum) const {
     for (std::int64_t i = 0; i < n; ++i) sum[i] += weight * row[i];
   }

@@ -53,7 +53,7 @@ std::string_view rank_reduction_name(RankReduction reduction);  // "per_rank", "
 // dtype; the gate and shared experts keep the original.
 using RoutedInputTransform =
     std::function<Status(ConstTensorView hidden_states, TensorView routed_input)>;
-// And back: the routed experts' scaled result [M, latent] to [M, H], both F32.
+// Maps the routed experts' scaled result [M, latent] back to [M, H], both F32.
 using RoutedOutputTransform =
     std::function<Status(ConstTensorView routed_output, TensorView output)>;
 
@@ -67,14 +67,14 @@ struct LatentTransform {
 
 // How the ranks of a layer work together.
 struct RankOptions {
-  // With one (of Options::parallel.flat_size() ranks, this being flat_rank()) create and forward are
-  // collective and the output is the complete sum for the rows of this rank. Outlives the layer's
-  // use; layers that share one are used in the same order on all ranks.
+  // Not null: has Options::parallel.flat_size() ranks, of which this one is flat_rank(); create and
+  // forward are collective, and the output is the complete sum for the rows of this rank. Layers
+  // that share a communicator are used in the same order on all ranks.
   std::shared_ptr<Communicator> communicator;
   RankTransport transport = RankTransport::kAuto;
   RankReduction reduction = RankReduction::kPerRank;
-  // Of partial sums on their way back with kGather and kAllToAll, kPerRank: F32, or BF16 for half
-  // the bytes and one more rounding of each (2^-9 relative).
+  // Dtype of partial sums on their way back with kGather and kAllToAll, kPerRank: F32, or BF16 for
+  // half the bytes and one more rounding of each (2^-9 relative).
   DType combine_dtype = DType::kF32;
   // Expert load balancing: experts live in num_experts + num_redundant_experts slots, as many on
   // each rank, and may move between ranks while the layer serves (begin_rearrange). Needs a
@@ -195,8 +195,8 @@ class FusedMoE {
   const MoeLayerSpec& spec() const;
   Device device() const;
   const Scheme& quant() const;  // the scheme in force, its bound for this layer's sizes
-  // What of quant().output_bound is due to rounding activations: the condition of
-  // NumericsSummary::within.
+  // The part of quant().output_bound that rounding activations causes: what
+  // NumericsSummary::within takes.
   double activation_bound() const;
   std::string experts_backend() const;
   std::int64_t workspace_bytes() const;          // on the layer's device

@@ -8,8 +8,8 @@
 //   f^2 = (2.3 a1)^2 + (1.6)^2 (e1^2 - a1^2) + e2^2      gated; not gated: 2 in both places
 // estimates the relative error of an expert's row. For normal data it is what is measured (3e-2 for
 // int8 at 7168 columns, 5e-2 for e4m3); an outlier, a saturated or a lost value enters through e.
-// It takes the columns of the weights to be alike: where those of an outlier's channel are ten
-// times smaller than the others, the error relative to the output may be ten times larger.
+// It assumes that the weights' columns are of similar size: where those of an outlier's channel are
+// ten times smaller than the others, the error relative to the output may be ten times larger.
 // Source: docs/accuracy.md, section "When a bound holds".
 #pragma once
 

@@ -12,7 +12,7 @@
 namespace moesaic {
 
 enum class ScaleGranularity : std::uint8_t { kNone, kTensor, kChannel, kToken, kBlock, kGroup };
-// Of the finest scales. kF32 as a weight scale: F32, BF16 or F16 as stored, widened when loaded.
+// Format of the finest scales. kF32 of a weight: F32, BF16 or F16 as stored, widened when loaded.
 enum class ScaleFormat : std::uint8_t { kNone, kF32, kE8M0, kE4M3 };
 // How a power-of-two scale of a microscaling group is chosen from its amax (numerics/e8m0.h): amax
 // / qmax rounded up; amax rounded to a power of two (up from 1.75 * 2^k) and shifted by the largest

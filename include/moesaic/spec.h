@@ -77,7 +77,7 @@ struct MoeLayerSpec {
   ActivationSpec activation;
   SharedExpertSpec shared;
   Scheme quant;  // of the routed experts, as stored
-  // Of hidden states and of the layer's intermediate roundings.
+  // Dtype of hidden states and of the layer's intermediate roundings.
   DType activation_dtype = DType::kBF16;
   std::int64_t hash_vocabulary = 0;  // RoutingMethod::kHash: rows of the table
   bool has_router_bias = false;
