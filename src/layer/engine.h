@@ -80,7 +80,7 @@ struct LayerEngineRow {
 std::span<const LayerEngineRow> layer_engines();
 const LayerEngineRow& engine_of(Device device);
 
-// What determinism() says of a layer whose experts (and, unless empty, shared experts) are these.
+// determinism() of a layer whose experts (and, unless empty, shared experts) are these.
 std::string layer_determinism(std::string_view routed, std::string_view routed_determinism,
                               std::string_view shared, std::string_view shared_determinism);
 // A refusal of a candidate of another kind of device: `own` when that is one, else the device.

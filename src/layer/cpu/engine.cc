@@ -1,4 +1,4 @@
-// How a CPU engine is made, and what it says of itself.
+// How a CPU engine is made, and what it reports about itself.
 #include "layer/cpu/engine.h"
 
 #include <new>

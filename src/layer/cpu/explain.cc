@@ -1,4 +1,4 @@
-// What explain says of a layer on a CPU: candidates of the stages, backend, workspace, threads.
+// What explain shows of a layer on a CPU: candidates of the stages, backend, workspace, threads.
 #include <fmt/format.h>
 
 #include <string>
