@@ -233,7 +233,7 @@ Result<std::unique_ptr<PrepareAndFinalize>> make_all_to_all_prepare_finalize(
   MOESAIC_RETURN_IF_ERROR(
       prepare_finalize::RankTransport::check_options(communicator.get(), options));
   prepare_finalize::ExpertDirectory
-      directory;  // gathered rows go everywhere, whoever owns their experts
+      directory;  // gathered rows go everywhere, whichever rank owns their experts
   if (!options.gather) {
     MOESAIC_ASSIGN_OR_RETURN(directory, prepare_finalize::RankTransport::make_directory(
                                             problem, options.parallel, communicator->size()));
