@@ -113,7 +113,7 @@ enum class ScaleRule : std::uint8_t {
 
 // A field of a family's configuration that is not read, because this version computes what one
 // value of it says, or because nothing in the block depends on it. Any other value is refused by
-// name; so is every field in neither list whose name speaks of experts or routing (config_fields).
+// name; so is every field in neither list whose name refers to experts or routing (unread_fields).
 struct AssumedField {
   std::string_view name;
   std::string_view value = {};  // JSON, alternatives between '|'; empty: any, it changes nothing

@@ -133,7 +133,7 @@ class Metadata {
                fmt::format("got {}, need a string", gguf_kind_name(*value)));
   }
 
-  // Refuses keys that were not looked up and whose names speak of experts: what they mean is not
+  // Refuses keys that were not looked up and whose names refer to experts: what they mean is not
   // computed. Which layers have experts is read from the tensors.
   Status check_unread() const {
     constexpr auto kLayers =

@@ -12,11 +12,11 @@
 
 namespace moesaic::checkpoint {
 
-// Does this name speak of experts, routing or the experts' activation?
+// Whether this name refers to experts, routing or the experts' activation.
 bool speaks_of_experts(std::string_view name);
 
 // Checks every field of `object` that is not null: one that the family assumes
-// (Family::assumed) must have the assumed value; one that is in no list, was not read and speaks of
+// (Family::assumed) must have the assumed value; one that is in no list, was not read and refers to
 // experts is unknown. `where` begins every message. kUnsupported, or kAmbiguousFormat where
 // implementations disagree about the value; names the field, the value found and the value needed.
 Status check_unread_fields(const nlohmann::json& object, std::string_view where,

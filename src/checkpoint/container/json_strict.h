@@ -55,8 +55,8 @@ Result<nlohmann::json> parse_json_document(std::string_view label, std::string_v
 // Feed it every event from the start of the unknown value on, until done().
 class UnknownJson {
  public:
-  // More keys than this in one object are refused: above what exists, and looking through so few
-  // costs neither memory nor time to speak of.
+  // More keys than this in one object are refused: above what exists, and so few are searched in
+  // little memory and time.
   static constexpr std::size_t kMaxKeys = 64;
 
   // The keys of the object that holds the unknown members; call at its start.

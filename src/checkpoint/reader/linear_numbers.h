@@ -1,5 +1,5 @@
-// Numbers that count for a whole linear: input scales, and what the numbers of all experts tell of
-// the scheme.
+// Numbers that count for a whole linear: input scales, and the part of the scheme that follows from
+// the numbers of all experts.
 #pragma once
 
 #include <cstddef>
@@ -32,8 +32,8 @@ struct InputScales {
 Result<InputScales> read_input_scales(const std::vector<MlpTensors>& experts,
                                       const LinearFormat& format);
 
-// What only the stored numbers tell of a layer's scheme. Where any expert's gate has another scale
-// than its up, w13 has a scale per row: FP8 with a scale per tensor becomes kChannel, the global
+// The part of a layer's scheme that only the stored numbers tell. Where any expert's gate and up have
+// different scales, w13 has a scale per row: FP8 with a scale per tensor becomes kChannel, the global
 // scale of NVFP4 OuterScale::kChannel. Nothing is requantised. Where any expert's gate has another
 // group index than its up, w13 has no one order of columns: the layer becomes F32 (read_wide_mlp).
 Status scheme_of_values(const std::vector<MlpTensors>& experts, const LinearFormat& format,
