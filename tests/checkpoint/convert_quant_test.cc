@@ -270,7 +270,7 @@ TEST(ConvertDescription, Fp8BlocksKeepTheirOwnWords) {
   const checkpoint::ConvertedQuantization same =
       checkpoint::describe_conversion(source, modules).value();
   EXPECT_EQ(same.json, source.json);
-  // What the source says of its scales holds for the new experts, too.
+  // What the source states about its scales holds for the new experts, too.
   EXPECT_EQ(same.format, checkpoint::ConvertFormat::kFp8BlockPowers);
   EXPECT_TRUE(same.notes.empty());
   // Experts that were left out are in now; what is left out is named one by one.

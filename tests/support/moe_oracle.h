@@ -14,7 +14,7 @@ namespace moesaic::test {
 
 struct OracleOptions {
   // false: exact arithmetic on the weights as stored and the hidden states as given; nothing is
-  //        rounded. The truth that Scheme::output_bound speaks of.
+  //        rounded. What Scheme::output_bound is relative to.
   // true:  hidden states, a weight on the input and the activation's result are rounded and
   //        quantised exactly as the scheme says (operands equal those of a backend except where
   //        fp32 and float64 sums land on different sides of a rounding boundary); sums stay double.

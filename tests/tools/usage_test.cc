@@ -1,4 +1,4 @@
-// What a wrong command line is told, and what inspect says of a layer that cannot be loaded.
+// Messages for a wrong command line, and what inspect prints for a layer that cannot be loaded.
 #include "usage.h"
 
 #include <gtest/gtest.h>
