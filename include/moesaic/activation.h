@@ -66,8 +66,8 @@ struct ActivationParams {
 // activation_from_name.
 Result<ActivationSpec> make_activation(std::string_view name, const ActivationParams& params = {});
 
-// Is every constant of a hand-made spec one that its kind uses, and in range? limit > 0, not NaN;
-// B > 0; a constant that the kind ignores must have its default. kInvalidArgument otherwise.
+// Checks that every constant is one that the kind uses, and in range: limit > 0, not NaN; B > 0; a
+// constant that the kind ignores has its default. kInvalidArgument otherwise.
 Status validate(const ActivationSpec& spec);
 
 }  // namespace moesaic

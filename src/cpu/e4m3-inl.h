@@ -1,5 +1,5 @@
 // Decoding e4m3 weights: to fp32 vectors on every tier, to pairs of (exact) bf16 values by byte
-// permutes where there are such.
+// permutes on tiers that have them.
 #if defined(MOESAIC_CPU_E4M3_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MOESAIC_CPU_E4M3_INL_H_
 #undef MOESAIC_CPU_E4M3_INL_H_

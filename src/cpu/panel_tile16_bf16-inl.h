@@ -1,6 +1,6 @@
-// Tiles of rows over decoded groups of 16 steps: with a fold every eight dot products, loop ends
-// and addresses show. What RunGroupedTile<PairsDecoded> does (panel_gemm_grouped_bf16-inl.h),
-// unrolled, for folds without row scales and offsets.
+// Tiles of rows over decoded groups of 16 steps: with a fold every eight dot products, the cost of
+// loop ends and addresses is noticeable. The same as RunGroupedTile<PairsDecoded>
+// (panel_gemm_grouped_bf16-inl.h), unrolled, for folds without row scales and offsets.
 #if defined(MOESAIC_CPU_PANEL_TILE16_BF16_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MOESAIC_CPU_PANEL_TILE16_BF16_INL_H_
 #undef MOESAIC_CPU_PANEL_TILE16_BF16_INL_H_

@@ -65,7 +65,7 @@ HWY_INLINE void StoreBF16(VF exact, std::uint16_t* dst) {
   hn::StoreU(hn::TruncateTo(du16, hn::ShiftRight<16>(hn::BitCast(du32, exact))), du16, dst);
 }
 
-// Loops over whole vectors and hands the tail through a zero-padded buffer, so that every element
+// Loops over whole vectors and passes the tail through a zero-padded buffer, so that every element
 // meets the same code.
 template <class F>
 HWY_INLINE void ForRow(float* row, std::int64_t n, F&& f) {

@@ -15,7 +15,7 @@
 namespace moesaic::layer {
 namespace {
 
-// Does the scheme quantise activations with scales that come with the weights?
+// Whether the scheme quantises activations with scales that come with the weights.
 bool has_input_scales(const OperandQuant& a) {
   return a.outer_scale == OuterScale::kTensor ||
          (a.granularity == ScaleGranularity::kTensor && !a.dynamic);

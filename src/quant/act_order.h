@@ -13,7 +13,7 @@ namespace moesaic::quant {
 // kInvalidArgument naming the first entry of g_idx [K] (I32) outside [0, groups).
 Status check_group_index(ConstTensorView g_idx, std::int64_t groups);
 
-// Is g_idx[k] == k / group for all k, that is, no reordering? group < 1 means one group.
+// Whether g_idx[k] == k / group for all k, that is, no reordering. group < 1 means one group.
 bool is_plain_group_index(ConstTensorView g_idx, std::int64_t group);
 
 // perm [K] I32: the columns sorted by group, equal groups in ascending order of column (a stable
@@ -21,8 +21,8 @@ bool is_plain_group_index(ConstTensorView g_idx, std::int64_t group);
 // one counter per group.
 Status sort_columns_by_group(ConstTensorView g_idx, std::int64_t groups, TensorView perm);
 
-// After sorting by `perm`, does sorted column i belong to group i / group (the form that backends
-// take)? False when groups have uneven sizes, as in a tensor-parallel slice of w2.
+// Whether, after sorting by `perm`, column i belongs to group i / group (the form that backends
+// take). False when groups have uneven sizes, as in a tensor-parallel slice of w2.
 bool sorted_groups_are_regular(ConstTensorView g_idx, ConstTensorView perm, std::int64_t group);
 
 // out[n, i] = in[n, perm[i]], elements of one byte (U8, I8, F8_E4M3 ...): in, out [N, K]. Gathering

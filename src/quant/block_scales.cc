@@ -21,7 +21,7 @@ std::string index_text(const Shape& shape, std::int64_t e, std::int64_t i, std::
   return (shape.rank() == 3 ? Shape({e, i, j}) : Shape({i, j})).to_string();
 }
 
-// Is every e4m3 code of tile (i, j) of the [N, K] matrix a zero, of either sign?
+// Whether every e4m3 code of tile (i, j) of the [N, K] matrix is a zero, of either sign.
 bool tile_is_zero(const std::uint8_t* weight, std::int64_t rows, std::int64_t cols,
                   BlockShape block, std::int64_t i, std::int64_t j) {
   for (std::int64_t r = i * block.n; r < std::min((i + 1) * block.n, rows); ++r) {

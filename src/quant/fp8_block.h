@@ -11,7 +11,7 @@
 
 namespace moesaic::quant {
 
-// Should a scale be rounded up to a power of two (the UE8M0 form, held in an F32)?
+// Whether a scale is rounded up to a power of two (the UE8M0 form, held in an F32).
 enum class ScaleRounding : std::uint8_t { kNone, kCeilPowerOfTwo };
 
 // Smallest amax of a weight tile: keeps 1/scale finite for tiles of zeros.

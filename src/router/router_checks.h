@@ -20,7 +20,7 @@ Status check_router_parts(const Router::Options& options, const RoutingSpec& spe
 Status check_select_args(const Router::Args& args, const RoutingSpec& spec, std::int64_t slots,
                          std::int64_t vocab, std::int64_t vision_base);
 
-// Does the token skip the hash table? Five ids from `base` on stand for pieces of an image.
+// Whether the token skips the hash table: five ids from `base` on stand for pieces of an image.
 inline bool is_vision_token(std::int64_t id, std::int64_t base) {
   return base > 0 && id >= base && id - base < 5;
 }

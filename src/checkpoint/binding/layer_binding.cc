@@ -31,8 +31,8 @@ bool is_layer_number(std::string_view text) {
   return !text.empty() && text.find_first_not_of("0123456789") == std::string_view::npos;
 }
 
-// In files whose blocks share their name with the rest of the layer, GGUF and Mistral's own: is
-// this tensor of the block?
+// Whether a tensor belongs to the block, in files whose blocks share their name with the rest of
+// the layer: GGUF and Mistral's own.
 bool is_moe_part(std::string_view name) {
   if (name.starts_with(kGgufLayerPrefix)) return is_gguf_moe_tensor(name);
   while (!name.empty()) {  // what follows the number of the layer
@@ -106,9 +106,9 @@ Status check_form(const PlannedTensor& want, const TensorInfo& got) {
   return {};
 }
 
-// Is `name` a tensor of an expert that the layer does not have, or a second spelling of a weight
-// that it has? Then the files contradict the configuration or themselves; other names may mean
-// something that this version does not know.
+// Whether `name` is a tensor of an expert that the layer does not have, or a second spelling of a
+// weight that it has: then the files contradict the configuration or themselves. Other names may
+// mean something that this version does not know.
 bool contradicts(const LayerSource& source, std::string_view name) {
   const ExpertLayout& layout = *source.layout;
   const std::string inside = source.spec.prefix + ".";

@@ -78,7 +78,7 @@ std::optional<std::string_view> find_layout(const Family& family, const ExpertLa
   return std::nullopt;
 }
 
-// Is there any tensor of a single expert, whatever its last part is called (".qweight")?
+// Whether there is any tensor of a single expert, whatever its last part is called (".qweight").
 bool has_single_experts(const ExpertLayout& layout, const std::string& block,
                         const ShardSet& shards) {
   if (!layout.present() || !is_per_expert(layout.storage)) return false;

@@ -255,8 +255,8 @@ std::string block_name(std::string_view layer_prefix, std::int64_t layer, std::s
 
 // "experts.{e}.w1" with e = 3 -> "experts.3.w1".
 std::string expand_expert(std::string_view pattern, std::int64_t expert);
-// Does `name` equal the pattern for some expert number (or is it the pattern's exact text, when it
-// has no "{e}")?
+// Whether `name` is the pattern with some number in place of "{e}" (without "{e}": the pattern
+// itself).
 bool matches_pattern(std::string_view pattern, std::string_view name);
 
 }  // namespace moesaic::checkpoint

@@ -16,8 +16,8 @@ inline constexpr std::string_view kGgufLayerPrefix = "blk.";
 // The family of a model_type with GGUF names and storage; static storage, nullptr if unknown.
 const Family* gguf_family(std::string_view model_type);
 
-// Is `name` ("blk.3.ffn_up_exps.weight") part of an MoE block? A GGUF block shares its name with
-// attention, norms and dense layers.
+// Whether `name` ("blk.3.ffn_up_exps.weight") belongs to an MoE block: a GGUF block shares its name
+// with attention, norms and dense layers.
 bool is_gguf_moe_tensor(std::string_view name);
 
 // Layers are those that hold MoE tensors in `headers` (the parts of one model, first part first).

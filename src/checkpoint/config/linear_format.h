@@ -73,8 +73,8 @@ struct LinearFormat {
 // nearest named one with other operands.
 Result<Scheme> linear_scheme(const LinearFormat& format, DType dtype);
 
-// Does a [rows, columns] linear fit the format (whole groups, whole words)? kUnsupported names the
-// sizes and the multiple needed. `what` begins the message.
+// Checks that a [rows, columns] linear has whole groups and whole words of the format. kUnsupported
+// names the sizes and the multiple needed. `what` begins the message.
 Status check_linear_sizes(const LinearFormat& format, std::string_view what, std::int64_t rows,
                           std::int64_t columns);
 

@@ -10,11 +10,10 @@ namespace moesaic::checkpoint {
 
 inline constexpr std::size_t kMaxPatternBytes = 512;
 
-// Does the regular expression match the name from its start (not necessarily to its end)? Python's
-// re.match with the syntax that both languages share; back-references and look-behind are not
-// among it. kUnsupported for a pattern that is too long, repeats too much (what it becomes compiled
-// is bounded too), malformed or too complex. `field` begins
-// the message.
+// Whether the regular expression matches the name from its start (not necessarily to its end), as
+// Python's re.match, in the syntax that both languages share: no back-references or look-behind.
+// kUnsupported for a pattern that is too long, repeats too much (the compiled form is bounded too),
+// malformed or too complex. `field` begins the message.
 Result<bool> regex_matches(std::string_view field, const std::string& pattern,
                            std::string_view name);
 

@@ -36,7 +36,7 @@ bool part_matches(std::string_view pattern, std::string_view part) {
   return pattern == "*" || pattern == part;
 }
 
-// Do the pattern's parts appear side by side in the name? `at_end`: only as its last parts.
+// Whether the pattern's parts appear side by side in the name; `at_end`: as its last parts.
 bool contains(const Parts& name, const Parts& pattern, bool at_end = false) {
   if (pattern.size() > name.size()) return false;
   const std::size_t last = name.size() - pattern.size();

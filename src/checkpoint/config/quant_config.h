@@ -80,18 +80,18 @@ bool same_quantisation(QuantConfig a, QuantConfig b);
 // `quant` itself.
 const QuantConfig& description_of(const QuantConfig& quant, std::string_view module);
 
-// The group that targets the module: by its name before by a pattern before by the class of all
-// linears; null when there is none, or no groups. Skip lists are not looked at.
+// The group that targets the module: by its name, else by a pattern, else by the class of all
+// linears; null when there is none. Skip lists are not looked at.
 const QuantGroup* group_of(const QuantConfig& quant, std::string_view module);
 
-// Does a skip entry name this module or one that contains it?
+// Whether a skip entry names this module or one that contains it.
 bool skips_module(const QuantConfig& quant, std::string_view module);
 
 // The format of one linear: plain when it is left out or no group targets it.
 LinearFormat module_format(const QuantConfig& quant, std::string_view module);
 
-// Are the routed experts `<experts>.<e>.<projection>` left out? All of them or none: a part of them
-// is kUnsupported and names both groups. `experts` is the module's full name,
+// Whether the routed experts `<experts>.<e>.<projection>` are left out; where only some of them
+// are, kUnsupported names both groups. `experts` is the module's full name,
 // `projections` the last parts of its members' names ("gate_proj" ...).
 Result<bool> skips_experts(const QuantConfig& quant, std::string_view experts,
                            std::int64_t num_experts, std::span<const std::string_view> projections);

@@ -69,7 +69,7 @@ class GgufFile : public TensorDataFile {
   GgufHeader header_;
 };
 
-// Does the file begin with the four bytes "GGUF"? False for files that cannot be read.
+// Whether the file begins with the four bytes "GGUF". False for files that cannot be read.
 bool has_gguf_magic(const std::string& path);
 
 }  // namespace moesaic::checkpoint

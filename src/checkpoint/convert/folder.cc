@@ -42,7 +42,7 @@ Status refused(const std::string& path, std::string_view why) {
   return {StatusCode::kInvalidArgument, fmt::format("{}: {}", quote_name(path), why)};
 }
 
-// Is `inner` the folder `outer` or somewhere below it? Both real paths.
+// Whether `inner` is the folder `outer` or somewhere below it. Both real paths.
 bool lies_in(const fs::path& inner, const fs::path& outer) {
   return std::mismatch(outer.begin(), outer.end(), inner.begin(), inner.end()).first == outer.end();
 }

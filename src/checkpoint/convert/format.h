@@ -62,7 +62,7 @@ Status encode_linear(ConvertFormat format, ConstTensorView w, float gscale, int 
 nlohmann::ordered_json quantization_config(ConvertFormat format,
                                            const std::vector<std::string>& ignored, bool own_mxfp4);
 
-// Is quantization_config() of this format one of compressed-tensors?
+// Whether quantization_config() of this format is one of compressed-tensors.
 bool is_compressed_tensors(ConvertFormat format, bool own_mxfp4);
 
 }  // namespace moesaic::checkpoint

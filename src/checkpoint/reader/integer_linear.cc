@@ -178,7 +178,7 @@ class IntegerReader {
                             [&](std::int64_t r, std::int64_t g) { return group_is_zero(r, g); });
   }
 
-  // Are all codes of the group the zero point? (Not asked about with a group index.)
+  // Whether all codes of the group are the zero point. Not called with a group index.
   bool group_is_zero(std::int64_t row, std::int64_t group) const {
     const std::int64_t size = format_.group_size > 0 ? format_.group_size : out_.columns;
     const std::uint8_t zero = out_.zeros.present()

@@ -48,7 +48,7 @@ Result<InputScales> read_input_scales(const std::vector<MlpTensors>& experts,
   return scales;
 }
 
-// Has any expert other numbers of this kind for gate than for up?
+// Whether numbers of this kind differ between gate and up of any expert.
 static Result<bool> numbers_differ(const std::vector<MlpTensors>& experts, TensorKind kind) {
   for (const MlpTensors& expert : experts) {
     const auto& scales = expert.of(kind);

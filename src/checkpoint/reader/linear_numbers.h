@@ -32,8 +32,8 @@ struct InputScales {
 Result<InputScales> read_input_scales(const std::vector<MlpTensors>& experts,
                                       const LinearFormat& format);
 
-// The part of a layer's scheme that only the stored numbers tell. Where any expert's gate and up have
-// different scales, w13 has a scale per row: FP8 with a scale per tensor becomes kChannel, the global
+// The part of a layer's scheme that only the stored numbers tell. Where scales of any expert's gate
+// and up differ, w13 has a scale per row: FP8 with a scale per tensor becomes kChannel, the global
 // scale of NVFP4 OuterScale::kChannel. Nothing is requantised. Where any expert's gate has another
 // group index than its up, w13 has no one order of columns: the layer becomes F32 (read_wide_mlp).
 Status scheme_of_values(const std::vector<MlpTensors>& experts, const LinearFormat& format,
