@@ -162,12 +162,12 @@ void add_rank_options(CLI::App& app, RankOptions& o) {
       ->group(group);
   app.add_option(
          "--combine-dtype", o.combine_dtype,
-         "Of partial sums on their way back (gather, all_to_all): bf16 is half the bytes and "
-         "one more rounding")
+         "dtype of partial sums on their way back (gather, all_to_all): bf16 is half the bytes "
+         "and one more rounding")
       ->check(one_of({"f32", "bf16"}))
       ->capture_default_str()
       ->group(group);
-  app.add_option("--timeout", o.timeout_s, "Seconds to wait for another rank before giving up")
+  app.add_option("--timeout", o.timeout_s, "Seconds until a rank that does not answer is lost")
       ->check(CLI::Range(0.1, 86400.0))
       ->capture_default_str()
       ->group(group);
