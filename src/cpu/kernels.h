@@ -13,6 +13,7 @@
 #include "moesaic/activation.h"
 #include "moesaic/dtype.h"
 #include "moesaic/quant.h"
+#include "quant/block_scales.h"
 
 namespace moesaic::cpu {
 
@@ -21,7 +22,7 @@ namespace moesaic::cpu {
 inline constexpr int kPanelColumns = 64;
 // Partial sums are folded into the result every 128 steps: the scale granularity of block FP8, and
 // a fixed reduction tree for everything else.
-inline constexpr int kGroup = 128;
+inline constexpr int kGroup = static_cast<int>(quant::kFp8BlockSize);
 // Rows per call: the fp32 results of one panel (96 * 64 * 4 = 24 KiB) stay in a 32 KiB L1.
 inline constexpr int kMaxRows = 96;
 

@@ -118,11 +118,12 @@ HWY_INLINE void QuantizeGroups(float* row, std::int64_t n, std::int64_t group, f
 void QuantizeRow(RowQuantRule rule, float static_scale, float* row, std::int64_t n, float* scales) {
   switch (rule) {
     case RowQuantRule::kMxfp8:
-      return QuantizeGroups<RowQuantRule::kMxfp8>(row, n, 32, 1.0F, scales);
+      return QuantizeGroups<RowQuantRule::kMxfp8>(row, n, quant::kMxGroupSize, 1.0F, scales);
     case RowQuantRule::kMxfp4:
-      return QuantizeGroups<RowQuantRule::kMxfp4>(row, n, 32, 1.0F, scales);
+      return QuantizeGroups<RowQuantRule::kMxfp4>(row, n, quant::kMxGroupSize, 1.0F, scales);
     case RowQuantRule::kNvfp4:
-      return QuantizeGroups<RowQuantRule::kNvfp4>(row, n, 16, static_scale, scales);
+      return QuantizeGroups<RowQuantRule::kNvfp4>(row, n, quant::kNvfp4GroupSize, static_scale,
+                                                  scales);
     case RowQuantRule::kFp8Token:
       return QuantizeGroups<RowQuantRule::kFp8Token>(row, n, n, 1.0F, scales);
     case RowQuantRule::kFp8Static:
@@ -130,7 +131,8 @@ void QuantizeRow(RowQuantRule rule, float static_scale, float* row, std::int64_t
     case RowQuantRule::kInt8Token:
       return QuantizeGroups<RowQuantRule::kInt8Token>(row, n, n, 1.0F, scales);
     case RowQuantRule::kFp8GroupPow2:
-      return QuantizeGroups<RowQuantRule::kFp8GroupPow2>(row, n, kGroup, 1.0F, scales);
+      return QuantizeGroups<RowQuantRule::kFp8GroupPow2>(row, n, quant::kFp8BlockSize, 1.0F,
+                                                         scales);
     case RowQuantRule::kNone:
     case RowQuantRule::kFp8Group:  // QuantizeRowE4M3
       return;

@@ -12,6 +12,7 @@
 #include "core/checked.h"
 #include "core/refusal.h"
 #include "permute/sort_slots.h"
+#include "quant/block_scales.h"
 
 namespace moesaic {
 namespace {
@@ -73,7 +74,8 @@ Status check_block_shapes(const MoeProblem& p) {
   const std::int64_t h = p.hidden_size, i = p.intermediate_size;
   if (w.granularity == ScaleGranularity::kBlock && i % w.block_n != 0) {
     return unsupported(fmt::format(
-        "intermediate_size: got {} on this rank, 128x128 weight blocks need a multiple of 128", i));
+        "intermediate_size: got {} on this rank, {}x{} weight blocks need a multiple of {}", i,
+        w.block_n, w.block_k, w.block_n));
   }
   const bool ragged = w.scale_format == ScaleFormat::kF32 && w.table == CodeTable::kNone;
   if (w.granularity == ScaleGranularity::kGroup && !ragged) {
@@ -129,7 +131,7 @@ Status check_quantized_rows(const MoeProblem& p, const ExpertsArgs& a) {
   }
   MOESAIC_RETURN_IF_ERROR(expect_dtype("hidden_states", a.hidden_states, DType::kF8E4M3));
   MOESAIC_RETURN_IF_ERROR(expect_dtype("hidden_scale", a.hidden_scale, DType::kF32));
-  const std::int64_t groups = p.hidden_size / kFp8Block;
+  const std::int64_t groups = p.hidden_size / quant::kFp8BlockSize;
   MOESAIC_RETURN_IF_ERROR(
       expect_shape("hidden_scale", a.hidden_scale,
                    p.format == ActivationFormat::kStandard

@@ -18,8 +18,6 @@ inline std::int64_t w13_rows(const MoeProblem& problem) {
                                            : problem.intermediate_size;
 }
 
-inline constexpr std::int64_t kFp8Block = 128;  // rows and columns that share a weight scale
-
 // Shapes, dtypes, layout and finite scales of one expert, as ExpertWeightsView documents.
 // kInvalidShape, kInvalidDType, kInvalidLayout (not contiguous), kInvalidArgument (absent or
 // unexpected tensor, non-finite scale). The text starts with "expert <local_expert>: ".

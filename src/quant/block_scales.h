@@ -10,11 +10,15 @@
 
 namespace moesaic::quant {
 
+// Rows and columns of a tile of FP8 weights, and columns of a row of activations, that share a
+// scale in the block scheme.
+inline constexpr std::int64_t kFp8BlockSize = 128;
+
 // Weights [.., N, K] share one scale per n x k tile; the last tiles of a row or column may be
 // ragged.
 struct BlockShape {
-  std::int64_t n = 128;
-  std::int64_t k = 128;
+  std::int64_t n = kFp8BlockSize;
+  std::int64_t k = kFp8BlockSize;
 };
 
 // [.., ceil(N/n), ceil(K/k)] for a weight of rank 2 or 3. kInvalidShape for other ranks,

@@ -39,7 +39,7 @@ std::int64_t blocks_of(std::int64_t count, std::int64_t block) {
 Status check_operands(const char* name, const ConstTensorView& values, bool values_written,
                       std::int64_t block_size, const ConstTensorView& packed,
                       const ConstTensorView& absmax, std::int64_t* count) {
-  if (block_size < 32 || block_size > 4096 ||
+  if (block_size < kBnbMinBlockSize || block_size > kBnbMaxBlockSize ||
       !std::has_single_bit(static_cast<std::uint64_t>(block_size))) {
     return Status(StatusCode::kInvalidArgument, "block_size: got " + std::to_string(block_size) +
                                                     ", need a power of two, 32 .. 4096");

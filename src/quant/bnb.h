@@ -12,6 +12,11 @@
 
 namespace moesaic::quant {
 
+// Elements that share an absmax: any power of two in this range, the first of the defaults of
+// writers below; and absolute maxima that share one of their own in the nested form.
+inline constexpr std::int64_t kBnbMinBlockSize = 32, kBnbMaxBlockSize = 4096;
+inline constexpr std::int64_t kBnbBlockSize = 64, kBnbNestedBlockSize = 256;  // writers' defaults
+
 // Values of the sixteen codes of kNf4 or kFp4, in units of a block's absmax.
 std::span<const float, 16> bnb_values(CodeTable table);
 // Nearest entry of x = value / absmax; a value exactly between two entries takes the lower one

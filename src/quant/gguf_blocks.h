@@ -15,6 +15,10 @@
 
 namespace moesaic::quant {
 
+// Elements of the plain blocks, which are also the groups of a scale in most types; of the finer
+// groups of Q2_K, Q3_K and Q6_K; and of the blocks of the k types.
+inline constexpr int kGgufBlock = 32, kGgufHalfBlock = 16, kGgufSuperBlock = 256;
+
 // The number of a block type in the file. Those with a name here are decoded; a file may have
 // others (checkpoint/ggml_types.h).
 enum class GgufType : std::uint32_t {

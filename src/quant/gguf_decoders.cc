@@ -5,6 +5,8 @@
 
 #include "core/fault.h"
 #include "numerics/codec.h"
+#include "quant/mx.h"
+#include "quant/nvfp4.h"
 
 namespace moesaic::quant {
 namespace {
@@ -227,25 +229,33 @@ constexpr std::array<GgufFormat, 19> kFormats = {{
     // type, name, elems, bytes, group, code bits, signed, min
     {{GgufType::kF32, "F32", 1, 4, 0, 0, false, false}, nullptr},
     {{GgufType::kF16, "F16", 1, 2, 0, 0, false, false}, nullptr},
-    {{GgufType::kQ4_0, "Q4_0", 32, 18, 32, 4, true, false}, decode_q4_0},
-    {{GgufType::kQ4_1, "Q4_1", 32, 20, 32, 4, false, true}, decode_q4_1},
-    {{GgufType::kQ5_0, "Q5_0", 32, 22, 32, 8, true, false}, decode_q5_0},
-    {{GgufType::kQ5_1, "Q5_1", 32, 24, 32, 8, false, true}, decode_q5_1},
-    {{GgufType::kQ8_0, "Q8_0", 32, 34, 32, 8, true, false}, decode_q8_0},
-    {{GgufType::kQ2_K, "Q2_K", 256, 84, 16, 4, false, true}, decode_q2_k},
-    {{GgufType::kQ3_K, "Q3_K", 256, 110, 16, 4, true, false}, decode_q3_k},
-    {{GgufType::kQ4_K, "Q4_K", 256, 144, 32, 4, false, true}, decode_q4_k<false>},
-    {{GgufType::kQ5_K, "Q5_K", 256, 176, 32, 8, false, true}, decode_q4_k<true>},
-    {{GgufType::kQ6_K, "Q6_K", 256, 210, 16, 8, true, false}, decode_q6_k},
+    {{GgufType::kQ4_0, "Q4_0", kGgufBlock, 18, kGgufBlock, 4, true, false}, decode_q4_0},
+    {{GgufType::kQ4_1, "Q4_1", kGgufBlock, 20, kGgufBlock, 4, false, true}, decode_q4_1},
+    {{GgufType::kQ5_0, "Q5_0", kGgufBlock, 22, kGgufBlock, 8, true, false}, decode_q5_0},
+    {{GgufType::kQ5_1, "Q5_1", kGgufBlock, 24, kGgufBlock, 8, false, true}, decode_q5_1},
+    {{GgufType::kQ8_0, "Q8_0", kGgufBlock, 34, kGgufBlock, 8, true, false}, decode_q8_0},
+    {{GgufType::kQ2_K, "Q2_K", kGgufSuperBlock, 84, kGgufHalfBlock, 4, false, true}, decode_q2_k},
+    {{GgufType::kQ3_K, "Q3_K", kGgufSuperBlock, 110, kGgufHalfBlock, 4, true, false}, decode_q3_k},
+    {{GgufType::kQ4_K, "Q4_K", kGgufSuperBlock, 144, kGgufBlock, 4, false, true},
+     decode_q4_k<false>},
+    {{GgufType::kQ5_K, "Q5_K", kGgufSuperBlock, 176, kGgufBlock, 8, false, true},
+     decode_q4_k<true>},
+    {{GgufType::kQ6_K, "Q6_K", kGgufSuperBlock, 210, kGgufHalfBlock, 8, true, false}, decode_q6_k},
     // Values of a table of bytes.
-    {{GgufType::kIQ4_NL, "IQ4_NL", 32, 18, 32, 8, true, false, CodeTable::kIq4Nl}, decode_iq4_nl},
-    {{GgufType::kIQ4_XS, "IQ4_XS", 256, 136, 32, 8, true, false, CodeTable::kIq4Nl}, decode_iq4_xs},
+    {{GgufType::kIQ4_NL, "IQ4_NL", kGgufBlock, 18, kGgufBlock, 8, true, false, CodeTable::kIq4Nl},
+     decode_iq4_nl},
+    {{GgufType::kIQ4_XS, "IQ4_XS", kGgufSuperBlock, 136, kGgufBlock, 8, true, false,
+      CodeTable::kIq4Nl},
+     decode_iq4_xs},
     {{GgufType::kBF16, "BF16", 1, 2, 0, 0, false, false}, nullptr},
-    {{GgufType::kTQ1_0, "TQ1_0", 256, 54, 256, 4, true, false}, decode_tq1_0},
-    {{GgufType::kTQ2_0, "TQ2_0", 256, 66, 256, 4, true, false}, decode_tq2_0},
+    {{GgufType::kTQ1_0, "TQ1_0", kGgufSuperBlock, 54, kGgufSuperBlock, 4, true, false},
+     decode_tq1_0},
+    {{GgufType::kTQ2_0, "TQ2_0", kGgufSuperBlock, 66, kGgufSuperBlock, 4, true, false},
+     decode_tq2_0},
     // Doubled e2m1 values reach 12: bytes, although the stored codes are nibbles.
-    {{GgufType::kMXFP4, "MXFP4", 32, 17, 32, 8, true, false}, decode_mxfp4},
-    {{GgufType::kNVFP4, "NVFP4", 64, 36, 16, 8, true, false}, decode_nvfp4},
+    {{GgufType::kMXFP4, "MXFP4", kMxGroupSize, 17, kMxGroupSize, 8, true, false}, decode_mxfp4},
+    {{GgufType::kNVFP4, "NVFP4", 4 * kNvfp4GroupSize, 36, kNvfp4GroupSize, 8, true, false},
+     decode_nvfp4},
 }};
 
 }  // namespace

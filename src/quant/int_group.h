@@ -10,6 +10,10 @@
 
 namespace moesaic::quant {
 
+// Columns that share a scale in the schemes whose names end in -g128: what writers of weight-only
+// checkpoints use unless they are told otherwise.
+inline constexpr std::int64_t kIntGroupSize = 128;
+
 // How a symmetric scale follows from a group's amax.
 enum class IntScaleRule : std::uint8_t {
   kLargestCode,  // amax / (2^(bits-1) - 1): +-amax are codes; -2^(bits-1) is not used

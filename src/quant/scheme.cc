@@ -10,7 +10,12 @@
 #include "core/nearest_name.h"
 #include "core/refusal.h"
 #include "moesaic/quant.h"
+#include "quant/block_scales.h"
+#include "quant/bnb.h"
 #include "quant/compute_scheme.h"
+#include "quant/gguf_blocks.h"
+#include "quant/int4_fp8.h"
+#include "quant/int_group.h"
 #include "quant/mx.h"
 #include "quant/nvfp4.h"
 
@@ -22,7 +27,6 @@ using G = ScaleGranularity;
 using F = ScaleFormat;
 
 constexpr DType kE4M3 = DType::kF8E4M3, kE2M1 = DType::kF4E2M1;
-constexpr std::int64_t kScaleBlock = 128;  // rows and columns that share a scale
 
 // --- operands ------------------------------------------------------------------------------------
 
@@ -96,8 +100,8 @@ constexpr bool is_fp8_static(const OperandQuant& a) {
   return is_per(a, kE4M3, G::kTensor) && !a.dynamic;
 }
 constexpr bool is_fp8_group(const OperandQuant& a) {
-  return a.dynamic &&
-         (is_group(a, kE4M3, F::kF32, kScaleBlock) || is_group(a, kE4M3, F::kE8M0, kScaleBlock));
+  return a.dynamic && (is_group(a, kE4M3, F::kF32, quant::kFp8BlockSize) ||
+                       is_group(a, kE4M3, F::kE8M0, quant::kFp8BlockSize));
 }
 constexpr bool is_mx_group(const OperandQuant& a, DType dtype, ExponentRule rule) {
   return is_group(a, dtype, F::kE8M0, quant::kMxGroupSize) && a.dynamic && a.rule == rule;
@@ -125,8 +129,8 @@ constexpr std::array<WeightRow, 12> kWeightRows = {{
      }},
     {"F8_E4M3 with an F32 scale per 128x128 block",
      [](const OperandQuant& w) {
-       return is_bare(w) && is_per(w, kE4M3, G::kBlock) && w.block_n == kScaleBlock &&
-              w.block_k == kScaleBlock;
+       return is_bare(w) && is_per(w, kE4M3, G::kBlock) && w.block_n == quant::kFp8BlockSize &&
+              w.block_k == quant::kFp8BlockSize;
      },
      Compute::kFp8Bf16,
      [](const OperandQuant& a) { return is_fp8_group(a) ? Compute::kFp8Block : Compute::kNone; }},
@@ -168,7 +172,8 @@ constexpr std::array<WeightRow, 12> kWeightRows = {{
      }},
     {"I4 with an F8_E4M3 scale per 1x128 and one per row",
      [](const OperandQuant& w) {
-       return is_bare(w) && is_group(w, DType::kI4, F::kE4M3, kScaleBlock, OuterScale::kChannel);
+       return is_bare(w) &&
+              is_group(w, DType::kI4, F::kE4M3, quant::kInt4Fp8GroupSize, OuterScale::kChannel);
      },
      Compute::kWeightOnly,
      [](const OperandQuant& a) { return is_fp8_token(a) ? Compute::kInt4Fp8 : Compute::kNone; }},
@@ -207,7 +212,8 @@ constexpr Scheme made(std::string_view name, const OperandQuant& weight,
 
 constexpr OperandQuant kBF16 = plain(DType::kBF16);
 // e4m3 with one F32 scale per 128x128 tile: the block format of DeepSeek-V3 checkpoints.
-constexpr OperandQuant kFp8Block = scaled(kE4M3, G::kBlock, F::kF32, kScaleBlock, kScaleBlock);
+constexpr OperandQuant kFp8Block =
+    scaled(kE4M3, G::kBlock, F::kF32, quant::kFp8BlockSize, quant::kFp8BlockSize);
 constexpr OperandQuant kFp8Tensor = scaled(kE4M3, G::kTensor, F::kF32);
 constexpr OperandQuant kFp8Channel = scaled(kE4M3, G::kChannel, F::kF32);
 constexpr OperandQuant kInt8Channel = scaled(DType::kI8, G::kChannel, F::kF32);
@@ -216,7 +222,7 @@ constexpr OperandQuant kMxfp4 = group(kE2M1, F::kE8M0, quant::kMxGroupSize);
 constexpr OperandQuant kNvfp4 =
     outer(group(kE2M1, F::kE4M3, quant::kNvfp4GroupSize), OuterScale::kTensor);
 constexpr OperandQuant kInt4Fp8 =
-    outer(group(DType::kI4, F::kE4M3, kScaleBlock), OuterScale::kChannel);
+    outer(group(DType::kI4, F::kE4M3, quant::kInt4Fp8GroupSize), OuterScale::kChannel);
 
 // Bounds are for a whole expert MLP with shared experts, against float64 on the same stored
 // weights. f32: accumulation order only. bf16, f16 and the weight-only schemes: the rounding of
@@ -229,21 +235,22 @@ constexpr std::array<Scheme, 18> kSchemes = {{
     made("f32", plain(DType::kF32), plain(DType::kF32), 2e-6),
     made("bf16", kBF16, kBF16, kWeightOnly),
     made("f16", plain(DType::kF16), plain(DType::kF16), 1e-3),
-    made("fp8-block", kFp8Block, dynamic(group(kE4M3, F::kF32, kScaleBlock)), kFp8),
+    made("fp8-block", kFp8Block, dynamic(group(kE4M3, F::kF32, quant::kFp8BlockSize)), kFp8),
     made("fp8-bf16", kFp8Block, kBF16, kWeightOnly),
     made("mxfp4-bf16", kMxfp4, kBF16, kWeightOnly),
     made("fp8-tensor", kFp8Tensor, token(kE4M3), kFp8),
     made("fp8-channel", kFp8Channel, token(kE4M3), kFp8),
     made("mxfp8", kMxfp8, dynamic(kMxfp8, ExponentRule::kCeil), kFp8),
-    made("mxfp4-fp8", kMxfp4, dynamic(group(kE4M3, F::kE8M0, kScaleBlock)), kFp8),
+    made("mxfp4-fp8", kMxfp4, dynamic(group(kE4M3, F::kE8M0, quant::kFp8BlockSize)), kFp8),
     made("mxfp4", kMxfp4, dynamic(kMxfp4, ExponentRule::kRound175), 0.3),
     made("nvfp4", kNvfp4, dynamic(kNvfp4), 0.25),
     made("int4-fp8", kInt4Fp8, token(kE4M3), kFp8),
     made("int8", kInt8Channel, token(DType::kI8), 3e-2),
-    made("int4-g128", group(DType::kI4, F::kF32, 128), kBF16, kWeightOnly),
+    made("int4-g128", group(DType::kI4, F::kF32, quant::kIntGroupSize), kBF16, kWeightOnly),
     made("int8-bf16", kInt8Channel, kBF16, kWeightOnly),
     made("nvfp4-bf16", kNvfp4, kBF16, kWeightOnly),
-    made("nf4-bf16", table(group(DType::kU4, F::kF32, 64), CodeTable::kNf4), kBF16, kWeightOnly),
+    made("nf4-bf16", table(group(DType::kU4, F::kF32, quant::kBnbBlockSize), CodeTable::kNf4),
+         kBF16, kWeightOnly),
 }};
 
 constexpr OperandQuant integers(DType dtype, std::int64_t columns,
@@ -260,18 +267,19 @@ constexpr std::array<Scheme, 11> kStoredSchemes = {{
     // One input scale for all rows.
     made("fp8-static", kFp8Tensor, scaled(kE4M3, G::kTensor, F::kF32), kFp8),
     weight_only("int4-g32", integers(DType::kI4, 32)),
-    weight_only("int8-g128", integers(DType::kI8, 128)),
+    weight_only("int8-g128", integers(DType::kI8, quant::kIntGroupSize)),
     // GPTQ and AWQ; columns in an order of their own (GPTQ desc_act).
-    weight_only("uint4-g128", integers(DType::kU4, 128, ZeroPoint::kInteger)),
-    weight_only("uint8-g128", integers(DType::kU8, 128, ZeroPoint::kInteger)),
-    weight_only("int4-g128-act-order", integers(DType::kI4, 128, ZeroPoint::kNone, true)),
+    weight_only("uint4-g128", integers(DType::kU4, quant::kIntGroupSize, ZeroPoint::kInteger)),
+    weight_only("uint8-g128", integers(DType::kU8, quant::kIntGroupSize, ZeroPoint::kInteger)),
+    weight_only("int4-g128-act-order",
+                integers(DType::kI4, quant::kIntGroupSize, ZeroPoint::kNone, true)),
     // bitsandbytes fp4.
-    weight_only("fp4-bf16", table(integers(DType::kU4, 64), CodeTable::kFp4)),
+    weight_only("fp4-bf16", table(integers(DType::kU4, quant::kBnbBlockSize), CodeTable::kFp4)),
     // GGUF blocks as the loader leaves them.
-    weight_only("q4_0", integers(DType::kI4, 32)),
-    weight_only("q8_0", integers(DType::kI8, 32)),
-    weight_only("q4_k", integers(DType::kU4, 32, ZeroPoint::kMin)),
-    weight_only("q6_k", integers(DType::kI8, 16)),
+    weight_only("q4_0", integers(DType::kI4, quant::kGgufBlock)),
+    weight_only("q8_0", integers(DType::kI8, quant::kGgufBlock)),
+    weight_only("q4_k", integers(DType::kU4, quant::kGgufBlock, ZeroPoint::kMin)),
+    weight_only("q6_k", integers(DType::kI8, quant::kGgufHalfBlock)),
 }};
 
 template <std::size_t kCount>

@@ -7,6 +7,7 @@
 #include "checkpoint/reader/fp8_checks.h"
 #include "checkpoint/reader/window.h"
 #include "moesaic/checkpoint.h"
+#include "quant/block_scales.h"
 #include "support/random.h"
 
 namespace moesaic::test {
@@ -99,7 +100,7 @@ TEST(Loader, Fp8BlockDivisibility) {
                                                    {1536, 8, false},
                                                    {64, 1, false}}) {
     const Status fp8 =
-        checkpoint::check_slice("intermediate_size", c.width, c.tp, checkpoint::kFp8BlockSize);
+        checkpoint::check_slice("intermediate_size", c.width, c.tp, quant::kFp8BlockSize);
     EXPECT_EQ(fp8.ok(), c.ok) << c.width << " tp " << c.tp;
     if (!c.ok) {
       EXPECT_EQ(mismatch(fp8, StatusCode::kInvalidArgument,

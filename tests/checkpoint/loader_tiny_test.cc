@@ -5,6 +5,8 @@
 
 #include "checkpoint/tiny_support.h"
 #include "moesaic/parallel.h"
+#include "quant/block_scales.h"
+#include "quant/mx.h"
 
 namespace moesaic::test {
 namespace {
@@ -75,19 +77,20 @@ void expect_expert(const ExpertWeightsView& got, const Expected& expected, std::
   if (w13.dtype() == DType::kF4E2M1) {  // a scale per row and 32 columns
     const Tensor s13 = expected.get("w13_scale");
     const Tensor s2 = expected.get("w2_scale");
-    expect_bytes(
-        got.w13_scale,
-        sub_matrix(s13, global, at, ip, 0, h / 32) + sub_matrix(s13, global, i + at, ip, 0, h / 32),
-        DType::kF8E8M0, {2 * ip, h / 32}, e + "w13_scale");
-    expect_bytes(got.w2_scale, sub_matrix(s2, global, 0, h, at / 32, ip / 32), DType::kF8E8M0,
-                 {h, ip / 32}, e + "w2_scale");
+    expect_bytes(got.w13_scale,
+                 sub_matrix(s13, global, at, ip, 0, h / quant::kMxGroupSize) +
+                     sub_matrix(s13, global, i + at, ip, 0, h / quant::kMxGroupSize),
+                 DType::kF8E8M0, {2 * ip, h / quant::kMxGroupSize}, e + "w13_scale");
+    expect_bytes(got.w2_scale,
+                 sub_matrix(s2, global, 0, h, at / quant::kMxGroupSize, ip / quant::kMxGroupSize),
+                 DType::kF8E8M0, {h, ip / quant::kMxGroupSize}, e + "w2_scale");
   } else if (got.w13_scale.present()) {
     const Tensor s13 = expected.get("w13_scale");
     const Tensor s2 = expected.get("w2_scale");
     const std::int64_t hb = s2.shape()[1];
     const std::int64_t ib = s2.shape()[2];
-    const std::int64_t b = ip / 128;
-    const std::int64_t first = at / 128;
+    const std::int64_t b = ip / quant::kFp8BlockSize;
+    const std::int64_t first = at / quant::kFp8BlockSize;
     expect_bytes(
         got.w13_scale,
         sub_matrix(s13, global, first, b, 0, hb) + sub_matrix(s13, global, ib + first, b, 0, hb),

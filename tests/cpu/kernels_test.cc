@@ -100,13 +100,13 @@ TEST(Kernels, GroupQuantisationEqualsTheReference) {
       const DType operand = narrow ? DType::kBF16 : DType::kF32;
       for (std::int64_t i = 0; i < kCount; ++i) {
         float absmax = 0;
-        const std::int64_t begin = i / 128 * 128;
-        for (std::int64_t j = begin; j < std::min(begin + 128, kCount); ++j)
+        const std::int64_t begin = i / quant::kFp8BlockSize * quant::kFp8BlockSize;
+        for (std::int64_t j = begin; j < std::min(begin + quant::kFp8BlockSize, kCount); ++j)
           absmax = std::max(absmax, std::fabs(rounded_to(dtype, x[static_cast<std::size_t>(j)])));
         const float scale =
             quant::fp8_group_scale(absmax, power_of_two ? quant::ScaleRounding::kCeilPowerOfTwo
                                                         : quant::ScaleRounding::kNone);
-        ASSERT_EQ(scales[i / 128], scale) << k->name;
+        ASSERT_EQ(scales[i / quant::kFp8BlockSize], scale) << k->name;
         const float value = rounded_to(dtype, x[static_cast<std::size_t>(i)]);
         const float clamped = std::min(std::max(value / scale, -448.0F), 448.0F);
         ASSERT_EQ(load_as_f32(codes.data(), operand, i), f32_from_e4m3(e4m3_from_f32(clamped)))

@@ -17,7 +17,7 @@ struct Codes {
   Tensor codes, scales;
 };
 Codes quantized(const Tensor& rows, bool power_of_two) {
-  const std::int64_t groups = rows.shape()[1] / 128;
+  const std::int64_t groups = rows.shape()[1] / quant::kFp8BlockSize;
   Codes c{Tensor::zeros(DType::kF8E4M3, rows.shape()).value(),
           Tensor::zeros(DType::kF32, {rows.shape()[0], groups}).value()};
   EXPECT_TRUE(quant::quantize_fp8_group(rows.view(), 128,

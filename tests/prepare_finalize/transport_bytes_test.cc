@@ -5,6 +5,7 @@
 #include <set>
 
 #include "prepare_finalize/transport_case.h"
+#include "quant/block_scales.h"
 #include "support/random.h"
 
 namespace moesaic {
@@ -71,8 +72,9 @@ TEST(TransportBytes, EqualTheFormulaOnTwoFourAndEightRanks) {
           SCOPED_TRACE(std::string(quant) + " " + test::transport_name(transport) + " on " +
                        std::to_string(ranks));
           const std::int64_t h = problem.hidden_size;
-          const Model model{std::string(quant) == "bf16" ? 2 * h : h + 4 * (h / 128),
-                            h * dtype_bits(back) / 8, 8 * problem.top_k};
+          const Model model{
+              std::string(quant) == "bf16" ? 2 * h : h + 4 * (h / quant::kFp8BlockSize),
+              h * dtype_bits(back) / 8, 8 * problem.top_k};
           const auto run = test::run_transport(
               c, counts, {.transport = transport, .combine_dtype = back, .repeats = 1});
           for (std::size_t r = 0; r < ranks; ++r) {

@@ -23,7 +23,7 @@ constexpr auto kCeil = quant::ScaleRounding::kCeilPowerOfTwo;
 struct Fp8Groups {
   Tensor q, scale;
 };
-Fp8Groups quantize_groups(const Tensor& x, std::int64_t group = 128,
+Fp8Groups quantize_groups(const Tensor& x, std::int64_t group = quant::kFp8BlockSize,
                           quant::ScaleRounding rounding = kPlain) {
   Fp8Groups r;
   r.q = Tensor::zeros(DType::kF8E4M3, x.shape()).value();

@@ -20,7 +20,7 @@ struct MxGroups {
 };
 MxGroups quantize(const Tensor& x, DType element, ExponentRule rule) {
   MxGroups r{poisoned(element, x.shape()),
-             poisoned(DType::kF8E8M0, {x.shape()[0], x.shape()[1] / 32})};
+             poisoned(DType::kF8E8M0, {x.shape()[0], x.shape()[1] / quant::kMxGroupSize})};
   const Status s = quant::quantize_mx(x.view(), rule, r.q.view(), r.scale.view());
   EXPECT_TRUE(s.ok()) << s.message();
   return r;

@@ -20,7 +20,7 @@ struct Nvfp4Groups {
 };
 Nvfp4Groups quantize(const Tensor& x, float gscale) {
   Nvfp4Groups r{poisoned(DType::kF4E2M1, x.shape()),
-                poisoned(DType::kF8E4M3, {x.shape()[0], x.shape()[1] / 16})};
+                poisoned(DType::kF8E4M3, {x.shape()[0], x.shape()[1] / quant::kNvfp4GroupSize})};
   const Status s = quant::quantize_nvfp4(x.view(), gscale, r.q.view(), r.scale.view());
   EXPECT_TRUE(s.ok()) << s.message();
   return r;

@@ -4,7 +4,9 @@
 #include <cmath>
 #include <vector>
 
+#include "core/checked.h"
 #include "numerics/element.h"
+#include "quant/block_scales.h"
 #include "support/moe_oracle.h"
 #include "support/oracle_formats.h"
 #include "support/random.h"
@@ -39,17 +41,17 @@ void quantise_blocks(const Tensor& source, Tensor& codes, Tensor& scales) {
   const std::int64_t experts = source.shape()[0];
   const std::int64_t rows = source.shape()[1];
   const std::int64_t columns = source.shape()[2];
-  const std::int64_t tile_rows = (rows + 127) / 128;
-  const std::int64_t tile_columns = (columns + 127) / 128;
+  const std::int64_t tile_rows = ceil_div(rows, quant::kFp8BlockSize);
+  const std::int64_t tile_columns = ceil_div(columns, quant::kFp8BlockSize);
   codes = Tensor::zeros(DType::kF8E4M3, source.shape()).value();
   scales = Tensor::zeros(DType::kF32, {experts, tile_rows, tile_columns}).value();
   for (std::int64_t tile = 0; tile < experts * tile_rows * tile_columns; ++tile) {
     const std::int64_t e = tile / (tile_rows * tile_columns);
-    const std::int64_t n0 = tile / tile_columns % tile_rows * 128;
-    const std::int64_t k0 = tile % tile_columns * 128;
+    const std::int64_t n0 = tile / tile_columns % tile_rows * quant::kFp8BlockSize;
+    const std::int64_t k0 = tile % tile_columns * quant::kFp8BlockSize;
     const auto for_each = [&](auto&& use) {
-      for (std::int64_t n = n0; n < std::min(n0 + 128, rows); ++n) {
-        for (std::int64_t k = k0; k < std::min(k0 + 128, columns); ++k) {
+      for (std::int64_t n = n0; n < std::min(n0 + quant::kFp8BlockSize, rows); ++n) {
+        for (std::int64_t k = k0; k < std::min(k0 + quant::kFp8BlockSize, columns); ++k) {
           use((e * rows + n) * columns + k);
         }
       }

@@ -14,6 +14,7 @@
 #include "checkpoint/container/names.h"
 #include "core/checked.h"
 #include "core/fault.h"
+#include "quant/bnb.h"
 #include "quant/gguf_blocks.h"
 
 namespace moesaic::checkpoint {
@@ -242,7 +243,7 @@ void choose_block_size(const ShardSet& shards, const std::string& module, std::i
   if (format->stored != StoredFormat::kBnb4) return;
   const auto absmax = shards.find(module + ".weight.absmax");
   if (!absmax || absmax->info->shape.rank() != 1) return;
-  for (std::int64_t block = 32; block <= 4096; block *= 2) {
+  for (std::int64_t block = quant::kBnbMinBlockSize; block <= quant::kBnbMaxBlockSize; block *= 2) {
     if (absmax->info->shape[0] == ceil_div(elements, block)) format->group_size = block;
   }
 }

@@ -5,6 +5,8 @@
 #include "checkpoint/binding/stacked_tensors.h"
 #include "checkpoint/config/stored_formats.h"
 #include "core/checked.h"
+#include "quant/block_scales.h"
+#include "quant/mx.h"
 
 namespace moesaic::checkpoint {
 namespace {
@@ -122,7 +124,7 @@ class Planner {
   void gguf(LayerPart part, Projection projection, const LinearFormat& format, std::string name,
             const Shape& shape) {
     const quant::GgufType type = format.blocks[static_cast<std::size_t>(projection)];
-    const GgmlTypeInfo& info = ggml_type_info(type);
+    const GgmlTypeInfo info = ggml_type_info(type);
     const std::int64_t row = shape[shape.rank() - 1] / info.block_elements * info.block_bytes;
     PlannedTensor planned{part,
                           projection,
@@ -147,7 +149,7 @@ class Planner {
 
   // Blocks of 32 weights in 16 bytes, and a scale each.
   void mxfp4(Projection projection, const std::string& module, const Shape& shape) {
-    const std::int64_t groups = shape[2] / kMxfp4GroupSize;
+    const std::int64_t groups = shape[2] / quant::kMxGroupSize;
     const auto add = [&](TensorKind kind, std::string_view suffix, const Shape& stored) {
       tensors_.push_back({LayerPart::kExpert,
                           projection,
@@ -158,7 +160,7 @@ class Planner {
                           {DType::kU8}});
     };
     add(TensorKind::kWeight, source_.weight_suffix,
-        {shape[0], shape[1], groups, kMxfp4GroupSize / 2});
+        {shape[0], shape[1], groups, quant::kMxGroupSize / 2});
     add(TensorKind::kScale, source_.layout->scale_suffix, {shape[0], shape[1], groups});
   }
 
@@ -325,6 +327,6 @@ std::string LayerSource::experts_module() const {
 
 std::vector<PlannedTensor> plan_layer(const LayerSource& source) { return Planner(source).run(); }
 
-std::int64_t scale_blocks(std::int64_t size) { return ceil_div(size, kFp8BlockSize); }
+std::int64_t scale_blocks(std::int64_t size) { return ceil_div(size, quant::kFp8BlockSize); }
 
 }  // namespace moesaic::checkpoint

@@ -1,5 +1,8 @@
 #include "checkpoint/binding/stacked_tensors.h"
 
+#include "quant/mx.h"
+#include "quant/nvfp4.h"
+
 namespace moesaic::checkpoint {
 namespace {
 
@@ -61,8 +64,10 @@ std::vector<LinearTensor> stacked_tensors(const LinearFormat& f, ExpertStorage s
     case StoredFormat::kMxfp8:
       list.push_back({K::kWeight, weight_suffix, {matrix(k)}, {DType::kF8E4M3}});
       if (f.stored == StoredFormat::kMxfp8) {
-        list.push_back(
-            {K::kScale, names.scale, {matrix(k / kMxfp4GroupSize)}, {DType::kU8, DType::kF8E8M0}});
+        list.push_back({K::kScale,
+                        names.scale,
+                        {matrix(k / quant::kMxGroupSize)},
+                        {DType::kU8, DType::kF8E8M0}});
       } else {
         list.push_back({K::kScale, names.scale,
                         f.stored == StoredFormat::kFp8Tensor ? numbers : rows, floats});

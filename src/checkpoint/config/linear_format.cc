@@ -7,6 +7,9 @@
 #include <numeric>
 
 #include "checkpoint/config/stored_formats.h"
+#include "quant/block_scales.h"
+#include "quant/mx.h"
+#include "quant/nvfp4.h"
 
 namespace moesaic::checkpoint {
 namespace {
@@ -14,7 +17,7 @@ namespace {
 // --- sizes ---
 
 SizeRule any_size(const LinearFormat&) { return {}; }
-SizeRule mx_groups(const LinearFormat&) { return {.columns = kMxfp4GroupSize}; }
+SizeRule mx_groups(const LinearFormat&) { return {.columns = quant::kMxGroupSize}; }
 SizeRule nvfp4_groups(const LinearFormat&) { return {.columns = quant::kNvfp4GroupSize}; }
 SizeRule code_groups(const LinearFormat& f) {
   return {.columns = std::max<std::int64_t>(f.group_size, 2), .columns_are = " (group_size)"};
@@ -36,8 +39,8 @@ SizeRule bnb4_blocks(const LinearFormat& f) {
 // --- where columns of w2 can be cut ---
 
 std::int64_t one_column(const LinearFormat&) { return 1; }
-std::int64_t fp8_tile(const LinearFormat&) { return kFp8BlockSize; }
-std::int64_t mx_group(const LinearFormat&) { return kMxfp4GroupSize; }
+std::int64_t fp8_tile(const LinearFormat&) { return quant::kFp8BlockSize; }
+std::int64_t mx_group(const LinearFormat&) { return quant::kMxGroupSize; }
 std::int64_t nvfp4_group(const LinearFormat&) { return quant::kNvfp4GroupSize; }
 std::int64_t code_group(const LinearFormat& f) {
   return f.group_size > 0 ? std::lcm<std::int64_t>(f.group_size, 2) : 2;

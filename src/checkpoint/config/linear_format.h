@@ -10,7 +10,6 @@
 #include "moesaic/dtype.h"
 #include "moesaic/quant.h"
 #include "moesaic/status.h"
-#include "quant/nvfp4.h"
 
 namespace moesaic::checkpoint {
 
@@ -35,8 +34,6 @@ enum class StoredFormat : std::uint8_t {
 std::string_view stored_format_name(StoredFormat format);
 
 inline constexpr std::size_t kNumStoredFormats = 15;
-inline constexpr std::int64_t kFp8BlockSize = 128;
-inline constexpr std::int64_t kMxfp4GroupSize = 32;
 
 // Whose names the tensors have, where that is not settled by the format.
 // kFp8: one scale per tensor is "weight_scale" and "input_scale"; kFp8Inverse: the same numbers as

@@ -6,6 +6,8 @@
 #include "checkpoint/config/stored_formats.h"
 #include "core/checked.h"
 #include "quant/int_packing.h"
+#include "quant/mx.h"
+#include "quant/nvfp4.h"
 
 namespace moesaic::checkpoint {
 namespace {
@@ -51,7 +53,8 @@ std::vector<LinearTensor> fp8_channel_tensors(const LinearFormat& f, std::int64_
 }
 
 std::vector<LinearTensor> mxfp8_tensors(const LinearFormat& f, std::int64_t n, std::int64_t k) {
-  return fp8_with({K::kScale, ".weight_scale", {{n, k / kMxfp4GroupSize}}, kExponents}, f, n, k);
+  return fp8_with({K::kScale, ".weight_scale", {{n, k / quant::kMxGroupSize}}, kExponents}, f, n,
+                  k);
 }
 
 std::vector<LinearTensor> int8_tensors(const LinearFormat& f, std::int64_t n, std::int64_t k) {
@@ -116,7 +119,7 @@ std::vector<LinearTensor> mxfp4_tensors(const LinearFormat& f, std::int64_t n, s
   const bool ct = f.names == NameStyle::kCompressed;
   std::vector<LinearTensor> list = {
       {K::kWeight, ct ? ".weight_packed" : ".weight", {{n, k / 2}}, kBytes},
-      {K::kScale, ".weight_scale", {{n, k / kMxfp4GroupSize}}, kExponents}};
+      {K::kScale, ".weight_scale", {{n, k / quant::kMxGroupSize}}, kExponents}};
   if (f.activation == ActivationQuant::kStatic) {
     list.push_back({K::kInputScale, ".input_scale", kScalar, kFloats});
   }

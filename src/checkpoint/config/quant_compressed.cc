@@ -7,6 +7,10 @@
 
 #include "checkpoint/config/quant_methods.h"
 #include "checkpoint/container/names.h"
+#include "quant/block_scales.h"
+#include "quant/int4_fp8.h"
+#include "quant/mx.h"
+#include "quant/nvfp4.h"
 
 namespace moesaic::checkpoint {
 namespace {
@@ -60,7 +64,7 @@ Status read_is_dynamic(const nlohmann::json& json, const ConfigFields& fields, O
 Status read_block(const nlohmann::json& json, const ConfigFields& fields, Operand* op) {
   const auto field = json.find("block_structure");
   if (field != json.end() && *field == "128x128") {
-    op->block = {kFp8BlockSize, kFp8BlockSize};
+    op->block = {quant::kFp8BlockSize, quant::kFp8BlockSize};
     return {};
   }
   MOESAIC_ASSIGN_OR_RETURN(const auto block, fields.integers("block_structure", {1, 1 << 20}, 2));
@@ -117,7 +121,7 @@ Status float_format(const ConfigFields& group, const Operand& w, const std::opti
     f->stored = StoredFormat::kFp8Channel;
   } else if (w.strategy == "block") {
     f->stored = StoredFormat::kFp8Block;
-    if (w.block != std::vector<std::int64_t>{kFp8BlockSize, kFp8BlockSize}) {
+    if (w.block != std::vector<std::int64_t>{quant::kFp8BlockSize, quant::kFp8BlockSize}) {
       return group.unsupported(fmt::format("weights: block_structure: got [{}], need [128, 128]",
                                            fmt::join(w.block, ", ")));
     }
@@ -133,8 +137,8 @@ Status float_format(const ConfigFields& group, const Operand& w, const std::opti
     return bad_inputs(group, *in, "dynamic, or static with strategy tensor and no block weights");
   }
   const bool by_group = f->stored == StoredFormat::kFp8Block;
-  if (in->dynamic &&
-      (by_group != (in->strategy == "group") || (by_group && in->group_size != kFp8BlockSize))) {
+  if (in->dynamic && (by_group != (in->strategy == "group") ||
+                      (by_group && in->group_size != quant::kFp8BlockSize))) {
     return bad_inputs(group, *in,
                       by_group ? "strategy group with group_size 128" : "strategy token or tensor");
   }
@@ -162,8 +166,8 @@ Status packed_format(const ConfigFields& group, const Operand& w, const std::opt
   f->zero_points = !w.symmetric;
   f->act_order = w.act_order == "group" && f->group_size > 0;
   if (!in) return {};
-  const bool w4a8 =
-      is_float8_token(*in) && f->bits == 4 && f->group_size == 128 && w.symmetric && !f->act_order;
+  const bool w4a8 = is_float8_token(*in) && f->bits == 4 &&
+                    f->group_size == quant::kInt4Fp8GroupSize && w.symmetric && !f->act_order;
   if (!w4a8) {
     return bad_inputs(group, *in,
                       "none, or dynamic float 8 bits per token with symmetric int4 "
@@ -208,7 +212,8 @@ Status fp4_format(const ConfigFields& group, const Operand& w, const std::option
   if (!in) return {};
   const bool same = in->bits == bits && in->type == "float" && in->group_size == group_size;
   if (stored == StoredFormat::kMxfp4Linear && in->bits == 8 && in->type == "float" &&
-      in->symmetric && in->dynamic && in->strategy == "group" && in->group_size == kFp8BlockSize) {
+      in->symmetric && in->dynamic && in->strategy == "group" &&
+      in->group_size == quant::kFp8BlockSize) {
     f->bits = 8;
     f->activation = ActivationQuant::kDynamic;
     return {};
@@ -245,9 +250,10 @@ Result<LinearFormat> group_format(const ConfigFields& group, const std::string& 
   } else if (format == "nvfp4-pack-quantized") {
     status = fp4_format(group, *weights, inputs, StoredFormat::kNvfp4, quant::kNvfp4GroupSize, &f);
   } else if (format == "mxfp4-pack-quantized") {
-    status = fp4_format(group, *weights, inputs, StoredFormat::kMxfp4Linear, kMxfp4GroupSize, &f);
+    status =
+        fp4_format(group, *weights, inputs, StoredFormat::kMxfp4Linear, quant::kMxGroupSize, &f);
   } else if (format == "mxfp8-quantized") {
-    status = fp4_format(group, *weights, inputs, StoredFormat::kMxfp8, kMxfp4GroupSize, &f);
+    status = fp4_format(group, *weights, inputs, StoredFormat::kMxfp8, quant::kMxGroupSize, &f);
   } else {
     status =
         group.unsupported(fmt::format("format: got {}, need float-quantized, int-quantized, "

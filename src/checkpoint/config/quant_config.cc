@@ -16,6 +16,7 @@
 #include "checkpoint/container/names.h"
 #include "core/fault.h"
 #include "core/refusal.h"
+#include "quant/block_scales.h"
 
 namespace moesaic::checkpoint {
 namespace {
@@ -63,7 +64,7 @@ Result<bool> read_block_size(const ConfigFields& fields) {
                   fmt::format("{}: weight_block_size: got {} entries, need 2", fields.where(),
                               block->size()));
   }
-  if ((*block)[0] == kFp8BlockSize && (*block)[1] == kFp8BlockSize) return true;
+  if ((*block)[0] == quant::kFp8BlockSize && (*block)[1] == quant::kFp8BlockSize) return true;
   return unsupported(fmt::format(
       "{}: quant_method \"fp8\" with weight_block_size [{}, {}] is not supported, need [128, 128]",
       fields.where(), (*block)[0], (*block)[1]));

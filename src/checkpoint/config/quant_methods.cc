@@ -9,6 +9,9 @@
 
 #include "checkpoint/container/names.h"
 #include "core/fault.h"
+#include "quant/bnb.h"
+#include "quant/mx.h"
+#include "quant/nvfp4.h"
 
 namespace moesaic::checkpoint {
 namespace {
@@ -151,7 +154,7 @@ Result<QuantConfig> parse_bitsandbytes(const ConfigFields& fields) {
   }
   f.stored = StoredFormat::kBnb4;
   f.bits = 4;
-  f.group_size = 64;  // replaced by what the files have: see choose_block_size
+  f.group_size = quant::kBnbBlockSize;  // replaced by what the files have: see choose_block_size
   MOESAIC_ASSIGN_OR_RETURN(const auto type, fields.string("bnb_4bit_quant_type"));
   if (!type || (*type != "nf4" && *type != "fp4")) {
     return fields.unsupported(fmt::format("bnb_4bit_quant_type: got {}, need nf4 or fp4",
@@ -208,7 +211,7 @@ Result<QuantConfig> parse_modelopt(const ConfigFields& fields) {
   if (group && found->stored == StoredFormat::kNvfp4 && *group != quant::kNvfp4GroupSize) {
     return fields.bad_value("group_size", fmt::to_string(*group), "16 with NVFP4");
   }
-  if (group && found->stored == StoredFormat::kMxfp4Linear && *group != kMxfp4GroupSize) {
+  if (group && found->stored == StoredFormat::kMxfp4Linear && *group != quant::kMxGroupSize) {
     return fields.bad_value("group_size", fmt::to_string(*group), "32 with MXFP4");
   }
   for (const std::string_view list : {"ignore", "exclude_modules"}) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string_view>
 
 #include "quant/gguf_blocks.h"
@@ -19,8 +20,8 @@ struct GgmlTypeInfo {
 // Blocks of IQ1, IQ2 and IQ3: their codes index grids of vectors.
 bool has_code_grid(quant::GgufType type);
 
-// nullptr for a number that no known writer uses.
-const GgmlTypeInfo* find_ggml_type(std::uint32_t id);
-const GgmlTypeInfo& ggml_type_info(quant::GgufType type);  // of a type in the table
+// Nothing for a number that no known writer uses.
+std::optional<GgmlTypeInfo> find_ggml_type(std::uint32_t id);
+GgmlTypeInfo ggml_type_info(quant::GgufType type);  // of a known type; of others F32's
 
 }  // namespace moesaic::checkpoint

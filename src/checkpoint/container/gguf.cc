@@ -301,8 +301,8 @@ class GgufParser {
       elements = *product;
     }
     MOESAIC_ASSIGN_OR_RETURN(const std::uint32_t id, in_.u32(what + ": type"));
-    const GgmlTypeInfo* type = find_ggml_type(id);
-    if (type == nullptr) {
+    const std::optional<GgmlTypeInfo> type = find_ggml_type(id);
+    if (!type) {
       return error(StatusCode::kUnsupported,
                    fmt::format("{}: type: got the number {}, which is not known", what, id));
     }

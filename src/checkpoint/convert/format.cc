@@ -46,18 +46,16 @@ constexpr auto kNames = [] {
   for (std::size_t i = 0; i < names.size(); ++i) names[i] = kFormatRows[i].scheme;
   return names;
 }();
-constexpr std::int64_t kBlock = 128;     // FP8 tiles
-constexpr std::int64_t kIntGroup = 128;  // int4-g128
 // Rows per piece of work. FP8 tiles are whole inside one; every other format works row by row.
-constexpr std::int64_t kRowsPerPiece = kBlock;
+constexpr std::int64_t kRowsPerPiece = quant::kFp8BlockSize;
 
 // Rows [first, first + count) of `rows` share rows of `t` in proportion (tensors of scales per
 // block have fewer).
 TensorView rows_of(Tensor& t, std::int64_t rows, std::int64_t first, std::int64_t count) {
   const std::int64_t per_row_bytes = t.shape()[0] > 0 ? t.bytes() / t.shape()[0] : 0;
   const bool per_block = t.shape()[0] != rows;
-  const std::int64_t begin = per_block ? first / kBlock : first;
-  const std::int64_t size = per_block ? ceil_div(count, kBlock) : count;
+  const std::int64_t begin = per_block ? first / quant::kFp8BlockSize : first;
+  const std::int64_t size = per_block ? ceil_div(count, quant::kFp8BlockSize) : count;
   return {t.data() + begin * per_row_bytes, t.dtype(), {size, t.shape()[1]}};
 }
 template <class View>
@@ -75,9 +73,10 @@ Status encode_int4(const ConstTensorView& w, const TensorView& packed, const Ten
                    const TensorView& decoded) {
   MOESAIC_ASSIGN_OR_RETURN(Tensor codes, Tensor::uninitialized(DType::kI8, w.shape));
   MOESAIC_RETURN_IF_ERROR(quant::quantize_int_group(
-      w, {4, kIntGroup, quant::IntScaleRule::kFullRange}, codes.view(), scale));
-  MOESAIC_RETURN_IF_ERROR(quant::refit_int_scales(w, codes.view(), kIntGroup, scale));
-  MOESAIC_RETURN_IF_ERROR(quant::dequantize_int_group(codes.view(), scale, {}, kIntGroup, decoded));
+      w, {4, quant::kIntGroupSize, quant::IntScaleRule::kFullRange}, codes.view(), scale));
+  MOESAIC_RETURN_IF_ERROR(quant::refit_int_scales(w, codes.view(), quant::kIntGroupSize, scale));
+  MOESAIC_RETURN_IF_ERROR(
+      quant::dequantize_int_group(codes.view(), scale, {}, quant::kIntGroupSize, decoded));
   auto* bytes = codes.as<std::uint8_t>();
   const int bias = MOESAIC_FAULT(convert_int4_without_bias) ? 0 : 8;
   for (std::int64_t i = 0; i < codes.bytes(); ++i) {
@@ -149,17 +148,18 @@ CompressedFormat compressed_format(checkpoint::ConvertFormat format) {
       return {"float-quantized", operand(8, "float", "channel", 0, false),
               operand(8, "float", "token", 0, true)};
     case checkpoint::ConvertFormat::kMxfp8:
-      return {"mxfp8-quantized", operand(8, "float", "group", 32, false),
-              operand(8, "float", "group", 32, true)};
+      return {"mxfp8-quantized", operand(8, "float", "group", quant::kMxGroupSize, false),
+              operand(8, "float", "group", quant::kMxGroupSize, true)};
     case checkpoint::ConvertFormat::kMxfp4:
-      return {"mxfp4-pack-quantized", operand(4, "float", "group", 32, false),
-              operand(4, "float", "group", 32, true)};
+      return {"mxfp4-pack-quantized", operand(4, "float", "group", quant::kMxGroupSize, false),
+              operand(4, "float", "group", quant::kMxGroupSize, true)};
     case checkpoint::ConvertFormat::kNvfp4:
-      return {"nvfp4-pack-quantized", operand(4, "float", "tensor_group", 16, false), nullptr};
+      return {"nvfp4-pack-quantized",
+              operand(4, "float", "tensor_group", quant::kNvfp4GroupSize, false), nullptr};
     case checkpoint::ConvertFormat::kFp8BlockCompressed: {
       CompressedFormat f = {"float-quantized", operand(8, "float", "block", 0, false),
-                            operand(8, "float", "group", kBlock, true)};
-      f.weights["block_structure"] = Json::array({kBlock, kBlock});
+                            operand(8, "float", "group", quant::kFp8BlockSize, true)};
+      f.weights["block_structure"] = Json::array({quant::kFp8BlockSize, quant::kFp8BlockSize});
       return f;
     }
     case checkpoint::ConvertFormat::kInt4:
@@ -167,7 +167,7 @@ CompressedFormat compressed_format(checkpoint::ConvertFormat format) {
     case checkpoint::ConvertFormat::kFp8BlockPowers:
       break;
   }
-  return {"pack-quantized", operand(4, "int", "group", kIntGroup, false), nullptr};
+  return {"pack-quantized", operand(4, "int", "group", quant::kIntGroupSize, false), nullptr};
 }
 
 }  // namespace
@@ -200,7 +200,7 @@ std::vector<ConvertedTensor> linear_tensors(ConvertFormat format, std::int64_t n
       return {{".weight", DType::kF8E4M3, {n, k}},
               {format == ConvertFormat::kFp8BlockCompressed ? ".weight_scale" : ".weight_scale_inv",
                DType::kF32,
-               {ceil_div(n, kBlock), ceil_div(k, kBlock)}}};
+               {ceil_div(n, quant::kFp8BlockSize), ceil_div(k, quant::kFp8BlockSize)}}};
     case ConvertFormat::kFp8Channel:
       return {{".weight", DType::kF8E4M3, {n, k}}, {".weight_scale", DType::kF32, {n, 1}}};
     case ConvertFormat::kMxfp8:
@@ -215,7 +215,7 @@ std::vector<ConvertedTensor> linear_tensors(ConvertFormat format, std::int64_t n
               {".weight_global_scale", DType::kF32, {1}}};
     case ConvertFormat::kInt4:
       return {{".weight_packed", DType::kI32, {n, quant::words_for_codes(k, 4)}},
-              {".weight_scale", DType::kBF16, {n, k / kIntGroup}},
+              {".weight_scale", DType::kBF16, {n, k / quant::kIntGroupSize}},
               {".weight_shape", DType::kI64, {2}}};
   }
   return {};
@@ -226,7 +226,7 @@ Status check_linear(ConvertFormat format, std::string_view what, std::int64_t n,
   if (format == ConvertFormat::kMxfp8 || format == ConvertFormat::kMxfp4)
     step = quant::kMxGroupSize;
   if (format == ConvertFormat::kNvfp4) step = quant::kNvfp4GroupSize;
-  if (format == ConvertFormat::kInt4) step = kIntGroup;
+  if (format == ConvertFormat::kInt4) step = quant::kIntGroupSize;
   if (k % step != 0) {
     return {StatusCode::kUnsupported,
             fmt::format("{}: got [{}, {}], need a multiple of {} columns for {}", what, n, k, step,
@@ -289,7 +289,7 @@ Json quantization_config(ConvertFormat format, const std::vector<std::string>& i
     return {{"quant_method", "fp8"},
             {"fmt", "e4m3"},
             {"activation_scheme", "dynamic"},
-            {"weight_block_size", Json::array({kBlock, kBlock})},
+            {"weight_block_size", Json::array({quant::kFp8BlockSize, quant::kFp8BlockSize})},
             {"modules_to_not_convert", ignored}};
   }
   const CompressedFormat f = compressed_format(format);

@@ -9,6 +9,7 @@
 #include <set>
 
 #include "checkpoint/container/names.h"
+#include "quant/block_scales.h"
 #include "quant/mx.h"
 
 namespace moesaic::checkpoint {
@@ -87,10 +88,10 @@ Status check_sizes(const PlannedLayer& layer, ConvertFormat format) {
   MOESAIC_RETURN_IF_ERROR(check_linear(format, where + " gate and up", i, h));
   MOESAIC_RETURN_IF_ERROR(check_linear(format, where + " down", h, i));
   // Readers merge gate and up into one matrix of whole tiles.
-  if (is_fp8_block(format) && i % 128 != 0) {
+  if (is_fp8_block(format) && i % quant::kFp8BlockSize != 0) {
     return {StatusCode::kUnsupported,
-            fmt::format("layer {}: got intermediate_size {}, need a multiple of 128 for fp8-block",
-                        layer.spec.layer, i)};
+            fmt::format("layer {}: got intermediate_size {}, need a multiple of {} for fp8-block",
+                        layer.spec.layer, i, quant::kFp8BlockSize)};
   }
   return {};
 }

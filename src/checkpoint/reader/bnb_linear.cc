@@ -17,7 +17,6 @@ namespace {
 
 constexpr std::size_t kMaxStateBytes = 1 << 16;  // the writer needs about 300
 constexpr int kMaxStateDepth = 4;
-constexpr std::int64_t kNestedBlock = 256;
 
 class BnbReader {
  public:
@@ -98,7 +97,7 @@ class BnbReader {
     }
     if (!format_.nested) return {};
     MOESAIC_ASSIGN_OR_RETURN(const auto nested, fields.integer("nested_blocksize", {1, 1 << 20}));
-    nested_block_ = nested.value_or(kNestedBlock);
+    nested_block_ = nested.value_or(quant::kBnbNestedBlockSize);
     MOESAIC_ASSIGN_OR_RETURN(const auto offset, fields.number("nested_offset"));
     if (!offset) return corrupt(TensorKind::kQuantState, "nested_offset: missing, need a number");
     offset_ = static_cast<float>(*offset);
@@ -141,7 +140,7 @@ class BnbReader {
   Projection projection_;
   const LinearFormat& format_;
   std::int64_t rows_, columns_;
-  std::int64_t nested_block_ = kNestedBlock;
+  std::int64_t nested_block_ = quant::kBnbNestedBlockSize;
   float offset_ = 0;
 };
 

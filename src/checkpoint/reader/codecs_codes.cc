@@ -13,6 +13,7 @@
 #include "checkpoint/reader/mlp_reader_impl.h"
 #include "core/fault.h"
 #include "numerics/element.h"
+#include "quant/block_scales.h"
 
 namespace moesaic::checkpoint {
 namespace {
@@ -89,17 +90,18 @@ Status MlpReader::read_fp8_block(const Window& w, MatrixBuffers* m) {
   const bool first_expert =
       slice_.scales_stacked && MOESAIC_FAULT(checkpoint_stacked_scale_of_first);
   const std::int64_t before = first_expert ? 0 : slice_.scales_stacked ? expert_ : experts_before();
-  Rectangle tiles = {before * scale_blocks(of_scale.rows_all) + of_scale.first_row / kFp8BlockSize,
-                     scale_blocks(w.rows), w.first_col / kFp8BlockSize, scale_blocks(w.cols)};
+  Rectangle tiles = {
+      before * scale_blocks(of_scale.rows_all) + of_scale.first_row / quant::kFp8BlockSize,
+      scale_blocks(w.rows), w.first_col / quant::kFp8BlockSize, scale_blocks(w.cols)};
   if (MOESAIC_FAULT(checkpoint_scale_slice_in_rows)) {
-    (down ? tiles.first_col : tiles.first_row) -= slice_.first / kFp8BlockSize;
+    (down ? tiles.first_col : tiles.first_row) -= slice_.first / quant::kFp8BlockSize;
   }
   const ShardSet::Located& from = *stored(TensorKind::kScale, of_scale);
   const DType dtype = from.info->dtype;
   std::vector<std::byte> raw(
       static_cast<std::size_t>(tiles.rows * tiles.cols * dtype_bits(dtype) / 8));
   MOESAIC_RETURN_IF_ERROR(read_rectangle(from, scale_blocks(w.cols_all), tiles, raw.data()));
-  float* scales = m->scale.as<float>() + w.to / kFp8BlockSize * tiles.cols;
+  float* scales = m->scale.as<float>() + w.to / quant::kFp8BlockSize * tiles.cols;
   for (std::int64_t i = 0; i < tiles.rows * tiles.cols; ++i) {
     scales[i] = load_as_f32(raw.data(), dtype, i);
   }

@@ -19,6 +19,7 @@
 #include "numerics/element.h"
 #include "numerics/float_codec.h"
 #include "permute/sort_slots.h"
+#include "quant/block_scales.h"
 
 namespace moesaic::experts {
 namespace {
@@ -41,7 +42,7 @@ Scratch take_scratch(Arena& arena, const MoeProblem& p) {
   Scratch s{};
   const std::int64_t widest = std::max(p.hidden_size, p.intermediate_size);
   s.x = arena.take<float>(p.hidden_size);
-  s.x_scales = arena.take<float>(ceil_div(p.hidden_size, kFp8Block));
+  s.x_scales = arena.take<float>(ceil_div(p.hidden_size, quant::kFp8BlockSize));
   s.scales = arena.take<float>(ref_max_scales(widest));
   s.input = arena.take<float>(p.hidden_size);
   s.gate_up = arena.take<float>(w13_rows(p));
@@ -128,7 +129,7 @@ class RefExperts final : public Experts {
               std::array<RowError, 2>* errors) const {
     RowError* const of_input = errors != nullptr ? errors->data() : nullptr;
     RowError* const of_inner = errors != nullptr ? errors->data() + 1 : nullptr;
-    const RefOperand x = quantized ? RefOperand{s.input, s.x_scales, kFp8Block, 1.0F}
+    const RefOperand x = quantized ? RefOperand{s.input, s.x_scales, quant::kFp8BlockSize, 1.0F}
                                    : make_operand(w13_, e, s.input, p_.hidden_size, s, of_input);
     w13_.multiply(e, x, s.gate_up);
     activation::ref_activation(p_.activation, layout_, s.gate_up, s.inner, p_.intermediate_size);
@@ -146,7 +147,7 @@ class RefExperts final : public Experts {
   // Scales of row `row` of rows that came quantised.
   void load_scales(const ExpertsArgs& a, std::int64_t row, const Scratch& s) const {
     if (!a.hidden_scale.present()) return;
-    const std::int64_t groups = p_.hidden_size / kFp8Block;
+    const std::int64_t groups = p_.hidden_size / quant::kFp8BlockSize;
     std::copy_n(a.hidden_scale.as<float>() + row * groups, groups, s.x_scales);
   }
   void store_row(const TensorView& t, std::int64_t offset, const float* row) const {

@@ -16,8 +16,6 @@
 namespace moesaic::experts {
 namespace {
 
-constexpr std::int64_t kFinestGroup = 16;
-
 float e4m3_value(float x) {
   return f32_from_e4m3(e4m3_from_f32(std::clamp(x, -kE4m3Max, kE4m3Max)));
 }
@@ -48,7 +46,8 @@ float quantize_nvfp4_group(float gscale, float* x, std::int64_t n) {
 
 }  // namespace
 
-std::int64_t ref_max_scales(std::int64_t count) { return ceil_div(count, kFinestGroup); }
+// NVFP4 has the smallest groups.
+std::int64_t ref_max_scales(std::int64_t count) { return ceil_div(count, quant::kNvfp4GroupSize); }
 
 RefOperand ref_quantize_row(const OperandQuant& a, float input_scale, float* row,
                             std::int64_t count, float* scales, std::uint8_t* codes) {

@@ -9,6 +9,7 @@
 #include "experts/row_error.h"
 #include "experts/sm90/experts_impl.h"
 #include "numerics/float_codec.h"
+#include "quant/block_scales.h"
 #include "quant/fp8_group.h"
 
 namespace moesaic::cuda {
@@ -120,10 +121,10 @@ Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics
     experts::RowError of_inner;
     const std::byte* from = codes.data() + r * row_bytes;
     if (!quantized) of_inner = of_bf16(reinterpret_cast<const std::uint16_t*>(from), inner);
-    for (std::int64_t k = 0; quantized && k < inner; k += experts::kFp8Block) {
-      const auto at = static_cast<std::size_t>(k / experts::kFp8Block * w.inner_scale_stride + r);
+    for (std::int64_t k = 0; quantized && k < inner; k += quant::kFp8BlockSize) {
+      const auto at = static_cast<std::size_t>(k / quant::kFp8BlockSize * w.inner_scale_stride + r);
       of_inner.add(of_codes(reinterpret_cast<const std::uint8_t*>(from + k),
-                            std::min(experts::kFp8Block, inner - k), scales[at], smallest_scale));
+                            std::min(quant::kFp8BlockSize, inner - k), scales[at], smallest_scale));
     }
     for (std::int64_t i = 0; i < hidden; ++i) {
       row[static_cast<std::size_t>(i)] =
