@@ -1,26 +1,23 @@
 #include "quant/code_values.h"
 
+#include <algorithm>
+
 #include "numerics/float_codec.h"
 #include "numerics/integer.h"
+#include "quant/bnb.h"
 
 namespace moesaic::quant {
-namespace {
-
-// bitsandbytes fp4: magnitudes in the order of their codes, bit 3 is the sign.
-constexpr std::array<float, 8> kFp4Magnitudes = {0.0F,        0.005208333F, 0.6666667F,  1.0F,
-                                                 0.33333334F, 0.5F,         0.16666667F, 0.25F};
-
-}  // namespace
 
 CodeValues code_values(const OperandQuant& weight) {
-  if (weight.table == CodeTable::kNf4) return kNf4Values;
   CodeValues values{};
+  if (weight.table == CodeTable::kNf4 || weight.table == CodeTable::kFp4) {
+    std::ranges::copy(bnb_values(weight.table), values.begin());
+    return values;
+  }
   for (std::size_t c = 0; c < values.size(); ++c) {
     const auto code = static_cast<std::uint8_t>(c);
     if (weight.table == CodeTable::kIq4Nl) {
       values[c] = kIq4NlValues[c];
-    } else if (weight.table == CodeTable::kFp4) {
-      values[c] = c < 8 ? kFp4Magnitudes[c] : -kFp4Magnitudes[c - 8];
     } else if (weight.dtype == DType::kF4E2M1) {
       values[c] = f32_from_e2m1(code);
     } else if (weight.dtype == DType::kI4) {

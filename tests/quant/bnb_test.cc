@@ -2,9 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cmath>
 
 #include "numerics/codec.h"
+#include "quant/code_values.h"
 #include "support/refusal.h"
 #include "tensors.h"
 
@@ -54,13 +56,28 @@ TEST(Bnb, EveryCodeOfBothTables) {
       EXPECT_LE(std::abs(values[quant::bnb_encode(table, x)] - x), best * 1.00001F) << x;
     }
   }
-  const float fp4[] = {0, 0.0052083F, 0.6666667F, 1, 0.3333333F, 0.5F, 0.1666667F, 0.25F};
-  for (std::size_t c = 0; c < 8; ++c) {
-    EXPECT_NEAR(quant::bnb_values(CodeTable::kFp4)[c], fp4[c], 1e-7F);
-    EXPECT_EQ(quant::bnb_values(CodeTable::kFp4)[c + 8], -quant::bnb_values(CodeTable::kFp4)[c]);
-  }
   EXPECT_EQ(quant::bnb_encode(CodeTable::kNf4, NAN), 7);
   EXPECT_EQ(quant::bnb_encode(CodeTable::kFp4, NAN), 0);
+}
+
+// What bitsandbytes' kernels multiply with, and what its files hold: twelfths of 1/16, 8, 12, 4, 6, 2
+// and 3, rounded once.
+TEST(Bnb, BitsOfTheFp4Table) {
+  const std::uint32_t fp4[] = {0x00000000, 0x3BAAAAAB, 0x3F2AAAAB, 0x3F800000,
+                               0x3EAAAAAB, 0x3F000000, 0x3E2AAAAB, 0x3E800000};
+  const auto values = quant::bnb_values(CodeTable::kFp4);
+  OperandQuant weight;
+  weight.dtype = DType::kU4;
+  weight.table = CodeTable::kFp4;
+  const quant::CodeValues decoded = quant::code_values(weight);
+  for (std::size_t c = 0; c < 8; ++c) {
+    EXPECT_EQ(std::bit_cast<std::uint32_t>(values[c]), fp4[c]) << c;
+    EXPECT_EQ(std::bit_cast<std::uint32_t>(values[c + 8]), fp4[c] | 0x80000000U) << c;
+  }
+  for (std::size_t c = 0; c < 16; ++c) {
+    EXPECT_EQ(std::bit_cast<std::uint32_t>(decoded[c]), std::bit_cast<std::uint32_t>(values[c]))
+        << c;
+  }
 }
 
 TEST(Bnb, ErrorOnNormalDataAndBlocksAcrossRows) {
