@@ -24,24 +24,6 @@ Status bad_entry(std::string_view field, std::int64_t at, std::int64_t got, std:
                                                   std::move(need));
 }
 
-// Each of 0 .. K-1 exactly once.
-Status check_permutation(const ConstTensorView& perm) {
-  MOESAIC_RETURN_IF_ERROR(expect_index_vector("perm", perm));
-  const std::int64_t k = perm.dim(0);
-  try {
-    std::vector<bool> seen(static_cast<std::size_t>(k));
-    for (std::int64_t i = 0; i < k; ++i) {
-      const std::int64_t p = perm.as<std::int32_t>()[i];
-      if (p < 0 || p >= k) return bad_entry("perm", i, p, "0 .. " + std::to_string(k - 1));
-      if (seen[static_cast<std::size_t>(p)]) return bad_entry("perm", i, p, "each column once");
-      seen[static_cast<std::size_t>(p)] = true;
-    }
-  } catch (const std::bad_alloc&) {
-    return Status(StatusCode::kOutOfMemory, "perm: cannot allocate " + std::to_string(k) + " bits");
-  }
-  return {};
-}
-
 }  // namespace
 
 Status check_group_index(ConstTensorView g_idx, std::int64_t groups) {
@@ -83,7 +65,8 @@ Status sort_columns_by_group(ConstTensorView g_idx, std::int64_t groups, TensorV
     for (std::size_t g = 1; g < first.size(); ++g) first[g] += first[g - 1];
     for (std::int64_t i = 0; i < k; ++i) {
       const auto g = static_cast<std::size_t>(g_idx.as<std::int32_t>()[i]);
-      perm.as<std::int32_t>()[first[g]++] = static_cast<std::int32_t>(i);
+      const std::int64_t to = MOESAIC_FAULT(quant_ignore_act_order) ? i : first[g]++;
+      perm.as<std::int32_t>()[to] = static_cast<std::int32_t>(i);
     }
   } catch (const std::bad_alloc&) {
     return Status(StatusCode::kOutOfMemory,
@@ -98,41 +81,6 @@ bool sorted_groups_are_regular(ConstTensorView g_idx, ConstTensorView perm, std:
     if (g != (group < 1 ? 0 : i / group)) return false;
   }
   return true;
-}
-
-Status gather_columns(ConstTensorView in, ConstTensorView perm, TensorView out) {
-  MOESAIC_RETURN_IF_ERROR(expect_matrix("in", in));
-  MOESAIC_RETURN_IF_ERROR(check_permutation(perm));
-  if (dtype_bits(in.dtype) != 8) {
-    return Status(StatusCode::kInvalidDType,
-                  "in: got " + std::string(dtype_name(in.dtype)) + ", need elements of one byte");
-  }
-  const std::int64_t k = in.dim(1);
-  MOESAIC_RETURN_IF_ERROR(check_arguments({
-      {"in", in, accept(in.dtype), in.shape},
-      {"perm", perm, accept(DType::kI32), {k}},
-      {"out", out, accept(in.dtype), in.shape, true},
-  }));
-  for (std::int64_t n = 0; n < in.dim(0); ++n) {
-    for (std::int64_t i = 0; i < k; ++i) {
-      const std::int64_t from =
-          MOESAIC_FAULT(quant_ignore_act_order) ? i : perm.as<std::int32_t>()[i];
-      out.data[n * k + i] = in.data[n * k + from];
-    }
-  }
-  return {};
-}
-
-Status invert_permutation(ConstTensorView perm, TensorView inverse) {
-  MOESAIC_RETURN_IF_ERROR(check_permutation(perm));
-  MOESAIC_RETURN_IF_ERROR(check_arguments({
-      {"perm", perm, accept(DType::kI32), perm.shape},
-      {"inverse", inverse, accept(DType::kI32), perm.shape, true},
-  }));
-  for (std::int64_t i = 0; i < perm.dim(0); ++i) {
-    inverse.as<std::int32_t>()[perm.as<std::int32_t>()[i]] = static_cast<std::int32_t>(i);
-  }
-  return {};
 }
 
 }  // namespace moesaic::quant

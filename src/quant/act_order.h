@@ -25,10 +25,4 @@ Status sort_columns_by_group(ConstTensorView g_idx, std::int64_t groups, TensorV
 // take). False when groups have uneven sizes, as in a tensor-parallel slice of w2.
 bool sorted_groups_are_regular(ConstTensorView g_idx, ConstTensorView perm, std::int64_t group);
 
-// out[n, i] = in[n, perm[i]], elements of one byte (U8, I8, F8_E4M3 ...): in, out [N, K]. Gathering
-// by the inverse permutation undoes it. kInvalidArgument unless perm is a permutation of 0 .. K-1.
-Status gather_columns(ConstTensorView in, ConstTensorView perm, TensorView out);
-// inverse[perm[i]] = i.
-Status invert_permutation(ConstTensorView perm, TensorView inverse);
-
 }  // namespace moesaic::quant

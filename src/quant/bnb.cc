@@ -35,23 +35,6 @@ std::int64_t blocks_of(std::int64_t count, std::int64_t block) {
   return count / block + (count % block != 0 ? 1 : 0);
 }
 
-// Shared by both directions; *count is the number of elements.
-Status check_operands(const char* name, const ConstTensorView& values, bool values_written,
-                      std::int64_t block_size, const ConstTensorView& packed,
-                      const ConstTensorView& absmax, std::int64_t* count) {
-  if (block_size < kBnbMinBlockSize || block_size > kBnbMaxBlockSize ||
-      !std::has_single_bit(static_cast<std::uint64_t>(block_size))) {
-    return Status(StatusCode::kInvalidArgument, "block_size: got " + std::to_string(block_size) +
-                                                    ", need a power of two, 32 .. 4096");
-  }
-  MOESAIC_ASSIGN_OR_RETURN(*count, values.shape.num_elements());
-  return check_arguments({
-      {name, values, kPlainFloats, values.shape, values_written},
-      {"packed", packed, accept(DType::kU8), {blocks_of(*count, 2)}, !values_written},
-      {"absmax", absmax, accept(DType::kF32), {blocks_of(*count, block_size)}, !values_written},
-  });
-}
-
 // Bits that element i's nibble is shifted by: the first of a byte is the high one.
 int shift_of(std::int64_t i) {
   return ((i & 1) == 0) != MOESAIC_FAULT(quant_bnb_nibble_order) ? 4 : 0;
@@ -71,8 +54,17 @@ std::uint8_t bnb_encode(CodeTable table, float x) {
 
 Status quantize_bnb4(ConstTensorView x, CodeTable table, std::int64_t block_size, TensorView packed,
                      TensorView absmax) {
-  std::int64_t count = 0;
-  MOESAIC_RETURN_IF_ERROR(check_operands("x", x, false, block_size, packed, absmax, &count));
+  if (block_size < kBnbMinBlockSize || block_size > kBnbMaxBlockSize ||
+      !std::has_single_bit(static_cast<std::uint64_t>(block_size))) {
+    return Status(StatusCode::kInvalidArgument, "block_size: got " + std::to_string(block_size) +
+                                                    ", need a power of two, 32 .. 4096");
+  }
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t count, x.shape.num_elements());
+  MOESAIC_RETURN_IF_ERROR(check_arguments({
+      {"x", x, kPlainFloats, x.shape},
+      {"packed", packed, accept(DType::kU8), {blocks_of(count, 2)}, true},
+      {"absmax", absmax, accept(DType::kF32), {blocks_of(count, block_size)}, true},
+  }));
   MOESAIC_RETURN_IF_ERROR(expect_finite("x", x));
   for (std::int64_t first = 0; first < count; first += block_size) {
     const std::int64_t size = std::min(block_size, count - first);
@@ -85,26 +77,6 @@ Status quantize_bnb4(ConstTensorView x, CodeTable table, std::int64_t block_size
       std::uint8_t& byte = packed.as<std::uint8_t>()[i / 2];
       if (i % 2 == 0) byte = 0;
       byte = static_cast<std::uint8_t>(byte | code << shift_of(i));
-    }
-  }
-  return {};
-}
-
-Status dequantize_bnb4(ConstTensorView packed, std::span<const float, 16> values,
-                       ConstTensorView absmax, std::int64_t block_size, TensorView out) {
-  std::int64_t count = 0;
-  MOESAIC_RETURN_IF_ERROR(check_operands("out", out, true, block_size, packed, absmax, &count));
-  for (std::int64_t first = 0; first < count; first += block_size) {
-    const float scale = absmax.as<float>()[first / block_size];
-    if (!(scale >= 0.0F) || !std::isfinite(scale)) {
-      return Status(StatusCode::kInvalidArgument, "absmax[" + std::to_string(first / block_size) +
-                                                      "]: got " + std::to_string(scale) +
-                                                      ", need a finite number >= 0");
-    }
-    for (std::int64_t i = first; i < std::min(first + block_size, count); ++i) {
-      const auto code =
-          static_cast<std::size_t>(packed.as<std::uint8_t>()[i / 2] >> shift_of(i) & 15);
-      store_from_f32(out.data, out.dtype, i, values[code] * scale);
     }
   }
   return {};
@@ -135,21 +107,6 @@ Status swap_nibbles(ConstTensorView in, TensorView out) {
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t count, in.shape.num_elements());
   for (std::int64_t i = 0; i < count; ++i) {
     out.as<std::uint8_t>()[i] = std::rotl(in.as<std::uint8_t>()[i], 4);
-  }
-  return {};
-}
-
-Status dequantize_bnb8(ConstTensorView q, ConstTensorView scb, TensorView out) {
-  MOESAIC_RETURN_IF_ERROR(expect_matrix("q", q));
-  MOESAIC_RETURN_IF_ERROR(check_arguments({
-      {"q", q, accept(DType::kI8), q.shape},
-      {"scb", scb, accept(DType::kF32), {q.dim(0)}},
-      {"out", out, kPlainFloats, q.shape, true},
-  }));
-  const std::int64_t k = q.dim(1);
-  for (std::int64_t i = 0; i < q.dim(0) * k; ++i) {
-    const float scale = scb.as<float>()[i / k] / 127.0F;
-    store_from_f32(out.data, out.dtype, i, static_cast<float>(q.as<std::int8_t>()[i]) * scale);
   }
   return {};
 }

@@ -34,12 +34,6 @@ std::uint8_t bnb_encode(CodeTable table, float x);
 // with blocks of 64 on normal data 0.092.
 Status quantize_bnb4(ConstTensorView x, CodeTable table, std::int64_t block_size, TensorView packed,
                      TensorView absmax);
-// out = values[code] * absmax in fp32, rounded once to out's dtype. `values` are the file's own
-// table or bnb_values. kInvalidArgument for an absmax that is not finite and >= 0, naming its
-// block.
-Status dequantize_bnb4(ConstTensorView packed, std::span<const float, 16> values,
-                       ConstTensorView absmax, std::int64_t block_size, TensorView out);
-
 // Nested absmax: absmax[i] = map[code[i]] * nested_absmax[i / nested_block] + offset, in fp32 with
 // two roundings.
 //   codes [n] U8, map [256] F32, nested_absmax [ceil(n/nested_block)] F32 -> absmax [n] F32
@@ -50,9 +44,5 @@ Status expand_nested_absmax(ConstTensorView codes, ConstTensorView map,
 // Exchanges the nibbles of every byte, in place or not: the file's order to and from the library's
 // (low nibble first). in, out U8 of one shape.
 Status swap_nibbles(ConstTensorView in, TensorView out);
-
-// 8-bit rows: out = q * (SCB / 127), the scale rounded to fp32 first.
-//   q [N, K] I8, scb [N] F32, out [N, K] F32, BF16 or F16
-Status dequantize_bnb8(ConstTensorView q, ConstTensorView scb, TensorView out);
 
 }  // namespace moesaic::quant

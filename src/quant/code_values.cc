@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/fault.h"
 #include "numerics/float_codec.h"
 #include "numerics/integer.h"
 #include "quant/bnb.h"
@@ -36,7 +37,8 @@ CodeValues code_values_bf16(const OperandQuant& weight) {
 }
 
 float int4_fp8_value(int code, float scale) {
-  return f32_from_e4m3(e4m3_from_f32(static_cast<float>(code) * scale));
+  const float product = static_cast<float>(code) * scale;
+  return MOESAIC_FAULT(quant_w4a8_unrounded) ? product : f32_from_e4m3(e4m3_from_f32(product));
 }
 
 }  // namespace moesaic::quant

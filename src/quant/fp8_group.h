@@ -19,12 +19,11 @@ inline constexpr float kFp8GroupEps = 1e-10F;
 float fp8_group_scale(float amax, ScaleRounding rounding);
 
 // One row, with no checks: for k % group == 0,
-//   q[i] = e4m3(clamp(x[i] / s, +-448)),  scales[g * scale_stride] = s of group g.
+//   q[i] = e4m3(clamp(x[i] / s, +-448)),  scales[g] = s of group g.
 // The quotient is a true fp32 division. A NaN element does not count in amax and gets the code of
 // +448; an infinite one makes its group's scale infinite (plain form) or 2^127.
 void ref_quantize_fp8_row(const float* x, std::int64_t k, std::int64_t group,
-                          ScaleRounding rounding, std::uint8_t* q, float* scales,
-                          std::int64_t scale_stride = 1);
+                          ScaleRounding rounding, std::uint8_t* q, float* scales);
 
 //   x      [M, K]        in, F32, BF16 or F16, contiguous
 //   q      [M, K]        out, F8_E4M3, contiguous

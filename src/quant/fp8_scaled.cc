@@ -1,8 +1,6 @@
 #include "quant/fp8_scaled.h"
 
 #include <algorithm>
-#include <array>
-#include <cmath>
 #include <string>
 
 #include "core/fault.h"
@@ -11,14 +9,6 @@
 
 namespace moesaic::quant {
 namespace {
-
-Status expect_scale(std::string_view field, float scale) {
-  if (scale > 0.0F && std::isfinite(scale)) return {};
-  return Status(StatusCode::kInvalidArgument,
-                std::string(field) + ": got " +
-                    (std::isnan(scale) ? std::string("NaN") : std::to_string(scale)) +
-                    ", need a positive finite number");
-}
 
 // Shape without its last dimension.
 Result<Shape> leading(const Shape& shape) {
@@ -30,34 +20,9 @@ Result<Shape> leading(const Shape& shape) {
 
 }  // namespace
 
-float fp8_row_scale(float amax, float upper_bound) {
+float fp8_row_scale(float amax) {
   const float floor = MOESAIC_FAULT(quant_no_token_floor) ? 0.0F : kFp8RowMinScale;
-  return std::max(std::min(amax, upper_bound) / kE4m3Max, floor);
-}
-
-float ref_quantize_fp8_token(const float* x, std::int64_t k, std::uint8_t* q) {
-  float amax = 0.0F;
-  for (std::int64_t i = 0; i < k; ++i) amax = std::max(amax, std::abs(x[i]));
-  const float scale = fp8_row_scale(amax);
-  for (std::int64_t i = 0; i < k; ++i) q[i] = e4m3_from_f32(x[i] / scale);
-  return scale;
-}
-
-void ref_quantize_fp8_static(const float* x, std::int64_t count, float scale, std::uint8_t* q) {
-  const float inverse = 1.0F / scale;
-  for (std::int64_t i = 0; i < count; ++i) q[i] = e4m3_from_f32(x[i] * inverse);
-}
-
-Status quantize_fp8_static(ConstTensorView x, float scale, TensorView q) {
-  MOESAIC_RETURN_IF_ERROR(check_arguments(
-      {{"x", x, kPlainFloats, x.shape}, {"q", q, accept(DType::kF8E4M3), x.shape, true}}));
-  MOESAIC_RETURN_IF_ERROR(expect_scale("scale", scale));
-  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t count, x.shape.num_elements());
-  for (std::int64_t i = 0; i < count; ++i) {
-    const float value = load_as_f32(x.data, x.dtype, i);
-    ref_quantize_fp8_static(&value, 1, scale, q.as<std::uint8_t>() + i);
-  }
-  return {};
+  return std::max(amax / kE4m3Max, floor);
 }
 
 Status quantize_fp8_tensor(ConstTensorView x, TensorView q, TensorView scale) {
@@ -112,26 +77,6 @@ Status dequantize_scaled(ConstTensorView q, ConstTensorView scale, TensorView ou
                                               : f32_from_e4m3(q.as<std::uint8_t>()[i]);
     store_from_f32(out.data, out.dtype, i, value * scale.as<float>()[one ? 0 : i / k]);
   }
-  return {};
-}
-
-Status requantize_fp8(TensorView codes, float from, float to) {
-  MOESAIC_RETURN_IF_ERROR(
-      check_arguments({{"codes", codes, accept(DType::kF8E4M3), codes.shape, true}}));
-  MOESAIC_RETURN_IF_ERROR(expect_scale("from", from));
-  MOESAIC_RETURN_IF_ERROR(expect_scale("to", to));
-  if (from == to || MOESAIC_FAULT(quant_skip_requantize)) return {};
-  // There are only 256 codes: a table, so that the loop is a look-up.
-  std::array<std::uint8_t, 256> table{};
-  for (unsigned c = 0; c < 256; ++c) {
-    const float value = f32_from_e4m3(static_cast<std::uint8_t>(c)) * from;
-    table[c] = (c & 0x7FU) == 0x7FU
-                   ? static_cast<std::uint8_t>(c)  // NaN stays NaN, for the loader to refuse
-                   : e4m3_from_f32(value / to);
-  }
-  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t count, codes.shape.num_elements());
-  auto* q = codes.as<std::uint8_t>();
-  for (std::int64_t i = 0; i < count; ++i) q[i] = table[q[i]];
   return {};
 }
 

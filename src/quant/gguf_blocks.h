@@ -1,5 +1,4 @@
-// Blocks of GGUF files: decoding every type that the reader takes, encoding Q4_0 and Q8_0. The file
-// container is not here. All types but the plain ones mean value = scale * code - min with a small
+// Blocks of GGUF files: decoding every type that the reader takes. The file container is not here. All types but the plain ones mean value = scale * code - min with a small
 // integer code (the fp4 types by doubling the code and halving the scale, the IQ4 types by taking
 // the table's values for codes), so one decoder serves dequantisation and the weight-only backends.
 // Source: block layouts of ggml; spec of each type beside its decoder (gguf_decoders.cc).
@@ -66,28 +65,16 @@ const GgufTypeInfo* gguf_type_info(std::uint32_t type_id);
 // columns is not a multiple of the block, kLimitExceeded.
 Result<std::int64_t> gguf_row_bytes(std::uint32_t type_id, std::int64_t columns);
 
-// Values of rows of blocks (or of plain elements), each one fp32 expression as ggml writes it:
-// scale*code - min, the products exact, rounded once to the output's dtype.
-//   blocks  [rows, gguf_row_bytes] U8, any alignment
-//   out     [rows, columns] F32, BF16 or F16
-// Scales that are NaN or infinite are refused (kInvalidArgument, naming row and block). Also the
-// errors of gguf_row_bytes and the usual ones of arguments. Deterministic.
-Status dequantize_gguf(GgufType type, ConstTensorView blocks, TensorView out);
-
-// The same rows as canonical operands of the weight-only backends: value = scale * code - min.
+// Rows of blocks as canonical operands of the weight-only backends: value = scale * code - min, each
+// one fp32 expression as ggml writes it.
+//   blocks [rows, gguf_row_bytes] U8, any alignment
 //   codes  [rows, columns] I8: signed codes, or unsigned ones below 128
 //   scale  [rows, columns/group] F32
 //   min    [rows, columns/group] F32; not present() for types without one
-// scale and min are exact products of the stored numbers. Plain types are kUnsupported here.
+// scale and min are exact products of the stored numbers; NaN and infinity among them are refused
+// (kInvalidArgument, naming row and block). Plain types are kUnsupported. Also the errors of
+// gguf_row_bytes and the usual ones of arguments. Deterministic.
 Status split_gguf(GgufType type, ConstTensorView blocks, TensorView codes, TensorView scale,
                   TensorView min);
-
-// x [rows, columns] F32, BF16 or F16, finite -> blocks [rows, row bytes] U8; Q4_0 and Q8_0 only
-// (kUnsupported names the rest).
-//   Q4_0: d = (value of largest magnitude) / -8, code = min(15, trunc(x / d + 8.5))
-//   Q8_0: d = amax / 127, code = x / d to nearest even
-// with x / d computed as x * (1 / d) in fp32 and d then rounded to f16. Relative RMS error on
-// normal data 0.086 and 0.0053.
-Status quantize_gguf(GgufType type, ConstTensorView x, TensorView blocks);
 
 }  // namespace moesaic::quant

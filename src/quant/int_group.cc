@@ -104,14 +104,6 @@ Status for_each_group(const Shape& shape, const Grid& grid, Visit&& visit) {
 
 float int8_row_scale(float amax) { return amax > 0.0F ? amax / 127.0F : 1.0F; }
 
-float ref_quantize_int8_row(const float* x, std::int64_t k, std::int8_t* q) {
-  float amax = 0.0F;
-  for (std::int64_t i = 0; i < k; ++i) amax = std::max(amax, std::abs(x[i]));
-  const float scale = int8_row_scale(amax);
-  for (std::int64_t i = 0; i < k; ++i) q[i] = i8_from_f32(x[i] / scale);
-  return scale;
-}
-
 Status quantize_int_group(ConstTensorView x, const IntGroupFormat& format, TensorView codes,
                           TensorView scale) {
   MOESAIC_RETURN_IF_ERROR(expect_bits(format.bits));

@@ -30,8 +30,6 @@ struct IntGroupFormat {
 
 // Scale of int8 rows: amax / 127; 1 for a row of zeros (any would do; 1 is a valid scale in files).
 float int8_row_scale(float amax);
-// One row, with no checks: q[i] = int8(x[i] / s), to nearest even, saturating; returns s.
-float ref_quantize_int8_row(const float* x, std::int64_t k, std::int8_t* q);
 
 // Symmetric: q = clamp(RNE(x / s), -2^(bits-1), 2^(bits-1) - 1), where s has been rounded to the
 // dtype of `scale`, in which it will be read back.

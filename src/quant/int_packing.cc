@@ -77,30 +77,17 @@ void unpack(const ConstTensorView& words, const PackedLines& lines, LineIs line_
   });
 }
 
-Status pack(const ConstTensorView& bytes, std::string_view field, const PackedLines& lines,
-            LineIs line_is, const TensorView& words, int subtract) {
-  const auto* in = bytes.as<std::uint8_t>();
-  auto* out = words.as<std::uint32_t>();
-  const std::int64_t cols = bytes.dim(1);
-  const int largest = (1 << lines.bits) - 1;
-  for (std::int64_t i = 0; i < bytes.dim(0) * cols; ++i) {
-    const int code = in[i] - subtract;
-    if (code >= 0 && code <= largest) continue;
+Status expect_fitting(const ConstTensorView& codes, int bits) {
+  const int largest = (1 << bits) - 1;
+  const std::int64_t cols = codes.dim(1);
+  for (std::int64_t i = 0; i < codes.dim(0) * cols; ++i) {
+    const int code = codes.as<std::uint8_t>()[i];
+    if (code <= largest) continue;
     return Status(StatusCode::kInvalidArgument,
-                  std::string(field) + ": row " + std::to_string(i / cols) + ", column " +
-                      std::to_string(i % cols) + ": got " + std::to_string(int{in[i]}) + ", need " +
-                      std::to_string(subtract) + " .. " + std::to_string(largest + subtract) +
-                      " for " + std::to_string(lines.bits) + " bits");
+                  "codes: row " + std::to_string(i / cols) + ", column " +
+                      std::to_string(i % cols) + ": got " + std::to_string(code) + ", need 0 .. " +
+                      std::to_string(largest) + " for " + std::to_string(bits) + " bits");
   }
-  std::fill_n(out, words.dim(0) * words.dim(1), 0U);
-  for_blocks(bytes.dim(0), cols, [&](std::int64_t r, std::int64_t c) {
-    const auto code = static_cast<std::uint32_t>(in[r * cols + c] - subtract);
-    if (line_is == LineIs::kRow) {
-      lines.write(out, r, c, code);
-    } else {
-      lines.write(out, c, r, code);
-    }
-  });
   return {};
 }
 
@@ -136,24 +123,6 @@ Packing columns_along_rows(const Shape& bytes, int bits, bool awq = false) {
 Packing columns_along_columns(const Shape& bytes, int bits) {
   const std::int64_t height = words_for_codes(bytes[0], bits);
   return {{bits, 1, bytes[1]}, LineIs::kColumn, {height, bytes[1]}};
-}
-
-Status run_unpack(const ConstTensorView& words, const char* words_field, const TensorView& bytes,
-                  const char* bytes_field, const Packing& p, int add = 0) {
-  MOESAIC_RETURN_IF_ERROR(check_arguments({
-      {words_field, words, kWords, p.words},
-      {bytes_field, bytes, accept(DType::kU8), bytes.shape, true},
-  }));
-  unpack(words, p.lines, p.line_is, bytes, add);
-  return {};
-}
-Status run_pack(const ConstTensorView& bytes, const char* bytes_field, const TensorView& words,
-                const char* words_field, const Packing& p, int subtract = 0) {
-  MOESAIC_RETURN_IF_ERROR(check_arguments({
-      {bytes_field, bytes, accept(DType::kU8), bytes.shape},
-      {words_field, words, kWords, p.words, true},
-  }));
-  return pack(bytes, bytes_field, p.lines, p.line_is, words, subtract);
 }
 
 // Rank 2 and small enough that a count of bits cannot overflow.
@@ -193,12 +162,13 @@ Status check_bytes(const StoredTensor& t, int bits, const ConstTensorView& bytes
 Status unpack_tensor(const StoredTensor& t, const ConstTensorView& words, int bits,
                      const TensorView& bytes, int add = 0) {
   MOESAIC_RETURN_IF_ERROR(check_bytes(t, bits, bytes));
-  return run_unpack(words, t.words, bytes, t.bytes, t.layout(bytes.shape, bits), add);
-}
-Status pack_tensor(const StoredTensor& t, const ConstTensorView& bytes, int bits,
-                   const TensorView& words, int subtract = 0) {
-  MOESAIC_RETURN_IF_ERROR(check_bytes(t, bits, bytes));
-  return run_pack(bytes, t.bytes, words, t.words, t.layout(bytes.shape, bits), subtract);
+  const Packing p = t.layout(bytes.shape, bits);
+  MOESAIC_RETURN_IF_ERROR(check_arguments({
+      {t.words, words, kWords, p.words},
+      {t.bytes, bytes, accept(DType::kU8), bytes.shape, true},
+  }));
+  unpack(words, p.lines, p.line_is, bytes, add);
+  return {};
 }
 
 constexpr int kAwqBits = 4;
@@ -208,10 +178,6 @@ constexpr int kAwqBits = 4;
 Status unpack_gptq_weight(ConstTensorView qweight, int bits, TensorView codes) {
   return unpack_tensor(kGptqWeight, qweight, bits, codes);
 }
-Status pack_gptq_weight(ConstTensorView codes, int bits, TensorView qweight) {
-  return pack_tensor(kGptqWeight, codes, bits, qweight);
-}
-
 Status unpack_gptq_zeros(ConstTensorView qzeros, int bits, GptqZeroFormat format,
                          TensorView zeros) {
   const int add = format == GptqZeroFormat::kMinusOne && !MOESAIC_FAULT(quant_gptq_zero_plain);
@@ -226,41 +192,39 @@ Status unpack_gptq_zeros(ConstTensorView qzeros, int bits, GptqZeroFormat format
   }
   return {};
 }
-Status pack_gptq_zeros(ConstTensorView zeros, int bits, GptqZeroFormat format, TensorView qzeros) {
-  return pack_tensor(kGptqZeros, zeros, bits, qzeros, format == GptqZeroFormat::kMinusOne ? 1 : 0);
-}
-
 Status unpack_awq_weight(ConstTensorView qweight, TensorView codes) {
   return unpack_tensor(kAwqWeight, qweight, kAwqBits, codes);
-}
-Status pack_awq_weight(ConstTensorView codes, TensorView qweight) {
-  return pack_tensor(kAwqWeight, codes, kAwqBits, qweight);
 }
 Status unpack_awq_zeros(ConstTensorView qzeros, TensorView zeros) {
   return unpack_tensor(kAwqZeros, qzeros, kAwqBits, zeros);
 }
-Status pack_awq_zeros(ConstTensorView zeros, TensorView qzeros) {
-  return pack_tensor(kAwqZeros, zeros, kAwqBits, qzeros);
-}
-
 Status unpack_ct_weight(ConstTensorView packed, int bits, TensorView codes) {
   return unpack_tensor(kCtWeight, packed, bits, codes);
 }
 Status pack_ct_weight(ConstTensorView codes, int bits, TensorView packed) {
-  return pack_tensor(kCtWeight, codes, bits, packed);
+  MOESAIC_RETURN_IF_ERROR(check_bytes(kCtWeight, bits, codes));
+  const Packing p = kCtWeight.layout(codes.shape, bits);
+  MOESAIC_RETURN_IF_ERROR(check_arguments({
+      {kCtWeight.bytes, codes, accept(DType::kU8), codes.shape},
+      {kCtWeight.words, packed, kWords, p.words, true},
+  }));
+  MOESAIC_RETURN_IF_ERROR(expect_fitting(codes, bits));
+  auto* words = packed.as<std::uint32_t>();
+  std::fill_n(words, p.words[0] * p.words[1], 0U);
+  const std::int64_t columns = codes.dim(1);
+  for (std::int64_t i = 0; i < codes.dim(0) * columns; ++i) {
+    p.lines.write(words, i / columns, i % columns, codes.as<std::uint8_t>()[i]);
+  }
+  return {};
 }
 Status unpack_ct_zeros(ConstTensorView packed, int bits, TensorView zeros) {
   return unpack_tensor(kCtZeros, packed, bits, zeros);
 }
-Status pack_ct_zeros(ConstTensorView zeros, int bits, TensorView packed) {
-  return pack_tensor(kCtZeros, zeros, bits, packed);
-}
-
 namespace {
 
 // Checks codes [.., K] against nibbles [.., K/2]; *count is the number of codes.
-Status check_nibbles(const ConstTensorView& codes, const ConstTensorView& nibbles,
-                     bool nibbles_written, int bias, std::int64_t* count) {
+Status check_nibbles(const ConstTensorView& codes, const ConstTensorView& nibbles, int bias,
+                     std::int64_t* count) {
   if (bias != 0 && bias != 8) {
     return Status(StatusCode::kInvalidArgument,
                   "bias: got " + std::to_string(bias) + ", need 0 or 8");
@@ -278,8 +242,8 @@ Status check_nibbles(const ConstTensorView& codes, const ConstTensorView& nibble
                            Shape::from({dims.data(), static_cast<std::size_t>(rank)}));
   MOESAIC_ASSIGN_OR_RETURN(*count, codes.shape.num_elements());
   return check_arguments({
-      {"codes", codes, accept(DType::kU8, DType::kI8), codes.shape, !nibbles_written},
-      {"nibbles", nibbles, accept(DType::kU8, DType::kI4, DType::kU4), packed, nibbles_written},
+      {"codes", codes, accept(DType::kU8, DType::kI8), codes.shape},
+      {"nibbles", nibbles, accept(DType::kU8, DType::kI4, DType::kU4), packed, true},
   });
 }
 
@@ -294,7 +258,7 @@ Status out_of_range(std::string_view field, std::int64_t index, int got, int low
 
 Status pack_nibbles(ConstTensorView codes, int bias, TensorView nibbles) {
   std::int64_t count = 0;
-  MOESAIC_RETURN_IF_ERROR(check_nibbles(codes, nibbles, true, bias, &count));
+  MOESAIC_RETURN_IF_ERROR(check_nibbles(codes, nibbles, bias, &count));
   const bool is_signed = codes.dtype == DType::kI8;
   // Unsigned codes with a bias are two's complement afterwards, without one they stay unsigned.
   const int low = is_signed ? -8 : 0;
@@ -311,17 +275,6 @@ Status pack_nibbles(ConstTensorView codes, int bias, TensorView nibbles) {
       byte |= (static_cast<unsigned>(code - bias) & 0xFU) << (4 * j);
     }
     nibbles.as<std::uint8_t>()[i / 2] = static_cast<std::uint8_t>(byte);
-  }
-  return {};
-}
-
-Status unpack_nibbles(ConstTensorView nibbles, int bias, TensorView codes) {
-  std::int64_t count = 0;
-  MOESAIC_RETURN_IF_ERROR(check_nibbles(codes, nibbles, false, bias, &count));
-  if (codes.dtype != DType::kU8) return expect_dtype("codes", codes, DType::kU8);
-  for (std::int64_t i = 0; i < count; ++i) {
-    const int nibble = nibble_at(nibbles.as<std::uint8_t>(), i);
-    codes.as<std::uint8_t>()[i] = static_cast<std::uint8_t>((nibble + bias) & 0xF);
   }
   return {};
 }

@@ -1,5 +1,5 @@
-// Integer codes in 32-bit words, as weight-only checkpoints store them, from and to one code per
-// byte. Codes are what is stored: no bias or zero point is applied to weights here. Quantising and
+// Integer codes in 32-bit words, as weight-only checkpoints store them, to one code per
+// byte; what conversion writes, also from it. Codes are what is stored: no bias or zero point is applied to weights here. Quantising and
 // dequantising: int_group.h.
 //
 // Four orders occur; N = output rows, K = input columns of the weight, G = groups along K:
@@ -15,8 +15,8 @@
 //
 // All tensors are contiguous; words are I32 (or U32), codes U8 [N, K], zeros U8 [N, G]. Errors of
 // every function: kInvalidArgument (bits), kInvalidDType, kInvalidShape, kInvalidLayout, kAliasing.
-// pack_* refuses a code that does not fit (kInvalidArgument, naming its row and column). unpack
-// after pack is the identity. Source: AutoGPTQ, AutoAWQ and compressed-tensors file formats.
+// pack_ct_weight refuses a code that does not fit (kInvalidArgument, naming its row and column).
+// Source: AutoGPTQ, AutoAWQ and compressed-tensors file formats.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,6 @@ constexpr std::int64_t words_for_codes(std::int64_t count, int bits) {
 
 // bits: 2, 3, 4 or 8.
 Status unpack_gptq_weight(ConstTensorView qweight, int bits, TensorView codes);
-Status pack_gptq_weight(ConstTensorView codes, int bits, TensorView qweight);
 
 // How a GPTQ file stores the zero point z: its checkpoint_format "gptq" stores z - 1 (so a
 // symmetric 4-bit file, z = 8, has words 0x77777777), "gptq_v2" stores z.
@@ -42,19 +41,15 @@ enum class GptqZeroFormat : std::uint8_t { kMinusOne, kPlain };
 // zeros gets z itself; with kMinusOne that is 1 .. 2^bits, so it may exceed the largest code by one
 // (for 8 bits the stored 255 is refused: 256 does not fit a byte).
 Status unpack_gptq_zeros(ConstTensorView qzeros, int bits, GptqZeroFormat format, TensorView zeros);
-Status pack_gptq_zeros(ConstTensorView zeros, int bits, GptqZeroFormat format, TensorView qzeros);
 
 // 4 bits; N must be a multiple of 8. Zeros are stored as they are.
 Status unpack_awq_weight(ConstTensorView qweight, TensorView codes);
-Status pack_awq_weight(ConstTensorView codes, TensorView qweight);
 Status unpack_awq_zeros(ConstTensorView qzeros, TensorView zeros);
-Status pack_awq_zeros(ConstTensorView zeros, TensorView qzeros);
 
 // bits: 1 .. 8. Stored codes are value + 2^(bits-1), in weights and zeros alike.
 Status unpack_ct_weight(ConstTensorView packed, int bits, TensorView codes);
 Status pack_ct_weight(ConstTensorView codes, int bits, TensorView packed);
 Status unpack_ct_zeros(ConstTensorView packed, int bits, TensorView zeros);
-Status pack_ct_zeros(ConstTensorView zeros, int bits, TensorView packed);
 
 // Codes as the CPU backends hold them. 4 bits: two per byte, the even column in the low nibble, of
 // (code - bias) mod 16: bias 8 turns stored uint4b8 into two's complement, 0 keeps unsigned codes.
@@ -62,8 +57,6 @@ Status pack_ct_zeros(ConstTensorView zeros, int bits, TensorView packed);
 //   nibbles  [.., K/2] U8, or [.., K] I4 or U4
 // kInvalidArgument for a code outside or another bias, kInvalidShape for an odd K.
 Status pack_nibbles(ConstTensorView codes, int bias, TensorView nibbles);
-// The inverse: codes U8 = (nibble + bias) mod 16, for bias 0 or 8.
-Status unpack_nibbles(ConstTensorView nibbles, int bias, TensorView codes);
 // 8 bits: I8 out = code - bias (128 for stored uint8b128), element by element; may work in place.
 // codes U8, values I8 of the same shape. kInvalidArgument for a difference outside int8.
 Status subtract_bias(ConstTensorView codes, int bias, TensorView values);

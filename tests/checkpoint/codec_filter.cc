@@ -9,7 +9,7 @@
 #include <string>
 
 #include "numerics/codec.h"
-#include "quant/gguf_blocks.h"
+#include "quant/gguf_values.h"
 
 namespace moesaic {
 namespace {
@@ -54,14 +54,12 @@ int decode_blocks(std::uint32_t id) {
   const quant::GgufTypeInfo* info = quant::gguf_type_info(id);
   const auto size = static_cast<std::int64_t>(bytes.size());
   if (info == nullptr || size % info->block_bytes != 0) return 2;
-  Result<Tensor> out =
-      Tensor::zeros(DType::kF32, {1, size / info->block_bytes * info->block_elems});
-  if (!out.ok()) return 2;
   const ConstTensorView blocks(reinterpret_cast<const std::byte*>(bytes.data()), DType::kU8,
                                {1, size});
-  const Status status = quant::dequantize_gguf(info->type, blocks, out->view());
-  if (!status.ok()) std::fprintf(stderr, "%s\n", status.to_string().c_str());
-  if (!status.ok()) return 1;
+  const Result<Tensor> out =
+      test::gguf_values(info->type, blocks, size / info->block_bytes * info->block_elems);
+  if (!out.ok()) std::fprintf(stderr, "%s\n", out.status().to_string().c_str());
+  if (!out.ok()) return 1;
   const auto count = static_cast<std::size_t>(out->shape()[1]);
   return std::fwrite(out->data(), sizeof(float), count, stdout) == count ? 0 : 1;
 }

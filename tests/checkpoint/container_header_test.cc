@@ -11,8 +11,11 @@ namespace moesaic::test {
 namespace {
 
 Result<checkpoint::SafetensorsHeader> parse(const std::string& file) {
-  return checkpoint::parse_safetensors(
-      "f", std::as_bytes(std::span<const char>(file.data(), file.size())));
+  MOESAIC_ASSIGN_OR_RETURN(
+      const std::uint64_t n,
+      checkpoint::safetensors_header_bytes("f", std::as_bytes(std::span(file)), file.size()));
+  return checkpoint::parse_safetensors_header("f", std::string_view(file).substr(8, n),
+                                              file.size());
 }
 
 std::string i32(const std::string& shape, const std::string& offsets) {

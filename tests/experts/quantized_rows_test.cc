@@ -1,8 +1,8 @@
 // Rows that reach the experts as codes and scales.
 #include <gtest/gtest.h>
 
-#include "quant/fp8_group.h"
 #include "support/experts_run.h"
+#include "support/fp8_rows.h"
 #include "support/metrics.h"
 #include "support/random.h"
 #include "support/refusal.h"
@@ -13,19 +13,10 @@ namespace {
 using test::expect_refusal;
 using test::StandardCase;
 
-struct Codes {
-  Tensor codes, scales;
-};
+using Codes = test::Fp8Rows;
 Codes quantized(const Tensor& rows, bool power_of_two) {
-  const std::int64_t groups = rows.shape()[1] / quant::kFp8BlockSize;
-  Codes c{Tensor::zeros(DType::kF8E4M3, rows.shape()).value(),
-          Tensor::zeros(DType::kF32, {rows.shape()[0], groups}).value()};
-  EXPECT_TRUE(quant::quantize_fp8_group(rows.view(), 128,
-                                        power_of_two ? quant::ScaleRounding::kCeilPowerOfTwo
-                                                     : quant::ScaleRounding::kNone,
-                                        c.codes.view(), c.scales.view())
-                  .ok());
-  return c;
+  return test::fp8_rows(
+      rows, power_of_two ? quant::ScaleRounding::kCeilPowerOfTwo : quant::ScaleRounding::kNone);
 }
 
 struct Call {

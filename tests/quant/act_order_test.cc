@@ -54,24 +54,21 @@ TEST(ActOrder, GatheredDotProductsAreUnchanged) {
   }
   std::vector<int> x(kK);
   for (auto& v : x) v = static_cast<int>(rng.integer(-50, 50));
-  Tensor sorted = Tensor::zeros(DType::kI8, {kN, kK}).value();
-  ASSERT_TRUE(quant::gather_columns(w.view(), perm.view(), sorted.view()).ok());
+  std::vector<int> sorted_groups = groups;
+  std::sort(sorted_groups.begin(), sorted_groups.end());
   for (std::int64_t n = 0; n < kN; ++n) {
     std::int64_t before = 0, after = 0;
     for (std::int64_t k = 0; k < kK; ++k) {
       const auto from = static_cast<std::size_t>(perm.as<std::int32_t>()[k]);
       before += std::int64_t{w.as<std::int8_t>()[n * kK + k]} * x[static_cast<std::size_t>(k)] *
                 (groups[static_cast<std::size_t>(k)] + 1);
-      after += std::int64_t{sorted.as<std::int8_t>()[n * kK + k]} * x[from] * (groups[from] + 1);
+      // As a kernel sees it: column k of the sorted weights has the scale of group `sorted_group`.
+      const int sorted_group = sorted_groups[static_cast<std::size_t>(k)];
+      after += std::int64_t{w.as<std::int8_t>()[n * kK + static_cast<std::int64_t>(from)]} *
+               x[from] * (sorted_group + 1);
     }
     EXPECT_EQ(before, after);
   }
-  Tensor inverse = indices(std::vector<int>(kK, -1));
-  ASSERT_TRUE(quant::invert_permutation(perm.view(), inverse.view()).ok());
-  Tensor back = Tensor::zeros(DType::kI8, {kN, kK}).value();
-  ASSERT_TRUE(quant::gather_columns(sorted.view(), inverse.view(), back.view()).ok());
-  std::string why;
-  EXPECT_TRUE(test::same_bits(back.view(), w.view(), &why)) << why;
   // Groups are in order, and within a group columns are.
   for (std::int64_t i = 1; i < kK; ++i) {
     const int a = perm.as<std::int32_t>()[i - 1];
@@ -92,17 +89,6 @@ TEST(ActOrder, Misuse) {
                  StatusCode::kInvalidShape, {"perm", "[3]", "[2]"});
   expect_refusal(quant::sort_columns_by_group(indices({0, 1}).view(), 0, perm.view()),
                  StatusCode::kInvalidArgument, {"groups", "0"});
-  Tensor w = Tensor::zeros(DType::kU8, {2, 3}).value();
-  Tensor out = Tensor::zeros(DType::kU8, {2, 3}).value();
-  expect_refusal(quant::gather_columns(w.view(), indices({0, 1, 1}).view(), out.view()),
-                 StatusCode::kInvalidArgument, {"perm[2]", "once"});
-  expect_refusal(quant::gather_columns(w.view(), indices({0, 1, 3}).view(), out.view()),
-                 StatusCode::kInvalidArgument, {"perm[2]", "got 3", "0 .. 2"});
-  expect_refusal(quant::gather_columns(w.view(), indices({0, 2, 1}).view(), w.view()),
-                 StatusCode::kAliasing, {"in", "out"});
-  Tensor wide = Tensor::zeros(DType::kF32, {2, 3}).value();
-  expect_refusal(quant::gather_columns(wide.view(), indices({0, 2, 1}).view(), out.view()),
-                 StatusCode::kInvalidDType, {"in", "F32", "one byte"});
 }
 
 }  // namespace

@@ -9,30 +9,25 @@
 #include <vector>
 
 #include "numerics/codec.h"
+#include "support/fp8_rows.h"
 #include "support/metrics.h"
 #include "support/random.h"
-#include "support/refusal.h"
 
 namespace moesaic {
 namespace {
 
-using test::expect_refusal;
 constexpr auto kPlain = quant::ScaleRounding::kNone;
 constexpr auto kCeil = quant::ScaleRounding::kCeilPowerOfTwo;
 
-struct Fp8Groups {
-  Tensor q, scale;
-};
-Fp8Groups quantize_groups(const Tensor& x, std::int64_t group = quant::kFp8BlockSize,
-                          quant::ScaleRounding rounding = kPlain) {
-  Fp8Groups r;
-  r.q = Tensor::zeros(DType::kF8E4M3, x.shape()).value();
-  r.scale = Tensor::zeros(DType::kF32, {x.shape()[0], x.shape()[1] / group}).value();
-  test::poison(r.q.view());
-  test::poison(r.scale.view());
-  const Status s = quant::quantize_fp8_group(x.view(), group, rounding, r.q.view(), r.scale.view());
-  EXPECT_TRUE(s.ok()) << s.message();
-  return r;
+using test::Fp8Rows;
+
+Tensor values_of(const Fp8Rows& r) {
+  Tensor out = Tensor::zeros(DType::kF32, r.codes.shape()).value();
+  for (std::int64_t i = 0; i < r.codes.bytes(); ++i) {
+    out.as<float>()[i] = f32_from_e4m3(r.codes.as<std::uint8_t>()[i]) *
+                         r.scales.as<float>()[i / quant::kFp8BlockSize];
+  }
+  return out;
 }
 
 TEST(Fp8Group, PublishedBytes) {
@@ -55,13 +50,13 @@ TEST(Fp8Group, PublishedBytes) {
 
 TEST(Fp8Group, ZeroGroupsHaveDocumentedScales) {
   const Tensor zero = Tensor::zeros(DType::kF32, {1, 256}).value();
-  const Fp8Groups plain = quantize_groups(zero);
-  const Fp8Groups ceiled = quantize_groups(zero, 128, kCeil);
+  const Fp8Rows plain = test::fp8_rows(zero, kPlain);
+  const Fp8Rows ceiled = test::fp8_rows(zero, kCeil);
   for (int g = 0; g < 2; ++g) {
-    EXPECT_EQ(plain.scale.as<std::uint32_t>()[g], 0x2A7B5123U);
-    EXPECT_EQ(ceiled.scale.as<float>()[g], f32_from_e8m0(0x5E));
+    EXPECT_EQ(plain.scales.as<std::uint32_t>()[g], 0x2A7B5123U);
+    EXPECT_EQ(ceiled.scales.as<float>()[g], f32_from_e8m0(0x5E));
   }
-  for (int i = 0; i < 256; ++i) EXPECT_EQ(plain.q.as<std::uint8_t>()[i], 0);
+  for (int i = 0; i < 256; ++i) EXPECT_EQ(plain.codes.as<std::uint8_t>()[i], 0);
 }
 
 TEST(Fp8Group, FollowsTheDefinition) {
@@ -69,7 +64,7 @@ TEST(Fp8Group, FollowsTheDefinition) {
     test::Rng rng(41);
     const Tensor x = test::random_normal(rng, dtype, {5, 384});
     const std::vector<double> values = test::to_doubles(x.view());
-    const Fp8Groups r = quantize_groups(x);
+    const Fp8Rows r = test::fp8_rows(x, kPlain);
     for (std::size_t m = 0; m < 5; ++m) {
       for (std::size_t g = 0; g < 3; ++g) {
         float amax = 0;
@@ -77,39 +72,15 @@ TEST(Fp8Group, FollowsTheDefinition) {
           amax = std::max(amax, static_cast<float>(std::abs(values[m * 384 + g * 128 + i])));
         }
         const float s = amax / 448.0F;
-        ASSERT_EQ(r.scale.as<float>()[m * 3 + g], s);
+        ASSERT_EQ(r.scales.as<float>()[m * 3 + g], s);
         for (std::size_t i = 0; i < 128; ++i) {
           const std::size_t at = m * 384 + g * 128 + i;
-          ASSERT_EQ(r.q.as<std::uint8_t>()[at], e4m3_from_f32(static_cast<float>(values[at]) / s));
+          ASSERT_EQ(r.codes.as<std::uint8_t>()[at],
+                    e4m3_from_f32(static_cast<float>(values[at]) / s));
         }
       }
     }
   }
-}
-
-TEST(Fp8Group, ColumnMajorScalesAreTheSameNumbers) {
-  test::Rng rng(42);
-  const Tensor x = test::random_normal(rng, DType::kBF16, {5, 512});
-  const Fp8Groups rows = quantize_groups(x);
-  // Column-major with a leading dimension padded to 8 rows.
-  Tensor storage = Tensor::zeros(DType::kF32, {4, 8}).value();
-  test::poison(storage.view());
-  TensorView columns(storage.data(), DType::kF32, {5, 4});
-  columns.strides = {1, 8};
-  Tensor q = Tensor::zeros(DType::kF8E4M3, {5, 512}).value();
-  ASSERT_TRUE(quant::quantize_fp8_group(x.view(), 128, kPlain, q.view(), columns).ok());
-  std::string why;
-  EXPECT_TRUE(test::same_bits(q.view(), rows.q.view(), &why)) << why;
-  for (int m = 0; m < 5; ++m) {
-    for (int g = 0; g < 4; ++g) {
-      EXPECT_EQ(storage.as<float>()[g * 8 + m], rows.scale.as<float>()[m * 4 + g]);
-    }
-  }
-  Tensor a = Tensor::zeros(DType::kF32, {5, 512}).value();
-  Tensor b = Tensor::zeros(DType::kF32, {5, 512}).value();
-  ASSERT_TRUE(quant::dequantize_fp8_group(q.view(), columns, 128, a.view()).ok());
-  ASSERT_TRUE(quant::dequantize_fp8_group(q.view(), rows.scale.view(), 128, b.view()).ok());
-  EXPECT_TRUE(test::same_bits(a.view(), b.view(), &why)) << why;
 }
 
 TEST(Fp8Group, ErrorOnNormalDataIsTheFormatsAndCodesAreStable) {
@@ -117,23 +88,19 @@ TEST(Fp8Group, ErrorOnNormalDataIsTheFormatsAndCodesAreStable) {
        {std::tuple{kPlain, 0.0250, 0.0271}, std::tuple{kCeil, 0.0260, 0.0272}}) {
     test::Rng rng(43);
     const Tensor x = test::random_normal(rng, DType::kF32, {256, 1024});
-    const Fp8Groups once = quantize_groups(x, 128, rounding);
-    Tensor back = Tensor::zeros(DType::kF32, {256, 1024}).value();
-    ASSERT_TRUE(
-        quant::dequantize_fp8_group(once.q.view(), once.scale.view(), 128, back.view()).ok());
+    const Fp8Rows once = test::fp8_rows(x, rounding);
+    const Tensor back = values_of(once);
     const double error =
         test::compare(test::to_doubles(back.view()), test::to_doubles(x.view())).rel_l2;
     EXPECT_GT(error, low);
     EXPECT_LT(error, high);
-    const Fp8Groups twice = quantize_groups(back, 128, rounding);
+    const Fp8Rows twice = test::fp8_rows(back, rounding);
     std::string why;
     if (rounding == kPlain) {
-      EXPECT_TRUE(test::same_bits(once.q.view(), twice.q.view(), &why)) << why;
+      EXPECT_TRUE(test::same_bits(once.codes.view(), twice.codes.view(), &why)) << why;
     }
     // A largest element rounded down to 224 lets the power of two halve: other codes, same values.
-    Tensor again = Tensor::zeros(DType::kF32, {256, 1024}).value();
-    ASSERT_TRUE(
-        quant::dequantize_fp8_group(twice.q.view(), twice.scale.view(), 128, again.view()).ok());
+    const Tensor again = values_of(twice);
     if (rounding == kCeil) {
       EXPECT_TRUE(test::same_bits(again.view(), back.view(), &why)) << why;
     }
@@ -143,16 +110,17 @@ TEST(Fp8Group, ErrorOnNormalDataIsTheFormatsAndCodesAreStable) {
 TEST(Fp8Group, RowsAndGroupsAreIndependent) {
   test::Rng rng(44);
   Tensor x = test::random_normal(rng, DType::kF32, {3, 256});
-  const Fp8Groups before = quantize_groups(x);
+  const Fp8Rows before = test::fp8_rows(x, kPlain);
   for (int i = 0; i < 128; ++i) x.as<float>()[256 + i] *= 1000.0F;  // row 1, group 0
-  const Fp8Groups after = quantize_groups(x);
+  const Fp8Rows after = test::fp8_rows(x, kPlain);
   for (int m = 0; m < 3; ++m) {
     for (int g = 0; g < 2; ++g) {
       const bool changed = m == 1 && g == 0;
-      EXPECT_EQ(before.scale.as<float>()[m * 2 + g] != after.scale.as<float>()[m * 2 + g], changed);
+      EXPECT_EQ(before.scales.as<float>()[m * 2 + g] != after.scales.as<float>()[m * 2 + g],
+                changed);
       if (!changed) {
         const auto at = static_cast<std::size_t>(m * 256 + g * 128);
-        EXPECT_EQ(std::memcmp(before.q.data() + at, after.q.data() + at, 128), 0);
+        EXPECT_EQ(std::memcmp(before.codes.data() + at, after.codes.data() + at, 128), 0);
       }
     }
   }
@@ -167,55 +135,23 @@ TEST(Fp8Group, EdgeRows) {
   p[256] = std::numeric_limits<float>::quiet_NaN();      // NaN: a finite code, scale of the others
   p[257] = 2.0F;
   p[384] = std::numeric_limits<float>::max();
-  const Fp8Groups r = quantize_groups(x);
-  EXPECT_EQ(r.q.as<std::uint8_t>()[0], 0x7E);
-  EXPECT_EQ(r.q.as<std::uint8_t>()[1], 0x00);
-  EXPECT_EQ(r.scale.as<std::uint32_t>()[1], 0x2A7B5123U);
-  EXPECT_EQ(r.q.as<std::uint8_t>()[128], 0x00);
-  EXPECT_EQ(r.scale.as<float>()[2], 2.0F / 448.0F);
-  EXPECT_EQ(r.q.as<std::uint8_t>()[256], 0x7E);
-  EXPECT_EQ(r.q.as<std::uint8_t>()[257], 0x7E);
-  EXPECT_EQ(r.q.as<std::uint8_t>()[384], 0x7E);
-  const Fp8Groups up = quantize_groups(x, 128, kCeil);
+  const Fp8Rows r = test::fp8_rows(x, kPlain);
+  EXPECT_EQ(r.codes.as<std::uint8_t>()[0], 0x7E);
+  EXPECT_EQ(r.codes.as<std::uint8_t>()[1], 0x00);
+  EXPECT_EQ(r.scales.as<std::uint32_t>()[1], 0x2A7B5123U);
+  EXPECT_EQ(r.codes.as<std::uint8_t>()[128], 0x00);
+  EXPECT_EQ(r.scales.as<float>()[2], 2.0F / 448.0F);
+  EXPECT_EQ(r.codes.as<std::uint8_t>()[256], 0x7E);
+  EXPECT_EQ(r.codes.as<std::uint8_t>()[257], 0x7E);
+  EXPECT_EQ(r.codes.as<std::uint8_t>()[384], 0x7E);
+  const Fp8Rows up = test::fp8_rows(x, kCeil);
   for (int m = 0; m < 4; ++m) {
-    const float s = up.scale.as<float>()[m];
+    const float s = up.scales.as<float>()[m];
     EXPECT_EQ(f32_from_e8m0(e8m0_from_scale_ceil(s)), s) << "a power of two";
-    EXPECT_GE(s, r.scale.as<float>()[m]);
+    EXPECT_GE(s, r.scales.as<float>()[m]);
   }
   const Tensor none = Tensor::zeros(DType::kBF16, {0, 128}).value();
-  quantize_groups(none);
-}
-
-TEST(Fp8Group, Misuse) {
-  Tensor x = Tensor::zeros(DType::kF32, {2, 130}).value();
-  Tensor q = Tensor::zeros(DType::kF8E4M3, {2, 130}).value();
-  Tensor scale = Tensor::zeros(DType::kF32, {2, 1}).value();
-  expect_refusal(quant::quantize_fp8_group(x.view(), 128, kPlain, q.view(), scale.view()),
-                 StatusCode::kInvalidShape, {"x", "K = 130", "multiple", "128"});
-  for (const std::int64_t group : {0, -128}) {
-    expect_refusal(quant::quantize_fp8_group(x.view(), group, kPlain, q.view(), scale.view()),
-                   StatusCode::kInvalidArgument, {"group", ">= 1"});
-  }
-  expect_refusal(quant::quantize_fp8_group(x.view(), 65, kPlain, q.view(), scale.view()),
-                 StatusCode::kInvalidShape, {"scale", "[2, 1]", "[2, 2]"});
-  expect_refusal(quant::quantize_fp8_group(q.view(), 130, kPlain, q.view(), scale.view()),
-                 StatusCode::kInvalidDType, {"x", "F8_E4M3", "F32"});
-  TensorView inside(x.data(), DType::kF8E4M3, {2, 130});
-  expect_refusal(quant::quantize_fp8_group(x.view(), 130, kPlain, inside, scale.view()),
-                 StatusCode::kAliasing, {"x", "q"});
-  expect_refusal(quant::dequantize_fp8_group(q.view(), scale.view(), 128, x.view()),
-                 StatusCode::kInvalidShape, {"out", "130"});
-  TensorView broadcast(scale.data(), DType::kF32, {2, 2});
-  broadcast.strides = {1, 1};
-  expect_refusal(quant::quantize_fp8_group(x.view(), 65, kPlain, q.view(), broadcast),
-                 StatusCode::kInvalidLayout, {"scale", "[1, 1]", "column-major"});
-  // Column-major scales whose last line reaches into the codes.
-  TensorView reaching(q.data() - 4, DType::kF32, {2, 1});
-  expect_refusal(quant::quantize_fp8_group(x.view(), 130, kPlain, q.view(), reaching),
-                 StatusCode::kAliasing, {"q", "scale"});
-  Tensor line = Tensor::zeros(DType::kF32, {260}).value();
-  expect_refusal(quant::quantize_fp8_group(line.view(), 130, kPlain, q.view(), scale.view()),
-                 StatusCode::kInvalidShape, {"x", "[260]", "rank 2"});
+  test::fp8_rows(none, kPlain);
 }
 
 }  // namespace

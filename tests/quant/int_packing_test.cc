@@ -2,8 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
-#include <cstring>
+#include <utility>
 #include <vector>
 
 #include "support/metrics.h"
@@ -34,17 +35,50 @@ Tensor random_codes(test::Rng& rng, const Shape& shape, int bits, int add = 0) {
   return t;
 }
 
+// The orders of int_packing.h, written bit by bit as their descriptions say.
+enum class Order { kGptqWeight, kGptqZeros, kAwq, kCtZeros };
+Tensor packed(Order order, const Tensor& codes, int bits, int subtract = 0) {
+  const std::int64_t n = codes.shape()[0], k = codes.shape()[1];
+  const auto words_of = [&](std::int64_t count) { return (count * bits + 31) / 32; };
+  Shape shape = {k, words_of(n)};
+  if (order == Order::kGptqWeight) shape = {words_of(k), n};
+  if (order == Order::kCtZeros) shape = {words_of(n), k};
+  Tensor t = Tensor::zeros(DType::kI32, shape).value();
+  constexpr std::array<std::int64_t, 8> kAwqColumns = {0, 2, 4, 6, 1, 3, 5, 7};
+  for (std::int64_t i = 0; i < n * k; ++i) {
+    const std::int64_t row = i / k, col = i % k;
+    for (int b = 0; b < bits; ++b) {
+      std::int64_t bit = (order == Order::kGptqWeight ? col : row) * bits + b;
+      if (order == Order::kAwq) {
+        const auto* nibble = std::find(kAwqColumns.begin(), kAwqColumns.end(), row % 8);
+        bit = row / 8 * 32 + (nibble - kAwqColumns.begin()) * 4 + b;
+      }
+      std::int64_t word = col * shape[1] + bit / 32;
+      if (order == Order::kGptqWeight) word = bit / 32 * n + row;
+      if (order == Order::kCtZeros) word = bit / 32 * k + col;
+      const auto code = static_cast<std::uint32_t>(codes.as<std::uint8_t>()[i] - subtract);
+      t.as<std::uint32_t>()[word] |= (code >> b & 1U) << (bit % 32);
+    }
+  }
+  return t;
+}
+
 TEST(IntPacking, PublishedWords) {
   // Codes 1 .. 8 along K of one column, and of eight columns.
+  std::string why;
   const Tensor along_k = bytes_of({1, 8}, {1, 2, 3, 4, 5, 6, 7, 8});
   const Tensor along_n = bytes_of({8, 1}, {1, 2, 3, 4, 5, 6, 7, 8});
   Tensor word = words({1, 1});
-  ASSERT_TRUE(quant::pack_gptq_weight(along_k.view(), 4, word.view()).ok());
-  EXPECT_EQ(word.as<std::uint32_t>()[0], 0x87654321U);
-  ASSERT_TRUE(quant::pack_awq_weight(along_n.view(), word.view()).ok());
-  EXPECT_EQ(word.as<std::uint32_t>()[0], 0x86427531U);
-  ASSERT_TRUE(quant::pack_awq_zeros(along_n.view(), word.view()).ok());
-  EXPECT_EQ(word.as<std::uint32_t>()[0], 0x86427531U);
+  Tensor row = bytes_of({1, 8}, {}), column = bytes_of({8, 1}, {});
+  word.as<std::uint32_t>()[0] = 0x87654321U;
+  ASSERT_TRUE(quant::unpack_gptq_weight(word.view(), 4, row.view()).ok());
+  EXPECT_TRUE(test::same_bits(row.view(), along_k.view(), &why)) << why;
+  word.as<std::uint32_t>()[0] = 0x86427531U;
+  ASSERT_TRUE(quant::unpack_awq_weight(word.view(), column.view()).ok());
+  EXPECT_TRUE(test::same_bits(column.view(), along_n.view(), &why)) << why;
+  test::poison(column.view());
+  ASSERT_TRUE(quant::unpack_awq_zeros(word.view(), column.view()).ok());
+  EXPECT_TRUE(test::same_bits(column.view(), along_n.view(), &why)) << why;
   // (-8,-7,-1,0,1,2,6,7) and (-128,-1,0,127), stored with their offset.
   ASSERT_TRUE(
       quant::pack_ct_weight(bytes_of({1, 8}, {0, 1, 7, 8, 9, 10, 14, 15}).view(), 4, word.view())
@@ -55,12 +89,12 @@ TEST(IntPacking, PublishedWords) {
   EXPECT_EQ(word.as<std::uint32_t>()[0], 0xFF807F00U);
   // A symmetric GPTQ file: z = 8 is stored as 7, or as 8 by "gptq_v2".
   const Tensor eights = bytes_of({8, 1}, {8, 8, 8, 8, 8, 8, 8, 8});
-  ASSERT_TRUE(
-      quant::pack_gptq_zeros(eights.view(), 4, quant::GptqZeroFormat::kMinusOne, word.view()).ok());
-  EXPECT_EQ(word.as<std::uint32_t>()[0], 0x77777777U);
-  ASSERT_TRUE(
-      quant::pack_gptq_zeros(eights.view(), 4, quant::GptqZeroFormat::kPlain, word.view()).ok());
-  EXPECT_EQ(word.as<std::uint32_t>()[0], 0x88888888U);
+  for (const auto& [format, stored] : {std::pair{quant::GptqZeroFormat::kMinusOne, 0x77777777U},
+                                       std::pair{quant::GptqZeroFormat::kPlain, 0x88888888U}}) {
+    word.as<std::uint32_t>()[0] = stored;
+    ASSERT_TRUE(quant::unpack_gptq_zeros(word.view(), 4, format, column.view()).ok());
+    EXPECT_TRUE(test::same_bits(column.view(), eights.view(), &why)) << why;
+  }
 }
 
 TEST(IntPacking, StoredZerosReadAsTheZeroPoint) {
@@ -104,44 +138,8 @@ TEST(IntPacking, OddWidthsAreADenseStream) {
   }
 }
 
-// Where each code goes, by the formulas of the formats, on sizes that are no multiple of a word or
-// of the transposing block.
-TEST(IntPacking, PlacesOfFourBitCodes) {
-  test::Rng rng(3);
-  constexpr std::int64_t kN = 136, kK = 83;
-  const Tensor codes = random_codes(rng, {kN, kK}, 4);
-  const auto at = [&](std::int64_t n, std::int64_t k) {
-    return codes.as<std::uint8_t>()[n * kK + k];
-  };
-  Tensor gptq = words({11, kN});
-  Tensor awq = words({kK, kN / 8});
-  Tensor ct = words({kN, 11});
-  Tensor zeros_gptq = words({kK, kN / 8});
-  Tensor zeros_ct = words({kN / 8, kK});
-  ASSERT_TRUE(quant::pack_gptq_weight(codes.view(), 4, gptq.view()).ok());
-  ASSERT_TRUE(quant::pack_awq_weight(codes.view(), awq.view()).ok());
-  ASSERT_TRUE(quant::pack_ct_weight(codes.view(), 4, ct.view()).ok());
-  ASSERT_TRUE(
-      quant::pack_gptq_zeros(codes.view(), 4, quant::GptqZeroFormat::kPlain, zeros_gptq.view())
-          .ok());
-  ASSERT_TRUE(quant::pack_ct_zeros(codes.view(), 4, zeros_ct.view()).ok());
-  const auto nibble = [](const Tensor& t, std::int64_t word, std::int64_t place) {
-    return t.as<std::uint32_t>()[word] >> (4 * place) & 15U;
-  };
-  constexpr std::array<std::int64_t, 8> kUndo = {0, 4, 1, 5, 2, 6, 3, 7};
-  for (std::int64_t n = 0; n < kN; ++n) {
-    for (std::int64_t k = 0; k < kK; ++k) {
-      ASSERT_EQ(nibble(gptq, k / 8 * kN + n, k % 8), at(n, k)) << n << ' ' << k;
-      ASSERT_EQ(nibble(ct, n * 11 + k / 8, k % 8), at(n, k)) << n << ' ' << k;
-      ASSERT_EQ(nibble(awq, k * (kN / 8) + n / 8, kUndo[static_cast<std::size_t>(n % 8)]), at(n, k))
-          << n << ' ' << k;
-      ASSERT_EQ(nibble(zeros_gptq, k * (kN / 8) + n / 8, n % 8), at(n, k)) << n << ' ' << k;
-      ASSERT_EQ(nibble(zeros_ct, n / 8 * kK + k, n % 8), at(n, k)) << n << ' ' << k;
-    }
-  }
-}
-
-TEST(IntPacking, UnpackAfterPackIsTheIdentity) {
+// Sizes that are no multiple of a word or of the transposing block among them.
+TEST(IntPacking, UnpackingUndoesEveryOrder) {
   test::Rng rng(4);
   std::string why;
   for (int round = 0; round < 60; ++round) {
@@ -152,40 +150,35 @@ TEST(IntPacking, UnpackAfterPackIsTheIdentity) {
                  std::to_string(bits));
     const Tensor codes = random_codes(rng, {n, k}, bits);
     Tensor back = Tensor::zeros(DType::kU8, {n, k}).value();
-    const auto check = [&](const Status& packed, const Status& unpacked, const Tensor& want) {
-      EXPECT_TRUE(packed.ok()) << packed.message();
+    test::poison(back.view());
+    const auto check = [&](const Status& unpacked, const Tensor& want) {
       EXPECT_TRUE(unpacked.ok()) << unpacked.message();
       EXPECT_TRUE(test::same_bits(back.view(), want.view(), &why)) << why;
       test::poison(back.view());
     };
-    test::poison(back.view());
     Tensor row = words({n, quant::words_for_codes(k, bits)});
-    Status packed = quant::pack_ct_weight(codes.view(), bits, row.view());
-    check(packed, quant::unpack_ct_weight(row.view(), bits, back.view()), codes);
-    Tensor column = words({quant::words_for_codes(n, bits), k});
-    packed = quant::pack_ct_zeros(codes.view(), bits, column.view());
-    check(packed, quant::unpack_ct_zeros(column.view(), bits, back.view()), codes);
+    ASSERT_TRUE(quant::pack_ct_weight(codes.view(), bits, row.view()).ok());
+    check(quant::unpack_ct_weight(row.view(), bits, back.view()), codes);
+    check(quant::unpack_ct_zeros(packed(Order::kCtZeros, codes, bits).view(), bits, back.view()),
+          codes);
     if (bits == 2 || bits == 3 || bits == 4 || bits == 8) {
-      Tensor gptq = words({quant::words_for_codes(k, bits), n});
-      packed = quant::pack_gptq_weight(codes.view(), bits, gptq.view());
-      check(packed, quant::unpack_gptq_weight(gptq.view(), bits, back.view()), codes);
-      if (bits != 8) {
-        const Tensor zeros = random_codes(rng, {n, k}, bits, 1);
-        Tensor stored = words({k, quant::words_for_codes(n, bits)});
-        packed = quant::pack_gptq_zeros(zeros.view(), bits, quant::GptqZeroFormat::kMinusOne,
-                                        stored.view());
-        check(packed,
-              quant::unpack_gptq_zeros(stored.view(), bits, quant::GptqZeroFormat::kMinusOne,
-                                       back.view()),
-              zeros);
-      }
+      check(quant::unpack_gptq_weight(packed(Order::kGptqWeight, codes, bits).view(), bits,
+                                      back.view()),
+            codes);
+      check(quant::unpack_gptq_zeros(packed(Order::kGptqZeros, codes, bits).view(), bits,
+                                     quant::GptqZeroFormat::kPlain, back.view()),
+            codes);
+    }
+    if (bits == 2 || bits == 3 || bits == 4) {
+      const Tensor zeros = random_codes(rng, {n, k}, bits, 1);
+      check(quant::unpack_gptq_zeros(packed(Order::kGptqZeros, zeros, bits, 1).view(), bits,
+                                     quant::GptqZeroFormat::kMinusOne, back.view()),
+            zeros);
     }
     if (bits == 4 && n % 8 == 0) {
-      Tensor awq = words({k, n / 8});
-      packed = quant::pack_awq_weight(codes.view(), awq.view());
-      check(packed, quant::unpack_awq_weight(awq.view(), back.view()), codes);
-      packed = quant::pack_awq_zeros(codes.view(), awq.view());
-      check(packed, quant::unpack_awq_zeros(awq.view(), back.view()), codes);
+      const Tensor awq = packed(Order::kAwq, codes, bits);
+      check(quant::unpack_awq_weight(awq.view(), back.view()), codes);
+      check(quant::unpack_awq_zeros(awq.view(), back.view()), codes);
     }
   }
 }
@@ -196,10 +189,6 @@ TEST(IntPacking, NibblesAndBias) {
   ASSERT_TRUE(quant::pack_nibbles(codes.view(), 8, nibbles.view()).ok());
   EXPECT_EQ(nibbles.as<std::uint8_t>()[0], 0x08);  // -8, 0
   EXPECT_EQ(nibbles.as<std::uint8_t>()[1], 0xF7);  // 7, -1
-  Tensor back = bytes_of({2, 2}, {9, 9, 9, 9});
-  ASSERT_TRUE(quant::unpack_nibbles(nibbles.view(), 8, back.view()).ok());
-  std::string why;
-  EXPECT_TRUE(test::same_bits(back.view(), codes.view(), &why)) << why;
   ASSERT_TRUE(quant::pack_nibbles(codes.view(), 0, nibbles.view()).ok());
   EXPECT_EQ(nibbles.as<std::uint8_t>()[0], 0x80);
   EXPECT_EQ(nibbles.as<std::uint8_t>()[1], 0x7F);
@@ -238,12 +227,9 @@ TEST(IntPacking, Misuse) {
   expect_refusal(quant::unpack_gptq_weight(codes.view(), 4, codes.view()),
                  StatusCode::kInvalidDType, {"qweight", "U8", "I32"});
   codes.as<std::uint8_t>()[9] = 16;
-  expect_refusal(quant::pack_gptq_weight(codes.view(), 4, word.view()),
+  expect_refusal(quant::pack_ct_weight(codes.view(), 4, words({8, 1}).view()),
                  StatusCode::kInvalidArgument, {"codes", "row 1, column 1", "16", "0 .. 15"});
   codes.as<std::uint8_t>()[9] = 0;
-  expect_refusal(quant::pack_gptq_zeros(codes.view(), 4, quant::GptqZeroFormat::kMinusOne,
-                                        words({8, 1}).view()),
-                 StatusCode::kInvalidArgument, {"zeros", "row 0, column 0", "got 0", "1 .. 16"});
   TensorView inside(codes.data(), DType::kI32, {1, 8});
   expect_refusal(quant::unpack_gptq_weight(inside, 4, codes.view()), StatusCode::kAliasing,
                  {"qweight", "codes"});

@@ -58,10 +58,6 @@ Result<std::uint64_t> safetensors_header_bytes(std::string_view label,
 Result<SafetensorsHeader> parse_safetensors_header(std::string_view label, std::string_view header,
                                                    std::uint64_t file_bytes);
 
-// Both of the above on a complete file in memory (tests, fuzzing).
-Result<SafetensorsHeader> parse_safetensors(std::string_view label,
-                                            std::span<const std::byte> file);
-
 // An open file with its header. Movable; TensorInfo pointers stay valid. Reads are thread-safe.
 class SafetensorsFile : public TensorDataFile {
  public:

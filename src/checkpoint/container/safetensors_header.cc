@@ -121,12 +121,4 @@ Result<SafetensorsHeader> parse_safetensors_header(std::string_view label, std::
   });
 }
 
-Result<SafetensorsHeader> parse_safetensors(std::string_view label,
-                                            std::span<const std::byte> file) {
-  MOESAIC_ASSIGN_OR_RETURN(const std::uint64_t n,
-                           safetensors_header_bytes(label, file, file.size()));
-  const auto* text = reinterpret_cast<const char*>(file.data()) + 8;
-  return parse_safetensors_header(label, {text, static_cast<std::size_t>(n)}, file.size());
-}
-
 }  // namespace moesaic::checkpoint
