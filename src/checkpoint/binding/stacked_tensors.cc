@@ -1,7 +1,6 @@
 #include "checkpoint/binding/stacked_tensors.h"
 
-#include "quant/mx.h"
-#include "quant/nvfp4.h"
+#include "checkpoint/config/stored_formats.h"
 
 namespace moesaic::checkpoint {
 namespace {
@@ -17,6 +16,11 @@ Suffixes suffixes(const LinearFormat& format, std::string_view weight_suffix) {
   return {"_weight_scale", "_weight_scale_2", "_input_scale"};
 }
 
+StackedForm stacked_form(const LinearFormat& format) {
+  const auto stacked = stored_format_row(format.stored).stacked;
+  return stacked != nullptr ? stacked(format) : StackedForm();
+}
+
 }  // namespace
 
 std::vector<Shape> numbers_of_experts(std::int64_t experts, bool gate_up) {
@@ -30,67 +34,35 @@ bool is_stacked_format(const LinearFormat& format, ExpertStorage storage) {
   if (!transposed && storage != ExpertStorage::kStacked && storage != ExpertStorage::kFusedNT) {
     return false;
   }
-  switch (format.stored) {
-    case StoredFormat::kFp8Tensor:
-    case StoredFormat::kFp8Channel:
-      return true;
-    case StoredFormat::kNvfp4:
-      return format.names == NameStyle::kModelOpt;
-    case StoredFormat::kFp8Block:
-    case StoredFormat::kMxfp8:
-    case StoredFormat::kInt8Channel:
-      return !transposed;
-    default:
-      return false;
-  }
+  const StackedForm form = stacked_form(format);
+  return form.scale != StackedForm::Scale::kNone && (form.transposed || !transposed);
 }
 
 std::vector<LinearTensor> stacked_tensors(const LinearFormat& f, ExpertStorage storage,
                                           std::string_view weight_suffix, std::int64_t experts,
                                           std::int64_t n, std::int64_t k, bool gate_up) {
-  const std::vector<DType> floats = {DType::kF32, DType::kBF16, DType::kF16};
-  const bool transposed = is_columnwise(storage);
+  using Scale = StackedForm::Scale;
+  const StackedForm form = stacked_form(f);
+  if (form.scale == Scale::kNone || form.scale == Scale::kOfLayout) return {};
   // `columns` of something per row, as it lies in the file.
   const auto matrix = [&](std::int64_t columns) {
-    return transposed ? Shape{experts, columns, n} : Shape{experts, n, columns};
+    return is_columnwise(storage) ? Shape{experts, columns, n} : Shape{experts, n, columns};
   };
   const Suffixes names = suffixes(f, weight_suffix);
   const std::vector<Shape> numbers = numbers_of_experts(experts, gate_up);
-  const std::vector<Shape> rows = {matrix(1), {experts, n}};
-  std::vector<LinearTensor> list;
-  switch (f.stored) {
-    case StoredFormat::kFp8Tensor:
-    case StoredFormat::kFp8Channel:
-    case StoredFormat::kMxfp8:
-      list.push_back({K::kWeight, weight_suffix, {matrix(k)}, {DType::kF8E4M3}});
-      if (f.stored == StoredFormat::kMxfp8) {
-        list.push_back({K::kScale,
-                        names.scale,
-                        {matrix(k / quant::kMxGroupSize)},
-                        {DType::kU8, DType::kF8E8M0}});
-      } else {
-        list.push_back({K::kScale, names.scale,
-                        f.stored == StoredFormat::kFp8Tensor ? numbers : rows, floats});
-      }
-      break;
-    case StoredFormat::kInt8Channel:
-      list.push_back({K::kWeight, weight_suffix, {matrix(k)}, {DType::kI8}});
-      list.push_back({K::kScale, names.scale, f.one_scale ? numbers : rows, floats});
-      break;
-    case StoredFormat::kNvfp4:
-      list.push_back({K::kWeight, weight_suffix, {matrix(k / 2)}, {DType::kU8}});
-      list.push_back(
-          {K::kScale, names.scale, {matrix(k / quant::kNvfp4GroupSize)}, {DType::kF8E4M3}});
-      list.push_back({K::kGlobalScale, names.global_scale, numbers, {DType::kF32}});
-      break;
-    default:
-      return list;  // refused by is_stacked_format
+  std::vector<Shape> scales = numbers;
+  if (form.scale == Scale::kPerRow) scales = {matrix(1), {experts, n}};
+  if (form.scale == Scale::kPerGroup) scales = {matrix(k / form.group)};
+  std::vector<LinearTensor> list = {
+      {K::kWeight, weight_suffix, {matrix(k / form.codes_per_element)}, {form.weight}},
+      {K::kScale, names.scale, scales, form.scales}};
+  if (form.global_scale) {
+    list.push_back({K::kGlobalScale, names.global_scale, numbers, {DType::kF32}});
   }
-  const bool static_input =
-      f.activation == ActivationQuant::kStatic ||
-      (f.stored == StoredFormat::kNvfp4 && f.activation != ActivationQuant::kNone);
-  if (static_input) {
-    list.push_back({K::kInputScale, names.input_scale, numbers, floats});
+  if (f.activation == ActivationQuant::kStatic ||
+      (form.global_scale && f.activation != ActivationQuant::kNone)) {
+    list.push_back(
+        {K::kInputScale, names.input_scale, numbers, {DType::kF32, DType::kBF16, DType::kF16}});
   }
   return list;
 }

@@ -50,21 +50,55 @@ std::int64_t gguf_block(const LinearFormat& f) {
   return ggml_type_info(f.blocks[2]).block_elements;
 }
 
+// --- all experts in one tensor ---
+
+using Scale = StackedForm::Scale;
+StackedForm fp8_blocks_stacked(const LinearFormat&) { return {.scale = Scale::kOfLayout}; }
+StackedForm fp8_tensor_stacked(const LinearFormat&) {
+  return {.scale = Scale::kPerExpert, .transposed = true};
+}
+StackedForm fp8_channel_stacked(const LinearFormat&) {
+  return {.scale = Scale::kPerRow, .transposed = true};
+}
+StackedForm mxfp8_stacked(const LinearFormat&) {
+  return {.scale = Scale::kPerGroup,
+          .scales = {DType::kU8, DType::kF8E8M0},
+          .group = quant::kMxGroupSize};
+}
+StackedForm int8_stacked(const LinearFormat& f) {
+  return {.scale = f.one_scale ? Scale::kPerExpert : Scale::kPerRow, .weight = DType::kI8};
+}
+// Only ModelOpt writes it.
+StackedForm nvfp4_stacked(const LinearFormat& f) {
+  if (f.names != NameStyle::kModelOpt) return {};
+  return {.scale = Scale::kPerGroup,
+          .transposed = true,
+          .weight = DType::kU8,
+          .codes_per_element = 2,
+          .scales = {DType::kF8E4M3},
+          .group = quant::kNvfp4GroupSize,
+          .global_scale = true};
+}
+
 constexpr std::array<StoredFormatRow, kNumStoredFormats> kRows = {{
     {StoredFormat::kPlain, "plain", plain_scheme, any_size, one_column, nullptr},
-    {StoredFormat::kFp8Block, "fp8-block", fp8_block_scheme, any_size, fp8_tile, nullptr},
+    {StoredFormat::kFp8Block, "fp8-block", fp8_block_scheme, any_size, fp8_tile, nullptr,
+     fp8_blocks_stacked},
     {StoredFormat::kMxfp4, "mxfp4", mxfp4_blocks_scheme, mx_groups, mx_group, nullptr},
     {StoredFormat::kFp8Tensor, "fp8-tensor", fp8_tensor_scheme, any_size, one_column,
-     fp8_tensor_tensors},
+     fp8_tensor_tensors, fp8_tensor_stacked},
     {StoredFormat::kFp8Channel, "fp8-channel", fp8_channel_scheme, any_size, one_column,
-     fp8_channel_tensors},
-    {StoredFormat::kMxfp8, "mxfp8", mxfp8_scheme, mx_groups, mx_group, mxfp8_tensors},
-    {StoredFormat::kInt8Channel, "int8", int8_scheme, any_size, one_column, int8_tensors},
+     fp8_channel_tensors, fp8_channel_stacked},
+    {StoredFormat::kMxfp8, "mxfp8", mxfp8_scheme, mx_groups, mx_group, mxfp8_tensors,
+     mxfp8_stacked},
+    {StoredFormat::kInt8Channel, "int8", int8_scheme, any_size, one_column, int8_tensors,
+     int8_stacked},
     {StoredFormat::kPacked, "pack-quantized", integer_scheme, code_groups, code_group,
      packed_tensors},
     {StoredFormat::kGptq, "gptq", integer_scheme, gptq_words, code_group, gptq_tensors},
     {StoredFormat::kAwq, "awq", integer_scheme, awq_groups, code_group, awq_tensors},
-    {StoredFormat::kNvfp4, "nvfp4", nvfp4_scheme, nvfp4_groups, nvfp4_group, nvfp4_tensors},
+    {StoredFormat::kNvfp4, "nvfp4", nvfp4_scheme, nvfp4_groups, nvfp4_group, nvfp4_tensors,
+     nvfp4_stacked},
     {StoredFormat::kMxfp4Linear, "mxfp4-pack-quantized", mxfp4_scheme, mx_groups, mx_group,
      mxfp4_tensors},
     {StoredFormat::kBnb4, "bitsandbytes 4-bit", bnb4_scheme, bnb4_blocks, bnb4_block, bnb4_tensors},

@@ -22,6 +22,24 @@ struct SizeRule {
   std::string_view columns_are = "";
 };
 
+// The tensors of all experts of a layer in one, [E, N, K], where a format is stored so.
+struct StackedForm {
+  enum class Scale : std::uint8_t {
+    kNone,       // the format is not stored so
+    kOfLayout,   // the tensors' names and shapes are the layout's
+    kPerExpert,  // one multiplier
+    kPerRow,
+    kPerGroup,  // of `group` columns of a row
+  };
+  Scale scale = Scale::kNone;
+  bool transposed = false;  // also [E, K, N]
+  DType weight = DType::kF8E4M3;
+  std::int64_t codes_per_element = 1;
+  std::vector<DType> scales = {DType::kF32, DType::kBF16, DType::kF16};
+  std::int64_t group = 0;
+  bool global_scale = false;  // and one of its own beside every input that is quantised
+};
+
 struct StoredFormatRow {
   StoredFormat format;
   std::string_view name;  // for messages
@@ -32,6 +50,7 @@ struct StoredFormatRow {
   // blocks of gpt-oss and of GGUF), see binding/layer_plan.cc.
   std::vector<LinearTensor> (*tensors)(const LinearFormat&, std::int64_t rows,
                                        std::int64_t columns);
+  StackedForm (*stacked)(const LinearFormat&) = nullptr;  // null: not stored so
 };
 const StoredFormatRow& stored_format_row(StoredFormat format);
 
