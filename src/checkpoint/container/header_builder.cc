@@ -37,13 +37,7 @@ bool HeaderBuilder::unexpected(std::string_view found) {
   }
 }
 
-bool HeaderBuilder::other_scalar(std::string_view found) {
-  if (want_ != Want::kUnknown) return unexpected(found);
-  leave_unknown();
-  return true;
-}
-
-bool HeaderBuilder::on_unsigned(std::uint64_t value) {
+bool HeaderBuilder::take_unsigned(std::uint64_t value) {
   if (MOESAIC_FAULT(safetensors_integers_through_double)) {
     value = static_cast<std::uint64_t>(static_cast<double>(value >> 1)) << 1;
   }
@@ -67,10 +61,10 @@ bool HeaderBuilder::on_unsigned(std::uint64_t value) {
     (num_offsets_++ == 0 ? current_.begin : current_.end) = value;
     return true;
   }
-  return other_scalar(want_ == Want::kUnknown ? "" : fmt::format("{}", value));
+  return JsonMembers::take_unsigned(value);
 }
 
-bool HeaderBuilder::on_string(std::string_view value) {
+bool HeaderBuilder::take_string(std::string_view value) {
   if (want_ == Want::kDType) {
     const auto dtype = dtype_from_name(value);
     if (!dtype) {
@@ -87,7 +81,7 @@ bool HeaderBuilder::on_string(std::string_view value) {
     want_ = Want::kMetadataKey;
     return true;
   }
-  return other_scalar(want_ == Want::kUnknown ? "" : "string " + quote_name(value));
+  return JsonMembers::take_string(value);
 }
 
 bool HeaderBuilder::seen_field(unsigned bit, std::string_view field) {
@@ -98,7 +92,7 @@ bool HeaderBuilder::seen_field(unsigned bit, std::string_view field) {
   return true;
 }
 
-bool HeaderBuilder::on_key(std::string_view key) {
+bool HeaderBuilder::take_key(std::string_view key) {
   switch (want_) {
     case Want::kTensorName:
       if (key == "__metadata__") {
@@ -141,14 +135,14 @@ bool HeaderBuilder::on_key(std::string_view key) {
         want_ = Want::kOffsets;
         return seen_field(4, key);
       }
-      want_ = Want::kUnknown;
+      skip_value();
       return unknown_.add_sibling(key) || fail_unknown();
-    default:  // only inside an unknown value
-      return unknown_.key(key) || fail_unknown();
+    default:  // keys come in objects, and those are all above
+      return unexpected("a key");
   }
 }
 
-bool HeaderBuilder::on_start_object() {
+bool HeaderBuilder::start_object() {
   switch (want_) {
     case Want::kRoot:
       want_ = Want::kTensorName;
@@ -165,14 +159,12 @@ bool HeaderBuilder::on_start_object() {
     case Want::kMetadataObject:
       want_ = Want::kMetadataKey;
       return true;
-    case Want::kUnknown:
-      return unknown_.start_object();
     default:
       return unexpected("an object");
   }
 }
 
-bool HeaderBuilder::on_end_object() {
+bool HeaderBuilder::end_object() {
   switch (want_) {
     case Want::kTensorName:
       want_ = Want::kEnd;
@@ -180,17 +172,13 @@ bool HeaderBuilder::on_end_object() {
     case Want::kField:
       want_ = Want::kTensorName;
       return finish_entry();
-    case Want::kMetadataKey:
+    default:  // __metadata__
       want_ = Want::kTensorName;
-      return true;
-    default:
-      unknown_.end_object();
-      leave_unknown();
       return true;
   }
 }
 
-bool HeaderBuilder::on_start_array() {
+bool HeaderBuilder::start_array() {
   switch (want_) {
     case Want::kShape:
       want_ = Want::kShapeItem;
@@ -198,19 +186,12 @@ bool HeaderBuilder::on_start_array() {
     case Want::kOffsets:
       want_ = Want::kOffsetsItem;
       return true;
-    case Want::kUnknown:
-      return unknown_.start_array();
     default:
       return unexpected("an array");
   }
 }
 
-bool HeaderBuilder::on_end_array() {
-  if (want_ == Want::kUnknown) {
-    unknown_.end_array();
-    leave_unknown();
-    return true;
-  }
+bool HeaderBuilder::end_array() {
   if (want_ == Want::kOffsetsItem && num_offsets_ != 2) {
     return fail_tensor(StatusCode::kCorruptFile,
                        fmt::format("data_offsets: got {} numbers, need exactly 2", num_offsets_));

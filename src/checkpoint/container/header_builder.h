@@ -9,17 +9,16 @@
 #include <string>
 #include <string_view>
 
-#include "checkpoint/container/json_strict.h"
-#include "checkpoint/container/names.h"
+#include "checkpoint/container/json_members.h"
 #include "checkpoint/container/safetensors.h"
 
 namespace moesaic::checkpoint {
 
 // The state machine over the header's JSON events, then the checks between tensors.
-class HeaderBuilder final : public JsonEvents {
+class HeaderBuilder final : public JsonMembers {
  public:
   HeaderBuilder(std::string_view label, std::string_view header, std::uint64_t file_bytes)
-      : label_(label), data_bytes_(file_bytes - 8 - header.size()) {
+      : JsonMembers(label), data_bytes_(file_bytes - 8 - header.size()) {
     out_.data_offset_ = 8 + header.size();
     // No entry is shorter than `"":{"dtype":"U8","shape":[],"data_offsets":[0,1]}`, so this is an
     // upper bound on the number of tensors: the list never grows by copying, and pages that stay
@@ -27,28 +26,20 @@ class HeaderBuilder final : public JsonEvents {
     out_.tensors_.reserve(header.size() / kMinEntryBytes);
   }
 
-  bool on_null() override { return other_scalar("null"); }
-  bool on_bool(bool value) override { return other_scalar(value ? "true" : "false"); }
-  bool on_negative(std::int64_t value) override {
-    return other_scalar(value == 0 ? "-0" : fmt::format("{}", value));
-  }
-  bool on_real(double, std::string_view literal) override {
-    return other_scalar(
-        fmt::format("{}{}", literal.substr(0, 40), literal.size() > 40 ? "..." : ""));
-  }
-  bool on_unsigned(std::uint64_t value) override;
-  bool on_string(std::string_view value) override;
-  bool on_key(std::string_view key) override;
-  bool on_start_object() override;
-  bool on_end_object() override;
-  bool on_start_array() override;
-  bool on_end_array() override;
-
-  const Status& status() const { return status_; }
   // After the last event: order, contiguity, duplicates, the data section's size.
   Result<SafetensorsHeader> finish();
 
  private:
+  bool take_unsigned(std::uint64_t value) override;
+  bool take_string(std::string_view value) override;
+  bool take_key(std::string_view key) override;
+  bool start_object() override;
+  bool end_object() override;
+  bool start_array() override;
+  bool end_array() override;
+  bool unexpected(std::string_view found) override;
+  bool fail_unknown() override { return fail_tensor(unknown_.code(), unknown_.reason()); }
+
   static constexpr std::size_t kMinEntryBytes = 49;
 
   // What the next event must be.
@@ -65,22 +56,11 @@ class HeaderBuilder final : public JsonEvents {
     kShapeItem,
     kOffsets,
     kOffsetsItem,
-    kUnknown,
     kEnd,
   };
 
-  bool fail(StatusCode code, std::string_view text) {
-    status_ = Status(code, fmt::format("{}: {}", label_, text));
-    return false;
-  }
   bool fail_tensor(StatusCode code, std::string_view text) {
     return fail(code, fmt::format("tensor {}: {}", quote_name(current_.name), text));
-  }
-  bool fail_unknown() { return fail_tensor(unknown_.code(), unknown_.reason()); }
-  bool unexpected(std::string_view found);
-  bool other_scalar(std::string_view found);
-  void leave_unknown() {
-    if (unknown_.done()) want_ = Want::kField;
   }
   bool seen_field(unsigned bit, std::string_view field);
   bool finish_entry();
@@ -88,10 +68,8 @@ class HeaderBuilder final : public JsonEvents {
   Status check_names();
   Status check_offsets();
 
-  std::string_view label_;
   std::uint64_t data_bytes_;
   SafetensorsHeader out_;
-  Status status_;
 
   Want want_ = Want::kRoot;
   bool seen_metadata_ = false;
@@ -103,7 +81,6 @@ class HeaderBuilder final : public JsonEvents {
   std::array<std::int64_t, kMaxRank> dims_{};
   bool dim_overflow_ = false;
   int num_offsets_ = 0;
-  UnknownJson unknown_;
 };
 
 }  // namespace moesaic::checkpoint

@@ -64,7 +64,6 @@ class UnknownJson {
   // False (see status()) for a duplicate or one key too many.
   bool add_sibling(std::string_view key) { return add(siblings_, key); }
 
-  bool scalar() { return true; }
   bool key(std::string_view key) { return add(open_[num_open_ - 1], key); }
   bool start_object();
   bool end_object();

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "checkpoint/container/guard.h"
-#include "checkpoint/container/json_strict.h"
+#include "checkpoint/container/json_members.h"
 #include "checkpoint/container/names.h"
 #include "checkpoint/container/shards.h"
 
@@ -29,45 +29,10 @@ std::string_view unsafe_file_name(std::string_view name) {
 }
 
 // State machine over {"metadata": {"total_size": n, ...}, "weight_map": {tensor: file}, ...}.
-class IndexReader final : public JsonEvents {
+class IndexReader final : public JsonMembers {
  public:
-  explicit IndexReader(std::string_view label) : label_(label) {}
+  using JsonMembers::JsonMembers;
 
-  bool on_null() override { return other("null"); }
-  bool on_bool(bool value) override { return other(value ? "true" : "false"); }
-  bool on_unsigned(std::uint64_t value) override {
-    if (want_ == Want::kTotalSize) {
-      index_.total_size = value;
-      want_ = Want::kMetadataKey;
-      return true;
-    }
-    return other("a number");
-  }
-  bool on_negative(std::int64_t) override { return other("a negative number"); }
-  bool on_real(double value, std::string_view) override {
-    if (want_ == Want::kTotalSize) {
-      // Advisory, and some writers compute it in floating point.
-      if (value >= 0 && value <= 9007199254740992.0) {
-        index_.total_size = static_cast<std::uint64_t>(value);
-      }
-      want_ = Want::kMetadataKey;
-      return true;
-    }
-    return other("a number");
-  }
-  bool on_string(std::string_view value) override;
-  bool on_key(std::string_view key) override;
-  bool on_start_object() override;
-  bool on_end_object() override;
-  bool on_start_array() override {
-    return want_ == Want::kUnknown ? unknown_.start_array() : other("an array");
-  }
-  bool on_end_array() override {
-    unknown_.end_array();
-    return leave_unknown();
-  }
-
-  const Status& status() const { return status_; }
   Result<ShardIndex> finish();
 
  private:
@@ -80,21 +45,16 @@ class IndexReader final : public JsonEvents {
     kWeightMap,
     kTensor,
     kFile,
-    kUnknown
   };
 
-  bool fail(StatusCode code, std::string_view text) {
-    status_ = Status(code, fmt::format("{}: {}", label_, text));
-    return false;
-  }
-  bool fail_unknown() { return fail(unknown_.code(), unknown_.reason()); }
-  bool leave_unknown() {
-    if (unknown_.done()) want_ = in_metadata_ ? Want::kMetadataKey : Want::kTopKey;
-    return true;
-  }
-  bool other(std::string_view found);
+  bool take_unsigned(std::uint64_t value) override;
+  bool take_real(double value, std::string_view literal) override;
+  bool take_string(std::string_view value) override;
+  bool take_key(std::string_view key) override;
+  bool start_object() override;
+  bool end_object() override;
+  bool unexpected(std::string_view found) override;
 
-  std::string_view label_;
   Want want_ = Want::kRoot;
   bool in_metadata_ = false;
   bool seen_weight_map_ = false;
@@ -102,15 +62,11 @@ class IndexReader final : public JsonEvents {
   // Duplicates among the keys of the top object and of "metadata"; unknown_ watches below them.
   UnknownJson top_keys_;
   UnknownJson metadata_keys_;
-  UnknownJson unknown_;
   ShardIndex index_;
-  Status status_;
 };
 
-bool IndexReader::other(std::string_view found) {
+bool IndexReader::unexpected(std::string_view found) {
   switch (want_) {
-    case Want::kUnknown:
-      return leave_unknown();
     case Want::kMetadata:
       return fail(StatusCode::kCorruptFile, fmt::format("metadata: got {}, need an object", found));
     case Want::kTotalSize:
@@ -128,8 +84,25 @@ bool IndexReader::other(std::string_view found) {
   }
 }
 
-bool IndexReader::on_string(std::string_view value) {
-  if (want_ != Want::kFile) return other("a string");
+bool IndexReader::take_unsigned(std::uint64_t value) {
+  if (want_ != Want::kTotalSize) return JsonMembers::take_unsigned(value);
+  index_.total_size = value;
+  want_ = Want::kMetadataKey;
+  return true;
+}
+
+bool IndexReader::take_real(double value, std::string_view literal) {
+  if (want_ != Want::kTotalSize) return JsonMembers::take_real(value, literal);
+  // Advisory, and some writers compute it in floating point.
+  if (value >= 0 && value <= 9007199254740992.0) {
+    index_.total_size = static_cast<std::uint64_t>(value);
+  }
+  want_ = Want::kMetadataKey;
+  return true;
+}
+
+bool IndexReader::take_string(std::string_view value) {
+  if (want_ != Want::kFile) return JsonMembers::take_string(value);
   if (const auto reason = unsafe_file_name(value); !reason.empty()) {
     return fail(
         StatusCode::kCorruptFile,
@@ -141,24 +114,28 @@ bool IndexReader::on_string(std::string_view value) {
   return true;
 }
 
-bool IndexReader::on_key(std::string_view key) {
+bool IndexReader::take_key(std::string_view key) {
   if (want_ == Want::kTensor) {
     if (key.empty()) return fail(StatusCode::kCorruptFile, "weight_map: got an empty tensor name");
     tensor_ = key;
     want_ = Want::kFile;
     return true;
   }
-  if (want_ == Want::kUnknown) return unknown_.key(key) || fail_unknown();
   UnknownJson& keys = in_metadata_ ? metadata_keys_ : top_keys_;
   if (!keys.add_sibling(key)) return fail(keys.code(), keys.reason());
-  want_ = Want::kUnknown;
-  if (in_metadata_ && key == "total_size") want_ = Want::kTotalSize;
-  if (!in_metadata_ && key == "metadata") want_ = Want::kMetadata;
-  if (!in_metadata_ && key == "weight_map") want_ = Want::kWeightMap;
+  if (in_metadata_ && key == "total_size") {
+    want_ = Want::kTotalSize;
+  } else if (!in_metadata_ && key == "metadata") {
+    want_ = Want::kMetadata;
+  } else if (!in_metadata_ && key == "weight_map") {
+    want_ = Want::kWeightMap;
+  } else {
+    skip_value();
+  }
   return true;
 }
 
-bool IndexReader::on_start_object() {
+bool IndexReader::start_object() {
   switch (want_) {
     case Want::kRoot:
       want_ = Want::kTopKey;
@@ -171,18 +148,12 @@ bool IndexReader::on_start_object() {
       seen_weight_map_ = true;
       want_ = Want::kTensor;
       return true;
-    case Want::kUnknown:
-      return unknown_.start_object();
     default:
-      return other("an object");
+      return unexpected("an object");
   }
 }
 
-bool IndexReader::on_end_object() {
-  if (want_ == Want::kUnknown) {
-    unknown_.end_object();
-    return leave_unknown();
-  }
+bool IndexReader::end_object() {
   in_metadata_ = false;  // the end of metadata, of weight_map or of the whole
   want_ = Want::kTopKey;
   return true;
