@@ -1,60 +1,15 @@
-// parse_model_config: which layers are MoE, defaults, aliases, caps; skip lists; the family tables.
+// parse_model_config: which layers are MoE, defaults, aliases, caps; skip lists.
 #include "checkpoint/config/config.h"
 
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
-#include <set>
 
-#include "checkpoint/binding/layer_plan.h"
+#include "checkpoint/config_support.h"
 #include "checkpoint/container_support.h"
 
 namespace moesaic::test {
 namespace {
-
-using Json = nlohmann::json;
-
-Json qwen3() {
-  return {{"model_type", "qwen3_moe"}, {"hidden_size", 64},       {"moe_intermediate_size", 32},
-          {"num_hidden_layers", 6},    {"num_experts", 8},        {"num_experts_per_tok", 2},
-          {"dtype", "bfloat16"},       {"intermediate_size", 128}};
-}
-
-Json deepseek_v3() {
-  return {{"model_type", "deepseek_v3"},   {"hidden_size", 7168},
-          {"moe_intermediate_size", 2048}, {"num_hidden_layers", 61},
-          {"n_routed_experts", 256},       {"num_experts_per_tok", 8},
-          {"torch_dtype", "bfloat16"},     {"intermediate_size", 18432}};
-}
-
-checkpoint::ModelConfig parse(const Json& json) {
-  Result<checkpoint::ModelConfig> config = checkpoint::parse_model_config(json.dump());
-  EXPECT_TRUE(config.ok()) << config.status().to_string();
-  return config.ok() ? *config : checkpoint::ModelConfig{};
-}
-
-// The first MoE layer; a default one (and a failed test) when there is none.
-MoeLayerSpec first_layer(const Json& json) {
-  const checkpoint::ModelConfig config = parse(json);
-  EXPECT_FALSE(config.layers.empty());
-  return config.layers.empty() ? MoeLayerSpec{} : config.layers[0];
-}
-
-std::vector<int> layers_of(const Json& json) {
-  std::vector<int> layers;
-  for (const MoeLayerSpec& spec : parse(json).layers) layers.push_back(spec.layer);
-  return layers;
-}
-
-Json with(Json base, const Json& changes) {
-  base.update(changes);
-  return base;
-}
-
-Json without(Json base, std::initializer_list<const char*> keys) {
-  for (const char* key : keys) base.erase(key);
-  return base;
-}
 
 TEST(ConfigLayers, SparseStepAndDenseList) {
   const Json step = with(qwen3(), {{"decoder_sparse_step", 2}});
@@ -209,49 +164,32 @@ TEST(ConfigCaps, AreNamed) {
             4096U);
 }
 
-std::vector<int> moe_layers_of(const Json& json) {
-  std::vector<int> layers;
-  for (const MoeLayerSpec& spec : parse(json).layers) layers.push_back(spec.layer);
-  return layers;
-}
-
-Json small(const char* model_type, const Json& more) {
-  return with({{"model_type", model_type},
-               {"hidden_size", 16},
-               {"intermediate_size", 8},
-               {"num_hidden_layers", 4},
-               {"num_local_experts", 4},
-               {"num_experts_per_tok", 2}},
-              more);
-}
-
 // Which layers are MoE, by the rule of each family.
 TEST(LayerRules, EveryFamilyHasItsOwn) {
   const Json eight = {{"num_hidden_layers", 8}};
-  EXPECT_EQ(moe_layers_of(small("jamba", eight)), (std::vector<int>{1, 3, 5, 7}));
-  EXPECT_EQ(moe_layers_of(small("jamba", {{"expert_layer_period", 3}, {"expert_layer_offset", 0}})),
+  EXPECT_EQ(layers_of(small("jamba", eight)), (std::vector<int>{1, 3, 5, 7}));
+  EXPECT_EQ(layers_of(small("jamba", {{"expert_layer_period", 3}, {"expert_layer_offset", 0}})),
             (std::vector<int>{0, 3}));
   const Json llama = small("llama4_text", {{"num_experts_per_tok", 1}});
-  EXPECT_EQ(moe_layers_of(with(llama, {{"interleave_moe_layer_step", 2}})),
-            (std::vector<int>{1, 3}));
-  EXPECT_EQ(moe_layers_of(with(llama, {{"moe_layers", {2}}, {"interleave_moe_layer_step", 2}})),
+  EXPECT_EQ(layers_of(with(llama, {{"interleave_moe_layer_step", 2}})), (std::vector<int>{1, 3}));
+  EXPECT_EQ(layers_of(with(llama, {{"moe_layers", {2}}, {"interleave_moe_layer_step", 2}})),
             (std::vector<int>{2}));
   const Json ernie = small("ernie4_5_moe", {{"moe_intermediate_size", 8}});
-  EXPECT_EQ(moe_layers_of(with(ernie, {{"moe_layer_start_index", 1},
-                                       {"moe_layer_end_index", -1},
-                                       {"moe_layer_interval", 1}})),
+  EXPECT_EQ(layers_of(with(ernie, {{"moe_layer_start_index", 1},
+                                   {"moe_layer_end_index", -1},
+                                   {"moe_layer_interval", 1}})),
             (std::vector<int>{1, 2, 3}));
-  EXPECT_EQ(moe_layers_of(with(ernie, {{"moe_layer_end_index", 2}, {"moe_layer_interval", 2}})),
+  EXPECT_EQ(layers_of(with(ernie, {{"moe_layer_end_index", 2}, {"moe_layer_interval", 2}})),
             (std::vector<int>{1}));
   const Json step = small("step3", {{"moe_intermediate_size", 8}, {"share_expert_dim", 8}});
-  EXPECT_EQ(moe_layers_of(step), (std::vector<int>{1, 2, 3}));
-  EXPECT_EQ(moe_layers_of(with(step, {{"moe_layers_enum", "0,3"}})), (std::vector<int>{0, 3}));
+  EXPECT_EQ(layers_of(step), (std::vector<int>{1, 2, 3}));
+  EXPECT_EQ(layers_of(with(step, {{"moe_layers_enum", "0,3"}})), (std::vector<int>{0, 3}));
   const Json nemotron = small(
       "nemotron_h", {{"moe_intermediate_size", 8}, {"moe_shared_expert_intermediate_size", 8}});
-  EXPECT_EQ(moe_layers_of(with(nemotron, {{"hybrid_override_pattern", "ME*E"}})),
+  EXPECT_EQ(layers_of(with(nemotron, {{"hybrid_override_pattern", "ME*E"}})),
             (std::vector<int>{1, 3}));
-  EXPECT_EQ(moe_layers_of(with(without(nemotron, {"num_hidden_layers"}),
-                               {{"layers_block_type", {"moe", "mamba"}}})),
+  EXPECT_EQ(layers_of(with(without(nemotron, {"num_hidden_layers"}),
+                           {{"layers_block_type", {"moe", "mamba"}}})),
             (std::vector<int>{0}));
   const auto refused = [](const Json& json, std::initializer_list<std::string> words) {
     return mismatch(checkpoint::parse_model_config(json.dump()).status(),
@@ -286,287 +224,6 @@ TEST(LayerRules, HunyuanListsPerLayer) {
                          .status(),
                      StatusCode::kCorruptFile, {"moe_topk", "layer 1"}),
             "");
-}
-
-// The families of family_rows_2026.h: fields that their configurations omit or name differently.
-Json v4() { return small("deepseek_v4", {{"moe_intermediate_size", 8}, {"vocab_size", 11}}); }
-
-Json step3p5() { return small("step3p5", {{"moe_intermediate_size", 8}, {"share_expert_dim", 8}}); }
-
-Json gemma4() {
-  return with(without(small("gemma4_text", {{"moe_intermediate_size", 8}, {"top_k_experts", 2}}),
-                      {"num_experts_per_tok"}),
-              {{"enable_moe_block", true}});
-}
-
-TEST(Rows2026, DeepSeekV4HashLayers) {
-  const auto hashed = [](const Json& json) {
-    std::vector<int> layers;
-    for (const MoeLayerSpec& spec : parse(json).layers) {
-      const bool hash = spec.routing.method == RoutingMethod::kHash;
-      if (hash) layers.push_back(spec.layer);
-      EXPECT_EQ(spec.routing.has_correction_bias, !hash);
-      EXPECT_EQ(spec.hash_vocabulary, hash ? 11 : 0);
-      EXPECT_EQ(spec.routing.scoring_func, ScoringFunc::kSqrtSoftplus);
-      EXPECT_EQ(spec.activation.limit, 10.0F);
-      EXPECT_EQ(spec.routing.routed_scaling_factor, 1.5);
-      EXPECT_EQ(spec.shared.intermediate_size, 8);
-    }
-    return layers;
-  };
-  EXPECT_EQ(parse(v4()).layers.size(), 4U);
-  EXPECT_EQ(hashed(v4()), (std::vector<int>{0, 1, 2}));
-  EXPECT_EQ(hashed(with(v4(), {{"num_hash_layers", 1}})), (std::vector<int>{0}));
-  const Json listed = {{"mlp_layer_types", {"moe", "hash_moe", "moe", "moe"}}};
-  EXPECT_EQ(hashed(with(v4(), listed)), (std::vector<int>{1}));
-  const auto refused = [](const Json& changes, StatusCode code,
-                          std::initializer_list<std::string> words) {
-    return mismatch(checkpoint::parse_model_config(with(v4(), changes).dump()).status(), code,
-                    words);
-  };
-  EXPECT_EQ(refused({{"mlp_layer_types", {"moe", "dense", "moe", "moe"}}},
-                    StatusCode::kInvalidArgument, {"mlp_layer_types", "dense", "hash_moe"}),
-            "");
-  EXPECT_EQ(refused({{"mlp_layer_types", {"moe"}}}, StatusCode::kInvalidArgument,
-                    {"mlp_layer_types", "1 entries", "4"}),
-            "");
-  EXPECT_EQ(refused({{"hidden_act", "gelu"}}, StatusCode::kUnsupported,
-                    {"hidden_act", "gelu", "swiglu_limit"}),
-            "");
-}
-
-TEST(Rows2026, StepHasLimitsPerLayer) {
-  Json json = with(step3p5(), {{"swiglu_limits", {0.0, nullptr, 7.0, 0}},
-                               {"swiglu_limits_shared", {16, 0, nullptr, 2.5}},
-                               {"moe_layers_enum", "0,1,2,3"}});
-  const checkpoint::ModelConfig config = parse(json);
-  ASSERT_EQ(config.layers.size(), 4U);
-  constexpr float kNone = std::numeric_limits<float>::infinity();
-  const std::vector<std::pair<float, float>> want = {
-      {kNone, 16.0F}, {kNone, kNone}, {7.0F, kNone}, {kNone, 2.5F}};
-  for (std::size_t i = 0; i < want.size(); ++i) {
-    const MoeLayerSpec& spec = config.layers[i];
-    EXPECT_EQ(spec.activation.limit, want[i].first) << i;
-    EXPECT_EQ(spec.activation.kind,
-              want[i].first == kNone ? ActivationKind::kSilu : ActivationKind::kSwigluStep);
-    ASSERT_TRUE(spec.shared.activation.has_value());
-    EXPECT_EQ(spec.shared.activation->limit, want[i].second) << i;
-    EXPECT_TRUE(spec.shared.beside_block && spec.routing.scale_on_output);
-  }
-  EXPECT_EQ(moe_layers_of(step3p5()), (std::vector<int>{3})) << "from layer 3 on, unsaid";
-  const Json plural = with(without(step3p5(), {"share_expert_dim"}), {{"share_expert_dims", 24}});
-  EXPECT_EQ(first_layer(plural).shared.intermediate_size, 24);
-  const Json types = {{"num_nextn_predict_layers", 1},
-                      {"mlp_layer_types", {"dense", "sparse", "dense", "sparse", "sparse"}}};
-  EXPECT_EQ(moe_layers_of(with(step3p5(), types)), (std::vector<int>{1, 3}));
-  const auto refused = [&](const Json& changes, StatusCode code,
-                           std::initializer_list<std::string> words) {
-    return mismatch(checkpoint::parse_model_config(with(json, changes).dump()).status(), code,
-                    words);
-  };
-  EXPECT_EQ(
-      refused({{"swiglu_limits", {1.0}}}, StatusCode::kCorruptFile, {"swiglu_limits", "layer 1"}),
-      "");
-  EXPECT_EQ(refused({{"swiglu_limits_shared", {-1.0, 1.0, 1.0, 1.0}}}, StatusCode::kInvalidArgument,
-                    {"swiglu_limits_shared", "-1"}),
-            "");
-  EXPECT_EQ(refused({{"swiglu_limits", {"a", 1, 1, 1}}}, StatusCode::kCorruptFile,
-                    {"swiglu_limits", "a number"}),
-            "");
-}
-
-TEST(Rows2026, NamesAndDefaultsOfTheOthers) {
-  const MoeLayerSpec gemma = first_layer(gemma4());
-  EXPECT_EQ(gemma.input_norm_eps, 1e-6);
-  EXPECT_EQ(gemma.activation.kind, ActivationKind::kGeluTanh);
-  EXPECT_TRUE(gemma.routing.has_expert_scale && gemma.routing.renormalize);
-  EXPECT_EQ(gemma.prefix, "model.layers.0.experts");
-  EXPECT_EQ(first_layer(with(gemma4(), {{"rms_norm_eps", 0.5}})).input_norm_eps, 0.5);
-  EXPECT_EQ(layers_of(with(gemma4(), {{"enable_moe_block", false}})), std::vector<int>{});
-  EXPECT_EQ(layers_of(without(gemma4(), {"enable_moe_block"})), std::vector<int>{});
-  EXPECT_EQ(
-      mismatch(
-          checkpoint::parse_model_config(with(gemma4(), {{"rms_norm_eps", 0}}).dump()).status(),
-          StatusCode::kInvalidArgument, {"rms_norm_eps", "got 0"}),
-      "");
-
-  const Json mimo = small("mimo_v2_flash", {{"moe_intermediate_size", 8}});
-  EXPECT_EQ(moe_layers_of(mimo), (std::vector<int>{1, 2, 3}));
-  EXPECT_EQ(moe_layers_of(with(mimo, {{"moe_layer_freq", {0, 1, 0, 1}}})),
-            (std::vector<int>{1, 3}));
-  EXPECT_EQ(
-      first_layer(with(mimo, {{"routed_scaling_factor", nullptr}})).routing.routed_scaling_factor,
-      1.0);
-  EXPECT_EQ(
-      mismatch(
-          checkpoint::parse_model_config(with(mimo, {{"moe_layer_freq", {1, 1}}}).dump()).status(),
-          StatusCode::kInvalidArgument, {"moe_layer_freq", "2 entries", "4"}),
-      "");
-
-  const Json kimi = small("kimi_linear", {{"moe_intermediate_size", 8}});
-  EXPECT_EQ(moe_layers_of(kimi), (std::vector<int>{1, 2, 3}));
-  for (const char* groups : {"num_expert_group", "n_group"}) {
-    const RoutingSpec routing = first_layer(with(kimi, {{groups, 2}, {"topk_group", 1}})).routing;
-    EXPECT_EQ(routing.num_expert_group, 2) << groups;
-    EXPECT_FALSE(routing.group_by_best_two) << "the bias says that";
-  }
-  EXPECT_EQ(first_layer(kimi).routing.routed_scaling_factor, 2.446);
-  EXPECT_FALSE(first_layer(with(kimi, {{"moe_renormalize", false}})).routing.renormalize);
-
-  const MoeLayerSpec hy4 = first_layer(small("hy_v4", {{"moe_intermediate_size", 8}}));
-  EXPECT_EQ(hy4.layer, 1);
-  EXPECT_EQ(hy4.activation.limit, 10.0F);
-  ASSERT_TRUE(hy4.shared.activation.has_value());
-  EXPECT_EQ(*hy4.shared.activation, ActivationSpec{}) << "SiLU without a limit";
-
-  const Json mistral = small("mistral4", {{"moe_intermediate_size", 8}});
-  EXPECT_EQ(moe_layers_of(mistral), (std::vector<int>{0, 1, 2, 3}));
-  EXPECT_FALSE(first_layer(mistral).routing.group_by_best_two) << "one group restricts nothing";
-  EXPECT_TRUE(
-      first_layer(with(mistral, {{"n_group", 2}, {"topk_group", 1}})).routing.group_by_best_two);
-}
-
-// Values that a layer here does not compute with are refused by name.
-TEST(Rows2026, OtherConstantsAreRefusedByName) {
-  struct Case {
-    const char* family;
-    Json field;
-    std::string got, need;
-  };
-  const std::vector<Case> cases = {
-      {"deepseek_v4", {{"norm_topk_prob", false}}, "false", "true"},
-      {"deepseek_v4", {{"n_shared_experts", 2}}, "2", "1"},
-      {"deepseek_v4", {{"mlp_bias", true}}, "true", "false"},
-      {"deepseek_v4", {{"topk_method", "greedy"}}, "greedy", "noaux_tc"},
-      {"deepseek_v4", {{"n_group", 4}}, "4", "1"},
-      {"deepseek_v4", {{"expert_dtype", "fp4"}}, "fp4", "fp8"},
-      {"mistral4", {{"moe_layer_freq", 2}}, "2", "1"},
-      {"mistral4", {{"scoring_func", "sigmoid"}}, "sigmoid", "softmax"},
-      {"kimi_linear", {{"moe_router_activation_func", "softmax"}}, "softmax", "sigmoid"},
-      {"kimi_linear", {{"use_grouped_topk", false}}, "false", "true"},
-      {"kimi_linear", {{"norm_topk_prob", false}}, "false", "true"},
-      {"mimo_v2_flash", {{"n_shared_experts", 1}}, "1", "0"},
-      {"mimo_v2_flash", {{"scoring_func", "softmax"}}, "softmax", "sigmoid"},
-      {"step3p5", {{"moe_router_activation", "softmax"}}, "softmax", "sigmoid"},
-      {"step3p5", {{"use_moe_router_bias", false}}, "false", "true"},
-      {"step3p5", {{"norm_expert_weight", false}}, "false", "true"},
-      {"step3p5", {{"hidden_act", "gelu"}}, "gelu", "silu"},
-      {"step3p5", {{"mlp_bias", true}}, "true", "false"},
-  };
-  for (const Case& c : cases) {
-    Json base = small(c.family, {{"moe_intermediate_size", 8}, {"vocab_size", 11}});
-    if (base["model_type"] == "step3p5") {
-      base.update({{"share_expert_dim", 8}, {"moe_layers_enum", "0,1,2,3"}});
-    }
-    const std::string name = c.field.begin().key();
-    EXPECT_EQ(mismatch(checkpoint::parse_model_config(with(base, c.field).dump()).status(),
-                       StatusCode::kUnsupported, {name, "got", c.got, "need", c.need}),
-              "")
-        << c.family;
-    EXPECT_FALSE(parse(with(base, {{name, nullptr}})).layers.empty()) << "null says nothing";
-  }
-}
-
-// The table itself: every row is complete and consistent.
-TEST(Families, TablesAreSound) {
-  std::set<std::string_view> types;
-  for (const checkpoint::Family& family : checkpoint::families()) {
-    SCOPED_TRACE(family.title);
-    for (const std::string_view type : family.model_types.list()) {
-      EXPECT_TRUE(types.insert(type).second) << type << " belongs to two families";
-      EXPECT_EQ(checkpoint::find_family(type), &family);
-    }
-    EXPECT_FALSE(family.width_fields.list().empty());
-    EXPECT_TRUE(family.layouts[0].present());
-    EXPECT_EQ(family.routing.bias == checkpoint::BiasRule::kNone,
-              family.correction_bias.list().empty());
-    EXPECT_EQ(family.shared == checkpoint::SharedRule::kNone, family.shared_layout.down.empty());
-    for (const checkpoint::ExpertLayout& layout : family.layouts) {
-      if (!layout.present()) continue;
-      const bool per_expert = checkpoint::is_per_expert(layout.storage);
-      EXPECT_EQ(per_expert, layout.down.find("{e}") != std::string_view::npos);
-      EXPECT_EQ(checkpoint::is_fused(layout.storage), layout.up.empty());
-      EXPECT_EQ(layout.gate.empty(), !is_gated(family.activation.kind));
-      EXPECT_FALSE(layout.block.empty() && family.router_beside_block);
-      EXPECT_FALSE(layout.weight_suffixes.list().empty());
-      EXPECT_EQ(layout.bias_suffix.empty(), family.layouts[0].bias_suffix.empty());
-    }
-  }
-  EXPECT_GE(types.size(), 37U);
-  EXPECT_EQ(checkpoint::find_family("llama"), nullptr);
-  EXPECT_EQ(checkpoint::find_family(""), nullptr);
-}
-
-TEST(Families, PatternsMatchWholeNumbersOnly) {
-  EXPECT_EQ(checkpoint::expand_expert("experts.{e}.w1", 11), "experts.11.w1");
-  EXPECT_TRUE(checkpoint::matches_pattern("experts.{e}.w1", "experts.11.w1"));
-  for (const char* name : {"experts..w1", "experts.1x.w1", "experts.1.w2", "experts.1.w11",
-                           "shared_experts.1.w1", "experts.-1.w1"}) {
-    EXPECT_FALSE(checkpoint::matches_pattern("experts.{e}.w1", name)) << name;
-  }
-  EXPECT_TRUE(checkpoint::matches_pattern("experts.gate_up_proj", "experts.gate_up_proj"));
-  EXPECT_FALSE(checkpoint::matches_pattern("experts.gate_up_proj", "experts.gate_up_proj_bias"));
-}
-
-// Released sizes: the shapes that a real checkpoint has.
-TEST(LayerPlan, ReleasedShapes) {
-  Json json = deepseek_v3();
-  json["quantization_config"] = {{"quant_method", "fp8"}, {"weight_block_size", {128, 128}}};
-  const checkpoint::ModelConfig config = parse(json);
-  checkpoint::LayerSource source;
-  ASSERT_FALSE(config.layers.empty());
-  source.spec = config.layers[0];
-  source.family = config.family;
-  source.layout = &config.family->layouts[0];
-  source.shared_layout = &config.family->shared_layout;
-  source.weight_suffix = source.layout->weight_suffixes.list()[0];
-  source.gate_weight = config.family->gate_weight;
-  source.correction_bias = config.family->correction_bias.list()[0];
-  source.experts.stored = source.shared.stored = checkpoint::StoredFormat::kFp8Block;
-  source.experts_dtype = source.shared_dtype = DType::kF8E4M3;
-  const std::vector<checkpoint::PlannedTensor> plan = checkpoint::plan_layer(source);
-  EXPECT_EQ(plan.size(), 2U + 6U + 256U * 6U);
-  std::map<std::string, std::string> shapes;
-  for (const checkpoint::PlannedTensor& t : plan) shapes[t.name] = t.shape.to_string();
-  EXPECT_EQ(shapes.size(), plan.size()) << "names are distinct";
-  const std::string p = "model.layers.3.mlp.";
-  EXPECT_EQ(shapes[p + "gate.weight"], "[256, 7168]");
-  EXPECT_EQ(shapes[p + "gate.e_score_correction_bias"], "[256]");
-  EXPECT_EQ(shapes[p + "experts.255.gate_proj.weight"], "[2048, 7168]");
-  EXPECT_EQ(shapes[p + "experts.255.gate_proj.weight_scale_inv"], "[16, 56]");
-  EXPECT_EQ(shapes[p + "experts.0.down_proj.weight_scale_inv"], "[56, 16]");
-  EXPECT_EQ(shapes[p + "shared_experts.up_proj.weight"], "[2048, 7168]");
-}
-
-// DeepSeek-V4's released names: scales beside their weights, tables of token ids.
-TEST(LayerPlan, DeepSeekV4) {
-  Json json = with(v4(), {{"hidden_size", 256}, {"moe_intermediate_size", 128}});
-  json["quantization_config"] = {{"quant_method", "fp8"}, {"weight_block_size", {128, 128}}};
-  const checkpoint::ModelConfig config = parse(json);
-  ASSERT_EQ(config.layers.size(), 4U);
-  checkpoint::LayerSource source;
-  source.family = config.family;
-  source.layout = &config.family->layouts[0];
-  source.shared_layout = &config.family->shared_layout;
-  source.weight_suffix = ".weight";
-  source.correction_bias = config.family->correction_bias.list()[0];
-  source.experts.stored = source.shared.stored = checkpoint::StoredFormat::kFp8Block;
-  source.experts_dtype = source.shared_dtype = DType::kF8E4M3;
-  const auto shapes_of = [&](std::size_t layer) {
-    source.spec = config.layers[layer];
-    std::map<std::string, std::string> shapes;
-    for (const checkpoint::PlannedTensor& t : checkpoint::plan_layer(source))
-      shapes[t.name] = t.shape.to_string();
-    return shapes;
-  };
-  auto hashed = shapes_of(2);
-  EXPECT_EQ(hashed.size(), 2U + 6U + 4U * 6U);
-  EXPECT_EQ(hashed["model.layers.2.ffn.gate.tid2eid"], "[11, 2]");
-  auto scored = shapes_of(3);
-  EXPECT_EQ(scored.size(), 2U + 6U + 4U * 6U);
-  EXPECT_EQ(scored["model.layers.3.ffn.gate.bias"], "[4]");
-  EXPECT_EQ(scored["model.layers.3.ffn.experts.3.w2.scale"], "[2, 1]");
-  EXPECT_EQ(scored["model.layers.3.ffn.shared_experts.w1.scale"], "[1, 2]");
 }
 
 }  // namespace

@@ -2,18 +2,15 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
+#include <array>
 #include <cctype>
-#include <cmath>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <set>
 #include <utility>
 
-#include "checkpoint/config/unread_fields.h"
+#include "checkpoint/config/gguf_metadata.h"
 #include "checkpoint/container/guard.h"
 #include "checkpoint/container/names.h"
-#include "core/fault.h"
 
 namespace moesaic::checkpoint {
 namespace {
@@ -60,127 +57,7 @@ std::int64_t gating_of(const Family& family) {
   return sigmoid ? kGatingSigmoid : kGatingSoftmax;
 }
 
-// Typed reading of "<architecture>.<key>".
-class Metadata {
- public:
-  Metadata(std::string_view label, const GgufHeader& header) : label_(label), header_(header) {}
-
-  void set_architecture(std::string name) { prefix_ = std::move(name) + "."; }
-  std::string_view architecture() const {
-    return std::string_view{prefix_}.substr(0, prefix_.empty() ? 0 : prefix_.size() - 1);
-  }
-
-  Status bad(StatusCode code, const std::string& key, std::string_view text) const {
-    return {code, fmt::format("{}: metadata {}: {}", label_, quote_name(key), text)};
-  }
-
-  Result<std::optional<std::int64_t>> integer(std::string_view name, std::int64_t low,
-                                              std::int64_t high) const {
-    const std::string key = prefix_ + std::string(name);
-    const GgufValue* value = find(key);
-    if (value == nullptr) return std::optional<std::int64_t>();
-    std::int64_t number = 0;
-    if (const auto* plain = std::get_if<std::int64_t>(value)) {
-      number = *plain;
-    } else if (const auto* list = std::get_if<GgufArray>(value)) {
-      MOESAIC_ASSIGN_OR_RETURN(number, one_of(key, *list));
-    } else {
-      return bad(StatusCode::kCorruptFile, key,
-                 fmt::format("got {}, need an integer", gguf_kind_name(*value)));
-    }
-    if (number < low || number > high) {
-      return bad(number > high && high >= kMaxWidth ? StatusCode::kLimitExceeded
-                                                    : StatusCode::kInvalidArgument,
-                 key, fmt::format("got {}, need {} to {}", number, low, high));
-    }
-    return std::optional<std::int64_t>(number);
-  }
-
-  Result<std::int64_t> required(std::string_view name, std::int64_t low, std::int64_t high) const {
-    MOESAIC_ASSIGN_OR_RETURN(const auto value, integer(name, low, high));
-    if (value) return *value;
-    return bad(StatusCode::kCorruptFile, prefix_ + std::string(name), "missing, need an integer");
-  }
-
-  Result<std::optional<double>> number(std::string_view name) const {
-    const std::string key = prefix_ + std::string(name);
-    const GgufValue* value = find(key);
-    if (value == nullptr) return std::optional<double>();
-    const auto* plain = std::get_if<double>(value);
-    if (plain == nullptr || !std::isfinite(*plain)) {
-      return bad(StatusCode::kCorruptFile, key,
-                 fmt::format("got {}, need a finite number",
-                             plain == nullptr ? std::string(gguf_kind_name(*value))
-                                              : fmt::to_string(*plain)));
-    }
-    return std::optional<double>(*plain);
-  }
-
-  Result<std::optional<bool>> boolean(std::string_view name) const {
-    const std::string key = prefix_ + std::string(name);
-    const GgufValue* value = find(key);
-    if (value == nullptr) return std::optional<bool>();
-    if (const auto* flag = std::get_if<bool>(value)) return std::optional<bool>(*flag);
-    return bad(StatusCode::kCorruptFile, key,
-               fmt::format("got {}, need a bool", gguf_kind_name(*value)));
-  }
-
-  Result<std::string> string(const std::string& key) const {
-    const GgufValue* value = find(key);
-    if (value == nullptr) return bad(StatusCode::kCorruptFile, key, "missing, need a string");
-    if (const auto* text = std::get_if<std::string>(value)) return *text;
-    return bad(StatusCode::kCorruptFile, key,
-               fmt::format("got {}, need a string", gguf_kind_name(*value)));
-  }
-
-  // Refuses keys that were not looked up and whose names refer to experts: what they mean is not
-  // computed. Which layers have experts is read from the tensors.
-  Status check_unread() const {
-    constexpr auto kLayers =
-        std::to_array<std::string_view>({"interleave_moe_layer_step", "moe_every_n_layers"});
-    for (const auto& [key, value] : header_.metadata) {
-      if (!key.starts_with(prefix_) || read_.contains(key)) continue;
-      const std::string_view name = std::string_view{key}.substr(prefix_.size());
-      const bool layers = std::find(kLayers.begin(), kLayers.end(), name) != kLayers.end();
-      if (layers || !speaks_of_experts(name) || MOESAIC_FAULT(gguf_accept_unknown_keys)) continue;
-      return bad(StatusCode::kUnsupported, key,
-                 "not known to this version, and its name speaks of experts or routing");
-    }
-    return {};
-  }
-
- private:
-  const GgufValue* find(const std::string& key) const {
-    read_.insert(key);
-    const auto it = header_.metadata.find(key);
-    return it == header_.metadata.end() ? nullptr : &it->second;
-  }
-
-  // Some writers state a value per layer. All that are not zero must be equal: sizes that differ
-  // between MoE layers are not supported.
-  Result<std::int64_t> one_of(const std::string& key, const GgufArray& list) const {
-    std::int64_t found = 0;
-    for (const std::int64_t value : list.integers) {
-      if (value == 0 || value == found) continue;
-      if (found != 0) {
-        return bad(StatusCode::kUnsupported, key,
-                   fmt::format("got a list with {} and {}, need one value", found, value));
-      }
-      found = value;
-    }
-    if (!list.kept || list.integers.empty()) {
-      return bad(StatusCode::kCorruptFile, key, "got a list, need an integer");
-    }
-    return found;
-  }
-
-  std::string_view label_;
-  const GgufHeader& header_;
-  std::string prefix_;
-  mutable std::set<std::string> read_;
-};
-
-Result<const Architecture*> find_architecture(const Metadata& metadata) {
+Result<const Architecture*> find_architecture(const GgufMetadata& metadata) {
   MOESAIC_ASSIGN_OR_RETURN(const std::string name, metadata.string("general.architecture"));
   std::vector<std::string_view> known;
   for (const Architecture& architecture : kArchitectures) {
@@ -196,8 +73,8 @@ Result<const Architecture*> find_architecture(const Metadata& metadata) {
 
 // One architecture for three families: the gating function tells V2 from the others, the grouping
 // of experts (which older files do not state) V3 from Kimi-K2.
-Result<std::string_view> model_type_of(const Metadata& metadata, const Architecture& architecture,
-                                       std::int64_t num_experts) {
+Result<std::string_view> model_type_of(const GgufMetadata& metadata,
+                                       const Architecture& architecture, std::int64_t num_experts) {
   MOESAIC_ASSIGN_OR_RETURN(const auto gating, metadata.integer("expert_gating_func", 0, 255));
   if (architecture.name == "granitemoe") {
     MOESAIC_ASSIGN_OR_RETURN(const auto shared,
@@ -210,7 +87,7 @@ Result<std::string_view> model_type_of(const Metadata& metadata, const Architect
   return std::string_view(num_experts == kV3Experts ? "deepseek_v3" : "kimi_k2");
 }
 
-Status check_gating(const Metadata& metadata, const Family& family) {
+Status check_gating(const GgufMetadata& metadata, const Family& family) {
   MOESAIC_ASSIGN_OR_RETURN(const auto gating, metadata.integer("expert_gating_func", 0, 255));
   // 0: the writer left it to the architecture.
   if (!gating || *gating == 0 || *gating == gating_of(family)) return {};
@@ -220,7 +97,7 @@ Status check_gating(const Metadata& metadata, const Family& family) {
 }
 
 // What the family does not leave to the file: the file may say so, but nothing else.
-Status check_fixed_routing(const Metadata& metadata, const Family& family) {
+Status check_fixed_routing(const GgufMetadata& metadata, const Family& family) {
   const RoutingRule& rule = family.routing;
   const auto key = [&](std::string_view name) {
     return fmt::format("{}.{}", metadata.architecture(), name);
@@ -250,7 +127,7 @@ Status check_fixed_routing(const Metadata& metadata, const Family& family) {
 }
 
 // The experts' part of a config.json that says what the metadata say.
-Result<nlohmann::json> routing_fields(const Metadata& metadata, const Family& family,
+Result<nlohmann::json> routing_fields(const GgufMetadata& metadata, const Family& family,
                                       const Architecture& architecture) {
   nlohmann::json json = nlohmann::json::object();
   const RoutingRule& rule = family.routing;
@@ -279,7 +156,7 @@ Result<nlohmann::json> routing_fields(const Metadata& metadata, const Family& fa
   return json;
 }
 
-Status add_shared(const Metadata& metadata, const Family& family, nlohmann::json* json) {
+Status add_shared(const GgufMetadata& metadata, const Family& family, nlohmann::json* json) {
   if (family.shared == SharedRule::kNone) return {};
   MOESAIC_ASSIGN_OR_RETURN(const auto count, metadata.integer("expert_shared_count", 0, 1024));
   MOESAIC_ASSIGN_OR_RETURN(const auto width,
@@ -347,7 +224,7 @@ int layer_of(std::string_view name, std::int64_t num_layers) {
 
 Result<ModelConfig> read_checked(std::string_view label,
                                  std::span<const GgufHeader* const> headers) {
-  Metadata metadata(label, *headers.front());
+  GgufMetadata metadata(label, *headers.front());
   MOESAIC_ASSIGN_OR_RETURN(const Architecture* architecture, find_architecture(metadata));
   metadata.set_architecture(std::string(architecture->name));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t num_layers,

@@ -1,0 +1,94 @@
+// Operands as values: making the forms that schemes are put together from, and telling them apart.
+// For the catalogue (scheme.cc); compile-time.
+#pragma once
+
+#include <cstdint>
+
+#include "moesaic/quant.h"
+#include "quant/block_scales.h"
+#include "quant/mx.h"
+
+namespace moesaic::quant::forms {
+
+using G = ScaleGranularity;
+using F = ScaleFormat;
+inline constexpr DType kE4M3 = DType::kF8E4M3, kE2M1 = DType::kF4E2M1;
+
+constexpr OperandQuant plain(DType dtype) {
+  OperandQuant q;
+  q.dtype = dtype;
+  return q;
+}
+constexpr OperandQuant scaled(DType dtype, G granularity, F format, std::int64_t block_n = 0,
+                              std::int64_t block_k = 0) {
+  OperandQuant q = plain(dtype);
+  q.granularity = granularity;
+  q.scale_format = format;
+  q.block_n = block_n;
+  q.block_k = block_k;
+  return q;
+}
+constexpr OperandQuant group(DType dtype, F format, std::int64_t block_k) {
+  return scaled(dtype, G::kGroup, format, 1, block_k);
+}
+constexpr OperandQuant outer(OperandQuant q, OuterScale scale) {
+  q.outer_scale = scale;
+  return q;
+}
+// Activations: scales computed from the data at run time.
+constexpr OperandQuant dynamic(OperandQuant q, ExponentRule rule = ExponentRule::kNone) {
+  q.dynamic = true;
+  q.rule = rule;
+  return q;
+}
+constexpr OperandQuant token(DType dtype) { return dynamic(scaled(dtype, G::kToken, F::kF32)); }
+constexpr OperandQuant table(OperandQuant q, CodeTable values) {
+  q.table = values;
+  return q;
+}
+
+constexpr bool is_plain(const OperandQuant& q, DType dtype) {
+  return q.granularity == G::kNone && q.dtype == dtype && q.table == CodeTable::kNone;
+}
+constexpr bool is_group(const OperandQuant& q, DType dtype, F format, std::int64_t size,
+                        OuterScale outer_scale = OuterScale::kNone) {
+  return q.dtype == dtype && q.granularity == G::kGroup && q.scale_format == format &&
+         q.block_n == 1 && q.block_k == size && q.outer_scale == outer_scale;
+}
+constexpr bool is_per(const OperandQuant& q, DType dtype, G granularity) {
+  return q.dtype == dtype && q.granularity == granularity && q.scale_format == F::kF32 &&
+         q.outer_scale == OuterScale::kNone;
+}
+// Neither zero points nor an order of columns of its own, which belong to integers; no table.
+constexpr bool is_bare(const OperandQuant& w) {
+  return w.zero_point == ZeroPoint::kNone && !w.act_order && w.table == CodeTable::kNone;
+}
+constexpr bool is_integer(const OperandQuant& w) {
+  const bool four = w.dtype == DType::kI4 || w.dtype == DType::kU4;
+  const bool eight = w.dtype == DType::kI8 || w.dtype == DType::kU8;
+  const bool grouped = w.granularity == G::kGroup && w.block_n == 1 && w.block_k > 0;
+  return (four || eight) && (grouped || w.granularity == G::kChannel) &&
+         w.scale_format == F::kF32 && w.outer_scale == OuterScale::kNone &&
+         w.table == CodeTable::kNone;
+}
+// A table needs codes from 0.
+constexpr bool is_table(const OperandQuant& w) {
+  return w.dtype == DType::kU4 && w.granularity == G::kGroup && w.table != CodeTable::kNone &&
+         w.zero_point == ZeroPoint::kNone && !w.act_order && is_integer(table(w, CodeTable::kNone));
+}
+
+constexpr bool is_fp8_token(const OperandQuant& a) {
+  return is_per(a, kE4M3, G::kToken) && a.dynamic;
+}
+constexpr bool is_fp8_static(const OperandQuant& a) {
+  return is_per(a, kE4M3, G::kTensor) && !a.dynamic;
+}
+constexpr bool is_fp8_group(const OperandQuant& a) {
+  return a.dynamic && (is_group(a, kE4M3, F::kF32, quant::kFp8BlockSize) ||
+                       is_group(a, kE4M3, F::kE8M0, quant::kFp8BlockSize));
+}
+constexpr bool is_mx_group(const OperandQuant& a, DType dtype, ExponentRule rule) {
+  return is_group(a, dtype, F::kE8M0, quant::kMxGroupSize) && a.dynamic && a.rule == rule;
+}
+
+}  // namespace moesaic::quant::forms
