@@ -104,16 +104,4 @@ __device__ __forceinline__ void quantize_groups(const QuantRowsParams& p, std::u
   }
 }
 
-// By thread `thread` of the `threads` threads, whole warps, that block `block` of `blocks` has for
-// them.
-__device__ __forceinline__ void do_chores(const ExpertChores& c, int thread, int threads,
-                                          std::uint32_t block, std::uint32_t blocks) {
-  if (block == 0) {
-    for (int i = thread; i < c.zero_words; i += threads) c.zero[i] = 0;
-  }
-  const auto at_once = static_cast<std::uint32_t>(threads / 16);
-  quantize_groups(c.quant, block * at_once + static_cast<std::uint32_t>(thread / 16),
-                  blocks * at_once, count_groups(c.quant));
-}
-
 }  // namespace moesaic::cuda

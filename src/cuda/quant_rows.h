@@ -21,17 +21,6 @@ struct QuantRowsParams {
   std::int64_t scale_stride = 0;
 };
 
-// What the experts stage needs before its GEMMs whatever the routing: rows quantised (quant.tokens
-// may be 0) and words of its workspace zeroed.
-struct ExpertChores {
-  QuantRowsParams quant;
-  std::uint32_t* zero = nullptr;
-  std::int32_t zero_words = 0;
-  // The experts' kernel should start before the gate's predecessors have ended. Not where it leaves
-  // multiprocessors without work: which ones then depends on who ended first.
-  bool starts_early = false;
-};
-
 // The codes and scales of ref_quantize_fp8_row, bit for bit. Returns a cudaError_t value.
 int launch_quant_rows(const QuantRowsParams& params, void* stream);
 

@@ -190,14 +190,14 @@ TEST(CudaGate, KernelsBySizeAndDType) {
     return choose_gate_kernel(p);
   };
   using cuda::GateKernel;
-  EXPECT_EQ(choice(1, 256, 7168), GateKernel::kFewTokens);
-  EXPECT_EQ(choice(16, 384, 7168), GateKernel::kFewTokens);
-  EXPECT_EQ(choice(17, 384, 7168), GateKernel::kSomeTokens);
-  EXPECT_EQ(choice(64, 384, 7168), GateKernel::kSomeTokens);
-  EXPECT_EQ(choice(128, 384, 7168), GateKernel::kManyTokens) << "290 KB for each block";
-  EXPECT_EQ(choice(128, 128, 4096), GateKernel::kSomeTokens);
-  EXPECT_EQ(choice(129, 128, 2048), GateKernel::kManyTokens);
-  EXPECT_EQ(choice(64, 8, 32768), GateKernel::kManyTokens) << "rows too long for shared memory";
+  EXPECT_EQ(choice(1, 256, 7168), GateKernel::kOneWave);
+  EXPECT_EQ(choice(16, 384, 7168), GateKernel::kOneWave);
+  EXPECT_EQ(choice(17, 384, 7168), GateKernel::kResidentWeights);
+  EXPECT_EQ(choice(64, 384, 7168), GateKernel::kResidentWeights);
+  EXPECT_EQ(choice(128, 384, 7168), GateKernel::kTiledPipeline) << "290 KB for each block";
+  EXPECT_EQ(choice(128, 128, 4096), GateKernel::kResidentWeights);
+  EXPECT_EQ(choice(129, 128, 2048), GateKernel::kTiledPipeline);
+  EXPECT_EQ(choice(64, 8, 32768), GateKernel::kTiledPipeline) << "rows too long for shared memory";
   EXPECT_EQ(choice(1, 8, 7163), GateKernel::kWarpPerLogit);
   EXPECT_EQ(choice(1, 256, 7168, false, DType::kF16), GateKernel::kWarpPerLogit);
   EXPECT_EQ(choice(32, 256, 3072, true), GateKernel::kFp32Rows);
@@ -205,19 +205,21 @@ TEST(CudaGate, KernelsBySizeAndDType) {
   EXPECT_EQ(choice(33, 256, 3072, true), GateKernel::kWarpPerLogit);
   EXPECT_EQ(choice(32, 128, 3072, true), GateKernel::kWarpPerLogit);
   EXPECT_EQ(choice(1, 256, 3072, true, DType::kF16), GateKernel::kWarpPerLogit);
-  EXPECT_EQ(gate_kernel_name(GateKernel::kFewTokens), "sm90_gate_few");
+  EXPECT_EQ(gate_kernel_name(GateKernel::kOneWave), "sm90_gate_one_wave");
+  EXPECT_EQ(gate_kernel_name(GateKernel::kResidentWeights), "sm90_gate_resident_weights");
+  EXPECT_EQ(gate_kernel_name(GateKernel::kTiledPipeline), "sm90_gate_tiled_pipeline");
 }
 
-TEST(CudaGate, LinesOfTheKernelForSomeTokens) {
-  EXPECT_EQ(some_tokens_lines(shape_of(17, 256, 7168)), 1);
-  EXPECT_EQ(some_tokens_lines(shape_of(64, 256, 7168)), 1);
-  EXPECT_EQ(some_tokens_lines(shape_of(128, 128, 4096)), 2);
-  EXPECT_LE(cuda::some_tokens_bytes(7168), cuda::kGateSharedLimit);
+TEST(CudaGate, LinesOfResidentWeights) {
+  EXPECT_EQ(resident_weights_lines(shape_of(17, 256, 7168)), 1);
+  EXPECT_EQ(resident_weights_lines(shape_of(64, 256, 7168)), 1);
+  EXPECT_EQ(resident_weights_lines(shape_of(128, 128, 4096)), 2);
+  EXPECT_LE(cuda::resident_weights_bytes(7168), cuda::kGateSharedLimit);
 }
 
-TEST(CudaGate, TilesOfTheKernelForManyTokens) {
+TEST(CudaGate, TilesOfThePipeline) {
   const auto grid = [](std::int64_t tokens, std::int32_t experts, std::int32_t hidden) {
-    const cuda::ManyTokensGrid g = many_tokens_grid(shape_of(tokens, experts, hidden));
+    const cuda::TiledPipelineGrid g = tiled_pipeline_grid(shape_of(tokens, experts, hidden));
     return std::tuple(g.tokens, g.experts, g.cluster);
   };
   using Grid = std::tuple<int, int, int>;
@@ -235,7 +237,7 @@ TEST(CudaGate, TilesOfTheKernelForManyTokens) {
     const auto p = shape_of(c.tokens, static_cast<std::int32_t>(c.experts),
                             static_cast<std::int32_t>(c.hidden));
     if (c.weight_f32 || c.x_dtype != DType::kBF16) continue;
-    if (choose_gate_kernel(p) != cuda::GateKernel::kManyTokens) continue;
+    if (choose_gate_kernel(p) != cuda::GateKernel::kTiledPipeline) continue;
     all.insert(grid(c.tokens, p.experts, p.hidden));
   }
   EXPECT_EQ(all, (std::set<Grid>{{64, 64, 1},

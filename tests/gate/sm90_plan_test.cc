@@ -33,14 +33,14 @@ TEST(GatePlan, SmallerPartsHaveRoomForFewerClusters) {
 
 TEST(GatePlan, SmallerPartsGetFewerLines) {
   // Three clusters of experts: four lines are twelve clusters at once, of which ten are sure.
-  EXPECT_EQ(some_tokens_lines(gate_shape(128, 96, 7168)), 4);
-  EXPECT_EQ(some_tokens_lines(gate_shape(128, 96, 7168), kPcie), 2);
-  EXPECT_EQ(choose_gate_kernel(gate_shape(128, 96, 4096), kPcie), GateKernel::kSomeTokens);
+  EXPECT_EQ(resident_weights_lines(gate_shape(128, 96, 7168)), 4);
+  EXPECT_EQ(resident_weights_lines(gate_shape(128, 96, 7168), kPcie), 2);
+  EXPECT_EQ(choose_gate_kernel(gate_shape(128, 96, 4096), kPcie), GateKernel::kResidentWeights);
 }
 
-TEST(GatePlan, SmallerPartsGetOtherTilesOfManyTokens) {
+TEST(GatePlan, SmallerPartsGetOtherTilesInThePipeline) {
   const auto grid = [](std::int64_t tokens, std::int32_t hidden, const DeviceTraits& device) {
-    const ManyTokensGrid g = many_tokens_grid(gate_shape(tokens, 128, hidden), device);
+    const TiledPipelineGrid g = tiled_pipeline_grid(gate_shape(tokens, 128, hidden), device);
     return std::tuple(g.tokens, g.experts, g.cluster);
   };
   // 128 tiles of 64 tokens are one wave of 132 blocks, but two of 114.

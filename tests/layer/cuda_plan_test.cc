@@ -5,8 +5,8 @@
 #include <string>
 
 #include "layer/layer_case.h"
-#include "layer/sm90/few_tokens_plan.h"
 #include "layer/sm90/layer.h"
+#include "layer/sm90/prologue_plan.h"
 #include "moesaic/communicator.h"
 #include "support/refusal.h"
 
@@ -75,9 +75,10 @@ TEST(CudaPlan, GateKernelsFollowTokensShapeAndDType) {
     }
     return names;
   };
-  EXPECT_EQ(kernels(deepseek_v3(), on_gpu(16)), "sm90_gate_few ");
-  EXPECT_EQ(kernels(deepseek_v3(), on_gpu(64)), "sm90_gate_some sm90_gate_few ");
-  EXPECT_EQ(kernels(deepseek_v3(), on_gpu(129)), "sm90_gate_many sm90_gate_few sm90_gate_some ");
+  EXPECT_EQ(kernels(deepseek_v3(), on_gpu(16)), "sm90_gate_one_wave ");
+  EXPECT_EQ(kernels(deepseek_v3(), on_gpu(64)), "sm90_gate_resident_weights sm90_gate_one_wave ");
+  EXPECT_EQ(kernels(deepseek_v3(), on_gpu(129)),
+            "sm90_gate_tiled_pipeline sm90_gate_one_wave sm90_gate_resident_weights ");
   // A CPU has none of them, but its own tiers; neither has those of the other.
   const std::string on_cpu = kernels(small_spec(), {});
   EXPECT_EQ(on_cpu.find("sm90"), std::string::npos) << on_cpu;
@@ -147,27 +148,27 @@ TEST(CudaPlan, ALayerForAMissingDeviceIsRefused) {
                  {"CPU"});
 }
 
-// --- Few tokens ----------------------------------------------------------------------------------
+// --- The experts' prologue ------------------------------------------------------------------------
 
-TEST(CudaPlan, WhatIsDoneInFrontOfTheExperts) {
-  using cuda::InFront;
-  const auto chosen = [](bool takes, bool gate, bool moves, bool routes) {
-    return cuda::choose_in_front({takes, gate, moves, routes});
+TEST(CudaPlan, WhichKernelRunsTheExpertsPrologue) {
+  using cuda::ProloguePlace;
+  const auto chosen = [](bool has, bool gate, bool moves, bool routes) {
+    return cuda::choose_prologue_place({has, gate, moves, routes});
   };
-  EXPECT_EQ(chosen(true, true, true, true), InFront::kGatePrepares);
-  EXPECT_EQ(chosen(true, false, true, true), InFront::kRouterPrepares);
-  EXPECT_EQ(chosen(true, true, false, true), InFront::kRouterPrepares);
-  EXPECT_EQ(chosen(true, true, true, false), InFront::kRouterPrepares);
-  EXPECT_EQ(chosen(false, true, true, true), InFront::kNothing);
-  cuda::FewTokensPlan plan;
-  plan.add(InFront::kGatePrepares, InFront::kRouterPrepares, InFront::kNothing);
-  plan.add(InFront::kRouterPrepares, InFront::kNothing, InFront::kGatePrepares);
-  EXPECT_EQ(plan.of(1, DType::kBF16), InFront::kGatePrepares);
-  EXPECT_EQ(plan.of(1, DType::kF16), InFront::kRouterPrepares);
-  EXPECT_EQ(plan.of(2, DType::kF32), InFront::kGatePrepares);
-  EXPECT_EQ(plan.of(2, DType::kBF16), InFront::kRouterPrepares);
+  EXPECT_EQ(chosen(true, true, true, true), ProloguePlace::kInGate);
+  EXPECT_EQ(chosen(true, false, true, true), ProloguePlace::kInRouter);
+  EXPECT_EQ(chosen(true, true, false, true), ProloguePlace::kInRouter);
+  EXPECT_EQ(chosen(true, true, true, false), ProloguePlace::kInRouter);
+  EXPECT_EQ(chosen(false, true, true, true), ProloguePlace::kInExperts);
+  cuda::ProloguePlan plan;
+  plan.add(ProloguePlace::kInGate, ProloguePlace::kInRouter, ProloguePlace::kInExperts);
+  plan.add(ProloguePlace::kInRouter, ProloguePlace::kInExperts, ProloguePlace::kInGate);
+  EXPECT_EQ(plan.of(1, DType::kBF16), ProloguePlace::kInGate);
+  EXPECT_EQ(plan.of(1, DType::kF16), ProloguePlace::kInRouter);
+  EXPECT_EQ(plan.of(2, DType::kF32), ProloguePlace::kInGate);
+  EXPECT_EQ(plan.of(2, DType::kBF16), ProloguePlace::kInRouter);
   for (const std::int64_t tokens : {0, 3, 1000}) {
-    EXPECT_EQ(plan.of(tokens, DType::kBF16), InFront::kNothing) << tokens;
+    EXPECT_EQ(plan.of(tokens, DType::kBF16), ProloguePlace::kInExperts) << tokens;
   }
 }
 

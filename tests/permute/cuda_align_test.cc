@@ -117,7 +117,7 @@ void expect_list(std::int32_t pairs, std::int32_t local, bool mapped) {
   EXPECT_EQ(list.control.values<std::uint32_t>()[1], record);
 }
 
-// Few pairs are listed by comparing, more by counting.
+// Up to kComparedPairs pairs are listed by comparing, more by counting.
 TEST(CudaAlign, ExpertsAscendAndSoDoTheirPairs) {
   REQUIRE_HOPPER();
   for (const std::int32_t pairs : {1, 3, 31, 32, 33, 255, 256, 257, 320, 1023, 1024}) {

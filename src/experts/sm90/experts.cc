@@ -66,7 +66,7 @@ QuantRowsParams CudaExperts::Impl::quant_params(const CudaExpertsArgs& a,
   return q;
 }
 
-std::optional<ExpertChores> CudaExperts::chores(const CudaExpertsArgs& a) const {
+std::optional<ExpertsPrologue> CudaExperts::prologue(const CudaExpertsArgs& a) const {
   const ExpertsPlan& plan = impl_->plan;
   MoeProblem problem = impl_->problem;
   if (a.top_k > 0) problem.top_k = a.top_k;
@@ -76,15 +76,15 @@ std::optional<ExpertChores> CudaExperts::chores(const CudaExpertsArgs& a) const 
   Arena arena({static_cast<std::byte*>(a.workspace), static_cast<std::size_t>(a.workspace_bytes)});
   const ExpertsWorkspace w = ExpertsWorkspace::carve(problem, plan, a.tokens, arena);
   if (!arena.status().ok()) return std::nullopt;  // enqueue says why
-  ExpertChores chores;
+  ExpertsPrologue prologue;
   if (plan.makes_rows() && a.hidden_scale == nullptr && !a.rows_kept) {
-    chores.quant = impl_->quant_params(a, w);
+    prologue.quant = impl_->quant_params(a, w);
   }
-  chores.zero = w.control;
-  chores.zero_words = w.counter_words;
+  prologue.zero = w.control;
+  prologue.zero_words = w.counter_words;
   const int workers = impl_->traits.sms / (impl_->variant(a).max_columns <= kSplitColumns ? 2 : 1);
-  chores.starts_early = pairs * plan.w13.bands() >= workers;
-  return chores;
+  prologue.starts_early = pairs * plan.w13.bands() >= workers;
+  return prologue;
 }
 
 void CudaExperts::Impl::ask_ahead(AheadWeights& ahead) const {
@@ -136,7 +136,7 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   align.band_done = w.band_done;
   align.bands = static_cast<std::int32_t>(2 * plan.w2.bands());
   const bool makes_rows = plan.makes_rows() && a.hidden_scale == nullptr;
-  if (!a.chores_done) {
+  if (!a.prologue_done) {
     const bool quantize = makes_rows && !a.rows_kept;
     MOESAIC_RETURN_IF_ERROR(
         check_call("align and quantize", launch_align(align, quantize ? &q : nullptr, stream)));
@@ -163,7 +163,7 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   g.rows.y2 = a.slot_rows != nullptr ? static_cast<std::uint16_t*>(a.slot_rows) : w.y2;
   g.list = {w.groups,  w.pair_of_row, plan.weight_on_input ? nullptr : w.weight_of_row,
             w.control, w.control + 1, w.group_done};
-  if (a.chores_done) {
+  if (a.prologue_done) {
     g.own_list.pairs = pairs;
     g.own_list.source = {a.topk_ids, a.topk_weights, a.expert_map, align.num_experts,
                          align.num_local_experts};

@@ -8,7 +8,7 @@
 #include <span>
 #include <string_view>
 
-#include "cuda/quant_rows.h"
+#include "cuda/experts_prologue.h"
 #include "moesaic/experts.h"
 #include "moesaic/status.h"
 #include "router/sm90/route.h"
@@ -42,9 +42,9 @@ struct CudaExpertsArgs {
   DType output_dtype = DType::kBF16;  // BF16 or F32
   void* workspace = nullptr;          // 256-byte aligned, >= workspace_size(M)
   std::int64_t workspace_bytes = 0;
-  // The chores of this call are done (CudaExperts::chores): a kernel less here.
-  bool chores_done = false;
-  // With chores_done: the GEMM kernel routes (CudaExperts::can_route); topk_ids and topk_weights
+  // A kernel in front has run the prologue of this call (CudaExperts::prologue): a kernel less here.
+  bool prologue_done = false;
+  // With prologue_done: the GEMM kernel routes (CudaExperts::can_route); topk_ids and topk_weights
   // are where it puts ids and weights, the last slots of a token those of fused shared experts.
   std::optional<RouteParams> route;
 };
@@ -86,17 +86,16 @@ class CudaExperts {
   // Capturable; a captured graph replays with other ids and weights. May be called from several
   // threads with distinct workspaces. kDevice when a launch fails.
   Status enqueue(void* stream, const CudaExpertsArgs& args) const;
-  // Few pairs: what of a call does not depend on its routing, so that a kernel in front of enqueue
-  // can do it beside its own work; then enqueue must be told. Of `args` only tokens, top_k,
-  // hidden_states, hidden_scale and workspace are read. Empty where that does not apply; the bits
-  // of the result are the same.
-  std::optional<ExpertChores> chores(const CudaExpertsArgs& args) const;
-  // After a call with these arguments, without chores_done, has run and before its workspace is
+  // The prologue of a call, for a kernel in front of enqueue to run; then enqueue must be told. Of
+  // `args` only tokens, top_k, hidden_states, hidden_scale and workspace are read. Empty above
+  // kListPairs pairs and where the rows depend on the routing; the bits of the result are the same.
+  std::optional<ExpertsPrologue> prologue(const CudaExpertsArgs& args) const;
+  // After a call with these arguments, without prologue_done, has run and before its workspace is
   // used again: adds what rounding did to each row, [tokens], in the order of slots. Waits; copies
   // rows, codes and results to the host. The intermediate's own values are gone: its error is that
   // of its codes' steps.
   Status add_numerics(const CudaExpertsArgs& args, std::span<RowNumerics> rows) const;
-  // May args.route be this, in a call that has chores? Saves the router's kernel; same bits.
+  // May args.route be this, in a call that has a prologue? Saves the router's kernel; same bits.
   bool can_route(const RouteParams& route) const;
 
  private:

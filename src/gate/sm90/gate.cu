@@ -194,14 +194,14 @@ int launch_gate(const GateParams& p, const DeviceTraits& device, void* stream) {
   if (p.tokens == 0) return 0;
   MOESAIC_ARM_CUDA_FAULTS();
   const GateKernel kernel = choose_gate_kernel(p, device);
-  assert(p.chores.zero == nullptr || kernel == GateKernel::kFewTokens);
+  assert(p.prologue.zero == nullptr || kernel == GateKernel::kOneWave);
   switch (kernel) {
-    case GateKernel::kFewTokens:
-      return launch_gate_few(p, stream);
-    case GateKernel::kSomeTokens:
-      return launch_gate_some(p, device, stream);
-    case GateKernel::kManyTokens:
-      return launch_gate_many(p, device, stream);
+    case GateKernel::kOneWave:
+      return launch_gate_one_wave(p, stream);
+    case GateKernel::kResidentWeights:
+      return launch_gate_resident_weights(p, device, stream);
+    case GateKernel::kTiledPipeline:
+      return launch_gate_tiled_pipeline(p, device, stream);
     case GateKernel::kFp32Rows:
       return static_cast<int>(p.x_dtype == DType::kF32
                                   ? launch_fp32_rows<float>(p, stream)

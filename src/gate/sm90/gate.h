@@ -6,7 +6,7 @@
 
 #include "core/host_device.h"
 #include "cuda/device_traits.h"
-#include "cuda/quant_rows.h"
+#include "cuda/experts_prologue.h"
 #include "moesaic/dtype.h"
 
 namespace moesaic::cuda {
@@ -19,19 +19,19 @@ struct GateParams {
   const float* bias = nullptr;  // [experts] or null
   std::int64_t tokens = 0;
   std::int32_t experts = 0;
-  std::int32_t hidden = 0;  // any; rows that are not multiples of 16 bytes are read singly
-  float* logits = nullptr;  // [tokens, experts], overlaps nothing
-  ExpertChores chores;      // kFewTokens: done by the same launch; others: must be empty
+  std::int32_t hidden = 0;   // any; rows that are not multiples of 16 bytes are read singly
+  float* logits = nullptr;   // [tokens, experts], overlaps nothing
+  ExpertsPrologue prologue;  // kOneWave: run by the same launch; others: must be empty
 };
 
 // Which kernel computes the logits: a pure function of the parameters' shapes and dtypes and of the
 // device.
 enum class GateKernel : std::uint8_t {
-  kFewTokens,     // tensor cores, at most 16 tokens: all operands asked for at once
-  kSomeTokens,    // tensor cores, at most 128 tokens: the weights stay, tokens pass
-  kManyTokens,    // tensor cores, a pipeline of tiles
-  kFp32Rows,      // fp32 weights of [256, 3072] and [128, 6144], at most 32 tokens
-  kWarpPerLogit,  // anything
+  kOneWave,          // tensor cores, at most 16 tokens: all operands are requested at once
+  kResidentWeights,  // tensor cores, at most 128 tokens: the weights stay, the tokens pass
+  kTiledPipeline,    // tensor cores (wgmma), a pipeline of tiles
+  kFp32Rows,         // fp32 weights of [256, 3072] and [128, 6144], at most 32 tokens
+  kWarpPerLogit,     // anything
 };
 GateKernel choose_gate_kernel(const GateParams& params, const DeviceTraits& device = {});
 std::string_view gate_kernel_name(GateKernel kernel);
@@ -46,9 +46,10 @@ std::string_view gate_kernel_name(GateKernel kernel);
 int launch_gate(const GateParams& params, const DeviceTraits& device, void* stream);
 
 // The kernels behind it.
-int launch_gate_few(const GateParams& params, void* stream);
-int launch_gate_some(const GateParams& params, const DeviceTraits& device, void* stream);
-int launch_gate_many(const GateParams& params, const DeviceTraits& device, void* stream);
+int launch_gate_one_wave(const GateParams& params, void* stream);
+int launch_gate_resident_weights(const GateParams& params, const DeviceTraits& device,
+                                 void* stream);
+int launch_gate_tiled_pipeline(const GateParams& params, const DeviceTraits& device, void* stream);
 
 // How the tensor-core kernels cut K: eight groups of four slices of whole steps of 16 elements.
 inline constexpr int kGateGroups = 8, kGateSlicesOfGroup = 4;
@@ -60,25 +61,23 @@ inline constexpr int kGateSteps7168 = 14;  // rows of 7168: DeepSeek-V3, Kimi-K2
 // Bytes between rows of so many steps in shared memory: 16 more than they take, so that ldmatrix
 // meets no bank twice.
 MOESAIC_HOST_DEVICE constexpr int gate_row_pitch(int steps) { return steps * 32 + 16; }
-// Shared memory that a block may take, and what blocks of the kernels for few and for some tokens
-// take.
+// Shared memory that a block may take, and what a block of kOneWave and of kResidentWeights takes.
 inline constexpr int kGateSharedLimit = kHopperSharedBytes;
-inline constexpr int kSomeTokens = 128;
-int few_tokens_bytes(int tokens, int hidden);
-// The kernel for some tokens: experts of a block, whose rows stay, and tokens of a tile that
-// passes, two of which are under way.
-inline constexpr int kSomeExperts = 32, kSomeTileTokens = 32;
-inline constexpr int kSomeFixedBytes =
-    64 + kSomeTokens * kSomeExperts * 4 +
-    kGateSlicesOfGroup * kSomeTileTokens * (kSomeExperts + 4) * 4;
-int some_tokens_bytes(int hidden);
+int one_wave_bytes(int tokens, int hidden);
+// kResidentWeights: the most tokens, the experts of a block, whose rows stay, and the tokens of a
+// tile that passes; two tiles are under way.
+inline constexpr int kResidentTokens = 128, kResidentExperts = 32, kResidentTileTokens = 32;
+inline constexpr int kResidentFixedBytes =
+    64 + kResidentTokens * kResidentExperts * 4 +
+    kGateSlicesOfGroup * kResidentTileTokens * (kResidentExperts + 4) * 4;
+int resident_weights_bytes(int hidden);
 // Lines of its grid that share the tiles of tokens: as many as one wave of blocks has room for.
-int some_tokens_lines(const GateParams& params, const DeviceTraits& device = {});
-// Of the kernel for many tokens: a tile of 128 x 128, 64 x 128 or 64 x 64, and 1, 4 or 8 blocks
-// that share its groups of K, by an estimate of the time.
-struct ManyTokensGrid {
+int resident_weights_lines(const GateParams& params, const DeviceTraits& device = {});
+// Of kTiledPipeline: a tile of 128 x 128, 64 x 128 or 64 x 64, and 1, 2, 4 or 8 blocks that share
+// its groups of K, by an estimate of the time.
+struct TiledPipelineGrid {
   int tokens = 128, experts = 128, cluster = 1;
 };
-ManyTokensGrid many_tokens_grid(const GateParams& params, const DeviceTraits& device = {});
+TiledPipelineGrid tiled_pipeline_grid(const GateParams& params, const DeviceTraits& device = {});
 
 }  // namespace moesaic::cuda

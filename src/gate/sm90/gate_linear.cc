@@ -83,15 +83,15 @@ GateParams CudaGate::params(const void* x, DType x_dtype, std::int64_t tokens,
   return p;
 }
 
-bool CudaGate::does_chores(DType x_dtype, std::int64_t tokens) const {
+bool CudaGate::runs_prologue(DType x_dtype, std::int64_t tokens) const {
   return choose_gate_kernel(params(nullptr, x_dtype, tokens, nullptr), device_) ==
-         GateKernel::kFewTokens;
+         GateKernel::kOneWave;
 }
 
 Status CudaGate::enqueue(void* stream, const void* x, DType x_dtype, std::int64_t tokens,
-                         float* logits, const ExpertChores* chores) const {
+                         float* logits, const ExpertsPrologue* prologue) const {
   GateParams p = params(x, x_dtype, tokens, logits);
-  if (chores != nullptr) p.chores = *chores;
+  if (prologue != nullptr) p.prologue = *prologue;
   return check_call("gate", launch_gate(p, device_, stream));
 }
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "cuda/device_memory.h"
-#include "cuda/quant_rows.h"
+#include "cuda/experts_prologue.h"
 #include "gate/sm90/gate.h"
 #include "moesaic/dtype.h"
 #include "moesaic/status.h"
@@ -20,11 +20,11 @@ class CudaGate {
 
   // x [tokens, H] of x_dtype (F32, BF16 or F16) to logits [tokens, E], device pointers as
   // launch_gate takes them. The accumulator is fp32 and is not rounded in any tier.
-  // `chores`: done by the same launch, for an experts stage that follows; null: none. Only where
-  // does_chores says so.
+  // `prologue`: of an experts stage that follows, run by the same launch; null: none. Only where
+  // runs_prologue says so.
   Status enqueue(void* stream, const void* x, DType x_dtype, std::int64_t tokens, float* logits,
-                 const ExpertChores* chores = nullptr) const;
-  bool does_chores(DType x_dtype, std::int64_t tokens) const;
+                 const ExpertsPrologue* prologue = nullptr) const;
+  bool runs_prologue(DType x_dtype, std::int64_t tokens) const;
 
   std::int64_t num_experts() const { return experts_; }
   std::int64_t bytes() const { return weight_.bytes() + bias_.bytes(); }

@@ -4,9 +4,9 @@
 // four slices; rank r adds up the groups for the tokens that it owns.
 #include <cuda_runtime.h>
 
+#include "cuda/experts_prologue.cuh"
 #include "cuda/fault.cuh"
 #include "cuda/once_per_device.h"
-#include "cuda/quant_rows.cuh"
 #include "gate/sm90/gate_clusters.cuh"
 #include "gate/sm90/gate_mma.cuh"
 
@@ -15,16 +15,16 @@ namespace {
 
 // One block. Tokens: 8 or 16; Steps of 16 elements per slice, 0: known at run time.
 template <int Tokens, int Steps>
-class FewTokensGate {
+class OneWaveGate {
  public:
   static constexpr int kExperts = 16;
   static constexpr int kThreads = 128;
-  // With chores there is a warp more for them.
+  // With a prologue there is one more warp, which runs it.
   static constexpr int kMostThreads = kThreads + 32;
   static constexpr int kRankTokens = Tokens / kGateGroups;  // of each block of the cluster
 
-  // `shared`: few_tokens_bytes of 16-byte aligned memory.
-  __device__ FewTokensGate(const GateParams& p, char* shared)
+  // `shared`: one_wave_bytes of 16-byte aligned memory.
+  __device__ OneWaveGate(const GateParams& p, char* shared)
       : p_(p),
         received_(reinterpret_cast<float*>(shared)),
         sums_(reinterpret_cast<float*>(shared + Tokens * kExperts * 4)),
@@ -116,23 +116,23 @@ class FewTokensGate {
 
 template <class Gate>
 __global__ void __launch_bounds__(Gate::kMostThreads)
-    gate_few(const __grid_constant__ GateParams p) {
+    gate_one_wave(const __grid_constant__ GateParams p) {
   extern __shared__ __align__(16) char shared[];
-  const int chore_thread = static_cast<int>(threadIdx.x) - Gate::kThreads;
-  if (chore_thread >= 0) {
+  const int prologue_thread = static_cast<int>(threadIdx.x) - Gate::kThreads;
+  if (prologue_thread >= 0) {
     // The barriers of the cluster are all threads'.
     ptx::cluster_arrive_relaxed();
-    if (p.chores.starts_early) ptx::grid_launch_dependents();
+    if (p.prologue.starts_early) ptx::grid_launch_dependents();
     ptx::grid_dependency_wait();
     ptx::grid_launch_dependents();
-    do_chores(p.chores, chore_thread, 32, blockIdx.x, gridDim.x);
+    run_prologue(p.prologue, prologue_thread, 32, blockIdx.x, gridDim.x);
     ptx::cluster_wait();
     ptx::cluster_sync();
     return;
   }
   Gate gate(p, shared);
   gate.ask_for_weights();
-  if (p.chores.starts_early) ptx::grid_launch_dependents();
+  if (p.prologue.starts_early) ptx::grid_launch_dependents();
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   gate.ask_for_rows();
@@ -142,14 +142,14 @@ __global__ void __launch_bounds__(Gate::kMostThreads)
 
 template <int Tokens, int Steps>
 cudaError_t launch(const GateParams& p, void* stream) {
-  using Gate = FewTokensGate<Tokens, Steps>;
+  using Gate = OneWaveGate<Tokens, Steps>;
   static OncePerDevice once;
-  const cudaError_t prepared = once([] { return allow_all_shared_memory(gate_few<Gate>); });
+  const cudaError_t prepared = once([] { return allow_all_shared_memory(gate_one_wave<Gate>); });
   if (prepared != cudaSuccess) return prepared;
-  return launch_gate_clusters(gate_few<Gate>, p, kGateGroups,
+  return launch_gate_clusters(gate_one_wave<Gate>, p, kGateGroups,
                               (p.experts + Gate::kExperts - 1) / Gate::kExperts, 1,
-                              p.chores.zero != nullptr ? Gate::kMostThreads : Gate::kThreads,
-                              few_tokens_bytes(Tokens, p.hidden), stream);
+                              p.prologue.zero != nullptr ? Gate::kMostThreads : Gate::kThreads,
+                              one_wave_bytes(Tokens, p.hidden), stream);
 }
 
 template <int Steps>
@@ -159,7 +159,7 @@ cudaError_t launch_steps(const GateParams& p, void* stream) {
 
 }  // namespace
 
-int launch_gate_few(const GateParams& p, void* stream) {
+int launch_gate_one_wave(const GateParams& p, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
   return static_cast<int>(gate_slice_steps(p.hidden) == kGateSteps7168
                               ? launch_steps<kGateSteps7168>(p, stream)

@@ -6,7 +6,7 @@
 namespace moesaic::cuda {
 namespace {
 
-constexpr std::int64_t kFewTokens = 16;
+constexpr std::int64_t kOneWaveTokens = 16;
 constexpr std::int64_t kFp32RowsTokens = 32;  // of the specialised fp32 tier
 constexpr std::int32_t kLongest = 1 << 20;    // elements of a row on tensor cores
 
@@ -23,7 +23,7 @@ bool has_fp32_rows(const GateParams& p) {
 
 }  // namespace
 
-int few_tokens_bytes(int tokens, int hidden) {
+int one_wave_bytes(int tokens, int hidden) {
   constexpr int kExperts = 16;
   const int operands =
       kGateSlicesOfGroup * (kExperts + tokens) * gate_row_pitch(gate_slice_steps(hidden));
@@ -31,25 +31,25 @@ int few_tokens_bytes(int tokens, int hidden) {
   return tokens * kExperts * 4 + std::max(operands, sums);
 }
 
-int some_tokens_bytes(int hidden) {
-  return kSomeFixedBytes + (kSomeExperts + 2 * kSomeTileTokens) *
-                               gate_row_pitch(gate_slice_steps(hidden) * kGateSlicesOfGroup);
+int resident_weights_bytes(int hidden) {
+  return kResidentFixedBytes + (kResidentExperts + 2 * kResidentTileTokens) *
+                                   gate_row_pitch(gate_slice_steps(hidden) * kGateSlicesOfGroup);
 }
 
-int some_tokens_lines(const GateParams& p, const DeviceTraits& device) {
+int resident_weights_lines(const GateParams& p, const DeviceTraits& device) {
   const int at_once =
-      device.sure_clusters_of_8 * (kGateSharedLimit / (some_tokens_bytes(p.hidden) + 1024));
-  const int clusters = (p.experts + kSomeExperts - 1) / kSomeExperts;
-  const int tiles = (static_cast<int>(p.tokens) + kSomeTileTokens - 1) / kSomeTileTokens;
+      device.sure_clusters_of_8 * (kGateSharedLimit / (resident_weights_bytes(p.hidden) + 1024));
+  const int clusters = (p.experts + kResidentExperts - 1) / kResidentExperts;
+  const int tiles = (static_cast<int>(p.tokens) + kResidentTileTokens - 1) / kResidentTileTokens;
   const int line_tiles = (tiles - 1) / std::clamp(at_once / clusters, 1, tiles) + 1;
   return (tiles - 1) / line_tiles + 1;
 }
 
-ManyTokensGrid many_tokens_grid(const GateParams& p, const DeviceTraits& device) {
+TiledPipelineGrid tiled_pipeline_grid(const GateParams& p, const DeviceTraits& device) {
   // Microseconds on an H100 SXM, measured: a block's start and end, and a chunk of 64 elements of K.
   // The choice asks for their ratios only.
   struct Cost {
-    ManyTokensGrid grid;
+    TiledPipelineGrid grid;
     double start, chunk;
   };
   constexpr Cost kCosts[] = {{{128, 128, 1}, 8.5, 0.32}, {{128, 128, 4}, 7.8, 0.32},
@@ -57,10 +57,10 @@ ManyTokensGrid many_tokens_grid(const GateParams& p, const DeviceTraits& device)
                              {{64, 128, 2}, 5.5, 0.29},  {{64, 128, 8}, 4.6, 0.29},
                              {{64, 64, 1}, 3.2, 0.25},   {{64, 64, 2}, 3.6, 0.25},
                              {{64, 64, 4}, 4.0, 0.25},   {{64, 64, 8}, 4.4, 0.25}};
-  ManyTokensGrid best;
+  TiledPipelineGrid best;
   double least = 0;
   for (const Cost& cost : kCosts) {
-    const ManyTokensGrid& g = cost.grid;
+    const TiledPipelineGrid& g = cost.grid;
     const std::int64_t tiles =
         ((p.tokens + g.tokens - 1) / g.tokens) * ((p.experts + g.experts - 1) / g.experts);
     const double bytes = static_cast<double>(tiles) * (g.tokens + g.experts) * p.hidden * 2;
@@ -80,30 +80,30 @@ GateKernel choose_gate_kernel(const GateParams& p, const DeviceTraits& device) {
     return has_fp32_rows(p) && p.tokens <= kFp32RowsTokens ? GateKernel::kFp32Rows
                                                            : GateKernel::kWarpPerLogit;
   }
-  if (p.tokens <= kFewTokens &&
-      few_tokens_bytes(p.tokens <= 8 ? 8 : 16, p.hidden) <= kGateSharedLimit) {
-    return GateKernel::kFewTokens;
+  if (p.tokens <= kOneWaveTokens &&
+      one_wave_bytes(p.tokens <= 8 ? 8 : 16, p.hidden) <= kGateSharedLimit) {
+    return GateKernel::kOneWave;
   }
-  if (p.tokens > kSomeTokens || some_tokens_bytes(p.hidden) > kGateSharedLimit) {
-    return GateKernel::kManyTokens;
+  if (p.tokens > kResidentTokens || resident_weights_bytes(p.hidden) > kGateSharedLimit) {
+    return GateKernel::kTiledPipeline;
   }
   // A block has 32 experts for all the tokens of its line: past so many bytes the tiles of the
   // other kernel read fewer and are as fast or faster.
   constexpr std::int64_t kMostBytes = 200 * 1024;
-  const std::int64_t line = (p.tokens - 1) / some_tokens_lines(p, device) + 1;
+  const std::int64_t line = (p.tokens - 1) / resident_weights_lines(p, device) + 1;
   const std::int64_t row_bytes = p.hidden / kGateGroups * 2;
-  return (kSomeExperts + line) * row_bytes <= kMostBytes ? GateKernel::kSomeTokens
-                                                         : GateKernel::kManyTokens;
+  return (kResidentExperts + line) * row_bytes <= kMostBytes ? GateKernel::kResidentWeights
+                                                             : GateKernel::kTiledPipeline;
 }
 
 std::string_view gate_kernel_name(GateKernel kernel) {
   switch (kernel) {
-    case GateKernel::kFewTokens:
-      return "sm90_gate_few";
-    case GateKernel::kSomeTokens:
-      return "sm90_gate_some";
-    case GateKernel::kManyTokens:
-      return "sm90_gate_many";
+    case GateKernel::kOneWave:
+      return "sm90_gate_one_wave";
+    case GateKernel::kResidentWeights:
+      return "sm90_gate_resident_weights";
+    case GateKernel::kTiledPipeline:
+      return "sm90_gate_tiled_pipeline";
     case GateKernel::kFp32Rows:
       return "sm90_gate_fp32_rows";
     case GateKernel::kWarpPerLogit:

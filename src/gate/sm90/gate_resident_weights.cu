@@ -1,4 +1,4 @@
-// The gate for 17 to 128 tokens (gate_mma.cuh has the arithmetic): as for few tokens a block
+// The gate for 17 to 128 tokens (gate_mma.cuh has the arithmetic): as in gate_one_wave.cu a block
 // has one group of four slices and a cluster all eight, but 32 experts, whose rows stay in shared
 // memory while the tokens pass through it, 32 at a time. Rows come as bulk copies.
 #include <cuda_runtime.h>
@@ -11,10 +11,10 @@
 namespace moesaic::cuda {
 namespace {
 
-constexpr int kRankTokens = kSomeTokens / kGateGroups;  // of each block of a cluster
+constexpr int kRankTokens = kResidentTokens / kGateGroups;  // of each block of a cluster
 constexpr int kBuffers = 2;
 
-constexpr int kExperts = kSomeExperts, kTokens = kSomeTileTokens;
+constexpr int kExperts = kResidentExperts, kTokens = kResidentTileTokens;
 constexpr int kThreads =
     32 * kGateSlicesOfGroup * kExperts / 16;  // a warp per slice and 16 experts
 constexpr int kSumPitch = kExperts + 4;
@@ -22,12 +22,13 @@ constexpr int kSumPitch = kExperts + 4;
 // Shared memory: barriers (of the weights and of each buffer), sums received from the cluster, sums
 // of the slices, rows.
 constexpr int kReceived = 64;
-constexpr int kSums = kReceived + kSomeTokens * kExperts * 4;
+constexpr int kSums = kReceived + kResidentTokens * kExperts * 4;
 constexpr int kWeights = kSums + kGateSlicesOfGroup * kTokens * kSumPitch * 4;
-static_assert(kWeights == kSomeFixedBytes);
+static_assert(kWeights == kResidentFixedBytes);
 
 template <int Steps>
-__global__ void __launch_bounds__(kThreads, 1) gate_some(const __grid_constant__ GateParams p) {
+__global__ void __launch_bounds__(kThreads, 1)
+    gate_resident_weights(const __grid_constant__ GateParams p) {
   extern __shared__ __align__(128) char shared[];
   const std::uint32_t base = ptx::shared_address(shared);
   const int lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
@@ -135,16 +136,17 @@ __global__ void __launch_bounds__(kThreads, 1) gate_some(const __grid_constant__
 template <int Steps>
 cudaError_t launch(const GateParams& p, const DeviceTraits& device, void* stream) {
   static OncePerDevice once;
-  const cudaError_t prepared = once([] { return allow_all_shared_memory(gate_some<Steps>); });
+  const cudaError_t prepared =
+      once([] { return allow_all_shared_memory(gate_resident_weights<Steps>); });
   if (prepared != cudaSuccess) return prepared;
-  return launch_gate_clusters(gate_some<Steps>, p, kGateGroups,
-                              (p.experts + kExperts - 1) / kExperts, some_tokens_lines(p, device),
-                              kThreads, some_tokens_bytes(p.hidden), stream);
+  return launch_gate_clusters(
+      gate_resident_weights<Steps>, p, kGateGroups, (p.experts + kExperts - 1) / kExperts,
+      resident_weights_lines(p, device), kThreads, resident_weights_bytes(p.hidden), stream);
 }
 
 }  // namespace
 
-int launch_gate_some(const GateParams& p, const DeviceTraits& device, void* stream) {
+int launch_gate_resident_weights(const GateParams& p, const DeviceTraits& device, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
   return static_cast<int>(gate_slice_steps(p.hidden) == kGateSteps7168
                               ? launch<kGateSteps7168>(p, device, stream)

@@ -1,6 +1,6 @@
-// The gate for many tokens (gate_mma.cuh has the arithmetic): tiles of tokens by experts on
-// whole-warpgroup multiplies, whose accumulators have the bits of the chains of m16n8k16 of the
-// other kernels. One warpgroup loads, two multiply.
+// The gate for more tokens or longer rows than gate_resident_weights.cu takes (gate_mma.cuh has the
+// arithmetic): tiles of tokens by experts on whole-warpgroup multiplies, whose accumulators have the
+// bits of the chains of m16n8k16 of the other kernels. One warpgroup loads, two multiply.
 //
 // A block has all eight groups of K of a tile, or a cluster of two, four or eight blocks shares
 // them: then each leaves the sums of its groups in shared memory, and adds up all eight for its
@@ -16,7 +16,7 @@
 #include "gate/sm90/gate_tiled_pipeline_load.cuh"
 
 namespace moesaic::cuda {
-namespace gate_many {
+namespace gate_tiled {
 namespace {
 
 constexpr int kSumBarrier = 1;
@@ -198,7 +198,7 @@ __device__ __forceinline__ void multiply_tile(const GateParams& p, const Place& 
 
 template <class T>
 __global__ void __launch_bounds__(kLoaders + kMultipliers, 1)
-    gate_many(const __grid_constant__ GateParams p) {
+    gate_tiled_pipeline(const __grid_constant__ GateParams p) {
   extern __shared__ __align__(1024) char shared[];
   Place at;
   at.ring = ptx::shared_address(shared);
@@ -231,29 +231,30 @@ template <int Tokens, int Experts, int Cluster>
 cudaError_t launch(const GateParams& p, void* stream) {
   using T = Tile<Tokens, Experts, Cluster>;
   static OncePerDevice once;
-  const cudaError_t prepared = once([] { return allow_all_shared_memory(gate_many<T>); });
+  const cudaError_t prepared = once([] { return allow_all_shared_memory(gate_tiled_pipeline<T>); });
   if (prepared != cudaSuccess) return prepared;
-  return launch_gate_clusters(gate_many<T>, p, Cluster, (p.experts + Experts - 1) / Experts,
+  return launch_gate_clusters(gate_tiled_pipeline<T>, p, Cluster,
+                              (p.experts + Experts - 1) / Experts,
                               static_cast<int>((p.tokens + Tokens - 1) / Tokens),
                               kLoaders + kMultipliers, T::kBytes, stream);
 }
 
 }  // namespace
-}  // namespace gate_many
+}  // namespace gate_tiled
 
-int launch_gate_many(const GateParams& p, const DeviceTraits& device, void* stream) {
+int launch_gate_tiled_pipeline(const GateParams& p, const DeviceTraits& device, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
-  const ManyTokensGrid g = many_tokens_grid(p, device);
+  const TiledPipelineGrid g = tiled_pipeline_grid(p, device);
   const auto run = [&]<int Tokens, int Experts>(std::integral_constant<int, Tokens>,
                                                 std::integral_constant<int, Experts>) {
-    if (g.cluster == 8) return gate_many::launch<Tokens, Experts, 8>(p, stream);
+    if (g.cluster == 8) return gate_tiled::launch<Tokens, Experts, 8>(p, stream);
     if constexpr (Tokens * 2 != Experts) {
-      if (g.cluster == 4) return gate_many::launch<Tokens, Experts, 4>(p, stream);
+      if (g.cluster == 4) return gate_tiled::launch<Tokens, Experts, 4>(p, stream);
     }
     if constexpr (Tokens == 64) {
-      if (g.cluster == 2) return gate_many::launch<Tokens, Experts, 2>(p, stream);
+      if (g.cluster == 2) return gate_tiled::launch<Tokens, Experts, 2>(p, stream);
     }
-    return gate_many::launch<Tokens, Experts, 1>(p, stream);
+    return gate_tiled::launch<Tokens, Experts, 1>(p, stream);
   };
   constexpr std::integral_constant<int, 64> k64;
   constexpr std::integral_constant<int, 128> k128;

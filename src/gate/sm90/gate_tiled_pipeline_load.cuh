@@ -1,12 +1,12 @@
-// The gate for many tokens (gate_tiled_pipeline.cu): tiles, their place in shared memory, and the
-// warpgroup that loads them.
+// The pipeline of gate_tiled_pipeline.cu: tiles, their place in shared memory, and the warpgroup
+// that loads them.
 #pragma once
 
 #include <cstdint>
 
 #include "gate/sm90/gate_mma.cuh"
 
-namespace moesaic::cuda::gate_many {
+namespace moesaic::cuda::gate_tiled {
 
 inline constexpr int kChunk = 64;  // elements of K per stage: rows of 128 bytes
 inline constexpr int kLoaders = 128, kMultipliers = 256;
@@ -117,4 +117,4 @@ __device__ __forceinline__ void load_tile(const GateParams& p, const Place& at) 
   ptx::async_wait_all();
 }
 
-}  // namespace moesaic::cuda::gate_many
+}  // namespace moesaic::cuda::gate_tiled

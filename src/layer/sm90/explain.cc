@@ -45,10 +45,10 @@ void append_gate(const layer::FusedPlan& plan, Device device, Rows& rows) {
     std::string_view text;
   };
   std::array<Need, 5> needs = {{
-      {GateKernel::kFewTokens, "bf16 weights with rows of a multiple of 8 that fit shared memory"},
-      {GateKernel::kSomeTokens, "such weights and over 16 tokens"},
+      {GateKernel::kOneWave, "bf16 weights with rows of a multiple of 8 that fit shared memory"},
+      {GateKernel::kResidentWeights, "such weights and over 16 tokens"},
       {GateKernel::kFp32Rows, "fp32 weights of [256, 3072] or [128, 6144]"},
-      {GateKernel::kManyTokens, "bf16 weights with rows of a multiple of 8 and over 64 tokens"},
+      {GateKernel::kTiledPipeline, "bf16 weights with rows of a multiple of 8 and over 64 tokens"},
       {GateKernel::kWarpPerLogit, "a shape or dtype that no other kernel takes"},
   }};
   std::stable_partition(needs.begin(), needs.end(),

@@ -136,7 +136,7 @@ Result<std::unique_ptr<layer::LayerEngine>> CudaLayer::create(const layer::Engin
       LayerWorkspace::carve(plan, impl->shared_gate.has_value(), options.max_tokens, arena));
   static_cast<void>(unused);
   MOESAIC_RETURN_IF_ERROR(impl->workspace.reserve("workspace", arena.used()));
-  MOESAIC_RETURN_IF_ERROR(impl->make_few_tokens_plans());
+  MOESAIC_RETURN_IF_ERROR(impl->make_prologue_plans());
   std::unique_ptr<layer::LayerEngine> layer(new (std::nothrow) CudaLayer(std::move(impl)));
   if (!layer) return Status(StatusCode::kOutOfMemory, "cannot allocate the layer");
   return layer;

@@ -11,8 +11,8 @@
 #include "experts/sm90/experts.h"
 #include "gate/sm90/gate_linear.h"
 #include "layer/rank_mesh.h"
-#include "layer/sm90/few_tokens_plan.h"
 #include "layer/sm90/layer.h"
+#include "layer/sm90/prologue_plan.h"
 #include "prepare_finalize/sm90/all_to_all.h"
 #include "prepare_finalize/sm90/device_messages.h"
 #include "router/sm90/router.h"
@@ -34,7 +34,7 @@ struct CudaLayer::Impl {
   Allocation expert_map;
   Allocation ones, shared_ids;  // [max_tokens]: weight and id of an ungated shared expert
   Allocation workspace;
-  FewTokensPlan apart, joined;  // the routed experts by themselves, with the shared one among them
+  ProloguePlan apart, joined;  // the routed experts by themselves, with the shared one among them
   // Over ranks: how rows travel (null: they do not), and the sums of ranks with the same rows.
   std::unique_ptr<CudaAllToAll> transport;
   std::optional<DeviceReplicas> replicas;
@@ -82,10 +82,10 @@ struct CudaLayer::Impl {
                         const LayerWorkspace& w) const;
   Status gather_replicas(void* stream, const Out& out, std::int64_t tokens) const;
   // At the end of create: `joined` and `apart`, for as many tokens as either may matter.
-  Status make_few_tokens_plans();
-  Result<InFront> in_front(std::int64_t tokens, DType x_dtype, bool with_shared) const;
-  // Gate and router. `next`: the experts' call that follows at once, or null: what of it the plan
-  // puts in front is done here, and it learns so.
+  Status make_prologue_plans();
+  Result<ProloguePlace> prologue_place(std::int64_t tokens, DType x_dtype, bool with_shared) const;
+  // Gate and router. `next`: the experts' call that follows at once, or null. Where the plan puts
+  // its prologue in the gate's or the router's kernel, `next` is told.
   Status route(void* stream, const Rows& rows, const LayerWorkspace& w, bool with_shared,
                CudaExpertsArgs* next) const;
   CudaExpertsArgs routed_args(const Rows& rows, const LayerWorkspace& w) const;

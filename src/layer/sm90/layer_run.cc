@@ -14,32 +14,35 @@ Result<LayerWorkspace> CudaLayer::Impl::carve(std::int64_t tokens) const {
   return LayerWorkspace::carve(plan, shared_gate.has_value(), tokens, arena);
 }
 
-Result<InFront> CudaLayer::Impl::in_front(std::int64_t tokens, DType x_dtype,
-                                          bool with_shared) const {
+Result<ProloguePlace> CudaLayer::Impl::prologue_place(std::int64_t tokens, DType x_dtype,
+                                                      bool with_shared) const {
   MOESAIC_ASSIGN_OR_RETURN(const LayerWorkspace w, carve(tokens));
   CudaExpertsArgs a = routed_args({nullptr, x_dtype, nullptr, tokens}, w);
   CudaRouterArgs r;
   r.tokens = tokens;
   if (with_shared) a.top_k = 0;
   const std::optional<RouteParams> rule = (with_shared ? joined_router : router)->usual(r);
-  FewTokensFacts facts;
-  facts.experts_take_it = experts->chores(a).has_value();
-  facts.gate_prepares = gate->does_chores(x_dtype, tokens);
+  PrologueFacts facts;
+  facts.experts_have_prologue = experts->prologue(a).has_value();
+  facts.gate_runs_prologue = gate->runs_prologue(x_dtype, tokens);
   facts.router_rule_moves = rule.has_value();
   facts.experts_route = rule && experts->can_route(*rule);
-  return choose_in_front(facts);
+  return choose_prologue_place(facts);
 }
 
-Status CudaLayer::Impl::make_few_tokens_plans() {
+Status CudaLayer::Impl::make_prologue_plans() {
   if (!experts) return {};
-  // Nothing is done in front of calls with more pairs than that.
+  // Calls with more pairs than that have no prologue.
   const std::int64_t most = std::min<std::int64_t>(max_tokens, kListPairs);
   for (const bool with_shared : {false, true}) {
     if (with_shared && !joins) continue;
     for (std::int64_t tokens = 1; tokens <= most; ++tokens) {
-      MOESAIC_ASSIGN_OR_RETURN(const InFront bf16, in_front(tokens, DType::kBF16, with_shared));
-      MOESAIC_ASSIGN_OR_RETURN(const InFront f16, in_front(tokens, DType::kF16, with_shared));
-      MOESAIC_ASSIGN_OR_RETURN(const InFront f32, in_front(tokens, DType::kF32, with_shared));
+      MOESAIC_ASSIGN_OR_RETURN(const ProloguePlace bf16,
+                               prologue_place(tokens, DType::kBF16, with_shared));
+      MOESAIC_ASSIGN_OR_RETURN(const ProloguePlace f16,
+                               prologue_place(tokens, DType::kF16, with_shared));
+      MOESAIC_ASSIGN_OR_RETURN(const ProloguePlace f32,
+                               prologue_place(tokens, DType::kF32, with_shared));
       (with_shared ? joined : apart).add(bf16, f16, f32);
     }
   }
@@ -55,20 +58,20 @@ Status CudaLayer::Impl::route(void* stream, const Rows& rows, const LayerWorkspa
   r.topk_weights = w.topk_weights;
   r.topk_ids = w.topk_ids;
   r.zero_expert_weight = w.zero_weight;
-  const InFront how = next == nullptr
-                          ? InFront::kNothing
-                          : (with_shared ? joined : apart).of(rows.tokens, rows.x_dtype);
-  std::optional<ExpertChores> chores;
-  if (how != InFront::kNothing) {
-    chores = experts->chores(*next);
-    next->chores_done = true;
+  const ProloguePlace how = next == nullptr
+                                ? ProloguePlace::kInExperts
+                                : (with_shared ? joined : apart).of(rows.tokens, rows.x_dtype);
+  std::optional<ExpertsPrologue> prologue;
+  if (how != ProloguePlace::kInExperts) {
+    prologue = experts->prologue(*next);
+    next->prologue_done = true;
   }
-  if (how == InFront::kGatePrepares) {
+  if (how == ProloguePlace::kInGate) {
     next->route = with.usual(r);
-    return gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits, &*chores);
+    return gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits, &*prologue);
   }
   MOESAIC_RETURN_IF_ERROR(gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits));
-  return with.enqueue(stream, r, chores ? &*chores : nullptr);
+  return with.enqueue(stream, r, prologue ? &*prologue : nullptr);
 }
 
 Status CudaLayer::Impl::measure(void* stream, const CudaExperts& experts, const CudaExpertsArgs& a,

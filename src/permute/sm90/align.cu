@@ -7,7 +7,7 @@
 #include "cuda/once_per_device.h"
 #include "cuda/ptx/sync.cuh"
 #include "cuda/quant_rows.cuh"
-#include "permute/sm90/align_few.cuh"
+#include "permute/sm90/align_compared.cuh"
 
 namespace moesaic::cuda {
 namespace {
@@ -208,14 +208,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ std::int32_t counts[];
   const auto placing = static_cast<unsigned>(p.blocks * p.parts);
   const bool places = blockIdx.x < placing;
-  if (places && p.pairs > kFewPairs) {
+  if (places && p.pairs > kComparedPairs) {
     place_pairs(p, counts);
   } else {
     ptx::grid_dependency_wait();
     ptx::grid_launch_dependents();
     if (places) {
-      __shared__ __align__(16) std::uint32_t codes[kFewPairs];
-      place_few_pairs(p, codes);
+      __shared__ __align__(16) std::uint32_t codes[kComparedPairs];
+      place_compared_pairs(p, codes);
     }
   }
   const unsigned group = threadIdx.x / kGroupThreads, all = count_groups(q);
@@ -265,7 +265,7 @@ int launch_align(const AlignParams& params, const QuantRowsParams* quant, void* 
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(p.blocks * p.parts + quantizing));
   config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = p.pairs <= kFewPairs
+  config.dynamicSmemBytes = p.pairs <= kComparedPairs
                                 ? 0
                                 : static_cast<std::size_t>(kWarps + 2) *
                                       static_cast<std::size_t>(p.num_local_experts) *

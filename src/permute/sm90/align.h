@@ -44,8 +44,8 @@ inline constexpr int kOneBlockPairs = 1024;
 
 inline constexpr int kMaxAlignedExperts = 1024;
 
-// Pairs that one block lists by comparing all with all (align_few.cuh), a thread each.
-inline constexpr int kFewPairs = 256;
+// Up to so many pairs one block lists by comparing all with all (align_compared.cuh), a thread each.
+inline constexpr int kComparedPairs = 256;
 
 // Groups that any routing of `pairs` pairs can produce.
 constexpr std::int64_t max_group_records(std::int64_t pairs, std::int64_t local_experts,

@@ -1,9 +1,9 @@
 // Compiled with --fmad=false: products and sums round separately, as on the CPU.
 #include <cuda_runtime.h>
 
+#include "cuda/experts_prologue.cuh"
 #include "cuda/fault.cuh"
 #include "cuda/ptx/sync.cuh"
-#include "cuda/quant_rows.cuh"
 #include "router/scoring.h"
 #include "router/sm90/route.h"
 #include "router/sm90/route_keys.cuh"
@@ -430,7 +430,7 @@ class WarpRouter {
 
 template <int kItems>
 __global__ void __launch_bounds__(kWarps * 32)
-    route(const __grid_constant__ RouteParams p, const __grid_constant__ ExpertChores chores) {
+    route(const __grid_constant__ RouteParams p, const __grid_constant__ ExpertsPrologue prologue) {
   extern __shared__ std::uint32_t shared[];
   const int lane = static_cast<int>(threadIdx.x & 31U);
   const int warp = static_cast<int>(threadIdx.x >> 5);
@@ -438,10 +438,10 @@ __global__ void __launch_bounds__(kWarps * 32)
   ptx::grid_launch_dependents();
   const std::int64_t token = static_cast<std::int64_t>(blockIdx.x) * (blockDim.x >> 5) + warp;
   if (token >= p.tokens) {
-    // Chores come with blocks of one warp.
-    if (chores.zero != nullptr) {
+    // Calls with a prologue have blocks of one warp.
+    if (prologue.zero != nullptr) {
       const auto first = static_cast<unsigned>(p.tokens);
-      do_chores(chores, lane, 32, blockIdx.x - first, gridDim.x - first);
+      run_prologue(prologue, lane, 32, blockIdx.x - first, gridDim.x - first);
     }
     return;
   }
@@ -461,7 +461,7 @@ __global__ void __launch_bounds__(kWarps * 32)
 
 }  // namespace
 
-int launch_route(const RouteParams& p, const ExpertChores* chores, void* stream) {
+int launch_route(const RouteParams& p, const ExpertsPrologue* prologue, void* stream) {
   if (p.tokens == 0) return 0;
   MOESAIC_ARM_CUDA_FAULTS();
   // One warp per block spreads few tokens over the multiprocessors. What a block may have without
@@ -473,8 +473,8 @@ int launch_route(const RouteParams& p, const ExpertChores* chores, void* stream)
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   std::int64_t blocks = (p.tokens + warps - 1) / warps;
-  if (chores != nullptr) {
-    const std::int64_t groups = chores->quant.tokens * ((chores->quant.columns + 127) / 128);
+  if (prologue != nullptr) {
+    const std::int64_t groups = prologue->quant.tokens * ((prologue->quant.columns + 127) / 128);
     blocks += groups > 0 ? (groups + 1) / 2 : 1;
   }
   config.gridDim = dim3(static_cast<unsigned>(blocks));
@@ -489,7 +489,7 @@ int launch_route(const RouteParams& p, const ExpertChores* chores, void* stream)
                       : p.columns <= 512 ? route<16>
                                          : route<32>;
   return static_cast<int>(
-      cudaLaunchKernelEx(&config, kernel, p, chores != nullptr ? *chores : ExpertChores()));
+      cudaLaunchKernelEx(&config, kernel, p, prologue != nullptr ? *prologue : ExpertsPrologue()));
 }
 
 }  // namespace moesaic::cuda

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "cuda/quant_rows.h"
+#include "cuda/experts_prologue.h"
 #include "moesaic/spec.h"
 
 namespace moesaic::cuda {
@@ -36,7 +36,7 @@ struct RouteParams {
 // Selects and weighs as RowRouter::route does, with the same operations in the same order: ids and
 // weights have the CPU's bits. A token id outside the table gives a row of -1 and zeros, as padding
 // does. Capturable; a programmatic launch. Returns a cudaError_t value.
-// `chores`: what further blocks of the kernel do for the experts stage; null: nothing.
-int launch_route(const RouteParams& params, const ExpertChores* chores, void* stream);
+// `prologue`: of an experts stage that follows, run by further blocks of the kernel; null: none.
+int launch_route(const RouteParams& params, const ExpertsPrologue* prologue, void* stream);
 
 }  // namespace moesaic::cuda

@@ -98,7 +98,7 @@ Result<std::unique_ptr<CudaRouter>> CudaRouter::create(const Router::Options& op
 }
 
 Status CudaRouter::enqueue(void* stream, const CudaRouterArgs& a,
-                           const ExpertChores* chores) const {
+                           const ExpertsPrologue* prologue) const {
   const RoutingSpec& spec = impl_->spec;
   if (a.tokens < 0 || a.tokens > (std::int64_t{1} << 30)) {
     return {a.tokens < 0 ? StatusCode::kInvalidArgument : StatusCode::kLimitExceeded,
@@ -121,7 +121,7 @@ Status CudaRouter::enqueue(void* stream, const CudaRouterArgs& a,
   }
   const DeviceScope scope(impl_->device);
   MOESAIC_RETURN_IF_ERROR(scope.status());
-  return check_call("router", launch_route(impl_->of_call(a), chores, stream));
+  return check_call("router", launch_route(impl_->of_call(a), prologue, stream));
 }
 
 std::optional<RouteParams> CudaRouter::usual(const CudaRouterArgs& a) const {

@@ -6,7 +6,7 @@
 #include <optional>
 #include <string>
 
-#include "cuda/quant_rows.h"
+#include "cuda/experts_prologue.h"
 #include "moesaic/router.h"
 #include "moesaic/status.h"
 #include "router/sm90/route.h"
@@ -43,9 +43,10 @@ class CudaRouter {
   // token id outside the hash table, which Router refuses, gives a row of id -1 and weight 0.
   // Launches on `stream` of the device it was created on; capturable. kInvalidArgument (null
   // pointers, negative tokens), kLimitExceeded, kDevice when the launch fails.
-  // `chores`: done by the same launch, for an experts stage that follows; up to 512 tokens.
+  // `prologue`: of an experts stage that follows, run by the same launch; null: none. Up to 512
+  // tokens.
   Status enqueue(void* stream, const CudaRouterArgs& args,
-                 const ExpertChores* chores = nullptr) const;
+                 const ExpertsPrologue* prologue = nullptr) const;
 
   // The same call as parameters for a kernel that routes itself, which then writes ids and weights
   // too. Empty unless the method is kTopK or kGroupedTopK of softmax or sigmoid, without a mask.

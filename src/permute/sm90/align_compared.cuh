@@ -1,5 +1,5 @@
-// The work list of few pairs by one block: every thread looks at all pairs, which takes fewer
-// barriers than counting and scanning. The same list.
+// The work list by one block whose threads have a pair each and compare it with all pairs: up to
+// kComparedPairs pairs that takes fewer barriers than counting and scanning. The same list.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@
 
 namespace moesaic::cuda {
 
-// By the first kFewPairs threads of a block at least, with ids and weights there. `codes`:
-// kFewPairs words of shared memory, 16-byte aligned.
-__device__ __forceinline__ void place_few_pairs(const AlignParams& p, std::uint32_t* codes) {
+// By the first kComparedPairs threads of a block at least, with ids and weights there. `codes`:
+// kComparedPairs words of shared memory, 16-byte aligned.
+__device__ __forceinline__ void place_compared_pairs(const AlignParams& p, std::uint32_t* codes) {
   constexpr std::uint32_t kNone = 0xFFFFFFFE;  // behind every expert
   const auto threads = static_cast<std::int32_t>(blockDim.x);
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
@@ -35,7 +35,7 @@ __device__ __forceinline__ void place_few_pairs(const AlignParams& p, std::uint3
     for (std::int32_t q = 0; q < thread; ++q) rank += codes[q] == mine ? 1 : 0;
   }
   MOESAIC_CUDA_FAULT(
-      cuda_align_few_pairs_in_reverse, rank = 0;
+      cuda_align_compared_pairs_in_reverse, rank = 0;
       for (std::int32_t q = thread + 1; q < p.pairs; ++q) rank += codes[q] == mine ? 1 : 0;)
   const bool opens = mine != kNone && rank % p.rows_per_record == 0;
   __syncthreads();
