@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "cuda/device_traits.h"
 #include "cuda/fault.cuh"
 #include "cuda/quant_rows.cuh"
 
@@ -17,16 +16,16 @@ __global__ void __launch_bounds__(256, 8) quant_rows(const __grid_constant__ Qua
 
 }  // namespace
 
-int launch_quant_rows(const QuantRowsParams& params, void* stream) {
+int launch_quant_rows(const QuantRowsParams& params, const DeviceTraits& device, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
   const std::int64_t groups = params.tokens * ((params.columns + 127) / 128);
-  constexpr std::int64_t kMostBlocks = 16 * DeviceTraits().sms;  // twice what all run at once
+  const std::int64_t most_blocks = std::int64_t{16} * device.sms;  // twice what all run at once
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim =
-      dim3(static_cast<unsigned>(std::clamp<std::int64_t>((groups + 15) / 16, 1, kMostBlocks)));
+      dim3(static_cast<unsigned>(std::clamp<std::int64_t>((groups + 15) / 16, 1, most_blocks)));
   config.blockDim = dim3(256);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/device_traits.h"
 #include "cuda/row_form.h"
 
 namespace moesaic::cuda {
@@ -22,6 +23,6 @@ struct QuantRowsParams {
 };
 
 // The codes and scales of ref_quantize_fp8_row, bit for bit. Returns a cudaError_t value.
-int launch_quant_rows(const QuantRowsParams& params, void* stream);
+int launch_quant_rows(const QuantRowsParams& params, const DeviceTraits& device, void* stream);
 
 }  // namespace moesaic::cuda

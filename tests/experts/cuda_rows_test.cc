@@ -98,7 +98,7 @@ TEST(CudaQuantizedRows, GiveTheBitsOfTheRowsTheyWereMadeOf) {
     q.q = codes.as();
     q.scale = scale.as<float>();
     q.scale_stride = stride;
-    ASSERT_EQ(cuda::launch_quant_rows(q, nullptr), 0);
+    ASSERT_EQ(cuda::launch_quant_rows(q, {}, nullptr), 0);
     CudaExpertsArgs a = d.args();
     a.hidden_states = codes.as();
     a.hidden_scale = scale.as<float>();

@@ -76,7 +76,7 @@ void expect_list(std::int32_t pairs, std::int32_t local, bool mapped) {
   List list(ids, weights, local, kRecord, kBands);
   const DeviceBytes all_map(map);
   if (mapped) list.params.expert_map = all_map.as<std::int32_t>();
-  ASSERT_EQ(launch_align(list.params, nullptr, nullptr), 0);
+  ASSERT_EQ(launch_align(list.params, nullptr, {}, nullptr), 0);
   ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   EXPECT_EQ(list.control.values<std::uint32_t>()[0], 0U);
   EXPECT_EQ(list.bands.values<std::uint32_t>(), std::vector<std::uint32_t>(kBands, 0U));
@@ -168,7 +168,9 @@ TEST(CudaAlign, QuantisesBesideTheList) {
       q.columns = c.columns;
       q.q = codes.as();
       q.scale = scale.as<float>();
-      EXPECT_EQ(beside ? launch_align(list.params, &q, nullptr) : launch_quant_rows(q, nullptr), 0);
+      EXPECT_EQ(
+          beside ? launch_align(list.params, &q, {}, nullptr) : launch_quant_rows(q, {}, nullptr),
+          0);
       EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
       EXPECT_TRUE(codes.margin_is_intact() && scale.margin_is_intact());
       return std::pair(codes.values<std::uint8_t>(), scale.values<std::uint32_t>());

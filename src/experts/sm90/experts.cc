@@ -138,8 +138,8 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   const bool makes_rows = plan.makes_rows() && a.hidden_scale == nullptr;
   if (!a.prologue_done) {
     const bool quantize = makes_rows && !a.rows_kept;
-    MOESAIC_RETURN_IF_ERROR(
-        check_call("align and quantize", launch_align(align, quantize ? &q : nullptr, stream)));
+    MOESAIC_RETURN_IF_ERROR(check_call(
+        "align and quantize", launch_align(align, quantize ? &q : nullptr, impl_->traits, stream)));
   }
 
   CombineParams c;

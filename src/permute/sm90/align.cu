@@ -1,21 +1,19 @@
 #include <cooperative_groups.h>
 #include <cuda_runtime.h>
 
-#include <algorithm>
-
 #include "cuda/fault.cuh"
 #include "cuda/once_per_device.h"
 #include "cuda/ptx/sync.cuh"
 #include "cuda/quant_rows.cuh"
 #include "permute/sm90/align_compared.cuh"
+#include "permute/sm90/align_plan.h"
 
 namespace moesaic::cuda {
 namespace {
 
-constexpr int kThreads = 1024, kWarps = kThreads / 32;
-constexpr int kClusterBlocks = 8;  // of a cluster
-constexpr int kHeld = 8;           // steps whose ids a warp asks for at once
-constexpr int kGroupThreads = 16, kBlockGroups = kThreads / kGroupThreads;  // of quantize_groups
+constexpr int kThreads = kAlignThreads, kWarps = kThreads / 32;
+constexpr int kClusterBlocks = kAlignClusterBlocks, kHeld = kAlignHeld;
+constexpr int kGroupThreads = kAlignGroupThreads, kBlockGroups = kAlignBlockGroups;
 
 __device__ __forceinline__ int local_expert(const AlignParams& p, std::int32_t id) {
   if (id < 0 || id >= p.num_experts) return -1;
@@ -230,7 +228,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
-int launch_align(const AlignParams& params, const QuantRowsParams* quant, void* stream) {
+int launch_align(const AlignParams& params, const QuantRowsParams* quant,
+                 const DeviceTraits& device, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
   static OncePerDevice once;
   const cudaError_t prepared = once([] {
@@ -240,30 +239,20 @@ int launch_align(const AlignParams& params, const QuantRowsParams* quant, void* 
                                 kBytes);
   });
   if (prepared != cudaSuccess) return static_cast<int>(prepared);
-  AlignParams p = params;
-  const bool clusters = p.pairs > kOneBlockPairs;
-  const std::int32_t slices = (clusters ? kClusterBlocks : 1) * kThreads;
-  p.blocks = clusters ? kClusterBlocks : 1;
-  p.steps = (p.pairs - 1) / slices + 1;
-  p.shares = clusters ? std::max(1, 4 / p.steps) : 1;
-  p.parts = clusters ? std::min(p.steps, kHeld) * p.shares : 1;
   const QuantRowsParams q = quant != nullptr ? *quant : QuantRowsParams();
-  // One block a multiprocessor, as many as 15 clusters have. While the list is made, which takes 6
-  // to 11 us, each of those that quantise gets through about 85 groups a us.
-  const std::int64_t groups = q.tokens * ((q.columns + 127) / 128);
-  const std::int64_t most = clusters ? (15 - p.parts) * kClusterBlocks : 131;
-  const auto wanted = static_cast<int>(std::min((groups + kBlockGroups - 1) / kBlockGroups, most));
-  const int quantizing = (wanted + p.blocks - 1) / p.blocks * p.blocks;
-  const std::int64_t meanwhile =
-      std::int64_t{quantizing} * kBlockGroups * (6 + std::min(p.steps, kHeld));
-  const auto alone = static_cast<unsigned>(clusters ? std::min(groups, meanwhile) : groups);
+  const AlignGrid grid = plan_align(params.pairs, q.tokens * ((q.columns + 127) / 128), device);
+  AlignParams p = params;
+  p.blocks = grid.blocks;
+  p.parts = grid.parts;
+  p.steps = grid.steps;
+  p.shares = grid.shares;
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim = {kClusterBlocks, 1, 1};
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(p.blocks * p.parts + quantizing));
+  config.gridDim = dim3(static_cast<unsigned>(p.blocks * p.parts + grid.quantizing));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = p.pairs <= kComparedPairs
                                 ? 0
@@ -272,8 +261,8 @@ int launch_align(const AlignParams& params, const QuantRowsParams* quant, void* 
                                       sizeof(std::int32_t);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
-  config.numAttrs = clusters ? 2 : 1;
-  return static_cast<int>(cudaLaunchKernelEx(&config, align_and_quantize, p, q, alone));
+  config.numAttrs = p.blocks > 1 ? 2 : 1;
+  return static_cast<int>(cudaLaunchKernelEx(&config, align_and_quantize, p, q, grid.alone));
 }
 
 }  // namespace moesaic::cuda

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/device_traits.h"
 #include "cuda/quant_rows.h"
 
 namespace moesaic::cuda {
@@ -56,6 +57,7 @@ constexpr std::int64_t max_group_records(std::int64_t pairs, std::int64_t local_
 
 // With `quant` also what launch_quant_rows does, in further blocks of the one kernel. Returns a
 // cudaError_t value.
-int launch_align(const AlignParams& params, const QuantRowsParams* quant, void* stream);
+int launch_align(const AlignParams& params, const QuantRowsParams* quant,
+                 const DeviceTraits& device, void* stream);
 
 }  // namespace moesaic::cuda

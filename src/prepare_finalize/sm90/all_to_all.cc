@@ -29,6 +29,7 @@ struct CudaAllToAll::Impl {
   bool gather = false;
   Answer answer = Answer::kPartialF32;
   bool weight_on_input = false, power_of_two_scales = false;
+  DeviceTraits device;
   MessageRow row;
   std::string dispatch_name, combine_name;
 
@@ -122,6 +123,7 @@ Result<std::unique_ptr<CudaAllToAll>> CudaAllToAll::create(
   if (!impl) return Status(StatusCode::kOutOfMemory, "cannot allocate the transport");
   const bool codes =
       options.quantize_before_dispatch && problem.quant.kind == ComputeScheme::kFp8Block;
+  MOESAIC_ASSIGN_OR_RETURN(impl->device, current_device_traits());
   impl->hidden = problem.hidden_size;
   impl->top_k = problem.top_k;
   impl->num_experts = problem.num_experts;
@@ -185,7 +187,7 @@ Status CudaAllToAll::Impl::pack(void* stream) {
     q.q = codes.as<void>();
     q.scale = code_scale.as<float>();
     q.scale_stride = scale_stride(max_tokens);
-    MOESAIC_RETURN_IF_ERROR(check_call("dispatch: quantise", launch_quant_rows(q, stream)));
+    MOESAIC_RETURN_IF_ERROR(check_call("dispatch: quantise", launch_quant_rows(q, device, stream)));
     from.hidden = codes.as<std::byte>();
     from.scale = code_scale.as<float>();
     from.scale_stride = q.scale_stride;
