@@ -62,7 +62,7 @@ std::vector<float> run(const Case& c, const Data& d, std::int64_t first, std::in
   p.experts = static_cast<std::int32_t>(c.experts);
   p.hidden = static_cast<std::int32_t>(c.hidden);
   p.logits = out.as<float>();
-  EXPECT_EQ(cuda::launch_gate(p, cuda::DeviceTraits(), nullptr), 0);
+  EXPECT_EQ(cuda::launch_gate(p, choose_gate_kernel(p), cuda::DeviceTraits(), nullptr), 0);
   EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   EXPECT_TRUE(out.margin_is_intact());
   return out.values<float>();

@@ -1,6 +1,9 @@
 // Which gate kernels and grids are chosen for a device: host code, so without one.
 #include <gtest/gtest.h>
 
+#include <limits>
+#include <string>
+#include <string_view>
 #include <tuple>
 
 #include "gate/sm90/gate.h"
@@ -49,6 +52,40 @@ TEST(GatePlan, SmallerPartsGetOtherTilesInThePipeline) {
   // 15 clusters of eight in a wave, or 12.
   EXPECT_EQ(grid(1920, 7168, {}), std::tuple(128, 128, 8));
   EXPECT_EQ(grid(1920, 7168, kPcie), std::tuple(128, 128, 4));
+}
+
+// "16:one_wave ...": the last number of tokens of each range and its kernel; the last has no end.
+std::string ranges(const GateParams& p, const DeviceTraits& device = {}) {
+  const GatePlan plan(p, device);
+  std::string text;
+  for (const GateRange& range : plan.ranges()) {
+    const bool open = range.last_tokens == std::numeric_limits<std::int64_t>::max();
+    const std::string_view name = gate_kernel_name(range.kernel);
+    text += (open ? "*" : std::to_string(range.last_tokens)) + ":" +
+            std::string(name.substr(std::string_view("sm90_gate_").size())) + " ";
+    // The kernel of every call is the range's that it lies in.
+    EXPECT_EQ(plan.of(range.last_tokens), range.kernel);
+    if (!open) {
+      EXPECT_NE(plan.of(range.last_tokens + 1), range.kernel);
+    }
+  }
+  return text;
+}
+
+TEST(GatePlan, GivesEveryNumberOfTokensAKernel) {
+  EXPECT_EQ(ranges(gate_shape(0, 256, 7168)),
+            "16:one_wave 82:resident_weights 2097152:tiled_pipeline *:warp ");
+  EXPECT_EQ(ranges(gate_shape(0, 128, 4096)),
+            "16:one_wave 128:resident_weights 2097152:tiled_pipeline *:warp ");
+  EXPECT_EQ(ranges(gate_shape(0, 8, 32768)), "8:one_wave 2097152:tiled_pipeline *:warp ");
+  EXPECT_EQ(ranges(gate_shape(0, 8, 40000)), "2097152:tiled_pipeline *:warp ");
+  EXPECT_EQ(ranges(gate_shape(0, 8, 7163)), "*:warp ");
+  GateParams f32 = gate_shape(0, 256, 3072);
+  f32.weight_f32 = true;
+  EXPECT_EQ(ranges(f32), "32:fp32_rows *:warp ");
+  f32.x_dtype = DType::kF16;
+  EXPECT_EQ(ranges(f32), "*:warp ");
+  EXPECT_EQ(GatePlan().of(1), GateKernel::kWarpPerLogit) << "a plan of nothing";
 }
 
 }  // namespace

@@ -79,6 +79,12 @@ TEST(CudaPlan, GateKernelsFollowTokensShapeAndDType) {
   EXPECT_EQ(kernels(deepseek_v3(), on_gpu(64)), "sm90_gate_resident_weights sm90_gate_one_wave ");
   EXPECT_EQ(kernels(deepseek_v3(), on_gpu(129)),
             "sm90_gate_tiled_pipeline sm90_gate_one_wave sm90_gate_resident_weights ");
+  // A kernel that only longer calls would take says from how many tokens on.
+  const LayerExplanation short_calls = explain_layer(deepseek_v3(), on_gpu(16)).value();
+  EXPECT_EQ(find(short_calls, "gate", "sm90_gate_tiled_pipeline")->reason,
+            "max_tokens: got 16, need 83 or more");
+  EXPECT_NE(find(short_calls, "gate", "sm90_gate_fp32_rows")->reason.find("[256, 3072]"),
+            std::string::npos);
   // A CPU has none of them, but its own tiers; neither has those of the other.
   const std::string on_cpu = kernels(small_spec(), {});
   EXPECT_EQ(on_cpu.find("sm90"), std::string::npos) << on_cpu;

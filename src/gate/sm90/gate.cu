@@ -190,10 +190,9 @@ cudaError_t launch_fp32_rows(const GateParams& p, void* stream) {
 
 }  // namespace
 
-int launch_gate(const GateParams& p, const DeviceTraits& device, void* stream) {
+int launch_gate(const GateParams& p, GateKernel kernel, const DeviceTraits& device, void* stream) {
   if (p.tokens == 0) return 0;
   MOESAIC_ARM_CUDA_FAULTS();
-  const GateKernel kernel = choose_gate_kernel(p, device);
   assert(p.prologue.zero == nullptr || kernel == GateKernel::kOneWave);
   switch (kernel) {
     case GateKernel::kOneWave:

@@ -1,7 +1,11 @@
 // The gate on the device: router logits [M, E] in fp32 from hidden states and the gate's weight.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
+#include <limits>
+#include <span>
 #include <string_view>
 
 #include "core/host_device.h"
@@ -24,8 +28,6 @@ struct GateParams {
   ExpertsPrologue prologue;  // kOneWave: run by the same launch; others: must be empty
 };
 
-// Which kernel computes the logits: a pure function of the parameters' shapes and dtypes and of the
-// device.
 enum class GateKernel : std::uint8_t {
   kOneWave,          // tensor cores, at most 16 tokens: all operands are requested at once
   kResidentWeights,  // tensor cores, at most 128 tokens: the weights stay, the tokens pass
@@ -33,8 +35,34 @@ enum class GateKernel : std::uint8_t {
   kFp32Rows,         // fp32 weights of [256, 3072] and [128, 6144], at most 32 tokens
   kWarpPerLogit,     // anything
 };
-GateKernel choose_gate_kernel(const GateParams& params, const DeviceTraits& device = {});
 std::string_view gate_kernel_name(GateKernel kernel);
+
+// The kernel for calls of so many tokens, from the last range's end on.
+struct GateRange {
+  std::int64_t last_tokens;
+  GateKernel kernel;
+};
+// Which kernel computes the logits, for every number of tokens: a pure function of the device and of
+// the shapes and dtypes of a gate's calls.
+class GatePlan {
+ public:
+  GatePlan() = default;  // kWarpPerLogit, which takes anything
+  // params.tokens and the pointers are not read.
+  explicit GatePlan(const GateParams& params, const DeviceTraits& device = {});
+  GateKernel of(std::int64_t tokens) const;
+  // Ascending; each kernel has at most one, and the last has no end.
+  std::span<const GateRange> ranges() const { return {ranges_.data(), count_}; }
+
+ private:
+  void add(std::int64_t last_tokens, GateKernel kernel);
+  std::array<GateRange, 4> ranges_{
+      {{std::numeric_limits<std::int64_t>::max(), GateKernel::kWarpPerLogit}}};
+  std::size_t count_ = 1;
+};
+// The plan's kernel for params.tokens.
+inline GateKernel choose_gate_kernel(const GateParams& params, const DeviceTraits& device = {}) {
+  return GatePlan(params, device).of(params.tokens);
+}
 
 // bf16 rows and weights with hidden a multiple of 8 take the tensor cores (gate_mma.cuh),
 // everything else one warp per logit: lane l adds the products of elements 8 (l + 32 i) .. + 7 in
@@ -42,8 +70,9 @@ std::string_view gate_kernel_name(GateKernel kernel);
 // way the bits of a logit depend on its two rows alone, not on tokens, neighbours, launch or which
 // of the kernels ran. Error: <= (hidden / 32 + 64) * 2^-24 * sum|x w|. Any shape is correct.
 // Capturable; a programmatic launch that reads the weight before the kernels in front have ended.
-// Returns a cudaError_t value.
-int launch_gate(const GateParams& params, const DeviceTraits& device, void* stream);
+// `kernel`: the plan's. Returns a cudaError_t value.
+int launch_gate(const GateParams& params, GateKernel kernel, const DeviceTraits& device,
+                void* stream);
 
 // The kernels behind it.
 int launch_gate_one_wave(const GateParams& params, void* stream);

@@ -65,7 +65,17 @@ Result<CudaGate> CudaGate::create(ConstTensorView weight, ConstTensorView bias) 
     MOESAIC_RETURN_IF_ERROR(check("gate bias", bias));
     MOESAIC_RETURN_IF_ERROR(upload_as_f32("gate bias", bias, gate.experts_, gate.bias_));
   }
+  const auto plan_for = [&](DType x_dtype) {
+    return GatePlan(gate.params(nullptr, x_dtype, 0, nullptr), gate.device_);
+  };
+  gate.of_bf16_ = plan_for(DType::kBF16);
+  gate.of_f16_ = plan_for(DType::kF16);
+  gate.of_f32_ = plan_for(DType::kF32);
   return gate;
+}
+
+const GatePlan& CudaGate::plan(DType x_dtype) const {
+  return x_dtype == DType::kBF16 ? of_bf16_ : x_dtype == DType::kF16 ? of_f16_ : of_f32_;
 }
 
 GateParams CudaGate::params(const void* x, DType x_dtype, std::int64_t tokens,
@@ -84,15 +94,14 @@ GateParams CudaGate::params(const void* x, DType x_dtype, std::int64_t tokens,
 }
 
 bool CudaGate::runs_prologue(DType x_dtype, std::int64_t tokens) const {
-  return choose_gate_kernel(params(nullptr, x_dtype, tokens, nullptr), device_) ==
-         GateKernel::kOneWave;
+  return plan(x_dtype).of(tokens) == GateKernel::kOneWave;
 }
 
 Status CudaGate::enqueue(void* stream, const void* x, DType x_dtype, std::int64_t tokens,
                          float* logits, const ExpertsPrologue* prologue) const {
   GateParams p = params(x, x_dtype, tokens, logits);
   if (prologue != nullptr) p.prologue = *prologue;
-  return check_call("gate", launch_gate(p, device_, stream));
+  return check_call("gate", launch_gate(p, plan(x_dtype).of(tokens), device_, stream));
 }
 
 }  // namespace moesaic::cuda

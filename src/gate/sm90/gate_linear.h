@@ -30,9 +30,11 @@ class CudaGate {
   std::int64_t bytes() const { return weight_.bytes() + bias_.bytes(); }
 
  private:
+  const GatePlan& plan(DType x_dtype) const;
   GateParams params(const void* x, DType x_dtype, std::int64_t tokens, float* logits) const;
   Allocation weight_, bias_;
   DeviceTraits device_;
+  GatePlan of_bf16_, of_f16_, of_f32_;  // by x_dtype
   bool weight_f32_ = false;
   std::int64_t experts_ = 0, hidden_ = 0;
 };

@@ -7,18 +7,40 @@ namespace moesaic::cuda {
 namespace {
 
 constexpr std::int64_t kOneWaveTokens = 16;
-constexpr std::int64_t kFp32RowsTokens = 32;  // of the specialised fp32 tier
-constexpr std::int32_t kLongest = 1 << 20;    // elements of a row on tensor cores
+constexpr std::int64_t kFp32RowsTokens = 32;                 // of the specialised fp32 tier
+constexpr std::int64_t kMostTokens = std::int64_t{1} << 21;  // on tensor cores
+constexpr std::int32_t kLongest = 1 << 20;                   // elements of a row on tensor cores
 
 bool fits_tensor_cores(const GateParams& p) {
-  return p.x_dtype == DType::kBF16 && !p.weight_f32 && p.hidden % 8 == 0 && p.hidden <= kLongest &&
-         p.tokens <= (std::int64_t{1} << 21);
+  return p.x_dtype == DType::kBF16 && !p.weight_f32 && p.hidden % 8 == 0 && p.hidden <= kLongest;
 }
 
 // Shapes whose whole weight row fits a warp's registers (MiniMax).
 bool has_fp32_rows(const GateParams& p) {
   return p.weight_f32 && (p.x_dtype == DType::kBF16 || p.x_dtype == DType::kF32) &&
          ((p.hidden == 3072 && p.experts == 256) || (p.hidden == 6144 && p.experts == 128));
+}
+
+std::int64_t one_wave_tokens(const GateParams& p) {
+  for (const std::int64_t tokens : {kOneWaveTokens, kOneWaveTokens / 2}) {
+    if (one_wave_bytes(static_cast<int>(tokens), p.hidden) <= kGateSharedLimit) return tokens;
+  }
+  return 0;
+}
+
+// The most tokens, above `less`, up to which the kernel with resident weights is at least as fast as
+// the pipeline; `less` where it is not or does not fit.
+std::int64_t resident_tokens(GateParams p, std::int64_t less, const DeviceTraits& device) {
+  if (resident_weights_bytes(p.hidden) > kGateSharedLimit) return less;
+  // A block has 32 experts for all the tokens of its line: past so many bytes the tiles of the
+  // pipeline read fewer and are as fast or faster.
+  constexpr std::int64_t kMostBytes = 200 * 1024;
+  const std::int64_t row_bytes = p.hidden / kGateGroups * 2;
+  for (p.tokens = less + 1; p.tokens <= kResidentTokens; ++p.tokens) {
+    const std::int64_t line = (p.tokens - 1) / resident_weights_lines(p, device) + 1;
+    if ((kResidentExperts + line) * row_bytes > kMostBytes) break;
+  }
+  return p.tokens - 1;
 }
 
 }  // namespace
@@ -75,25 +97,27 @@ TiledPipelineGrid tiled_pipeline_grid(const GateParams& p, const DeviceTraits& d
   return best;
 }
 
-GateKernel choose_gate_kernel(const GateParams& p, const DeviceTraits& device) {
-  if (!fits_tensor_cores(p)) {
-    return has_fp32_rows(p) && p.tokens <= kFp32RowsTokens ? GateKernel::kFp32Rows
-                                                           : GateKernel::kWarpPerLogit;
+void GatePlan::add(std::int64_t last_tokens, GateKernel kernel) {
+  const std::int64_t before = count_ > 0 ? ranges_[count_ - 1].last_tokens : 0;
+  if (last_tokens > before) ranges_[count_++] = {last_tokens, kernel};
+}
+
+GatePlan::GatePlan(const GateParams& params, const DeviceTraits& device) : count_(0) {
+  if (fits_tensor_cores(params)) {
+    const std::int64_t one_wave = one_wave_tokens(params);
+    add(one_wave, GateKernel::kOneWave);
+    add(resident_tokens(params, one_wave, device), GateKernel::kResidentWeights);
+    add(kMostTokens, GateKernel::kTiledPipeline);
+  } else if (has_fp32_rows(params)) {
+    add(kFp32RowsTokens, GateKernel::kFp32Rows);
   }
-  if (p.tokens <= kOneWaveTokens &&
-      one_wave_bytes(p.tokens <= 8 ? 8 : 16, p.hidden) <= kGateSharedLimit) {
-    return GateKernel::kOneWave;
-  }
-  if (p.tokens > kResidentTokens || resident_weights_bytes(p.hidden) > kGateSharedLimit) {
-    return GateKernel::kTiledPipeline;
-  }
-  // A block has 32 experts for all the tokens of its line: past so many bytes the tiles of the
-  // other kernel read fewer and are as fast or faster.
-  constexpr std::int64_t kMostBytes = 200 * 1024;
-  const std::int64_t line = (p.tokens - 1) / resident_weights_lines(p, device) + 1;
-  const std::int64_t row_bytes = p.hidden / kGateGroups * 2;
-  return (kResidentExperts + line) * row_bytes <= kMostBytes ? GateKernel::kResidentWeights
-                                                             : GateKernel::kTiledPipeline;
+  add(std::numeric_limits<std::int64_t>::max(), GateKernel::kWarpPerLogit);
+}
+
+GateKernel GatePlan::of(std::int64_t tokens) const {
+  std::size_t i = 0;
+  while (tokens > ranges_[i].last_tokens) ++i;
+  return ranges_[i].kernel;
 }
 
 std::string_view gate_kernel_name(GateKernel kernel) {

@@ -22,6 +22,22 @@ CandidateReport row_of(std::string stage, std::string name, const Status& status
   return {std::move(stage), std::move(name), status.message(), status.ok()};
 }
 
+// What a kernel of the gate asks of rows and weights.
+std::string_view need_of(GateKernel kernel) {
+  switch (kernel) {
+    case GateKernel::kOneWave:
+    case GateKernel::kResidentWeights:
+      return "bf16 weights with rows of a multiple of 8 that fit shared memory";
+    case GateKernel::kTiledPipeline:
+      return "bf16 weights with rows of a multiple of 8";
+    case GateKernel::kFp32Rows:
+      return "fp32 weights of [256, 3072] or [128, 6144]";
+    case GateKernel::kWarpPerLogit:
+      break;
+  }
+  return "a shape or dtype that no other kernel takes";
+}
+
 // Which kernel computes the logits depends on the tokens of a call, so several may be accepted: first
 // the one that the most tokens take.
 void append_gate(const layer::FusedPlan& plan, Device device, Rows& rows) {
@@ -29,35 +45,29 @@ void append_gate(const layer::FusedPlan& plan, Device device, Rows& rows) {
   p.weight_f32 = plan.gate_dtype != DType::kBF16;
   p.experts = static_cast<std::int32_t>(plan.routing.num_experts + plan.routing.num_zero_experts);
   p.hidden = static_cast<std::int32_t>(plan.hidden_size);
-  const auto kernel_for = [&](std::int64_t tokens) {
-    p.tokens = std::min(tokens, plan.routed.max_tokens);
-    return choose_gate_kernel(p);
-  };
-  const GateKernel of_most_tokens = kernel_for(plan.routed.max_tokens);
-  const auto used = [&](GateKernel kernel) {
-    for (const std::int64_t tokens : {1, 16, 17, 32, 33, 64, 96, 128, 129}) {
-      if (kernel_for(tokens) == kernel) return true;
+  const GatePlan gate(p);
+  const std::int64_t most = plan.routed.max_tokens;
+  const auto status_of = [&](GateKernel kernel) {
+    std::int64_t first = 1;
+    for (const GateRange& range : gate.ranges()) {
+      if (range.kernel == kernel) {
+        return first <= most
+                   ? Status()
+                   : unsupported(fmt::format("max_tokens: got {}, need {} or more", most, first));
+      }
+      first = range.last_tokens + 1;
     }
-    return of_most_tokens == kernel;
+    return unsupported(fmt::format("need {}", need_of(kernel)));
   };
-  struct Need {
-    GateKernel kernel;
-    std::string_view text;
-  };
-  std::array<Need, 5> needs = {{
-      {GateKernel::kOneWave, "bf16 weights with rows of a multiple of 8 that fit shared memory"},
-      {GateKernel::kResidentWeights, "such weights and over 16 tokens"},
-      {GateKernel::kFp32Rows, "fp32 weights of [256, 3072] or [128, 6144]"},
-      {GateKernel::kTiledPipeline, "bf16 weights with rows of a multiple of 8 and over 64 tokens"},
-      {GateKernel::kWarpPerLogit, "a shape or dtype that no other kernel takes"},
-  }};
-  std::stable_partition(needs.begin(), needs.end(),
-                        [&](const Need& need) { return need.kernel == of_most_tokens; });
-  for (const Need& need : needs) {
-    const Status own =
-        used(need.kernel) ? Status() : unsupported(fmt::format("need {}", need.text));
+  std::array<GateKernel, 5> kernels = {GateKernel::kOneWave, GateKernel::kResidentWeights,
+                                       GateKernel::kFp32Rows, GateKernel::kTiledPipeline,
+                                       GateKernel::kWarpPerLogit};
+  std::stable_partition(kernels.begin(), kernels.end(),
+                        [&](GateKernel kernel) { return kernel == gate.of(most); });
+  for (const GateKernel kernel : kernels) {
+    const Status own = status_of(kernel);
     rows.push_back(
-        row_of("gate", std::string(gate_kernel_name(need.kernel)),
+        row_of("gate", std::string(gate_kernel_name(kernel)),
                device.is_cuda() ? own : layer::on_other_device(own, device, "a Hopper GPU")));
   }
 }
