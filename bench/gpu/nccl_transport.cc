@@ -3,10 +3,10 @@
 #include <random>
 
 #include "moesaic/activation.h"
+#include "moesaic/modular_kernel.h"
 #include "moesaic/parallel.h"
 #include "moesaic/quant.h"
 #include "nccl_ranks.h"
-#include "prepare_finalize/sm90/all_to_all.h"
 
 namespace moesaic::bench {
 namespace {
@@ -26,7 +26,7 @@ std::vector<std::int32_t> uniform_ids(std::int64_t tokens, int experts, std::uin
   return ids;
 }
 
-MoeProblem problem_of(const Settings& s, std::int64_t ranks, std::int64_t tokens) {
+MoeProblem problem_of(const Settings& s, std::int64_t ranks, std::int64_t tokens, Device device) {
   MoeProblem p;
   p.num_experts = s.experts;
   p.num_local_experts = s.experts / ranks;
@@ -37,6 +37,7 @@ MoeProblem problem_of(const Settings& s, std::int64_t ranks, std::int64_t tokens
   p.quant = must(quant_scheme_from_name("fp8-block"), "scheme");
   p.activation_dtype = DType::kBF16;
   p.max_tokens = tokens * ranks;
+  p.device = device;
   return p;
 }
 
@@ -51,23 +52,32 @@ void time_one(std::vector<Rank>& ranks, const Settings& s, std::int64_t tokens, 
     o.parallel.ep_rank = o.parallel.dp_rank = r.index;
     o.max_tokens_per_rank = tokens;
     o.quantize_before_dispatch = fp8;
+    o.combine_dtype = DType::kBF16;
+    const Device device = Device::cuda(r.device);
     const auto transport =
-        must(cuda::CudaAllToAll::create(problem_of(s, static_cast<std::int64_t>(n), tokens), r.nccl,
-                                        o, cuda::CudaAllToAll::Answer::kPartialBf16, r.device),
+        must(make_all_to_all_prepare_finalize(
+                 problem_of(s, static_cast<std::int64_t>(n), tokens, device), r.nccl, o),
              "transport");
     const DeviceArray x(static_cast<std::size_t>(tokens * kHidden * 2));
     must(cudaMemset(x.as(), 0x3F, static_cast<std::size_t>(tokens * kHidden * 2)), "rows");
     const DeviceArray ids(uniform_ids(tokens, s.experts, 7 + static_cast<std::uint64_t>(r.index)));
     const DeviceArray weights(std::vector<float>(static_cast<std::size_t>(tokens * kTopK), 0.1F));
     const DeviceArray sum(static_cast<std::size_t>(tokens * kHidden * 4));
-    const cuda::CudaAllToAll::Rows rows = {tokens, x.as(), ids.as<std::int32_t>(),
-                                           weights.as<float>()};
+    const auto view = [&](const DeviceArray& a, DType dtype, std::int64_t columns) {
+      return TensorView(a.as<std::byte>(), dtype, {tokens, columns}, device);
+    };
+    PrepareArgs rows;
+    rows.hidden_states = view(x, DType::kBF16, kHidden);
+    rows.topk_ids = view(ids, DType::kI32, kTopK);
+    rows.topk_weights = view(weights, DType::kF32, kTopK);
+    FinalizeArgs answers;
+    answers.output = view(sum, DType::kF32, kHidden);
     const auto dispatch = [&] {
-      must(transport->dispatch(nullptr, rows).status(), "dispatch");
+      must(transport->prepare(rows).status(), "dispatch");
       must(cudaDeviceSynchronize(), "dispatch");
     };
     const auto combine = [&] {
-      must(transport->combine(nullptr, sum.as<float>()), "combine");
+      must(transport->finalize(answers), "combine");
       must(cudaDeviceSynchronize(), "combine");
     };
     const auto sent = [&](const auto& body) {

@@ -117,8 +117,8 @@ struct ExpertsArgs {
   // written).
   TensorView output;
   // Rows that were quantised before they came here, as the scheme would (weight on the input
-  // included): hidden_states then holds F8_E4M3 codes, and this F32 scales per 128 columns, [M,
-  // H/128] or [E_l, T, H/128], contiguous. Only for backends with takes_quantized_rows().
+  // included): hidden_states holds F8_E4M3 codes, and this F32 scales per 128 columns, [M, H/128]
+  // or [E_l, T, H/128], contiguous; on a GPU strides [1, >= M]. Only with takes_quantized_rows().
   ConstTensorView hidden_scale = {};
   // Standard only, not with hidden_scale: what rounding did to each row, [M], overwritten. Measured
   // by scalar code beside the kernels, so such a call is slow, and it allocates; the output has the

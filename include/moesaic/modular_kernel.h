@@ -30,6 +30,7 @@ struct PrepareArgs {
   std::span<const std::int32_t> expert_map;  // [E] -> local or -1; empty: identity
   // >= workspace_size(M) bytes, 64-byte aligned; belongs to this call until finalize returned.
   std::span<std::byte> workspace;
+  Stream stream = {};  // on a GPU: where work is launched
 };
 
 // What the experts will see.
@@ -38,6 +39,7 @@ struct Prepared {
   ConstTensorView topk_weights, topk_ids;           // absent: the caller's stay in force
   std::span<const std::int32_t> expert_num_tokens;  // batched: [E_l]
   ConstTensorView hidden_scale = {};  // present: hidden_states are codes, as ExpertsArgs says
+  TensorView expert_output = {};      // present: where the experts must write (owns_expert_output)
 };
 
 struct FinalizeArgs {
@@ -48,6 +50,7 @@ struct FinalizeArgs {
   TopKWeightAndReduce reduction = TopKWeightAndReduce::kNoOp;
   bool apply_router_weight_on_input = false;  // then weights are 1 from here on
   std::span<std::byte> workspace;             // the one prepare filled
+  Stream stream = {};                         // on a GPU: the one of prepare
 };
 
 // Brings rows to the experts in the format they want and results back to the rows. Immutable; calls
@@ -64,6 +67,8 @@ class PrepareAndFinalize {
   // True when the experts see exactly the caller's rows (M' == M), which lets them write the result
   // in place of finalize.
   virtual bool keeps_rows() const = 0;
+  // True when prepare says where the experts write: the kernel then holds no memory for it.
+  virtual bool owns_expert_output() const { return false; }
   // Upper bound of M' for M tokens (standard format).
   virtual std::int64_t max_dispatched_tokens(std::int64_t tokens) const = 0;
   // Bytes, monotone in tokens.
@@ -124,6 +129,13 @@ struct AllToAllOptions {
 //   dispatch  8 (R - 1) + sum over its rows of S * (row + 8 k),  row = H + 4 ceil(H / 128) (codes)
 //             or H * element size
 //   combine   8 (R - 1) + rows received from others * H * size of combine_dtype
+//
+// On a GPU (rows "cuda_all_to_all" and "cuda_all_gather_reduce_scatter"): bf16 rows with H % 8 = 0
+// (codes: H % 128 = 0) and an F32 output in device memory; experts write their sums in the combine
+// dtype. Messages lie in device memory, all of which is allocated here; the communicator is NCCL's
+// for this device, or any whose messages go through host memory. prepare and finalize wait for the
+// other ranks on the host, then launch on the stream of the call. Ids out of range go nowhere. What
+// a rank refuses by itself breaks the communicator: the others return kDevice with its reason.
 Result<std::unique_ptr<PrepareAndFinalize>> make_all_to_all_prepare_finalize(
     const MoeProblem& problem, std::shared_ptr<Communicator> communicator,
     const AllToAllOptions& options);

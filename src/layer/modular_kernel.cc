@@ -56,7 +56,7 @@ struct ModularKernel::Impl {
     Pieces p;
     p.prepare = {arena.take<std::byte>(prepare_bytes), static_cast<std::size_t>(prepare_bytes)};
     p.experts = {arena.take<std::byte>(expert_bytes), static_cast<std::size_t>(expert_bytes)};
-    if (!writes_output_directly()) {
+    if (!writes_output_directly() && !pf->owns_expert_output()) {
       MOESAIC_ASSIGN_OR_RETURN(const Shape shape, expert_output_shape(rows));
       MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, contiguous_bytes(DType::kF32, shape));
       p.expert_output = arena.take<std::byte>(bytes);
@@ -223,7 +223,7 @@ Status ModularKernel::run(const Args& args) const {
   MOESAIC_ASSIGN_OR_RETURN(const Impl::Pieces pieces, m.carve(arena, args.hidden_states.dim(0)));
   MOESAIC_ASSIGN_OR_RETURN(const Prepared prepared,
                            m.pf->prepare({args.hidden_states, args.topk_weights, args.topk_ids,
-                                          args.expert_map, pieces.prepare}));
+                                          args.expert_map, pieces.prepare, args.stream}));
 
   // Nothing dispatched: the experts have no work, but finalize may be a collective and runs.
   std::int64_t work = prepared.hidden_states.dim(0);
@@ -234,7 +234,9 @@ Status ModularKernel::run(const Args& args) const {
   std::fill(args.numerics.begin(), args.numerics.end(), RowNumerics());
   TensorView expert_output(nullptr, args.hidden_states.dtype, Shape{0, m.problem.hidden_size});
   if (work > 0) {
-    if (m.writes_output_directly()) {
+    if (m.pf->owns_expert_output()) {
+      expert_output = prepared.expert_output;
+    } else if (m.writes_output_directly()) {
       expert_output = args.output;
     } else {
       MOESAIC_ASSIGN_OR_RETURN(const Shape shape,
@@ -248,7 +250,7 @@ Status ModularKernel::run(const Args& args) const {
   }
   return m.pf->finalize({args.output, expert_output, args.topk_weights, args.topk_ids,
                          args.expert_map, m.experts->reduction(),
-                         m.problem.apply_router_weight_on_input, pieces.prepare});
+                         m.problem.apply_router_weight_on_input, pieces.prepare, args.stream});
 }
 
 Result<std::unique_ptr<Experts>> ModularKernel::replace_experts(std::unique_ptr<Experts> experts) {

@@ -12,6 +12,7 @@
 #include "cpu/tiers.h"
 #include "prepare_finalize/predicates.h"
 #include "prepare_finalize/rank_transport.h"
+#include "prepare_finalize/sm90/catalogue_row.h"
 #include "prepare_finalize/topk_weight_and_reduce.h"
 
 namespace moesaic {
@@ -229,6 +230,9 @@ class AllToAllPrepareFinalize final : public prepare_finalize::RankTransport {
 Result<std::unique_ptr<PrepareAndFinalize>> make_all_to_all_prepare_finalize(
     const MoeProblem& problem, std::shared_ptr<Communicator> communicator,
     const AllToAllOptions& options) {
+  if (problem.device.is_cuda()) {
+    return cuda::make_sm90_all_to_all(problem, std::move(communicator), options);
+  }
   MOESAIC_RETURN_IF_ERROR(prepare_finalize::standard_transport_can_implement(problem));
   MOESAIC_RETURN_IF_ERROR(
       prepare_finalize::RankTransport::check_options(communicator.get(), options));

@@ -8,6 +8,7 @@
 #include "core/refusal.h"
 #include "moesaic/modular_kernel.h"
 #include "prepare_finalize/predicates.h"
+#include "prepare_finalize/sm90/catalogue_row.h"
 
 namespace moesaic::prepare_finalize {
 namespace {
@@ -42,6 +43,19 @@ Status all_to_all(const MoeProblem& problem, const ParallelConfig& parallel) {
   MOESAIC_RETURN_IF_ERROR(experts_are_spread("all_to_all", parallel));
   return expect_cpu(problem.device);
 }
+Status gathers_rows(std::string_view name, const ParallelConfig& parallel) {
+  if (parallel.token_group().size() > 1) return {};
+  return {StatusCode::kUnsupported,
+          fmt::format("parallel: every rank has all rows, {} has nothing to gather", name)};
+}
+Status cuda_all_to_all(const MoeProblem& problem, const ParallelConfig& parallel) {
+  MOESAIC_RETURN_IF_ERROR(cuda::sm90_transport_can_implement(problem));
+  return experts_are_spread("cuda_all_to_all", parallel);
+}
+Status cuda_gather(const MoeProblem& problem, const ParallelConfig& parallel) {
+  MOESAIC_RETURN_IF_ERROR(cuda::sm90_transport_can_implement(problem));
+  return gathers_rows("cuda_all_gather_reduce_scatter", parallel);
+}
 Status all_to_all_batched(const MoeProblem& problem, const ParallelConfig& parallel) {
   MOESAIC_RETURN_IF_ERROR(batched_transport_can_implement(problem));
   MOESAIC_RETURN_IF_ERROR(experts_are_spread("all_to_all_batched", parallel));
@@ -52,9 +66,8 @@ Status all_to_all_batched(const MoeProblem& problem, const ParallelConfig& paral
 }
 Status gather(const MoeProblem& problem, const ParallelConfig& parallel) {
   MOESAIC_RETURN_IF_ERROR(standard_transport_can_implement(problem));
-  if (parallel.token_group().size() > 1) return expect_cpu(problem.device);
-  return {StatusCode::kUnsupported,
-          "parallel: every rank has all rows, all_gather_reduce_scatter has nothing to gather"};
+  MOESAIC_RETURN_IF_ERROR(gathers_rows("all_gather_reduce_scatter", parallel));
+  return expect_cpu(problem.device);
 }
 
 // NOLINTBEGIN(performance-unnecessary-value-param): one signature for all rows
@@ -69,23 +82,29 @@ Result<std::unique_ptr<PrepareAndFinalize>> make_batched(const MoeProblem& probl
   return make_batched_prepare_finalize(problem);
 }
 // NOLINTEND(performance-unnecessary-value-param)
-template <bool kGather>
+using Make = decltype(make_all_to_all_prepare_finalize);
+template <Make* kMake, bool kGather>
 Result<std::unique_ptr<PrepareAndFinalize>> make_standard(
     const MoeProblem& problem, std::shared_ptr<Communicator> communicator,
     const AllToAllOptions& options) {
   AllToAllOptions chosen = options;
   chosen.gather = kGather;
-  return make_all_to_all_prepare_finalize(problem, std::move(communicator), chosen);
+  return kMake(problem, std::move(communicator), chosen);
 }
 
 constexpr auto kCatalogue = std::to_array<PrepareFinalizeBackend>({
     {"local", "no transport, standard format, rows stay where they are", &local, &make_local},
     {"batched_reference", "no transport, one slab of rows per local expert", &batched,
      &make_batched},
+    {"cuda_all_to_all", "as all_to_all, rows in the memory of a Hopper GPU", &cuda_all_to_all,
+     &make_standard<&cuda::make_sm90_all_to_all, false>},
+    {"cuda_all_gather_reduce_scatter",
+     "as all_gather_reduce_scatter, rows in the memory of a Hopper GPU", &cuda_gather,
+     &make_standard<&cuda::make_sm90_all_to_all, true>},
     {"all_to_all", "each row once to every rank that owns one of its experts, one sum back",
-     &all_to_all, &make_standard<false>},
+     &all_to_all, &make_standard<&make_all_to_all_prepare_finalize, false>},
     {"all_gather_reduce_scatter", "every row to every rank, sums scattered back", &gather,
-     &make_standard<true>},
+     &make_standard<&make_all_to_all_prepare_finalize, true>},
     {"all_to_all_batched", "low latency: each row into the slab of each of its experts",
      &all_to_all_batched, &make_batched_all_to_all_prepare_finalize},
 });

@@ -46,12 +46,11 @@ struct OnDevice {
   CudaExpertsArgs args(void* output, DType dtype) const {
     CudaExpertsArgs a;
     a.tokens = tokens;
-    a.hidden_states = x.as();
+    a.rows = cuda::CudaRows::bf16(x.as());
     a.topk_ids = ids.as<std::int32_t>();
     a.topk_weights = weights.as<float>();
     a.expert_map = c.expert_map.empty() ? nullptr : map.as<std::int32_t>();
-    a.output = output;
-    a.output_dtype = dtype;
+    a.result = cuda::CudaResult::sum(output, dtype);
     a.workspace = workspace.as();
     a.workspace_bytes = workspace_bytes;
     return a;
@@ -360,7 +359,7 @@ TEST(CudaExperts, SharedRowsAreAddedOnce) {
   const OnDevice d(c, create(c));
   const DeviceBytes out(5 * 64 * 2);
   CudaExpertsArgs a = d.args(out.as(), DType::kBF16);
-  a.shared_rows = d.x.as();
+  a.result.shared_rows = d.x.as();
   ASSERT_TRUE(d.experts->enqueue(nullptr, a).ok());
   std::vector<std::uint16_t> got(5 * 64);
   out.download(got.data());
@@ -420,9 +419,10 @@ TEST(CudaExpertsRefusals, Arguments) {
   refused([](auto& a) { a.tokens = 9; }, StatusCode::kLimitExceeded,
           "tokens: got 9, planned for 0 .. 8");
   refused([](auto& a) { a.tokens = -1; }, StatusCode::kInvalidArgument, "tokens: got -1");
-  refused([](auto& a) { a.output_dtype = DType::kF16; }, StatusCode::kInvalidDType, "output");
-  refused([](auto& a) { a.output = nullptr; }, StatusCode::kInvalidArgument, "output: got null");
-  refused([](auto& a) { a.hidden_states = static_cast<const char*>(a.hidden_states) + 2; },
+  refused([](auto& a) { a.result.dtype = DType::kF16; }, StatusCode::kInvalidDType, "output");
+  refused([](auto& a) { a.result.data = nullptr; }, StatusCode::kInvalidArgument,
+          "output: got null");
+  refused([](auto& a) { a.rows.data = static_cast<const char*>(a.rows.data) + 2; },
           StatusCode::kInvalidLayout, "hidden_states");
   refused([](auto& a) { a.workspace_bytes -= 1; }, StatusCode::kWorkspaceTooSmall, "workspace");
   refused([](auto& a) { a.workspace = static_cast<char*>(a.workspace) + 64; },

@@ -129,7 +129,7 @@ TEST(CudaPlan, RecordBoundHoldsForTheWorstSplits) {
   }
 }
 
-// CudaExpertsArgs::rows_kept: calls with as many tokens quantise to one place, whatever else
+// CudaRows::kept: calls with as many tokens quantise to one place, whatever else
 // differs.
 TEST(CudaPlan, RowsStandWhereTokensAloneSay) {
   const MoeProblem many = test::small_problem("fp8-block");

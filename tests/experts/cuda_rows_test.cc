@@ -17,6 +17,8 @@ namespace {
 
 using cuda::CudaExperts;
 using cuda::CudaExpertsArgs;
+using cuda::CudaResult;
+using cuda::CudaRows;
 using test::DeviceBytes;
 using test::expect_refusal;
 using test::StandardCase;
@@ -52,11 +54,10 @@ struct RowsOnDevice {
   CudaExpertsArgs args() const {
     CudaExpertsArgs a;
     a.tokens = tokens;
-    a.hidden_states = x.as();
+    a.rows = CudaRows::bf16(x.as());
     a.topk_ids = ids.as<std::int32_t>();
     a.topk_weights = weights.as<float>();
-    a.output = out.as();
-    a.output_dtype = DType::kF32;
+    a.result = CudaResult::sum(out.as(), DType::kF32);
     a.workspace = workspace.as();
     a.workspace_bytes = workspace_bytes;
     return a;
@@ -100,9 +101,7 @@ TEST(CudaQuantizedRows, GiveTheBitsOfTheRowsTheyWereMadeOf) {
     q.scale_stride = stride;
     ASSERT_EQ(cuda::launch_quant_rows(q, {}, nullptr), 0);
     CudaExpertsArgs a = d.args();
-    a.hidden_states = codes.as();
-    a.hidden_scale = scale.as<float>();
-    a.hidden_scale_stride = stride;
+    a.rows = CudaRows::codes(codes.as(), scale.as<float>(), stride);
     EXPECT_EQ(d.run(a), want);
   }
 }
@@ -120,12 +119,11 @@ TEST(CudaQuantizedRows, AreKeptForTheNextCall) {
     const DeviceBytes slots(tokens * p.hidden_size * 2);
     CudaExpertsArgs one = d.args();
     one.top_k = one.used_experts = 1;
-    one.output = nullptr;
-    one.slot_rows = slots.as();
+    one.result = CudaResult::slots(slots.as());
     d.run(one);
     d.x.poison();  // nobody reads it again
     CudaExpertsArgs a = d.args();
-    a.rows_kept = true;
+    a.rows = CudaRows::kept(d.x.as());
     ASSERT_TRUE(d.experts->enqueue(nullptr, a).ok());
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     EXPECT_EQ(d.out.values<std::uint32_t>(), want);
@@ -143,8 +141,7 @@ TEST(CudaSlotRows, AddUpToTheOutputByBits) {
       const auto want = d.run(d.args());
       const DeviceBytes slots(tokens * 3 * p.hidden_size * 2);
       CudaExpertsArgs a = d.args();
-      a.output = nullptr;
-      a.slot_rows = slots.as();
+      a.result = CudaResult::slots(slots.as());
       d.run(a);
       // A slot without an expert is left alone.
       const auto rows = slots.values<std::uint16_t>();
@@ -173,24 +170,22 @@ TEST(CudaRowsRefusals, Arguments) {
   const RowsOnDevice plain(test::make_case(93, problem_of("bf16", 2), 4, DType::kBF16));
   const DeviceBytes scale(3 * 4 * 4);
   CudaExpertsArgs a = plain.args();
-  a.hidden_scale = scale.as<float>();
-  a.hidden_scale_stride = 4;
+  a.rows = CudaRows::codes(plain.x.as(), scale.as<float>(), 4);
   expect_refusal(plain.experts->enqueue(nullptr, a), StatusCode::kUnsupported,
                  {"hidden_scale", "fp8-block"});
   a = d.args();
-  a.hidden_scale = scale.as<float>();
-  a.hidden_scale_stride = 3;
+  a.rows = CudaRows::codes(d.x.as(), scale.as<float>(), 3);
   expect_refusal(d.experts->enqueue(nullptr, a), StatusCode::kInvalidLayout,
-                 {"hidden_scale_stride: got 3, need at least 4"});
+                 {"hidden_scale stride: got 3, need at least 4"});
   a = plain.args();
-  a.rows_kept = true;
+  a.rows = CudaRows::kept(plain.x.as());
   expect_refusal(plain.experts->enqueue(nullptr, a), StatusCode::kUnsupported,
-                 {"rows_kept", "fp8-block"});
+                 {"rows: got kept ones", "fp8-block"});
   EXPECT_FALSE(plain.experts->same_rows(*d.experts));
   a = d.args();
-  a.slot_rows = d.out.as();
+  a.result = CudaResult::slots(nullptr);
   expect_refusal(d.experts->enqueue(nullptr, a), StatusCode::kInvalidArgument,
-                 {"slot_rows", "output"});
+                 {"slot_rows: got null"});
 }
 
 }  // namespace

@@ -129,13 +129,53 @@ TEST(OneInterface, TheGpuSaysWhatItNeedsOfACall) {
   refuse([](GpuCall& c) { c.args.output.data = c.c.hidden_states.data() + 2; },
          StatusCode::kAliasing, {"output", "hidden_states"});
   refuse([](GpuCall& c) { c.args.hidden_scale = c.args.topk_weights; }, StatusCode::kUnsupported,
-         {"hidden_scale"});
+         {"hidden_scale", "bf16"});
   static std::int32_t map[3] = {};
   refuse([](GpuCall& c) { c.args.expert_map = map; }, StatusCode::kInvalidShape,
          {"expert_map: got [3], need [6]"});
   static RowNumerics rows[2];
   refuse([](GpuCall& c) { c.args.numerics = rows; }, StatusCode::kInvalidShape,
          {"numerics: got [2], need [5]"});
+}
+
+// Rows that were quantised elsewhere: codes, and scales whose groups lie apart.
+TEST(OneInterface, TheGpuTakesCodesAsTransportsHandThemOver) {
+  const MoeProblem problem = [] {
+    MoeProblem p = small_problem("fp8-block");
+    p.device = kGpu;
+    p.max_tokens = 5;
+    return p;
+  }();
+  const std::int64_t groups = problem.hidden_size / 128;
+  test::StandardCase c = test::make_case(2, small_problem("fp8-block"), 5, DType::kBF16);
+  Tensor codes = Tensor::zeros(DType::kF8E4M3, {5, problem.hidden_size}).value();
+  Tensor scales = Tensor::zeros(DType::kF32, {groups, 8}).value();
+  Tensor output = Tensor::zeros(DType::kF32, {5, problem.hidden_size}).value();
+  ExpertsArgs args;
+  args.hidden_states = {codes.data(), DType::kF8E4M3, codes.shape(), kGpu};
+  args.hidden_scale = {scales.data(), DType::kF32, Shape{5, groups}, kGpu};
+  args.hidden_scale.strides = {1, 8};
+  args.topk_ids = {c.routing.ids.data(), DType::kI32, c.routing.ids.shape(), kGpu};
+  args.topk_weights = {c.routing.weights.data(), DType::kF32, c.routing.weights.shape(), kGpu};
+  args.output = {output.data(), DType::kF32, output.shape(), kGpu};
+  EXPECT_TRUE(cuda::check_sm90_args(problem, args).ok())
+      << cuda::check_sm90_args(problem, args).to_string();
+  ExpertsArgs bad = args;
+  bad.hidden_scale.strides = {groups, 1};
+  expect_refusal(cuda::check_sm90_args(problem, bad), StatusCode::kInvalidLayout,
+                 {"hidden_scale: got strides [2, 1], need [1, 5 or more]"});
+  bad = args;
+  bad.hidden_scale.device = Device::cpu();
+  expect_refusal(cuda::check_sm90_args(problem, bad), StatusCode::kInvalidArgument,
+                 {"hidden_scale: got memory of cpu"});
+  bad = args;
+  bad.hidden_states.dtype = DType::kBF16;
+  expect_refusal(cuda::check_sm90_args(problem, bad), StatusCode::kInvalidDType,
+                 {"hidden_states: got BF16, need F8_E4M3"});
+  static RowNumerics rows[5];
+  bad = args;
+  bad.numerics = rows;
+  expect_refusal(cuda::check_sm90_args(problem, bad), StatusCode::kUnsupported, {"numerics"});
 }
 
 TEST(OneInterface, TheCpuRefusesMemoryOfAGpu) {

@@ -193,6 +193,13 @@ TEST(CudaPlan, RanksOnGpusTakeTheStandardTransports) {
   FusedMoE::Options o = on_two_gpus(pair);
   const LayerExplanation e = explain_layer(deepseek_v3(), o).value();
   EXPECT_EQ(e.experts_backend, "cuda_sm90");
+  // Rows travel: the catalogue's transport, no longer the experts by themselves.
+  EXPECT_TRUE(find(e, "prepare_finalize", "cuda_all_to_all")->accepted);
+  EXPECT_EQ(find(e, "prepare_finalize", "cuda_in_experts")->reason,
+            "transport: got all_to_all, need none");
+  const LayerExplanation alone = explain_layer(deepseek_v3(), on_gpu(64)).value();
+  EXPECT_TRUE(find(alone, "prepare_finalize", "cuda_in_experts")->accepted);
+  EXPECT_FALSE(find(alone, "prepare_finalize", "cuda_all_to_all")->accepted);
   o.ranks.transport = RankTransport::kGather;
   EXPECT_TRUE(explain_layer(deepseek_v3(), o).ok());
   o.ranks.combine_dtype = DType::kBF16;

@@ -1,5 +1,9 @@
 #include <gtest/gtest.h>
 
+#include <functional>
+#include <initializer_list>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "moesaic/communicator.h"
@@ -7,6 +11,7 @@
 #include "support/experts_run.h"
 #include "support/metrics.h"
 #include "support/random.h"
+#include "support/refusal.h"
 
 namespace moesaic {
 namespace {
@@ -175,16 +180,20 @@ TEST(BatchedPrepareFinalize, RefusesBadIdsAndOtherReductions) {
 }
 
 // Accepted rows in order, for ranks that have rows of their own (dp), or one process.
-std::vector<std::string> accepted(ActivationFormat format, const ParallelConfig& parallel) {
+std::vector<std::string> accepted(ActivationFormat format, const ParallelConfig& parallel,
+                                  Device device = Device::cpu()) {
   MoeProblem p = small_problem("bf16");
+  p.activation_dtype = DType::kBF16;
   p.format = format;
+  p.device = device;
   std::vector<std::string> names;
   for (const CandidateReport& row : explain_prepare_finalize(p, parallel)) {
     EXPECT_EQ(row.stage, "prepare_finalize");
     EXPECT_EQ(row.accepted, row.reason.empty());
     if (row.accepted) names.push_back(row.name);
     const bool said = row.reason.find("format") != std::string::npos ||
-                      row.reason.find("parallel") != std::string::npos;
+                      row.reason.find("parallel") != std::string::npos ||
+                      row.reason.find("device") != std::string::npos;
     EXPECT_TRUE(row.accepted || said) << row.reason;
   }
   return names;
@@ -209,6 +218,13 @@ TEST(PrepareFinalizeCatalogue, AcceptsWhatFormatAndRanksAllow) {
   slices.tp_size = slices.dp_size = 2;
   EXPECT_EQ(accepted(standard, slices), Names{"all_gather_reduce_scatter"});
   EXPECT_EQ(accepted(batched, slices), Names{});
+  // On a GPU: its own transports.
+  const Device gpu = Device::cuda(0);
+  EXPECT_EQ(accepted(standard, {}, gpu), Names{"local"});
+  EXPECT_EQ(accepted(standard, data, gpu),
+            (Names{"cuda_all_to_all", "cuda_all_gather_reduce_scatter"}));
+  EXPECT_EQ(accepted(batched, data, gpu), Names{});
+  EXPECT_EQ(accepted(standard, slices, gpu), Names{"cuda_all_gather_reduce_scatter"});
   // Slabs of 16 rows do not divide by three ranks.
   ParallelConfig three;
   three.ep_size = three.dp_size = 3;
@@ -226,11 +242,40 @@ TEST(PrepareFinalizeCatalogue, RowsMakeWhatTheyName) {
   for (const PrepareFinalizeBackend& row : prepare_finalize_catalogue()) {
     MoeProblem p = small_problem("bf16");
     if (row.name.find("batched") != std::string_view::npos) p.format = ActivationFormat::kBatched;
+    EXPECT_FALSE(row.description.empty());
     const auto made = row.create(p, self, options);
+    if (row.name.starts_with("cuda_")) {
+      test::expect_refusal(made.status(), StatusCode::kUnsupported, {"device: cpu", "Hopper"});
+      continue;
+    }
     ASSERT_TRUE(made.ok()) << made.status().message();
     EXPECT_EQ((*made)->name(), row.name);
-    EXPECT_FALSE(row.description.empty());
   }
+}
+
+TEST(PrepareFinalizeCatalogue, TransportsOfAGpuSayWhatTheyNeed) {
+  const std::shared_ptr<Communicator> self =
+      std::move(make_in_process_communicators(1).value().front());
+  AllToAllOptions options;
+  options.max_tokens_per_rank = 16;
+  const auto refused = [&](const std::function<void(MoeProblem&)>& change, StatusCode code,
+                           std::initializer_list<const char*> words) {
+    MoeProblem p = small_problem("bf16");
+    p.device = Device::cuda(99);
+    p.activation_dtype = DType::kBF16;
+    change(p);
+    test::expect_refusal(make_all_to_all_prepare_finalize(p, self, options).status(), code, words);
+  };
+  refused(
+      [](MoeProblem& p) {
+        p.quant = small_problem("f32").quant;
+        p.activation_dtype = DType::kF32;
+      },
+      StatusCode::kUnsupported, {"activation_dtype: got F32, need BF16"});
+  refused([](MoeProblem& p) { p.hidden_size = 100; }, StatusCode::kUnsupported,
+          {"hidden_size: got 100, need a multiple of 8"});
+  const Status missing = check_device(Device::cuda(99));
+  refused([](MoeProblem&) {}, missing.code(), {missing.message().c_str()});
 }
 
 TEST(PrepareFinalizeCatalogue, FormatsAreRefused) {

@@ -33,9 +33,26 @@ Status check_sm90_args(const MoeProblem& p, const ExpertsArgs& a) {
     Shape shape;
     DType dtype;
   };
+  const bool codes = a.hidden_scale.present();
+  if (codes) {
+    const std::int64_t groups = (p.hidden_size + 127) / 128, stride = a.hidden_scale.strides[1];
+    if (p.quant.kind != ComputeScheme::kFp8Block) {
+      return unsupported(
+          fmt::format("hidden_scale: got rows that were quantised elsewhere for {}, need bf16 rows",
+                      compute_scheme_name(p.quant.kind)));
+    }
+    MOESAIC_RETURN_IF_ERROR(expect_dtype("hidden_scale", a.hidden_scale, DType::kF32));
+    MOESAIC_RETURN_IF_ERROR(expect_shape("hidden_scale", a.hidden_scale, {tokens, groups}));
+    MOESAIC_RETURN_IF_ERROR(expect_device("hidden_scale", a.hidden_scale, p.device));
+    if (a.hidden_scale.strides[0] != 1 || stride < tokens) {
+      return {StatusCode::kInvalidLayout,
+              fmt::format("hidden_scale: got strides [{}, {}], need [1, {} or more]",
+                          a.hidden_scale.strides[0], stride, tokens)};
+    }
+  }
   const DType out = a.output.dtype == DType::kF32 ? DType::kF32 : DType::kBF16;
   for (const Field& t :
-       {Field{"hidden_states", a.hidden_states, rows, DType::kBF16},
+       {Field{"hidden_states", a.hidden_states, rows, codes ? DType::kF8E4M3 : DType::kBF16},
         Field{"output", a.output, rows, out}, Field{"topk_ids", a.topk_ids, slots, DType::kI32},
         Field{"topk_weights", a.topk_weights, slots, DType::kF32}}) {
     MOESAIC_RETURN_IF_ERROR(expect_dtype(t.field, t.view, t.dtype));
@@ -49,8 +66,8 @@ Status check_sm90_args(const MoeProblem& p, const ExpertsArgs& a) {
             fmt::format("expert_map: got [{}], need [{}]{}", map, p.num_experts,
                         map == 0 ? " where not all are local" : "")};
   }
-  if (a.hidden_scale.present()) {
-    return unsupported("hidden_scale: got rows that were quantised elsewhere, need bf16 rows");
+  if (codes && !a.numerics.empty()) {
+    return unsupported("numerics: got rows that were quantised elsewhere, need bf16 rows");
   }
   if (!a.numerics.empty() && static_cast<std::int64_t>(a.numerics.size()) != tokens) {
     return {StatusCode::kInvalidShape,

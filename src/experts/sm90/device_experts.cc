@@ -19,6 +19,9 @@ class DeviceExperts final : public Experts {
   std::string_view name() const override { return kCudaExpertsName; }
   TopKWeightAndReduce reduction() const override { return TopKWeightAndReduce::kNoOp; }
   ActivationFormat format() const override { return ActivationFormat::kStandard; }
+  bool takes_quantized_rows() const override {
+    return problem_.quant.kind == ComputeScheme::kFp8Block;
+  }
   Result<std::int64_t> workspace_size(std::int64_t tokens) const override {
     return CudaExperts::workspace_size(problem_, tokens);
   }
@@ -31,12 +34,14 @@ class DeviceExperts final : public Experts {
     MOESAIC_RETURN_IF_ERROR(check_addresses(args));
     CudaExpertsArgs a;
     a.tokens = args.hidden_states.dim(0);
-    a.hidden_states = args.hidden_states.data;
+    const void* const rows = args.hidden_states.data;
+    a.rows = args.hidden_scale.present() ? CudaRows::codes(rows, args.hidden_scale.as<float>(),
+                                                           args.hidden_scale.strides[1])
+                                         : CudaRows::bf16(rows);
     a.topk_ids = args.topk_ids.as<std::int32_t>();
     a.topk_weights = args.topk_weights.as<float>();
     a.expert_map = args.expert_map.data();
-    a.output = args.output.data;
-    a.output_dtype = args.output.dtype;
+    a.result = CudaResult::sum(args.output.data, args.output.dtype);
     a.workspace = args.workspace.data();
     a.workspace_bytes = static_cast<std::int64_t>(args.workspace.size());
     MOESAIC_RETURN_IF_ERROR(experts_->enqueue(args.stream.handle, a));
@@ -56,11 +61,13 @@ class DeviceExperts final : public Experts {
     };
     for (const Address& at :
          {Address{"hidden_states", args.hidden_states.data, 16},
+          Address{"hidden_scale", args.hidden_scale.data, 4},
           Address{"topk_ids", args.topk_ids.data, 4},
           Address{"topk_weights", args.topk_weights.data, 4},
           Address{"expert_map", args.expert_map.data(), 4}, Address{"output", args.output.data, 16},
           Address{"workspace", args.workspace.data(), 256}}) {
-      if (at.data == nullptr && at.field == "expert_map") continue;
+      const bool optional = at.field == "expert_map" || at.field == "hidden_scale";
+      if (at.data == nullptr && optional) continue;
       MOESAIC_RETURN_IF_ERROR(
           check_device_pointer(at.field, at.data, at.alignment, problem_.device.index()));
     }

@@ -54,7 +54,7 @@ std::string_view CudaExperts::determinism() const { return kCudaExpertsDetermini
 QuantRowsParams CudaExperts::Impl::quant_params(const CudaExpertsArgs& a,
                                                 const ExpertsWorkspace& w) const {
   QuantRowsParams q;
-  q.x = static_cast<const std::uint16_t*>(a.hidden_states);
+  q.x = static_cast<const std::uint16_t*>(a.rows.data);
   q.weights = plan.weight_on_input ? a.topk_weights : nullptr;
   q.tokens = a.tokens;
   q.columns = problem.hidden_size;
@@ -77,7 +77,7 @@ std::optional<ExpertsPrologue> CudaExperts::prologue(const CudaExpertsArgs& a) c
   const ExpertsWorkspace w = ExpertsWorkspace::carve(problem, plan, a.tokens, arena);
   if (!arena.status().ok()) return std::nullopt;  // enqueue says why
   ExpertsPrologue prologue;
-  if (plan.makes_rows() && a.hidden_scale == nullptr && !a.rows_kept) {
+  if (plan.makes_rows() && a.rows.kind == CudaRows::Kind::kBf16) {
     prologue.quant = impl_->quant_params(a, w);
   }
   prologue.zero = w.control;
@@ -135,45 +135,47 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   align.num_groups = w.control + 1;
   align.band_done = w.band_done;
   align.bands = static_cast<std::int32_t>(2 * plan.w2.bands());
-  const bool makes_rows = plan.makes_rows() && a.hidden_scale == nullptr;
-  if (!a.prologue_done) {
-    const bool quantize = makes_rows && !a.rows_kept;
+  const bool codes = a.rows.kind == CudaRows::Kind::kCodes;
+  const bool slots = a.result.kind == CudaResult::Kind::kSlots;
+  const bool makes_rows = plan.makes_rows() && !codes;  // in this call or the one before
+  if (!a.in_front) {
+    const bool quantize = makes_rows && a.rows.kind == CudaRows::Kind::kBf16;
     MOESAIC_RETURN_IF_ERROR(check_call(
         "align and quantize", launch_align(align, quantize ? &q : nullptr, impl_->traits, stream)));
   }
 
   CombineParams c;
-  c.y2 = a.slot_rows != nullptr ? static_cast<std::uint16_t*>(a.slot_rows) : w.y2;
+  c.y2 = slots ? static_cast<std::uint16_t*>(a.result.data) : w.y2;
   c.row_of_pair = w.row_of_pair;
-  c.shared = static_cast<const std::uint16_t*>(a.shared_rows);
+  c.shared = static_cast<const std::uint16_t*>(a.result.shared_rows);
   c.tokens = a.tokens;
   c.top_k = static_cast<std::int32_t>(problem.top_k);
   c.hidden = static_cast<std::int32_t>(problem.hidden_size);
-  c.output_f32 = a.output_dtype == DType::kF32;
-  c.output = a.output;
+  c.output_f32 = a.result.dtype == DType::kF32;
+  c.output = slots ? nullptr : a.result.data;
 
   GroupedParams g;
   g.weights = impl_->weights;
-  g.rows.x = makes_rows ? w.rows : static_cast<const std::byte*>(a.hidden_states);
-  g.rows.x_scale = a.hidden_scale != nullptr ? a.hidden_scale : w.row_scale;
-  g.rows.x_scale_stride = a.hidden_scale != nullptr ? a.hidden_scale_stride : w.row_scale_stride;
+  g.rows.x = makes_rows ? w.rows : static_cast<const std::byte*>(a.rows.data);
+  g.rows.x_scale = codes ? a.rows.scale : w.row_scale;
+  g.rows.x_scale_stride = codes ? a.rows.scale_stride : w.row_scale_stride;
   g.rows.inner = w.inner;
   g.rows.inner_scale = w.inner_scale;
   g.rows.inner_scale_stride = w.inner_scale_stride;
-  g.rows.y2 = a.slot_rows != nullptr ? static_cast<std::uint16_t*>(a.slot_rows) : w.y2;
+  g.rows.y2 = slots ? static_cast<std::uint16_t*>(a.result.data) : w.y2;
   g.list = {w.groups,  w.pair_of_row, plan.weight_on_input ? nullptr : w.weight_of_row,
             w.control, w.control + 1, w.group_done};
-  if (a.prologue_done) {
+  if (a.in_front) {
     g.own_list.pairs = pairs;
     g.own_list.source = {a.topk_ids, a.topk_weights, a.expert_map, align.num_experts,
                          align.num_local_experts};
-    g.own_list.routes = a.route.has_value();
-    if (a.route) g.own_list.route = *a.route;
-    if (a.route && a.route->num_shared > 0) impl_->ask_ahead(g.ahead);
+    const std::optional<RouteParams>& route = a.in_front->route;
+    g.own_list.routes = route.has_value();
+    if (route) g.own_list.route = *route;
+    if (route && route->num_shared > 0) impl_->ask_ahead(g.ahead);
   }
   plan.fill_sizes(problem, g);
-  g.fold_combine =
-      a.slot_rows == nullptr && a.tokens <= kFoldCombineTokens && variant.max_columns <= 64;
+  g.fold_combine = !slots && a.tokens <= kFoldCombineTokens && variant.max_columns <= 64;
   g.combine = c;
   g.band_done = w.band_done;
   const ActivationSpec& activation = problem.activation;
@@ -186,7 +188,7 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   MOESAIC_RETURN_IF_ERROR(
       check_call("grouped GEMMs", launch(variant, g, impl_->traits.sms, stream)));
 
-  if (g.fold_combine || a.slot_rows != nullptr) return {};
+  if (g.fold_combine || slots) return {};
   return check_call("combine", launch_combine(c, stream));
 }
 

@@ -15,38 +15,66 @@
 
 namespace moesaic::cuda {
 
+// How the hidden states [M, H] of a call come: contiguous, 16-byte aligned. The bits of the result
+// are the same.
+struct CudaRows {
+  enum class Kind : std::uint8_t { kBf16, kCodes, kKept };
+  Kind kind = Kind::kBf16;
+  const void* data = nullptr;
+  const float* scale = nullptr;  // kCodes: [ceil(H / 128)][scale_stride >= M]
+  std::int64_t scale_stride = 0;
+
+  // bf16, quantised by the call where the scheme says so.
+  static CudaRows bf16(const void* data) { return {Kind::kBf16, data}; }
+  // fp8-block only: quantised before they came here, weight on the input included, as
+  // launch_quant_rows does it.
+  static CudaRows codes(const void* data, const float* scale, std::int64_t scale_stride) {
+    return {Kind::kCodes, data, scale, scale_stride};
+  }
+  // fp8-block without weight on the input: bf16 that the call before this one in this workspace (of
+  // experts with same_rows, with as many tokens) has quantised already.
+  static CudaRows kept(const void* data) { return {Kind::kKept, data}; }
+};
+
+// Where the result of a call goes, 16-byte aligned.
+struct CudaResult {
+  enum class Kind : std::uint8_t { kSum, kSlots };
+  Kind kind = Kind::kSum;
+  void* data = nullptr;
+  DType dtype = DType::kBF16;         // of a sum: BF16 or F32
+  const void* shared_rows = nullptr;  // [M, H] bf16 added to the sum, or null; may be a BF16 `data`
+
+  // The weighted sums [M, H].
+  static CudaResult sum(void* data, DType dtype, const void* shared_rows = nullptr) {
+    return {Kind::kSum, data, dtype, shared_rows};
+  }
+  // The weighted rows [M * k, H] bf16 of all slots; rows of slots without an expert here are not
+  // written. The sum is what launch_combine makes of them.
+  static CudaResult slots(void* data) { return {Kind::kSlots, data}; }
+};
+
+// What a kernel in front of a call has done for it: run its prologue (CudaExperts::prologue).
+struct CudaInFront {
+  // The GEMM kernel routes too (CudaExperts::can_route), without a kernel in front: topk_ids and
+  // topk_weights are where it puts ids and weights, the last slots of a token those of fused shared
+  // experts. Empty: ids and weights are there.
+  std::optional<RouteParams> route;
+};
+
 // Device pointers of one call. Nothing may overlap except where said.
 struct CudaExpertsArgs {
-  std::int64_t tokens = 0;              // M <= problem.max_tokens; 0 is ordinary
-  const void* hidden_states = nullptr;  // [M, H] bf16, contiguous, 16-byte aligned
-  // fp8-block only, rows quantised before they came here (weight on the input included):
-  // hidden_states are e4m3 codes, and this F32 scales [ceil(H / 128)][hidden_scale_stride >= M], as
-  // launch_quant_rows makes them. Null: quantised here; the bits of the result are the same.
-  const float* hidden_scale = nullptr;
-  std::int64_t hidden_scale_stride = 0;
-  // fp8-block without weight on the input: the call before this one in this workspace had the same
-  // hidden_states and tokens (of experts with same_rows), so the rows that it quantised are used.
-  bool rows_kept = false;
+  std::int64_t tokens = 0;  // M <= problem.max_tokens; 0 is ordinary
+  CudaRows rows;
   std::int64_t top_k = 0;  // k of this call, at most problem.top_k; 0: problem.top_k
   // How many experts topk_ids can name, for the choice of the kernel only; 0: problem.num_experts.
   std::int64_t used_experts = 0;
   const std::int32_t* topk_ids = nullptr;    // [M, k] global ids; -1 or out of range: no expert
   const float* topk_weights = nullptr;       // [M, k]
   const std::int32_t* expert_map = nullptr;  // [E] -> local or -1; null: identity
-  // [M, H] bf16 added to the sum, or null; may be `output` when that is BF16.
-  const void* shared_rows = nullptr;
-  // Instead of the sum: the weighted rows [M * k, H] bf16 of all slots, 16-byte aligned; rows of
-  // slots without an expert here are not written. The sum is what launch_combine makes of them.
-  void* slot_rows = nullptr;
-  void* output = nullptr;  // [M, H] of output_dtype, 16-byte aligned; null with slot_rows
-  DType output_dtype = DType::kBF16;  // BF16 or F32
-  void* workspace = nullptr;          // 256-byte aligned, >= workspace_size(M)
+  CudaResult result;
+  void* workspace = nullptr;  // 256-byte aligned, >= workspace_size(M)
   std::int64_t workspace_bytes = 0;
-  // A kernel in front has run the prologue of this call (CudaExperts::prologue): a kernel less here.
-  bool prologue_done = false;
-  // With prologue_done: the GEMM kernel routes (CudaExperts::can_route); topk_ids and topk_weights
-  // are where it puts ids and weights, the last slots of a token those of fused shared experts.
-  std::optional<RouteParams> route;
+  std::optional<CudaInFront> in_front;  // empty: the call runs its own prologue
 };
 
 // Computes what experts/reference/experts.h defines for the schemes bf16 and fp8-block with bf16
@@ -86,16 +114,16 @@ class CudaExperts {
   // Capturable; a captured graph replays with other ids and weights. May be called from several
   // threads with distinct workspaces. kDevice when a launch fails.
   Status enqueue(void* stream, const CudaExpertsArgs& args) const;
-  // The prologue of a call, for a kernel in front of enqueue to run; then enqueue must be told. Of
-  // `args` only tokens, top_k, hidden_states, hidden_scale and workspace are read. Empty above
-  // kListPairs pairs and where the rows depend on the routing; the bits of the result are the same.
+  // The prologue of a call, for a kernel in front of enqueue to run; then args.in_front says so. Of
+  // `args` only tokens, top_k, rows and workspace are read. Empty above kListPairs pairs and where
+  // the rows depend on the routing; the bits of the result are the same.
   std::optional<ExpertsPrologue> prologue(const CudaExpertsArgs& args) const;
-  // After a call with these arguments, without prologue_done, has run and before its workspace is
+  // After a call with these arguments, without in_front, has run and before its workspace is
   // used again: adds what rounding did to each row, [tokens], in the order of slots. Waits; copies
   // rows, codes and results to the host. The intermediate's own values are gone: its error is that
   // of its codes' steps.
   Status add_numerics(const CudaExpertsArgs& args, std::span<RowNumerics> rows) const;
-  // May args.route be this, in a call that has a prologue? Saves the router's kernel; same bits.
+  // May in_front->route be this? Saves the router's kernel; same bits.
   bool can_route(const RouteParams& route) const;
 
  private:

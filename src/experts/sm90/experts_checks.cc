@@ -73,11 +73,11 @@ Status check_scales(const ExpertsPlan& plan, const CudaExpertsArgs& a) {
             fmt::format("hidden_scale: got quantised rows, need bf16 rows: only {} takes codes",
                         names_of_formats(&takes_codes))};
   }
-  if (a.hidden_scale_stride < a.tokens) {
-    return {StatusCode::kInvalidLayout, fmt::format("hidden_scale_stride: got {}, need at least {}",
-                                                    a.hidden_scale_stride, a.tokens)};
+  if (a.rows.scale_stride < a.tokens) {
+    return {StatusCode::kInvalidLayout, fmt::format("hidden_scale stride: got {}, need at least {}",
+                                                    a.rows.scale_stride, a.tokens)};
   }
-  return check_pointer("hidden_scale", a.hidden_scale, 4);
+  return check_pointer("hidden_scale", a.rows.scale, 4);
 }
 
 }  // namespace
@@ -91,32 +91,25 @@ Status check_args(const MoeProblem& problem, const ExpertsPlan& plan, const Cuda
     return {StatusCode::kInvalidArgument,
             fmt::format("top_k: got {}, planned for at most {}", a.top_k, problem.top_k)};
   }
-  if (a.output_dtype != DType::kBF16 && a.output_dtype != DType::kF32) {
+  const bool slots = a.result.kind == CudaResult::Kind::kSlots;
+  if (a.result.dtype != DType::kBF16 && a.result.dtype != DType::kF32) {
     return {StatusCode::kInvalidDType,
-            fmt::format("output: got {}, need BF16 or F32", dtype_name(a.output_dtype))};
+            fmt::format("output: got {}, need BF16 or F32", dtype_name(a.result.dtype))};
   }
   if (a.tokens == 0) return {};
-  MOESAIC_RETURN_IF_ERROR(check_pointer("hidden_states", a.hidden_states, 16));
+  MOESAIC_RETURN_IF_ERROR(check_pointer("hidden_states", a.rows.data, 16));
   MOESAIC_RETURN_IF_ERROR(check_pointer("topk_ids", a.topk_ids, 4));
   MOESAIC_RETURN_IF_ERROR(check_pointer("topk_weights", a.topk_weights, 4));
-  if (a.slot_rows != nullptr) {
-    if (a.output != nullptr || a.shared_rows != nullptr) {
-      return {StatusCode::kInvalidArgument,
-              "slot_rows: got them with output or shared_rows, need one of the two"};
-    }
-    MOESAIC_RETURN_IF_ERROR(check_pointer("slot_rows", a.slot_rows, 16));
-  } else {
-    MOESAIC_RETURN_IF_ERROR(check_pointer("output", a.output, 16));
+  MOESAIC_RETURN_IF_ERROR(check_pointer(slots ? "slot_rows" : "output", a.result.data, 16));
+  if (a.rows.kind == CudaRows::Kind::kCodes) MOESAIC_RETURN_IF_ERROR(check_scales(plan, a));
+  if (a.rows.kind == CudaRows::Kind::kKept && (!plan.makes_rows() || plan.weight_on_input)) {
+    return {StatusCode::kUnsupported,
+            fmt::format("rows: got kept ones, need {} experts that quantised bf16 rows without "
+                        "weights",
+                        names_of_formats(&takes_codes))};
   }
-  if (a.hidden_scale != nullptr) MOESAIC_RETURN_IF_ERROR(check_scales(plan, a));
-  if (a.rows_kept && (!plan.makes_rows() || plan.weight_on_input || a.hidden_scale != nullptr)) {
-    return {
-        StatusCode::kUnsupported,
-        fmt::format("rows_kept: got true, need {} experts that quantised bf16 rows without weights",
-                    names_of_formats(&takes_codes))};
-  }
-  if (a.shared_rows != nullptr) {
-    MOESAIC_RETURN_IF_ERROR(check_pointer("shared_rows", a.shared_rows, 16));
+  if (a.result.shared_rows != nullptr) {
+    MOESAIC_RETURN_IF_ERROR(check_pointer("shared_rows", a.result.shared_rows, 16));
   }
   return check_pointer("workspace", a.workspace, 256);
 }

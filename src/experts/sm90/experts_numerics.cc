@@ -86,7 +86,7 @@ Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics
   const bool quantized = plan.quantizes();
 
   MOESAIC_ASSIGN_OR_RETURN(
-      const auto x, read_back("hidden_states", static_cast<const std::uint16_t*>(a.hidden_states),
+      const auto x, read_back("hidden_states", static_cast<const std::uint16_t*>(a.rows.data),
                               a.tokens * hidden));
   MOESAIC_ASSIGN_OR_RETURN(const auto row_of_pair, read_back("row_of_pair", w.row_of_pair, pairs));
   MOESAIC_ASSIGN_OR_RETURN(const auto codes, read_back("inner", w.inner, pairs * row_bytes));
@@ -95,7 +95,8 @@ Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics
     MOESAIC_ASSIGN_OR_RETURN(
         scales, read_back("inner_scale", w.inner_scale, w.inner_scale_stride * plan.w2.chunks()));
   }
-  const auto* y = a.slot_rows != nullptr ? static_cast<const std::uint16_t*>(a.slot_rows) : w.y2;
+  const bool slots = a.result.kind == CudaResult::Kind::kSlots;
+  const auto* y = slots ? static_cast<const std::uint16_t*>(a.result.data) : w.y2;
   MOESAIC_ASSIGN_OR_RETURN(const auto y2, read_back("y2", y, pairs * hidden));
   std::vector<float> weights;
   if (plan.weight_on_input) {

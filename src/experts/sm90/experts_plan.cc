@@ -42,7 +42,7 @@ ExpertsWorkspace ExpertsWorkspace::carve(const MoeProblem& problem, const Expert
   ExpertsWorkspace w;
   const std::int64_t pairs = tokens * problem.top_k;
   const std::int64_t local = problem.num_local_experts;
-  // First, where another call with as many tokens has them: see CudaExpertsArgs::rows_kept.
+  // First, where another call with as many tokens has them: see CudaRows::kept.
   w.row_scale_stride = round_up(tokens, 4);
   if (plan.makes_rows()) w.rows = arena.take<std::byte>(tokens * plan.w13.row_bytes());
   if (plan.quantizes()) {

@@ -72,6 +72,12 @@ void append_gate(const layer::FusedPlan& plan, Device device, Rows& rows) {
   }
 }
 
+Status rows_stay(const layer::FusedPlan& plan) {
+  const RankTransport transport = plan.ranks.transport;
+  if (!plan.ranks.active || transport == RankTransport::kNone) return {};
+  return unsupported(fmt::format("transport: got {}, need none", rank_transport_name(transport)));
+}
+
 }  // namespace
 
 void append_sm90_candidates(layer::ExplainStage stage, const layer::FusedPlan& plan,
@@ -88,8 +94,9 @@ void append_sm90_candidates(layer::ExplainStage stage, const layer::FusedPlan& p
                             on_gpu(CudaRouter::can_implement(plan.routing))));
       return;
     case layer::ExplainStage::kPrepareFinalize:
-      // The experts gather their own rows and combine them.
-      rows.push_back(row_of("prepare_finalize", "cuda_in_experts", on_gpu({})));
+      // Without transport the experts gather their own rows and combine them. The transports of
+      // all devices are rows of one catalogue, which the CPU's engine lists.
+      rows.push_back(row_of("prepare_finalize", "cuda_in_experts", on_gpu(rows_stay(plan))));
       return;
   }
 }

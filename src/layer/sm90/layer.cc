@@ -312,7 +312,7 @@ std::int64_t CudaLayer::weight_bytes() const {
 }
 std::int64_t CudaLayer::workspace_bytes() const {
   const Impl& m = *impl_;
-  return m.workspace.bytes() + m.slot_rows.bytes() + (m.transport ? m.transport->bytes() : 0) +
+  return m.workspace.bytes() + m.slot_rows.bytes() + m.transport_bytes +
          (m.replicas ? m.replicas->bytes() : 0);
 }
 

@@ -13,7 +13,7 @@
 #include "layer/rank_mesh.h"
 #include "layer/sm90/layer.h"
 #include "layer/sm90/prologue_plan.h"
-#include "prepare_finalize/sm90/all_to_all.h"
+#include "moesaic/modular_kernel.h"
 #include "prepare_finalize/sm90/device_messages.h"
 #include "router/sm90/router.h"
 
@@ -36,7 +36,8 @@ struct CudaLayer::Impl {
   Allocation workspace;
   ProloguePlan apart, joined;  // the routed experts by themselves, with the shared one among them
   // Over ranks: how rows travel (null: they do not), and the sums of ranks with the same rows.
-  std::unique_ptr<CudaAllToAll> transport;
+  std::unique_ptr<PrepareAndFinalize> transport;
+  std::int64_t transport_bytes = 0;
   std::optional<DeviceReplicas> replicas;
   Allocation slot_rows;  // [max_tokens * k, H] bf16, per-slot reduction where no row travels
 
@@ -75,11 +76,9 @@ struct CudaLayer::Impl {
   Status run(void* stream, const Rows& rows, const Out& out) const;
   // The same over ranks, collective (layer_ranks.cc).
   Status run_over_ranks(void* stream, const Rows& rows, const Out& out) const;
-  Status run_given(void* stream, const CudaAllToAll::Rows& given, const LayerWorkspace& w) const;
-  Status run_experts(void* stream, const CudaAllToAll::Arrived& rows,
-                     const LayerWorkspace& w) const;
-  Status run_slots_here(void* stream, const CudaAllToAll::Rows& given,
-                        const LayerWorkspace& w) const;
+  Status run_given(const PrepareArgs& given, const LayerWorkspace& w) const;
+  Status run_experts(void* stream, const Prepared& rows, const LayerWorkspace& w) const;
+  Status run_slots_here(void* stream, Prepared here, const LayerWorkspace& w) const;
   Status gather_replicas(void* stream, const Out& out, std::int64_t tokens) const;
   // At the end of create: `joined` and `apart`, for as many tokens as either may matter.
   Status make_prologue_plans();

@@ -2,12 +2,15 @@
 // result becomes that of all ranks. What is added, where and in which order is cpu/forward_ranks.cc's;
 // the host waits for the other ranks at each exchange.
 #include <algorithm>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "core/fault.h"
 #include "layer/sm90/layer_impl.h"
 #include "layer/sm90/layer_ops.h"
 #include "permute/sm90/combine.h"
+#include "prepare_finalize/sm90/all_to_all.h"
 #include "prepare_finalize/sm90/rank_rows.h"
 
 namespace moesaic::cuda {
@@ -25,8 +28,10 @@ Status CudaLayer::Impl::create_ranks(const FusedMoE::Options& options) {
                           : ranks.combine_dtype == DType::kBF16 ? Answer::kPartialBf16
                                                                 : Answer::kPartialF32;
     MOESAIC_ASSIGN_OR_RETURN(
-        transport, CudaAllToAll::create(plan.routed, gather ? mesh->tokens() : mesh->world(), o,
-                                        answer, device));
+        std::unique_ptr<CudaAllToAll> made,
+        CudaAllToAll::create(plan.routed, gather ? mesh->tokens() : mesh->world(), o, answer));
+    transport_bytes = made->bytes();
+    transport = std::move(made);
   } else if (ranks.per_slot) {
     MOESAIC_RETURN_IF_ERROR(
         slot_rows.reserve("slots", max_tokens * plan.routed.top_k * plan.hidden_size * 2));
@@ -38,27 +43,26 @@ Status CudaLayer::Impl::create_ranks(const FusedMoE::Options& options) {
   return {};
 }
 
-// This rank's experts on some rows; rows.answers as the transport (or, without one, the sum or the
-// slots) wants them.
-Status CudaLayer::Impl::run_experts(void* stream, const CudaAllToAll::Arrived& rows,
+// This rank's experts on some rows, to rows.expert_output: sums, or (per slot) all weighted rows.
+Status CudaLayer::Impl::run_experts(void* stream, const Prepared& rows,
                                     const LayerWorkspace& w) const {
-  if (rows.rows == 0) return {};
-  const std::int64_t k = plan.routed.top_k, hidden = plan.hidden_size;
-  const bool bf16 = plan.ranks.combine_dtype == DType::kBF16;
+  const TensorView& to = rows.expert_output;
+  const std::int64_t count = rows.hidden_states.dim(0);
+  if (count == 0) return {};
   if (!experts) {
-    const std::int64_t row = plan.ranks.per_slot ? k * hidden * 2 : hidden * (bf16 ? 2 : 4);
-    return fill_zero("experts", rows.answers, rows.rows * row, stream);
+    MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, contiguous_bytes(to.dtype, to.shape));
+    return fill_zero("experts", to.data, bytes, stream);
   }
   CudaExpertsArgs a;
-  a.tokens = rows.rows;
-  a.hidden_states = rows.hidden_states;
-  a.hidden_scale = rows.hidden_scale;
-  a.hidden_scale_stride = rows.hidden_scale_stride;
-  a.topk_ids = rows.topk_ids;
-  a.topk_weights = rows.topk_weights;
+  a.tokens = count;
+  const void* const x = rows.hidden_states.data;
+  a.rows = rows.hidden_scale.present()
+               ? CudaRows::codes(x, rows.hidden_scale.as<float>(), rows.hidden_scale.strides[1])
+               : CudaRows::bf16(x);
+  a.topk_ids = rows.topk_ids.as<std::int32_t>();
+  a.topk_weights = rows.topk_weights.as<float>();
   a.expert_map = expert_map.as<std::int32_t>();
-  (plan.ranks.per_slot ? a.slot_rows : a.output) = rows.answers;
-  a.output_dtype = bf16 ? DType::kBF16 : DType::kF32;
+  a.result = plan.ranks.per_slot ? CudaResult::slots(to.data) : CudaResult::sum(to.data, to.dtype);
   a.workspace = w.experts;
   a.workspace_bytes = w.experts_bytes;
   return experts->enqueue(stream, a).with_context("experts");
@@ -66,20 +70,19 @@ Status CudaLayer::Impl::run_experts(void* stream, const CudaAllToAll::Arrived& r
 
 // Every rank has the rows: a slot's row is zero on all replicas but one, which a sum brings
 // together without a rounding; then they are added in slot order as on one GPU.
-Status CudaLayer::Impl::run_slots_here(void* stream, const CudaAllToAll::Rows& given,
-                                       const LayerWorkspace& w) const {
-  const std::int64_t count = given.tokens * plan.routed.top_k * plan.hidden_size;
+Status CudaLayer::Impl::run_slots_here(void* stream, Prepared here, const LayerWorkspace& w) const {
+  const std::int64_t tokens = here.hidden_states.dim(0), slots = tokens * plan.routed.top_k;
+  const std::int64_t count = slots * plan.hidden_size;
   MOESAIC_RETURN_IF_ERROR(fill_zero("slots", slot_rows.as<void>(), count * 2, stream));
-  CudaAllToAll::Arrived here = {given.tokens, given.hidden_states};
-  here.topk_ids = given.topk_ids;
-  here.topk_weights = given.topk_weights;
-  here.answers = slot_rows.as<void>();
+  here.expert_output = {
+      slot_rows.as<std::byte>(), DType::kBF16, {slots, plan.hidden_size}, Device::cuda(device)};
   MOESAIC_RETURN_IF_ERROR(run_experts(stream, here, w));
-  MOESAIC_RETURN_IF_ERROR(replicas->all_reduce_sum(stream, here.answers, count, /*bf16=*/true));
+  MOESAIC_RETURN_IF_ERROR(
+      replicas->all_reduce_sum(stream, slot_rows.as<void>(), count, /*bf16=*/true));
   CombineParams c;
   c.y2 = slot_rows.as<std::uint16_t>();
-  c.row_of_pair = given.topk_ids;  // read for its sign only
-  c.tokens = given.tokens;
+  c.row_of_pair = here.topk_ids.as<std::int32_t>();  // read for its sign only
+  c.tokens = tokens;
   c.top_k = static_cast<std::int32_t>(plan.routed.top_k);
   c.hidden = static_cast<std::int32_t>(plan.hidden_size);
   c.output_f32 = true;
@@ -87,21 +90,29 @@ Status CudaLayer::Impl::run_slots_here(void* stream, const CudaAllToAll::Rows& g
   return check_call("combine", launch_combine(c, stream));
 }
 
-// w.routed [given.tokens, H] = what the ranks' experts make of the rows: all of them, or (not
-// reduced) those of the ranks that have other rows.
-Status CudaLayer::Impl::run_given(void* stream, const CudaAllToAll::Rows& given,
-                                  const LayerWorkspace& w) const {
+// w.routed [M, H] = what the ranks' experts make of the given rows: all of them, or (not reduced)
+// those of the ranks that have other rows.
+Status CudaLayer::Impl::run_given(const PrepareArgs& given, const LayerWorkspace& w) const {
+  void* const stream = given.stream.handle;
+  const TensorView sum(reinterpret_cast<std::byte*>(w.routed), DType::kF32,
+                       {given.hidden_states.dim(0), plan.hidden_size}, Device::cuda(device));
   if (transport) {
-    MOESAIC_ASSIGN_OR_RETURN(const CudaAllToAll::Arrived arrived,
-                             transport->dispatch(stream, given));
+    MOESAIC_ASSIGN_OR_RETURN(const Prepared arrived, transport->prepare(given));
     MOESAIC_RETURN_IF_ERROR(run_experts(stream, arrived, w));
-    return transport->combine(stream, w.routed);
+    FinalizeArgs f;
+    f.output = sum;
+    f.expert_output = arrived.expert_output;
+    f.topk_weights = given.topk_weights;
+    f.topk_ids = given.topk_ids;
+    f.stream = given.stream;
+    return transport->finalize(f);
   }
-  if (plan.ranks.per_slot) return run_slots_here(stream, given, w);
-  CudaAllToAll::Arrived here = {given.tokens, given.hidden_states};
+  Prepared here;
+  here.hidden_states = given.hidden_states;
   here.topk_ids = given.topk_ids;
   here.topk_weights = given.topk_weights;
-  here.answers = w.routed;
+  if (plan.ranks.per_slot) return run_slots_here(stream, here, w);
+  here.expert_output = sum;
   return run_experts(stream, here, w);
 }
 
@@ -141,10 +152,16 @@ Status CudaLayer::Impl::run_over_ranks(void* stream, const Rows& rows, const Out
   const auto* x_bf16 = static_cast<const std::uint16_t*>(rows.x_bf16);
   const std::int64_t x_bytes = hidden * dtype_bits(rows.x_dtype) / 8;
   const auto* x = static_cast<const std::byte*>(rows.x);
-  MOESAIC_RETURN_IF_ERROR(run_given(stream,
-                                    {given.count, x_bf16 + given.first * hidden,
-                                     ids + given.first * k, w.topk_weights + given.first * k},
-                                    w));
+  PrepareArgs args;
+  const auto view = [&](const auto* data, DType dtype, std::int64_t columns) {
+    return ConstTensorView(reinterpret_cast<const std::byte*>(data + given.first * columns), dtype,
+                           {given.count, columns}, Device::cuda(device));
+  };
+  args.hidden_states = view(x_bf16, DType::kBF16, hidden);
+  args.topk_ids = view(ids, DType::kI32, k);
+  args.topk_weights = view(w.topk_weights, DType::kF32, k);
+  args.stream.handle = stream;
+  MOESAIC_RETURN_IF_ERROR(run_given(args, w));
   if (plan.has_shared && share.count > 0) {
     // The routed experts are through with the workspace that both use.
     const Rows part = {x + share.first * x_bytes, rows.x_dtype, x_bf16 + share.first * hidden,

@@ -64,10 +64,10 @@ Status CudaLayer::Impl::route(void* stream, const Rows& rows, const LayerWorkspa
   std::optional<ExpertsPrologue> prologue;
   if (how != ProloguePlace::kInExperts) {
     prologue = experts->prologue(*next);
-    next->prologue_done = true;
+    next->in_front.emplace();
   }
   if (how == ProloguePlace::kInGate) {
-    next->route = with.usual(r);
+    next->in_front->route = with.usual(r);
     return gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits, &*prologue);
   }
   MOESAIC_RETURN_IF_ERROR(gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits));
@@ -88,7 +88,7 @@ Status CudaLayer::Impl::run_shared(void* stream, const Rows& rows, const LayerWo
                                    void* to, bool kept, std::span<RowNumerics> numerics) const {
   CudaExpertsArgs a;
   a.tokens = rows.tokens;
-  a.hidden_states = rows.x_bf16;
+  a.rows = kept ? CudaRows::kept(rows.x_bf16) : CudaRows::bf16(rows.x_bf16);
   a.topk_ids = shared_ids.as<std::int32_t>();
   a.topk_weights = ones.as<float>();
   if (shared_gate) {
@@ -104,8 +104,7 @@ Status CudaLayer::Impl::run_shared(void* stream, const Rows& rows, const LayerWo
     a.topk_weights = w.shared_weights;
   }
   // One slot per token, and every one has an expert here: its weighted rows are the sums.
-  a.slot_rows = to;
-  a.rows_kept = kept;
+  a.result = CudaResult::slots(to);
   a.workspace = w.shared;
   a.workspace_bytes = w.shared_bytes;
   a.top_k = 1;
@@ -119,7 +118,7 @@ Status CudaLayer::Impl::run_shared(void* stream, const Rows& rows, const LayerWo
 CudaExpertsArgs CudaLayer::Impl::routed_args(const Rows& rows, const LayerWorkspace& w) const {
   CudaExpertsArgs a;
   a.tokens = rows.tokens;
-  a.hidden_states = rows.x_bf16;
+  a.rows = CudaRows::bf16(rows.x_bf16);
   a.topk_ids = w.topk_ids;
   a.topk_weights = w.topk_weights;
   a.top_k = plan.routed.top_k;
@@ -131,9 +130,7 @@ CudaExpertsArgs CudaLayer::Impl::routed_args(const Rows& rows, const LayerWorksp
 
 Status CudaLayer::Impl::run_routed(void* stream, CudaExpertsArgs a, const void* shared_rows,
                                    void* to, DType dtype, std::span<RowNumerics> numerics) const {
-  a.shared_rows = shared_rows;
-  a.output = to;
-  a.output_dtype = dtype;
+  a.result = CudaResult::sum(to, dtype, shared_rows);
   MOESAIC_RETURN_IF_ERROR(experts->enqueue(stream, a).with_context("experts"));
   return measure(stream, *experts, a, static_cast<double>(plan.output_scale), numerics);
 }
@@ -159,7 +156,7 @@ Status CudaLayer::Impl::run(void* stream, const Rows& rows, const Out& out) cons
       MOESAIC_RETURN_IF_ERROR(
           run_shared(stream, rows, w, out.output, /*kept=*/false, out.numerics));
     }
-    args.rows_kept = keeps;
+    if (keeps) args.rows = CudaRows::kept(rows.x_bf16);
     return run_routed(stream, args, shared_too ? out.output : nullptr, out.output, out.dtype,
                       out.numerics);
   }

@@ -10,11 +10,12 @@
 
 #include "core/checked.h"
 #include "core/fault.h"
+#include "core/refusal.h"
 #include "cuda/device_memory.h"
 #include "cuda/quant_rows.h"
 #include "moesaic/parallel.h"
-#include "prepare_finalize/predicates.h"
 #include "prepare_finalize/rank_transport.h"
+#include "prepare_finalize/sm90/catalogue_row.h"
 #include "prepare_finalize/sm90/device_messages.h"
 #include "prepare_finalize/sm90/rank_rows.h"
 
@@ -29,7 +30,8 @@ struct CudaAllToAll::Impl {
   bool gather = false;
   Answer answer = Answer::kPartialF32;
   bool weight_on_input = false, power_of_two_scales = false;
-  DeviceTraits device;
+  Device device = Device::cpu();
+  DeviceTraits traits;
   MessageRow row;
   std::string dispatch_name, combine_name;
 
@@ -41,8 +43,13 @@ struct CudaAllToAll::Impl {
   Allocation arrived, row_scale, row_ids, row_weights;  // rows of all ranks
   Allocation results, answers;                          // made here, come back
 
-  // Of the call between dispatch and combine.
-  Rows mine;
+  // Of the call between prepare and finalize.
+  struct Rows {
+    std::int64_t tokens = 0;
+    const void* hidden_states = nullptr;
+    const std::int32_t* topk_ids = nullptr;
+    const float* topk_weights = nullptr;
+  } mine;
   std::vector<std::int64_t> sent, received;  // [R] rows
 
   bool quantized() const { return row.groups > 0; }
@@ -55,7 +62,12 @@ struct CudaAllToAll::Impl {
   Status plan(void* stream);
   Status pack(void* stream);
   Status exchange_rows(void* stream);
-  Result<Arrived> unpack(void* stream);
+  Result<Prepared> unpack(void* stream);
+  Status check(const PrepareArgs& args) const;
+  Status give_up(const Status& reason) const {
+    static_cast<void>(messages.communicator().abandon(reason.message()));
+    return reason;
+  }
 };
 
 Status CudaAllToAll::Impl::allocate(const std::vector<std::int32_t>& owners) {
@@ -104,8 +116,8 @@ CudaAllToAll::~CudaAllToAll() = default;
 
 Result<std::unique_ptr<CudaAllToAll>> CudaAllToAll::create(
     const MoeProblem& problem, std::shared_ptr<Communicator> communicator,
-    const AllToAllOptions& options, Answer answer, int device) {
-  MOESAIC_RETURN_IF_ERROR(prepare_finalize::standard_transport_can_implement(problem));
+    const AllToAllOptions& options, Answer answer) {
+  MOESAIC_RETURN_IF_ERROR(sm90_transport_can_implement(problem));
   MOESAIC_RETURN_IF_ERROR(
       prepare_finalize::RankTransport::check_options(communicator.get(), options));
   if (options.gather && answer == Answer::kSlots) {
@@ -116,14 +128,15 @@ Result<std::unique_ptr<CudaAllToAll>> CudaAllToAll::create(
     MOESAIC_ASSIGN_OR_RETURN(owners, expert_owners(problem.num_experts, options.parallel));
   }
   MOESAIC_ASSIGN_OR_RETURN(DeviceMessages messages,
-                           DeviceMessages::create(std::move(communicator), device));
-  const DeviceScope scope(device);
+                           DeviceMessages::create(std::move(communicator), problem.device.index()));
+  const DeviceScope scope(problem.device.index());
   MOESAIC_RETURN_IF_ERROR(scope.status());
   std::unique_ptr<Impl> impl(new (std::nothrow) Impl(std::move(messages)));
   if (!impl) return Status(StatusCode::kOutOfMemory, "cannot allocate the transport");
   const bool codes =
       options.quantize_before_dispatch && problem.quant.kind == ComputeScheme::kFp8Block;
-  MOESAIC_ASSIGN_OR_RETURN(impl->device, current_device_traits());
+  impl->device = problem.device;
+  MOESAIC_ASSIGN_OR_RETURN(impl->traits, current_device_traits());
   impl->hidden = problem.hidden_size;
   impl->top_k = problem.top_k;
   impl->num_experts = problem.num_experts;
@@ -187,7 +200,7 @@ Status CudaAllToAll::Impl::pack(void* stream) {
     q.q = codes.as<void>();
     q.scale = code_scale.as<float>();
     q.scale_stride = scale_stride(max_tokens);
-    MOESAIC_RETURN_IF_ERROR(check_call("dispatch: quantise", launch_quant_rows(q, device, stream)));
+    MOESAIC_RETURN_IF_ERROR(check_call("dispatch: quantise", launch_quant_rows(q, traits, stream)));
     from.hidden = codes.as<std::byte>();
     from.scale = code_scale.as<float>();
     from.scale_stride = q.scale_stride;
@@ -230,7 +243,7 @@ Status CudaAllToAll::Impl::exchange_rows(void* stream) {
   return {};
 }
 
-Result<CudaAllToAll::Arrived> CudaAllToAll::Impl::unpack(void* stream) {
+Result<Prepared> CudaAllToAll::Impl::unpack(void* stream) {
   std::int64_t all = 0;
   for (const std::int64_t n : received) all += n;
   RowArrays to;
@@ -247,33 +260,104 @@ Result<CudaAllToAll::Arrived> CudaAllToAll::Impl::unpack(void* stream) {
         "dispatch: unpack", launch_unpack_rows(row, from, received[r], to, first, stream)));
     first += received[r];
   }
-  Arrived a;
-  a.rows = all;
-  a.hidden_states = to.hidden;
-  if (quantized()) a.hidden_scale = to.scale;
-  a.hidden_scale_stride = to.scale_stride;
-  a.topk_ids = to.ids;
-  a.topk_weights = to.weights;
-  a.answers = results.as<void>();
-  return a;
+  Prepared p;
+  p.hidden_states = {to.hidden, quantized() ? DType::kF8E4M3 : DType::kBF16, Shape{all, hidden},
+                     device};
+  if (quantized()) {
+    p.hidden_scale = {row_scale.as<std::byte>(), DType::kF32, Shape{all, row.groups}, device};
+    p.hidden_scale.strides = {1, to.scale_stride};
+  }
+  p.topk_ids = {row_ids.as<std::byte>(), DType::kI32, Shape{all, top_k}, device};
+  p.topk_weights = {row_weights.as<std::byte>(), DType::kF32, Shape{all, top_k}, device};
+  p.expert_output = {results.as<std::byte>(),
+                     answer == Answer::kPartialF32 ? DType::kF32 : DType::kBF16,
+                     Shape{slots() ? all * top_k : all, hidden}, device};
+  return p;
 }
 
-Result<CudaAllToAll::Arrived> CudaAllToAll::dispatch(void* stream, const Rows& rows) const {
-  Impl& m = *impl_;
-  if (rows.tokens > m.max_tokens) {
-    return Status(
-        StatusCode::kLimitExceeded,
-        fmt::format("tokens: got {}, need at most {} per rank", rows.tokens, m.max_tokens));
+std::string_view CudaAllToAll::name() const {
+  return impl_->gather ? "cuda_all_gather_reduce_scatter" : "cuda_all_to_all";
+}
+
+Status CudaAllToAll::attach(const Experts& experts) {
+  if (experts.reduction() != TopKWeightAndReduce::kNoOp || impl_->slots()) {
+    return unsupported(fmt::format(
+        "prepare_finalize {}: experts {}, need experts that leave one weighted sum per row", name(),
+        experts.name()));
   }
-  m.mine = rows;
+  if (!impl_->quantized() || experts.takes_quantized_rows()) return {};
+  return unsupported(
+      fmt::format("prepare_finalize {}: experts {} take no quantised rows, need "
+                  "quantize_before_dispatch = false",
+                  name(), experts.name()));
+}
+
+std::int64_t CudaAllToAll::max_dispatched_tokens(std::int64_t) const {
+  return impl_->ranks * impl_->max_tokens;
+}
+
+Result<std::int64_t> CudaAllToAll::workspace_size(std::int64_t tokens) const {
+  if (tokens >= 0) return std::int64_t{0};
+  return Status(StatusCode::kInvalidArgument, fmt::format("tokens: got {}, need >= 0", tokens));
+}
+
+Status CudaAllToAll::Impl::check(const PrepareArgs& a) const {
+  if (a.hidden_states.rank() != 2) {
+    return {StatusCode::kInvalidShape, fmt::format("hidden_states: got {}, need [M, {}]",
+                                                   a.hidden_states.shape.to_string(), hidden)};
+  }
+  const std::int64_t tokens = a.hidden_states.dim(0);
+  if (tokens > max_tokens) {
+    return {StatusCode::kLimitExceeded,
+            fmt::format("tokens: got {}, need at most {} per rank", tokens, max_tokens)};
+  }
+  struct Field {
+    std::string_view field;
+    const ConstTensorView& view;
+    DType dtype;
+    std::int64_t columns;
+  };
+  for (const Field& t : {Field{"hidden_states", a.hidden_states, DType::kBF16, hidden},
+                         Field{"topk_ids", a.topk_ids, DType::kI32, top_k},
+                         Field{"topk_weights", a.topk_weights, DType::kF32, top_k}}) {
+    MOESAIC_RETURN_IF_ERROR(expect_dtype(t.field, t.view, t.dtype));
+    MOESAIC_RETURN_IF_ERROR(expect_shape(t.field, t.view, {tokens, t.columns}));
+    MOESAIC_RETURN_IF_ERROR(expect_contiguous(t.field, t.view));
+    MOESAIC_RETURN_IF_ERROR(expect_device(t.field, t.view, device));
+  }
+  return {};
+}
+
+Result<Prepared> CudaAllToAll::prepare(const PrepareArgs& args) const {
+  Impl& m = *impl_;
+  if (const Status bad = m.check(args); !bad.ok()) return m.give_up(bad);
+  m.mine = {args.hidden_states.dim(0), args.hidden_states.data, args.topk_ids.as<std::int32_t>(),
+            args.topk_weights.as<float>()};
+  const DeviceScope scope(m.device.index());
+  MOESAIC_RETURN_IF_ERROR(scope.status());
+  void* const stream = args.stream.handle;
   MOESAIC_RETURN_IF_ERROR(m.plan(stream));
   MOESAIC_RETURN_IF_ERROR(m.pack(stream));
   MOESAIC_RETURN_IF_ERROR(m.exchange_rows(stream));
   return m.unpack(stream);
 }
 
-Status CudaAllToAll::combine(void* stream, float* sum) const {
+Status CudaAllToAll::withdraw(const Status& reason, bool, std::span<std::byte>) const {
+  return impl_->give_up(reason);
+}
+
+Status CudaAllToAll::finalize(const FinalizeArgs& args) const {
   const Impl& m = *impl_;
+  void* const stream = args.stream.handle;
+  const auto check = [&]() -> Status {
+    MOESAIC_RETURN_IF_ERROR(expect_dtype("output", args.output, DType::kF32));
+    MOESAIC_RETURN_IF_ERROR(expect_shape("output", args.output, {m.mine.tokens, m.hidden}));
+    MOESAIC_RETURN_IF_ERROR(expect_contiguous("output", args.output));
+    return expect_device("output", args.output, m.device);
+  };
+  if (const Status bad = check(); !bad.ok()) return m.give_up(bad);
+  const DeviceScope scope(m.device.index());
+  MOESAIC_RETURN_IF_ERROR(scope.status());
   const std::int64_t bytes = m.answer_bytes();
   std::vector<std::span<const std::byte>> send;
   std::vector<std::span<std::byte>> recv;
@@ -294,7 +378,7 @@ Status CudaAllToAll::combine(void* stream, float* sum) const {
   p.ranks = MOESAIC_FAULT(all_to_all_forgets_last_rank) ? m.ranks - 1 : m.ranks;
   p.hidden = static_cast<std::int32_t>(m.hidden);
   p.tokens = m.mine.tokens;
-  p.sum = sum;
+  p.sum = args.output.as<float>();
   p.ids = m.mine.topk_ids;
   p.owner = m.owner.as<std::int32_t>();
   p.top_k = static_cast<std::int32_t>(m.top_k);
@@ -311,6 +395,19 @@ std::int64_t CudaAllToAll::bytes() const {
     bytes += a->bytes();
   }
   return bytes;
+}
+
+Result<std::unique_ptr<PrepareAndFinalize>> make_sm90_all_to_all(
+    const MoeProblem& problem, std::shared_ptr<Communicator> communicator,
+    const AllToAllOptions& options) {
+  MOESAIC_RETURN_IF_ERROR(sm90_transport_can_implement(problem));
+  MOESAIC_RETURN_IF_ERROR(check_device(problem.device));
+  const bool bf16 = options.combine_dtype == DType::kBF16;
+  MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<CudaAllToAll> made,
+                           CudaAllToAll::create(problem, std::move(communicator), options,
+                                                bf16 ? CudaAllToAll::Answer::kPartialBf16
+                                                     : CudaAllToAll::Answer::kPartialF32));
+  return std::unique_ptr<PrepareAndFinalize>(std::move(made));
 }
 
 }  // namespace moesaic::cuda

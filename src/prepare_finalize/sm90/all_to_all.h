@@ -1,6 +1,6 @@
 // The standard transports between ranks, all-to-all and all-gather with reduce-scatter, for rows in
 // device memory. The form of a row on the wire, the order of arrival and the order of every sum are
-// those of make_all_to_all_prepare_finalize; the sizes are agreed on the host.
+// those of the CPU's make_all_to_all_prepare_finalize; the sizes are agreed on the host.
 #pragma once
 
 #include <cstdint>
@@ -12,53 +12,54 @@
 
 namespace moesaic::cuda {
 
-class CudaAllToAll {
+class CudaAllToAll final : public PrepareAndFinalize {
  public:
   // What the experts of a rank send back for each row that arrived.
   enum class Answer : std::uint8_t {
     kPartialF32,   // the sum over its experts
     kPartialBf16,  // the same, rounded: half the bytes
-    // The weighted rows of all k slots in bf16, as the experts make them: the sum at home is in
-    // slot order, so the bits are those of one GPU. Not with gather.
+    // The weighted rows of all k slots in bf16, as CudaResult::slots: the sum at home is
+    // in slot order, so the bits are those of one GPU. Not with gather; the layer's experts make
+    // them, those of the catalogue do not.
     kSlots,
   };
 
-  //   problem  as for CudaExperts
+  //   problem  as for CudaExperts, on a GPU
   //   options  of max_tokens_per_rank rows; combine_dtype is not read, `answer` is
   // Errors: those of the options (as make_all_to_all_prepare_finalize), kInvalidArgument for a
   // communicator of another device, kOutOfMemory. Allocates everything it will use.
   static Result<std::unique_ptr<CudaAllToAll>> create(const MoeProblem& problem,
                                                       std::shared_ptr<Communicator> communicator,
-                                                      const AllToAllOptions& options, Answer answer,
-                                                      int device);
-  ~CudaAllToAll();
+                                                      const AllToAllOptions& options,
+                                                      Answer answer);
+  ~CudaAllToAll() override;
   CudaAllToAll(const CudaAllToAll&) = delete;
   CudaAllToAll& operator=(const CudaAllToAll&) = delete;
 
-  // Rows of this rank, device pointers: hidden_states [tokens, H] bf16, ids (global, -1: no expert)
-  // and weights [tokens, k]. They stay as they are until combine has returned.
-  struct Rows {
-    std::int64_t tokens = 0;
-    const void* hidden_states = nullptr;
-    const std::int32_t* topk_ids = nullptr;
-    const float* topk_weights = nullptr;
-  };
-  // Rows of all ranks that have an expert here, by rank and token, as CudaExpertsArgs wants them.
-  struct Arrived {
-    std::int64_t rows = 0;
-    const void* hidden_states = nullptr;
-    const float* hidden_scale = nullptr;  // null: bf16 rows
-    std::int64_t hidden_scale_stride = 0;
-    const std::int32_t* topk_ids = nullptr;
-    const float* topk_weights = nullptr;
-    void* answers = nullptr;  // where the experts put theirs: [rows, H], or [rows * k, H] slots
-  };
-  // Collective; waits for the other ranks on the host, then puts work on `stream`. Errors: those of
-  // the communicator, kDevice, kLimitExceeded for more tokens than agreed (this rank alone: it must
-  // tell the others).
-  Result<Arrived> dispatch(void* stream, const Rows& rows) const;
-  // Collective. sum [tokens, H] fp32: what the experts of all ranks made of the rows of dispatch.
-  Status combine(void* stream, float* sum) const;
+  std::string_view name() const override;
+  ActivationFormat format() const override { return ActivationFormat::kStandard; }
+  // Experts that leave weighted sums, and take codes where rows travel as such.
+  Status attach(const Experts& experts) override;
+  bool output_is_reduced() const override { return true; }
+  bool keeps_rows() const override { return false; }
+  bool owns_expert_output() const override { return true; }
+  std::int64_t max_dispatched_tokens(std::int64_t tokens) const override;
+  // Nothing: it has its own memory.
+  Result<std::int64_t> workspace_size(std::int64_t tokens) const override;
+
+  // Collective; waits for the other ranks on the host, then puts work on the stream. The caller's
+  // rows [M, H] bf16, ids and weights stay as they are until finalize has returned. Prepared: the
+  // rows of all ranks that have an expert here, by rank and token, and where the experts write:
+  // [M', H] of the answer's dtype, or [M' * k, H] slots. Errors: those of the communicator,
+  // kDevice, and for this rank alone kLimitExceeded (more tokens than agreed) and those of views
+  // that are not as said here; these break the communicator.
+  Result<Prepared> prepare(const PrepareArgs& args) const override;
+  // Collective. output [M, H] F32: what the experts of all ranks made of the rows of prepare. Of
+  // the arguments only output and stream are read.
+  Status finalize(const FinalizeArgs& args) const override;
+  // Breaks the communicator, so that no rank waits for this one. Returns `reason`.
+  Status withdraw(const Status& reason, bool prepared,
+                  std::span<std::byte> workspace) const override;
 
   std::int64_t bytes() const;  // device memory
 

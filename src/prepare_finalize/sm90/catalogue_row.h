@@ -1,0 +1,21 @@
+// The sm_90 rows of prepare_finalize_catalogue(): CudaAllToAll behind the interface that all
+// transports have.
+#pragma once
+
+#include <memory>
+
+#include "moesaic/communicator.h"
+#include "moesaic/modular_kernel.h"
+#include "moesaic/status.h"
+
+namespace moesaic::cuda {
+
+// What the transports ask of a problem, whatever the ranks; needs no device.
+Status sm90_transport_can_implement(const MoeProblem& problem);
+// Errors of check_device (in a build without CUDA it refuses every GPU) and of
+// CudaAllToAll::create.
+Result<std::unique_ptr<PrepareAndFinalize>> make_sm90_all_to_all(
+    const MoeProblem& problem, std::shared_ptr<Communicator> communicator,
+    const AllToAllOptions& options);
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,15 @@
+// A build without CUDA: the rows stand in the catalogue and refuse.
+#include "prepare_finalize/sm90/catalogue_row.h"
+
+namespace moesaic::cuda {
+
+// NOLINTBEGIN(performance-unnecessary-value-param): the signature of the other build
+Result<std::unique_ptr<PrepareAndFinalize>> make_sm90_all_to_all(const MoeProblem& problem,
+                                                                 std::shared_ptr<Communicator>,
+                                                                 const AllToAllOptions&) {
+  MOESAIC_RETURN_IF_ERROR(sm90_transport_can_implement(problem));
+  return check_device(problem.device);
+}
+// NOLINTEND(performance-unnecessary-value-param)
+
+}  // namespace moesaic::cuda
