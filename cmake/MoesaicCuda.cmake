@@ -24,11 +24,19 @@ if(NOT MOESAIC_CUDA STREQUAL "OFF")
 endif()
 message(STATUS "CUDA backends: ${MOESAIC_HAS_CUDA}")
 
-# moesaic_cuda_sources(files...): sources of the CUDA part, .cu or host C++ that needs the runtime;
-# nothing without CUDA.
+# moesaic_cuda_sources(files... [OTHERWISE none.cc] [TARGET target]): sources of the CUDA part, .cu or
+# host C++ that needs the runtime, of target moesaic. Without CUDA the other file is compiled instead: it
+# has the functions that the rest calls, which refuse. A folder has one such file, because these functions
+# name types of the folder's own level.
 function(moesaic_cuda_sources)
+  cmake_parse_arguments(PARSE_ARGV 0 arg "" "OTHERWISE;TARGET" "")
+  if(NOT arg_TARGET)
+    set(arg_TARGET moesaic)
+  endif()
   if(MOESAIC_HAS_CUDA)
-    target_sources(moesaic PRIVATE ${ARGN})
+    target_sources(${arg_TARGET} PRIVATE ${arg_UNPARSED_ARGUMENTS})
+  elseif(arg_OTHERWISE)
+    target_sources(${arg_TARGET} PRIVATE ${arg_OTHERWISE})
   endif()
 endfunction()
 

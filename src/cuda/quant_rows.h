@@ -5,9 +5,16 @@
 #include <cstdint>
 
 #include "cuda/device_traits.h"
-#include "cuda/row_form.h"
 
 namespace moesaic::cuda {
+
+// How operand rows are written down before a GEMM reads them.
+enum class RowForm : std::uint8_t {
+  kBf16,
+  kFp8Group128,  // e4m3 codes and one F32 scale per row and 128 columns
+};
+constexpr int row_element_bytes(RowForm form) { return form == RowForm::kBf16 ? 2 : 1; }
+constexpr bool row_has_scales(RowForm form) { return form == RowForm::kFp8Group128; }
 
 struct QuantRowsParams {
   const std::uint16_t* x = nullptr;  // [tokens, columns] bf16, 16-byte aligned, columns % 8 == 0

@@ -15,7 +15,7 @@
 //   };
 #pragma once
 
-#include "cuda/row_form.h"
+#include "cuda/quant_rows.h"
 
 namespace moesaic::ptx {
 struct E4M3;

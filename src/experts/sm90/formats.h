@@ -7,7 +7,7 @@
 #include <span>
 #include <string>
 
-#include "cuda/row_form.h"
+#include "cuda/quant_rows.h"
 #include "experts/sm90/grouped_gemm.h"
 #include "experts/sm90/repack.h"
 #include "moesaic/experts.h"
