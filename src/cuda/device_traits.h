@@ -12,7 +12,7 @@ struct DeviceTraits {
   // Clusters of so many blocks, each block with a multiprocessor of its own, that find room at
   // once: a cluster lies in one GPC, whose number of multiprocessors differs from part to part.
   int clusters_of_4 = 30, clusters_of_8 = 15;
-  // Of eight: what may be counted on whichever GPCs are cut down.
+  // Of eight: how many find room whichever GPCs have fewer multiprocessors.
   int sure_clusters_of_8 = 12;
   double l2_bytes_per_us = 8.5e6;  // what L2 delivers to all of them
 

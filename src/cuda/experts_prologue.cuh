@@ -10,8 +10,9 @@ namespace moesaic::cuda {
 
 // Runs the part of a block: by thread `thread` of the `threads` threads, whole warps, that block
 // `block` of `blocks` has for it.
-__device__ __forceinline__ void run_prologue(const ExpertsPrologue& prologue, int thread, int threads,
-                                             std::uint32_t block, std::uint32_t blocks) {
+__device__ __forceinline__ void run_prologue(const ExpertsPrologue& prologue, int thread,
+                                             int threads, std::uint32_t block,
+                                             std::uint32_t blocks) {
   if (block == 0) {
     for (int i = thread; i < prologue.zero_words; i += threads) prologue.zero[i] = 0;
   }

@@ -9,8 +9,8 @@
 
 namespace moesaic::cuda {
 
-// Eight values `v` of a thread, sixteen threads a group of 128: the group `g` of row `m`, `inside`
-// where the thread has values and `live` where the half warp has a group.
+// Quantises group `g` of row `m`: sixteen threads have a group of 128, each eight values `v`.
+// `inside`: the thread has values; `live`: the half warp has a group.
 __device__ __forceinline__ void quantize_group(const QuantRowsParams& p, std::int64_t m,
                                                std::uint32_t g, bool live, bool inside,
                                                const uint4& v) {
@@ -63,7 +63,7 @@ __device__ __forceinline__ std::uint32_t count_groups(const QuantRowsParams& p) 
 
 // Groups first, first + step ... below `end` of all tokens'; sixteen threads of eight values per
 // group. `first` and first + 1 belong to the halves of one warp and step is even. kAtOnce groups
-// are asked for together. There are fewer than 2^31 groups.
+// are requested together. There are fewer than 2^31 groups.
 template <int kAtOnce = 1>
 __device__ __forceinline__ void quantize_groups(const QuantRowsParams& p, std::uint32_t first,
                                                 std::uint32_t step, std::uint32_t end) {

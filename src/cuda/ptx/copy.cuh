@@ -1,5 +1,5 @@
 // Copies from global to shared memory: contiguous bulk copies that complete on an mbarrier, and
-// 16- or 4-byte gathers. Also L2 policies and the fence between the two worlds.
+// 16- or 4-byte gathers. Also L2 policies, and the fence between generic and asynchronous accesses.
 #pragma once
 
 #include <cstdint>
@@ -77,7 +77,7 @@ __device__ __forceinline__ void async_load_4(std::uint32_t dst, const void* src,
 __device__ __forceinline__ void async_arrive(std::uint32_t bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
-// For gathers that nobody waits for: before the thread ends.
+// Before the end of a thread whose gathers no barrier has waited for.
 __device__ __forceinline__ void async_wait_all() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }

@@ -45,7 +45,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect(std::uint32_t bar, std::u
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
                : "memory");
 }
-// Has the phase of the given parity completed? Does not wait.
+// Whether the phase of the given parity has completed; does not wait.
 __device__ __forceinline__ bool mbarrier_test(std::uint32_t bar, std::uint32_t parity) {
   std::uint32_t done = 0;
   asm volatile(

@@ -22,7 +22,7 @@ template <int Registers>
 __device__ __forceinline__ void registers_decrease() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
 }
-// Where it stands: not moved between the wgmmas around it.
+// Stays where it stands: the compiler does not move it between the wgmmas around it.
 __device__ __forceinline__ float load_shared_f32(std::uint32_t address) {
   float v = 0;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");

@@ -22,8 +22,8 @@ __device__ __forceinline__ float within(float v, float limit) {
   return v > limit ? limit : (v < -limit ? -limit : v);
 }
 
-// Activation families, as the kernel's template parameter. kGated: rows of w13 are gate and up rows.
-// kFullGroups: full groups have the tokens as the M operand. kRoutes: the kernel can route.
+// Activation families, as the kernel's template parameter. kGated: rows of w13 are gate and up
+// rows. kFullGroups: full groups have the tokens as the M operand. kRoutes: the kernel can route.
 // The SwiGLU family: silu and swigluoai.
 struct SwigluEpilogue {
   static constexpr EpilogueKind kKind = EpilogueKind::kSwiglu;

@@ -16,8 +16,8 @@ namespace moesaic::cuda {
 
 inline constexpr int kRequantBarrier = 1;  // named barrier of all consumer threads of the CTA
 
-// How the eight warps that hold one requantisation group tell each other the largest magnitudes of
-// its columns: through the CTA's shared memory, or (split) through that of both CTAs of a cluster.
+// How the eight warps that hold one requantisation group exchange the largest magnitudes of its
+// columns: through the CTA's shared memory, or (split) through that of both CTAs of a cluster.
 template <bool kSplit>
 struct AmaxExchange {
   float* amax;    // [8 warps][columns]
@@ -38,7 +38,7 @@ struct AmaxExchange {
       position.advance();
     }
   }
-  __device__ __forceinline__ void tell(int at, float m) const {
+  __device__ __forceinline__ void publish(int at, float m) const {
     if constexpr (kSplit) {
 #pragma unroll
       for (std::uint32_t cta = 0; cta < 2; ++cta) {
@@ -49,7 +49,8 @@ struct AmaxExchange {
       amax[at] = m;
     }
   }
-  // All warps have told theirs of `columns` columns. Split: seen by the first `columns` threads.
+  // Waits until all warps have stored theirs for `columns` columns. Split: only the first `columns`
+  // threads see them.
   __device__ __forceinline__ void wait(int thread, int columns) const {
     if constexpr (kSplit) {
       if (thread == 0) {
@@ -96,8 +97,8 @@ __device__ __forceinline__ void store_weighted(const GroupedParams& p, int exper
   }
 }
 
-// GEMM1: activation, rounding to bf16 and, where the format does, quantisation per row and 128 channels. The
-// consumer groups hold one 128-channel group together (gated) or one each (plain).
+// GEMM1: activation, rounding to bf16 and, where the format does, quantisation per row and 128
+// channels. The consumer groups hold one 128-channel group together (gated) or one each (plain).
 template <class Inner, class Epilogue, int kColumns, bool kSplit>
 __device__ __forceinline__ void store_activated(const GroupedParams& p, int expert, int band,
                                                 int first_row, int rows, int group, int quarter,
@@ -185,7 +186,7 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
         m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 4));
         m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 8));
         m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 16));
-        if (g == 0) exchange.tell((group * 4 + quarter) * kColumns + 8 * j + 2 * t + i, m);
+        if (g == 0) exchange.publish((group * 4 + quarter) * kColumns + 8 * j + 2 * t + i, m);
       }
     }
     const int thread = static_cast<int>(threadIdx.x);

@@ -87,8 +87,8 @@ std::optional<ExpertsPrologue> CudaExperts::prologue(const CudaExpertsArgs& a) c
   return prologue;
 }
 
-void CudaExperts::Impl::ask_ahead(AheadWeights& ahead) const {
-  // What a H100 reads in about 4 us: DeepSeek-V3 at one token measured equal from 8 to 16 MB.
+void CudaExperts::Impl::prefetch_ahead(AheadWeights& ahead) const {
+  // What an H100 reads in about 4 us: DeepSeek-V3 at one token measured equal from 8 to 16 MB.
   constexpr std::int64_t kBytes = 12'000'000;
   const std::int64_t bands = plan.w13.bands(), chunks = plan.w13.chunks();
   ahead.bands = static_cast<std::int32_t>(bands);
@@ -172,7 +172,7 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
     const std::optional<RouteParams>& route = a.in_front->route;
     g.own_list.routes = route.has_value();
     if (route) g.own_list.route = *route;
-    if (route && route->num_shared > 0) impl_->ask_ahead(g.ahead);
+    if (route && route->num_shared > 0) impl_->prefetch_ahead(g.ahead);
   }
   plan.fill_sizes(problem, g);
   g.fold_combine = !slots && a.tokens <= kFoldCombineTokens && variant.max_columns <= 64;

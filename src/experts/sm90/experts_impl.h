@@ -29,8 +29,8 @@ struct CudaExperts::Impl {
         plan.format->tiles, plan.epilogue, a.tokens, a.top_k > 0 ? a.top_k : problem.top_k,
         a.used_experts > 0 ? a.used_experts : problem.num_experts, plan.w13.bands(), traits);
   }
-  // The last expert is one of every token: part of its w13 is asked for while the gate computes.
-  void ask_ahead(AheadWeights& ahead) const;
+  // The last expert is one of every token: part of its w13 is prefetched while the gate computes.
+  void prefetch_ahead(AheadWeights& ahead) const;
   // Rows that depend on the hidden states alone are quantised.
   bool quantizes_rows() const { return plan.quantizes() && !plan.weight_on_input; }
 };

@@ -1,5 +1,5 @@
 // What rounding did to the rows of a call, read back from the codes and scales that it left in the
-// workspace: for traces, which wait anyway. No kernel knows of it.
+// workspace: for traces, which wait anyway. Kernels do nothing for it.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -43,7 +43,7 @@ experts::RowError of_codes(const std::uint8_t* codes, std::int64_t n, float scal
                   static_cast<double>(scale);
     amax = std::max(amax, std::abs(code));
   }
-  if (amax == 0) return {};  // zeros, as far as anyone can tell
+  if (amax == 0) return {};  // all codes are zero: taken as exact
   if (scale <= smallest_scale && amax < 0x1p-6) sums.lost = sums.error;
   return sums;
 }

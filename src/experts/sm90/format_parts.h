@@ -1,6 +1,6 @@
 // What a number format of the grouped-GEMM kernel (grouped_gemm.cuh) is made of. A format is a
-// struct in formats/ that picks one part of each kind; the kernel asks the format and never which
-// format it is. Sizes are here, for host and device; device code of the parts is in
+// struct in formats/ that picks one part of each kind; the kernel uses these parts and never tests
+// which format it is. Sizes are here, for host and device; device code of the parts is in
 // gemm_products.cuh and epilogue.cuh.
 //
 //   struct Format {

@@ -49,7 +49,7 @@ __device__ __forceinline__ void consume_item(const GroupedParams& p, const Share
   constexpr int kLists = (kColumns + 31) / 32;
   float acc[2][kColumns / 2];
   if (second) {
-    // Destination and factor of column `lane + 32 i`, asked for early.
+    // Destination and factor of column `lane + 32 i`, read early.
     std::int32_t pair[kLists];
     float factor[kLists];
     const std::int32_t* const pair_of_row = sh.pair_of_row(p);
@@ -118,7 +118,7 @@ __device__ __forceinline__ void consume(const GroupedParams& p, const Shared<For
   const int group = __shfl_sync(
       0xFFFFFFFFU, L::kSplit ? static_cast<int>(ptx::cluster_cta_rank()) : warp >> 2, 0);
   if (!Tile::kPaired && Tile::kMaxColumns <= 64 && p.fold_combine && sh.num_groups(p) == 0) {
-    // Nobody has work, but every output must be written.
+    // No token has an expert here, but every output must be written.
     const std::int64_t vectors = p.hidden / 8;
     constexpr int kThreads = L::kConsumerThreads;
     const CombineParams combine = sh.combine(p);

@@ -207,7 +207,7 @@ __device__ __forceinline__ Item decode_item(const GroupedParams& p, const GroupR
   const std::uint32_t bands = static_cast<std::uint32_t>(second ? p.bands2 : p.bands1);
   const GroupRecord record = groups[index / bands];
   if constexpr (Tile::kMaxColumns <= kListColumns && !Tile::kPaired) {
-    // Most records have one group; divisions take a while.
+    // Most records have one group, and divisions are slow.
     if (record.rows <= Tile::kMaxColumns) {
       const std::uint32_t band = index - bands * static_cast<std::uint32_t>(record.first_group);
       return {static_cast<std::int32_t>(band) + (second ? p.bands1 : 0), record.expert,

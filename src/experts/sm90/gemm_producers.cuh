@@ -67,10 +67,10 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
   const auto decode = [&](std::uint32_t i) {
     return i < total ? decode_item<Tile>(p, groups, i, items1, cta) : end;
   };
-  RingPosition<L::kStages> last;  // stage that was asked for
+  RingPosition<L::kStages> last;  // stage that was requested
   enum : std::uint8_t { kNone, kGemm1, kGemm2 } before = kNone;
-  // An item is taken when the weights of the one before have all been asked for: late enough that
-  // the last items go to whoever is free, early enough that the ring covers the look-up.
+  // An item is taken when the weights of the one before have all been requested: late enough that
+  // the last items go to a CTA that is free, early enough that the ring hides the look-up.
   Item item = decode(index);
   publish(item);
   while (item.band >= 0) {
@@ -86,8 +86,8 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
     if (L::kSplit) src += cta * L::kSlabBytes;
     const bool absent = L::kSplit && static_cast<int>(cta) >= slabs;
     if (L::kSplit && second && !absent) {
-      // GEMM1 is what all wait for, so its weights come first: GEMM2's are asked for when this
-      // CTA's of GEMM1 are there, or some CTA's are finished.
+      // Every CTA waits for GEMM1, so its weights come first: those of GEMM2 are requested when
+      // this CTA's weights of GEMM1 have arrived, or when some CTA has finished its own.
       if (before == kNone) {
         while (ptx::load_acquire(p.list.group_done + item.group) == 0) __nanosleep(64);
       } else if (before == kGemm1) {

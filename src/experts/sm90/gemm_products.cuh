@@ -150,7 +150,8 @@ struct FromShared {
     const std::uint32_t tokens =
         ptx::wgmma_tile(sh.tokens(0) + static_cast<std::uint32_t>(group) * 8192);
     const std::uint32_t weights = ptx::wgmma_tile(sh.weights(0));
-    // A shuffle's result is kept in a register; this would be computed again in every stage.
+    // Through a shuffle, whose result the compiler keeps in a register; it would compute the plain
+    // expression again in every stage.
     const std::uint32_t row_scale =
         __shfl_sync(0xFFFFFFFFU, PerStage::at_token(static_cast<std::uint32_t>(row)), lane);
 #pragma unroll

@@ -19,8 +19,7 @@ GroupedVariant choose_grouped(const TileRules& rules, EpilogueKind epilogue, std
   const std::int64_t mean = (tokens * top_k + experts - 1) / experts;
   v.max_columns = std::min(mean <= 8 ? 32 : mean <= 32 ? 64 : 128, rules.widest);
   // One token may have fewer items than there are multiprocessors: halves of them keep more busy.
-  // Past the rule's limit whole bands, which are handed out to whoever is free, are as fast or
-  // faster.
+  // Past the rule's limit whole bands, each taken by a CTA that is free, are as fast or faster.
   const std::int64_t pairs_of_ctas = device.sms / 2;
   if (tokens <= 1 && top_k * bands <= rules.split_items * pairs_of_ctas) {
     v.max_columns = kSplitColumns;

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(Layout<Format, Tile>::kBoundThreads,
   constexpr bool kRoutes = L::kMakesList && Epilogue::kRoutes;
   if constexpr (kRoutes) {
     if (p.own_list.routes) prepare_routing<L::kThreads>(p, *sh.list());
-    if (threadIdx.x == L::kConsumerThreads) ask_ahead<L::kBandBytes>(p);
+    if (threadIdx.x == L::kConsumerThreads) prefetch_ahead<L::kBandBytes>(p);
   }
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();

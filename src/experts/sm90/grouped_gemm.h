@@ -44,10 +44,11 @@ enum class EpilogueKind : std::uint8_t {
   kPlain,    // not gated
 };
 
-// Up to so many pairs a warp makes the work list, a lane per pair, in builds of so many columns.
+// Up to kListPairs pairs a warp makes the work list, a lane per pair, in builds of at most
+// kListColumns columns.
 inline constexpr int kListPairs = 32, kListColumns = 32;
-// What the kernel may route itself: kTopK and kGroupedTopK of so many tokens, columns of logits,
-// and at most 32 groups and slots.
+// What the kernel may route itself: kTopK and kGroupedTopK, up to kRouteTokens tokens and
+// kRouteColumns columns of logits, and at most 32 groups and slots.
 inline constexpr int kRouteTokens = 4, kRouteColumns = 384;
 
 // Weights of all local experts, one after the other. What the images and arrays of scales hold is
@@ -90,8 +91,9 @@ struct ListSource {
   std::int32_t num_experts = 0, num_local_experts = 0;
 };
 
-// Few pairs: every CTA makes the list itself, in shared memory, and of GroupedList only next_item
-// and group_done are used, and not combine.row_of_pair. Builds of at most kListColumns.
+// Up to kListPairs pairs: every CTA makes the list itself, in shared memory. Of GroupedList only
+// next_item and group_done are used, and combine.row_of_pair is not. Builds of at most
+// kListColumns.
 struct OwnList {
   std::int32_t pairs = 0;  // at most kListPairs; 0: the list is in memory
   ListSource source;
@@ -126,8 +128,8 @@ struct GroupedParams {
   std::int32_t slabs1 = 0, slabs2 = 0;  // real slabs; the last band may have one
   std::int32_t chunks1 = 0, chunks2 = 0;
   std::int32_t row_bytes1 = 0, row_bytes2 = 0;  // of one operand row
-  // Few tokens: whoever finishes the last item of a band sums its columns for all tokens, which
-  // saves a kernel. Arrival order does not enter the sums.
+  // Up to kFoldCombineTokens tokens: the CTA that finishes the last item of a band sums its columns
+  // for all tokens, which saves a kernel. The order of arrival does not enter the sums.
   bool fold_combine = false;
   CombineParams combine;
   std::uint32_t* band_done = nullptr;  // [2 bands2], zero at launch

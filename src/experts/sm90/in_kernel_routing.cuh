@@ -1,7 +1,7 @@
-// The routing of few tokens inside the grouped-GEMM kernel (grouped_gemm.cuh): every CTA does it
-// for itself with all its warps, which saves the router's kernel and a way through memory. The same
-// operations in the same order as router/sm90/route.cu, so the same bits; what differs is how the
-// largest keys are found. Compiled with --fmad=false, as that file is.
+// Routing inside the grouped-GEMM kernel (grouped_gemm.cuh), up to kRouteTokens tokens: every CTA
+// routes for itself with all its warps, which saves the router's kernel and a way through memory.
+// The same operations in the same order as router/sm90/route.cu, so the same bits; what differs is
+// how the largest keys are found. Compiled with --fmad=false, as that file is.
 #pragma once
 
 #include <cstdint>
@@ -60,7 +60,7 @@ __device__ __forceinline__ void score_columns(const RouteParams& r, const RouteS
     float score = e;
     if (!softmax) score = x != x ? 0.0F : __fdiv_rn(x >= 0 ? 1.0F : e, 1.0F + e);
     t.scores[c] = spoiled ? 0.0F : score;
-    t.keys[c] = x - x == 0 ? 1 : 0;  // for now: is it finite
+    t.keys[c] = x - x == 0 ? 1 : 0;  // until the keys are made: whether it is finite
   }
   if (softmax) {
     __syncthreads();
@@ -212,7 +212,7 @@ __device__ __forceinline__ void select_columns(const RouteParams& r, int lane, R
 
 // Weights that the kernel will read whatever the routing, into L2. One thread of each CTA.
 template <int kBandBytes>
-__device__ __forceinline__ void ask_ahead(const GroupedParams& p) {
+__device__ __forceinline__ void prefetch_ahead(const GroupedParams& p) {
   for (int i = static_cast<int>(blockIdx.x); i < p.ahead.bands * p.ahead.chunks;
        i += static_cast<int>(gridDim.x)) {
     const int band = i / p.ahead.chunks, chunk = i - band * p.ahead.chunks;
@@ -221,7 +221,7 @@ __device__ __forceinline__ void ask_ahead(const GroupedParams& p) {
   }
 }
 
-// What does not need the kernels in front to have ended. All threads of the CTA.
+// The part that may run before the kernels in front have ended. All threads of the CTA.
 template <int kThreads>
 __device__ __forceinline__ void prepare_routing(const GroupedParams& p, SharedList& list) {
   if (p.own_list.route.bias == nullptr) return;

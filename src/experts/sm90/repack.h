@@ -1,10 +1,10 @@
 // Weights in the order in which the grouped-GEMM kernel streams them, made once at load time.
 //
 // Image of one expert: [band][chunk][slab], bands, chunks and slabs as grouped_gemm.h defines them.
-// Where weights are operands as they lie (FromShared) a slab is [128 rows][128 bytes]: inside it the 16-byte pieces of
-// row r are at piece ^ (r & 7), which is the 128-byte swizzle of wgmma operands. Rows and columns
-// past the matrix are zero. Row r of a slab (block = r / 64, w = r % 64 / 16, hi = r % 16 / 8, g =
-// r % 8):
+// Where weights are operands as they lie (FromShared) a slab is [128 rows][128 bytes]: inside it
+// the 16-byte pieces of row r are at piece ^ (r & 7), which is the 128-byte swizzle of wgmma
+// operands. Rows and columns past the matrix are zero. Row r of a slab (block = r / 64, w = r % 64
+// / 16, hi = r % 16 / 8, g = r % 8):
 //   plain   matrix row  256 band + 128 slab + 32 w + 4 g + 2 block + hi
 //   gated   channel c = 128 band + 64 slab + 16 w + 2 g + block: its gate row (hi = 0) or up row
 // so that an accumulator fragment holds gate and up of one channel, and neighbouring channels.
@@ -40,9 +40,10 @@ struct WeightShape : RepackShape {
   constexpr std::int64_t image_bytes() const { return bands() * chunks() * band_bytes(); }
 };
 
-// Weights of element_bytes each. All pointers on the device. weight [rows, columns] row-major, 16-byte aligned, row_bytes a
-// multiple of 16; scale [ceil(rows/128), ceil(columns/128)] F32 or null (gated: rows / 2 is then a
-// multiple of 128). image and image_scale: one expert's. Returns a cudaError_t value.
+// Weights of element_bytes each. All pointers on the device. weight [rows, columns] row-major,
+// 16-byte aligned, row_bytes a multiple of 16; scale [ceil(rows/128), ceil(columns/128)] F32 or
+// null (gated: rows / 2 is then a multiple of 128). image and image_scale: one expert's. Returns a
+// cudaError_t value.
 int repack_expert(const RepackShape& shape, const std::byte* weight, const float* scale,
                   std::byte* image, float* image_scale, void* stream);
 

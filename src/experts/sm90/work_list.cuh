@@ -1,6 +1,6 @@
 // The work list of at most 32 pairs inside the grouped-GEMM kernel (grouped_gemm.cuh): as
-// permute/sm90/align.h makes it, but experts are in the order of their first pair. A launch and
-// two reads of memory less than a list that another kernel makes.
+// permute/sm90/align.h makes it, but experts are in the order of their first pair. This saves a
+// launch and two reads of memory over a list that another kernel makes.
 #pragma once
 
 #include <cstdint>

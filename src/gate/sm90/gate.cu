@@ -52,7 +52,7 @@ __device__ __forceinline__ float one(std::uint16_t code) { return widen(code); }
 __device__ __forceinline__ float one(Half h) { return widen(h); }
 __device__ __forceinline__ float one(float v) { return v; }
 
-// The lanes' sums of tokens first .. of expert e become logits.
+// Adds the lanes' sums for expert e and the tokens from `first` on, and stores the logits.
 template <int kRows>
 __device__ __forceinline__ void store_sums(const GateParams& p, std::int64_t first, int e, int lane,
                                            float (&sum)[kRows]) {
@@ -115,8 +115,8 @@ __global__ void __launch_bounds__(kWarps * 32) gate(const __grid_constant__ Gate
   }
 }
 
-// The same sums in the same order for fp32 weights with rows of 256 kVectors elements: a warp asks
-// for its whole row at once, before the kernel in front has ended.
+// The same sums in the same order for fp32 weights with rows of 256 kVectors elements: a warp
+// requests its whole row at once, before the kernel in front has ended.
 template <class X, int kVectors, int kRows>
 __global__ void __launch_bounds__(kWarps * 32) gate_fp32(const __grid_constant__ GateParams p) {
   const int lane = static_cast<int>(threadIdx.x & 31U);

@@ -42,8 +42,8 @@ struct GateRange {
   std::int64_t last_tokens;
   GateKernel kernel;
 };
-// Which kernel computes the logits, for every number of tokens: a pure function of the device and of
-// the shapes and dtypes of a gate's calls.
+// Which kernel computes the logits, for every number of tokens: a pure function of the device and
+// of the shapes and dtypes of a gate's calls.
 class GatePlan {
  public:
   GatePlan() = default;  // kWarpPerLogit, which takes anything

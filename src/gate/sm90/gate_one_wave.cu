@@ -1,7 +1,7 @@
-// The gate for up to 16 tokens (gate_mma.cuh has the arithmetic). A gate's weight is a few MB,
-// so what takes time is waiting, not copying: a block asks for all its bytes at once, and no block
-// has more than a slice of 16 experts per warp. Blocks come in clusters of eight, one per group of
-// four slices; rank r adds up the groups for the tokens that it owns.
+// The gate for up to 16 tokens (gate_mma.cuh has the arithmetic). A gate's weight is a few MB, so
+// what takes time is waiting, not copying: a block requests all its bytes at once, in one wave, and
+// no block has more than a slice of 16 experts per warp. Blocks come in clusters of eight, one per
+// group of four slices; rank r adds up the groups for the tokens that it owns.
 #include <cuda_runtime.h>
 
 #include "cuda/experts_prologue.cuh"
@@ -42,22 +42,23 @@ class OneWaveGate {
   }
 
   // Before the kernel in front has ended: weights never change.
-  __device__ __forceinline__ void ask_for_weights() const {
+  __device__ __forceinline__ void request_weights() const {
     ptx::cluster_arrive_relaxed();
     const auto* const w = static_cast<const std::uint16_t*>(p_.weight);
 #pragma unroll
     for (int r = 0; r < 16; r += 4) {
-      ask_for_row(w, first_expert_, p_.experts, r + lane_ / 8, experts_);
+      request_row(w, first_expert_, p_.experts, r + lane_ / 8, experts_);
     }
   }
-  __device__ __forceinline__ void ask_for_rows() const {
+  __device__ __forceinline__ void request_rows() const {
     const auto* const x = static_cast<const std::uint16_t*>(p_.x);
     for (int r = 0; r < (left_ + kFetched - 1) / kFetched * kFetched; r += 4)
-      ask_for_row(x, 0, p_.tokens, r + lane_ / 8, tokens_);
+      request_row(x, 0, p_.tokens, r + lane_ / 8, tokens_);
     ptx::async_commit();
   }
 
-  // Multiplies this warp's slice and hands the block's sums to their owners. All threads.
+  // Multiplies this warp's slice and sends the block's sums to the blocks that own their tokens.
+  // For all threads.
   __device__ __forceinline__ void multiply_and_exchange() {
     ptx::async_wait<0>();
     sync();
@@ -90,7 +91,7 @@ class OneWaveGate {
   static constexpr int kFetched = Tokens < 16 ? 8 : 16;  // tokens that one ldmatrix fetches
 
   // Eight lanes per row, whole lines of L2 at a time; zeros where the matrix ends.
-  __device__ __forceinline__ void ask_for_row(const std::uint16_t* matrix, std::int64_t first,
+  __device__ __forceinline__ void request_row(const std::uint16_t* matrix, std::int64_t first,
                                               std::int64_t rows, int row, std::uint32_t to) const {
     const bool real = first + row < rows;
     const std::uint16_t* const from = matrix + (real ? first + row : 0) * p_.hidden + k_;
@@ -120,7 +121,7 @@ __global__ void __launch_bounds__(Gate::kMostThreads)
   extern __shared__ __align__(16) char shared[];
   const int prologue_thread = static_cast<int>(threadIdx.x) - Gate::kThreads;
   if (prologue_thread >= 0) {
-    // The barriers of the cluster are all threads'.
+    // All threads of the cluster take part in its barriers.
     ptx::cluster_arrive_relaxed();
     if (p.prologue.starts_early) ptx::grid_launch_dependents();
     ptx::grid_dependency_wait();
@@ -131,11 +132,11 @@ __global__ void __launch_bounds__(Gate::kMostThreads)
     return;
   }
   Gate gate(p, shared);
-  gate.ask_for_weights();
+  gate.request_weights();
   if (p.prologue.starts_early) ptx::grid_launch_dependents();
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-  gate.ask_for_rows();
+  gate.request_rows();
   gate.multiply_and_exchange();
   gate.store();
 }

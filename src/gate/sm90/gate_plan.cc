@@ -28,8 +28,8 @@ std::int64_t one_wave_tokens(const GateParams& p) {
   return 0;
 }
 
-// The most tokens, above `less`, up to which the kernel with resident weights is at least as fast as
-// the pipeline; `less` where it is not or does not fit.
+// The most tokens, above `less`, up to which the kernel with resident weights is at least as fast
+// as the pipeline; `less` where it is not or does not fit.
 std::int64_t resident_tokens(GateParams p, std::int64_t less, const DeviceTraits& device) {
   if (resident_weights_bytes(p.hidden) > kGateSharedLimit) return less;
   // A block has 32 experts for all the tokens of its line: past so many bytes the tiles of the
@@ -68,8 +68,8 @@ int resident_weights_lines(const GateParams& p, const DeviceTraits& device) {
 }
 
 TiledPipelineGrid tiled_pipeline_grid(const GateParams& p, const DeviceTraits& device) {
-  // Microseconds on an H100 SXM, measured: a block's start and end, and a chunk of 64 elements of K.
-  // The choice asks for their ratios only.
+  // Microseconds on an H100 SXM, measured: a block's start and end, and a chunk of 64 elements of
+  // K. Only their ratios matter for the choice.
   struct Cost {
     TiledPipelineGrid grid;
     double start, chunk;

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int group_elements = steps * 16 * kGateSlicesOfGroup;
   const auto pitch = static_cast<std::uint32_t>(gate_row_pitch(steps * kGateSlicesOfGroup));
   const int k = rank * group_elements;
-  // Of the group's part of a row: how much of it there is.
+  // Elements of the group's part of a row that lie inside the row.
   const int left_k = min(max(p.hidden - k, 0), group_elements);
   const auto row_bytes = static_cast<std::uint32_t>(left_k) * 2;
   const int first_expert = static_cast<int>(blockIdx.x / kGateGroups) * kExperts;
@@ -63,10 +63,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::cluster_arrive_relaxed();
   __syncthreads();
   const std::uint64_t policy = ptx::l2_evict_normal_policy();
-  // One warp: rows first .. of a matrix, as many of `most` as there are. Others keep what they
-  // hold, which only reaches logits that nobody stores.
-  const auto ask = [&](const void* matrix, int first, int rows, int most, std::uint32_t to,
-                       std::uint32_t barrier) {
+  // By one warp: the rows of a matrix from `first` on, at most `most`. Where the matrix has fewer,
+  // the rest of the buffer keeps old values, which only reach logits that nobody stores.
+  const auto request = [&](const void* matrix, int first, int rows, int most, std::uint32_t to,
+                           std::uint32_t barrier) {
     const int count = min(rows - first, most);
     if (lane == 0) {
       ptx::mbarrier_arrive_expect(barrier, static_cast<std::uint32_t>(count) * row_bytes);
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                      row_bytes, barrier, policy);
     }
   };
-  if (warp == 0) ask(p.weight, first_expert, p.experts, kExperts, weights, bar(0));
+  if (warp == 0) request(p.weight, first_expert, p.experts, kExperts, weights, bar(0));
   // Zeros behind the end of the rows, in all buffers.
   const int pieces = (group_elements - left_k) / 8;
   for (int i = static_cast<int>(threadIdx.x); i < pieces * (kExperts + kBuffers * kTokens);
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::grid_launch_dependents();
   if (warp == 0) {
     for (int t = 0; t < kBuffers && first_tile + t < end_tile; ++t) {
-      ask(p.x, (first_tile + t) * kTokens, tokens, kTokens, buffer(t), bar(1 + t));
+      request(p.x, (first_tile + t) * kTokens, tokens, kTokens, buffer(t), bar(1 + t));
     }
   }
   __syncthreads();  // the zeros are there
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     multiply_slice<kTokens>(experts + slice_at, buffer(b) + slice_at, pitch, steps, left, part);
     __syncthreads();  // the buffer and the sums are free
     if (warp == 0 && t + kBuffers < end_tile) {
-      ask(p.x, (t + kBuffers) * kTokens, tokens, kTokens, buffer(b), bar(1 + b));
+      request(p.x, (t + kBuffers) * kTokens, tokens, kTokens, buffer(b), bar(1 + b));
     }
     store_part<kTokens>(sums + slice * kTokens * kSumPitch, kSumPitch, expert_tile * 16, part);
     __syncthreads();

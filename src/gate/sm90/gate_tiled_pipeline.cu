@@ -1,6 +1,6 @@
 // The gate for more tokens or longer rows than gate_resident_weights.cu takes (gate_mma.cuh has the
-// arithmetic): tiles of tokens by experts on whole-warpgroup multiplies, whose accumulators have the
-// bits of the chains of m16n8k16 of the other kernels. One warpgroup loads, two multiply.
+// arithmetic): tiles of tokens by experts on whole-warpgroup multiplies, whose accumulators have
+// the bits of the chains of m16n8k16 of the other kernels. One warpgroup loads, two multiply.
 //
 // A block has all eight groups of K of a tile, or a cluster of two, four or eight blocks shares
 // them: then each leaves the sums of its groups in shared memory, and adds up all eight for its
@@ -32,7 +32,7 @@ __device__ __forceinline__ void clear(float (&v)[kRegisters]) {
   for (int i = 0; i < kRegisters; ++i) v[i] = 0;
 }
 
-// Issues so many steps of 16 elements of K.
+// Issues kSteps steps of 16 elements of K.
 template <class T, int kSteps>
 __device__ __forceinline__ void multiply_steps(std::uint32_t a, std::uint32_t b, bool accumulate,
                                                float (&part)[T::kRegisters]) {
@@ -102,7 +102,8 @@ __device__ __forceinline__ void multiply_group(const Place& at, int group, int l
   }
 }
 
-// f(register, token, expert) of the thread's place in a tile: pairs of neighbouring experts.
+// Calls f(register, token, expert) for each place of the thread in a tile: pairs of neighbouring
+// experts.
 template <class T, class F>
 __device__ __forceinline__ void each_pair(int group, int warp, int lane, const F& f) {
   const int token = (T::kSplitTokens ? group * 64 : 0) + (warp & 3) * 16 + lane / 4;
@@ -179,7 +180,7 @@ __device__ __forceinline__ void multiply_tile(const GateParams& p, const Place& 
     float sum[T::kGroups][T::kRegisters];
 #pragma unroll
     for (int g = 0; g < T::kGroups; ++g) multiply_group<T>(at, group, lane, next, sum[g]);
-    // Everything loaded has been waited for, so the ring is free once all have multiplied.
+    // All loads have landed, so the ring is free once all warps have multiplied.
     ptx::named_barrier_sync(kSumBarrier, kMultipliers);
     auto* const sums = reinterpret_cast<float*>(shared);
 #pragma unroll
@@ -192,7 +193,7 @@ __device__ __forceinline__ void multiply_tile(const GateParams& p, const Place& 
     ptx::cluster_sync();
     ptx::grid_dependency_wait();
     sum_share<T>(p, at);
-    ptx::cluster_sync();  // nobody leaves while others read its sums
+    ptx::cluster_sync();  // no block ends while others read its sums
   }
 }
 

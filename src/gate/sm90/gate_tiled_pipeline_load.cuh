@@ -49,15 +49,15 @@ __device__ __forceinline__ std::uint32_t empty(const Place& at, int stage) {
 }
 
 // A thread's part of loading chunks of kRows rows of a matrix: 16 bytes of every 16th row, swizzled
-// by the row. What is not there becomes zeros. Few instructions, as there is one loading warp per
-// scheduler to run them.
+// by the row. Pieces outside the matrix become zeros. The loop has few instructions, as one loading
+// warp per scheduler runs them.
 template <int kRows>
 struct RowLoader {
   static constexpr int kStep = kLoaders / 8, kCount = kRows / kStep;
   const std::uint16_t* from = nullptr;  // the thread's piece of the next chunk of its first row
   std::int64_t stride = 0;              // between its rows
-  int there = 0;                        // so many of its rows are
-  int left = 0;                         // elements of the rows from its piece on
+  int there = 0;                        // of its rows, those inside the matrix
+  int left = 0;                         // elements from its piece to the end of a row
   std::uint32_t to = 0;                 // in a stage
 
   __device__ RowLoader(const void* matrix, std::int64_t first, std::int64_t rows, int hidden,

@@ -22,7 +22,7 @@ CandidateReport row_of(std::string stage, std::string name, const Status& status
   return {std::move(stage), std::move(name), status.message(), status.ok()};
 }
 
-// What a kernel of the gate asks of rows and weights.
+// What a kernel of the gate needs of rows and weights.
 std::string_view need_of(GateKernel kernel) {
   switch (kernel) {
     case GateKernel::kOneWave:
@@ -38,8 +38,8 @@ std::string_view need_of(GateKernel kernel) {
   return "a shape or dtype that no other kernel takes";
 }
 
-// Which kernel computes the logits depends on the tokens of a call, so several may be accepted: first
-// the one that the most tokens take.
+// Which kernel computes the logits depends on the tokens of a call, so several may be accepted:
+// first the one that the most tokens take.
 void append_gate(const layer::FusedPlan& plan, Device device, Rows& rows) {
   GateParams p;
   p.weight_f32 = plan.gate_dtype != DType::kBF16;

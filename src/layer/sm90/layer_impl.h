@@ -84,7 +84,7 @@ struct CudaLayer::Impl {
   Status make_prologue_plans();
   Result<ProloguePlace> prologue_place(std::int64_t tokens, DType x_dtype, bool with_shared) const;
   // Gate and router. `next`: the experts' call that follows at once, or null. Where the plan puts
-  // its prologue in the gate's or the router's kernel, `next` is told.
+  // its prologue in the gate's or the router's kernel, next->in_front is set.
   Status route(void* stream, const Rows& rows, const LayerWorkspace& w, bool with_shared,
                CudaExpertsArgs* next) const;
   CudaExpertsArgs routed_args(const Rows& rows, const LayerWorkspace& w) const;
@@ -94,7 +94,7 @@ struct CudaLayer::Impl {
                     std::span<RowNumerics> numerics) const;
   Status run_routed(void* stream, CudaExpertsArgs a, const void* shared_rows, void* to, DType dtype,
                     std::span<RowNumerics> numerics) const;
-  // Adds what a call left in its workspace, `factor` times; nothing when nobody asks.
+  // Adds what a call left in its workspace, `factor` times; nothing when `numerics` is empty.
   static Status measure(void* stream, const CudaExperts& experts, const CudaExpertsArgs& a,
                         double factor, std::span<RowNumerics> numerics);
 };

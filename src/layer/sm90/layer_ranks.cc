@@ -1,6 +1,6 @@
 // The call of a CudaLayer over ranks: which rows this rank hands to the experts of all, and how the
-// result becomes that of all ranks. What is added, where and in which order is cpu/forward_ranks.cc's;
-// the host waits for the other ranks at each exchange.
+// result becomes that of all ranks. What is added, where and in which order is
+// cpu/forward_ranks.cc's; the host waits for the other ranks at each exchange.
 #include <algorithm>
 #include <memory>
 #include <utility>

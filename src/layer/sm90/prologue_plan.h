@@ -28,8 +28,8 @@ constexpr ProloguePlace choose_prologue_place(const PrologueFacts& f) {
                                                                         : ProloguePlace::kInRouter;
 }
 
-// By tokens and dtype of the rows that the gate reads; kInExperts past the last number that add() was
-// told of.
+// By tokens and dtype of the rows that the gate reads; kInExperts past the last number of tokens
+// given to add().
 class ProloguePlan {
  public:
   // For one token more than the last call's.

@@ -194,12 +194,12 @@ __device__ __forceinline__ void place_pairs(const AlignParams& p, std::int32_t* 
       place(pair, local_expert(p, p.topk_ids[pair]), p.row_of_pair[pair], p.topk_weights[pair]);
     }
   }
-  // Others may still be reading this block's totals.
+  // Other blocks may still be reading this block's totals.
   if (p.blocks > 1) cluster.sync();
 }
 
-// The first blocks make the work list while the others quantise `alone` groups of rows; those that
-// are left are everybody's.
+// The first blocks make the work list while the others quantise `alone` groups of rows; then all
+// blocks quantise the remaining groups.
 __global__ void __launch_bounds__(kThreads, 1)
     align_and_quantize(const __grid_constant__ AlignParams p,
                        const __grid_constant__ QuantRowsParams q, unsigned alone) {

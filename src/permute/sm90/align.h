@@ -45,7 +45,8 @@ inline constexpr int kOneBlockPairs = 1024;
 
 inline constexpr int kMaxAlignedExperts = 1024;
 
-// Up to so many pairs one block lists by comparing all with all (align_compared.cuh), a thread each.
+// Up to so many pairs one block lists by comparing all with all (align_compared.cuh), a thread
+// each.
 inline constexpr int kComparedPairs = 256;
 
 // Groups that any routing of `pairs` pairs can produce.

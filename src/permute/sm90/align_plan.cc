@@ -13,8 +13,8 @@ AlignGrid plan_align(std::int32_t pairs, std::int64_t groups, const DeviceTraits
   g.steps = (pairs - 1) / (g.blocks * kAlignThreads) + 1;
   g.shares = clusters ? std::max(1, 4 / g.steps) : 1;
   g.parts = clusters ? std::min(g.steps, kAlignHeld) * g.shares : 1;
-  // One block a multiprocessor: in clusters, as many as find room at once; else all but the one that
-  // places. A part with room for the placing clusters alone has them quantise everything.
+  // One block a multiprocessor: in clusters, as many as find room at once; else all but the one
+  // that places. A part with room for the placing clusters alone has them quantise everything.
   const std::int64_t most = clusters
                                 ? std::max(device.clusters_of_8 - g.parts, 0) * kAlignClusterBlocks
                                 : std::max(device.sms - 1, 1);

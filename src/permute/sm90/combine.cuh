@@ -18,8 +18,8 @@ __device__ __forceinline__ void add_row(float (&sum)[8], const uint4& v) {
   }
 }
 
-// Eight columns of one token; slots are read eight at a time and added in order: each reading is
-// two latencies of memory, the row's index and the row.
+// Eight columns of one token. Slots are read eight at a time and added in order: each read takes
+// two latencies of memory, one for the row's index and one for the row.
 __device__ __forceinline__ void combine_columns(const CombineParams& p, std::int64_t token,
                                                 std::int64_t column) {
   float sum[8] = {};

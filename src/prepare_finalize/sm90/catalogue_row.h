@@ -10,7 +10,7 @@
 
 namespace moesaic::cuda {
 
-// What the transports ask of a problem, whatever the ranks; needs no device.
+// What the transports need of a problem, whatever the ranks. Looks at no device.
 Status sm90_transport_can_implement(const MoeProblem& problem);
 // Errors of check_device (in a build without CUDA it refuses every GPU) and of
 // CudaAllToAll::create.

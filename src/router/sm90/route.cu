@@ -464,8 +464,8 @@ __global__ void __launch_bounds__(kWarps * 32)
 int launch_route(const RouteParams& p, const ExpertsPrologue* prologue, void* stream) {
   if (p.tokens == 0) return 0;
   MOESAIC_ARM_CUDA_FAULTS();
-  // One warp per block spreads few tokens over the multiprocessors. What a block may have without
-  // asking for more is 48 KB; one warp needs at most 16.
+  // One warp per block spreads few tokens over the multiprocessors. Without raising its limit a
+  // block has 48 KB of shared memory; one warp needs at most 16.
   const int bytes = scratch_words(p) * 4;
   const int warps = p.tokens <= 512 || kWarps * bytes > 48 * 1024 ? 1 : kWarps;
   cudaLaunchAttribute attribute;
