@@ -28,8 +28,8 @@ struct MoeLayerTensors {
   Tensor gate_weight;              // [E (+ zero experts), H], BF16, F16 or F32 as stored
   Tensor gate_bias;                // [E], router linear bias (gpt-oss), as stored
   Tensor e_score_correction_bias;  // [E (+ zero experts)] F32 (widened if stored narrower)
-  // RoutingMethod::kHash: [vocabulary, k] I32, for a Router of the caller's: FusedMoE has no token
-  // ids.
+  // RoutingMethod::kHash: [vocabulary, k] I32, the experts of each token; a layer looks up its
+  // FusedMoE::Args::input_ids here.
   Tensor hash_table;
   // MoeLayerSpec::input_norm_eps > 0; gate_weight then holds the router's scales too, in F32.
   Tensor experts_norm_weight;  // [H] F32

@@ -130,15 +130,20 @@ class FusedMoE {
     ParallelConfig parallel;
     RankOptions ranks;
     LatentTransform transform;
-    bool include_shared = true;      // false: the caller computes shared experts itself
+    bool include_shared = true;  // false: the caller computes shared experts itself
+    // false: every call brings its routing (Args); gate weights need not be there and are not kept.
+    bool include_gate = true;
     CustomRoutingFn custom_routing;  // RoutingMethod::kCustom
+    // Called in every forward with the logical ids of up to max_tokens rows, as Trace reports them,
+    // whoever chose them. kUnsupported on a GPU, where Trace does it.
+    RoutingCaptureFn capture;
     ProgressFn progress;
   };
 
   static Result<FusedMoE> from_checkpoint(const Checkpoint& checkpoint, int layer,
                                           const Options& options);
   // From loaded weights; consumes the source. Errors of every stage, prefixed with its name;
-  // kUnsupported for hash and simulated routing, which are no function of the hidden states.
+  // kUnsupported for simulated routing, which is no function of the input.
   static Result<FusedMoE> create(MoeLayerWeights weights, const Options& options);
 
   // What a forward call may report besides its output. All views optional.
@@ -152,9 +157,40 @@ class FusedMoE {
     // nothing. forward only, on one rank (kUnsupported else).
     std::span<RowNumerics> numerics = {};
   };
+  // One call. hidden_states and output alone: the layer computes logits with its gate and chooses
+  // experts with its router. A caller that has the logits, or weights and ids, gives them instead
+  // (never both, kInvalidArgument), and the stages in front of them do not run. What Trace reported
+  // of a call, given to the next one on the same device, yields the bits of that call; one
+  // exception: ids as reported do not carry the weight of identity experts.
+  // hidden_states and output may be [B, T, H], rows in that order; then M = B * T in the others.
+  // All tensors but hidden_states are contiguous, and no input overlaps the output or a trace
+  // (kAliasing).
+  struct Args {
+    ConstTensorView hidden_states;  // [M, H]
+    // [M, E + zero experts] F32, BF16 or F16, widened exactly; non-finite values as in router.h.
+    ConstTensorView router_logits;
+    // [M, k] F32 and [M, k] I32, I64 or U32, both or neither. Final: no renormalisation, no expert
+    // scale and no routed_scaling_factor act on the weights (where the layer scales its routed sum,
+    // it still does). Ids are logical and global, whichever rank owns them; -1 is a slot without an
+    // expert, whose weight is not read; from num_experts on they name identity experts, which add
+    // weight * x. The same id twice in a row counts twice (kInvalidArgument with kBatched). Any
+    // other id is kInvalidArgument in host memory (the text says where); in device memory it is
+    // read as -1. A NaN weight makes its row NaN.
+    ConstTensorView topk_weights, topk_ids;
+    // [M] I32, tokens of RoutingMethod::kHash, needed there unless ids are given, not read
+    // elsewhere. Outside the table: kInvalidArgument in host memory; in device memory the row has
+    // no routed experts, and no shared ones where those run as one more of them.
+    ConstTensorView input_ids;
+    // [M] U8: rows with non-zero are padding. They reach no expert, count for no load, and their
+    // output is zero.
+    ConstTensorView padding_mask;
+    TensorView output;  // [M, H]
+    Trace trace;        // router_logits: kInvalidArgument with given ids, which have none
+  };
   // hidden_states [M, H] F32, BF16 or F16; output [M, H] F32, BF16 or F16, must not alias
   // hidden_states; rows of hidden_states may be strided. M = 0 is ordinary. The result of a row
-  // depends on that row alone: bit-identical for any batch, split, order or thread count.
+  // depends on that row and its routing alone: bit-identical for any batch, split, order or thread
+  // count.
   //   r = experts(route(x)), times routed_scaling_factor exactly once (in the router's weights, or
   //       here when the model scales the output), through the output transform
   //       (with input_norm_eps both see x normalised in fp32, as MoeLayerSpec says)
@@ -171,6 +207,8 @@ class FusedMoE {
   // kBatched, kPerSlot with kGather, load balancing.
   // On a GPU the tensors are still host memory: they are copied there and back, and the call waits.
   // Hidden states that are not bf16 reach the gate as they are and the experts rounded to bf16.
+  // Over ranks each gives its own rows' routing, or none, independently of the others.
+  Status forward(const Args& args) const;
   Status forward(ConstTensorView hidden_states, TensorView output, const Trace& trace) const;
   Status forward(ConstTensorView hidden_states, TensorView output) const {
     return forward(hidden_states, output, Trace{});
@@ -185,7 +223,9 @@ class FusedMoE {
   // order them by a stream or events. Errors, all before the first launch: kUnsupported (a CPU
   // layer), kInvalidShape, kInvalidDType, kInvalidLayout (alignment, not contiguous),
   // kInvalidArgument (null, host memory, another device's), kAliasing, kLimitExceeded (more tokens
-  // than planned); then kDevice when a launch fails.
+  // than planned); then kDevice when a launch fails. The caller's routing is memory of the device
+  // too, aligned as its elements are; a captured graph reads it anew at each replay.
+  Status enqueue(Stream stream, const Args& args) const;
   Status enqueue(Stream stream, ConstTensorView hidden_states, TensorView output,
                  const Trace& trace) const;
   Status enqueue(Stream stream, ConstTensorView hidden_states, TensorView output) const {

@@ -36,13 +36,12 @@ class LayerEngine {
   LayerEngine(const LayerEngine&) = delete;
   LayerEngine& operator=(const LayerEngine&) = delete;
 
-  // At most max_tokens rows of host tensors, which the caller has checked; returns when `output` is
-  // written. One call at a time. Over ranks collective, and a failure of this rank is told to all.
-  virtual Status forward_host(const ConstTensorView& hidden_states, const TensorView& output,
-                              const FusedMoE::Trace& trace) const = 0;
+  // At most max_tokens rows of host tensors, matrices, which the caller has checked; returns when
+  // the output is written. One call at a time. Over ranks collective, and a failure of this rank is
+  // told to all.
+  virtual Status forward_host(const FusedMoE::Args& args) const = 0;
   // As FusedMoE::enqueue, with its checks. kUnsupported where there are no streams.
-  virtual Status enqueue(Stream stream, const ConstTensorView& hidden_states,
-                         const TensorView& output, const FusedMoE::Trace& trace) const = 0;
+  virtual Status enqueue(Stream stream, const FusedMoE::Args& args) const = 0;
 
   virtual std::string_view experts_backend() const = 0;
   virtual std::int64_t weight_bytes() const = 0;

@@ -3,13 +3,14 @@
 
 #include <algorithm>
 #include <mutex>
+#include <tuple>
 
 #include "core/checked.h"
 #include "core/refusal.h"
 #include "experts/problem_checks.h"
+#include "layer/call_args.h"
 #include "layer/expert_balancer.h"
 #include "layer/fused_impl.h"
-#include "layer/rows.h"
 
 namespace moesaic {
 namespace {
@@ -24,8 +25,8 @@ Status check_trace(std::string_view field, const TensorView& t, DType dtype, con
 
 }  // namespace
 
-Status FusedMoE::Impl::check(const ConstTensorView& x, const TensorView& output,
-                             const Trace& trace) const {
+Status FusedMoE::Impl::check(const Args& args) const {
+  const auto& [x, output, trace] = std::tie(args.hidden_states, args.output, args.trace);
   if (x.rank() != 2 || x.dim(1) != plan.hidden_size) {
     return {StatusCode::kInvalidShape, fmt::format("hidden_states: got {}, need [M, {}]",
                                                    x.shape.to_string(), plan.hidden_size)};
@@ -60,16 +61,19 @@ Status FusedMoE::Impl::check(const ConstTensorView& x, const TensorView& output,
       check_trace("trace.router_logits", trace.router_logits, DType::kF32, {rows, columns}));
   MOESAIC_RETURN_IF_ERROR(
       check_trace("trace.topk_weights", trace.topk_weights, DType::kF32, {rows, k}));
-  return check_trace("trace.topk_ids", trace.topk_ids, DType::kI32, {rows, k});
+  MOESAIC_RETURN_IF_ERROR(check_trace("trace.topk_ids", trace.topk_ids, DType::kI32, {rows, k}));
+  MOESAIC_RETURN_IF_ERROR(layer::check_routing(plan, args, Device::cpu()));
+  return layer::check_routing_values(plan, args);
 }
 
-Status FusedMoE::forward(ConstTensorView hidden_states, TensorView output,
-                         const Trace& trace) const {
+Status FusedMoE::forward(const Args& args) const {
   const Impl& m = *impl_;
-  Status checked = m.check(hidden_states, output, trace);
+  const Result<Args> call = layer::as_matrices(args);
+  Status checked = call.status();
+  if (checked.ok()) checked = m.check(*call);
   if (!m.mesh) MOESAIC_RETURN_IF_ERROR(checked);
   const std::lock_guard<std::mutex> lock(m.mutex);
-  const std::int64_t rows = checked.ok() ? hidden_states.dim(0) : 0;
+  const std::int64_t rows = checked.ok() ? call->hidden_states.dim(0) : 0;
   const std::int64_t chunk = m.options.max_tokens;
   std::int64_t steps = ceil_div(rows, chunk);
   // Every rank takes every step, also those that have no rows left.
@@ -79,28 +83,32 @@ Status FusedMoE::forward(ConstTensorView hidden_states, TensorView output,
   for (std::int64_t step = 0; step < steps; ++step) {
     const std::int64_t first = std::min(step * chunk, rows);
     const std::int64_t count = std::min(chunk, rows - first);
-    Trace part;
-    if (trace.router_logits.present()) {
-      part.router_logits = layer::rows_of(trace.router_logits, first, count);
-    }
-    if (trace.topk_weights.present())
-      part.topk_weights = layer::rows_of(trace.topk_weights, first, count);
-    if (trace.topk_ids.present()) part.topk_ids = layer::rows_of(trace.topk_ids, first, count);
-    if (!trace.numerics.empty()) {
-      part.numerics =
-          trace.numerics.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(count));
-    }
-    const ConstTensorView x = layer::rows_of(hidden_states, first, count);
-    const TensorView y = layer::rows_of(output, first, count);
-    MOESAIC_RETURN_IF_ERROR(m.engine->forward_host(x, y, part));
+    MOESAIC_RETURN_IF_ERROR(m.engine->forward_host(layer::rows_of_call(*call, first, count)));
   }
   if (layer::ExpertBalancer* const balancer = m.engine->balancer()) return balancer->end_step();
   return {};
 }
 
+Status FusedMoE::forward(ConstTensorView hidden_states, TensorView output,
+                         const Trace& trace) const {
+  Args args;
+  args.hidden_states = hidden_states;
+  args.output = output;
+  args.trace = trace;
+  return forward(args);
+}
+
+Status FusedMoE::enqueue(Stream stream, const Args& args) const {
+  return impl_->engine->enqueue(stream, args);
+}
+
 Status FusedMoE::enqueue(Stream stream, ConstTensorView hidden_states, TensorView output,
                          const Trace& trace) const {
-  return impl_->engine->enqueue(stream, hidden_states, output, trace);
+  Args args;
+  args.hidden_states = hidden_states;
+  args.output = output;
+  args.trace = trace;
+  return enqueue(stream, args);
 }
 
 }  // namespace moesaic

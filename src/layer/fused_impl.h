@@ -24,8 +24,8 @@ struct FusedMoE::Impl {
   static Result<std::unique_ptr<Impl>> build(MoeLayerWeights weights, const Options& options);
   // What all ranks must have in common.
   std::int64_t fingerprint() const;
-  // A call on host tensors.
-  Status check(const ConstTensorView& x, const TensorView& output, const Trace& trace) const;
+  // A call on host tensors, as matrices.
+  Status check(const Args& args) const;
 };
 
 }  // namespace moesaic

@@ -20,12 +20,27 @@ Status check_present(std::string_view field, const Tensor& t, bool wanted) {
                       t.present() ? t.shape().to_string() : "none", wanted ? "one" : "none")};
 }
 
-Status check_tensors(const MoeLayerSpec& spec, const MoeLayerTensors& t) {
+Status check_gate(const MoeLayerSpec& spec, const MoeLayerTensors& t) {
   const std::int64_t columns = spec.routing.num_experts + spec.routing.num_zero_experts;
-  MOESAIC_RETURN_IF_ERROR(check_present("gate_weight", t.gate_weight, true));
+  if (!t.gate_weight.present()) {
+    return {StatusCode::kInvalidArgument,
+            fmt::format("gate_weight: got none, need [{}, {}], or include_gate = false and the "
+                        "routing with every call",
+                        columns, spec.hidden_size)};
+  }
   MOESAIC_RETURN_IF_ERROR(
       expect_shape("gate_weight", t.gate_weight.view(), {columns, spec.hidden_size}));
-  MOESAIC_RETURN_IF_ERROR(check_present("gate_bias", t.gate_bias, spec.has_router_bias));
+  return check_present("gate_bias", t.gate_bias, spec.has_router_bias);
+}
+
+Status check_tensors(const MoeLayerSpec& spec, const MoeLayerTensors& t, bool include_gate) {
+  if (include_gate) MOESAIC_RETURN_IF_ERROR(check_gate(spec, t));
+  const bool hash = spec.routing.method == RoutingMethod::kHash;
+  MOESAIC_RETURN_IF_ERROR(check_present("hash_table", t.hash_table, hash));
+  if (hash) {
+    MOESAIC_RETURN_IF_ERROR(expect_shape("hash_table", t.hash_table.view(),
+                                         {spec.hash_vocabulary, spec.routing.top_k}));
+  }
   MOESAIC_RETURN_IF_ERROR(check_present("e_score_correction_bias", t.e_score_correction_bias,
                                         spec.routing.has_correction_bias));
   MOESAIC_RETURN_IF_ERROR(
@@ -49,6 +64,7 @@ std::vector<CandidateReport> explain_candidates(const layer::FusedPlan& plan,
   std::vector<CandidateReport> rows;
   for (const layer::ExplainStage stage : {layer::ExplainStage::kGate, layer::ExplainStage::kRouter,
                                           layer::ExplainStage::kPrepareFinalize}) {
+    if (stage == layer::ExplainStage::kGate && !plan.has_gate) continue;
     for (const layer::LayerEngineRow& engine : layer::layer_engines()) {
       engine.append_candidates(stage, plan, router, device, rows);
     }
@@ -124,9 +140,9 @@ Result<std::unique_ptr<FusedMoE::Impl>> FusedMoE::Impl::build(MoeLayerWeights we
   impl->options = options;
   MOESAIC_ASSIGN_OR_RETURN(impl->plan,
                            layer::plan_fused_moe(weights.spec, weights.shared_quant, options));
-  MOESAIC_RETURN_IF_ERROR(check_tensors(weights.spec, t));
+  MOESAIC_RETURN_IF_ERROR(check_tensors(weights.spec, t, options.include_gate));
 
-  impl->plan.gate_dtype = t.gate_weight.dtype();
+  if (t.gate_weight.present()) impl->plan.gate_dtype = t.gate_weight.dtype();
   MOESAIC_RETURN_IF_ERROR(check_device(options.device));
   if (impl->plan.ranks.active) {
     MOESAIC_ASSIGN_OR_RETURN(impl->mesh, layer::RankMesh::create(options, impl->plan.ranks));
@@ -177,17 +193,21 @@ Result<LayerExplanation> explain_layer(const MoeLayerFormat& format,
   MOESAIC_ASSIGN_OR_RETURN(layer::FusedPlan plan,
                            layer::plan_fused_moe(spec, format.shared_quant, options));
   plan.gate_dtype = format.gate_dtype;
-  // The router's name needs the shapes of its vectors, not their values.
-  Tensor bias, expert_scale;
+  // The router's name needs the shapes of its tensors, not their values.
+  MoeLayerTensors shapes;
   if (spec.routing.has_expert_scale) {
-    MOESAIC_ASSIGN_OR_RETURN(expert_scale, Tensor::zeros(DType::kF32, {spec.num_experts}));
+    MOESAIC_ASSIGN_OR_RETURN(shapes.expert_scale, Tensor::zeros(DType::kF32, {spec.num_experts}));
   }
   if (spec.routing.has_correction_bias) {
-    MOESAIC_ASSIGN_OR_RETURN(bias, Tensor::zeros(DType::kF32, {spec.routing.num_experts +
-                                                               spec.routing.num_zero_experts}));
+    MOESAIC_ASSIGN_OR_RETURN(
+        shapes.e_score_correction_bias,
+        Tensor::zeros(DType::kF32, {spec.routing.num_experts + spec.routing.num_zero_experts}));
   }
-  const Result<Router> router =
-      layer::make_layer_router(plan, options, bias.view(), expert_scale.view());
+  if (spec.routing.method == RoutingMethod::kHash) {
+    MOESAIC_ASSIGN_OR_RETURN(
+        shapes.hash_table, Tensor::zeros(DType::kI32, {spec.hash_vocabulary, spec.routing.top_k}));
+  }
+  const Result<Router> router = layer::make_layer_router(plan, options, shapes);
   if (!router.ok()) return router.status().with_context("router");
   LayerExplanation explanation;
   explanation.candidates = explain_candidates(plan, router->name(), options.device);

@@ -26,10 +26,10 @@ Status check_options(const MoeLayerSpec& spec, const FusedMoE::Options& o) {
                                spec.intermediate_size, o.parallel.tp_size));
   }
   const RoutingMethod method = spec.routing.method;
-  if (method == RoutingMethod::kHash || method == RoutingMethod::kSimulated) {
+  if (method == RoutingMethod::kSimulated) {
     return unsupported(
-        fmt::format("routing.method: got {}, which is no function of the hidden states; need a "
-                    "Router and a ModularKernel of your own",
+        fmt::format("routing.method: got {}, which is no function of the input; need a Router of "
+                    "your own, whose ids the layer takes",
                     routing_method_name(method)));
   }
   const bool custom = method == RoutingMethod::kCustom;
@@ -109,6 +109,8 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_
   MOESAIC_RETURN_IF_ERROR(check_transforms(spec, options, plan));
   place_scaling_factor(spec.routing, plan);
   plan.has_router_bias = spec.has_router_bias;
+  plan.has_gate = options.include_gate;
+  plan.hash_vocabulary = spec.hash_vocabulary;
   MOESAIC_ASSIGN_OR_RETURN(plan.quant,
                            plan_quant(spec.quant, spec.activation_dtype, options.quant));
   const auto physical = checked_add(spec.num_experts, options.ranks.num_redundant_experts);

@@ -30,7 +30,9 @@ struct FusedPlan {
   std::int64_t latent_size = 0;   // of what the routed experts see
   double input_norm_eps = 0;      // above 0: router and routed experts see normalised rows
   bool has_router_bias = false;
-  DType gate_dtype = DType::kBF16;  // of the gate's weight; BF16 until the weights are there
+  bool has_gate = true;              // else every call brings its routing
+  std::int64_t hash_vocabulary = 0;  // rows of the table of RoutingMethod::kHash
+  DType gate_dtype = DType::kBF16;   // of the gate's weight; BF16 until the weights are there
 };
 
 //   shared_stored  how the shared expert is stored (may differ from spec.quant)

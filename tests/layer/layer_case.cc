@@ -54,6 +54,7 @@ MoeLayerWeights LayerTensors::weights() const {
   w.tensors.shared_gate_weight = copy_of(shared_gate_weight);
   w.tensors.experts_norm_weight = copy_of(experts_norm_weight);
   w.tensors.expert_scale = copy_of(expert_scale);
+  w.tensors.hash_table = copy_of(hash_table);
   w.experts = make_stacked_source(experts.view());
   if (spec.shared.intermediate_size > 0) w.shared = make_stacked_source(shared.view());
   w.shared_quant = spec.quant;
@@ -74,6 +75,14 @@ LayerTensors make_tensors(std::uint64_t seed, const MoeLayerSpec& spec) {
   }
   if (spec.routing.has_expert_scale) {
     t.expert_scale = random_normal(rng, DType::kF32, {spec.num_experts});
+  }
+  if (spec.routing.method == RoutingMethod::kHash) {
+    t.hash_table =
+        must(Tensor::zeros(DType::kI32, {spec.hash_vocabulary, spec.routing.top_k}), "hash_table");
+    for (std::int64_t i = 0; i < t.hash_table.bytes() / 4; ++i) {
+      t.hash_table.as<std::int32_t>()[i] =
+          static_cast<std::int32_t>((i * 5 + i / spec.routing.top_k) % spec.num_experts);
+    }
   }
   if (spec.input_norm_eps > 0) {
     t.experts_norm_weight = random_normal(rng, DType::kF32, {spec.hidden_size});
@@ -97,11 +106,13 @@ Tensor random_hidden(std::uint64_t seed, std::int64_t tokens, std::int64_t hidde
   return random_normal(rng, dtype, {tokens, hidden});
 }
 
-LayerRun run_layer(const FusedMoE& layer, const Tensor& hidden_states, DType output_dtype) {
-  const std::int64_t tokens = hidden_states.shape()[0];
+Result<LayerRun> run_args(const FusedMoE& layer, FusedMoE::Args args, DType output_dtype) {
+  const std::int64_t hidden = layer.spec().hidden_size;
+  const Shape& x = args.hidden_states.shape;
+  const std::int64_t tokens = x.rank() == 3 ? x[0] * x[1] : x[0];
   const RoutingSpec& routing = layer.spec().routing;
   LayerRun run;
-  run.output = must(Tensor::uninitialized(output_dtype, hidden_states.shape()), "output");
+  run.output = must(Tensor::uninitialized(output_dtype, {tokens, hidden}), "output");
   run.logits = must(
       Tensor::zeros(DType::kF32, {tokens, routing.num_experts + routing.num_zero_experts}), "");
   run.topk_weights = must(Tensor::zeros(DType::kF32, {tokens, routing.top_k}), "");
@@ -109,14 +120,22 @@ LayerRun run_layer(const FusedMoE& layer, const Tensor& hidden_states, DType out
   for (Tensor* t : {&run.output, &run.logits, &run.topk_weights, &run.topk_ids}) {
     poison(t->view());
   }
-  const Status status =
-      layer.forward(hidden_states.view(), run.output.view(),
-                    {run.logits.view(), run.topk_weights.view(), run.topk_ids.view()});
-  if (!status.ok()) {
-    fmt::print(stderr, "run_layer: {}\n", status.to_string());
-    std::abort();
-  }
+  args.output = run.output.view();
+  if (!args.topk_ids.present()) args.trace.router_logits = run.logits.view();
+  args.trace.topk_weights = run.topk_weights.view();
+  args.trace.topk_ids = run.topk_ids.view();
+  MOESAIC_RETURN_IF_ERROR(layer.forward(args));
   return run;
+}
+
+LayerRun must_run(const FusedMoE& layer, const FusedMoE::Args& args, DType output_dtype) {
+  return must(run_args(layer, args, output_dtype), "must_run");
+}
+
+LayerRun run_layer(const FusedMoE& layer, const Tensor& hidden_states, DType output_dtype) {
+  FusedMoE::Args args;
+  args.hidden_states = hidden_states.view();
+  return must_run(layer, args, output_dtype);
 }
 
 std::vector<double> layer_oracle(const LayerTensors& t, const Tensor& hidden_states,

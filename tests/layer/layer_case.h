@@ -16,7 +16,7 @@ struct LayerTensors {
   OwnedExpertWeights experts;  // all E of them
   OwnedExpertWeights shared;   // E = 1
   Tensor gate_weight, gate_bias, correction_bias, shared_gate_weight;
-  Tensor experts_norm_weight, expert_scale;
+  Tensor experts_norm_weight, expert_scale, hash_table;
 
   // What Checkpoint::load_layer would return (one rank); the tensors are copied, but the source
   // views this object.
@@ -35,6 +35,14 @@ struct LayerRun {
 };
 LayerRun run_layer(const FusedMoE& layer, const Tensor& hidden_states,
                    DType output_dtype = DType::kF32);
+// The same with whatever else `args` brings; its output and traces are set here (no logits where
+// ids are given).
+Result<LayerRun> run_args(const FusedMoE& layer, FusedMoE::Args args,
+                          DType output_dtype = DType::kF32);
+
+// The same where nothing is to be refused.
+LayerRun must_run(const FusedMoE& layer, const FusedMoE::Args& args,
+                  DType output_dtype = DType::kF32);
 
 // Routed and shared experts in float64 on the ids and weights that `run` reports.
 //   output_scale  factor on the routed result

@@ -51,6 +51,58 @@ MoeLayerSpec llama4_like() {
   return spec;
 }
 
+MoeLayerSpec with_identity_experts() {
+  MoeLayerSpec spec = small_spec();
+  spec.routing.method = RoutingMethod::kZeroExpert;
+  spec.routing.has_correction_bias = true;
+  spec.routing.num_zero_experts = 3;
+  spec.routing.top_k = 3;
+  spec.shared.intermediate_size = 16;
+  return spec;
+}
+
+MoeLayerSpec hash_routed() {
+  MoeLayerSpec spec = with_shared(false);
+  spec.routing.method = RoutingMethod::kHash;
+  spec.routing.scoring_func = ScoringFunc::kSqrtSoftplus;
+  spec.routing.routed_scaling_factor = 1.5;
+  spec.hash_vocabulary = 11;
+  return spec;
+}
+
+std::vector<Feature> routing_features() {
+  const auto routed_by = [](auto change) {
+    return [change] {
+      MoeLayerSpec spec = small_spec();
+      change(spec);
+      return spec;
+    };
+  };
+  std::vector<Feature> all = common_features();
+  all.push_back({"scaled output", scaled_output});
+  all.push_back({"identity experts", with_identity_experts});
+  all.push_back({"top-k of biased sigmoids", routed_by([](MoeLayerSpec& s) {
+                   s.routing.scoring_func = ScoringFunc::kSigmoid;
+                   s.routing.has_correction_bias = true;
+                   s.routing.routed_scaling_factor = 2.5;
+                 })});
+  all.push_back({"top-k softmax", routed_by([](MoeLayerSpec& s) {
+                   s.routing.method = RoutingMethod::kTopKSoftmax;
+                   s.has_router_bias = true;
+                 })});
+  all.push_back({"p-norm", routed_by([](MoeLayerSpec& s) {
+                   s.routing.method = RoutingMethod::kPNorm;
+                   s.routing.p_norm = 2;
+                   s.routing.renormalize = false;
+                 })});
+  all.push_back({"sparse mixer", routed_by([](MoeLayerSpec& s) {
+                   s.routing.method = RoutingMethod::kSparseMixer;
+                   s.routing.jitter_eps = 0.01;
+                   s.routing.renormalize = false;
+                 })});
+  return all;
+}
+
 std::vector<Feature> common_features() {
   return {{"plain", small_spec},
           {"shared", [] { return with_shared(false); }},

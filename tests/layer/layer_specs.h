@@ -28,12 +28,21 @@ MoeLayerSpec deepseek_like();
 // Top-1 with the weight on the input, and a shared expert.
 MoeLayerSpec llama4_like();
 
+// Identity experts beside the real ones, three slots a row.
+MoeLayerSpec with_identity_experts();
+
+// Experts by token id, from a table of 11 rows.
+MoeLayerSpec hash_routed();
+
 struct Feature {
   std::string name;
   std::function<MoeLayerSpec()> spec;
 };
 // What every backend computes: plain, shared, gated shared, deepseek, llama4.
 std::vector<Feature> common_features();
+
+// A layer for every routing method whose ids follow from the logits: those above, and all others.
+std::vector<Feature> routing_features();
 
 // Options of a layer on the first GPU.
 FusedMoE::Options on_gpu(std::int64_t max_tokens = 512);

@@ -92,16 +92,6 @@ MoeLayerSpec biased() {
   spec.routing.routed_scaling_factor = 3.0;
   return spec;
 }
-MoeLayerSpec with_zero_experts() {
-  MoeLayerSpec spec = small_spec();
-  spec.routing.method = RoutingMethod::kZeroExpert;
-  spec.routing.has_correction_bias = true;
-  spec.routing.num_zero_experts = 3;
-  spec.routing.top_k = 3;
-  spec.shared.intermediate_size = 16;
-  return spec;
-}
-
 void add_transports(std::vector<RankCombo>& all, RankCombo c) {
   const bool rows_differ = c.dp * c.pcp > 1 || c.sp;
   std::vector<RankTransport> transports = {RankTransport::kAuto};
@@ -131,7 +121,7 @@ std::vector<Feature> rank_specs() {
   return {{"deepseek", deepseek},
           {"llama", llama},
           {"biased", biased},
-          {"zero experts", with_zero_experts}};
+          {"zero experts", with_identity_experts}};
 }
 
 std::string RankCombo::name() const {
@@ -209,17 +199,36 @@ std::string run_rank(const RankProblem& problem, const RankCombo& combo,
   std::memcpy(mine.data(), problem.x.data() + first * row_bytes,
               static_cast<std::size_t>(real * row_bytes));
   Tensor output = Tensor::uninitialized(DType::kF32, {rows, hidden}).value();
+  const RoutingSpec& routing = layer->spec().routing;
   Tensor ids = Tensor::uninitialized(DType::kI32, {rows, problem.top_k}).value();
+  Tensor weights = Tensor::uninitialized(DType::kF32, ids.shape()).value();
+  Tensor logits =
+      Tensor::uninitialized(DType::kF32, {rows, routing.num_experts + routing.num_zero_experts})
+          .value();
+  Tensor own;  // the output of the layer's own routing
   const bool pinned =
       combo.ep && (combo.reduction == RankReduction::kPerSlot ||
                    combo.transport == RankTransport::kBatched || problem.top_k == 1);
   std::string wrong;  // told at the end, so that the other ranks are not left waiting
-  for (int repeat = 0; repeat < 2; ++repeat) {
+  // The layer's routing; then what it was, given back: logits by some ranks, ids by the others (but
+  // ids do not carry the weight of identity experts); then the other way round.
+  for (int repeat = 0; repeat < 3; ++repeat) {
     poison(output.view());
-    poison(ids.view());
-    FusedMoE::Trace trace;
-    trace.topk_ids = ids.view();
-    const Status status = layer->forward(mine.view(), output.view(), trace);
+    FusedMoE::Args args;
+    args.hidden_states = mine.view();
+    args.output = output.view();
+    if (repeat == 0) {
+      for (Tensor* t : {&ids, &weights, &logits}) poison(t->view());
+      args.trace.topk_ids = ids.view();
+      args.trace.topk_weights = weights.view();
+      args.trace.router_logits = logits.view();
+    } else if ((rank + repeat) % 2 == 0 && routing.num_zero_experts == 0) {
+      args.topk_ids = ids.view();
+      args.topk_weights = weights.view();
+    } else {
+      args.router_logits = logits.view();
+    }
+    const Status status = layer->forward(args);
     if (!status.ok()) return status.to_string();
     const ConstTensorView got(output.data(), DType::kF32, Shape{real, hidden});
     const ConstTensorView want(problem.want.data() + first * hidden * 4, DType::kF32,
@@ -229,6 +238,12 @@ std::string run_rank(const RankProblem& problem, const RankCombo& combo,
       wrong = "other topk_ids than on one rank";
     }
     std::string why;
+    if (repeat == 0) {
+      own = Tensor::uninitialized(DType::kF32, {rows, hidden}).value();
+      std::memcpy(own.data(), output.data(), static_cast<std::size_t>(output.bytes()));
+    } else if (!same_bits(output.view(), own.view(), &why)) {
+      wrong = "other bits than with the layer's own routing: " + why;
+    }
     if (pinned && !same_bits(got, want, &why)) wrong = "other bits than on one rank: " + why;
     if (real == 0) continue;
     const auto result = compare(to_doubles(got), to_doubles(want));

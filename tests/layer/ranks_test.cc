@@ -8,6 +8,7 @@
 
 #include "layer/rank_case.h"
 #include "layer/rank_plan.h"
+#include "support/metrics.h"
 #include "support/random.h"
 #include "support/refusal.h"
 
@@ -168,6 +169,67 @@ TEST(RankedLayer, ARefusalOnOneRankIsAnErrorOnAll) {
   });
   expect_refusal(status[0], StatusCode::kInvalidArgument, {"forward", "rank 1 refused"});
   expect_refusal(status[1], StatusCode::kInvalidShape, {"hidden_states", "[2, 32]"});
+}
+
+// A rank's ids are its own affair, its mistakes are everybody's; afterwards all go on.
+TEST(RankedLayer, AWrongGivenIdOnOneRankIsAnErrorOnAll) {
+  const test::LayerTensors tensors = test::make_tensors(48, test::small_spec());
+  const auto make = test::maker_of(tensors);
+  for (const RankTransport transport : {RankTransport::kAllToAll, RankTransport::kBatched}) {
+    const auto status = test::on_two_ranks([&](int rank, const std::shared_ptr<Communicator>& c) {
+      FusedMoE::Options options = options_of(rank, 2, c);
+      options.ranks.transport = transport;
+      const auto layer = make(options);
+      const Tensor x = test::random_hidden(3, 2, 64);
+      Tensor y = Tensor::zeros(DType::kF32, x.shape()).value();
+      std::vector<std::int32_t> ids = {0, 5, rank == 1 ? 8 : 3, 7};
+      const std::vector<float> weights = {1, 2, 3, 4};
+      FusedMoE::Args args;
+      args.hidden_states = x.view();
+      args.output = y.view();
+      args.topk_weights = {reinterpret_cast<const std::byte*>(weights.data()), DType::kF32, {2, 2}};
+      args.topk_ids = {reinterpret_cast<const std::byte*>(ids.data()), DType::kI32, {2, 2}};
+      const Status first = layer->forward(args);
+      ids[2] = 3;
+      const Status second = layer->forward(args);
+      return second.ok() ? first : second;
+    });
+    expect_refusal(status[0], StatusCode::kInvalidArgument, {"forward", "rank 1 refused"});
+    expect_refusal(status[1], StatusCode::kInvalidArgument, {"topk_ids: got 8 at [1, 0]"});
+  }
+}
+
+// Slabs hold one row of a token per expert; all other transports take an expert twice.
+TEST(RankedLayer, AnExpertTwiceInARowIsRefusedByBatchedOnly) {
+  const test::LayerTensors tensors = test::make_tensors(49, test::small_spec());
+  const auto make = test::maker_of(tensors);
+  const Tensor x = test::random_hidden(3, 2, 64);
+  const std::vector<std::int32_t> ids = {5, 5, 0, 1};
+  const std::vector<float> weights = {1, 2, 3, 4};
+  FusedMoE::Args args;
+  args.hidden_states = x.view();
+  args.topk_weights = {reinterpret_cast<const std::byte*>(weights.data()), DType::kF32, {2, 2}};
+  args.topk_ids = {reinterpret_cast<const std::byte*>(ids.data()), DType::kI32, {2, 2}};
+  const Tensor want = test::must_run(make({}).value(), args).output;
+  for (const auto transport :
+       {RankTransport::kGather, RankTransport::kAllToAll, RankTransport::kBatched}) {
+    for (const Status& s : test::on_two_ranks([&](int rank, const std::shared_ptr<Communicator>&c) {
+           FusedMoE::Options options = options_of(rank, 2, c);
+           options.ranks.transport = transport;
+           const auto layer = make(options);
+           const auto run = test::run_args(*layer, args);
+           if (!run.ok()) return run.status();
+           const auto result =
+               test::compare(test::to_doubles(run->output.view()), test::to_doubles(want.view()));
+           return result.rel_l2 <= 1e-6 ? Status() : Status(StatusCode::kInternal, result.describe);
+         })) {
+      if (transport == RankTransport::kBatched) {
+        expect_refusal(s, StatusCode::kInvalidArgument, {"expert 5 twice"});
+      } else {
+        EXPECT_TRUE(s.ok()) << s.to_string();
+      }
+    }
+  }
 }
 
 TEST(RankedLayer, LayersThatDifferAreRefusedOnAllRanks) {

@@ -10,6 +10,7 @@
 #include "bench_parts.h"
 #include "bench_random.h"
 #include "bench_reference.h"
+#include "layer_io.h"
 
 namespace moesaic::tool {
 namespace {
@@ -37,6 +38,7 @@ class LayerStage final : public BenchStage {
                                 "--shape, or --stage experts",
                                 settings.routing));
     }
+    MOESAIC_RETURN_IF_ERROR(check_routes_by_hidden_states(settings.spec));
     auto stage = std::make_unique<LayerStage>();
     stage->s_ = settings;
     MOESAIC_ASSIGN_OR_RETURN(const std::vector<float> bias, routing_bias_of(settings));

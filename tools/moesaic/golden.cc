@@ -226,6 +226,7 @@ static Result<LayerReport> compare_block(const Checkpoint& checkpoint, const Ten
     return made.status();
   }
   origin = Origin::kOption;
+  MOESAIC_RETURN_IF_ERROR(check_routes_by_hidden_states(spec));
   MOESAIC_ASSIGN_OR_RETURN(const FusedMoE layer, FusedMoE::create(std::move(loaded), options));
   MOESAIC_ASSIGN_OR_RETURN(LayerOutput got, make_layer_output(spec, report.tokens, DType::kF32));
   std::vector<RowNumerics> numerics(static_cast<std::size_t>(report.tokens));

@@ -31,6 +31,13 @@ Result<Tensor> read_hidden_states(const TensorFile& file, const std::string& nam
   return tensor;
 }
 
+Status check_routes_by_hidden_states(const MoeLayerSpec& spec) {
+  if (spec.routing.method != RoutingMethod::kHash) return {};
+  return {StatusCode::kUnsupported,
+          "routing.method: got hash, which chooses experts by token id; the tool's files have no "
+          "tokens, need FusedMoE::Args::input_ids"};
+}
+
 Result<LayerOutput> make_layer_output(const MoeLayerSpec& spec, std::int64_t tokens,
                                       DType output_dtype) {
   LayerOutput result;

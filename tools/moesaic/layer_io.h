@@ -27,6 +27,9 @@ std::pair<std::string, std::string> split_tensor_path(const std::string& text);
 Result<Tensor> read_hidden_states(const TensorFile& file, const std::string& name,
                                   std::int64_t hidden_size);
 
+// kUnsupported for a layer that routes by token id: no file of the tool's has tokens.
+Status check_routes_by_hidden_states(const MoeLayerSpec& spec);
+
 struct LayerOutput {
   Tensor output;        // [M, H]
   Tensor topk_ids;      // [M, k] I32

@@ -92,6 +92,9 @@ int run_layer(RunArguments state) {
   if (!checkpoint.ok()) return console.fail(checkpoint.status(), Origin::kFile);
   const Result<MoeLayerSpec> spec = checkpoint->layer(state.layer);
   if (!spec.ok()) return console.fail(spec.status(), Origin::kOption);
+  if (const Status status = check_routes_by_hidden_states(*spec); !status.ok()) {
+    return console.fail(status, Origin::kOption);
+  }
   const Result<TensorFile> file = TensorFile::open(path);
   if (!file.ok()) return console.fail(file.status().with_context(path), Origin::kFile);
   const Result<Tensor> input = read_hidden_states(*file, tensor, spec->hidden_size);

@@ -191,6 +191,9 @@ int run_layer_on_rank(const RunRequest& request, const RankContext& c) {
   if (!checkpoint.ok()) return c.fail(checkpoint.status(), Origin::kFile);
   const Result<MoeLayerSpec> spec = checkpoint->layer(request.layer);
   if (!spec.ok()) return c.fail(spec.status(), Origin::kOption);
+  if (const Status status = check_routes_by_hidden_states(*spec); !status.ok()) {
+    return c.fail(status, Origin::kOption);
+  }
   const Result<TensorFile> file = TensorFile::open(path);
   if (!file.ok()) return c.fail(file.status().with_context(path), Origin::kFile);
   const Result<Tensor> input =

@@ -55,16 +55,18 @@ Result<std::unique_ptr<LayerEngine>> CpuEngine::create(const EngineParts& parts)
 
 Status CpuEngine::build_stages(MoeLayerWeights& weights) {
   const MoeLayerTensors& t = weights.tensors;
-  Result<GateLinear> made_gate = make_gate(t.gate_weight, t.gate_bias, options.num_threads);
-  if (!made_gate.ok()) return made_gate.status().with_context("gate");
-  gate.emplace(std::move(made_gate).value());
-  small_bytes = t.gate_weight.bytes() + t.shared_gate_weight.bytes();
+  small_bytes = t.shared_gate_weight.bytes();
+  if (plan.has_gate) {
+    Result<GateLinear> made_gate = make_gate(t.gate_weight, t.gate_bias, options.num_threads);
+    if (!made_gate.ok()) return made_gate.status().with_context("gate");
+    gate.emplace(std::move(made_gate).value());
+    small_bytes += t.gate_weight.bytes();
+  }
   if (plan.input_norm_eps > 0) {
     experts_norm_weight = std::move(weights.tensors.experts_norm_weight);
     small_bytes += experts_norm_weight.bytes();
   }
-  Result<Router> made_router =
-      make_layer_router(plan, options, t.e_score_correction_bias.view(), t.expert_scale.view());
+  Result<Router> made_router = make_layer_router(plan, options, t);
   if (!made_router.ok()) return made_router.status().with_context("router");
   router.emplace(std::move(made_router).value());
   if (router->slots() != plan.routing.top_k) {
@@ -141,8 +143,7 @@ Result<bool> CpuEngine::continue_rearrange(std::int64_t max_transfers) {
   return true;
 }
 
-Status CpuEngine::enqueue(Stream, const ConstTensorView&, const TensorView&,
-                          const FusedMoE::Trace&) const {
+Status CpuEngine::enqueue(Stream, const FusedMoE::Args&) const {
   return {StatusCode::kUnsupported, "enqueue: got a layer on the CPU, need one on a GPU"};
 }
 

@@ -56,7 +56,7 @@ struct CpuEngine final : public LayerEngine {
   FusedPlan plan;
   FusedMoE::Options options;
   const RankMesh* mesh = nullptr;  // null: this layer does not communicate
-  std::optional<GateLinear> gate;
+  std::optional<GateLinear> gate;  // none: callers bring their routing
   std::optional<Router> router;
   std::optional<ModularKernel> kernel;
   std::optional<ModularKernel> shared;
@@ -81,10 +81,8 @@ struct CpuEngine final : public LayerEngine {
 
   static Result<std::unique_ptr<LayerEngine>> create(const EngineParts& parts);
 
-  Status forward_host(const ConstTensorView& x, const TensorView& output,
-                      const FusedMoE::Trace& trace) const override;
-  Status enqueue(Stream stream, const ConstTensorView& x, const TensorView& output,
-                 const FusedMoE::Trace& trace) const override;
+  Status forward_host(const FusedMoE::Args& args) const override;
+  Status enqueue(Stream stream, const FusedMoE::Args& args) const override;
   std::string_view experts_backend() const override { return kernel->experts().name(); }
   std::int64_t weight_bytes() const override;
   std::int64_t workspace_bytes() const override;
@@ -99,7 +97,11 @@ struct CpuEngine final : public LayerEngine {
   // The steps of a call (forward.cc); over ranks in forward_ranks.cc.
   Status forward_over_ranks(const ConstTensorView& x, const TensorView& output,
                             const CpuBuffers& b) const;
-  Status route(const ConstTensorView& x, const CpuBuffers& b, const FusedMoE::Trace& trace) const;
+  // b.topk_weights and b.topk_ids, by as many stages as the caller has left.
+  Status route(const FusedMoE::Args& args, const CpuBuffers& b) const;
+  Status compute_logits(const FusedMoE::Args& args, const CpuBuffers& b) const;
+  Status select_experts(const FusedMoE::Args& args, const CpuBuffers& b) const;
+  void take_routing(const FusedMoE::Args& args, const CpuBuffers& b) const;
   Status run_routed(const RoutedRows& rows, const CpuBuffers& b, const TensorView& output,
                     std::span<RowNumerics> numerics = {}) const;
   Status run_slots(const ConstTensorView& input, const RoutedRows& rows, const CpuBuffers& b) const;

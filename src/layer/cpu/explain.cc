@@ -38,9 +38,11 @@ std::vector<StageThreads> all_threads(const FusedPlan& plan, std::int64_t max_to
   const int threads = cpu::resolve_threads(plan.routed.num_threads);
   const std::int64_t columns = logit_columns(plan);
   std::vector<StageThreads> stages;
-  stages.push_back(stage_threads("gate", max_tokens, [&](std::int64_t tokens) {
-    return cpu::team_size(gate::cpu_gate_us(tokens, columns, plan.hidden_size), threads);
-  }));
+  if (plan.has_gate) {
+    stages.push_back(stage_threads("gate", max_tokens, [&](std::int64_t tokens) {
+      return cpu::team_size(gate::cpu_gate_us(tokens, columns, plan.hidden_size), threads);
+    }));
+  }
   stages.push_back(stage_threads("router", max_tokens, [&](std::int64_t tokens) {
     return cpu::team_size(router::route_rows_us(tokens, columns), threads);
   }));

@@ -1,11 +1,15 @@
 // A call of the CPU engine on rows that are all this process's.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <exception>
 #include <utility>
 #include <vector>
 
 #include "core/fault.h"
+#include "layer/call_args.h"
 #include "layer/cpu/engine.h"
 #include "layer/input_norm.h"
 #include "layer/rows.h"
@@ -15,6 +19,18 @@ namespace moesaic::layer {
 namespace {
 
 constexpr std::int64_t kMaxElementBytes = 4;  // of hidden states: F32
+
+// What a caller's function throws must not cross our API.
+Status show(const RoutingCaptureFn& capture, const ConstTensorView& topk_ids) {
+  try {
+    capture(topk_ids);
+    return {};
+  } catch (const std::exception& e) {
+    return {StatusCode::kInvalidArgument, fmt::format("capture: threw \"{}\"", e.what())};
+  } catch (...) {
+    return {StatusCode::kInvalidArgument, "capture: threw"};
+  }
+}
 
 }  // namespace
 
@@ -50,33 +66,88 @@ Result<CpuBuffers> CpuBuffers::carve(const FusedPlan& plan, const FusedMoE::Opti
   return b;
 }
 
-Status CpuEngine::route(const ConstTensorView& x, const CpuBuffers& b,
-                        const FusedMoE::Trace& trace) const {
+// b.logits: the caller's, or the gate's.
+Status CpuEngine::compute_logits(const FusedMoE::Args& args, const CpuBuffers& b) const {
+  const ConstTensorView& x = args.hidden_states;
   const std::int64_t rows = x.dim(0);
-  const std::int64_t k = plan.routing.top_k;
-  const TensorView logits = view_of(b.logits, DType::kF32, {rows, logit_columns(plan)});
+  if (args.router_logits.present()) {
+    for (std::int64_t i = 0; i < rows * logit_columns(plan); ++i) {
+      b.logits[i] = load_as_f32(args.router_logits.data, args.router_logits.dtype, i);
+    }
+    if (!MOESAIC_FAULT(layer_ignore_given_logits)) return {};
+  }
+  if (!gate) return {};  // no rows
   ConstTensorView gate_input = x;
   if (plan.input_norm_eps > 0) {
     normalise_rows(x, plan.input_norm_eps, nullptr, b.normed);
     gate_input = view_of(b.normed, DType::kF32, {rows, plan.hidden_size});
   }
-  MOESAIC_RETURN_IF_ERROR(gate->forward(gate_input, logits).with_context("gate"));
+  return gate->forward(gate_input, view_of(b.logits, DType::kF32, {rows, logit_columns(plan)}))
+      .with_context("gate");
+}
+
+Status CpuEngine::select_experts(const FusedMoE::Args& args, const CpuBuffers& b) const {
+  const std::int64_t rows = args.hidden_states.dim(0);
+  const std::int64_t k = plan.routing.top_k;
   Router::Args r;
-  r.hidden_states = x;
-  r.router_logits = logits;
+  r.hidden_states = args.hidden_states;
+  r.router_logits = view_of(b.logits, DType::kF32, {rows, logit_columns(plan)});
+  if (plan.routing.method == RoutingMethod::kHash) r.input_ids = args.input_ids;
+  r.padding_mask = args.padding_mask;
   r.topk_weights = view_of(b.topk_weights, DType::kF32, {rows, k});
   r.topk_ids = view_of(b.topk_ids, DType::kI32, {rows, k});
   if (spec.routing.num_zero_experts > 0) {
     r.zero_expert_output = view_of(b.zero_experts, DType::kF32, {rows, plan.hidden_size});
   }
-  MOESAIC_RETURN_IF_ERROR(router->select_experts(r).with_context("router"));
+  return router->select_experts(r).with_context("router");
+}
+
+// The caller's ids and weights, which are final, in the form that a router leaves.
+void CpuEngine::take_routing(const FusedMoE::Args& args, const CpuBuffers& b) const {
+  const ConstTensorView& x = args.hidden_states;
+  const std::int64_t k = plan.routing.top_k, hidden = plan.hidden_size;
+  for (std::int64_t t = 0; t < x.dim(0); ++t) {
+    const bool padding = is_padding(args, t);
+    float zero_weight = 0;
+    for (std::int64_t slot = t * k; slot < (t + 1) * k; ++slot) {
+      std::int64_t id = padding ? -1 : id_at(args.topk_ids, slot);
+      // Of an empty slot not even the weight counts: a NaN there is nobody's.
+      float weight = id < 0 ? 0.0F : args.topk_weights.as<float>()[slot];
+      if (id >= plan.routing.num_experts) {  // an identity expert
+        if (!MOESAIC_FAULT(layer_given_identity_weight_lost)) zero_weight += weight;
+        id = 0;
+        weight = 0;
+      }
+      b.topk_ids[slot] = static_cast<std::int32_t>(id);
+      b.topk_weights[slot] = weight;
+    }
+    if (spec.routing.num_zero_experts == 0) continue;
+    for (std::int64_t h = 0; h < hidden; ++h) {
+      const float v = load_as_f32(x.data, x.dtype, t * x.strides[0] + h);
+      store_from_f32(b.zero_experts, DType::kF32, t * hidden + h, padding ? 0 : zero_weight * v);
+    }
+  }
+}
+
+Status CpuEngine::route(const FusedMoE::Args& args, const CpuBuffers& b) const {
+  const std::int64_t rows = args.hidden_states.dim(0);
+  const std::int64_t k = plan.routing.top_k;
+  if (args.topk_ids.present()) {
+    take_routing(args, b);
+  } else {
+    MOESAIC_RETURN_IF_ERROR(compute_logits(args, b));
+    MOESAIC_RETURN_IF_ERROR(select_experts(args, b));
+  }
   const auto report = [](const TensorView& to, const void* from) {
     if (!to.present()) return;
     std::memcpy(to.data, from, static_cast<std::size_t>(to.dim(0) * to.dim(1)) * sizeof(float));
   };
-  report(trace.router_logits, b.logits);
-  report(trace.topk_weights, b.topk_weights);
-  report(trace.topk_ids, b.topk_ids);
+  report(args.trace.router_logits, b.logits);
+  report(args.trace.topk_weights, b.topk_weights);
+  report(args.trace.topk_ids, b.topk_ids);
+  if (options.capture) {
+    MOESAIC_RETURN_IF_ERROR(show(options.capture, view_of(b.topk_ids, DType::kI32, {rows, k})));
+  }
   if (mesh && plan.has_zero_experts) {
     // Slots of identity experts arrive as expert 0 with weight 0: no row need travel for them.
     for (std::int64_t slot = 0; slot < rows * k; ++slot) {
@@ -180,21 +251,32 @@ void CpuEngine::combine(const CombineRows& c, const CpuBuffers& b, const TensorV
   }
 }
 
-Status CpuEngine::forward_host(const ConstTensorView& x, const TensorView& output,
-                               const FusedMoE::Trace& trace) const {
+Status CpuEngine::forward_host(const FusedMoE::Args& args) const {
+  const ConstTensorView& x = args.hidden_states;
+  const TensorView& output = args.output;
   const std::int64_t rows = x.dim(0);
   Arena arena(
       {const_cast<std::byte*>(workspace.data()), static_cast<std::size_t>(workspace.bytes())});
   MOESAIC_ASSIGN_OR_RETURN(const CpuBuffers b, CpuBuffers::carve(plan, options, rows, arena));
-  const Status routed = route(x, b, trace);
+  const Status routed = route(args, b);
   if (!routed.ok()) return mesh ? mesh->give_up(routed) : routed;
   if (MOESAIC_FAULT(layer_router_weights_of_one)) {
     std::fill(b.topk_weights, b.topk_weights + rows * plan.routing.top_k, 1.0F);
   }
-  if (mesh) return forward_over_ranks(x, output, b);
-  MOESAIC_RETURN_IF_ERROR(run_routed({x, b.topk_weights, b.topk_ids}, b, output, trace.numerics));
-  MOESAIC_RETURN_IF_ERROR(run_shared(x, b, trace.numerics));
-  if (!writes_output_directly(plan, options)) combine({{0, rows}}, b, output);
+  const std::span<RowNumerics> numerics = args.trace.numerics;
+  if (mesh) {
+    MOESAIC_RETURN_IF_ERROR(forward_over_ranks(x, output, b));
+  } else {
+    MOESAIC_RETURN_IF_ERROR(run_routed({x, b.topk_weights, b.topk_ids}, b, output, numerics));
+    MOESAIC_RETURN_IF_ERROR(run_shared(x, b, numerics));
+    if (!writes_output_directly(plan, options)) combine({{0, rows}}, b, output);
+  }
+  const std::int64_t row_bytes = plan.hidden_size * dtype_bits(output.dtype) / 8;
+  for (std::int64_t t = 0; t < rows; ++t) {
+    if (is_padding(args, t) && !MOESAIC_FAULT(layer_padding_gets_shared_experts)) {
+      std::fill_n(output.data + t * row_bytes, row_bytes, std::byte{0});
+    }
+  }
   return {};
 }
 

@@ -4,9 +4,12 @@
 
 #include <algorithm>
 #include <new>
+#include <tuple>
 #include <utility>
 #include <vector>
 
+#include "layer/call_args.h"
+#include "layer/layer_router.h"
 #include "layer/load_sources.h"
 #include "layer/sm90/layer_impl.h"
 #include "layer/sm90/layer_ops.h"
@@ -102,12 +105,12 @@ Result<std::unique_ptr<layer::LayerEngine>> CudaLayer::create(const layer::Engin
   const DeviceScope scope(impl->device);
   MOESAIC_RETURN_IF_ERROR(scope.status());
 
-  Result<CudaGate> gate = CudaGate::create(t.gate_weight.view(), t.gate_bias.view());
-  if (!gate.ok()) return gate.status().with_context("gate");
-  impl->gate = std::move(gate).value();
-  Router::Options router_options;
-  router_options.spec = plan.routing;
-  router_options.correction_bias = t.e_score_correction_bias.view();
+  if (plan.has_gate) {
+    Result<CudaGate> gate = CudaGate::create(t.gate_weight.view(), t.gate_bias.view());
+    if (!gate.ok()) return gate.status().with_context("gate");
+    impl->gate = std::move(gate).value();
+  }
+  Router::Options router_options = layer::layer_router_options(plan, t);
   Result<std::unique_ptr<CudaRouter>> router = CudaRouter::create(router_options, impl->device);
   if (!router.ok()) return router.status().with_context("router");
   impl->router = std::move(router).value();
@@ -164,9 +167,9 @@ Status check_trace(std::string_view field, const TensorView& t, DType dtype, con
 
 }  // namespace
 
-Status CudaLayer::Impl::check(const ConstTensorView& x, const TensorView& output,
-                              const FusedMoE::Trace& trace) const {
+Status CudaLayer::Impl::check(const FusedMoE::Args& args) const {
   const Impl& m = *this;
+  const auto& [x, output, trace] = std::tie(args.hidden_states, args.output, args.trace);
   if (x.rank() != 2 || x.dim(1) != m.plan.hidden_size) {
     return {StatusCode::kInvalidShape, fmt::format("hidden_states: got {}, need [M, {}]",
                                                    x.shape.to_string(), m.plan.hidden_size)};
@@ -190,6 +193,16 @@ Status CudaLayer::Impl::check(const ConstTensorView& x, const TensorView& output
   MOESAIC_RETURN_IF_ERROR(check_device_tensor("hidden_states", x, m.device));
   MOESAIC_RETURN_IF_ERROR(check_device_tensor("output", output, m.device));
   MOESAIC_RETURN_IF_ERROR(expect_no_overlap("output", output, "hidden_states", x));
+  MOESAIC_RETURN_IF_ERROR(layer::check_routing(m.plan, args, Device::cuda(m.device)));
+  const auto check_given = [&](std::string_view field, const ConstTensorView& t) {
+    if (!t.present()) return Status();
+    return check_device_pointer(field, t.data, dtype_bits(t.dtype) / 8, m.device);
+  };
+  MOESAIC_RETURN_IF_ERROR(check_given("router_logits", args.router_logits));
+  MOESAIC_RETURN_IF_ERROR(check_given("topk_weights", args.topk_weights));
+  MOESAIC_RETURN_IF_ERROR(check_given("topk_ids", args.topk_ids));
+  MOESAIC_RETURN_IF_ERROR(check_given("input_ids", args.input_ids));
+  MOESAIC_RETURN_IF_ERROR(check_given("padding_mask", args.padding_mask));
   const std::int64_t columns = m.plan.routing.num_experts + m.plan.routing.num_zero_experts;
   const Shape slots{tokens, m.plan.routed.top_k};
   MOESAIC_RETURN_IF_ERROR(check_trace("trace.router_logits", trace.router_logits, DType::kF32,
@@ -199,12 +212,15 @@ Status CudaLayer::Impl::check(const ConstTensorView& x, const TensorView& output
   return check_trace("trace.topk_ids", trace.topk_ids, DType::kI32, slots, m.device);
 }
 
-Status CudaLayer::enqueue(Stream stream, const ConstTensorView& x, const TensorView& output,
-                          const FusedMoE::Trace& trace) const {
+Status CudaLayer::enqueue(Stream stream, const FusedMoE::Args& call) const {
   const Impl& m = *impl_;
+  const Result<FusedMoE::Args> matrices = layer::as_matrices(call);
+  const FusedMoE::Args& args = matrices.ok() ? *matrices : call;
+  const auto& [x, output, trace] = std::tie(args.hidden_states, args.output, args.trace);
   const DeviceScope scope(m.device);
   Status checked = scope.status();
-  if (checked.ok()) checked = m.check(x, output, trace);
+  if (checked.ok()) checked = matrices.status();
+  if (checked.ok()) checked = m.check(args);
   if (m.mesh != nullptr) {
     if (checked.ok()) checked = check_not_capturing(stream.handle);
     MOESAIC_ASSIGN_OR_RETURN(
@@ -221,7 +237,14 @@ Status CudaLayer::enqueue(Stream stream, const ConstTensorView& x, const TensorV
   out.logits = trace.router_logits.as<float>();
   out.topk_weights = trace.topk_weights.as<float>();
   out.topk_ids = trace.topk_ids.as<std::int32_t>();
-  const Impl::Rows rows = {x.data, DType::kBF16, x.data, x.dim(0)};
+  Impl::Rows rows = {x.data, DType::kBF16, x.data, x.dim(0)};
+  rows.given = {args.router_logits.data,
+                args.router_logits.dtype,
+                args.topk_weights.as<float>(),
+                args.topk_ids.data,
+                args.topk_ids.dtype,
+                args.input_ids.as<std::int32_t>(),
+                args.padding_mask.as<std::uint8_t>()};
   if (m.mesh == nullptr) return m.run(stream.handle, rows, out);
   return m.mesh->give_up(m.run_over_ranks(stream.handle, rows, out));
 }
@@ -235,18 +258,58 @@ Status CudaLayer::Impl::make_staging() const {
   MOESAIC_RETURN_IF_ERROR(staging.output.reserve("output", rows * plan.hidden_size * 4));
   MOESAIC_RETURN_IF_ERROR(staging.logits.reserve("router_logits", rows * columns * 4));
   MOESAIC_RETURN_IF_ERROR(staging.weights.reserve("topk_weights", rows * plan.routed.top_k * 4));
+  MOESAIC_RETURN_IF_ERROR(staging.input_ids.reserve("input_ids", rows * 4));
+  MOESAIC_RETURN_IF_ERROR(staging.padding.reserve("padding_mask", rows));
   return staging.ids.reserve("topk_ids", rows * plan.routed.top_k * 4);
 }
 
-Status CudaLayer::forward_host(const ConstTensorView& x, const TensorView& output,
-                               const FusedMoE::Trace& trace) const {
-  const Status status = impl_->forward_host(x, output, trace);
+// Host tensors, already checked: logits and ids arrive where the layer's own would be made.
+Result<CudaLayer::Impl::Given> CudaLayer::Impl::stage_given(const FusedMoE::Args& args) const {
+  Given given;
+  const std::int64_t tokens = args.hidden_states.dim(0);
+  if (const ConstTensorView& logits = args.router_logits; logits.present()) {
+    MOESAIC_ASSIGN_OR_RETURN(Tensor wide, Tensor::uninitialized(DType::kF32, logits.shape));
+    for (std::int64_t i = 0; i < tokens * logits.dim(1); ++i) {
+      wide.as<float>()[i] = load_as_f32(logits.data, logits.dtype, i);
+    }
+    given.logits = staging.logits.as<void>();
+    MOESAIC_RETURN_IF_ERROR(
+        copy_to_device("router_logits", staging.logits.as<void>(), wide.data(), wide.bytes()));
+  }
+  if (const ConstTensorView& ids = args.topk_ids; ids.present()) {
+    MOESAIC_ASSIGN_OR_RETURN(Tensor narrow, Tensor::uninitialized(DType::kI32, ids.shape));
+    for (std::int64_t i = 0; i < tokens * ids.dim(1); ++i) {
+      // What stands in a row of padding may need more bits; it is not looked at.
+      narrow.as<std::int32_t>()[i] = static_cast<std::int32_t>(layer::id_at(ids, i));
+    }
+    given.ids = staging.ids.as<void>();
+    given.weights = staging.weights.as<float>();
+    MOESAIC_RETURN_IF_ERROR(
+        copy_to_device("topk_ids", staging.ids.as<void>(), narrow.data(), narrow.bytes()));
+    MOESAIC_RETURN_IF_ERROR(copy_to_device("topk_weights", staging.weights.as<void>(),
+                                           args.topk_weights.data, narrow.bytes()));
+  }
+  if (args.input_ids.present()) {
+    given.input_ids = staging.input_ids.as<std::int32_t>();
+    MOESAIC_RETURN_IF_ERROR(
+        copy_to_device("input_ids", staging.input_ids.as<void>(), args.input_ids.data, tokens * 4));
+  }
+  if (args.padding_mask.present()) {
+    given.padding = staging.padding.as<std::uint8_t>();
+    MOESAIC_RETURN_IF_ERROR(
+        copy_to_device("padding_mask", staging.padding.as<void>(), args.padding_mask.data, tokens));
+  }
+  return given;
+}
+
+Status CudaLayer::forward_host(const FusedMoE::Args& args) const {
+  const Status status = impl_->forward_host(args);
   return impl_->mesh != nullptr ? impl_->mesh->give_up(status) : status;
 }
 
-Status CudaLayer::Impl::forward_host(const ConstTensorView& x, const TensorView& output,
-                                     const FusedMoE::Trace& trace) const {
+Status CudaLayer::Impl::forward_host(const FusedMoE::Args& args) const {
   const Impl& m = *this;
+  const auto& [x, output, trace] = std::tie(args.hidden_states, args.output, args.trace);
   const std::int64_t tokens = x.dim(0);
   const std::int64_t hidden = m.plan.hidden_size;
   if (tokens == 0 && m.mesh == nullptr) return {};
@@ -272,6 +335,9 @@ Status CudaLayer::Impl::forward_host(const ConstTensorView& x, const TensorView&
         "hidden_states to bf16", launch_round_to_bf16(rows.x, x.dtype, tokens * hidden,
                                                       s.x_bf16.as<std::uint16_t>(), nullptr)));
     rows.x_bf16 = s.x_bf16.as<void>();
+  }
+  if (tokens > 0) {
+    MOESAIC_ASSIGN_OR_RETURN(rows.given, m.stage_given(args));
   }
   Impl::Out out;
   out.output = s.output.as<void>();
@@ -307,7 +373,7 @@ std::string_view CudaLayer::experts_backend() const { return kCudaExpertsName; }
 std::string CudaLayer::determinism() const { return sm90_determinism(impl_->plan); }
 std::int64_t CudaLayer::weight_bytes() const {
   const Impl& m = *impl_;
-  return m.gate->bytes() + (m.experts ? m.experts->weight_bytes() : 0) +
+  return (m.gate ? m.gate->bytes() : 0) + (m.experts ? m.experts->weight_bytes() : 0) +
          (m.shared ? m.shared->weight_bytes() : 0) + (m.shared_gate ? m.shared_gate->bytes() : 0);
 }
 std::int64_t CudaLayer::workspace_bytes() const {

@@ -59,10 +59,8 @@ class CudaLayer final : public layer::LayerEngine {
   ~CudaLayer() override;
 
   // Copies in, runs, waits, copies out. Buffers for the copies are made at the first call.
-  Status forward_host(const ConstTensorView& hidden_states, const TensorView& output,
-                      const FusedMoE::Trace& trace) const override;
-  Status enqueue(Stream stream, const ConstTensorView& hidden_states, const TensorView& output,
-                 const FusedMoE::Trace& trace) const override;
+  Status forward_host(const FusedMoE::Args& args) const override;
+  Status enqueue(Stream stream, const FusedMoE::Args& args) const override;
   std::string_view experts_backend() const override;
   std::int64_t weight_bytes() const override;
   std::int64_t workspace_bytes() const override;

@@ -24,7 +24,7 @@ struct CudaLayer::Impl {
   const layer::RankMesh* mesh = nullptr;  // null: this layer does not communicate
   std::int64_t max_tokens = 0;
   int device = 0;
-  std::optional<CudaGate> gate, shared_gate;
+  std::optional<CudaGate> gate, shared_gate;  // no gate: callers bring their routing
   std::unique_ptr<CudaRouter> router;
   bool joins = false;                         // the shared expert is the last of `experts`
   std::unique_ptr<CudaRouter> joined_router;  // with a constant last slot for it
@@ -43,7 +43,7 @@ struct CudaLayer::Impl {
 
   // Buffers of forward_chunk: what host tensors are copied through.
   struct Staging {
-    Allocation x, x_bf16, output, logits, weights, ids;
+    Allocation x, x_bf16, output, logits, weights, ids, input_ids, padding;
   };
   mutable Staging staging;
 
@@ -53,17 +53,26 @@ struct CudaLayer::Impl {
   Status create_ranks(const FusedMoE::Options& options);
   Status make_staging() const;
   // What enqueue and forward_chunk are given.
-  Status check(const ConstTensorView& x, const TensorView& output,
-               const FusedMoE::Trace& trace) const;
-  Status forward_host(const ConstTensorView& x, const TensorView& output,
-                      const FusedMoE::Trace& trace) const;
+  Status check(const FusedMoE::Args& args) const;
+  Status forward_host(const FusedMoE::Args& args) const;
   Result<LayerWorkspace> carve(std::int64_t tokens) const;
+  // What the caller knows of the rows' routing, as in FusedMoE::Args; null where it does not.
+  struct Given {
+    const void* logits = nullptr;
+    DType logits_dtype = DType::kF32;
+    const float* weights = nullptr;
+    const void* ids = nullptr;
+    DType ids_dtype = DType::kI32;
+    const std::int32_t* input_ids = nullptr;
+    const std::uint8_t* padding = nullptr;
+  };
   // x is what the gate (and the zero experts) read, x_bf16 the same rows for the experts.
   struct Rows {
     const void* x = nullptr;
     DType x_dtype = DType::kBF16;
     const void* x_bf16 = nullptr;
     std::int64_t tokens = 0;
+    Given given = {};
   };
   struct Out {
     void* output = nullptr;
@@ -74,8 +83,15 @@ struct CudaLayer::Impl {
     std::span<RowNumerics> numerics = {};  // host memory: the call waits between its parts
   };
   Status run(void* stream, const Rows& rows, const Out& out) const;
+  Status run_rows(void* stream, const Rows& rows, const Out& out) const;
+  // The traces instead of the workspace's arrays, and the caller's logits in the place of the gate's.
+  Status take_given_logits(void* stream, const Rows& rows, const Out& out, LayerWorkspace& w) const;
+  Status clear_padding(void* stream, const Rows& rows, const Out& out) const;
+  // Copies what the caller gives of the routing to the device.
+  Result<Given> stage_given(const FusedMoE::Args& args) const;
   // The same over ranks, collective (layer_ranks.cc).
   Status run_over_ranks(void* stream, const Rows& rows, const Out& out) const;
+  Status run_rows_over_ranks(void* stream, const Rows& rows, const Out& out) const;
   Status run_given(const PrepareArgs& given, const LayerWorkspace& w) const;
   Status run_experts(void* stream, const Prepared& rows, const LayerWorkspace& w) const;
   Status run_slots_here(void* stream, Prepared here, const LayerWorkspace& w) const;
@@ -83,8 +99,9 @@ struct CudaLayer::Impl {
   // At the end of create: `joined` and `apart`, for as many tokens as either may matter.
   Status make_prologue_plans();
   Result<ProloguePlace> prologue_place(std::int64_t tokens, DType x_dtype, bool with_shared) const;
-  // Gate and router. `next`: the experts' call that follows at once, or null. Where the plan puts
-  // its prologue in the gate's or the router's kernel, next->in_front is set.
+  // Gate and router, as far as the caller leaves them to the layer. `next`: the experts' call that
+  // follows at once, or null. Where the plan puts its prologue in the gate's or the router's kernel,
+  // next->in_front is set.
   Status route(void* stream, const Rows& rows, const LayerWorkspace& w, bool with_shared,
                CudaExpertsArgs* next) const;
   CudaExpertsArgs routed_args(const Rows& rows, const LayerWorkspace& w) const;

@@ -31,6 +31,62 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
+    widen_to_f32(const void* from, DType dtype, std::int64_t count, float* to) {
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count;
+       i += static_cast<std::int64_t>(gridDim.x) * kThreads) {
+    to[i] = load(from, dtype, i);
+  }
+}
+
+// A thread per token: it reads a slot before it writes it, so outputs may be the inputs.
+__global__ void __launch_bounds__(kThreads)
+    take_routing(const __grid_constant__ TakeRoutingParams p) {
+  const std::int64_t t = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (t >= p.tokens) return;
+  const bool padding = p.padding != nullptr && p.padding[t] != 0;
+  const std::int32_t slots = p.top_k + p.num_shared;
+  float zero_weight = 0;
+  for (std::int32_t j = 0; j < p.top_k; ++j) {
+    const std::int64_t at = t * p.top_k + j;
+    std::int64_t id = 0;
+    if (p.ids_dtype == DType::kI64) {
+      id = static_cast<const std::int64_t*>(p.ids)[at];
+    } else if (p.ids_dtype == DType::kU32) {
+      id = static_cast<const std::uint32_t*>(p.ids)[at];
+    } else {
+      id = static_cast<const std::int32_t*>(p.ids)[at];
+    }
+    if (padding || id < 0 || id >= p.num_experts + p.zero_experts) id = -1;
+    MOESAIC_CUDA_FAULT(cuda_layer_given_ids_shifted, if (id > 0 && id < p.num_experts) id = id - 1;)
+    float weight = id < 0 ? 0.0F : p.weights[at];
+    if (id >= p.num_experts) {
+      zero_weight += weight;
+      id = 0;
+      weight = 0;
+    }
+    p.topk_ids[t * slots + j] = static_cast<std::int32_t>(id);
+    p.topk_weights[t * slots + j] = weight;
+  }
+  for (std::int32_t j = 0; j < p.num_shared; ++j) {
+    p.topk_ids[t * slots + p.top_k + j] = padding ? -1 : p.num_experts + j;
+    p.topk_weights[t * slots + p.top_k + j] = padding ? 0.0F : 1.0F;
+  }
+  MOESAIC_CUDA_FAULT(cuda_layer_given_identity_weight_lost, zero_weight = 0;)
+  if (p.zero_weight != nullptr) p.zero_weight[t] = zero_weight;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    clear_rows(const std::uint8_t* mask, std::int64_t rows, std::int64_t words, std::uint32_t* to) {
+  const std::int64_t count = rows * words;
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count;
+       i += static_cast<std::int64_t>(gridDim.x) * kThreads) {
+    bool clear = mask[i / words] != 0;
+    MOESAIC_CUDA_FAULT(cuda_layer_padding_stays, clear = false;)
+    if (clear) to[i] = 0;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
     combine_layer(const __grid_constant__ LayerCombineParams p) {
   const std::int64_t count = p.tokens * p.hidden;
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count;
@@ -64,6 +120,31 @@ int launch_round_to_bf16(const void* from, DType dtype, std::int64_t count, std:
   if (count == 0) return 0;
   round_to_bf16<<<blocks_for(count), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(from, dtype,
                                                                                        count, to);
+  return static_cast<int>(cudaGetLastError());
+}
+
+int launch_widen_to_f32(const void* from, DType dtype, std::int64_t count, float* to,
+                        void* stream) {
+  if (count == 0) return 0;
+  widen_to_f32<<<blocks_for(count), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(from, dtype,
+                                                                                      count, to);
+  return static_cast<int>(cudaGetLastError());
+}
+
+int launch_take_routing(const TakeRoutingParams& p, void* stream) {
+  MOESAIC_ARM_CUDA_FAULTS();
+  if (p.tokens == 0) return 0;
+  const auto blocks = static_cast<unsigned>((p.tokens + kThreads - 1) / kThreads);
+  take_routing<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
+  return static_cast<int>(cudaGetLastError());
+}
+
+int launch_clear_rows(const std::uint8_t* mask, std::int64_t rows, std::int64_t row_bytes, void* to,
+                      void* stream) {
+  MOESAIC_ARM_CUDA_FAULTS();
+  if (rows == 0) return 0;
+  clear_rows<<<blocks_for(rows * row_bytes / 4), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      mask, rows, row_bytes / 4, static_cast<std::uint32_t*>(to));
   return static_cast<int>(cudaGetLastError());
 }
 

@@ -45,6 +45,9 @@ Status CudaLayer::can_implement(const layer::FusedPlan& plan, const FusedMoE::Op
     return unsupported("input_norm_eps: got " + std::to_string(plan.input_norm_eps) +
                        " on a GPU, need 0 or the CPU");
   }
+  if (options.capture) {
+    return unsupported("capture: got a host function, need none on a GPU: Trace gives the ids");
+  }
   MOESAIC_RETURN_IF_ERROR(ranks_can_implement(plan.ranks, options));
   if (!options.backend.empty() && options.backend != kCudaExpertsName) {
     return unsupported("backend: got " + options.backend + " for " + options.device.to_string() +

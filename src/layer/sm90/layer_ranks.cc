@@ -128,11 +128,16 @@ Status CudaLayer::Impl::gather_replicas(void* stream, const Out& out, std::int64
 }
 
 Status CudaLayer::Impl::run_over_ranks(void* stream, const Rows& rows, const Out& out) const {
+  MOESAIC_RETURN_IF_ERROR(run_rows_over_ranks(stream, rows, out));
+  return clear_padding(stream, rows, out);
+}
+
+Status CudaLayer::Impl::run_rows_over_ranks(void* stream, const Rows& rows, const Out& out) const {
   const layer::RankPlan& ranks = plan.ranks;
   const std::int64_t k = plan.routed.top_k, hidden = plan.hidden_size;
   // Always the whole workspace: rows of other ranks need theirs when this rank has few.
   MOESAIC_ASSIGN_OR_RETURN(LayerWorkspace w, carve(max_tokens));
-  if (out.logits != nullptr) w.logits = out.logits;
+  MOESAIC_RETURN_IF_ERROR(take_given_logits(stream, rows, out, w));
   if (out.topk_weights != nullptr) w.topk_weights = out.topk_weights;
   if (out.topk_ids != nullptr) w.topk_ids = out.topk_ids;
   if (rows.tokens > 0)

@@ -24,7 +24,7 @@ Result<ProloguePlace> CudaLayer::Impl::prologue_place(std::int64_t tokens, DType
   const std::optional<RouteParams> rule = (with_shared ? joined_router : router)->usual(r);
   PrologueFacts facts;
   facts.experts_have_prologue = experts->prologue(a).has_value();
-  facts.gate_runs_prologue = gate->runs_prologue(x_dtype, tokens);
+  facts.gate_runs_prologue = gate && gate->runs_prologue(x_dtype, tokens);
   facts.router_rule_moves = rule.has_value();
   facts.experts_route = rule && experts->can_route(*rule);
   return choose_prologue_place(facts);
@@ -51,16 +51,39 @@ Status CudaLayer::Impl::make_prologue_plans() {
 
 Status CudaLayer::Impl::route(void* stream, const Rows& rows, const LayerWorkspace& w,
                               bool with_shared, CudaExpertsArgs* next) const {
+  const Given& given = rows.given;
+  if (given.ids != nullptr) {
+    TakeRoutingParams p;
+    p.weights = given.weights;
+    p.ids = given.ids;
+    p.ids_dtype = given.ids_dtype;
+    p.padding = given.padding;
+    p.tokens = rows.tokens;
+    p.top_k = static_cast<std::int32_t>(plan.routing.top_k);
+    p.num_shared = with_shared ? 1 : 0;
+    p.num_experts = static_cast<std::int32_t>(plan.routing.num_experts);
+    p.zero_experts = static_cast<std::int32_t>(plan.routing.num_zero_experts);
+    p.topk_weights = w.topk_weights;
+    p.topk_ids = w.topk_ids;
+    p.zero_weight = w.zero_weight;
+    return check_call("routing", launch_take_routing(p, stream));
+  }
   const CudaRouter& with = *(with_shared ? joined_router : router);
   CudaRouterArgs r;
   r.tokens = rows.tokens;
   r.router_logits = w.logits;
+  r.input_ids = given.input_ids;
+  r.padding_mask = given.padding;
   r.topk_weights = w.topk_weights;
   r.topk_ids = w.topk_ids;
   r.zero_expert_weight = w.zero_weight;
-  const ProloguePlace how = next == nullptr
-                                ? ProloguePlace::kInExperts
-                                : (with_shared ? joined : apart).of(rows.tokens, rows.x_dtype);
+  ProloguePlace how = next == nullptr
+                          ? ProloguePlace::kInExperts
+                          : (with_shared ? joined : apart).of(rows.tokens, rows.x_dtype);
+  // Without a gate in front, or with rows to leave out, the router's kernel runs it: it always can.
+  if (how == ProloguePlace::kInGate && (given.logits != nullptr || given.padding != nullptr)) {
+    how = ProloguePlace::kInRouter;
+  }
   std::optional<ExpertsPrologue> prologue;
   if (how != ProloguePlace::kInExperts) {
     prologue = experts->prologue(*next);
@@ -70,8 +93,32 @@ Status CudaLayer::Impl::route(void* stream, const Rows& rows, const LayerWorkspa
     next->in_front->route = with.usual(r);
     return gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits, &*prologue);
   }
-  MOESAIC_RETURN_IF_ERROR(gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits));
+  if (given.logits == nullptr) {
+    MOESAIC_RETURN_IF_ERROR(gate->enqueue(stream, rows.x, rows.x_dtype, rows.tokens, w.logits));
+  }
   return with.enqueue(stream, r, prologue ? &*prologue : nullptr);
+}
+
+Status CudaLayer::Impl::take_given_logits(void* stream, const Rows& rows, const Out& out,
+                                          LayerWorkspace& w) const {
+  if (out.logits != nullptr) w.logits = out.logits;
+  const Given& given = rows.given;
+  if (given.logits == nullptr || given.logits == w.logits) return {};
+  if (given.logits_dtype == DType::kF32 && out.logits == nullptr) {
+    // The router only reads them.
+    w.logits = const_cast<float*>(static_cast<const float*>(given.logits));
+    return {};
+  }
+  const std::int64_t columns = plan.routing.num_experts + plan.routing.num_zero_experts;
+  return check_call("router_logits", launch_widen_to_f32(given.logits, given.logits_dtype,
+                                                         rows.tokens * columns, w.logits, stream));
+}
+
+Status CudaLayer::Impl::clear_padding(void* stream, const Rows& rows, const Out& out) const {
+  if (rows.given.padding == nullptr) return {};
+  const std::int64_t row_bytes = plan.hidden_size * dtype_bits(out.dtype) / 8;
+  return check_call("padding_mask", launch_clear_rows(rows.given.padding, rows.tokens, row_bytes,
+                                                      out.output, stream));
 }
 
 Status CudaLayer::Impl::measure(void* stream, const CudaExperts& experts, const CudaExpertsArgs& a,
@@ -135,12 +182,17 @@ Status CudaLayer::Impl::run_routed(void* stream, CudaExpertsArgs a, const void* 
   return measure(stream, *experts, a, static_cast<double>(plan.output_scale), numerics);
 }
 
+Status CudaLayer::Impl::run(void* stream, const Rows& rows, const Out& out) const {
+  MOESAIC_RETURN_IF_ERROR(run_rows(stream, rows, out));
+  return clear_padding(stream, rows, out);
+}
+
 // A bf16 sum without factors takes the shared rows out of the output, where they were put first: no
 // buffer for them. Otherwise the shared rows are made last, in memory that the experts left, and
 // one kernel adds everything to the fp32 sum of the experts. Both round the same fp32 sums.
-Status CudaLayer::Impl::run(void* stream, const Rows& rows, const Out& out) const {
+Status CudaLayer::Impl::run_rows(void* stream, const Rows& rows, const Out& out) const {
   MOESAIC_ASSIGN_OR_RETURN(LayerWorkspace w, carve(rows.tokens));
-  if (out.logits != nullptr) w.logits = out.logits;
+  MOESAIC_RETURN_IF_ERROR(take_given_logits(stream, rows, out, w));
   if (joins && rows.tokens <= kJoinedTokens) return run_joined(stream, rows, w, out);
   const bool shared_too = plan.has_shared;
   const bool measured = !out.numerics.empty();  // then the work list must be in memory

@@ -1,0 +1,28 @@
+// The arguments of a layer's call, before an engine sees them: what is the same on every device.
+#pragma once
+
+#include <cstdint>
+
+#include "layer/fused_plan.h"
+#include "moesaic/fused_moe.h"
+
+namespace moesaic::layer {
+
+// hidden_states and output [B, T, H] as [B * T, H]; anything else as it is. kInvalidLayout where
+// the rows of hidden_states are not equally far apart.
+Result<FusedMoE::Args> as_matrices(const FusedMoE::Args& args);
+
+// Which of the routing tensors are there, their dtypes, shapes and layout, that they are memory of
+// `device` and apart from the output. Reads none of them. hidden_states is [M, H] already.
+Status check_routing(const FusedPlan& plan, const FusedMoE::Args& args, Device device);
+// The ids of host tensors that check_routing accepted.
+Status check_routing_values(const FusedPlan& plan, const FusedMoE::Args& args);
+// Whoever chose them: entry i of topk_ids.
+std::int64_t id_at(const ConstTensorView& topk_ids, std::int64_t i);
+// Whether row t counts as padding.
+bool is_padding(const FusedMoE::Args& args, std::int64_t t);
+
+// Rows [first, first + count) of a call, all its tensors.
+FusedMoE::Args rows_of_call(const FusedMoE::Args& args, std::int64_t first, std::int64_t count);
+
+}  // namespace moesaic::layer
