@@ -1,4 +1,5 @@
-// The families of family_rows_2026.h: fields that their configurations omit or name differently.
+// Models of 2026 (family_rows_2026.h, family_rows_biased_sigmoid.h): fields that their configurations
+// omit or name differently.
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>

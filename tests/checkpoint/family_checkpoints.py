@@ -125,7 +125,7 @@ ROWS += [
     Row("unlimited_ocr", fields={"n_shared_experts": 2}),
 ]
 
-# --- rows of family_rows_2026.h ---
+# --- models of 2026 ---
 
 V4 = {"layer_types": ["sliding_attention"] * 2, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2, "swiglu_limit": 0.7}
 STEP = {"share_expert_dim": 40, "moe_router_scaling_factor": 1.5}
