@@ -70,8 +70,8 @@ Status check_problem(const MoeProblem& problem);
 //   *_zero           zero_point kInteger: the scale's shape; U8 or I8, x = (q - zero) * scale
 //   *_min            zero_point kMin: F32, the scale's shape; x = q * scale - min
 //   *_input_scale    F32 [1], static activation scales: granularity kTensor, not dynamic, or
-//                    outer_scale kTensor of the activation. w13_input_scale is the same for all
-//                    experts of a layer (one row feeds several of them).
+//                    outer_scale kTensor of the activation. Each expert's own: a row that goes to
+//                    several experts is quantised for each of them.
 //   *_perm           I32 [K], act_order: column k of the weights multiplies column perm[k] of the
 //                    activations
 struct ExpertWeightsView {
@@ -127,6 +127,10 @@ struct ExpertsArgs {
   // On a GPU: where run launches. It returns before the result is there (with numerics it waits),
   // can be captured into a graph; the caller orders calls that share a workspace.
   Stream stream = {};
+  // In the place of w13_input_scale and w2_input_scale for this call: F32 [1] or [E_l], finite and
+  // above 0, host memory; either may be absent. The result has the bits of experts that were made
+  // with them. kUnsupported for schemes without static activation scales.
+  ConstTensorView a1_scale = {}, a2_scale = {};
 };
 
 // One backend bound to one layer's weights. Immutable after construction; run may be called from

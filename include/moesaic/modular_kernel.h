@@ -196,6 +196,8 @@ class ModularKernel {
     // On a GPU: where the work is launched; run then returns before it is done. Calls use one
     // workspace: order them by a stream or events.
     Stream stream = {};
+    // As ExpertsArgs: static activation scales of this call, [1] or [E_l].
+    ConstTensorView a1_scale = {}, a2_scale = {};
   };
   // Prepare, experts, finalize. Allocates nothing. When no token was dispatched the experts are not
   // called, finalize is. Calls exclude each other by a lock on the workspace. Errors:

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 #include <string_view>
 
 #include "moesaic/dtype.h"
@@ -34,7 +35,9 @@ struct OperandQuant {
   ScaleFormat scale_format = ScaleFormat::kNone;
   std::int64_t block_n = 0;  // rows that share a scale (block); 1 for group and token
   std::int64_t block_k = 0;  // columns (reduction axis) that share a scale (block, group)
-  bool dynamic = false;      // activations: scale computed at run time
+  // Activations: scale computed at run time. Never with kTensor: a row's result would depend on the
+  // rows beside it (validate refuses it).
+  bool dynamic = false;
   ExponentRule rule = ExponentRule::kNone;     // activations with E8M0 scales
   OuterScale outer_scale = OuterScale::kNone;  // activations: kTensor is the static input scale
   ZeroPoint zero_point = ZeroPoint::kNone;     // weights
@@ -65,7 +68,7 @@ enum class ComputeScheme : std::uint8_t {
   kNvfp4,      // e2m1 with an e4m3 scale per 16 and a global one; quantised the same way, with a
                // static global scale
   kInt4Fp8,    // int4 times an e4m3 scale per 128, that product rounded to e4m3; a scale per output
-               // row; quantised to e4m3 with one scale per row
+               // row; activations as kFp8Scaled has them
   kInt8,       // int8 with a scale per output row; quantised to int8 with one scale per row
   kNone,       // no stage computes this pair of operands
 };
@@ -94,6 +97,12 @@ Scheme make_scheme(std::string_view name, const OperandQuant& weight,
 // The same scheme with another operand, name and bound kept.
 Scheme with_weight(const Scheme& scheme, const OperandQuant& weight);
 Scheme with_activation(const Scheme& scheme, const OperandQuant& activation);
+// The same scheme with activation scales of another format, F32 or kE8M0 (rounded up to a power of
+// two), whatever the checkpoint says: where activations are quantised to e4m3 per group of 128.
+// kUnsupported for any other scheme or format.
+Result<Scheme> with_activation_scales(const Scheme& scheme, ScaleFormat format);
+// What becomes of activations, for people: "F8_E4M3, one scale per token".
+std::string activation_text(const Scheme& scheme);
 // kUnsupported when no stage computes these operands (which operand, and what is possible);
 // kInvalidArgument when `kind` is not what the operands mean.
 Status validate(const Scheme& scheme);

@@ -10,6 +10,7 @@
 
 #include "core/arena.h"
 #include "core/checked.h"
+#include "core/fault.h"
 #include "core/refusal.h"
 #include "permute/sort_slots.h"
 #include "quant/block_scales.h"
@@ -183,6 +184,30 @@ Status check_counts(const MoeProblem& p, const ExpertsArgs& a, std::int64_t toke
   return {};
 }
 
+Status check_call_scale(std::string_view field, const ConstTensorView& scale, const MoeProblem& p) {
+  if (!scale.present()) return {};
+  if (!quant::has_static_scale(p.quant.activation)) {
+    return unsupported(fmt::format("{}: got {}, scheme {} has no static activation scales ({})",
+                                   field, scale.shape.to_string(), p.quant.name,
+                                   activation_text(p.quant)));
+  }
+  MOESAIC_RETURN_IF_ERROR(expect_device(field, scale, Device::cpu()));
+  MOESAIC_RETURN_IF_ERROR(expect_dtype(field, scale, DType::kF32));
+  const bool one = scale.shape == Shape{1};
+  if (!one && !(scale.shape == Shape{p.num_local_experts})) {
+    return {StatusCode::kInvalidShape,
+            fmt::format("{}: got {}, need [1] or [{}] for each local expert", field,
+                        scale.shape.to_string(), p.num_local_experts)};
+  }
+  MOESAIC_RETURN_IF_ERROR(expect_contiguous(field, scale));
+  for (std::int64_t e = 0; e < scale.dim(0); ++e) {
+    const float v = scale.as<float>()[e];
+    if (v > 0 && std::isfinite(v)) continue;
+    return invalid(fmt::format("{}: got {} at [{}], need finite numbers above 0", field, v, e));
+  }
+  return {};
+}
+
 Status check_overlaps(const ExpertsArgs& a, std::int64_t input_bytes, std::int64_t output_bytes) {
   struct Range {
     const char* name;
@@ -192,7 +217,10 @@ Status check_overlaps(const ExpertsArgs& a, std::int64_t input_bytes, std::int64
   const auto ids_bytes = contiguous_bytes(a.topk_ids.dtype, a.topk_ids.shape);
   const auto weights_bytes = contiguous_bytes(a.topk_weights.dtype, a.topk_weights.shape);
   const auto scale_bytes = contiguous_bytes(a.hidden_scale.dtype, a.hidden_scale.shape);
-  const std::array<Range, 6> inputs = {{
+  const auto floats_of = [](const ConstTensorView& t) {
+    return t.present() ? t.dim(0) * std::int64_t{sizeof(float)} : 0;  // checked: [n], contiguous
+  };
+  const std::array<Range, 8> inputs = {{
       {"hidden_states", a.hidden_states.data, input_bytes},
       {"hidden_scale", a.hidden_scale.data,
        a.hidden_scale.present() && scale_bytes.ok() ? *scale_bytes : 0},
@@ -201,6 +229,8 @@ Status check_overlaps(const ExpertsArgs& a, std::int64_t input_bytes, std::int64
       {"expert_map", a.expert_map.data(), static_cast<std::int64_t>(a.expert_map.size_bytes())},
       {"expert_num_tokens", a.expert_num_tokens.data(),
        static_cast<std::int64_t>(a.expert_num_tokens.size_bytes())},
+      {"a1_scale", a.a1_scale.data, floats_of(a.a1_scale)},
+      {"a2_scale", a.a2_scale.data, floats_of(a.a2_scale)},
   }};
   const auto workspace_bytes = static_cast<std::int64_t>(a.workspace.size());
   for (const Range& in : inputs) {
@@ -214,6 +244,12 @@ Status check_overlaps(const ExpertsArgs& a, std::int64_t input_bytes, std::int64
 }
 
 }  // namespace
+
+Status check_call_scales(const MoeProblem& problem, const ConstTensorView& a1_scale,
+                         const ConstTensorView& a2_scale) {
+  MOESAIC_RETURN_IF_ERROR(check_call_scale("a1_scale", a1_scale, problem));
+  return check_call_scale("a2_scale", a2_scale, problem);
+}
 
 Result<std::int64_t> strided_extent_bytes(std::string_view field, const ConstTensorView& t) {
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t elements, t.shape.num_elements());
@@ -298,6 +334,9 @@ Status check_run_args(const MoeProblem& p, const ExpertsArgs& a, std::int64_t wo
     MOESAIC_RETURN_IF_ERROR(check_counts(p, a, tokens));
   }
   MOESAIC_RETURN_IF_ERROR(check_numerics(p, a, tokens));
+  if (!MOESAIC_FAULT(call_scales_not_checked)) {
+    MOESAIC_RETURN_IF_ERROR(check_call_scales(p, a.a1_scale, a.a2_scale));
+  }
   if (static_cast<std::int64_t>(a.workspace.size()) < workspace_needed) {
     return {StatusCode::kWorkspaceTooSmall,
             fmt::format("workspace: got {} bytes, need {}", a.workspace.size(), workspace_needed)};

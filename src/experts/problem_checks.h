@@ -31,6 +31,12 @@ Status check_expert_weights(const MoeProblem& problem, const ExpertWeightsView& 
 Status check_run_args(const MoeProblem& problem, const ExpertsArgs& args,
                       std::int64_t workspace_needed);
 
+// Static activation scales of a call (ExpertsArgs::a1_scale, a2_scale): kUnsupported where the
+// scheme has none, kInvalidDType, kInvalidShape, kInvalidLayout, kInvalidArgument (a value that is
+// not finite and above 0). Reads host memory.
+Status check_call_scales(const MoeProblem& problem, const ConstTensorView& a1_scale,
+                         const ConstTensorView& a2_scale);
+
 // M (standard) or T (batched) of arguments that passed their rank check.
 inline std::int64_t tokens_of(const MoeProblem& problem, const ExpertsArgs& args) {
   return args.hidden_states.dim(problem.format == ActivationFormat::kStandard ? 0 : 1);

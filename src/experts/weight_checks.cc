@@ -132,8 +132,7 @@ Status check_scales(const std::string& field, const ProjectionView& v, const Ope
 // A static activation scale is a positive number.
 Status check_input_scale(const std::string& field, const ConstTensorView& t, const OperandQuant& a,
                          const OperandQuant& w) {
-  const bool wanted = (a.granularity == ScaleGranularity::kTensor && !a.dynamic) ||
-                      a.outer_scale == OuterScale::kTensor;
+  const bool wanted = quant::has_static_scale(a);
   MOESAIC_RETURN_IF_ERROR(check_presence(field, t, wanted, w, {1}, "F32"));
   if (!wanted) return {};
   MOESAIC_RETURN_IF_ERROR(check_floats(field, t, DType::kF32, {1}));

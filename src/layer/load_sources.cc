@@ -10,21 +10,16 @@
 #include "core/fault.h"
 #include "core/refusal.h"
 #include "numerics/element.h"
+#include "quant/compute_scheme.h"
 #include "quant/quantize_weight.h"
 
 namespace moesaic::layer {
 namespace {
 
-// Whether the scheme quantises activations with scales that come with the weights.
-bool has_input_scales(const OperandQuant& a) {
-  return a.outer_scale == OuterScale::kTensor ||
-         (a.granularity == ScaleGranularity::kTensor && !a.dynamic);
-}
-
 class PassingSource final : public ExpertSource {
  public:
   PassingSource(ExpertSource& source, const Scheme& scheme)
-      : source_(source), input_scales_(has_input_scales(scheme.activation)) {}
+      : source_(source), input_scales_(quant::has_static_scale(scheme.activation)) {}
 
   Result<ExpertWeightsView> expert(std::int64_t e) override {
     MOESAIC_ASSIGN_OR_RETURN(ExpertWeightsView v, source_.expert(e));

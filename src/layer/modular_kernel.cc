@@ -211,6 +211,8 @@ Status ModularKernel::Impl::run_experts(const Args& a, const Prepared& prepared,
   e.workspace = pieces.experts;
   e.output = expert_output;
   e.numerics = a.numerics;
+  e.a1_scale = a.a1_scale;
+  e.a2_scale = a.a2_scale;
   e.stream = a.stream;
   return experts->run(e);
 }

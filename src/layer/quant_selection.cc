@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/fault.h"
+#include "quant/compute_scheme.h"
 #include "quant/quantize_weight.h"
 
 namespace moesaic::layer {
@@ -16,12 +17,6 @@ bool is_plain(const Scheme& stored) { return stored.weight.granularity == ScaleG
 bool is_fp8(const Scheme& stored) {
   return stored.weight.dtype == DType::kF8E4M3 &&
          stored.weight.granularity == ScaleGranularity::kBlock;
-}
-
-// Whether activations of this format need static scales that only a checkpoint can give.
-bool needs_input_scale(const OperandQuant& a) {
-  return a.outer_scale == OuterScale::kTensor ||
-         (a.granularity == ScaleGranularity::kTensor && !a.dynamic);
 }
 
 // The same codes with a scale for every row where one scale for all is possible.
@@ -36,7 +31,8 @@ bool runs_as(const Scheme& stored, const Scheme& scheme) {
   const bool fp8 = stored.weight.dtype == DType::kF8E4M3;  // multipliers of any granularity
   if (fp8 && scheme.name == "fp8-bf16") return true;
   return by_rows(scheme.weight) == by_rows(stored.weight) &&
-         (!needs_input_scale(scheme.activation) || needs_input_scale(stored.activation));
+         (!quant::has_static_scale(scheme.activation) ||
+          quant::has_static_scale(stored.activation));
 }
 
 // How far weights may be from the numbers of the file: what the stored scheme's bound has beyond

@@ -13,6 +13,11 @@ namespace moesaic::quant {
 inline DType operand_dtype(DType activation_dtype, ComputeScheme kind) {
   return kind == ComputeScheme::kF32 ? DType::kF32 : activation_dtype;
 }
+// Whether activations have scales that come with the weights, one per expert and projection.
+inline bool has_static_scale(const OperandQuant& activation) {
+  return activation.outer_scale == OuterScale::kTensor ||
+         (activation.granularity == ScaleGranularity::kTensor && !activation.dynamic);
+}
 // The only activation_dtype that the arithmetic takes: BF16 or F16 where that is the operand;
 // empty: any.
 std::optional<DType> needed_activation_dtype(ComputeScheme kind);

@@ -97,7 +97,9 @@ constexpr std::array<WeightRow, 12> kWeightRows = {{
               is_group(w, DType::kI4, F::kE4M3, quant::kInt4Fp8GroupSize, OuterScale::kChannel);
      },
      Compute::kWeightOnly,
-     [](const OperandQuant& a) { return is_fp8_token(a) ? Compute::kInt4Fp8 : Compute::kNone; }},
+     [](const OperandQuant& a) {
+       return is_fp8_token(a) || is_fp8_static(a) ? Compute::kInt4Fp8 : Compute::kNone;
+     }},
     {"I8 with an F32 scale per row",
      [](const OperandQuant& w) { return is_bare(w) && is_per(w, DType::kI8, G::kChannel); },
      Compute::kWeightOnly,
@@ -245,6 +247,42 @@ Scheme with_activation(const Scheme& s, const OperandQuant& activation) {
   return make_scheme(s.name, s.weight, activation, s.output_bound);
 }
 
+Result<Scheme> with_activation_scales(const Scheme& s, ScaleFormat format) {
+  if (!is_fp8_group(s.activation)) {
+    return unsupported(
+        fmt::format("activation_scales: got scheme {} ({}), need one that quantises activations to "
+                    "e4m3 per group of {}: fp8-block or mxfp4-fp8",
+                    s.name, activation_text(s), quant::kFp8BlockSize));
+  }
+  if (format != F::kF32 && format != F::kE8M0) {
+    return unsupported(fmt::format("activation_scales: got {}, need F32 or E8M0",
+                                   format == F::kE4M3 ? "E4M3" : "none"));
+  }
+  OperandQuant a = s.activation;
+  a.scale_format = format;
+  return with_activation(s, a);
+}
+
+std::string activation_text(const Scheme& scheme) {
+  const OperandQuant& a = scheme.activation;
+  const std::string codes(dtype_name(a.dtype));
+  switch (a.granularity) {
+    case G::kToken:
+      return codes + ", one scale per token";
+    case G::kTensor:
+      return codes + (a.dynamic ? ", one scale per batch" : ", each expert's stored scale");
+    case G::kGroup:
+      if (a.outer_scale == OuterScale::kTensor) {
+        return fmt::format("{}, an E4M3 scale per {} columns over each expert's stored one", codes,
+                           a.block_k);
+      }
+      return fmt::format("{}, {} per {} columns", codes,
+                         a.scale_format == F::kE8M0 ? "a power of two" : "an F32 scale", a.block_k);
+    default:
+      return codes;
+  }
+}
+
 Status validate(const Scheme& scheme) {
   const OperandQuant& w = scheme.weight;
   const OperandQuant& a = scheme.activation;
@@ -252,6 +290,11 @@ Status validate(const Scheme& scheme) {
   if (kind == Compute::kNone && weight_row(w) == nullptr) {
     return unsupported(fmt::format("quant.weight: got {} with block {}x{}, need one of: {}",
                                    dtype_name(w.dtype), w.block_n, w.block_k, weight_texts()));
+  }
+  if (kind == Compute::kNone && a.granularity == G::kTensor && a.dynamic) {
+    return unsupported(
+        "quant.activation: got one scale of the whole batch computed at run time, which would make "
+        "a row's result depend on the rows beside it; need a scale per token or a stored one");
   }
   if (kind == Compute::kNone) {
     return unsupported(

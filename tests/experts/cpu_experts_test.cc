@@ -129,6 +129,7 @@ TEST(CpuExperts, EveryTierAndSchemeMeetsItsBoundAgainstFloat64) {
                         {"nvfp4-rows", 64, 48, 8},
                         {"int4-fp8", 256, 128, 20},
                         {"int4-fp8", 128, 256, 1},
+                        {"int4-fp8-static", 256, 128, 20},
                         {"int8", 200, 100, 20},
                         {"int4-g128", 256, 384, 7},
                         {"int4-g128", 200, 66, 3},
@@ -239,9 +240,9 @@ TEST(CpuExperts, IntegerInputsAreExactOnEveryTier) {
 
 // One row alone, in any batch, in any order, with any number of threads: the same bits.
 TEST(CpuExperts, RowsDependOnNothingButThemselves) {
-  for (const char* quant :
-       {"bf16", "fp8-block", "fp8-bf16", "mxfp4-bf16", "f32", "fp8-channel", "mxfp8", "nvfp4",
-        "int8", "int4-g128", "gptq", "mxfp4-fp8", "int4-fp8"}) {
+  for (const char* quant : {"bf16", "fp8-block", "fp8-bf16", "mxfp4-bf16", "f32", "fp8-channel",
+                            "mxfp8", "nvfp4", "int8", "int4-g128", "gptq", "mxfp4-fp8", "int4-fp8",
+                            "fp8-static", "mxfp4-static", "int4-fp8-static"}) {
     MoeProblem p = make_problem(quant, 256, 128, 6, 2);
     const OwnedExpertWeights w = test::random_expert_weights(5, p);
     test::Rng rng(6);

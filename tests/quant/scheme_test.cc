@@ -111,6 +111,43 @@ TEST(QuantSchemes, AnOperandThatNothingComputesIsDescribedAndRefused) {
                   "I8 with an F32 scale per row"});
 }
 
+// One scale of the whole batch would tie a row's result to the rows beside it.
+TEST(QuantSchemes, AScaleOfTheWholeBatchIsRefused) {
+  for (const char* name : {"fp8-tensor", "int4-fp8", "mxfp4-fp8"}) {
+    const Scheme scheme = quant_scheme_from_name(name).value();
+    OperandQuant a = scheme.activation;
+    a.granularity = ScaleGranularity::kTensor;
+    a.scale_format = ScaleFormat::kF32;
+    a.block_n = a.block_k = 0;
+    expect_refusal(validate(with_activation(scheme, a)), StatusCode::kUnsupported,
+                   {"quant.activation", "whole batch", "a scale per token or a stored one"});
+    a.dynamic = false;
+    EXPECT_TRUE(validate(with_activation(scheme, a)).ok()) << name;
+    EXPECT_EQ(activation_text(with_activation(scheme, a)), "F8_E4M3, each expert's stored scale");
+  }
+}
+
+TEST(QuantSchemes, ActivationScalesOfAnotherFormat) {
+  for (const char* name : {"fp8-block", "mxfp4-fp8"}) {
+    const Scheme scheme = quant_scheme_from_name(name).value();
+    const Scheme powers = with_activation_scales(scheme, ScaleFormat::kE8M0).value();
+    const Scheme floats = with_activation_scales(powers, ScaleFormat::kF32).value();
+    EXPECT_EQ(powers.activation.scale_format, ScaleFormat::kE8M0);
+    EXPECT_EQ(floats.activation.scale_format, ScaleFormat::kF32);
+    EXPECT_TRUE(validate(powers).ok() && validate(floats).ok());
+    EXPECT_EQ(powers.kind, scheme.kind);
+    EXPECT_EQ(activation_text(powers), "F8_E4M3, a power of two per 128 columns");
+    EXPECT_EQ(activation_text(floats), "F8_E4M3, an F32 scale per 128 columns");
+    expect_refusal(with_activation_scales(scheme, ScaleFormat::kE4M3).status(),
+                   StatusCode::kUnsupported, {"activation_scales: got E4M3", "F32 or E8M0"});
+  }
+  for (const char* name : {"bf16", "fp8-bf16", "fp8-channel", "mxfp8", "nvfp4", "int8"}) {
+    const Scheme scheme = quant_scheme_from_name(name).value();
+    expect_refusal(with_activation_scales(scheme, ScaleFormat::kE8M0).status(),
+                   StatusCode::kUnsupported, {"activation_scales", name, "fp8-block"});
+  }
+}
+
 TEST(QuantSchemes, OtherNamesAreNotFound) {
   expect_refusal(quant_scheme_from_name("fp8-blok").status(), StatusCode::kNotFound,
                  {"fp8-blok", "nearest is \"fp8-block\""});

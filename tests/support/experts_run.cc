@@ -26,6 +26,7 @@ T must(Result<T> result, std::string_view what) {
 Scheme scheme_called(std::string_view name) {
   std::string_view named = name;  // the nearest one
   if (name == "fp8-static") named = "fp8-tensor";
+  if (name == "int4-fp8-static") named = "int4-fp8";
   if (name == "mxfp4-static" || name == "mxfp4-token" || name == "mxfp4-f32-groups") {
     named = "mxfp4-fp8";
   }
@@ -42,7 +43,7 @@ Scheme scheme_called(std::string_view name) {
     a.granularity = ScaleGranularity::kToken;
     a.block_n = a.block_k = 0;
   }
-  if (name == "fp8-static" || name == "mxfp4-static") {
+  if (name == "fp8-static" || name == "mxfp4-static" || name == "int4-fp8-static") {
     a.granularity = ScaleGranularity::kTensor;
     a.block_n = a.block_k = 0;
     a.dynamic = false;

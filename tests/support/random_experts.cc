@@ -194,8 +194,10 @@ OwnedExpertWeights random_expert_weights(std::uint64_t seed, const MoeProblem& p
     // Powers of two around a size spread the intermediate further.
     const bool wide = a.dtype == DType::kF8E4M3 && q.scale_format == ScaleFormat::kE8M0;
     w.w2_input_scale = constant({experts, 1}, (wide ? 40.0F : 5.0F) / levels);
-    for (std::int64_t e = 0; e < experts; ++e)
+    for (std::int64_t e = 0; e < experts; ++e) {  // each expert its own
+      w.w13_input_scale.as<float>()[e] *= 1.0F + 0.2F * static_cast<float>(e % 5);
       w.w2_input_scale.as<float>()[e] *= 1.0F + 0.1F * static_cast<float>(e);
+    }
   }
   if (problem.has_expert_bias) {
     w.w13_bias = random_normal(rng, DType::kF32, {experts, rows}, 0.5);

@@ -1,13 +1,13 @@
 #include "checkpoint/reader/mlp_buffers.h"
 
 #include "core/checked.h"
+#include "quant/compute_scheme.h"
 
 namespace moesaic::checkpoint {
 
 Result<MatrixBuffers> MatrixBuffers::make(const Scheme& scheme, std::int64_t rows,
                                           std::int64_t columns) {
   const OperandQuant& w = scheme.weight;
-  const OperandQuant& a = scheme.activation;
   MatrixBuffers m;
   const auto allocate = [](Tensor* t, DType dtype, const Shape& shape) -> Status {
     MOESAIC_ASSIGN_OR_RETURN(*t, Tensor::uninitialized(dtype, shape));
@@ -38,9 +38,9 @@ Result<MatrixBuffers> MatrixBuffers::make(const Scheme& scheme, std::int64_t row
     MOESAIC_RETURN_IF_ERROR(allocate(&m.channel_scale, DType::kF32, {rows}));
   }
   if (w.act_order) MOESAIC_RETURN_IF_ERROR(allocate(&m.perm, DType::kI32, {columns}));
-  const bool fixed_input = (a.granularity == ScaleGranularity::kTensor && !a.dynamic) ||
-                           a.outer_scale == OuterScale::kTensor;
-  if (fixed_input) MOESAIC_RETURN_IF_ERROR(allocate(&m.input_scale, DType::kF32, {1}));
+  if (quant::has_static_scale(scheme.activation)) {
+    MOESAIC_RETURN_IF_ERROR(allocate(&m.input_scale, DType::kF32, {1}));
+  }
   return m;
 }
 

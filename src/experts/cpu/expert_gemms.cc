@@ -14,7 +14,8 @@ using cpu::kPanelColumns;
 
 // result = rows times panel p of expert e, all scales included.
 void CpuExperts::multiply(const CpuProjection& projection, std::int64_t e, std::int64_t p,
-                          cpu::PanelArgs& args, const float* const* numbers) const {
+                          cpu::PanelArgs& args, const float* const* numbers,
+                          float static_scale) const {
   const cpu::PanelArgs weights = projection.panel(e, p);
   const bool whole_row_scales = plan_.row_numbers && plan_.row_step == 0;
   cpu::PanelArgs all = weights;
@@ -31,7 +32,14 @@ void CpuExperts::multiply(const CpuProjection& projection, std::int64_t e, std::
   }
   const float* factors = projection.column_factors(e, p);
   if (factors == nullptr) return;
-  kernels_.scale_result(args.result, args.num_rows, factors, whole_row_scales ? numbers : nullptr);
+  const float* fixed[kMaxRows];
+  if (plan_.static_rows && !MOESAIC_FAULT(cpu_alpha_without_input_scale)) {
+    std::fill_n(fixed, args.num_rows, &static_scale);
+    numbers = fixed;
+  } else if (!whole_row_scales) {
+    numbers = nullptr;
+  }
+  kernels_.scale_result(args.result, args.num_rows, factors, numbers);
 }
 
 // GEMM1 for one block of intermediate columns of one expert: gate and up, bias, activation,
@@ -66,7 +74,7 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
     args.num_rows = count;
     args.result = result;
     for (std::int64_t p = first_panel; p < last_panel; ++p) {
-      multiply(weights_.w13, e, p, args, numbers);
+      multiply(weights_.w13, e, p, args, numbers, w.a1_static.of(e));
       kernels_.activate({.c = result,
                          .num_rows = count,
                          .bias = weights_.w13.panel_bias(e, p),
@@ -81,7 +89,7 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
       // One scale for the whole row: measured when it is there (finish_whole_row).
       const bool later = plan_.whole_rows && plan_.row_rule != cpu::RowQuantRule::kNone;
       if (w.errors != nullptr && real > 0 && !later) {
-        measure(w, y, real, weights_.w2.input_scale(e),
+        measure(w, y, real, w.a2_static.of(e),
                 w.errors->inner[static_cast<std::size_t>((begin + r) * w.errors->blocks + block)]);
       }
       if (plan_.whole_rows) {
@@ -101,7 +109,7 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
           kept[c / plan_.row_step] = 1.0F;
         continue;
       }
-      finish_row(y, valid, weights_.w2.input_scale(e), kept, operand,
+      finish_row(y, valid, w.a2_static.of(e), kept, operand,
                  reads_e2m1_groups(count) ? w.a2_groups + (begin + r) * plan_.e2m1_groups2() +
                                                 column / cpu::kE2M1GroupSteps
                                           : nullptr);
@@ -127,7 +135,7 @@ void CpuExperts::panel2(const CpuWorkspace& w, std::int64_t e, std::int64_t p) c
     args.rows = rows;
     args.num_rows = count;
     args.result = result;
-    multiply(weights_.w2, e, p, args, numbers);
+    multiply(weights_.w2, e, p, args, numbers, w.a2_static.of(e));
     for (int r = 0; r < count; ++r) {
       float* out = w.out + (begin + r) * plan_.n2 + p * kPanelColumns;
       std::memcpy(out, result + r * kPanelColumns, kPanelColumns * sizeof(float));

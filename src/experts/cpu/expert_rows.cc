@@ -62,10 +62,10 @@ void CpuExperts::finish_whole_row(const CpuWorkspace& w, std::int64_t r) const {
   }
   std::fill(x + plan_.intermediate, x + plan_.k2, 0.0F);
   if (w.errors != nullptr && plan_.row_rule != cpu::RowQuantRule::kNone) {
-    measure(w, x, plan_.intermediate, weights_.w2.input_scale(e),
+    measure(w, x, plan_.intermediate, w.a2_static.of(e),
             w.errors->inner[static_cast<std::size_t>(r * w.errors->blocks)]);
   }
-  finish_row(x, plan_.k2, weights_.w2.input_scale(e),
+  finish_row(x, plan_.k2, w.a2_static.of(e),
              plan_.row_numbers ? w.a2_scales + r * plan_.groups2() : nullptr,
              w.a2 + r * plan_.k2 * plan_.operand_bytes(), nullptr);
 }
@@ -90,10 +90,9 @@ void CpuExperts::prepare_input(const CpuWorkspace& w, std::int64_t row, std::int
     x = gathered;
   }
   if (w.errors != nullptr) {
-    measure(w, x, plan_.hidden, weights_.w13.input_scale(0),
-            w.errors->input[static_cast<std::size_t>(row)]);
+    measure(w, x, plan_.hidden, w.a1_static.of(e), w.errors->input[static_cast<std::size_t>(row)]);
   }
-  finish_row(x, plan_.k1, weights_.w13.input_scale(0),
+  finish_row(x, plan_.k1, w.a1_static.of(e),
              plan_.row_numbers ? w.a1_scales + row * plan_.groups1() : nullptr,
              w.a1 + row * plan_.k1 * plan_.operand_bytes(),
              e2m1_groups ? w.a1_groups + row * plan_.e2m1_groups1() : nullptr);

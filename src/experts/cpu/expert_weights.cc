@@ -1,7 +1,5 @@
 #include "experts/cpu/expert_weights.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <new>
 #include <utility>
@@ -40,7 +38,7 @@ Result<CpuProjection> CpuProjection::allocate(const CpuWeightFormat& format,
     if (format.column_factors) p.factors_.resize(count * cpu::kPanelColumns);
     if (has_bias) p.bias_.resize(count * cpu::kPanelColumns);
     if (has_perm) p.perm_.resize(static_cast<std::size_t>(num_experts * shape.k));
-    p.input_scale_.resize(static_cast<std::size_t>(num_experts), 1.0F);
+    if (format.static_rows) p.input_scale_.resize(static_cast<std::size_t>(num_experts), 1.0F);
   } catch (const std::bad_alloc&) {
     return Status(StatusCode::kOutOfMemory, "cannot allocate the scales and biases of the experts");
   }
@@ -66,7 +64,7 @@ void CpuProjection::set_expert(std::int64_t e, const ProjectionView& v, int num_
         shape_, format_.fold, columns, v.scale, v.zero, v.min, format_.code_bias,
         reinterpret_cast<float*>(group_offsets_.data()) + first * groups_ * cpu::kPanelColumns);
   }
-  if (v.input_scale.present())
+  if (!input_scale_.empty())
     input_scale_[static_cast<std::size_t>(e)] = v.input_scale.as<float>()[0];
   if (!perm_.empty()) {
     std::copy_n(v.perm.as<std::int32_t>(), shape_.k,
@@ -84,10 +82,9 @@ void CpuProjection::set_expert(std::int64_t e, const ProjectionView& v, int num_
   }
 }
 
-// Static input scale times the expert's or the row's own scale. Padding columns get 0.
+// The expert's or the row's own scale. Padding columns get 0.
 void CpuProjection::set_factors(std::int64_t e, const ProjectionView& v) {
   const bool global = v.global_scale.present();
-  const float input = input_scale(e);
   for (std::int64_t p = 0; p < shape_.num_panels(); ++p) {
     float* out = const_cast<float*>(column_factors(e, p));
     for (int c = 0; c < cpu::kPanelColumns; ++c) {
@@ -99,10 +96,10 @@ void CpuProjection::set_factors(std::int64_t e, const ProjectionView& v) {
         own = v.channel_scale.as<float>()[row];
       } else if (global) {
         own = v.global_scale.as<float>()[0];
-      } else if (scale_bytes_ == 0) {  // else groups have the scales, and the input one number
+      } else if (scale_bytes_ == 0) {  // else groups have the scales, and rows one number
         own = load_as_f32(v.scale.data, v.scale.dtype, at);
       }
-      out[c] = MOESAIC_FAULT(cpu_alpha_without_input_scale) ? own : input * own;
+      out[c] = own;
     }
   }
 }
@@ -157,13 +154,6 @@ Result<CpuExpertWeights> CpuExpertWeights::load(const MoeProblem& problem,
     MOESAIC_RETURN_IF_ERROR(check_expert_weights(problem, view, e));
     w.w13.set_expert(e, w13_of(view), num_threads);
     w.w2.set_expert(e, w2_of(view), num_threads);
-    if (w.w13.input_scale(e) != w.w13.input_scale(0)) {
-      return Status(StatusCode::kUnsupported,
-                    fmt::format("expert {}: w13_input_scale: got {}, need {} as in expert 0 (the "
-                                "largest of all experts; a row is quantised once for all of its "
-                                "experts)",
-                                e, w.w13.input_scale(e), w.w13.input_scale(0)));
-    }
   }
   return w;
 }

@@ -26,7 +26,7 @@ class CpuProjection {
   const cpu::PackedShape& shape() const { return shape_; }
   // The weights' side of a GEMM over panel p of expert e.
   cpu::PanelArgs panel(std::int64_t e, std::int64_t p) const;
-  // [64] factors of the panel's columns, or null.
+  // [64] factors of the panel's columns (but for static scales of the rows), or null.
   const float* column_factors(std::int64_t e, std::int64_t p) const {
     return factors_.empty() ? nullptr : &factors_[index(e, p) * cpu::kPanelColumns];
   }
@@ -34,10 +34,8 @@ class CpuProjection {
   const float* panel_bias(std::int64_t e, std::int64_t p) const {
     return bias_.empty() ? nullptr : &bias_[index(e, p) * cpu::kPanelColumns];
   }
-  // The expert's static activation scale, or 1 (also of a rank without experts).
-  float input_scale(std::int64_t e) const {
-    return input_scale_.empty() ? 1.0F : input_scale_[static_cast<std::size_t>(e)];
-  }
+  // Static activation scales [E_l]; null where there are none (also of a rank without experts).
+  const float* input_scales() const { return input_scale_.empty() ? nullptr : input_scale_.data(); }
   // [K] order of the columns, or null.
   const std::int32_t* perm(std::int64_t e) const {
     return perm_.empty() ? nullptr : &perm_[static_cast<std::size_t>(e * shape_.k)];

@@ -14,13 +14,13 @@
 
 namespace moesaic::experts {
 
-CpuRowErrors CpuExperts::make_row_errors(std::int64_t chunk_tokens) const {
+CpuRowErrors CpuExperts::make_row_errors(std::int64_t chunk_tokens, bool own_rows) const {
   CpuRowErrors errors;
   const auto rows = static_cast<std::size_t>(chunk_tokens * plan_.top_k);
   errors.meters.assign(static_cast<std::size_t>(plan_.num_threads),
                        RowErrorMeter(problem_.quant.activation, plan_.round_dtype));
   errors.blocks = num_blocks1();
-  errors.input.resize(plan_.own_rows ? rows : static_cast<std::size_t>(chunk_tokens));
+  errors.input.resize(own_rows ? rows : static_cast<std::size_t>(chunk_tokens));
   errors.inner.resize(rows * static_cast<std::size_t>(errors.blocks));
   return errors;
 }
@@ -37,7 +37,7 @@ RowNumerics CpuExperts::numerics_of(const CpuWorkspace& w, std::int64_t t,
       inner.add(w.errors->inner[static_cast<std::size_t>(r * w.errors->blocks + b)]);
     }
     const float weight = problem_.apply_router_weight_on_input ? 1.0F : weights[j];
-    sum.add(model.of(w.errors->input[static_cast<std::size_t>(plan_.own_rows ? r : t)], inner,
+    sum.add(model.of(w.errors->input[static_cast<std::size_t>(w.own_rows ? r : t)], inner,
                      w.out + r * plan_.n2, plan_.hidden, weight));
   }
   return sum;
@@ -74,12 +74,12 @@ void CpuExperts::run_standard(const ExpertsArgs& args, const CpuWorkspace& w,
     {
       const cpu::ScopedIeeeMode ieee;
       // No local slot: nothing reads the inputs (and there may be no expert to prepare them for).
-      const std::int64_t inputs = rows == 0 || plan_.own_rows ? rows : count;
+      const std::int64_t inputs = rows == 0 || w.own_rows ? rows : count;
 #pragma omp for schedule(static)
       for (std::int64_t i = 0; i < inputs; ++i) {
-        const std::int64_t slot = plan_.own_rows ? w.sorted_slots[i] : i * k;
+        const std::int64_t slot = w.own_rows ? w.sorted_slots[i] : i * k;
         const std::int64_t t = slot / k;
-        const std::int64_t e = plan_.own_rows ? expert_of_row(w, i) : 0;
+        const std::int64_t e = w.own_rows ? expert_of_row(w, i) : 0;
         const std::byte* x =
             args.hidden_states.data + (t0 + t) * args.hidden_states.strides[0] * in_elem;
         if (in_scales != nullptr) {
@@ -177,9 +177,14 @@ Status CpuExperts::run(const ExpertsArgs& args) const {
   Arena arena(args.workspace);
   CpuWorkspace w = CpuWorkspace::carve(plan_, rows, arena);
   MOESAIC_RETURN_IF_ERROR(arena.status());
+  const std::int64_t num_experts = problem_.num_local_experts;
+  w.a1_static = StaticScales(weights_.w13.input_scales(), args.a1_scale, num_experts);
+  w.a2_static = StaticScales(weights_.w2.input_scales(), args.a2_scale, num_experts);
+  w.own_rows = plan_.own_rows || (plan_.static_rows && !w.a1_static.all_equal() &&
+                                  !MOESAIC_FAULT(cpu_static_scale_of_first_expert));
   CpuRowErrors errors;
   if (!args.numerics.empty()) {
-    errors = make_row_errors(plan_.chunk_tokens(rows));
+    errors = make_row_errors(plan_.chunk_tokens(rows), w.own_rows);
     w.errors = &errors;
   }
   if (plan_.standard) {

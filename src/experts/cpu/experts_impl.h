@@ -76,14 +76,14 @@ class CpuExperts final : public Experts {
   void finish_whole_row(const CpuWorkspace& w, std::int64_t r) const;
   // expert_gemms.cc
   void multiply(const CpuProjection& projection, std::int64_t e, std::int64_t p,
-                cpu::PanelArgs& args, const float* const* numbers) const;
+                cpu::PanelArgs& args, const float* const* numbers, float static_scale) const;
   std::int64_t task_chunk(std::int64_t tasks, std::int64_t panels_per_task) const;
   void gemms(const CpuWorkspace& w, std::int64_t num_active) const;
   void block1(const CpuWorkspace& w, std::int64_t e, std::int64_t block) const;
   void panel2(const CpuWorkspace& w, std::int64_t e, std::int64_t p) const;
   // Operand row of GEMM1 that feeds row `r` of the chunk.
   std::int64_t input_of(const CpuWorkspace& w, std::int64_t r) const {
-    return plan_.standard && !plan_.own_rows ? w.sorted_slots[r] / plan_.top_k : r;
+    return plan_.standard && !w.own_rows ? w.sorted_slots[r] / plan_.top_k : r;
   }
   bool reads_e2m1_groups(std::int64_t rows) const {
     return plan_.e2m1_groups && rows >= kE2M1MinRows;
@@ -105,7 +105,7 @@ class CpuExperts final : public Experts {
   std::int64_t num_blocks1() const {
     return ceil_div(weights_.w13.shape().num_panels(), panels_per_block_);
   }
-  CpuRowErrors make_row_errors(std::int64_t chunk_tokens) const;
+  CpuRowErrors make_row_errors(std::int64_t chunk_tokens, bool own_rows) const;
   // What rounding did to the chunk's token t; read once both GEMMs are done.
   RowNumerics numerics_of(const CpuWorkspace& w, std::int64_t t, const float* weights) const;
   static std::int64_t active_experts(const CpuWorkspace& w, std::int64_t num_experts);

@@ -19,6 +19,7 @@ void plan_rows(const MoeProblem& problem, const CpuWeightFormat& format, CpuPlan
   plan.row_rule = cpu_row_rule(problem.quant.activation);
   plan.power_of_two_scales = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
   plan.row_sums = format.group_offsets;
+  plan.static_rows = format.static_rows;
   const bool token =
       plan.row_rule == RowQuantRule::kFp8Token || plan.row_rule == RowQuantRule::kInt8Token;
   const bool group = problem.quant.activation.granularity == ScaleGranularity::kGroup;

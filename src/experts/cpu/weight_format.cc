@@ -74,6 +74,7 @@ Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant) {
   const bool whole_rows = rows == ScaleGranularity::kTensor || rows == ScaleGranularity::kToken;
   f.column_factors =
       (!group && !f.group_offsets) || w.outer_scale != OuterScale::kNone || whole_rows;
+  f.static_rows = quant::has_static_scale(quant.activation);
   // Where only whole rows have scales, the plain GEMM of e4m3 computes it.
   f.grouped = group || f.group_offsets || f.kind != cpu::WeightKind::kE4M3;
   if (group || f.group_offsets) f.group_scales = w.scale_format;

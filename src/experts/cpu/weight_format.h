@@ -22,6 +22,7 @@ struct CpuWeightFormat {
   ScaleFormat group_scales = ScaleFormat::kNone;  // of the packed ones
   bool group_offsets = false;                     // zero points, minima, unsigned codes
   bool column_factors = false;  // one F32 per output column and expert, applied to finished sums
+  bool static_rows = false;     // and with them one of the expert's for all of its rows
   std::uint8_t code_flip = 0;   // see PackedShape
   int code_bias = 0;
   quant::CodeValues code_values{};  // kCode4

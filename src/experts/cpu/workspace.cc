@@ -16,7 +16,7 @@ CpuWorkspace CpuWorkspace::carve(const CpuPlan& plan, std::int64_t tokens, Arena
   const std::int64_t chunk = plan.chunk_tokens(tokens);
   const std::int64_t rows = plan.chunk_rows(tokens);
   CpuWorkspace w;
-  const std::int64_t inputs = plan.own_rows ? rows : chunk;
+  const std::int64_t inputs = plan.own_rows || plan.static_rows ? rows : chunk;
   w.a1 = arena.take<std::byte>(inputs * plan.k1 * plan.operand_bytes());
   w.a2 = arena.take<std::byte>(rows * plan.k2 * plan.operand_bytes());
   if (plan.row_numbers) {

@@ -8,6 +8,7 @@
 #include "cpu/kernels.h"
 #include "experts/problem_checks.h"
 #include "experts/row_error.h"
+#include "experts/static_scales.h"
 #include "moesaic/experts.h"
 
 namespace moesaic::experts {
@@ -34,6 +35,9 @@ struct CpuPlan {
   bool permuted = false;  // act-order: the columns of every expert have an order of their own
   // Rows of GEMM1 belong to a slot, not to a token: permuted, or each times its slot's weight.
   bool own_rows = false;
+  // Each expert has scales of its own for the rows. Where they differ in a call, its rows belong to
+  // slots too: there is room for that.
+  bool static_rows = false;
   cpu::OperandKind operand = cpu::OperandKind::kF32;
   DType round_dtype = DType::kF32;  // of hidden states and intermediate
   std::int64_t top_k = 1;
@@ -73,8 +77,11 @@ struct CpuRowErrors {
 
 // Pointers into the arena for one chunk; null while measuring.
 struct CpuWorkspace {
-  CpuRowErrors* errors = nullptr;  // null: not measured; not in the arena
-  // [chunk_tokens], own_rows: [chunk_rows]
+  // Of one call, not in the arena:
+  CpuRowErrors* errors = nullptr;  // null: not measured
+  StaticScales a1_static, a2_static;
+  bool own_rows = false;  // see CpuPlan
+  // [chunk_tokens]; CpuPlan::own_rows, static_rows: [chunk_rows]
   std::byte* a1 = nullptr;               // [..][k1] operands of GEMM1
   float* a1_scales = nullptr;            // [..][groups1]
   cpu::E2M1Group* a1_groups = nullptr;   // [..][k1 / 16], e2m1_groups

@@ -16,6 +16,7 @@
 #include "experts/problem_checks.h"
 #include "experts/reference/matrix.h"
 #include "experts/row_error.h"
+#include "experts/static_scales.h"
 #include "numerics/element.h"
 #include "numerics/float_codec.h"
 #include "permute/sort_slots.h"
@@ -36,6 +37,7 @@ float round_to(DType dtype, float v) {
 struct Scratch {
   float *x, *x_scales, *scales, *input, *gate_up, *inner, *gathered, *result, *sum;
   std::uint8_t* codes;  // as wide as the wider of x and the intermediate
+  StaticScales a1, a2;  // of this call; not in the arena
 };
 
 Scratch take_scratch(Arena& arena, const MoeProblem& p) {
@@ -96,8 +98,10 @@ class RefExperts final : public Experts {
     MOESAIC_ASSIGN_OR_RETURN(const std::int64_t needed, workspace_size(0));
     MOESAIC_RETURN_IF_ERROR(check_run_args(p_, args, needed));
     Arena arena(args.workspace);
-    const Scratch s = take_scratch(arena, p_);
+    Scratch s = take_scratch(arena, p_);
     MOESAIC_RETURN_IF_ERROR(arena.status());
+    s.a1 = StaticScales(w13_.input_scales(), args.a1_scale, p_.num_local_experts);
+    s.a2 = StaticScales(w2_.input_scales(), args.a2_scale, p_.num_local_experts);
     if (p_.format == ActivationFormat::kStandard) {
       run_standard(args, s);
     } else {
@@ -110,16 +114,15 @@ class RefExperts final : public Experts {
   // What matrix m of expert e multiplies: values rounded to the operand dtype where they are not of
   // it yet, in the order of the weights' columns, quantised where the scheme does.
   // `error` gets what that does to them; null: not measured.
-  RefOperand make_operand(const RefMatrix& m, std::int64_t e, float* values, std::int64_t count,
-                          const Scratch& s, RowError* error) const {
+  RefOperand make_operand(const RefMatrix& m, std::int64_t e, float input_scale, float* values,
+                          std::int64_t count, const Scratch& s, RowError* error) const {
     if (error != nullptr) {
       RowErrorMeter meter(p_.quant.activation, operand_);
-      *error = meter.measure(values, count, m.input_scale(e));
+      *error = meter.measure(values, count, input_scale);
     }
     for (std::int64_t i = 0; i < count; ++i) values[i] = round_to(operand_, values[i]);
     if (m.gather(e, values, s.gathered)) values = s.gathered;
-    return ref_quantize_row(p_.quant.activation, m.input_scale(e), values, count, s.scales,
-                            s.codes);
+    return ref_quantize_row(p_.quant.activation, input_scale, values, count, s.scales, s.codes);
   }
 
   // out[H] = expert e applied to s.input[H], which is consumed. `quantized`: those are codes
@@ -129,13 +132,15 @@ class RefExperts final : public Experts {
               std::array<RowError, 2>* errors) const {
     RowError* const of_input = errors != nullptr ? errors->data() : nullptr;
     RowError* const of_inner = errors != nullptr ? errors->data() + 1 : nullptr;
-    const RefOperand x = quantized ? RefOperand{s.input, s.x_scales, quant::kFp8BlockSize, 1.0F}
-                                   : make_operand(w13_, e, s.input, p_.hidden_size, s, of_input);
+    const RefOperand x =
+        quantized ? RefOperand{s.input, s.x_scales, quant::kFp8BlockSize, 1.0F}
+                  : make_operand(w13_, e, s.a1.of(e), s.input, p_.hidden_size, s, of_input);
     w13_.multiply(e, x, s.gate_up);
     activation::ref_activation(p_.activation, layout_, s.gate_up, s.inner, p_.intermediate_size);
-    const RefOperand inner = MOESAIC_FAULT(ref_experts_skip_requant)
-                                 ? RefOperand{s.inner, nullptr, 0, 1.0F}
-                                 : make_operand(w2_, e, s.inner, p_.intermediate_size, s, of_inner);
+    const RefOperand inner =
+        MOESAIC_FAULT(ref_experts_skip_requant)
+            ? RefOperand{s.inner, nullptr, 0, 1.0F}
+            : make_operand(w2_, e, s.a2.of(e), s.inner, p_.intermediate_size, s, of_inner);
     w2_.multiply(e, inner, out);
   }
 

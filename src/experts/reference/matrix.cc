@@ -81,10 +81,6 @@ std::int64_t RefMatrix::bytes() const {
   return sum;
 }
 
-float RefMatrix::input_scale(std::int64_t e) const {
-  return input_scale_.present() ? input_scale_.as<float>()[e] : 1.0F;
-}
-
 bool RefMatrix::gather(std::int64_t e, const float* from, float* to) const {
   if (!perm_.present() || MOESAIC_FAULT(ref_experts_ignores_permutation)) return false;
   const std::int32_t* perm = perm_.as<std::int32_t>() + e * columns_;

@@ -27,8 +27,10 @@ class RefMatrix {
   Status append(std::int64_t e, std::string_view field, const ProjectionView& view);
   std::int64_t bytes() const;
 
-  // The static activation scale of expert e, or 1.
-  float input_scale(std::int64_t e) const;
+  // The experts' static activation scales [E_l], or null.
+  const float* input_scales() const {
+    return input_scale_.present() ? input_scale_.as<float>() : nullptr;
+  }
   // to[k] = from[perm[k]], the order in which the weights' columns are stored. Returns false (and
   // writes nothing) when there is no permutation.
   bool gather(std::int64_t e, const float* from, float* to) const;

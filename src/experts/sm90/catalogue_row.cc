@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include "core/refusal.h"
+#include "experts/problem_checks.h"
 #include "experts/sm90/experts.h"
 
 namespace moesaic::cuda {
@@ -69,6 +70,7 @@ Status check_sm90_args(const MoeProblem& p, const ExpertsArgs& a) {
   if (codes && !a.numerics.empty()) {
     return unsupported("numerics: got rows that were quantised elsewhere, need bf16 rows");
   }
+  MOESAIC_RETURN_IF_ERROR(experts::check_call_scales(p, a.a1_scale, a.a2_scale));
   if (!a.numerics.empty() && static_cast<std::int64_t>(a.numerics.size()) != tokens) {
     return {StatusCode::kInvalidShape,
             fmt::format("numerics: got [{}], need [{}], one per row", a.numerics.size(), tokens)};
