@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -102,6 +103,8 @@ struct LayerExplanation {
   // As FusedMoE::workspace_bytes; over ranks without the buffers of messages.
   std::int64_t workspace_bytes = 0;
   std::string determinism;
+  std::string activations;            // what the routed experts' become: activation_text
+  std::string quant_note;             // as MoeLayerSpec has it
   std::vector<StageThreads> threads;  // every stage that may have several; empty on a GPU
 };
 
@@ -115,6 +118,10 @@ class FusedMoE {
     // experts are quantised stays as it is stored, and so does one in another quantised format that cannot run as
     // this name says (f32: computed in fp32).
     std::string quant = "as-is";
+    // Scales of activations that are quantised to e4m3 per group of 128, instead of those that the
+    // checkpoint names: kF32, or kE8M0 for powers of two (with_activation_scales). Applies to the
+    // routed experts, and to shared ones where they are quantised so. kUnsupported for others.
+    std::optional<ScaleFormat> activation_scales;
     std::string backend;  // force one experts backend by name
     // Where weights, workspace and arithmetic are. On a GPU: bf16 and fp8-block schemes with bf16
     // activations, every routing method that is no host function, no transforms, no input norm, no

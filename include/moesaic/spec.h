@@ -77,6 +77,9 @@ struct MoeLayerSpec {
   ActivationSpec activation;
   SharedExpertSpec shared;
   Scheme quant;  // of the routed experts, as stored
+  // What the checkpoint says of activation scales and is computed otherwise, in words; empty:
+  // nothing.
+  std::string quant_note;
   // Dtype of hidden states and of the layer's intermediate roundings.
   DType activation_dtype = DType::kBF16;
   std::int64_t hash_vocabulary = 0;  // RoutingMethod::kHash: rows of the table

@@ -210,6 +210,8 @@ Result<LayerExplanation> explain_layer(const MoeLayerFormat& format,
   const Result<Router> router = layer::make_layer_router(plan, options, shapes);
   if (!router.ok()) return router.status().with_context("router");
   LayerExplanation explanation;
+  explanation.activations = activation_text(plan.routed.quant);
+  if (!plan.routed.quant.weight_only()) explanation.quant_note = spec.quant_note;
   explanation.candidates = explain_candidates(plan, router->name(), options.device);
   MOESAIC_RETURN_IF_ERROR(
       layer::engine_of(options.device).explain(plan, spec, options, explanation));

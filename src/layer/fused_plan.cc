@@ -113,6 +113,10 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_
   plan.hash_vocabulary = spec.hash_vocabulary;
   MOESAIC_ASSIGN_OR_RETURN(plan.quant,
                            plan_quant(spec.quant, spec.activation_dtype, options.quant));
+  if (options.activation_scales && !MOESAIC_FAULT(layer_activation_scales_ignored)) {
+    MOESAIC_ASSIGN_OR_RETURN(plan.quant.scheme,
+                             with_activation_scales(plan.quant.scheme, *options.activation_scales));
+  }
   const auto physical = checked_add(spec.num_experts, options.ranks.num_redundant_experts);
   if (options.ranks.num_redundant_experts < 0 || !physical) {
     return invalid(fmt::format("num_redundant_experts: got {}, need a number >= 0",
@@ -147,6 +151,11 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_
     MOESAIC_ASSIGN_OR_RETURN(
         plan.shared_quant,
         plan_shared_quant(shared_stored, spec.quant, spec.activation_dtype, options.quant));
+    if (options.activation_scales) {  // where it has such scales: it may be left unquantised
+      const Result<Scheme> scaled =
+          with_activation_scales(plan.shared_quant.scheme, *options.activation_scales);
+      if (scaled.ok()) plan.shared_quant.scheme = *scaled;
+    }
     plan.shared_quant.scheme.output_bound =
         output_bound(plan.shared_quant.scheme, spec.shared.intermediate_size);
     // The bound is the whole layer's: the shared expert may be the one that quantises activations.

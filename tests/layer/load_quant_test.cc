@@ -86,6 +86,41 @@ TEST(QuantiseAtLoad, InputScalesArePowersOfTwoThatMoveWithTheWeights) {
   }
 }
 
+// A checkpoint with F32 scales run with powers of two, and the reverse: the bits of a checkpoint
+// that says so.
+TEST(ActivationScales, AnOptionSetsTheirFormatWhateverTheCheckpointSays) {
+  LayerTensors t = make_tensors(38, wide_spec("fp8-block"));
+  const Tensor x = random_hidden(39, 6, 256);
+  FusedMoE::Options powers, floats;
+  powers.activation_scales = ScaleFormat::kE8M0;
+  floats.activation_scales = ScaleFormat::kF32;
+  const auto output = [&](const FusedMoE::Options& options) {
+    return run_layer(make_layer(t, options), x).output;
+  };
+  const auto text = [&](const FusedMoE::Options& options) {
+    return explain_layer(t.spec, options).value().activations;
+  };
+  const Tensor as_floats = output({}), as_powers = output(powers);
+  EXPECT_EQ(text({}), "F8_E4M3, an F32 scale per 128 columns");
+  EXPECT_EQ(text(powers), "F8_E4M3, a power of two per 128 columns");
+  std::string why;
+  EXPECT_FALSE(same_bits(as_powers.view(), as_floats.view(), &why));
+  EXPECT_TRUE(same_bits(output(floats).view(), as_floats.view(), &why)) << why;
+
+  t.spec.quant = with_activation_scales(t.spec.quant, ScaleFormat::kE8M0).value();
+  EXPECT_TRUE(same_bits(output({}).view(), as_powers.view(), &why)) << why;
+  EXPECT_TRUE(same_bits(output(floats).view(), as_floats.view(), &why)) << why;
+  EXPECT_EQ(make_layer(t, floats).quant().activation.scale_format, ScaleFormat::kF32);
+
+  for (const char* quant : {"bf16", "fp8-bf16", "f32"}) {
+    FusedMoE::Options none = powers;
+    none.quant = quant;
+    const LayerTensors plain = make_tensors(40, wide_spec("bf16"));
+    expect_refusal(FusedMoE::create(plain.weights(), none).status(), StatusCode::kUnsupported,
+                   {"activation_scales", quant});
+  }
+}
+
 TEST(QuantiseAtLoad, RefusesWhatNoFormatHoldsNamingExpertAndMatrix) {
   LayerTensors t = make_tensors(36, wide_spec("f32"));
   const std::int64_t per_expert = t.experts.w2.bytes() / 4 / t.spec.num_experts;

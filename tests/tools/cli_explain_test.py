@@ -19,6 +19,8 @@ class Explain(ToolTest):
             self.assertIn(value["chosen"][stage], names)
         self.assertGreater(value["workspace_bytes"], 0)
         self.assertTrue(value["determinism"])
+        self.assertTrue(value["activations"])
+        self.assertEqual(value["quant_note"], "")
 
     def test_checkpoints(self):
         for model in BUNDLED:
@@ -34,6 +36,12 @@ class Explain(ToolTest):
         value = self.json_of("explain", "--shape", "64,8,2048,1024,gelu", "--quant", "f32")
         self.check(value)
         self.assertIn("gelu", value["layer"])
+        self.assertEqual(value["activations"], "F32")
+
+    def test_what_becomes_of_activations(self):
+        for quant, text in (("fp8-block", "F8_E4M3, an F32 scale per 128 columns"), ("int8", "I8, one scale per token"), ("bf16", "BF16")):
+            self.assertEqual(self.json_of("explain", "--shape", "qwen3-30b", "--quant", quant)["activations"], text)
+        self.assertIn("activations  BF16", run("explain", "--shape", "qwen3-30b", "--quant", "bf16").stdout)
 
     def test_small_calls_run_on_one_thread(self):
         arguments = ["explain", "--device", "cpu", "--threads", 2, "--tokens", 1]

@@ -47,6 +47,11 @@ void print(const Console& console, const MoeLayerSpec& spec, const LayerExplanat
   console.print(fmt::format("workspace    {} for {} token(s)\n",
                             format_bytes(explanation.workspace_bytes), tokens));
   console.print(fmt::format("determinism  {}\n", explanation.determinism));
+  console.print(fmt::format("activations  {}\n", explanation.activations));
+  if (!explanation.quant_note.empty()) {
+    console.print(
+        fmt::format("note         {}\n", checkpoint::escape_controls(explanation.quant_note)));
+  }
   std::string threads;
   for (const StageThreads& s : explanation.threads) {
     threads += fmt::format("{}{} {}", threads.empty() ? "" : ", ", s.stage, s.threads);
@@ -112,6 +117,8 @@ int run_explain(const ExplainArguments& state) {
                 {"chosen", chosen_json(explanation)},
                 {"workspace_bytes", explanation.workspace_bytes},
                 {"determinism", explanation.determinism},
+                {"activations", explanation.activations},
+                {"quant_note", explanation.quant_note},
                 {"threads", std::move(threads)}});
   print(console, spec, explanation, state.tokens);
   return kExitOk;
