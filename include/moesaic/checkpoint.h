@@ -23,6 +23,12 @@ enum class FileAccess : std::uint8_t {
   kCopy,  // explicit reads; safe when the file may change or shrink underneath
 };
 
+// Which static activation scales a layer's experts get. Either way they are the same on every rank.
+enum class InputScaleRule : std::uint8_t {
+  kPerExpert,  // each expert its own, as stored
+  kLargest,    // the largest of all experts of the layer, for all of them
+};
+
 // The tensors of one MoE layer that belong to no expert. Absent tensors are not present().
 struct MoeLayerTensors {
   Tensor gate_weight;              // [E (+ zero experts), H], BF16, F16 or F32 as stored
@@ -63,6 +69,7 @@ class Checkpoint {
  public:
   struct Options {
     FileAccess access = FileAccess::kMmap;
+    InputScaleRule input_scales = InputScaleRule::kPerExpert;
   };
   // Opens a folder with config.json and safetensors, or a GGUF file (of a split model the first
   // part). Reads headers only. Refuses (naming file and field) what is malformed; unknown families
@@ -92,6 +99,9 @@ class Checkpoint {
   // kCorruptFile for FP8 NaN codes and for scales that are not finite and > 0.
   // Experts follow `parallel`: tensor-parallel slices of I (w2_bias on rank 0, zeros elsewhere) or
   // this rank's share of the experts. Router and shared expert are whole on every rank.
+  // Gate and up read one row: where they have static activation scales of their own the larger is
+  // both's, and a warning goes to the log sink (compressed-tensors: kCorruptFile beyond 1e-5). One
+  // also says what MoeLayerSpec::quant_note has.
   // Memory while streaming: one expert's canonical weights, plus one projection where the file
   // stores them transposed. Biases and correction bias arrive as F32.
   Result<MoeLayerWeights> load_layer(int index, const ParallelConfig& parallel,
@@ -99,8 +109,8 @@ class Checkpoint {
 
   // The checks of load_layer without its reading: every expected tensor present, in shape and
   // dtype, nothing unknown, a quantisation that is known, sizes that divide. Of values only those
-  // are read that decide the scheme (scales of a whole tensor, group indices). Errors as
-  // load_layer.
+  // are read that decide the scheme (scales of a whole tensor, input scales, group indices). Errors
+  // as load_layer.
   Result<MoeLayerFormat> check_layer(int index, const ParallelConfig& parallel = {}) const;
 
   // Any tensor by name, copied (golden files, hidden states). kNotFound names the nearest.

@@ -22,8 +22,6 @@ Result<Shape> with_experts(std::int64_t experts, const Shape& shape) {
   return Shape::from(dims);
 }
 
-bool moves(std::string_view field) { return !field.ends_with("input_scale"); }
-
 Status check_same(std::string_view field, std::int64_t expert, const ConstTensorView& got,
                   const Tensor& stack) {
   const bool present = stack.present();
@@ -142,7 +140,7 @@ std::vector<ExpertWeightLoader::Rows> ExpertWeightLoader::get_expert_weights() {
   std::vector<Rows> all;
   for (std::size_t f = 0; f < impl_->stacks.size(); ++f) {
     Tensor& stack = impl_->stacks[f];
-    if (!stack.present() || !moves(experts::kExpertFields[f].name)) continue;
+    if (!stack.present()) continue;
     // Contiguous by construction.
     all.push_back({experts::kExpertFields[f].name,
                    *expert_rows(experts::kExpertFields[f].name, stack.view())});

@@ -30,9 +30,9 @@ class Cases:
     def __init__(self, root):
         self.root, self.manifest = root, []
 
-    def _finish(self, name, path, golden, experts, router, manifest, shared=None, values=None, block_output=None):
+    def _finish(self, name, path, golden, experts, router, manifest, shared=None, values=None, block_output=None, inputs=None):
         """experts: (gate, up, down) values as stored; values: as loaded, where that differs (the golden output is then theirs:
-        the scheme's bound is about arithmetic)."""
+        the scheme's bound is about arithmetic). inputs: input scales of w13 and w2 of each expert."""
         experts = values or experts
         # Errors of quantised activations scatter from token to token; those of weight-only formats do not.
         tokens = 4 if path.endswith(".gguf") else 16
@@ -51,6 +51,8 @@ class Cases:
         i = len(experts[0][0])
         expected = {"w13": q.floats("F32", [len(experts), 2 * i, h], [v for g, u, _ in experts for v in flat(g) + flat(u)]),
                     "w2": q.floats("F32", [len(experts), h, i], [v for _, _, d in experts for v in flat(d)])}
+        if inputs and inputs[0]:
+            expected["w13_input"], expected["w2_input"] = (q.floats("F32", [len(inputs)], xs) for xs in zip(*inputs))
         if shared:
             s = len(shared[0])
             expected["shared_w13"] = q.floats("F32", [1, 2 * s, h], flat(shared[0]) + flat(shared[1]))
@@ -64,14 +66,16 @@ class Cases:
         rng = random.Random(name)
         p = "model.layers.0.mlp."
         router = matrix(rng, "BF16", EXPERTS, h)
-        tensors, experts = {p + "gate.weight": tensor("BF16", router)}, []
+        tensors, experts, inputs = {p + "gate.weight": tensor("BF16", router)}, [], []
 
         def mlp(module, width):
-            made = []
+            made, parts = [], []
             for leaf, n, k in (("gate_proj", width, h), ("up_proj", width, h), ("down_proj", h, width)):
                 files, v = linear(rng, n, k, leaf)
+                parts.append(files)
                 tensors.update({"%s%s.%s%s" % (p, module, leaf, end): t for end, t in files.items()})
                 made.append(v)
+            inputs.append(input_scales(parts))
             return tuple(made)
 
         for e in range(EXPERTS):
@@ -94,7 +98,7 @@ class Cases:
             with open(os.path.join(folder, file_name), "wb") as f:
                 f.write(content.encode() if isinstance(content, str) else content)
         self._finish(name, name, os.path.join(folder, "golden.safetensors"), experts, bf16_values(router),
-                     {"quant": scheme, "tp": list(tp)}, beside, values and [values(x) for x in experts])
+                     {"quant": scheme, "tp": list(tp)}, beside, values and [values(x) for x in experts], inputs=inputs[:EXPERTS])
 
     def add_stacked(self, name, quant, linear, family="qwen3_moe", h=64, i=64, scheme="", tp=(2,), storage=fused, ends=FUSED, top_k=None, **kinds):
         """All experts in one tensor. linear(rng, n, k, projection) -> (files, values)."""
@@ -144,8 +148,10 @@ class Cases:
         with open(os.path.join(folder, "model.safetensors"), "wb") as f:
             f.write(safetensors(tensors))
         experts = [tuple(x[leaf][1] for leaf, _, _ in leaves) for x in made]
+        up = "up_proj" if storage is separate or kinds.get("pairs") else "gate_proj"  # whose number is in the file
+        inputs = [input_scales([x[leaf] for leaf in ("gate_proj", up, "down_proj")]) for x in files]
         self._finish(name, name, os.path.join(folder, "golden.safetensors"), experts, bf16_values(router), {"quant": scheme, "tp": list(tp)},
-                     shared, None, output)
+                     shared, None, output, inputs)
 
     def add_gguf(self, name, kinds, h=256, i=256, tp=(), shared=None, outer=False):
         """kinds: of gate, up and down. outer: a second level of scales beside the blocks, and scales of activations, as the
@@ -218,7 +224,9 @@ def fp8(c):
     token = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
     c.add("ct_fp8_channel", compressed("float-quantized", float8("channel"), token), plain_linear(q.fp8_channel, dtype="BF16"), scheme="fp8-channel", tp=(2, 4))
     c.add("ct_fp8_channel_wo", compressed("naive-quantized", float8("channel")), plain_linear(q.fp8_channel), scheme="fp8-bf16")
-    c.add("ct_fp8_tensor", compressed("float-quantized", float8("tensor"), float8("tensor")), one_scale(q.fp8_tensor, static=True, scalar=False),
+    c.add("ct_fp8_tensor", compressed("float-quantized", float8("tensor"), float8("tensor")), one_scale(q.fp8_tensor, True, static=True, scalar=False),
+          scheme="fp8-tensor")
+    c.add("ct_fp8_batch_scale", compressed("float-quantized", float8("tensor"), float8("tensor", dynamic=True)), one_scale(q.fp8_tensor, scalar=False),
           scheme="fp8-tensor")
     c.add("ct_fp8_tensor_wo", compressed("float-quantized", float8("tensor")), own_scales(), scheme="fp8-bf16")
     c.add("ct_fp8_block", compressed("float-quantized", float8("block", block_structure="128x128"),
@@ -238,14 +246,27 @@ def plain_linear(make, **k):
     return lambda rng, n, m, leaf: make(rng, n, m, **k)
 
 
-def one_scale(make, **k):
-    """gate and up with the same scale, as exporters that know of fused layers write them."""
+def one_scale(make, shared_input=False, **k):
+    """gate and up with the same scale, as exporters that know of fused layers write them. shared_input: that of their one input too."""
     state = {}
     def linear(rng, n, m, leaf):
         if leaf == "gate_proj":
-            state["s"] = q.dyadic(rng, 1 / q.RMS8 / m**0.5)
-        return make(rng, n, m, scale=None if leaf == "down_proj" else state["s"], **k)
+            state["s"] = {"scale": q.dyadic(rng, 1 / q.RMS8 / m**0.5)}
+            if shared_input:
+                state["s"]["input_scale"] = q.fp8_input_scale(rng)
+        return make(rng, n, m, **({} if leaf == "down_proj" else state["s"]), **k)
     return linear
+
+
+def input_scales(made):
+    """Of w13 and w2, from the files of gate, up and down; None: computed at run time."""
+    def number(files):
+        for end in (".input_scale", ".input_global_scale", "_input_scale", ".activation_scale"):
+            if end in files:
+                x = struct.unpack("<f", files[end].data[:4])[0]
+                return 1 / x if "global" in end else x
+    gate, up, down = (number(files) for files in made)
+    return gate and (max(gate, up), down)
 
 
 def integers(c):
@@ -268,6 +289,13 @@ def integers(c):
           scheme="int4-g128", tp=(2, 4))
     c.add("ct_w4a8", compressed("pack-quantized", pack(4, 128), {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}),
           plain_linear(q.packed, group=128), h=128, i=256, scheme="int4-fp8", tp=())
+    float8 = lambda dynamic: {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": dynamic}
+    c.add("ct_w4a8_batch_scale", compressed("pack-quantized", pack(4, 128), float8(True)), plain_linear(q.packed, group=128), h=128, i=256,
+          scheme="int4-fp8", tp=())
+    c.add("ct_w4a8_static", compressed("pack-quantized", pack(4, 128), float8(False)), static_input(q.packed, group=128), h=128, i=256,
+          scheme="int4-fp8", tp=())
+    c.add("ct_w4afp8_static", compressed("int-quantized", pack(4, 128), float8(False)), static_input(q.byte_codes), h=128, i=256,
+          scheme="int4-fp8", tp=())
     c.add("ct_w4afp8", compressed("int-quantized", pack(4, 128), {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}),
           plain_linear(q.byte_codes), h=128, i=256, scheme="int4-fp8", tp=())
     gptq = lambda **k: dict({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "lm_head": False}, **k)
@@ -290,6 +318,17 @@ def integers(c):
           side={"quant_config.json": {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}})
 
 
+def static_input(make, **k):
+    """A linear with a stored scale of its input, which gate and up share."""
+    state = {}
+    def linear(rng, n, m, leaf):
+        if leaf != "up_proj":
+            state["x"] = q.fp8_input_scale(rng)
+        files, values = make(rng, n, m, **k)
+        return dict(files, **{".input_scale": q.floats("F32", [1], [state["x"]])}), values
+    return linear
+
+
 def ordered(make, group=32, shared=True):
     """Act-order: one random index per input, which gate and up share, or one of each."""
     state = {}
@@ -307,13 +346,15 @@ def fp4(c):
         state = {}
         def linear(rng, n, m, leaf):
             if leaf == "gate_proj":
-                state["g"] = 2.0**-(5 + rng.randrange(2))
-            return q.nvfp4(rng, n, m, global_scale=None if leaf == "down_proj" else state["g"], **k)
+                state["g"] = {"global_scale": 2.0**-(5 + rng.randrange(2))}
+                if k.get("compressed", True):
+                    state["g"]["input_scale"] = q.nvfp4_input_scale(rng)
+            return q.nvfp4(rng, n, m, **({} if leaf == "down_proj" else state["g"]), **k)
         c.add(name, quant, linear, scheme=scheme, tp=(2, 4))
     nvfp4("ct_nvfp4", compressed("nvfp4-pack-quantized", f4(16), f4(16, dynamic="local")), "nvfp4")
     nvfp4("ct_nvfp4_wo", compressed("nvfp4-pack-quantized", f4(16)), "nvfp4-bf16", static=False)
     c.add("ct_nvfp4_scales_differ", compressed("nvfp4-pack-quantized", f4(16), f4(16, dynamic="local")),
-          lambda rng, n, m, leaf: q.nvfp4(rng, n, m, global_scale=2.0**-6 * rng.choice([1, 2])), scheme="nvfp4", tp=(2,), shared=64)
+          lambda rng, n, m, leaf: q.nvfp4(rng, n, m, global_scale=2.0**-6 * rng.choice([1, 2]), input_scale=2.0**-7), scheme="nvfp4", tp=(2,), shared=64)
     nvfp4("modelopt_nvfp4", {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head", "model.layers.0.mlp.gate"]}, "nvfp4",
           compressed=False)
     nvfp4("modelopt_nvfp4_wo", {"quant_method": "modelopt_fp4", "quant_algo": "W4A16_NVFP4"}, "nvfp4-bf16", compressed=False, static=False)

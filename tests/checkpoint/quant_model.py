@@ -88,7 +88,7 @@ def fp8_tensor(rng, n, k, scale=None, static=False, scalar=True, input_scale=Non
     s = scale or dyadic(rng, 1 / RMS8 / math.sqrt(k))
     files = {".weight": byte_tensor("F8_E4M3", codes), ".weight_scale": floats("F32", [] if scalar else [1], [s])}
     if static:
-        files[".input_scale"] = floats("F32", [] if scalar else [1], [input_scale or 2.0**-5 * (1 + rng.randrange(4) / 4)])
+        files[".input_scale"] = floats("F32", [] if scalar else [1], [input_scale or fp8_input_scale(rng)])
     return files, [[signed_e4m3(c) * s for c in row] for row in codes]
 
 
@@ -150,7 +150,7 @@ def pack_low_first(codes):
     return [[row[j] | row[j + 1] << 4 for j in range(0, len(row), 2)] for row in codes]
 
 
-def nvfp4(rng, n, k, compressed=True, static=True, global_scale=None):
+def nvfp4(rng, n, k, compressed=True, static=True, global_scale=None, input_scale=None):
     codes = nibbles(rng, n, k)
     s = [[rng.randrange(0x30, 0x48) for _ in range(k // 16)] for _ in range(n)]  # e4m3 0.5 .. 4
     g = global_scale or 2.0**round(math.log2(1 / RMS_E2M1 / 1.5 / math.sqrt(k)))
@@ -159,16 +159,24 @@ def nvfp4(rng, n, k, compressed=True, static=True, global_scale=None):
              ".weight_scale": byte_tensor("F8_E4M3", s)}
     files[".weight_global_scale" if compressed else ".weight_scale_2"] = one(1 / g if compressed else g)
     if static:
-        x = 2.0**-7 * rng.choice([0.5, 1])  # up to 2688 x: no saturation
+        x = input_scale or nvfp4_input_scale(rng)
         files[".input_global_scale" if compressed else ".input_scale"] = one(1 / x if compressed else x)
     return files, [[E2M1[c] * e4m3(s[r][j // 16]) * g for j, c in enumerate(row)] for r, row in enumerate(codes)]
+
+
+def nvfp4_input_scale(rng):
+    return 2.0**-7 * rng.choice([0.5, 1])  # up to 2688 times it: no saturation
+
+
+def fp8_input_scale(rng):
+    return 2.0**-5 * (1 + rng.randrange(4) / 4)
 
 
 def mxfp4(rng, n, k, compressed=True, static=True):
     codes, s = nibbles(rng, n, k), exponents(rng, n, k // 32, RMS_E2M1, k)
     files = {".weight_packed" if compressed else ".weight": byte_tensor("U8", pack_low_first(codes)), ".weight_scale": byte_tensor("U8", s)}
     if not compressed and static:  # ModelOpt: one scale for all activations, like fp8_tensor's
-        files[".input_scale"] = floats("F32", [], [2.0**-5 * (1 + rng.randrange(4) / 4)])
+        files[".input_scale"] = floats("F32", [], [fp8_input_scale(rng)])
     return (files,
             [[E2M1[c] * 2.0**(s[r][j // 32] - 127) for j, c in enumerate(row)] for r, row in enumerate(codes)])
 

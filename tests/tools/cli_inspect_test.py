@@ -28,7 +28,7 @@ class Inspect(ToolTest):
                 self.assertEqual(item["quant"], "bf16")
                 self.assertTrue(item["routing"] and item["activation"])
                 self.assertGreater(item["bytes"], 1_000_000)
-                self.assertEqual(value["problems"], [])
+                self.assertEqual((value["problems"], value["notes"]), ([], []))
 
     def test_text_names_the_layer(self):
         result = run("inspect", MODELS / "mini-gpt-oss")

@@ -1,6 +1,7 @@
 // moesaic inspect DIR: the MoE layers of a checkpoint and the problems found. Reads headers only.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -64,13 +65,19 @@ void print_table(const Console& console, const Checkpoint& checkpoint) {
 }
 
 // Why the first layer that cannot be loaded or that nothing here can compute is refused. What the
-// checkpoint itself does not call a problem is added to them.
-Status first_that_cannot_run(const Checkpoint& checkpoint, std::vector<std::string>* problems) {
+// checkpoint itself does not call a problem is added to them; what is computed otherwise than it
+// says becomes a note, each text once.
+Status first_that_cannot_run(const Checkpoint& checkpoint, std::vector<std::string>* problems,
+                             std::vector<std::string>* notes) {
   Status first;
   for (const MoeLayerSpec& spec : checkpoint.layers()) {
     const Result<MoeLayerFormat> format = checkpoint.check_layer(spec.layer);
     Status status = format.status();
     if (status.ok()) {
+      const std::string& note = format->spec.quant_note;
+      if (!note.empty() && std::find(notes->begin(), notes->end(), note) == notes->end()) {
+        notes->push_back(note);
+      }
       status =
           explain_layer(*format, {}).status().with_context(fmt::format("layer {}", spec.layer));
       if (!status.ok()) problems->push_back(status.message());
@@ -94,12 +101,14 @@ int run_inspect(const InspectArguments& state) {
     layers.push_back(layer_json(spec, bytes));
   }
   std::vector<std::string> problems = checkpoint.problems();
-  const Status bad = first_that_cannot_run(checkpoint, &problems);
+  std::vector<std::string> notes;
+  const Status bad = first_that_cannot_run(checkpoint, &problems, &notes);
   Json report = {{"model_type", checkpoint.model_type()},
                  {"directory", state.directory},
                  {"layers", std::move(layers)},
                  {"total_bytes", total},
-                 {"problems", problems}};
+                 {"problems", problems},
+                 {"notes", notes}};
 
   console.print(fmt::format("{}: model_type {}, {} MoE layer(s), {} in them\n",
                             checkpoint::escape_controls(state.directory), checkpoint.model_type(),
@@ -108,6 +117,9 @@ int run_inspect(const InspectArguments& state) {
   if (problems.empty()) console.print("problems: none found in the headers\n");
   for (const std::string& problem : problems) {
     console.print(fmt::format("problem: {}\n", checkpoint::escape_controls(problem)));
+  }
+  for (const std::string& note : notes) {
+    console.print(fmt::format("note: {}\n", checkpoint::escape_controls(note)));
   }
   if (!bad.ok()) {
     return console.fail(bad.with_context(state.directory), Origin::kFile, {}, std::move(report));

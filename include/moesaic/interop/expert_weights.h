@@ -85,7 +85,7 @@ class ExpertWeightLoader {
   StackedExpertWeights weights() const;
 
   // Every parameter that moves with its expert, as rows (expert_rows): writing row e changes local
-  // slot e and nothing else. Input scales stay: they are the same for all experts of a layer.
+  // slot e and nothing else. Static activation scales, which are each expert's own, are among them.
   // Valid while this object is.
   struct Rows {
     std::string_view name;  // "w13", "w13_scale" ...

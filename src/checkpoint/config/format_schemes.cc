@@ -77,11 +77,11 @@ Result<Scheme> bnb4_scheme(const LinearFormat& f, DType) {
 Result<Scheme> bnb8_scheme(const LinearFormat&, DType) { return named("int8-bf16"); }
 
 Result<Scheme> integer_scheme(const LinearFormat& f, DType) {
-  if (f.activation == ActivationQuant::kDynamic) {
+  if (f.activation != ActivationQuant::kNone) {
     // The stored group scales are rounded to two levels and every product to e4m3: 3.1 % per
     // matrix, 2.31 times as much through all three.
     constexpr double kConversion = 7.2e-2;
-    Scheme scheme = named("int4-fp8");
+    Scheme scheme = quantised_or_weight_only("int4-fp8", "int4-g128", f.activation);
     scheme.output_bound = std::hypot(scheme.output_bound, kConversion);
     return scheme;
   }

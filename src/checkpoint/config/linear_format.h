@@ -58,7 +58,9 @@ struct LinearFormat {
   bool one_scale = false;              // kInt8Channel: one multiplier for all rows
   bool nested = false;                 // kBnb4: the scales are quantised themselves
   CodeTable table = CodeTable::kNone;  // kBnb4
-  bool ue8m0 = false;                  // kFp8Block: run-time activation scales are powers of two
+  // Dynamic activation scales are asked for per tensor, and computed per token.
+  bool batch_scale = false;
+  bool ue8m0 = false;  // kFp8Block: run-time activation scales are powers of two
   // kGguf: of gate, up and down.
   std::array<quant::GgufType, 3> blocks = {quant::GgufType::kNone, quant::GgufType::kNone,
                                            quant::GgufType::kNone};

@@ -71,9 +71,12 @@ std::vector<LinearTensor> bnb8_tensors(const LinearFormat&, std::int64_t n, std:
 
 std::vector<LinearTensor> packed_tensors(const LinearFormat& f, std::int64_t n, std::int64_t k) {
   const std::int64_t groups = f.group_size > 0 ? ceil_div(k, f.group_size) : 1;
+  const bool static_input = f.activation == ActivationQuant::kStatic;
   if (f.byte_codes) {
-    return {{K::kWeight, ".weight", {{n, k}}, kI8},
-            {K::kScale, ".weight_scale", {{n, groups}}, kFloats}};
+    std::vector<LinearTensor> list = {{K::kWeight, ".weight", {{n, k}}, kI8},
+                                      {K::kScale, ".weight_scale", {{n, groups}}, kFloats}};
+    if (static_input) list.push_back({K::kInputScale, ".input_scale", kScalar, kFloats});
+    return list;
   }
   std::vector<LinearTensor> list = {
       {K::kWeight, ".weight_packed", {{n, quant::words_for_codes(k, f.bits)}}, kWords},
@@ -84,6 +87,7 @@ std::vector<LinearTensor> packed_tensors(const LinearFormat& f, std::int64_t n, 
         {K::kZero, ".weight_zero_point", {{quant::words_for_codes(n, f.bits), groups}}, kWords});
   }
   if (f.act_order) list.push_back({K::kGroupIndex, ".weight_g_idx", {{k}}, kWords});
+  if (static_input) list.push_back({K::kInputScale, ".input_scale", kScalar, kFloats});
   return list;
 }
 

@@ -136,17 +136,20 @@ Status float_format(const ConfigFields& group, const Operand& w, const std::opti
   if (!in->dynamic && (in->strategy != "tensor" || f->stored == StoredFormat::kFp8Block)) {
     return bad_inputs(group, *in, "dynamic, or static with strategy tensor and no block weights");
   }
+  if (!in->dynamic) return {};
   const bool by_group = f->stored == StoredFormat::kFp8Block;
-  if (in->dynamic && (by_group != (in->strategy == "group") ||
-                      (by_group && in->group_size != quant::kFp8BlockSize))) {
-    return bad_inputs(group, *in,
-                      by_group ? "strategy group with group_size 128" : "strategy token or tensor");
-  }
-  return {};
+  const bool fits = by_group ? in->strategy == "group" && in->group_size == quant::kFp8BlockSize
+                             : in->strategy == "token" || in->strategy == "tensor";
+  f->batch_scale = in->strategy == "tensor";
+  if (fits) return {};
+  return bad_inputs(group, *in,
+                    by_group ? "strategy group with group_size 128" : "strategy token or tensor");
 }
 
-bool is_float8_token(const Operand& in) {
-  return in.bits == 8 && in.type == "float" && in.symmetric && in.dynamic && in.strategy == "token";
+// Of W4A8: a scale per token, or one per tensor, dynamic or stored.
+bool is_float8_rows(const Operand& in) {
+  return in.bits == 8 && in.type == "float" && in.symmetric &&
+         (in.strategy == "tensor" || (in.strategy == "token" && in.dynamic));
 }
 
 Status packed_format(const ConfigFields& group, const Operand& w, const std::optional<Operand>& in,
@@ -166,14 +169,15 @@ Status packed_format(const ConfigFields& group, const Operand& w, const std::opt
   f->zero_points = !w.symmetric;
   f->act_order = w.act_order == "group" && f->group_size > 0;
   if (!in) return {};
-  const bool w4a8 = is_float8_token(*in) && f->bits == 4 &&
+  const bool w4a8 = is_float8_rows(*in) && f->bits == 4 &&
                     f->group_size == quant::kInt4Fp8GroupSize && w.symmetric && !f->act_order;
   if (!w4a8) {
     return bad_inputs(group, *in,
-                      "none, or dynamic float 8 bits per token with symmetric int4 "
+                      "none, or float 8 bits per token (dynamic) or tensor with symmetric int4 "
                       "weights in groups of 128");
   }
-  f->activation = ActivationQuant::kDynamic;
+  f->activation = in->dynamic ? ActivationQuant::kDynamic : ActivationQuant::kStatic;
+  f->batch_scale = in->dynamic && in->strategy == "tensor";
   return {};
 }
 
@@ -181,7 +185,7 @@ Status int_format(const ConfigFields& group, const Operand& w, const std::option
                   LinearFormat* f) {
   // W4AFP8: the codes of pack-quantized, one per byte.
   if (w.bits == 4 && w.type == "int" && w.symmetric && w.strategy == "group" && in &&
-      is_float8_token(*in)) {
+      is_float8_rows(*in)) {
     f->byte_codes = true;
     return packed_format(group, w, in, f);
   }

@@ -17,8 +17,11 @@
 #include "checkpoint/container/names.h"
 #include "checkpoint/container/shards.h"
 #include "checkpoint/reader/expert_source.h"
+#include "checkpoint/reader/input_scales.h"
+#include "checkpoint/reader/linear_numbers.h"
 #include "checkpoint/reader/mlp_reader.h"
 #include "core/fault.h"
+#include "moesaic/log.h"
 
 namespace moesaic {
 namespace {
@@ -155,6 +158,7 @@ struct Checkpoint::Impl {
   checkpoint::ModelConfig config;
   std::shared_ptr<const checkpoint::ShardSet> shards;
   std::vector<MoeLayerSpec> layers;  // resolved where possible
+  InputScaleRule input_scales = InputScaleRule::kPerExpert;
 
   const MoeLayerSpec* find(int index) const {
     for (const MoeLayerSpec& spec : config.layers) {
@@ -172,6 +176,7 @@ struct Checkpoint::Impl {
     MOESAIC_RETURN_IF_ERROR(check_parallel(layer.source, parallel));
     MOESAIC_RETURN_IF_ERROR(checkpoint::scheme_of_values(layer.experts, layer.source.experts,
                                                          &layer.source.spec.quant));
+    MOESAIC_RETURN_IF_ERROR(checkpoint::note_input_scales(input_scales, &layer));
     if (!layer.source.has_shared()) {
       layer.source.shared_quant = layer.source.spec.quant;
       return layer;
@@ -199,6 +204,9 @@ struct Checkpoint::Impl {
                                                          static_cast<std::int64_t>(ids.size())));
     MoeLayerWeights weights;
     weights.spec = layer.source.spec;
+    if (!weights.spec.quant_note.empty()) {
+      log_warning_once(fmt::format("{}: layer {}: {}", directory, index, weights.spec.quant_note));
+    }
     MOESAIC_ASSIGN_OR_RETURN(weights.tensors, load_tensors(layer));
     counter.add(small);
     weights.shared_quant = layer.source.shared_quant;
@@ -206,9 +214,10 @@ struct Checkpoint::Impl {
       MOESAIC_ASSIGN_OR_RETURN(weights.shared,
                                checkpoint::make_shared_source(shards, layer, directory));
     }
-    MOESAIC_ASSIGN_OR_RETURN(weights.experts, checkpoint::make_checkpoint_source(
-                                                  shards, std::move(layer), parallel,
-                                                  std::move(ids), directory, std::move(counter)));
+    MOESAIC_ASSIGN_OR_RETURN(
+        weights.experts,
+        checkpoint::make_checkpoint_source(shards, std::move(layer), parallel, std::move(ids),
+                                           directory, std::move(counter), input_scales));
     return weights;
   }
 
@@ -257,6 +266,7 @@ Result<Checkpoint> Checkpoint::open(const std::string& directory, const Options&
   return checkpoint::guard_allocation("checkpoint", [&]() -> Result<Checkpoint> {
     auto impl = std::make_unique<Impl>();
     impl->directory = directory;
+    impl->input_scales = options.input_scales;
     std::error_code error;
     if (std::filesystem::is_directory(directory, error)) {
       MOESAIC_RETURN_IF_ERROR(impl->open_folder(options.access));

@@ -6,6 +6,7 @@
 #include <optional>
 #include <utility>
 
+#include "checkpoint/reader/linear_numbers.h"
 #include "checkpoint/reader/mlp_buffers.h"
 #include "checkpoint/reader/mlp_reader.h"
 #include "core/fault.h"
@@ -20,6 +21,7 @@ struct SourcePart {
   std::string where;                // begins every message
   bool numbered = true;             // the expert's id stands behind it
   MlpSlice slice;
+  InputScaleRule input_scales = InputScaleRule::kPerExpert;
 };
 
 // One expert at a time into buffers of its own, whatever the format.
@@ -57,7 +59,9 @@ class CheckpointExpertSource final : public ExpertSource {
                                     : part_.tensors[static_cast<std::size_t>(id)];
     // Values are read with the first expert, not when the layer is bound.
     if (!input_scales_) {
-      MOESAIC_ASSIGN_OR_RETURN(input_scales_, read_input_scales(part_.tensors, part_.slice.format));
+      MOESAIC_ASSIGN_OR_RETURN(
+          input_scales_, read_input_scales(part_.tensors, part_.slice.format, part_.slice.experts,
+                                           part_.input_scales));
     }
     const bool wide = part_.slice.format.stored != StoredFormat::kPlain &&
                       part_.slice.scheme.weight.granularity == ScaleGranularity::kNone;
@@ -102,11 +106,13 @@ std::int64_t local_expert_bytes(const BoundLayer& layer, int tp_size,
 
 Result<std::unique_ptr<ExpertSource>> make_checkpoint_source(
     std::shared_ptr<const ShardSet> shards, BoundLayer layer, const ParallelConfig& parallel,
-    std::vector<std::int64_t> expert_ids, std::string directory, LoadProgress progress) {
+    std::vector<std::int64_t> expert_ids, std::string directory, LoadProgress progress,
+    InputScaleRule input_scales) {
   const LayerSource& source = layer.source;
   SourcePart part;
   part.tensors = std::move(layer.experts);
   part.ids = std::move(expert_ids);
+  part.input_scales = input_scales;
   part.where = fmt::format("{}: layer {} expert", directory, source.spec.layer);
   MlpSlice& slice = part.slice;
   slice.format = source.experts;

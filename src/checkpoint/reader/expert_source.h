@@ -35,7 +35,8 @@ class LoadProgress {
 // Memory: the canonical weights of one expert (plus one projection for transposed storages).
 Result<std::unique_ptr<ExpertSource>> make_checkpoint_source(
     std::shared_ptr<const ShardSet> shards, BoundLayer layer, const ParallelConfig& parallel,
-    std::vector<std::int64_t> expert_ids, std::string directory, LoadProgress progress);
+    std::vector<std::int64_t> expert_ids, std::string directory, LoadProgress progress,
+    InputScaleRule input_scales = InputScaleRule::kPerExpert);
 
 // The shared expert, whole on every rank: expert 0 of its source, as `layer.source.shared_quant`
 // says.

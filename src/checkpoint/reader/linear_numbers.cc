@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -25,27 +24,6 @@ Status check_positive(const ShardSet::Located& from, std::string_view what, floa
   if (value > 0 && std::isfinite(value)) return {};
   return {StatusCode::kCorruptFile, fmt::format("{}: got {} {}, need a finite number > 0",
                                                 quote_name(from.info->name), what, value)};
-}
-
-Result<InputScales> read_input_scales(const std::vector<MlpTensors>& experts,
-                                      const LinearFormat& format) {
-  InputScales scales;
-  if (format.activation != ActivationQuant::kStatic) return scales;
-  const bool reciprocal =
-      format.names == NameStyle::kCompressed && format.stored == StoredFormat::kNvfp4;
-  for (const MlpTensors& expert : experts) {
-    for (const std::size_t p : {kW1, kW3, kW2}) {
-      const auto& from = expert.of(TensorKind::kInputScale)[p];
-      if (!from) continue;
-      float& largest = p == kW2 ? scales.w2 : scales.w13;
-      MOESAIC_ASSIGN_OR_RETURN(const std::vector<float> values, read_floats(*from));
-      for (const float value : values) {
-        MOESAIC_RETURN_IF_ERROR(check_positive(*from, "input scale", value));
-        largest = std::max(largest, reciprocal ? 1.0F / value : value);
-      }
-    }
-  }
-  return scales;
 }
 
 // Whether numbers of this kind differ between gate and up of any expert.

@@ -1,5 +1,5 @@
-// Numbers that count for a whole linear: input scales, and the part of the scheme that follows from
-// the numbers of all experts.
+// Numbers that count for a whole linear, and the part of the scheme that follows from the numbers of
+// all experts.
 #pragma once
 
 #include <cstddef>
@@ -20,17 +20,6 @@ Result<std::vector<float>> read_floats(const ShardSet::Located& from);
 
 // kCorruptFile naming the tensor, unless `value` is finite and > 0.
 Status check_positive(const ShardSet::Located& from, std::string_view what, float value);
-
-// Static activation scales of a layer, the same for all of its experts (dequantisation
-// multipliers); 0 where the scheme has none.
-struct InputScales {
-  float w13 = 0;
-  float w2 = 0;
-};
-// The largest of all experts', so that no expert's activations saturate and every rank has the same
-// ones. kCorruptFile for a value that is not finite and > 0.
-Result<InputScales> read_input_scales(const std::vector<MlpTensors>& experts,
-                                      const LinearFormat& format);
 
 // The part of a layer's scheme that only the stored numbers tell. Where scales of any expert's gate
 // and up differ, w13 has a scale per row: FP8 with a scale per tensor becomes kChannel, the global

@@ -41,8 +41,9 @@ Status MlpReader::run(const InputScales& input_scales) {
   MOESAIC_RETURN_IF_ERROR((this->*codec.read)(windows.up, &out_.w13));
   if (codec.finish != nullptr) (this->*codec.finish)();
   if (out_.w13.input_scale.present()) {
-    out_.w13.input_scale.as<float>()[0] = input_scales.w13;
-    out_.w2.input_scale.as<float>()[0] = input_scales.w2;
+    const std::int64_t e = MOESAIC_FAULT(checkpoint_input_scale_of_first) ? 0 : expert_;
+    out_.w13.input_scale.as<float>()[0] = input_scales.w13_of(e);
+    out_.w2.input_scale.as<float>()[0] = input_scales.w2_of(e);
   }
   return slice_.has_bias ? read_biases(windows) : Status();
 }

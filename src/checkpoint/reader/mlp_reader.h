@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "checkpoint/binding/layer_binding.h"
-#include "checkpoint/reader/linear_numbers.h"
+#include "checkpoint/reader/input_scales.h"
 #include "checkpoint/reader/mlp_buffers.h"
 #include "checkpoint/reader/window.h"
 #include "moesaic/quant.h"
