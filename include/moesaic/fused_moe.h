@@ -105,6 +105,7 @@ struct LayerExplanation {
   std::string determinism;
   std::string activations;            // what the routed experts' become: activation_text
   std::string quant_note;             // as MoeLayerSpec has it
+  std::string router_logits;  // what the router sees: "fp32 sums", "fp32 sums rounded to BF16", ...
   std::vector<StageThreads> threads;  // every stage that may have several; empty on a GPU
 };
 
@@ -144,6 +145,13 @@ class FusedMoE {
     // Called in every forward with the logical ids of up to max_tokens rows, as Trace reports them,
     // whoever chose them. kUnsupported on a GPU, where Trace does it.
     RoutingCaptureFn capture;
+    // How the layer's gate rounds its fp32 sums before the router sees them (a trace does too), as
+    // GateLinear's options of these names say. Experts that fp32 logits keep apart may tie: another
+    // engine's choice near ties is that of its own roundings. F32, BF16 or F16; the gate of shared
+    // experts stays fp32, and logits that a call brings are taken as they are. Without
+    // gate_force_fp32_compute hidden states have the gate weight's dtype, unless that is F32.
+    DType router_logits_dtype = DType::kF32;
+    bool gate_force_fp32_compute = true;
     ProgressFn progress;
   };
 
@@ -155,7 +163,7 @@ class FusedMoE {
 
   // What a forward call may report besides its output. All views optional.
   struct Trace {
-    TensorView router_logits;  // [M, E] F32
+    TensorView router_logits;  // [M, E] F32, as the router sees them
     TensorView topk_weights;   // [M, k] F32
     TensorView topk_ids;       // [M, k] I32, logical, global
     // [M]: what rounding activations did to each row, and whether the scheme's bound holds for it

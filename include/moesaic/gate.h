@@ -1,12 +1,14 @@
 // GateLinear: router_logits = hidden_states . weight^T (+ bias), accumulated in fp32 whatever the
-// dtypes. Source: docs/spec/routing.md section 1; the kernel tiers that the original chooses
+// dtypes, then rounded as the options say. Source: docs/spec/routing.md section 1; the kernel tiers that the original chooses
 // on a device, with their roundings, are in interop/routing.h.
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "moesaic/device.h"
+#include "moesaic/dtype.h"
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
 
@@ -15,12 +17,18 @@ namespace moesaic {
 class GateLinear {
  public:
   struct Options {
-    // F32, BF16 or F16. F32 keeps the accumulators as they are; the others round each logit once (to
-    // nearest even), which can turn a near-tie around.
-    DType logits_dtype = DType::kF32;
+    // F32, BF16 or F16: what forward writes. F32 keeps the linear's result as it is; the others
+    // round each logit to nearest even, which can turn a near-tie around. Unset: the linear's own
+    // dtype, until set_logits_dtype is called.
+    std::optional<DType> logits_dtype = DType::kF32;
+    // true: the linear is fp32, its accumulators go to logits_dtype directly. false: the linear is
+    // of the weight's dtype, as in a framework whose linear returns what it is given: each
+    // accumulator (bias included) is rounded to the weight's dtype first, then to logits_dtype.
+    // Both round to nearest even. The same thing for an F32 weight.
+    bool force_fp32_compute = true;
     // At most; 0: one per core this process may use (its affinity mask when the gate is made).
     int num_threads = 0;
-    // Where a call's tensors are, and who computes. On a GPU logits_dtype is F32.
+    // Where a call's tensors are, and who computes.
     Device device = Device::cpu();
   };
   // weight [E, H] F32, BF16 or F16, contiguous; bias [E] of one of these dtypes, or absent; both
@@ -33,18 +41,26 @@ class GateLinear {
 
   // hidden_states [M, H] F32, BF16 or F16 (rows may be strided), router_logits [M, E] contiguous of
   // logits_dtype(), not overlapping hidden_states. M = 0 is ordinary. The bias is added to the fp32
-  // accumulator before the rounding. Error vs exact: <= (H + 1) * 2^-24 * (sum|x*w| + |bias|) before
-  // the rounding to logits_dtype. NaN and infinity propagate as IEEE arithmetic has it.
+  // accumulator before any rounding. Error vs exact: <= (H + 1) * 2^-24 * (sum|x*w| + |bias|) before
+  // the roundings of the options. NaN and infinity propagate as IEEE arithmetic has it.
   // Deterministic: independent of batch size, row strides and threads; the SIMD instruction set may
   // change the last bits. Allocates nothing.
-  // Errors: kInvalidShape, kInvalidDType, kInvalidLayout, kInvalidArgument (null data), kAliasing.
+  // Without force_fp32_compute rows are not rounded to the weight's dtype: they have it (kUnsupported
+  // else), or the weight is F32; with logits_dtype unset they have it in any case (kInvalidDType).
+  // Errors: kInvalidShape, kInvalidDType, kInvalidLayout, kInvalidArgument (null data), kAliasing,
+  // kUnsupported.
   // On a GPU: rows contiguous and 16-byte aligned; the error is within (H / 32 + 64) * 2^-24 * sum|x*w|;
-  // launched on `stream`, not done when this returns; may be captured.
+  // launched on `stream`, not done when this returns; may be captured. Logits of 16 bits go through
+  // M * E floats of the device's stream-ordered memory pool (kOutOfMemory).
   Status forward(ConstTensorView hidden_states, TensorView router_logits, Stream stream = {}) const;
+
+  // Sets Options::logits_dtype where it was unset, between calls. kInvalidArgument when it is set,
+  // even to the same dtype; kInvalidDType unless F32, BF16 or F16.
+  Status set_logits_dtype(DType dtype);
 
   std::int64_t num_experts() const;
   std::int64_t hidden_size() const;
-  DType logits_dtype() const;
+  DType logits_dtype() const;  // of what forward writes now
   Device device() const;
 
   GateLinear(GateLinear&&) noexcept;

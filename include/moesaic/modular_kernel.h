@@ -89,7 +89,8 @@ class PrepareAndFinalize {
 };
 
 // No data or expert parallelism: rows, ids and weights pass through untouched; a delegated
-// reduction becomes kContiguous. On any device. kUnsupported for a batched problem.
+// reduction becomes kContiguous, on the host: on a GPU attach takes experts with kNoOp only
+// (kUnsupported). kUnsupported for a batched problem.
 Result<std::unique_ptr<PrepareAndFinalize>> make_local_prepare_finalize(const MoeProblem& problem);
 // The batched reference: one slab of T = problem.max_tokens rows per local expert, rows in
 // ascending (token, slot) order, a weight on the input applied while copying (rounded as the

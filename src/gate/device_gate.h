@@ -3,6 +3,7 @@
 
 #include <memory>
 
+#include "gate/rounding.h"
 #include "moesaic/gate.h"
 #include "moesaic/status.h"
 
@@ -11,9 +12,9 @@ namespace moesaic::gate {
 class DeviceGate {
  public:
   virtual ~DeviceGate() = default;
-  // Shapes, dtypes and devices were checked; M > 0.
+  // Shapes, dtypes and devices were checked; M > 0. router_logits has rounding.logits.
   virtual Status forward(const ConstTensorView& hidden_states, const TensorView& router_logits,
-                         Stream stream) const = 0;
+                         const LogitRounding& rounding, Stream stream) const = 0;
 };
 
 // Host tensors as GateLinear::create has checked them, options.device a GPU. Errors of check_device,

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -17,6 +18,7 @@
 #include "cpu/tiers.h"
 #include "gate/cpu/gate.h"
 #include "gate/device_gate.h"
+#include "gate/rounding.h"
 #include "moesaic/gate.h"
 #include "numerics/codec.h"
 #include "numerics/element.h"
@@ -55,7 +57,10 @@ struct GateLinear::Impl {
   const cpu::CpuKernels* kernels = nullptr;
   Tensor weight;            // [E, H] as given; widening to fp32 happens in registers
   std::vector<float> bias;  // empty: none
-  DType logits_dtype = DType::kF32;
+  std::optional<DType> logits_dtype;
+  // Of the linear's result; where it is not force_fp32_compute's F32, the weight's.
+  DType linear_dtype = DType::kF32;
+  bool force_fp32_compute = true;
   int num_threads = 1;
   std::int64_t expert_count = 0, row_size = 0;
   Device device = Device::cpu();
@@ -63,6 +68,9 @@ struct GateLinear::Impl {
 
   std::int64_t experts() const { return expert_count; }
   std::int64_t hidden() const { return row_size; }
+  gate::LogitRounding rounding() const {
+    return {linear_dtype, logits_dtype.value_or(linear_dtype)};
+  }
   int team_size(std::int64_t rows) const {
     return cpu::team_size(gate::cpu_gate_us(rows, experts(), hidden()), num_threads);
   }
@@ -77,6 +85,7 @@ void GateLinear::Impl::compute(const cpu::GateOperands& op, std::int64_t rows,
   const std::int64_t expert_blocks = ceil_div(num_experts, kExpertBlock);
   const std::int64_t items = ceil_div(rows, kTokenBlock) * expert_blocks;
   const bool add_bias = !bias.empty() && !MOESAIC_FAULT(gate_skip_bias);
+  const DType linear = MOESAIC_FAULT(gate_linear_stays_fp32) ? DType::kF32 : linear_dtype;
 #pragma omp parallel for schedule(static) num_threads(team_size(rows))
   for (std::int64_t item = 0; item < items; ++item) {
     const std::int64_t t_begin = item / expert_blocks * kTokenBlock;
@@ -90,7 +99,7 @@ void GateLinear::Impl::compute(const cpu::GateOperands& op, std::int64_t rows,
         float logit = block[(t - t_begin) * kExpertBlock + (e - e_begin)];
         if (add_bias) logit += bias[static_cast<std::size_t>(e)];
         if (MOESAIC_FAULT(gate_round_logits_to_bf16)) logit = f32_from_bf16(bf16_from_f32(logit));
-        store_from_f32(out.data, out.dtype, t * num_experts + e, logit);
+        store_from_f32(out.data, out.dtype, t * num_experts + e, gate::rounded_to(logit, linear));
       }
     }
   }
@@ -110,22 +119,24 @@ Result<GateLinear> GateLinear::create(ConstTensorView weight, ConstTensorView bi
     MOESAIC_RETURN_IF_ERROR(expect_shape("gate bias", bias, {num_experts}));
     MOESAIC_RETURN_IF_ERROR(check_weight("gate bias", bias));
   }
-  MOESAIC_RETURN_IF_ERROR(expect_float_dtype("logits_dtype", options.logits_dtype));
+  if (options.logits_dtype) {
+    MOESAIC_RETURN_IF_ERROR(expect_float_dtype("logits_dtype", *options.logits_dtype));
+  }
   if (options.num_threads < 0) {
     return Status(
         StatusCode::kInvalidArgument,
         fmt::format("num_threads: got {}, need 0 (automatic) or more", options.num_threads));
   }
 
+  const DType linear_dtype = options.force_fp32_compute ? DType::kF32 : weight.dtype;
   if (options.device.is_cuda()) {
-    if (options.logits_dtype != DType::kF32) {
-      return Status(StatusCode::kUnsupported, fmt::format("logits_dtype: got {} on a GPU, need F32",
-                                                          dtype_name(options.logits_dtype)));
-    }
     MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<gate::DeviceGate> gpu,
                              gate::make_device_gate(weight, bias, options));
     std::unique_ptr<Impl> impl(new (std::nothrow) Impl());
     if (!impl) return Status(StatusCode::kOutOfMemory, "gate: cannot allocate the object");
+    impl->logits_dtype = options.logits_dtype;
+    impl->linear_dtype = linear_dtype;
+    impl->force_fp32_compute = options.force_fp32_compute;
     impl->expert_count = num_experts;
     impl->row_size = weight.dim(1);
     impl->device = options.device;
@@ -144,12 +155,25 @@ Result<GateLinear> GateLinear::create(ConstTensorView weight, ConstTensorView bi
       }
     }
     return GateLinear(std::unique_ptr<Impl>(
-        new Impl{kernels, std::move(copy), std::move(bias_f32), options.logits_dtype,
-                 cpu::resolve_threads(options.num_threads), num_experts, weight.dim(1)}));
+        new Impl{kernels, std::move(copy), std::move(bias_f32), options.logits_dtype, linear_dtype,
+                 options.force_fp32_compute, cpu::resolve_threads(options.num_threads), num_experts,
+                 weight.dim(1)}));
   } catch (const std::bad_alloc&) {
     return Status(StatusCode::kOutOfMemory,
                   fmt::format("gate: cannot allocate the state of {} experts", num_experts));
   }
+}
+
+Status GateLinear::set_logits_dtype(DType dtype) {
+  std::optional<DType>& to = impl_->logits_dtype;
+  if (to && !MOESAIC_FAULT(gate_logits_dtype_set_twice)) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("logits_dtype: got {} but {} is already set, need it set only once",
+                              dtype_name(dtype), dtype_name(*to)));
+  }
+  MOESAIC_RETURN_IF_ERROR(expect_float_dtype("logits_dtype", dtype));
+  to = dtype;
+  return {};
 }
 
 Status GateLinear::forward(ConstTensorView hidden_states, TensorView router_logits,
@@ -163,9 +187,18 @@ Status GateLinear::forward(ConstTensorView hidden_states, TensorView router_logi
   }
   const std::int64_t num_tokens = hidden_states.dim(0);
   MOESAIC_RETURN_IF_ERROR(expect_float_dtype("hidden_states", hidden_states.dtype));
+  if (!impl_->force_fp32_compute && !impl_->logits_dtype &&
+      hidden_states.dtype != impl_->linear_dtype) {
+    return Status(StatusCode::kInvalidDType,
+                  fmt::format("hidden_states: got {}, need {}, the weight's dtype, while "
+                              "logits_dtype is unset and force_fp32_compute is false",
+                              dtype_name(hidden_states.dtype), dtype_name(impl_->linear_dtype)));
+  }
+  const gate::LogitRounding rounding = impl_->rounding();
+  MOESAIC_RETURN_IF_ERROR(gate::check_linear_input(hidden_states.dtype, rounding));
   MOESAIC_RETURN_IF_ERROR(
       expect_shape("router_logits", router_logits, {num_tokens, impl_->experts()}));
-  MOESAIC_RETURN_IF_ERROR(expect_dtype("router_logits", router_logits, impl_->logits_dtype));
+  MOESAIC_RETURN_IF_ERROR(expect_dtype("router_logits", router_logits, rounding.logits));
   if (num_tokens == 0) return {};
   MOESAIC_RETURN_IF_ERROR(expect_device("hidden_states", hidden_states, impl_->device));
   MOESAIC_RETURN_IF_ERROR(expect_device("router_logits", router_logits, impl_->device));
@@ -178,7 +211,7 @@ Status GateLinear::forward(ConstTensorView hidden_states, TensorView router_logi
   }
   MOESAIC_RETURN_IF_ERROR(expect_rows_apart(hidden_states, router_logits));
 
-  if (impl_->gpu) return impl_->gpu->forward(hidden_states, router_logits, stream);
+  if (impl_->gpu) return impl_->gpu->forward(hidden_states, router_logits, rounding, stream);
   cpu::GateOperands op;
   op.x = hidden_states.data;
   op.x_dtype = hidden_states.dtype;
@@ -193,7 +226,7 @@ Status GateLinear::forward(ConstTensorView hidden_states, TensorView router_logi
 
 std::int64_t GateLinear::num_experts() const { return impl_->experts(); }
 std::int64_t GateLinear::hidden_size() const { return impl_->hidden(); }
-DType GateLinear::logits_dtype() const { return impl_->logits_dtype; }
+DType GateLinear::logits_dtype() const { return impl_->rounding().logits; }
 Device GateLinear::device() const { return impl_->device; }
 
 GateLinear::GateLinear(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}

@@ -93,6 +93,9 @@ Result<FusedMoE::Args> as_matrices(const FusedMoE::Args& args) {
 
 Status check_routing(const FusedPlan& plan, const FusedMoE::Args& a, Device device) {
   MOESAIC_RETURN_IF_ERROR(check_presence(plan, a));
+  if (!a.router_logits.present() && !a.topk_ids.present()) {
+    MOESAIC_RETURN_IF_ERROR(gate::check_linear_input(a.hidden_states.dtype, plan.logit_rounding()));
+  }
   const std::int64_t rows = a.hidden_states.dim(0);
   const RoutingSpec& r = plan.routing;
   if (a.router_logits.present()) {

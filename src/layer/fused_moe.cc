@@ -6,6 +6,7 @@
 #include <new>
 #include <utility>
 
+#include "core/fault.h"
 #include "layer/fused_impl.h"
 #include "layer/layer_router.h"
 #include "router/router_checks.h"
@@ -119,7 +120,9 @@ std::int64_t FusedMoE::Impl::fingerprint() const {
                   plan.ranks.per_slot, expert_placement_name(options.parallel.placement)) +
       fmt::format(" {} {} {} {} {}", options.ranks.enable_eplb, plan.routed.num_experts,
                   options.ranks.enable_eplb ? engine->experts_backend() : "",
-                  layer::engine_of(options.device).name, dtype_name(plan.ranks.combine_dtype)));
+                  layer::engine_of(options.device).name, dtype_name(plan.ranks.combine_dtype)) +
+      (MOESAIC_FAULT(layer_ranks_may_round_differently) ? ""
+                                                        : gate::describe(plan.logit_rounding())));
 }
 
 Result<std::unique_ptr<FusedMoE::Impl>> FusedMoE::Impl::build(MoeLayerWeights weights,
@@ -213,6 +216,7 @@ Result<LayerExplanation> explain_layer(const MoeLayerFormat& format,
   explanation.activations = activation_text(plan.routed.quant);
   if (!plan.routed.quant.weight_only()) explanation.quant_note = spec.quant_note;
   explanation.candidates = explain_candidates(plan, router->name(), options.device);
+  explanation.router_logits = gate::describe(plan.logit_rounding());
   MOESAIC_RETURN_IF_ERROR(
       layer::engine_of(options.device).explain(plan, spec, options, explanation));
   return explanation;

@@ -25,6 +25,15 @@ Status check_options(const MoeLayerSpec& spec, const FusedMoE::Options& o) {
     return invalid(fmt::format("intermediate_size: got {}, need a multiple of tp_size {}",
                                spec.intermediate_size, o.parallel.tp_size));
   }
+  MOESAIC_RETURN_IF_ERROR(expect_float_dtype("router_logits_dtype", o.router_logits_dtype));
+  if (!o.include_gate && (o.router_logits_dtype != DType::kF32 || !o.gate_force_fp32_compute)) {
+    return invalid(fmt::format(
+        "{} with include_gate = false: the caller's logits are taken as they are; need "
+        "the default",
+        o.gate_force_fp32_compute
+            ? fmt::format("router_logits_dtype: got {}", dtype_name(o.router_logits_dtype))
+            : "gate_force_fp32_compute: got false"));
+  }
   const RoutingMethod method = spec.routing.method;
   if (method == RoutingMethod::kSimulated) {
     return unsupported(
@@ -111,6 +120,8 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_
   plan.has_router_bias = spec.has_router_bias;
   plan.has_gate = options.include_gate;
   plan.hash_vocabulary = spec.hash_vocabulary;
+  plan.router_logits_dtype = options.router_logits_dtype;
+  plan.gate_force_fp32_compute = options.gate_force_fp32_compute;
   MOESAIC_ASSIGN_OR_RETURN(plan.quant,
                            plan_quant(spec.quant, spec.activation_dtype, options.quant));
   if (options.activation_scales && !MOESAIC_FAULT(layer_activation_scales_ignored)) {

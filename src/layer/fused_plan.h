@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "gate/rounding.h"
 #include "layer/quant_selection.h"
 #include "layer/rank_plan.h"
 #include "moesaic/device.h"
@@ -33,6 +34,13 @@ struct FusedPlan {
   bool has_gate = true;              // else every call brings its routing
   std::int64_t hash_vocabulary = 0;  // rows of the table of RoutingMethod::kHash
   DType gate_dtype = DType::kBF16;   // of the gate's weight; BF16 until the weights are there
+  DType router_logits_dtype = DType::kF32;
+  bool gate_force_fp32_compute = true;
+
+  // What the gate's sums go through; from when gate_dtype is known.
+  gate::LogitRounding logit_rounding() const {
+    return {gate_force_fp32_compute ? DType::kF32 : gate_dtype, router_logits_dtype};
+  }
 };
 
 //   shared_stored  how the shared expert is stored (may differ from spec.quant)

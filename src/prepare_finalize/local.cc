@@ -4,6 +4,8 @@
 #include <memory>
 #include <new>
 
+#include "core/fault.h"
+#include "core/refusal.h"
 #include "moesaic/modular_kernel.h"
 #include "prepare_finalize/predicates.h"
 #include "prepare_finalize/topk_weight_and_reduce.h"
@@ -13,16 +15,25 @@ namespace {
 
 class LocalPrepareFinalize final : public PrepareAndFinalize {
  public:
-  explicit LocalPrepareFinalize(std::int64_t top_k) : top_k_(top_k) {}
+  LocalPrepareFinalize(std::int64_t top_k, Device device) : top_k_(top_k), device_(device) {}
 
   std::string_view name() const override { return "local"; }
   ActivationFormat format() const override { return ActivationFormat::kStandard; }
   Status attach(const Experts& experts) override {
-    if (experts.reduction() != TopKWeightAndReduce::kNaiveBatched) return {};
-    return {StatusCode::kUnsupported,
-            fmt::format("prepare_finalize local: experts {} leave a batched reduction, need none, "
-                        "contiguous or delegated",
-                        experts.name())};
+    const TopKWeightAndReduce left = experts.reduction();
+    if (left == TopKWeightAndReduce::kNoOp) return {};
+    if (left == TopKWeightAndReduce::kNaiveBatched) {
+      return unsupported(
+          fmt::format("prepare_finalize local: experts {} leave a batched reduction, need none, "
+                      "contiguous or delegated",
+                      experts.name()));
+    }
+    // finalize adds rows on the host.
+    if (!device_.is_cuda() || MOESAIC_FAULT(local_adds_rows_of_a_gpu)) return {};
+    return unsupported(fmt::format(
+        "prepare_finalize local: experts {} leave the reduction of rows on {} to finalize, need "
+        "experts that reduce their own there, or the cpu",
+        experts.name(), device_.to_string()));
   }
   bool output_is_reduced() const override { return false; }
   bool keeps_rows() const override { return true; }
@@ -56,6 +67,7 @@ class LocalPrepareFinalize final : public PrepareAndFinalize {
 
  private:
   std::int64_t top_k_;
+  Device device_;
 };
 
 }  // namespace
@@ -72,8 +84,8 @@ namespace moesaic {
 
 Result<std::unique_ptr<PrepareAndFinalize>> make_local_prepare_finalize(const MoeProblem& problem) {
   MOESAIC_RETURN_IF_ERROR(prepare_finalize::local_can_implement(problem));
-  std::unique_ptr<PrepareAndFinalize> pf(new (std::nothrow)
-                                             prepare_finalize::LocalPrepareFinalize(problem.top_k));
+  std::unique_ptr<PrepareAndFinalize> pf(
+      new (std::nothrow) prepare_finalize::LocalPrepareFinalize(problem.top_k, problem.device));
   if (!pf) return Status(StatusCode::kOutOfMemory, "cannot allocate prepare_finalize");
   return pf;
 }

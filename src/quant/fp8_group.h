@@ -4,8 +4,6 @@
 
 #include <cstdint>
 
-#include "moesaic/status.h"
-#include "moesaic/tensor.h"
 #include "quant/fp8_block.h"
 
 namespace moesaic::quant {
@@ -24,20 +22,5 @@ float fp8_group_scale(float amax, ScaleRounding rounding);
 // +448; an infinite one makes its group's scale infinite (plain form) or 2^127.
 void ref_quantize_fp8_row(const float* x, std::int64_t k, std::int64_t group,
                           ScaleRounding rounding, std::uint8_t* q, float* scales);
-
-//   x      [M, K]        in, F32, BF16 or F16, contiguous
-//   q      [M, K]        out, F8_E4M3, contiguous
-//   scale  [M, K/group]  out, F32; row-major or column-major, lines may be padded
-// No two may overlap. M = 0 is ordinary. Errors: kInvalidArgument (group < 1), kInvalidShape (K not
-// a multiple of group, naming both; other shapes), kInvalidDType, kInvalidLayout, kAliasing.
-// Deterministic; a group depends on its own elements only. Relative RMS error about 0.026 on normal
-// data.
-Status quantize_fp8_group(ConstTensorView x, std::int64_t group, ScaleRounding rounding,
-                          TensorView q, TensorView scale);
-
-// out = e4m3(q) * scale of its group, the product in fp32, rounded once. Shapes and layouts as
-// above; out F32, BF16 or F16, contiguous.
-Status dequantize_fp8_group(ConstTensorView q, ConstTensorView scale, std::int64_t group,
-                            TensorView out);
 
 }  // namespace moesaic::quant

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -251,6 +252,72 @@ TEST(GateLinear, LogitsAreRoundedOnce) {
       }
     }
   }
+}
+
+GateLinear::Options in_the_weights_dtype(std::optional<DType> logits_dtype) {
+  GateLinear::Options o;
+  o.logits_dtype = logits_dtype;
+  o.force_fp32_compute = false;
+  return o;
+}
+
+// The linear of a framework that returns its weight's dtype: F32 logits that are bf16 numbers.
+TEST(GateLinear, ALinearInTheWeightsDTypeIsRoundedToItFirst) {
+  const Tensor x = make(kBF16, {1, 2}, {1.0F, 0.0625F});
+  const Tensor w = make(kBF16, {2, 2}, {1.0F, 0.091796875F, 1.0F, 0.09375F});
+  const auto logits = [&](const GateLinear::Options& options) {
+    return test::to_doubles(run(gate(w, options), x.view()).view());
+  };
+  const std::vector<double> tie{1.0078125, 1.0078125};
+  EXPECT_EQ(logits(in_the_weights_dtype(kF32)), tie);
+  EXPECT_EQ(logits(in_the_weights_dtype(kBF16)), tie);
+  EXPECT_EQ(logits(in_the_weights_dtype(kF16)), tie);
+
+  // 1 + 2^-8 + 2^-20: to bf16 it rounds up, but by way of f16 it is 1 + 2^-8, a tie that goes down.
+  const Tensor ones = make(kF16, {1, 2}, {1.0F, 1.0F});
+  const Tensor sum = make(kF16, {1, 2}, {1.0F + 0x1p-8F, 0x1p-20F});
+  const auto one = [&](const GateLinear::Options& options) {
+    return test::to_doubles(run(gate(sum, options), ones.view()).view()).front();
+  };
+  EXPECT_EQ(one(rounded_to(kBF16)), 1 + 0x1p-7);
+  EXPECT_EQ(one(in_the_weights_dtype(kBF16)), 1.0);
+  EXPECT_EQ(one(in_the_weights_dtype(kF32)), 1 + 0x1p-8);
+  // The bias is in the sum that is rounded: 1 + 2^-8 alone would have gone to 1.
+  const Tensor bias = make(kF32, {1}, {0x1p-12F});
+  const Tensor narrow = make(kBF16, {1, 2}, {1.0F, 0x1p-8F}), units = make(kBF16, {1, 2}, {1, 1});
+  const GateLinear biased = gate(narrow, in_the_weights_dtype(kF32), bias.view());
+  EXPECT_EQ(test::to_doubles(run(biased, units.view()).view()).front(), 1 + 0x1p-7);
+
+  // An F32 weight has nothing to be rounded to, and takes rows of every dtype.
+  test::Rng rng(31);
+  const Tensor wide = test::random_normal(rng, kF32, {5, 40});
+  for (const DType dtype : {kF32, kBF16, kF16}) {
+    const Tensor rows = test::random_normal(rng, dtype, {3, 40});
+    std::string why;
+    EXPECT_TRUE(test::same_bits(run(gate(wide, in_the_weights_dtype(kF32)), rows.view()).view(),
+                                run(gate(wide), rows.view()).view(), &why))
+        << why;
+  }
+}
+
+TEST(GateLinear, TheLogitsDTypeMayBeSetOnceAndLater) {
+  const Tensor w = make(kBF16, {1, 2}, {1.0F, 0.0625F});
+  const Tensor x = make(kBF16, {1, 2}, {1.0F, 0.091796875F});
+  GateLinear::Options unset;
+  unset.logits_dtype = std::nullopt;
+  GateLinear g = gate(w, unset);
+  EXPECT_EQ(g.logits_dtype(), kF32);
+  ASSERT_TRUE(g.set_logits_dtype(kBF16).ok());
+  EXPECT_EQ(g.logits_dtype(), kBF16);
+  EXPECT_EQ(test::to_doubles(run(g, x.view()).view()).front(), 1.0078125);
+  EXPECT_EQ(g.set_logits_dtype(kBF16).code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(gate(w).set_logits_dtype(kF32).code(), StatusCode::kInvalidArgument);
+
+  GateLinear own = gate(w, in_the_weights_dtype(std::nullopt));
+  EXPECT_EQ(own.logits_dtype(), kBF16) << "the linear's";
+  EXPECT_EQ(test::to_doubles(run(own, x.view()).view()).front(), 1.0078125);
+  ASSERT_TRUE(own.set_logits_dtype(kF32).ok());
+  EXPECT_EQ(test::to_doubles(run(own, x.view()).view()).front(), 1.0078125);
 }
 
 TEST(GateLinear, BiasOfAnyDTypeEntersBeforeRounding) {

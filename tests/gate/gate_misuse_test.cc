@@ -1,6 +1,7 @@
 // Every documented refusal of GateLinear: its code and the words that help.
 #include <gtest/gtest.h>
 
+#include <optional>
 #include <string>
 
 #include "moesaic/gate.h"
@@ -99,15 +100,37 @@ TEST(GateMisuse, ForwardRefusesOverlap) {
   EXPECT_TRUE(g.forward(strided, at(24, {3, 4})).ok());
 }
 
+TEST(GateMisuse, RoundingsOfTheWeightsDType) {
+  const Tensor w = zeros(kBF16, {4, 8}), wide = zeros(kF32, {4, 8});
+  const Tensor x = zeros(kF32, {3, 8}), narrow = zeros(kBF16, {3, 8});
+  Tensor y = zeros(kF32, {3, 4});
+  GateLinear::Options options;
+  options.force_fp32_compute = false;
+  const GateLinear g = GateLinear::create(w.view(), {}, options).value();
+  EXPECT_TRUE(g.forward(narrow.view(), y.view()).ok());
+  test::expect_refusal(g.forward(x.view(), y.view()), StatusCode::kUnsupported,
+                       {"hidden_states: got F32, need BF16", "force_fp32_compute"});
+  options.logits_dtype = std::nullopt;
+  GateLinear unset = GateLinear::create(wide.view(), {}, options).value();
+  test::expect_refusal(unset.forward(narrow.view(), y.view()), StatusCode::kInvalidDType,
+                       {"hidden_states: got BF16, need F32", "logits_dtype is unset"});
+  test::expect_refusal(unset.set_logits_dtype(DType::kI32), StatusCode::kInvalidDType,
+                       {"logits_dtype: got I32"});
+  EXPECT_TRUE(unset.set_logits_dtype(kF32).ok());
+  EXPECT_TRUE(unset.forward(narrow.view(), y.view()).ok());
+  test::expect_refusal(unset.set_logits_dtype(kF32), StatusCode::kInvalidArgument,
+                       {"logits_dtype: got F32 but F32 is already set", "only once"});
+}
+
 TEST(GateMisuse, Devices) {
   const Tensor w = zeros(kBF16, {4, 8});
   GateLinear::Options options;
   options.device = Device::cuda(99);
   const Status missing = create(w.view(), {}, options);
   EXPECT_EQ(missing.to_string(), check_device(options.device).to_string());
-  options.logits_dtype = kBF16;
-  test::expect_refusal(create(w.view(), {}, options), StatusCode::kUnsupported,
-                       {"logits_dtype: got BF16 on a GPU, need F32"});
+  options.logits_dtype = kI32;
+  test::expect_refusal(create(w.view(), {}, options), StatusCode::kInvalidDType,
+                       {"logits_dtype: got I32"});
   const GateLinear g = GateLinear::create(w.view(), {}, {}).value();
   EXPECT_EQ(g.device(), Device::cpu());
   const Tensor x = zeros(kF32, {2, 8});

@@ -94,6 +94,39 @@ TEST(LocalPrepareFinalize, DelegatedReductionIsContiguousAndSlabsAreRefused) {
   EXPECT_EQ(status.code(), StatusCode::kUnsupported);
 }
 
+// Says how its reduction is left, and nothing else.
+class ExpertsThatLeave final : public Experts {
+ public:
+  explicit ExpertsThatLeave(TopKWeightAndReduce reduction) : reduction_(reduction) {}
+  std::string_view name() const override { return "leaving"; }
+  TopKWeightAndReduce reduction() const override { return reduction_; }
+  ActivationFormat format() const override { return ActivationFormat::kStandard; }
+  Result<std::int64_t> workspace_size(std::int64_t) const override { return std::int64_t{0}; }
+  Status run(const ExpertsArgs&) const override { return {}; }
+  std::int64_t weight_bytes() const override { return 0; }
+  std::string_view determinism() const override { return ""; }
+
+ private:
+  TopKWeightAndReduce reduction_;
+};
+
+// finalize adds rows with loops of the host: not over a GPU's memory.
+TEST(LocalPrepareFinalize, RowsOfAGpuAreReducedByTheirExperts) {
+  MoeProblem p = small_problem("bf16");
+  using enum TopKWeightAndReduce;
+  for (const auto reduction : {kNoOp, kContiguous, kDelegate, kNaiveBatched}) {
+    const ExpertsThatLeave experts(reduction);
+    p.device = Device::cpu();
+    EXPECT_EQ(make_local_prepare_finalize(p).value()->attach(experts).ok(),
+              reduction != kNaiveBatched);
+    p.device = Device::cuda(0);
+    const Status status = make_local_prepare_finalize(p).value()->attach(experts);
+    EXPECT_EQ(status.ok(), reduction == kNoOp) << status.to_string();
+    if (reduction == kNoOp || reduction == kNaiveBatched) continue;
+    test::expect_refusal(status, StatusCode::kUnsupported, {"experts leaving", "cuda:0", "cpu"});
+  }
+}
+
 TEST(BatchedPrepareFinalize, FillsSlabsInAscendingTokenOrder) {
   const MoeProblem p = batched_problem(5);
   const auto pf = make_batched_prepare_finalize(p).value();

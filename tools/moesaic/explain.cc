@@ -46,6 +46,7 @@ void print(const Console& console, const MoeLayerSpec& spec, const LayerExplanat
   }
   console.print(fmt::format("workspace    {} for {} token(s)\n",
                             format_bytes(explanation.workspace_bytes), tokens));
+  console.print(fmt::format("logits       {}\n", explanation.router_logits));
   console.print(fmt::format("determinism  {}\n", explanation.determinism));
   console.print(fmt::format("activations  {}\n", explanation.activations));
   if (!explanation.quant_note.empty()) {
@@ -116,6 +117,7 @@ int run_explain(const ExplainArguments& state) {
                 {"candidates", std::move(candidates)},
                 {"chosen", chosen_json(explanation)},
                 {"workspace_bytes", explanation.workspace_bytes},
+                {"router_logits", explanation.router_logits},
                 {"determinism", explanation.determinism},
                 {"activations", explanation.activations},
                 {"quant_note", explanation.quant_note},

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "cuda/device_memory.h"
+#include "cuda/stream_allocation.h"
 #include "gate/sm90/gate_linear.h"
 
 namespace moesaic::gate {
@@ -14,18 +15,35 @@ class Sm90Gate final : public DeviceGate {
  public:
   Sm90Gate(Device device, cuda::CudaGate gate) : device_(device), gate_(std::move(gate)) {}
 
-  Status forward(const ConstTensorView& x, const TensorView& logits, Stream stream) const override {
+  Status forward(const ConstTensorView& x, const TensorView& logits, const LogitRounding& rounding,
+                 Stream stream) const override {
     MOESAIC_RETURN_IF_ERROR(expect_contiguous("hidden_states", x));
     const cuda::DeviceScope scope(device_.index());
     MOESAIC_RETURN_IF_ERROR(scope.status());
     MOESAIC_RETURN_IF_ERROR(
         cuda::check_device_pointer("hidden_states", x.data, 16, device_.index()));
+    MOESAIC_RETURN_IF_ERROR(cuda::check_device_pointer(
+        "router_logits", logits.data, dtype_bits(logits.dtype) / 8, device_.index()));
+    const std::int64_t count = x.dim(0) * gate_.num_experts();
+    if (logits.dtype != DType::kF32) return through_floats(x, count, logits, rounding, stream);
     MOESAIC_RETURN_IF_ERROR(
-        cuda::check_device_pointer("router_logits", logits.data, 4, device_.index()));
-    return gate_.enqueue(stream.handle, x.data, x.dtype, x.dim(0), logits.as<float>());
+        gate_.enqueue(stream.handle, x.data, x.dtype, x.dim(0), logits.as<float>()));
+    return cuda::round_logits(logits.as<float>(), count, rounding, logits.data, logits.dtype,
+                              stream.handle);
   }
 
  private:
+  // The kernels write fp32.
+  Status through_floats(const ConstTensorView& x, std::int64_t count, const TensorView& logits,
+                        const LogitRounding& rounding, Stream stream) const {
+    cuda::StreamAllocation sums(stream.handle);
+    MOESAIC_RETURN_IF_ERROR(sums.reserve("gate: fp32 logits", count * 4));
+    MOESAIC_RETURN_IF_ERROR(
+        gate_.enqueue(stream.handle, x.data, x.dtype, x.dim(0), sums.as<float>()));
+    return cuda::round_logits(sums.as<float>(), count, rounding, logits.data, logits.dtype,
+                              stream.handle);
+  }
+
   Device device_;
   cuda::CudaGate gate_;
 };

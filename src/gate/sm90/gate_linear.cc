@@ -7,6 +7,7 @@
 
 #include "core/refusal.h"
 #include "gate/sm90/gate.h"
+#include "gate/sm90/round_logits.h"
 #include "numerics/element.h"
 
 namespace moesaic::cuda {
@@ -41,7 +42,21 @@ Status check(std::string_view field, const ConstTensorView& t) {
 
 }  // namespace
 
-Result<CudaGate> CudaGate::create(ConstTensorView weight, ConstTensorView bias) {
+Status round_logits(const float* from, std::int64_t count, const gate::LogitRounding& rounding,
+                    void* to, DType to_dtype, void* stream) {
+  if (rounding.none() && to == from) return {};
+  RoundLogitsParams p;
+  p.from = from;
+  p.count = count;
+  p.linear = rounding.linear;
+  p.logits = rounding.logits;
+  p.to = to;
+  p.to_dtype = to_dtype;
+  return check_call("gate: rounding of logits", launch_round_logits(p, stream));
+}
+
+Result<CudaGate> CudaGate::create(ConstTensorView weight, ConstTensorView bias,
+                                  const gate::LogitRounding& rounding) {
   if (weight.rank() != 2 || weight.dim(0) < 1 || weight.dim(1) < 1) {
     return Status(StatusCode::kInvalidShape,
                   fmt::format("gate weight: got {}, need [num_experts, hidden_size], both >= 1",
@@ -49,6 +64,7 @@ Result<CudaGate> CudaGate::create(ConstTensorView weight, ConstTensorView bias) 
   }
   MOESAIC_RETURN_IF_ERROR(check("gate weight", weight));
   CudaGate gate;
+  gate.rounding_ = rounding;
   MOESAIC_ASSIGN_OR_RETURN(gate.device_, current_device_traits());
   gate.experts_ = weight.dim(0);
   gate.hidden_ = weight.dim(1);
@@ -94,14 +110,17 @@ GateParams CudaGate::params(const void* x, DType x_dtype, std::int64_t tokens,
 }
 
 bool CudaGate::runs_prologue(DType x_dtype, std::int64_t tokens) const {
-  return plan(x_dtype).of(tokens) == GateKernel::kOneWave;
+  return rounding_.none() && plan(x_dtype).of(tokens) == GateKernel::kOneWave;
 }
 
 Status CudaGate::enqueue(void* stream, const void* x, DType x_dtype, std::int64_t tokens,
                          float* logits, const ExpertsPrologue* prologue) const {
+  MOESAIC_RETURN_IF_ERROR(gate::check_linear_input(x_dtype, rounding_));
   GateParams p = params(x, x_dtype, tokens, logits);
   if (prologue != nullptr) p.prologue = *prologue;
-  return check_call("gate", launch_gate(p, plan(x_dtype).of(tokens), device_, stream));
+  MOESAIC_RETURN_IF_ERROR(
+      check_call("gate", launch_gate(p, plan(x_dtype).of(tokens), device_, stream)));
+  return round_logits(logits, tokens * experts_, rounding_, logits, DType::kF32, stream);
 }
 
 }  // namespace moesaic::cuda

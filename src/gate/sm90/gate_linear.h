@@ -1,10 +1,11 @@
-// GateLinear on a Hopper GPU: weight and bias on the device, logits in fp32 whatever the dtypes.
+// GateLinear on a Hopper GPU: weight and bias on the device, sums in fp32 whatever the dtypes.
 #pragma once
 
 #include <cstdint>
 
 #include "cuda/device_memory.h"
 #include "cuda/experts_prologue.h"
+#include "gate/rounding.h"
 #include "gate/sm90/gate.h"
 #include "moesaic/dtype.h"
 #include "moesaic/status.h"
@@ -12,16 +13,23 @@
 
 namespace moesaic::cuda {
 
+// `count` fp32 logits on the current device, rounded into `to` of to_dtype: F32 (may be `from`), or
+// rounding.logits. No launch where nothing would change.
+Status round_logits(const float* from, std::int64_t count, const gate::LogitRounding& rounding,
+                    void* to, DType to_dtype, void* stream);
+
 class CudaGate {
  public:
   // Host tensors as GateLinear::create takes them; copied to the current device, F16 weights as
-  // F32. Errors: shapes and dtypes as there, kOutOfMemory, kDevice.
-  static Result<CudaGate> create(ConstTensorView weight, ConstTensorView bias);
+  // F32. `rounding`: what every call does to its logits, which stay fp32 numbers, by one kernel more
+  // behind the gate's. Errors: shapes and dtypes as there, kOutOfMemory, kDevice.
+  static Result<CudaGate> create(ConstTensorView weight, ConstTensorView bias,
+                                 const gate::LogitRounding& rounding = {});
 
   // x [tokens, H] of x_dtype (F32, BF16 or F16) to logits [tokens, E], device pointers as
   // launch_gate takes them. The accumulator is fp32 and is not rounded in any tier.
   // `prologue`: of an experts stage that follows, run by the same launch; null: none. Only where
-  // runs_prologue says so.
+  // runs_prologue says so: never with a rounding, which comes between. check_linear_input's errors.
   Status enqueue(void* stream, const void* x, DType x_dtype, std::int64_t tokens, float* logits,
                  const ExpertsPrologue* prologue = nullptr) const;
   bool runs_prologue(DType x_dtype, std::int64_t tokens) const;
@@ -35,6 +43,7 @@ class CudaGate {
   Allocation weight_, bias_;
   DeviceTraits device_;
   GatePlan of_bf16_, of_f16_, of_f32_;  // by x_dtype
+  gate::LogitRounding rounding_;
   bool weight_f32_ = false;
   std::int64_t experts_ = 0, hidden_ = 0;
 };

@@ -32,9 +32,9 @@ Result<ModularKernel> make_kernel(const MoeProblem& problem, const QuantPlan& qu
 }
 
 Result<GateLinear> make_gate(const Tensor& weight, const Tensor& bias, int num_threads) {
-  // Logits in fp32 whatever the weight's dtype: a bf16 rounding could flip near-ties.
+  // Logits in fp32 whatever the weight's dtype: a bf16 rounding could flip near-ties. Where one is
+  // wanted, the layer rounds them.
   GateLinear::Options options;
-  options.logits_dtype = DType::kF32;
   options.num_threads = num_threads;
   return GateLinear::create(weight.view(), bias.view(), options);
 }

@@ -82,8 +82,11 @@ Status CpuEngine::compute_logits(const FusedMoE::Args& args, const CpuBuffers& b
     normalise_rows(x, plan.input_norm_eps, nullptr, b.normed);
     gate_input = view_of(b.normed, DType::kF32, {rows, plan.hidden_size});
   }
-  return gate->forward(gate_input, view_of(b.logits, DType::kF32, {rows, logit_columns(plan)}))
-      .with_context("gate");
+  MOESAIC_RETURN_IF_ERROR(
+      gate->forward(gate_input, view_of(b.logits, DType::kF32, {rows, logit_columns(plan)}))
+          .with_context("gate"));
+  plan.logit_rounding().apply(b.logits, rows * logit_columns(plan));
+  return {};
 }
 
 Status CpuEngine::select_experts(const FusedMoE::Args& args, const CpuBuffers& b) const {

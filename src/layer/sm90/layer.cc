@@ -106,7 +106,8 @@ Result<std::unique_ptr<layer::LayerEngine>> CudaLayer::create(const layer::Engin
   MOESAIC_RETURN_IF_ERROR(scope.status());
 
   if (plan.has_gate) {
-    Result<CudaGate> gate = CudaGate::create(t.gate_weight.view(), t.gate_bias.view());
+    Result<CudaGate> gate =
+        CudaGate::create(t.gate_weight.view(), t.gate_bias.view(), plan.logit_rounding());
     if (!gate.ok()) return gate.status().with_context("gate");
     impl->gate = std::move(gate).value();
   }

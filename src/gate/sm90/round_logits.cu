@@ -1,0 +1,57 @@
+#include <cuda_runtime.h>
+
+#include "cuda/fault.cuh"
+#include "gate/sm90/round_logits.h"
+
+namespace moesaic::cuda {
+namespace {
+
+constexpr int kRoundThreads = 256;
+
+__device__ __forceinline__ std::uint16_t code_of(float v, DType dtype) {
+  std::uint16_t code = 0;
+  if (dtype == DType::kBF16) {
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(code) : "f"(v));
+  } else {
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(code) : "f"(v));
+  }
+  return code;
+}
+__device__ __forceinline__ float rounded(float v, DType dtype) {
+  if (dtype == DType::kF32) return v;
+  const std::uint16_t code = code_of(v, dtype);
+  if (dtype == DType::kBF16) return __uint_as_float(static_cast<std::uint32_t>(code) << 16);
+  asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(code));
+  return v;
+}
+
+// A thread reads its element before it writes it, so `to` may be `from`.
+__global__ void __launch_bounds__(kRoundThreads)
+    round_logits_kernel(const __grid_constant__ RoundLogitsParams p) {
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kRoundThreads + threadIdx.x;
+       i < p.count; i += static_cast<std::int64_t>(gridDim.x) * kRoundThreads) {
+    float v = rounded(p.from[i], p.linear);
+    MOESAIC_CUDA_FAULT(cuda_gate_linear_stays_fp32, v = p.from[i];)
+    if (p.to_dtype == DType::kF32) {
+      const float logit = rounded(v, p.logits);
+      MOESAIC_CUDA_FAULT(cuda_gate_logits_stay_unrounded, static_cast<float*>(p.to)[i] = v;
+                         continue;)
+      static_cast<float*>(p.to)[i] = logit;
+    } else {
+      static_cast<std::uint16_t*>(p.to)[i] = code_of(v, p.to_dtype);
+    }
+  }
+}
+
+}  // namespace
+
+int launch_round_logits(const RoundLogitsParams& p, void* stream) {
+  MOESAIC_ARM_CUDA_FAULTS();
+  if (p.count == 0) return 0;
+  const std::int64_t blocks = (p.count + kRoundThreads - 1) / kRoundThreads;
+  round_logits_kernel<<<static_cast<unsigned>(blocks < 65536 ? blocks : 65536), kRoundThreads, 0,
+                        static_cast<cudaStream_t>(stream)>>>(p);
+  return static_cast<int>(cudaGetLastError());
+}
+
+}  // namespace moesaic::cuda

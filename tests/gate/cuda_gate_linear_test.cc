@@ -1,0 +1,156 @@
+// GateLinear on a GPU: what its options do to the kernels' logits. Skipped, visibly, without a
+// device.
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <optional>
+#include <string>
+
+#include "gate/rounding.h"
+#include "moesaic/device_tensor.h"
+#include "moesaic/gate.h"
+#include "numerics/element.h"
+#include "support/cuda_device.h"
+#include "support/metrics.h"
+#include "support/random.h"
+#include "support/refusal.h"
+
+namespace moesaic {
+namespace {
+
+constexpr Device kGateGpu = Device::cuda(0);
+
+struct GateCase {
+  std::int64_t tokens, experts, hidden;
+  DType weight_dtype, x_dtype;
+  bool bias;
+};
+
+GateLinear gate_on_gpu(const Tensor& weight, const Tensor& bias, std::optional<DType> logits_dtype,
+                       bool fp32) {
+  GateLinear::Options options;
+  options.device = kGateGpu;
+  options.logits_dtype = logits_dtype;
+  options.force_fp32_compute = fp32;
+  return GateLinear::create(weight.view(), bias.view(), options).value();
+}
+
+Tensor logits_of(const GateLinear& gate, const DeviceTensor& x) {
+  const Shape shape{x.view().dim(0), gate.num_experts()};
+  DeviceTensor out = DeviceTensor::uninitialized(kGateGpu, gate.logits_dtype(), shape).value();
+  const Status status = gate.forward(x.view(), out.view());
+  EXPECT_TRUE(status.ok()) << status.to_string();
+  EXPECT_TRUE(synchronize(kGateGpu).ok());
+  Tensor host = Tensor::zeros(gate.logits_dtype(), shape).value();
+  EXPECT_TRUE(copy_tensor(out.view(), host.view()).ok());
+  return host;
+}
+
+Tensor rounded_as(const Tensor& logits, DType linear, DType dtype) {
+  Tensor to = Tensor::zeros(dtype, logits.shape()).value();
+  for (std::int64_t i = 0; i < logits.bytes() / 4; ++i) {
+    store_from_f32(to.data(), dtype, i, gate::rounded_to(logits.as<float>()[i], linear));
+  }
+  return to;
+}
+
+// The fp32 logits of the same kernels, rounded by the CPU's codecs.
+TEST(CudaGateLinear, LogitsAreThoseOfF32Rounded) {
+  REQUIRE_HOPPER();
+  using enum DType;
+  for (const GateCase& c :
+       {GateCase{1, 256, 7168, kBF16, kBF16, false}, GateCase{16, 128, 2048, kBF16, kBF16, true},
+        GateCase{70, 130, 520, kBF16, kBF16, true}, GateCase{700, 60, 1032, kBF16, kBF16, false},
+        GateCase{5, 7, 33, kBF16, kBF16, true}, GateCase{9, 16, 256, kF16, kF16, true},
+        GateCase{20, 256, 3072, kF32, kBF16, false}, GateCase{7, 9, 40, kF32, kF32, true}}) {
+    test::Rng rng(5);
+    const Tensor w = test::random_normal(rng, c.weight_dtype, {c.experts, c.hidden},
+                                         1 / std::sqrt(static_cast<double>(c.hidden)));
+    const Tensor bias = c.bias ? test::random_normal(rng, kF32, {c.experts}) : Tensor();
+    const DeviceTensor x =
+        DeviceTensor::copy_of(test::random_normal(rng, c.x_dtype, {c.tokens, c.hidden}).view(),
+                              kGateGpu)
+            .value();
+    const Tensor sums = logits_of(gate_on_gpu(w, bias, kF32, true), x);
+    for (const bool fp32 : {true, false}) {
+      const DType linear = fp32 ? kF32 : c.weight_dtype;
+      for (const DType dtype : {kF32, kBF16, kF16}) {
+        const Tensor got = logits_of(gate_on_gpu(w, bias, dtype, fp32), x);
+        std::string why;
+        EXPECT_TRUE(test::same_bits(got.view(), rounded_as(sums, linear, dtype).view(), &why))
+            << c.tokens << "x" << c.experts << "x" << c.hidden << " " << dtype_name(linear) << " "
+            << dtype_name(dtype) << ": " << why;
+      }
+    }
+  }
+}
+
+TEST(CudaGateLinear, TheLogitsDTypeMayBeSetOnceAndLater) {
+  REQUIRE_HOPPER();
+  test::Rng rng(6);
+  const Tensor w = test::random_normal(rng, DType::kBF16, {8, 64});
+  const DeviceTensor x =
+      DeviceTensor::copy_of(test::random_normal(rng, DType::kBF16, {3, 64}).view(), kGateGpu)
+          .value();
+  const Tensor sums = logits_of(gate_on_gpu(w, Tensor(), DType::kF32, true), x);
+  GateLinear gate = gate_on_gpu(w, Tensor(), std::nullopt, false);
+  std::string why;
+  for (const DType dtype : {DType::kBF16, DType::kF32}) {
+    EXPECT_EQ(gate.logits_dtype(), dtype);
+    EXPECT_TRUE(test::same_bits(logits_of(gate, x).view(),
+                                rounded_as(sums, DType::kBF16, dtype).view(), &why))
+        << why;
+    EXPECT_EQ(gate.set_logits_dtype(DType::kF32).ok(), dtype == DType::kBF16);
+  }
+}
+
+// Rounded logits of 16 bits pass through memory that the graph holds.
+TEST(CudaGateLinear, ACapturedCallComputesAnew) {
+  REQUIRE_HOPPER();
+  constexpr std::int64_t kTokens = 20, kExperts = 16, kHidden = 256;
+  test::Rng rng(7);
+  const Tensor w = test::random_normal(rng, DType::kBF16, {kExperts, kHidden});
+  const GateLinear gate = gate_on_gpu(w, Tensor(), DType::kBF16, true);
+  DeviceTensor x = DeviceTensor::uninitialized(kGateGpu, DType::kBF16, {kTokens, kHidden}).value();
+  DeviceTensor out =
+      DeviceTensor::uninitialized(kGateGpu, DType::kBF16, {kTokens, kExperts}).value();
+  cudaStream_t stream = nullptr;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t exec = nullptr;
+  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
+  const Status status = gate.forward(x.view(), out.view(), {stream});
+  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  ASSERT_TRUE(status.ok()) << status.to_string();
+  ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+  for (int replay = 0; replay < 5; ++replay) {
+    const Tensor rows = test::random_normal(rng, DType::kBF16, {kTokens, kHidden});
+    ASSERT_TRUE(copy_tensor(rows.view(), x.view()).ok());
+    const Tensor want = logits_of(gate, x);
+    ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+    ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+    Tensor got = Tensor::zeros(DType::kBF16, {kTokens, kExperts}).value();
+    ASSERT_TRUE(copy_tensor(out.view(), got.view()).ok());
+    std::string why;
+    EXPECT_TRUE(test::same_bits(got.view(), want.view(), &why)) << why;
+  }
+  (void)cudaGraphExecDestroy(exec);
+  (void)cudaGraphDestroy(graph);
+  (void)cudaStreamDestroy(stream);
+}
+
+TEST(CudaGateLinear, RowsOfAnotherDTypeThanALinearIn16BitsAreRefused) {
+  REQUIRE_HOPPER();
+  test::Rng rng(8);
+  const Tensor w = test::random_normal(rng, DType::kBF16, {8, 64});
+  const GateLinear gate = gate_on_gpu(w, Tensor(), DType::kF32, false);
+  const DeviceTensor x = DeviceTensor::uninitialized(kGateGpu, DType::kF32, {3, 64}).value();
+  DeviceTensor out = DeviceTensor::uninitialized(kGateGpu, DType::kF32, {3, 8}).value();
+  test::expect_refusal(gate.forward(x.view(), out.view()), StatusCode::kUnsupported,
+                       {"hidden_states: got F32, need BF16"});
+}
+
+}  // namespace
+}  // namespace moesaic
