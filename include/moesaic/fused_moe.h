@@ -103,8 +103,8 @@ struct LayerExplanation {
   // As FusedMoE::workspace_bytes; over ranks without the buffers of messages.
   std::int64_t workspace_bytes = 0;
   std::string determinism;
-  std::string activations;            // what the routed experts' become: activation_text
-  std::string quant_note;             // as MoeLayerSpec has it
+  std::string activations;    // what the routed experts' become: activation_text
+  std::string quant_note;     // as MoeLayerSpec has it
   std::string router_logits;  // what the router sees: "fp32 sums", "fp32 sums rounded to BF16", ...
   std::vector<StageThreads> threads;  // every stage that may have several; empty on a GPU
 };
