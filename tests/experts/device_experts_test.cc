@@ -10,6 +10,7 @@
 #include "moesaic/modular_kernel.h"
 #include "support/cuda_device.h"
 #include "support/experts_run.h"
+#include "support/fp8_rows.h"
 #include "support/metrics.h"
 #include "support/refusal.h"
 
@@ -97,6 +98,39 @@ TEST(DeviceExperts, TheSameCallsAsOnTheCpu) {
       EXPECT_EQ(std::memcmp(before.data(), after.data(), static_cast<std::size_t>(after.bytes())),
                 0);
     }
+  }
+}
+
+// Rows that were quantised elsewhere: scales lie group by group, rows of a group side by side.
+TEST(DeviceExperts, CodesHaveTheBitsOfTheRowsTheyWereMadeOf) {
+  REQUIRE_HOPPER();
+  EXPECT_FALSE(GpuCall("bf16", 1, 6).experts->takes_quantized_rows());
+  for (const std::int64_t tokens : {1, 5, 33, 200}) {
+    GpuCall call("fp8-block", tokens, 6);
+    ASSERT_TRUE(call.experts->takes_quantized_rows());
+    ASSERT_TRUE(call.experts->run(call.args()).ok());
+    const Tensor want = call.result();
+    const test::Fp8Rows rows = test::fp8_rows(call.c.hidden_states, quant::ScaleRounding::kNone);
+    const std::int64_t groups = rows.scales.shape()[1], stride = tokens + 3;
+    Tensor apart = Tensor::zeros(DType::kF32, {groups, stride}).value();
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      for (std::int64_t g = 0; g < groups; ++g) {
+        apart.as<float>()[g * stride + t] = rows.scales.as<float>()[t * groups + g];
+      }
+    }
+    const DeviceTensor codes = DeviceTensor::copy_of(rows.codes.view(), kGpu).value();
+    const DeviceTensor scales = DeviceTensor::copy_of(apart.view(), kGpu).value();
+    ExpertsArgs a = call.args();
+    a.hidden_states = codes.view();
+    a.hidden_scale = {scales.view().data, DType::kF32, {tokens, groups}, kGpu};
+    a.hidden_scale.strides = {1, stride};
+    ASSERT_EQ(cudaMemset(call.output.data(), 0xFF, static_cast<std::size_t>(call.output.bytes())),
+              cudaSuccess);
+    const Status status = call.experts->run(a);
+    ASSERT_TRUE(status.ok()) << status.to_string();
+    const Tensor got = call.result();
+    EXPECT_EQ(std::memcmp(got.data(), want.data(), static_cast<std::size_t>(got.bytes())), 0)
+        << tokens;
   }
 }
 

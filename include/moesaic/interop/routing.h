@@ -76,7 +76,7 @@ Result<RouterKind> choose_router(const RouterFactoryInputs& inputs);
 
 // --- Gate tiers
 // Read by: engines that want the dtype and rounding of the original's logits for a device. Moesaic's
-// GateLinear (gate.h) follows none of these rules: it keeps fp32 accumulators.
+// GateLinear (gate.h) follows none of these rules; the roundings of tiers 1 and 4 are its options.
 
 // What each tier does to dtypes (x: hidden states, W: the gate's compute dtype). Tiers 1 to 3 belong
 // to devices with small-batch and widening GEMM kernels (sm_90, sm_10x); a plain CPU always takes the
