@@ -56,6 +56,7 @@ TEST(RouterLogits, AreRoundedAsTheOptionsSayAndChooseTheExperts) {
     FusedMoE::Options options;
     options.quant = "f32";
     options.max_tokens = 32;
+    options.num_threads = 1;
     const LayerRun plain = run_layer(make_layer(t, options), x);
     EXPECT_GT(odd_ids(plain), 10) << "no near ties to turn around";
     for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
