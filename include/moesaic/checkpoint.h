@@ -95,8 +95,10 @@ class Checkpoint {
   // up to 8 and the incomplete experts, kInvalidShape and kInvalidDType name tensor, found and
   // needed (exact shapes, one dtype for all experts), kCorruptFile names unrecognised tensors in
   // the block, kAmbiguousFormat a layer that is stored twice. kInvalidArgument: intermediate_size
-  // does not divide by tp_size, or into whole FP8 blocks. Values are checked as they are read:
-  // kCorruptFile for FP8 NaN codes and for scales that are not finite and > 0.
+  // does not divide by tp_size, or into whole FP8 blocks (MXFP4 need not: every rank has rows for
+  // ceil(I / 32 / tp_size) groups of 32, the last ranks fewer groups or none and zeros instead).
+  // Values are checked as they are read: kCorruptFile for FP8 NaN codes and for scales that are not
+  // finite and > 0.
   // Experts follow `parallel`: tensor-parallel slices of I (w2_bias on rank 0, zeros elsewhere) or
   // this rank's share of the experts. Router and shared expert are whole on every rank.
   // Gate and up read one row: where they have static activation scales of their own the larger is

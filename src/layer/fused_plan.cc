@@ -10,6 +10,7 @@
 #include "core/checked.h"
 #include "core/fault.h"
 #include "core/refusal.h"
+#include "quant/width_slice.h"
 
 namespace moesaic::layer {
 namespace {
@@ -20,10 +21,6 @@ Status check_options(const MoeLayerSpec& spec, const FusedMoE::Options& o) {
   }
   if (o.num_threads < 0) {
     return invalid(fmt::format("num_threads: got {}, need >= 0", o.num_threads));
-  }
-  if (spec.intermediate_size % o.parallel.tp_size != 0) {
-    return invalid(fmt::format("intermediate_size: got {}, need a multiple of tp_size {}",
-                               spec.intermediate_size, o.parallel.tp_size));
   }
   MOESAIC_RETURN_IF_ERROR(expect_float_dtype("router_logits_dtype", o.router_logits_dtype));
   if (!o.include_gate && (o.router_logits_dtype != DType::kF32 || !o.gate_force_fp32_compute)) {
@@ -145,7 +142,12 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_
   routed.max_tokens = plan.ranks.experts_rows;
   if (plan.ranks.transport == RankTransport::kBatched) routed.format = ActivationFormat::kBatched;
   routed.hidden_size = plan.latent_size;
-  routed.intermediate_size = spec.intermediate_size / options.parallel.tp_size;
+  const bool uneven = quant::is_cut_unevenly(spec.quant);
+  MOESAIC_ASSIGN_OR_RETURN(
+      const quant::WidthSlice width,
+      quant::slice_width("intermediate_size", spec.intermediate_size, options.parallel.tp_size,
+                         options.parallel.tp_rank, uneven ? spec.quant.weight.block_k : 1, uneven));
+  routed.intermediate_size = width.padded;
   routed.has_expert_bias = spec.has_expert_bias;
   routed.apply_router_weight_on_input = spec.apply_router_weight_on_input;
 

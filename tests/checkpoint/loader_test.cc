@@ -3,11 +3,12 @@
 
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/config/linear_format.h"
 #include "checkpoint/container_support.h"
 #include "checkpoint/reader/fp8_checks.h"
-#include "checkpoint/reader/window.h"
 #include "moesaic/checkpoint.h"
 #include "quant/block_scales.h"
+#include "quant/width_slice.h"
 #include "support/random.h"
 
 namespace moesaic::test {
@@ -100,7 +101,8 @@ TEST(Loader, Fp8BlockDivisibility) {
                                                    {1536, 8, false},
                                                    {64, 1, false}}) {
     const Status fp8 =
-        checkpoint::check_slice("intermediate_size", c.width, c.tp, quant::kFp8BlockSize);
+        quant::slice_width("intermediate_size", c.width, c.tp, 0, quant::kFp8BlockSize, false)
+            .status();
     EXPECT_EQ(fp8.ok(), c.ok) << c.width << " tp " << c.tp;
     if (!c.ok) {
       EXPECT_EQ(mismatch(fp8, StatusCode::kInvalidArgument,
@@ -108,10 +110,27 @@ TEST(Loader, Fp8BlockDivisibility) {
                           "tp_size " + std::to_string(c.tp), "128"}),
                 "");
     }
-    EXPECT_TRUE(checkpoint::check_slice("intermediate_size", c.width, c.tp, 1).ok());
+    EXPECT_TRUE(quant::slice_width("intermediate_size", c.width, c.tp, 0, 1, false).ok());
   }
-  EXPECT_EQ(mismatch(checkpoint::check_slice("intermediate_size", 768, 5, 1),
+  EXPECT_EQ(mismatch(quant::slice_width("intermediate_size", 768, 5, 0, 1, false).status(),
                      StatusCode::kInvalidArgument, {"intermediate_size", "got 768", "tp_size 5"}),
+            "");
+}
+
+// docs/spec/checkpoints.md section 9 (11).
+TEST(Loader, UnevenSlicesOfGptOss) {
+  const auto rank = [](std::int64_t parts, std::int64_t r) {
+    return quant::slice_width("intermediate_size", 2880, parts, r, 32, true).value();
+  };
+  EXPECT_EQ(rank(2, 1), (quant::WidthSlice{1440, 1440, 1440}));
+  EXPECT_EQ(rank(4, 2), (quant::WidthSlice{1472, 736, 736}));
+  EXPECT_EQ(rank(4, 3), (quant::WidthSlice{2208, 672, 736}));
+  EXPECT_EQ(rank(8, 7), (quant::WidthSlice{2688, 192, 384}));
+  EXPECT_EQ(rank(16, 14), (quant::WidthSlice{2688, 192, 192}));
+  EXPECT_EQ(rank(16, 15), (quant::WidthSlice{2880, 0, 192}));
+  EXPECT_EQ(rank(91, 90), (quant::WidthSlice{2880, 0, 32}));
+  EXPECT_EQ(mismatch(quant::slice_width("intermediate_size", 2890, 2, 0, 32, true).status(),
+                     StatusCode::kInvalidArgument, {"intermediate_size", "2890", "group 32"}),
             "");
 }
 

@@ -560,7 +560,7 @@ TEST(FusedMoE, CreateRefusesWithStageFieldAndNeed) {
   refuse([](auto& w, auto&) { w.spec.intermediate_size = 33; }, StatusCode::kInvalidShape,
          "experts: expert 0: w13");
   refuse([](auto&, auto& o) { o.parallel.tp_size = 3; }, StatusCode::kInvalidArgument,
-         "intermediate_size: got 32, need a multiple of tp_size 3");
+         "intermediate_size: got 32 with tp_size 3, need a multiple of tp_size");
   refuse([](auto&, auto& o) { o.parallel.ep_rank = 5; }, StatusCode::kInvalidArgument, "ep_rank");
   refuse([](auto&, auto& o) { o.transform.hidden_size = 32; }, StatusCode::kInvalidArgument,
          "transform.input");

@@ -22,6 +22,7 @@
 #include "checkpoint/reader/mlp_reader.h"
 #include "core/fault.h"
 #include "moesaic/log.h"
+#include "quant/width_slice.h"
 
 namespace moesaic {
 namespace {
@@ -144,11 +145,10 @@ Result<MoeLayerTensors> load_tensors(const checkpoint::BoundLayer& layer) {
 // Divisibility of what this rank gets, before any tensor is looked at.
 Status check_parallel(const checkpoint::LayerSource& source, const ParallelConfig& parallel) {
   MOESAIC_RETURN_IF_ERROR(parallel.validate());
-  MOESAIC_RETURN_IF_ERROR(checkpoint::check_slice("intermediate_size",
-                                                  source.spec.intermediate_size, parallel.tp_size,
-                                                  checkpoint::slice_unit(source.experts)));
-  return checkpoint::check_slice("shared.intermediate_size", source.spec.shared.intermediate_size,
-                                 1, checkpoint::slice_unit(source.shared));
+  MOESAIC_RETURN_IF_ERROR(checkpoint::width_slice(source, parallel).status());
+  return quant::slice_width("shared.intermediate_size", source.spec.shared.intermediate_size, 1, 0,
+                            checkpoint::slice_unit(source.shared), false)
+      .status();
 }
 
 }  // namespace

@@ -28,10 +28,11 @@ struct SourcePart {
 class CheckpointExpertSource final : public ExpertSource {
  public:
   CheckpointExpertSource(std::shared_ptr<const ShardSet> shards, SourcePart part,
-                         MlpBuffers buffers, LoadProgress progress)
+                         MlpBuffers buffers, MlpBuffers unpadded, LoadProgress progress)
       : shards_(std::move(shards)),
         part_(std::move(part)),
         buffers_(std::move(buffers)),
+        unpadded_(std::move(unpadded)),
         progress_(std::move(progress)) {}
 
   Result<ExpertWeightsView> expert(std::int64_t local_expert) override {
@@ -63,24 +64,41 @@ class CheckpointExpertSource final : public ExpertSource {
           input_scales_, read_input_scales(part_.tensors, part_.slice.format, part_.slice.experts,
                                            part_.input_scales));
     }
+    const MlpSlice& slice = part_.slice;
+    if (slice.padded == slice.count) return read_into(tensors, id, &buffers_);
+    if (slice.count > 0) MOESAIC_RETURN_IF_ERROR(read_into(tensors, id, &unpadded_));
+    pad_mlp(unpadded_, slice, &buffers_);
+    set_input_scales(*input_scales_, id, &buffers_);
+    return {};
+  }
+
+  Status read_into(const MlpTensors& tensors, std::int64_t id, MlpBuffers* to) {
     const bool wide = part_.slice.format.stored != StoredFormat::kPlain &&
                       part_.slice.scheme.weight.granularity == ScaleGranularity::kNone;
-    return wide ? read_wide_mlp(tensors, part_.slice, id, &buffers_)
-                : read_mlp(tensors, part_.slice, *input_scales_, id, &buffers_);
+    return wide ? read_wide_mlp(tensors, part_.slice, id, to)
+                : read_mlp(tensors, part_.slice, *input_scales_, id, to);
   }
 
   std::shared_ptr<const ShardSet> shards_;  // keeps the files of part_ open
   SourcePart part_;
   MlpBuffers buffers_;
+  MlpBuffers unpadded_;  // where this rank has less than the others, or nothing
   std::optional<InputScales> input_scales_;
   LoadProgress progress_;
 };
 
 Result<std::unique_ptr<ExpertSource>> make_source(std::shared_ptr<const ShardSet> shards,
                                                   SourcePart part, LoadProgress progress) {
-  MOESAIC_ASSIGN_OR_RETURN(MlpBuffers buffers, MlpBuffers::make(part.slice));
+  MlpSlice slice = part.slice;
+  slice.count = slice.padded;
+  MOESAIC_ASSIGN_OR_RETURN(MlpBuffers buffers, MlpBuffers::make(slice));
+  MlpBuffers unpadded;
+  if (part.slice.count > 0 && part.slice.count < part.slice.padded) {
+    MOESAIC_ASSIGN_OR_RETURN(unpadded, MlpBuffers::make(part.slice));
+  }
   return std::unique_ptr<ExpertSource>(std::make_unique<CheckpointExpertSource>(
-      std::move(shards), std::move(part), std::move(buffers), std::move(progress)));
+      std::move(shards), std::move(part), std::move(buffers), std::move(unpadded),
+      std::move(progress)));
 }
 
 }  // namespace
@@ -88,6 +106,12 @@ Result<std::unique_ptr<ExpertSource>> make_source(std::shared_ptr<const ShardSet
 void LoadProgress::add(std::int64_t bytes) {
   done_bytes_ = std::min(done_bytes_ + bytes, total_bytes_);
   if (report_) report_(done_bytes_, total_bytes_);
+}
+
+Result<quant::WidthSlice> width_slice(const LayerSource& source, const ParallelConfig& parallel) {
+  return quant::slice_width("intermediate_size", source.spec.intermediate_size, parallel.tp_size,
+                            parallel.tp_rank, slice_unit(source.experts),
+                            quant::is_cut_unevenly(source.spec.quant));
 }
 
 std::int64_t local_expert_bytes(const BoundLayer& layer, int tp_size,
@@ -123,8 +147,10 @@ Result<std::unique_ptr<ExpertSource>> make_checkpoint_source(
   slice.gated = !source.layout->gate.empty();
   slice.hidden = source.spec.hidden_size;
   slice.width = source.spec.intermediate_size;
-  slice.count = slice.width / parallel.tp_size;
-  slice.first = slice.count * parallel.tp_rank;
+  MOESAIC_ASSIGN_OR_RETURN(const quant::WidthSlice width, width_slice(source, parallel));
+  slice.first = width.first;
+  slice.count = width.count;
+  slice.padded = width.padded;
   slice.has_bias = source.spec.has_expert_bias;
   slice.with_down_bias = parallel.tp_rank == 0;
   return make_source(std::move(shards), std::move(part), std::move(progress));
@@ -144,7 +170,7 @@ Result<std::unique_ptr<ExpertSource>> make_shared_source(std::shared_ptr<const S
   part.slice.storage = source.shared_layout->storage;
   part.slice.gated = !source.shared_layout->gate.empty();
   part.slice.hidden = source.spec.hidden_size;
-  part.slice.width = part.slice.count = source.spec.shared.intermediate_size;
+  part.slice.width = part.slice.count = part.slice.padded = source.spec.shared.intermediate_size;
   return make_source(std::move(shards), std::move(part), LoadProgress({}, 0));
 }
 

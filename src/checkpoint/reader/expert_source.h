@@ -12,6 +12,7 @@
 #include "moesaic/experts.h"
 #include "moesaic/parallel.h"
 #include "moesaic/status.h"
+#include "quant/width_slice.h"
 
 namespace moesaic::checkpoint {
 
@@ -29,10 +30,15 @@ class LoadProgress {
   std::int64_t done_bytes_ = 0;
 };
 
-// Keeps the files open. `layer` was bound to `shards`; the slice was checked with check_slice;
+// The part of every expert's width that this rank reads, cut where the stored format may be cut.
+// Errors of quant::slice_width, about intermediate_size.
+Result<quant::WidthSlice> width_slice(const LayerSource& source, const ParallelConfig& parallel);
+
+// Keeps the files open. `layer` was bound to `shards`; its slice was checked with width_slice;
 // `expert_ids` are the global ids of this rank's experts, in local order; `directory` begins the
 // source's messages.
-// Memory: the canonical weights of one expert (plus one projection for transposed storages).
+// Memory: the canonical weights of one expert (plus one projection for transposed storages, and the
+// expert a second time where this rank has less than the others).
 Result<std::unique_ptr<ExpertSource>> make_checkpoint_source(
     std::shared_ptr<const ShardSet> shards, BoundLayer layer, const ParallelConfig& parallel,
     std::vector<std::int64_t> expert_ids, std::string directory, LoadProgress progress,

@@ -1,9 +1,34 @@
 #include "checkpoint/reader/mlp_buffers.h"
 
+#include <cstring>
+
 #include "core/checked.h"
+#include "core/fault.h"
 #include "quant/compute_scheme.h"
 
 namespace moesaic::checkpoint {
+namespace {
+
+// E8M0 of 1.
+constexpr int kExponentOfOne = 127;
+
+void fill_bytes(Tensor* t, int value) {
+  if (t->present()) std::memset(t->data(), value, static_cast<std::size_t>(t->bytes()));
+}
+
+// Rows [first, first + rows) of `from` to rows `at` and on of `to`, whose rows may be longer.
+void copy_rows(const Tensor& from, std::int64_t first, std::int64_t rows, Tensor* to,
+               std::int64_t at) {
+  if (!from.present() || rows == 0) return;
+  const std::int64_t bytes = from.bytes() / from.shape()[0];
+  const std::int64_t pitch = to->bytes() / to->shape()[0];
+  for (std::int64_t r = 0; r < rows; ++r) {
+    std::memcpy(to->data() + (at + r) * pitch, from.data() + (first + r) * bytes,
+                static_cast<std::size_t>(bytes));
+  }
+}
+
+}  // namespace
 
 Result<MatrixBuffers> MatrixBuffers::make(const Scheme& scheme, std::int64_t rows,
                                           std::int64_t columns) {
@@ -58,6 +83,23 @@ Result<MlpBuffers> MlpBuffers::make(const MlpSlice& s) {
   MOESAIC_ASSIGN_OR_RETURN(b.w13_bias, Tensor::uninitialized(DType::kF32, {rows}));
   MOESAIC_ASSIGN_OR_RETURN(b.w2_bias, Tensor::uninitialized(DType::kF32, {s.hidden}));
   return b;
+}
+
+void pad_mlp(const MlpBuffers& from, const MlpSlice& slice, MlpBuffers* to) {
+  const int zero = MOESAIC_FAULT(checkpoint_padding_is_not_zero) ? 0x22 : 0;
+  for (Tensor* codes : {&to->w13.weight, &to->w2.weight}) fill_bytes(codes, zero);
+  for (Tensor* scale : {&to->w13.scale, &to->w2.scale}) fill_bytes(scale, kExponentOfOne);
+  for (Tensor* bias : {&to->w13_bias, &to->w2_bias}) fill_bytes(bias, 0);
+  if (slice.count == 0) return;
+  for (int half = 0; half < (slice.gated ? 2 : 1); ++half) {
+    const std::int64_t first = half * slice.count, at = half * slice.padded;
+    copy_rows(from.w13.weight, first, slice.count, &to->w13.weight, at);
+    copy_rows(from.w13.scale, first, slice.count, &to->w13.scale, at);
+    copy_rows(from.w13_bias, first, slice.count, &to->w13_bias, at);
+  }
+  copy_rows(from.w2.weight, 0, slice.hidden, &to->w2.weight, 0);
+  copy_rows(from.w2.scale, 0, slice.hidden, &to->w2.scale, 0);
+  copy_rows(from.w2_bias, 0, slice.hidden, &to->w2_bias, 0);
 }
 
 ExpertWeightsView view_of(const MlpBuffers& b) {

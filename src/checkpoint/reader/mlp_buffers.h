@@ -41,4 +41,9 @@ struct MlpBuffers {
 };
 ExpertWeightsView view_of(const MlpBuffers& buffers);
 
+// The `slice.count` rows of gate and up and columns of down in `from` (none: `from` may be empty)
+// into buffers with `slice.padded` of them. What is added is zero, with scales of one: it adds
+// nothing to any sum. Of formats with weights, E8M0 scales and biases alone.
+void pad_mlp(const MlpBuffers& from, const MlpSlice& slice, MlpBuffers* to);
+
 }  // namespace moesaic::checkpoint

@@ -40,11 +40,7 @@ Status MlpReader::run(const InputScales& input_scales) {
   if (slice_.gated) MOESAIC_RETURN_IF_ERROR((this->*codec.read)(windows.gate, &out_.w13));
   MOESAIC_RETURN_IF_ERROR((this->*codec.read)(windows.up, &out_.w13));
   if (codec.finish != nullptr) (this->*codec.finish)();
-  if (out_.w13.input_scale.present()) {
-    const std::int64_t e = MOESAIC_FAULT(checkpoint_input_scale_of_first) ? 0 : expert_;
-    out_.w13.input_scale.as<float>()[0] = input_scales.w13_of(e);
-    out_.w2.input_scale.as<float>()[0] = input_scales.w2_of(e);
-  }
+  set_input_scales(input_scales, expert_, &out_);
   return slice_.has_bias ? read_biases(windows) : Status();
 }
 
@@ -141,6 +137,13 @@ Status MlpReader::read_biases(const MlpWindows& windows) {
   }
   std::memset(out_.w2_bias.data(), 0, static_cast<std::size_t>(out_.w2_bias.bytes()));
   return {};
+}
+
+void set_input_scales(const InputScales& scales, std::int64_t expert, MlpBuffers* buffers) {
+  if (!buffers->w13.input_scale.present()) return;
+  const std::int64_t e = MOESAIC_FAULT(checkpoint_input_scale_of_first) ? 0 : expert;
+  buffers->w13.input_scale.as<float>()[0] = scales.w13_of(e);
+  buffers->w2.input_scale.as<float>()[0] = scales.w2_of(e);
 }
 
 Status read_mlp(const MlpTensors& tensors, const MlpSlice& slice, const InputScales& input_scales,

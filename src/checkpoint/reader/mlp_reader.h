@@ -25,7 +25,10 @@ namespace moesaic::checkpoint {
 Status read_mlp(const MlpTensors& tensors, const MlpSlice& slice, const InputScales& input_scales,
                 std::int64_t expert, MlpBuffers* buffers);
 
-// The same of a quantised format in plain form, for weights that have no other: `slice.scheme` is
+// Those of one expert, into buffers whose scheme has them.
+void set_input_scales(const InputScales& scales, std::int64_t expert, MlpBuffers* buffers);
+
+// read_mlp of a quantised format in plain form, for weights that have no other: `slice.scheme` is
 // F32's.
 Status read_wide_mlp(const MlpTensors& tensors, const MlpSlice& slice, std::int64_t expert,
                      MlpBuffers* buffers);

@@ -1,7 +1,5 @@
 #include "checkpoint/reader/window.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -68,20 +66,6 @@ MlpWindows windows_of(const MlpSlice& slice) {
   w.down.transposed = w.gate.transposed || slice.storage == ExpertStorage::kFlat;
   if (MOESAIC_FAULT(checkpoint_swap_gate_up)) std::swap(w.gate.to, w.up.to);
   return w;
-}
-
-Status check_slice(std::string_view field, std::int64_t width, std::int64_t parts,
-                   std::int64_t unit) {
-  if (width % parts != 0) {
-    return {
-        StatusCode::kInvalidArgument,
-        fmt::format("{}: got {} with tp_size {}, need a multiple of tp_size", field, width, parts)};
-  }
-  if ((width / parts) % unit == 0) return {};
-  return {StatusCode::kInvalidArgument,
-          fmt::format("{}: got {} of {} on a rank with tp_size {}, need a multiple of the weight "
-                      "block {}",
-                      field, width / parts, width, parts, unit)};
 }
 
 Status read_rectangle(const ShardSet::Located& from, std::int64_t row_elements,

@@ -6,7 +6,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string_view>
 
 #include "checkpoint/binding/layer_binding.h"
 #include "checkpoint/config/families.h"
@@ -28,6 +27,7 @@ struct MlpSlice {
   std::int64_t width = 0;       // full I
   std::int64_t first = 0;
   std::int64_t count = 0;
+  std::int64_t padded = 0;  // rows of gate and up that the rank's experts have: zeros after `count`
   bool has_bias = false;
   bool with_down_bias = false;  // one tensor-parallel rank adds it, the others get zeros
 };
@@ -47,11 +47,6 @@ struct MlpWindows {
   Window gate, up, down;  // gate: of gated MLPs
 };
 MlpWindows windows_of(const MlpSlice& slice);
-
-// Slices must fall on whole blocks of `unit` (slice_unit): kInvalidArgument names dimension,
-// parallel size and block.
-Status check_slice(std::string_view field, std::int64_t width, std::int64_t parts,
-                   std::int64_t unit);
 
 struct Rectangle {
   std::int64_t first_row = 0, rows = 0, first_col = 0, cols = 0;
