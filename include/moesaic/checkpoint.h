@@ -123,6 +123,7 @@ class Checkpoint {
   ~Checkpoint();
 
  private:
+  friend class WeightLoader;  // weight_loader.h: what the files say of a layer
   struct Impl;
   explicit Checkpoint(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;

@@ -166,7 +166,7 @@ std::vector<double> slab(const Tensor& stacked, std::int64_t i) {
 }
 
 // Largest difference relative to the larger value; 0 means equal numbers.
-double difference(const std::vector<double>& got, const std::vector<double>& want) {
+double relative_difference(const std::vector<double>& got, const std::vector<double>& want) {
   if (got.size() != want.size()) return INFINITY;
   double worst = 0;
   for (std::size_t i = 0; i < got.size(); ++i) {
@@ -196,8 +196,10 @@ TEST_F(QuantCheckpoints, LoadToTheNumbersOfTheFiles) {
     for (std::int64_t e = 0; e < 4; ++e) {
       const Result<ExpertWeightsView> got = loaded->experts->expert(e);
       ASSERT_TRUE(got.ok()) << got.status().to_string();
-      EXPECT_LE(difference(dequantise(weight, w13_of(*got)), slab(w13, e)), tolerance) << "w13";
-      EXPECT_LE(difference(dequantise(weight, w2_of(*got)), slab(w2, e)), tolerance) << "w2";
+      EXPECT_LE(relative_difference(dequantise(weight, w13_of(*got)), slab(w13, e)), tolerance)
+          << "w13";
+      EXPECT_LE(relative_difference(dequantise(weight, w2_of(*got)), slab(w2, e)), tolerance)
+          << "w2";
       EXPECT_EQ(got->w13_input_scale.present(), values.contains("w13_input"));
       if (!got->w13_input_scale.present()) continue;
       EXPECT_EQ(*got->w13_input_scale.as<float>(), values.read("w13_input")->as<float>()[e]);

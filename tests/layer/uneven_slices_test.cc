@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "checkpoint/container_support.h"
+#include "checkpoint/pushing.h"
 #include "layer/layer_case.h"
 #include "moesaic/communicator.h"
 #include "moesaic/fused_moe.h"
@@ -109,6 +110,7 @@ TEST(UnevenSlices, EveryGroupIsOnOneRankAndTheRestIsZero) {
     write_gpt_oss(dir, width);
     const Checkpoint checkpoint = Checkpoint::open(dir.path()).value();
     const MoeLayerWeights whole = checkpoint.load_layer(0, {}).value();
+    const std::vector<StoredTensor> stored = read_all_tensors(dir.path());
     for (const int tp : {1, 2, 4, 5, 8, 16}) {
       const std::int64_t each = (width / 32 + tp - 1) / tp * 32;
       for (int rank = 0; rank < tp; ++rank) {
@@ -122,6 +124,14 @@ TEST(UnevenSlices, EveryGroupIsOnOneRankAndTheRestIsZero) {
           ASSERT_TRUE(got.ok()) << got.status().to_string();
           expect_slice(*got, all, first, std::min(each, width - first), each, rank == 0);
         }
+        WeightLoader::Options options;
+        options.parallel = slice(tp, rank);
+        WeightLoader loader = loader_for(dir.path(), 0, options).value();
+        ASSERT_TRUE(push(loader, stored, static_cast<std::uint64_t>(rank)).ok());
+        Result<MoeLayerWeights> pushed = loader.finish();
+        ASSERT_TRUE(pushed.ok()) << pushed.status().to_string();
+        MoeLayerWeights again = checkpoint.load_layer(0, slice(tp, rank)).value();
+        EXPECT_EQ(difference(*pushed, again, kExperts), "");
       }
     }
   }
@@ -143,6 +153,7 @@ TEST_P(UnevenLayers, TheSumOfTheRanksIsOneRank) {
   FusedMoE::Options options;
   options.max_tokens = 9;
   options.num_threads = 1;
+  const std::vector<StoredTensor> stored = read_all_tensors(dir.path());
   const FusedMoE one = FusedMoE::from_checkpoint(checkpoint, 0, options).value();
   const std::vector<double> want = to_doubles(run_layer(one, x).output.view());
   const double bound = 2 * one.quant().output_bound;
@@ -155,6 +166,13 @@ TEST_P(UnevenLayers, TheSumOfTheRanksIsOneRank) {
     options.parallel = slice(tp, rank);
     const std::vector<double> part = run(options);
     ASSERT_EQ(part.size(), sum.size());
+    // The same bits from tensors that were handed over.
+    WeightLoader::Options mine;
+    mine.parallel = options.parallel;
+    WeightLoader loader = loader_for(dir.path(), 0, mine).value();
+    ASSERT_TRUE(push(loader, stored, 11).ok());
+    const FusedMoE pushed = FusedMoE::create(loader.finish().value(), options).value();
+    EXPECT_EQ(to_doubles(run_layer(pushed, x).output.view()), part);
     for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += part[i];
     // The last ranks of 16: 90 groups are 15 times 6.
     if (tp == 16 && rank == 15) {

@@ -1,8 +1,9 @@
 // Loading physical experts: parameters with one row per expert slot of this rank, redundant copies
 // included, the views of them that load balancing moves, and the names under which checkpoints hold
-// them. The files themselves are read by a Checkpoint; building a backend from the result is
-// make_stacked_source (experts.h).
-// Read by: engines with a weight loop of their own (name, tensor) and a load balancer of their own.
+// them. The files themselves are read by a Checkpoint, single tensors taken by a WeightLoader
+// (weight_loader.h), both of which give the source that is loaded here; building a backend from the
+// result is make_stacked_source (experts.h).
+// Read by: engines with a load balancer of their own.
 // Source: docs/spec/checkpoints.md sections 6.1 and 7, docs/spec/parallel.md sections 2 and 8.
 #pragma once
 

@@ -77,35 +77,6 @@ Status missing_error(const LayerSource& source, const std::vector<PlannedTensor>
   return {other_storage ? StatusCode::kUnsupported : StatusCode::kMissingTensor, std::move(text)};
 }
 
-Status check_form(const PlannedTensor& want, const TensorInfo& got) {
-  if (!want.dtypes.contains(got.dtype) || want.block_type != got.block_type) {
-    const auto block_or = [](quant::GgufType type, const std::string& dtype) {
-      return type == quant::GgufType::kNone ? dtype : std::string(ggml_type_info(type).name);
-    };
-    return {StatusCode::kInvalidDType,
-            fmt::format("{}: got {}, need {}", quote_name(want.name),
-                        block_or(got.block_type, std::string(dtype_name(got.dtype))),
-                        block_or(want.block_type, want.dtypes.to_string()))};
-  }
-  if (want.any_shape && got.rank <= kMaxRank) return {};
-  for (const Shape& shape : want.also) {
-    if (got.rank == shape.rank() && got.shape == shape) return {};
-  }
-  if (want.leading_one_allowed && got.rank == 2 && got.shape[0] == 1 && want.shape.rank() == 1 &&
-      got.shape[1] == want.shape[0]) {
-    return {};
-  }
-  // Exact: no broadcasting, no [1] for [], no longer tensor whose tail would be dropped.
-  if (got.rank != want.shape.rank() || !(got.shape == want.shape)) {
-    return {StatusCode::kInvalidShape,
-            got.rank > kMaxRank ? fmt::format("{}: got rank {}, need {}", quote_name(want.name),
-                                              got.rank, want.shape.to_string())
-                                : fmt::format("{}: got {}, need {}", quote_name(want.name),
-                                              got.shape.to_string(), want.shape.to_string())};
-  }
-  return {};
-}
-
 // Whether `name` is a tensor of an expert that the layer does not have, or a second spelling of a
 // weight that it has: then the files contradict the configuration or themselves. Other names may
 // mean something that this version does not know.
@@ -141,13 +112,9 @@ Status unknown_error(const LayerSource& source, const std::vector<std::string_vi
                       source.spec.layer, source.spec.prefix, unknown.size(), list_names(unknown))};
 }
 
-// Names inside the layer's blocks that the plan does not have.
-std::vector<std::string_view> unknown_names(const LayerSource& source, const ShardSet& shards,
-                                            const std::vector<PlannedTensor>& plan) {
-  std::set<std::string_view> known;
-  for (const PlannedTensor& tensor : plan) known.insert(tensor.name);
-  std::vector<std::string_view> unknown;
-  // Every block the family may use: Mixtral's other spelling must not hide a second copy.
+// Beginnings of the names in every block the family may use: Mixtral's other spelling must not hide
+// a second copy.
+std::set<std::string> block_beginnings(const LayerSource& source) {
   std::string_view layer = source.spec.prefix;
   layer.remove_suffix(source.layout->block.size());
   std::set<std::string> blocks;
@@ -158,7 +125,16 @@ std::vector<std::string_view> unknown_names(const LayerSource& source, const Sha
     const std::string_view gate = source.family->gate_weight;
     blocks.insert(fmt::format("{}{}.", layer, gate.substr(0, gate.find('.'))));
   }
-  for (const std::string& block : blocks) {
+  return blocks;
+}
+
+// Names inside the layer's blocks that the plan does not have.
+std::vector<std::string_view> unknown_names(const LayerSource& source, const ShardSet& shards,
+                                            const std::vector<PlannedTensor>& plan) {
+  std::set<std::string_view> known;
+  for (const PlannedTensor& tensor : plan) known.insert(tensor.name);
+  std::vector<std::string_view> unknown;
+  for (const std::string& block : block_beginnings(source)) {
     for (const ShardSet::Located& tensor : tensors_under(shards, block)) {
       if (source.layout->block.empty() && !is_moe_part(name_of(tensor))) continue;
       if (known.count(name_of(tensor)) == 0) unknown.push_back(name_of(tensor));
@@ -214,6 +190,52 @@ void share_scales(std::vector<MlpTensors>* experts) {
 
 }  // namespace
 
+Status check_form(const PlannedTensor& want, const TensorInfo& got) {
+  if (!want.dtypes.contains(got.dtype) || want.block_type != got.block_type) {
+    const auto block_or = [](quant::GgufType type, const std::string& dtype) {
+      return type == quant::GgufType::kNone ? dtype : std::string(ggml_type_info(type).name);
+    };
+    return {StatusCode::kInvalidDType,
+            fmt::format("{}: got {}, need {}", quote_name(want.name),
+                        block_or(got.block_type, std::string(dtype_name(got.dtype))),
+                        block_or(want.block_type, want.dtypes.to_string()))};
+  }
+  if (want.any_shape && got.rank <= kMaxRank) return {};
+  for (const Shape& shape : want.also) {
+    if (got.rank == shape.rank() && got.shape == shape) return {};
+  }
+  if (want.leading_one_allowed && got.rank == 2 && got.shape[0] == 1 && want.shape.rank() == 1 &&
+      got.shape[1] == want.shape[0]) {
+    return {};
+  }
+  // Exact: no broadcasting, no [1] for [], no longer tensor whose tail would be dropped.
+  if (got.rank != want.shape.rank() || !(got.shape == want.shape)) {
+    return {StatusCode::kInvalidShape,
+            got.rank > kMaxRank ? fmt::format("{}: got rank {}, need {}", quote_name(want.name),
+                                              got.rank, want.shape.to_string())
+                                : fmt::format("{}: got {}, need {}", quote_name(want.name),
+                                              got.shape.to_string(), want.shape.to_string())};
+  }
+  return {};
+}
+
+bool in_block(const LayerSource& source, std::string_view name) {
+  if (source.layout->block.empty() && !is_moe_part(name)) return false;
+  const std::set<std::string> blocks = block_beginnings(source);
+  return std::any_of(blocks.begin(), blocks.end(),
+                     [&](const std::string& block) { return name.starts_with(block); });
+}
+
+std::vector<std::string> missing_names(const LayerSource& source, const ShardSet& shards,
+                                       const TensorNeeded& needed) {
+  std::vector<std::string> names;
+  for (const PlannedTensor& planned : plan_layer(source)) {
+    if (planned.optional || shards.find(planned.name)) continue;
+    if (!needed || needed(source, planned)) names.push_back(planned.name);
+  }
+  return names;
+}
+
 std::int64_t MlpTensors::bytes() const {
   // Sizes were checked against the files, so that the sum of all tensors fits.
   std::uint64_t bytes = 0;
@@ -258,7 +280,7 @@ Result<LayerSource> resolve_layer(const ModelConfig& config, const MoeLayerSpec&
 }
 
 Result<BoundLayer> bind_layer(const ModelConfig& config, const MoeLayerSpec& spec,
-                              const ShardSet& shards) {
+                              const ShardSet& shards, const TensorNeeded& needed) {
   BoundLayer layer;
   MOESAIC_ASSIGN_OR_RETURN(layer.source, resolve_layer(config, spec, shards));
   const LayerSource& source = layer.source;
@@ -271,7 +293,7 @@ Result<BoundLayer> bind_layer(const ModelConfig& config, const MoeLayerSpec& spe
     const auto where = shards.find(planned.name);
     if (where) {
       if (!planned.unused) place(planned, *where, &layer);
-    } else if (!planned.optional) {
+    } else if (!planned.optional && (!needed || needed(source, planned))) {
       missing.push_back(&planned);
     }
   }

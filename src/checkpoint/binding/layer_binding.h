@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -46,12 +47,26 @@ struct BoundLayer {
 Result<LayerSource> resolve_layer(const ModelConfig& config, const MoeLayerSpec& spec,
                                   const ShardSet& shards);
 
+// Whether a tensor of the plan has to be there. Null: all that are not optional.
+using TensorNeeded = std::function<bool(const LayerSource& source, const PlannedTensor& tensor)>;
+
 // kMissingTensor names up to 8 tensors and the incomplete experts; kInvalidShape, kInvalidDType
 // name the tensor, found and needed. kUnsupported names unrecognised tensors inside the block, also
 // where they stand in place of all weights of the experts; kCorruptFile where they contradict the
 // configuration (an expert too many). O(n log n) in the layer's tensors.
 Result<BoundLayer> bind_layer(const ModelConfig& config, const MoeLayerSpec& spec,
-                              const ShardSet& shards);
+                              const ShardSet& shards, const TensorNeeded& needed = {});
+
+// Names of the plan's tensors that are needed and not there, in the plan's order.
+std::vector<std::string> missing_names(const LayerSource& source, const ShardSet& shards,
+                                       const TensorNeeded& needed);
+
+// Has the tensor the dtype and one of the shapes that the plan wants? kInvalidDType, kInvalidShape
+// name it, found and needed.
+Status check_form(const PlannedTensor& want, const TensorInfo& got);
+
+// Does the name lie inside the layer's block, where everything must be known?
+bool in_block(const LayerSource& source, std::string_view name);
 
 // Tensors whose names begin with `prefix`, sorted by name.
 std::span<const ShardSet::Located> tensors_under(const ShardSet& shards, std::string_view prefix);

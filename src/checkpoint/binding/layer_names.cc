@@ -88,7 +88,9 @@ bool has_single_experts(const ExpertLayout& layout, const std::string& block,
   return std::any_of(tensors.begin(), tensors.end(), [&](const ShardSet::Located& tensor) {
     const std::string_view name = name_of(tensor).substr(inside.size());
     for (std::size_t dot = name.find('.'); dot != name.npos; dot = name.find('.', dot + 1)) {
-      if (matches_pattern(layout.down, name.substr(0, dot))) return true;
+      for (const std::string_view module : {layout.gate, layout.up, layout.down}) {
+        if (!module.empty() && matches_pattern(module, name.substr(0, dot))) return true;
+      }
     }
     return false;
   });

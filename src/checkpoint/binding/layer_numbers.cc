@@ -160,9 +160,13 @@ void choose_scale_names(const ShardSet& shards, LayerSource* source) {
   const std::string& block = source->spec.prefix;
   source->scales_stacked =
       shards.find(fmt::format("{}.{}_scale_inv", block, kStackedGateUp)).has_value();
-  for (const std::string_view module : {layout.gate, layout.up, layout.down}) {
-    use_inverse_names(shards, fmt::format("{}.{}", block, expand_expert(module, 0)),
-                      &source->experts);
+  // Of any expert: a program that hands tensors over may leave out those of other ranks.
+  for (std::int64_t e = 0; stored == StoredFormat::kFp8Tensor && e < source->spec.num_experts;
+       ++e) {
+    for (const std::string_view module : {layout.gate, layout.up, layout.down}) {
+      use_inverse_names(shards, fmt::format("{}.{}", block, expand_expert(module, e)),
+                        &source->experts);
+    }
   }
 }
 
@@ -286,9 +290,13 @@ Status choose_dtypes(const ModelConfig& config, const ShardSet& shards, LayerSou
   std::vector<std::string> names;
   for (const std::string_view module : {layout.gate, layout.up, layout.down}) {
     if (module.empty()) continue;
-    choose_block_size(shards, fmt::format("{}.{}", spec.prefix, expand_expert(module, 0)), elements,
-                      &source->experts);
     const std::int64_t holders = is_per_expert(layout.storage) ? spec.num_experts : 1;
+    const bool sized_by_file = source->experts.stored == StoredFormat::kBnb4;
+    for (std::int64_t e = holders - 1; sized_by_file && e >= 0;
+         --e) {  // the first that is there has the last word
+      choose_block_size(shards, fmt::format("{}.{}", spec.prefix, expand_expert(module, e)),
+                        elements, &source->experts);
+    }
     for (std::int64_t e = 0; e < holders; ++e) {
       names.push_back(
           fmt::format("{}.{}{}", spec.prefix, expand_expert(module, e), source->weight_suffix));

@@ -213,6 +213,7 @@ class Planner {
                             full(fmt::format("{}{}", module, suffix)), shapes.front(),
                             kScaleTypes});
         tensors_.back().also = std::move(shapes);
+        tensors_.back().of_all_experts = true;
       };
       const bool blocks = source_.experts.stored == StoredFormat::kFp8Block;
       add(TensorKind::kScale, "_scale_inv",

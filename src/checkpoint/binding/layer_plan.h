@@ -94,6 +94,7 @@ struct PlannedTensor {
   bool optional = false;
   bool unused = false;  // may be there and is never read
   quant::GgufType block_type = quant::GgufType::kNone;
+  bool of_all_experts = false;  // one tensor for all, although each has weights of its own
 };
 
 // Router, shared expert, then the experts in order. O(E).

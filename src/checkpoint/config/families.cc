@@ -90,6 +90,7 @@ std::span<const std::string_view> layer_rule_fields(LayerRule rule) {
 }
 
 std::string block_name(std::string_view layer_prefix, std::int64_t layer, std::string_view block) {
+  if (layer_prefix.empty()) return std::string(block);  // a layer described by hand has one block
   return fmt::format("{}{}{}{}", layer_prefix, layer, block.empty() ? "" : ".", block);
 }
 

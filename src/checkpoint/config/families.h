@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "moesaic/activation.h"
+#include "moesaic/expert_storage.h"
 #include "moesaic/spec.h"
 
 namespace moesaic::checkpoint {
@@ -40,20 +41,6 @@ enum class LayerRule : std::uint8_t {
   kEnumerated,  // i in moe_layers_enum ("4,5,6"), or i >= the family's default_first_dense
   kListed,      // moe_layer_freq[i] is 1, or i >= the family's default_first_dense
   kPattern,     // hybrid_override_pattern[i] is 'E', or layers_block_type[i] is "moe"
-};
-
-// How the three projections of the experts lie in the file. E experts, H hidden, I width.
-enum class ExpertStorage : std::uint8_t {
-  kPerExpert,           // per expert: gate [I, H], up [I, H], down [H, I]
-  kPerExpertUpFirst,    // per expert: gate_and_up [2I, H] (up rows first), down [H, I]
-  kStacked,             // gate [E, I, H], up [E, I, H], down [E, H, I]
-  kFlat,                // gate, up and the transposed down, each [E * I, H]
-  kFusedNT,             // gate_up [E, 2I, H] (gate rows first), down [E, H, I]
-  kFusedNN,             // gate_up [E, H, 2I] (gate columns first), down [E, I, H]
-  kMxfp4Interleaved,    // gate_up blocks [E, 2I, H/32, 16] (row 2j gate j, 2j + 1 up j) and scales
-                        // [E, 2I, H/32], down likewise with H rows of I; U8
-  kFusedNNInterleaved,  // gate_up [E, H, 2I] (column 2j gate j, 2j + 1 up j), down [E, I, H]
-  kFusedNTInterleaved,  // gate_up [E, 2I, H] (row 2j gate j, row 2j + 1 up j), down [E, H, I]
 };
 
 constexpr bool is_per_expert(ExpertStorage storage) {  // tensors of its own for every expert
@@ -250,7 +237,8 @@ std::span<const std::string_view> top_k_fields();
 // Fields that decide which layers are MoE by this rule: mlp_layer_types may leave them unread.
 std::span<const std::string_view> layer_rule_fields(LayerRule rule);
 
-// Name of a block: "model.layers.", 3, "mlp" -> "model.layers.3.mlp"; without a block "blk.3".
+// Name of a block: "model.layers.", 3, "mlp" -> "model.layers.3.mlp"; without a block "blk.3",
+// without a prefix the block alone.
 std::string block_name(std::string_view layer_prefix, std::int64_t layer, std::string_view block);
 
 // "experts.{e}.w1" with e = 3 -> "experts.3.w1".

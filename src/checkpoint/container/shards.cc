@@ -197,6 +197,13 @@ Result<ShardSet> ShardSet::open(const std::string& directory, FileAccess access)
   });
 }
 
+ShardSet ShardSet::of(std::shared_ptr<const PushedTensors> tensors) {
+  ShardSet set;
+  for (const TensorInfo* info : tensors->tensors()) set.tensors_.push_back({tensors.get(), info});
+  set.files_ = {std::move(tensors)};
+  return set;
+}
+
 std::optional<ShardSet::Located> ShardSet::find(std::string_view name) const {
   const auto it = std::lower_bound(
       tensors_.begin(), tensors_.end(), name,

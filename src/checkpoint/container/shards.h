@@ -1,4 +1,5 @@
-// The files of one model, a folder of safetensors or one GGUF model, as one set of named tensors.
+// The files of one model, a folder of safetensors or one GGUF model, or tensors that a program hands
+// over, as one set of named tensors.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "checkpoint/container/gguf.h"
+#include "checkpoint/container/pushed_tensors.h"
 #include "checkpoint/container/safetensors.h"
 #include "moesaic/checkpoint.h"
 #include "moesaic/status.h"
@@ -48,6 +50,8 @@ class ShardSet {
   // names split.no, split.count or split.tensors.count, kNotFound a part that is not there,
   // kInvalidArgument a part other than the first.
   static Result<ShardSet> open_gguf(const std::string& path, FileAccess access);
+  // The tensors that were handed over so far. What is forgotten later must not be asked for.
+  static ShardSet of(std::shared_ptr<const PushedTensors> tensors);
   // Headers of the GGUF files, first part first; empty for safetensors.
   std::span<const GgufHeader* const> gguf_headers() const { return gguf_headers_; }
 

@@ -110,7 +110,7 @@ Status TensorDataFile::read_rows(const TensorInfo& info, std::int64_t first_row,
   const std::uint64_t row = row_bits / 8;
   const std::uint64_t piece = piece_bits / 8;
   const auto count = static_cast<std::uint64_t>(num_rows);
-  if (piece >= kMinPieceBytes || row > kBounceBytes) {
+  if (piece >= kMinPieceBytes || row > kBounceBytes || !reads_whole_rows()) {
     for (std::uint64_t r = 0; r < count; ++r) {
       MOESAIC_RETURN_IF_ERROR(read_range(info, begin + r * row, dst.subspan(r * piece, piece)));
     }

@@ -1,4 +1,5 @@
-// A file of tensors whose places are known: copying tensors, ranges and rectangles out of it.
+// A file of tensors whose places are known: copying tensors, ranges and rectangles out of it. All but
+// read_range is made of read_range, so that tensors may also lie elsewhere (pushed_tensors.h).
 // Which tensors there are, and where, the container formats say (safetensors.h, gguf.h).
 #pragma once
 
@@ -34,7 +35,12 @@ struct TensorInfo {
 // Movable. Reads are thread-safe.
 class TensorDataFile {
  public:
-  const std::string& path() const { return file_.path(); }
+  virtual ~TensorDataFile() = default;
+  TensorDataFile(TensorDataFile&&) noexcept = default;
+  TensorDataFile& operator=(TensorDataFile&&) noexcept = default;
+
+  // What messages call it.
+  virtual const std::string& path() const { return file_.path(); }
 
   // All of the following take an `info` of this file. They copy by explicit reads under either
   // FileAccess, so a file that shrinks meanwhile gives kIo. kLimitExceeded for rank > kMaxRank.
@@ -42,7 +48,8 @@ class TensorDataFile {
   // The whole tensor; dst.size() must be info.bytes(), else kInvalidArgument.
   Status read(const TensorInfo& info, std::span<std::byte> dst) const;
   // dst.size() bytes from byte `offset` of the tensor; kInvalidArgument beyond its end.
-  Status read_range(const TensorInfo& info, std::uint64_t offset, std::span<std::byte> dst) const;
+  virtual Status read_range(const TensorInfo& info, std::uint64_t offset,
+                            std::span<std::byte> dst) const;
   // A rectangle of the tensor seen as a matrix [product of all leading dimensions, last dimension]
   // (rank 0 and 1: one row): rows [first_row, +num_rows), columns [first_col, +num_cols), written
   // row-major without gaps. So expert e of [E, R, C] is rows [e * R, +R), a tensor-parallel slice
@@ -66,6 +73,9 @@ class TensorDataFile {
   TensorDataFile(MappedFile file, std::uint64_t data_offset);
 
  private:
+  // Are short pieces of rows better read with what lies between them?
+  virtual bool reads_whole_rows() const { return true; }
+
   MappedFile file_;
   std::uint64_t data_offset_ = 0;
 };

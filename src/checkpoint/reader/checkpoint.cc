@@ -3,8 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
-#include <cmath>
 #include <filesystem>
 #include <system_error>
 #include <utility>
@@ -16,139 +14,24 @@
 #include "checkpoint/container/mapped_file.h"
 #include "checkpoint/container/names.h"
 #include "checkpoint/container/shards.h"
-#include "checkpoint/reader/expert_source.h"
-#include "checkpoint/reader/input_scales.h"
-#include "checkpoint/reader/linear_numbers.h"
-#include "checkpoint/reader/mlp_reader.h"
-#include "core/fault.h"
-#include "moesaic/log.h"
-#include "quant/width_slice.h"
+#include "checkpoint/reader/layer_weights.h"
+#include "checkpoint/reader/side_files.h"
+#include "moesaic/weight_loader.h"
 
 namespace moesaic {
 namespace {
 
-// Other programs describe their quantisation in files of their own, some in config.json too. Two
-// descriptions must be equal.
 Status read_side_files(const std::string& directory, checkpoint::QuantConfig* quant) {
-  constexpr std::array<std::string_view, 3> kSideFiles = {
-      "hf_quant_config.json", "quantize_config.json", "quant_config.json"};
-  std::string_view from = quant->quantized() ? "quantization_config of config.json" : "";
-  for (const std::string_view name : kSideFiles) {
+  checkpoint::SideFiles files(quant);
+  for (const std::string_view name : checkpoint::kSideFiles) {
     const std::string path = fmt::format("{}/{}", directory, name);
     std::error_code error;
     if (!std::filesystem::exists(path, error)) continue;
     MOESAIC_ASSIGN_OR_RETURN(const std::string text,
                              checkpoint::read_text_file(path, checkpoint::kMaxConfigBytes));
-    MOESAIC_ASSIGN_OR_RETURN(checkpoint::QuantConfig found,
-                             checkpoint::parse_quant_side_file(name, text));
-    if (!from.empty() && !checkpoint::same_quantisation(found, *quant)) {
-      return {StatusCode::kAmbiguousFormat,
-              fmt::format("{}: describes the quantisation otherwise than {}; need one description",
-                          name, from)};
-    }
-    *quant = std::move(found);
-    from = name;
+    MOESAIC_RETURN_IF_ERROR(files.add(name, text));
   }
   return {};
-}
-
-std::int64_t optional_bytes(const std::optional<checkpoint::ShardSet::Located>& tensor) {
-  return tensor ? static_cast<std::int64_t>(tensor->info->bytes()) : 0;
-}
-
-// What is counted as loaded at once: the router, and the shared expert, which not every rank reads.
-std::int64_t small_bytes(const checkpoint::BoundLayer& layer) {
-  const std::int64_t bytes =
-      optional_bytes(layer.gate_weight) + optional_bytes(layer.gate_bias) +
-      optional_bytes(layer.correction_bias) + optional_bytes(layer.shared_gate) +
-      optional_bytes(layer.hash_table) + optional_bytes(layer.router_scale) +
-      optional_bytes(layer.experts_norm) + optional_bytes(layer.expert_scale);
-  return bytes + layer.shared.bytes();
-}
-
-// Expert ids of every token, [vocabulary, k], as I32.
-Status load_hash_table(const checkpoint::BoundLayer& layer, MoeLayerTensors* tensors) {
-  if (!layer.hash_table) return {};
-  const RoutingSpec& routing = layer.source.spec.routing;
-  MOESAIC_ASSIGN_OR_RETURN(const Tensor stored,
-                           layer.hash_table->file->read_tensor(*layer.hash_table->info));
-  MOESAIC_ASSIGN_OR_RETURN(tensors->hash_table, Tensor::uninitialized(DType::kI32, stored.shape()));
-  const std::int64_t count = stored.shape()[0] * stored.shape()[1];
-  for (std::int64_t i = 0; i < count; ++i) {
-    const std::int64_t id = stored.dtype() == DType::kI64
-                                ? stored.as<std::int64_t>()[i]
-                                : std::int64_t{stored.as<std::int32_t>()[i]};
-    if (id < 0 || id >= routing.num_experts) {
-      return {StatusCode::kCorruptFile,
-              fmt::format("{}[{}, {}]: got expert {}, need 0 to {}",
-                          checkpoint::quote_name(layer.hash_table->info->name), i / routing.top_k,
-                          i % routing.top_k, id, routing.num_experts - 1)};
-    }
-    tensors->hash_table.as<std::int32_t>()[i] = static_cast<std::int32_t>(id);
-  }
-  return {};
-}
-
-// Scales of a router that sees normalised rows become part of its weight:
-// W[e, h] * scale[h] / sqrt(H), rounded once to F32.
-Status load_input_norm(const checkpoint::BoundLayer& layer, MoeLayerTensors* tensors) {
-  if (!layer.router_scale) return {};
-  const std::int64_t hidden = layer.source.spec.hidden_size;
-  const std::int64_t experts = layer.source.spec.num_experts;
-  MOESAIC_ASSIGN_OR_RETURN(const Tensor scale,
-                           checkpoint::read_widened(*layer.router_scale, {hidden}));
-  MOESAIC_ASSIGN_OR_RETURN(tensors->gate_weight,
-                           checkpoint::read_widened(*layer.gate_weight, {experts, hidden}));
-  const double root = std::sqrt(static_cast<double>(hidden));
-  float* const weight = tensors->gate_weight.as<float>();
-  for (std::int64_t i = 0; i < experts * hidden; ++i) {
-    if (MOESAIC_FAULT(checkpoint_forget_router_scale)) break;
-    weight[i] =
-        static_cast<float>(double{weight[i]} * double{scale.as<float>()[i % hidden]} / root);
-  }
-  MOESAIC_ASSIGN_OR_RETURN(tensors->experts_norm_weight,
-                           checkpoint::read_widened(*layer.experts_norm, {hidden}));
-  MOESAIC_ASSIGN_OR_RETURN(tensors->expert_scale,
-                           checkpoint::read_widened(*layer.expert_scale, {experts}));
-  return {};
-}
-
-Result<MoeLayerTensors> load_tensors(const checkpoint::BoundLayer& layer) {
-  const auto read_stored = [](const std::optional<checkpoint::ShardSet::Located>& from,
-                              Tensor* to) -> Status {
-    if (!from) return {};
-    MOESAIC_ASSIGN_OR_RETURN(*to, from->file->read_tensor(*from->info));
-    return {};
-  };
-  MoeLayerTensors tensors;
-  MOESAIC_RETURN_IF_ERROR(read_stored(layer.gate_weight, &tensors.gate_weight));
-  MOESAIC_RETURN_IF_ERROR(read_stored(layer.gate_bias, &tensors.gate_bias));
-  MOESAIC_RETURN_IF_ERROR(read_stored(layer.shared_gate, &tensors.shared_gate_weight));
-  if (layer.shared_gate && tensors.shared_gate_weight.shape().rank() == 1) {  // [H] in GGUF
-    const Tensor row = std::move(tensors.shared_gate_weight);
-    MOESAIC_ASSIGN_OR_RETURN(tensors.shared_gate_weight,
-                             Tensor::uninitialized(row.dtype(), {1, row.shape()[0]}));
-    std::copy_n(row.data(), row.bytes(), tensors.shared_gate_weight.data());
-  }
-  if (layer.correction_bias) {
-    MOESAIC_ASSIGN_OR_RETURN(
-        tensors.e_score_correction_bias,
-        checkpoint::read_widened(
-            *layer.correction_bias,
-            {layer.source.spec.num_experts + layer.source.spec.routing.num_zero_experts}));
-  }
-  MOESAIC_RETURN_IF_ERROR(load_hash_table(layer, &tensors));
-  MOESAIC_RETURN_IF_ERROR(load_input_norm(layer, &tensors));
-  return tensors;
-}
-
-// Divisibility of what this rank gets, before any tensor is looked at.
-Status check_parallel(const checkpoint::LayerSource& source, const ParallelConfig& parallel) {
-  MOESAIC_RETURN_IF_ERROR(parallel.validate());
-  MOESAIC_RETURN_IF_ERROR(checkpoint::width_slice(source, parallel).status());
-  return quant::slice_width("shared.intermediate_size", source.spec.shared.intermediate_size, 1, 0,
-                            checkpoint::slice_unit(source.shared), false)
-      .status();
 }
 
 }  // namespace
@@ -171,54 +54,16 @@ struct Checkpoint::Impl {
   Result<checkpoint::BoundLayer> check(int index, const ParallelConfig& parallel) const {
     const MoeLayerSpec* spec = find(index);
     if (spec == nullptr) return no_such_layer(index);
-    MOESAIC_ASSIGN_OR_RETURN(checkpoint::BoundLayer layer,
-                             checkpoint::bind_layer(config, *spec, *shards));
-    MOESAIC_RETURN_IF_ERROR(check_parallel(layer.source, parallel));
-    MOESAIC_RETURN_IF_ERROR(checkpoint::scheme_of_values(layer.experts, layer.source.experts,
-                                                         &layer.source.spec.quant));
-    MOESAIC_RETURN_IF_ERROR(checkpoint::note_input_scales(input_scales, &layer));
-    if (!layer.source.has_shared()) {
-      layer.source.shared_quant = layer.source.spec.quant;
-      return layer;
-    }
-    MOESAIC_ASSIGN_OR_RETURN(
-        layer.source.shared_quant,
-        checkpoint::linear_scheme(layer.source.shared, layer.source.shared_dtype));
-    MOESAIC_RETURN_IF_ERROR(checkpoint::scheme_of_values({layer.shared}, layer.source.shared,
-                                                         &layer.source.shared_quant));
-    if (MOESAIC_FAULT(checkpoint_shared_widened)) {
-      MOESAIC_ASSIGN_OR_RETURN(layer.source.shared_quant,
-                               checkpoint::linear_scheme({}, DType::kF32));
-    }
-    return layer;
+    return checkpoint::check_bound_layer(config, *spec, *shards, parallel, input_scales);
   }
 
   Result<MoeLayerWeights> load(int index, const ParallelConfig& parallel,
                                const ProgressFn& progress) const {
     MOESAIC_ASSIGN_OR_RETURN(checkpoint::BoundLayer layer, check(index, parallel));
-    const std::int64_t small = small_bytes(layer);
     MOESAIC_ASSIGN_OR_RETURN(std::vector<std::int64_t> ids,
                              local_expert_ids(layer.source.spec.num_experts, parallel));
-    checkpoint::LoadProgress counter(
-        progress, small + checkpoint::local_expert_bytes(layer, parallel.tp_size,
-                                                         static_cast<std::int64_t>(ids.size())));
-    MoeLayerWeights weights;
-    weights.spec = layer.source.spec;
-    if (!weights.spec.quant_note.empty()) {
-      log_warning_once(fmt::format("{}: layer {}: {}", directory, index, weights.spec.quant_note));
-    }
-    MOESAIC_ASSIGN_OR_RETURN(weights.tensors, load_tensors(layer));
-    counter.add(small);
-    weights.shared_quant = layer.source.shared_quant;
-    if (layer.source.has_shared()) {
-      MOESAIC_ASSIGN_OR_RETURN(weights.shared,
-                               checkpoint::make_shared_source(shards, layer, directory));
-    }
-    MOESAIC_ASSIGN_OR_RETURN(
-        weights.experts,
-        checkpoint::make_checkpoint_source(shards, std::move(layer), parallel, std::move(ids),
-                                           directory, std::move(counter), input_scales));
-    return weights;
+    return checkpoint::make_layer_weights(shards, std::move(layer), parallel, std::move(ids),
+                                          input_scales, directory, progress);
   }
 
   Status open_folder(FileAccess access) {
@@ -338,8 +183,7 @@ Result<MoeLayerWeights> Checkpoint::load_layer(int index, const ParallelConfig& 
 Result<MoeLayerFormat> Checkpoint::check_layer(int index, const ParallelConfig& parallel) const {
   return checkpoint::guard_allocation("checkpoint", [&]() -> Result<MoeLayerFormat> {
     MOESAIC_ASSIGN_OR_RETURN(checkpoint::BoundLayer layer, impl_->check(index, parallel));
-    MoeLayerTensors table;  // small, and of no use with an expert that does not exist
-    MOESAIC_RETURN_IF_ERROR(load_hash_table(layer, &table));
+    MOESAIC_RETURN_IF_ERROR(checkpoint::check_hash_table(layer));
     MoeLayerFormat format;
     format.spec = layer.source.spec;
     format.shared_quant = layer.source.shared_quant;
@@ -349,6 +193,12 @@ Result<MoeLayerFormat> Checkpoint::check_layer(int index, const ParallelConfig& 
     }
     return format;
   });
+}
+
+Result<WeightLoader> WeightLoader::from_checkpoint(const Checkpoint& checkpoint, int index,
+                                                   const Options& options) {
+  if (checkpoint.impl_->find(index) == nullptr) return checkpoint.impl_->no_such_layer(index);
+  return make(checkpoint.impl_->config, index, options);
 }
 
 Result<Tensor> Checkpoint::read_tensor(const std::string& name) const {

@@ -34,10 +34,10 @@ std::uint8_t* MlpReader::rows_of(MatrixBuffers& m, const Window& w) const {
 Status MlpReader::read_plain(const Window& w, MatrixBuffers* m) {
   auto* to = reinterpret_cast<std::byte*>(rows_of(*m, w));
   const DType dtype = stored(TensorKind::kWeight, w)->info->dtype;
-  if (dtype == weight_.dtype) return read_elements(TensorKind::kWeight, w, 1, to);
+  if (dtype == weight_.dtype) return read_elements(TensorKind::kWeight, w, to);
   const std::int64_t count = w.rows * w.cols;
   std::vector<std::byte> narrow(static_cast<std::size_t>(count * dtype_bits(dtype) / 8));
-  MOESAIC_RETURN_IF_ERROR(read_elements(TensorKind::kWeight, w, 1, narrow.data()));
+  MOESAIC_RETURN_IF_ERROR(read_elements(TensorKind::kWeight, w, narrow.data()));
   auto* wide = reinterpret_cast<float*>(to);
   for (std::int64_t i = 0; i < count; ++i) wide[i] = load_as_f32(narrow.data(), dtype, i);
   return {};
@@ -46,7 +46,7 @@ Status MlpReader::read_plain(const Window& w, MatrixBuffers* m) {
 // --- codes of 8 bits ---
 
 Status MlpReader::read_fp8_codes(const Window& w, MatrixBuffers* m) {
-  MOESAIC_RETURN_IF_ERROR(read_weight(w, 1, m));
+  MOESAIC_RETURN_IF_ERROR(read_weight(w, m));
   return check_e4m3_codes(place(TensorKind::kWeight, w, 1), rows_of(*m, w), w.rows, w.cols);
 }
 
@@ -66,7 +66,7 @@ Status MlpReader::read_mxfp8(const Window& w, MatrixBuffers* m) {
 }
 
 Status MlpReader::read_int8(const Window& w, MatrixBuffers* m) {
-  MOESAIC_RETURN_IF_ERROR(read_weight(w, 1, m));
+  MOESAIC_RETURN_IF_ERROR(read_weight(w, m));
   return read_row_scales(w, 0xFF, m);
 }
 
@@ -78,7 +78,7 @@ Status MlpReader::read_bnb8(const Window& w, MatrixBuffers* m) {
 // A grid of multipliers, one per tile. It may be stored with its tiles' own axes,
 // [rows, 1, columns, 1], and for single experts in one tensor of all, gate's rows above up's.
 Status MlpReader::read_fp8_block(const Window& w, MatrixBuffers* m) {
-  MOESAIC_RETURN_IF_ERROR(read_weight(w, 1, m));
+  MOESAIC_RETURN_IF_ERROR(read_weight(w, m));
   const bool down = w.part == Projection::kDown;
   const bool above = slice_.scales_stacked && !down && !is_fused(slice_.storage);
   Window of_scale = w;
@@ -113,12 +113,12 @@ Status MlpReader::read_fp8_block(const Window& w, MatrixBuffers* m) {
 // --- codes of 4 bits ---
 
 Status MlpReader::read_mxfp4(const Window& w, MatrixBuffers* m) {
-  MOESAIC_RETURN_IF_ERROR(read_weight(w, 2, m));
+  MOESAIC_RETURN_IF_ERROR(read_weight(w, m));
   return read_exponents(w, m);
 }
 
 Status MlpReader::read_nvfp4(const Window& w, MatrixBuffers* m) {
-  MOESAIC_RETURN_IF_ERROR(read_weight(w, 2, m));
+  MOESAIC_RETURN_IF_ERROR(read_weight(w, m));
   MOESAIC_RETURN_IF_ERROR(read_e4m3_scales(w, m));
   return read_global_scale(w);
 }
@@ -140,9 +140,8 @@ Status MlpReader::check_row_format(const Window& w) const {
                     : "")};
 }
 
-Status MlpReader::read_weight(const Window& w, std::int64_t codes_per_byte, MatrixBuffers* m) {
-  return read_elements(TensorKind::kWeight, w, codes_per_byte,
-                       reinterpret_cast<std::byte*>(rows_of(*m, w)));
+Status MlpReader::read_weight(const Window& w, MatrixBuffers* m) {
+  return read_elements(TensorKind::kWeight, w, reinterpret_cast<std::byte*>(rows_of(*m, w)));
 }
 
 Result<float> MlpReader::read_number(TensorKind kind, const Window& w) const {
@@ -187,8 +186,7 @@ std::uint8_t* MlpReader::scale_rows(MatrixBuffers& m, const Window& w) const {
 }
 
 Status MlpReader::read_group_bytes(const Window& w, MatrixBuffers* m) {
-  return read_elements(TensorKind::kScale, w, weight_.block_k,
-                       reinterpret_cast<std::byte*>(scale_rows(*m, w)));
+  return read_elements(TensorKind::kScale, w, reinterpret_cast<std::byte*>(scale_rows(*m, w)));
 }
 
 Status MlpReader::read_exponents(const Window& w, MatrixBuffers* m) {

@@ -121,8 +121,8 @@ Status MlpReader::read_bnb4(const Window& w, MatrixBuffers* m) {
   const ShardSet::Located& from = *stored(TensorKind::kWeight, w);
   std::byte* to = reinterpret_cast<std::byte*>(rows_of(*m, w));
   const std::int64_t bytes = w.cols / 2;
-  MOESAIC_RETURN_IF_ERROR(
-      read_rectangle(from, w.cols_all / 2, {w.first_row, w.rows, w.first_col / 2, bytes}, to));
+  const StoredPart rows = part_of(w, 2, 0);
+  MOESAIC_RETURN_IF_ERROR(read_rectangle(from, rows.row_elements, rows.part, to));
   const TensorView packed(to, DType::kU8, {w.rows, bytes});
   if (!MOESAIC_FAULT(checkpoint_bnb_nibbles_in_file_order)) {
     MOESAIC_RETURN_IF_ERROR(quant::swap_nibbles(packed, packed));

@@ -114,6 +114,25 @@ Result<quant::WidthSlice> width_slice(const LayerSource& source, const ParallelC
                             quant::is_cut_unevenly(source.spec.quant));
 }
 
+Result<MlpSlice> expert_slice(const LayerSource& source, const ParallelConfig& parallel) {
+  MOESAIC_ASSIGN_OR_RETURN(const quant::WidthSlice width, width_slice(source, parallel));
+  MlpSlice slice;
+  slice.format = source.experts;
+  slice.scheme = source.spec.quant;
+  slice.storage = source.layout->storage;
+  slice.experts = source.spec.num_experts;
+  slice.scales_stacked = source.scales_stacked;
+  slice.gated = !source.layout->gate.empty();
+  slice.hidden = source.spec.hidden_size;
+  slice.width = source.spec.intermediate_size;
+  slice.first = width.first;
+  slice.count = width.count;
+  slice.padded = width.padded;
+  slice.has_bias = source.spec.has_expert_bias;
+  slice.with_down_bias = parallel.tp_rank == 0;
+  return slice;
+}
+
 std::int64_t local_expert_bytes(const BoundLayer& layer, int tp_size,
                                 std::int64_t num_local_experts) {
   std::int64_t bytes = 0;
@@ -138,21 +157,7 @@ Result<std::unique_ptr<ExpertSource>> make_checkpoint_source(
   part.ids = std::move(expert_ids);
   part.input_scales = input_scales;
   part.where = fmt::format("{}: layer {} expert", directory, source.spec.layer);
-  MlpSlice& slice = part.slice;
-  slice.format = source.experts;
-  slice.scheme = source.spec.quant;
-  slice.storage = source.layout->storage;
-  slice.experts = source.spec.num_experts;
-  slice.scales_stacked = source.scales_stacked;
-  slice.gated = !source.layout->gate.empty();
-  slice.hidden = source.spec.hidden_size;
-  slice.width = source.spec.intermediate_size;
-  MOESAIC_ASSIGN_OR_RETURN(const quant::WidthSlice width, width_slice(source, parallel));
-  slice.first = width.first;
-  slice.count = width.count;
-  slice.padded = width.padded;
-  slice.has_bias = source.spec.has_expert_bias;
-  slice.with_down_bias = parallel.tp_rank == 0;
+  MOESAIC_ASSIGN_OR_RETURN(part.slice, expert_slice(source, parallel));
   return make_source(std::move(shards), std::move(part), std::move(progress));
 }
 

@@ -8,6 +8,7 @@
 
 #include "checkpoint/binding/layer_binding.h"
 #include "checkpoint/container/shards.h"
+#include "checkpoint/reader/window.h"
 #include "moesaic/checkpoint.h"
 #include "moesaic/experts.h"
 #include "moesaic/parallel.h"
@@ -34,8 +35,11 @@ class LoadProgress {
 // Errors of quant::slice_width, about intermediate_size.
 Result<quant::WidthSlice> width_slice(const LayerSource& source, const ParallelConfig& parallel);
 
+// What this rank reads of every expert. Errors of width_slice.
+Result<MlpSlice> expert_slice(const LayerSource& source, const ParallelConfig& parallel);
+
 // Keeps the files open. `layer` was bound to `shards`; its slice was checked with width_slice;
-// `expert_ids` are the global ids of this rank's experts, in local order; `directory` begins the
+// `expert_ids` are the global ids of this rank's experts, in local order (copies of one: twice); `directory` begins the
 // source's messages.
 // Memory: the canonical weights of one expert (plus one projection for transposed storages, and the
 // expert a second time where this rank has less than the others).

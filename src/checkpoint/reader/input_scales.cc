@@ -128,7 +128,8 @@ Status note_input_scales(InputScaleRule rule, BoundLayer* layer) {
     return {};
   };
   MOESAIC_RETURN_IF_ERROR(note(layer->experts, source.experts, source.spec.num_experts));
-  if (source.has_shared()) MOESAIC_RETURN_IF_ERROR(note({layer->shared}, source.shared, 1));
+  if (source.has_shared() && layer->shared.bytes() > 0)
+    MOESAIC_RETURN_IF_ERROR(note({layer->shared}, source.shared, 1));
   // What routed and shared experts have in common is said once.
   notes.erase(std::unique(notes.begin(), notes.end()), notes.end());
   layer->source.spec.quant_note = fmt::format("{}", fmt::join(notes, "; "));

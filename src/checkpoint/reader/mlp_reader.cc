@@ -72,36 +72,32 @@ Result<const std::byte*> MlpReader::staged(TensorKind kind, std::int64_t row_ele
   return to.bytes.data();
 }
 
-Status MlpReader::read_elements(TensorKind kind, const Window& w, std::int64_t unit,
-                                std::byte* to) {
-  const std::int64_t all = w.cols_all / unit, first = w.first_col / unit, cols = w.cols / unit;
-  const std::int64_t before = experts_before();
-  std::int64_t step = w.row_step;
-  if (slice_.format.stored == StoredFormat::kMxfp4 && kind == TensorKind::kScale && step > 1 &&
+Status MlpReader::read_elements(TensorKind kind, const Window& w, std::byte* to) {
+  const std::optional<std::int64_t> unit = columns_per_element(format_.stored, kind);
+  if (!unit) return {StatusCode::kInternal, "a tensor that is read whole was asked for in part"};
+  Window window = w;
+  if (format_.stored == StoredFormat::kMxfp4 && kind == TensorKind::kScale && w.row_step > 1 &&
       MOESAIC_FAULT(checkpoint_mxfp4_scales_in_file_order)) {
-    step = 1;
+    window.row_step = 1;
   }
+  const std::int64_t step = window.row_step, cols = w.cols / *unit;
+  const StoredPart from = part_of(window, *unit, experts_before());
   const bool keep = MOESAIC_FAULT(checkpoint_skip_transpose);
   if (!w.transposed && step == 1) {
-    return read_rectangle(*stored(kind, w), all,
-                          {before * w.rows_all + w.first_row, w.rows, first, cols}, to);
+    return read_rectangle(*stored(kind, w), from.row_elements, from.part, to);
   }
-  // The window's rows and those that take turns with them.
-  const std::int64_t base = w.first_row / step * step, span = w.rows * step;
-  const std::int64_t offset = w.first_row - base;
+  // The window's rows come with those that take turns with them.
+  MOESAIC_ASSIGN_OR_RETURN(const std::byte* raw, staged(kind, from.row_elements, w, from.part));
+  const std::int64_t offset = w.first_row % step;
   const std::int64_t bytes = dtype_bits(stored(kind, w)->info->dtype) / 8;
   if (w.transposed) {
-    MOESAIC_ASSIGN_OR_RETURN(const std::byte* raw,
-                             staged(kind, w.rows_all, w, {before * all + first, cols, base, span}));
     if (keep) {
       std::memcpy(to, raw, static_cast<std::size_t>(w.rows * cols * bytes));
     } else {
-      transpose_rows(raw, bytes, span, offset, step, w.rows, cols, to);
+      transpose_rows(raw, bytes, w.rows * step, offset, step, w.rows, cols, to);
     }
     return {};
   }
-  MOESAIC_ASSIGN_OR_RETURN(const std::byte* raw,
-                           staged(kind, all, w, {before * w.rows_all + base, span, first, cols}));
   const std::int64_t row_bytes = cols * bytes;
   for (std::int64_t r = 0; r < w.rows; ++r) {
     std::memcpy(to + r * row_bytes, raw + (offset + r * step) * row_bytes,

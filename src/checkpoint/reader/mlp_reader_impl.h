@@ -51,8 +51,8 @@ class MlpReader {
   // The tensor's part as it lies in the file, in a buffer of the kind.
   Result<const std::byte*> staged(TensorKind kind, std::int64_t row_elements, const Window& w,
                                   const Rectangle& part);
-  // The window's elements row-major; an element of the file stands for `unit` columns.
-  Status read_elements(TensorKind kind, const Window& w, std::int64_t unit, std::byte* to);
+  // The window's elements row-major, of a kind with columns_per_element.
+  Status read_elements(TensorKind kind, const Window& w, std::byte* to);
   Status read_bias(const Window& w, float* to) const;
   Status read_biases(const MlpWindows& windows);
 
@@ -74,7 +74,7 @@ class MlpReader {
   std::int64_t numbers_before() const;
   // bitsandbytes: the elements lie row by row.
   Status check_row_format(const Window& w) const;
-  Status read_weight(const Window& w, std::int64_t codes_per_byte, MatrixBuffers* m);
+  Status read_weight(const Window& w, MatrixBuffers* m);
   // A number that counts for a whole tensor: one for all experts, or each expert's own, or two of
   // each where gate and up are fused.
   Result<float> read_number(TensorKind kind, const Window& w) const;

@@ -4,6 +4,8 @@
 #include <utility>
 
 #include "core/fault.h"
+#include "quant/mx.h"
+#include "quant/nvfp4.h"
 
 namespace moesaic::checkpoint {
 namespace {
@@ -66,6 +68,51 @@ MlpWindows windows_of(const MlpSlice& slice) {
   w.down.transposed = w.gate.transposed || slice.storage == ExpertStorage::kFlat;
   if (MOESAIC_FAULT(checkpoint_swap_gate_up)) std::swap(w.gate.to, w.up.to);
   return w;
+}
+
+std::optional<std::int64_t> columns_per_element(StoredFormat format, TensorKind kind) {
+  using enum StoredFormat;
+  const bool weight = kind == TensorKind::kWeight, scale = kind == TensorKind::kScale;
+  switch (format) {
+    case kPlain:
+    case kFp8Block:
+    case kFp8Tensor:
+    case kFp8Channel:
+    case kInt8Channel:
+    case kBnb8:
+      if (weight) return 1;
+      break;
+    case kMxfp8:
+      if (weight) return 1;
+      if (scale) return quant::kMxGroupSize;
+      break;
+    case kMxfp4:
+    case kMxfp4Linear:
+      if (weight) return 2;
+      if (scale) return quant::kMxGroupSize;
+      break;
+    case kNvfp4:
+      if (weight) return 2;
+      if (scale) return quant::kNvfp4GroupSize;
+      break;
+    case kBnb4:  // rows of bytes one after the other, in a tensor with one column
+      if (weight) return 2;
+      break;
+    case kPacked:
+    case kGptq:
+    case kAwq:
+    case kGguf:
+      break;
+  }
+  return std::nullopt;
+}
+
+StoredPart part_of(const Window& w, std::int64_t columns_per_element, std::int64_t experts_before) {
+  const std::int64_t all = w.cols_all / columns_per_element;
+  const std::int64_t first = w.first_col / columns_per_element, cols = w.cols / columns_per_element;
+  const std::int64_t base = w.first_row / w.row_step * w.row_step, span = w.rows * w.row_step;
+  if (w.transposed) return {w.rows_all, {experts_before * all + first, cols, base, span}};
+  return {all, {experts_before * w.rows_all + base, span, first, cols}};
 }
 
 Status read_rectangle(const ShardSet::Located& from, std::int64_t row_elements,

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "checkpoint/binding/layer_binding.h"
 #include "checkpoint/config/families.h"
@@ -52,6 +53,18 @@ struct Rectangle {
   std::int64_t first_row = 0, rows = 0, first_col = 0, cols = 0;
   bool operator==(const Rectangle&) const = default;
 };
+// Columns of a linear that an element of a tensor of this kind stands for, for tensors that are read
+// window by window; none for those that are read whole, or in a way of their own.
+std::optional<std::int64_t> columns_per_element(StoredFormat format, TensorKind kind);
+
+// What has to be read of a tensor of such elements for the window, with the rows that take turns
+// with its own: a rectangle in rows of `row_elements`. `experts_before`: in a stacked tensor.
+struct StoredPart {
+  std::int64_t row_elements = 0;
+  Rectangle part;
+};
+StoredPart part_of(const Window& w, std::int64_t columns_per_element, std::int64_t experts_before);
+
 // A part of a stored tensor seen as a matrix with rows of `row_elements` (packed codes count as
 // stored), each of which may be cut into several rows of the tensor. Errors of reading as they come.
 Status read_rectangle(const ShardSet::Located& from, std::int64_t row_elements,
