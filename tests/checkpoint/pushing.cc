@@ -18,8 +18,8 @@ namespace {
 
 bool is_folder(const std::string& path) { return std::filesystem::is_directory(path); }
 
-std::string difference(std::string_view field, const ConstTensorView& got,
-                       const ConstTensorView& want) {
+std::string weights_difference(std::string_view field, const ConstTensorView& got,
+                               const ConstTensorView& want) {
   if (got.present() != want.present()) return fmt::format("{}: only one has it", field);
   if (!got.present()) return {};
   if (got.dtype != want.dtype || !(got.shape == want.shape)) {
@@ -90,15 +90,15 @@ Status push(WeightLoader& loader, const std::vector<StoredTensor>& tensors, std:
   return {};
 }
 
-std::string difference(const ExpertWeightsView& got, const ExpertWeightsView& want) {
+std::string weights_difference(const ExpertWeightsView& got, const ExpertWeightsView& want) {
   for (const experts::ExpertField& field : experts::kExpertFields) {
-    std::string text = difference(field.name, got.*field.view, want.*field.view);
+    std::string text = weights_difference(field.name, got.*field.view, want.*field.view);
     if (!text.empty()) return text;
   }
   return {};
 }
 
-std::string difference(MoeLayerWeights& got, MoeLayerWeights& want, std::int64_t slots) {
+std::string weights_difference(MoeLayerWeights& got, MoeLayerWeights& want, std::int64_t slots) {
   if (got.spec.prefix != want.spec.prefix) return "prefix " + got.spec.prefix;
   if (!(got.spec.quant.weight == want.spec.quant.weight) ||
       !(got.spec.quant.activation == want.spec.quant.activation) ||
@@ -121,8 +121,8 @@ std::string difference(MoeLayerWeights& got, MoeLayerWeights& want, std::int64_t
       std::pair("shared_gate_weight", &MoeLayerTensors::shared_gate_weight)};
   for (const auto& [name, member] : kTensors) {
     const Tensor &x = a.*member, &y = b.*member;
-    std::string text = difference(name, x.present() ? x.view() : ConstTensorView(),
-                                  y.present() ? y.view() : ConstTensorView());
+    std::string text = weights_difference(name, x.present() ? x.view() : ConstTensorView(),
+                                          y.present() ? y.view() : ConstTensorView());
     if (!text.empty()) return text;
   }
   for (std::int64_t e = 0; e < slots; ++e) {
@@ -130,7 +130,7 @@ std::string difference(MoeLayerWeights& got, MoeLayerWeights& want, std::int64_t
     if (!x.ok() || !y.ok()) {
       return fmt::format("expert {}: {} / {}", e, x.status().to_string(), y.status().to_string());
     }
-    std::string text = difference(*x, *y);
+    std::string text = weights_difference(*x, *y);
     if (!text.empty()) return fmt::format("expert {}: {}", e, text);
   }
   if (got.experts->expert(slots).ok()) return "an expert too many";
@@ -138,7 +138,7 @@ std::string difference(MoeLayerWeights& got, MoeLayerWeights& want, std::int64_t
   if (!got.shared) return {};
   const auto x = got.shared->expert(0), y = want.shared->expert(0);
   if (!x.ok() || !y.ok()) return "shared: " + x.status().to_string();
-  std::string text = difference(*x, *y);
+  std::string text = weights_difference(*x, *y);
   return text.empty() ? text : "shared: " + text;
 }
 

@@ -34,7 +34,7 @@ Status push(WeightLoader& loader, const std::vector<StoredTensor>& tensors, std:
 
 // Every bit of two layers' weights; empty, or where they differ.
 //   slots  local experts to compare
-std::string difference(MoeLayerWeights& got, MoeLayerWeights& want, std::int64_t slots);
-std::string difference(const ExpertWeightsView& got, const ExpertWeightsView& want);
+std::string weights_difference(MoeLayerWeights& got, MoeLayerWeights& want, std::int64_t slots);
+std::string weights_difference(const ExpertWeightsView& got, const ExpertWeightsView& want);
 
 }  // namespace moesaic::test

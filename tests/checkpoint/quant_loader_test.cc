@@ -210,11 +210,12 @@ TEST_F(QuantCheckpoints, LoadToTheNumbersOfTheFiles) {
     const OperandQuant& shared = loaded->shared_quant.weight;
     const Result<ExpertWeightsView> got = loaded->shared->expert(0);
     ASSERT_TRUE(got.ok()) << got.status().to_string();
-    EXPECT_EQ(
-        difference(dequantise(shared, w13_of(*got)), slab(values.read("shared_w13").value(), 0)),
-        0);
-    EXPECT_EQ(
-        difference(dequantise(shared, w2_of(*got)), slab(values.read("shared_w2").value(), 0)), 0);
+    EXPECT_EQ(relative_difference(dequantise(shared, w13_of(*got)),
+                                  slab(values.read("shared_w13").value(), 0)),
+              0);
+    EXPECT_EQ(relative_difference(dequantise(shared, w2_of(*got)),
+                                  slab(values.read("shared_w2").value(), 0)),
+              0);
     // Only two orders of columns in one matrix have no form but F32.
     EXPECT_EQ(shared.granularity == ScaleGranularity::kNone, c.name == "gptq_shared_two_orders");
   }
@@ -309,8 +310,8 @@ TEST_F(QuantCheckpoints, ExpertParallelSharesAreTheRightExperts) {
       ASSERT_TRUE(loaded.ok()) << loaded.status().to_string();
       for (std::int64_t local = 0; local < 2; ++local) {
         const ExpertWeightsView got = loaded->experts->expert(local).value();
-        EXPECT_EQ(difference(dequantise(loaded->spec.quant.weight, w2_of(got)),
-                             slab(w2, 2 * rank + local)),
+        EXPECT_EQ(relative_difference(dequantise(loaded->spec.quant.weight, w2_of(got)),
+                                      slab(w2, 2 * rank + local)),
                   0);
         // Static activation scales are each expert's own, on whichever rank it is.
         if (!got.w13_input_scale.present()) continue;

@@ -241,7 +241,7 @@ TEST(WeightLoaderRules, OnlyLocalExpertsAreAskedFor) {
               }).ok());
   EXPECT_EQ(whole.bytes(), part.bytes());
   MoeLayerWeights a = whole.finish().value(), b = part.finish().value();
-  EXPECT_EQ(difference(a, b, 2), "");
+  EXPECT_EQ(weights_difference(a, b, 2), "");
 }
 
 TEST(WeightLoaderRules, ARankKeepsItsSliceOnly) {
@@ -304,7 +304,7 @@ TEST(WeightLoaderRules, NamesAreReplacedBeforeTheyAreLookedUp) {
   WeightLoader plain = mixtral_loader();
   ASSERT_TRUE(push(plain, mixtral(), 2).ok());
   MoeLayerWeights want = plain.finish().value();
-  EXPECT_EQ(difference(got, want, kExperts), "");
+  EXPECT_EQ(weights_difference(got, want, kExperts), "");
 }
 
 TEST(WeightLoaderRules, RouterAndSharedExpertsMayBeTheCallers) {

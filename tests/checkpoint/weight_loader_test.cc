@@ -66,7 +66,7 @@ int expect_bits_of_file(const std::string& path, const std::vector<int>& layers,
       EXPECT_TRUE(got.ok()) << got.status().to_string();
       if (!got.ok()) return compared;
       const auto slots = local_expert_ids(experts, parallel).value().size();
-      EXPECT_EQ(difference(*got, *want, static_cast<std::int64_t>(slots)), "");
+      EXPECT_EQ(weights_difference(*got, *want, static_cast<std::int64_t>(slots)), "");
       EXPECT_FALSE(loader->load("any", ConstTensorView()).ok());
       EXPECT_FALSE(loader->finish().ok());
       ++compared;

@@ -131,7 +131,7 @@ TEST(UnevenSlices, EveryGroupIsOnOneRankAndTheRestIsZero) {
         Result<MoeLayerWeights> pushed = loader.finish();
         ASSERT_TRUE(pushed.ok()) << pushed.status().to_string();
         MoeLayerWeights again = checkpoint.load_layer(0, slice(tp, rank)).value();
-        EXPECT_EQ(difference(*pushed, again, kExperts), "");
+        EXPECT_EQ(weights_difference(*pushed, again, kExperts), "");
       }
     }
   }
