@@ -66,6 +66,10 @@ struct LatentTransform {
   RoutedOutputTransform output;
 };
 
+// Shared experts of the caller's own: writes what is added to the routed result of hidden_states
+// [M, H], whose rows may be strided, to output [M, H] F32.
+using SharedExpertsFn = std::function<Status(ConstTensorView hidden_states, TensorView output)>;
+
 // How the ranks of a layer work together.
 struct RankOptions {
   // Not null: has Options::parallel.flat_size() ranks, of which this one is flat_rank(); create and
@@ -77,6 +81,12 @@ struct RankOptions {
   // Dtype of partial sums on their way back with kGather and kAllToAll, kPerRank: F32, or BF16 for
   // half the bytes and one more rounding of each (2^-9 relative).
   DType combine_dtype = DType::kF32;
+  // false: where ranks with the same rows hold parts of each row (kNone, or kGather with tensor
+  // parallelism), forward leaves their sum to the caller, who may join it with another. Each
+  // rank's output is then its part, shared and identity experts of some rows in it, and
+  // maybe_all_reduce completes it. output_is_reduced() says whether that is so: not per slot, with
+  // an output transform or where the transport brings complete rows anyway.
+  bool reduce_results = true;
   // Expert load balancing: experts live in num_experts + num_redundant_experts slots, as many on
   // each rank, and may move between ranks while the layer serves (begin_rearrange). Needs a
   // communicator, whole experts and linear placement; the reduction is then kPerSlot, so that no
@@ -139,6 +149,9 @@ class FusedMoE {
     RankOptions ranks;
     LatentTransform transform;
     bool include_shared = true;  // false: the caller computes shared experts itself
+    // In the place of the layer's own (it has none, or include_shared is false): called in every
+    // forward for the rows whose shared experts are this rank's to add. kUnsupported on a GPU.
+    SharedExpertsFn shared_experts;
     // false: every call brings its routing (Args); gate weights need not be there and are not kept.
     bool include_gate = true;
     CustomRoutingFn custom_routing;  // RoutingMethod::kCustom
@@ -200,7 +213,12 @@ class FusedMoE {
     // output is zero.
     ConstTensorView padding_mask;
     TensorView output;  // [M, H]
-    Trace trace;        // router_logits: kInvalidArgument with given ids, which have none
+    // [M, H] F32, BF16 or F16, or absent. Takes the shared experts' part, complete over all ranks,
+    // which output then lacks. On one rank both in F32 add up to the bits of the sum, but for
+    // identity experts. kInvalidArgument when this rank adds no shared experts, or ranks with the
+    // same rows do not all give one; kUnsupported on a GPU.
+    TensorView shared_output;
+    Trace trace;  // router_logits: kInvalidArgument with given ids, which have none
   };
   // hidden_states [M, H] F32, BF16 or F16; output [M, H] F32, BF16 or F16, must not alias
   // hidden_states; rows of hidden_states may be strided. M = 0 is ordinary. The result of a row
@@ -259,6 +277,14 @@ class FusedMoE {
   std::vector<CandidateReport> explain() const;  // every stage, in order
   std::string determinism() const;
   RankTransport transport() const;  // in force; kNone on one rank
+  // Whether forward's output is the sum over all ranks. False without a communicator for several
+  // ranks, and where RankOptions::reduce_results leaves a sum to the caller.
+  bool output_is_reduced() const;
+  // Completes an output of forward: x [M, H] F32, BF16 or F16, contiguous host memory, becomes the
+  // sum over the ranks that have the same rows, in rank order in fp32, rounded once; of F32 outputs
+  // without identity experts that is, bit for bit, what reduce_results yields. Nothing happens where
+  // output_is_reduced(). Collective; all pass the same M. kUnsupported without a communicator.
+  Status maybe_all_reduce(TensorView x) const;
   // Payload bytes that this layer's ranks exchange: sent by this rank so far, other layers on the
   // same communicator included.
   std::int64_t bytes_sent() const;

@@ -82,11 +82,17 @@ Result<FusedMoE::Args> as_matrices(const FusedMoE::Args& args) {
   MOESAIC_ASSIGN_OR_RETURN(a.hidden_states, as_matrix("hidden_states", args.hidden_states));
   if (args.hidden_states.rank() != 3) return a;
   const Shape& x = args.hidden_states.shape;
-  // Both have three dimensions, or the output is the matrix.
-  if (args.output.rank() == 3) {
-    MOESAIC_RETURN_IF_ERROR(expect_shape("output", args.output, x));
-    MOESAIC_RETURN_IF_ERROR(expect_contiguous("output", args.output));
-    MOESAIC_ASSIGN_OR_RETURN(a.output, as_matrix("output", args.output));
+  // All have three dimensions, or an output is the matrix.
+  const auto flatten = [&](std::string_view field, TensorView& t) -> Status {
+    if (t.rank() != 3) return {};
+    MOESAIC_RETURN_IF_ERROR(expect_shape(field, t, x));
+    MOESAIC_RETURN_IF_ERROR(expect_contiguous(field, t));
+    MOESAIC_ASSIGN_OR_RETURN(t, as_matrix(field, t));
+    return {};
+  };
+  MOESAIC_RETURN_IF_ERROR(flatten("output", a.output));
+  if (a.shared_output.present()) {
+    MOESAIC_RETURN_IF_ERROR(flatten("shared_output", a.shared_output));
   }
   return a;
 }
@@ -130,13 +136,21 @@ Status check_routing(const FusedPlan& plan, const FusedMoE::Args& a, Device devi
     MOESAIC_RETURN_IF_ERROR(expect_contiguous(field, view));
     MOESAIC_RETURN_IF_ERROR(expect_device(field, view, device));
     for (const auto& [out, written] :
-         {Named{"output", a.output}, Named{"trace.router_logits", a.trace.router_logits},
+         {Named{"output", a.output}, Named{"shared_output", a.shared_output},
+          Named{"trace.router_logits", a.trace.router_logits},
           Named{"trace.topk_weights", a.trace.topk_weights},
           Named{"trace.topk_ids", a.trace.topk_ids}}) {
       if (written.present()) MOESAIC_RETURN_IF_ERROR(expect_no_overlap(out, written, field, view));
     }
   }
   return {};
+}
+
+Status no_shared_output_on_gpu() {
+  return unsupported(
+      "shared_output: got one for a layer on a GPU, need none, or include_shared = false and "
+      "shared "
+      "experts of the caller's");
 }
 
 std::int64_t id_at(const ConstTensorView& topk_ids, std::int64_t i) {
@@ -179,6 +193,7 @@ FusedMoE::Args rows_of_call(const FusedMoE::Args& args, std::int64_t first, std:
   };
   part.hidden_states = rows_of(args.hidden_states, first, count);
   part.output = rows_of(args.output, first, count);
+  cut(part.shared_output);
   cut(part.router_logits);
   cut(part.topk_weights);
   cut(part.topk_ids);

@@ -8,7 +8,7 @@
 
 namespace moesaic::layer {
 
-// hidden_states and output [B, T, H] as [B * T, H]; anything else as it is. kInvalidLayout where
+// hidden_states and outputs [B, T, H] as [B * T, H]; anything else as it is. kInvalidLayout where
 // the rows of hidden_states are not equally far apart.
 Result<FusedMoE::Args> as_matrices(const FusedMoE::Args& args);
 
@@ -17,6 +17,8 @@ Result<FusedMoE::Args> as_matrices(const FusedMoE::Args& args);
 Status check_routing(const FusedPlan& plan, const FusedMoE::Args& args, Device device);
 // The ids of host tensors that check_routing accepted.
 Status check_routing_values(const FusedPlan& plan, const FusedMoE::Args& args);
+// The refusal of Args::shared_output there.
+Status no_shared_output_on_gpu();
 // Whoever chose them: entry i of topk_ids.
 std::int64_t id_at(const ConstTensorView& topk_ids, std::int64_t i);
 // Whether row t counts as padding.

@@ -11,6 +11,7 @@
 #include "layer/call_args.h"
 #include "layer/expert_balancer.h"
 #include "layer/fused_impl.h"
+#include "numerics/element.h"
 
 namespace moesaic {
 namespace {
@@ -62,23 +63,48 @@ Status FusedMoE::Impl::check(const Args& args) const {
   MOESAIC_RETURN_IF_ERROR(
       check_trace("trace.topk_weights", trace.topk_weights, DType::kF32, {rows, k}));
   MOESAIC_RETURN_IF_ERROR(check_trace("trace.topk_ids", trace.topk_ids, DType::kI32, {rows, k}));
+  MOESAIC_RETURN_IF_ERROR(check_shared_output(args, input_bytes, output_bytes));
   MOESAIC_RETURN_IF_ERROR(layer::check_routing(plan, args, Device::cpu()));
   return layer::check_routing_values(plan, args);
 }
 
+Status FusedMoE::Impl::check_shared_output(const Args& args, std::int64_t input_bytes,
+                                           std::int64_t output_bytes) const {
+  const TensorView& t = args.shared_output;
+  if (!t.present()) return {};
+  if (options.device.is_cuda()) return layer::no_shared_output_on_gpu();
+  if (!plan.adds_shared) {
+    return {StatusCode::kInvalidArgument,
+            "shared_output: got one, but there are no shared experts that this rank adds"};
+  }
+  MOESAIC_RETURN_IF_ERROR(expect_float_dtype("shared_output", t.dtype));
+  MOESAIC_RETURN_IF_ERROR(expect_shape("shared_output", t, args.output.shape));
+  MOESAIC_RETURN_IF_ERROR(expect_contiguous("shared_output", t));
+  MOESAIC_RETURN_IF_ERROR(expect_device("shared_output", t, Device::cpu()));
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, contiguous_bytes(t.dtype, t.shape));
+  MOESAIC_RETURN_IF_ERROR(experts::expect_disjoint("shared_output", t.data, bytes, "output",
+                                                   args.output.data, output_bytes));
+  return experts::expect_disjoint("shared_output", t.data, bytes, "hidden_states",
+                                  args.hidden_states.data, input_bytes);
+}
+
 Status FusedMoE::forward(const Args& args) const {
   const Impl& m = *impl_;
-  const Result<Args> call = layer::as_matrices(args);
+  Result<Args> call = layer::as_matrices(args);
   Status checked = call.status();
   if (checked.ok()) checked = m.check(*call);
   if (!m.mesh) MOESAIC_RETURN_IF_ERROR(checked);
   const std::lock_guard<std::mutex> lock(m.mutex);
   const std::int64_t rows = checked.ok() ? call->hidden_states.dim(0) : 0;
+  // Of no rows there is no part, whatever the view says: ranks with the same rows do the same.
+  if (rows == 0 && call.ok()) call->shared_output = {};
   const std::int64_t chunk = m.options.max_tokens;
   std::int64_t steps = ceil_div(rows, chunk);
   // Every rank takes every step, also those that have no rows left.
   if (m.mesh) {
-    MOESAIC_ASSIGN_OR_RETURN(steps, m.mesh->common_steps(checked, rows, chunk));
+    MOESAIC_ASSIGN_OR_RETURN(
+        steps,
+        m.mesh->common_steps(checked, rows, chunk, rows > 0 && call->shared_output.present()));
   }
   for (std::int64_t step = 0; step < steps; ++step) {
     const std::int64_t first = std::min(step * chunk, rows);
@@ -96,6 +122,31 @@ Status FusedMoE::forward(ConstTensorView hidden_states, TensorView output,
   args.output = output;
   args.trace = trace;
   return forward(args);
+}
+
+Status FusedMoE::maybe_all_reduce(TensorView x) const {
+  const Impl& m = *impl_;
+  if (output_is_reduced()) return {};
+  if (!m.mesh) {
+    return {StatusCode::kUnsupported,
+            "maybe_all_reduce: got a layer without a communicator, need one, or a sum over the "
+            "ranks' outputs by the caller"};
+  }
+  MOESAIC_RETURN_IF_ERROR(expect_float_dtype("x", x.dtype));
+  MOESAIC_RETURN_IF_ERROR(expect_device("x", x, Device::cpu()));
+  MOESAIC_RETURN_IF_ERROR(expect_contiguous("x", x));
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t count, x.shape.num_elements());
+  const std::lock_guard<std::mutex> lock(m.mutex);
+  if (x.dtype == DType::kF32) {
+    return m.mesh->reduce_replicas({x.as<float>(), static_cast<std::size_t>(count)});
+  }
+  Result<Tensor> wide = Tensor::uninitialized(DType::kF32, x.shape);
+  if (!wide.ok()) return m.mesh->give_up(wide.status());
+  float* const sums = wide->as<float>();
+  for (std::int64_t i = 0; i < count; ++i) sums[i] = load_as_f32(x.data, x.dtype, i);
+  MOESAIC_RETURN_IF_ERROR(m.mesh->reduce_replicas({sums, static_cast<std::size_t>(count)}));
+  for (std::int64_t i = 0; i < count; ++i) store_from_f32(x.data, x.dtype, i, sums[i]);
+  return {};
 }
 
 Status FusedMoE::enqueue(Stream stream, const Args& args) const {

@@ -26,6 +26,8 @@ struct FusedMoE::Impl {
   std::int64_t fingerprint() const;
   // A call on host tensors, as matrices.
   Status check(const Args& args) const;
+  Status check_shared_output(const Args& args, std::int64_t input_bytes,
+                             std::int64_t output_bytes) const;
 };
 
 }  // namespace moesaic

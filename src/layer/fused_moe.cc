@@ -118,7 +118,8 @@ std::int64_t FusedMoE::Impl::fingerprint() const {
                   spec.num_experts, plan.routing.top_k, plan.latent_size, plan.quant.scheme.name,
                   options.max_tokens, rank_transport_name(plan.ranks.transport),
                   plan.ranks.per_slot, expert_placement_name(options.parallel.placement)) +
-      fmt::format(" {} {} {} {} {}", options.ranks.enable_eplb, plan.routed.num_experts,
+      fmt::format(" {} {} {} {} {} {}", plan.ranks.leaves_sum, options.ranks.enable_eplb,
+                  plan.routed.num_experts,
                   options.ranks.enable_eplb ? engine->experts_backend() : "",
                   layer::engine_of(options.device).name, dtype_name(plan.ranks.combine_dtype)) +
       (MOESAIC_FAULT(layer_ranks_may_round_differently) ? ""
@@ -182,6 +183,11 @@ std::vector<CandidateReport> FusedMoE::explain() const {
   return explain_candidates(impl_->plan, impl_->router_name, impl_->options.device);
 }
 std::string FusedMoE::determinism() const { return impl_->engine->determinism(); }
+
+bool FusedMoE::output_is_reduced() const {
+  const Impl& m = *impl_;
+  return m.mesh ? !m.plan.ranks.leaves_sum : m.options.parallel.flat_size() == 1;
+}
 
 RankTransport FusedMoE::transport() const { return impl_->plan.ranks.transport; }
 std::int64_t FusedMoE::bytes_sent() const { return impl_->mesh ? impl_->mesh->bytes_sent() : 0; }

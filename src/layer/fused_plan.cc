@@ -159,7 +159,13 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_
                           (options.parallel.tp_rank == 0 && options.parallel.ep_rank == 0) ||
                           MOESAIC_FAULT(layer_shared_on_every_rank);
   plan.has_zero_experts = spec.routing.num_zero_experts > 0 && first_rank;
-  plan.has_shared = spec.shared.intermediate_size > 0 && options.include_shared && first_rank;
+  const bool own_shared = spec.shared.intermediate_size > 0 && options.include_shared;
+  if (own_shared && options.shared_experts) {
+    return invalid(
+        "shared_experts: got a function beside the layer's own, need include_shared = false");
+  }
+  plan.has_shared = own_shared && first_rank;
+  plan.adds_shared = (own_shared || options.shared_experts) && first_rank;
   if (plan.has_shared) {
     MOESAIC_ASSIGN_OR_RETURN(
         plan.shared_quant,

@@ -26,6 +26,7 @@ struct FusedPlan {
   RoutingSpec routing;            // for the router: its factor is 1 where the layer scales
   float output_scale = 1.0F;      // the layer's factor on the routed result
   bool has_shared = false;        // this rank computes the shared expert
+  bool adds_shared = false;       // that, or the caller's function does
   bool has_zero_experts = false;  // this rank adds the zero experts' share
   std::int64_t hidden_size = 0;   // of hidden states and output
   std::int64_t latent_size = 0;   // of what the routed experts see

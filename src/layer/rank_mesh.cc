@@ -90,10 +90,11 @@ std::int64_t fingerprint_of(std::string_view text) {
 }
 
 Result<std::int64_t> RankMesh::common_steps(const Status& mine, std::int64_t rows,
-                                            std::int64_t chunk) const {
+                                            std::int64_t chunk, bool apart) const {
   MOESAIC_RETURN_IF_ERROR(world_->state());
-  MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int64_t> all,
-                           world_->control().all_gather("forward", mine.ok() ? rows : kRefused));
+  MOESAIC_ASSIGN_OR_RETURN(
+      const std::vector<std::int64_t> all,
+      world_->control().all_gather("forward", mine.ok() ? rows * 2 + (apart ? 1 : 0) : kRefused));
   MOESAIC_RETURN_IF_ERROR(mine);
   std::int64_t most = 0;
   for (std::size_t r = 0; r < all.size(); ++r) {
@@ -102,16 +103,24 @@ Result<std::int64_t> RankMesh::common_steps(const Status& mine, std::int64_t row
           StatusCode::kInvalidArgument,
           fmt::format("forward: rank {} refused its arguments, its own message says why", r));
     }
-    most = std::max(most, all[r]);
+    most = std::max(most, all[r] / 2);
     // Without sequence parallelism the ranks of an engine's tensor-parallel group are neighbours
     // and have the same rows.
     const std::size_t first = r - r % static_cast<std::size_t>(engine_tp_);
-    if (!sequence_parallel_ && all[r] != all[first]) {
+    if (!sequence_parallel_ && all[r] / 2 != all[first] / 2) {
       return Status(
           StatusCode::kInvalidArgument,
           fmt::format("hidden_states: rank {} has {} rows, rank {} has {}; the ranks of a "
                       "tensor-parallel group need the same rows",
-                      r, all[r], first, all[first]));
+                      r, all[r] / 2, first, all[first] / 2));
+    }
+    if (!sequence_parallel_ && all[r] != all[first]) {
+      return Status(
+          StatusCode::kInvalidArgument,
+          fmt::format("shared_output: rank {} gave {}, rank {} {}; the ranks of a tensor-parallel "
+                      "group need one each, or none",
+                      r, all[r] % 2 == 1 ? "one" : "none", first,
+                      all[first] % 2 == 1 ? "one" : "none"));
     }
   }
   return ceil_div(most, chunk);

@@ -30,9 +30,10 @@ class RankMesh {
       const MoeProblem& problem, const ParallelConfig& parallel) const;
 
   // Steps of at most `chunk` rows that all ranks take, when this rank has `rows` and its arguments
-  // are `mine`. Fails on all ranks as agree(), also when replicas differ in rows.
-  Result<std::int64_t> common_steps(const Status& mine, std::int64_t rows,
-                                    std::int64_t chunk) const;
+  // are `mine`. Fails on all ranks as agree(), also when replicas differ in rows, or in whether
+  // they take the shared experts `apart`, which is a collective more.
+  Result<std::int64_t> common_steps(const Status& mine, std::int64_t rows, std::int64_t chunk,
+                                    bool apart) const;
 
   // values[i] = sum over the replicas, in rank order.
   Status reduce_replicas(std::span<float> values) const;

@@ -20,6 +20,7 @@ struct RankPlan {
   // The kernel returns complete sums for the rows it was given: nobody reduces them again, and each
   // replica passes its share of the rows instead of all.
   bool reduced = true;
+  bool leaves_sum = false;     // not reduced, and replicas add up their outputs themselves
   bool per_slot = false;       // slots come back one by one and are added at home
   bool slots_as_rows = false;  // per slot on a CPU: each slot is a row of its own for the kernel
   DType combine_dtype = DType::kF32;  // of partial sums on their way back

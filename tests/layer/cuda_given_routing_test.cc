@@ -142,8 +142,8 @@ TEST(CudaGivenRouting, DeviceTensorsOfEveryTypeAreWhatHostTensorsAre) {
       }
       host.router_logits = device.router_logits = {};
       device.trace.router_logits = {};
-      Tensor weights = random_normal(rng, DType::kF32, {rows, k});
       for (const DType dtype : {DType::kI32, DType::kI64, DType::kU32}) {
+        Tensor weights = random_normal(rng, DType::kF32, {rows, k});
         Tensor ids = Tensor::zeros(DType::kI32, {rows, k}).value();
         Tensor wild = Tensor::zeros(dtype, {rows, k}).value();
         for (std::int64_t i = 0; i < rows * k; ++i) {

@@ -43,6 +43,25 @@ TEST(CudaRanks, EveryCombinationOfRanksOnOneGpuEqualsOneRank) {
   EXPECT_GT(runs, 100);
 }
 
+// reduce_results = false: what is left to the caller is one sum.
+TEST(CudaRanks, OneSumCompletesWhatIsNotReduced) {
+  REQUIRE_HOPPER();
+  int runs = 0;
+  for (const test::Feature& f : test::rank_features()) {
+    const test::LayerTensors tensors = test::make_tensors(44, f.spec());
+    RankProblem problem = gpu_problem(tensors, 11);
+    problem.options.ranks.reduce_results = false;
+    for (const RankCombo& combo : test::rank_combos(4)) {
+      if (combo.tp == 1 || !runs_on_gpus(combo, tensors.spec)) continue;
+      problem.bound = test::bound_on_gpus(combo);
+      const auto tokens = test::uneven_tokens(5, 11, combo.dp * combo.pcp);
+      EXPECT_EQ(test::run_ranks(problem, combo, tokens), "") << f.name << " " << combo.name();
+      ++runs;
+    }
+  }
+  EXPECT_GT(runs, 30);
+}
+
 // More ranks than experts, all rows on one rank.
 TEST(CudaRanks, RanksWithoutExpertsOrRows) {
   REQUIRE_HOPPER();

@@ -228,7 +228,8 @@ std::string run_rank(const RankProblem& problem, const RankCombo& combo,
     } else {
       args.router_logits = logits.view();
     }
-    const Status status = layer->forward(args);
+    Status status = layer->forward(args);
+    if (status.ok()) status = layer->maybe_all_reduce(output.view());
     if (!status.ok()) return status.to_string();
     const ConstTensorView got(output.data(), DType::kF32, Shape{real, hidden});
     const ConstTensorView want(problem.want.data() + first * hidden * 4, DType::kF32,

@@ -47,7 +47,7 @@ inline std::int64_t logit_columns(const FusedPlan& plan) {
 // The routed experts may round straight into the caller's output when nothing is added to or
 // multiplied with their result.
 inline bool writes_output_directly(const FusedPlan& plan, const FusedMoE::Options& options) {
-  return !plan.has_shared && !plan.has_zero_experts && !options.transform.output &&
+  return !plan.adds_shared && !plan.has_zero_experts && !options.transform.output &&
          plan.output_scale == 1.0F && plan.ranks.reduced && !plan.ranks.per_slot;
 }
 
@@ -95,8 +95,7 @@ struct CpuEngine final : public LayerEngine {
   Status build_routed(ExpertSource& source);
   Status build_shared(ExpertSource* source, const MoeLayerTensors& tensors);
   // The steps of a call (forward.cc); over ranks in forward_ranks.cc.
-  Status forward_over_ranks(const ConstTensorView& x, const TensorView& output,
-                            const CpuBuffers& b) const;
+  Status forward_over_ranks(const FusedMoE::Args& args, const CpuBuffers& b) const;
   // b.topk_weights and b.topk_ids, by as many stages as the caller has left.
   Status route(const FusedMoE::Args& args, const CpuBuffers& b) const;
   Status compute_logits(const FusedMoE::Args& args, const CpuBuffers& b) const;
@@ -108,7 +107,9 @@ struct CpuEngine final : public LayerEngine {
   // Adds to `numerics` unless that is empty.
   Status run_shared(const ConstTensorView& x, const CpuBuffers& b,
                     std::span<RowNumerics> numerics = {}) const;
-  void combine(const CombineRows& c, const CpuBuffers& b, const TensorView& output) const;
+  // args.output, and args.shared_output where it is there.
+  void combine(const CombineRows& c, const CpuBuffers& b, const FusedMoE::Args& args) const;
+  void store_shared(const CombineRows& c, const CpuBuffers& b, const TensorView& to) const;
 };
 
 // --- The row of the catalogue (explain.cc) ---

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <exception>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -21,14 +22,14 @@ namespace {
 constexpr std::int64_t kMaxElementBytes = 4;  // of hidden states: F32
 
 // What a caller's function throws must not cross our API.
-Status show(const RoutingCaptureFn& capture, const ConstTensorView& topk_ids) {
+template <class Call>
+Status guard(std::string_view what, Call&& call) {
   try {
-    capture(topk_ids);
-    return {};
+    return call().with_context(what);
   } catch (const std::exception& e) {
-    return {StatusCode::kInvalidArgument, fmt::format("capture: threw \"{}\"", e.what())};
+    return {StatusCode::kInvalidArgument, fmt::format("{}: threw \"{}\"", what, e.what())};
   } catch (...) {
-    return {StatusCode::kInvalidArgument, "capture: threw"};
+    return {StatusCode::kInvalidArgument, fmt::format("{}: threw", what)};
   }
 }
 
@@ -47,7 +48,7 @@ Result<CpuBuffers> CpuBuffers::carve(const FusedPlan& plan, const FusedMoE::Opti
   }
   if (!writes_output_directly(plan, options)) b.routed = arena.take<float>(rows * plan.latent_size);
   if (options.transform.output) b.routed_back = arena.take<float>(rows * plan.hidden_size);
-  if (plan.has_shared) {
+  if (plan.adds_shared) {
     b.shared = arena.take<float>(rows * plan.hidden_size);
     b.shared_gate = arena.take<float>(rows);
     b.ones = arena.take<float>(rows);
@@ -149,7 +150,10 @@ Status CpuEngine::route(const FusedMoE::Args& args, const CpuBuffers& b) const {
   report(args.trace.topk_weights, b.topk_weights);
   report(args.trace.topk_ids, b.topk_ids);
   if (options.capture) {
-    MOESAIC_RETURN_IF_ERROR(show(options.capture, view_of(b.topk_ids, DType::kI32, {rows, k})));
+    MOESAIC_RETURN_IF_ERROR(guard("capture", [&] {
+      options.capture(view_of(b.topk_ids, DType::kI32, {rows, k}));
+      return Status();
+    }));
   }
   if (mesh && plan.has_zero_experts) {
     // Slots of identity experts arrive as expert 0 with weight 0: no row need travel for them.
@@ -208,9 +212,15 @@ Status CpuEngine::run_routed(const RoutedRows& r, const CpuBuffers& b, const Ten
 
 Status CpuEngine::run_shared(const ConstTensorView& x, const CpuBuffers& b,
                              std::span<RowNumerics> numerics) const {
-  if (!shared) return {};
+  if (!plan.adds_shared) return {};
   const std::int64_t rows = x.dim(0);
   std::fill(b.ones, b.ones + rows, 1.0F);
+  if (!shared) {
+    if (rows == 0) return {};
+    return guard("shared_experts", [&] {
+      return options.shared_experts(x, view_of(b.shared, DType::kF32, {rows, plan.hidden_size}));
+    });
+  }
   std::fill(b.zeros, b.zeros + rows, 0);
   ModularKernel::Args a;
   a.hidden_states = x;
@@ -232,14 +242,29 @@ Status CpuEngine::run_shared(const ConstTensorView& x, const CpuBuffers& b,
   return {};
 }
 
-void CpuEngine::combine(const CombineRows& c, const CpuBuffers& b, const TensorView& output) const {
+void CpuEngine::store_shared(const CombineRows& c, const CpuBuffers& b,
+                             const TensorView& to) const {
+  const std::int64_t hidden = plan.hidden_size;
+  for (std::int64_t t = c.rows.first; t < c.rows.first + c.rows.count; ++t) {
+    const std::int64_t s = t - c.shared_first;
+    for (std::int64_t h = 0; h < hidden; ++h) {
+      store_from_f32(to.data, to.dtype, t * hidden + h, b.ones[s] * b.shared[s * hidden + h]);
+    }
+  }
+}
+
+void CpuEngine::combine(const CombineRows& c, const CpuBuffers& b,
+                        const FusedMoE::Args& args) const {
+  const TensorView& output = args.output;
+  const bool apart = args.shared_output.present();
+  if (apart) store_shared(c, b, args.shared_output);
   const std::int64_t hidden = plan.hidden_size;
   const float* routed = options.transform.output ? b.routed_back : b.routed;
   float scale = options.transform.output ? 1.0F : plan.output_scale;
   if (MOESAIC_FAULT(layer_scale_twice)) {
     scale *= static_cast<float>(spec.routing.routed_scaling_factor);
   }
-  const bool add_shared = shared.has_value() && !MOESAIC_FAULT(layer_omit_shared);
+  const bool add_shared = plan.adds_shared && !apart && !MOESAIC_FAULT(layer_omit_shared);
   for (std::int64_t t = c.rows.first; t < c.rows.first + c.rows.count; ++t) {
     const float* from = routed + (t - c.routed_first) * hidden;
     const std::int64_t s = t - c.shared_first;
@@ -268,16 +293,19 @@ Status CpuEngine::forward_host(const FusedMoE::Args& args) const {
   }
   const std::span<RowNumerics> numerics = args.trace.numerics;
   if (mesh) {
-    MOESAIC_RETURN_IF_ERROR(forward_over_ranks(x, output, b));
+    MOESAIC_RETURN_IF_ERROR(forward_over_ranks(args, b));
   } else {
     MOESAIC_RETURN_IF_ERROR(run_routed({x, b.topk_weights, b.topk_ids}, b, output, numerics));
     MOESAIC_RETURN_IF_ERROR(run_shared(x, b, numerics));
-    if (!writes_output_directly(plan, options)) combine({{0, rows}}, b, output);
+    if (!writes_output_directly(plan, options)) combine({{0, rows}}, b, args);
   }
-  const std::int64_t row_bytes = plan.hidden_size * dtype_bits(output.dtype) / 8;
-  for (std::int64_t t = 0; t < rows; ++t) {
-    if (is_padding(args, t) && !MOESAIC_FAULT(layer_padding_gets_shared_experts)) {
-      std::fill_n(output.data + t * row_bytes, row_bytes, std::byte{0});
+  for (const TensorView* to : {&output, &args.shared_output}) {
+    if (!to->present()) continue;
+    const std::int64_t row_bytes = plan.hidden_size * dtype_bits(to->dtype) / 8;
+    for (std::int64_t t = 0; t < rows; ++t) {
+      if (is_padding(args, t) && !MOESAIC_FAULT(layer_padding_gets_shared_experts)) {
+        std::fill_n(to->data + t * row_bytes, row_bytes, std::byte{0});
+      }
     }
   }
   return {};

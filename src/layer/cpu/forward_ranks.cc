@@ -55,8 +55,10 @@ Status CpuEngine::run_slots(const ConstTensorView& input, const RoutedRows& r,
   return {};
 }
 
-Status CpuEngine::forward_over_ranks(const ConstTensorView& x, const TensorView& output,
-                                     const CpuBuffers& b) const {
+Status CpuEngine::forward_over_ranks(const FusedMoE::Args& args, const CpuBuffers& b) const {
+  const ConstTensorView& x = args.hidden_states;
+  const TensorView& output = args.output;
+  const bool apart = args.shared_output.present();
   const RankPlan& ranks = plan.ranks;
   const std::int64_t k = plan.routing.top_k;
   const RowRange all{0, x.dim(0)};
@@ -71,26 +73,38 @@ Status CpuEngine::forward_over_ranks(const ConstTensorView& x, const TensorView&
   const bool complete = ranks.reduced || ranks.per_slot || options.transform.output;
   if (complete) {
     // Without shared experts every replica can finish what it was given by itself.
-    const RowRange mine = plan.has_shared ? share : given;
-    if (!writes_output_directly(plan, options))
-      combine({mine, given.first, share.first}, b, output);
-    const bool shared_out = plan.has_shared || ranks.reduced;
-    return shared_out && ranks.replicas > 1 ? mesh->gather_replicas(output) : Status();
+    const RowRange mine = plan.adds_shared ? share : given;
+    if (!writes_output_directly(plan, options)) combine({mine, given.first, share.first}, b, args);
+    if (ranks.replicas == 1) return {};
+    if (apart) MOESAIC_RETURN_IF_ERROR(mesh->gather_replicas(args.shared_output));
+    return plan.adds_shared || ranks.reduced ? mesh->gather_replicas(output) : Status();
   }
 
   const std::int64_t hidden = plan.hidden_size;
   const std::int64_t elements = all.count * hidden;
   for (std::int64_t i = 0; i < elements; ++i) b.routed[i] *= plan.output_scale;
-  if (plan.has_shared && !MOESAIC_FAULT(layer_omit_shared)) {
+  if (apart) {
+    store_shared({share, 0, share.first}, b, args.shared_output);
+    MOESAIC_RETURN_IF_ERROR(mesh->gather_replicas(args.shared_output));
+  } else if (plan.adds_shared && !MOESAIC_FAULT(layer_omit_shared)) {
     for (std::int64_t s = 0; s < share.count; ++s) {
       float* sum = b.routed + (share.first + s) * hidden;
       for (std::int64_t h = 0; h < hidden; ++h) sum[h] += b.ones[s] * b.shared[s * hidden + h];
     }
   }
-  MOESAIC_RETURN_IF_ERROR(mesh->reduce_replicas({b.routed, static_cast<std::size_t>(elements)}));
+  RowRange identity = all;
+  if (ranks.leaves_sum) {
+    // The identity experts of a row enter once: with the rank whose share it is in.
+    if (!MOESAIC_FAULT(layer_unreduced_identity_of_every_replica)) identity = share;
+  } else {
+    MOESAIC_RETURN_IF_ERROR(mesh->reduce_replicas({b.routed, static_cast<std::size_t>(elements)}));
+  }
   for (std::int64_t i = 0; i < elements; ++i) {
     float sum = b.routed[i];
-    if (plan.has_zero_experts) sum += load_as_f32(b.zero_experts, DType::kF32, i);
+    const std::int64_t t = i / hidden;
+    if (plan.has_zero_experts && t >= identity.first && t < identity.first + identity.count) {
+      sum += load_as_f32(b.zero_experts, DType::kF32, i);
+    }
     store_from_f32(output.data, output.dtype, i, sum);
   }
   return {};

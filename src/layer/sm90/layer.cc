@@ -186,6 +186,7 @@ Status CudaLayer::Impl::check(const FusedMoE::Args& args) const {
     return {StatusCode::kLimitExceeded,
             fmt::format("tokens: got {}, planned for max_tokens = {}", tokens, m.max_tokens)};
   }
+  if (args.shared_output.present()) return layer::no_shared_output_on_gpu();
   if (!trace.numerics.empty()) {
     return {StatusCode::kUnsupported,
             "trace.numerics: got enqueue, which does not wait; forward measures"};
@@ -226,7 +227,7 @@ Status CudaLayer::enqueue(Stream stream, const FusedMoE::Args& call) const {
     if (checked.ok()) checked = check_not_capturing(stream.handle);
     MOESAIC_ASSIGN_OR_RETURN(
         const std::int64_t steps,
-        m.mesh->common_steps(checked, checked.ok() ? x.dim(0) : 0, m.max_tokens));
+        m.mesh->common_steps(checked, checked.ok() ? x.dim(0) : 0, m.max_tokens, false));
     if (steps == 0) return {};
   } else {
     MOESAIC_RETURN_IF_ERROR(checked);

@@ -45,6 +45,9 @@ Status CudaLayer::can_implement(const layer::FusedPlan& plan, const FusedMoE::Op
     return unsupported("input_norm_eps: got " + std::to_string(plan.input_norm_eps) +
                        " on a GPU, need 0 or the CPU");
   }
+  if (options.shared_experts) {
+    return unsupported("shared_experts: got a host function, need none on a GPU");
+  }
   if (options.capture) {
     return unsupported("capture: got a host function, need none on a GPU: Trace gives the ids");
   }

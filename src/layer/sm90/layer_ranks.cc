@@ -181,9 +181,9 @@ Status CudaLayer::Impl::run_rows_over_ranks(void* stream, const Rows& rows, cons
   p.hidden = hidden;
   p.scale = plan.output_scale;
   p.shared = plan.has_shared && !MOESAIC_FAULT(layer_omit_shared) ? w.shared_rows : nullptr;
-  const auto to_output = [&](const layer::RowRange& mine) {
+  const auto to_output = [&](const layer::RowRange& mine, bool zero_experts) {
     p.tokens = mine.count;
-    p.zero_weight = plan.has_zero_experts ? w.zero_weight + mine.first : nullptr;
+    p.zero_weight = zero_experts ? w.zero_weight + mine.first : nullptr;
     p.x = x + mine.first * x_bytes;
     p.x_dtype = rows.x_dtype;
     p.output_f32 = out.dtype == DType::kF32;
@@ -195,7 +195,7 @@ Status CudaLayer::Impl::run_rows_over_ranks(void* stream, const Rows& rows, cons
     // Without shared experts every replica can finish what it was given by itself.
     const layer::RowRange mine = plan.has_shared ? share : given;
     p.routed = w.routed + (mine.first - given.first) * hidden;
-    MOESAIC_RETURN_IF_ERROR(to_output(mine));
+    MOESAIC_RETURN_IF_ERROR(to_output(mine, plan.has_zero_experts));
     const bool shared_out = plan.has_shared || ranks.reduced;
     return shared_out && ranks.replicas > 1 ? gather_replicas(stream, out, all.count) : Status();
   }
@@ -218,10 +218,20 @@ Status CudaLayer::Impl::run_rows_over_ranks(void* stream, const Rows& rows, cons
     MOESAIC_RETURN_IF_ERROR(combine(p));
     p.shared = nullptr;
   }
-  MOESAIC_RETURN_IF_ERROR(
-      replicas->all_reduce_sum(stream, w.routed, all.count * hidden, /*bf16=*/false));
-  p.routed = w.routed;
-  return to_output(all);
+  if (!ranks.leaves_sum) {
+    MOESAIC_RETURN_IF_ERROR(
+        replicas->all_reduce_sum(stream, w.routed, all.count * hidden, /*bf16=*/false));
+    p.routed = w.routed;
+    return to_output(all, plan.has_zero_experts);
+  }
+  // The identity experts of a row enter once: with the rank whose share it is in.
+  for (const layer::RowRange& mine :
+       {layer::RowRange{0, share.first}, share,
+        layer::RowRange{share.first + share.count, all.count - share.first - share.count}}) {
+    p.routed = w.routed + mine.first * hidden;
+    MOESAIC_RETURN_IF_ERROR(to_output(mine, plan.has_zero_experts && mine.first == share.first));
+  }
+  return {};
 }
 
 }  // namespace moesaic::cuda
