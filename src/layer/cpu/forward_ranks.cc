@@ -59,6 +59,7 @@ Status CpuEngine::forward_over_ranks(const FusedMoE::Args& args, const CpuBuffer
   const ConstTensorView& x = args.hidden_states;
   const TensorView& output = args.output;
   const bool apart = args.shared_output.present();
+  const bool gather_shared = apart && !MOESAIC_FAULT(layer_shared_part_stays_partial);
   const RankPlan& ranks = plan.ranks;
   const std::int64_t k = plan.routing.top_k;
   const RowRange all{0, x.dim(0)};
@@ -76,7 +77,7 @@ Status CpuEngine::forward_over_ranks(const FusedMoE::Args& args, const CpuBuffer
     const RowRange mine = plan.adds_shared ? share : given;
     if (!writes_output_directly(plan, options)) combine({mine, given.first, share.first}, b, args);
     if (ranks.replicas == 1) return {};
-    if (apart) MOESAIC_RETURN_IF_ERROR(mesh->gather_replicas(args.shared_output));
+    if (gather_shared) MOESAIC_RETURN_IF_ERROR(mesh->gather_replicas(args.shared_output));
     return plan.adds_shared || ranks.reduced ? mesh->gather_replicas(output) : Status();
   }
 
@@ -85,7 +86,7 @@ Status CpuEngine::forward_over_ranks(const FusedMoE::Args& args, const CpuBuffer
   for (std::int64_t i = 0; i < elements; ++i) b.routed[i] *= plan.output_scale;
   if (apart) {
     store_shared({share, 0, share.first}, b, args.shared_output);
-    MOESAIC_RETURN_IF_ERROR(mesh->gather_replicas(args.shared_output));
+    if (gather_shared) MOESAIC_RETURN_IF_ERROR(mesh->gather_replicas(args.shared_output));
   } else if (plan.adds_shared && !MOESAIC_FAULT(layer_omit_shared)) {
     for (std::int64_t s = 0; s < share.count; ++s) {
       float* sum = b.routed + (share.first + s) * hidden;
