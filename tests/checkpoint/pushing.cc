@@ -18,8 +18,8 @@ namespace {
 
 bool is_folder(const std::string& path) { return std::filesystem::is_directory(path); }
 
-std::string weights_difference(std::string_view field, const ConstTensorView& got,
-                               const ConstTensorView& want) {
+std::string field_difference(std::string_view field, const ConstTensorView& got,
+                             const ConstTensorView& want) {
   if (got.present() != want.present()) return fmt::format("{}: only one has it", field);
   if (!got.present()) return {};
   if (got.dtype != want.dtype || !(got.shape == want.shape)) {
@@ -92,7 +92,7 @@ Status push(WeightLoader& loader, const std::vector<StoredTensor>& tensors, std:
 
 std::string weights_difference(const ExpertWeightsView& got, const ExpertWeightsView& want) {
   for (const experts::ExpertField& field : experts::kExpertFields) {
-    std::string text = weights_difference(field.name, got.*field.view, want.*field.view);
+    std::string text = field_difference(field.name, got.*field.view, want.*field.view);
     if (!text.empty()) return text;
   }
   return {};
@@ -121,8 +121,8 @@ std::string weights_difference(MoeLayerWeights& got, MoeLayerWeights& want, std:
       std::pair("shared_gate_weight", &MoeLayerTensors::shared_gate_weight)};
   for (const auto& [name, member] : kTensors) {
     const Tensor &x = a.*member, &y = b.*member;
-    std::string text = weights_difference(name, x.present() ? x.view() : ConstTensorView(),
-                                          y.present() ? y.view() : ConstTensorView());
+    std::string text = field_difference(name, x.present() ? x.view() : ConstTensorView(),
+                                        y.present() ? y.view() : ConstTensorView());
     if (!text.empty()) return text;
   }
   for (std::int64_t e = 0; e < slots; ++e) {
