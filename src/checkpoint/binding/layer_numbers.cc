@@ -160,12 +160,15 @@ void choose_scale_names(const ShardSet& shards, LayerSource* source) {
   const std::string& block = source->spec.prefix;
   source->scales_stacked =
       shards.find(fmt::format("{}.{}_scale_inv", block, kStackedGateUp)).has_value();
-  // Of any expert: a program that hands tensors over may leave out those of other ranks.
-  for (std::int64_t e = 0; stored == StoredFormat::kFp8Tensor && e < source->spec.num_experts;
-       ++e) {
-    for (const std::string_view module : {layout.gate, layout.up, layout.down}) {
-      use_inverse_names(shards, fmt::format("{}.{}", block, expand_expert(module, e)),
-                        &source->experts);
+  // As the first expert has it that is there: a program that hands tensors over may leave out those
+  // of other ranks.
+  bool found = stored != StoredFormat::kFp8Tensor;
+  for (std::int64_t e = 0; !found && e < source->spec.num_experts; ++e) {
+    for (const std::string_view leaf : {layout.gate, layout.up, layout.down}) {
+      const std::string module = fmt::format("{}.{}", block, expand_expert(leaf, e));
+      use_inverse_names(shards, module, &source->experts);
+      found = found || shards.find(module + ".weight_scale") ||
+              source->experts.names == NameStyle::kFp8Inverse;
     }
   }
 }
