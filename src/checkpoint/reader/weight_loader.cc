@@ -19,7 +19,8 @@ constexpr std::string_view kLabel = "pushed tensors";
 // stream of names that mean nothing must not cost a walk over the layer each.
 constexpr std::int64_t kPatience = 64;
 
-bool is_stacked(const checkpoint::LayerSource& source, const checkpoint::PlannedTensor& tensor) {
+bool is_of_all_experts(const checkpoint::LayerSource& source,
+                       const checkpoint::PlannedTensor& tensor) {
   return !checkpoint::is_per_expert(source.layout->storage) || tensor.of_all_experts;
 }
 
@@ -144,7 +145,7 @@ bool WeightLoader::Impl::is_needed(const checkpoint::LayerSource& source,
                                    const PlannedTensor& tensor) const {
   if (tensor.part != checkpoint::LayerPart::kExpert) return !options.experts_only;
   if (checkpoint::counts_for_all_ranks(source.experts, tensor.kind)) return true;
-  if (is_stacked(source, tensor)) return !ids.empty();
+  if (is_of_all_experts(source, tensor)) return !ids.empty();
   return std::binary_search(distinct.begin(), distinct.end(), tensor.expert);
 }
 

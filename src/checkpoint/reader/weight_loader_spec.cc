@@ -35,7 +35,7 @@ struct HandMadeFamily {
   }
 };
 
-Status check_sizes(const MoeLayerSpec& spec) {
+Status check_layer_sizes(const MoeLayerSpec& spec) {
   const auto check = [](std::string_view field, std::int64_t value, std::int64_t most) -> Status {
     if (value >= 1 && value <= most) return {};
     return {StatusCode::kInvalidArgument,
@@ -46,7 +46,7 @@ Status check_sizes(const MoeLayerSpec& spec) {
   return check("intermediate_size", spec.intermediate_size, checkpoint::kMaxWidth);
 }
 
-Status check_names(const ExpertNames& names) {
+Status check_expert_names(const ExpertNames& names) {
   const auto invalid = [](std::string_view field, std::string_view got, std::string_view need) {
     return Status(StatusCode::kInvalidArgument,
                   fmt::format("names.{}: got \"{}\", need {}", field, got, need));
@@ -105,8 +105,8 @@ Result<WeightLoader> WeightLoader::from_spec(const MoeLayerSpec& spec, const Exp
                                              std::string_view quantization_config,
                                              const Options& options) {
   return checkpoint::guard_allocation("weight loader", [&]() -> Result<WeightLoader> {
-    MOESAIC_RETURN_IF_ERROR(check_sizes(spec));
-    MOESAIC_RETURN_IF_ERROR(check_names(names));
+    MOESAIC_RETURN_IF_ERROR(check_layer_sizes(spec));
+    MOESAIC_RETURN_IF_ERROR(check_expert_names(names));
     const bool gated = is_gated(spec.activation.kind);
     if (!checkpoint::is_fused(names.storage) && names.gate.empty() == gated) {
       return Status(StatusCode::kInvalidArgument,
