@@ -204,6 +204,10 @@ def layers(c):
     for label, raw in (("nan", NAN), ("inf", INF), ("negative", struct.pack("<f", -1)), ("zero", bytes(4))):
         f("scale_" + label, poke(".weight_scale", 0, raw), CORRUPT, [UP + ".weight_scale", "scale"])
         f("input_scale_" + label, poke(".input_scale", 0, raw), CORRUPT, [UP + ".input_scale", "input scale"])
+    # gate and up read one row: compressed-tensors has one scale for it
+    apart = lambda by: lambda t: t.update({UP + ".input_scale": q.floats("F32", [], [2.0**-5 * (1 + by)])})
+    for name, by, code, keys in (("good", 8e-6, "ok", []), ("differs", 2e-5, CORRUPT, [UP + ".input_scale", P + "experts.1.gate_proj.input_scale", "need the same"])):
+        layer("ct_input_scale_" + name, ct("float-quantized", floats8("tensor"), floats8("tensor")), one(input_scale=2.0**-5), apart(by), code, keys)
     f("weight_nan", poke(".weight", 70, b"\x7f"), CORRUPT, [UP + ".weight", "0x7F", "[1, 6]"])
     f("weight_bf16", replace(".weight", "BF16", [64, 64]), DTYPE, [UP + ".weight", "BF16"])
     f("weight_row_more", replace(".weight", "F8_E4M3", [65, 64]), SHAPE, [UP + ".weight", "[65, 64]"])
