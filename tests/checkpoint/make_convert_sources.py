@@ -35,7 +35,7 @@ def with_attention(quant):
 
 
 class Whole(Cases):
-    def _finish(self, name, path, golden, experts, router, manifest, shared=None, values=None, block_output=None):
+    def _finish(self, name, path, golden, experts, router, manifest, shared=None, values=None, block_output=None, inputs=None):
         self.manifest.append({"name": name, "path": path})
 
     def _complete(self, name, linear, h):

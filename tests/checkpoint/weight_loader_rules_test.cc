@@ -560,7 +560,7 @@ TEST(WeightLoaderRules, NumbersThatDecideForAllRanksAreAskedForOnEvery) {
   ASSERT_TRUE(got.ok()) << got.status().to_string();
   const ExpertWeightsView v = got->experts->expert(0).value();
   EXPECT_EQ(got->spec.quant.weight.granularity, ScaleGranularity::kChannel);
-  EXPECT_EQ(floats(v.w13_input_scale), std::vector<float>{0.5F});  // of expert 3, another rank's
+  EXPECT_EQ(floats(v.w13_input_scale), std::vector<float>{0.125F});  // its own
 }
 
 }  // namespace

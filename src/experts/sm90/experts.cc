@@ -6,6 +6,7 @@
 #include <new>
 #include <utility>
 
+#include "core/fault.h"
 #include "cuda/device_memory.h"
 #include "cuda/quant_rows.h"
 #include "experts/sm90/experts_impl.h"
@@ -72,6 +73,10 @@ std::optional<ExpertsPrologue> CudaExperts::prologue(const CudaExpertsArgs& a) c
   if (a.top_k > 0) problem.top_k = a.top_k;
   const std::int64_t pairs = a.tokens * problem.top_k;
   if (a.tokens < 1 || pairs > kListPairs || plan.weight_on_input) return std::nullopt;
+  // The list that the GEMM kernel makes stays in its shared memory: the combine must be there too.
+  if (a.tokens > kFoldCombineTokens && !MOESAIC_FAULT(cuda_list_apart_from_its_combine)) {
+    return std::nullopt;
+  }
   if (impl_->variant(a).max_columns > kListColumns) return std::nullopt;
   Arena arena({static_cast<std::byte*>(a.workspace), static_cast<std::size_t>(a.workspace_bytes)});
   const ExpertsWorkspace w = ExpertsWorkspace::carve(problem, plan, a.tokens, arena);

@@ -115,8 +115,9 @@ class CudaExperts {
   // threads with distinct workspaces. kDevice when a launch fails.
   Status enqueue(void* stream, const CudaExpertsArgs& args) const;
   // The prologue of a call, for a kernel in front of enqueue to run; then args.in_front says so. Of
-  // `args` only tokens, top_k, rows and workspace are read. Empty above kListPairs pairs and where
-  // the rows depend on the routing; the bits of the result are the same.
+  // `args` only tokens, top_k, rows and workspace are read. Empty above kListPairs pairs or
+  // kFoldCombineTokens tokens and where the rows depend on the routing; the bits of the result are
+  // the same.
   std::optional<ExpertsPrologue> prologue(const CudaExpertsArgs& args) const;
   // After a call with these arguments, without in_front, has run and before its workspace is
   // used again: adds what rounding did to each row, [tokens], in the order of slots. Waits; copies
