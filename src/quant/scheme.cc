@@ -265,7 +265,7 @@ Result<Scheme> with_activation_scales(const Scheme& s, ScaleFormat format) {
 
 std::string activation_text(const Scheme& scheme) {
   const OperandQuant& a = scheme.activation;
-  const std::string codes(dtype_name(a.dtype));
+  std::string codes(dtype_name(a.dtype));
   switch (a.granularity) {
     case G::kToken:
       return codes + ", one scale per token";
