@@ -6,6 +6,7 @@
 
 #include "checkpoint/config/families.h"
 #include "checkpoint/config/family_layouts.h"
+#include "checkpoint/config/family_rows_biased_sigmoid.h"
 #include "checkpoint/config/family_rows_mixtral.h"
 
 namespace moesaic::checkpoint {
