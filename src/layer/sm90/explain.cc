@@ -48,14 +48,14 @@ void append_gate(const layer::FusedPlan& plan, Device device, Rows& rows) {
   const GatePlan gate(p);
   const std::int64_t most = plan.routed.max_tokens;
   const auto status_of = [&](GateKernel kernel) {
-    std::int64_t first = 1;
+    std::int64_t before = 0;  // tokens up to which the ranges in front reach
     for (const GateRange& range : gate.ranges()) {
       if (range.kernel == kernel) {
-        return first <= most
-                   ? Status()
-                   : unsupported(fmt::format("max_tokens: got {}, need {} or more", most, first));
+        return before < most ? Status()
+                             : unsupported(fmt::format("max_tokens: got {}, need {} or more", most,
+                                                       before + 1));
       }
-      first = range.last_tokens + 1;
+      before = range.last_tokens;  // of the last one there is no limit
     }
     return unsupported(fmt::format("need {}", need_of(kernel)));
   };
