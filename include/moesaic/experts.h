@@ -133,8 +133,14 @@ struct ExpertsArgs {
   ConstTensorView a1_scale = {}, a2_scale = {};
 };
 
-// One backend bound to one layer's weights. Immutable after construction; run may be called from
-// several threads with distinct workspaces.
+// One array of what a backend keeps of its experts: row e is of local expert e and of no other.
+struct ExpertPart {
+  std::string_view name;  // "w13.weights", "w2.bias": for people
+  TensorView rows;  // [E_l, bytes of one expert] U8, contiguous, memory of the problem's device
+};
+
+// One backend bound to one layer's weights. Immutable after construction, but for who writes to its
+// expert_parts; run may be called from several threads with distinct workspaces.
 class Experts {
  public:
   virtual ~Experts() = default;
@@ -147,6 +153,13 @@ class Experts {
   // Bytes, monotone in tokens. kLimitExceeded when the size does not fit.
   virtual Result<std::int64_t> workspace_size(std::int64_t tokens) const = 0;
   virtual std::int64_t weight_bytes() const = 0;
+  // Everything that it keeps of each local expert, in an order and layout of its own: what has to be
+  // copied to move an expert. Rows e of all parts, copied over rows f of the same parts of an object
+  // of the same name whose problem differs at most in num_experts, num_local_experts, max_tokens,
+  // format, threads and device of one model, make f that expert, to the bit. Rows that come from
+  // anywhere else make its results undefined. The views are valid while this object is, and must not
+  // be written while run reads them. Empty: no local experts, or a backend that cannot.
+  virtual std::vector<ExpertPart> expert_parts() { return {}; }
   // One sentence: what the result's bits do and do not depend on.
   virtual std::string_view determinism() const = 0;
   // sum[0 .. n) += weight * row[0 .. n), rounded as run adds up the slots of a token: for callers

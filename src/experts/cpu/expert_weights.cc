@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <new>
+#include <string_view>
 #include <utility>
 
 #include "core/fault.h"
@@ -132,6 +133,28 @@ std::int64_t CpuProjection::bytes() const {
          static_cast<std::int64_t>((block_scales_.size() + factors_.size() + bias_.size() +
                                     input_scale_.size() + perm_.size()) *
                                    sizeof(float));
+}
+
+void CpuProjection::append_parts(bool second, std::int64_t num_experts,
+                                 std::vector<ExpertPart>& to) {
+  const auto add = [&](std::string_view w13, std::string_view w2, void* data, std::int64_t bytes) {
+    if (bytes == 0) return;
+    to.push_back({second ? w2 : w13, TensorView(static_cast<std::byte*>(data), DType::kU8,
+                                                Shape{num_experts, bytes / num_experts})});
+  };
+  const auto size = [](const auto& words) {
+    return static_cast<std::int64_t>(words.size() * sizeof(words[0]));
+  };
+  add("w13.weights", "w2.weights", weights_.data(), weights_.bytes());
+  add("w13.group_scales", "w2.group_scales", group_scales_.data(), group_scales_.bytes());
+  add("w13.group_offsets", "w2.group_offsets", group_offsets_.data(), group_offsets_.bytes());
+  add("w13.block_scales", "w2.block_scales", block_scales_.data(), size(block_scales_));
+  if (!MOESAIC_FAULT(cpu_column_factors_stay_behind)) {
+    add("w13.column_factors", "w2.column_factors", factors_.data(), size(factors_));
+  }
+  add("w13.bias", "w2.bias", bias_.data(), size(bias_));
+  add("w13.input_scale", "w2.input_scale", input_scale_.data(), size(input_scale_));
+  add("w13.perm", "w2.perm", perm_.data(), size(perm_));
 }
 
 Result<CpuExpertWeights> CpuExpertWeights::load(const MoeProblem& problem,

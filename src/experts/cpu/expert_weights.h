@@ -41,6 +41,8 @@ class CpuProjection {
     return perm_.empty() ? nullptr : &perm_[static_cast<std::size_t>(e * shape_.k)];
   }
   std::int64_t bytes() const;
+  // Every array that has a row per expert; `second` is the name's choice between w13 and w2.
+  void append_parts(bool second, std::int64_t num_experts, std::vector<ExpertPart>& to);
 
  private:
   std::size_t index(std::int64_t e, std::int64_t p) const {

@@ -10,6 +10,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "cpu/kernels.h"
 #include "experts/cpu/expert_weights.h"
@@ -50,6 +51,12 @@ class CpuExperts final : public Experts {
   ActivationFormat format() const override { return problem_.format; }
   bool takes_quantized_rows() const override { return plan_.kind == ComputeScheme::kFp8Block; }
   std::int64_t weight_bytes() const override { return weights_.bytes(); }
+  std::vector<ExpertPart> expert_parts() override {
+    std::vector<ExpertPart> parts;
+    weights_.w13.append_parts(false, problem_.num_local_experts, parts);
+    weights_.w2.append_parts(true, problem_.num_local_experts, parts);
+    return parts;
+  }
   std::string_view determinism() const override { return kCpuExpertsDeterminism; }
 
   Result<std::int64_t> workspace_size(std::int64_t tokens) const override {

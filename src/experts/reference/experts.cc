@@ -89,6 +89,12 @@ class RefExperts final : public Experts {
   ActivationFormat format() const override { return p_.format; }
   bool takes_quantized_rows() const override { return p_.quant.kind == ComputeScheme::kFp8Block; }
   std::int64_t weight_bytes() const override { return w13_.bytes() + w2_.bytes(); }
+  std::vector<ExpertPart> expert_parts() override {
+    std::vector<ExpertPart> parts;
+    w13_.append_parts(false, parts);
+    w2_.append_parts(true, parts);
+    return parts;
+  }
   std::string_view determinism() const override { return kRefExpertsDeterminism; }
   Result<std::int64_t> workspace_size(std::int64_t tokens) const override {
     return ref_experts_workspace_size(p_, tokens);

@@ -81,6 +81,26 @@ std::int64_t RefMatrix::bytes() const {
   return sum;
 }
 
+void RefMatrix::append_parts(bool second, std::vector<ExpertPart>& to) {
+  struct Part {
+    std::string_view w13, w2;
+    Tensor& tensor;
+  };
+  for (const Part& part :
+       {Part{"w13.weights", "w2.weights", weight_}, Part{"w13.scale", "w2.scale", scale_},
+        Part{"w13.bias", "w2.bias", bias_},
+        Part{"w13.global_scale", "w2.global_scale", global_scale_},
+        Part{"w13.channel_scale", "w2.channel_scale", channel_scale_},
+        Part{"w13.zero", "w2.zero", zero_}, Part{"w13.min", "w2.min", min_},
+        Part{"w13.input_scale", "w2.input_scale", input_scale_},
+        Part{"w13.perm", "w2.perm", perm_}}) {
+    if (part.tensor.bytes() == 0) continue;
+    to.push_back({second ? part.w2 : part.w13,
+                  TensorView(part.tensor.data(), DType::kU8,
+                             Shape{num_experts_, part.tensor.bytes() / num_experts_})});
+  }
+}
+
 bool RefMatrix::gather(std::int64_t e, const float* from, float* to) const {
   if (!perm_.present() || MOESAIC_FAULT(ref_experts_ignores_permutation)) return false;
   const std::int32_t* perm = perm_.as<std::int32_t>() + e * columns_;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string_view>
+#include <vector>
 
 #include "experts/reference/operand.h"
 #include "moesaic/experts.h"
@@ -26,6 +27,8 @@ class RefMatrix {
   // Copies one expert's tensors; they have passed check_expert_weights. Experts come in order.
   Status append(std::int64_t e, std::string_view field, const ProjectionView& view);
   std::int64_t bytes() const;
+  // Every tensor, one row per expert; `second` is the name's choice between w13 and w2.
+  void append_parts(bool second, std::vector<ExpertPart>& to);
 
   // The experts' static activation scales [E_l], or null.
   const float* input_scales() const {

@@ -3,6 +3,7 @@
 #include <memory>
 #include <new>
 #include <utility>
+#include <vector>
 
 #include "cuda/device_memory.h"
 #include "experts/sm90/catalogue_row.h"
@@ -26,6 +27,9 @@ class DeviceExperts final : public Experts {
     return CudaExperts::workspace_size(problem_, tokens);
   }
   std::int64_t weight_bytes() const override { return experts_->weight_bytes(); }
+  std::vector<ExpertPart> expert_parts() override {
+    return experts_->expert_parts(problem_.num_local_experts);
+  }
   std::string_view determinism() const override { return kCudaExpertsDeterminism; }
 
   Status run(const ExpertsArgs& args) const override {

@@ -43,6 +43,21 @@ std::int64_t CudaExperts::weight_bytes() const {
   for (const Allocation& part : impl_->parts) bytes += part.bytes();
   return bytes;
 }
+std::vector<ExpertPart> CudaExperts::expert_parts(std::int64_t count) const {
+  std::vector<ExpertPart> list;
+  const auto add = [&](std::string_view name, const Allocation& part) {
+    if (part.bytes() == 0) return;
+    list.push_back({name, TensorView(part.as<std::byte>(), DType::kU8,
+                                     Shape{count, part.bytes() / impl_->problem.num_local_experts},
+                                     Device::cuda(impl_->device))});
+  };
+  for (std::size_t i = 0; i < impl_->parts.size(); ++i) {
+    add(impl_->plan.format->parts[i].name, impl_->parts[i]);
+  }
+  add("w13_bias", impl_->w13_bias);
+  add("w2_bias", impl_->w2_bias);
+  return list;
+}
 bool CudaExperts::same_rows(const CudaExperts& other) const {
   const Impl &a = *impl_, &b = *other.impl_;
   return a.quantizes_rows() && b.quantizes_rows() && a.plan.format->rows == b.plan.format->rows &&

@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <string_view>
+#include <vector>
 
 #include "cuda/experts_prologue.h"
 #include "moesaic/experts.h"
@@ -106,6 +107,8 @@ class CudaExperts {
 
   std::string_view name() const;
   std::int64_t weight_bytes() const;
+  // As Experts::expert_parts, of the first `count` local experts: device memory.
+  std::vector<ExpertPart> expert_parts(std::int64_t count) const;
   std::string_view determinism() const;
   // Launches on `stream` (a cudaStream_t; null: the default stream) of the device it was created
   // on. Checks sizes, alignment and the workspace (kInvalidArgument, kInvalidLayout, kInvalidDType,
