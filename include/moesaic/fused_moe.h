@@ -77,7 +77,11 @@ struct RankOptions {
   // that share a communicator are used in the same order on all ranks.
   std::shared_ptr<Communicator> communicator;
   RankTransport transport = RankTransport::kAuto;
-  RankReduction reduction = RankReduction::kPerRank;
+  // Empty: kPerRank, with enable_eplb kPerSlot.
+  std::optional<RankReduction> reduction;
+  RankReduction reduction_in_force() const {
+    return reduction.value_or(enable_eplb ? RankReduction::kPerSlot : RankReduction::kPerRank);
+  }
   // Dtype of partial sums on their way back with kGather and kAllToAll, kPerRank: F32, or BF16 for
   // half the bytes and one more rounding of each (2^-9 relative).
   DType combine_dtype = DType::kF32;
@@ -88,10 +92,12 @@ struct RankOptions {
   // an output transform or where the transport brings complete rows anyway.
   bool reduce_results = true;
   // Expert load balancing: experts live in num_experts + num_redundant_experts slots, as many on
-  // each rank, and may move between ranks while the layer serves (begin_rearrange). Needs a
-  // communicator, whole experts and linear placement; the reduction is then kPerSlot, so that no
-  // move changes a bit. Keeps the rank's experts a second time, in canonical form. The source
-  // given to create() must yield all experts of the layer.
+  // each rank, and may move between slots while the layer serves: by the layer (begin_rearrange,
+  // which needs a communicator where there are several ranks), or by the caller (set_eplb_state).
+  // Needs whole experts and linear placement. With kPerSlot no move changes a bit; with kPerRank a
+  // row's parts are added up in another order after one, and a row's place in a call decides which
+  // copy of an expert it goes to, all within that reduction's bound. The source given to create()
+  // must yield all experts of the layer; it is not kept. kUnsupported on a GPU.
   bool enable_eplb = false;
   std::int64_t num_redundant_experts = 0;
   std::int64_t eplb_window = 1000;  // forward calls whose load is remembered
@@ -289,24 +295,88 @@ class FusedMoE {
   // same communicator included.
   std::int64_t bytes_sent() const;
 
+  // --- Where experts are ---
+  //
+  // Sizes and ranks in force: Options::parallel, or what update_expert_map was given last.
+  ParallelConfig parallel() const;
+  // Slots of the layer: its experts and the redundant ones; and those that are this rank's.
+  std::int64_t global_num_experts() const;
+  std::int64_t local_num_experts() const;
+  // [global_num_experts()]: local index of each slot, -1 for those of other ranks; empty where all
+  // are local. Slot e is expert e; with load balancing what physical_to_logical() says.
+  std::vector<std::int32_t> expert_map() const;
+  // What the backend keeps of this rank's routed experts, one row per local slot, as Experts::
+  // expert_parts says: moving experts is copying rows, between layers of one model with the same
+  // backend. The arrays are the layer's own, so what is written is in force at once, and must not be
+  // written during a forward call; router, gate and shared experts are not among them. Valid until
+  // update_expert_map or the end of the layer. Empty on a rank without experts. kUnsupported from a
+  // backend that hands out none.
+  Result<std::vector<ExpertPart>> get_expert_weights() const;
+
+  // Another world for a layer that lives: ranks that come or go.
+  struct World {
+    ParallelConfig parallel;                     // as Options::parallel
+    std::shared_ptr<Communicator> communicator;  // as RankOptions::communicator; null: none
+    std::int64_t num_redundant_experts = 0;      // as RankOptions; 0 without enable_eplb
+  };
+  // From now on this layer is what create() would make in that world, to the bit, with its gate,
+  // router and shared experts, which it keeps. `experts` yields what create() would want there: the
+  // local experts (or slices) of world.parallel, with enable_eplb all of the layer's. It is read in
+  // this call; until the end the old experts are in memory too. With load balancing experts are in
+  // their first places again, nothing has been measured, and a caller's maps and load view are gone.
+  // No other function of this layer may run meanwhile. With a communicator it is collective over the
+  // new world; ranks that are new there call create() instead, with the same options, and ranks
+  // that are not in it do nothing. After an error, which all ranks of the new world get, the layer is
+  // as it was. Errors: those of create(); kInvalidArgument during a rearrangement; kUnsupported on a
+  // GPU, and where this rank would have to add shared experts that it has not loaded (without a
+  // communicator rank 0 does).
+  Status update_expert_map(const World& world, ExpertSource& experts);
+
   // --- Expert load balancing (Options::enable_eplb, else kUnsupported) ---
   // All ranks call these alike, between forward calls.
   //
   // Expert of each slot; empty without load balancing.
   std::vector<std::int32_t> physical_to_logical() const;
-  // [num_experts] rows that chose each expert, on all ranks, in the window.
+  // [num_experts] rows that chose each expert, on all ranks, in the window. Padding counts for none,
+  // neither do slots without an expert. kUnsupported on several ranks without a communicator.
   Result<std::vector<double>> measured_load() const;
+  // Whether forward calls count (they do at first). A call that does not count takes no place in
+  // the window.
+  Status set_eplb_recording(bool record);
+  // Maps of the caller's, who balances experts itself: `state` as Router takes it. Its maps are
+  // checked and copied in this call, and hold for every later one until the next maps: by this
+  // function, a rearrangement's end or update_expert_map. To change them, call again.
+  //   logical_to_physical, replica_count  slots of each expert that rows go to; not all that hold it
+  //                        need be there
+  //   load                 [global_num_experts()] or empty; the caller's memory, to which each
+  //                        forward call that records adds how many of this rank's rows went to
+  //                        each slot (saturating; ranks with the same rows all count them). In use
+  //                        until the next set_eplb_state, update_expert_map or the layer's end
+  //   record               as set_eplb_recording
+  //   physical_to_logical  [global_num_experts()]: what the slots hold, for a caller who has moved
+  //                        experts by get_expert_weights; empty: what physical_to_logical() says
+  // With a communicator it is collective. Errors, after which nothing has changed: kInvalidArgument
+  // (names the entry) for sizes, counts outside [1, max_replicas], slots out of range, a slot that
+  // comes twice, a slot that holds another expert (a stale map), ranks with different maps, or a
+  // rearrangement in flight.
+  Status set_eplb_state(const EplbState& state,
+                        std::span<const std::int32_t> physical_to_logical = {});
+  // The placement that rebalance_experts computes for `load` [num_experts], with slots kept where
+  // they can be: what begin_rearrange takes. Ranks of one node are consecutive. Errors of
+  // rebalance_experts.
+  Result<std::vector<std::int32_t>> plan_rebalance(std::span<const double> load,
+                                                   int num_nodes = 1) const;
   // Begins to move experts until slot p holds wanted[p]; every expert needs a slot. Nothing
   // changes yet. kInvalidArgument (on all ranks) also when ranks want different things or one
-  // rearrangement is in flight.
+  // rearrangement is in flight; kUnsupported on several ranks without a communicator.
   Status begin_rearrange(std::span<const std::int32_t> wanted);
-  // The same towards the placement that rebalance_experts computes from measured_load(), with slots
-  // kept where they can be. Ranks of one node are consecutive.
+  // The same towards plan_rebalance of measured_load().
   Status begin_rebalance(int num_nodes = 1);
-  // Moves up to max_transfers experts between ranks into a second buffer; forward may be called
-  // before and after, and serves from the first. True once all ranks have switched to the new
-  // weights and maps, in this very call; false: call again. After an error the rearrangement is
-  // over and the layer is as it was.
+  // Moves up to max_transfers experts between ranks into a buffer, which has room for the slots that
+  // change and goes at the end; forward may be called before and after, and serves from the slots.
+  // True once all ranks have copied the buffer into the slots and switched to the new maps, in this
+  // very call; false: call again. After an error the rearrangement is over and the layer is as it
+  // was.
   Result<bool> continue_rearrange(std::int64_t max_transfers = 8);
 
   FusedMoE(FusedMoE&&) noexcept;

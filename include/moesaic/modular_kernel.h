@@ -206,12 +206,9 @@ class ModularKernel {
   // (M above max_tokens; an overflowing slab). The output is unspecified after an error.
   Status run(const Args& args) const;
 
-  // Exchanges the experts between two calls and returns the old ones. kInvalidArgument unless they
-  // are the same backend's for a problem of the same sizes.
-  Result<std::unique_ptr<Experts>> replace_experts(std::unique_ptr<Experts> experts);
-
   const MoeProblem& problem() const;
   const Experts& experts() const;
+  Experts& experts();  // for who moves experts between two calls (Experts::expert_parts)
   const PrepareAndFinalize& prepare_finalize() const;
   std::int64_t workspace_bytes() const;
   // The workspace between calls, for tests that fill it with NaN; on the CPU.

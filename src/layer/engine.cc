@@ -25,8 +25,13 @@ const LayerEngineRow& engine_of(Device device) {
   return kEngines.back();  // a device is a GPU or the CPU
 }
 
-Result<bool> LayerEngine::continue_rearrange(std::int64_t) {
-  return Status(StatusCode::kInternal, "an engine that moves no experts was asked to");
+Result<std::unique_ptr<LayerEngine>> LayerEngine::in_world(const FusedPlan&,
+                                                           const FusedMoE::Options& options,
+                                                           const RankMesh*, ExpertSource&) const {
+  return Status(
+      unsupported(fmt::format("update_expert_map: got a layer on {}, need one on the CPU, or a new "
+                              "layer of the new world",
+                              options.device.to_string())));
 }
 
 std::string layer_determinism(std::string_view routed, std::string_view routed_determinism,

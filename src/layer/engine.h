@@ -50,9 +50,15 @@ class LayerEngine {
 
   // Expert load balancing (Options::enable_eplb): null where no experts move.
   virtual ExpertBalancer* balancer() const { return nullptr; }
-  // One step of a rearrangement of balancer(), collective; true when this call has switched to the
-  // new weights and maps. Between two calls of forward_host.
-  virtual Result<bool> continue_rearrange(std::int64_t max_transfers);
+  // The routed experts' rows, as Experts has them.
+  virtual Result<std::vector<ExpertPart>> expert_parts() const = 0;
+  // An engine with this one's gate, router and shared experts, which both then share, for another
+  // world: its plan, options and mesh (null or outliving the engine), and a source of its routed
+  // experts. This one stays as it is. kUnsupported where an engine is made anew.
+  virtual Result<std::unique_ptr<LayerEngine>> in_world(const FusedPlan& plan,
+                                                        const FusedMoE::Options& options,
+                                                        const RankMesh* mesh,
+                                                        ExpertSource& source) const;
 };
 
 // The stages that explain lists by engine, in its order; experts have a catalogue of their own.

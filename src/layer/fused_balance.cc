@@ -1,6 +1,10 @@
-// Expert load balancing of a FusedMoE: measuring, moving, switching.
+// Expert load balancing of a FusedMoE: measuring, the caller's maps, moving, switching.
 #include <fmt/format.h>
 
+#include <utility>
+
+#include "core/fault.h"
+#include "core/refusal.h"
 #include "layer/expert_balancer.h"
 #include "layer/fused_impl.h"
 #include "moesaic/eplb.h"
@@ -9,8 +13,15 @@ namespace moesaic {
 namespace {
 
 Status no_balancing() {
-  return {StatusCode::kUnsupported,
-          "enable_eplb: got false when the layer was made, need true to move experts"};
+  return unsupported("enable_eplb: got false when the layer was made, need true to move experts");
+}
+
+// Ranks whose layers do not talk to each other know their own part only.
+Status need_communicator(std::string_view what, int ranks) {
+  return unsupported(
+      fmt::format("{}: got a layer without a communicator on {} ranks, need one, or a caller who "
+                  "measures and moves (set_eplb_state, get_expert_weights)",
+                  what, ranks));
 }
 
 }  // namespace
@@ -25,40 +36,89 @@ std::vector<std::int32_t> FusedMoE::physical_to_logical() const {
 Result<std::vector<double>> FusedMoE::measured_load() const {
   if (impl_->engine->balancer() == nullptr) return no_balancing();
   const std::lock_guard<std::mutex> lock(impl_->mutex);
-  return impl_->engine->balancer()->load(*impl_->mesh->world(), impl_->plan.ranks.replicas);
+  const int ranks = impl_->options.parallel.ep_size;
+  if (!impl_->mesh && ranks > 1) return need_communicator("measured_load", ranks);
+  return impl_->engine->balancer()->load(impl_->mesh ? impl_->mesh->world().get() : nullptr,
+                                         impl_->plan.ranks.replicas);
+}
+
+Status FusedMoE::set_eplb_recording(bool record) {
+  if (impl_->engine->balancer() == nullptr) return no_balancing();
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  impl_->engine->balancer()->set_recording(record);
+  return {};
+}
+
+Status FusedMoE::set_eplb_state(const EplbState& state,
+                                std::span<const std::int32_t> physical_to_logical) {
+  if (impl_->engine->balancer() == nullptr) return no_balancing();
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  layer::ExpertBalancer& balancer = *impl_->engine->balancer();
+  Result<ExpertMaps> maps = balancer.check_state(state, physical_to_logical);
+  if (impl_->mesh && !MOESAIC_FAULT(eplb_ranks_may_have_other_maps)) {
+    // Rows go by the maps of the rank that they come from, to weights of another.
+    const std::int64_t value =
+        maps.ok()
+            ? layer::fingerprint_of(fmt::format(
+                  "{} {} {}", fmt::join(maps->logical_to_physical, ","),
+                  fmt::join(maps->replica_count, ","), fmt::join(maps->physical_to_logical, ",")))
+            : 0;
+    MOESAIC_RETURN_IF_ERROR(
+        layer::agree(*impl_->mesh->world(), "eplb", maps.ok() ? Status() : maps.status(), value));
+  }
+  if (!maps.ok()) return maps.status();
+  balancer.set_state(std::move(maps).value(), state);
+  return {};
 }
 
 Status FusedMoE::begin_rearrange(std::span<const std::int32_t> wanted) {
   if (impl_->engine->balancer() == nullptr) return no_balancing();
   const std::lock_guard<std::mutex> lock(impl_->mutex);
   layer::ExpertBalancer& balancer = *impl_->engine->balancer();
+  const int ranks = impl_->options.parallel.ep_size;
+  if (!impl_->mesh) {
+    return ranks > 1 ? need_communicator("begin_rearrange", ranks) : balancer.begin(wanted);
+  }
+  MOESAIC_ASSIGN_OR_RETURN(const std::vector<ExpertPart> parts, impl_->engine->expert_parts());
+  std::string sizes;
+  for (const ExpertPart& part : parts) sizes += fmt::format(" {} {}", part.name, part.rows.dim(1));
   const bool was_in_flight = balancer.in_flight();
   const Status begun = balancer.begin(wanted);
-  Status agreed = layer::agree(
-      *impl_->mesh->world(), "rearrange", begun,
-      layer::fingerprint_of(fmt::format("{} {}", fmt::join(wanted, ","), balancer.expert_bytes())));
+  Status agreed =
+      layer::agree(*impl_->mesh->world(), "rearrange", begun,
+                   layer::fingerprint_of(fmt::format("{}{}", fmt::join(wanted, ","), sizes)));
   if (!agreed.ok() && !was_in_flight) balancer.drop();
   return agreed;
 }
 
-Status FusedMoE::begin_rebalance(int num_nodes) {
-  MOESAIC_ASSIGN_OR_RETURN(const std::vector<double> load, measured_load());
-  const RoutingSpec& routing = impl_->spec.routing;
+Result<std::vector<std::int32_t>> FusedMoE::plan_rebalance(std::span<const double> load,
+                                                           int num_nodes) const {
+  if (impl_->engine->balancer() == nullptr) return no_balancing();
+  if (std::ssize(load) != impl_->spec.num_experts) {
+    return Status(invalid(
+        fmt::format("load: got {} experts, need {}", load.size(), impl_->spec.num_experts)));
+  }
   EplbShape shape;
   shape.num_physical = impl_->plan.routed.num_experts;
-  shape.num_ranks = impl_->plan.ranks.size;
+  shape.num_ranks = impl_->options.parallel.ep_size;
   shape.num_nodes = num_nodes;
-  shape.num_groups = static_cast<int>(routing.num_expert_group);
+  shape.num_groups = static_cast<int>(impl_->spec.routing.num_expert_group);
   MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int32_t> placed, rebalance_experts(load, shape));
-  MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int32_t> wanted,
-                           preserve_slots(physical_to_logical(), placed, impl_->plan.ranks.size));
+  return preserve_slots(physical_to_logical(), placed, shape.num_ranks);
+}
+
+Status FusedMoE::begin_rebalance(int num_nodes) {
+  MOESAIC_ASSIGN_OR_RETURN(const std::vector<double> load, measured_load());
+  MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int32_t> wanted, plan_rebalance(load, num_nodes));
   return begin_rearrange(wanted);
 }
 
 Result<bool> FusedMoE::continue_rearrange(std::int64_t max_transfers) {
   if (impl_->engine->balancer() == nullptr) return no_balancing();
   const std::lock_guard<std::mutex> lock(impl_->mutex);
-  return impl_->engine->continue_rearrange(max_transfers);
+  MOESAIC_ASSIGN_OR_RETURN(const std::vector<ExpertPart> parts, impl_->engine->expert_parts());
+  return impl_->engine->balancer()->advance(impl_->mesh ? impl_->mesh->world().get() : nullptr,
+                                            max_transfers, parts);
 }
 
 }  // namespace moesaic

@@ -106,13 +106,14 @@ Status FusedMoE::forward(const Args& args) const {
         steps,
         m.mesh->common_steps(checked, rows, chunk, rows > 0 && call->shared_output.present()));
   }
+  layer::ExpertBalancer* const balancer = m.engine->balancer();
+  if (balancer != nullptr) balancer->begin_step();
   for (std::int64_t step = 0; step < steps; ++step) {
     const std::int64_t first = std::min(step * chunk, rows);
     const std::int64_t count = std::min(chunk, rows - first);
     MOESAIC_RETURN_IF_ERROR(m.engine->forward_host(layer::rows_of_call(*call, first, count)));
   }
-  if (layer::ExpertBalancer* const balancer = m.engine->balancer()) return balancer->end_step();
-  return {};
+  return balancer != nullptr ? balancer->end_step() : Status();
 }
 
 Status FusedMoE::forward(ConstTensorView hidden_states, TensorView output,

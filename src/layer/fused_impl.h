@@ -14,6 +14,7 @@ namespace moesaic {
 
 struct FusedMoE::Impl {
   MoeLayerSpec spec;
+  Scheme shared_stored;  // how the shared expert is stored
   layer::FusedPlan plan;
   Options options;
   std::string router_name;
@@ -24,6 +25,9 @@ struct FusedMoE::Impl {
   static Result<std::unique_ptr<Impl>> build(MoeLayerWeights weights, const Options& options);
   // What all ranks must have in common.
   std::int64_t fingerprint() const;
+  // Everything of update_expert_map but the agreement with the other ranks: what this layer would be
+  // in that world. Leaves this one as it is.
+  Result<std::unique_ptr<Impl>> in_world(const World& world, ExpertSource& experts) const;
   // A call on host tensors, as matrices.
   Status check(const Args& args) const;
   Status check_shared_output(const Args& args, std::int64_t input_bytes,

@@ -141,6 +141,7 @@ Result<std::unique_ptr<FusedMoE::Impl>> FusedMoE::Impl::build(MoeLayerWeights we
   std::unique_ptr<Impl> impl(new (std::nothrow) Impl);
   if (!impl) return Status(StatusCode::kOutOfMemory, "cannot allocate the layer");
   impl->spec = weights.spec;
+  impl->shared_stored = weights.shared_quant;
   impl->options = options;
   MOESAIC_ASSIGN_OR_RETURN(impl->plan,
                            layer::plan_fused_moe(weights.spec, weights.shared_quant, options));
@@ -182,7 +183,16 @@ std::int64_t FusedMoE::weight_bytes() const { return impl_->engine->weight_bytes
 std::vector<CandidateReport> FusedMoE::explain() const {
   return explain_candidates(impl_->plan, impl_->router_name, impl_->options.device);
 }
-std::string FusedMoE::determinism() const { return impl_->engine->determinism(); }
+std::string FusedMoE::determinism() const {
+  const RankOptions& ranks = impl_->options.ranks;
+  std::string text = impl_->engine->determinism();
+  if (ranks.enable_eplb && ranks.reduction_in_force() == RankReduction::kPerRank) {
+    text +=
+        "; load balancing with per_rank sums: the order of a row's sum depends on its place in a "
+        "call and on where experts are";
+  }
+  return text;
+}
 
 bool FusedMoE::output_is_reduced() const {
   const Impl& m = *impl_;

@@ -255,28 +255,6 @@ Status ModularKernel::run(const Args& args) const {
                          m.problem.apply_router_weight_on_input, pieces.prepare, args.stream});
 }
 
-Result<std::unique_ptr<Experts>> ModularKernel::replace_experts(std::unique_ptr<Experts> experts) {
-  Impl& m = *impl_;
-  if (!experts || experts->name() != m.experts->name() ||
-      experts->format() != m.experts->format()) {
-    return Status(
-        StatusCode::kInvalidArgument,
-        fmt::format("experts: got {}, need {} in the same format",
-                    experts ? experts->name() : std::string_view("none"), m.experts->name()));
-  }
-  const std::int64_t rows = m.expert_tokens(m.options.max_tokens);
-  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t theirs, experts->workspace_size(rows));
-  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t ours, m.experts->workspace_size(rows));
-  if (theirs > ours) {
-    return Status(
-        StatusCode::kInvalidArgument,
-        fmt::format("experts: got a workspace of {} bytes, need at most {}", theirs, ours));
-  }
-  const std::lock_guard<std::mutex> lock(m.mutex);
-  std::swap(m.experts, experts);
-  return experts;
-}
-
 ModularKernel::ModularKernel(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 ModularKernel::ModularKernel(ModularKernel&&) noexcept = default;
 ModularKernel& ModularKernel::operator=(ModularKernel&&) noexcept = default;
@@ -284,6 +262,7 @@ ModularKernel::~ModularKernel() = default;
 
 const MoeProblem& ModularKernel::problem() const { return impl_->problem; }
 const Experts& ModularKernel::experts() const { return *impl_->experts; }
+Experts& ModularKernel::experts() { return *impl_->experts; }
 const PrepareAndFinalize& ModularKernel::prepare_finalize() const { return *impl_->pf; }
 std::int64_t ModularKernel::workspace_bytes() const { return impl_->workspace.bytes(); }
 std::span<std::byte> ModularKernel::workspace_for_test() { return impl_->workspace.span(); }

@@ -72,8 +72,8 @@ Result<RankPlan> plan_ranks(const FusedMoE::Options& options, std::int64_t top_k
   const ParallelConfig& p = options.parallel;
   RankPlan plan;
   plan.kernel_rows = plan.experts_rows = options.max_tokens;
-  if (options.ranks.enable_eplb && (!options.ranks.communicator || p.flat_size() == 1)) {
-    return unsupported("enable_eplb: got true on one rank, need a communicator with several");
+  if (options.ranks.enable_eplb && (p.tp_size > 1 || p.placement != ExpertPlacement::kLinear)) {
+    return unsupported("enable_eplb: got true, need expert parallelism with linear placement");
   }
   if (options.ranks.num_redundant_experts != 0 && !options.ranks.enable_eplb) {
     return Status(StatusCode::kInvalidArgument,
@@ -98,11 +98,7 @@ Result<RankPlan> plan_ranks(const FusedMoE::Options& options, std::int64_t top_k
                     "need per_rank, or expert parallelism",
                     p.tp_size));
   }
-  if (options.ranks.enable_eplb && (p.ep_size == 1 || p.placement != ExpertPlacement::kLinear)) {
-    return unsupported("enable_eplb: got true, need expert parallelism with linear placement");
-  }
-  const bool slots =
-      options.ranks.reduction == RankReduction::kPerSlot || options.ranks.enable_eplb;
+  const bool slots = options.ranks.reduction_in_force() == RankReduction::kPerSlot;
   plan.per_slot = slots && top_k > 1 && plan.transport != RankTransport::kBatched;
   plan.slots_as_rows = plan.per_slot && engine_of(options.device).slots_as_rows;
   plan.combine_dtype = options.ranks.combine_dtype;

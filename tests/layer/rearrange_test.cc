@@ -1,123 +1,31 @@
 // Experts move between ranks (threads) while a layer serves.
 #include <gtest/gtest.h>
 
-#include <cstring>
-#include <functional>
-#include <thread>
-
-#include "layer/rank_case.h"
+#include "layer/eplb_case.h"
 #include "moesaic/eplb.h"
-#include "support/hang_guard.h"
-#include "support/metrics.h"
-#include "support/random.h"
 #include "support/refusal.h"
 
 namespace moesaic {
 namespace {
 
+using test::eplb_options;
+using test::EplbFixture;
 using test::expect_refusal;
+using test::on_ranks;
+using test::random_map;
 
-constexpr int kRanks = 4;
-constexpr std::int64_t kTokens = 9;  // per engine
-
-MoeLayerSpec grouped() {
-  MoeLayerSpec spec = test::small_spec();
-  spec.num_experts = spec.routing.num_experts = 12;
-  spec.routing.top_k = 5;  // more than two: the order of the sum shows in the bits
-  spec.routing.method = RoutingMethod::kGroupedTopK;
-  spec.routing.scoring_func = ScoringFunc::kSigmoid;
-  spec.routing.num_expert_group = 4;
-  spec.routing.topk_group = 3;
-  spec.shared.intermediate_size = 16;
-  return spec;
-}
-
-FusedMoE::Options options_of(int rank, int dp, RankTransport transport,
-                             const std::shared_ptr<Communicator>& communicator) {
-  FusedMoE::Options o;
-  o.num_threads = 1;
-  o.max_tokens = 5;
-  o.ranks.communicator = communicator;
-  o.ranks.transport = transport;
-  o.parallel.ep_size = kRanks;
-  o.parallel.ep_rank = rank;
-  o.parallel.dp_size = dp;
-  o.parallel.dp_rank = rank * dp / kRanks;
-  o.ranks.enable_eplb = true;
-  o.ranks.num_redundant_experts = 4;
-  o.ranks.eplb_window = 3;
-  return o;
-}
-
-// Every expert somewhere, the rest at random.
-std::vector<std::int32_t> random_map(std::uint64_t seed, std::int64_t experts, std::int64_t slots) {
-  test::Rng rng(seed);
-  std::vector<std::int32_t> map;
-  for (std::int64_t s = 0; s < slots; ++s) {
-    map.push_back(static_cast<std::int32_t>(s < experts ? s : rng.integer(0, experts - 1)));
-  }
-  for (std::size_t i = map.size(); i > 1; --i) {
-    std::swap(map[i - 1], map[static_cast<std::size_t>(rng.integer(0, std::ssize(map) - 1)) % i]);
-  }
-  return map;
-}
-
-// body(rank, communicator) on kRanks threads; what each returns.
-std::vector<std::string> on_ranks(
-    const std::function<std::string(int, std::shared_ptr<Communicator>)>& body) {
-  auto ranks = make_in_process_communicators(kRanks, {.timeout_ms = test::kHangGuardMs}).value();
-  std::vector<std::string> result(kRanks);
-  std::vector<std::thread> threads;
-  for (int r = 0; r < kRanks; ++r) {
-    threads.emplace_back([&, r] {
-      const auto i = static_cast<std::size_t>(r);
-      result[i] = body(r, std::shared_ptr<Communicator>(std::move(ranks[i])));
-    });
-  }
-  for (std::thread& t : threads) t.join();
-  return result;
-}
-
-struct Fixture {
-  explicit Fixture(const MoeLayerSpec& spec) : tensors(test::make_tensors(51, spec)) {
-    x = test::random_hidden(52, kTokens * kRanks, spec.hidden_size);
-    FusedMoE::Options one;
-    one.num_threads = 1;
-    run = test::run_layer(test::make_layer(tensors, one), x);
-  }
-  // Empty, or how the rows of `engine` differ from those of a layer on one rank.
-  std::string forward(const FusedMoE& layer, int engine) const {
-    const std::int64_t hidden = tensors.spec.hidden_size;
-    const std::int64_t first = engine * kTokens;
-    const ConstTensorView rows(x.data() + first * hidden * 2, x.dtype(), Shape{kTokens, hidden});
-    Tensor out = Tensor::uninitialized(DType::kF32, rows.shape).value();
-    Tensor ids = Tensor::zeros(DType::kI32, {kTokens, tensors.spec.routing.top_k}).value();
-    test::poison(out.view());
-    FusedMoE::Trace trace;
-    trace.topk_ids = ids.view();
-    const Status status = layer.forward(rows, out.view(), trace);
-    if (!status.ok()) return status.to_string();
-    const ConstTensorView want(run.output.data() + first * hidden * 4, DType::kF32, rows.shape);
-    std::string why;
-    if (!test::same_bits(out.view(), want, &why)) return "output: " + why;
-    const ConstTensorView chosen(run.topk_ids.data() + first * tensors.spec.routing.top_k * 4,
-                                 DType::kI32, ids.shape());
-    return test::same_bits(ids.view(), chosen, &why) ? "" : "logical ids: " + why;
-  }
-  test::LayerTensors tensors;
-  Tensor x;
-  test::LayerRun run;
-};
+constexpr int kRanks = test::kEplbRanks;
+constexpr std::int64_t kTokens = test::kEplbTokens;
 
 TEST(Rearrange, TheOutputDoesNotChangeByABitInMidStream) {
-  const Fixture f(grouped());
+  const EplbFixture f(test::eplb_spec());
   for (const auto& [transport, dp] :
        {std::pair{RankTransport::kAllToAll, 4}, std::pair{RankTransport::kBatched, 4},
         std::pair{RankTransport::kGather, 2}, std::pair{RankTransport::kNone, 1},
         std::pair{RankTransport::kAllToAll, 2}}) {
     const auto wrong = on_ranks(
         [&, t = transport, engines = dp](int rank, std::shared_ptr<Communicator> c) -> std::string {
-          auto layer = FusedMoE::create(f.tensors.weights(), options_of(rank, engines, t, c));
+          auto layer = FusedMoE::create(f.tensors.weights(), eplb_options(rank, engines, t, c));
           if (!layer.ok()) return layer.status().to_string();
           const int engine = rank * engines / kRanks;
           std::string first = f.forward(*layer, engine);
@@ -150,15 +58,15 @@ TEST(Rearrange, TheOutputDoesNotChangeByABitInMidStream) {
 }
 
 TEST(Rearrange, MeasuredLoadCountsEveryRowOnceAndForgets) {
-  const Fixture f(grouped());
+  const EplbFixture f(test::eplb_spec());
   for (const int dp : {4, 2}) {
     std::vector<double> want(12, 0.0);
     for (std::int64_t i = 0; i < dp * kTokens * 5; ++i) {
       want[static_cast<std::size_t>(f.run.topk_ids.as<std::int32_t>()[i])] += 3;  // the window
     }
     const auto wrong = on_ranks([&](int rank, std::shared_ptr<Communicator> c) -> std::string {
-      auto layer =
-          FusedMoE::create(f.tensors.weights(), options_of(rank, dp, RankTransport::kAllToAll, c));
+      auto layer = FusedMoE::create(f.tensors.weights(),
+                                    eplb_options(rank, dp, RankTransport::kAllToAll, c));
       if (!layer.ok()) return layer.status().to_string();
       for (int step = 0; step < 5; ++step) {
         const std::string bad = f.forward(*layer, rank * dp / kRanks);
@@ -173,10 +81,10 @@ TEST(Rearrange, MeasuredLoadCountsEveryRowOnceAndForgets) {
 }
 
 TEST(Rearrange, AnUnchangedMapMovesNothing) {
-  const Fixture f(grouped());
+  const EplbFixture f(test::eplb_spec());
   const auto wrong = on_ranks([&](int rank, std::shared_ptr<Communicator> c) -> std::string {
     auto layer =
-        FusedMoE::create(f.tensors.weights(), options_of(rank, 4, RankTransport::kAllToAll, c));
+        FusedMoE::create(f.tensors.weights(), eplb_options(rank, 4, RankTransport::kAllToAll, c));
     if (!layer.ok()) return layer.status().to_string();
     const std::int64_t before = layer->bytes_sent();
     const Status begun = layer->begin_rearrange(layer->physical_to_logical());
@@ -192,10 +100,10 @@ TEST(Rearrange, AnUnchangedMapMovesNothing) {
 }
 
 TEST(Rearrange, RefusesByName) {
-  const Fixture f(grouped());
+  const EplbFixture f(test::eplb_spec());
   const auto said = on_ranks([&](int rank, std::shared_ptr<Communicator> c) -> std::string {
     auto layer =
-        FusedMoE::create(f.tensors.weights(), options_of(rank, 4, RankTransport::kAllToAll, c));
+        FusedMoE::create(f.tensors.weights(), eplb_options(rank, 4, RankTransport::kAllToAll, c));
     if (!layer.ok()) return layer.status().to_string();
     expect_refusal(layer->continue_rearrange().status(), StatusCode::kInvalidArgument,
                    {"rearrange: none is in flight"});
@@ -216,7 +124,7 @@ TEST(Rearrange, RefusesByName) {
   for (const std::string& w : said) EXPECT_EQ(w, "");
 
   const auto refused = on_ranks([&](int rank, std::shared_ptr<Communicator> c) -> std::string {
-    FusedMoE::Options o = options_of(rank, 4, RankTransport::kAllToAll, c);
+    FusedMoE::Options o = eplb_options(rank, 4, RankTransport::kAllToAll, c);
     o.ranks.num_redundant_experts = 3;
     expect_refusal(FusedMoE::create(f.tensors.weights(), o).status(), StatusCode::kInvalidArgument,
                    {"num_redundant_experts: got 3", "multiple of the 4 ranks"});
@@ -231,13 +139,23 @@ TEST(Rearrange, RefusesByName) {
     return "";
   });
   static_cast<void>(refused);
-  FusedMoE::Options alone;
-  auto layer = FusedMoE::create(f.tensors.weights(), alone);
+  auto layer = FusedMoE::create(f.tensors.weights(), {});
   ASSERT_TRUE(layer.ok());
   expect_refusal(layer->begin_rebalance(), StatusCode::kUnsupported, {"enable_eplb: got false"});
-  alone.ranks.enable_eplb = true;
-  expect_refusal(FusedMoE::create(f.tensors.weights(), alone).status(), StatusCode::kUnsupported,
-                 {"enable_eplb: got true on one rank"});
+  expect_refusal(layer->set_eplb_recording(false), StatusCode::kUnsupported,
+                 {"enable_eplb: got false"});
+  expect_refusal(layer->plan_rebalance(std::vector<double>(12, 1.0)).status(),
+                 StatusCode::kUnsupported, {"enable_eplb: got false"});
+  // Several ranks that do not talk to each other: the caller measures and moves.
+  FusedMoE::Options silent = eplb_options(1, 4, RankTransport::kAuto, nullptr);
+  auto part = FusedMoE::create(f.tensors.weights(), silent);
+  ASSERT_TRUE(part.ok()) << part.status().to_string();
+  expect_refusal(part->measured_load().status(), StatusCode::kUnsupported,
+                 {"measured_load", "without a communicator on 4 ranks"});
+  expect_refusal(part->begin_rearrange(part->physical_to_logical()), StatusCode::kUnsupported,
+                 {"begin_rearrange", "without a communicator on 4 ranks"});
+  expect_refusal(part->plan_rebalance(std::vector<double>(11, 1.0)).status(),
+                 StatusCode::kInvalidArgument, {"load: got 11 experts, need 12"});
 }
 
 }  // namespace

@@ -81,9 +81,9 @@ int bench_on_rank(const BenchRanksRequest& request, const RankContext& c) {
       request.name, (*stage)->quant(), request.routing, c.size, c.communicator->name(),
       p.engine_tp_size(), p.dp_size, p.ep_size > 1 ? ", whole experts" : ", slices",
       p.is_sequence_parallel() ? ", sequence parallel" : "",
-      rank_transport_name(c.layer.ranks.transport), rank_reduction_name(c.layer.ranks.reduction),
-      "tokens", "in all", "median us", "min us", "tokens/s", "sent B/rank/tok", "rel_l2",
-      "backend"));
+      rank_transport_name(c.layer.ranks.transport),
+      rank_reduction_name(c.layer.ranks.reduction_in_force()), "tokens", "in all", "median us",
+      "min us", "tokens/s", "sent B/rank/tok", "rel_l2", "backend"));
   for (const std::int64_t tokens : request.tokens) {
     const Result<BenchPoint> point = (*stage)->prepare(tokens);
     if (!point.ok()) return c.fail(point.status(), Origin::kOption);
@@ -117,7 +117,7 @@ int bench_on_rank(const BenchRanksRequest& request, const RankContext& c) {
                     {"ep", p.ep_size > 1},
                     {"sp", p.is_sequence_parallel()},
                     {"transport", rank_transport_name(c.layer.ranks.transport)},
-                    {"reduction", rank_reduction_name(c.layer.ranks.reduction)},
+                    {"reduction", rank_reduction_name(c.layer.ranks.reduction_in_force())},
                     {"combine_dtype", c.layer.ranks.combine_dtype == DType::kBF16 ? "bf16" : "f32"},
                     {"median_us", slowest},
                     {"min_us", fastest},

@@ -88,8 +88,10 @@ Result<FusedMoE::Options> layer_options_of(const RankOptions& o, const CommonOpt
               {RankTransport::kAuto, RankTransport::kNone, RankTransport::kGather,
                RankTransport::kAllToAll, RankTransport::kBatched},
               &rank_transport_name);
-  layer.ranks.reduction = by_name(o.reduction, {RankReduction::kPerRank, RankReduction::kPerSlot},
-                                  &rank_reduction_name);
+  if (!o.reduction.empty()) {
+    layer.ranks.reduction = by_name(o.reduction, {RankReduction::kPerRank, RankReduction::kPerSlot},
+                                    &rank_reduction_name);
+  }
   layer.ranks.combine_dtype = o.combine_dtype == "bf16" ? DType::kBF16 : DType::kF32;
   layer.num_threads = threads;
   layer.ranks.enable_eplb = o.eplb;
@@ -156,9 +158,9 @@ void add_rank_options(CLI::App& app, RankOptions& o) {
       ->capture_default_str()
       ->group(group);
   app.add_option("--reduction", o.reduction,
-                 "Order of a row's sum: per_rank (fewest bytes) or per_slot (the bits of one rank)")
+                 "Order of a row's sum: per_rank (fewest bytes; default) or per_slot (the bits of "
+                 "one rank; default with load balancing)")
       ->check(one_of({"per_rank", "per_slot"}))
-      ->capture_default_str()
       ->group(group);
   app.add_option(
          "--combine-dtype", o.combine_dtype,
@@ -178,7 +180,8 @@ void add_balance_options(CLI::App& app, RankOptions& o) {
   CLI::Option* eplb = app.add_flag(
       "--eplb", o.eplb,
       "Expert load balancing: measure the load, move experts between the ranks while the layer "
-      "serves, and show that no bit of the output changes (CPU, whole experts)");
+      "serves, and show that no bit of the output changes (CPU, whole experts; with --reduction "
+      "per_rank sums change their order)");
   eplb->group(group);
   app.add_option("--redundant", o.redundant, "Slots beyond one per expert, for copies")
       ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 20))
@@ -277,7 +280,7 @@ Json describe_ranks(const RankContext& c, const FusedMoE& layer) {
           {"sp", p.is_sequence_parallel()},
           {"placement", expert_placement_name(p.placement)},
           {"transport", rank_transport_name(layer.transport())},
-          {"reduction", rank_reduction_name(c.layer.ranks.reduction)},
+          {"reduction", rank_reduction_name(c.layer.ranks.reduction_in_force())},
           {"combine_dtype", c.layer.ranks.combine_dtype == DType::kBF16 ? "bf16" : "f32"}};
 }
 

@@ -16,8 +16,8 @@ struct RankOptions {
   int ranks = 0;  // 0: as many as mpirun started, else one
   int tp = 1;
   bool ep = true, sp = false;
-  std::string placement = "linear", transport = "auto", reduction = "per_rank",
-              combine_dtype = "f32";
+  std::string placement = "linear", transport = "auto", combine_dtype = "f32";
+  std::string reduction;  // empty: as RankOptions has it
   double timeout_s = 60;
   bool eplb = false;  // run only
   std::int64_t redundant = 0;

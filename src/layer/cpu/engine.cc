@@ -4,8 +4,11 @@
 #include <new>
 #include <utility>
 
+#include "core/fault.h"
+#include "core/refusal.h"
 #include "layer/layer_router.h"
 #include "layer/load_sources.h"
+#include "layer/slot_source.h"
 
 namespace moesaic::layer {
 namespace {
@@ -59,22 +62,26 @@ Status CpuEngine::build_stages(MoeLayerWeights& weights) {
   if (plan.has_gate) {
     Result<GateLinear> made_gate = make_gate(t.gate_weight, t.gate_bias, options.num_threads);
     if (!made_gate.ok()) return made_gate.status().with_context("gate");
-    gate.emplace(std::move(made_gate).value());
+    gate = std::make_shared<const GateLinear>(std::move(made_gate).value());
     small_bytes += t.gate_weight.bytes();
   }
   if (plan.input_norm_eps > 0) {
-    experts_norm_weight = std::move(weights.tensors.experts_norm_weight);
-    small_bytes += experts_norm_weight.bytes();
+    experts_norm_weight =
+        std::make_shared<const Tensor>(std::move(weights.tensors.experts_norm_weight));
+    small_bytes += experts_norm_weight->bytes();
   }
   Result<Router> made_router = make_layer_router(plan, options, t);
   if (!made_router.ok()) return made_router.status().with_context("router");
-  router.emplace(std::move(made_router).value());
+  router = std::make_shared<const Router>(std::move(made_router).value());
   if (router->slots() != plan.routing.top_k) {
     return {StatusCode::kInternal, "router: slots differ from top_k"};
   }
   MOESAIC_RETURN_IF_ERROR(build_routed(*weights.experts));
   MOESAIC_RETURN_IF_ERROR(build_shared(weights.shared.get(), t));
+  return build_workspace();
+}
 
+Status CpuEngine::build_workspace() {
   Arena arena = Arena::measure();
   MOESAIC_ASSIGN_OR_RETURN(const CpuBuffers unused,
                            CpuBuffers::carve(plan, options, options.max_tokens, arena));
@@ -90,24 +97,23 @@ Status CpuEngine::build_routed(ExpertSource& source) {
   }
   QuantPlan quant = plan.quant;
   ExpertSource* from = &source;
-  std::unique_ptr<ExpertStore> store;
+  std::unique_ptr<ExpertSource> converted;
+  std::optional<SlotSource> slots;
   if (options.ranks.enable_eplb) {
-    // The store keeps experts as the backend takes them, so that they are converted once.
-    MOESAIC_ASSIGN_OR_RETURN(const auto converted, make_converting_source(source, plan.quant));
     MOESAIC_ASSIGN_OR_RETURN(
         expert_balancer,
-        ExpertBalancer::create(spec.num_experts, plan.routed.num_experts, plan.ranks.size,
-                               options.parallel.ep_rank, options.ranks.eplb_window));
-    MOESAIC_ASSIGN_OR_RETURN(store,
-                             ExpertStore::load(*converted, expert_balancer->local_experts()));
+        ExpertBalancer::create({spec.num_experts, plan.routed.num_experts, options.parallel.ep_size,
+                                options.parallel.ep_rank},
+                               options.ranks.eplb_window));
+    // Texts of the conversion name the expert, not its slot.
+    MOESAIC_ASSIGN_OR_RETURN(converted, make_converting_source(source, plan.quant));
     quant.conversion = LoadConversion::kNone;
-    from = store.get();
+    from = &slots.emplace(*converted, expert_balancer->local_experts());
   }
   Result<ModularKernel> made = make_kernel(plan.routed, quant, *from, options.backend,
                                            /*shared=*/false, std::move(pf), plan.ranks.kernel_rows);
   if (!made.ok()) return made.status().with_context("experts");
-  kernel.emplace(std::move(made).value());
-  if (expert_balancer) expert_balancer->set_store(std::move(store));
+  kernel = std::make_unique<ModularKernel>(std::move(made).value());
   return {};
 }
 
@@ -116,31 +122,48 @@ Status CpuEngine::build_shared(ExpertSource* source, const MoeLayerTensors& t) {
   Result<ModularKernel> made = make_kernel(plan.shared, plan.shared_quant, *source, options.backend,
                                            /*shared=*/true, nullptr, options.max_tokens);
   if (!made.ok()) return made.status().with_context("shared_experts");
-  shared.emplace(std::move(made).value());
+  shared = std::make_shared<const ModularKernel>(std::move(made).value());
   if (!spec.shared.gated_output) return {};
   Result<GateLinear> gate_made = make_gate(t.shared_gate_weight, Tensor(), options.num_threads);
   if (!gate_made.ok()) return gate_made.status().with_context("shared_experts gate");
-  shared_gate.emplace(std::move(gate_made).value());
+  shared_gate = std::make_shared<const GateLinear>(std::move(gate_made).value());
   return {};
 }
 
-Result<bool> CpuEngine::continue_rearrange(std::int64_t max_transfers) {
-  const auto build = [this](ExpertSource& source) -> Result<std::unique_ptr<Experts>> {
-    MOESAIC_ASSIGN_OR_RETURN(const ExpertsBackend* row,
-                             choose_experts(plan.routed, kernel->experts().name()));
-    return row->create(plan.routed, source);
-  };
-  MOESAIC_ASSIGN_OR_RETURN(const bool ready,
-                           expert_balancer->advance(*mesh->world(), max_transfers, build));
-  if (!ready) return false;
-  // Weights and maps switch together, between two forward calls; the old weights end here.
-  const auto old = kernel->replace_experts(expert_balancer->take_built());
-  if (!old.ok()) {
-    expert_balancer->drop();
-    return old.status();
+Result<std::unique_ptr<LayerEngine>> CpuEngine::in_world(const FusedPlan& new_plan,
+                                                         const FusedMoE::Options& new_options,
+                                                         const RankMesh* new_mesh,
+                                                         ExpertSource& source) const {
+  if (new_plan.has_shared && !shared) {
+    return Status(unsupported(
+        "update_expert_map: this rank adds the shared experts in the new world and has not loaded "
+        "them; need a communicator, include_shared = false or a new layer"));
   }
-  expert_balancer->switch_maps();
-  return true;
+  std::unique_ptr<CpuEngine> engine(new (std::nothrow) CpuEngine());
+  if (!engine) return Status(StatusCode::kOutOfMemory, "cannot allocate the layer");
+  engine->spec = spec;
+  engine->plan = new_plan;
+  engine->options = new_options;
+  engine->mesh = new_mesh;
+  engine->gate = gate;
+  engine->router = router;
+  engine->shared = shared;
+  engine->shared_gate = shared_gate;
+  engine->experts_norm_weight = experts_norm_weight;
+  engine->small_bytes = small_bytes;
+  MOESAIC_RETURN_IF_ERROR(engine->build_routed(source));
+  MOESAIC_RETURN_IF_ERROR(engine->build_workspace());
+  if (MOESAIC_FAULT(update_keeps_old_map)) engine->plan.expert_map = plan.expert_map;
+  if (engine->expert_balancer) engine->expert_balancer->set_recording(expert_balancer->recording());
+  return std::unique_ptr<LayerEngine>(std::move(engine));
+}
+
+Result<std::vector<ExpertPart>> CpuEngine::expert_parts() const {
+  try {
+    return kernel->experts().expert_parts();
+  } catch (const std::bad_alloc&) {
+    return Status(StatusCode::kOutOfMemory, "get_expert_weights: cannot allocate the list");
+  }
 }
 
 Status CpuEngine::enqueue(Stream, const FusedMoE::Args&) const {
@@ -152,8 +175,7 @@ std::int64_t CpuEngine::workspace_bytes() const {
 }
 std::int64_t CpuEngine::weight_bytes() const {
   return small_bytes + kernel->experts().weight_bytes() +
-         (shared ? shared->experts().weight_bytes() : 0) +
-         (expert_balancer ? expert_balancer->store().bytes() : 0);
+         (shared ? shared->experts().weight_bytes() : 0);
 }
 std::string CpuEngine::determinism() const {
   const Experts& routed = kernel->experts();

@@ -56,12 +56,13 @@ struct CpuEngine final : public LayerEngine {
   FusedPlan plan;
   FusedMoE::Options options;
   const RankMesh* mesh = nullptr;  // null: this layer does not communicate
-  std::optional<GateLinear> gate;  // none: callers bring their routing
-  std::optional<Router> router;
-  std::optional<ModularKernel> kernel;
-  std::optional<ModularKernel> shared;
-  std::optional<GateLinear> shared_gate;
-  Tensor experts_norm_weight;  // [H] F32; plan.input_norm_eps > 0
+  // What no world changes, shared with the engines that in_world makes of this one.
+  std::shared_ptr<const GateLinear> gate;  // none: callers bring their routing
+  std::shared_ptr<const Router> router;
+  std::shared_ptr<const ModularKernel> shared;
+  std::shared_ptr<const GateLinear> shared_gate;
+  std::shared_ptr<const Tensor> experts_norm_weight;  // [H] F32; plan.input_norm_eps > 0
+  std::unique_ptr<ModularKernel> kernel;              // the routed experts
   std::unique_ptr<ExpertBalancer> expert_balancer;
   std::int64_t small_bytes = 0;  // gate and shared gate weights
   Tensor workspace;
@@ -88,11 +89,16 @@ struct CpuEngine final : public LayerEngine {
   std::int64_t workspace_bytes() const override;
   std::string determinism() const override;
   ExpertBalancer* balancer() const override { return expert_balancer.get(); }
-  Result<bool> continue_rearrange(std::int64_t max_transfers) override;
+  Result<std::vector<ExpertPart>> expert_parts() const override;
+  Result<std::unique_ptr<LayerEngine>> in_world(const FusedPlan& new_plan,
+                                                const FusedMoE::Options& new_options,
+                                                const RankMesh* new_mesh,
+                                                ExpertSource& source) const override;
 
   // The stages and their workspace (engine.cc).
   Status build_stages(MoeLayerWeights& weights);
   Status build_routed(ExpertSource& source);
+  Status build_workspace();
   Status build_shared(ExpertSource* source, const MoeLayerTensors& tensors);
   // The steps of a call (forward.cc); over ranks in forward_ranks.cc.
   Status forward_over_ranks(const FusedMoE::Args& args, const CpuBuffers& b) const;

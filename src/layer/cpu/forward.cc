@@ -155,8 +155,9 @@ Status CpuEngine::route(const FusedMoE::Args& args, const CpuBuffers& b) const {
       return Status();
     }));
   }
-  if (mesh && plan.has_zero_experts) {
-    // Slots of identity experts arrive as expert 0 with weight 0: no row need travel for them.
+  if ((mesh || expert_balancer) && plan.routing.num_zero_experts > 0) {
+    // Slots of identity experts arrive as expert 0 with weight 0: no row need travel for them, and
+    // they are no load.
     for (std::int64_t slot = 0; slot < rows * k; ++slot) {
       if (b.topk_weights[slot] == 0.0F) b.topk_ids[slot] = -1;
     }
@@ -177,7 +178,7 @@ Status CpuEngine::run_routed(const RoutedRows& r, const CpuBuffers& b, const Ten
   }
   if (plan.input_norm_eps > 0 && !MOESAIC_FAULT(layer_experts_see_raw_rows)) {
     const TensorView normed = view_of(b.latent, DType::kF32, {rows, plan.hidden_size});
-    normalise_rows(r.x, plan.input_norm_eps, experts_norm_weight.as<float>(),
+    normalise_rows(r.x, plan.input_norm_eps, experts_norm_weight->as<float>(),
                    reinterpret_cast<float*>(b.latent));
     input = normed;
   }

@@ -371,6 +371,15 @@ Status CudaLayer::Impl::forward_host(const FusedMoE::Args& args) const {
   return report("topk_ids", trace.topk_ids, out.topk_ids);
 }
 
+Result<std::vector<ExpertPart>> CudaLayer::expert_parts() const {
+  try {
+    if (!impl_->experts) return std::vector<ExpertPart>();
+    return impl_->experts->expert_parts(impl_->plan.routed.num_local_experts);
+  } catch (const std::bad_alloc&) {
+    return Status(StatusCode::kOutOfMemory, "get_expert_weights: cannot allocate the list");
+  }
+}
+
 std::string_view CudaLayer::experts_backend() const { return kCudaExpertsName; }
 std::string CudaLayer::determinism() const { return sm90_determinism(impl_->plan); }
 std::int64_t CudaLayer::weight_bytes() const {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string_view>
+#include <vector>
 
 #include "core/arena.h"
 #include "layer/engine.h"
@@ -65,6 +66,8 @@ class CudaLayer final : public layer::LayerEngine {
   std::int64_t weight_bytes() const override;
   std::int64_t workspace_bytes() const override;
   std::string determinism() const override;
+  // Without a shared expert that has joined.
+  Result<std::vector<ExpertPart>> expert_parts() const override;
 
  private:
   struct Impl;

@@ -21,10 +21,10 @@ T* take(Arena& arena, std::int64_t count) {
 }
 
 Status ranks_can_implement(const layer::RankPlan& ranks, const FusedMoE::Options& options) {
-  if (!ranks.active) return {};
   if (options.ranks.enable_eplb) {
     return unsupported("enable_eplb: got true on a GPU, need the CPU: experts move through it");
   }
+  if (!ranks.active) return {};
   if (ranks.transport == RankTransport::kBatched) {
     return unsupported("transport: got batched on a GPU, need none, gather or all_to_all");
   }

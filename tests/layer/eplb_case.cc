@@ -1,0 +1,107 @@
+#include "layer/eplb_case.h"
+
+#include <fmt/format.h>
+
+#include <cstddef>
+#include <thread>
+#include <utility>
+
+#include "support/hang_guard.h"
+#include "support/metrics.h"
+#include "support/random.h"
+
+namespace moesaic::test {
+
+MoeLayerSpec eplb_spec() {
+  MoeLayerSpec spec = small_spec();
+  spec.num_experts = spec.routing.num_experts = 12;
+  spec.routing.top_k = 5;
+  spec.routing.method = RoutingMethod::kGroupedTopK;
+  spec.routing.scoring_func = ScoringFunc::kSigmoid;
+  spec.routing.num_expert_group = 4;
+  spec.routing.topk_group = 3;
+  spec.shared.intermediate_size = 16;
+  return spec;
+}
+
+FusedMoE::Options eplb_options(int rank, int dp, RankTransport transport,
+                               const std::shared_ptr<Communicator>& communicator) {
+  FusedMoE::Options o;
+  o.num_threads = 1;
+  o.max_tokens = 5;
+  o.ranks.communicator = communicator;
+  o.ranks.transport = transport;
+  o.parallel.ep_size = kEplbRanks;
+  o.parallel.ep_rank = rank;
+  o.parallel.dp_size = dp;
+  o.parallel.dp_rank = rank * dp / kEplbRanks;
+  o.ranks.enable_eplb = true;
+  o.ranks.num_redundant_experts = 4;
+  o.ranks.eplb_window = 3;
+  return o;
+}
+
+std::vector<std::int32_t> random_map(std::uint64_t seed, std::int64_t experts, std::int64_t slots) {
+  Rng rng(seed);
+  std::vector<std::int32_t> map;
+  for (std::int64_t s = 0; s < slots; ++s) {
+    map.push_back(static_cast<std::int32_t>(s < experts ? s : rng.integer(0, experts - 1)));
+  }
+  for (std::size_t i = map.size(); i > 1; --i) {
+    std::swap(map[i - 1], map[static_cast<std::size_t>(rng.integer(0, std::ssize(map) - 1)) % i]);
+  }
+  return map;
+}
+
+std::vector<std::string> on_ranks(
+    const std::function<std::string(int, std::shared_ptr<Communicator>)>& body, int size) {
+  auto ranks = make_in_process_communicators(size, {.timeout_ms = kHangGuardMs}).value();
+  std::vector<std::string> result(ranks.size());
+  std::vector<std::thread> threads;
+  for (int r = 0; r < size; ++r) {
+    threads.emplace_back([&, r] {
+      const auto i = static_cast<std::size_t>(r);
+      result[i] = body(r, std::shared_ptr<Communicator>(std::move(ranks[i])));
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  return result;
+}
+
+EplbFixture::EplbFixture(const MoeLayerSpec& spec) : tensors(make_tensors(51, spec)) {
+  x = random_hidden(52, kEplbTokens * kEplbRanks, spec.hidden_size);
+  FusedMoE::Options one;
+  one.num_threads = 1;
+  run = run_layer(make_layer(tensors, one), x);
+}
+
+ConstTensorView EplbFixture::rows_of(int engine) const {
+  const std::int64_t hidden = tensors.spec.hidden_size;
+  return {x.data() + engine * kEplbTokens * hidden * 2, x.dtype(), Shape{kEplbTokens, hidden}};
+}
+
+std::string EplbFixture::forward(const FusedMoE& layer, int engine, double bound,
+                                 FusedMoE::Args args) const {
+  const std::int64_t hidden = tensors.spec.hidden_size, k = tensors.spec.routing.top_k;
+  const std::int64_t first = engine * kEplbTokens;
+  args.hidden_states = rows_of(engine);
+  Tensor out = Tensor::uninitialized(DType::kF32, args.hidden_states.shape).value();
+  Tensor ids = Tensor::zeros(DType::kI32, {kEplbTokens, k}).value();
+  poison(out.view());
+  args.output = out.view();
+  args.trace.topk_ids = ids.view();
+  const Status status = layer.forward(args);
+  if (!status.ok()) return status.to_string();
+  const ConstTensorView want(run.output.data() + first * hidden * 4, DType::kF32, out.shape());
+  std::string why;
+  if (bound > 0) {
+    const auto result = compare(to_doubles(out.view()), to_doubles(want));
+    if (!(result.rel_l2 <= bound)) return "output: " + result.describe;
+  } else if (!same_bits(out.view(), want, &why)) {
+    return "output: " + why;
+  }
+  const ConstTensorView chosen(run.topk_ids.data() + first * k * 4, DType::kI32, ids.shape());
+  return same_bits(ids.view(), chosen, &why) ? "" : "logical ids: " + why;
+}
+
+}  // namespace moesaic::test

@@ -1,0 +1,47 @@
+// Layers with load balancing on four ranks that are threads, and their truth on one rank.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "layer/layer_case.h"
+#include "moesaic/communicator.h"
+
+namespace moesaic::test {
+
+inline constexpr int kEplbRanks = 4;
+inline constexpr std::int64_t kEplbTokens = 9;  // per engine
+
+// E 12, k 5 (more than two: the order of the sum shows in the bits), grouped, a shared expert.
+MoeLayerSpec eplb_spec();
+
+// 12 experts in 16 slots on four ranks, a window of three calls.
+FusedMoE::Options eplb_options(int rank, int dp, RankTransport transport,
+                               const std::shared_ptr<Communicator>& communicator);
+
+// Every expert somewhere, the rest at random.
+std::vector<std::int32_t> random_map(std::uint64_t seed, std::int64_t experts, std::int64_t slots);
+
+// body(rank, communicator) on so many threads; what each returns.
+std::vector<std::string> on_ranks(
+    const std::function<std::string(int, std::shared_ptr<Communicator>)>& body,
+    int ranks = kEplbRanks);
+
+struct EplbFixture {
+  explicit EplbFixture(const MoeLayerSpec& spec);
+  // The rows of `engine`.
+  ConstTensorView rows_of(int engine) const;
+  // Empty, or how the rows of `engine` differ from those of a layer on one rank; `bound` above 0:
+  // relative L2 instead of bits. `more`: whatever else the call brings.
+  std::string forward(const FusedMoE& layer, int engine, double bound = 0,
+                      FusedMoE::Args more = {}) const;
+
+  LayerTensors tensors;
+  Tensor x;
+  LayerRun run;
+};
+
+}  // namespace moesaic::test
