@@ -3,6 +3,8 @@
 // each part says who reads its result. All are host functions, deterministic, and report errors as a
 // Status; shapes and dtypes stand at each.
 //
+//   interop/eplb_stepper.h    expert load balancing of all layers of a model as one call in each step:
+//                             engines' step loops
 //   interop/expert_weights.h  names of expert tensors to parameters and slots (w1/w2/w3, redundant
 //                             copies); parameters with one row per slot: engines' weight loops
 //   interop/layouts.h         Marlin; W4A8 register order; 128 x 4 block scales (CUTLASS, cuBLAS,
@@ -17,6 +19,7 @@
 //                             choice of router and of its gate's kernel tier
 #pragma once
 
+#include "moesaic/interop/eplb_stepper.h"
 #include "moesaic/interop/expert_weights.h"
 #include "moesaic/interop/layouts.h"
 #include "moesaic/interop/own_layer.h"
