@@ -94,6 +94,12 @@ class Run(ToolTest):
         self.assertEqual(sorted(set(eplb["physical_to_logical"])), list(range(experts)))
         self.assertGreaterEqual(eplb["balancedness_after"], eplb["balancedness_before"])
         self.assertGreater(eplb["calls_while_moving"], 0)
+        self.assertEqual((value["parallel"]["reduction"], eplb["same_bits"]), ("per_slot", True))
+        # Sums per rank change their order when experts move, and are asked for by name.
+        value, _ = self.run_layer(
+            "mini-deepseek-v3", "--quant", "f32", "--ranks", 2, "--eplb", "--redundant", 2, "--reduction", "per_rank"
+        )
+        self.assertEqual((value["parallel"]["reduction"], value["eplb"]["same_bits"]), ("per_rank", False))
         path, name = golden_input("mini-deepseek-v3")
         arguments = ["run", "--model", MODELS / "mini-deepseek-v3", "--layer", 1, "--input", f"{path}:{name}",
                      "--output", self.folder / "out", "--ranks", 2]  # fmt: skip
