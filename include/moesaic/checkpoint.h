@@ -106,14 +106,18 @@ class Checkpoint {
   // also says what MoeLayerSpec::quant_note has.
   // Memory while streaming: one expert's canonical weights, plus one projection where the file
   // stores them transposed. Biases and correction bias arrive as F32.
+  // Without include_gate the gate's weight, bias and input scale (not the selection bias) are not
+  // read and need not be there.
   Result<MoeLayerWeights> load_layer(int index, const ParallelConfig& parallel,
-                                     const ProgressFn& progress = {}) const;
+                                     const ProgressFn& progress = {},
+                                     bool include_gate = true) const;
 
   // The checks of load_layer without its reading: every expected tensor present, in shape and
   // dtype, nothing unknown, a quantisation that is known, sizes that divide. Of values only those
   // are read that decide the scheme (scales of a whole tensor, input scales, group indices). Errors
   // as load_layer.
-  Result<MoeLayerFormat> check_layer(int index, const ParallelConfig& parallel = {}) const;
+  Result<MoeLayerFormat> check_layer(int index, const ParallelConfig& parallel = {},
+                                     bool include_gate = true) const;
 
   // Any tensor by name, copied (golden files, hidden states). kNotFound names the nearest.
   Result<Tensor> read_tensor(const std::string& name) const;

@@ -18,6 +18,14 @@ struct CommunicatorOptions {
   int timeout_ms = 60'000;
 };
 
+// The second half of an exchange that was started: see Communicator::start_exchange.
+class PendingExchange {
+ public:
+  virtual ~PendingExchange() = default;
+  // Waits for the other ranks; returns what exchange() would have returned. Once.
+  virtual Status complete() = 0;
+};
+
 // Collective calls: all ranks of a communicator make the same calls in the same order, each from
 // one thread at a time. Messages are copied into buffers of the communicator, so the caller's
 // memory is free on return even after a failure.
@@ -50,6 +58,20 @@ class Communicator {
   virtual Status exchange(std::string_view what, std::span<const std::span<const std::byte>> send,
                           std::span<const std::span<std::byte>> recv,
                           std::span<std::int64_t> received = {}) = 0;
+
+  // exchange() in two halves: this one sends, and waits for nobody; complete() receives. The
+  // messages to send are free on return; recv and received are filled at any time until complete()
+  // returns, and live until then or until the object is destroyed. Other calls, of subgroups too,
+  // may be made in between, several exchanges may be under way and be completed in any order; all
+  // ranks start them in the same order. One that is destroyed without complete() breaks the
+  // communicator. Errors of the first half: those of exchange().
+  // Here, and wherever overlaps() is false: waits for the others at once, and complete() returns
+  // what came of it.
+  virtual Result<std::unique_ptr<PendingExchange>> start_exchange(
+      std::string_view what, std::span<const std::span<const std::byte>> send,
+      std::span<const std::span<std::byte>> recv, std::span<std::int64_t> received = {});
+  // Whether a started exchange leaves this rank free to do something else.
+  virtual bool overlaps() const { return false; }
 
   // Breaks the communicator because a peer's message makes no sense to the caller: the others learn
   // `reason` in the call they are in, or in their next one. Returns the failure that broke it.

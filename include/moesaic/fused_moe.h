@@ -91,6 +91,11 @@ struct RankOptions {
   // maybe_all_reduce completes it. output_is_reduced() says whether that is so: not per slot, with
   // an output transform or where the transport brings complete rows anyway.
   bool reduce_results = true;
+  // Two batches of a call under way at once: a call in which some rank has at least this many rows
+  // is cut in two, and the rows (and results) of the one half travel while the experts work on the
+  // other. 0: never. Bits and the workspace's size stay as they are. kUnsupported with kNone, where
+  // no rows travel, and on a GPU.
+  std::int64_t dual_batch_tokens = 0;
   // Expert load balancing: experts live in num_experts + num_redundant_experts slots, as many on
   // each rank, and may move between slots while the layer serves: by the layer (begin_rearrange,
   // which needs a communicator where there are several ranks), or by the caller (set_eplb_state).
@@ -122,6 +127,9 @@ struct LayerExplanation {
   std::string activations;    // what the routed experts' become: activation_text
   std::string quant_note;     // as MoeLayerSpec has it
   std::string router_logits;  // what the router sees: "fp32 sums", "fp32 sums rounded to BF16", ...
+  // The stages in the order in which they run, and what runs while rows travel: "gate, router,
+  // dispatch, experts, combine (shared_experts meanwhile)".
+  std::string stage_order;
   std::vector<StageThreads> threads;  // every stage that may have several; empty on a GPU
 };
 
@@ -154,6 +162,10 @@ class FusedMoE {
     ParallelConfig parallel;
     RankOptions ranks;
     LatentTransform transform;
+    // Allows output to be the very tensor hidden_states, contiguous and of one dtype: every row is
+    // written when nothing reads it any more, shared experts included. Keeps the routed result in
+    // the workspace, where it else might go straight into the output. kUnsupported on a GPU.
+    bool inplace = false;
     bool include_shared = true;  // false: the caller computes shared experts itself
     // In the place of the layer's own (it has none, or include_shared is false): called in every
     // forward for the rows whose shared experts are this rank's to add. kUnsupported on a GPU.
@@ -174,6 +186,10 @@ class FusedMoE {
     ProgressFn progress;
   };
 
+  // Of a file: without include_gate the gate's tensors need not be in it. A round-robin placement
+  // becomes linear, with a warning, where it gains nothing or may not be (resolve_placement: no
+  // expert groups, load balancing, one rank); create() does what the placement says, because its
+  // weights are cut already.
   static Result<FusedMoE> from_checkpoint(const Checkpoint& checkpoint, int layer,
                                           const Options& options);
   // From loaded weights; consumes the source. Errors of every stage, prefixed with its name;
@@ -227,7 +243,7 @@ class FusedMoE {
     Trace trace;  // router_logits: kInvalidArgument with given ids, which have none
   };
   // hidden_states [M, H] F32, BF16 or F16; output [M, H] F32, BF16 or F16, must not alias
-  // hidden_states; rows of hidden_states may be strided. M = 0 is ordinary. The result of a row
+  // hidden_states (but see Options::inplace); rows of hidden_states may be strided. M = 0 is ordinary. The result of a row
   // depends on that row and its routing alone: bit-identical for any batch, split, order or thread
   // count.
   //   r = experts(route(x)), times routed_scaling_factor exactly once (in the router's weights, or
@@ -271,6 +287,9 @@ class FusedMoE {
     return enqueue(stream, hidden_states, output, Trace{});
   }
 
+  // What the layer is, in one line for a log: sizes, this rank's share, routing, activation, scheme,
+  // backend, and how it is spread.
+  std::string summary() const;
   const MoeLayerSpec& spec() const;
   Device device() const;
   const Scheme& quant() const;  // the scheme in force, its bound for this layer's sizes

@@ -53,6 +53,19 @@ struct FinalizeArgs {
   Stream stream = {};                         // on a GPU: the one of prepare
 };
 
+// The second half of a prepare or a finalize that was started. receive() is called once; a receiver
+// that is destroyed without it makes the communicator unusable on all ranks.
+class PrepareReceiver {
+ public:
+  virtual ~PrepareReceiver() = default;
+  virtual Result<Prepared> receive() = 0;
+};
+class FinalizeReceiver {
+ public:
+  virtual ~FinalizeReceiver() = default;
+  virtual Status receive() = 0;
+};
+
 // Brings rows to the experts in the format they want and results back to the rows. Immutable; calls
 // with distinct workspaces may run at the same time. Never writes to its inputs.
 class PrepareAndFinalize {
@@ -75,6 +88,15 @@ class PrepareAndFinalize {
   virtual Result<std::int64_t> workspace_size(std::int64_t tokens) const = 0;
   virtual Result<Prepared> prepare(const PrepareArgs& args) const = 0;
   virtual Status finalize(const FinalizeArgs& args) const = 0;
+  // prepare() and finalize() in two halves: these send, and return without waiting for other ranks;
+  // receive() does the rest, with the same result to the bit. All that args point to lives until
+  // then. A failure of the first half is the step's, on all ranks. Several calls with workspaces of
+  // their own may be under way; all ranks make their first halves in the same order. Here, and
+  // wherever supports_async() is false, the first half does everything.
+  virtual Result<std::unique_ptr<PrepareReceiver>> prepare_async(const PrepareArgs& args) const;
+  virtual Result<std::unique_ptr<FinalizeReceiver>> finalize_async(const FinalizeArgs& args) const;
+  // Whether this rank can do something else between the halves.
+  virtual bool supports_async() const { return false; }
   // To be called when this rank fails outside prepare and finalize while others may be in them:
   // takes part, with its reason only, in the collective that they wait in, so that all return it at
   // once. Returns it: `reason`, or that of a lower rank.
@@ -115,7 +137,7 @@ struct AllToAllOptions {
   DType combine_dtype = DType::kF32;
 };
 // Transports between ranks with rows of their own. Row counts may differ between ranks and be zero.
-// prepare and finalize are collective, one call at a time; a rank that cannot take part (too many
+// prepare and finalize are collective, one thread at a time; a rank that cannot take part (too many
 // rows, a bad id) says so in its message, and all return its reason, with "dispatch: rank N:" in
 // front, without waiting. They allocate buffers for messages, and keep them. Errors: those of the
 // communicator, kLimitExceeded above max_tokens_per_rank; making them: kUnsupported for another
@@ -177,6 +199,9 @@ class ModularKernel {
     // same input later.
     bool inplace = false;
     bool has_shared_experts = false;
+    // Calls that may be under way at once, 1 to 16: each has a workspace of its own. More than one
+    // on the CPU only.
+    int calls_in_flight = 1;
   };
   // kUnsupported when the formats of problem, halves and options differ or the halves do not fit
   // each other; kInvalidArgument for option values. Allocates the one workspace.
@@ -205,6 +230,33 @@ class ModularKernel {
   // kInvalidShape, kInvalidDType, kInvalidLayout, kInvalidArgument (ids), kAliasing, kLimitExceeded
   // (M above max_tokens; an overflowing slab). The output is unspecified after an error.
   Status run(const Args& args) const;
+
+  // run() in steps, with its result to the bit, so that the caller can do something else while rows
+  // travel (PrepareAndFinalize::supports_async). The kernel, and what the arguments point to, live
+  // until the call is over. Destroyed before finish(), it makes the communicator unusable on all
+  // ranks; after a failure there is nothing left to do.
+  class Call {
+   public:
+    // Waits for rows of other ranks, runs the experts, and sends what they computed on its way back.
+    Status run_experts();
+    // Waits for what other ranks computed, and writes the output. Runs the experts first where
+    // nobody has.
+    Status finish();
+
+    Call(Call&&) noexcept;
+    Call& operator=(Call&&) noexcept;
+    ~Call();
+
+   private:
+    friend class ModularKernel;
+    struct State;
+    explicit Call(std::unique_ptr<State> state);
+    std::unique_ptr<State> state_;
+  };
+  // Rows are on their way to the experts. Ranks start, and run the experts of, their calls in the
+  // same order. Errors: those of run(); kLimitExceeded when calls_in_flight calls are under way,
+  // which holds for run() too.
+  Result<Call> start(const Args& args) const;
 
   const MoeProblem& problem() const;
   const Experts& experts() const;

@@ -34,6 +34,11 @@ Result<std::unique_ptr<LayerEngine>> LayerEngine::in_world(const FusedPlan&,
                               options.device.to_string())));
 }
 
+Status LayerEngine::forward_pair(const FusedMoE::Args& first, const FusedMoE::Args& second) const {
+  MOESAIC_RETURN_IF_ERROR(forward_host(first));
+  return forward_host(second);
+}
+
 std::string layer_determinism(std::string_view routed, std::string_view routed_determinism,
                               std::string_view shared, std::string_view shared_determinism) {
   std::string text = fmt::format(

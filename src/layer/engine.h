@@ -40,6 +40,8 @@ class LayerEngine {
   // the output is written. One call at a time. Over ranks collective, and a failure of this rank is
   // told to all.
   virtual Status forward_host(const FusedMoE::Args& args) const = 0;
+  // Two of them, under way at once where the plan says so (RankPlan::in_flight).
+  virtual Status forward_pair(const FusedMoE::Args& first, const FusedMoE::Args& second) const;
   // As FusedMoE::enqueue, with its checks. kUnsupported where there are no streams.
   virtual Status enqueue(Stream stream, const FusedMoE::Args& args) const = 0;
 

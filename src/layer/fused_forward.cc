@@ -45,8 +45,11 @@ Status FusedMoE::Impl::check(const Args& args) const {
                            experts::strided_extent_bytes("hidden_states", x));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t output_bytes,
                            contiguous_bytes(output.dtype, output.shape));
-  MOESAIC_RETURN_IF_ERROR(experts::expect_disjoint("output", output.data, output_bytes,
-                                                   "hidden_states", x.data, input_bytes));
+  const bool same = output.data == x.data && output.dtype == x.dtype && x.is_contiguous();
+  if (!(options.inplace && same)) {
+    MOESAIC_RETURN_IF_ERROR(experts::expect_disjoint("output", output.data, output_bytes,
+                                                     "hidden_states", x.data, input_bytes));
+  }
   const std::int64_t k = plan.routing.top_k;
   const std::int64_t columns = plan.routing.num_experts + plan.routing.num_zero_experts;
   if (!trace.numerics.empty() && static_cast<std::int64_t>(trace.numerics.size()) != rows) {
@@ -98,20 +101,29 @@ Status FusedMoE::forward(const Args& args) const {
   const std::int64_t rows = checked.ok() ? call->hidden_states.dim(0) : 0;
   // Of no rows there is no part, whatever the view says: ranks with the same rows do the same.
   if (rows == 0 && call.ok()) call->shared_output = {};
-  const std::int64_t chunk = m.options.max_tokens;
-  std::int64_t steps = ceil_div(rows, chunk);
+  std::int64_t chunk = m.plan.ranks.batch_rows;
+  layer::RankMesh::Steps steps{ceil_div(rows, chunk)};
   // Every rank takes every step, also those that have no rows left.
   if (m.mesh) {
-    MOESAIC_ASSIGN_OR_RETURN(
-        steps,
-        m.mesh->common_steps(checked, rows, chunk, rows > 0 && call->shared_output.present()));
+    MOESAIC_ASSIGN_OR_RETURN(steps,
+                             m.mesh->common_steps(checked, rows, m.options.ranks.dual_batch_tokens,
+                                                  rows > 0 && call->shared_output.present()));
   }
+  if (steps.in_pairs) chunk = ceil_div(rows, std::max<std::int64_t>(steps.count, 1));
   layer::ExpertBalancer* const balancer = m.engine->balancer();
   if (balancer != nullptr) balancer->begin_step();
-  for (std::int64_t step = 0; step < steps; ++step) {
+  const auto rows_of_step = [&](std::int64_t step) {
     const std::int64_t first = std::min(step * chunk, rows);
-    const std::int64_t count = std::min(chunk, rows - first);
-    MOESAIC_RETURN_IF_ERROR(m.engine->forward_host(layer::rows_of_call(*call, first, count)));
+    return layer::rows_of_call(*call, first, std::min(chunk, rows - first));
+  };
+  for (std::int64_t step = 0; step < steps.count;) {
+    if (steps.in_pairs && step + 1 < steps.count) {
+      MOESAIC_RETURN_IF_ERROR(m.engine->forward_pair(rows_of_step(step), rows_of_step(step + 1)));
+      step += 2;
+    } else {
+      MOESAIC_RETURN_IF_ERROR(m.engine->forward_host(rows_of_step(step)));
+      ++step;
+    }
   }
   return balancer != nullptr ? balancer->end_step() : Status();
 }

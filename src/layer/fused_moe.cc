@@ -88,19 +88,6 @@ Result<std::string> name_of_router(const layer::FusedPlan& plan) {
 
 }  // namespace
 
-Result<FusedMoE> FusedMoE::from_checkpoint(const Checkpoint& checkpoint, int layer,
-                                           const Options& options) {
-  Result<MoeLayerWeights> weights = checkpoint.load_layer(
-      layer, options.ranks.enable_eplb ? ParallelConfig() : options.parallel, options.progress);
-  if (!weights.ok()) {
-    // The other ranks wait in create.
-    return options.ranks.communicator
-               ? layer::agree(*options.ranks.communicator, "layer", weights.status(), 0)
-               : weights.status();
-  }
-  return create(std::move(weights).value(), options);
-}
-
 Result<FusedMoE> FusedMoE::create(MoeLayerWeights weights, const Options& options) {
   Result<std::unique_ptr<Impl>> impl = Impl::build(std::move(weights), options);
   if (options.ranks.communicator) {
@@ -118,8 +105,8 @@ std::int64_t FusedMoE::Impl::fingerprint() const {
                   spec.num_experts, plan.routing.top_k, plan.latent_size, plan.quant.scheme.name,
                   options.max_tokens, rank_transport_name(plan.ranks.transport),
                   plan.ranks.per_slot, expert_placement_name(options.parallel.placement)) +
-      fmt::format(" {} {} {} {} {} {}", plan.ranks.leaves_sum, options.ranks.enable_eplb,
-                  plan.routed.num_experts,
+      fmt::format(" {} {} {} {} {} {} {}", plan.ranks.leaves_sum, options.ranks.enable_eplb,
+                  options.ranks.dual_batch_tokens, plan.routed.num_experts,
                   options.ranks.enable_eplb ? engine->experts_backend() : "",
                   layer::engine_of(options.device).name, dtype_name(plan.ranks.combine_dtype)) +
       (MOESAIC_FAULT(layer_ranks_may_round_differently) ? ""

@@ -31,6 +31,7 @@ Status check_options(const MoeLayerSpec& spec, const FusedMoE::Options& o) {
             ? fmt::format("router_logits_dtype: got {}", dtype_name(o.router_logits_dtype))
             : "gate_force_fp32_compute: got false"));
   }
+  if (o.inplace) MOESAIC_RETURN_IF_ERROR(expect_cpu(o.device).with_context("inplace"));
   const RoutingMethod method = spec.routing.method;
   if (method == RoutingMethod::kSimulated) {
     return unsupported(

@@ -89,8 +89,8 @@ std::int64_t fingerprint_of(std::string_view text) {
   return static_cast<std::int64_t>(fnv1a(text) >> 1);
 }
 
-Result<std::int64_t> RankMesh::common_steps(const Status& mine, std::int64_t rows,
-                                            std::int64_t chunk, bool apart) const {
+Result<RankMesh::Steps> RankMesh::common_steps(const Status& mine, std::int64_t rows,
+                                               std::int64_t dual_batch_tokens, bool apart) const {
   MOESAIC_RETURN_IF_ERROR(world_->state());
   MOESAIC_ASSIGN_OR_RETURN(
       const std::vector<std::int64_t> all,
@@ -123,7 +123,11 @@ Result<std::int64_t> RankMesh::common_steps(const Status& mine, std::int64_t row
                       all[first] % 2 == 1 ? "one" : "none"));
     }
   }
-  return ceil_div(most, chunk);
+  Steps steps{ceil_div(most, plan_.batch_rows)};
+  // The call of the rank with the most rows decides for all.
+  steps.in_pairs = plan_.in_flight == 2 && most >= dual_batch_tokens;
+  if (steps.in_pairs && most > 1) steps.count = std::max<std::int64_t>(steps.count, 2);
+  return steps;
 }
 
 Status RankMesh::reduce_replicas(std::span<float> values) const {

@@ -29,11 +29,15 @@ class RankMesh {
   Result<std::unique_ptr<PrepareAndFinalize>> make_prepare_finalize(
       const MoeProblem& problem, const ParallelConfig& parallel) const;
 
-  // Steps of at most `chunk` rows that all ranks take, when this rank has `rows` and its arguments
+  // Steps of at most plan.batch_rows rows that all ranks take, and whether two of them at once. When this rank has `rows` and its arguments
   // are `mine`. Fails on all ranks as agree(), also when replicas differ in rows, or in whether
   // they take the shared experts `apart`, which is a collective more.
-  Result<std::int64_t> common_steps(const Status& mine, std::int64_t rows, std::int64_t chunk,
-                                    bool apart) const;
+  struct Steps {
+    std::int64_t count = 0;
+    bool in_pairs = false;
+  };
+  Result<Steps> common_steps(const Status& mine, std::int64_t rows, std::int64_t dual_batch_tokens,
+                             bool apart) const;
 
   // values[i] = sum over the replicas, in rank order.
   Status reduce_replicas(std::span<float> values) const;

@@ -71,7 +71,12 @@ RowRange replica_share(std::int64_t rows, int replicas, int replica) {
 Result<RankPlan> plan_ranks(const FusedMoE::Options& options, std::int64_t top_k) {
   const ParallelConfig& p = options.parallel;
   RankPlan plan;
-  plan.kernel_rows = plan.experts_rows = options.max_tokens;
+  plan.kernel_rows = plan.experts_rows = plan.batch_rows = options.max_tokens;
+  const std::int64_t dual = options.ranks.dual_batch_tokens;
+  if (dual < 0) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("dual_batch_tokens: got {}, need >= 0", dual));
+  }
   if (options.ranks.enable_eplb && (p.tp_size > 1 || p.placement != ExpertPlacement::kLinear)) {
     return unsupported("enable_eplb: got true, need expert parallelism with linear placement");
   }
@@ -114,11 +119,21 @@ Result<RankPlan> plan_ranks(const FusedMoE::Options& options, std::int64_t top_k
         dtype_name(plan.combine_dtype), rank_transport_name(plan.transport),
         rank_reduction_name(slots ? RankReduction::kPerSlot : RankReduction::kPerRank)));
   }
+  if (dual > 0) {
+    if (plan.transport == RankTransport::kNone) {
+      return unsupported(fmt::format(
+          "dual_batch_tokens: got {} with transport none, where no rows travel; need 0", dual));
+    }
+    MOESAIC_RETURN_IF_ERROR(expect_cpu(options.device).with_context("dual_batch_tokens"));
+    plan.in_flight = 2;
+    plan.batch_rows = ceil_div(options.max_tokens, 2);
+  }
   const std::vector<int> replicas = p.replica_group();
   plan.replicas = static_cast<int>(replicas.size());
   plan.replica = static_cast<int>(std::find(replicas.begin(), replicas.end(), p.flat_rank()) -
                                   replicas.begin());
 
+  plan.kernel_rows = plan.experts_rows = plan.batch_rows;
   // Ranks from which rows arrive at this rank's experts.
   std::int64_t senders = 1;
   switch (plan.transport) {
@@ -130,7 +145,7 @@ Result<RankPlan> plan_ranks(const FusedMoE::Options& options, std::int64_t top_k
     case RankTransport::kAllToAll:
     case RankTransport::kBatched:
       senders = plan.size;
-      plan.kernel_rows = ceil_div(options.max_tokens, plan.replicas);
+      plan.kernel_rows = ceil_div(plan.batch_rows, plan.replicas);
       break;
     case RankTransport::kAuto:
     case RankTransport::kNone:

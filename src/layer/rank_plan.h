@@ -26,6 +26,9 @@ struct RankPlan {
   DType combine_dtype = DType::kF32;  // of partial sums on their way back
   std::int64_t kernel_rows = 0;       // that this rank passes to the kernel in one call, at most
   std::int64_t experts_rows = 0;      // that its experts may see in one call
+  // Two batches of a call are under way at once (dual_batch_tokens).
+  int in_flight = 1;
+  std::int64_t batch_rows = 0;  // of a batch, at most
 };
 
 // A stretch of rows.

@@ -5,8 +5,12 @@
 #include <chrono>
 #include <cstring>
 #include <exception>
+#include <new>
 #include <numeric>
+#include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "core/fault.h"
 #include "core/hash.h"
@@ -32,6 +36,7 @@ struct World {
   std::unique_ptr<Transport> transport;
   CommunicatorOptions options;
   Status failure;
+  int exchanges = 0;  // started and not completed
 
   Status fail(std::string text, bool tell_others) {
     if (failure.ok()) {
@@ -51,6 +56,29 @@ struct World {
   }
 };
 
+class GroupCommunicator;
+
+// An exchange of a group: what this rank still waits for.
+class GroupExchange final : public PendingExchange {
+ public:
+  GroupExchange(GroupCommunicator& group, std::string_view what, Header header,
+                std::span<const std::span<std::byte>> recv, std::span<std::int64_t> received);
+  GroupExchange(const GroupExchange&) = delete;
+  GroupExchange& operator=(const GroupExchange&) = delete;
+  ~GroupExchange() override;
+  Status complete() override;
+
+  const std::string what;
+  const Header header;
+  const std::vector<std::span<std::byte>> recv;
+  const std::span<std::int64_t> received;
+  std::vector<std::size_t> waiting;  // members whose message has not come
+
+ private:
+  GroupCommunicator& group_;
+  bool over_ = false;
+};
+
 class GroupCommunicator final : public Communicator {
  public:
   GroupCommunicator(std::shared_ptr<World> world, std::vector<int> ranks, int rank, int tag)
@@ -62,21 +90,54 @@ class GroupCommunicator final : public Communicator {
   Status state() const override { return world_->failure; }
   std::int64_t bytes_sent() const override { return bytes_sent_; }
 
+  bool overlaps() const override { return true; }
+
   Status exchange(std::string_view what, std::span<const std::span<const std::byte>> send,
                   std::span<const std::span<std::byte>> recv,
                   std::span<std::int64_t> received) override {
+    MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<PendingExchange> started,
+                             start_exchange(what, send, recv, received));
+    return started->complete();
+  }
+
+  Result<std::unique_ptr<PendingExchange>> start_exchange(
+      std::string_view what, std::span<const std::span<const std::byte>> send,
+      std::span<const std::span<std::byte>> recv, std::span<std::int64_t> received) override {
     if (!world_->failure.ok()) return world_->failure;
     const auto n = ranks_.size();
     if (send.size() != n || recv.size() != n || (!received.empty() && received.size() != n)) {
-      return {StatusCode::kInvalidArgument,
-              fmt::format("{}: got {} messages to send and {} to receive, need {} of each", what,
-                          send.size(), recv.size(), n)};
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("{}: got {} messages to send and {} to receive, need {} of each",
+                                what, send.size(), recv.size(), n));
     }
     try {
-      return run(what, send, recv, received);
+      auto x = std::make_unique<GroupExchange>(*this, what, Header{++sequence_, fnv1a(what)}, recv,
+                                               received);
+      MOESAIC_RETURN_IF_ERROR(send_all(*x, send));
+      return std::unique_ptr<PendingExchange>(std::move(x));
     } catch (const std::exception& error) {  // memory for a message
       return world_->fail(fmt::format("rank {}: {}: {}", me(), what, error.what()), true);
     }
+  }
+
+  Status complete(GroupExchange& x) {
+    if (!world_->failure.ok()) return world_->failure;
+    try {
+      return receive_all(x);
+    } catch (const std::exception& error) {
+      return world_->fail(fmt::format("rank {}: {}: {}", me(), x.what, error.what()), true);
+    }
+  }
+  void add(GroupExchange& x) {
+    started_.push_back(&x);
+    ++world_->exchanges;
+  }
+  void remove(const GroupExchange& x, bool completed) {
+    std::erase(started_, &x);
+    --world_->exchanges;
+    if (completed || !world_->failure.ok()) return;
+    static_cast<void>(
+        world_->fail(fmt::format("rank {}: {}: was started and given up", me(), x.what), true));
   }
 
   Status abandon(std::string_view reason) override {
@@ -111,11 +172,7 @@ class GroupCommunicator final : public Communicator {
  private:
   int me() const { return world_->transport->rank(); }
 
-  Status run(std::string_view what, std::span<const std::span<const std::byte>> send,
-             std::span<const std::span<std::byte>> recv, std::span<std::int64_t> received) {
-    const auto deadline =
-        Clock::now() + std::chrono::milliseconds(std::max(world_->options.timeout_ms, 1));
-    const Header header{++sequence_, fnv1a(what)};
+  Status send_all(GroupExchange& x, std::span<const std::span<const std::byte>> send) {
     Transport& t = *world_->transport;
     for (std::size_t i = 0; i < ranks_.size(); ++i) {
       if (static_cast<int>(i) == rank_) continue;
@@ -123,37 +180,52 @@ class GroupCommunicator final : public Communicator {
                                     ? send[i].size() - 1
                                     : send[i].size();
       Message m = t.pool().take(sizeof(Header) + bytes);
-      std::memcpy(m.data(), &header, sizeof(Header));
+      std::memcpy(m.data(), &x.header, sizeof(Header));
       if (bytes > 0) std::memcpy(m.data() + sizeof(Header), send[i].data(), bytes);
       bytes_sent_ += static_cast<std::int64_t>(bytes);
       const Status posted = t.post(ranks_[i], tag_, std::move(m));
       if (!posted.ok()) return world_->fail(posted.message(), true);
+      x.waiting.push_back(i);
     }
     const auto own = static_cast<std::size_t>(rank_);
-    MOESAIC_RETURN_IF_ERROR(deliver(what, own, send[own], recv, received));
+    return deliver(x, own, send[own]);
+  }
 
-    std::vector<std::size_t> waiting;
-    for (std::size_t i = 0; i < ranks_.size(); ++i) {
-      if (i != own) waiting.push_back(i);
+  // Messages of a member come in the order in which the exchanges were started: the next one is for
+  // the first of them that still waits for it, whichever is being completed.
+  GroupExchange& next_from(std::size_t member, GroupExchange& completing) {
+    if (MOESAIC_FAULT(communicator_message_of_another_exchange)) return completing;
+    for (GroupExchange* x : started_) {
+      if (std::find(x->waiting.begin(), x->waiting.end(), member) != x->waiting.end()) return *x;
     }
+    return completing;
+  }
+
+  Status receive_all(GroupExchange& x) {
+    const auto deadline =
+        Clock::now() + std::chrono::milliseconds(std::max(world_->options.timeout_ms, 1));
+    Transport& t = *world_->transport;
     for (int round = 0;; ++round) {
-      for (std::size_t w = 0; w < waiting.size();) {
-        const std::size_t i = waiting[w];
+      for (std::size_t w = 0; w < x.waiting.size();) {
+        const std::size_t i = x.waiting[w];
         Result<std::optional<Message>> m = t.poll(ranks_[i], tag_);
         if (!m.ok()) return world_->fail(m.status().message(), true);
         if (!m->has_value()) {
           ++w;
           continue;
         }
-        MOESAIC_RETURN_IF_ERROR(take(what, header, i, **m, recv, received));
+        GroupExchange& to = next_from(i, x);
+        MOESAIC_RETURN_IF_ERROR(take(to, i, **m));
         t.pool().give(std::move(**m));
-        waiting.erase(waiting.begin() + static_cast<std::ptrdiff_t>(w));
+        std::erase(to.waiting, i);
       }
       const Result<bool> sent = t.all_sent();
       if (!sent.ok()) return world_->fail(sent.status().message(), true);
-      if (waiting.empty() && *sent) return {};
+      // While other exchanges are under way, theirs may be what has not left: the peer takes it when
+      // it completes them.
+      if (x.waiting.empty() && (*sent || world_->exchanges > 1)) return {};
       MOESAIC_RETURN_IF_ERROR(look_for_bad_news());
-      if (Clock::now() > deadline) return world_->fail(late(what, waiting), true);
+      if (Clock::now() > deadline) return world_->fail(late(x.what, x.waiting), true);
       // Ranks may share cores: give way at once, and sleep when it takes long.
       if (round < 200) {
         std::this_thread::yield();
@@ -184,30 +256,30 @@ class GroupCommunicator final : public Communicator {
     return {};
   }
 
-  Status take(std::string_view what, const Header& mine, std::size_t from, const Message& m,
-              std::span<const std::span<std::byte>> recv, std::span<std::int64_t> received) {
+  Status take(GroupExchange& x, std::size_t from, const Message& m) {
     Header theirs;
     if (m.size() >= sizeof(Header)) std::memcpy(&theirs, m.data(), sizeof(Header));
-    if (theirs.sequence != mine.sequence || theirs.what != mine.what) {
-      return world_->fail(fmt::format("rank {}: {} (call {}): rank {} is in another call ({})",
-                                      me(), what, mine.sequence, ranks_[from], theirs.sequence),
-                          true);
+    if (theirs.sequence != x.header.sequence || theirs.what != x.header.what) {
+      return world_->fail(
+          fmt::format("rank {}: {} (call {}): rank {} is in another call ({})", me(), x.what,
+                      x.header.sequence, ranks_[from], theirs.sequence),
+          true);
     }
-    return deliver(what, from, std::span(m).subspan(sizeof(Header)), recv, received);
+    return deliver(x, from, std::span(m).subspan(sizeof(Header)));
   }
 
-  Status deliver(std::string_view what, std::size_t from, std::span<const std::byte> payload,
-                 std::span<const std::span<std::byte>> recv, std::span<std::int64_t> received) {
-    const std::span<std::byte> to = recv[from];
-    const bool fits = received.empty() ? payload.size() == to.size() : payload.size() <= to.size();
+  Status deliver(const GroupExchange& x, std::size_t from, std::span<const std::byte> payload) {
+    const std::span<std::byte> to = x.recv[from];
+    const bool fits =
+        x.received.empty() ? payload.size() == to.size() : payload.size() <= to.size();
     if (!fits) {
       return world_->fail(
-          fmt::format("rank {}: {}: rank {} sent {} bytes, need {}{}", me(), what, ranks_[from],
-                      payload.size(), received.empty() ? "" : "at most ", to.size()),
+          fmt::format("rank {}: {}: rank {} sent {} bytes, need {}{}", me(), x.what, ranks_[from],
+                      payload.size(), x.received.empty() ? "" : "at most ", to.size()),
           true);
     }
     if (!payload.empty()) std::memcpy(to.data(), payload.data(), payload.size());
-    if (!received.empty()) received[from] = static_cast<std::int64_t>(payload.size());
+    if (!x.received.empty()) x.received[from] = static_cast<std::int64_t>(payload.size());
     return {};
   }
 
@@ -215,8 +287,36 @@ class GroupCommunicator final : public Communicator {
   std::vector<int> ranks_;  // of the world
   int rank_;
   int tag_;
+  std::vector<GroupExchange*> started_;  // not completed, in the order of their starts
   std::uint64_t sequence_ = 0;
   std::int64_t bytes_sent_ = 0;
+};
+
+GroupExchange::GroupExchange(GroupCommunicator& group, std::string_view name, Header numbers,
+                             std::span<const std::span<std::byte>> to,
+                             std::span<std::int64_t> lengths)
+    : what(name), header(numbers), recv(to.begin(), to.end()), received(lengths), group_(group) {
+  group_.add(*this);
+}
+GroupExchange::~GroupExchange() {
+  if (!over_) group_.remove(*this, /*completed=*/false);
+}
+Status GroupExchange::complete() {
+  if (over_) return {StatusCode::kInternal, fmt::format("{}: completed twice", what)};
+  const Status status = group_.complete(*this);
+  over_ = true;
+  group_.remove(*this, /*completed=*/true);
+  return status;
+}
+
+// Where nothing can be started: it is over.
+class FinishedExchange final : public PendingExchange {
+ public:
+  explicit FinishedExchange(Status status) : status_(std::move(status)) {}
+  Status complete() override { return status_; }
+
+ private:
+  Status status_;
 };
 
 using Out = std::span<const std::byte>;
@@ -255,6 +355,15 @@ Result<std::shared_ptr<Communicator>> Communicator::shared_subgroup(std::span<co
     shared_groups_.push_back({{ranks.begin(), ranks.end()}, id, group});
   }
   return group;
+}
+
+Result<std::unique_ptr<PendingExchange>> Communicator::start_exchange(
+    std::string_view what, std::span<const std::span<const std::byte>> send,
+    std::span<const std::span<std::byte>> recv, std::span<std::int64_t> received) {
+  std::unique_ptr<PendingExchange> over(
+      new (std::nothrow) parallel::FinishedExchange(exchange(what, send, recv, received)));
+  if (!over) return abandon(fmt::format("{}: out of memory", what));
+  return over;
 }
 
 Status Communicator::barrier(std::string_view what) {

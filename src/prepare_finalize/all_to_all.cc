@@ -109,8 +109,7 @@ class AllToAllPrepareFinalize final : public prepare_finalize::RankTransport {
     take(b.weights + row * p_.top_k, slot_bytes());
   }
 
-  Result<Prepared> dispatch(const PrepareArgs& a,
-                            prepare_finalize::RankExchange& x) const override {
+  Status send_rows(const PrepareArgs& a, prepare_finalize::RankExchange& x) const override {
     Arena arena(a.workspace);
     const Buffers b = carve(arena);
     Status bad = arena.status();
@@ -118,8 +117,13 @@ class AllToAllPrepareFinalize final : public prepare_finalize::RankTransport {
     if (!bad.ok()) return x.refuse(bad);
     pack(a, b);
     fill_messages(a, b, x);
-    MOESAIC_RETURN_IF_ERROR(x.run());
+    return x.send();
+  }
 
+  Result<Prepared> take_rows(const PrepareArgs& a,
+                             const prepare_finalize::RankExchange& x) const override {
+    Arena arena(a.workspace);
+    const Buffers b = carve(arena);
     // Rows in the order (source rank, token), so that the same input gives the same bits.
     std::int64_t rows = 0;
     for (int r = 0; r < ranks_; ++r) {
@@ -184,7 +188,7 @@ class AllToAllPrepareFinalize final : public prepare_finalize::RankTransport {
                      {b.weights, b.ids, a.expert_map, p_.top_k, a.apply_router_weight_on_input});
   }
 
-  Status combine(const FinalizeArgs& a, prepare_finalize::RankExchange& x) const override {
+  Status send_results(const FinalizeArgs& a, prepare_finalize::RankExchange& x) const override {
     Arena arena(a.workspace);
     const Buffers b = carve(arena);
     Status bad = arena.status();
@@ -199,9 +203,14 @@ class AllToAllPrepareFinalize final : public prepare_finalize::RankTransport {
         to += result_bytes();
       }
     }
-    MOESAIC_RETURN_IF_ERROR(x.run());
+    return x.send();
+  }
 
-    // Each row: partial sums in rank order, rounded once.
+  // Each row: partial sums in rank order, rounded once.
+  Status take_results(const FinalizeArgs& a,
+                      const prepare_finalize::RankExchange& x) const override {
+    Arena arena(a.workspace);
+    const Buffers b = carve(arena);
     const cpu::ScopedIeeeMode ieee;
     const std::int64_t tokens = a.output.dim(0);
     std::fill(b.sum, b.sum + tokens * p_.hidden_size, 0.0F);

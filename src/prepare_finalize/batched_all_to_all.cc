@@ -117,8 +117,7 @@ class BatchedAllToAllPrepareFinalize final : public prepare_finalize::RankTransp
     return {};
   }
 
-  Result<Prepared> dispatch(const PrepareArgs& a,
-                            prepare_finalize::RankExchange& x) const override {
+  Status send_rows(const PrepareArgs& a, prepare_finalize::RankExchange& x) const override {
     Arena arena(a.workspace);
     const Buffers b = carve(arena);
     Status bad = arena.status();
@@ -127,7 +126,13 @@ class BatchedAllToAllPrepareFinalize final : public prepare_finalize::RankTransp
     if (!bad.ok()) return x.refuse(bad);
     wire_.pack(a.hidden_states, a.topk_weights.as<float>(), b.scratch, b.packed, wire_.row_bytes());
     fill_messages(a, b, x);
-    MOESAIC_RETURN_IF_ERROR(x.run());
+    return x.send();
+  }
+
+  Result<Prepared> take_rows(const PrepareArgs& a,
+                             const prepare_finalize::RankExchange& x) const override {
+    Arena arena(a.workspace);
+    const Buffers b = carve(arena);
     std::fill(b.counts, b.counts + p_.num_local_experts, 0);
     for (int r = 0; r < ranks_; ++r) MOESAIC_RETURN_IF_ERROR(fill_slabs(r, b, x));
 
@@ -233,13 +238,18 @@ class BatchedAllToAllPrepareFinalize final : public prepare_finalize::RankTransp
     return {};
   }
 
-  Status combine(const FinalizeArgs& a, prepare_finalize::RankExchange& x) const override {
+  Status send_results(const FinalizeArgs& a, prepare_finalize::RankExchange& x) const override {
     Arena arena(a.workspace);
     const Buffers b = carve(arena);
     Status bad = arena.status();
     if (bad.ok()) bad = return_rows(a, b, x);
-    if (!bad.ok()) return x.refuse(bad);
-    MOESAIC_RETURN_IF_ERROR(x.run());
+    return bad.ok() ? x.send() : x.refuse(bad);
+  }
+
+  Status take_results(const FinalizeArgs& a,
+                      const prepare_finalize::RankExchange& x) const override {
+    Arena arena(a.workspace);
+    const Buffers b = carve(arena);
     for (int r = 0; r < ranks_; ++r) {
       std::int64_t need = 0;
       for (const std::int32_t e : ids_of(r)) need += b.sent[e];

@@ -58,19 +58,31 @@ Status RankExchange::refuse(const Status& reason) {
   std::byte* to = start(out_[0], {static_cast<std::int32_t>(reason.code()), 0},
                         static_cast<std::int64_t>(text.size()));
   std::memcpy(to, text.data(), text.size());
-  const Status status = run();
+  MOESAIC_RETURN_IF_ERROR(send());
+  const Status status = receive();
   return status.ok() ? reason : status;
 }
 
-Status RankExchange::run() {
-  std::vector<std::span<const std::byte>> send;
+Status RankExchange::send() {
+  std::vector<std::span<const std::byte>> out_spans;
   std::vector<std::span<std::byte>> recv;
   for (std::size_t r = 0; r < in_.size(); ++r) {
     const Buffer& out = out_[source_[r]];
-    send.emplace_back(out.data.get(), out.bytes);
+    out_spans.emplace_back(out.data.get(), out.bytes);
     recv.emplace_back(in_[r].data.get(), in_[r].bytes);
   }
-  MOESAIC_RETURN_IF_ERROR(comm_.exchange(what_, send, recv, received_));
+  MOESAIC_ASSIGN_OR_RETURN(pending_, comm_.start_exchange(what_, out_spans, recv, received_));
+  return {};
+}
+
+Status RankExchange::receive() {
+  const Status status = pending_->complete();
+  pending_ = nullptr;
+  MOESAIC_RETURN_IF_ERROR(status);
+  return read_headers();
+}
+
+Status RankExchange::read_headers() {
   Status refused;
   for (std::size_t r = 0; r < in_.size(); ++r) {
     const auto length = static_cast<std::size_t>(received_[r]);

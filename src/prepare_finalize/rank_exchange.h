@@ -33,8 +33,8 @@ class ExchangeBuffers {
   std::vector<Buffer> out_, in_;
 };
 
-// Use: expect() for every rank, message() for every rank (or to_all()), run(), then rows() and
-// payload(). May throw std::bad_alloc. One object per step.
+// Use: expect() for every rank, message() for every rank (or to_all()), send(), receive(), then
+// rows() and payload(). May throw std::bad_alloc. One object per step, with buffers of its own.
 class RankExchange {
  public:
   RankExchange(Communicator& communicator, std::string_view what, ExchangeBuffers& buffers);
@@ -45,19 +45,22 @@ class RankExchange {
   std::byte* message(int r, std::int64_t rows, std::int64_t bytes);
   // One payload for all ranks.
   std::byte* to_all(std::int64_t rows, std::int64_t bytes);
-  // Takes part with a refusal. Returns the reason that all ranks return: `reason`, or that of a
+  // Takes part with a refusal, and waits. Returns the reason that all ranks return: `reason`, or that of a
   // lower rank that refuses as well; every rank that was expected must be expected here too.
   Status refuse(const Status& reason);
 
-  // Errors: those of the communicator; the code and text of the lowest rank that refused, with
-  // "dispatch: rank 3: " in front.
-  Status run();
+  // The messages are on their way; waits for nobody.
+  Status send();
+  // Waits for those of the others. Errors: those of the communicator; the code and text of the
+  // lowest rank that refused, with "dispatch: rank 3: " in front.
+  Status receive();
   std::int64_t rows(int r) const { return headers_[static_cast<std::size_t>(r)].rows; }
   std::span<const std::byte> payload(int r) const;
 
  private:
   using Buffer = ExchangeBuffers::Buffer;
   std::byte* start(Buffer& buffer, MessageHeader header, std::int64_t bytes) const;
+  Status read_headers();
 
   Communicator& comm_;
   std::string_view what_;
@@ -66,6 +69,7 @@ class RankExchange {
   std::vector<std::size_t> source_;  // which out_ goes to a rank
   std::vector<std::int64_t> received_;
   std::vector<MessageHeader> headers_;
+  std::unique_ptr<PendingExchange> pending_;  // last: it may still write what stands above
 };
 
 }  // namespace moesaic::prepare_finalize

@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 
 #include <cstring>
+#include <exception>
+#include <new>
 #include <utility>
 
 #include "cpu/tiers.h"
@@ -67,8 +69,10 @@ RankTransport::RankTransport(const MoeProblem& problem, std::shared_ptr<Communic
       directory_(std::move(directory)),
       kernels_(cpu::current_kernels().value()),  // RowWire::create has checked it
       // Ranks that send rows in different forms are in different calls.
-      dispatch_name_(fmt::format("dispatch ({}, {})", name, dtype_name(wire.dtype()))),
-      combine_name_(fmt::format("combine ({}, {})", name, dtype_name(options.combine_dtype))) {}
+      dispatch_{fmt::format("dispatch ({}, {})", name, dtype_name(wire.dtype())), "dispatch", {}},
+      combine_{
+          fmt::format("combine ({}, {})", name, dtype_name(options.combine_dtype)), "combine", {}} {
+}
 
 Status RankTransport::attach(const Experts& experts) {
   if (wire_.quantized() && !experts.takes_quantized_rows()) {
@@ -93,32 +97,117 @@ Status RankTransport::out_of_memory(const char* step, const char* why) const {
           comm_->abandon(fmt::format("{} of {}: {}", step, name(), why)).message()};
 }
 
-Result<Prepared> RankTransport::prepare(const PrepareArgs& args) const {
+// An exchange and its buffers, which go back when it is over: several calls may be under way.
+class RankTransport::Step {
+ public:
+  Step(Communicator& communicator, StepKind& kind)
+      : kind_(kind), buffers_(take(kind)), exchange_(communicator, kind.name, *buffers_) {}
+  Step(const Step&) = delete;
+  Step& operator=(const Step&) = delete;
+  ~Step() {
+    try {
+      kind_.spare.push_back(std::move(buffers_));
+    } catch (const std::bad_alloc&) {  // the next step takes new ones
+    }
+  }
+  RankExchange& exchange() { return exchange_; }
+
+ private:
+  static std::unique_ptr<ExchangeBuffers> take(StepKind& kind) {
+    if (kind.spare.empty()) return std::make_unique<ExchangeBuffers>();
+    std::unique_ptr<ExchangeBuffers> buffers = std::move(kind.spare.back());
+    kind.spare.pop_back();
+    return buffers;
+  }
+
+  StepKind& kind_;
+  std::unique_ptr<ExchangeBuffers> buffers_;
+  RankExchange exchange_;
+};
+
+class RankTransport::DispatchReceiver final : public PrepareReceiver {
+ public:
+  DispatchReceiver(const RankTransport& transport, const PrepareArgs& args)
+      : t_(transport), args_(args), step_(*transport.comm_, transport.dispatch_) {}
+  Status start() {
+    t_.expect_dispatch(step_.exchange());
+    return t_.send_rows(args_, step_.exchange());
+  }
+  Result<Prepared> receive() override {
+    try {
+      MOESAIC_RETURN_IF_ERROR(step_.exchange().receive());
+      return t_.take_rows(args_, step_.exchange());
+    } catch (const std::exception& error) {
+      return t_.out_of_memory(t_.dispatch_.step, error.what());
+    }
+  }
+
+ private:
+  const RankTransport& t_;
+  PrepareArgs args_;
+  Step step_;
+};
+
+class RankTransport::CombineReceiver final : public FinalizeReceiver {
+ public:
+  CombineReceiver(const RankTransport& transport, const FinalizeArgs& args)
+      : t_(transport), args_(args), step_(*transport.comm_, transport.combine_) {}
+  Status start() {
+    t_.expect_combine(step_.exchange());
+    return t_.send_results(args_, step_.exchange());
+  }
+  Status receive() override {
+    try {
+      MOESAIC_RETURN_IF_ERROR(step_.exchange().receive());
+      return t_.take_results(args_, step_.exchange());
+    } catch (const std::exception& error) {
+      return t_.out_of_memory(t_.combine_.step, error.what());
+    }
+  }
+
+ private:
+  const RankTransport& t_;
+  FinalizeArgs args_;
+  Step step_;
+};
+
+Result<std::unique_ptr<PrepareReceiver>> RankTransport::prepare_async(
+    const PrepareArgs& args) const {
   try {
-    RankExchange exchange(*comm_, dispatch_name_, dispatch_buffers_);
-    expect_dispatch(exchange);
-    return dispatch(args, exchange);
+    auto receiver = std::make_unique<DispatchReceiver>(*this, args);
+    MOESAIC_RETURN_IF_ERROR(receiver->start());
+    return std::unique_ptr<PrepareReceiver>(std::move(receiver));
   } catch (const std::exception& error) {
-    return out_of_memory("dispatch", error.what());
+    return out_of_memory(dispatch_.step, error.what());
   }
 }
 
-Status RankTransport::finalize(const FinalizeArgs& args) const {
+Result<std::unique_ptr<FinalizeReceiver>> RankTransport::finalize_async(
+    const FinalizeArgs& args) const {
   try {
-    RankExchange exchange(*comm_, combine_name_, combine_buffers_);
-    expect_combine(exchange);
-    return combine(args, exchange);
+    auto receiver = std::make_unique<CombineReceiver>(*this, args);
+    MOESAIC_RETURN_IF_ERROR(receiver->start());
+    return std::unique_ptr<FinalizeReceiver>(std::move(receiver));
   } catch (const std::exception& error) {
-    return out_of_memory("combine", error.what());
+    return out_of_memory(combine_.step, error.what());
   }
+}
+
+Result<Prepared> RankTransport::prepare(const PrepareArgs& args) const {
+  MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<PrepareReceiver> started, prepare_async(args));
+  return started->receive();
+}
+
+Status RankTransport::finalize(const FinalizeArgs& args) const {
+  MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<FinalizeReceiver> started, finalize_async(args));
+  return started->receive();
 }
 
 Status RankTransport::withdraw(const Status& reason, bool prepared, std::span<std::byte>) const {
   try {
-    RankExchange exchange(*comm_, prepared ? combine_name_ : dispatch_name_,
-                          prepared ? combine_buffers_ : dispatch_buffers_);
-    prepared ? expect_combine(exchange) : expect_dispatch(exchange);
-    return exchange.refuse(reason);
+    Step step(*comm_, prepared ? combine_ : dispatch_);
+    prepared ? expect_combine(step.exchange()) : expect_dispatch(step.exchange());
+    return step.exchange().refuse(reason);
   } catch (const std::exception& error) {
     static_cast<void>(out_of_memory("withdraw", error.what()));
     return reason;

@@ -37,8 +37,11 @@ class RankTransport : public PrepareAndFinalize {
   bool keeps_rows() const override { return false; }
   Status attach(const Experts& experts) override;
   Result<std::int64_t> workspace_size(std::int64_t tokens) const override;
+  bool supports_async() const override { return comm_->overlaps(); }
   Result<Prepared> prepare(const PrepareArgs& args) const override;
+  Result<std::unique_ptr<PrepareReceiver>> prepare_async(const PrepareArgs& args) const override;
   Status finalize(const FinalizeArgs& args) const override;
+  Result<std::unique_ptr<FinalizeReceiver>> finalize_async(const FinalizeArgs& args) const override;
   Status withdraw(const Status& reason, bool prepared,
                   std::span<std::byte> workspace) const override;
 
@@ -53,10 +56,13 @@ class RankTransport : public PrepareAndFinalize {
   // The most that any rank may send in each of the two steps.
   virtual void expect_dispatch(RankExchange& exchange) const = 0;
   virtual void expect_combine(RankExchange& exchange) const = 0;
-  // The steps themselves. The first refuses in `exchange` what is wrong before it; both may throw
-  // std::bad_alloc.
-  virtual Result<Prepared> dispatch(const PrepareArgs& args, RankExchange& exchange) const = 0;
-  virtual Status combine(const FinalizeArgs& args, RankExchange& exchange) const = 0;
+  // The steps themselves, each in two halves: the first sends in `exchange`, or refuses there what
+  // is wrong before it; the second reads what was received. All may throw std::bad_alloc.
+  virtual Status send_rows(const PrepareArgs& args, RankExchange& exchange) const = 0;
+  virtual Result<Prepared> take_rows(const PrepareArgs& args,
+                                     const RankExchange& exchange) const = 0;
+  virtual Status send_results(const FinalizeArgs& args, RankExchange& exchange) const = 0;
+  virtual Status take_results(const FinalizeArgs& args, const RankExchange& exchange) const = 0;
 
   // Checks that M <= T and that ids are in range.
   Status check_rows(const PrepareArgs& args) const;
@@ -78,10 +84,18 @@ class RankTransport : public PrepareAndFinalize {
   const cpu::CpuKernels* kernels_;
 
  private:
+  class Step;
+  class DispatchReceiver;
+  class CombineReceiver;
+  // Buffers of steps that are over, for the next ones. The communicator is used by one thread at a
+  // time, and so are these.
+  struct StepKind {
+    std::string name;  // for the communicator
+    const char* step;  // for errors
+    std::vector<std::unique_ptr<ExchangeBuffers>> spare;
+  };
   Status out_of_memory(const char* step, const char* why) const;
-  std::string dispatch_name_, combine_name_;
-  // The communicator takes one call at a time, and so do these.
-  mutable ExchangeBuffers dispatch_buffers_, combine_buffers_;
+  mutable StepKind dispatch_, combine_;
 };
 
 }  // namespace moesaic::prepare_finalize

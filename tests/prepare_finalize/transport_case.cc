@@ -88,7 +88,8 @@ Result<std::unique_ptr<RankKernel>> RankKernel::create(const StandardCase& c,
       ModularKernel kernel,
       ModularKernel::create(problem, std::move(pf), std::move(experts),
                             {.max_tokens = setup.max_tokens,
-                             .max_tokens_per_expert = batched ? problem.max_tokens : 0}));
+                             .max_tokens_per_expert = batched ? problem.max_tokens : 0,
+                             .calls_in_flight = setup.calls_in_flight}));
   rank->kernel_ = std::make_unique<ModularKernel>(std::move(kernel));
   return rank;
 }

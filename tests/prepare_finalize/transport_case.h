@@ -26,7 +26,8 @@ struct TransportSetup {
   bool quantize_before_dispatch = true;
   DType combine_dtype = DType::kF32;
   std::int64_t max_tokens = 16;  // per rank
-  int repeats = 2;               // calls, with poisoned workspaces
+  int calls_in_flight = 1;
+  int repeats = 2;  // calls, with poisoned workspaces
   // Changes what one rank passes to the kernel, before the first call only.
   std::function<void(int rank, ModularKernel::Args&)> spoil{};
 };

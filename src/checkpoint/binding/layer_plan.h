@@ -78,6 +78,11 @@ enum class LayerPart : std::uint8_t {
   kShared,  // the shared expert's projections
   kExpert,  // the routed experts' projections
 };
+// What only the layer's own gate reads.
+constexpr bool is_gate(LayerPart part) {
+  return part == LayerPart::kGateWeight || part == LayerPart::kGateBias ||
+         part == LayerPart::kRouterScale;
+}
 enum class Projection : std::uint8_t { kGate, kUp, kDown };  // fused files: kGate is gate_up
 
 struct PlannedTensor {

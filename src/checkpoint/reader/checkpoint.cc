@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <optional>
 #include <system_error>
 #include <utility>
 
@@ -51,15 +52,26 @@ struct Checkpoint::Impl {
   }
 
   // All checks that need no weights.
-  Result<checkpoint::BoundLayer> check(int index, const ParallelConfig& parallel) const {
+  Result<checkpoint::BoundLayer> check(int index, const ParallelConfig& parallel,
+                                       bool include_gate) const {
     const MoeLayerSpec* spec = find(index);
     if (spec == nullptr) return no_such_layer(index);
-    return checkpoint::check_bound_layer(config, *spec, *shards, parallel, input_scales);
+    checkpoint::TensorNeeded needed;  // all
+    if (!include_gate) {
+      needed = [](const checkpoint::LayerSource&, const checkpoint::PlannedTensor& tensor) {
+        return !checkpoint::is_gate(tensor.part);
+      };
+    }
+    MOESAIC_ASSIGN_OR_RETURN(
+        checkpoint::BoundLayer layer,
+        checkpoint::check_bound_layer(config, *spec, *shards, parallel, input_scales, needed));
+    if (!include_gate) layer.gate_weight = layer.gate_bias = layer.router_scale = std::nullopt;
+    return layer;
   }
 
   Result<MoeLayerWeights> load(int index, const ParallelConfig& parallel,
-                               const ProgressFn& progress) const {
-    MOESAIC_ASSIGN_OR_RETURN(checkpoint::BoundLayer layer, check(index, parallel));
+                               const ProgressFn& progress, bool include_gate) const {
+    MOESAIC_ASSIGN_OR_RETURN(checkpoint::BoundLayer layer, check(index, parallel, include_gate));
     MOESAIC_ASSIGN_OR_RETURN(std::vector<std::int64_t> ids,
                              local_expert_ids(layer.source.spec.num_experts, parallel));
     return checkpoint::make_layer_weights(shards, std::move(layer), parallel, std::move(ids),
@@ -173,16 +185,19 @@ std::vector<std::string> Checkpoint::problems() const {
 }
 
 Result<MoeLayerWeights> Checkpoint::load_layer(int index, const ParallelConfig& parallel,
-                                               const ProgressFn& progress) const {
+                                               const ProgressFn& progress,
+                                               bool include_gate) const {
   Result<MoeLayerWeights> weights = checkpoint::guard_allocation(
-      "checkpoint", [&] { return impl_->load(index, parallel, progress); });
+      "checkpoint", [&] { return impl_->load(index, parallel, progress, include_gate); });
   if (!weights.ok()) return weights.status().with_context(impl_->directory);
   return weights;
 }
 
-Result<MoeLayerFormat> Checkpoint::check_layer(int index, const ParallelConfig& parallel) const {
+Result<MoeLayerFormat> Checkpoint::check_layer(int index, const ParallelConfig& parallel,
+                                               bool include_gate) const {
   return checkpoint::guard_allocation("checkpoint", [&]() -> Result<MoeLayerFormat> {
-    MOESAIC_ASSIGN_OR_RETURN(checkpoint::BoundLayer layer, impl_->check(index, parallel));
+    MOESAIC_ASSIGN_OR_RETURN(checkpoint::BoundLayer layer,
+                             impl_->check(index, parallel, include_gate));
     MOESAIC_RETURN_IF_ERROR(checkpoint::check_hash_table(layer));
     MoeLayerFormat format;
     format.spec = layer.source.spec;

@@ -59,9 +59,14 @@ Status load_hash_table(const BoundLayer& layer, MoeLayerTensors* tensors) {
 // Scales of a router that sees normalised rows become part of its weight:
 // W[e, h] * scale[h] / sqrt(H), rounded once to F32.
 Status load_input_norm(const BoundLayer& layer, MoeLayerTensors* tensors) {
-  if (!layer.router_scale) return {};
   const std::int64_t hidden = layer.source.spec.hidden_size;
   const std::int64_t experts = layer.source.spec.num_experts;
+  if (layer.experts_norm && layer.expert_scale) {
+    MOESAIC_ASSIGN_OR_RETURN(tensors->experts_norm_weight,
+                             read_widened(*layer.experts_norm, {hidden}));
+    MOESAIC_ASSIGN_OR_RETURN(tensors->expert_scale, read_widened(*layer.expert_scale, {experts}));
+  }
+  if (!layer.router_scale) return {};
   MOESAIC_ASSIGN_OR_RETURN(const Tensor scale, read_widened(*layer.router_scale, {hidden}));
   MOESAIC_ASSIGN_OR_RETURN(tensors->gate_weight,
                            read_widened(*layer.gate_weight, {experts, hidden}));
@@ -72,9 +77,6 @@ Status load_input_norm(const BoundLayer& layer, MoeLayerTensors* tensors) {
     weight[i] =
         static_cast<float>(double{weight[i]} * double{scale.as<float>()[i % hidden]} / root);
   }
-  MOESAIC_ASSIGN_OR_RETURN(tensors->experts_norm_weight,
-                           read_widened(*layer.experts_norm, {hidden}));
-  MOESAIC_ASSIGN_OR_RETURN(tensors->expert_scale, read_widened(*layer.expert_scale, {experts}));
   return {};
 }
 

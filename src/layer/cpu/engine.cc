@@ -4,6 +4,7 @@
 #include <new>
 #include <utility>
 
+#include "core/checked.h"
 #include "core/fault.h"
 #include "core/refusal.h"
 #include "layer/layer_router.h"
@@ -17,7 +18,8 @@ namespace {
 //   max_tokens  rows of one call of the kernel
 Result<ModularKernel> make_kernel(const MoeProblem& problem, const QuantPlan& quant,
                                   ExpertSource& source, const std::string& forced, bool shared,
-                                  std::unique_ptr<PrepareAndFinalize> pf, std::int64_t max_tokens) {
+                                  std::unique_ptr<PrepareAndFinalize> pf, std::int64_t max_tokens,
+                                  int in_flight) {
   MOESAIC_ASSIGN_OR_RETURN(const ExpertsBackend* row,
                            choose_layer_experts(problem, forced, shared));
   MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<ExpertSource> converted,
@@ -28,6 +30,7 @@ Result<ModularKernel> make_kernel(const MoeProblem& problem, const QuantPlan& qu
   }
   ModularKernel::Options kernel_options;
   kernel_options.max_tokens = max_tokens;
+  kernel_options.calls_in_flight = in_flight;
   if (problem.format == ActivationFormat::kBatched) {
     kernel_options.max_tokens_per_expert = problem.max_tokens;
   }
@@ -84,9 +87,11 @@ Status CpuEngine::build_stages(MoeLayerWeights& weights) {
 Status CpuEngine::build_workspace() {
   Arena arena = Arena::measure();
   MOESAIC_ASSIGN_OR_RETURN(const CpuBuffers unused,
-                           CpuBuffers::carve(plan, options, options.max_tokens, arena));
+                           CpuBuffers::carve(plan, options, plan.ranks.batch_rows, arena));
   static_cast<void>(unused);
-  MOESAIC_ASSIGN_OR_RETURN(workspace, Tensor::uninitialized(DType::kU8, {arena.used()}));
+  const auto bytes = checked_mul(arena.used(), plan.ranks.in_flight);
+  if (!bytes) return {StatusCode::kLimitExceeded, "max_tokens: the workspace exceeds 2^63-1"};
+  MOESAIC_ASSIGN_OR_RETURN(workspace, Tensor::uninitialized(DType::kU8, {*bytes}));
   return {};
 }
 
@@ -110,8 +115,9 @@ Status CpuEngine::build_routed(ExpertSource& source) {
     quant.conversion = LoadConversion::kNone;
     from = &slots.emplace(*converted, expert_balancer->local_experts());
   }
-  Result<ModularKernel> made = make_kernel(plan.routed, quant, *from, options.backend,
-                                           /*shared=*/false, std::move(pf), plan.ranks.kernel_rows);
+  Result<ModularKernel> made =
+      make_kernel(plan.routed, quant, *from, options.backend,
+                  /*shared=*/false, std::move(pf), plan.ranks.kernel_rows, plan.ranks.in_flight);
   if (!made.ok()) return made.status().with_context("experts");
   kernel = std::make_unique<ModularKernel>(std::move(made).value());
   return {};
@@ -120,7 +126,8 @@ Status CpuEngine::build_routed(ExpertSource& source) {
 Status CpuEngine::build_shared(ExpertSource* source, const MoeLayerTensors& t) {
   if (!plan.has_shared) return {};
   Result<ModularKernel> made = make_kernel(plan.shared, plan.shared_quant, *source, options.backend,
-                                           /*shared=*/true, nullptr, options.max_tokens);
+                                           /*shared=*/true, nullptr, options.max_tokens,
+                                           /*in_flight=*/1);
   if (!made.ok()) return made.status().with_context("shared_experts");
   shared = std::make_shared<const ModularKernel>(std::move(made).value());
   if (!spec.shared.gated_output) return {};

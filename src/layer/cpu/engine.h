@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "core/arena.h"
+#include "core/fault.h"
 #include "layer/engine.h"
 #include "layer/expert_balancer.h"
 #include "layer/rank_mesh.h"
@@ -45,9 +46,10 @@ inline std::int64_t logit_columns(const FusedPlan& plan) {
   return plan.routing.num_experts + plan.routing.num_zero_experts;
 }
 // The routed experts may round straight into the caller's output when nothing is added to or
-// multiplied with their result.
+// multiplied with their result, and that may not be what they read.
 inline bool writes_output_directly(const FusedPlan& plan, const FusedMoE::Options& options) {
-  return !plan.adds_shared && !plan.has_zero_experts && !options.transform.output &&
+  const bool apart = !options.inplace || MOESAIC_FAULT(layer_writes_what_it_reads);
+  return apart && !plan.adds_shared && !plan.has_zero_experts && !options.transform.output &&
          plan.output_scale == 1.0F && plan.ranks.reduced && !plan.ranks.per_slot;
 }
 
@@ -83,6 +85,7 @@ struct CpuEngine final : public LayerEngine {
   static Result<std::unique_ptr<LayerEngine>> create(const EngineParts& parts);
 
   Status forward_host(const FusedMoE::Args& args) const override;
+  Status forward_pair(const FusedMoE::Args& first, const FusedMoE::Args& second) const override;
   Status enqueue(Stream stream, const FusedMoE::Args& args) const override;
   std::string_view experts_backend() const override { return kernel->experts().name(); }
   std::int64_t weight_bytes() const override;
@@ -100,8 +103,22 @@ struct CpuEngine final : public LayerEngine {
   Status build_routed(ExpertSource& source);
   Status build_workspace();
   Status build_shared(ExpertSource* source, const MoeLayerTensors& tensors);
+  // A call over ranks whose rows are on their way, or the results of its rows.
+  struct Flight {
+    const FusedMoE::Args* args = nullptr;
+    CpuBuffers b;
+    RowRange all, share, given;  // of this rank; of this replica; what the kernel is given
+    RoutedRows rows;             // given
+    std::optional<ModularKernel::Call> call;
+  };
+
   // The steps of a call (forward.cc); over ranks in forward_ranks.cc.
-  Status forward_over_ranks(const FusedMoE::Args& args, const CpuBuffers& b) const;
+  // The buffers of a call, of the first or the second of two that are under way.
+  Result<CpuBuffers> buffers(int slot, std::int64_t rows) const;
+  Result<Flight> depart(const FusedMoE::Args& args, int slot) const;
+  Status compute(Flight& flight) const;
+  Status arrive(Flight& flight) const;
+  Status combine_over_ranks(const Flight& flight) const;
   // b.topk_weights and b.topk_ids, by as many stages as the caller has left.
   Status route(const FusedMoE::Args& args, const CpuBuffers& b) const;
   Status compute_logits(const FusedMoE::Args& args, const CpuBuffers& b) const;
@@ -109,13 +126,20 @@ struct CpuEngine final : public LayerEngine {
   void take_routing(const FusedMoE::Args& args, const CpuBuffers& b) const;
   Status run_routed(const RoutedRows& rows, const CpuBuffers& b, const TensorView& output,
                     std::span<RowNumerics> numerics = {}) const;
-  Status run_slots(const ConstTensorView& input, const RoutedRows& rows, const CpuBuffers& b) const;
+  // The two halves of run_routed, around the kernel's call; args.numerics stays empty.
+  Result<ModularKernel::Args> routed_args(const RoutedRows& rows, const CpuBuffers& b,
+                                          const TensorView& output) const;
+  Status finish_routed(const RoutedRows& rows, const CpuBuffers& b) const;
+  ModularKernel::Args slot_args(const ConstTensorView& input, const RoutedRows& rows,
+                                const CpuBuffers& b) const;
+  Status add_slots(const RoutedRows& rows, const CpuBuffers& b) const;
   // Adds to `numerics` unless that is empty.
   Status run_shared(const ConstTensorView& x, const CpuBuffers& b,
                     std::span<RowNumerics> numerics = {}) const;
   // args.output, and args.shared_output where it is there.
   void combine(const CombineRows& c, const CpuBuffers& b, const FusedMoE::Args& args) const;
   void store_shared(const CombineRows& c, const CpuBuffers& b, const TensorView& to) const;
+  void clear_padding(const FusedMoE::Args& args) const;
 };
 
 // --- The row of the catalogue (explain.cc) ---

@@ -2,14 +2,17 @@
 #include <fmt/format.h>
 
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
+#include "core/fault.h"
 #include "core/refusal.h"
 #include "cpu/team.h"
 #include "cpu/tiers.h"
 #include "gate/cpu/gate.h"
 #include "layer/cpu/engine.h"
+#include "moesaic/communicator.h"
 #include "router/route_row.h"
 
 namespace moesaic::layer {
@@ -55,8 +58,10 @@ std::vector<StageThreads> all_threads(const FusedPlan& plan, std::int64_t max_to
 
 // What ModularKernel will allocate for a backend that writes straight into the output.
 Result<std::int64_t> kernel_workspace(const ExpertsBackend& backend, const MoeProblem& problem) {
-  MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<PrepareAndFinalize> pf,
-                           make_local_prepare_finalize(problem));
+  const bool standard = problem.format == ActivationFormat::kStandard;
+  MOESAIC_ASSIGN_OR_RETURN(
+      const std::unique_ptr<PrepareAndFinalize> pf,
+      standard ? make_local_prepare_finalize(problem) : make_batched_prepare_finalize(problem));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t prepare, pf->workspace_size(problem.max_tokens));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t experts,
                            backend.workspace_size(problem, problem.max_tokens));
@@ -65,6 +70,35 @@ Result<std::int64_t> kernel_workspace(const ExpertsBackend& backend, const MoePr
   arena.take<std::byte>(experts);
   MOESAIC_RETURN_IF_ERROR(arena.status());
   return arena.used();
+}
+
+// Which of a layer's transports a row of the prepare/finalize catalogue is.
+RankTransport transport_of(std::string_view row) {
+  if (row.ends_with("all_to_all")) return RankTransport::kAllToAll;
+  if (row.ends_with("all_gather_reduce_scatter")) return RankTransport::kGather;
+  return row == "all_to_all_batched" ? RankTransport::kBatched : RankTransport::kNone;
+}
+
+// The rule of the order in which stages run, as a list. Shared experts run while the results of the
+// routed ones travel, where some do; else behind them, before the collective that adds up ranks.
+std::string cpu_stage_order(const FusedPlan& plan, const FusedMoE::Options& options) {
+  const bool travels = plan.ranks.active && plan.ranks.transport != RankTransport::kNone;
+  const bool meanwhile = travels && plan.adds_shared && options.ranks.communicator->overlaps();
+  std::string order = plan.has_gate ? "gate, router" : "router";
+  if (travels) order += ", dispatch";
+  order += ", experts";
+  if (travels && (meanwhile || !plan.adds_shared)) order += ", combine";
+  if (meanwhile) order += " (shared_experts meanwhile)";
+  if (plan.adds_shared && !meanwhile)
+    order += travels ? ", combine, shared_experts" : ", shared_experts";
+  if (plan.ranks.active && plan.ranks.replicas > 1)
+    order += ", exchange with ranks of the same rows";
+  if (plan.ranks.in_flight == 2) {
+    order += fmt::format(
+        "; from {} tokens on two batches at once: dispatch of both, experts of both, then the rest",
+        options.ranks.dual_batch_tokens);
+  }
+  return order;
 }
 
 }  // namespace
@@ -95,6 +129,15 @@ void append_cpu_candidates(ExplainStage stage, const FusedPlan& plan, std::strin
     }
     case ExplainStage::kPrepareFinalize:
       for (CandidateReport& row : explain_prepare_finalize(plan.routed, plan.ranks.parallel)) {
+        // Several may do; the layer takes the one that its options name.
+        const RankTransport its = transport_of(row.name);
+        if (row.accepted && plan.ranks.active && its != plan.ranks.transport &&
+            !MOESAIC_FAULT(explain_any_transport)) {
+          row.accepted = false;
+          row.reason =
+              fmt::format("transport: got {}, need {}", rank_transport_name(plan.ranks.transport),
+                          rank_transport_name(its));
+        }
         rows.push_back(std::move(row));
       }
       return;
@@ -108,6 +151,8 @@ Status explain_cpu_engine(const FusedPlan& plan, const MoeLayerSpec&,
   if (!routed.ok()) return routed.status().with_context("experts");
   explanation.experts_backend = std::string((*routed)->name);
   MOESAIC_ASSIGN_OR_RETURN(explanation.workspace_bytes, kernel_workspace(**routed, plan.routed));
+  explanation.workspace_bytes *= plan.ranks.in_flight;
+  explanation.stage_order = cpu_stage_order(plan, options);
   const ExpertsBackend* own = nullptr;
   if (plan.has_shared) {
     const Result<const ExpertsBackend*> shared =
@@ -123,9 +168,9 @@ Status explain_cpu_engine(const FusedPlan& plan, const MoeLayerSpec&,
   explanation.threads = all_threads(plan, options.max_tokens, **routed, own);
   Arena arena = Arena::measure();
   MOESAIC_ASSIGN_OR_RETURN(const CpuBuffers unused,
-                           CpuBuffers::carve(plan, options, options.max_tokens, arena));
+                           CpuBuffers::carve(plan, options, plan.ranks.batch_rows, arena));
   static_cast<void>(unused);
-  explanation.workspace_bytes += arena.used();
+  explanation.workspace_bytes += arena.used() * plan.ranks.in_flight;
   return {};
 }
 

@@ -162,13 +162,16 @@ Status CpuEngine::route(const FusedMoE::Args& args, const CpuBuffers& b) const {
       if (b.topk_weights[slot] == 0.0F) b.topk_ids[slot] = -1;
     }
   }
+  if (MOESAIC_FAULT(layer_router_weights_of_one)) {
+    std::fill(b.topk_weights, b.topk_weights + rows * k, 1.0F);
+  }
   if (expert_balancer)
     return expert_balancer->map_ids(b.topk_ids, rows, k).with_context("load balancing");
   return {};
 }
 
-Status CpuEngine::run_routed(const RoutedRows& r, const CpuBuffers& b, const TensorView& output,
-                             std::span<RowNumerics> numerics) const {
+Result<ModularKernel::Args> CpuEngine::routed_args(const RoutedRows& r, const CpuBuffers& b,
+                                                   const TensorView& output) const {
   const std::int64_t rows = r.x.dim(0);
   ConstTensorView input = r.x;
   if (options.transform.input) {
@@ -182,24 +185,35 @@ Status CpuEngine::run_routed(const RoutedRows& r, const CpuBuffers& b, const Ten
                    reinterpret_cast<float*>(b.latent));
     input = normed;
   }
-  const TensorView routed = view_of(b.routed, DType::kF32, {rows, plan.latent_size});
-  if (plan.ranks.per_slot) {
-    MOESAIC_RETURN_IF_ERROR(run_slots(input, r, b));
-  } else {
-    ModularKernel::Args a;
-    a.hidden_states = input;
-    a.topk_weights = view_of(r.weights, DType::kF32, {rows, plan.routing.top_k});
-    a.topk_ids = view_of(r.ids, DType::kI32, {rows, plan.routing.top_k});
-    a.expert_map = plan.expert_map;
-    a.output = writes_output_directly(plan, options) ? output : routed;
-    a.numerics = numerics;
-    MOESAIC_RETURN_IF_ERROR(kernel->run(a).with_context("experts"));
-    for (RowNumerics& row : numerics) {
-      const RowNumerics unscaled = std::exchange(row, RowNumerics());
-      row.add(unscaled, static_cast<double>(plan.output_scale));
-    }
+  if (plan.ranks.per_slot) return slot_args(input, r, b);
+  ModularKernel::Args a;
+  a.hidden_states = input;
+  a.topk_weights = view_of(r.weights, DType::kF32, {rows, plan.routing.top_k});
+  a.topk_ids = view_of(r.ids, DType::kI32, {rows, plan.routing.top_k});
+  a.expert_map = plan.expert_map;
+  a.output = writes_output_directly(plan, options)
+                 ? output
+                 : view_of(b.routed, DType::kF32, {rows, plan.latent_size});
+  return a;
+}
+
+Status CpuEngine::run_routed(const RoutedRows& r, const CpuBuffers& b, const TensorView& output,
+                             std::span<RowNumerics> numerics) const {
+  MOESAIC_ASSIGN_OR_RETURN(ModularKernel::Args a, routed_args(r, b, output));
+  a.numerics = numerics;
+  MOESAIC_RETURN_IF_ERROR(kernel->run(a).with_context("experts"));
+  for (RowNumerics& row : numerics) {
+    const RowNumerics unscaled = std::exchange(row, RowNumerics());
+    row.add(unscaled, static_cast<double>(plan.output_scale));
   }
+  return finish_routed(r, b);
+}
+
+Status CpuEngine::finish_routed(const RoutedRows& r, const CpuBuffers& b) const {
+  if (plan.ranks.per_slot) MOESAIC_RETURN_IF_ERROR(add_slots(r, b));
   if (!options.transform.output) return {};
+  const std::int64_t rows = r.x.dim(0);
+  const TensorView routed = view_of(b.routed, DType::kF32, {rows, plan.latent_size});
   // A transform need not be linear: the parts of all ranks are added up and scaled before it.
   if (!plan.ranks.reduced && !plan.ranks.per_slot) {
     MOESAIC_RETURN_IF_ERROR(
@@ -280,35 +294,40 @@ void CpuEngine::combine(const CombineRows& c, const CpuBuffers& b,
   }
 }
 
-Status CpuEngine::forward_host(const FusedMoE::Args& args) const {
-  const ConstTensorView& x = args.hidden_states;
-  const TensorView& output = args.output;
-  const std::int64_t rows = x.dim(0);
-  Arena arena(
-      {const_cast<std::byte*>(workspace.data()), static_cast<std::size_t>(workspace.bytes())});
-  MOESAIC_ASSIGN_OR_RETURN(const CpuBuffers b, CpuBuffers::carve(plan, options, rows, arena));
-  const Status routed = route(args, b);
-  if (!routed.ok()) return mesh ? mesh->give_up(routed) : routed;
-  if (MOESAIC_FAULT(layer_router_weights_of_one)) {
-    std::fill(b.topk_weights, b.topk_weights + rows * plan.routing.top_k, 1.0F);
-  }
-  const std::span<RowNumerics> numerics = args.trace.numerics;
-  if (mesh) {
-    MOESAIC_RETURN_IF_ERROR(forward_over_ranks(args, b));
-  } else {
-    MOESAIC_RETURN_IF_ERROR(run_routed({x, b.topk_weights, b.topk_ids}, b, output, numerics));
-    MOESAIC_RETURN_IF_ERROR(run_shared(x, b, numerics));
-    if (!writes_output_directly(plan, options)) combine({{0, rows}}, b, args);
-  }
-  for (const TensorView* to : {&output, &args.shared_output}) {
+void CpuEngine::clear_padding(const FusedMoE::Args& args) const {
+  for (const TensorView* to : {&args.output, &args.shared_output}) {
     if (!to->present()) continue;
     const std::int64_t row_bytes = plan.hidden_size * dtype_bits(to->dtype) / 8;
-    for (std::int64_t t = 0; t < rows; ++t) {
+    for (std::int64_t t = 0; t < args.hidden_states.dim(0); ++t) {
       if (is_padding(args, t) && !MOESAIC_FAULT(layer_padding_gets_shared_experts)) {
         std::fill_n(to->data + t * row_bytes, row_bytes, std::byte{0});
       }
     }
   }
+}
+
+Result<CpuBuffers> CpuEngine::buffers(int slot, std::int64_t rows) const {
+  const std::int64_t bytes = workspace.bytes() / plan.ranks.in_flight;
+  Arena arena(
+      {const_cast<std::byte*>(workspace.data()) + slot * bytes, static_cast<std::size_t>(bytes)});
+  return CpuBuffers::carve(plan, options, rows, arena);
+}
+
+Status CpuEngine::forward_host(const FusedMoE::Args& args) const {
+  if (mesh) {
+    MOESAIC_ASSIGN_OR_RETURN(Flight flight, depart(args, 0));
+    MOESAIC_RETURN_IF_ERROR(compute(flight));
+    return arrive(flight);
+  }
+  const ConstTensorView& x = args.hidden_states;
+  const std::int64_t rows = x.dim(0);
+  MOESAIC_ASSIGN_OR_RETURN(const CpuBuffers b, buffers(0, rows));
+  MOESAIC_RETURN_IF_ERROR(route(args, b));
+  const std::span<RowNumerics> numerics = args.trace.numerics;
+  MOESAIC_RETURN_IF_ERROR(run_routed({x, b.topk_weights, b.topk_ids}, b, args.output, numerics));
+  MOESAIC_RETURN_IF_ERROR(run_shared(x, b, numerics));
+  if (!writes_output_directly(plan, options)) combine({{0, rows}}, b, args);
+  clear_padding(args);
   return {};
 }
 

@@ -15,10 +15,10 @@
 
 namespace moesaic::layer {
 
-// b.routed = the routed experts' sum of each row, added in slot order from rows that came back one
-// by one.
-Status CpuEngine::run_slots(const ConstTensorView& input, const RoutedRows& r,
-                            const CpuBuffers& b) const {
+// Every slot as a row of its own, so that its result comes back by itself. The weight acts in the
+// sum (add_slots): a row times one is the row.
+ModularKernel::Args CpuEngine::slot_args(const ConstTensorView& input, const RoutedRows& r,
+                                         const CpuBuffers& b) const {
   const std::int64_t k = plan.routing.top_k;
   const std::int64_t rows = input.dim(0);
   const std::int64_t width = plan.latent_size;
@@ -30,7 +30,6 @@ Status CpuEngine::run_slots(const ConstTensorView& input, const RoutedRows& r,
                   static_cast<std::size_t>(width * element));
     }
   }
-  // The weight acts in the sum below: a row times one is the row.
   std::fill(b.slot_ones, b.slot_ones + rows * k, 1.0F);
   ModularKernel::Args a;
   a.hidden_states = view_of(b.slot_input, input.dtype, {rows * k, width});
@@ -38,7 +37,15 @@ Status CpuEngine::run_slots(const ConstTensorView& input, const RoutedRows& r,
   a.topk_ids = view_of(r.ids, DType::kI32, {rows * k, 1});
   a.expert_map = plan.expert_map;
   a.output = view_of(b.slot_output, DType::kF32, {rows * k, width});
-  MOESAIC_RETURN_IF_ERROR(kernel->run(a).with_context("experts"));
+  return a;
+}
+
+// b.routed = the routed experts' sum of each row, added in slot order from rows that came back one
+// by one.
+Status CpuEngine::add_slots(const RoutedRows& r, const CpuBuffers& b) const {
+  const std::int64_t k = plan.routing.top_k;
+  const std::int64_t rows = r.x.dim(0);
+  const std::int64_t width = plan.latent_size;
   if (!plan.ranks.reduced) {  // a slot's row is zero on all ranks but one
     MOESAIC_RETURN_IF_ERROR(
         mesh->reduce_replicas({b.slot_output, static_cast<std::size_t>(rows * k * width)}));
@@ -55,22 +62,69 @@ Status CpuEngine::run_slots(const ConstTensorView& input, const RoutedRows& r,
   return {};
 }
 
-Status CpuEngine::forward_over_ranks(const FusedMoE::Args& args, const CpuBuffers& b) const {
+// Routes the rows of a call and sends those that this rank gives to the kernel on their way.
+Result<CpuEngine::Flight> CpuEngine::depart(const FusedMoE::Args& args, int slot) const {
+  if (MOESAIC_FAULT(layer_batches_share_buffers)) slot = 0;
   const ConstTensorView& x = args.hidden_states;
+  const RankPlan& ranks = plan.ranks;
+  const std::int64_t k = plan.routing.top_k;
+  Flight f;
+  f.args = &args;
+  MOESAIC_ASSIGN_OR_RETURN(f.b, buffers(slot, x.dim(0)));
+  MOESAIC_RETURN_IF_ERROR(mesh->give_up(route(args, f.b)));
+  f.all = {0, x.dim(0)};
+  f.share = replica_share(f.all.count, ranks.replicas, ranks.replica);
+  if (MOESAIC_FAULT(layer_shared_by_every_replica)) f.share = f.all;
+  f.given = ranks.reduced ? f.share : f.all;
+  f.rows = {rows_of(x, f.given.first, f.given.count), f.b.topk_weights + f.given.first * k,
+            f.b.topk_ids + f.given.first * k};
+  const Result<ModularKernel::Args> a =
+      routed_args(f.rows, f.b, rows_of(args.output, f.given.first, f.given.count));
+  if (!a.ok()) return mesh->give_up(a.status());
+  Result<ModularKernel::Call> call = kernel->start(*a);
+  if (!call.ok()) return call.status().with_context("experts");
+  f.call.emplace(std::move(call).value());
+  return f;
+}
+
+Status CpuEngine::compute(Flight& f) const { return f.call->run_experts().with_context("experts"); }
+
+// The shared experts work while the results of the routed ones travel.
+Status CpuEngine::arrive(Flight& f) const {
+  const ConstTensorView& x = f.args->hidden_states;
+  const Status shared_status = run_shared(rows_of(x, f.share.first, f.share.count), f.b);
+  // Whatever they did, this rank takes part in what the others wait in.
+  const Status routed_status = f.call->finish();
+  f.call.reset();
+  MOESAIC_RETURN_IF_ERROR(routed_status.with_context("experts"));
+  MOESAIC_RETURN_IF_ERROR(finish_routed(f.rows, f.b));
+  MOESAIC_RETURN_IF_ERROR(mesh->give_up(shared_status));
+  MOESAIC_RETURN_IF_ERROR(combine_over_ranks(f));
+  clear_padding(*f.args);
+  return {};
+}
+
+// The rows of the second travel while the experts work on the first, and the results of the first
+// while they work on the second. A failure of the one leaves the other's steps as they are: all
+// ranks take the same ones.
+Status CpuEngine::forward_pair(const FusedMoE::Args& first, const FusedMoE::Args& second) const {
+  Result<Flight> a = depart(first, 0);
+  Result<Flight> b = depart(second, 1);
+  Status of_a = a.ok() ? compute(*a) : a.status();
+  Status of_b = b.ok() ? compute(*b) : b.status();
+  if (of_a.ok()) of_a = arrive(*a);
+  if (of_b.ok()) of_b = arrive(*b);
+  return of_a.ok() ? of_b : of_a;
+}
+
+Status CpuEngine::combine_over_ranks(const Flight& f) const {
+  const FusedMoE::Args& args = *f.args;
+  const CpuBuffers& b = f.b;
+  const RowRange &all = f.all, &share = f.share, &given = f.given;
   const TensorView& output = args.output;
   const bool apart = args.shared_output.present();
   const bool gather_shared = apart && !MOESAIC_FAULT(layer_shared_part_stays_partial);
   const RankPlan& ranks = plan.ranks;
-  const std::int64_t k = plan.routing.top_k;
-  const RowRange all{0, x.dim(0)};
-  RowRange share = replica_share(all.count, ranks.replicas, ranks.replica);
-  if (MOESAIC_FAULT(layer_shared_by_every_replica)) share = all;
-  const RowRange given = ranks.reduced ? share : all;
-  const RoutedRows rows{rows_of(x, given.first, given.count), b.topk_weights + given.first * k,
-                        b.topk_ids + given.first * k};
-  MOESAIC_RETURN_IF_ERROR(run_routed(rows, b, rows_of(output, given.first, given.count)));
-  MOESAIC_RETURN_IF_ERROR(mesh->give_up(run_shared(rows_of(x, share.first, share.count), b)));
-
   const bool complete = ranks.reduced || ranks.per_slot || options.transform.output;
   if (complete) {
     // Without shared experts every replica can finish what it was given by itself.

@@ -72,6 +72,22 @@ void append_gate(const layer::FusedPlan& plan, Device device, Rows& rows) {
   }
 }
 
+// Where shared experts run: beside the routed ones, as one more of them, or on the same stream
+// before or after them.
+std::string sm90_stage_order(const layer::FusedPlan& plan, bool gated_shared) {
+  std::string order = plan.has_gate ? "gate, router" : "router";
+  const bool travels = plan.ranks.active && plan.ranks.transport != RankTransport::kNone;
+  if (travels) order += ", dispatch";
+  order += ", experts";
+  if (plan.has_shared && shared_joins(plan, gated_shared)) {
+    order += " (shared_experts as one more of them)";
+  } else if (plan.has_shared) {
+    order += " and shared_experts one after the other on one stream";
+  }
+  if (travels) order += ", combine";
+  return order;
+}
+
 Status rows_stay(const layer::FusedPlan& plan) {
   const RankTransport transport = plan.ranks.transport;
   if (!plan.ranks.active || transport == RankTransport::kNone) return {};
@@ -118,6 +134,7 @@ Status explain_sm90_engine(const layer::FusedPlan& plan, const MoeLayerSpec& spe
   explanation.workspace_bytes = arena.used();
   explanation.experts_backend = std::string(kCudaExpertsName);
   explanation.determinism = sm90_determinism(plan);
+  explanation.stage_order = sm90_stage_order(plan, spec.shared.gated_output);
   return {};
 }
 
