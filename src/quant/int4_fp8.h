@@ -1,4 +1,5 @@
-// int4 weights for FP8 tensor cores (W4A8): a group scale of 128 columns is split into an e4m3 byte
+// int4 weights for FP8 tensor cores (W4A8): a group scale (of 128 columns, in files also of other
+// multiples of 32) is split into an e4m3 byte
 // and an fp32 channel scale, and a weight means the *e4m3-rounded* product of its code and the
 // byte (int4_fp8_value in code_values.h). Source: the mixed-input grouped GEMM for Hopper in CUTLASS,
 // and its weight preparation in vLLM.
@@ -11,7 +12,8 @@
 
 namespace moesaic::quant {
 
-inline constexpr std::int64_t kInt4Fp8GroupSize = 128;
+inline constexpr std::int64_t kInt4Fp8GroupSize = 128;  // of the scheme's name
+inline constexpr std::int64_t kInt4Fp8GroupUnit = 32;   // a group is a multiple of it
 
 // Two-level scales of each row n:
 //   chan0 = max(max_g group_scale / 448, 1 / (448 * 512)),  f = e4m3(group_scale / chan0),

@@ -91,10 +91,10 @@ constexpr std::array<WeightRow, 12> kWeightRows = {{
        const bool same = is_group(a, kE2M1, F::kE4M3, quant::kNvfp4GroupSize, OuterScale::kTensor);
        return same && a.dynamic ? Compute::kNvfp4 : Compute::kNone;
      }},
-    {"I4 with an F8_E4M3 scale per 1x128 and one per row",
+    {"I4 with an F8_E4M3 scale per 1x128 (or another multiple of 32) and one per row",
      [](const OperandQuant& w) {
-       return is_bare(w) &&
-              is_group(w, DType::kI4, F::kE4M3, quant::kInt4Fp8GroupSize, OuterScale::kChannel);
+       return is_bare(w) && w.block_k > 0 && w.block_k % quant::kInt4Fp8GroupUnit == 0 &&
+              is_group(w, DType::kI4, F::kE4M3, w.block_k, OuterScale::kChannel);
      },
      Compute::kWeightOnly,
      [](const OperandQuant& a) {

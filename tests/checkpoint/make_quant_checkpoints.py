@@ -289,6 +289,9 @@ def integers(c):
           scheme="int4-g128", tp=(2, 4))
     c.add("ct_w4a8", compressed("pack-quantized", pack(4, 128), {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}),
           plain_linear(q.packed, group=128), h=128, i=256, scheme="int4-fp8", tp=())
+    for group in (32, 64):
+        c.add(f"ct_w4a8_g{group}", compressed("pack-quantized", pack(4, group), {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}),
+              plain_linear(q.packed, group=group), h=128, i=192, scheme="int4-fp8", tp=())
     float8 = lambda dynamic: {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": dynamic}
     c.add("ct_w4a8_batch_scale", compressed("pack-quantized", pack(4, 128), float8(True)), plain_linear(q.packed, group=128), h=128, i=256,
           scheme="int4-fp8", tp=())

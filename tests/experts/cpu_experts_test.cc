@@ -130,6 +130,9 @@ TEST(CpuExperts, EveryTierAndSchemeMeetsItsBoundAgainstFloat64) {
                         {"int4-fp8", 256, 128, 20},
                         {"int4-fp8", 128, 256, 1},
                         {"int4-fp8-static", 256, 128, 20},
+                        {"int4-fp8-g32", 256, 96, 20},
+                        {"int4-fp8-g32", 64, 160, 1},
+                        {"int4-fp8-g96", 192, 96, 5},
                         {"int8", 200, 100, 20},
                         {"int4-g128", 256, 384, 7},
                         {"int4-g128", 200, 66, 3},
@@ -242,7 +245,7 @@ TEST(CpuExperts, IntegerInputsAreExactOnEveryTier) {
 TEST(CpuExperts, RowsDependOnNothingButThemselves) {
   for (const char* quant : {"bf16", "fp8-block", "fp8-bf16", "mxfp4-bf16", "f32", "fp8-channel",
                             "mxfp8", "nvfp4", "int8", "int4-g128", "gptq", "mxfp4-fp8", "int4-fp8",
-                            "fp8-static", "mxfp4-static", "int4-fp8-static"}) {
+                            "fp8-static", "mxfp4-static", "int4-fp8-static", "int4-fp8-g32"}) {
     MoeProblem p = make_problem(quant, 256, 128, 6, 2);
     const OwnedExpertWeights w = test::random_expert_weights(5, p);
     test::Rng rng(6);

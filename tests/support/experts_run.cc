@@ -26,7 +26,9 @@ T must(Result<T> result, std::string_view what) {
 Scheme scheme_called(std::string_view name) {
   std::string_view named = name;  // the nearest one
   if (name == "fp8-static") named = "fp8-tensor";
-  if (name == "int4-fp8-static") named = "int4-fp8";
+  if (name == "int4-fp8-static" || name == "int4-fp8-g32" || name == "int4-fp8-g96") {
+    named = "int4-fp8";
+  }
   if (name == "mxfp4-static" || name == "mxfp4-token" || name == "mxfp4-f32-groups") {
     named = "mxfp4-fp8";
   }
@@ -54,6 +56,8 @@ Scheme scheme_called(std::string_view name) {
     w.zero_point = name == "gptq" ? ZeroPoint::kInteger : ZeroPoint::kMin;
     w.act_order = name == "gptq";
   }
+  if (name == "int4-fp8-g32") w.block_k = 32;
+  if (name == "int4-fp8-g96") w.block_k = 96;
   if (name == "int4-channel") w.dtype = DType::kI4;
   if (name == "q6k") {
     w.granularity = ScaleGranularity::kGroup;

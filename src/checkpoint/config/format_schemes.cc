@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "checkpoint/config/stored_formats.h"
+#include "core/fault.h"
 #include "quant/gguf_blocks.h"
 
 namespace moesaic::checkpoint {
@@ -82,6 +83,9 @@ Result<Scheme> integer_scheme(const LinearFormat& f, DType) {
     // matrix, 2.31 times as much through all three.
     constexpr double kConversion = 7.2e-2;
     Scheme scheme = quantised_or_weight_only("int4-fp8", "int4-g128", f.activation);
+    OperandQuant weight = scheme.weight;
+    if (!MOESAIC_FAULT(checkpoint_w4a8_group_of_the_name)) weight.block_k = f.group_size;
+    scheme = with_weight(scheme, weight);
     scheme.output_bound = std::hypot(scheme.output_bound, kConversion);
     return scheme;
   }

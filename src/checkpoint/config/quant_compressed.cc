@@ -169,12 +169,12 @@ Status packed_format(const ConfigFields& group, const Operand& w, const std::opt
   f->zero_points = !w.symmetric;
   f->act_order = w.act_order == "group" && f->group_size > 0;
   if (!in) return {};
-  const bool w4a8 = is_float8_rows(*in) && f->bits == 4 &&
-                    f->group_size == quant::kInt4Fp8GroupSize && w.symmetric && !f->act_order;
+  const bool w4a8 = is_float8_rows(*in) && f->bits == 4 && f->group_size > 0 &&
+                    f->group_size % quant::kInt4Fp8GroupUnit == 0 && w.symmetric && !f->act_order;
   if (!w4a8) {
     return bad_inputs(group, *in,
                       "none, or float 8 bits per token (dynamic) or tensor with symmetric int4 "
-                      "weights in groups of 128");
+                      "weights in groups of a multiple of 32 (128 is usual)");
   }
   f->activation = in->dynamic ? ActivationQuant::kDynamic : ActivationQuant::kStatic;
   f->batch_scale = in->dynamic && in->strategy == "tensor";
