@@ -20,6 +20,8 @@ class Explain(ToolTest):
         self.assertGreater(value["workspace_bytes"], 0)
         self.assertTrue(value["determinism"])
         self.assertTrue(value["activations"])
+        self.assertTrue(value["stage_order"].startswith("gate, router, "))
+        self.assertEqual(value["ranks"], 1)
         self.assertEqual(value["quant_note"], "")
 
     def test_checkpoints(self):
@@ -62,6 +64,30 @@ class Explain(ToolTest):
         reasons = {row["name"]: row["reason"] for row in cpu["candidates"]}
         self.assertIn("device: cpu", reasons["cuda_sm90"])
         self.fails(UNSUPPORTED, "f32", arguments=["explain", "--shape", "qwen3-30b", "--quant", "f32", "--device", "cuda"])
+
+    def test_the_order_of_the_stages_over_ranks(self):
+        arguments = ["explain", "--device", "cpu", "--shape", "deepseek-v3", "--quant", "fp8-block", "--tokens", 16]
+        self.assertEqual(self.json_of(*arguments)["stage_order"], "gate, router, experts, shared_experts")
+        for transport, chosen in (("auto", "all_to_all"), ("gather", "all_gather_reduce_scatter"), ("batched", "all_to_all_batched")):
+            value = self.json_of(*arguments, "--ranks", 8, "--transport", transport)
+            self.assertEqual((value["ranks"], value["chosen"]["prepare_finalize"]), (8, chosen))
+            self.assertEqual(value["stage_order"], "gate, router, dispatch, experts, combine (shared_experts meanwhile)")
+        self.assertIn("order        gate, router, dispatch", run(*arguments, "--ranks", 8).stdout)
+        self.assertIn("two batches", self.json_of(*arguments, "--ranks", 8, "--dual-batch-tokens", 4)["stage_order"])
+        self.fails(USAGE, "--tp", arguments=[*arguments, "--ranks", 8, "--tp", 3])
+        self.fails(UNSUPPORTED, "dual_batch_tokens", arguments=[*arguments, "--ranks", 8, "--tp", 8, "--dual-batch-tokens", 4])
+
+    def test_options_of_the_layer(self):
+        arguments = ["explain", "--device", "cpu", "--shape", "deepseek-v3", "--quant", "fp8-block"]
+        value = self.json_of(*arguments)
+        self.assertEqual((value["router_logits"], value["activations"]), ("fp32 sums", "F8_E4M3, an F32 scale per 128 columns"))
+        value = self.json_of(*arguments, "--router-logits-dtype", "bf16", "--activation-scales", "e8m0")
+        self.assertEqual((value["router_logits"], value["activations"]),
+                         ("fp32 sums rounded to BF16", "F8_E4M3, a power of two per 128 columns"))  # fmt: skip
+        self.assertIn("BF16", self.json_of(*arguments, "--no-gate-fp32")["router_logits"])
+        self.fails(USAGE, "--router-logits-dtype", "f32, bf16, f16", arguments=[*arguments, "--router-logits-dtype", "fp32"])
+        self.fails(UNSUPPORTED, "activation_scales",
+                   arguments=["explain", "--shape", "qwen3-30b", "--activation-scales", "e8m0"])  # fmt: skip
 
     def test_forced_backend(self):
         value = self.json_of("explain", "--shape", "qwen3-30b")

@@ -58,6 +58,13 @@ class Run(ToolTest):
         _, out = self.run_layer("mini-qwen3-moe", "--output-dtype", "bf16")
         self.assertEqual(tensor_of(out, "output")[:2], ("BF16", [256, 256]))
 
+    def test_logits_may_be_rounded(self):
+        logits = {}
+        for extra in ([], ["--router-logits-dtype", "bf16"]):
+            _, out = self.run_layer("mini-deepseek-v3", *extra)
+            logits[len(extra)] = out.read_bytes()
+        self.assertNotEqual(logits[0], logits[2])
+
     def test_threads_do_not_change_a_bit(self):
         results = []
         for threads in (1, 3):
@@ -71,6 +78,7 @@ class Run(ToolTest):
         for extra in (
             ["--ranks", 3, "--reduction", "per_slot"],
             ["--ranks", 4, "--tp", 2, "--transport", "batched"],
+            ["--ranks", 2, "--reduction", "per_slot", "--dual-batch-tokens", 1],
             ["--ranks", 4, "--tp", 2, "--sp", "--placement", "round_robin", "--transport", "gather", "--reduction", "per_slot"],
         ):
             with self.subTest(extra):

@@ -185,6 +185,7 @@ Verb make_demo(CLI::App& root) {
                "  moesaic demo testdata/models/mini-deepseek-v3 testdata/models/mini-gpt-oss\n");
   app->add_option("DIR", state->directories, "Checkpoint folders with a golden.safetensors")
       ->required();
+  add_layer_options(*app, state->common);
   add_common_options(*app, state->common);
   return {app, [state] { return run_demo(*state); }};
 }

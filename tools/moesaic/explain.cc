@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "layer_io.h"
+#include "rank_cli.h"
 #include "shapes.h"
 #include "spec_text.h"
 #include "verbs.h"
@@ -16,6 +17,7 @@ namespace {
 
 struct ExplainArguments {
   CommonOptions common;
+  RankOptions ranks;
   std::string model, shape;
   std::optional<int> layer;  // the first MoE layer
   std::int64_t tokens = 512;
@@ -46,6 +48,7 @@ void print(const Console& console, const MoeLayerSpec& spec, const LayerExplanat
   }
   console.print(fmt::format("workspace    {} for {} token(s)\n",
                             format_bytes(explanation.workspace_bytes), tokens));
+  console.print(fmt::format("order        {}\n", explanation.stage_order));
   console.print(fmt::format("logits       {}\n", explanation.router_logits));
   console.print(fmt::format("determinism  {}\n", explanation.determinism));
   console.print(fmt::format("activations  {}\n", explanation.activations));
@@ -92,7 +95,9 @@ int run_explain(const ExplainArguments& state) {
     format = std::move(found).value();
   }
   const MoeLayerSpec& spec = format.spec;
-  FusedMoE::Options options = layer_options(state.common, state.tokens);
+  Result<FusedMoE::Options> asked = explained_options(state.ranks, state.common, state.tokens);
+  if (!asked.ok()) return console.fail(asked.status(), Origin::kOption);
+  FusedMoE::Options options = std::move(asked).value();
   const Result<LayerExplanation> explained =
       on_chosen_device(state.common, console, options,
                        [&](const FusedMoE::Options& o) { return explain_layer(format, o); });
@@ -113,10 +118,12 @@ int run_explain(const ExplainArguments& state) {
   }
   console.emit({{"layer", describe(spec)},
                 {"tokens", state.tokens},
+                {"ranks", std::max(state.ranks.ranks, 1)},
                 {"device", options.device.to_string()},
                 {"candidates", std::move(candidates)},
                 {"chosen", chosen_json(explanation)},
                 {"workspace_bytes", explanation.workspace_bytes},
+                {"stage_order", explanation.stage_order},
                 {"router_logits", explanation.router_logits},
                 {"determinism", explanation.determinism},
                 {"activations", explanation.activations},
@@ -139,6 +146,7 @@ Verb make_explain(CLI::App& root) {
                            "  moesaic explain --shape 64,8,2048,1024,silu --json\n"
                            "  moesaic explain --shape deepseek-v3 --quant fp8-block --device cuda "
                            "--tokens 8192\n"
+                           "  moesaic explain --shape deepseek-v3 --quant fp8-block --ranks 8\n"
                            "\nShapes:" +
                                names + "\n");
   CLI::Option_group* source = app->add_option_group("layer", "The layer to explain: one of");
@@ -150,6 +158,8 @@ Verb make_explain(CLI::App& root) {
   app->add_option("--tokens", state->tokens, "Tokens per call that the workspace is for")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 31))
       ->capture_default_str();
+  add_rank_options(*app, state->ranks);
+  add_layer_options(*app, state->common);
   add_common_options(*app, state->common);
   return {app, [state] { return run_explain(*state); }};
 }

@@ -77,6 +77,25 @@ void add_common_options(CLI::App& app, CommonOptions& options) {
   add_output_options(app, options);
 }
 
+void add_layer_options(CLI::App& app, CommonOptions& options) {
+  const char* group = "Layer";
+  app.add_option("--router-logits-dtype", options.router_logits_dtype,
+                 "How the gate's fp32 sums are rounded before experts are chosen: another engine's "
+                 "choice near ties is that of its own rounding")
+      ->check(one_of({"f32", "bf16", "f16"}))
+      ->capture_default_str()
+      ->group(group);
+  app.add_flag("--gate-fp32,!--no-gate-fp32", options.gate_fp32,
+               "The gate's sums stay fp32 (default); --no-gate-fp32: they are rounded to the dtype "
+               "of its weight first, as a linear of that dtype would")
+      ->group(group);
+  app.add_option("--activation-scales", options.activation_scales,
+                 "Scales of activations that are quantised per group of 128: f32, or e8m0 (powers "
+                 "of two); default: as the checkpoint says")
+      ->check(one_of({"f32", "e8m0"}))
+      ->group(group);
+}
+
 Status check_device_option(const CommonOptions& options, bool needs_device) {
   if (!options.device.empty()) {
     const Result<Device> device = parse_device(options.device);
@@ -114,6 +133,14 @@ FusedMoE::Options layer_options(const CommonOptions& options, std::int64_t max_t
   FusedMoE::Options layer;
   layer.quant = options.quant;
   layer.backend = options.backend;
+  layer.router_logits_dtype = options.router_logits_dtype == "bf16"  ? DType::kBF16
+                              : options.router_logits_dtype == "f16" ? DType::kF16
+                                                                     : DType::kF32;
+  layer.gate_force_fp32_compute = options.gate_fp32;
+  if (!options.activation_scales.empty()) {
+    layer.activation_scales =
+        options.activation_scales == "e8m0" ? ScaleFormat::kE8M0 : ScaleFormat::kF32;
+  }
   layer.device = chosen_device(options);
   layer.num_threads = options.threads;
   layer.max_tokens = max_tokens;

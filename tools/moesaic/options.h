@@ -26,6 +26,10 @@ struct CommonOptions {
   int threads = 0;     // 0: one per core this process may use
   std::string quant = "as-is";
   std::string backend;
+  // What a verb that makes a layer may say about it (add_layer_options).
+  std::string router_logits_dtype = "f32";
+  bool gate_fp32 = true;
+  std::string activation_scales;  // empty: as the checkpoint says
   std::uint64_t seed = 1;
   bool json = false;
   int verbosity = 0;
@@ -48,6 +52,9 @@ CLI::App* add_verb(CLI::App& root, const std::string& name, const std::string& d
 void add_output_options(CLI::App& app, CommonOptions& options);
 // --device, --threads, --quant, --backend, --seed, --json and -v.
 void add_common_options(CLI::App& app, CommonOptions& options);
+
+// --router-logits-dtype, --gate-fp32 and --activation-scales, of verbs that make a whole layer.
+void add_layer_options(CLI::App& app, CommonOptions& options);
 
 // A choice among names; any other value is refused with all of them and the nearest.
 CLI::Validator one_of(std::vector<std::string> names);

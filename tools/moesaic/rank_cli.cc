@@ -64,6 +64,7 @@ Enum by_name(const std::string& name, std::initializer_list<Enum> values,
   return *values.begin();  // the command line has checked the names
 }
 
+// All but the device.
 Result<FusedMoE::Options> layer_options_of(const RankOptions& o, const CommonOptions& common,
                                            int rank, int size, int threads) {
   if (size % o.tp != 0) {
@@ -78,7 +79,6 @@ Result<FusedMoE::Options> layer_options_of(const RankOptions& o, const CommonOpt
   sizes.enable_expert_parallel = o.ep;
   sizes.sequence_parallel = o.sp;
   FusedMoE::Options layer = layer_options(common, 1);
-  MOESAIC_ASSIGN_OR_RETURN(layer.device, device_of_rank(common, rank));
   MOESAIC_ASSIGN_OR_RETURN(layer.parallel, ParallelConfig::from_sizes(sizes));
   layer.parallel.placement =
       by_name(o.placement, {ExpertPlacement::kLinear, ExpertPlacement::kRoundRobin},
@@ -93,6 +93,7 @@ Result<FusedMoE::Options> layer_options_of(const RankOptions& o, const CommonOpt
                                     &rank_reduction_name);
   }
   layer.ranks.combine_dtype = o.combine_dtype == "bf16" ? DType::kBF16 : DType::kF32;
+  layer.ranks.dual_batch_tokens = o.dual_batch_tokens;
   layer.num_threads = threads;
   layer.ranks.enable_eplb = o.eplb;
   layer.ranks.num_redundant_experts = o.redundant;
@@ -113,6 +114,9 @@ int run_one(const RankOptions& options, const CommonOptions& common, int threads
   Result<FusedMoE::Options> layer = layer_options_of(options, common, c.rank, c.size, threads);
   if (!layer.ok()) return c.fail(layer.status(), Origin::kOption);
   c.layer = std::move(layer).value();
+  const Result<Device> device = device_of_rank(common, c.rank);
+  if (!device.ok()) return c.fail(device.status(), Origin::kOption);
+  c.layer.device = *device;
   if (common.device == "cuda") {
     CommunicatorOptions wait;
     wait.timeout_ms = timeout_ms(options);
@@ -169,6 +173,12 @@ void add_rank_options(CLI::App& app, RankOptions& o) {
       ->check(one_of({"f32", "bf16"}))
       ->capture_default_str()
       ->group(group);
+  app.add_option("--dual-batch-tokens", o.dual_batch_tokens,
+                 "From this many tokens of a rank on two halves of a call are under way at once: "
+                 "rows travel while experts work; 0: never")
+      ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 31))
+      ->capture_default_str()
+      ->group(group);
   app.add_option("--timeout", o.timeout_s, "Seconds until a rank that does not answer is lost")
       ->check(CLI::Range(0.1, 86400.0))
       ->capture_default_str()
@@ -192,6 +202,18 @@ void add_balance_options(CLI::App& app, RankOptions& o) {
 
 bool wants_ranks(const RankOptions& options) {
   return options.ranks > 1 || (launched_by_mpi() && launched_size() > 1);
+}
+
+Result<FusedMoE::Options> explained_options(const RankOptions& options, const CommonOptions& common,
+                                            std::int64_t max_tokens) {
+  if (options.ranks <= 1) return layer_options(common, max_tokens);
+  MOESAIC_ASSIGN_OR_RETURN(FusedMoE::Options layer,
+                           layer_options_of(options, common, 0, options.ranks, common.threads));
+  layer.device = chosen_device(common);
+  layer.max_tokens = max_tokens;
+  MOESAIC_ASSIGN_OR_RETURN(auto ranks, make_in_process_communicators(options.ranks));
+  layer.ranks.communicator = std::move(ranks.front());
+  return layer;
 }
 
 RankContext::Rows RankContext::rows(std::int64_t tokens, int of_rank) const {
@@ -281,7 +303,8 @@ Json describe_ranks(const RankContext& c, const FusedMoE& layer) {
           {"placement", expert_placement_name(p.placement)},
           {"transport", rank_transport_name(layer.transport())},
           {"reduction", rank_reduction_name(c.layer.ranks.reduction_in_force())},
-          {"combine_dtype", c.layer.ranks.combine_dtype == DType::kBF16 ? "bf16" : "f32"}};
+          {"combine_dtype", c.layer.ranks.combine_dtype == DType::kBF16 ? "bf16" : "f32"},
+          {"dual_batch_tokens", c.layer.ranks.dual_batch_tokens}};
 }
 
 }  // namespace moesaic::tool

@@ -18,6 +18,7 @@ struct RankOptions {
   bool ep = true, sp = false;
   std::string placement = "linear", transport = "auto", combine_dtype = "f32";
   std::string reduction;  // empty: as RankOptions has it
+  std::int64_t dual_batch_tokens = 0;
   double timeout_s = 60;
   bool eplb = false;  // run only
   std::int64_t redundant = 0;
@@ -28,6 +29,10 @@ void add_balance_options(CLI::App& app, RankOptions& options);
 
 // Whether the verb is to run over several ranks.
 bool wants_ranks(const RankOptions& options);
+
+// What rank 0 of them would make a layer of, on a communicator on which nothing is sent.
+Result<FusedMoE::Options> explained_options(const RankOptions& options, const CommonOptions& common,
+                                            std::int64_t max_tokens);
 
 // One rank of the verb.
 struct RankContext {

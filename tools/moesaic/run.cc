@@ -179,6 +179,7 @@ Verb make_run(CLI::App& root) {
       "--strict", state->strict,
       "Refuse (exit 4, nothing written) when rows saturate, are flushed or leave a larger "
       "rounding error than the scheme's bound is stated for");
+  add_layer_options(*app, state->common);
   add_common_options(*app, state->common);
   add_rank_options(*app, state->ranks);
   add_balance_options(*app, state->ranks);

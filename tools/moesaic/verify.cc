@@ -167,6 +167,7 @@ Verb make_verify(CLI::App& root) {
   app->add_flag("--strict", state->strict,
                 "Fail a layer whose inputs are outside what its scheme's bound is stated for, even "
                 "when the error is within the bound computed for them");
+  add_layer_options(*app, state->common);
   add_common_options(*app, state->common);
   return {app, [state] { return run_verify(*state); }};
 }
