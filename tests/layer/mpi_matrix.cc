@@ -27,9 +27,10 @@ void run_size(Communicator& world, int size, int every, const test::RankProblem&
   std::vector<int> members(static_cast<std::size_t>(size));
   std::iota(members.begin(), members.end(), 0);
   int number = 0;
-  for (const test::RankCombo& combo : test::rank_combos(size)) {
+  for (test::RankCombo combo : test::rank_combos(size)) {
     ++number;
     if (number % every != 0) continue;
+    combo.dual = number / every % 2 == 1 && combo.moves_rows();
     // Slices must divide the intermediate size: the layer refuses others on all ranks alike.
     if (!combo.ep && !problem.slices && size > 1) continue;
     ++tally.cases;

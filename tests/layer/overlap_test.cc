@@ -161,14 +161,11 @@ TEST(Overlap, EveryCombinationOfFourRanksTakesTwoBatches) {
     problem.make = test::maker_of(tensors);
     problem.options.max_tokens = 6;
     problem.options.num_threads = 1;
-    problem.options.ranks.dual_batch_tokens = 1;
     problem.x = test::random_hidden(96, 19, tensors.spec.hidden_size);
     test::solve_on_one_rank(problem);
-    for (const RankCombo& combo : test::rank_combos(4)) {
-      const bool travels = combo.transport == RankTransport::kAuto
-                               ? combo.dp * combo.pcp > 1 || combo.sp
-                               : combo.transport != RankTransport::kNone;
-      if (!travels) continue;
+    for (RankCombo combo : test::rank_combos(4)) {
+      combo.dual = combo.moves_rows();
+      if (!combo.dual) continue;
       const auto tokens = test::uneven_tokens(7, 19, combo.dp * combo.pcp);
       EXPECT_EQ(test::run_ranks(problem, combo, tokens), "") << f.name << " " << combo.name();
     }

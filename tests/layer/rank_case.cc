@@ -125,9 +125,10 @@ std::vector<Feature> rank_specs() {
 }
 
 std::string RankCombo::name() const {
-  return fmt::format("tp{}_pcp{}_dp{}_{}{}_{}_{}_{}", tp, pcp, dp, ep ? "ep" : "slices",
+  return fmt::format("tp{}_pcp{}_dp{}_{}{}_{}_{}_{}{}", tp, pcp, dp, ep ? "ep" : "slices",
                      sp ? "_sp" : "", expert_placement_name(placement),
-                     rank_transport_name(transport), rank_reduction_name(reduction));
+                     rank_transport_name(transport), rank_reduction_name(reduction),
+                     dual ? "_dual" : "");
 }
 
 std::vector<RankCombo> rank_combos(int ranks) {
@@ -177,6 +178,7 @@ std::string run_rank(const RankProblem& problem, const RankCombo& combo,
   options.ranks.communicator = communicator;
   options.ranks.transport = combo.transport;
   options.ranks.reduction = combo.reduction;
+  options.ranks.dual_batch_tokens = combo.dual ? 1 : 0;
   const auto layer = problem.make(options);
   if (!layer.ok()) return layer.status().to_string();
 

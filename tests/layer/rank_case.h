@@ -21,8 +21,14 @@ struct RankCombo {
   ExpertPlacement placement = ExpertPlacement::kLinear;
   RankTransport transport = RankTransport::kAuto;
   RankReduction reduction = RankReduction::kPerRank;
+  bool dual = false;  // two batches of every call under way at once
 
   int ranks() const { return tp * pcp * dp; }
+  // Whether rows travel to the experts, so that two batches may be.
+  bool moves_rows() const {
+    return transport == RankTransport::kAuto ? dp * pcp > 1 || sp
+                                             : transport != RankTransport::kNone;
+  }
   std::string name() const;
 };
 // All that are legal for so many ranks, with every transport, placement and reduction; pcp of 1 and
