@@ -324,12 +324,12 @@ class FusedMoE {
   // [global_num_experts()]: local index of each slot, -1 for those of other ranks; empty where all
   // are local. Slot e is expert e; with load balancing what physical_to_logical() says.
   std::vector<std::int32_t> expert_map() const;
-  // What the backend keeps of this rank's routed experts, one row per local slot, as Experts::
-  // expert_parts says: moving experts is copying rows, between layers of one model with the same
-  // backend. The arrays are the layer's own, so what is written is in force at once, and must not be
-  // written during a forward call; router, gate and shared experts are not among them. Valid until
-  // update_expert_map or the end of the layer. Empty on a rank without experts. kUnsupported from a
-  // backend that hands out none.
+  // What the backend keeps of this rank's routed experts (not router, gate, shared experts), one row
+  // per local slot, as Experts::expert_parts says: moving experts is copying rows, between layers of
+  // one model with the same backend. The arrays are the layer's own, on its device: what is written
+  // is in force at once, and must not be written while a forward call, or what enqueue has put on a
+  // stream, reads. Valid until update_expert_map or the end of the layer. Empty on a rank without
+  // experts. kUnsupported from a backend that hands out none.
   Result<std::vector<ExpertPart>> get_expert_weights() const;
 
   // Another world for a layer that lives: ranks that come or go.
