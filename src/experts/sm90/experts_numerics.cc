@@ -65,8 +65,30 @@ experts::RowError of_bf16(const std::uint16_t* row, std::int64_t n) {
 template <class T>
 Result<std::vector<T>> read_back(const char* what, const T* from, std::int64_t count) {
   std::vector<T> to(static_cast<std::size_t>(count));
+  if (count == 0) return to;
   MOESAIC_RETURN_IF_ERROR(
       copy_to_host(what, to.data(), from, count * static_cast<std::int64_t>(sizeof(T))));
+  return to;
+}
+
+// Rows [pairs, hidden] of the pairs that have an expert here (row >= 0): no kernel wrote the others,
+// which stay zero.
+Result<std::vector<std::uint16_t>> read_live_rows(const char* what, const std::uint16_t* from,
+                                                  std::span<const std::int32_t> row,
+                                                  std::int64_t hidden) {
+  const auto pairs = static_cast<std::int64_t>(row.size());
+  std::vector<std::uint16_t> to(static_cast<std::size_t>(pairs * hidden));
+  const auto live = [&](std::int64_t p) {
+    return p < pairs && row[static_cast<std::size_t>(p)] >= 0;
+  };
+  for (std::int64_t first = 0; first < pairs; ++first) {
+    if (!live(first)) continue;
+    std::int64_t end = first;
+    while (live(end)) ++end;
+    MOESAIC_RETURN_IF_ERROR(copy_to_host(what, to.data() + first * hidden, from + first * hidden,
+                                         (end - first) * hidden * 2));
+    first = end;
+  }
   return to;
 }
 
@@ -89,15 +111,19 @@ Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics
       const auto x, read_back("hidden_states", static_cast<const std::uint16_t*>(a.rows.data),
                               a.tokens * hidden));
   MOESAIC_ASSIGN_OR_RETURN(const auto row_of_pair, read_back("row_of_pair", w.row_of_pair, pairs));
-  MOESAIC_ASSIGN_OR_RETURN(const auto codes, read_back("inner", w.inner, pairs * row_bytes));
-  std::vector<float> scales;
-  if (quantized) {
-    MOESAIC_ASSIGN_OR_RETURN(
-        scales, read_back("inner_scale", w.inner_scale, w.inner_scale_stride * plan.w2.chunks()));
+  // Rows lie without gaps, in the order of experts.
+  std::int64_t inner_rows = 0;
+  for (const std::int32_t r : row_of_pair) inner_rows = std::max<std::int64_t>(inner_rows, r + 1);
+  MOESAIC_ASSIGN_OR_RETURN(const auto codes, read_back("inner", w.inner, inner_rows * row_bytes));
+  std::vector<float> scales;  // [groups][inner_rows]
+  for (std::int64_t k = 0; quantized && k < inner; k += quant::kFp8BlockSize) {
+    const float* const group = w.inner_scale + k / quant::kFp8BlockSize * w.inner_scale_stride;
+    MOESAIC_ASSIGN_OR_RETURN(const auto some, read_back("inner_scale", group, inner_rows));
+    scales.insert(scales.end(), some.begin(), some.end());
   }
   const bool slots = a.result.kind == CudaResult::Kind::kSlots;
   const auto* y = slots ? static_cast<const std::uint16_t*>(a.result.data) : w.y2;
-  MOESAIC_ASSIGN_OR_RETURN(const auto y2, read_back("y2", y, pairs * hidden));
+  MOESAIC_ASSIGN_OR_RETURN(const auto y2, read_live_rows("y2", y, row_of_pair, hidden));
   std::vector<float> weights;
   if (plan.weight_on_input) {
     MOESAIC_ASSIGN_OR_RETURN(weights, read_back("topk_weights", a.topk_weights, pairs));
@@ -123,7 +149,7 @@ Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics
     const std::byte* from = codes.data() + r * row_bytes;
     if (!quantized) of_inner = of_bf16(reinterpret_cast<const std::uint16_t*>(from), inner);
     for (std::int64_t k = 0; quantized && k < inner; k += quant::kFp8BlockSize) {
-      const auto at = static_cast<std::size_t>(k / quant::kFp8BlockSize * w.inner_scale_stride + r);
+      const auto at = static_cast<std::size_t>(k / quant::kFp8BlockSize * inner_rows + r);
       of_inner.add(of_codes(reinterpret_cast<const std::uint8_t*>(from + k),
                             std::min(quant::kFp8BlockSize, inner - k), scales[at], smallest_scale));
     }
