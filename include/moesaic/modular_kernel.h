@@ -202,9 +202,11 @@ class ModularKernel {
     // Calls that may be under way at once, 1 to 16: each has a workspace of its own. More than one
     // on the CPU only.
     int calls_in_flight = 1;
+    // false: no memory is allocated, and every call brings its workspace (Args).
+    bool own_workspace = true;
   };
   // kUnsupported when the formats of problem, halves and options differ or the halves do not fit
-  // each other; kInvalidArgument for option values. Allocates the one workspace.
+  // each other; kInvalidArgument for option values. Allocates the one workspace, if it is to have one.
   static Result<ModularKernel> create(const MoeProblem& problem,
                                       std::unique_ptr<PrepareAndFinalize> prepare_finalize,
                                       std::unique_ptr<Experts> experts, const Options& options);
@@ -224,12 +226,20 @@ class ModularKernel {
     Stream stream = {};
     // As ExpertsArgs: static activation scales of this call, [1] or [E_l].
     ConstTensorView a1_scale = {}, a2_scale = {};
+    // In the place of the kernel's own: at least workspace_size(M) bytes of the problem's device,
+    // 64-byte aligned, on a GPU 256; the call's until its work is done. Overlaps nothing.
+    std::span<std::byte> workspace = {};
   };
   // Prepare, experts, finalize. Allocates nothing. When no token was dispatched the experts are not
-  // called, finalize is. Calls exclude each other by a lock on the workspace. Errors:
+  // called, finalize is. Calls exclude each other by a lock on the workspace; those that bring one run
+  // at the same time where rows do not travel. Errors:
   // kInvalidShape, kInvalidDType, kInvalidLayout, kInvalidArgument (ids), kAliasing, kLimitExceeded
-  // (M above max_tokens; an overflowing slab). The output is unspecified after an error.
+  // (M above max_tokens; an overflowing slab), kWorkspaceTooSmall. The output is unspecified after an
+  // error.
   Status run(const Args& args) const;
+  // run on a GPU and this stream, in the place of args.stream: launches and returns; may be captured
+  // where rows do not travel. kUnsupported for a kernel on the CPU.
+  Status enqueue(Stream stream, const Args& args) const;
 
   // run() in steps, with its result to the bit, so that the caller can do something else while rows
   // travel (PrepareAndFinalize::supports_async). The kernel, and what the arguments point to, live
@@ -262,9 +272,10 @@ class ModularKernel {
   const Experts& experts() const;
   Experts& experts();  // for who moves experts between two calls (Experts::expert_parts)
   const PrepareAndFinalize& prepare_finalize() const;
-  std::int64_t workspace_bytes() const;
-  // The workspace between calls, for tests that fill it with NaN; on the CPU.
-  std::span<std::byte> workspace_for_test();
+  std::int64_t workspace_bytes() const;  // of its own
+  // Bytes of Args::workspace for M tokens, monotone in M. kInvalidArgument for negative numbers,
+  // kLimitExceeded above max_tokens.
+  Result<std::int64_t> workspace_size(std::int64_t tokens) const;
 
   ModularKernel(ModularKernel&&) noexcept;
   ModularKernel& operator=(ModularKernel&&) noexcept;

@@ -69,8 +69,12 @@ struct ModularKernel::Impl {
   // A free slot, which is then taken. kLimitExceeded when there is none.
   Result<int> take_slot() const;
   void give_slot(int slot) const;
-  // The pieces in slot `slot`.
-  Result<Pieces> lay_out(int slot, std::int64_t tokens) const;
+  // Bytes for M tokens.
+  Result<std::int64_t> workspace_size(std::int64_t tokens) const;
+  // The caller's workspace where the call brings one, or slot `slot` of the kernel's own.
+  Result<std::span<std::byte>> workspace_of(const Args& a, int slot) const;
+  // The pieces in that workspace.
+  Result<Pieces> lay_out(const Args& a, int slot) const;
 
   Status check(const Args& a) const;
   PrepareArgs prepare_args(const Args& a, const Pieces& pieces) const;

@@ -8,6 +8,7 @@
 
 #include "core/arena.h"
 #include "core/fault.h"
+#include "core/refusal.h"
 #include "layer/kernel_impl.h"
 
 namespace moesaic {
@@ -31,12 +32,11 @@ void ModularKernel::Impl::give_slot(int slot) const {
   --calls;
 }
 
-Result<ModularKernel::Impl::Pieces> ModularKernel::Impl::lay_out(int slot,
-                                                                 std::int64_t tokens) const {
+Result<ModularKernel::Impl::Pieces> ModularKernel::Impl::lay_out(const Args& a, int slot) const {
   if (MOESAIC_FAULT(kernel_calls_share_a_workspace)) slot = 0;
-  Arena arena(workspace.span().subspan(static_cast<std::size_t>(slot * slot_bytes),
-                                       static_cast<std::size_t>(slot_bytes)));
-  return carve(arena, tokens);
+  MOESAIC_ASSIGN_OR_RETURN(const std::span<std::byte> bytes, workspace_of(a, slot));
+  Arena arena(bytes);
+  return carve(arena, a.hidden_states.dim(0));
 }
 
 PrepareArgs ModularKernel::Impl::prepare_args(const Args& a, const Pieces& pieces) const {
@@ -104,20 +104,31 @@ Result<TensorView> ModularKernel::Impl::compute(const Args& a, const Prepared& p
 
 Status ModularKernel::run(const Args& args) const {
   const Impl& m = *impl_;
-  const std::lock_guard<std::mutex> lock(m.mutex);
-  const Result<int> slot = m.take_slot();
+  // Of a transport one call at a time, whoever brings the memory.
+  const bool alone = args.workspace.empty() || !m.pf->keeps_rows();
+  std::unique_lock<std::mutex> lock(m.mutex, std::defer_lock);
+  if (alone) lock.lock();
+  const Result<int> slot = alone ? m.take_slot() : Result<int>(0);
   const Status bad = slot.ok() ? m.check(args) : slot.status();
-  const auto run_in_slot = [&]() -> Status {
-    MOESAIC_ASSIGN_OR_RETURN(const Impl::Pieces pieces,
-                             m.lay_out(*slot, args.hidden_states.dim(0)));
-    MOESAIC_ASSIGN_OR_RETURN(const Prepared prepared, m.pf->prepare(m.prepare_args(args, pieces)));
-    const Result<TensorView> output = m.compute(args, prepared, pieces);
-    if (!output.ok()) return m.pf->withdraw(output.status(), true, pieces.prepare);
-    return m.pf->finalize(m.finalize_args(args, pieces, *output));
+  const Result<Impl::Pieces> pieces = bad.ok() ? m.lay_out(args, *slot) : bad;
+  const auto run_in = [&](const Impl::Pieces& p) -> Status {
+    MOESAIC_ASSIGN_OR_RETURN(const Prepared prepared, m.pf->prepare(m.prepare_args(args, p)));
+    const Result<TensorView> output = m.compute(args, prepared, p);
+    if (!output.ok()) return m.pf->withdraw(output.status(), true, p.prepare);
+    return m.pf->finalize(m.finalize_args(args, p, *output));
   };
-  const Status status = bad.ok() ? run_in_slot() : m.pf->withdraw(bad, false, {});
-  if (slot.ok()) m.give_slot(*slot);
+  const Status status = pieces.ok() ? run_in(*pieces) : m.pf->withdraw(pieces.status(), false, {});
+  if (alone && slot.ok()) m.give_slot(*slot);
   return status;
+}
+
+Status ModularKernel::enqueue(Stream stream, const Args& args) const {
+  if (!impl_->problem.device.is_cuda()) {
+    return unsupported("enqueue: got a kernel on the CPU, need one on a GPU");
+  }
+  Args on_stream = args;
+  on_stream.stream = stream;
+  return run(on_stream);
 }
 
 // --- In steps ------------------------------------------------------------------------------------
@@ -142,7 +153,9 @@ struct ModularKernel::Call::State {
   }
 
   Status start() {
-    MOESAIC_ASSIGN_OR_RETURN(pieces, kernel.lay_out(slot, args.hidden_states.dim(0)));
+    const Result<Impl::Pieces> laid = kernel.lay_out(args, slot);
+    if (!laid.ok()) return kernel.pf->withdraw(laid.status(), false, {});
+    pieces = *laid;
     MOESAIC_ASSIGN_OR_RETURN(rows, kernel.pf->prepare_async(kernel.prepare_args(args, pieces)));
     return {};
   }

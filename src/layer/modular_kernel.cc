@@ -81,15 +81,65 @@ Result<ModularKernel> ModularKernel::create(const MoeProblem& problem,
   impl->options = options;
   impl->pf = std::move(prepare_finalize);
   impl->experts = std::move(experts);
-  Arena arena = Arena::measure();
-  MOESAIC_ASSIGN_OR_RETURN(const Impl::Pieces unused, impl->carve(arena, options.max_tokens));
-  static_cast<void>(unused);
-  impl->slot_bytes = arena.used();
-  const auto bytes = checked_mul(impl->slot_bytes, options.calls_in_flight);
-  if (!bytes) return Status(StatusCode::kLimitExceeded, "the kernel's workspace exceeds 2^63-1");
-  MOESAIC_ASSIGN_OR_RETURN(impl->workspace,
-                           DeviceTensor::uninitialized(problem.device, DType::kU8, {*bytes}));
+  MOESAIC_ASSIGN_OR_RETURN(impl->slot_bytes, impl->workspace_size(options.max_tokens));
+  if (options.own_workspace) {
+    const auto bytes = checked_mul(impl->slot_bytes, options.calls_in_flight);
+    if (!bytes) return Status(StatusCode::kLimitExceeded, "the kernel's workspace exceeds 2^63-1");
+    MOESAIC_ASSIGN_OR_RETURN(impl->workspace,
+                             DeviceTensor::uninitialized(problem.device, DType::kU8, {*bytes}));
+  }
   return ModularKernel(std::move(impl));
+}
+
+Result<std::int64_t> ModularKernel::Impl::workspace_size(std::int64_t tokens) const {
+  Arena arena = Arena::measure();
+  MOESAIC_ASSIGN_OR_RETURN(const Pieces unused, carve(arena, tokens));
+  static_cast<void>(unused);
+  return arena.used();
+}
+
+Result<std::int64_t> ModularKernel::workspace_size(std::int64_t tokens) const {
+  const std::int64_t most = impl_->options.max_tokens;
+  if (tokens < 0 || tokens > most) {
+    return Status(tokens < 0 ? StatusCode::kInvalidArgument : StatusCode::kLimitExceeded,
+                  fmt::format("tokens: got {}, need 0 to max_tokens = {}", tokens, most));
+  }
+  return impl_->workspace_size(tokens);
+}
+
+Result<std::span<std::byte>> ModularKernel::Impl::workspace_of(const Args& a, int slot) const {
+  if (a.workspace.empty()) {
+    if (options.own_workspace) {
+      return workspace.span().subspan(static_cast<std::size_t>(slot * slot_bytes),
+                                      static_cast<std::size_t>(slot_bytes));
+    }
+    MOESAIC_ASSIGN_OR_RETURN(const std::int64_t needed, workspace_size(a.hidden_states.dim(0)));
+    if (needed == 0) return a.workspace;
+    return Status(
+        StatusCode::kInvalidArgument,
+        "workspace: got none, and the kernel has none of its own (own_workspace = false)");
+  }
+  const std::int64_t alignment = problem.device.is_cuda() ? 256 : 64;
+  if (reinterpret_cast<std::uintptr_t>(a.workspace.data()) %
+          static_cast<std::uintptr_t>(alignment) !=
+      0) {
+    return Status(StatusCode::kInvalidLayout,
+                  fmt::format("workspace: got an address that is not a multiple of {}", alignment));
+  }
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, workspace_size(a.hidden_states.dim(0)));
+  if (std::ssize(a.workspace) < bytes) {
+    return Status(StatusCode::kWorkspaceTooSmall,
+                  fmt::format("workspace: got {} bytes, need {}", a.workspace.size(), bytes));
+  }
+  const ConstTensorView view(a.workspace.data(), DType::kU8, {std::ssize(a.workspace)},
+                             problem.device);
+  for (const auto& [field, t] :
+       {std::pair{"hidden_states", a.hidden_states}, std::pair{"topk_ids", a.topk_ids},
+        std::pair{"topk_weights", a.topk_weights},
+        std::pair{"output", ConstTensorView(a.output)}}) {
+    MOESAIC_RETURN_IF_ERROR(expect_no_overlap("workspace", view, field, t));
+  }
+  return a.workspace;
 }
 
 Status ModularKernel::Impl::check(const Args& a) const {
@@ -159,6 +209,5 @@ const Experts& ModularKernel::experts() const { return *impl_->experts; }
 Experts& ModularKernel::experts() { return *impl_->experts; }
 const PrepareAndFinalize& ModularKernel::prepare_finalize() const { return *impl_->pf; }
 std::int64_t ModularKernel::workspace_bytes() const { return impl_->workspace.bytes(); }
-std::span<std::byte> ModularKernel::workspace_for_test() { return impl_->workspace.span(); }
 
 }  // namespace moesaic

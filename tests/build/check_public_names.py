@@ -29,7 +29,6 @@ NOT_NAMES = {"operator", "static_assert", "decltype", "noexcept", "alignas", "re
 # Names without a use by their nature, each with the reason.
 ALLOWED = {
     "RowNumericsFlag": "its enumerators are used without it",
-    "workspace_for_test": "goes when the caller owns the kernel's workspace",
 }
 
 

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstring>
 #include <functional>
 #include <thread>
 
@@ -114,9 +115,12 @@ ModularKernel::Args args_of(const StandardCase& c, Tensor& output) {
 Tensor run(ModularKernel& kernel, const StandardCase& c, DType dtype = DType::kF32) {
   Tensor output = Tensor::uninitialized(dtype, c.hidden_states.shape()).value();
   test::poison(output.view());
-  test::poison(kernel.workspace_for_test().data(),
-               static_cast<std::int64_t>(kernel.workspace_for_test().size()));
-  const Status status = kernel.run(args_of(c, output));
+  const std::int64_t bytes = kernel.workspace_size(c.hidden_states.shape()[0]).value();
+  Tensor workspace = Tensor::uninitialized(DType::kU8, {bytes}).value();
+  test::poison(workspace.data(), bytes);
+  ModularKernel::Args args = args_of(c, output);
+  args.workspace = {workspace.data(), static_cast<std::size_t>(bytes)};
+  const Status status = kernel.run(args);
   EXPECT_TRUE(status.ok()) << status.to_string();
   return output;
 }
@@ -383,6 +387,43 @@ TEST(ModularKernel, ConstructionRules) {
       ModularKernel::create(p, nullptr, experts(TopKWeightAndReduce::kNoOp, kStd), options)
           .status(),
       StatusCode::kInvalidArgument, "null");
+}
+
+TEST(ModularKernel, TheWorkspaceMayBeTheCallers) {
+  const StandardCase c = make_case(11, small_problem("bf16"), 5, DType::kBF16);
+  ModularKernel::Options options;
+  const ModularKernel own = make_kernel(c, "cpu_reference", ActivationFormat::kStandard, options);
+  Tensor want = Tensor::zeros(DType::kF32, {5, 96}).value(),
+         got = Tensor::zeros(DType::kF32, {5, 96}).value();
+  ASSERT_TRUE(own.run(args_of(c, want)).ok());
+  options.own_workspace = false;
+  const ModularKernel kernel =
+      make_kernel(c, "cpu_reference", ActivationFormat::kStandard, options);
+  EXPECT_EQ(kernel.workspace_bytes(), 0);
+  const std::int64_t bytes = kernel.workspace_size(5).value();
+  EXPECT_EQ(bytes, own.workspace_bytes());
+  EXPECT_LT(kernel.workspace_size(1).value(), bytes);
+  expect_refused(kernel.workspace_size(6).status(), StatusCode::kLimitExceeded, "tokens: got 6");
+  expect_refused(kernel.workspace_size(-1).status(), StatusCode::kInvalidArgument,
+                 "tokens: got -1");
+  Tensor workspace = Tensor::zeros(DType::kU8, {bytes + 64}).value();
+  const auto size = static_cast<std::size_t>(bytes);
+  ModularKernel::Args args = args_of(c, got);
+  expect_refused(kernel.run(args), StatusCode::kInvalidArgument, "workspace: got none");
+  args.workspace = {workspace.data(), size - 1};
+  expect_refused(kernel.run(args), StatusCode::kWorkspaceTooSmall, "workspace: got");
+  args.workspace = {workspace.data() + 8, size};
+  expect_refused(kernel.run(args), StatusCode::kInvalidLayout, "workspace: got an address");
+  args.workspace = {workspace.data(), size};
+  const TensorView output = args.output;
+  args.output.data = workspace.data();
+  expect_refused(kernel.run(args), StatusCode::kAliasing, "workspace overlaps output");
+  args.output = output;
+  test::poison(workspace.data(), bytes);
+  ASSERT_TRUE(kernel.run(args).ok());
+  EXPECT_EQ(std::memcmp(got.data(), want.data(), static_cast<std::size_t>(got.bytes())), 0);
+  expect_refused(kernel.enqueue({}, args), StatusCode::kUnsupported,
+                 "enqueue: got a kernel on the CPU");
 }
 
 TEST(ModularKernel, RunRefusesWithFieldValueAndNeed) {

@@ -89,13 +89,19 @@ Result<std::unique_ptr<RankKernel>> RankKernel::create(const StandardCase& c,
       ModularKernel::create(problem, std::move(pf), std::move(experts),
                             {.max_tokens = setup.max_tokens,
                              .max_tokens_per_expert = batched ? problem.max_tokens : 0,
-                             .calls_in_flight = setup.calls_in_flight}));
+                             .calls_in_flight = setup.calls_in_flight,
+                             .own_workspace = setup.calls_in_flight > 1}));
+  if (setup.calls_in_flight == 1) {
+    MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, kernel.workspace_size(setup.max_tokens));
+    MOESAIC_ASSIGN_OR_RETURN(Tensor workspace, Tensor::uninitialized(DType::kU8, {bytes}));
+    rank->workspace_ = std::make_unique<Tensor>(std::move(workspace));
+  }
   rank->kernel_ = std::make_unique<ModularKernel>(std::move(kernel));
   return rank;
 }
 
 void RankKernel::poison_workspace() {
-  poison(kernel_->workspace_for_test().data(), kernel_->workspace_bytes());
+  if (workspace_) poison(workspace_->data(), workspace_->bytes());
 }
 
 ModularKernel::Args RankKernel::args(const StandardCase& c, std::int64_t first, std::int64_t rows,
@@ -111,6 +117,7 @@ ModularKernel::Args RankKernel::args(const StandardCase& c, std::int64_t first, 
       ConstTensorView(c.routing.weights.data() + first * k * 4, DType::kF32, Shape{rows, k});
   a.expert_map = map_;
   a.output = TensorView(output.data() + first * hidden * 4, DType::kF32, Shape{rows, hidden});
+  if (workspace_) a.workspace = {workspace_->data(), static_cast<std::size_t>(workspace_->bytes())};
   return a;
 }
 

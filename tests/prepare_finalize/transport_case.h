@@ -40,6 +40,7 @@ class RankKernel {
                                                     const TransportSetup& setup,
                                                     std::shared_ptr<Communicator> communicator);
   const ModularKernel& kernel() const { return *kernel_; }
+  // Of a kernel with one call in flight; with more the kernel has its own.
   void poison_workspace();
   // Rows [first, first + rows) of the case and of an output [M, H] F32.
   ModularKernel::Args args(const StandardCase& c, std::int64_t first, std::int64_t rows,
@@ -48,6 +49,7 @@ class RankKernel {
  private:
   std::vector<std::int32_t> map_;
   std::unique_ptr<ModularKernel> kernel_;
+  std::unique_ptr<Tensor> workspace_;
 };
 
 struct RankRun {
