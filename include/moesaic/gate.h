@@ -3,9 +3,11 @@
 // on a device, with their roundings, are in interop/routing.h.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 
 #include "moesaic/device.h"
 #include "moesaic/dtype.h"
@@ -53,6 +55,14 @@ class GateLinear {
   // launched on `stream`, not done when this returns; may be captured. Logits of 16 bits go through
   // M * E floats of the device's stream-ordered memory pool (kOutOfMemory).
   Status forward(ConstTensorView hidden_states, TensorView router_logits, Stream stream = {}) const;
+  // forward on a GPU that takes no memory: the floats of 16-bit logits are in `workspace`, at least
+  // workspace_size(M) bytes of the device, 256-byte aligned, until the work is done.
+  // kWorkspaceTooSmall; kUnsupported on the CPU.
+  Status enqueue(Stream stream, ConstTensorView hidden_states, TensorView router_logits,
+                 std::span<std::byte> workspace) const;
+  // For M tokens and the dtype that logits have now; 0 on the CPU and for F32. kInvalidArgument for
+  // negative tokens, kLimitExceeded.
+  Result<std::int64_t> workspace_size(std::int64_t tokens) const;
 
   // Sets Options::logits_dtype where it was unset, between calls. kInvalidArgument when it is set,
   // even to the same dtype; kInvalidDType unless F32, BF16 or F16.

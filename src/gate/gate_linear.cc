@@ -75,6 +75,8 @@ struct GateLinear::Impl {
     return cpu::team_size(gate::cpu_gate_us(rows, experts(), hidden()), num_threads);
   }
 
+  // What forward says of a call's tensors.
+  Status check(const ConstTensorView& hidden_states, const TensorView& router_logits) const;
   // Logits of all rows of `op`, rounded when they are stored.
   void compute(const cpu::GateOperands& op, std::int64_t rows, const TensorView& out) const;
 };
@@ -176,9 +178,9 @@ Status GateLinear::set_logits_dtype(DType dtype) {
   return {};
 }
 
-Status GateLinear::forward(ConstTensorView hidden_states, TensorView router_logits,
-                           Stream stream) const {
-  const std::int64_t hidden_size = impl_->hidden();
+Status GateLinear::Impl::check(const ConstTensorView& hidden_states,
+                               const TensorView& router_logits) const {
+  const std::int64_t hidden_size = hidden();
   if (hidden_states.rank() != 2 || hidden_states.dim(1) != hidden_size ||
       hidden_states.dim(0) < 0) {
     return Status(StatusCode::kInvalidShape,
@@ -187,21 +189,19 @@ Status GateLinear::forward(ConstTensorView hidden_states, TensorView router_logi
   }
   const std::int64_t num_tokens = hidden_states.dim(0);
   MOESAIC_RETURN_IF_ERROR(expect_float_dtype("hidden_states", hidden_states.dtype));
-  if (!impl_->force_fp32_compute && !impl_->logits_dtype &&
-      hidden_states.dtype != impl_->linear_dtype) {
+  if (!force_fp32_compute && !logits_dtype && hidden_states.dtype != linear_dtype) {
     return Status(StatusCode::kInvalidDType,
                   fmt::format("hidden_states: got {}, need {}, the weight's dtype, while "
                               "logits_dtype is unset and force_fp32_compute is false",
-                              dtype_name(hidden_states.dtype), dtype_name(impl_->linear_dtype)));
+                              dtype_name(hidden_states.dtype), dtype_name(linear_dtype)));
   }
-  const gate::LogitRounding rounding = impl_->rounding();
-  MOESAIC_RETURN_IF_ERROR(gate::check_linear_input(hidden_states.dtype, rounding));
-  MOESAIC_RETURN_IF_ERROR(
-      expect_shape("router_logits", router_logits, {num_tokens, impl_->experts()}));
-  MOESAIC_RETURN_IF_ERROR(expect_dtype("router_logits", router_logits, rounding.logits));
+  const gate::LogitRounding want = rounding();
+  MOESAIC_RETURN_IF_ERROR(gate::check_linear_input(hidden_states.dtype, want));
+  MOESAIC_RETURN_IF_ERROR(expect_shape("router_logits", router_logits, {num_tokens, experts()}));
+  MOESAIC_RETURN_IF_ERROR(expect_dtype("router_logits", router_logits, want.logits));
   if (num_tokens == 0) return {};
-  MOESAIC_RETURN_IF_ERROR(expect_device("hidden_states", hidden_states, impl_->device));
-  MOESAIC_RETURN_IF_ERROR(expect_device("router_logits", router_logits, impl_->device));
+  MOESAIC_RETURN_IF_ERROR(expect_device("hidden_states", hidden_states, device));
+  MOESAIC_RETURN_IF_ERROR(expect_device("router_logits", router_logits, device));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous("router_logits", router_logits));
   if (!hidden_states.present()) return null_data("hidden_states");
   if (hidden_size > 1 && hidden_states.strides[1] != 1) {
@@ -209,19 +209,57 @@ Status GateLinear::forward(ConstTensorView hidden_states, TensorView router_logi
                   fmt::format("hidden_states: got a stride of {} elements inside a row, need 1",
                               hidden_states.strides[1]));
   }
-  MOESAIC_RETURN_IF_ERROR(expect_rows_apart(hidden_states, router_logits));
+  return expect_rows_apart(hidden_states, router_logits);
+}
 
-  if (impl_->gpu) return impl_->gpu->forward(hidden_states, router_logits, rounding, stream);
+Status GateLinear::forward(ConstTensorView hidden_states, TensorView router_logits,
+                           Stream stream) const {
+  MOESAIC_RETURN_IF_ERROR(impl_->check(hidden_states, router_logits));
+  const std::int64_t num_tokens = hidden_states.dim(0);
+  if (num_tokens == 0) return {};
+  if (impl_->gpu) {
+    return impl_->gpu->forward(hidden_states, router_logits, impl_->rounding(), stream, {});
+  }
   cpu::GateOperands op;
   op.x = hidden_states.data;
   op.x_dtype = hidden_states.dtype;
   op.x_row_bytes = hidden_states.strides[0] * (dtype_bits(op.x_dtype) / 8);
   op.weight = impl_->weight.data();
   op.weight_dtype = impl_->weight.dtype();
-  op.hidden_size = hidden_size;
+  op.hidden_size = impl_->hidden();
 
   impl_->compute(op, num_tokens, router_logits);
   return {};
+}
+
+Result<std::int64_t> GateLinear::workspace_size(std::int64_t tokens) const {
+  if (tokens < 0) {
+    return Status(StatusCode::kInvalidArgument, fmt::format("tokens: got {}, need >= 0", tokens));
+  }
+  if (!impl_->gpu || logits_dtype() == DType::kF32) return 0;
+  const auto logits = checked_mul(tokens, impl_->experts());
+  const auto bytes = logits ? checked_mul(*logits, 4) : std::nullopt;
+  if (!bytes) {
+    return Status(StatusCode::kLimitExceeded,
+                  fmt::format("tokens: got {}, whose logits exceed 2^63-1 bytes", tokens));
+  }
+  return *bytes;
+}
+
+Status GateLinear::enqueue(Stream stream, ConstTensorView hidden_states, TensorView router_logits,
+                           std::span<std::byte> workspace) const {
+  if (!impl_->gpu) return unsupported("enqueue: got a gate on the CPU, need one on a GPU");
+  MOESAIC_RETURN_IF_ERROR(impl_->check(hidden_states, router_logits));
+  if (hidden_states.dim(0) == 0) return {};
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, workspace_size(hidden_states.dim(0)));
+  if (std::ssize(workspace) < bytes) {
+    return {StatusCode::kWorkspaceTooSmall,
+            fmt::format("workspace: got {} bytes, need {}", workspace.size(), bytes)};
+  }
+  const ConstTensorView sums(workspace.data(), DType::kU8, {bytes}, impl_->device);
+  MOESAIC_RETURN_IF_ERROR(expect_no_overlap("workspace", sums, "hidden_states", hidden_states));
+  MOESAIC_RETURN_IF_ERROR(expect_no_overlap("workspace", sums, "router_logits", router_logits));
+  return impl_->gpu->forward(hidden_states, router_logits, impl_->rounding(), stream, workspace);
 }
 
 std::int64_t GateLinear::num_experts() const { return impl_->experts(); }

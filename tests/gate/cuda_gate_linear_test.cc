@@ -106,6 +106,46 @@ TEST(CudaGateLinear, TheLogitsDTypeMayBeSetOnceAndLater) {
   }
 }
 
+// With the caller's workspace nothing is taken from the device, and the bits are the same.
+TEST(CudaGateLinear, EnqueueUsesTheCallersWorkspace) {
+  REQUIRE_HOPPER();
+  test::Rng rng(7);
+  const Tensor w = test::random_normal(rng, DType::kBF16, {24, 128});
+  const DeviceTensor x =
+      DeviceTensor::copy_of(test::random_normal(rng, DType::kBF16, {9, 128}).view(), kGateGpu)
+          .value();
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    const GateLinear gate = gate_on_gpu(w, Tensor(), dtype, true);
+    const std::int64_t bytes = gate.workspace_size(9).value();
+    EXPECT_EQ(bytes, dtype == DType::kF32 ? 0 : 9 * 24 * 4);
+    const Tensor want = logits_of(gate, x);
+    const test::DeviceBytes workspace(bytes), out(want.bytes());
+    const TensorView to(out.as<std::byte>(), dtype, want.shape(), kGateGpu);
+    const std::span<std::byte> room(workspace.as<std::byte>(), static_cast<std::size_t>(bytes));
+    const Status status = gate.enqueue({}, x.view(), to, room);
+    ASSERT_TRUE(status.ok()) << status.to_string();
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    Tensor got = Tensor::zeros(dtype, want.shape()).value();
+    out.download(got.data());
+    std::string why;
+    EXPECT_TRUE(test::same_bits(got.view(), want.view(), &why)) << why;
+    EXPECT_TRUE(workspace.margin_is_intact() && out.margin_is_intact());
+    if (bytes == 0) continue;
+    test::expect_refusal(gate.enqueue({}, x.view(), to, room.first(room.size() - 1)),
+                         StatusCode::kWorkspaceTooSmall, {"workspace: got 863 bytes, need 864"});
+    alignas(256) static std::byte host[9 * 24 * 4];
+    test::expect_refusal(gate.enqueue({}, x.view(), to, host), StatusCode::kInvalidArgument,
+                         {"workspace", "host memory"});
+    test::expect_refusal(gate.enqueue({}, x.view(), to, {x.data(), room.size()}),
+                         StatusCode::kAliasing, {"workspace", "hidden_states"});
+  }
+  const GateLinear cpu = GateLinear::create(w.view(), {}, {}).value();
+  EXPECT_EQ(cpu.workspace_size(9).value(), 0);
+  EXPECT_FALSE(cpu.workspace_size(-1).ok());
+  test::expect_refusal(cpu.enqueue({}, x.view(), {}, {}), StatusCode::kUnsupported,
+                       {"enqueue", "CPU"});
+}
+
 // Rounded logits of 16 bits pass through memory that the graph holds.
 TEST(CudaGateLinear, ACapturedCallComputesAnew) {
   REQUIRE_HOPPER();

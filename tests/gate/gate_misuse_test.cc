@@ -139,6 +139,11 @@ TEST(GateMisuse, Devices) {
                        StatusCode::kInvalidArgument, {"hidden_states: got memory of cuda:0"});
   test::expect_refusal(g.forward(x.view(), {y.data(), kF32, {2, 4}, Device::cuda(0)}),
                        StatusCode::kInvalidArgument, {"router_logits: got memory of cuda:0"});
+  test::expect_refusal(g.enqueue({}, x.view(), y.view(), {}), StatusCode::kUnsupported,
+                       {"enqueue", "CPU"});
+  EXPECT_EQ(g.workspace_size(2).value(), 0);
+  test::expect_refusal(g.workspace_size(-2).status(), StatusCode::kInvalidArgument,
+                       {"tokens: got -2"});
 }
 
 }  // namespace

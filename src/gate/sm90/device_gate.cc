@@ -16,7 +16,7 @@ class Sm90Gate final : public DeviceGate {
   Sm90Gate(Device device, cuda::CudaGate gate) : device_(device), gate_(std::move(gate)) {}
 
   Status forward(const ConstTensorView& x, const TensorView& logits, const LogitRounding& rounding,
-                 Stream stream) const override {
+                 Stream stream, std::optional<std::span<std::byte>> workspace) const override {
     MOESAIC_RETURN_IF_ERROR(expect_contiguous("hidden_states", x));
     const cuda::DeviceScope scope(device_.index());
     MOESAIC_RETURN_IF_ERROR(scope.status());
@@ -25,7 +25,13 @@ class Sm90Gate final : public DeviceGate {
     MOESAIC_RETURN_IF_ERROR(cuda::check_device_pointer(
         "router_logits", logits.data, dtype_bits(logits.dtype) / 8, device_.index()));
     const std::int64_t count = x.dim(0) * gate_.num_experts();
-    if (logits.dtype != DType::kF32) return through_floats(x, count, logits, rounding, stream);
+    if (logits.dtype != DType::kF32) {
+      if (!workspace) return through_pool(x, count, logits, rounding, stream);
+      MOESAIC_RETURN_IF_ERROR(
+          cuda::check_device_pointer("workspace", workspace->data(), 256, device_.index()));
+      return through_floats(x, reinterpret_cast<float*>(workspace->data()), count, logits, rounding,
+                            stream);
+    }
     MOESAIC_RETURN_IF_ERROR(
         gate_.enqueue(stream.handle, x.data, x.dtype, x.dim(0), logits.as<float>()));
     return cuda::round_logits(logits.as<float>(), count, rounding, logits.data, logits.dtype,
@@ -33,15 +39,18 @@ class Sm90Gate final : public DeviceGate {
   }
 
  private:
-  // The kernels write fp32.
-  Status through_floats(const ConstTensorView& x, std::int64_t count, const TensorView& logits,
-                        const LogitRounding& rounding, Stream stream) const {
+  Status through_pool(const ConstTensorView& x, std::int64_t count, const TensorView& logits,
+                      const LogitRounding& rounding, Stream stream) const {
     cuda::StreamAllocation sums(stream.handle);
     MOESAIC_RETURN_IF_ERROR(sums.reserve("gate: fp32 logits", count * 4));
-    MOESAIC_RETURN_IF_ERROR(
-        gate_.enqueue(stream.handle, x.data, x.dtype, x.dim(0), sums.as<float>()));
-    return cuda::round_logits(sums.as<float>(), count, rounding, logits.data, logits.dtype,
-                              stream.handle);
+    return through_floats(x, sums.as<float>(), count, logits, rounding, stream);
+  }
+  // The kernels write fp32.
+  Status through_floats(const ConstTensorView& x, float* sums, std::int64_t count,
+                        const TensorView& logits, const LogitRounding& rounding,
+                        Stream stream) const {
+    MOESAIC_RETURN_IF_ERROR(gate_.enqueue(stream.handle, x.data, x.dtype, x.dim(0), sums));
+    return cuda::round_logits(sums, count, rounding, logits.data, logits.dtype, stream.handle);
   }
 
   Device device_;
