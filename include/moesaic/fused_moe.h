@@ -12,6 +12,7 @@
 
 #include "moesaic/checkpoint.h"
 #include "moesaic/device.h"
+#include "moesaic/device_functions.h"
 #include "moesaic/experts.h"
 #include "moesaic/numerics.h"
 #include "moesaic/parallel.h"
@@ -69,6 +70,18 @@ struct LatentTransform {
 // Shared experts of the caller's own: writes what is added to the routed result of hidden_states
 // [M, H], whose rows may be strided, to output [M, H] F32.
 using SharedExpertsFn = std::function<Status(ConstTensorView hidden_states, TensorView output)>;
+
+// The caller's functions of a layer on a GPU. Rows [M, H] are contiguous and BF16 there, also those
+// that forward was given in another dtype. Over ranks they are called for the rows that are this
+// rank's to compute, between exchanges.
+struct LayerDeviceFunctions {
+  DeviceRoutingFn custom_routing;  // RoutingMethod::kCustom
+  // As LatentTransform's, which says the hidden size: rows to [M, latent] BF16, and the routed
+  // experts' scaled result [M, latent] F32 to [M, H] F32.
+  DeviceFn routed_input, routed_output;
+  // As Options::shared_experts: rows to [M, H] F32.
+  DeviceFn shared_experts;
+};
 
 // How the ranks of a layer work together.
 struct RankOptions {
@@ -149,9 +162,8 @@ class FusedMoE {
     std::optional<ScaleFormat> activation_scales;
     std::string backend;  // force one experts backend by name
     // Where weights, workspace and arithmetic are. On a GPU: bf16 and fp8-block schemes with bf16
-    // activations, every routing method that is no host function, no transforms, no input norm, no
-    // expert scale, no group_by_best_two without a correction bias; everything else is kUnsupported
-    // with the stage and the reason (explain lists them).
+    // activations, every routing method, functions of the caller's as on_device has them, no input
+    // norm; everything else is kUnsupported with the stage and the reason (explain lists them).
     Device device = Device::cpu();
     // Tokens that the workspace allows at once; larger calls are split.
     std::int64_t max_tokens = 512;
@@ -161,18 +173,20 @@ class FusedMoE {
     // and the zero experts' share.
     ParallelConfig parallel;
     RankOptions ranks;
-    LatentTransform transform;
+    LatentTransform transform;   // on a GPU its functions are on_device's
     // Allows output to be the very tensor hidden_states, contiguous and of one dtype: every row is
     // written when nothing reads it any more, shared experts included. Keeps the routed result in
     // the workspace, where it else might go straight into the output. kUnsupported on a GPU.
     bool inplace = false;
     bool include_shared = true;  // false: the caller computes shared experts itself
     // In the place of the layer's own (it has none, or include_shared is false): called in every
-    // forward for the rows whose shared experts are this rank's to add. kUnsupported on a GPU.
+    // forward for the rows whose shared experts are this rank's to add. On the CPU; a GPU's is
+    // on_device.shared_experts.
     SharedExpertsFn shared_experts;
     // false: every call brings its routing (Args); gate weights need not be there and are not kept.
     bool include_gate = true;
-    CustomRoutingFn custom_routing;  // RoutingMethod::kCustom
+    CustomRoutingFn custom_routing;  // RoutingMethod::kCustom, on the CPU
+    LayerDeviceFunctions on_device;  // of a layer on a GPU; kUnsupported on the CPU
     // Called in every forward with the logical ids of up to max_tokens rows, as Trace reports them,
     // whoever chose them. kUnsupported on a GPU, where Trace does it.
     RoutingCaptureFn capture;
@@ -238,7 +252,7 @@ class FusedMoE {
     // [M, H] F32, BF16 or F16, or absent. Takes the shared experts' part, complete over all ranks,
     // which output then lacks. On one rank both in F32 add up to the bits of the sum, but for
     // identity experts. kInvalidArgument when this rank adds no shared experts, or ranks with the
-    // same rows do not all give one; kUnsupported on a GPU.
+    // same rows do not all give one. enqueue: F32 or BF16.
     TensorView shared_output;
     Trace trace;  // router_logits: kInvalidArgument with given ids, which have none
   };
@@ -305,11 +319,14 @@ class FusedMoE {
   // Whether forward's output is the sum over all ranks. False without a communicator for several
   // ranks, and where RankOptions::reduce_results leaves a sum to the caller.
   bool output_is_reduced() const;
-  // Completes an output of forward: x [M, H] F32, BF16 or F16, contiguous host memory, becomes the
+  // Completes an output of forward: x [M, H] F32, BF16 or F16, contiguous, becomes the
   // sum over the ranks that have the same rows, in rank order in fp32, rounded once; of F32 outputs
   // without identity experts that is, bit for bit, what reduce_results yields. Nothing happens where
   // output_is_reduced(). Collective; all pass the same M. kUnsupported without a communicator.
-  Status maybe_all_reduce(TensorView x) const;
+  // x is host memory or, of a layer on a GPU, F32 or BF16 memory of its device, written by work on
+  // `stream`: the call waits for the other ranks on the host, the sums are on the stream when it
+  // returns. A stream that is being captured is kUnsupported.
+  Status maybe_all_reduce(TensorView x, Stream stream = {}) const;
   // Payload bytes that this layer's ranks exchange: sent by this rank so far, other layers on the
   // same communicator included.
   std::int64_t bytes_sent() const;

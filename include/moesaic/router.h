@@ -1,6 +1,7 @@
 // Router: router_logits -> topk_weights, topk_ids. Source: docs/spec/routing.md sections 2 to 9.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -9,6 +10,7 @@
 #include <string_view>
 
 #include "moesaic/device.h"
+#include "moesaic/device_functions.h"
 #include "moesaic/spec.h"
 #include "moesaic/status.h"
 #include "moesaic/tensor.h"
@@ -52,18 +54,19 @@ class Router {
     // take the top-k of score + vision_bias ([E] F32, copied). Base 0: no such tokens.
     ConstTensorView vision_bias;
     std::int64_t vision_token_base = 0;
-    CustomRoutingFn custom;           // kCustom
-    std::string simulation_strategy;  // kSimulated: "uniform_random", "normal_routing" or
-                                      // a registered name
-    std::uint64_t seed = 0;           // kSimulated: same seed and shape, same ids, on every call
+    CustomRoutingFn custom;            // kCustom, on the CPU
+    DeviceRoutingFn custom_on_device;  // kCustom, on a GPU
+    std::string simulation_strategy;   // kSimulated: "uniform_random", "normal_routing" or
+                                       // a registered name
+    std::uint64_t seed = 0;            // kSimulated: same seed and shape, same ids, on every call
     // Constant slots appended to every row after scaling: ids E, E + 1, ...
     std::int64_t num_fused_shared_experts = 0;
     float shared_expert_weight = 1.0F;
     RoutingCaptureFn capture;
     int num_threads = 0;  // at most; 0: one per core this process may use
-    // Where a call's tensors are, and who routes. kUnsupported on a GPU: custom and simulated routing
-    // and a capture callback (functions on the host), zero experts, expert scales, more than 1024
-    // columns, group_by_best_two without a correction bias.
+    // Where a call's tensors are, and who routes. kUnsupported on a GPU: simulated routing, a custom
+    // function or a capture callback on the host, fused shared experts with custom routing, more than
+    // 1024 columns.
     Device device = Device::cpu();
   };
   // Validates the whole combination: each refusal names the field, its value and what is needed.
@@ -78,13 +81,18 @@ class Router {
     ConstTensorView input_ids;        // kHash: [M] I32
     ConstTensorView padding_mask;     // optional [M] U8: non-zero rows get id -1 and weight 0
     const EplbState* eplb = nullptr;  // not on a GPU
-    // On a GPU: where the work is launched; select_experts then returns before it is done, may be
-    // captured, and takes F32 logits and I32 ids. A token id outside the hash table then gives a row
-    // of id -1 and weight 0 instead of an error; every other bit is that of the CPU.
+    // On a GPU: where the work is launched; select_experts then returns before it is done and may be
+    // captured. What only the values of device memory show is no error there: a token id outside the
+    // hash table gives a row of id -1 and weight 0, a custom function's id that names nobody an empty
+    // slot, and -1 in U32 ids is 2^32 - 1. Every other bit is that of the CPU.
     Stream stream = {};
     TensorView topk_weights;        // out [M, slots()] F32
-    TensorView topk_ids;            // out [M, slots()] I32 (or I64, U32; -1 needs a signed type)
+    TensorView topk_ids;            // out [M, slots()] I32 (or I64, U32; -1 needs a signed type);
+                                    // custom routing on a GPU: I32
     TensorView zero_expert_output;  // kZeroExpert: out [M, H], F32 or the dtype of hidden_states
+    // On a GPU: at least workspace_size(M) bytes of its memory, 256-byte aligned, until the work is
+    // done.
+    std::span<std::byte> workspace = {};
   };
   // All tensors contiguous; outputs overlap nothing. M = 0 is ordinary.
   // Selection: scores in fp32 (logits widened first), slots in descending order of score (+ bias),
@@ -107,8 +115,14 @@ class Router {
   // fp32 number. Ids differ from exact arithmetic only where scores differ by less than that.
   // Errors: kInvalidShape, kInvalidDType, kInvalidLayout, kInvalidArgument (missing tensors, token
   // ids outside the hash table, inconsistent EPLB state, ids from a callback), kAliasing,
-  // kUnsupported (EPLB with fused shared experts), kOutOfMemory. Outputs are undefined after one.
+  // kUnsupported (EPLB with fused shared experts), kOutOfMemory; on a GPU kWorkspaceTooSmall and
+  // kDevice. Outputs are undefined after one.
   Status select_experts(const Args& args) const;
+  // select_experts on a GPU and this stream, in the place of args.stream; kUnsupported on the CPU.
+  Status enqueue(Stream stream, const Args& args) const;
+  // Bytes of Args::workspace for M tokens; 0 on the CPU, and on a GPU but with zero experts.
+  // kInvalidArgument for negative tokens.
+  Result<std::int64_t> workspace_size(std::int64_t tokens) const;
 
   std::int64_t slots() const;  // top_k + fused shared experts
   Device device() const;

@@ -146,11 +146,15 @@ Status check_routing(const FusedPlan& plan, const FusedMoE::Args& a, Device devi
   return {};
 }
 
-Status no_shared_output_on_gpu() {
-  return unsupported(
-      "shared_output: got one for a layer on a GPU, need none, or include_shared = false and "
-      "shared "
-      "experts of the caller's");
+Status check_shared_output(const FusedPlan& plan, const FusedMoE::Args& args, Device device) {
+  const TensorView& t = args.shared_output;
+  if (!t.present()) return {};
+  if (!plan.adds_shared) {
+    return invalid("shared_output: got one, but there are no shared experts that this rank adds");
+  }
+  MOESAIC_RETURN_IF_ERROR(expect_shape("shared_output", t, args.output.shape));
+  MOESAIC_RETURN_IF_ERROR(expect_contiguous("shared_output", t));
+  return expect_device("shared_output", t, device);
 }
 
 std::int64_t id_at(const ConstTensorView& topk_ids, std::int64_t i) {

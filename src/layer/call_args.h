@@ -17,8 +17,9 @@ Result<FusedMoE::Args> as_matrices(const FusedMoE::Args& args);
 Status check_routing(const FusedPlan& plan, const FusedMoE::Args& args, Device device);
 // The ids of host tensors that check_routing accepted.
 Status check_routing_values(const FusedPlan& plan, const FusedMoE::Args& args);
-// The refusal of Args::shared_output there.
-Status no_shared_output_on_gpu();
+// What stands in Args::shared_output, if anything: that there is such a part, shape, layout and that
+// it is memory of `device`. Its dtype is the engine's matter.
+Status check_shared_output(const FusedPlan& plan, const FusedMoE::Args& args, Device device);
 // Whoever chose them: entry i of topk_ids.
 std::int64_t id_at(const ConstTensorView& topk_ids, std::int64_t i);
 // Whether row t counts as padding.

@@ -39,6 +39,10 @@ Status LayerEngine::forward_pair(const FusedMoE::Args& first, const FusedMoE::Ar
   return forward_host(second);
 }
 
+Status LayerEngine::sum_over_replicas(Stream, const TensorView& x) const {
+  return unsupported(fmt::format("x: got memory of {}, need the CPU's", x.device.to_string()));
+}
+
 std::string layer_determinism(std::string_view routed, std::string_view routed_determinism,
                               std::string_view shared, std::string_view shared_determinism) {
   std::string text = fmt::format(

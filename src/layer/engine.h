@@ -45,6 +45,10 @@ class LayerEngine {
   // As FusedMoE::enqueue, with its checks. kUnsupported where there are no streams.
   virtual Status enqueue(Stream stream, const FusedMoE::Args& args) const = 0;
 
+  // As FusedMoE::maybe_all_reduce for memory of a GPU, where a sum is left. kUnsupported where there
+  // is none.
+  virtual Status sum_over_replicas(Stream stream, const TensorView& x) const;
+
   virtual std::string_view experts_backend() const = 0;
   virtual std::int64_t weight_bytes() const = 0;
   virtual std::int64_t workspace_bytes() const = 0;

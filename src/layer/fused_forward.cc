@@ -56,7 +56,7 @@ Status FusedMoE::Impl::check(const Args& args) const {
     return {StatusCode::kInvalidShape,
             fmt::format("trace.numerics: got [{}], need [{}]", trace.numerics.size(), rows)};
   }
-  if (!trace.numerics.empty() && (mesh || options.transform.output)) {
+  if (!trace.numerics.empty() && (mesh || plan.has_output_transform)) {
     return {StatusCode::kUnsupported,
             "trace.numerics: got a layer over ranks or with an output transform, need one whose "
             "rows are added up here"};
@@ -75,15 +75,8 @@ Status FusedMoE::Impl::check_shared_output(const Args& args, std::int64_t input_
                                            std::int64_t output_bytes) const {
   const TensorView& t = args.shared_output;
   if (!t.present()) return {};
-  if (options.device.is_cuda()) return layer::no_shared_output_on_gpu();
-  if (!plan.adds_shared) {
-    return {StatusCode::kInvalidArgument,
-            "shared_output: got one, but there are no shared experts that this rank adds"};
-  }
+  MOESAIC_RETURN_IF_ERROR(layer::check_shared_output(plan, args, Device::cpu()));
   MOESAIC_RETURN_IF_ERROR(expect_float_dtype("shared_output", t.dtype));
-  MOESAIC_RETURN_IF_ERROR(expect_shape("shared_output", t, args.output.shape));
-  MOESAIC_RETURN_IF_ERROR(expect_contiguous("shared_output", t));
-  MOESAIC_RETURN_IF_ERROR(expect_device("shared_output", t, Device::cpu()));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, contiguous_bytes(t.dtype, t.shape));
   MOESAIC_RETURN_IF_ERROR(experts::expect_disjoint("shared_output", t.data, bytes, "output",
                                                    args.output.data, output_bytes));
@@ -137,13 +130,17 @@ Status FusedMoE::forward(ConstTensorView hidden_states, TensorView output,
   return forward(args);
 }
 
-Status FusedMoE::maybe_all_reduce(TensorView x) const {
+Status FusedMoE::maybe_all_reduce(TensorView x, Stream stream) const {
   const Impl& m = *impl_;
   if (output_is_reduced()) return {};
   if (!m.mesh) {
     return {StatusCode::kUnsupported,
             "maybe_all_reduce: got a layer without a communicator, need one, or a sum over the "
             "ranks' outputs by the caller"};
+  }
+  if (x.device.is_cuda() && m.options.device.is_cuda()) {
+    const std::lock_guard<std::mutex> lock(m.mutex);
+    return m.engine->sum_over_replicas(stream, x);
   }
   MOESAIC_RETURN_IF_ERROR(expect_float_dtype("x", x.dtype));
   MOESAIC_RETURN_IF_ERROR(expect_device("x", x, Device::cpu()));

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "core/checked.h"
@@ -14,6 +15,31 @@
 
 namespace moesaic::layer {
 namespace {
+
+// A function is for the device of the layer.
+Status check_device_functions(const FusedMoE::Options& o) {
+  const bool gpu = o.device.is_cuda();
+  struct Pair {
+    std::string_view on_host, on_device;
+    bool has_host, has_device;
+  };
+  const LayerDeviceFunctions& d = o.on_device;
+  const auto has = [](const auto& function) { return static_cast<bool>(function); };
+  for (const Pair& f : {Pair{"custom_routing", "on_device.custom_routing", has(o.custom_routing),
+                             has(d.custom_routing)},
+                        Pair{"transform.input", "on_device.routed_input", has(o.transform.input),
+                             has(d.routed_input)},
+                        Pair{"transform.output", "on_device.routed_output", has(o.transform.output),
+                             has(d.routed_output)},
+                        Pair{"shared_experts", "on_device.shared_experts", has(o.shared_experts),
+                             has(d.shared_experts)}}) {
+    if (gpu ? !f.has_host : !f.has_device) continue;
+    return unsupported(fmt::format("{}: got a function for a layer on {}, need {}",
+                                   gpu ? f.on_host : f.on_device, o.device.to_string(),
+                                   gpu ? f.on_device : f.on_host));
+  }
+  return {};
+}
 
 Status check_options(const MoeLayerSpec& spec, const FusedMoE::Options& o) {
   if (o.max_tokens < 1 || o.max_tokens > std::numeric_limits<std::int32_t>::max()) {
@@ -39,8 +65,9 @@ Status check_options(const MoeLayerSpec& spec, const FusedMoE::Options& o) {
                     "your own, whose ids the layer takes",
                     routing_method_name(method)));
   }
+  MOESAIC_RETURN_IF_ERROR(check_device_functions(o));
   const bool custom = method == RoutingMethod::kCustom;
-  if (custom != static_cast<bool>(o.custom_routing)) {
+  if (custom != (o.custom_routing || o.on_device.custom_routing)) {
     return invalid(fmt::format("custom_routing: got {} with routing method {}, need {}",
                                custom ? "none" : "one", routing_method_name(method),
                                custom ? "a function" : "none"));
@@ -53,27 +80,28 @@ Status check_transforms(const MoeLayerSpec& spec, const FusedMoE::Options& o, Fu
   plan.hidden_size = spec.hidden_size;
   plan.latent_size = spec.hidden_size;
   plan.input_norm_eps = spec.input_norm_eps;
-  if (spec.input_norm_eps > 0 && (o.transform.input || o.transform.output)) {
+  const bool input = plan.has_input_transform = o.transform.input || o.on_device.routed_input;
+  const bool output = plan.has_output_transform = o.transform.output || o.on_device.routed_output;
+  if (spec.input_norm_eps > 0 && (input || output)) {
     return unsupported(fmt::format("routed transforms: got one with input_norm_eps {}, need none",
                                    spec.input_norm_eps));
   }
-  if (!o.transform.input) {
-    if (o.transform.hidden_size == 0 && !o.transform.output) return {};
-    return invalid(
-        fmt::format("transform.input: got none with {}, need one or neither",
-                    o.transform.output ? "an output transform" : "transform.hidden_size"));
+  if (!input) {
+    if (o.transform.hidden_size == 0 && !output) return {};
+    return invalid(fmt::format("transform.input: got none with {}, need one or neither",
+                               output ? "an output transform" : "transform.hidden_size"));
   }
   if (o.transform.hidden_size < 1) {
     return invalid(fmt::format("transform.hidden_size: got {}, a transform needs >= 1",
                                o.transform.hidden_size));
   }
   plan.latent_size = o.transform.hidden_size;
-  if (!o.transform.output && plan.latent_size != plan.hidden_size) {
+  if (!output && plan.latent_size != plan.hidden_size) {
     return invalid(
         fmt::format("transform.hidden_size: got {}, need hidden_size {} or an output transform",
                     plan.latent_size, plan.hidden_size));
   }
-  if (o.transform.output && !o.ranks.communicator && o.parallel.flat_size() > 1) {
+  if (output && !o.ranks.communicator && o.parallel.flat_size() > 1) {
     return unsupported(
         "transform.output: got one with several ranks, whose partial sums a transform need "
         "not respect; need one rank or a communicator");
@@ -161,12 +189,13 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_
                           MOESAIC_FAULT(layer_shared_on_every_rank);
   plan.has_zero_experts = spec.routing.num_zero_experts > 0 && first_rank;
   const bool own_shared = spec.shared.intermediate_size > 0 && options.include_shared;
-  if (own_shared && options.shared_experts) {
+  const bool shared_function = options.shared_experts || options.on_device.shared_experts;
+  if (own_shared && shared_function) {
     return invalid(
         "shared_experts: got a function beside the layer's own, need include_shared = false");
   }
   plan.has_shared = own_shared && first_rank;
-  plan.adds_shared = (own_shared || options.shared_experts) && first_rank;
+  plan.adds_shared = (own_shared || shared_function) && first_rank;
   if (plan.has_shared) {
     MOESAIC_ASSIGN_OR_RETURN(
         plan.shared_quant,

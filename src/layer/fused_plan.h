@@ -30,7 +30,8 @@ struct FusedPlan {
   bool has_zero_experts = false;  // this rank adds the zero experts' share
   std::int64_t hidden_size = 0;   // of hidden states and output
   std::int64_t latent_size = 0;   // of what the routed experts see
-  double input_norm_eps = 0;      // above 0: router and routed experts see normalised rows
+  bool has_input_transform = false, has_output_transform = false;
+  double input_norm_eps = 0;  // above 0: router and routed experts see normalised rows
   bool has_router_bias = false;
   bool has_gate = true;              // else every call brings its routing
   std::int64_t hash_vocabulary = 0;  // rows of the table of RoutingMethod::kHash

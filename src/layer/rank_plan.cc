@@ -154,8 +154,8 @@ Result<RankPlan> plan_ranks(const FusedMoE::Options& options, std::int64_t top_k
   }
   if (MOESAIC_FAULT(layer_ranks_never_reduce)) plan.reduced = true;
   // Slots and transforms need complete sums before the output is made.
-  plan.leaves_sum =
-      !options.ranks.reduce_results && !plan.reduced && !plan.per_slot && !options.transform.output;
+  plan.leaves_sum = !options.ranks.reduce_results && !plan.reduced && !plan.per_slot &&
+                    !options.transform.output && !options.on_device.routed_output;
   if (plan.slots_as_rows) plan.kernel_rows *= top_k;
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   if (plan.kernel_rows > kMost / senders) {

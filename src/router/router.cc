@@ -6,7 +6,6 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <exception>
 #include <memory>
 #include <new>
 #include <utility>
@@ -14,6 +13,8 @@
 
 #include "core/checked.h"
 #include "core/fault.h"
+#include "core/guarded.h"
+#include "core/refusal.h"
 #include "cpu/team.h"
 #include "cpu/tiers.h"
 #include "numerics/codec.h"
@@ -30,18 +31,6 @@ std::vector<float> copy_floats(const ConstTensorView& t) {
   if (!t.present()) return {};
   const float* p = t.as<float>();
   return std::vector<float>(p, p + t.dim(0));
-}
-
-// A caller's function: what it throws must not cross our API.
-template <class Call>
-Status guarded(std::string_view what, Call&& call) {
-  try {
-    return call().with_context(what);
-  } catch (const std::exception& e) {
-    return {StatusCode::kInvalidArgument, fmt::format("{}: threw \"{}\"", what, e.what())};
-  } catch (...) {
-    return {StatusCode::kInvalidArgument, fmt::format("{}: threw", what)};
-  }
 }
 
 }  // namespace
@@ -295,6 +284,18 @@ Status Router::select_experts(const Args& args) const {
                   fmt::format("router: cannot allocate the buffers of {} tokens",
                               args.router_logits.rank() > 0 ? args.router_logits.dim(0) : 0));
   }
+}
+
+Status Router::enqueue(Stream stream, const Args& args) const {
+  if (!impl_->gpu) return unsupported("enqueue: got a router on the CPU, need one on a GPU");
+  Args on_stream = args;
+  on_stream.stream = stream;
+  return impl_->gpu->select_experts(on_stream);
+}
+
+Result<std::int64_t> Router::workspace_size(std::int64_t tokens) const {
+  if (tokens < 0) return invalid(fmt::format("tokens: got {}, need >= 0", tokens));
+  return impl_->gpu ? impl_->gpu->workspace_size(tokens) : 0;
 }
 
 std::int64_t Router::slots() const { return impl_->gpu ? impl_->gpu->slots() : impl_->slots(); }

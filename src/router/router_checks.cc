@@ -237,8 +237,15 @@ Status check_router_parts(const Router::Options& o, const RoutingSpec& r) {
   MOESAIC_RETURN_IF_ERROR(present_iff("vision_bias", o.vision_bias.present(), vision,
                                       fmt::format("vision_token_base {}", o.vision_token_base)));
   if (vision) MOESAIC_RETURN_IF_ERROR(check_bias("vision_bias", o.vision_bias, columns));
-  MOESAIC_RETURN_IF_ERROR(present_iff("custom", static_cast<bool>(o.custom),
-                                      r.method == RoutingMethod::kCustom, method));
+  const bool custom = r.method == RoutingMethod::kCustom;
+  const bool gpu = o.device.is_cuda();
+  if (gpu ? static_cast<bool>(o.custom) : static_cast<bool>(o.custom_on_device)) {
+    return unsupported(fmt::format("{}: got one for a router on {}, need {}",
+                                   gpu ? "custom" : "custom_on_device", o.device.to_string(),
+                                   gpu ? "custom_on_device" : "custom"));
+  }
+  MOESAIC_RETURN_IF_ERROR(present_iff(gpu ? "custom_on_device" : "custom",
+                                      o.custom || o.custom_on_device, custom, method));
   MOESAIC_RETURN_IF_ERROR(present_iff("simulation_strategy", !o.simulation_strategy.empty(),
                                       r.method == RoutingMethod::kSimulated, method));
   if (o.num_fused_shared_experts < 0 || o.num_fused_shared_experts > kMaxId - columns) {

@@ -118,18 +118,16 @@ TEST(CudaPlan, RefusalsNameTheStage) {
     return Status();
   };
   expect_refusal(explain_layer(custom, options).status(), StatusCode::kUnsupported,
-                 {"router", "custom"});
+                 {"custom_routing", "cuda:0", "on_device.custom_routing"});
   MoeLayerSpec best_two = small_spec();
   test::use_grouped_routing(best_two.routing, 4, 2);
   best_two.routing.group_by_best_two = true;
-  EXPECT_TRUE(explain_layer(best_two, on_gpu()).ok()) << "as with any correction bias";
+  EXPECT_TRUE(explain_layer(best_two, on_gpu()).ok());
   best_two.routing.has_correction_bias = false;
-  expect_refusal(explain_layer(best_two, on_gpu()).status(), StatusCode::kUnsupported,
-                 {"router", "group_by_best_two"});
+  EXPECT_TRUE(explain_layer(best_two, on_gpu()).ok());
   MoeLayerSpec scaled = small_spec();
   scaled.routing.has_expert_scale = true;
-  expect_refusal(explain_layer(scaled, on_gpu()).status(), StatusCode::kUnsupported,
-                 {"router", "has_expert_scale"});
+  EXPECT_TRUE(explain_layer(scaled, on_gpu()).ok());
   MoeLayerSpec normed = small_spec();
   normed.input_norm_eps = 1e-6;
   expect_refusal(explain_layer(normed, on_gpu()).status(), StatusCode::kUnsupported,
@@ -138,6 +136,50 @@ TEST(CudaPlan, RefusalsNameTheStage) {
   odd.shared.intermediate_size = 36;
   expect_refusal(explain_layer(odd, on_gpu()).status(), StatusCode::kUnsupported,
                  {"shared_experts", "intermediate_size"});
+}
+
+// A caller's function is the host's or the device's, as the layer is.
+TEST(CudaPlan, FunctionsAreForTheDeviceOfTheLayer) {
+  const auto copies = [](Stream, ConstTensorView, TensorView) { return Status(); };
+  MoeLayerSpec custom = small_spec();
+  custom.routing.method = RoutingMethod::kCustom;
+  FusedMoE::Options options = on_gpu();
+  options.on_device.custom_routing = [](Stream, ConstTensorView, ConstTensorView, bool, TensorView,
+                                        TensorView) { return Status(); };
+  const LayerExplanation e = explain_layer(custom, options).value();
+  ASSERT_NE(find(e, "router", "cuda_custom"), nullptr);
+  EXPECT_TRUE(find(e, "router", "cuda_custom")->accepted);
+  expect_refusal(explain_layer(small_spec(), options).status(), StatusCode::kInvalidArgument,
+                 {"custom_routing: got one"});
+  expect_refusal(explain_layer(custom, on_gpu()).status(), StatusCode::kInvalidArgument,
+                 {"custom_routing: got none"});
+  options = on_gpu();
+  options.on_device.routed_input = options.on_device.routed_output = copies;
+  expect_refusal(explain_layer(small_spec(), options).status(), StatusCode::kInvalidArgument,
+                 {"transform.hidden_size"});
+  const std::int64_t plain = explain_layer(small_spec(), on_gpu())->workspace_bytes;
+  options.transform.hidden_size = 48;
+  EXPECT_GT(explain_layer(small_spec(), options)->workspace_bytes, plain);
+  // Routed experts of another width than the rows', and a shared one of theirs: apart from them.
+  MoeLayerSpec alike = small_spec();
+  alike.shared.intermediate_size = alike.intermediate_size;
+  options.transform.hidden_size = 64;
+  EXPECT_FALSE(cuda::shared_joins(layer::plan_fused_moe(alike, {}, options).value(), false));
+  EXPECT_TRUE(
+      cuda::shared_joins(layer::plan_fused_moe(alike, alike.quant, on_gpu()).value(), false));
+  for (const int which : {0, 1, 2}) {
+    FusedMoE::Options host;
+    host.transform.hidden_size = which < 2 ? 64 : 0;
+    if (which == 0) host.on_device.routed_input = copies;
+    if (which == 1) host.on_device.routed_output = copies;
+    if (which == 2) host.on_device.shared_experts = copies;
+    expect_refusal(explain_layer(small_spec(), host).status(), StatusCode::kUnsupported,
+                   {"on_device.", "cpu", which == 2 ? "need shared_experts" : "need transform."});
+  }
+  options = on_gpu();
+  options.shared_experts = [](ConstTensorView, TensorView) { return Status(); };
+  expect_refusal(explain_layer(small_spec(), options).status(), StatusCode::kUnsupported,
+                 {"shared_experts", "need on_device.shared_experts"});
 }
 
 // A device that is not there, or a build without CUDA: a Status, and enqueue says so on the CPU.
@@ -202,6 +244,12 @@ TEST(CudaPlan, RanksOnGpusTakeTheStandardTransports) {
   EXPECT_FALSE(find(alone, "prepare_finalize", "cuda_all_to_all")->accepted);
   o.ranks.transport = RankTransport::kGather;
   EXPECT_TRUE(explain_layer(deepseek_v3(), o).ok());
+  // Of several that could serve, the one that runs.
+  const LayerExplanation gathers = explain_layer(deepseek_v3(), o).value();
+  EXPECT_TRUE(find(gathers, "prepare_finalize", "cuda_all_gather_reduce_scatter")->accepted);
+  EXPECT_EQ(find(gathers, "prepare_finalize", "cuda_all_to_all")->reason,
+            "transport: got gather, need all_to_all");
+  EXPECT_FALSE(find(e, "prepare_finalize", "cuda_all_gather_reduce_scatter")->accepted);
   o.ranks.combine_dtype = DType::kBF16;
   EXPECT_TRUE(explain_layer(deepseek_v3(), o).ok());
   o = on_two_gpus(pair);

@@ -9,6 +9,7 @@
 
 #include "layer/cuda_rank_case.h"
 #include "moesaic/device.h"
+#include "moesaic/device_tensor.h"
 #include "support/metrics.h"
 
 namespace moesaic {
@@ -127,6 +128,37 @@ TEST_F(NcclRanks, ADeviceThatIsNotTheCommunicatorsIsRefused) {
               const bool mine = c->device() == 0;
               const char* want = mine ? "refused" : "messages lie on cuda:";
               return status.message().find(want) != std::string::npos ? "" : status.to_string();
+            }),
+            "");
+}
+
+// What stays a part: between devices, the bits of the sum through host memory.
+TEST_F(NcclRanks, PartsAreAddedUpOnTheDevices) {
+  const test::LayerTensors tensors = test::make_tensors(54, test::small_spec());
+  EXPECT_EQ(run([&](const std::shared_ptr<Communicator>& c) -> std::string {
+              FusedMoE::Options o = test::on_gpu(4);
+              o.device = Device::cuda(c->device());
+              o.ranks.communicator = c;
+              o.ranks.reduce_results = false;
+              o.parallel.tp_size = c->size();
+              o.parallel.tp_rank = c->rank();
+              const auto layer = test::maker_of(tensors)(o);
+              if (!layer.ok()) return layer.status().to_string();
+              for (const DType dtype : {DType::kF32, DType::kBF16}) {
+                const auto seed = 55 + static_cast<std::uint64_t>(c->rank());
+                Tensor host = test::random_hidden(seed, 11, 64, dtype);
+                DeviceTensor x = DeviceTensor::copy_of(host.view(), o.device).value();
+                const Status on_device = layer->maybe_all_reduce(x.view());
+                if (!on_device.ok()) return on_device.to_string();
+                const Status on_host = layer->maybe_all_reduce(host.view());
+                if (!on_host.ok()) return on_host.to_string();
+                Tensor got = Tensor::zeros(dtype, host.shape()).value();
+                const Status copied = copy_tensor(x.view(), got.view());
+                if (!copied.ok()) return copied.to_string();
+                std::string why;
+                if (!test::same_bits(got.view(), host.view(), &why)) return why;
+              }
+              return "";
             }),
             "");
 }

@@ -1,8 +1,10 @@
 // A layer put together from the stages' public calls on a GPU: gate, router, experts, on one stream.
 // Skipped, visibly, without a device.
+#include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <vector>
 
 #include "layer/layer_case.h"
 #include "moesaic/device_tensor.h"
@@ -29,6 +31,19 @@ DeviceTensor room(DType dtype, const Shape& shape) {
   return DeviceTensor::uninitialized(kLayerGpu, dtype, shape).value();
 }
 
+MoeProblem problem_of(const MoeLayerSpec& spec, std::int64_t max_tokens) {
+  MoeProblem problem;
+  problem.num_experts = problem.num_local_experts = spec.num_experts;
+  problem.top_k = spec.routing.top_k;
+  problem.hidden_size = spec.hidden_size;
+  problem.intermediate_size = spec.intermediate_size;
+  problem.activation = spec.activation;
+  problem.quant = spec.quant;
+  problem.max_tokens = max_tokens;
+  problem.device = kLayerGpu;
+  return problem;
+}
+
 TEST(OwnLayer, StagesByThemselvesHaveTheBitsOfTheLayer) {
   REQUIRE_HOPPER();
   for (const std::int64_t tokens : {1, 5, 64}) {
@@ -45,15 +60,7 @@ TEST(OwnLayer, StagesByThemselvesHaveTheBitsOfTheLayer) {
     router_options.spec = t.spec.routing;
     router_options.device = kLayerGpu;
     const Router router = Router::create(router_options).value();
-    MoeProblem problem;
-    problem.num_experts = problem.num_local_experts = t.spec.num_experts;
-    problem.top_k = t.spec.routing.top_k;
-    problem.hidden_size = t.spec.hidden_size;
-    problem.intermediate_size = t.spec.intermediate_size;
-    problem.activation = t.spec.activation;
-    problem.quant = t.spec.quant;
-    problem.max_tokens = 64;
-    problem.device = kLayerGpu;
+    const MoeProblem problem = problem_of(t.spec, 64);
     const auto source = make_stacked_source(t.experts.view());
     ModularKernel::Options kernel_options;
     kernel_options.max_tokens = 64;
@@ -90,17 +97,122 @@ TEST(OwnLayer, StagesByThemselvesHaveTheBitsOfTheLayer) {
   }
 }
 
-TEST(OwnLayer, ARouterOnAGpuSaysWhatItCannotDo) {
+// Everything by enqueue in one graph: 16-bit logits, which the router reads as they are, and memory
+// of the caller's only.
+TEST(OwnLayer, AGraphOfStagesWithTheCallersWorkspaces) {
   REQUIRE_HOPPER();
-  Router::Options options;
-  options.spec = test::small_spec().routing;
-  options.spec.method = RoutingMethod::kZeroExpert;
-  options.spec.num_zero_experts = 2;
-  options.spec.has_correction_bias = true;
-  const Tensor bias = Tensor::zeros(DType::kF32, {options.spec.num_experts + 2}).value();
-  options.correction_bias = bias.view();
-  options.device = kLayerGpu;
-  expect_refusal(Router::create(options).status(), StatusCode::kUnsupported, {"num_zero_experts"});
+  constexpr std::int64_t kRows = 6;
+  const test::LayerTensors t = test::make_tensors(53, test::small_spec());
+  FusedMoE::Options rounded = test::on_gpu(kRows);
+  rounded.router_logits_dtype = DType::kBF16;
+  const FusedMoE layer = test::make_layer(t, rounded);
+  GateLinear::Options gate_options;
+  gate_options.device = kLayerGpu;
+  gate_options.logits_dtype = DType::kBF16;
+  const GateLinear gate = GateLinear::create(t.gate_weight.view(), {}, gate_options).value();
+  Router::Options router_options;
+  router_options.spec = t.spec.routing;
+  router_options.device = kLayerGpu;
+  const Router router = Router::create(router_options).value();
+  const MoeProblem problem = problem_of(t.spec, kRows);
+  const auto source = make_stacked_source(t.experts.view());
+  const auto kernel =
+      ModularKernel::create(problem, make_local_prepare_finalize(problem).value(),
+                            choose_experts(problem).value()->create(problem, *source).value(),
+                            {.max_tokens = kRows, .own_workspace = false})
+          .value();
+  EXPECT_EQ(kernel.workspace_bytes(), 0);
+  const std::int64_t bytes = kernel.workspace_size(kRows).value();
+  EXPECT_GE(bytes, kernel.experts().workspace_size(kRows).value());
+
+  DeviceTensor x = room(DType::kBF16, {kRows, t.spec.hidden_size});
+  DeviceTensor logits = room(DType::kBF16, {kRows, t.spec.num_experts});
+  DeviceTensor weights = room(DType::kF32, {kRows, 2}), ids = room(DType::kI32, {kRows, 2});
+  DeviceTensor out = room(DType::kF32, {kRows, t.spec.hidden_size});
+  const DeviceTensor gate_workspace = room(DType::kU8, {gate.workspace_size(kRows).value()});
+  const DeviceTensor workspace = room(DType::kU8, {bytes});
+  Router::Args r;
+  r.router_logits = logits.view();
+  r.topk_weights = weights.view();
+  r.topk_ids = ids.view();
+  ModularKernel::Args a;
+  a.hidden_states = x.view();
+  a.topk_weights = weights.view();
+  a.topk_ids = ids.view();
+  a.output = out.view();
+  a.workspace = workspace.span();
+  cudaStream_t stream = nullptr;
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t exec = nullptr;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), cudaSuccess);
+  const Status captured[] = {gate.enqueue({stream}, x.view(), logits.view(), gate_workspace.span()),
+                             router.enqueue({stream}, r), kernel.enqueue({stream}, a)};
+  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  for (const Status& s : captured) ASSERT_TRUE(s.ok()) << s.to_string();
+  ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+  for (std::uint64_t replay = 0; replay < 4; ++replay) {
+    const Tensor fresh = test::random_hidden(54 + replay, kRows, t.spec.hidden_size);
+    ASSERT_TRUE(copy_tensor(fresh.view(), x.view()).ok());
+    ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+    ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+    const test::LayerRun want = test::run_layer(layer, fresh);
+    EXPECT_TRUE(same(weights, want.topk_weights)) << replay;
+    EXPECT_TRUE(same(ids, want.topk_ids)) << replay;
+    EXPECT_TRUE(same(out, want.output)) << replay;
+  }
+  (void)cudaGraphExecDestroy(exec);
+  (void)cudaGraphDestroy(graph);
+  (void)cudaStreamDestroy(stream);
+
+  a.workspace = {};
+  expect_refusal(kernel.enqueue({}, a), StatusCode::kInvalidArgument,
+                 {"workspace: got none", "own_workspace"});
+  a.workspace = workspace.span().first(256);
+  expect_refusal(kernel.enqueue({}, a), StatusCode::kWorkspaceTooSmall, {"workspace: got 256"});
+  a.workspace = workspace.span().subspan(64);
+  expect_refusal(kernel.enqueue({}, a), StatusCode::kInvalidLayout, {"workspace", "256"});
+  std::vector<std::byte> host(static_cast<std::size_t>(bytes) + 256);
+  const auto at = reinterpret_cast<std::uintptr_t>(host.data());
+  a.workspace = std::span(host).subspan((256 - at % 256) % 256, static_cast<std::size_t>(bytes));
+  expect_refusal(kernel.enqueue({}, a), StatusCode::kInvalidArgument, {"workspace", "host memory"});
+  expect_refusal(kernel.workspace_size(kRows + 1).status(), StatusCode::kLimitExceeded,
+                 {"max_tokens"});
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+}
+
+// Static scales of a call are for schemes that have such scales, which no format of a GPU has.
+TEST(OwnLayer, ScalesOfACallAreRefusedByName) {
+  REQUIRE_HOPPER();
+  for (const char* quant : {"bf16", "fp8-block"}) {
+    MoeLayerSpec spec = test::small_spec();
+    spec.hidden_size = 256;
+    spec.intermediate_size = 128;
+    spec.quant = quant_scheme_from_name(quant).value();
+    const test::LayerTensors t = test::make_tensors(55, spec);
+    const MoeProblem problem = problem_of(spec, 2);
+    const auto source = make_stacked_source(t.experts.view());
+    const auto kernel =
+        ModularKernel::create(problem, make_local_prepare_finalize(problem).value(),
+                              choose_experts(problem).value()->create(problem, *source).value(),
+                              {.max_tokens = 2})
+            .value();
+    const DeviceTensor x = room(DType::kBF16, {2, 256});
+    const DeviceTensor weights = room(DType::kF32, {2, 2}), ids = room(DType::kI32, {2, 2});
+    DeviceTensor out = room(DType::kF32, {2, 256});
+    Tensor scale = Tensor::zeros(DType::kF32, {1}).value();
+    scale.as<float>()[0] = 0.5F;
+    ModularKernel::Args a;
+    a.hidden_states = x.view();
+    a.topk_weights = weights.view();
+    a.topk_ids = ids.view();
+    a.output = out.view();
+    a.a1_scale = scale.view();
+    expect_refusal(kernel.enqueue({}, a), StatusCode::kUnsupported, {"a1_scale"});
+    a.a1_scale = {};
+    a.a2_scale = scale.view();
+    expect_refusal(kernel.enqueue({}, a), StatusCode::kUnsupported, {"a2_scale"});
+  }
 }
 
 }  // namespace

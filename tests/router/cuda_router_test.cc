@@ -28,7 +28,7 @@ using test::kInf;
 struct Method {
   std::string name;
   Router::Options options;
-  std::vector<float> bias, vision_bias;
+  std::vector<float> bias, vision_bias, expert_scale;
   std::vector<std::int32_t> table;
   std::int64_t vocab = 0;
 
@@ -40,6 +40,7 @@ struct Method {
       return ConstTensorView(reinterpret_cast<const std::byte*>(v.data()), dtype, shape);
     };
     if (!bias.empty()) o.correction_bias = view(bias, DType::kF32, {columns()});
+    if (!expert_scale.empty()) o.expert_scale = view(expert_scale, DType::kF32, {columns()});
     if (!vision_bias.empty()) o.vision_bias = view(vision_bias, DType::kF32, {columns()});
     if (!table.empty()) o.hash_table = view(table, DType::kI32, {vocab, o.spec.top_k});
     return o;
@@ -93,6 +94,20 @@ std::vector<Method> methods(std::int64_t experts, std::int64_t k, std::int64_t g
     Method& m = add("renorm_epsilon", RoutingMethod::kTopK, k);
     m.options.spec.renormalize = true;
     m.options.spec.renorm_epsilon = 0.3;
+  }
+  {
+    Method& m = add("expert scale", RoutingMethod::kTopK, k);
+    m.options.spec.renormalize = true;
+    m.options.spec.has_expert_scale = true;
+    m.expert_scale = random_floats(rng, experts, 1.0);
+  }
+  if (groups > 1) {
+    Method m;
+    m.name = "groups by their best two";
+    m.options.spec =
+        test::grouped_spec(ScoringFunc::kSoftmax, experts, k, true, groups, (groups + 1) / 2);
+    m.options.spec.group_by_best_two = true;
+    all.push_back(std::move(m));
   }
   {
     Method& m = add("zero experts", RoutingMethod::kZeroExpert, k);
@@ -271,15 +286,15 @@ TEST(CudaRouter, ATokenIdOutsideTheTableHasNoExperts) {
 }
 
 TEST(CudaRouter, RefusesWhatIsAHostFunctionOrTooWide) {
-  RoutingSpec spec = test::method_spec(RoutingMethod::kCustom, 8, 2);
+  RoutingSpec spec = test::method_spec(RoutingMethod::kSimulated, 8, 2);
   EXPECT_EQ(CudaRouter::can_implement(spec).code(), StatusCode::kUnsupported);
-  EXPECT_NE(CudaRouter::can_implement(spec).message().find("custom"), std::string::npos);
-  spec.method = RoutingMethod::kSimulated;
-  EXPECT_EQ(CudaRouter::can_implement(spec).code(), StatusCode::kUnsupported);
+  EXPECT_NE(CudaRouter::can_implement(spec).message().find("simulated"), std::string::npos);
   spec = test::topk_spec(ScoringFunc::kSoftmax, 1025, 8, true);
   EXPECT_NE(CudaRouter::can_implement(spec).message().find("1024"), std::string::npos);
   spec.num_experts = 1024;
   EXPECT_TRUE(CudaRouter::can_implement(spec).ok());
+  spec = test::method_spec(RoutingMethod::kCustom, 2000, 2);
+  EXPECT_TRUE(CudaRouter::can_implement(spec).ok()) << "its columns are the function's";
 }
 
 TEST(CudaRouter, MisuseIsAStatus) {

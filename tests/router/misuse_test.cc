@@ -402,10 +402,18 @@ TEST(RouterMisuse, Devices) {
                        {"router_logits: got memory of cpu, need memory of cuda:0"});
   Router::Args a = on(gpu);
   a.router_logits.dtype = DType::kBF16;
-  test::expect_refusal(check(a), StatusCode::kInvalidDType, {"router_logits: got BF16, need F32"});
+  EXPECT_TRUE(check(a).ok());
+  a.router_logits.dtype = DType::kI32;
+  test::expect_refusal(check(a), StatusCode::kInvalidDType,
+                       {"router_logits: got I32, need F32, BF16 or F16"});
   a = on(gpu);
+  a.topk_ids.dtype = DType::kU8;
+  test::expect_refusal(check(a), StatusCode::kInvalidDType,
+                       {"topk_ids: got U8, need I32, I64 or U32"});
   a.topk_ids.dtype = DType::kI64;
-  test::expect_refusal(check(a), StatusCode::kInvalidDType, {"topk_ids: got I64, need I32"});
+  const auto custom = test::method_spec(RoutingMethod::kCustom, 8, here.slots());
+  test::expect_refusal(router::check_device_select_args(a, custom, here.slots(), gpu),
+                       StatusCode::kInvalidDType, {"topk_ids: got I64, need I32 with custom"});
   a = on(gpu);
   a.topk_weights.shape = Shape{3, 3};
   test::expect_refusal(check(a), StatusCode::kInvalidShape, {"topk_weights: got [3, 3]"});
@@ -416,6 +424,48 @@ TEST(RouterMisuse, Devices) {
   a = on(gpu);
   a.eplb = &eplb;
   test::expect_refusal(check(a), StatusCode::kUnsupported, {"eplb"});
+
+  // Zero experts: rows, an output of their shape, and memory for their weights.
+  auto zero_experts = test::method_spec(RoutingMethod::kZeroExpert, 6, here.slots());
+  zero_experts.num_zero_experts = 2;
+  const auto check_zero = [&](const Router::Args& args) {
+    return router::check_device_select_args(args, zero_experts, here.slots(), gpu);
+  };
+  a = on(gpu);
+  const std::int64_t rows = a.router_logits.dim(0);
+  test::expect_refusal(check_zero(a), StatusCode::kInvalidShape, {"hidden_states", "zero experts"});
+  Tensor x = zeros(DType::kBF16, {rows, 16}), out = zeros(DType::kBF16, {rows, 16});
+  a.hidden_states = {x.data(), DType::kBF16, x.shape(), gpu};
+  a.zero_expert_output = {out.data(), DType::kBF16, {rows, 8}, gpu};
+  test::expect_refusal(check_zero(a), StatusCode::kInvalidShape, {"zero_expert_output"});
+  a.zero_expert_output = {out.data(), DType::kBF16, out.shape(), gpu};
+  test::expect_refusal(check_zero(a), StatusCode::kWorkspaceTooSmall, {"workspace: got 0 bytes"});
+  Tensor workspace = zeros(DType::kF32, {rows});
+  a.workspace = {workspace.data(), static_cast<std::size_t>(workspace.bytes())};
+  EXPECT_TRUE(check_zero(a).ok()) << check_zero(a).to_string();
+  a.workspace = {out.data(), static_cast<std::size_t>(out.bytes())};
+  test::expect_refusal(check_zero(a), StatusCode::kAliasing, {"zero_expert_output", "workspace"});
+}
+
+TEST(RouterMisuse, FunctionsAreForTheDevice) {
+  Router::Options options;
+  options.spec = test::method_spec(RoutingMethod::kCustom, 8, 2);
+  options.custom_on_device = [](Stream, ConstTensorView, ConstTensorView, bool, TensorView,
+                                TensorView) { return Status(); };
+  test::expect_refusal(Router::create(options).status(), StatusCode::kUnsupported,
+                       {"custom_on_device: got one for a router on cpu, need custom"});
+  options.custom_on_device = {};
+  options.custom = [](ConstTensorView, ConstTensorView, bool, TensorView, TensorView) {
+    return Status();
+  };
+  options.device = Device::cuda(0);
+  test::expect_refusal(Router::create(options).status(), StatusCode::kUnsupported,
+                       {"custom: got one for a router on cuda:0, need custom_on_device"});
+  const Router here = Router::create(test::with(plain())).value();
+  test::expect_refusal(here.enqueue({}, {}), StatusCode::kUnsupported, {"enqueue", "CPU"});
+  EXPECT_EQ(here.workspace_size(9).value(), 0);
+  test::expect_refusal(here.workspace_size(-9).status(), StatusCode::kInvalidArgument,
+                       {"tokens: got -9"});
 }
 
 }  // namespace

@@ -71,6 +71,11 @@ Status check_sm90_args(const MoeProblem& p, const ExpertsArgs& a) {
     return unsupported("numerics: got rows that were quantised elsewhere, need bf16 rows");
   }
   MOESAIC_RETURN_IF_ERROR(experts::check_call_scales(p, a.a1_scale, a.a2_scale));
+  if (a.a1_scale.present() || a.a2_scale.present()) {
+    return unsupported(
+        fmt::format("{}: got one on a GPU, need none: experts that are made with it, or the CPU",
+                    a.a1_scale.present() ? "a1_scale" : "a2_scale"));
+  }
   if (!a.numerics.empty() && static_cast<std::int64_t>(a.numerics.size()) != tokens) {
     return {StatusCode::kInvalidShape,
             fmt::format("numerics: got [{}], need [{}], one per row", a.numerics.size(), tokens)};

@@ -1,15 +1,13 @@
 // A call of the CPU engine on rows that are all this process's.
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <exception>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "core/fault.h"
+#include "core/guarded.h"
 #include "layer/call_args.h"
 #include "layer/cpu/engine.h"
 #include "layer/input_norm.h"
@@ -20,18 +18,6 @@ namespace moesaic::layer {
 namespace {
 
 constexpr std::int64_t kMaxElementBytes = 4;  // of hidden states: F32
-
-// What a caller's function throws must not cross our API.
-template <class Call>
-Status guard(std::string_view what, Call&& call) {
-  try {
-    return call().with_context(what);
-  } catch (const std::exception& e) {
-    return {StatusCode::kInvalidArgument, fmt::format("{}: threw \"{}\"", what, e.what())};
-  } catch (...) {
-    return {StatusCode::kInvalidArgument, fmt::format("{}: threw", what)};
-  }
-}
 
 }  // namespace
 
@@ -150,7 +136,7 @@ Status CpuEngine::route(const FusedMoE::Args& args, const CpuBuffers& b) const {
   report(args.trace.topk_weights, b.topk_weights);
   report(args.trace.topk_ids, b.topk_ids);
   if (options.capture) {
-    MOESAIC_RETURN_IF_ERROR(guard("capture", [&] {
+    MOESAIC_RETURN_IF_ERROR(guarded("capture", [&] {
       options.capture(view_of(b.topk_ids, DType::kI32, {rows, k}));
       return Status();
     }));
@@ -232,7 +218,7 @@ Status CpuEngine::run_shared(const ConstTensorView& x, const CpuBuffers& b,
   std::fill(b.ones, b.ones + rows, 1.0F);
   if (!shared) {
     if (rows == 0) return {};
-    return guard("shared_experts", [&] {
+    return guarded("shared_experts", [&] {
       return options.shared_experts(x, view_of(b.shared, DType::kF32, {rows, plan.hidden_size}));
     });
   }

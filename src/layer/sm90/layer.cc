@@ -111,7 +111,10 @@ Result<std::unique_ptr<layer::LayerEngine>> CudaLayer::create(const layer::Engin
     if (!gate.ok()) return gate.status().with_context("gate");
     impl->gate = std::move(gate).value();
   }
+  impl->functions = options.on_device;
   Router::Options router_options = layer::layer_router_options(plan, t);
+  router_options.device = options.device;
+  router_options.custom_on_device = options.on_device.custom_routing;
   Result<std::unique_ptr<CudaRouter>> router = CudaRouter::create(router_options, impl->device);
   if (!router.ok()) return router.status().with_context("router");
   impl->router = std::move(router).value();
@@ -186,7 +189,12 @@ Status CudaLayer::Impl::check(const FusedMoE::Args& args) const {
     return {StatusCode::kLimitExceeded,
             fmt::format("tokens: got {}, planned for max_tokens = {}", tokens, m.max_tokens)};
   }
-  if (args.shared_output.present()) return layer::no_shared_output_on_gpu();
+  const TensorView& part = args.shared_output;
+  MOESAIC_RETURN_IF_ERROR(layer::check_shared_output(m.plan, args, Device::cuda(m.device)));
+  if (part.present() && part.dtype != DType::kBF16 && part.dtype != DType::kF32) {
+    return {StatusCode::kInvalidDType,
+            fmt::format("shared_output: got {}, need BF16 or F32", dtype_name(part.dtype))};
+  }
   if (!trace.numerics.empty()) {
     return {StatusCode::kUnsupported,
             "trace.numerics: got enqueue, which does not wait; forward measures"};
@@ -195,6 +203,11 @@ Status CudaLayer::Impl::check(const FusedMoE::Args& args) const {
   MOESAIC_RETURN_IF_ERROR(check_device_tensor("hidden_states", x, m.device));
   MOESAIC_RETURN_IF_ERROR(check_device_tensor("output", output, m.device));
   MOESAIC_RETURN_IF_ERROR(expect_no_overlap("output", output, "hidden_states", x));
+  if (part.present()) {
+    MOESAIC_RETURN_IF_ERROR(check_device_tensor("shared_output", part, m.device));
+    MOESAIC_RETURN_IF_ERROR(expect_no_overlap("shared_output", part, "output", output));
+    MOESAIC_RETURN_IF_ERROR(expect_no_overlap("shared_output", part, "hidden_states", x));
+  }
   MOESAIC_RETURN_IF_ERROR(layer::check_routing(m.plan, args, Device::cuda(m.device)));
   const auto check_given = [&](std::string_view field, const ConstTensorView& t) {
     if (!t.present()) return Status();
@@ -227,7 +240,8 @@ Status CudaLayer::enqueue(Stream stream, const FusedMoE::Args& call) const {
     if (checked.ok()) checked = check_not_capturing(stream.handle);
     MOESAIC_ASSIGN_OR_RETURN(
         const std::int64_t steps,
-        m.mesh->common_steps(checked, checked.ok() ? x.dim(0) : 0, m.max_tokens, false));
+        m.mesh->common_steps(checked, checked.ok() ? x.dim(0) : 0, m.max_tokens,
+                             checked.ok() && x.dim(0) > 0 && args.shared_output.present()));
     if (steps == 0) return {};
   } else {
     MOESAIC_RETURN_IF_ERROR(checked);
@@ -236,6 +250,8 @@ Status CudaLayer::enqueue(Stream stream, const FusedMoE::Args& call) const {
   Impl::Out out;
   out.output = output.data;
   out.dtype = output.dtype;
+  out.shared = args.shared_output.data;
+  out.shared_dtype = args.shared_output.dtype;
   out.logits = trace.router_logits.as<float>();
   out.topk_weights = trace.topk_weights.as<float>();
   out.topk_ids = trace.topk_ids.as<std::int32_t>();
@@ -258,6 +274,10 @@ Status CudaLayer::Impl::make_staging() const {
   MOESAIC_RETURN_IF_ERROR(staging.x.reserve("hidden_states", rows * plan.hidden_size * 4));
   MOESAIC_RETURN_IF_ERROR(staging.x_bf16.reserve("hidden_states", rows * plan.hidden_size * 2));
   MOESAIC_RETURN_IF_ERROR(staging.output.reserve("output", rows * plan.hidden_size * 4));
+  if (plan.adds_shared) {
+    MOESAIC_RETURN_IF_ERROR(
+        staging.shared_output.reserve("shared_output", rows * plan.hidden_size * 4));
+  }
   MOESAIC_RETURN_IF_ERROR(staging.logits.reserve("router_logits", rows * columns * 4));
   MOESAIC_RETURN_IF_ERROR(staging.weights.reserve("topk_weights", rows * plan.routed.top_k * 4));
   MOESAIC_RETURN_IF_ERROR(staging.input_ids.reserve("input_ids", rows * 4));
@@ -304,6 +324,24 @@ Result<CudaLayer::Impl::Given> CudaLayer::Impl::stage_given(const FusedMoE::Args
   return given;
 }
 
+namespace {
+
+// A result on the device, F32 where F16 is wanted, to the host.
+Status bring_rows(std::string_view field, const void* from, const TensorView& to) {
+  const std::int64_t count = to.dim(0) * to.dim(1);
+  if (to.dtype != DType::kF16) {
+    return copy_to_host(field, to.data, from, count * (dtype_bits(to.dtype) / 8));
+  }
+  MOESAIC_ASSIGN_OR_RETURN(Tensor wide, Tensor::uninitialized(DType::kF32, to.shape));
+  MOESAIC_RETURN_IF_ERROR(copy_to_host(field, wide.data(), from, wide.bytes()));
+  for (std::int64_t i = 0; i < count; ++i) {
+    store_from_f32(to.data, DType::kF16, i, wide.as<float>()[i]);
+  }
+  return {};
+}
+
+}  // namespace
+
 Status CudaLayer::forward_host(const FusedMoE::Args& args) const {
   const Status status = impl_->forward_host(args);
   return impl_->mesh != nullptr ? impl_->mesh->give_up(status) : status;
@@ -343,7 +381,15 @@ Status CudaLayer::Impl::forward_host(const FusedMoE::Args& args) const {
   }
   Impl::Out out;
   out.output = s.output.as<void>();
-  out.dtype = output.dtype == DType::kBF16 ? DType::kBF16 : DType::kF32;
+  // F16 is rounded on the host.
+  const auto on_device = [](DType dtype) {
+    return dtype == DType::kBF16 ? DType::kBF16 : DType::kF32;
+  };
+  out.dtype = on_device(output.dtype);
+  if (args.shared_output.present()) {
+    out.shared = s.shared_output.as<void>();
+    out.shared_dtype = on_device(args.shared_output.dtype);
+  }
   out.logits = s.logits.as<float>();
   out.topk_weights = s.weights.as<float>();
   out.topk_ids = s.ids.as<std::int32_t>();
@@ -353,15 +399,9 @@ Status CudaLayer::Impl::forward_host(const FusedMoE::Args& args) const {
                                             : m.run_over_ranks(nullptr, rows, out));
   MOESAIC_RETURN_IF_ERROR(synchronize(nullptr));
   if (tokens == 0) return {};
-  if (output.dtype != DType::kF16) {
-    const std::int64_t bytes = tokens * hidden * (dtype_bits(output.dtype) / 8);
-    MOESAIC_RETURN_IF_ERROR(copy_to_host("output", output.data, out.output, bytes));
-  } else {
-    MOESAIC_ASSIGN_OR_RETURN(Tensor wide, Tensor::uninitialized(DType::kF32, {tokens, hidden}));
-    MOESAIC_RETURN_IF_ERROR(copy_to_host("output", wide.data(), out.output, wide.bytes()));
-    for (std::int64_t i = 0; i < tokens * hidden; ++i) {
-      store_from_f32(output.data, DType::kF16, i, wide.as<float>()[i]);
-    }
+  MOESAIC_RETURN_IF_ERROR(bring_rows("output", out.output, output));
+  if (args.shared_output.present()) {
+    MOESAIC_RETURN_IF_ERROR(bring_rows("shared_output", out.shared, args.shared_output));
   }
   const auto report = [](std::string_view field, const TensorView& to, const void* from) {
     return to.present() ? copy_to_host(field, to.data, from, to.dim(0) * to.dim(1) * 4) : Status();

@@ -37,7 +37,10 @@ struct LayerWorkspace {
   float* shared_logits = nullptr;   // [M], gated shared experts ...
   float* shared_weights = nullptr;  // [M]
   std::int32_t* shared_ids = nullptr;
-  float* routed = nullptr;  // [M, H], when something is multiplied with or added to the result
+  float* routed = nullptr;  // [M, latent], when something is multiplied with or added to the result
+  std::uint16_t* latent = nullptr;   // [M, latent], what a transform makes of the rows
+  float* routed_back = nullptr;      // [M, H], what one makes of the result
+  float* shared_sums = nullptr;      // [M, H], of shared experts that are the caller's function
   std::int32_t* sent_ids = nullptr;  // [M, k], over ranks with zero experts: without their slots
   std::byte* experts = nullptr;
   std::int64_t experts_bytes = 0;
@@ -62,6 +65,7 @@ class CudaLayer final : public layer::LayerEngine {
   // Copies in, runs, waits, copies out. Buffers for the copies are made at the first call.
   Status forward_host(const FusedMoE::Args& args) const override;
   Status enqueue(Stream stream, const FusedMoE::Args& args) const override;
+  Status sum_over_replicas(Stream stream, const TensorView& x) const override;
   std::string_view experts_backend() const override;
   std::int64_t weight_bytes() const override;
   std::int64_t workspace_bytes() const override;

@@ -12,6 +12,7 @@
 #include "gate/sm90/gate_linear.h"
 #include "layer/rank_mesh.h"
 #include "layer/sm90/layer.h"
+#include "layer/sm90/layer_ops.h"
 #include "layer/sm90/prologue_plan.h"
 #include "moesaic/modular_kernel.h"
 #include "prepare_finalize/sm90/device_messages.h"
@@ -34,6 +35,7 @@ struct CudaLayer::Impl {
   Allocation expert_map;
   Allocation ones, shared_ids;  // [max_tokens]: weight and id of an ungated shared expert
   Allocation workspace;
+  LayerDeviceFunctions functions;  // of the caller's
   ProloguePlan apart, joined;  // the routed experts by themselves, with the shared one among them
   // Over ranks: how rows travel (null: they do not), and the sums of ranks with the same rows.
   std::unique_ptr<PrepareAndFinalize> transport;
@@ -43,7 +45,7 @@ struct CudaLayer::Impl {
 
   // Buffers of forward_chunk: what host tensors are copied through.
   struct Staging {
-    Allocation x, x_bf16, output, logits, weights, ids, input_ids, padding;
+    Allocation x, x_bf16, output, shared_output, logits, weights, ids, input_ids, padding;
   };
   mutable Staging staging;
 
@@ -77,6 +79,8 @@ struct CudaLayer::Impl {
   struct Out {
     void* output = nullptr;
     DType dtype = DType::kBF16;
+    void* shared = nullptr;  // the shared experts' part apart, or null
+    DType shared_dtype = DType::kBF16;
     float* logits = nullptr;  // traces, or null
     float* topk_weights = nullptr;
     std::int32_t* topk_ids = nullptr;
@@ -95,7 +99,7 @@ struct CudaLayer::Impl {
   Status run_given(const PrepareArgs& given, const LayerWorkspace& w) const;
   Status run_experts(void* stream, const Prepared& rows, const LayerWorkspace& w) const;
   Status run_slots_here(void* stream, Prepared here, const LayerWorkspace& w) const;
-  Status gather_replicas(void* stream, const Out& out, std::int64_t tokens) const;
+  Status gather_replicas(void* stream, void* rows, DType dtype, std::int64_t tokens) const;
   // At the end of create: `joined` and `apart`, for as many tokens as either may matter.
   Status make_prologue_plans();
   Result<ProloguePlace> prologue_place(std::int64_t tokens, DType x_dtype, bool with_shared) const;
@@ -106,9 +110,21 @@ struct CudaLayer::Impl {
                CudaExpertsArgs* next) const;
   CudaExpertsArgs routed_args(const Rows& rows, const LayerWorkspace& w) const;
   Status run_joined(void* stream, const Rows& rows, const LayerWorkspace& w, const Out& out) const;
-  // `kept`: the routed experts' call before this one had the same rows.
-  Status run_shared(void* stream, const Rows& rows, const LayerWorkspace& w, void* to, bool kept,
-                    std::span<RowNumerics> numerics) const;
+  // The layer's own. `kept`: the routed experts' call before this one had the same rows.
+  Status run_shared(void* stream, const Rows& rows, const LayerWorkspace& w, const CudaResult& to,
+                    bool kept, std::span<RowNumerics> numerics) const;
+  // Those or the caller's, to be added (w.shared_rows, w.shared_sums), or apart to `to` [tokens, H].
+  Status shared_to_workspace(void* stream, const Rows& rows, const LayerWorkspace& w, bool kept,
+                             std::span<RowNumerics> numerics) const;
+  Status shared_apart(void* stream, const Rows& rows, const LayerWorkspace& w, void* to,
+                      DType dtype, bool kept, std::span<RowNumerics> numerics) const;
+  void add_shared(const LayerWorkspace& w, LayerCombineParams& to) const;
+  // The caller's functions (layer_functions.cc).
+  Status shared_function(void* stream, const Rows& rows, float* to) const;
+  Status transform_input(void* stream, const void* x_bf16, std::int64_t tokens,
+                         const LayerWorkspace& w) const;  // w.latent
+  // w.routed_back of w.routed, which are scaled before.
+  Status transform_output(void* stream, std::int64_t tokens, const LayerWorkspace& w) const;
   Status run_routed(void* stream, CudaExpertsArgs a, const void* shared_rows, void* to, DType dtype,
                     std::span<RowNumerics> numerics) const;
   // Adds what a call left in its workspace, `factor` times; nothing when `numerics` is empty.

@@ -38,15 +38,9 @@ Status ranks_can_implement(const layer::RankPlan& ranks, const FusedMoE::Options
 }  // namespace
 
 Status CudaLayer::can_implement(const layer::FusedPlan& plan, const FusedMoE::Options& options) {
-  if (options.transform.input || options.transform.output) {
-    return unsupported("routed transforms: got host functions, need none on a GPU");
-  }
   if (plan.input_norm_eps > 0) {
     return unsupported("input_norm_eps: got " + std::to_string(plan.input_norm_eps) +
                        " on a GPU, need 0 or the CPU");
-  }
-  if (options.shared_experts) {
-    return unsupported("shared_experts: got a host function, need none on a GPU");
   }
   if (options.capture) {
     return unsupported("capture: got a host function, need none on a GPU: Trace gives the ids");
@@ -68,9 +62,12 @@ bool shared_joins(const layer::FusedPlan& plan, bool gated_shared) {
                      r.intermediate_size == s.intermediate_size &&
                      r.quant.weight == s.quant.weight && r.quant.activation == s.quant.activation &&
                      r.activation_dtype == s.activation_dtype && r.activation == s.activation;
-  // Over ranks each computes the shared expert for its own rows, the routed ones for others' too.
-  if (!alike || plan.ranks.active || r.has_expert_bias || r.apply_router_weight_on_input ||
-      plan.routing.num_zero_experts > 0 || plan.output_scale != 1.0F) {
+  // Over ranks each computes the shared expert for its own rows, the routed ones for others' too;
+  // transforms are the routed experts' alone; and a function that routes knows no slot for it.
+  if (!alike || plan.ranks.active || plan.has_input_transform || plan.has_output_transform ||
+      plan.routing.method == RoutingMethod::kCustom || r.has_expert_bias ||
+      r.apply_router_weight_on_input || plan.routing.num_zero_experts > 0 ||
+      plan.output_scale != 1.0F) {
     return false;
   }
   MoeProblem joined = r;
@@ -105,9 +102,14 @@ Result<LayerWorkspace> LayerWorkspace::carve(const layer::FusedPlan& plan, bool 
     w.shared_ids = take<std::int32_t>(arena, tokens);
   }
   const bool spread = plan.ranks.active;
-  if (plan.output_scale != 1.0F || plan.has_zero_experts || spread) {
-    w.routed = take<float>(arena, tokens * plan.hidden_size);
+  const bool shared_function = plan.adds_shared && !plan.has_shared;
+  if (plan.output_scale != 1.0F || plan.has_zero_experts || plan.has_output_transform ||
+      shared_function || spread) {
+    w.routed = take<float>(arena, tokens * plan.latent_size);
   }
+  if (plan.has_input_transform) w.latent = take<std::uint16_t>(arena, tokens * plan.latent_size);
+  if (plan.has_output_transform) w.routed_back = take<float>(arena, tokens * plan.hidden_size);
+  if (shared_function) w.shared_sums = take<float>(arena, tokens * plan.hidden_size);
   if (spread && plan.has_zero_experts) w.sent_ids = take<std::int32_t>(arena, tokens * k);
   // Sizes grow with tokens: a larger call's workspace holds every smaller call.
   MoeProblem problem = experts_problem(plan, gated_shared);

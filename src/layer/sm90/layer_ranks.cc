@@ -1,6 +1,8 @@
 // The call of a CudaLayer over ranks: which rows this rank hands to the experts of all, and how the
 // result becomes that of all ranks. What is added, where and in which order is
 // cpu/forward_ranks.cc's; the host waits for the other ranks at each exchange.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <memory>
 #include <utility>
@@ -34,11 +36,13 @@ Status CudaLayer::Impl::create_ranks(const FusedMoE::Options& options) {
     transport = std::move(made);
   } else if (ranks.per_slot) {
     MOESAIC_RETURN_IF_ERROR(
-        slot_rows.reserve("slots", max_tokens * plan.routed.top_k * plan.hidden_size * 2));
+        slot_rows.reserve("slots", max_tokens * plan.routed.top_k * plan.latent_size * 2));
   }
   if (ranks.replicas == 1) return {};
   const std::int64_t summed =
-      ranks.reduced ? 0 : std::max(max_tokens * plan.hidden_size * 4, slot_rows.bytes());
+      ranks.reduced ? 0
+                    : std::max(max_tokens * std::max(plan.hidden_size, plan.latent_size) * 4,
+                               slot_rows.bytes());
   MOESAIC_ASSIGN_OR_RETURN(replicas, DeviceReplicas::create(mesh->replicas(), device, summed));
   return {};
 }
@@ -72,10 +76,10 @@ Status CudaLayer::Impl::run_experts(void* stream, const Prepared& rows,
 // together without a rounding; then they are added in slot order as on one GPU.
 Status CudaLayer::Impl::run_slots_here(void* stream, Prepared here, const LayerWorkspace& w) const {
   const std::int64_t tokens = here.hidden_states.dim(0), slots = tokens * plan.routed.top_k;
-  const std::int64_t count = slots * plan.hidden_size;
+  const std::int64_t count = slots * plan.latent_size;
   MOESAIC_RETURN_IF_ERROR(fill_zero("slots", slot_rows.as<void>(), count * 2, stream));
   here.expert_output = {
-      slot_rows.as<std::byte>(), DType::kBF16, {slots, plan.hidden_size}, Device::cuda(device)};
+      slot_rows.as<std::byte>(), DType::kBF16, {slots, plan.latent_size}, Device::cuda(device)};
   MOESAIC_RETURN_IF_ERROR(run_experts(stream, here, w));
   MOESAIC_RETURN_IF_ERROR(
       replicas->all_reduce_sum(stream, slot_rows.as<void>(), count, /*bf16=*/true));
@@ -84,18 +88,18 @@ Status CudaLayer::Impl::run_slots_here(void* stream, Prepared here, const LayerW
   c.row_of_pair = here.topk_ids.as<std::int32_t>();  // read for its sign only
   c.tokens = tokens;
   c.top_k = static_cast<std::int32_t>(plan.routed.top_k);
-  c.hidden = static_cast<std::int32_t>(plan.hidden_size);
+  c.hidden = static_cast<std::int32_t>(plan.latent_size);
   c.output_f32 = true;
   c.output = w.routed;
   return check_call("combine", launch_combine(c, stream));
 }
 
-// w.routed [M, H] = what the ranks' experts make of the given rows: all of them, or (not reduced)
+// w.routed [M, latent] = what the ranks' experts make of the given rows: all of them, or (not reduced)
 // those of the ranks that have other rows.
 Status CudaLayer::Impl::run_given(const PrepareArgs& given, const LayerWorkspace& w) const {
   void* const stream = given.stream.handle;
   const TensorView sum(reinterpret_cast<std::byte*>(w.routed), DType::kF32,
-                       {given.hidden_states.dim(0), plan.hidden_size}, Device::cuda(device));
+                       {given.hidden_states.dim(0), plan.latent_size}, Device::cuda(device));
   if (transport) {
     MOESAIC_ASSIGN_OR_RETURN(const Prepared arrived, transport->prepare(given));
     MOESAIC_RETURN_IF_ERROR(run_experts(stream, arrived, w));
@@ -116,15 +120,41 @@ Status CudaLayer::Impl::run_given(const PrepareArgs& given, const LayerWorkspace
   return run_experts(stream, here, w);
 }
 
-Status CudaLayer::Impl::gather_replicas(void* stream, const Out& out, std::int64_t tokens) const {
-  const std::int64_t row_bytes = plan.hidden_size * dtype_bits(out.dtype) / 8;
+Status CudaLayer::Impl::gather_replicas(void* stream, void* rows, DType dtype,
+                                        std::int64_t tokens) const {
+  const std::int64_t row_bytes = plan.hidden_size * dtype_bits(dtype) / 8;
   std::vector<std::int64_t> first;
   first.reserve(static_cast<std::size_t>(plan.ranks.replicas) + 1);
   for (int r = 0; r < plan.ranks.replicas; ++r) {
     first.push_back(layer::replica_share(tokens, plan.ranks.replicas, r).first * row_bytes);
   }
   first.push_back(tokens * row_bytes);
-  return replicas->gather(stream, static_cast<std::byte*>(out.output), first);
+  return replicas->gather(stream, static_cast<std::byte*>(rows), first);
+}
+
+Status CudaLayer::sum_over_replicas(Stream stream, const TensorView& x) const {
+  const Impl& m = *impl_;
+  if (x.dtype != DType::kF32 && x.dtype != DType::kBF16) {
+    return {StatusCode::kInvalidDType,
+            fmt::format("x: got {}, need F32 or BF16 on a GPU", dtype_name(x.dtype))};
+  }
+  MOESAIC_RETURN_IF_ERROR(expect_device("x", x, Device::cuda(m.device)));
+  MOESAIC_RETURN_IF_ERROR(expect_contiguous("x", x));
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t count, x.shape.num_elements());
+  const DeviceScope scope(m.device);
+  MOESAIC_RETURN_IF_ERROR(scope.status());
+  MOESAIC_RETURN_IF_ERROR(check_not_capturing(stream.handle));
+  if (count > 0) MOESAIC_RETURN_IF_ERROR(check_device_pointer("x", x.data, 16, m.device));
+  if (MOESAIC_FAULT(cuda_layer_parts_stay_parts)) return {};
+  // As much at once as there is room for; an element's sum does not depend on it.
+  const std::int64_t most = m.max_tokens * m.plan.hidden_size;
+  const std::int64_t element = dtype_bits(x.dtype) / 8;
+  for (std::int64_t first = 0; first < count; first += most) {
+    MOESAIC_RETURN_IF_ERROR(m.mesh->give_up(
+        m.replicas->all_reduce_sum(stream.handle, x.data + first * element,
+                                   std::min(most, count - first), x.dtype == DType::kBF16)));
+  }
+  return {};
 }
 
 Status CudaLayer::Impl::run_over_ranks(void* stream, const Rows& rows, const Out& out) const {
@@ -163,15 +193,39 @@ Status CudaLayer::Impl::run_rows_over_ranks(void* stream, const Rows& rows, cons
                            {given.count, columns}, Device::cuda(device));
   };
   args.hidden_states = view(x_bf16, DType::kBF16, hidden);
+  if (plan.has_input_transform) {
+    MOESAIC_RETURN_IF_ERROR(transform_input(stream, args.hidden_states.data, given.count, w));
+    args.hidden_states = {reinterpret_cast<const std::byte*>(w.latent),
+                          DType::kBF16,
+                          {given.count, plan.latent_size},
+                          Device::cuda(device)};
+  }
   args.topk_ids = view(ids, DType::kI32, k);
   args.topk_weights = view(w.topk_weights, DType::kF32, k);
   args.stream.handle = stream;
   MOESAIC_RETURN_IF_ERROR(run_given(args, w));
-  if (plan.has_shared && share.count > 0) {
+  // A transform need not be linear: the parts of all ranks are added up and scaled before it.
+  const bool complete = ranks.reduced || ranks.per_slot || plan.has_output_transform;
+  if (plan.has_output_transform) {
+    if (!ranks.reduced && !ranks.per_slot) {
+      MOESAIC_RETURN_IF_ERROR(replicas->all_reduce_sum(
+          stream, w.routed, given.count * plan.latent_size, /*bf16=*/false));
+    }
+    MOESAIC_RETURN_IF_ERROR(transform_output(stream, given.count, w));
+  }
+  const bool by_itself = out.shared != nullptr;
+  if (plan.adds_shared && share.count > 0) {
     // The routed experts are through with the workspace that both use.
     const Rows part = {x + share.first * x_bytes, rows.x_dtype, x_bf16 + share.first * hidden,
                        share.count};
-    MOESAIC_RETURN_IF_ERROR(run_shared(stream, part, w, w.shared_rows, /*kept=*/false, {}));
+    auto* const to = static_cast<std::byte*>(out.shared) +
+                     (by_itself ? share.first * hidden * (dtype_bits(out.shared_dtype) / 8) : 0);
+    MOESAIC_RETURN_IF_ERROR(
+        by_itself ? shared_apart(stream, part, w, to, out.shared_dtype, /*kept=*/false, {})
+                  : shared_to_workspace(stream, part, w, /*kept=*/false, {}));
+  }
+  if (by_itself && ranks.replicas > 1 && !MOESAIC_FAULT(layer_shared_part_stays_partial)) {
+    MOESAIC_RETURN_IF_ERROR(gather_replicas(stream, out.shared, out.shared_dtype, all.count));
   }
 
   const auto combine = [&](const LayerCombineParams& p) {
@@ -179,8 +233,8 @@ Status CudaLayer::Impl::run_rows_over_ranks(void* stream, const Rows& rows, cons
   };
   LayerCombineParams p;
   p.hidden = hidden;
-  p.scale = plan.output_scale;
-  p.shared = plan.has_shared && !MOESAIC_FAULT(layer_omit_shared) ? w.shared_rows : nullptr;
+  p.scale = plan.has_output_transform ? 1.0F : plan.output_scale;
+  if (plan.adds_shared && !by_itself) add_shared(w, p);
   const auto to_output = [&](const layer::RowRange& mine, bool zero_experts) {
     p.tokens = mine.count;
     p.zero_weight = zero_experts ? w.zero_weight + mine.first : nullptr;
@@ -191,13 +245,16 @@ Status CudaLayer::Impl::run_rows_over_ranks(void* stream, const Rows& rows, cons
         static_cast<std::byte*>(out.output) + mine.first * hidden * (dtype_bits(out.dtype) / 8);
     return combine(p);
   };
-  if (ranks.reduced || ranks.per_slot) {
+  if (complete) {
     // Without shared experts every replica can finish what it was given by itself.
-    const layer::RowRange mine = plan.has_shared ? share : given;
-    p.routed = w.routed + (mine.first - given.first) * hidden;
+    const layer::RowRange mine = plan.adds_shared ? share : given;
+    p.routed = (plan.has_output_transform ? w.routed_back : w.routed) +
+               (mine.first - given.first) * hidden;
     MOESAIC_RETURN_IF_ERROR(to_output(mine, plan.has_zero_experts));
-    const bool shared_out = plan.has_shared || ranks.reduced;
-    return shared_out && ranks.replicas > 1 ? gather_replicas(stream, out, all.count) : Status();
+    const bool shared_out = plan.adds_shared || ranks.reduced;
+    return shared_out && ranks.replicas > 1
+               ? gather_replicas(stream, out.output, out.dtype, all.count)
+               : Status();
   }
 
   // Partial sums, and with them the shared experts of this rank's share, are added up once.

@@ -3,9 +3,11 @@
 #include <optional>
 #include <vector>
 
+#include "core/fault.h"
 #include "experts/sm90/grouped_gemm.h"
 #include "layer/sm90/layer_impl.h"
 #include "layer/sm90/layer_ops.h"
+#include "router/sm90/routing_ops.h"
 
 namespace moesaic::cuda {
 
@@ -23,7 +25,10 @@ Result<ProloguePlace> CudaLayer::Impl::prologue_place(std::int64_t tokens, DType
   if (with_shared) a.top_k = 0;
   const std::optional<RouteParams> rule = (with_shared ? joined_router : router)->usual(r);
   PrologueFacts facts;
-  facts.experts_have_prologue = experts->prologue(a).has_value();
+  // A function of the caller's stands between the kernels.
+  facts.experts_have_prologue = !plan.has_input_transform &&
+                                plan.routing.method != RoutingMethod::kCustom &&
+                                experts->prologue(a).has_value();
   facts.gate_runs_prologue = gate && gate->runs_prologue(x_dtype, tokens);
   facts.router_rule_moves = rule.has_value();
   facts.experts_route = rule && experts->can_route(*rule);
@@ -72,6 +77,14 @@ Status CudaLayer::Impl::route(void* stream, const Rows& rows, const LayerWorkspa
   CudaRouterArgs r;
   r.tokens = rows.tokens;
   r.router_logits = w.logits;
+  if (given.logits != nullptr && w.logits == nullptr) {  // taken as they are
+    r.router_logits = given.logits;
+    r.logits_dtype = given.logits_dtype;
+  }
+  r.hidden_states = {static_cast<const std::byte*>(rows.x_bf16),
+                     DType::kBF16,
+                     {rows.tokens, plan.hidden_size},
+                     Device::cuda(device)};
   r.input_ids = given.input_ids;
   r.padding_mask = given.padding;
   r.topk_weights = w.topk_weights;
@@ -104,9 +117,8 @@ Status CudaLayer::Impl::take_given_logits(void* stream, const Rows& rows, const 
   if (out.logits != nullptr) w.logits = out.logits;
   const Given& given = rows.given;
   if (given.logits == nullptr || given.logits == w.logits) return {};
-  if (given.logits_dtype == DType::kF32 && out.logits == nullptr) {
-    // The router only reads them.
-    w.logits = const_cast<float*>(static_cast<const float*>(given.logits));
+  if (out.logits == nullptr) {
+    w.logits = nullptr;  // the router reads the caller's, of whatever dtype
     return {};
   }
   const std::int64_t columns = plan.routing.num_experts + plan.routing.num_zero_experts;
@@ -116,9 +128,14 @@ Status CudaLayer::Impl::take_given_logits(void* stream, const Rows& rows, const 
 
 Status CudaLayer::Impl::clear_padding(void* stream, const Rows& rows, const Out& out) const {
   if (rows.given.padding == nullptr) return {};
-  const std::int64_t row_bytes = plan.hidden_size * dtype_bits(out.dtype) / 8;
-  return check_call("padding_mask", launch_clear_rows(rows.given.padding, rows.tokens, row_bytes,
-                                                      out.output, stream));
+  const auto clear = [&](void* to, DType dtype) {
+    if (to == nullptr) return Status();
+    const std::int64_t row_bytes = plan.hidden_size * dtype_bits(dtype) / 8;
+    return check_call("padding_mask",
+                      launch_clear_rows(rows.given.padding, rows.tokens, row_bytes, to, stream));
+  };
+  MOESAIC_RETURN_IF_ERROR(clear(out.output, out.dtype));
+  return clear(out.shared, out.shared_dtype);
 }
 
 Status CudaLayer::Impl::measure(void* stream, const CudaExperts& experts, const CudaExpertsArgs& a,
@@ -132,7 +149,8 @@ Status CudaLayer::Impl::measure(void* stream, const CudaExperts& experts, const 
 }
 
 Status CudaLayer::Impl::run_shared(void* stream, const Rows& rows, const LayerWorkspace& w,
-                                   void* to, bool kept, std::span<RowNumerics> numerics) const {
+                                   const CudaResult& to, bool kept,
+                                   std::span<RowNumerics> numerics) const {
   CudaExpertsArgs a;
   a.tokens = rows.tokens;
   a.rows = kept ? CudaRows::kept(rows.x_bf16) : CudaRows::bf16(rows.x_bf16);
@@ -150,10 +168,10 @@ Status CudaLayer::Impl::run_shared(void* stream, const Rows& rows, const LayerWo
     a.topk_ids = w.shared_ids;
     a.topk_weights = w.shared_weights;
   }
-  // One slot per token, and every one has an expert here: its weighted rows are the sums.
-  a.result = CudaResult::slots(to);
+  a.result = to;
   a.workspace = w.shared;
-  a.workspace_bytes = w.shared_bytes;
+  // Where both join, a part that is wanted apart is computed in the memory of the joined call.
+  a.workspace_bytes = joins ? std::max(w.shared_bytes, w.experts_bytes) : w.shared_bytes;
   a.top_k = 1;
   a.used_experts = 1;
   a.expert_map = joins ? expert_map.as<std::int32_t>() : nullptr;
@@ -187,44 +205,86 @@ Status CudaLayer::Impl::run(void* stream, const Rows& rows, const Out& out) cons
   return clear_padding(stream, rows, out);
 }
 
+// One slot per token, and every one has an expert here: its weighted rows are the sums.
+Status CudaLayer::Impl::shared_to_workspace(void* stream, const Rows& rows, const LayerWorkspace& w,
+                                            bool kept, std::span<RowNumerics> numerics) const {
+  if (!plan.has_shared) return shared_function(stream, rows, w.shared_sums);
+  return run_shared(stream, rows, w, CudaResult::slots(w.shared_rows), kept, numerics);
+}
+
+Status CudaLayer::Impl::shared_apart(void* stream, const Rows& rows, const LayerWorkspace& w,
+                                     void* to, DType dtype, bool kept,
+                                     std::span<RowNumerics> numerics) const {
+  if (plan.has_shared) {
+    return run_shared(stream, rows, w, CudaResult::sum(to, dtype), kept, numerics);
+  }
+  if (dtype == DType::kF32) return shared_function(stream, rows, static_cast<float*>(to));
+  MOESAIC_RETURN_IF_ERROR(shared_function(stream, rows, w.shared_sums));
+  return check_call("shared_output",
+                    launch_round_to_bf16(w.shared_sums, DType::kF32, rows.tokens * plan.hidden_size,
+                                         static_cast<std::uint16_t*>(to), stream));
+}
+
+void CudaLayer::Impl::add_shared(const LayerWorkspace& w, LayerCombineParams& to) const {
+  if (MOESAIC_FAULT(layer_omit_shared)) return;
+  to.shared = plan.has_shared ? static_cast<const void*>(w.shared_rows) : w.shared_sums;
+  to.shared_dtype = plan.has_shared ? DType::kBF16 : DType::kF32;
+}
+
 // A bf16 sum without factors takes the shared rows out of the output, where they were put first: no
 // buffer for them. Otherwise the shared rows are made last, in memory that the experts left, and
 // one kernel adds everything to the fp32 sum of the experts. Both round the same fp32 sums.
 Status CudaLayer::Impl::run_rows(void* stream, const Rows& rows, const Out& out) const {
   MOESAIC_ASSIGN_OR_RETURN(LayerWorkspace w, carve(rows.tokens));
   MOESAIC_RETURN_IF_ERROR(take_given_logits(stream, rows, out, w));
-  if (joins && rows.tokens <= kJoinedTokens) return run_joined(stream, rows, w, out);
-  const bool shared_too = plan.has_shared;
+  const bool shared_too = plan.adds_shared && out.shared == nullptr;
+  if (joins && shared_too && rows.tokens <= kJoinedTokens) return run_joined(stream, rows, w, out);
   const bool measured = !out.numerics.empty();  // then the work list must be in memory
   if (out.topk_weights != nullptr) w.topk_weights = out.topk_weights;
   if (out.topk_ids != nullptr) w.topk_ids = out.topk_ids;
   CudaExpertsArgs args = routed_args(rows, w);
   // A shared expert by itself would use the same workspace in between.
-  const bool keeps = shared_too && (joins ? experts : shared)->same_rows(*experts);
+  const bool keeps = plan.has_shared && !plan.has_input_transform &&
+                     (joins ? experts : shared)->same_rows(*experts);
   MOESAIC_RETURN_IF_ERROR(
-      route(stream, rows, w, /*with_shared=*/false, shared_too || measured ? nullptr : &args));
-  if (w.routed == nullptr && out.dtype == DType::kBF16) {
+      route(stream, rows, w, /*with_shared=*/false, plan.has_shared || measured ? nullptr : &args));
+  if (plan.has_input_transform) {
+    MOESAIC_RETURN_IF_ERROR(transform_input(stream, rows.x_bf16, rows.tokens, w));
+    args.rows = CudaRows::bf16(w.latent);
+  }
+  const auto shared_part = [&] {
+    return out.shared == nullptr
+               ? Status()
+               : shared_apart(stream, rows, w, out.shared, out.shared_dtype, keeps, out.numerics);
+  };
+  if (w.routed == nullptr && (out.dtype == DType::kBF16 || !shared_too)) {
     if (shared_too) {
-      MOESAIC_RETURN_IF_ERROR(
-          run_shared(stream, rows, w, out.output, /*kept=*/false, out.numerics));
+      MOESAIC_RETURN_IF_ERROR(run_shared(stream, rows, w, CudaResult::slots(out.output),
+                                         /*kept=*/false, out.numerics));
+      if (keeps) args.rows = CudaRows::kept(rows.x_bf16);
     }
-    if (keeps) args.rows = CudaRows::kept(rows.x_bf16);
-    return run_routed(stream, args, shared_too ? out.output : nullptr, out.output, out.dtype,
-                      out.numerics);
+    MOESAIC_RETURN_IF_ERROR(run_routed(stream, args, shared_too ? out.output : nullptr, out.output,
+                                       out.dtype, out.numerics));
+    return shared_part();
   }
-  float* const sum = w.routed != nullptr ? w.routed : static_cast<float*>(out.output);
+  float* sum = w.routed != nullptr ? w.routed : static_cast<float*>(out.output);
   MOESAIC_RETURN_IF_ERROR(run_routed(stream, args, nullptr, sum, DType::kF32, out.numerics));
-  if (shared_too) {
-    MOESAIC_RETURN_IF_ERROR(run_shared(stream, rows, w, w.shared_rows, keeps, out.numerics));
-  }
-  if (w.routed == nullptr && !shared_too) return {};
+  MOESAIC_RETURN_IF_ERROR(shared_part());
   LayerCombineParams p;
+  p.scale = plan.output_scale;
+  if (plan.has_output_transform) {
+    MOESAIC_RETURN_IF_ERROR(transform_output(stream, rows.tokens, w));
+    sum = w.routed_back;
+    p.scale = 1.0F;
+  }
+  if (shared_too) {
+    MOESAIC_RETURN_IF_ERROR(shared_to_workspace(stream, rows, w, keeps, out.numerics));
+    add_shared(w, p);
+  }
   p.routed = sum;
-  p.shared = shared_too ? w.shared_rows : nullptr;
   p.zero_weight = plan.has_zero_experts ? w.zero_weight : nullptr;
   p.x = rows.x;
   p.x_dtype = rows.x_dtype;
-  p.scale = plan.output_scale;
   p.tokens = rows.tokens;
   p.hidden = plan.hidden_size;
   p.output = out.output;

@@ -1,6 +1,7 @@
 // Compiled with --fmad=false: products and sums round separately, as on the CPU.
 #include <cuda_runtime.h>
 
+#include "cuda/element.cuh"
 #include "cuda/experts_prologue.cuh"
 #include "cuda/fault.cuh"
 #include "cuda/ptx/sync.cuh"
@@ -33,15 +34,14 @@ class WarpRouter {
       : p_(p), s_(s), lane_(lane) {}
 
   __device__ void run(std::int64_t token) {
-    const float* const row = p_.logits + token * p_.columns;
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) logit_[i] = live(i) ? row[column(i)] : 0.0F;
+    load_row(token);
     float zero_weight = 0;
     switch (p_.method) {
       case RoutingMethod::kTopK:
         score();
         select_with(p_.bias);
         renormalize_and_scale(0.0F);
+        if (p_.expert_scale != nullptr) scale_by_expert();
         break;
       case RoutingMethod::kGroupedTopK:
         if (grouped()) renormalize_and_scale(1e-20F);
@@ -86,7 +86,7 @@ class WarpRouter {
   __device__ void erase(std::int64_t token) {
     const int slots = p_.top_k + p_.num_shared;
     for (int j = lane_; j < slots; j += 32) {
-      p_.ids[token * slots + j] = -1;
+      put_id(token * slots + j, -1);
       p_.weights[token * slots + j] = 0;
     }
     if (p_.zero_weight != nullptr && lane_ == 0) p_.zero_weight[token] = 0;
@@ -95,6 +95,32 @@ class WarpRouter {
  private:
   __device__ int column(int i) const { return i * 32 + lane_; }
   __device__ bool live(int i) const { return column(i) < p_.columns; }
+
+  __device__ void load_row(std::int64_t token) {
+    const std::int64_t first = token * p_.columns;
+    if (p_.logits != nullptr) {
+      const float* const row = p_.logits + first;
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) logit_[i] = live(i) ? row[column(i)] : 0.0F;
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      logit_[i] =
+          live(i) ? load_element(p_.narrow_logits, p_.narrow_dtype, first + column(i)) : 0.0F;
+      MOESAIC_CUDA_FAULT(cuda_router_narrow_logits_of_the_first_row,
+                         logit_[i] = live(i) ? load_element(p_.narrow_logits, p_.narrow_dtype,
+                                                            column(i))
+                                             : 0.0F;)
+    }
+  }
+  __device__ void put_id(std::int64_t at, std::int32_t id) const {
+    if (p_.wide_ids != nullptr) {
+      p_.wide_ids[at] = id;
+    } else {
+      p_.ids[at] = id;
+    }
+  }
 
   __device__ void score() {
     if (p_.scoring == ScoringFunc::kSoftmax) {
@@ -219,6 +245,12 @@ class WarpRouter {
     }
     MOESAIC_CUDA_FAULT(cuda_router_does_not_renormalise, sum = 1;)
     divide_and_scale(sum);  // dividing by 1 changes nothing
+  }
+
+  __device__ void scale_by_expert() {
+    MOESAIC_CUDA_FAULT(cuda_router_forgets_the_expert_scale, return;)
+    for (int j = lane_; j < p_.top_k; j += 32) s_.weights[j] *= p_.expert_scale[s_.ids[j]];
+    __syncwarp();
   }
 
   __device__ void softmax_of_selected() {
@@ -369,7 +401,7 @@ class WarpRouter {
     return true;
   }
 
-  // A group's rank: its best candidate, or with a bias the sum of its two best.
+  // A group's rank: its best candidate, or the sum of its two best.
   __device__ void rank_group(int g, int size) {
     std::uint32_t first = kTaken, second = kTaken;
     for (int m = lane_; m < size; m += 32) {
@@ -382,7 +414,7 @@ class WarpRouter {
       }
     }
     std::uint32_t rank = __reduce_max_sync(kAllLanes, first);
-    if (p_.bias != nullptr) {
+    if (p_.groups_by_best_two) {
       const int owner = __ffs(static_cast<int>(__ballot_sync(kAllLanes, first == rank))) - 1;
       const std::uint32_t next = __reduce_max_sync(kAllLanes, lane_ == owner ? second : first);
       const float other = next == kTaken ? minus_infinity() : value_of(next);
@@ -413,7 +445,7 @@ class WarpRouter {
     const int slots = p_.top_k + p_.num_shared;
     for (int j = lane_; j < slots; j += 32) {
       const bool shared = j >= p_.top_k;
-      p_.ids[token * slots + j] = shared ? p_.num_experts + j - p_.top_k : s_.ids[j];
+      put_id(token * slots + j, shared ? p_.num_experts + j - p_.top_k : s_.ids[j]);
       p_.weights[token * slots + j] = shared ? p_.shared_weight : s_.weights[j];
       MOESAIC_CUDA_FAULT(cuda_router_loses_the_joined_expert,
                          if (shared) p_.weights[token * slots + j] = 0;)

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/experts_prologue.h"
+#include "moesaic/dtype.h"
 #include "moesaic/spec.h"
 
 namespace moesaic::cuda {
@@ -13,14 +14,17 @@ inline constexpr std::int64_t kMaxRouteColumns = 1024;
 
 // Device pointers and the rule of a call. slots = top_k + num_shared.
 struct RouteParams {
-  const float* logits = nullptr;             // [tokens, columns]
+  const float* logits = nullptr;             // [tokens, columns], or null and ...
+  const void* narrow_logits = nullptr;       // ... the same of narrow_dtype, widened exactly
   const float* bias = nullptr;               // [columns] added for selection, or null
+  const float* expert_scale = nullptr;       // kTopK: [columns], last factor of a weight, or null
   const float* vision_bias = nullptr;        // kHash: [columns] or null
   const std::int32_t* hash_table = nullptr;  // kHash: [vocab, top_k]
   const std::int32_t* input_ids = nullptr;   // kHash: [tokens]
   const std::uint8_t* padding = nullptr;     // [tokens], non-zero: no experts; or null
   float* weights = nullptr;                  // [tokens, slots]
-  std::int32_t* ids = nullptr;               // [tokens, slots]
+  std::int32_t* ids = nullptr;               // [tokens, slots], or null and ...
+  std::int64_t* wide_ids = nullptr;          // ... the same in 64 bits
   float* zero_weight = nullptr;              // kZeroExpert: [tokens], weight of identity experts
   std::int64_t tokens = 0;
   std::int32_t columns = 0, num_experts = 0, top_k = 0, num_shared = 0;
@@ -28,7 +32,9 @@ struct RouteParams {
   std::int32_t vocab = 0, vision_base = 0;
   RoutingMethod method = RoutingMethod::kTopK;
   ScoringFunc scoring = ScoringFunc::kSoftmax;
+  DType narrow_dtype = DType::kBF16;  // or F16
   bool renormalize = false;
+  bool groups_by_best_two = false;  // a group's rank is the sum of its two best candidates
   float renorm_floor = 0, renorm_epsilon = 0, scale = 1, p_norm = 1, jitter_eps = 0,
         shared_weight = 1;
 };

@@ -7,9 +7,12 @@
 #include <new>
 #include <utility>
 
+#include "core/fault.h"
+#include "core/guarded.h"
 #include "cuda/device_memory.h"
 #include "router/router_checks.h"
 #include "router/sm90/route.h"
+#include "router/sm90/routing_ops.h"
 
 namespace moesaic::cuda {
 
@@ -17,20 +20,31 @@ struct CudaRouter::Impl {
   RoutingSpec spec;
   std::string name;
   int device = 0;
-  Allocation bias, vision_bias, hash_table;
+  Allocation bias, vision_bias, expert_scale, hash_table;
+  DeviceRoutingFn custom;
   RouteParams params;  // without the tensors of a call
 
   Status upload_parts(const Router::Options& options);
   RouteParams of_call(const CudaRouterArgs& a) const;
+  Status run_custom(void* stream, const CudaRouterArgs& a) const;
 };
 
 RouteParams CudaRouter::Impl::of_call(const CudaRouterArgs& a) const {
   RouteParams p = params;
-  p.logits = a.router_logits;
+  if (a.logits_dtype == DType::kF32) {
+    p.logits = static_cast<const float*>(a.router_logits);
+  } else {
+    p.narrow_logits = a.router_logits;
+    p.narrow_dtype = a.logits_dtype;
+  }
   p.input_ids = a.input_ids;
   p.padding = a.padding_mask;
   p.weights = a.topk_weights;
-  p.ids = a.topk_ids;
+  if (a.ids_dtype == DType::kI64) {
+    p.wide_ids = static_cast<std::int64_t*>(a.topk_ids);
+  } else {
+    p.ids = static_cast<std::int32_t*>(a.topk_ids);
+  }
   p.zero_weight = spec.num_zero_experts > 0 ? a.zero_expert_weight : nullptr;
   p.tokens = a.tokens;
   return p;
@@ -44,10 +58,12 @@ Status CudaRouter::Impl::upload_parts(const Router::Options& o) {
   };
   MOESAIC_RETURN_IF_ERROR(put("correction_bias", o.correction_bias, bias));
   MOESAIC_RETURN_IF_ERROR(put("vision_bias", o.vision_bias, vision_bias));
+  MOESAIC_RETURN_IF_ERROR(put("expert_scale", o.expert_scale, expert_scale));
   MOESAIC_RETURN_IF_ERROR(put("hash_table", o.hash_table, hash_table));
   const auto narrow = [](std::int64_t v) { return static_cast<std::int32_t>(v); };
   params.bias = bias.as<float>();
   params.vision_bias = vision_bias.as<float>();
+  params.expert_scale = expert_scale.as<float>();
   params.hash_table = hash_table.as<std::int32_t>();
   params.columns = narrow(spec.num_experts + spec.num_zero_experts);
   params.num_experts = narrow(spec.num_experts);
@@ -66,7 +82,34 @@ Status CudaRouter::Impl::upload_parts(const Router::Options& o) {
   params.p_norm = static_cast<float>(spec.p_norm);
   params.jitter_eps = static_cast<float>(spec.jitter_eps);
   params.shared_weight = o.shared_expert_weight;
+  params.groups_by_best_two = spec.has_correction_bias || spec.group_by_best_two;
+  custom = o.custom_on_device;
   return {};
+}
+
+// The caller's function fills the outputs; what names nobody, and rows of padding, are put right.
+Status CudaRouter::Impl::run_custom(void* stream, const CudaRouterArgs& a) const {
+  const Device on = Device::cuda(device);
+  const auto bytes = [](const void* p) { return static_cast<const std::byte*>(p); };
+  const ConstTensorView logits(bytes(a.router_logits), a.logits_dtype, {a.tokens, params.columns},
+                               on);
+  const TensorView weights(reinterpret_cast<std::byte*>(a.topk_weights), DType::kF32,
+                           {a.tokens, params.top_k}, on);
+  const TensorView ids(static_cast<std::byte*>(a.topk_ids), DType::kI32, {a.tokens, params.top_k},
+                       on);
+  MOESAIC_RETURN_IF_ERROR(guarded("custom routing function", [&] {
+    return custom(Stream{stream}, a.hidden_states, logits, params.renormalize, weights, ids);
+  }));
+  TakeRoutingParams p;
+  p.weights = a.topk_weights;
+  p.ids = a.topk_ids;
+  p.padding = a.padding_mask;
+  p.tokens = a.tokens;
+  p.top_k = params.top_k;
+  p.num_experts = MOESAIC_FAULT(cuda_custom_ids_unchecked) ? INT32_MAX : params.num_experts;
+  p.topk_weights = a.topk_weights;
+  p.topk_ids = static_cast<std::int32_t*>(a.topk_ids);
+  return check_call("custom routing", launch_take_routing(p, stream));
 }
 
 Result<std::unique_ptr<CudaRouter>> CudaRouter::create(const Router::Options& options, int device) {
@@ -76,6 +119,12 @@ Result<std::unique_ptr<CudaRouter>> CudaRouter::create(const Router::Options& op
   if (options.capture) {
     return Status(StatusCode::kUnsupported,
                   "capture: got a callback, which the device cannot call; read topk_ids instead");
+  }
+  if (spec.method == RoutingMethod::kCustom && options.num_fused_shared_experts > 0) {
+    return Status(
+        StatusCode::kUnsupported,
+        fmt::format("num_fused_shared_experts: got {} with custom routing on a GPU, need 0",
+                    options.num_fused_shared_experts));
   }
   if (options.num_fused_shared_experts > kMaxRouteColumns) {
     return Status(StatusCode::kUnsupported,
@@ -121,6 +170,10 @@ Status CudaRouter::enqueue(void* stream, const CudaRouterArgs& a,
   }
   const DeviceScope scope(impl_->device);
   MOESAIC_RETURN_IF_ERROR(scope.status());
+  if (spec.method == RoutingMethod::kCustom) {
+    if (prologue == nullptr) return impl_->run_custom(stream, a);
+    return {StatusCode::kInternal, "custom routing: got a prologue that no kernel of ours runs"};
+  }
   return check_call("router", launch_route(impl_->of_call(a), prologue, stream));
 }
 
@@ -128,7 +181,9 @@ std::optional<RouteParams> CudaRouter::usual(const CudaRouterArgs& a) const {
   const RoutingMethod method = impl_->spec.method;
   if (method != RoutingMethod::kTopK && method != RoutingMethod::kGroupedTopK) return std::nullopt;
   if (impl_->spec.scoring_func == ScoringFunc::kSqrtSoftplus || impl_->spec.num_zero_experts > 0 ||
-      a.padding_mask != nullptr) {
+      a.padding_mask != nullptr || impl_->spec.has_expert_scale || a.logits_dtype != DType::kF32 ||
+      a.ids_dtype == DType::kI64 ||
+      impl_->params.groups_by_best_two != (impl_->params.bias != nullptr)) {
     return std::nullopt;
   }
   return impl_->of_call(a);
@@ -137,6 +192,7 @@ std::optional<RouteParams> CudaRouter::usual(const CudaRouterArgs& a) const {
 std::int64_t CudaRouter::slots() const { return impl_->params.top_k + impl_->params.num_shared; }
 const RoutingSpec& CudaRouter::spec() const { return impl_->spec; }
 std::string CudaRouter::name() const { return impl_->name; }
+int CudaRouter::device() const { return impl_->device; }
 
 CudaRouter::CudaRouter(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 CudaRouter::~CudaRouter() = default;
