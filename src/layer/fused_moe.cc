@@ -59,6 +59,27 @@ Status check_tensors(const MoeLayerSpec& spec, const MoeLayerTensors& t, bool in
   return expect_shape("shared_gate_weight", t.shared_gate_weight.view(), {1, spec.hidden_size});
 }
 
+// How rows travel with a prepare/finalize object of this name.
+RankTransport transport_of(std::string_view name) {
+  if (name.find("gather") != std::string_view::npos) return RankTransport::kGather;
+  if (name == "all_to_all_batched") return RankTransport::kBatched;
+  return name.find("all_to_all") != std::string_view::npos ? RankTransport::kAllToAll
+                                                           : RankTransport::kNone;
+}
+
+// Over ranks the transport was chosen before: objects that could serve, but for another one, do not
+// run.
+void refuse_other_transports(const layer::RankPlan& ranks, std::vector<CandidateReport>& rows) {
+  if (!ranks.active) return;
+  for (CandidateReport& row : rows) {
+    const RankTransport own = transport_of(row.name);
+    if (row.stage != "prepare_finalize" || !row.accepted || own == ranks.transport) continue;
+    row.accepted = MOESAIC_FAULT(layer_explains_every_transport);
+    row.reason = fmt::format("transport: got {}, need {}", rank_transport_name(ranks.transport),
+                             rank_transport_name(own));
+  }
+}
+
 // Every stage in order, with the candidates of all engines.
 std::vector<CandidateReport> explain_candidates(const layer::FusedPlan& plan,
                                                 std::string_view router, Device device) {
@@ -70,6 +91,7 @@ std::vector<CandidateReport> explain_candidates(const layer::FusedPlan& plan,
       engine.append_candidates(stage, plan, router, device, rows);
     }
   }
+  refuse_other_transports(plan.ranks, rows);
   const auto append_experts = [&](const MoeProblem& problem, std::string_view stage) {
     for (CandidateReport& row : explain_experts(problem)) {
       row.stage = stage;
