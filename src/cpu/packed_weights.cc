@@ -175,11 +175,13 @@ void unpack_matrix(const PackedShape& shape, const std::byte* src, std::byte* ds
 void pack_block_scales(const PackedShape& shape, const float* scales, std::int64_t scale_cols,
                        float* dst) {
   constexpr int kStripColumns = 16, kStrips = kPanelColumns / kStripColumns;
+  const std::int64_t half_rows = shape.order == RowOrder::kGateUp ? shape.rows / 2 : shape.rows;
   for (std::int64_t p = 0; p < shape.num_panels(); ++p) {
     for (std::int64_t g = 0; g < shape.num_groups(); ++g) {
       for (int s = 0; s < kStrips; ++s) {
         const std::int64_t row = shape.source_row(p, s * kStripColumns);
-        std::int64_t block = row / kGroup;
+        std::int64_t block =
+            row < 0 ? 0 : row / half_rows * ceil_div(half_rows, kGroup) + row % half_rows / kGroup;
         if (MOESAIC_FAULT(cpu_scale_row_of_next_block) && row >= 0)
           block = (block + 1) % ceil_div(shape.rows, kGroup);
         *dst++ = row < 0 ? 0.0F : scales[block * scale_cols + g];

@@ -51,8 +51,7 @@ void pack_matrix(const PackedShape& shape, const std::byte* src, std::byte* dst,
 // The inverse: dst [rows, K].
 void unpack_matrix(const PackedShape& shape, const std::byte* src, std::byte* dst);
 
-// Block scales [ceil(rows/128), ceil(K/128)] F32 (row blocks counted within each half for kGateUp,
-// whose halves must be multiples of 128) -> [panel][group][4], one scale per 16 columns; padding
+// Block scales [ceil(rows/128), ceil(K/128)] F32 (rows counted within each half for kGateUp) -> [panel][group][4], one scale per 16 columns; padding
 // columns get 0.
 void pack_block_scales(const PackedShape& shape, const float* scales, std::int64_t scale_cols,
                        float* dst);

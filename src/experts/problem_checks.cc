@@ -67,17 +67,13 @@ Status needs_multiple(std::string_view field, std::int64_t size, std::int64_t mu
                                  size, what, multiple, multiple));
 }
 
-// Gate and up rows must not share a weight block, and a group of weights or activations is whole
-// in every row that is cut for tensor parallelism. Integer groups alone may end ragged.
+// A group of weights or activations is whole in every row that is cut for tensor parallelism.
+// Integer groups, weight blocks (whose rows are counted within gate and up) and groups of e4m3
+// activations with a scale of their own range may end ragged.
 Status check_block_shapes(const MoeProblem& p) {
   const OperandQuant& w = p.quant.weight;
   const OperandQuant& a = p.quant.activation;
   const std::int64_t h = p.hidden_size, i = p.intermediate_size;
-  if (w.granularity == ScaleGranularity::kBlock && i % w.block_n != 0) {
-    return unsupported(fmt::format(
-        "intermediate_size: got {} on this rank, {}x{} weight blocks need a multiple of {}", i,
-        w.block_n, w.block_k, w.block_n));
-  }
   const bool ragged = w.scale_format == ScaleFormat::kF32 && w.table == CodeTable::kNone;
   if (w.granularity == ScaleGranularity::kGroup && !ragged) {
     MOESAIC_RETURN_IF_ERROR(needs_multiple("hidden_size", h, w.block_k, "groups of weights"));
@@ -86,7 +82,8 @@ Status check_block_shapes(const MoeProblem& p) {
   const int per_bytes = 8 / std::gcd(dtype_bits(w.dtype), 8);  // elements that fill whole bytes
   MOESAIC_RETURN_IF_ERROR(needs_multiple("hidden_size", h, per_bytes, "bytes"));
   MOESAIC_RETURN_IF_ERROR(needs_multiple("intermediate_size", i, per_bytes, "bytes"));
-  if (a.granularity == ScaleGranularity::kGroup) {
+  const bool ragged_rows = a.dtype == DType::kF8E4M3 && a.rule == ExponentRule::kNone;
+  if (a.granularity == ScaleGranularity::kGroup && !ragged_rows) {
     MOESAIC_RETURN_IF_ERROR(needs_multiple("hidden_size", h, a.block_k, "groups of activations"));
     return needs_multiple("intermediate_size", i, a.block_k, "groups of activations");
   }
@@ -132,7 +129,7 @@ Status check_quantized_rows(const MoeProblem& p, const ExpertsArgs& a) {
   }
   MOESAIC_RETURN_IF_ERROR(expect_dtype("hidden_states", a.hidden_states, DType::kF8E4M3));
   MOESAIC_RETURN_IF_ERROR(expect_dtype("hidden_scale", a.hidden_scale, DType::kF32));
-  const std::int64_t groups = p.hidden_size / quant::kFp8BlockSize;
+  const std::int64_t groups = ceil_div(p.hidden_size, quant::kFp8BlockSize);
   MOESAIC_RETURN_IF_ERROR(
       expect_shape("hidden_scale", a.hidden_scale,
                    p.format == ActivationFormat::kStandard

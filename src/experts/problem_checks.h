@@ -17,6 +17,10 @@ inline std::int64_t w13_rows(const MoeProblem& problem) {
   return is_gated(problem.activation.kind) ? 2 * problem.intermediate_size
                                            : problem.intermediate_size;
 }
+// Equal parts of w13 within which blocks of rows are counted.
+inline std::int64_t w13_parts(const MoeProblem& problem) {
+  return is_gated(problem.activation.kind) ? 2 : 1;
+}
 
 // Shapes, dtypes, layout and finite scales of one expert, as ExpertWeightsView documents.
 // kInvalidShape, kInvalidDType, kInvalidLayout (not contiguous), kInvalidArgument (absent or

@@ -54,14 +54,15 @@ Status check_floats(const std::string& field, const ConstTensorView& t, DType dt
   return check_finite(field, t);
 }
 
-// Shape of the finest scales of a [rows, columns] matrix.
-Shape scale_shape(const OperandQuant& w, std::int64_t rows, std::int64_t columns) {
+// Shape of the finest scales of a [rows, columns] matrix of so many parts.
+Shape scale_shape(const OperandQuant& w, std::int64_t parts, std::int64_t rows,
+                  std::int64_t columns) {
   switch (w.granularity) {
     case ScaleGranularity::kChannel:
       return {rows};
     case ScaleGranularity::kBlock:
     case ScaleGranularity::kGroup:
-      return {ceil_div(rows, w.block_n), ceil_div(columns, w.block_k)};
+      return {parts * ceil_div(rows / parts, w.block_n), ceil_div(columns, w.block_k)};
     default:
       return {1};
   }
@@ -103,7 +104,7 @@ Status check_perm(const std::string& field, const ConstTensorView& perm, std::in
 
 Status check_scales(const std::string& field, const ProjectionView& v, const OperandQuant& w,
                     std::int64_t rows, std::int64_t columns) {
-  const Shape shape = scale_shape(w, rows, columns);
+  const Shape shape = scale_shape(w, v.parts, rows, columns);
   const std::string scale = field + "_scale", zero = field + "_zero", min = field + "_min",
                     global = field + "_global_scale", channel = field + "_channel_scale";
   const DType dtype = scale_dtype(w, v.scale);
@@ -176,7 +177,9 @@ Status check_bias(std::string_view field, const ConstTensorView& bias, std::int6
 
 Status check_one_expert(const MoeProblem& p, const ExpertWeightsView& v) {
   const std::int64_t n = w13_rows(p), h = p.hidden_size, i = p.intermediate_size;
-  MOESAIC_RETURN_IF_ERROR(check_projection("w13", w13_of(v), n, h, p));
+  ProjectionView w13 = w13_of(v);
+  w13.parts = w13_parts(p);
+  MOESAIC_RETURN_IF_ERROR(check_projection("w13", w13, n, h, p));
   MOESAIC_RETURN_IF_ERROR(check_projection("w2", w2_of(v), h, i, p));
   MOESAIC_RETURN_IF_ERROR(check_bias("w13_bias", v.w13_bias, n, p.has_expert_bias));
   return check_bias("w2_bias", v.w2_bias, h, p.has_expert_bias);

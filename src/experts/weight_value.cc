@@ -1,5 +1,6 @@
 #include "experts/weight_value.h"
 
+#include "core/checked.h"
 #include "numerics/codec.h"
 #include "quant/code_values.h"
 
@@ -29,7 +30,12 @@ double weight_value(const OperandQuant& w, const ProjectionView& v, std::int64_t
   double value = stored_code(w, v.weight, n * v.weight.dim(1) + k);
   std::int64_t at = 0;  // of the scale
   if (w.granularity == ScaleGranularity::kChannel) at = n;
-  if (v.scale.present() && v.scale.rank() == 2) at = n / w.block_n * v.scale.dim(1) + k / w.block_k;
+  if (v.scale.present() && v.scale.rank() == 2) {
+    const std::int64_t part_rows = v.weight.dim(0) / v.parts;
+    const std::int64_t block =
+        n / part_rows * ceil_div(part_rows, w.block_n) + n % part_rows / w.block_n;
+    at = block * v.scale.dim(1) + k / w.block_k;
+  }
   if (quant::rounds_scaled_codes(w)) {
     const auto scale = static_cast<float>(number(v.scale, at));
     return static_cast<double>(quant::int4_fp8_value(static_cast<int>(value), scale)) *

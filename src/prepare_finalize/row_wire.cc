@@ -7,6 +7,7 @@
 #include <bit>
 #include <cstring>
 
+#include "core/checked.h"
 #include "core/fault.h"
 #include "cpu/team.h"
 #include "cpu/tiers.h"
@@ -41,7 +42,7 @@ Result<RowWire> RowWire::create(const MoeProblem& problem, bool quantize) {
   w.num_threads_ = cpu::resolve_threads(problem.num_threads);
   if (quantize && problem.quant.kind == ComputeScheme::kFp8Block) {
     w.dtype_ = DType::kF8E4M3;
-    w.groups_ = problem.hidden_size / quant::kFp8BlockSize;  // check_problem: whole groups
+    w.groups_ = ceil_div(problem.hidden_size, quant::kFp8BlockSize);
     w.power_of_two_ = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
   }
   w.hidden_bytes_ = problem.hidden_size * dtype_bits(w.dtype_) / 8;

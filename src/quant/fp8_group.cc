@@ -17,10 +17,11 @@ float fp8_group_scale(float amax, ScaleRounding rounding) {
 
 void ref_quantize_fp8_row(const float* x, std::int64_t k, std::int64_t group,
                           ScaleRounding rounding, std::uint8_t* q, float* scales) {
-  for (std::int64_t g = 0; g < k / group; ++g, x += group, q += group) {
-    scales[g] = fp8_group_scale(max_abs(x, group), rounding);
+  for (std::int64_t g = 0; g * group < k; ++g, x += group, q += group) {
+    const std::int64_t n = std::min(group, k - g * group);
+    scales[g] = fp8_group_scale(max_abs(x, n), rounding);
     // e4m3_from_f32 saturates, which is the clamp to +-448.
-    for (std::int64_t i = 0; i < group; ++i) q[i] = e4m3_from_f32(x[i] / scales[g]);
+    for (std::int64_t i = 0; i < n; ++i) q[i] = e4m3_from_f32(x[i] / scales[g]);
   }
 }
 

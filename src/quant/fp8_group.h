@@ -16,7 +16,7 @@ inline constexpr float kFp8GroupEps = 1e-10F;
 // to a power of two.
 float fp8_group_scale(float amax, ScaleRounding rounding);
 
-// One row, with no checks: for k % group == 0,
+// One row, with no checks; the last group may be shorter:
 //   q[i] = e4m3(clamp(x[i] / s, +-448)),  scales[g] = s of group g.
 // The quotient is a true fp32 division. A NaN element does not count in amax and gets the code of
 // +448; an infinite one makes its group's scale infinite (plain form) or 2^127.

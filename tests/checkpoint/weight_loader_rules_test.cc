@@ -442,6 +442,52 @@ TEST_P(HandMadeLayers, HaveTheExpertsThatWerePushed) {
   }
 }
 
+// FP8 blocks of which the last is a part of one: rows of scales follow each other within gate and up.
+TEST(HandMadeFp8, BlocksMayEndRagged) {
+  constexpr std::int64_t h = 200, w = 72;
+  ExpertNames names;
+  names.block = "moe";
+  names.gate = "expert{e}.gate";
+  names.up = "expert{e}.up";
+  names.down = "expert{e}.down";
+  std::vector<StoredTensor> all;
+  float next = 1;
+  const auto add = [&](const std::string& leaf, std::int64_t rows, std::int64_t columns) {
+    Tensor weight = Tensor::zeros(DType::kF8E4M3, {rows, columns}).value();
+    for (std::int64_t i = 0; i < rows * columns; ++i) {
+      weight.as<std::uint8_t>()[i] =
+          static_cast<std::uint8_t>((i + static_cast<std::int64_t>(all.size())) % 0x70);
+    }
+    Tensor scale = Tensor::zeros(DType::kF32, {(rows + 127) / 128, (columns + 127) / 128}).value();
+    for (std::int64_t i = 0; i < scale.bytes() / 4; ++i) scale.as<float>()[i] = next++;
+    all.push_back({"moe.expert0." + leaf + ".weight", std::move(weight)});
+    all.push_back({"moe.expert0." + leaf + ".weight_scale_inv", std::move(scale)});
+  };
+  add("gate", w, h);
+  add("up", w, h);
+  add("down", h, w);
+  MoeLayerSpec spec;
+  spec.hidden_size = h;
+  spec.intermediate_size = w;
+  spec.num_experts = spec.routing.num_experts = spec.routing.top_k = 1;
+  spec.activation = make_activation("silu").value();
+  const char* const quant =
+      R"({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"})";
+  Result<WeightLoader> loader = WeightLoader::from_spec(spec, names, quant, {});
+  ASSERT_TRUE(loader.ok()) << loader.status().to_string();
+  const Status pushed = push(*loader, all, 3);
+  ASSERT_TRUE(pushed.ok()) << pushed.to_string();
+  Result<MoeLayerWeights> got = loader->finish();
+  ASSERT_TRUE(got.ok()) << got.status().to_string();
+  const Result<ExpertWeightsView> v = got->experts->expert(0);
+  ASSERT_TRUE(v.ok()) << v.status().to_string();
+  EXPECT_EQ(floats(v->w13_scale), (std::vector<float>{1, 2, 3, 4}));
+  EXPECT_EQ(floats(v->w2_scale), (std::vector<float>{5, 6}));
+  EXPECT_EQ(std::memcmp(v->w13.data, all[0].tensor.data(), w * h), 0);
+  EXPECT_EQ(std::memcmp(v->w13.data + w * h, all[2].tensor.data(), w * h), 0);
+  EXPECT_EQ(std::memcmp(v->w2.data, all[4].tensor.data(), w * h), 0);
+}
+
 INSTANTIATE_TEST_SUITE_P(Storages, HandMadeLayers,
                          testing::Values(ExpertStorage::kPerExpert,
                                          ExpertStorage::kPerExpertUpFirst, ExpertStorage::kStacked,

@@ -100,6 +100,24 @@ TEST(PackedWeights, BlockScalesFollowTheirRows) {
   }
 }
 
+// I = 160, K = 200: gate and up have two block rows each, of which the second is a part of one.
+TEST(PackedWeights, RaggedBlocksAreCountedWithinGateAndUp) {
+  const PackedShape shape{WeightKind::kE4M3, RowOrder::kGateUp, 320, 200};
+  const float scales[8] = {1, 2, 3, 4, 5, 6, 7, 8};  // [4, 2]
+  std::vector<float> packed(static_cast<std::size_t>(shape.num_panels() * shape.num_groups() * 4));
+  ASSERT_EQ(shape.num_groups(), 2);
+  ASSERT_EQ(shape.num_panels(), 5);  // 32 channels each
+  pack_block_scales(shape, scales, 2, packed.data());
+  for (std::size_t p = 0; p < 5; ++p) {
+    const float* g0 = &packed[p * 8];
+    const bool second = p == 4;  // channels 128 .. 159
+    EXPECT_EQ(std::vector<float>(g0, g0 + 4),
+              (second ? std::vector<float>{3, 3, 7, 7} : std::vector<float>{1, 1, 5, 5}));
+    EXPECT_EQ(std::vector<float>(g0 + 4, g0 + 8),
+              (second ? std::vector<float>{4, 4, 8, 8} : std::vector<float>{2, 2, 6, 6}));
+  }
+}
+
 // Unsigned codes become two's complement on the way in, and padding stays the code of 0.
 TEST(PackedWeights, FlippingTurnsUnsignedCodesAround) {
   const PackedShape shape{WeightKind::kI8, RowOrder::kPlain, 1, 2, 16, 0x80};

@@ -108,6 +108,10 @@ TEST(CpuExperts, EveryTierAndSchemeMeetsItsBoundAgainstFloat64) {
                         {"f16", 66, 34, 4},
                         {"fp8-block", 256, 128, 17},
                         {"fp8-block", 384, 256, 1},
+                        {"fp8-block", 200, 72, 17},  // ragged blocks
+                        {"fp8-block", 50, 194, 1},
+                        {"fp8-bf16", 200, 72, 6},
+                        {"mxfp4-fp8", 160, 96, 9},
                         {"fp8-bf16", 256, 128, 17},
                         {"fp8-bf16", 200, 128, 6},
                         {"mxfp4-bf16", 256, 160, 40},

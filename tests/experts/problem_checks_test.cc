@@ -69,14 +69,12 @@ TEST(CheckProblem, RefusesWithFieldValueAndNeed) {
        "scheme fp8-bf16 needs BF16"},
       {"f32", [](auto& p) { p.activation_dtype = DType::kI32; }, StatusCode::kUnsupported,
        "activation_dtype: got I32"},
-      {"fp8-block", [](auto& p) { p.intermediate_size = 64; }, StatusCode::kUnsupported,
-       "intermediate_size: got 64"},
       {"mxfp4-bf16", [](auto& p) { p.intermediate_size = 48; }, StatusCode::kUnsupported,
        "multiple of 32"},
       {"mxfp4-bf16", [](auto& p) { p.quant.weight.block_k = 16; }, StatusCode::kUnsupported,
        "per 1x32"},
-      {"fp8-block", [](auto& p) { p.hidden_size = 192; }, StatusCode::kUnsupported,
-       "hidden_size: got 192"},
+      {"mxfp8", [](auto& p) { p.hidden_size = 200; }, StatusCode::kUnsupported,
+       "hidden_size: got 200"},
   };
   for (const BadProblem& bad : cases) {
     MoeProblem problem = small_problem(bad.quant);
@@ -87,10 +85,18 @@ TEST(CheckProblem, RefusesWithFieldValueAndNeed) {
   }
 }
 
-TEST(CheckProblem, WeightOnlyFp8AllowsARaggedHiddenSize) {
-  MoeProblem problem = small_problem("fp8-bf16");
-  problem.hidden_size = 200;
-  EXPECT_TRUE(check_problem(problem).ok());
+// The last block of a row or of gate's and up's rows may be a part of one, and so may be the last
+// group of activations; those of MX formats may not.
+TEST(CheckProblem, BlocksOfFp8MayEndRagged) {
+  for (const char* quant : {"fp8-bf16", "fp8-block"}) {
+    MoeProblem problem = small_problem(quant);
+    problem.hidden_size = 200;
+    problem.intermediate_size = 72;
+    EXPECT_TRUE(check_problem(problem).ok()) << check_problem(problem).to_string();
+  }
+  MoeProblem groups = small_problem("mxfp4-fp8");
+  groups.hidden_size = 2880;  // 22.5 groups of 128 activations
+  EXPECT_TRUE(check_problem(groups).ok()) << check_problem(groups).to_string();
 }
 
 TEST(ComputeScheme, ComesFromTheOperandsNotTheName) {

@@ -49,6 +49,7 @@ std::vector<std::string> backends(const MoeProblem& problem) {
 TEST(QuantizedRows, GiveTheBitsOfTheRowsTheyWereMadeOf) {
   for (const bool power_of_two : {false, true}) {
     MoeProblem problem = test::small_problem("fp8-block");
+    if (power_of_two) problem.hidden_size = 200;  // the last group is a part of one
     if (power_of_two) problem.quant.activation.scale_format = ScaleFormat::kE8M0;
     const StandardCase c = test::make_case(11, problem, 13, DType::kBF16, 0.1);
     const Codes q = quantized(c.hidden_states, power_of_two);

@@ -542,8 +542,8 @@ TEST(FusedMoE, CreateRefusesWithStageFieldAndNeed) {
   refuse([](auto&, auto& o) { o.quant = "mxfp5"; }, StatusCode::kNotFound, "mxfp4");
   refuse([](auto&, auto& o) { o.backend = "cuda_sm90"; }, StatusCode::kUnsupported,
          "experts backend cuda_sm90: device: cpu, need a Hopper GPU");
-  refuse([](auto&, auto& o) { o.quant = "fp8-block"; }, StatusCode::kUnsupported,
-         "experts: intermediate_size: got 32");
+  refuse([](auto&, auto& o) { o.quant = "int4-fp8"; }, StatusCode::kUnsupported,
+         "experts: hidden_size: got 64");
   refuse([](auto& w, auto&) { w.experts = nullptr; }, StatusCode::kInvalidArgument,
          "experts: got no source");
   refuse([](auto& w, auto&) { w.tensors.gate_weight = Tensor(); }, StatusCode::kInvalidArgument,

@@ -18,7 +18,7 @@ inline Fp8Rows fp8_rows(const Tensor& x, quant::ScaleRounding rounding,
                         std::int64_t group = quant::kFp8BlockSize) {
   const std::int64_t rows = x.shape()[0], k = x.shape()[1];
   Fp8Rows r{Tensor::zeros(DType::kF8E4M3, x.shape()).value(),
-            Tensor::zeros(DType::kF32, {rows, k / group}).value()};
+            Tensor::zeros(DType::kF32, {rows, (k + group - 1) / group}).value()};
   poison(r.codes.view());
   poison(r.scales.view());
   std::vector<float> row(static_cast<std::size_t>(k));
@@ -27,7 +27,7 @@ inline Fp8Rows fp8_rows(const Tensor& x, quant::ScaleRounding rounding,
       row[static_cast<std::size_t>(i)] = load_as_f32(x.data(), x.dtype(), m * k + i);
     }
     quant::ref_quantize_fp8_row(row.data(), k, group, rounding, r.codes.as<std::uint8_t>() + m * k,
-                                r.scales.as<float>() + m * (k / group));
+                                r.scales.as<float>() + m * ((k + group - 1) / group));
   }
   return r;
 }

@@ -121,14 +121,15 @@ double activate(const ActivationSpec& a, double g, double u) {
 // The tensors of one projection of a stack.
 struct Projection {
   ConstTensorView w, scale, bias, global_scale, channel_scale, zero, min, input_scale, perm;
+  std::int64_t parts = 1;  // gate and up
 };
 Projection w13_of(const StackedExpertWeights& s) {
   return {s.w13,      s.w13_scale, s.w13_bias,        s.w13_global_scale, s.w13_channel_scale,
-          s.w13_zero, s.w13_min,   s.w13_input_scale, s.w13_perm};
+          s.w13_zero, s.w13_min,   s.w13_input_scale, s.w13_perm,         1};
 }
 Projection w2_of(const StackedExpertWeights& s) {
   return {s.w2,      s.w2_scale, s.w2_bias,        s.w2_global_scale, s.w2_channel_scale,
-          s.w2_zero, s.w2_min,   s.w2_input_scale, s.w2_perm};
+          s.w2_zero, s.w2_min,   s.w2_input_scale, s.w2_perm,         1};
 }
 
 // What element [e, n, k] of the stored matrix stands for; schemes of bf16 arithmetic round entries
@@ -144,7 +145,11 @@ double weight_value(const OperandQuant& q, const Projection& m, std::int64_t e, 
   if (q.granularity == ScaleGranularity::kChannel) index = e * rows + n;
   if (q.block_k > 0) {
     const std::int64_t across = (columns + q.block_k - 1) / q.block_k;
-    index = (e * ((rows + block_n - 1) / block_n) + n / block_n) * across + k / q.block_k;
+    // Rows of blocks are counted within gate and up.
+    const std::int64_t part = rows / (q.block_n > 1 ? m.parts : 1);
+    const std::int64_t per_part = (part + block_n - 1) / block_n;
+    index = (e * (rows / part) * per_part + n / part * per_part + n % part / block_n) * across +
+            k / q.block_k;
   }
   if (m.zero.present()) v -= element(m.zero, index);
   if (m.scale.present()) v *= element(m.scale, index);
@@ -210,7 +215,8 @@ std::vector<double> oracle_expert(const MoeProblem& problem, const StackedExpert
     for (double& v : x) v = (in_dtype ? round_to(problem.activation_dtype, v) : v) * w;
   }
   const OperandQuant& q = problem.quant.weight;
-  const Projection w13 = w13_of(weights), w2 = w2_of(weights);
+  Projection w13 = w13_of(weights), w2 = w2_of(weights);
+  w13.parts = oracle_is_gated(problem) ? 2 : 1;
   const bool bf16_tables = round && !is_f32_scheme(problem);
   x = gathered(w13, local_expert, std::move(x));
   if (round) round_operand(problem, w13.input_scale, local_expert, x);

@@ -46,7 +46,9 @@ Result<std::vector<double>> reference_token(const MoeProblem& problem, ExpertSou
     if (on_input) {
       for (double& value : in) value *= w;
     }
-    const std::vector<double> h = multiply(experts::w13_of(v), problem.quant.weight, in);
+    experts::ProjectionView w13 = experts::w13_of(v);
+    w13.parts = is_gated(problem.activation.kind) ? 2 : 1;
+    const std::vector<double> h = multiply(w13, problem.quant.weight, in);
     std::vector<double> act(static_cast<std::size_t>(problem.intermediate_size));
     activation::ref_activation_f64(problem.activation, layout, h.data(), act.data(),
                                    problem.intermediate_size);

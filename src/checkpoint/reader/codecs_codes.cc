@@ -87,6 +87,12 @@ Status MlpReader::read_fp8_block(const Window& w, MatrixBuffers* m) {
     of_scale.rows_all = 2 * w.rows_all;
     if (w.part == Projection::kUp) of_scale.first_row += w.rows_all;
   }
+  if (of_scale.first_row % quant::kFp8BlockSize != 0) {
+    return {StatusCode::kUnsupported,
+            fmt::format("{}: got rows from {} on, need a multiple of {}: gate and up would share a "
+                        "scale",
+                        name(TensorKind::kScale, w), of_scale.first_row, quant::kFp8BlockSize)};
+  }
   const bool first_expert =
       slice_.scales_stacked && MOESAIC_FAULT(checkpoint_stacked_scale_of_first);
   const std::int64_t before = first_expert ? 0 : slice_.scales_stacked ? expert_ : experts_before();
@@ -101,7 +107,7 @@ Status MlpReader::read_fp8_block(const Window& w, MatrixBuffers* m) {
   std::vector<std::byte> raw(
       static_cast<std::size_t>(tiles.rows * tiles.cols * dtype_bits(dtype) / 8));
   MOESAIC_RETURN_IF_ERROR(read_rectangle(from, scale_blocks(w.cols_all), tiles, raw.data()));
-  float* scales = m->scale.as<float>() + w.to / quant::kFp8BlockSize * tiles.cols;
+  float* scales = m->scale.as<float>() + scale_blocks(w.to) * tiles.cols;
   for (std::int64_t i = 0; i < tiles.rows * tiles.cols; ++i) {
     scales[i] = load_as_f32(raw.data(), dtype, i);
   }

@@ -30,8 +30,9 @@ void copy_rows(const Tensor& from, std::int64_t first, std::int64_t rows, Tensor
 
 }  // namespace
 
-Result<MatrixBuffers> MatrixBuffers::make(const Scheme& scheme, std::int64_t rows,
-                                          std::int64_t columns) {
+Result<MatrixBuffers> MatrixBuffers::make(const Scheme& scheme, std::int64_t parts,
+                                          std::int64_t part_rows, std::int64_t columns) {
+  const std::int64_t rows = parts * part_rows;
   const OperandQuant& w = scheme.weight;
   MatrixBuffers m;
   const auto allocate = [](Tensor* t, DType dtype, const Shape& shape) -> Status {
@@ -42,7 +43,7 @@ Result<MatrixBuffers> MatrixBuffers::make(const Scheme& scheme, std::int64_t row
   if (w.granularity == ScaleGranularity::kNone) return m;
   Shape shape = {1};
   if (w.granularity == ScaleGranularity::kBlock) {
-    shape = {ceil_div(rows, w.block_n), ceil_div(columns, w.block_k)};
+    shape = {parts * ceil_div(part_rows, w.block_n), ceil_div(columns, w.block_k)};
   }
   if (w.granularity == ScaleGranularity::kChannel) shape = {rows};
   if (w.granularity == ScaleGranularity::kGroup) shape = {rows, ceil_div(columns, w.block_k)};
@@ -75,10 +76,10 @@ std::int64_t MatrixBuffers::bytes() const {
 }
 
 Result<MlpBuffers> MlpBuffers::make(const MlpSlice& s) {
-  const std::int64_t rows = (s.gated ? 2 : 1) * s.count;
+  const std::int64_t parts = s.gated ? 2 : 1, rows = parts * s.count;
   MlpBuffers b;
-  MOESAIC_ASSIGN_OR_RETURN(b.w13, MatrixBuffers::make(s.scheme, rows, s.hidden));
-  MOESAIC_ASSIGN_OR_RETURN(b.w2, MatrixBuffers::make(s.scheme, s.hidden, s.count));
+  MOESAIC_ASSIGN_OR_RETURN(b.w13, MatrixBuffers::make(s.scheme, parts, s.count, s.hidden));
+  MOESAIC_ASSIGN_OR_RETURN(b.w2, MatrixBuffers::make(s.scheme, 1, s.hidden, s.count));
   if (!s.has_bias) return b;
   MOESAIC_ASSIGN_OR_RETURN(b.w13_bias, Tensor::uninitialized(DType::kF32, {rows}));
   MOESAIC_ASSIGN_OR_RETURN(b.w2_bias, Tensor::uninitialized(DType::kF32, {s.hidden}));

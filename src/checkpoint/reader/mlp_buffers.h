@@ -14,11 +14,13 @@
 
 namespace moesaic::checkpoint {
 
-// One matrix [rows, columns]. Shapes and dtypes of all but `weight` as ExpertWeightsView has them;
+// One matrix [parts * part_rows, columns]; gate and up are two parts, within which blocks of rows are
+// counted. Shapes and dtypes of all but `weight` as ExpertWeightsView has them;
 // what the scheme does not use is not present().
 struct MatrixBuffers {
   Tensor weight, scale, zero, min, global_scale, channel_scale, input_scale, perm;
-  static Result<MatrixBuffers> make(const Scheme& scheme, std::int64_t rows, std::int64_t columns);
+  static Result<MatrixBuffers> make(const Scheme& scheme, std::int64_t parts,
+                                    std::int64_t part_rows, std::int64_t columns);
   std::int64_t bytes() const;
 };
 

@@ -98,8 +98,7 @@ void CpuExperts::prepare_input(const CpuWorkspace& w, std::int64_t row, std::int
              e2m1_groups ? w.a1_groups + row * plan_.e2m1_groups1() : nullptr);
 }
 
-// A row that was quantised elsewhere: its codes become the operand, its scales are kept. Widths are
-// multiples of 128 here, so nothing is padded.
+// A row that was quantised elsewhere: its codes become the operand, its scales are kept.
 void CpuExperts::load_quantized(const CpuWorkspace& w, std::int64_t row, const std::byte* codes,
                                 const float* scales) const {
   static const auto kValues = [] {
@@ -110,9 +109,10 @@ void CpuExperts::load_quantized(const CpuWorkspace& w, std::int64_t row, const s
     return values;
   }();
   float* x = scratch(w);
-  for (std::int64_t i = 0; i < plan_.k1; ++i) {
+  for (std::int64_t i = 0; i < plan_.hidden; ++i) {
     x[i] = kValues[std::to_integer<std::size_t>(codes[i])];
   }
+  std::fill(x + plan_.hidden, x + plan_.k1, 0.0F);
   if (!MOESAIC_FAULT(cpu_quantized_rows_keep_old_scales)) {
     std::memcpy(w.a1_scales + row * plan_.groups1(), scales,
                 static_cast<std::size_t>(plan_.groups1()) * sizeof(float));

@@ -63,8 +63,9 @@ class RefExperts final : public Experts {
         operand_(quant::operand_dtype(problem.activation_dtype, problem.quant.kind)),
         layout_(is_gated(problem.activation.kind) ? GateUpLayout::kGateThenUp
                                                   : GateUpLayout::kNonGated),
-        w13_(problem.quant, problem.num_local_experts, w13_rows(problem), problem.hidden_size),
-        w2_(problem.quant, problem.num_local_experts, problem.hidden_size,
+        w13_(problem.quant, problem.num_local_experts, w13_parts(problem), w13_rows(problem),
+             problem.hidden_size),
+        w2_(problem.quant, problem.num_local_experts, 1, problem.hidden_size,
             problem.intermediate_size) {
     if (MOESAIC_FAULT(ref_experts_swap_gate_up) && layout_ == GateUpLayout::kGateThenUp) {
       layout_ = GateUpLayout::kUpThenGate;
@@ -158,7 +159,7 @@ class RefExperts final : public Experts {
   // Scales of row `row` of rows that came quantised.
   void load_scales(const ExpertsArgs& a, std::int64_t row, const Scratch& s) const {
     if (!a.hidden_scale.present()) return;
-    const std::int64_t groups = p_.hidden_size / quant::kFp8BlockSize;
+    const std::int64_t groups = ceil_div(p_.hidden_size, quant::kFp8BlockSize);
     std::copy_n(a.hidden_scale.as<float>() + row * groups, groups, s.x_scales);
   }
   void store_row(const TensorView& t, std::int64_t offset, const float* row) const {

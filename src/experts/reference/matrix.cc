@@ -14,22 +14,23 @@ namespace moesaic::experts {
 
 ProjectionView w13_of(const ExpertWeightsView& v) {
   return {v.w13,      v.w13_scale, v.w13_bias,        v.w13_global_scale, v.w13_channel_scale,
-          v.w13_zero, v.w13_min,   v.w13_input_scale, v.w13_perm};
+          v.w13_zero, v.w13_min,   v.w13_input_scale, v.w13_perm,         1};
 }
 ProjectionView w2_of(const ExpertWeightsView& v) {
   return {v.w2,      v.w2_scale, v.w2_bias,        v.w2_global_scale, v.w2_channel_scale,
-          v.w2_zero, v.w2_min,   v.w2_input_scale, v.w2_perm};
+          v.w2_zero, v.w2_min,   v.w2_input_scale, v.w2_perm,         1};
 }
 
-RefMatrix::RefMatrix(const Scheme& quant, std::int64_t num_experts, std::int64_t rows,
-                     std::int64_t columns)
+RefMatrix::RefMatrix(const Scheme& quant, std::int64_t num_experts, std::int64_t parts,
+                     std::int64_t rows, std::int64_t columns)
     : quant_(quant.weight),
       values_(quant.kind == ComputeScheme::kF32 ? quant::code_values(quant.weight)
                                                 : quant::code_values_bf16(quant.weight)),
       four_bits_(dtype_bits(quant.weight.dtype) == 4),
       num_experts_(num_experts),
       rows_(rows),
-      columns_(columns) {}
+      columns_(columns),
+      part_rows_(rows / parts) {}
 
 Status RefMatrix::append(std::int64_t e, std::string_view field, const ProjectionView& v) {
   struct Part {
@@ -148,6 +149,7 @@ void RefMatrix::multiply(std::int64_t e, const RefOperand& x, float* out) const 
   const std::int64_t block_n = grouped ? quant_.block_n : 1;
   const std::int64_t block_k = grouped ? quant_.block_k : columns_;
   const bool per_tensor = quant_.granularity == ScaleGranularity::kTensor;
+  const std::int64_t part_blocks = ceil_div(part_rows_, block_n);
   const bool outside = !grouped && !zero_.present() && !min_.present();
   const float* bias = bias_.present() ? bias_.as<float>() + e * rows_ : nullptr;
   if (MOESAIC_FAULT(ref_experts_missing_bias)) bias = nullptr;
@@ -157,8 +159,9 @@ void RefMatrix::multiply(std::int64_t e, const RefOperand& x, float* out) const 
   if (MOESAIC_FAULT(ref_experts_alpha_of_expert_zero) && global_scale_.present())
     alpha = x.outer * global_scale_.as<float>()[0];
   for (std::int64_t n = 0; n < rows_; ++n) {
+    const std::int64_t block = n / part_rows_ * part_blocks + n % part_rows_ / block_n;
     const std::int64_t scale_row =
-        e * scales_per_expert_ + (wrong_scale_row || per_tensor ? 0 : n / block_n) * scale_columns_;
+        e * scales_per_expert_ + (wrong_scale_row || per_tensor ? 0 : block) * scale_columns_;
     float sum = 0;
     for (std::int64_t begin = 0, g = 0; begin < columns_; begin += block_k, ++g) {
       const std::int64_t count = std::min(block_k, columns_ - begin);

@@ -16,13 +16,16 @@ namespace moesaic::experts {
 // The tensors of one projection in an ExpertWeightsView.
 struct ProjectionView {
   ConstTensorView weight, scale, bias, global_scale, channel_scale, zero, min, input_scale, perm;
+  std::int64_t parts = 1;  // gate and up: blocks of rows are counted within each
 };
 ProjectionView w13_of(const ExpertWeightsView& view);
 ProjectionView w2_of(const ExpertWeightsView& view);
 
 class RefMatrix {
  public:
-  RefMatrix(const Scheme& quant, std::int64_t num_experts, std::int64_t rows, std::int64_t columns);
+  // parts: as ProjectionView has them.
+  RefMatrix(const Scheme& quant, std::int64_t num_experts, std::int64_t parts, std::int64_t rows,
+            std::int64_t columns);
 
   // Copies one expert's tensors; they have passed check_expert_weights. Experts come in order.
   Status append(std::int64_t e, std::string_view field, const ProjectionView& view);
@@ -49,7 +52,7 @@ class RefMatrix {
   OperandQuant quant_;
   quant::CodeValues values_;  // of 4-bit codes
   bool four_bits_;
-  std::int64_t num_experts_, rows_, columns_;
+  std::int64_t num_experts_, rows_, columns_, part_rows_;
   std::int64_t scale_columns_ = 0, scales_per_expert_ = 0;
   Tensor weight_, scale_, bias_, global_scale_, channel_scale_, zero_, min_, input_scale_, perm_;
 };
