@@ -1,0 +1,84 @@
+"""Moesaic: the mixture-of-experts layer of language models.
+
+It computes what was asked within a stated error bound, or refuses with a reason. Tensors of any framework
+that speaks DLPack or NumPy's array interface are read and written in place; importing this package imports
+none of them.
+"""
+
+from __future__ import annotations
+
+import sysconfig as _sysconfig
+
+if _sysconfig.get_config_var("Py_GIL_DISABLED"):
+    raise ImportError("moesaic: this is a free-threaded Python, need one with the GIL")
+
+from . import _errors
+from ._core import (
+    Activation,
+    Candidate,
+    Checkpoint,
+    ConvertedLayer,
+    ConvertReport,
+    Explanation,
+    FusedMoE,
+    GateLinear,
+    LayerSpec,
+    RoutedExperts,
+    Router,
+    Routing,
+    Tensor,
+    TensorFile,
+    Trace,
+    apply_activation,
+    convert,
+    convert_schemes,
+    explain,
+    quant_schemes,
+)
+from ._env import env
+from ._errors import (
+    Aliasing,
+    AmbiguousFormat,
+    CorruptFile,
+    DeviceError,
+    Error,
+    InternalError,
+    InvalidArgument,
+    InvalidDType,
+    InvalidLayout,
+    InvalidShape,
+    Io,
+    LimitExceeded,
+    MissingTensor,
+    NotFound,
+    OutOfMemory,
+    Unsupported,
+    WorkspaceTooSmall,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Activation",
+    "Candidate",
+    "Checkpoint",
+    "ConvertReport",
+    "ConvertedLayer",
+    "Explanation",
+    "FusedMoE",
+    "GateLinear",
+    "LayerSpec",
+    "RoutedExperts",
+    "Router",
+    "Routing",
+    "Tensor",
+    "TensorFile",
+    "Trace",
+    "apply_activation",
+    "convert",
+    "convert_schemes",
+    "env",
+    "explain",
+    "quant_schemes",
+    *_errors.__all__,
+]

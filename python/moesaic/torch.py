@@ -1,0 +1,117 @@
+"""PyTorch: the operator ``moesaic::experts`` and the module ``MoesaicExperts``. For inference only.
+
+The operator has two overloads that differ in how they name the experts: by a 0-dimensional CPU tensor, and
+(``.int``) by a plain integer. With an integer a compiler that sees one decoder layer at a time makes code
+for each of them; with a tensor one for all. But a CPU tensor among its inputs keeps inductor from using
+CUDA graphs: modules on a CPU take the first, on a GPU the second.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ._core import RoutedExperts
+from ._errors import DeviceError, InvalidArgument, Unsupported
+
+__all__ = ["MoesaicExperts", "drop", "experts", "keep"]
+
+_lock = threading.Lock()
+_layers: dict[int, RoutedExperts] = {}
+_numbers = itertools.count(1)
+
+
+def keep(layer: RoutedExperts) -> int:
+    """A number under which the operator finds these experts until drop()."""
+    with _lock:
+        number = next(_numbers)
+        _layers[number] = layer
+    return number
+
+
+def drop(number: int) -> None:
+    """Forgets the experts of keep(). Unknown numbers are ignored."""
+    with _lock:
+        _layers.pop(number, None)
+
+
+def _run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, number: int) -> torch.Tensor:
+    layer = _layers.get(number)
+    if layer is None:
+        raise InvalidArgument(f"layer: got {number}, which no experts have (they were dropped, or belong to another process)")
+    if hidden.is_cuda and weights.dtype != torch.float32:
+        weights = weights.float()
+    out = torch.empty_like(hidden)
+    layer(hidden, ids, weights, out=out)
+    return out
+
+
+def _run_tensor(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:
+    return _run(hidden, ids, weights, int(layer.item()))
+
+
+def _fake(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, layer: object) -> torch.Tensor:
+    return torch.empty_like(hidden)
+
+
+def _no_backward(ctx: Any, gradient: torch.Tensor) -> None:
+    raise Unsupported("moesaic::experts is for inference only: it has no gradient (use torch.no_grad(), or the model's own experts for training)")
+
+
+_library = torch.library.Library("moesaic", "DEF")
+_tags = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
+_library.define("experts(Tensor hidden, Tensor ids, Tensor weights, Tensor layer) -> Tensor", tags=_tags)
+_library.define("experts.int(Tensor hidden, Tensor ids, Tensor weights, int layer) -> Tensor", tags=_tags)
+_implementations: tuple[tuple[str, Callable[..., torch.Tensor]], ...] = (("experts", _run_tensor), ("experts.int", _run))
+for _name, _function in _implementations:
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _function, _key)
+    torch.library.register_fake(f"moesaic::{_name}", _fake, lib=_library)
+    torch.library.register_autograd(f"moesaic::{_name}", _no_backward, lib=_library)
+
+experts: Any = torch.ops.moesaic.experts
+
+
+class MoesaicExperts(torch.nn.Module):
+    """The experts of one layer in the place of a model's own module.
+
+    It has no parameters: the packed weights are the library's, and neither ``.to(dtype)`` nor
+    ``state_dict()`` sees them. It can't be moved to another device, copied or pickled.
+    """
+
+    def __init__(self, layer: RoutedExperts) -> None:
+        super().__init__()
+        self.layer = layer
+        self._number = keep(layer)
+        self._handle = torch.tensor(self._number, dtype=torch.int64)
+        self._on_cpu = layer.device == "cpu"
+        self._drop = weakref.finalize(self, drop, self._number)
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """[..., H], [..., k] and [..., k] to [..., H], of the dtype of the hidden states."""
+        handle = self._handle if self._on_cpu else self._number
+        result: torch.Tensor = experts(hidden_states, top_k_index, top_k_weights, handle)
+        return result
+
+    def extra_repr(self) -> str:
+        """The layer's own description."""
+        return repr(self.layer)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MoesaicExperts:
+        # .to(device) and the like call this with the function that moves a tensor.
+        here = torch.empty(0, device=self.layer.device)
+        there = fn(here)
+        if there.device != here.device:
+            raise DeviceError(f"these experts are packed for {self.layer.device} and cannot be moved to {there.device}; make them there")
+        return self
+
+    def __deepcopy__(self, memo: Any) -> MoesaicExperts:
+        raise TypeError("the experts of a moesaic layer cannot be copied; make them again")
+
+    def __reduce__(self) -> str:
+        raise TypeError("the experts of a moesaic layer cannot be pickled; save the checkpoint they came from")

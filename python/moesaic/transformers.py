@@ -1,0 +1,279 @@
+"""Hugging Face transformers: its experts run on Moesaic, at two levels.
+
+Importing this module registers the name ``"moesaic"``::
+
+    import moesaic.transformers
+    model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moesaic")
+
+packs each layer's experts at its first call and keeps the originals beside them. ::
+
+    report = moesaic.transformers.accelerate(model, quant="int4-g128")
+
+packs all of them now, layer by layer, and releases the originals. Inference only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers.integrations.moe import ExpertsInterface
+
+from . import _recognise
+from ._core import RoutedExperts
+from ._errors import DeviceError, Error, InvalidArgument, Unsupported
+from .torch import MoesaicExperts, drop, experts, keep
+
+__all__ = ["Report", "Row", "accelerate", "prepare", "restore"]
+
+_log = logging.getLogger("moesaic")
+_STATE = "_moesaic_state"
+_HANDLE = "_moesaic_handle"
+
+
+def _pack(described: _recognise.Described, *, quant: str, device: Any, max_tokens: int, num_threads: int | None) -> RoutedExperts:
+    return RoutedExperts.from_tensors(
+        top_k=described.top_k,
+        quant=quant,
+        stored=described.stored,
+        activation=described.activation,
+        gate_up=described.gate_up,
+        transposed=described.transposed,
+        drop_ids_beyond=True,  # transformers' name for "an expert of another rank"
+        device=device,
+        max_tokens=max_tokens,
+        num_threads=num_threads,
+        **described.tensors,
+    )
+
+
+def _device_of(described: _recognise.Described) -> str:
+    device = described.tensors["w13"].device
+    return "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
+
+
+# --- Level 1: the name -------------------------------------------------------------------------------
+
+
+class _Packed:
+    """The packed experts of a module that keeps its originals, and what they were packed from."""
+
+    def __init__(self, layer: RoutedExperts, stamp: tuple[tuple[int, int], ...]) -> None:
+        self.layer = layer
+        self.stamp = stamp
+        self.number = keep(layer)
+
+    def __del__(self) -> None:
+        drop(self.number)
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None  # a copied module packs for itself
+
+
+def _stamp(module: torch.nn.Module) -> tuple[tuple[int, int], ...]:
+    return tuple((p.data_ptr(), p._version) for p in module._parameters.values() if p is not None)
+
+
+def _packed(module: Any, top_k: int) -> _Packed:
+    state: _Packed | None = module.__dict__.get(_STATE)
+    stamp = _stamp(module)
+    if state is None or state.stamp != stamp:
+        described = _recognise.describe(module, top_k)
+        layer = _pack(described, quant="as-is", device=_device_of(described), max_tokens=512, num_threads=None)
+        if state is None:
+            _log.warning(
+                "experts_implementation=\"moesaic\" keeps the model's own experts beside the packed ones: %d bytes more "
+                "for this layer; moesaic.transformers.accelerate(model) releases them",
+                layer.weight_bytes,
+            )
+        state = _Packed(layer, stamp)
+        object.__setattr__(module, _STATE, state)
+        # In the form that the operator takes on this device; see moesaic.torch.
+        handle: Any = torch.tensor(state.number, dtype=torch.int64, device="cpu") if layer.device == "cpu" else state.number
+        object.__setattr__(module, _HANDLE, handle)
+    return state
+
+
+def _experts_forward(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    if not torch.compiler.is_compiling():
+        _packed(self, top_k_index.shape[-1])
+    elif not hasattr(self, _HANDLE):
+        raise RuntimeError("moesaic: these experts are not packed yet; call moesaic.transformers.prepare(model) before compiling")
+    result: torch.Tensor = experts(hidden_states, top_k_index, top_k_weights, getattr(self, _HANDLE))
+    return result
+
+
+ExpertsInterface.register("moesaic", _experts_forward)
+try:  # transformers 5.5 and later
+    from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
+
+    FP8ExpertsInterface.register("moesaic", _experts_forward)
+except ImportError:
+    pass
+
+
+def _modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Module | None]]:
+    for name, module in model.named_modules():
+        if _recognise.is_experts(module):
+            parent = model.get_submodule(name.rpartition(".")[0]) if name else None
+            yield name, module, parent
+
+
+def prepare(model: torch.nn.Module) -> None:
+    """Packs all experts of a model with ``experts_implementation="moesaic"`` now, as compiling needs."""
+    for _, module, parent in _modules(model):
+        _packed(module, _recognise.top_k_of(module, parent))
+
+
+# --- Level 2: a model that is loaded ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What became of one experts module. ``reason`` is empty where it was replaced."""
+
+    module: str
+    backend: str = ""
+    scheme: str = ""
+    bytes_before: int = 0
+    bytes_after: int = 0
+    bound: float = 0.0
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What accelerate() did, module by module."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def bytes_before(self) -> int:
+        """Of the modules that were replaced."""
+        return sum(row.bytes_before for row in self.rows if not row.reason)
+
+    @property
+    def bytes_after(self) -> int:
+        """Packed."""
+        return sum(row.bytes_after for row in self.rows)
+
+    def __str__(self) -> str:
+        lines = [f"{'module':<40} {'scheme':<12} {'before':>14} {'after':>14} {'bound':>9}  backend"]
+        for row in self.rows:
+            if row.reason:
+                lines.append(f"{row.module:<40} kept: {row.reason}")
+            else:
+                lines.append(f"{row.module:<40} {row.scheme:<12} {row.bytes_before:>14} {row.bytes_after:>14} {row.bound:>9.1e}  {row.backend}")
+        lines.append(f"{'all':<40} {'':<12} {self.bytes_before:>14} {self.bytes_after:>14}")
+        return "\n".join(lines)
+
+
+def _bar(progress: bool | Callable[[int, int], object] | None) -> Callable[[int, int], object]:
+    if callable(progress):
+        return progress
+    if not (sys.stderr.isatty() if progress is None else progress):
+        return lambda done, total: None
+
+    def show(done: int, total: int) -> None:
+        width = 30
+        filled = width * done // max(total, 1)
+        end = "\n" if done >= total else ""
+        print(f"\rmoesaic: packing experts [{'#' * filled:<{width}}] {done}/{total}{end}", end="", file=sys.stderr, flush=True)
+
+    return show
+
+
+def _refuse_saving(*_: Any, **__: Any) -> None:
+    raise Unsupported("save_pretrained: the experts of this model are packed and their originals released; save the model before accelerate()")
+
+
+def accelerate(
+    model: torch.nn.Module,
+    *,
+    quant: str = "as-is",
+    device: Any = None,
+    max_tokens: int = 512,
+    num_threads: int | None = None,
+    release: bool = True,
+    on_unsupported: str = "raise",
+    progress: bool | Callable[[int, int], object] | None = None,
+) -> Report:
+    """Replaces the experts of a loaded model, one layer after the other.
+
+    quant: "as-is", or the scheme to convert to while packing ("int4-g128", "fp8-block", ...).
+    device: where the packed experts are; None: where the model's are.
+    release: whether the originals' memory is given up. With False restore() brings them back.
+    on_unsupported: "raise" before anything changes, or "keep" such modules as they are.
+    progress: True, False, or a function of (modules done, in all); None: a bar if stderr is a terminal.
+
+    Above the model's own memory it needs one packed layer and one expert. Raises Unsupported with the
+    reason and the name of the module, InvalidArgument for a model without experts modules.
+    """
+    if on_unsupported not in ("raise", "keep"):
+        raise InvalidArgument(f'on_unsupported: got {on_unsupported!r}, need "raise" or "keep"')
+    # All are looked at first: nothing changes if one is refused.
+    plans: list[tuple[str, torch.nn.Module, _recognise.Described | None, str]] = []
+    for name, module, parent in _modules(model):
+        try:
+            plans.append((name, module, _recognise.describe(module, _recognise.top_k_of(module, parent)), ""))
+        except Error as error:
+            if on_unsupported == "raise":
+                raise type(error)(f"{name}: {error}") from error
+            plans.append((name, module, None, str(error)))
+    if not plans:
+        raise InvalidArgument(f"model: {type(model).__name__} has no experts modules of transformers' (docs/python.md)")
+    rows = []
+    report_progress = _bar(progress)
+    kept: dict[str, torch.nn.Module] = getattr(model, "_moesaic_originals", {})
+    report_progress(0, len(plans))
+    for i, (name, module, described, reason) in enumerate(plans):
+        plans[i] = (name, torch.nn.Module(), None, "")  # the last reference to the originals is the model's
+        if described is None:
+            rows.append(Row(name, reason=reason))
+            continue
+        before = described.nbytes
+        try:
+            layer = _pack(
+                described,
+                quant=quant,
+                device=device if device is not None else _device_of(described),
+                max_tokens=max_tokens,
+                num_threads=num_threads,
+            )
+        except (Unsupported, DeviceError) as error:
+            if on_unsupported == "raise":
+                raise type(error)(f"{name}: {error}") from error
+            rows.append(Row(name, reason=str(error)))
+            continue
+        replacement = MoesaicExperts(layer)
+        replacement.num_experts = described.num_experts
+        replacement.train(module.training)
+        model.set_submodule(name, replacement)
+        if release:
+            for parameter in list(module.parameters()):
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            if layer.device != "cpu":
+                torch.cuda.empty_cache()
+        else:
+            kept[name] = module
+        rows.append(Row(name, layer.experts_backend, layer.quant, before, layer.weight_bytes, layer.bound))
+        del module, described
+        report_progress(i + 1, len(plans))
+    object.__setattr__(model, "_moesaic_originals", kept)
+    if release and hasattr(model, "save_pretrained"):
+        object.__setattr__(model, "save_pretrained", _refuse_saving)
+    return Report(tuple(rows))
+
+
+def restore(model: torch.nn.Module) -> int:
+    """Puts back what ``accelerate(model, release=False)`` replaced; returns how many modules that were."""
+    kept: dict[str, torch.nn.Module] = getattr(model, "_moesaic_originals", {})
+    for name, module in kept.items():
+        model.set_submodule(name, module)
+    count = len(kept)
+    kept.clear()
+    return count

@@ -1,0 +1,238 @@
+// moesaic.Router and moesaic.GateLinear.
+#include "routing.h"
+
+#include <fmt/format.h>
+#include <nanobind/stl/string.h>
+
+#include <array>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "errors.h"
+#include "layers.h"
+#include "moesaic/checkpoint.h"
+#include "moesaic/gate.h"
+#include "moesaic/router.h"
+#include "specs.h"
+#include "tensors.h"
+
+namespace nb = nanobind;
+
+namespace moesaic::python {
+namespace {
+
+struct RouterObject {
+  Router router;
+  std::int64_t made_at = fork_count();
+};
+struct GateObject {
+  GateLinear gate;
+  std::int64_t made_at = fork_count();
+};
+
+template <class Enum>
+Enum enum_of(std::string_view field, const std::string& name, std::string_view (*name_of)(Enum),
+             int count) {
+  std::string all;
+  for (int i = 0; i < count; ++i) {
+    const auto value = static_cast<Enum>(i);
+    if (name_of(value) == name) return value;
+    all += fmt::format("{}\"{}\"", i == 0 ? "" : ", ", name_of(value));
+  }
+  raise(StatusCode::kInvalidArgument,
+        fmt::format("{}: got \"{}\", need one of {}", field, name, all));
+}
+
+void init_router(RouterObject* self, std::int64_t num_experts, std::int64_t top_k,
+                 const std::string& method, const std::string& scoring, bool renormalize,
+                 std::int64_t num_expert_group, std::int64_t topk_group,
+                 double routed_scaling_factor, nb::handle correction_bias, nb::handle expert_scale,
+                 nb::handle hash_table, nb::handle num_threads, nb::handle device) {
+  const TensorArg bias("correction_bias", correction_bias), scale("expert_scale", expert_scale),
+      table("hash_table", hash_table);
+  Router::Options options;
+  RoutingSpec& spec = options.spec;
+  spec.method = enum_of<RoutingMethod>("method", method, routing_method_name, 10);
+  spec.scoring_func = enum_of<ScoringFunc>("scoring", scoring, scoring_func_name, 3);
+  spec.num_experts = num_experts;
+  spec.top_k = top_k;
+  spec.renormalize = renormalize;
+  spec.num_expert_group = num_expert_group;
+  spec.topk_group = topk_group;
+  spec.routed_scaling_factor = routed_scaling_factor;
+  spec.has_correction_bias = bias.present();
+  spec.has_expert_scale = scale.present();
+  if (bias.present()) options.correction_bias = bias.view();
+  if (scale.present()) options.expert_scale = scale.view();
+  if (table.present()) options.hash_table = table.view();
+  options.num_threads = threads_of(num_threads);
+  options.device = device_of(device);
+  new (self) RouterObject{unwrap(Router::create(options))};
+  drain_warnings();
+}
+
+RouterObject* router_from_checkpoint(const Checkpoint& checkpoint, int layer,
+                                     nb::handle num_threads, nb::handle device) {
+  const MoeLayerWeights weights = unwrap(checkpoint.load_layer(layer, {}));
+  Router::Options options;
+  options.spec = weights.spec.routing;
+  const MoeLayerTensors& t = weights.tensors;
+  if (t.e_score_correction_bias.present())
+    options.correction_bias = t.e_score_correction_bias.view();
+  if (t.expert_scale.present()) options.expert_scale = t.expert_scale.view();
+  if (t.hash_table.present()) options.hash_table = t.hash_table.view();
+  options.num_threads = threads_of(num_threads);
+  options.device = device_of(device);
+  auto* const made = new RouterObject{unwrap(Router::create(options))};
+  drain_warnings();
+  return made;
+}
+
+nb::object route(const RouterObject& self, nb::handle router_logits, nb::handle hidden_states,
+                 nb::handle input_ids, nb::handle padding_mask, nb::handle stream) {
+  check_not_forked(self.made_at);
+  const TensorArg logits("router_logits", router_logits), x("hidden_states", hidden_states),
+      tokens("input_ids", input_ids), mask("padding_mask", padding_mask);
+  if (!logits.present())
+    raise(StatusCode::kInvalidArgument, "router_logits: got None, need a tensor");
+  Router::Args args;
+  args.router_logits = as_rows("router_logits", logits.view());
+  const std::int64_t rows = args.router_logits.dim(0);
+  if (x.present()) args.hidden_states = as_rows("hidden_states", x.view());
+  std::vector<std::int32_t> narrow;
+  if (tokens.present()) {
+    args.input_ids = tokens.view();
+    if (tokens.view().dtype == DType::kI64 && !tokens.view().device.is_cuda()) {
+      check(expect_contiguous("input_ids", tokens.view()));
+      const std::int64_t count = unwrap(tokens.view().shape.num_elements());
+      for (std::int64_t i = 0; i < count; ++i) {
+        const std::int64_t id = tokens.view().as<std::int64_t>()[i];
+        // Far outside every table: the library says where.
+        narrow.push_back(id < 0 || id > 0x7FFFFFFF ? -1 : static_cast<std::int32_t>(id));
+      }
+      args.input_ids = {reinterpret_cast<const std::byte*>(narrow.data()), DType::kI32, {count}};
+    }
+  }
+  if (mask.present()) {
+    args.padding_mask = mask.view();
+    if (mask.view().dtype == DType::kBool) args.padding_mask.dtype = DType::kU8;
+  }
+  const std::array<std::int64_t, 2> slots = {rows, self.router.slots()};
+  const nb::object weights = logits.like(DType::kF32, slots, &args.topk_weights);
+  const nb::object ids = logits.like(DType::kI32, slots, &args.topk_ids);
+  nb::object zero = nb::none();
+  if (self.router.spec().method == RoutingMethod::kZeroExpert && x.present()) {
+    zero = logits.like(DType::kF32, args.hidden_states.shape.dims(), &args.zero_expert_output);
+  }
+  if (logits.view().device.is_cuda()) args.stream = stream_of(stream, logits);
+  Status status;
+  {
+    const nb::gil_scoped_release released;
+    status = self.router.select_experts(args);
+  }
+  check(status);
+  return zero.is_none() ? nb::make_tuple(weights, ids) : nb::make_tuple(weights, ids, zero);
+}
+
+void init_gate(GateObject* self, nb::handle weight, nb::handle bias,
+               const std::string& logits_dtype, bool force_fp32_compute, nb::handle num_threads,
+               nb::handle device) {
+  const TensorArg w("weight", weight), b("bias", bias);
+  GateLinear::Options options;
+  options.logits_dtype = dtype_of("logits_dtype", logits_dtype);
+  options.force_fp32_compute = force_fp32_compute;
+  options.num_threads = threads_of(num_threads);
+  options.device = device_of(device);
+  new (self) GateObject{unwrap(GateLinear::create(
+      w.view(), b.present() ? ConstTensorView(b.view()) : ConstTensorView(), options))};
+}
+
+GateObject* gate_from_checkpoint(const Checkpoint& checkpoint, int layer, nb::handle num_threads,
+                                 nb::handle device) {
+  const MoeLayerWeights weights = unwrap(checkpoint.load_layer(layer, {}));
+  GateLinear::Options options;
+  options.num_threads = threads_of(num_threads);
+  options.device = device_of(device);
+  const Tensor& bias = weights.tensors.gate_bias;
+  return new GateObject{
+      unwrap(GateLinear::create(weights.tensors.gate_weight.view(),
+                                bias.present() ? bias.view() : ConstTensorView(), options))};
+}
+
+nb::object gate_forward(const GateObject& self, nb::handle hidden_states, nb::handle stream) {
+  check_not_forked(self.made_at);
+  const TensorArg x("hidden_states", hidden_states);
+  if (!x.present()) raise(StatusCode::kInvalidArgument, "hidden_states: got None, need a tensor");
+  const TensorView rows = as_rows("hidden_states", x.view());
+  TensorView logits;
+  const std::array<std::int64_t, 2> dims = {rows.dim(0), self.gate.num_experts()};
+  nb::object result = x.like(self.gate.logits_dtype(), dims, &logits);
+  Stream where;
+  if (x.view().device.is_cuda()) where = stream_of(stream, x);
+  Status status;
+  {
+    const nb::gil_scoped_release released;
+    status = self.gate.forward(rows, logits, where);
+  }
+  check(status);
+  return result;
+}
+
+}  // namespace
+
+void bind_routing_stages(nb::module_& m) {
+  nb::class_<RouterObject>(
+      m, "Router",
+      "Router logits to weights and experts: router(logits) -> (topk_weights, topk_ids).")
+      .def(
+          "__init__", &init_router, nb::kw_only(), nb::arg("num_experts"), nb::arg("top_k"),
+          nb::arg("method") = "topk", nb::arg("scoring") = "softmax",
+          nb::arg("renormalize") = false, nb::arg("num_expert_group") = 1,
+          nb::arg("topk_group") = 1, nb::arg("routed_scaling_factor") = 1.0,
+          nb::arg("correction_bias").none() = nb::none(),
+          nb::arg("expert_scale").none() = nb::none(), nb::arg("hash_table").none() = nb::none(),
+          nb::arg("num_threads").none() = nb::none(), nb::arg("device").none() = "cpu",
+          nb::sig("def __init__(self, *, num_experts: int, top_k: int, method: str = 'topk', "
+                  "scoring: str = 'softmax', renormalize: bool = False, num_expert_group: int = 1, "
+                  "topk_group: int = 1, routed_scaling_factor: float = 1.0, "
+                  "correction_bias: typing.Any = None, expert_scale: typing.Any = None, "
+                  "hash_table: typing.Any = None, num_threads: int | None = None, "
+                  "device: typing.Any = 'cpu') -> None"))
+      .def_static("from_checkpoint", &router_from_checkpoint, nb::arg("checkpoint"),
+                  nb::arg("layer"), nb::kw_only(), nb::arg("num_threads").none() = nb::none(),
+                  nb::arg("device").none() = "cpu",
+                  nb::sig("def from_checkpoint(checkpoint: Checkpoint, layer: int, *, "
+                          "num_threads: int | None = None, device: typing.Any = 'cpu') -> Router"))
+      .def("__call__", &route, nb::arg("router_logits"), nb::kw_only(),
+           nb::arg("hidden_states").none() = nb::none(), nb::arg("input_ids").none() = nb::none(),
+           nb::arg("padding_mask").none() = nb::none(), nb::arg("stream").none() = nb::none(),
+           nb::sig(
+               "def __call__(self, router_logits: typing.Any, *, hidden_states: typing.Any = None, "
+               "input_ids: typing.Any = None, padding_mask: typing.Any = None, "
+               "stream: typing.Any = None) -> tuple[typing.Any, ...]"),
+           "Weights [M, k] F32 and ids [M, k] I32, slots in descending order of score.")
+      .def_prop_ro("name", [](const RouterObject& r) { return r.router.name(); })
+      .def_prop_ro("routing", [](const RouterObject& r) { return r.router.spec(); });
+  nb::class_<GateObject>(m, "GateLinear", "Hidden states to router logits, accumulated in fp32.")
+      .def("__init__", &init_gate, nb::arg("weight"), nb::arg("bias").none() = nb::none(),
+           nb::kw_only(), nb::arg("logits_dtype") = "F32", nb::arg("force_fp32_compute") = true,
+           nb::arg("num_threads").none() = nb::none(), nb::arg("device").none() = "cpu",
+           nb::sig("def __init__(self, weight: typing.Any, bias: typing.Any = None, *, "
+                   "logits_dtype: str = 'F32', force_fp32_compute: bool = True, "
+                   "num_threads: int | None = None, device: typing.Any = 'cpu') -> None"))
+      .def_static(
+          "from_checkpoint", &gate_from_checkpoint, nb::arg("checkpoint"), nb::arg("layer"),
+          nb::kw_only(), nb::arg("num_threads").none() = nb::none(),
+          nb::arg("device").none() = "cpu",
+          nb::sig("def from_checkpoint(checkpoint: Checkpoint, layer: int, *, "
+                  "num_threads: int | None = None, device: typing.Any = 'cpu') -> GateLinear"))
+      .def("__call__", &gate_forward, nb::arg("hidden_states"), nb::kw_only(),
+           nb::arg("stream").none() = nb::none(),
+           nb::sig("def __call__(self, hidden_states: typing.Any, *, stream: typing.Any = None) -> "
+                   "typing.Any"))
+      .def_prop_ro("num_experts", [](const GateObject& g) { return g.gate.num_experts(); })
+      .def_prop_ro("hidden_size", [](const GateObject& g) { return g.gate.hidden_size(); });
+}
+
+}  // namespace moesaic::python

@@ -1,0 +1,386 @@
+#include "tensors.h"
+
+#include <fmt/format.h>
+#include <nanobind/stl/string.h>
+
+#include <array>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "errors.h"
+
+namespace nb = nanobind;
+
+namespace moesaic::python {
+namespace {
+
+struct TypeRow {
+  DType dtype;
+  std::uint8_t code, bits;
+  const char* name;  // NumPy's and ml_dtypes'; empty: none
+};
+// The first row of a dtype is the one that new tensors get.
+constexpr std::array<TypeRow, 22> kTypes = {{
+    {DType::kF32, 2, 32, "float32"},
+    {DType::kBF16, 4, 16, "bfloat16"},
+    {DType::kF16, 2, 16, "float16"},
+    {DType::kF64, 2, 64, "float64"},
+    {DType::kI32, 0, 32, "int32"},
+    {DType::kI64, 0, 64, "int64"},
+    {DType::kI16, 0, 16, "int16"},
+    {DType::kI8, 0, 8, "int8"},
+    {DType::kU8, 1, 8, "uint8"},
+    {DType::kU16, 1, 16, "uint16"},
+    {DType::kU32, 1, 32, "uint32"},
+    {DType::kU64, 1, 64, "uint64"},
+    {DType::kBool, 6, 8, "bool"},
+    {DType::kF8E4M3, 10, 8, "float8_e4m3fn"},
+    {DType::kF8E4M3Fnuz, 11, 8, "float8_e4m3fnuz"},
+    {DType::kF8E5M2, 12, 8, "float8_e5m2"},
+    {DType::kF8E5M2Fnuz, 13, 8, "float8_e5m2fnuz"},
+    {DType::kF8E8M0, 14, 8, "float8_e8m0fnu"},
+    {DType::kF6E2M3, 15, 6, ""},
+    {DType::kF6E3M2, 16, 6, ""},
+    {DType::kF4E2M1, 17, 4, ""},
+    {DType::kC64, 5, 64, "complex64"},
+}};
+
+const TypeRow* row_of(DType dtype) {
+  for (const TypeRow& row : kTypes) {
+    if (row.dtype == dtype) return &row;
+  }
+  return nullptr;
+}
+
+// The exchange table of a type, null where it has none. Types are kept: a table lives as long as the
+// process, and so do the few types of tensors that a program has.
+const DlExchange* table_of(nb::handle object) {
+  static auto* const tables = new std::unordered_map<PyTypeObject*, const DlExchange*>;
+  PyTypeObject* const type = Py_TYPE(object.ptr());
+  if (const auto found = tables->find(type); found != tables->end()) return found->second;
+  const DlExchange* table = nullptr;
+  const nb::handle type_object(reinterpret_cast<PyObject*>(type));
+  if (nb::hasattr(type_object, "__dlpack_c_exchange_api__")) {
+    const nb::object capsule = type_object.attr("__dlpack_c_exchange_api__");
+    void* const p = PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api");
+    if (p == nullptr) PyErr_Clear();
+    table = static_cast<const DlExchange*>(p);
+    while (table != nullptr && table->version.major != 1) table = table->previous;
+  }
+  Py_INCREF(type_object.ptr());
+  tables->emplace(type, table);
+  return table;
+}
+
+std::string class_name(nb::handle object) { return nb::type_name(object.type()).c_str(); }
+
+// str(object): nb::str of an attribute would only be a cast.
+std::string text_of(const nb::object& object) {
+  return nb::str(static_cast<const nb::handle&>(object)).c_str();
+}
+
+bool is_numpy(nb::handle object) {
+  const std::string name = class_name(object);
+  return name.starts_with("numpy.") || name == "ndarray";
+}
+
+[[noreturn]] void raise_dtype(std::string_view field, const std::string& found) {
+  raise(StatusCode::kInvalidDType,
+        fmt::format("{}: got elements of {}, need a type that files have (docs/python.md)", field,
+                    found));
+}
+
+void set_error(void* context, const char* kind, const char* text) {
+  *static_cast<std::string*>(context) = fmt::format("{}: {}", kind, text);
+}
+
+nb::object new_numpy(nb::handle like, DType dtype, std::span<const std::int64_t> dims) {
+  nb::list shape;
+  for (const std::int64_t d : dims) shape.append(d);
+  const TypeRow* const row = row_of(dtype);
+  nb::object type = like.attr("dtype");
+  if (row != nullptr && row->name != text_of(type.attr("name"))) {
+    type = nb::str(row->name);
+  }
+  return nb::module_::import_("numpy").attr("empty")(nb::tuple(shape), type);
+}
+
+}  // namespace
+
+TensorArg::TensorArg(std::string_view field, nb::handle object) : object_(object) {
+  if (object.is_none()) return;
+  api_ = table_of(object);
+  if (api_ != nullptr) {
+    from_table(field, object);
+  } else if (nb::hasattr(object, "__array_interface__")) {
+    from_array_interface(field, nb::dict(object.attr("__array_interface__")), false);
+  } else if (nb::hasattr(object, "__dlpack__")) {
+    from_dlpack(field, object);
+  } else if (nb::hasattr(object, "__cuda_array_interface__")) {
+    from_array_interface(field, nb::dict(object.attr("__cuda_array_interface__")), true);
+  } else {
+    raise(StatusCode::kInvalidArgument,
+          fmt::format("{}: got a {}, need a tensor (__dlpack__ or __array_interface__)", field,
+                      class_name(object)));
+  }
+  present_ = true;
+  std::int64_t elements = 1;
+  for (const std::int64_t d : view_.shape.dims()) elements *= d != 0 ? 1 : 0;
+  if (elements != 0 && view_.data == nullptr) {
+    raise(StatusCode::kInvalidArgument,
+          fmt::format(
+              "{}: got {} without memory (its storage was freed, or it is on the meta device)",
+              field, view_.shape.to_string()));
+  }
+}
+
+void TensorArg::take(std::string_view field, const DlTensor& t) {
+  DType dtype = DType::kF32;
+  bool known = false;
+  const bool pairs = t.dtype.bits == 4 && t.dtype.lanes == 2;
+  for (const TypeRow& row : kTypes) {
+    if (row.code != t.dtype.code || row.bits != t.dtype.bits) continue;
+    dtype = row.dtype;
+    known = t.dtype.lanes == 1 || pairs;
+    break;
+  }
+  if (!known) {
+    raise_dtype(field, fmt::format("DLPack type {}, {} bits, {} lane(s)", t.dtype.code,
+                                   t.dtype.bits, t.dtype.lanes));
+  }
+  Device device = Device::cpu();
+  if (t.device.type == kDlCuda || t.device.type == kDlCudaManaged) {
+    device = Device::cuda(t.device.index);
+  } else if (t.device.type != kDlCpu && t.device.type != kDlCudaHost) {
+    raise(StatusCode::kUnsupported,
+          fmt::format("{}: got a tensor on DLPack device {}, need one on a "
+                      "CPU or a CUDA device",
+                      field, t.device.type));
+  }
+  if (t.rank > kMaxRank) {
+    raise(StatusCode::kInvalidShape,
+          fmt::format("{}: got rank {}, need at most {}", field, t.rank, kMaxRank));
+  }
+  const auto rank = static_cast<std::size_t>(t.rank);
+  std::array<std::int64_t, kMaxRank> dims{};
+  for (std::size_t i = 0; i < rank; ++i) dims[i] = t.shape[i];
+  if (pairs && rank > 0) dims[rank - 1] *= 2;
+  const Shape shape = unwrap(Shape::from({dims.data(), rank}));
+  auto* const data = static_cast<std::byte*>(t.data);
+  view_ = TensorView(data == nullptr ? nullptr : data + t.byte_offset, dtype, shape, device);
+  if (t.strides == nullptr) return;
+  for (std::size_t i = 0; i < rank; ++i) {
+    // Strides of dimensions with one element mean nothing; the library's contiguous ones stand.
+    if (dims[i] > 1) view_.strides[i] = t.strides[i] * (pairs && i + 1 < rank ? 2 : 1);
+  }
+}
+
+void TensorArg::from_table(std::string_view field, nb::handle object) {
+  DlTensor t;
+  if (api_->tensor_from_object != nullptr) {
+    if (api_->tensor_from_object(object.ptr(), &t) != 0) throw nb::python_error();
+    take(field, t);
+    return;
+  }
+  DlManagedVersioned* managed = nullptr;
+  if (api_->managed_from_object(object.ptr(), &managed) != 0) throw nb::python_error();
+  versioned_.reset(managed);
+  take(field, managed->tensor);
+}
+
+void TensorArg::from_dlpack(std::string_view field, nb::handle object) {
+  nb::object source = nb::borrow(object);
+  if (nb::hasattr(source, "requires_grad") && nb::hasattr(source, "detach")) {
+    source = source.attr("detach")();  // PyTorch without an exchange table
+  }
+  const nb::object method = source.attr("__dlpack__");
+  nb::object capsule;
+  try {
+    capsule = method(nb::arg("max_version") = nb::make_tuple(1, 1));
+  } catch (nb::python_error& error) {
+    if (!error.matches(PyExc_TypeError)) throw;
+    capsule = method();  // a producer from before DLPack 1
+  }
+  if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned") != 0) {
+    auto* const t =
+        static_cast<DlManagedVersioned*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor_versioned"));
+    PyCapsule_SetName(capsule.ptr(), "used_dltensor_versioned");
+    versioned_.reset(t);
+    if (t->version.major != 1) {
+      raise(StatusCode::kUnsupported,
+            fmt::format("{}: got DLPack version {}, need 1", field, t->version.major));
+    }
+    read_only_ = (t->flags & kDlReadOnly) != 0;
+    take(field, t->tensor);
+    return;
+  }
+  auto* const t = static_cast<DlManaged*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
+  if (t == nullptr) throw nb::python_error();
+  PyCapsule_SetName(capsule.ptr(), "used_dltensor");
+  managed_.reset(t);
+  take(field, t->tensor);
+}
+
+void TensorArg::from_array_interface(std::string_view field, const nb::dict& interface, bool cuda) {
+  const auto item = [&](const char* key) -> PyObject* {
+    return PyDict_GetItemString(interface.ptr(), key);  // borrowed
+  };
+  const auto malformed = [&] {
+    PyErr_Clear();
+    raise(StatusCode::kInvalidArgument, fmt::format("{}: got a malformed array interface", field));
+  };
+  std::string name;
+  if (nb::hasattr(object_, "dtype")) name = text_of(object_.attr("dtype"));
+  const TypeRow* row = nullptr;
+  for (const TypeRow& candidate : kTypes) {
+    if (*candidate.name != '\0' && name == candidate.name) row = &candidate;
+  }
+  if (row == nullptr) raise_dtype(field, name.empty() ? "no dtype attribute" : name);
+  PyObject* const shape = item("shape");
+  PyObject* const data = item("data");
+  if (shape == nullptr || data == nullptr || !PyTuple_Check(shape) || !PyTuple_Check(data) ||
+      PyTuple_Size(data) != 2) {
+    malformed();
+  }
+  const auto rank = static_cast<std::size_t>(PyTuple_Size(shape));
+  if (rank > static_cast<std::size_t>(kMaxRank)) {
+    raise(StatusCode::kInvalidShape,
+          fmt::format("{}: got rank {}, need at most {}", field, rank, kMaxRank));
+  }
+  std::array<std::int64_t, kMaxRank> dims{};
+  for (std::size_t i = 0; i < rank; ++i) {
+    dims[i] = PyLong_AsLongLong(PyTuple_GetItem(shape, static_cast<Py_ssize_t>(i)));
+  }
+  void* const address = PyLong_AsVoidPtr(PyTuple_GetItem(data, 0));
+  read_only_ = PyObject_IsTrue(PyTuple_GetItem(data, 1)) == 1;
+  if (PyErr_Occurred()) malformed();
+  view_ =
+      TensorView(static_cast<std::byte*>(address), row->dtype,
+                 unwrap(Shape::from({dims.data(), rank})), cuda ? Device::cuda(0) : Device::cpu());
+  if (cuda && nb::hasattr(object_, "device")) {
+    const nb::object device = object_.attr("device");
+    if (nb::hasattr(device, "id")) view_.device = Device::cuda(nb::cast<int>(device.attr("id")));
+  }
+  PyObject* const strides = item("strides");
+  if (strides == nullptr || strides == Py_None) return;
+  if (!PyTuple_Check(strides) || PyTuple_Size(strides) != PyTuple_Size(shape)) malformed();
+  const std::int64_t size = row->bits / 8;
+  for (std::size_t i = 0; i < rank; ++i) {
+    if (dims[i] <= 1) continue;
+    const std::int64_t bytes =
+        PyLong_AsLongLong(PyTuple_GetItem(strides, static_cast<Py_ssize_t>(i)));
+    if (bytes % size != 0) {
+      raise(StatusCode::kInvalidLayout,
+            fmt::format("{}: got a stride of {} bytes, need a multiple of {}", field, bytes, size));
+    }
+    view_.strides[i] = bytes / size;
+  }
+}
+
+const TensorView& TensorArg::writable(std::string_view field) const {
+  if (read_only_) {
+    raise(StatusCode::kInvalidArgument,
+          fmt::format("{}: got read-only memory, need a tensor that may be written", field));
+  }
+  return view_;
+}
+
+Stream TensorArg::current_stream() const {
+  if (!knows_stream()) return {};
+  Stream stream;
+  if (api_->current_stream(kDlCuda, view_.device.index(), &stream.handle) != 0) {
+    throw nb::python_error();
+  }
+  return stream;
+}
+
+nb::object TensorArg::like(DType dtype, std::span<const std::int64_t> dims,
+                           TensorView* view) const {
+  const TypeRow* const row = row_of(dtype);
+  if (api_ != nullptr && row != nullptr) {
+    std::array<std::int64_t, kMaxRank> shape{};
+    for (std::size_t i = 0; i < dims.size(); ++i) shape[i] = dims[i];
+    DlTensor wanted;
+    wanted.device.type = view_.device.is_cuda() ? kDlCuda : kDlCpu;
+    wanted.device.index = view_.device.index();
+    wanted.rank = static_cast<std::int32_t>(dims.size());
+    wanted.dtype = {row->code, row->bits, 1};
+    wanted.shape = shape.data();
+    DlManagedVersioned* made = nullptr;
+    std::string error;
+    if (api_->allocate(&wanted, &made, &error, set_error) != 0) {
+      raise(StatusCode::kOutOfMemory, error);
+    }
+    *view = TensorView(static_cast<std::byte*>(made->tensor.data) + made->tensor.byte_offset, dtype,
+                       unwrap(Shape::from(dims)), view_.device);
+    void* object = nullptr;
+    if (api_->managed_to_object(made, &object) != 0) throw nb::python_error();
+    return nb::steal(static_cast<PyObject*>(object));
+  }
+  if (view_.device.is_cuda()) {
+    raise(StatusCode::kInvalidArgument,
+          "out: got none for device memory whose framework has no "
+          "DLPack exchange table, need out=");
+  }
+  if (row != nullptr && is_numpy(object_)) {
+    nb::object made = new_numpy(object_, dtype, dims);
+    *view = TensorArg("out", made).view();
+    return made;
+  }
+  Tensor tensor = unwrap(Tensor::uninitialized(dtype, unwrap(Shape::from(dims))));
+  *view = tensor.view();
+  return wrap_tensor(std::move(tensor));
+}
+
+Stream stream_of(nb::handle stream, const TensorArg& tensor) {
+  if (stream.is_none()) {
+    if (!tensor.knows_stream()) {
+      raise(StatusCode::kInvalidArgument,
+            "stream: got none, and the tensors' framework does not say on which one it works; need "
+            "stream=");
+    }
+    return tensor.current_stream();
+  }
+  std::uintptr_t handle = 0;
+  if (nb::hasattr(stream, "__cuda_stream__")) {
+    handle = nb::cast<std::uintptr_t>(stream.attr("__cuda_stream__")()[1]);
+  } else if (nb::hasattr(stream, "cuda_stream")) {
+    handle = nb::cast<std::uintptr_t>(stream.attr("cuda_stream"));
+  } else if (nb::hasattr(stream, "ptr")) {
+    handle = nb::cast<std::uintptr_t>(stream.attr("ptr"));
+  } else {
+    handle = nb::cast<std::uintptr_t>(stream);
+  }
+  return {reinterpret_cast<void*>(handle)};
+}
+
+TensorView as_rows(std::string_view field, const TensorView& t) {
+  const int rank = t.rank();
+  if (rank == 0) {
+    raise(StatusCode::kInvalidShape, fmt::format("{}: got a scalar, need [..., H]", field));
+  }
+  std::int64_t rows = 1, apart = 0;
+  bool uniform = true;
+  // From the innermost leading axis outwards: where a step of it lands.
+  for (int i = rank - 2; i >= 0; --i) {
+    const auto at = static_cast<std::size_t>(i);
+    if (t.dim(i) == 1) continue;
+    if (rows == 1) apart = t.strides[at];
+    uniform = uniform && (rows == 1 || t.strides[at] == rows * apart);
+    rows *= t.dim(i);
+  }
+  if (!uniform && rows > 0) {
+    raise(StatusCode::kInvalidLayout,
+          fmt::format("{}: got {} whose rows are not equally far apart, need a tensor that can be "
+                      "seen as [rows, H] (contiguous())",
+                      field, t.shape.to_string()));
+  }
+  TensorView matrix = t;
+  matrix.shape = Shape{rows, t.dim(rank - 1)};
+  const std::int64_t inner = t.strides[static_cast<std::size_t>(rank - 1)];
+  matrix.strides = {rows > 1 ? apart : t.dim(rank - 1), inner};
+  return matrix;
+}
+
+}  // namespace moesaic::python

@@ -1,0 +1,90 @@
+#include "tool_main.h"
+
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <new>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "checkpoint/container/names.h"
+#include "moesaic/log.h"
+#include "usage.h"
+#include "verbs.h"
+#include "version.h"
+
+namespace moesaic::tool {
+namespace {
+
+constexpr const char* kAbout =
+    "Runs the mixture-of-experts layer of language models: what was asked within a stated error "
+    "bound, or a refusal with the reason.";
+
+constexpr const char* kFooter =
+    "\nStart here:\n"
+    "  moesaic inspect DIR            what is in a checkpoint\n"
+    "  moesaic verify --model DIR     is the result right? (needs DIR/golden.safetensors)\n"
+    "  moesaic explain --model DIR    which backend would run, and why not the others\n"
+    "  moesaic VERB --help            options and examples of one verb\n";
+
+bool wants_json(int argc, char** argv) {
+  for (int i = 1; i < argc; ++i) {
+    if (std::strcmp(argv[i], "--json") == 0) return true;
+  }
+  return false;
+}
+
+int run_verb(int argc, char** argv) {
+  CLI::App root(kAbout, "moesaic");
+  root.footer(kFooter);
+  root.set_version_flag("--version", version_text());
+  root.require_subcommand(1);
+  root.get_formatter()->column_width(34);
+  const std::vector<Verb> verbs = {make_inspect(root), make_run(root),     make_verify(root),
+                                   make_explain(root), make_bench(root),   make_demo(root),
+                                   make_env(root),     make_convert(root), make_balance(root),
+                                   make_accuracy(root)};
+  try {
+    root.parse(argc, argv);
+  } catch (const CLI::Success& request) {  // --help, --version
+    return root.exit(request);
+  } catch (const CLI::ParseError& error) {
+    const UsageError usage = explain_usage(root, error, argc, argv);
+    return Console(wants_json(argc, argv), 0).fail(usage.status, Origin::kOption, usage.next);
+  }
+  for (const Verb& verb : verbs) {
+    if (verb.app->parsed()) return verb.run();
+  }
+  return kExitInternal;
+}
+
+}  // namespace
+
+int tool_main(int argc, char** argv) {
+  const Console console(wants_json(argc, argv), 0);
+  int code = kExitInternal;
+  try {
+    set_log_sink([](std::string_view message) {
+      std::fputs(fmt::format("{}: warning: {}\n", log_name(), checkpoint::escape_controls(message))
+                     .c_str(),
+                 stderr);
+    });
+    code = run_verb(argc, argv);
+  } catch (const std::bad_alloc&) {
+    code = console.fail({StatusCode::kOutOfMemory, "the allocator refused"}, Origin::kOption);
+  } catch (const std::exception& error) {
+    code = console.fail({StatusCode::kInternal, error.what()}, Origin::kOption);
+  }
+  // A full disk behind stdout must not look like success.
+  if ((std::fflush(stdout) != 0 || std::ferror(stdout) != 0) && code == kExitOk) {
+    std::fputs("moesaic: error: stdout could not be written\n  next: check the disk or pipe\n",
+               stderr);
+    code = kExitDevice;
+  }
+  return code;
+}
+
+}  // namespace moesaic::tool
