@@ -48,9 +48,11 @@ case $set_name in
   sglang) with_deps=() without_deps=(requirements-sglang-nodeps.txt) ;;
 esac
 
+# What would be installed; a new remark in a file changes nothing. Raise `recipe` with what this script does.
+recipe=1
 version=$("$python" -c 'import platform, sys; print(platform.python_version(), sys.prefix)')
-key=$( (cd "$here" && echo "$version" && cat make_venv.sh stub_cuda.py "${with_deps[@]}" "${without_deps[@]}" </dev/null) |
-  sha256sum | cut -c1-12)
+requirements=$(cd "$here" && for f in "${with_deps[@]}" "${without_deps[@]}"; do sed '/^ *\(#\|$\)/d' "$f"; done)
+key=$(sha256sum <<<"$recipe $version $requirements" | cut -c1-12)
 home=${XDG_CACHE_HOME:-$HOME/.cache}/moesaic/venvs
 venv=$home/$set_name-${version%% *}-$key
 mkdir -p "$home"
