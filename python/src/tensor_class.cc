@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "errors.h"
+#include "numerics/element.h"
 #include "tensors.h"
 
 namespace nb = nanobind;
@@ -101,6 +102,20 @@ nb::tuple shape_of(const OwnedTensor& self) {
   return nb::tuple(dims);
 }
 
+nb::object widened(const OwnedTensor& self) {
+  const Tensor& from = *self.tensor;
+  if (!is_loadable_float(from.dtype())) {
+    raise(StatusCode::kUnsupported,
+          fmt::format("float32: got {}, need a floating-point type", dtype_name(from.dtype())));
+  }
+  Tensor to = unwrap(Tensor::uninitialized(DType::kF32, from.shape()));
+  const std::int64_t count = unwrap(from.shape().num_elements());
+  for (std::int64_t i = 0; i < count; ++i) {
+    to.as<float>()[i] = load_as_f32(from.data(), from.dtype(), i);
+  }
+  return wrap_tensor(std::move(to));
+}
+
 nb::dict array_interface(const OwnedTensor& self) {
   const Names& names = names_of(self.tensor->dtype());
   if (names.numpy == nullptr) {
@@ -142,6 +157,8 @@ void bind_tensor(nb::module_& m) {
       .def_prop_ro(
           "dtype", [](const OwnedTensor& t) { return std::string(dtype_name(t.tensor->dtype())); },
           "As safetensors files name it: \"BF16\", \"F8_E4M3\", ...")
+      .def("float32", &widened, nb::sig("def float32(self) -> Tensor"),
+           "A copy with F32 elements, for frameworks without BF16 or FP8.")
       .def_prop_ro("nbytes", [](const OwnedTensor& t) { return t.tensor->bytes(); })
       .def("__repr__", [](const OwnedTensor& t) {
         return fmt::format("moesaic.Tensor({} {})", dtype_name(t.tensor->dtype()),

@@ -1,0 +1,56 @@
+"""What the tests share: the bundled models, and a plain computation in float64."""
+
+from __future__ import annotations
+
+import pathlib
+
+import numpy as np
+import pytest
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+MODELS = REPOSITORY / "testdata" / "models"
+
+
+@pytest.fixture(params=["mini-qwen3-moe", "mini-deepseek-v3", "mini-gpt-oss"])
+def model_path(request: pytest.FixtureRequest) -> pathlib.Path:
+    return MODELS / request.param
+
+
+@pytest.fixture
+def qwen3() -> pathlib.Path:
+    return MODELS / "mini-qwen3-moe"
+
+
+class OwnExperts:
+    """Random experts and a routing, as NumPy arrays, with their result in float64."""
+
+    def __init__(self, tokens: int = 17, experts: int = 8, hidden: int = 128, width: int = 128, top_k: int = 2) -> None:
+        rng = np.random.default_rng(1)
+        self.top_k = top_k
+        self.w13 = (rng.standard_normal((experts, 2 * width, hidden)) / hidden**0.5).astype(np.float32)
+        self.w2 = (rng.standard_normal((experts, hidden, width)) / width**0.5).astype(np.float32)
+        self.x = rng.standard_normal((tokens, hidden)).astype(np.float32)
+        self.ids = np.argsort(rng.random((tokens, experts)), axis=1)[:, :top_k].copy()
+        self.weights = rng.random((tokens, top_k)).astype(np.float32)
+
+    def exact(self) -> np.ndarray:
+        width = self.w2.shape[2]
+        out = np.zeros(self.x.shape)
+        for t, (ids, weights) in enumerate(zip(self.ids, self.weights, strict=True)):
+            for e, weight in zip(ids, weights, strict=True):
+                if e < 0:
+                    continue
+                both = self.w13[e].astype(np.float64) @ self.x[t].astype(np.float64)
+                gate, up = both[:width], both[width:]
+                out[t] += float(weight) * (self.w2[e].astype(np.float64) @ (gate / (1 + np.exp(-gate)) * up))
+        return out
+
+
+def rel_l2(a: np.ndarray, b: np.ndarray) -> float:
+    assert np.linalg.norm(b) > 0.1, "the reference is far from zero"
+    return float(np.linalg.norm(np.asarray(a, dtype=np.float64) - b) / np.linalg.norm(b))
+
+
+@pytest.fixture
+def own() -> OwnExperts:
+    return OwnExperts()

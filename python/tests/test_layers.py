@@ -1,0 +1,398 @@
+"""The package with NumPy alone: layers, stages, files, refusals."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pathlib
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import MODELS, OwnExperts, rel_l2
+
+import moesaic
+
+
+def layer_of(path: pathlib.Path, **options: object) -> tuple[moesaic.Checkpoint, int, moesaic.FusedMoE]:
+    checkpoint = moesaic.Checkpoint(path)
+    index = checkpoint.layers[0].layer
+    return checkpoint, index, moesaic.FusedMoE.from_checkpoint(checkpoint, index, **options)
+
+
+def hidden_states(layer: moesaic.FusedMoE, tokens: int = 9) -> np.ndarray:
+    return np.random.default_rng(7).standard_normal((tokens, layer.spec.hidden_size)).astype(np.float32)
+
+
+def test_recorded_float64_outputs_are_met_within_the_bound(model_path: pathlib.Path) -> None:
+    checkpoint, index, layer = layer_of(model_path, quant="f32")
+    golden = moesaic.TensorFile(model_path / "golden.safetensors")
+    prefix = checkpoint.layer(index).prefix
+    x = np.asarray(golden.read(f"{prefix}.input").float32())
+    want = np.asarray(golden.read(f"{prefix}.output"), dtype=np.float64)
+    assert rel_l2(layer(x), want) <= layer.bound
+
+
+def test_what_a_trace_reports_yields_the_same_bits(model_path: pathlib.Path) -> None:
+    checkpoint, index, layer = layer_of(model_path)
+    x = hidden_states(layer)
+    y, trace = layer(x, trace=True)
+    assert np.array_equal(layer(x), y)
+    assert np.array_equal(layer(x, router_logits=trace.router_logits), y)
+    ids, weights = trace.topk_ids, trace.topk_weights
+    assert ids.dtype == np.int32 and weights.dtype == np.float32 and ids.shape == (9, layer.spec.top_k)
+    assert np.array_equal(layer(x, topk_ids=ids.astype(np.int64), topk_weights=weights), y)
+    gate = moesaic.GateLinear.from_checkpoint(checkpoint, index)
+    router = moesaic.Router.from_checkpoint(checkpoint, index)
+    assert np.array_equal(gate(x), trace.router_logits)
+    router_weights, router_ids = router(trace.router_logits)
+    assert np.array_equal(router_ids, ids) and np.array_equal(router_weights, weights)
+
+
+def test_routed_experts_of_a_checkpoint_are_the_layer_without_its_shared_expert(qwen3: pathlib.Path) -> None:
+    checkpoint, index, layer = layer_of(qwen3)
+    x = hidden_states(layer)
+    y, trace = layer(x, trace=True)
+    routed = moesaic.RoutedExperts.from_checkpoint(checkpoint, index)
+    del checkpoint  # may go before its layers
+    assert np.array_equal(routed(x, trace.topk_ids, trace.topk_weights), y)
+
+
+def test_bits_do_not_depend_on_the_batch(qwen3: pathlib.Path) -> None:
+    _, _, layer = layer_of(qwen3, max_tokens=4)
+    x = hidden_states(layer, 11)
+    y = layer(x)
+    assert np.array_equal(np.concatenate([layer(x[i : i + 1]) for i in range(11)]), y)
+    assert np.array_equal(layer(x[::-1].copy())[::-1], y)
+
+
+def test_the_tool_computes_the_same_bits(qwen3: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    checkpoint, index, layer = layer_of(qwen3)
+    prefix = checkpoint.layer(index).prefix
+    out = tmp_path / "out.safetensors"
+    source = f"{qwen3}/golden.safetensors:{prefix}.input"
+    command = [sys.executable, "-m", "moesaic", "run", "--model", qwen3, "--layer", str(index), "--input", source, "--output", out]
+    subprocess.run(list(map(str, command)), check=True, capture_output=True)
+    x = moesaic.TensorFile(qwen3 / "golden.safetensors").read(f"{prefix}.input")
+    theirs = moesaic.TensorFile(out)
+    [name] = [n for n in theirs.names() if n == "output"]
+    mine, trace = layer(x, trace=True)
+    assert np.array_equal(np.asarray(theirs.read("topk_ids")), np.asarray(trace.topk_ids))
+    assert theirs.read(name).dtype == mine.dtype == "BF16"
+    assert np.array_equal(np.asarray(theirs.read(name).float32()), np.asarray(mine.float32()))
+
+
+# --- Own weights -------------------------------------------------------------------------------------
+
+
+def test_own_weights_are_computed_within_the_bound(own: OwnExperts) -> None:
+    layer = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k)
+    assert layer.quant == "f32"
+    assert rel_l2(layer(own.x, own.ids, own.weights), own.exact()) <= layer.bound
+    own.ids[3, 0] = -1
+    assert rel_l2(layer(own.x, own.ids, own.weights), own.exact()) <= layer.bound
+
+
+@pytest.mark.parametrize("gate_up", ["gate_then_up", "up_then_gate", "interleaved"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_arrangements_of_the_same_weights_have_the_same_bits(own: OwnExperts, gate_up: str, transposed: bool, dtype: type) -> None:
+    w13, w2 = own.w13.astype(dtype), own.w2.astype(dtype)
+    want = moesaic.RoutedExperts.from_tensors(w13, w2, own.top_k)(own.x, own.ids, own.weights)
+    gate, up = np.split(w13, 2, axis=1)
+    if gate_up == "up_then_gate":
+        w13 = np.concatenate([up, gate], axis=1)
+    if gate_up == "interleaved":
+        w13 = np.stack([gate, up], axis=2).reshape(w13.shape)
+    if transposed:
+        w13, w2 = (np.ascontiguousarray(w.transpose(0, 2, 1)) for w in (w13, w2))
+    layer = moesaic.RoutedExperts.from_tensors(w13, w2, own.top_k, gate_up=gate_up, transposed=transposed)
+    assert np.array_equal(layer(own.x, own.ids, own.weights), want)
+    if transposed:  # and by strides alone
+        views = (w.transpose(0, 2, 1) for w in (w13, w2))
+        assert np.array_equal(moesaic.RoutedExperts.from_tensors(*views, own.top_k, gate_up=gate_up)(own.x, own.ids, own.weights), want)
+
+
+@pytest.mark.parametrize("quant", ["bf16", "fp8-block", "mxfp4", "nvfp4", "mxfp8", "int4-g128", "int8"])
+def test_weights_are_quantised_while_packing(own: OwnExperts, quant: str) -> None:
+    layer = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k, quant=quant)
+    assert layer.quant == quant
+    assert rel_l2(layer(own.x, own.ids, own.weights), own.exact()) <= layer.bound
+    assert layer.weight_bytes < own.w13.nbytes + own.w2.nbytes
+
+
+def test_codes_with_scales_are_taken_as_stored(own: OwnExperts) -> None:
+    def blocks(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        e, n, k = w.shape
+        tiles = w.reshape(e, n // 128, 128, k // 128, 128)
+        scale = (np.abs(tiles).max(axis=(2, 4)) / 448).astype(np.float32)
+        codes = (tiles / scale[:, :, None, :, None]).astype(ml_dtypes.float8_e4m3fn)
+        return codes.reshape(w.shape), scale
+
+    (w13, s13), (w2, s2) = blocks(own.w13), blocks(own.w2)
+    layer = moesaic.RoutedExperts.from_tensors(w13, w2, own.top_k, stored="fp8-block", quant="f32", w13_scale=s13, w2_scale=s2)
+    own.w13 = w13.astype(np.float32) * np.repeat(np.repeat(s13, 128, 1), 128, 2)
+    own.w2 = w2.astype(np.float32) * np.repeat(np.repeat(s2, 128, 1), 128, 2)
+    assert rel_l2(layer(own.x, own.ids, own.weights), own.exact()) <= layer.bound
+    same = moesaic.RoutedExperts.from_tensors(w13.view(np.uint8), w2.view(np.uint8), own.top_k, stored="fp8-block", quant="f32", w13_scale=s13, w2_scale=s2)
+    assert np.array_equal(same(own.x, own.ids, own.weights), layer(own.x, own.ids, own.weights))
+    with pytest.raises(moesaic.AmbiguousFormat, match="stored="):
+        moesaic.RoutedExperts.from_tensors(w13, w2, own.top_k, w13_scale=s13, w2_scale=s2)
+
+
+def test_ids_beyond_are_dropped_where_asked_for(own: OwnExperts) -> None:
+    own.ids[0, 1] = 8
+    layer = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k, drop_ids_beyond=True)
+    result = layer(own.x, own.ids, own.weights)
+    own.ids[0, 1] = -1
+    assert rel_l2(result, own.exact()) <= layer.bound
+    own.ids[0, 1] = 8
+    strict = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k)
+    with pytest.raises(moesaic.InvalidArgument, match=r"topk_ids: got 8 at \[0, 1\]"):
+        strict(own.x, own.ids, own.weights)
+
+
+# --- Tensors -----------------------------------------------------------------------------------------
+
+
+def test_out_is_written_in_place_and_rows_may_be_strided(own: OwnExperts) -> None:
+    layer = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k)
+    want = layer(own.x, own.ids, own.weights)
+    out = np.full_like(own.x, np.nan)
+    assert layer(own.x, own.ids, own.weights, out=out) is out
+    assert np.array_equal(out, want)
+    wide = np.zeros((own.x.shape[0], 3 * own.x.shape[1]), np.float32)
+    wide[:, : own.x.shape[1]] = own.x
+    assert np.array_equal(layer(wide[:, : own.x.shape[1]], own.ids, own.weights), want)
+    batched = own.x[:16].reshape(4, 4, -1)
+    assert np.array_equal(layer(batched, own.ids[:16], own.weights[:16]).reshape(16, -1), want[:16])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_output_has_the_dtype_of_the_input(own: OwnExperts, dtype: type) -> None:
+    layer = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k)
+    y = layer(own.x.astype(dtype), own.ids, own.weights.astype(dtype))
+    assert type(y) is np.ndarray and y.dtype == dtype
+
+
+class OnlyDlpack:
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+
+    def __dlpack__(self, **options: object) -> object:
+        return self._array.__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
+def test_any_dlpack_producer_goes_in_and_a_tensor_comes_out(own: OwnExperts) -> None:
+    layer = moesaic.RoutedExperts.from_tensors(OnlyDlpack(own.w13), OnlyDlpack(own.w2), own.top_k)
+    y = layer(OnlyDlpack(own.x), own.ids, own.weights)
+    assert isinstance(y, moesaic.Tensor) and y.dtype == "F32" and y.shape == own.x.shape
+    seen = np.from_dlpack(y)
+    del y
+    assert rel_l2(seen, own.exact()) <= layer.bound
+
+
+def test_misuse_is_refused_with_the_reason(own: OwnExperts) -> None:
+    layer = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k)
+    with pytest.raises(moesaic.InvalidArgument, match="hidden_states: got a list, need a tensor"):
+        layer([1.0], own.ids, own.weights)
+    with pytest.raises(moesaic.InvalidShape, match=r"hidden_states: got \[17, 127\], need \[M, 128\]"):
+        layer(own.x[:, :-1], own.ids, own.weights)
+    with pytest.raises(moesaic.InvalidLayout):
+        layer(np.asfortranarray(own.x), own.ids, own.weights)
+    with pytest.raises(moesaic.InvalidDType, match="topk_ids"):
+        layer(own.x, own.ids.astype(np.float32), own.weights)
+    with pytest.raises(moesaic.InvalidDType, match="hidden_states"):
+        layer(own.x.astype(np.complex128), own.ids, own.weights)
+    with pytest.raises(moesaic.Aliasing):
+        layer(own.x, own.ids, own.weights, out=own.x)
+    read_only = np.empty_like(own.x)
+    read_only.flags.writeable = False
+    with pytest.raises(moesaic.InvalidArgument, match="read-only"):
+        layer(own.x, own.ids, own.weights, out=read_only)
+    with pytest.raises(moesaic.InvalidShape, match=r"out: got \[16, 128\], need \[17, 128\]"):
+        layer(own.x, own.ids, own.weights, out=np.empty_like(own.x[:16]))
+    with pytest.raises(moesaic.InvalidShape, match=r"need \[E, 2I, H\] and \[E, H, I\]"):
+        moesaic.RoutedExperts.from_tensors(own.w13[:, :-1], own.w2, 2)
+    with pytest.raises(moesaic.InvalidArgument, match="gate_up"):
+        moesaic.RoutedExperts.from_tensors(own.w13, own.w2, 2, activation="relu2", gate_up="interleaved")
+    with pytest.raises(TypeError, match="w14_scale"):
+        moesaic.RoutedExperts.from_tensors(own.w13, own.w2, 2, w14_scale=own.w2)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            copied(layer)
+
+
+# --- Errors, warnings, signals, threads ----------------------------------------------------------------
+
+BUILTIN = {
+    "invalid_argument": ValueError,
+    "invalid_shape": ValueError,
+    "invalid_layout": ValueError,
+    "invalid_dtype": TypeError,
+    "unsupported": NotImplementedError,
+    "ambiguous_format": ValueError,
+    "corrupt_file": ValueError,
+    "missing_tensor": LookupError,
+    "not_found": LookupError,
+    "io": OSError,
+    "limit_exceeded": ValueError,
+    "aliasing": ValueError,
+    "workspace_too_small": ValueError,
+    "out_of_memory": MemoryError,
+    "device": moesaic.DeviceError,
+    "internal": moesaic.InternalError,
+}
+
+
+@pytest.mark.parametrize("code", BUILTIN)
+def test_each_code_has_its_class(code: str) -> None:
+    from moesaic import _core
+
+    with pytest.raises(BUILTIN[code]) as caught:
+        _core.raise_status(code, "field: got 1, need 2 \N{GREEK SMALL LETTER ALPHA}")
+    assert isinstance(caught.value, moesaic.Error) and isinstance(caught.value, RuntimeError)
+    assert caught.value.code == code and str(caught.value) == "field: got 1, need 2 \N{GREEK SMALL LETTER ALPHA}"
+
+
+def test_refusals_of_the_catalogue_arrive_with_the_same_text(own: OwnExperts) -> None:
+    spec = moesaic.LayerSpec(hidden_size=128, intermediate_size=96, num_experts=8, top_k=2, quant="fp8-block")
+    with pytest.raises(moesaic.Unsupported) as refused:
+        moesaic.explain(spec)
+    assert "128x128 weight blocks need a multiple of 128" in str(refused.value)
+    fine = moesaic.LayerSpec(hidden_size=128, intermediate_size=128, num_experts=8, top_k=2)
+    for candidate in moesaic.explain(fine).candidates:
+        if candidate.stage != "experts" or candidate.accepted or not candidate.reason:
+            continue
+        with pytest.raises(moesaic.Unsupported) as forced:
+            moesaic.RoutedExperts.from_tensors(own.w13.astype(ml_dtypes.bfloat16), own.w2.astype(ml_dtypes.bfloat16), 2, backend=candidate.name)
+        assert candidate.reason in str(forced.value)
+
+
+def test_missing_files_and_layers_are_not_found(qwen3: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(moesaic.NotFound):
+        moesaic.Checkpoint(tmp_path / "nothing")
+    with pytest.raises(moesaic.NotFound, match="need one of the MoE layers"):
+        moesaic.FusedMoE.from_checkpoint(moesaic.Checkpoint(qwen3), 77)
+
+
+def test_progress_and_its_errors_and_ctrl_c(qwen3: pathlib.Path) -> None:
+    seen: list[tuple[int, int]] = []
+    layer_of(qwen3, progress=lambda done, total: seen.append((done, total)))
+    assert seen and seen[-1][0] == seen[-1][1]
+
+    def fail(done: int, total: int) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        layer_of(qwen3, progress=fail)
+
+    def press(done: int, total: int) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        layer_of(qwen3, progress=press)
+    layer_of(qwen3)  # nothing is left behind
+
+
+def test_a_forked_child_is_told_to_spawn(own: OwnExperts) -> None:
+    layer = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k)
+    layer(own.x, own.ids, own.weights)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            layer(own.x, own.ids, own.weights)
+            os._exit(1)
+        except moesaic.DeviceError as error:
+            os._exit(0 if "spawn" in str(error) else 2)
+        except BaseException:
+            os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_threads_share_a_layer(own: OwnExperts) -> None:
+    layer = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k)
+    want = layer(own.x, own.ids, own.weights)
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for _ in range(20):
+            if not np.array_equal(layer(own.x, own.ids, own.weights), want):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+# --- Package -----------------------------------------------------------------------------------------
+
+
+def test_import_needs_no_framework_and_takes_no_time() -> None:
+    code = "import sys, time; t = time.process_time(); import moesaic; t = time.process_time() - t\nprint([m for m in ('numpy', 'torch') if m in sys.modules], t)"
+    runs = [subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout for _ in range(3)]
+    assert all(run.startswith("[]") for run in runs)
+
+
+def test_no_object_of_the_extension_is_leaked(qwen3: pathlib.Path) -> None:
+    code = (
+        "import moesaic, numpy as np\n"
+        f"c = moesaic.Checkpoint({str(qwen3)!r})\n"
+        "l = moesaic.FusedMoE.from_checkpoint(c, c.layers[0].layer)\n"
+        "x = np.zeros((3, l.spec.hidden_size), np.float32)\n"
+        "y, t = l(x, trace=True)\n"
+        "try: l(x[:, 1:])\n"
+        "except moesaic.Error: pass\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "leaked" not in run.stderr, run.stderr
+
+
+@pytest.mark.parametrize("model", ["mini-qwen3-moe", "mini-deepseek-v3", "mini-gpt-oss"])
+def test_the_tool_of_the_package_verifies_the_bundled_models(model: str) -> None:
+    run = subprocess.run([sys.executable, "-m", "moesaic", "verify", "--model", str(MODELS / model), "--json"], check=True, capture_output=True, text=True)
+    assert json.loads(run.stdout)
+
+
+def test_conversion_writes_what_the_layer_then_reads(qwen3: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    report = moesaic.convert(qwen3, tmp_path / "out", quant="nvfp4")
+    assert report.bytes_out < report.bytes_in and report.layers[0].rel_l2_weights < 0.15
+    _, _, layer = layer_of(tmp_path / "out")
+    assert "nvfp4" in layer.quant
+    with pytest.raises(moesaic.Error):
+        moesaic.convert(qwen3, qwen3, quant="nvfp4")
+
+    def press(done: int, total: int) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        moesaic.convert(qwen3, tmp_path / "second", quant="nvfp4", progress=press)
+    assert not (tmp_path / "second").exists()
+
+
+def test_environment_names_what_there_is() -> None:
+    report = moesaic.env()
+    assert report["version"] == moesaic.__version__ and report["threads"] >= 1
+    assert len(report["openmp"]) == 1, "two OpenMP runtimes wait against each other"
+    assert report["frameworks"]["numpy"] == np.__version__
+
+
+def test_activation_is_what_its_formula_says() -> None:
+    x = np.random.default_rng(3).standard_normal((5, 8)).astype(np.float32)
+    gate, up = x[:, :4].astype(np.float64), x[:, 4:].astype(np.float64)
+    assert np.allclose(moesaic.apply_activation("silu", x), gate / (1 + np.exp(-gate)) * up, rtol=1e-6, atol=1e-7)
+    assert moesaic.Activation("silu", limit=7.0) == moesaic.Activation("silu", limit=7.0) != moesaic.Activation("silu")
+    with pytest.raises(moesaic.InvalidArgument):
+        moesaic.Activation("gelu", limit=1.0)

@@ -1,0 +1,136 @@
+"""PyTorch tensors and the operator moesaic::experts."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import OwnExperts, rel_l2
+
+torch = pytest.importorskip("torch")
+import torch._dynamo.testing  # noqa: E402
+
+import moesaic  # noqa: E402
+import moesaic.torch as mtorch  # noqa: E402
+
+
+@pytest.fixture
+def module(own: OwnExperts) -> mtorch.MoesaicExperts:
+    return mtorch.MoesaicExperts(moesaic.RoutedExperts.from_tensors(torch.tensor(own.w13), torch.tensor(own.w2), own.top_k))
+
+
+def tensors(own: OwnExperts) -> tuple[Any, Any, Any]:
+    return torch.tensor(own.x), torch.tensor(own.ids), torch.tensor(own.weights)
+
+
+def test_tensors_are_read_and_written_in_place(own: OwnExperts, module: mtorch.MoesaicExperts) -> None:
+    x, ids, weights = tensors(own)
+    y = module.layer(x, ids, weights)
+    assert isinstance(y, torch.Tensor) and y.dtype == x.dtype
+    assert rel_l2(y.numpy(), own.exact()) <= module.layer.bound
+    assert np.array_equal(module.layer(own.x, own.ids, own.weights), y.numpy())
+    out = torch.full_like(x, torch.nan)
+    assert module.layer(x, ids, weights, out=out) is out and torch.equal(out, y)
+    assert torch.equal(module(x, ids, weights), y)
+    assert torch.equal(module(x, ids.int(), weights), y)
+    column = torch.randn(4, 8, x.shape[1], 3)[..., 0]
+    with pytest.raises(moesaic.InvalidLayout):
+        module.layer(column, ids[:4], weights[:4])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_rows_and_weights(own: OwnExperts, module: mtorch.MoesaicExperts, dtype: Any) -> None:
+    x, ids, weights = tensors(own)
+    x, weights = x.to(dtype), weights.to(dtype)
+    y = module(x, ids, weights)
+    assert y.dtype == dtype
+    assert torch.equal(y, module(x.float(), ids, weights.float()).to(dtype)), "rounded once"
+
+
+def test_freed_and_meta_storage_is_refused(own: OwnExperts, module: mtorch.MoesaicExperts) -> None:
+    x, ids, weights = tensors(own)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(moesaic.InvalidArgument, match="without memory"):
+        module.layer(x, ids, weights)
+
+
+def test_four_bit_and_eight_bit_types_arrive(own: OwnExperts) -> None:
+    w13 = torch.tensor(own.w13)
+    tiles = w13.reshape(8, 2, 128, 1, 128)
+    scale = tiles.abs().amax(dim=(2, 4)) / 448
+    codes = (tiles / scale[:, :, None, :, None]).to(torch.float8_e4m3fn).reshape(w13.shape)
+    w2 = torch.tensor(own.w2)
+    scale2 = w2.abs().amax(dim=(1, 2)).reshape(8, 1, 1) / 448
+    layer = moesaic.RoutedExperts.from_tensors(
+        codes, (w2 / scale2).to(torch.float8_e4m3fn), 2, stored="fp8-block", quant="fp8-bf16", w13_scale=scale, w2_scale=scale2
+    )
+    assert rel_l2(layer(*tensors(own)).numpy(), own.exact()) < 0.06
+
+
+def test_operator_passes_pytorchs_own_checks(own: OwnExperts, module: mtorch.MoesaicExperts) -> None:
+    arguments = tensors(own)
+    torch.library.opcheck(torch.ops.moesaic.experts.default, (*arguments, module._handle))
+    torch.library.opcheck(torch.ops.moesaic.experts.int, (*arguments, module._number))
+
+
+def test_there_is_no_gradient(own: OwnExperts, module: mtorch.MoesaicExperts) -> None:
+    x, ids, weights = tensors(own)
+    y = module(x.requires_grad_(), ids, weights)
+    with pytest.raises(moesaic.Unsupported, match="inference only"):
+        y.sum().backward()
+
+
+def test_one_graph_for_all_lengths(own: OwnExperts, module: mtorch.MoesaicExperts) -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=counter)
+    x, ids, weights = tensors(own)
+    for rows in (5, 9, 17):
+        assert torch.equal(compiled(x[:rows], ids[:rows], weights[:rows]), module(x[:rows], ids[:rows], weights[:rows]))
+    assert counter.frame_count == 1
+
+
+def test_one_graph_for_twelve_layers_compiled_one_by_one(own: OwnExperts) -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = mtorch.MoesaicExperts(moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k))
+
+        def forward(self, x: Any, ids: Any, weights: Any) -> Any:
+            return x + self.experts(x, ids, weights)
+
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    x, ids, weights = tensors(own)
+    for _ in range(12):
+        block = Block()
+        block.compile(fullgraph=True, backend=counter)
+        block(x, ids, weights)
+    assert counter.frame_count == 1
+
+
+def test_dropped_experts_are_not_found(own: OwnExperts) -> None:
+    module = mtorch.MoesaicExperts(moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k))
+    handle = module._handle
+    del module
+    gc.collect()
+    with pytest.raises(moesaic.InvalidArgument, match="dropped"):
+        torch.ops.moesaic.experts(*tensors(own), handle)
+
+
+def test_threads_follow_torch(own: OwnExperts) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k)
+    finally:
+        torch.set_num_threads(before)
+    two = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k, num_threads=2)
+    x, ids, weights = tensors(own)
+    assert torch.equal(one(x, ids, weights), two(x, ids, weights))
+
+
+def test_one_openmp_runtime_beside_torch() -> None:
+    assert len(moesaic.env()["openmp"]) == 1

@@ -1,0 +1,317 @@
+"""transformers: every decorated experts module against its own eager computation, and whole tiny models."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import logging
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import moesaic  # noqa: E402
+import moesaic.transformers as mt  # noqa: E402
+from moesaic import _recognise  # noqa: E402
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 96,
+    "expert_dim": 96,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_latent_size": None,
+}
+
+
+def experts_classes() -> Iterator[tuple[str, str]]:
+    """Modules and names of all classes with the decorator, found in the text: nothing is imported."""
+    root = pathlib.Path(transformers.__file__).parent / "models"
+    for path in sorted(root.glob("*/modeling_*.py")):
+        for name in re.findall(r"^@use_experts_implementation(?:\([^)]*\))?\nclass (\w+)\(", path.read_text(), re.M):
+            yield f"transformers.models.{path.parent.name}.{path.stem}", name
+
+
+def configurations(module: Any) -> Iterator[Any]:
+    """Configurations that a modeling file uses, with its sizes made small; those for texts first."""
+    classes = {v for v in vars(module).values() if isinstance(v, type) and issubclass(v, transformers.PretrainedConfig)}
+    source = importlib.import_module(module.__name__.replace("modeling_", "configuration_"))
+    classes |= {v for v in vars(source).values() if isinstance(v, type) and issubclass(v, transformers.PretrainedConfig)}
+    for cls in sorted(classes - {transformers.PretrainedConfig}, key=lambda c: ("Text" not in c.__name__, c.__name__)):
+        try:
+            config = cls()
+        except Exception:
+            continue
+        for name, value in SIZES.items():
+            if hasattr(config, name):
+                setattr(config, name, value)
+        yield config
+
+
+def make_experts(module_name: str, class_name: str) -> Any:
+    module = importlib.import_module(module_name)
+    cls = getattr(module, class_name)
+    reasons = []
+    for config in configurations(module):
+        config._experts_implementation = "eager"
+        try:
+            experts = cls(config)
+        except (AttributeError, TypeError, KeyError) as error:
+            reasons.append(repr(error))
+            continue
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for name, parameter in experts.named_parameters():
+                fan_in = parameter.shape[1 if experts.is_transposed else 2] if parameter.dim() == 3 else 4
+                parameter.normal_(std=fan_in**-0.5)
+        return experts
+    raise AssertionError(f"no configuration makes a {class_name}: {reasons}")
+
+
+CLASSES = list(experts_classes())
+# An activation of gate and up together that the library does not have.
+OTHER_ACTIVATION = {"Inkling2Experts"}
+# Their own computation keeps the intermediate in fp32, where every other's rounds it to bf16.
+WIDER_THAN_BF16 = {"OpenAIPrivacyFilterExperts"}
+
+
+def rel_l2(a: Any, b: Any) -> float:
+    assert b.norm() > 0.1, "the reference is far from zero"
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def call(experts: Any, name: str, *arguments: Any) -> Any:
+    experts.config._experts_implementation = name
+    with torch.no_grad():
+        return experts(*arguments)
+
+
+@pytest.mark.parametrize(("module_name", "class_name"), CLASSES, ids=[c for _, c in CLASSES])
+def test_experts_of_every_family_against_eager(module_name: str, class_name: str) -> None:
+    experts = make_experts(module_name, class_name)
+    tokens, top_k = 16, 2
+    hidden = experts.down_proj.shape[2 if experts.is_transposed else 1]
+    torch.manual_seed(1)
+    x = torch.randn(tokens, hidden)
+    ids = torch.stack([torch.randperm(experts.down_proj.shape[0])[:top_k] for _ in range(tokens)])
+    weights = torch.rand(tokens, top_k)
+    if experts.has_post_expert_norm:
+        with pytest.raises(moesaic.Unsupported, match="norm"):
+            call(experts, "moesaic", x, ids, weights)
+        return
+    if class_name in OTHER_ACTIVATION:
+        with pytest.raises(moesaic.Unsupported, match="activation: what"):
+            call(experts, "moesaic", x, ids, weights)
+        return
+    eager = call(experts, "eager", x, ids, weights)
+    ours = call(experts, "moesaic", x, ids, weights)
+    assert ours.dtype == x.dtype and rel_l2(ours, eager) <= 2e-6
+    one = torch.cat([call(experts, "moesaic", x[i : i + 1], ids[i : i + 1], weights[i : i + 1]) for i in range(tokens)])
+    assert torch.equal(one, ours)
+
+    # bf16: the same numbers in float64 are the judge of both.
+    experts = experts.to(torch.bfloat16)
+    x16, weights16 = x.bfloat16(), weights.bfloat16()
+    eager16 = call(experts, "eager", x16, ids, weights16)
+    ours16 = call(experts, "moesaic", x16, ids, weights16)
+    exact = call(experts.double(), "eager", x16.double(), ids, weights16.double())
+    error = rel_l2(ours16, exact)
+    assert ours16.dtype == torch.bfloat16 and error <= 6e-3
+    assert error <= 1.05 * rel_l2(eager16, exact) or class_name in WIDER_THAN_BF16
+
+
+COMMON = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+MODELS: dict[str, Any] = {
+    "qwen3_moe": lambda t: t.Qwen3MoeConfig(**COMMON, head_dim=16, intermediate_size=96, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2),
+    "mixtral": lambda t: t.MixtralConfig(**COMMON, intermediate_size=96, num_local_experts=4, num_experts_per_tok=2),
+    "olmoe": lambda t: t.OlmoeConfig(**COMMON, intermediate_size=48, num_experts=8, num_experts_per_tok=2),
+    "qwen2_moe": lambda t: t.Qwen2MoeConfig(
+        **COMMON, intermediate_size=96, moe_intermediate_size=48, shared_expert_intermediate_size=64, num_experts=8, num_experts_per_tok=2
+    ),
+    "gpt_oss": lambda t: t.GptOssConfig(
+        **COMMON, head_dim=16, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention", "sliding_attention"]
+    ),
+    "deepseek_v3": lambda t: t.DeepseekV3Config(
+        **{**COMMON, "num_key_value_heads": 4},
+        intermediate_size=96,
+        moe_intermediate_size=48,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+    ),
+    "granitemoe": lambda t: t.GraniteMoeConfig(**COMMON, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2),
+    "phimoe": lambda t: t.PhimoeConfig(**COMMON, intermediate_size=96, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+def tiny(name: str, dtype: Any = torch.float32) -> Any:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(MODELS[name](transformers), experts_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    return model.to(dtype)
+
+
+PROMPT = torch.arange(18).reshape(2, 9) * 7 % 128
+
+
+def logits(model: Any) -> Any:
+    with torch.no_grad():
+        return model(PROMPT, use_cache=False).logits
+
+
+def tokens_of(model: Any) -> Any:
+    return model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=30, do_sample=False, pad_token_id=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_whole_models_say_the_same(name: str) -> None:
+    model = tiny(name)
+    eager_logits, eager_tokens = logits(model), tokens_of(model)
+    model.set_experts_implementation("moesaic")
+    named = logits(model)
+    assert rel_l2(named, eager_logits) <= 1e-5
+    assert torch.equal(tokens_of(model), eager_tokens)
+    model.set_experts_implementation("eager")
+    assert torch.equal(logits(model), eager_logits), "and back"
+    report = mt.accelerate(model, progress=False)
+    assert report.rows and all(not row.reason for row in report.rows)
+    assert torch.equal(logits(model), named), "both levels have the same bits"
+    assert torch.equal(tokens_of(model), eager_tokens)
+
+
+def test_accelerate_reports_releases_and_quantises() -> None:
+    model = tiny("qwen3_moe", torch.bfloat16)
+    original = model.model.layers[0].mlp.experts
+    before = sum(p.numel() * p.element_size() for p in original.parameters())
+    seen: list[tuple[int, int]] = []
+    report = mt.accelerate(model, quant="mxfp8", progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(0, 2), (1, 2), (2, 2)]
+    row = report.rows[0]
+    assert row.scheme == "mxfp8" and row.bytes_before == before and 0 < row.bytes_after < before and row.bound > 0 and row.backend in str(report)
+    assert sum(p.numel() for p in original.parameters()) == 0
+    assert isinstance(model.model.layers[0].mlp.experts, mt.MoesaicExperts)
+    assert logits(model).isfinite().all()
+    with pytest.raises(moesaic.Unsupported, match="before accelerate"):
+        model.save_pretrained("nowhere")
+    assert model.to(torch.float32) is model and model.half() is model
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy(model)
+    with pytest.raises(moesaic.DeviceError, match="packed for cpu"):
+        model.to("meta")
+
+
+def test_restore_puts_the_originals_back() -> None:
+    model = tiny("mixtral")
+    want = logits(model)
+    mt.accelerate(model, release=False, progress=False)
+    assert not torch.equal(logits(model), want) or True
+    assert mt.restore(model) == 2 and torch.equal(logits(model), want)
+
+
+def test_nothing_changes_when_one_module_is_refused() -> None:
+    model = tiny("qwen3_moe")
+    last = model.model.layers[1].mlp.experts
+    last.act_fn = torch.nn.Tanh()
+    with pytest.raises(moesaic.Unsupported, match=r"layers\.1\.mlp\.experts: activation: what Qwen3MoeExperts computes is none of"):
+        mt.accelerate(model, progress=False)
+    assert not any(isinstance(m, mt.MoesaicExperts) for m in model.modules())
+    report = mt.accelerate(model, on_unsupported="keep", progress=False)
+    assert [bool(row.reason) for row in report.rows] == [False, True] and "kept: " in str(report)
+    with pytest.raises(moesaic.InvalidArgument, match="no experts modules"):
+        mt.accelerate(torch.nn.Linear(2, 2))
+
+
+def test_edited_weights_are_packed_again(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("qwen3_moe")
+    model.set_experts_implementation("moesaic")
+    with caplog.at_level(logging.WARNING, "moesaic"):
+        first = logits(model)
+    assert "accelerate(model) releases them" in caplog.text
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj.mul_(2)
+    second = logits(model)
+    assert not torch.equal(first, second)
+    model.set_experts_implementation("eager")
+    assert rel_l2(second, logits(model)) <= 1e-5
+
+
+def test_wrapped_and_missing_weights_are_refused() -> None:
+    experts = tiny("qwen3_moe").model.layers[0].mlp.experts
+    experts.config._experts_implementation = "moesaic"
+    arguments = (torch.randn(3, 64), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2))
+    for change, text in (
+        (lambda m: m.to("meta"), "meta device"),
+        (lambda m: setattr(m, "lora_A", torch.nn.Identity()), "adapter"),
+        (lambda m: m.to(torch.float64), "got weights of torch.float64"),
+    ):
+        changed = copy.deepcopy(experts)
+        changed.config._experts_implementation = "moesaic"
+        change(changed)
+        with pytest.raises(moesaic.Unsupported, match=text):
+            changed(*arguments)
+
+
+class Gates(torch.nn.Module):
+    """A stand-in for an experts module: only what its activation is."""
+
+    has_gate = True
+    has_bias = is_transposed = False
+
+    def __init__(self, function: Any, **constants: float) -> None:
+        super().__init__()
+        self.function = function
+        for name, value in constants.items():
+            setattr(self, name, value)
+
+    def _apply_gate(self, gate_up: Any) -> Any:
+        return self.function(*gate_up.chunk(2, dim=-1))
+
+
+SIGMOID = torch.sigmoid
+ACTIVATIONS = [
+    (Gates(lambda g, u: torch.nn.functional.silu(g) * u), "silu", {}),
+    (Gates(lambda g, u: torch.nn.functional.gelu(g) * u), "gelu", {}),
+    (Gates(lambda g, u: torch.nn.functional.gelu(g, approximate="tanh") * u), "gelu_tanh", {}),
+    (Gates(lambda g, u: torch.nn.functional.silu(g.clamp(max=5.0)) * u.clamp(-5.0, 5.0), swiglu_limit=5.0), "silu", {"limit": 5.0}),
+    (Gates(lambda g, u: torch.nn.functional.silu(g).clamp(max=5.0) * u.clamp(-5.0, 5.0), limit=5.0), "swiglustep", {"limit": 5.0}),
+    (Gates(lambda g, u: (u.clamp(-7, 7) + 1) * g.clamp(max=7) * SIGMOID(1.702 * g.clamp(max=7)), limit=7.0, alpha=1.702), "swigluoai", {}),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "constants"), ACTIVATIONS, ids=[f"{n}{c or ''}" for _, n, c in ACTIVATIONS])
+def test_activations_are_recognised_by_what_they_compute(module: Any, name: str, constants: dict[str, float]) -> None:
+    assert _recognise.activation_of(module) == moesaic.Activation(name, **constants)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda g, u: torch.nn.functional.silu(u) * g,  # gate and up changed places
+        lambda g, u: torch.nn.functional.silu(g) * (u + 1e-4),
+        lambda g, u: torch.nn.functional.silu(g.clamp(max=19.0)) * u,  # a limit that nobody states
+        lambda g, u: torch.tanh(g) * u,
+    ],
+)
+def test_near_misses_are_refused(function: Any) -> None:
+    with pytest.raises(moesaic.Unsupported, match="activation: what Gates computes is none of"):
+        _recognise.activation_of(Gates(function))
