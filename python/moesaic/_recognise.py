@@ -104,18 +104,20 @@ def activation_of(module: Any) -> Activation:
         if gated:
             gate, up = (t.reshape(-1, 1).contiguous() for t in torch.meshgrid(values, values, indexing="ij"))
             ours_in = torch.cat([gate, up], dim=1)  # width 2: both arrangements are the same
-            theirs = module._apply_gate(ours_in)
+            theirs, size = module._apply_gate(ours_in), (gate * up).abs()
         else:
             ours_in = values.reshape(-1, 1)
-            theirs = module.act_fn(ours_in)
+            theirs, size = module.act_fn(ours_in), ours_in.abs()
     if theirs.shape != (ours_in.shape[0], 1):
         raise Unsupported(f"activation: {type(module).__name__} maps {tuple(ours_in.shape)} to {tuple(theirs.shape)}, need one value for each gate and up")
     theirs = theirs.to(torch.float32)
+    # Both round in fp32: where a result is the small rest of large numbers (gelu far below zero), by theirs.
+    tolerance = 1e-6 * (1.0 + theirs.abs() + size)
     matches = []
     for candidate in _candidates(module, gated):
         ours = torch.empty_like(theirs)
         apply_activation(candidate, ours_in, out=ours)
-        if bool(((ours - theirs).abs() <= 1e-6 * (1.0 + theirs.abs())).all()):
+        if bool(((ours - theirs).abs() <= tolerance).all()):
             matches.append(candidate)
     if len(matches) == 1:
         return matches[0]

@@ -54,7 +54,7 @@ def configurations(module: Any) -> Iterator[Any]:
             continue
         for name, value in SIZES.items():
             if hasattr(config, name):
-                setattr(config, name, value)
+                vars(config)[name] = value  # past the checks of configurations whose sizes are lists
         yield config
 
 
@@ -132,7 +132,7 @@ def test_experts_of_every_family_against_eager(module_name: str, class_name: str
 
 COMMON = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 MODELS: dict[str, Any] = {
-    "qwen3_moe": lambda t: t.Qwen3MoeConfig(**COMMON, head_dim=16, intermediate_size=96, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2),
+    "qwen3_moe": lambda t: t.Qwen3MoeConfig(**COMMON, head_dim=16, intermediate_size=96, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2),
     "mixtral": lambda t: t.MixtralConfig(**COMMON, intermediate_size=96, num_local_experts=4, num_experts_per_tok=2),
     "olmoe": lambda t: t.OlmoeConfig(**COMMON, intermediate_size=48, num_experts=8, num_experts_per_tok=2),
     "qwen2_moe": lambda t: t.Qwen2MoeConfig(
@@ -224,7 +224,7 @@ def test_restore_puts_the_originals_back() -> None:
     model = tiny("mixtral")
     want = logits(model)
     mt.accelerate(model, release=False, progress=False)
-    assert not torch.equal(logits(model), want) or True
+    assert any(isinstance(m, mt.MoesaicExperts) for m in model.modules())
     assert mt.restore(model) == 2 and torch.equal(logits(model), want)
 
 

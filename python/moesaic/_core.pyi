@@ -1,0 +1,437 @@
+"""The library's part of moesaic."""
+
+from collections.abc import Callable, Sequence
+import os
+from typing import Any, NoReturn
+
+
+class Tensor:
+    """
+    Memory of the library's own. numpy.asarray(t) and torch.from_dlpack(t) see it without copying.
+    """
+
+    def __dlpack__(self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: bool | None = None) -> Any: ...
+
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str:
+        """As safetensors files name it: "BF16", "F8_E4M3", ..."""
+
+    def float32(self) -> Tensor:
+        """A copy with F32 elements, for frameworks without BF16 or FP8."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+class Activation:
+    """An activation function with all its constants."""
+
+    def __init__(self, name: str, *, limit: float | None = None, alpha: float | None = None, beta: float | None = None, up_limit: float | None = None) -> None: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def limit(self) -> float: ...
+
+    @property
+    def alpha(self) -> float: ...
+
+    @property
+    def beta(self) -> float: ...
+
+    @property
+    def up_limit(self) -> float: ...
+
+    @property
+    def gated(self) -> bool: ...
+
+    def __eq__(self, other: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+class Routing:
+    """How router logits become experts and weights; read only."""
+
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def scoring(self) -> str: ...
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def num_zero_experts(self) -> int: ...
+
+    @property
+    def top_k(self) -> int: ...
+
+    @property
+    def renormalize(self) -> bool: ...
+
+    @property
+    def num_expert_group(self) -> int: ...
+
+    @property
+    def topk_group(self) -> int: ...
+
+    @property
+    def has_correction_bias(self) -> bool: ...
+
+    @property
+    def routed_scaling_factor(self) -> float: ...
+
+    def __repr__(self) -> str: ...
+
+class LayerSpec:
+    """One MoE layer as its configuration states it."""
+
+    def __init__(self, *, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, activation: str | Activation = 'silu', quant: str = 'bf16', shared_intermediate_size: int = 0) -> None:
+        """A layer by its sizes, with softmax routing, for explain()."""
+
+    @property
+    def model_type(self) -> str: ...
+
+    @property
+    def layer(self) -> int: ...
+
+    @property
+    def prefix(self) -> str: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def intermediate_size(self) -> int: ...
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def top_k(self) -> int: ...
+
+    @property
+    def routing(self) -> Routing: ...
+
+    @property
+    def activation(self) -> Activation: ...
+
+    @property
+    def quant(self) -> str: ...
+
+    @property
+    def shared_intermediate_size(self) -> int: ...
+
+    @property
+    def has_expert_bias(self) -> bool: ...
+
+    @property
+    def has_router_bias(self) -> bool: ...
+
+    @property
+    def hash_vocabulary(self) -> int: ...
+
+    def __repr__(self) -> str: ...
+
+class Candidate:
+    """A row of the catalogue: accepted, or why not."""
+
+    @property
+    def stage(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def accepted(self) -> bool: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    def __repr__(self) -> str: ...
+
+class Explanation:
+    """Which backends take a layer, and why not the others."""
+
+    @property
+    def candidates(self) -> list[Candidate]: ...
+
+    @property
+    def experts_backend(self) -> str: ...
+
+    @property
+    def workspace_bytes(self) -> int: ...
+
+    @property
+    def determinism(self) -> str: ...
+
+    @property
+    def activations(self) -> str: ...
+
+    @property
+    def quant_note(self) -> str: ...
+
+    @property
+    def router_logits(self) -> str: ...
+
+    def __str__(self) -> str: ...
+
+class Checkpoint:
+    """
+    A folder with config.json and safetensors, or a .gguf file; reads headers only.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, access: str = 'mmap') -> None: ...
+
+    @property
+    def model_type(self) -> str: ...
+
+    @property
+    def layers(self) -> list[LayerSpec]:
+        """MoE layers in ascending order."""
+
+    def layer(self, index: int) -> LayerSpec: ...
+
+    def layer_bytes(self, index: int) -> int: ...
+
+    def problems(self) -> list[str]: ...
+
+    def read_tensor(self, name: str) -> Tensor:
+        """Any tensor of the files, copied."""
+
+class TensorFile:
+    """One safetensors file."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None: ...
+
+    def names(self) -> list[str]: ...
+
+    def read(self, name: str) -> Tensor: ...
+
+def explain(what: LayerSpec | Checkpoint, layer: int | None = None, *, quant: str = 'as-is', device: Any = 'cpu', max_tokens: int = 512, backend: str | None = None) -> Explanation:
+    """
+    Which backends take a layer and why not the others, without its weights.
+    """
+
+class ConvertedLayer:
+    """What became of one layer's experts."""
+
+    @property
+    def layer(self) -> int: ...
+
+    @property
+    def rel_l2_weights(self) -> float: ...
+
+    @property
+    def bytes_in(self) -> int: ...
+
+    @property
+    def bytes_out(self) -> int: ...
+
+class ConvertReport:
+    """What a conversion did."""
+
+    @property
+    def layers(self) -> list[ConvertedLayer]: ...
+
+    @property
+    def bytes_in(self) -> int: ...
+
+    @property
+    def bytes_out(self) -> int: ...
+
+    @property
+    def notes(self) -> list[str]: ...
+
+def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, quant: str, num_threads: int | None = None, progress: Callable[[int, int], object] | None = None, replace: bool = False) -> ConvertReport:
+    """
+    Writes a checkpoint with the routed experts in another format; everything else as it is.
+    """
+
+def convert_schemes() -> list[str]: ...
+
+class Trace:
+    """What a call did besides its output."""
+
+    @property
+    def router_logits(self, /) -> Any: ...
+
+    @property
+    def topk_ids(self, /) -> Any: ...
+
+    @property
+    def topk_weights(self, /) -> Any: ...
+
+class FusedMoE:
+    """
+    The whole layer: gate, router, experts, shared experts. Call it with hidden states [..., H].
+    """
+
+    @staticmethod
+    def from_checkpoint(checkpoint: Checkpoint, layer: int, *, quant: str = 'as-is', device: Any = 'cpu', max_tokens: int = 512, num_threads: int | None = None, backend: str | None = None, include_shared: bool = True, include_gate: bool = True, router_logits_dtype: str = 'F32', progress: Callable[[int, int], object] | None = None) -> FusedMoE:
+        """
+        Loads one layer. quant: "as-is" computes what is stored, or the name of a scheme. progress is called with the bytes done and in all.
+        """
+
+    def __call__(self, hidden_states: Any, *, router_logits: Any = None, topk_ids: Any = None, topk_weights: Any = None, input_ids: Any = None, padding_mask: Any = None, out: Any = None, shared_out: Any = None, stream: Any = None, trace: bool = False, copy: bool = False) -> Any:
+        """
+        Output of the same kind, dtype and shape as hidden_states; with trace=True a pair of it and a Trace. Give router_logits, or topk_ids and topk_weights, to replace the gate or the router.
+        """
+
+    @property
+    def spec(self) -> LayerSpec: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def quant(self) -> str:
+        """Name of the scheme in force."""
+
+    @property
+    def bound(self) -> float:
+        """
+        Upper bound of the relative L2 error against float64 on the same stored weights.
+        """
+
+    @property
+    def experts_backend(self) -> str: ...
+
+    @property
+    def determinism(self) -> str: ...
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    @property
+    def workspace_bytes(self) -> int: ...
+
+    def explain(self) -> list[Candidate]:
+        """Every row of the catalogue, with the reason where it was refused."""
+
+    def __repr__(self) -> str: ...
+
+    def __reduce__(self) -> NoReturn: ...
+
+class RoutedExperts:
+    """
+    The experts alone, for a caller that routes: called with hidden states [..., H], ids and weights [..., k].
+    """
+
+    @staticmethod
+    def from_tensors(w13: Any, w2: Any, top_k: int, *, quant: str = 'as-is', stored: str | None = None, activation: str | Activation = 'silu', gate_up: str = 'gate_then_up', transposed: bool = False, apply_router_weight_on_input: bool = False, drop_ids_beyond: bool = False, device: Any = 'cpu', max_tokens: int = 512, num_threads: int | None = None, backend: str | None = None, progress: Callable[[int, int], object] | None = None, w13_scale: Any = None, w13_bias: Any = None, w2_scale: Any = None, w2_bias: Any = None, w13_global_scale: Any = None, w2_global_scale: Any = None, w13_channel_scale: Any = None, w2_channel_scale: Any = None, w13_zero: Any = None, w2_zero: Any = None, w13_min: Any = None, w2_min: Any = None, w13_input_scale: Any = None, w2_input_scale: Any = None, w13_perm: Any = None, w2_perm: Any = None) -> RoutedExperts:
+        """
+        Packs the caller's weights, expert by expert, and keeps none of them: w13 [E, 2I, H] and w2 [E, H, I], or transposed. stored: the scheme that codes and scales are in; plain tensors say theirs. quant: what is computed. drop_ids_beyond: ids from E on are no expert.
+        """
+
+    @staticmethod
+    def from_checkpoint(checkpoint: Checkpoint, layer: int, *, quant: str = 'as-is', device: Any = 'cpu', max_tokens: int = 512, num_threads: int | None = None, backend: str | None = None, progress: Callable[[int, int], object] | None = None) -> RoutedExperts:
+        """
+        The routed experts of one layer, without its gate, router and shared experts.
+        """
+
+    def __call__(self, hidden_states: Any, topk_ids: Any, topk_weights: Any, *, out: Any = None, stream: Any = None, copy: bool = False) -> Any:
+        """
+        ids I32 or I64, -1: no expert; weights F32, BF16 or F16, final: they multiply the expert rows as they are.
+        """
+
+    @property
+    def spec(self) -> LayerSpec: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def quant(self) -> str:
+        """Name of the scheme in force."""
+
+    @property
+    def bound(self) -> float:
+        """
+        Upper bound of the relative L2 error against float64 on the same stored weights.
+        """
+
+    @property
+    def experts_backend(self) -> str: ...
+
+    @property
+    def determinism(self) -> str: ...
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    @property
+    def workspace_bytes(self) -> int: ...
+
+    def explain(self) -> list[Candidate]:
+        """Every row of the catalogue, with the reason where it was refused."""
+
+    def __repr__(self) -> str: ...
+
+    def __reduce__(self) -> NoReturn: ...
+
+class Router:
+    """
+    Router logits to weights and experts: router(logits) -> (topk_weights, topk_ids).
+    """
+
+    def __init__(self, *, num_experts: int, top_k: int, method: str = 'topk', scoring: str = 'softmax', renormalize: bool = False, num_expert_group: int = 1, topk_group: int = 1, routed_scaling_factor: float = 1.0, correction_bias: Any = None, expert_scale: Any = None, hash_table: Any = None, num_threads: int | None = None, device: Any = 'cpu') -> None: ...
+
+    @staticmethod
+    def from_checkpoint(checkpoint: Checkpoint, layer: int, *, num_threads: int | None = None, device: Any = 'cpu') -> Router: ...
+
+    def __call__(self, router_logits: Any, *, hidden_states: Any = None, input_ids: Any = None, padding_mask: Any = None, stream: Any = None) -> tuple[Any, ...]:
+        """
+        Weights [M, k] F32 and ids [M, k] I32, slots in descending order of score.
+        """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def routing(self) -> Routing: ...
+
+class GateLinear:
+    """Hidden states to router logits, accumulated in fp32."""
+
+    def __init__(self, weight: Any, bias: Any = None, *, logits_dtype: str = 'F32', force_fp32_compute: bool = True, num_threads: int | None = None, device: Any = 'cpu') -> None: ...
+
+    @staticmethod
+    def from_checkpoint(checkpoint: Checkpoint, layer: int, *, num_threads: int | None = None, device: Any = 'cpu') -> GateLinear: ...
+
+    def __call__(self, hidden_states: Any, *, stream: Any = None) -> Any: ...
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+def environment() -> dict[str, Any]: ...
+
+def quant_schemes() -> list[str]:
+    """Names of all schemes, those that only files have last."""
+
+def apply_activation(activation: str | Activation, x: Any, *, gate_up: str = 'gate_then_up', out: Any = None) -> Any:
+    """
+    The activation of rows [rows, 2d] (gated) or [rows, d] in fp32, rounded once.
+    """
+
+def run_tool(argv: Sequence[str]) -> int:
+    """The command-line tool; returns its exit code."""
+
+def raise_status(code: str, text: str) -> None:
+    """For tests: raises as the library would."""
