@@ -288,11 +288,12 @@ def test_engine_with_fp8_experts(tmp_path):
     model = tmp_path / "fp8"
     moesaic.convert(MODELS / "mini-qwen3-moe", model, quant="fp8-block")
     config = json.loads((model / "config.json").read_text())
-    # The same model; said this way vLLM sees that a dense layer's gate and up are one linear.
-    config |= {"mlp_only_layers": [0], "decoder_sparse_step": 1}
+    # vLLM joins the dense layer's gate and up, and looks for the joined name too.
+    config["quantization_config"]["modules_to_not_convert"].append("model.layers.0.mlp.gate_up_proj")
     (model / "config.json").write_text(json.dumps(config))
     want, _ = generate(MODELS / "mini-qwen3-moe", {}, tmp_path)
     ours, said = generate(model, {"additional_config": {"moesaic": True}}, tmp_path)
-    assert "Using MoesaicExperts" in said or "MoesaicExperts" in said
+    assert "'TRITON', 'CPU_W8A8'" in said  # the plugin's order
+    assert sum(ours["STORAGE"]) <= 4
     same = sum(a[:4] == b[:4] for a, b in zip(ours["TOKENS"], want["TOKENS"], strict=True))
     assert same >= 3  # a rounded model may turn off later

@@ -1,0 +1,308 @@
+"""moesaic.transformers.from_pretrained, over the bundled models and what `moesaic.convert` makes of them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+moesaic = pytest.importorskip("moesaic")
+safetensors = pytest.importorskip("safetensors.torch")
+
+level3 = importlib.import_module("moesaic._from_pretrained")
+from_pretrained = level3.from_pretrained
+
+MODELS = Path(__file__).resolve().parents[2] / "testdata" / "models"
+NAMES = ["mini-qwen3-moe", "mini-deepseek-v3", "mini-gpt-oss"]
+# The bundled models speak bytes.
+PROMPT = b"First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\n"
+
+# Scheme of moesaic.convert -> upper bound of the relative L2 error of an experts module's output against
+# float64 on the unquantised weights (docs/accuracy.md, "Gaussian data", column "output").
+FORMATS = {
+    "fp8-block": 9.3e-2,
+    "fp8-channel": 9.3e-2,
+    "mxfp8": 9.3e-2,
+    "mxfp4": 4.2e-1,
+    "nvfp4": 3.6e-1,
+    "int4-g128": 2.9e-1,
+}
+
+
+def prompt():
+    return torch.tensor([list(PROMPT)])
+
+
+def original(name, dtype=torch.bfloat16):
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODELS / name, dtype=dtype)
+    return model.eval()
+
+
+def experts_of(model):
+    return {n: m for n, m in model.named_modules() if n.endswith(".experts")}
+
+
+def record(model, ids):
+    """Inputs of every experts module in one pass."""
+    calls = {}
+    hooks = [
+        module.register_forward_pre_hook(lambda _, arguments, name=name: calls.__setitem__(name, arguments))
+        for name, module in experts_of(model).items()
+    ]
+    with torch.no_grad():
+        model(ids)
+    for hook in hooks:
+        hook.remove()
+    return calls
+
+
+def relative(got, want):
+    got, want = got.detach().double(), want.detach().double()
+    return float((got - want).norm() / want.norm())
+
+
+def check_modules(model, name, bound):
+    """Every experts module against transformers' own in float64, on the original's inputs."""
+    reference = original(name)
+    reference.set_experts_implementation("eager")
+    calls = record(reference, prompt())
+    exact = experts_of(reference.double())
+    ours = experts_of(model)
+    assert set(ours) == set(exact) == set(calls)
+    worst = 0.0
+    with torch.no_grad():
+        for module, (hidden, ids, weights) in calls.items():
+            want = exact[module](hidden.double(), ids, weights.double())
+            worst = max(worst, relative(ours[module](hidden, ids, weights), want))
+    assert worst <= bound
+    return worst
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stored_as_bf16(name):
+    model = from_pretrained(MODELS / name, progress=False)
+    assert not model.training
+    assert not [n for n, _ in model.named_parameters() if ".experts." in n]
+    check_modules(model, name, 7.4e-3)
+    reference = original(name)
+    with torch.no_grad():
+        assert relative(model(prompt()).logits, reference(prompt()).logits) <= 1e-2
+    tokens = [m.generate(prompt(), max_new_tokens=16, do_sample=False) for m in (model, reference)]
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("quant", FORMATS)
+def test_converted(quant, tmp_path):
+    """What convert wrote is computed as stored, whatever transformers would do with it."""
+    moesaic.convert(MODELS / "mini-qwen3-moe", tmp_path / "model", quant=quant)
+    model = from_pretrained(tmp_path / "model", progress=False)
+    (module,) = model.moesaic_report.modules
+    assert module.name == "model.layers.1.mlp.experts" and module.layer == 1
+    assert module.bytes_before < 1_700_000 and module.bytes_after <= 1.3 * module.bytes_before
+    assert check_modules(model, "mini-qwen3-moe", FORMATS[quant]) > 1e-3
+    assert getattr(model, "hf_quantizer", None) is None  # only experts were quantised
+    # The layer that the library makes by itself of the same file: equal bits.
+    alone = moesaic.RoutedExperts.from_checkpoint(moesaic.Checkpoint(tmp_path / "model"), 1)
+    hidden = torch.randn(9, 256).bfloat16()
+    ids, weights = torch.randint(0, 16, (9, 4)), torch.rand(9, 4)
+    assert torch.equal(alone(hidden, ids, weights), experts_of(model)[module.name](hidden, ids, weights))
+
+
+@pytest.mark.parametrize("name", ["mini-deepseek-v3", "mini-gpt-oss"])
+def test_other_families_converted(name, tmp_path):
+    quant = "mxfp4" if name == "mini-gpt-oss" else "fp8-block"
+    moesaic.convert(MODELS / name, tmp_path / "model", quant=quant)
+    check_modules(from_pretrained(tmp_path / "model", progress=False), name, FORMATS[quant])
+
+
+def test_quant_is_made_on_loading():
+    model = from_pretrained(MODELS / "mini-qwen3-moe", quant="int4-g128", progress=False)
+    (module,) = model.moesaic_report.modules
+    assert module.scheme == "int4-g128" and module.bytes_after < module.bytes_before / 3
+    check_modules(model, "mini-qwen3-moe", FORMATS["int4-g128"])
+
+
+def test_float32_hidden_states():
+    model = from_pretrained(MODELS / "mini-qwen3-moe", dtype=torch.float32, progress=False)
+    reference = original("mini-qwen3-moe", torch.float32)
+    with torch.no_grad():
+        got = model(prompt()).logits
+        assert got.dtype == torch.float32
+        assert relative(got, reference(prompt()).logits) <= 6e-3
+
+
+def block_quantise(weight):
+    """E4M3 in blocks of 128x128 and their scales, as an FP8 checkpoint stores them."""
+    blocks = weight.float().reshape(weight.shape[0] // 128, 128, weight.shape[1] // 128, 128)
+    scale = blocks.abs().amax((1, 3)).clamp(min=1e-12) / 448
+    codes = (blocks / scale[:, None, :, None]).reshape(weight.shape).to(torch.float8_e4m3fn)
+    return codes, scale
+
+
+def test_attention_stays_with_the_checkpoints_quantizer(tmp_path):
+    """FP8 linears beside FP8 experts: transformers widens the former, never sees the latter."""
+    folder = tmp_path / "model"
+    moesaic.convert(MODELS / "mini-qwen3-moe", folder, quant="fp8-block")
+    config = json.loads((folder / "config.json").read_text())
+    quantised = set()
+    for path in folder.glob("*.safetensors"):
+        tensors = safetensors.load_file(path)
+        for name in [n for n in tensors if n.endswith(("q_proj.weight", "o_proj.weight"))]:
+            tensors[name], tensors[f"{name}_scale_inv"] = block_quantise(tensors[name])
+            quantised.add(name.removesuffix(".weight"))
+        safetensors.save_file(tensors, path)
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        table = json.loads(index.read_text())
+        table["weight_map"] |= {f"{n}.weight_scale_inv": table["weight_map"][f"{n}.weight"] for n in quantised}
+        index.write_text(json.dumps(table))
+    kept = config["quantization_config"]["modules_to_not_convert"]
+    config["quantization_config"]["modules_to_not_convert"] = [n for n in kept if n not in quantised]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert level3._quantised_beside_experts(str(folder))
+    model = from_pretrained(folder, progress=False)
+    reference = original("mini-qwen3-moe")
+    q_proj = "model.layers.0.self_attn.q_proj.weight"
+    widened = dict(model.named_parameters())[q_proj]
+    assert 1e-3 < relative(widened, dict(reference.named_parameters())[q_proj]) <= 3.1e-2
+    check_modules(model, "mini-qwen3-moe", FORMATS["fp8-block"])
+    with torch.no_grad():
+        assert relative(model(prompt()).logits, reference(prompt()).logits) <= 9.3e-2
+
+
+def test_no_expert_is_read_by_transformers(monkeypatch):
+    """Counts what transformers loads, by the names that it asks for."""
+    loading = importlib.import_module("transformers.core_model_loading")
+    asked = []
+    for name in ("spawn_materialize", "_materialize_copy"):
+        if not hasattr(loading, name):
+            continue
+        function = getattr(loading, name)
+
+        def counted(*arguments, function=function, **named):
+            asked.extend(a for a in arguments if hasattr(a, "get_shape"))
+            return function(*arguments, **named)
+
+        monkeypatch.setattr(loading, name, counted)
+    from_pretrained(MODELS / "mini-qwen3-moe", progress=False)
+    assert asked and max(len(a.get_shape()) for a in asked) <= 2  # experts are stacks of matrices
+
+
+def test_report_and_progress():
+    said = []
+    model = from_pretrained(MODELS / "mini-qwen3-moe", progress=lambda done, of: said.append((done, of)))
+    done = [d for d, _ in said]
+    assert done == sorted(done) and done[-1] == said[-1][1] > 3_000_000
+    assert len({of for _, of in said}) == 1
+    report = model.moesaic_report
+    assert [m.scheme for m in report.modules] == ["bf16"]
+    assert report.bytes_before == report.modules[0].bytes_before == 16 * 3 * 128 * 256 * 2
+    assert report.modules[0].bound == 6e-3
+    lines = str(report).splitlines()
+    assert len(lines) == 3 and "model.layers.1.mlp.experts" in lines[1] and "3.1 MB" in lines[1]
+
+
+def test_progress_bar(capsys):
+    from_pretrained(MODELS / "mini-qwen3-moe", progress=True)
+    assert "Packing experts: 100%" in capsys.readouterr().err
+    from_pretrained(MODELS / "mini-qwen3-moe", progress=False)
+    assert "Packing experts" not in capsys.readouterr().err
+
+
+def test_an_interrupt_stops_loading():
+    def stop(done, of):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        from_pretrained(MODELS / "mini-qwen3-moe", progress=stop)
+    assert not level3._plans
+    from_pretrained(MODELS / "mini-qwen3-moe", progress=False)  # and nothing is left behind
+
+
+def copied(tmp_path, **changes):
+    """The Qwen model with other entries in its configuration."""
+    folder = tmp_path / "copy"
+    shutil.copytree(MODELS / "mini-qwen3-moe", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+def test_an_activation_that_differs_is_refused(monkeypatch):
+    modeling = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
+
+    def clamped(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate.clamp(max=19)) * up
+
+    monkeypatch.setattr(modeling.Qwen3MoeExperts, "_apply_gate", clamped)
+    with pytest.raises(moesaic.Unsupported, match="got an activation of Qwen3MoeExperts that is not"):
+        from_pretrained(MODELS / "mini-qwen3-moe", progress=False)
+
+
+def test_a_norm_after_experts_is_refused(monkeypatch):
+    modeling = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    init = modeling.Qwen3MoeExperts.__init__
+
+    def with_norm(self, *arguments):
+        init(self, *arguments)
+        self.has_post_expert_norm = True
+
+    monkeypatch.setattr(modeling.Qwen3MoeExperts, "__init__", with_norm)
+    with pytest.raises(moesaic.Unsupported, match="norm after each expert"):
+        from_pretrained(MODELS / "mini-qwen3-moe", progress=False)
+
+
+def test_sizes_that_differ_are_refused():
+    config = transformers.AutoConfig.from_pretrained(MODELS / "mini-qwen3-moe")
+    config.moe_intermediate_size = 64
+    with pytest.raises(moesaic.Unsupported, match="got intermediate size 64, need 128 as layer 1"):
+        from_pretrained(MODELS / "mini-qwen3-moe", config=config, progress=False)
+
+
+def test_a_layer_without_a_module_is_refused():
+    config = transformers.AutoConfig.from_pretrained(MODELS / "mini-qwen3-moe")
+    config.mlp_only_layers = [1]
+    with pytest.raises(moesaic.Unsupported, match="no experts module"):
+        from_pretrained(MODELS / "mini-qwen3-moe", config=config, progress=False)
+
+
+@pytest.mark.parametrize(
+    "named", [{"device_map": "auto"}, {"tp_plan": "auto"}, {"quantization_config": {"quant_method": "fp8"}}]
+)
+def test_arguments_that_contradict_are_refused(named):
+    with pytest.raises(moesaic.Unsupported, match=f"{next(iter(named))}: got"):
+        from_pretrained(MODELS / "mini-qwen3-moe", **named)
+
+
+def test_a_gguf_file_is_refused():
+    with pytest.raises(moesaic.Unsupported, match="got a GGUF file"):
+        from_pretrained("no-such-model.gguf")
+
+
+def test_a_dense_model_is_refused(tmp_path):
+    folder = copied(tmp_path, mlp_only_layers=[0, 1])
+    with pytest.raises(moesaic.Error):
+        from_pretrained(folder, progress=False)
+
+
+def test_an_unknown_scheme_is_refused():
+    with pytest.raises(moesaic.Error, match="int5"):
+        from_pretrained(MODELS / "mini-qwen3-moe", quant="int5", progress=False)
+
+
+def test_the_quantizer_is_for_us_alone(tmp_path):
+    folder = copied(tmp_path, quantization_config={"quant_method": "moesaic"})
+    with pytest.raises(moesaic.InvalidArgument, match="only moesaic.transformers.from_pretrained makes"):
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_loading_info_comes_along():
+    model, info = from_pretrained(MODELS / "mini-qwen3-moe", progress=False, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert model.moesaic_report.modules
