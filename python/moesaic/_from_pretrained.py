@@ -1,9 +1,9 @@
 """`moesaic.transformers.from_pretrained`: transformers loads a model, Moesaic its routed experts.
 
-transformers never reads an expert: its experts modules are replaced before it loads weights, and the
-library packs the experts from the mapped files afterwards, in the format that they are stored in. This
-is done by a quantizer of our own ("moesaic"), which hands everything else to the one that the checkpoint
-names.
+transformers never reads an expert: its experts modules are replaced before it loads weights, and
+the library packs the experts from the mapped files afterwards, in the format that they are stored
+in. This is done by a quantizer of our own ("moesaic"), which hands everything else to the one that
+the checkpoint names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import moesaic
-from moesaic._report import ModuleReport, Report
+
+from ._errors import InternalError, InvalidArgument, Unsupported
 
 __all__ = ["from_pretrained"]
 
@@ -37,7 +38,8 @@ METHOD = "moesaic"
 # What a hub repository has beside weights in formats that nobody asked for.
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "tokenizer*"]
 
-# dtypes of safetensors in which a weight is not quantised; other tensors of rank 2 are codes or scales.
+# dtypes of safetensors in which a weight is not quantised; other tensors of rank 2 are codes or
+# scales.
 _PLAIN_DTYPES = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}
 
 
@@ -50,10 +52,11 @@ class _Plan:
     options: dict[str, Any]  # of RoutedExperts.from_checkpoint
     progress: Callable[[int, int], object]
     names: dict[str, int] = dataclasses.field(default_factory=dict)  # module -> layer
-    report: Report = dataclasses.field(default_factory=Report)
+    rows: list[Any] = dataclasses.field(default_factory=list)  # of the report
 
 
-# A configuration is copied and written as JSON on its way, so it carries a number instead of a plan.
+# A configuration is copied and written as JSON on its way, so it carries a number instead of a
+# plan.
 _plans: dict[int, _Plan] = {}
 _numbers = itertools.count(1)
 _lock = threading.Lock()
@@ -82,31 +85,46 @@ def from_pretrained(
     num_threads, backend: as for `moesaic.RoutedExperts.from_checkpoint`.
     revision, local_files_only: for a name on the hub.
     model_class: a class of transformers, `AutoModelForCausalLM` if None.
-    progress: a bar while experts are packed, on or off (None: as transformers' own bars are), or a function
-        that is called with the bytes done and in all.
-    hf: passed on to transformers' `from_pretrained` (dtype, attn_implementation, trust_remote_code ...).
+    progress: a bar while experts are packed, on or off (None: as transformers' own bars are), or a
+        function that is called with the bytes done and in all.
+    hf: passed on to transformers' `from_pretrained` (dtype, attn_implementation, trust_remote_code
+    ...).
 
-    Returns the model in evaluation mode; `model.moesaic_report` is a `Report`, a line for each layer.
-    Attention, dense layers and shared experts are as transformers loads them, with the checkpoint's own
-    quantizer if anything but experts is quantised.
+    Returns the model in evaluation mode; `model.moesaic_report` is a `Report` as `accelerate`
+    returns it, a line for each layer. Attention, dense layers and shared experts are as
+    transformers loads them, with the checkpoint's own quantizer if anything but experts is
+    quantised. Saving the model is refused: the folder that it came from is what to keep.
 
-    Raises `moesaic.Unsupported` for a model whose experts modules are unlike the checkpoint's layers or
-    are none that transformers lets replace, and for arguments that spread a model over devices; and what
-    `moesaic.Checkpoint` and transformers raise. Nothing is left behind by a failure.
+    Raises `moesaic.Unsupported` for a model whose experts modules are unlike the checkpoint's
+    layers or are none that transformers lets replace, and for arguments that spread a model over
+    devices; and what `moesaic.Checkpoint` and transformers raise. Nothing is left behind by a
+    failure.
     """
-    for name in ("device_map", "tp_plan", "tp_size", "distributed_config", "quantization_config", "gguf_file"):
+    for name in (
+        "device_map",
+        "tp_plan",
+        "tp_size",
+        "distributed_config",
+        "quantization_config",
+        "gguf_file",
+    ):
         if hf.get(name) is not None:
-            raise moesaic.Unsupported(f"{name}: got {hf[name]!r}, need None: experts are on one device, as stored")
+            raise Unsupported(
+                f"{name}: got {hf[name]!r}, need None: experts are on one device, as stored"
+            )
+    levels: Any = importlib.import_module("moesaic.transformers")  # which imports this module
     folder = _resolve(os.fspath(model_id), revision, local_files_only)
     checkpoint = moesaic.Checkpoint(folder)
     layers = [spec.layer for spec in checkpoint.layers]
     if not layers:
-        raise moesaic.Unsupported(f"{folder}: got no MoE layers of model type {checkpoint.model_type}")
+        raise Unsupported(f"{folder}: got no MoE layers of model type {checkpoint.model_type}")
     total = sum(checkpoint.layer_bytes(layer) for layer in layers)
     config = hf.pop("config", None)
     if config is None:
         names = ("trust_remote_code", "code_revision")
-        config = transformers.AutoConfig.from_pretrained(folder, **{n: hf[n] for n in names if n in hf})
+        config = transformers.AutoConfig.from_pretrained(
+            folder, **{n: hf[n] for n in names if n in hf}
+        )
     inner = _take_quantization(config)
     if inner is not None and not _quantised_beside_experts(folder):
         inner = None
@@ -130,8 +148,17 @@ def from_pretrained(
         finally:
             del _plans[number]
     loaded = model[0] if isinstance(model, tuple) else model  # output_loading_info
-    loaded.moesaic_report = plan.report
+    loaded.moesaic_report = levels.Report(tuple(plan.rows))
+    # The experts are not in the state: what was saved would lack them.
+    object.__setattr__(loaded, "save_pretrained", _refuse_saving)
     return model
+
+
+def _refuse_saving(*arguments: Any, **named: Any) -> None:
+    raise Unsupported(
+        "save_pretrained: the experts of this model are packed; keep the folder that it was loaded "
+        "from"
+    )
 
 
 def _resolve(model_id: str, revision: str | None, local_files_only: bool) -> str:
@@ -139,7 +166,7 @@ def _resolve(model_id: str, revision: str | None, local_files_only: bool) -> str
     if os.path.isdir(model_id):
         return model_id
     if model_id.endswith(".gguf"):
-        raise moesaic.Unsupported(
+        raise Unsupported(
             f"{model_id}: got a GGUF file, need a folder with config.json and safetensors; "
             "moesaic.FusedMoE.from_checkpoint reads single layers of GGUF files"
         )
@@ -152,7 +179,7 @@ def _resolve(model_id: str, revision: str | None, local_files_only: bool) -> str
 
 
 def _take_quantization(config: Any) -> dict[str, Any] | None:
-    """Removes the quantisation from a configuration, where transformers looks for it, and returns it."""
+    """Removes the quantisation from where transformers looks for it, and returns it."""
     found = None
     for holder in (config.get_text_config(decoder=True), config):
         value = getattr(holder, "quantization_config", None)
@@ -175,9 +202,12 @@ def _tensors(folder: str) -> Iterator[tuple[str, str, list[int], int]]:
 
 
 def _quantised_beside_experts(folder: str) -> bool:
-    """Whether anything but routed experts is stored in codes, so that transformers needs a quantizer."""
+    """Whether anything but routed experts is stored in codes, which needs a quantizer."""
     return any(
-        dtype not in _PLAIN_DTYPES and len(shape) >= 2 and ".experts." not in name and ".gate." not in name
+        dtype not in _PLAIN_DTYPES
+        and len(shape) >= 2
+        and ".experts." not in name
+        and ".gate." not in name
         for name, dtype, shape, _ in _tensors(folder)
     )
 
@@ -215,7 +245,7 @@ class _Reserved(torch.nn.Module):  # type: ignore[misc]
     """Stands where experts will be, while transformers loads the rest: it has no parameters."""
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        raise moesaic.InternalError("the experts of this layer are not packed yet")
+        raise InternalError("the experts of this layer are not packed yet")
 
 
 def _experts_modules(model: Any) -> dict[str, Any]:
@@ -223,7 +253,8 @@ def _experts_modules(model: Any) -> dict[str, Any]:
     return {
         name: module
         for name, module in model.named_modules()
-        if name.rsplit(".", 1)[-1] == "experts" and (hasattr(module, "_apply_gate") or _stacked(module))
+        if name.rsplit(".", 1)[-1] == "experts"
+        and (hasattr(module, "_apply_gate") or _stacked(module))
     }
 
 
@@ -238,31 +269,39 @@ def _match(model: Any, checkpoint: Any) -> dict[str, int]:
     for name, module in _experts_modules(model).items():
         numbers = re.findall(r"\.(\d+)\.", name)
         if not numbers or int(numbers[-1]) not in specs:
-            raise moesaic.Unsupported(f"{name}: got no layer of the checkpoint for it, need one of {sorted(specs)}")
+            raise Unsupported(
+                f"{name}: got no layer of the checkpoint for it, need one of {sorted(specs)}"
+            )
         layer = int(numbers[-1])
         if layer in names.values():
-            raise moesaic.Unsupported(f"{name}: got a second experts module for layer {layer}, need one")
+            raise Unsupported(f"{name}: got a second experts module for layer {layer}, need one")
         _check(name, module, specs[layer])
         names[name] = layer
     if not names:
-        raise moesaic.Unsupported(
-            f"{type(model).__name__}: got no experts module that transformers lets replace (a class decorated by "
+        raise Unsupported(
+            f"{type(model).__name__}: got no experts module that transformers lets replace "
+            "(a class decorated by "
             "use_experts_implementation)"
         )
     missing = sorted(set(specs) - set(names.values()))
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    if any(layer < count for layer in missing):  # those beyond predict further tokens, and aren't loaded
-        raise moesaic.Unsupported(f"layers {missing}: got no experts module of {type(model).__name__} for them")
+    if any(
+        layer < count for layer in missing
+    ):  # those beyond predict further tokens, and aren't loaded
+        raise Unsupported(
+            f"layers {missing}: got no experts module of {type(model).__name__} for them"
+        )
     return names
 
 
 def _check(name: str, module: Any, spec: Any) -> None:
     """Raises where a module computes something else than the checkpoint's layer says."""
     if getattr(module, "has_post_expert_norm", False):
-        raise moesaic.Unsupported(f"{name}: got a norm after each expert, need none")
+        raise Unsupported(f"{name}: got a norm after each expert, need none")
     if not hasattr(module, "_apply_gate"):
-        raise moesaic.Unsupported(
-            f"{name}: got {type(module).__name__}, need a class decorated by use_experts_implementation"
+        raise Unsupported(
+            f"{name}: got {type(module).__name__}, need a class decorated by "
+            "use_experts_implementation"
         )
     gated = bool(getattr(module, "has_gate", True))
     first = module.gate_up_proj if gated else module.up_proj
@@ -273,37 +312,49 @@ def _check(name: str, module: Any, spec: Any) -> None:
         "intermediate size": (wide // (2 if gated else 1), spec.intermediate_size),
         "gate": (gated, spec.activation.gated),
     }
-    wrong = [f"{key} {theirs}, need {ours}" for key, (theirs, ours) in got.items() if theirs != ours]
+    wrong = [
+        f"{key} {theirs}, need {ours}" for key, (theirs, ours) in got.items() if theirs != ours
+    ]
     if wrong:
-        raise moesaic.Unsupported(f"{name}: got {'; '.join(wrong)} as layer {spec.layer} of the checkpoint has it")
+        raise Unsupported(
+            f"{name}: got {'; '.join(wrong)} as layer {spec.layer} of the checkpoint has it"
+        )
     _check_activation(name, module, spec.activation, gated)
 
 
 def _check_activation(name: str, module: Any, activation: Any, gated: bool) -> None:
-    """Evaluates a module's activation and the checkpoint's on a grid inside and beyond every limit."""
+    """Evaluates a module's activation and the checkpoint's, inside and beyond every limit."""
     reach = 20.0 if activation.limit == float("inf") else max(20.0, 1.5 * activation.limit)
     # The model is being made on the device "meta", which tensors without a device would be on too.
     with torch.device("cpu"), torch.no_grad():
         line = torch.linspace(-reach, reach, 61, dtype=torch.float32)
         if not gated:
-            theirs, ours = module.act_fn(line[None]), moesaic.apply_activation(activation, line[None])
+            theirs, ours = module.act_fn(line[None]), moesaic.apply_activation(
+                activation, line[None]
+            )
         else:
             gate, up = (t.reshape(1, -1) for t in torch.meshgrid(line, line, indexing="ij"))
             joined = module.is_concatenated
             both = torch.cat((gate, up), 1) if joined else torch.stack((gate, up), 2).reshape(1, -1)
             theirs = module._apply_gate(both)
-            ours = moesaic.apply_activation(activation, both, gate_up="gate_then_up" if joined else "interleaved")
+            ours = moesaic.apply_activation(
+                activation, both, gate_up="gate_then_up" if joined else "interleaved"
+            )
         difference = (theirs.double() - ours.double()).abs() / (1 + ours.double().abs())
     if not float(difference.max()) <= 2e-6:
-        raise moesaic.Unsupported(
-            f"{name}: got an activation of {type(module).__name__} that is not {activation!r}, as the checkpoint's "
+        raise Unsupported(
+            f"{name}: got an activation of {type(module).__name__} that is not {activation!r}, "
+            "as the checkpoint's "
             f"configuration says; they differ by {float(difference.max()):.1e}"
         )
 
 
 @_quantizers.register_quantization_config(METHOD)
 class MoesaicConfig(_configs.QuantizationConfigMixin):  # type: ignore[misc]
-    """What transformers carries to the quantizer: the number of a plan and the checkpoint's own configuration."""
+    """What transformers carries to the quantizer.
+
+    plan: its number. inner: the checkpoint's own configuration, if anything needs it.
+    """
 
     def __init__(self, plan: int = 0, inner: dict[str, Any] | None = None, **rest: Any) -> None:
         self.quant_method = METHOD
@@ -313,7 +364,7 @@ class MoesaicConfig(_configs.QuantizationConfigMixin):  # type: ignore[misc]
 
 @_quantizers.register_quantizer(METHOD)
 class MoesaicHfQuantizer(_base.HfQuantizer):  # type: ignore[misc]
-    """Keeps experts away from transformers, and hands everything else to the checkpoint's quantizer."""
+    """Keeps experts away from transformers; the rest is the checkpoint's own quantizer's."""
 
     requires_calibration = False
 
@@ -321,18 +372,22 @@ class MoesaicHfQuantizer(_base.HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **named)
         plan = _plans.get(quantization_config.plan)
         if plan is None:
-            raise moesaic.InvalidArgument(
-                "quantization_config: got quant_method moesaic, which only moesaic.transformers.from_pretrained makes"
+            raise InvalidArgument(
+                "quantization_config: got quant_method moesaic, which only "
+                "moesaic.transformers.from_pretrained makes"
             )
         self._plan = plan
         self._inner: Any = None
         if quantization_config.inner is not None:
             if quantization_config.inner.get("quant_method") is None:
-                raise moesaic.Unsupported(
-                    f"{plan.folder}: got quantised weights beside experts in two formats, which no quantizer of "
+                raise Unsupported(
+                    f"{plan.folder}: got quantised weights beside experts in two formats, which no "
+                    "quantizer of "
                     "transformers reads"
                 )
-            self._inner = _quantizers.AutoHfQuantizer.from_config(quantization_config.inner, pre_quantized=True)
+            self._inner = _quantizers.AutoHfQuantizer.from_config(
+                quantization_config.inner, pre_quantized=True
+            )
 
     def _process_model_before_weight_loading(self, model: Any, **named: Any) -> Any:
         self._plan.names = _match(model, self._plan.checkpoint)
@@ -348,7 +403,9 @@ class MoesaicHfQuantizer(_base.HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **named: Any) -> Any:
         if self._inner is None:
-            self.remove_quantization_config(model)  # to transformers it is a plain model from here on
+            self.remove_quantization_config(
+                model
+            )  # to transformers it is a plain model from here on
             model.config._is_quantized = False
         else:
             model.hf_quantizer = self._inner
@@ -405,6 +462,7 @@ for _name in (
 
 def _pack(model: Any, plan: _Plan) -> None:
     """Packs the experts, layer by layer, and puts them where they were reserved."""
+    levels: Any = importlib.import_module("moesaic.transformers")
     module_class: Any = importlib.import_module("moesaic.torch").MoesaicExperts
     sizes = {layer: plan.checkpoint.layer_bytes(layer) for layer in plan.names.values()}
     total, before = sum(sizes.values()), 0
@@ -418,14 +476,17 @@ def _pack(model: Any, plan: _Plan) -> None:
         def advance(done: int, of: int, before: int = before, size: int = sizes[layer]) -> None:
             plan.progress(before + (size * done // of if of else size), total)
 
-        experts = moesaic.RoutedExperts.from_checkpoint(plan.checkpoint, layer, progress=advance, **plan.options)
+        experts = moesaic.RoutedExperts.from_checkpoint(
+            plan.checkpoint, layer, progress=advance, **plan.options
+        )
         before += sizes[layer]
         plan.progress(before, total)
-        model.set_submodule(name, module_class(experts))
-        plan.report.modules.append(
-            ModuleReport(
-                name=name,
-                layer=layer,
+        module = module_class(experts)
+        module.num_experts = experts.spec.num_experts  # some models look at it
+        model.set_submodule(name, module.eval())
+        plan.rows.append(
+            levels.Row(
+                module=name,
                 backend=experts.experts_backend,
                 scheme=experts.quant,
                 bytes_before=stored[layer],

@@ -2,13 +2,15 @@
 
     python -m sglang.launch_server --model-path MODEL --moe-runner-backend moesaic
 
-SGLang finds `register` by its entry point (group `sglang.srt.plugins`) and calls it in every process. It
-adds the name "moesaic" to the runners that may be asked for, registers the runner with SGLang's own
-`register_moe_runner_core`, and lets the two methods that hold experts as checkpoints store them (plain
-and FP8) make that runner where the name was asked for. Without the name nothing changes.
+SGLang finds `register` by its entry point (group `sglang.srt.plugins`) and calls it in every
+process. It adds the name "moesaic" to the runners that may be asked for, registers the runner with
+SGLang's own `register_moe_runner_core`, and lets the two methods that hold experts as checkpoints
+store them (plain and FP8) make that runner where the name was asked for. Without the name nothing
+changes.
 
-bf16 and FP8 in 128x128 blocks or per channel, on GPUs: on a CPU SGLang's methods don't ask a runner.
-A layer that Moesaic does not take ends the start of the server with the reason: the name was asked for.
+bf16 and FP8 in 128x128 blocks or per channel, on GPUs: on a CPU SGLang's methods don't ask a
+runner. A layer that Moesaic does not take ends the start of the server with the reason: the name
+was asked for.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import logging
 from typing import Any
 
 import moesaic
+
+from ._errors import Unsupported
 
 __all__ = ["NAME", "register"]
 
@@ -40,27 +44,35 @@ def _activation(config: Any, fused_interleaved: bool) -> tuple[Any, str]:
     """Our activation and the arrangement of w13 for a configuration of SGLang's runner.
 
     SGLang says "silu" for several formulas and tells them apart by which constant is set. Raises
-    `moesaic.Unsupported` for one that is not ours: with gemm1_clamp_limit alone, for instance, it clamps
-    after the silu.
+    `moesaic.Unsupported` for one that is not ours: with gemm1_clamp_limit alone, for instance, it
+    clamps after the silu.
     """
     name, limit, alpha = config.activation, config.gemm1_clamp_limit, config.gemm1_alpha
     if not config.is_gated:
         if limit is not None or alpha is not None or config.swiglu_limit is not None:
-            raise moesaic.Unsupported(f"activation: got {name} without a gate and with constants, need none")
+            raise Unsupported(
+                f"activation: got {name} without a gate and with constants, need none"
+            )
         return moesaic.Activation(f"{name}_no_mul"), "none"
     sides = "interleaved" if fused_interleaved else "gate_then_up"
     if name == "silu" and alpha is not None:
         if limit is None or config.gemm1_beta not in (None, 1.0):
-            raise moesaic.Unsupported(
-                f"activation: got gemm1_alpha {alpha}, limit {limit}, beta {config.gemm1_beta}; need a limit and beta 1"
+            raise Unsupported(
+                f"activation: got gemm1_alpha {alpha}, limit {limit}, beta {config.gemm1_beta}; "
+                "need a limit and beta 1"
             )
         oai = moesaic.Activation("swigluoai_uninterleave", limit=limit, alpha=alpha, beta=1.0)
         return oai, "interleaved" if config.gate_up_interleaved else sides
     if name == "silu" and limit is None:
         return moesaic.Activation("silu", limit=config.swiglu_limit), sides
-    if name in ("gelu", "gelu_tanh") and limit is None and alpha is None and config.swiglu_limit is None:
+    if (
+        name in ("gelu", "gelu_tanh")
+        and limit is None
+        and alpha is None
+        and config.swiglu_limit is None
+    ):
         return moesaic.Activation(name), sides
-    raise moesaic.Unsupported(
+    raise Unsupported(
         f"activation: got {name} with gemm1_alpha {alpha}, gemm1_clamp_limit {limit}, swiglu_limit "
         f"{config.swiglu_limit}; need silu, gelu, gelu_tanh or the formula of gpt-oss"
     )
@@ -70,18 +82,18 @@ def _stored(quant_info: Any) -> str | None:
     """Name of the scheme that SGLang's description of weights means; None: plain, by its dtype."""
     for name in ("use_mxfp8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16"):
         if getattr(quant_info, name):
-            raise moesaic.Unsupported(f"weights: got {name}, need plain or use_fp8_w8a8")
+            raise Unsupported(f"weights: got {name}, need plain or use_fp8_w8a8")
     if not quant_info.use_fp8_w8a8:
         return None
     if quant_info.a13_scale is not None or quant_info.a2_scale is not None:
-        raise moesaic.Unsupported("activations: got static scales, need scales made while running")
+        raise Unsupported("activations: got static scales, need scales made while running")
     if quant_info.block_shape is not None:
         if list(quant_info.block_shape) != [128, 128]:
-            raise moesaic.Unsupported(f"block_shape: got {quant_info.block_shape}, need [128, 128]")
+            raise Unsupported(f"block_shape: got {quant_info.block_shape}, need [128, 128]")
         return "fp8-block"
     if quant_info.per_channel_quant:
         return "fp8-channel"
-    raise moesaic.Unsupported("activations: got one scale for a whole batch, need scales per row or group")
+    raise Unsupported("activations: got one scale for a whole batch, need scales per row or group")
 
 
 class Experts:
@@ -90,7 +102,7 @@ class Experts:
     def __init__(self, config: Any) -> None:
         for name in ("no_combine", "apply_router_weight_on_input"):
             if getattr(config, name):
-                raise moesaic.Unsupported(f"{name}: got True, need False")
+                raise Unsupported(f"{name}: got True, need False")
         _activation(config, False)  # what it can't compute is refused before weights are loaded
         self._config = config
         self._layer: Any = None
@@ -100,7 +112,9 @@ class Experts:
         w13, w2 = quant_info.w13_weight, quant_info.w2_weight
         on_gpu = w13.device.type == "cuda"
         if on_gpu and torch.cuda.is_current_stream_capturing():
-            raise moesaic.Unsupported("the first call of an experts layer cannot be captured: run it once before")
+            raise Unsupported(
+                "the first call of an experts layer cannot be captured: run it once before"
+            )
         stored = _stored(quant_info)
         activation, sides = _activation(self._config, quant_info.fuse_swiglu_interleaved)
         fields = {"w13_bias": quant_info.b13, "w2_bias": quant_info.b2}
@@ -125,7 +139,9 @@ class Experts:
             torch.cuda.empty_cache()
         _log.info("experts packed: %r", self._layer)
 
-    def __call__(self, hidden_states: Any, topk_ids: Any, topk_weights: Any, quant_info: Any) -> Any:
+    def __call__(
+        self, hidden_states: Any, topk_ids: Any, topk_weights: Any, quant_info: Any
+    ) -> Any:
         """Weighted sums [M, H] of a batch; ids are local, -1 is another rank's expert."""
         if self._layer is None:
             self._pack(quant_info)
@@ -152,20 +168,26 @@ def _make_core(base: type[Any], backend: Any, combine_input: Any) -> type[Any]:
             self, dispatch_output: Any, quant_info: Any, runner_config: Any, hooks: Any = None
         ) -> Any:
             if hooks is not None:
-                raise moesaic.Unsupported("hooks: got LoRA, need none")
+                raise Unsupported("hooks: got LoRA, need none")
             if not dispatch_output.format.is_standard():
-                raise moesaic.Unsupported(f"dispatch: got {dispatch_output.format}, need the standard format")
+                raise Unsupported(
+                    f"dispatch: got {dispatch_output.format}, need the standard format"
+                )
             if dispatch_output.hidden_states_scale is not None:
-                raise moesaic.Unsupported("hidden_states: got rows that are quantised already, need plain ones")
+                raise Unsupported(
+                    "hidden_states: got rows that are quantised already, need plain ones"
+                )
             topk = dispatch_output.topk_output
             hidden = dispatch_output.hidden_states
-            return combine_input(hidden_states=self._experts(hidden, topk.topk_ids, topk.topk_weights, quant_info))
+            return combine_input(
+                hidden_states=self._experts(hidden, topk.topk_ids, topk.topk_weights, quant_info)
+            )
 
     return MoesaicRunnerCore
 
 
 def _make_backend(utils: Any) -> Any:
-    """The identifier of our runner, which says yes where SGLang asks whether weights are as Triton has them."""
+    """Our runner's name, which says that weights are as Triton has them."""
 
     @dataclasses.dataclass(frozen=True)
     class Backend(utils.RegisteredMoeRunnerBackend):  # type: ignore[misc]
@@ -176,7 +198,7 @@ def _make_backend(utils: Any) -> Any:
 
 
 def register() -> None:
-    """SGLang's entry point. Idempotent; where SGLang lacks what it needs, it warns and does nothing."""
+    """SGLang's entry point, idempotent. Where SGLang lacks what it needs it warns, no more."""
     global _registered
     if _registered:
         return
@@ -203,9 +225,11 @@ def register() -> None:
         if utils.get_moe_runner_backend().value != NAME:
             return result
         fp8 = type(method).__name__ == "Fp8MoEMethod"
-        theirs = getattr(method, "runner", None)
+        theirs: Any = getattr(method, "runner", None)
         if not fp8 and not theirs.runner_backend.is_triton():
-            raise moesaic.Unsupported(f"weights: got the layout of {theirs.runner_backend}, need the one of triton")
+            raise Unsupported(
+                f"weights: got the layout of {theirs.runner_backend}, need the one of triton"
+            )
         # FP8's method asks is_triton() for which description of its weights to hand over; the plain
         # method rearranges weights for one that says yes.
         method.runner = runner.MoeRunner(triton_like if fp8 else plain_backend, moe_runner_config)

@@ -1,15 +1,15 @@
 """The plugin for vLLM: its routed experts run on Moesaic, where that is asked for.
 
-vLLM finds `register` by its entry point (group `vllm.general_plugins`) and calls it in every process.
-The plugin is off until somebody asks for it:
+vLLM finds `register` by its entry point (group `vllm.general_plugins`) and calls it in every
+process. The plugin is off until somebody asks for it:
 
     vllm serve MODEL --additional-config '{"moesaic": true}'
     MOESAIC_VLLM=1 vllm serve MODEL
 
 Instead of `true` a table of options may stand there: `{"moesaic": {"quant": "int4-g128"}}`; see
-`Options`. For each MoE layer vLLM asks a list of its kernels in turn; the plugin puts Moesaic first if
-the library takes the layer, and otherwise changes nothing: vLLM then chooses as it would without us.
-A kernel that the user named himself (`--moe-backend`) stays.
+`Options`. For each MoE layer vLLM asks a list of its kernels in turn; the plugin puts Moesaic first
+if the library takes the layer, and otherwise changes nothing: vLLM then chooses as it would without
+us. A kernel that the user named himself (`--moe-backend`) stays.
 
 The experts are packed once and vLLM's own copy of their weights is released, so weights can't be
 updated while an engine runs, and neither sleep mode nor expert load balancing (EPLB) is possible.
@@ -29,6 +29,8 @@ from typing import Any
 
 import moesaic
 
+from ._errors import Error, InvalidArgument, Unsupported
+
 __all__ = ["Options", "register", "supported_versions"]
 
 _log = logging.getLogger(__name__)
@@ -40,7 +42,8 @@ _ORACLES = "vllm.model_executor.layers.fused_moe.oracle"
 class _Oracle:
     """Where vLLM chooses a kernel for one kind of weights.
 
-    `identity` names the backend whose conversion of weights leaves them as they were loaded, on GPUs and
+    `identity` names the backend whose conversion of weights leaves them as they were loaded, on
+    GPUs and
     on CPUs: a class that vLLM believes to belong to it gets the weights that Moesaic expects.
     """
 
@@ -64,8 +67,8 @@ _VERSIONS: dict[tuple[int, int], tuple[_Oracle, ...]] = {
 }
 
 # Names of vLLM's keys for weights and activations -> how the weights are stored, what is computed.
-# Activations that vLLM scales by one value for a whole batch are not here: an output would depend on
-# its neighbours in the batch, and Moesaic has no such scheme.
+# Activations that vLLM scales by one value for a whole batch are not here: an output would depend
+# on its neighbours in the batch, and Moesaic has no such scheme.
 _SCHEMES: dict[tuple[str | None, str | None], tuple[str | None, str]] = {
     (None, None): (None, "as-is"),
     ("kFp8Static128BlockSym", "kFp8Dynamic128Sym"): ("fp8-block", "as-is"),
@@ -93,8 +96,8 @@ _armed = _Armed()
 class Options:
     """What a user may say under "moesaic" in vLLM's additional configuration.
 
-    quant: "as-is" computes what the checkpoint states; another name of `moesaic.quant_schemes()` packs
-        the experts into that scheme while loading.
+    quant: "as-is" computes what the checkpoint states; another name of `moesaic.quant_schemes()`
+        packs the experts into that scheme while loading.
     num_threads: threads of a layer on a CPU; unset: as many as torch uses.
     max_tokens: rows that a workspace allows in one piece; longer batches are split.
     """
@@ -111,11 +114,11 @@ class Options:
         if not isinstance(value, Mapping):
             if value is True or str(value).lower() in ("1", "true", "on"):
                 return cls()
-            raise moesaic.InvalidArgument(f"moesaic: got {value!r}, need true, false or a table of options")
+            raise InvalidArgument(f"moesaic: got {value!r}, need true, false or a table of options")
         fields = {field.name for field in dataclasses.fields(cls)}
         for name in value:
             if name not in fields:
-                raise moesaic.InvalidArgument(f"moesaic: got option {name!r}, need one of {sorted(fields)}")
+                raise InvalidArgument(f"moesaic: got option {name!r}, need one of {sorted(fields)}")
         return cls(**value)
 
 
@@ -135,7 +138,9 @@ def _current_config() -> Any:
     """vLLM's configuration of the engine that is being built, None outside."""
     config = importlib.import_module("vllm.config")
     # get_current_vllm_config() makes a default one, or raises, where none is set.
-    getter = getattr(config, "get_current_vllm_config_or_none", None) or config.get_current_vllm_config
+    getter = (
+        getattr(config, "get_current_vllm_config_or_none", None) or config.get_current_vllm_config
+    )
     try:
         return getter()
     except (AssertionError, RuntimeError, LookupError):
@@ -163,7 +168,9 @@ def _key_name(key: object) -> str | None:
     return "?"
 
 
-def _activation(kind: str, limit: float | None, alpha: float | None, beta: float | None, moe: Any) -> Any:
+def _activation(
+    kind: str, limit: float | None, alpha: float | None, beta: float | None, moe: Any
+) -> Any:
     """vLLM's activation `kind` (the value of its enumeration) as ours. Raises `moesaic.Error`."""
     if kind == "swigluoai":  # fixes its constants
         return moesaic.Activation(kind)
@@ -171,17 +178,21 @@ def _activation(kind: str, limit: float | None, alpha: float | None, beta: float
         return moesaic.Activation(kind, limit=limit, alpha=alpha, beta=beta)
     if kind == "situ":
         situ_beta = getattr(moe, "activation_situ_beta", None)
-        return moesaic.Activation(kind, beta=situ_beta, up_limit=getattr(moe, "activation_situ_linear_beta", None))
+        return moesaic.Activation(
+            kind, beta=situ_beta, up_limit=getattr(moe, "activation_situ_linear_beta", None)
+        )
     if kind == "swiglustep":
         return moesaic.Activation(kind)
     if kind == "silu":
         if (alpha not in (None, 1.0)) or (beta not in (None, 0.0)):
-            raise moesaic.Unsupported(f"activation: got silu with alpha {alpha} and beta {beta}, need 1 and 0")
+            raise Unsupported(
+                f"activation: got silu with alpha {alpha} and beta {beta}, need 1 and 0"
+            )
         return moesaic.Activation(kind, limit=limit)
     if limit is not None:
-        raise moesaic.Unsupported(f"activation: got {kind} with limit {limit}, need none")
+        raise Unsupported(f"activation: got {kind} with limit {limit}, need none")
     if kind == "relu2":  # gated in vLLM; ours of that name is not
-        raise moesaic.Unsupported("activation: got gated relu2, need relu2_no_mul")
+        raise Unsupported("activation: got gated relu2, need relu2_no_mul")
     return moesaic.Activation(kind)
 
 
@@ -210,7 +221,9 @@ def _refusal(moe_config: Any, stored: str | None, quant: str) -> str | None:
     plain_names = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
     if dtype not in plain_names:
         return f"in_dtype: got {dtype}, need one of {sorted(plain_names)}"
-    limit, alpha, beta = (getattr(moe_config, f"swiglu_{n}", None) for n in ("limit", "alpha", "beta"))
+    limit, alpha, beta = (
+        getattr(moe_config, f"swiglu_{n}", None) for n in ("limit", "alpha", "beta")
+    )
     kind = moe_config.activation.value
     if kind == "swigluoai_uninterleave" and limit is None:
         limit = 7.0  # a layer's own, which is not known before its weights are
@@ -224,7 +237,7 @@ def _refusal(moe_config: Any, stored: str | None, quant: str) -> str | None:
             quant=stored or plain_names[dtype],
         )
         report = moesaic.explain(spec, quant=quant, device=_device_of(moe_config))
-    except moesaic.Error as error:
+    except Error as error:
         return str(error)
     rows = [row for row in report.candidates if row.stage == "experts"]
     if any(row.accepted for row in rows):
@@ -239,7 +252,9 @@ def _make_class(stored: str | None, quant: str, options: Options) -> type[Any]:
     """
     torch: Any = importlib.import_module("torch")
     mk: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.modular_kernel")
-    reduce: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.topk_weight_and_reduce")
+    reduce: Any = importlib.import_module(
+        "vllm.model_executor.layers.fused_moe.topk_weight_and_reduce"
+    )
     platform: Any = importlib.import_module("vllm.platforms").current_platform
     base: Any = mk.FusedMoEExpertsModular
 
@@ -270,7 +285,10 @@ def _make_class(stored: str | None, quant: str, options: Options) -> type[Any]:
 
         @staticmethod
         def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-            return _SCHEMES.get((_key_name(weight_key), _key_name(activation_key)), ("", ""))[0] == stored
+            return (
+                _SCHEMES.get((_key_name(weight_key), _key_name(activation_key)), ("", ""))[0]
+                == stored
+            )
 
         @staticmethod
         def _supports_activation(activation: Any) -> bool:
@@ -279,15 +297,21 @@ def _make_class(stored: str | None, quant: str, options: Options) -> type[Any]:
         @staticmethod
         def _supports_parallel_config(moe_parallel_config: Any) -> bool:
             # Load balancing moves vLLM's weights, of which ours are a packed copy.
-            return not moe_parallel_config.use_all2all_kernels and not moe_parallel_config.enable_eplb
+            return (
+                not moe_parallel_config.use_all2all_kernels and not moe_parallel_config.enable_eplb
+            )
 
         @staticmethod
         def _supports_batch_invariance() -> bool:
             return True
 
         @staticmethod
-        def is_supported_config(cls: Any, moe_config: Any, weight_key: Any, activation_key: Any, form: Any) -> Any:
-            taken, reason = base.is_supported_config(cls, moe_config, weight_key, activation_key, form)
+        def is_supported_config(
+            cls: Any, moe_config: Any, weight_key: Any, activation_key: Any, form: Any
+        ) -> Any:
+            taken, reason = base.is_supported_config(
+                cls, moe_config, weight_key, activation_key, form
+            )
             if not taken:
                 return taken, reason
             why = _refusal(moe_config, stored, quant)
@@ -323,20 +347,24 @@ def _make_class(stored: str | None, quant: str, options: Options) -> type[Any]:
         def _pack(self, w13: Any, w2: Any, activation: Any) -> None:
             """Packs the experts and releases vLLM's storage of them; shapes stay."""
             if self._moesaic is not None:
-                raise moesaic.Unsupported("the experts are packed already; their weights cannot be updated")
+                raise Unsupported("the experts are packed already; their weights cannot be updated")
             on_gpu = w13.device.type == "cuda"
             if on_gpu and torch.cuda.is_current_stream_capturing():
-                raise moesaic.Unsupported("the first call of an experts layer cannot be captured: run it once before")
+                raise Unsupported(
+                    "the first call of an experts layer cannot be captured: run it once before"
+                )
             q = self.quant_config
             moe = self.moe_config
-            constants = []
-            for name in ("clamp_limit", "alpha", "beta"):
-                value = getattr(q, f"gemm1_{name}", None)
-                config_name = f"swiglu_{name.removeprefix('clamp_')}"
-                constants.append(getattr(moe, config_name, None) if value is None else value)
+            constants: dict[str, float | None] = {}
+            for name in ("limit", "alpha", "beta"):
+                value = getattr(q, f"gemm1_{'clamp_limit' if name == 'limit' else name}", None)
+                constants[name] = getattr(moe, f"swiglu_{name}", None) if value is None else value
             fields: dict[str, Any] = {"w13_bias": q.w1_bias, "w2_bias": q.w2_bias}
             if stored is not None:
-                fields |= {"w13_scale": _scale(self.w1_scale, stored), "w2_scale": _scale(self.w2_scale, stored)}
+                fields |= {
+                    "w13_scale": _scale(self.w1_scale, stored),
+                    "w2_scale": _scale(self.w2_scale, stored),
+                }
             self._moesaic = moesaic.RoutedExperts.from_tensors(
                 w13.data,
                 w2.data,
@@ -344,7 +372,7 @@ def _make_class(stored: str | None, quant: str, options: Options) -> type[Any]:
                 **{name: value for name, value in fields.items() if value is not None},
                 quant=quant,
                 stored=stored,
-                activation=_activation(activation.value, *constants, moe),
+                activation=_activation(activation.value, **constants, moe=moe),
                 gate_up=_sides(activation.value),
                 device=str(w13.device),
                 max_tokens=options.max_tokens,
@@ -377,7 +405,11 @@ def _make_class(stored: str | None, quant: str, options: Options) -> type[Any]:
         ) -> None:
             if self._moesaic is None:
                 self._pack(w1, w2, activation)
-            ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int32)
+            ids = (
+                topk_ids
+                if topk_ids.dtype in (torch.int32, torch.int64)
+                else topk_ids.to(torch.int32)
+            )
             if expert_map is not None:  # global id -> local one, -1: another rank's
                 known = ids >= 0
                 ids = torch.where(known, expert_map[ids.clamp(min=0).long()], -1).to(torch.int32)
@@ -412,11 +444,16 @@ def _candidate(moe_config: Any, weight_key: Any, activation_key: Any) -> type[An
         return None
     config = _current_config()
     if getattr(getattr(config, "model_config", None), "enable_sleep_mode", False):
-        _warn_once("moesaic: sleep mode moves weights that are packed elsewhere; vLLM's own kernels are used")
+        _warn_once(
+            "moesaic: sleep mode moves weights, which are packed elsewhere; vLLM's own kernels "
+            "are used"
+        )
         return None
     scheme = _SCHEMES.get((_key_name(weight_key), _key_name(activation_key)))
     if scheme is None:
-        _warn_once(f"moesaic: no scheme for {weight_key} x {activation_key}; vLLM's own kernels are used")
+        _warn_once(
+            f"moesaic: no scheme for {weight_key} x {activation_key}; vLLM's own kernels are used"
+        )
         return None
     stored, quant = scheme
     cls = _class_for(stored, quant if options.quant == "as-is" else options.quant, options)
@@ -425,7 +462,11 @@ def _candidate(moe_config: Any, weight_key: Any, activation_key: Any) -> type[An
     form = mk.FusedMoEActivationFormat
     batched = getattr(parallel, "use_batched_activation_format", False)
     taken, reason = cls.is_supported_config(
-        cls, moe_config, weight_key, activation_key, form.BatchedExperts if batched else form.Standard
+        cls,
+        moe_config,
+        weight_key,
+        activation_key,
+        form.BatchedExperts if batched else form.Standard,
     )
     if not taken:
         _warn_once(f"moesaic: {reason}; vLLM's own kernels are used")
@@ -434,22 +475,33 @@ def _candidate(moe_config: Any, weight_key: Any, activation_key: Any) -> type[An
 
 
 def _hook(oracle: _Oracle) -> Callable[[], None]:
-    """Checks one oracle and returns what hooks it. Raises `moesaic.Unsupported` if it looks different."""
+    """Checks one oracle and returns what hooks it.
+
+    Raises `moesaic.Unsupported` if its functions take other arguments than in the known versions.
+    """
     module: Any = importlib.import_module(f"{_ORACLES}.{oracle.module}")
     priority, classes = module._get_priority_backends, module.backend_to_kernel_cls
     if getattr(priority, "_moesaic", False):
         return lambda: None
     parameters = list(inspect.signature(priority).parameters)
-    if parameters[:1] != ["moe_config"] or not set(parameters) <= {"moe_config", "weight_key", "activation_key"}:
-        raise moesaic.Unsupported(f"{module.__name__}._get_priority_backends takes {parameters}")
+    if parameters[:1] != ["moe_config"] or not set(parameters) <= {
+        "moe_config",
+        "weight_key",
+        "activation_key",
+    }:
+        raise Unsupported(f"{module.__name__}._get_priority_backends takes {parameters}")
     if list(inspect.signature(classes).parameters) != ["backend"]:
-        raise moesaic.Unsupported(f"{module.__name__}.backend_to_kernel_cls takes another argument than backend")
+        raise Unsupported(
+            f"{module.__name__}.backend_to_kernel_cls takes another argument than backend"
+        )
     platform: Any = importlib.import_module("vllm.platforms").current_platform
     name = oracle.identity_on_cpu if platform.is_cpu() else oracle.identity
     identity = getattr(module, oracle.backends)[name]
     # int8's list does not say which keys it is asked for: there is one pair.
     keys = ("kInt8StaticChannelSym", "kInt8DynamicTokenSym") if oracle is _INT8 else (None, None)
-    utils: Any = importlib.import_module("vllm.model_executor.layers.quantization.utils.quant_utils")
+    utils: Any = importlib.import_module(
+        "vllm.model_executor.layers.quantization.utils.quant_utils"
+    )
     defaults = tuple(getattr(utils, key) if key else None for key in keys)
 
     def priority_backends(moe_config: Any, *arguments: Any, **named: Any) -> Any:
@@ -457,7 +509,9 @@ def _hook(oracle: _Oracle) -> Callable[[], None]:
         _armed.choice = None
         asked = dict(zip(("weight_key", "activation_key"), arguments, strict=False)) | named
         cls = _candidate(
-            moe_config, asked.get("weight_key", defaults[0]), asked.get("activation_key", defaults[1])
+            moe_config,
+            asked.get("weight_key", defaults[0]),
+            asked.get("activation_key", defaults[1]),
         )
         if cls is None:
             return backends
@@ -483,8 +537,8 @@ def _hook(oracle: _Oracle) -> Callable[[], None]:
 def register() -> None:
     """vLLM's entry point: hooks the choice of kernels. Idempotent, and never raises.
 
-    Where vLLM's version is not one of `supported_versions`, or a function there is not what it was, it
-    warns once and vLLM stays as it is.
+    Where vLLM's version is not one of `supported_versions`, or a function there is not what it was,
+    it warns once and vLLM stays as it is.
     """
     global _registered
     if _registered:
@@ -492,12 +546,14 @@ def register() -> None:
     _registered = True
     try:
         version = str(importlib.import_module("vllm").__version__)
-        numbers = tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in version.split(".")[:2])
+        numbers = tuple(
+            int("".join(c for c in part if c.isdigit()) or 0) for part in version.split(".")[:2]
+        )
         oracles = _VERSIONS.get((numbers[0], numbers[1]) if len(numbers) == 2 else (0, 0))
         if oracles is None:
-            raise moesaic.Unsupported(f"got vLLM {version}, need {supported_versions()}")
+            raise Unsupported(f"got vLLM {version}, need {supported_versions()}")
         for install in [_hook(oracle) for oracle in oracles]:
             install()
-    except (ImportError, AttributeError, KeyError, moesaic.Unsupported) as error:
+    except (ImportError, AttributeError, KeyError, Unsupported) as error:
         with contextlib.suppress(Exception):
             _warn_once(f"moesaic: the plugin for vLLM does nothing: {error}")

@@ -1,10 +1,10 @@
 """Makes stand-ins for the CUDA libraries that PyTorch's wheel is linked with.
 
-PyTorch's wheel from PyPI does not load without libcudart, libcublas, NCCL and others: gigabytes that a
-test on a CPU never calls. This reads from the ELF files in torch/lib which libraries and which of their
-symbols are missing, and compiles a small library for each, in which every function does nothing.
-They are written beside torch's own libraries, where its run path looks first or last, so that no
-environment variable is needed.
+PyTorch's wheel from PyPI does not load without libcudart, libcublas, NCCL and others: gigabytes
+that a test on a CPU never calls. This reads from the ELF files in torch/lib which libraries and
+which of their symbols are missing, and compiles a small library for each, in which every function
+does nothing. They are written beside torch's own libraries, where its run path looks first or last,
+so that no environment variable is needed.
 
     python stub_cuda.py SITE_PACKAGES [--out FOLDER]
 
@@ -26,9 +26,17 @@ from pathlib import Path
 # cudaErrorNoDevice; every other function returns zero and leaves what it was given alone.
 RETURN_VALUES = {"cudaGetDeviceCount": 100}
 
-# Libraries that every machine has, and the driver's, which torch opens while running: a stand-in for it
-# would tell other libraries of the process that there is a driver.
-PRESENT_PREFIXES = ("ld-linux", "libc.so", "libm.so", "libdl.so", "librt.so", "libpthread.so", "libstdc++.so")
+# Libraries that every machine has, and the driver's, which torch opens while running: a stand-in
+# for it would tell other libraries of the process that there is a driver.
+PRESENT_PREFIXES = (
+    "ld-linux",
+    "libc.so",
+    "libm.so",
+    "libdl.so",
+    "librt.so",
+    "libpthread.so",
+    "libstdc++.so",
+)
 PRESENT_PREFIXES += ("libgcc_s.so", "libcuda.so")
 
 # Symbols without a version that are none of CUDA's: Python's, the C runtime's, C++ names.
@@ -42,7 +50,9 @@ class Object:
     needed: set[str] = dataclasses.field(default_factory=set)
     # library -> names of versions asked from it
     versions: dict[str, set[str]] = dataclasses.field(default_factory=dict)
-    undefined: set[tuple[str, str]] = dataclasses.field(default_factory=set)  # (symbol, version or "")
+    undefined: set[tuple[str, str]] = dataclasses.field(
+        default_factory=set
+    )  # (symbol, version or "")
     defined: set[str] = dataclasses.field(default_factory=set)
 
 
@@ -77,14 +87,18 @@ def parse_objdump(text: str) -> Object:
 def read_object(path: Path) -> Object:
     """What `path` asks for and offers."""
     command = ["objdump", "--private-headers", "--dynamic-syms", "--wide", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "LC_ALL": "C"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, "LC_ALL": "C"}
+    )
     return parse_objdump(done.stdout)
 
 
 def missing_libraries(objects: dict[str, Object]) -> dict[str, dict[str, set[str]]]:
-    """The libraries that `objects` (file name -> contents) need, that are not among them nor on every machine.
+    """The libraries that `objects` (file name -> contents) need, that are not among them nor on
+    every machine.
 
-    Returns library -> version ("" for none) -> symbols. Symbols without a version do not say where they
+    Returns library -> version ("" for none) -> symbols. Symbols without a version do not say where
+    they
     come from: those that no library of torch offers go into the first library asked for no version.
     """
     needed: set[str] = set().union(*(o.needed for o in objects.values()))
@@ -110,14 +124,29 @@ def missing_libraries(objects: dict[str, Object]) -> dict[str, dict[str, set[str
 
 def compile_stub(library: str, versions: dict[str, set[str]], out: Path) -> None:
     """Writes `out`/`library`, a shared object with the symbols of `versions`."""
-    source = [f'int {s}(void) {{ return {RETURN_VALUES.get(s, 0)}; }}' for v in versions.values() for s in sorted(v)]
+    source = [
+        f"int {s}(void) {{ return {RETURN_VALUES.get(s, 0)}; }}"
+        for v in versions.values()
+        for s in sorted(v)
+    ]
     script = [
-        f"{version} {{ global: {'; '.join(sorted(symbols))}; }};" for version, symbols in versions.items() if version
+        f"{version} {{ global: {'; '.join(sorted(symbols))}; }};"
+        for version, symbols in versions.items()
+        if version
     ]
     with tempfile.TemporaryDirectory() as folder:
         code = Path(folder, "stub.c")
         code.write_text("\n".join(source) + "\n")
-        command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-nostdlib", "-w", "-fno-builtin", "-O1", "-o"]
+        command = [
+            os.environ.get("CC", "cc"),
+            "-shared",
+            "-fPIC",
+            "-nostdlib",
+            "-w",
+            "-fno-builtin",
+            "-O1",
+            "-o",
+        ]
         command += [str(out / library), f"-Wl,-soname,{library}", str(code)]
         if script:
             versions_file = Path(folder, "versions")
@@ -128,7 +157,9 @@ def compile_stub(library: str, versions: dict[str, set[str]], out: Path) -> None
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(description="Makes stand-ins for the CUDA libraries of PyTorch's wheel.")
+    parser = argparse.ArgumentParser(
+        description="Makes stand-ins for the CUDA libraries of PyTorch's wheel."
+    )
     parser.add_argument("site_packages", type=Path)
     parser.add_argument("--out", type=Path, help="folder for them (default: torch/lib)")
     arguments = parser.parse_args()

@@ -1,4 +1,6 @@
-"""moesaic.transformers.from_pretrained, over the bundled models and what `moesaic.convert` makes of them."""
+"""moesaic.transformers.from_pretrained, over the bundled models and what `moesaic.convert` makes of
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ NAMES = ["mini-qwen3-moe", "mini-deepseek-v3", "mini-gpt-oss"]
 # The bundled models speak bytes.
 PROMPT = b"First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\n"
 
-# Scheme of moesaic.convert -> upper bound of the relative L2 error of an experts module's output against
-# float64 on the unquantised weights (docs/accuracy.md, "Gaussian data", column "output").
+# Scheme of moesaic.convert -> upper bound of the relative L2 error of an experts module's output
+# against float64 on the unquantised weights (docs/accuracy.md, "Gaussian data", column "output").
 FORMATS = {
     "fp8-block": 9.3e-2,
     "fp8-channel": 9.3e-2,
@@ -51,7 +53,9 @@ def record(model, ids):
     """Inputs of every experts module in one pass."""
     calls = {}
     hooks = [
-        module.register_forward_pre_hook(lambda _, arguments, name=name: calls.__setitem__(name, arguments))
+        module.register_forward_pre_hook(
+            lambda _, arguments, name=name: calls.__setitem__(name, arguments)
+        )
         for name, module in experts_of(model).items()
     ]
     with torch.no_grad():
@@ -101,8 +105,8 @@ def test_converted(quant, tmp_path):
     """What convert wrote is computed as stored, whatever transformers would do with it."""
     moesaic.convert(MODELS / "mini-qwen3-moe", tmp_path / "model", quant=quant)
     model = from_pretrained(tmp_path / "model", progress=False)
-    (module,) = model.moesaic_report.modules
-    assert module.name == "model.layers.1.mlp.experts" and module.layer == 1
+    (module,) = model.moesaic_report.rows
+    assert module.module == "model.layers.1.mlp.experts"
     assert module.bytes_before < 1_700_000 and module.bytes_after <= 1.3 * module.bytes_before
     assert check_modules(model, "mini-qwen3-moe", FORMATS[quant]) > 1e-3
     assert getattr(model, "hf_quantizer", None) is None  # only experts were quantised
@@ -110,7 +114,9 @@ def test_converted(quant, tmp_path):
     alone = moesaic.RoutedExperts.from_checkpoint(moesaic.Checkpoint(tmp_path / "model"), 1)
     hidden = torch.randn(9, 256).bfloat16()
     ids, weights = torch.randint(0, 16, (9, 4)), torch.rand(9, 4)
-    assert torch.equal(alone(hidden, ids, weights), experts_of(model)[module.name](hidden, ids, weights))
+    assert torch.equal(
+        alone(hidden, ids, weights), experts_of(model)[module.module](hidden, ids, weights)
+    )
 
 
 @pytest.mark.parametrize("name", ["mini-deepseek-v3", "mini-gpt-oss"])
@@ -122,7 +128,7 @@ def test_other_families_converted(name, tmp_path):
 
 def test_quant_is_made_on_loading():
     model = from_pretrained(MODELS / "mini-qwen3-moe", quant="int4-g128", progress=False)
-    (module,) = model.moesaic_report.modules
+    (module,) = model.moesaic_report.rows
     assert module.scheme == "int4-g128" and module.bytes_after < module.bytes_before / 3
     check_modules(model, "mini-qwen3-moe", FORMATS["int4-g128"])
 
@@ -159,10 +165,14 @@ def test_attention_stays_with_the_checkpoints_quantizer(tmp_path):
     index = folder / "model.safetensors.index.json"
     if index.exists():
         table = json.loads(index.read_text())
-        table["weight_map"] |= {f"{n}.weight_scale_inv": table["weight_map"][f"{n}.weight"] for n in quantised}
+        table["weight_map"] |= {
+            f"{n}.weight_scale_inv": table["weight_map"][f"{n}.weight"] for n in quantised
+        }
         index.write_text(json.dumps(table))
     kept = config["quantization_config"]["modules_to_not_convert"]
-    config["quantization_config"]["modules_to_not_convert"] = [n for n in kept if n not in quantised]
+    config["quantization_config"]["modules_to_not_convert"] = [
+        n for n in kept if n not in quantised
+    ]
     (folder / "config.json").write_text(json.dumps(config))
     assert level3._quantised_beside_experts(str(folder))
     model = from_pretrained(folder, progress=False)
@@ -195,16 +205,20 @@ def test_no_expert_is_read_by_transformers(monkeypatch):
 
 def test_report_and_progress():
     said = []
-    model = from_pretrained(MODELS / "mini-qwen3-moe", progress=lambda done, of: said.append((done, of)))
+    model = from_pretrained(
+        MODELS / "mini-qwen3-moe", progress=lambda done, of: said.append((done, of))
+    )
     done = [d for d, _ in said]
     assert done == sorted(done) and done[-1] == said[-1][1] > 3_000_000
     assert len({of for _, of in said}) == 1
     report = model.moesaic_report
-    assert [m.scheme for m in report.modules] == ["bf16"]
-    assert report.bytes_before == report.modules[0].bytes_before == 16 * 3 * 128 * 256 * 2
-    assert report.modules[0].bound == 6e-3
+    assert [m.scheme for m in report.rows] == ["bf16"]
+    assert report.bytes_before == report.rows[0].bytes_before == 16 * 3 * 128 * 256 * 2
+    assert report.rows[0].bound == 6e-3
+    with pytest.raises(moesaic.Unsupported, match="keep the folder"):
+        model.save_pretrained("never-written")
     lines = str(report).splitlines()
-    assert len(lines) == 3 and "model.layers.1.mlp.experts" in lines[1] and "3.1 MB" in lines[1]
+    assert len(lines) == 3 and "model.layers.1.mlp.experts" in lines[1] and "bf16" in lines[1]
 
 
 def test_progress_bar(capsys):
@@ -241,7 +255,9 @@ def test_an_activation_that_differs_is_refused(monkeypatch):
         return self.act_fn(gate.clamp(max=19)) * up
 
     monkeypatch.setattr(modeling.Qwen3MoeExperts, "_apply_gate", clamped)
-    with pytest.raises(moesaic.Unsupported, match="got an activation of Qwen3MoeExperts that is not"):
+    with pytest.raises(
+        moesaic.Unsupported, match="got an activation of Qwen3MoeExperts that is not"
+    ):
         from_pretrained(MODELS / "mini-qwen3-moe", progress=False)
 
 
@@ -273,7 +289,8 @@ def test_a_layer_without_a_module_is_refused():
 
 
 @pytest.mark.parametrize(
-    "named", [{"device_map": "auto"}, {"tp_plan": "auto"}, {"quantization_config": {"quant_method": "fp8"}}]
+    "named",
+    [{"device_map": "auto"}, {"tp_plan": "auto"}, {"quantization_config": {"quant_method": "fp8"}}],
 )
 def test_arguments_that_contradict_are_refused(named):
     with pytest.raises(moesaic.Unsupported, match=f"{next(iter(named))}: got"):
@@ -298,11 +315,15 @@ def test_an_unknown_scheme_is_refused():
 
 def test_the_quantizer_is_for_us_alone(tmp_path):
     folder = copied(tmp_path, quantization_config={"quant_method": "moesaic"})
-    with pytest.raises(moesaic.InvalidArgument, match="only moesaic.transformers.from_pretrained makes"):
+    with pytest.raises(
+        moesaic.InvalidArgument, match="only moesaic.transformers.from_pretrained makes"
+    ):
         transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_loading_info_comes_along():
-    model, info = from_pretrained(MODELS / "mini-qwen3-moe", progress=False, output_loading_info=True)
+    model, info = from_pretrained(
+        MODELS / "mini-qwen3-moe", progress=False, output_loading_info=True
+    )
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert model.moesaic_report.modules
+    assert model.moesaic_report.rows

@@ -1,4 +1,5 @@
-"""What the plugins rely on, looked up in the Python files of vLLM and SGLang, without importing them.
+"""What the plugins rely on, looked up in the Python files of vLLM and SGLang, without importing
+them.
 
 MOESAIC_ENGINE_FILES names folders with unpacked wheels (separated by colons), each with `vllm` or
 `sglang` in it; without it the installed packages are looked at, and without those nothing is.
@@ -23,13 +24,19 @@ def folders(package):
         return [Path(f) / package for f in named.split(":") if (Path(f) / package).is_dir()]
     spec = importlib.util.find_spec(package)
     # Our own modules of these names are in a package, so they are not found here.
-    return [Path(spec.submodule_search_locations[0])] if spec and spec.submodule_search_locations else []
+    return (
+        [Path(spec.submodule_search_locations[0])]
+        if spec and spec.submodule_search_locations
+        else []
+    )
 
 
 def each(package):
     found = folders(package)
     skipped = pytest.param(None, marks=pytest.mark.skip(reason=f"no files of {package}"))
-    return pytest.mark.parametrize("root", found or [skipped], ids=lambda f: f.parent.name if f else "none")
+    return pytest.mark.parametrize(
+        "root", found or [skipped], ids=lambda f: f.parent.name if f else "none"
+    )
 
 
 class File:
@@ -46,7 +53,9 @@ class File:
             if isinstance(node, ast.ClassDef):
                 self._add(f"{prefix}{node.name}.", node.body)
             if isinstance(node, ast.Assign):
-                self.nodes.update({prefix + t.id: node for t in node.targets if isinstance(t, ast.Name)})
+                self.nodes.update(
+                    {prefix + t.id: node for t in node.targets if isinstance(t, ast.Name)}
+                )
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 self.nodes[prefix + node.target.id] = node
 
@@ -58,9 +67,14 @@ class File:
         return {n.split(".")[1] for n in self.nodes if n.startswith(f"{name}.")}
 
     def abstract(self, name):
-        methods = {n: f for n, f in self.nodes.items() if n.startswith(f"{name}.") and isinstance(f, ast.FunctionDef)}
+        methods = {
+            n: f
+            for n, f in self.nodes.items()
+            if n.startswith(f"{name}.") and isinstance(f, ast.FunctionDef)
+        }
         return {
-            n.split(".")[1] for n, f in methods.items()
+            n.split(".")[1]
+            for n, f in methods.items()
             if any(ast.unparse(d).endswith("abstractmethod") for d in f.decorator_list)
         }
 
@@ -68,8 +82,14 @@ class File:
 LAYERS = "model_executor/layers"
 
 ABSTRACT = {
-    "activation_format", "_supports_current_device", "_supports_no_act_and_mul", "_supports_quant_scheme",
-    "_supports_activation", "_supports_parallel_config", "workspace_shapes", "finalize_weight_and_reduce_impl",
+    "activation_format",
+    "_supports_current_device",
+    "_supports_no_act_and_mul",
+    "_supports_quant_scheme",
+    "_supports_activation",
+    "_supports_parallel_config",
+    "workspace_shapes",
+    "finalize_weight_and_reduce_impl",
     "apply",
 }
 
@@ -80,18 +100,46 @@ def test_vllm_experts(root):
     both = kernel.abstract("FusedMoEExperts") | kernel.abstract("FusedMoEExpertsModular")
     assert both == ABSTRACT  # a new one would have to be written
     assert kernel.arguments("FusedMoEExpertsModular.apply") == [
-        "self", "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation",
-        "global_num_experts", "expert_map", "a1q_scale", "a2_scale", "workspace13", "workspace2",
-        "expert_tokens_meta", "apply_router_weight_on_input",
+        "self",
+        "output",
+        "hidden_states",
+        "w1",
+        "w2",
+        "topk_weights",
+        "topk_ids",
+        "activation",
+        "global_num_experts",
+        "expert_map",
+        "a1q_scale",
+        "a2_scale",
+        "workspace13",
+        "workspace2",
+        "expert_tokens_meta",
+        "apply_router_weight_on_input",
     ]
     assert kernel.arguments("FusedMoEExperts.is_supported_config") == [
-        "cls", "moe_config", "weight_key", "activation_key", "activation_format"
+        "cls",
+        "moe_config",
+        "weight_key",
+        "activation_key",
+        "activation_format",
     ]
     assert kernel.arguments("FusedMoEExpertsModular.workspace_shapes") == [
-        "self", "M", "N", "K", "topk", "global_num_experts", "local_num_experts", "expert_tokens_meta", "activation"
+        "self",
+        "M",
+        "N",
+        "K",
+        "topk",
+        "global_num_experts",
+        "local_num_experts",
+        "expert_tokens_meta",
+        "activation",
     ]
     assert "FusedMoEExperts.process_weights_after_loading" in kernel.nodes
-    assert "TopKWeightAndReduceNoOP" in File(root / LAYERS / "fused_moe/topk_weight_and_reduce.py").nodes
+    assert (
+        "TopKWeightAndReduceNoOP"
+        in File(root / LAYERS / "fused_moe/topk_weight_and_reduce.py").nodes
+    )
 
 
 @each("vllm")
@@ -113,14 +161,35 @@ def test_vllm_oracles(root, module, backends, identity, arguments):
 @each("vllm")
 def test_vllm_configuration(root):
     keys = File(root / LAYERS / "quantization/utils/quant_utils.py").nodes
-    assert {"kFp8Static128BlockSym", "kFp8Dynamic128Sym", "kFp8StaticChannelSym", "kFp8DynamicTokenSym",
-            "kInt8StaticChannelSym", "kInt8DynamicTokenSym"} <= set(keys)
+    assert {
+        "kFp8Static128BlockSym",
+        "kFp8Dynamic128Sym",
+        "kFp8StaticChannelSym",
+        "kFp8DynamicTokenSym",
+        "kInt8StaticChannelSym",
+        "kInt8DynamicTokenSym",
+    } <= set(keys)
     config = File(root / LAYERS / "fused_moe/config.py")
-    assert {"num_local_experts", "experts_per_token", "hidden_dim", "intermediate_size_per_partition",
-            "activation", "device", "in_dtype", "moe_parallel_config", "moe_backend"} <= config.fields("FusedMoEConfig")
-    assert {"w1_scale", "w2_scale", "w1_bias", "w2_bias", "gemm1_clamp_limit", "gemm1_alpha", "gemm1_beta"} <= (
-        config.fields("FusedMoEQuantConfig")
-    )
+    assert {
+        "num_local_experts",
+        "experts_per_token",
+        "hidden_dim",
+        "intermediate_size_per_partition",
+        "activation",
+        "device",
+        "in_dtype",
+        "moe_parallel_config",
+        "moe_backend",
+    } <= config.fields("FusedMoEConfig")
+    assert {
+        "w1_scale",
+        "w2_scale",
+        "w1_bias",
+        "w2_bias",
+        "gemm1_clamp_limit",
+        "gemm1_alpha",
+        "gemm1_beta",
+    } <= (config.fields("FusedMoEQuantConfig"))
     assert {"use_all2all_kernels", "enable_eplb"} <= config.fields("FusedMoEParallelConfig")
     assert "additional_config" in File(root / "config/vllm.py").fields("VllmConfig")
     assert "vllm.general_plugins" in (root / "plugins/__init__.py").read_text()
@@ -135,17 +204,48 @@ def test_sglang(root):
     base = File(srt / "layers/moe/moe_runner/base.py")
     assert base.abstract("DispatchMoeRunnerCore") == {"runner_backend", "run_from_dispatch"}
     assert base.arguments("DispatchMoeRunnerCore.run_from_dispatch") == [
-        "self", "dispatch_output", "quant_info", "runner_config", "hooks"
+        "self",
+        "dispatch_output",
+        "quant_info",
+        "runner_config",
+        "hooks",
     ]
-    assert {"activation", "is_gated", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "swiglu_limit",
-            "gate_up_interleaved", "top_k", "no_combine", "apply_router_weight_on_input",
-            "routed_scaling_factor"} <= base.fields("MoeRunnerConfig")
+    assert {
+        "activation",
+        "is_gated",
+        "gemm1_alpha",
+        "gemm1_beta",
+        "gemm1_clamp_limit",
+        "swiglu_limit",
+        "gate_up_interleaved",
+        "top_k",
+        "no_combine",
+        "apply_router_weight_on_input",
+        "routed_scaling_factor",
+    } <= base.fields("MoeRunnerConfig")
     triton = File(srt / "layers/moe/moe_runner/triton.py")
-    assert {"w13_weight", "w2_weight", "b13", "b2", "w13_scale", "w2_scale", "a13_scale", "a2_scale", "block_shape",
-            "use_fp8_w8a8", "use_mxfp8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant",
-            "fuse_swiglu_interleaved"} <= triton.fields("TritonMoeQuantInfo")
+    assert {
+        "w13_weight",
+        "w2_weight",
+        "b13",
+        "b2",
+        "w13_scale",
+        "w2_scale",
+        "a13_scale",
+        "a2_scale",
+        "block_shape",
+        "use_fp8_w8a8",
+        "use_mxfp8",
+        "use_int8_w8a8",
+        "use_int8_w8a16",
+        "use_int4_w4a16",
+        "per_channel_quant",
+        "fuse_swiglu_interleaved",
+    } <= triton.fields("TritonMoeQuantInfo")
     standard = File(srt / "layers/moe/token_dispatcher/standard.py")
-    assert {"hidden_states", "hidden_states_scale", "topk_output", "format"} <= standard.fields("StandardDispatchOutput")
+    assert {"hidden_states", "hidden_states_scale", "topk_output", "format"} <= standard.fields(
+        "StandardDispatchOutput"
+    )
     assert "hidden_states" in standard.fields("StandardCombineInput")
     utils = File(srt / "layers/moe/utils.py")
     assert {"RegisteredMoeRunnerBackend", "get_moe_runner_backend"} <= set(utils.nodes)
@@ -156,5 +256,9 @@ def test_sglang(root):
     assert "add_moe_runner_backend_choices" in File(srt / "arg_groups/choices.py").nodes
     for file, name in ("unquant.py", "UnquantizedFusedMoEMethod"), ("fp8.py", "Fp8MoEMethod"):
         method = File(srt / "layers/quantization" / file)
-        assert method.arguments(f"{name}.create_moe_runner") == ["self", "layer", "moe_runner_config"]
+        assert method.arguments(f"{name}.create_moe_runner") == [
+            "self",
+            "layer",
+            "moe_runner_config",
+        ]
     assert "sglang.srt.plugins" in (srt / "plugins/__init__.py").read_text()

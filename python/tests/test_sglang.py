@@ -1,6 +1,7 @@
 """The plugin for SGLang with stand-ins for the few modules of it that the plugin calls.
 
-SGLang itself runs on GPUs only; test_plugin_files.py compares the stand-ins' surface with its files.
+SGLang itself runs on GPUs only; test_plugin_files.py compares the stand-ins' surface with its
+files.
 """
 
 from __future__ import annotations
@@ -82,9 +83,17 @@ def engine(monkeypatch):
 
 def make_config(**changes):
     fields = {
-        "activation": "silu", "is_gated": True, "gemm1_alpha": None, "gemm1_beta": None, "gemm1_clamp_limit": None,
-        "swiglu_limit": None, "gate_up_interleaved": True, "top_k": 2, "no_combine": False,
-        "apply_router_weight_on_input": False, "routed_scaling_factor": None,
+        "activation": "silu",
+        "is_gated": True,
+        "gemm1_alpha": None,
+        "gemm1_beta": None,
+        "gemm1_clamp_limit": None,
+        "swiglu_limit": None,
+        "gate_up_interleaved": True,
+        "top_k": 2,
+        "no_combine": False,
+        "apply_router_weight_on_input": False,
+        "routed_scaling_factor": None,
     }
     return SimpleNamespace(**(fields | changes))
 
@@ -92,10 +101,21 @@ def make_config(**changes):
 def make_quant_info(w13, w2, **changes):
     fields = {
         "w13_weight": torch.nn.Parameter(w13, requires_grad=False),
-        "w2_weight": torch.nn.Parameter(w2, requires_grad=False), "b13": None, "b2": None, "w13_scale": None,
-        "w2_scale": None, "a13_scale": None, "a2_scale": None, "block_shape": None, "use_fp8_w8a8": False,
-        "use_mxfp8": False, "use_int8_w8a8": False, "use_int8_w8a16": False, "use_int4_w4a16": False,
-        "per_channel_quant": False, "fuse_swiglu_interleaved": False,
+        "w2_weight": torch.nn.Parameter(w2, requires_grad=False),
+        "b13": None,
+        "b2": None,
+        "w13_scale": None,
+        "w2_scale": None,
+        "a13_scale": None,
+        "a2_scale": None,
+        "block_shape": None,
+        "use_fp8_w8a8": False,
+        "use_mxfp8": False,
+        "use_int8_w8a8": False,
+        "use_int8_w8a16": False,
+        "use_int4_w4a16": False,
+        "per_channel_quant": False,
+        "fuse_swiglu_interleaved": False,
     }
     return SimpleNamespace(**(fields | changes))
 
@@ -119,8 +139,14 @@ def test_register(engine):
     engine.plugin.register()
     engine.plugin.register()
     assert engine.choices == ["moesaic"] and set(engine.cores) == {"moesaic"}
-    assert {t.rsplit(".", 2)[1] for t in engine.hooks} == {"UnquantizedFusedMoEMethod", "Fp8MoEMethod"}
-    assert all(t.endswith(".create_moe_runner") and k is HookType.AFTER for t, (_, k) in engine.hooks.items())
+    assert {t.rsplit(".", 2)[1] for t in engine.hooks} == {
+        "UnquantizedFusedMoEMethod",
+        "Fp8MoEMethod",
+    }
+    assert all(
+        t.endswith(".create_moe_runner") and k is HookType.AFTER
+        for t, (_, k) in engine.hooks.items()
+    )
 
 
 def test_off_unless_named(engine):
@@ -132,14 +158,19 @@ def test_off_unless_named(engine):
     assert method.runner is before
     engine.asked = "moesaic"
     hook(None, method, None, make_config())
-    assert method.runner.runner_backend == Backend("moesaic") and not method.runner.runner_backend.is_triton()
+    assert (
+        method.runner.runner_backend == Backend("moesaic")
+        and not method.runner.runner_backend.is_triton()
+    )
     fp8 = Fp8MoEMethod()
     hook(None, fp8, None, make_config())
     assert fp8.runner.runner_backend.value == "moesaic" and fp8.runner.runner_backend.is_triton()
 
 
 def test_missing_parts_warn(engine, monkeypatch, caplog):
-    monkeypatch.delattr(sys.modules["sglang.srt.arg_groups.choices"], "add_moe_runner_backend_choices")
+    monkeypatch.delattr(
+        sys.modules["sglang.srt.arg_groups.choices"], "add_moe_runner_backend_choices"
+    )
     engine.plugin.register()
     assert "does nothing" in caplog.text and not engine.cores and not engine.hooks
 
@@ -161,12 +192,16 @@ def test_run(engine, interleaved, factor):
         e = int(ids[row, slot])
         if e >= 0:
             g, u = gate[e].double() @ x[row].double(), up[e].double() @ x[row].double()
-            want[row] += float(weights[row, slot]) * (w2[e].double() @ (torch.nn.functional.silu(g) * u))
+            want[row] += float(weights[row, slot]) * (
+                w2[e].double() @ (torch.nn.functional.silu(g) * u)
+            )
     want *= factor or 1
     info = make_quant_info(w13, w2, fuse_swiglu_interleaved=interleaved)
     out = core.run_from_dispatch(dispatch(x, ids, weights), info, core.config).hidden_states
     assert (out.double() - want).norm() <= 6e-3 * want.norm()
-    assert info.w13_weight.shape == (4, 128, 128) and info.w13_weight.untyped_storage().nbytes() == 2
+    assert (
+        info.w13_weight.shape == (4, 128, 128) and info.w13_weight.untyped_storage().nbytes() == 2
+    )
     again = core.run_from_dispatch(dispatch(x, ids, weights), info, core.config).hidden_states
     assert torch.equal(out, again)
 

@@ -2,7 +2,8 @@
 
 Skipped unless MOESAIC_TEST_VLLM=1 and vLLM is installed:
 
-    MOESAIC_TEST_VLLM=1 $(python/tests/make_venv.sh vllm)/bin/python -m pytest python/tests/test_vllm.py
+    MOESAIC_TEST_VLLM=1 $(python/tests/make_venv.sh vllm)/bin/python -m pytest
+    python/tests/test_vllm.py
 """
 
 from __future__ import annotations
@@ -75,12 +76,16 @@ def make_config(**changes):
 
 
 def quant_key(name):
-    return getattr(importlib.import_module("vllm.model_executor.layers.quantization.utils.quant_utils"), name)
+    return getattr(
+        importlib.import_module("vllm.model_executor.layers.quantization.utils.quant_utils"), name
+    )
 
 
 def select(module, config, *keys):
     """vLLM's own choice, which asks the hooked functions."""
-    name = {"unquantized": "unquantized", "fp8": "fp8", "int8": "int8"}[module.__name__.rsplit(".", 1)[-1]]
+    name = {"unquantized": "unquantized", "fp8": "fp8", "int8": "int8"}[
+        module.__name__.rsplit(".", 1)[-1]
+    ]
     return getattr(module, f"select_{name}_moe_backend")(config, *keys)
 
 
@@ -90,9 +95,17 @@ def test_version_is_known():
 
 
 def test_off_unless_asked_for(oracles):
-    before = {name: select(m, make_config()) for name, m in oracles.items() if name == "unquantized"}
-    lists = {n: [m.backend_to_kernel_cls(b) for b in getattr(m, "UnquantizedMoeBackend", ())
-                 if b.name in ("CPU", "TRITON")] for n, m in oracles.items()}
+    before = {
+        name: select(m, make_config()) for name, m in oracles.items() if name == "unquantized"
+    }
+    lists = {
+        n: [
+            m.backend_to_kernel_cls(b)
+            for b in getattr(m, "UnquantizedMoeBackend", ())
+            if b.name in ("CPU", "TRITON")
+        ]
+        for n, m in oracles.items()
+    }
     plugin.register()
     assert not plugin._warned
     assert all(m.backend_to_kernel_cls._moesaic for m in oracles.values())
@@ -153,7 +166,9 @@ def test_a_scheme_that_is_not_ours_is_left(oracles, monkeypatch):
     monkeypatch.setenv("MOESAIC_VLLM", "1")
     keys = quant_key("kFp8StaticTensorSym"), quant_key("kFp8DynamicTensorSym")
     theirs = inspect.getclosurevars(oracles["fp8"]._get_priority_backends).nonlocals["priority"]
-    assert oracles["fp8"]._get_priority_backends(make_config(), *keys) == theirs(make_config(), *keys)
+    assert oracles["fp8"]._get_priority_backends(make_config(), *keys) == theirs(
+        make_config(), *keys
+    )
     assert any("no scheme for" in text for text in plugin._warned)
 
 
@@ -164,7 +179,10 @@ def test_another_version_warns_once_and_changes_nothing(oracles, monkeypatch, ca
     monkeypatch.setattr(plugin, "_registered", False)
     plugin.register()
     said = [r.getMessage() for r in caplog.records if "does nothing" in r.getMessage()]
-    assert said == [f"moesaic: the plugin for vLLM does nothing: got vLLM 0.99.0, need {plugin.supported_versions()}"]
+    assert said == [
+        "moesaic: the plugin for vLLM does nothing: got vLLM 0.99.0, "
+        f"need {plugin.supported_versions()}"
+    ]
     assert not any(getattr(m.backend_to_kernel_cls, "_moesaic", False) for m in oracles.values())
 
 
@@ -176,12 +194,21 @@ def test_a_changed_function_changes_nothing(oracles, monkeypatch):
 
 
 def test_signatures():
-    """What our class overrides has vLLM's arguments, by position and by name; nothing abstract is left."""
+    """What our class overrides has vLLM's arguments, by position and by name; nothing abstract is
+    left.
+    """
     mk = importlib.import_module("vllm.model_executor.layers.fused_moe.modular_kernel")
     cls = plugin._make_class(None, "as-is", plugin.Options())
     assert not inspect.isabstract(cls)
-    for name in ("apply", "workspace_shapes", "process_weights_after_loading", "_supports_quant_scheme",
-                 "_supports_activation", "_supports_parallel_config", "finalize_weight_and_reduce_impl"):
+    for name in (
+        "apply",
+        "workspace_shapes",
+        "process_weights_after_loading",
+        "_supports_quant_scheme",
+        "_supports_activation",
+        "_supports_parallel_config",
+        "finalize_weight_and_reduce_impl",
+    ):
         theirs = list(inspect.signature(getattr(mk.FusedMoEExpertsModular, name)).parameters)
         assert list(inspect.signature(getattr(cls, name)).parameters) == theirs, name
 
@@ -205,7 +232,9 @@ def test_apply(mapped):
     """A call as vLLM makes it: within the bound of bf16, the weights' storage gone, ids mapped."""
     torch.manual_seed(0)
     config = make_config()
-    quant = importlib.import_module("vllm.model_executor.layers.fused_moe.config").FusedMoEQuantConfig.make()
+    quant = importlib.import_module(
+        "vllm.model_executor.layers.fused_moe.config"
+    ).FusedMoEQuantConfig.make()
     experts = plugin._make_class(None, "as-is", plugin.Options())(config, quant)
     w13 = torch.randn(8, 256, 128).mul_(128**-0.5).bfloat16()
     w2 = torch.randn(8, 128, 128).mul_(128**-0.5).bfloat16()
@@ -215,13 +244,30 @@ def test_apply(mapped):
     expert_map = torch.tensor([3, -1, 0, 1, 2, -1, 7, 5], dtype=torch.int32) if mapped else None
     local = expert_map[ids.long()] if mapped else ids
     want = reference(x, w13, w2, local, weights)
-    first, second = torch.nn.Parameter(w13, requires_grad=False), torch.nn.Parameter(w2, requires_grad=False)
+    first, second = torch.nn.Parameter(w13, requires_grad=False), torch.nn.Parameter(
+        w2, requires_grad=False
+    )
     layer = SimpleNamespace(w13_weight=first, w2_weight=second, activation=config.activation)
     experts.process_weights_after_loading(layer)
     assert first.shape == (8, 256, 128) and first.untyped_storage().nbytes() == 2
     output = torch.full((5, 128), float("nan"), dtype=torch.bfloat16)
-    experts.apply(output, x, first, second, weights, ids, config.activation, 8, expert_map,
-                  None, None, None, None, None, False)
+    experts.apply(
+        output,
+        x,
+        first,
+        second,
+        weights,
+        ids,
+        config.activation,
+        8,
+        expert_map,
+        None,
+        None,
+        None,
+        None,
+        None,
+        False,
+    )
     assert (output.double() - want).norm() <= 6e-3 * want.norm()
     with pytest.raises(moesaic.Unsupported, match="packed already"):
         experts.process_weights_after_loading(layer)
@@ -254,7 +300,9 @@ def generate(folder, options, tmp_path):
     info = tmp_path / "moesaic_entry_point-0.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: moesaic-entry-point\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nmoesaic = moesaic.vllm:register\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nmoesaic = moesaic.vllm:register\n"
+    )
     package = str(Path(moesaic.__file__).parents[1])
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join((str(tmp_path), package)),
@@ -266,10 +314,15 @@ def generate(folder, options, tmp_path):
     }
     environment.pop("MOESAIC_VLLM", None)
     command = [sys.executable, str(HERE / "vllm_generate.py"), str(folder), json.dumps(options)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, check=False, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    found = {line.split()[0]: json.loads(line.split(" ", 1)[1]) for line in done.stdout.splitlines()
-             if line.startswith(("TOKENS ", "STORAGE "))}
+    found = {
+        line.split()[0]: json.loads(line.split(" ", 1)[1])
+        for line in done.stdout.splitlines()
+        if line.startswith(("TOKENS ", "STORAGE "))
+    }
     return found, done.stdout + done.stderr
 
 
@@ -284,12 +337,14 @@ def test_engine_generates_the_same_tokens(tmp_path):
 
 
 def test_engine_with_fp8_experts(tmp_path):
-    """FP8 blocks, which vLLM's own kernels compute on CPUs with AMX only: the bf16 model's tokens."""
+    """FP8 blocks, which vLLM's own kernels compute on CPUs with AMX only: bf16's tokens."""
     model = tmp_path / "fp8"
     moesaic.convert(MODELS / "mini-qwen3-moe", model, quant="fp8-block")
     config = json.loads((model / "config.json").read_text())
     # vLLM joins the dense layer's gate and up, and looks for the joined name too.
-    config["quantization_config"]["modules_to_not_convert"].append("model.layers.0.mlp.gate_up_proj")
+    config["quantization_config"]["modules_to_not_convert"].append(
+        "model.layers.0.mlp.gate_up_proj"
+    )
     (model / "config.json").write_text(json.dumps(config))
     want, _ = generate(MODELS / "mini-qwen3-moe", {}, tmp_path)
     ours, said = generate(model, {"additional_config": {"moesaic": True}}, tmp_path)

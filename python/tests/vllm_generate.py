@@ -1,8 +1,10 @@
-"""Generates greedily with vLLM's engine in this process; test_vllm.py runs it, with the plugin and without.
+"""Generates greedily with vLLM's engine in this process; test_vllm.py runs it, with the plugin and
+without.
 
     python vllm_generate.py FOLDER '{"additional_config": {"moesaic": true}}'
 
-Prints a line "TOKENS" with a JSON list of lists, and a line "STORAGE" with the bytes that vLLM's experts
+Prints a line "TOKENS" with a JSON list of lists, and a line "STORAGE" with the bytes that vLLM's
+experts
 still hold.
 """
 
@@ -13,7 +15,12 @@ import sys
 
 from vllm import LLM, SamplingParams
 
-PROMPTS = (b"First Citizen:\nBefore we proceed", b"KING RICHARD III:\nWhy, ", b"JULIET:\nO Romeo, ", b"What, my lord")
+PROMPTS = (
+    b"First Citizen:\nBefore we proceed",
+    b"KING RICHARD III:\nWhy, ",
+    b"JULIET:\nO Romeo, ",
+    b"What, my lord",
+)
 
 
 def storage(model) -> int:
@@ -27,11 +34,20 @@ def storage(model) -> int:
 
 def main() -> None:
     options = json.loads(sys.argv[2])
-    llm = LLM(model=sys.argv[1], skip_tokenizer_init=True, enforce_eager=True, max_model_len=128, **options)
+    llm = LLM(
+        model=sys.argv[1],
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=128,
+        **options,
+    )
     # The bundled models speak bytes.
     prompts = [{"prompt_token_ids": list(text)} for text in PROMPTS]
     sampling = SamplingParams(temperature=0, max_tokens=16, detokenize=False, ignore_eos=True)
-    print("TOKENS", json.dumps([list(o.outputs[0].token_ids) for o in llm.generate(prompts, sampling)]))
+    print(
+        "TOKENS",
+        json.dumps([list(o.outputs[0].token_ids) for o in llm.generate(prompts, sampling)]),
+    )
     print("STORAGE", json.dumps(llm.apply_model(storage)))
 
 
