@@ -16,7 +16,6 @@ import json
 import os
 import re
 import struct
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,6 @@ class _Plan:
 # plan.
 _plans: dict[int, _Plan] = {}
 _numbers = itertools.count(1)
-_lock = threading.Lock()
 
 
 def from_pretrained(
@@ -135,7 +133,7 @@ def from_pretrained(
         "num_threads": num_threads,
         "backend": backend,
     }
-    with _progress(progress, total) as advance, _lock:
+    with _progress(progress, total) as advance:
         number = next(_numbers)
         plan = _plans[number] = _Plan(checkpoint, folder, options, advance)
         config.quantization_config = {"quant_method": METHOD, "plan": number, "inner": inner}
