@@ -1,4 +1,4 @@
-"""Hugging Face transformers: its experts run on Moesaic, at two levels.
+"""Hugging Face transformers: its experts run on Moesaic, at three levels.
 
 Importing this module registers the name ``"moesaic"``::
 
@@ -9,7 +9,11 @@ packs each layer's experts at its first call and keeps the originals beside them
 
     report = moesaic.transformers.accelerate(model, quant="int4-g128")
 
-packs all of them now, layer by layer, and releases the originals. Inference only.
+packs all of them now, layer by layer, and releases the originals. ::
+
+    model = moesaic.transformers.from_pretrained(path)
+
+loads a model whose experts transformers never reads: they stay in the format of the files. Inference only.
 """
 
 from __future__ import annotations
@@ -26,9 +30,10 @@ from transformers.integrations.moe import ExpertsInterface
 from . import _recognise
 from ._core import RoutedExperts
 from ._errors import DeviceError, Error, InvalidArgument, Unsupported
+from ._from_pretrained import from_pretrained
 from .torch import MoesaicExperts, drop, experts, keep
 
-__all__ = ["Report", "Row", "accelerate", "prepare", "restore"]
+__all__ = ["Report", "Row", "accelerate", "from_pretrained", "prepare", "restore"]
 
 _log = logging.getLogger("moesaic")
 _STATE = "_moesaic_state"

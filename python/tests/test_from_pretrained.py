@@ -228,7 +228,7 @@ import sys, torch, transformers, moesaic.transformers
 def peak():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
-from moesaic._from_pretrained import from_pretrained
+from moesaic.transformers import from_pretrained
 torch.zeros(8) @ torch.zeros(8)
 before = peak()
 model = from_pretrained(sys.argv[1], progress=False)

@@ -12,7 +12,7 @@ import pytest
 import moesaic
 
 PACKAGE = pathlib.Path(moesaic.__file__).parent
-CHECKED = ["moesaic", "moesaic._cli", "moesaic._env", "moesaic._errors"]
+CHECKED = ["moesaic", "moesaic._cli", "moesaic._env", "moesaic._errors", "moesaic._from_pretrained", "moesaic.plot", "moesaic.sglang", "moesaic.vllm"]
 # What a function or class of nanobind is beside a plain one, whatever its signature.
 OF_NANOBIND = ("metaclass differs", "is not a function", "stub is a staticmethod but runtime is not", 'stub does not have *args parameter "args"')
 SOURCE = pathlib.Path(__file__).resolve().parents[1] / "moesaic"
