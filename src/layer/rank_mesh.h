@@ -29,9 +29,10 @@ class RankMesh {
   Result<std::unique_ptr<PrepareAndFinalize>> make_prepare_finalize(
       const MoeProblem& problem, const ParallelConfig& parallel) const;
 
-  // Steps of at most plan.batch_rows rows that all ranks take, and whether two of them at once. When this rank has `rows` and its arguments
-  // are `mine`. Fails on all ranks as agree(), also when replicas differ in rows, or in whether
-  // they take the shared experts `apart`, which is a collective more.
+  // Steps of at most plan.batch_rows rows that all ranks take, and whether two of them at once. When
+  // this rank has `rows` and its arguments are `mine`. Fails on all ranks as agree(), also when
+  // replicas differ in rows, or in whether they take the shared experts `apart`, which is a
+  // collective more.
   struct Steps {
     std::int64_t count = 0;
     bool in_pairs = false;

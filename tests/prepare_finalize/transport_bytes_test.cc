@@ -92,16 +92,16 @@ TEST(TransportBytes, EqualTheFormulaOnTwoFourAndEightRanks) {
 // Uniform routing: a row goes to R (1 - C(E - E/R, k) / C(E, k)) distinct ranks on average. The
 // figures that the design counts with, for E = 256 and k = 8.
 TEST(TransportBytes, DistinctRanksOfARowAreAsMany) {
-  const auto distinct = [](int experts, int top_k, int ranks) {
+  const auto ranks_reached = [](int experts, int top_k, int ranks) {
     double none = 1;  // that no slot of a row is on a given rank
     for (int j = 0; j < top_k; ++j) {
       none *= static_cast<double>(experts - experts / ranks - j) / (experts - j);
     }
     return ranks * (1 - none);
   };
-  EXPECT_NEAR(distinct(256, 8, 2), 1.99, 0.01);
-  EXPECT_NEAR(distinct(256, 8, 4), 3.61, 0.01);
-  EXPECT_NEAR(distinct(256, 8, 8), 5.29, 0.02);
+  EXPECT_NEAR(ranks_reached(256, 8, 2), 1.99, 0.01);
+  EXPECT_NEAR(ranks_reached(256, 8, 4), 3.61, 0.01);
+  EXPECT_NEAR(ranks_reached(256, 8, 8), 5.29, 0.02);
   // And what a router that draws uniformly does, over 4000 rows.
   test::Rng rng(17);
   for (const int ranks : {2, 4, 8}) {
@@ -113,7 +113,7 @@ TEST(TransportBytes, DistinctRanksOfARowAreAsMany) {
       for (const std::int64_t id : ids) on.insert(id / (256 / ranks));
       sum += static_cast<std::int64_t>(on.size());
     }
-    EXPECT_NEAR(static_cast<double>(sum) / kRows, distinct(256, 8, ranks), 0.06);
+    EXPECT_NEAR(static_cast<double>(sum) / kRows, ranks_reached(256, 8, ranks), 0.06);
   }
 }
 

@@ -239,10 +239,10 @@ Status CudaLayer::enqueue(Stream stream, const FusedMoE::Args& call) const {
   if (m.mesh != nullptr) {
     if (checked.ok()) checked = check_not_capturing(stream.handle);
     MOESAIC_ASSIGN_OR_RETURN(
-        const std::int64_t steps,
-        m.mesh->common_steps(checked, checked.ok() ? x.dim(0) : 0, m.max_tokens,
+        const layer::RankMesh::Steps steps,
+        m.mesh->common_steps(checked, checked.ok() ? x.dim(0) : 0, /*dual_batch_tokens=*/0,
                              checked.ok() && x.dim(0) > 0 && args.shared_output.present()));
-    if (steps == 0) return {};
+    if (steps.count == 0) return {};
   } else {
     MOESAIC_RETURN_IF_ERROR(checked);
     if (x.dim(0) == 0) return {};
