@@ -88,7 +88,9 @@ TEST(CudaOutputParts, TheSharedPartApartAddsUpToTheSum) {
       expect_same(sum, must_run(routed_only, args).output, "the routed part");
       for (std::int64_t i = 0; i < rows * hidden; ++i) {
         sum.as<float>()[i] += part.as<float>()[i];
-        if (rows > 1 && i / hidden == 1) ASSERT_EQ(part.as<float>()[i], 0.0F) << "padding";
+        if (rows > 1 && i / hidden == 1) {
+          ASSERT_EQ(part.as<float>()[i], 0.0F) << "padding";
+        }
       }
       EXPECT_EQ(compare(to_doubles(sum.view()), to_doubles(want.view())).rel_l2, 0.0);
       for (const DType dtype : {DType::kBF16, DType::kF16}) {

@@ -402,7 +402,7 @@ TEST(ModularKernel, TheWorkspaceMayBeTheCallers) {
   EXPECT_EQ(kernel.workspace_bytes(), 0);
   const std::int64_t bytes = kernel.workspace_size(5).value();
   EXPECT_EQ(bytes, own.workspace_bytes());
-  EXPECT_LT(kernel.workspace_size(1).value(), bytes);
+  EXPECT_LE(kernel.workspace_size(1).value(), bytes);
   expect_refused(kernel.workspace_size(6).status(), StatusCode::kLimitExceeded, "tokens: got 6");
   expect_refused(kernel.workspace_size(-1).status(), StatusCode::kInvalidArgument,
                  "tokens: got -1");
