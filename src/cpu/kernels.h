@@ -154,7 +154,7 @@ struct CpuKernels {
   ByWeightKind<PanelGemm> panel_gemm_bf16;
   // The same with groups of `fold` steps, group_scale[g][c] in the place of panel_scale, and what
   // the offsets take away: result -= group_offset[g][c] * row_sum[r][g]. For kE4M3, kCode4, kI8 and
-  // kInt4Fp8 (fold 128).
+  // kInt4Fp8.
   ByWeightKind<PanelGemm> grouped_gemm_f32;
   ByWeightKind<PanelGemm> grouped_gemm_bf16;
   // The bits of grouped_gemm_bf16[kCode4] for e2m1 codes with E4M3 scales of 16 steps, without

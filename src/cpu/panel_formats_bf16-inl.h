@@ -132,6 +132,7 @@ constexpr ProductsE4M3 kProductsE4M3 = MakeProductsE4M3();
 // come from no quantiser.
 struct PairsInt4Fp8AnyScale : ScaledPairs<PairsInt4Fp8AnyScale> {
   static constexpr int kSteps = 8;
+  static constexpr bool kHoldsGroup = true;
   const PanelArgs* args = nullptr;
   std::int64_t group = 0;
   explicit PairsInt4Fp8AnyScale(const PanelArgs&) {}
@@ -152,6 +153,7 @@ struct PairsInt4Fp8AnyScale : ScaledPairs<PairsInt4Fp8AnyScale> {
 
 struct PairsInt4Fp8 {
   static constexpr int kSteps = 8;
+  static constexpr bool kHoldsGroup = true;
   static constexpr bool kByPairs = false;
   // In one group the four chains of a row would wait for what is decoded and for each other.
   static constexpr int kGroupsAtOnce = 2;

@@ -232,6 +232,12 @@ constexpr GroupedTileFn<Pairs> kGroupedTiles[7] = {nullptr,
 
 constexpr int kFinestFold = 16;
 
+// Pairs that hold something of the group that they decode.
+template <class Pairs>
+concept HoldsGroup = requires {
+  requires Pairs::kHoldsGroup;
+};
+
 template <class Pairs>
 HWY_NOINLINE void GroupedBlocks(const PanelArgs& args) {
   ClearResult(args);
@@ -243,8 +249,11 @@ HWY_NOINLINE void GroupedBlocks(const PanelArgs& args) {
   GroupedBlock block;
   block.w = decoded;
   block.scales = scales;
-  for (; block.k0 < args.padded_k; block.k0 += kGroup, block.group += block.groups) {
-    const auto k_count = HWY_MIN(std::int64_t{kGroup}, args.padded_k - block.k0);
+  const std::int64_t steps =
+      HoldsGroup<Pairs> && !MOESAIC_FAULT(cpu_block_decodes_by_its_first_group) ? args.fold
+                                                                                : kGroup;
+  for (; block.k0 < args.padded_k; block.k0 += steps, block.group += block.groups) {
+    const auto k_count = HWY_MIN(steps, args.padded_k - block.k0);
     block.groups = static_cast<int>(k_count / args.fold);
     PrefetchGroups(args, block.group + block.groups, block.groups);
     if (args.group_scale_format == ScaleFormat::kF32) {
@@ -253,7 +262,6 @@ HWY_NOINLINE void GroupedBlocks(const PanelArgs& args) {
       for (int g = 0; g < block.groups; ++g)
         Pairs::Scales(args, block.group + g, scales + g * kPanelColumns);
     }
-    // Formats that hold something of a group have groups of 128.
     if (HWY_UNLIKELY(!pairs.Begin(args, block.group, 0)))
       return GroupedBlocks<typename Pairs::AnyScale>(args);
     const std::byte* units = w;

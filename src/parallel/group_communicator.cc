@@ -299,7 +299,11 @@ GroupExchange::GroupExchange(GroupCommunicator& group, std::string_view name, He
   group_.add(*this);
 }
 GroupExchange::~GroupExchange() {
-  if (!over_) group_.remove(*this, /*completed=*/false);
+  if (over_) return;
+  try {
+    group_.remove(*this, /*completed=*/false);
+  } catch (const std::bad_alloc&) {  // the news: the others find out when they wait
+  }
 }
 Status GroupExchange::complete() {
   if (over_) return {StatusCode::kInternal, fmt::format("{}: completed twice", what)};

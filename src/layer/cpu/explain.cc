@@ -87,10 +87,8 @@ std::string cpu_stage_order(const FusedPlan& plan, const FusedMoE::Options& opti
   std::string order = plan.has_gate ? "gate, router" : "router";
   if (travels) order += ", dispatch";
   order += ", experts";
-  if (travels && (meanwhile || !plan.adds_shared)) order += ", combine";
-  if (meanwhile) order += " (shared_experts meanwhile)";
-  if (plan.adds_shared && !meanwhile)
-    order += travels ? ", combine, shared_experts" : ", shared_experts";
+  if (travels) order += ", combine";
+  if (plan.adds_shared) order += meanwhile ? " (shared_experts meanwhile)" : ", shared_experts";
   if (plan.ranks.active && plan.ranks.replicas > 1)
     order += ", exchange with ranks of the same rows";
   if (plan.ranks.in_flight == 2) {
