@@ -80,6 +80,29 @@ std::string text_of(const nb::object& object) {
   return nb::str(static_cast<const nb::handle&>(object)).c_str();
 }
 
+// By the name of object.dtype, set when it is none that is known. NumPy's own dtypes are single
+// objects, whose names take it microseconds to say: they are remembered, and kept.
+const TypeRow* row_of_dtype_attribute(nb::handle object, std::string* name) {
+  static auto* const known = new std::unordered_map<PyObject*, const TypeRow*>;
+  PyObject* const dtype = PyObject_GetAttrString(object.ptr(), "dtype");
+  if (dtype == nullptr) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  const nb::object held = nb::steal(dtype);
+  if (const auto found = known->find(dtype); found != known->end()) return found->second;
+  *name = text_of(held);
+  for (const TypeRow& row : kTypes) {
+    if (*row.name == '\0' || *name != row.name) continue;
+    if (known->size() < 64) {
+      Py_INCREF(dtype);
+      known->emplace(dtype, &row);
+    }
+    return &row;
+  }
+  return nullptr;
+}
+
 bool is_numpy(nb::handle object) {
   const std::string name = class_name(object);
   return name.starts_with("numpy.") || name == "ndarray";
@@ -231,11 +254,7 @@ void TensorArg::from_array_interface(std::string_view field, const nb::dict& int
     raise(StatusCode::kInvalidArgument, fmt::format("{}: got a malformed array interface", field));
   };
   std::string name;
-  if (nb::hasattr(object_, "dtype")) name = text_of(object_.attr("dtype"));
-  const TypeRow* row = nullptr;
-  for (const TypeRow& candidate : kTypes) {
-    if (*candidate.name != '\0' && name == candidate.name) row = &candidate;
-  }
+  const TypeRow* const row = row_of_dtype_attribute(object_, &name);
   if (row == nullptr) raise_dtype(field, name.empty() ? "no dtype attribute" : name);
   PyObject* const shape = item("shape");
   PyObject* const data = item("data");
