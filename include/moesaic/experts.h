@@ -170,6 +170,8 @@ class Experts {
   // Checks shapes, dtypes, devices, workspace and aliasing; allocates nothing; zero tokens are
   // ordinary.
   virtual Status run(const ExpertsArgs& args) const = 0;
+  // run on a GPU and this stream, in the place of args.stream. kUnsupported for host memory.
+  Status enqueue(Stream stream, const ExpertsArgs& args) const;
 };
 
 // A row of the catalogue: how to ask and how to make.

@@ -225,5 +225,13 @@ TEST(OneInterface, AccumulateAddsAsRunDoes) {
   }
 }
 
+TEST(OneInterface, EnqueueIsForMemoryOfAGpu) {
+  const test::StandardCase c = test::make_case(6, small_problem("bf16"), 2, DType::kBF16);
+  ExpertsArgs args;
+  args.hidden_states = c.hidden_states.view();
+  expect_refusal(test::make_backend("cpu_reference", c)->enqueue({}, args),
+                 StatusCode::kUnsupported, {"enqueue: got memory of cpu for cpu_reference"});
+}
+
 }  // namespace
 }  // namespace moesaic

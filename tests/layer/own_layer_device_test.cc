@@ -178,6 +178,9 @@ TEST(OwnLayer, AGraphOfStagesWithTheCallersWorkspaces) {
   expect_refusal(kernel.enqueue({}, a), StatusCode::kInvalidArgument, {"workspace", "host memory"});
   expect_refusal(kernel.workspace_size(kRows + 1).status(), StatusCode::kLimitExceeded,
                  {"max_tokens"});
+  ExpertsArgs e;
+  e.hidden_states = {t.gate_weight.data(), DType::kBF16, {1, 64}};
+  expect_refusal(kernel.experts().enqueue({}, e), StatusCode::kUnsupported, {"enqueue", "cpu"});
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
 }
 
