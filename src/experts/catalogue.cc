@@ -5,6 +5,7 @@
 #include <string>
 
 #include "experts/cpu/experts.h"
+#include "experts/cuda_general/general_experts.h"
 #include "experts/problem_checks.h"
 #include "experts/reference/experts.h"
 #include "experts/sm90/catalogue_row.h"
@@ -56,11 +57,17 @@ constexpr ExpertsBackend cpu_row(std::string_view name, std::string_view descrip
           &cpu_threads<T>};
 }
 
-// Fastest first; cpu_reference computes everything on a CPU and stays last.
+// Fastest first for each kind of device; the general row of GPUs is their last, and cpu_reference,
+// which computes everything, that of CPUs.
 constexpr auto kCatalogue = std::to_array<ExpertsBackend>({
     {cuda::kCudaExpertsName, "tensor cores of a Hopper GPU (sm_90), bf16 and fp8-block",
      &cuda::sm90_experts_can_implement, &cuda::make_sm90_experts,
      &cuda::sm90_experts_workspace_size, cuda::kCudaExpertsDeterminism, &one_thread},
+    {cuda::kGeneralExpertsName,
+     "multiply-adds of a Hopper GPU, every size; fp8-block, and weights of every format where "
+     "activations are not quantised",
+     &cuda::general_experts_can_implement, &cuda::make_general_experts,
+     &cuda::general_experts_workspace_size, cuda::kGeneralExpertsDeterminism, &one_thread},
     cpu_row<Avx512Bf16>("cpu_avx512_bf16", "AVX-512 with bf16 dot products and byte permutes"),
     cpu_row<Avx512>("cpu_avx512", "AVX-512, fp32 multiply-add"),
     cpu_row<Avx2>("cpu_avx2", "AVX2 with FMA, fp32 multiply-add"),

@@ -145,6 +145,7 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_
   place_scaling_factor(spec.routing, plan);
   plan.has_router_bias = spec.has_router_bias;
   plan.has_gate = options.include_gate;
+  plan.backend = options.backend;
   plan.hash_vocabulary = spec.hash_vocabulary;
   plan.router_logits_dtype = options.router_logits_dtype;
   plan.gate_force_fp32_compute = options.gate_force_fp32_compute;

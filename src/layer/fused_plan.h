@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -34,6 +35,7 @@ struct FusedPlan {
   double input_norm_eps = 0;  // above 0: router and routed experts see normalised rows
   bool has_router_bias = false;
   bool has_gate = true;              // else every call brings its routing
+  std::string backend;               // FusedMoE::Options::backend
   std::int64_t hash_vocabulary = 0;  // rows of the table of RoutingMethod::kHash
   DType gate_dtype = DType::kBF16;   // of the gate's weight; BF16 until the weights are there
   DType router_logits_dtype = DType::kF32;

@@ -178,11 +178,13 @@ TEST(CudaExpertsExact, OneExpertEqualsReferenceByBits) {
 TEST(CudaExpertsExact, SeveralExpertsEqualReferenceByBits) {
   REQUIRE_HOPPER();
   for (const std::int64_t tokens : {1, 9, 150}) {
-    StandardCase c = exact_case("bf16", "relu2_no_mul", 272, 88, tokens, 3);
-    c.expert_map = {0, 1, -1, 3, 4, 5};
-    const Tensor want = run_standard(*test::make_backend("cpu_reference", c), c);
-    std::string why;
-    EXPECT_TRUE(test::same_bits(run_cuda(c).view(), want.view(), &why)) << tokens << ": " << why;
+    for (const std::int64_t intermediate : {88, 91}) {  // with padding too
+      StandardCase c = exact_case("bf16", "relu2_no_mul", 272, intermediate, tokens, 3);
+      c.expert_map = {0, 1, -1, 3, 4, 5};
+      const Tensor want = run_standard(*test::make_backend("cpu_reference", c), c);
+      std::string why;
+      EXPECT_TRUE(test::same_bits(run_cuda(c).view(), want.view(), &why)) << tokens << ": " << why;
+    }
   }
 }
 
@@ -219,8 +221,9 @@ TEST(CudaExpertsBound, ShapesAndTokens) {
   };
   for (const char* quant : {"bf16", "fp8-block"}) {
     const bool fp8 = std::string_view(quant) == "fp8-block";
-    for (const Sizes s : fp8 ? std::vector<Sizes>{{128, 128}, {384, 640}, {1024, 256}}
-                             : std::vector<Sizes>{{8, 8}, {72, 200}, {136, 328}, {1024, 256}}) {
+    for (const Sizes s :
+         fp8 ? std::vector<Sizes>{{128, 128}, {384, 640}, {1024, 200}, {256, 72}}
+             : std::vector<Sizes>{{8, 8}, {72, 203}, {136, 328}, {1024, 255}, {64, 1}}) {
       for (const std::int64_t tokens : {1, 17, 129}) {
         SCOPED_TRACE(testing::Message()
                      << quant << ' ' << s.hidden << 'x' << s.intermediate << ' ' << tokens);
@@ -371,6 +374,10 @@ TEST(CudaExperts, SharedRowsAreAddedOnce) {
 
 TEST(CudaExpertsRefusals, ProblemsOutsideTheBackend) {
   const auto text = [](const MoeProblem& p) { return CudaExperts::can_implement(p).to_string(); };
+  // An odd intermediate size is padded when the experts are loaded.
+  EXPECT_EQ(text(problem_of("bf16", "silu", 64, 61, 6, 2)), Status().to_string());
+  EXPECT_EQ(CudaExperts::workspace_size(problem_of("bf16", "silu", 64, 61, 6, 2), 5).value(),
+            CudaExperts::workspace_size(problem_of("bf16", "silu", 64, 64, 6, 2), 5).value());
   EXPECT_NE(text(test::small_problem("f32")).find("unsupported: scheme: got f32"),
             std::string::npos);
   MoeProblem p = problem_of("bf16", "silu", 100, 64, 6, 2);

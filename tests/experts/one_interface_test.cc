@@ -32,7 +32,8 @@ TEST(OneInterface, EveryRowKnowsItsDevice) {
   }
   int refused = 0;
   for (const CandidateReport& row : explain_experts(on_gpu("bf16"))) {
-    EXPECT_EQ(row.accepted, row.name == "cuda_sm90") << row.name << ": " << row.reason;
+    const bool of_gpus = row.name == "cuda_sm90" || row.name == "cuda_general";
+    EXPECT_EQ(row.accepted, of_gpus) << row.name << ": " << row.reason;
     if (row.name == "cpu_reference") {
       EXPECT_EQ(row.reason, "device: cuda:0, need cpu");
     }
@@ -42,13 +43,49 @@ TEST(OneInterface, EveryRowKnowsItsDevice) {
   EXPECT_EQ(choose_experts(on_gpu("fp8-block")).value()->name, "cuda_sm90");
   expect_refusal(choose_experts(on_gpu("bf16"), "cpu_reference").status(), StatusCode::kUnsupported,
                  {"cpu_reference: device: cuda:0, need cpu"});
-  expect_refusal(choose_experts(on_gpu("f32")).status(), StatusCode::kUnsupported,
-                 {"cuda_sm90: scheme: got f32", "cpu_reference: device: cuda:0"});
+  expect_refusal(choose_experts(on_gpu("int8")).status(), StatusCode::kUnsupported,
+                 {"cuda_sm90: scheme: got int8", "cuda_general: scheme: got int8",
+                  "cpu_reference: device: cuda:0"});
+}
+
+// What the fast kernel passes over goes to the general one, which has the last row of GPUs.
+TEST(OneInterface, TheGeneralRowOfGpusTakesEverySize) {
+  const auto chosen = [](const MoeProblem& p) { return choose_experts(p).value()->name; };
+  MoeProblem odd = on_gpu("bf16");
+  odd.hidden_size = 97;
+  EXPECT_EQ(chosen(odd), "cuda_general");
+  std::string before;
+  for (const CandidateReport& row : explain_experts(odd)) {
+    if (row.name == "cuda_sm90") {
+      EXPECT_EQ(row.reason, "hidden_size: got 97, need a multiple of 8");
+    }
+    if (row.name == "cuda_general") {
+      EXPECT_EQ(before, "cuda_sm90");
+      EXPECT_TRUE(row.accepted);
+    }
+    before = row.name;
+  }
+  for (const char* quant : {"f32", "f16", "int4-g128", "gptq", "q4k", "nf4-bf16"}) {
+    EXPECT_EQ(chosen(on_gpu(quant)), "cuda_general") << quant;
+  }
+  MoeProblem weighted = on_gpu("bf16");
+  weighted.apply_router_weight_on_input = true;
+  EXPECT_EQ(chosen(weighted), "cuda_general") << "several experts, weights on the input";
+  MoeProblem batched = on_gpu("bf16");
+  batched.format = ActivationFormat::kBatched;
+  expect_refusal(choose_experts(batched).status(), StatusCode::kUnsupported,
+                 {"cuda_general: format: got batched"});
+  // Sizes that no grid has.
+  MoeProblem wide = on_gpu("bf16");
+  wide.hidden_size = 65535 * 64 + 1;
+  expect_refusal(choose_experts(wide).status(), StatusCode::kUnsupported,
+                 {"cuda_general: hidden_size: got 4194241, need at most 4194240"});
 }
 
 TEST(OneInterface, EveryRowKeepsOneContract) {
   for (const ExpertsBackend& row : experts_catalogue()) {
-    MoeProblem problem = row.name == "cuda_sm90" ? on_gpu("bf16") : small_problem("bf16");
+    const bool of_gpus = row.name == "cuda_sm90" || row.name == "cuda_general";
+    MoeProblem problem = of_gpus ? on_gpu("bf16") : small_problem("bf16");
     problem.max_tokens = 64;
     if (!row.can_implement(problem).ok()) continue;  // a tier that this machine lacks
     std::int64_t before = 0;
@@ -130,6 +167,13 @@ TEST(OneInterface, TheGpuSaysWhatItNeedsOfACall) {
          StatusCode::kAliasing, {"output", "hidden_states"});
   refuse([](GpuCall& c) { c.args.hidden_scale = c.args.topk_weights; }, StatusCode::kUnsupported,
          {"hidden_scale", "bf16"});
+  // The general experts take rows and output of every float dtype.
+  GpuCall half(kGpu);
+  half.args.output.dtype = DType::kF16;
+  EXPECT_TRUE(cuda::check_sm90_args(half.c.problem, half.args, /*any_rows=*/true).ok());
+  half.args.output.dtype = DType::kI32;
+  expect_refusal(cuda::check_sm90_args(half.c.problem, half.args, true), StatusCode::kInvalidDType,
+                 {"output: got I32"});
   static std::int32_t map[3] = {};
   refuse([](GpuCall& c) { c.args.expert_map = map; }, StatusCode::kInvalidShape,
          {"expert_map: got [3], need [6]"});

@@ -99,9 +99,9 @@ TEST(CudaPlan, WorkspaceOfDeepSeekV3Fits) {
 
 TEST(CudaPlan, RefusalsNameTheStage) {
   FusedMoE::Options options = on_gpu();
-  options.quant = "f32";
+  options.quant = "int8";
   expect_refusal(explain_layer(small_spec(), options).status(), StatusCode::kUnsupported,
-                 {"experts", "f32"});
+                 {"experts", "cuda_sm90", "cuda_general", "int8"});
   options = on_gpu();
   options.backend = "cpu_reference";
   expect_refusal(explain_layer(small_spec(), options).status(), StatusCode::kUnsupported,
@@ -132,10 +132,45 @@ TEST(CudaPlan, RefusalsNameTheStage) {
   normed.input_norm_eps = 1e-6;
   expect_refusal(explain_layer(normed, on_gpu()).status(), StatusCode::kUnsupported,
                  {"input_norm_eps"});
+  options = on_gpu();
+  options.backend = "cuda_sm90";
   MoeLayerSpec odd = small_spec();
-  odd.shared.intermediate_size = 36;
-  expect_refusal(explain_layer(odd, on_gpu()).status(), StatusCode::kUnsupported,
-                 {"shared_experts", "intermediate_size"});
+  odd.hidden_size = 70;
+  expect_refusal(explain_layer(odd, options).status(), StatusCode::kUnsupported,
+                 {"experts", "hidden_size: got 70"});
+}
+
+// Sizes and dtypes that the fast kernel passes over have the general one; explain says why.
+TEST(CudaPlan, TheGeneralExpertsTakeWhatTheFastOnesPassOver) {
+  MoeLayerSpec odd = small_spec();
+  odd.hidden_size = 70;
+  LayerExplanation e = explain_layer(odd, on_gpu()).value();
+  EXPECT_EQ(e.experts_backend, "cuda_general");
+  EXPECT_EQ(e.determinism.rfind("cuda_general", 0), 0U) << e.determinism;
+  EXPECT_EQ(find(e, "experts", "cuda_sm90")->reason, "hidden_size: got 70, need a multiple of 8");
+  EXPECT_TRUE(find(e, "experts", "cuda_general")->accepted);
+  for (const char* quant : {"f32", "f16"}) {
+    FusedMoE::Options options = on_gpu();
+    options.quant = quant;
+    e = explain_layer(test::with_shared(true), options).value();
+    EXPECT_EQ(e.experts_backend, "cuda_general") << quant;
+    // Over ranks rows travel as bf16.
+    options.ranks.communicator = std::move(make_in_process_communicators(2).value().front());
+    options.parallel.ep_size = options.parallel.dp_size = 2;
+    expect_refusal(explain_layer(small_spec(), options).status(), StatusCode::kUnsupported,
+                   {"activation_dtype", "over ranks"});
+  }
+  FusedMoE::Options forced = on_gpu();
+  forced.backend = "cuda_general";
+  EXPECT_EQ(explain_layer(small_spec(), forced)->experts_backend, "cuda_general");
+  // A shared expert among the routed ones would need the fast kernel.
+  MoeLayerSpec alike = small_spec();
+  alike.shared.intermediate_size = alike.intermediate_size;
+  const auto joins = [&](const FusedMoE::Options& o) {
+    return cuda::shared_joins(layer::plan_fused_moe(alike, alike.quant, o).value(), false);
+  };
+  EXPECT_TRUE(joins(on_gpu()));
+  EXPECT_FALSE(joins(forced));
 }
 
 // A caller's function is the host's or the device's, as the layer is.

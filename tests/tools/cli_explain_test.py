@@ -63,7 +63,11 @@ class Explain(ToolTest):
         cpu = self.json_of("explain", "--shape", "qwen3-30b", "--device", "cpu")
         reasons = {row["name"]: row["reason"] for row in cpu["candidates"]}
         self.assertIn("device: cpu", reasons["cuda_sm90"])
-        self.fails(UNSUPPORTED, "f32", arguments=["explain", "--shape", "qwen3-30b", "--quant", "f32", "--device", "cuda"])
+        self.fails(UNSUPPORTED, "int8", arguments=["explain", "--shape", "qwen3-30b", "--quant", "int8", "--device", "cuda"])
+        general = self.json_of("explain", "--shape", "qwen3-30b", "--quant", "f32", "--device", "cuda")
+        self.assertEqual(general["chosen"]["experts"], "cuda_general")
+        passed_over = {row["name"]: row["reason"] for row in general["candidates"] if row["stage"] == "experts"}
+        self.assertIn("scheme: got f32", passed_over["cuda_sm90"])
 
     def test_the_order_of_the_stages_over_ranks(self):
         arguments = ["explain", "--device", "cpu", "--shape", "deepseek-v3", "--quant", "fp8-block", "--tokens", 16]

@@ -1,18 +1,27 @@
-// What of the sm_90 experts is decided without a device: part of every build.
+// What of the experts of GPUs is decided without a device: part of every build.
 #include "experts/sm90/catalogue_row.h"
 
 #include <fmt/format.h>
 
 #include "core/refusal.h"
+#include "experts/cuda_general/general_plan.h"
 #include "experts/problem_checks.h"
 #include "experts/sm90/experts.h"
 
 namespace moesaic::cuda {
 
-Status sm90_experts_can_implement(const MoeProblem& problem) {
-  MOESAIC_RETURN_IF_ERROR(CudaExperts::can_implement(problem));
+namespace {
+
+Status expect_hopper(const MoeProblem& problem) {
   if (problem.device.is_cuda()) return {};
   return unsupported(fmt::format("device: {}, need a Hopper GPU", problem.device.to_string()));
+}
+
+}  // namespace
+
+Status sm90_experts_can_implement(const MoeProblem& problem) {
+  MOESAIC_RETURN_IF_ERROR(CudaExperts::can_implement(problem));
+  return expect_hopper(problem);
 }
 
 Result<std::int64_t> sm90_experts_workspace_size(const MoeProblem& problem, std::int64_t tokens) {
@@ -20,7 +29,18 @@ Result<std::int64_t> sm90_experts_workspace_size(const MoeProblem& problem, std:
   return CudaExperts::workspace_size(problem, tokens);
 }
 
-Status check_sm90_args(const MoeProblem& p, const ExpertsArgs& a) {
+Status general_experts_can_implement(const MoeProblem& problem) {
+  MOESAIC_RETURN_IF_ERROR(general_experts_take(problem));
+  return expect_hopper(problem);
+}
+
+Result<std::int64_t> general_experts_workspace_size(const MoeProblem& problem,
+                                                    std::int64_t tokens) {
+  MOESAIC_RETURN_IF_ERROR(general_experts_can_implement(problem));
+  return general_workspace_size(problem, tokens);
+}
+
+Status check_sm90_args(const MoeProblem& p, const ExpertsArgs& a, bool any_rows) {
   if (a.hidden_states.rank() != 2) {
     return {StatusCode::kInvalidShape,
             fmt::format("hidden_states: got {}, need [M, {}]", a.hidden_states.shape.to_string(),
@@ -51,9 +71,15 @@ Status check_sm90_args(const MoeProblem& p, const ExpertsArgs& a) {
                           a.hidden_scale.strides[0], stride, tokens)};
     }
   }
-  const DType out = a.output.dtype == DType::kF32 ? DType::kF32 : DType::kBF16;
+  DType in = DType::kBF16, out = a.output.dtype == DType::kF32 ? DType::kF32 : DType::kBF16;
+  if (any_rows) {
+    if (!codes) MOESAIC_RETURN_IF_ERROR(expect_float_dtype("hidden_states", a.hidden_states.dtype));
+    MOESAIC_RETURN_IF_ERROR(expect_float_dtype("output", a.output.dtype));
+    in = a.hidden_states.dtype;
+    out = a.output.dtype;
+  }
   for (const Field& t :
-       {Field{"hidden_states", a.hidden_states, rows, codes ? DType::kF8E4M3 : DType::kBF16},
+       {Field{"hidden_states", a.hidden_states, rows, codes ? DType::kF8E4M3 : in},
         Field{"output", a.output, rows, out}, Field{"topk_ids", a.topk_ids, slots, DType::kI32},
         Field{"topk_weights", a.topk_weights, slots, DType::kF32}}) {
     MOESAIC_RETURN_IF_ERROR(expect_dtype(t.field, t.view, t.dtype));

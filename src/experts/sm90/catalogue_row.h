@@ -1,4 +1,4 @@
-// The sm_90 row of experts_catalogue(): CudaExperts behind the interface that all experts have.
+// The rows of GPUs in experts_catalogue(): GpuExperts behind the interface that all experts have.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,14 @@ Result<std::int64_t> sm90_experts_workspace_size(const MoeProblem& problem, std:
 // Errors of check_device (in a build without CUDA it refuses every GPU) and of CudaExperts::create.
 Result<std::unique_ptr<Experts>> make_sm90_experts(const MoeProblem& problem, ExpertSource& source);
 
-// Everything about a call that needs no GPU to check; addresses are looked at by run.
-Status check_sm90_args(const MoeProblem& problem, const ExpertsArgs& args);
+// The same for the general experts, which take every size.
+Status general_experts_can_implement(const MoeProblem& problem);
+Result<std::int64_t> general_experts_workspace_size(const MoeProblem& problem, std::int64_t tokens);
+Result<std::unique_ptr<Experts>> make_general_experts(const MoeProblem& problem,
+                                                      ExpertSource& source);
+
+// Everything about a call that needs no GPU to check; addresses are looked at by run. `any_rows`:
+// of experts whose rows and output may be F32, BF16 or F16.
+Status check_sm90_args(const MoeProblem& problem, const ExpertsArgs& args, bool any_rows = false);
 
 }  // namespace moesaic::cuda

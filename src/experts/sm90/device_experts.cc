@@ -1,4 +1,4 @@
-// CudaExperts as a user of the catalogue sees them: device views and a stream in, launches out.
+// GpuExperts as a user of the catalogue sees them: device views and a stream in, launches out.
 #include <algorithm>
 #include <memory>
 #include <new>
@@ -6,6 +6,8 @@
 #include <vector>
 
 #include "cuda/device_memory.h"
+#include "experts/cuda_general/general_experts.h"
+#include "experts/cuda_general/general_plan.h"
 #include "experts/sm90/catalogue_row.h"
 #include "experts/sm90/experts.h"
 
@@ -14,26 +16,27 @@ namespace {
 
 class DeviceExperts final : public Experts {
  public:
-  DeviceExperts(const MoeProblem& problem, std::unique_ptr<CudaExperts> experts)
+  DeviceExperts(const MoeProblem& problem, std::unique_ptr<GpuExperts> experts)
       : problem_(problem), experts_(std::move(experts)) {}
 
-  std::string_view name() const override { return kCudaExpertsName; }
+  std::string_view name() const override { return experts_->name(); }
   TopKWeightAndReduce reduction() const override { return TopKWeightAndReduce::kNoOp; }
   ActivationFormat format() const override { return ActivationFormat::kStandard; }
   bool takes_quantized_rows() const override {
     return problem_.quant.kind == ComputeScheme::kFp8Block;
   }
   Result<std::int64_t> workspace_size(std::int64_t tokens) const override {
-    return CudaExperts::workspace_size(problem_, tokens);
+    return any_rows() ? general_workspace_size(problem_, tokens)
+                      : CudaExperts::workspace_size(problem_, tokens);
   }
   std::int64_t weight_bytes() const override { return experts_->weight_bytes(); }
   std::vector<ExpertPart> expert_parts() override {
     return experts_->expert_parts(problem_.num_local_experts);
   }
-  std::string_view determinism() const override { return kCudaExpertsDeterminism; }
+  std::string_view determinism() const override { return experts_->determinism(); }
 
   Status run(const ExpertsArgs& args) const override {
-    MOESAIC_RETURN_IF_ERROR(check_sm90_args(problem_, args));
+    MOESAIC_RETURN_IF_ERROR(check_sm90_args(problem_, args, any_rows()));
     if (args.hidden_states.dim(0) == 0) return {};
     MOESAIC_RETURN_IF_ERROR(check_addresses(args));
     CudaExpertsArgs a;
@@ -41,7 +44,7 @@ class DeviceExperts final : public Experts {
     const void* const rows = args.hidden_states.data;
     a.rows = args.hidden_scale.present() ? CudaRows::codes(rows, args.hidden_scale.as<float>(),
                                                            args.hidden_scale.strides[1])
-                                         : CudaRows::bf16(rows);
+                                         : CudaRows::values(rows, args.hidden_states.dtype);
     a.topk_ids = args.topk_ids.as<std::int32_t>();
     a.topk_weights = args.topk_weights.as<float>();
     a.expert_map = args.expert_map.data();
@@ -56,6 +59,7 @@ class DeviceExperts final : public Experts {
   }
 
  private:
+  bool any_rows() const { return experts_->takes_any_rows(); }
   // Host memory, or another GPU's, would be read or written long after this call has returned.
   Status check_addresses(const ExpertsArgs& args) const {
     struct Address {
@@ -63,12 +67,16 @@ class DeviceExperts final : public Experts {
       const void* data;
       std::int64_t alignment;
     };
+    const auto rows_at = [&](DType dtype) {
+      return any_rows() ? std::int64_t{dtype_bits(dtype) / 8} : std::int64_t{16};
+    };
     for (const Address& at :
-         {Address{"hidden_states", args.hidden_states.data, 16},
+         {Address{"hidden_states", args.hidden_states.data, rows_at(args.hidden_states.dtype)},
           Address{"hidden_scale", args.hidden_scale.data, 4},
           Address{"topk_ids", args.topk_ids.data, 4},
           Address{"topk_weights", args.topk_weights.data, 4},
-          Address{"expert_map", args.expert_map.data(), 4}, Address{"output", args.output.data, 16},
+          Address{"expert_map", args.expert_map.data(), 4},
+          Address{"output", args.output.data, rows_at(args.output.dtype)},
           Address{"workspace", args.workspace.data(), 256}}) {
       const bool optional = at.field == "expert_map" || at.field == "hidden_scale";
       if (at.data == nullptr && optional) continue;
@@ -79,8 +87,15 @@ class DeviceExperts final : public Experts {
   }
 
   MoeProblem problem_;
-  std::unique_ptr<CudaExperts> experts_;
+  std::unique_ptr<GpuExperts> experts_;
 };
+
+Result<std::unique_ptr<Experts>> behind_interface(const MoeProblem& problem,
+                                                  std::unique_ptr<GpuExperts> experts) {
+  std::unique_ptr<Experts> made(new (std::nothrow) DeviceExperts(problem, std::move(experts)));
+  if (!made) return Status(StatusCode::kOutOfMemory, "cannot allocate the experts object");
+  return made;
+}
 
 }  // namespace
 
@@ -90,9 +105,16 @@ Result<std::unique_ptr<Experts>> make_sm90_experts(const MoeProblem& problem,
   MOESAIC_RETURN_IF_ERROR(check_device(problem.device));
   MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<CudaExperts> experts,
                            CudaExperts::create(problem, source, problem.device.index()));
-  std::unique_ptr<Experts> made(new (std::nothrow) DeviceExperts(problem, std::move(experts)));
-  if (!made) return Status(StatusCode::kOutOfMemory, "cannot allocate the experts object");
-  return made;
+  return behind_interface(problem, std::move(experts));
+}
+
+Result<std::unique_ptr<Experts>> make_general_experts(const MoeProblem& problem,
+                                                      ExpertSource& source) {
+  MOESAIC_RETURN_IF_ERROR(general_experts_can_implement(problem));
+  MOESAIC_RETURN_IF_ERROR(check_device(problem.device));
+  MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<GpuExperts> experts,
+                           make_general_gpu_experts(problem, source, problem.device.index()));
+  return behind_interface(problem, std::move(experts));
 }
 
 }  // namespace moesaic::cuda

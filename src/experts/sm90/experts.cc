@@ -9,6 +9,7 @@
 #include "core/fault.h"
 #include "cuda/device_memory.h"
 #include "cuda/quant_rows.h"
+#include "experts/padded_source.h"
 #include "experts/sm90/experts_impl.h"
 #include "permute/sm90/combine.h"
 
@@ -28,11 +29,13 @@ Result<std::unique_ptr<CudaExperts>> CudaExperts::create(const MoeProblem& probl
   MOESAIC_ASSIGN_OR_RETURN(const int sms, require_hopper(device));
   std::unique_ptr<Impl> impl(new (std::nothrow) Impl());
   if (!impl) return Status(StatusCode::kOutOfMemory, "cannot allocate the experts object");
-  impl->problem = problem;
-  MOESAIC_ASSIGN_OR_RETURN(impl->plan, make_experts_plan(problem));
+  MOESAIC_ASSIGN_OR_RETURN(impl->problem, fitted_problem(problem));
+  MOESAIC_ASSIGN_OR_RETURN(impl->plan, make_experts_plan(impl->problem));
   impl->device = device;
   impl->traits = hopper_traits(sms);
-  MOESAIC_RETURN_IF_ERROR(impl->load(source));
+  const bool padded = impl->problem.intermediate_size != problem.intermediate_size;
+  experts::PaddedSource with_zeros(problem, impl->problem, source);
+  MOESAIC_RETURN_IF_ERROR(impl->load(padded ? with_zeros : source));
   std::unique_ptr<CudaExperts> experts(new (std::nothrow) CudaExperts(std::move(impl)));
   if (!experts) return Status(StatusCode::kOutOfMemory, "cannot allocate the experts object");
   return experts;
@@ -58,11 +61,10 @@ std::vector<ExpertPart> CudaExperts::expert_parts(std::int64_t count) const {
   add("w2_bias", impl_->w2_bias);
   return list;
 }
-bool CudaExperts::same_rows(const CudaExperts& other) const {
-  const Impl &a = *impl_, &b = *other.impl_;
-  return a.quantizes_rows() && b.quantizes_rows() && a.plan.format->rows == b.plan.format->rows &&
-         a.problem.hidden_size == b.problem.hidden_size &&
-         a.plan.power_of_two_scales == b.plan.power_of_two_scales;
+std::optional<GpuExperts::KeptRows> CudaExperts::kept_rows() const {
+  if (!impl_->quantizes_rows()) return std::nullopt;
+  return KeptRows{impl_->plan.format->rows, impl_->problem.hidden_size,
+                  impl_->plan.power_of_two_scales};
 }
 std::string_view CudaExperts::name() const { return kCudaExpertsName; }
 std::string_view CudaExperts::determinism() const { return kCudaExpertsDeterminism; }
@@ -97,7 +99,7 @@ std::optional<ExpertsPrologue> CudaExperts::prologue(const CudaExpertsArgs& a) c
   const ExpertsWorkspace w = ExpertsWorkspace::carve(problem, plan, a.tokens, arena);
   if (!arena.status().ok()) return std::nullopt;  // enqueue says why
   ExpertsPrologue prologue;
-  if (plan.makes_rows() && a.rows.kind == CudaRows::Kind::kBf16) {
+  if (plan.makes_rows() && a.rows.kind == CudaRows::Kind::kValues) {
     prologue.quant = impl_->quant_params(a, w);
   }
   prologue.zero = w.control;
@@ -159,7 +161,7 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   const bool slots = a.result.kind == CudaResult::Kind::kSlots;
   const bool makes_rows = plan.makes_rows() && !codes;  // in this call or the one before
   if (!a.in_front) {
-    const bool quantize = makes_rows && a.rows.kind == CudaRows::Kind::kBf16;
+    const bool quantize = makes_rows && a.rows.kind == CudaRows::Kind::kValues;
     MOESAIC_RETURN_IF_ERROR(check_call(
         "align and quantize", launch_align(align, quantize ? &q : nullptr, impl_->traits, stream)));
   }

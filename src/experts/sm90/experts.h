@@ -19,14 +19,19 @@ namespace moesaic::cuda {
 // How the hidden states [M, H] of a call come: contiguous, 16-byte aligned. The bits of the result
 // are the same.
 struct CudaRows {
-  enum class Kind : std::uint8_t { kBf16, kCodes, kKept };
-  Kind kind = Kind::kBf16;
+  enum class Kind : std::uint8_t { kValues, kCodes, kKept };
+  Kind kind = Kind::kValues;
   const void* data = nullptr;
   const float* scale = nullptr;  // kCodes: [ceil(H / 128)][scale_stride >= M]
   std::int64_t scale_stride = 0;
+  DType dtype = DType::kBF16;  // kValues
 
   // bf16, quantised by the call where the scheme says so.
-  static CudaRows bf16(const void* data) { return {Kind::kBf16, data}; }
+  static CudaRows bf16(const void* data) { return {Kind::kValues, data}; }
+  // The same of F32, F16 or BF16: where GpuExperts::takes_any_rows.
+  static CudaRows values(const void* data, DType dtype) {
+    return {Kind::kValues, data, nullptr, 0, dtype};
+  }
   // fp8-block only: quantised before they came here, weight on the input included, as
   // launch_quant_rows does it.
   static CudaRows codes(const void* data, const float* scale, std::int64_t scale_stride) {
@@ -42,16 +47,19 @@ struct CudaResult {
   enum class Kind : std::uint8_t { kSum, kSlots };
   Kind kind = Kind::kSum;
   void* data = nullptr;
-  DType dtype = DType::kBF16;         // of a sum: BF16 or F32
+  // BF16 or F32 (slots: BF16); any float where GpuExperts::takes_any_rows.
+  DType dtype = DType::kBF16;
   const void* shared_rows = nullptr;  // [M, H] bf16 added to the sum, or null; may be a BF16 `data`
 
   // The weighted sums [M, H].
   static CudaResult sum(void* data, DType dtype, const void* shared_rows = nullptr) {
     return {Kind::kSum, data, dtype, shared_rows};
   }
-  // The weighted rows [M * k, H] bf16 of all slots; rows of slots without an expert here are not
+  // The weighted rows [M * k, H] of all slots; rows of slots without an expert here are not
   // written. The sum is what launch_combine makes of them.
-  static CudaResult slots(void* data) { return {Kind::kSlots, data}; }
+  static CudaResult slots(void* data, DType dtype = DType::kBF16) {
+    return {Kind::kSlots, data, dtype};
+  }
 };
 
 // What a kernel in front of a call has done for it: run its prologue (CudaExperts::prologue).
@@ -78,17 +86,68 @@ struct CudaExpertsArgs {
   std::optional<CudaInFront> in_front;  // empty: the call runs its own prologue
 };
 
+// The experts of one layer on a GPU, whichever kernels they have, as those call them who have
+// device memory. Which there are: experts/cuda_general/gpu_backends.h.
+class GpuExperts {
+ public:
+  // What tells quantised rows of one call from those of another.
+  struct KeptRows {
+    RowForm form;
+    std::int64_t hidden;
+    bool power_of_two_scales;
+    bool operator==(const KeptRows&) const = default;
+  };
+  GpuExperts() = default;
+  GpuExperts(const GpuExperts&) = delete;
+  GpuExperts& operator=(const GpuExperts&) = delete;
+  virtual ~GpuExperts() = default;
+
+  virtual std::string_view name() const = 0;
+  virtual std::string_view determinism() const = 0;
+  virtual std::int64_t weight_bytes() const = 0;
+  // As Experts::expert_parts, of the first `count` local experts: device memory.
+  virtual std::vector<ExpertPart> expert_parts(std::int64_t count) const = 0;
+  // Rows of F32, F16 and BF16 (CudaRows::values); results of these dtypes, slots included.
+  virtual bool takes_any_rows() const { return false; }
+  // The rows that a call leaves in its workspace for CudaRows::kept; empty: none.
+  virtual std::optional<KeptRows> kept_rows() const { return std::nullopt; }
+  // Whether both quantise the same hidden states to the same codes, at the same place of a
+  // workspace.
+  bool same_rows(const GpuExperts& other) const {
+    return kept_rows().has_value() && kept_rows() == other.kept_rows();
+  }
+  // Launches on `stream` (a cudaStream_t; null: the default stream) of the device it was created
+  // on. Checks sizes, alignment and the workspace (kInvalidArgument, kInvalidLayout, kInvalidDType,
+  // kLimitExceeded, kWorkspaceTooSmall; kUnsupported for rows that it does not take) before the
+  // first launch; ids are checked on the device and those out of range dropped. Capturable; a
+  // captured graph replays with other ids and weights. May be called from several threads with
+  // distinct workspaces. kDevice when a launch fails.
+  virtual Status enqueue(void* stream, const CudaExpertsArgs& args) const = 0;
+  // The prologue of a call, for a kernel in front of enqueue to run; then args.in_front says so. Of
+  // `args` only tokens, top_k, rows and workspace are read. Empty: the call runs its own; the bits
+  // of the result are the same.
+  virtual std::optional<ExpertsPrologue> prologue(const CudaExpertsArgs&) const {
+    return std::nullopt;
+  }
+  // May in_front->route be this? Saves the router's kernel; same bits.
+  virtual bool can_route(const RouteParams&) const { return false; }
+  // After a call with these arguments, without in_front, has run and before its workspace is
+  // used again: adds what rounding did to each row, [tokens], in the order of slots. Waits; copies
+  // rows, codes and results to the host.
+  virtual Status add_numerics(const CudaExpertsArgs& args, std::span<RowNumerics> rows) const = 0;
+};
+
 // Computes what experts/reference/experts.h defines for the schemes bf16 and fp8-block with bf16
 // activations, with these differences: products are summed by the tensor cores in chunks of 128
 // bytes of K (64 bf16 or 128 e4m3 values) in ascending order; an expert's weighted output row is
 // rounded to bf16 before the combine; sigmoid and exp are the hardware's (activation.cuh). With
 // integer operands whose sums and rounded rows are exact the result equals the reference bit for
 // bit.
-class CudaExperts {
+class CudaExperts final : public GpuExperts {
  public:
   // ok, or the reason for refusing, without looking at weights or a device: check_problem's, then
-  // kUnsupported (scheme, activation_dtype, batched format, widths that are not multiples of 16
-  // bytes, more than 1024 local experts).
+  // kUnsupported (scheme, activation_dtype, batched format, a hidden size whose rows are not whole
+  // 16 bytes, more than 1024 local experts).
   static Status can_implement(const MoeProblem& problem);
   // Bytes for M tokens, monotone in tokens, without a device. kUnsupported as above,
   // kInvalidArgument for negative tokens.
@@ -97,38 +156,21 @@ class CudaExperts {
   // kDevice (no device, wrong architecture: the text says which), kOutOfMemory, and the source's.
   static Result<std::unique_ptr<CudaExperts>> create(const MoeProblem& problem,
                                                      ExpertSource& source, int device);
-  ~CudaExperts();
-  CudaExperts(const CudaExperts&) = delete;
-  CudaExperts& operator=(const CudaExperts&) = delete;
+  ~CudaExperts() override;
 
-  // Whether both quantise the same hidden states to the same codes, at the same place of a
-  // workspace.
-  bool same_rows(const CudaExperts& other) const;
-
-  std::string_view name() const;
-  std::int64_t weight_bytes() const;
-  // As Experts::expert_parts, of the first `count` local experts: device memory.
-  std::vector<ExpertPart> expert_parts(std::int64_t count) const;
-  std::string_view determinism() const;
-  // Launches on `stream` (a cudaStream_t; null: the default stream) of the device it was created
-  // on. Checks sizes, alignment and the workspace (kInvalidArgument, kInvalidLayout, kInvalidDType,
-  // kLimitExceeded, kWorkspaceTooSmall; kUnsupported for quantised or kept rows of another scheme)
-  // before the first launch; ids are checked on the device and those out of range dropped.
-  // Capturable; a captured graph replays with other ids and weights. May be called from several
-  // threads with distinct workspaces. kDevice when a launch fails.
-  Status enqueue(void* stream, const CudaExpertsArgs& args) const;
-  // The prologue of a call, for a kernel in front of enqueue to run; then args.in_front says so. Of
-  // `args` only tokens, top_k, rows and workspace are read. Empty above kListPairs pairs or
-  // kFoldCombineTokens tokens and where the rows depend on the routing; the bits of the result are
-  // the same.
-  std::optional<ExpertsPrologue> prologue(const CudaExpertsArgs& args) const;
-  // After a call with these arguments, without in_front, has run and before its workspace is
-  // used again: adds what rounding did to each row, [tokens], in the order of slots. Waits; copies
-  // rows, codes and results to the host. The intermediate's own values are gone: its error is that
-  // of its codes' steps.
-  Status add_numerics(const CudaExpertsArgs& args, std::span<RowNumerics> rows) const;
-  // May in_front->route be this? Saves the router's kernel; same bits.
-  bool can_route(const RouteParams& route) const;
+  std::optional<KeptRows> kept_rows() const override;
+  std::string_view name() const override;
+  std::int64_t weight_bytes() const override;
+  std::vector<ExpertPart> expert_parts(std::int64_t count) const override;
+  std::string_view determinism() const override;
+  // kUnsupported: quantised or kept rows of another scheme.
+  Status enqueue(void* stream, const CudaExpertsArgs& args) const override;
+  // Empty above kListPairs pairs or kFoldCombineTokens tokens and where the rows depend on the
+  // routing.
+  std::optional<ExpertsPrologue> prologue(const CudaExpertsArgs& args) const override;
+  // The intermediate's own values are gone: its error is that of its codes' steps.
+  Status add_numerics(const CudaExpertsArgs& args, std::span<RowNumerics> rows) const override;
+  bool can_route(const RouteParams& route) const override;
 
  private:
   struct Impl;

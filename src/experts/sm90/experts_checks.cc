@@ -4,6 +4,7 @@
 #include "core/arena.h"
 #include "core/checked.h"
 #include "core/refusal.h"
+#include "experts/padded_source.h"
 #include "experts/problem_checks.h"
 #include "experts/sm90/experts.h"
 #include "experts/sm90/experts_plan.h"
@@ -26,7 +27,8 @@ Status CudaExperts::can_implement(const MoeProblem& problem) {
         "its experts)",
         problem.top_k));
   }
-  MOESAIC_RETURN_IF_ERROR(format->check(problem));
+  MOESAIC_RETURN_IF_ERROR(
+      format->check(experts::with_padded_width(problem, format->inner_multiple)));
   if (problem.num_local_experts > kMaxAlignedExperts) {
     return unsupported(fmt::format("num_local_experts: got {}, need at most {}",
                                    problem.num_local_experts, kMaxAlignedExperts));
@@ -44,9 +46,10 @@ Result<std::int64_t> CudaExperts::workspace_size(const MoeProblem& problem, std:
     return Status(StatusCode::kInvalidArgument, fmt::format("tokens: got {}, need >= 0", tokens));
   }
   MOESAIC_RETURN_IF_ERROR(can_implement(problem));
+  MOESAIC_ASSIGN_OR_RETURN(const MoeProblem fitted, fitted_problem(problem));
   Arena arena = Arena::measure();
-  MOESAIC_ASSIGN_OR_RETURN(const ExpertsPlan plan, make_experts_plan(problem));
-  ExpertsWorkspace::carve(problem, plan, tokens, arena);
+  MOESAIC_ASSIGN_OR_RETURN(const ExpertsPlan plan, make_experts_plan(fitted));
+  ExpertsWorkspace::carve(fitted, plan, tokens, arena);
   MOESAIC_RETURN_IF_ERROR(arena.status());
   return arena.used();
 }
@@ -95,6 +98,14 @@ Status check_args(const MoeProblem& problem, const ExpertsPlan& plan, const Cuda
   if (a.result.dtype != DType::kBF16 && a.result.dtype != DType::kF32) {
     return {StatusCode::kInvalidDType,
             fmt::format("output: got {}, need BF16 or F32", dtype_name(a.result.dtype))};
+  }
+  if (slots && a.result.dtype != DType::kBF16) {
+    return {StatusCode::kInvalidDType,
+            fmt::format("slot_rows: got {}, need BF16", dtype_name(a.result.dtype))};
+  }
+  if (a.rows.kind == CudaRows::Kind::kValues && a.rows.dtype != DType::kBF16) {
+    return {StatusCode::kInvalidDType,
+            fmt::format("hidden_states: got {}, need BF16", dtype_name(a.rows.dtype))};
   }
   if (a.tokens == 0) return {};
   MOESAIC_RETURN_IF_ERROR(check_pointer("hidden_states", a.rows.data, 16));

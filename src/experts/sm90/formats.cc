@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/refusal.h"
+#include "experts/padded_source.h"
 #include "experts/sm90/experts_plan.h"
 #include "experts/sm90/formats/bf16.h"
 #include "experts/sm90/formats/fp8_block.h"
@@ -63,11 +64,13 @@ constexpr FormatRow row_of(ComputeScheme scheme) {
   row.rows = Format::Tokens::kForm;
   row.chunk_k = Format::kChunkK;
   row.slab_bytes = FormatSizes<Format>::kSlabBytes;
+  row.inner_multiple = 1;
   return row;
 }
 
 constexpr FormatRow bf16_row() {
   FormatRow row = row_of<Bf16>(ComputeScheme::kBF16);
+  row.inner_multiple = 8;
   // Items are twice as long as in fp8: two of them per pair of CTAs still gain (Qwen3-235B: about
   // 4 %). Sharing weights pays where experts have two groups and the kernel waits for memory
   // traffic: up to 9 %.
@@ -82,6 +85,7 @@ constexpr FormatRow bf16_row() {
 
 constexpr FormatRow fp8_block_row() {
   FormatRow row = row_of<Fp8Block>(ComputeScheme::kFp8Block);
+  row.inner_multiple = 128;
   // Past one item per pair of CTAs whole bands are as fast (Qwen3-235B) or faster (3 to 6 % at 2 to
   // 16 tokens). The kernel waits for its consumers, so sharing weights is slower.
   row.tiles = {.split_items = 1, .paired_rows = 0};
@@ -96,6 +100,11 @@ constexpr FormatRow fp8_block_row() {
 constexpr FormatRow kFormats[] = {bf16_row(), fp8_block_row()};
 
 }  // namespace
+
+Result<MoeProblem> fitted_problem(const MoeProblem& problem) {
+  MOESAIC_ASSIGN_OR_RETURN(const FormatRow* const format, format_of(problem));
+  return experts::with_padded_width(problem, format->inner_multiple);
+}
 
 std::span<const FormatRow> grouped_formats() { return kFormats; }
 

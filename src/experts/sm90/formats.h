@@ -31,6 +31,8 @@ struct FormatRow {
   RowForm rows;    // operand rows of both GEMMs
   int chunk_k;     // elements of K in a chunk
   int slab_bytes;  // of a chunk, in the image
+  // Intermediate sizes are padded with zeros to whole multiples when an expert is loaded.
+  int inner_multiple;
   TileRules tiles;
   std::span<const WeightPart> parts;
   // What this format cannot do of a problem that the kernel can in general. kUnsupported.
@@ -44,6 +46,8 @@ struct FormatRow {
 std::span<const FormatRow> grouped_formats();
 // The row of the problem's scheme. kUnsupported: a scheme without one, or none.
 Result<const FormatRow*> format_of(const MoeProblem& problem);
+// The problem as its format computes it: with the intermediate size padded.
+Result<MoeProblem> fitted_problem(const MoeProblem& problem);
 // Schemes of the rows that `has`, for texts: "bf16 or fp8-block".
 std::string names_of_formats(bool (*has)(const FormatRow& row) = nullptr);
 

@@ -118,9 +118,12 @@ void append_sm90_candidates(layer::ExplainStage stage, const layer::FusedPlan& p
 }
 
 std::string sm90_determinism(const layer::FusedPlan& plan) {
-  return layer::layer_determinism(kCudaExpertsName, kCudaExpertsDeterminism,
-                                  plan.has_shared ? kCudaExpertsName : std::string_view(),
-                                  plan.has_shared ? kCudaExpertsDeterminism : std::string_view());
+  const Result<LayerExperts> with = choose_layer_experts(plan);
+  if (!with.ok()) return {};  // refused before anyone asks
+  const GpuBackend* const shared = with->shared;
+  return layer::layer_determinism(with->routed->name, with->routed->determinism,
+                                  shared != nullptr ? shared->name : std::string_view(),
+                                  shared != nullptr ? shared->determinism : std::string_view());
 }
 
 Status explain_sm90_engine(const layer::FusedPlan& plan, const MoeLayerSpec& spec,
@@ -132,7 +135,8 @@ Status explain_sm90_engine(const layer::FusedPlan& plan, const MoeLayerSpec& spe
       LayerWorkspace::carve(plan, spec.shared.gated_output, options.max_tokens, arena));
   static_cast<void>(unused);
   explanation.workspace_bytes = arena.used();
-  explanation.experts_backend = std::string(kCudaExpertsName);
+  MOESAIC_ASSIGN_OR_RETURN(const LayerExperts with, choose_layer_experts(plan));
+  explanation.experts_backend = std::string(with.routed->name);
   explanation.determinism = sm90_determinism(plan);
   explanation.stage_order = sm90_stage_order(plan, spec.shared.gated_output);
   return {};

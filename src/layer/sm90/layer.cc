@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/refusal.h"
 #include "layer/call_args.h"
 #include "layer/layer_router.h"
 #include "layer/load_sources.h"
@@ -52,14 +53,14 @@ Status CudaLayer::Impl::create_experts(MoeLayerWeights& weights) {
                            layer::make_converting_source(*weights.experts, plan.quant));
   if (plan.routed.num_local_experts == 0) return {};  // more ranks than experts
   if (!joins) {
-    MOESAIC_ASSIGN_OR_RETURN(experts, CudaExperts::create(plan.routed, *routed, device));
+    MOESAIC_ASSIGN_OR_RETURN(experts, chosen.routed->create(plan.routed, *routed, device));
     return {};
   }
   MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<ExpertSource> converted,
                            layer::make_converting_source(*weights.shared, plan.shared_quant));
   JoinedSource source(*routed, plan.routed.num_local_experts, *converted);
   MOESAIC_ASSIGN_OR_RETURN(experts,
-                           CudaExperts::create(experts_problem(plan, false), source, device));
+                           chosen.routed->create(experts_problem(plan, false), source, device));
   return {};
 }
 
@@ -68,7 +69,7 @@ Status CudaLayer::Impl::create_shared(const MoeLayerSpec& spec, const FusedMoE::
   if (!joins) {
     MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<ExpertSource> converted,
                              layer::make_converting_source(*weights.shared, plan.shared_quant));
-    MOESAIC_ASSIGN_OR_RETURN(shared, CudaExperts::create(plan.shared, *converted, device));
+    MOESAIC_ASSIGN_OR_RETURN(shared, chosen.shared->create(plan.shared, *converted, device));
   }
   if (!spec.shared.gated_output) {
     constexpr std::uint32_t kOne = 0x3F800000;  // 1.0F
@@ -99,6 +100,7 @@ Result<std::unique_ptr<layer::LayerEngine>> CudaLayer::create(const layer::Engin
   std::unique_ptr<Impl> impl(new (std::nothrow) Impl());
   if (!impl) return Status(StatusCode::kOutOfMemory, "cannot allocate the layer");
   impl->plan = plan;
+  MOESAIC_ASSIGN_OR_RETURN(impl->chosen, choose_layer_experts(plan));
   impl->mesh = mesh;
   impl->max_tokens = options.max_tokens;
   impl->device = options.device.index();
@@ -179,10 +181,15 @@ Status CudaLayer::Impl::check(const FusedMoE::Args& args) const {
                                                    x.shape.to_string(), m.plan.hidden_size)};
   }
   const std::int64_t tokens = x.dim(0);
-  MOESAIC_RETURN_IF_ERROR(expect_dtype("hidden_states", x, DType::kBF16));
-  if (output.dtype != DType::kBF16 && output.dtype != DType::kF32) {
-    return {StatusCode::kInvalidDType,
-            fmt::format("output: got {}, need BF16 or F32", dtype_name(output.dtype))};
+  if (m.takes_any_rows()) {
+    MOESAIC_RETURN_IF_ERROR(expect_float_dtype("hidden_states", x.dtype));
+    MOESAIC_RETURN_IF_ERROR(expect_float_dtype("output", output.dtype));
+  } else {
+    MOESAIC_RETURN_IF_ERROR(expect_dtype("hidden_states", x, DType::kBF16));
+    if (output.dtype != DType::kBF16 && output.dtype != DType::kF32) {
+      return {StatusCode::kInvalidDType,
+              fmt::format("output: got {}, need BF16 or F32", dtype_name(output.dtype))};
+    }
   }
   MOESAIC_RETURN_IF_ERROR(expect_shape("output", output, {tokens, m.plan.hidden_size}));
   if (tokens > m.max_tokens) {
@@ -255,7 +262,7 @@ Status CudaLayer::enqueue(Stream stream, const FusedMoE::Args& call) const {
   out.logits = trace.router_logits.as<float>();
   out.topk_weights = trace.topk_weights.as<float>();
   out.topk_ids = trace.topk_ids.as<std::int32_t>();
-  Impl::Rows rows = {x.data, DType::kBF16, x.data, x.dim(0)};
+  Impl::Rows rows = {x.data, x.dtype, x.data, x.dim(0)};
   rows.given = {args.router_logits.data,
                 args.router_logits.dtype,
                 args.topk_weights.as<float>(),
@@ -370,7 +377,7 @@ Status CudaLayer::Impl::forward_host(const FusedMoE::Args& args) const {
   rows.x = rows.x_bf16 = s.x.as<void>();
   rows.x_dtype = x.dtype;
   rows.tokens = tokens;
-  if (x.dtype != DType::kBF16) {
+  if (x.dtype != DType::kBF16 && !m.takes_any_rows()) {
     MOESAIC_RETURN_IF_ERROR(check_call(
         "hidden_states to bf16", launch_round_to_bf16(rows.x, x.dtype, tokens * hidden,
                                                       s.x_bf16.as<std::uint16_t>(), nullptr)));
@@ -420,7 +427,7 @@ Result<std::vector<ExpertPart>> CudaLayer::expert_parts() const {
   }
 }
 
-std::string_view CudaLayer::experts_backend() const { return kCudaExpertsName; }
+std::string_view CudaLayer::experts_backend() const { return impl_->chosen.routed->name; }
 std::string CudaLayer::determinism() const { return sm90_determinism(impl_->plan); }
 std::int64_t CudaLayer::weight_bytes() const {
   const Impl& m = *impl_;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/arena.h"
+#include "experts/cuda_general/gpu_backends.h"
 #include "layer/engine.h"
 #include "layer/fused_plan.h"
 #include "moesaic/checkpoint.h"
@@ -15,6 +16,22 @@
 #include "moesaic/fused_moe.h"
 
 namespace moesaic::cuda {
+
+// Which experts of GPUs compute the routed and the shared experts. kUnsupported with the reasons of
+// all, the stage in front.
+struct LayerExperts {
+  const GpuBackend* routed = nullptr;
+  const GpuBackend* shared = nullptr;  // null: no shared experts
+  // Some keep rows in fp32 where the sm_90 kernel has bf16: sums are finished by the layer.
+  bool any_wide() const {
+    return routed->takes_any_rows || (shared != nullptr && shared->takes_any_rows);
+  }
+  // All take hidden states of any float dtype.
+  bool all_wide() const {
+    return routed->takes_any_rows && (shared == nullptr || shared->takes_any_rows);
+  }
+};
+Result<LayerExperts> choose_layer_experts(const layer::FusedPlan& plan);
 
 // A shared expert that looks like a routed one (same sizes, scheme and activation, always weight 1)
 // joins the routed experts as one more, chosen by every token in its last slot: its weights come in
@@ -46,7 +63,8 @@ struct LayerWorkspace {
   std::int64_t experts_bytes = 0;
   std::byte* shared = nullptr;  // same memory as `experts`
   std::int64_t shared_bytes = 0;
-  std::uint16_t* shared_rows = nullptr;  // [M, H] behind `shared`
+  void* shared_rows = nullptr;  // [M, H] of shared_dtype, behind `shared`
+  DType shared_dtype = DType::kBF16;
 
   static Result<LayerWorkspace> carve(const layer::FusedPlan& plan, bool gated_shared,
                                       std::int64_t tokens, Arena& arena);

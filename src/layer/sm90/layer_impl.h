@@ -31,7 +31,8 @@ struct CudaLayer::Impl {
   std::unique_ptr<CudaRouter> joined_router;  // with a constant last slot for it
   // Weight of the shared expert per token: the sigmoid of its gate's logit, as top-1 of one expert.
   std::unique_ptr<CudaRouter> shared_router;
-  std::unique_ptr<CudaExperts> experts, shared;
+  LayerExperts chosen;  // which experts these are
+  std::unique_ptr<GpuExperts> experts, shared;
   Allocation expert_map;
   Allocation ones, shared_ids;  // [max_tokens]: weight and id of an ungated shared expert
   Allocation workspace;
@@ -68,7 +69,8 @@ struct CudaLayer::Impl {
     const std::int32_t* input_ids = nullptr;
     const std::uint8_t* padding = nullptr;
   };
-  // x is what the gate (and the zero experts) read, x_bf16 the same rows for the experts.
+  // x is what the gate (and the zero experts) read, x_bf16 the same rows for experts that take no
+  // other.
   struct Rows {
     const void* x = nullptr;
     DType x_dtype = DType::kBF16;
@@ -88,6 +90,11 @@ struct CudaLayer::Impl {
   };
   Status run(void* stream, const Rows& rows, const Out& out) const;
   Status run_rows(void* stream, const Rows& rows, const Out& out) const;
+  // Whether hidden states may come in every float dtype, and an output as F16.
+  bool takes_any_rows() const {
+    const bool bf16_function = plan.has_input_transform || (plan.adds_shared && !plan.has_shared);
+    return mesh == nullptr && !bf16_function && chosen.all_wide();
+  }
   // The traces instead of the workspace's arrays, and the caller's logits in the place of the gate's.
   Status take_given_logits(void* stream, const Rows& rows, const Out& out, LayerWorkspace& w) const;
   Status clear_padding(void* stream, const Rows& rows, const Out& out) const;
@@ -108,6 +115,10 @@ struct CudaLayer::Impl {
   // next->in_front is set.
   Status route(void* stream, const Rows& rows, const LayerWorkspace& w, bool with_shared,
                CudaExpertsArgs* next) const;
+  static CudaRows rows_of(const GpuExperts& experts, const Rows& rows) {
+    return experts.takes_any_rows() ? CudaRows::values(rows.x, rows.x_dtype)
+                                    : CudaRows::bf16(rows.x_bf16);
+  }
   CudaExpertsArgs routed_args(const Rows& rows, const LayerWorkspace& w) const;
   Status run_joined(void* stream, const Rows& rows, const LayerWorkspace& w, const Out& out) const;
   // The layer's own. `kept`: the routed experts' call before this one had the same rows.
@@ -128,7 +139,7 @@ struct CudaLayer::Impl {
   Status run_routed(void* stream, CudaExpertsArgs a, const void* shared_rows, void* to, DType dtype,
                     std::span<RowNumerics> numerics) const;
   // Adds what a call left in its workspace, `factor` times; nothing when `numerics` is empty.
-  static Status measure(void* stream, const CudaExperts& experts, const CudaExpertsArgs& a,
+  static Status measure(void* stream, const GpuExperts& experts, const CudaExpertsArgs& a,
                         double factor, std::span<RowNumerics> numerics);
 };
 

@@ -18,6 +18,14 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
+    round_to_f16(const float* from, std::int64_t count, std::uint16_t* to) {
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count;
+       i += static_cast<std::int64_t>(gridDim.x) * kThreads) {
+    to[i] = f16_code(from[i]);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
     widen_to_f32(const void* from, DType dtype, std::int64_t count, float* to) {
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count;
        i += static_cast<std::int64_t>(gridDim.x) * kThreads) {
@@ -26,7 +34,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    clear_rows(const std::uint8_t* mask, std::int64_t rows, std::int64_t words, std::uint32_t* to) {
+    clear_rows(const std::uint8_t* mask, std::int64_t rows, std::int64_t words, std::uint16_t* to) {
   const std::int64_t count = rows * words;
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count;
        i += static_cast<std::int64_t>(gridDim.x) * kThreads) {
@@ -73,6 +81,13 @@ int launch_round_to_bf16(const void* from, DType dtype, std::int64_t count, std:
   return static_cast<int>(cudaGetLastError());
 }
 
+int launch_round_to_f16(const float* from, std::int64_t count, std::uint16_t* to, void* stream) {
+  if (count == 0) return 0;
+  round_to_f16<<<blocks_for(count), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(from, count,
+                                                                                      to);
+  return static_cast<int>(cudaGetLastError());
+}
+
 int launch_widen_to_f32(const void* from, DType dtype, std::int64_t count, float* to,
                         void* stream) {
   if (count == 0) return 0;
@@ -85,8 +100,8 @@ int launch_clear_rows(const std::uint8_t* mask, std::int64_t rows, std::int64_t 
                       void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
   if (rows == 0) return 0;
-  clear_rows<<<blocks_for(rows * row_bytes / 4), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      mask, rows, row_bytes / 4, static_cast<std::uint32_t*>(to));
+  clear_rows<<<blocks_for(rows * row_bytes / 2), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      mask, rows, row_bytes / 2, static_cast<std::uint16_t*>(to));
   return static_cast<int>(cudaGetLastError());
 }
 

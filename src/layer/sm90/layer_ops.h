@@ -11,10 +11,13 @@ namespace moesaic::cuda {
 int launch_round_to_bf16(const void* from, DType dtype, std::int64_t count, std::uint16_t* to,
                          void* stream);
 
+// [count] F32 rounded to F16 (nearest even). Capturable.
+int launch_round_to_f16(const float* from, std::int64_t count, std::uint16_t* to, void* stream);
+
 // [count] F32, BF16 or F16 widened, exactly. Capturable.
 int launch_widen_to_f32(const void* from, DType dtype, std::int64_t count, float* to, void* stream);
 
-// Zeros in the rows [row_bytes] whose mask is not zero; row_bytes is a multiple of 4.
+// Zeros in the rows [row_bytes] whose mask is not zero; row_bytes is a multiple of 2.
 int launch_clear_rows(const std::uint8_t* mask, std::int64_t rows, std::int64_t row_bytes, void* to,
                       void* stream);
 

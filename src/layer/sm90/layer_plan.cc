@@ -1,12 +1,16 @@
 // What of a layer runs on a GPU, and the workspace, without a device: part of every build.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <string>
 #include <utility>
 
 #include "core/checked.h"
 #include "core/refusal.h"
+#include "experts/cuda_general/gpu_backends.h"
 #include "experts/sm90/experts.h"
 #include "layer/sm90/layer.h"
+#include "quant/compute_scheme.h"
 #include "router/sm90/router.h"
 
 namespace moesaic::cuda {
@@ -20,11 +24,26 @@ T* take(Arena& arena, std::int64_t count) {
   return arena.take<T>(round_up(count, kAlignment / static_cast<std::int64_t>(sizeof(T))));
 }
 
-Status ranks_can_implement(const layer::RankPlan& ranks, const FusedMoE::Options& options) {
+Status rows_can_implement(const layer::FusedPlan& plan, const FusedMoE::Options& options) {
+  const layer::RankPlan& ranks = plan.ranks;
   if (options.ranks.enable_eplb) {
     return unsupported("enable_eplb: got true on a GPU, need the CPU: experts move through it");
   }
+  const DType rows = quant::operand_dtype(plan.routed.activation_dtype, plan.routed.quant.kind);
+  if (plan.has_input_transform && rows != DType::kBF16) {
+    return unsupported(fmt::format(
+        "activation_dtype: got {} with an input transform on a GPU, need BF16", dtype_name(rows)));
+  }
   if (!ranks.active) return {};
+  if (rows != DType::kBF16) {
+    return unsupported(
+        fmt::format("activation_dtype: got {} over ranks on GPUs, need BF16", dtype_name(rows)));
+  }
+  if (ranks.per_slot && plan.routed.hidden_size % 8 != 0) {
+    return unsupported(
+        fmt::format("hidden_size: got {} with per_slot on a GPU, need a multiple of 8",
+                    plan.routed.hidden_size));
+  }
   if (ranks.transport == RankTransport::kBatched) {
     return unsupported("transport: got batched on a GPU, need none, gather or all_to_all");
   }
@@ -45,15 +64,25 @@ Status CudaLayer::can_implement(const layer::FusedPlan& plan, const FusedMoE::Op
   if (options.capture) {
     return unsupported("capture: got a host function, need none on a GPU: Trace gives the ids");
   }
-  MOESAIC_RETURN_IF_ERROR(ranks_can_implement(plan.ranks, options));
-  if (!options.backend.empty() && options.backend != kCudaExpertsName) {
-    return unsupported("backend: got " + options.backend + " for " + options.device.to_string() +
-                       ", need " + std::string(kCudaExpertsName));
-  }
+  MOESAIC_RETURN_IF_ERROR(rows_can_implement(plan, options));
   MOESAIC_RETURN_IF_ERROR(CudaRouter::can_implement(plan.routing).with_context("router"));
-  MOESAIC_RETURN_IF_ERROR(CudaExperts::can_implement(plan.routed).with_context("experts"));
-  if (!plan.has_shared) return {};
-  return CudaExperts::can_implement(plan.shared).with_context("shared_experts");
+  return choose_layer_experts(plan).status();
+}
+
+Result<LayerExperts> choose_layer_experts(const layer::FusedPlan& plan) {
+  LayerExperts chosen;
+  const auto choose = [&](const MoeProblem& problem, std::string_view stage,
+                          const GpuBackend*& to) -> Status {
+    const Result<const GpuBackend*> row = choose_gpu_backend(problem, plan.backend);
+    if (!row.ok()) return row.status().with_context(stage);
+    to = *row;
+    return {};
+  };
+  MOESAIC_RETURN_IF_ERROR(choose(plan.routed, "experts", chosen.routed));
+  if (plan.has_shared) {
+    MOESAIC_RETURN_IF_ERROR(choose(plan.shared, "shared_experts", chosen.shared));
+  }
+  return chosen;
 }
 
 bool shared_joins(const layer::FusedPlan& plan, bool gated_shared) {
@@ -64,9 +93,10 @@ bool shared_joins(const layer::FusedPlan& plan, bool gated_shared) {
                      r.activation_dtype == s.activation_dtype && r.activation == s.activation;
   // Over ranks each computes the shared expert for its own rows, the routed ones for others' too;
   // transforms are the routed experts' alone; and a function that routes knows no slot for it.
-  if (!alike || plan.ranks.active || plan.has_input_transform || plan.has_output_transform ||
-      plan.routing.method == RoutingMethod::kCustom || r.has_expert_bias ||
-      r.apply_router_weight_on_input || plan.routing.num_zero_experts > 0 ||
+  const bool fast = plan.backend.empty() || plan.backend == kCudaExpertsName;
+  if (!alike || !fast || plan.ranks.active || plan.has_input_transform ||
+      plan.has_output_transform || plan.routing.method == RoutingMethod::kCustom ||
+      r.has_expert_bias || r.apply_router_weight_on_input || plan.routing.num_zero_experts > 0 ||
       plan.output_scale != 1.0F) {
     return false;
   }
@@ -103,8 +133,9 @@ Result<LayerWorkspace> LayerWorkspace::carve(const layer::FusedPlan& plan, bool 
   }
   const bool spread = plan.ranks.active;
   const bool shared_function = plan.adds_shared && !plan.has_shared;
+  MOESAIC_ASSIGN_OR_RETURN(const LayerExperts with, choose_layer_experts(plan));
   if (plan.output_scale != 1.0F || plan.has_zero_experts || plan.has_output_transform ||
-      shared_function || spread) {
+      shared_function || spread || with.any_wide()) {
     w.routed = take<float>(arena, tokens * plan.latent_size);
   }
   if (plan.has_input_transform) w.latent = take<std::uint16_t>(arena, tokens * plan.latent_size);
@@ -122,20 +153,21 @@ Result<LayerWorkspace> LayerWorkspace::carve(const layer::FusedPlan& plan, bool 
     problem.top_k = k;
     MOESAIC_ASSIGN_OR_RETURN(
         const std::int64_t apart,
-        CudaExperts::workspace_size(problem, spread ? plan.ranks.experts_rows : tokens));
+        with.routed->workspace_size(problem, spread ? plan.ranks.experts_rows : tokens));
     w.experts_bytes = std::max(w.experts_bytes, apart);
     if (plan.has_shared) {
       if (joins) problem.top_k = 1;
       MOESAIC_ASSIGN_OR_RETURN(w.shared_bytes,
-                               CudaExperts::workspace_size(joins ? problem : plan.shared, tokens));
+                               with.shared->workspace_size(joins ? problem : plan.shared, tokens));
       w.shared_bytes = round_up(w.shared_bytes, kAlignment);
-      rows_bytes = tokens * plan.hidden_size * 2;
+      if (with.shared->takes_any_rows) w.shared_dtype = DType::kF32;
+      rows_bytes = tokens * plan.hidden_size * (dtype_bits(w.shared_dtype) / 8);
     }
   }
   w.experts = w.shared =
       take<std::byte>(arena, std::max(w.experts_bytes, w.shared_bytes + rows_bytes));
   if (w.shared != nullptr) {
-    w.shared_rows = reinterpret_cast<std::uint16_t*>(w.shared + w.shared_bytes);
+    w.shared_rows = w.shared + w.shared_bytes;
   }
   MOESAIC_RETURN_IF_ERROR(arena.status());
   return w;

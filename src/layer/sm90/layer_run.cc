@@ -138,7 +138,7 @@ Status CudaLayer::Impl::clear_padding(void* stream, const Rows& rows, const Out&
   return clear(out.shared, out.shared_dtype);
 }
 
-Status CudaLayer::Impl::measure(void* stream, const CudaExperts& experts, const CudaExpertsArgs& a,
+Status CudaLayer::Impl::measure(void* stream, const GpuExperts& experts, const CudaExpertsArgs& a,
                                 double factor, std::span<RowNumerics> numerics) {
   if (numerics.empty()) return {};
   MOESAIC_RETURN_IF_ERROR(synchronize(stream));
@@ -152,8 +152,9 @@ Status CudaLayer::Impl::run_shared(void* stream, const Rows& rows, const LayerWo
                                    const CudaResult& to, bool kept,
                                    std::span<RowNumerics> numerics) const {
   CudaExpertsArgs a;
+  const GpuExperts& experts_of_all = *(joins ? experts : shared);
   a.tokens = rows.tokens;
-  a.rows = kept ? CudaRows::kept(rows.x_bf16) : CudaRows::bf16(rows.x_bf16);
+  a.rows = kept ? CudaRows::kept(rows.x_bf16) : rows_of(experts_of_all, rows);
   a.topk_ids = shared_ids.as<std::int32_t>();
   a.topk_weights = ones.as<float>();
   if (shared_gate) {
@@ -175,15 +176,14 @@ Status CudaLayer::Impl::run_shared(void* stream, const Rows& rows, const LayerWo
   a.top_k = 1;
   a.used_experts = 1;
   a.expert_map = joins ? expert_map.as<std::int32_t>() : nullptr;
-  const CudaExperts& with = *(joins ? experts : shared);
-  MOESAIC_RETURN_IF_ERROR(with.enqueue(stream, a).with_context("shared_experts"));
-  return measure(stream, with, a, 1.0, numerics);
+  MOESAIC_RETURN_IF_ERROR(experts_of_all.enqueue(stream, a).with_context("shared_experts"));
+  return measure(stream, experts_of_all, a, 1.0, numerics);
 }
 
 CudaExpertsArgs CudaLayer::Impl::routed_args(const Rows& rows, const LayerWorkspace& w) const {
   CudaExpertsArgs a;
   a.tokens = rows.tokens;
-  a.rows = CudaRows::bf16(rows.x_bf16);
+  a.rows = rows_of(*experts, rows);
   a.topk_ids = w.topk_ids;
   a.topk_weights = w.topk_weights;
   a.top_k = plan.routed.top_k;
@@ -201,7 +201,20 @@ Status CudaLayer::Impl::run_routed(void* stream, CudaExpertsArgs a, const void* 
 }
 
 Status CudaLayer::Impl::run(void* stream, const Rows& rows, const Out& out) const {
-  MOESAIC_RETURN_IF_ERROR(run_rows(stream, rows, out));
+  if (out.dtype == DType::kF16) {
+    // The sums are there in fp32, as all_wide() layers have them.
+    MOESAIC_ASSIGN_OR_RETURN(const LayerWorkspace w, carve(rows.tokens));
+    Out sums = out;
+    float* const wide = w.routed_back != nullptr ? w.routed_back : w.routed;
+    sums.output = wide;
+    sums.dtype = DType::kF32;
+    MOESAIC_RETURN_IF_ERROR(run_rows(stream, rows, sums));
+    MOESAIC_RETURN_IF_ERROR(check_call(
+        "output to f16", launch_round_to_f16(wide, rows.tokens * plan.hidden_size,
+                                             static_cast<std::uint16_t*>(out.output), stream)));
+  } else {
+    MOESAIC_RETURN_IF_ERROR(run_rows(stream, rows, out));
+  }
   return clear_padding(stream, rows, out);
 }
 
@@ -209,7 +222,8 @@ Status CudaLayer::Impl::run(void* stream, const Rows& rows, const Out& out) cons
 Status CudaLayer::Impl::shared_to_workspace(void* stream, const Rows& rows, const LayerWorkspace& w,
                                             bool kept, std::span<RowNumerics> numerics) const {
   if (!plan.has_shared) return shared_function(stream, rows, w.shared_sums);
-  return run_shared(stream, rows, w, CudaResult::slots(w.shared_rows), kept, numerics);
+  return run_shared(stream, rows, w, CudaResult::slots(w.shared_rows, w.shared_dtype), kept,
+                    numerics);
 }
 
 Status CudaLayer::Impl::shared_apart(void* stream, const Rows& rows, const LayerWorkspace& w,
@@ -228,7 +242,7 @@ Status CudaLayer::Impl::shared_apart(void* stream, const Rows& rows, const Layer
 void CudaLayer::Impl::add_shared(const LayerWorkspace& w, LayerCombineParams& to) const {
   if (MOESAIC_FAULT(layer_omit_shared)) return;
   to.shared = plan.has_shared ? static_cast<const void*>(w.shared_rows) : w.shared_sums;
-  to.shared_dtype = plan.has_shared ? DType::kBF16 : DType::kF32;
+  to.shared_dtype = plan.has_shared ? w.shared_dtype : DType::kF32;
 }
 
 // A bf16 sum without factors takes the shared rows out of the output, where they were put first: no
