@@ -146,7 +146,7 @@ TEST(CudaPlan, TheGeneralExpertsTakeWhatTheFastOnesPassOver) {
   odd.hidden_size = 70;
   LayerExplanation e = explain_layer(odd, on_gpu()).value();
   EXPECT_EQ(e.experts_backend, "cuda_general");
-  EXPECT_EQ(e.determinism.rfind("cuda_general", 0), 0U) << e.determinism;
+  EXPECT_NE(e.determinism.find("cuda_general"), std::string::npos) << e.determinism;
   EXPECT_EQ(find(e, "experts", "cuda_sm90")->reason, "hidden_size: got 70, need a multiple of 8");
   EXPECT_TRUE(find(e, "experts", "cuda_general")->accepted);
   for (const char* quant : {"f32", "f16"}) {
