@@ -173,7 +173,7 @@ class FusedMoE {
     // and the zero experts' share.
     ParallelConfig parallel;
     RankOptions ranks;
-    LatentTransform transform;   // on a GPU its functions are on_device's
+    LatentTransform transform;  // on a GPU its functions are on_device's
     // Allows output to be the very tensor hidden_states, contiguous and of one dtype: every row is
     // written when nothing reads it any more, shared experts included. Keeps the routed result in
     // the workspace, where it else might go straight into the output. kUnsupported on a GPU.

@@ -325,8 +325,9 @@ def layer_cases(c):
     half = dict(V3, quantization_config=dict(FP8, ignored_layers=["shared_experts.up_proj"]))
     folder("fp8_shared_half_skipped", half, {"x": Tensor("U8", [1], b"1")}, UNSUPPORTED, ["shared_experts.up_proj", "shared_experts.gate_proj", "all or none"])
     narrow = Layer(random.Random(1), 2, 130, 64, dtype="F8_E4M3").per_expert().router().named(p[:-1])
+    # Less than a block wide and high: its blocks are ragged.
     folder("fp8_width_below_block", dict(QWEN, hidden_size=130, moe_intermediate_size=64, num_experts=2, quantization_config=FP8), narrow,
-           ARGUMENT, ["intermediate_size", "64", "block 128"])
+           "ok", [])
 
 
     # Tables of token ids, and routers that see normalised rows.

@@ -125,7 +125,7 @@ def descriptions(c):
     bad("ct_packed_no_group", ct("pack-quantized", without(ints(), "group_size")), UNSUPPORTED, ["group_size"])
     bad("ct_actorder", ct("pack-quantized", ints(actorder="sideways")), UNSUPPORTED, ["actorder", "sideways"])
     bad("ct_packed_int8_inputs", ct("pack-quantized", ints(), ints(8, strategy="token", dynamic=True)), UNSUPPORTED, ["input_activations"])
-    bad("ct_w4a8_group_32", ct("pack-quantized", ints(), token), UNSUPPORTED, ["input_activations", "128"])
+    bad("ct_w4a8_group_16", ct("pack-quantized", ints(group=16), token), UNSUPPORTED, ["input_activations", "32"])
     bad("ct_float_4_bits", ct("float-quantized", floats8(num_bits=4)), UNSUPPORTED, ["weights", "4 bits"])
     bad("ct_float_group", ct("float-quantized", floats8("group", group_size=128)), UNSUPPORTED, ["strategy", "group"])
     bad("ct_float_asymmetric", ct("float-quantized", floats8(symmetric=False)), UNSUPPORTED, ["weights"])
@@ -144,7 +144,7 @@ def descriptions(c):
     for name, inputs in (("static", f8(dynamic=False)), ("group_64", f8(group_size=64)), ("token", floats8("token", dynamic=True))):
         bad("ct_mxfp4_fp8_" + name, ct("mxfp4-pack-quantized", dict(ints(4, 32), type="float"), inputs), UNSUPPORTED, ["input_activations", "group_size 128"])
     bad("ct_w4a8_bytes", ct("int-quantized", ints(group=128), ints(8, strategy="token", dynamic=True)), UNSUPPORTED, ["weights", "int 4 bits"])
-    bad("ct_w4afp8_group_32", ct("int-quantized", ints(), token), UNSUPPORTED, ["input_activations", "128"])
+    bad("ct_w4afp8_group_16", ct("int-quantized", ints(group=16), token), UNSUPPORTED, ["input_activations", "32"])
     bad("ct_dynamic_word", ct("float-quantized", floats8(), floats8("token", dynamic="global")), UNSUPPORTED, ["dynamic", "global"])
     bad("ct_sparsity", ct("pack-quantized", ints(), sparsity_config={"format": "sparse-24-bitmask"}), UNSUPPORTED, ["sparsity_config"])
     bad("ct_transform", ct("pack-quantized", ints(), transform_config={"config_groups": {"r1": {}}}), UNSUPPORTED, ["transform_config"])

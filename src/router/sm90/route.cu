@@ -108,10 +108,9 @@ class WarpRouter {
     for (int i = 0; i < kItems; ++i) {
       logit_[i] =
           live(i) ? load_element(p_.narrow_logits, p_.narrow_dtype, first + column(i)) : 0.0F;
-      MOESAIC_CUDA_FAULT(cuda_router_narrow_logits_of_the_first_row,
-                         logit_[i] = live(i) ? load_element(p_.narrow_logits, p_.narrow_dtype,
-                                                            column(i))
-                                             : 0.0F;)
+      MOESAIC_CUDA_FAULT(
+          cuda_router_narrow_logits_of_the_first_row,
+          logit_[i] = live(i) ? load_element(p_.narrow_logits, p_.narrow_dtype, column(i)) : 0.0F;)
     }
   }
   __device__ void put_id(std::int64_t at, std::int32_t id) const {
