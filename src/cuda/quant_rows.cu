@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(256, 8) quant_rows(const __grid_constant__ Qua
 
 int launch_quant_rows(const QuantRowsParams& params, const DeviceTraits& device, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
-  const std::int64_t groups = params.tokens * ((params.columns + 127) / 128);
+  const std::int64_t groups = quant_parts(params);
   const std::int64_t most_blocks = std::int64_t{16} * device.sms;  // twice what all run at once
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -6,6 +6,7 @@
 #include "cuda/fault.cuh"
 #include "cuda/fp8.cuh"
 #include "cuda/quant_rows.h"
+#include "cuda/row_codes.cuh"
 
 namespace moesaic::cuda {
 
@@ -56,17 +57,96 @@ __device__ __forceinline__ void quantize_group(const QuantRowsParams& p, std::in
   if (live && part == 0) p.scale[g * p.scale_stride + m] = s;
 }
 
-// Groups of 128 of all tokens.
+// Groups of 128 of all tokens, or half rows.
 __device__ __forceinline__ std::uint32_t count_groups(const QuantRowsParams& p) {
-  return static_cast<std::uint32_t>(p.tokens) * static_cast<std::uint32_t>((p.columns + 127) / 128);
+  return static_cast<std::uint32_t>(quant_parts(p));
 }
 
-// Groups first, first + step ... below `end` of all tokens'; sixteen threads of eight values per
-// group. `first` and first + 1 belong to the halves of one warp and step is even. kAtOnce groups
-// are requested together. There are fewer than 2^31 groups.
+// The local expert whose static scale row `m` has; -1: none.
+__device__ __forceinline__ std::int32_t expert_of_row(const StaticRowScales& s, std::uint32_t m) {
+  if (s.topk_ids == nullptr) return 0;
+  std::int32_t id = s.topk_ids[m];
+  if (id < 0 || id >= s.num_experts) return -1;
+  if (s.expert_map != nullptr) id = s.expert_map[id];
+  return id < s.num_local_experts ? id : -1;
+}
+
+// Rows first / 2, (first + step) / 2 ... below end / 2, a warp each: first the largest magnitude,
+// then the values again, from L1. `first`, step and end are even but for the warp's second half.
+__device__ __forceinline__ void quantize_whole_rows(const QuantRowsParams& p, std::uint32_t first,
+                                                    std::uint32_t step, std::uint32_t end) {
+  constexpr int kAtOnce = 4, kPass = kAtOnce * 256;
+  const StaticRowScales& fixed = p.static_scales;
+  const auto columns = static_cast<int>(p.columns);
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  for (std::uint32_t m = first / 2; m < end / 2; m += step / 2) {
+    const std::int32_t expert = fixed.of != nullptr ? expert_of_row(fixed, m) : 0;
+    if (expert < 0) continue;
+    const std::uint32_t token =
+        fixed.topk_ids != nullptr ? m / static_cast<std::uint32_t>(fixed.top_k) : m;
+    const std::uint16_t* const x = p.x + static_cast<std::int64_t>(token) * p.columns;
+    float weight = 1.0F;
+    if (p.weights != nullptr) weight = round_bf16(p.weights[token]);
+    MOESAIC_CUDA_FAULT(cuda_quant_rows_ignores_the_router_weight, weight = 1.0F;)
+    const auto load = [&](int at, uint4(&v)[kAtOnce]) {
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        const int column = at + u * 256 + lane * 8;
+        v[u] = make_uint4(0, 0, 0, 0);
+        if (column < columns) v[u] = *reinterpret_cast<const uint4*>(x + column);
+      }
+    };
+    const auto values = [&](const uint4& v, float(&f)[8]) {
+      bf16x8(v, f);
+      if (p.weights == nullptr) return;
+#pragma unroll
+      for (float& e : f) e = round_bf16(e * weight);
+    };
+    RowScale scale;
+    if (fixed.of != nullptr) {
+      scale = static_row_scale(fixed.of[expert]);
+    } else {
+      float amax = 0.0F;
+      for (int at = 0; at < columns; at += kPass) {
+        uint4 v[kAtOnce];
+        load(at, v);
+#pragma unroll
+        for (int u = 0; u < kAtOnce; ++u) {
+          float f[8];
+          values(v[u], f);
+#pragma unroll
+          for (const float e : f) amax = fmaxf(amax, fabsf(e));
+        }
+      }
+      MOESAIC_CUDA_FAULT(cuda_quant_rows_have_the_amax_of_a_lane, if (lane != 0) amax = 0.0F;)
+#pragma unroll
+      for (int d = 1; d < 32; d <<= 1) amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFU, amax, d));
+      scale = own_row_scale(p.form == RowForm::kInt8Row, amax);
+      if (lane == 0) p.scale[m] = scale.s;
+    }
+    auto* const q = static_cast<std::uint8_t*>(p.q) + static_cast<std::int64_t>(m) * p.columns;
+    for (int at = 0; at < columns; at += kPass) {
+      uint4 v[kAtOnce];
+      load(at, v);
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        const int column = at + u * 256 + lane * 8;
+        float f[8];
+        values(v[u], f);
+        const uint2 codes = row_codes(p.form == RowForm::kInt8Row, fixed.of != nullptr, scale, f);
+        if (column < columns) *reinterpret_cast<uint2*>(q + column) = codes;
+      }
+    }
+  }
+}
+
+// Groups (or half rows) first, first + step ... below `end` of all tokens'; sixteen threads of
+// eight values per group. `first` and first + 1 belong to the halves of one warp and step is even.
+// kAtOnce groups are requested together. There are fewer than 2^31 groups.
 template <int kAtOnce = 1>
 __device__ __forceinline__ void quantize_groups(const QuantRowsParams& p, std::uint32_t first,
                                                 std::uint32_t step, std::uint32_t end) {
+  if (row_is_whole(p.form)) return quantize_whole_rows(p, first, step, end);
   const auto groups = static_cast<std::uint32_t>((p.columns + 127) / 128);
   const std::uint32_t step_rows = step / groups, step_groups = step - step_rows * groups;
   const std::uint32_t part = threadIdx.x & 15;

@@ -1,5 +1,6 @@
-// Operand rows of GEMM1 from hidden states, on the device: 1x128 quantisation to e4m3 or a bf16
-// copy, with the router weight multiplied in first where the model asks for it.
+// Operand rows of GEMM1 from hidden states, on the device: quantisation to e4m3 or int8 per group
+// of 128 columns or per row, or a bf16 copy, with the router weight multiplied in first where the
+// model asks for it.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +13,25 @@ namespace moesaic::cuda {
 enum class RowForm : std::uint8_t {
   kBf16,
   kFp8Group128,  // e4m3 codes and one F32 scale per row and 128 columns
+  kFp8Row,       // e4m3 codes and one F32 scale per row, or the expert's static one
+  kInt8Row,      // int8 codes and one F32 scale per row
 };
 constexpr int row_element_bytes(RowForm form) { return form == RowForm::kBf16 ? 2 : 1; }
-constexpr bool row_has_scales(RowForm form) { return form == RowForm::kFp8Group128; }
+constexpr bool row_has_scales(RowForm form) { return form != RowForm::kBf16; }
+// One scale for all of a row: a factor on finished sums.
+constexpr bool row_is_whole(RowForm form) {
+  return form == RowForm::kFp8Row || form == RowForm::kInt8Row;
+}
+
+// kFp8Row: scales that come with the weights. `of` [num_local_experts], or null: each row its own.
+struct StaticRowScales {
+  const float* of = nullptr;
+  // Null: one row per token, the scales are all equal. Otherwise a row per pair, that of the expert
+  // which topk_ids [tokens * top_k] names; pairs without a local expert get no row.
+  const std::int32_t* topk_ids = nullptr;
+  const std::int32_t* expert_map = nullptr;  // [num_experts] or null: identity
+  std::int32_t num_experts = 0, num_local_experts = 0, top_k = 1;
+};
 
 struct QuantRowsParams {
   const std::uint16_t* x = nullptr;  // [tokens, columns] bf16, 16-byte aligned, columns % 8 == 0
@@ -22,14 +39,26 @@ struct QuantRowsParams {
   std::int64_t tokens = 0;
   std::int64_t columns = 0;
   bool power_of_two_scales = false;
-  // q [tokens, columns] of that form; with scales: scale [ceil(columns/128)][scale_stride].
+  // q [tokens, columns] of that form (a row per pair: [tokens * top_k, columns]); with scales:
+  // scale [ceil(columns/128)][scale_stride], of whole rows [tokens] (static ones are not written).
   RowForm form = RowForm::kFp8Group128;
   void* q = nullptr;
   float* scale = nullptr;
   std::int64_t scale_stride = 0;
+  StaticRowScales static_scales;
 };
 
-// The codes and scales of ref_quantize_fp8_row, bit for bit. Returns a cudaError_t value.
+// Rows that are made: tokens or pairs.
+constexpr std::int64_t made_rows(const QuantRowsParams& p) {
+  return p.static_scales.topk_ids != nullptr ? p.tokens * p.static_scales.top_k : p.tokens;
+}
+// Parts of the work, each for half a warp: groups of 128 columns, or half a whole row.
+constexpr std::int64_t quant_parts(const QuantRowsParams& p) {
+  return row_is_whole(p.form) ? 2 * made_rows(p) : p.tokens * ((p.columns + 127) / 128);
+}
+
+// The codes and scales of ref_quantize_row (experts/reference/operand.h), bit for bit, but for NaN,
+// which stays NaN in e4m3. Returns a cudaError_t value.
 int launch_quant_rows(const QuantRowsParams& params, const DeviceTraits& device, void* stream);
 
 }  // namespace moesaic::cuda

@@ -10,6 +10,7 @@
 
 #include "experts/sm90/experts.h"
 #include "numerics/float_codec.h"
+#include "numerics/integer.h"
 #include "support/cuda_device.h"
 #include "support/experts_run.h"
 #include "support/metrics.h"
@@ -89,6 +90,16 @@ MoeProblem problem_of(std::string_view quant, std::string_view activation, std::
   return p;
 }
 
+// A scheme of every format that the kernel computes; fp8-static has input scales that differ.
+constexpr const char* kQuants[] = {"bf16",        "mxfp4-bf16", "fp8-block", "fp8-tensor",
+                                   "fp8-channel", "fp8-static", "int8"};
+bool is_fp8_block(std::string_view quant) { return quant == "fp8-block"; }
+// bf16 rows: each expert's row is rounded once more. Quantised: a sum that lands on the other side
+// of a rounding boundary moves an element of the intermediate by one code.
+double bound_of(std::string_view quant) {
+  return quant == "bf16" || quant == "mxfp4-bf16" ? 0x1p-8 : 0x1p-6;
+}
+
 // --- Exact
 // -----------------------------------------------------------------------------------------
 
@@ -99,6 +110,12 @@ void store(Tensor& t, std::int64_t i, float v) {
       return;
     case DType::kF8E4M3:
       t.as<std::uint8_t>()[i] = e4m3_from_f32(v);
+      return;
+    case DType::kI8:
+      t.as<std::int8_t>()[i] = static_cast<std::int8_t>(v);
+      return;
+    case DType::kF4E2M1:
+      set_nibble(t.as<std::uint8_t>(), i, e2m1_from_f32(v));
       return;
     default:
       t.as<std::uint16_t>()[i] = bf16_from_f32(v);
@@ -136,14 +153,26 @@ StandardCase exact_case(std::string_view quant, std::string_view activation, std
   std::memset(c.weights.w2_bias.data(), 0, static_cast<std::size_t>(c.weights.w2_bias.bytes()));
   for (Tensor* scale : {&c.weights.w13_scale, &c.weights.w2_scale}) {
     if (!scale->present()) continue;
-    for (std::int64_t i = 0; i < scale->bytes() / 4; ++i) {
-      scale->as<float>()[i] = static_cast<float>(1 + (i + i / 3) % 2);
+    const bool exponents = scale->dtype() == DType::kF8E8M0;
+    for (std::int64_t i = 0; i < scale->bytes() / (exponents ? 1 : 4); ++i) {
+      const auto doubled = static_cast<std::uint8_t>((i + i / 3) % 2);
+      if (exponents) {
+        scale->as<std::uint8_t>()[i] = static_cast<std::uint8_t>(127 + doubled);
+      } else {
+        scale->as<float>()[i] = static_cast<float>(1 + doubled);
+      }
     }
   }
+  for (std::int64_t e = 0; e < 6 && c.weights.w13_input_scale.present(); ++e) {
+    c.weights.w13_input_scale.as<float>()[e] = e % 2 == 0 ? 1.0F : 2.0F;
+    c.weights.w2_input_scale.as<float>()[e] = e < 3 ? 16.0F : 0.5F;
+  }
+  const DType codes = p.quant.weight.dtype;
   for (std::int64_t i = 0; i < tokens * hidden; ++i) {
-    // A 448 in each group makes the activation scale 1.
-    const bool top = p.quant.weight.dtype == DType::kF8E4M3 && i % 128 == 5;
-    store(c.hidden_states, i, top ? 448.0F : static_cast<float>(rng.integer(-1, 1)));
+    // The largest code in each group makes the activation scale 1.
+    const float top = codes == DType::kF8E4M3 ? 448.0F : codes == DType::kI8 ? 127.0F : 0.0F;
+    const bool here = top > 0 && i % 128 == 5;
+    store(c.hidden_states, i, here ? top : static_cast<float>(rng.integer(-1, 1)));
   }
   for (std::int64_t i = 0; i < c.routing.weights.bytes() / 4; ++i) {
     c.routing.weights.as<float>()[i] = std::ldexp(1.0F, static_cast<int>(rng.integer(-2, 0)));
@@ -154,7 +183,7 @@ StandardCase exact_case(std::string_view quant, std::string_view activation, std
 // One expert per token: the device's row is the reference's, rounded to bf16.
 TEST(CudaExpertsExact, OneExpertEqualsReferenceByBits) {
   REQUIRE_HOPPER();
-  for (const char* quant : {"bf16", "fp8-block"}) {
+  for (const char* quant : kQuants) {
     for (const char* activation : {"silu", "relu2_no_mul"}) {
       for (const std::int64_t tokens : {1, 37, 260, 700}) {
         SCOPED_TRACE(testing::Message() << quant << ' ' << activation << ' ' << tokens);
@@ -168,7 +197,8 @@ TEST(CudaExpertsExact, OneExpertEqualsReferenceByBits) {
           live += rounded == 0.0F ? 0 : 1;
         }
         EXPECT_EQ(wrong, 0);
-        EXPECT_GT(live, tokens * 512 / 4);
+        // int8 leaves little of a row with one large value.
+        EXPECT_GT(live, std::string_view(quant) == "int8" ? 0 : tokens * 512 / 4);
       }
     }
   }
@@ -201,7 +231,7 @@ double worst_error(const StandardCase& c) {
 // an element of the intermediate by one code, 2^-4 of it at most, rarely.
 TEST(CudaExpertsBound, EveryActivation) {
   REQUIRE_HOPPER();
-  for (const char* quant : {"bf16", "fp8-block"}) {
+  for (const char* quant : kQuants) {
     for (const char* activation :
          {"silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep", "situ", "silu_no_mul",
           "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul"}) {
@@ -209,7 +239,7 @@ TEST(CudaExpertsBound, EveryActivation) {
       MoeProblem p = problem_of(quant, activation, 384, 256, 6, 2);
       p.has_expert_bias = true;
       const StandardCase c = test::make_case(21, p, 50, DType::kBF16);
-      EXPECT_LT(worst_error(c), std::string_view(quant) == "bf16" ? 0x1p-8 : 0x1p-6);
+      EXPECT_LT(worst_error(c), bound_of(quant));
     }
   }
 }
@@ -219,30 +249,57 @@ TEST(CudaExpertsBound, ShapesAndTokens) {
   struct Sizes {
     std::int64_t hidden, intermediate;
   };
-  for (const char* quant : {"bf16", "fp8-block"}) {
-    const bool fp8 = std::string_view(quant) == "fp8-block";
+  for (const char* quant : kQuants) {
+    const bool plain = std::string_view(quant) == "bf16";
     for (const Sizes s :
-         fp8 ? std::vector<Sizes>{{128, 128}, {384, 640}, {1024, 200}, {256, 72}}
-             : std::vector<Sizes>{{8, 8}, {72, 203}, {136, 328}, {1024, 255}, {64, 1}}) {
+         is_fp8_block(quant) ? std::vector<Sizes>{{128, 128}, {384, 640}, {1024, 200}, {256, 72}}
+         : plain ? std::vector<Sizes>{{8, 8}, {72, 203}, {136, 328}, {1024, 255}, {64, 1}}
+         : std::string_view(quant) == "mxfp4-bf16"
+             ? std::vector<Sizes>{{32, 32}, {96, 160}, {384, 640}, {1024, 288}}
+             : std::vector<Sizes>{{16, 16}, {144, 208}, {384, 640}, {1024, 272}}) {
       for (const std::int64_t tokens : {1, 17, 129}) {
         SCOPED_TRACE(testing::Message()
                      << quant << ' ' << s.hidden << 'x' << s.intermediate << ' ' << tokens);
         MoeProblem p = problem_of(quant, "silu", s.hidden, s.intermediate, 6, 2);
         const StandardCase c = test::make_case(31, p, tokens, DType::kBF16, 0.1);
-        EXPECT_LT(worst_error(c), fp8 ? 0x1p-6 : 0x1p-8);
+        EXPECT_LT(worst_error(c), bound_of(quant));
       }
     }
   }
 }
 
-// Groups of more than 96 rows, with the tokens as the multiply's M operand: 800 tokens give each expert
-// about 266 rows.
+// The sizes of gpt-oss: 45 slabs and 22.5, a last band of one slab.
+TEST(CudaExpertsBound, GptOss) {
+  REQUIRE_HOPPER();
+  for (const std::int64_t tokens : {1, 5, 130}) {
+    MoeProblem p = problem_of("mxfp4-bf16", "swigluoai", 2880, 2880, 3, 2);
+    p.has_expert_bias = true;
+    const StandardCase c = test::make_case(39, p, tokens, DType::kBF16);
+    EXPECT_LT(worst_error(c), 0x1p-8) << tokens;
+  }
+}
+
+TEST(CudaExpertsRefusals, ScalesThatHaveNoBf16Factor) {
+  REQUIRE_HOPPER();
+  StandardCase c =
+      test::make_case(1, problem_of("mxfp4-bf16", "silu", 64, 64, 6, 2), 1, DType::kBF16);
+  c.weights.w2_scale.as<std::uint8_t>()[3] = 129;
+  const auto source = make_stacked_source(c.weights.view());
+  const Status status = CudaExperts::create(c.problem, *source, 0).status();
+  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+  EXPECT_NE(status.message().find("w2_scale: got 2^2 at [1, 1], need at most 2^1"),
+            std::string::npos)
+      << status.to_string();
+}
+
+// Groups of more than 96 rows, with the tokens as the multiply's M operand: 800 tokens give each
+// expert about 266 rows.
 TEST(CudaExpertsBound, FullGroups) {
   REQUIRE_HOPPER();
-  for (const char* quant : {"bf16", "fp8-block"}) {
+  for (const char* quant : kQuants) {
     const MoeProblem p = problem_of(quant, "silu", 384, 256, 6, 2);
     const StandardCase c = test::make_case(33, p, 800, DType::kBF16, 0.1);
-    EXPECT_LT(worst_error(c), std::string_view(quant) == "bf16" ? 0x1p-8 : 0x1p-6) << quant;
+    EXPECT_LT(worst_error(c), bound_of(quant)) << quant;
   }
 }
 
@@ -250,13 +307,12 @@ TEST(CudaExpertsBound, FullGroups) {
 // second case has one expert twice.
 TEST(CudaExpertsBound, OneToken) {
   REQUIRE_HOPPER();
-  for (const char* quant : {"bf16", "fp8-block"}) {
+  for (const char* quant : kQuants) {
     for (const bool twice : {false, true}) {
       const MoeProblem p = problem_of(quant, "silu", 384, 384, 6, 3);
       StandardCase c = test::make_case(35, p, 1, DType::kBF16);
       if (twice) c.routing.ids.as<std::int32_t>()[2] = c.routing.ids.as<std::int32_t>()[0];
-      EXPECT_LT(worst_error(c), std::string_view(quant) == "bf16" ? 0x1p-8 : 0x1p-6)
-          << quant << ' ' << twice;
+      EXPECT_LT(worst_error(c), bound_of(quant)) << quant << ' ' << twice;
     }
   }
 }
@@ -279,11 +335,11 @@ TEST(CudaExpertsBound, PairedGroups) {
 
 TEST(CudaExpertsBound, RouterWeightOnInputAndPowerOfTwoScales) {
   REQUIRE_HOPPER();
-  for (const char* quant : {"bf16", "fp8-block"}) {
+  for (const char* quant : kQuants) {
     for (const bool on_input : {false, true}) {
       MoeProblem p = problem_of(quant, "silu", 256, 256, 6, 1);
       p.apply_router_weight_on_input = on_input;
-      if (std::string_view(quant) == "fp8-block") {
+      if (is_fp8_block(quant)) {
         p.quant.activation.scale_format = ScaleFormat::kE8M0;
       }
       const StandardCase c = test::make_case(41, p, 40, DType::kBF16);
@@ -297,7 +353,7 @@ TEST(CudaExpertsBound, RouterWeightOnInputAndPowerOfTwoScales) {
 
 TEST(CudaExperts, TokenAloneEqualsTokenInBatchByBits) {
   REQUIRE_HOPPER();
-  for (const char* quant : {"bf16", "fp8-block"}) {
+  for (const char* quant : kQuants) {
     // Full groups are computed with the tokens as rows; once with limits and constants.
     for (const auto& [tokens, activation] : std::vector<std::pair<std::int64_t, const char*>>{
              {5, "silu"}, {60, "silu"}, {200, "silu"}, {900, "silu"}, {900, "swigluoai"}}) {
@@ -317,9 +373,9 @@ TEST(CudaExperts, TokenAloneEqualsTokenInBatchByBits) {
   }
 }
 
-TEST(CudaExperts, GraphReplaysWithOtherRoutingAndTokensWithoutExperts) {
-  REQUIRE_HOPPER();
-  const MoeProblem p = problem_of("fp8-block", "silu", 256, 256, 6, 2);
+void replay_graph(const char* quant) {
+  SCOPED_TRACE(quant);
+  const MoeProblem p = problem_of(quant, "silu", 256, 256, 6, 2);
   StandardCase c = test::make_case(61, p, 48, DType::kBF16);
   OnDevice d(c, create(c));
   const DeviceBytes out(48 * 256 * 4);
@@ -355,6 +411,13 @@ TEST(CudaExperts, GraphReplaysWithOtherRoutingAndTokensWithoutExperts) {
   (void)cudaStreamDestroy(stream);
 }
 
+TEST(CudaExperts, GraphReplaysWithOtherRoutingAndTokensWithoutExperts) {
+  REQUIRE_HOPPER();
+  for (const char* quant : {"fp8-block", "fp8-channel", "fp8-static", "int8", "mxfp4-bf16"}) {
+    replay_graph(quant);
+  }
+}
+
 TEST(CudaExperts, SharedRowsAreAddedOnce) {
   REQUIRE_HOPPER();
   const MoeProblem p = problem_of("bf16", "silu", 64, 64, 6, 2);
@@ -382,6 +445,10 @@ TEST(CudaExpertsRefusals, ProblemsOutsideTheBackend) {
             std::string::npos);
   MoeProblem p = problem_of("bf16", "silu", 100, 64, 6, 2);
   EXPECT_NE(text(p).find("hidden_size: got 100, need a multiple of 8"), std::string::npos);
+  p = problem_of("fp8-channel", "silu", 128, 72, 6, 2);
+  EXPECT_NE(text(p).find("intermediate_size: got 72, need a multiple of 16"), std::string::npos);
+  p = problem_of("int8", "silu", 131072, 64, 6, 2);
+  EXPECT_NE(text(p).find("hidden_size: got 131072, need at most 131071"), std::string::npos);
   p = problem_of("bf16", "silu", 64, 64, 2048, 2);
   EXPECT_NE(text(p).find("num_local_experts: got 2048, need at most 1024"), std::string::npos);
   p = problem_of("bf16", "silu", 64, 64, 6, 2);

@@ -2,9 +2,12 @@
 // a device.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <string_view>
 
+#include "experts/sm90/codes_e2m1.h"
 #include "experts/sm90/experts_plan.h"
+#include "numerics/float_codec.h"
 #include "support/experts_run.h"
 #include "support/refusal.h"
 
@@ -75,13 +78,49 @@ TEST(CudaFormats, ARowForEachSchemeThatTheKernelsCompute) {
   EXPECT_EQ(fp8.chunk_k, 128);
   EXPECT_EQ(fp8.slab_bytes, 128 * 128);
   EXPECT_EQ(fp8.parts.size(), 4U);
+  for (const char* quant : {"fp8-channel", "fp8-tensor", "fp8-static", "int8"}) {
+    const FormatRow& row = *format_of(test::small_problem(quant)).value();
+    EXPECT_TRUE(row_is_whole(row.rows)) << quant;
+    EXPECT_EQ(row.slab_bytes, 128 * 128) << quant;
+    EXPECT_EQ(row.parts.size(), 6U) << quant;
+  }
+  const FormatRow& mxfp4 = *format_of(test::small_problem("mxfp4-bf16")).value();
+  EXPECT_EQ(mxfp4.chunk_k, 64);
+  EXPECT_EQ(mxfp4.slab_bytes, 128 * (32 + 2)) << "codes and two exponents per row";
   for (const FormatRow& row : grouped_formats()) {
     EXPECT_EQ(row.chunk_k * row_element_bytes(row.rows), 128);
   }
-  test::expect_refusal(format_of(test::small_problem("mxfp4")).status(), StatusCode::kUnsupported,
-                       {"scheme: got mxfp4", "need bf16 or fp8-block"});
+  test::expect_refusal(
+      format_of(test::small_problem("mxfp4")).status(), StatusCode::kUnsupported,
+      {"scheme: got mxfp4", "need bf16, fp8-block, mxfp4-bf16, fp8-scaled or int8"});
   test::expect_refusal(make_experts_plan(test::small_problem("mxfp4")).status(),
                        StatusCode::kUnsupported, {"scheme"});
+}
+
+// Every code at every place of a word, times every factor.
+TEST(CudaFormats, E2m1CodesBecomeBf16) {
+  for (std::uint32_t c = 0; c < 16; ++c) {
+    for (int place = 0; place < 4; ++place) {
+      const std::uint32_t other = 15 - c;  // in the other half, and in all other places
+      std::uint32_t word = 0;
+      for (int i = 0; i < 4; ++i) {
+        word |= place_e2m1(i == place ? c : other, i) | place_e2m1(other, i) << 16;
+      }
+      std::uint32_t a[4];
+      e2m1_fragment(word, a);
+      for (std::uint32_t e8m0 = 0; e8m0 <= kLargestE2m1Scale; ++e8m0) {
+        const float factor = f32_from_bf16(static_cast<std::uint16_t>(e2m1_factor(e8m0) << 7));
+        const float got = f32_from_bf16(static_cast<std::uint16_t>(a[place])) * factor;
+        const float want =
+            std::ldexp(f32_from_e2m1(static_cast<std::uint8_t>(c)), static_cast<int>(e8m0) - 127);
+        ASSERT_EQ(got, want) << c << ' ' << place << ' ' << e8m0;
+        ASSERT_EQ(f32_from_bf16(bf16_from_f32(want)), want);
+        ASSERT_EQ(std::signbit(got), std::signbit(want));
+      }
+      EXPECT_EQ(f32_from_bf16(static_cast<std::uint16_t>(a[place] >> 16)) * 0x1p126F,
+                f32_from_e2m1(static_cast<std::uint8_t>(other)));
+    }
+  }
 }
 
 TEST(CudaPlan, PairsShareBf16WeightsOfFullGroups) {

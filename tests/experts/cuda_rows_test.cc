@@ -6,10 +6,13 @@
 #include <string_view>
 
 #include "cuda/quant_rows.h"
+#include "experts/reference/operand.h"
 #include "experts/sm90/experts.h"
+#include "numerics/float_codec.h"
 #include "permute/sm90/combine.h"
 #include "support/cuda_device.h"
 #include "support/experts_run.h"
+#include "support/random.h"
 #include "support/refusal.h"
 
 namespace moesaic {
@@ -110,9 +113,15 @@ TEST(CudaQuantizedRows, GiveTheBitsOfTheRowsTheyWereMadeOf) {
 // the rows that the first quantised, whichever kernel and routing either has.
 TEST(CudaQuantizedRows, AreKeptForTheNextCall) {
   REQUIRE_HOPPER();
-  for (const std::int64_t tokens : {3, 200, 1500}) {
-    SCOPED_TRACE(tokens);
-    const MoeProblem p = problem_of("fp8-block", 3);
+  for (const auto& [quant, tokens] :
+       std::vector<std::pair<const char*, std::int64_t>>{{"fp8-block", 3},
+                                                         {"fp8-block", 200},
+                                                         {"fp8-block", 1500},
+                                                         {"fp8-channel", 3},
+                                                         {"fp8-channel", 200},
+                                                         {"int8", 200}}) {
+    SCOPED_TRACE(testing::Message() << quant << ' ' << tokens);
+    const MoeProblem p = problem_of(quant, 3);
     RowsOnDevice d(test::make_case(94, p, tokens, DType::kBF16, 0.2));
     ASSERT_TRUE(d.experts->same_rows(*d.experts));
     const auto want = d.run(d.args());
@@ -130,9 +139,91 @@ TEST(CudaQuantizedRows, AreKeptForTheNextCall) {
   }
 }
 
+// Rows with one scale: the codes and scales of the reference, byte for byte.
+TEST(CudaQuantizedRows, WithOneScaleAreTheReferences) {
+  REQUIRE_HOPPER();
+  constexpr std::int64_t kTokens = 41, kColumns = 1296, kTopK = 2, kExperts = 3;
+  test::Rng rng(95);
+  Tensor x = test::random_normal(rng, DType::kBF16, {kTokens, kColumns});
+  auto* const values = x.as<std::uint16_t>();
+  const auto set_row = [&](std::int64_t row, auto value) {
+    for (std::int64_t i = 0; i < kColumns; ++i) {
+      values[row * kColumns + i] = bf16_from_f32(static_cast<float>(value(i)));
+    }
+  };
+  set_row(1, [](std::int64_t) { return 0.0F; });
+  set_row(2, [](std::int64_t i) { return i == 700 ? 1e30F : 1.0F; });
+  set_row(3, [](std::int64_t i) { return 1e-37F * static_cast<float>(i % 9); });  // tiny scales
+  set_row(4, [](std::int64_t i) { return 0.5F * static_cast<float>(i % 255 - 127); });  // ties
+  set_row(5, [](std::int64_t i) { return i % 2 == 0 ? 1e-40F : -1e-40F; });
+  std::vector<float> weights(kTokens);
+  for (float& w : weights) w = static_cast<float>(rng.uniform());
+  std::vector<std::int32_t> ids(kTokens * kTopK);
+  for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int32_t>(i % 4) - 1;
+  const std::vector<float> fixed = {0.01F, 0.3F, 7.0F};
+  const DeviceBytes on_x(x.data(), x.bytes()), on_weights(weights.data(), kTokens * 4);
+  const DeviceBytes on_ids(ids.data(), kTokens * kTopK * 4), on_fixed(fixed.data(), kExperts * 4);
+  struct Case {
+    const char* quant;
+    bool weighted, per_pair;
+  };
+  for (const Case& c : {Case{"fp8-channel", false, false}, Case{"fp8-channel", true, false},
+                        Case{"int8", false, false}, Case{"int8", true, false},
+                        Case{"fp8-static", false, false}, Case{"fp8-static", true, true}}) {
+    SCOPED_TRACE(testing::Message() << c.quant << ' ' << c.weighted << ' ' << c.per_pair);
+    const OperandQuant activation = test::scheme_called(c.quant).activation;
+    const bool int8 = activation.dtype == DType::kI8;
+    const bool is_static = activation.granularity == ScaleGranularity::kTensor;
+    const std::int64_t rows = kTokens * (c.per_pair ? kTopK : 1);
+    const DeviceBytes codes(rows * kColumns), scale(rows * 4);
+    cuda::QuantRowsParams q;
+    q.x = on_x.as<std::uint16_t>();
+    q.weights = c.weighted ? on_weights.as<float>() : nullptr;
+    q.tokens = kTokens;
+    q.columns = kColumns;
+    q.form = int8 ? cuda::RowForm::kInt8Row : cuda::RowForm::kFp8Row;
+    q.q = codes.as();
+    q.scale = scale.as<float>();
+    if (is_static) q.static_scales.of = on_fixed.as<float>();
+    if (c.per_pair) {
+      q.static_scales.topk_ids = on_ids.as<std::int32_t>();
+      q.static_scales.num_experts = q.static_scales.num_local_experts = kExperts;
+      q.static_scales.top_k = kTopK;
+    }
+    ASSERT_EQ(cuda::launch_quant_rows(q, {}, nullptr), 0);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    const auto got = codes.values<std::uint8_t>();
+    const auto got_scale = scale.values<float>();
+    std::vector<float> row(kColumns), scales(kColumns / 16 + 1);
+    std::vector<std::uint8_t> scratch(kColumns);
+    for (std::int64_t r = 0; r < rows; ++r) {
+      const std::int64_t t = c.per_pair ? r / kTopK : r;
+      const std::int32_t expert = c.per_pair ? ids[static_cast<std::size_t>(r)] : 0;
+      if (expert < 0) continue;
+      const float w = f32_from_bf16(bf16_from_f32(weights[static_cast<std::size_t>(t)]));
+      for (std::int64_t i = 0; i < kColumns; ++i) {
+        const float v = f32_from_bf16(values[t * kColumns + i]);
+        row[static_cast<std::size_t>(i)] = c.weighted ? f32_from_bf16(bf16_from_f32(v * w)) : v;
+      }
+      const experts::RefOperand want =
+          experts::ref_quantize_row(activation, fixed[static_cast<std::size_t>(expert)], row.data(),
+                                    kColumns, scales.data(), scratch.data());
+      if (!is_static) {
+        ASSERT_EQ(got_scale[static_cast<std::size_t>(r)], want.scales[0]) << r;
+      }
+      for (std::int64_t i = 0; i < kColumns; ++i) {
+        const std::uint8_t code = got[static_cast<std::size_t>(r * kColumns + i)];
+        const float value =
+            int8 ? static_cast<float>(static_cast<std::int8_t>(code)) : f32_from_e4m3(code);
+        ASSERT_EQ(value, want.values[i]) << r << ' ' << i;
+      }
+    }
+  }
+}
+
 TEST(CudaSlotRows, AddUpToTheOutputByBits) {
   REQUIRE_HOPPER();
-  for (const char* quant : {"bf16", "fp8-block"}) {
+  for (const char* quant : {"bf16", "fp8-block", "fp8-channel", "fp8-static", "int8"}) {
     for (const std::int64_t tokens : {2, 40, 700}) {
       SCOPED_TRACE(quant);
       const MoeProblem p = problem_of(quant, 3);

@@ -47,6 +47,7 @@ TEST(CudaLayerGolden, MatchesFloat64WithTheBoundsOfTheCpu) {
   for (const char* model : {"mini-qwen3-moe", "mini-deepseek-v3", "mini-gpt-oss"}) {
     cases.push_back({model, "as-is", 6e-3});
     cases.push_back({model, "fp8-block", 8.5e-2});
+    cases.push_back({model, "fp8-channel", 8.5e-2});
   }
   for (const char* model : {"tiny-qwen3-moe", "tiny-deepseek-v3", "tiny-gpt-oss"}) {
     cases.push_back({model, "bf16", 6e-3, true});

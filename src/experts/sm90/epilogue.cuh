@@ -11,10 +11,9 @@
 #include "cuda/ptx/sync.cuh"
 #include "experts/sm90/activation.cuh"
 #include "experts/sm90/gemm_layout.cuh"
+#include "experts/sm90/whole_rows.cuh"
 
 namespace moesaic::cuda {
-
-inline constexpr int kRequantBarrier = 1;  // named barrier of all consumer threads of the CTA
 
 // How the eight warps that hold one requantisation group exchange the largest magnitudes of its
 // columns: through the CTA's shared memory, or (split) through that of both CTAs of a cluster.
@@ -151,7 +150,10 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
     }
   }
 
-  if constexpr (!Inner::kQuantises) {
+  if constexpr (Inner::kWholeRow) {
+    store_whole_columns<Inner, kGated, kColumns>(p, expert, first_row, rows, channel, inside, lane,
+                                                 acc);
+  } else if constexpr (!Inner::kQuantises) {
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
@@ -342,6 +344,12 @@ __device__ __forceinline__ void store_activated_rows(const GroupedParams& p, int
       if (t == 0 && 8 * i < rows)
         p.rows.inner_scale[band * p.rows.inner_scale_stride + row + 8 * i] = s;
     }
+    if constexpr (Inner::kWholeRow) {
+      float m = fmaxf(amax[i], __shfl_xor_sync(0xFFFFFFFFU, amax[i], 1));
+      m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 2));
+      MOESAIC_CUDA_FAULT(cuda_experts_full_groups_have_the_amax_of_a_lane, m = amax[i];)
+      if (t == 0 && 8 * i < rows) add_row_amax(p, row + 8 * i, m);
+    }
     if (8 * i >= rows) continue;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -351,7 +359,10 @@ __device__ __forceinline__ void store_activated_rows(const GroupedParams& p, int
         if (channel >= p.intermediate) continue;
         const int at = 64 * h + 8 * w + 2 * i;  // channels 0 and 2; 1 and 3 are 32 further
         const std::int64_t to = static_cast<std::int64_t>(row + 8 * i) * p.intermediate + channel;
-        if constexpr (Inner::kQuantises) {
+        if constexpr (Inner::kWholeRow) {
+          const float v[4] = {acc[at], acc[at + 32], acc[at + 1], acc[at + 33]};
+          store_channels<Inner>(p, expert, row + 8 * i, channel, v);
+        } else if constexpr (Inner::kQuantises) {
           *reinterpret_cast<std::uint32_t*>(p.rows.inner + to) =
               ptx::e4m3x2(divide(acc[at], s, r), divide(acc[at + 32], s, r)) |
               ptx::e4m3x2(divide(acc[at + 1], s, r), divide(acc[at + 33], s, r)) << 16;

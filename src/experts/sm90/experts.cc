@@ -81,6 +81,14 @@ QuantRowsParams CudaExperts::Impl::quant_params(const CudaExpertsArgs& a,
   q.q = w.rows;
   q.scale = w.row_scale;
   q.scale_stride = w.row_scale_stride;
+  if (!plan.static_scales) return q;
+  q.static_scales.of = weights.w13_input_scale;
+  if (!rows_per_pair) return q;
+  q.static_scales.topk_ids = a.topk_ids;
+  q.static_scales.expert_map = a.expert_map;
+  q.static_scales.num_experts = static_cast<std::int32_t>(problem.num_experts);
+  q.static_scales.num_local_experts = static_cast<std::int32_t>(problem.num_local_experts);
+  q.static_scales.top_k = static_cast<std::int32_t>(a.top_k > 0 ? a.top_k : problem.top_k);
   return q;
 }
 
@@ -89,7 +97,8 @@ std::optional<ExpertsPrologue> CudaExperts::prologue(const CudaExpertsArgs& a) c
   MoeProblem problem = impl_->problem;
   if (a.top_k > 0) problem.top_k = a.top_k;
   const std::int64_t pairs = a.tokens * problem.top_k;
-  if (a.tokens < 1 || pairs > kListPairs || plan.weight_on_input) return std::nullopt;
+  const bool needs_routing = plan.weight_on_input || impl_->rows_per_pair;
+  if (a.tokens < 1 || pairs > kListPairs || needs_routing) return std::nullopt;
   // The list that the GEMM kernel makes stays in its shared memory: the combine must be there too.
   if (a.tokens > kFoldCombineTokens && !MOESAIC_FAULT(cuda_list_apart_from_its_combine)) {
     return std::nullopt;
@@ -156,7 +165,9 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   align.next_item = w.control;
   align.num_groups = w.control + 1;
   align.band_done = w.band_done;
-  align.bands = static_cast<std::int32_t>(2 * plan.w2.bands());
+  // What is zeroed with them lies behind.
+  align.bands =
+      static_cast<std::int32_t>(2 * plan.w2.bands() + (plan.quantizes_late() ? pairs : 0));
   const bool codes = a.rows.kind == CudaRows::Kind::kCodes;
   const bool slots = a.result.kind == CudaResult::Kind::kSlots;
   const bool makes_rows = plan.makes_rows() && !codes;  // in this call or the one before
@@ -197,6 +208,13 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
     if (route && route->num_shared > 0) impl_->prefetch_ahead(g.ahead);
   }
   plan.fill_sizes(problem, g);
+  if (impl_->rows_per_pair) g.top_k = 1;  // a row is that of a pair
+  if (plan.static_scales) {
+    g.whole.x_static = impl_->weights.w13_input_scale;
+    g.whole.inner_static = impl_->weights.w2_input_scale;
+  }
+  g.whole.inner_bf16 = w.inner_bf16;
+  g.whole.inner_amax = w.inner_amax;
   g.fold_combine = !slots && a.tokens <= kFoldCombineTokens && variant.max_columns <= 64;
   g.combine = c;
   g.band_done = w.band_done;

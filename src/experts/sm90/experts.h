@@ -37,8 +37,8 @@ struct CudaRows {
   static CudaRows codes(const void* data, const float* scale, std::int64_t scale_stride) {
     return {Kind::kCodes, data, scale, scale_stride};
   }
-  // fp8-block without weight on the input: bf16 that the call before this one in this workspace (of
-  // experts with same_rows, with as many tokens) has quantised already.
+  // Scales per row or group, without weight on the input: bf16 that the call before this one in
+  // this workspace (of experts with same_rows, with as many tokens) has quantised already.
   static CudaRows kept(const void* data) { return {Kind::kKept, data}; }
 };
 
@@ -137,12 +137,13 @@ class GpuExperts {
   virtual Status add_numerics(const CudaExpertsArgs& args, std::span<RowNumerics> rows) const = 0;
 };
 
-// Computes what experts/reference/experts.h defines for the schemes bf16 and fp8-block with bf16
+// Computes what experts/reference/experts.h defines for the schemes of formats.cc with bf16
 // activations, with these differences: products are summed by the tensor cores in chunks of 128
-// bytes of K (64 bf16 or 128 e4m3 values) in ascending order; an expert's weighted output row is
-// rounded to bf16 before the combine; sigmoid and exp are the hardware's (activation.cuh). With
-// integer operands whose sums and rounded rows are exact the result equals the reference bit for
-// bit.
+// bytes of K (64 bf16, 128 e4m3 or int8 values) in ascending order (sums of e4m3 products with a
+// scale per row are taken out every two chunks, int8 sums are exact); an expert's weighted output
+// row is rounded to bf16 before the combine; sigmoid and exp are the hardware's (activation.cuh).
+// With integer operands whose sums and rounded rows are exact the result equals the reference bit
+// for bit.
 class CudaExperts final : public GpuExperts {
  public:
   // ok, or the reason for refusing, without looking at weights or a device: check_problem's, then

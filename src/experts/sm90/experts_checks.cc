@@ -68,10 +68,11 @@ Status check_pointer(std::string_view field, const void* p, std::uintptr_t align
   return {};
 }
 
-bool takes_codes(const FormatRow& row) { return row_has_scales(row.rows); }
+bool takes_codes(const FormatRow& row) { return row.rows == RowForm::kFp8Group128; }
+bool quantises(const FormatRow& row) { return row_has_scales(row.rows); }
 
 Status check_scales(const ExpertsPlan& plan, const CudaExpertsArgs& a) {
-  if (!plan.quantizes()) {
+  if (!takes_codes(*plan.format)) {
     return {StatusCode::kUnsupported,
             fmt::format("hidden_scale: got quantised rows, need bf16 rows: only {} takes codes",
                         names_of_formats(&takes_codes))};
@@ -113,11 +114,12 @@ Status check_args(const MoeProblem& problem, const ExpertsPlan& plan, const Cuda
   MOESAIC_RETURN_IF_ERROR(check_pointer("topk_weights", a.topk_weights, 4));
   MOESAIC_RETURN_IF_ERROR(check_pointer(slots ? "slot_rows" : "output", a.result.data, 16));
   if (a.rows.kind == CudaRows::Kind::kCodes) MOESAIC_RETURN_IF_ERROR(check_scales(plan, a));
-  if (a.rows.kind == CudaRows::Kind::kKept && (!plan.makes_rows() || plan.weight_on_input)) {
+  const bool keeps = plan.quantizes() && !plan.weight_on_input && !plan.static_scales;
+  if (a.rows.kind == CudaRows::Kind::kKept && !keeps) {
     return {StatusCode::kUnsupported,
             fmt::format("rows: got kept ones, need {} experts that quantised bf16 rows without "
-                        "weights",
-                        names_of_formats(&takes_codes))};
+                        "weights or static scales",
+                        names_of_formats(&quantises))};
   }
   if (a.result.shared_rows != nullptr) {
     MOESAIC_RETURN_IF_ERROR(check_pointer("shared_rows", a.result.shared_rows, 16));

@@ -20,7 +20,9 @@ struct CudaExperts::Impl {
   // as the checkpoint orders them.
   std::vector<Allocation> parts;
   Allocation w13_bias, w2_bias;
-  GroupedWeights weights;  // pointers into these
+  PlacedWeights weights;  // pointers into these
+  // Static scales of hidden states that differ between experts: a row is made for every pair.
+  bool rows_per_pair = false;
 
   Status load(ExpertSource& source);
   QuantRowsParams quant_params(const CudaExpertsArgs& a, const ExpertsWorkspace& w) const;
@@ -32,7 +34,9 @@ struct CudaExperts::Impl {
   // The last expert is one of every token: part of its w13 is prefetched while the gate computes.
   void prefetch_ahead(AheadWeights& ahead) const;
   // Rows that depend on the hidden states alone are quantised.
-  bool quantizes_rows() const { return plan.quantizes() && !plan.weight_on_input; }
+  bool quantizes_rows() const {
+    return plan.quantizes() && !plan.weight_on_input && !plan.static_scales;
+  }
 };
 
 // One expert's weights on their way to the device.

@@ -57,6 +57,26 @@ Status repack_tiles(const RepackCall& call) {
                        call.parts[1], scaled ? call.parts[3] : nullptr);
 }
 
+Status repack_row_scaled(const RepackCall& call) {
+  const ExpertWeightsView& v = call.weights;
+  const auto matrix = [&](const RepackShape& shape, const ConstTensorView& weight,
+                          const ConstTensorView& scale, const ConstTensorView& input, int part) {
+    const auto at = [&](int i) { return call.parts[static_cast<std::size_t>(part + i)]; };
+    MOESAIC_RETURN_IF_ERROR(repack_matrix(shape, weight, {}, call.staging, at(0), nullptr));
+    std::vector<float> scales(static_cast<std::size_t>(shape.rows));
+    for (std::int64_t i = 0; i < shape.rows; ++i) {
+      scales[static_cast<std::size_t>(i)] =
+          load_as_f32(scale.data, scale.dtype, scale.dim(0) == 1 ? 0 : i);
+    }
+    MOESAIC_RETURN_IF_ERROR(
+        copy_to_device("upload of scales", at(2), scales.data(), shape.rows * 4));
+    const float of_rows = input.present() ? input.as<float>()[0] : 1.0F;
+    return copy_to_device("upload of scales", at(4), &of_rows, 4);
+  };
+  MOESAIC_RETURN_IF_ERROR(matrix(call.plan.w13, v.w13, v.w13_scale, v.w13_input_scale, 0));
+  return matrix(call.plan.w2, v.w2, v.w2_scale, v.w2_input_scale, 1);
+}
+
 Status CudaExperts::Impl::load(ExpertSource& source) {
   const std::int64_t local = problem.num_local_experts;
   const std::span<const WeightPart> rows = plan.format->parts;
@@ -74,6 +94,7 @@ Status CudaExperts::Impl::load(ExpertSource& source) {
   Allocation staging;
   std::vector<float> row;
   std::vector<std::byte*> to(rows.size());
+  float first_scale = 0;
   for (std::int64_t e = 0; e < local; ++e) {
     MOESAIC_ASSIGN_OR_RETURN(const ExpertWeightsView view, source.expert(e));
     MOESAIC_RETURN_IF_ERROR(experts::check_expert_weights(problem, view, e));
@@ -81,6 +102,11 @@ Status CudaExperts::Impl::load(ExpertSource& source) {
       to[i] = parts[i].as<std::byte>() + e * rows[i].bytes(plan);
     }
     MOESAIC_RETURN_IF_ERROR(plan.format->repack({plan, view, staging, to}));
+    if (plan.static_scales) {
+      const float scale = view.w13_input_scale.as<float>()[0];
+      if (e == 0) first_scale = scale;
+      rows_per_pair = rows_per_pair || scale != first_scale;
+    }
     if (problem.has_expert_bias) {
       MOESAIC_RETURN_IF_ERROR(
           upload_bias(view.w13_bias, w13_bias.as<float>() + e * plan.w13.rows, plan.w13.rows, row));

@@ -48,6 +48,15 @@ experts::RowError of_codes(const std::uint8_t* codes, std::int64_t n, float scal
   return sums;
 }
 
+// Codes of a row with a static scale: how far beyond it the values were is not known.
+experts::RowError of_static_codes(const std::uint8_t* codes, std::int64_t n, float scale) {
+  experts::RowError sums = of_codes(codes, n, scale, 0.0F);
+  for (std::int64_t i = 0; i < n; ++i) {
+    sums.saturated = sums.saturated || (codes[i] & 0x7F) == 0x7E;
+  }
+  return sums;
+}
+
 experts::RowError of_bf16(const std::uint16_t* row, std::int64_t n) {
   experts::RowError sums;
   for (std::int64_t i = 0; i < n; ++i) {
@@ -115,12 +124,37 @@ Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics
   std::int64_t inner_rows = 0;
   for (const std::int32_t r : row_of_pair) inner_rows = std::max<std::int64_t>(inner_rows, r + 1);
   MOESAIC_ASSIGN_OR_RETURN(const auto codes, read_back("inner", w.inner, inner_rows * row_bytes));
+  const bool groups = plan.format->rows == RowForm::kFp8Group128;
   std::vector<float> scales;  // [groups][inner_rows]
-  for (std::int64_t k = 0; quantized && k < inner; k += quant::kFp8BlockSize) {
+  for (std::int64_t k = 0; groups && k < inner; k += quant::kFp8BlockSize) {
     const float* const group = w.inner_scale + k / quant::kFp8BlockSize * w.inner_scale_stride;
     MOESAIC_ASSIGN_OR_RETURN(const auto some, read_back("inner_scale", group, inner_rows));
     scales.insert(scales.end(), some.begin(), some.end());
   }
+  std::vector<std::uint16_t> whole_rows;
+  if (plan.quantizes_late()) {
+    MOESAIC_ASSIGN_OR_RETURN(
+        whole_rows, read_back("inner_bf16", reinterpret_cast<const std::uint16_t*>(w.inner_bf16),
+                              inner_rows * inner));
+  }
+  // Static scales of both projections, and whose a pair has.
+  const std::int64_t local = problem.num_local_experts;
+  std::vector<float> x_scales, inner_scales;
+  std::vector<std::int32_t> ids, map;
+  if (plan.static_scales) {
+    MOESAIC_ASSIGN_OR_RETURN(x_scales,
+                             read_back("w13_input_scale", impl_->weights.w13_input_scale, local));
+    MOESAIC_ASSIGN_OR_RETURN(inner_scales,
+                             read_back("w2_input_scale", impl_->weights.w2_input_scale, local));
+    MOESAIC_ASSIGN_OR_RETURN(ids, read_back("topk_ids", a.topk_ids, pairs));
+    if (a.expert_map != nullptr) {
+      MOESAIC_ASSIGN_OR_RETURN(map, read_back("expert_map", a.expert_map, problem.num_experts));
+    }
+  }
+  const auto expert_of = [&](std::int64_t pair) {
+    const auto id = static_cast<std::size_t>(ids[static_cast<std::size_t>(pair)]);
+    return map.empty() ? id : static_cast<std::size_t>(map[id]);
+  };
   const bool slots = a.result.kind == CudaResult::Kind::kSlots;
   const auto* y = slots ? static_cast<const std::uint16_t*>(a.result.data) : w.y2;
   MOESAIC_ASSIGN_OR_RETURN(const auto y2, read_live_rows("y2", y, row_of_pair, hidden));
@@ -144,11 +178,22 @@ Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics
       row[static_cast<std::size_t>(i)] =
           weights.empty() ? v : v * weights[static_cast<std::size_t>(p)];
     }
-    const experts::RowError input = meter.measure(row.data(), hidden, 1.0F);
+    const float x_scale = plan.static_scales ? x_scales[expert_of(p)] : 1.0F;
+    const experts::RowError input = meter.measure(row.data(), hidden, x_scale);
     experts::RowError of_inner;
     const std::byte* from = codes.data() + r * row_bytes;
     if (!quantized) of_inner = of_bf16(reinterpret_cast<const std::uint16_t*>(from), inner);
-    for (std::int64_t k = 0; quantized && k < inner; k += quant::kFp8BlockSize) {
+    if (plan.quantizes_late()) {
+      for (std::int64_t i = 0; i < inner; ++i) {
+        row[static_cast<std::size_t>(i)] =
+            f32_from_bf16(whole_rows[static_cast<std::size_t>(r * inner + i)]);
+      }
+      of_inner = meter.measure(row.data(), inner, 1.0F);
+    } else if (plan.static_scales) {
+      of_inner = of_static_codes(reinterpret_cast<const std::uint8_t*>(from), inner,
+                                 inner_scales[expert_of(p)]);
+    }
+    for (std::int64_t k = 0; groups && k < inner; k += quant::kFp8BlockSize) {
       const auto at = static_cast<std::size_t>(k / quant::kFp8BlockSize * inner_rows + r);
       of_inner.add(of_codes(reinterpret_cast<const std::uint8_t*>(from + k),
                             std::min(quant::kFp8BlockSize, inner - k), scales[at], smallest_scale));

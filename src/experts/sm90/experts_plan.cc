@@ -2,6 +2,7 @@
 
 #include "core/checked.h"
 #include "experts/problem_checks.h"
+#include "quant/compute_scheme.h"
 
 namespace moesaic::cuda {
 
@@ -19,6 +20,7 @@ Result<ExpertsPlan> make_experts_plan(const MoeProblem& problem) {
   plan.w2 = {{problem.hidden_size, problem.intermediate_size, element, false}, slab};
   plan.power_of_two_scales = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
   plan.weight_on_input = problem.apply_router_weight_on_input;
+  plan.static_scales = quant::has_static_scale(problem.quant.activation);
   return plan;
 }
 
@@ -44,25 +46,33 @@ ExpertsWorkspace ExpertsWorkspace::carve(const MoeProblem& problem, const Expert
   const std::int64_t local = problem.num_local_experts;
   // First, where another call with as many tokens has them: see CudaRows::kept.
   w.row_scale_stride = round_up(tokens, 4);
-  if (plan.makes_rows()) w.rows = arena.take<std::byte>(tokens * plan.w13.row_bytes());
-  if (plan.quantizes()) {
-    w.row_scale = arena.take<float>(w.row_scale_stride * plan.w13.chunks());
+  const bool whole = row_is_whole(plan.format->rows);
+  if (plan.makes_rows()) {
+    w.rows = arena.take<std::byte>((plan.static_scales ? pairs : tokens) * plan.w13.row_bytes());
+  }
+  if (plan.quantizes() && !plan.static_scales) {
+    w.row_scale = arena.take<float>(w.row_scale_stride * (whole ? 1 : plan.w13.chunks()));
   }
   // The narrowest group makes the most records.
   w.max_groups = max_group_records(pairs, local, kSplitColumns);
   w.control = arena.take<std::uint32_t>(2);
   w.group_done = arena.take<std::uint32_t>(w.max_groups);
-  w.band_done = arena.take<std::uint32_t>(2 * plan.w2.bands());
+  const std::int64_t late_rows = plan.quantizes_late() ? pairs : 0;
+  w.band_done = arena.take<std::uint32_t>(2 * plan.w2.bands() + late_rows);
   if (w.band_done != nullptr) {
-    w.counter_words = static_cast<std::int32_t>(w.band_done - w.control + 2 * plan.w2.bands());
+    w.inner_amax = w.band_done + 2 * plan.w2.bands();
+    w.counter_words = static_cast<std::int32_t>(w.inner_amax - w.control + late_rows);
   }
   w.groups = arena.take<GroupRecord>(w.max_groups);
   w.pair_of_row = arena.take<std::int32_t>(pairs);
   w.row_of_pair = arena.take<std::int32_t>(pairs);
   w.weight_of_row = arena.take<float>(pairs);
   w.inner_scale_stride = round_up(pairs, 4);
-  if (plan.quantizes()) {
-    w.inner_scale = arena.take<float>(w.inner_scale_stride * plan.w2.chunks());
+  if (plan.quantizes() && !plan.static_scales) {
+    w.inner_scale = arena.take<float>(w.inner_scale_stride * (whole ? 1 : plan.w2.chunks()));
+  }
+  if (plan.quantizes_late()) {
+    w.inner_bf16 = arena.take<std::byte>(pairs * problem.intermediate_size * 2);
   }
   w.inner = arena.take<std::byte>(pairs * plan.w2.row_bytes());
   w.y2 = arena.take<std::uint16_t>(pairs * problem.hidden_size);

@@ -20,10 +20,13 @@ struct ExpertsPlan {
   WeightShape w13, w2;
   bool power_of_two_scales = false;
   bool weight_on_input = false;
+  bool static_scales = false;  // of operand rows, with the weights
   // Operand rows are made in the workspace (quantised, or multiplied by the router weight).
   bool makes_rows() const { return quantizes() || weight_on_input; }
   // Operand rows are codes with scales.
   bool quantizes() const { return row_has_scales(format->rows); }
+  // GEMM1 leaves bf16 rows, which are quantised when a row is complete.
+  bool quantizes_late() const { return row_is_whole(format->rows) && !static_scales; }
   // Sizes of the problem and its images.
   void fill_sizes(const MoeProblem& problem, GroupedParams& to) const;
 };
@@ -41,14 +44,17 @@ struct ExpertsWorkspace {
   std::uint32_t* control = nullptr;  // next item, number of groups
   std::uint32_t* group_done = nullptr;
   std::uint32_t* band_done = nullptr;
-  std::int32_t counter_words = 0;  // from control to the end of band_done
+  std::uint32_t* inner_amax = nullptr;  // behind band_done, where rows are quantised late
+  std::int32_t counter_words = 0;       // from control to the end of these
   GroupRecord* groups = nullptr;
   std::int32_t* pair_of_row = nullptr;
   std::int32_t* row_of_pair = nullptr;
   float* weight_of_row = nullptr;
-  std::byte* rows = nullptr;  // operand rows of GEMM1, when the plan makes them
+  std::byte* rows = nullptr;  // operand rows of GEMM1, when the plan makes them; static scales may
+                              // differ: then one per pair
   float* row_scale = nullptr;
-  std::byte* inner = nullptr;  // operand rows of GEMM2
+  std::byte* inner = nullptr;       // operand rows of GEMM2
+  std::byte* inner_bf16 = nullptr;  // the same before they are quantised late
   float* inner_scale = nullptr;
   std::uint16_t* y2 = nullptr;
   std::int64_t row_scale_stride = 0, inner_scale_stride = 0, max_groups = 0;

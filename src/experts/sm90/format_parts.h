@@ -4,14 +4,16 @@
 // gemm_products.cuh and epilogue.cuh.
 //
 //   struct Format {
-//     using Product = ...;        // type of both operands of wgmma: ptx::BF16, ptx::E4M3
+//     using Product = ...;        // type of both operands of wgmma: ptx::BF16, ptx::E4M3, ptx::S8
 //     static constexpr int kChunkK = ...;      // elements of K in a chunk: 128 bytes of a token row
 //     static constexpr int kWeightBits = ...;  // of one weight in the image
-//     using WeightScales = ...;   // where they lie: NoWeightScales, BlockWeightScales
-//     using Tokens = ...;         // operand rows of both GEMMs: PlainRows, GroupScaledRows
-//     using Weights = ...;        // how weights become an operand: FromShared
-//     using Promote = ...;        // when partial sums get their scales: InOperand, PerStage
-//     using Inner = ...;          // how GEMM1's result is stored: RoundBf16, QuantiseE4M3
+//     using WeightScales = ...;   // where they lie: NoWeightScales, BlockWeightScales, RowStrip<n>
+//     using Tokens = ...;         // operand rows of both GEMMs: PlainRows, GroupScaledRows,
+//                                 // RowScaledRows
+//     using Weights = ...;        // how weights become an operand: FromShared, FromCodes<decoder>
+//     using Promote = ...;        // when partial sums get their scales or are added up in fp32:
+//                                 // InOperand, PerStage, PerStages<n>, Integers
+//     using Inner = ...;          // how GEMM1's result is stored: RoundBf16, QuantiseE4M3, WholeRow
 //   };
 #pragma once
 
@@ -20,6 +22,7 @@
 namespace moesaic::ptx {
 struct E4M3;
 struct BF16;
+struct S8;
 }  // namespace moesaic::ptx
 
 namespace moesaic::cuda {
@@ -38,29 +41,56 @@ struct NoWeightScales {
 struct BlockWeightScales {
   static constexpr int kStageBytes = 16, kRowBytes = 0;
 };
+// So many bytes per weight row and chunk, in the image behind the codes of a slab.
+template <int kBytes>
+struct RowStrip {
+  static constexpr int kStageBytes = 0, kRowBytes = kBytes;
+};
 
-// The operand rows of both GEMMs. kScaleBytes: per row and chunk.
+// The operand rows of both GEMMs. kScaleBytes: per row and chunk. kFactors: a finished sum is
+// multiplied by the scales of its token row and of its weight row (finish.cuh).
 struct PlainRows {
   static constexpr RowForm kForm = RowForm::kBf16;
   static constexpr int kScaleBytes = 0;
+  static constexpr bool kFactors = false;
 };
 struct GroupScaledRows {
   static constexpr RowForm kForm = RowForm::kFp8Group128;
   static constexpr int kScaleBytes = 4;
+  static constexpr bool kFactors = false;
+};
+template <RowForm kRows>
+struct RowScaledRows {
+  static_assert(row_is_whole(kRows));
+  static constexpr RowForm kForm = kRows;
+  static constexpr int kScaleBytes = 0;
+  static constexpr bool kFactors = true;
 };
 
-// Device code: gemm_products.cuh.
+// Device code: gemm_products.cuh, gemm_codes.cuh.
 struct FromShared;  // the weights of a stage are an operand as they lie there
+template <class Decoder>
+struct FromCodes;   // codes in fragment order, decoded into registers
+struct DecodeE2M1;  // e2m1 codes and E8M0 scales to bf16
 struct InOperand;   // operands are exact: one accumulator chain over all of K
 struct PerStage;    // a stage's sums times the scales of its weights and tokens, added in fp32
+template <int kStages>
+struct PerStages;  // the sums of so many stages, added in fp32 as they are
+struct Integers;   // 32-bit integer sums
 
 // How GEMM1's result, activated and rounded to bf16, is stored as the operand rows of GEMM2
-// (epilogue.cuh): as it is, or as e4m3 with a scale per row and 128 channels.
+// (epilogue.cuh): as it is, as e4m3 with a scale per row and 128 channels, or with one scale per row
+// (whole_rows.cuh).
 struct RoundBf16 {
-  static constexpr bool kQuantises = false;
+  static constexpr bool kQuantises = false, kWholeRow = false;
 };
 struct QuantiseE4M3 {
-  static constexpr bool kQuantises = true;
+  static constexpr bool kQuantises = true, kWholeRow = false;
+};
+template <RowForm kRows>
+struct WholeRow {
+  static constexpr bool kQuantises = false, kWholeRow = true;
+  static constexpr bool kInt8 = kRows == RowForm::kInt8Row;
 };
 
 // What follows from a format's parts.

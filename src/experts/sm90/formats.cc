@@ -1,20 +1,29 @@
 #include "experts/sm90/formats.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <utility>
+#include <vector>
 
 #include "core/refusal.h"
 #include "experts/padded_source.h"
 #include "experts/sm90/experts_plan.h"
 #include "experts/sm90/formats/bf16.h"
 #include "experts/sm90/formats/fp8_block.h"
+#include "experts/sm90/formats/fp8_row.h"
+#include "experts/sm90/formats/int8.h"
+#include "experts/sm90/formats/mxfp4_bf16.h"
+#include "experts/sm90/repack_codes.h"
 
 namespace moesaic::cuda {
 
 // One translation unit each, generated from the list in CMakeLists.txt.
 LaunchGrouped launch_grouped_bf16_swiglu, launch_grouped_bf16_any;
 LaunchGrouped launch_grouped_fp8_block_swiglu, launch_grouped_fp8_block_any;
+LaunchGrouped launch_grouped_fp8_row_swiglu, launch_grouped_fp8_row_any;
+LaunchGrouped launch_grouped_int8_swiglu, launch_grouped_int8_any;
+LaunchGrouped launch_grouped_mxfp4_bf16_swiglu, launch_grouped_mxfp4_bf16_any;
 
 namespace {
 
@@ -28,14 +37,23 @@ std::int64_t w13_image_bytes(const ExpertsPlan& plan) { return plan.w13.image_by
 std::int64_t w2_image_bytes(const ExpertsPlan& plan) { return plan.w2.image_bytes(); }
 std::int64_t w13_block_bytes(const ExpertsPlan& plan) { return plan.w13.scale_bytes(); }
 std::int64_t w2_block_bytes(const ExpertsPlan& plan) { return plan.w2.scale_bytes(); }
+std::int64_t w13_row_bytes(const ExpertsPlan& plan) { return plan.w13.rows * 4; }
+std::int64_t w2_row_bytes(const ExpertsPlan& plan) { return plan.w2.rows * 4; }
+std::int64_t one_float(const ExpertsPlan&) { return 4; }
 
-void bind_w13(GroupedWeights& w, const std::byte* at) { w.w13 = at; }
-void bind_w2(GroupedWeights& w, const std::byte* at) { w.w2 = at; }
-void bind_w13_scale(GroupedWeights& w, const std::byte* at) {
+void bind_w13(PlacedWeights& w, const std::byte* at) { w.w13 = at; }
+void bind_w2(PlacedWeights& w, const std::byte* at) { w.w2 = at; }
+void bind_w13_scale(PlacedWeights& w, const std::byte* at) {
   w.w13_scale = reinterpret_cast<const float*>(at);
 }
-void bind_w2_scale(GroupedWeights& w, const std::byte* at) {
+void bind_w2_scale(PlacedWeights& w, const std::byte* at) {
   w.w2_scale = reinterpret_cast<const float*>(at);
+}
+void bind_w13_input_scale(PlacedWeights& w, const std::byte* at) {
+  w.w13_input_scale = reinterpret_cast<const float*>(at);
+}
+void bind_w2_input_scale(PlacedWeights& w, const std::byte* at) {
+  w.w2_input_scale = reinterpret_cast<const float*>(at);
 }
 
 constexpr WeightPart kImages[] = {{"w13", &bind_w13, &w13_image_bytes},
@@ -44,6 +62,16 @@ constexpr WeightPart kImagesAndBlockScales[] = {kImages[0],
                                                 kImages[1],
                                                 {"w13_scale", &bind_w13_scale, &w13_block_bytes},
                                                 {"w2_scale", &bind_w2_scale, &w2_block_bytes}};
+
+// Images, then a scale per row of both matrices, then static scales of the rows that they multiply
+// (1 without).
+constexpr WeightPart kImagesAndRowScales[] = {
+    kImages[0],
+    kImages[1],
+    {"w13_scale", &bind_w13_scale, &w13_row_bytes},
+    {"w2_scale", &bind_w2_scale, &w2_row_bytes},
+    {"w13_input_scale", &bind_w13_input_scale, &one_float},
+    {"w2_input_scale", &bind_w2_input_scale, &one_float}};
 
 template <int kMultiple>
 Status check_widths(const MoeProblem& problem) {
@@ -54,6 +82,18 @@ Status check_widths(const MoeProblem& problem) {
     }
   }
   return {};
+}
+
+// |sum| of an int8 product is at most 2^14 K.
+Status check_int8(const MoeProblem& problem) {
+  constexpr std::int64_t kMost = 131071;
+  for (const auto& [name, value] : {std::pair{"hidden_size", problem.hidden_size},
+                                    std::pair{"intermediate_size", problem.intermediate_size}}) {
+    if (value > kMost) {
+      return unsupported(fmt::format("{}: got {}, need at most {} with int8", name, value, kMost));
+    }
+  }
+  return check_widths<16>(problem);
 }
 
 // A row's sizes follow from the format's policy.
@@ -97,7 +137,45 @@ constexpr FormatRow fp8_block_row() {
   return row;
 }
 
-constexpr FormatRow kFormats[] = {bf16_row(), fp8_block_row()};
+// Both formats whose rows have one scale: built as fp8-block is, and timed with its rules.
+template <class Format>
+constexpr FormatRow row_scaled(ComputeScheme scheme) {
+  FormatRow row = row_of<Format>(scheme);
+  row.tiles = {.split_items = 1, .paired_rows = 0};
+  row.parts = kImagesAndRowScales;
+  row.repack = MOESAIC_ON_DEVICE(repack_row_scaled);
+  return row;
+}
+
+constexpr FormatRow fp8_scaled_row() {
+  FormatRow row = row_scaled<Fp8Row>(ComputeScheme::kFp8Scaled);
+  row.check = &check_widths<16>;
+  row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_swiglu);
+  row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_any);
+  return row;
+}
+
+constexpr FormatRow int8_row() {
+  FormatRow row = row_scaled<Int8>(ComputeScheme::kInt8);
+  row.check = &check_int8;
+  row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_int8_swiglu);
+  row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_int8_any);
+  return row;
+}
+
+constexpr FormatRow mxfp4_bf16_row() {
+  FormatRow row = row_of<Mxfp4Bf16>(ComputeScheme::kMxfp4Bf16);
+  row.tiles = {.split_items = 1, .paired_rows = 0};
+  row.parts = kImages;
+  row.check = &check_widths<32>;
+  row.repack = MOESAIC_ON_DEVICE(repack_mxfp4);
+  row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_mxfp4_bf16_swiglu);
+  row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_mxfp4_bf16_any);
+  return row;
+}
+
+constexpr FormatRow kFormats[] = {bf16_row(), fp8_block_row(), mxfp4_bf16_row(), fp8_scaled_row(),
+                                  int8_row()};
 
 }  // namespace
 
@@ -109,13 +187,13 @@ Result<MoeProblem> fitted_problem(const MoeProblem& problem) {
 std::span<const FormatRow> grouped_formats() { return kFormats; }
 
 std::string names_of_formats(bool (*has)(const FormatRow& row)) {
-  std::string names;
+  std::vector<std::string_view> names;
   for (const FormatRow& row : kFormats) {
-    if (has != nullptr && !has(row)) continue;
-    if (!names.empty()) names += " or ";
-    names += compute_scheme_name(row.scheme);
+    if (has == nullptr || has(row)) names.push_back(compute_scheme_name(row.scheme));
   }
-  return names;
+  if (names.size() == 1) return std::string(names[0]);
+  const std::span<const std::string_view> but_last(names.data(), names.size() - 1);
+  return fmt::format("{} or {}", fmt::join(but_last, ", "), names.back());
 }
 
 Result<const FormatRow*> format_of(const MoeProblem& problem) {

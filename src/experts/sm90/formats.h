@@ -19,10 +19,17 @@ namespace moesaic::cuda {
 struct ExpertsPlan;
 struct RepackCall;
 
+// Where the weights of all local experts are: what the kernel reads, and static scales of rows
+// [experts].
+struct PlacedWeights : GroupedWeights {
+  const float* w13_input_scale = nullptr;
+  const float* w2_input_scale = nullptr;
+};
+
 // One array of repacked weights on the device.
 struct WeightPart {
   std::string_view name;  // as a refusal for want of memory says it
-  void (*bind)(GroupedWeights& weights, const std::byte* at);
+  void (*bind)(PlacedWeights& weights, const std::byte* at);
   std::int64_t (*bytes)(const ExpertsPlan& plan);  // of one expert
 };
 

@@ -9,6 +9,8 @@
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/sync.cuh"
 #include "experts/sm90/epilogue.cuh"
+#include "experts/sm90/finish.cuh"
+#include "experts/sm90/gemm_codes.cuh"
 #include "experts/sm90/gemm_products.cuh"
 #include "permute/sm90/combine.cuh"
 
@@ -38,6 +40,18 @@ __device__ __forceinline__ void combine_band(const GroupedParams& p, const Share
     combine_columns(c, t, column);
 }
 
+// After the stores of a GEMM1 item: tells GEMM2.
+template <class Inner, class Tile, class Shared>
+__device__ __forceinline__ void hand_over(const GroupedParams& p, const Shared& sh,
+                                          const Item& item, int lane) {
+  if constexpr (Inner::kWholeRow) {
+    hand_over_whole_rows<Inner, Tile>(p, sh, item, lane);
+  } else {
+    __syncwarp();
+    if (lane == 0) ptx::add_release(p.list.group_done + item.group, 1);
+  }
+}
+
 template <class Format, class Tile, class Epilogue, int kColumns>
 __device__ __forceinline__ void consume_item(const GroupedParams& p, const Shared<Format, Tile>& sh,
                                              RingPosition<Layout<Format, Tile>::kStages>& ring,
@@ -47,7 +61,14 @@ __device__ __forceinline__ void consume_item(const GroupedParams& p, const Share
   using Weights = typename Format::Weights;
   const bool second = item.band >= p.bands1;
   constexpr int kLists = (kColumns + 31) / 32;
-  float acc[2][kColumns / 2];
+  using Inner = typename Format::Inner;
+  typename Format::Promote::Sum acc[2][kColumns / 2];
+  constexpr bool kFactors = Format::Tokens::kFactors;
+  [[maybe_unused]] ColumnFactors<kFactors, kLists> factors;
+  if constexpr (kFactors) {
+    factors.load_weights(p, item, second, Epilogue::kGated && !second, group, warp & 3, lane);
+    if (!second) factors.load_tokens(p, sh.pair_of_row(p), item, false, lane);
+  }
   if (second) {
     // Destination and factor of column `lane + 32 i`, read early.
     std::int32_t pair[kLists];
@@ -63,18 +84,32 @@ __device__ __forceinline__ void consume_item(const GroupedParams& p, const Share
       MOESAIC_CUDA_FAULT(cuda_experts_router_weight_missing, factor[i] = 1.0F;)
     }
     Weights::template columns<Format, Tile, kColumns>(sh, ring, p.chunks2, group, lane, false, acc);
-    store_weighted<kColumns>(p, item.expert, item.band - p.bands1, group, warp & 3, lane, pair,
-                             factor, acc);
+    if constexpr (kFactors) {
+      factors.load_tokens(p, pair_of_row, item, true, lane);
+      float finished[2][kColumns / 2];
+      finish_columns<kColumns>(factors, lane, acc, finished);
+      store_weighted<kColumns>(p, item.expert, item.band - p.bands1, group, warp & 3, lane, pair,
+                               factor, finished);
+    } else {
+      store_weighted<kColumns>(p, item.expert, item.band - p.bands1, group, warp & 3, lane, pair,
+                               factor, acc);
+    }
     if (!Tile::kPaired && Tile::kMaxColumns <= 64 && p.fold_combine)
       combine_band(p, sh, item.band - p.bands1, group);
   } else {
     Weights::template columns<Format, Tile, kColumns>(sh, ring, p.chunks1, group, lane,
                                                       Epilogue::kGated, acc);
     const AmaxExchange<L::kSplit> amax(sh, exchange);
-    store_activated<typename Format::Inner, Epilogue, kColumns>(
-        p, item.expert, item.band, item.first_row, item.rows, group, warp & 3, lane, amax, acc);
-    __syncwarp();
-    if (lane == 0) ptx::add_release(p.list.group_done + item.group, 1);
+    if constexpr (kFactors) {
+      float finished[2][kColumns / 2];
+      finish_columns<kColumns>(factors, lane, acc, finished);
+      store_activated<Inner, Epilogue, kColumns>(p, item.expert, item.band, item.first_row,
+                                                 item.rows, group, warp & 3, lane, amax, finished);
+    } else {
+      store_activated<Inner, Epilogue, kColumns>(p, item.expert, item.band, item.first_row,
+                                                 item.rows, group, warp & 3, lane, amax, acc);
+    }
+    hand_over<Inner, Tile>(p, sh, item, lane);
   }
 }
 
@@ -85,7 +120,8 @@ __device__ __forceinline__ void consume_rows(const GroupedParams& p, const Share
                                              const Item& item, int group, int warp, int lane) {
   const bool second = item.band >= p.bands1;
   const int row = group * 64 + (warp & 3) * 16 + (lane >> 2);
-  float acc[128];
+  typename Format::Promote::Sum acc[128];
+  constexpr bool kFactors = Format::Tokens::kFactors;
   if (second) {
     std::int32_t pair[2];
     float factor[2];
@@ -97,13 +133,25 @@ __device__ __forceinline__ void consume_rows(const GroupedParams& p, const Share
       factor[i] = valid && p.list.weight_of_row != nullptr ? p.list.weight_of_row[at] : 1.0F;
     }
     Format::Weights::rows(sh, ring, p.chunks2, group, row, lane, false, acc);
-    store_weighted_rows(p, item.expert, item.band - p.bands1, lane, pair, factor, acc);
+    if constexpr (kFactors) {
+      float finished[128];
+      finish_rows(p, p.list.pair_of_row, item, true, row, lane, acc, finished);
+      store_weighted_rows(p, item.expert, item.band - p.bands1, lane, pair, factor, finished);
+    } else {
+      store_weighted_rows(p, item.expert, item.band - p.bands1, lane, pair, factor, acc);
+    }
   } else {
     Format::Weights::rows(sh, ring, p.chunks1, group, row, lane, true, acc);
-    store_activated_rows<typename Format::Inner>(p, item.expert, item.band, item.first_row + row,
-                                                 item.rows - row, lane, acc);
-    __syncwarp();
-    if (lane == 0) ptx::add_release(p.list.group_done + item.group, 1);
+    if constexpr (kFactors) {
+      float finished[128];
+      finish_rows(p, p.list.pair_of_row, item, false, row, lane, acc, finished);
+      store_activated_rows<typename Format::Inner>(p, item.expert, item.band, item.first_row + row,
+                                                   item.rows - row, lane, finished);
+    } else {
+      store_activated_rows<typename Format::Inner>(p, item.expert, item.band, item.first_row + row,
+                                                   item.rows - row, lane, acc);
+    }
+    hand_over<typename Format::Inner, Tile>(p, sh, item, lane);
   }
 }
 
@@ -161,7 +209,7 @@ __device__ __forceinline__ void consume(const GroupedParams& p, const Shared<For
       else
         with(std::integral_constant<int, 64>{});
     } else {
-      if constexpr (Epilogue::kFullGroups) {
+      if constexpr (Epilogue::kFullGroups && Format::Weights::kTokensAsRows) {
         if (item.rows > kRowsOrientation) {
           consume_rows(p, sh, ring, item, group, warp, lane);
           continue;
@@ -175,8 +223,10 @@ __device__ __forceinline__ void consume(const GroupedParams& p, const Shared<For
         with(std::integral_constant<int, 64>{});
       else if (item.rows <= 80)
         with(std::integral_constant<int, 80>{});
-      else
+      else if (Format::Weights::kTokensAsRows || item.rows <= 96)
         with(std::integral_constant<int, 96>{});
+      else if constexpr (!Format::Weights::kTokensAsRows)
+        with(std::integral_constant<int, 128>{});
     }
   }
 }

@@ -10,7 +10,8 @@
 namespace moesaic::cuda {
 
 inline constexpr int kTokenWarps = 3;
-inline constexpr int kGroupWarps = 4;  // of a consumer warpgroup
+inline constexpr int kGroupWarps = 4;      // of a consumer warpgroup
+inline constexpr int kRequantBarrier = 1;  // named barrier of all consumer threads of the CTA
 inline constexpr int kItemSlots = 4;
 inline constexpr int kIndexSlots = 8;  // more than the items that the stages in flight can span
 // Groups with more rows than this are computed with the tokens as the M operand.
@@ -79,7 +80,9 @@ struct Layout {
   static constexpr int kFixedBytes = 1024 /* alignment */ + kAmaxBytes + 512;
   // Few tokens: four stages stream as fast as six, and leave the kernels that follow the room to
   // start early (measured: the layer at M = 1 to 16 is 2 to 8 % faster).
-  static constexpr int kMostStages = kSplit ? 8 : Tile::kMaxColumns <= 32 ? 4 : 16;
+  // Packed weights: as many bytes in flight.
+  static constexpr int kPacked = Format::kWeightBits < 8 ? 8 / Format::kWeightBits : 1;
+  static constexpr int kMostStages = kPacked * (kSplit ? 8 : Tile::kMaxColumns <= 32 ? 4 : 16);
   static constexpr int kFitting =
       (kHopperSharedBytes - kFixedBytes) / (kStageBytes + kScaleBytes + 16);
   static constexpr int kStages = kFitting < kMostStages ? kFitting : kMostStages;

@@ -156,9 +156,12 @@ __device__ __forceinline__ void produce_tokens(const GroupedParams& p,
     if (item.band < 0) break;
     const bool second = item.band >= p.bands1;
     if (second) {
-      const auto needed = static_cast<std::uint32_t>(L::kSplit ? p.slabs1 * kGroupWarps
-                                                               : p.bands1 * L::kConsumerWarps *
-                                                                     (Tile::kPaired ? 2 : 1));
+      auto needed = static_cast<std::uint32_t>(L::kSplit ? p.slabs1 * kGroupWarps
+                                                         : p.bands1 * L::kConsumerWarps *
+                                                               (Tile::kPaired ? 2 : 1));
+      if constexpr (Format::Inner::kWholeRow) {
+        if (p.whole.inner_static == nullptr) needed = kGroupQuantised;
+      }
       std::uint32_t* const done = p.list.group_done + item.group;
       if (lane == 0) {
         while (ptx::load_acquire(done) < needed) __nanosleep(32);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/fault.cuh"
 #include "cuda/ptx/sync.cuh"
@@ -12,12 +13,30 @@
 
 namespace moesaic::cuda {
 
+// Sum: type of an accumulator. kParts: stages' sums are taken out of it, of kIntervalStages at a
+// time.
 struct InOperand {
+  using Sum = float;
   static constexpr bool kParts = false;
 };
 
-struct PerStage {
+struct Integers {
+  using Sum = std::int32_t;
+  static constexpr bool kParts = false;
+};
+
+template <int kStages>
+struct PerStages {
+  using Sum = float;
   static constexpr bool kParts = true;
+  static constexpr int kIntervalStages = kStages;
+  static_assert(kStages == 2);
+};
+
+struct PerStage {
+  using Sum = float;
+  static constexpr bool kParts = true;
+  static constexpr int kIntervalStages = 1;
   // Where a stage has a token's scale.
   static __device__ __forceinline__ std::uint32_t at_token(std::uint32_t row) {
     return BlockWeightScales::kStageBytes + GroupScaledRows::kScaleBytes * row;
@@ -25,9 +44,11 @@ struct PerStage {
 };
 
 struct FromShared {
+  static constexpr bool kTokensAsRows = true;  // full groups
+
   // The four K steps of a stage: d = or += a b^T.
-  template <class Mma, int kRegisters>
-  static __device__ __forceinline__ void multiply_stage(float (&d)[kRegisters], std::uint32_t a,
+  template <class Mma, class Sum, int kRegisters>
+  static __device__ __forceinline__ void multiply_stage(Sum (&d)[kRegisters], std::uint32_t a,
                                                         std::uint32_t b, bool accumulate) {
 #pragma unroll
     for (std::uint32_t k = 0; k < 4; ++k) {
@@ -56,15 +77,57 @@ struct FromShared {
     stage.release(previous);
   }
 
+  // `chunks` stages of which two at a time are summed up: take(offsets) issues and waits for the
+  // products of the stages at both offsets. An odd number begins with one alone: first(offset).
+  template <class Stage, class First, class Take>
+  static __device__ __forceinline__ void take_pairs(Stage& stage, int chunks, const First& first,
+                                                    const Take& take) {
+    if (chunks % 2 != 0) {
+      stage.wait();
+      first(stage.offset());
+      stage.release(stage.ring.slot);
+      stage.ring.advance();
+      stage.ready = false;
+    }
+    for (int c = chunks % 2; c < chunks; c += 2) {
+      std::uint32_t offset[2];
+      stage.wait();
+      offset[0] = stage.offset();
+      const std::uint32_t slot = stage.ring.slot;
+      stage.ring.advance();
+      stage.ready = false;
+      stage.wait();
+      offset[1] = stage.offset();
+      take(offset);
+      stage.release(slot);
+      stage.release(stage.ring.slot);
+      stage.ring.advance();
+    }
+  }
+
+  // d = a b^T over two stages.
+  template <class Mma, int kRegisters>
+  static __device__ __forceinline__ void multiply_pair(float (&d)[kRegisters], std::uint32_t a,
+                                                       std::uint32_t b,
+                                                       const std::uint32_t (&offset)[2]) {
+#pragma unroll
+    for (int s = 0; s < 2; ++s) multiply_stage<Mma>(d, a + offset[s], b + offset[s], s > 0);
+    ptx::wgmma_commit();
+  }
+  template <int kRegisters>
+  static __device__ __forceinline__ void add(float* to, const float (&part)[kRegisters]) {
+#pragma unroll
+    for (int i = 0; i < kRegisters; ++i) to[i] += part[i];
+  }
+
   // Weights as the M operand. acc[b] holds rows b * 64 .. of the warpgroup's slab: element 4j + i
   // is row g, column 8j + 2t + i, element 4j + 2 + i row g + 8, with g = lane / 4, t = lane % 4 and
   // 16 rows per warp.
   template <class Format, class Tile, int kColumns>
-  static __device__ __forceinline__ void columns(const Shared<Format, Tile>& sh,
-                                                 RingPosition<Layout<Format, Tile>::kStages>& ring,
-                                                 int chunks, int group, int lane,
-                                                 bool scale_by_row_half,
-                                                 float (&acc)[2][kColumns / 2]) {
+  static __device__ __forceinline__ void columns(
+      const Shared<Format, Tile>& sh, RingPosition<Layout<Format, Tile>::kStages>& ring, int chunks,
+      int group, int lane, bool scale_by_row_half,
+      typename Format::Promote::Sum (&acc)[2][kColumns / 2]) {
     using L = Layout<Format, Tile>;
     using Promote = typename Format::Promote;
     using Mma = ptx::Wgmma<typename Format::Product, kColumns>;
@@ -76,7 +139,7 @@ struct FromShared {
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
 #pragma unroll
-      for (int i = 0; i < kColumns / 2; ++i) acc[m][i] = 0.0F;
+      for (int i = 0; i < kColumns / 2; ++i) acc[m][i] = 0;
     }
     if constexpr (!Promote::kParts) {
       accumulate_stages(stage, chunks, [&](std::uint32_t offset) {
@@ -84,6 +147,30 @@ struct FromShared {
         ptx::wgmma_fence();
         multiply_stage<Mma>(acc[0], a, b, true);
         multiply_stage<Mma>(acc[1], a + kBlockStep, b, true);
+      });
+    } else if constexpr (Promote::kIntervalStages > 1) {
+      constexpr int kSets = kColumns <= 64 ? 2 : 1;  // accumulators of both blocks, or in turn
+      const auto first = [&](std::uint32_t offset) {
+        ptx::wgmma_fence();
+        multiply_stage<Mma>(acc[0], weights + offset, tokens + offset, false);
+        multiply_stage<Mma>(acc[1], weights + offset + kBlockStep, tokens + offset, false);
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<0>();
+      };
+      take_pairs(stage, chunks, first, [&](const std::uint32_t(&offset)[2]) {
+        float part[kSets][kColumns / 2];
+        ptx::wgmma_fence();
+        multiply_pair<Mma>(part[0], weights, tokens, offset);
+        if constexpr (kSets == 2) multiply_pair<Mma>(part[1], weights + kBlockStep, tokens, offset);
+        stage.peek();
+        ptx::wgmma_wait<kSets - 1>();
+        add(acc[0], part[0]);
+        if constexpr (kSets == 1) {
+          ptx::wgmma_fence();
+          multiply_pair<Mma>(part[0], weights + kBlockStep, tokens, offset);
+        }
+        ptx::wgmma_wait<0>();
+        add(acc[1], part[kSets - 1]);
       });
     } else {
       constexpr int kSets = kColumns <= 64 ? 2 : 1;  // accumulators of both blocks, or in turn
@@ -142,7 +229,8 @@ struct FromShared {
   static __device__ __forceinline__ void rows(const Shared<Format, Tile>& sh,
                                               RingPosition<Layout<Format, Tile>::kStages>& ring,
                                               int chunks, int group, int row, int lane,
-                                              bool scale_by_row_half, float (&acc)[128]) {
+                                              bool scale_by_row_half,
+                                              typename Format::Promote::Sum (&acc)[128]) {
     using L = Layout<Format, Tile>;
     using Product = typename Format::Product;
     using Promote = typename Format::Promote;
@@ -155,11 +243,33 @@ struct FromShared {
     const std::uint32_t row_scale =
         __shfl_sync(0xFFFFFFFFU, PerStage::at_token(static_cast<std::uint32_t>(row)), lane);
 #pragma unroll
-    for (int i = 0; i < 128; ++i) acc[i] = 0.0F;
+    for (int i = 0; i < 128; ++i) acc[i] = 0;
     if constexpr (!Promote::kParts) {
       accumulate_stages(stage, chunks, [&](std::uint32_t offset) {
         ptx::wgmma_fence();
         multiply_stage<ptx::Wgmma<Product, 256>>(acc, tokens + offset, weights + offset, true);
+      });
+    } else if constexpr (Promote::kIntervalStages > 1) {
+      using Mma = ptx::Wgmma<Product, 128>;
+      constexpr std::uint32_t kSlab = L::kSlabBytes >> 4;
+      const auto first = [&](std::uint32_t offset) {
+        const std::uint32_t a = tokens + offset, b = weights + offset;
+        ptx::wgmma_fence();
+        multiply_stage<Mma>(reinterpret_cast<float(&)[64]>(acc[0]), a, b, false);
+        multiply_stage<Mma>(reinterpret_cast<float(&)[64]>(acc[64]), a, b + kSlab, false);
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<0>();
+      };
+      take_pairs(stage, chunks, first, [&](const std::uint32_t(&offset)[2]) {
+        float part[64];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          ptx::wgmma_fence();
+          multiply_pair<Mma>(part, tokens, weights + (h == 0 ? 0 : kSlab), offset);
+          if (h == 1) stage.peek();
+          ptx::wgmma_wait<0>();
+          add(acc + 64 * h, part);
+        }
       });
     } else {
       for (int c = 0; c < chunks; ++c) {

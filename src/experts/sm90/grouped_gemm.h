@@ -115,6 +115,18 @@ struct GroupedActivation {
   float limit = 0, alpha = 1, beta = 0, up_limit = 0;
 };
 
+// Formats with one scale per operand row.
+struct WholeRows {
+  // Static scales [local experts] of both GEMMs' rows, or null: each row has its own, x_scale
+  // [tokens] and inner_scale [rows of the work list].
+  const float* x_static = nullptr;
+  const float* inner_static = nullptr;
+  // Without static scales: GEMM1's result [rows of the work list, intermediate] in bf16 and the
+  // bits of each row's largest magnitude, zero at launch.
+  std::byte* inner_bf16 = nullptr;
+  std::uint32_t* inner_amax = nullptr;
+};
+
 struct GroupedParams {
   GroupedWeights weights;
   GroupedRows rows;
@@ -135,7 +147,11 @@ struct GroupedParams {
   std::uint32_t* band_done = nullptr;  // [2 bands2], zero at launch
   bool power_of_two_scales = false;    // of GEMM1's result, where it is quantised
   GroupedActivation activation;
+  WholeRows whole;
 };
+
+// Set in group_done when a group's rows of the intermediate have been quantised (whole rows).
+inline constexpr std::uint32_t kGroupQuantised = 1U << 24;
 
 // Which build of the kernel: a pure function of the problem, the number of tokens and the device.
 struct GroupedVariant {

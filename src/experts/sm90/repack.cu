@@ -1,6 +1,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/fault.cuh"
+#include "experts/sm90/matrix_row.cuh"
 #include "experts/sm90/repack.h"
 
 namespace moesaic::cuda {
@@ -20,21 +21,10 @@ __global__ void repack_weights(RepackShape shape, const std::byte* __restrict__ 
     const std::int64_t chunk = (i >> 11) % chunks;
     const std::int64_t band = (i >> 11) / chunks;
     const int block = r >> 6, w = (r >> 4) & 3, hi = (r >> 3) & 1, g = r & 7;
-    std::int64_t row = 0;
-    bool valid = true;
-    if (shape.gated) {
-      const std::int64_t channel = band * 128 + slab * 64 + 16 * w + 2 * g + block;
-      valid = channel < shape.rows / 2;
-      row = hi != 0 ? shape.rows / 2 + channel : channel;
-      MOESAIC_CUDA_FAULT(cuda_repack_gate_and_up_swapped,
-                         row = hi != 0 ? channel : shape.rows / 2 + channel;)
-    } else {
-      row = band * 256 + slab * 128 + 32 * w + 4 * g + 2 * block + hi;
-      valid = row < shape.rows;
-    }
+    const std::int64_t row = matrix_row(shape, band, slab, block, w, hi, g);
     const std::int64_t byte = chunk * 128 + piece * 16;
     uint4 v = make_uint4(0, 0, 0, 0);
-    if (valid && byte < shape.row_bytes()) {
+    if (row >= 0 && byte < shape.row_bytes()) {
       v = *reinterpret_cast<const uint4*>(weight + row * shape.row_bytes() + byte);
     }
     *reinterpret_cast<uint4*>(image + (i >> 10) * 16384 + r * 128 + ((piece ^ (r & 7)) << 4)) = v;

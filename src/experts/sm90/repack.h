@@ -50,5 +50,8 @@ int repack_expert(const RepackShape& shape, const std::byte* weight, const float
 struct RepackCall;
 // FormatRow::repack of the formats with such images, with and without block scales.
 Status repack_tiles(const RepackCall& call);
+// Of the formats with a scale per row: images of one byte per weight, scales of all rows (one for a
+// matrix is repeated), static scales of operand rows or 1.
+Status repack_row_scaled(const RepackCall& call);
 
 }  // namespace moesaic::cuda

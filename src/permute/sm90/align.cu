@@ -240,7 +240,11 @@ int launch_align(const AlignParams& params, const QuantRowsParams* quant,
   });
   if (prepared != cudaSuccess) return static_cast<int>(prepared);
   const QuantRowsParams q = quant != nullptr ? *quant : QuantRowsParams();
-  const AlignGrid grid = plan_align(params.pairs, q.tokens * ((q.columns + 127) / 128), device);
+  const std::int64_t groups = made_rows(q) * ((q.columns + 127) / 128), parts = quant_parts(q);
+  AlignGrid grid = plan_align(params.pairs, groups, device);
+  if (parts != groups) {  // whole rows: as many as those groups are
+    grid.alone = groups == 0 ? 0 : static_cast<std::uint32_t>(grid.alone * parts / groups / 2 * 2);
+  }
   AlignParams p = params;
   p.blocks = grid.blocks;
   p.parts = grid.parts;
