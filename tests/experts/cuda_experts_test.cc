@@ -262,7 +262,11 @@ TEST(CudaExpertsBound, ShapesAndTokens) {
                      << quant << ' ' << s.hidden << 'x' << s.intermediate << ' ' << tokens);
         MoeProblem p = problem_of(quant, "silu", s.hidden, s.intermediate, 6, 2);
         const StandardCase c = test::make_case(31, p, tokens, DType::kBF16, 0.1);
-        EXPECT_LT(worst_error(c), bound_of(quant));
+        // A code of the intermediate that lands on the other side of a rounding boundary is up to
+        // 2^-4 of a row that has few others.
+        const bool one_code_shows =
+            s.intermediate < 32 && std::string_view(quant).starts_with("fp8");
+        EXPECT_LT(worst_error(c), one_code_shows ? 0x1p-4 : bound_of(quant));
       }
     }
   }
