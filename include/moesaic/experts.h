@@ -103,7 +103,7 @@ std::unique_ptr<ExpertSource> make_stacked_source(const StackedExpertWeights& we
 // workspace too; `numerics` and expert_num_tokens are the host's.
 struct ExpertsArgs {
   // Standard: [M, H]; batched: [E_l, T, H]. F32, BF16 or F16 raw activations, rows may be strided
-  // (last axis dense). On a GPU: BF16, contiguous.
+  // (last axis dense). On a GPU contiguous, of cuda_sm90 BF16.
   ConstTensorView hidden_states;
   // Standard only: [M, k] global ids (I32, -1: no expert) and F32 weights. A GPU treats ids out of
   // range as -1; the CPU refuses them.
@@ -113,8 +113,8 @@ struct ExpertsArgs {
   std::span<const std::int32_t> expert_num_tokens;  // batched only, [E_l]
   // >= workspace_size(M) bytes, 64-byte aligned, on a GPU 256.
   std::span<std::byte> workspace;
-  // Standard, kNoOp: [M, H] F32 or BF16 or F16 (a GPU: not F16); batched: [E_l, T, H] (rows past the counts are not
-  // written).
+  // Standard, kNoOp: [M, H] F32 or BF16 or F16 (cuda_sm90: not F16); batched: [E_l, T, H] (rows past
+  // the counts are not written).
   TensorView output;
   // Rows that were quantised before they came here, as the scheme would (weight on the input
   // included): hidden_states holds F8_E4M3 codes, and this F32 scales per 128 columns, [M, H/128]

@@ -284,8 +284,10 @@ class FusedMoE {
   }
 
   // The GPU's forward: all tensors are memory of the layer's device, the work is put on `stream`
-  // and the call returns. hidden_states [M, H] BF16, output [M, H] BF16 or F32, both contiguous and
-  // 16-byte aligned; M at most max_tokens. Allocates nothing, waits for nothing, reads nothing
+  // and the call returns. hidden_states [M, H] BF16, output [M, H] BF16 or F32 (either of every
+  // float dtype where cuda_general computes all experts of a layer on one rank that calls no
+  // functions on bf16 rows), both contiguous and 16-byte aligned; M at most max_tokens. Allocates
+  // nothing, waits for nothing, reads nothing
   // back: may be captured into a CUDA graph, whose replays route anew. Over ranks it is collective
   // and waits on the host for the other ranks before it returns, so a stream that is being captured
   // is kUnsupported. Calls use one workspace:
