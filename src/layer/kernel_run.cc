@@ -117,7 +117,7 @@ Status ModularKernel::run(const Args& args) const {
     if (!output.ok()) return m.pf->withdraw(output.status(), true, p.prepare);
     return m.pf->finalize(m.finalize_args(args, p, *output));
   };
-  const Status status = pieces.ok() ? run_in(*pieces) : m.pf->withdraw(pieces.status(), false, {});
+  Status status = pieces.ok() ? run_in(*pieces) : m.pf->withdraw(pieces.status(), false, {});
   if (alone && slot.ok()) m.give_slot(*slot);
   return status;
 }

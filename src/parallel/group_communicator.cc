@@ -307,7 +307,7 @@ GroupExchange::~GroupExchange() {
 }
 Status GroupExchange::complete() {
   if (over_) return {StatusCode::kInternal, fmt::format("{}: completed twice", what)};
-  const Status status = group_.complete(*this);
+  Status status = group_.complete(*this);
   over_ = true;
   group_.remove(*this, /*completed=*/true);
   return status;
