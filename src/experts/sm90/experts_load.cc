@@ -60,8 +60,9 @@ Status repack_tiles(const RepackCall& call) {
 Status repack_row_scaled(const RepackCall& call) {
   const ExpertWeightsView& v = call.weights;
   const auto matrix = [&](const RepackShape& shape, const ConstTensorView& weight,
-                          const ConstTensorView& scale, const ConstTensorView& input, int part) {
-    const auto at = [&](int i) { return call.parts[static_cast<std::size_t>(part + i)]; };
+                          const ConstTensorView& scale, const ConstTensorView& input,
+                          std::size_t part) {
+    const auto at = [&](std::size_t i) { return call.parts[part + i]; };
     MOESAIC_RETURN_IF_ERROR(repack_matrix(shape, weight, {}, call.staging, at(0), nullptr));
     std::vector<float> scales(static_cast<std::size_t>(shape.rows));
     for (std::int64_t i = 0; i < shape.rows; ++i) {
