@@ -265,10 +265,10 @@ def test_each_code_has_its_class(code: str) -> None:
 
 
 def test_refusals_of_the_catalogue_arrive_with_the_same_text(own: OwnExperts) -> None:
-    spec = moesaic.LayerSpec(hidden_size=128, intermediate_size=96, num_experts=8, top_k=2, quant="fp8-block")
+    spec = moesaic.LayerSpec(hidden_size=120, intermediate_size=96, num_experts=8, top_k=2, quant="mxfp4")
     with pytest.raises(moesaic.Unsupported) as refused:
         moesaic.explain(spec)
-    assert "128x128 weight blocks need a multiple of 128" in str(refused.value)
+    assert "groups of weights of 32 need a multiple of 32" in str(refused.value)
     fine = moesaic.LayerSpec(hidden_size=128, intermediate_size=128, num_experts=8, top_k=2)
     for candidate in moesaic.explain(fine).candidates:
         if candidate.stage != "experts" or candidate.accepted or not candidate.reason:

@@ -66,8 +66,11 @@ DeviceScope::~DeviceScope() {
 Status DeviceScope::status() const { return check_call(fmt::format("device {}", device_), error_); }
 
 Status copy_to_device(std::string_view what, void* to, const void* from, std::int64_t bytes) {
-  return check_call(what,
-                    cudaMemcpy(to, from, static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice));
+  MOESAIC_RETURN_IF_ERROR(check_call(
+      what, cudaMemcpy(to, from, static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice)));
+  // From pageable memory it returns when the bytes are on their way; a stream that does not wait for
+  // the default one could read what was there before.
+  return synchronize(nullptr);
 }
 Status copy_to_host(std::string_view what, void* to, const void* from, std::int64_t bytes) {
   return check_call(what,

@@ -327,6 +327,7 @@ TEST(CudaGivenRouting, AGraphReadsTheRoutingAnew) {
           cudaMemcpy(weights.as(), w.data(), static_cast<std::size_t>(w.bytes()),
                      cudaMemcpyHostToDevice);
           cudaMemcpy(ids.as(), chosen.data(), chosen.size() * 8, cudaMemcpyHostToDevice);
+          ASSERT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);  // they may still be on their way
           ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
           ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
           const auto replayed = y.values<std::uint16_t>();

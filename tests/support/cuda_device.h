@@ -35,6 +35,7 @@ class DeviceBytes {
   void poison() { EXPECT_EQ(cudaMemset(data_, 0xFF, bytes_ + kMargin), cudaSuccess); }
   void upload(const void* host) {
     EXPECT_EQ(cudaMemcpy(data_, host, bytes_, cudaMemcpyHostToDevice), cudaSuccess);
+    EXPECT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);  // it may still be on its way
   }
   void download(void* host) const {
     EXPECT_EQ(cudaMemcpy(host, data_, bytes_, cudaMemcpyDeviceToHost), cudaSuccess);
