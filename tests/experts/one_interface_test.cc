@@ -43,8 +43,8 @@ TEST(OneInterface, EveryRowKnowsItsDevice) {
   EXPECT_EQ(choose_experts(on_gpu("fp8-block")).value()->name, "cuda_sm90");
   expect_refusal(choose_experts(on_gpu("bf16"), "cpu_reference").status(), StatusCode::kUnsupported,
                  {"cpu_reference: device: cuda:0, need cpu"});
-  expect_refusal(choose_experts(on_gpu("int8")).status(), StatusCode::kUnsupported,
-                 {"cuda_sm90: scheme: got int8", "cuda_general: scheme: got int8",
+  expect_refusal(choose_experts(on_gpu("nvfp4")).status(), StatusCode::kUnsupported,
+                 {"cuda_sm90: scheme: got nvfp4", "cuda_general: scheme: got nvfp4",
                   "cpu_reference: device: cuda:0"});
 }
 

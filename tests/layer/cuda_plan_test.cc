@@ -99,9 +99,9 @@ TEST(CudaPlan, WorkspaceOfDeepSeekV3Fits) {
 
 TEST(CudaPlan, RefusalsNameTheStage) {
   FusedMoE::Options options = on_gpu();
-  options.quant = "int8";
+  options.quant = "nvfp4";
   expect_refusal(explain_layer(small_spec(), options).status(), StatusCode::kUnsupported,
-                 {"experts", "cuda_sm90", "cuda_general", "int8"});
+                 {"experts", "cuda_sm90", "cuda_general", "nvfp4"});
   options = on_gpu();
   options.backend = "cpu_reference";
   expect_refusal(explain_layer(small_spec(), options).status(), StatusCode::kUnsupported,

@@ -63,7 +63,7 @@ class Explain(ToolTest):
         cpu = self.json_of("explain", "--shape", "qwen3-30b", "--device", "cpu")
         reasons = {row["name"]: row["reason"] for row in cpu["candidates"]}
         self.assertIn("device: cpu", reasons["cuda_sm90"])
-        self.fails(UNSUPPORTED, "int8", arguments=["explain", "--shape", "qwen3-30b", "--quant", "int8", "--device", "cuda"])
+        self.fails(UNSUPPORTED, "nvfp4", arguments=["explain", "--shape", "qwen3-30b", "--quant", "nvfp4", "--device", "cuda"])
         general = self.json_of("explain", "--shape", "qwen3-30b", "--quant", "f32", "--device", "cuda")
         self.assertEqual(general["chosen"]["experts"], "cuda_general")
         passed_over = {row["name"]: row["reason"] for row in general["candidates"] if row["stage"] == "experts"}

@@ -72,13 +72,6 @@ Result<std::int64_t> kernel_workspace(const ExpertsBackend& backend, const MoePr
   return arena.used();
 }
 
-// Which of a layer's transports a row of the prepare/finalize catalogue is.
-RankTransport transport_of(std::string_view row) {
-  if (row.ends_with("all_to_all")) return RankTransport::kAllToAll;
-  if (row.ends_with("all_gather_reduce_scatter")) return RankTransport::kGather;
-  return row == "all_to_all_batched" ? RankTransport::kBatched : RankTransport::kNone;
-}
-
 // The rule of the order in which stages run, as a list. Shared experts run while the results of the
 // routed ones travel, where some do; else behind them, before the collective that adds up ranks.
 std::string cpu_stage_order(const FusedPlan& plan, const FusedMoE::Options& options) {
@@ -127,15 +120,6 @@ void append_cpu_candidates(ExplainStage stage, const FusedPlan& plan, std::strin
     }
     case ExplainStage::kPrepareFinalize:
       for (CandidateReport& row : explain_prepare_finalize(plan.routed, plan.ranks.parallel)) {
-        // Several may do; the layer takes the one that its options name.
-        const RankTransport its = transport_of(row.name);
-        if (row.accepted && plan.ranks.active && its != plan.ranks.transport &&
-            !MOESAIC_FAULT(explain_any_transport)) {
-          row.accepted = false;
-          row.reason =
-              fmt::format("transport: got {}, need {}", rank_transport_name(plan.ranks.transport),
-                          rank_transport_name(its));
-        }
         rows.push_back(std::move(row));
       }
       return;
