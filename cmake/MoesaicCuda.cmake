@@ -40,13 +40,23 @@ function(moesaic_cuda_sources)
   endif()
 endfunction()
 
-# After the target exists: runtime, definition, flags.
+# After the target exists: runtime, definition, flags. Device code is most of a program's size: it is
+# compressed for size where nvcc can (12.8 and newer; a kernel is unpacked when it is first used).
+# MOESAIC_CUDA_LINEINFO adds the source lines that profilers show, which are most of it again.
+option(MOESAIC_CUDA_LINEINFO "Source lines in CUDA kernels, for profilers" OFF)
 function(moesaic_cuda_options target)
   if(NOT MOESAIC_HAS_CUDA)
     return()
   endif()
   set_target_properties(${target} PROPERTIES CUDA_RUNTIME_LIBRARY Static)
   target_compile_definitions(${target} PUBLIC MOESAIC_HAS_CUDA=1)
-  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 --expt-relaxed-constexpr -lineinfo>)
+  set(flags -std=c++20 --expt-relaxed-constexpr)
+  if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
+    list(APPEND flags --compress-mode=size)
+  endif()
+  if(MOESAIC_CUDA_LINEINFO)
+    list(APPEND flags -lineinfo)
+  endif()
+  target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${flags}>")
   target_link_libraries(${target} PRIVATE CUDA::cudart_static)
 endfunction()

@@ -8,10 +8,12 @@
 namespace moesaic::cuda {
 namespace {
 
-__global__ void __launch_bounds__(256, 8) quant_rows(const __grid_constant__ QuantRowsParams p) {
+template <RowForms kForms>
+__global__ void __launch_bounds__(256, kForms == RowForms::kGroups ? 8 : 4)
+    quant_rows(const __grid_constant__ QuantRowsParams p) {
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-  quantize_groups(p, blockIdx.x * 16 + (threadIdx.x >> 4), gridDim.x * 16, count_groups(p));
+  quantize_groups<kForms>(p, blockIdx.x * 16 + (threadIdx.x >> 4), gridDim.x * 16, count_groups(p));
 }
 
 }  // namespace
@@ -30,7 +32,9 @@ int launch_quant_rows(const QuantRowsParams& params, const DeviceTraits& device,
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return static_cast<int>(cudaLaunchKernelEx(&config, quant_rows, params));
+  const auto kernel = forms_with(params.form) == RowForms::kGroups ? quant_rows<RowForms::kGroups>
+                                                                   : quant_rows<RowForms::kAll>;
+  return static_cast<int>(cudaLaunchKernelEx(&config, kernel, params));
 }
 
 }  // namespace moesaic::cuda

@@ -142,11 +142,14 @@ __device__ __forceinline__ void quantize_whole_rows(const QuantRowsParams& p, st
 
 // Groups (or half rows) first, first + step ... below `end` of all tokens'; sixteen threads of
 // eight values per group. `first` and first + 1 belong to the halves of one warp and step is even.
-// kAtOnce groups are requested together. There are fewer than 2^31 groups.
-template <int kAtOnce = 1>
+// kAtOnce groups are requested together. There are fewer than 2^31 groups. kForms: p.form is one of
+// them.
+template <RowForms kForms, int kAtOnce = 1>
 __device__ __forceinline__ void quantize_groups(const QuantRowsParams& p, std::uint32_t first,
                                                 std::uint32_t step, std::uint32_t end) {
-  if (row_is_whole(p.form)) return quantize_whole_rows(p, first, step, end);
+  if constexpr (kForms == RowForms::kAll) {
+    if (row_is_whole(p.form)) return quantize_whole_rows(p, first, step, end);
+  }
   const auto groups = static_cast<std::uint32_t>((p.columns + 127) / 128);
   const std::uint32_t step_rows = step / groups, step_groups = step - step_rows * groups;
   const std::uint32_t part = threadIdx.x & 15;

@@ -23,6 +23,14 @@ constexpr bool row_is_whole(RowForm form) {
   return form == RowForm::kFp8Row || form == RowForm::kInt8Row;
 }
 
+// The forms that a kernel has code for: the two of groups and bf16, or all. A launch of few tokens
+// mostly waits for instructions, and has none that its rows do not need.
+enum class RowForms : std::uint8_t { kGroups, kAll };
+constexpr RowForms forms_with(RowForm form) {
+  return form == RowForm::kBf16 || form == RowForm::kFp8Group128 ? RowForms::kGroups
+                                                                 : RowForms::kAll;
+}
+
 // kFp8Row: scales that come with the weights. `of` [num_local_experts], or null: each row its own.
 struct StaticRowScales {
   const float* of = nullptr;

@@ -8,11 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include "experts/sm90/experts.h"
+#include "case_on_device.h"
 #include "numerics/float_codec.h"
 #include "numerics/integer.h"
-#include "support/cuda_device.h"
-#include "support/experts_run.h"
 #include "support/metrics.h"
 #include "support/random.h"
 
@@ -21,74 +19,13 @@ namespace {
 
 using cuda::CudaExperts;
 using cuda::CudaExpertsArgs;
+using test::create_on_device;
 using test::DeviceBytes;
+using test::OnDevice;
+using test::problem_of;
 using test::Rng;
+using test::run_cuda;
 using test::StandardCase;
-
-// A case on the device. Hidden states must be bf16.
-struct OnDevice {
-  const StandardCase& c;
-  std::int64_t tokens;
-  std::unique_ptr<CudaExperts> experts;
-  DeviceBytes x, ids, weights, map, workspace;
-  std::int64_t workspace_bytes;
-
-  OnDevice(const StandardCase& host, std::unique_ptr<CudaExperts> made)
-      : c(host),
-        tokens(host.hidden_states.shape()[0]),
-        experts(std::move(made)),
-        x(host.hidden_states.data(), host.hidden_states.bytes()),
-        ids(host.routing.ids.data(), host.routing.ids.bytes()),
-        weights(host.routing.weights.data(), host.routing.weights.bytes()),
-        map(host.expert_map.data(), static_cast<std::int64_t>(host.expert_map.size() * 4)),
-        workspace(CudaExperts::workspace_size(host.problem, tokens).value()),
-        workspace_bytes(CudaExperts::workspace_size(host.problem, tokens).value()) {}
-
-  CudaExpertsArgs args(void* output, DType dtype) const {
-    CudaExpertsArgs a;
-    a.tokens = tokens;
-    a.rows = cuda::CudaRows::bf16(x.as());
-    a.topk_ids = ids.as<std::int32_t>();
-    a.topk_weights = weights.as<float>();
-    a.expert_map = c.expert_map.empty() ? nullptr : map.as<std::int32_t>();
-    a.result = cuda::CudaResult::sum(output, dtype);
-    a.workspace = workspace.as();
-    a.workspace_bytes = workspace_bytes;
-    return a;
-  }
-  Tensor run(DType dtype = DType::kF32) const {
-    Tensor host = Tensor::uninitialized(dtype, c.hidden_states.shape()).value();
-    const DeviceBytes out(host.bytes());
-    const Status status = experts->enqueue(nullptr, args(out.as(), dtype));
-    EXPECT_TRUE(status.ok()) << status.to_string();
-    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    out.download(host.data());
-    return host;
-  }
-};
-
-std::unique_ptr<CudaExperts> create(const StandardCase& c) {
-  const auto source = make_stacked_source(c.weights.view());
-  auto made = CudaExperts::create(c.problem, *source, 0);
-  EXPECT_TRUE(made.ok()) << made.status().to_string();
-  return std::move(made).value();
-}
-Tensor run_cuda(const StandardCase& c, DType dtype = DType::kF32) {
-  return OnDevice(c, create(c)).run(dtype);
-}
-
-MoeProblem problem_of(std::string_view quant, std::string_view activation, std::int64_t hidden,
-                      std::int64_t intermediate, std::int64_t experts, std::int64_t top_k) {
-  MoeProblem p = test::small_problem(quant);
-  p.num_experts = p.num_local_experts = experts;
-  p.top_k = top_k;
-  p.hidden_size = hidden;
-  p.intermediate_size = intermediate;
-  ActivationParams params;
-  if (activation == "situ") params.beta = 4.0F;
-  p.activation = make_activation(activation, params).value();
-  return p;
-}
 
 // A scheme of every format that the kernel computes; fp8-static has input scales that differ.
 constexpr const char* kQuants[] = {"bf16",        "mxfp4-bf16", "fp8-block", "fp8-tensor",
@@ -148,7 +85,10 @@ StandardCase exact_case(std::string_view quant, std::string_view activation, std
   const std::int64_t rows = gated ? 2 * intermediate : intermediate;
   for (std::int64_t i = 0; i < 6 * rows; ++i) {
     const bool gate = gated && i % rows < intermediate;
-    c.weights.w13_bias.as<float>()[i] = gate ? 64.0F : static_cast<float>(rng.integer(-2, 2));
+    // Squares: one large value of the row must not leave int8 codes of zero for all others.
+    const bool squares = !gated && p.quant.weight.dtype == DType::kI8;
+    c.weights.w13_bias.as<float>()[i] =
+        gate ? 64.0F : static_cast<float>(rng.integer(-2, 2) + (squares ? 80 : 0));
   }
   std::memset(c.weights.w2_bias.data(), 0, static_cast<std::size_t>(c.weights.w2_bias.bytes()));
   for (Tensor* scale : {&c.weights.w13_scale, &c.weights.w2_scale}) {
@@ -197,8 +137,7 @@ TEST(CudaExpertsExact, OneExpertEqualsReferenceByBits) {
           live += rounded == 0.0F ? 0 : 1;
         }
         EXPECT_EQ(wrong, 0);
-        // int8 leaves little of a row with one large value.
-        EXPECT_GT(live, std::string_view(quant) == "int8" ? 0 : tokens * 512 / 4);
+        EXPECT_GT(live, tokens * 512 / 4);
       }
     }
   }
@@ -258,6 +197,10 @@ TEST(CudaExpertsBound, ShapesAndTokens) {
              ? std::vector<Sizes>{{32, 32}, {96, 160}, {384, 640}, {1024, 288}}
              : std::vector<Sizes>{{16, 16}, {144, 208}, {384, 640}, {1024, 272}}) {
       for (const std::int64_t tokens : {1, 17, 129}) {
+        // One code of a short row is more than this bound: CudaExpertsRequantised has these.
+        const std::string_view name = quant;
+        const bool own_scales = name == "fp8-tensor" || name == "fp8-channel" || name == "int8";
+        if (tokens == 1 && own_scales) continue;
         SCOPED_TRACE(testing::Message()
                      << quant << ' ' << s.hidden << 'x' << s.intermediate << ' ' << tokens);
         MoeProblem p = problem_of(quant, "silu", s.hidden, s.intermediate, 6, 2);
@@ -377,7 +320,7 @@ void replay_graph(const char* quant) {
   SCOPED_TRACE(quant);
   const MoeProblem p = problem_of(quant, "silu", 256, 256, 6, 2);
   StandardCase c = test::make_case(61, p, 48, DType::kBF16);
-  OnDevice d(c, create(c));
+  OnDevice d(c, create_on_device(c));
   const DeviceBytes out(48 * 256 * 4);
   cudaStream_t stream = nullptr;
   cudaGraph_t graph = nullptr;
@@ -422,7 +365,7 @@ TEST(CudaExperts, SharedRowsAreAddedOnce) {
   REQUIRE_HOPPER();
   const MoeProblem p = problem_of("bf16", "silu", 64, 64, 6, 2);
   const StandardCase c = test::make_case(71, p, 5, DType::kBF16, 1.0);
-  const OnDevice d(c, create(c));
+  const OnDevice d(c, create_on_device(c));
   const DeviceBytes out(5 * 64 * 2);
   CudaExpertsArgs a = d.args(out.as(), DType::kBF16);
   a.result.shared_rows = d.x.as();
@@ -480,7 +423,7 @@ TEST(CudaExpertsRefusals, Arguments) {
   REQUIRE_HOPPER();
   const StandardCase c =
       test::make_case(81, problem_of("bf16", "silu", 64, 64, 6, 2), 8, DType::kBF16);
-  const OnDevice d(c, create(c));
+  const OnDevice d(c, create_on_device(c));
   const DeviceBytes out(8 * 64 * 4);
   const auto refused = [&](auto change, StatusCode code, const char* words) {
     CudaExpertsArgs a = d.args(out.as(), DType::kF32);

@@ -188,14 +188,14 @@ std::vector<double> gathered(const Projection& m, std::int64_t e, std::vector<do
   return out;
 }
 
-std::vector<double> row_of(const ConstTensorView& t, std::int64_t offset, std::int64_t columns) {
+}  // namespace
+
+std::vector<double> oracle_row(ConstTensorView t, std::int64_t offset, std::int64_t columns) {
   std::vector<double> row(static_cast<std::size_t>(columns));
   for (std::int64_t i = 0; i < columns; ++i)
     row[static_cast<std::size_t>(i)] = element(t, offset + i);
   return row;
 }
-
-}  // namespace
 
 bool oracle_is_gated(const MoeProblem& p) {
   return p.activation.kind != ActivationKind::kSiluNoMul &&
@@ -204,31 +204,53 @@ bool oracle_is_gated(const MoeProblem& p) {
          p.activation.kind != ActivationKind::kRelu2NoMul;
 }
 
-std::vector<double> oracle_expert(const MoeProblem& problem, const StackedExpertWeights& weights,
-                                  std::int64_t local_expert, std::span<const double> x_in,
-                                  double scale_input, const OracleOptions& options) {
-  const bool round = options.round_like_scheme;
+std::vector<double> oracle_intermediate(const MoeProblem& problem,
+                                        const StackedExpertWeights& weights,
+                                        std::int64_t local_expert, std::span<const double> x_in,
+                                        double scale_input, const OracleOptions& options) {
+  const bool in_dtype = options.round_like_scheme && !is_f32_scheme(problem);
   std::vector<double> x(x_in.begin(), x_in.end());
   if (problem.apply_router_weight_on_input) {
-    const bool in_dtype = round && !is_f32_scheme(problem);
     const double w = in_dtype ? round_to(problem.activation_dtype, scale_input) : scale_input;
     for (double& v : x) v = (in_dtype ? round_to(problem.activation_dtype, v) : v) * w;
   }
-  const OperandQuant& q = problem.quant.weight;
-  Projection w13 = w13_of(weights), w2 = w2_of(weights);
-  w13.parts = oracle_is_gated(problem) ? 2 : 1;
-  const bool bf16_tables = round && !is_f32_scheme(problem);
+  Projection w13 = w13_of(weights);
+  const bool gated = oracle_is_gated(problem);
+  w13.parts = gated ? 2 : 1;
   x = gathered(w13, local_expert, std::move(x));
-  if (round) round_operand(problem, w13.input_scale, local_expert, x);
-  const std::vector<double> g1 = linear(q, w13, local_expert, x, bf16_tables);
+  if (options.round_like_scheme) round_operand(problem, w13.input_scale, local_expert, x);
+  const std::vector<double> g1 = linear(problem.quant.weight, w13, local_expert, x, in_dtype);
   const auto size = static_cast<std::size_t>(problem.intermediate_size);
   std::vector<double> y(size);
   for (std::size_t i = 0; i < size; ++i) {
-    y[i] = activate(problem.activation, g1[i], oracle_is_gated(problem) ? g1[size + i] : 0.0);
+    y[i] = activate(problem.activation, g1[i], gated ? g1[size + i] : 0.0);
   }
-  y = gathered(w2, local_expert, std::move(y));
-  if (round) round_operand(problem, w2.input_scale, local_expert, y);
-  return linear(q, w2, local_expert, y, bf16_tables);
+  return gathered(w2_of(weights), local_expert, std::move(y));
+}
+
+std::vector<double> oracle_second_operand(const MoeProblem& problem,
+                                          const StackedExpertWeights& weights,
+                                          std::int64_t local_expert, std::vector<double> row) {
+  round_operand(problem, weights.w2_input_scale, local_expert, row);
+  return row;
+}
+
+std::vector<double> oracle_second(const MoeProblem& problem, const StackedExpertWeights& weights,
+                                  std::int64_t local_expert, std::span<const double> operand,
+                                  const OracleOptions& options) {
+  return linear(problem.quant.weight, w2_of(weights), local_expert, operand,
+                options.round_like_scheme && !is_f32_scheme(problem));
+}
+
+std::vector<double> oracle_expert(const MoeProblem& problem, const StackedExpertWeights& weights,
+                                  std::int64_t local_expert, std::span<const double> x,
+                                  double scale_input, const OracleOptions& options) {
+  std::vector<double> y =
+      oracle_intermediate(problem, weights, local_expert, x, scale_input, options);
+  if (options.round_like_scheme) {
+    y = oracle_second_operand(problem, weights, local_expert, std::move(y));
+  }
+  return oracle_second(problem, weights, local_expert, y, options);
 }
 
 std::vector<double> oracle_moe(const MoeProblem& problem, const StackedExpertWeights& weights,
@@ -240,7 +262,7 @@ std::vector<double> oracle_moe(const MoeProblem& problem, const StackedExpertWei
   const std::int64_t top_k = problem.top_k;
   std::vector<double> out(static_cast<std::size_t>(tokens * hidden));
   for (std::int64_t t = 0; t < tokens; ++t) {
-    const std::vector<double> row = row_of(x, t * x.strides[0], hidden);
+    const std::vector<double> row = oracle_row(x, t * x.strides[0], hidden);
     for (std::int64_t j = 0; j < top_k; ++j) {
       const std::int32_t id = ids.as<std::int32_t>()[t * top_k + j];
       if (id < 0) continue;
@@ -268,7 +290,7 @@ std::vector<double> oracle_batched(const MoeProblem& problem, const StackedExper
   std::vector<double> out(static_cast<std::size_t>(x.dim(0) * rows * hidden));
   for (std::int64_t e = 0; e < x.dim(0); ++e) {
     for (std::int64_t r = 0; r < counts[static_cast<std::size_t>(e)]; ++r) {
-      const std::vector<double> row = row_of(x, e * x.strides[0] + r * x.strides[1], hidden);
+      const std::vector<double> row = oracle_row(x, e * x.strides[0] + r * x.strides[1], hidden);
       const std::vector<double> z = oracle_expert(unweighted, weights, e, row, 1.0, options);
       std::copy(z.begin(), z.end(),
                 out.begin() + static_cast<std::ptrdiff_t>((e * rows + r) * hidden));

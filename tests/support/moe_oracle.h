@@ -21,6 +21,9 @@ struct OracleOptions {
   bool round_like_scheme = false;
 };
 
+// `columns` elements of a tensor from element `offset` on.
+std::vector<double> oracle_row(ConstTensorView t, std::int64_t offset, std::int64_t columns);
+
 bool oracle_is_gated(const MoeProblem& problem);
 
 // One expert on one row: x [H] -> [H], biases included, no router weight.
@@ -28,6 +31,20 @@ bool oracle_is_gated(const MoeProblem& problem);
 std::vector<double> oracle_expert(const MoeProblem& problem, const StackedExpertWeights& weights,
                                   std::int64_t local_expert, std::span<const double> x,
                                   double scale_input, const OracleOptions& options);
+
+// The same in two steps: what the activation leaves [I], not yet rounded as the second GEMM's
+// operand; and the second GEMM of operand values [I].
+std::vector<double> oracle_intermediate(const MoeProblem& problem,
+                                        const StackedExpertWeights& weights,
+                                        std::int64_t local_expert, std::span<const double> x,
+                                        double scale_input, const OracleOptions& options);
+std::vector<double> oracle_second(const MoeProblem& problem, const StackedExpertWeights& weights,
+                                  std::int64_t local_expert, std::span<const double> operand,
+                                  const OracleOptions& options);
+// The values that a row has as the second GEMM's operand: rounded and quantised as the scheme says.
+std::vector<double> oracle_second_operand(const MoeProblem& problem,
+                                          const StackedExpertWeights& weights,
+                                          std::int64_t local_expert, std::vector<double> row);
 
 // Standard format: x [M, H], ids [M, k] I32, topk_weights [M, k] F32, expert_map [E] or empty.
 // Returns [M, H]; slots with id -1 or a remote expert contribute nothing.

@@ -115,7 +115,8 @@ class OneWaveGate {
   std::uint32_t experts_ = 0, tokens_ = 0;  // shared addresses of this warp's operands
 };
 
-template <class Gate>
+// kForms: of the prologue's rows.
+template <class Gate, RowForms kForms>
 __global__ void __launch_bounds__(Gate::kMostThreads)
     gate_one_wave(const __grid_constant__ GateParams p) {
   extern __shared__ __align__(16) char shared[];
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(Gate::kMostThreads)
     if (p.prologue.starts_early) ptx::grid_launch_dependents();
     ptx::grid_dependency_wait();
     ptx::grid_launch_dependents();
-    run_prologue(p.prologue, prologue_thread, 32, blockIdx.x, gridDim.x);
+    run_prologue<kForms>(p.prologue, prologue_thread, 32, blockIdx.x, gridDim.x);
     ptx::cluster_wait();
     ptx::cluster_sync();
     return;
@@ -141,21 +142,28 @@ __global__ void __launch_bounds__(Gate::kMostThreads)
   gate.store();
 }
 
-template <int Tokens, int Steps>
+template <int Tokens, int Steps, RowForms kForms>
 cudaError_t launch(const GateParams& p, void* stream) {
   using Gate = OneWaveGate<Tokens, Steps>;
   static OncePerDevice once;
-  const cudaError_t prepared = once([] { return allow_all_shared_memory(gate_one_wave<Gate>); });
+  const cudaError_t prepared =
+      once([] { return allow_all_shared_memory(gate_one_wave<Gate, kForms>); });
   if (prepared != cudaSuccess) return prepared;
-  return launch_gate_clusters(gate_one_wave<Gate>, p, kGateGroups,
+  return launch_gate_clusters(gate_one_wave<Gate, kForms>, p, kGateGroups,
                               (p.experts + Gate::kExperts - 1) / Gate::kExperts, 1,
                               p.prologue.zero != nullptr ? Gate::kMostThreads : Gate::kThreads,
                               one_wave_bytes(Tokens, p.hidden), stream);
 }
 
+template <int Steps, RowForms kForms>
+cudaError_t launch_forms(const GateParams& p, void* stream) {
+  return p.tokens <= 8 ? launch<8, Steps, kForms>(p, stream) : launch<16, Steps, kForms>(p, stream);
+}
 template <int Steps>
 cudaError_t launch_steps(const GateParams& p, void* stream) {
-  return p.tokens <= 8 ? launch<8, Steps>(p, stream) : launch<16, Steps>(p, stream);
+  return forms_with(p.prologue.quant.form) == RowForms::kGroups
+             ? launch_forms<Steps, RowForms::kGroups>(p, stream)
+             : launch_forms<Steps, RowForms::kAll>(p, stream);
 }
 
 }  // namespace

@@ -200,6 +200,7 @@ __device__ __forceinline__ void place_pairs(const AlignParams& p, std::int32_t* 
 
 // The first blocks make the work list while the others quantise `alone` groups of rows; then all
 // blocks quantise the remaining groups.
+template <RowForms kForms>
 __global__ void __launch_bounds__(kThreads, 1)
     align_and_quantize(const __grid_constant__ AlignParams p,
                        const __grid_constant__ QuantRowsParams q, unsigned alone) {
@@ -221,8 +222,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int turn = places ? 1 : 0; turn < (alone < all ? 2 : 1); ++turn) {
     const unsigned first = turn == 0 ? blockIdx.x - placing : blockIdx.x;
     const unsigned blocks = turn == 0 ? gridDim.x - placing : gridDim.x;
-    quantize_groups<4>(q, (turn == 0 ? 0 : alone) + first * kBlockGroups + group,
-                       blocks * kBlockGroups, turn == 0 ? alone : all);
+    quantize_groups<kForms, 4>(q, (turn == 0 ? 0 : alone) + first * kBlockGroups + group,
+                               blocks * kBlockGroups, turn == 0 ? alone : all);
   }
 }
 
@@ -235,8 +236,12 @@ int launch_align(const AlignParams& params, const QuantRowsParams* quant,
   const cudaError_t prepared = once([] {
     constexpr int kBytes =
         (kWarps + 2) * kMaxAlignedExperts * static_cast<int>(sizeof(std::int32_t));
-    return cudaFuncSetAttribute(align_and_quantize, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                kBytes);
+    const cudaError_t error = cudaFuncSetAttribute(
+        align_and_quantize<RowForms::kGroups>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    return error != cudaSuccess
+               ? error
+               : cudaFuncSetAttribute(align_and_quantize<RowForms::kAll>,
+                                      cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   });
   if (prepared != cudaSuccess) return static_cast<int>(prepared);
   const QuantRowsParams q = quant != nullptr ? *quant : QuantRowsParams();
@@ -266,7 +271,10 @@ int launch_align(const AlignParams& params, const QuantRowsParams* quant,
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
   config.numAttrs = p.blocks > 1 ? 2 : 1;
-  return static_cast<int>(cudaLaunchKernelEx(&config, align_and_quantize, p, q, grid.alone));
+  const auto kernel = forms_with(q.form) == RowForms::kGroups
+                          ? align_and_quantize<RowForms::kGroups>
+                          : align_and_quantize<RowForms::kAll>;
+  return static_cast<int>(cudaLaunchKernelEx(&config, kernel, p, q, grid.alone));
 }
 
 }  // namespace moesaic::cuda

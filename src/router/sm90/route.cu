@@ -459,6 +459,12 @@ class WarpRouter {
   std::uint32_t key_[kItems];
 };
 
+// A call: few formats need it, and inline it would lengthen every kernel here.
+__device__ __noinline__ void run_prologue_of_any_form(const ExpertsPrologue& prologue, int lane,
+                                                      std::uint32_t block, std::uint32_t blocks) {
+  run_prologue<RowForms::kAll>(prologue, lane, 32, block, blocks);
+}
+
 template <int kItems>
 __global__ void __launch_bounds__(kWarps * 32)
     route(const __grid_constant__ RouteParams p, const __grid_constant__ ExpertsPrologue prologue) {
@@ -472,7 +478,12 @@ __global__ void __launch_bounds__(kWarps * 32)
     // Calls with a prologue have blocks of one warp.
     if (prologue.zero != nullptr) {
       const auto first = static_cast<unsigned>(p.tokens);
-      run_prologue(prologue, lane, 32, blockIdx.x - first, gridDim.x - first);
+      const std::uint32_t block = blockIdx.x - first, blocks = gridDim.x - first;
+      if (forms_with(prologue.quant.form) == RowForms::kGroups) {
+        run_prologue<RowForms::kGroups>(prologue, lane, 32, block, blocks);
+      } else {
+        run_prologue_of_any_form(prologue, lane, block, blocks);
+      }
     }
     return;
   }
