@@ -204,10 +204,9 @@ bool oracle_is_gated(const MoeProblem& p) {
          p.activation.kind != ActivationKind::kRelu2NoMul;
 }
 
-std::vector<double> oracle_intermediate(const MoeProblem& problem,
-                                        const StackedExpertWeights& weights,
-                                        std::int64_t local_expert, std::span<const double> x_in,
-                                        double scale_input, const OracleOptions& options) {
+std::vector<double> oracle_first(const MoeProblem& problem, const StackedExpertWeights& weights,
+                                 std::int64_t local_expert, std::span<const double> x_in,
+                                 double scale_input, const OracleOptions& options) {
   const bool in_dtype = options.round_like_scheme && !is_f32_scheme(problem);
   std::vector<double> x(x_in.begin(), x_in.end());
   if (problem.apply_router_weight_on_input) {
@@ -215,15 +214,19 @@ std::vector<double> oracle_intermediate(const MoeProblem& problem,
     for (double& v : x) v = (in_dtype ? round_to(problem.activation_dtype, v) : v) * w;
   }
   Projection w13 = w13_of(weights);
-  const bool gated = oracle_is_gated(problem);
-  w13.parts = gated ? 2 : 1;
+  w13.parts = oracle_is_gated(problem) ? 2 : 1;
   x = gathered(w13, local_expert, std::move(x));
   if (options.round_like_scheme) round_operand(problem, w13.input_scale, local_expert, x);
-  const std::vector<double> g1 = linear(problem.quant.weight, w13, local_expert, x, in_dtype);
+  return linear(problem.quant.weight, w13, local_expert, x, in_dtype);
+}
+
+std::vector<double> oracle_activated(const MoeProblem& problem, const StackedExpertWeights& weights,
+                                     std::int64_t local_expert, std::span<const double> sums) {
+  const bool gated = oracle_is_gated(problem);
   const auto size = static_cast<std::size_t>(problem.intermediate_size);
   std::vector<double> y(size);
   for (std::size_t i = 0; i < size; ++i) {
-    y[i] = activate(problem.activation, g1[i], gated ? g1[size + i] : 0.0);
+    y[i] = activate(problem.activation, sums[i], gated ? sums[size + i] : 0.0);
   }
   return gathered(w2_of(weights), local_expert, std::move(y));
 }
@@ -246,7 +249,8 @@ std::vector<double> oracle_expert(const MoeProblem& problem, const StackedExpert
                                   std::int64_t local_expert, std::span<const double> x,
                                   double scale_input, const OracleOptions& options) {
   std::vector<double> y =
-      oracle_intermediate(problem, weights, local_expert, x, scale_input, options);
+      oracle_activated(problem, weights, local_expert,
+                       oracle_first(problem, weights, local_expert, x, scale_input, options));
   if (options.round_like_scheme) {
     y = oracle_second_operand(problem, weights, local_expert, std::move(y));
   }

@@ -32,12 +32,14 @@ std::vector<double> oracle_expert(const MoeProblem& problem, const StackedExpert
                                   std::int64_t local_expert, std::span<const double> x,
                                   double scale_input, const OracleOptions& options);
 
-// The same in two steps: what the activation leaves [I], not yet rounded as the second GEMM's
-// operand; and the second GEMM of operand values [I].
-std::vector<double> oracle_intermediate(const MoeProblem& problem,
-                                        const StackedExpertWeights& weights,
-                                        std::int64_t local_expert, std::span<const double> x,
-                                        double scale_input, const OracleOptions& options);
+// The same in steps: the first GEMM's sums with biases [2 I] (or [I]: not gated); what the activation
+// leaves of them [I], not yet rounded as the second GEMM's operand; and the second GEMM of operand
+// values [I].
+std::vector<double> oracle_first(const MoeProblem& problem, const StackedExpertWeights& weights,
+                                 std::int64_t local_expert, std::span<const double> x,
+                                 double scale_input, const OracleOptions& options);
+std::vector<double> oracle_activated(const MoeProblem& problem, const StackedExpertWeights& weights,
+                                     std::int64_t local_expert, std::span<const double> sums);
 std::vector<double> oracle_second(const MoeProblem& problem, const StackedExpertWeights& weights,
                                   std::int64_t local_expert, std::span<const double> operand,
                                   const OracleOptions& options);

@@ -38,40 +38,49 @@ struct SwigluEpilogue {
   }
 };
 
+// Every kind but silu and swigluoai, with the sigmoid that Math has.
+template <class Math>
+__device__ __forceinline__ float activate_as(const GroupedActivation& a, float gate, float up) {
+  constexpr float kInvSqrt2 = 0.70710678118654752F, kSqrt2OverPi = 0.79788456080286536F;
+  const auto gelu = [](float v) { return 0.5F * v * erfcf(-v * kInvSqrt2); };
+  const auto gelu_tanh = [](float v) {
+    return v * Math::sigmoid(2.0F * kSqrt2OverPi * (v + 0.044715F * v * v * v));
+  };
+  switch (static_cast<ActivationKind>(a.kind)) {
+    case ActivationKind::kGelu:
+      return gelu(gate) * up;
+    case ActivationKind::kGeluTanh:
+      return gelu_tanh(gate) * up;
+    case ActivationKind::kSwigluStep:
+      return at_most(gate * Math::sigmoid(gate), a.limit) * within(up, a.limit);
+    case ActivationKind::kSitu: {
+      const float u = a.up_limit > 0.0F ? a.up_limit * tanhf(up / a.up_limit) : up;
+      return a.beta * tanhf(gate / a.beta) * Math::sigmoid(gate) * u;
+    }
+    case ActivationKind::kSiluNoMul:
+      return gate * Math::sigmoid(gate);
+    case ActivationKind::kGeluNoMul:
+      return gelu(gate);
+    case ActivationKind::kGeluTanhNoMul:
+      return gelu_tanh(gate);
+    case ActivationKind::kRelu2NoMul: {
+      const float x = gate < 0.0F ? 0.0F : gate;
+      return x * x;
+    }
+    default:
+      return __int_as_float(0x7FC00000);
+  }
+}
+
+struct ApproximateMath {
+  static __device__ __forceinline__ float sigmoid(float x) { return cuda::sigmoid(x); }
+};
 // Any kind: a switch over the call's.
 struct AnyActivation {
   static constexpr bool kFullGroups = false, kRoutes = false;
   static __device__ __forceinline__ float activate(const GroupedActivation& a, float gate,
                                                    float up) {
-    constexpr float kInvSqrt2 = 0.70710678118654752F, kSqrt2OverPi = 0.79788456080286536F;
-    const auto gelu = [](float v) { return 0.5F * v * erfcf(-v * kInvSqrt2); };
-    const auto gelu_tanh = [](float v) {
-      return v * sigmoid(2.0F * kSqrt2OverPi * (v + 0.044715F * v * v * v));
-    };
-    switch (static_cast<ActivationKind>(a.kind)) {
-      case ActivationKind::kGelu:
-        return gelu(gate) * up;
-      case ActivationKind::kGeluTanh:
-        return gelu_tanh(gate) * up;
-      case ActivationKind::kSwigluStep:
-        return at_most(gate * sigmoid(gate), a.limit) * within(up, a.limit);
-      case ActivationKind::kSitu: {
-        const float u = a.up_limit > 0.0F ? a.up_limit * tanhf(up / a.up_limit) : up;
-        return a.beta * tanhf(gate / a.beta) * sigmoid(gate) * u;
-      }
-      case ActivationKind::kSiluNoMul:
-        return gate * sigmoid(gate);
-      case ActivationKind::kGeluNoMul:
-        return gelu(gate);
-      case ActivationKind::kGeluTanhNoMul:
-        return gelu_tanh(gate);
-      case ActivationKind::kRelu2NoMul: {
-        const float x = gate < 0.0F ? 0.0F : gate;
-        return x * x;
-      }
-      default:
-        return __int_as_float(0x7FC00000);
-    }
+    return activate_as<ApproximateMath>(a, gate, up);
   }
 };
 struct GeneralEpilogue : AnyActivation {
