@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "layer/cuda_rank_case.h"
+#include "layer/shared_part_case.h"
 #include "moesaic/device_tensor.h"
 #include "support/cuda_device.h"
 #include "support/expect_bits.h"
@@ -180,42 +181,9 @@ FusedMoE::Options two_on_gpu(int rank, bool experts, const std::shared_ptr<Commu
 TEST(CudaOutputParts, TheSharedPartIsCompleteOverRanks) {
   REQUIRE_HOPPER();
   const LayerTensors tensors = make_tensors(50, test::with_shared(true));
-  const auto make = test::maker_of(tensors);
-  const Tensor x = random_hidden(51, 7, 64);
-  FusedMoE::Args plain;
-  plain.hidden_states = x.view();
-  const Tensor want = must_run(make(on_gpu(16)).value(), plain).output;
-  struct Case {
-    bool experts, reduce;
-    RankTransport transport;
-  };
-  for (const Case& c : {Case{false, true, RankTransport::kNone},
-                        {false, false, RankTransport::kNone},
-                        {true, true, RankTransport::kNone},
-                        {true, true, RankTransport::kAllToAll}}) {
-    for (const Status& s :
-         test::on_two_ranks([&](int rank, const std::shared_ptr<Communicator>&world) -> Status {
-           FusedMoE::Options options = two_on_gpu(rank, c.experts, world);
-           options.ranks.reduce_results = c.reduce;
-           options.ranks.transport = c.transport;
-           MOESAIC_ASSIGN_OR_RETURN(const FusedMoE layer, make(options));
-           Tensor shared = zeros(DType::kF32, x.shape());
-           test::poison(shared.view());
-           FusedMoE::Args args = plain;
-           args.shared_output = shared.view();
-           Tensor y = std::move(must_run(layer, args).output);
-           MOESAIC_RETURN_IF_ERROR(layer.maybe_all_reduce(y.view()));
-           for (std::int64_t i = 0; i < 7 * 64; ++i) y.as<float>()[i] += shared.as<float>()[i];
-           const auto result = compare(to_doubles(y.view()), to_doubles(want.view()));
-           EXPECT_LE(result.rel_l2, c.experts ? 1e-6 : 6e-3) << result.describe;
-           if (rank == 1) args.shared_output = {};
-           expect_refusal(test::run_args(layer, args).status(), StatusCode::kInvalidArgument,
-                          {"shared_output: rank 1 gave none, rank 0 one"});
-           return {};
-         })) {
-      EXPECT_TRUE(s.ok()) << s.to_string();
-    }
-  }
+  test::expect_shared_part_over_ranks(test::maker_of(tensors), on_gpu(16), random_hidden(51, 7, 64),
+                                      two_on_gpu,
+                                      [](bool experts) { return experts ? 1e-6 : 6e-3; });
 }
 
 // What stays a part is completed where it is: the bits of a layer that adds up itself.

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "layer/rank_case.h"
+#include "layer/shared_part_case.h"
 #include "support/expect_bits.h"
 #include "support/metrics.h"
 #include "support/random.h"
@@ -162,43 +163,8 @@ TEST(OutputParts, TheSharedPartApartAddsUpToTheSum) {
 
 TEST(OutputParts, TheSharedPartIsCompleteOverRanks) {
   const test::LayerTensors tensors = test::make_tensors(49, test::with_shared(true));
-  const auto make = test::maker_of(tensors);
-  const Tensor x = test::random_hidden(50, 7, 64);
-  FusedMoE::Args plain;
-  plain.hidden_states = x.view();
-  const Tensor want = must_run(make({}).value(), plain).output;
-  struct Case {
-    bool experts, reduce;
-    RankTransport transport;
-  };
-  for (const Case& c : {Case{false, true, RankTransport::kNone},
-                        {false, false, RankTransport::kNone},
-                        {true, true, RankTransport::kNone},
-                        {true, true, RankTransport::kAllToAll}}) {
-    for (const Status& s :
-         test::on_two_ranks([&](int rank, const std::shared_ptr<Communicator>&world) -> Status {
-           FusedMoE::Options options = two_ranks(rank, c.experts, world);
-           options.ranks.reduce_results = c.reduce;
-           options.ranks.transport = c.transport;
-           MOESAIC_ASSIGN_OR_RETURN(const FusedMoE layer, make(options));
-           Tensor shared = Tensor::zeros(DType::kF32, x.shape()).value();
-           test::poison(shared.view());
-           FusedMoE::Args args = plain;
-           args.shared_output = shared.view();
-           Tensor y = must_run(layer, args).output;
-           MOESAIC_RETURN_IF_ERROR(layer.maybe_all_reduce(y.view()));
-           for (std::int64_t i = 0; i < 7 * 64; ++i) y.as<float>()[i] += shared.as<float>()[i];
-           const auto result = compare(to_doubles(y.view()), to_doubles(want.view()));
-           EXPECT_LE(result.rel_l2, 1e-6) << result.describe;
-           // One rank alone would wait for the other.
-           if (rank == 1) args.shared_output = {};
-           expect_refusal(test::run_args(layer, args).status(), StatusCode::kInvalidArgument,
-                          {"shared_output: rank 1 gave none, rank 0 one"});
-           return {};
-         })) {
-      EXPECT_TRUE(s.ok()) << s.to_string();
-    }
-  }
+  test::expect_shared_part_over_ranks(test::maker_of(tensors), {}, test::random_hidden(50, 7, 64),
+                                      two_ranks, [](bool) { return 1e-6; });
 }
 
 TEST(OutputParts, SharedExpertsMayBeTheCallersFunction) {
