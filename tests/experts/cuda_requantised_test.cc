@@ -60,10 +60,10 @@ struct Intermediate {
   }
 };
 
-// Values of the intermediate that are right: the activation of sums that are off by a part of their
-// size, which is that of the row's sums together. Sums of int8 products are exact up to their factors.
-// The accumulator of e4m3 products has 13 fraction bits and cuts off what lies below them with each
-// of the eight additions in front of a promotion.
+// Values of the intermediate that are right: the activation of sums that are off by `part` of what was
+// added up, about the size of the row's sums and of this one. Sums of int8 products are exact up to
+// their factors. The accumulator of e4m3 products has 13 fraction bits and cuts off what lies below
+// them with each of the eight additions in front of a promotion.
 struct Nearby {
   std::vector<double> least, most;
 
@@ -71,13 +71,15 @@ struct Nearby {
          const std::vector<double>& sums, double part) {
     double square = 0;
     for (const double v : sums) square += v * v;
-    const double size = part * std::sqrt(square / static_cast<double>(sums.size()));
+    const double rms = std::sqrt(square / static_cast<double>(sums.size()));
     least = most = test::oracle_activated(p, weights, e, sums);
     const std::size_t half = sums.size() / (test::oracle_is_gated(p) ? 2 : 1);
-    for (const double gate : {-size, size}) {
-      for (const double up : {-size, size}) {
+    for (const double gate : {-part, part}) {
+      for (const double up : {-part, part}) {
         std::vector<double> moved = sums;
-        for (std::size_t i = 0; i < moved.size(); ++i) moved[i] += i < half ? gate : up;
+        for (std::size_t i = 0; i < moved.size(); ++i) {
+          moved[i] += (i < half ? gate : up) * (rms + std::abs(sums[i]));
+        }
         const std::vector<double> y = test::oracle_activated(p, weights, e, moved);
         for (std::size_t i = 0; i < y.size(); ++i) {
           least[i] = std::min(least[i], y[i]);
