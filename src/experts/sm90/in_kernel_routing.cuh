@@ -1,6 +1,6 @@
 // Routing inside the grouped-GEMM kernel (grouped_gemm.cuh), up to kRouteTokens tokens: every CTA
 // routes for itself with all its warps, which saves the router's kernel and a way through memory.
-// The same operations in the same order as router/sm90/route.cu, so the same bits; what differs is
+// The same operations in the same order as router/sm90/warp_router.cuh, so the same bits; what differs is
 // how the largest keys are found. Compiled with --fmad=false, as that file is.
 #pragma once
 

@@ -44,5 +44,7 @@ struct RouteParams {
 // does. Capturable; a programmatic launch. Returns a cudaError_t value.
 // `prologue`: of an experts stage that follows, run by further blocks of the kernel; null: none.
 int launch_route(const RouteParams& params, const ExpertsPrologue* prologue, void* stream);
+// Of more than 512 columns; launch_route calls it.
+int launch_route_wide(const RouteParams& params, const ExpertsPrologue* prologue, void* stream);
 
 }  // namespace moesaic::cuda
