@@ -90,9 +90,10 @@ TEST(CudaFormats, ARowForEachSchemeThatTheKernelsCompute) {
   for (const FormatRow& row : grouped_formats()) {
     EXPECT_EQ(row.chunk_k * row_element_bytes(row.rows), 128);
   }
-  test::expect_refusal(
-      format_of(test::small_problem("mxfp4")).status(), StatusCode::kUnsupported,
-      {"scheme: got mxfp4", "need bf16, fp8-block, mxfp4-bf16, fp8-scaled or int8"});
+  test::expect_refusal(format_of(test::small_problem("mxfp4")).status(), StatusCode::kUnsupported,
+                       {"scheme: got mxfp4",
+                        "need bf16, fp8-block, mxfp4-bf16, fp8-scaled, int8, int4-bf16, nf4-bf16, "
+                        "int8-bf16, fp8-bf16"});
   test::expect_refusal(make_experts_plan(test::small_problem("mxfp4")).status(),
                        StatusCode::kUnsupported, {"scheme"});
 }

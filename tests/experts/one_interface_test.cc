@@ -65,8 +65,12 @@ TEST(OneInterface, TheGeneralRowOfGpusTakesEverySize) {
     }
     before = row.name;
   }
-  for (const char* quant : {"f32", "f16", "int4-g128", "gptq", "q4k", "nf4-bf16"}) {
+  for (const char* quant : {"f32", "f16", "q4k"}) {
     EXPECT_EQ(chosen(on_gpu(quant)), "cuda_general") << quant;
+  }
+  for (const char* quant :
+       {"int4-g128", "awq", "gptq", "nf4-bf16", "int8-bf16", "q6k", "fp8-bf16"}) {
+    EXPECT_EQ(chosen(on_gpu(quant)), "cuda_sm90") << quant;
   }
   MoeProblem weighted = on_gpu("bf16");
   weighted.apply_router_weight_on_input = true;

@@ -32,7 +32,7 @@ Scheme scheme_called(std::string_view name) {
   if (name == "mxfp4-static" || name == "mxfp4-token" || name == "mxfp4-f32-groups") {
     named = "mxfp4-fp8";
   }
-  if (name == "gptq" || name == "q4k") named = "int4-g128";
+  if (name == "gptq" || name == "q4k" || name == "awq" || name == "int4-g32") named = "int4-g128";
   if (name == "int4-channel" || name == "q6k" || name == "u8-zero") named = "int8-bf16";
   if (name == "nvfp4-rows") named = "nvfp4";
   if (name == "fp4-bf16" || name == "iq4") named = "nf4-bf16";
@@ -56,7 +56,12 @@ Scheme scheme_called(std::string_view name) {
     w.zero_point = name == "gptq" ? ZeroPoint::kInteger : ZeroPoint::kMin;
     w.act_order = name == "gptq";
   }
-  if (name == "int4-fp8-g32") w.block_k = 32;
+  if (name == "awq") {
+    w.dtype = DType::kU4;
+    w.block_k = 64;
+    w.zero_point = ZeroPoint::kInteger;
+  }
+  if (name == "int4-fp8-g32" || name == "int4-g32") w.block_k = 32;
   if (name == "int4-fp8-g96") w.block_k = 96;
   if (name == "int4-channel") w.dtype = DType::kI4;
   if (name == "q6k") {

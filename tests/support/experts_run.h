@@ -15,6 +15,8 @@ namespace moesaic::test {
 // A scheme by its name, or one that only checkpoints imply:
 //   fp8-static     fp8-tensor with static activation scales; likewise int4-fp8-static, mxfp4-static
 //   gptq           U4 per 32, F16 scales, zero points, act-order
+//   awq            U4 per 64, F16 scales, zero points
+//   int4-g32       I4 per 32
 //   int4-channel   I4, one scale per row
 //   q4k            U4 per 32 with minima
 //   q6k            I8 per 16

@@ -11,6 +11,7 @@
 #include "cuda/quant_rows.h"
 #include "experts/padded_source.h"
 #include "experts/sm90/experts_impl.h"
+#include "experts/sm90/gather_rows.h"
 #include "permute/sm90/combine.h"
 
 namespace moesaic::cuda {
@@ -97,7 +98,7 @@ std::optional<ExpertsPrologue> CudaExperts::prologue(const CudaExpertsArgs& a) c
   MoeProblem problem = impl_->problem;
   if (a.top_k > 0) problem.top_k = a.top_k;
   const std::int64_t pairs = a.tokens * problem.top_k;
-  const bool needs_routing = plan.weight_on_input || impl_->rows_per_pair;
+  const bool needs_routing = plan.weight_on_input || impl_->rows_per_pair || plan.gathers_rows();
   if (a.tokens < 1 || pairs > kListPairs || needs_routing) return std::nullopt;
   // The list that the GEMM kernel makes stays in its shared memory: the combine must be there too.
   if (a.tokens > kFoldCombineTokens && !MOESAIC_FAULT(cuda_list_apart_from_its_combine)) {
@@ -177,6 +178,21 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
         "align and quantize", launch_align(align, quantize ? &q : nullptr, impl_->traits, stream)));
   }
 
+  if (plan.gathers_rows()) {
+    GatherRowsParams gather;
+    gather.x = static_cast<const std::uint16_t*>(a.rows.data);
+    gather.rows = reinterpret_cast<std::uint16_t*>(w.rows);
+    gather.perm = impl_->weights.w13_perm;
+    gather.topk_ids = a.topk_ids;
+    gather.expert_map = a.expert_map;
+    gather.pairs = pairs;
+    gather.columns = problem.hidden_size;
+    gather.top_k = static_cast<std::int32_t>(problem.top_k);
+    gather.num_experts = align.num_experts;
+    gather.num_local_experts = align.num_local_experts;
+    MOESAIC_RETURN_IF_ERROR(check_call("rows by expert", launch_gather_rows(gather, stream)));
+  }
+
   CombineParams c;
   c.y2 = slots ? static_cast<std::uint16_t*>(a.result.data) : w.y2;
   c.row_of_pair = w.row_of_pair;
@@ -189,7 +205,8 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
 
   GroupedParams g;
   g.weights = impl_->weights;
-  g.rows.x = makes_rows ? w.rows : static_cast<const std::byte*>(a.rows.data);
+  const bool own_rows = makes_rows || plan.gathers_rows();
+  g.rows.x = own_rows ? w.rows : static_cast<const std::byte*>(a.rows.data);
   g.rows.x_scale = codes ? a.rows.scale : w.row_scale;
   g.rows.x_scale_stride = codes ? a.rows.scale_stride : w.row_scale_stride;
   g.rows.inner = w.inner;
@@ -208,7 +225,7 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
     if (route && route->num_shared > 0) impl_->prefetch_ahead(g.ahead);
   }
   plan.fill_sizes(problem, g);
-  if (impl_->rows_per_pair) g.top_k = 1;  // a row is that of a pair
+  if (impl_->rows_per_pair || plan.gathers_rows()) g.top_k = 1;  // a row is that of a pair
   if (plan.static_scales) {
     g.whole.x_static = impl_->weights.w13_input_scale;
     g.whole.inner_static = impl_->weights.w2_input_scale;

@@ -5,6 +5,7 @@
 #include "core/checked.h"
 #include "experts/problem_checks.h"
 #include "experts/sm90/experts_impl.h"
+#include "experts/sm90/weight_codes.h"
 #include "numerics/element.h"
 
 namespace moesaic::cuda {
@@ -14,11 +15,13 @@ Status grow(Allocation& memory, std::int64_t bytes) {
   return memory.bytes() >= bytes ? Status() : memory.reserve("staging", bytes);
 }
 
-Status upload_bias(const ConstTensorView& bias, float* to, std::int64_t count,
-                   std::vector<float>& row) {
+// order: of each part of the rows, as their weights have it; may be null.
+Status upload_bias(const ConstTensorView& bias, const std::int32_t* order, std::int64_t part_rows,
+                   float* to, std::int64_t count, std::vector<float>& row) {
   row.resize(static_cast<std::size_t>(count));
   for (std::int64_t i = 0; i < count; ++i) {
-    row[static_cast<std::size_t>(i)] = load_as_f32(bias.data, bias.dtype, i);
+    row[static_cast<std::size_t>(i)] =
+        load_as_f32(bias.data, bias.dtype, stored_row(order, part_rows, i));
   }
   return copy_to_device("upload of biases", to, row.data(), count * std::int64_t{sizeof(float)});
 }
@@ -44,6 +47,10 @@ Status repack_matrix(const RepackShape& shape, const ConstTensorView& weight,
       repack_expert(shape, at, scales, image, reinterpret_cast<float*>(image_scale), nullptr)));
   // The staging memory is used again by the next matrix.
   return synchronize(nullptr);
+}
+
+bool has_bf16_scales(const ExpertWeightsView& view) {
+  return view.w13_scale.dtype == DType::kBF16 && view.w2_scale.dtype == DType::kBF16;
 }
 
 }  // namespace
@@ -80,6 +87,12 @@ Status repack_row_scaled(const RepackCall& call) {
 
 Status CudaExperts::Impl::load(ExpertSource& source) {
   const std::int64_t local = problem.num_local_experts;
+  if (plan.format->image != nullptr && local > 0) {
+    // What the scales are is with the weights.
+    MOESAIC_ASSIGN_OR_RETURN(const ExpertWeightsView view, source.expert(0));
+    MOESAIC_RETURN_IF_ERROR(experts::check_expert_weights(problem, view, 0));
+    plan.set_image(has_bf16_scales(view));
+  }
   const std::span<const WeightPart> rows = plan.format->parts;
   parts.resize(rows.size());
   for (std::size_t i = 0; i < rows.size(); ++i) {
@@ -109,10 +122,14 @@ Status CudaExperts::Impl::load(ExpertSource& source) {
       rows_per_pair = rows_per_pair || scale != first_scale;
     }
     if (problem.has_expert_bias) {
-      MOESAIC_RETURN_IF_ERROR(
-          upload_bias(view.w13_bias, w13_bias.as<float>() + e * plan.w13.rows, plan.w13.rows, row));
-      MOESAIC_RETURN_IF_ERROR(
-          upload_bias(view.w2_bias, w2_bias.as<float>() + e * plan.w2.rows, plan.w2.rows, row));
+      const std::int32_t* const order =
+          view.w2_perm.present() ? view.w2_perm.as<std::int32_t>() : nullptr;
+      MOESAIC_RETURN_IF_ERROR(upload_bias(view.w13_bias, order, problem.intermediate_size,
+                                          w13_bias.as<float>() + e * plan.w13.rows, plan.w13.rows,
+                                          row));
+      MOESAIC_RETURN_IF_ERROR(upload_bias(view.w2_bias, nullptr, plan.w2.rows,
+                                          w2_bias.as<float>() + e * plan.w2.rows, plan.w2.rows,
+                                          row));
     }
   }
   return {};

@@ -18,10 +18,18 @@ Result<ExpertsPlan> make_experts_plan(const MoeProblem& problem) {
   const std::int64_t slab = plan.format->slab_bytes;
   plan.w13 = {{experts::w13_rows(problem), problem.hidden_size, element, is_gated(kind)}, slab};
   plan.w2 = {{problem.hidden_size, problem.intermediate_size, element, false}, slab};
+  plan.weight = problem.quant.weight;
+  plan.set_image(false);
   plan.power_of_two_scales = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
   plan.weight_on_input = problem.apply_router_weight_on_input;
   plan.static_scales = quant::has_static_scale(problem.quant.activation);
   return plan;
+}
+
+void ExpertsPlan::set_image(bool exact_scales) {
+  if (format->image == nullptr) return;
+  codes = format->image(weight, exact_scales);
+  w13.slab_bytes = w2.slab_bytes = codes.slab_bytes;
 }
 
 void ExpertsPlan::fill_sizes(const MoeProblem& problem, GroupedParams& to) const {
@@ -37,6 +45,7 @@ void ExpertsPlan::fill_sizes(const MoeProblem& problem, GroupedParams& to) const
   to.chunks2 = narrow(w2.chunks());
   to.row_bytes1 = narrow(w13.row_bytes());
   to.row_bytes2 = narrow(w2.row_bytes());
+  to.codes = codes;
 }
 
 ExpertsWorkspace ExpertsWorkspace::carve(const MoeProblem& problem, const ExpertsPlan& plan,
@@ -47,8 +56,9 @@ ExpertsWorkspace ExpertsWorkspace::carve(const MoeProblem& problem, const Expert
   // First, where another call with as many tokens has them: see CudaRows::kept.
   w.row_scale_stride = round_up(tokens, 4);
   const bool whole = row_is_whole(plan.format->rows);
-  if (plan.makes_rows()) {
-    w.rows = arena.take<std::byte>((plan.static_scales ? pairs : tokens) * plan.w13.row_bytes());
+  if (plan.makes_rows() || plan.gathers_rows()) {
+    const bool by_pair = plan.static_scales || plan.gathers_rows();
+    w.rows = arena.take<std::byte>((by_pair ? pairs : tokens) * plan.w13.row_bytes());
   }
   if (plan.quantizes() && !plan.static_scales) {
     w.row_scale = arena.take<float>(w.row_scale_stride * (whole ? 1 : plan.w13.chunks()));

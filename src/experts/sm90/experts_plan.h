@@ -18,15 +18,21 @@ struct ExpertsPlan {
   const FormatRow* format = nullptr;
   EpilogueKind epilogue = EpilogueKind::kSwiglu;
   WeightShape w13, w2;
+  OperandQuant weight;
+  CodeImage codes;  // where the format has several kinds
   bool power_of_two_scales = false;
   bool weight_on_input = false;
   bool static_scales = false;  // of operand rows, with the weights
   // Operand rows are made in the workspace (quantised, or multiplied by the router weight).
   bool makes_rows() const { return quantizes() || weight_on_input; }
+  // A row of hidden states is made for every pair, in the order of its expert's columns.
+  bool gathers_rows() const { return weight.act_order; }
   // Operand rows are codes with scales.
   bool quantizes() const { return row_has_scales(format->rows); }
   // GEMM1 leaves bf16 rows, which are quantised when a row is complete.
   bool quantizes_late() const { return row_is_whole(format->rows) && !static_scales; }
+  // Takes the image of weights whose scales are all bf16 numbers, or not.
+  void set_image(bool exact_scales);
   // Sizes of the problem and its images.
   void fill_sizes(const MoeProblem& problem, GroupedParams& to) const;
 };

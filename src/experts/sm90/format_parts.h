@@ -7,7 +7,8 @@
 //     using Product = ...;        // type of both operands of wgmma: ptx::BF16, ptx::E4M3, ptx::S8
 //     static constexpr int kChunkK = ...;      // elements of K in a chunk: 128 bytes of a token row
 //     static constexpr int kWeightBits = ...;  // of one weight in the image
-//     using WeightScales = ...;   // where they lie: NoWeightScales, BlockWeightScales, RowStrip<n>
+//     using WeightScales = ...;   // where they lie: NoWeightScales, BlockWeightScales, RowStrip<n>,
+//                                 // VaryingStrip<n>
 //     using Tokens = ...;         // operand rows of both GEMMs: PlainRows, GroupScaledRows,
 //                                 // RowScaledRows
 //     using Weights = ...;        // how weights become an operand: FromShared, FromCodes<decoder>
@@ -46,6 +47,11 @@ template <int kBytes>
 struct RowStrip {
   static constexpr int kStageBytes = 0, kRowBytes = kBytes;
 };
+// The same with a size that the problem's weights decide, at most kBytes: CodeImage.
+template <int kBytes>
+struct VaryingStrip : RowStrip<kBytes> {
+  static constexpr bool kVaries = true;
+};
 
 // The operand rows of both GEMMs. kScaleBytes: per row and chunk. kFactors: a finished sum is
 // multiplied by the scales of its token row and of its weight row (finish.cuh).
@@ -72,8 +78,13 @@ struct FromShared;  // the weights of a stage are an operand as they lie there
 template <class Decoder>
 struct FromCodes;   // codes in fragment order, decoded into registers
 struct DecodeE2M1;  // e2m1 codes and E8M0 scales to bf16
-struct InOperand;   // operands are exact: one accumulator chain over all of K
-struct PerStage;    // a stage's sums times the scales of its weights and tokens, added in fp32
+// Device code: decode_codes.cuh.
+struct DecodeInt4;   // 4-bit integers, less a zero point, times a scale
+struct DecodeTable;  // 4-bit indices of a table times a scale
+struct DecodeInt8;   // 8-bit integers, less a zero point, times a scale
+struct DecodeE4M3;   // e4m3 codes times a scale
+struct InOperand;    // operands are exact: one accumulator chain over all of K
+struct PerStage;     // a stage's sums times the scales of its weights and tokens, added in fp32
 template <int kStages>
 struct PerStages;  // the sums of so many stages, added in fp32 as they are
 struct Integers;   // 32-bit integer sums

@@ -10,11 +10,17 @@
 #include "experts/padded_source.h"
 #include "experts/sm90/experts_plan.h"
 #include "experts/sm90/formats/bf16.h"
+#include "experts/sm90/formats/fp8_bf16.h"
 #include "experts/sm90/formats/fp8_block.h"
 #include "experts/sm90/formats/fp8_row.h"
+#include "experts/sm90/formats/int4_bf16.h"
 #include "experts/sm90/formats/int8.h"
+#include "experts/sm90/formats/int8_bf16.h"
 #include "experts/sm90/formats/mxfp4_bf16.h"
+#include "experts/sm90/formats/table_bf16.h"
 #include "experts/sm90/repack_codes.h"
+#include "experts/sm90/repack_strips.h"
+#include "experts/sm90/weight_codes.h"
 
 namespace moesaic::cuda {
 
@@ -24,6 +30,9 @@ LaunchGrouped launch_grouped_fp8_block_swiglu, launch_grouped_fp8_block_any;
 LaunchGrouped launch_grouped_fp8_row_swiglu, launch_grouped_fp8_row_any;
 LaunchGrouped launch_grouped_int8_swiglu, launch_grouped_int8_any;
 LaunchGrouped launch_grouped_mxfp4_bf16_swiglu, launch_grouped_mxfp4_bf16_any;
+LaunchGrouped launch_grouped_int4_bf16_swiglu, launch_grouped_int4_bf16_any;
+LaunchGrouped launch_grouped_table_bf16_swiglu, launch_grouped_int8_bf16_swiglu;
+LaunchGrouped launch_grouped_fp8_bf16_swiglu;
 
 namespace {
 
@@ -56,12 +65,23 @@ void bind_w2_input_scale(PlacedWeights& w, const std::byte* at) {
   w.w2_input_scale = reinterpret_cast<const float*>(at);
 }
 
+std::int64_t w13_perm_bytes(const ExpertsPlan& plan) {
+  return plan.weight.act_order ? plan.w13.columns * 4 : 0;
+}
+void bind_w13_perm(PlacedWeights& w, const std::byte* at) {
+  w.w13_perm = reinterpret_cast<const std::int32_t*>(at);
+}
+
 constexpr WeightPart kImages[] = {{"w13", &bind_w13, &w13_image_bytes},
                                   {"w2", &bind_w2, &w2_image_bytes}};
 constexpr WeightPart kImagesAndBlockScales[] = {kImages[0],
                                                 kImages[1],
                                                 {"w13_scale", &bind_w13_scale, &w13_block_bytes},
                                                 {"w2_scale", &bind_w2_scale, &w2_block_bytes}};
+
+// Images, then where the hidden state of each column of w13 is.
+constexpr WeightPart kImagesAndOrder[] = {
+    kImages[0], kImages[1], {"w13_perm", &bind_w13_perm, &w13_perm_bytes}};
 
 // Images, then a scale per row of both matrices, then static scales of the rows that they multiply
 // (1 without).
@@ -94,6 +114,24 @@ Status check_int8(const MoeProblem& problem) {
     }
   }
   return check_widths<16>(problem);
+}
+
+Status check_strips(const MoeProblem& problem) {
+  MOESAIC_RETURN_IF_ERROR(check_strip_scales(problem.quant.weight));
+  if (problem.quant.weight.act_order && problem.apply_router_weight_on_input) {
+    return unsupported("apply_router_weight_on_input: got act-order weights, need others");
+  }
+  return check_widths<8>(problem);
+}
+
+// Formats without builds for other activations, which would be as large again.
+Status check_strips_swiglu(const MoeProblem& problem) {
+  const ActivationKind kind = problem.activation.kind;
+  if (kind == ActivationKind::kSilu || kind == ActivationKind::kSwigluOai) {
+    return check_strips(problem);
+  }
+  return unsupported(fmt::format("activation: got {} with {} weights, need silu or swigluoai",
+                                 activation_name(kind), dtype_name(problem.quant.weight.dtype)));
 }
 
 // A row's sizes follow from the format's policy.
@@ -174,8 +212,50 @@ constexpr FormatRow mxfp4_bf16_row() {
   return row;
 }
 
-constexpr FormatRow kFormats[] = {bf16_row(), fp8_block_row(), mxfp4_bf16_row(), fp8_scaled_row(),
-                                  int8_row()};
+// Weights that are rounded to bf16 in registers.
+template <class Format>
+constexpr FormatRow row_of_strips(std::string_view name, bool (*takes)(const OperandQuant& weight),
+                                  LaunchGrouped* swiglu) {
+  FormatRow row = row_of<Format>(ComputeScheme::kWeightOnly);
+  row.takes = takes;
+  row.name = name;
+  row.image = &code_image;
+  row.tiles = {.split_items = 1, .paired_rows = 0};
+  row.parts = kImagesAndOrder;
+  row.check = &check_strips_swiglu;
+  row.repack = MOESAIC_ON_DEVICE(repack_code_strips);
+  row.launch_swiglu = swiglu;
+  return row;
+}
+
+constexpr FormatRow int4_bf16_row() {
+  FormatRow row = row_of_strips<Int4Bf16>("int4-bf16", &has_int4_codes,
+                                          MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_swiglu));
+  row.check = &check_strips;
+  row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_any);
+  return row;
+}
+
+constexpr FormatRow fp8_bf16_row(ComputeScheme scheme, std::string_view name) {
+  FormatRow row = row_of_strips<Fp8Bf16>(name, &has_fp8_codes,
+                                         MOESAIC_ON_DEVICE(launch_grouped_fp8_bf16_swiglu));
+  row.scheme = scheme;
+  return row;
+}
+
+constexpr FormatRow kFormats[] = {
+    bf16_row(),
+    fp8_block_row(),
+    mxfp4_bf16_row(),
+    fp8_scaled_row(),
+    int8_row(),
+    int4_bf16_row(),
+    row_of_strips<TableBf16>("nf4-bf16", &has_table_codes,
+                             MOESAIC_ON_DEVICE(launch_grouped_table_bf16_swiglu)),
+    row_of_strips<Int8Bf16>("int8-bf16", &has_int8_codes,
+                            MOESAIC_ON_DEVICE(launch_grouped_int8_bf16_swiglu)),
+    fp8_bf16_row(ComputeScheme::kFp8Bf16, ""),
+    fp8_bf16_row(ComputeScheme::kWeightOnly, "fp8-channel-bf16")};
 
 }  // namespace
 
@@ -189,7 +269,8 @@ std::span<const FormatRow> grouped_formats() { return kFormats; }
 std::string names_of_formats(bool (*has)(const FormatRow& row)) {
   std::vector<std::string_view> names;
   for (const FormatRow& row : kFormats) {
-    if (has == nullptr || has(row)) names.push_back(compute_scheme_name(row.scheme));
+    if (has != nullptr && !has(row)) continue;
+    names.push_back(row.name.empty() ? compute_scheme_name(row.scheme) : row.name);
   }
   if (names.size() == 1) return std::string(names[0]);
   const std::span<const std::string_view> but_last(names.data(), names.size() - 1);
@@ -197,12 +278,15 @@ std::string names_of_formats(bool (*has)(const FormatRow& row)) {
 }
 
 Result<const FormatRow*> format_of(const MoeProblem& problem) {
-  const ComputeScheme scheme = problem.quant.kind;
+  const Scheme& scheme = problem.quant;
   for (const FormatRow& row : kFormats) {
-    if (row.scheme == scheme) return &row;
+    const bool weight = row.takes == nullptr || row.takes(scheme.weight);
+    if (row.scheme == scheme.kind && weight) return &row;
   }
+  const std::string_view kind = compute_scheme_name(scheme.kind);
+  const bool named = scheme.kind == ComputeScheme::kWeightOnly && !scheme.name.empty();
   return unsupported(
-      fmt::format("scheme: got {}, need {}", compute_scheme_name(scheme), names_of_formats()));
+      fmt::format("scheme: got {}, need {}", named ? scheme.name : kind, names_of_formats()));
 }
 
 }  // namespace moesaic::cuda

@@ -24,6 +24,7 @@ struct RepackCall;
 struct PlacedWeights : GroupedWeights {
   const float* w13_input_scale = nullptr;
   const float* w2_input_scale = nullptr;
+  const std::int32_t* w13_perm = nullptr;  // [experts][hidden], where columns have their own order
 };
 
 // One array of repacked weights on the device.
@@ -35,9 +36,15 @@ struct WeightPart {
 
 struct FormatRow {
   ComputeScheme scheme;
+  // Where a scheme has more formats than one: which weights are this one's, and what texts call it.
+  bool (*takes)(const OperandQuant& weight);  // null: all
+  std::string_view name;
   RowForm rows;    // operand rows of both GEMMs
   int chunk_k;     // elements of K in a chunk
-  int slab_bytes;  // of a chunk, in the image
+  int slab_bytes;  // of a chunk, in the image; at most, where `image` says
+  // How the image is to be read, where a format has several kinds of codes. exact_scales: all
+  // scales are bf16 numbers. Null: there is nothing to say.
+  CodeImage (*image)(const OperandQuant& weight, bool exact_scales);
   // Intermediate sizes are padded with zeros to whole multiples when an expert is loaded.
   int inner_multiple;
   TileRules tiles;

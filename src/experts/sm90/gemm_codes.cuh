@@ -70,7 +70,8 @@ struct FromCodes {
     static_assert(!Format::Promote::kParts);
     StageReader<Format, Tile> stage{sh, ring, lane};
     const int thread = static_cast<int>(threadIdx.x) & 127;
-    const std::uint32_t slab = static_cast<std::uint32_t>(L::kSplit ? 0 : group) * L::kSlabBytes;
+    const std::uint32_t slab = static_cast<std::uint32_t>(L::kSplit ? 0 : group) *
+                               static_cast<std::uint32_t>(L::slab_bytes(sh.codes));
     const std::uint32_t tokens = ptx::wgmma_tile(sh.tokens(0));
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
@@ -84,7 +85,11 @@ struct FromCodes {
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         Decoder decoder;
-        decoder.load(at, m, thread);
+        if constexpr (L::kVaries) {
+          decoder.load(sh.codes, at, m, thread);
+        } else {
+          decoder.load(at, m, thread);
+        }
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           std::uint32_t a[4];

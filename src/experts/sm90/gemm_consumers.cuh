@@ -8,9 +8,9 @@
 #include "cuda/fault.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/sync.cuh"
+#include "experts/sm90/decode_codes.cuh"
 #include "experts/sm90/epilogue.cuh"
 #include "experts/sm90/finish.cuh"
-#include "experts/sm90/gemm_codes.cuh"
 #include "experts/sm90/gemm_products.cuh"
 #include "permute/sm90/combine.cuh"
 

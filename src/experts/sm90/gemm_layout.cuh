@@ -67,6 +67,11 @@ struct Layout {
   static constexpr int kTokenBytes = Tile::kMaxColumns * kChunkBytes;
   static constexpr int kSlabBytes = FormatSizes<Format>::kSlabBytes;
   static constexpr int kBandBytes = 2 * kSlabBytes;  // of a chunk, in the image
+  // The image's slabs may be smaller than what there is room for.
+  static constexpr bool kVaries = requires { requires Format::WeightScales::kVaries; };
+  static constexpr __device__ __forceinline__ int slab_bytes(const CodeImage& codes) {
+    return kVaries ? codes.slab_bytes : kSlabBytes;
+  }
   // What follows, the tile of tokens, must be aligned as the swizzle is.
   static constexpr int kWeightBytes = ((kSplit ? kSlabBytes : kBandBytes) + 1023) / 1024 * 1024;
   static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
@@ -80,8 +85,8 @@ struct Layout {
   static constexpr int kFixedBytes = 1024 /* alignment */ + kAmaxBytes + 512;
   // Few tokens: four stages stream as fast as six, and leave the kernels that follow the room to
   // start early (measured: the layer at M = 1 to 16 is 2 to 8 % faster).
-  // Packed weights: as many bytes in flight.
-  static constexpr int kPacked = Format::kWeightBits < 8 ? 8 / Format::kWeightBits : 1;
+  // Packed weights: about as many bytes in flight.
+  static constexpr int kPacked = Format::kChunkK * Format::kWeightBits < 8 * kChunkBytes ? 2 : 1;
   static constexpr int kMostStages = kPacked * (kSplit ? 8 : Tile::kMaxColumns <= 32 ? 4 : 16);
   static constexpr int kFitting =
       (kHopperSharedBytes - kFixedBytes) / (kStageBytes + kScaleBytes + 16);
@@ -125,6 +130,7 @@ struct Shared {
   using L = Layout<Format, Tile>;
   std::uint32_t base;  // 1024-aligned shared address
   char* generic;
+  const CodeImage& codes;  // the kernel's parameter
   __device__ __forceinline__ std::uint32_t weights(std::uint32_t s) const {
     return base + s * L::kStageBytes;
   }

@@ -80,10 +80,11 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
     const int bands = second ? p.bands2 : p.bands1;
     const int slabs = slabs_of(item);
     const std::int64_t first = (static_cast<std::int64_t>(item.expert) * bands + band) * chunks;
-    const std::byte* src = (second ? p.weights.w2 : p.weights.w13) + first * L::kBandBytes;
+    const int slab_bytes = L::slab_bytes(p.codes);
+    const std::byte* src = (second ? p.weights.w2 : p.weights.w13) + first * (2 * slab_bytes);
     const float* scale = (second ? p.weights.w2_scale : p.weights.w13_scale) +
                          first * (Format::WeightScales::kStageBytes / 4);
-    if (L::kSplit) src += cta * L::kSlabBytes;
+    if (L::kSplit) src += static_cast<int>(cta) * slab_bytes;
     const bool absent = L::kSplit && static_cast<int>(cta) >= slabs;
     if (L::kSplit && second && !absent) {
       // Every CTA waits for GEMM1, so its weights come first: those of GEMM2 are requested when
@@ -99,7 +100,7 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
       last = ring;
       ptx::mbarrier_wait(sh.empty(ring.slot), ring.parity ^ 1);
       const std::uint32_t bar = sh.full(ring.slot);
-      const auto bytes = static_cast<std::uint32_t>((L::kSplit ? 1 : slabs) * L::kSlabBytes);
+      const auto bytes = static_cast<std::uint32_t>((L::kSplit ? 1 : slabs) * slab_bytes);
       ptx::mbarrier_arrive_expect(bar, bytes + Format::WeightScales::kStageBytes);
       if (Tile::kPaired) {
         if (static_cast<int>(cta) < slabs) {
@@ -112,7 +113,7 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
       if (Format::WeightScales::kStageBytes > 0) {
         ptx::bulk_load(sh.scales(ring.slot), scale, Format::WeightScales::kStageBytes, bar, policy);
       }
-      src += L::kBandBytes;
+      src += 2 * slab_bytes;
       scale += Format::WeightScales::kStageBytes / 4;
       MOESAIC_CUDA_FAULT(cuda_experts_scales_of_the_first_chunk,
                          scale -= Format::WeightScales::kStageBytes / 4;)

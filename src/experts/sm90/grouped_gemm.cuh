@@ -23,10 +23,8 @@ __global__ void __launch_bounds__(Layout<Format, Tile>::kBoundThreads,
   using L = Layout<Format, Tile>;
   constexpr bool kCluster = Tile::kPaired || L::kSplit;
   extern __shared__ char raw[];
-  Shared<Format, Tile> sh;
-  const std::uint32_t unaligned = ptx::shared_address(raw);
-  sh.base = (unaligned + 1023U) & ~1023U;
-  sh.generic = raw + (sh.base - unaligned);
+  const std::uint32_t unaligned = ptx::shared_address(raw), base = (unaligned + 1023U) & ~1023U;
+  const Shared<Format, Tile> sh{base, raw + (base - unaligned), p.codes};
   const int warp = static_cast<int>(threadIdx.x) >> 5;
   const int lane = static_cast<int>(threadIdx.x) & 31;
   if (threadIdx.x == 0) {
@@ -50,7 +48,7 @@ __global__ void __launch_bounds__(Layout<Format, Tile>::kBoundThreads,
   constexpr bool kRoutes = L::kMakesList && Epilogue::kRoutes;
   if constexpr (kRoutes) {
     if (p.own_list.routes) prepare_routing<L::kThreads>(p, *sh.list());
-    if (threadIdx.x == L::kConsumerThreads) prefetch_ahead<L::kBandBytes>(p);
+    if (threadIdx.x == L::kConsumerThreads) prefetch_ahead(p, 2 * L::slab_bytes(p.codes));
   }
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();

@@ -127,6 +127,16 @@ struct WholeRows {
   std::uint32_t* inner_amax = nullptr;
 };
 
+// What a thread needs to read images whose strips vary (weight_codes.h).
+struct CodeImage {
+  std::int32_t slab_bytes = 0;  // of a chunk: codes, then the strip
+  std::int32_t units = 0;       // scales per row and chunk: 1, 2 or 4
+  // Where the strip has further bits of scales and zero points, from the slab's begin; 0: nowhere.
+  std::int32_t low_at = 0, zero_at = 0;
+  std::uint32_t addend = 0;     // bf16 pair: what integers without stored zero points are added to
+  std::uint32_t table[8] = {};  // of DecodeTable: codes_table.h
+};
+
 struct GroupedParams {
   GroupedWeights weights;
   GroupedRows rows;
@@ -148,6 +158,7 @@ struct GroupedParams {
   bool power_of_two_scales = false;    // of GEMM1's result, where it is quantised
   GroupedActivation activation;
   WholeRows whole;
+  CodeImage codes;
 };
 
 // Set in group_done when a group's rows of the intermediate have been quantised (whole rows).

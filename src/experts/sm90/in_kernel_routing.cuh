@@ -211,13 +211,12 @@ __device__ __forceinline__ void select_columns(const RouteParams& r, int lane, R
 }
 
 // Weights that the kernel will read whatever the routing, into L2. One thread of each CTA.
-template <int kBandBytes>
-__device__ __forceinline__ void prefetch_ahead(const GroupedParams& p) {
+__device__ __forceinline__ void prefetch_ahead(const GroupedParams& p, int band_bytes) {
   for (int i = static_cast<int>(blockIdx.x); i < p.ahead.bands * p.ahead.chunks;
        i += static_cast<int>(gridDim.x)) {
     const int band = i / p.ahead.chunks, chunk = i - band * p.ahead.chunks;
     const std::int64_t image = static_cast<std::int64_t>(band) * p.chunks1 + chunk;
-    ptx::bulk_prefetch(p.ahead.weights + image * kBandBytes, kBandBytes);
+    ptx::bulk_prefetch(p.ahead.weights + image * band_bytes, band_bytes);
   }
 }
 

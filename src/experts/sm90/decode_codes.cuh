@@ -1,0 +1,223 @@
+// Decoders of the formats whose weights are rounded to bf16, as FromCodes (gemm_codes.cuh) uses
+// them. Images: repack_strips.h.
+//
+// A weight is bf16(v * s), v an exact bf16 number. A scale has its upper 8 significant bits in one
+// bf16 number and the next 8 in another: fma(v, upper, v * lower) rounds v * s once, but for 2^-16.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/fault.cuh"
+#include "cuda/ptx/sync.cuh"
+#include "experts/sm90/codes_bytes.h"
+#include "experts/sm90/codes_int4.h"
+#include "experts/sm90/codes_table.h"
+#include "experts/sm90/gemm_codes.cuh"
+
+namespace moesaic::cuda {
+
+__device__ __forceinline__ std::uint32_t add_bf16x2(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t d = 0;
+  asm volatile("add.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ std::uint32_t fma_bf16x2(std::uint32_t a, std::uint32_t b,
+                                                    std::uint32_t c) {
+  std::uint32_t d = 0;
+  asm volatile("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+__device__ __forceinline__ uint4 load_shared_16_bytes(std::uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ std::uint32_t load_shared_pair(std::uint32_t address) {
+  std::uint16_t v = 0;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+  return v;
+}
+
+// Scales of rows g and g + 8, of kUnits parts of 64 elements of K.
+template <int kUnits>
+struct StripScales {
+  std::uint32_t upper[kUnits][2];
+  std::uint32_t lower[kUnits][2];
+
+  // codes_bytes: of a slab, in front of the strip.
+  __device__ __forceinline__ void load(const CodeImage& image, std::uint32_t slab, int codes_bytes,
+                                       int block, int thread) {
+    const int quad = thread >> 2;
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      // Fewer units than kUnits: each is several of these.
+      int unit = u * image.units / kUnits;
+      MOESAIC_CUDA_FAULT(cuda_codes_have_the_first_scale, unit = 0;)
+      const int at = block * image.units + unit;
+      const std::uint32_t pair =
+          ptx::load_shared(slab + static_cast<std::uint32_t>(codes_bytes + at * 128 + quad * 4));
+      upper[u][0] = both_halves<false>(pair);
+      upper[u][1] = both_halves<true>(pair);
+      // f32 bits of the whole scale less those of its upper half: at most 8 significant bits.
+      std::uint32_t low = 0;
+      if (image.low_at != 0) {
+        low =
+            load_shared_pair(slab + static_cast<std::uint32_t>(image.low_at + at * 64 + quad * 2));
+      }
+      MOESAIC_CUDA_FAULT(cuda_codes_lose_the_low_bits, low = 0;)
+      lower[u][0] = lower_half(pair << 16, low << 8 & 0xFF00U);
+      lower[u][1] = lower_half(pair & 0xFFFF0000U, low & 0xFF00U);
+      MOESAIC_CUDA_FAULT(cuda_codes_have_the_scale_of_the_row_above, upper[u][1] = upper[u][0];)
+    }
+  }
+  __device__ __forceinline__ std::uint32_t times(std::uint32_t v, int step, int row) const {
+    const int u = step * kUnits / 4;
+    return fma_bf16x2(v, upper[u][row], multiply_bf16x2(v, lower[u][row]));
+  }
+
+ private:
+  static __device__ __forceinline__ std::uint32_t lower_half(std::uint32_t upper_bits,
+                                                             std::uint32_t low_bits) {
+    const float rest = __uint_as_float(upper_bits | low_bits) - __uint_as_float(upper_bits);
+    return both_halves<true>(__float_as_uint(rest));
+  }
+};
+
+// Zero points of rows g and g + 8, a byte each.
+__device__ __forceinline__ std::uint32_t load_zeros(const CodeImage& image, std::uint32_t slab,
+                                                    int block, int unit, int thread) {
+  const int at = image.zero_at + (block * image.units + unit) * 64 + (thread >> 2) * 2;
+  return load_shared_pair(slab + static_cast<std::uint32_t>(at));
+}
+
+struct DecodeInt4 {
+  uint4 codes;
+  StripScales<2> scales;
+  std::uint32_t addend[2][2];
+
+  __device__ __forceinline__ void load(const CodeImage& image, std::uint32_t slab, int block,
+                                       int thread) {
+    codes = load_shared_16_bytes(slab + static_cast<std::uint32_t>(block * 2048 + thread * 16));
+    scales.load(image, slab, kSlabRows * 32, block, thread);
+#pragma unroll
+    for (int u = 0; u < 2; ++u) addend[u][0] = addend[u][1] = image.addend;
+    if (image.zero_at == 0) return;
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      const std::uint32_t zeros = load_zeros(image, slab, block, u * image.units / 2, thread);
+      // int4_addend of both, twice.
+      addend[u][0] = pick_bytes(zeros, 0xC3, 0x4040);
+      addend[u][1] = pick_bytes(zeros, 0xC3, 0x4141);
+      MOESAIC_CUDA_FAULT(cuda_codes_have_the_zero_point_of_the_row_above,
+                         addend[u][1] = addend[u][0];)
+    }
+  }
+  __device__ __forceinline__ void fragment(int step, std::uint32_t (&a)[4]) const {
+    const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+    int4_fragment(words[step], a);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a[i] = scales.times(add_bf16x2(a[i], addend[step >> 1][i & 1]), step, i & 1);
+    }
+  }
+};
+
+struct DecodeTable {
+  uint4 codes;
+  StripScales<2> scales;
+  std::uint32_t table[8];
+
+  __device__ __forceinline__ void load(const CodeImage& image, std::uint32_t slab, int block,
+                                       int thread) {
+    codes = load_shared_16_bytes(slab + static_cast<std::uint32_t>(block * 2048 + thread * 16));
+    scales.load(image, slab, kSlabRows * 32, block, thread);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) table[i] = image.table[i];
+    MOESAIC_CUDA_FAULT(cuda_codes_have_one_half_of_the_table, table[2] = table[0];
+                       table[3] = table[1]; table[6] = table[4]; table[7] = table[5];)
+  }
+  __device__ __forceinline__ void fragment(int step, std::uint32_t (&a)[4]) const {
+    const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+    table_fragment(words[step], table, a);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = scales.times(a[i], step, i & 1);
+  }
+};
+
+// The codes of 8-bit formats: two words of each k16 step.
+struct ByteCodes {
+  uint4 piece[2];
+
+  __device__ __forceinline__ void load(std::uint32_t slab, int block, int thread) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      piece[i] = load_shared_16_bytes(
+          slab + static_cast<std::uint32_t>(block * 4096 + i * 2048 + thread * 16));
+    }
+  }
+  __device__ __forceinline__ std::uint32_t word(int step, int index) const {
+    const uint4& p = piece[step >> 1];
+    return (step & 1) == 0 ? (index == 0 ? p.x : p.y) : (index == 0 ? p.z : p.w);
+  }
+};
+
+struct DecodeInt8 {
+  ByteCodes codes;
+  StripScales<4> scales;
+  std::uint32_t addend[4][2];
+
+  __device__ __forceinline__ void load(const CodeImage& image, std::uint32_t slab, int block,
+                                       int thread) {
+    codes.load(slab, block, thread);
+    scales.load(image, slab, kSlabRows * 64, block, thread);
+#pragma unroll
+    for (int u = 0; u < 4; ++u) addend[u][0] = addend[u][1] = 0;
+    if (image.zero_at == 0) return;
+#pragma unroll
+    for (int u = 0; u < 4; ++u) {
+      const std::uint32_t zeros = load_zeros(image, slab, block, u * image.units / 4, thread);
+      // 128 - zero, exact in bf16, through f32 numbers of 2^23 + zero.
+      constexpr float kFrom = 8388608.0F + 128.0F;
+      const float lo = kFrom - __uint_as_float(pick_bytes(zeros, 0x4B000000, 0x7440));
+      const float hi = kFrom - __uint_as_float(pick_bytes(zeros, 0x4B000000, 0x7441));
+      addend[u][0] = both_halves<true>(__float_as_uint(lo));
+      addend[u][1] = both_halves<true>(__float_as_uint(hi));
+      MOESAIC_CUDA_FAULT(cuda_codes_have_the_zero_point_of_the_row_above,
+                         addend[u][1] = addend[u][0];)
+    }
+  }
+  __device__ __forceinline__ void fragment(int step, std::uint32_t (&a)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Int8Pair pair = int8_pair(codes.word(step, i >> 1), i & 1);
+      a[i] = add_bf16x2(pair.value, pair.addend);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a[i] = add_bf16x2(a[i], addend[step][i & 1]);
+      a[i] = scales.times(a[i], step, i & 1);
+    }
+  }
+};
+
+struct DecodeE4M3 {
+  ByteCodes codes;
+  StripScales<1> scales;
+
+  __device__ __forceinline__ void load(const CodeImage& image, std::uint32_t slab, int block,
+                                       int thread) {
+    codes.load(slab, block, thread);
+    scales.load(image, slab, kSlabRows * 64, block, thread);
+  }
+  __device__ __forceinline__ void fragment(int step, std::uint32_t (&a)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a[i] = scales.times(e4m3_pair(codes.word(step, i >> 1), i & 1), step, i & 1);
+    }
+  }
+};
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,21 @@
+// 4-bit integers with a scale per group of K or per row, with and without zero points; bf16
+// activations. A code times its scale is rounded to bf16 once, in registers, and nothing is
+// promoted.
+#pragma once
+
+#include "experts/sm90/format_parts.h"
+
+namespace moesaic::cuda {
+
+struct Int4Bf16 {
+  using Product = ptx::BF16;
+  static constexpr int kChunkK = 64, kWeightBits = 4;
+  // Two units of scales (2 bytes), their low bits and zero points (1 each).
+  using WeightScales = VaryingStrip<8>;
+  using Tokens = PlainRows;
+  using Weights = FromCodes<DecodeInt4>;
+  using Promote = InOperand;
+  using Inner = RoundBf16;
+};
+
+}  // namespace moesaic::cuda

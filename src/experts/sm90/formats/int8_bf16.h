@@ -1,0 +1,20 @@
+// 8-bit integers with a scale per group of K or per row, with and without zero points; bf16
+// activations. As int4_bf16.h.
+#pragma once
+
+#include "experts/sm90/format_parts.h"
+
+namespace moesaic::cuda {
+
+struct Int8Bf16 {
+  using Product = ptx::BF16;
+  static constexpr int kChunkK = 64, kWeightBits = 8;
+  // Four units of scales (2 bytes), their low bits and zero points (1 each).
+  using WeightScales = VaryingStrip<16>;
+  using Tokens = PlainRows;
+  using Weights = FromCodes<DecodeInt8>;
+  using Promote = InOperand;
+  using Inner = RoundBf16;
+};
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,91 @@
+// Weights with strips of scales from their source to the device: repack_strips.h.
+#include <fmt/format.h>
+
+#include <cstring>
+#include <vector>
+
+#include "core/checked.h"
+#include "core/refusal.h"
+#include "experts/sm90/experts_impl.h"
+#include "experts/sm90/repack_strips.h"
+#include "experts/sm90/weight_codes.h"
+
+namespace moesaic::cuda {
+namespace {
+
+template <class T>
+Status upload_strip(const std::vector<T>& strip, std::byte*& at, const T*& to) {
+  if (strip.empty()) return {};
+  const auto bytes = static_cast<std::int64_t>(strip.size() * sizeof(T));
+  MOESAIC_RETURN_IF_ERROR(copy_to_device("upload of scales", at, strip.data(), bytes));
+  to = reinterpret_cast<const T*>(at);
+  at += round_up(bytes, 256);
+  return {};
+}
+
+Status repack_strip_matrix(const ExpertsPlan& plan, const WeightShape& shape,
+                           std::string_view field, const experts::ProjectionView& view,
+                           const std::int32_t* row_order, Allocation& staging, std::byte* image) {
+  const CodeImage& codes = plan.codes;
+  if (view.scale.dtype != DType::kBF16 && codes.low_at == 0) {
+    return unsupported(fmt::format("{}_scale: got {}, need BF16 as in the first expert", field,
+                                   dtype_name(view.scale.dtype)));
+  }
+  CodeStrips strips;
+  MOESAIC_RETURN_IF_ERROR(make_strips(plan.weight, codes, field, view, shape, row_order, strips));
+  const bool bytes8 = dtype_bits(view.weight.dtype) == 8;
+  const std::int64_t bytes = shape.rows * shape.columns / (bytes8 ? 1 : 2);
+  const auto count = static_cast<std::int64_t>(strips.upper.size());
+  const std::int64_t all =
+      round_up(bytes, 256) + round_up(2 * count, 256) + 2 * round_up(count, 256);
+  if (staging.bytes() < all) MOESAIC_RETURN_IF_ERROR(staging.reserve("staging", all));
+  auto* at = staging.as<std::byte>();
+  CodeSource source;
+  source.places = bytes8                         ? CodePlaces::kBytes
+                  : has_table_codes(plan.weight) ? CodePlaces::kTable
+                                                 : CodePlaces::kInt4;
+  if (view.weight.dtype == DType::kI4) source.flip = 0x8;
+  if (view.weight.dtype == DType::kI8) source.flip = 0x80;
+  source.weight = reinterpret_cast<const std::uint8_t*>(at);
+  const std::byte* from = view.weight.data;
+  std::vector<std::byte> ordered;
+  if (row_order != nullptr) {
+    const std::int64_t row_bytes = bytes / shape.rows, part_rows = shape.rows / view.parts;
+    ordered.resize(static_cast<std::size_t>(bytes));
+    for (std::int64_t n = 0; n < shape.rows; ++n) {
+      std::memcpy(ordered.data() + n * row_bytes,
+                  from + stored_row(row_order, part_rows, n) * row_bytes,
+                  static_cast<std::size_t>(row_bytes));
+    }
+    from = ordered.data();
+  }
+  MOESAIC_RETURN_IF_ERROR(copy_to_device("upload of weights", at, from, bytes));
+  at += round_up(bytes, 256);
+  MOESAIC_RETURN_IF_ERROR(upload_strip(strips.upper, at, source.upper));
+  MOESAIC_RETURN_IF_ERROR(upload_strip(strips.lower, at, source.lower));
+  MOESAIC_RETURN_IF_ERROR(upload_strip(strips.zero, at, source.zero));
+  MOESAIC_RETURN_IF_ERROR(
+      check_call("repack", repack_with_strips(shape, codes, source, image, nullptr)));
+  // The staging memory is used again by the next matrix.
+  return synchronize(nullptr);
+}
+
+}  // namespace
+
+Status repack_code_strips(const RepackCall& call) {
+  const ExpertsPlan& plan = call.plan;
+  experts::ProjectionView w13 = experts::w13_of(call.weights);
+  w13.parts = plan.w13.gated ? 2 : 1;
+  // Rows of w13 in the order of w2's columns: the intermediate needs no other.
+  const ConstTensorView& order = call.weights.w2_perm;
+  MOESAIC_RETURN_IF_ERROR(repack_strip_matrix(plan, plan.w13, "w13", w13,
+                                              order.present() ? order.as<std::int32_t>() : nullptr,
+                                              call.staging, call.parts[0]));
+  MOESAIC_RETURN_IF_ERROR(repack_strip_matrix(plan, plan.w2, "w2", experts::w2_of(call.weights),
+                                              nullptr, call.staging, call.parts[1]));
+  if (!plan.weight.act_order) return {};
+  return copy_to_device("upload of an order", call.parts[2], call.weights.w13_perm.data,
+                        plan.w13.columns * 4);
+}
+
+}  // namespace moesaic::cuda

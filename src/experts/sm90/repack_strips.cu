@@ -1,0 +1,114 @@
+#include <cuda_runtime.h>
+
+#include "cuda/fault.cuh"
+#include "experts/sm90/codes_bytes.h"
+#include "experts/sm90/codes_int4.h"
+#include "experts/sm90/codes_table.h"
+#include "experts/sm90/matrix_row.cuh"
+#include "experts/sm90/repack_strips.h"
+
+namespace moesaic::cuda {
+namespace {
+
+template <CodePlaces kPlaces>
+__device__ __forceinline__ std::uint32_t place_code(std::uint32_t code, int index, int element) {
+  if constexpr (kPlaces == CodePlaces::kInt4) return place_int4(code, index, element);
+  if constexpr (kPlaces == CodePlaces::kTable) return place_index(code, index, element);
+  return place_byte(code, index, element);
+}
+
+// One thread per thread of a warpgroup and block of rows.
+template <CodePlaces kPlaces>
+__global__ void repack_code_words(WeightShape shape, CodeImage codes, CodeSource source,
+                                  std::byte* __restrict__ image) {
+  constexpr bool kBytes = kPlaces == CodePlaces::kBytes;
+  constexpr int kWords = kBytes ? 2 : 1;  // of a k16 step
+  const std::int64_t chunks = shape.chunks(), columns = shape.columns;
+  const std::int64_t count = shape.bands() * chunks * 512;
+  const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
+       i += stride) {
+    const int thread = static_cast<int>(i & 127), block = static_cast<int>(i >> 7) & 1;
+    const int slab = static_cast<int>(i >> 8) & 1;
+    const std::int64_t chunk = (i >> 9) % chunks, band = (i >> 9) / chunks;
+    const int w = thread >> 5, g = thread >> 2 & 7, t = thread & 3;
+    std::int64_t row[2];
+#pragma unroll
+    for (int hi = 0; hi < 2; ++hi) row[hi] = matrix_row(shape, band, slab, block, w, hi, g);
+    std::byte* const to = image + (i >> 8) * shape.slab_bytes;
+    std::uint32_t words[4 * kWords] = {};
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const std::int64_t k = chunk * 64 + 16 * s + 2 * t + 8 * (r >> 1);
+        const std::int64_t from = row[r & 1];
+        if (from < 0 || k >= columns) continue;
+        std::uint32_t pair[2];
+        if constexpr (kBytes) {
+          pair[0] = source.weight[from * columns + k];
+          pair[1] = source.weight[from * columns + k + 1];
+        } else {
+          const std::uint32_t both = source.weight[from * (columns / 2) + k / 2];
+          pair[0] = both & 15;
+          pair[1] = both >> 4;
+          MOESAIC_CUDA_FAULT(cuda_repack_nibbles_swapped, pair[0] = both >> 4; pair[1] = both & 15;)
+        }
+        const int word = kBytes ? 2 * s + (r >> 1) : s;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          words[word] |= place_code<kPlaces>(pair[e] ^ source.flip, r, e);
+        }
+      }
+    }
+#pragma unroll
+    for (int piece = 0; piece < kWords; ++piece) {
+      *reinterpret_cast<uint4*>(to + block * (2048 * kWords) + piece * 2048 + thread * 16) =
+          make_uint4(words[4 * piece], words[4 * piece + 1], words[4 * piece + 2],
+                     words[4 * piece + 3]);
+    }
+    if (t != 0) continue;
+    for (int u = 0; u < codes.units; ++u) {
+      const int at = (block * codes.units + u) * 32 + (thread >> 2);
+      std::uint32_t upper = 0, lower = 0, zero = 0;
+#pragma unroll
+      for (int hi = 0; hi < 2; ++hi) {
+        if (row[hi] < 0) continue;
+        const std::int64_t unit = (row[hi] * chunks + chunk) * codes.units + u;
+        upper |= static_cast<std::uint32_t>(source.upper[unit]) << (16 * hi);
+        if (codes.low_at != 0) lower |= static_cast<std::uint32_t>(source.lower[unit]) << (8 * hi);
+        if (codes.zero_at != 0) zero |= static_cast<std::uint32_t>(source.zero[unit]) << (8 * hi);
+      }
+      *reinterpret_cast<std::uint32_t*>(to + 4096 * kWords + at * 4) = upper;
+      if (codes.low_at != 0) {
+        *reinterpret_cast<std::uint16_t*>(to + codes.low_at + at * 2) =
+            static_cast<std::uint16_t>(lower);
+      }
+      if (codes.zero_at != 0) {
+        *reinterpret_cast<std::uint16_t*>(to + codes.zero_at + at * 2) =
+            static_cast<std::uint16_t>(zero);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int repack_with_strips(const WeightShape& shape, const CodeImage& codes, const CodeSource& source,
+                       std::byte* image, void* stream) {
+  MOESAIC_ARM_CUDA_FAULTS();
+  auto* const s = static_cast<cudaStream_t>(stream);
+  switch (source.places) {
+    case CodePlaces::kInt4:
+      repack_code_words<CodePlaces::kInt4><<<1024, 256, 0, s>>>(shape, codes, source, image);
+      break;
+    case CodePlaces::kTable:
+      repack_code_words<CodePlaces::kTable><<<1024, 256, 0, s>>>(shape, codes, source, image);
+      break;
+    default:
+      repack_code_words<CodePlaces::kBytes><<<1024, 256, 0, s>>>(shape, codes, source, image);
+  }
+  return static_cast<int>(cudaGetLastError());
+}
+
+}  // namespace moesaic::cuda

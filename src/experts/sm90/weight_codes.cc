@@ -1,0 +1,153 @@
+#include "experts/sm90/weight_codes.h"
+
+#include <fmt/format.h>
+
+#include <bit>
+#include <cmath>
+
+#include "core/checked.h"
+#include "core/fault.h"
+#include "core/refusal.h"
+#include "experts/sm90/codes_bytes.h"
+#include "experts/sm90/codes_int4.h"
+#include "experts/sm90/codes_table.h"
+#include "experts/sm90/format_parts.h"
+#include "numerics/element.h"
+#include "numerics/float_codec.h"
+#include "quant/code_values.h"
+
+namespace moesaic::cuda {
+namespace {
+
+bool is_four_bits(DType dtype) { return dtype == DType::kI4 || dtype == DType::kU4; }
+bool is_signed(DType dtype) { return dtype == DType::kI4 || dtype == DType::kI8; }
+
+// Elements of K that have one scale in the image.
+std::int64_t unit_columns(const OperandQuant& w) {
+  if (w.block_k == 0 || w.block_k % 64 == 0) return 64;
+  return w.block_k % 32 == 0 ? 32 : 16;
+}
+
+// Bits of an F32 number rounded to 16 significant bits, ties to even.
+std::uint32_t round_to_24_bits(float v) {
+  const auto bits = std::bit_cast<std::uint32_t>(v);
+  if (MOESAIC_FAULT(cuda_strips_cut_scales_off)) return bits & 0xFFFF0000U;
+  return (bits + 0x7FU + (bits >> 8 & 1)) & 0xFFFFFF00U;
+}
+
+Status check_codes(std::string_view field, const ConstTensorView& weight) {
+  if (weight.dtype != DType::kF8E4M3) return {};
+  const auto* const codes = weight.as<std::uint8_t>();
+  const std::int64_t columns = weight.dim(1);
+  for (std::int64_t n = 0; n < weight.dim(0); ++n) {
+    unsigned nan = 0;
+    for (std::int64_t k = 0; k < columns; ++k) nan |= (codes[n * columns + k] & 0x7F) == 0x7F;
+    if (nan != 0) {
+      return unsupported(fmt::format("{}: got NaN in row {}, need numbers on a GPU", field, n));
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+bool has_int4_codes(const OperandQuant& w) {
+  return is_four_bits(w.dtype) && w.table == CodeTable::kNone &&
+         w.scale_format == ScaleFormat::kF32;
+}
+bool has_table_codes(const OperandQuant& w) { return w.table != CodeTable::kNone; }
+bool has_int8_codes(const OperandQuant& w) {
+  return w.dtype == DType::kI8 || w.dtype == DType::kU8;
+}
+bool has_fp8_codes(const OperandQuant& w) {
+  return w.dtype == DType::kF8E4M3 && w.scale_format == ScaleFormat::kF32;
+}
+
+Status check_strip_scales(const OperandQuant& w) {
+  if (w.zero_point == ZeroPoint::kMin) return unsupported("weight: got minima beside the scales");
+  const std::int64_t smallest = is_four_bits(w.dtype) ? 32 : has_fp8_codes(w) ? 64 : 16;
+  if (w.block_k % smallest == 0) return {};
+  return unsupported(fmt::format("block_k: got {}, need a multiple of {}", w.block_k, smallest));
+}
+
+CodeImage code_image(const OperandQuant& w, bool exact_scales) {
+  const bool four = is_four_bits(w.dtype);
+  CodeImage image;
+  image.units = static_cast<std::int32_t>(64 / unit_columns(w));
+  bool zeros = w.zero_point == ZeroPoint::kInteger;
+  if (w.table != CodeTable::kNone) {
+    std::array<std::uint16_t, 16> entries{};
+    const quant::CodeValues values = quant::code_values_bf16(w);
+    for (std::size_t c = 0; c < entries.size(); ++c) entries[c] = bf16_from_f32(values[c]);
+    const BytesOfTable bytes = bytes_of_table(entries);
+    for (std::size_t i = 0; i < bytes.size(); ++i) image.table[i] = bytes[i];
+  } else if (four) {
+    image.addend = int4_addend(is_signed(w.dtype) ? 8 : 0) * 0x00010001U;
+  } else {
+    zeros = zeros || w.dtype == DType::kU8;  // codes are stored less 128
+  }
+  // Codes, then per unit 4 bytes for each pair of rows, and 2 for their low bits and zero points.
+  const std::int32_t pairs = kSlabRows / 2 * image.units;
+  image.slab_bytes = kSlabRows * (four ? 32 : 64) + 4 * pairs;
+  const auto take = [&](bool wanted) {
+    if (!wanted) return 0;
+    image.slab_bytes += 2 * pairs;
+    return image.slab_bytes - 2 * pairs;
+  };
+  image.low_at = take(!exact_scales);
+  image.zero_at = take(zeros);
+  return image;
+}
+
+Status make_strips(const OperandQuant& w, const CodeImage& image, std::string_view field,
+                   const experts::ProjectionView& view, const WeightShape& shape,
+                   const std::int32_t* row_order, CodeStrips& strips) {
+  MOESAIC_RETURN_IF_ERROR(check_codes(field, view.weight));
+  const std::int64_t units = shape.chunks() * image.units, unit = 64 / image.units;
+  const std::int64_t rows = shape.rows, part_rows = rows / view.parts;
+  const auto count = static_cast<std::size_t>(rows * units);
+  strips.upper.assign(count, 0);
+  strips.lower.assign(image.low_at != 0 ? count : 0, 0);
+  strips.zero.assign(image.zero_at != 0 ? count : 0, 0);
+  const ConstTensorView& scale = view.scale;
+  const bool grid = scale.rank() == 2, channel = w.granularity == ScaleGranularity::kChannel;
+  const bool codes8 = !is_four_bits(w.dtype);
+  const std::int32_t offset = is_signed(w.dtype) ? (codes8 ? 128 : 8) : 0;
+  const std::int32_t largest = codes8 ? 255 : kLargestInt4Zero;
+  for (std::int64_t n = 0; n < rows; ++n) {
+    const std::int64_t row = stored_row(row_order, part_rows, n);
+    const std::int64_t block =
+        grid ? row / part_rows * ceil_div(part_rows, w.block_n) + row % part_rows / w.block_n : 0;
+    for (std::int64_t u = 0; u < units && u * unit < shape.columns; ++u) {
+      std::int64_t at = grid ? block * scale.dim(1) + u * unit / w.block_k : channel ? row : 0;
+      const auto to = static_cast<std::size_t>(n * units + u);
+      if (MOESAIC_FAULT(cuda_strips_have_the_scale_of_the_first_group))
+        at = grid ? block * scale.dim(1) : at;
+      float factor = load_as_f32(scale.data, scale.dtype, at);
+      if (w.dtype == DType::kF8E4M3) {
+        if (!(std::abs(factor) < kE4m3ScaleEnd * (1 - 0x1p-9F))) {
+          return unsupported(fmt::format("{}_scale: got {} for row {}, need less than {} on a GPU",
+                                         field, factor, n, kE4m3ScaleEnd));
+        }
+        factor = std::ldexp(factor, kE4m3Shift);
+      }
+      const std::uint32_t bits = round_to_24_bits(factor);
+      strips.upper[to] = static_cast<std::uint16_t>(bits >> 16);
+      if (image.low_at != 0) strips.lower[to] = static_cast<std::uint8_t>(bits >> 8);
+      if (image.zero_at == 0) continue;
+      std::int32_t zero = offset;
+      if (view.zero.present()) {
+        zero += view.zero.dtype == DType::kI8 ? view.zero.as<std::int8_t>()[at]
+                                              : view.zero.as<std::uint8_t>()[at];
+      }
+      if (zero < 0 || zero > largest) {
+        return unsupported(fmt::format("{}_zero: got {} for row {}, need {} .. {} on a GPU", field,
+                                       zero - offset, n, -offset, largest - offset));
+      }
+      strips.zero[to] = static_cast<std::uint8_t>(zero);
+    }
+  }
+  return {};
+}
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,48 @@
+// Weights that formats/int4_bf16.h, table_bf16.h, int8_bf16.h and fp8_bf16.h multiply: which stored
+// formats these are, how the
+// image is made of them, and the strip of scales behind the codes of a slab. Host code without
+// CUDA.
+//
+// A row's K is cut into units of 16, 32 or 64 elements that have one scale and one zero point. A
+// scale is rounded to 16 significant bits (those of bf16 and F16 have fewer): `upper` is its first
+// 16 bits as F32, `lower` the next 8.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "experts/reference/matrix.h"
+#include "experts/sm90/grouped_gemm.h"
+#include "experts/sm90/repack.h"
+#include "moesaic/quant.h"
+#include "moesaic/status.h"
+
+namespace moesaic::cuda {
+
+// Of each format: which weights are its own, and kUnsupported for scales that it has no place for.
+bool has_int4_codes(const OperandQuant& weight);
+bool has_table_codes(const OperandQuant& weight);
+bool has_int8_codes(const OperandQuant& weight);
+bool has_fp8_codes(const OperandQuant& weight);
+Status check_strip_scales(const OperandQuant& weight);
+
+// What is known of the image before the weights are. `exact_scales`: all are bf16 numbers.
+CodeImage code_image(const OperandQuant& weight, bool exact_scales);
+
+// Scales and zero points of one matrix, [rows][chunks * units].
+struct CodeStrips {
+  std::vector<std::uint16_t> upper;
+  std::vector<std::uint8_t> lower, zero;  // empty where the image has none
+};
+// Row n of the image is row stored_row of the matrix: each of its parts in the order of `order`, if
+// any.
+inline std::int64_t stored_row(const std::int32_t* order, std::int64_t part_rows, std::int64_t n) {
+  return order == nullptr ? n : n / part_rows * part_rows + order[n % part_rows];
+}
+// kUnsupported: zero points or scales that the decoder has no room for; weights that are NaN.
+Status make_strips(const OperandQuant& weight, const CodeImage& image, std::string_view field,
+                   const experts::ProjectionView& view, const WeightShape& shape,
+                   const std::int32_t* row_order, CodeStrips& strips);
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,225 @@
+// Codes, scales and zero points of the weights that a GPU decodes in registers: every code at every
+// place, as the kernel computes it. Needs neither CUDA nor a device.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "experts/sm90/codes_bytes.h"
+#include "experts/sm90/codes_int4.h"
+#include "experts/sm90/codes_table.h"
+#include "experts/sm90/experts.h"
+#include "experts/sm90/experts_plan.h"
+#include "experts/sm90/weight_codes.h"
+#include "experts/weight_value.h"
+#include "numerics/float_codec.h"
+#include "numerics/integer.h"
+#include "quant/code_values.h"
+#include "support/experts_run.h"
+#include "support/refusal.h"
+
+namespace moesaic::cuda {
+namespace {
+
+using test::expect_refusal;
+
+float half_of(std::uint32_t word, int element) {
+  return f32_from_bf16(static_cast<std::uint16_t>(word >> (16 * element)));
+}
+float rounded(double v) { return f32_from_bf16(bf16_from_f32(static_cast<float>(v))); }
+
+TEST(CudaStrips, Int4CodesLessEveryZeroPoint) {
+  for (std::uint32_t code = 0; code < 16; ++code) {
+    for (int place = 0; place < 8; ++place) {
+      std::uint32_t word = 0;
+      for (int n = 0; n < 8; ++n) word |= place_int4(n == place ? code : 15 - code, n / 2, n % 2);
+      std::uint32_t a[4];
+      int4_fragment(word, a);
+      const float base = half_of(a[place / 2], place % 2);
+      EXPECT_EQ(half_of(a[place / 2], 1 - place % 2), 128.0F + static_cast<float>(15 - code));
+      for (std::int32_t zero = 0; zero <= kLargestInt4Zero; ++zero) {
+        const float addend = half_of(int4_addend(static_cast<std::uint32_t>(zero)), 0);
+        const float want = static_cast<float>(static_cast<std::int32_t>(code) - zero);
+        ASSERT_EQ(rounded(static_cast<double>(base) + static_cast<double>(addend)), want);
+        ASSERT_EQ(base + addend, want) << code << ' ' << zero;
+      }
+    }
+  }
+}
+
+TEST(CudaStrips, TableIndicesBecomeTheirEntries) {
+  std::array<std::uint16_t, 16> entries{};
+  for (std::size_t c = 0; c < 16; ++c) {
+    entries[c] = static_cast<std::uint16_t>(0x3F00 + 0x1137 * c);
+  }
+  const BytesOfTable bytes = bytes_of_table(entries);
+  std::uint32_t table[8];
+  for (std::size_t i = 0; i < 8; ++i) table[i] = bytes[i];
+  for (std::uint32_t code = 0; code < 16; ++code) {
+    for (int place = 0; place < 8; ++place) {
+      std::uint32_t word = 0;
+      for (int n = 0; n < 8; ++n) word |= place_index(n == place ? code : 15 - code, n / 2, n % 2);
+      std::uint32_t a[4];
+      table_fragment(word, table, a);
+      for (int n = 0; n < 8; ++n) {
+        ASSERT_EQ(a[n / 2] >> (16 * (n % 2)) & 0xFFFF, entries[n == place ? code : 15 - code])
+            << code << ' ' << place << ' ' << n;
+      }
+    }
+  }
+}
+
+TEST(CudaStrips, BytesBecomeIntegersAndE4m3Numbers) {
+  for (std::uint32_t code = 0; code < 256; ++code) {
+    for (int place = 0; place < 4; ++place) {
+      const int index = place / 2, element = place % 2;
+      std::uint32_t word = 0;
+      for (int n = 0; n < 4; ++n) word |= place_byte(n == place ? code : 255 - code, n / 2, n % 2);
+      const Int8Pair pair = int8_pair(word, index);
+      const float v = half_of(pair.value, element) + half_of(pair.addend, element);
+      ASSERT_EQ(v, static_cast<float>(code) - 128.0F);
+      ASSERT_EQ(rounded(static_cast<double>(v)), v);
+      for (int zero = 0; zero < 256; ++zero) {
+        const float addend = 128.0F - static_cast<float>(zero);
+        ASSERT_EQ(rounded(static_cast<double>(addend)), addend);
+        const float want = static_cast<float>(static_cast<int>(code) - zero);
+        ASSERT_EQ(rounded(static_cast<double>(v) + static_cast<double>(addend)), want);
+      }
+      if ((code & 0x7F) == 0x7F || ((255 - code) & 0x7F) == 0x7F) continue;
+      const float value = half_of(e4m3_pair(word, index), element);
+      ASSERT_EQ(std::ldexp(value, kE4m3Shift), f32_from_e4m3(static_cast<std::uint8_t>(code)));
+    }
+  }
+}
+
+// What the kernel makes of a scale: v * s in one rounding, to the last bits that are kept.
+TEST(CudaStrips, ScalesOfEveryDtypeAreOneRounding) {
+  for (const char* quant : {"int4-g128", "int4-g32", "awq", "gptq", "int4-channel", "int8-bf16",
+                            "u8-zero", "q6k", "fp8-bf16", "nf4-bf16"}) {
+    SCOPED_TRACE(quant);
+    const MoeProblem p = test::small_problem(quant);
+    const test::StandardCase c = test::make_case(3, p, 1, DType::kBF16);
+    const auto source = make_stacked_source(c.weights.view());
+    const ExpertWeightsView expert = source->expert(1).value();
+    const ExpertsPlan plan = make_experts_plan(p).value();
+    experts::ProjectionView view = experts::w13_of(expert);
+    view.parts = 2;
+    CodeStrips strips;
+    ASSERT_TRUE(make_strips(plan.weight, plan.codes, "w13", view, plan.w13, nullptr, strips).ok());
+    const std::int64_t units = plan.w13.chunks() * plan.codes.units, unit = 64 / plan.codes.units;
+    const bool zeros = plan.codes.zero_at != 0, fp8 = plan.weight.dtype == DType::kF8E4M3;
+    ASSERT_EQ(strips.zero.empty(), !zeros);
+    const quant::CodeValues values = quant::code_values_bf16(plan.weight);
+    for (std::int64_t n = 0; n < plan.w13.rows; ++n) {
+      for (std::int64_t k = 0; k < plan.w13.columns; ++k) {
+        const auto at = static_cast<std::size_t>(n * units + k / unit);
+        const float upper = f32_from_bf16(strips.upper[at]);
+        const auto whole = static_cast<double>(
+            std::bit_cast<float>(static_cast<std::uint32_t>(strips.upper[at]) << 16 |
+                                 static_cast<std::uint32_t>(strips.lower[at]) << 8));
+        const double lower = whole - static_cast<double>(upper);
+        ASSERT_EQ(static_cast<double>(rounded(lower)), lower) << "a bf16 number";
+        double v = 0;
+        const std::int64_t i = n * plan.w13.columns + k;
+        const auto* const codes = view.weight.as<std::uint8_t>();
+        if (plan.weight.table != CodeTable::kNone) {
+          v = static_cast<double>(values[nibble_at(codes, i)]);
+        } else if (dtype_bits(plan.weight.dtype) == 4) {
+          const bool is_signed = plan.weight.dtype == DType::kI4;
+          v = (is_signed ? nibble_at(codes, i) ^ 8 : nibble_at(codes, i)) - (zeros ? strips.zero[at]
+                                                                             : is_signed ? 8
+                                                                                         : 0);
+        } else if (fp8) {
+          v = std::ldexp(static_cast<double>(f32_from_e4m3(codes[i])), -kE4m3Shift);
+        } else {
+          const int u = plan.weight.dtype == DType::kI8 ? codes[i] ^ 0x80 : codes[i];
+          v = u - (zeros ? strips.zero[at] : 128);
+        }
+        const float got =
+            rounded(v * static_cast<double>(upper) + static_cast<double>(rounded(v * lower)));
+        OperandQuant exact = plan.weight;
+        double want = experts::weight_value(exact, view, n, k);
+        if (plan.weight.table != CodeTable::kNone) {  // the entry is rounded first, by the scheme
+          const auto stored =
+              static_cast<double>(quant::code_values(plan.weight)[nibble_at(codes, i)]);
+          want = stored == 0 ? 0 : want / stored * v;
+        }
+        ASSERT_LE(std::abs(static_cast<double>(got) - want), std::abs(want) * (0x1p-8 + 0x1p-15))
+            << n << ' ' << k;
+      }
+    }
+  }
+}
+
+TEST(CudaStrips, ImagesHaveRoomForWhatTheStripHas) {
+  const auto image = [](const char* quant, bool exact) {
+    return code_image(test::scheme_called(quant).weight, exact);
+  };
+  EXPECT_EQ(image("int4-g128", true).slab_bytes, 128 * (32 + 2));
+  EXPECT_EQ(image("int4-g128", false).slab_bytes, 128 * (32 + 3));
+  EXPECT_EQ(image("int4-g32", true).slab_bytes, 128 * (32 + 4));
+  EXPECT_EQ(image("awq", false).slab_bytes, 128 * (32 + 4));
+  EXPECT_EQ(image("awq", false).low_at, 128 * 34);
+  EXPECT_EQ(image("awq", false).zero_at, 128 * 35);
+  EXPECT_EQ(image("awq", true).zero_at, 128 * 34);
+  EXPECT_EQ(image("int8-bf16", false).slab_bytes, 128 * (64 + 3));
+  EXPECT_EQ(image("q6k", false).slab_bytes, 128 * (64 + 4 * 3));
+  EXPECT_EQ(image("int4-g32", true).units, 2);
+  EXPECT_EQ(image("q6k", true).units, 4);
+  for (const char* quant : {"int4-g32", "awq", "q6k", "u8-zero", "fp8-bf16", "nf4-bf16"}) {
+    for (const bool exact : {false, true}) {
+      MoeProblem p = test::small_problem(quant);
+      const FormatRow& row = *format_of(p).value();
+      EXPECT_LE(image(quant, exact).slab_bytes, row.slab_bytes) << quant;
+      EXPECT_EQ(image(quant, exact).slab_bytes % 16, 0) << quant << ": a bulk copy";
+    }
+  }
+}
+
+TEST(CudaStrips, WhatHasNoPlaceIsRefused) {
+  const auto refused = [](const char* quant, auto change, const char* words) {
+    const MoeProblem p = test::small_problem(quant);
+    test::StandardCase c = test::make_case(5, p, 1, DType::kBF16);
+    change(c);
+    const auto source = make_stacked_source(c.weights.view());
+    const ExpertWeightsView expert = source->expert(0).value();
+    const ExpertsPlan plan = make_experts_plan(p).value();
+    CodeStrips strips;
+    expect_refusal(make_strips(plan.weight, plan.codes, "w2", experts::w2_of(expert), plan.w2,
+                               nullptr, strips),
+                   StatusCode::kUnsupported, {words});
+  };
+  refused(
+      "awq", [](auto& c) { c.weights.w2_zero.template as<std::uint8_t>()[3] = 128; },
+      "w2_zero: got 128 for row 1, need 0 .. 127 on a GPU");
+  refused(
+      "fp8-bf16", [](auto& c) { c.weights.w2_scale.template as<float>()[1] = -300.0F; },
+      "w2_scale: got -300 for row 128, need less than 256 on a GPU");
+  refused(
+      "fp8-bf16", [](auto& c) { c.weights.w2.template as<std::uint8_t>()[128 * 7 + 1] = 0xFF; },
+      "w2: got NaN in row 7");
+  const auto text = [](const MoeProblem& p) { return CudaExperts::can_implement(p).message(); };
+  MoeProblem p = test::small_problem("int4-g32");
+  p.quant = with_weight(p.quant, [&] {
+    OperandQuant w = p.quant.weight;
+    w.block_k = 24;
+    return w;
+  }());
+  EXPECT_EQ(text(p), "block_k: got 24, need a multiple of 32");
+  EXPECT_EQ(text(test::small_problem("q4k")), "weight: got minima beside the scales");
+  p = test::small_problem("gptq");
+  p.top_k = 1;
+  EXPECT_EQ(text(p), "");
+  p.apply_router_weight_on_input = true;
+  EXPECT_EQ(text(p), "apply_router_weight_on_input: got act-order weights, need others");
+  p = test::small_problem("int8-bf16");
+  p.activation = make_activation("gelu", {}).value();
+  EXPECT_EQ(text(p), "activation: got gelu with I8 weights, need silu or swigluoai");
+}
+
+}  // namespace
+}  // namespace moesaic::cuda
