@@ -100,7 +100,8 @@ class Checkpoint {
   // Values are checked as they are read: kCorruptFile for FP8 NaN codes and for scales that are not
   // finite and > 0.
   // Experts follow `parallel`: tensor-parallel slices of I (w2_bias on rank 0, zeros elsewhere) or
-  // this rank's share of the experts. Router and shared expert are whole on every rank.
+  // this rank's share of the experts. The router is whole on every rank, and so is the shared expert,
+  // unless cut_shared says that it is cut as RankOptions::cut_shared has it.
   // Gate and up read one row: where they have static activation scales of their own the larger is
   // both's, and a warning goes to the log sink (compressed-tensors: kCorruptFile beyond 1e-5). One
   // also says what MoeLayerSpec::quant_note has.
@@ -109,15 +110,15 @@ class Checkpoint {
   // Without include_gate the gate's weight, bias and input scale (not the selection bias) are not
   // read and need not be there.
   Result<MoeLayerWeights> load_layer(int index, const ParallelConfig& parallel,
-                                     const ProgressFn& progress = {},
-                                     bool include_gate = true) const;
+                                     const ProgressFn& progress = {}, bool include_gate = true,
+                                     bool cut_shared = false) const;
 
   // The checks of load_layer without its reading: every expected tensor present, in shape and
   // dtype, nothing unknown, a quantisation that is known, sizes that divide. Of values only those
   // are read that decide the scheme (scales of a whole tensor, input scales, group indices). Errors
   // as load_layer.
   Result<MoeLayerFormat> check_layer(int index, const ParallelConfig& parallel = {},
-                                     bool include_gate = true) const;
+                                     bool include_gate = true, bool cut_shared = false) const;
 
   // Any tensor by name, copied (golden files, hidden states). kNotFound names the nearest.
   Result<Tensor> read_tensor(const std::string& name) const;

@@ -17,6 +17,10 @@ namespace moesaic {
 // without this function. A failure, or anything it throws (kInvalidArgument), is the call's.
 using DeviceFn = std::function<Status(Stream stream, ConstTensorView in, TensorView out)>;
 
+// Sees what is in `in`, memory of one GPU that is not written, by work on `stream`; the rest as
+// above.
+using DeviceViewFn = std::function<Status(Stream stream, ConstTensorView in)>;
+
 // The same for routing: hidden_states [M, H] (absent where a router was given none), router_logits
 // [M, E] of the dtype in which the router got them, to topk_weights [M, k] F32 and topk_ids [M, k]
 // I32. Ids are logical; what is not in 0 to E - 1 counts as -1, an empty slot, whose weight is not

@@ -102,8 +102,9 @@ std::unique_ptr<ExpertSource> make_stacked_source(const StackedExpertWeights& we
 // Everything that a call reads and writes is memory of the problem's device, expert_map and
 // workspace too; `numerics` and expert_num_tokens are the host's.
 struct ExpertsArgs {
-  // Standard: [M, H]; batched: [E_l, T, H]. F32, BF16 or F16 raw activations, rows may be strided
-  // (last axis dense). On a GPU contiguous, of cuda_sm90 BF16.
+  // Standard: [M, H]; batched: [E_l, T, H]. F32, BF16 or F16 raw activations, of cuda_sm90 BF16;
+  // rows may be strided (last axis dense). On a GPU those are copied first, to memory of the
+  // device's pool, and are at least H elements apart.
   ConstTensorView hidden_states;
   // Standard only: [M, k] global ids (I32, -1: no expert) and F32 weights. A GPU treats ids out of
   // range as -1; the CPU refuses them.
@@ -128,9 +129,14 @@ struct ExpertsArgs {
   // can be captured into a graph; the caller orders calls that share a workspace.
   Stream stream = {};
   // In the place of w13_input_scale and w2_input_scale for this call: F32 [1] or [E_l], finite and
-  // above 0, host memory; either may be absent. The result has the bits of experts that were made
-  // with them. kUnsupported for schemes without static activation scales.
+  // above 0; either may be absent. The result has the bits of experts that were made with them.
+  // Other numbers are kInvalidArgument on the CPU; on a GPU, where a captured call reads them anew
+  // at each replay, they make NaN of the rows of experts that have them. kUnsupported for schemes
+  // without static activation scales.
   ConstTensorView a1_scale = {}, a2_scale = {};
+  // On a GPU: output may be the very tensor hidden_states, contiguous and of one dtype. Not with
+  // numerics (kUnsupported), which read hidden_states again.
+  bool inplace = false;
 };
 
 // One array of what a backend keeps of its experts: row e is of local expert e and of no other.

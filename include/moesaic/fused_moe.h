@@ -81,6 +81,10 @@ struct LayerDeviceFunctions {
   DeviceFn routed_input, routed_output;
   // As Options::shared_experts: rows to [M, H] F32.
   DeviceFn shared_experts;
+  // As Options::capture: topk_ids [M, k] I32 of the rows of a call, which may lie apart (strides),
+  // until the work that this puts on the stream has read them. A captured graph's replays read those
+  // of their own.
+  DeviceViewFn capture;
 };
 
 // How the ranks of a layer work together.
@@ -104,6 +108,15 @@ struct RankOptions {
   // maybe_all_reduce completes it. output_is_reduced() says whether that is so: not per slot, with
   // an output transform or where the transport brings complete rows anyway.
   bool reduce_results = true;
+  // Shared experts cut for tensor parallelism: each rank has a slice of their intermediate columns,
+  // as many slices as ranks have the same rows (ParallelConfig::replica_group), computes it for all
+  // rows, and the slices are added with the parts of the routed experts, each rounded as those are;
+  // so the order of a row's sum is no longer one rank's, whatever kPerRank says of whole experts.
+  // MoeLayerWeights::shared then yields the slice (Checkpoint::load_layer). false: they are whole on
+  // every rank, which computes them for its share of the rows. kUnsupported where no parts are added
+  // (kAllToAll, kBatched, kPerSlot, an output transform), with load balancing and for shared experts
+  // that are the caller's function. Nothing is cut where no other rank has the same rows.
+  bool cut_shared = false;
   // Two batches of a call under way at once: a call in which some rank has at least this many rows
   // is cut in two, and the rows (and results) of the one half travel while the experts work on the
   // other. 0: never. Bits and the workspace's size stay as they are. kUnsupported with kNone, where
@@ -176,8 +189,14 @@ class FusedMoE {
     LatentTransform transform;  // on a GPU its functions are on_device's
     // Allows output to be the very tensor hidden_states, contiguous and of one dtype: every row is
     // written when nothing reads it any more, shared experts included. Keeps the routed result in
-    // the workspace, where it else might go straight into the output. kUnsupported on a GPU.
+    // the workspace, where it else might go straight into the output (on a GPU: of layers with
+    // shared experts only).
     bool inplace = false;
+    // On a GPU: shared experts that are not computed as one more of the routed ones run on a stream of
+    // the layer's own beside gate, router and routed experts, with a workspace of their own. Events
+    // order it within the stream of the call, so that a graph captures both. The bits stay; explain
+    // shows it (stage_order). kUnsupported on the CPU and over ranks.
+    bool shared_stream = false;
     bool include_shared = true;  // false: the caller computes shared experts itself
     // In the place of the layer's own (it has none, or include_shared is false): called in every
     // forward for the rows whose shared experts are this rank's to add. On the CPU; a GPU's is
@@ -188,7 +207,7 @@ class FusedMoE {
     CustomRoutingFn custom_routing;  // RoutingMethod::kCustom, on the CPU
     LayerDeviceFunctions on_device;  // of a layer on a GPU; kUnsupported on the CPU
     // Called in every forward with the logical ids of up to max_tokens rows, as Trace reports them,
-    // whoever chose them. kUnsupported on a GPU, where Trace does it.
+    // whoever chose them. On the CPU; a GPU's is on_device.capture.
     RoutingCaptureFn capture;
     // How the layer's gate rounds its fp32 sums before the router sees them (a trace does too), as
     // GateLinear's options of these names say. Experts that fp32 logits keep apart may tie: another
@@ -252,7 +271,7 @@ class FusedMoE {
     // [M, H] F32, BF16 or F16, or absent. Takes the shared experts' part, complete over all ranks,
     // which output then lacks. On one rank both in F32 add up to the bits of the sum, but for
     // identity experts. kInvalidArgument when this rank adds no shared experts, or ranks with the
-    // same rows do not all give one. enqueue: F32 or BF16.
+    // same rows do not all give one. enqueue: F32 or BF16; slices (cut_shared) on a GPU: not BF16.
     TensorView shared_output;
     Trace trace;  // router_logits: kInvalidArgument with given ids, which have none
   };
@@ -286,9 +305,10 @@ class FusedMoE {
   // The GPU's forward: all tensors are memory of the layer's device, the work is put on `stream`
   // and the call returns. hidden_states [M, H] BF16, output [M, H] BF16 or F32 (either of every
   // float dtype where cuda_general computes all experts of a layer on one rank that calls no
-  // functions on bf16 rows), both contiguous and 16-byte aligned; M at most max_tokens. Allocates
-  // nothing, waits for nothing, reads nothing
-  // back: may be captured into a CUDA graph, whose replays route anew. Over ranks it is collective
+  // functions on bf16 rows), both contiguous and 16-byte aligned; M at most max_tokens. Hidden states
+  // whose rows are further apart than H are copied first, to memory of the device's stream-ordered
+  // pool; else it allocates nothing. Waits for nothing, reads nothing back: may be captured into a CUDA
+  // graph, whose replays route anew. Over ranks it is collective
   // and waits on the host for the other ranks before it returns, so a stream that is being captured
   // is kUnsupported. Calls use one workspace:
   // order them by a stream or events. Errors, all before the first launch: kUnsupported (a CPU

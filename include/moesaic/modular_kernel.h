@@ -111,8 +111,8 @@ class PrepareAndFinalize {
 };
 
 // No data or expert parallelism: rows, ids and weights pass through untouched; a delegated
-// reduction becomes kContiguous, on the host: on a GPU attach takes experts with kNoOp only
-// (kUnsupported). kUnsupported for a batched problem.
+// reduction becomes kContiguous, with the same bits on the host and on a GPU. attach: kUnsupported for
+// experts with kNaiveBatched. kUnsupported for a batched problem.
 Result<std::unique_ptr<PrepareAndFinalize>> make_local_prepare_finalize(const MoeProblem& problem);
 // The batched reference: one slab of T = problem.max_tokens rows per local expert, rows in
 // ascending (token, slot) order, a weight on the input applied while copying (rounded as the
@@ -195,8 +195,8 @@ class ModularKernel {
     std::int64_t max_tokens = 0;  // M that one call may have
     // T of the batched format; must be problem.max_tokens there and 0 in the standard format.
     std::int64_t max_tokens_per_expert = 0;
-    // Allows output to be the very tensor hidden_states. Refused with shared experts: they read the
-    // same input later.
+    // Allows output to be the very tensor hidden_states, on a GPU not in a call with numerics.
+    // Refused with shared experts: they read the same input later.
     bool inplace = false;
     bool has_shared_experts = false;
     // Calls that may be under way at once, 1 to 16: each has a workspace of its own. More than one

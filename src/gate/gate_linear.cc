@@ -42,13 +42,14 @@ Status check_weight(std::string_view field, const ConstTensorView& t) {
 }
 
 // Byte range that a view with strided rows touches; expect_no_overlap knows contiguous ones only.
-Status expect_rows_apart(const ConstTensorView& x, const ConstTensorView& logits) {
+Status expect_rows_apart(const ConstTensorView& x, std::string_view field,
+                         const ConstTensorView& other) {
   const std::int64_t size = dtype_bits(x.dtype) / 8;
   const std::int64_t last_row = (x.dim(0) - 1) * x.strides[0];
   const std::int64_t low = std::min<std::int64_t>(0, last_row);
   const std::int64_t high = std::max<std::int64_t>(0, last_row) + x.dim(1);
   const ConstTensorView span(x.data + low * size, x.dtype, {high - low}, x.device);
-  return expect_no_overlap("hidden_states", span, "router_logits", logits);
+  return expect_no_overlap("hidden_states", span, field, other);
 }
 
 }  // namespace
@@ -209,7 +210,7 @@ Status GateLinear::Impl::check(const ConstTensorView& hidden_states,
                   fmt::format("hidden_states: got a stride of {} elements inside a row, need 1",
                               hidden_states.strides[1]));
   }
-  return expect_rows_apart(hidden_states, router_logits);
+  return expect_rows_apart(hidden_states, "router_logits", router_logits);
 }
 
 Status GateLinear::forward(ConstTensorView hidden_states, TensorView router_logits,
@@ -257,7 +258,7 @@ Status GateLinear::enqueue(Stream stream, ConstTensorView hidden_states, TensorV
             fmt::format("workspace: got {} bytes, need {}", workspace.size(), bytes)};
   }
   const ConstTensorView sums(workspace.data(), DType::kU8, {bytes}, impl_->device);
-  MOESAIC_RETURN_IF_ERROR(expect_no_overlap("workspace", sums, "hidden_states", hidden_states));
+  MOESAIC_RETURN_IF_ERROR(expect_rows_apart(hidden_states, "workspace", sums));
   MOESAIC_RETURN_IF_ERROR(expect_no_overlap("workspace", sums, "router_logits", router_logits));
   return impl_->gpu->forward(hidden_states, router_logits, impl_->rounding(), stream, workspace);
 }

@@ -152,6 +152,10 @@ Status check_shared_output(const FusedPlan& plan, const FusedMoE::Args& args, De
   if (!plan.adds_shared) {
     return invalid("shared_output: got one, but there are no shared experts that this rank adds");
   }
+  if (plan.shared_slices > 1 && plan.routed.device.is_cuda() && t.dtype == DType::kBF16) {
+    return unsupported(
+        "shared_output: got BF16 of slices on a GPU, need F32, in which they are added");
+  }
   MOESAIC_RETURN_IF_ERROR(expect_shape("shared_output", t, args.output.shape));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous("shared_output", t));
   return expect_device("shared_output", t, device);

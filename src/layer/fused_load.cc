@@ -29,7 +29,7 @@ Result<MoeLayerWeights> load(const Checkpoint& checkpoint, int layer,
   // Experts that move may become any rank's.
   return checkpoint.load_layer(layer,
                                options.ranks.enable_eplb ? ParallelConfig() : options.parallel,
-                               options.progress, options.include_gate);
+                               options.progress, options.include_gate, options.ranks.cut_shared);
 }
 
 }  // namespace

@@ -32,7 +32,8 @@ Status check_device_functions(const FusedMoE::Options& o) {
                         Pair{"transform.output", "on_device.routed_output", has(o.transform.output),
                              has(d.routed_output)},
                         Pair{"shared_experts", "on_device.shared_experts", has(o.shared_experts),
-                             has(d.shared_experts)}}) {
+                             has(d.shared_experts)},
+                        Pair{"capture", "on_device.capture", has(o.capture), has(d.capture)}}) {
     if (gpu ? !f.has_host : !f.has_device) continue;
     return unsupported(fmt::format("{}: got a function for a layer on {}, need {}",
                                    gpu ? f.on_host : f.on_device, o.device.to_string(),
@@ -57,7 +58,10 @@ Status check_options(const MoeLayerSpec& spec, const FusedMoE::Options& o) {
             ? fmt::format("router_logits_dtype: got {}", dtype_name(o.router_logits_dtype))
             : "gate_force_fp32_compute: got false"));
   }
-  if (o.inplace) MOESAIC_RETURN_IF_ERROR(expect_cpu(o.device).with_context("inplace"));
+  if (o.shared_stream && (!o.device.is_cuda() || o.ranks.communicator)) {
+    return unsupported(fmt::format("shared_stream: got true {}, need false, or one GPU",
+                                   o.ranks.communicator ? "over ranks" : "on the CPU"));
+  }
   const RoutingMethod method = spec.routing.method;
   if (method == RoutingMethod::kSimulated) {
     return unsupported(
@@ -133,6 +137,38 @@ MoeProblem common_problem(const MoeLayerSpec& spec, const QuantPlan& quant,
   return p;
 }
 
+// Slices of a shared expert (RankOptions::cut_shared): as many as ranks have the same rows, where the
+// parts of these ranks are added up.
+Result<int> plan_shared_slices(const FusedMoE::Options& o, const FusedPlan& plan,
+                               bool shared_function) {
+  if (!o.ranks.cut_shared) return 1;
+  const int slices = quant::row_sharing(o.parallel).ranks;
+  const auto refused = [](const std::string& why) {
+    return unsupported("cut_shared: got true " + why);
+  };
+  if (shared_function) return refused("with shared experts that are a function, which is whole");
+  if (o.ranks.enable_eplb) return refused("with enable_eplb, need one of them");
+  if (slices == 1) return 1;
+  if (!plan.ranks.active) {
+    if (slices == o.parallel.flat_size()) return slices;
+    return refused(fmt::format("without a communicator for {} ranks of which {} have the same rows",
+                               o.parallel.flat_size(), slices));
+  }
+  // The order of one rank, also where a row has one expert only.
+  const bool per_slot = o.ranks.reduction_in_force() == RankReduction::kPerSlot &&
+                        !MOESAIC_FAULT(layer_slices_of_shared_per_slot);
+  if (plan.ranks.reduced || per_slot || plan.has_output_transform) {
+    return refused(fmt::format(
+        "with {}, where ranks with the same rows do not add up parts; need transport "
+        "none (or gather "
+        "with tensor parallelism) and per_rank",
+        plan.has_output_transform ? "an output transform"
+        : per_slot                ? "reduction per_slot"
+                   : fmt::format("transport {}", rank_transport_name(plan.ranks.transport))));
+  }
+  return slices;
+}
+
 }  // namespace
 
 Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_stored,
@@ -144,6 +180,8 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_
   MOESAIC_RETURN_IF_ERROR(check_transforms(spec, options, plan));
   place_scaling_factor(spec.routing, plan);
   plan.has_router_bias = spec.has_router_bias;
+  plan.inplace = options.inplace;
+  plan.shared_stream = options.shared_stream;
   plan.has_gate = options.include_gate;
   plan.backend = options.backend;
   plan.hash_vocabulary = spec.hash_vocabulary;
@@ -195,8 +233,9 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_
     return invalid(
         "shared_experts: got a function beside the layer's own, need include_shared = false");
   }
-  plan.has_shared = own_shared && first_rank;
-  plan.adds_shared = (own_shared || shared_function) && first_rank;
+  MOESAIC_ASSIGN_OR_RETURN(plan.shared_slices, plan_shared_slices(options, plan, shared_function));
+  plan.has_shared = own_shared && (first_rank || plan.shared_slices > 1);
+  plan.adds_shared = plan.has_shared || (shared_function && first_rank);
   if (plan.has_shared) {
     MOESAIC_ASSIGN_OR_RETURN(
         plan.shared_quant,
@@ -206,8 +245,15 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_
           with_activation_scales(plan.shared_quant.scheme, *options.activation_scales);
       if (scaled.ok()) plan.shared_quant.scheme = *scaled;
     }
+    const bool uneven_shared = plan.shared_slices > 1 && quant::is_cut_unevenly(shared_stored);
+    MOESAIC_ASSIGN_OR_RETURN(
+        const quant::WidthSlice shared_width,
+        quant::slice_width("shared.intermediate_size", spec.shared.intermediate_size,
+                           plan.shared_slices,
+                           plan.shared_slices > 1 ? quant::row_sharing(options.parallel).rank : 0,
+                           uneven_shared ? shared_stored.weight.block_k : 1, uneven_shared));
     plan.shared_quant.scheme.output_bound =
-        output_bound(plan.shared_quant.scheme, spec.shared.intermediate_size);
+        output_bound(plan.shared_quant.scheme, shared_width.padded);
     // The bound is the whole layer's: the shared expert may be the one that quantises activations.
     if (!MOESAIC_FAULT(layer_bound_ignores_shared)) {
       plan.quant.scheme.output_bound =
@@ -216,7 +262,7 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_
     plan.shared = common_problem(spec, plan.shared_quant, options);
     plan.shared.num_experts = plan.shared.num_local_experts = plan.shared.top_k = 1;
     plan.shared.hidden_size = spec.hidden_size;
-    plan.shared.intermediate_size = spec.shared.intermediate_size;
+    plan.shared.intermediate_size = shared_width.padded;
     if (spec.shared.activation && !MOESAIC_FAULT(layer_shared_activation_of_experts)) {
       plan.shared.activation = *spec.shared.activation;
     }

@@ -27,6 +27,7 @@ struct FusedPlan {
   RoutingSpec routing;            // for the router: its factor is 1 where the layer scales
   float output_scale = 1.0F;      // the layer's factor on the routed result
   bool has_shared = false;        // this rank computes the shared expert
+  int shared_slices = 1;          // of the shared expert, one for each rank with the same rows
   bool adds_shared = false;       // that, or the caller's function does
   bool has_zero_experts = false;  // this rank adds the zero experts' share
   std::int64_t hidden_size = 0;   // of hidden states and output
@@ -34,6 +35,8 @@ struct FusedPlan {
   bool has_input_transform = false, has_output_transform = false;
   double input_norm_eps = 0;  // above 0: router and routed experts see normalised rows
   bool has_router_bias = false;
+  bool inplace = false;              // the output may be the hidden states
+  bool shared_stream = false;        // FusedMoE::Options::shared_stream
   bool has_gate = true;              // else every call brings its routing
   std::string backend;               // FusedMoE::Options::backend
   std::int64_t hash_vocabulary = 0;  // rows of the table of RoutingMethod::kHash

@@ -26,14 +26,14 @@ struct ModularKernel::Impl {
   mutable int calls = 0;                  // that were started and are not over
 
   // The three pieces of the workspace for M tokens. The experts' output gets a piece of its own
-  // unless they can write straight into the caller's output.
+  // unless they can write straight into the caller's output; in place those of a GPU can.
   struct Pieces {
     std::span<std::byte> prepare, experts;
     std::byte* expert_output = nullptr;
   };
   bool writes_output_directly() const {
     return experts->reduction() == TopKWeightAndReduce::kNoOp && pf->keeps_rows() &&
-           !options.inplace;
+           (!options.inplace || problem.device.is_cuda());
   }
   std::int64_t expert_tokens(std::int64_t tokens) const {
     return problem.format == ActivationFormat::kBatched ? problem.max_tokens

@@ -70,6 +70,7 @@ Status ModularKernel::Impl::run_experts(const Args& a, const Prepared& prepared,
   e.expert_num_tokens = prepared.expert_num_tokens;
   e.workspace = pieces.experts;
   e.output = expert_output;
+  e.inplace = options.inplace;
   e.numerics = a.numerics;
   e.a1_scale = a.a1_scale;
   e.a2_scale = a.a2_scale;
@@ -94,7 +95,7 @@ Result<TensorView> ModularKernel::Impl::compute(const Args& a, const Prepared& p
     expert_output = a.output;
   } else {
     MOESAIC_ASSIGN_OR_RETURN(const Shape shape, expert_output_shape(prepared.hidden_states.dim(0)));
-    expert_output = TensorView(pieces.expert_output, DType::kF32, shape);
+    expert_output = TensorView(pieces.expert_output, DType::kF32, shape, problem.device);
   }
   if (!MOESAIC_FAULT(kernel_stale_output)) {
     MOESAIC_RETURN_IF_ERROR(run_experts(a, prepared, pieces, expert_output));

@@ -64,9 +64,6 @@ Result<ModularKernel> ModularKernel::create(const MoeProblem& problem,
     return Status(StatusCode::kInvalidArgument,
                   "inplace: got true, but shared experts read the same input; need false");
   }
-  if (options.inplace) {
-    MOESAIC_RETURN_IF_ERROR(expect_cpu(problem.device).with_context("inplace"));
-  }
   if (options.calls_in_flight < 1 || options.calls_in_flight > 16) {
     return Status(StatusCode::kInvalidArgument,
                   fmt::format("calls_in_flight: got {}, need 1 .. 16", options.calls_in_flight));

@@ -8,6 +8,7 @@
 #include "core/refusal.h"
 #include "moesaic/modular_kernel.h"
 #include "prepare_finalize/predicates.h"
+#include "prepare_finalize/sm90/slot_sums.h"
 #include "prepare_finalize/topk_weight_and_reduce.h"
 
 namespace moesaic::prepare_finalize {
@@ -15,25 +16,17 @@ namespace {
 
 class LocalPrepareFinalize final : public PrepareAndFinalize {
  public:
-  LocalPrepareFinalize(std::int64_t top_k, Device device) : top_k_(top_k), device_(device) {}
+  explicit LocalPrepareFinalize(const MoeProblem& problem) : problem_(problem) {}
 
   std::string_view name() const override { return "local"; }
   ActivationFormat format() const override { return ActivationFormat::kStandard; }
   Status attach(const Experts& experts) override {
     const TopKWeightAndReduce left = experts.reduction();
-    if (left == TopKWeightAndReduce::kNoOp) return {};
-    if (left == TopKWeightAndReduce::kNaiveBatched) {
-      return unsupported(
-          fmt::format("prepare_finalize local: experts {} leave a batched reduction, need none, "
-                      "contiguous or delegated",
-                      experts.name()));
-    }
-    // finalize adds rows on the host.
-    if (!device_.is_cuda() || MOESAIC_FAULT(local_adds_rows_of_a_gpu)) return {};
-    return unsupported(fmt::format(
-        "prepare_finalize local: experts {} leave the reduction of rows on {} to finalize, need "
-        "experts that reduce their own there, or the cpu",
-        experts.name(), device_.to_string()));
+    if (left != TopKWeightAndReduce::kNaiveBatched) return {};
+    return unsupported(
+        fmt::format("prepare_finalize local: experts {} leave a batched reduction, need none, "
+                    "contiguous or delegated",
+                    experts.name()));
   }
   bool output_is_reduced() const override { return false; }
   bool keeps_rows() const override { return true; }
@@ -56,9 +49,12 @@ class LocalPrepareFinalize final : public PrepareAndFinalize {
       case TopKWeightAndReduce::kDelegate:
         // Nothing was dispatched: the experts did not run and there are no rows to write.
         if (a.output.dim(0) == 0) return {};
+        if (problem_.device.is_cuda() && !MOESAIC_FAULT(local_adds_rows_of_a_gpu)) {
+          return cuda::reduce_slots(problem_, a);
+        }
         return reduce_contiguous(a.output, a.expert_output,
                                  {a.topk_weights.as<float>(), a.topk_ids.as<std::int32_t>(),
-                                  a.expert_map, top_k_, a.apply_router_weight_on_input});
+                                  a.expert_map, problem_.top_k, a.apply_router_weight_on_input});
       case TopKWeightAndReduce::kNaiveBatched:
         break;
     }
@@ -66,8 +62,7 @@ class LocalPrepareFinalize final : public PrepareAndFinalize {
   }
 
  private:
-  std::int64_t top_k_;
-  Device device_;
+  MoeProblem problem_;
 };
 
 }  // namespace
@@ -84,8 +79,8 @@ namespace moesaic {
 
 Result<std::unique_ptr<PrepareAndFinalize>> make_local_prepare_finalize(const MoeProblem& problem) {
   MOESAIC_RETURN_IF_ERROR(prepare_finalize::local_can_implement(problem));
-  std::unique_ptr<PrepareAndFinalize> pf(
-      new (std::nothrow) prepare_finalize::LocalPrepareFinalize(problem.top_k, problem.device));
+  std::unique_ptr<PrepareAndFinalize> pf(new (std::nothrow)
+                                             prepare_finalize::LocalPrepareFinalize(problem));
   if (!pf) return Status(StatusCode::kOutOfMemory, "cannot allocate prepare_finalize");
   return pf;
 }

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "core/checked.h"
 #include "core/fault.h"
@@ -44,6 +45,12 @@ Result<WidthSlice> slice_width(std::string_view field, std::int64_t width, std::
                               field, each, width, parts, unit));
   }
   return WidthSlice{each * rank, each, each};
+}
+
+RowSharing row_sharing(const ParallelConfig& parallel) {
+  const std::vector<int> group = parallel.replica_group();
+  const auto at = std::find(group.begin(), group.end(), parallel.flat_rank());
+  return {static_cast<int>(group.size()), static_cast<int>(at - group.begin())};
 }
 
 }  // namespace moesaic::quant

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string_view>
 
+#include "moesaic/parallel.h"
 #include "moesaic/quant.h"
 #include "moesaic/status.h"
 
@@ -29,5 +30,12 @@ bool is_cut_unevenly(const Scheme& stored);
 //           kInvalidArgument when `width` is no multiple of `unit`
 Result<WidthSlice> slice_width(std::string_view field, std::int64_t width, std::int64_t parts,
                                std::int64_t rank, std::int64_t unit, bool uneven);
+
+// Ranks that have the same rows, and which of them this is: a shared expert that is cut has as many
+// slices (RankOptions::cut_shared).
+struct RowSharing {
+  int ranks = 1, rank = 0;
+};
+RowSharing row_sharing(const ParallelConfig& parallel);
 
 }  // namespace moesaic::quant

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <utility>
 
+#include "experts/gpu_call.h"
 #include "moesaic/device_tensor.h"
 #include "moesaic/modular_kernel.h"
 #include "support/cuda_device.h"
@@ -18,56 +19,9 @@ namespace moesaic {
 namespace {
 
 using test::expect_refusal;
+using test::GpuCall;
+using test::kGpu;
 using test::StandardCase;
-
-constexpr Device kGpu = Device::cuda(0);
-
-// A case with its tensors on the GPU; the experts are those that the catalogue chooses.
-struct GpuCall {
-  StandardCase c;
-  std::unique_ptr<Experts> experts;
-  DeviceTensor x, ids, weights, map, output, workspace;
-
-  GpuCall(const char* quant, std::int64_t tokens, std::int64_t local_experts)
-      : c(test::make_case(5, test::small_problem(quant), tokens, DType::kBF16, 0.1)) {
-    c.problem.num_local_experts = local_experts;
-    c.problem.device = kGpu;
-    const ExpertsBackend* const row = choose_experts(c.problem).value();
-    EXPECT_EQ(row->name, "cuda_sm90");
-    const auto source = make_stacked_source(c.weights.view());
-    experts = row->create(c.problem, *source).value();
-    x = DeviceTensor::copy_of(c.hidden_states.view(), kGpu).value();
-    ids = DeviceTensor::copy_of(c.routing.ids.view(), kGpu).value();
-    weights = DeviceTensor::copy_of(c.routing.weights.view(), kGpu).value();
-    output = DeviceTensor::uninitialized(kGpu, DType::kF32, c.hidden_states.shape()).value();
-    const std::int64_t bytes = experts->workspace_size(tokens).value();
-    EXPECT_EQ(bytes, row->workspace_size(c.problem, tokens).value());
-    workspace = DeviceTensor::uninitialized(kGpu, DType::kU8, {bytes}).value();
-    if (local_experts == c.problem.num_experts) return;
-    Tensor host = Tensor::zeros(DType::kI32, {c.problem.num_experts}).value();
-    for (std::int32_t e = 0; e < c.problem.num_experts; ++e) {
-      host.as<std::int32_t>()[e] = e < local_experts ? e : -1;
-      c.expert_map.push_back(e < local_experts ? e : -1);
-    }
-    map = DeviceTensor::copy_of(host.view(), kGpu).value();
-  }
-  ExpertsArgs args() {
-    ExpertsArgs a;
-    a.hidden_states = x.view();
-    a.topk_ids = ids.view();
-    a.topk_weights = weights.view();
-    a.expert_map = {reinterpret_cast<const std::int32_t*>(map.data()),
-                    static_cast<std::size_t>(map.bytes() / 4)};
-    a.workspace = workspace.span();
-    a.output = output.view();
-    return a;
-  }
-  Tensor result() const {
-    Tensor host = Tensor::zeros(DType::kF32, c.hidden_states.shape()).value();
-    EXPECT_TRUE(copy_tensor(output.view(), host.view()).ok());
-    return host;
-  }
-};
 
 double relative_to_cpu(GpuCall& call) {
   StandardCase c = test::make_case(5, test::small_problem(call.c.problem.quant.name.data()),

@@ -106,6 +106,73 @@ TEST(CudaGateLinear, TheLogitsDTypeMayBeSetOnceAndLater) {
   }
 }
 
+// Rows that lie apart, in every kernel: the bits of the same rows side by side, with the caller's
+// workspace too and from a graph.
+TEST(CudaGateLinear, RowsMayLieApart) {
+  REQUIRE_HOPPER();
+  using enum DType;
+  for (const GateCase& c :
+       {GateCase{1, 256, 7168, kBF16, kBF16, false}, GateCase{16, 128, 2048, kBF16, kBF16, true},
+        GateCase{70, 130, 520, kBF16, kBF16, true}, GateCase{700, 60, 1032, kBF16, kBF16, false},
+        GateCase{9, 16, 256, kF16, kF16, true}, GateCase{20, 256, 3072, kF32, kBF16, false},
+        GateCase{7, 9, 33, kF32, kF32, true}}) {
+    test::Rng rng(8);
+    const Tensor w = test::random_normal(rng, c.weight_dtype, {c.experts, c.hidden}, 0.05);
+    const std::int64_t apart = c.hidden + 7, size = dtype_bits(c.x_dtype) / 8;
+    const std::int64_t first = c.tokens > 1 ? 3 : 0;  // a single row is contiguous, and aligned
+    const Tensor wide = test::random_normal(rng, c.x_dtype, {c.tokens, apart});
+    Tensor dense = Tensor::zeros(c.x_dtype, {c.tokens, c.hidden}).value();
+    for (std::int64_t t = 0; t < c.tokens; ++t) {
+      std::memcpy(dense.data() + t * c.hidden * size, wide.data() + (t * apart + first) * size,
+                  static_cast<std::size_t>(c.hidden * size));
+    }
+    const GateLinear gate = gate_on_gpu(w, Tensor(), kF16, true);
+    const Tensor want = logits_of(gate, DeviceTensor::copy_of(dense.view(), kGateGpu).value());
+    const DeviceTensor x = DeviceTensor::copy_of(wide.view(), kGateGpu).value();
+    ConstTensorView rows(x.view().data + first * size, c.x_dtype, {c.tokens, c.hidden}, kGateGpu);
+    rows.strides[0] = apart;
+    DeviceTensor out = DeviceTensor::uninitialized(kGateGpu, kF16, want.shape()).value();
+    const DeviceTensor workspace =
+        DeviceTensor::uninitialized(kGateGpu, kU8, {gate.workspace_size(c.tokens).value()}).value();
+    cudaStream_t stream = nullptr;
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t exec = nullptr;
+    ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+    const auto expect_result = [&](const char* how) {
+      ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+      Tensor got = Tensor::zeros(kF16, want.shape()).value();
+      ASSERT_TRUE(copy_tensor(out.view(), got.view()).ok());
+      std::string why;
+      EXPECT_TRUE(test::same_bits(got.view(), want.view(), &why))
+          << how << " " << c.tokens << "x" << c.experts << "x" << c.hidden << ": " << why;
+      ASSERT_EQ(cudaMemset(out.data(), 0xFF, static_cast<std::size_t>(out.bytes())), cudaSuccess);
+    };
+    for (const bool given : {false, true}) {
+      const Status status = given ? gate.enqueue({stream}, rows, out.view(), workspace.span())
+                                  : gate.forward(rows, out.view(), {stream});
+      ASSERT_TRUE(status.ok()) << status.to_string();
+      expect_result(given ? "enqueue" : "forward");
+    }
+    ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), cudaSuccess);
+    const Status captured = gate.enqueue({stream}, rows, out.view(), workspace.span());
+    ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+    ASSERT_TRUE(captured.ok()) << captured.to_string();
+    ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+    for (int replay = 0; replay < 2; ++replay) {
+      ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+      expect_result("graph");
+    }
+    if (c.tokens > 1) {
+      rows.strides[0] = c.hidden - 1;
+      test::expect_refusal(gate.forward(rows, out.view()), StatusCode::kInvalidLayout,
+                           {"hidden_states: got strides", "or more, 1]"});
+    }
+    (void)cudaGraphExecDestroy(exec);
+    (void)cudaGraphDestroy(graph);
+    (void)cudaStreamDestroy(stream);
+  }
+}
+
 // With the caller's workspace nothing is taken from the device, and the bits are the same.
 TEST(CudaGateLinear, EnqueueUsesTheCallersWorkspace) {
   REQUIRE_HOPPER();

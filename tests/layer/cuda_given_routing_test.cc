@@ -478,7 +478,7 @@ TEST(CudaGivenRouting, EveryMistakeIsAStatusAndLeavesNoError) {
   FusedMoE::Options options = on_gpu(16);
   options.capture = [](ConstTensorView) {};
   expect_refusal(FusedMoE::create(t.weights(), options).status(), StatusCode::kUnsupported,
-                 {"capture", "GPU"});
+                 {"capture", "on_device.capture"});
 }
 
 }  // namespace

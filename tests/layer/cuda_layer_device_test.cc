@@ -158,9 +158,9 @@ TEST(CudaLayerMisuse, EveryMistakeIsAStatusAndLeavesNoError) {
   shifted_out.data += 8;
   expect_refusal(call(in, shifted_out), StatusCode::kInvalidLayout, {"output", "16"});
   ConstTensorView strided = input(x, 4, hidden);
-  strided.strides[0] = 2 * hidden;
+  strided.strides[0] = hidden - 2;
   expect_refusal(call(strided, output(y, 4, hidden)), StatusCode::kInvalidLayout,
-                 {"hidden_states"});
+                 {"hidden_states: got strides"});
   const Tensor on_host = random_hidden(16, 16, hidden);
   expect_refusal(call(on_host.view(), out), StatusCode::kInvalidArgument,
                  {"hidden_states: got memory of cpu, need memory of cuda:0"});

@@ -215,6 +215,36 @@ TEST(CudaPlan, FunctionsAreForTheDeviceOfTheLayer) {
   options.shared_experts = [](ConstTensorView, TensorView) { return Status(); };
   expect_refusal(explain_layer(small_spec(), options).status(), StatusCode::kUnsupported,
                  {"shared_experts", "need on_device.shared_experts"});
+  options = on_gpu();
+  options.on_device.capture = [](Stream, ConstTensorView) { return Status(); };
+  EXPECT_TRUE(explain_layer(small_spec(), options).ok());
+  options.device = Device::cpu();
+  expect_refusal(explain_layer(small_spec(), options).status(), StatusCode::kUnsupported,
+                 {"on_device.capture", "need capture"});
+  options = on_gpu();
+  options.capture = [](ConstTensorView) {};
+  expect_refusal(explain_layer(small_spec(), options).status(), StatusCode::kUnsupported,
+                 {"capture", "need on_device.capture"});
+}
+
+// Memory for both streams, and a word about it; a joined shared expert has no stream of its own.
+TEST(CudaPlan, ASecondStreamForSharedExperts) {
+  FusedMoE::Options options = on_gpu();
+  const LayerExplanation one = explain_layer(test::with_shared(true), options).value();
+  EXPECT_NE(one.stage_order.find("one after the other on one stream"), std::string::npos);
+  options.shared_stream = true;
+  const LayerExplanation two = explain_layer(test::with_shared(true), options).value();
+  EXPECT_NE(two.stage_order.find("shared_experts meanwhile, on a second stream"), std::string::npos)
+      << two.stage_order;
+  EXPECT_GT(two.workspace_bytes, one.workspace_bytes);
+  MoeLayerSpec alike = test::with_shared(false);
+  alike.shared.intermediate_size = alike.intermediate_size;
+  EXPECT_NE(explain_layer(alike, options)->stage_order.find("as one more of them"),
+            std::string::npos);
+  EXPECT_TRUE(explain_layer(small_spec(), options).ok());
+  options.device = Device::cpu();
+  expect_refusal(explain_layer(small_spec(), options).status(), StatusCode::kUnsupported,
+                 {"shared_stream", "on the CPU"});
 }
 
 // A device that is not there, or a build without CUDA: a Status, and enqueue says so on the CPU.

@@ -70,9 +70,20 @@ TEST(InPlace, AnythingButTheSameTensorIsRefused) {
   apart.strides[0] = 2 * t.spec.hidden_size;
   expect_refusal(layer.forward(apart, TensorView(x.data(), DType::kBF16, two)),
                  StatusCode::kAliasing, {"output"});
-  options.device = Device::cuda(0);
-  expect_refusal(explain_layer(t.spec, options).status(), StatusCode::kUnsupported,
-                 {"inplace", "cuda"});
+}
+
+// Without a device: a GPU keeps the routed sum where shared experts are added to it.
+TEST(InPlace, OnAGpuOnlySharedExpertsNeedMoreMemory) {
+  for (const bool shared : {false, true}) {
+    const MoeLayerSpec spec = shared ? test::with_shared(false) : test::small_spec();
+    FusedMoE::Options options;
+    options.device = Device::cuda(0);
+    const std::int64_t plain = explain_layer(spec, options).value().workspace_bytes;
+    options.inplace = true;
+    const std::int64_t inplace = explain_layer(spec, options).value().workspace_bytes;
+    EXPECT_EQ(inplace > plain, shared);
+    EXPECT_GE(inplace, plain);
+  }
 }
 
 TEST(Summary, TellsWhatTheLayerIs) {

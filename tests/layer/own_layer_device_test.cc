@@ -184,7 +184,7 @@ TEST(OwnLayer, AGraphOfStagesWithTheCallersWorkspaces) {
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
 }
 
-// Static scales of a call are for schemes that have such scales, which no format of a GPU has.
+// Static scales of a call are for schemes that have such scales.
 TEST(OwnLayer, ScalesOfACallAreRefusedByName) {
   REQUIRE_HOPPER();
   for (const char* quant : {"bf16", "fp8-block"}) {

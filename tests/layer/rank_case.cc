@@ -18,12 +18,17 @@ namespace {
 class PartSource final : public ExpertSource {
  public:
   PartSource(const LayerTensors& t, const ParallelConfig& p)
-      : all_(make_stacked_source(t.experts.view())),
-        ids_(local_expert_ids(t.spec.num_experts, p).value()),
+      : PartSource(t.experts, local_expert_ids(t.spec.num_experts, p).value(), t,
+                   t.spec.intermediate_size, p.tp_size, p.tp_rank) {}
+  // Slice `slice` of `slices` of some experts.
+  PartSource(const OwnedExpertWeights& experts, std::vector<std::int64_t> ids,
+             const LayerTensors& t, std::int64_t width, int slices, int slice)
+      : all_(make_stacked_source(experts.view())),
+        ids_(std::move(ids)),
         gated_(is_gated(t.spec.activation.kind)),
-        full_(t.spec.intermediate_size),
-        count_(full_ / p.tp_size),
-        first_(count_ * p.tp_rank) {}
+        full_(width),
+        count_(full_ / slices),
+        first_(count_ * slice) {}
 
   Result<ExpertWeightsView> expert(std::int64_t e) override {
     MOESAIC_ASSIGN_OR_RETURN(ExpertWeightsView v, all_->expert(ids_[static_cast<std::size_t>(e)]));
@@ -208,9 +213,10 @@ std::string run_rank(const RankProblem& problem, const RankCombo& combo,
       Tensor::uninitialized(DType::kF32, {rows, routing.num_experts + routing.num_zero_experts})
           .value();
   Tensor own;  // the output of the layer's own routing
-  const bool pinned =
-      combo.ep && (combo.reduction == RankReduction::kPerSlot ||
-                   combo.transport == RankTransport::kBatched || problem.top_k == 1);
+  const bool slices = options.ranks.cut_shared && combo.tp > 1 && !combo.sp;  // of shared experts
+  const bool pinned = !slices && combo.ep &&
+                      (combo.reduction == RankReduction::kPerSlot ||
+                       combo.transport == RankTransport::kBatched || problem.top_k == 1);
   std::string wrong;  // told at the end, so that the other ranks are not left waiting
   // The layer's routing; then what it was, given back: logits by some ranks, ids by the others (but
   // ids do not carry the weight of identity experts); then the other way round.
@@ -285,9 +291,18 @@ std::vector<std::int64_t> uneven_tokens(std::uint64_t seed, std::int64_t total, 
   return tokens;
 }
 
-MoeLayerWeights rank_weights(const LayerTensors& tensors, const ParallelConfig& parallel) {
+MoeLayerWeights rank_weights(const LayerTensors& tensors, const ParallelConfig& parallel,
+                             bool cut_shared) {
   MoeLayerWeights w = tensors.weights();
   w.experts = std::make_unique<PartSource>(tensors, parallel);
+  if (cut_shared && w.shared) {
+    const std::vector<int> same = parallel.replica_group();
+    const auto at = std::find(same.begin(), same.end(), parallel.flat_rank());
+    w.shared = std::make_unique<PartSource>(tensors.shared, std::vector<std::int64_t>{0}, tensors,
+                                            tensors.spec.shared.intermediate_size,
+                                            static_cast<int>(same.size()),
+                                            static_cast<int>(at - same.begin()));
+  }
   return w;
 }
 
@@ -311,7 +326,8 @@ RankProblem checkpoint_problem(const Checkpoint& checkpoint, const std::string& 
 
 MakeRankLayer maker_of(const LayerTensors& tensors) {
   return [&tensors](const FusedMoE::Options& options) {
-    return FusedMoE::create(rank_weights(tensors, options.parallel), options);
+    return FusedMoE::create(rank_weights(tensors, options.parallel, options.ranks.cut_shared),
+                            options);
   };
 }
 

@@ -69,8 +69,10 @@ std::string run_ranks(const RankProblem& problem, const RankCombo& combo,
 // `total` tokens cut at random into `parts`, some of them empty.
 std::vector<std::int64_t> uneven_tokens(std::uint64_t seed, std::int64_t total, int parts);
 
-// What Checkpoint::load_layer would return for this rank: its experts, or its slice of each.
-MoeLayerWeights rank_weights(const LayerTensors& tensors, const ParallelConfig& parallel);
+// What Checkpoint::load_layer would return for this rank: its experts, or its slice of each; shared
+// experts whole, or cut among the ranks with the same rows.
+MoeLayerWeights rank_weights(const LayerTensors& tensors, const ParallelConfig& parallel,
+                             bool cut_shared = false);
 MakeRankLayer maker_of(const LayerTensors& tensors);
 
 // The first MoE layer of a checkpoint on `rows` rows of its golden file, solved on one rank. The

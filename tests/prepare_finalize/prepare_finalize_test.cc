@@ -110,21 +110,31 @@ class ExpertsThatLeave final : public Experts {
   TopKWeightAndReduce reduction_;
 };
 
-// finalize adds rows with loops of the host: not over a GPU's memory.
-TEST(LocalPrepareFinalize, RowsOfAGpuAreReducedByTheirExperts) {
+// A GPU's rows are added up there, and never by loops of the host.
+TEST(LocalPrepareFinalize, RowsOfAGpuAreReducedThere) {
   MoeProblem p = small_problem("bf16");
   using enum TopKWeightAndReduce;
   for (const auto reduction : {kNoOp, kContiguous, kDelegate, kNaiveBatched}) {
     const ExpertsThatLeave experts(reduction);
-    p.device = Device::cpu();
-    EXPECT_EQ(make_local_prepare_finalize(p).value()->attach(experts).ok(),
-              reduction != kNaiveBatched);
-    p.device = Device::cuda(0);
-    const Status status = make_local_prepare_finalize(p).value()->attach(experts);
-    EXPECT_EQ(status.ok(), reduction == kNoOp) << status.to_string();
-    if (reduction == kNoOp || reduction == kNaiveBatched) continue;
-    test::expect_refusal(status, StatusCode::kUnsupported, {"experts leaving", "cuda:0", "cpu"});
+    for (const Device device : {Device::cpu(), Device::cuda(0)}) {
+      p.device = device;
+      EXPECT_EQ(make_local_prepare_finalize(p).value()->attach(experts).ok(),
+                reduction != kNaiveBatched);
+    }
   }
+  const auto pf = make_local_prepare_finalize(p).value();
+  Tensor rows = Tensor::zeros(DType::kF32, {10, p.hidden_size}).value();
+  Tensor output = Tensor::zeros(DType::kF32, {5, p.hidden_size}).value();
+  const test::OwnedRouting routing = test::random_routing(8, 5, p.num_experts, p.top_k, 0.2);
+  const Status host = pf->finalize({output.view(),
+                                    rows.view(),
+                                    routing.weights.view(),
+                                    routing.ids.view(),
+                                    {},
+                                    kContiguous,
+                                    false,
+                                    {}});
+  EXPECT_FALSE(host.ok());  // no device, or no memory of it
 }
 
 TEST(BatchedPrepareFinalize, FillsSlabsInAscendingTokenOrder) {

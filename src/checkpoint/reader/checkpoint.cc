@@ -52,8 +52,8 @@ struct Checkpoint::Impl {
   }
 
   // All checks that need no weights.
-  Result<checkpoint::BoundLayer> check(int index, const ParallelConfig& parallel,
-                                       bool include_gate) const {
+  Result<checkpoint::BoundLayer> check(int index, const ParallelConfig& parallel, bool include_gate,
+                                       bool cut_shared) const {
     const MoeLayerSpec* spec = find(index);
     if (spec == nullptr) return no_such_layer(index);
     checkpoint::TensorNeeded needed;  // all
@@ -62,20 +62,22 @@ struct Checkpoint::Impl {
         return !checkpoint::is_gate(tensor.part);
       };
     }
-    MOESAIC_ASSIGN_OR_RETURN(
-        checkpoint::BoundLayer layer,
-        checkpoint::check_bound_layer(config, *spec, *shards, parallel, input_scales, needed));
+    MOESAIC_ASSIGN_OR_RETURN(checkpoint::BoundLayer layer,
+                             checkpoint::check_bound_layer(config, *spec, *shards, parallel,
+                                                           input_scales, needed, cut_shared));
     if (!include_gate) layer.gate_weight = layer.gate_bias = layer.router_scale = std::nullopt;
     return layer;
   }
 
   Result<MoeLayerWeights> load(int index, const ParallelConfig& parallel,
-                               const ProgressFn& progress, bool include_gate) const {
-    MOESAIC_ASSIGN_OR_RETURN(checkpoint::BoundLayer layer, check(index, parallel, include_gate));
+                               const ProgressFn& progress, bool include_gate,
+                               bool cut_shared) const {
+    MOESAIC_ASSIGN_OR_RETURN(checkpoint::BoundLayer layer,
+                             check(index, parallel, include_gate, cut_shared));
     MOESAIC_ASSIGN_OR_RETURN(std::vector<std::int64_t> ids,
                              local_expert_ids(layer.source.spec.num_experts, parallel));
     return checkpoint::make_layer_weights(shards, std::move(layer), parallel, std::move(ids),
-                                          input_scales, directory, progress);
+                                          input_scales, directory, progress, cut_shared);
   }
 
   Status open_folder(FileAccess access) {
@@ -185,19 +187,20 @@ std::vector<std::string> Checkpoint::problems() const {
 }
 
 Result<MoeLayerWeights> Checkpoint::load_layer(int index, const ParallelConfig& parallel,
-                                               const ProgressFn& progress,
-                                               bool include_gate) const {
-  Result<MoeLayerWeights> weights = checkpoint::guard_allocation(
-      "checkpoint", [&] { return impl_->load(index, parallel, progress, include_gate); });
+                                               const ProgressFn& progress, bool include_gate,
+                                               bool cut_shared) const {
+  Result<MoeLayerWeights> weights = checkpoint::guard_allocation("checkpoint", [&] {
+    return impl_->load(index, parallel, progress, include_gate, cut_shared);
+  });
   if (!weights.ok()) return weights.status().with_context(impl_->directory);
   return weights;
 }
 
 Result<MoeLayerFormat> Checkpoint::check_layer(int index, const ParallelConfig& parallel,
-                                               bool include_gate) const {
+                                               bool include_gate, bool cut_shared) const {
   return checkpoint::guard_allocation("checkpoint", [&]() -> Result<MoeLayerFormat> {
     MOESAIC_ASSIGN_OR_RETURN(checkpoint::BoundLayer layer,
-                             impl_->check(index, parallel, include_gate));
+                             impl_->check(index, parallel, include_gate, cut_shared));
     MOESAIC_RETURN_IF_ERROR(checkpoint::check_hash_table(layer));
     MoeLayerFormat format;
     format.spec = layer.source.spec;

@@ -161,8 +161,17 @@ Result<std::unique_ptr<ExpertSource>> make_checkpoint_source(
   return make_source(std::move(shards), std::move(part), std::move(progress));
 }
 
+Result<quant::WidthSlice> shared_slice(const LayerSource& source, const ParallelConfig& parallel,
+                                       bool cut) {
+  const quant::RowSharing same = cut ? quant::row_sharing(parallel) : quant::RowSharing{};
+  return quant::slice_width("shared.intermediate_size", source.spec.shared.intermediate_size,
+                            same.ranks, same.rank, slice_unit(source.shared),
+                            same.ranks > 1 && quant::is_cut_unevenly(source.shared_quant));
+}
+
 Result<std::unique_ptr<ExpertSource>> make_shared_source(std::shared_ptr<const ShardSet> shards,
                                                          const BoundLayer& layer,
+                                                         const ParallelConfig& parallel, bool cut,
                                                          std::string directory) {
   const LayerSource& source = layer.source;
   SourcePart part;
@@ -175,7 +184,11 @@ Result<std::unique_ptr<ExpertSource>> make_shared_source(std::shared_ptr<const S
   part.slice.storage = source.shared_layout->storage;
   part.slice.gated = !source.shared_layout->gate.empty();
   part.slice.hidden = source.spec.hidden_size;
-  part.slice.width = part.slice.count = part.slice.padded = source.spec.shared.intermediate_size;
+  MOESAIC_ASSIGN_OR_RETURN(const quant::WidthSlice width, shared_slice(source, parallel, cut));
+  part.slice.width = source.spec.shared.intermediate_size;
+  part.slice.first = width.first;
+  part.slice.count = width.count;
+  part.slice.padded = width.padded;
   return make_source(std::move(shards), std::move(part), LoadProgress({}, 0));
 }
 

@@ -48,10 +48,15 @@ Result<std::unique_ptr<ExpertSource>> make_checkpoint_source(
     std::vector<std::int64_t> expert_ids, std::string directory, LoadProgress progress,
     InputScaleRule input_scales = InputScaleRule::kPerExpert);
 
-// The shared expert, whole on every rank: expert 0 of its source, as `layer.source.shared_quant`
-// says.
+// The part of the shared expert's width that this rank reads: all of it, or with `cut` that of one of
+// the ranks with the same rows. Its scheme is known. Errors of quant::slice_width.
+Result<quant::WidthSlice> shared_slice(const LayerSource& source, const ParallelConfig& parallel,
+                                       bool cut);
+
+// The shared expert, or that slice of it: expert 0 of its source, as `layer.source.shared_quant` says.
 Result<std::unique_ptr<ExpertSource>> make_shared_source(std::shared_ptr<const ShardSet> shards,
                                                          const BoundLayer& layer,
+                                                         const ParallelConfig& parallel, bool cut,
                                                          std::string directory);
 
 // Bytes that the routed experts' source will read for a rank with so many experts.

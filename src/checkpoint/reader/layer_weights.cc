@@ -110,17 +110,15 @@ Result<MoeLayerTensors> load_tensors(const BoundLayer& layer) {
 // Divisibility of what this rank gets, before any tensor is looked at.
 Status check_parallel(const LayerSource& source, const ParallelConfig& parallel) {
   MOESAIC_RETURN_IF_ERROR(parallel.validate());
-  MOESAIC_RETURN_IF_ERROR(width_slice(source, parallel).status());
-  return quant::slice_width("shared.intermediate_size", source.spec.shared.intermediate_size, 1, 0,
-                            slice_unit(source.shared), false)
-      .status();
+  return width_slice(source, parallel).status();
 }
 
 }  // namespace
 
 Result<BoundLayer> check_bound_layer(const ModelConfig& config, const MoeLayerSpec& spec,
                                      const ShardSet& shards, const ParallelConfig& parallel,
-                                     InputScaleRule input_scales, const TensorNeeded& needed) {
+                                     InputScaleRule input_scales, const TensorNeeded& needed,
+                                     bool cut_shared) {
   MOESAIC_ASSIGN_OR_RETURN(BoundLayer layer, bind_layer(config, spec, shards, needed));
   MOESAIC_RETURN_IF_ERROR(check_parallel(layer.source, parallel));
   MOESAIC_RETURN_IF_ERROR(
@@ -137,6 +135,7 @@ Result<BoundLayer> check_bound_layer(const ModelConfig& config, const MoeLayerSp
   if (MOESAIC_FAULT(checkpoint_shared_widened)) {
     MOESAIC_ASSIGN_OR_RETURN(layer.source.shared_quant, linear_scheme({}, DType::kF32));
   }
+  MOESAIC_RETURN_IF_ERROR(shared_slice(layer.source, parallel, cut_shared).status());
   return layer;
 }
 
@@ -149,7 +148,7 @@ Result<MoeLayerWeights> make_layer_weights(std::shared_ptr<const ShardSet> shard
                                            const ParallelConfig& parallel,
                                            std::vector<std::int64_t> expert_ids,
                                            InputScaleRule input_scales, const std::string& label,
-                                           const ProgressFn& progress) {
+                                           const ProgressFn& progress, bool cut_shared) {
   const std::int64_t small = small_bytes(layer);
   LoadProgress counter(progress,
                        small + local_expert_bytes(layer, parallel.tp_size,
@@ -165,7 +164,8 @@ Result<MoeLayerWeights> make_layer_weights(std::shared_ptr<const ShardSet> shard
   weights.shared_quant = layer.source.shared_quant;
   // Tensors that were not requested may be somebody else's (TensorNeeded).
   if (layer.shared.bytes() > 0) {
-    MOESAIC_ASSIGN_OR_RETURN(weights.shared, make_shared_source(shards, layer, label));
+    MOESAIC_ASSIGN_OR_RETURN(weights.shared,
+                             make_shared_source(shards, layer, parallel, cut_shared, label));
   }
   MOESAIC_ASSIGN_OR_RETURN(
       weights.experts,

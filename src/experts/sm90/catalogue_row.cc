@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include "core/refusal.h"
+#include "cuda/dense_rows.h"
 #include "experts/cuda_general/general_plan.h"
 #include "experts/problem_checks.h"
 #include "experts/sm90/experts.h"
@@ -84,7 +85,8 @@ Status check_sm90_args(const MoeProblem& p, const ExpertsArgs& a, bool any_rows)
         Field{"topk_weights", a.topk_weights, slots, DType::kF32}}) {
     MOESAIC_RETURN_IF_ERROR(expect_dtype(t.field, t.view, t.dtype));
     MOESAIC_RETURN_IF_ERROR(expect_shape(t.field, t.view, t.shape));
-    MOESAIC_RETURN_IF_ERROR(expect_contiguous(t.field, t.view));
+    MOESAIC_RETURN_IF_ERROR(t.field == "hidden_states" ? expect_rows(t.field, t.view)
+                                                       : expect_contiguous(t.field, t.view));
     MOESAIC_RETURN_IF_ERROR(expect_device(t.field, t.view, p.device));
   }
   const auto map = static_cast<std::int64_t>(a.expert_map.size());
@@ -97,16 +99,22 @@ Status check_sm90_args(const MoeProblem& p, const ExpertsArgs& a, bool any_rows)
     return unsupported("numerics: got rows that were quantised elsewhere, need bf16 rows");
   }
   MOESAIC_RETURN_IF_ERROR(experts::check_call_scales(p, a.a1_scale, a.a2_scale));
-  if (a.a1_scale.present() || a.a2_scale.present()) {
-    return unsupported(
-        fmt::format("{}: got one on a GPU, need none: experts that are made with it, or the CPU",
-                    a.a1_scale.present() ? "a1_scale" : "a2_scale"));
-  }
   if (!a.numerics.empty() && static_cast<std::int64_t>(a.numerics.size()) != tokens) {
     return {StatusCode::kInvalidShape,
             fmt::format("numerics: got [{}], need [{}], one per row", a.numerics.size(), tokens)};
   }
-  MOESAIC_RETURN_IF_ERROR(expect_no_overlap("output", a.output, "hidden_states", a.hidden_states));
+  const bool same = a.inplace && a.output.data == a.hidden_states.data &&
+                    a.output.dtype == a.hidden_states.dtype && a.hidden_states.is_contiguous();
+  if (same && !a.numerics.empty()) {
+    return unsupported(
+        "numerics: got some with the output in place of hidden_states, need another");
+  }
+  if (!same) {
+    MOESAIC_RETURN_IF_ERROR(
+        expect_no_overlap("output", a.output, "hidden_states", rows_extent(a.hidden_states)));
+  }
+  MOESAIC_RETURN_IF_ERROR(expect_no_overlap("output", a.output, "a1_scale", a.a1_scale));
+  MOESAIC_RETURN_IF_ERROR(expect_no_overlap("output", a.output, "a2_scale", a.a2_scale));
   MOESAIC_RETURN_IF_ERROR(expect_no_overlap("output", a.output, "topk_ids", a.topk_ids));
   return expect_no_overlap("output", a.output, "topk_weights", a.topk_weights);
 }

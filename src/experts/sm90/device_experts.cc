@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/dense_rows.h"
 #include "cuda/device_memory.h"
 #include "experts/cuda_general/general_experts.h"
 #include "experts/cuda_general/general_plan.h"
@@ -39,18 +40,29 @@ class DeviceExperts final : public Experts {
     MOESAIC_RETURN_IF_ERROR(check_sm90_args(problem_, args, any_rows()));
     if (args.hidden_states.dim(0) == 0) return {};
     MOESAIC_RETURN_IF_ERROR(check_addresses(args));
+    const DeviceScope scope(problem_.device.index());
+    MOESAIC_RETURN_IF_ERROR(scope.status());
+    DenseRows dense(args.stream.handle);
+    MOESAIC_ASSIGN_OR_RETURN(
+        const ConstTensorView x,
+        dense.of("hidden_states", args.hidden_states, rows_alignment(args.hidden_states.dtype)));
     CudaExpertsArgs a;
-    a.tokens = args.hidden_states.dim(0);
-    const void* const rows = args.hidden_states.data;
+    a.tokens = x.dim(0);
+    const void* const rows = x.data;
     a.rows = args.hidden_scale.present() ? CudaRows::codes(rows, args.hidden_scale.as<float>(),
                                                            args.hidden_scale.strides[1])
-                                         : CudaRows::values(rows, args.hidden_states.dtype);
+                                         : CudaRows::values(rows, x.dtype);
     a.topk_ids = args.topk_ids.as<std::int32_t>();
     a.topk_weights = args.topk_weights.as<float>();
     a.expert_map = args.expert_map.data();
     a.result = CudaResult::sum(args.output.data, args.output.dtype);
     a.workspace = args.workspace.data();
     a.workspace_bytes = static_cast<std::int64_t>(args.workspace.size());
+    const auto scales_of = [](const ConstTensorView& t) {
+      return t.present() ? CudaCallScales{t.as<float>(), t.dim(0) == 1} : CudaCallScales{};
+    };
+    a.x_scales = scales_of(args.a1_scale);
+    a.inner_scales = scales_of(args.a2_scale);
     MOESAIC_RETURN_IF_ERROR(experts_->enqueue(args.stream.handle, a));
     if (args.numerics.empty()) return {};
     MOESAIC_RETURN_IF_ERROR(synchronize(args.stream.handle));
@@ -60,6 +72,9 @@ class DeviceExperts final : public Experts {
 
  private:
   bool any_rows() const { return experts_->takes_any_rows(); }
+  std::int64_t rows_alignment(DType dtype) const {
+    return any_rows() ? std::int64_t{dtype_bits(dtype) / 8} : std::int64_t{16};
+  }
   // Host memory, or another GPU's, would be read or written long after this call has returned.
   Status check_addresses(const ExpertsArgs& args) const {
     struct Address {
@@ -67,18 +82,15 @@ class DeviceExperts final : public Experts {
       const void* data;
       std::int64_t alignment;
     };
-    const auto rows_at = [&](DType dtype) {
-      return any_rows() ? std::int64_t{dtype_bits(dtype) / 8} : std::int64_t{16};
-    };
     for (const Address& at :
-         {Address{"hidden_states", args.hidden_states.data, rows_at(args.hidden_states.dtype)},
-          Address{"hidden_scale", args.hidden_scale.data, 4},
+         {Address{"hidden_scale", args.hidden_scale.data, 4},
+          Address{"a1_scale", args.a1_scale.data, 4}, Address{"a2_scale", args.a2_scale.data, 4},
           Address{"topk_ids", args.topk_ids.data, 4},
           Address{"topk_weights", args.topk_weights.data, 4},
           Address{"expert_map", args.expert_map.data(), 4},
-          Address{"output", args.output.data, rows_at(args.output.dtype)},
+          Address{"output", args.output.data, rows_alignment(args.output.dtype)},
           Address{"workspace", args.workspace.data(), 256}}) {
-      const bool optional = at.field == "expert_map" || at.field == "hidden_scale";
+      const bool optional = at.field == "expert_map" || at.field.ends_with("_scale");
       if (at.data == nullptr && optional) continue;
       MOESAIC_RETURN_IF_ERROR(
           check_device_pointer(at.field, at.data, at.alignment, problem_.device.index()));

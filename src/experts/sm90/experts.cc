@@ -10,6 +10,7 @@
 #include "cuda/device_memory.h"
 #include "cuda/quant_rows.h"
 #include "experts/padded_source.h"
+#include "experts/sm90/call_scales.h"
 #include "experts/sm90/experts_impl.h"
 #include "experts/sm90/gather_rows.h"
 #include "permute/sm90/combine.h"
@@ -83,8 +84,8 @@ QuantRowsParams CudaExperts::Impl::quant_params(const CudaExpertsArgs& a,
   q.scale = w.row_scale;
   q.scale_stride = w.row_scale_stride;
   if (!plan.static_scales) return q;
-  q.static_scales.of = weights.w13_input_scale;
-  if (!rows_per_pair) return q;
+  q.static_scales.of = x_static(a, w);
+  if (!rows_per_pair(a)) return q;
   q.static_scales.topk_ids = a.topk_ids;
   q.static_scales.expert_map = a.expert_map;
   q.static_scales.num_experts = static_cast<std::int32_t>(problem.num_experts);
@@ -98,7 +99,7 @@ std::optional<ExpertsPrologue> CudaExperts::prologue(const CudaExpertsArgs& a) c
   MoeProblem problem = impl_->problem;
   if (a.top_k > 0) problem.top_k = a.top_k;
   const std::int64_t pairs = a.tokens * problem.top_k;
-  const bool needs_routing = plan.weight_on_input || impl_->rows_per_pair || plan.gathers_rows();
+  const bool needs_routing = plan.weight_on_input || impl_->rows_per_pair(a) || plan.gathers_rows();
   if (a.tokens < 1 || pairs > kListPairs || needs_routing) return std::nullopt;
   // The list that the GEMM kernel makes stays in its shared memory: the combine must be there too.
   if (a.tokens > kFoldCombineTokens && !MOESAIC_FAULT(cuda_list_apart_from_its_combine)) {
@@ -172,6 +173,14 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   const bool codes = a.rows.kind == CudaRows::Kind::kCodes;
   const bool slots = a.result.kind == CudaResult::Kind::kSlots;
   const bool makes_rows = plan.makes_rows() && !codes;  // in this call or the one before
+  if (a.brings_scales() && !MOESAIC_FAULT(cuda_call_scales_not_taken)) {
+    CallScalesParams s;
+    s.given[0] = a.x_scales;
+    s.given[1] = a.inner_scales;
+    s.experts = problem.num_local_experts;
+    s.to = w.call_scales;
+    MOESAIC_RETURN_IF_ERROR(check_call("static scales", launch_call_scales(s, stream)));
+  }
   if (!a.in_front) {
     const bool quantize = makes_rows && a.rows.kind == CudaRows::Kind::kValues;
     MOESAIC_RETURN_IF_ERROR(check_call(
@@ -225,10 +234,10 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
     if (route && route->num_shared > 0) impl_->prefetch_ahead(g.ahead);
   }
   plan.fill_sizes(problem, g);
-  if (impl_->rows_per_pair || plan.gathers_rows()) g.top_k = 1;  // a row is that of a pair
+  if (impl_->rows_per_pair(a) || plan.gathers_rows()) g.top_k = 1;  // a row is that of a pair
   if (plan.static_scales) {
-    g.whole.x_static = impl_->weights.w13_input_scale;
-    g.whole.inner_static = impl_->weights.w2_input_scale;
+    g.whole.x_static = impl_->x_static(a, w);
+    g.whole.inner_static = impl_->inner_static(a, w);
   }
   g.whole.inner_bf16 = w.inner_bf16;
   g.whole.inner_amax = w.inner_amax;

@@ -62,6 +62,13 @@ struct CudaResult {
   }
 };
 
+// Static scales of operand rows that a call brings: [num_local_experts], or one for all; null: the
+// experts' own.
+struct CudaCallScales {
+  const float* of = nullptr;
+  bool one_for_all = false;
+};
+
 // What a kernel in front of a call has done for it: run its prologue (CudaExperts::prologue).
 struct CudaInFront {
   // The GEMM kernel routes too (CudaExperts::can_route), without a kernel in front: topk_ids and
@@ -84,6 +91,10 @@ struct CudaExpertsArgs {
   void* workspace = nullptr;  // 256-byte aligned, >= workspace_size(M)
   std::int64_t workspace_bytes = 0;
   std::optional<CudaInFront> in_front;  // empty: the call runs its own prologue
+  // Of both GEMMs, for schemes with static scales, not with in_front. The result has the bits of
+  // experts made with them; what is not finite and above 0 counts as NaN.
+  CudaCallScales x_scales = {}, inner_scales = {};
+  bool brings_scales() const { return x_scales.of != nullptr || inner_scales.of != nullptr; }
 };
 
 // The experts of one layer on a GPU, whichever kernels they have, as those call them who have

@@ -114,6 +114,11 @@ Status check_args(const MoeProblem& problem, const ExpertsPlan& plan, const Cuda
   MOESAIC_RETURN_IF_ERROR(check_pointer("topk_weights", a.topk_weights, 4));
   MOESAIC_RETURN_IF_ERROR(check_pointer(slots ? "slot_rows" : "output", a.result.data, 16));
   if (a.rows.kind == CudaRows::Kind::kCodes) MOESAIC_RETURN_IF_ERROR(check_scales(plan, a));
+  if (a.brings_scales() && (!plan.static_scales || a.in_front)) {
+    return {StatusCode::kUnsupported,
+            "x_scales, inner_scales: got scales of a call, need a scheme with static ones, and a "
+            "call that runs its own prologue"};
+  }
   const bool keeps = plan.quantizes() && !plan.weight_on_input && !plan.static_scales;
   if (a.rows.kind == CudaRows::Kind::kKept && !keeps) {
     return {StatusCode::kUnsupported,

@@ -21,8 +21,21 @@ struct CudaExperts::Impl {
   std::vector<Allocation> parts;
   Allocation w13_bias, w2_bias;
   PlacedWeights weights;  // pointers into these
-  // Static scales of hidden states that differ between experts: a row is made for every pair.
-  bool rows_per_pair = false;
+  // Static scales of hidden states that differ between experts.
+  bool own_scales_differ = false;
+  // Then a row is made for every pair. Of a call's scales only their number is known here.
+  bool rows_per_pair(const CudaExpertsArgs& a) const {
+    if (a.x_scales.of == nullptr) return own_scales_differ;
+    return !a.x_scales.one_for_all && problem.num_local_experts > 1;
+  }
+  // Of both GEMMs in a call: its own in the workspace, or the experts'.
+  const float* x_static(const CudaExpertsArgs& a, const ExpertsWorkspace& w) const {
+    return a.x_scales.of != nullptr ? w.call_scales : weights.w13_input_scale;
+  }
+  const float* inner_static(const CudaExpertsArgs& a, const ExpertsWorkspace& w) const {
+    return a.inner_scales.of != nullptr ? w.call_scales + problem.num_local_experts
+                                        : weights.w2_input_scale;
+  }
 
   Status load(ExpertSource& source);
   QuantRowsParams quant_params(const CudaExpertsArgs& a, const ExpertsWorkspace& w) const;

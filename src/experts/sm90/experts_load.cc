@@ -119,7 +119,7 @@ Status CudaExperts::Impl::load(ExpertSource& source) {
     if (plan.static_scales) {
       const float scale = view.w13_input_scale.as<float>()[0];
       if (e == 0) first_scale = scale;
-      rows_per_pair = rows_per_pair || scale != first_scale;
+      own_scales_differ = own_scales_differ || scale != first_scale;
     }
     if (problem.has_expert_bias) {
       const std::int32_t* const order =

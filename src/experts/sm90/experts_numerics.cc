@@ -142,10 +142,9 @@ Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics
   std::vector<float> x_scales, inner_scales;
   std::vector<std::int32_t> ids, map;
   if (plan.static_scales) {
-    MOESAIC_ASSIGN_OR_RETURN(x_scales,
-                             read_back("w13_input_scale", impl_->weights.w13_input_scale, local));
+    MOESAIC_ASSIGN_OR_RETURN(x_scales, read_back("w13_input_scale", impl_->x_static(a, w), local));
     MOESAIC_ASSIGN_OR_RETURN(inner_scales,
-                             read_back("w2_input_scale", impl_->weights.w2_input_scale, local));
+                             read_back("w2_input_scale", impl_->inner_static(a, w), local));
     MOESAIC_ASSIGN_OR_RETURN(ids, read_back("topk_ids", a.topk_ids, pairs));
     if (a.expert_map != nullptr) {
       MOESAIC_ASSIGN_OR_RETURN(map, read_back("expert_map", a.expert_map, problem.num_experts));

@@ -86,6 +86,7 @@ ExpertsWorkspace ExpertsWorkspace::carve(const MoeProblem& problem, const Expert
   }
   w.inner = arena.take<std::byte>(pairs * plan.w2.row_bytes());
   w.y2 = arena.take<std::uint16_t>(pairs * problem.hidden_size);
+  if (plan.static_scales) w.call_scales = arena.take<float>(2 * local);
   return w;
 }
 

@@ -63,6 +63,7 @@ struct ExpertsWorkspace {
   std::byte* inner_bf16 = nullptr;  // the same before they are quantised late
   float* inner_scale = nullptr;
   std::uint16_t* y2 = nullptr;
+  float* call_scales = nullptr;  // static scales that a call brings, of both GEMMs' rows, [2, E_l]
   std::int64_t row_scale_stride = 0, inner_scale_stride = 0, max_groups = 0;
 
   static ExpertsWorkspace carve(const MoeProblem& problem, const ExpertsPlan& plan,

@@ -4,6 +4,7 @@
 #include <new>
 #include <utility>
 
+#include "cuda/dense_rows.h"
 #include "cuda/device_memory.h"
 #include "cuda/stream_allocation.h"
 #include "gate/sm90/gate_linear.h"
@@ -15,15 +16,16 @@ class Sm90Gate final : public DeviceGate {
  public:
   Sm90Gate(Device device, cuda::CudaGate gate) : device_(device), gate_(std::move(gate)) {}
 
-  Status forward(const ConstTensorView& x, const TensorView& logits, const LogitRounding& rounding,
-                 Stream stream, std::optional<std::span<std::byte>> workspace) const override {
-    MOESAIC_RETURN_IF_ERROR(expect_contiguous("hidden_states", x));
+  Status forward(const ConstTensorView& hidden_states, const TensorView& logits,
+                 const LogitRounding& rounding, Stream stream,
+                 std::optional<std::span<std::byte>> workspace) const override {
+    MOESAIC_RETURN_IF_ERROR(cuda::expect_rows("hidden_states", hidden_states));
     const cuda::DeviceScope scope(device_.index());
     MOESAIC_RETURN_IF_ERROR(scope.status());
-    MOESAIC_RETURN_IF_ERROR(
-        cuda::check_device_pointer("hidden_states", x.data, 16, device_.index()));
     MOESAIC_RETURN_IF_ERROR(cuda::check_device_pointer(
         "router_logits", logits.data, dtype_bits(logits.dtype) / 8, device_.index()));
+    cuda::DenseRows dense(stream.handle);
+    MOESAIC_ASSIGN_OR_RETURN(const ConstTensorView x, dense.of("hidden_states", hidden_states, 16));
     const std::int64_t count = x.dim(0) * gate_.num_experts();
     if (logits.dtype != DType::kF32) {
       if (!workspace) return through_pool(x, count, logits, rounding, stream);

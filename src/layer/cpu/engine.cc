@@ -1,6 +1,8 @@
 // How a CPU engine is made, and what it reports about itself.
 #include "layer/cpu/engine.h"
 
+#include <fmt/format.h>
+
 #include <new>
 #include <utility>
 
@@ -10,6 +12,7 @@
 #include "layer/layer_router.h"
 #include "layer/load_sources.h"
 #include "layer/slot_source.h"
+#include "quant/width_slice.h"
 
 namespace moesaic::layer {
 namespace {
@@ -145,6 +148,16 @@ Result<std::unique_ptr<LayerEngine>> CpuEngine::in_world(const FusedPlan& new_pl
     return Status(unsupported(
         "update_expert_map: this rank adds the shared experts in the new world and has not loaded "
         "them; need a communicator, include_shared = false or a new layer"));
+  }
+  const bool sliced = new_plan.shared_slices > 1 || plan.shared_slices > 1;
+  if (shared && sliced &&
+      (new_plan.shared_slices != plan.shared_slices ||
+       quant::row_sharing(new_options.parallel).rank !=
+           quant::row_sharing(options.parallel).rank)) {
+    return Status(unsupported(
+        fmt::format("update_expert_map: got {} slices of shared experts for {} that were loaded, "
+                    "need as many and the same one, or a new layer",
+                    new_plan.shared_slices, plan.shared_slices)));
   }
   std::unique_ptr<CpuEngine> engine(new (std::nothrow) CpuEngine());
   if (!engine) return Status(StatusCode::kOutOfMemory, "cannot allocate the layer");

@@ -119,6 +119,8 @@ struct CpuEngine final : public LayerEngine {
   Status compute(Flight& flight) const;
   Status arrive(Flight& flight) const;
   Status combine_over_ranks(const Flight& flight) const;
+  RowRange shared_rows_of(const Flight& f) const;
+  Status share_shared(const Flight& f) const;
   // b.topk_weights and b.topk_ids, by as many stages as the caller has left.
   Status route(const FusedMoE::Args& args, const CpuBuffers& b) const;
   Status compute_logits(const FusedMoE::Args& args, const CpuBuffers& b) const;

@@ -92,7 +92,8 @@ Status CpuEngine::compute(Flight& f) const { return f.call->run_experts().with_c
 // The shared experts work while the results of the routed ones travel.
 Status CpuEngine::arrive(Flight& f) const {
   const ConstTensorView& x = f.args->hidden_states;
-  const Status shared_status = run_shared(rows_of(x, f.share.first, f.share.count), f.b);
+  const RowRange shared_rows = shared_rows_of(f);
+  const Status shared_status = run_shared(rows_of(x, shared_rows.first, shared_rows.count), f.b);
   // Whatever they did, this rank takes part in what the others wait in.
   const Status routed_status = f.call->finish();
   f.call.reset();
@@ -117,6 +118,31 @@ Status CpuEngine::forward_pair(const FusedMoE::Args& first, const FusedMoE::Args
   return of_a.ok() ? of_b : of_a;
 }
 
+// A shared expert that is whole is computed once for each row, slices of it are by every rank.
+RowRange CpuEngine::shared_rows_of(const Flight& f) const {
+  return plan.shared_slices > 1 ? f.all : f.share;
+}
+
+// The shared part apart, complete on every replica.
+Status CpuEngine::share_shared(const Flight& f) const {
+  const TensorView& to = f.args->shared_output;
+  const CpuBuffers& b = f.b;
+  const RowRange rows = shared_rows_of(f);
+  const bool complete = !MOESAIC_FAULT(layer_shared_part_stays_partial);
+  if (plan.shared_slices == 1) {
+    store_shared({rows, 0, rows.first}, b, to);
+    return complete ? mesh->gather_replicas(to) : Status();
+  }
+  const std::int64_t hidden = plan.hidden_size, elements = rows.count * hidden;
+  for (std::int64_t i = 0; i < elements; ++i) b.shared[i] *= b.ones[i / hidden];
+  std::fill(b.ones, b.ones + rows.count, 1.0F);
+  if (complete) {
+    MOESAIC_RETURN_IF_ERROR(mesh->reduce_replicas({b.shared, static_cast<std::size_t>(elements)}));
+  }
+  store_shared({rows, 0, 0}, b, to);
+  return {};
+}
+
 Status CpuEngine::combine_over_ranks(const Flight& f) const {
   const FusedMoE::Args& args = *f.args;
   const CpuBuffers& b = f.b;
@@ -139,11 +165,12 @@ Status CpuEngine::combine_over_ranks(const Flight& f) const {
   const std::int64_t elements = all.count * hidden;
   for (std::int64_t i = 0; i < elements; ++i) b.routed[i] *= plan.output_scale;
   if (apart) {
-    store_shared({share, 0, share.first}, b, args.shared_output);
-    if (gather_shared) MOESAIC_RETURN_IF_ERROR(mesh->gather_replicas(args.shared_output));
+    MOESAIC_RETURN_IF_ERROR(share_shared(f));
   } else if (plan.adds_shared && !MOESAIC_FAULT(layer_omit_shared)) {
-    for (std::int64_t s = 0; s < share.count; ++s) {
-      float* sum = b.routed + (share.first + s) * hidden;
+    RowRange shared_rows = shared_rows_of(f);
+    if (MOESAIC_FAULT(layer_slices_of_shared_for_a_share)) shared_rows.count = share.count;
+    for (std::int64_t s = 0; s < shared_rows.count; ++s) {
+      float* sum = b.routed + (shared_rows.first + s) * hidden;
       for (std::int64_t h = 0; h < hidden; ++h) sum[h] += b.ones[s] * b.shared[s * hidden + h];
     }
   }

@@ -81,6 +81,8 @@ std::string sm90_stage_order(const layer::FusedPlan& plan, bool gated_shared) {
   order += ", experts";
   if (plan.has_shared && shared_joins(plan, gated_shared)) {
     order += " (shared_experts as one more of them)";
+  } else if (plan.shared_stream && plan.adds_shared) {
+    order += " (shared_experts meanwhile, on a second stream from the gate on)";
   } else if (plan.has_shared) {
     order += " and shared_experts one after the other on one stream";
   }

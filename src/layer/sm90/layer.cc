@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/refusal.h"
+#include "cuda/dense_rows.h"
 #include "layer/call_args.h"
 #include "layer/layer_router.h"
 #include "layer/load_sources.h"
@@ -114,6 +115,11 @@ Result<std::unique_ptr<layer::LayerEngine>> CudaLayer::create(const layer::Engin
     impl->gate = std::move(gate).value();
   }
   impl->functions = options.on_device;
+  if (plan.shared_stream && plan.adds_shared) {
+    impl->beside.reset(new (std::nothrow) Impl::Beside());
+    if (!impl->beside) return Status(StatusCode::kOutOfMemory, "cannot allocate the layer");
+    MOESAIC_RETURN_IF_ERROR(impl->beside->stream.create());
+  }
   Router::Options router_options = layer::layer_router_options(plan, t);
   router_options.device = options.device;
   router_options.custom_on_device = options.on_device.custom_routing;
@@ -207,13 +213,20 @@ Status CudaLayer::Impl::check(const FusedMoE::Args& args) const {
             "trace.numerics: got enqueue, which does not wait; forward measures"};
   }
   if (tokens == 0) return {};
-  MOESAIC_RETURN_IF_ERROR(check_device_tensor("hidden_states", x, m.device));
+  MOESAIC_RETURN_IF_ERROR(expect_device("hidden_states", x, Device::cuda(m.device)));
+  MOESAIC_RETURN_IF_ERROR(expect_rows("hidden_states", x));
+  MOESAIC_RETURN_IF_ERROR(check_device_pointer(
+      "hidden_states", x.data, x.is_contiguous() ? 16 : dtype_bits(x.dtype) / 8, m.device));
   MOESAIC_RETURN_IF_ERROR(check_device_tensor("output", output, m.device));
-  MOESAIC_RETURN_IF_ERROR(expect_no_overlap("output", output, "hidden_states", x));
+  const bool same = output.data == x.data && output.dtype == x.dtype && x.is_contiguous();
+  if (!(m.plan.inplace && same)) {
+    MOESAIC_RETURN_IF_ERROR(expect_no_overlap("output", output, "hidden_states", rows_extent(x)));
+  }
   if (part.present()) {
     MOESAIC_RETURN_IF_ERROR(check_device_tensor("shared_output", part, m.device));
     MOESAIC_RETURN_IF_ERROR(expect_no_overlap("shared_output", part, "output", output));
-    MOESAIC_RETURN_IF_ERROR(expect_no_overlap("shared_output", part, "hidden_states", x));
+    MOESAIC_RETURN_IF_ERROR(
+        expect_no_overlap("shared_output", part, "hidden_states", rows_extent(x)));
   }
   MOESAIC_RETURN_IF_ERROR(layer::check_routing(m.plan, args, Device::cuda(m.device)));
   const auto check_given = [&](std::string_view field, const ConstTensorView& t) {
@@ -238,8 +251,10 @@ Status CudaLayer::enqueue(Stream stream, const FusedMoE::Args& call) const {
   const Impl& m = *impl_;
   const Result<FusedMoE::Args> matrices = layer::as_matrices(call);
   const FusedMoE::Args& args = matrices.ok() ? *matrices : call;
-  const auto& [x, output, trace] = std::tie(args.hidden_states, args.output, args.trace);
+  ConstTensorView x = args.hidden_states;
+  const auto& [output, trace] = std::tie(args.output, args.trace);
   const DeviceScope scope(m.device);
+  DenseRows dense(stream.handle);
   Status checked = scope.status();
   if (checked.ok()) checked = matrices.status();
   if (checked.ok()) checked = m.check(args);
@@ -253,6 +268,11 @@ Status CudaLayer::enqueue(Stream stream, const FusedMoE::Args& call) const {
   } else {
     MOESAIC_RETURN_IF_ERROR(checked);
     if (x.dim(0) == 0) return {};
+  }
+  if (x.dim(0) > 0) {
+    Result<ConstTensorView> rows = dense.of("hidden_states", x, 16);
+    if (!rows.ok()) return m.mesh != nullptr ? m.mesh->give_up(rows.status()) : rows.status();
+    x = *rows;
   }
   Impl::Out out;
   out.output = output.data;

@@ -45,7 +45,8 @@ MoeProblem experts_problem(const layer::FusedPlan& plan, bool gated_shared);
 
 // The workspace of one call, all pieces 256-byte aligned; pointers are null while measuring. The
 // shared experts run before the routed ones (their rows then lie in the output) or after them,
-// never at the same time: both use the same memory. Over ranks the experts see the rows of others.
+// never at the same time: both use the same memory, unless they have streams of their own
+// (FusedPlan::shared_stream). Over ranks the experts see the rows of others.
 struct LayerWorkspace {
   float* logits = nullptr;        // [M, E + zero experts]
   float* topk_weights = nullptr;  // [M, k], or [M, k + 1] with a joined expert

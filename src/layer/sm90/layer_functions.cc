@@ -26,6 +26,15 @@ Status CudaLayer::Impl::shared_function(void* stream, const Rows& rows, float* t
   });
 }
 
+Status CudaLayer::Impl::capture_ids(void* stream, const std::int32_t* ids, std::int64_t stride,
+                                    std::int64_t tokens) const {
+  if (!functions.capture || tokens == 0) return {};
+  ConstTensorView view(reinterpret_cast<const std::byte*>(ids), DType::kI32,
+                       {tokens, plan.routing.top_k}, Device::cuda(device));
+  view.strides[0] = MOESAIC_FAULT(cuda_layer_captures_ids_of_the_joined) ? view.strides[0] : stride;
+  return guarded("on_device.capture", [&] { return functions.capture(Stream{stream}, view); });
+}
+
 Status CudaLayer::Impl::transform_input(void* stream, const void* x_bf16, std::int64_t tokens,
                                         const LayerWorkspace& w) const {
   if (tokens == 0) return {};

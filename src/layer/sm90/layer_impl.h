@@ -3,11 +3,13 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string_view>
 
 #include "cuda/device_memory.h"
+#include "cuda/side_stream.h"
 #include "experts/sm90/experts.h"
 #include "gate/sm90/gate_linear.h"
 #include "layer/rank_mesh.h"
@@ -37,6 +39,12 @@ struct CudaLayer::Impl {
   Allocation ones, shared_ids;  // [max_tokens]: weight and id of an ungated shared expert
   Allocation workspace;
   LayerDeviceFunctions functions;  // of the caller's
+  // FusedPlan::shared_stream: where shared experts run, for one call at a time.
+  struct Beside {
+    SideStream stream;
+    std::mutex mutex;
+  };
+  std::unique_ptr<Beside> beside;
   ProloguePlan apart, joined;  // the routed experts by themselves, with the shared one among them
   // Over ranks: how rows travel (null: they do not), and the sums of ranks with the same rows.
   std::unique_ptr<PrepareAndFinalize> transport;
@@ -90,6 +98,16 @@ struct CudaLayer::Impl {
   };
   Status run(void* stream, const Rows& rows, const Out& out) const;
   Status run_rows(void* stream, const Rows& rows, const Out& out) const;
+  // The shared experts beside the routed ones, whose sum a kernel joins with theirs.
+  Status run_beside(void* stream, const Rows& rows, LayerWorkspace& w, const Out& out) const;
+  // Gate, router and transform, then the routed experts with nothing else to w.routed.
+  Status run_routed_part(void* stream, const Rows& rows, const LayerWorkspace& w) const;
+  // Output of w.routed and, if `with_shared`, what shared_to_workspace made.
+  Status finish_rows(void* stream, const Rows& rows, const LayerWorkspace& w, float* sum,
+                     bool with_shared, const Out& out) const;
+  bool joins_call(const Rows& rows, const Out& out) const {
+    return joins && plan.adds_shared && out.shared == nullptr && rows.tokens <= kJoinedTokens;
+  }
   // Whether hidden states may come in every float dtype, and an output as F16.
   bool takes_any_rows() const {
     const bool bf16_function = plan.has_input_transform || (plan.adds_shared && !plan.has_shared);
@@ -97,6 +115,9 @@ struct CudaLayer::Impl {
   }
   // The traces instead of the workspace's arrays, and the caller's logits in the place of the gate's.
   Status take_given_logits(void* stream, const Rows& rows, const Out& out, LayerWorkspace& w) const;
+  // Gives the ids of the call's rows, a row's `stride` apart, to the caller's function.
+  Status capture_ids(void* stream, const std::int32_t* ids, std::int64_t stride,
+                     std::int64_t tokens) const;
   Status clear_padding(void* stream, const Rows& rows, const Out& out) const;
   // Copies what the caller gives of the routing to the device.
   Result<Given> stage_given(const FusedMoE::Args& args) const;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/checked.h"
+#include "core/fault.h"
 #include "core/refusal.h"
 #include "experts/cuda_general/gpu_backends.h"
 #include "experts/sm90/experts.h"
@@ -60,9 +61,6 @@ Status CudaLayer::can_implement(const layer::FusedPlan& plan, const FusedMoE::Op
   if (plan.input_norm_eps > 0) {
     return unsupported("input_norm_eps: got " + std::to_string(plan.input_norm_eps) +
                        " on a GPU, need 0 or the CPU");
-  }
-  if (options.capture) {
-    return unsupported("capture: got a host function, need none on a GPU: Trace gives the ids");
   }
   MOESAIC_RETURN_IF_ERROR(rows_can_implement(plan, options));
   MOESAIC_RETURN_IF_ERROR(CudaRouter::can_implement(plan.routing).with_context("router"));
@@ -133,9 +131,13 @@ Result<LayerWorkspace> LayerWorkspace::carve(const layer::FusedPlan& plan, bool 
   }
   const bool spread = plan.ranks.active;
   const bool shared_function = plan.adds_shared && !plan.has_shared;
+  // What is added to the routed sum is made beside it, or of rows that the sum must not overwrite.
+  const bool keeps_sum = plan.adds_shared &&
+                         (plan.shared_stream ||
+                          (plan.inplace && !MOESAIC_FAULT(cuda_layer_in_place_of_rows_still_read)));
   MOESAIC_ASSIGN_OR_RETURN(const LayerExperts with, choose_layer_experts(plan));
-  if (plan.output_scale != 1.0F || plan.has_zero_experts || plan.has_output_transform ||
-      shared_function || spread || with.any_wide()) {
+  if (keeps_sum || plan.output_scale != 1.0F || plan.has_zero_experts ||
+      plan.has_output_transform || shared_function || spread || with.any_wide()) {
     w.routed = take<float>(arena, tokens * plan.latent_size);
   }
   if (plan.has_input_transform) w.latent = take<std::uint16_t>(arena, tokens * plan.latent_size);
@@ -164,8 +166,15 @@ Result<LayerWorkspace> LayerWorkspace::carve(const layer::FusedPlan& plan, bool 
       rows_bytes = tokens * plan.hidden_size * (dtype_bits(w.shared_dtype) / 8);
     }
   }
-  w.experts = w.shared =
-      take<std::byte>(arena, std::max(w.experts_bytes, w.shared_bytes + rows_bytes));
+  if (plan.shared_stream) {
+    w.experts = take<std::byte>(arena, w.experts_bytes);
+    // A part that is wanted apart of a shared expert that joins: as large as the joined call's.
+    w.shared =
+        take<std::byte>(arena, std::max(w.shared_bytes, joins ? w.experts_bytes : 0) + rows_bytes);
+  } else {
+    w.experts = w.shared =
+        take<std::byte>(arena, std::max(w.experts_bytes, w.shared_bytes + rows_bytes));
+  }
   if (w.shared != nullptr) {
     w.shared_rows = w.shared + w.shared_bytes;
   }

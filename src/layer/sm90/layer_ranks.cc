@@ -172,6 +172,7 @@ Status CudaLayer::Impl::run_rows_over_ranks(void* stream, const Rows& rows, cons
   if (out.topk_ids != nullptr) w.topk_ids = out.topk_ids;
   if (rows.tokens > 0)
     MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*with_shared=*/false, nullptr));
+  MOESAIC_RETURN_IF_ERROR(capture_ids(stream, w.topk_ids, k, rows.tokens));
   const std::int32_t* ids = w.topk_ids;
   if (w.sent_ids != nullptr) {
     // Slots of identity experts arrive as expert 0 with weight 0: no row need travel for them.
@@ -184,6 +185,9 @@ Status CudaLayer::Impl::run_rows_over_ranks(void* stream, const Rows& rows, cons
   const layer::RowRange all{0, rows.tokens};
   const layer::RowRange share = layer::replica_share(all.count, ranks.replicas, ranks.replica);
   const layer::RowRange given = ranks.reduced ? share : all;
+  // Slices of a shared expert are for all rows, a whole one for this rank's.
+  const bool sliced = plan.shared_slices > 1;
+  const layer::RowRange shared_rows = sliced ? all : share;
   const auto* x_bf16 = static_cast<const std::uint16_t*>(rows.x_bf16);
   const std::int64_t x_bytes = hidden * dtype_bits(rows.x_dtype) / 8;
   const auto* x = static_cast<const std::byte*>(rows.x);
@@ -214,18 +218,21 @@ Status CudaLayer::Impl::run_rows_over_ranks(void* stream, const Rows& rows, cons
     MOESAIC_RETURN_IF_ERROR(transform_output(stream, given.count, w));
   }
   const bool by_itself = out.shared != nullptr;
-  if (plan.adds_shared && share.count > 0) {
+  if (plan.adds_shared && shared_rows.count > 0) {
     // The routed experts are through with the workspace that both use.
-    const Rows part = {x + share.first * x_bytes, rows.x_dtype, x_bf16 + share.first * hidden,
-                       share.count};
-    auto* const to = static_cast<std::byte*>(out.shared) +
-                     (by_itself ? share.first * hidden * (dtype_bits(out.shared_dtype) / 8) : 0);
+    const Rows part = {x + shared_rows.first * x_bytes, rows.x_dtype,
+                       x_bf16 + shared_rows.first * hidden, shared_rows.count};
+    auto* const to =
+        static_cast<std::byte*>(out.shared) +
+        (by_itself ? shared_rows.first * hidden * (dtype_bits(out.shared_dtype) / 8) : 0);
     MOESAIC_RETURN_IF_ERROR(
         by_itself ? shared_apart(stream, part, w, to, out.shared_dtype, /*kept=*/false, {})
                   : shared_to_workspace(stream, part, w, /*kept=*/false, {}));
   }
   if (by_itself && ranks.replicas > 1 && !MOESAIC_FAULT(layer_shared_part_stays_partial)) {
-    MOESAIC_RETURN_IF_ERROR(gather_replicas(stream, out.shared, out.shared_dtype, all.count));
+    MOESAIC_RETURN_IF_ERROR(
+        sliced ? replicas->all_reduce_sum(stream, out.shared, all.count * hidden, /*bf16=*/false)
+               : gather_replicas(stream, out.shared, out.shared_dtype, all.count));
   }
 
   const auto combine = [&](const LayerCombineParams& p) {
@@ -269,9 +276,9 @@ Status CudaLayer::Impl::run_rows_over_ranks(void* stream, const Rows& rows, cons
     p.scale = 1.0F;
   }
   if (p.shared != nullptr) {
-    p.tokens = share.count;
-    p.routed = w.routed + share.first * hidden;
-    p.output = w.routed + share.first * hidden;
+    p.tokens = shared_rows.count;
+    p.routed = w.routed + shared_rows.first * hidden;
+    p.output = w.routed + shared_rows.first * hidden;
     MOESAIC_RETURN_IF_ERROR(combine(p));
     p.shared = nullptr;
   }

@@ -1,5 +1,6 @@
 // The steps of a CudaLayer's call on rows that are all this GPU's: launches only.
 #include <algorithm>
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -251,14 +252,15 @@ void CudaLayer::Impl::add_shared(const LayerWorkspace& w, LayerCombineParams& to
 Status CudaLayer::Impl::run_rows(void* stream, const Rows& rows, const Out& out) const {
   MOESAIC_ASSIGN_OR_RETURN(LayerWorkspace w, carve(rows.tokens));
   MOESAIC_RETURN_IF_ERROR(take_given_logits(stream, rows, out, w));
+  if (joins_call(rows, out)) return run_joined(stream, rows, w, out);
   const bool shared_too = plan.adds_shared && out.shared == nullptr;
-  if (joins && shared_too && rows.tokens <= kJoinedTokens) return run_joined(stream, rows, w, out);
   const bool measured = !out.numerics.empty();  // then the work list must be in memory
   if (out.topk_weights != nullptr) w.topk_weights = out.topk_weights;
   if (out.topk_ids != nullptr) w.topk_ids = out.topk_ids;
+  if (beside && !measured) return run_beside(stream, rows, w, out);
   CudaExpertsArgs args = routed_args(rows, w);
   // A shared expert by itself would use the same workspace in between.
-  const bool keeps = plan.has_shared && !plan.has_input_transform &&
+  const bool keeps = plan.has_shared && !plan.has_input_transform && !beside &&
                      (joins ? experts : shared)->same_rows(*experts);
   MOESAIC_RETURN_IF_ERROR(
       route(stream, rows, w, /*with_shared=*/false, plan.has_shared || measured ? nullptr : &args));
@@ -279,11 +281,20 @@ Status CudaLayer::Impl::run_rows(void* stream, const Rows& rows, const Out& out)
     }
     MOESAIC_RETURN_IF_ERROR(run_routed(stream, args, shared_too ? out.output : nullptr, out.output,
                                        out.dtype, out.numerics));
-    return shared_part();
+    MOESAIC_RETURN_IF_ERROR(shared_part());
+    return capture_ids(stream, w.topk_ids, plan.routed.top_k, rows.tokens);
   }
-  float* sum = w.routed != nullptr ? w.routed : static_cast<float*>(out.output);
+  float* const sum = w.routed != nullptr ? w.routed : static_cast<float*>(out.output);
   MOESAIC_RETURN_IF_ERROR(run_routed(stream, args, nullptr, sum, DType::kF32, out.numerics));
   MOESAIC_RETURN_IF_ERROR(shared_part());
+  if (shared_too) {
+    MOESAIC_RETURN_IF_ERROR(shared_to_workspace(stream, rows, w, keeps, out.numerics));
+  }
+  return finish_rows(stream, rows, w, sum, shared_too, out);
+}
+
+Status CudaLayer::Impl::finish_rows(void* stream, const Rows& rows, const LayerWorkspace& w,
+                                    float* sum, bool with_shared, const Out& out) const {
   LayerCombineParams p;
   p.scale = plan.output_scale;
   if (plan.has_output_transform) {
@@ -291,10 +302,7 @@ Status CudaLayer::Impl::run_rows(void* stream, const Rows& rows, const Out& out)
     sum = w.routed_back;
     p.scale = 1.0F;
   }
-  if (shared_too) {
-    MOESAIC_RETURN_IF_ERROR(shared_to_workspace(stream, rows, w, keeps, out.numerics));
-    add_shared(w, p);
-  }
+  if (with_shared) add_shared(w, p);
   p.routed = sum;
   p.zero_weight = plan.has_zero_experts ? w.zero_weight : nullptr;
   p.x = rows.x;
@@ -303,7 +311,36 @@ Status CudaLayer::Impl::run_rows(void* stream, const Rows& rows, const Out& out)
   p.hidden = plan.hidden_size;
   p.output = out.output;
   p.output_f32 = out.dtype == DType::kF32;
-  return check_call("combine", launch_layer_combine(p, stream));
+  MOESAIC_RETURN_IF_ERROR(check_call("combine", launch_layer_combine(p, stream)));
+  return capture_ids(stream, w.topk_ids, plan.routed.top_k, rows.tokens);
+}
+
+Status CudaLayer::Impl::run_routed_part(void* stream, const Rows& rows,
+                                        const LayerWorkspace& w) const {
+  CudaExpertsArgs args = routed_args(rows, w);
+  MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*with_shared=*/false, &args));
+  if (plan.has_input_transform) {
+    MOESAIC_RETURN_IF_ERROR(transform_input(stream, rows.x_bf16, rows.tokens, w));
+    args.rows = CudaRows::bf16(w.latent);
+  }
+  return run_routed(stream, args, nullptr, w.routed, DType::kF32, {});
+}
+
+Status CudaLayer::Impl::run_beside(void* stream, const Rows& rows, LayerWorkspace& w,
+                                   const Out& out) const {
+  const std::lock_guard<std::mutex> lock(beside->mutex);
+  void* const side = beside->stream.handle();
+  MOESAIC_RETURN_IF_ERROR(beside->stream.fork(stream));
+  Status shared_status =
+      out.shared != nullptr
+          ? shared_apart(side, rows, w, out.shared, out.shared_dtype, /*kept=*/false, {})
+          : shared_to_workspace(side, rows, w, /*kept=*/false, {});
+  const Status routed_status = run_routed_part(stream, rows, w);
+  // In any case: a capture must not end with work that has not come back.
+  MOESAIC_RETURN_IF_ERROR(beside->stream.join(stream));
+  MOESAIC_RETURN_IF_ERROR(shared_status);
+  MOESAIC_RETURN_IF_ERROR(routed_status);
+  return finish_rows(stream, rows, w, w.routed, out.shared == nullptr, out);
 }
 
 // One more slot per token; a trace gets the slots before it.
@@ -321,7 +358,8 @@ Status CudaLayer::Impl::run_joined(void* stream, const Rows& rows, const LayerWo
                                                rows.tokens, stream);
   };
   MOESAIC_RETURN_IF_ERROR(report("trace.topk_weights", out.topk_weights, w.topk_weights));
-  return report("trace.topk_ids", out.topk_ids, w.topk_ids);
+  MOESAIC_RETURN_IF_ERROR(report("trace.topk_ids", out.topk_ids, w.topk_ids));
+  return capture_ids(stream, w.topk_ids, k + 1, rows.tokens);
 }
 
 }  // namespace moesaic::cuda

@@ -1,5 +1,6 @@
 // A build without CUDA: the rows stand in the catalogue and refuse.
 #include "prepare_finalize/sm90/catalogue_row.h"
+#include "prepare_finalize/sm90/slot_sums.h"
 
 namespace moesaic::cuda {
 
@@ -11,5 +12,9 @@ Result<std::unique_ptr<PrepareAndFinalize>> make_sm90_all_to_all(const MoeProble
   return check_device(problem.device);
 }
 // NOLINTEND(performance-unnecessary-value-param)
+
+Status reduce_slots(const MoeProblem& problem, const FinalizeArgs&) {
+  return check_device(problem.device);
+}
 
 }  // namespace moesaic::cuda

@@ -1,0 +1,47 @@
+#include "cuda/side_stream.h"
+
+#include <cuda_runtime.h>
+
+#include "core/fault.h"
+#include "cuda/device_memory.h"
+
+namespace moesaic::cuda {
+namespace {
+
+Status order(const char* what, void* from, void* event, void* to) {
+  MOESAIC_RETURN_IF_ERROR(check_call(
+      what, cudaEventRecord(static_cast<cudaEvent_t>(event), static_cast<cudaStream_t>(from))));
+  return check_call(
+      what, cudaStreamWaitEvent(static_cast<cudaStream_t>(to), static_cast<cudaEvent_t>(event), 0));
+}
+
+}  // namespace
+
+SideStream::~SideStream() {
+  if (stream_ != nullptr) (void)cudaStreamDestroy(static_cast<cudaStream_t>(stream_));
+  for (void* const event : {forked_, joined_}) {
+    if (event != nullptr) (void)cudaEventDestroy(static_cast<cudaEvent_t>(event));
+  }
+}
+
+Status SideStream::create() {
+  cudaStream_t stream = nullptr;
+  MOESAIC_RETURN_IF_ERROR(
+      check_call("second stream", cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking)));
+  stream_ = stream;
+  for (void** const event : {&forked_, &joined_}) {
+    cudaEvent_t made = nullptr;
+    MOESAIC_RETURN_IF_ERROR(
+        check_call("second stream", cudaEventCreateWithFlags(&made, cudaEventDisableTiming)));
+    *event = made;
+  }
+  return {};
+}
+
+Status SideStream::fork(void* stream) { return order("fork", stream, forked_, stream_); }
+Status SideStream::join(void* stream) {
+  if (MOESAIC_FAULT(cuda_second_stream_not_joined)) return {};
+  return order("join", stream_, joined_, stream);
+}
+
+}  // namespace moesaic::cuda

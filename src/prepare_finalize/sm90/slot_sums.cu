@@ -1,0 +1,42 @@
+#include <cuda_runtime.h>
+
+#include "cuda/element.cuh"
+#include "cuda/fault.cuh"
+#include "prepare_finalize/sm90/slot_sums.h"
+
+namespace moesaic::cuda {
+namespace {
+
+constexpr int kSumThreads = 256;
+
+// A block for each token. Products and sums are rounded one by one, as on the CPU.
+__global__ void __launch_bounds__(kSumThreads) sum_slots(const __grid_constant__ SlotSumsParams p) {
+  const std::int64_t first = std::int64_t{blockIdx.x} * p.top_k;
+  for (std::int64_t h = threadIdx.x; h < p.hidden; h += kSumThreads) {
+    float sum = 0.0F;
+    for (std::int64_t slot = first; slot < first + p.top_k; ++slot) {
+      const std::int32_t id = p.ids[slot];
+      if (id < 0 || id >= p.experts) continue;
+      bool here = p.expert_map == nullptr || p.expert_map[id] >= 0;
+      MOESAIC_CUDA_FAULT(cuda_slot_sums_read_remote_rows, here = true;)
+      if (!here) continue;
+      float weight = p.weights != nullptr ? p.weights[slot] : 1.0F;
+      MOESAIC_CUDA_FAULT(cuda_slot_sums_unweighted, weight = 1.0F;)
+      sum = __fadd_rn(sum,
+                      __fmul_rn(weight, load_element(p.rows, p.rows_dtype, slot * p.hidden + h)));
+    }
+    store_element(p.output, p.dtype, std::int64_t{blockIdx.x} * p.hidden + h, sum);
+  }
+}
+
+}  // namespace
+
+int launch_slot_sums(const SlotSumsParams& params, void* stream) {
+  MOESAIC_ARM_CUDA_FAULTS();
+  if (params.tokens == 0) return 0;
+  sum_slots<<<static_cast<unsigned>(params.tokens), kSumThreads, 0,
+              static_cast<cudaStream_t>(stream)>>>(params);
+  return static_cast<int>(cudaGetLastError());
+}
+
+}  // namespace moesaic::cuda
