@@ -68,6 +68,9 @@ class Explain(ToolTest):
         self.assertEqual(general["chosen"]["experts"], "cuda_general")
         passed_over = {row["name"]: row["reason"] for row in general["candidates"] if row["stage"] == "experts"}
         self.assertIn("scheme: got f32", passed_over["cuda_sm90"])
+        self.assertIn("scheme: got f32", general["backend_note"])
+        self.assertEqual(value["backend_note"], "")
+        self.assertIn("note         experts: cuda_general", run("explain", "--shape", "qwen3-30b", "--quant", "f32", "--device", "cuda").stdout)
 
     def test_the_order_of_the_stages_over_ranks(self):
         arguments = ["explain", "--device", "cpu", "--shape", "deepseek-v3", "--quant", "fp8-block", "--tokens", 16]

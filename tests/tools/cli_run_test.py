@@ -92,6 +92,11 @@ class Run(ToolTest):
         value, _ = self.run_layer("mini-deepseek-v3", "--ranks", 2, "--no-ep")
         self.assertEqual(value["parallel"]["transport"], "gather")
 
+    def test_the_placement_in_force_is_reported(self):
+        for model, placement in (("mini-deepseek-v3", "round_robin"), ("mini-qwen3-moe", "linear")):  # the one has groups
+            value, _ = self.run_layer(model, "--ranks", 2, "--placement", "round_robin")
+            self.assertEqual(value["parallel"]["placement"], placement, model)
+
     def test_experts_move_between_ranks(self):
         one, out = self.run_layer("mini-deepseek-v3", "--quant", "f32")
         want = out.read_bytes()

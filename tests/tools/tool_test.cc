@@ -12,6 +12,7 @@
 #include "console.h"
 #include "exit_code.h"
 #include "layer_io.h"
+#include "options.h"
 #include "routing_oracle.h"
 #include "shapes.h"
 #include "support/random.h"
@@ -105,6 +106,25 @@ TEST(Chart, OneColumnPerValueAndTheTallestIsFull) {
   EXPECT_EQ(column_chart(load, 2, "x"), "x      ██ 8\n    ██ ██ \n 0  1  2  \n");
   // 100 values fold into columns of five.
   EXPECT_NE(column_chart(std::vector<std::int64_t>(100, 1), 1, "").find("95"), std::string::npos);
+}
+
+// Without a device: what explain lists for one is enough.
+TEST(SlowBackend, IsSpokenOfWithTheReason) {
+  FusedMoE::Options options;
+  options.device = Device::cuda(0);
+  const MoeLayerSpec spec = layer_from_shape("qwen3-30b").value();
+  const auto note = [&](const char* quant) {
+    options.quant = quant;
+    const LayerExplanation e = explain_layer(spec, options).value();
+    return slow_backend_note(e.experts_backend, e.candidates);
+  };
+  EXPECT_EQ(note("bf16"), "");
+  const std::string slow = note("f32");
+  for (const char* word : {"cuda_general", "slow", "cuda_sm90: ", "got f32", "--device cpu"}) {
+    EXPECT_NE(slow.find(word), std::string::npos) << slow;
+  }
+  options.device = Device::cpu();
+  EXPECT_EQ(note("f32"), "");
 }
 
 TEST(LayerIo, SplitsAtTheLastColon) {

@@ -52,6 +52,8 @@ void print(const Console& console, const MoeLayerSpec& spec, const LayerExplanat
   console.print(fmt::format("logits       {}\n", explanation.router_logits));
   console.print(fmt::format("determinism  {}\n", explanation.determinism));
   console.print(fmt::format("activations  {}\n", explanation.activations));
+  const std::string slow = slow_backend_note(explanation.experts_backend, explanation.candidates);
+  if (!slow.empty()) console.print(fmt::format("note         {}\n", slow));
   if (!explanation.quant_note.empty()) {
     console.print(
         fmt::format("note         {}\n", checkpoint::escape_controls(explanation.quant_note)));
@@ -116,19 +118,21 @@ int run_explain(const ExplainArguments& state) {
     threads.push_back(
         {{"stage", s.stage}, {"threads", s.threads}, {"one_thread_tokens", s.one_thread_tokens}});
   }
-  console.emit({{"layer", describe(spec)},
-                {"tokens", state.tokens},
-                {"ranks", std::max(state.ranks.ranks, 1)},
-                {"device", options.device.to_string()},
-                {"candidates", std::move(candidates)},
-                {"chosen", chosen_json(explanation)},
-                {"workspace_bytes", explanation.workspace_bytes},
-                {"stage_order", explanation.stage_order},
-                {"router_logits", explanation.router_logits},
-                {"determinism", explanation.determinism},
-                {"activations", explanation.activations},
-                {"quant_note", explanation.quant_note},
-                {"threads", std::move(threads)}});
+  console.emit(
+      {{"layer", describe(spec)},
+       {"tokens", state.tokens},
+       {"ranks", std::max(state.ranks.ranks, 1)},
+       {"device", options.device.to_string()},
+       {"candidates", std::move(candidates)},
+       {"chosen", chosen_json(explanation)},
+       {"workspace_bytes", explanation.workspace_bytes},
+       {"stage_order", explanation.stage_order},
+       {"router_logits", explanation.router_logits},
+       {"determinism", explanation.determinism},
+       {"activations", explanation.activations},
+       {"quant_note", explanation.quant_note},
+       {"backend_note", slow_backend_note(explanation.experts_backend, explanation.candidates)},
+       {"threads", std::move(threads)}});
   print(console, spec, explanation, state.tokens);
   return kExitOk;
 }

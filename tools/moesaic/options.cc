@@ -6,6 +6,8 @@
 #include <string_view>
 
 #include "core/nearest_name.h"
+#include "experts/cuda_general/general_experts.h"
+#include "experts/sm90/experts.h"
 #include "moesaic/device.h"
 #include "moesaic/quant.h"
 
@@ -127,6 +129,19 @@ Device chosen_device(const CommonOptions& options) {
     if (d.available) return Device::cuda(d.index);
   }
   return Device::cpu();
+}
+
+std::string slow_backend_note(std::string_view backend, std::span<const CandidateReport> rows) {
+  if (backend != cuda::kGeneralExpertsName) return {};
+  std::string reasons;
+  for (const CandidateReport& row : rows) {
+    if (row.stage != "experts" || row.accepted || row.name != cuda::kCudaExpertsName) continue;
+    reasons = fmt::format(" ({}: {})", row.name, row.reason);
+  }
+  return fmt::format(
+      "experts: {}, which takes everything and is slow beside a GPU's fast kernels{}; --device cpu "
+      "computes the same there",
+      backend, reasons);
 }
 
 FusedMoE::Options layer_options(const CommonOptions& options, std::int64_t max_tokens) {

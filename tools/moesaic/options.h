@@ -69,6 +69,10 @@ Status check_device_option(const CommonOptions& options, bool needs_device = tru
 // CPU.
 Device chosen_device(const CommonOptions& options);
 
+// A word about a GPU's kernel that takes everything, where `backend` is that: slow beside the fast
+// ones, and why they refused. Empty for other backends.
+std::string slow_backend_note(std::string_view backend, std::span<const CandidateReport> rows);
+
 // The part of the library's options that the command line states.
 FusedMoE::Options layer_options(const CommonOptions& options, std::int64_t max_tokens);
 

@@ -93,6 +93,7 @@ Result<FusedMoE::Options> layer_options_of(const RankOptions& o, const CommonOpt
                                     &rank_reduction_name);
   }
   layer.ranks.combine_dtype = o.combine_dtype == "bf16" ? DType::kBF16 : DType::kF32;
+  layer.ranks.cut_shared = o.cut_shared;
   layer.ranks.dual_batch_tokens = o.dual_batch_tokens;
   layer.num_threads = threads;
   layer.ranks.enable_eplb = o.eplb;
@@ -172,6 +173,11 @@ void add_rank_options(CLI::App& app, RankOptions& o) {
          "and one more rounding")
       ->check(one_of({"f32", "bf16"}))
       ->capture_default_str()
+      ->group(group);
+  app.add_flag(
+         "--cut-shared", o.cut_shared,
+         "Shared experts in slices, one for each rank with the same rows, instead of whole on "
+         "every rank (transports none and gather)")
       ->group(group);
   app.add_option("--dual-batch-tokens", o.dual_batch_tokens,
                  "From this many tokens of a rank on two halves of a call are under way at once: "
@@ -300,10 +306,12 @@ Json describe_ranks(const RankContext& c, const FusedMoE& layer) {
           {"dp", p.dp_size},
           {"ep", p.ep_size > 1},
           {"sp", p.is_sequence_parallel()},
-          {"placement", expert_placement_name(p.placement)},
+          // What is in force: round robin may have become linear.
+          {"placement", expert_placement_name(layer.parallel().placement)},
           {"transport", rank_transport_name(layer.transport())},
           {"reduction", rank_reduction_name(c.layer.ranks.reduction_in_force())},
           {"combine_dtype", c.layer.ranks.combine_dtype == DType::kBF16 ? "bf16" : "f32"},
+          {"cut_shared", c.layer.ranks.cut_shared},
           {"dual_batch_tokens", c.layer.ranks.dual_batch_tokens}};
 }
 

@@ -18,6 +18,7 @@ struct RankOptions {
   bool ep = true, sp = false;
   std::string placement = "linear", transport = "auto", combine_dtype = "f32";
   std::string reduction;  // empty: as RankOptions has it
+  bool cut_shared = false;
   std::int64_t dual_batch_tokens = 0;
   double timeout_s = 60;
   bool eplb = false;  // run only

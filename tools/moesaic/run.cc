@@ -113,6 +113,10 @@ int run_layer(RunArguments state) {
       });
   console.finish_progress();
   if (!layer.ok()) return console.fail(layer.status(), Origin::kOption);
+  if (state.common.device.empty() && state.common.backend.empty()) {
+    const std::string slow = slow_backend_note(layer->experts_backend(), layer->explain());
+    if (!slow.empty()) console.warn(slow);
+  }
 
   const DType dtype = state.output_dtype == "bf16" ? DType::kBF16 : DType::kF32;
   Result<LayerOutput> result = make_layer_output(*spec, tokens, dtype);

@@ -157,8 +157,8 @@ void report(const RankContext& c, const RunRequest& request, const FusedMoE& lay
       "{}\n",
       tokens, c.size, c.communicator->name(), p.engine_tp_size(), p.dp_size,
       p.ep_size > 1 ? "whole experts" : "slices of experts",
-      p.is_sequence_parallel() ? ", sequence parallel" : "", expert_placement_name(p.placement),
-      rank_transport_name(layer.transport()),
+      p.is_sequence_parallel() ? ", sequence parallel" : "",
+      expert_placement_name(layer.parallel().placement), rank_transport_name(layer.transport()),
       rank_reduction_name(c.layer.ranks.reduction_in_force())));
   c.console.print(fmt::format("backend {}, arithmetic {}\n{:>6} {:>8} {:>8} {:>12} {:>14} {:>12}\n",
                               layer.experts_backend(), layer.quant().name, "rank", "tokens",
