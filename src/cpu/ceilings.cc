@@ -37,6 +37,15 @@ double read_seconds(const CpuKernels& kernels, const std::byte* data, int thread
   return (end - begin) * static_cast<double>(kReadBytes) / static_cast<double>(bytes);
 }
 
+// Operations of one thread.
+double multiply_add(const CpuKernels& kernels, OperandKind operand, std::int64_t iterations,
+                    float* operands) {
+  if (operand != OperandKind::kI8) return kernels.multiply_add_loop(operand, iterations, operands);
+  std::int32_t words[kMultiplyAddFloats];
+  std::memcpy(words, operands, sizeof(words));
+  return kernels.multiply_add_loop_i8(iterations, words);
+}
+
 // Values of both signs between a half and one: chains neither vanish nor overflow.
 void fill_operands(float* operands) {
   std::uint32_t state = 0x9E3779B9U;
@@ -72,7 +81,7 @@ Result<Ceilings> measure_ceilings(const CpuKernels& kernels, OperandKind operand
     {
       float operands[kMultiplyAddFloats];
       fill_operands(operands);
-      flops += kernels.multiply_add_loop(operand, kIterations, operands);
+      flops += multiply_add(kernels, operand, kIterations, operands);
     }
     best.gflops = std::max(best.gflops, flops / (seconds() - begin) * 1e-9);
   }

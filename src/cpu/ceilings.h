@@ -14,7 +14,8 @@ struct Ceilings {
 };
 
 // Takes the best of several passes: of about 10 ms over 512 MiB, of 1 or 2 ms of multiply-adds;
-// under a second in all. The multiply-add is the one that GEMMs with this operand use on this tier.
+// under a second in all. The multiply-add is the one that GEMMs with this operand use on this tier;
+// kI8 only where the tier has store_i8.
 Result<Ceilings> measure_ceilings(const CpuKernels& kernels, OperandKind operand, int num_threads);
 
 }  // namespace moesaic::cpu

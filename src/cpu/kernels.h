@@ -37,12 +37,23 @@ inline constexpr int kMultiplyAddFloats = 16 * (kMaxMultiplyAddChains + 3);
 enum class OperandKind : std::uint8_t {
   kF32,   // fp32 values
   kBF16,  // bf16 values, for tiers with a bf16 dot product
+  kI8,    // int8 codes in groups, for tiers with an 8-bit dot product: dot_row_bytes
 };
 
 // kCode4: 4-bit codes of any format, looked up in a table of 16 values.
 // kInt4Fp8: int4 whose product with an e4m3 scale per column and group is rounded to e4m3.
-enum class WeightKind : std::uint8_t { kF32, kBF16, kF16, kE4M3, kCode4, kI8, kInt4Fp8 };
-inline constexpr int kNumWeightKinds = 7;
+// kI8Quads: int8 as the 8-bit dot product reads it.
+enum class WeightKind : std::uint8_t { kF32, kBF16, kF16, kE4M3, kCode4, kI8, kInt4Fp8, kI8Quads };
+inline constexpr int kNumWeightKinds = 8;
+
+// What the integer kernel expects to have been added to every code of kI8Quads (by flipping this bit
+// of its two's complement): the instruction wants one side unsigned.
+inline constexpr int kDotBias = 128;
+// A row of k int8 codes for that kernel: per group of `fold` steps the int32 at which its sums
+// start, -kDotBias times the sum of its codes, then the codes.
+constexpr std::int64_t dot_row_bytes(std::int64_t k, std::int64_t fold) {
+  return k / fold * (static_cast<std::int64_t>(sizeof(std::int32_t)) + fold);
+}
 
 // The values of 4-bit codes, exact in bf16.
 struct CodeTable4 {
@@ -157,6 +168,11 @@ struct CpuKernels {
   // kInt4Fp8.
   ByWeightKind<PanelGemm> grouped_gemm_f32;
   ByWeightKind<PanelGemm> grouped_gemm_bf16;
+  // The bits of grouped_gemm_f32[kI8] for weights packed as kI8Quads with kDotBias flipped
+  // (PackedShape::code_flip) and rows of int8 codes (dot_row_bytes), on the 8-bit integer dot
+  // product: a group's sum is an exact integer either way. Null where this machine has no such
+  // instruction (AVX-VNNI, AVX512_VNNI), and then store_i8 is too.
+  PanelGemm grouped_gemm_i8;
   // The bits of grouped_gemm_bf16[kCode4] for e2m1 codes with E4M3 scales of 16 steps, without
   // offsets, where rows are pointers to E2M1Group [padded_k / 16], which hold the rows' scales
   // (row_scales is not read); for many rows. Null on tiers without an 8-bit dot product.
@@ -194,6 +210,8 @@ struct CpuKernels {
   void (*group_sums)(const float* row, std::int64_t n, std::int64_t step, float* sums);
   // fp32 values that are exact in bf16 -> bf16.
   void (*store_bf16)(const float* row, std::int64_t n, std::uint16_t* dst);
+  // Values of int8 codes, n (a multiple of fold) of them -> a row of grouped_gemm_i8.
+  void (*store_i8)(const float* row, std::int64_t n, int fold, void* dst);
   // Values of e2m1 codes, n (a multiple of 16) of them, and a scale per 16 -> the groups of
   // grouped_gemm_e2m1; row is multiplied by the scales. Null where that is.
   void (*store_e2m1)(float* row, std::int64_t n, const float* scales, E2M1Group* dst);
@@ -203,12 +221,15 @@ struct CpuKernels {
   void (*store_row)(const float* row, std::int64_t n, DType dtype, void* dst);
 
   // For measuring ceilings. Runs independent chains of the multiply-add that GEMMs with this
-  // operand use, and returns the floating-point operations done (two per multiply-add).
+  // operand use, and returns the operations done (two per multiply-add); not for kI8.
   // operands: rows of 16, of which a tier uses the first lanes: kMaxMultiplyAddChains start
   // values, the first ones replaced by the results, then x0, x1 and y. Per iteration chain i
   // becomes, kF32: chain * x + y; kBF16: chain + x * y + x * y, of x and y their upper halves; x is
   // x0 for even i, else x1.
   double (*multiply_add_loop)(OperandKind operand, std::int64_t iterations, float* operands);
+  // The same for kI8, in int32: chain + the four products of x's unsigned and y's signed bytes. Null
+  // where grouped_gemm_i8 is.
+  double (*multiply_add_loop_i8)(std::int64_t iterations, std::int32_t* operands);
   // Reads `bytes` (a multiple of 256) once, front to back; the exclusive or of all words.
   std::uint32_t (*read_loop)(const std::byte* data, std::int64_t bytes);
 };

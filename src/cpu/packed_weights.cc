@@ -17,8 +17,9 @@ namespace moesaic::cpu {
 namespace {
 
 // Byte offset of step `step` of column `column` inside a unit.
-std::int64_t unit_offset(std::int64_t elem_bytes, int column, std::int64_t step) {
-  if (elem_bytes != 1) return column * 4 + step * elem_bytes;
+std::int64_t unit_offset(WeightKind kind, std::int64_t elem_bytes, int column, std::int64_t step) {
+  const bool quads = kind == WeightKind::kI8Quads && !MOESAIC_FAULT(cpu_pack_quads_as_pairs);
+  if (elem_bytes != 1 || quads) return column * 4 + step * elem_bytes;
   const std::int64_t quad = column / 4, in_quad = column % 4;
   return quad * 16 + (step / 2) * 8 + in_quad * 2 + step % 2;
 }
@@ -37,7 +38,7 @@ void move_panel(const PackedShape& shape, std::int64_t panel, std::byte* matrix,
     std::byte* line = matrix + row * shape.k * kBytes;
     std::array<std::int64_t, 4> offset{};
     for (std::int64_t s = 0; s < kSteps; ++s)
-      offset[static_cast<std::size_t>(s)] = unit_offset(kBytes, column, s);
+      offset[static_cast<std::size_t>(s)] = unit_offset(shape.kind, kBytes, column, s);
     for (std::int64_t k = 0; k < shape.k; ++k) {
       std::byte* cell =
           base + k / kSteps * kUnitBytes + offset[static_cast<std::size_t>(k % kSteps)];
@@ -58,7 +59,7 @@ void or_nibble(std::byte* p, std::int64_t i, int code) {
 // Nibble of a unit that holds step `step` of column `column`. kInt4Fp8 is decoded by bytes: its low
 // nibbles lie as the bytes of steps 0..3 of an eight-bit format would, its high ones those of 4..7.
 std::int64_t unit_nibble(WeightKind kind, int column, std::int64_t step) {
-  if (kind == WeightKind::kInt4Fp8) return unit_offset(1, column, step % 4) * 2 + step / 4;
+  if (kind == WeightKind::kInt4Fp8) return unit_offset(kind, 1, column, step % 4) * 2 + step / 4;
   return column * 8 + step % 2 * 4 +
          (MOESAIC_FAULT(cpu_pack_nibbles_in_order) ? step / 4 : step / 2);
 }
@@ -111,6 +112,7 @@ std::int64_t PackedShape::elem_bits() const {
       return 16;
     case WeightKind::kE4M3:
     case WeightKind::kI8:
+    case WeightKind::kI8Quads:
       return 8;
     case WeightKind::kCode4:
     case WeightKind::kInt4Fp8:

@@ -43,6 +43,20 @@ HWY_INLINE const float* ExpandScales(const PanelArgs& args, std::int64_t group, 
   return buffer;
 }
 
+// Asks for the scales and offsets of `count` groups.
+HWY_INLINE void PrefetchGroups(const PanelArgs& args, std::int64_t first, std::int64_t count) {
+  const auto fetch = [&](const std::byte* base, std::int64_t bytes) {
+    for (std::int64_t at = first * bytes; at < (first + count) * bytes; at += 64)
+      __builtin_prefetch(base + at, 0, 2);
+  };
+  constexpr std::int64_t kFloats = kPanelColumns * sizeof(float);
+  if (args.group_scales != nullptr)
+    fetch(args.group_scales,
+          args.group_scale_format == ScaleFormat::kF32 ? kFloats : kPanelColumns);
+  if (args.group_offsets != nullptr)
+    fetch(reinterpret_cast<const std::byte*>(args.group_offsets), kFloats);
+}
+
 // What folding one group needs, copied out of args once.
 struct GroupFold {
   HWY_INLINE GroupFold(const PanelArgs& args, std::int64_t g)

@@ -97,20 +97,6 @@ HWY_INLINE void PrefetchScales(const PanelArgs& args, std::int64_t group) {
     __builtin_prefetch(args.group_scales + (group + 4) * bytes + line, 0, 2);
 }
 
-// Scales and offsets of `count` groups.
-HWY_INLINE void PrefetchGroups(const PanelArgs& args, std::int64_t first, std::int64_t count) {
-  const auto fetch = [&](const std::byte* base, std::int64_t bytes) {
-    for (std::int64_t at = first * bytes; at < (first + count) * bytes; at += 64)
-      __builtin_prefetch(base + at, 0, 2);
-  };
-  constexpr std::int64_t kFloats = kPanelColumns * sizeof(float);
-  if (args.group_scales != nullptr)
-    fetch(args.group_scales,
-          args.group_scale_format == ScaleFormat::kF32 ? kFloats : kPanelColumns);
-  if (args.group_offsets != nullptr)
-    fetch(reinterpret_cast<const std::byte*>(args.group_offsets), kFloats);
-}
-
 template <class Pairs>
 void GroupedBlocks(const PanelArgs& args);
 

@@ -30,6 +30,7 @@
 #include "cpu/panel_gemm_e4m3_bf16-inl.h"
 #include "cpu/panel_gemm_grouped-inl.h"
 #include "cpu/panel_gemm_grouped_bf16-inl.h"
+#include "cpu/panel_gemm_i8-inl.h"
 #include "cpu/quantize-inl.h"
 #include "cpu/rows-inl.h"
 
@@ -68,6 +69,11 @@ constexpr CpuKernels MakeTable() {
   t.multiply_add_loop = MultiplyAddLoop;
   t.read_loop = ReadLoop;
 
+#if MOESAIC_TIER_DOT8
+  t.grouped_gemm_i8 = GroupedGemmI8;
+  t.store_i8 = StoreI8;
+  t.multiply_add_loop_i8 = MultiplyAddLoopI8;
+#endif
 #if MOESAIC_TIER_BF16
   t.narrow_operand = OperandKind::kBF16;
   t.panel_gemm_bf16[kBF16] = PanelGemmPairBF16;

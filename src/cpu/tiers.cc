@@ -9,6 +9,7 @@
 #include "hwy/targets.h"
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 #if defined(__linux__)
@@ -36,6 +37,34 @@ bool machine_has_bf16() {
 #endif
 }
 
+// The 8-bit dot product of 256-bit registers. (Not every compiler's __builtin_cpu_supports knows
+// it.)
+bool machine_has_avx_vnni() {
+#if defined(__x86_64__)
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax & 1U << 4) != 0;
+#else
+  return false;
+#endif
+}
+bool machine_has_avx512_vnni() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx512vnni");
+#else
+  return false;
+#endif
+}
+
+// A tier's table, or `own`: that without the integer kernel, which a machine may lack on its own.
+const CpuKernels* with_integers_if(bool machine_ok, const CpuKernels* kernels, CpuKernels& own) {
+  if (kernels == nullptr || machine_ok) return kernels;
+  own = *kernels;
+  own.grouped_gemm_i8 = nullptr;
+  own.store_i8 = nullptr;
+  own.multiply_add_loop_i8 = nullptr;
+  return &own;
+}
+
 TierInfo tier(std::string_view name, const CpuKernels* kernels, bool machine_ok,
               std::string_view reason) {
   if (kernels == nullptr) return {name, false, "not in this build", nullptr};
@@ -56,11 +85,14 @@ std::string names(bool only_available) {
 }  // namespace
 
 const std::vector<TierInfo>& cpu_tiers() {
+  static CpuKernels own_avx512{}, own_avx2{};
   static const std::vector<TierInfo> tiers = {
       tier("avx512_bf16", kernels_avx512_bf16(), machine_has(HWY_AVX3) && machine_has_bf16(),
            "this CPU lacks AVX512_BF16, AVX512_VBMI or AVX512_VNNI"),
-      tier("avx512", kernels_avx512(), machine_has(HWY_AVX3), "this CPU lacks AVX-512 F/VL/DQ/BW"),
-      tier("avx2", kernels_avx2(), machine_has(HWY_AVX2), "this CPU lacks AVX2, FMA or F16C"),
+      tier("avx512", with_integers_if(machine_has_avx512_vnni(), kernels_avx512(), own_avx512),
+           machine_has(HWY_AVX3), "this CPU lacks AVX-512 F/VL/DQ/BW"),
+      tier("avx2", with_integers_if(machine_has_avx_vnni(), kernels_avx2(), own_avx2),
+           machine_has(HWY_AVX2), "this CPU lacks AVX2, FMA or F16C"),
       tier("baseline", kernels_baseline(), true, {}),
   };
   return tiers;

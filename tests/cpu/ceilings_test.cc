@@ -13,6 +13,7 @@
 #include <map>
 #include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "cpu/available_tiers.h"
@@ -56,6 +57,35 @@ TEST(Ceilings, EveryChainIsComputedFromItsOwnStart) {
           for (int n = 0; n < kIterations; ++n) want = pairs ? want + 2 * x * y : want * x + y;
           ASSERT_EQ(after[at], want) << kernels->name << " chain " << chain << " lane " << lane;
         }
+      }
+    }
+  }
+}
+
+TEST(Ceilings, EveryIntegerChainIsComputedFromItsOwnStart) {
+  constexpr int kIterations = 101;
+  for (const CpuKernels* kernels : tiers()) {
+    if (kernels->store_i8 == nullptr) continue;  // no 8-bit dot product
+    std::vector<std::int32_t> words(kMultiplyAddFloats);
+    for (std::size_t i = 0; i < words.size(); ++i) words[i] = static_cast<std::int32_t>(i);
+    for (std::size_t lane = 0; lane < 16; ++lane) {
+      std::int32_t* const constants = words.data() + 16 * kMaxMultiplyAddChains + lane;
+      constants[0] = static_cast<std::int32_t>(0xFF000001U);  // 255, 0, 0, 1
+      constants[16] = 0x00000100;
+      constants[32] = static_cast<std::int32_t>(0xFF008002U);  // -1, 0, -128, 2
+    }
+    std::vector<std::int32_t> after = words;
+    const double ops = kernels->multiply_add_loop_i8(kIterations, after.data());
+    const int sums = static_cast<int>(ops / (kIterations * 8));
+    int lanes = 4;
+    while (lanes < 16 && lanes * multiply_add_chains(lanes) != sums) lanes *= 2;
+    ASSERT_EQ(sums, lanes * multiply_add_chains(lanes)) << kernels->name;
+    for (int chain = 0; chain < multiply_add_chains(lanes); ++chain) {
+      for (int lane = 0; lane < lanes; ++lane) {
+        const auto at = static_cast<std::size_t>(16 * chain + lane);
+        const int product = chain % 2 == 0 ? -255 + 2 : -128;
+        ASSERT_EQ(after[at], words[at] + kIterations * product)
+            << kernels->name << " chain " << chain << " lane " << lane;
       }
     }
   }
@@ -112,8 +142,11 @@ std::vector<Instruction> disassemble(const void* function) {
     const std::size_t colon = text.find(":\t");
     if (ended || colon == std::string::npos) continue;
     Instruction& i = list.emplace_back();
+    const std::string_view vex = "{vex} ";
+    const bool prefixed = std::string_view(text).substr(colon + 2).starts_with(vex);
     i.address = std::strtoull(text.c_str(), nullptr, 16);
-    const std::size_t name = colon + 2, blank = std::min(text.find(' ', name), text.size());
+    const std::size_t name = colon + 2 + (prefixed ? vex.size() : 0);
+    const std::size_t blank = std::min(text.find(' ', name), text.size());
     i.name = text.substr(name, blank - name);
     const std::size_t rest = text.find_first_not_of(' ', blank);
     if (rest != std::string::npos) i.operands = text.substr(rest);
@@ -175,7 +208,10 @@ std::vector<Tier> all_tiers() {
 
 // One destination per chain, each in a register of full width, in one loop.
 void expect_chains(const Tier& tier, const char* instruction) {
-  const auto code = disassemble(reinterpret_cast<const void*>(tier.kernels->multiply_add_loop));
+  const bool integers = std::string_view(instruction) == "vpdpbusd";
+  const auto code =
+      disassemble(integers ? reinterpret_cast<const void*>(tier.kernels->multiply_add_loop_i8)
+                           : reinterpret_cast<const void*>(tier.kernels->multiply_add_loop));
   std::size_t most = 0;
   for (const auto& loop : inner_loops(code)) {
     const std::set<std::string> found = destinations(loop, instruction);
@@ -193,6 +229,7 @@ TEST(CeilingsMachineCode, ChainsAreNotMerged) {
   for (const Tier& tier : all_tiers()) {
     expect_chains(tier, tier.multiply);
     if (tier.add != nullptr) expect_chains(tier, tier.add);
+    if (tier.kernels->multiply_add_loop_i8 != nullptr) expect_chains(tier, "vpdpbusd");
   }
   expect_chains(all_tiers().back(), "vdpbf16ps");
 }

@@ -27,6 +27,7 @@ const Case kCases[] = {
     {WeightKind::kE4M3, RowOrder::kPlain, 100, 257},
     {WeightKind::kE4M3, RowOrder::kGateUp, 66, 5},
     {WeightKind::kI8, RowOrder::kPlain, 70, 100},
+    {WeightKind::kI8Quads, RowOrder::kGateUp, 66, 101},
     {WeightKind::kCode4, RowOrder::kGateUp, 66, 34},
     {WeightKind::kInt4Fp8, RowOrder::kPlain, 70, 130},
 };

@@ -47,6 +47,7 @@ double value_of(WeightKind kind, const std::byte* matrix, std::int64_t i) {
     case WeightKind::kInt4Fp8:
       return i4_from_nibble(nibble_at(reinterpret_cast<const std::uint8_t*>(matrix), i));
     case WeightKind::kI8:
+    case WeightKind::kI8Quads:
       return static_cast<std::int8_t>(matrix[i]);
     case WeightKind::kE4M3:
       break;
@@ -79,6 +80,7 @@ std::vector<std::byte> random_matrix(test::Rng& rng, WeightKind kind, std::int64
                    integers ? nibble_from_i4(static_cast<int>(integer)) : any);
         break;
       case WeightKind::kI8:
+      case WeightKind::kI8Quads:
         *at = static_cast<std::byte>(integers ? static_cast<std::uint8_t>(integer) : any);
         break;
       case WeightKind::kE4M3:

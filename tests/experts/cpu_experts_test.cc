@@ -175,8 +175,10 @@ TEST(CpuExperts, EveryTierAndSchemeMeetsItsBoundAgainstFloat64) {
 // not be; those of IQ4 are small integers.
 TEST(CpuExperts, Fp32ArithmeticTakesTheTablesThatAreExact) {
   const auto format = [](const char* name) {
-    return experts::cpu_weight_format(with_activation(
-        test::scheme_called(name), quant_scheme_from_name("f32").value().activation));
+    return experts::cpu_weight_format(
+        with_activation(test::scheme_called(name),
+                        quant_scheme_from_name("f32").value().activation),
+        *cpu::kernels_by_name("baseline").value());
   };
   EXPECT_TRUE(format("iq4").ok()) << format("iq4").status().message();
   test::expect_refusal(format("nf4-bf16").status(), StatusCode::kUnsupported, {"code table"});

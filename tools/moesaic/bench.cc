@@ -140,13 +140,13 @@ struct Prepared {
 Result<Prepared> prepare_stage(const BenchArguments& state, const BenchSettings& settings) {
   Prepared p;
   const Device device = settings.options.device;
-  const bool narrow = narrow_arithmetic(state.stage, settings);
+  const Arithmetic arithmetic = stage_arithmetic(state.stage, settings);
   if (device.is_cuda()) {
-    const bool fp8 = narrow && settings.spec.quant.activation.dtype == DType::kF8E4M3;
+    const bool fp8 =
+        arithmetic != Arithmetic::kF32 && settings.spec.quant.activation.dtype == DType::kF8E4M3;
     MOESAIC_ASSIGN_OR_RETURN(p.ceilings, measure_gpu_ceilings(device, fp8));
   } else {
-    p.ceilings = narrow ? measure_ceilings(state.common.threads)
-                        : measure_ceilings_f32(state.common.threads);
+    p.ceilings = measure_ceilings(state.common.threads, arithmetic);
   }
   MOESAIC_ASSIGN_OR_RETURN(p.stage, make_bench_stage(state.stage, settings));
   return p;

@@ -6,15 +6,17 @@
 
 namespace moesaic::tool {
 
-bool narrow_arithmetic(const std::string& stage, const BenchSettings& settings) {
-  if (stage == "gate" || stage == "route") return false;
+Arithmetic stage_arithmetic(const std::string& stage, const BenchSettings& settings) {
+  if (stage == "gate" || stage == "route") return Arithmetic::kF32;
   Scheme scheme = settings.spec.quant;
   if (settings.options.quant != "as-is") {
     const Result<Scheme> named = quant_scheme_from_name(settings.options.quant);
     if (named.ok()) scheme = *named;
   }
+  const DType dtype = scheme.activation.dtype;
+  if (dtype == DType::kI8) return Arithmetic::kInt8;
   // Every code of 8 bits or less is exact as a bf16 operand.
-  return scheme.activation.dtype != DType::kF32 && scheme.activation.dtype != DType::kF16;
+  return dtype == DType::kF32 || dtype == DType::kF16 ? Arithmetic::kF32 : Arithmetic::kNarrow;
 }
 
 Result<std::unique_ptr<BenchStage>> make_bench_stage(const std::string& stage,

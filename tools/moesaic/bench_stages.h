@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 
+#include "ceilings.h"
 #include "gpu_bench.h"
 #include "moesaic/checkpoint.h"
 #include "moesaic/fused_moe.h"
@@ -46,9 +47,8 @@ class BenchStage {
   virtual std::int64_t bytes_sent() const { return 0; }
 };
 
-// Whether the stage multiplies in bf16 where the CPU tier can: says which multiply-add ceiling
-// applies.
-bool narrow_arithmetic(const std::string& stage, const BenchSettings& settings);
+// What the stage multiplies: says which multiply-add ceiling applies.
+Arithmetic stage_arithmetic(const std::string& stage, const BenchSettings& settings);
 
 // stage: "gate", "route", "experts" or "layer". Loads or draws the weights once.
 Result<std::unique_ptr<BenchStage>> make_bench_stage(const std::string& stage,

@@ -8,10 +8,12 @@ struct Ceilings {
   double gflops = 0;
 };
 
-// Of the CPU tier in force, with the multiply-add that bf16 and fp8 layers use. Measured once per
-// process and thread count; zeros when no tier can run.
-Ceilings measure_ceilings(int threads);
-// The same with the fp32 multiply-add, which is what the f32 and f16 schemes use.
-Ceilings measure_ceilings_f32(int threads);
+// Which multiply-add a stage is made of: fp32 (gate, router, schemes f32 and f16), what the CPU tier
+// has for activations that are exact in bf16, or int8 (the same where the tier has no such product).
+enum class Arithmetic { kF32, kNarrow, kInt8 };
+
+// Of the CPU tier in force. Measured once per process, thread count and arithmetic; zeros when no
+// tier can run.
+Ceilings measure_ceilings(int threads, Arithmetic arithmetic);
 
 }  // namespace moesaic::tool

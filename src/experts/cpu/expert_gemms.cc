@@ -65,7 +65,7 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
     const int count = static_cast<int>(std::min<std::int64_t>(kMaxRows, end - begin));
     for (int r = 0; r < count; ++r) {
       const std::int64_t in = input_of(w, begin + r);
-      rows[r] = w.a1 + in * plan_.k1 * plan_.operand_bytes();
+      rows[r] = w.a1 + in * plan_.operand_bytes(plan_.k1);
       if (reads_e2m1_groups(count)) rows[r] = w.a1_groups + in * plan_.e2m1_groups1();
       numbers[r] = plan_.row_numbers ? w.a1_scales + in * plan_.groups1() : nullptr;
     }
@@ -101,7 +101,8 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
       const std::int64_t first = plan_.row_step > 0 ? column / plan_.row_step : 0;
       float* kept =
           plan_.row_numbers ? w.a2_scales + (begin + r) * plan_.groups2() + first : nullptr;
-      std::byte* operand = w.a2 + ((begin + r) * plan_.k2 + column) * plan_.operand_bytes();
+      std::byte* operand =
+          w.a2 + (begin + r) * plan_.operand_bytes(plan_.k2) + plan_.operand_bytes(column);
       if (MOESAIC_FAULT(cpu_intermediate_not_requantised)) {
         kernels_.round_row(y, valid, plan_.round_dtype);
         store_operand(y, valid, operand);
@@ -127,7 +128,7 @@ void CpuExperts::panel2(const CpuWorkspace& w, std::int64_t e, std::int64_t p) c
   for (std::int64_t begin = w.first_row[e]; begin < end; begin += kMaxRows) {
     const int count = static_cast<int>(std::min<std::int64_t>(kMaxRows, end - begin));
     for (int r = 0; r < count; ++r) {
-      rows[r] = w.a2 + (begin + r) * plan_.k2 * plan_.operand_bytes();
+      rows[r] = w.a2 + (begin + r) * plan_.operand_bytes(plan_.k2);
       if (reads_e2m1_groups(count)) rows[r] = w.a2_groups + (begin + r) * plan_.e2m1_groups2();
       numbers[r] = plan_.row_numbers ? w.a2_scales + (begin + r) * plan_.groups2() : nullptr;
     }

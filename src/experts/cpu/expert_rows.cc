@@ -12,7 +12,9 @@ namespace moesaic::experts {
 using cpu::OperandKind;
 
 void CpuExperts::store_operand(const float* row, std::int64_t n, std::byte* dst) const {
-  if (plan_.operand == OperandKind::kBF16) {
+  if (plan_.operand == OperandKind::kI8) {
+    kernels_.store_i8(row, n, static_cast<int>(plan_.fold), dst);
+  } else if (plan_.operand == OperandKind::kBF16) {
     kernels_.store_bf16(row, n, reinterpret_cast<std::uint16_t*>(dst));
   } else if (reinterpret_cast<const std::byte*>(row) != dst) {
     std::memcpy(dst, row, static_cast<std::size_t>(n) * sizeof(float));
@@ -67,7 +69,7 @@ void CpuExperts::finish_whole_row(const CpuWorkspace& w, std::int64_t r) const {
   }
   finish_row(x, plan_.k2, w.a2_static.of(e),
              plan_.row_numbers ? w.a2_scales + r * plan_.groups2() : nullptr,
-             w.a2 + r * plan_.k2 * plan_.operand_bytes(), nullptr);
+             w.a2 + r * plan_.operand_bytes(plan_.k2), nullptr);
 }
 
 // x rounded to the operand dtype, times the rounded weight (weight on input), in the order of the
@@ -94,7 +96,7 @@ void CpuExperts::prepare_input(const CpuWorkspace& w, std::int64_t row, std::int
   }
   finish_row(x, plan_.k1, w.a1_static.of(e),
              plan_.row_numbers ? w.a1_scales + row * plan_.groups1() : nullptr,
-             w.a1 + row * plan_.k1 * plan_.operand_bytes(),
+             w.a1 + row * plan_.operand_bytes(plan_.k1),
              e2m1_groups ? w.a1_groups + row * plan_.e2m1_groups1() : nullptr);
 }
 
@@ -117,7 +119,7 @@ void CpuExperts::load_quantized(const CpuWorkspace& w, std::int64_t row, const s
     std::memcpy(w.a1_scales + row * plan_.groups1(), scales,
                 static_cast<std::size_t>(plan_.groups1()) * sizeof(float));
   }
-  store_operand(x, plan_.k1, w.a1 + row * plan_.k1 * plan_.operand_bytes());
+  store_operand(x, plan_.k1, w.a1 + row * plan_.operand_bytes(plan_.k1));
 }
 
 }  // namespace moesaic::experts

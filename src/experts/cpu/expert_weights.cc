@@ -145,7 +145,12 @@ void CpuProjection::append_parts(bool second, std::int64_t num_experts,
   const auto size = [](const auto& words) {
     return static_cast<std::int64_t>(words.size() * sizeof(words[0]));
   };
-  add("w13.weights", "w2.weights", weights_.data(), weights_.bytes());
+  // Names that tell layouts apart: ranks on different machines must not exchange them.
+  if (format_.integer_products) {
+    add("w13.weights_i8", "w2.weights_i8", weights_.data(), weights_.bytes());
+  } else {
+    add("w13.weights", "w2.weights", weights_.data(), weights_.bytes());
+  }
   add("w13.group_scales", "w2.group_scales", group_scales_.data(), group_scales_.bytes());
   add("w13.group_offsets", "w2.group_offsets", group_offsets_.data(), group_offsets_.bytes());
   add("w13.block_scales", "w2.block_scales", block_scales_.data(), size(block_scales_));

@@ -197,8 +197,8 @@ Status CpuExperts::run(const ExpertsArgs& args) const {
 
 Status cpu_experts_can_implement(std::string_view tier, const MoeProblem& problem) {
   MOESAIC_RETURN_IF_ERROR(check_problem(problem));
-  MOESAIC_RETURN_IF_ERROR(cpu::usable_kernels(tier).status());
-  MOESAIC_RETURN_IF_ERROR(cpu_weight_format(problem.quant).status());
+  MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::usable_kernels(tier));
+  MOESAIC_RETURN_IF_ERROR(cpu_weight_format(problem.quant, *kernels).status());
   return expect_cpu(problem.device);
 }
 
@@ -206,7 +206,8 @@ Result<std::unique_ptr<Experts>> make_cpu_experts(std::string_view tier, const M
                                                   ExpertSource& source) {
   MOESAIC_RETURN_IF_ERROR(cpu_experts_can_implement(tier, problem));
   MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::kernels_by_name(tier));
-  MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormat format, cpu_weight_format(problem.quant));
+  MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormat format,
+                           cpu_weight_format(problem.quant, *kernels));
   const CpuPlan plan = make_cpu_plan(problem, format, *kernels);
   MOESAIC_ASSIGN_OR_RETURN(CpuExpertWeights weights,
                            CpuExpertWeights::load(problem, format, source, plan.num_threads));
@@ -222,7 +223,8 @@ Result<int> cpu_experts_threads(std::string_view tier, const MoeProblem& problem
                                 std::int64_t tokens) {
   MOESAIC_RETURN_IF_ERROR(cpu_experts_can_implement(tier, problem));
   MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::kernels_by_name(tier));
-  MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormat format, cpu_weight_format(problem.quant));
+  MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormat format,
+                           cpu_weight_format(problem.quant, *kernels));
   return make_cpu_plan(problem, format, *kernels).team_of_tokens(tokens);
 }
 
@@ -230,7 +232,8 @@ Result<std::int64_t> cpu_experts_workspace_size(std::string_view tier, const Moe
                                                 std::int64_t tokens) {
   MOESAIC_RETURN_IF_ERROR(cpu_experts_can_implement(tier, problem));
   MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::kernels_by_name(tier));
-  MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormat format, cpu_weight_format(problem.quant));
+  MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormat format,
+                           cpu_weight_format(problem.quant, *kernels));
   return cpu_workspace_bytes(make_cpu_plan(problem, format, *kernels), tokens);
 }
 

@@ -42,6 +42,7 @@ class CpuExperts final : public Experts {
     const bool bf16 = plan_.operand == cpu::OperandKind::kBF16;
     gemm_ = grouped ? (bf16 ? kernels_.grouped_gemm_bf16 : kernels_.grouped_gemm_f32)[kind]
                     : (bf16 ? kernels_.panel_gemm_bf16 : kernels_.panel_gemm_f32)[kind];
+    if (plan_.operand == cpu::OperandKind::kI8) gemm_ = kernels_.grouped_gemm_i8;
   }
 
   std::string_view name() const override { return name_; }

@@ -58,6 +58,8 @@ CpuPlan make_cpu_plan(const MoeProblem& problem, const CpuWeightFormat& format,
   // Every code of 8 bits or less and every bf16 value is exact as a bf16 operand.
   const bool narrow = plan.row_rule != cpu::RowQuantRule::kNone || plan.round_dtype == DType::kBF16;
   plan.operand = narrow ? kernels.narrow_operand : OperandKind::kF32;
+  if (format.integer_products) plan.operand = OperandKind::kI8;
+  plan.fold = format.fold;
   plan.e2m1_groups = plan.operand == OperandKind::kBF16 && has_e2m1_groups(plan, format, kernels);
   plan.top_k = problem.top_k;
   plan.own_rows =

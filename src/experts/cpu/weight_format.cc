@@ -40,9 +40,18 @@ Result<ElementRow> element_row(DType dtype) {
                 fmt::format("weight dtype: got {}, need one of {}", dtype_name(dtype), names));
 }
 
+// Rows of int8 codes meet int8 weights as integers where the tier can.
+void use_integer_products(const Scheme& quant, const cpu::CpuKernels& kernels, CpuWeightFormat& f) {
+  if (quant.activation.dtype != DType::kI8 || f.kind != cpu::WeightKind::kI8) return;
+  if (kernels.grouped_gemm_i8 == nullptr) return;
+  f.kind = cpu::WeightKind::kI8Quads;
+  f.code_flip ^= static_cast<std::uint8_t>(cpu::kDotBias);
+  f.integer_products = true;
+}
+
 }  // namespace
 
-Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant) {
+Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant, const cpu::CpuKernels& kernels) {
   const OperandQuant& w = quant.weight;
   CpuWeightFormat f;
   MOESAIC_ASSIGN_OR_RETURN(const ElementRow element, element_row(w.dtype));
@@ -91,6 +100,7 @@ Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant) {
                               "multiple of {}",
                               w.block_k, kFinestFold));
   }
+  use_integer_products(quant, kernels, f);
   return f;
 }
 

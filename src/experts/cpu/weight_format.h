@@ -26,13 +26,16 @@ struct CpuWeightFormat {
   std::uint8_t code_flip = 0;   // see PackedShape
   int code_bias = 0;
   quant::CodeValues code_values{};  // kCode4
+  // Products are exact integers: weights as the integer kernels read them, rows of int8 codes.
+  bool integer_products = false;
 
   cpu::PackedShape shape(cpu::RowOrder order, std::int64_t rows, std::int64_t k) const {
     return {kind, order, rows, k, grouped ? fold : 4, code_flip};
   }
 };
-// kUnsupported (with what is missing) for formats that only the reference computes.
-Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant);
+// As the tier's kernels read it. kUnsupported (with what is missing) for formats that only the
+// reference computes.
+Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant, const cpu::CpuKernels& kernels);
 
 // How the CPU kernels quantise activations; kNone for plain ones.
 cpu::RowQuantRule cpu_row_rule(const OperandQuant& activation);

@@ -17,8 +17,8 @@ CpuWorkspace CpuWorkspace::carve(const CpuPlan& plan, std::int64_t tokens, Arena
   const std::int64_t rows = plan.chunk_rows(tokens);
   CpuWorkspace w;
   const std::int64_t inputs = plan.own_rows || plan.static_rows ? rows : chunk;
-  w.a1 = arena.take<std::byte>(inputs * plan.k1 * plan.operand_bytes());
-  w.a2 = arena.take<std::byte>(rows * plan.k2 * plan.operand_bytes());
+  w.a1 = arena.take<std::byte>(inputs * plan.operand_bytes(plan.k1));
+  w.a2 = arena.take<std::byte>(rows * plan.operand_bytes(plan.k2));
   if (plan.row_numbers) {
     w.a1_scales = arena.take<float>(inputs * plan.groups1());
     w.a2_scales = arena.take<float>(rows * plan.groups2());

@@ -39,6 +39,7 @@ struct CpuPlan {
   // slots too: there is room for that.
   bool static_rows = false;
   cpu::OperandKind operand = cpu::OperandKind::kF32;
+  std::int64_t fold = cpu::kGroup;  // steps of a group, see CpuWeightFormat
   DType round_dtype = DType::kF32;  // of hidden states and intermediate
   std::int64_t top_k = 1;
   std::int64_t num_local_experts = 0;
@@ -53,7 +54,11 @@ struct CpuPlan {
   int team(std::int64_t rows, std::int64_t experts) const;
   // Threads of a call with that many tokens (standard format), whatever the routing.
   int team_of_tokens(std::int64_t tokens) const;
-  std::int64_t operand_bytes() const { return operand == cpu::OperandKind::kBF16 ? 2 : 4; }
+  // Of k elements of an operand row; kI8: k is a multiple of fold.
+  std::int64_t operand_bytes(std::int64_t k) const {
+    if (operand == cpu::OperandKind::kI8) return cpu::dot_row_bytes(k, fold);
+    return k * (operand == cpu::OperandKind::kBF16 ? 2 : 4);
+  }
   std::int64_t e2m1_groups1() const { return k1 / cpu::kE2M1GroupSteps; }
   std::int64_t e2m1_groups2() const { return k2 / cpu::kE2M1GroupSteps; }
   std::int64_t numbers(std::int64_t k) const { return row_step == 0 ? 1 : ceil_div(k, row_step); }

@@ -1,0 +1,199 @@
+// The grouped panel GEMM for rows of int8 codes, on the 8-bit integer dot product (AVX-VNNI,
+// AVX512_VNNI): four steps of k per lane and instruction. A group's sum is an exact integer below
+// 2^24, as it is an exact number in the fp32 and bf16 kernels, and the fold is theirs: the bits are
+// those of panel_gemm_grouped-inl.h.
+//
+// The instruction wants one side unsigned: weights lie with dot_bias added, and every group's sum
+// starts at -dot_bias * (sum of the row's codes), which the row holds (StoreI8).
+#if defined(MOESAIC_CPU_PANEL_GEMM_I8_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef MOESAIC_CPU_PANEL_GEMM_I8_INL_H_
+#undef MOESAIC_CPU_PANEL_GEMM_I8_INL_H_
+#else
+#define MOESAIC_CPU_PANEL_GEMM_I8_INL_H_
+#endif
+
+#include <cstring>
+
+#include "cpu/panel_gemm_grouped-inl.h"
+
+#if MOESAIC_TIER_DOT8
+MOESAIC_BEFORE_DOT8();
+namespace moesaic::cpu::HWY_NAMESPACE {
+namespace {
+
+using VI = hn::Vec<decltype(di32)>;
+constexpr int kUnitLines = kUnitBytes / 64;
+
+// acc += products of four unsigned bytes of w and four signed ones of x, per lane. (Highway 1.0 has
+// no such operation, and with the intrinsic g++ 12 spills half of the accumulators.)
+HWY_INLINE void AddQuads(VI& acc, VI w, VI x) {
+#if HWY_TARGET == HWY_AVX2
+  __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc.raw) : "x"(w.raw), "x"(x.raw));
+#else
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(acc.raw) : "v"(w.raw), "v"(x.raw));
+#endif
+}
+
+// A row of values of int8 codes (n a multiple of fold) to the groups that the GEMM below reads.
+void StoreI8(const float* row, std::int64_t n, int fold, void* dst) {
+  const hn::Rebind<std::int8_t, DF> di8;
+  const int bias = MOESAIC_FAULT(cpu_i8_bias_kept) ? 0 : kDotBias;
+  auto* out = static_cast<std::int8_t*>(dst);
+  for (std::int64_t k = 0; k < n; k += fold, out += fold) {
+    std::int8_t* codes = out + sizeof(std::int32_t);
+    VI sum = hn::Zero(di32);
+    for (int i = 0; i < fold; i += kLanes) {
+      const VI v = hn::ConvertTo(di32, hn::LoadU(df, row + k + i));
+      sum = hn::Add(sum, v);
+      hn::StoreU(hn::DemoteTo(di8, v), di8, codes + i);
+    }
+    const std::int32_t start = -bias * hn::GetLane(hn::SumOfLanes(di32, sum));
+    std::memcpy(out, &start, sizeof(start));
+    out = codes;
+  }
+}
+
+// Some groups and the rows that meet them.
+struct I8Block {
+  const std::byte* units = nullptr;  // 4 steps each
+  const float* scales = nullptr;     // of the first group
+  std::int64_t scale_step = 0;       // to those of the next one
+  std::int64_t group = 0;            // first one
+  int groups = 0;
+  int row = 0;
+  const std::byte* fetch = nullptr;  // what to ask of memory on the way
+};
+
+// Four steps of kTileVectors vectors of columns for MR rows.
+template <int MR>
+HWY_INLINE void StepI8(const std::byte* unit, const std::uint8_t* const (&a)[MR], int at,
+                       VI (&acc)[MR][kTileVectors]) {
+  VI w[kTileVectors];
+#pragma GCC unroll 8
+  for (int v = 0; v < kTileVectors; ++v)
+    w[v] = hn::Load(di32, reinterpret_cast<const std::int32_t*>(unit) + v * kLanes);
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; ++r) {
+    std::int32_t quad;
+    std::memcpy(&quad, a[r] + at, sizeof(quad));
+    const VI x = hn::Set(di32, quad);
+#pragma GCC unroll 8
+    for (int v = 0; v < kTileVectors; ++v) AddQuads(acc[r][v], w[v], x);
+  }
+}
+
+// A block's groups for MR rows. kLines: of memory to ask for with each unit.
+template <int MR, int kLines>
+HWY_NOINLINE void RunI8Tile(const PanelArgs& args, const I8Block& block) {
+  constexpr int kStart = sizeof(std::int32_t);
+  const std::int64_t group_bytes = kStart + args.fold;
+  for (int column = 0; column < kPanelColumns; column += kTileVectors * kLanes) {
+    const std::uint8_t* a[MR];
+    for (int r = 0; r < MR; ++r) {
+      a[r] = static_cast<const std::uint8_t*>(args.rows[block.row + r]) +
+             block.group * group_bytes + kStart;
+    }
+    const std::byte* unit = block.units + 4 * column;
+    const float* scales = block.scales;
+    const std::byte* fetch = block.fetch;
+    for (int g = 0; g < block.groups; ++g, scales += block.scale_step) {
+      VI acc[MR][kTileVectors];
+#pragma GCC unroll 8
+      for (int r = 0; r < MR; ++r) {
+#pragma GCC unroll 8
+        for (int v = 0; v < kTileVectors; ++v) acc[r][v] = hn::Zero(di32);
+      }
+      for (int k = 0; k < args.fold; k += 4, unit += kUnitBytes) {
+        if (kLines > 0 && column == 0) {
+#pragma GCC unroll 4
+          for (int line = 0; line < kLines; ++line) __builtin_prefetch(fetch + 64 * line, 0, 2);
+          fetch += 64 * kLines;
+        }
+        StepI8<MR>(unit, a, k, acc);
+      }
+      VF sums[MR][kTileVectors];
+#pragma GCC unroll 8
+      for (int r = 0; r < MR; ++r) {
+        std::int32_t start;
+        std::memcpy(&start, a[r] - kStart, sizeof(start));
+#pragma GCC unroll 8
+        for (int v = 0; v < kTileVectors; ++v)
+          sums[r][v] = hn::ConvertTo(df, hn::Add(acc[r][v], hn::Set(di32, start)));
+        a[r] += group_bytes;
+      }
+      FoldColumns<MR, kTileVectors>(args, sums, scales, block.group + g, block.row, column);
+    }
+  }
+}
+
+using I8TileFn = void (*)(const PanelArgs&, const I8Block&);
+template <int kLines>
+constexpr I8TileFn kI8Tiles[7] = {nullptr,
+                                  RunI8Tile<1, kLines>,
+                                  RunI8Tile<2, kLines>,
+                                  RunI8Tile<3, kLines>,
+                                  RunI8Tile<4, kLines>,
+                                  RunI8Tile<5, kLines>,
+                                  RunI8Tile<6, kLines>};
+
+// All tiles of a block that is in the cache; the first ones ask for the next groups, which their
+// first tile would wait for.
+HWY_INLINE void RunI8Tiles(const PanelArgs& args, std::int64_t units, I8Block& block) {
+  const int tiles = (args.num_rows + 5) / 6;
+  const int each = tiles < kUnitLines ? 2 : 1;  // lines per unit: of two tiles or of four
+  const std::byte* end = block.fetch + units * kUnitBytes;
+  for (int i = 0; i < tiles; ++i) {
+    const int height = args.num_rows / tiles + (i < args.num_rows % tiles ? 1 : 0);
+    if (block.fetch >= end) {
+      kI8Tiles<0>[height](args, block);
+    } else {
+      (each == 2 ? kI8Tiles<2> : kI8Tiles<1>)[height](args, block);
+      block.fetch += 64 * each * units;
+    }
+    block.row += height;
+  }
+}
+
+// 128 steps at a time: 8 KiB of L1.
+void GroupedGemmI8(const PanelArgs& args) {
+  constexpr int kFinest = 16;
+  ClearResult(args);
+  HWY_ALIGN float scales[kGroup / kFinest * kPanelColumns];
+  I8Block block;
+  block.scales = scales;
+  const bool scaled = args.group_scale_format != ScaleFormat::kNone;
+  if (scaled) block.scale_step = kPanelColumns;
+  if (!scaled) ExpandScales(args, 0, scales);
+  const std::byte* w = args.panel;
+  const std::int64_t groups = args.padded_k / args.fold;
+  for (; block.group < groups; block.group += block.groups) {
+    block.groups =
+        static_cast<int>(HWY_MIN(std::int64_t{kGroup / args.fold}, groups - block.group));
+    const std::int64_t units = block.groups * args.fold / 4;
+    PrefetchGroups(args, block.group + block.groups, block.groups);
+    if (args.group_scale_format == ScaleFormat::kF32) {
+      block.scales = ExpandScales(args, block.group, scales);
+    } else if (scaled) {
+      for (int g = 0; g < block.groups; ++g)
+        ExpandScales(args, block.group + g, scales + g * kPanelColumns);
+    }
+    block.units = w;
+    block.row = 0;
+    const std::byte* next = w + units * kUnitBytes;
+    if (args.num_rows <= 6) {
+      block.fetch = w + kPrefetchBytes;
+      kI8Tiles<kUnitLines>[args.num_rows](args, block);
+    } else {
+      block.fetch = next;
+      RunI8Tiles(args, units, block);
+    }
+    w = next;
+  }
+}
+
+}  // namespace
+}  // namespace moesaic::cpu::HWY_NAMESPACE
+MOESAIC_AFTER_NAMESPACE();
+#endif  // MOESAIC_TIER_DOT8
+
+#endif  // per-target include guard

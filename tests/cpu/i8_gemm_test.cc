@@ -1,0 +1,124 @@
+// The integer GEMM of rows of int8 codes against the fp32 one, whose bits it promises.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "available_tiers.h"
+#include "cpu/kernels.h"
+#include "cpu/packed_weights.h"
+#include "support/random.h"
+
+namespace moesaic::cpu {
+namespace {
+
+struct Case {
+  int fold;
+  bool column_scales, row_scales, offsets;
+};
+constexpr Case kCases[] = {
+    {128, false, false, false},  // W8A8 of whole rows
+    {128, true, true, false},
+    {32, true, true, true},
+    {16, true, false, false},
+};
+
+// Every code of either side, the ends most often: their sums come nearest to 2^24.
+int any_code(test::Rng& rng) {
+  const std::int64_t which = rng.integer(0, 3);
+  if (which == 0) return -128;
+  if (which == 1) return 127;
+  return static_cast<int>(rng.integer(-128, 127));
+}
+
+WeightBuffer packed(const PackedShape& shape, const std::vector<std::byte>& matrix) {
+  WeightBuffer buffer = std::move(WeightBuffer::allocate(shape.matrix_bytes())).value();
+  pack_matrix(shape, matrix.data(), buffer.data(), 1);
+  return buffer;
+}
+
+// Poisoned: rows beyond the call's stay as they were.
+Tensor poisoned_result() {
+  Tensor t = Tensor::uninitialized(DType::kF32, {kMaxRows, kPanelColumns}).value();
+  test::poison(t.view());
+  return t;
+}
+
+std::vector<float> factors(test::Rng& rng, std::int64_t count) {
+  std::vector<float> v(static_cast<std::size_t>(count));
+  for (float& x : v) x = static_cast<float>(rng.normal());
+  return v;
+}
+
+void compare(const CpuKernels& k, const Case& c, std::int64_t depth) {
+  test::Rng rng(static_cast<std::uint64_t>(depth * c.fold));
+  const PackedShape plain{WeightKind::kI8, RowOrder::kPlain, kPanelColumns, depth, c.fold, 0};
+  PackedShape integer{WeightKind::kI8Quads, RowOrder::kPlain, kPanelColumns, depth, c.fold};
+  integer.code_flip = kDotBias;
+  std::vector<std::byte> matrix(static_cast<std::size_t>(depth * kPanelColumns));
+  for (std::byte& b : matrix) b = static_cast<std::byte>(any_code(rng));
+  const WeightBuffer plain_panel = packed(plain, matrix), integer_panel = packed(integer, matrix);
+  const std::int64_t padded = plain.padded_k(), groups = padded / c.fold;
+  const std::vector<float> scales = factors(rng, groups * kPanelColumns);
+  const std::vector<float> offsets = factors(rng, groups * kPanelColumns);
+  const std::vector<float> row_scales = factors(rng, kMaxRows * groups);
+  const std::vector<float> row_sums = factors(rng, kMaxRows * groups);
+
+  std::vector<float> values(static_cast<std::size_t>(kMaxRows * padded), 0.0F);
+  const auto row_bytes = static_cast<std::size_t>(dot_row_bytes(padded, c.fold));
+  std::vector<std::byte> stored(kMaxRows * row_bytes);
+  std::vector<const void*> plain_rows, integer_rows;
+  std::vector<const float*> scale_rows, sum_rows;
+  for (std::size_t r = 0; r < kMaxRows; ++r) {
+    float* row = &values[r * static_cast<std::size_t>(padded)];
+    for (std::int64_t i = 0; i < depth; ++i) row[i] = static_cast<float>(any_code(rng));
+    k.store_i8(row, padded, c.fold, &stored[r * row_bytes]);
+    plain_rows.push_back(row);
+    integer_rows.push_back(&stored[r * row_bytes]);
+    scale_rows.push_back(&row_scales[r * static_cast<std::size_t>(groups)]);
+    sum_rows.push_back(&row_sums[r * static_cast<std::size_t>(groups)]);
+  }
+
+  PanelArgs args;
+  args.fold = c.fold;
+  args.padded_k = padded;
+  if (c.column_scales) {
+    args.group_scales = reinterpret_cast<const std::byte*>(scales.data());
+    args.group_scale_format = ScaleFormat::kF32;
+  }
+  if (c.row_scales) args.row_scales = scale_rows.data();
+  if (c.offsets) args.group_offsets = offsets.data(), args.row_sums = sum_rows.data();
+  for (const int rows : {1, 2, 3, 4, 5, 6, 7, 11, 13, 32, 96}) {
+    args.num_rows = rows;
+    Tensor want = poisoned_result(), got = poisoned_result();
+    args.panel = plain_panel.data();
+    args.rows = plain_rows.data();
+    args.result = want.as<float>();
+    k.grouped_gemm_f32[WeightKind::kI8](args);
+    args.panel = integer_panel.data();
+    args.rows = integer_rows.data();
+    args.result = got.as<float>();
+    k.grouped_gemm_i8(args);
+    EXPECT_EQ(std::memcmp(want.data(), got.data(), sizeof(float) * kMaxRows * kPanelColumns), 0)
+        << k.name << " fold " << c.fold << " K " << depth << " rows " << rows;
+    EXPECT_NE(want.as<float>()[0], 0.0F);
+  }
+}
+
+TEST(I8Gemm, HasTheBitsOfTheFp32Kernel) {
+  int tested = 0;
+  for (const CpuKernels* k : tiers()) {
+    ASSERT_EQ(k->store_i8 == nullptr, k->grouped_gemm_i8 == nullptr);
+    if (k->store_i8 == nullptr) continue;
+    ++tested;
+    for (const Case& c : kCases) {
+      // A group or less, a part of one, and beyond 2^24 in all.
+      for (const std::int64_t depth : {12, 128, 400, 2304}) compare(*k, c, depth);
+    }
+  }
+  if (tested == 0) GTEST_SKIP() << "no tier here has the integer kernel (AVX-VNNI, AVX512_VNNI)";
+}
+
+}  // namespace
+}  // namespace moesaic::cpu
