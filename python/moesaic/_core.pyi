@@ -1,6 +1,6 @@
 """The library's part of moesaic."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import os
 from typing import Any, NoReturn
 
@@ -263,6 +263,40 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, q
 
 def convert_schemes() -> list[str]: ...
 
+class WeightLoader:
+    """
+    One layer's weights on their way: each tensor whole, under its checkpoint's name, in any order. FusedMoE.from_loader and RoutedExperts.from_loader make the layer, with the bits that the files would give.
+    """
+
+    @staticmethod
+    def from_config(config: str | Mapping[str, Any], layer: int, *, names: Mapping[str, str] | None = None, experts_only: bool = False, side_files: Mapping[str, str] | None = None) -> WeightLoader:
+        """
+        Of a layer as config.json, its text or what it holds, describes it. names: what of the caller's names is to be replaced, and by what, in order. side_files: contents of hf_quant_config.json and the like, by name.
+        """
+
+    @staticmethod
+    def from_checkpoint(checkpoint: Checkpoint, layer: int, *, names: Mapping[str, str] | None = None, experts_only: bool = False) -> WeightLoader:
+        """
+        As the files of a checkpoint describe the layer; none of their tensors is read.
+        """
+
+    def load(self, name: str, tensor: Any, *, ggml_type: int | None = None) -> bool:
+        """
+        Takes one tensor, copying what is needed of it; whether it was kept, or is not this layer's. After an error nothing has changed. ggml_type: of the blocks of a GGUF file.
+        """
+
+    def load_weights(self, pairs: Iterable[tuple[str, Any]]) -> list[str]:
+        """
+        All of them in order; the names that were kept. Stops at the first error.
+        """
+
+    def missing(self) -> list[str]:
+        """Tensors that the layer still lacks."""
+
+    @property
+    def bytes(self) -> int:
+        """That are held now."""
+
 class Trace:
     """What a call did besides its output."""
 
@@ -284,6 +318,12 @@ class FusedMoE:
     def from_checkpoint(checkpoint: Checkpoint, layer: int, *, quant: str = 'as-is', device: Any = 'cpu', max_tokens: int = 512, num_threads: int | None = None, backend: str | None = None, include_shared: bool = True, include_gate: bool = True, router_logits_dtype: str = 'F32', progress: Callable[[int, int], object] | None = None) -> FusedMoE:
         """
         Loads one layer. quant: "as-is" computes what is stored, or the name of a scheme. progress is called with the bytes done and in all.
+        """
+
+    @staticmethod
+    def from_loader(loader: WeightLoader, *, quant: str = 'as-is', device: Any = 'cpu', max_tokens: int = 512, num_threads: int | None = None, backend: str | None = None, include_shared: bool = True, include_gate: bool = True, router_logits_dtype: str = 'F32') -> FusedMoE:
+        """
+        The layer of the weights that a WeightLoader was given; takes them out of it. MissingTensor says what it still lacks, and leaves it as it is.
         """
 
     def __call__(self, hidden_states: Any, *, router_logits: Any = None, topk_ids: Any = None, topk_weights: Any = None, input_ids: Any = None, padding_mask: Any = None, out: Any = None, shared_out: Any = None, stream: Any = None, trace: bool = False, copy: bool = False) -> Any:
@@ -338,14 +378,26 @@ class RoutedExperts:
         """
 
     @staticmethod
+    def check_tensors(w13: Any, w2: Any, top_k: int, *, quant: str = 'as-is', stored: str | None = None, activation: str | Activation = 'silu', gate_up: str = 'gate_then_up', transposed: bool = False, apply_router_weight_on_input: bool = False, device: Any = 'cpu', max_tokens: int = 512, backend: str | None = None, w13_scale: Any = None, w13_bias: Any = None, w2_scale: Any = None, w2_bias: Any = None, w13_global_scale: Any = None, w2_global_scale: Any = None, w13_channel_scale: Any = None, w2_channel_scale: Any = None, w13_zero: Any = None, w2_zero: Any = None, w13_min: Any = None, w2_min: Any = None, w13_input_scale: Any = None, w2_input_scale: Any = None, w13_perm: Any = None, w2_perm: Any = None) -> Explanation:
+        """
+        Raises what from_tensors would, looking at sizes, formats, the device and one expert's tensors, and packs nothing. Left for the packing: values of the other experts, memory.
+        """
+
+    @staticmethod
     def from_checkpoint(checkpoint: Checkpoint, layer: int, *, quant: str = 'as-is', device: Any = 'cpu', max_tokens: int = 512, num_threads: int | None = None, backend: str | None = None, progress: Callable[[int, int], object] | None = None) -> RoutedExperts:
         """
         The routed experts of one layer, without its gate, router and shared experts.
         """
 
+    @staticmethod
+    def from_loader(loader: WeightLoader, *, quant: str = 'as-is', device: Any = 'cpu', max_tokens: int = 512, num_threads: int | None = None, backend: str | None = None, drop_ids_beyond: bool = False) -> RoutedExperts:
+        """
+        The experts of the weights that a WeightLoader was given; takes them out of it. MissingTensor says what it still lacks, and leaves it as it is.
+        """
+
     def __call__(self, hidden_states: Any, topk_ids: Any, topk_weights: Any, *, out: Any = None, stream: Any = None, copy: bool = False) -> Any:
         """
-        ids I32 or I64, -1: no expert; weights F32, BF16 or F16, final: they multiply the expert rows as they are.
+        ids I32 or I64, -1: no expert; weights F32 (on a CPU BF16 or F16 too), final: they multiply the expert rows as they are.
         """
 
     @property

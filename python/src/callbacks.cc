@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "core/fault.h"
+
 namespace nb = nanobind;
 
 namespace moesaic::python {
@@ -32,7 +34,7 @@ ProgressFn CallGuard::progress() {
       progress_(done, total);
     } catch (nb::python_error& error) {
       error.restore();
-      stopped_ = true;
+      stopped_ = !MOESAIC_FAULT(python_callback_error_lost);
     }
   };
 }
@@ -40,7 +42,7 @@ ProgressFn CallGuard::progress() {
 bool CallGuard::stop() {
   if (stopped_) return true;
   const nb::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) stopped_ = true;
+  if (PyErr_CheckSignals() != 0 && !MOESAIC_FAULT(python_interrupt_ignored)) stopped_ = true;
   return stopped_;
 }
 

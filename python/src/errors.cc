@@ -5,6 +5,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/fault.h"
 #include "moesaic/log.h"
 
 namespace nb = nanobind;
@@ -29,7 +30,8 @@ void raise(const Status& status) { raise(status.code(), status.message()); }
 
 void raise(StatusCode code, const std::string& text) {
   if (PyErr_Occurred()) throw nb::python_error();
-  const std::string_view name = status_code_name(code);
+  const std::string_view name =
+      status_code_name(MOESAIC_FAULT(python_every_error_internal) ? StatusCode::kInternal : code);
   const nb::object error =
       nb::module_::import_("moesaic._errors")
           .attr("make")(nb::str(name.data(), name.size()),

@@ -12,7 +12,8 @@
 #include "cpu/tiers.h"
 #include "errors.h"
 #include "files.h"
-#include "layers.h"
+#include "fork.h"
+#include "layer.h"
 #include "moesaic/device.h"
 #include "moesaic/interop/own_layer.h"
 #include "moesaic/log.h"
@@ -22,6 +23,7 @@
 #include "tensors.h"
 #include "tool_main.h"
 #include "version.h"
+#include "weight_loader.h"
 
 namespace nb = nanobind;
 
@@ -100,10 +102,14 @@ std::vector<std::string> scheme_names() {
 NB_MODULE(_core, m) {
   m.doc() = "The library's part of moesaic.";
   install_log_sink();
+  watch_forks();
   bind_tensor(m);
   bind_specs(m);
   bind_files(m);
-  bind_layers(m);
+  bind_weight_loader(m);
+  bind_trace(m);
+  bind_fused_moe(m);
+  bind_routed_experts(m);
   bind_routing_stages(m);
   m.def("environment", &environment, nb::sig("def environment() -> dict[str, typing.Any]"));
   m.def("quant_schemes", &scheme_names, "Names of all schemes, those that only files have last.");

@@ -8,6 +8,7 @@
 #include <string_view>
 #include <utility>
 
+#include "core/fault.h"
 #include "moesaic/device_tensor.h"
 
 namespace moesaic::python {
@@ -51,6 +52,7 @@ RowOrder order_of(GateUpLayout layout) {
 // Where canonical row `row` of `rows` is stored.
 std::int64_t stored_row(RowOrder order, std::int64_t row, std::int64_t rows) {
   const std::int64_t half = rows / 2;
+  if (MOESAIC_FAULT(python_gate_up_as_stored)) return row;
   if (order == RowOrder::kSwapHalves) return row < half ? row + half : row - half;
   if (order == RowOrder::kDeinterleave) return row < half ? 2 * row : 2 * (row - half) + 1;
   return row;
@@ -122,7 +124,8 @@ class OwnSource final : public ExpertSource {
     const bool scale_of_all = field.member != &ExpertWeightsView::w13 && one.shape == Shape{1};
     const RowOrder order =
         field.first && !scale_of_all ? order_of(weights_.layout) : RowOrder::kAsStored;
-    if (weights_.transposed && !field.per_expert && one.rank() == 2) {
+    if (weights_.transposed && !field.per_expert && one.rank() == 2 &&
+        !MOESAIC_FAULT(python_own_weights_not_transposed)) {
       one.shape = Shape{one.dim(1), one.dim(0)};
       std::swap(one.strides[0], one.strides[1]);
     }

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "errors.h"
-#include "layers.h"
+#include "fork.h"
 #include "moesaic/checkpoint.h"
 #include "moesaic/gate.h"
 #include "moesaic/router.h"

@@ -4,11 +4,14 @@
 #include <nanobind/stl/string.h>
 
 #include <array>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
 
+#include "core/fault.h"
 #include "errors.h"
+#include "torch_tensors.h"
 
 namespace nb = nanobind;
 
@@ -94,13 +97,16 @@ const TypeRow* row_of_dtype_attribute(nb::handle object, std::string* name) {
   *name = text_of(held);
   for (const TypeRow& row : kTypes) {
     if (*row.name == '\0' || *name != row.name) continue;
+    if (MOESAIC_FAULT(python_bf16_read_as_f16) && row.dtype == DType::kBF16) return &kTypes[2];
     if (known->size() < 64) {
       Py_INCREF(dtype);
       known->emplace(dtype, &row);
     }
     return &row;
   }
-  return nullptr;
+  // A moesaic.Tensor says it as files do.
+  const std::optional<DType> own = dtype_from_name(*name);
+  return own ? row_of(*own) : nullptr;
 }
 
 bool is_numpy(nb::handle object) {
@@ -136,6 +142,8 @@ TensorArg::TensorArg(std::string_view field, nb::handle object) : object_(object
   api_ = table_of(object);
   if (api_ != nullptr) {
     from_table(field, object);
+  } else if (is_torch_tensor(object)) {
+    from_dlpack(field, object);
   } else if (nb::hasattr(object, "__array_interface__")) {
     from_array_interface(field, nb::dict(object.attr("__array_interface__")), false);
   } else if (nb::hasattr(object, "__dlpack__")) {
@@ -150,7 +158,7 @@ TensorArg::TensorArg(std::string_view field, nb::handle object) : object_(object
   present_ = true;
   std::int64_t elements = 1;
   for (const std::int64_t d : view_.shape.dims()) elements *= d != 0 ? 1 : 0;
-  if (elements != 0 && view_.data == nullptr) {
+  if (elements != 0 && view_.data == nullptr && !MOESAIC_FAULT(python_freed_storage_read)) {
     raise(StatusCode::kInvalidArgument,
           fmt::format(
               "{}: got {} without memory (its storage was freed, or it is on the meta device)",
@@ -188,14 +196,16 @@ void TensorArg::take(std::string_view field, const DlTensor& t) {
   const auto rank = static_cast<std::size_t>(t.rank);
   std::array<std::int64_t, kMaxRank> dims{};
   for (std::size_t i = 0; i < rank; ++i) dims[i] = t.shape[i];
-  if (pairs && rank > 0) dims[rank - 1] *= 2;
+  if (pairs && rank > 0 && !MOESAIC_FAULT(python_fp4_pairs_halved)) dims[rank - 1] *= 2;
   const Shape shape = unwrap(Shape::from({dims.data(), rank}));
   auto* const data = static_cast<std::byte*>(t.data);
   view_ = TensorView(data == nullptr ? nullptr : data + t.byte_offset, dtype, shape, device);
   if (t.strides == nullptr) return;
   for (std::size_t i = 0; i < rank; ++i) {
     // Strides of dimensions with one element mean nothing; the library's contiguous ones stand.
-    if (dims[i] > 1) view_.strides[i] = t.strides[i] * (pairs && i + 1 < rank ? 2 : 1);
+    if (dims[i] > 1 && !MOESAIC_FAULT(python_dlpack_strides_ignored)) {
+      view_.strides[i] = t.strides[i] * (pairs && i + 1 < rank ? 2 : 1);
+    }
   }
 }
 
@@ -293,20 +303,25 @@ void TensorArg::from_array_interface(std::string_view field, const nb::dict& int
       raise(StatusCode::kInvalidLayout,
             fmt::format("{}: got a stride of {} bytes, need a multiple of {}", field, bytes, size));
     }
-    view_.strides[i] = bytes / size;
+    if (!MOESAIC_FAULT(python_array_strides_ignored)) view_.strides[i] = bytes / size;
   }
 }
 
 const TensorView& TensorArg::writable(std::string_view field) const {
-  if (read_only_) {
+  if (read_only_ && !MOESAIC_FAULT(python_read_only_written)) {
     raise(StatusCode::kInvalidArgument,
           fmt::format("{}: got read-only memory, need a tensor that may be written", field));
   }
   return view_;
 }
 
+bool TensorArg::knows_stream() const {
+  return view_.device.is_cuda() && (api_ != nullptr || is_torch_tensor(object_));
+}
+
 Stream TensorArg::current_stream() const {
-  if (!knows_stream()) return {};
+  if (!knows_stream() || MOESAIC_FAULT(python_default_stream)) return {};
+  if (api_ == nullptr) return torch_stream(object_);
   Stream stream;
   if (api_->current_stream(kDlCuda, view_.device.index(), &stream.handle) != 0) {
     throw nb::python_error();
@@ -336,6 +351,11 @@ nb::object TensorArg::like(DType dtype, std::span<const std::int64_t> dims,
     void* object = nullptr;
     if (api_->managed_to_object(made, &object) != 0) throw nb::python_error();
     return nb::steal(static_cast<PyObject*>(object));
+  }
+  if (row != nullptr && *row->name != '\0' && is_torch_tensor(object_)) {
+    nb::object made = torch_empty(object_, row->name, dims);
+    *view = TensorArg("out", made).view();
+    return made;
   }
   if (view_.device.is_cuda()) {
     raise(StatusCode::kInvalidArgument,
@@ -389,7 +409,7 @@ TensorView as_rows(std::string_view field, const TensorView& t) {
     uniform = uniform && (rows == 1 || t.strides[at] == rows * apart);
     rows *= t.dim(i);
   }
-  if (!uniform && rows > 0) {
+  if (!uniform && rows > 0 && !MOESAIC_FAULT(python_uneven_rows_taken)) {
     raise(StatusCode::kInvalidLayout,
           fmt::format("{}: got {} whose rows are not equally far apart, need a tensor that can be "
                       "seen as [rows, H] (contiguous())",

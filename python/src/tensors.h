@@ -16,7 +16,7 @@
 namespace moesaic::python {
 
 // A tensor of the caller's, for the duration of a call. Read by the first of these that there is:
-//   1. its type's DLPack exchange table (PyTorch), cached by type
+//   1. its type's DLPack exchange table (PyTorch from 2.10 on), cached by type; __dlpack__ of older ones
 //   2. __array_interface__ (NumPy; ml_dtypes by the dtype's name)
 //   3. __dlpack__
 //   4. __cuda_array_interface__
@@ -37,10 +37,10 @@ class TensorArg {
   const TensorView& writable(std::string_view field) const;
   // The stream on which its framework works now; null where that is not known.
   Stream current_stream() const;
-  bool knows_stream() const { return api_ != nullptr && view_.device.is_cuda(); }
+  bool knows_stream() const;
 
-  // A new tensor of the same framework and device, contents undefined: by the exchange table, as a
-  // NumPy array, or a moesaic.Tensor. `view` is set to its memory.
+  // A new tensor of the same framework and device, contents undefined: by the exchange table, by
+  // PyTorch's or NumPy's function, or a moesaic.Tensor. `view` is set to its memory.
   nanobind::object like(DType dtype, std::span<const std::int64_t> dims, TensorView* view) const;
 
  private:

@@ -1,0 +1,234 @@
+#include "layer.h"
+
+#include <array>
+#include <vector>
+
+#include "core/fault.h"
+#include "errors.h"
+#include "numerics/element.h"
+#include "specs.h"
+#include "tensors.h"
+
+namespace nb = nanobind;
+
+namespace moesaic::python {
+namespace {
+
+// What one call converts; grows to the largest call of this thread.
+struct Scratch {
+  std::vector<float> weights;
+  std::vector<std::int32_t> ids, tokens;
+};
+Scratch& scratch() {
+  thread_local Scratch s;
+  return s;
+}
+
+// Small integer tensors as I32, with ids from `beyond` on (if positive) as -1.
+ConstTensorView as_i32(std::string_view field, const ConstTensorView& t, std::int64_t beyond,
+                       std::vector<std::int32_t>* buffer) {
+  check(expect_contiguous(field, t));
+  const std::int64_t count = unwrap(t.shape.num_elements());
+  buffer->resize(static_cast<std::size_t>(count));
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::int64_t value =
+        t.dtype == DType::kI64 ? t.as<std::int64_t>()[i] : t.as<std::int32_t>()[i];
+    const bool fits = value >= -1 && value <= std::int64_t{0x7FFFFFFF};
+    if (!fits) {
+      raise(StatusCode::kInvalidArgument,
+            fmt::format("{}: got {} at element {}, need -1 to 2^31-1", field, value, i));
+    }
+    (*buffer)[static_cast<std::size_t>(i)] =
+        beyond > 0 && value >= beyond && !MOESAIC_FAULT(python_ids_beyond_kept)
+            ? -1
+            : static_cast<std::int32_t>(value);
+  }
+  return {reinterpret_cast<const std::byte*>(buffer->data()), DType::kI32, t.shape};
+}
+
+ConstTensorView as_f32(std::string_view field, const ConstTensorView& t,
+                       std::vector<float>* buffer) {
+  check(expect_contiguous(field, t));
+  const std::int64_t count = unwrap(t.shape.num_elements());
+  buffer->resize(static_cast<std::size_t>(count));
+  for (std::int64_t i = 0; i < count; ++i) {
+    (*buffer)[static_cast<std::size_t>(i)] =
+        MOESAIC_FAULT(python_narrow_weights_lost) ? 1.0F : load_as_f32(t.data, t.dtype, i);
+  }
+  return {reinterpret_cast<const std::byte*>(buffer->data()), DType::kF32, t.shape};
+}
+
+bool is_narrow(DType dtype) { return dtype == DType::kBF16 || dtype == DType::kF16; }
+
+// Fills the arguments from the caller's tensors; `keep` holds what views point into.
+struct Call {
+  TensorArg x, logits, ids, weights, tokens, mask, out, shared;
+  FusedMoE::Args args;
+
+  Call(const Layer& self, const CallTensors& t)
+      : x("hidden_states", t.x),
+        logits("router_logits", t.router_logits),
+        ids("topk_ids", t.topk_ids),
+        weights("topk_weights", t.topk_weights),
+        tokens("input_ids", t.input_ids),
+        mask("padding_mask", t.padding_mask),
+        out("out", t.out),
+        shared("shared_out", t.shared_out) {
+    if (!x.present()) raise(StatusCode::kInvalidArgument, "hidden_states: got None, need a tensor");
+    const bool host = !x.view().device.is_cuda();
+    args.hidden_states = as_rows("hidden_states", x.view());
+    if (logits.present()) args.router_logits = as_rows("router_logits", logits.view());
+    if (ids.present()) {
+      args.topk_ids = as_rows("topk_ids", ids.view());
+      const bool integer = ids.view().dtype == DType::kI32 || ids.view().dtype == DType::kI64;
+      if (host && self.drop_beyond && integer) {
+        args.topk_ids =
+            as_i32("topk_ids", args.topk_ids, self.layer.spec().num_experts, &scratch().ids);
+      }
+    }
+    if (weights.present()) {
+      args.topk_weights = as_rows("topk_weights", weights.view());
+      if (host && is_narrow(weights.view().dtype)) {
+        args.topk_weights = as_f32("topk_weights", args.topk_weights, &scratch().weights);
+      }
+    }
+    if (tokens.present()) {
+      args.input_ids = flat("input_ids", tokens.view());
+      if (host && tokens.view().dtype == DType::kI64) {
+        args.input_ids = as_i32("input_ids", args.input_ids, 0, &scratch().tokens);
+      }
+    }
+    if (mask.present()) {
+      args.padding_mask = flat("padding_mask", mask.view());
+      if (mask.view().dtype == DType::kBool) args.padding_mask.dtype = DType::kU8;
+    }
+    if (shared.present()) {
+      args.shared_output = as_rows("shared_out", shared.writable("shared_out"));
+    }
+  }
+
+  static ConstTensorView flat(std::string_view field, const TensorView& t) {
+    check(expect_contiguous(field, t));
+    ConstTensorView v = t;
+    v.shape = Shape{unwrap(t.shape.num_elements())};
+    v.strides = {1};
+    return v;
+  }
+};
+
+class TraceTensors {
+ public:
+  nb::object router_logits = nb::none(), topk_ids = nb::none(), topk_weights = nb::none();
+  void make(const Layer& self, Call* call, bool with_logits) {
+    const RoutingSpec& r = self.layer.spec().routing;
+    const std::int64_t rows = call->args.hidden_states.dim(0);
+    const std::array<std::int64_t, 2> columns = {rows, r.num_experts + r.num_zero_experts};
+    const std::array<std::int64_t, 2> slots = {rows, r.top_k};
+    FusedMoE::Trace& trace = call->args.trace;
+    if (with_logits) router_logits = call->x.like(DType::kF32, columns, &trace.router_logits);
+    topk_ids = call->x.like(DType::kI32, slots, &trace.topk_ids);
+    topk_weights = call->x.like(DType::kF32, slots, &trace.topk_weights);
+    if (MOESAIC_FAULT(python_trace_weights_unwritten)) trace.topk_weights = TensorView();
+  }
+};
+
+}  // namespace
+
+nb::object run(const Layer& self, const CallTensors& tensors, nb::handle stream, bool trace,
+               bool copy) {
+  check_not_forked(self.made_at);
+  Call call(self, tensors);
+  nb::object result;
+  if (call.out.present()) {
+    if (!(call.out.view().shape == call.x.view().shape) &&
+        !MOESAIC_FAULT(python_out_shape_unchecked)) {
+      raise(StatusCode::kInvalidShape,
+            fmt::format("out: got {}, need {}, as hidden_states has it",
+                        call.out.view().shape.to_string(), call.x.view().shape.to_string()));
+    }
+    result = nb::borrow(tensors.out);
+    call.args.output = as_rows("out", call.out.writable("out"));
+  } else {
+    TensorView made;
+    result = call.x.like(call.x.view().dtype, call.x.view().shape.dims(), &made);
+    call.args.output = as_rows("out", made);
+  }
+  TraceTensors traced;
+  if (trace) traced.make(self, &call, !call.ids.present());
+  const Device here = call.x.view().device;
+  const bool on_device = here.is_cuda();
+  if (on_device && !self.layer.device().is_cuda()) {
+    raise(StatusCode::kInvalidArgument,
+          fmt::format("hidden_states: got a tensor on {}, need one on cpu, where the layer is",
+                      here.to_string()));
+  }
+  if (!on_device && self.layer.device().is_cuda() && !copy &&
+      !MOESAIC_FAULT(python_hidden_copy_to_device)) {
+    raise(StatusCode::kInvalidArgument,
+          fmt::format("hidden_states: got a tensor on cpu, need one on {}, where the layer is, or "
+                      "copy=True to copy there and back",
+                      self.layer.device().to_string()));
+  }
+  Status status;
+  if (on_device) {
+    const Stream where = stream_of(stream, call.x);
+    const nb::gil_scoped_release released;
+    status = self.layer.enqueue(where, call.args);
+  } else {
+    const nb::gil_scoped_release released;
+    status = self.layer.forward(call.args);
+  }
+  check(status);
+  drain_warnings();
+  if (!trace) return result;
+  return nb::make_tuple(result, traced);
+}
+
+FusedMoE::Options options_of(const std::string& quant, nb::handle device, std::int64_t max_tokens,
+                             nb::handle num_threads, const std::optional<std::string>& backend) {
+  FusedMoE::Options options;
+  options.quant = quant;
+  options.device = device_of(device);
+  options.max_tokens = max_tokens;
+  options.num_threads = threads_of(num_threads);
+  options.backend = backend.value_or("");
+  return options;
+}
+
+FusedMoE create_guarded(Result<MoeLayerWeights> weights, const FusedMoE::Options& options,
+                        CallGuard* guard) {
+  Result<FusedMoE> made = weights.status();
+  {
+    const nb::gil_scoped_release released;
+    if (weights.ok()) {
+      weights->experts = guard->guard(std::move(weights->experts));
+      weights->shared = guard->guard(std::move(weights->shared));
+      made = FusedMoE::create(std::move(weights).value(), options);
+    }
+  }
+  drain_warnings();
+  if (guard->stopped()) throw nb::python_error();
+  return unwrap(std::move(made));
+}
+
+Result<MoeLayerWeights> load_guarded(const Checkpoint& checkpoint, int layer,
+                                     const FusedMoE::Options& options, CallGuard* guard) {
+  Result<MoeLayerWeights> weights = Status(StatusCode::kInternal, "not loaded");
+  {
+    const nb::gil_scoped_release released;
+    weights = checkpoint.load_layer(layer, options.parallel, guard->progress());
+  }
+  if (guard->stopped()) throw nb::python_error();
+  return weights;
+}
+
+void bind_trace(nb::module_& m) {
+  nb::class_<TraceTensors>(m, "Trace", "What a call did besides its output.")
+      .def_ro("router_logits", &TraceTensors::router_logits,
+              nb::sig("def router_logits(self, /) -> typing.Any"))
+      .def_ro("topk_ids", &TraceTensors::topk_ids, nb::sig("def topk_ids(self, /) -> typing.Any"))
+      .def_ro("topk_weights", &TraceTensors::topk_weights,
+              nb::sig("def topk_weights(self, /) -> typing.Any"));
+}
+
+}  // namespace moesaic::python

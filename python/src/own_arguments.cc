@@ -1,0 +1,146 @@
+#include "own_arguments.h"
+
+#include <fmt/format.h>
+#include <nanobind/stl/string.h>
+
+#include <array>
+
+#include "errors.h"
+#include "specs.h"
+
+namespace nb = nanobind;
+
+namespace moesaic::python {
+namespace {
+
+struct Named {
+  const char* name;
+  ConstTensorView ExpertWeightsView::*member;
+};
+constexpr std::array<Named, 16> kOptional = {{
+    {"w13_scale", &ExpertWeightsView::w13_scale},
+    {"w13_bias", &ExpertWeightsView::w13_bias},
+    {"w2_scale", &ExpertWeightsView::w2_scale},
+    {"w2_bias", &ExpertWeightsView::w2_bias},
+    {"w13_global_scale", &ExpertWeightsView::w13_global_scale},
+    {"w2_global_scale", &ExpertWeightsView::w2_global_scale},
+    {"w13_channel_scale", &ExpertWeightsView::w13_channel_scale},
+    {"w2_channel_scale", &ExpertWeightsView::w2_channel_scale},
+    {"w13_zero", &ExpertWeightsView::w13_zero},
+    {"w2_zero", &ExpertWeightsView::w2_zero},
+    {"w13_min", &ExpertWeightsView::w13_min},
+    {"w2_min", &ExpertWeightsView::w2_min},
+    {"w13_input_scale", &ExpertWeightsView::w13_input_scale},
+    {"w2_input_scale", &ExpertWeightsView::w2_input_scale},
+    {"w13_perm", &ExpertWeightsView::w13_perm},
+    {"w2_perm", &ExpertWeightsView::w2_perm},
+}};
+
+GateUpLayout layout_of(const std::string& name, bool gated) {
+  if (name == "none" || (!gated && name == "gate_then_up")) return GateUpLayout::kNonGated;
+  if (name == "gate_then_up") return GateUpLayout::kGateThenUp;
+  if (name == "up_then_gate") return GateUpLayout::kUpThenGate;
+  if (name == "interleaved") return GateUpLayout::kInterleaved;
+  raise(StatusCode::kInvalidArgument,
+        fmt::format(
+            "gate_up: got \"{}\", need \"gate_then_up\", \"up_then_gate\", \"interleaved\" or "
+            "\"none\"",
+            name));
+}
+
+// Codes of fewer than 8 bits come as bytes, and one-byte types as bytes where a framework lacks
+// them: `stored` says what they are.
+void as_codes(DType wanted, bool scale, ConstTensorView* t) {
+  if (!t->present() || t->dtype == wanted) return;
+  const bool byte = t->dtype == DType::kU8 || (!scale && t->dtype == DType::kI8);
+  if (!byte) return;
+  const int bits = dtype_bits(wanted);
+  if (bits == 8) {
+    t->dtype = wanted;
+  } else if (bits == 4 && t->rank() >= 1) {
+    std::vector<std::int64_t> dims(t->shape.dims().begin(), t->shape.dims().end());
+    dims.back() *= 2;
+    for (std::size_t i = 0; i + 1 < dims.size(); ++i) t->strides[i] *= 2;
+    t->shape = *Shape::from(dims);
+    t->dtype = wanted;
+  }
+}
+
+}  // namespace
+
+OwnArguments own_arguments(nb::handle w13, nb::handle w2, std::int64_t top_k,
+                           const std::optional<std::string>& stored, nb::handle activation,
+                           const std::string& gate_up, bool transposed,
+                           bool apply_router_weight_on_input, const nb::kwargs& fields) {
+  OwnArguments made;
+  OwnWeights& own = made.weights;
+  std::vector<TensorArg>& keep = made.keep;
+  keep.reserve(2 + kOptional.size());
+  own.tensors.w13 = keep.emplace_back("w13", w13).view();
+  own.tensors.w2 = keep.emplace_back("w2", w2).view();
+  for (const auto& [key, value] : fields) {
+    const auto name = nb::cast<std::string>(key);
+    const Named* found = nullptr;
+    for (const Named& row : kOptional) {
+      if (name == row.name) found = &row;
+    }
+    if (found == nullptr) {
+      throw nb::type_error(
+          fmt::format("from_tensors() got an unexpected keyword argument '{}'", name).c_str());
+    }
+    const TensorArg& tensor = keep.emplace_back(name, value);
+    if (tensor.present()) own.tensors.*found->member = tensor.view();
+  }
+  if (!own.tensors.w13.present() || !own.tensors.w2.present()) {
+    raise(StatusCode::kInvalidArgument, "w13, w2: got None, need a tensor each");
+  }
+
+  MoeLayerSpec& spec = made.spec;
+  spec.activation = activation_of(activation);
+  own.layout = layout_of(gate_up, is_gated(spec.activation.kind));
+  if (is_gated(spec.activation.kind) == (own.layout == GateUpLayout::kNonGated)) {
+    raise(StatusCode::kInvalidArgument,
+          fmt::format("gate_up: got \"{}\" with activation {}, which is {}gated", gate_up,
+                      activation_name(spec.activation.kind),
+                      own.layout == GateUpLayout::kNonGated ? "" : "not "));
+  }
+  own.transposed = transposed;
+  const DType dtype = own.tensors.w13.dtype;
+  if (stored) {
+    own.stored = scheme_of(*stored);
+    const OperandQuant& weight = own.stored.weight;
+    for (ConstTensorView ExpertWeightsView::*m :
+         {&ExpertWeightsView::w13, &ExpertWeightsView::w2}) {
+      as_codes(weight.dtype, false, &(own.tensors.*m));
+    }
+    const DType scale = weight.scale_format == ScaleFormat::kE8M0   ? DType::kF8E8M0
+                        : weight.scale_format == ScaleFormat::kE4M3 ? DType::kF8E4M3
+                                                                    : DType::kF32;
+    for (ConstTensorView ExpertWeightsView::*m :
+         {&ExpertWeightsView::w13_scale, &ExpertWeightsView::w2_scale}) {
+      if (scale != DType::kF32) as_codes(scale, true, &(own.tensors.*m));
+    }
+  } else if (dtype == DType::kBF16 || dtype == DType::kF16 || dtype == DType::kF32) {
+    own.stored = scheme_of(dtype == DType::kBF16 ? "bf16" : dtype == DType::kF16 ? "f16" : "f32");
+  } else {
+    raise(
+        StatusCode::kAmbiguousFormat,
+        fmt::format("w13: got {} and no stored=, need the name of the scheme that the weights are "
+                    "stored in (moesaic.quant_schemes())",
+                    dtype_name(dtype)));
+  }
+  const OwnSizes sizes = unwrap(own_sizes(own));
+  spec.hidden_size = sizes.hidden_size;
+  spec.intermediate_size = sizes.intermediate_size;
+  spec.num_experts = spec.routing.num_experts = sizes.num_experts;
+  spec.routing.top_k = top_k;
+  spec.quant = own.stored;
+  spec.activation_dtype = dtype == DType::kF16   ? DType::kF16
+                          : dtype == DType::kF32 ? DType::kF32
+                                                 : DType::kBF16;
+  spec.has_expert_bias = own.tensors.w13_bias.present() || own.tensors.w2_bias.present();
+  spec.apply_router_weight_on_input = apply_router_weight_on_input;
+  return made;
+}
+
+}  // namespace moesaic::python

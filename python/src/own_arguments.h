@@ -1,0 +1,30 @@
+// What RoutedExperts.from_tensors is called with, as the library's own types.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "moesaic/spec.h"
+#include "own_weights.h"
+#include "tensors.h"
+
+namespace moesaic::python {
+
+struct OwnArguments {
+  OwnWeights weights;  // views into `keep`
+  std::vector<TensorArg> keep;
+  MoeLayerSpec spec;  // sizes from the tensors
+};
+
+// `fields`: the tensors beside w13 and w2, by the names of ExpertWeightsView; TypeError for another
+// name. Raises.
+OwnArguments own_arguments(nanobind::handle w13, nanobind::handle w2, std::int64_t top_k,
+                           const std::optional<std::string>& stored, nanobind::handle activation,
+                           const std::string& gate_up, bool transposed,
+                           bool apply_router_weight_on_input, const nanobind::kwargs& fields);
+
+}  // namespace moesaic::python

@@ -1,0 +1,243 @@
+// moesaic.RoutedExperts.
+#include <memory>
+
+#include "errors.h"
+#include "experts/problem_checks.h"
+#include "layer.h"
+#include "own_arguments.h"
+#include "specs.h"
+#include "weight_loader.h"
+
+namespace nb = nanobind;
+
+namespace moesaic::python {
+namespace {
+
+struct RoutedLayer : Layer {
+  using Layer::Layer;
+};
+
+nb::object call_routed(const RoutedLayer& self, nb::handle x, nb::handle topk_ids,
+                       nb::handle topk_weights, nb::handle out, nb::handle stream, bool copy) {
+  const nb::handle none = Py_None;
+  return run(self, {x, none, topk_ids, topk_weights, none, none, out, none}, stream, false, copy);
+}
+
+FusedMoE::Options experts_options(const std::string& quant, nb::handle device,
+                                  std::int64_t max_tokens, nb::handle num_threads,
+                                  const std::optional<std::string>& backend) {
+  FusedMoE::Options options = options_of(quant, device, max_tokens, num_threads, backend);
+  options.include_gate = false;
+  options.include_shared = false;
+  return options;
+}
+
+// Routing is the caller's: nothing of it, and no shared expert, belongs to this object.
+Result<MoeLayerWeights> experts_alone(Result<MoeLayerWeights> weights) {
+  if (!weights.ok()) return weights;
+  MoeLayerSpec& spec = weights->spec;
+  RoutingSpec routing;
+  routing.num_experts = spec.routing.num_experts;
+  routing.top_k = spec.routing.top_k;
+  spec.routing = routing;
+  spec.shared = SharedExpertSpec();
+  spec.has_router_bias = false;
+  weights->tensors = MoeLayerTensors();
+  weights->shared.reset();
+  return weights;
+}
+
+RoutedLayer* routed_from_checkpoint(const Checkpoint& checkpoint, int layer,
+                                    const std::string& quant, nb::handle device,
+                                    std::int64_t max_tokens, nb::handle num_threads,
+                                    const std::optional<std::string>& backend,
+                                    nb::handle progress) {
+  const FusedMoE::Options options =
+      experts_options(quant, device, max_tokens, num_threads, backend);
+  CallGuard guard(progress);
+  return new RoutedLayer(create_guarded(
+      experts_alone(load_guarded(checkpoint, layer, options, &guard)), options, &guard));
+}
+
+RoutedLayer* routed_from_loader(LoaderObject& loader, const std::string& quant, nb::handle device,
+                                std::int64_t max_tokens, nb::handle num_threads,
+                                const std::optional<std::string>& backend, bool drop_ids_beyond) {
+  const FusedMoE::Options options =
+      experts_options(quant, device, max_tokens, num_threads, backend);
+  CallGuard guard{nb::none()};
+  auto* const made =
+      new RoutedLayer(create_guarded(experts_alone(finish(&loader)), options, &guard));
+  made->drop_beyond = drop_ids_beyond;
+  return made;
+}
+
+RoutedLayer* routed_from_tensors(nb::handle w13, nb::handle w2, std::int64_t top_k,
+                                 const std::string& quant, const std::optional<std::string>& stored,
+                                 nb::handle activation, const std::string& gate_up, bool transposed,
+                                 bool apply_router_weight_on_input, bool drop_ids_beyond,
+                                 nb::handle device, std::int64_t max_tokens, nb::handle num_threads,
+                                 const std::optional<std::string>& backend, nb::handle progress,
+                                 const nb::kwargs& fields) {
+  const OwnArguments own = own_arguments(w13, w2, top_k, stored, activation, gate_up, transposed,
+                                         apply_router_weight_on_input, fields);
+  const FusedMoE::Options options =
+      experts_options(quant, device, max_tokens, num_threads, backend);
+  CallGuard guard(progress);
+  MoeLayerWeights weights;
+  weights.spec = own.spec;
+  weights.shared_quant = own.spec.quant;
+  weights.experts = unwrap(make_own_source(own.weights));
+  auto* const made = new RoutedLayer(create_guarded(std::move(weights), options, &guard));
+  made->drop_beyond = drop_ids_beyond;
+  return made;
+}
+
+// Why no backend takes the layer, empty where one does.
+std::string refusals(const LayerExplanation& explanation) {
+  std::string reasons;
+  for (const CandidateReport& row : explanation.candidates) {
+    if (row.stage != "experts") continue;
+    if (row.accepted) return {};
+    reasons += (reasons.empty() ? "" : "; ") + row.name + ": " + row.reason;
+  }
+  return reasons;
+}
+
+LayerExplanation check_tensors(nb::handle w13, nb::handle w2, std::int64_t top_k,
+                               const std::string& quant, const std::optional<std::string>& stored,
+                               nb::handle activation, const std::string& gate_up, bool transposed,
+                               bool apply_router_weight_on_input, nb::handle device,
+                               std::int64_t max_tokens, const std::optional<std::string>& backend,
+                               const nb::kwargs& fields) {
+  const OwnArguments own = own_arguments(w13, w2, top_k, stored, activation, gate_up, transposed,
+                                         apply_router_weight_on_input, fields);
+  const FusedMoE::Options options = experts_options(quant, device, max_tokens, nb::none(), backend);
+  check(check_device(options.device));
+  LayerExplanation explanation = unwrap(explain_layer(own.spec, options));
+  if (const std::string reasons = refusals(explanation); !reasons.empty()) {
+    raise(StatusCode::kUnsupported, "experts: " + reasons);
+  }
+  MoeProblem problem;
+  problem.num_experts = problem.num_local_experts = own.spec.num_experts;
+  problem.top_k = top_k;
+  problem.hidden_size = own.spec.hidden_size;
+  problem.intermediate_size = own.spec.intermediate_size;
+  problem.activation = own.spec.activation;
+  problem.quant = own.spec.quant;
+  problem.activation_dtype = own.spec.activation_dtype;
+  problem.has_expert_bias = own.spec.has_expert_bias;
+  const std::unique_ptr<ExpertSource> source = unwrap(make_own_source(own.weights));
+  check(experts::check_expert_weights(problem, unwrap(source->expert(0)), 0));
+  return explanation;
+}
+
+}  // namespace
+
+void bind_routed_experts(nb::module_& m) {
+  nb::class_<RoutedLayer> routed(
+      m, "RoutedExperts",
+      "The experts alone, for a caller that routes: called with hidden states [..., H], ids and "
+      "weights [..., k].");
+  routed.def_static(
+      "from_tensors", &routed_from_tensors, nb::arg("w13"), nb::arg("w2"), nb::arg("top_k"),
+      nb::kw_only(), nb::arg("quant") = "as-is", nb::arg("stored") = nb::none(),
+      nb::arg("activation") = "silu", nb::arg("gate_up") = "gate_then_up",
+      nb::arg("transposed") = false, nb::arg("apply_router_weight_on_input") = false,
+      nb::arg("drop_ids_beyond") = false, nb::arg("device").none() = "cpu",
+      nb::arg("max_tokens") = 512, nb::arg("num_threads").none() = nb::none(),
+      nb::arg("backend") = nb::none(), nb::arg("progress").none() = nb::none(), nb::arg("fields"),
+      nb::sig(
+          "def from_tensors(w13: typing.Any, w2: typing.Any, top_k: int, *, quant: str = 'as-is', "
+          "stored: str | None = None, activation: str | Activation = 'silu', "
+          "gate_up: str = 'gate_then_up', transposed: bool = False, "
+          "apply_router_weight_on_input: bool = False, drop_ids_beyond: bool = False, "
+          "device: typing.Any = 'cpu', max_tokens: int = 512, num_threads: int | None = None, "
+          "backend: str | None = None, "
+          "progress: collections.abc.Callable[[int, int], object] | None = None, "
+          "w13_scale: typing.Any = None, "
+          "w13_bias: typing.Any = None, "
+          "w2_scale: typing.Any = None, "
+          "w2_bias: typing.Any = None, "
+          "w13_global_scale: typing.Any = None, "
+          "w2_global_scale: typing.Any = None, "
+          "w13_channel_scale: typing.Any = None, "
+          "w2_channel_scale: typing.Any = None, "
+          "w13_zero: typing.Any = None, "
+          "w2_zero: typing.Any = None, "
+          "w13_min: typing.Any = None, "
+          "w2_min: typing.Any = None, "
+          "w13_input_scale: typing.Any = None, "
+          "w2_input_scale: typing.Any = None, "
+          "w13_perm: typing.Any = None, "
+          "w2_perm: typing.Any = None"
+          ") -> RoutedExperts"),
+      "Packs the caller's weights, expert by expert, and keeps none of them: w13 [E, 2I, H] and w2 "
+      "[E, H, I], or transposed. stored: the scheme that codes and scales are in; plain tensors "
+      "say theirs. quant: what is computed. drop_ids_beyond: ids from E on are no expert.");
+  routed.def_static(
+      "check_tensors", &check_tensors, nb::arg("w13"), nb::arg("w2"), nb::arg("top_k"),
+      nb::kw_only(), nb::arg("quant") = "as-is", nb::arg("stored") = nb::none(),
+      nb::arg("activation") = "silu", nb::arg("gate_up") = "gate_then_up",
+      nb::arg("transposed") = false, nb::arg("apply_router_weight_on_input") = false,
+      nb::arg("device").none() = "cpu", nb::arg("max_tokens") = 512,
+      nb::arg("backend") = nb::none(), nb::arg("fields"),
+      nb::sig(
+          "def check_tensors(w13: typing.Any, w2: typing.Any, top_k: int, *, quant: str = 'as-is', "
+          "stored: str | None = None, activation: str | Activation = 'silu', "
+          "gate_up: str = 'gate_then_up', transposed: bool = False, "
+          "apply_router_weight_on_input: bool = False, device: typing.Any = 'cpu', "
+          "max_tokens: int = 512, backend: str | None = None, "
+          "w13_scale: typing.Any = None, "
+          "w13_bias: typing.Any = None, "
+          "w2_scale: typing.Any = None, "
+          "w2_bias: typing.Any = None, "
+          "w13_global_scale: typing.Any = None, "
+          "w2_global_scale: typing.Any = None, "
+          "w13_channel_scale: typing.Any = None, "
+          "w2_channel_scale: typing.Any = None, "
+          "w13_zero: typing.Any = None, "
+          "w2_zero: typing.Any = None, "
+          "w13_min: typing.Any = None, "
+          "w2_min: typing.Any = None, "
+          "w13_input_scale: typing.Any = None, "
+          "w2_input_scale: typing.Any = None, "
+          "w13_perm: typing.Any = None, "
+          "w2_perm: typing.Any = None"
+          ") -> Explanation"),
+      "Raises what from_tensors would, looking at sizes, formats, the device and one expert's "
+      "tensors, and packs nothing. Left for the packing: values of the other experts, memory.");
+  routed.def_static(
+      "from_checkpoint", &routed_from_checkpoint, nb::arg("checkpoint"), nb::arg("layer"),
+      nb::kw_only(), nb::arg("quant") = "as-is", nb::arg("device").none() = "cpu",
+      nb::arg("max_tokens") = 512, nb::arg("num_threads").none() = nb::none(),
+      nb::arg("backend") = nb::none(), nb::arg("progress").none() = nb::none(),
+      nb::sig("def from_checkpoint(checkpoint: Checkpoint, layer: int, *, quant: str = 'as-is', "
+              "device: typing.Any = 'cpu', max_tokens: int = 512, num_threads: int | None = None, "
+              "backend: str | None = None, "
+              "progress: collections.abc.Callable[[int, int], object] | None = None) -> "
+              "RoutedExperts"),
+      "The routed experts of one layer, without its gate, router and shared experts.");
+  routed.def_static(
+      "from_loader", &routed_from_loader, nb::arg("loader"), nb::kw_only(),
+      nb::arg("quant") = "as-is", nb::arg("device").none() = "cpu", nb::arg("max_tokens") = 512,
+      nb::arg("num_threads").none() = nb::none(), nb::arg("backend") = nb::none(),
+      nb::arg("drop_ids_beyond") = false,
+      nb::sig("def from_loader(loader: WeightLoader, *, quant: str = 'as-is', "
+              "device: typing.Any = 'cpu', max_tokens: int = 512, num_threads: int | None = None, "
+              "backend: str | None = None, drop_ids_beyond: bool = False) -> RoutedExperts"),
+      "The experts of the weights that a WeightLoader was given; takes them out of it. "
+      "MissingTensor says what it still lacks, and leaves it as it is.");
+  routed.def(
+      "__call__", &call_routed, nb::arg("hidden_states"), nb::arg("topk_ids"),
+      nb::arg("topk_weights"), nb::kw_only(), nb::arg("out").none() = nb::none(),
+      nb::arg("stream").none() = nb::none(), nb::arg("copy") = false,
+      nb::sig("def __call__(self, hidden_states: typing.Any, topk_ids: typing.Any, "
+              "topk_weights: typing.Any, *, out: typing.Any = None, stream: typing.Any = None, "
+              "copy: bool = False) -> typing.Any"),
+      "ids I32 or I64, -1: no expert; weights F32 (on a CPU BF16 or F16 too), final: they "
+      "multiply "
+      "the expert rows as they are.");
+  bind_common(routed);
+}
+
+}  // namespace moesaic::python
