@@ -1,17 +1,22 @@
 """What a call from Python costs, and one layer of experts against transformers' own.
 
-    OMP_NUM_THREADS=1 python bench/python_calls.py [--calls N] [--layer] [--tokens 1,4,16] [--quant bf16,int4-g128]
+    OMP_NUM_THREADS=1 python bench/python_calls.py [--calls N] [--layer] [--tokens 1,4,16,256] [--quant bf16,int4-g128]
+    python bench/python_calls.py --layer --device cuda --quant bf16,fp8-block
 
 The first table: microseconds of a call without rows, smallest of several rounds: reading four tensors, checks,
-and the library's own empty call. The second (--layer): CPU milliseconds of one layer of Qwen3-30B's shape in
-bf16, alternating rounds, median: transformers' default (grouped_mm), eager, and Moesaic through the operator.
-Needs torch and transformers and 4 GB.
+and the library's own empty call; and of importing the package in a new process. The second (--layer): milliseconds
+of one layer of Qwen3-30B's shape in bf16, alternating rounds, median: transformers' default (grouped_mm), eager, and
+Moesaic through the operator; CPU time on a CPU, events on a GPU (where batched_mm is what `generate` takes for a few
+tokens). Needs torch and transformers and 4 GB.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -32,12 +37,25 @@ def microseconds(call: Callable[[], object], calls: int) -> float:
     return best / calls * 1e6
 
 
+def import_milliseconds() -> float:
+    """Of `import moesaic` in a new interpreter, the fastest of 10."""
+    code = "import time; t = time.perf_counter(); import moesaic; print(time.perf_counter() - t)"
+    runs = [subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True) for _ in range(10)]
+    return min(float(run.stdout) for run in runs) * 1e3
+
+
 def overhead(calls: int) -> None:
     """Prints the first table."""
+    print(f"{'import moesaic':<24} {import_milliseconds():7.1f} ms")
     w13, w2 = torch.randn(4, 256, 128), torch.randn(4, 128, 128)
     layer = moesaic.RoutedExperts.from_tensors(w13, w2, 2)
     module = moesaic.torch.MoesaicExperts(layer)
-    x, ids, weights, out = torch.empty(0, 128), torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2), torch.empty(0, 128)
+    x, ids, weights, out = (
+        torch.empty(0, 128),
+        torch.empty(0, 2, dtype=torch.int64),
+        torch.empty(0, 2),
+        torch.empty(0, 128),
+    )
     arrays = [t.numpy() for t in (x, ids, weights, out)]
     operator = torch.ops.moesaic.experts
     with torch.inference_mode():
@@ -52,19 +70,39 @@ def overhead(calls: int) -> None:
             print(f"{name:<24} {microseconds(call, calls):7.2f} us")
 
 
-def one_layer(tokens: list[int], quants: list[str]) -> None:
+def milliseconds(call: Callable[[], object], device: str) -> float:
+    """Of one call: CPU time of the process, or what a GPU took for it."""
+    if device == "cpu":
+        begin = time.process_time()
+        call()
+        return (time.process_time() - begin) * 1e3
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # Some work in front, so that launching is not what is measured.
+    torch.cuda._sleep(3_000_000)
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def one_layer(tokens: list[int], quants: list[str], device: str) -> None:
     """Prints the second table."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
     config = Qwen3MoeConfig(hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8)
     config._experts_implementation = "grouped_mm"
-    with torch.device("cpu"):
+    with torch.device(device):
         experts = Qwen3MoeExperts(config).to(torch.bfloat16)
     with torch.no_grad():
         for parameter in experts.parameters():
             parameter.normal_(std=parameter.shape[-1] ** -0.5)
-    layers = {q: moesaic.torch.MoesaicExperts(moesaic.RoutedExperts.from_tensors(experts.gate_up_proj.data, experts.down_proj.data, 8, quant=q)) for q in quants}
+
+    def pack(quant: str) -> moesaic.torch.MoesaicExperts:
+        weights = experts.gate_up_proj.data, experts.down_proj.data
+        where = "cpu" if device == "cpu" else "cuda:0"
+        return moesaic.torch.MoesaicExperts(moesaic.RoutedExperts.from_tensors(*weights, 8, quant=quant, device=where))
 
     def theirs(name: str) -> Callable[..., object]:
         def call(*arguments: torch.Tensor) -> object:
@@ -73,21 +111,26 @@ def one_layer(tokens: list[int], quants: list[str]) -> None:
 
         return call
 
-    contenders: dict[str, Callable[..., object]] = {"grouped_mm": theirs("grouped_mm"), "eager": theirs("eager")}
-    contenders |= {f"moesaic {q}": layers[q] for q in quants}
+    names = ["grouped_mm", "eager"] if device == "cpu" else ["grouped_mm", "batched_mm"]
+    contenders: dict[str, Callable[..., object]] = {name: theirs(name) for name in names}
+    contenders |= {f"moesaic {quant}": pack(quant) for quant in quants}
     for rows in tokens:
-        x = torch.randn(rows, 2048).bfloat16()
-        ids = torch.stack([torch.randperm(128)[:8] for _ in range(rows)])
-        weights = torch.rand(rows, 8).bfloat16()
+        x = torch.randn(rows, 2048, device=device).bfloat16()
+        ids = torch.stack([torch.randperm(128, device=device)[:8] for _ in range(rows)])
+        weights = torch.rand(rows, 8, device=device).bfloat16()
         samples: dict[str, list[float]] = {name: [] for name in contenders}
         with torch.inference_mode():
-            for _ in range(6):
+            for _ in range(6 if device == "cpu" else 20):
                 for name, call in contenders.items():
-                    begin = time.process_time()
-                    call(x, ids, weights)
-                    samples[name].append(time.process_time() - begin)
+                    if name != "batched_mm" or rows <= 16:  # it copies the weights of every slot
+                        samples[name].append(milliseconds(functools.partial(call, x, ids, weights), device))
+        base = statistics.median(samples["grouped_mm"][1:])
         for name, values in samples.items():
-            print(f"M = {rows:<4} {name:<20} {statistics.median(values[1:]) * 1e3:9.2f} ms  ({min(values[1:]) * 1e3:.2f} at best)")
+            if values:
+                median, best = statistics.median(values[1:]), min(values[1:])
+                print(
+                    f"M = {rows:<4} {name:<20} {median:9.3f} ms  ({best:.3f} at best), {base / median:5.2f} x grouped_mm"
+                )
 
 
 def main() -> None:
@@ -95,12 +138,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=20000)
     parser.add_argument("--layer", action="store_true")
-    parser.add_argument("--tokens", default="1,4,16")
+    parser.add_argument("--tokens", default="1,4,16,256")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--quant", default="bf16,int4-g128")
     arguments = parser.parse_args()
     overhead(arguments.calls)
     if arguments.layer:
-        one_layer([int(t) for t in arguments.tokens.split(",")], arguments.quant.split(","))
+        one_layer([int(t) for t in arguments.tokens.split(",")], arguments.quant.split(","), arguments.device)
 
 
 if __name__ == "__main__":

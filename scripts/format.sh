@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Formats all C++ files in place; with --check only tells which are not formatted.
+# Formats all C++ files in place; with --check only tells which are not formatted. Python files: scripts/python-tests
+# looks at them with ruff (python/tests/test_style.py).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 formatter=$(command -v clang-format-14 || command -v clang-format) || {
@@ -9,7 +10,7 @@ formatter=$(command -v clang-format-14 || command -v clang-format) || {
 mode=(-i)
 [ "${1:-}" = --check ] && mode=(--dry-run --Werror)
 folders=()
-for folder in include src tools tests fuzz bench examples; do
+for folder in include src tools tests fuzz bench examples python; do
   [ -d "$folder" ] && folders+=("$folder")
 done
 find "${folders[@]}" -name '*.h' -o -name '*.cc' -o -name '*.cuh' -o -name '*.cu' | LC_ALL=C sort |

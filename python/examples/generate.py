@@ -43,7 +43,9 @@ def tiny_model(dtype: torch.dtype) -> torch.nn.Module:
 def speak(model: torch.nn.Module, prompt: torch.Tensor, tokens: int) -> tuple[list[int], float]:
     """The continuation and the seconds it took."""
     begin = time.perf_counter()
-    out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    out = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, do_sample=False, pad_token_id=0
+    )
     return out[0, prompt.shape[1] :].tolist(), time.perf_counter() - begin
 
 
@@ -70,7 +72,9 @@ def main() -> None:
     print(f"transformers  {their_seconds:6.2f} s  {theirs}")
     print(f"moesaic       {our_seconds:6.2f} s  {ours}")
     same = sum(a == b for a, b in zip(theirs, ours, strict=True))
-    print(f"{same} of {len(theirs)} tokens are the same; experts: {report.bytes_after} bytes instead of {report.bytes_before}")
+    print(
+        f"{same} of {len(theirs)} tokens are the same; experts: {report.bytes_after} bytes instead of {report.bytes_before}"
+    )
 
 
 if __name__ == "__main__":

@@ -91,7 +91,8 @@ def from_pretrained(
     Returns the model in evaluation mode; `model.moesaic_report` is a `Report` as `accelerate`
     returns it, a line for each layer. Attention, dense layers and shared experts are as
     transformers loads them, with the checkpoint's own quantizer if anything but experts is
-    quantised. Saving the model is refused: the folder that it came from is what to keep.
+    quantised. Saving the model is refused (`state_dict`, `save_pretrained`): the folder that it came
+    from is what to keep.
 
     Raises `moesaic.Unsupported` for a model whose experts modules are unlike the checkpoint's
     layers or are none that transformers lets replace, and for arguments that spread a model over
@@ -107,9 +108,7 @@ def from_pretrained(
         "gguf_file",
     ):
         if hf.get(name) is not None:
-            raise Unsupported(
-                f"{name}: got {hf[name]!r}, need None: experts are on one device, as stored"
-            )
+            raise Unsupported(f"{name}: got {hf[name]!r}, need None: experts are on one device, as stored")
     levels: Any = importlib.import_module("moesaic.transformers")  # which imports this module
     folder = _resolve(os.fspath(model_id), revision, local_files_only)
     checkpoint = moesaic.Checkpoint(folder)
@@ -120,9 +119,7 @@ def from_pretrained(
     config = hf.pop("config", None)
     if config is None:
         names = ("trust_remote_code", "code_revision")
-        config = transformers.AutoConfig.from_pretrained(
-            folder, **{n: hf[n] for n in names if n in hf}
-        )
+        config = transformers.AutoConfig.from_pretrained(folder, **{n: hf[n] for n in names if n in hf})
     inner = _take_quantization(config)
     if inner is not None and not _quantised_beside_experts(folder):
         inner = None
@@ -147,16 +144,8 @@ def from_pretrained(
             del _plans[number]
     loaded = model[0] if isinstance(model, tuple) else model  # output_loading_info
     loaded.moesaic_report = levels.Report(tuple(plan.rows))
-    # The experts are not in the state: what was saved would lack them.
-    object.__setattr__(loaded, "save_pretrained", _refuse_saving)
+    importlib.import_module("moesaic.torch").refuse_saving(loaded)
     return model
-
-
-def _refuse_saving(*arguments: Any, **named: Any) -> None:
-    raise Unsupported(
-        "save_pretrained: the experts of this model are packed; keep the folder that it was loaded "
-        "from"
-    )
 
 
 def _resolve(model_id: str, revision: str | None, local_files_only: bool) -> str:
@@ -170,9 +159,7 @@ def _resolve(model_id: str, revision: str | None, local_files_only: bool) -> str
         )
     hub: Any = importlib.import_module("huggingface_hub")
     return str(
-        hub.snapshot_download(
-            model_id, revision=revision, local_files_only=local_files_only, allow_patterns=_FILES
-        )
+        hub.snapshot_download(model_id, revision=revision, local_files_only=local_files_only, allow_patterns=_FILES)
     )
 
 
@@ -202,10 +189,7 @@ def _tensors(folder: str) -> Iterator[tuple[str, str, list[int], int]]:
 def _quantised_beside_experts(folder: str) -> bool:
     """Whether anything but routed experts is stored in codes, which needs a quantizer."""
     return any(
-        dtype not in _PLAIN_DTYPES
-        and len(shape) >= 2
-        and ".experts." not in name
-        and ".gate." not in name
+        dtype not in _PLAIN_DTYPES and len(shape) >= 2 and ".experts." not in name and ".gate." not in name
         for name, dtype, shape, _ in _tensors(folder)
     )
 
@@ -251,8 +235,7 @@ def _experts_modules(model: Any) -> dict[str, Any]:
     return {
         name: module
         for name, module in model.named_modules()
-        if name.rsplit(".", 1)[-1] == "experts"
-        and (hasattr(module, "_apply_gate") or _stacked(module))
+        if name.rsplit(".", 1)[-1] == "experts" and (hasattr(module, "_apply_gate") or _stacked(module))
     }
 
 
@@ -267,9 +250,7 @@ def _match(model: Any, checkpoint: Any) -> dict[str, int]:
     for name, module in _experts_modules(model).items():
         numbers = re.findall(r"\.(\d+)\.", name)
         if not numbers or int(numbers[-1]) not in specs:
-            raise Unsupported(
-                f"{name}: got no layer of the checkpoint for it, need one of {sorted(specs)}"
-            )
+            raise Unsupported(f"{name}: got no layer of the checkpoint for it, need one of {sorted(specs)}")
         layer = int(numbers[-1])
         if layer in names.values():
             raise Unsupported(f"{name}: got a second experts module for layer {layer}, need one")
@@ -283,12 +264,8 @@ def _match(model: Any, checkpoint: Any) -> dict[str, int]:
         )
     missing = sorted(set(specs) - set(names.values()))
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    if any(
-        layer < count for layer in missing
-    ):  # those beyond predict further tokens, and aren't loaded
-        raise Unsupported(
-            f"layers {missing}: got no experts module of {type(model).__name__} for them"
-        )
+    if any(layer < count for layer in missing):  # those beyond predict further tokens, and aren't loaded
+        raise Unsupported(f"layers {missing}: got no experts module of {type(model).__name__} for them")
     return names
 
 
@@ -297,10 +274,7 @@ def _check(name: str, module: Any, spec: Any) -> None:
     if getattr(module, "has_post_expert_norm", False):
         raise Unsupported(f"{name}: got a norm after each expert, need none")
     if not hasattr(module, "_apply_gate"):
-        raise Unsupported(
-            f"{name}: got {type(module).__name__}, need a class decorated by "
-            "use_experts_implementation"
-        )
+        raise Unsupported(f"{name}: got {type(module).__name__}, need a class decorated by use_experts_implementation")
     gated = bool(getattr(module, "has_gate", True))
     first = module.gate_up_proj if gated else module.up_proj
     hidden, wide = first.shape[1:] if module.is_transposed else first.shape[:0:-1]
@@ -310,13 +284,9 @@ def _check(name: str, module: Any, spec: Any) -> None:
         "intermediate size": (wide // (2 if gated else 1), spec.intermediate_size),
         "gate": (gated, spec.activation.gated),
     }
-    wrong = [
-        f"{key} {theirs}, need {ours}" for key, (theirs, ours) in got.items() if theirs != ours
-    ]
+    wrong = [f"{key} {theirs}, need {ours}" for key, (theirs, ours) in got.items() if theirs != ours]
     if wrong:
-        raise Unsupported(
-            f"{name}: got {'; '.join(wrong)} as layer {spec.layer} of the checkpoint has it"
-        )
+        raise Unsupported(f"{name}: got {'; '.join(wrong)} as layer {spec.layer} of the checkpoint has it")
     _check_activation(name, module, spec.activation, gated)
 
 
@@ -327,17 +297,13 @@ def _check_activation(name: str, module: Any, activation: Any, gated: bool) -> N
     with torch.device("cpu"), torch.no_grad():
         line = torch.linspace(-reach, reach, 61, dtype=torch.float32)
         if not gated:
-            theirs, ours = module.act_fn(line[None]), moesaic.apply_activation(
-                activation, line[None]
-            )
+            theirs, ours = module.act_fn(line[None]), moesaic.apply_activation(activation, line[None])
         else:
             gate, up = (t.reshape(1, -1) for t in torch.meshgrid(line, line, indexing="ij"))
             joined = module.is_concatenated
             both = torch.cat((gate, up), 1) if joined else torch.stack((gate, up), 2).reshape(1, -1)
             theirs = module._apply_gate(both)
-            ours = moesaic.apply_activation(
-                activation, both, gate_up="gate_then_up" if joined else "interleaved"
-            )
+            ours = moesaic.apply_activation(activation, both, gate_up="gate_then_up" if joined else "interleaved")
         difference = (theirs.double() - ours.double()).abs() / (1 + ours.double().abs())
     if not float(difference.max()) <= 2e-6:
         raise Unsupported(
@@ -371,8 +337,7 @@ class MoesaicHfQuantizer(_base.HfQuantizer):  # type: ignore[misc]
         plan = _plans.get(quantization_config.plan)
         if plan is None:
             raise InvalidArgument(
-                "quantization_config: got quant_method moesaic, which only "
-                "moesaic.transformers.from_pretrained makes"
+                "quantization_config: got quant_method moesaic, which only moesaic.transformers.from_pretrained makes"
             )
         self._plan = plan
         self._inner: Any = None
@@ -383,9 +348,7 @@ class MoesaicHfQuantizer(_base.HfQuantizer):  # type: ignore[misc]
                     "quantizer of "
                     "transformers reads"
                 )
-            self._inner = _quantizers.AutoHfQuantizer.from_config(
-                quantization_config.inner, pre_quantized=True
-            )
+            self._inner = _quantizers.AutoHfQuantizer.from_config(quantization_config.inner, pre_quantized=True)
 
     def _process_model_before_weight_loading(self, model: Any, **named: Any) -> Any:
         self._plan.names = _match(model, self._plan.checkpoint)
@@ -401,9 +364,7 @@ class MoesaicHfQuantizer(_base.HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **named: Any) -> Any:
         if self._inner is None:
-            self.remove_quantization_config(
-                model
-            )  # to transformers it is a plain model from here on
+            self.remove_quantization_config(model)  # to transformers it is a plain model from here on
             model.config._is_quantized = False
         else:
             model.hf_quantizer = self._inner
@@ -474,9 +435,7 @@ def _pack(model: Any, plan: _Plan) -> None:
         def advance(done: int, of: int, before: int = before, size: int = sizes[layer]) -> None:
             plan.progress(before + (size * done // of if of else size), total)
 
-        experts = moesaic.RoutedExperts.from_checkpoint(
-            plan.checkpoint, layer, progress=advance, **plan.options
-        )
+        experts = moesaic.RoutedExperts.from_checkpoint(plan.checkpoint, layer, progress=advance, **plan.options)
         before += sizes[layer]
         plan.progress(before, total)
         module = module_class(experts)

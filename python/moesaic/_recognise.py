@@ -45,7 +45,10 @@ def is_experts(module: torch.nn.Module) -> bool:
 def _constants(module: Any, *words: str) -> list[float]:
     """Numbers that the module and its configuration call by one of these words, largest set first."""
     found: list[float] = []
-    for source in (vars(module), vars(getattr(module, "config", None) or object) if getattr(module, "config", None) else {}):
+    for source in (
+        vars(module),
+        vars(getattr(module, "config", None) or object) if getattr(module, "config", None) else {},
+    ):
         for name, value in source.items():
             usable = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
             if usable and any(w in name for w in words) and float(value) not in found:
@@ -88,7 +91,9 @@ def _candidates(module: Any, gated: bool) -> list[Activation]:
 
 def _grid(module: Any) -> torch.Tensor:
     """Values inside and beyond every limit, and far enough apart that no two functions agree."""
-    edges = [limit * f for limit in _constants(module, "limit", "clamp", "beta") if limit < 1e4 for f in (0.9, 1.1, 1.6)]
+    edges = [
+        limit * f for limit in _constants(module, "limit", "clamp", "beta") if limit < 1e4 for f in (0.9, 1.1, 1.6)
+    ]
     inner = torch.linspace(-9.0, 9.0, 37).tolist()
     return torch.tensor(sorted({*inner, *edges, *(-e for e in edges), 0.1, -0.1, 20.0, -20.0}), dtype=torch.float32)
 
@@ -109,7 +114,9 @@ def activation_of(module: Any) -> Activation:
             ours_in = values.reshape(-1, 1)
             theirs, size = module.act_fn(ours_in), ours_in.abs()
     if theirs.shape != (ours_in.shape[0], 1):
-        raise Unsupported(f"activation: {type(module).__name__} maps {tuple(ours_in.shape)} to {tuple(theirs.shape)}, need one value for each gate and up")
+        raise Unsupported(
+            f"activation: {type(module).__name__} maps {tuple(ours_in.shape)} to {tuple(theirs.shape)}, need one value for each gate and up"
+        )
     theirs = theirs.to(torch.float32)
     # Both round in fp32: where a result is the small rest of large numbers (gelu far below zero), by theirs.
     tolerance = 1e-6 * (1.0 + theirs.abs() + size)
@@ -122,7 +129,9 @@ def activation_of(module: Any) -> Activation:
     if len(matches) == 1:
         return matches[0]
     if matches:
-        raise Unsupported(f"activation: {type(module).__name__} computes what {' and '.join(map(repr, matches))} do, need exactly one")
+        raise Unsupported(
+            f"activation: {type(module).__name__} computes what {' and '.join(map(repr, matches))} do, need exactly one"
+        )
     tried = ", ".join(repr(c) for c in _candidates(module, gated))
     raise Unsupported(f"activation: what {type(module).__name__} computes is none of {tried}")
 
@@ -136,9 +145,23 @@ def _numbers_named(holder: Any, names: tuple[str, ...]) -> Iterator[int]:
 
 def top_k_of(module: torch.nn.Module, parent: torch.nn.Module | None) -> int:
     """Experts of a token: as the block or its router says, else the configuration."""
-    names = ("top_k", "num_experts_per_tok", "num_selected_experts", "moe_top_k", "moe_topk", "moe_k", "num_experts_per_token", "top_k_experts")
+    names = (
+        "top_k",
+        "num_experts_per_tok",
+        "num_selected_experts",
+        "moe_top_k",
+        "moe_topk",
+        "moe_k",
+        "num_experts_per_token",
+        "top_k_experts",
+    )
     for holders in ([parent, *parent.children()] if parent is not None else [], [getattr(module, "config", None)]):
-        found = {value for holder in holders if holder is not None and holder is not module for value in _numbers_named(holder, names)}
+        found = {
+            value
+            for holder in holders
+            if holder is not None and holder is not module
+            for value in _numbers_named(holder, names)
+        }
         if len(found) > 1:
             raise AmbiguousFormat(f"top_k: got {sorted(found)} around {type(module).__name__}, need one value")
         if found:
@@ -160,10 +183,16 @@ def describe(module: Any, top_k: int) -> Described:
             if value is None:
                 continue
             if not isinstance(value, torch.Tensor) or type(value.data) is not torch.Tensor:
-                raise Unsupported(f"{name}.{theirs}: got a {type(value).__name__}, need a plain tensor (DTensor and wrapped weights are not)")
+                raise Unsupported(
+                    f"{name}.{theirs}: got a {type(value).__name__}, need a plain tensor (DTensor and wrapped weights are not)"
+                )
             if value.device.type == "meta":
-                raise Unsupported(f"{name}.{theirs}: got a tensor on the meta device, need its values (offloaded weights are not supported)")
-            tensors[ours + suffix] = value.data
+                raise Unsupported(
+                    f"{name}.{theirs}: got a tensor on the meta device, need its values (offloaded weights are not supported)"
+                )
+            # Scales that are powers of two in a byte are the same numbers in fp32.
+            scale = suffix == "_scale" and value.dtype == getattr(torch, "float8_e8m0fnu", None)
+            tensors[ours + suffix] = value.data.to(torch.float32) if scale else value.data
     if "w13" not in tensors or "w2" not in tensors:
         raise Unsupported(f"{name}: has no {first} and down_proj, need stacked experts")
     if any(hasattr(child, "lora_A") for child in module.modules()):
@@ -172,10 +201,14 @@ def describe(module: Any, top_k: int) -> Described:
     if tensors["w13"].dtype == torch.float8_e4m3fn:
         block = tuple(getattr(module, "block_size", None) or ())
         if block != (128, 128) or getattr(module, "activation_scheme", None) != "dynamic":
-            raise Unsupported(f"{name}: got FP8 blocks {block or None} with {getattr(module, 'activation_scheme', None)} activations, need (128, 128) and dynamic")
+            raise Unsupported(
+                f"{name}: got FP8 blocks {block or None} with {getattr(module, 'activation_scheme', None)} activations, need (128, 128) and dynamic"
+            )
         stored = "fp8-block"
     elif tensors["w13"].dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise Unsupported(f"{name}: got weights of {tensors['w13'].dtype}, need plain ones or FP8 blocks; a checkpoint in this format is read by moesaic.Checkpoint")
+        raise Unsupported(
+            f"{name}: got weights of {tensors['w13'].dtype}, need plain ones or FP8 blocks; a checkpoint in this format is read by moesaic.Checkpoint"
+        )
     gate_up = "none" if not gated else "gate_then_up" if getattr(module, "is_concatenated", True) else "interleaved"
     return Described(
         tensors=tensors,

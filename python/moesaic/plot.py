@@ -59,9 +59,7 @@ class LayerLoad:
         """
         table = [[0.0] * len(self.ids) for _ in range(self.num_experts)]
         for token, (row, factors) in enumerate(zip(self.ids, self.weights, strict=True)):
-            used = [
-                (e, abs(w)) for e, w in zip(row, factors, strict=True) if 0 <= e < self.num_experts
-            ]
+            used = [(e, abs(w)) for e, w in zip(row, factors, strict=True) if 0 <= e < self.num_experts]
             total = sum(w for _, w in used)
             for expert, weight in used:
                 table[expert][token] += weight / total if total else 0.0
@@ -75,9 +73,7 @@ class ExpertLoad:
     layers: dict[int, LayerLoad]
 
     @classmethod
-    def from_ids(
-        cls, ids: Mapping[int, Any], num_experts: int, weights: Mapping[int, Any] | None = None
-    ) -> ExpertLoad:
+    def from_ids(cls, ids: Mapping[int, Any], num_experts: int, weights: Mapping[int, Any] | None = None) -> ExpertLoad:
         """From arrays [T, k] of any framework, such as a `moesaic.Trace` has.
 
         Without weights all slots count alike. Raises `moesaic.InvalidShape` for arrays of another
@@ -90,9 +86,7 @@ class ExpertLoad:
             if weights is not None:
                 factors = _rows(f"weights of layer {layer}", weights[layer])
             if [len(r) for r in rows] != [len(r) for r in factors]:
-                raise InvalidShape(
-                    f"weights of layer {layer}: got another shape than ids, need the same"
-                )
+                raise InvalidShape(f"weights of layer {layer}: got another shape than ids, need the same")
             layers[layer] = LayerLoad(num_experts, [[int(e) for e in row] for row in rows], factors)
         return cls(layers)
 
@@ -103,9 +97,7 @@ def _rows(name: str, array: Any) -> list[list[Any]]:
         array = array.detach().cpu()
         array = array.float() if array.is_floating_point() else array
     rows = array.tolist() if hasattr(array, "tolist") else [list(row) for row in array]
-    if any(
-        not isinstance(row, list) or any(isinstance(value, list) for value in row) for row in rows
-    ):
+    if any(not isinstance(row, list) or any(isinstance(value, list) for value in row) for row in rows):
         raise InvalidShape(f"{name}: got another rank than 2, need [T, k]")
     return list(rows)
 
@@ -187,27 +179,19 @@ def expert_load(
         raise InvalidShape(f"labels: got {len(labels)}, need {tokens}, one for each token")
     heights = [max(1.6, 0.11 * part.num_experts) for part in parts]
     width = min(20.0, max(8.0, 2.5 + 0.14 * tokens))
-    figure = figures.Figure(
-        figsize=(width, sum(heights) + 0.9 * len(parts) + 0.3), layout="constrained"
-    )
+    figure = figures.Figure(figsize=(width, sum(heights) + 0.9 * len(parts) + 0.3), layout="constrained")
     axes = figure.subplots(len(parts), 2, squeeze=False, width_ratios=(5, 1), height_ratios=heights)
     for number, part, (left, right) in zip(chosen, parts, axes, strict=True):
-        image = left.imshow(
-            part.shares(), aspect="auto", cmap="Blues", vmin=0, vmax=1, interpolation="nearest"
-        )
+        image = left.imshow(part.shares(), aspect="auto", cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
         left.set(title=f"layer {number}", ylabel="expert")
         left.yaxis.get_major_locator().set_params(integer=True)
         if labels is None:
             left.set_xlabel("token")
         else:
             step = math.ceil(tokens / 140)  # beyond that letters would overlap
-            left.set_xticks(
-                range(0, tokens, step), [_printable(labels[i]) for i in range(0, tokens, step)]
-            )
+            left.set_xticks(range(0, tokens, step), [_printable(labels[i]) for i in range(0, tokens, step)])
             longest = max((len(text) for text in labels), default=0)
-            left.tick_params(
-                axis="x", length=0, labelsize=7, labelrotation=90 if longest > 1 else 0
-            )
+            left.tick_params(axis="x", length=0, labelsize=7, labelrotation=90 if longest > 1 else 0)
         counted = part.counts()
         even = sum(counted) / part.num_experts
         right.barh(range(part.num_experts), counted, color="#4a7ab5", height=0.8)
@@ -232,23 +216,15 @@ def expert_load(
 def _printable(label: str) -> str:
     """A label without what a font has no picture for, and that no formula is made of."""
     shown = {" ": "\u2423", "\n": "\u21b5", "\t": "\u21e5"}
-    return "".join(shown.get(c, c if c.isprintable() else "\u00b7") for c in label).replace(
-        "$", r"\$"
-    )
+    return "".join(shown.get(c, c if c.isprintable() else "\u00b7") for c in label).replace("$", r"\$")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m moesaic.plot`: loads a model, reads a text, writes a picture."""
-    parser = argparse.ArgumentParser(
-        prog="python -m moesaic.plot", description="Which experts a text uses."
-    )
+    parser = argparse.ArgumentParser(prog="python -m moesaic.plot", description="Which experts a text uses.")
     parser.add_argument("model", help="folder with config.json and safetensors")
-    parser.add_argument(
-        "--text", default="First Citizen:\nBefore we proceed any further, hear me speak.\n"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("expert-load.png"), help=".png, .svg or .pdf"
-    )
+    parser.add_argument("--text", default="First Citizen:\nBefore we proceed any further, hear me speak.\n")
+    parser.add_argument("--out", type=Path, default=Path("expert-load.png"), help=".png, .svg or .pdf")
     parser.add_argument("--layers", type=int, nargs="*", help="which ones; all")
     parser.add_argument("--quant", default="as-is", help="scheme of the experts")
     options = parser.parse_args(arguments)
@@ -261,10 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.out, dpi=150
     )
     for number, part in load.layers.items():
-        print(
-            f"layer {number}: {len(part.ids)} tokens, "
-            f"busiest expert {part.imbalance():.2f} times the even load"
-        )
+        print(f"layer {number}: {len(part.ids)} tokens, busiest expert {part.imbalance():.2f} times the even load")
     print(f"written: {options.out}")
     return 0
 

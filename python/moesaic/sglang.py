@@ -50,27 +50,19 @@ def _activation(config: Any, fused_interleaved: bool) -> tuple[Any, str]:
     name, limit, alpha = config.activation, config.gemm1_clamp_limit, config.gemm1_alpha
     if not config.is_gated:
         if limit is not None or alpha is not None or config.swiglu_limit is not None:
-            raise Unsupported(
-                f"activation: got {name} without a gate and with constants, need none"
-            )
+            raise Unsupported(f"activation: got {name} without a gate and with constants, need none")
         return moesaic.Activation(f"{name}_no_mul"), "none"
     sides = "interleaved" if fused_interleaved else "gate_then_up"
     if name == "silu" and alpha is not None:
         if limit is None or config.gemm1_beta not in (None, 1.0):
             raise Unsupported(
-                f"activation: got gemm1_alpha {alpha}, limit {limit}, beta {config.gemm1_beta}; "
-                "need a limit and beta 1"
+                f"activation: got gemm1_alpha {alpha}, limit {limit}, beta {config.gemm1_beta}; need a limit and beta 1"
             )
         oai = moesaic.Activation("swigluoai_uninterleave", limit=limit, alpha=alpha, beta=1.0)
         return oai, "interleaved" if config.gate_up_interleaved else sides
     if name == "silu" and limit is None:
         return moesaic.Activation("silu", limit=config.swiglu_limit), sides
-    if (
-        name in ("gelu", "gelu_tanh")
-        and limit is None
-        and alpha is None
-        and config.swiglu_limit is None
-    ):
+    if name in ("gelu", "gelu_tanh") and limit is None and alpha is None and config.swiglu_limit is None:
         return moesaic.Activation(name), sides
     raise Unsupported(
         f"activation: got {name} with gemm1_alpha {alpha}, gemm1_clamp_limit {limit}, swiglu_limit "
@@ -112,9 +104,7 @@ class Experts:
         w13, w2 = quant_info.w13_weight, quant_info.w2_weight
         on_gpu = w13.device.type == "cuda"
         if on_gpu and torch.cuda.is_current_stream_capturing():
-            raise Unsupported(
-                "the first call of an experts layer cannot be captured: run it once before"
-            )
+            raise Unsupported("the first call of an experts layer cannot be captured: run it once before")
         stored = _stored(quant_info)
         activation, sides = _activation(self._config, quant_info.fuse_swiglu_interleaved)
         fields = {"w13_bias": quant_info.b13, "w2_bias": quant_info.b2}
@@ -139,9 +129,7 @@ class Experts:
             torch.cuda.empty_cache()
         _log.info("experts packed: %r", self._layer)
 
-    def __call__(
-        self, hidden_states: Any, topk_ids: Any, topk_weights: Any, quant_info: Any
-    ) -> Any:
+    def __call__(self, hidden_states: Any, topk_ids: Any, topk_weights: Any, quant_info: Any) -> Any:
         """Weighted sums [M, H] of a batch; ids are local, -1 is another rank's expert."""
         if self._layer is None:
             self._pack(quant_info)
@@ -170,18 +158,12 @@ def _make_core(base: type[Any], backend: Any, combine_input: Any) -> type[Any]:
             if hooks is not None:
                 raise Unsupported("hooks: got LoRA, need none")
             if not dispatch_output.format.is_standard():
-                raise Unsupported(
-                    f"dispatch: got {dispatch_output.format}, need the standard format"
-                )
+                raise Unsupported(f"dispatch: got {dispatch_output.format}, need the standard format")
             if dispatch_output.hidden_states_scale is not None:
-                raise Unsupported(
-                    "hidden_states: got rows that are quantised already, need plain ones"
-                )
+                raise Unsupported("hidden_states: got rows that are quantised already, need plain ones")
             topk = dispatch_output.topk_output
             hidden = dispatch_output.hidden_states
-            return combine_input(
-                hidden_states=self._experts(hidden, topk.topk_ids, topk.topk_weights, quant_info)
-            )
+            return combine_input(hidden_states=self._experts(hidden, topk.topk_ids, topk.topk_weights, quant_info))
 
     return MoesaicRunnerCore
 
@@ -227,9 +209,7 @@ def register() -> None:
         fp8 = type(method).__name__ == "Fp8MoEMethod"
         theirs: Any = getattr(method, "runner", None)
         if not fp8 and not theirs.runner_backend.is_triton():
-            raise Unsupported(
-                f"weights: got the layout of {theirs.runner_backend}, need the one of triton"
-            )
+            raise Unsupported(f"weights: got the layout of {theirs.runner_backend}, need the one of triton")
         # FP8's method asks is_triton() for which description of its weights to hand over; the plain
         # method rearranges weights for one that says yes.
         method.runner = runner.MoeRunner(triton_like if fp8 else plain_backend, moe_runner_config)

@@ -43,7 +43,9 @@ def drop(number: int) -> None:
 def _run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, number: int) -> torch.Tensor:
     layer = _layers.get(number)
     if layer is None:
-        raise InvalidArgument(f"layer: got {number}, which no experts have (they were dropped, or belong to another process)")
+        raise InvalidArgument(
+            f"layer: got {number}, which no experts have (they were dropped, or belong to another process)"
+        )
     if hidden.is_cuda and weights.dtype != torch.float32:
         weights = weights.float()
     out = torch.empty_like(hidden)
@@ -60,14 +62,19 @@ def _fake(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, layer:
 
 
 def _no_backward(ctx: Any, gradient: torch.Tensor) -> None:
-    raise Unsupported("moesaic::experts is for inference only: it has no gradient (use torch.no_grad(), or the model's own experts for training)")
+    raise Unsupported(
+        "moesaic::experts is for inference only: it has no gradient (use torch.no_grad(), or the model's own experts for training)"
+    )
 
 
 _library = torch.library.Library("moesaic", "DEF")
 _tags = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
 _library.define("experts(Tensor hidden, Tensor ids, Tensor weights, Tensor layer) -> Tensor", tags=_tags)
 _library.define("experts.int(Tensor hidden, Tensor ids, Tensor weights, int layer) -> Tensor", tags=_tags)
-_implementations: tuple[tuple[str, Callable[..., torch.Tensor]], ...] = (("experts", _run_tensor), ("experts.int", _run))
+_implementations: tuple[tuple[str, Callable[..., torch.Tensor]], ...] = (
+    ("experts", _run_tensor),
+    ("experts.int", _run),
+)
 for _name, _function in _implementations:
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _function, _key)
@@ -77,11 +84,25 @@ for _name, _function in _implementations:
 experts: Any = torch.ops.moesaic.experts
 
 
-class MoesaicExperts(torch.nn.Module):
+_UNSAVED = "are packed and can't be saved; keep what the model was made from, or restore() what accelerate(release=False) replaced"
+
+
+def refuse_saving(model: Any) -> None:
+    """save_pretrained() of this model raises Unsupported before it writes its first file, as state_dict() does."""
+
+    def save_pretrained(*_: Any, **__: Any) -> None:
+        raise Unsupported(f"save_pretrained: the experts of this model {_UNSAVED}")
+
+    if hasattr(model, "save_pretrained"):
+        object.__setattr__(model, "save_pretrained", save_pretrained)
+
+
+class MoesaicExperts(torch.nn.Module):  # type: ignore[misc]
     """The experts of one layer in the place of a model's own module.
 
-    It has no parameters: the packed weights are the library's, and neither ``.to(dtype)`` nor
-    ``state_dict()`` sees them. It can't be moved to another device, copied or pickled.
+    It has no parameters: the packed weights are the library's, and ``.to(dtype)`` does not see them. It can't be
+    moved to another device, copied, pickled or saved: ``state_dict()`` of a model with it raises ``Unsupported``,
+    because what it returned would lack the experts without a word.
     """
 
     def __init__(self, layer: RoutedExperts) -> None:
@@ -92,7 +113,9 @@ class MoesaicExperts(torch.nn.Module):
         self._on_cpu = layer.device == "cpu"
         self._drop = weakref.finalize(self, drop, self._number)
 
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         """[..., H], [..., k] and [..., k] to [..., H], of the dtype of the hidden states."""
         handle = self._handle if self._on_cpu else self._number
         result: torch.Tensor = experts(hidden_states, top_k_index, top_k_weights, handle)
@@ -107,8 +130,13 @@ class MoesaicExperts(torch.nn.Module):
         here = torch.empty(0, device=self.layer.device)
         there = fn(here)
         if there.device != here.device:
-            raise DeviceError(f"these experts are packed for {self.layer.device} and cannot be moved to {there.device}; make them there")
+            raise DeviceError(
+                f"these experts are packed for {self.layer.device} and cannot be moved to {there.device}; make them there"
+            )
         return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        raise Unsupported(f"state_dict: {prefix.rstrip('.') or 'these experts'} {_UNSAVED}")
 
     def __deepcopy__(self, memo: Any) -> MoesaicExperts:
         raise TypeError("the experts of a moesaic layer cannot be copied; make them again")

@@ -29,9 +29,9 @@ from transformers.integrations.moe import ExpertsInterface
 
 from . import _recognise
 from ._core import RoutedExperts
-from ._errors import DeviceError, Error, InvalidArgument, Unsupported
+from ._errors import Error, InvalidArgument
 from ._from_pretrained import from_pretrained
-from .torch import MoesaicExperts, drop, experts, keep
+from .torch import MoesaicExperts, drop, experts, keep, refuse_saving
 
 __all__ = ["Report", "Row", "accelerate", "from_pretrained", "prepare", "restore"]
 
@@ -40,20 +40,28 @@ _STATE = "_moesaic_state"
 _HANDLE = "_moesaic_handle"
 
 
-def _pack(described: _recognise.Described, *, quant: str, device: Any, max_tokens: int, num_threads: int | None) -> RoutedExperts:
+def _pack(
+    described: _recognise.Described, *, quant: str, device: Any, max_tokens: int, num_threads: int | None
+) -> RoutedExperts:
     return RoutedExperts.from_tensors(
-        top_k=described.top_k,
-        quant=quant,
-        stored=described.stored,
-        activation=described.activation,
-        gate_up=described.gate_up,
-        transposed=described.transposed,
+        **_arguments(described, quant, device, max_tokens),
         drop_ids_beyond=True,  # transformers' name for "an expert of another rank"
-        device=device,
-        max_tokens=max_tokens,
         num_threads=num_threads,
-        **described.tensors,
     )
+
+
+def _arguments(described: _recognise.Described, quant: str, device: Any, max_tokens: int) -> dict[str, Any]:
+    return {
+        "top_k": described.top_k,
+        "quant": quant,
+        "stored": described.stored,
+        "activation": described.activation,
+        "gate_up": described.gate_up,
+        "transposed": described.transposed,
+        "device": device,
+        "max_tokens": max_tokens,
+        **described.tensors,
+    }
 
 
 def _device_of(described: _recognise.Described) -> str:
@@ -79,6 +87,9 @@ class _Packed:
         return None  # a copied module packs for itself
 
 
+_warned: set[int] = set()
+
+
 def _stamp(module: torch.nn.Module) -> tuple[tuple[int, int], ...]:
     return tuple((p.data_ptr(), p._version) for p in module._parameters.values() if p is not None)
 
@@ -89,25 +100,32 @@ def _packed(module: Any, top_k: int) -> _Packed:
     if state is None or state.stamp != stamp:
         described = _recognise.describe(module, top_k)
         layer = _pack(described, quant="as-is", device=_device_of(described), max_tokens=512, num_threads=None)
-        if state is None:
+        if id(module.config) not in _warned:  # once for a model, whose layers share it
+            _warned.add(id(module.config))
             _log.warning(
-                "experts_implementation=\"moesaic\" keeps the model's own experts beside the packed ones: %d bytes more "
-                "for this layer; moesaic.transformers.accelerate(model) releases them",
+                'experts_implementation="moesaic" keeps the model\'s own experts beside the packed ones: %d bytes more '
+                "for each layer; moesaic.transformers.accelerate(model) releases them",
                 layer.weight_bytes,
             )
         state = _Packed(layer, stamp)
         object.__setattr__(module, _STATE, state)
         # In the form that the operator takes on this device; see moesaic.torch.
-        handle: Any = torch.tensor(state.number, dtype=torch.int64, device="cpu") if layer.device == "cpu" else state.number
+        handle: Any = (
+            torch.tensor(state.number, dtype=torch.int64, device="cpu") if layer.device == "cpu" else state.number
+        )
         object.__setattr__(module, _HANDLE, handle)
     return state
 
 
-def _experts_forward(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+def _experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         _packed(self, top_k_index.shape[-1])
     elif not hasattr(self, _HANDLE):
-        raise RuntimeError("moesaic: these experts are not packed yet; call moesaic.transformers.prepare(model) before compiling")
+        raise RuntimeError(
+            "moesaic: these experts are not packed yet; call moesaic.transformers.prepare(model) before compiling"
+        )
     result: torch.Tensor = experts(hidden_states, top_k_index, top_k_weights, getattr(self, _HANDLE))
     return result
 
@@ -172,7 +190,9 @@ class Report:
             if row.reason:
                 lines.append(f"{row.module:<40} kept: {row.reason}")
             else:
-                lines.append(f"{row.module:<40} {row.scheme:<12} {row.bytes_before:>14} {row.bytes_after:>14} {row.bound:>9.1e}  {row.backend}")
+                lines.append(
+                    f"{row.module:<40} {row.scheme:<12} {row.bytes_before:>14} {row.bytes_after:>14} {row.bound:>9.1e}  {row.backend}"
+                )
         lines.append(f"{'all':<40} {'':<12} {self.bytes_before:>14} {self.bytes_after:>14}")
         return "\n".join(lines)
 
@@ -187,13 +207,34 @@ def _bar(progress: bool | Callable[[int, int], object] | None) -> Callable[[int,
         width = 30
         filled = width * done // max(total, 1)
         end = "\n" if done >= total else ""
-        print(f"\rmoesaic: packing experts [{'#' * filled:<{width}}] {done}/{total}{end}", end="", file=sys.stderr, flush=True)
+        print(
+            f"\rmoesaic: packing experts [{'#' * filled:<{width}}] {done}/{total}{end}",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
 
     return show
 
 
-def _refuse_saving(*_: Any, **__: Any) -> None:
-    raise Unsupported("save_pretrained: the experts of this model are packed and their originals released; save the model before accelerate()")
+def _plan(
+    model: torch.nn.Module, quant: str, device: Any, max_tokens: int, keep_refused: bool
+) -> dict[str, _recognise.Described | str]:
+    """What each experts module is, or, if refused modules are kept, why it isn't taken. Changes nothing."""
+    plans: dict[str, _recognise.Described | str] = {}
+    for name, module, parent in _modules(model):
+        try:
+            described = _recognise.describe(module, _recognise.top_k_of(module, parent))
+            there = device if device is not None else _device_of(described)
+            RoutedExperts.check_tensors(**_arguments(described, quant, there, max_tokens))
+            plans[name] = described
+        except Error as error:
+            if not keep_refused:
+                raise type(error)(f"{name}: {error}") from error
+            plans[name] = str(error)
+    if not plans:
+        raise InvalidArgument(f"model: {type(model).__name__} has no experts modules of transformers' (docs/python.md)")
+    return plans
 
 
 def accelerate(
@@ -212,73 +253,80 @@ def accelerate(
     quant: "as-is", or the scheme to convert to while packing ("int4-g128", "fp8-block", ...).
     device: where the packed experts are; None: where the model's are.
     release: whether the originals' memory is given up. With False restore() brings them back.
-    on_unsupported: "raise" before anything changes, or "keep" such modules as they are.
+    on_unsupported: "raise", or "keep" such modules as they are.
     progress: True, False, or a function of (modules done, in all); None: a bar if stderr is a terminal.
 
-    Above the model's own memory it needs one packed layer and one expert. Raises Unsupported with the
-    reason and the name of the module, InvalidArgument for a model without experts modules.
+    Above the model's own memory it needs one packed layer and one expert. Raises Unsupported and the like with
+    the reason and the name of the module, InvalidArgument for a model without experts modules: all modules are
+    checked before the first is packed, and nothing has changed then. What only the packing finds (values that
+    are not finite, memory, Ctrl-C) leaves the modules before it replaced if their originals are released, and
+    none with ``release=False``.
+
+    From then on ``state_dict()`` and ``save_pretrained()`` of the model raise Unsupported: they would lack the
+    experts. restore() ends that.
     """
     if on_unsupported not in ("raise", "keep"):
         raise InvalidArgument(f'on_unsupported: got {on_unsupported!r}, need "raise" or "keep"')
-    # All are looked at first: nothing changes if one is refused.
-    plans: list[tuple[str, torch.nn.Module, _recognise.Described | None, str]] = []
-    for name, module, parent in _modules(model):
-        try:
-            plans.append((name, module, _recognise.describe(module, _recognise.top_k_of(module, parent)), ""))
-        except Error as error:
-            if on_unsupported == "raise":
-                raise type(error)(f"{name}: {error}") from error
-            plans.append((name, module, None, str(error)))
-    if not plans:
-        raise InvalidArgument(f"model: {type(model).__name__} has no experts modules of transformers' (docs/python.md)")
-    rows = []
-    report_progress = _bar(progress)
+    plans = _plan(model, quant, device, max_tokens, on_unsupported == "keep")
     kept: dict[str, torch.nn.Module] = getattr(model, "_moesaic_originals", {})
-    report_progress(0, len(plans))
-    for i, (name, module, described, reason) in enumerate(plans):
-        plans[i] = (name, torch.nn.Module(), None, "")  # the last reference to the originals is the model's
-        if described is None:
-            rows.append(Row(name, reason=reason))
-            continue
-        before = described.nbytes
-        try:
-            layer = _pack(
-                described,
-                quant=quant,
-                device=device if device is not None else _device_of(described),
-                max_tokens=max_tokens,
-                num_threads=num_threads,
-            )
-        except (Unsupported, DeviceError) as error:
-            if on_unsupported == "raise":
-                raise type(error)(f"{name}: {error}") from error
-            rows.append(Row(name, reason=str(error)))
-            continue
-        replacement = MoesaicExperts(layer)
-        replacement.num_experts = described.num_experts
-        replacement.train(module.training)
-        model.set_submodule(name, replacement)
-        if release:
-            for parameter in list(module.parameters()):
-                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-            if layer.device != "cpu":
-                torch.cuda.empty_cache()
-        else:
-            kept[name] = module
-        rows.append(Row(name, layer.experts_backend, layer.quant, before, layer.weight_bytes, layer.bound))
-        del module, described
-        report_progress(i + 1, len(plans))
+    rows: list[Row] = []
+    replaced: list[str] = []
+    report_progress = _bar(progress)
+    try:
+        report_progress(0, len(plans))
+        for i, name in enumerate(plans):
+            found, plans[name] = plans[name], ""  # the last reference to the originals is the model's
+            if isinstance(found, str):
+                rows.append(Row(name, reason=found))
+            else:
+                there = device if device is not None else _device_of(found)
+                layer = _pack(found, quant=quant, device=there, max_tokens=max_tokens, num_threads=num_threads)
+                rows.append(
+                    Row(name, layer.experts_backend, layer.quant, found.nbytes, layer.weight_bytes, layer.bound)
+                )
+                original = _replace(model, name, layer, found.num_experts)
+                del found
+                if release:
+                    _release(original, layer)
+                else:
+                    kept[name] = original
+                    replaced.append(name)
+                del original
+            report_progress(i + 1, len(plans))
+    except BaseException:
+        for name in replaced:
+            model.set_submodule(name, kept.pop(name))
+        raise
     object.__setattr__(model, "_moesaic_originals", kept)
-    if release and hasattr(model, "save_pretrained"):
-        object.__setattr__(model, "save_pretrained", _refuse_saving)
+    refuse_saving(model)
     return Report(tuple(rows))
+
+
+def _replace(model: torch.nn.Module, name: str, layer: RoutedExperts, num_experts: int) -> torch.nn.Module:
+    """Puts packed experts in the place of a module, which it returns."""
+    original = model.get_submodule(name)
+    module = MoesaicExperts(layer)
+    module.num_experts = num_experts  # some models look at it
+    module.train(original.training)
+    model.set_submodule(name, module)
+    return original
+
+
+def _release(module: torch.nn.Module, layer: RoutedExperts) -> None:
+    for parameter in list(module.parameters()):
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    if layer.device != "cpu":
+        torch.cuda.empty_cache()
 
 
 def restore(model: torch.nn.Module) -> int:
     """Puts back what ``accelerate(model, release=False)`` replaced; returns how many modules that were."""
     kept: dict[str, torch.nn.Module] = getattr(model, "_moesaic_originals", {})
     for name, module in kept.items():
+        module.train(model.get_submodule(name).training)
         model.set_submodule(name, module)
     count = len(kept)
     kept.clear()
+    if not any(isinstance(module, MoesaicExperts) for module in model.modules()):
+        vars(model).pop("save_pretrained", None)  # the class's own again
     return count

@@ -138,9 +138,7 @@ def _current_config() -> Any:
     """vLLM's configuration of the engine that is being built, None outside."""
     config = importlib.import_module("vllm.config")
     # get_current_vllm_config() makes a default one, or raises, where none is set.
-    getter = (
-        getattr(config, "get_current_vllm_config_or_none", None) or config.get_current_vllm_config
-    )
+    getter = getattr(config, "get_current_vllm_config_or_none", None) or config.get_current_vllm_config
     try:
         return getter()
     except (AssertionError, RuntimeError, LookupError):
@@ -168,9 +166,7 @@ def _key_name(key: object) -> str | None:
     return "?"
 
 
-def _activation(
-    kind: str, limit: float | None, alpha: float | None, beta: float | None, moe: Any
-) -> Any:
+def _activation(kind: str, limit: float | None, alpha: float | None, beta: float | None, moe: Any) -> Any:
     """vLLM's activation `kind` (the value of its enumeration) as ours. Raises `moesaic.Error`."""
     if kind == "swigluoai":  # fixes its constants
         return moesaic.Activation(kind)
@@ -178,16 +174,12 @@ def _activation(
         return moesaic.Activation(kind, limit=limit, alpha=alpha, beta=beta)
     if kind == "situ":
         situ_beta = getattr(moe, "activation_situ_beta", None)
-        return moesaic.Activation(
-            kind, beta=situ_beta, up_limit=getattr(moe, "activation_situ_linear_beta", None)
-        )
+        return moesaic.Activation(kind, beta=situ_beta, up_limit=getattr(moe, "activation_situ_linear_beta", None))
     if kind == "swiglustep":
         return moesaic.Activation(kind)
     if kind == "silu":
         if (alpha not in (None, 1.0)) or (beta not in (None, 0.0)):
-            raise Unsupported(
-                f"activation: got silu with alpha {alpha} and beta {beta}, need 1 and 0"
-            )
+            raise Unsupported(f"activation: got silu with alpha {alpha} and beta {beta}, need 1 and 0")
         return moesaic.Activation(kind, limit=limit)
     if limit is not None:
         raise Unsupported(f"activation: got {kind} with limit {limit}, need none")
@@ -221,9 +213,7 @@ def _refusal(moe_config: Any, stored: str | None, quant: str) -> str | None:
     plain_names = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
     if dtype not in plain_names:
         return f"in_dtype: got {dtype}, need one of {sorted(plain_names)}"
-    limit, alpha, beta = (
-        getattr(moe_config, f"swiglu_{n}", None) for n in ("limit", "alpha", "beta")
-    )
+    limit, alpha, beta = (getattr(moe_config, f"swiglu_{n}", None) for n in ("limit", "alpha", "beta"))
     kind = moe_config.activation.value
     if kind == "swigluoai_uninterleave" and limit is None:
         limit = 7.0  # a layer's own, which is not known before its weights are
@@ -252,9 +242,7 @@ def _make_class(stored: str | None, quant: str, options: Options) -> type[Any]:
     """
     torch: Any = importlib.import_module("torch")
     mk: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.modular_kernel")
-    reduce: Any = importlib.import_module(
-        "vllm.model_executor.layers.fused_moe.topk_weight_and_reduce"
-    )
+    reduce: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.topk_weight_and_reduce")
     platform: Any = importlib.import_module("vllm.platforms").current_platform
     base: Any = mk.FusedMoEExpertsModular
 
@@ -285,10 +273,7 @@ def _make_class(stored: str | None, quant: str, options: Options) -> type[Any]:
 
         @staticmethod
         def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-            return (
-                _SCHEMES.get((_key_name(weight_key), _key_name(activation_key)), ("", ""))[0]
-                == stored
-            )
+            return _SCHEMES.get((_key_name(weight_key), _key_name(activation_key)), ("", ""))[0] == stored
 
         @staticmethod
         def _supports_activation(activation: Any) -> bool:
@@ -297,21 +282,15 @@ def _make_class(stored: str | None, quant: str, options: Options) -> type[Any]:
         @staticmethod
         def _supports_parallel_config(moe_parallel_config: Any) -> bool:
             # Load balancing moves vLLM's weights, of which ours are a packed copy.
-            return (
-                not moe_parallel_config.use_all2all_kernels and not moe_parallel_config.enable_eplb
-            )
+            return not moe_parallel_config.use_all2all_kernels and not moe_parallel_config.enable_eplb
 
         @staticmethod
         def _supports_batch_invariance() -> bool:
             return True
 
         @staticmethod
-        def is_supported_config(
-            cls: Any, moe_config: Any, weight_key: Any, activation_key: Any, form: Any
-        ) -> Any:
-            taken, reason = base.is_supported_config(
-                cls, moe_config, weight_key, activation_key, form
-            )
+        def is_supported_config(cls: Any, moe_config: Any, weight_key: Any, activation_key: Any, form: Any) -> Any:
+            taken, reason = base.is_supported_config(cls, moe_config, weight_key, activation_key, form)
             if not taken:
                 return taken, reason
             why = _refusal(moe_config, stored, quant)
@@ -350,9 +329,7 @@ def _make_class(stored: str | None, quant: str, options: Options) -> type[Any]:
                 raise Unsupported("the experts are packed already; their weights cannot be updated")
             on_gpu = w13.device.type == "cuda"
             if on_gpu and torch.cuda.is_current_stream_capturing():
-                raise Unsupported(
-                    "the first call of an experts layer cannot be captured: run it once before"
-                )
+                raise Unsupported("the first call of an experts layer cannot be captured: run it once before")
             q = self.quant_config
             moe = self.moe_config
             constants: dict[str, float | None] = {}
@@ -405,11 +382,7 @@ def _make_class(stored: str | None, quant: str, options: Options) -> type[Any]:
         ) -> None:
             if self._moesaic is None:
                 self._pack(w1, w2, activation)
-            ids = (
-                topk_ids
-                if topk_ids.dtype in (torch.int32, torch.int64)
-                else topk_ids.to(torch.int32)
-            )
+            ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int32)
             if expert_map is not None:  # global id -> local one, -1: another rank's
                 known = ids >= 0
                 ids = torch.where(known, expert_map[ids.clamp(min=0).long()], -1).to(torch.int32)
@@ -444,16 +417,11 @@ def _candidate(moe_config: Any, weight_key: Any, activation_key: Any) -> type[An
         return None
     config = _current_config()
     if getattr(getattr(config, "model_config", None), "enable_sleep_mode", False):
-        _warn_once(
-            "moesaic: sleep mode moves weights, which are packed elsewhere; vLLM's own kernels "
-            "are used"
-        )
+        _warn_once("moesaic: sleep mode moves weights, which are packed elsewhere; vLLM's own kernels are used")
         return None
     scheme = _SCHEMES.get((_key_name(weight_key), _key_name(activation_key)))
     if scheme is None:
-        _warn_once(
-            f"moesaic: no scheme for {weight_key} x {activation_key}; vLLM's own kernels are used"
-        )
+        _warn_once(f"moesaic: no scheme for {weight_key} x {activation_key}; vLLM's own kernels are used")
         return None
     stored, quant = scheme
     cls = _class_for(stored, quant if options.quant == "as-is" else options.quant, options)
@@ -491,17 +459,13 @@ def _hook(oracle: _Oracle) -> Callable[[], None]:
     }:
         raise Unsupported(f"{module.__name__}._get_priority_backends takes {parameters}")
     if list(inspect.signature(classes).parameters) != ["backend"]:
-        raise Unsupported(
-            f"{module.__name__}.backend_to_kernel_cls takes another argument than backend"
-        )
+        raise Unsupported(f"{module.__name__}.backend_to_kernel_cls takes another argument than backend")
     platform: Any = importlib.import_module("vllm.platforms").current_platform
     name = oracle.identity_on_cpu if platform.is_cpu() else oracle.identity
     identity = getattr(module, oracle.backends)[name]
     # int8's list does not say which keys it is asked for: there is one pair.
     keys = ("kInt8StaticChannelSym", "kInt8DynamicTokenSym") if oracle is _INT8 else (None, None)
-    utils: Any = importlib.import_module(
-        "vllm.model_executor.layers.quantization.utils.quant_utils"
-    )
+    utils: Any = importlib.import_module("vllm.model_executor.layers.quantization.utils.quant_utils")
     defaults = tuple(getattr(utils, key) if key else None for key in keys)
 
     def priority_backends(moe_config: Any, *arguments: Any, **named: Any) -> Any:
@@ -546,9 +510,7 @@ def register() -> None:
     _registered = True
     try:
         version = str(importlib.import_module("vllm").__version__)
-        numbers = tuple(
-            int("".join(c for c in part if c.isdigit()) or 0) for part in version.split(".")[:2]
-        )
+        numbers = tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in version.split(".")[:2])
         oracles = _VERSIONS.get((numbers[0], numbers[1]) if len(numbers) == 2 else (0, 0))
         if oracles is None:
             raise Unsupported(f"got vLLM {version}, need {supported_versions()}")

@@ -10,7 +10,10 @@ import sys
 def main() -> None:
     """Exits with a text if the installed package is too big, or its import too slow or too curious."""
     code = "import sys, time; t = time.perf_counter(); import moesaic; t = time.perf_counter() - t; print(moesaic.__file__, t, 'numpy' in sys.modules or 'torch' in sys.modules)"
-    runs = [subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split() for _ in range(5)]
+    runs = [
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+        for _ in range(5)
+    ]
     folder = pathlib.Path(runs[0][0]).parent
     installed = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
     libraries = folder.parent / "moesaic.libs"

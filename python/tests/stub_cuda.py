@@ -50,9 +50,7 @@ class Object:
     needed: set[str] = dataclasses.field(default_factory=set)
     # library -> names of versions asked from it
     versions: dict[str, set[str]] = dataclasses.field(default_factory=dict)
-    undefined: set[tuple[str, str]] = dataclasses.field(
-        default_factory=set
-    )  # (symbol, version or "")
+    undefined: set[tuple[str, str]] = dataclasses.field(default_factory=set)  # (symbol, version or "")
     defined: set[str] = dataclasses.field(default_factory=set)
 
 
@@ -87,9 +85,7 @@ def parse_objdump(text: str) -> Object:
 def read_object(path: Path) -> Object:
     """What `path` asks for and offers."""
     command = ["objdump", "--private-headers", "--dynamic-syms", "--wide", str(path)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, env={**os.environ, "LC_ALL": "C"}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "LC_ALL": "C"})
     return parse_objdump(done.stdout)
 
 
@@ -124,15 +120,9 @@ def missing_libraries(objects: dict[str, Object]) -> dict[str, dict[str, set[str
 
 def compile_stub(library: str, versions: dict[str, set[str]], out: Path) -> None:
     """Writes `out`/`library`, a shared object with the symbols of `versions`."""
-    source = [
-        f"int {s}(void) {{ return {RETURN_VALUES.get(s, 0)}; }}"
-        for v in versions.values()
-        for s in sorted(v)
-    ]
+    source = [f"int {s}(void) {{ return {RETURN_VALUES.get(s, 0)}; }}" for v in versions.values() for s in sorted(v)]
     script = [
-        f"{version} {{ global: {'; '.join(sorted(symbols))}; }};"
-        for version, symbols in versions.items()
-        if version
+        f"{version} {{ global: {'; '.join(sorted(symbols))}; }};" for version, symbols in versions.items() if version
     ]
     with tempfile.TemporaryDirectory() as folder:
         code = Path(folder, "stub.c")
@@ -157,9 +147,7 @@ def compile_stub(library: str, versions: dict[str, set[str]], out: Path) -> None
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(
-        description="Makes stand-ins for the CUDA libraries of PyTorch's wheel."
-    )
+    parser = argparse.ArgumentParser(description="Makes stand-ins for the CUDA libraries of PyTorch's wheel.")
     parser.add_argument("site_packages", type=Path)
     parser.add_argument("--out", type=Path, help="folder for them (default: torch/lib)")
     arguments = parser.parse_args()

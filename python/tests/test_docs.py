@@ -23,7 +23,7 @@ def test_the_page_on_python_runs(monkeypatch: pytest.MonkeyPatch) -> None:
             pytest.importorskip("torch")
             pytest.importorskip("transformers")
         line = text[: block.start(2)].count("\n")
-        exec(compile("\n" * line + block[2], "docs/python.md", "exec"), namespace)  # noqa: S102
+        exec(compile("\n" * line + block[2], "docs/python.md", "exec"), namespace)
 
 
 def test_the_example_says_the_same_tokens(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

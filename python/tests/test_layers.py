@@ -77,7 +77,20 @@ def test_the_tool_computes_the_same_bits(qwen3: pathlib.Path, tmp_path: pathlib.
     prefix = checkpoint.layer(index).prefix
     out = tmp_path / "out.safetensors"
     source = f"{qwen3}/golden.safetensors:{prefix}.input"
-    command = [sys.executable, "-m", "moesaic", "run", "--model", qwen3, "--layer", str(index), "--input", source, "--output", out]
+    command = [
+        sys.executable,
+        "-m",
+        "moesaic",
+        "run",
+        "--model",
+        qwen3,
+        "--layer",
+        str(index),
+        "--input",
+        source,
+        "--output",
+        out,
+    ]
     subprocess.run(list(map(str, command)), check=True, capture_output=True)
     x = moesaic.TensorFile(qwen3 / "golden.safetensors").read(f"{prefix}.input")
     theirs = moesaic.TensorFile(out)
@@ -102,7 +115,9 @@ def test_own_weights_are_computed_within_the_bound(own: OwnExperts) -> None:
 @pytest.mark.parametrize("gate_up", ["gate_then_up", "up_then_gate", "interleaved"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_arrangements_of_the_same_weights_have_the_same_bits(own: OwnExperts, gate_up: str, transposed: bool, dtype: type) -> None:
+def test_arrangements_of_the_same_weights_have_the_same_bits(
+    own: OwnExperts, gate_up: str, transposed: bool, dtype: type
+) -> None:
     w13, w2 = own.w13.astype(dtype), own.w2.astype(dtype)
     want = moesaic.RoutedExperts.from_tensors(w13, w2, own.top_k)(own.x, own.ids, own.weights)
     gate, up = np.split(w13, 2, axis=1)
@@ -116,7 +131,9 @@ def test_arrangements_of_the_same_weights_have_the_same_bits(own: OwnExperts, ga
     assert np.array_equal(layer(own.x, own.ids, own.weights), want)
     if transposed:  # and by strides alone
         views = (w.transpose(0, 2, 1) for w in (w13, w2))
-        assert np.array_equal(moesaic.RoutedExperts.from_tensors(*views, own.top_k, gate_up=gate_up)(own.x, own.ids, own.weights), want)
+        assert np.array_equal(
+            moesaic.RoutedExperts.from_tensors(*views, own.top_k, gate_up=gate_up)(own.x, own.ids, own.weights), want
+        )
 
 
 @pytest.mark.parametrize("quant", ["bf16", "fp8-block", "mxfp4", "nvfp4", "mxfp8", "int4-g128", "int8"])
@@ -136,11 +153,15 @@ def test_codes_with_scales_are_taken_as_stored(own: OwnExperts) -> None:
         return codes.reshape(w.shape), scale
 
     (w13, s13), (w2, s2) = blocks(own.w13), blocks(own.w2)
-    layer = moesaic.RoutedExperts.from_tensors(w13, w2, own.top_k, stored="fp8-block", quant="f32", w13_scale=s13, w2_scale=s2)
+    layer = moesaic.RoutedExperts.from_tensors(
+        w13, w2, own.top_k, stored="fp8-block", quant="f32", w13_scale=s13, w2_scale=s2
+    )
     own.w13 = w13.astype(np.float32) * np.repeat(np.repeat(s13, 128, 1), 128, 2)
     own.w2 = w2.astype(np.float32) * np.repeat(np.repeat(s2, 128, 1), 128, 2)
     assert rel_l2(layer(own.x, own.ids, own.weights), own.exact()) <= layer.bound
-    same = moesaic.RoutedExperts.from_tensors(w13.view(np.uint8), w2.view(np.uint8), own.top_k, stored="fp8-block", quant="f32", w13_scale=s13, w2_scale=s2)
+    same = moesaic.RoutedExperts.from_tensors(
+        w13.view(np.uint8), w2.view(np.uint8), own.top_k, stored="fp8-block", quant="f32", w13_scale=s13, w2_scale=s2
+    )
     assert np.array_equal(same(own.x, own.ids, own.weights), layer(own.x, own.ids, own.weights))
     with pytest.raises(moesaic.AmbiguousFormat, match="stored="):
         moesaic.RoutedExperts.from_tensors(w13, w2, own.top_k, w13_scale=s13, w2_scale=s2)
@@ -156,6 +177,89 @@ def test_ids_beyond_are_dropped_where_asked_for(own: OwnExperts) -> None:
     strict = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k)
     with pytest.raises(moesaic.InvalidArgument, match=r"topk_ids: got 8 at \[0, 1\]"):
         strict(own.x, own.ids, own.weights)
+
+
+def test_tensors_are_checked_without_packing(own: OwnExperts) -> None:
+    found = moesaic.RoutedExperts.check_tensors(own.w13, own.w2, own.top_k, quant="int4-g128")
+    assert (
+        found.experts_backend
+        == moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k, quant="int4-g128").experts_backend
+    )
+    codes, scale = own.w13.astype(ml_dtypes.float8_e4m3fn), np.ones((8, 2, 1), np.float32)
+    bias = np.zeros((8, 256), np.float32)
+    for refused in (
+        {"w13": own.w13[:, :-1]},
+        {"quant": "int4-g128", "w13_bias": bias},
+        {"quant": "no-such-scheme"},
+        {"backend": "no-such-backend"},
+        {"device": "cuda:63"},
+        {
+            "w13": codes,
+            "w2": own.w2.astype(codes.dtype),
+            "stored": "fp8-block",
+            "w13_scale": scale[:, :1],
+            "w2_scale": scale[:, :1],
+        },
+    ):
+        arguments = {"w13": own.w13, "w2": own.w2, "top_k": own.top_k} | refused
+        with pytest.raises(moesaic.Error) as packing:
+            moesaic.RoutedExperts.from_tensors(**arguments)
+        with pytest.raises(type(packing.value)) as checking:
+            moesaic.RoutedExperts.check_tensors(**arguments)
+        shared = str(packing.value).removeprefix("experts: ")
+        assert shared in str(checking.value) or str(checking.value) in shared, (shared, str(checking.value))
+
+
+# --- Weights by tensor -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quant", ["as-is", "fp8-block", "mxfp4"])
+def test_weights_come_tensor_by_tensor(qwen3: pathlib.Path, tmp_path: pathlib.Path, quant: str) -> None:
+    folder = qwen3
+    if quant != "as-is":
+        moesaic.convert(qwen3, tmp_path / "model", quant=quant)
+        folder = tmp_path / "model"
+    checkpoint, index, want = layer_of(folder)
+    loader = moesaic.WeightLoader.from_config((folder / "config.json").read_text(), index)
+    names = loader.missing()
+    assert loader.bytes == 0 and len(names) > 3 * want.spec.num_experts
+    pairs = [(name, checkpoint.read_tensor(name)) for name in reversed(names)]
+    with pytest.raises(moesaic.MissingTensor, match="experts"):
+        moesaic.FusedMoE.from_loader(loader)
+    assert loader.load_weights(iter(pairs)) == [name for name, _ in pairs]
+    assert not loader.missing() and loader.bytes > 1_000_000
+    with pytest.raises(moesaic.InvalidArgument, match=names[0]):
+        loader.load(*pairs[-1])
+    layer = moesaic.FusedMoE.from_loader(loader)
+    x = hidden_states(layer)
+    assert np.array_equal(layer(x), want(x))
+    # Experts alone, under names of the caller's own, from a configuration that is parsed already.
+    config = json.loads((folder / "config.json").read_text())
+    alone = moesaic.WeightLoader.from_config(config, index, names={"wrapped.": ""}, experts_only=True)
+    kept = [alone.load(f"wrapped.{name}", tensor) for name, tensor in pairs]
+    assert kept == [".experts." in name for name, _ in pairs]
+    _, trace = want(x, trace=True)
+    same = moesaic.RoutedExperts.from_checkpoint(checkpoint, index)(x, trace.topk_ids, trace.topk_weights)
+    assert np.array_equal(moesaic.RoutedExperts.from_loader(alone)(x, trace.topk_ids, trace.topk_weights), same)
+
+
+def test_a_loader_refuses_with_the_reason(qwen3: pathlib.Path) -> None:
+    checkpoint = moesaic.Checkpoint(qwen3)
+    loader = moesaic.WeightLoader.from_checkpoint(checkpoint, 1, experts_only=True)
+    name = loader.missing()[0]
+    tensor = np.asarray(checkpoint.read_tensor(name).float32()).astype(ml_dtypes.bfloat16)
+    with pytest.raises(moesaic.InvalidShape, match=name):
+        loader.load(name, tensor[:-1].copy())
+    with pytest.raises(moesaic.InvalidDType, match=name):
+        loader.load(name, tensor.astype(np.int32))
+    with pytest.raises(moesaic.InvalidLayout):
+        loader.load(name, np.asfortranarray(tensor))
+    with pytest.raises(moesaic.InvalidArgument, match="got None"):
+        loader.load(name, None)
+    assert loader.load("model.embed_tokens.weight", tensor) is False and loader.bytes == 0
+    assert loader.load(name, tensor) and loader.bytes >= tensor.nbytes
+    with pytest.raises(moesaic.NotFound):
+        moesaic.WeightLoader.from_checkpoint(checkpoint, 77)
 
 
 # --- Tensors -----------------------------------------------------------------------------------------
@@ -274,7 +378,9 @@ def test_refusals_of_the_catalogue_arrive_with_the_same_text(own: OwnExperts) ->
         if candidate.stage != "experts" or candidate.accepted or not candidate.reason:
             continue
         with pytest.raises(moesaic.Unsupported) as forced:
-            moesaic.RoutedExperts.from_tensors(own.w13.astype(ml_dtypes.bfloat16), own.w2.astype(ml_dtypes.bfloat16), 2, backend=candidate.name)
+            moesaic.RoutedExperts.from_tensors(
+                own.w13.astype(ml_dtypes.bfloat16), own.w2.astype(ml_dtypes.bfloat16), 2, backend=candidate.name
+            )
         assert candidate.reason in str(forced.value)
 
 
@@ -342,7 +448,10 @@ def test_threads_share_a_layer(own: OwnExperts) -> None:
 
 def test_import_needs_no_framework_and_takes_no_time() -> None:
     code = "import sys, time; t = time.process_time(); import moesaic; t = time.process_time() - t\nprint([m for m in ('numpy', 'torch') if m in sys.modules], t)"
-    runs = [subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout for _ in range(3)]
+    runs = [
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+        for _ in range(3)
+    ]
     assert all(run.startswith("[]") for run in runs)
 
 
@@ -362,7 +471,12 @@ def test_no_object_of_the_extension_is_leaked(qwen3: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("model", ["mini-qwen3-moe", "mini-deepseek-v3", "mini-gpt-oss"])
 def test_the_tool_of_the_package_verifies_the_bundled_models(model: str) -> None:
-    run = subprocess.run([sys.executable, "-m", "moesaic", "verify", "--model", str(MODELS / model), "--json"], check=True, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "moesaic", "verify", "--model", str(MODELS / model), "--json"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     assert json.loads(run.stdout)
 
 

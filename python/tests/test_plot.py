@@ -50,9 +50,7 @@ def test_importing_needs_no_matplotlib():
 
 def test_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    figure = plot.expert_load(
-        make_load(), labels=["a", "$", "\n"], layers=[1, 3], title="two layers"
-    )
+    figure = plot.expert_load(make_load(), labels=["a", "$", "\n"], layers=[1, 3], title="two layers")
     grids = [axes for axes in figure.axes if axes.images]
     assert [axes.get_title() for axes in grids] == ["layer 1", "layer 3"]
     assert grids[1].images[0].get_array().tolist() == make_load().layers[3].shares()
@@ -77,9 +75,7 @@ def test_record_is_the_same_whoever_computes():
     transformers = pytest.importorskip("transformers")
     from_pretrained = importlib.import_module("moesaic._from_pretrained").from_pretrained
     ids = torch.tensor(list(b"JULIET:\nO Romeo"))
-    theirs = plot.record(
-        transformers.AutoModelForCausalLM.from_pretrained(MODELS / "mini-qwen3-moe"), ids
-    )
+    theirs = plot.record(transformers.AutoModelForCausalLM.from_pretrained(MODELS / "mini-qwen3-moe"), ids)
     ours = plot.record(from_pretrained(MODELS / "mini-qwen3-moe", progress=False), ids)
     assert theirs == ours and set(ours.layers) == {1}
     assert sum(ours.layers[1].counts()) == 15 * 4 and ours.layers[1].num_experts == 16
@@ -93,10 +89,7 @@ def test_command(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     pytest.importorskip("transformers")
     out = tmp_path / "load.svg"
-    assert (
-        plot.main([str(MODELS / "mini-qwen3-moe"), "--text", "What, my lord", "--out", str(out)])
-        == 0
-    )
+    assert plot.main([str(MODELS / "mini-qwen3-moe"), "--text", "What, my lord", "--out", str(out)]) == 0
     assert "<svg" in out.read_text()[:1000]
     said = capsys.readouterr().out
     assert "layer 1: 13 tokens, busiest expert" in said and f"written: {out}" in said

@@ -24,19 +24,13 @@ def folders(package):
         return [Path(f) / package for f in named.split(":") if (Path(f) / package).is_dir()]
     spec = importlib.util.find_spec(package)
     # Our own modules of these names are in a package, so they are not found here.
-    return (
-        [Path(spec.submodule_search_locations[0])]
-        if spec and spec.submodule_search_locations
-        else []
-    )
+    return [Path(spec.submodule_search_locations[0])] if spec and spec.submodule_search_locations else []
 
 
 def each(package):
     found = folders(package)
     skipped = pytest.param(None, marks=pytest.mark.skip(reason=f"no files of {package}"))
-    return pytest.mark.parametrize(
-        "root", found or [skipped], ids=lambda f: f.parent.name if f else "none"
-    )
+    return pytest.mark.parametrize("root", found or [skipped], ids=lambda f: f.parent.name if f else "none")
 
 
 class File:
@@ -53,9 +47,7 @@ class File:
             if isinstance(node, ast.ClassDef):
                 self._add(f"{prefix}{node.name}.", node.body)
             if isinstance(node, ast.Assign):
-                self.nodes.update(
-                    {prefix + t.id: node for t in node.targets if isinstance(t, ast.Name)}
-                )
+                self.nodes.update({prefix + t.id: node for t in node.targets if isinstance(t, ast.Name)})
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 self.nodes[prefix + node.target.id] = node
 
@@ -67,11 +59,7 @@ class File:
         return {n.split(".")[1] for n in self.nodes if n.startswith(f"{name}.")}
 
     def abstract(self, name):
-        methods = {
-            n: f
-            for n, f in self.nodes.items()
-            if n.startswith(f"{name}.") and isinstance(f, ast.FunctionDef)
-        }
+        methods = {n: f for n, f in self.nodes.items() if n.startswith(f"{name}.") and isinstance(f, ast.FunctionDef)}
         return {
             n.split(".")[1]
             for n, f in methods.items()
@@ -136,10 +124,7 @@ def test_vllm_experts(root):
         "activation",
     ]
     assert "FusedMoEExperts.process_weights_after_loading" in kernel.nodes
-    assert (
-        "TopKWeightAndReduceNoOP"
-        in File(root / LAYERS / "fused_moe/topk_weight_and_reduce.py").nodes
-    )
+    assert "TopKWeightAndReduceNoOP" in File(root / LAYERS / "fused_moe/topk_weight_and_reduce.py").nodes
 
 
 @each("vllm")

@@ -143,10 +143,7 @@ def test_register(engine):
         "UnquantizedFusedMoEMethod",
         "Fp8MoEMethod",
     }
-    assert all(
-        t.endswith(".create_moe_runner") and k is HookType.AFTER
-        for t, (_, k) in engine.hooks.items()
-    )
+    assert all(t.endswith(".create_moe_runner") and k is HookType.AFTER for t, (_, k) in engine.hooks.items())
 
 
 def test_off_unless_named(engine):
@@ -158,19 +155,14 @@ def test_off_unless_named(engine):
     assert method.runner is before
     engine.asked = "moesaic"
     hook(None, method, None, make_config())
-    assert (
-        method.runner.runner_backend == Backend("moesaic")
-        and not method.runner.runner_backend.is_triton()
-    )
+    assert method.runner.runner_backend == Backend("moesaic") and not method.runner.runner_backend.is_triton()
     fp8 = Fp8MoEMethod()
     hook(None, fp8, None, make_config())
     assert fp8.runner.runner_backend.value == "moesaic" and fp8.runner.runner_backend.is_triton()
 
 
 def test_missing_parts_warn(engine, monkeypatch, caplog):
-    monkeypatch.delattr(
-        sys.modules["sglang.srt.arg_groups.choices"], "add_moe_runner_backend_choices"
-    )
+    monkeypatch.delattr(sys.modules["sglang.srt.arg_groups.choices"], "add_moe_runner_backend_choices")
     engine.plugin.register()
     assert "does nothing" in caplog.text and not engine.cores and not engine.hooks
 
@@ -192,16 +184,12 @@ def test_run(engine, interleaved, factor):
         e = int(ids[row, slot])
         if e >= 0:
             g, u = gate[e].double() @ x[row].double(), up[e].double() @ x[row].double()
-            want[row] += float(weights[row, slot]) * (
-                w2[e].double() @ (torch.nn.functional.silu(g) * u)
-            )
+            want[row] += float(weights[row, slot]) * (w2[e].double() @ (torch.nn.functional.silu(g) * u))
     want *= factor or 1
     info = make_quant_info(w13, w2, fuse_swiglu_interleaved=interleaved)
     out = core.run_from_dispatch(dispatch(x, ids, weights), info, core.config).hidden_states
     assert (out.double() - want).norm() <= 6e-3 * want.norm()
-    assert (
-        info.w13_weight.shape == (4, 128, 128) and info.w13_weight.untyped_storage().nbytes() == 2
-    )
+    assert info.w13_weight.shape == (4, 128, 128) and info.w13_weight.untyped_storage().nbytes() == 2
     again = core.run_from_dispatch(dispatch(x, ids, weights), info, core.config).hidden_states
     assert torch.equal(out, again)
 

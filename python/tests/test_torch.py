@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from typing import Any
 
 import numpy as np
@@ -10,15 +11,17 @@ import pytest
 from conftest import OwnExperts, rel_l2
 
 torch = pytest.importorskip("torch")
-import torch._dynamo.testing  # noqa: E402
+importlib.import_module("torch._dynamo.testing")
 
-import moesaic  # noqa: E402
-import moesaic.torch as mtorch  # noqa: E402
+import moesaic
+import moesaic.torch as mtorch
 
 
 @pytest.fixture
 def module(own: OwnExperts) -> mtorch.MoesaicExperts:
-    return mtorch.MoesaicExperts(moesaic.RoutedExperts.from_tensors(torch.tensor(own.w13), torch.tensor(own.w2), own.top_k))
+    return mtorch.MoesaicExperts(
+        moesaic.RoutedExperts.from_tensors(torch.tensor(own.w13), torch.tensor(own.w2), own.top_k)
+    )
 
 
 def tensors(own: OwnExperts) -> tuple[Any, Any, Any]:
@@ -64,7 +67,13 @@ def test_four_bit_and_eight_bit_types_arrive(own: OwnExperts) -> None:
     w2 = torch.tensor(own.w2)
     scale2 = w2.abs().amax(dim=(1, 2)).reshape(8, 1, 1) / 448
     layer = moesaic.RoutedExperts.from_tensors(
-        codes, (w2 / scale2).to(torch.float8_e4m3fn), 2, stored="fp8-block", quant="fp8-bf16", w13_scale=scale, w2_scale=scale2
+        codes,
+        (w2 / scale2).to(torch.float8_e4m3fn),
+        2,
+        stored="fp8-block",
+        quant="fp8-bf16",
+        w13_scale=scale,
+        w2_scale=scale2,
     )
     assert rel_l2(layer(*tensors(own)).numpy(), own.exact()) < 0.06
 

@@ -76,16 +76,12 @@ def make_config(**changes):
 
 
 def quant_key(name):
-    return getattr(
-        importlib.import_module("vllm.model_executor.layers.quantization.utils.quant_utils"), name
-    )
+    return getattr(importlib.import_module("vllm.model_executor.layers.quantization.utils.quant_utils"), name)
 
 
 def select(module, config, *keys):
     """vLLM's own choice, which asks the hooked functions."""
-    name = {"unquantized": "unquantized", "fp8": "fp8", "int8": "int8"}[
-        module.__name__.rsplit(".", 1)[-1]
-    ]
+    name = {"unquantized": "unquantized", "fp8": "fp8", "int8": "int8"}[module.__name__.rsplit(".", 1)[-1]]
     return getattr(module, f"select_{name}_moe_backend")(config, *keys)
 
 
@@ -95,15 +91,9 @@ def test_version_is_known():
 
 
 def test_off_unless_asked_for(oracles):
-    before = {
-        name: select(m, make_config()) for name, m in oracles.items() if name == "unquantized"
-    }
+    before = {name: select(m, make_config()) for name, m in oracles.items() if name == "unquantized"}
     lists = {
-        n: [
-            m.backend_to_kernel_cls(b)
-            for b in getattr(m, "UnquantizedMoeBackend", ())
-            if b.name in ("CPU", "TRITON")
-        ]
+        n: [m.backend_to_kernel_cls(b) for b in getattr(m, "UnquantizedMoeBackend", ()) if b.name in ("CPU", "TRITON")]
         for n, m in oracles.items()
     }
     plugin.register()
@@ -166,9 +156,7 @@ def test_a_scheme_that_is_not_ours_is_left(oracles, monkeypatch):
     monkeypatch.setenv("MOESAIC_VLLM", "1")
     keys = quant_key("kFp8StaticTensorSym"), quant_key("kFp8DynamicTensorSym")
     theirs = inspect.getclosurevars(oracles["fp8"]._get_priority_backends).nonlocals["priority"]
-    assert oracles["fp8"]._get_priority_backends(make_config(), *keys) == theirs(
-        make_config(), *keys
-    )
+    assert oracles["fp8"]._get_priority_backends(make_config(), *keys) == theirs(make_config(), *keys)
     assert any("no scheme for" in text for text in plugin._warned)
 
 
@@ -179,10 +167,7 @@ def test_another_version_warns_once_and_changes_nothing(oracles, monkeypatch, ca
     monkeypatch.setattr(plugin, "_registered", False)
     plugin.register()
     said = [r.getMessage() for r in caplog.records if "does nothing" in r.getMessage()]
-    assert said == [
-        "moesaic: the plugin for vLLM does nothing: got vLLM 0.99.0, "
-        f"need {plugin.supported_versions()}"
-    ]
+    assert said == [f"moesaic: the plugin for vLLM does nothing: got vLLM 0.99.0, need {plugin.supported_versions()}"]
     assert not any(getattr(m.backend_to_kernel_cls, "_moesaic", False) for m in oracles.values())
 
 
@@ -232,9 +217,7 @@ def test_apply(mapped):
     """A call as vLLM makes it: within the bound of bf16, the weights' storage gone, ids mapped."""
     torch.manual_seed(0)
     config = make_config()
-    quant = importlib.import_module(
-        "vllm.model_executor.layers.fused_moe.config"
-    ).FusedMoEQuantConfig.make()
+    quant = importlib.import_module("vllm.model_executor.layers.fused_moe.config").FusedMoEQuantConfig.make()
     experts = plugin._make_class(None, "as-is", plugin.Options())(config, quant)
     w13 = torch.randn(8, 256, 128).mul_(128**-0.5).bfloat16()
     w2 = torch.randn(8, 128, 128).mul_(128**-0.5).bfloat16()
@@ -244,9 +227,7 @@ def test_apply(mapped):
     expert_map = torch.tensor([3, -1, 0, 1, 2, -1, 7, 5], dtype=torch.int32) if mapped else None
     local = expert_map[ids.long()] if mapped else ids
     want = reference(x, w13, w2, local, weights)
-    first, second = torch.nn.Parameter(w13, requires_grad=False), torch.nn.Parameter(
-        w2, requires_grad=False
-    )
+    first, second = torch.nn.Parameter(w13, requires_grad=False), torch.nn.Parameter(w2, requires_grad=False)
     layer = SimpleNamespace(w13_weight=first, w2_weight=second, activation=config.activation)
     experts.process_weights_after_loading(layer)
     assert first.shape == (8, 256, 128) and first.untyped_storage().nbytes() == 2
@@ -300,9 +281,7 @@ def generate(folder, options, tmp_path):
     info = tmp_path / "moesaic_entry_point-0.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: moesaic-entry-point\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nmoesaic = moesaic.vllm:register\n"
-    )
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nmoesaic = moesaic.vllm:register\n")
     package = str(Path(moesaic.__file__).parents[1])
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join((str(tmp_path), package)),
@@ -314,9 +293,7 @@ def generate(folder, options, tmp_path):
     }
     environment.pop("MOESAIC_VLLM", None)
     command = [sys.executable, str(HERE / "vllm_generate.py"), str(folder), json.dumps(options)]
-    done = subprocess.run(
-        command, check=False, env=environment, capture_output=True, text=True, timeout=600
-    )
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     found = {
         line.split()[0]: json.loads(line.split(" ", 1)[1])
@@ -342,9 +319,7 @@ def test_engine_with_fp8_experts(tmp_path):
     moesaic.convert(MODELS / "mini-qwen3-moe", model, quant="fp8-block")
     config = json.loads((model / "config.json").read_text())
     # vLLM joins the dense layer's gate and up, and looks for the joined name too.
-    config["quantization_config"]["modules_to_not_convert"].append(
-        "model.layers.0.mlp.gate_up_proj"
-    )
+    config["quantization_config"]["modules_to_not_convert"].append("model.layers.0.mlp.gate_up_proj")
     (model / "config.json").write_text(json.dumps(config))
     want, _ = generate(MODELS / "mini-qwen3-moe", {}, tmp_path)
     ours, said = generate(model, {"additional_config": {"moesaic": True}}, tmp_path)

@@ -1,0 +1,360 @@
+"""On a Hopper GPU: streams of PyTorch, captured graphs, refusals, whole models.
+
+Skipped without such a GPU, and by a package that was built without GPU kernels (scripts/wheel --no-cuda).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import MODELS, OwnExperts, rel_l2
+
+torch = pytest.importorskip("torch")
+
+import moesaic
+import moesaic.torch as mtorch
+
+if not torch.cuda.is_available() or not moesaic.env()["cuda"]["available"]:
+    pytest.skip(f"needs a Hopper GPU: {moesaic.env()['cuda']['reason']}", allow_module_level=True)
+
+CUDA = "cuda:0"
+
+
+@pytest.fixture
+def own() -> OwnExperts:
+    """With weights that bf16 holds, so that their result in float64 is that of the stored ones."""
+    made = OwnExperts(tokens=33, experts=8, hidden=256, width=128, top_k=2)
+    for name in ("w13", "w2", "x"):
+        setattr(made, name, torch.tensor(getattr(made, name)).bfloat16().float().numpy())
+    return made
+
+
+@pytest.fixture
+def layer(own: OwnExperts) -> moesaic.RoutedExperts:
+    return make(own)
+
+
+def make(own: OwnExperts, device: Any = CUDA, **options: Any) -> moesaic.RoutedExperts:
+    w13, w2 = torch.tensor(own.w13).bfloat16(), torch.tensor(own.w2).bfloat16()
+    return moesaic.RoutedExperts.from_tensors(w13, w2, own.top_k, device=device, **options)
+
+
+def tensors(own: OwnExperts, dtype: Any = torch.bfloat16) -> tuple[Any, Any, Any]:
+    return torch.tensor(own.x).to(CUDA, dtype), torch.tensor(own.ids).to(CUDA), torch.tensor(own.weights).to(CUDA)
+
+
+def host(tensor: Any) -> np.ndarray:
+    return tensor.float().cpu().numpy()
+
+
+# --- Calls -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_results_are_within_the_bound(
+    own: OwnExperts, layer: moesaic.RoutedExperts, dtype: Any, ids_dtype: Any
+) -> None:
+    x, ids, weights = tensors(own, dtype)
+    y = layer(x, ids.to(ids_dtype), weights)
+    assert isinstance(y, torch.Tensor) and y.device == x.device and y.dtype == dtype and y.shape == x.shape
+    assert rel_l2(host(y), own.exact()) <= layer.bound
+    out = torch.full_like(x, torch.nan)
+    assert layer(x, ids, weights, out=out) is out and torch.equal(out, y)
+    one = torch.cat([layer(x[i : i + 1], ids[i : i + 1], weights[i : i + 1]) for i in range(x.shape[0])])
+    assert torch.equal(one, y), "bits do not depend on the batch"
+    batched = layer(x[:32].reshape(4, 8, -1), ids[:32], weights[:32])
+    assert torch.equal(batched.reshape(32, -1), y[:32])
+
+
+@pytest.mark.parametrize("quant", ["fp8-block", "fp8-bf16", "int4-g128", "int8", "mxfp4-bf16", "nvfp4"])
+def test_weights_are_quantised_while_packing(own: OwnExperts, quant: str) -> None:
+    try:
+        layer = make(own, quant=quant)
+    except moesaic.Unsupported as refused:
+        pytest.skip(f"{quant}: {refused}")
+    assert layer.quant == quant and rel_l2(host(layer(*tensors(own))), own.exact()) < 0.45
+    assert rel_l2(host(layer(*tensors(own))), make(own, "cpu", quant=quant)(own.x, own.ids, own.weights)) < 0.1
+
+
+def test_slots_without_an_expert(own: OwnExperts, layer: moesaic.RoutedExperts) -> None:
+    own.ids[3, 0] = -1
+    assert rel_l2(host(layer(*tensors(own))), own.exact()) <= layer.bound
+    dropping = make(own, drop_ids_beyond=True)
+    x, ids, weights = tensors(own)
+    beyond = torch.where(ids < 0, 8, ids)
+    assert torch.equal(dropping(x, beyond, weights), layer(x, ids, weights))
+
+
+def test_weights_may_be_on_the_device(own: OwnExperts, layer: moesaic.RoutedExperts) -> None:
+    w13, w2 = torch.tensor(own.w13).bfloat16().to(CUDA), torch.tensor(own.w2).bfloat16().to(CUDA)
+    there = moesaic.RoutedExperts.from_tensors(w13, w2, own.top_k, device=CUDA)
+    w13.zero_(), w2.zero_()  # nothing of the caller's is kept
+    assert torch.equal(there(*tensors(own)), layer(*tensors(own)))
+
+
+def test_a_whole_layer_of_a_checkpoint() -> None:
+    checkpoint = moesaic.Checkpoint(MODELS / "mini-qwen3-moe")
+    here, there = (moesaic.FusedMoE.from_checkpoint(checkpoint, 1, device=device) for device in ("cpu", CUDA))
+    x = torch.randn(19, here.spec.hidden_size, generator=torch.Generator().manual_seed(5)).bfloat16()
+    want, wanted = here(x, trace=True)
+    y, trace = there(x.to(CUDA), trace=True)
+    assert torch.equal(trace.topk_ids.cpu(), wanted.topk_ids)
+    assert rel_l2(host(y), want.double().numpy()) <= 2 * there.bound
+    again = there(x.to(CUDA), topk_ids=trace.topk_ids, topk_weights=trace.topk_weights)
+    assert torch.equal(again, y)
+
+
+# --- Streams -----------------------------------------------------------------------------------------
+
+
+def late(stream: Any, own: OwnExperts) -> tuple[Any, Any, Any]:
+    """Arguments whose hidden states become right on this stream after 50 ms."""
+    x, ids, weights = tensors(own)
+    seen = torch.zeros_like(x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        seen.copy_(x)
+    return seen, ids, weights
+
+
+def test_a_call_is_on_the_current_stream(own: OwnExperts, layer: moesaic.RoutedExperts) -> None:
+    want = layer(*tensors(own))
+    stream = torch.cuda.Stream()
+    arguments = late(stream, own)
+    with torch.cuda.stream(stream):
+        y = layer(*arguments)
+        assert not stream.query(), "the call does not wait"
+    stream.synchronize()
+    assert torch.equal(y, want)
+
+
+class OfProtocol:
+    """Any object that speaks the CUDA stream protocol."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self.stream.cuda_stream)
+
+
+@pytest.mark.parametrize("form", [lambda s: s, lambda s: s.cuda_stream, OfProtocol], ids=["torch", "int", "protocol"])
+def test_a_stream_that_is_named(own: OwnExperts, layer: moesaic.RoutedExperts, form: Any) -> None:
+    want = layer(*tensors(own))
+    stream = torch.cuda.Stream()
+    arguments = late(stream, own)
+    y = layer(*arguments, stream=form(stream), out=torch.empty_like(arguments[0]))
+    stream.synchronize()
+    assert torch.equal(y, want)
+
+
+class OnlyInterface:
+    """Device memory of a framework without DLPack."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+        self.dtype = str(tensor.dtype).removeprefix("torch.")
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        kinds = {"float32": "<f4", "int32": "<i4", "int64": "<i8"}
+        return {
+            "shape": tuple(self.tensor.shape),
+            "typestr": kinds[self.dtype],
+            "data": (self.tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def test_other_frameworks_name_their_stream_and_output(own: OwnExperts, layer: moesaic.RoutedExperts) -> None:
+    x, ids, weights = tensors(own, torch.float32)
+    out = torch.empty_like(x)
+    arguments = [OnlyInterface(t) for t in (x, ids, weights)]
+    with pytest.raises(moesaic.InvalidArgument, match="out: got none"):
+        layer(*arguments)
+    with pytest.raises(moesaic.InvalidArgument, match="stream: got none"):
+        layer(*arguments, out=OnlyInterface(out))
+    stream = torch.cuda.current_stream()
+    layer(*arguments, out=OnlyInterface(out), stream=stream)
+    assert torch.equal(out, layer(x, ids, weights))
+
+
+# --- Graphs ------------------------------------------------------------------------------------------
+
+
+def test_a_captured_call_routes_anew(own: OwnExperts, layer: moesaic.RoutedExperts) -> None:
+    module = mtorch.MoesaicExperts(layer)
+    x, ids, weights = tensors(own)
+    module(x, ids, weights)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = module(x, ids, weights)
+    generator = torch.Generator(device=CUDA).manual_seed(3)
+    for _ in range(3):
+        x.normal_(generator=generator)
+        ids.copy_(torch.stack([torch.randperm(8, generator=generator, device=CUDA)[:2] for _ in range(x.shape[0])]))
+        weights.uniform_(generator=generator)
+        graph.replay()
+        assert torch.equal(y, module(x, ids, weights))
+
+
+def test_narrow_weights_are_captured_too(own: OwnExperts, layer: moesaic.RoutedExperts) -> None:
+    module = mtorch.MoesaicExperts(layer)
+    x, ids, weights = tensors(own)
+    narrow = weights.bfloat16()
+    want = module(x, ids, narrow.float())
+    assert torch.equal(module(x, ids, narrow), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = module(x, ids, narrow)
+    graph.replay()
+    assert torch.equal(y, want)
+
+
+def test_the_compiler_uses_graphs(own: OwnExperts, layer: moesaic.RoutedExperts) -> None:
+    module = mtorch.MoesaicExperts(layer)
+    x, ids, weights = tensors(own)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="cudagraphs")
+    with torch.inference_mode():
+        want = module(x, ids, weights)
+        for _ in range(4):
+            assert torch.equal(compiled(x, ids, weights).clone(), want)
+    torch.library.opcheck(torch.ops.moesaic.experts.int, (x, ids, weights, module._number))
+
+
+# --- Refusals ----------------------------------------------------------------------------------------
+
+
+def test_the_wrong_device_is_refused(own: OwnExperts, layer: moesaic.RoutedExperts) -> None:
+    x, ids, weights = tensors(own)
+    here = torch.tensor(own.x).bfloat16()
+    with pytest.raises(moesaic.InvalidArgument, match="got a tensor on cpu, need one on cuda:0"):
+        layer(here, torch.tensor(own.ids), torch.tensor(own.weights))
+    copied = layer(here, torch.tensor(own.ids), torch.tensor(own.weights), copy=True)
+    assert copied.device.type == "cpu" and torch.equal(copied, layer(x, ids, weights).cpu())
+    for wrong in ((x, ids.cpu(), weights), (x, ids, weights.cpu())):
+        with pytest.raises(moesaic.Error, match="topk_"):
+            layer(*wrong)
+    with pytest.raises(moesaic.Error, match="output"):
+        layer(x, ids, weights, out=torch.empty_like(here))
+    with pytest.raises(moesaic.InvalidArgument, match="got a tensor on cuda:0, need one on cpu"):
+        make(own, "cpu")(x, ids, weights)
+    with pytest.raises(moesaic.InvalidDType, match="topk_weights"):
+        layer(x, ids, weights.bfloat16())
+    module = mtorch.MoesaicExperts(layer)
+    assert module.to(CUDA) is module
+    with pytest.raises(moesaic.DeviceError, match="packed for cuda:0"):
+        module.cpu()
+    with pytest.raises(moesaic.Error):
+        make(own, "cuda:63")
+    x.untyped_storage().resize_(0)
+    with pytest.raises(moesaic.InvalidArgument, match="without memory"):
+        layer(x, ids, weights)
+
+
+# --- Loading and models ------------------------------------------------------------------------------
+
+
+def test_a_weight_loader_takes_tensors_of_the_device() -> None:
+    checkpoint = moesaic.Checkpoint(MODELS / "mini-qwen3-moe")
+    loader = moesaic.WeightLoader.from_checkpoint(checkpoint, 1, experts_only=True)
+    for name in loader.missing():
+        assert loader.load(name, torch.from_dlpack(checkpoint.read_tensor(name)).to(CUDA))
+    layer = moesaic.RoutedExperts.from_loader(loader, device=CUDA)
+    want = moesaic.RoutedExperts.from_checkpoint(checkpoint, 1, device=CUDA)
+    x = torch.randn(5, layer.spec.hidden_size, device=CUDA).bfloat16()
+    ids, weights = torch.randint(0, 16, (5, 4), device=CUDA), torch.rand(5, 4, device=CUDA)
+    assert torch.equal(layer(x, ids, weights), want(x, ids, weights))
+
+
+def tiny(name: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    common = {
+        "vocab_size": 128,
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = {
+        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+            **common,
+            head_dim=64,
+            intermediate_size=256,
+            moe_intermediate_size=128,
+            num_experts=8,
+            num_experts_per_tok=2,
+        ),
+        "mixtral": lambda: transformers.MixtralConfig(
+            **common, intermediate_size=256, num_local_experts=4, num_experts_per_tok=2
+        ),
+        "gpt_oss": lambda: transformers.GptOssConfig(
+            **common,
+            head_dim=64,
+            intermediate_size=128,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            layer_types=["full_attention", "sliding_attention"],
+        ),
+    }[name]()
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    return model.to(CUDA, torch.bfloat16)
+
+
+def logits(model: Any, ids: Any) -> Any:
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_models_generate(name: str) -> None:
+    mt = pytest.importorskip("moesaic.transformers")
+    model = tiny(name)
+    prompt = (torch.arange(18).reshape(2, 9) * 7 % 128).to(CUDA)
+
+    def said() -> Any:
+        return model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False, pad_token_id=0
+        )
+
+    eager_said = said()
+    eager = logits(model, eager_said)
+    model.set_experts_implementation("moesaic")
+    named, named_said = logits(model, eager_said), said()
+    assert rel_l2(host(named), eager.double().cpu().numpy()) <= 2e-2
+    # Where eager's two best are further apart than that, the choice is the same.
+    best = eager.float().topk(2).values
+    sure = (best[..., 0] - best[..., 1]) > 0.1 * best[..., 0].abs()
+    assert sure.float().mean() > 0.2 and torch.equal(named.argmax(-1)[sure], eager.argmax(-1)[sure])
+    before = torch.cuda.memory_allocated()
+    report = mt.accelerate(model, progress=False)
+    assert before - torch.cuda.memory_allocated() >= 0.9 * report.bytes_before
+    assert all(row.backend and not row.reason for row in report.rows)
+    assert torch.equal(logits(model, eager_said), named) and torch.equal(said(), named_said)
+    with pytest.raises(moesaic.DeviceError, match="cannot be moved"):
+        model.cpu()
+
+
+@pytest.mark.parametrize("quant", ["as-is", "fp8-block"])
+def test_a_model_that_is_loaded_onto_the_device(quant: str, tmp_path: Any) -> None:
+    mt = pytest.importorskip("moesaic.transformers")
+    folder = MODELS / "mini-qwen3-moe"
+    if quant != "as-is":
+        moesaic.convert(folder, tmp_path / quant, quant=quant)
+        folder = tmp_path / quant
+    prompt = torch.tensor([list(b"First Citizen:\nBefore we proceed")])
+    here, there = (mt.from_pretrained(folder, device=device, progress=False) for device in ("cpu", CUDA))
+    want = logits(here, prompt)
+    assert rel_l2(host(logits(there, prompt.to(CUDA))), want.double().numpy()) <= 3e-2
+    said = there.generate(prompt.to(CUDA), max_new_tokens=10, do_sample=False)[0, prompt.shape[1] :]
+    assert bytes(said.tolist()) == b"ing to the"
