@@ -42,8 +42,10 @@ FusedLayer* fused_from_checkpoint(const Checkpoint& checkpoint, int layer, const
   options.include_gate = include_gate;
   options.router_logits_dtype = dtype_of("router_logits_dtype", router_logits_dtype);
   CallGuard guard(progress);
-  return new FusedLayer(create_guarded(
-      without_shared(load_guarded(checkpoint, layer, options, &guard), options), options, &guard));
+  return new FusedLayer(
+      create_guarded(without_shared(load_guarded(checkpoint, layer, options, &guard), options),
+                     options, &guard),
+      options);
 }
 
 FusedLayer* fused_from_loader(LoaderObject& loader, const std::string& quant, nb::handle device,
@@ -55,7 +57,8 @@ FusedLayer* fused_from_loader(LoaderObject& loader, const std::string& quant, nb
   options.include_gate = include_gate;
   options.router_logits_dtype = dtype_of("router_logits_dtype", router_logits_dtype);
   CallGuard guard{nb::none()};
-  return new FusedLayer(create_guarded(without_shared(finish(&loader), options), options, &guard));
+  return new FusedLayer(create_guarded(without_shared(finish(&loader), options), options, &guard),
+                        options);
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ BINDING = {
     "python_every_error_internal": ("test_layers.py", "each_code"),
     "python_freed_storage_read": ("test_torch.py", "freed"),
     "python_dlpack_strides_ignored": ("test_torch.py", "in_place"),
-    "python_fp4_pairs_halved": ("test_torch.py", "four_bit"),
+    "python_fp4_pairs_halved": ("test_torch.py", "pairs_of_four"),
     "python_array_strides_ignored": ("test_layers.py", "strided or arrangements"),
     "python_read_only_written": ("test_layers.py", "misuse"),
     "python_uneven_rows_taken": ("test_torch.py", "in_place"),
@@ -26,6 +26,7 @@ BINDING = {
 # The same, in what only a GPU runs: not run here.
 ON_GPU = {
     "python_default_stream": ("test_gpu.py", "current_stream"),
+    "python_long_calls_not_split": ("test_gpu.py", "long_calls"),
     "python_hidden_copy_to_device": ("test_gpu.py", "wrong_device"),
 }
 

@@ -227,7 +227,7 @@ def test_weights_come_tensor_by_tensor(qwen3: pathlib.Path, tmp_path: pathlib.Pa
     with pytest.raises(moesaic.MissingTensor, match="experts"):
         moesaic.FusedMoE.from_loader(loader)
     assert loader.load_weights(iter(pairs)) == [name for name, _ in pairs]
-    assert not loader.missing() and loader.bytes > 1_000_000
+    assert not loader.missing() and loader.bytes > 800_000
     with pytest.raises(moesaic.InvalidArgument, match=names[0]):
         loader.load(*pairs[-1])
     layer = moesaic.FusedMoE.from_loader(loader)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,9 @@ def test_tensors_are_read_and_written_in_place(own: OwnExperts, module: mtorch.M
     assert module.layer(x, ids, weights, out=out) is out and torch.equal(out, y)
     assert torch.equal(module(x, ids, weights), y)
     assert torch.equal(module(x, ids.int(), weights), y)
+    uneven = torch.randn(4, 5, x.shape[1])[:, :4]  # 16 rows that are not equally far apart
+    with pytest.raises(moesaic.InvalidLayout, match="not equally far apart"):
+        module.layer(uneven, ids[:16].reshape(4, 4, -1), weights[:16].reshape(4, 4, -1))
     column = torch.randn(4, 8, x.shape[1], 3)[..., 0]
     with pytest.raises(moesaic.InvalidLayout):
         module.layer(column, ids[:4], weights[:4])
@@ -76,6 +81,43 @@ def test_four_bit_and_eight_bit_types_arrive(own: OwnExperts) -> None:
         w2_scale=scale2,
     )
     assert rel_l2(layer(*tensors(own)).numpy(), own.exact()) < 0.06
+
+
+def test_pairs_of_four_bits_arrive(own: OwnExperts) -> None:
+    if not hasattr(torch, "float4_e2m1fn_x2"):
+        pytest.skip("this PyTorch has no 4-bit type")
+    torch.manual_seed(0)
+    codes = [torch.randint(0, 256, (8, n, 64), dtype=torch.uint8) for n in (256, 128)]
+    scales = {f"{name}_scale": torch.full((8, n, 4), 122, dtype=torch.uint8) for name, n in (("w13", 256), ("w2", 128))}
+    make = moesaic.RoutedExperts.from_tensors
+    want = make(*codes, 2, stored="mxfp4-bf16", **scales)
+    pairs = make(*(c.view(torch.float4_e2m1fn_x2) for c in codes), 2, stored="mxfp4-bf16", **scales)
+    assert want.spec.hidden_size == pairs.spec.hidden_size == 128
+    assert torch.equal(pairs(*tensors(own)), want(*tensors(own)))
+
+
+WITHOUT_TABLE = """
+import torch
+del torch.Tensor.__dlpack_c_exchange_api__
+import moesaic
+torch.manual_seed(0)
+w13, w2 = torch.randn(4, 256, 128).bfloat16(), torch.randn(4, 128, 128).bfloat16()
+layer = moesaic.RoutedExperts.from_tensors(w13, w2, 2)
+x, ids, weights = torch.randn(3, 128).bfloat16().requires_grad_(), torch.tensor([[0, 1]] * 3), torch.rand(3, 2)
+y = layer(x, ids, weights)
+assert isinstance(y, torch.Tensor) and y.dtype == torch.bfloat16 and y.shape == x.shape
+out = torch.empty_like(y)
+layer(x, ids, weights, out=out)
+assert torch.equal(out, y) and float(y.float().norm()) > 0.1
+"""
+
+
+def test_pytorch_without_an_exchange_table() -> None:
+    """2.9 and earlier: the same by calls of its functions."""
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("all other tests show it")
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TABLE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_operator_passes_pytorchs_own_checks(own: OwnExperts, module: mtorch.MoesaicExperts) -> None:
