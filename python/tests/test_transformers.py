@@ -108,7 +108,7 @@ def test_experts_of_every_family_against_eager(module_name: str, class_name: str
     x = torch.randn(tokens, hidden)
     ids = torch.stack([torch.randperm(experts.down_proj.shape[0])[:top_k] for _ in range(tokens)])
     weights = torch.rand(tokens, top_k)
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):
         with pytest.raises(moesaic.Unsupported, match="norm"):
             call(experts, "moesaic", x, ids, weights)
         return
