@@ -5,6 +5,7 @@ Skipped without such a GPU, and by a package that was built without GPU kernels 
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -350,9 +351,11 @@ def test_models_generate(name: str) -> None:
 
     eager_said = said()
     eager = logits(model, eager_said)
+    exact = host(logits(copy.deepcopy(model).double(), eager_said))
     model.set_experts_implementation("moesaic")
     named, named_said = logits(model, eager_said), said()
-    assert rel_l2(host(named), eager.double().cpu().numpy()) <= 2e-2
+    # Attention in bf16 is most of the error of both.
+    assert rel_l2(host(named), exact) <= 1.25 * rel_l2(host(eager), exact)
     # Where eager's two best are further apart than that, the choice is the same.
     best = eager.float().topk(2).values
     sure = (best[..., 0] - best[..., 1]) > 0.1 * best[..., 0].abs()

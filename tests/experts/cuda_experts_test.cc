@@ -235,7 +235,7 @@ double cancellation(const StandardCase& c) {
   const std::int64_t top_k = c.problem.top_k, slots = c.routing.weights.bytes() / 4;
   double parts = 0;
   for (std::int64_t slot = 0; slot < top_k; ++slot) {
-    const Tensor only = Tensor::zeros(DType::kF32, c.routing.weights.shape()).value();
+    Tensor only = Tensor::zeros(DType::kF32, c.routing.weights.shape()).value();
     for (std::int64_t i = slot; i < slots; i += top_k) {
       only.as<float>()[i] = c.routing.weights.as<float>()[i];
     }
