@@ -1,0 +1,41 @@
+#!/usr/bin/env python3
+"""Fails when a GPU kernel of a program keeps more on its stack than it is known to: registers that are spilled.
+
+usage: check_kernel_stacks.py PROGRAM
+
+What is allowed: 32 bytes in the grouped-GEMM kernel and the router's, whose main loops keep nothing there (values
+of the epilogue wait outside of them), and what KNOWN says of others. A kernel with no stack needs no line.
+Exit status: 0, 1 with the kernels that have more, 2 for wrong usage or a missing cuobjdump.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+
+# Name in the mangled symbol: bytes.
+KNOWN = {"sm90_grouped_experts": 32, "route": 32, "gate_fp32": 80}
+
+
+def main() -> int:
+    tool = shutil.which("cuobjdump") or shutil.which("/usr/local/cuda/bin/cuobjdump")
+    if len(sys.argv) != 2 or tool is None:
+        print(__doc__ if tool else "cuobjdump is not on the PATH: it comes with the CUDA toolkit", file=sys.stderr)
+        return 2
+    done = subprocess.run([tool, "--dump-resource-usage", sys.argv[1]], capture_output=True, text=True, check=False)
+    kernels = re.findall(r"Function (\S+):\s*\n?\s*REG:(\d+) STACK:(\d+)", done.stdout)
+    if not kernels:
+        print(f"{sys.argv[1]}: no kernel found\n{done.stderr}", file=sys.stderr)
+        return 1
+    bad = 0
+    for name, registers, stack in kernels:
+        allowed = max((most for part, most in KNOWN.items() if re.search(rf"\d{part}I", name)), default=0)
+        if int(stack) > allowed:
+            print(f"{name}: {stack} bytes of stack ({registers} registers), at most {allowed} are known")
+            bad += 1
+    print(f"{len(kernels)} kernels, {bad} with more stack than is known")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
