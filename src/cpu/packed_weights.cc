@@ -26,25 +26,24 @@ std::int64_t unit_offset(WeightKind kind, std::int64_t elem_bytes, int column, s
 
 constexpr std::int64_t kUnitBytes = 4 * kPanelColumns;
 
-template <int kBytes, bool kPack>
-void move_panel(const PackedShape& shape, std::int64_t panel, std::byte* matrix,
+template <int kBytes>
+void pack_panel(const PackedShape& shape, std::int64_t panel, const std::byte* matrix,
                 std::byte* packed) {
   constexpr std::int64_t kSteps = 4 / kBytes;
   std::byte* base = packed + panel * shape.panel_bytes();
-  if (kPack) std::memset(base, 0, static_cast<std::size_t>(shape.panel_bytes()));
+  std::memset(base, 0, static_cast<std::size_t>(shape.panel_bytes()));
   for (int column = 0; column < kPanelColumns; ++column) {
     const std::int64_t row = shape.source_row(panel, column);
     if (row < 0) continue;
-    std::byte* line = matrix + row * shape.k * kBytes;
+    const std::byte* line = matrix + row * shape.k * kBytes;
     std::array<std::int64_t, 4> offset{};
     for (std::int64_t s = 0; s < kSteps; ++s)
       offset[static_cast<std::size_t>(s)] = unit_offset(shape.kind, kBytes, column, s);
     for (std::int64_t k = 0; k < shape.k; ++k) {
       std::byte* cell =
           base + k / kSteps * kUnitBytes + offset[static_cast<std::size_t>(k % kSteps)];
-      std::byte* element = line + k * kBytes;
-      std::memcpy(kPack ? cell : element, kPack ? element : cell, kBytes);
-      if (kBytes == 1) *(kPack ? cell : element) ^= static_cast<std::byte>(shape.code_flip);
+      std::memcpy(cell, line + k * kBytes, kBytes);
+      if (kBytes == 1) *cell ^= static_cast<std::byte>(shape.code_flip);
     }
   }
 }
@@ -64,38 +63,19 @@ std::int64_t unit_nibble(WeightKind kind, int column, std::int64_t step) {
          (MOESAIC_FAULT(cpu_pack_nibbles_in_order) ? step / 4 : step / 2);
 }
 
-template <bool kPack>
-void move_nibble_panel(const PackedShape& shape, std::int64_t panel, std::byte* matrix,
+void pack_nibble_panel(const PackedShape& shape, std::int64_t panel, const std::byte* matrix,
                        std::byte* packed) {
   std::byte* base = packed + panel * shape.panel_bytes();
-  if (kPack) std::memset(base, 0, static_cast<std::size_t>(shape.panel_bytes()));
+  std::memset(base, 0, static_cast<std::size_t>(shape.panel_bytes()));
   for (int column = 0; column < kPanelColumns; ++column) {
     const std::int64_t row = shape.source_row(panel, column);
     if (row < 0) continue;
-    std::byte* line = matrix + row * shape.k / 2;
-    if (!kPack) std::memset(line, 0, static_cast<std::size_t>(shape.k / 2));
+    const std::byte* line = matrix + row * shape.k / 2;
     for (std::int64_t k = 0; k < shape.k; ++k) {
       std::byte* unit = base + k / 8 * kUnitBytes;
       const std::int64_t at = unit_nibble(shape.kind, column, k % 8);
-      if (kPack) {
-        or_nibble(unit, at, get_nibble(line, k) ^ shape.code_flip);
-      } else {
-        or_nibble(line, k, get_nibble(unit, at) ^ shape.code_flip);
-      }
+      or_nibble(unit, at, get_nibble(line, k) ^ shape.code_flip);
     }
-  }
-}
-
-template <bool kPack>
-void move_matrix(const PackedShape& shape, std::byte* matrix, std::byte* packed, int num_threads) {
-  const std::int64_t panels = shape.num_panels();
-  const std::int64_t bytes = shape.elem_bits() / 8;
-#pragma omp parallel for num_threads(num_threads) schedule(static)
-  for (std::int64_t p = 0; p < panels; ++p) {
-    if (bytes == 0) move_nibble_panel<kPack>(shape, p, matrix, packed);
-    if (bytes == 1) move_panel<1, kPack>(shape, p, matrix, packed);
-    if (bytes == 2) move_panel<2, kPack>(shape, p, matrix, packed);
-    if (bytes == 4) move_panel<4, kPack>(shape, p, matrix, packed);
   }
 }
 
@@ -166,12 +146,15 @@ Status check_packed_shape(const PackedShape& shape, std::int64_t num_matrices) {
 }
 
 void pack_matrix(const PackedShape& shape, const std::byte* src, std::byte* dst, int num_threads) {
-  // move_panel<.., true> only reads the matrix.
-  move_matrix<true>(shape, const_cast<std::byte*>(src), dst, num_threads);
-}
-
-void unpack_matrix(const PackedShape& shape, const std::byte* src, std::byte* dst) {
-  move_matrix<false>(shape, dst, const_cast<std::byte*>(src), 1);
+  const std::int64_t panels = shape.num_panels();
+  const std::int64_t bytes = shape.elem_bits() / 8;
+#pragma omp parallel for num_threads(num_threads) schedule(static)
+  for (std::int64_t p = 0; p < panels; ++p) {
+    if (bytes == 0) pack_nibble_panel(shape, p, src, dst);
+    if (bytes == 1) pack_panel<1>(shape, p, src, dst);
+    if (bytes == 2) pack_panel<2>(shape, p, src, dst);
+    if (bytes == 4) pack_panel<4>(shape, p, src, dst);
+  }
 }
 
 void pack_block_scales(const PackedShape& shape, const float* scales, std::int64_t scale_cols,

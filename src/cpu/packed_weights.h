@@ -49,8 +49,6 @@ Status check_packed_shape(const PackedShape& shape, std::int64_t num_matrices);
 // src: [rows, K] contiguous in the kind's dtype; dst: matrix_bytes(), 64-byte aligned. Parallel
 // over panels.
 void pack_matrix(const PackedShape& shape, const std::byte* src, std::byte* dst, int num_threads);
-// The inverse: dst [rows, K].
-void unpack_matrix(const PackedShape& shape, const std::byte* src, std::byte* dst);
 
 // Block scales [ceil(rows/128), ceil(K/128)] F32 (rows counted within each half for kGateUp) -> [panel][group][4], one scale per 16 columns; padding
 // columns get 0.

@@ -158,9 +158,7 @@ inline std::uint8_t e4m3_from_f32(float x) {
 }
 constexpr float f32_from_e4m3(std::uint8_t code) { return detail::kE4m3Table[code]; }
 
-inline std::uint8_t e5m2_from_f32(float x) {
-  return detail::encode_saturating<2, 15, 0x7BU, 0x80U>(x);
-}
+// Read, never written, as the variants below.
 constexpr float f32_from_e5m2(std::uint8_t code) { return detail::kE5m2Table[code]; }
 
 // Codes 0..15; only the low four bits of a code are looked at when decoding. A negative value that

@@ -33,16 +33,8 @@ inline void set_nibble(std::uint8_t* packed, std::int64_t index, std::uint8_t va
                                                     : (byte & 0xF0U) | low);
 }
 
-// Meaning of a nibble: two's complement [-8, 7]; unsigned [0, 15] (with a zero point elsewhere);
-// and uint4b8, stored v + 8.
+// A nibble in two's complement, [-8, 7].
 constexpr int i4_from_nibble(std::uint8_t nibble) { return ((nibble & 0x0F) ^ 8) - 8; }
-constexpr int u4_from_nibble(std::uint8_t nibble) { return nibble & 0x0F; }
-constexpr int u4b8_from_nibble(std::uint8_t nibble) { return (nibble & 0x0F) - 8; }
-// Clamps to [-8, 7].
-constexpr std::uint8_t nibble_from_i4(int value) {
-  const int clamped = value < -8 ? -8 : (value > 7 ? 7 : value);
-  return static_cast<std::uint8_t>(clamped & 0x0F);
-}
 
 // nf4: quantiles of the normal distribution, in units of a block's absmax. Source: QLoRA,
 // Dettmers et al. 2023, appendix E.
@@ -64,7 +56,6 @@ inline constexpr std::array<float, 16> kNf4Values = {
     0.7229568362236023F,
     1.0F,
 };
-constexpr float f32_from_nf4(std::uint8_t code) { return kNf4Values[code & 0x0FU]; }
 // Nearest entry of x = value / absmax; a value exactly between two entries takes the lower one. NaN
 // gives 0. Stored bytes hold element 0 in the *high* nibble, unlike every other format here.
 constexpr std::uint8_t nf4_from_f32(float x) {

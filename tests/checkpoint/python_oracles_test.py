@@ -201,7 +201,7 @@ def filtered(np, name, direction, values, result):
 def ml_dtypes_test(folder):
     np, ml = needed("numpy", "ml_dtypes")
     rng = np.random.default_rng(6)
-    formats = (("bf16", ml.bfloat16, 16, True), ("f16", np.float16, 16, True), ("e4m3", ml.float8_e4m3fn, 8, True), ("e5m2", ml.float8_e5m2, 8, True),
+    formats = (("bf16", ml.bfloat16, 16, True), ("f16", np.float16, 16, True), ("e4m3", ml.float8_e4m3fn, 8, True), ("e5m2", ml.float8_e5m2, 8, False),
                ("e2m1", getattr(ml, "float4_e2m1fn", None), 4, True), ("e8m0", getattr(ml, "float8_e8m0fnu", None), 8, False),
                ("e4m3fnuz", ml.float8_e4m3fnuz, 8, False), ("e5m2fnuz", ml.float8_e5m2fnuz, 8, False))
     every_bf16 = (np.arange(65536, dtype=np.uint32) << 16).view(np.float32)

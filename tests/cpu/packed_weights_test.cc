@@ -1,9 +1,10 @@
-// The packed layout: invertible for every kind, order and odd size, zero where the matrix has
-// nothing.
+// The packed layout: every piece of a matrix has a place of its own, for every kind, order and odd
+// size, and there is zero where the matrix has nothing.
 #include "cpu/packed_weights.h"
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -32,32 +33,65 @@ const Case kCases[] = {
     {WeightKind::kInt4Fp8, RowOrder::kPlain, 70, 130},
 };
 
-TEST(PackedWeights, UnpackingIsTheInverseOfPacking) {
+// Pieces that packing moves: nibbles of 4-bit codes, bytes of all else.
+std::vector<int> pieces_of(const std::byte* bytes, std::int64_t count, bool nibbles) {
+  std::vector<int> pieces;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const int byte = std::to_integer<int>(bytes[i]);
+    if (nibbles) pieces.push_back(byte & 15);
+    pieces.push_back(nibbles ? byte >> 4 : byte);
+  }
+  return pieces;
+}
+std::vector<int> packed_pieces(const PackedShape& shape, const std::vector<std::byte>& matrix,
+                               bool nibbles) {
+  WeightBuffer packed = std::move(WeightBuffer::allocate(shape.matrix_bytes())).value();
+  test::poison(packed.data(), packed.bytes());
+  pack_matrix(shape, matrix.data(), packed.data(), 2);
+  return pieces_of(packed.data(), packed.bytes(), nibbles);
+}
+
+// Where pieces go is read off matrices whose pieces have one bit of their number each.
+TEST(PackedWeights, EveryPieceHasAPlaceOfItsOwn) {
   test::Rng rng(1);
   for (const Case& c : kCases) {
     const bool code4 = c.kind == WeightKind::kCode4 || c.kind == WeightKind::kInt4Fp8;
     const PackedShape shape{c.kind, c.order, c.rows, c.k, code4 ? 32 : 4, 0};
     ASSERT_TRUE(check_packed_shape(shape, 1).ok());
-    std::vector<std::byte> matrix(static_cast<std::size_t>(c.rows * c.k * shape.elem_bits() / 8));
+    const auto bytes = static_cast<std::size_t>(c.rows * c.k * shape.elem_bits() / 8);
+    std::vector<std::byte> matrix(bytes);
     for (std::byte& b : matrix) b = static_cast<std::byte>(rng.next());
-    WeightBuffer packed = std::move(WeightBuffer::allocate(shape.matrix_bytes())).value();
-    test::poison(packed.data(), packed.bytes());
-    pack_matrix(shape, matrix.data(), packed.data(), 2);
-    std::vector<std::byte> back(matrix.size());
-    unpack_matrix(shape, packed.data(), back.data());
-    EXPECT_EQ(std::memcmp(matrix.data(), back.data(), matrix.size()), 0) << c.rows << " x " << c.k;
-    // Everything that is not the matrix is zero: as many non-zero bytes in the packed form as in
-    // the matrix.
-    const auto non_zero = [code4](const std::byte* p, std::int64_t n) {
-      std::int64_t count = 0;
-      for (std::int64_t i = 0; i < n; ++i) {
-        const int byte = std::to_integer<int>(p[i]);
-        count += code4 ? ((byte & 15) != 0) + (byte >> 4 != 0) : byte != 0;
+    const std::vector<int> want = pieces_of(matrix.data(), static_cast<std::int64_t>(bytes), code4);
+    const std::vector<int> got = packed_pieces(shape, matrix, code4);
+    std::vector<std::size_t> number(got.size());  // of the piece at a place, from 1
+    for (std::size_t bit = 0; (want.size() >> bit) != 0; ++bit) {
+      std::vector<std::byte> numbered(bytes);
+      for (std::size_t i = 0; i < want.size(); ++i) {
+        const auto has = static_cast<int>((i + 1) >> bit & 1);
+        if (code4) {
+          numbered[i / 2] |= static_cast<std::byte>(has << (i % 2 * 4));
+        } else {
+          numbered[i] = static_cast<std::byte>(has);
+        }
       }
-      return count;
-    };
-    EXPECT_EQ(non_zero(packed.data(), packed.bytes()),
-              non_zero(matrix.data(), static_cast<std::int64_t>(matrix.size())));
+      const std::vector<int> bits = packed_pieces(shape, numbered, code4);
+      for (std::size_t i = 0; i < bits.size(); ++i) {
+        number[i] |= static_cast<std::size_t>(bits[i]) << bit;
+      }
+    }
+    std::vector<bool> seen(want.size());
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      const std::size_t n = number[i];
+      if (n == 0) {
+        ASSERT_EQ(got[i], 0) << "not of the matrix";
+        continue;
+      }
+      ASSERT_LE(n, want.size());
+      ASSERT_EQ(got[i], want[n - 1]) << c.rows << " x " << c.k;
+      ASSERT_FALSE(seen[n - 1]) << "twice";
+      seen[n - 1] = true;
+    }
+    EXPECT_EQ(std::count(seen.begin(), seen.end(), true), static_cast<std::ptrdiff_t>(seen.size()));
   }
 }
 

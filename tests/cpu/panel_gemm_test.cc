@@ -77,7 +77,7 @@ std::vector<std::byte> random_matrix(test::Rng& rng, WeightKind kind, std::int64
       case WeightKind::kCode4:
       case WeightKind::kInt4Fp8:
         set_nibble(reinterpret_cast<std::uint8_t*>(m.data()), i,
-                   integers ? nibble_from_i4(static_cast<int>(integer)) : any);
+                   integers ? static_cast<std::uint8_t>(static_cast<int>(integer) & 15) : any);
         break;
       case WeightKind::kI8:
       case WeightKind::kI8Quads:

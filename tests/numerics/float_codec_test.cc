@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <type_traits>
 
 #include "numerics/grid.h"
 #include "support/special_values.h"
@@ -33,10 +34,10 @@ TEST(E4m3, PublishedVectors) {
 }
 
 TEST(E5m2, PublishedVectors) {
-  EXPECT_EQ(e5m2_from_f32(1.0F), 0x3C);
-  EXPECT_EQ(e5m2_from_f32(0.1F), 0x2E);
-  EXPECT_EQ(e5m2_from_f32(0x1p-16F), 0x01);
-  EXPECT_EQ(e5m2_from_f32(61440.0F), 0x7B);
+  EXPECT_EQ(f32_from_e5m2(0x3C), 1.0F);
+  EXPECT_EQ(f32_from_e5m2(0x2E), 0.09375F);
+  EXPECT_EQ(f32_from_e5m2(0x01), 0x1p-16F);
+  EXPECT_EQ(f32_from_e5m2(0x7B), 57344.0F);
 }
 
 TEST(E2m1, PublishedVectorsAndTies) {
@@ -82,12 +83,9 @@ TEST(Specials, SixteenBitFormatsKeepInfinityAndNan) {
 TEST(Specials, NarrowFormatsSaturateAndNanIsPlusLargest) {
   EXPECT_EQ(e4m3_from_f32(kInf), 0x7E);
   EXPECT_EQ(e4m3_from_f32(-kInf), 0xFE);
-  EXPECT_EQ(e5m2_from_f32(kInf), 0x7B);
-  EXPECT_EQ(e5m2_from_f32(-kInf), 0xFB);
   EXPECT_EQ(e2m1_from_f32(-kInf), 0xF);
   for (const float nan : {kNan, -kNan, std::bit_cast<float>(0x7F800001U)}) {
     EXPECT_EQ(e4m3_from_f32(nan), 0x7E);
-    EXPECT_EQ(e5m2_from_f32(nan), 0x7B);
     EXPECT_EQ(e2m1_from_f32(nan), 0x7);
   }
 }
@@ -99,8 +97,8 @@ TEST(Specials, SignOfZeroIsKept) {
   EXPECT_EQ(e2m1_from_f32(-0.1F), 0x8);
 }
 
-// decode(code) is the value of the definition, encode(decode(code)) is the code, and values grow
-// with the code: for all codes of both signs.
+// decode(code) is the value of the definition, encode(decode(code)) is the code (encode may be
+// nullptr: a format that is read alone), and values grow with the code: for all codes of both signs.
 template <class Decode, class Encode>
 void check_all_codes(const Format& f, const Decode& decode, const Encode& encode) {
   SCOPED_TRACE(f.name);
@@ -111,8 +109,10 @@ void check_all_codes(const Format& f, const Decode& decode, const Encode& encode
     ASSERT_EQ(static_cast<double>(decode(code)), want) << code;
     ASSERT_EQ(static_cast<double>(decode(code | sign)), -want) << code;
     ASSERT_EQ(std::signbit(decode(code | sign)), true) << code;
-    ASSERT_EQ(encode(decode(code)), code);
-    ASSERT_EQ(encode(decode(code | sign)), code | sign);
+    if constexpr (!std::is_null_pointer_v<Encode>) {
+      ASSERT_EQ(encode(decode(code)), code);
+      ASSERT_EQ(encode(decode(code | sign)), code | sign);
+    }
     ASSERT_GT(want, previous);
     previous = want;
   }
@@ -136,7 +136,7 @@ TEST(AllCodes, DecodeByDefinitionAndRoundTrip) {
   check_all_codes(
       f[2], [](std::uint32_t c) { return f32_from_e4m3(static_cast<U8>(c)); }, e4m3_from_f32);
   check_all_codes(
-      f[3], [](std::uint32_t c) { return f32_from_e5m2(static_cast<U8>(c)); }, e5m2_from_f32);
+      f[3], [](std::uint32_t c) { return f32_from_e5m2(static_cast<U8>(c)); }, nullptr);
   check_all_codes(
       f[4], [](std::uint32_t c) { return f32_from_e2m1(static_cast<U8>(c)); }, e2m1_from_f32);
 }
