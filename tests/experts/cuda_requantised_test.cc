@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <map>
 #include <vector>
 
 #include "case_on_device.h"
@@ -68,20 +69,20 @@ struct Intermediate {
 struct Nearby {
   std::vector<double> least, most;
 
-  Nearby(const MoeProblem& p, const StackedExpertWeights& weights, std::int64_t e,
-         const std::vector<double>& sums, double part) {
+  Nearby(const test::OracleExpert& expert, bool gated, const std::vector<double>& sums,
+         double part) {
     double square = 0;
     for (const double v : sums) square += v * v;
     const double rms = std::sqrt(square / static_cast<double>(sums.size()));
-    least = most = test::oracle_activated(p, weights, e, sums);
-    const std::size_t half = sums.size() / (test::oracle_is_gated(p) ? 2 : 1);
+    least = most = expert.activated(sums);
+    const std::size_t half = sums.size() / (gated ? 2 : 1);
     for (const double gate : {-part, part}) {
       for (const double up : {-part, part}) {
         std::vector<double> moved = sums;
         for (std::size_t i = 0; i < moved.size(); ++i) {
           moved[i] += (i < half ? gate : up) * (rms + std::abs(sums[i]));
         }
-        const std::vector<double> y = test::oracle_activated(p, weights, e, moved);
+        const std::vector<double> y = expert.activated(moved);
         for (std::size_t i = 0; i < y.size(); ++i) {
           least[i] = std::min(least[i], y[i]);
           most[i] = std::max(most[i], y[i]);
@@ -105,6 +106,8 @@ void expect_each_step(const StandardCase& c, const char* quant) {
   const std::int64_t hidden = p.hidden_size, size = p.intermediate_size;
   std::vector<double> want(static_cast<std::size_t>(d.tokens * hidden));
   std::int64_t other_codes = 0, far = 0;
+  const StackedExpertWeights weights = c.weights.view();
+  std::map<std::int64_t, test::OracleExpert> experts;
   for (std::int64_t pair = 0; pair < d.tokens * p.top_k; ++pair) {
     const std::int64_t token = pair / p.top_k;
     const std::int64_t row = inner.row_of_pair[static_cast<std::size_t>(pair)];
@@ -112,9 +115,10 @@ void expect_each_step(const StandardCase& c, const char* quant) {
     if (e < 0) continue;
     ASSERT_GE(row, 0);
     const auto x = test::oracle_row(c.hidden_states.view(), token * hidden, hidden);
-    const std::vector<double> sums =
-        test::oracle_first(p, c.weights.view(), e, x, 1.0, {.round_like_scheme = true});
-    const Nearby near(p, c.weights.view(), e, sums, int8 ? 0x1p-20 : 0x1p-9);
+    const test::OracleExpert& expert =
+        experts.try_emplace(e, p, weights, e, test::OracleOptions{true}).first->second;
+    const std::vector<double> sums = expert.first(x, 1.0);
+    const Nearby near(expert, test::oracle_is_gated(p), sums, int8 ? 0x1p-20 : 0x1p-9);
     std::vector<double> before(static_cast<std::size_t>(size)), operand(before.size());
     for (std::int64_t i = 0; i < size; ++i) {
       const auto at = static_cast<std::size_t>(i);
@@ -123,11 +127,10 @@ void expect_each_step(const StandardCase& c, const char* quant) {
       far += near.rounds_to(before[at], at) ? 0 : 1;
     }
     // Codes and scale of exactly these values.
-    const std::vector<double> made = test::oracle_second_operand(p, c.weights.view(), e, before);
+    const std::vector<double> made = expert.second_operand(before);
     for (std::size_t i = 0; i < made.size(); ++i) other_codes += made[i] == operand[i] ? 0 : 1;
     // And the sums of exactly these codes.
-    const std::vector<double> y =
-        test::oracle_second(p, c.weights.view(), e, operand, {.round_like_scheme = true});
+    const std::vector<double> y = expert.second(operand);
     const auto weight = static_cast<double>(c.routing.weights.as<float>()[pair]);
     for (std::int64_t i = 0; i < hidden; ++i) {
       want[static_cast<std::size_t>(token * hidden + i)] += weight * y[static_cast<std::size_t>(i)];

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <map>
 #include <numbers>
 
 #include "support/oracle_formats.h"
@@ -162,15 +163,29 @@ double weight_value(const OperandQuant& q, const Projection& m, std::int64_t e, 
   return v;
 }
 
-// x [K] times slice e of w [E, rows, K] transposed, plus bias.
-std::vector<double> linear(const OperandQuant& q, const Projection& m, std::int64_t e,
-                           std::span<const double> x, bool bf16_tables) {
+// Slice e of w [E, rows, K], decoded.
+std::vector<double> matrix_of(const OperandQuant& q, const Projection& m, std::int64_t e,
+                              bool bf16_tables) {
+  const std::int64_t rows = m.w.dim(1), columns = m.w.dim(2);
+  std::vector<double> values;
+  values.reserve(static_cast<std::size_t>(rows * columns));
+  for (std::int64_t n = 0; n < rows; ++n) {
+    for (std::int64_t k = 0; k < columns; ++k) {
+      values.push_back(weight_value(q, m, e, n, k, bf16_tables));
+    }
+  }
+  return values;
+}
+
+// x [K] times the matrix of slice e transposed, plus bias.
+std::vector<double> linear(const std::vector<double>& matrix, const Projection& m, std::int64_t e,
+                           std::span<const double> x) {
   const std::int64_t rows = m.w.dim(1), columns = m.w.dim(2);
   std::vector<double> y(static_cast<std::size_t>(rows));
   for (std::int64_t n = 0; n < rows; ++n) {
+    const double* const row = matrix.data() + n * columns;
     double sum = 0;
-    for (std::int64_t k = 0; k < columns; ++k)
-      sum += weight_value(q, m, e, n, k, bf16_tables) * x[static_cast<std::size_t>(k)];
+    for (std::int64_t k = 0; k < columns; ++k) sum += row[k] * x[static_cast<std::size_t>(k)];
     if (m.bias.present()) sum += element(m.bias, e * rows + n);
     y[static_cast<std::size_t>(n)] = sum;
   }
@@ -204,57 +219,60 @@ bool oracle_is_gated(const MoeProblem& p) {
          p.activation.kind != ActivationKind::kRelu2NoMul;
 }
 
-std::vector<double> oracle_first(const MoeProblem& problem, const StackedExpertWeights& weights,
-                                 std::int64_t local_expert, std::span<const double> x_in,
-                                 double scale_input, const OracleOptions& options) {
-  const bool in_dtype = options.round_like_scheme && !is_f32_scheme(problem);
-  std::vector<double> x(x_in.begin(), x_in.end());
-  if (problem.apply_router_weight_on_input) {
-    const double w = in_dtype ? round_to(problem.activation_dtype, scale_input) : scale_input;
-    for (double& v : x) v = (in_dtype ? round_to(problem.activation_dtype, v) : v) * w;
-  }
+OracleExpert::OracleExpert(const MoeProblem& problem, const StackedExpertWeights& weights,
+                           std::int64_t local_expert, const OracleOptions& options)
+    : problem_(&problem), weights_(&weights), expert_(local_expert), options_(options) {
   Projection w13 = w13_of(weights);
   w13.parts = oracle_is_gated(problem) ? 2 : 1;
-  x = gathered(w13, local_expert, std::move(x));
-  if (options.round_like_scheme) round_operand(problem, w13.input_scale, local_expert, x);
-  return linear(problem.quant.weight, w13, local_expert, x, in_dtype);
+  const bool bf16_tables = options.round_like_scheme && !is_f32_scheme(problem);
+  const OperandQuant& q = problem.quant.weight;
+  w13_ = matrix_of(q, w13, local_expert, bf16_tables);
+  w2_ = matrix_of(q, w2_of(weights), local_expert, bf16_tables);
 }
 
-std::vector<double> oracle_activated(const MoeProblem& problem, const StackedExpertWeights& weights,
-                                     std::int64_t local_expert, std::span<const double> sums) {
-  const bool gated = oracle_is_gated(problem);
-  const auto size = static_cast<std::size_t>(problem.intermediate_size);
+std::vector<double> OracleExpert::first(std::span<const double> x_in, double scale_input) const {
+  const bool in_dtype = options_.round_like_scheme && !is_f32_scheme(*problem_);
+  const DType dtype = problem_->activation_dtype;
+  std::vector<double> x(x_in.begin(), x_in.end());
+  if (problem_->apply_router_weight_on_input) {
+    const double w = in_dtype ? round_to(dtype, scale_input) : scale_input;
+    for (double& v : x) v = (in_dtype ? round_to(dtype, v) : v) * w;
+  }
+  const Projection w13 = w13_of(*weights_);
+  x = gathered(w13, expert_, std::move(x));
+  if (options_.round_like_scheme) round_operand(*problem_, w13.input_scale, expert_, x);
+  return linear(w13_, w13, expert_, x);
+}
+
+std::vector<double> OracleExpert::activated(std::span<const double> sums) const {
+  const bool gated = oracle_is_gated(*problem_);
+  const auto size = static_cast<std::size_t>(problem_->intermediate_size);
   std::vector<double> y(size);
   for (std::size_t i = 0; i < size; ++i) {
-    y[i] = activate(problem.activation, sums[i], gated ? sums[size + i] : 0.0);
+    y[i] = activate(problem_->activation, sums[i], gated ? sums[size + i] : 0.0);
   }
-  return gathered(w2_of(weights), local_expert, std::move(y));
+  return gathered(w2_of(*weights_), expert_, std::move(y));
 }
 
-std::vector<double> oracle_second_operand(const MoeProblem& problem,
-                                          const StackedExpertWeights& weights,
-                                          std::int64_t local_expert, std::vector<double> row) {
-  round_operand(problem, weights.w2_input_scale, local_expert, row);
+std::vector<double> OracleExpert::second_operand(std::vector<double> row) const {
+  round_operand(*problem_, weights_->w2_input_scale, expert_, row);
   return row;
 }
 
-std::vector<double> oracle_second(const MoeProblem& problem, const StackedExpertWeights& weights,
-                                  std::int64_t local_expert, std::span<const double> operand,
-                                  const OracleOptions& options) {
-  return linear(problem.quant.weight, w2_of(weights), local_expert, operand,
-                options.round_like_scheme && !is_f32_scheme(problem));
+std::vector<double> OracleExpert::second(std::span<const double> operand) const {
+  return linear(w2_, w2_of(*weights_), expert_, operand);
+}
+
+std::vector<double> OracleExpert::row(std::span<const double> x, double scale_input) const {
+  std::vector<double> y = activated(first(x, scale_input));
+  if (options_.round_like_scheme) y = second_operand(std::move(y));
+  return second(y);
 }
 
 std::vector<double> oracle_expert(const MoeProblem& problem, const StackedExpertWeights& weights,
                                   std::int64_t local_expert, std::span<const double> x,
                                   double scale_input, const OracleOptions& options) {
-  std::vector<double> y =
-      oracle_activated(problem, weights, local_expert,
-                       oracle_first(problem, weights, local_expert, x, scale_input, options));
-  if (options.round_like_scheme) {
-    y = oracle_second_operand(problem, weights, local_expert, std::move(y));
-  }
-  return oracle_second(problem, weights, local_expert, y, options);
+  return OracleExpert(problem, weights, local_expert, options).row(x, scale_input);
 }
 
 std::vector<double> oracle_moe(const MoeProblem& problem, const StackedExpertWeights& weights,
@@ -265,6 +283,7 @@ std::vector<double> oracle_moe(const MoeProblem& problem, const StackedExpertWei
   const std::int64_t hidden = problem.hidden_size;
   const std::int64_t top_k = problem.top_k;
   std::vector<double> out(static_cast<std::size_t>(tokens * hidden));
+  std::map<std::int64_t, OracleExpert> experts;  // those that a token has
   for (std::int64_t t = 0; t < tokens; ++t) {
     const std::vector<double> row = oracle_row(x, t * x.strides[0], hidden);
     for (std::int64_t j = 0; j < top_k; ++j) {
@@ -273,7 +292,9 @@ std::vector<double> oracle_moe(const MoeProblem& problem, const StackedExpertWei
       const std::int32_t e = expert_map.empty() ? id : expert_map[static_cast<std::size_t>(id)];
       if (e < 0) continue;
       const auto w = static_cast<double>(topk_weights.as<float>()[t * top_k + j]);
-      const std::vector<double> z = oracle_expert(problem, weights, e, row, w, options);
+      const OracleExpert& expert =
+          experts.try_emplace(e, problem, weights, e, options).first->second;
+      const std::vector<double> z = expert.row(row, w);
       const double factor = problem.apply_router_weight_on_input ? 1.0 : w;
       for (std::int64_t h = 0; h < hidden; ++h) {
         out[static_cast<std::size_t>(t * hidden + h)] += factor * z[static_cast<std::size_t>(h)];
@@ -293,9 +314,11 @@ std::vector<double> oracle_batched(const MoeProblem& problem, const StackedExper
   const std::int64_t hidden = problem.hidden_size;
   std::vector<double> out(static_cast<std::size_t>(x.dim(0) * rows * hidden));
   for (std::int64_t e = 0; e < x.dim(0); ++e) {
+    if (counts[static_cast<std::size_t>(e)] == 0) continue;
+    const OracleExpert expert(unweighted, weights, e, options);
     for (std::int64_t r = 0; r < counts[static_cast<std::size_t>(e)]; ++r) {
       const std::vector<double> row = oracle_row(x, e * x.strides[0] + r * x.strides[1], hidden);
-      const std::vector<double> z = oracle_expert(unweighted, weights, e, row, 1.0, options);
+      const std::vector<double> z = expert.row(row, 1.0);
       std::copy(z.begin(), z.end(),
                 out.begin() + static_cast<std::ptrdiff_t>((e * rows + r) * hidden));
     }

@@ -32,21 +32,27 @@ std::vector<double> oracle_expert(const MoeProblem& problem, const StackedExpert
                                   std::int64_t local_expert, std::span<const double> x,
                                   double scale_input, const OracleOptions& options);
 
-// The same in steps: the first GEMM's sums with biases [2 I] (or [I]: not gated); what the activation
-// leaves of them [I], not yet rounded as the second GEMM's operand; and the second GEMM of operand
-// values [I].
-std::vector<double> oracle_first(const MoeProblem& problem, const StackedExpertWeights& weights,
-                                 std::int64_t local_expert, std::span<const double> x,
-                                 double scale_input, const OracleOptions& options);
-std::vector<double> oracle_activated(const MoeProblem& problem, const StackedExpertWeights& weights,
-                                     std::int64_t local_expert, std::span<const double> sums);
-std::vector<double> oracle_second(const MoeProblem& problem, const StackedExpertWeights& weights,
-                                  std::int64_t local_expert, std::span<const double> operand,
-                                  const OracleOptions& options);
-// The values that a row has as the second GEMM's operand: rounded and quantised as the scheme says.
-std::vector<double> oracle_second_operand(const MoeProblem& problem,
-                                          const StackedExpertWeights& weights,
-                                          std::int64_t local_expert, std::vector<double> row);
+// The same of an expert whose weights are decoded once, and in steps. problem and weights stay.
+class OracleExpert {
+ public:
+  OracleExpert(const MoeProblem& problem, const StackedExpertWeights& weights,
+               std::int64_t local_expert, const OracleOptions& options);
+  std::vector<double> row(std::span<const double> x, double scale_input) const;
+  // The first GEMM's sums with biases [2 I] (or [I]: not gated); what the activation leaves of them
+  // [I]; that as the second GEMM's operand, rounded and quantised as the scheme says; and the second
+  // GEMM of operand values.
+  std::vector<double> first(std::span<const double> x, double scale_input) const;
+  std::vector<double> activated(std::span<const double> sums) const;
+  std::vector<double> second_operand(std::vector<double> row) const;
+  std::vector<double> second(std::span<const double> operand) const;
+
+ private:
+  const MoeProblem* problem_;
+  const StackedExpertWeights* weights_;
+  std::int64_t expert_;
+  OracleOptions options_;
+  std::vector<double> w13_, w2_;
+};
 
 // Standard format: x [M, H], ids [M, k] I32, topk_weights [M, k] F32, expert_map [E] or empty.
 // Returns [M, H]; slots with id -1 or a remote expert contribute nothing.
