@@ -165,7 +165,8 @@ TEST(OneInterface, TheGpuSaysWhatItNeedsOfACall) {
         c.args.output.shape = Shape{4, 96};
       },
       StatusCode::kInvalidShape, {"output"});
-  refuse([](GpuCall& c) { c.args.hidden_states.strides[0] *= 2; }, StatusCode::kInvalidLayout,
+  // Rows may lie apart, but not over each other.
+  refuse([](GpuCall& c) { c.args.hidden_states.strides[0] /= 2; }, StatusCode::kInvalidLayout,
          {"hidden_states"});
   refuse([](GpuCall& c) { c.args.output.data = c.c.hidden_states.data() + 2; },
          StatusCode::kAliasing, {"output", "hidden_states"});
