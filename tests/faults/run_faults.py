@@ -27,8 +27,8 @@ SKIPPED = "skipped: this machine cannot run what the fault is in"
 FAULT_POINT = re.compile(r"MOESAIC_(?:CUDA_)?FAULT\(\s*(\w+)[,)]")
 GPU_LIST = "cuda.list"
 GPU_TIMEOUT_S = 120
-# One fault at a time beside another: the tests fill a device's memory.
-GPU_WORKERS = 2
+# Each takes a few GB of an 80 GB device at most, and one CPU.
+GPU_WORKERS = 8
 COMMENT = re.compile(r"//[^\n]*")
 
 
