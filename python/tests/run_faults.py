@@ -38,6 +38,10 @@ def copied(
     """A folder to import `moesaic` from: the package, with another extension or with one edit."""
     folder = into / "moesaic"
     folder.mkdir(parents=True)
+    # What the wheel brings along is found beside the package.
+    libraries = package.parent / "moesaic.libs"
+    if libraries.is_dir():
+        (into / libraries.name).symlink_to(libraries)
     for path in package.iterdir():
         if path.is_dir():
             continue
