@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import functools
 import json
 import os
 import pathlib
@@ -407,6 +409,10 @@ def test_progress_and_its_errors_and_ctrl_c(qwen3: pathlib.Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         layer_of(qwen3, progress=press)
+    # The same while no Python code runs that would notice: C's raise, as C's functions leave arguments over.
+    press_in_c = functools.partial(getattr(ctypes.CDLL(None), "raise"), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        layer_of(qwen3, progress=press_in_c)
     layer_of(qwen3)  # nothing is left behind
 
 
