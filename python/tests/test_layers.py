@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 
 import ml_dtypes
 import numpy as np
@@ -409,10 +410,22 @@ def test_progress_and_its_errors_and_ctrl_c(qwen3: pathlib.Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         layer_of(qwen3, progress=press)
-    # The same while no Python code runs that would notice: C's raise, as C's functions leave arguments over.
+    # The same while no Python code runs that would notice: C's raise, as C's functions ignore arguments left over.
     press_in_c = functools.partial(getattr(ctypes.CDLL(None), "raise"), signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        layer_of(qwen3, progress=press_in_c)
+    pressed: list[int] = []
+
+    def notice(number: int, frame: types.FrameType | None) -> None:
+        pressed.append(number)
+        if len(pressed) == 1:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, notice)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            layer_of(qwen3, progress=press_in_c)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(pressed) == 1  # the load ended there
     layer_of(qwen3)  # nothing is left behind
 
 
