@@ -12,6 +12,7 @@
 #include "cpu/kernels.h"
 #include "cpu/packed_weights.h"
 #include "numerics/codec.h"
+#include "poisoned_result.h"
 #include "support/random.h"
 
 namespace moesaic::cpu {
@@ -86,13 +87,6 @@ struct Panel {
     return std::move(WeightBuffer::allocate(s.matrix_bytes())).value();
   }
 };
-
-// Poisoned: rows beyond the call's stay as they were.
-Tensor poisoned_result() {
-  Tensor t = Tensor::uninitialized(DType::kF32, {kMaxRows, kPanelColumns}).value();
-  test::poison(t.view());
-  return t;
-}
 
 class E2M1Gemm : public testing::Test {
  protected:

@@ -8,16 +8,17 @@
 #include "available_tiers.h"
 #include "cpu/kernels.h"
 #include "cpu/packed_weights.h"
+#include "poisoned_result.h"
 #include "support/random.h"
 
 namespace moesaic::cpu {
 namespace {
 
-struct Case {
+struct FoldCase {
   int fold;
   bool column_scales, row_scales, offsets;
 };
-constexpr Case kCases[] = {
+constexpr FoldCase kFoldCases[] = {
     {128, false, false, false},  // W8A8 of whole rows
     {128, true, true, false},
     {32, true, true, true},
@@ -38,20 +39,13 @@ WeightBuffer packed(const PackedShape& shape, const std::vector<std::byte>& matr
   return buffer;
 }
 
-// Poisoned: rows beyond the call's stay as they were.
-Tensor poisoned_result() {
-  Tensor t = Tensor::uninitialized(DType::kF32, {kMaxRows, kPanelColumns}).value();
-  test::poison(t.view());
-  return t;
-}
-
 std::vector<float> factors(test::Rng& rng, std::int64_t count) {
   std::vector<float> v(static_cast<std::size_t>(count));
   for (float& x : v) x = static_cast<float>(rng.normal());
   return v;
 }
 
-void compare(const CpuKernels& k, const Case& c, std::int64_t depth) {
+void compare(const CpuKernels& k, const FoldCase& c, std::int64_t depth) {
   test::Rng rng(static_cast<std::uint64_t>(depth * c.fold));
   const PackedShape plain{WeightKind::kI8, RowOrder::kPlain, kPanelColumns, depth, c.fold, 0};
   PackedShape integer{WeightKind::kI8Quads, RowOrder::kPlain, kPanelColumns, depth, c.fold};
@@ -112,7 +106,7 @@ TEST(I8Gemm, HasTheBitsOfTheFp32Kernel) {
     ASSERT_EQ(k->store_i8 == nullptr, k->grouped_gemm_i8 == nullptr);
     if (k->store_i8 == nullptr) continue;
     ++tested;
-    for (const Case& c : kCases) {
+    for (const FoldCase& c : kFoldCases) {
       // A group or less, a part of one, and beyond 2^24 in all.
       for (const std::int64_t depth : {12, 128, 400, 2304}) compare(*k, c, depth);
     }

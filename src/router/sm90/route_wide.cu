@@ -1,3 +1,5 @@
+#include <cuda_runtime.h>
+
 #include "router/sm90/route_kernel.cuh"
 
 namespace moesaic::cuda {
