@@ -10,9 +10,8 @@ namespace moesaic::cuda {
 inline constexpr int kRouteWarps = 4;
 
 // A call: few formats need it, and inline it would lengthen every kernel here.
-static __device__ __noinline__ void run_prologue_of_any_form(const ExpertsPrologue& prologue,
-                                                             int lane, std::uint32_t block,
-                                                             std::uint32_t blocks) {
+static __device__ __attribute__((noinline)) void run_prologue_of_any_form(
+    const ExpertsPrologue& prologue, int lane, std::uint32_t block, std::uint32_t blocks) {
   run_prologue<RowForms::kAll>(prologue, lane, 32, block, blocks);
 }
 
