@@ -150,8 +150,11 @@ struct LayerExplanation {
   // As FusedMoE::workspace_bytes; over ranks without the buffers of messages.
   std::int64_t workspace_bytes = 0;
   std::string determinism;
-  std::string activations;    // what the routed experts' become: activation_text
-  std::string quant_note;     // as MoeLayerSpec has it
+  std::string activations;  // what the routed experts' become: activation_text
+  std::string quant_note;   // as MoeLayerSpec has it
+  // On a CPU, of integer weights: the scheme that quantises activations to int8 per group
+  // (int8_group_scheme_of), what it costs and gains. Empty for all others.
+  std::string quant_choice;
   std::string router_logits;  // what the router sees: "fp32 sums", "fp32 sums rounded to BF16", ...
   // The stages in the order in which they run, and what runs while rows travel: "gate, router,
   // dispatch, experts, combine (shared_experts meanwhile)".
@@ -164,7 +167,8 @@ class FusedMoE {
   struct Options {
     // --quant name. "as-is": the scheme the weights are stored in. Unquantised weights also run as
     // f32, bf16, f16 (rounded at load) and fp8-block or fp8-bf16 (quantised at load, one expert at
-    // a time); fp8 weights also as f32, fp8-block and fp8-bf16. Anything else is kUnsupported with
+    // a time); fp8 weights also as f32, fp8-block and fp8-bf16; integers of 4 or 8 bits also with
+    // activations in int8 per group (int8_group_scheme_of). Anything else is kUnsupported with
     // the nearest legal name. A shared expert that was left unquantised where routed
     // experts are quantised stays as it is stored, and so does one in another quantised format that cannot run as
     // this name says (f32: computed in fp32).

@@ -70,6 +70,8 @@ enum class ComputeScheme : std::uint8_t {
   kInt4Fp8,    // int4 times an e4m3 scale per 128, that product rounded to e4m3; a scale per output
                // row; activations as kFp8Scaled has them
   kInt8,       // int8 with a scale per output row; quantised to int8 with one scale per row
+  kInt8Group,  // integers of 4 or 8 bits with scales per group or row, zero points or minima;
+               // quantised to int8 per row and group of columns
   kNone,       // no stage computes this pair of operands
 };
 // "fp8-block" ...: the name of the scheme it was made for, or "weight-only", "fp8-scaled", "none".
@@ -111,6 +113,13 @@ Status validate(const Scheme& scheme);
 // fp8-bf16, ... A checkpoint may imply others (other group sizes, zero points, static input
 // scales): those are the nearest of these with other operands.
 std::span<const Scheme> quant_schemes();
+// The same scheme with weights of a checkpoint, where its activations follow the weights: int8 per
+// group (kInt8Group) takes the weights' group, at most 128 columns, at least 16; all others stay.
+Scheme with_stored_weight(const Scheme& scheme, const OperandQuant& weight);
+// The name of the scheme that quantises activations to int8 per group beside such weights; empty for
+// weights that are not integers of 4 or 8 bits with F32 scales.
+std::string_view int8_group_scheme_of(const OperandQuant& weight);
+
 // What checkpoints hold besides, under names of its own: fp8-static, int4-g32, uint4-g128 (zero
 // points), q4_k ... Weights are computed as such but never converted to them; the names are those of
 // random weights (bench), with the bounds of the nearest of the schemes above.

@@ -42,14 +42,24 @@ enum class OperandKind : std::uint8_t {
 
 // kCode4: 4-bit codes of any format, looked up in a table of 16 values.
 // kInt4Fp8: int4 whose product with an e4m3 scale per column and group is rounded to e4m3.
-// kI8Quads: int8 as the 8-bit dot product reads it.
-enum class WeightKind : std::uint8_t { kF32, kBF16, kF16, kE4M3, kCode4, kI8, kInt4Fp8, kI8Quads };
-inline constexpr int kNumWeightKinds = 8;
+// kI8Quads, kI4Quads: integers of 8 and 4 bits as the 8-bit dot product reads them.
+enum class WeightKind : std::uint8_t {
+  kF32,
+  kBF16,
+  kF16,
+  kE4M3,
+  kCode4,
+  kI8,
+  kInt4Fp8,
+  kI8Quads,
+  kI4Quads
+};
+inline constexpr int kNumWeightKinds = 9;
 
-// What the integer kernel expects to have been added to every code of kI8Quads (by flipping this bit
-// of its two's complement): the instruction wants one side unsigned.
-inline constexpr int kDotBias = 128;
-// A row of k int8 codes for that kernel: per group of `fold` steps the int32 at which its sums
+// What the integer kernels expect to have been added to every code of kI8Quads, kI4Quads (by
+// flipping this bit of its two's complement): the instruction wants one side unsigned.
+inline constexpr int kDotBias = 128, kDotBias4 = 8;
+// A row of k int8 codes for those kernels: per group of `fold` steps the int32 at which its sums
 // start, -kDotBias times the sum of its codes, then the codes.
 constexpr std::int64_t dot_row_bytes(std::int64_t k, std::int64_t fold) {
   return k / fold * (static_cast<std::int64_t>(sizeof(std::int32_t)) + fold);
@@ -140,7 +150,7 @@ enum class RowQuantRule : std::uint8_t {
   kNvfp4,         // e2m1 per 16, static global scale
   kFp8Token,      // e4m3, one scale for the row
   kFp8Static,     // e4m3, one scale for everything; writes no scales
-  kInt8Token,     // int8, one scale for the row
+  kInt8,          // int8, one scale for the row, or for the group that is given as one
 };
 
 // One entry per weight kind, by name; null where there is none.
@@ -168,11 +178,12 @@ struct CpuKernels {
   // kInt4Fp8.
   ByWeightKind<PanelGemm> grouped_gemm_f32;
   ByWeightKind<PanelGemm> grouped_gemm_bf16;
-  // The bits of grouped_gemm_f32[kI8] for weights packed as kI8Quads with kDotBias flipped
-  // (PackedShape::code_flip) and rows of int8 codes (dot_row_bytes), on the 8-bit integer dot
-  // product: a group's sum is an exact integer either way. Null where this machine has no such
-  // instruction (AVX-VNNI, AVX512_VNNI), and then store_i8 is too.
-  PanelGemm grouped_gemm_i8;
+  // kI8Quads, kI4Quads: the bits of grouped_gemm_f32[kI8] and, with a table of integers, [kCode4]
+  // for weights packed so with the bias flipped (PackedShape::code_flip) and rows of int8 codes
+  // (dot_row_bytes), on the 8-bit integer dot product: a group's sum is an exact integer either way.
+  // Null where this machine has no such instruction (AVX-VNNI, AVX512_VNNI), and then store_i8 is
+  // too.
+  ByWeightKind<PanelGemm> grouped_gemm_i8;
   // The bits of grouped_gemm_bf16[kCode4] for e2m1 codes with E4M3 scales of 16 steps, without
   // offsets, where rows are pointers to E2M1Group [padded_k / 16], which hold the rows' scales
   // (row_scales is not read); for many rows. Null on tiers without an 8-bit dot product.
@@ -210,7 +221,7 @@ struct CpuKernels {
   void (*group_sums)(const float* row, std::int64_t n, std::int64_t step, float* sums);
   // fp32 values that are exact in bf16 -> bf16.
   void (*store_bf16)(const float* row, std::int64_t n, std::uint16_t* dst);
-  // Values of int8 codes, n (a multiple of fold) of them -> a row of grouped_gemm_i8.
+  // Values of int8 codes, n (a multiple of fold) of them -> a row of grouped_gemm_i8's kernels.
   void (*store_i8)(const float* row, std::int64_t n, int fold, void* dst);
   // Values of e2m1 codes, n (a multiple of 16) of them, and a scale per 16 -> the groups of
   // grouped_gemm_e2m1; row is multiplied by the scales. Null where that is.

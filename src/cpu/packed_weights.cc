@@ -18,7 +18,8 @@ namespace {
 
 // Byte offset of step `step` of column `column` inside a unit.
 std::int64_t unit_offset(WeightKind kind, std::int64_t elem_bytes, int column, std::int64_t step) {
-  const bool quads = kind == WeightKind::kI8Quads && !MOESAIC_FAULT(cpu_pack_quads_as_pairs);
+  const bool quads = (kind == WeightKind::kI8Quads || kind == WeightKind::kI4Quads) &&
+                     !MOESAIC_FAULT(cpu_pack_quads_as_pairs);
   if (elem_bytes != 1 || quads) return column * 4 + step * elem_bytes;
   const std::int64_t quad = column / 4, in_quad = column % 4;
   return quad * 16 + (step / 2) * 8 + in_quad * 2 + step % 2;
@@ -55,10 +56,12 @@ int get_nibble(const std::byte* p, std::int64_t i) {
 void or_nibble(std::byte* p, std::int64_t i, int code) {
   p[i / 2] |= static_cast<std::byte>(code << (i % 2 * 4));
 }
-// Nibble of a unit that holds step `step` of column `column`. kInt4Fp8 is decoded by bytes: its low
-// nibbles lie as the bytes of steps 0..3 of an eight-bit format would, its high ones those of 4..7.
+// Nibble of a unit that holds step `step` of column `column`. kInt4Fp8 and kI4Quads are decoded by
+// bytes: their low nibbles lie as the bytes of steps 0..3 of an eight-bit format would, the high ones
+// as those of 4..7.
 std::int64_t unit_nibble(WeightKind kind, int column, std::int64_t step) {
-  if (kind == WeightKind::kInt4Fp8) return unit_offset(kind, 1, column, step % 4) * 2 + step / 4;
+  if (kind == WeightKind::kInt4Fp8 || kind == WeightKind::kI4Quads)
+    return unit_offset(kind, 1, column, step % 4) * 2 + step / 4;
   return column * 8 + step % 2 * 4 +
          (MOESAIC_FAULT(cpu_pack_nibbles_in_order) ? step / 4 : step / 2);
 }
@@ -96,6 +99,7 @@ std::int64_t PackedShape::elem_bits() const {
       return 8;
     case WeightKind::kCode4:
     case WeightKind::kInt4Fp8:
+    case WeightKind::kI4Quads:
       return 4;
   }
   return 32;

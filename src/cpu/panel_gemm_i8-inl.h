@@ -3,8 +3,9 @@
 // 2^24, as it is an exact number in the fp32 and bf16 kernels, and the fold is theirs: the bits are
 // those of panel_gemm_grouped-inl.h.
 //
-// The instruction wants one side unsigned: weights lie with dot_bias added, and every group's sum
-// starts at -dot_bias * (sum of the row's codes), which the row holds (StoreI8).
+// The instruction wants one side unsigned: weights lie with kDotBias (or kDotBias4) added, and every
+// group's sum starts at minus that times the sum of the row's codes; the row holds what kDotBias
+// makes it (StoreI8).
 #if defined(MOESAIC_CPU_PANEL_GEMM_I8_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MOESAIC_CPU_PANEL_GEMM_I8_INL_H_
 #undef MOESAIC_CPU_PANEL_GEMM_I8_INL_H_
@@ -53,29 +54,76 @@ void StoreI8(const float* row, std::int64_t n, int fold, void* dst) {
   }
 }
 
+// --- Units of weights: what a format contributes. Quad<Q>: steps 4 Q to 4 Q + 3 of a lane's column.
+
+struct UnitQuads8 {
+  static constexpr int kSteps = 4;
+  static constexpr int kStartShift = 0;  // from the row's start to that of this format's bias
+  using Decoded = UnitQuads8;
+  template <int Q>
+  static HWY_INLINE VI Quad(VI raw) {
+    return raw;
+  }
+};
+
+// Quads of 4-bit codes that have a byte each by now.
+struct UnitQuads4InBytes : UnitQuads8 {
+  static constexpr int kStartShift = 4;
+};
+static_assert(kDotBias4 << UnitQuads4InBytes::kStartShift == kDotBias);
+
+struct UnitQuads4 {
+  static constexpr int kSteps = 8;
+  static constexpr int kStartShift = UnitQuads4InBytes::kStartShift;
+  using Decoded = UnitQuads4InBytes;
+  template <int Q>
+  static HWY_INLINE VI Quad(VI raw) {
+    return hn::And(Q == 0 ? raw : hn::ShiftRight<4>(raw), hn::Set(di32, 0x0F0F0F0F));
+  }
+};
+
+HWY_INLINE VI LoadLanes(const std::byte* unit, int v) {
+  return hn::Load(di32, reinterpret_cast<const std::int32_t*>(unit) + v * kLanes);
+}
+
+// `bytes` of units, one quad of steps after the other.
+void DecodeQuads4(const std::byte* w, std::int64_t bytes, std::byte* out) {
+  for (std::int64_t at = 0; at < bytes; at += kUnitBytes, w += kUnitBytes, out += 2 * kUnitBytes) {
+    for (int c = 0; c < kPanelColumns; c += kLanes) {
+      const VI raw = LoadLanes(w + 4 * c, 0);
+      hn::Store(UnitQuads4::Quad<0>(raw), di32, reinterpret_cast<std::int32_t*>(out) + c);
+      hn::Store(UnitQuads4::Quad<1>(raw), di32,
+                reinterpret_cast<std::int32_t*>(out + kUnitBytes) + c);
+    }
+  }
+}
+
+// --- Tiles
+
 // Some groups and the rows that meet them.
 struct I8Block {
-  const std::byte* units = nullptr;  // 4 steps each
-  const float* scales = nullptr;     // of the first group
-  std::int64_t scale_step = 0;       // to those of the next one
-  std::int64_t group = 0;            // first one
+  const std::byte* units = nullptr;
+  const float* scales = nullptr;  // of the first group
+  std::int64_t scale_step = 0;    // to those of the next one
+  std::int64_t group = 0;         // first one
   int groups = 0;
   int row = 0;
   const std::byte* fetch = nullptr;  // what to ask of memory on the way
 };
 
-// Four steps of kTileVectors vectors of columns for MR rows.
-template <int MR>
+// Quad Q of a unit, kTileVectors vectors of columns, for MR rows. Weights are read again for every
+// quad: in registers they would push accumulators out.
+template <class Unit, int Q, int MR>
 HWY_INLINE void StepI8(const std::byte* unit, const std::uint8_t* const (&a)[MR], int at,
                        VI (&acc)[MR][kTileVectors]) {
+  if constexpr (Unit::kSteps > 4) __asm__("" : "+r"(unit));
   VI w[kTileVectors];
 #pragma GCC unroll 8
-  for (int v = 0; v < kTileVectors; ++v)
-    w[v] = hn::Load(di32, reinterpret_cast<const std::int32_t*>(unit) + v * kLanes);
+  for (int v = 0; v < kTileVectors; ++v) w[v] = Unit::template Quad<Q>(LoadLanes(unit, v));
 #pragma GCC unroll 8
   for (int r = 0; r < MR; ++r) {
     std::int32_t quad;
-    std::memcpy(&quad, a[r] + at, sizeof(quad));
+    std::memcpy(&quad, a[r] + at + 4 * Q, sizeof(quad));
     const VI x = hn::Set(di32, quad);
 #pragma GCC unroll 8
     for (int v = 0; v < kTileVectors; ++v) AddQuads(acc[r][v], w[v], x);
@@ -83,7 +131,7 @@ HWY_INLINE void StepI8(const std::byte* unit, const std::uint8_t* const (&a)[MR]
 }
 
 // A block's groups for MR rows. kLines: of memory to ask for with each unit.
-template <int MR, int kLines>
+template <class Unit, int MR, int kLines>
 HWY_NOINLINE void RunI8Tile(const PanelArgs& args, const I8Block& block) {
   constexpr int kStart = sizeof(std::int32_t);
   const std::int64_t group_bytes = kStart + args.fold;
@@ -103,19 +151,21 @@ HWY_NOINLINE void RunI8Tile(const PanelArgs& args, const I8Block& block) {
 #pragma GCC unroll 8
         for (int v = 0; v < kTileVectors; ++v) acc[r][v] = hn::Zero(di32);
       }
-      for (int k = 0; k < args.fold; k += 4, unit += kUnitBytes) {
+      for (int k = 0; k < args.fold; k += Unit::kSteps, unit += kUnitBytes) {
         if (kLines > 0 && column == 0) {
 #pragma GCC unroll 4
           for (int line = 0; line < kLines; ++line) __builtin_prefetch(fetch + 64 * line, 0, 2);
           fetch += 64 * kLines;
         }
-        StepI8<MR>(unit, a, k, acc);
+        StepI8<Unit, 0, MR>(unit, a, k, acc);
+        if constexpr (Unit::kSteps > 4) StepI8<Unit, 1, MR>(unit, a, k, acc);
       }
       VF sums[MR][kTileVectors];
 #pragma GCC unroll 8
       for (int r = 0; r < MR; ++r) {
         std::int32_t start;
         std::memcpy(&start, a[r] - kStart, sizeof(start));
+        start /= 1 << Unit::kStartShift;
 #pragma GCC unroll 8
         for (int v = 0; v < kTileVectors; ++v)
           sums[r][v] = hn::ConvertTo(df, hn::Add(acc[r][v], hn::Set(di32, start)));
@@ -127,38 +177,45 @@ HWY_NOINLINE void RunI8Tile(const PanelArgs& args, const I8Block& block) {
 }
 
 using I8TileFn = void (*)(const PanelArgs&, const I8Block&);
-template <int kLines>
+template <class Unit, int kLines>
 constexpr I8TileFn kI8Tiles[7] = {nullptr,
-                                  RunI8Tile<1, kLines>,
-                                  RunI8Tile<2, kLines>,
-                                  RunI8Tile<3, kLines>,
-                                  RunI8Tile<4, kLines>,
-                                  RunI8Tile<5, kLines>,
-                                  RunI8Tile<6, kLines>};
+                                  RunI8Tile<Unit, 1, kLines>,
+                                  RunI8Tile<Unit, 2, kLines>,
+                                  RunI8Tile<Unit, 3, kLines>,
+                                  RunI8Tile<Unit, 4, kLines>,
+                                  RunI8Tile<Unit, 5, kLines>,
+                                  RunI8Tile<Unit, 6, kLines>};
 
-// All tiles of a block that is in the cache; the first ones ask for the next groups, which their
-// first tile would wait for.
-HWY_INLINE void RunI8Tiles(const PanelArgs& args, std::int64_t units, I8Block& block) {
+// All tiles of a block of `units` units that is in the cache; the first ones ask for the next
+// `bytes` of weights, which their first tile would wait for.
+template <class Unit>
+HWY_INLINE void RunI8Tiles(const PanelArgs& args, std::int64_t units, std::int64_t bytes,
+                           I8Block& block) {
   const int tiles = (args.num_rows + 5) / 6;
-  const int each = tiles < kUnitLines ? 2 : 1;  // lines per unit: of two tiles or of four
-  const std::byte* end = block.fetch + units * kUnitBytes;
+  const int each = tiles * units * 64 < bytes ? 2 : 1;  // lines per unit
+  const std::byte* end = block.fetch + bytes;
   for (int i = 0; i < tiles; ++i) {
     const int height = args.num_rows / tiles + (i < args.num_rows % tiles ? 1 : 0);
     if (block.fetch >= end) {
-      kI8Tiles<0>[height](args, block);
+      kI8Tiles<Unit, 0>[height](args, block);
     } else {
-      (each == 2 ? kI8Tiles<2> : kI8Tiles<1>)[height](args, block);
+      (each == 2 ? kI8Tiles<Unit, 2> : kI8Tiles<Unit, 1>)[height](args, block);
       block.fetch += 64 * each * units;
     }
     block.row += height;
   }
 }
 
-// 128 steps at a time: 8 KiB of L1.
+// 128 steps at a time: 8 KiB of L1. Up to six rows read the units as they lie; more read quads,
+// which 4-bit codes are decoded to before.
+template <class Unit>
 void GroupedGemmI8(const PanelArgs& args) {
+  using Decoded = typename Unit::Decoded;
   constexpr int kFinest = 16;
+  constexpr bool kDecodes = Unit::kSteps != Decoded::kSteps;
   ClearResult(args);
   HWY_ALIGN float scales[kGroup / kFinest * kPanelColumns];
+  HWY_ALIGN std::byte quads[kDecodes ? kGroup * kPanelColumns : 64];
   I8Block block;
   block.scales = scales;
   const bool scaled = args.group_scale_format != ScaleFormat::kNone;
@@ -169,7 +226,8 @@ void GroupedGemmI8(const PanelArgs& args) {
   for (; block.group < groups; block.group += block.groups) {
     block.groups =
         static_cast<int>(HWY_MIN(std::int64_t{kGroup / args.fold}, groups - block.group));
-    const std::int64_t units = block.groups * args.fold / 4;
+    const std::int64_t steps = std::int64_t{block.groups} * args.fold;
+    const std::int64_t bytes = steps / Unit::kSteps * kUnitBytes;
     PrefetchGroups(args, block.group + block.groups, block.groups);
     if (args.group_scale_format == ScaleFormat::kF32) {
       block.scales = ExpandScales(args, block.group, scales);
@@ -179,15 +237,18 @@ void GroupedGemmI8(const PanelArgs& args) {
     }
     block.units = w;
     block.row = 0;
-    const std::byte* next = w + units * kUnitBytes;
     if (args.num_rows <= 6) {
       block.fetch = w + kPrefetchBytes;
-      kI8Tiles<kUnitLines>[args.num_rows](args, block);
+      kI8Tiles<Unit, kUnitLines>[args.num_rows](args, block);
     } else {
-      block.fetch = next;
-      RunI8Tiles(args, units, block);
+      if constexpr (kDecodes) {
+        DecodeQuads4(w, bytes, quads);
+        block.units = quads;
+      }
+      block.fetch = w + bytes;
+      RunI8Tiles<Decoded>(args, steps / Decoded::kSteps, bytes, block);
     }
-    w = next;
+    w += bytes;
   }
 }
 

@@ -37,7 +37,7 @@ HWY_INLINE VF RoundToSmallFloat(VF v, float min_normal) {
 // Value of the code nearest to v.
 template <RowQuantRule kRule>
 HWY_INLINE VF CodeValue(VF v) {
-  constexpr bool kInt8 = kRule == RowQuantRule::kInt8Token;
+  constexpr bool kInt8 = kRule == RowQuantRule::kInt8;
   constexpr bool kFp4 = kRule == RowQuantRule::kMxfp4 || kRule == RowQuantRule::kNvfp4;
   constexpr float kTop = kInt8 ? 127.0F : kFp4 ? 6.0F : 448.0F;
   v = hn::Max(hn::Min(v, hn::Set(df, kTop)), hn::Set(df, kInt8 ? -128.0F : -kTop));
@@ -68,7 +68,7 @@ HWY_INLINE float ScaleOf(float amax) {
       return f32_from_e8m0(quant::mx_scale(amax, DType::kF8E4M3, ExponentRule::kCeil));
     case RowQuantRule::kMxfp4:
       return f32_from_e8m0(quant::mx_scale(amax, DType::kF4E2M1, ExponentRule::kRound175));
-    case RowQuantRule::kInt8Token:
+    case RowQuantRule::kInt8:
       return quant::int8_row_scale(amax);
     case RowQuantRule::kFp8GroupPow2:
       return quant::fp8_group_scale(amax, quant::ScaleRounding::kCeilPowerOfTwo);
@@ -128,8 +128,8 @@ void QuantizeRow(RowQuantRule rule, float static_scale, float* row, std::int64_t
       return QuantizeGroups<RowQuantRule::kFp8Token>(row, n, n, 1.0F, scales);
     case RowQuantRule::kFp8Static:
       return QuantizeGroups<RowQuantRule::kFp8Static>(row, n, n, static_scale, scales);
-    case RowQuantRule::kInt8Token:
-      return QuantizeGroups<RowQuantRule::kInt8Token>(row, n, n, 1.0F, scales);
+    case RowQuantRule::kInt8:
+      return QuantizeGroups<RowQuantRule::kInt8>(row, n, n, 1.0F, scales);
     case RowQuantRule::kFp8GroupPow2:
       return QuantizeGroups<RowQuantRule::kFp8GroupPow2>(row, n, quant::kFp8BlockSize, 1.0F,
                                                          scales);

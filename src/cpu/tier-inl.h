@@ -70,7 +70,8 @@ constexpr CpuKernels MakeTable() {
   t.read_loop = ReadLoop;
 
 #if MOESAIC_TIER_DOT8
-  t.grouped_gemm_i8 = GroupedGemmI8;
+  t.grouped_gemm_i8[kI8Quads] = GroupedGemmI8<UnitQuads8>;
+  t.grouped_gemm_i8[kI4Quads] = GroupedGemmI8<UnitQuads4>;
   t.store_i8 = StoreI8;
   t.multiply_add_loop_i8 = MultiplyAddLoopI8;
 #endif

@@ -55,11 +55,11 @@ bool machine_has_avx512_vnni() {
 #endif
 }
 
-// A tier's table, or `own`: that without the integer kernel, which a machine may lack on its own.
+// A tier's table, or `own`: that without the integer kernels, which a machine may lack on its own.
 const CpuKernels* with_integers_if(bool machine_ok, const CpuKernels* kernels, CpuKernels& own) {
   if (kernels == nullptr || machine_ok) return kernels;
   own = *kernels;
-  own.grouped_gemm_i8 = nullptr;
+  own.grouped_gemm_i8 = {};
   own.store_i8 = nullptr;
   own.multiply_add_loop_i8 = nullptr;
   return &own;

@@ -68,8 +68,8 @@ Status needs_multiple(std::string_view field, std::int64_t size, std::int64_t mu
 }
 
 // A group of weights or activations is whole in every row that is cut for tensor parallelism.
-// Integer groups, weight blocks (whose rows are counted within gate and up) and groups of e4m3
-// activations with a scale of their own range may end ragged.
+// Integer groups, weight blocks (whose rows are counted within gate and up) and groups of e4m3 or
+// int8 activations with a scale of their own range may end ragged.
 Status check_block_shapes(const MoeProblem& p) {
   const OperandQuant& w = p.quant.weight;
   const OperandQuant& a = p.quant.activation;
@@ -82,7 +82,8 @@ Status check_block_shapes(const MoeProblem& p) {
   const int per_bytes = 8 / std::gcd(dtype_bits(w.dtype), 8);  // elements that fill whole bytes
   MOESAIC_RETURN_IF_ERROR(needs_multiple("hidden_size", h, per_bytes, "bytes"));
   MOESAIC_RETURN_IF_ERROR(needs_multiple("intermediate_size", i, per_bytes, "bytes"));
-  const bool ragged_rows = a.dtype == DType::kF8E4M3 && a.rule == ExponentRule::kNone;
+  const bool ragged_rows =
+      (a.dtype == DType::kF8E4M3 && a.rule == ExponentRule::kNone) || a.dtype == DType::kI8;
   if (a.granularity == ScaleGranularity::kGroup && !ragged_rows) {
     MOESAIC_RETURN_IF_ERROR(needs_multiple("hidden_size", h, a.block_k, "groups of activations"));
     return needs_multiple("intermediate_size", i, a.block_k, "groups of activations");

@@ -30,6 +30,9 @@ OperandQuant by_rows(OperandQuant w) {
 bool runs_as(const Scheme& stored, const Scheme& scheme) {
   const bool fp8 = stored.weight.dtype == DType::kF8E4M3;  // multipliers of any granularity
   if (fp8 && scheme.name == "fp8-bf16") return true;
+  // Integers of any group.
+  if (scheme.kind == ComputeScheme::kInt8Group)
+    return int8_group_scheme_of(stored.weight) == scheme.name;
   return by_rows(scheme.weight) == by_rows(stored.weight) &&
          (!quant::has_static_scale(scheme.activation) ||
           quant::has_static_scale(stored.activation));
@@ -71,7 +74,7 @@ Result<QuantPlan> plan_stored(const Scheme& stored, DType activation_dtype,
   if (requested != "as-is") {
     MOESAIC_ASSIGN_OR_RETURN(const Scheme named, quant_scheme_from_name(requested));
     if (requested == "f32" || runs_as(stored, named)) {
-      plan.scheme = with_weight(named, stored.weight);
+      plan.scheme = with_stored_weight(named, stored.weight);
       plan.scheme.output_bound = std::hypot(named.output_bound, conversion_bound(stored));
     } else if (requested != stored.name) {
       return no_such_pair(stored, requested);
@@ -125,6 +128,11 @@ Result<QuantPlan> plan_quant(const Scheme& stored, DType activation_dtype,
 
 Result<QuantPlan> plan_shared_quant(const Scheme& shared_stored, const Scheme& routed_stored,
                                     DType activation_dtype, std::string_view requested) {
+  // Integers of another width have an int8 scheme of their own.
+  if (int8_group_scheme_of(routed_stored.weight) == requested) {
+    const std::string_view sibling = int8_group_scheme_of(shared_stored.weight);
+    if (!sibling.empty()) requested = sibling;
+  }
   const bool left_out = is_plain(shared_stored) && !is_plain(routed_stored);
   const bool keep = left_out && requested != "f32";
   Result<QuantPlan> plan = plan_quant(shared_stored, activation_dtype, keep ? "as-is" : requested);

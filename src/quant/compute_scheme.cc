@@ -14,7 +14,7 @@ struct ComputeRow {
   std::optional<DType> activation_dtype = std::nullopt;
 };
 
-constexpr std::array<ComputeRow, 15> kComputeRows = {{
+constexpr std::array<ComputeRow, 16> kComputeRows = {{
     {ComputeScheme::kF32, "f32"},
     {ComputeScheme::kBF16, "bf16", DType::kBF16},
     {ComputeScheme::kF16, "f16", DType::kF16},
@@ -29,6 +29,7 @@ constexpr std::array<ComputeRow, 15> kComputeRows = {{
     {ComputeScheme::kNvfp4, "nvfp4"},
     {ComputeScheme::kInt4Fp8, "int4-fp8"},
     {ComputeScheme::kInt8, "int8"},
+    {ComputeScheme::kInt8Group, "int8-group"},
     {ComputeScheme::kNone, "none"},
 }};
 static_assert(rows_follow_enum(kComputeRows, &ComputeRow::kind, ComputeScheme::kNone));

@@ -2,7 +2,9 @@
 // For the catalogue (scheme.cc); compile-time.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <numeric>
 
 #include "moesaic/quant.h"
 #include "quant/block_scales.h"
@@ -12,6 +14,9 @@ namespace moesaic::quant::forms {
 
 using G = ScaleGranularity;
 using F = ScaleFormat;
+// Columns of an int8 row that share a scale, at least and at most. A sum of 128 products of 8-bit
+// codes is an integer below 2^24, exact in fp32 too.
+inline constexpr std::int64_t kMinInt8RowGroup = 16, kMaxInt8RowGroup = 128;
 inline constexpr DType kE4M3 = DType::kF8E4M3, kE2M1 = DType::kF4E2M1;
 
 constexpr OperandQuant plain(DType dtype) {
@@ -42,6 +47,13 @@ constexpr OperandQuant dynamic(OperandQuant q, ExponentRule rule = ExponentRule:
   return q;
 }
 constexpr OperandQuant token(DType dtype) { return dynamic(scaled(dtype, G::kToken, F::kF32)); }
+// int8 rows for weights of a format: a scale for each group of the weights' columns, so that both
+// scales change together.
+constexpr OperandQuant int8_rows(const OperandQuant& weight) {
+  std::int64_t columns = kMaxInt8RowGroup;
+  if (weight.granularity == G::kGroup) columns = std::gcd(columns, weight.block_k);
+  return dynamic(group(DType::kI8, F::kF32, std::max(columns, kMinInt8RowGroup)));
+}
 constexpr OperandQuant table(OperandQuant q, CodeTable values) {
   q.table = values;
   return q;
@@ -77,6 +89,11 @@ constexpr bool is_table(const OperandQuant& w) {
          w.zero_point == ZeroPoint::kNone && !w.act_order && is_integer(table(w, CodeTable::kNone));
 }
 
+// Activations: any group that the weights' groups may have (int8_rows).
+constexpr bool is_int8_group(const OperandQuant& a) {
+  return a.dynamic && a.rule == ExponentRule::kNone && a.block_k >= kMinInt8RowGroup &&
+         a.block_k <= kMaxInt8RowGroup && is_group(a, DType::kI8, F::kF32, a.block_k);
+}
 constexpr bool is_fp8_token(const OperandQuant& a) {
   return is_per(a, kE4M3, G::kToken) && a.dynamic;
 }

@@ -112,8 +112,14 @@ class Builder {
   }
 
   Status int8(std::int64_t /*rows_per_part*/) {
-    if (!per(ScaleGranularity::kChannel)) return unsupported(quant_);
     MOESAIC_RETURN_IF_ERROR(make(&out_.weight, DType::kI8, w_.shape));
+    if (per(ScaleGranularity::kGroup)) {
+      MOESAIC_ASSIGN_OR_RETURN(const Shape groups, grid());
+      MOESAIC_RETURN_IF_ERROR(make(&out_.scale, DType::kF32, groups));
+      return quantize_int_group(w_, {8, quant_.block_k, IntScaleRule::kLargestCode},
+                                out_.weight.view(), out_.scale.view());
+    }
+    if (!per(ScaleGranularity::kChannel)) return unsupported(quant_);
     MOESAIC_RETURN_IF_ERROR(make(&out_.scale, DType::kF32, {rows()}));
     const TensorView column(out_.scale.data(), DType::kF32, {rows(), 1});
     return quantize_int_group(w_, {8, -1, IntScaleRule::kLargestCode}, out_.weight.view(), column);

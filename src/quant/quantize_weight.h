@@ -22,7 +22,7 @@ struct QuantizedMatrix {
 //   e4m3             per tensor, row, 128x128 tile (rows_per_part as in dequantize_weight)
 //   e4m3, e2m1 MX    groups of 32; scales rounded up for e4m3, at 1.75 for e2m1
 //   e2m1, e4m3 scales per 16 with a global scale (NVFP4)
-//   I8               per row;  I4 per group (compressed-tensors' scale), or with e4m3 group scales
+//   I8               per row or group;  I4 per group (compressed-tensors' scale), or with e4m3 group scales
 //                    and a channel scale (W4A8)
 //   U4 tables        per group of 32, 64 ..., at least 32 columns: nf4, fp4
 //   U4, U8           per group with zero points

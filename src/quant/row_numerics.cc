@@ -71,7 +71,10 @@ double activation_bound(const OperandQuant& a, std::int64_t intermediate_size) {
     if (scheme.activation.dtype != a.dtype) continue;
     // E2M1 has two kinds of scales; in all other formats the element decides.
     if (a.dtype == DType::kF4E2M1 && scheme.activation.scale_format != a.scale_format) continue;
-    if (a.dtype != DType::kI8) return scheme.output_bound;
+    // int8: one scale for the row grows with it, those of groups of at most 128 do not.
+    if (a.dtype == DType::kI8 && scheme.activation.granularity != a.granularity) continue;
+    if (a.dtype != DType::kI8 || a.granularity != ScaleGranularity::kToken)
+      return scheme.output_bound;
     const double times = static_cast<double>(intermediate_size) / kStatedSize;
     return scheme.output_bound * (1.0 + kInt8Growth * std::log(std::max(times, 1.0)));
   }

@@ -104,9 +104,11 @@ constexpr std::array<WeightRow, 12> kWeightRows = {{
      [](const OperandQuant& w) { return is_bare(w) && is_per(w, DType::kI8, G::kChannel); },
      Compute::kWeightOnly,
      [](const OperandQuant& a) {
+       if (is_int8_group(a)) return Compute::kInt8Group;
        return is_per(a, DType::kI8, G::kToken) && a.dynamic ? Compute::kInt8 : Compute::kNone;
      }},
-    {"I4, U4, I8 or U8 with F32 scales per row or group", is_integer, Compute::kWeightOnly},
+    {"I4, U4, I8 or U8 with F32 scales per row or group", is_integer, Compute::kWeightOnly,
+     [](const OperandQuant& a) { return is_int8_group(a) ? Compute::kInt8Group : Compute::kNone; }},
     {"U4 indices of a table with F32 scales per group", is_table, Compute::kWeightOnly},
 }};
 
@@ -153,8 +155,13 @@ constexpr OperandQuant kInt4Fp8 =
 // at both GEMMs: 2.6 % per rounding to e4m3, 0.8 % to int8 of a whole row, 11 % to e2m1 with
 // power-of-two scales, 9.5 % with e4m3 scales per 16 (docs/spec/quantization.md section 15), and
 // margin.
-constexpr double kWeightOnly = 6e-3, kFp8 = 6e-2;
-constexpr std::array<Scheme, 18> kSchemes = {{
+// int8 per group: 0.64 % of normal hidden states and 1.3 % of the intermediate (128 columns; less with
+// fewer), hence 1.7 % of the output by the estimate of moesaic/numerics.h, and the margin that int8
+// rows have, 1.4. The scale is that of a group, so it does not grow with the row.
+constexpr double kWeightOnly = 6e-3, kFp8 = 6e-2, kInt8Groups = 2.4e-2;
+constexpr OperandQuant kInt4Group = group(DType::kI4, F::kF32, quant::kIntGroupSize);
+constexpr OperandQuant kInt8Group = group(DType::kI8, F::kF32, quant::kIntGroupSize);
+constexpr std::array<Scheme, 20> kSchemes = {{
     made("f32", plain(DType::kF32), plain(DType::kF32), 2e-6),
     made("bf16", kBF16, kBF16, kWeightOnly),
     made("f16", plain(DType::kF16), plain(DType::kF16), 1e-3),
@@ -169,11 +176,13 @@ constexpr std::array<Scheme, 18> kSchemes = {{
     made("nvfp4", kNvfp4, dynamic(kNvfp4), 0.25),
     made("int4-fp8", kInt4Fp8, token(kE4M3), kFp8),
     made("int8", kInt8Channel, token(DType::kI8), 3e-2),
-    made("int4-g128", group(DType::kI4, F::kF32, quant::kIntGroupSize), kBF16, kWeightOnly),
+    made("int4-g128", kInt4Group, kBF16, kWeightOnly),
     made("int8-bf16", kInt8Channel, kBF16, kWeightOnly),
     made("nvfp4-bf16", kNvfp4, kBF16, kWeightOnly),
     made("nf4-bf16", table(group(DType::kU4, F::kF32, quant::kBnbBlockSize), CodeTable::kNf4),
          kBF16, kWeightOnly),
+    made("int4-g128-int8", kInt4Group, int8_rows(kInt4Group), kInt8Groups),
+    made("int8-g128-int8", kInt8Group, int8_rows(kInt8Group), kInt8Groups),
 }};
 
 constexpr OperandQuant integers(DType dtype, std::int64_t columns,
@@ -186,23 +195,38 @@ constexpr OperandQuant integers(DType dtype, std::int64_t columns,
 constexpr Scheme weight_only(std::string_view name, const OperandQuant& weight) {
   return made(name, weight, kBF16, kWeightOnly);
 }
-constexpr std::array<Scheme, 11> kStoredSchemes = {{
+constexpr Scheme int8_activations(std::string_view name, const OperandQuant& weight) {
+  return made(name, weight, int8_rows(weight), kInt8Groups);
+}
+constexpr OperandQuant kUint4 =
+    integers(DType::kU4, quant::kIntGroupSize, ZeroPoint::kInteger);  // GPTQ and AWQ
+// GGUF blocks as the loader leaves them.
+constexpr OperandQuant kQ40 = integers(DType::kI4, quant::kGgufBlock);
+constexpr OperandQuant kQ80 = integers(DType::kI8, quant::kGgufBlock);
+constexpr OperandQuant kQ4K = integers(DType::kU4, quant::kGgufBlock, ZeroPoint::kMin);
+constexpr OperandQuant kQ6K = integers(DType::kI8, quant::kGgufHalfBlock);
+constexpr std::array<Scheme, 17> kStoredSchemes = {{
     // One input scale for all rows.
     made("fp8-static", kFp8Tensor, scaled(kE4M3, G::kTensor, F::kF32), kFp8),
     weight_only("int4-g32", integers(DType::kI4, 32)),
     weight_only("int8-g128", integers(DType::kI8, quant::kIntGroupSize)),
-    // GPTQ and AWQ; columns in an order of their own (GPTQ desc_act).
-    weight_only("uint4-g128", integers(DType::kU4, quant::kIntGroupSize, ZeroPoint::kInteger)),
+    weight_only("uint4-g128", kUint4),
     weight_only("uint8-g128", integers(DType::kU8, quant::kIntGroupSize, ZeroPoint::kInteger)),
+    // Columns in an order of their own (GPTQ desc_act).
     weight_only("int4-g128-act-order",
                 integers(DType::kI4, quant::kIntGroupSize, ZeroPoint::kNone, true)),
     // bitsandbytes fp4.
     weight_only("fp4-bf16", table(integers(DType::kU4, quant::kBnbBlockSize), CodeTable::kFp4)),
-    // GGUF blocks as the loader leaves them.
-    weight_only("q4_0", integers(DType::kI4, quant::kGgufBlock)),
-    weight_only("q8_0", integers(DType::kI8, quant::kGgufBlock)),
-    weight_only("q4_k", integers(DType::kU4, quant::kGgufBlock, ZeroPoint::kMin)),
-    weight_only("q6_k", integers(DType::kI8, quant::kGgufHalfBlock)),
+    weight_only("q4_0", kQ40),
+    weight_only("q8_0", kQ80),
+    weight_only("q4_k", kQ4K),
+    weight_only("q6_k", kQ6K),
+    int8_activations("int4-g32-int8", integers(DType::kI4, 32)),
+    int8_activations("uint4-g128-int8", kUint4),
+    int8_activations("q4_0-int8", kQ40),
+    int8_activations("q8_0-int8", kQ80),
+    int8_activations("q4_k-int8", kQ4K),
+    int8_activations("q6_k-int8", kQ6K),
 }};
 
 template <std::size_t kCount>
@@ -245,6 +269,17 @@ Scheme with_weight(const Scheme& s, const OperandQuant& weight) {
 }
 Scheme with_activation(const Scheme& s, const OperandQuant& activation) {
   return make_scheme(s.name, s.weight, activation, s.output_bound);
+}
+
+Scheme with_stored_weight(const Scheme& s, const OperandQuant& weight) {
+  const bool follows = s.kind == Compute::kInt8Group && is_integer(weight) &&
+                       !MOESAIC_FAULT(quant_int8_rows_of_the_named_group);
+  return make_scheme(s.name, weight, follows ? int8_rows(weight) : s.activation, s.output_bound);
+}
+
+std::string_view int8_group_scheme_of(const OperandQuant& weight) {
+  if (!is_integer(weight)) return {};
+  return dtype_bits(weight.dtype) == 4 ? "int4-g128-int8" : "int8-g128-int8";
 }
 
 Result<Scheme> with_activation_scales(const Scheme& s, ScaleFormat format) {

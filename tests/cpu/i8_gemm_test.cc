@@ -1,6 +1,7 @@
-// The integer GEMM of rows of int8 codes against the fp32 one, whose bits it promises.
+// The integer GEMMs of rows of int8 codes against the fp32 ones, whose bits they promise.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -15,15 +16,23 @@ namespace moesaic::cpu {
 namespace {
 
 struct FoldCase {
+  int bits;  // of the weights
   int fold;
   bool column_scales, row_scales, offsets;
 };
 constexpr FoldCase kFoldCases[] = {
-    {128, false, false, false},  // W8A8 of whole rows
-    {128, true, true, false},
-    {32, true, true, true},
-    {16, true, false, false},
+    {8, 128, false, false, false},  // W8A8 of whole rows
+    {8, 128, true, true, false},   {8, 32, true, true, true},    {8, 16, true, false, false},
+    {4, 128, true, true, false},   {4, 64, true, true, true},    {4, 32, true, true, true},
+    {4, 16, true, false, false},   {4, 128, false, true, false},
 };
+
+CodeTable4 two_s_complement() {
+  std::array<float, 16> values{};
+  for (int code = 0; code < 16; ++code)
+    values[static_cast<std::size_t>(code)] = static_cast<float>(code < 8 ? code : code - 16);
+  return make_code_table(values);
+}
 
 // Every code of either side, the ends most often: their sums come nearest to 2^24.
 int any_code(test::Rng& rng) {
@@ -47,10 +56,14 @@ std::vector<float> factors(test::Rng& rng, std::int64_t count) {
 
 void compare(const CpuKernels& k, const FoldCase& c, std::int64_t depth) {
   test::Rng rng(static_cast<std::uint64_t>(depth * c.fold));
-  const PackedShape plain{WeightKind::kI8, RowOrder::kPlain, kPanelColumns, depth, c.fold, 0};
-  PackedShape integer{WeightKind::kI8Quads, RowOrder::kPlain, kPanelColumns, depth, c.fold};
-  integer.code_flip = kDotBias;
-  std::vector<std::byte> matrix(static_cast<std::size_t>(depth * kPanelColumns));
+  const bool four = c.bits == 4;
+  const WeightKind kind = four ? WeightKind::kCode4 : WeightKind::kI8;
+  const WeightKind quads = four ? WeightKind::kI4Quads : WeightKind::kI8Quads;
+  const CodeTable4 codes = two_s_complement();
+  const PackedShape plain{kind, RowOrder::kPlain, kPanelColumns, depth, c.fold, 0};
+  PackedShape integer{quads, RowOrder::kPlain, kPanelColumns, depth, c.fold};
+  integer.code_flip = static_cast<std::uint8_t>(four ? kDotBias4 : kDotBias);
+  std::vector<std::byte> matrix(static_cast<std::size_t>(depth * kPanelColumns * c.bits / 8));
   for (std::byte& b : matrix) b = static_cast<std::byte>(any_code(rng));
   const WeightBuffer plain_panel = packed(plain, matrix), integer_panel = packed(integer, matrix);
   const std::int64_t padded = plain.padded_k(), groups = padded / c.fold;
@@ -76,6 +89,7 @@ void compare(const CpuKernels& k, const FoldCase& c, std::int64_t depth) {
 
   PanelArgs args;
   args.fold = c.fold;
+  args.codes = &codes;
   args.padded_k = padded;
   if (c.column_scales) {
     args.group_scales = reinterpret_cast<const std::byte*>(scales.data());
@@ -89,13 +103,13 @@ void compare(const CpuKernels& k, const FoldCase& c, std::int64_t depth) {
     args.panel = plain_panel.data();
     args.rows = plain_rows.data();
     args.result = want.as<float>();
-    k.grouped_gemm_f32[WeightKind::kI8](args);
+    k.grouped_gemm_f32[kind](args);
     args.panel = integer_panel.data();
     args.rows = integer_rows.data();
     args.result = got.as<float>();
-    k.grouped_gemm_i8(args);
+    k.grouped_gemm_i8[quads](args);
     EXPECT_EQ(std::memcmp(want.data(), got.data(), sizeof(float) * kMaxRows * kPanelColumns), 0)
-        << k.name << " fold " << c.fold << " K " << depth << " rows " << rows;
+        << k.name << " bits " << c.bits << " fold " << c.fold << " K " << depth << " rows " << rows;
     EXPECT_NE(want.as<float>()[0], 0.0F);
   }
 }
@@ -103,7 +117,8 @@ void compare(const CpuKernels& k, const FoldCase& c, std::int64_t depth) {
 TEST(I8Gemm, HasTheBitsOfTheFp32Kernel) {
   int tested = 0;
   for (const CpuKernels* k : tiers()) {
-    ASSERT_EQ(k->store_i8 == nullptr, k->grouped_gemm_i8 == nullptr);
+    ASSERT_EQ(k->store_i8 == nullptr, k->grouped_gemm_i8[WeightKind::kI8Quads] == nullptr);
+    ASSERT_EQ(k->store_i8 == nullptr, k->grouped_gemm_i8[WeightKind::kI4Quads] == nullptr);
     if (k->store_i8 == nullptr) continue;
     ++tested;
     for (const FoldCase& c : kFoldCases) {

@@ -151,7 +151,18 @@ TEST(CpuExperts, EveryTierAndSchemeMeetsItsBoundAgainstFloat64) {
                         {"q4k", 256, 96, 6},
                         {"q6k", 96, 80, 9},
                         {"u8-zero", 150, 70, 4},
-                        {"int4-channel", 96, 34, 11}};
+                        {"int4-channel", 96, 34, 11},
+                        {"int4-g128-int8", 256, 384, 7},
+                        {"int4-g128-int8", 200, 66, 90},  // ragged groups, many rows
+                        {"int8-g128-int8", 384, 160, 40},
+                        {"int4-g32-int8", 96, 160, 33},
+                        {"int4-channel-int8", 200, 66, 3},
+                        {"awq-int8", 192, 64, 60},
+                        {"awq-int8", 70, 34, 1},
+                        {"gptq-int8", 128, 96, 20},
+                        {"q4k-int8", 256, 96, 6},
+                        {"q6k-int8", 96, 80, 40},
+                        {"u8-zero-int8", 150, 70, 4}};
   std::uint64_t seed = 1;
   for (const Case& c : cases) {
     const MoeProblem p = make_problem(c.quant, c.h, c.i, 5, 3);
@@ -249,9 +260,11 @@ TEST(CpuExperts, IntegerInputsAreExactOnEveryTier) {
 
 // One row alone, in any batch, in any order, with any number of threads: the same bits.
 TEST(CpuExperts, RowsDependOnNothingButThemselves) {
-  for (const char* quant : {"bf16", "fp8-block", "fp8-bf16", "mxfp4-bf16", "f32", "fp8-channel",
-                            "mxfp8", "nvfp4", "int8", "int4-g128", "gptq", "mxfp4-fp8", "int4-fp8",
-                            "fp8-static", "mxfp4-static", "int4-fp8-static", "int4-fp8-g32"}) {
+  for (const char* quant : {"bf16",         "fp8-block",      "fp8-bf16",     "mxfp4-bf16",
+                            "f32",          "fp8-channel",    "mxfp8",        "nvfp4",
+                            "int8",         "int4-g128",      "gptq",         "mxfp4-fp8",
+                            "int4-fp8",     "fp8-static",     "mxfp4-static", "int4-fp8-static",
+                            "int4-fp8-g32", "int4-g128-int8", "awq-int8",     "q6k-int8"}) {
     MoeProblem p = make_problem(quant, 256, 128, 6, 2);
     const OwnedExpertWeights w = test::random_expert_weights(5, p);
     test::Rng rng(6);
@@ -312,7 +325,7 @@ TEST(CpuExperts, BiasesGatedActivationsAndWeightOnInput) {
 
 // Llama 4 with two experts per token: each sees the row times its own weight.
 TEST(CpuExperts, EverySlotHasItsOwnWeightOnTheInput) {
-  for (const char* quant : {"f32", "bf16", "fp8-block", "fp8-tensor", "int4-g128"}) {
+  for (const char* quant : {"f32", "bf16", "fp8-block", "fp8-tensor", "int4-g128", "awq-int8"}) {
     MoeProblem p = make_problem(quant, 128, 256, 4, 2);
     p.apply_router_weight_on_input = true;
     const OwnedExpertWeights w = test::random_expert_weights(41, p);
@@ -371,7 +384,7 @@ TEST(CpuExperts, ExpertMapsSplitTheSumAndRemoteTokensAreExactZeros) {
 }
 
 TEST(CpuExperts, BatchedFormatLeavesRowsPastTheCountsAlone) {
-  for (const char* quant : {"bf16", "fp8-block", "mxfp4-bf16"}) {
+  for (const char* quant : {"bf16", "fp8-block", "mxfp4-bf16", "awq-int8"}) {
     MoeProblem p = make_problem(quant, 128, 128, 4, 2);
     p.format = ActivationFormat::kBatched;
     p.max_tokens = 9;
@@ -418,7 +431,7 @@ TEST(CpuExperts, BatchedFormatLeavesRowsPastTheCountsAlone) {
 }
 
 TEST(CpuExperts, NanStaysInItsRow) {
-  for (const char* quant : {"bf16", "fp8-block", "mxfp4-bf16"}) {
+  for (const char* quant : {"bf16", "fp8-block", "mxfp4-bf16", "int4-g128-int8", "awq-int8"}) {
     const MoeProblem p = make_problem(quant, 128, 128, 3, 1);
     const OwnedExpertWeights w = test::random_expert_weights(51, p);
     test::Rng rng(52);

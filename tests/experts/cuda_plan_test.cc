@@ -5,6 +5,7 @@
 #include <cmath>
 #include <string_view>
 
+#include "experts/cuda_general/general_plan.h"
 #include "experts/sm90/codes_e2m1.h"
 #include "experts/sm90/experts_plan.h"
 #include "numerics/float_codec.h"
@@ -94,6 +95,14 @@ TEST(CudaFormats, ARowForEachSchemeThatTheKernelsCompute) {
                        {"scheme: got mxfp4",
                         "need bf16, fp8-block, mxfp4-bf16, fp8-scaled, int8, int4-bf16, nf4-bf16, "
                         "int8-bf16, fp8-bf16"});
+  for (const char* quant : {"int4-g128-int8", "int8-g128-int8", "awq-int8"}) {
+    test::expect_refusal(format_of(test::small_problem(quant)).status(), StatusCode::kUnsupported,
+                         {"scheme: got int8-group", "need bf16"});
+    MoeProblem general = test::small_problem(quant);
+    general.device = Device::cuda(0);
+    test::expect_refusal(general_experts_take(general), StatusCode::kUnsupported,
+                         {"scheme: got int8-group", "activations that are not quantised"});
+  }
   test::expect_refusal(make_experts_plan(test::small_problem("mxfp4")).status(),
                        StatusCode::kUnsupported, {"scheme"});
 }

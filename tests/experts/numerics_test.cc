@@ -114,6 +114,9 @@ TEST(Numerics, Int8GrowsWithTheIntermediateSize) {
   EXPECT_NEAR(output_bound(int8, 14336), 4.73e-2, 1e-4);
   const Scheme fp8 = quant_scheme_from_name("fp8-block").value();
   EXPECT_EQ(output_bound(fp8, 14336), fp8.output_bound);
+  const Scheme groups = quant_scheme_from_name("int4-g128-int8").value();
+  EXPECT_EQ(output_bound(groups, 14336), groups.output_bound) << "a scale per group does not grow";
+  EXPECT_LT(groups.output_bound, int8.output_bound);
   EXPECT_EQ(activation_bound(quant_scheme_from_name("nvfp4")->activation, 512), 0.25);
   EXPECT_EQ(activation_bound(quant_scheme_from_name("mxfp4")->activation, 512), 0.3);
   EXPECT_EQ(activation_bound(quant_scheme_from_name("nf4-bf16")->activation, 512), 6e-3);
@@ -170,7 +173,7 @@ INSTANTIATE_TEST_SUITE_P(Schemes, NumericsScheme,
                          testing::Values("f32", "bf16", "f16", "fp8-block", "fp8-tensor",
                                          "fp8-static", "fp8-channel", "mxfp8", "mxfp4-fp8", "mxfp4",
                                          "nvfp4", "int4-fp8", "int8", "int4-g128", "gptq", "q4k",
-                                         "nf4-bf16"),
+                                         "nf4-bf16", "int4-g128-int8", "q4k-int8"),
                          [](const auto& param) {
                            std::string name = param.param;
                            for (char& ch : name) ch = ch == '-' ? '_' : ch;

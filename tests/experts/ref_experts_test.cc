@@ -45,7 +45,8 @@ constexpr const char* kSchemes[] = {
     "fp8-tensor", "fp8-static", "fp8-channel", "mxfp8",        "mxfp4-fp8",        "mxfp4",
     "nvfp4",      "int4-fp8",   "int8",        "int4-g128",    "int8-bf16",        "nvfp4-bf16",
     "nvfp4-rows", "nf4-bf16",   "fp4-bf16",    "gptq",         "int4-channel",     "q4k",
-    "q6k",        "u8-zero",    "iq4",         "mxfp4-static", "mxfp4-f32-groups", "mxfp4-token"};
+    "q6k",        "u8-zero",    "iq4",         "mxfp4-static", "mxfp4-f32-groups", "mxfp4-token",
+    "awq-int8",   "gptq-int8",  "q4k-int8",    "q6k-int8",     "int4-channel-int8"};
 
 struct Variant {
   std::string quant, activation;

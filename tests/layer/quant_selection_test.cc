@@ -50,6 +50,14 @@ TEST(QuantSelection, EveryPairOfStoredAndRequested) {
       {"fp8-channel", "as-is", "fp8-channel", fp8, bf16, C::kNone},
       {"fp8-channel", "fp8-block", nullptr, {}, {}, {}},
       {"int4-g128", "as-is", "int4-g128", DType::kI4, bf16, C::kNone},
+      {"int4-g128", "int4-g128-int8", "int4-g128-int8", DType::kI4, bf16, C::kNone},
+      {"int4-g128", "int8-g128-int8", nullptr, {}, {}, {}},  // the weights have 4 bits
+      {"int8-bf16", "int8-g128-int8", "int8-g128-int8", DType::kI8, bf16, C::kNone},
+      {"int8", "int8-g128-int8", "int8-g128-int8", DType::kI8, bf16, C::kNone},
+      {"int4-g128-int8", "int4-g128", "int4-g128", DType::kI4, bf16, C::kNone},
+      {"bf16", "int4-g128-int8", "int4-g128-int8", DType::kI4, bf16, C::kQuantize},
+      {"nf4-bf16", "int4-g128-int8", nullptr, {}, {}, {}},
+      {"int4-fp8", "int4-g128-int8", nullptr, {}, {}, {}},
       {"bf16", "nonsense", nullptr, {}, {}, {}},
   };
   for (const Row& row : rows) {
@@ -108,6 +116,32 @@ TEST(QuantSelection, StoredActivationScaleFormatIsKept) {
     EXPECT_EQ(layer::plan_quant(stored, DType::kBF16, requested)->scheme.activation.scale_format,
               ScaleFormat::kE8M0);
   }
+}
+
+// GGUF, GPTQ ...: whatever integers a file holds, their groups decide.
+TEST(QuantSelection, Int8ActivationsOverStoredIntegers) {
+  Scheme q4k = scheme("int4-g128");
+  q4k.weight.dtype = DType::kU4;
+  q4k.weight.block_k = 32;
+  q4k.weight.zero_point = ZeroPoint::kMin;
+  const auto plan = layer::plan_quant(q4k, DType::kF16, "int4-g128-int8").value();
+  EXPECT_EQ(plan.scheme.weight, q4k.weight);
+  EXPECT_EQ(plan.scheme.activation.block_k, 32);
+  EXPECT_EQ(plan.scheme.kind, ComputeScheme::kInt8Group);
+  EXPECT_EQ(plan.scheme.output_bound, scheme("int4-g128-int8").output_bound);
+  EXPECT_EQ(plan.activation_dtype, DType::kF16) << "rounded to the model's dtype first";
+  EXPECT_EQ(layer::plan_quant(q4k, DType::kF16, "as-is")->activation_dtype, DType::kBF16);
+  const Status status = layer::plan_quant(q4k, DType::kBF16, "int8").status();
+  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+  EXPECT_NE(status.message().find("int4-g128-int8"), std::string::npos) << status.message();
+  // A shared expert of the other width has a scheme of that width.
+  const Scheme int8 = scheme("int8-bf16");
+  EXPECT_EQ(layer::plan_shared_quant(int8, q4k, DType::kBF16, "int4-g128-int8")->scheme.name,
+            "int8-g128-int8");
+  EXPECT_EQ(layer::plan_shared_quant(int8, q4k, DType::kBF16, "as-is")->scheme.name, "int8-bf16");
+  EXPECT_EQ(
+      layer::plan_shared_quant(scheme("bf16"), q4k, DType::kBF16, "int4-g128-int8")->scheme.name,
+      "bf16");
 }
 
 TEST(QuantSelection, ASharedExpertLeftUnquantisedStaysSo) {

@@ -17,13 +17,26 @@ using test::expect_refusal;
 // Relative errors on normal data of the weights of every scheme of the catalogue (within 3 % of
 // what the formats are known to do): quantised, decoded, compared.
 TEST(QuantizeWeight, EverySchemeOfTheCatalogueErrsAsItsFormatDoes) {
-  const std::map<std::string, double> errors = {
-      {"f32", 0.0},           {"bf16", 0.00166},       {"f16", 0.00021},
-      {"fp8-block", 0.0262},  {"fp8-bf16", 0.0262},    {"mxfp4-bf16", 0.112},
-      {"fp8-tensor", 0.0262}, {"fp8-channel", 0.0262}, {"mxfp8", 0.0266},
-      {"mxfp4-fp8", 0.112},   {"mxfp4", 0.112},        {"nvfp4", 0.0952},
-      {"int4-fp8", 0.1147},   {"int8", 0.0078},        {"int4-g128", 0.1103},
-      {"int8-bf16", 0.0078},  {"nvfp4-bf16", 0.0952},  {"nf4-bf16", 0.0919}};
+  const std::map<std::string, double> errors = {{"f32", 0.0},
+                                                {"bf16", 0.00166},
+                                                {"f16", 0.00021},
+                                                {"fp8-block", 0.0262},
+                                                {"fp8-bf16", 0.0262},
+                                                {"mxfp4-bf16", 0.112},
+                                                {"fp8-tensor", 0.0262},
+                                                {"fp8-channel", 0.0262},
+                                                {"mxfp8", 0.0266},
+                                                {"mxfp4-fp8", 0.112},
+                                                {"mxfp4", 0.112},
+                                                {"nvfp4", 0.0952},
+                                                {"int4-fp8", 0.1147},
+                                                {"int8", 0.0078},
+                                                {"int4-g128", 0.1103},
+                                                {"int8-bf16", 0.0078},
+                                                {"nvfp4-bf16", 0.0952},
+                                                {"nf4-bf16", 0.0919},
+                                                {"int4-g128-int8", 0.1103},
+                                                {"int8-g128-int8", 0.0064}};
   const Tensor x = test::gaussian();
   for (const Scheme& scheme : quant_schemes()) {
     SCOPED_TRACE(std::string(scheme.name));

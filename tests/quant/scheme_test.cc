@@ -14,10 +14,12 @@ using test::expect_refusal;
 TEST(QuantSchemes, TableInDocumentedOrder) {
   std::vector<std::string> names;
   for (const Scheme& s : quant_schemes()) names.emplace_back(s.name);
-  EXPECT_EQ(names, (std::vector<std::string>{"f32", "bf16", "f16", "fp8-block", "fp8-bf16",
-                                             "mxfp4-bf16", "fp8-tensor", "fp8-channel", "mxfp8",
-                                             "mxfp4-fp8", "mxfp4", "nvfp4", "int4-fp8", "int8",
-                                             "int4-g128", "int8-bf16", "nvfp4-bf16", "nf4-bf16"}));
+  EXPECT_EQ(names,
+            (std::vector<std::string>{
+                "f32",        "bf16",       "f16",         "fp8-block",      "fp8-bf16",
+                "mxfp4-bf16", "fp8-tensor", "fp8-channel", "mxfp8",          "mxfp4-fp8",
+                "mxfp4",      "nvfp4",      "int4-fp8",    "int8",           "int4-g128",
+                "int8-bf16",  "nvfp4-bf16", "nf4-bf16",    "int4-g128-int8", "int8-g128-int8"}));
   for (const Scheme& s : quant_schemes()) {
     EXPECT_EQ(quant_scheme_from_name(s.name).value().name, s.name);
     EXPECT_GT(s.output_bound, 0);
@@ -75,7 +77,9 @@ TEST(QuantSchemes, GroupsAndOuterScalesOfTheFourAndEightBitOnes) {
            {"int4-fp8", D::kI4, D::kF8E4M3, 128, 0, OuterScale::kChannel, ExponentRule::kNone},
            {"int8", D::kI8, D::kI8, 0, 0, OuterScale::kNone, ExponentRule::kNone},
            {"int4-g128", D::kI4, D::kBF16, 128, 0, OuterScale::kNone, ExponentRule::kNone},
-           {"nf4-bf16", D::kU4, D::kBF16, 64, 0, OuterScale::kNone, ExponentRule::kNone}}) {
+           {"nf4-bf16", D::kU4, D::kBF16, 64, 0, OuterScale::kNone, ExponentRule::kNone},
+           {"int4-g128-int8", D::kI4, D::kI8, 128, 128, OuterScale::kNone, ExponentRule::kNone},
+           {"int8-g128-int8", D::kI8, D::kI8, 128, 128, OuterScale::kNone, ExponentRule::kNone}}) {
     const Scheme s = quant_scheme_from_name(row.name).value();
     EXPECT_EQ(s.weight.dtype, row.weight) << row.name;
     EXPECT_EQ(s.activation.dtype, row.activation) << row.name;
@@ -97,6 +101,52 @@ TEST(QuantSchemes, EveryNameOfBenchAndConvertIsOfThisTable) {
     EXPECT_EQ(quant_scheme_from_name(s.name).status().code(), StatusCode::kNotFound) << s.name;
   }
   EXPECT_EQ(names.size(), quant_schemes().size() + stored_schemes().size());
+}
+
+// Activations of int8 have the groups of the weights beside them, 16 to 128 columns.
+TEST(QuantSchemes, Int8ActivationsFollowTheGroupsOfStoredWeights) {
+  struct Row {
+    DType dtype;
+    std::int64_t weight_group, activation_group;  // 0: one scale per row
+    const char* name;
+  };
+  for (const Row& row :
+       {Row{DType::kI4, 32, 32, "int4-g128-int8"}, Row{DType::kU4, 64, 64, "int4-g128-int8"},
+        Row{DType::kU4, 96, 32, "int4-g128-int8"}, Row{DType::kI4, 0, 128, "int4-g128-int8"},
+        Row{DType::kI8, 16, 16, "int8-g128-int8"}, Row{DType::kI8, 8, 16, "int8-g128-int8"},
+        Row{DType::kI8, 0, 128, "int8-g128-int8"}, Row{DType::kU8, 1024, 128, "int8-g128-int8"}}) {
+    SCOPED_TRACE(row.weight_group);
+    OperandQuant w;
+    w.dtype = row.dtype;
+    w.granularity = row.weight_group > 0 ? ScaleGranularity::kGroup : ScaleGranularity::kChannel;
+    w.scale_format = ScaleFormat::kF32;
+    w.block_n = row.weight_group > 0 ? 1 : 0;
+    w.block_k = row.weight_group;
+    if (row.dtype == DType::kU4 || row.dtype == DType::kU8) w.zero_point = ZeroPoint::kInteger;
+    ASSERT_EQ(int8_group_scheme_of(w), row.name);
+    const Scheme named = quant_scheme_from_name(row.name).value();
+    const Scheme s = with_stored_weight(named, w);
+    EXPECT_EQ(s.weight, w);
+    EXPECT_EQ(s.kind, ComputeScheme::kInt8Group);
+    EXPECT_EQ(s.output_bound, named.output_bound);
+    EXPECT_EQ(s.activation.block_k, row.activation_group);
+    EXPECT_EQ(activation_text(s),
+              "I8, an F32 scale per " + std::to_string(row.activation_group) + " columns");
+    EXPECT_TRUE(validate(s).ok());
+  }
+  EXPECT_EQ(int8_group_scheme_of(quant_scheme_from_name("nf4-bf16")->weight), "");
+  EXPECT_EQ(int8_group_scheme_of(quant_scheme_from_name("int4-fp8")->weight), "");
+  EXPECT_EQ(int8_group_scheme_of(quant_scheme_from_name("bf16")->weight), "");
+  // Other schemes keep their activations.
+  const Scheme int8 = quant_scheme_from_name("int8").value();
+  EXPECT_EQ(with_stored_weight(int8, int8.weight).activation, int8.activation);
+  // Groups that no weight asks for.
+  for (const std::int64_t columns : {8, 256}) {
+    const Scheme named = quant_scheme_from_name("int4-g128-int8").value();
+    OperandQuant a = named.activation;
+    a.block_k = columns;
+    EXPECT_EQ(with_activation(named, a).kind, ComputeScheme::kNone) << columns;
+  }
 }
 
 TEST(QuantSchemes, AnOperandThatNothingComputesIsDescribedAndRefused) {

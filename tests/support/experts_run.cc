@@ -24,6 +24,13 @@ T must(Result<T> result, std::string_view what) {
 }  // namespace
 
 Scheme scheme_called(std::string_view name) {
+  // "awq-int8": weights of another of these names, activations in int8 per group.
+  constexpr std::string_view kInt8 = "-int8";
+  if (name.ends_with(kInt8) && !quant_scheme_from_name(name).ok()) {
+    const OperandQuant w = scheme_called(name.substr(0, name.size() - kInt8.size())).weight;
+    return with_stored_weight(
+        must(quant_scheme_from_name(int8_group_scheme_of(w)), "scheme_called"), w);
+  }
   std::string_view named = name;  // the nearest one
   if (name == "fp8-static") named = "fp8-tensor";
   if (name == "int4-fp8-static" || name == "int4-fp8-g32" || name == "int4-fp8-g96") {

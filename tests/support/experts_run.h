@@ -21,6 +21,7 @@ namespace moesaic::test {
 //   q4k            U4 per 32 with minima
 //   q6k            I8 per 16
 //   u8-zero        U8 per row with zero points
+//   *-int8         integers of another name, activations in int8 per group of theirs
 //   nvfp4-rows     nvfp4 with a global scale per row of the weights
 //   fp4-bf16       table of 16 values, absmax per 64
 Scheme scheme_called(std::string_view name);

@@ -43,9 +43,10 @@ void quantise_group(const OperandQuant& a, float input_scale, std::span<double> 
     return;
   }
   float scale = 0;
-  if (a.granularity == ScaleGranularity::kToken) {
-    scale =
-        a.dtype == DType::kI8 ? amax / 127.0F : std::max(amax / 448.0F, 1.0F / (448.0F * 512.0F));
+  if (a.dtype == DType::kI8) {
+    scale = amax / 127.0F;
+  } else if (a.granularity == ScaleGranularity::kToken) {
+    scale = std::max(amax / 448.0F, 1.0F / (448.0F * 512.0F));
   } else if (a.rule == ExponentRule::kRound175) {
     const int exponent = std::ilogb(amax);
     const bool up = static_cast<double>(amax) >= std::ldexp(1.75, exponent);

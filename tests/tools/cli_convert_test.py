@@ -72,6 +72,21 @@ class Convert(ToolTest):
         self.assertIn("model.layers.1.mlp.gate", quant["ignore"])
         self.assertFalse([name for name in quant["ignore"] if "experts" in name])
 
+    def test_integers_also_run_with_int8_activations(self):
+        model = self.folder / "out"
+        run("convert", "--model", MODELS / "mini-qwen3-moe", "--quant", "int4-g128", "--output", model)
+        stored = self.json_of("verify", "--model", model)
+        value = self.json_of("verify", "--model", model, "--quant", "int4-g128-int8")
+        self.assertTrue(value["pass"], value)
+        self.assertEqual((stored["layers"][0]["quant"], value["layers"][0]["quant"]), ("int4-g128", "int4-g128-int8"))
+        self.assertGreater(value["layers"][0]["bound"], stored["layers"][0]["bound"])
+        self.fails(UNSUPPORTED, "int8-g128-int8", "stored as int4-g128", "int4-g128-int8", arguments=["verify", "--model", model, "--quant", "int8-g128-int8"])
+        for quant, words in (("as-is", ("--quant int4-g128-int8", "would be in the place of 6.0e-03")), ("int4-g128-int8", ("in the place of 6.0e-03",))):
+            explained = self.json_of("explain", "--model", model, "--device", "cpu", "--quant", quant)
+            for word in (*words, "I8, an F32 scale per 128 columns", "bound 2.4e-02"):
+                self.assertIn(word, explained["quant_choice"])
+        self.assertEqual(self.json_of("explain", "--model", MODELS / "mini-qwen3-moe", "--device", "cpu")["quant_choice"], "")
+
     def test_refusals_leave_nothing(self):
         model = MODELS / "mini-qwen3-moe"
         output = self.folder / "out"
@@ -172,6 +187,9 @@ class Accuracy(ToolTest):
         self.assertGreater(rows["mxfp4"]["weights"], 3 * rows["fp8-block"]["weights"])
         self.assertGreater(rows["mxfp4"]["arithmetic"], 3 * rows["mxfp4-fp8"]["arithmetic"])
         self.assertEqual(rows["int4-g128"]["activations"], 0)
+        # A scale per group errs less than one per row, and costs more than none.
+        self.assertLess(rows["int8-g128-int8"]["activations"], rows["int8"]["activations"])
+        self.assertGreater(rows["int4-g128-int8"]["arithmetic"], 3 * rows["int4-g128"]["arithmetic"])
 
 
 class Balance(ToolTest):

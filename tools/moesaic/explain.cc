@@ -58,6 +58,8 @@ void print(const Console& console, const MoeLayerSpec& spec, const LayerExplanat
     console.print(
         fmt::format("note         {}\n", checkpoint::escape_controls(explanation.quant_note)));
   }
+  if (!explanation.quant_choice.empty())
+    console.print(fmt::format("choice       {}\n", explanation.quant_choice));
   std::string threads;
   for (const StageThreads& s : explanation.threads) {
     threads += fmt::format("{}{} {}", threads.empty() ? "" : ", ", s.stage, s.threads);
@@ -131,6 +133,7 @@ int run_explain(const ExplainArguments& state) {
        {"determinism", explanation.determinism},
        {"activations", explanation.activations},
        {"quant_note", explanation.quant_note},
+       {"quant_choice", explanation.quant_choice},
        {"backend_note", slow_backend_note(explanation.experts_backend, explanation.candidates)},
        {"threads", std::move(threads)}});
   print(console, spec, explanation, state.tokens);

@@ -69,9 +69,11 @@ void add_common_options(CLI::App& app, CommonOptions& options) {
          "run on one (explain shows which). The result does not depend on it")
       ->check(CLI::Range(0, kMaxThreads))
       ->capture_default_str();
-  app.add_option("--quant", options.quant,
-                 "Scheme to compute in: as-is (what the checkpoint holds) or a name such as f32, "
-                 "bf16, fp8-block, nvfp4, int4-g128; plain weights are quantised on loading")
+  app.add_option(
+         "--quant", options.quant,
+         "Scheme to compute in: as-is (what the checkpoint holds) or a name such as f32, "
+         "bf16, fp8-block, nvfp4, int4-g128; plain weights are quantised on loading, and integers "
+         "of a checkpoint run with int8 activations as int4-g128-int8 or int8-g128-int8")
       ->capture_default_str();
   app.add_option("--backend", options.backend,
                  "Force one experts backend by its name in the catalogue (see explain)");

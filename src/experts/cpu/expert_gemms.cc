@@ -17,14 +17,19 @@ void CpuExperts::multiply(const CpuProjection& projection, std::int64_t e, std::
                           cpu::PanelArgs& args, const float* const* numbers,
                           float static_scale) const {
   const cpu::PanelArgs weights = projection.panel(e, p);
-  const bool whole_row_scales = plan_.row_numbers && plan_.row_step == 0;
+  const bool whole_row_scales = plan_.row_scales && plan_.row_step == 0;
   cpu::PanelArgs all = weights;
   all.rows = args.rows;
   all.num_rows = args.num_rows;
   all.result = args.result;
   all.folds_per_row_scale = plan_.folds_per_row_scale;
-  if (plan_.row_sums) all.row_sums = numbers;
-  if (plan_.row_numbers && !plan_.row_sums && !whole_row_scales) all.row_scales = numbers;
+  const float* sums[kMaxRows];
+  if (plan_.row_sums) {
+    const std::int64_t before = plan_.scales(projection.shape().padded_k());
+    for (int r = 0; r < args.num_rows; ++r) sums[r] = numbers[r] + before;
+    all.row_sums = sums;
+  }
+  if (plan_.row_scales && !whole_row_scales) all.row_scales = numbers;
   if (reads_e2m1_groups(args.num_rows)) {
     kernels_.grouped_gemm_e2m1(all);
   } else {
@@ -67,7 +72,7 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
       const std::int64_t in = input_of(w, begin + r);
       rows[r] = w.a1 + in * plan_.operand_bytes(plan_.k1);
       if (reads_e2m1_groups(count)) rows[r] = w.a1_groups + in * plan_.e2m1_groups1();
-      numbers[r] = plan_.row_numbers ? w.a1_scales + in * plan_.groups1() : nullptr;
+      numbers[r] = w.a1_numbers + in * plan_.numbers1();
     }
     cpu::PanelArgs args;
     args.rows = rows;
@@ -98,16 +103,15 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
                     static_cast<std::size_t>(valid) * sizeof(float));
         continue;
       }
-      const std::int64_t first = plan_.row_step > 0 ? column / plan_.row_step : 0;
-      float* kept =
-          plan_.row_numbers ? w.a2_scales + (begin + r) * plan_.groups2() + first : nullptr;
+      const RowNumbers kept =
+          numbers_from(w.a2_numbers + (begin + r) * plan_.numbers2(), plan_.k2, column);
       std::byte* operand =
           w.a2 + (begin + r) * plan_.operand_bytes(plan_.k2) + plan_.operand_bytes(column);
       if (MOESAIC_FAULT(cpu_intermediate_not_requantised)) {
         kernels_.round_row(y, valid, plan_.round_dtype);
         store_operand(y, valid, operand);
-        for (std::int64_t c = 0; plan_.row_numbers && c < valid; c += plan_.row_step)
-          kept[c / plan_.row_step] = 1.0F;
+        if (plan_.row_scales) std::fill_n(kept.scales, plan_.scales(valid), 1.0F);
+        if (plan_.row_sums) std::fill_n(kept.sums, plan_.sums(valid), 1.0F);
         continue;
       }
       finish_row(y, valid, w.a2_static.of(e), kept, operand,
@@ -130,7 +134,7 @@ void CpuExperts::panel2(const CpuWorkspace& w, std::int64_t e, std::int64_t p) c
     for (int r = 0; r < count; ++r) {
       rows[r] = w.a2 + (begin + r) * plan_.operand_bytes(plan_.k2);
       if (reads_e2m1_groups(count)) rows[r] = w.a2_groups + (begin + r) * plan_.e2m1_groups2();
-      numbers[r] = plan_.row_numbers ? w.a2_scales + (begin + r) * plan_.groups2() : nullptr;
+      numbers[r] = w.a2_numbers + (begin + r) * plan_.numbers2();
     }
     cpu::PanelArgs args;
     args.rows = rows;

@@ -28,12 +28,19 @@ void CpuExperts::measure(const CpuWorkspace& w, const float* x, std::int64_t n, 
   error = meter.measure(x, n, input_scale);
 }
 
+RowNumbers CpuExperts::numbers_from(float* numbers, std::int64_t k, std::int64_t column) const {
+  RowNumbers row;
+  if (plan_.row_scales) row.scales = numbers + (plan_.row_step > 0 ? column / plan_.row_step : 0);
+  if (plan_.row_sums) row.sums = numbers + plan_.scales(k) + column / plan_.fold;
+  return row;
+}
+
 // A row (or a block of 128 columns of it), rounded to round_dtype, to its operand and the numbers
 // beside it.
-void CpuExperts::finish_row(float* x, std::int64_t n, float input_scale, float* numbers,
+void CpuExperts::finish_row(float* x, std::int64_t n, float input_scale, const RowNumbers& numbers,
                             std::byte* operand, cpu::E2M1Group* groups) const {
   if (plan_.row_rule == cpu::RowQuantRule::kFp8Group) {
-    kernels_.quantize_row_e4m3(x, n, plan_.round_dtype, plan_.power_of_two_scales, numbers,
+    kernels_.quantize_row_e4m3(x, n, plan_.round_dtype, plan_.power_of_two_scales, numbers.scales,
                                operand);
     return;
   }
@@ -45,10 +52,19 @@ void CpuExperts::finish_row(float* x, std::int64_t n, float input_scale, float* 
       kernels_.quantize_row(plan_.row_rule, input_scale, x + k, count, scales);
       kernels_.store_e2m1(x + k, count, scales, groups + k / cpu::kE2M1GroupSteps);
     }
+  } else if (plan_.row_rule == cpu::RowQuantRule::kInt8) {
+    const std::int64_t step = plan_.row_step > 0 ? plan_.row_step : n;
+    for (std::int64_t k = 0, g = 0; k < n; k += step, ++g)
+      kernels_.quantize_row(plan_.row_rule, 1.0F, x + k, std::min(step, n - k), numbers.scales + g);
   } else if (plan_.row_rule != cpu::RowQuantRule::kNone) {
-    kernels_.quantize_row(plan_.row_rule, input_scale, x, n, numbers);
+    kernels_.quantize_row(plan_.row_rule, input_scale, x, n, numbers.scales);
   }
-  if (plan_.row_sums) kernels_.group_sums(x, n, plan_.row_step, numbers);
+  if (plan_.row_sums) {
+    kernels_.group_sums(x, n, plan_.fold, numbers.sums);
+    const bool scaled = plan_.row_scales && !MOESAIC_FAULT(cpu_row_sums_without_scale);
+    for (std::int64_t g = 0; scaled && g < plan_.sums(n); ++g)
+      numbers.sums[g] *= numbers.scales[g / plan_.folds_per_row_scale];
+  }
   store_operand(x, n, operand);
 }
 
@@ -68,7 +84,7 @@ void CpuExperts::finish_whole_row(const CpuWorkspace& w, std::int64_t r) const {
             w.errors->inner[static_cast<std::size_t>(r * w.errors->blocks)]);
   }
   finish_row(x, plan_.k2, w.a2_static.of(e),
-             plan_.row_numbers ? w.a2_scales + r * plan_.groups2() : nullptr,
+             numbers_from(w.a2_numbers + r * plan_.numbers2(), plan_.k2, 0),
              w.a2 + r * plan_.operand_bytes(plan_.k2), nullptr);
 }
 
@@ -95,7 +111,7 @@ void CpuExperts::prepare_input(const CpuWorkspace& w, std::int64_t row, std::int
     measure(w, x, plan_.hidden, w.a1_static.of(e), w.errors->input[static_cast<std::size_t>(row)]);
   }
   finish_row(x, plan_.k1, w.a1_static.of(e),
-             plan_.row_numbers ? w.a1_scales + row * plan_.groups1() : nullptr,
+             numbers_from(w.a1_numbers + row * plan_.numbers1(), plan_.k1, 0),
              w.a1 + row * plan_.operand_bytes(plan_.k1),
              e2m1_groups ? w.a1_groups + row * plan_.e2m1_groups1() : nullptr);
 }
@@ -116,8 +132,8 @@ void CpuExperts::load_quantized(const CpuWorkspace& w, std::int64_t row, const s
   }
   std::fill(x + plan_.hidden, x + plan_.k1, 0.0F);
   if (!MOESAIC_FAULT(cpu_quantized_rows_keep_old_scales)) {
-    std::memcpy(w.a1_scales + row * plan_.groups1(), scales,
-                static_cast<std::size_t>(plan_.groups1()) * sizeof(float));
+    std::memcpy(w.a1_numbers + row * plan_.numbers1(), scales,
+                static_cast<std::size_t>(plan_.scales(plan_.k1)) * sizeof(float));
   }
   store_operand(x, plan_.k1, w.a1 + row * plan_.operand_bytes(plan_.k1));
 }

@@ -83,7 +83,7 @@ void CpuExperts::run_standard(const ExpertsArgs& args, const CpuWorkspace& w,
         const std::byte* x =
             args.hidden_states.data + (t0 + t) * args.hidden_states.strides[0] * in_elem;
         if (in_scales != nullptr) {
-          load_quantized(w, i, x, in_scales + (t0 + t) * plan_.groups1());
+          load_quantized(w, i, x, in_scales + (t0 + t) * plan_.scales(plan_.k1));
         } else {
           const float factor = weights[MOESAIC_FAULT(cpu_first_weight_on_input) ? t * k : slot];
           prepare_input(w, i, e, x, args.hidden_states.dtype, factor, e2m1_groups);

@@ -24,6 +24,12 @@ namespace moesaic::experts {
 // integer kernel has half of them.
 constexpr int kE2M1MinRows = 7;
 
+// Numbers beside a row, see CpuPlan; null where there are none.
+struct RowNumbers {
+  float* scales = nullptr;
+  float* sums = nullptr;
+};
+
 class CpuExperts final : public Experts {
  public:
   CpuExperts(const MoeProblem& problem, const cpu::CpuKernels& kernels, const CpuPlan& plan,
@@ -38,11 +44,11 @@ class CpuExperts final : public Experts {
     // of K2 must be cleared; one panel where columns are independent.
     const bool padded = plan_.k2 != round_up(plan_.intermediate, 4);
     panels_per_block_ =
-        plan_.row_numbers || plan_.scaled_operands || padded ? cpu::kGroup / panel_width() : 1;
+        plan_.row_numbers() || plan_.scaled_operands || padded ? cpu::kGroup / panel_width() : 1;
     const bool bf16 = plan_.operand == cpu::OperandKind::kBF16;
     gemm_ = grouped ? (bf16 ? kernels_.grouped_gemm_bf16 : kernels_.grouped_gemm_f32)[kind]
                     : (bf16 ? kernels_.panel_gemm_bf16 : kernels_.panel_gemm_f32)[kind];
-    if (plan_.operand == cpu::OperandKind::kI8) gemm_ = kernels_.grouped_gemm_i8;
+    if (plan_.operand == cpu::OperandKind::kI8) gemm_ = kernels_.grouped_gemm_i8[kind];
   }
 
   std::string_view name() const override { return name_; }
@@ -79,8 +85,10 @@ class CpuExperts final : public Experts {
   void load_quantized(const CpuWorkspace& w, std::int64_t row, const std::byte* codes,
                       const float* scales) const;
   void store_operand(const float* row, std::int64_t n, std::byte* dst) const;
-  void finish_row(float* x, std::int64_t n, float input_scale, float* numbers, std::byte* operand,
-                  cpu::E2M1Group* groups) const;
+  // The numbers beside a row of k columns that belong to column `column` and those after it.
+  RowNumbers numbers_from(float* numbers, std::int64_t k, std::int64_t column) const;
+  void finish_row(float* x, std::int64_t n, float input_scale, const RowNumbers& numbers,
+                  std::byte* operand, cpu::E2M1Group* groups) const;
   void finish_whole_row(const CpuWorkspace& w, std::int64_t r) const;
   // expert_gemms.cc
   void multiply(const CpuProjection& projection, std::int64_t e, std::int64_t p,

@@ -20,16 +20,14 @@ void plan_rows(const MoeProblem& problem, const CpuWeightFormat& format, CpuPlan
   plan.power_of_two_scales = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
   plan.row_sums = format.group_offsets;
   plan.static_rows = format.static_rows;
-  const bool token =
-      plan.row_rule == RowQuantRule::kFp8Token || plan.row_rule == RowQuantRule::kInt8Token;
+  const bool token = problem.quant.activation.granularity == ScaleGranularity::kToken;
   const bool group = problem.quant.activation.granularity == ScaleGranularity::kGroup;
   plan.scaled_operands =
       group && format.grouped && problem.quant.activation.scale_format != ScaleFormat::kF32;
   if (plan.scaled_operands && plan.row_rule == RowQuantRule::kFp8Group)
     plan.row_rule = RowQuantRule::kFp8GroupPow2;
-  plan.row_numbers = token || (group && !plan.scaled_operands) || plan.row_sums;
+  plan.row_scales = token || (group && !plan.scaled_operands);
   if (group) plan.row_step = problem.quant.activation.block_k;
-  if (plan.row_sums) plan.row_step = format.fold;
   if (group && format.grouped)
     plan.folds_per_row_scale = static_cast<int>(plan.row_step / format.fold);
   plan.permuted = problem.quant.weight.act_order;

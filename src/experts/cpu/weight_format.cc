@@ -40,12 +40,14 @@ Result<ElementRow> element_row(DType dtype) {
                 fmt::format("weight dtype: got {}, need one of {}", dtype_name(dtype), names));
 }
 
-// Rows of int8 codes meet int8 weights as integers where the tier can.
+// Rows of int8 codes meet integer weights as integers where the tier can.
 void use_integer_products(const Scheme& quant, const cpu::CpuKernels& kernels, CpuWeightFormat& f) {
-  if (quant.activation.dtype != DType::kI8 || f.kind != cpu::WeightKind::kI8) return;
-  if (kernels.grouped_gemm_i8 == nullptr) return;
-  f.kind = cpu::WeightKind::kI8Quads;
-  f.code_flip ^= static_cast<std::uint8_t>(cpu::kDotBias);
+  const bool four = f.kind == cpu::WeightKind::kCode4;
+  if (quant.activation.dtype != DType::kI8 || !(four || f.kind == cpu::WeightKind::kI8)) return;
+  const cpu::WeightKind kind = four ? cpu::WeightKind::kI4Quads : cpu::WeightKind::kI8Quads;
+  if (kernels.grouped_gemm_i8[kind] == nullptr) return;
+  f.kind = kind;
+  f.code_flip ^= static_cast<std::uint8_t>(four ? cpu::kDotBias4 : cpu::kDotBias);
   f.integer_products = true;
 }
 
@@ -108,7 +110,7 @@ cpu::RowQuantRule cpu_row_rule(const OperandQuant& a) {
   using cpu::RowQuantRule;
   switch (a.granularity) {
     case ScaleGranularity::kToken:
-      return a.dtype == DType::kI8 ? RowQuantRule::kInt8Token : RowQuantRule::kFp8Token;
+      return a.dtype == DType::kI8 ? RowQuantRule::kInt8 : RowQuantRule::kFp8Token;
     case ScaleGranularity::kTensor:
       return RowQuantRule::kFp8Static;
     case ScaleGranularity::kGroup:
@@ -116,6 +118,7 @@ cpu::RowQuantRule cpu_row_rule(const OperandQuant& a) {
     default:
       return RowQuantRule::kNone;
   }
+  if (a.dtype == DType::kI8) return RowQuantRule::kInt8;
   if (a.scale_format == ScaleFormat::kE4M3) return RowQuantRule::kNvfp4;
   if (a.rule == ExponentRule::kNone) return RowQuantRule::kFp8Group;
   return a.dtype == DType::kF8E4M3 ? RowQuantRule::kMxfp8 : RowQuantRule::kMxfp4;

@@ -37,7 +37,8 @@ struct CpuWeightFormat {
 // reference computes.
 Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant, const cpu::CpuKernels& kernels);
 
-// How the CPU kernels quantise activations; kNone for plain ones.
+// How the CPU kernels quantise activations; kNone for plain ones. kInt8 of a group is called group
+// by group.
 cpu::RowQuantRule cpu_row_rule(const OperandQuant& activation);
 
 }  // namespace moesaic::experts

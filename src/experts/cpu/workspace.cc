@@ -19,9 +19,9 @@ CpuWorkspace CpuWorkspace::carve(const CpuPlan& plan, std::int64_t tokens, Arena
   const std::int64_t inputs = plan.own_rows || plan.static_rows ? rows : chunk;
   w.a1 = arena.take<std::byte>(inputs * plan.operand_bytes(plan.k1));
   w.a2 = arena.take<std::byte>(rows * plan.operand_bytes(plan.k2));
-  if (plan.row_numbers) {
-    w.a1_scales = arena.take<float>(inputs * plan.groups1());
-    w.a2_scales = arena.take<float>(rows * plan.groups2());
+  if (plan.row_numbers()) {
+    w.a1_numbers = arena.take<float>(inputs * plan.numbers1());
+    w.a2_numbers = arena.take<float>(rows * plan.numbers2());
   }
   if (plan.e2m1_groups) {
     w.a1_groups = arena.take<cpu::E2M1Group>(inputs * plan.e2m1_groups1());

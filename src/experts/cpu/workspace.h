@@ -19,12 +19,13 @@ struct CpuPlan {
   bool standard = true;
   cpu::RowQuantRule row_rule = cpu::RowQuantRule::kNone;
   bool power_of_two_scales = false;  // kFp8Group: activation scales are E8M0
-  // Numbers kept beside each operand row: scales, or sums of the row (for weights with offsets),
-  // one per row_step columns (0: one per row). Static scales are not kept.
-  bool row_numbers = false;
+  // Numbers kept beside each operand row: scales, one per row_step columns (0: one per row), and
+  // behind them sums of the row (for weights with offsets), one per group of `fold` steps, times the
+  // row's scales. Static scales are not kept.
+  bool row_scales = false;
+  bool row_sums = false;
   // Group scales that are exact in the operand are multiplied into it instead.
   bool scaled_operands = false;
-  bool row_sums = false;
   std::int64_t row_step = 0;
   int folds_per_row_scale = 1;
   // The intermediate must be complete before it becomes an operand: one scale for the whole row, or
@@ -61,9 +62,15 @@ struct CpuPlan {
   }
   std::int64_t e2m1_groups1() const { return k1 / cpu::kE2M1GroupSteps; }
   std::int64_t e2m1_groups2() const { return k2 / cpu::kE2M1GroupSteps; }
-  std::int64_t numbers(std::int64_t k) const { return row_step == 0 ? 1 : ceil_div(k, row_step); }
-  std::int64_t groups1() const { return numbers(k1); }
-  std::int64_t groups2() const { return numbers(k2); }
+  // Of k columns: scales, sums, both.
+  std::int64_t scales(std::int64_t k) const {
+    if (!row_scales) return 0;
+    return row_step == 0 ? 1 : ceil_div(k, row_step);
+  }
+  std::int64_t sums(std::int64_t k) const { return row_sums ? k / fold : 0; }
+  bool row_numbers() const { return row_scales || row_sums; }
+  std::int64_t numbers1() const { return scales(k1) + sums(k1); }
+  std::int64_t numbers2() const { return scales(k2) + sums(k2); }
   // Tokens (standard) or rows (batched) handled at a time. 8192 rows of experts' output keep the
   // workspace near hidden * 32 KiB while every expert of a large layer still sees tens of rows.
   std::int64_t chunk_tokens(std::int64_t tokens) const;
@@ -88,10 +95,10 @@ struct CpuWorkspace {
   bool own_rows = false;  // see CpuPlan
   // [chunk_tokens]; CpuPlan::own_rows, static_rows: [chunk_rows]
   std::byte* a1 = nullptr;               // [..][k1] operands of GEMM1
-  float* a1_scales = nullptr;            // [..][groups1]
+  float* a1_numbers = nullptr;           // [..][numbers1]
   cpu::E2M1Group* a1_groups = nullptr;   // [..][k1 / 16], e2m1_groups
   std::byte* a2 = nullptr;               // [chunk_rows][k2] operands of GEMM2
-  float* a2_scales = nullptr;            // [chunk_rows][groups2]
+  float* a2_numbers = nullptr;           // [chunk_rows][numbers2]
   cpu::E2M1Group* a2_groups = nullptr;   // [chunk_rows][k2 / 16]
   float* a2_raw = nullptr;               // [chunk_rows][k2] whole_rows: rounded, not yet operands
   float* out = nullptr;                  // [chunk_rows][n2]

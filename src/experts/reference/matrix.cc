@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <numeric>
 
 #include "core/checked.h"
 #include "core/fault.h"
@@ -148,6 +149,9 @@ void RefMatrix::multiply(std::int64_t e, const RefOperand& x, float* out) const 
                        quant_.granularity == ScaleGranularity::kBlock;
   const std::int64_t block_n = grouped ? quant_.block_n : 1;
   const std::int64_t block_k = grouped ? quant_.block_k : columns_;
+  // Columns that share the scales of both sides.
+  std::int64_t step = block_k;
+  if (x.scales != nullptr && x.group > 0) step = grouped ? std::gcd(block_k, x.group) : x.group;
   const bool per_tensor = quant_.granularity == ScaleGranularity::kTensor;
   const std::int64_t part_blocks = ceil_div(part_rows_, block_n);
   const bool outside = !grouped && !zero_.present() && !min_.present();
@@ -163,8 +167,9 @@ void RefMatrix::multiply(std::int64_t e, const RefOperand& x, float* out) const 
     const std::int64_t scale_row =
         e * scales_per_expert_ + (wrong_scale_row || per_tensor ? 0 : block) * scale_columns_;
     float sum = 0;
-    for (std::int64_t begin = 0, g = 0; begin < columns_; begin += block_k, ++g) {
-      const std::int64_t count = std::min(block_k, columns_ - begin);
+    for (std::int64_t begin = 0; begin < columns_; begin += step) {
+      const std::int64_t g = begin / block_k;
+      const std::int64_t count = std::min(step, columns_ - begin);
       const float* values = x.values + begin;
       const float partial = dot(e, n, values, begin, count, scale_row + g);
       float factor = 1.0F;
@@ -175,6 +180,7 @@ void RefMatrix::multiply(std::int64_t e, const RefOperand& x, float* out) const 
       if (min_.present()) {
         float total = 0;
         for (std::int64_t i = 0; i < count; ++i) total += values[i];
+        if (x.scales != nullptr && x.group > 0) total *= x.scales[begin / x.group];
         sum -= min_.as<float>()[scale_row + g] * total;
       }
     }

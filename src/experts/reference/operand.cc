@@ -37,6 +37,13 @@ float quantize_mx_group(const OperandQuant& a, float* x, std::int64_t n) {
   return scale;
 }
 
+// int8 with a scale per row (n: all of it) or group.
+float quantize_int8(float* x, std::int64_t n) {
+  const float scale = quant::int8_row_scale(quant::max_abs(x, n));
+  for (std::int64_t i = 0; i < n; ++i) x[i] = static_cast<float>(i8_from_f32(x[i] / scale));
+  return scale;
+}
+
 float quantize_nvfp4_group(float gscale, float* x, std::int64_t n) {
   const float sf = f32_from_e4m3(quant::nvfp4_block_scale(quant::max_abs(x, n), gscale));
   const float factor = sf == 0.0F ? 0.0F : gscale / sf;
@@ -46,7 +53,7 @@ float quantize_nvfp4_group(float gscale, float* x, std::int64_t n) {
 
 }  // namespace
 
-// NVFP4 has the smallest groups.
+// NVFP4 has the smallest groups, and int8 no smaller ones.
 std::int64_t ref_max_scales(std::int64_t count) { return ceil_div(count, quant::kNvfp4GroupSize); }
 
 RefOperand ref_quantize_row(const OperandQuant& a, float input_scale, float* row,
@@ -55,13 +62,12 @@ RefOperand ref_quantize_row(const OperandQuant& a, float input_scale, float* row
     case ScaleGranularity::kGroup:
       break;
     case ScaleGranularity::kToken: {
-      const float amax = quant::max_abs(row, count);
-      const bool int8 = a.dtype == DType::kI8;
-      scales[0] = int8 ? quant::int8_row_scale(amax) : quant::fp8_row_scale(amax);
-      for (std::int64_t i = 0; i < count; ++i) {
-        const float y = row[i] / scales[0];
-        row[i] = int8 ? static_cast<float>(i8_from_f32(y)) : e4m3_value(y);
+      if (a.dtype == DType::kI8) {
+        scales[0] = quantize_int8(row, count);
+        return {row, scales, 0, 1.0F};
       }
+      scales[0] = quant::fp8_row_scale(quant::max_abs(row, count));
+      for (std::int64_t i = 0; i < count; ++i) row[i] = e4m3_value(row[i] / scales[0]);
       return {row, scales, 0, 1.0F};
     }
     case ScaleGranularity::kTensor: {
@@ -72,6 +78,13 @@ RefOperand ref_quantize_row(const OperandQuant& a, float input_scale, float* row
     }
     default:
       return {row, nullptr, 0, 1.0F};
+  }
+  if (a.dtype == DType::kI8) {
+    for (std::int64_t begin = 0, g = 0; begin < count; begin += a.block_k, ++g) {
+      scales[g] = quantize_int8(row + begin, std::min(a.block_k, count - begin));
+      if (MOESAIC_FAULT(ref_experts_int8_scale_of_group_zero)) scales[g] = scales[0];
+    }
+    return {row, scales, a.block_k, 1.0F};
   }
   if (a.rule == ExponentRule::kNone && a.scale_format != ScaleFormat::kE4M3) {
     quant::ref_quantize_fp8_row(row, count, a.block_k,

@@ -13,6 +13,7 @@
 #include "gate/cpu/gate.h"
 #include "layer/cpu/engine.h"
 #include "moesaic/communicator.h"
+#include "moesaic/numerics.h"
 #include "router/route_row.h"
 
 namespace moesaic::layer {
@@ -92,6 +93,29 @@ std::string cpu_stage_order(const FusedPlan& plan, const FusedMoE::Options& opti
   return order;
 }
 
+// Weight-only is the default: what the int8 scheme of the same weights is about, or, where that is in
+// force, what it is instead of.
+std::string int8_choice(const Scheme& scheme, std::int64_t intermediate_size) {
+  const std::string_view name = int8_group_scheme_of(scheme.weight);
+  const bool in_force = scheme.kind == ComputeScheme::kInt8Group;
+  if (name.empty() || !(in_force || scheme.kind == ComputeScheme::kWeightOnly)) return {};
+  const Result<Scheme> named = quant_scheme_from_name(name);
+  const Result<const cpu::CpuKernels*> kernels = cpu::current_kernels();
+  if (!named.ok() || !kernels.ok()) return {};
+  const Scheme int8 = with_stored_weight(*named, scheme.weight);
+  OperandQuant plain;  // BF16
+  const double cost = activation_bound(int8.activation, intermediate_size);
+  const double bound = activation_bound(plain, intermediate_size);
+  const bool integers = (*kernels)->grouped_gemm_i8[cpu::WeightKind::kI8Quads] != nullptr;
+  return fmt::format(
+      "{}{} quantises activations ({}): bound {:.1e} {} of {:.1e} with BF16; {}",
+      in_force ? "" : "--quant ", name, activation_text(int8), cost,
+      in_force ? "in the place" : "would be in the place", bound,
+      integers ? "products are integers, faster the more rows an expert has, with the same weights "
+                 "in memory"
+               : "no faster here, this machine or tier lacks the 8-bit dot product");
+}
+
 }  // namespace
 
 Result<const ExpertsBackend*> choose_layer_experts(const MoeProblem& problem,
@@ -135,6 +159,7 @@ Status explain_cpu_engine(const FusedPlan& plan, const MoeLayerSpec&,
   MOESAIC_ASSIGN_OR_RETURN(explanation.workspace_bytes, kernel_workspace(**routed, plan.routed));
   explanation.workspace_bytes *= plan.ranks.in_flight;
   explanation.stage_order = cpu_stage_order(plan, options);
+  explanation.quant_choice = int8_choice(plan.routed.quant, plan.routed.intermediate_size);
   const ExpertsBackend* own = nullptr;
   if (plan.has_shared) {
     const Result<const ExpertsBackend*> shared =
