@@ -134,6 +134,7 @@ void bind_explanation(nb::module_& m) {
       .def_ro("determinism", &LayerExplanation::determinism)
       .def_ro("activations", &LayerExplanation::activations)
       .def_ro("quant_note", &LayerExplanation::quant_note)
+      .def_ro("quant_choice", &LayerExplanation::quant_choice)
       .def_ro("router_logits", &LayerExplanation::router_logits)
       .def("__str__", [](const LayerExplanation& x) { return describe(x); });
 }
