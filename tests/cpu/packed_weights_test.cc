@@ -31,6 +31,7 @@ const Case kCases[] = {
     {WeightKind::kI8Quads, RowOrder::kGateUp, 66, 101},
     {WeightKind::kCode4, RowOrder::kGateUp, 66, 34},
     {WeightKind::kInt4Fp8, RowOrder::kPlain, 70, 130},
+    {WeightKind::kI4Quads, RowOrder::kPlain, 70, 130},
 };
 
 // Pieces that packing moves: nibbles of 4-bit codes, bytes of all else.
@@ -55,7 +56,7 @@ std::vector<int> packed_pieces(const PackedShape& shape, const std::vector<std::
 TEST(PackedWeights, EveryPieceHasAPlaceOfItsOwn) {
   test::Rng rng(1);
   for (const Case& c : kCases) {
-    const bool code4 = c.kind == WeightKind::kCode4 || c.kind == WeightKind::kInt4Fp8;
+    const bool code4 = PackedShape{c.kind, c.order, 2, 8}.elem_bits() == 4;
     const PackedShape shape{c.kind, c.order, c.rows, c.k, code4 ? 32 : 4, 0};
     ASSERT_TRUE(check_packed_shape(shape, 1).ok());
     const auto bytes = static_cast<std::size_t>(c.rows * c.k * shape.elem_bits() / 8);

@@ -45,6 +45,7 @@ double value_of(WeightKind kind, const std::byte* matrix, std::int64_t i) {
       return static_cast<double>(load_as_f32(matrix, DType::kF16, i));
     case WeightKind::kCode4:
     case WeightKind::kInt4Fp8:
+    case WeightKind::kI4Quads:
       return i4_from_nibble(nibble_at(reinterpret_cast<const std::uint8_t*>(matrix), i));
     case WeightKind::kI8:
     case WeightKind::kI8Quads:
@@ -76,6 +77,7 @@ std::vector<std::byte> random_matrix(test::Rng& rng, WeightKind kind, std::int64
         break;
       case WeightKind::kCode4:
       case WeightKind::kInt4Fp8:
+      case WeightKind::kI4Quads:
         set_nibble(reinterpret_cast<std::uint8_t*>(m.data()), i,
                    integers ? static_cast<std::uint8_t>(static_cast<int>(integer) & 15) : any);
         break;
