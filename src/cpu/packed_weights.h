@@ -5,7 +5,8 @@
 // unit, column c of the panel owns the 4 bytes at 4*c: 1 fp32, 2 sixteen-bit steps of k in order,
 // or 4 eight-bit steps; eight-bit steps of four neighbouring columns share 16 bytes ordered (k0,k1)
 // of each column, then (k2,k3) of each, which is what the decoders want (kI8Quads: in order, which is
-// what the dot product wants; kI4Quads: the same with eight steps, those of nibbles). A gated w13 interleaves:
+// what the dot product wants; kI4Quads: so too, with the eight steps of nibbles). A gated w13
+// interleaves:
 // panel p holds gate rows 32p..32p+31, then up rows 32p..32p+31, so that the activation finds both
 // halves in one result tile. Rows and K beyond the matrix are zero.
 #pragma once
