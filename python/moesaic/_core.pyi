@@ -99,8 +99,10 @@ class Routing:
 class LayerSpec:
     """One MoE layer as its configuration states it."""
 
-    def __init__(self, *, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, activation: str | Activation = 'silu', quant: str = 'bf16', shared_intermediate_size: int = 0) -> None:
-        """A layer by its sizes, with softmax routing, for explain()."""
+    def __init__(self, *, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, activation: str | Activation = 'silu', quant: str = 'bf16', shared_intermediate_size: int = 0, has_expert_bias: bool = False) -> None:
+        """
+        A layer by its sizes, with softmax routing, for explain() and WeightLoader.from_spec().
+        """
 
     @property
     def model_type(self) -> str: ...
@@ -266,21 +268,84 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, q
 
 def convert_schemes() -> list[str]: ...
 
+class ExpertNames:
+    """
+    How the tensors of a layer's experts are called, for models of no known family.
+    """
+
+    def __init__(self, *, block: str = 'mlp', gate: str | None = 'experts.{e}.gate_proj', up: str | None = 'experts.{e}.up_proj', down: str = 'experts.{e}.down_proj', storage: str = 'per_expert', weight_suffix: str = '.weight', scale_suffix: str = '.weight_scale_inv', bias_suffix: str = '_bias') -> None:
+        """
+        block: what all names begin with; gate, up, down: modules in it, {e} is the expert's number. storage: per_expert, per_expert_up_first, stacked, flat, fused_nt, fused_nn, mxfp4_interleaved, fused_nn_interleaved or fused_nt_interleaved; where one tensor holds gate and up, gate names it and up is None. Suffixes: of plain weights, of the scales of FP8 blocks and of biases; other formats have names of their own.
+        """
+
+    @property
+    def block(self) -> str: ...
+
+    @property
+    def gate(self) -> str: ...
+
+    @property
+    def up(self) -> str: ...
+
+    @property
+    def down(self) -> str: ...
+
+    @property
+    def storage(self) -> str: ...
+
+    def __repr__(self) -> str: ...
+
+class Parallel:
+    """
+    Where this process stands among its peers, and so which experts, or which slice of each, it has.
+    """
+
+    def __init__(self, *, tp_size: int = 1, tp_rank: int = 0, ep_size: int = 1, ep_rank: int = 0, placement: str = 'linear') -> None:
+        """
+        tp: each rank has a slice of every expert's width. ep: each rank has whole experts, one after the other (linear) or every ep-th (round_robin). One of them is 1.
+        """
+
+    @property
+    def tp_size(self) -> int: ...
+
+    @property
+    def tp_rank(self) -> int: ...
+
+    @property
+    def ep_size(self) -> int: ...
+
+    @property
+    def ep_rank(self) -> int: ...
+
+    @property
+    def placement(self) -> str: ...
+
+    def local_experts(self, num_experts: int) -> list[int]:
+        """Ids of the experts of which this rank has weights, ascending."""
+
+    def __repr__(self) -> str: ...
+
 class WeightLoader:
     """
     One layer's weights on their way: each tensor whole, under its checkpoint's name, in any order. FusedMoE.from_loader and RoutedExperts.from_loader make the layer, with the bits that the files would give.
     """
 
     @staticmethod
-    def from_config(config: str | Mapping[str, Any], layer: int, *, names: Mapping[str, str] | None = None, experts_only: bool = False, side_files: Mapping[str, str] | None = None) -> WeightLoader:
+    def from_config(config: str | Mapping[str, Any], layer: int, *, names: Mapping[str, str] | None = None, experts_only: bool = False, side_files: Mapping[str, str] | None = None, parallel: Parallel | None = None) -> WeightLoader:
         """
-        Of a layer as config.json, its text or what it holds, describes it. names: what of the caller's names is to be replaced, and by what, in order. side_files: contents of hf_quant_config.json and the like, by name.
+        Of a layer as config.json, its text or what it holds, describes it. names: what of the caller's names is to be replaced, and by what, in order. side_files: contents of hf_quant_config.json and the like, by name. parallel: the rank whose experts, or slices of them, are kept; the layer's output is then this rank's part, and the parts of all ranks add up to one rank's.
         """
 
     @staticmethod
-    def from_checkpoint(checkpoint: Checkpoint, layer: int, *, names: Mapping[str, str] | None = None, experts_only: bool = False) -> WeightLoader:
+    def from_checkpoint(checkpoint: Checkpoint, layer: int, *, names: Mapping[str, str] | None = None, experts_only: bool = False, parallel: Parallel | None = None) -> WeightLoader:
         """
         As the files of a checkpoint describe the layer; none of their tensors is read.
+        """
+
+    @staticmethod
+    def from_spec(spec: LayerSpec, expert_names: ExpertNames, *, quantization_config: str | Mapping[str, Any] | None = None, names: Mapping[str, str] | None = None, parallel: Parallel | None = None) -> WeightLoader:
+        """
+        The experts of a layer that is described by hand: sizes, activation and biases by the spec, the format by a quantization_config as config.json has it (None: plain weights; spec.quant is not looked at).
         """
 
     def load(self, name: str, tensor: Any, *, ggml_type: int | None = None) -> bool:

@@ -56,6 +56,7 @@ FusedLayer* fused_from_loader(LoaderObject& loader, const std::string& quant, nb
   options.include_shared = include_shared;
   options.include_gate = include_gate;
   options.router_logits_dtype = dtype_of("router_logits_dtype", router_logits_dtype);
+  options.parallel = loader.parallel;
   CallGuard guard{nb::none()};
   return new FusedLayer(create_guarded(without_shared(finish(&loader), options), options, &guard),
                         options);

@@ -14,6 +14,7 @@
 #include "files.h"
 #include "fork.h"
 #include "layer.h"
+#include "loader_options.h"
 #include "moesaic/device.h"
 #include "moesaic/interop/own_layer.h"
 #include "moesaic/log.h"
@@ -106,6 +107,7 @@ NB_MODULE(_core, m) {
   bind_tensor(m);
   bind_specs(m);
   bind_files(m);
+  bind_loader_options(m);
   bind_weight_loader(m);
   bind_trace(m);
   bind_fused_moe(m);

@@ -64,8 +64,8 @@ RoutedLayer* routed_from_checkpoint(const Checkpoint& checkpoint, int layer,
 RoutedLayer* routed_from_loader(LoaderObject& loader, const std::string& quant, nb::handle device,
                                 std::int64_t max_tokens, nb::handle num_threads,
                                 const std::optional<std::string>& backend, bool drop_ids_beyond) {
-  const FusedMoE::Options options =
-      experts_options(quant, device, max_tokens, num_threads, backend);
+  FusedMoE::Options options = experts_options(quant, device, max_tokens, num_threads, backend);
+  options.parallel = loader.parallel;
   CallGuard guard{nb::none()};
   auto* const made =
       new RoutedLayer(create_guarded(experts_alone(finish(&loader)), options, &guard), options);

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/fault.h"
 #include "errors.h"
 
 namespace nb = nanobind;
@@ -79,7 +80,8 @@ void bind_layer_spec(nb::module_& m) {
           "__init__",
           [](MoeLayerSpec* self, std::int64_t hidden_size, std::int64_t intermediate_size,
              std::int64_t num_experts, std::int64_t top_k, nb::handle activation,
-             const std::string& quant, std::int64_t shared_intermediate_size) {
+             const std::string& quant, std::int64_t shared_intermediate_size,
+             bool has_expert_bias) {
             new (self) MoeLayerSpec;
             self->hidden_size = hidden_size;
             self->intermediate_size = intermediate_size;
@@ -87,17 +89,19 @@ void bind_layer_spec(nb::module_& m) {
             self->routing.top_k = top_k;
             self->shared.intermediate_size = shared_intermediate_size;
             self->activation = activation_of(activation);
+            self->has_expert_bias = has_expert_bias;
             self->quant = scheme_of(quant);
             check(validate(*self));
           },
           nb::kw_only(), nb::arg("hidden_size"), nb::arg("intermediate_size"),
           nb::arg("num_experts"), nb::arg("top_k"), nb::arg("activation") = "silu",
           nb::arg("quant") = "bf16", nb::arg("shared_intermediate_size") = 0,
+          nb::arg("has_expert_bias") = false,
           nb::sig(
               "def __init__(self, *, hidden_size: int, intermediate_size: int, num_experts: int, "
               "top_k: int, activation: str | Activation = 'silu', quant: str = 'bf16', "
-              "shared_intermediate_size: int = 0) -> None"),
-          "A layer by its sizes, with softmax routing, for explain().")
+              "shared_intermediate_size: int = 0, has_expert_bias: bool = False) -> None"),
+          "A layer by its sizes, with softmax routing, for explain() and WeightLoader.from_spec().")
       .def_ro("model_type", &MoeLayerSpec::model_type)
       .def_ro("layer", &MoeLayerSpec::layer)
       .def_ro("prefix", &MoeLayerSpec::prefix)
@@ -169,7 +173,7 @@ DType dtype_of(std::string_view field, const std::string& name) {
 int threads_of(nb::handle num_threads) {
   if (!num_threads.is_none()) return nb::cast<int>(num_threads);
   const nb::dict modules = nb::module_::import_("sys").attr("modules");
-  if (!modules.contains("torch")) return 0;
+  if (!modules.contains("torch") || MOESAIC_FAULT(python_threads_not_torchs)) return 0;
   const nb::object torch = modules["torch"];
   // A module that is being imported has no functions yet.
   return nb::hasattr(torch, "get_num_threads") ? nb::cast<int>(torch.attr("get_num_threads")()) : 0;

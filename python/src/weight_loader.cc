@@ -11,6 +11,7 @@
 
 #include "core/fault.h"
 #include "errors.h"
+#include "loader_options.h"
 #include "moesaic/device_tensor.h"
 #include "tensors.h"
 
@@ -28,32 +29,49 @@ void each_text(nb::handle mapping, const Take& take) {
   }
 }
 
-WeightLoader::Options loader_options(nb::handle names, bool experts_only) {
+WeightLoader::Options loader_options(nb::handle names, bool experts_only, nb::handle parallel) {
   WeightLoader::Options options;
   options.experts_only = experts_only;
+  options.parallel = parallel_of(parallel);
   each_text(names, [&](std::string from, std::string to) {
     options.names.push_back({std::move(from), std::move(to)});
   });
   return options;
 }
 
+// JSON's text, or what it holds.
+std::string json_text(nb::handle json) {
+  const bool text = nb::isinstance<nb::str>(json);
+  return nb::cast<std::string>(text ? nb::borrow(json)
+                                    : nb::module_::import_("json").attr("dumps")(json));
+}
+
+LoaderObject* loader_of(Result<WeightLoader> made, const WeightLoader::Options& options) {
+  return new LoaderObject(unwrap(std::move(made)), options.parallel);
+}
+
 LoaderObject* loader_from_config(nb::handle config, int layer, nb::handle names, bool experts_only,
-                                 nb::handle side_files) {
-  const bool text = nb::isinstance<nb::str>(config);
-  const nb::object json =
-      text ? nb::borrow(config) : nb::module_::import_("json").attr("dumps")(config);
-  WeightLoader::Options options = loader_options(names, experts_only);
+                                 nb::handle side_files, nb::handle parallel) {
+  WeightLoader::Options options = loader_options(names, experts_only, parallel);
   each_text(side_files, [&](std::string name, std::string contents) {
     options.side_files.emplace_back(std::move(name), std::move(contents));
   });
-  return new LoaderObject(
-      unwrap(WeightLoader::from_config(nb::cast<std::string>(json), layer, options)));
+  return loader_of(WeightLoader::from_config(json_text(config), layer, options), options);
 }
 
 LoaderObject* loader_from_checkpoint(const Checkpoint& checkpoint, int layer, nb::handle names,
-                                     bool experts_only) {
-  return new LoaderObject(unwrap(
-      WeightLoader::from_checkpoint(checkpoint, layer, loader_options(names, experts_only))));
+                                     bool experts_only, nb::handle parallel) {
+  const WeightLoader::Options options = loader_options(names, experts_only, parallel);
+  return loader_of(WeightLoader::from_checkpoint(checkpoint, layer, options), options);
+}
+
+LoaderObject* loader_from_spec(const MoeLayerSpec& spec, const ExpertNames& expert_names,
+                               nb::handle quantization_config, nb::handle names,
+                               nb::handle parallel) {
+  const WeightLoader::Options options = loader_options(names, true, parallel);
+  const bool plain = quantization_config.is_none() || MOESAIC_FAULT(python_spec_always_plain);
+  const std::string quantization = plain ? "" : json_text(quantization_config);
+  return loader_of(WeightLoader::from_spec(spec, expert_names, quantization, options), options);
 }
 
 bool load(LoaderObject& self, const std::string& name, nb::handle tensor,
@@ -115,20 +133,36 @@ void bind_weight_loader(nb::module_& m) {
   c.def_static(
       "from_config", &loader_from_config, nb::arg("config"), nb::arg("layer"), nb::kw_only(),
       nb::arg("names").none() = nb::none(), nb::arg("experts_only") = false,
-      nb::arg("side_files").none() = nb::none(),
+      nb::arg("side_files").none() = nb::none(), nb::arg("parallel").none() = nb::none(),
       nb::sig("def from_config(config: str | collections.abc.Mapping[str, typing.Any], layer: int, "
               "*, names: collections.abc.Mapping[str, str] | None = None, "
               "experts_only: bool = False, "
-              "side_files: collections.abc.Mapping[str, str] | None = None) -> WeightLoader"),
+              "side_files: collections.abc.Mapping[str, str] | None = None, "
+              "parallel: Parallel | None = None) -> WeightLoader"),
       "Of a layer as config.json, its text or what it holds, describes it. names: what of the "
       "caller's names is to be replaced, and by what, in order. side_files: contents of "
-      "hf_quant_config.json and the like, by name.");
+      "hf_quant_config.json and the like, by name. parallel: the rank whose experts, or slices of "
+      "them, are kept; the layer's output is then this rank's part, and the parts of all ranks "
+      "add up to one rank's.");
   c.def_static("from_checkpoint", &loader_from_checkpoint, nb::arg("checkpoint"), nb::arg("layer"),
                nb::kw_only(), nb::arg("names").none() = nb::none(), nb::arg("experts_only") = false,
+               nb::arg("parallel").none() = nb::none(),
                nb::sig("def from_checkpoint(checkpoint: Checkpoint, layer: int, *, "
                        "names: collections.abc.Mapping[str, str] | None = None, "
-                       "experts_only: bool = False) -> WeightLoader"),
+                       "experts_only: bool = False, parallel: Parallel | None = None) "
+                       "-> WeightLoader"),
                "As the files of a checkpoint describe the layer; none of their tensors is read.");
+  c.def_static("from_spec", &loader_from_spec, nb::arg("spec"), nb::arg("expert_names"),
+               nb::kw_only(), nb::arg("quantization_config").none() = nb::none(),
+               nb::arg("names").none() = nb::none(), nb::arg("parallel").none() = nb::none(),
+               nb::sig("def from_spec(spec: LayerSpec, expert_names: ExpertNames, *, "
+                       "quantization_config: "
+                       "str | collections.abc.Mapping[str, typing.Any] | None = None, "
+                       "names: collections.abc.Mapping[str, str] | None = None, "
+                       "parallel: Parallel | None = None) -> WeightLoader"),
+               "The experts of a layer that is described by hand: sizes, activation and biases by "
+               "the spec, the format by a quantization_config as config.json has it (None: plain "
+               "weights; spec.quant is not looked at).");
   c.def("load", &load, nb::arg("name"), nb::arg("tensor").none(), nb::kw_only(),
         nb::arg("ggml_type") = nb::none(),
         nb::sig("def load(self, name: str, tensor: typing.Any, *, ggml_type: int | None = None) "

@@ -12,8 +12,10 @@
 namespace moesaic::python {
 
 struct LoaderObject {
-  explicit LoaderObject(WeightLoader made) : loader(std::move(made)) {}
-  WeightLoader loader;  // under `mutex`, which is taken without the GIL
+  LoaderObject(WeightLoader made, const ParallelConfig& config)
+      : loader(std::move(made)), parallel(config) {}
+  WeightLoader loader;      // under `mutex`, which is taken without the GIL
+  ParallelConfig parallel;  // what it was made with: the layer's, too
   std::mutex mutex;
 };
 
