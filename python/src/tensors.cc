@@ -120,6 +120,17 @@ bool is_numpy(nb::handle object) {
                     found));
 }
 
+// A framework that does not hand over this tensor's memory (meta, sparse ...) says why, at length.
+[[noreturn]] void raise_not_handed_over(std::string_view field, nb::handle object,
+                                        const nb::python_error& error) {
+  const bool refused = error.matches(PyExc_Exception) && !error.matches(PyExc_MemoryError);
+  if (!refused || MOESAIC_FAULT(python_export_error_as_is)) throw nb::python_error(error);
+  const std::string said = text_of(nb::borrow(error.value()));
+  raise(StatusCode::kInvalidArgument,
+        fmt::format("{}: got a {} that its framework does not hand over: {}", field,
+                    class_name(object), said.substr(0, said.find('\n'))));
+}
+
 void set_error(void* context, const char* kind, const char* text) {
   *static_cast<std::string*>(context) = fmt::format("{}: {}", kind, text);
 }
@@ -210,14 +221,17 @@ void TensorArg::take(std::string_view field, const DlTensor& t) {
 }
 
 void TensorArg::from_table(std::string_view field, nb::handle object) {
+  const auto check_done = [&](int result) {
+    if (result != 0) raise_not_handed_over(field, object, nb::python_error());
+  };
   DlTensor t;
   if (api_->tensor_from_object != nullptr) {
-    if (api_->tensor_from_object(object.ptr(), &t) != 0) throw nb::python_error();
+    check_done(api_->tensor_from_object(object.ptr(), &t));
     take(field, t);
     return;
   }
   DlManagedVersioned* managed = nullptr;
-  if (api_->managed_from_object(object.ptr(), &managed) != 0) throw nb::python_error();
+  check_done(api_->managed_from_object(object.ptr(), &managed));
   versioned_.reset(managed);
   take(field, managed->tensor);
 }
@@ -230,10 +244,14 @@ void TensorArg::from_dlpack(std::string_view field, nb::handle object) {
   const nb::object method = source.attr("__dlpack__");
   nb::object capsule;
   try {
-    capsule = method(nb::arg("max_version") = nb::make_tuple(1, 1));
-  } catch (nb::python_error& error) {
-    if (!error.matches(PyExc_TypeError)) throw;
-    capsule = method();  // a producer from before DLPack 1
+    try {
+      capsule = method(nb::arg("max_version") = nb::make_tuple(1, 1));
+    } catch (nb::python_error& error) {
+      if (!error.matches(PyExc_TypeError)) throw;
+      capsule = method();  // a producer from before DLPack 1
+    }
+  } catch (const nb::python_error& error) {
+    raise_not_handed_over(field, object, error);
   }
   if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned") != 0) {
     auto* const t =

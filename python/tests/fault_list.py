@@ -14,7 +14,8 @@ BINDING = {
     "python_interrupt_ignored": ("test_layers.py", "ctrl_c"),
     "python_callback_error_lost": ("test_layers.py", "ctrl_c"),
     "python_every_error_internal": ("test_layers.py", "each_code"),
-    "python_freed_storage_read": ("test_torch.py", "freed"),
+    "python_freed_storage_read": ("test_torch.py", "without_memory"),
+    "python_export_error_as_is": ("test_torch.py", "without_memory"),
     "python_dlpack_strides_ignored": ("test_torch.py", "in_place"),
     "python_fp4_pairs_halved": ("test_torch.py", "pairs_of_four"),
     "python_array_strides_ignored": ("test_layers.py", "strided or arrangements"),
@@ -22,6 +23,9 @@ BINDING = {
     "python_uneven_rows_taken": ("test_torch.py", "in_place"),
     "python_bf16_read_as_f16": ("test_layers.py", "dtype_of_the_input"),
     "python_loader_says_not_kept": ("test_layers.py", "tensor_by_tensor"),
+    "python_threads_not_torchs": ("test_torch.py", "threads_follow"),
+    "python_parallel_lost": ("test_layers.py", "parts_of_all_ranks"),
+    "python_spec_always_plain": ("test_layers.py", "biases_and_formats"),
 }
 # The same, in what only a GPU runs: not run here.
 ON_GPU = {

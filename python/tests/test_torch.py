@@ -57,14 +57,43 @@ def test_narrow_rows_and_weights(own: OwnExperts, module: mtorch.MoesaicExperts,
     assert torch.equal(y, module(x.float(), ids, weights.float()).to(dtype)), "rounded once"
 
 
-def test_freed_and_meta_storage_is_refused(own: OwnExperts, module: mtorch.MoesaicExperts) -> None:
+def test_tensors_without_memory_are_refused(own: OwnExperts, module: mtorch.MoesaicExperts) -> None:
     x, ids, weights = tensors(own)
+    for wrong, text in ((x.to("meta"), "meta"), (x.to_sparse(), "storage")):
+        with pytest.raises(
+            moesaic.InvalidArgument, match=rf"^hidden_states: got a torch.Tensor that .*(?i:{text})"
+        ) as caught:
+            module.layer(wrong, ids, weights)
+        assert "\n" not in str(caught.value)
     x.untyped_storage().resize_(0)
     with pytest.raises(moesaic.InvalidArgument, match="without memory"):
         module.layer(x, ids, weights)
 
 
-def test_four_bit_and_eight_bit_types_arrive(own: OwnExperts) -> None:
+class Refusing:
+    """Another framework's tensor that says no."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    def __dlpack__(self, **_: object) -> object:
+        raise self.error("not today\nand more")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
+def test_refusals_of_a_framework_without_memory_for_us(own: OwnExperts, module: mtorch.MoesaicExperts) -> None:
+    _, ids, weights = tensors(own)
+    for error in (BufferError, RuntimeError, TypeError):
+        with pytest.raises(moesaic.InvalidArgument, match=r"got a \S*Refusing that .*: not today$"):
+            module.layer(Refusing(error), ids, weights)
+    for error in (KeyboardInterrupt, MemoryError):
+        with pytest.raises(error, match="not today"):
+            module.layer(Refusing(error), ids, weights)
+
+
+def test_eight_bit_types_arrive(own: OwnExperts) -> None:
     w13 = torch.tensor(own.w13)
     tiles = w13.reshape(8, 2, 128, 1, 128)
     scale = tiles.abs().amax(dim=(2, 4)) / 448
@@ -171,15 +200,29 @@ def test_dropped_experts_are_not_found(own: OwnExperts) -> None:
         torch.ops.moesaic.experts(*tensors(own), handle)
 
 
-def test_threads_follow_torch(own: OwnExperts) -> None:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k)
-    finally:
-        torch.set_num_threads(before)
-    two = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k, num_threads=2)
-    x, ids, weights = tensors(own)
+THREADS = """
+import os, torch
+torch.set_num_threads(1)
+import moesaic
+w13, w2 = torch.randn(8, 512, 256), torch.randn(8, 256, 256)
+x, ids, weights = torch.randn(300, 256), torch.randint(0, 8, (300, 2)), torch.rand(300, 2)
+def threads(**options):
+    moesaic.RoutedExperts.from_tensors(w13, w2, 2, **options)(x, ids, weights)
+    return len(os.listdir("/proc/self/task"))
+print(threads(), threads(num_threads=2))
+"""
+
+
+def test_threads_follow_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    torchs, two = map(int, done.stdout.split())
+    assert torchs + 1 == two, "a layer that nobody gave a number has PyTorch's: one"
+
+
+def test_bits_do_not_depend_on_threads(own: OwnExperts) -> None:
+    one, two = (moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k, num_threads=n) for n in (1, 2))
+    x, ids, weights = (t.repeat(32, 1) for t in tensors(own))  # enough for two
     assert torch.equal(one(x, ids, weights), two(x, ids, weights))
 
 
