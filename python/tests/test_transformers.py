@@ -15,6 +15,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
 import moesaic
 import moesaic.transformers as mt
 from moesaic import _recognise
@@ -191,11 +193,81 @@ MODELS: dict[str, Any] = {
 }
 
 
+# More families, by their own configuration class with these sizes where it has them.
+SMALL = COMMON | {
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 48,
+    "expert_dim": 48,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "shared_expert_intermediate_size": 64,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "pad_token_id": 0,
+}
+LATENT = {"num_key_value_heads": 4}  # latent attention has as many as heads
+FAMILIES: dict[str, dict[str, int]] = {
+    "afmoe": {},
+    "aria_text": {},
+    "axk2": LATENT,
+    "cohere2_moe": {},
+    "deepseek_v2": {},
+    "deepseek_v32": LATENT,
+    "deepseek_v4": {},
+    "dots1": {},
+    "ernie4_5_moe": {},
+    "exaone_moe": {},
+    "flex_olmo": {},
+    "glm4_moe": {},
+    "glm4_moe_lite": LATENT,
+    "glm_moe_dsa": LATENT,
+    "granitemoe_swa": {},
+    "granitemoeshared": {},
+    "hunyuan_v1_moe": {},
+    "hy_v3": {},
+    "hy_v4": {},
+    "kolibri1": {},
+    "laguna": {},
+    "mellum": {},
+    "mimo_v2_flash": {},
+    "minimax": {},
+    "minimax_m2": {},
+    "nemotron_h": {},
+    "solar_open": {},
+}
+KNOWN = [name for name in FAMILIES if name in CONFIG_MAPPING]  # to this version of transformers
+
+
+def configuration_of(name: str) -> Any:
+    if name in MODELS:
+        return MODELS[name](transformers)
+    cls = CONFIG_MAPPING[name]
+    defaults = cls()
+    return cls(**{field: value for field, value in (SMALL | FAMILIES[name]).items() if hasattr(defaults, field)})
+
+
 def tiny(name: str, dtype: Any = torch.float32) -> Any:
+    config = configuration_of(name)
+    with torch.device("meta"):  # a size that is called otherwise would stay as large as it is
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert sum(p.numel() for p in model.parameters()) < 5_000_000
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        MODELS[name](transformers), experts_implementation="eager"
-    ).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -217,20 +289,21 @@ def tokens_of(model: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *KNOWN])
 def test_whole_models_say_the_same(name: str) -> None:
     model = tiny(name)
     eager_logits, eager_tokens = logits(model), tokens_of(model)
     model.set_experts_implementation("moesaic")
     named = logits(model)
-    assert rel_l2(named, eager_logits) <= 1e-5
+    assert 0 < rel_l2(named, eager_logits) <= 1e-5, "and not eager's own"
     assert torch.equal(tokens_of(model), eager_tokens)
     model.set_experts_implementation("eager")
     assert torch.equal(logits(model), eager_logits), "and back"
     report = mt.accelerate(model, progress=False)
     assert report.rows and all(not row.reason for row in report.rows)
     assert torch.equal(logits(model), named), "both levels have the same bits"
-    assert torch.equal(tokens_of(model), eager_tokens)
+    if name in MODELS:
+        assert torch.equal(tokens_of(model), eager_tokens)
 
 
 def test_accelerate_reports_releases_and_quantises() -> None:
@@ -401,6 +474,8 @@ def test_fp8_experts_are_computed_as_stored(scale_fmt: str) -> None:
     try:
         experts = fp8_experts(scale_fmt)
     except TypeError:
+        if scale_fmt == "float":
+            raise
         pytest.skip(f"this version of transformers has no scale_fmt={scale_fmt}")
     wide = {}
     torch.manual_seed(0)
@@ -442,6 +517,7 @@ def test_fp8_experts_of_other_kinds_are_refused() -> None:
         try:
             experts = fp8_experts(**options)
         except TypeError:  # this version does not know the kind
+            assert "expert_dtype" in options
             continue
         with pytest.raises(moesaic.Unsupported, match=text):
             experts(*arguments)
