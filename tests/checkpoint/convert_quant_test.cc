@@ -3,6 +3,8 @@
 // as they are now.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <filesystem>
@@ -373,6 +375,48 @@ TEST(ConvertDescription, TwoMethodsAreTwoParts) {
   broken = made.json;
   broken["quant_method"] = "fp8";
   expect_refusal(refusal(broken), StatusCode::kAmbiguousFormat, {"quant_method", "other_modules"});
+}
+
+bool lists(const Json& list, const std::string& name) {
+  return std::find(list.begin(), list.end(), name) != list.end();
+}
+
+// vLLM asks for linears that it joins by the joined name where a model's class states no parts.
+TEST(ConvertDescription, JoinedLinearsAreNamedAsWell) {
+  checkpoint::ConvertedModules modules = modules_of(checkpoint::ConvertFormat::kFp8Block);
+  modules.quantized.clear();
+  modules.plain = {"model.layers.0.mlp.gate_proj",        "model.layers.0.mlp.up_proj",
+                   "model.layers.0.self_attn.q_proj",     "model.layers.0.self_attn.k_proj",
+                   "model.layers.0.self_attn.v_proj",
+                   "model.layers.1.self_attn.q_proj",  // half of a pair is not joined
+                   "model.layers.1.mlp.up_proj",          "model.layers.5.mlp.experts.0.gate_proj",
+                   "model.layers.5.mlp.experts.0.up_proj"};
+  const std::vector<std::string> joined = {"model.layers.0.mlp.gate_up_proj",
+                                           "model.layers.0.self_attn.qkv_proj", "lm_head"};
+  for (const checkpoint::ConvertFormat format :
+       {checkpoint::ConvertFormat::kFp8Block, checkpoint::ConvertFormat::kNvfp4}) {
+    modules.format = format;
+    const Json made = checkpoint::describe_conversion({}, modules).value().json;
+    const Json& list = made[made.contains("ignore") ? "ignore" : "modules_to_not_convert"];
+    EXPECT_EQ(list.size(), modules.plain.size() + joined.size()) << list;
+    for (const std::string& name : joined) EXPECT_TRUE(lists(list, name)) << name;
+    for (const std::string& name : modules.plain) EXPECT_TRUE(lists(list, name)) << name;
+    EXPECT_EQ(experts_of(parsed(made), 3), format == checkpoint::ConvertFormat::kNvfp4
+                                               ? checkpoint::StoredFormat::kNvfp4
+                                               : checkpoint::StoredFormat::kFp8Block);
+  }
+  // A group's members likewise, which replace the classes that named them before.
+  const checkpoint::SourceQuantization source = described(
+      R"({"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {
+            "rest": {"targets": ["Linear"], "weights":
+              {"num_bits": 8, "type": "int", "strategy": "channel"}}}})");
+  modules.format = checkpoint::ConvertFormat::kNvfp4;
+  std::swap(modules.plain, modules.quantized);
+  const Json groups =
+      checkpoint::describe_conversion(source, modules).value().json["config_groups"];
+  ASSERT_EQ(groups.size(), 2U);
+  EXPECT_TRUE(lists(groups["group_1"]["targets"], "model.layers.0.mlp.gate_up_proj")) << groups;
+  EXPECT_FALSE(lists(groups["group_1"]["targets"], "model.layers.1.self_attn.qkv_proj")) << groups;
 }
 
 TEST(ConvertDescription, NothingElseQuantised) {

@@ -6,6 +6,7 @@
 #include <array>
 #include <filesystem>
 #include <map>
+#include <set>
 #include <system_error>
 #include <utility>
 
@@ -110,10 +111,39 @@ std::vector<std::string> expert_targets(const ConvertedModules& modules) {
   return targets;
 }
 
+// The names of linears, and where engines join some into one matrix the joined name as well: an
+// engine asks for that one where its model class does not say what it is joined of (vLLM's
+// Qwen3-MoE with dense layers by decoder_sparse_step). Experts are found by other names.
+std::vector<std::string> with_joined(std::vector<std::string> names) {
+  struct Joined {
+    std::string_view name, first;
+    std::array<std::string_view, 2> others;
+  };
+  constexpr std::array<Joined, 2> kJoined = {{{"gate_up_proj", "gate_proj", {"up_proj", "up_proj"}},
+                                              {"qkv_proj", "q_proj", {"k_proj", "v_proj"}}}};
+  const std::set<std::string, std::less<>> stated(names.begin(), names.end());
+  for (const std::string& name : stated) {
+    const std::string block = name.substr(0, name.rfind('.') + 1);  // empty without a dot
+    if (block.find(".experts.") != std::string::npos) continue;
+    for (const Joined& joined : kJoined) {
+      if (name != std::string(block).append(joined.first)) continue;
+      const bool all =
+          std::all_of(joined.others.begin(), joined.others.end(), [&](std::string_view other) {
+            return stated.contains(std::string(block).append(other));
+          });
+      std::string added = std::string(block).append(joined.name);
+      if (all && !stated.contains(added) && !MOESAIC_FAULT(convert_joined_names_left_out)) {
+        names.push_back(std::move(added));
+      }
+    }
+  }
+  return names;
+}
+
 // The linears that stay plain, for a skip list. A head that shares the embedding's weights has no
 // tensor of its own.
 std::vector<std::string> skip_list(const ConvertedModules& modules) {
-  std::vector<std::string> list = modules.plain;
+  std::vector<std::string> list = with_joined(modules.plain);
   const auto is_head = [](const std::string& name) { return name == "lm_head"; };
   if (std::none_of(list.begin(), list.end(), is_head) &&
       std::none_of(modules.quantized.begin(), modules.quantized.end(), is_head)) {
@@ -163,7 +193,7 @@ Result<Json> merged_groups(const SourceQuantization& source, const ConvertedModu
       group["format"] = source.json["format"];
     }
     mixed = mixed || group["format"] != ours["format"];
-    group["targets"] = found->second;
+    group["targets"] = with_joined(found->second);
     groups[fmt::format("group_{}", groups.size())] = std::move(group);
   }
   Json json = source.json;
