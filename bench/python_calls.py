@@ -1,13 +1,15 @@
 """What a call from Python costs, and one layer of experts against transformers' own.
 
     OMP_NUM_THREADS=1 python bench/python_calls.py [--calls N] [--layer] [--tokens 1,4,16,256] [--quant bf16,int4-g128]
+    OMP_NUM_THREADS=1 python bench/python_calls.py --layer --tokens 1,4,16 --need bf16=1.2,int4-g128=2.5
     python bench/python_calls.py --layer --device cuda --quant bf16,fp8-block
 
 The first table: microseconds of a call without rows, smallest of several rounds: reading four tensors, checks,
 and the library's own empty call; and of importing the package in a new process. The second (--layer): milliseconds
 of one layer of Qwen3-30B's shape in bf16, alternating rounds, median: transformers' default (grouped_mm), eager, and
 Moesaic through the operator; CPU time on a CPU, events on a GPU (where batched_mm is what `generate` takes for a few
-tokens). Needs torch and transformers and 4 GB.
+tokens). Needs torch and transformers and 4 GB. --need: ends with 1 where a median is less than so many times as fast
+as grouped_mm's.
 """
 
 from __future__ import annotations
@@ -86,8 +88,8 @@ def milliseconds(call: Callable[[], object], device: str) -> float:
     return begin.elapsed_time(end)
 
 
-def one_layer(tokens: list[int], quants: list[str], device: str) -> None:
-    """Prints the second table."""
+def one_layer(tokens: list[int], quants: list[str], device: str, need: dict[str, float]) -> bool:
+    """Prints the second table; whether every scheme is as fast as it needs to be."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -114,6 +116,7 @@ def one_layer(tokens: list[int], quants: list[str], device: str) -> None:
     names = ["grouped_mm", "eager"] if device == "cpu" else ["grouped_mm", "batched_mm"]
     contenders: dict[str, Callable[..., object]] = {name: theirs(name) for name in names}
     contenders |= {f"moesaic {quant}": pack(quant) for quant in quants}
+    enough = True
     for rows in tokens:
         x = torch.randn(rows, 2048, device=device).bfloat16()
         ids = torch.stack([torch.randperm(128, device=device)[:8] for _ in range(rows)])
@@ -125,12 +128,15 @@ def one_layer(tokens: list[int], quants: list[str], device: str) -> None:
                     if name != "batched_mm" or rows <= 16:  # it copies the weights of every slot
                         samples[name].append(milliseconds(functools.partial(call, x, ids, weights), device))
         base = statistics.median(samples["grouped_mm"][1:])
+        for quant, factor in need.items():
+            enough &= base >= factor * statistics.median(samples[f"moesaic {quant}"][1:])
         for name, values in samples.items():
             if values:
                 median, best = statistics.median(values[1:]), min(values[1:])
                 print(
                     f"M = {rows:<4} {name:<20} {median:9.3f} ms  ({best:.3f} at best), {base / median:5.2f} x grouped_mm"
                 )
+    return enough
 
 
 def main() -> None:
@@ -141,10 +147,14 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,4,16,256")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--quant", default="bf16,int4-g128")
+    parser.add_argument("--need", default="")
     arguments = parser.parse_args()
     overhead(arguments.calls)
+    need = {name: float(factor) for name, _, factor in (n.partition("=") for n in arguments.need.split(",") if n)}
     if arguments.layer:
-        one_layer([int(t) for t in arguments.tokens.split(",")], arguments.quant.split(","), arguments.device)
+        tokens, quants = [int(t) for t in arguments.tokens.split(",")], arguments.quant.split(",")
+        if not one_layer(tokens, quants, arguments.device, need):
+            sys.exit(f"need at least {arguments.need} times grouped_mm")
 
 
 if __name__ == "__main__":

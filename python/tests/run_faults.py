@@ -98,7 +98,7 @@ def in_child(site: pathlib.Path, tests: Tests, fault: str, output: pathlib.Path)
 
 
 def run(jobs: list[tuple[str, pathlib.Path, Tests, str]], scratch: pathlib.Path) -> Iterator[tuple[str, int, str]]:
-    """(name, pytest's exit code, end of the output) of (name, site, tests, fault), as many at once as there are cores."""
+    """(name, pytest's exit code, its output) of (name, site, tests, fault), as many at once as there are cores."""
     waiting, running = list(reversed(jobs)), {}
     while waiting or running:
         while waiting and len(running) < (os.cpu_count() or 1):
@@ -107,7 +107,7 @@ def run(jobs: list[tuple[str, pathlib.Path, Tests, str]], scratch: pathlib.Path)
             running[in_child(site, tests, fault, output)] = (name, output)
         pid, status = os.wait()
         name, output = running.pop(pid)
-        yield name, os.waitstatus_to_exitcode(status), output.read_text()[-1500:]
+        yield name, os.waitstatus_to_exitcode(status), output.read_text()
 
 
 def main() -> int:
@@ -141,7 +141,7 @@ def main() -> int:
         for name, code, output in run(baselines, scratch):
             if code != 0:
                 problems.append(f"{name}: ends with {code} without a fault")
-                print(output)
+                print(output[-1500:])
         jobs = []
         for name in tests:
             site = faulty if name in BINDING else copied(package, None, FILES[name][:3], scratch / name)
@@ -149,10 +149,15 @@ def main() -> int:
         caught = 0
         for name, code, output in run(jobs, scratch):
             caught += code == 1
-            print(f"{name:<40} {'caught' if code == 1 else f'PROBLEM: pytest ended with {code}'}", flush=True)
+            # The first line of the failure, so that a fault that is caught for another reason is seen.
+            why = next((line[4:].strip() for line in output.splitlines() if line.startswith("E   ")), "")
+            print(
+                f"{name:<40} {f'caught: {why[:100]}' if code == 1 else f'PROBLEM: pytest ended with {code}'}",
+                flush=True,
+            )
             if code != 1:
                 problems.append(f"{name}: {'SURVIVED' if code == 0 else f'ended with {code}'}")
-                print(output)
+                print(output[-1500:])
     print(f"\n{caught} of {len(tests)} faults caught")
     for problem in problems:
         print("problem:", problem)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-moesaic = pytest.importorskip("moesaic")
+moesaic = importlib.import_module("moesaic")
 plot = importlib.import_module("moesaic.plot")
 
 MODELS = Path(__file__).resolve().parents[2] / "testdata" / "models"

@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 torch = pytest.importorskip("torch")
-moesaic = pytest.importorskip("moesaic")
+moesaic = importlib.import_module("moesaic")
 
 
 @dataclasses.dataclass(frozen=True)
