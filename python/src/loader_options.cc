@@ -39,6 +39,7 @@ ExpertStorage storage_of(std::string_view name) {
                                        [&](const auto& known) { return known.first == name; });
   if (row != kStorages.end()) return row->second;
   std::vector<std::string_view> names;
+  names.reserve(kStorages.size());
   for (const auto& known : kStorages) names.push_back(known.first);
   raise(StatusCode::kInvalidArgument,
         fmt::format("storage: got \"{}\", need one of {}", name, fmt::join(names, ", ")));
