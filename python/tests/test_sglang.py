@@ -213,17 +213,26 @@ def test_refusals_before_loading(engine, changes, text):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
+        ({}, None),
         ({"use_int8_w8a8": True}, "use_int8_w8a8"),
-        ({"use_fp8_w8a8": True}, "one scale for a whole batch"),
-        ({"use_fp8_w8a8": True, "block_shape": [64, 64]}, "block_shape"),
-        ({"use_fp8_w8a8": True, "block_shape": [128, 128], "a13_scale": 1}, "static scales"),
+        ({"block_shape": None}, "one scale for a whole batch"),
+        ({"block_shape": [64, 64]}, "block_shape"),
+        ({"a13_scale": torch.ones(4)}, "static scales"),
     ],
 )
 def test_refused_weights(engine, changes, text):
+    """FP8 blocks that are computed, unless something is said of them."""
     engine.plugin.register()
     core = engine.cores["moesaic"](make_config())
-    info = make_quant_info(torch.zeros(1, 2, 2), torch.zeros(1, 2, 1), **changes)
-    call = dispatch(torch.zeros(1, 2), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1))
+    torch.manual_seed(1)
+    codes = (torch.randn(4, n, 128).to(torch.float8_e4m3fn) for n in (256, 128))
+    scales = {"w13_scale": torch.full((4, 2, 1), 2.0**-4), "w2_scale": torch.full((4, 1, 1), 2.0**-4)}
+    info = make_quant_info(*codes, **({"use_fp8_w8a8": True, "block_shape": [128, 128]} | scales | changes))
+    call = dispatch(torch.randn(3, 128).bfloat16(), torch.randint(0, 4, (3, 2), dtype=torch.int32), torch.ones(3, 2))
+    if text is None:
+        out = core.run_from_dispatch(call, info, core.config).hidden_states
+        assert out.isfinite().all() and out.float().norm() > 0.1
+        return
     with pytest.raises(moesaic.Unsupported, match=text):
         core.run_from_dispatch(call, info, core.config)
 
