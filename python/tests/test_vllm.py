@@ -106,9 +106,11 @@ def test_off_unless_asked_for(oracles):
             assert [module.backend_to_kernel_cls(b) for b in backends] == lists[name]
 
 
-def test_chosen_when_asked_for(oracles, monkeypatch):
+@pytest.mark.parametrize("batch_invariant", ["0", "1"])
+def test_chosen_when_asked_for(oracles, monkeypatch, batch_invariant):
     plugin.register()
     monkeypatch.setenv("MOESAIC_VLLM", "1")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", batch_invariant)
     module = oracles["unquantized"]
     backend, cls = select(module, make_config())
     assert (backend.name, cls.__name__) == ("CPU", "MoesaicExperts")
