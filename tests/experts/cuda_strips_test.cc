@@ -91,12 +91,15 @@ TEST(CudaStrips, BytesBecomeIntegersAndE4m3Numbers) {
       }
       if ((code & 0x7F) == 0x7F || ((255 - code) & 0x7F) == 0x7F) continue;
       const float value = half_of(e4m3_pair(word, index), element);
-      ASSERT_EQ(std::ldexp(value, kE4m3Shift), f32_from_e4m3(static_cast<std::uint8_t>(code)));
+      const float factor = f32_from_bf16(static_cast<std::uint16_t>(kE4m3Factor));
+      ASSERT_EQ(value * factor, f32_from_e4m3(static_cast<std::uint8_t>(code)));
+      ASSERT_EQ(rounded(static_cast<double>(value * factor)), value * factor);
     }
   }
 }
 
-// What the kernel makes of a scale: v * s in one rounding, to the last bits that are kept.
+// What the kernel makes of a scale: a factor of sums, to the last bits that are kept, or v * s in one
+// rounding.
 TEST(CudaStrips, ScalesOfEveryDtypeAreOneRounding) {
   for (const char* quant : {"int4-g128", "int4-g32", "awq", "gptq", "int4-channel", "int8-bf16",
                             "u8-zero", "q6k", "fp8-bf16", "nf4-bf16"}) {
@@ -112,6 +115,8 @@ TEST(CudaStrips, ScalesOfEveryDtypeAreOneRounding) {
     ASSERT_TRUE(make_strips(plan.weight, plan.codes, "w13", view, plan.w13, nullptr, strips).ok());
     const std::int64_t units = plan.w13.chunks() * plan.codes.units, unit = 64 / plan.codes.units;
     const bool zeros = plan.codes.zero_at != 0, fp8 = plan.weight.dtype == DType::kF8E4M3;
+    const bool sums = has_scales_of_sums(plan.weight);
+    ASSERT_EQ(sums, plan.codes.units == 1);
     ASSERT_EQ(strips.zero.empty(), !zeros);
     const quant::CodeValues values = quant::code_values_bf16(plan.weight);
     for (std::int64_t n = 0; n < plan.w13.rows; ++n) {
@@ -134,13 +139,16 @@ TEST(CudaStrips, ScalesOfEveryDtypeAreOneRounding) {
                                                                              : is_signed ? 8
                                                                                          : 0);
         } else if (fp8) {
-          v = std::ldexp(static_cast<double>(f32_from_e4m3(codes[i])), -kE4m3Shift);
+          v = static_cast<double>(f32_from_e4m3(codes[i]));
         } else {
           const int u = plan.weight.dtype == DType::kI8 ? codes[i] ^ 0x80 : codes[i];
           v = u - (zeros ? strips.zero[at] : 128);
         }
-        const float got =
-            rounded(v * static_cast<double>(upper) + static_cast<double>(rounded(v * lower)));
+        ASSERT_EQ(static_cast<double>(rounded(v)), v) << "an operand";
+        const double got =
+            sums ? v * whole
+                 : static_cast<double>(rounded(v * static_cast<double>(upper) +
+                                               static_cast<double>(rounded(v * lower))));
         OperandQuant exact = plan.weight;
         double want = experts::weight_value(exact, view, n, k);
         if (plan.weight.table != CodeTable::kNone) {  // the entry is rounded first, by the scheme
@@ -148,7 +156,7 @@ TEST(CudaStrips, ScalesOfEveryDtypeAreOneRounding) {
               static_cast<double>(quant::code_values(plan.weight)[nibble_at(codes, i)]);
           want = stored == 0 ? 0 : want / stored * v;
         }
-        ASSERT_LE(std::abs(static_cast<double>(got) - want), std::abs(want) * (0x1p-8 + 0x1p-15))
+        ASSERT_LE(std::abs(got - want), std::abs(want) * ((sums ? 0 : 0x1p-8) + 0x1p-15))
             << n << ' ' << k;
       }
     }
@@ -196,9 +204,6 @@ TEST(CudaStrips, WhatHasNoPlaceIsRefused) {
   refused(
       "awq", [](auto& c) { c.weights.w2_zero.template as<std::uint8_t>()[3] = 128; },
       "w2_zero: got 128 for row 1, need 0 .. 127 on a GPU");
-  refused(
-      "fp8-bf16", [](auto& c) { c.weights.w2_scale.template as<float>()[1] = -300.0F; },
-      "w2_scale: got -300 for row 128, need less than 256 on a GPU");
   refused(
       "fp8-bf16", [](auto& c) { c.weights.w2.template as<std::uint8_t>()[128 * 7 + 1] = 0xFF; },
       "w2: got NaN in row 7");

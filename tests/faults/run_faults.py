@@ -18,7 +18,8 @@ import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 MIN_FAULTS = 20
@@ -75,9 +76,11 @@ def run_tests(binary, gtest_filter, fault, cwd, timeout=TIMEOUT_S):
     environment.pop("MOESAIC_FAULT", None)
     # Small teams: two faults run side by side.
     environment.setdefault("OMP_NUM_THREADS", "2")
+    command = [str(binary), f"--gtest_filter={gtest_filter}", "--gtest_brief=1"]
     if fault:
         environment["MOESAIC_FAULT"] = fault
-    command = [str(binary), f"--gtest_filter={gtest_filter}", "--gtest_brief=1"]
+        # The first failure is enough.
+        command.append("--gtest_throw_on_failure")
     try:
         result = subprocess.run(
             command, env=environment, cwd=cwd, capture_output=True, text=True, errors="replace", timeout=timeout
@@ -129,12 +132,16 @@ def main(arguments):
     runnable = {name: fault[:3] for name, fault in faults.items() if fault[3] == gpu}
     chosen = {name: runnable[name] for name in arguments[2:] if name in runnable} or runnable
     timeout = GPU_TIMEOUT_S if gpu else TIMEOUT_S
-    cache = {}
+    cache, lock = {}, threading.Lock()
 
+    # Each once, however many workers ask for it.
     def baseline(key):
-        if key not in cache:
-            cache[key] = run_tests(*key, None, build)
-        return cache[key]
+        with lock:
+            first = key not in cache
+            future = cache.setdefault(key, Future())
+        if first:
+            future.set_result(run_tests(*key, None, build))
+        return future.result()
 
     caught = skipped = 0
     with ThreadPoolExecutor(GPU_WORKERS if gpu else os.cpu_count()) as pool:

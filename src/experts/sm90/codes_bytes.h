@@ -26,8 +26,6 @@ constexpr std::uint32_t e4m3_pair(std::uint32_t word, int odd) {
   const std::uint32_t sign = odd != 0 ? word : word << 8, rest = odd != 0 ? word >> 4 : word << 4;
   return (sign & 0x80008000U) | (rest & 0x07F007F0U);
 }
-inline constexpr int kE4m3Shift = 120;
-// Scales below this have a bf16 factor times 2^120.
-inline constexpr float kE4m3ScaleEnd = 256.0F;
+inline constexpr std::uint32_t kE4m3Factor = (127 + 120) << 7;  // 2^120 as bf16
 
 }  // namespace moesaic::cuda

@@ -1,8 +1,10 @@
-// Decoders of the formats whose weights are rounded to bf16, as FromCodes (gemm_codes.cuh) uses
-// them. Images: repack_strips.h.
+// Decoders of the formats whose scales are any numbers, as FromCodes (gemm_codes.cuh) uses them.
+// Images: repack_strips.h. A code less its zero point is an exact bf16 number v.
 //
-// A weight is bf16(v * s), v an exact bf16 number. A scale has its upper 8 significant bits in one
-// bf16 number and the next 8 in another: fma(v, upper, v * lower) rounds v * s once, but for 2^-16.
+// ScalesOfSums: v is the operand, and a stage's sums are multiplied by the scale of their row.
+// StripScales, where a stage has more scales than one of a row: the operand is bf16(v * s). A scale
+// has its upper 8 significant bits in one bf16 number and the next 8 in another: fma(v, upper, v *
+// lower) rounds v * s once, but for 2^-16.
 #pragma once
 
 #include <cstdint>
@@ -41,35 +43,64 @@ __device__ __forceinline__ std::uint32_t load_shared_pair(std::uint32_t address)
   return v;
 }
 
+// F32 bits of scale `at` of rows g and g + 8: the upper 16 of both in a word, the next 8 in another.
+struct ScalePair {
+  std::uint32_t upper = 0, lower = 0;
+
+  // codes_bytes: of a slab, in front of the strip. quad: a thread's, of its warpgroup.
+  __device__ __forceinline__ ScalePair(const CodeImage& image, std::uint32_t slab, int codes_bytes,
+                                       int at, int quad) {
+    upper = ptx::load_shared(slab + static_cast<std::uint32_t>(codes_bytes + at * 128 + quad * 4));
+    if (image.low_at != 0) {
+      lower =
+          load_shared_pair(slab + static_cast<std::uint32_t>(image.low_at + at * 64 + quad * 2));
+    }
+    MOESAIC_CUDA_FAULT(cuda_codes_lose_the_low_bits, lower = 0;)
+  }
+  __device__ __forceinline__ std::uint32_t upper_bits(int row) const {
+    return row == 0 ? upper << 16 : upper & 0xFFFF0000U;
+  }
+  __device__ __forceinline__ std::uint32_t lower_bits(int row) const {
+    return (row == 0 ? lower << 8 : lower) & 0xFF00U;
+  }
+};
+
+// One scale of each row in a chunk.
+struct ScalesOfSums {
+  static constexpr int kUnits = 1;
+  float of_row[2];
+
+  __device__ __forceinline__ void load(const CodeImage& image, std::uint32_t slab, int codes_bytes,
+                                       int block, int thread) {
+    const ScalePair pair(image, slab, codes_bytes, block, thread >> 2);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      of_row[r] = __uint_as_float(pair.upper_bits(r) | pair.lower_bits(r));
+    }
+    MOESAIC_CUDA_FAULT(cuda_sums_have_the_scale_of_the_row_above, of_row[1] = of_row[0];)
+  }
+  __device__ __forceinline__ std::uint32_t times(std::uint32_t v, int, int) const { return v; }
+};
+
 // Scales of rows g and g + 8, of kUnits parts of 64 elements of K.
-template <int kUnits>
+template <int kParts>
 struct StripScales {
+  static constexpr int kUnits = kParts;
   std::uint32_t upper[kUnits][2];
   std::uint32_t lower[kUnits][2];
 
-  // codes_bytes: of a slab, in front of the strip.
   __device__ __forceinline__ void load(const CodeImage& image, std::uint32_t slab, int codes_bytes,
                                        int block, int thread) {
-    const int quad = thread >> 2;
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       // Fewer units than kUnits: each is several of these.
       int unit = u * image.units / kUnits;
       MOESAIC_CUDA_FAULT(cuda_codes_have_the_first_scale, unit = 0;)
-      const int at = block * image.units + unit;
-      const std::uint32_t pair =
-          ptx::load_shared(slab + static_cast<std::uint32_t>(codes_bytes + at * 128 + quad * 4));
-      upper[u][0] = both_halves<false>(pair);
-      upper[u][1] = both_halves<true>(pair);
-      // f32 bits of the whole scale less those of its upper half: at most 8 significant bits.
-      std::uint32_t low = 0;
-      if (image.low_at != 0) {
-        low =
-            load_shared_pair(slab + static_cast<std::uint32_t>(image.low_at + at * 64 + quad * 2));
-      }
-      MOESAIC_CUDA_FAULT(cuda_codes_lose_the_low_bits, low = 0;)
-      lower[u][0] = lower_half(pair << 16, low << 8 & 0xFF00U);
-      lower[u][1] = lower_half(pair & 0xFFFF0000U, low & 0xFF00U);
+      const ScalePair pair(image, slab, codes_bytes, block * image.units + unit, thread >> 2);
+      upper[u][0] = both_halves<false>(pair.upper);
+      upper[u][1] = both_halves<true>(pair.upper);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) lower[u][r] = rest(pair.upper_bits(r), pair.lower_bits(r));
       MOESAIC_CUDA_FAULT(cuda_codes_have_the_scale_of_the_row_above, upper[u][1] = upper[u][0];)
     }
   }
@@ -79,10 +110,11 @@ struct StripScales {
   }
 
  private:
-  static __device__ __forceinline__ std::uint32_t lower_half(std::uint32_t upper_bits,
-                                                             std::uint32_t low_bits) {
-    const float rest = __uint_as_float(upper_bits | low_bits) - __uint_as_float(upper_bits);
-    return both_halves<true>(__float_as_uint(rest));
+  // The whole scale less its upper half: at most 8 significant bits.
+  static __device__ __forceinline__ std::uint32_t rest(std::uint32_t upper_bits,
+                                                       std::uint32_t lower_bits) {
+    const float v = __uint_as_float(upper_bits | lower_bits) - __uint_as_float(upper_bits);
+    return both_halves<true>(__float_as_uint(v));
   }
 };
 
@@ -93,21 +125,23 @@ __device__ __forceinline__ std::uint32_t load_zeros(const CodeImage& image, std:
   return load_shared_pair(slab + static_cast<std::uint32_t>(at));
 }
 
+template <class Scales>
 struct DecodeInt4 {
+  static constexpr int kUnits = Scales::kUnits;
   uint4 codes;
-  StripScales<2> scales;
-  std::uint32_t addend[2][2];
+  Scales scales;
+  std::uint32_t addend[kUnits][2];
 
   __device__ __forceinline__ void load(const CodeImage& image, std::uint32_t slab, int block,
                                        int thread) {
     codes = load_shared_16_bytes(slab + static_cast<std::uint32_t>(block * 2048 + thread * 16));
     scales.load(image, slab, kSlabRows * 32, block, thread);
 #pragma unroll
-    for (int u = 0; u < 2; ++u) addend[u][0] = addend[u][1] = image.addend;
+    for (int u = 0; u < kUnits; ++u) addend[u][0] = addend[u][1] = image.addend;
     if (image.zero_at == 0) return;
 #pragma unroll
-    for (int u = 0; u < 2; ++u) {
-      const std::uint32_t zeros = load_zeros(image, slab, block, u * image.units / 2, thread);
+    for (int u = 0; u < kUnits; ++u) {
+      const std::uint32_t zeros = load_zeros(image, slab, block, u * image.units / kUnits, thread);
       // int4_addend of both, twice.
       addend[u][0] = pick_bytes(zeros, 0xC3, 0x4040);
       addend[u][1] = pick_bytes(zeros, 0xC3, 0x4141);
@@ -120,14 +154,15 @@ struct DecodeInt4 {
     int4_fragment(words[step], a);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      a[i] = scales.times(add_bf16x2(a[i], addend[step >> 1][i & 1]), step, i & 1);
+      a[i] = scales.times(add_bf16x2(a[i], addend[step * kUnits / 4][i & 1]), step, i & 1);
     }
   }
 };
 
+template <class Scales>
 struct DecodeTable {
   uint4 codes;
-  StripScales<2> scales;
+  Scales scales;
   std::uint32_t table[8];
 
   __device__ __forceinline__ void load(const CodeImage& image, std::uint32_t slab, int block,
@@ -164,21 +199,23 @@ struct ByteCodes {
   }
 };
 
+template <class Scales>
 struct DecodeInt8 {
+  static constexpr int kUnits = Scales::kUnits;
   ByteCodes codes;
-  StripScales<4> scales;
-  std::uint32_t addend[4][2];
+  Scales scales;
+  std::uint32_t addend[kUnits][2];
 
   __device__ __forceinline__ void load(const CodeImage& image, std::uint32_t slab, int block,
                                        int thread) {
     codes.load(slab, block, thread);
     scales.load(image, slab, kSlabRows * 64, block, thread);
 #pragma unroll
-    for (int u = 0; u < 4; ++u) addend[u][0] = addend[u][1] = 0;
+    for (int u = 0; u < kUnits; ++u) addend[u][0] = addend[u][1] = 0;
     if (image.zero_at == 0) return;
 #pragma unroll
-    for (int u = 0; u < 4; ++u) {
-      const std::uint32_t zeros = load_zeros(image, slab, block, u * image.units / 4, thread);
+    for (int u = 0; u < kUnits; ++u) {
+      const std::uint32_t zeros = load_zeros(image, slab, block, u * image.units / kUnits, thread);
       // 128 - zero, exact in bf16, through f32 numbers of 2^23 + zero.
       constexpr float kFrom = 8388608.0F + 128.0F;
       const float lo = kFrom - __uint_as_float(pick_bytes(zeros, 0x4B000000, 0x7440));
@@ -197,7 +234,7 @@ struct DecodeInt8 {
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      a[i] = add_bf16x2(a[i], addend[step][i & 1]);
+      a[i] = add_bf16x2(a[i], addend[step * kUnits / 4][i & 1]);
       a[i] = scales.times(a[i], step, i & 1);
     }
   }
@@ -205,7 +242,7 @@ struct DecodeInt8 {
 
 struct DecodeE4M3 {
   ByteCodes codes;
-  StripScales<1> scales;
+  ScalesOfSums scales;
 
   __device__ __forceinline__ void load(const CodeImage& image, std::uint32_t slab, int block,
                                        int thread) {
@@ -215,7 +252,7 @@ struct DecodeE4M3 {
   __device__ __forceinline__ void fragment(int step, std::uint32_t (&a)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      a[i] = scales.times(e4m3_pair(codes.word(step, i >> 1), i & 1), step, i & 1);
+      a[i] = multiply_bf16x2(e4m3_pair(codes.word(step, i >> 1), i & 1), kE4m3Factor * 0x10001U);
     }
   }
 };

@@ -13,7 +13,7 @@
 //                                 // RowScaledRows
 //     using Weights = ...;        // how weights become an operand: FromShared, FromCodes<decoder>
 //     using Promote = ...;        // when partial sums get their scales or are added up in fp32:
-//                                 // InOperand, PerStage, PerStages<n>, Integers
+//                                 // InOperand, PerStage, PerStages<n>, PerStageAndRow, Integers
 //     using Inner = ...;          // how GEMM1's result is stored: RoundBf16, QuantiseE4M3, WholeRow
 //   };
 #pragma once
@@ -78,13 +78,22 @@ struct FromShared;  // the weights of a stage are an operand as they lie there
 template <class Decoder>
 struct FromCodes;   // codes in fragment order, decoded into registers
 struct DecodeE2M1;  // e2m1 codes and E8M0 scales to bf16
-// Device code: decode_codes.cuh.
-struct DecodeInt4;   // 4-bit integers, less a zero point, times a scale
-struct DecodeTable;  // 4-bit indices of a table times a scale
-struct DecodeInt8;   // 8-bit integers, less a zero point, times a scale
-struct DecodeE4M3;   // e4m3 codes times a scale
-struct InOperand;    // operands are exact: one accumulator chain over all of K
-struct PerStage;     // a stage's sums times the scales of its weights and tokens, added in fp32
+// Device code: decode_codes.cuh. Scales: ScalesOfSums with PerStageAndRow, else StripScales.
+template <class Scales>
+struct DecodeInt4;  // 4-bit integers, less a zero point
+template <class Scales>
+struct DecodeTable;  // 4-bit indices of a table
+template <class Scales>
+struct DecodeInt8;  // 8-bit integers, less a zero point
+struct DecodeE4M3;  // e4m3 codes, with ScalesOfSums
+// Where a weight's scale goes: to the sums of a stage, or into the operand, for each of so many parts
+// of a stage.
+struct ScalesOfSums;
+template <int kUnits>
+struct StripScales;
+struct InOperand;       // operands have their scales: one accumulator chain over all of K
+struct PerStage;        // a stage's sums times the scales of its weights and tokens, added in fp32
+struct PerStageAndRow;  // a stage's sums times the scale of each weight row, added in fp32
 template <int kStages>
 struct PerStages;  // the sums of so many stages, added in fp32 as they are
 struct Integers;   // 32-bit integer sums

@@ -14,10 +14,13 @@
 #include "experts/sm90/formats/fp8_block.h"
 #include "experts/sm90/formats/fp8_row.h"
 #include "experts/sm90/formats/int4_bf16.h"
+#include "experts/sm90/formats/int4_narrow.h"
 #include "experts/sm90/formats/int8.h"
 #include "experts/sm90/formats/int8_bf16.h"
+#include "experts/sm90/formats/int8_narrow.h"
 #include "experts/sm90/formats/mxfp4_bf16.h"
 #include "experts/sm90/formats/table_bf16.h"
+#include "experts/sm90/formats/table_narrow.h"
 #include "experts/sm90/repack_codes.h"
 #include "experts/sm90/repack_strips.h"
 #include "experts/sm90/weight_codes.h"
@@ -31,7 +34,9 @@ LaunchGrouped launch_grouped_fp8_row_swiglu, launch_grouped_fp8_row_any;
 LaunchGrouped launch_grouped_int8_swiglu, launch_grouped_int8_any;
 LaunchGrouped launch_grouped_mxfp4_bf16_swiglu, launch_grouped_mxfp4_bf16_any;
 LaunchGrouped launch_grouped_int4_bf16_swiglu, launch_grouped_int4_bf16_any;
-LaunchGrouped launch_grouped_table_bf16_swiglu, launch_grouped_int8_bf16_swiglu;
+LaunchGrouped launch_grouped_int4_narrow_swiglu, launch_grouped_int4_narrow_any;
+LaunchGrouped launch_grouped_table_bf16_swiglu, launch_grouped_table_narrow_swiglu;
+LaunchGrouped launch_grouped_int8_bf16_swiglu, launch_grouped_int8_narrow_swiglu;
 LaunchGrouped launch_grouped_fp8_bf16_swiglu;
 
 namespace {
@@ -212,7 +217,7 @@ constexpr FormatRow mxfp4_bf16_row() {
   return row;
 }
 
-// Weights that are rounded to bf16 in registers.
+// Weights that are decoded to bf16 in registers.
 template <class Format>
 constexpr FormatRow row_of_strips(std::string_view name, bool (*takes)(const OperandQuant& weight),
                                   LaunchGrouped* swiglu) {
@@ -228,11 +233,22 @@ constexpr FormatRow row_of_strips(std::string_view name, bool (*takes)(const Ope
   return row;
 }
 
-constexpr FormatRow int4_bf16_row() {
-  FormatRow row = row_of_strips<Int4Bf16>("int4-bf16", &has_int4_codes,
-                                          MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_swiglu));
+// The weights that `has`, in groups of at least 64 columns and in narrower ones.
+template <bool (*has)(const OperandQuant& weight)>
+bool takes_wide(const OperandQuant& weight) {
+  return has(weight) && has_scales_of_sums(weight);
+}
+template <bool (*has)(const OperandQuant& weight)>
+bool takes_narrow(const OperandQuant& weight) {
+  return has(weight) && !has_scales_of_sums(weight);
+}
+
+template <class Format>
+constexpr FormatRow row_of_int4(bool (*takes)(const OperandQuant& weight), LaunchGrouped* swiglu,
+                                LaunchGrouped* any) {
+  FormatRow row = row_of_strips<Format>("int4-bf16", takes, swiglu);
   row.check = &check_strips;
-  row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_any);
+  row.launch_any = any;
   return row;
 }
 
@@ -249,11 +265,20 @@ constexpr FormatRow kFormats[] = {
     mxfp4_bf16_row(),
     fp8_scaled_row(),
     int8_row(),
-    int4_bf16_row(),
-    row_of_strips<TableBf16>("nf4-bf16", &has_table_codes,
+    row_of_int4<Int4Bf16>(&takes_wide<has_int4_codes>,
+                          MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_swiglu),
+                          MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_any)),
+    row_of_int4<Int4Narrow>(&takes_narrow<has_int4_codes>,
+                            MOESAIC_ON_DEVICE(launch_grouped_int4_narrow_swiglu),
+                            MOESAIC_ON_DEVICE(launch_grouped_int4_narrow_any)),
+    row_of_strips<TableBf16>("nf4-bf16", &takes_wide<has_table_codes>,
                              MOESAIC_ON_DEVICE(launch_grouped_table_bf16_swiglu)),
-    row_of_strips<Int8Bf16>("int8-bf16", &has_int8_codes,
+    row_of_strips<TableNarrow>("nf4-bf16", &takes_narrow<has_table_codes>,
+                               MOESAIC_ON_DEVICE(launch_grouped_table_narrow_swiglu)),
+    row_of_strips<Int8Bf16>("int8-bf16", &takes_wide<has_int8_codes>,
                             MOESAIC_ON_DEVICE(launch_grouped_int8_bf16_swiglu)),
+    row_of_strips<Int8Narrow>("int8-bf16", &takes_narrow<has_int8_codes>,
+                              MOESAIC_ON_DEVICE(launch_grouped_int8_narrow_swiglu)),
     fp8_bf16_row(ComputeScheme::kFp8Bf16, ""),
     fp8_bf16_row(ComputeScheme::kWeightOnly, "fp8-channel-bf16")};
 
@@ -270,7 +295,8 @@ std::string names_of_formats(bool (*has)(const FormatRow& row)) {
   std::vector<std::string_view> names;
   for (const FormatRow& row : kFormats) {
     if (has != nullptr && !has(row)) continue;
-    names.push_back(row.name.empty() ? compute_scheme_name(row.scheme) : row.name);
+    const std::string_view name = row.name.empty() ? compute_scheme_name(row.scheme) : row.name;
+    if (names.empty() || names.back() != name) names.push_back(name);
   }
   if (names.size() == 1) return std::string(names[0]);
   const std::span<const std::string_view> but_last(names.data(), names.size() - 1);

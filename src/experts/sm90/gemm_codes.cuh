@@ -58,8 +58,8 @@ template <class Decoder>
 struct FromCodes {
   static constexpr bool kTokensAsRows = false;
 
-  // As FromShared::columns. A step is decoded while the products of the two before are in
-  // flight.
+  // As FromShared::columns. A step is decoded while the products of the two before are in flight.
+  // Promote: InOperand or PerStageAndRow.
   template <class Format, class Tile, int kColumns>
   static __device__ __forceinline__ void columns(const Shared<Format, Tile>& sh,
                                                  RingPosition<Layout<Format, Tile>::kStages>& ring,
@@ -67,7 +67,7 @@ struct FromCodes {
                                                  float (&acc)[2][kColumns / 2]) {
     using L = Layout<Format, Tile>;
     using Mma = ptx::WgmmaFromRegisters<typename Format::Product, kColumns>;
-    static_assert(!Format::Promote::kParts);
+    constexpr bool kParts = Format::Promote::kParts;
     StageReader<Format, Tile> stage{sh, ring, lane};
     const int thread = static_cast<int>(threadIdx.x) & 127;
     const std::uint32_t slab = static_cast<std::uint32_t>(L::kSplit ? 0 : group) *
@@ -82,9 +82,9 @@ struct FromCodes {
       stage.wait();
       const std::uint32_t b = tokens + stage.offset();
       const std::uint32_t at = sh.weights(ring.slot) + slab;
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        Decoder decoder;
+      // d = or += the 64 rows of block m times the tokens. The last product of the stage is not
+      // waited for.
+      const auto multiply = [&](Decoder& decoder, int m, float(&d)[kColumns / 2], bool accumulate) {
         if constexpr (L::kVaries) {
           decoder.load(sh.codes, at, m, thread);
         } else {
@@ -95,14 +95,37 @@ struct FromCodes {
           std::uint32_t a[4];
           decoder.fragment(k, a);
           ptx::wgmma_fence();
-          Mma::run(acc[m], a,
-                   ptx::wgmma_descriptor(b + static_cast<std::uint32_t>(k) * ptx::kWgmmaStep), 1);
+          Mma::run(d, a, ptx::wgmma_descriptor(b + static_cast<std::uint32_t>(k) * ptx::kWgmmaStep),
+                   accumulate || k > 0 ? 1 : 0);
           ptx::wgmma_commit();
-          if (m == 0 || k < 3) ptx::wgmma_wait<2>();
+          if (k < 3 || (m == 0 && !kParts)) ptx::wgmma_wait<2>();
         }
+      };
+      Decoder decoder[2];
+      if constexpr (!kParts) {
+        multiply(decoder[0], 0, acc[0], true);
+        multiply(decoder[1], 1, acc[1], true);
+        stage.peek();
+        ptx::wgmma_wait<0>();
+      } else {
+        constexpr int kSets = kColumns <= 64 ? 2 : 1;  // accumulators of both blocks, or in turn
+        float part[kSets][kColumns / 2];
+        const auto promote = [&](const Decoder& of, float(&to)[kColumns / 2],
+                                 const float(&from)[kColumns / 2]) {
+#pragma unroll
+          for (int i = 0; i < kColumns / 2; ++i) {
+            to[i] = fmaf(from[i], of.scales.of_row[(i & 2) != 0 ? 1 : 0], to[i]);
+          }
+        };
+        multiply(decoder[0], 0, part[0], false);
+        if constexpr (kSets == 2) multiply(decoder[1], 1, part[1], false);
+        ptx::wgmma_wait<0>();
+        promote(decoder[0], acc[0], part[0]);
+        if constexpr (kSets == 1) multiply(decoder[1], 1, part[0], false);
+        stage.peek();
+        ptx::wgmma_wait<0>();
+        promote(decoder[1], acc[1], part[kSets - 1]);
       }
-      stage.peek();
-      ptx::wgmma_wait<0>();
       stage.release(ring.slot);
       ring.advance();
     }

@@ -43,6 +43,12 @@ struct PerStage {
   }
 };
 
+struct PerStageAndRow {
+  using Sum = float;
+  static constexpr bool kParts = true;
+  static constexpr int kIntervalStages = 1;
+};
+
 struct FromShared {
   static constexpr bool kTokensAsRows = true;  // full groups
 

@@ -51,6 +51,7 @@ Status check_codes(std::string_view field, const ConstTensorView& weight) {
 
 }  // namespace
 
+bool has_scales_of_sums(const OperandQuant& w) { return unit_columns(w) == 64; }
 bool has_int4_codes(const OperandQuant& w) {
   return is_four_bits(w.dtype) && w.table == CodeTable::kNone &&
          w.scale_format == ScaleFormat::kF32;
@@ -123,15 +124,7 @@ Status make_strips(const OperandQuant& w, const CodeImage& image, std::string_vi
       const auto to = static_cast<std::size_t>(n * units + u);
       if (MOESAIC_FAULT(cuda_strips_have_the_scale_of_the_first_group))
         at = grid ? block * scale.dim(1) : at;
-      float factor = load_as_f32(scale.data, scale.dtype, at);
-      if (w.dtype == DType::kF8E4M3) {
-        if (!(std::abs(factor) < kE4m3ScaleEnd * (1 - 0x1p-9F))) {
-          return unsupported(fmt::format("{}_scale: got {} for row {}, need less than {} on a GPU",
-                                         field, factor, n, kE4m3ScaleEnd));
-        }
-        factor = std::ldexp(factor, kE4m3Shift);
-      }
-      const std::uint32_t bits = round_to_24_bits(factor);
+      const std::uint32_t bits = round_to_24_bits(load_as_f32(scale.data, scale.dtype, at));
       strips.upper[to] = static_cast<std::uint16_t>(bits >> 16);
       if (image.low_at != 0) strips.lower[to] = static_cast<std::uint8_t>(bits >> 8);
       if (image.zero_at == 0) continue;

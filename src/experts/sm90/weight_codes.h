@@ -1,7 +1,6 @@
 // Weights that formats/int4_bf16.h, table_bf16.h, int8_bf16.h and fp8_bf16.h multiply: which stored
-// formats these are, how the
-// image is made of them, and the strip of scales behind the codes of a slab. Host code without
-// CUDA.
+// formats these are, how the image is made of them, and the strip of scales behind the codes of a
+// slab. Host code without CUDA.
 //
 // A row's K is cut into units of 16, 32 or 64 elements that have one scale and one zero point. A
 // scale is rounded to 16 significant bits (those of bf16 and F16 have fewer): `upper` is its first
@@ -25,6 +24,8 @@ bool has_int4_codes(const OperandQuant& weight);
 bool has_table_codes(const OperandQuant& weight);
 bool has_int8_codes(const OperandQuant& weight);
 bool has_fp8_codes(const OperandQuant& weight);
+// Of these, those that have one scale of a row in each chunk: sums are multiplied by it.
+bool has_scales_of_sums(const OperandQuant& weight);
 Status check_strip_scales(const OperandQuant& weight);
 
 // What is known of the image before the weights are. `exact_scales`: all are bf16 numbers.

@@ -1,4 +1,4 @@
-// e4m3 with F32 scales per block, row or matrix, bf16 activations; as int4_bf16.h.
+// e4m3 with F32 scales per block, row or matrix, bf16 activations: exact operands, as int4_bf16.h.
 #pragma once
 
 #include "experts/sm90/format_parts.h"
@@ -12,7 +12,7 @@ struct Fp8Bf16 {
   using WeightScales = VaryingStrip<3>;
   using Tokens = PlainRows;
   using Weights = FromCodes<DecodeE4M3>;
-  using Promote = InOperand;
+  using Promote = PerStageAndRow;
   using Inner = RoundBf16;
 };
 

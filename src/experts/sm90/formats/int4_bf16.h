@@ -1,6 +1,6 @@
 // 4-bit integers with a scale per group of K or per row, with and without zero points; bf16
-// activations. A code times its scale is rounded to bf16 once, in registers, and nothing is
-// promoted.
+// activations. A code is an exact operand, and its scale multiplies the sums of a stage. In narrow
+// groups a code times its scale is rounded to bf16 once, in registers, and nothing is promoted.
 #pragma once
 
 #include "experts/sm90/format_parts.h"
@@ -10,11 +10,11 @@ namespace moesaic::cuda {
 struct Int4Bf16 {
   using Product = ptx::BF16;
   static constexpr int kChunkK = 64, kWeightBits = 4;
-  // Two units of scales (2 bytes), their low bits and zero points (1 each).
-  using WeightScales = VaryingStrip<8>;
+  // A scale (2 bytes), its low bits and its zero point (1 each).
+  using WeightScales = VaryingStrip<4>;
   using Tokens = PlainRows;
-  using Weights = FromCodes<DecodeInt4>;
-  using Promote = InOperand;
+  using Weights = FromCodes<DecodeInt4<ScalesOfSums>>;
+  using Promote = PerStageAndRow;
   using Inner = RoundBf16;
 };
 

@@ -9,11 +9,11 @@ namespace moesaic::cuda {
 struct Int8Bf16 {
   using Product = ptx::BF16;
   static constexpr int kChunkK = 64, kWeightBits = 8;
-  // Four units of scales (2 bytes), their low bits and zero points (1 each).
-  using WeightScales = VaryingStrip<16>;
+  // A scale (2 bytes), its low bits and its zero point (1 each).
+  using WeightScales = VaryingStrip<4>;
   using Tokens = PlainRows;
-  using Weights = FromCodes<DecodeInt8>;
-  using Promote = InOperand;
+  using Weights = FromCodes<DecodeInt8<ScalesOfSums>>;
+  using Promote = PerStageAndRow;
   using Inner = RoundBf16;
 };
 

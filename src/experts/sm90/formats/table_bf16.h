@@ -9,11 +9,11 @@ namespace moesaic::cuda {
 struct TableBf16 {
   using Product = ptx::BF16;
   static constexpr int kChunkK = 64, kWeightBits = 4;
-  // Two units of scales (2 bytes) and their low bits (1).
-  using WeightScales = VaryingStrip<6>;
+  // A scale (2 bytes) and its low bits (1).
+  using WeightScales = VaryingStrip<3>;
   using Tokens = PlainRows;
-  using Weights = FromCodes<DecodeTable>;
-  using Promote = InOperand;
+  using Weights = FromCodes<DecodeTable<ScalesOfSums>>;
+  using Promote = PerStageAndRow;
   using Inner = RoundBf16;
 };
 

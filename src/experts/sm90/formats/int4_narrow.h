@@ -1,0 +1,15 @@
+// 4-bit integers as int4_bf16.h, in groups of less than 64 columns: a weight is rounded to bf16.
+#pragma once
+
+#include "experts/sm90/formats/int4_bf16.h"
+
+namespace moesaic::cuda {
+
+struct Int4Narrow : Int4Bf16 {
+  // Two units of scales (2 bytes), their low bits and zero points (1 each).
+  using WeightScales = VaryingStrip<8>;
+  using Weights = FromCodes<DecodeInt4<StripScales<2>>>;
+  using Promote = InOperand;
+};
+
+}  // namespace moesaic::cuda
