@@ -5,6 +5,7 @@
 
 #include "cuda/fault.cuh"
 #include "cuda/fp8.cuh"
+#include "cuda/group_values.h"
 #include "cuda/quant_rows.h"
 #include "cuda/row_codes.cuh"
 
@@ -140,6 +141,53 @@ __device__ __forceinline__ void quantize_whole_rows(const QuantRowsParams& p, st
   }
 }
 
+// Parts of 128 columns first, first + step ... below `end` of all rows, as quantize_groups has them:
+// eight values of a group are one thread's.
+__device__ __forceinline__ void quantize_values(const QuantRowsParams& p, std::uint32_t first,
+                                                std::uint32_t step, std::uint32_t end) {
+  const auto parts = static_cast<std::uint32_t>((p.columns + 127) / 128);
+  const StaticRowScales& fixed = p.static_scales;
+  for (std::uint32_t i = first; (i & ~1U) < end; i += step) {
+    const std::uint32_t m = i / parts, column = (i - m * parts) * 128 + (threadIdx.x & 15) * 8;
+    const std::int32_t expert = i < end && fixed.of != nullptr ? expert_of_row(fixed, m) : 0;
+    const bool inside = i < end && column < p.columns && expert >= 0;
+    const std::uint32_t token =
+        fixed.topk_ids != nullptr ? m / static_cast<std::uint32_t>(fixed.top_k) : m;
+    float f[8] = {};
+    if (inside) {
+      bf16x8(*reinterpret_cast<const uint4*>(p.x + static_cast<std::int64_t>(token) * p.columns +
+                                             column),
+             f);
+      if (p.weights != nullptr) {
+        float w = round_bf16(p.weights[token]);
+        MOESAIC_CUDA_FAULT(cuda_quant_rows_ignores_the_router_weight, w = 1.0F;)
+#pragma unroll
+        for (float& e : f) e = round_bf16(e * w);
+      }
+    }
+    float amax = 0.0F;
+#pragma unroll
+    for (const float e : f) amax = fmaxf(amax, fabsf(e));
+    amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFU, amax, 1));
+    const int group = row_group_columns(p.form);
+#pragma unroll
+    for (int d = 2; d < 16; d <<= 1) {
+      const float others = __shfl_xor_sync(0xFFFFFFFFU, amax, d);
+      if (group > 8 * d) amax = fmaxf(amax, others);
+    }
+    MOESAIC_CUDA_FAULT(cuda_quant_values_have_the_amax_of_a_value, amax = fabsf(f[0]);)
+    const float gscale = fixed.of != nullptr && inside ? 1.0F / fixed.of[expert] : 1.0F;
+    const GroupScale scale = group_scale(p.form, amax, gscale);
+    if (!inside) continue;
+#pragma unroll
+    for (float& e : f) e = group_value(p.form, scale, e);
+    *reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(p.q) +
+                              static_cast<std::int64_t>(m) * p.columns + column) =
+        make_uint4(ptx::bf16x2(f[0], f[1]), ptx::bf16x2(f[2], f[3]), ptx::bf16x2(f[4], f[5]),
+                   ptx::bf16x2(f[6], f[7]));
+  }
+}
+
 // Groups (or half rows) first, first + step ... below `end` of all tokens'; sixteen threads of
 // eight values per group. `first` and first + 1 belong to the halves of one warp and step is even.
 // kAtOnce groups are requested together. There are fewer than 2^31 groups. kForms: p.form is one of
@@ -149,6 +197,7 @@ __device__ __forceinline__ void quantize_groups(const QuantRowsParams& p, std::u
                                                 std::uint32_t step, std::uint32_t end) {
   if constexpr (kForms == RowForms::kAll) {
     if (row_is_whole(p.form)) return quantize_whole_rows(p, first, step, end);
+    if (row_has_values(p.form)) return quantize_values(p, first, step, end);
   }
   const auto groups = static_cast<std::uint32_t>((p.columns + 127) / 128);
   const std::uint32_t step_rows = step / groups, step_groups = step - step_rows * groups;

@@ -1,6 +1,6 @@
 // Operand rows of GEMM1 from hidden states, on the device: quantisation to e4m3 or int8 per group
-// of 128 columns or per row, or a bf16 copy, with the router weight multiplied in first where the
-// model asks for it.
+// of 128 columns or per row, to the values of microscaling formats, or a bf16 copy, with the router
+// weight multiplied in first where the model asks for it.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +15,24 @@ enum class RowForm : std::uint8_t {
   kFp8Group128,  // e4m3 codes and one F32 scale per row and 128 columns
   kFp8Row,       // e4m3 codes and one F32 scale per row, or the expert's static one
   kInt8Row,      // int8 codes and one F32 scale per row
+  // bf16 values that codes in small groups stand for (group_values.h):
+  kMx8Values,  // e4m3 per 32 columns, a power of two that saturates nothing
+  kMx4Values,  // e2m1 per 32 columns, a power of two rounded at 1.75
+  kNv4Values,  // e2m1 per 16 columns, an e4m3 scale; without the expert's static input scale
+  kFp8Values,  // e4m3 per 128 columns, a power of two as of kFp8Group128
 };
-constexpr int row_element_bytes(RowForm form) { return form == RowForm::kBf16 ? 2 : 1; }
-constexpr bool row_has_scales(RowForm form) { return form != RowForm::kBf16; }
+constexpr bool row_is_quantised(RowForm form) { return form != RowForm::kBf16; }
+constexpr bool row_has_values(RowForm form) { return form >= RowForm::kMx8Values; }
+// Of a row whose groups are written down as values.
+constexpr int row_group_columns(RowForm form) {
+  return form == RowForm::kFp8Values ? 128 : form == RowForm::kNv4Values ? 16 : 32;
+}
+constexpr int row_element_bytes(RowForm form) {
+  return row_is_quantised(form) && !row_has_values(form) ? 1 : 2;
+}
+constexpr bool row_has_scales(RowForm form) {
+  return row_is_quantised(form) && !row_has_values(form);
+}
 // One scale for all of a row: a factor on finished sums.
 constexpr bool row_is_whole(RowForm form) {
   return form == RowForm::kFp8Row || form == RowForm::kInt8Row;
@@ -31,7 +46,8 @@ constexpr RowForms forms_with(RowForm form) {
                                                                  : RowForms::kAll;
 }
 
-// kFp8Row: scales that come with the weights. `of` [num_local_experts], or null: each row its own.
+// kFp8Row, kNv4Values: scales that come with the weights. `of` [num_local_experts], or null: each
+// row its own.
 struct StaticRowScales {
   const float* of = nullptr;
   // Null: one row per token, the scales are all equal. Otherwise a row per pair, that of the expert
@@ -62,7 +78,7 @@ constexpr std::int64_t made_rows(const QuantRowsParams& p) {
 }
 // Parts of the work, each for half a warp: groups of 128 columns, or half a whole row.
 constexpr std::int64_t quant_parts(const QuantRowsParams& p) {
-  return row_is_whole(p.form) ? 2 * made_rows(p) : p.tokens * ((p.columns + 127) / 128);
+  return made_rows(p) * (row_is_whole(p.form) ? 2 : (p.columns + 127) / 128);
 }
 
 // The codes and scales of ref_quantize_row (experts/reference/operand.h), bit for bit, but for NaN,

@@ -88,13 +88,21 @@ TEST(CudaFormats, ARowForEachSchemeThatTheKernelsCompute) {
   const FormatRow& mxfp4 = *format_of(test::small_problem("mxfp4-bf16")).value();
   EXPECT_EQ(mxfp4.chunk_k, 64);
   EXPECT_EQ(mxfp4.slab_bytes, 128 * (32 + 2)) << "codes and two exponents per row";
+  // Rows that become values are bf16 operands, of the weights' kernel.
+  for (const char* quant : {"mxfp8", "mxfp4", "nvfp4"}) {
+    const FormatRow& row = *format_of(test::small_problem(quant)).value();
+    EXPECT_TRUE(row_has_values(row.rows)) << quant;
+    EXPECT_FALSE(row_has_scales(row.rows)) << quant;
+    EXPECT_EQ(row.chunk_k, 64) << quant;
+  }
+  EXPECT_EQ(format_of(test::small_problem("nvfp4-bf16")).value()->rows, RowForm::kBf16);
+  EXPECT_EQ(format_of(test::small_problem("nvfp4-bf16")).value()->slab_bytes, 128 * (32 + 4));
   for (const FormatRow& row : grouped_formats()) {
     EXPECT_EQ(row.chunk_k * row_element_bytes(row.rows), 128);
   }
-  test::expect_refusal(format_of(test::small_problem("mxfp4")).status(), StatusCode::kUnsupported,
-                       {"scheme: got mxfp4",
-                        "need bf16, fp8-block, mxfp4-bf16, fp8-scaled, int8, int4-bf16, nf4-bf16, "
-                        "int8-bf16, fp8-bf16"});
+  test::expect_refusal(
+      format_of(test::small_problem("f32")).status(), StatusCode::kUnsupported,
+      {"scheme: got f32", "need bf16, fp8-block, mxfp4-bf16, fp8-scaled, int8", "nvfp4-bf16"});
   for (const char* quant : {"int4-g128-int8", "int8-g128-int8", "awq-int8"}) {
     test::expect_refusal(format_of(test::small_problem(quant)).status(), StatusCode::kUnsupported,
                          {"scheme: got int8-group", "need bf16"});
@@ -103,7 +111,7 @@ TEST(CudaFormats, ARowForEachSchemeThatTheKernelsCompute) {
     test::expect_refusal(general_experts_take(general), StatusCode::kUnsupported,
                          {"scheme: got int8-group", "activations that are not quantised"});
   }
-  test::expect_refusal(make_experts_plan(test::small_problem("mxfp4")).status(),
+  test::expect_refusal(make_experts_plan(test::small_problem("f32")).status(),
                        StatusCode::kUnsupported, {"scheme"});
 }
 
@@ -118,11 +126,10 @@ TEST(CudaFormats, E2m1CodesBecomeBf16) {
       }
       std::uint32_t a[4];
       e2m1_fragment(word, a);
-      for (std::uint32_t e8m0 = 0; e8m0 <= kLargestE2m1Scale; ++e8m0) {
+      for (int e8m0 = kLeastE2m1Scale; e8m0 <= kLargestE2m1Scale; ++e8m0) {
         const float factor = f32_from_bf16(static_cast<std::uint16_t>(e2m1_factor(e8m0) << 7));
         const float got = f32_from_bf16(static_cast<std::uint16_t>(a[place])) * factor;
-        const float want =
-            std::ldexp(f32_from_e2m1(static_cast<std::uint8_t>(c)), static_cast<int>(e8m0) - 127);
+        const float want = std::ldexp(f32_from_e2m1(static_cast<std::uint8_t>(c)), e8m0 - 127);
         ASSERT_EQ(got, want) << c << ' ' << place << ' ' << e8m0;
         ASSERT_EQ(f32_from_bf16(bf16_from_f32(want)), want);
         ASSERT_EQ(std::signbit(got), std::signbit(want));

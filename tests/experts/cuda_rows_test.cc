@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <string_view>
 
 #include "cuda/quant_rows.h"
@@ -119,7 +120,11 @@ TEST(CudaQuantizedRows, AreKeptForTheNextCall) {
                                                          {"fp8-block", 1500},
                                                          {"fp8-channel", 3},
                                                          {"fp8-channel", 200},
-                                                         {"int8", 200}}) {
+                                                         {"int8", 200},
+                                                         {"mxfp8", 3},
+                                                         {"mxfp4", 200},
+                                                         {"mxfp4-fp8", 200},
+                                                         {"int4-fp8", 200}}) {
     SCOPED_TRACE(testing::Message() << quant << ' ' << tokens);
     const MoeProblem p = problem_of(quant, 3);
     RowsOnDevice d(test::make_case(94, p, tokens, DType::kBF16, 0.2));
@@ -221,9 +226,87 @@ TEST(CudaQuantizedRows, WithOneScaleAreTheReferences) {
   }
 }
 
+// Rows in small groups: the values of the reference's codes, bit for bit, tokens and pairs.
+TEST(CudaQuantizedRows, AsValuesAreTheReferences) {
+  REQUIRE_HOPPER();
+  constexpr std::int64_t kTokens = 43, kColumns = 1056, kTopK = 2, kExperts = 3;
+  test::Rng rng(96);
+  Tensor x = test::random_normal(rng, DType::kBF16, {kTokens, kColumns});
+  auto* const values = x.as<std::uint16_t>();
+  for (std::int64_t i = 0; i < kColumns; ++i) {
+    const auto set = [&](std::int64_t row, double v) {
+      values[row * kColumns + i] = bf16_from_f32(static_cast<float>(v));
+    };
+    set(1, 0.0);
+    set(2, i % 61 == 0 ? 1e30 : 1.0);
+    set(3, 1e-37 * static_cast<double>(i % 9));
+    set(4, 0.25 * static_cast<double>(i % 65 - 32));  // ties
+    set(5, std::ldexp(1.75, static_cast<int>(i / 16 % 40) - 20));
+  }
+  std::vector<float> weights(kTokens);
+  for (float& w : weights) w = static_cast<float>(rng.uniform());
+  std::vector<std::int32_t> ids(kTokens * kTopK);
+  for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int32_t>(i % 4) - 1;
+  const std::vector<float> fixed = {0.001F, 0.03F, 0.7F};
+  const DeviceBytes on_x(x.data(), x.bytes()), on_weights(weights.data(), kTokens * 4);
+  const DeviceBytes on_ids(ids.data(), kTokens * kTopK * 4), on_fixed(fixed.data(), kExperts * 4);
+  struct Case {
+    const char* quant;
+    cuda::RowForm form;
+    bool weighted, per_pair;
+  };
+  for (const Case& c : {Case{"mxfp8", cuda::RowForm::kMx8Values, false, false},
+                        Case{"mxfp4", cuda::RowForm::kMx4Values, true, false},
+                        Case{"mxfp4-fp8", cuda::RowForm::kFp8Values, false, false},
+                        Case{"nvfp4", cuda::RowForm::kNv4Values, true, false},
+                        Case{"nvfp4", cuda::RowForm::kNv4Values, false, true}}) {
+    SCOPED_TRACE(testing::Message() << c.quant << ' ' << c.weighted << ' ' << c.per_pair);
+    const OperandQuant activation = test::scheme_called(c.quant).activation;
+    const std::int64_t rows = kTokens * (c.per_pair ? kTopK : 1);
+    const DeviceBytes made(rows * kColumns * 2);
+    cuda::QuantRowsParams q;
+    q.x = on_x.as<std::uint16_t>();
+    q.weights = c.weighted ? on_weights.as<float>() : nullptr;
+    q.tokens = kTokens;
+    q.columns = kColumns;
+    q.form = c.form;
+    q.q = made.as();
+    if (c.form == cuda::RowForm::kNv4Values) q.static_scales.of = on_fixed.as<float>();
+    if (c.per_pair) {
+      q.static_scales.topk_ids = on_ids.as<std::int32_t>();
+      q.static_scales.num_experts = q.static_scales.num_local_experts = kExperts;
+      q.static_scales.top_k = kTopK;
+    }
+    ASSERT_EQ(cuda::launch_quant_rows(q, {}, nullptr), 0);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    const auto got = made.values<std::uint16_t>();
+    std::vector<float> row(kColumns), scales(kColumns / 16 + 1);
+    std::vector<std::uint8_t> scratch(kColumns);
+    for (std::int64_t r = 0; r < rows; ++r) {
+      const std::int64_t t = c.per_pair ? r / kTopK : r;
+      const std::int32_t expert = c.per_pair ? ids[static_cast<std::size_t>(r)] : 0;
+      if (expert < 0) continue;
+      const float w = f32_from_bf16(bf16_from_f32(weights[static_cast<std::size_t>(t)]));
+      for (std::int64_t i = 0; i < kColumns; ++i) {
+        const float v = f32_from_bf16(values[t * kColumns + i]);
+        row[static_cast<std::size_t>(i)] = c.weighted ? f32_from_bf16(bf16_from_f32(v * w)) : v;
+      }
+      const experts::RefOperand want =
+          experts::ref_quantize_row(activation, fixed[static_cast<std::size_t>(expert)], row.data(),
+                                    kColumns, scales.data(), scratch.data());
+      for (std::int64_t i = 0; i < kColumns; ++i) {
+        ASSERT_EQ(f32_from_bf16(got[static_cast<std::size_t>(r * kColumns + i)]),
+                  f32_from_bf16(bf16_from_f32(want.values[i] * want.scales[i / want.group])))
+            << r << ' ' << i;
+      }
+    }
+  }
+}
+
 TEST(CudaSlotRows, AddUpToTheOutputByBits) {
   REQUIRE_HOPPER();
-  for (const char* quant : {"bf16", "fp8-block", "fp8-channel", "fp8-static", "int8"}) {
+  for (const char* quant : {"bf16", "fp8-block", "fp8-channel", "fp8-static", "int8", "mxfp8",
+                            "mxfp4", "mxfp4-fp8", "nvfp4", "int4-fp8"}) {
     for (const std::int64_t tokens : {2, 40, 700}) {
       SCOPED_TRACE(quant);
       const MoeProblem p = problem_of(quant, 3);

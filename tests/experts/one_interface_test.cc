@@ -43,9 +43,10 @@ TEST(OneInterface, EveryRowKnowsItsDevice) {
   EXPECT_EQ(choose_experts(on_gpu("fp8-block")).value()->name, "cuda_sm90");
   expect_refusal(choose_experts(on_gpu("bf16"), "cpu_reference").status(), StatusCode::kUnsupported,
                  {"cpu_reference: device: cuda:0, need cpu"});
-  expect_refusal(choose_experts(on_gpu("nvfp4")).status(), StatusCode::kUnsupported,
-                 {"cuda_sm90: scheme: got nvfp4", "cuda_general: scheme: got nvfp4",
-                  "cpu_reference: device: cuda:0"});
+  EXPECT_EQ(choose_experts(on_gpu("nvfp4")).value()->name, "cuda_sm90");
+  expect_refusal(choose_experts(on_gpu("mxfp4-token")).status(), StatusCode::kUnsupported,
+                 {"cuda_sm90: activation of mxfp4-fp8: got F8_E4M3, one scale per token",
+                  "cuda_general: scheme: got mxfp4-fp8", "cpu_reference: device: cuda:0"});
 }
 
 // What the fast kernel passes over goes to the general one, which has the last row of GPUs.

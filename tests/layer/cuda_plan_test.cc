@@ -99,9 +99,10 @@ TEST(CudaPlan, WorkspaceOfDeepSeekV3Fits) {
 
 TEST(CudaPlan, RefusalsNameTheStage) {
   FusedMoE::Options options = on_gpu();
-  options.quant = "nvfp4";
+  options.quant = "mxfp4-fp8";
+  options.activation_scales = ScaleFormat::kF32;
   expect_refusal(explain_layer(small_spec(), options).status(), StatusCode::kUnsupported,
-                 {"experts", "cuda_sm90", "cuda_general", "nvfp4"});
+                 {"experts", "cuda_sm90", "cuda_general", "mxfp4-fp8"});
   options = on_gpu();
   options.backend = "cpu_reference";
   expect_refusal(explain_layer(small_spec(), options).status(), StatusCode::kUnsupported,

@@ -39,6 +39,7 @@ Scheme scheme_called(std::string_view name) {
   if (name == "mxfp4-static" || name == "mxfp4-token" || name == "mxfp4-f32-groups") {
     named = "mxfp4-fp8";
   }
+  if (name == "mxfp8-bf16") named = "mxfp8";
   if (name == "gptq" || name == "q4k" || name == "awq" || name == "int4-g32") named = "int4-g128";
   if (name == "int4-channel" || name == "q6k" || name == "u8-zero") named = "int8-bf16";
   if (name == "nvfp4-rows") named = "nvfp4";
@@ -63,6 +64,7 @@ Scheme scheme_called(std::string_view name) {
     w.zero_point = name == "gptq" ? ZeroPoint::kInteger : ZeroPoint::kMin;
     w.act_order = name == "gptq";
   }
+  if (name == "mxfp8-bf16") a = OperandQuant();
   if (name == "awq") {
     w.dtype = DType::kU4;
     w.block_k = 64;

@@ -23,6 +23,7 @@ namespace moesaic::test {
 //   u8-zero        U8 per row with zero points
 //   *-int8         integers of another name, activations in int8 per group of theirs
 //   nvfp4-rows     nvfp4 with a global scale per row of the weights
+//   mxfp8-bf16     mxfp8 weights with bf16 activations
 //   fp4-bf16       table of 16 values, absmax per 64
 Scheme scheme_called(std::string_view name);
 

@@ -63,7 +63,11 @@ class Explain(ToolTest):
         cpu = self.json_of("explain", "--shape", "qwen3-30b", "--device", "cpu")
         reasons = {row["name"]: row["reason"] for row in cpu["candidates"]}
         self.assertIn("device: cpu", reasons["cuda_sm90"])
-        self.fails(UNSUPPORTED, "nvfp4", arguments=["explain", "--shape", "qwen3-30b", "--quant", "nvfp4", "--device", "cuda"])
+        for quant in ("nvfp4", "nvfp4-bf16", "mxfp8", "mxfp4", "mxfp4-fp8", "int4-fp8"):
+            value = self.json_of("explain", "--shape", "qwen3-30b", "--quant", quant, "--device", "cuda")
+            self.assertEqual(value["chosen"]["experts"], "cuda_sm90", quant)
+        self.fails(UNSUPPORTED, "mxfp4-fp8",
+                   arguments=["explain", "--shape", "qwen3-30b", "--quant", "mxfp4-fp8", "--activation-scales", "f32", "--device", "cuda"])
         general = self.json_of("explain", "--shape", "qwen3-30b", "--quant", "f32", "--device", "cuda")
         self.assertEqual(general["chosen"]["experts"], "cuda_general")
         passed_over = {row["name"]: row["reason"] for row in general["candidates"] if row["stage"] == "experts"}

@@ -35,10 +35,10 @@ MOESAIC_HOST_DEVICE constexpr void e2m1_fragment(std::uint32_t word, std::uint32
   a[3] = (word << 1 & 0x80008000U) | (word >> 5 & 0x01000100U) | (word >> 4 & 0x00C000C0U);
 }
 
-// The exponent field of the bf16 factor that makes value * 2^-126 into value * 2^(e8m0 - 127). For
-// e8m0 up to kLargestE2m1Scale, scales up to 2.
-inline constexpr int kLargestE2m1Scale = 128;
-MOESAIC_HOST_DEVICE constexpr std::uint32_t e2m1_factor(std::uint32_t e8m0) { return e8m0 + 126; }
+// The exponent field of the bf16 factor that makes value * 2^-126 into value * 2^(e8m0 - 127).
+MOESAIC_HOST_DEVICE constexpr int e2m1_factor(int e8m0) { return e8m0 + 126; }
+// Exponents whose factor is a bf16 number and whose products with every code are exact.
+inline constexpr int kLeastE2m1Scale = -5, kLargestE2m1Scale = 128;
 
 }  // namespace moesaic::cuda
 

@@ -11,6 +11,7 @@
 #include "cuda/ptx/sync.cuh"
 #include "experts/sm90/activation.cuh"
 #include "experts/sm90/gemm_layout.cuh"
+#include "experts/sm90/value_rows.cuh"
 #include "experts/sm90/whole_rows.cuh"
 
 namespace moesaic::cuda {
@@ -96,6 +97,67 @@ __device__ __forceinline__ void store_weighted(const GroupedParams& p, int exper
   }
 }
 
+// Scales of the columns' groups of 128 channels, by largest magnitude (fmaxf drops NaN, as the CPU
+// does), to all warps: exchange.scale has scale and reciprocal. store(which group, column, scale) by
+// one thread each.
+template <bool kGated, int kColumns, bool kSplit, class Store>
+__device__ __forceinline__ void share_scales(const AmaxExchange<kSplit>& exchange, int group,
+                                             int quarter, int lane, bool power_of_two,
+                                             const float (&acc)[2][kColumns / 2],
+                                             const Store& store) {
+  const int g = lane >> 2, t = lane & 3;
+  constexpr int kGroups = kGated ? 1 : 2;
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float m = fmaxf(fabsf(acc[0][4 * j + i]), fabsf(acc[1][4 * j + i]));
+      if constexpr (!kGated) {
+        m = fmaxf(m, fmaxf(fabsf(acc[0][4 * j + 2 + i]), fabsf(acc[1][4 * j + 2 + i])));
+      }
+      m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 4));
+      m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 8));
+      m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 16));
+      if (g == 0) exchange.publish((group * 4 + quarter) * kColumns + 8 * j + 2 * t + i, m);
+    }
+  }
+  const int thread = static_cast<int>(threadIdx.x);
+  exchange.wait(thread, kColumns);
+  if (thread < kColumns * kGroups) {
+    const int column = thread % kColumns, which = thread / kColumns;
+    float m = 0.0F;
+#pragma unroll
+    for (int w = 0; w < 8 / kGroups; ++w) {
+      MOESAIC_CUDA_FAULT(cuda_experts_amax_of_half_a_group, if (w >= 4 / kGroups) continue;)
+      m = fmaxf(m, exchange.amax[(which * 4 + w) * kColumns + column]);
+    }
+    const float s = fp8_scale(m, power_of_two);
+    exchange.scale[which * kColumns + column] = make_float2(s, 1.0F / s);
+    store(which, column, s);
+  }
+  ptx::named_barrier_sync(kRequantBarrier, kSplit ? 128 : 256);
+}
+
+// The e4m3 codes of all channels under the scales of share_scales, as values.
+template <bool kGated, int kColumns, bool kSplit>
+__device__ __forceinline__ void values_of_codes(const AmaxExchange<kSplit>& exchange, int lane,
+                                                float (&acc)[2][kColumns / 2]) {
+  static_assert(kGated);
+  const float2* const scale = exchange.scale + 2 * (lane & 3);
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 s = scale[8 * j + i];
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        acc[b][4 * j + i] =
+            group_value(RowForm::kFp8Values, GroupScale{s.y, s.x}, acc[b][4 * j + i]);
+      }
+    }
+  }
+}
+
 // GEMM1: activation, rounding to bf16 and, where the format does, quantisation per row and 128
 // channels. The consumer groups hold one 128-channel group together (gated) or one each (plain).
 template <class Inner, class Epilogue, int kColumns, bool kSplit>
@@ -154,6 +216,14 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
     store_whole_columns<Inner, kGated, kColumns>(p, expert, first_row, rows, channel, inside, lane,
                                                  acc);
   } else if constexpr (!Inner::kQuantises) {
+    if constexpr (Inner::kValues && kSplit) {
+      // The other half of a group of 128 is the other CTA's.
+      if (Inner::can(RowForm::kFp8Values) && p.inner_values == RowForm::kFp8Values) {
+        share_scales<kGated, kColumns>(exchange, group, quarter, lane, true, acc,
+                                       [](int, int, float) {});
+        values_of_codes<kGated, kColumns>(exchange, lane, acc);
+      }
+    }
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
@@ -172,37 +242,23 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
         }
       }
     }
+    if constexpr (Inner::kValues) {
+      const auto in_form = [&]<RowForm kForm>() {
+        if constexpr (Inner::can(kForm) && !(kSplit && row_group_columns(kForm) > 64)) {
+          if (p.inner_values == kForm) {
+            quantise_stored<kForm, kGated>(p, expert, first_row, rows, band * (kGated ? 128 : 256),
+                                           group, quarter, lane);
+          }
+        }
+      };
+      in_form.template operator()<RowForm::kMx8Values>();
+      in_form.template operator()<RowForm::kMx4Values>();
+      in_form.template operator()<RowForm::kNv4Values>();
+      in_form.template operator()<RowForm::kFp8Values>();
+    }
     return;
   } else {
-    // Largest magnitude of each column over the group's channels. fmaxf drops NaN, as the CPU does.
-    float2* scale = exchange.scale;
-    constexpr int kGroups = kGated ? 1 : 2;
-#pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float m = fmaxf(fabsf(acc[0][4 * j + i]), fabsf(acc[1][4 * j + i]));
-        if constexpr (!kGated) {
-          m = fmaxf(m, fmaxf(fabsf(acc[0][4 * j + 2 + i]), fabsf(acc[1][4 * j + 2 + i])));
-        }
-        m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 4));
-        m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 8));
-        m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 16));
-        if (g == 0) exchange.publish((group * 4 + quarter) * kColumns + 8 * j + 2 * t + i, m);
-      }
-    }
-    const int thread = static_cast<int>(threadIdx.x);
-    exchange.wait(thread, kColumns);
-    if (thread < kColumns * kGroups) {
-      const int column = thread % kColumns, which = thread / kColumns;
-      float m = 0.0F;
-#pragma unroll
-      for (int w = 0; w < 8 / kGroups; ++w) {
-        MOESAIC_CUDA_FAULT(cuda_experts_amax_of_half_a_group, if (w >= 4 / kGroups) continue;)
-        m = fmaxf(m, exchange.amax[(which * 4 + w) * kColumns + column]);
-      }
-      const float s = fp8_scale(m, p.power_of_two_scales);
-      scale[which * kColumns + column] = make_float2(s, 1.0F / s);
+    const auto store_scale = [&](int which, int column, float s) {
       const int scale_group = kGated ? band : band * 2 + which;
       if (column < rows && scale_group < p.chunks2 && (!kSplit || group == 0)) {
         p.rows.inner_scale[scale_group * p.rows.inner_scale_stride + first_row + column] = s;
@@ -211,9 +267,10 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
             p.rows.inner_scale[scale_group * p.rows.inner_scale_stride + first_row + column] =
                 1.0F;)
       }
-    }
-    ptx::named_barrier_sync(kRequantBarrier, kSplit ? 128 : 256);
-    if constexpr (!kGated) scale += group * kColumns;
+    };
+    share_scales<kGated, kColumns>(exchange, group, quarter, lane, p.power_of_two_scales, acc,
+                                   store_scale);
+    const float2* const scale = exchange.scale + (kGated ? 0 : group * kColumns);
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
       const float4 s = *reinterpret_cast<const float4*>(scale + 8 * j + 2 * t);

@@ -239,6 +239,7 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
     g.whole.x_static = impl_->x_static(a, w);
     g.whole.inner_static = impl_->inner_static(a, w);
   }
+  if (row_has_values(plan.format->rows)) g.inner_values = plan.format->rows;
   g.whole.inner_bf16 = w.inner_bf16;
   g.whole.inner_amax = w.inner_amax;
   g.fold_combine = !slots && a.tokens <= kFoldCombineTokens && variant.max_columns <= 64;

@@ -69,7 +69,7 @@ Status check_pointer(std::string_view field, const void* p, std::uintptr_t align
 }
 
 bool takes_codes(const FormatRow& row) { return row.rows == RowForm::kFp8Group128; }
-bool quantises(const FormatRow& row) { return row_has_scales(row.rows); }
+bool quantises(const FormatRow& row) { return row_is_quantised(row.rows); }
 
 Status check_scales(const ExpertsPlan& plan, const CudaExpertsArgs& a) {
   if (!takes_codes(*plan.format)) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cuda/device_memory.h"
+#include "cuda/group_values.h"
 #include "experts/problem_checks.h"
 #include "experts/row_error.h"
 #include "experts/sm90/experts_impl.h"
@@ -53,6 +54,34 @@ experts::RowError of_static_codes(const std::uint8_t* codes, std::int64_t n, flo
   experts::RowError sums = of_codes(codes, n, scale, 0.0F);
   for (std::int64_t i = 0; i < n; ++i) {
     sums.saturated = sums.saturated || (codes[i] & 0x7F) == 0x7E;
+  }
+  return sums;
+}
+
+// The values of a quantised row's codes; what they were rounded from is gone. A group's scale is
+// that of its largest value.
+experts::RowError of_values(RowForm form, const std::uint16_t* row, std::int64_t n, float input) {
+  const bool e4m3 = form == RowForm::kMx8Values || form == RowForm::kFp8Values;
+  const std::int64_t columns = row_group_columns(form);
+  experts::RowError sums;
+  for (std::int64_t begin = 0; begin < n; begin += columns) {
+    const std::int64_t end = std::min(begin + columns, n);
+    float amax = 0;
+    for (std::int64_t i = begin; i < end; ++i) {
+      const float value = f32_from_bf16(row[i]);
+      sums.finite = sums.finite && std::isfinite(value);
+      amax = std::max(amax, std::abs(value));
+    }
+    // Values of NVFP4 are without the input scale, and so is the rule with a multiplier of 1.
+    const auto scale = static_cast<double>(group_scale(form, amax, 1.0F).scale);
+    if (scale == 0.0) continue;
+    for (std::int64_t i = begin; i < end; ++i) {
+      const double value = static_cast<double>(f32_from_bf16(row[i]));
+      const double step = step_at(value / scale, e4m3 ? 3 : 1, e4m3 ? 0x1p-6 : 1.0) * scale;
+      const double unit = static_cast<double>(input);
+      sums.size += value * value * unit * unit;
+      sums.error += rounding_variance(step) * unit * unit;
+    }
   }
   return sums;
 }
@@ -188,6 +217,9 @@ Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics
             f32_from_bf16(whole_rows[static_cast<std::size_t>(r * inner + i)]);
       }
       of_inner = meter.measure(row.data(), inner, 1.0F);
+    } else if (row_has_values(plan.format->rows)) {
+      of_inner = of_values(plan.format->rows, reinterpret_cast<const std::uint16_t*>(from), inner,
+                           plan.static_scales ? inner_scales[expert_of(p)] : 1.0F);
     } else if (plan.static_scales) {
       of_inner = of_static_codes(reinterpret_cast<const std::uint8_t*>(from), inner,
                                  inner_scales[expert_of(p)]);

@@ -60,7 +60,8 @@ ExpertsWorkspace ExpertsWorkspace::carve(const MoeProblem& problem, const Expert
     const bool by_pair = plan.static_scales || plan.gathers_rows();
     w.rows = arena.take<std::byte>((by_pair ? pairs : tokens) * plan.w13.row_bytes());
   }
-  if (plan.quantizes() && !plan.static_scales) {
+  const bool scales = row_has_scales(plan.format->rows) && !plan.static_scales;
+  if (scales) {
     w.row_scale = arena.take<float>(w.row_scale_stride * (whole ? 1 : plan.w13.chunks()));
   }
   // The narrowest group makes the most records.
@@ -78,7 +79,7 @@ ExpertsWorkspace ExpertsWorkspace::carve(const MoeProblem& problem, const Expert
   w.row_of_pair = arena.take<std::int32_t>(pairs);
   w.weight_of_row = arena.take<float>(pairs);
   w.inner_scale_stride = round_up(pairs, 4);
-  if (plan.quantizes() && !plan.static_scales) {
+  if (scales) {
     w.inner_scale = arena.take<float>(w.inner_scale_stride * (whole ? 1 : plan.w2.chunks()));
   }
   if (plan.quantizes_late()) {

@@ -27,8 +27,8 @@ struct ExpertsPlan {
   bool makes_rows() const { return quantizes() || weight_on_input; }
   // A row of hidden states is made for every pair, in the order of its expert's columns.
   bool gathers_rows() const { return weight.act_order; }
-  // Operand rows are codes with scales.
-  bool quantizes() const { return row_has_scales(format->rows); }
+  // Operand rows are codes with scales, or the values of codes.
+  bool quantizes() const { return row_is_quantised(format->rows); }
   // GEMM1 leaves bf16 rows, which are quantised when a row is complete.
   bool quantizes_late() const { return row_is_whole(format->rows) && !static_scales; }
   // Takes the image of weights whose scales are all bf16 numbers, or not.

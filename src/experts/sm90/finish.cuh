@@ -1,5 +1,6 @@
-// The factors of a finished sum in the grouped-GEMM kernel (grouped_gemm.cuh): formats whose token
-// rows and weight rows have one scale each. sum * (token scale * weight scale), as the CPU has it.
+// The factors of a finished sum in the grouped-GEMM kernel (grouped_gemm.cuh): formats whose weight
+// rows, or token rows and weight rows, have one scale each. sum * (token scale * weight scale), as
+// the CPU has it.
 // Fragment positions as in gemm_products.cuh, channels as in epilogue.cuh.
 #pragma once
 
@@ -31,21 +32,24 @@ __device__ __forceinline__ const float* weight_scales(const GroupedParams& p, bo
 
 // What a thread needs for the sums of an item. Those of GEMM1 are read early; the token scales of
 // GEMM2 are there with the last stage.
-template <bool kAny, int kLists>
+template <class Tokens, int kLists, bool kAny = Tokens::kFactors>
 struct ColumnFactors {
+  static constexpr bool kTokens = Tokens::kTokenFactors;
   float token[kLists];  // of column lane + 32 i
   float weight[2][2];   // [block][row half]
 
   __device__ __forceinline__ void load_tokens(const GroupedParams& p,
                                               const std::int32_t* pair_of_row, const Item& item,
                                               bool second, int lane) {
+    if constexpr (kTokens) {
 #pragma unroll
-    for (int i = 0; i < kLists; ++i) {
-      const int column = lane + 32 * i;
-      token[i] = column < item.rows
-                     ? token_scale(p, pair_of_row, second, item.expert, item.first_row + column)
-                     : 0.0F;
-      MOESAIC_CUDA_FAULT(cuda_experts_row_scale_missing, token[i] = 1.0F;)
+      for (int i = 0; i < kLists; ++i) {
+        const int column = lane + 32 * i;
+        token[i] = column < item.rows
+                       ? token_scale(p, pair_of_row, second, item.expert, item.first_row + column)
+                       : 0.0F;
+        MOESAIC_CUDA_FAULT(cuda_experts_row_scale_missing, token[i] = 1.0F;)
+      }
     }
   }
   __device__ __forceinline__ void load_weights(const GroupedParams& p, const Item& item,
@@ -67,8 +71,8 @@ struct ColumnFactors {
     weight[0][0] = v.x, weight[0][1] = v.y, weight[1][0] = v.z, weight[1][1] = v.w;
   }
 };
-template <int kLists>
-struct ColumnFactors<false, kLists> {};
+template <class Tokens, int kLists>
+struct ColumnFactors<Tokens, kLists, false> {};
 
 // Weights as the M operand.
 template <int kColumns, class Sum, class Factors>
@@ -80,7 +84,10 @@ __device__ __forceinline__ void finish_columns(const Factors& factors, int lane,
   for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float s = __shfl_sync(0xFFFFFFFFU, factors.token[j / 4], (8 * j) % 32 + 2 * t + i);
+      float s = 1.0F;
+      if constexpr (Factors::kTokens) {
+        s = __shfl_sync(0xFFFFFFFFU, factors.token[j / 4], (8 * j) % 32 + 2 * t + i);
+      }
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         const int lo = 4 * j + i, hi = lo + 2;

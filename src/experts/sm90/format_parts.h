@@ -10,11 +10,13 @@
 //     using WeightScales = ...;   // where they lie: NoWeightScales, BlockWeightScales, RowStrip<n>,
 //                                 // VaryingStrip<n>
 //     using Tokens = ...;         // operand rows of both GEMMs: PlainRows, GroupScaledRows,
-//                                 // RowScaledRows
-//     using Weights = ...;        // how weights become an operand: FromShared, FromCodes<decoder>
+//                                 // RowScaledRows, FactoredRows
+//     using Weights = ...;        // how weights become an operand: FromShared, FromCodes<decoder>,
+//                                 // FromFp8Codes<decoder>
 //     using Promote = ...;        // when partial sums get their scales or are added up in fp32:
 //                                 // InOperand, PerStage, PerStages<n>, PerStageAndRow, Integers
-//     using Inner = ...;          // how GEMM1's result is stored: RoundBf16, QuantiseE4M3, WholeRow
+//     using Inner = ...;          // how GEMM1's result is stored: RoundBf16, QuantiseE4M3, WholeRow,
+//                                 // GroupValues
 //   };
 #pragma once
 
@@ -54,30 +56,41 @@ struct VaryingStrip : RowStrip<kBytes> {
 };
 
 // The operand rows of both GEMMs. kScaleBytes: per row and chunk. kFactors: a finished sum is
-// multiplied by the scales of its token row and of its weight row (finish.cuh).
+// multiplied by the scale of its weight row, kTokenFactors: and of its token row (finish.cuh).
 struct PlainRows {
   static constexpr RowForm kForm = RowForm::kBf16;
   static constexpr int kScaleBytes = 0;
-  static constexpr bool kFactors = false;
+  static constexpr bool kFactors = false, kTokenFactors = false;
+};
+struct FactoredRows {
+  static constexpr RowForm kForm = RowForm::kBf16;
+  static constexpr int kScaleBytes = 0;
+  static constexpr bool kFactors = true, kTokenFactors = false;
 };
 struct GroupScaledRows {
   static constexpr RowForm kForm = RowForm::kFp8Group128;
   static constexpr int kScaleBytes = 4;
-  static constexpr bool kFactors = false;
+  static constexpr bool kFactors = false, kTokenFactors = false;
 };
 template <RowForm kRows>
 struct RowScaledRows {
   static_assert(row_is_whole(kRows));
   static constexpr RowForm kForm = kRows;
   static constexpr int kScaleBytes = 0;
-  static constexpr bool kFactors = true;
+  static constexpr bool kFactors = true, kTokenFactors = true;
 };
 
 // Device code: gemm_products.cuh, gemm_codes.cuh.
 struct FromShared;  // the weights of a stage are an operand as they lie there
 template <class Decoder>
-struct FromCodes;   // codes in fragment order, decoded into registers
-struct DecodeE2M1;  // e2m1 codes and E8M0 scales to bf16
+struct FromCodes;  // codes in fragment order, decoded into registers
+template <class Decoder>
+struct FromFp8Codes;  // the same for e4m3 products: gemm_fp8_codes.cuh
+struct DecodeInt4Fp8;
+// Device code: decode_bf16.cuh.
+struct DecodeE2M1;   // e2m1 codes and E8M0 scales to bf16
+struct DecodeNvfp4;  // e2m1 codes and e4m3 scales to bf16
+struct DecodeMxfp8;  // e4m3 codes and E8M0 scales to bf16
 // Device code: decode_codes.cuh. Scales: ScalesOfSums with PerStageAndRow, else StripScales.
 template <class Scales>
 struct DecodeInt4;  // 4-bit integers, less a zero point
@@ -99,17 +112,24 @@ struct PerStages;  // the sums of so many stages, added in fp32 as they are
 struct Integers;   // 32-bit integer sums
 
 // How GEMM1's result, activated and rounded to bf16, is stored as the operand rows of GEMM2
-// (epilogue.cuh): as it is, as e4m3 with a scale per row and 128 channels, or with one scale per row
-// (whole_rows.cuh).
+// (epilogue.cuh): as it is, as e4m3 with a scale per row and 128 channels, with one scale per row
+// (whole_rows.cuh), or as it is or, where the call says so, as the values of its codes in small
+// groups, in one of these forms (value_rows.cuh).
 struct RoundBf16 {
-  static constexpr bool kQuantises = false, kWholeRow = false;
+  static constexpr bool kQuantises = false, kWholeRow = false, kValues = false;
 };
 struct QuantiseE4M3 {
-  static constexpr bool kQuantises = true, kWholeRow = false;
+  static constexpr bool kQuantises = true, kWholeRow = false, kValues = false;
+};
+template <RowForm... kRows>
+struct GroupValues {
+  static_assert((row_has_values(kRows) && ...));
+  static constexpr bool kQuantises = false, kWholeRow = false, kValues = true;
+  static constexpr bool can(RowForm form) { return ((form == kRows) || ...); }
 };
 template <RowForm kRows>
 struct WholeRow {
-  static constexpr bool kQuantises = false, kWholeRow = true;
+  static constexpr bool kQuantises = false, kWholeRow = true, kValues = false;
   static constexpr bool kInt8 = kRows == RowForm::kInt8Row;
 };
 

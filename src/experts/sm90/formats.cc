@@ -14,16 +14,20 @@
 #include "experts/sm90/formats/fp8_block.h"
 #include "experts/sm90/formats/fp8_row.h"
 #include "experts/sm90/formats/int4_bf16.h"
+#include "experts/sm90/formats/int4_fp8.h"
 #include "experts/sm90/formats/int4_narrow.h"
 #include "experts/sm90/formats/int8.h"
 #include "experts/sm90/formats/int8_bf16.h"
 #include "experts/sm90/formats/int8_narrow.h"
 #include "experts/sm90/formats/mxfp4_bf16.h"
+#include "experts/sm90/formats/mxfp8.h"
+#include "experts/sm90/formats/nvfp4.h"
 #include "experts/sm90/formats/table_bf16.h"
 #include "experts/sm90/formats/table_narrow.h"
 #include "experts/sm90/repack_codes.h"
 #include "experts/sm90/repack_strips.h"
 #include "experts/sm90/weight_codes.h"
+#include "quant/operand_forms.h"
 
 namespace moesaic::cuda {
 
@@ -31,6 +35,7 @@ namespace moesaic::cuda {
 LaunchGrouped launch_grouped_bf16_swiglu, launch_grouped_bf16_any;
 LaunchGrouped launch_grouped_fp8_block_swiglu, launch_grouped_fp8_block_any;
 LaunchGrouped launch_grouped_fp8_row_swiglu, launch_grouped_fp8_row_any;
+LaunchGrouped launch_grouped_int4_fp8_swiglu, launch_grouped_int4_fp8_any;
 LaunchGrouped launch_grouped_int8_swiglu, launch_grouped_int8_any;
 LaunchGrouped launch_grouped_mxfp4_bf16_swiglu, launch_grouped_mxfp4_bf16_any;
 LaunchGrouped launch_grouped_int4_bf16_swiglu, launch_grouped_int4_bf16_any;
@@ -38,6 +43,8 @@ LaunchGrouped launch_grouped_int4_narrow_swiglu, launch_grouped_int4_narrow_any;
 LaunchGrouped launch_grouped_table_bf16_swiglu, launch_grouped_table_narrow_swiglu;
 LaunchGrouped launch_grouped_int8_bf16_swiglu, launch_grouped_int8_narrow_swiglu;
 LaunchGrouped launch_grouped_fp8_bf16_swiglu;
+LaunchGrouped launch_grouped_mxfp8_swiglu, launch_grouped_mxfp8_any;
+LaunchGrouped launch_grouped_nvfp4_swiglu, launch_grouped_nvfp4_any;
 
 namespace {
 
@@ -144,6 +151,7 @@ template <class Format>
 constexpr FormatRow row_of(ComputeScheme scheme) {
   FormatRow row{};
   row.scheme = scheme;
+  row.takes = nullptr;
   row.rows = Format::Tokens::kForm;
   row.chunk_k = Format::kChunkK;
   row.slab_bytes = FormatSizes<Format>::kSlabBytes;
@@ -206,14 +214,93 @@ constexpr FormatRow int8_row() {
   return row;
 }
 
-constexpr FormatRow mxfp4_bf16_row() {
-  FormatRow row = row_of<Mxfp4Bf16>(ComputeScheme::kMxfp4Bf16);
+bool is_mxfp8_weight(const OperandQuant& w) {
+  using namespace quant::forms;
+  return is_bare(w) && is_group(w, kE4M3, F::kE8M0, quant::kMxGroupSize);
+}
+bool is_nvfp4_weight(const OperandQuant& w) {
+  using namespace quant::forms;
+  return is_bare(w) && w.dtype == kE2M1 && w.scale_format == F::kE4M3;
+}
+
+// Formats whose codes are decoded in registers: the weights' kernel with operand rows of `rows`.
+template <class Format>
+constexpr FormatRow decoded(ComputeScheme scheme, RowForm rows) {
+  FormatRow row = row_of<Format>(scheme);
+  row.rows = rows;
   row.tiles = {.split_items = 1, .paired_rows = 0};
-  row.parts = kImages;
+  row.parts = kImagesAndRowScales;
+  return row;
+}
+
+constexpr FormatRow mxfp4_row(ComputeScheme scheme, RowForm rows) {
+  FormatRow row = decoded<Mxfp4Bf16>(scheme, rows);
   row.check = &check_widths<32>;
   row.repack = MOESAIC_ON_DEVICE(repack_mxfp4);
   row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_mxfp4_bf16_swiglu);
   row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_mxfp4_bf16_any);
+  return row;
+}
+
+// Operand rows are values in bf16, which has no room for scales that are no powers of two.
+Status check_mxfp4_fp8(const MoeProblem& problem) {
+  const OperandQuant& a = problem.quant.activation;
+  if (a.granularity != ScaleGranularity::kGroup || a.scale_format != ScaleFormat::kE8M0) {
+    return unsupported(fmt::format("activation of mxfp4-fp8: got {}, need {} on a GPU",
+                                   activation_text(problem.quant),
+                                   "F8_E4M3, a power of two per 128 columns"));
+  }
+  return check_widths<32>(problem);
+}
+
+constexpr FormatRow mxfp4_fp8_row() {
+  FormatRow row = mxfp4_row(ComputeScheme::kMxfp4Fp8, RowForm::kFp8Values);
+  row.check = &check_mxfp4_fp8;
+  row.tiles.split_items = 0;  // a group of 128 channels may be both halves of a band
+  return row;
+}
+
+constexpr FormatRow mxfp8_row(ComputeScheme scheme, RowForm rows) {
+  FormatRow row = decoded<Mxfp8>(scheme, rows);
+  row.check = &check_widths<32>;
+  row.repack = MOESAIC_ON_DEVICE(repack_mxfp8);
+  row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_mxfp8_swiglu);
+  row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_mxfp8_any);
+  return row;
+}
+
+// The image has one scale per row and chunk.
+Status check_int4_fp8(const MoeProblem& problem) {
+  const std::int64_t group = problem.quant.weight.block_k;
+  if (group % 128 == 0) return {};
+  return unsupported(fmt::format(
+      "groups of int4-fp8 weights: got {} columns, need a multiple of 128 on a GPU", group));
+}
+
+constexpr FormatRow int4_fp8_row() {
+  FormatRow row = decoded<Int4Fp8>(ComputeScheme::kInt4Fp8, RowForm::kFp8Row);
+  row.tiles.widest = 64;  // as the table's, below
+  row.check = &check_int4_fp8;
+  row.repack = MOESAIC_ON_DEVICE(repack_int4_fp8);
+  row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_int4_fp8_swiglu);
+  row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_int4_fp8_any);
+  return row;
+}
+
+constexpr FormatRow nvfp4_row(ComputeScheme scheme, RowForm rows) {
+  FormatRow row = decoded<Nvfp4>(scheme, rows);
+  row.check = &check_widths<16>;
+  row.repack = MOESAIC_ON_DEVICE(repack_nvfp4);
+  row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_nvfp4_swiglu);
+  row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_nvfp4_any);
+  return row;
+}
+
+// Of the scheme of all weights whose activations are bf16.
+constexpr FormatRow weight_only(FormatRow row, std::string_view name,
+                                bool (*takes)(const OperandQuant& weight)) {
+  row.name = name;
+  row.takes = takes;
   return row;
 }
 
@@ -243,6 +330,14 @@ bool takes_narrow(const OperandQuant& weight) {
   return has(weight) && !has_scales_of_sums(weight);
 }
 
+// The table takes registers that sums of 128 columns need.
+constexpr FormatRow table_bf16_row() {
+  FormatRow row = row_of_strips<TableBf16>("nf4-bf16", &takes_wide<has_table_codes>,
+                                           MOESAIC_ON_DEVICE(launch_grouped_table_bf16_swiglu));
+  row.tiles.widest = 64;
+  return row;
+}
+
 template <class Format>
 constexpr FormatRow row_of_int4(bool (*takes)(const OperandQuant& weight), LaunchGrouped* swiglu,
                                 LaunchGrouped* any) {
@@ -262,17 +357,25 @@ constexpr FormatRow fp8_bf16_row(ComputeScheme scheme, std::string_view name) {
 constexpr FormatRow kFormats[] = {
     bf16_row(),
     fp8_block_row(),
-    mxfp4_bf16_row(),
+    mxfp4_row(ComputeScheme::kMxfp4Bf16, RowForm::kBf16),
     fp8_scaled_row(),
     int8_row(),
+    mxfp8_row(ComputeScheme::kMxfp8, RowForm::kMx8Values),
+    mxfp4_row(ComputeScheme::kMxfp4, RowForm::kMx4Values),
+    mxfp4_fp8_row(),
+    nvfp4_row(ComputeScheme::kNvfp4, RowForm::kNv4Values),
+    int4_fp8_row(),
+    weight_only(nvfp4_row(ComputeScheme::kWeightOnly, RowForm::kBf16), "nvfp4-bf16",
+                &is_nvfp4_weight),
+    weight_only(mxfp8_row(ComputeScheme::kWeightOnly, RowForm::kBf16), "mxfp8-bf16",
+                &is_mxfp8_weight),
     row_of_int4<Int4Bf16>(&takes_wide<has_int4_codes>,
                           MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_swiglu),
                           MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_any)),
     row_of_int4<Int4Narrow>(&takes_narrow<has_int4_codes>,
                             MOESAIC_ON_DEVICE(launch_grouped_int4_narrow_swiglu),
                             MOESAIC_ON_DEVICE(launch_grouped_int4_narrow_any)),
-    row_of_strips<TableBf16>("nf4-bf16", &takes_wide<has_table_codes>,
-                             MOESAIC_ON_DEVICE(launch_grouped_table_bf16_swiglu)),
+    table_bf16_row(),
     row_of_strips<TableNarrow>("nf4-bf16", &takes_narrow<has_table_codes>,
                                MOESAIC_ON_DEVICE(launch_grouped_table_narrow_swiglu)),
     row_of_strips<Int8Bf16>("int8-bf16", &takes_wide<has_int8_codes>,

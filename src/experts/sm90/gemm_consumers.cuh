@@ -11,6 +11,7 @@
 #include "experts/sm90/decode_codes.cuh"
 #include "experts/sm90/epilogue.cuh"
 #include "experts/sm90/finish.cuh"
+#include "experts/sm90/gemm_fp8_codes.cuh"
 #include "experts/sm90/gemm_products.cuh"
 #include "permute/sm90/combine.cuh"
 
@@ -64,7 +65,7 @@ __device__ __forceinline__ void consume_item(const GroupedParams& p, const Share
   using Inner = typename Format::Inner;
   typename Format::Promote::Sum acc[2][kColumns / 2];
   constexpr bool kFactors = Format::Tokens::kFactors;
-  [[maybe_unused]] ColumnFactors<kFactors, kLists> factors;
+  [[maybe_unused]] ColumnFactors<typename Format::Tokens, kLists> factors;
   if constexpr (kFactors) {
     factors.load_weights(p, item, second, Epilogue::kGated && !second, group, warp & 3, lane);
     if (!second) factors.load_tokens(p, sh.pair_of_row(p), item, false, lane);

@@ -27,6 +27,7 @@
 #include <cstdint>
 
 #include "cuda/device_traits.h"
+#include "cuda/quant_rows.h"
 #include "permute/sm90/align.h"
 #include "permute/sm90/combine.h"
 #include "router/sm90/route.h"
@@ -118,7 +119,8 @@ struct GroupedActivation {
 // Formats with one scale per operand row.
 struct WholeRows {
   // Static scales [local experts] of both GEMMs' rows, or null: each row has its own, x_scale
-  // [tokens] and inner_scale [rows of the work list].
+  // [tokens] and inner_scale [rows of the work list]. NVFP4 has inner_static beside the scales of
+  // groups.
   const float* x_static = nullptr;
   const float* inner_static = nullptr;
   // Without static scales: GEMM1's result [rows of the work list, intermediate] in bf16 and the
@@ -159,6 +161,8 @@ struct GroupedParams {
   GroupedActivation activation;
   WholeRows whole;
   CodeImage codes;
+  // Formats that can: GEMM1's result is quantised to values of this form; kBf16: not.
+  RowForm inner_values = RowForm::kBf16;
 };
 
 // Set in group_done when a group's rows of the intermediate have been quantised (whole rows).
