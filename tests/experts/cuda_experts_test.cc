@@ -40,6 +40,24 @@ constexpr const char* kQuants[] = {"bf16",        "mxfp4-bf16", "fp8-block", "fp
 // Other weights of the same formats.
 constexpr const char* kMoreQuants[] = {"int4-channel", "int4-g32", "awq", "gptq",
                                        "fp4-bf16",     "u8-zero",  "q6k"};
+std::vector<const char*> all_quants() {
+  std::vector<const char*> all(std::begin(kQuants), std::end(kQuants));
+  all.insert(all.end(), std::begin(kMoreQuants), std::end(kMoreQuants));
+  return all;
+}
+
+class CudaExpertsExact : public testing::TestWithParam<const char*> {};
+class CudaExpertsBound : public testing::TestWithParam<const char*> {};
+class CudaExpertsRows : public testing::TestWithParam<const char*> {};
+std::string name_of(const testing::TestParamInfo<const char*>& info) {
+  std::string name = info.param;
+  std::ranges::replace(name, '-', '_');
+  return name;
+}
+INSTANTIATE_TEST_SUITE_P(Each, CudaExpertsExact, testing::ValuesIn(all_quants()), name_of);
+INSTANTIATE_TEST_SUITE_P(Each, CudaExpertsBound, testing::ValuesIn(kQuants), name_of);
+INSTANTIATE_TEST_SUITE_P(Each, CudaExpertsRows, testing::ValuesIn(kQuants), name_of);
+
 bool is_fp8_block(std::string_view quant) { return quant == "fp8-block"; }
 bool keeps_bf16_rows(std::string_view quant) {
   return test::scheme_called(quant).activation.granularity == ScaleGranularity::kNone;
@@ -188,29 +206,26 @@ StandardCase exact_case(std::string_view quant, std::string_view activation, std
 }
 
 // One expert per token: the device's row is the reference's, rounded to bf16.
-TEST(CudaExpertsExact, OneExpertEqualsReferenceByBits) {
+TEST_P(CudaExpertsExact, OneExpertEqualsReferenceByBits) {
   REQUIRE_HOPPER();
-  std::vector<const char*> quants(std::begin(kQuants), std::end(kQuants));
-  quants.insert(quants.end(), std::begin(kMoreQuants), std::end(kMoreQuants));
-  for (const char* quant : quants) {
-    for (const char* activation : {"silu", "relu2_no_mul"}) {
-      if (!has_activation(quant, activation)) continue;
-      for (const std::int64_t tokens : {1, 37, 260, 700}) {
-        SCOPED_TRACE(testing::Message() << quant << ' ' << activation << ' ' << tokens);
-        const StandardCase c = exact_case(quant, activation, 512, 384, tokens, 1);
-        const Tensor want = run_standard(*test::make_backend("cpu_reference", c), c);
-        const Tensor got = run_cuda(c);
-        std::int64_t wrong = 0, live = 0;
-        for (std::int64_t i = 0; i < tokens * 512; ++i) {
-          const float rounded = f32_from_bf16(bf16_from_f32(want.as<float>()[i]));
-          wrong += got.as<float>()[i] == rounded ? 0 : 1;
-          live += rounded == 0.0F ? 0 : 1;
-        }
-        EXPECT_EQ(wrong, 0);
-        // e2m1 leaves little of a row with one large value.
-        const bool coarse = c.problem.quant.activation.dtype == DType::kF4E2M1;
-        EXPECT_GT(live, coarse ? 0 : tokens * 512 / 4);
+  const char* const quant = GetParam();
+  for (const char* activation : {"silu", "relu2_no_mul"}) {
+    if (!has_activation(quant, activation)) continue;
+    for (const std::int64_t tokens : {1, 37, 260, 700}) {
+      SCOPED_TRACE(testing::Message() << activation << ' ' << tokens);
+      const StandardCase c = exact_case(quant, activation, 512, 384, tokens, 1);
+      const Tensor want = run_standard(*test::make_backend("cpu_reference", c), c);
+      const Tensor got = run_cuda(c);
+      std::int64_t wrong = 0, live = 0;
+      for (std::int64_t i = 0; i < tokens * 512; ++i) {
+        const float rounded = f32_from_bf16(bf16_from_f32(want.as<float>()[i]));
+        wrong += got.as<float>()[i] == rounded ? 0 : 1;
+        live += rounded == 0.0F ? 0 : 1;
       }
+      EXPECT_EQ(wrong, 0);
+      // e2m1 leaves little of a row with one large value.
+      const bool coarse = c.problem.quant.activation.dtype == DType::kF4E2M1;
+      EXPECT_GT(live, coarse ? 0 : tokens * 512 / 4);
     }
   }
 }
@@ -240,52 +255,49 @@ double worst_error(const StandardCase& c) {
 // Against float64 sums over the same rounded operands. bf16: each expert's row is rounded once more
 // (2^-9 per element at most). fp8: a sum that lands on the other side of a rounding boundary moves
 // an element of the intermediate by one code, 2^-4 of it at most, rarely.
-TEST(CudaExpertsBound, EveryActivation) {
+TEST_P(CudaExpertsBound, EveryActivation) {
   REQUIRE_HOPPER();
-  for (const char* quant : kQuants) {
-    for (const char* activation :
-         {"silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep", "situ", "silu_no_mul",
-          "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul"}) {
-      if (!has_activation(quant, activation)) continue;
-      SCOPED_TRACE(testing::Message() << quant << ' ' << activation);
-      MoeProblem p = problem_of(quant, activation, 384, 256, 6, 2);
-      p.has_expert_bias = true;
-      const StandardCase c = test::make_case(21, p, 50, DType::kBF16);
-      EXPECT_LT(worst_error(c), bound_of(quant));
-    }
+  const char* const quant = GetParam();
+  for (const char* activation :
+       {"silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep", "situ", "silu_no_mul",
+        "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul"}) {
+    if (!has_activation(quant, activation)) continue;
+    SCOPED_TRACE(activation);
+    MoeProblem p = problem_of(quant, activation, 384, 256, 6, 2);
+    p.has_expert_bias = true;
+    const StandardCase c = test::make_case(21, p, 50, DType::kBF16);
+    EXPECT_LT(worst_error(c), bound_of(quant));
   }
 }
 
-TEST(CudaExpertsBound, ShapesAndTokens) {
+TEST_P(CudaExpertsBound, ShapesAndTokens) {
   REQUIRE_HOPPER();
   struct Sizes {
     std::int64_t hidden, intermediate;
   };
-  for (const char* quant : kQuants) {
-    const bool plain = std::string_view(quant) == "bf16";
-    const bool is_table = test::scheme_called(quant).weight.table != CodeTable::kNone;
-    const std::int64_t columns = test::scheme_called(quant).weight.block_k;
-    for (const Sizes s :
-         is_fp8_block(quant) ? std::vector<Sizes>{{128, 128}, {384, 640}, {1024, 200}, {256, 72}}
-         : plain ? std::vector<Sizes>{{8, 8}, {72, 203}, {136, 328}, {1024, 255}, {64, 1}}
-         : has_strips(quant)
-             ? std::vector<Sizes>{{is_table ? 64 : 72, is_table ? 64 : 200},
-                                  {384, 640},
-                                  {1024, 192}}
-         : columns == 128 ? std::vector<Sizes>{{128, 128}, {384, 640}, {1024, 256}}
-         : columns == 32  ? std::vector<Sizes>{{32, 32}, {96, 160}, {384, 640}, {1024, 288}}
-                          : std::vector<Sizes>{{16, 16}, {144, 208}, {384, 640}, {1024, 272}}) {
-      for (const std::int64_t tokens : {1, 17, 129}) {
-        // One code of a short row is more than this bound: CudaExpertsRequantised has these.
-        const std::string_view name = quant;
-        const bool own_scales = name == "fp8-tensor" || name == "fp8-channel" || name == "int8";
-        if (tokens == 1 && own_scales) continue;
-        SCOPED_TRACE(testing::Message()
-                     << quant << ' ' << s.hidden << 'x' << s.intermediate << ' ' << tokens);
-        MoeProblem p = problem_of(quant, "silu", s.hidden, s.intermediate, 6, 2);
-        const StandardCase c = test::make_case(31, p, tokens, DType::kBF16, 0.1);
-        EXPECT_LT(worst_error(c), bound_of(quant));
-      }
+  const char* const quant = GetParam();
+  const bool plain = std::string_view(quant) == "bf16";
+  const bool is_table = test::scheme_called(quant).weight.table != CodeTable::kNone;
+  const std::int64_t columns = test::scheme_called(quant).weight.block_k;
+  for (const Sizes s :
+       is_fp8_block(quant) ? std::vector<Sizes>{{128, 128}, {384, 640}, {1024, 200}, {256, 72}}
+       : plain             ? std::vector<Sizes>{{8, 8}, {72, 203}, {136, 328}, {1024, 255}, {64, 1}}
+       : has_strips(quant)
+           ? std::vector<Sizes>{{is_table ? 64 : 72, is_table ? 64 : 200}, {384, 640}, {1024, 192}}
+       : columns == 128 ? std::vector<Sizes>{{128, 128}, {384, 640}, {1024, 256}}
+       : columns == 32  ? std::vector<Sizes>{{32, 32}, {96, 160}, {384, 640}, {1024, 288}}
+                        : std::vector<Sizes>{{16, 16}, {144, 208}, {384, 640}, {1024, 272}}) {
+    for (const std::int64_t tokens : {1, 17, 129}) {
+      // One code of a short row is more than this bound: CudaExpertsRequantised has these.
+      const std::string_view name = quant;
+      const bool own_scales =
+          name == "fp8-tensor" || name == "fp8-channel" || name == "int8" || name == "int4-fp8";
+      if (tokens == 1 && own_scales) continue;
+      SCOPED_TRACE(testing::Message()
+                   << quant << ' ' << s.hidden << 'x' << s.intermediate << ' ' << tokens);
+      MoeProblem p = problem_of(quant, "silu", s.hidden, s.intermediate, 6, 2);
+      const StandardCase c = test::make_case(31, p, tokens, DType::kBF16, 0.1);
+      EXPECT_LT(worst_error(c), bound_of(quant));
     }
   }
 }
@@ -373,26 +385,24 @@ TEST(CudaExpertsExact, ScalesOfAnySizeMultiplyExactly) {
 
 // Groups of more than 96 rows, with the tokens as the multiply's M operand: 800 tokens give each
 // expert about 266 rows.
-TEST(CudaExpertsBound, FullGroups) {
+TEST_P(CudaExpertsBound, FullGroups) {
   REQUIRE_HOPPER();
-  for (const char* quant : kQuants) {
-    const MoeProblem p = problem_of(quant, "silu", 384, 256, 6, 2);
-    const StandardCase c = test::make_case(33, p, 800, DType::kBF16, 0.1);
-    EXPECT_LT(worst_error(c), bound_of(quant)) << quant;
-  }
+  const char* const quant = GetParam();
+  const MoeProblem p = problem_of(quant, "silu", 384, 256, 6, 2);
+  const StandardCase c = test::make_case(33, p, 800, DType::kBF16, 0.1);
+  EXPECT_LT(worst_error(c), bound_of(quant)) << quant;
 }
 
 // One token: bands are halved, and 384 rows of w2 leave the second half of the last band empty. The
 // second case has one expert twice.
-TEST(CudaExpertsBound, OneToken) {
+TEST_P(CudaExpertsBound, OneToken) {
   REQUIRE_HOPPER();
-  for (const char* quant : kQuants) {
-    for (const bool twice : {false, true}) {
-      const MoeProblem p = problem_of(quant, "silu", 384, 384, 6, 3);
-      StandardCase c = test::make_case(35, p, 1, DType::kBF16);
-      if (twice) c.routing.ids.as<std::int32_t>()[2] = c.routing.ids.as<std::int32_t>()[0];
-      EXPECT_LT(worst_error(c), bound_of(quant)) << quant << ' ' << twice;
-    }
+  const char* const quant = GetParam();
+  for (const bool twice : {false, true}) {
+    const MoeProblem p = problem_of(quant, "silu", 384, 384, 6, 3);
+    StandardCase c = test::make_case(35, p, 1, DType::kBF16);
+    if (twice) c.routing.ids.as<std::int32_t>()[2] = c.routing.ids.as<std::int32_t>()[0];
+    EXPECT_LT(worst_error(c), bound_of(quant)) << quant << ' ' << twice;
   }
 }
 
@@ -412,42 +422,40 @@ TEST(CudaExpertsBound, PairedGroups) {
   }
 }
 
-TEST(CudaExpertsBound, RouterWeightOnInputAndPowerOfTwoScales) {
+TEST_P(CudaExpertsBound, RouterWeightOnInputAndPowerOfTwoScales) {
   REQUIRE_HOPPER();
-  for (const char* quant : kQuants) {
-    for (const bool on_input : {false, true}) {
-      MoeProblem p = problem_of(quant, "silu", 256, 256, 6, 1);
-      p.apply_router_weight_on_input = on_input;
-      if (is_fp8_block(quant)) {
-        p.quant.activation.scale_format = ScaleFormat::kE8M0;
-      }
-      const StandardCase c = test::make_case(41, p, 40, DType::kBF16);
-      EXPECT_LT(worst_error(c), 0x1p-6) << quant << ' ' << on_input;
+  const char* const quant = GetParam();
+  for (const bool on_input : {false, true}) {
+    MoeProblem p = problem_of(quant, "silu", 256, 256, 6, 1);
+    p.apply_router_weight_on_input = on_input;
+    if (is_fp8_block(quant)) {
+      p.quant.activation.scale_format = ScaleFormat::kE8M0;
     }
+    const StandardCase c = test::make_case(41, p, 40, DType::kBF16);
+    EXPECT_LT(worst_error(c), 0x1p-6) << quant << ' ' << on_input;
   }
 }
 
 // --- Metamorphic
 // -----------------------------------------------------------------------------------
 
-TEST(CudaExperts, TokenAloneEqualsTokenInBatchByBits) {
+TEST_P(CudaExpertsRows, TokenAloneEqualsTokenInBatchByBits) {
   REQUIRE_HOPPER();
-  for (const char* quant : kQuants) {
-    // Full groups are computed with the tokens as rows; once with limits and constants.
-    for (const auto& [tokens, activation] : std::vector<std::pair<std::int64_t, const char*>>{
-             {5, "silu"}, {60, "silu"}, {200, "silu"}, {900, "silu"}, {900, "swigluoai"}}) {
-      const MoeProblem p = problem_of(quant, activation, 384, 384, 6, 2);
-      const StandardCase c = test::make_case(51, p, tokens, DType::kBF16);
-      const Tensor batch = run_cuda(c);
-      for (const std::int64_t t : {std::int64_t{0}, tokens / 2, tokens - 1}) {
-        StandardCase one = test::make_case(51, p, 1, DType::kBF16);
-        std::memcpy(one.hidden_states.data(), c.hidden_states.data() + t * 384 * 2, 384 * 2);
-        std::memcpy(one.routing.ids.data(), c.routing.ids.data() + t * 8, 8);
-        std::memcpy(one.routing.weights.data(), c.routing.weights.data() + t * 8, 8);
-        const Tensor alone = run_cuda(one);
-        EXPECT_EQ(std::memcmp(alone.data(), batch.data() + t * 384 * 4, 384 * 4), 0)
-            << quant << ' ' << activation << " token " << t << " of " << tokens;
-      }
+  const char* const quant = GetParam();
+  // Full groups are computed with the tokens as rows; once with limits and constants.
+  for (const auto& [tokens, activation] : std::vector<std::pair<std::int64_t, const char*>>{
+           {5, "silu"}, {60, "silu"}, {200, "silu"}, {900, "silu"}, {900, "swigluoai"}}) {
+    const MoeProblem p = problem_of(quant, activation, 384, 384, 6, 2);
+    const StandardCase c = test::make_case(51, p, tokens, DType::kBF16);
+    const Tensor batch = run_cuda(c);
+    for (const std::int64_t t : {std::int64_t{0}, tokens / 2, tokens - 1}) {
+      StandardCase one = test::make_case(51, p, 1, DType::kBF16);
+      std::memcpy(one.hidden_states.data(), c.hidden_states.data() + t * 384 * 2, 384 * 2);
+      std::memcpy(one.routing.ids.data(), c.routing.ids.data() + t * 8, 8);
+      std::memcpy(one.routing.weights.data(), c.routing.weights.data() + t * 8, 8);
+      const Tensor alone = run_cuda(one);
+      EXPECT_EQ(std::memcmp(alone.data(), batch.data() + t * 384 * 4, 384 * 4), 0)
+          << quant << ' ' << activation << " token " << t << " of " << tokens;
     }
   }
 }
