@@ -14,6 +14,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_slots(const __grid_constant__
   const std::int64_t first = std::int64_t{blockIdx.x} * p.top_k;
   for (std::int64_t h = threadIdx.x; h < p.hidden; h += kSumThreads) {
     float sum = 0.0F;
+#pragma unroll 2  // by four it keeps more than it has registers for
     for (std::int64_t slot = first; slot < first + p.top_k; ++slot) {
       const std::int32_t id = p.ids[slot];
       if (id < 0 || id >= p.experts) continue;
