@@ -14,7 +14,7 @@ import subprocess
 import sys
 
 # Name in the mangled symbol: bytes.
-KNOWN = {"sm90_grouped_experts": 32, "route": 32, "gate_fp32": 80}
+KNOWN = {"sm90_grouped_experts": 32, "route": 32, "gate_fp32": 80, "align_and_quantize": 8}
 
 
 def main() -> int:
