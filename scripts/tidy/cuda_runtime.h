@@ -21,6 +21,9 @@
 #include <cuda_runtime_api.h>
 #include <vector_types.h>
 
+// Headers for host and device ask for this.
+#define __CUDACC__
+
 extern const __device__ uint3 threadIdx, blockIdx;
 extern const __device__ dim3 blockDim, gridDim;
 

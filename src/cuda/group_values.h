@@ -5,8 +5,10 @@
 #pragma once
 
 #include <bit>
-#include <cmath>
 #include <cstdint>
+#ifndef __CUDACC__
+#include <cmath>
+#endif
 
 #include "cuda/quant_rows.h"
 
