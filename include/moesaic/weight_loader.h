@@ -52,9 +52,9 @@ struct NameReplacement {
 // that was pushed its header, and the bytes that this rank's experts are made of, as stored; of
 // tensors of all experts the rank's share, of tensor-parallel slices the rows and columns that it
 // reads. Kept whole are words of integers (GPTQ, AWQ, pack-quantized) and absmax of local experts,
-// scales per row or 128x128 block and biases of stacked tensors, and of every expert's the numbers
-// by which all ranks decide alike: static activation scales, FP8 scales per tensor, NVFP4 global
-// scales, act-order's group indices.
+// scales per row or block and biases of stacked tensors, the shared expert (also where it is cut),
+// and of every expert's the numbers by which all ranks decide alike: static activation scales, FP8
+// scales per tensor, NVFP4 global scales, act-order's group indices.
 class WeightLoader {
  public:
   struct Options {
@@ -69,6 +69,8 @@ class WeightLoader {
     // The caller has router and shared experts in hands of its own: they are not asked for, and
     // load() answers their tensors with false.
     bool experts_only = false;
+    // shared is this rank's slice of the shared expert, as Checkpoint::load_layer has it.
+    bool cut_shared = false;
     // Descriptions of the quantisation beside config.json, (name, contents): hf_quant_config.json,
     // quantize_config.json, quant_config.json. With from_config.
     std::vector<std::pair<std::string, std::string>> side_files;
@@ -109,9 +111,10 @@ class WeightLoader {
   std::int64_t bytes() const;
 
   // The layer's weights, as Checkpoint::load_layer of a file with these tensors for this
-  // `parallel` returns them: experts->expert(i) is local slot i. Takes everything out of this
-  // object, which takes no more; after an error it is as before, and what was missing can follow.
-  // kMissingTensor lists up to 8 and counts incomplete experts; the other errors are load_layer's.
+  // `parallel` and `cut_shared` returns them: experts->expert(i) is local slot i. Takes everything
+  // out of this object, which takes no more; after an error it is as before, and what was missing
+  // can follow. kMissingTensor lists up to 8 and counts incomplete experts; the other errors are
+  // load_layer's.
   // With experts_only the tensors of the router are not present and `shared` is null.
   Result<MoeLayerWeights> finish();
 

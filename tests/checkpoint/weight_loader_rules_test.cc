@@ -305,6 +305,27 @@ TEST(WeightLoaderRules, RouterAndSharedExpertsMayBeTheCallers) {
   EXPECT_EQ(got.spec.num_experts, kExperts);
 }
 
+// Widths that no rank's slice of the shared expert can have are refused when all is there, as of a
+// file.
+TEST(WeightLoaderRules, ASharedExpertThatCannotBeCutIsNamed) {
+  const std::string path = std::string(MOESAIC_SOURCE_DIR) + "/testdata/models/mini-deepseek-v3";
+  const Checkpoint checkpoint = Checkpoint::open(path).value();
+  const MoeLayerSpec spec = checkpoint.layers()[0];
+  WeightLoader::Options options;
+  options.parallel.ep_size = 3;
+  options.cut_shared = true;
+  ASSERT_NE(spec.shared.intermediate_size % 3, 0);
+  WeightLoader loader = loader_for(path, spec.layer, options).value();
+  ASSERT_TRUE(push(loader, read_all_tensors(path), 5).ok());
+  const Status status = loader.finish().status();
+  EXPECT_EQ(mismatch(status, StatusCode::kInvalidArgument,
+                     {"shared.intermediate_size", "a multiple of tp_size"}),
+            "");
+  const Status of_file =
+      checkpoint.load_layer(spec.layer, options.parallel, {}, true, true).status();
+  EXPECT_NE(of_file.message().find(status.message()), std::string::npos) << of_file.to_string();
+}
+
 TEST(WeightLoaderRules, DescriptionsThatContradictThemselvesAreRefused) {
   MoeLayerSpec spec;
   spec.hidden_size = kHidden;

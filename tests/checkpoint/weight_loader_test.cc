@@ -43,18 +43,20 @@ std::string words(const ParallelConfig& p) {
 
 // Pushes everything, in several orders, and compares; the number of layers compared.
 int expect_bits_of_file(const std::string& path, const std::vector<int>& layers,
-                        const std::vector<int>& tp_sizes) {
+                        const std::vector<int>& tp_sizes, bool cut_shared = false) {
   const Checkpoint checkpoint = must_open(path);
   const std::vector<StoredTensor> tensors = read_all_tensors(path);
   int compared = 0;
   for (const int layer : layers) {
     const std::int64_t experts = checkpoint.layer(layer).value().num_experts;
     for (const ParallelConfig& parallel : ways_to_spread(tp_sizes, static_cast<int>(experts))) {
+      if (cut_shared && parallel.ep_size > 2) continue;  // as many slices
       SCOPED_TRACE(path + " layer " + std::to_string(layer) + " " + words(parallel));
-      Result<MoeLayerWeights> want = checkpoint.load_layer(layer, parallel);
+      Result<MoeLayerWeights> want = checkpoint.load_layer(layer, parallel, {}, true, cut_shared);
       EXPECT_TRUE(want.ok()) << want.status().to_string();
       WeightLoader::Options options;
       options.parallel = parallel;
+      options.cut_shared = cut_shared;
       Result<WeightLoader> loader = loader_for(path, layer, options);
       EXPECT_TRUE(loader.ok()) << loader.status().to_string();
       if (!want.ok() || !loader.ok()) return compared;
@@ -96,6 +98,25 @@ TEST(PushedFormats, GiveTheBitsOfTheFile) {
     ++cases;
   }
   EXPECT_GE(cases, 45);
+}
+
+// A slice of the shared expert for each rank with the same rows, plain and in FP8 blocks.
+TEST_F(TinyCheckpoints, PushedSharedExpertsAreCutAsThoseOfTheFile) {
+  int cut = 0;
+  for (const TinyCase& c : cases()) {
+    const Checkpoint checkpoint = must_open(c.directory);
+    for (const int layer : c.layers) {
+      const std::int64_t whole = checkpoint.layer(layer)->shared.intermediate_size;
+      ParallelConfig parallel;
+      parallel.tp_size = 2;
+      Result<MoeLayerWeights> want = checkpoint.load_layer(layer, parallel, {}, true, true);
+      if (whole == 0 || !want.ok()) continue;  // a slice would cut a block
+      EXPECT_EQ(want->shared->expert(0)->w2.dim(1), whole / 2) << c.directory;
+      EXPECT_GT(expect_bits_of_file(c.directory, {layer}, {2}, true), 0);
+      ++cut;
+    }
+  }
+  EXPECT_GE(cut, 5);
 }
 
 // The whole layer: output of a FusedMoE made from what was pushed.

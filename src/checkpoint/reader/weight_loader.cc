@@ -273,13 +273,15 @@ Result<MoeLayerWeights> WeightLoader::Impl::finish() {
     return Status(StatusCode::kInvalidArgument, "finish: called twice, need a loader of its own");
   }
   auto shards = std::make_shared<const checkpoint::ShardSet>(checkpoint::ShardSet::of(tensors));
-  MOESAIC_ASSIGN_OR_RETURN(checkpoint::BoundLayer layer,
-                           checkpoint::check_bound_layer(config, spec, *shards, options.parallel,
-                                                         options.input_scales, needed()));
+  const bool cut_shared = options.cut_shared && !MOESAIC_FAULT(pushed_shared_stays_whole);
+  MOESAIC_ASSIGN_OR_RETURN(
+      checkpoint::BoundLayer layer,
+      checkpoint::check_bound_layer(config, spec, *shards, options.parallel, options.input_scales,
+                                    needed(), cut_shared));
   MOESAIC_ASSIGN_OR_RETURN(
       MoeLayerWeights weights,
       checkpoint::make_layer_weights(std::move(shards), std::move(layer), options.parallel, ids,
-                                     options.input_scales, std::string(kLabel), {}));
+                                     options.input_scales, std::string(kLabel), {}, cut_shared));
   finished = true;
   tensors = std::make_shared<checkpoint::PushedTensors>(std::string(kLabel));
   plan_.clear();
