@@ -8,6 +8,7 @@
 
 #include "core/arena.h"
 #include "core/checked.h"
+#include "core/fault.h"
 #include "core/refusal.h"
 #include "experts/problem_checks.h"
 #include "layer/kernel_impl.h"
@@ -131,11 +132,19 @@ Result<std::span<std::byte>> ModularKernel::Impl::workspace_of(const Args& a, in
   const ConstTensorView view(a.workspace.data(), DType::kU8, {std::ssize(a.workspace)},
                              problem.device);
   for (const auto& [field, t] :
-       {std::pair{"hidden_states", a.hidden_states}, std::pair{"topk_ids", a.topk_ids},
-        std::pair{"topk_weights", a.topk_weights},
+       {std::pair{"topk_ids", a.topk_ids}, std::pair{"topk_weights", a.topk_weights},
         std::pair{"output", ConstTensorView(a.output)}}) {
     MOESAIC_RETURN_IF_ERROR(expect_no_overlap("workspace", view, field, t));
   }
+  // Rows that lie apart: from the first to the last, as everywhere.
+  const ConstTensorView& x = a.hidden_states;
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t input_bytes,
+                           MOESAIC_FAULT(kernel_rows_apart_taken_as_one_block)
+                               ? contiguous_bytes(x.dtype, x.shape)
+                               : experts::strided_extent_bytes("hidden_states", x));
+  MOESAIC_RETURN_IF_ERROR(experts::expect_disjoint("workspace", a.workspace.data(),
+                                                   std::ssize(a.workspace), "hidden_states", x.data,
+                                                   input_bytes));
   return a.workspace;
 }
 

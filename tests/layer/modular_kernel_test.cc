@@ -2,10 +2,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <functional>
 #include <thread>
 
+#include "core/checked.h"
 #include "experts/problem_checks.h"
 #include "support/experts_run.h"
 #include "support/metrics.h"
@@ -424,6 +426,45 @@ TEST(ModularKernel, TheWorkspaceMayBeTheCallers) {
   EXPECT_EQ(std::memcmp(got.data(), want.data(), static_cast<std::size_t>(got.bytes())), 0);
   expect_refused(kernel.enqueue({}, args), StatusCode::kUnsupported,
                  "enqueue: got a kernel on the CPU");
+}
+
+// Rows that lie apart reach to the last row's end, beyond what as many bytes in one block would:
+// neither the workspace nor the output may lie between them.
+TEST(ModularKernel, BuffersBetweenRowsThatLieApartAreRefused) {
+  const StandardCase c = make_case(12, small_problem("bf16"), 4, DType::kBF16);
+  ModularKernel::Options options;
+  options.own_workspace = false;
+  for (const ActivationFormat format : kFormats) {  // batched experts see copies of the rows
+    const ModularKernel kernel = make_kernel(c, "cpu_reference", format, options);
+    const std::int64_t h = c.problem.hidden_size, row = 2 * h;
+    const std::int64_t bytes = kernel.workspace_size(4).value();
+    // Four rows of one buffer, `apart` bytes apart, with room for everything else between two rows.
+    const std::int64_t apart = round_up(row + std::max(bytes, 4 * 4 * h), 64) + 64;
+    Tensor wide = Tensor::zeros(DType::kU8, {3 * apart + row + 64}).value();
+    for (std::int64_t r = 0; r < 4; ++r) {
+      std::memcpy(wide.data() + r * apart, c.hidden_states.data() + r * row,
+                  static_cast<std::size_t>(row));
+    }
+    Tensor output = Tensor::zeros(DType::kF32, {4, h}).value();
+    Tensor want = Tensor::zeros(DType::kF32, {4, h}).value();
+    Tensor workspace = Tensor::zeros(DType::kU8, {bytes}).value();
+    const auto size = static_cast<std::size_t>(bytes);
+    ModularKernel::Args args = args_of(c, want);
+    args.workspace = {workspace.data(), size};
+    ASSERT_TRUE(kernel.run(args).ok());
+    args.output = output.view();
+    args.hidden_states.data = wide.data();
+    args.hidden_states.strides[0] = apart / 2;
+    ASSERT_TRUE(kernel.run(args).ok());
+    std::string why;
+    EXPECT_TRUE(test::same_bits(output.view(), want.view(), &why)) << why;
+    std::byte* between = wide.data() + 2 * apart + round_up(row, 64);
+    args.workspace = {between, size};
+    expect_refused(kernel.run(args), StatusCode::kAliasing, "workspace overlaps hidden_states");
+    args.workspace = {workspace.data(), size};
+    args.output.data = between;
+    expect_refused(kernel.run(args), StatusCode::kAliasing, "output overlaps hidden_states");
+  }
 }
 
 TEST(ModularKernel, RunRefusesWithFieldValueAndNeed) {
