@@ -12,7 +12,7 @@ from cli_support import BAD_INPUT, MODELS, OK, UNSUPPORTED, USAGE, ToolTest, mai
 class Bench(ToolTest):
     SHAPE = "64,4,128,64"
     KEYS = (
-        "shape stage tokens device backend quant routing median_us min_us samples bytes flops gbps tflops floor_us "
+        "shape stage tokens device backend backend_note quant routing median_us min_us samples bytes flops gbps tflops floor_us "
         "floor_pct ceilings rel_l2 bound threads commit machine"
     ).split()
 
@@ -31,10 +31,23 @@ class Bench(ToolTest):
         return points
 
     def test_one_object_per_point(self):
-        for stage in ("gate", "route", "experts", "layer"):
+        for stage in ("gate", "route", "experts", "kernel", "layer"):
             with self.subTest(stage=stage):
                 points = self.points("--stage", stage, "--tokens", "1,3")
                 self.assertEqual([(p["stage"], p["tokens"]) for p in points], [(stage, 1), (stage, 3)])
+                # A word about the general kernel of a GPU: not on a CPU.
+                self.assertEqual({p["backend_note"] for p in points}, {""})
+
+    def test_every_door_of_the_layer(self):
+        """The same result (checked before it is timed), without the work in front of the door."""
+        common = ("--stage", "layer", "--tokens", "5")
+        hidden, logits, topk = (self.points(*common, "--door", door)[0] for door in ("hidden", "logits", "topk"))
+        self.assertEqual([p["door"] for p in (hidden, logits, topk)], ["hidden", "logits", "topk"])
+        self.assertEqual(self.points(*common)[0]["door"], "hidden")
+        self.assertEqual({p["rel_l2"] for p in (hidden, logits, topk)}, {hidden["rel_l2"]})
+        gate = 2 * 5 * 64 * 128  # tokens x E x H multiply-adds
+        self.assertEqual([hidden["flops"] - p["flops"] for p in (logits, topk)], [gate, gate])
+        self.assertNotIn("door", self.points("--tokens", "5")[0])
 
     def test_plot_with_peers(self):
         rows = [
@@ -83,6 +96,8 @@ class Bench(ToolTest):
         point = ["bench", "--shape", self.SHAPE, "--tokens", "1"]
         self.fails(USAGE, "zipf", arguments=[*point, "--routing", "zipf:x"])
         self.fails(USAGE, "--stage", "nearest is 'layer'", arguments=[*point, "--stage", "Layer"])
+        self.fails(USAGE, "--door", "nearest is 'logits'", arguments=[*point, "--door", "Logits"])
+        self.fails(UNSUPPORTED, "--door topk: got --stage experts, need layer", arguments=[*point, "--door", "topk"])
         self.fails(USAGE, "'FP8'", "fp8-block", "q4_k", arguments=[*point, "--quant", "FP8"])
         model = ["bench", "--model", MODELS / "mini-qwen3-moe", "--stage", "layer", "--tokens", "1"]
         self.fails(UNSUPPORTED, "own gate", arguments=[*model, "--routing", "one"])

@@ -27,7 +27,7 @@ from cli_support import (
 )
 
 class Verify(ToolTest):
-    KEYS = {"layer", "tokens", "rel_l2", "cosine", "max_abs", "topk_mismatches", "bound", "pass"}
+    KEYS = {"layer", "tokens", "rel_l2", "cosine", "max_abs", "topk_mismatches", "bound", "pass", "backend_note"}
 
     def test_every_bundled_checkpoint_within_its_bound(self):
         for model, layer in BUNDLED.items():

@@ -31,6 +31,7 @@ struct BenchArguments {
   std::vector<std::int64_t> tokens = {1, 4, 16, 64, 512};
   std::string stage = "experts";
   std::string routing = "uniform";
+  std::string door = kDoors.front();
   double seconds = 1.0;
   std::string plot, peers;
   bool force = false;
@@ -93,6 +94,7 @@ Result<BenchSettings> settings_of(const BenchArguments& state,
   MOESAIC_RETURN_IF_ERROR(check_routing_name(state.routing));
   s.seed = state.common.seed;
   s.routing = state.routing;
+  s.door = state.door;
   s.options =
       layer_options(state.common, *std::max_element(state.tokens.begin(), state.tokens.end()));
   origin = Origin::kOption;
@@ -120,12 +122,12 @@ Result<BenchSettings> settings_of(const BenchArguments& state,
   s.spec = format.spec;
   origin = Origin::kOption;
   if (state.common.quant != "as-is" && state.common.quant != s.spec.quant.name &&
-      state.stage == "experts") {
+      (state.stage == "experts" || state.stage == "kernel")) {
     return Status(
         StatusCode::kUnsupported,
         fmt::format(
-            "--quant {}: the experts stage of a checkpoint runs as stored ({}); use --stage layer",
-            state.common.quant, s.spec.quant.name));
+            "--quant {}: the {} stage of a checkpoint runs as stored ({}); use --stage layer",
+            state.common.quant, state.stage, s.spec.quant.name));
   }
   s.checkpoint = &*checkpoint;
   return s;
@@ -154,7 +156,7 @@ Result<Prepared> prepare_stage(const BenchArguments& state, const BenchSettings&
 
 // What every point is reported with.
 struct Context {
-  std::string name, device, machine, quant, backend;
+  std::string name, device, machine, quant, backend, backend_note;
   Ceilings ceilings;
 };
 std::string device_name(Device device) {
@@ -169,6 +171,7 @@ Json point_json(const BenchArguments& state, const Context& c, std::int64_t toke
                {"tokens", tokens},
                {"device", c.device},
                {"backend", c.backend},
+               {"backend_note", c.backend_note},
                {"quant", c.quant},
                {"routing", state.routing},
                {"median_us", us},
@@ -188,6 +191,7 @@ Json point_json(const BenchArguments& state, const Context& c, std::int64_t toke
                {"commit", commit()},
                {"compiler", compiler()},
                {"machine", c.machine}};
+  if (state.stage == "layer") json["door"] = state.door;
   if (peer > 0) json["peer_us"] = peer;
   return json;
 }
@@ -205,6 +209,12 @@ int run_bench(BenchArguments state) {
     return console.fail({usable.code(), usable.message() + more}, Origin::kOption);
   }
   if (!usable.ok()) return console.fail(usable, Origin::kOption);
+  if (state.stage != "layer" && state.door != kDoors.front()) {
+    return console.fail(
+        {StatusCode::kUnsupported,
+         fmt::format("--door {}: got --stage {}, need layer", state.door, state.stage)},
+        Origin::kOption, "add --stage layer");
+  }
   if (wants_ranks(state.ranks)) {
     if (state.stage != "layer") {
       return console.fail({StatusCode::kUnsupported,
@@ -256,8 +266,12 @@ int run_bench(BenchArguments state) {
   c.device = options.device.to_string();
   c.machine = device_name(options.device);
   c.quant = stage.quant();
+  c.backend_note = stage.backend_note();
+  tell_backend_note(state.common, console, c.backend_note);
   c.ceilings = prepared->ceilings;
-  const std::string heading = fmt::format("{} {} {}", c.name, state.stage, c.quant);
+  const bool front = state.door == kDoors.front();
+  const std::string heading = fmt::format("{} {} {}{}", c.name, state.stage, c.quant,
+                                          front ? "" : fmt::format(" given {}", state.door));
   const std::string about =
       fmt::format("{} routing; machine: read {:.1f} GB/s, multiply {:.0f} GFLOP/s ({})",
                   state.routing, c.ceilings.read_gbps, c.ceilings.gflops, c.machine);
@@ -305,6 +319,7 @@ Verb make_bench(CLI::App& root) {
       "  moesaic bench --shape qwen3-30b --quant fp8-block --json\n"
       "  moesaic bench --model testdata/models/mini-deepseek-v3 --stage layer\n"
       "  moesaic bench --shape 64,8,2048,1024 --routing zipf:1.0 --threads 2\n"
+      "  moesaic bench --shape 64,8,2048,1024 --stage layer --door topk\n"
       "  moesaic bench --shape deepseek-v3 --quant fp8-block --device cuda --stage layer \\\n"
       "      --tokens 1,16,256,4096 --plot time.svg --peers peers.jsonl\n"
       "  moesaic bench --shape 64,8,2048,1024 --stage layer --ranks 4 --tokens 16,256\n"
@@ -323,8 +338,15 @@ Verb make_bench(CLI::App& root) {
       ->delimiter(',')
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20))
       ->capture_default_str();
-  app->add_option("--stage", state->stage, "What to time")
-      ->check(one_of({"gate", "route", "experts", "layer"}))
+  app->add_option("--stage", state->stage,
+                  "What to time; kernel: the experts in a ModularKernel, on a CPU")
+      ->check(one_of({"gate", "route", "experts", "kernel", "layer"}))
+      ->capture_default_str();
+  app->add_option(
+         "--door", state->door,
+         "What a layer (on a CPU) is called with: hidden states alone, with router logits, or with "
+         "experts and weights (topk), which leave out the gate and the router")
+      ->check(one_of({kDoors.begin(), kDoors.end()}))
       ->capture_default_str();
   app->add_option("--routing", state->routing, "uniform, zipf:S or one")->capture_default_str();
   app->add_option("--seconds", state->seconds, "Time to spend on each point, at least")

@@ -1,27 +1,34 @@
 // The experts stage of the bench: the backend that the layer would choose, on routings drawn at
-// random.
+// random; alone, or in the kernel that the layer puts around it (the stage "kernel").
 #include <fmt/format.h>
 
 #include <cmath>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "bench_parts.h"
 #include "bench_random.h"
 #include "bench_reference.h"
+#include "moesaic/modular_kernel.h"
+#include "options.h"
 
 namespace moesaic::tool {
 namespace {
 
 class ExpertsStage final : public BenchStage {
  public:
-  static Result<std::unique_ptr<BenchStage>> create(const BenchSettings& settings) {
+  static Result<std::unique_ptr<BenchStage>> create(const BenchSettings& settings, bool in_kernel) {
     auto stage = std::make_unique<ExpertsStage>();
     stage->s_ = settings;
     stage->p_ =
         problem_of(settings.spec, settings.options.max_tokens, settings.options.num_threads);
     stage->p_.device = settings.options.device;
     const bool gpu = settings.options.device.is_cuda();
+    if (in_kernel && gpu) {
+      return Status(StatusCode::kUnsupported, fmt::format("--stage kernel: got device {}, need cpu",
+                                                          settings.options.device.to_string()));
+    }
     MOESAIC_ASSIGN_OR_RETURN(const ExpertsBackend* row,
                              choose_experts(stage->p_, settings.options.backend));
     stage->backend_ = std::string(row->name);
@@ -38,11 +45,15 @@ class ExpertsStage final : public BenchStage {
     } else {
       MOESAIC_ASSIGN_OR_RETURN(stage->experts_, row->create(stage->p_, *stage->source_));
     }
+    if (in_kernel) MOESAIC_RETURN_IF_ERROR(stage->put_in_kernel());
     return std::unique_ptr<BenchStage>(std::move(stage));
   }
 
   std::string backend() const override { return backend_; }
   std::string quant() const override { return std::string(p_.quant.name); }
+  std::string backend_note() const override {
+    return slow_backend_note(backend_, explain_experts(p_));
+  }
 
   Result<BenchPoint> prepare(std::int64_t tokens) override {
     struct Rotation {
@@ -71,7 +82,7 @@ class ExpertsStage final : public BenchStage {
                   expert_weights(s_.spec, p_.intermediate_size);
     auto workspace = std::make_shared<Workspace>();
     if (!gpu_) {
-      MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, experts_->workspace_size(tokens));
+      MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, experts().workspace_size(tokens));
       MOESAIC_ASSIGN_OR_RETURN(*workspace, Workspace::allocate(bytes));
     }
     point.run = [this, rotations, workspace](int i) -> Status {
@@ -79,6 +90,10 @@ class ExpertsStage final : public BenchStage {
       if (gpu_) {
         return gpu_->run({r.x.view(), r.routing.ids.view(), r.routing.weights.view()},
                          {r.y.view()});
+      }
+      if (kernel_) {  // in its own workspace
+        return kernel_->run(
+            {r.x.view(), r.routing.weights.view(), r.routing.ids.view(), {}, r.y.view()});
       }
       return experts_->run({.hidden_states = r.x.view(),
                             .topk_ids = r.routing.ids.view(),
@@ -117,6 +132,19 @@ class ExpertsStage final : public BenchStage {
   }
 
  private:
+  const Experts& experts() const { return kernel_ ? kernel_->experts() : *experts_; }
+
+  Status put_in_kernel() {
+    MOESAIC_ASSIGN_OR_RETURN(auto rows, make_local_prepare_finalize(p_));
+    ModularKernel::Options options;
+    options.max_tokens = p_.max_tokens;
+    MOESAIC_ASSIGN_OR_RETURN(
+        ModularKernel kernel,
+        ModularKernel::create(p_, std::move(rows), std::move(experts_), options));
+    kernel_.emplace(std::move(kernel));
+    return {};
+  }
+
   // For the one row that is checked: the scheme's, or the wider one that rounding this row leaves.
   Result<double> bound_of_row(const ConstTensorView& x, const Routing& routing,
                               Workspace& workspace) const {
@@ -124,7 +152,7 @@ class ExpertsStage final : public BenchStage {
     MOESAIC_ASSIGN_OR_RETURN(Tensor y, Tensor::zeros(DType::kF32, one));
     RowNumerics numerics;
     MOESAIC_RETURN_IF_ERROR(
-        experts_->run({.hidden_states = {x.data, x.dtype, one},
+        experts().run({.hidden_states = {x.data, x.dtype, one},
                        .topk_ids = {routing.ids.data(), DType::kI32, slots},
                        .topk_weights = {routing.weights.data(), DType::kF32, slots},
                        .expert_map = {},
@@ -142,13 +170,17 @@ class ExpertsStage final : public BenchStage {
   std::unique_ptr<ExpertSource> source_;
   std::string backend_;
   std::unique_ptr<Experts> experts_;
-  std::unique_ptr<GpuStage> gpu_;  // instead of experts_
+  std::optional<ModularKernel> kernel_;  // then experts_ are in it
+  std::unique_ptr<GpuStage> gpu_;        // instead of experts_
 };
 
 }  // namespace
 
 Result<std::unique_ptr<BenchStage>> make_experts_stage(const BenchSettings& settings) {
-  return ExpertsStage::create(settings);
+  return ExpertsStage::create(settings, false);
+}
+Result<std::unique_ptr<BenchStage>> make_kernel_stage(const BenchSettings& settings) {
+  return ExpertsStage::create(settings, true);
 }
 
 }  // namespace moesaic::tool

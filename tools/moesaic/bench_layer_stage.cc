@@ -11,6 +11,7 @@
 #include "bench_random.h"
 #include "bench_reference.h"
 #include "layer_io.h"
+#include "options.h"
 
 namespace moesaic::tool {
 namespace {
@@ -41,6 +42,7 @@ class LayerStage final : public BenchStage {
     MOESAIC_RETURN_IF_ERROR(check_routes_by_hidden_states(settings.spec));
     auto stage = std::make_unique<LayerStage>();
     stage->s_ = settings;
+    MOESAIC_ASSIGN_OR_RETURN(stage->door_, door_of(settings));
     MOESAIC_ASSIGN_OR_RETURN(const std::vector<float> bias, routing_bias_of(settings));
     if (!bias.empty()) stage->s_.spec.has_router_bias = true;  // how a random gate gets skewed
     MoeLayerWeights weights;
@@ -83,24 +85,44 @@ class LayerStage final : public BenchStage {
 
   std::string backend() const override { return layer_->experts_backend(); }
   std::string quant() const override { return std::string(layer_->quant().name); }
+  std::string backend_note() const override { return slow_backend_note(*layer_); }
   std::int64_t bytes_sent() const override { return layer_->bytes_sent(); }
 
   Result<BenchPoint> prepare(std::int64_t tokens) override {
     struct Rotation {
-      Tensor x, y, ids, weights;
+      Tensor x, y, ids, weights, logits;
     };
     const MoeLayerSpec& spec = s_.spec;
     const std::int64_t k = spec.routing.top_k;
     auto rotations = std::make_shared<std::vector<Rotation>>();
     BenchPoint point;
-    const auto run = [this](Rotation& r) {
-      FusedMoE::Trace trace;
-      trace.topk_ids = r.ids.view();
-      trace.topk_weights = r.weights.view();
-      return layer_->forward(r.x.view(), r.y.view(), trace);
+    const auto run = [this](Rotation& r, Door door) {
+      FusedMoE::Args args;
+      args.hidden_states = r.x.view();
+      args.output = r.y.view();
+      if (door == Door::kTopk) {
+        args.topk_ids = r.ids.view();
+        args.topk_weights = r.weights.view();
+        return layer_->forward(args);
+      }
+      args.trace.topk_ids = r.ids.view();
+      args.trace.topk_weights = r.weights.view();
+      if (door == Door::kLogits) args.router_logits = r.logits.view();
+      return layer_->forward(args);
     };
+    // What the layer itself finds, for the other doors.
+    const auto run_first = [&](Rotation& r) -> Status {
+      if (door_ != Door::kLogits) return run(r, Door::kHidden);
+      const std::int64_t columns = spec.num_experts + spec.routing.num_zero_experts;
+      MOESAIC_ASSIGN_OR_RETURN(r.logits, Tensor::zeros(DType::kF32, {tokens, columns}));
+      FusedMoE::Trace trace;
+      trace.router_logits = r.logits.view();
+      MOESAIC_RETURN_IF_ERROR(layer_->forward(r.x.view(), r.y.view(), trace));
+      return run(r, door_);
+    };
+    const double gate = door_ == Door::kHidden ? 1.0 : 0.0;
     const double fixed =
-        static_cast<double>(gate_bytes_) +
+        gate * static_cast<double>(gate_bytes_) +
         expert_weights(spec, spec.shared.intermediate_size) * bytes_per_weight(layer_->quant());
     const double expert_bytes =
         expert_weights(spec, spec.intermediate_size) * bytes_per_weight(layer_->quant());
@@ -120,10 +142,10 @@ class LayerStage final : public BenchStage {
       MOESAIC_ASSIGN_OR_RETURN(r.y, Tensor::zeros(row_dtype(s_), {tokens, spec.hidden_size}));
       MOESAIC_ASSIGN_OR_RETURN(r.ids, Tensor::zeros(DType::kI32, {tokens, k}));
       MOESAIC_ASSIGN_OR_RETURN(r.weights, Tensor::zeros(DType::kF32, {tokens, k}));
-      MOESAIC_RETURN_IF_ERROR(run(r));
+      MOESAIC_RETURN_IF_ERROR(run_first(r));
       add_touched(r.ids, touched);
       point.bytes += fixed + static_cast<double>(touched_experts(r.ids)) * expert_bytes +
-                     static_cast<double>(r.x.bytes() + r.y.bytes());
+                     static_cast<double>(r.x.bytes() + r.y.bytes() + r.logits.bytes());
       rotations->push_back(std::move(r));
     }
     point.rotations = static_cast<int>(rotations->size());
@@ -131,8 +153,11 @@ class LayerStage final : public BenchStage {
     point.flops = 2.0 * static_cast<double>(tokens) *
                   (static_cast<double>(k) * expert_weights(spec, spec.intermediate_size) +
                    expert_weights(spec, spec.shared.intermediate_size) +
-                   static_cast<double>(spec.num_experts * spec.hidden_size));
-    point.run = [rotations, run](int i) { return run((*rotations)[static_cast<std::size_t>(i)]); };
+                   gate * static_cast<double>(spec.num_experts * spec.hidden_size));
+    point.run = [rotations, run, door = door_](int i) {
+      return run((*rotations)[static_cast<std::size_t>(i)], door);
+    };
+    MOESAIC_RETURN_IF_ERROR(point.run(0));  // what is checked came through this door
     const Rotation& first = rotations->front();
     MOESAIC_RETURN_IF_ERROR(check(first.x, first.y, first.ids, first.weights, point));
     if (layer_->device().is_cuda()) {
@@ -153,6 +178,29 @@ class LayerStage final : public BenchStage {
   }
 
  private:
+  enum class Door { kHidden, kLogits, kTopk };  // of kDoors, in order
+
+  static Result<Door> door_of(const BenchSettings& settings) {
+    const auto at = std::find(kDoors.begin(), kDoors.end(), settings.door);
+    if (at == kDoors.end()) {
+      return Status(
+          StatusCode::kInvalidArgument,
+          fmt::format("--door: got '{}', need {}", settings.door, fmt::join(kDoors, " or ")));
+    }
+    if (at != kDoors.begin() && settings.options.device.is_cuda()) {
+      return Status(StatusCode::kUnsupported,
+                    fmt::format("--door {}: got device {}, need cpu", settings.door,
+                                settings.options.device.to_string()));
+    }
+    const auto door = static_cast<Door>(at - kDoors.begin());
+    if (door == Door::kTopk && settings.spec.routing.num_zero_experts > 0) {
+      return Status(StatusCode::kUnsupported,
+                    "--door topk: got a layer with identity experts, whose weights its ids do not "
+                    "tell; need hidden or logits");
+    }
+    return door;
+  }
+
   // What the check needs of the small tensors.
   void keep_small(const MoeLayerTensors& t) {
     const auto copy = [](const Tensor& from) {
@@ -227,6 +275,7 @@ class LayerStage final : public BenchStage {
   }
 
   BenchSettings s_;
+  Door door_ = Door::kHidden;
   std::unique_ptr<FusedMoE> layer_;
   std::unique_ptr<ExpertSource> check_source_;
   std::unique_ptr<ExpertSource> check_shared_;

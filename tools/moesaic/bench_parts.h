@@ -52,6 +52,7 @@ Result<std::vector<float>> routing_bias_of(const BenchSettings& settings);
 Result<std::unique_ptr<BenchStage>> make_gate_stage(const BenchSettings& settings);
 Result<std::unique_ptr<BenchStage>> make_route_stage(const BenchSettings& settings);
 Result<std::unique_ptr<BenchStage>> make_experts_stage(const BenchSettings& settings);
+Result<std::unique_ptr<BenchStage>> make_kernel_stage(const BenchSettings& settings);
 Result<std::unique_ptr<BenchStage>> make_layer_stage(const BenchSettings& settings);
 
 }  // namespace moesaic::tool

@@ -108,6 +108,8 @@ int bench_on_rank(const BenchRanksRequest& request, const RankContext& c) {
                     {"tokens_in_all", all},
                     {"device", gpu ? "cuda" : "cpu"},
                     {"backend", (*stage)->backend()},
+                    {"backend_note", (*stage)->backend_note()},
+                    {"door", settings->door},
                     {"quant", (*stage)->quant()},
                     {"routing", request.routing},
                     {"ranks", c.size},

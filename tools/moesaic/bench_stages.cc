@@ -24,9 +24,11 @@ Result<std::unique_ptr<BenchStage>> make_bench_stage(const std::string& stage,
   if (stage == "gate") return make_gate_stage(settings);
   if (stage == "route") return make_route_stage(settings);
   if (stage == "experts") return make_experts_stage(settings);
+  if (stage == "kernel") return make_kernel_stage(settings);
   if (stage == "layer") return make_layer_stage(settings);
-  return Status(StatusCode::kInvalidArgument,
-                fmt::format("--stage: got '{}', need gate, route, experts or layer", stage));
+  return Status(
+      StatusCode::kInvalidArgument,
+      fmt::format("--stage: got '{}', need gate, route, experts, kernel or layer", stage));
 }
 
 }  // namespace moesaic::tool

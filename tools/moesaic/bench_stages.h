@@ -2,6 +2,7 @@
 // correctness check.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -15,6 +16,10 @@
 
 namespace moesaic::tool {
 
+// What a caller of the layer stage hands over: rows alone, or beside them what the gate, or the gate
+// and the router, would have found.
+inline constexpr std::array<const char*, 3> kDoors = {"hidden", "logits", "topk"};
+
 struct BenchSettings {
   MoeLayerSpec spec;
   const Checkpoint* checkpoint = nullptr;  // null: random weights
@@ -22,6 +27,7 @@ struct BenchSettings {
   std::string routing = "uniform";
   std::uint64_t seed = 1;
   int engine = 0;  // over ranks: engines have hidden states of their own
+  std::string door = kDoors.front();
 };
 
 // One point: run(i) processes rotation i (0 .. rotations-1); rotations differ in routing and hidden
@@ -42,6 +48,7 @@ class BenchStage {
   virtual ~BenchStage() = default;
   virtual std::string backend() const = 0;
   virtual std::string quant() const = 0;
+  virtual std::string backend_note() const { return {}; }  // see slow_backend_note
   virtual Result<BenchPoint> prepare(std::int64_t tokens) = 0;
   // Payload that this rank sent to others so far (the layer stage over ranks).
   virtual std::int64_t bytes_sent() const { return 0; }
@@ -50,7 +57,8 @@ class BenchStage {
 // What the stage multiplies: says which multiply-add ceiling applies.
 Arithmetic stage_arithmetic(const std::string& stage, const BenchSettings& settings);
 
-// stage: "gate", "route", "experts" or "layer". Loads or draws the weights once.
+// stage: "gate", "route", "experts", "kernel" (the experts in a ModularKernel) or "layer". Loads or
+// draws the weights once.
 Result<std::unique_ptr<BenchStage>> make_bench_stage(const std::string& stage,
                                                      const BenchSettings& settings);
 

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "layer_io.h"
+#include "options.h"
 #include "routing_oracle.h"
 
 namespace moesaic::tool {
@@ -241,6 +242,7 @@ static Result<LayerReport> compare_block(const Checkpoint& checkpoint, const Ten
   report.quant = std::string(layer.quant().name);
   report.device = layer.device().to_string();
   report.backend = layer.experts_backend();
+  report.backend_note = slow_backend_note(layer);
   // Written so that a NaN fails, and a bound that is none.
   report.pass =
       report.rel_l2 <= report.bound && std::isfinite(report.bound) && report.topk_mismatches == 0;

@@ -43,6 +43,7 @@ struct LayerReport {
   double activation_bound = 0;
   bool pass = false;
   std::string quant, device, backend;
+  std::string backend_note;  // slow_backend_note of the layer
 };
 
 // Runs the block's layer and compares. On failure `origin` tells whether a file or an option

@@ -146,6 +146,15 @@ std::string slow_backend_note(std::string_view backend, std::span<const Candidat
       backend, reasons);
 }
 
+std::string slow_backend_note(const FusedMoE& layer) {
+  return slow_backend_note(layer.experts_backend(), layer.explain());
+}
+
+void tell_backend_note(const CommonOptions& options, const Console& console,
+                       const std::string& note) {
+  if (!note.empty() && options.device.empty() && options.backend.empty()) console.warn(note);
+}
+
 FusedMoE::Options layer_options(const CommonOptions& options, std::int64_t max_tokens) {
   FusedMoE::Options layer;
   layer.quant = options.quant;

@@ -72,6 +72,10 @@ Device chosen_device(const CommonOptions& options);
 // A word about a GPU's kernel that takes everything, where `backend` is that: slow beside the fast
 // ones, and why they refused. Empty for other backends.
 std::string slow_backend_note(std::string_view backend, std::span<const CandidateReport> rows);
+std::string slow_backend_note(const FusedMoE& layer);
+// Such a word on stderr, where nobody named the device or the backend that it is about.
+void tell_backend_note(const CommonOptions& options, const Console& console,
+                       const std::string& note);
 
 // The part of the library's options that the command line states.
 FusedMoE::Options layer_options(const CommonOptions& options, std::int64_t max_tokens);

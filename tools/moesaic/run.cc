@@ -38,6 +38,7 @@ void report(const Console& console, const RunArguments& state, const FusedMoE& l
                 {"tokens", tokens},
                 {"device", layer.device().to_string()},
                 {"backend", layer.experts_backend()},
+                {"backend_note", slow_backend_note(layer)},
                 {"quant", layer.quant().name},
                 {"time_us",
                  {{"median", finite(timing.median_us)},
@@ -113,10 +114,7 @@ int run_layer(RunArguments state) {
       });
   console.finish_progress();
   if (!layer.ok()) return console.fail(layer.status(), Origin::kOption);
-  if (state.common.device.empty() && state.common.backend.empty()) {
-    const std::string slow = slow_backend_note(layer->experts_backend(), layer->explain());
-    if (!slow.empty()) console.warn(slow);
-  }
+  tell_backend_note(state.common, console, slow_backend_note(*layer));
 
   const DType dtype = state.output_dtype == "bf16" ? DType::kBF16 : DType::kF32;
   Result<LayerOutput> result = make_layer_output(*spec, tokens, dtype);

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <memory>
 #include <optional>
+#include <set>
 #include <vector>
 
 #include "golden.h"
@@ -54,7 +55,8 @@ Json report_json(const LayerReport& report) {
           {"pass", report.pass},
           {"quant", report.quant},
           {"device", report.device},
-          {"backend", report.backend}};
+          {"backend", report.backend},
+          {"backend_note", report.backend_note}};
 }
 
 void print_reports(const Console& console, const std::vector<LayerReport>& reports) {
@@ -98,6 +100,7 @@ int run_verify(const VerifyArguments& state) {
   }
 
   std::vector<LayerReport> reports;
+  std::set<std::string> told;  // once, not for every layer
   for (const GoldenBlock& block : *blocks) {
     FusedMoE::Options options = layer_options(state.common, kMaxTokensPerCall);
     options.progress = console.progress(fmt::format("loading layer {}", block.layer));
@@ -114,6 +117,9 @@ int run_verify(const VerifyArguments& state) {
     reports.push_back(std::move(report).value());
     LayerReport& last = reports.back();
     console.note(1, fmt::format("layer {}: rel_l2 {:.3e}", block.layer, last.rel_l2));
+    if (told.insert(last.backend_note).second) {
+      tell_backend_note(state.common, console, last.backend_note);
+    }
     const std::string outside = numerics_warning(last.numerics, last.activation_bound);
     if (outside.empty()) continue;
     console.warn(fmt::format("layer {}: {}", last.layer, outside));
