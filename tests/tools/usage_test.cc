@@ -63,7 +63,7 @@ TEST(Usage, ValuesAndWords) {
   expect_told({"explain", "--model", "m", "--layer", "x"}, {"--layer", "'x'", "a whole number"});
   expect_told({"run", "--model", "--layer", "1"}, {"--model", "no value before --layer"});
   expect_told({"bench", "--shape", "x", "--stage", "all"},
-              {"--stage", "'all'", "gate, route, experts, layer", "nearest is"});
+              {"--stage", "'all'", "gate, route, experts, kernel, layer", "nearest is"});
   expect_told({"inspect", "m", "n"}, {"'n'", "does not take"});
   expect_told({"--json", "inspect", "m"}, {"'--json' before the verb", "moesaic inspect --json"});
   expect_told({"--json"}, {"'--json'", "need one of", "inspect"});
