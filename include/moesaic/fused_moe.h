@@ -173,7 +173,7 @@ class FusedMoE {
     // experts are quantised stays as it is stored, and so does one in another quantised format that cannot run as
     // this name says (f32: computed in fp32).
     std::string quant = "as-is";
-    // Scales of activations that are quantised to e4m3 per group of 128, instead of those that the
+    // Scales of activations that are quantised to e4m3 per group of columns, instead of those the
     // checkpoint names: kF32, or kE8M0 for powers of two (with_activation_scales). Applies to the
     // routed experts, and to shared ones where they are quantised so. kUnsupported for others.
     std::optional<ScaleFormat> activation_scales;

@@ -50,16 +50,18 @@ struct OperandQuant {
 // hidden states and intermediate rounded to activation_dtype first.
 enum class ComputeScheme : std::uint8_t {
   kF32,  // weights of any format, exactly as stored; fp32 arithmetic, no rounding before the output
-  kBF16,       // hidden states and intermediate rounded to bf16, weights bf16
-  kF16,        // the same with f16
-  kFp8Block,   // e4m3 weights with 128x128 scales; hidden states and intermediate quantised to e4m3
-               // per row and 128 columns (scales rounded up to a power of two when their format is
-               // E8M0: a backend honours that or refuses)
-  kFp8Bf16,    // the same weights; hidden states and intermediate rounded to bf16
-  kMxfp4Bf16,  // e2m1 weights with a power-of-two scale per row and 32 columns; hidden states and
-               // intermediate rounded to bf16
-  kWeightOnly,  // every other quantised weight format; hidden states and intermediate rounded to
-                // bf16, entries of a code table rounded to bf16
+  kBF16,      // hidden states and intermediate rounded to bf16, weights bf16
+  kF16,       // the same with f16
+  kFp8Block,  // e4m3 weights with 128x128 scales; hidden states and intermediate quantised to e4m3
+              // per row and 128 columns (scales rounded up to a power of two when their format is
+              // E8M0: a backend honours that or refuses)
+  kFp8AnyBlock,  // the same with weight blocks of any other size; quantised per row and block_k
+                 // columns
+  kFp8Bf16,      // e4m3 weights with 128x128 scales; hidden states and intermediate rounded to bf16
+  kMxfp4Bf16,    // e2m1 weights with a power-of-two scale per row and 32 columns; hidden states and
+                 // intermediate rounded to bf16
+  kWeightOnly,   // every other quantised weight format; hidden states and intermediate rounded to
+                 // bf16, entries of a code table rounded to bf16
   kFp8Scaled,  // e4m3 with one scale per expert or per output row; quantised to e4m3 with one scale
                // per row (dynamic), or the expert's static one
   kMxfp8,      // e4m3 with a power-of-two scale per 32; quantised the same way (scale: CEIL)
@@ -100,7 +102,8 @@ Scheme make_scheme(std::string_view name, const OperandQuant& weight,
 Scheme with_weight(const Scheme& scheme, const OperandQuant& weight);
 Scheme with_activation(const Scheme& scheme, const OperandQuant& activation);
 // The same scheme with activation scales of another format, F32 or kE8M0 (rounded up to a power of
-// two), whatever the checkpoint says: where activations are quantised to e4m3 per group of 128.
+// two), whatever the checkpoint says: where activations are quantised to e4m3 per group of 128, or
+// of as many columns as the weights' blocks have.
 // kUnsupported for any other scheme or format.
 Result<Scheme> with_activation_scales(const Scheme& scheme, ScaleFormat format);
 // What becomes of activations, for people: "F8_E4M3, one scale per token".

@@ -143,8 +143,8 @@ struct GateBlock {
 // How a row of activations becomes codes; the rules are those of experts/reference/operand.h.
 enum class RowQuantRule : std::uint8_t {
   kNone,
-  kFp8Group,      // e4m3 per 128, F32 or power-of-two scales: quantize_row_e4m3
-  kFp8GroupPow2,  // the latter in place, for quantize_row
+  kFp8Group,      // e4m3 per group; of 128 columns, F32 or power-of-two: quantize_row_e4m3
+  kFp8GroupPow2,  // power-of-two scales in place, for quantize_row
   kMxfp8,         // e4m3 per 32
   kMxfp4,         // e2m1 per 32
   kNvfp4,         // e2m1 per 16, static global scale
@@ -211,12 +211,13 @@ struct CpuKernels {
   // its group's scale so. dst may be row.
   void (*quantize_row_e4m3)(const float* row, std::int64_t n, DType round_dtype, bool power_of_two,
                             float* scales, void* dst);
-  // Every other rule, in place: row becomes the values of the codes, scales one per group or row.
+  // Every rule in place: row becomes the values of the codes, scales one per group or row. group:
+  // columns that share a scale with kFp8Group (F32 scales here) and kFp8GroupPow2.
   // static_scale: the input scale of kNvfp4 and kFp8Static. scales null: the values come out
   // multiplied by them, exact in bf16 where scales are powers of two or codes and scales have few
   // bits (kFp8GroupPow2, kMxfp8, kMxfp4, kNvfp4).
-  void (*quantize_row)(RowQuantRule rule, float static_scale, float* row, std::int64_t n,
-                       float* scales);
+  void (*quantize_row)(RowQuantRule rule, std::int64_t group, float static_scale, float* row,
+                       std::int64_t n, float* scales);
   // sums[g] = sum of row[g * step ..], ceil(n / step) of them.
   void (*group_sums)(const float* row, std::int64_t n, std::int64_t step, float* sums);
   // fp32 values that are exact in bf16 -> bf16.

@@ -13,16 +13,23 @@ namespace {
 // Calls use(row, index of the scale, or -1 for padding) for every column of every group of every
 // panel, in the order of the packed form.
 template <class Use>
-void for_each_scale(const PackedShape& shape, std::int64_t fold, std::int64_t columns, Use use) {
-  const std::int64_t across = ceil_div(shape.k, columns);
+void for_each_scale(const PackedShape& shape, std::int64_t fold, ScaleTile tile, Use use) {
+  const std::int64_t across = ceil_div(shape.k, tile.columns);
+  const std::int64_t half_rows = shape.order == RowOrder::kGateUp ? shape.rows / 2 : shape.rows;
+  const std::int64_t half_tiles = ceil_div(half_rows, tile.rows);
   const std::int64_t groups = shape.padded_k() / fold;
   for (std::int64_t p = 0; p < shape.num_panels(); ++p) {
     for (std::int64_t g = 0; g < groups; ++g) {
       // Groups beyond K repeat the last scale: their weights are 0.
-      const std::int64_t at = std::min(g * fold / columns, across - 1);
+      const std::int64_t at = std::min(g * fold / tile.columns, across - 1);
       for (int c = 0; c < kPanelColumns; ++c) {
         std::int64_t row = shape.source_row(p, c);
         if (MOESAIC_FAULT(cpu_exponent_of_first_column) && row >= 0) row = shape.source_row(p, 0);
+        if (row >= 0 && tile.rows > 1) {
+          row = MOESAIC_FAULT(cpu_any_block_rows_across_halves)
+                    ? row / tile.rows
+                    : row / half_rows * half_tiles + row % half_rows / tile.rows;
+        }
         use(row < 0 ? -1 : row * across + at);
       }
     }
@@ -57,11 +64,11 @@ const Int4Products& int4_products() {
   return table;
 }
 
-void pack_group_scales(const PackedShape& shape, std::int64_t fold, std::int64_t columns,
+void pack_group_scales(const PackedShape& shape, std::int64_t fold, ScaleTile tile,
                        const ConstTensorView& scale, std::byte* dst) {
   const bool bytes = dtype_bits(scale.dtype) == 8;
   const auto one = static_cast<std::byte>(scale.dtype == DType::kF8E8M0 ? 127 : 0x38);
-  for_each_scale(shape, fold, columns, [&](std::int64_t index) {
+  for_each_scale(shape, fold, tile, [&](std::int64_t index) {
     if (bytes) {
       *dst++ = index < 0 ? one : scale.data[index];
       return;
@@ -75,7 +82,7 @@ void pack_group_scales(const PackedShape& shape, std::int64_t fold, std::int64_t
 void pack_group_offsets(const PackedShape& shape, std::int64_t fold, std::int64_t columns,
                         const ConstTensorView& scale, const ConstTensorView& zero,
                         const ConstTensorView& min, int bias, float* dst) {
-  for_each_scale(shape, fold, columns, [&](std::int64_t index) {
+  for_each_scale(shape, fold, {1, columns}, [&](std::int64_t index) {
     if (index < 0) {
       *dst++ = 0.0F;
       return;

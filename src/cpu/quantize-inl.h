@@ -70,6 +70,8 @@ HWY_INLINE float ScaleOf(float amax) {
       return f32_from_e8m0(quant::mx_scale(amax, DType::kF4E2M1, ExponentRule::kRound175));
     case RowQuantRule::kInt8:
       return quant::int8_row_scale(amax);
+    case RowQuantRule::kFp8Group:
+      return quant::fp8_group_scale(amax, quant::ScaleRounding::kNone);
     case RowQuantRule::kFp8GroupPow2:
       return quant::fp8_group_scale(amax, quant::ScaleRounding::kCeilPowerOfTwo);
     default:  // kFp8Token
@@ -115,7 +117,8 @@ HWY_INLINE void QuantizeGroups(float* row, std::int64_t n, std::int64_t group, f
   }
 }
 
-void QuantizeRow(RowQuantRule rule, float static_scale, float* row, std::int64_t n, float* scales) {
+void QuantizeRow(RowQuantRule rule, std::int64_t group, float static_scale, float* row,
+                 std::int64_t n, float* scales) {
   switch (rule) {
     case RowQuantRule::kMxfp8:
       return QuantizeGroups<RowQuantRule::kMxfp8>(row, n, quant::kMxGroupSize, 1.0F, scales);
@@ -130,11 +133,11 @@ void QuantizeRow(RowQuantRule rule, float static_scale, float* row, std::int64_t
       return QuantizeGroups<RowQuantRule::kFp8Static>(row, n, n, static_scale, scales);
     case RowQuantRule::kInt8:
       return QuantizeGroups<RowQuantRule::kInt8>(row, n, n, 1.0F, scales);
+    case RowQuantRule::kFp8Group:
+      return QuantizeGroups<RowQuantRule::kFp8Group>(row, n, group, 1.0F, scales);
     case RowQuantRule::kFp8GroupPow2:
-      return QuantizeGroups<RowQuantRule::kFp8GroupPow2>(row, n, quant::kFp8BlockSize, 1.0F,
-                                                         scales);
+      return QuantizeGroups<RowQuantRule::kFp8GroupPow2>(row, n, group, 1.0F, scales);
     case RowQuantRule::kNone:
-    case RowQuantRule::kFp8Group:  // QuantizeRowE4M3
       return;
   }
 }

@@ -57,7 +57,7 @@ RowError RowErrorMeter::measure(const float* x, std::int64_t n, float input_scal
   if (n <= 0) return sums;
   row_.resize(static_cast<std::size_t>(n));
   codes_.resize(static_cast<std::size_t>(n));
-  scales_.resize(static_cast<std::size_t>(ref_max_scales(n)));
+  scales_.resize(static_cast<std::size_t>(ref_max_scales(activation_, n)));
   for (std::int64_t i = 0; i < n; ++i) {
     row_[static_cast<std::size_t>(i)] = rounded(round_dtype_, x[i]);
     sums.finite =

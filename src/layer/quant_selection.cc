@@ -19,6 +19,15 @@ bool is_fp8(const Scheme& stored) {
          stored.weight.granularity == ScaleGranularity::kBlock;
 }
 
+// A scheme's own weights of FP8 blocks with blocks of this size, and so its groups of activations.
+Scheme with_blocks(const Scheme& scheme, const OperandQuant& blocks) {
+  OperandQuant w = scheme.weight, a = scheme.activation;
+  w.block_n = blocks.block_n;
+  w.block_k = blocks.block_k;
+  if (!scheme.weight_only()) a.block_k = blocks.block_k;
+  return make_scheme(scheme.name, w, a, scheme.output_bound);
+}
+
 // The same codes with a scale for every row where one scale for all is possible.
 OperandQuant by_rows(OperandQuant w) {
   if (w.outer_scale == OuterScale::kTensor) w.outer_scale = OuterScale::kChannel;
@@ -33,6 +42,7 @@ bool runs_as(const Scheme& stored, const Scheme& scheme) {
   // Integers of any group.
   if (scheme.kind == ComputeScheme::kInt8Group)
     return int8_group_scheme_of(stored.weight) == scheme.name;
+  if (is_fp8(stored) && is_fp8(scheme)) return true;
   return by_rows(scheme.weight) == by_rows(stored.weight) &&
          (!quant::has_static_scale(scheme.activation) ||
           quant::has_static_scale(stored.activation));
@@ -108,6 +118,7 @@ Result<QuantPlan> plan_quant(const Scheme& stored, DType activation_dtype,
   if (is_fp8(stored)) {
     if (name != "fp8-block" && name != "fp8-bf16") return no_such_pair(stored, requested);
     if (name == "fp8-bf16") plan.activation_dtype = DType::kBF16;
+    plan.scheme = with_blocks(plan.scheme, stored.weight);
     // The checkpoint says how its activations are to be quantised (scale format).
     if (name == "fp8-block" && !stored.weight_only())
       plan.scheme = with_activation(plan.scheme, stored.activation);

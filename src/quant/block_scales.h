@@ -19,6 +19,7 @@ inline constexpr std::int64_t kFp8BlockSize = 128;
 struct BlockShape {
   std::int64_t n = kFp8BlockSize;
   std::int64_t k = kFp8BlockSize;
+  bool operator==(const BlockShape&) const = default;
 };
 
 // [.., ceil(N/n), ceil(K/k)] for a weight of rank 2 or 3. kInvalidShape for other ranks,

@@ -14,11 +14,12 @@ struct ComputeRow {
   std::optional<DType> activation_dtype = std::nullopt;
 };
 
-constexpr std::array<ComputeRow, 16> kComputeRows = {{
+constexpr std::array<ComputeRow, 17> kComputeRows = {{
     {ComputeScheme::kF32, "f32"},
     {ComputeScheme::kBF16, "bf16", DType::kBF16},
     {ComputeScheme::kF16, "f16", DType::kF16},
     {ComputeScheme::kFp8Block, "fp8-block"},
+    {ComputeScheme::kFp8AnyBlock, "fp8-any-block"},
     {ComputeScheme::kFp8Bf16, "fp8-bf16", DType::kBF16},
     {ComputeScheme::kMxfp4Bf16, "mxfp4-bf16", DType::kBF16},
     {ComputeScheme::kWeightOnly, "weight-only", DType::kBF16},

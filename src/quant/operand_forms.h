@@ -100,9 +100,15 @@ constexpr bool is_fp8_token(const OperandQuant& a) {
 constexpr bool is_fp8_static(const OperandQuant& a) {
   return is_per(a, kE4M3, G::kTensor) && !a.dynamic;
 }
-constexpr bool is_fp8_group(const OperandQuant& a) {
-  return a.dynamic && (is_group(a, kE4M3, F::kF32, quant::kFp8BlockSize) ||
-                       is_group(a, kE4M3, F::kE8M0, quant::kFp8BlockSize));
+constexpr bool is_fp8_group(const OperandQuant& a, std::int64_t columns = quant::kFp8BlockSize) {
+  return a.dynamic &&
+         (is_group(a, kE4M3, F::kF32, columns) || is_group(a, kE4M3, F::kE8M0, columns));
+}
+// e4m3 weights with an F32 scale per rectangle.
+constexpr bool is_fp8_blocks(const OperandQuant& w) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 31;  // see quant::block_scale_shape
+  return is_bare(w) && is_per(w, kE4M3, G::kBlock) && w.block_n >= 1 && w.block_n <= kMost &&
+         w.block_k >= 1 && w.block_k <= kMost;
 }
 constexpr bool is_mx_group(const OperandQuant& a, DType dtype, ExponentRule rule) {
   return is_group(a, dtype, F::kE8M0, quant::kMxGroupSize) && a.dynamic && a.rule == rule;

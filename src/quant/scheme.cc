@@ -36,9 +36,10 @@ struct WeightRow {
   bool (*is)(const OperandQuant& weight);
   Compute with_bf16;  // activations that are BF16; kNone: not computed
   Compute (*with)(const OperandQuant& activation) = nullptr;  // any others; null: none
+  bool same_groups = false;  // those have groups of as many columns as the weights' blocks
 };
 
-constexpr std::array<WeightRow, 12> kWeightRows = {{
+constexpr std::array<WeightRow, 13> kWeightRows = {{
     {"plain F32", [](const OperandQuant& w) { return is_bare(w) && is_plain(w, DType::kF32); },
      Compute::kNone},
     {"plain BF16", [](const OperandQuant& w) { return is_bare(w) && is_plain(w, DType::kBF16); },
@@ -50,11 +51,17 @@ constexpr std::array<WeightRow, 12> kWeightRows = {{
      }},
     {"F8_E4M3 with an F32 scale per 128x128 block",
      [](const OperandQuant& w) {
-       return is_bare(w) && is_per(w, kE4M3, G::kBlock) && w.block_n == quant::kFp8BlockSize &&
+       return is_fp8_blocks(w) && w.block_n == quant::kFp8BlockSize &&
               w.block_k == quant::kFp8BlockSize;
      },
      Compute::kFp8Bf16,
-     [](const OperandQuant& a) { return is_fp8_group(a) ? Compute::kFp8Block : Compute::kNone; }},
+     [](const OperandQuant& a) { return is_fp8_group(a) ? Compute::kFp8Block : Compute::kNone; },
+     true},
+    {"F8_E4M3 with an F32 scale per block of another size", is_fp8_blocks, Compute::kWeightOnly,
+     [](const OperandQuant& a) {
+       return is_fp8_group(a, a.block_k) ? Compute::kFp8AnyBlock : Compute::kNone;
+     },
+     true},
     {"F8_E4M3 with an F32 scale per expert or row",
      [](const OperandQuant& w) {
        return is_bare(w) && (is_per(w, kE4M3, G::kTensor) || is_per(w, kE4M3, G::kChannel));
@@ -125,7 +132,8 @@ constexpr Compute kind_of(const OperandQuant& w, const OperandQuant& a) {
   if (row == nullptr) return Compute::kNone;
   if (is_plain(a, DType::kF32)) return Compute::kF32;
   if (is_plain(a, DType::kBF16)) return row->with_bf16;
-  return row->with != nullptr ? row->with(a) : Compute::kNone;
+  if (row->with == nullptr || (row->same_groups && a.block_k != w.block_k)) return Compute::kNone;
+  return row->with(a);
 }
 
 constexpr Scheme made(std::string_view name, const OperandQuant& weight,
@@ -195,6 +203,10 @@ constexpr OperandQuant integers(DType dtype, std::int64_t columns,
 constexpr Scheme weight_only(std::string_view name, const OperandQuant& weight) {
   return made(name, weight, kBF16, kWeightOnly);
 }
+constexpr Scheme fp8_blocks(std::string_view name, std::int64_t rows, std::int64_t columns) {
+  return made(name, scaled(kE4M3, G::kBlock, F::kF32, rows, columns),
+              dynamic(group(kE4M3, F::kF32, columns)), kFp8);
+}
 constexpr Scheme int8_activations(std::string_view name, const OperandQuant& weight) {
   return made(name, weight, int8_rows(weight), kInt8Groups);
 }
@@ -205,9 +217,11 @@ constexpr OperandQuant kQ40 = integers(DType::kI4, quant::kGgufBlock);
 constexpr OperandQuant kQ80 = integers(DType::kI8, quant::kGgufBlock);
 constexpr OperandQuant kQ4K = integers(DType::kU4, quant::kGgufBlock, ZeroPoint::kMin);
 constexpr OperandQuant kQ6K = integers(DType::kI8, quant::kGgufHalfBlock);
-constexpr std::array<Scheme, 17> kStoredSchemes = {{
+constexpr std::array<Scheme, 19> kStoredSchemes = {{
     // One input scale for all rows.
     made("fp8-static", kFp8Tensor, scaled(kE4M3, G::kTensor, F::kF32), kFp8),
+    fp8_blocks("fp8-block-64x64", 64, 64),
+    fp8_blocks("fp8-block-32x128", 32, 128),
     weight_only("int4-g32", integers(DType::kI4, 32)),
     weight_only("int8-g128", integers(DType::kI8, quant::kIntGroupSize)),
     weight_only("uint4-g128", kUint4),
@@ -283,7 +297,7 @@ std::string_view int8_group_scheme_of(const OperandQuant& weight) {
 }
 
 Result<Scheme> with_activation_scales(const Scheme& s, ScaleFormat format) {
-  if (!is_fp8_group(s.activation)) {
+  if (!is_fp8_group(s.activation) && s.kind != Compute::kFp8AnyBlock) {
     return unsupported(
         fmt::format("activation_scales: got scheme {} ({}), need one that quantises activations to "
                     "e4m3 per group of {}: fp8-block or mxfp4-fp8",
@@ -330,6 +344,12 @@ Status validate(const Scheme& scheme) {
     return unsupported(
         "quant.activation: got one scale of the whole batch computed at run time, which would make "
         "a row's result depend on the rows beside it; need a scale per token or a stored one");
+  }
+  if (kind == Compute::kNone && is_fp8_blocks(w) && is_fp8_group(a, a.block_k)) {
+    return unsupported(fmt::format(
+        "quant.activation: got groups of {} columns with weights in blocks of {}x{}, need groups "
+        "of {}",
+        a.block_k, w.block_n, w.block_k, w.block_k));
   }
   if (kind == Compute::kNone) {
     return unsupported(

@@ -109,6 +109,8 @@ TEST(ConfigQuant, Fp8BlockAndSkipLists) {
     return parse(with(deepseek_v3(), {{"quantization_config", with(block, changes)}})).quant;
   };
   EXPECT_EQ(quant(Json::object()).linear.stored, checkpoint::StoredFormat::kFp8Block);
+  EXPECT_EQ(quant(Json::object()).linear.block, (quant::BlockShape{128, 128}));
+  EXPECT_EQ(quant({{"weight_block_size", {64, 32}}}).linear.block, (quant::BlockShape{64, 32}));
   EXPECT_TRUE(quant({{"scale_fmt", "ue8m0"}}).linear.ue8m0);
   EXPECT_EQ(
       parse({{"model_type", "x"}, {"text_config", deepseek_v3()}, {"quantization_config", block}})

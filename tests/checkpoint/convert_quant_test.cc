@@ -292,6 +292,22 @@ TEST(ConvertDescription, Fp8BlocksKeepTheirOwnWords) {
   }
 }
 
+// Linears that stay keep blocks of their size, the experts get blocks of 128: two descriptions.
+TEST(ConvertDescription, Fp8BlocksOfAnotherSizeAreNotTheExperts) {
+  const checkpoint::SourceQuantization source = described(
+      R"({"quant_method": "fp8", "weight_block_size": [64, 64], "activation_scheme": "dynamic",
+          "modules_to_not_convert": ["mlp.gate"]})");
+  const checkpoint::ConvertedModules modules = modules_of(checkpoint::ConvertFormat::kFp8Block);
+  const checkpoint::QuantConfig after =
+      parsed(checkpoint::describe_conversion(source, modules).value().json);
+  const checkpoint::LinearFormat experts =
+      checkpoint::experts_format(after, "model.layers.3.mlp.experts", 8, kProjections).value();
+  EXPECT_EQ(experts.stored, checkpoint::StoredFormat::kFp8Block);
+  EXPECT_EQ(experts.block, (quant::BlockShape{128, 128}));
+  EXPECT_EQ(checkpoint::module_format(after, modules.quantized.front()).block,
+            (quant::BlockShape{64, 64}));
+}
+
 TEST(ConvertDescription, GroupsOfCompressedTensorsDoNotOverlap) {
   const checkpoint::SourceQuantization source = described(
       R"({"quant_method": "compressed-tensors", "format": "int-quantized", "version": "0.9",

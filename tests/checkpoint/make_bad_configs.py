@@ -113,7 +113,7 @@ def config_cases(c):
     quant = lambda name, q, code, keys: bad("quant_" + name, QWEN, {"quantization_config": q}, code, ["quantization_config"] + keys)
     quant("string", "fp8", CORRUPT, ["an object"])
     quant("no_method", {}, CORRUPT, ["quant_method: missing"])
-    quant("block_64", dict(FP8, weight_block_size=[64, 128]), UNSUPPORTED, ["[64, 128]", "[128, 128]"])
+    quant("block_large", dict(FP8, weight_block_size=[64, 2**20 + 1]), ARGUMENT, ["weight_block_size[1]"])
     quant("block_one", dict(FP8, weight_block_size=[128]), CORRUPT, ["weight_block_size", "need 2"])
     quant("block_zero", dict(FP8, weight_block_size=[0, 128]), ARGUMENT, ["weight_block_size[0]"])
     quant("static", dict(FP8, activation_scheme="static"), UNSUPPORTED, ["activation_scheme", "dynamic"])

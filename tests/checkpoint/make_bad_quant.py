@@ -129,7 +129,9 @@ def descriptions(c):
     bad("ct_float_4_bits", ct("float-quantized", floats8(num_bits=4)), UNSUPPORTED, ["weights", "4 bits"])
     bad("ct_float_group", ct("float-quantized", floats8("group", group_size=128)), UNSUPPORTED, ["strategy", "group"])
     bad("ct_float_asymmetric", ct("float-quantized", floats8(symmetric=False)), UNSUPPORTED, ["weights"])
-    bad("ct_block_64", ct("float-quantized", floats8("block", block_structure=[64, 64])), UNSUPPORTED, ["block_structure", "64, 64"])
+    bad("ct_block_groups", ct("float-quantized", floats8("block", block_structure=[64, 32]), floats8("group", group_size=128, dynamic=True)), UNSUPPORTED,
+        ["input_activations", "group_size 32"])
+    bad("ct_block_one", ct("float-quantized", floats8("block", block_structure=[64])), UNSUPPORTED, ["block_structure", "[64]", "[rows, columns]"])
     bad("ct_no_block", ct("float-quantized", floats8("block")), UNSUPPORTED, ["block_structure"])
     bad("ct_static_token", ct("float-quantized", floats8(), floats8("token")), UNSUPPORTED, ["input_activations", "static"])
     bad("ct_block_static", ct("float-quantized", floats8("block", block_structure=[128, 128]), floats8("tensor")), UNSUPPORTED, ["input_activations"])

@@ -231,6 +231,18 @@ def fp8(c):
     c.add("ct_fp8_tensor_wo", compressed("float-quantized", float8("tensor")), own_scales(), scheme="fp8-bf16")
     c.add("ct_fp8_block", compressed("float-quantized", float8("block", block_structure="128x128"),
                                      dict(token, strategy="group", group_size=128)), plain_linear(q.fp8_block), h=128, i=256, scheme="fp8-block")
+    # Blocks of other sizes: whole, flat, ragged in every direction, and of rows that are fused.
+    blocks = lambda n, k, **more: dict({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [n, k]}, **more)
+    other = lambda *block, name=".weight_scale_inv": plain_linear(q.fp8_block, name=name, block=block)
+    c.add("fp8_block_64x64", blocks(64, 64), other(64, 64), h=128, i=192, scheme="fp8-block", tp=(3,), shared=192)
+    c.add("fp8_block_32x128", blocks(32, 128, scale_fmt="ue8m0"), other(32, 128), h=192, i=256, scheme="fp8-block")
+    c.add("fp8_block_ragged", blocks(48, 80), other(48, 80), h=100, i=120, scheme="fp8-block", tp=(), shared=120)
+    c.add_stacked("fp8_block_stacked", blocks(32, 48), other(32, 48, name=".weight_scale"), h=112, i=96, scheme="fp8-block", tp=(), ends=HF_FP8)
+    c.add_stacked("fp8_block_split", blocks(40, 16), other(40, 16, name=".weight_scale"), h=104, i=160, scheme="fp8-block", tp=(2,), storage=split_weights)
+    c.add("ct_fp8_block_64", compressed("float-quantized", float8("block", block_structure=[64, 32]), dict(token, strategy="group", group_size=32)),
+          other(64, 32, name=".weight_scale"), h=96, i=128, scheme="fp8-block")
+    c.add("ct_fp8_block_wo", compressed("float-quantized", float8("block", block_structure=[16, 64])), other(16, 64, name=".weight_scale"), h=96, i=128,
+          scheme="fp8-bf16")
     c.add("ct_mxfp8", compressed("mxfp8-quantized", float8("group", group_size=32), float8("group", group_size=32, dynamic=True)),
           plain_linear(q.mxfp8), scheme="mxfp8")
     opt = lambda algo, **k: dict({"quant_method": "modelopt", "quant_algo": algo, "ignore": ["lm_head", "*.mlp.gate", "model.layers.*.self_attn*"]}, **k)

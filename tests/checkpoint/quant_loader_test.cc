@@ -70,10 +70,11 @@ std::vector<QuantCase> QuantCheckpoints::cases_;
 // One matrix of a view with what belongs to it.
 struct MatrixView {
   ConstTensorView weight, scale, global, channel, zero, min, perm;
+  std::int64_t parts = 1;  // blocks of rows are counted within each
 };
 MatrixView w13_of(const ExpertWeightsView& v) {
   return {v.w13,      v.w13_scale, v.w13_global_scale, v.w13_channel_scale,
-          v.w13_zero, v.w13_min,   v.w13_perm};
+          v.w13_zero, v.w13_min,   v.w13_perm,         2};
 }
 MatrixView w2_of(const ExpertWeightsView& v) {
   return {v.w2, v.w2_scale, v.w2_global_scale, v.w2_channel_scale, v.w2_zero, v.w2_min, v.w2_perm};
@@ -123,7 +124,7 @@ float code_value(const OperandQuant& w, ConstTensorView codes, std::int64_t i) {
 
 // Row-major values in the order of the activations.
 std::vector<double> dequantise(const OperandQuant& w, const MatrixView& m) {
-  const std::int64_t rows = m.weight.dim(0), cols = m.weight.dim(1);
+  const std::int64_t rows = m.weight.dim(0), cols = m.weight.dim(1), part = rows / m.parts;
   std::vector<double> out(static_cast<std::size_t>(rows * cols));
   for (std::int64_t r = 0; r < rows; ++r) {
     for (std::int64_t c = 0; c < cols; ++c) {
@@ -136,7 +137,9 @@ std::vector<double> dequantise(const OperandQuant& w, const MatrixView& m) {
           at = r * ((cols + w.block_k - 1) / w.block_k) + c / w.block_k;
           break;
         case ScaleGranularity::kBlock:
-          at = r / w.block_n * ((cols + w.block_k - 1) / w.block_k) + c / w.block_k;
+          at = (r / part * ((part + w.block_n - 1) / w.block_n) + r % part / w.block_n) *
+                   ((cols + w.block_k - 1) / w.block_k) +
+               c / w.block_k;
           break;
         default:
           break;
@@ -219,6 +222,39 @@ TEST_F(QuantCheckpoints, LoadToTheNumbersOfTheFiles) {
     // Only two orders of columns in one matrix have no form but F32.
     EXPECT_EQ(shared.granularity == ScaleGranularity::kNone, c.name == "gptq_shared_two_orders");
   }
+}
+
+// Sizes of blocks, and so of groups of activations, are the configuration's.
+TEST_F(QuantCheckpoints, BlocksOfOtherSizesAreASchemeOfTheirOwn) {
+  for (const auto& [name, rows, columns, kind] :
+       std::vector<std::tuple<std::string, std::int64_t, std::int64_t, ComputeScheme>>{
+           {"fp8_block_64x64", 64, 64, ComputeScheme::kFp8AnyBlock},
+           {"fp8_block_32x128", 32, 128, ComputeScheme::kFp8AnyBlock},
+           {"fp8_block_ragged", 48, 80, ComputeScheme::kFp8AnyBlock},
+           {"ct_fp8_block_64", 64, 32, ComputeScheme::kFp8AnyBlock},
+           {"ct_fp8_block_wo", 16, 64, ComputeScheme::kWeightOnly},
+           {"ct_fp8_block", 128, 128, ComputeScheme::kFp8Block}}) {
+    SCOPED_TRACE(name);
+    const MoeLayerSpec spec = must_open(find(name).path).layer(0).value();
+    EXPECT_EQ(spec.quant.kind, kind);
+    EXPECT_EQ(spec.quant.weight.block_n, rows);
+    EXPECT_EQ(spec.quant.weight.block_k, columns);
+    if (kind != ComputeScheme::kWeightOnly) {
+      EXPECT_EQ(spec.quant.activation.block_k, columns);
+    }
+    EXPECT_EQ(spec.quant.activation.scale_format == ScaleFormat::kE8M0, name == "fp8_block_32x128");
+  }
+}
+
+// A cut falls neither into a block of rows of gate and up nor into one of columns of down.
+TEST_F(QuantCheckpoints, ACutIntoABlockNamesTheBlock) {
+  ParallelConfig parallel;
+  parallel.tp_size = 4;
+  // 256 / 4 are 64 columns: two blocks of 32 rows, and half a block of 128 columns.
+  const Status status = must_open(find("fp8_block_32x128").path).load_layer(0, parallel).status();
+  EXPECT_EQ(mismatch(status, StatusCode::kInvalidArgument,
+                     {"got 64 of 256", "tp_size 4", "the weight block 128"}),
+            "");
 }
 
 // A quantised shared expert of the routed experts' width takes the memory that one of them takes:

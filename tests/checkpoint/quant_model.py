@@ -108,13 +108,13 @@ def fp8_channel(rng, n, k, dtype="F32", column=True):
             [[signed_e4m3(c) * s[r] for c in row] for r, row in enumerate(codes)])
 
 
-def fp8_block(rng, n, k, name=".weight_scale", four_axes=False):
+def fp8_block(rng, n, k, name=".weight_scale", four_axes=False, block=(128, 128)):
     codes = fp8_codes(rng, n, k)
-    bn, bk = -(-n // 128), -(-k // 128)
+    bn, bk = -(-n // block[0]), -(-k // block[1])
     s = [[dyadic(rng, 1 / RMS8 / math.sqrt(k)) for _ in range(bk)] for _ in range(bn)]
     shape = [bn, 1, bk, 1] if four_axes else [bn, bk]
     return ({".weight": byte_tensor("F8_E4M3", codes), name: floats("F32", shape, [x for row in s for x in row])},
-            [[signed_e4m3(c) * s[r // 128][j // 128] for j, c in enumerate(row)] for r, row in enumerate(codes)])
+            [[signed_e4m3(c) * s[r // block[0]][j // block[1]] for j, c in enumerate(row)] for r, row in enumerate(codes)])
 
 
 def exponents(rng, n, groups, rms, k):

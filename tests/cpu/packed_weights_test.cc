@@ -166,6 +166,24 @@ TEST(PackedWeights, FlippingTurnsUnsignedCodesAround) {
   for (std::int64_t i = 2; i < packed.bytes(); ++i) ASSERT_EQ(packed.data()[i], std::byte{0});
 }
 
+// Blocks of 2 rows, counted within gate and within up: 3 rows each make two blocks each.
+TEST(PackedWeights, ScalesOfBlocksAreCountedWithinGateAndUp) {
+  const PackedShape shape{WeightKind::kE4M3, RowOrder::kGateUp, 6, 24, 16, 0};
+  float scale[8];  // [4, 2]
+  for (int i = 0; i < 8; ++i) scale[i] = static_cast<float>(10 + i);
+  const ConstTensorView scales(reinterpret_cast<const std::byte*>(scale), DType::kF32, {4, 2});
+  std::vector<float> got(2 * 64);
+  pack_group_scales(shape, 16, {2, 16}, scales, reinterpret_cast<std::byte*>(got.data()));
+  const float want[2][6] = {{10, 10, 12, 14, 14, 16}, {11, 11, 13, 15, 15, 17}};
+  for (int group = 0; group < 2; ++group) {
+    for (int row = 0; row < 6; ++row) {
+      const int column = row < 3 ? row : 32 + row - 3;
+      EXPECT_EQ(got[static_cast<std::size_t>(group * 64 + column)], want[group][row])
+          << group << " " << row;
+    }
+  }
+}
+
 // Columns of 8 elements, folds of 4: two groups per scale; zero points, minima and the bias of
 // unsigned codes end in one offset.
 TEST(PackedWeights, GroupScalesAndOffsets) {
@@ -178,7 +196,7 @@ TEST(PackedWeights, GroupScalesAndOffsets) {
   };
   const auto scales = view(scale, DType::kF32);
   std::vector<float> got(3 * 64);
-  pack_group_scales(shape, 4, 8, scales, reinterpret_cast<std::byte*>(got.data()));
+  pack_group_scales(shape, 4, {1, 8}, scales, reinterpret_cast<std::byte*>(got.data()));
   const auto at = [&](int group, int column) {
     return got[static_cast<std::size_t>(group * 64 + column)];
   };

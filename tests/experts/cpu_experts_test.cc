@@ -110,6 +110,15 @@ TEST(CpuExperts, EveryTierAndSchemeMeetsItsBoundAgainstFloat64) {
                         {"fp8-block", 384, 256, 1},
                         {"fp8-block", 200, 72, 17},  // ragged blocks
                         {"fp8-block", 50, 194, 1},
+                        {"fp8-block-64x64", 256, 160, 17},
+                        {"fp8-block-64x64", 200, 72, 5},
+                        {"fp8-block-32x128", 256, 128, 9},
+                        {"fp8-block-16x16", 80, 48, 9},
+                        {"fp8-block-48x96", 200, 100, 17},   // groups across 128 columns
+                        {"fp8-block-128x256", 384, 320, 9},  // and of more
+                        {"fp8-block-5x4096", 384, 100, 3},
+                        {"fp8-bf16-64x32", 200, 72, 6},
+                        {"fp8-bf16-48x112", 130, 250, 6},
                         {"fp8-bf16", 200, 72, 6},
                         {"mxfp4-fp8", 160, 96, 9},
                         {"fp8-bf16", 256, 128, 17},
@@ -198,22 +207,35 @@ TEST(CpuExperts, Fp32ArithmeticTakesTheTablesThatAreExact) {
 
 // scale_fmt "ue8m0" of DeepSeek-V3.1: activation scales are powers of two.
 TEST(CpuExperts, PowerOfTwoActivationScales) {
-  MoeProblem p = make_problem("fp8-block", 256, 128, 4, 2);
-  const OwnedExpertWeights w = test::random_expert_weights(71, p);
-  test::Rng rng(72);
-  const Tensor x = test::random_normal(rng, DType::kBF16, {9, 256});
-  const OwnedRouting routing = test::random_routing(73, 9, 4, 2);
-  const auto plain = test::oracle_moe(p, w.view(), x.view(), routing.ids.view(),
-                                      routing.weights.view(), {}, {.round_like_scheme = true});
-  p.quant.activation.scale_format = ScaleFormat::kE8M0;
-  const auto want = test::oracle_moe(p, w.view(), x.view(), routing.ids.view(),
-                                     routing.weights.view(), {}, {.round_like_scheme = true});
-  for (const std::string& tier : tiers()) {
-    const Tensor y = run_standard(*make(tier, p, w), p, x.view(), routing, DType::kF32);
-    const auto got = test::to_doubles(y.view());
-    EXPECT_LE(test::compare(got, want).rel_l2, bound_like_scheme("fp8-block")) << tier;
-    EXPECT_GT(test::compare(got, plain).rel_l2, 1e-2) << tier << ": the format made no difference";
+  for (const char* quant : {"fp8-block", "fp8-block-64x64", "fp8-block-64x96"}) {
+    MoeProblem p = make_problem(quant, 256, 128, 4, 2);
+    const OwnedExpertWeights w = test::random_expert_weights(71, p);
+    test::Rng rng(72);
+    const Tensor x = test::random_normal(rng, DType::kBF16, {9, 256});
+    const OwnedRouting routing = test::random_routing(73, 9, 4, 2);
+    const auto plain = test::oracle_moe(p, w.view(), x.view(), routing.ids.view(),
+                                        routing.weights.view(), {}, {.round_like_scheme = true});
+    p.quant.activation.scale_format = ScaleFormat::kE8M0;
+    const auto want = test::oracle_moe(p, w.view(), x.view(), routing.ids.view(),
+                                       routing.weights.view(), {}, {.round_like_scheme = true});
+    for (const std::string& tier : tiers()) {
+      const Tensor y = run_standard(*make(tier, p, w), p, x.view(), routing, DType::kF32);
+      const auto got = test::to_doubles(y.view());
+      EXPECT_LE(test::compare(got, want).rel_l2, bound_like_scheme(quant)) << tier << " " << quant;
+      EXPECT_GT(test::compare(got, plain).rel_l2, 1e-2)
+          << tier << " " << quant << ": the format made no difference";
+    }
   }
+}
+
+// Blocks of any size are computed, by the reference where the kernels' units do not fit.
+TEST(CpuExperts, BlocksThatAreNoMultipleOfTheKernelsUnitAreTheReferences) {
+  MoeProblem p = make_problem("fp8-block-8x24", 96, 48, 4, 2);
+  test::expect_refusal(experts::cpu_experts_can_implement("baseline", p), StatusCode::kUnsupported,
+                       {"got blocks of 24 columns", "a multiple of 16"});
+  EXPECT_EQ(choose_experts(p).value()->name, "cpu_reference");
+  p.quant = test::scheme_called("fp8-block-8x48");
+  EXPECT_NE(choose_experts(p).value()->name, "cpu_reference");
 }
 
 // Integers small enough that every product and partial sum is exact: all tiers and the oracle agree
@@ -260,11 +282,28 @@ TEST(CpuExperts, IntegerInputsAreExactOnEveryTier) {
 
 // One row alone, in any batch, in any order, with any number of threads: the same bits.
 TEST(CpuExperts, RowsDependOnNothingButThemselves) {
-  for (const char* quant : {"bf16",         "fp8-block",      "fp8-bf16",     "mxfp4-bf16",
-                            "f32",          "fp8-channel",    "mxfp8",        "nvfp4",
-                            "int8",         "int4-g128",      "gptq",         "mxfp4-fp8",
-                            "int4-fp8",     "fp8-static",     "mxfp4-static", "int4-fp8-static",
-                            "int4-fp8-g32", "int4-g128-int8", "awq-int8",     "q6k-int8"}) {
+  for (const char* quant : {"bf16",
+                            "fp8-block",
+                            "fp8-bf16",
+                            "mxfp4-bf16",
+                            "f32",
+                            "fp8-channel",
+                            "mxfp8",
+                            "nvfp4",
+                            "int8",
+                            "int4-g128",
+                            "gptq",
+                            "mxfp4-fp8",
+                            "int4-fp8",
+                            "fp8-static",
+                            "mxfp4-static",
+                            "int4-fp8-static",
+                            "int4-fp8-g32",
+                            "int4-g128-int8",
+                            "awq-int8",
+                            "q6k-int8",
+                            "fp8-block-64x64",
+                            "fp8-block-32x96"}) {
     MoeProblem p = make_problem(quant, 256, 128, 6, 2);
     const OwnedExpertWeights w = test::random_expert_weights(5, p);
     test::Rng rng(6);

@@ -26,7 +26,8 @@ std::vector<const cpu::CpuKernels*> tier_kernels() {
 TEST(RowQuantisers, EqualTheScalarRules) {
   test::Rng rng(3);
   for (const cpu::CpuKernels* k : tier_kernels()) {
-    for (const char* name : {"mxfp8", "mxfp4", "nvfp4", "fp8-channel", "fp8-static", "int8"}) {
+    for (const char* name : {"mxfp8", "mxfp4", "nvfp4", "fp8-channel", "fp8-static", "int8",
+                             "fp8-block-1x48", "fp8-block-1x64"}) {
       const OperandQuant a = test::scheme_called(name).activation;
       for (int round = 0; round < 120; ++round) {
         const std::int64_t n = round % 2 == 0 ? 96 : 160;
@@ -44,10 +45,11 @@ TEST(RowQuantisers, EqualTheScalarRules) {
         std::vector<float> want = x, got = x, want_scales(16, -1.0F), got_scales(16, -1.0F);
         std::vector<std::uint8_t> codes(x.size());
         experts::ref_quantize_row(a, fixed, want.data(), n, want_scales.data(), codes.data());
-        k->quantize_row(experts::cpu_row_rule(a), fixed, got.data(), n, got_scales.data());
+        k->quantize_row(experts::cpu_row_rule(a), a.block_k, fixed, got.data(), n,
+                        got_scales.data());
         if (a.granularity == ScaleGranularity::kGroup) {  // multiplied in
           std::vector<float> scaled = x;
-          k->quantize_row(experts::cpu_row_rule(a), fixed, scaled.data(), n, nullptr);
+          k->quantize_row(experts::cpu_row_rule(a), a.block_k, fixed, scaled.data(), n, nullptr);
           for (std::int64_t i = 0; i < n; ++i) {
             const auto at = static_cast<std::size_t>(i);
             ASSERT_EQ(scaled[at], want[at] * want_scales[static_cast<std::size_t>(i / a.block_k)])
@@ -71,7 +73,7 @@ TEST(RowQuantisers, NanAndInfinityReachTheScaleOfTheirGroup) {
         const OperandQuant a = test::scheme_called(name).activation;
         std::vector<float> x(64, 1.0F), scales(4, 0.0F);
         x[5] = bad;
-        k->quantize_row(experts::cpu_row_rule(a), 0.01F, x.data(), 64, scales.data());
+        k->quantize_row(experts::cpu_row_rule(a), a.block_k, 0.01F, x.data(), 64, scales.data());
         EXPECT_FALSE(std::isfinite(scales[0])) << k->name << " " << name;
         if (a.block_k > 0) {
           EXPECT_TRUE(std::isfinite(scales[1])) << k->name << " " << name;

@@ -115,6 +115,21 @@ TEST(CudaFormats, ARowForEachSchemeThatTheKernelsCompute) {
                        StatusCode::kUnsupported, {"scheme"});
 }
 
+// FP8 blocks of other sizes: with quantised activations neither kernel's, whose groups are of 128
+// columns; without, the general one decodes them.
+TEST(CudaFormats, BlocksOfOtherSizes) {
+  for (const char* quant : {"fp8-block-64x64", "fp8-block-32x128", "fp8-block-128x64"}) {
+    const MoeProblem p = test::small_problem(quant);
+    test::expect_refusal(format_of(p).status(), StatusCode::kUnsupported,
+                         {"scheme: got fp8-any-block", "fp8-block"});
+    test::expect_refusal(general_experts_take(p), StatusCode::kUnsupported,
+                         {"scheme: got fp8-any-block", "need fp8-block or activations that are"});
+  }
+  const MoeProblem p = test::small_problem("fp8-bf16-64x64");
+  EXPECT_TRUE(general_experts_take(p).ok());
+  EXPECT_TRUE(GeneralPlan(p).decodes);
+}
+
 // Every code at every place of a word, times every factor.
 TEST(CudaFormats, E2m1CodesBecomeBf16) {
   for (std::uint32_t c = 0; c < 16; ++c) {

@@ -216,6 +216,8 @@ TEST(CudaStrips, WhatHasNoPlaceIsRefused) {
   }());
   EXPECT_EQ(text(p), "block_k: got 24, need a multiple of 32");
   EXPECT_EQ(text(test::small_problem("q4k")), "weight: got minima beside the scales");
+  EXPECT_EQ(text(test::small_problem("fp8-bf16-64x64")),
+            "weight: got blocks of 64x64, need 128x128");
   p = test::small_problem("gptq");
   p.top_k = 1;
   EXPECT_EQ(text(p), "");

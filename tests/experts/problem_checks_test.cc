@@ -54,8 +54,11 @@ TEST(CheckProblem, RefusesWithFieldValueAndNeed) {
        "quant.weight: got I8"},
       {"bf16", [](auto& p) { p.quant.weight.dtype = DType::kF16; }, StatusCode::kUnsupported,
        "F16 weights with BF16 activations"},
-      {"fp8-block", [](auto& p) { p.quant.weight.block_n = 64; }, StatusCode::kUnsupported,
-       "64x128"},
+      {"fp8-block", [](auto& p) { p.quant.weight.block_n = 0; }, StatusCode::kUnsupported, "0x128"},
+      {"fp8-block", [](auto& p) { p.quant.weight.block_k = 64; }, StatusCode::kUnsupported,
+       "got groups of 128 columns with weights in blocks of 128x64"},
+      {"fp8-block", [](auto& p) { p.quant.weight.block_n = 64; }, StatusCode::kInvalidArgument,
+       "got fp8-block, these operands mean fp8-any-block"},
       {"fp8-block", [](auto& p) { p.quant.activation.dynamic = false; }, StatusCode::kUnsupported,
        "F8_E4M3 weights with F8_E4M3"},
       // An operand that was changed after the scheme was made.

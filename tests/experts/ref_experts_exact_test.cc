@@ -62,27 +62,31 @@ StandardCase plain_case(std::string_view quant, std::string_view activation) {
 }
 
 // Exact even where activations are quantised. Every group of x and of the intermediate holds a 448,
-// so all activation scales are 1; x is otherwise -8, 0 or 8. Rows of w13 have two units in each
-// block of 128 columns, block scales are 1 and 2, the bias is 80: g is a multiple of 8 in [32,
-// 128], where silu(g) == g in fp32 and e4m3 has every such value.
+// so all activation scales are 1; x is otherwise -8, 0 or 8. Rows of w13 have two or three units,
+// block scales are 1 and 2, the bias is 80: g is a multiple of 8 in [32, 128], where silu(g) == g
+// in fp32 and e4m3 has every such value.
 StandardCase fp8_case(std::string_view quant) {
   MoeProblem p = test::small_problem(quant);
   p.activation = make_activation("silu_no_mul").value();
   p.has_expert_bias = true;
   StandardCase c = test::make_case(7, p, 7, DType::kF32);
   Rng rng(8);
+  const std::int64_t group = p.quant.weight.block_k;
   for (std::int64_t i = 0; i < 7 * 256; ++i) {
     c.hidden_states.as<float>()[i] =
-        i % 128 == 0 ? 448.0F : 8.0F * static_cast<float>(rng.integer(-1, 1));
+        i % 256 % group == 0 ? 448.0F : 8.0F * static_cast<float>(rng.integer(-1, 1));
   }
   fill_units(rng, c.weights.w2);
   fill_units(rng, c.weights.w2_bias);
   for (std::int64_t row = 0; row < 6 * 128; ++row) {
-    const bool top = row % 128 == 127;
+    const bool top = row % 128 == 127 || row % 128 % group == group - 1;
     c.weights.w13_bias.as<float>()[row] = top ? 448.0F : 80.0F;
     for (std::int64_t k = 0; k < 256; ++k) store_unit(c.weights.w13, row * 256 + k, 0);
-    for (int unit = 0; unit < 3 && !top; ++unit) {
-      const std::int64_t k = 128 * (unit / 2) + rng.integer(1, 127);
+    // Three where blocks of 128 columns have the scales 1 and 2, of which any other two may be 2.
+    const int units = group == 128 ? 3 : 2;
+    for (int unit = 0; unit < units && !top; ++unit) {
+      std::int64_t k = 128 * (unit / (units - 1)) + rng.integer(1, 127);
+      if (k % group == 0) ++k;  // not where x is 448
       store_unit(c.weights.w13, row * 256 + k, 2 * rng.integer(0, 1) - 1);
     }
   }
@@ -123,7 +127,9 @@ TEST(ExpertsExact, GatedActivation) {
 }
 
 TEST(ExpertsExact, Fp8Weights) {
-  for (const char* quant : {"fp8-block", "fp8-bf16"}) {
+  for (const char* quant :
+       {"fp8-block", "fp8-bf16", "fp8-block-64x64", "fp8-block-32x128", "fp8-block-48x80",
+        "fp8-block-10x256", "fp8-block-64x6", "fp8-bf16-32x48"}) {
     SCOPED_TRACE(quant);
     expect_exact(fp8_case(quant));
   }

@@ -40,13 +40,44 @@ double same_operands_bound(std::string_view quant) {
   return scheme.weight_only() ? 3e-4 : 3e-3;
 }
 
-constexpr const char* kSchemes[] = {
-    "f32",        "bf16",       "f16",         "fp8-block",    "fp8-bf16",         "mxfp4-bf16",
-    "fp8-tensor", "fp8-static", "fp8-channel", "mxfp8",        "mxfp4-fp8",        "mxfp4",
-    "nvfp4",      "int4-fp8",   "int8",        "int4-g128",    "int8-bf16",        "nvfp4-bf16",
-    "nvfp4-rows", "nf4-bf16",   "fp4-bf16",    "gptq",         "int4-channel",     "q4k",
-    "q6k",        "u8-zero",    "iq4",         "mxfp4-static", "mxfp4-f32-groups", "mxfp4-token",
-    "awq-int8",   "gptq-int8",  "q4k-int8",    "q6k-int8",     "int4-channel-int8"};
+constexpr const char* kSchemes[] = {"f32",
+                                    "bf16",
+                                    "f16",
+                                    "fp8-block",
+                                    "fp8-bf16",
+                                    "mxfp4-bf16",
+                                    "fp8-tensor",
+                                    "fp8-static",
+                                    "fp8-channel",
+                                    "mxfp8",
+                                    "mxfp4-fp8",
+                                    "mxfp4",
+                                    "nvfp4",
+                                    "int4-fp8",
+                                    "int8",
+                                    "int4-g128",
+                                    "int8-bf16",
+                                    "nvfp4-bf16",
+                                    "nvfp4-rows",
+                                    "nf4-bf16",
+                                    "fp4-bf16",
+                                    "gptq",
+                                    "int4-channel",
+                                    "q4k",
+                                    "q6k",
+                                    "u8-zero",
+                                    "iq4",
+                                    "mxfp4-static",
+                                    "mxfp4-f32-groups",
+                                    "mxfp4-token",
+                                    "awq-int8",
+                                    "gptq-int8",
+                                    "q4k-int8",
+                                    "q6k-int8",
+                                    "int4-channel-int8",
+                                    "fp8-block-64x64",
+                                    "fp8-block-5x7",
+                                    "fp8-bf16-48x80"};
 
 struct Variant {
   std::string quant, activation;

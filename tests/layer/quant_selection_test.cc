@@ -144,6 +144,30 @@ TEST(QuantSelection, Int8ActivationsOverStoredIntegers) {
       "bf16");
 }
 
+// Blocks of other sizes keep them, and groups of activations follow.
+TEST(QuantSelection, BlocksOfOtherSizesAreKept) {
+  Scheme stored = scheme("fp8-block");
+  stored.weight.block_n = 32;
+  stored.weight.block_k = stored.activation.block_k = 64;
+  stored = make_scheme(stored.name, stored.weight, stored.activation, stored.output_bound);
+  const auto kind = [&](const Scheme& from, const char* requested) {
+    const auto plan = layer::plan_quant(from, DType::kBF16, requested);
+    EXPECT_TRUE(plan.ok()) << plan.status().to_string();
+    EXPECT_EQ(plan->scheme.weight, stored.weight);
+    EXPECT_EQ(plan->conversion, layer::LoadConversion::kNone);
+    return plan->scheme.kind;
+  };
+  EXPECT_EQ(kind(stored, "as-is"), ComputeScheme::kFp8AnyBlock);
+  EXPECT_EQ(kind(stored, "fp8-block"), ComputeScheme::kFp8AnyBlock);
+  EXPECT_EQ(kind(stored, "fp8-bf16"), ComputeScheme::kWeightOnly);
+  EXPECT_EQ(kind(stored, "f32"), ComputeScheme::kF32);
+  const Scheme weights = with_activation(stored, scheme("bf16").activation);
+  EXPECT_EQ(kind(weights, "as-is"), ComputeScheme::kWeightOnly);
+  EXPECT_EQ(kind(weights, "fp8-block"), ComputeScheme::kFp8AnyBlock);
+  const Status status = layer::plan_quant(stored, DType::kBF16, "bf16").status();
+  EXPECT_NE(status.message().find("fp8-block, fp8-bf16"), std::string::npos) << status.message();
+}
+
 TEST(QuantSelection, ASharedExpertLeftUnquantisedStaysSo) {
   const Scheme fp8 = scheme("fp8-block"), bf16 = scheme("bf16");
   EXPECT_EQ(layer::plan_shared_quant(bf16, fp8, DType::kBF16, "as-is")->scheme.name, "bf16");

@@ -8,6 +8,7 @@
 
 #include "layer/rank_case.h"
 #include "layer/rank_plan.h"
+#include "support/experts_run.h"
 #include "support/metrics.h"
 #include "support/random.h"
 #include "support/refusal.h"
@@ -55,6 +56,22 @@ TEST(RankedLayer, EveryCombinationOfTwoAndThreeRanksEqualsOneRank) {
       EXPECT_EQ(test::run_ranks(problem, combo, tokens), "") << combo.name();
     }
   }
+}
+
+// Rows for FP8 blocks of other sizes travel as they are: what quantises them has their groups.
+TEST(RankedLayer, BlocksOfOtherSizesOnTwoRanksEqualOneRank) {
+  MoeLayerSpec spec = test::rank_specs().front().spec();
+  spec.quant = test::scheme_called("fp8-block-16x32");
+  const test::LayerTensors tensors = test::make_tensors(43, spec);
+  const RankProblem problem = problem_of(tensors, 7);
+  int ran = 0;
+  for (const RankCombo& combo : test::rank_combos(2)) {
+    if (!combo.ep && combo.tp > 1) continue;  // slices of w2's blocks
+    const auto tokens = test::uneven_tokens(6, 7, combo.dp * combo.pcp);
+    EXPECT_EQ(test::run_ranks(problem, combo, tokens), "") << combo.name();
+    ++ran;
+  }
+  EXPECT_GT(ran, 5);
 }
 
 // Shapes, routing and tokens at random: ranks without tokens, experts without tokens, more ranks

@@ -161,6 +161,34 @@ TEST(QuantSchemes, AnOperandThatNothingComputesIsDescribedAndRefused) {
                   "I8 with an F32 scale per row"});
 }
 
+TEST(QuantSchemes, Fp8BlocksOfEverySize) {
+  const Scheme named = quant_scheme_from_name("fp8-block").value();
+  const auto made = [&](std::int64_t n, std::int64_t k, std::int64_t group) {
+    OperandQuant w = named.weight, a = named.activation;
+    w.block_n = n;
+    w.block_k = k;
+    a.block_k = group;
+    return make_scheme(named.name, w, a, named.output_bound);
+  };
+  EXPECT_EQ(made(128, 128, 128).kind, ComputeScheme::kFp8Block);
+  for (const auto& [n, k] : {std::pair{64, 64}, {32, 128}, {128, 64}, {1, 7}, {1 << 20, 1 << 20}}) {
+    const Scheme s = made(n, k, k);
+    EXPECT_EQ(s.kind, ComputeScheme::kFp8AnyBlock) << n << "x" << k;
+    EXPECT_TRUE(validate(s).ok());
+    EXPECT_EQ(with_activation(s, quant_scheme_from_name("bf16")->activation).kind,
+              ComputeScheme::kWeightOnly);
+    EXPECT_EQ(with_activation_scales(s, ScaleFormat::kE8M0)->kind, ComputeScheme::kFp8AnyBlock);
+  }
+  EXPECT_EQ(activation_text(made(64, 64, 64)), "F8_E4M3, an F32 scale per 64 columns");
+  expect_refusal(
+      validate(made(64, 64, 128)), StatusCode::kUnsupported,
+      {"quant.activation: got groups of 128 columns", "blocks of 64x64", "groups of 64"});
+  expect_refusal(validate(made(128, 128, 64)), StatusCode::kUnsupported,
+                 {"got groups of 64 columns", "need groups of 128"});
+  expect_refusal(validate(made(0, 64, 64)), StatusCode::kUnsupported,
+                 {"F8_E4M3 with block 0x64", "per block of another size"});
+}
+
 // One scale of the whole batch would tie a row's result to the rows beside it.
 TEST(QuantSchemes, AScaleOfTheWholeBatchIsRefused) {
   for (const char* name : {"fp8-tensor", "int4-fp8", "mxfp4-fp8"}) {

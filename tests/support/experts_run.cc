@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <optional>
 #include <string>
 
 #include "support/random.h"
@@ -21,9 +22,25 @@ T must(Result<T> result, std::string_view what) {
   return std::move(result).value();
 }
 
+// A named scheme with e4m3 weights in blocks of another size: "fp8-block-48x80", "fp8-bf16-64x32".
+std::optional<Scheme> with_any_block(std::string_view name) {
+  const std::size_t dash = name.rfind('-'), cross = name.rfind('x');
+  if (!name.starts_with("fp8-b") || cross == std::string_view::npos || cross < dash) return {};
+  const auto number = [&](std::size_t from, std::size_t to) {
+    return std::stoll(std::string(name.substr(from, to - from)));
+  };
+  const Scheme near = must(quant_scheme_from_name(name.substr(0, dash)), "scheme_called");
+  OperandQuant w = near.weight, a = near.activation;
+  w.block_n = number(dash + 1, cross);
+  w.block_k = number(cross + 1, name.size());
+  if (!near.weight_only()) a.block_k = w.block_k;
+  return make_scheme(near.name, w, a, near.output_bound);
+}
+
 }  // namespace
 
 Scheme scheme_called(std::string_view name) {
+  if (const std::optional<Scheme> scheme = with_any_block(name)) return *scheme;
   // "awq-int8": weights of another of these names, activations in int8 per group.
   constexpr std::string_view kInt8 = "-int8";
   if (name.ends_with(kInt8) && !quant_scheme_from_name(name).ok()) {

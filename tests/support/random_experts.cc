@@ -36,23 +36,24 @@ StackedExpertWeights OwnedExpertWeights::view() const {
 
 namespace {
 
-// e4m3 codes and F32 scales of a stacked F32 tensor, per 128x128 tile, ragged edges allowed.
-void quantise_blocks(const Tensor& source, std::int64_t parts, Tensor& codes, Tensor& scales) {
+// e4m3 codes and F32 scales of a stacked F32 tensor, per tile, ragged edges allowed.
+void quantise_blocks(const Tensor& source, std::int64_t parts, quant::BlockShape block,
+                     Tensor& codes, Tensor& scales) {
   // Gate and up rows share no block.
   const std::int64_t experts = source.shape()[0] * parts;
   const std::int64_t rows = source.shape()[1] / parts;
   const std::int64_t columns = source.shape()[2];
-  const std::int64_t tile_rows = ceil_div(rows, quant::kFp8BlockSize);
-  const std::int64_t tile_columns = ceil_div(columns, quant::kFp8BlockSize);
+  const std::int64_t tile_rows = ceil_div(rows, block.n);
+  const std::int64_t tile_columns = ceil_div(columns, block.k);
   codes = Tensor::zeros(DType::kF8E4M3, source.shape()).value();
   scales = Tensor::zeros(DType::kF32, {experts / parts, parts * tile_rows, tile_columns}).value();
   for (std::int64_t tile = 0; tile < experts * tile_rows * tile_columns; ++tile) {
     const std::int64_t e = tile / (tile_rows * tile_columns);
-    const std::int64_t n0 = tile / tile_columns % tile_rows * quant::kFp8BlockSize;
-    const std::int64_t k0 = tile % tile_columns * quant::kFp8BlockSize;
+    const std::int64_t n0 = tile / tile_columns % tile_rows * block.n;
+    const std::int64_t k0 = tile % tile_columns * block.k;
     const auto for_each = [&](auto&& use) {
-      for (std::int64_t n = n0; n < std::min(n0 + quant::kFp8BlockSize, rows); ++n) {
-        for (std::int64_t k = k0; k < std::min(k0 + quant::kFp8BlockSize, columns); ++k) {
+      for (std::int64_t n = n0; n < std::min(n0 + block.n, rows); ++n) {
+        for (std::int64_t k = k0; k < std::min(k0 + block.k, columns); ++k) {
           use((e * rows + n) * columns + k);
         }
       }
@@ -184,8 +185,9 @@ OwnedExpertWeights random_expert_weights(std::uint64_t seed, const MoeProblem& p
   if (block) {
     const Tensor w13 = std::move(w.w13);
     const Tensor w2 = std::move(w.w2);
-    quantise_blocks(w13, rows / inner, w.w13, w.w13_scale);
-    quantise_blocks(w2, 1, w.w2, w.w2_scale);
+    const quant::BlockShape shape{q.block_n, q.block_k};
+    quantise_blocks(w13, rows / inner, shape, w.w13, w.w13_scale);
+    quantise_blocks(w2, 1, shape, w.w2, w.w2_scale);
   }
   // Static activation scales for inputs of sd 1: the largest of some hundred is about 4.
   const OperandQuant& a = problem.quant.activation;

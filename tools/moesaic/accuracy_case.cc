@@ -166,7 +166,7 @@ double activation_error(const AccuracyCase& data, const OperandQuant& quant) {
   const std::int64_t h = data.hidden_size;
   const std::vector<double> rows = to_doubles(data.hidden_states.view());
   std::vector<float> row(static_cast<std::size_t>(h));
-  std::vector<float> scales(static_cast<std::size_t>(experts::ref_max_scales(h)));
+  std::vector<float> scales(static_cast<std::size_t>(experts::ref_max_scales(quant, h)));
   std::vector<std::uint8_t> codes(static_cast<std::size_t>(h));
   const float input_scale = input_amax(data) / 2688.0F;
   Sums sums;

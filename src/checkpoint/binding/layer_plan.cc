@@ -5,7 +5,6 @@
 #include "checkpoint/binding/stacked_tensors.h"
 #include "checkpoint/config/stored_formats.h"
 #include "core/checked.h"
-#include "quant/block_scales.h"
 #include "quant/mx.h"
 
 namespace moesaic::checkpoint {
@@ -79,9 +78,9 @@ class Planner {
     if (format.names != NameStyle::kFp8) {
       scale_suffix = weight_suffix.empty() ? "_weight_scale" : ".weight_scale";
     }
-    const Shape grid = shape.rank() == 2
-                           ? Shape{scale_blocks(shape[0]), scale_blocks(shape[1])}
-                           : Shape{shape[0], scale_blocks(shape[1]), scale_blocks(shape[2])};
+    const int r = shape.rank();
+    const Shape of_one = fp8_scale_grid(format, shape[r - 2], shape[r - 1]);
+    const Shape grid = r == 2 ? of_one : Shape{shape[0], of_one[0], of_one[1]};
     tensors_.push_back({part, projection, TensorKind::kScale, expert,
                         fmt::format("{}{}", module, scale_suffix), grid, kScaleTypes});
     // ModelOpt keeps the blocks' own axes.
@@ -202,12 +201,12 @@ class Planner {
     expert_linear(Projection::kDown, e, layout.down, {h, i});
   }
 
-  // FP8 scales of all experts under the names of fused weights: blocks [E, 2I / 128, H / 128] and
-  // [E, H / 128, I / 128], or numbers; and one activation scale per expert.
+  // FP8 scales of all experts under the names of fused weights: blocks [E, 2I / n, H / k] and
+  // [E, H / n, I / k], or numbers; and one activation scale per expert.
   void stacked_scales() {
     const std::int64_t experts = spec_.num_experts;
-    const auto one = [&](Projection projection, std::string_view module, std::int64_t rows,
-                         std::int64_t columns, bool gate_up) {
+    const auto one = [&](Projection projection, std::string_view module, const Shape& grid,
+                         bool gate_up) {
       const auto add = [&](TensorKind kind, std::string_view suffix, std::vector<Shape> shapes) {
         tensors_.push_back({LayerPart::kExpert, projection, kind, 0,
                             full(fmt::format("{}{}", module, suffix)), shapes.front(),
@@ -217,16 +216,15 @@ class Planner {
       };
       const bool blocks = source_.experts.stored == StoredFormat::kFp8Block;
       add(TensorKind::kScale, "_scale_inv",
-          blocks ? std::vector{Shape{experts, rows, columns}}
+          blocks ? std::vector{Shape{experts, (gate_up ? 2 : 1) * grid[0], grid[1]}}
                  : numbers_of_experts(experts, gate_up));
       if (source_.experts.activation == ActivationQuant::kStatic) {
         add(TensorKind::kInputScale, "_activation_scale", numbers_of_experts(experts, false));
       }
     };
-    const std::int64_t h = scale_blocks(spec_.hidden_size);
-    const std::int64_t i = scale_blocks(spec_.intermediate_size);
-    one(Projection::kGate, kStackedGateUp, 2 * i, h, true);
-    one(Projection::kDown, kStackedDown, h, i, false);
+    const std::int64_t h = spec_.hidden_size, i = spec_.intermediate_size;
+    one(Projection::kGate, kStackedGateUp, fp8_scale_grid(source_.experts, i, h), true);
+    one(Projection::kDown, kStackedDown, fp8_scale_grid(source_.experts, h, i), false);
   }
 
   // LongCat's identity experts have rows in transformers' fused gate_up_proj, which nothing reads;
@@ -327,7 +325,5 @@ std::string LayerSource::experts_module() const {
 }
 
 std::vector<PlannedTensor> plan_layer(const LayerSource& source) { return Planner(source).run(); }
-
-std::int64_t scale_blocks(std::int64_t size) { return ceil_div(size, quant::kFp8BlockSize); }
 
 }  // namespace moesaic::checkpoint

@@ -105,7 +105,4 @@ struct PlannedTensor {
 // Router, shared expert, then the experts in order. O(E).
 std::vector<PlannedTensor> plan_layer(const LayerSource& source);
 
-// Rows or columns of an FP8-block scale grid.
-std::int64_t scale_blocks(std::int64_t size);
-
 }  // namespace moesaic::checkpoint

@@ -40,9 +40,12 @@ Result<Scheme> plain_scheme(const LinearFormat&, DType dtype) {
 
 Result<Scheme> fp8_block_scheme(const LinearFormat& f, DType) {
   const Scheme scheme = named(f.activation == ActivationQuant::kNone ? "fp8-bf16" : "fp8-block");
-  OperandQuant a = scheme.activation;
+  OperandQuant w = scheme.weight, a = scheme.activation;
+  w.block_n = f.block.n;
+  w.block_k = f.block.k;
+  if (!scheme.weight_only()) a.block_k = f.block.k;
   if (f.ue8m0) a.scale_format = ScaleFormat::kE8M0;
-  return with_activation(scheme, a);
+  return make_scheme(scheme.name, w, a, scheme.output_bound);
 }
 
 Result<Scheme> fp8_tensor_scheme(const LinearFormat& f, DType) {

@@ -7,7 +7,8 @@
 #include <numeric>
 
 #include "checkpoint/config/stored_formats.h"
-#include "quant/block_scales.h"
+#include "core/checked.h"
+#include "core/fault.h"
 #include "quant/mx.h"
 #include "quant/nvfp4.h"
 
@@ -39,7 +40,10 @@ SizeRule bnb4_blocks(const LinearFormat& f) {
 // --- where columns of w2 can be cut ---
 
 std::int64_t one_column(const LinearFormat&) { return 1; }
-std::int64_t fp8_tile(const LinearFormat&) { return quant::kFp8BlockSize; }
+std::int64_t fp8_tile(const LinearFormat& f) {
+  return MOESAIC_FAULT(checkpoint_block_slices_in_rows) ? f.block.n
+                                                        : std::lcm(f.block.n, f.block.k);
+}
 std::int64_t mx_group(const LinearFormat&) { return quant::kMxGroupSize; }
 std::int64_t nvfp4_group(const LinearFormat&) { return quant::kNvfp4GroupSize; }
 std::int64_t code_group(const LinearFormat& f) {
@@ -147,5 +151,9 @@ Status check_linear_sizes(const LinearFormat& f, std::string_view what, std::int
 }
 
 std::int64_t slice_unit(const LinearFormat& f) { return stored_format_row(f.stored).slice_unit(f); }
+
+Shape fp8_scale_grid(const LinearFormat& f, std::int64_t rows, std::int64_t columns) {
+  return {ceil_div(rows, f.block.n), ceil_div(columns, f.block.k)};
+}
 
 }  // namespace moesaic::checkpoint

@@ -10,12 +10,14 @@
 #include "moesaic/dtype.h"
 #include "moesaic/quant.h"
 #include "moesaic/status.h"
+#include "moesaic/tensor.h"
+#include "quant/block_scales.h"
 
 namespace moesaic::checkpoint {
 
 enum class StoredFormat : std::uint8_t {
   kPlain,        // BF16, F16 or F32, as the tensors say
-  kFp8Block,     // F8_E4M3, one multiplier per 128x128 tile
+  kFp8Block,     // F8_E4M3, one multiplier per tile, which is nearly always 128x128
   kMxfp4,        // e2m1 blocks and E8M0 scales of 32, as gpt-oss stores its experts
   kFp8Tensor,    // F8_E4M3, one multiplier
   kFp8Channel,   // F8_E4M3, one multiplier per row
@@ -60,7 +62,8 @@ struct LinearFormat {
   CodeTable table = CodeTable::kNone;  // kBnb4
   // Dynamic activation scales are asked for per tensor, and computed per token.
   bool batch_scale = false;
-  bool ue8m0 = false;  // kFp8Block: run-time activation scales are powers of two
+  bool ue8m0 = false;       // kFp8Block: run-time activation scales are powers of two
+  quant::BlockShape block;  // kFp8Block: of a tile
   // kGguf: of gate, up and down.
   std::array<quant::GgufType, 3> blocks = {quant::GgufType::kNone, quant::GgufType::kNone,
                                            quant::GgufType::kNone};
@@ -79,5 +82,8 @@ Status check_linear_sizes(const LinearFormat& format, std::string_view what, std
 
 // Columns of w2 (and rows of gate and up) can be cut at multiples of this.
 std::int64_t slice_unit(const LinearFormat& format);
+
+// kFp8Block: the scales of a [rows, columns] linear.
+Shape fp8_scale_grid(const LinearFormat& format, std::int64_t rows, std::int64_t columns);
 
 }  // namespace moesaic::checkpoint

@@ -121,10 +121,12 @@ Status float_format(const ConfigFields& group, const Operand& w, const std::opti
     f->stored = StoredFormat::kFp8Channel;
   } else if (w.strategy == "block") {
     f->stored = StoredFormat::kFp8Block;
-    if (w.block != std::vector<std::int64_t>{quant::kFp8BlockSize, quant::kFp8BlockSize}) {
-      return group.unsupported(fmt::format("weights: block_structure: got [{}], need [128, 128]",
-                                           fmt::join(w.block, ", ")));
+    if (w.block.size() != 2) {
+      return group.unsupported(
+          fmt::format("weights: block_structure: got [{}], need [rows, columns], [128, 128] mostly",
+                      fmt::join(w.block, ", ")));
     }
+    f->block = {w.block[0], w.block[1]};
   } else {
     return bad_weights(group, w, "strategy tensor, channel or block");
   }
@@ -138,12 +140,13 @@ Status float_format(const ConfigFields& group, const Operand& w, const std::opti
   }
   if (!in->dynamic) return {};
   const bool by_group = f->stored == StoredFormat::kFp8Block;
-  const bool fits = by_group ? in->strategy == "group" && in->group_size == quant::kFp8BlockSize
+  const bool fits = by_group ? in->strategy == "group" && in->group_size == f->block.k
                              : in->strategy == "token" || in->strategy == "tensor";
   f->batch_scale = in->strategy == "tensor";
   if (fits) return {};
   return bad_inputs(group, *in,
-                    by_group ? "strategy group with group_size 128" : "strategy token or tensor");
+                    by_group ? fmt::format("strategy group with group_size {}", f->block.k)
+                             : "strategy token or tensor");
 }
 
 // Of W4A8: a scale per token, or one per tensor, dynamic or stored.

@@ -17,19 +17,16 @@
 namespace moesaic::checkpoint {
 namespace {
 
-// [128, 128], or none (one scale per tensor).
-Result<bool> read_block_size(const ConfigFields& fields) {
+// [rows, columns], or none (one scale per tensor).
+Result<std::optional<quant::BlockShape>> read_block_size(const ConfigFields& fields) {
   MOESAIC_ASSIGN_OR_RETURN(const auto block, fields.integers("weight_block_size", {1, 1 << 20}, 2));
-  if (!block) return false;
+  if (!block) return std::optional<quant::BlockShape>();
   if (block->size() != 2) {
     return Status(StatusCode::kCorruptFile,
                   fmt::format("{}: weight_block_size: got {} entries, need 2", fields.where(),
                               block->size()));
   }
-  if ((*block)[0] == quant::kFp8BlockSize && (*block)[1] == quant::kFp8BlockSize) return true;
-  return unsupported(fmt::format(
-      "{}: quant_method \"fp8\" with weight_block_size [{}, {}] is not supported, need [128, 128]",
-      fields.where(), (*block)[0], (*block)[1]));
+  return std::optional(quant::BlockShape{(*block)[0], (*block)[1]});
 }
 
 Status read_skips(const ConfigFields& fields, QuantConfig* quant) {
@@ -61,8 +58,10 @@ Result<QuantConfig> parse_fp8(const ConfigFields& fields) {
     return unsupported(fmt::format("{}: expert_dtype {} is not supported, need \"fp8\"",
                                    fields.where(), quote_name(*expert_dtype)));
   }
-  MOESAIC_ASSIGN_OR_RETURN(const bool blocks, read_block_size(fields));
+  MOESAIC_ASSIGN_OR_RETURN(const auto block, read_block_size(fields));
+  const bool blocks = block.has_value();
   quant.linear.stored = blocks ? StoredFormat::kFp8Block : StoredFormat::kFp8Tensor;
+  if (blocks) quant.linear.block = *block;
   MOESAIC_ASSIGN_OR_RETURN(const auto scheme, fields.string("activation_scheme"));
   const bool fixed = scheme && *scheme == "static";
   if (scheme && *scheme != "dynamic" && !fixed) {

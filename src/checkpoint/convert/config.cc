@@ -257,7 +257,10 @@ Result<ConvertedQuantization> describe_conversion(const SourceQuantization& sour
                                                         : quote_name(modules.quantized.front())));
   }
   const std::string method = method_of(source.json);
-  const bool blocks = source.parsed.linear.stored == StoredFormat::kFp8Block;
+  // One description holds for both where the blocks have the same size.
+  const bool blocks = source.parsed.linear.stored == StoredFormat::kFp8Block &&
+                      (source.parsed.linear.block == quant::BlockShape{} ||
+                       MOESAIC_FAULT(convert_other_blocks_under_the_source_size));
   if (method == "fp8" && blocks && modules.format == ConvertFormat::kFp8Block) {
     // Readers trust scale_fmt that all scales are powers of two, the experts' too.
     if (source.parsed.linear.ue8m0) made.format = ConvertFormat::kFp8BlockPowers;

@@ -6,11 +6,11 @@
 #include <array>
 #include <vector>
 
-#include "checkpoint/binding/layer_plan.h"
 #include "checkpoint/container/names.h"
 #include "checkpoint/reader/fp8_checks.h"
 #include "checkpoint/reader/linear_numbers.h"
 #include "checkpoint/reader/mlp_reader_impl.h"
+#include "core/checked.h"
 #include "core/fault.h"
 #include "numerics/element.h"
 #include "quant/block_scales.h"
@@ -87,33 +87,33 @@ Status MlpReader::read_fp8_block(const Window& w, MatrixBuffers* m) {
     of_scale.rows_all = 2 * w.rows_all;
     if (w.part == Projection::kUp) of_scale.first_row += w.rows_all;
   }
-  if (of_scale.first_row % quant::kFp8BlockSize != 0) {
+  const quant::BlockShape block = format_.block;
+  if (of_scale.first_row % block.n != 0) {
     return {StatusCode::kUnsupported,
             fmt::format("{}: got rows from {} on, need a multiple of {}: gate and up would share a "
                         "scale",
-                        name(TensorKind::kScale, w), of_scale.first_row, quant::kFp8BlockSize)};
+                        name(TensorKind::kScale, w), of_scale.first_row, block.n)};
   }
   const bool first_expert =
       slice_.scales_stacked && MOESAIC_FAULT(checkpoint_stacked_scale_of_first);
   const std::int64_t before = first_expert ? 0 : slice_.scales_stacked ? expert_ : experts_before();
-  Rectangle tiles = {
-      before * scale_blocks(of_scale.rows_all) + of_scale.first_row / quant::kFp8BlockSize,
-      scale_blocks(w.rows), w.first_col / quant::kFp8BlockSize, scale_blocks(w.cols)};
+  Rectangle tiles = {before * ceil_div(of_scale.rows_all, block.n) + of_scale.first_row / block.n,
+                     ceil_div(w.rows, block.n), w.first_col / block.k, ceil_div(w.cols, block.k)};
   if (MOESAIC_FAULT(checkpoint_scale_slice_in_rows)) {
-    (down ? tiles.first_col : tiles.first_row) -= slice_.first / quant::kFp8BlockSize;
+    (down ? tiles.first_col : tiles.first_row) -= slice_.first / (down ? block.k : block.n);
   }
   const ShardSet::Located& from = *stored(TensorKind::kScale, of_scale);
   const DType dtype = from.info->dtype;
   std::vector<std::byte> raw(
       static_cast<std::size_t>(tiles.rows * tiles.cols * dtype_bits(dtype) / 8));
-  MOESAIC_RETURN_IF_ERROR(read_rectangle(from, scale_blocks(w.cols_all), tiles, raw.data()));
-  float* scales = m->scale.as<float>() + scale_blocks(w.to) * tiles.cols;
+  MOESAIC_RETURN_IF_ERROR(read_rectangle(from, ceil_div(w.cols_all, block.k), tiles, raw.data()));
+  float* scales = m->scale.as<float>() + ceil_div(w.to, block.n) * tiles.cols;
   for (std::int64_t i = 0; i < tiles.rows * tiles.cols; ++i) {
     scales[i] = load_as_f32(raw.data(), dtype, i);
   }
   return check_fp8_block({name(TensorKind::kWeight, w), name(TensorKind::kScale, w), rows_of(*m, w),
                           scales, w.rows, w.cols, experts_before() * w.rows_all + w.first_row,
-                          w.first_col});
+                          w.first_col, block});
 }
 
 // --- codes of 4 bits ---

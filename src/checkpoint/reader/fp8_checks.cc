@@ -9,7 +9,6 @@
 #include "checkpoint/container/names.h"
 #include "core/checked.h"
 #include "core/fault.h"
-#include "quant/block_scales.h"
 
 namespace moesaic::checkpoint {
 namespace {
@@ -26,8 +25,8 @@ bool has_nan_code(const std::uint8_t* row, std::int64_t n) {
 }
 
 bool tile_is_zero(const Fp8BlockView& v, std::int64_t row, std::int64_t col) {
-  const std::int64_t row_end = std::min(row + quant::kFp8BlockSize, v.rows);
-  const std::int64_t col_end = std::min(col + quant::kFp8BlockSize, v.cols);
+  const std::int64_t row_end = std::min(row + v.block.n, v.rows);
+  const std::int64_t col_end = std::min(col + v.block.k, v.cols);
   for (std::int64_t r = row; r < row_end; ++r) {
     for (std::int64_t c = col; c < col_end; ++c) {
       if ((v.weights[r * v.cols + c] & kMagnitude) != 0) return false;
@@ -52,19 +51,18 @@ Status check_codes(const Fp8BlockView& v) {
 }
 
 Status check_scales(const Fp8BlockView& v) {
-  const std::int64_t grid_cols = ceil_div(v.cols, quant::kFp8BlockSize);
-  const std::int64_t grid_rows = ceil_div(v.rows, quant::kFp8BlockSize);
+  const std::int64_t grid_cols = ceil_div(v.cols, v.block.k);
+  const std::int64_t grid_rows = ceil_div(v.rows, v.block.n);
   for (std::int64_t r = 0; r < grid_rows; ++r) {
     for (std::int64_t c = 0; c < grid_cols; ++c) {
       const float scale = v.scales[r * grid_cols + c];
       if (std::isfinite(scale) && scale > 0) continue;
-      if (scale == 0 && tile_is_zero(v, r * quant::kFp8BlockSize, c * quant::kFp8BlockSize))
-        continue;
+      if (scale == 0 && tile_is_zero(v, r * v.block.n, c * v.block.k)) continue;
       return {StatusCode::kCorruptFile,
               fmt::format("{}: got scale {} at [{}, {}], need a finite number > 0 (0 only over "
                           "weights that are all zero)",
-                          quote_name(v.scale_name), scale, v.first_row / quant::kFp8BlockSize + r,
-                          v.first_col / quant::kFp8BlockSize + c)};
+                          quote_name(v.scale_name), scale, v.first_row / v.block.n + r,
+                          v.first_col / v.block.k + c)};
     }
   }
   return {};

@@ -6,10 +6,12 @@
 #include <string_view>
 
 #include "moesaic/status.h"
+#include "quant/block_scales.h"
 
 namespace moesaic::checkpoint {
 
-// weights [rows, cols] e4m3 bytes, scales [ceil(rows/128), ceil(cols/128)]; both contiguous.
+// weights [rows, cols] e4m3 bytes, scales [ceil(rows/n), ceil(cols/k)] for blocks of n x k; both
+// contiguous.
 // kCorruptFile names the tensor and row, column of the first offence: an e4m3 NaN code (0x7F,
 // 0xFF); a scale that is NaN, infinite or negative, or zero while its tile is not all zero.
 // first_row, first_col: place of the slice in the stored tensor, for the message.
@@ -19,6 +21,7 @@ struct Fp8BlockView {
   const float* scales;
   std::int64_t rows, cols;
   std::int64_t first_row = 0, first_col = 0;
+  quant::BlockShape block;
 };
 Status check_fp8_block(const Fp8BlockView& view);
 

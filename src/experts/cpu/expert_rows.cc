@@ -39,7 +39,7 @@ RowNumbers CpuExperts::numbers_from(float* numbers, std::int64_t k, std::int64_t
 // beside it.
 void CpuExperts::finish_row(float* x, std::int64_t n, float input_scale, const RowNumbers& numbers,
                             std::byte* operand, cpu::E2M1Group* groups) const {
-  if (plan_.row_rule == cpu::RowQuantRule::kFp8Group) {
+  if (plan_.row_rule == cpu::RowQuantRule::kFp8Group && plan_.row_step == cpu::kGroup) {
     kernels_.quantize_row_e4m3(x, n, plan_.round_dtype, plan_.power_of_two_scales, numbers.scales,
                                operand);
     return;
@@ -49,15 +49,16 @@ void CpuExperts::finish_row(float* x, std::int64_t n, float input_scale, const R
     float scales[cpu::kGroup / cpu::kE2M1GroupSteps];
     for (std::int64_t k = 0; k < n; k += cpu::kGroup) {
       const std::int64_t count = std::min<std::int64_t>(cpu::kGroup, n - k);
-      kernels_.quantize_row(plan_.row_rule, input_scale, x + k, count, scales);
+      kernels_.quantize_row(plan_.row_rule, plan_.row_step, input_scale, x + k, count, scales);
       kernels_.store_e2m1(x + k, count, scales, groups + k / cpu::kE2M1GroupSteps);
     }
   } else if (plan_.row_rule == cpu::RowQuantRule::kInt8) {
     const std::int64_t step = plan_.row_step > 0 ? plan_.row_step : n;
     for (std::int64_t k = 0, g = 0; k < n; k += step, ++g)
-      kernels_.quantize_row(plan_.row_rule, 1.0F, x + k, std::min(step, n - k), numbers.scales + g);
+      kernels_.quantize_row(plan_.row_rule, step, 1.0F, x + k, std::min(step, n - k),
+                            numbers.scales + g);
   } else if (plan_.row_rule != cpu::RowQuantRule::kNone) {
-    kernels_.quantize_row(plan_.row_rule, input_scale, x, n, numbers.scales);
+    kernels_.quantize_row(plan_.row_rule, plan_.row_step, input_scale, x, n, numbers.scales);
   }
   if (plan_.row_sums) {
     kernels_.group_sums(x, n, plan_.fold, numbers.sums);

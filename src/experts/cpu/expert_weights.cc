@@ -57,7 +57,7 @@ void CpuProjection::set_expert(std::int64_t e, const ProjectionView& v, int num_
   const std::int64_t columns = format_.columns_per_scale > 0 ? format_.columns_per_scale
                                                              : std::max<std::int64_t>(shape_.k, 1);
   if (scale_bytes_ > 0) {
-    cpu::pack_group_scales(shape_, format_.fold, columns, v.scale,
+    cpu::pack_group_scales(shape_, format_.fold, {format_.rows_per_scale, columns}, v.scale,
                            group_scales_.data() + first * scale_bytes_);
   }
   if (format_.group_offsets) {

@@ -31,7 +31,10 @@ void plan_rows(const MoeProblem& problem, const CpuWeightFormat& format, CpuPlan
   if (group && format.grouped)
     plan.folds_per_row_scale = static_cast<int>(plan.row_step / format.fold);
   plan.permuted = problem.quant.weight.act_order;
-  plan.whole_rows = token || plan.permuted;
+  // GEMM1 leaves the intermediate in blocks of 128 columns: a scale of more, or of some of two
+  // blocks, waits for the row.
+  const bool across = group && cpu::kGroup % plan.row_step != 0;
+  plan.whole_rows = token || plan.permuted || across;
 }
 
 bool has_e2m1_groups(const CpuPlan& plan, const CpuWeightFormat& format,

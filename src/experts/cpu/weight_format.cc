@@ -59,7 +59,8 @@ Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant, const cpu::CpuKer
   MOESAIC_ASSIGN_OR_RETURN(const ElementRow element, element_row(w.dtype));
   f.kind = element.kind;
   if (w.granularity == ScaleGranularity::kNone) return f;
-  if (w.granularity == ScaleGranularity::kBlock) {
+  const bool block = w.granularity == ScaleGranularity::kBlock;
+  if (block && w.block_n == quant::kFp8BlockSize && w.block_k == quant::kFp8BlockSize) {
     f.block_scales = true;
     return f;
   }
@@ -78,7 +79,8 @@ Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant, const cpu::CpuKer
     flipped.dtype = DType::kI4;
     f.code_values = quant::code_values(flipped);
   }
-  const bool group = w.granularity == ScaleGranularity::kGroup;
+  // A block is a group that several rows share.
+  const bool group = block || w.granularity == ScaleGranularity::kGroup;
   f.group_offsets = w.zero_point != ZeroPoint::kNone || f.code_bias != 0;
   // One scale for a whole row of activations is applied with the columns' factors.
   const ScaleGranularity rows = quant.activation.granularity;
@@ -90,6 +92,7 @@ Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant, const cpu::CpuKer
   f.grouped = group || f.group_offsets || f.kind != cpu::WeightKind::kE4M3;
   if (group || f.group_offsets) f.group_scales = w.scale_format;
   if (group) {
+    f.rows_per_scale = w.block_n;
     f.columns_per_scale = w.block_k;
     f.fold = std::gcd(f.fold, w.block_k);
   }
@@ -98,9 +101,9 @@ Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant, const cpu::CpuKer
     f.fold = std::gcd(f.fold, quant.activation.block_k);
   if (f.fold < kFinestFold) {
     return Status(StatusCode::kUnsupported,
-                  fmt::format("quant.weight: got groups of {} columns, the CPU kernels need a "
+                  fmt::format("quant.weight: got {} of {} columns, the CPU kernels need a "
                               "multiple of {}",
-                              w.block_k, kFinestFold));
+                              block ? "blocks" : "groups", w.block_k, kFinestFold));
   }
   use_integer_products(quant, kernels, f);
   return f;

@@ -18,7 +18,8 @@ struct CpuWeightFormat {
   bool block_scales = false;  // F32 per 128x128: panel_scales
   bool grouped = false;       // the grouped GEMM: groups of `fold` steps
   std::int64_t fold = cpu::kGroup;
-  std::int64_t columns_per_scale = 0;  // columns of the matrix that share a stored scale; 0: all
+  std::int64_t rows_per_scale = 1;     // rows of the matrix that share a stored scale, and
+  std::int64_t columns_per_scale = 0;  // columns; 0: all
   ScaleFormat group_scales = ScaleFormat::kNone;  // of the packed ones
   bool group_offsets = false;                     // zero points, minima, unsigned codes
   bool column_factors = false;  // one F32 per output column and expert, applied to finished sums

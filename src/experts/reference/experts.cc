@@ -45,7 +45,7 @@ Scratch take_scratch(Arena& arena, const MoeProblem& p) {
   const std::int64_t widest = std::max(p.hidden_size, p.intermediate_size);
   s.x = arena.take<float>(p.hidden_size);
   s.x_scales = arena.take<float>(ceil_div(p.hidden_size, quant::kFp8BlockSize));
-  s.scales = arena.take<float>(ref_max_scales(widest));
+  s.scales = arena.take<float>(ref_max_scales(p.quant.activation, widest));
   s.input = arena.take<float>(p.hidden_size);
   s.gate_up = arena.take<float>(w13_rows(p));
   s.inner = arena.take<float>(p.intermediate_size);

@@ -53,8 +53,9 @@ float quantize_nvfp4_group(float gscale, float* x, std::int64_t n) {
 
 }  // namespace
 
-// NVFP4 has the smallest groups, and int8 no smaller ones.
-std::int64_t ref_max_scales(std::int64_t count) { return ceil_div(count, quant::kNvfp4GroupSize); }
+std::int64_t ref_max_scales(const OperandQuant& a, std::int64_t count) {
+  return a.granularity == ScaleGranularity::kGroup ? ceil_div(count, a.block_k) : 1;
+}
 
 RefOperand ref_quantize_row(const OperandQuant& a, float input_scale, float* row,
                             std::int64_t count, float* scales, std::uint8_t* codes) {

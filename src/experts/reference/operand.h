@@ -31,7 +31,7 @@ struct RefOperand {
 RefOperand ref_quantize_row(const OperandQuant& a, float input_scale, float* row,
                             std::int64_t count, float* scales, std::uint8_t* codes);
 
-// Scales that ref_quantize_row may write for a row of `count` elements, whatever the format.
-std::int64_t ref_max_scales(std::int64_t count);
+// Scales that ref_quantize_row writes for a row of `count` elements, at most.
+std::int64_t ref_max_scales(const OperandQuant& a, std::int64_t count);
 
 }  // namespace moesaic::experts

@@ -14,6 +14,7 @@
 #include "experts/sm90/format_parts.h"
 #include "numerics/element.h"
 #include "numerics/float_codec.h"
+#include "quant/block_scales.h"
 #include "quant/code_values.h"
 
 namespace moesaic::cuda {
@@ -66,6 +67,11 @@ bool has_fp8_codes(const OperandQuant& w) {
 
 Status check_strip_scales(const OperandQuant& w) {
   if (w.zero_point == ZeroPoint::kMin) return unsupported("weight: got minima beside the scales");
+  const bool whole_blocks = w.block_n == quant::kFp8BlockSize && w.block_k == quant::kFp8BlockSize;
+  if (w.granularity == ScaleGranularity::kBlock && !whole_blocks) {
+    return unsupported(fmt::format("weight: got blocks of {}x{}, need {}x{}", w.block_n, w.block_k,
+                                   quant::kFp8BlockSize, quant::kFp8BlockSize));
+  }
   const std::int64_t smallest = is_four_bits(w.dtype) ? 32 : has_fp8_codes(w) ? 64 : 16;
   if (w.block_k % smallest == 0) return {};
   return unsupported(fmt::format("block_k: got {}, need a multiple of {}", w.block_k, smallest));
