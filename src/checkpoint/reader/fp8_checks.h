@@ -21,7 +21,7 @@ struct Fp8BlockView {
   const float* scales;
   std::int64_t rows, cols;
   std::int64_t first_row = 0, first_col = 0;
-  quant::BlockShape block;
+  quant::BlockShape block = {};
 };
 Status check_fp8_block(const Fp8BlockView& view);
 
