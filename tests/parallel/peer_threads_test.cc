@@ -83,12 +83,13 @@ class Window {
   }
   template <class T>
   void write(std::int64_t at, const T* from, int count) {
+    if (count == 0) return;  // of no rows there is no address
     std::memcpy(data_ + at, from, sizeof(T) * static_cast<std::size_t>(count));
   }
   template <class T>
   std::vector<T> read(std::int64_t at, int count) const {
     std::vector<T> to(static_cast<std::size_t>(count));
-    std::memcpy(to.data(), data_ + at, sizeof(T) * to.size());
+    if (count > 0) std::memcpy(to.data(), data_ + at, sizeof(T) * to.size());
     return to;
   }
   void poison(std::int64_t begin, std::int64_t end) { test::poison(data_ + begin, end - begin); }
