@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import pathlib
+import signal
+import types
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+
+import moesaic
 
 # Imports that may fail: scripts/python-tests, whose environment has all others, sets this. A test that is
 # skipped because its framework is broken would pass for a reason that has nothing to do with what it tests.
@@ -75,6 +82,38 @@ class OwnExperts:
                 gate, up = both[:width], both[width:]
                 out[t] += float(weight) * (self.w2[e].astype(np.float64) @ (gate / (1 + np.exp(-gate)) * up))
         return out
+
+
+def layer_of(path: pathlib.Path, **options: object) -> tuple[moesaic.Checkpoint, int, moesaic.FusedMoE]:
+    checkpoint = moesaic.Checkpoint(path)
+    index = checkpoint.layers[0].layer
+    return checkpoint, index, moesaic.FusedMoE.from_checkpoint(checkpoint, index, **options)
+
+
+def hidden_states(layer: moesaic.FusedMoE, tokens: int = 9) -> np.ndarray:
+    return np.random.default_rng(7).standard_normal((tokens, layer.spec.hidden_size)).astype(np.float32)
+
+
+def presses_until_it_ends(work: Callable[[Callable[..., object]], object]) -> int:
+    """How often Ctrl-C is noticed in a call that its progress presses it in, and that it must end.
+
+    Pressed while no Python code runs that would notice: by C's raise, as C's functions ignore arguments left over.
+    """
+    in_c = functools.partial(getattr(ctypes.CDLL(None), "raise"), signal.SIGINT)
+    noticed: list[int] = []
+
+    def notice(number: int, frame: types.FrameType | None) -> None:
+        noticed.append(number)
+        if len(noticed) == 1:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, notice)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            work(in_c)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return len(noticed)
 
 
 def rel_l2(a: np.ndarray, b: np.ndarray) -> float:

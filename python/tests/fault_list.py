@@ -4,16 +4,16 @@ from __future__ import annotations
 
 # A fault point of the binding: MOESAIC_FAULT(name) in python/src. Its tests as pytest takes them: file, -k.
 BINDING = {
-    "python_fork_not_noticed": ("test_layers.py", "forked_child"),
+    "python_fork_not_noticed": ("test_errors.py", "forked_child"),
     "python_ids_beyond_kept": ("test_layers.py", "ids_beyond"),
     "python_out_shape_unchecked": ("test_layers.py", "misuse"),
     "python_narrow_weights_lost": ("test_torch.py", "narrow"),
     "python_trace_weights_unwritten": ("test_layers.py", "trace"),
     "python_gate_up_as_stored": ("test_layers.py", "arrangements"),
     "python_own_weights_not_transposed": ("test_layers.py", "arrangements"),
-    "python_interrupt_ignored": ("test_layers.py", "ctrl_c"),
-    "python_callback_error_lost": ("test_layers.py", "ctrl_c"),
-    "python_every_error_internal": ("test_layers.py", "each_code"),
+    "python_interrupt_ignored": ("test_errors.py", "ctrl_c"),
+    "python_callback_error_lost": ("test_errors.py", "ctrl_c"),
+    "python_every_error_internal": ("test_errors.py", "each_code"),
     "python_freed_storage_read": ("test_torch.py", "without_memory"),
     "python_export_error_as_is": ("test_torch.py", "without_memory"),
     "python_dlpack_strides_ignored": ("test_torch.py", "in_place"),
@@ -22,10 +22,10 @@ BINDING = {
     "python_read_only_written": ("test_layers.py", "misuse"),
     "python_uneven_rows_taken": ("test_torch.py", "in_place"),
     "python_bf16_read_as_f16": ("test_layers.py", "dtype_of_the_input"),
-    "python_loader_says_not_kept": ("test_layers.py", "tensor_by_tensor"),
+    "python_loader_says_not_kept": ("test_weight_loader.py", "tensor_by_tensor"),
     "python_threads_not_torchs": ("test_torch.py", "threads_follow"),
-    "python_parallel_lost": ("test_layers.py", "parts_of_all_ranks"),
-    "python_spec_always_plain": ("test_layers.py", "biases_and_formats"),
+    "python_parallel_lost": ("test_weight_loader.py", "parts_of_all_ranks"),
+    "python_spec_always_plain": ("test_weight_loader.py", "biases_and_formats"),
 }
 # The same, in what only a GPU runs: not run here.
 ON_GPU = {
@@ -40,7 +40,7 @@ FILES = {
         "_errors.py",
         "class InvalidShape(Error, ValueError)",
         "class InvalidShape(Error)",
-        "test_layers.py",
+        "test_errors.py",
         "each_code",
     ),
     "operator_keeps_dropped_experts": ("torch.py", "_layers.pop(number, None)", "pass", "test_torch.py", "dropped"),

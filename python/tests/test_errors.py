@@ -1,0 +1,151 @@
+"""The package with NumPy alone: error classes, Ctrl-C, fork, threads."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import sys
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import OwnExperts, layer_of, presses_until_it_ends
+
+import moesaic
+
+BUILTIN = {
+    "invalid_argument": ValueError,
+    "invalid_shape": ValueError,
+    "invalid_layout": ValueError,
+    "invalid_dtype": TypeError,
+    "unsupported": NotImplementedError,
+    "ambiguous_format": ValueError,
+    "corrupt_file": ValueError,
+    "missing_tensor": LookupError,
+    "not_found": LookupError,
+    "io": OSError,
+    "limit_exceeded": ValueError,
+    "aliasing": ValueError,
+    "workspace_too_small": ValueError,
+    "out_of_memory": MemoryError,
+    "device": moesaic.DeviceError,
+    "internal": moesaic.InternalError,
+}
+
+
+@pytest.mark.parametrize("code", BUILTIN)
+def test_each_code_has_its_class(code: str) -> None:
+    from moesaic import _core
+
+    with pytest.raises(BUILTIN[code]) as caught:
+        _core.raise_status(code, "field: got 1, need 2 \N{GREEK SMALL LETTER ALPHA}")
+    assert isinstance(caught.value, moesaic.Error) and isinstance(caught.value, RuntimeError)
+    assert caught.value.code == code and str(caught.value) == "field: got 1, need 2 \N{GREEK SMALL LETTER ALPHA}"
+
+
+def test_refusals_of_the_catalogue_arrive_with_the_same_text(own: OwnExperts) -> None:
+    spec = moesaic.LayerSpec(hidden_size=120, intermediate_size=96, num_experts=8, top_k=2, quant="mxfp4")
+    with pytest.raises(moesaic.Unsupported) as refused:
+        moesaic.explain(spec)
+    assert "groups of weights of 32 need a multiple of 32" in str(refused.value)
+    fine = moesaic.LayerSpec(hidden_size=128, intermediate_size=128, num_experts=8, top_k=2)
+    tried = 0
+    for candidate in moesaic.explain(fine).candidates:
+        if candidate.stage != "experts" or candidate.accepted or not candidate.reason:
+            continue
+        with pytest.raises(moesaic.Unsupported) as forced:
+            moesaic.RoutedExperts.from_tensors(
+                own.w13.astype(ml_dtypes.bfloat16), own.w2.astype(ml_dtypes.bfloat16), 2, backend=candidate.name
+            )
+        assert candidate.reason in str(forced.value)
+        tried += 1
+    assert tried > 0
+
+
+def test_missing_files_and_layers_are_not_found(qwen3: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(moesaic.NotFound):
+        moesaic.Checkpoint(tmp_path / "nothing")
+    with pytest.raises(moesaic.NotFound, match="need one of the MoE layers"):
+        moesaic.FusedMoE.from_checkpoint(moesaic.Checkpoint(qwen3), 77)
+
+
+def test_progress_and_its_errors_and_ctrl_c(qwen3: pathlib.Path) -> None:
+    seen: list[tuple[int, int]] = []
+    layer_of(qwen3, progress=lambda done, total: seen.append((done, total)))
+    assert seen and seen[-1][0] == seen[-1][1]
+
+    def fail(done: int, total: int) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        layer_of(qwen3, progress=fail)
+
+    def press(done: int, total: int) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        layer_of(qwen3, progress=press)
+    assert presses_until_it_ends(lambda in_c: layer_of(qwen3, progress=in_c)) == 1
+    layer_of(qwen3)  # nothing is left behind
+
+
+def test_a_forked_child_is_told_to_spawn(own: OwnExperts) -> None:
+    layer = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k)
+    layer(own.x, own.ids, own.weights)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            layer(own.x, own.ids, own.weights)
+            os._exit(1)
+        except moesaic.DeviceError as error:
+            os._exit(0 if "spawn" in str(error) else 2)
+        except BaseException:
+            os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_call_lets_other_threads_run(own: OwnExperts) -> None:
+    layer = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k, num_threads=1)
+    rows = 1000
+    x, ids, weights = (np.concatenate([a] * rows) for a in (own.x, own.ids, own.weights))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # none but a thread that gives it up leaves the interpreter to another
+    try:
+        for _ in range(100):  # a busy machine may be late once
+            steps: list[str] = []
+
+            def work(steps: list[str] = steps) -> None:
+                steps.append("in")
+                layer(x, ids, weights)
+                steps.append("out")
+
+            thread = threading.Thread(target=work)
+            thread.start()
+            seen = list(steps)
+            thread.join()
+            if seen == ["in"]:
+                break
+        else:
+            raise AssertionError("never between the call's begin and end")
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_threads_share_a_layer(own: OwnExperts) -> None:
+    layer = moesaic.RoutedExperts.from_tensors(own.w13, own.w2, own.top_k)
+    want = layer(own.x, own.ids, own.weights)
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for _ in range(20):
+            if not np.array_equal(layer(own.x, own.ids, own.weights), want):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
