@@ -30,7 +30,6 @@ BINDING = {
 # The same, in what only a GPU runs: not run here.
 ON_GPU = {
     "python_default_stream": ("test_gpu.py", "current_stream"),
-    "python_long_calls_not_split": ("test_gpu.py", "long_calls"),
     "python_hidden_copy_to_device": ("test_gpu.py", "wrong_device"),
 }
 

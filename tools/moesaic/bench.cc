@@ -339,12 +339,12 @@ Verb make_bench(CLI::App& root) {
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20))
       ->capture_default_str();
   app->add_option("--stage", state->stage,
-                  "What to time; kernel: the experts in a ModularKernel, on a CPU")
+                  "What to time; kernel: the experts in a ModularKernel")
       ->check(one_of({"gate", "route", "experts", "kernel", "layer"}))
       ->capture_default_str();
   app->add_option(
          "--door", state->door,
-         "What a layer (on a CPU) is called with: hidden states alone, with router logits, or with "
+         "What a layer is called with: hidden states alone, with router logits, or with "
          "experts and weights (topk), which leave out the gate and the router")
       ->check(one_of({kDoors.begin(), kDoors.end()}))
       ->capture_default_str();

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "experts/cuda_general/general_experts_impl.h"
+#include "experts/sm90/call_scales.h"
 
 namespace moesaic::cuda {
 
@@ -31,6 +32,10 @@ std::vector<ExpertPart> GeneralExperts::expert_parts(std::int64_t count) const {
   add("w2_scale", w2_.scale);
   add("w13_bias", w13_.bias);
   add("w2_bias", w2_.bias);
+  add("w13_input_scale", w13_.input_scale);
+  add("w2_input_scale", w2_.input_scale);
+  add("w13_perm", w13_.perm);
+  add("w2_perm", w2_.perm);
   return list;
 }
 
@@ -38,6 +43,46 @@ MoeProblem GeneralExperts::of_call(const CudaExpertsArgs& a) const {
   MoeProblem problem = problem_;
   if (a.top_k > 0) problem.top_k = a.top_k;
   return problem;
+}
+
+const float* GeneralExperts::static_scales(const CudaExpertsArgs& a, const GeneralWorkspace& w,
+                                           bool of_w2) const {
+  if (!plan_.values || !plan_.values->fixed) return nullptr;
+  const CudaCallScales& given = of_w2 ? a.inner_scales : a.x_scales;
+  if (given.of != nullptr) return w.call_scales + (of_w2 ? problem_.num_local_experts : 0);
+  return (of_w2 ? w2_ : w13_).input_scale.as<float>();
+}
+
+GeneralValues GeneralExperts::values_of(const MoeProblem& problem, const CudaExpertsArgs& a,
+                                        const GeneralWorkspace& w, bool of_w2) const {
+  GeneralValues v;
+  v.rule = *plan_.values;
+  v.round = plan_.operand;
+  v.fixed = static_scales(a, w, of_w2);
+  if (plan_.reorders) v.perm = (of_w2 ? w2_ : w13_).perm.as<std::int32_t>();
+  v.topk_ids = a.topk_ids;
+  v.expert_map = a.expert_map;
+  if (of_w2) {
+    v.x = w.inner;
+    v.x_dtype = plan_.operand;
+    v.items = w.pairs;
+    v.columns = plan_.inner;
+    v.row_of_pair = w.row_of_pair;
+    v.by_place = true;
+    v.values = w.inner_values;
+    return v;
+  }
+  v.x = a.rows.data;
+  v.x_dtype = a.rows.dtype;
+  if (problem.apply_router_weight_on_input) v.factor = a.topk_weights;
+  v.items = w.rows;
+  v.columns = plan_.hidden;
+  if (plan_.rows_by_pair) {
+    v.share = problem.top_k;
+    v.row_of_pair = w.row_of_pair;
+  }
+  v.values = w.values;
+  return v;
 }
 
 Status GeneralExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
@@ -90,6 +135,19 @@ Status GeneralExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
     MOESAIC_RETURN_IF_ERROR(check_call("quantize", launch_general_quant(q, stream)));
   }
 
+  if (a.brings_scales()) {
+    CallScalesParams s;
+    s.given[0] = a.x_scales;
+    s.given[1] = a.inner_scales;
+    s.experts = problem.num_local_experts;
+    s.to = w.call_scales;
+    MOESAIC_RETURN_IF_ERROR(check_call("static scales", launch_call_scales(s, stream)));
+  }
+  if (plan_.values) {
+    MOESAIC_RETURN_IF_ERROR(check_call(
+        "quantize", launch_general_values(values_of(problem, a, w, /*of_w2=*/false), stream)));
+  }
+
   GeneralGemm g;
   g.weights = w13_.view;
   g.groups = w.groups;
@@ -109,6 +167,10 @@ Status GeneralExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
     g.x_scale = codes ? a.rows.scale : w.scale;
     g.x_scale_stride = codes ? a.rows.scale_stride : w.rows;
     if (plan_.rows_by_pair && !codes) g.from = GeneralGemm::From::kPair;
+  } else if (plan_.values) {
+    g.x = w.values;
+    g.x_dtype = g.round = DType::kF32;
+    if (plan_.rows_by_pair) g.from = GeneralGemm::From::kPair;
   } else if (on_input) {
     g.factor = w.weight_of_row;
   }
@@ -144,6 +206,11 @@ Status GeneralExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
     g.x_dtype = DType::kF8E4M3;
     g.x_scale = w.inner_scale;
     g.x_scale_stride = w.pairs;
+  } else if (plan_.values) {
+    MOESAIC_RETURN_IF_ERROR(check_call(
+        "quantize", launch_general_values(values_of(problem, a, w, /*of_w2=*/true), stream)));
+    g.x = w.inner_values;
+    g.x_dtype = DType::kF32;
   }
   g.activates = g.gated = false;
   g.weight = on_input ? nullptr : w.weight_of_row;

@@ -66,6 +66,26 @@ Status GeneralExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumer
                              general_read_back<float>("topk_weights", a.topk_weights, w.pairs));
   }
 
+  // Stored scales of both projections, and whose a pair has.
+  const std::int64_t local = problem.num_local_experts;
+  std::vector<float> x_scales, inner_scales;
+  std::vector<std::int32_t> ids, map;
+  if (const float* const of_x = static_scales(a, w, /*of_w2=*/false); of_x != nullptr) {
+    MOESAIC_ASSIGN_OR_RETURN(x_scales, general_read_back<float>("w13_input_scale", of_x, local));
+    MOESAIC_ASSIGN_OR_RETURN(
+        inner_scales,
+        general_read_back<float>("w2_input_scale", static_scales(a, w, /*of_w2=*/true), local));
+    MOESAIC_ASSIGN_OR_RETURN(ids, general_read_back<std::int32_t>("topk_ids", a.topk_ids, w.pairs));
+    if (a.expert_map != nullptr) {
+      MOESAIC_ASSIGN_OR_RETURN(
+          map, general_read_back<std::int32_t>("expert_map", a.expert_map, problem.num_experts));
+    }
+  }
+  const auto scale_of = [&](const std::vector<float>& scales, std::int64_t pair) {
+    if (scales.empty()) return 1.0F;
+    const auto id = static_cast<std::size_t>(ids[static_cast<std::size_t>(pair)]);
+    return scales[map.empty() ? id : static_cast<std::size_t>(map[id])];
+  };
   const experts::NoiseModel model(problem);
   experts::RowErrorMeter meter(problem.quant.activation, plan_.operand);
   std::vector<float> row(static_cast<std::size_t>(hidden > inner ? hidden : inner));
@@ -85,9 +105,9 @@ Status GeneralExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumer
         row[static_cast<std::size_t>(i)] *= weights[static_cast<std::size_t>(p)];
       }
     }
-    const experts::RowError of_input = meter.measure(row.data(), hidden, 1.0F);
+    const experts::RowError of_input = meter.measure(row.data(), hidden, scale_of(x_scales, p));
     load(middle, plan_.operand, place * inner, inner);
-    experts::RowError of_inner = meter.measure(row.data(), inner, 1.0F);
+    experts::RowError of_inner = meter.measure(row.data(), inner, scale_of(inner_scales, p));
     of_inner.error += variance_of_rounding(row.data(), inner, plan_.operand);
     load(y, y_dtype, p * hidden, hidden);
     rows[static_cast<std::size_t>(t)].add(model.of(of_input, of_inner, row.data(), hidden, 1.0F));

@@ -11,11 +11,6 @@
 namespace moesaic::cuda {
 namespace {
 
-bool keeps_rows(const MoeProblem& p) {
-  return p.quant.activation.granularity == ScaleGranularity::kNone &&
-         p.quant.activation.outer_scale == OuterScale::kNone;
-}
-
 std::int64_t chunks(std::int64_t columns) { return ceil_div(columns, kGeneralChunk); }
 
 Status check_general_pointer(std::string_view field, const void* p, std::int64_t alignment) {
@@ -34,12 +29,6 @@ Status check_general_pointer(std::string_view field, const void* p, std::int64_t
 
 Status general_experts_take(const MoeProblem& problem) {
   MOESAIC_RETURN_IF_ERROR(check_problem(problem));
-  const ComputeScheme kind = problem.quant.kind;
-  if (kind != ComputeScheme::kFp8Block && (kind == ComputeScheme::kNone || !keeps_rows(problem))) {
-    return unsupported(
-        fmt::format("scheme: got {}, need fp8-block or activations that are not quantised",
-                    compute_scheme_name(kind)));
-  }
   if (problem.format != ActivationFormat::kStandard) {
     return unsupported("format: got batched, need standard");
   }
@@ -67,7 +56,10 @@ Status general_experts_take(const MoeProblem& problem) {
 GeneralPlan::GeneralPlan(const MoeProblem& p)
     : operand(quant::operand_dtype(p.activation_dtype, p.quant.kind)),
       quantizes(p.quant.kind == ComputeScheme::kFp8Block),
-      rows_by_pair(quantizes && p.apply_router_weight_on_input),
+      values(quantizes ? std::nullopt : value_rule(p.quant.activation)),
+      reorders(values.has_value() && p.quant.weight.act_order),
+      rows_by_pair((quantizes || values) &&
+                   (p.apply_router_weight_on_input || reorders || (values && values->fixed))),
       w13_rows(experts::w13_rows(p)),
       hidden(p.hidden_size),
       inner(p.intermediate_size) {
@@ -107,6 +99,11 @@ GeneralWorkspace GeneralWorkspace::carve(const MoeProblem& problem, const Genera
     w.inner_codes = arena.take<std::uint8_t>(w.pairs * plan.inner);
     w.inner_scale = arena.take<float>(w.pairs * chunks(plan.inner));
   }
+  if (plan.values) {
+    w.values = arena.take<float>(w.rows * plan.hidden);
+    w.inner_values = arena.take<float>(w.pairs * plan.inner);
+    if (plan.values->fixed) w.call_scales = arena.take<float>(2 * problem.num_local_experts);
+  }
   w.inner = arena.take<std::byte>(w.pairs * plan.inner * (dtype_bits(plan.operand) / 8));
   w.y = arena.take<float>(w.pairs * plan.hidden);
   return w;
@@ -136,6 +133,10 @@ Status check_general_args(const MoeProblem& problem, const CudaExpertsArgs& a) {
   MOESAIC_RETURN_IF_ERROR(expect_float_dtype(slots ? "slot_rows" : "output", a.result.dtype));
   if (a.tokens == 0) return {};
   const bool codes = a.rows.kind == CudaRows::Kind::kCodes;
+  if (a.brings_scales() && !quant::has_static_scale(problem.quant.activation)) {
+    return unsupported(
+        "x_scales, inner_scales: got scales of a call, need a scheme with stored ones");
+  }
   if (a.rows.kind == CudaRows::Kind::kKept || a.in_front) {
     return unsupported("rows: got ones that a call in front has made, need hidden states");
   }
