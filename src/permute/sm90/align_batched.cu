@@ -51,6 +51,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::grid_launch_dependents();
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   std::int32_t rows = thread < p.experts ? p.counts[thread] : 0;
+  MOESAIC_CUDA_FAULT(cuda_batched_list_takes_full_slabs_as_empty, if (rows > p.slab_rows) rows = 0;)
   rows = min(max(rows, 0), p.slab_rows);
   const std::int32_t groups = (rows + p.rows_per_record - 1) / p.rows_per_record;
   std::int32_t last_row = rows, last_group = groups;
