@@ -37,7 +37,7 @@ struct PrepareArgs {
 struct Prepared {
   ConstTensorView hidden_states;                    // standard [M', H], batched [E_l, T, H]
   ConstTensorView topk_weights, topk_ids;           // absent: the caller's stay in force
-  std::span<const std::int32_t> expert_num_tokens;  // batched: [E_l]
+  std::span<const std::int32_t> expert_num_tokens;  // batched: [E_l], memory of the device
   ConstTensorView hidden_scale = {};  // present: hidden_states are codes, as ExpertsArgs says
   TensorView expert_output = {};      // present: where the experts must write (owns_expert_output)
 };
@@ -118,6 +118,11 @@ Result<std::unique_ptr<PrepareAndFinalize>> make_local_prepare_finalize(const Mo
 // ascending (token, slot) order, a weight on the input applied while copying (rounded as the
 // experts would); a delegated reduction becomes kNaiveBatched. More than T rows for one expert are
 // kLimitExceeded. kUnsupported for a standard problem, kInvalidArgument for T < 1.
+//
+// On a GPU: only launches, and can be captured; at most 1024 local experts and 2^30 rows of slabs.
+// Ids out of range are no expert. A row that finds no room in its slab, which is not known on the
+// host, makes the whole output row of its token NaN. Experts write BF16 where cuda_sm90 computes the
+// problem, else F32.
 Result<std::unique_ptr<PrepareAndFinalize>> make_batched_prepare_finalize(
     const MoeProblem& problem);
 

@@ -84,8 +84,9 @@ TEST(OneInterface, TheGeneralRowOfGpusTakesEverySize) {
   EXPECT_EQ(chosen(weighted), "cuda_general") << "several experts, weights on the input";
   MoeProblem batched = on_gpu("bf16");
   batched.format = ActivationFormat::kBatched;
-  expect_refusal(choose_experts(batched).status(), StatusCode::kUnsupported,
-                 {"cuda_general: format: got batched"});
+  EXPECT_EQ(chosen(batched), "cuda_sm90");
+  batched.hidden_size = 9;
+  EXPECT_EQ(chosen(batched), "cuda_general");
   // Sizes that no grid has.
   MoeProblem wide = on_gpu("bf16");
   wide.hidden_size = 65535 * 64 + 1;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "experts/cuda_general/general_experts_impl.h"
+#include "experts/sm90/call_lists.h"
 #include "experts/sm90/call_scales.h"
 
 namespace moesaic::cuda {
@@ -40,7 +41,7 @@ std::vector<ExpertPart> GeneralExperts::expert_parts(std::int64_t count) const {
 }
 
 MoeProblem GeneralExperts::of_call(const CudaExpertsArgs& a) const {
-  MoeProblem problem = problem_;
+  MoeProblem problem = problem_of_rows(problem_);
   if (a.top_k > 0) problem.top_k = a.top_k;
   return problem;
 }
@@ -90,34 +91,32 @@ Status GeneralExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   if (a.tokens == 0) return {};
   const MoeProblem problem = of_call(a);
   Arena arena({static_cast<std::byte*>(a.workspace), static_cast<std::size_t>(a.workspace_bytes)});
-  const GeneralWorkspace w = GeneralWorkspace::carve(problem, plan_, a.tokens, arena);
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t rows, rows_of_tokens(problem, a.tokens));
+  const GeneralWorkspace w = GeneralWorkspace::carve(problem, plan_, rows, arena);
   MOESAIC_RETURN_IF_ERROR(arena.status());
   const DeviceScope scope(device_);
   MOESAIC_RETURN_IF_ERROR(scope.status());
+
   const auto narrow = [](std::int64_t v) { return static_cast<std::int32_t>(v); };
-
-  AlignParams align;
-  align.topk_ids = a.topk_ids;
-  align.topk_weights = a.topk_weights;
-  align.expert_map = a.expert_map;
-  align.pairs = narrow(w.pairs);
-  align.num_experts = narrow(problem.num_experts);
-  align.num_local_experts = narrow(problem.num_local_experts);
-  align.rows_per_record = GeneralPlan::rows_per_record(
-      w.pairs, a.used_experts > 0 ? a.used_experts : problem.num_local_experts);
-  align.max_groups = narrow(w.max_groups);
-  align.pair_of_row = w.pair_of_row;
-  align.weight_of_row = w.weight_of_row;
-  align.row_of_pair = w.row_of_pair;
-  align.groups = w.groups;
-  align.group_done = w.group_done;
-  align.next_item = w.control;
-  align.num_groups = w.control + 1;
-  align.band_done = w.band_done;
-  align.bands = 1;
-  MOESAIC_RETURN_IF_ERROR(check_call("align", launch_align(align, nullptr, traits_, stream)));
-
-  const bool on_input = problem.apply_router_weight_on_input;
+  const bool slabs = has_slabs(problem);
+  // Of slabs how many rows count is not known here: as many as uniform routing gives.
+  const std::int32_t rows_per_record =
+      slabs ? GeneralPlan::rows_per_record(a.tokens * problem_.top_k, problem.num_experts)
+            : GeneralPlan::rows_per_record(
+                  w.pairs, a.used_experts > 0 ? a.used_experts : problem.num_local_experts);
+  std::uint32_t* const num_rows = slabs ? w.control + 2 : nullptr;
+  if (slabs) {
+    BatchedListParams list = list_of_slabs(problem, a, w, rows_per_record);
+    list.num_rows = num_rows;
+    list.bands = 1;
+    MOESAIC_RETURN_IF_ERROR(
+        check_call("list", launch_batched_list(list, nullptr, traits_, stream)));
+  } else {
+    AlignParams list = list_of_pairs(problem, a, w, rows_per_record);
+    list.bands = 1;
+    MOESAIC_RETURN_IF_ERROR(check_call("align", launch_align(list, nullptr, traits_, stream)));
+  }
+  const bool on_input = problem.apply_router_weight_on_input && !slabs;
   const bool codes = a.rows.kind == CudaRows::Kind::kCodes;
   if (plan_.quantizes && !codes) {
     GeneralQuant q;
@@ -126,6 +125,8 @@ Status GeneralExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
     q.round = plan_.operand;
     q.factor = on_input ? a.topk_weights : nullptr;
     q.rows = w.rows;
+    q.num_rows = num_rows;
+    if (slabs) q.row_of = w.pair_of_row;
     q.columns = plan_.hidden;
     q.share = plan_.rows_by_pair ? problem.top_k : 1;
     q.power_of_two_scales = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
@@ -153,9 +154,8 @@ Status GeneralExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   g.groups = w.groups;
   g.num_groups = w.control + 1;
   g.pair_of_row = w.pair_of_row;
-  g.rows_per_record = align.rows_per_record;
-  g.max_groups =
-      narrow(max_group_records(w.pairs, problem.num_local_experts, align.rows_per_record));
+  g.rows_per_record = rows_per_record;
+  g.max_groups = narrow(max_group_records(w.pairs, problem.num_local_experts, rows_per_record));
   g.top_k = narrow(problem.top_k);
   g.x = a.rows.data;
   g.x_dtype = a.rows.dtype;
@@ -196,6 +196,7 @@ Status GeneralExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
     q.x_dtype = plan_.operand;
     q.round = plan_.operand;
     q.rows = w.pairs;
+    q.num_rows = num_rows;
     q.columns = plan_.inner;
     q.power_of_two_scales = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
     q.codes = w.inner_codes;
@@ -213,7 +214,7 @@ Status GeneralExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
     g.x_dtype = DType::kF32;
   }
   g.activates = g.gated = false;
-  g.weight = on_input ? nullptr : w.weight_of_row;
+  g.weight = on_input || slabs ? nullptr : w.weight_of_row;
   g.out = slots ? a.result.data : w.y;
   g.out_dtype = slots ? a.result.dtype : DType::kF32;
   MOESAIC_RETURN_IF_ERROR(check_call("down GEMM", launch_general_gemm(g, stream)));

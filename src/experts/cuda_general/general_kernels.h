@@ -66,6 +66,10 @@ struct GeneralQuant {
   DType round = DType::kBF16;
   const float* factor = nullptr;  // [rows]: x = round(x * round(factor)), or null
   std::int64_t rows = 0, columns = 0, share = 1;
+  // Batched format, or null: rows are the first *num_rows of the list, row r being row_of[r] (null:
+  // r itself) of `x` and of the result.
+  const std::uint32_t* num_rows = nullptr;
+  const std::int32_t* row_of = nullptr;
   bool power_of_two_scales = false;
   std::uint8_t* codes = nullptr;  // [rows, columns]
   float* scale = nullptr;         // [ceil(columns / 128)][scale_stride]

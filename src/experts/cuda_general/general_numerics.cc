@@ -3,8 +3,10 @@
 #include <cmath>
 #include <vector>
 
+#include "core/refusal.h"
 #include "experts/cuda_general/general_experts_impl.h"
 #include "experts/row_error.h"
+#include "experts/sm90/experts_plan.h"
 #include "numerics/element.h"
 
 namespace moesaic::cuda {
@@ -38,6 +40,7 @@ double variance_of_rounding(const float* row, std::int64_t n, DType dtype) {
 
 Status GeneralExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics> rows) const {
   const MoeProblem problem = of_call(a);
+  if (has_slabs(problem)) return unsupported("numerics: got the batched format, need standard");
   const DeviceScope scope(device_);
   MOESAIC_RETURN_IF_ERROR(scope.status());
   Arena arena({static_cast<std::byte*>(a.workspace), static_cast<std::size_t>(a.workspace_bytes)});

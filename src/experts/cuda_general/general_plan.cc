@@ -6,6 +6,7 @@
 #include "core/refusal.h"
 #include "experts/cuda_general/general_kernels.h"
 #include "experts/problem_checks.h"
+#include "experts/sm90/experts_plan.h"
 #include "quant/compute_scheme.h"
 
 namespace moesaic::cuda {
@@ -29,19 +30,18 @@ Status check_general_pointer(std::string_view field, const void* p, std::int64_t
 
 Status general_experts_take(const MoeProblem& problem) {
   MOESAIC_RETURN_IF_ERROR(check_problem(problem));
-  if (problem.format != ActivationFormat::kStandard) {
-    return unsupported("format: got batched, need standard");
+  if (has_slabs(problem) && problem.quant.kind != ComputeScheme::kFp8Block &&
+      value_rule(problem.quant.activation)) {
+    return unsupported(fmt::format(
+        "format: got batched with scheme {}, need standard, or fp8-block or activations that are not "
+        "quantised",
+        compute_scheme_name(problem.quant.kind)));
   }
   if (problem.num_local_experts > kMaxAlignedExperts) {
     return unsupported(fmt::format("num_local_experts: got {}, need at most {}",
                                    problem.num_local_experts, kMaxAlignedExperts));
   }
-  constexpr std::int64_t kMost = std::int64_t{1} << 30;
-  const auto pairs = checked_mul(problem.max_tokens, problem.top_k);
-  if (!pairs || *pairs > kMost) {
-    return unsupported(fmt::format("max_tokens: got {} of {} experts each, need at most 2^30 pairs",
-                                   problem.max_tokens, problem.top_k));
-  }
+  MOESAIC_RETURN_IF_ERROR(check_row_count(problem));
   for (const auto& [name, size] : {std::pair{"hidden_size", problem.hidden_size},
                                    std::pair{"intermediate_size", problem.intermediate_size}}) {
     // The second dimension of a grid has 65535 blocks at most, of 64 channels.
@@ -58,7 +58,7 @@ GeneralPlan::GeneralPlan(const MoeProblem& p)
       quantizes(p.quant.kind == ComputeScheme::kFp8Block),
       values(quantizes ? std::nullopt : value_rule(p.quant.activation)),
       reorders(values.has_value() && p.quant.weight.act_order),
-      rows_by_pair((quantizes || values) &&
+      rows_by_pair(!has_slabs(p) && (quantizes || values) &&
                    (p.apply_router_weight_on_input || reorders || (values && values->fixed))),
       w13_rows(experts::w13_rows(p)),
       hidden(p.hidden_size),
@@ -86,13 +86,15 @@ GeneralWorkspace GeneralWorkspace::carve(const MoeProblem& problem, const Genera
   w.rows = plan.rows_by_pair ? w.pairs : tokens;
   // The narrowest group makes the most records.
   w.max_groups = max_group_records(w.pairs, problem.num_local_experts, kFewRows);
-  w.control = arena.take<std::uint32_t>(2);
+  w.control = arena.take<std::uint32_t>(3);
   w.group_done = arena.take<std::uint32_t>(w.max_groups);
   w.band_done = arena.take<std::uint32_t>(1);
   w.groups = arena.take<GroupRecord>(w.max_groups);
   w.pair_of_row = arena.take<std::int32_t>(w.pairs);
-  w.row_of_pair = arena.take<std::int32_t>(w.pairs);
-  w.weight_of_row = arena.take<float>(w.pairs);
+  if (!has_slabs(problem)) {
+    w.row_of_pair = arena.take<std::int32_t>(w.pairs);
+    w.weight_of_row = arena.take<float>(w.pairs);
+  }
   if (plan.quantizes) {
     w.codes = arena.take<std::uint8_t>(w.rows * plan.hidden);
     w.scale = arena.take<float>(w.rows * chunks(plan.hidden));
@@ -105,7 +107,7 @@ GeneralWorkspace GeneralWorkspace::carve(const MoeProblem& problem, const Genera
     if (plan.values->fixed) w.call_scales = arena.take<float>(2 * problem.num_local_experts);
   }
   w.inner = arena.take<std::byte>(w.pairs * plan.inner * (dtype_bits(plan.operand) / 8));
-  w.y = arena.take<float>(w.pairs * plan.hidden);
+  if (!has_slabs(problem)) w.y = arena.take<float>(w.pairs * plan.hidden);
   return w;
 }
 
@@ -114,8 +116,9 @@ Result<std::int64_t> general_workspace_size(const MoeProblem& problem, std::int6
     return Status(StatusCode::kInvalidArgument, fmt::format("tokens: got {}, need >= 0", tokens));
   }
   MOESAIC_RETURN_IF_ERROR(general_experts_take(problem));
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t rows, rows_of_tokens(problem, tokens));
   Arena arena = Arena::measure();
-  GeneralWorkspace::carve(problem, GeneralPlan(problem), tokens, arena);
+  GeneralWorkspace::carve(problem_of_rows(problem), GeneralPlan(problem), rows, arena);
   MOESAIC_RETURN_IF_ERROR(arena.status());
   return arena.used();
 }
@@ -146,18 +149,18 @@ Status check_general_args(const MoeProblem& problem, const CudaExpertsArgs& a) {
   }
   if (codes) {
     MOESAIC_RETURN_IF_ERROR(check_general_pointer("hidden_scale", a.rows.scale, 4));
-    if (a.rows.scale_stride < a.tokens) {
-      return {StatusCode::kInvalidLayout,
-              fmt::format("hidden_scale stride: got {}, need at least {}", a.rows.scale_stride,
-                          a.tokens)};
+    MOESAIC_ASSIGN_OR_RETURN(const std::int64_t rows, rows_of_tokens(problem, a.tokens));
+    if (a.rows.scale_stride < rows) {
+      return {
+          StatusCode::kInvalidLayout,
+          fmt::format("hidden_scale stride: got {}, need at least {}", a.rows.scale_stride, rows)};
     }
   } else {
     MOESAIC_RETURN_IF_ERROR(expect_float_dtype("hidden_states", a.rows.dtype));
   }
   const std::int64_t element = codes ? 1 : dtype_bits(a.rows.dtype) / 8;
   MOESAIC_RETURN_IF_ERROR(check_general_pointer("hidden_states", a.rows.data, element));
-  MOESAIC_RETURN_IF_ERROR(check_general_pointer("topk_ids", a.topk_ids, 4));
-  MOESAIC_RETURN_IF_ERROR(check_general_pointer("topk_weights", a.topk_weights, 4));
+  MOESAIC_RETURN_IF_ERROR(check_format_of_call(problem, a));
   MOESAIC_RETURN_IF_ERROR(check_general_pointer(slots ? "slot_rows" : "output", a.result.data,
                                                 dtype_bits(a.result.dtype) / 8));
   if (a.result.shared_rows != nullptr) {

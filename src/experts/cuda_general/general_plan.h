@@ -15,8 +15,8 @@
 
 namespace moesaic::cuda {
 
-// kUnsupported: the batched format, more than 1024 local experts. Any scheme, H, I, activation,
-// bias; the router's weight on the input with any k.
+// kUnsupported: the batched format with quantised activations, but for fp8-block; more than 1024
+// local experts. Any scheme, H, I, activation, bias; the router's weight on the input with any k.
 Status general_experts_take(const MoeProblem& problem);
 // Bytes for M tokens, monotone in tokens, without a device.
 Result<std::int64_t> general_workspace_size(const MoeProblem& problem, std::int64_t tokens);
@@ -43,6 +43,7 @@ struct GeneralPlan {
 
 // Pointers into the workspace; null while measuring.
 struct GeneralWorkspace {
+  // Control: next item, groups, batched format: rows of the list.
   std::uint32_t *control = nullptr, *group_done = nullptr, *band_done = nullptr;
   GroupRecord* groups = nullptr;
   std::int32_t *pair_of_row = nullptr, *row_of_pair = nullptr;
@@ -55,6 +56,7 @@ struct GeneralWorkspace {
   float* y = nullptr;                                     // [M k, H], weighted
   std::int64_t max_groups = 0, rows = 0, pairs = 0;
 
+  // problem_of_rows and rows_of_tokens.
   static GeneralWorkspace carve(const MoeProblem& problem, const GeneralPlan& plan,
                                 std::int64_t tokens, Arena& arena);
 };
