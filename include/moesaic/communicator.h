@@ -46,6 +46,8 @@ class Communicator {
   virtual std::int64_t bytes_sent() const = 0;
   // Messages may lie in host memory and in the memory of this GPU; -1: in host memory only.
   virtual int device() const { return -1; }
+  // CommunicatorOptions::timeout_ms.
+  virtual int timeout_ms() const { return CommunicatorOptions().timeout_ms; }
   // Connects the same ranks with the least delay for small host messages: either this communicator
   // or the one that it was made from. Calls through either count as calls in the same order.
   virtual Communicator& control() { return *this; }

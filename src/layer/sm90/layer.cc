@@ -259,19 +259,20 @@ Status CudaLayer::enqueue(Stream stream, const FusedMoE::Args& call) const {
   if (checked.ok()) checked = matrices.status();
   if (checked.ok()) checked = m.check(args);
   if (m.mesh != nullptr) {
-    if (checked.ok()) checked = check_not_capturing(stream.handle);
+    const std::int64_t rows = checked.ok() ? x.dim(0) : 0;
     MOESAIC_ASSIGN_OR_RETURN(
-        const layer::RankMesh::Steps steps,
-        m.mesh->common_steps(checked, checked.ok() ? x.dim(0) : 0, /*dual_batch_tokens=*/0,
-                             checked.ok() && x.dim(0) > 0 && args.shared_output.present()));
-    if (steps.count == 0) return {};
+        const std::int64_t steps,
+        m.start_call(stream.handle, checked, rows, rows > 0 && args.shared_output.present()));
+    if (steps == 0) return {};
   } else {
     MOESAIC_RETURN_IF_ERROR(checked);
     if (x.dim(0) == 0) return {};
   }
   if (x.dim(0) > 0) {
     Result<ConstTensorView> rows = dense.of("hidden_states", x, 16);
-    if (!rows.ok()) return m.mesh != nullptr ? m.mesh->give_up(rows.status()) : rows.status();
+    if (!rows.ok()) {
+      return m.mesh != nullptr ? m.give_up(stream.handle, rows.status()) : rows.status();
+    }
     x = *rows;
   }
   Impl::Out out;
@@ -291,7 +292,7 @@ Status CudaLayer::enqueue(Stream stream, const FusedMoE::Args& call) const {
                 args.input_ids.as<std::int32_t>(),
                 args.padding_mask.as<std::uint8_t>()};
   if (m.mesh == nullptr) return m.run(stream.handle, rows, out);
-  return m.mesh->give_up(m.run_over_ranks(stream.handle, rows, out));
+  return m.give_up(stream.handle, m.run_over_ranks(stream.handle, rows, out));
 }
 
 Status CudaLayer::Impl::make_staging() const {
@@ -371,7 +372,8 @@ Status bring_rows(std::string_view field, const void* from, const TensorView& to
 
 Status CudaLayer::forward_host(const FusedMoE::Args& args) const {
   const Status status = impl_->forward_host(args);
-  return impl_->mesh != nullptr ? impl_->mesh->give_up(status) : status;
+  if (impl_->mesh == nullptr) return status;
+  return impl_->give_up(impl_->peers != nullptr ? impl_->peers->stream() : nullptr, status);
 }
 
 Status CudaLayer::Impl::forward_host(const FusedMoE::Args& args) const {
@@ -382,7 +384,12 @@ Status CudaLayer::Impl::forward_host(const FusedMoE::Args& args) const {
   if (tokens == 0 && m.mesh == nullptr) return {};
   const DeviceScope scope(m.device);
   MOESAIC_RETURN_IF_ERROR(scope.status());
+  const bool first = m.staging.ids.bytes() == 0;
   MOESAIC_RETURN_IF_ERROR(m.make_staging());
+  // No rank allocates while a kernel of another waits for it.
+  if (first && m.peers != nullptr) {
+    MOESAIC_RETURN_IF_ERROR(m.mesh->world()->control().barrier("forward"));
+  }
   const Impl::Staging& s = m.staging;
   const std::int64_t element = dtype_bits(x.dtype) / 8;
   for (std::int64_t t = 0; t < tokens; ++t) {
@@ -422,9 +429,17 @@ Status CudaLayer::Impl::forward_host(const FusedMoE::Args& args) const {
   out.topk_ids = s.ids.as<std::int32_t>();
   out.numerics = trace.numerics;
   std::fill(trace.numerics.begin(), trace.numerics.end(), RowNumerics());
-  MOESAIC_RETURN_IF_ERROR(m.mesh == nullptr ? m.run(nullptr, rows, out)
-                                            : m.run_over_ranks(nullptr, rows, out));
-  MOESAIC_RETURN_IF_ERROR(synchronize(nullptr));
+  void* stream = nullptr;
+  if (m.peers != nullptr) {
+    // Ranks that share a device share its default stream, where one would wait for another.
+    MOESAIC_RETURN_IF_ERROR(m.peers->health());
+    MOESAIC_RETURN_IF_ERROR(synchronize(nullptr));
+    stream = m.peers->stream();
+  }
+  MOESAIC_RETURN_IF_ERROR(m.mesh == nullptr ? m.run(stream, rows, out)
+                                            : m.run_over_ranks(stream, rows, out));
+  MOESAIC_RETURN_IF_ERROR(synchronize(stream));
+  if (m.peers != nullptr) MOESAIC_RETURN_IF_ERROR(m.peers->health());
   if (tokens == 0) return {};
   MOESAIC_RETURN_IF_ERROR(bring_rows("output", out.output, output));
   if (args.shared_output.present()) {
