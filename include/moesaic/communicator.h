@@ -133,6 +133,8 @@ Result<std::unique_ptr<Communicator>> make_nccl_communicator(
 // What this build and machine offer: ok, or why not.
 Status mpi_available();
 Status nccl_available();  // looks for the library at run time
+// RankEngine::kPeerWindows: whether kernels of this process may wait for each other.
+Status peer_windows_available();
 // Whether this process was started by mpirun or a compatible launcher.
 bool launched_by_mpi();
 

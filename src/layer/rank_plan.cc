@@ -77,8 +77,8 @@ namespace moesaic::layer {
 Status peer_windows_fit(const RankPlan& plan, Device device) {
   constexpr int kMostRanks = 32;  // parallel::kPeerWindowRanks
   if (!device.is_cuda()) {
-    return unsupported(fmt::format("rank_engine: got peer_windows on {}, need a GPU",
-                                   device.to_string()));
+    return unsupported(
+        fmt::format("rank_engine: got peer_windows on {}, need a GPU", device.to_string()));
   }
   if (plan.engine == RankEngine::kMessages) {
     return unsupported("rank_engine: got messages, need peer_windows or auto");

@@ -15,7 +15,7 @@ struct RankPlan {
   ParallelConfig parallel;  // of an active plan
   RankTransport transport = RankTransport::kNone;
   RankEngine engine = RankEngine::kMessages;  // that is wanted, see peer_windows_fit
-  int size = 1;      // ranks in all
+  int size = 1;                               // ranks in all
   int replicas = 1;  // ranks that have the same rows as this one, itself included
   int replica = 0;   // which of them this is
   // The kernel returns complete sums for the rows it was given: nobody reduces them again, and each

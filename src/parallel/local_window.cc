@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <new>
 #include <random>
 #include <string>
@@ -11,6 +12,7 @@
 #include "core/fault.h"
 #include "core/refusal.h"
 #include "cuda/device_memory.h"
+#include "moesaic/device.h"
 #include "parallel/peer_window.h"
 
 namespace moesaic::parallel {
@@ -78,6 +80,24 @@ Status vote(Communicator& world, std::string_view what, const Status& mine) {
   return {};
 }
 
+// Streams of ranks that share a device must not share a queue of it, in which one rank's work would
+// stand behind a kernel that waits for it.
+Status queues_suffice(const std::vector<std::int64_t>& devices, int device) {
+  constexpr int kMostRanks = 8, kQueues = 32;
+  const auto here = std::count(devices.begin(), devices.end(), device);
+  if (here <= 1) return {};
+  if (here > kMostRanks) {
+    return unsupported(fmt::format("peer windows: got {} ranks on cuda:{}, need at most {}", here,
+                                   device, kMostRanks));
+  }
+  const char* const queues = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+  if (queues != nullptr && std::atoi(queues) >= kQueues) return {};
+  return unsupported(
+      fmt::format("peer windows: {} ranks share cuda:{}, need CUDA_DEVICE_MAX_CONNECTIONS={} in "
+                  "the environment",
+                  here, device, kQueues));
+}
+
 Status reach(int device, std::size_t rank, int other) {
   if (other == device) return {};
   int can = 0;
@@ -95,6 +115,7 @@ Status reach(int device, std::size_t rank, int other) {
 
 Status fill(Shared& shared, int rank, int device, const std::vector<std::int64_t>& devices,
             std::int64_t bytes) {
+  MOESAIC_RETURN_IF_ERROR(queues_suffice(devices, device));
   for (std::size_t r = 0; r < devices.size(); ++r) {
     MOESAIC_RETURN_IF_ERROR(reach(device, r, static_cast<int>(devices[r])));
   }
@@ -141,17 +162,17 @@ Result<std::unique_ptr<PeerWindow>> make_local_window(Communicator& communicator
   constexpr std::string_view kWhat = "peer windows";
   const int rank = communicator.rank(), size = communicator.size();
   if (size > kPeerWindowRanks) {
-    return Status(StatusCode::kUnsupported, fmt::format("{}: got {} ranks, need at most {}", kWhat,
-                                                        size, kPeerWindowRanks));
+    return Status(StatusCode::kUnsupported,
+                  fmt::format("{}: got {} ranks, need at most {}", kWhat, size, kPeerWindowRanks));
   }
   Communicator& control = communicator.control();
   MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int64_t> processes,
                            control.all_gather(kWhat, process_number()));
   for (std::size_t r = 1; r < processes.size(); ++r) {
     if (processes[r] != processes[0]) {
-      return Status(StatusCode::kUnsupported,
-                    fmt::format("{}: ranks 0 and {} are different processes, need threads of one",
-                                kWhat, r));
+      return Status(
+          StatusCode::kUnsupported,
+          fmt::format("{}: ranks 0 and {} are different processes, need threads of one", kWhat, r));
     }
   }
   MOESAIC_RETURN_IF_ERROR(vote(communicator, kWhat, mine.ok() ? peer_kernels_loaded() : mine));
@@ -162,9 +183,9 @@ Result<std::unique_ptr<PeerWindow>> make_local_window(Communicator& communicator
   using Handed = std::shared_ptr<Shared>;
   Handed* const handed =
       rank == 0 ? new Handed(std::make_shared<Shared>(static_cast<std::size_t>(size))) : nullptr;
-  MOESAIC_ASSIGN_OR_RETURN(
-      const std::vector<std::int64_t> places,
-      control.all_gather(kWhat, static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(handed))));
+  MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int64_t> places,
+                           control.all_gather(kWhat, static_cast<std::int64_t>(
+                                                         reinterpret_cast<std::intptr_t>(handed))));
   Handed shared = *reinterpret_cast<const Handed*>(static_cast<std::intptr_t>(places[0]));
   const cuda::DeviceScope scope(device);
   Status status = scope.status();
@@ -172,8 +193,15 @@ Result<std::unique_ptr<PeerWindow>> make_local_window(Communicator& communicator
   status = vote(communicator, kWhat, status);
   if (control.state().ok()) delete handed;
   MOESAIC_RETURN_IF_ERROR(status);
-  return std::unique_ptr<PeerWindow>(
-      std::make_unique<LocalWindow>(std::move(shared), rank, bytes));
+  return std::unique_ptr<PeerWindow>(std::make_unique<LocalWindow>(std::move(shared), rank, bytes));
 }
 
 }  // namespace moesaic::parallel
+
+namespace moesaic {
+Status peer_windows_available() {
+  const CudaInfo info = query_cuda();
+  if (!info.available) return {StatusCode::kDevice, info.reason};
+  return parallel::peer_kernels_loaded();
+}
+}  // namespace moesaic

@@ -106,9 +106,9 @@ MOESAIC_HOST_DEVICE constexpr PeerVerdict judge_peer_word(const PeerWord& word,
 // could not hold the names of one report and the code of another.
 enum class PeerFailure : std::uint32_t {
   kNone,
-  kLate,      // words of `missing` did not arrive in time
-  kBadWord,   // words of `missing` are there and not right: `verdict` of the first
-  kRefused,   // `reporter` could not take part; its own error says why
+  kLate,     // words of `missing` did not arrive in time
+  kBadWord,  // words of `missing` are there and not right: `verdict` of the first
+  kRefused,  // `reporter` could not take part; its own error says why
 };
 struct PeerReport {
   std::uint64_t code = 0;     // PeerFailure

@@ -172,11 +172,11 @@ Result<std::unique_ptr<CudaPeerAllToAll>> CudaPeerAllToAll::create(
   impl->power_of_two_scales = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
   impl->row_bytes = codes ? problem.hidden_size : 2 * problem.hidden_size;
   impl->groups = codes ? static_cast<std::int32_t>(problem.hidden_size / 128) : 0;
-  impl->name = fmt::format("{}, {}, {}", options.gather ? "gather" : "all_to_all",
-                           codes ? "fp8" : "bf16",
-                           impl->slots()  ? "slots"
-                           : impl->bf16() ? "bf16 back"
-                                          : "fp32 back");
+  impl->name =
+      fmt::format("{}, {}, {}", options.gather ? "gather" : "all_to_all", codes ? "fp8" : "bf16",
+                  impl->slots()  ? "slots"
+                  : impl->bf16() ? "bf16 back"
+                                 : "fp32 back");
   MOESAIC_ASSIGN_OR_RETURN(const parallel::PeerLayout layout, impl->layout());
   // What fails here may fail on this rank only: the others learn of it where the windows are made.
   const auto own_part = [&]() -> Status {
@@ -185,9 +185,9 @@ Result<std::unique_ptr<CudaPeerAllToAll>> CudaPeerAllToAll::create(
     MOESAIC_ASSIGN_OR_RETURN(impl->traits, current_device_traits());
     return impl->allocate(owners);
   };
-  MOESAIC_ASSIGN_OR_RETURN(impl->window,
-                           parallel::make_local_window(*communicator, problem.device.index(),
-                                                       layout.bytes, own_part()));
+  MOESAIC_ASSIGN_OR_RETURN(
+      impl->window,
+      parallel::make_local_window(*communicator, problem.device.index(), layout.bytes, own_part()));
   impl->shares_device = impl->window->shares_device();
   const DeviceScope scope(problem.device.index());
   MOESAIC_RETURN_IF_ERROR(impl->stand(layout));
@@ -348,6 +348,9 @@ Status CudaPeerAllToAll::health() const {
                             impl_->timeout_ms);
 }
 
+std::int64_t CudaPeerAllToAll::likely_rows() const {
+  return impl_->ranks * std::max<std::int64_t>(impl_->tokens, 1);
+}
 bool CudaPeerAllToAll::shares_device() const { return impl_->shares_device; }
 void* CudaPeerAllToAll::stream() const { return impl_->side.handle(); }
 

@@ -52,6 +52,8 @@ class CudaPeerAllToAll final : public PrepareAndFinalize {
   // ok, or why a call ended that has come that far on the device: all ranks that were late, or
   // what was wrong. Stays. No CUDA call.
   Status health() const;
+  // Of those that prepare() returned, how many are there if all ranks have as many as this one.
+  std::int64_t likely_rows() const;
   // Whether another rank is on this device.
   bool shares_device() const;
   // For calls that bring no stream; of this rank only.

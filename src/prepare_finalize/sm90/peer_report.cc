@@ -48,16 +48,18 @@ Status peer_report_status(const PeerReport* report, std::string_view transport, 
   const std::string where = fmt::format("{} ({}), call {}", phase_of(r.kind), transport, r.epoch);
   switch (static_cast<PeerFailure>(r.code)) {
     case PeerFailure::kLate:
-      return {StatusCode::kDevice, fmt::format("{}: nothing within {} ms from rank(s){}, says rank {}",
-                                               where, timeout_ms, ranks, r.reporter)};
+      return {StatusCode::kDevice,
+              fmt::format("{}: nothing within {} ms from rank(s){}, says rank {}", where,
+                          timeout_ms, ranks, r.reporter)};
     case PeerFailure::kBadWord:
       return {StatusCode::kDevice, fmt::format("{}: rank(s){} {}, says rank {}", where, ranks,
                                                wrong_with(r.verdict), r.reporter)};
     case PeerFailure::kRefused:
-      return {StatusCode::kDevice,
-              fmt::format("peer windows ({}), call {}: rank {} did not take part, its own error says "
-                          "why",
-                          transport, r.epoch, r.reporter)};
+      return {
+          StatusCode::kDevice,
+          fmt::format("peer windows ({}), call {}: rank {} did not take part, its own error says "
+                      "why",
+                      transport, r.epoch, r.reporter)};
     case PeerFailure::kNone:
       break;
   }

@@ -75,7 +75,7 @@ __device__ __forceinline__ void publish(const PeerPlace& p, PeerKind kind, Ticke
   MOESAIC_CUDA_FAULT(peer_rows_word_has_the_epoch_before, --epoch;)
   MOESAIC_CUDA_FAULT(peer_rows_word_of_one_reader_lost,
                      if (r == (p.rank + 1) % p.layout.shape.ranks) return;)
-  MOESAIC_CUDA_FAULT(peer_rows_live_is_one_less, if (live > 0) --live;)
+  MOESAIC_CUDA_FAULT(peer_rows_live_is_one_less, if (live > 0)-- live;)
   auto* const word = reinterpret_cast<std::uint64_t*>(p.base[r] + p.layout.word(kind, p.rank));
   ptx::store_release_system(word, parallel::pack_peer_word({epoch, live, p.signature}));
 }

@@ -68,7 +68,7 @@ int launch_peer_take(const PeerTakeParams& params, void* stream);
 // What the experts here made of those rows, to where they came from; then the words.
 struct PeerAnswerParams {
   PeerPlace place;
-  PeerRouting routing;  // ids as taken
+  PeerRouting routing;                 // ids as taken
   const std::byte* results = nullptr;  // a row for each, or (slots) for each slot
 };
 int launch_peer_answer(const PeerAnswerParams& params, void* stream);
