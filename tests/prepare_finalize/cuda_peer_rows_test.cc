@@ -28,7 +28,7 @@ using parallel::PeerReport;
 using test::DeviceBytes;
 
 constexpr std::int32_t kExperts = 12;
-constexpr std::uint64_t kGenerous = 20'000'000'000;  // ns
+constexpr std::uint64_t kGenerous = 5'000'000'000;  // ns
 
 struct PeerShapeCase {
   int ranks = 2;

@@ -94,10 +94,51 @@ Result<std::unique_ptr<layer::LayerEngine>> make_sm90_engine(const layer::Engine
   return CudaLayer::create(parts);
 }
 
+// All that needs no other rank.
+Status CudaLayer::Impl::create_own(const layer::EngineParts& parts) {
+  const MoeLayerSpec& spec = parts.spec;
+  const FusedMoE::Options& options = parts.options;
+  MoeLayerWeights& weights = parts.weights;
+  const MoeLayerTensors& t = weights.tensors;
+  if (plan.has_gate) {
+    Result<CudaGate> made =
+        CudaGate::create(t.gate_weight.view(), t.gate_bias.view(), plan.logit_rounding());
+    if (!made.ok()) return made.status().with_context("gate");
+    gate = std::move(made).value();
+  }
+  functions = options.on_device;
+  if (plan.shared_stream && plan.adds_shared) {
+    beside.reset(new (std::nothrow) Impl::Beside());
+    if (!beside) return Status(StatusCode::kOutOfMemory, "cannot allocate the layer");
+    MOESAIC_RETURN_IF_ERROR(beside->stream.create());
+  }
+  Router::Options router_options = layer::layer_router_options(plan, t);
+  router_options.device = options.device;
+  router_options.custom_on_device = options.on_device.custom_routing;
+  Result<std::unique_ptr<CudaRouter>> made = CudaRouter::create(router_options, device);
+  if (!made.ok()) return made.status().with_context("router");
+  router = std::move(made).value();
+  joins = shared_joins(plan, spec.shared.gated_output);
+  if (joins) {
+    router_options.num_fused_shared_experts = 1;
+    MOESAIC_ASSIGN_OR_RETURN(joined_router, CudaRouter::create(router_options, device));
+  }
+  if (!plan.expert_map.empty()) {
+    std::vector<std::int32_t> map = plan.expert_map;
+    if (joins) map.push_back(static_cast<std::int32_t>(plan.routed.num_local_experts));
+    MOESAIC_RETURN_IF_ERROR(
+        upload("expert_map", map.data(), static_cast<std::int64_t>(map.size()) * 4, expert_map));
+  }
+  MOESAIC_RETURN_IF_ERROR(create_experts(weights).with_context("experts"));
+  if (plan.has_shared) {
+    MOESAIC_RETURN_IF_ERROR(create_shared(spec, options, weights).with_context("shared_experts"));
+  }
+  return {};
+}
+
 Result<std::unique_ptr<layer::LayerEngine>> CudaLayer::create(const layer::EngineParts& parts) {
   const auto& [spec, plan, options, weights, mesh] = parts;
   MOESAIC_RETURN_IF_ERROR(can_implement(plan, options));
-  const MoeLayerTensors& t = weights.tensors;
   std::unique_ptr<Impl> impl(new (std::nothrow) Impl());
   if (!impl) return Status(StatusCode::kOutOfMemory, "cannot allocate the layer");
   impl->plan = plan;
@@ -106,41 +147,10 @@ Result<std::unique_ptr<layer::LayerEngine>> CudaLayer::create(const layer::Engin
   impl->max_tokens = options.max_tokens;
   impl->device = options.device.index();
   const DeviceScope scope(impl->device);
-  MOESAIC_RETURN_IF_ERROR(scope.status());
-
-  if (plan.has_gate) {
-    Result<CudaGate> gate =
-        CudaGate::create(t.gate_weight.view(), t.gate_bias.view(), plan.logit_rounding());
-    if (!gate.ok()) return gate.status().with_context("gate");
-    impl->gate = std::move(gate).value();
-  }
-  impl->functions = options.on_device;
-  if (plan.shared_stream && plan.adds_shared) {
-    impl->beside.reset(new (std::nothrow) Impl::Beside());
-    if (!impl->beside) return Status(StatusCode::kOutOfMemory, "cannot allocate the layer");
-    MOESAIC_RETURN_IF_ERROR(impl->beside->stream.create());
-  }
-  Router::Options router_options = layer::layer_router_options(plan, t);
-  router_options.device = options.device;
-  router_options.custom_on_device = options.on_device.custom_routing;
-  Result<std::unique_ptr<CudaRouter>> router = CudaRouter::create(router_options, impl->device);
-  if (!router.ok()) return router.status().with_context("router");
-  impl->router = std::move(router).value();
-  impl->joins = shared_joins(plan, spec.shared.gated_output);
-  if (impl->joins) {
-    router_options.num_fused_shared_experts = 1;
-    MOESAIC_ASSIGN_OR_RETURN(impl->joined_router, CudaRouter::create(router_options, impl->device));
-  }
-  if (!plan.expert_map.empty()) {
-    std::vector<std::int32_t> map = plan.expert_map;
-    if (impl->joins) map.push_back(static_cast<std::int32_t>(plan.routed.num_local_experts));
-    MOESAIC_RETURN_IF_ERROR(upload("expert_map", map.data(),
-                                   static_cast<std::int64_t>(map.size()) * 4, impl->expert_map));
-  }
-  MOESAIC_RETURN_IF_ERROR(impl->create_experts(weights).with_context("experts"));
-  if (plan.has_shared) {
-    MOESAIC_RETURN_IF_ERROR(
-        impl->create_shared(spec, options, weights).with_context("shared_experts"));
+  Status own = scope.status();
+  if (own.ok()) own = impl->create_own(parts);
+  if (!own.ok()) {
+    return mesh != nullptr ? impl->withdraw_from_ranks(own) : own;
   }
   if (mesh != nullptr) {
     MOESAIC_RETURN_IF_ERROR(impl->create_ranks(options).with_context("ranks"));

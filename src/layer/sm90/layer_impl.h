@@ -65,7 +65,10 @@ struct CudaLayer::Impl {
   Status create_experts(MoeLayerWeights& weights);
   Status create_shared(const MoeLayerSpec& spec, const FusedMoE::Options& options,
                        MoeLayerWeights& weights);
+  Status create_own(const layer::EngineParts& parts);
   Status create_ranks(const FusedMoE::Options& options);
+  // In the place of create_ranks: this rank has no layer. Returns `reason`.
+  Status withdraw_from_ranks(const Status& reason) const;
   Status make_staging() const;
   // Which transport, and its memory.
   Status create_transport(const FusedMoE::Options& options);

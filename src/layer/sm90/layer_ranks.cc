@@ -11,6 +11,7 @@
 #include "core/fault.h"
 #include "layer/sm90/layer_impl.h"
 #include "layer/sm90/layer_ops.h"
+#include "parallel/peer_window.h"
 #include "permute/sm90/combine.h"
 #include "prepare_finalize/sm90/all_to_all.h"
 #include "prepare_finalize/sm90/rank_rows.h"
@@ -52,6 +53,16 @@ Status CudaLayer::Impl::create_transport(const FusedMoE::Options& options) {
   transport_bytes = made->bytes();
   transport = std::move(made);
   return {};
+}
+
+Status CudaLayer::Impl::withdraw_from_ranks(const Status& reason) const {
+  // The others make windows together; they learn of messages later, where all agree on the layer.
+  if (layer::peer_windows_fit(plan.ranks, Device::cuda(device)).ok()) {
+    const bool gather = plan.ranks.transport == RankTransport::kGather;
+    static_cast<void>(
+        parallel::make_local_window(gather ? *mesh->tokens() : *mesh->world(), device, 0, reason));
+  }
+  return reason;
 }
 
 Status CudaLayer::Impl::create_ranks(const FusedMoE::Options& options) {
