@@ -46,6 +46,8 @@ class Communicator {
   virtual std::int64_t bytes_sent() const = 0;
   // Messages may lie in host memory and in the memory of this GPU; -1: in host memory only.
   virtual int device() const { return -1; }
+  // CommunicatorOptions::timeout_ms.
+  virtual int timeout_ms() const { return CommunicatorOptions().timeout_ms; }
   // Connects the same ranks with the least delay for small host messages: either this communicator
   // or the one that it was made from. Calls through either count as calls in the same order.
   virtual Communicator& control() { return *this; }
@@ -131,6 +133,8 @@ Result<std::unique_ptr<Communicator>> make_nccl_communicator(
 // What this build and machine offer: ok, or why not.
 Status mpi_available();
 Status nccl_available();  // looks for the library at run time
+// RankEngine::kPeerWindows: whether kernels of this process may wait for each other.
+Status peer_windows_available();
 // Whether this process was started by mpirun or a compatible launcher.
 bool launched_by_mpi();
 

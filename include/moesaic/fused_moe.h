@@ -87,6 +87,20 @@ struct LayerDeviceFunctions {
   DeviceViewFn capture;
 };
 
+// How rows travel between GPUs with kAllToAll and kGather. The bits are the same.
+enum class RankEngine : std::uint8_t {
+  // Messages of the communicator: the host waits for the other ranks several times in each call, and
+  // every rank returns what became of the call.
+  kMessages,
+  // Ranks write into each other's memory and wait on the device: enqueue waits for nobody, may be
+  // captured into a graph, and what becomes of a call is told by health(). kUnsupported where that
+  // cannot be, with the reason.
+  kPeerWindows,
+  // kPeerWindows where it can be on all ranks, else kMessages; summary() says which and why.
+  kAuto,
+};
+std::string_view rank_engine_name(RankEngine engine);  // "messages", "peer_windows", "auto"
+
 // How the ranks of a layer work together.
 struct RankOptions {
   // Not null: has Options::parallel.flat_size() ranks, of which this one is flat_rank(); create and
@@ -94,6 +108,13 @@ struct RankOptions {
   // that share a communicator are used in the same order on all ranks.
   std::shared_ptr<Communicator> communicator;
   RankTransport transport = RankTransport::kAuto;
+  // kPeerWindows: ranks that are threads of one process, at most 32, each with rows of its own (no
+  // tensor parallelism), on GPUs with access to each other or on one, and CUDA_MODULE_LOADING=EAGER
+  // in the environment before CUDA starts. Ranks that share a GPU, at most 8, call enqueue with
+  // streams of their own, made with cudaStreamNonBlocking, and with CUDA_DEVICE_MAX_CONNECTIONS=32 in
+  // the environment. While a call is under way no rank creates or destroys
+  // layers, allocates or frees device memory: that may wait for a kernel that waits for this rank.
+  RankEngine engine = RankEngine::kMessages;
   // Empty: kPerRank, with enable_eplb kPerSlot.
   std::optional<RankReduction> reduction;
   RankReduction reduction_in_force() const {
@@ -314,18 +335,27 @@ class FusedMoE {
   // apart than H are copied first, to memory of the device's stream-ordered pool; else it allocates
   // nothing. Waits for nothing, reads nothing back: may be captured into a CUDA graph, whose replays
   // route anew. Over ranks it is collective and waits on the host for the other ranks, so a stream
-  // that is being captured is kUnsupported. Calls use one workspace: order them by a stream or
+  // that is being captured is kUnsupported; with RankEngine::kPeerWindows neither: the device waits,
+  // at most the communicator's time for each of two waits, and where that ends in a failure the
+  // output is NaN, health() says why on all ranks, and the layer's later calls fail. A rank whose own
+  // arguments are refused ends the call of all in the same way. Ranks may replay graphs of different
+  // sizes in one call, of at most max_tokens rows. Calls use one workspace: order them by a stream or
   // events. Errors, all before the first launch: kUnsupported (a CPU layer), kInvalidShape,
   // kInvalidDType, kInvalidLayout (alignment, not contiguous), kInvalidArgument (null, host memory,
   // another device's), kAliasing, kLimitExceeded (more than max_tokens rows, of which a step would
-  // not begin on 16 bytes); then kDevice when a launch fails. The caller's routing is memory of the
-  // device too, aligned as its elements are; a captured graph reads it anew at each replay.
+  // not begin on 16 bytes, or through peer windows); then kDevice when a launch fails. The caller's
+  // routing is memory of the device too, aligned as its elements are; a captured graph reads it anew
+  // at each replay.
   Status enqueue(Stream stream, const Args& args) const;
   Status enqueue(Stream stream, ConstTensorView hidden_states, TensorView output,
                  const Trace& trace) const;
   Status enqueue(Stream stream, ConstTensorView hidden_states, TensorView output) const {
     return enqueue(stream, hidden_states, output, Trace{});
   }
+
+  // Over ranks: ok, or the failure that ended a call, as far as this rank has heard of it; of a call
+  // through peer windows it is told once its work is done. Stays. Waits for nothing.
+  Status health() const;
 
   // What the layer is, in one line for a log: sizes, this rank's share, routing, activation, scheme,
   // backend, and how it is spread.

@@ -49,6 +49,11 @@ class LayerEngine {
   // is none.
   virtual Status sum_over_replicas(Stream stream, const TensorView& x) const;
 
+  // Of calls that nobody waits for: ok, or why one ended.
+  virtual Status health() const { return {}; }
+  // How rows travel between ranks, where Options leaves a choice; else empty.
+  virtual std::string rank_engine() const { return {}; }
+
   virtual std::string_view experts_backend() const = 0;
   virtual std::int64_t weight_bytes() const = 0;
   virtual std::int64_t workspace_bytes() const = 0;

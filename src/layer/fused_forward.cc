@@ -159,6 +159,11 @@ Status FusedMoE::maybe_all_reduce(TensorView x, Stream stream) const {
   return {};
 }
 
+Status FusedMoE::health() const {
+  MOESAIC_RETURN_IF_ERROR(impl_->engine->health());
+  return impl_->mesh ? impl_->mesh->world()->state() : Status();
+}
+
 Status FusedMoE::enqueue(Stream stream, const Args& args) const {
   return impl_->engine->enqueue(stream, args);
 }

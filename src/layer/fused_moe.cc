@@ -73,7 +73,15 @@ void refuse_other_transports(const layer::RankPlan& ranks, std::vector<Candidate
   if (!ranks.active) return;
   for (CandidateReport& row : rows) {
     const RankTransport own = transport_of(row.name);
-    if (row.stage != "prepare_finalize" || !row.accepted || own == ranks.transport) continue;
+    if (row.stage != "prepare_finalize" || !row.accepted) continue;
+    if (own == ranks.transport) {
+      // Where windows may turn out to be impossible, messages could serve.
+      const bool messages = row.name.find("peer") == std::string::npos;
+      if (!messages || ranks.engine != RankEngine::kPeerWindows) continue;
+      row.accepted = false;
+      row.reason = "rank_engine: got peer_windows, need messages or auto";
+      continue;
+    }
     row.accepted = MOESAIC_FAULT(layer_explains_every_transport);
     row.reason = fmt::format("transport: got {}, need {}", rank_transport_name(ranks.transport),
                              rank_transport_name(own));

@@ -57,9 +57,10 @@ std::string FusedMoE::summary() const {
   }
   if (plan.has_zero_experts)
     text += fmt::format(", {} identity experts", plan.routing.num_zero_experts);
-  return text + fmt::format(", {} by {} on {}, {}", quant().name, experts_backend(),
-                            device().to_string(),
-                            ranks_text(m.options.parallel, plan.ranks, output_is_reduced()));
+  text += fmt::format(", {} by {} on {}, {}", quant().name, experts_backend(), device().to_string(),
+                      ranks_text(m.options.parallel, plan.ranks, output_is_reduced()));
+  const std::string engine = m.engine->rank_engine();
+  return engine.empty() ? text : fmt::format("{}, {}", text, engine);
 }
 
 }  // namespace moesaic

@@ -58,9 +58,48 @@ std::string_view rank_reduction_name(RankReduction reduction) {
   return reduction == RankReduction::kPerSlot ? "per_slot" : "per_rank";
 }
 
+std::string_view rank_engine_name(RankEngine engine) {
+  switch (engine) {
+    case RankEngine::kMessages:
+      return "messages";
+    case RankEngine::kPeerWindows:
+      return "peer_windows";
+    case RankEngine::kAuto:
+      return "auto";
+  }
+  return "unknown";
+}
+
 }  // namespace moesaic
 
 namespace moesaic::layer {
+
+Status peer_windows_fit(const RankPlan& plan, Device device) {
+  constexpr int kMostRanks = 32;  // parallel::kPeerWindowRanks
+  if (!device.is_cuda()) {
+    return unsupported(
+        fmt::format("rank_engine: got peer_windows on {}, need a GPU", device.to_string()));
+  }
+  if (plan.engine == RankEngine::kMessages) {
+    return unsupported("rank_engine: got messages, need peer_windows or auto");
+  }
+  if (plan.transport != RankTransport::kGather && plan.transport != RankTransport::kAllToAll) {
+    return unsupported(
+        fmt::format("rank_engine: got peer_windows with transport {}, need gather or all_to_all",
+                    rank_transport_name(plan.transport)));
+  }
+  if (plan.replicas > 1) {
+    return unsupported(
+        fmt::format("rank_engine: got peer_windows where {} ranks have the same rows, whose parts "
+                    "are messages; need rows of its own on each rank",
+                    plan.replicas));
+  }
+  if (plan.size > kMostRanks) {
+    return unsupported(fmt::format("rank_engine: got peer_windows over {} ranks, need at most {}",
+                                   plan.size, kMostRanks));
+  }
+  return {};
+}
 
 RowRange replica_share(std::int64_t rows, int replicas, int replica) {
   const std::int64_t each = ceil_div(rows, replicas);
@@ -132,6 +171,11 @@ Result<RankPlan> plan_ranks(const FusedMoE::Options& options, std::int64_t top_k
   plan.replicas = static_cast<int>(replicas.size());
   plan.replica = static_cast<int>(std::find(replicas.begin(), replicas.end(), p.flat_rank()) -
                                   replicas.begin());
+
+  plan.engine = options.ranks.engine;
+  if (plan.engine == RankEngine::kPeerWindows) {
+    MOESAIC_RETURN_IF_ERROR(peer_windows_fit(plan, options.device));
+  }
 
   plan.kernel_rows = plan.experts_rows = plan.batch_rows;
   // Ranks from which rows arrive at this rank's experts.

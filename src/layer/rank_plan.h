@@ -14,7 +14,8 @@ struct RankPlan {
   bool active = false;      // the layer communicates
   ParallelConfig parallel;  // of an active plan
   RankTransport transport = RankTransport::kNone;
-  int size = 1;      // ranks in all
+  RankEngine engine = RankEngine::kMessages;  // that is wanted, see peer_windows_fit
+  int size = 1;                               // ranks in all
   int replicas = 1;  // ranks that have the same rows as this one, itself included
   int replica = 0;   // which of them this is
   // The kernel returns complete sums for the rows it was given: nobody reduces them again, and each
@@ -43,5 +44,8 @@ RowRange replica_share(std::int64_t rows, int replicas, int replica);
 // transport cannot serve it (says why), or kPerSlot with slices of experts; kLimitExceeded when the
 // rows of all ranks exceed 2^31-1.
 Result<RankPlan> plan_ranks(const FusedMoE::Options& options, std::int64_t top_k);
+
+// ok, or why rows of a plan for this device do not travel through peer windows, whatever the machine.
+Status peer_windows_fit(const RankPlan& plan, Device device);
 
 }  // namespace moesaic::layer

@@ -89,6 +89,7 @@ class GroupCommunicator final : public Communicator {
   int size() const override { return static_cast<int>(ranks_.size()); }
   Status state() const override { return world_->failure; }
   std::int64_t bytes_sent() const override { return bytes_sent_; }
+  int timeout_ms() const override { return world_->options.timeout_ms; }
 
   bool overlaps() const override { return true; }
 

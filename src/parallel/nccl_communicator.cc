@@ -44,6 +44,7 @@ class NcclCommunicator final : public Communicator {
   Status state() const override { return failure_.ok() ? control_->state() : failure_; }
   std::int64_t bytes_sent() const override { return bytes_sent_; }
   int device() const override { return device_; }
+  int timeout_ms() const override { return options_.timeout_ms; }
   Communicator& control() override { return control_->control(); }
 
   Status abandon(std::string_view reason) override {

@@ -12,4 +12,6 @@ Result<std::unique_ptr<Communicator>> make_nccl_communicator(std::shared_ptr<Com
   return nccl_available();
 }
 
+Status peer_windows_available() { return nccl_available(); }
+
 }  // namespace moesaic

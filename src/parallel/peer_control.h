@@ -99,6 +99,28 @@ MOESAIC_HOST_DEVICE constexpr PeerVerdict judge_peer_word(const PeerWord& word,
   return PeerVerdict::kReady;
 }
 
+// ---- Reports ----
+
+// Why a call ended on all ranks. A line that one rank writes into every window, its own too, `code`
+// last and with release; 0: no report. There is a line for each rank that reports: a line for all
+// could not hold the names of one report and the code of another.
+enum class PeerFailure : std::uint32_t {
+  kNone,
+  kLate,     // words of `missing` did not arrive in time
+  kBadWord,  // words of `missing` are there and not right: `verdict` of the first
+  kRefused,  // `reporter` could not take part; its own error says why
+};
+struct PeerReport {
+  std::uint64_t code = 0;     // PeerFailure
+  std::uint64_t missing = 0;  // a bit for each rank
+  std::uint32_t reporter = 0;
+  std::uint32_t epoch = 0;
+  std::uint32_t kind = 0;     // PeerKind of the words that were waited for
+  std::uint32_t verdict = 0;  // PeerVerdict
+};
+// A report has a bit for each rank.
+inline constexpr int kPeerReportRanks = 64;
+
 // ---- Layout ----
 
 // Every piece, and in it the part of every writer, begins on its own line.
@@ -114,6 +136,9 @@ inline constexpr int kPeerKinds = 10;
 static_assert(static_cast<int>(PeerKind::kRefuse) ==
               static_cast<int>(PeerKind::kAnswers) + kPeerChunks);
 // Lines behind the words that belong to the window's own rank.
+//   kAbort   the report that ended a call here; every later kernel returns at once
+//   kLimits  how long a wait may last, in ns (8 bytes)
+//   kEpoch   of the last call that is over (4 bytes)
 enum class PeerOwnLine : std::uint8_t { kAbort, kMask, kLimits, kEpoch };
 inline constexpr int kPeerOwnLines = 4;
 

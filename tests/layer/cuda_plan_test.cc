@@ -334,6 +334,57 @@ TEST(CudaPlan, RanksOnGpusTakeTheStandardTransports) {
   EXPECT_FALSE(cuda::shared_joins(plan, false)) << "the experts see the rows of other ranks";
 }
 
+TEST(CudaPlan, ExplainSaysWhichEngineMovesRows) {
+  const std::shared_ptr<Communicator> pair =
+      std::move(make_in_process_communicators(2).value().front());
+  FusedMoE::Options o = on_two_gpus(pair);
+  const auto row = [&](const char* name) {
+    const LayerExplanation e = explain_layer(small_spec(), o).value();
+    const CandidateReport* const found = find(e, "prepare_finalize", name);
+    EXPECT_NE(found, nullptr) << name;
+    return found != nullptr ? *found : CandidateReport();
+  };
+  EXPECT_EQ(row("cuda_peer_all_to_all").reason,
+            "rank_engine: got messages, need peer_windows or auto");
+  EXPECT_TRUE(row("cuda_all_to_all").accepted);
+  o.ranks.engine = RankEngine::kAuto;
+  EXPECT_TRUE(row("cuda_peer_all_to_all").accepted);
+  EXPECT_TRUE(row("cuda_all_to_all").accepted);
+  EXPECT_EQ(row("cuda_peer_gather").reason, "transport: got all_to_all, need gather");
+  o.ranks.engine = RankEngine::kPeerWindows;
+  EXPECT_TRUE(row("cuda_peer_all_to_all").accepted);
+  EXPECT_EQ(row("cuda_all_to_all").reason, "rank_engine: got peer_windows, need messages or auto");
+  o.ranks.transport = RankTransport::kGather;
+  EXPECT_TRUE(row("cuda_peer_gather").accepted);
+  // Ranks with the same rows: not through windows, and with auto by messages.
+  o.parallel.tp_size = 1;
+  o.parallel.dp_size = 1;
+  o.ranks.transport = RankTransport::kAllToAll;
+  expect_refusal(explain_layer(small_spec(), o).status(), StatusCode::kUnsupported,
+                 {"rank_engine: got peer_windows where 2 ranks have the same rows"});
+  o.ranks.engine = RankEngine::kAuto;
+  EXPECT_NE(row("cuda_peer_all_to_all").reason.find("2 ranks have the same rows"),
+            std::string::npos);
+  EXPECT_TRUE(row("cuda_all_to_all").accepted);
+}
+
+TEST(CudaPlan, PeerWindowsAreForGpusAndForRowsThatTravel) {
+  const std::shared_ptr<Communicator> pair =
+      std::move(make_in_process_communicators(2).value().front());
+  FusedMoE::Options o = on_two_gpus(pair);
+  o.ranks.engine = RankEngine::kPeerWindows;
+  o.device = Device::cpu();
+  expect_refusal(explain_layer(small_spec(), o).status(), StatusCode::kUnsupported,
+                 {"rank_engine: got peer_windows on cpu"});
+  o = on_two_gpus(pair);
+  o.ranks.engine = RankEngine::kPeerWindows;
+  o.parallel.dp_size = 1;
+  o.ranks.transport = RankTransport::kNone;
+  expect_refusal(explain_layer(small_spec(), o).status(), StatusCode::kUnsupported,
+                 {"rank_engine: got peer_windows with transport none"});
+  EXPECT_EQ(rank_engine_name(RankEngine::kAuto), "auto");
+}
+
 TEST(CudaPlan, WhatRanksOnGpusDoNotTakeIsRefusedByName) {
   const std::shared_ptr<Communicator> pair =
       std::move(make_in_process_communicators(2).value().front());

@@ -84,6 +84,7 @@ int run_env(const CommonOptions& options) {
                 {"quant_schemes", schemes},
                 {"cuda", cuda_json(cuda)},
                 {"nccl", availability(nccl_available())},
+                {"peer_windows", availability(peer_windows_available())},
                 {"mpi", availability(mpi_available())}});
 
   console.print(version_text() + "\n");
@@ -99,8 +100,9 @@ int run_env(const CommonOptions& options) {
   for (const Scheme& scheme : quant_schemes()) names += fmt::format(" {}", scheme.name);
   console.print(fmt::format("schemes {}\n", names));
   console.print(cuda_text(cuda));
-  console.print(fmt::format("nccl     {}\nmpi      {}\n", availability_text(nccl_available()),
-                            availability_text(mpi_available())));
+  console.print(
+      fmt::format("nccl     {}\npeers    {}\nmpi      {}\n", availability_text(nccl_available()),
+                  availability_text(peer_windows_available()), availability_text(mpi_available())));
   return kExitOk;
 }
 

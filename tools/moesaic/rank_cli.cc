@@ -88,6 +88,9 @@ Result<FusedMoE::Options> layer_options_of(const RankOptions& o, const CommonOpt
               {RankTransport::kAuto, RankTransport::kNone, RankTransport::kGather,
                RankTransport::kAllToAll, RankTransport::kBatched},
               &rank_transport_name);
+  layer.ranks.engine =
+      by_name(o.engine, {RankEngine::kMessages, RankEngine::kPeerWindows, RankEngine::kAuto},
+              &rank_engine_name);
   if (!o.reduction.empty()) {
     layer.ranks.reduction = by_name(o.reduction, {RankReduction::kPerRank, RankReduction::kPerSlot},
                                     &rank_reduction_name);
@@ -160,6 +163,13 @@ void add_rank_options(CLI::App& app, RankOptions& o) {
       ->group(group);
   app.add_option("--transport", o.transport, "How rows reach experts of other ranks")
       ->check(one_of({"auto", "none", "gather", "all_to_all", "batched"}))
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--rank-engine", o.engine,
+                 "How rows travel between GPUs: messages, or (threads, each rank its own rows, "
+                 "CUDA_MODULE_LOADING=EAGER) peer_windows, where no rank waits on the host; auto: "
+                 "windows where that can be")
+      ->check(one_of({"messages", "peer_windows", "auto"}))
       ->capture_default_str()
       ->group(group);
   app.add_option("--reduction", o.reduction,
@@ -309,6 +319,7 @@ Json describe_ranks(const RankContext& c, const FusedMoE& layer) {
           // What is in force: round robin may have become linear.
           {"placement", expert_placement_name(layer.parallel().placement)},
           {"transport", rank_transport_name(layer.transport())},
+          {"engine", rank_engine_name(c.layer.ranks.engine)},
           {"reduction", rank_reduction_name(c.layer.ranks.reduction_in_force())},
           {"combine_dtype", c.layer.ranks.combine_dtype == DType::kBF16 ? "bf16" : "f32"},
           {"cut_shared", c.layer.ranks.cut_shared},

@@ -85,6 +85,8 @@ struct CudaExpertsArgs {
   std::int64_t top_k = 0;  // k of this call, at most problem.top_k; 0: problem.top_k
   // How many experts topk_ids can name, for the choice of the kernel only; 0: problem.num_experts.
   std::int64_t used_experts = 0;
+  // How many rows have experts here, for the choice of the kernel only; 0: `tokens`.
+  std::int64_t likely_tokens = 0;
   const std::int32_t* topk_ids = nullptr;    // [M, k] global ids; -1 or out of range: no expert
   const float* topk_weights = nullptr;       // [M, k]
   const std::int32_t* expert_map = nullptr;  // [E] -> local or -1; null: identity

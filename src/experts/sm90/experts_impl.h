@@ -44,7 +44,8 @@ struct CudaExperts::Impl {
                    const ExpertsWorkspace& w, std::int32_t rows_per_record) const;
   GroupedVariant variant(const CudaExpertsArgs& a) const {
     return choose_grouped(
-        plan.format->tiles, plan.epilogue, a.tokens, a.top_k > 0 ? a.top_k : problem.top_k,
+        plan.format->tiles, plan.epilogue, a.likely_tokens > 0 ? a.likely_tokens : a.tokens,
+        a.top_k > 0 ? a.top_k : problem.top_k,
         a.used_experts > 0 ? a.used_experts : problem.num_experts, plan.w13.bands(), traits);
   }
   // The last expert is one of every token: part of its w13 is prefetched while the gate computes.

@@ -115,6 +115,12 @@ void append_sm90_candidates(layer::ExplainStage stage, const layer::FusedPlan& p
       // Without transport the experts gather their own rows and combine them. The transports of
       // all devices are rows of one catalogue, which the CPU's engine lists.
       rows.push_back(row_of("prepare_finalize", "cuda_in_experts", on_gpu(rows_stay(plan))));
+      if (plan.ranks.active && device.is_cuda()) {
+        for (const char* name : {"cuda_peer_all_to_all", "cuda_peer_gather"}) {
+          rows.push_back(
+              row_of("prepare_finalize", name, layer::peer_windows_fit(plan.ranks, device)));
+        }
+      }
       return;
   }
 }

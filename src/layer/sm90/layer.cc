@@ -96,10 +96,51 @@ Result<std::unique_ptr<layer::LayerEngine>> make_sm90_engine(const layer::Engine
   return CudaLayer::create(parts);
 }
 
+// All that needs no other rank.
+Status CudaLayer::Impl::create_own(const layer::EngineParts& parts) {
+  const MoeLayerSpec& spec = parts.spec;
+  const FusedMoE::Options& options = parts.options;
+  MoeLayerWeights& weights = parts.weights;
+  const MoeLayerTensors& t = weights.tensors;
+  if (plan.has_gate) {
+    Result<CudaGate> made =
+        CudaGate::create(t.gate_weight.view(), t.gate_bias.view(), plan.logit_rounding());
+    if (!made.ok()) return made.status().with_context("gate");
+    gate = std::move(made).value();
+  }
+  functions = options.on_device;
+  if (plan.shared_stream && plan.adds_shared) {
+    beside.reset(new (std::nothrow) Impl::Beside());
+    if (!beside) return Status(StatusCode::kOutOfMemory, "cannot allocate the layer");
+    MOESAIC_RETURN_IF_ERROR(beside->stream.create());
+  }
+  Router::Options router_options = layer::layer_router_options(plan, t);
+  router_options.device = options.device;
+  router_options.custom_on_device = options.on_device.custom_routing;
+  Result<std::unique_ptr<CudaRouter>> made = CudaRouter::create(router_options, device);
+  if (!made.ok()) return made.status().with_context("router");
+  router = std::move(made).value();
+  joins = shared_joins(plan, spec.shared.gated_output);
+  if (joins) {
+    router_options.num_fused_shared_experts = 1;
+    MOESAIC_ASSIGN_OR_RETURN(joined_router, CudaRouter::create(router_options, device));
+  }
+  if (!plan.expert_map.empty()) {
+    std::vector<std::int32_t> map = plan.expert_map;
+    if (joins) map.push_back(static_cast<std::int32_t>(plan.routed.num_local_experts));
+    MOESAIC_RETURN_IF_ERROR(
+        upload("expert_map", map.data(), static_cast<std::int64_t>(map.size()) * 4, expert_map));
+  }
+  MOESAIC_RETURN_IF_ERROR(create_experts(weights).with_context("experts"));
+  if (plan.has_shared) {
+    MOESAIC_RETURN_IF_ERROR(create_shared(spec, options, weights).with_context("shared_experts"));
+  }
+  return {};
+}
+
 Result<std::unique_ptr<layer::LayerEngine>> CudaLayer::create(const layer::EngineParts& parts) {
   const auto& [spec, plan, options, weights, mesh] = parts;
   MOESAIC_RETURN_IF_ERROR(can_implement(plan, options));
-  const MoeLayerTensors& t = weights.tensors;
   std::unique_ptr<Impl> impl(new (std::nothrow) Impl());
   if (!impl) return Status(StatusCode::kOutOfMemory, "cannot allocate the layer");
   impl->plan = plan;
@@ -108,41 +149,10 @@ Result<std::unique_ptr<layer::LayerEngine>> CudaLayer::create(const layer::Engin
   impl->max_tokens = options.max_tokens;
   impl->device = options.device.index();
   const DeviceScope scope(impl->device);
-  MOESAIC_RETURN_IF_ERROR(scope.status());
-
-  if (plan.has_gate) {
-    Result<CudaGate> gate =
-        CudaGate::create(t.gate_weight.view(), t.gate_bias.view(), plan.logit_rounding());
-    if (!gate.ok()) return gate.status().with_context("gate");
-    impl->gate = std::move(gate).value();
-  }
-  impl->functions = options.on_device;
-  if (plan.shared_stream && plan.adds_shared) {
-    impl->beside.reset(new (std::nothrow) Impl::Beside());
-    if (!impl->beside) return Status(StatusCode::kOutOfMemory, "cannot allocate the layer");
-    MOESAIC_RETURN_IF_ERROR(impl->beside->stream.create());
-  }
-  Router::Options router_options = layer::layer_router_options(plan, t);
-  router_options.device = options.device;
-  router_options.custom_on_device = options.on_device.custom_routing;
-  Result<std::unique_ptr<CudaRouter>> router = CudaRouter::create(router_options, impl->device);
-  if (!router.ok()) return router.status().with_context("router");
-  impl->router = std::move(router).value();
-  impl->joins = shared_joins(plan, spec.shared.gated_output);
-  if (impl->joins) {
-    router_options.num_fused_shared_experts = 1;
-    MOESAIC_ASSIGN_OR_RETURN(impl->joined_router, CudaRouter::create(router_options, impl->device));
-  }
-  if (!plan.expert_map.empty()) {
-    std::vector<std::int32_t> map = plan.expert_map;
-    if (impl->joins) map.push_back(static_cast<std::int32_t>(plan.routed.num_local_experts));
-    MOESAIC_RETURN_IF_ERROR(upload("expert_map", map.data(),
-                                   static_cast<std::int64_t>(map.size()) * 4, impl->expert_map));
-  }
-  MOESAIC_RETURN_IF_ERROR(impl->create_experts(weights).with_context("experts"));
-  if (plan.has_shared) {
-    MOESAIC_RETURN_IF_ERROR(
-        impl->create_shared(spec, options, weights).with_context("shared_experts"));
+  Status own = scope.status();
+  if (own.ok()) own = impl->create_own(parts);
+  if (!own.ok()) {
+    return mesh != nullptr ? impl->withdraw_from_ranks(own) : own;
   }
   if (mesh != nullptr) {
     MOESAIC_RETURN_IF_ERROR(impl->create_ranks(options).with_context("ranks"));
@@ -201,11 +211,13 @@ Status CudaLayer::Impl::check(const FusedMoE::Args& args) const {
   }
   MOESAIC_RETURN_IF_ERROR(expect_shape("output", output, {tokens, m.plan.hidden_size}));
   if (tokens > m.max_tokens && m.rows_at_once(args) == 0) {
-    return {
-        StatusCode::kLimitExceeded,
-        fmt::format("tokens: got {}, planned for max_tokens = {}, whose rows of {} elements are "
-                    "no whole 16 bytes; need at most that many",
-                    tokens, m.max_tokens, m.plan.hidden_size)};
+    return {StatusCode::kLimitExceeded,
+            fmt::format("tokens: got {}, planned for max_tokens = {}, {}; need at most that many",
+                        tokens, m.max_tokens,
+                        m.peers != nullptr
+                            ? std::string("in one step through peer windows")
+                            : fmt::format("whose rows of {} elements are no whole 16 bytes",
+                                          m.plan.hidden_size))};
   }
   const TensorView& part = args.shared_output;
   MOESAIC_RETURN_IF_ERROR(layer::check_shared_output(m.plan, args, Device::cuda(m.device)));
@@ -253,6 +265,7 @@ Status CudaLayer::Impl::check(const FusedMoE::Args& args) const {
 }
 
 std::int64_t CudaLayer::Impl::rows_at_once(const FusedMoE::Args& args) const {
+  if (peers != nullptr) return 0;  // the host, which would agree on steps, does not wait
   // Kernels read and write whole 16 bytes where a step's rows begin.
   const auto whole = [&](DType dtype) {
     return max_tokens * plan.hidden_size * dtype_bits(dtype) % 128 == 0;
@@ -272,23 +285,20 @@ Status CudaLayer::enqueue(Stream stream, const FusedMoE::Args& call) const {
   if (checked.ok()) checked = matrices.status();
   if (checked.ok()) checked = m.check(*matrices);
   if (m.mesh == nullptr) MOESAIC_RETURN_IF_ERROR(checked);
-  if (checked.ok() && m.mesh != nullptr) checked = check_not_capturing(stream.handle);
   const std::int64_t rows = checked.ok() ? matrices->hidden_states.dim(0) : 0;
   std::int64_t chunk = m.max_tokens;
   if (rows > chunk) chunk = m.rows_at_once(*matrices);
-  layer::RankMesh::Steps steps{ceil_div(rows, chunk)};
+  std::int64_t steps = ceil_div(rows, chunk);
   if (m.mesh != nullptr) {
-    MOESAIC_ASSIGN_OR_RETURN(steps,
-                             m.mesh->common_steps(checked, rows, /*dual_batch_tokens=*/0,
-                                                  rows > 0 && matrices->shared_output.present()));
+    MOESAIC_ASSIGN_OR_RETURN(steps, m.start_call(stream.handle, checked, rows,
+                                                 rows > 0 && matrices->shared_output.present()));
   }
-  if (MOESAIC_FAULT(cuda_layer_leaves_rows_of_long_calls))
-    steps.count = std::min<std::int64_t>(steps.count, 1);
-  for (std::int64_t step = 0; step < steps.count; ++step) {
+  if (MOESAIC_FAULT(cuda_layer_leaves_rows_of_long_calls)) steps = std::min<std::int64_t>(steps, 1);
+  for (std::int64_t step = 0; step < steps; ++step) {
     const std::int64_t first = std::min(step * chunk, rows);
     const Status status = m.enqueue_rows(
         stream, layer::rows_of_call(*matrices, first, std::min(chunk, rows - first)));
-    if (!status.ok()) return m.mesh != nullptr ? m.mesh->give_up(status) : status;
+    if (!status.ok()) return m.mesh != nullptr ? m.give_up(stream.handle, status) : status;
   }
   return {};
 }
@@ -398,7 +408,8 @@ Status bring_rows(std::string_view field, const void* from, const TensorView& to
 
 Status CudaLayer::forward_host(const FusedMoE::Args& args) const {
   const Status status = impl_->forward_host(args);
-  return impl_->mesh != nullptr ? impl_->mesh->give_up(status) : status;
+  if (impl_->mesh == nullptr) return status;
+  return impl_->give_up(impl_->peers != nullptr ? impl_->peers->stream() : nullptr, status);
 }
 
 Status CudaLayer::Impl::forward_host(const FusedMoE::Args& args) const {
@@ -409,7 +420,12 @@ Status CudaLayer::Impl::forward_host(const FusedMoE::Args& args) const {
   if (tokens == 0 && m.mesh == nullptr) return {};
   const DeviceScope scope(m.device);
   MOESAIC_RETURN_IF_ERROR(scope.status());
+  const bool first = m.staging.ids.bytes() == 0;
   MOESAIC_RETURN_IF_ERROR(m.make_staging());
+  // No rank allocates while a kernel of another waits for it.
+  if (first && m.peers != nullptr) {
+    MOESAIC_RETURN_IF_ERROR(m.mesh->world()->control().barrier("forward"));
+  }
   const Impl::Staging& s = m.staging;
   const std::int64_t element = dtype_bits(x.dtype) / 8;
   for (std::int64_t t = 0; t < tokens; ++t) {
@@ -449,9 +465,17 @@ Status CudaLayer::Impl::forward_host(const FusedMoE::Args& args) const {
   out.topk_ids = s.ids.as<std::int32_t>();
   out.numerics = trace.numerics;
   std::fill(trace.numerics.begin(), trace.numerics.end(), RowNumerics());
-  MOESAIC_RETURN_IF_ERROR(m.mesh == nullptr ? m.run(nullptr, rows, out)
-                                            : m.run_over_ranks(nullptr, rows, out));
-  MOESAIC_RETURN_IF_ERROR(synchronize(nullptr));
+  void* stream = nullptr;
+  if (m.peers != nullptr) {
+    // Ranks that share a device share its default stream, where one would wait for another.
+    MOESAIC_RETURN_IF_ERROR(m.peers->health());
+    MOESAIC_RETURN_IF_ERROR(synchronize(nullptr));
+    stream = m.peers->stream();
+  }
+  MOESAIC_RETURN_IF_ERROR(m.mesh == nullptr ? m.run(stream, rows, out)
+                                            : m.run_over_ranks(stream, rows, out));
+  MOESAIC_RETURN_IF_ERROR(synchronize(stream));
+  if (m.peers != nullptr) MOESAIC_RETURN_IF_ERROR(m.peers->health());
   if (tokens == 0) return {};
   MOESAIC_RETURN_IF_ERROR(bring_rows("output", out.output, output));
   if (args.shared_output.present()) {

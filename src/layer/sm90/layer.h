@@ -85,6 +85,8 @@ class CudaLayer final : public layer::LayerEngine {
   Status forward_host(const FusedMoE::Args& args) const override;
   Status enqueue(Stream stream, const FusedMoE::Args& args) const override;
   Status sum_over_replicas(Stream stream, const TensorView& x) const override;
+  Status health() const override;
+  std::string rank_engine() const override;
   std::string_view experts_backend() const override;
   std::int64_t weight_bytes() const override;
   std::int64_t workspace_bytes() const override;

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string>
 #include <string_view>
 
 #include "cuda/device_memory.h"
@@ -18,6 +19,7 @@
 #include "layer/sm90/prologue_plan.h"
 #include "moesaic/modular_kernel.h"
 #include "prepare_finalize/sm90/device_messages.h"
+#include "prepare_finalize/sm90/peer_all_to_all.h"
 #include "router/sm90/router.h"
 
 namespace moesaic::cuda {
@@ -49,6 +51,8 @@ struct CudaLayer::Impl {
   // Over ranks: how rows travel (null: they do not), and the sums of ranks with the same rows.
   std::unique_ptr<PrepareAndFinalize> transport;
   std::int64_t transport_bytes = 0;
+  CudaPeerAllToAll* peers = nullptr;  // the transport, where it goes through peer windows
+  std::string no_peers;               // why not, where it might have
   std::optional<DeviceReplicas> replicas;
   Allocation slot_rows;  // [max_tokens * k, H] bf16, per-slot reduction where no row travels
 
@@ -61,8 +65,19 @@ struct CudaLayer::Impl {
   Status create_experts(MoeLayerWeights& weights);
   Status create_shared(const MoeLayerSpec& spec, const FusedMoE::Options& options,
                        MoeLayerWeights& weights);
+  Status create_own(const layer::EngineParts& parts);
   Status create_ranks(const FusedMoE::Options& options);
+  // In the place of create_ranks: this rank has no layer. Returns `reason`.
+  Status withdraw_from_ranks(const Status& reason) const;
   Status make_staging() const;
+  // Which transport, and its memory.
+  Status create_transport(const FusedMoE::Options& options);
+  // Before the first launch of a call, collective: steps to take, 0 when no rank has rows. `parts`:
+  // the call has shared_output.
+  Result<std::int64_t> start_call(void* stream, const Status& checked, std::int64_t rows,
+                                  bool parts) const;
+  // Returns a failure of this rank in a call, which all ranks then learn of.
+  Status give_up(void* stream, const Status& status) const;
   // What enqueue and forward_chunk are given.
   Status check(const FusedMoE::Args& args) const;
   Status forward_host(const FusedMoE::Args& args) const;

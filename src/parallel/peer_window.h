@@ -1,0 +1,44 @@
+// Memory of every rank that every other rank's kernels may write to. What is in it:
+// parallel/peer_control.h. There is one provider: ranks that are threads of one process.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "moesaic/communicator.h"
+#include "moesaic/status.h"
+
+namespace moesaic::parallel {
+
+// A bit of a 32-lane vote for each rank.
+inline constexpr int kPeerWindowRanks = 32;
+
+class PeerWindow {
+ public:
+  virtual ~PeerWindow() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual std::int64_t bytes() const = 0;
+  // The window of a rank, as kernels on this rank's device address it; 256-byte aligned.
+  virtual std::byte* base(int rank) const = 0;
+  // Whether another rank is on this rank's device.
+  virtual bool shares_device() const = 0;
+};
+
+// Whether kernels that wait for each other may run in this process. kUnsupported: kernels would be
+// loaded when they are first launched, which waits until the device is idle, and so for a kernel
+// that waits for the very rank that loads; needs CUDA_MODULE_LOADING=EAGER before the first use of
+// CUDA. kDevice: no driver.
+Status peer_kernels_loaded();
+
+// Collective: windows of `bytes` zeros on all ranks, which are threads of one process, each on
+// `device` of its own or a shared one. All ranks succeed or none: kUnsupported with the reason, and
+// whose it is: another process, more than kPeerWindowRanks ranks, devices without peer access,
+// peer_kernels_loaded(), `mine` (whether this rank is ready otherwise). kOutOfMemory. The memory of
+// all ranks lives until the last of them has let go of its window.
+Result<std::unique_ptr<PeerWindow>> make_local_window(Communicator& communicator, int device,
+                                                      std::int64_t bytes, const Status& mine);
+
+}  // namespace moesaic::parallel

@@ -1,0 +1,367 @@
+#include "prepare_finalize/sm90/peer_all_to_all.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <new>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/checked.h"
+#include "core/fault.h"
+#include "core/hash.h"
+#include "core/refusal.h"
+#include "cuda/device_memory.h"
+#include "cuda/quant_rows.h"
+#include "cuda/side_stream.h"
+#include "moesaic/parallel.h"
+#include "parallel/peer_window.h"
+#include "prepare_finalize/rank_transport.h"
+#include "prepare_finalize/sm90/catalogue_row.h"
+#include "prepare_finalize/sm90/peer_report.h"
+#include "prepare_finalize/sm90/peer_rows.h"
+
+namespace moesaic::cuda {
+
+using parallel::PeerAnswerForm;
+using parallel::PeerKind;
+
+struct CudaPeerAllToAll::Impl {
+  std::int64_t hidden = 0, top_k = 0, num_experts = 0;
+  std::int64_t max_tokens = 0;  // T
+  int ranks = 1, timeout_ms = 0;
+  bool gather = false, shares_device = false;
+  CudaAllToAll::Answer answer = CudaAllToAll::Answer::kPartialF32;
+  bool weight_on_input = false, power_of_two_scales = false;
+  Device device = Device::cpu();
+  DeviceTraits traits;
+  std::int64_t row_bytes = 0;  // without scales
+  std::int32_t groups = 0;
+  std::string name;
+
+  std::unique_ptr<parallel::PeerWindow> window;
+  PeerPlace place;
+  Allocation owner;                                     // [E]
+  Allocation state;                                     // tickets, live rows
+  PinnedHost report;                                    // PeerReport
+  Allocation codes, code_scale;                         // own rows, quantised
+  Allocation arrived, row_scale, row_ids, row_weights;  // R * T rows
+  Allocation results;
+  SideStream side;
+
+  // Of the call between prepare and finalize.
+  std::int64_t tokens = 0;
+  PeerRouting mine;
+
+  bool quantized() const { return groups > 0; }
+  bool slots() const { return answer == CudaAllToAll::Answer::kSlots; }
+  bool bf16() const { return answer != CudaAllToAll::Answer::kPartialF32; }
+  std::int64_t all() const { return ranks * max_tokens; }
+  std::int64_t scale_stride(std::int64_t rows) const { return round_up(rows, std::int64_t{4}); }
+  PeerRouting routing(const std::int32_t* ids) const {
+    return {ids, owner.as<std::int32_t>(), static_cast<std::int32_t>(num_experts)};
+  }
+  Result<parallel::PeerLayout> layout() const;
+  Status allocate(const std::vector<std::int32_t>& owners);
+  Status stand(const parallel::PeerLayout& layout);
+  Status check(const PrepareArgs& args) const;
+  Status send(void* stream, const PrepareArgs& args) const;
+  Status take(void* stream) const;
+};
+
+Result<parallel::PeerLayout> CudaPeerAllToAll::Impl::layout() const {
+  parallel::PeerShape shape;
+  shape.ranks = ranks;
+  shape.tokens = max_tokens;
+  shape.top_k = top_k;
+  shape.row_bytes = row_bytes + groups * 4;
+  shape.answer_bytes = hidden * (bf16() ? 2 : 4);
+  shape.form = slots() ? PeerAnswerForm::kSlot : PeerAnswerForm::kPartial;
+  return parallel::make_peer_layout(shape);
+}
+
+Status CudaPeerAllToAll::Impl::allocate(const std::vector<std::int32_t>& owners) {
+  struct Want {
+    Allocation* to;
+    const char* what;
+    std::int64_t bytes;
+  };
+  std::vector<Want> wants = {
+      {&state, "state of the transport", 64 + ranks * std::int64_t{4}},
+      {&arrived, "arrived rows", all() * row_bytes},
+      {&row_scale, "scales of arrived rows", scale_stride(all()) * groups * 4},
+      {&row_ids, "ids of arrived rows", all() * top_k * 4},
+      {&row_weights, "weights of arrived rows", all() * top_k * 4},
+      {&results, "results for other ranks",
+       all() * (slots() ? top_k : 1) * hidden * (bf16() ? 2 : 4)}};
+  if (quantized()) {
+    wants.push_back({&codes, "quantised rows", max_tokens * row_bytes});
+    wants.push_back({&code_scale, "scales of rows", scale_stride(max_tokens) * groups * 4});
+  }
+  for (const Want& w : wants) {
+    MOESAIC_RETURN_IF_ERROR(w.to->reserve(w.what, w.bytes));
+    // Rows that are not there are read by kernels that go over all rows, for nothing.
+    if (w.bytes > 0) {
+      MOESAIC_RETURN_IF_ERROR(fill_zero(w.what, w.to->as<std::byte>(), w.bytes, nullptr));
+    }
+  }
+  MOESAIC_RETURN_IF_ERROR(report.reserve("report of the transport", parallel::kPeerLine));
+  *report.as<parallel::PeerReport>() = {};
+  if (!gather) {
+    MOESAIC_RETURN_IF_ERROR(
+        upload("owners of experts", owners.data(), std::ssize(owners) * 4, owner));
+  }
+  MOESAIC_RETURN_IF_ERROR(side.create());
+  return synchronize(nullptr);
+}
+
+// With the windows there: what kernels are told.
+Status CudaPeerAllToAll::Impl::stand(const parallel::PeerLayout& layout) {
+  place.layout = layout;
+  place.rank = window->rank();
+  for (int r = 0; r < ranks; ++r) place.base[r] = window->base(r);
+  place.signature = parallel::peer_signature(
+      fnv1a(fmt::format("{} {} {} {} {} {} {} {}", name, ranks, max_tokens, top_k, num_experts,
+                        hidden, layout.shape.row_bytes, layout.shape.answer_bytes)));
+  place.tickets = state.as<std::uint32_t>();
+  place.live = state.as<std::int32_t>() + 16;
+  place.report = report.as<parallel::PeerReport>();
+  place.max_blocks = 8 * traits.sms;
+  const std::uint64_t limit = static_cast<std::uint64_t>(timeout_ms) * 1'000'000;
+  return copy_to_device("limit of a wait",
+                        window->base(place.rank) + layout.own_line(parallel::PeerOwnLine::kLimits),
+                        &limit, sizeof(limit));
+}
+
+CudaPeerAllToAll::CudaPeerAllToAll(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+CudaPeerAllToAll::~CudaPeerAllToAll() {
+  const DeviceScope scope(impl_->device.index());
+  impl_.reset();
+}
+
+Result<std::unique_ptr<CudaPeerAllToAll>> CudaPeerAllToAll::create(
+    const MoeProblem& problem, const std::shared_ptr<Communicator>& communicator,
+    const AllToAllOptions& options, CudaAllToAll::Answer answer) {
+  // Refusals of the options are those of all ranks, and come before anybody waits.
+  MOESAIC_RETURN_IF_ERROR(sm90_transport_can_implement(problem));
+  MOESAIC_RETURN_IF_ERROR(
+      prepare_finalize::RankTransport::check_options(communicator.get(), options));
+  if (options.gather && answer == CudaAllToAll::Answer::kSlots) {
+    return Status(StatusCode::kUnsupported, "answer: got slots with gather, need partial sums");
+  }
+  std::vector<std::int32_t> owners;
+  if (!options.gather) {
+    MOESAIC_ASSIGN_OR_RETURN(owners, expert_owners(problem.num_experts, options.parallel));
+  }
+  std::unique_ptr<Impl> impl(new (std::nothrow) Impl());
+  if (!impl) return Status(StatusCode::kOutOfMemory, "cannot allocate the transport");
+  const bool codes =
+      options.quantize_before_dispatch && problem.quant.kind == ComputeScheme::kFp8Block;
+  impl->device = problem.device;
+  impl->hidden = problem.hidden_size;
+  impl->top_k = problem.top_k;
+  impl->num_experts = problem.num_experts;
+  impl->max_tokens = options.max_tokens_per_rank;
+  impl->ranks = communicator->size();
+  impl->timeout_ms = std::max(communicator->timeout_ms(), 1);
+  impl->gather = options.gather;
+  impl->answer = answer;
+  impl->weight_on_input = problem.apply_router_weight_on_input;
+  impl->power_of_two_scales = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
+  impl->row_bytes = codes ? problem.hidden_size : 2 * problem.hidden_size;
+  impl->groups = codes ? static_cast<std::int32_t>(problem.hidden_size / 128) : 0;
+  impl->name =
+      fmt::format("{}, {}, {}", options.gather ? "gather" : "all_to_all", codes ? "fp8" : "bf16",
+                  impl->slots()  ? "slots"
+                  : impl->bf16() ? "bf16 back"
+                                 : "fp32 back");
+  MOESAIC_ASSIGN_OR_RETURN(const parallel::PeerLayout layout, impl->layout());
+  // What fails here may fail on this rank only: the others learn of it where the windows are made.
+  const auto own_part = [&]() -> Status {
+    const DeviceScope scope(problem.device.index());
+    MOESAIC_RETURN_IF_ERROR(scope.status());
+    MOESAIC_ASSIGN_OR_RETURN(impl->traits, current_device_traits());
+    return impl->allocate(owners);
+  };
+  MOESAIC_ASSIGN_OR_RETURN(
+      impl->window,
+      parallel::make_local_window(*communicator, problem.device.index(), layout.bytes, own_part()));
+  impl->shares_device = impl->window->shares_device();
+  const DeviceScope scope(problem.device.index());
+  MOESAIC_RETURN_IF_ERROR(impl->stand(layout));
+  std::unique_ptr<CudaPeerAllToAll> made(new (std::nothrow) CudaPeerAllToAll(std::move(impl)));
+  if (!made) return Status(StatusCode::kOutOfMemory, "cannot allocate the transport");
+  return made;
+}
+
+std::string_view CudaPeerAllToAll::name() const {
+  return impl_->gather ? "cuda_peer_gather" : "cuda_peer_all_to_all";
+}
+
+Status CudaPeerAllToAll::attach(const Experts& experts) {
+  return unsupported(fmt::format("prepare_finalize {}: experts {}, need those of a layer", name(),
+                                 experts.name()));
+}
+
+std::int64_t CudaPeerAllToAll::max_dispatched_tokens(std::int64_t) const { return impl_->all(); }
+
+Result<std::int64_t> CudaPeerAllToAll::workspace_size(std::int64_t tokens) const {
+  if (tokens >= 0) return std::int64_t{0};
+  return Status(StatusCode::kInvalidArgument, fmt::format("tokens: got {}, need >= 0", tokens));
+}
+
+Status CudaPeerAllToAll::Impl::check(const PrepareArgs& a) const {
+  const std::int64_t rows = a.hidden_states.rank() == 2 ? a.hidden_states.dim(0) : 0;
+  if (rows > max_tokens) {
+    return {StatusCode::kLimitExceeded,
+            fmt::format("tokens: got {}, need at most {} per rank", rows, max_tokens)};
+  }
+  struct Field {
+    std::string_view field;
+    const ConstTensorView& view;
+    DType dtype;
+    std::int64_t columns;
+  };
+  for (const Field& t : {Field{"hidden_states", a.hidden_states, DType::kBF16, hidden},
+                         Field{"topk_ids", a.topk_ids, DType::kI32, top_k},
+                         Field{"topk_weights", a.topk_weights, DType::kF32, top_k}}) {
+    MOESAIC_RETURN_IF_ERROR(expect_dtype(t.field, t.view, t.dtype));
+    MOESAIC_RETURN_IF_ERROR(expect_shape(t.field, t.view, {rows, t.columns}));
+    MOESAIC_RETURN_IF_ERROR(expect_contiguous(t.field, t.view));
+    MOESAIC_RETURN_IF_ERROR(expect_device(t.field, t.view, device));
+  }
+  return {};
+}
+
+Status CudaPeerAllToAll::Impl::send(void* stream, const PrepareArgs& a) const {
+  PeerSendParams s;
+  s.place = place;
+  s.routing = mine;
+  s.tokens = tokens;
+  s.rows = a.hidden_states.data;
+  s.row_bytes = row_bytes;
+  s.weights = a.topk_weights.as<float>();
+  if (quantized()) {
+    QuantRowsParams q;
+    q.x = a.hidden_states.as<std::uint16_t>();
+    q.weights = weight_on_input ? s.weights : nullptr;
+    q.tokens = tokens;
+    q.columns = hidden;
+    q.power_of_two_scales = power_of_two_scales;
+    q.q = codes.as<void>();
+    q.scale = code_scale.as<float>();
+    q.scale_stride = scale_stride(max_tokens);
+    if (tokens > 0) {
+      MOESAIC_RETURN_IF_ERROR(
+          check_call("dispatch: quantise", launch_quant_rows(q, traits, stream)));
+    }
+    s.rows = codes.as<std::byte>();
+    s.scale = q.scale;
+    s.scale_stride = q.scale_stride;
+    s.groups = groups;
+  }
+  return check_call("dispatch: send", launch_peer_send(s, stream));
+}
+
+Status CudaPeerAllToAll::Impl::take(void* stream) const {
+  PeerTakeParams t;
+  t.place = place;
+  t.routing = routing(nullptr);
+  t.row_bytes = row_bytes;
+  t.groups = groups;
+  t.rows = arrived.as<std::byte>();
+  t.scale = row_scale.as<float>();
+  t.scale_stride = scale_stride(all());
+  t.ids = row_ids.as<std::int32_t>();
+  t.weights = row_weights.as<float>();
+  return check_call("dispatch: take", launch_peer_take(t, stream));
+}
+
+Result<Prepared> CudaPeerAllToAll::prepare(const PrepareArgs& args) const {
+  Impl& m = *impl_;
+  MOESAIC_RETURN_IF_ERROR(m.check(args));
+  m.tokens = args.hidden_states.dim(0);
+  m.mine = m.routing(args.topk_ids.as<std::int32_t>());
+  const DeviceScope scope(m.device.index());
+  MOESAIC_RETURN_IF_ERROR(scope.status());
+  void* const stream = args.stream.handle;
+  MOESAIC_RETURN_IF_ERROR(m.send(stream, args));
+  MOESAIC_RETURN_IF_ERROR(
+      check_call("dispatch: wait", launch_peer_wait(m.place, PeerKind::kRows, stream)));
+  MOESAIC_RETURN_IF_ERROR(m.take(stream));
+  const std::int64_t all = m.all();
+  Prepared p;
+  p.hidden_states = {m.arrived.as<std::byte>(), m.quantized() ? DType::kF8E4M3 : DType::kBF16,
+                     Shape{all, m.hidden}, m.device};
+  if (m.quantized()) {
+    p.hidden_scale = {m.row_scale.as<std::byte>(), DType::kF32, Shape{all, m.groups}, m.device};
+    p.hidden_scale.strides = {1, m.scale_stride(all)};
+  }
+  p.topk_ids = {m.row_ids.as<std::byte>(), DType::kI32, Shape{all, m.top_k}, m.device};
+  p.topk_weights = {m.row_weights.as<std::byte>(), DType::kF32, Shape{all, m.top_k}, m.device};
+  p.expert_output = {m.results.as<std::byte>(), m.bf16() ? DType::kBF16 : DType::kF32,
+                     Shape{m.slots() ? all * m.top_k : all, m.hidden}, m.device};
+  return p;
+}
+
+Status CudaPeerAllToAll::finalize(const FinalizeArgs& args) const {
+  const Impl& m = *impl_;
+  void* const stream = args.stream.handle;
+  MOESAIC_RETURN_IF_ERROR(expect_dtype("output", args.output, DType::kF32));
+  MOESAIC_RETURN_IF_ERROR(expect_shape("output", args.output, {m.tokens, m.hidden}));
+  MOESAIC_RETURN_IF_ERROR(expect_contiguous("output", args.output));
+  MOESAIC_RETURN_IF_ERROR(expect_device("output", args.output, m.device));
+  const DeviceScope scope(m.device.index());
+  MOESAIC_RETURN_IF_ERROR(scope.status());
+  PeerAnswerParams a;
+  a.place = m.place;
+  a.routing = m.routing(m.row_ids.as<std::int32_t>());
+  a.results = m.results.as<std::byte>();
+  MOESAIC_RETURN_IF_ERROR(check_call("combine: send", launch_peer_answer(a, stream)));
+  MOESAIC_RETURN_IF_ERROR(
+      check_call("combine: wait", launch_peer_wait(m.place, PeerKind::kAnswers, stream)));
+  PeerSumParams s;
+  s.place = m.place;
+  s.routing = m.mine;
+  s.tokens = m.tokens;
+  s.hidden = static_cast<std::int32_t>(m.hidden);
+  s.bf16 = m.bf16();
+  s.sum = args.output.as<float>();
+  return check_call("combine: sum", launch_peer_sum(s, stream));
+}
+
+Status CudaPeerAllToAll::withdraw(const Status& reason, bool, std::span<std::byte>) const {
+  refuse(stream());
+  return reason;
+}
+
+void CudaPeerAllToAll::refuse(void* stream) const {
+  const DeviceScope scope(impl_->device.index());
+  // The own error says more than a failure to tell it, which ends in the others' time-out.
+  static_cast<void>(check_call("refuse", launch_peer_refuse(impl_->place, stream)));
+}
+
+Status CudaPeerAllToAll::health() const {
+  return peer_report_status(impl_->report.as<parallel::PeerReport>(), impl_->name,
+                            impl_->timeout_ms);
+}
+
+std::int64_t CudaPeerAllToAll::likely_rows() const {
+  return impl_->ranks * std::max<std::int64_t>(impl_->tokens, 1);
+}
+bool CudaPeerAllToAll::shares_device() const { return impl_->shares_device; }
+void* CudaPeerAllToAll::stream() const { return impl_->side.handle(); }
+
+std::int64_t CudaPeerAllToAll::bytes() const {
+  const Impl& m = *impl_;
+  std::int64_t bytes = m.window->bytes();
+  for (const Allocation* a : {&m.owner, &m.state, &m.codes, &m.code_scale, &m.arrived, &m.row_scale,
+                              &m.row_ids, &m.row_weights, &m.results}) {
+    bytes += a->bytes();
+  }
+  return bytes;
+}
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,69 @@
+// All-to-all and gather through peer windows: ranks write rows and answers into each other's memory
+// and wait on the device, so that the host waits for nobody and a call can be captured. Which bits
+// come out is CudaAllToAll's. Protocol: docs/design/peer-windows.md.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "moesaic/communicator.h"
+#include "moesaic/modular_kernel.h"
+#include "moesaic/status.h"
+#include "prepare_finalize/sm90/all_to_all.h"
+
+namespace moesaic::cuda {
+
+class CudaPeerAllToAll final : public PrepareAndFinalize {
+ public:
+  // Collective. Arguments and errors of CudaAllToAll::create, and kUnsupported on all ranks where
+  // there are no windows (parallel/peer_window.h). Allocates everything it will use.
+  static Result<std::unique_ptr<CudaPeerAllToAll>> create(
+      const MoeProblem& problem, const std::shared_ptr<Communicator>& communicator,
+      const AllToAllOptions& options, CudaAllToAll::Answer answer);
+  ~CudaPeerAllToAll() override;
+  CudaPeerAllToAll(const CudaPeerAllToAll&) = delete;
+  CudaPeerAllToAll& operator=(const CudaPeerAllToAll&) = delete;
+
+  std::string_view name() const override;
+  ActivationFormat format() const override { return ActivationFormat::kStandard; }
+  Status attach(const Experts& experts) override;
+  bool output_is_reduced() const override { return true; }
+  bool keeps_rows() const override { return false; }
+  bool owns_expert_output() const override { return true; }
+  std::int64_t max_dispatched_tokens(std::int64_t tokens) const override;
+  Result<std::int64_t> workspace_size(std::int64_t tokens) const override;
+
+  // Collective, but for the host: puts work on the stream and waits for nobody; capturable. On a
+  // device with several ranks each has a stream of its own that does not order itself with the
+  // default one. The caller's rows, ids and weights stay as they are until the work of finalize is
+  // done. Prepared: R * T rows, those of rank s from s * T on, the ids of rows that are not there
+  // -1; expert_output as CudaAllToAll. Errors are this rank's own; the others learn of them on the
+  // device.
+  Result<Prepared> prepare(const PrepareArgs& args) const override;
+  // output [M, H] F32 as CudaAllToAll::finalize; NaN when the call ended with a failure.
+  Status finalize(const FinalizeArgs& args) const override;
+  // As refuse() on a stream of its own. Returns `reason`.
+  Status withdraw(const Status& reason, bool prepared,
+                  std::span<std::byte> workspace) const override;
+  // Tells the other ranks, on the device and behind what is on the stream, that this one takes part
+  // in no more calls.
+  void refuse(void* stream) const;
+
+  // ok, or why a call ended that has come that far on the device: all ranks that were late, or
+  // what was wrong. Stays. No CUDA call.
+  Status health() const;
+  // Of those that prepare() returned, how many are there if all ranks have as many as this one.
+  std::int64_t likely_rows() const;
+  // Whether another rank is on this device.
+  bool shares_device() const;
+  // For calls that bring no stream; of this rank only.
+  void* stream() const;
+  std::int64_t bytes() const;  // device memory, the window included
+
+ private:
+  struct Impl;
+  explicit CudaPeerAllToAll(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace moesaic::cuda

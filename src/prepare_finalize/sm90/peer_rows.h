@@ -1,0 +1,91 @@
+// Device kernels of the transport through peer windows (docs/design/peer-windows.md): rows to the
+// ranks that need them, waits, rows out of the window, answers back, and their sums. Nothing is
+// counted on the host, nothing waits but one warp, and every wait ends in time. Launches return a
+// cudaError_t value and are capturable.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "parallel/peer_control.h"
+#include "parallel/peer_window.h"
+
+namespace moesaic::cuda {
+
+// Where a rank stands: the same for all kernels of a call.
+struct PeerPlace {
+  parallel::PeerLayout layout;
+  std::byte* base[parallel::kPeerWindowRanks] = {};  // the ranks' windows
+  std::int32_t rank = 0;
+  std::uint32_t signature = 0;             // of 12 bits
+  std::uint32_t* tickets = nullptr;        // [4] zeros: blocks of a kernel that are through
+  std::int32_t* live = nullptr;            // [R] rows of each rank in this call, by the wait
+  parallel::PeerReport* report = nullptr;  // pinned host memory: the report that ended a call here
+  std::int32_t ranks() const { return static_cast<std::int32_t>(layout.shape.ranks); }
+  std::int32_t max_blocks = 0;  // of a kernel
+};
+
+// What a rank needs to know of a row to send it, and of its answers to add them.
+struct PeerRouting {
+  const std::int32_t* ids = nullptr;    // [tokens, top_k]; -1 or out of range: no expert
+  const std::int32_t* owner = nullptr;  // [num_experts] rank; null: every rank has all rows
+  std::int32_t num_experts = 0;
+};
+
+// Rows, ids and weights of `tokens` own rows to the ranks that have an expert of theirs, ids and
+// weights to all; then the words.
+struct PeerSendParams {
+  PeerPlace place;
+  PeerRouting routing;
+  std::int64_t tokens = 0;
+  const std::byte* rows = nullptr;  // [tokens, row_bytes]
+  std::int64_t row_bytes = 0;       // a multiple of 16
+  const float* scale = nullptr;     // [groups][scale_stride], or null
+  std::int64_t scale_stride = 0;
+  std::int32_t groups = 0;  // scales of a row, behind its row_bytes
+  const float* weights = nullptr;
+};
+int launch_peer_send(const PeerSendParams& params, void* stream);
+
+// One warp waits for the words of all ranks, or reports.
+int launch_peer_wait(const PeerPlace& place, parallel::PeerKind kind, void* stream);
+
+// Arrays of R * T rows, row source * T + token: ids of rows that are not there are -1 and their
+// other values stay as they were, as do rows without an expert here.
+struct PeerTakeParams {
+  PeerPlace place;
+  PeerRouting routing;  // ids is not read
+  std::int64_t row_bytes = 0;
+  std::int32_t groups = 0;
+  std::byte* rows = nullptr;
+  float* scale = nullptr;  // [groups][scale_stride]
+  std::int64_t scale_stride = 0;
+  std::int32_t* ids = nullptr;
+  float* weights = nullptr;
+};
+int launch_peer_take(const PeerTakeParams& params, void* stream);
+
+// What the experts here made of those rows, to where they came from; then the words.
+struct PeerAnswerParams {
+  PeerPlace place;
+  PeerRouting routing;                 // ids as taken
+  const std::byte* results = nullptr;  // a row for each, or (slots) for each slot
+};
+int launch_peer_answer(const PeerAnswerParams& params, void* stream);
+
+// sum [tokens, hidden] = the ranks' answers in rank order, or (slots) in slot order, in fp32; NaN
+// where the call has ended with a report. The last kernel of a call.
+struct PeerSumParams {
+  PeerPlace place;
+  PeerRouting routing;  // of the own rows
+  std::int64_t tokens = 0;
+  std::int32_t hidden = 0;  // a multiple of 4
+  bool bf16 = false;        // partial answers; slots always are
+  float* sum = nullptr;
+};
+int launch_peer_sum(const PeerSumParams& params, void* stream);
+
+// Tells all ranks that this one does not take part.
+int launch_peer_refuse(const PeerPlace& place, void* stream);
+
+}  // namespace moesaic::cuda

@@ -1,0 +1,499 @@
+// Kernels of the transport through peer windows: virtual ranks whose windows lie on one GPU, run one
+// after the other on one stream, so that no kernel waits for a later one. Expected values are
+// computed on the host and equal by bits. Skipped, visibly, without a device.
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "prepare_finalize/sm90/peer_report.h"
+#include "prepare_finalize/sm90/peer_rows.h"
+#include "support/cuda_device.h"
+#include "support/random.h"
+#include "support/refusal.h"
+
+namespace moesaic {
+namespace {
+
+using cuda::PeerPlace;
+using cuda::PeerRouting;
+using parallel::PeerAnswerForm;
+using parallel::PeerFailure;
+using parallel::PeerKind;
+using parallel::PeerOwnLine;
+using parallel::PeerReport;
+using test::DeviceBytes;
+
+constexpr std::int32_t kExperts = 12;
+constexpr std::uint64_t kGenerous = 5'000'000'000;  // ns
+
+struct PeerShapeCase {
+  int ranks = 2;
+  std::int64_t tokens = 5, top_k = 3, hidden = 32;
+  std::int32_t groups = 0;
+  PeerAnswerForm form = PeerAnswerForm::kPartial;
+  bool bf16 = false, gather = false;
+  std::string name() const {
+    return std::to_string(ranks) + " ranks, " + std::to_string(groups) + " scales, " +
+           (form == PeerAnswerForm::kSlot ? "slots"
+            : gather                      ? "gather"
+                                          : "partial") +
+           (bf16 ? " bf16" : " fp32");
+  }
+  std::int64_t row_bytes() const { return groups > 0 ? hidden : 2 * hidden; }
+  std::int64_t answer_bytes() const { return hidden * (bf16 ? 2 : 4); }
+  std::int64_t results_per_row() const { return form == PeerAnswerForm::kSlot ? top_k : 1; }
+};
+
+float widen(std::uint16_t code) {
+  const std::uint32_t bits = std::uint32_t{code} << 16;
+  float value = 0;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// What one virtual rank has on the device, and what it sends, on the host.
+struct VirtualRank {
+  std::unique_ptr<DeviceBytes> window, state, rows, scale, ids, weights;
+  std::unique_ptr<DeviceBytes> arrived, arrived_scale, arrived_ids, arrived_weights, results, sum;
+  PeerReport* report = nullptr;
+  PeerPlace place;
+  std::int64_t live = 0;
+  std::vector<std::uint8_t> row_values;
+  std::vector<float> scale_values, weight_values;
+  std::vector<std::int32_t> id_values;
+  std::vector<std::uint8_t> result_values;
+};
+
+class PeerWorld {
+ public:
+  PeerWorld(const PeerShapeCase& c, std::uint32_t epoch, std::uint64_t limit_ns = kGenerous)
+      : c_(c), ranks_(static_cast<std::size_t>(c.ranks)) {
+    parallel::PeerShape shape;
+    shape.ranks = c.ranks;
+    shape.tokens = c.tokens;
+    shape.top_k = c.top_k;
+    shape.row_bytes = c.row_bytes() + c.groups * 4;
+    shape.answer_bytes = c.answer_bytes();
+    shape.form = c.form;
+    layout_ = parallel::make_peer_layout(shape).value();
+    for (std::int32_t e = 0; e < kExperts; ++e) owners_.push_back(e * 7 % c.ranks);
+    owner_ = std::make_unique<DeviceBytes>(owners_);
+    const std::int64_t all = c.ranks * c.tokens;
+    for (VirtualRank& r : ranks_) {
+      r.window = std::make_unique<DeviceBytes>(layout_.bytes);
+      // Poison but for words and own lines, which are those of calls before.
+      std::vector<std::uint64_t> words(static_cast<std::size_t>(layout_.ids / 8));
+      for (int kind = 1; kind < static_cast<int>(PeerKind::kRefuse); ++kind) {
+        for (int w = 0; w < c.ranks; ++w) {
+          words[static_cast<std::size_t>(layout_.word(static_cast<PeerKind>(kind), w) / 8)] =
+              parallel::pack_peer_word({epoch, 0, 77});
+        }
+      }
+      words[static_cast<std::size_t>(layout_.own_line(PeerOwnLine::kLimits) / 8)] = limit_ns;
+      words[static_cast<std::size_t>(layout_.own_line(PeerOwnLine::kEpoch) / 8)] = epoch;
+      EXPECT_EQ(
+          cudaMemcpy(r.window->as<void>(), words.data(), words.size() * 8, cudaMemcpyHostToDevice),
+          cudaSuccess);
+      r.state = std::make_unique<DeviceBytes>(std::vector<std::int32_t>(64, 0));
+      r.rows = std::make_unique<DeviceBytes>(c.tokens * c.row_bytes());
+      r.scale = std::make_unique<DeviceBytes>(c.tokens * c.groups * 4 + 4);
+      r.ids = std::make_unique<DeviceBytes>(c.tokens * c.top_k * 4);
+      r.weights = std::make_unique<DeviceBytes>(c.tokens * c.top_k * 4);
+      r.arrived = std::make_unique<DeviceBytes>(all * c.row_bytes());
+      r.arrived_scale = std::make_unique<DeviceBytes>(all * c.groups * 4 + 4);
+      r.arrived_ids = std::make_unique<DeviceBytes>(all * c.top_k * 4);
+      r.arrived_weights = std::make_unique<DeviceBytes>(all * c.top_k * 4);
+      r.results = std::make_unique<DeviceBytes>(all * c.results_per_row() * c.answer_bytes());
+      r.sum = std::make_unique<DeviceBytes>(c.tokens * c.hidden * 4);
+      EXPECT_EQ(cudaHostAlloc(reinterpret_cast<void**>(&r.report), sizeof(PeerReport),
+                              cudaHostAllocPortable),
+                cudaSuccess);
+      *r.report = {};
+    }
+    for (std::size_t i = 0; i < ranks_.size(); ++i) {
+      PeerPlace& p = ranks_[i].place;
+      p.layout = layout_;
+      for (std::size_t r = 0; r < ranks_.size(); ++r) {
+        p.base[r] = ranks_[r].window->as<std::byte>();
+      }
+      p.rank = static_cast<std::int32_t>(i);
+      p.signature = 77;
+      p.tickets = ranks_[i].state->as<std::uint32_t>();
+      p.live = ranks_[i].state->as<std::int32_t>() + 16;
+      p.report = ranks_[i].report;
+      p.max_blocks = 3;
+    }
+    EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
+  }
+  PeerWorld(const PeerWorld&) = delete;
+  PeerWorld& operator=(const PeerWorld&) = delete;
+  ~PeerWorld() {
+    (void)cudaStreamSynchronize(stream_);
+    (void)cudaStreamDestroy(stream_);
+    for (const VirtualRank& r : ranks_) (void)cudaFreeHost(r.report);
+  }
+
+  VirtualRank& rank(int r) { return ranks_[static_cast<std::size_t>(r)]; }
+  cudaStream_t stream() const { return stream_; }
+
+  // New rows for rank r.
+  void fill(int r, std::uint64_t seed, std::int64_t live) {
+    test::Rng rng(seed * 64 + static_cast<std::uint64_t>(r));
+    VirtualRank& v = rank(r);
+    v.live = live;
+    const auto bytes_of = [&](std::vector<std::uint8_t>& to, std::int64_t count) {
+      to.resize(static_cast<std::size_t>(count));
+      for (auto& b : to) b = static_cast<std::uint8_t>(rng.next());
+    };
+    bytes_of(v.row_values, c_.tokens * c_.row_bytes());
+    const auto floats_of = [&](std::vector<float>& to, std::int64_t count) {
+      to.resize(static_cast<std::size_t>(count));
+      for (float& f : to) f = static_cast<float>(rng.next() % 1000) - 300.0F;
+    };
+    floats_of(v.scale_values, c_.tokens * c_.groups + 1);
+    floats_of(v.weight_values, c_.tokens * c_.top_k);
+    v.id_values.resize(v.weight_values.size());
+    for (std::int32_t& id : v.id_values) {  // also none and out of range
+      id = static_cast<std::int32_t>(rng.next() % (kExperts + 3)) - 1;
+    }
+    v.rows->upload(v.row_values.data());
+    v.scale->upload(v.scale_values.data());
+    v.weights->upload(v.weight_values.data());
+    v.ids->upload(v.id_values.data());
+  }
+
+  PeerRouting routing(const DeviceBytes& ids) const {
+    return {ids.as<std::int32_t>(), c_.gather ? nullptr : owner_->as<std::int32_t>(), kExperts};
+  }
+  void send(int r, cudaStream_t on = nullptr) {
+    VirtualRank& v = rank(r);
+    cuda::PeerSendParams p;
+    p.place = v.place;
+    p.routing = routing(*v.ids);
+    p.tokens = v.live;
+    p.rows = v.rows->as<std::byte>();
+    p.row_bytes = c_.row_bytes();
+    p.scale = v.scale->as<float>();
+    p.scale_stride = c_.tokens;
+    p.groups = c_.groups;
+    p.weights = v.weights->as<float>();
+    EXPECT_EQ(cuda::launch_peer_send(p, on != nullptr ? on : stream_), 0);
+  }
+  void wait(int r, PeerKind kind, cudaStream_t on = nullptr) {
+    EXPECT_EQ(cuda::launch_peer_wait(rank(r).place, kind, on != nullptr ? on : stream_), 0);
+  }
+  void take(int r, cudaStream_t on = nullptr) {
+    VirtualRank& v = rank(r);
+    cuda::PeerTakeParams p;
+    p.place = v.place;
+    p.routing = routing(*v.ids);
+    p.row_bytes = c_.row_bytes();
+    p.groups = c_.groups;
+    p.rows = v.arrived->as<std::byte>();
+    p.scale = v.arrived_scale->as<float>();
+    p.scale_stride = c_.ranks * c_.tokens;
+    p.ids = v.arrived_ids->as<std::int32_t>();
+    p.weights = v.arrived_weights->as<float>();
+    EXPECT_EQ(cuda::launch_peer_take(p, on != nullptr ? on : stream_), 0);
+  }
+  void answer(int r) {
+    VirtualRank& v = rank(r);
+    cuda::PeerAnswerParams p;
+    p.place = v.place;
+    p.routing = routing(*v.arrived_ids);
+    p.results = v.results->as<std::byte>();
+    EXPECT_EQ(cuda::launch_peer_answer(p, stream_), 0);
+  }
+  void sum(int r) {
+    VirtualRank& v = rank(r);
+    cuda::PeerSumParams p;
+    p.place = v.place;
+    p.routing = routing(*v.ids);
+    p.tokens = v.live;
+    p.hidden = static_cast<std::int32_t>(c_.hidden);
+    p.bf16 = c_.bf16;
+    p.sum = v.sum->as<float>();
+    EXPECT_EQ(cuda::launch_peer_sum(p, stream_), 0);
+  }
+  void synchronize() { ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess); }
+
+  bool owns(int r, std::int32_t id) const {
+    return id >= 0 && id < kExperts && owners_[static_cast<std::size_t>(id)] == r;
+  }
+  bool needs(int r, const VirtualRank& from, std::int64_t t) const {
+    if (c_.gather) return true;
+    for (std::int64_t j = 0; j < c_.top_k; ++j) {
+      if (owns(r, from.id_values[static_cast<std::size_t>(t * c_.top_k + j)])) return true;
+    }
+    return false;
+  }
+
+  // A whole call; empty, or what is wrong.
+  std::string call(std::uint64_t seed, const std::vector<std::int64_t>& live) {
+    for (int r = 0; r < c_.ranks; ++r) fill(r, seed, live[static_cast<std::size_t>(r)]);
+    for (int r = 0; r < c_.ranks; ++r) send(r);
+    for (int r = 0; r < c_.ranks; ++r) {
+      wait(r, PeerKind::kRows);
+      take(r);
+    }
+    synchronize();
+    for (int r = 0; r < c_.ranks; ++r) {
+      if (std::string wrong = check_arrived(r); !wrong.empty()) return wrong;
+      make_results(r, seed);
+    }
+    for (int r = 0; r < c_.ranks; ++r) answer(r);
+    for (int r = 0; r < c_.ranks; ++r) {
+      wait(r, PeerKind::kAnswers);
+      sum(r);
+    }
+    synchronize();
+    for (int r = 0; r < c_.ranks; ++r) {
+      if (std::string wrong = check_sum(r); !wrong.empty()) return wrong;
+      if (rank(r).report->code != 0) return "a report of rank " + std::to_string(r);
+    }
+    return {};
+  }
+
+  std::string check_arrived(int r) {
+    VirtualRank& v = rank(r);
+    const auto ids = v.arrived_ids->values<std::int32_t>();
+    const auto weights = v.arrived_weights->values<float>();
+    const auto rows = v.arrived->values<std::uint8_t>();
+    const auto scales = v.arrived_scale->values<float>();
+    const std::int64_t k = c_.top_k, bytes = c_.row_bytes(), all = c_.ranks * c_.tokens;
+    for (int s = 0; s < c_.ranks; ++s) {
+      const VirtualRank& from = rank(s);
+      for (std::int64_t t = 0; t < c_.tokens; ++t) {
+        const std::int64_t row = s * c_.tokens + t;
+        const std::string at =
+            "rank " + std::to_string(r) + ": row " + std::to_string(t) + " of " + std::to_string(s);
+        for (std::int64_t j = 0; j < k; ++j) {
+          const auto here = static_cast<std::size_t>(row * k + j);
+          const auto there = static_cast<std::size_t>(t * k + j);
+          if (ids[here] != (t < from.live ? from.id_values[there] : -1)) return at + ": ids";
+          if (t < from.live && weights[here] != from.weight_values[there]) return at + ": weights";
+        }
+        if (t >= from.live || !needs(r, from, t)) continue;
+        if (std::memcmp(rows.data() + row * bytes, from.row_values.data() + t * bytes,
+                        static_cast<std::size_t>(bytes)) != 0) {
+          return at + ": values";
+        }
+        for (std::int64_t g = 0; g < c_.groups; ++g) {
+          if (scales[static_cast<std::size_t>(g * all + row)] !=
+              from.scale_values[static_cast<std::size_t>(g * c_.tokens + t)]) {
+            return at + ": scales";
+          }
+        }
+      }
+    }
+    for (const auto* d : {v.window.get(), v.arrived.get(), v.arrived_scale.get(),
+                          v.arrived_ids.get(), v.arrived_weights.get()}) {
+      if (!d->margin_is_intact()) return "rank " + std::to_string(r) + ": written behind the end";
+    }
+    return {};
+  }
+
+  void make_results(int r, std::uint64_t seed) {
+    VirtualRank& v = rank(r);
+    test::Rng rng(seed * 1000 + static_cast<std::uint64_t>(r));
+    const std::int64_t count = c_.ranks * c_.tokens * c_.results_per_row() * c_.hidden;
+    v.result_values.resize(static_cast<std::size_t>(count * (c_.bf16 ? 2 : 4)));
+    for (std::int64_t i = 0; i < count; ++i) {
+      // Sums of these depend on their order.
+      const float f = (static_cast<float>(rng.next() % 2000) - 1000.0F) *
+                      (rng.next() % 2 == 0 ? 1.0F : 0x1p-22F);
+      if (c_.bf16) {
+        std::uint32_t bits = 0;
+        std::memcpy(&bits, &f, 4);
+        const auto code = static_cast<std::uint16_t>(bits >> 16);
+        std::memcpy(v.result_values.data() + i * 2, &code, 2);
+      } else {
+        std::memcpy(v.result_values.data() + i * 4, &f, 4);
+      }
+    }
+    v.results->upload(v.result_values.data());
+  }
+  float result(int r, std::int64_t row, std::int64_t h) {
+    const VirtualRank& v = rank(r);
+    const std::int64_t i = row * c_.hidden + h;
+    if (c_.bf16) {
+      std::uint16_t code = 0;
+      std::memcpy(&code, v.result_values.data() + i * 2, 2);
+      return widen(code);
+    }
+    float f = 0;
+    std::memcpy(&f, v.result_values.data() + i * 4, 4);
+    return f;
+  }
+  std::string check_sum(int home) {
+    VirtualRank& v = rank(home);
+    const auto got = v.sum->values<float>();
+    for (std::int64_t t = 0; t < v.live; ++t) {
+      const std::int64_t row = home * c_.tokens + t;
+      for (std::int64_t h = 0; h < c_.hidden; ++h) {
+        float want = 0;
+        if (c_.form == PeerAnswerForm::kSlot) {
+          for (std::int64_t j = 0; j < c_.top_k; ++j) {
+            const std::int32_t id = v.id_values[static_cast<std::size_t>(t * c_.top_k + j)];
+            if (id < 0 || id >= kExperts) continue;
+            want += result(owners_[static_cast<std::size_t>(id)], row * c_.top_k + j, h);
+          }
+        } else {
+          for (int r = 0; r < c_.ranks; ++r) {
+            if (needs(r, v, t)) want += result(r, row, h);
+          }
+        }
+        const float is = got[static_cast<std::size_t>(t * c_.hidden + h)];
+        if (std::memcmp(&is, &want, 4) != 0) {
+          return "sum of rank " + std::to_string(home) + ", row " + std::to_string(t) +
+                 ", column " + std::to_string(h) + ": got " + std::to_string(is) + ", need " +
+                 std::to_string(want);
+        }
+      }
+    }
+    return {};
+  }
+
+ private:
+  PeerShapeCase c_;
+  parallel::PeerLayout layout_;
+  std::vector<std::int32_t> owners_;
+  std::unique_ptr<DeviceBytes> owner_;
+  std::vector<VirtualRank> ranks_;
+  cudaStream_t stream_ = nullptr;
+};
+
+std::vector<PeerShapeCase> shape_cases() {
+  std::vector<PeerShapeCase> all;
+  for (const int ranks : {2, 3, 8, 32}) {
+    for (const std::int32_t groups : {0, 2}) {
+      PeerShapeCase c;
+      c.ranks = ranks;
+      c.groups = groups;
+      all.push_back(c);
+      c.bf16 = true;
+      all.push_back(c);
+      c.gather = true;
+      all.push_back(c);
+      c.gather = false;
+      c.form = PeerAnswerForm::kSlot;
+      all.push_back(c);
+    }
+  }
+  return all;
+}
+
+// Four calls in which the ranks' rows change; the epoch wraps in the second.
+TEST(CudaPeerRows, EveryFormHasTheBitsOfTheHost) {
+  REQUIRE_HOPPER();
+  for (const PeerShapeCase& c : shape_cases()) {
+    PeerWorld world(c, 0xFFFFFFFEU);
+    test::Rng rng(9);
+    for (std::uint64_t call = 1; call <= 4; ++call) {
+      std::vector<std::int64_t> live;
+      for (int r = 0; r < c.ranks; ++r) {
+        const std::int64_t any =
+            static_cast<std::int64_t>(rng.next() % static_cast<std::uint64_t>(c.tokens + 1));
+        live.push_back(call == 1 ? c.tokens : (r + static_cast<int>(call)) % 3 == 0 ? 0 : any);
+      }
+      const std::string wrong = world.call(call, live);
+      ASSERT_EQ(wrong, "") << c.name() << ", call " << call;
+    }
+  }
+}
+
+// Rank 0 waits until the last rank has sent, however long that takes.
+TEST(CudaPeerRows, AWaitEndsWithTheLastWord) {
+  REQUIRE_HOPPER();
+  PeerShapeCase c;
+  c.ranks = 3;
+  PeerWorld world(c, 4);
+  for (int r = 0; r < 3; ++r) world.fill(r, 5, 4);
+  cudaStream_t other = nullptr;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking), cudaSuccess);
+  world.send(0);
+  world.wait(0, PeerKind::kRows);
+  world.take(0);
+  world.send(2, other);
+  ASSERT_EQ(cudaStreamSynchronize(other), cudaSuccess);
+  EXPECT_EQ(cudaStreamQuery(world.stream()), cudaErrorNotReady);
+  world.send(1, other);
+  world.synchronize();
+  EXPECT_EQ(world.check_arrived(0), "");
+  ASSERT_EQ(cudaStreamSynchronize(other), cudaSuccess);
+  (void)cudaStreamDestroy(other);
+}
+
+// Two of four ranks do not send: both are named, also to the rank that waits after the report; what
+// follows returns at once, with NaN.
+TEST(CudaPeerRows, AReportNamesAllWhoAreLateToAll) {
+  REQUIRE_HOPPER();
+  PeerShapeCase c;
+  c.ranks = 4;
+  PeerWorld world(c, 0, 20'000'000);
+  for (int r = 0; r < 4; ++r) world.fill(r, 6, 3);
+  world.send(0);
+  world.send(3);
+  for (const int r : {0, 3}) {
+    world.wait(r, PeerKind::kRows);
+    world.take(r);
+    world.answer(r);
+    world.wait(r, PeerKind::kAnswers);
+    world.sum(r);
+  }
+  world.synchronize();
+  for (const int r : {0, 3}) {
+    const VirtualRank& v = world.rank(r);
+    const Status status = cuda::peer_report_status(v.report, "test", 20);
+    test::expect_refusal(status, StatusCode::kDevice,
+                         {"dispatch (test), call 1", "within 20 ms", "rank(s) 1 2,", "rank 0"});
+    for (const std::int32_t id : v.arrived_ids->values<std::int32_t>()) EXPECT_EQ(id, -1);
+    const auto sums = v.sum->values<std::uint32_t>();
+    for (std::int64_t i = 0; i < 3 * c.hidden; ++i) {
+      EXPECT_EQ(sums[static_cast<std::size_t>(i)], 0x7FC00000U);
+    }
+  }
+  // One that comes too late hears that it was missed, and does not wait.
+  world.send(1);
+  world.wait(1, PeerKind::kRows);
+  world.synchronize();
+  test::expect_refusal(cuda::peer_report_status(world.rank(1).report, "test", 20),
+                       StatusCode::kDevice, {"rank(s) 1 2,", "says rank 0"});
+}
+
+TEST(CudaPeerRows, AnotherCallAndARefusalAreNamed) {
+  REQUIRE_HOPPER();
+  PeerShapeCase c;
+  c.ranks = 3;
+  {
+    PeerWorld world(c, 0);
+    for (int r = 0; r < 3; ++r) world.fill(r, 7, 2);
+    world.rank(1).place.signature = 78;
+    for (int r = 0; r < 3; ++r) world.send(r);
+    world.wait(2, PeerKind::kRows);
+    world.wait(0, PeerKind::kRows);
+    world.synchronize();
+    for (const int r : {0, 2}) {
+      test::expect_refusal(cuda::peer_report_status(world.rank(r).report, "test", 20),
+                           StatusCode::kDevice, {"rank(s) 1 in another call"});
+    }
+  }
+  PeerWorld world(c, 0);
+  for (int r = 0; r < 3; ++r) world.fill(r, 7, 2);
+  world.send(0);
+  world.send(1);
+  EXPECT_EQ(cuda::launch_peer_refuse(world.rank(2).place, world.stream()), 0);
+  world.wait(0, PeerKind::kRows);
+  world.synchronize();
+  test::expect_refusal(cuda::peer_report_status(world.rank(0).report, "test", 20),
+                       StatusCode::kDevice, {"rank 2 did not take part"});
+  test::expect_refusal(cuda::peer_report_status(world.rank(2).report, "test", 20),
+                       StatusCode::kDevice, {"rank 2 did not take part"});
+}
+
+}  // namespace
+}  // namespace moesaic
