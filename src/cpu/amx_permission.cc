@@ -20,7 +20,7 @@ namespace {
 // cpuid 7.0, edx.
 constexpr unsigned kAmxBf16 = 1U << 22, kAmxTile = 1U << 24, kAmxInt8 = 1U << 25;
 constexpr unsigned kAll = kAmxBf16 | kAmxTile | kAmxInt8;
-constexpr unsigned kOsXsave = 1U << 27;             // cpuid 1, ecx
+constexpr unsigned kOsXsave = 1U << 27;               // cpuid 1, ecx
 constexpr unsigned kTileState = 1U << 17 | 1U << 18;  // of extended control register 0
 
 bool machine_has_amx() {

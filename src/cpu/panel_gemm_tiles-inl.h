@@ -2,12 +2,12 @@
 // panel_sources_tiles-inl.h. `Tiles` are the instructions (tiles_amx-inl.h), or a model of them in
 // tests.
 //
-// A block of weights (128 steps, or 512 bytes of a row where no scale wants a fold before) meets
-// tiles of up to 16 rows, two by two with halves of the panel's columns, or a single one with all
-// of them. What a tile product computes of a row does not depend on the others, so a row's bits
-// depend on that row and the weights only; every number of rows takes tiles, because other
-// instructions add bf16 products in another order. Integer sums are exact: those of groups with
-// scales have the bits of panel_gemm_i8-inl.h, which few rows take.
+// A block of weights (128 steps, or more where no scale wants a fold before) meets tiles of up to
+// 16 rows, two by two with halves of the panel's columns, or a single one with all of them. What a
+// tile product computes of a row does not depend on the others, so a row's bits depend on that row
+// and the weights only; every number of rows takes tiles, because other instructions add bf16
+// products in another order. Integer sums are exact: those of groups with scales have the bits of
+// panel_gemm_i8-inl.h, which few rows take.
 #if defined(MOESAIC_CPU_PANEL_GEMM_TILES_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MOESAIC_CPU_PANEL_GEMM_TILES_INL_H_
 #undef MOESAIC_CPU_PANEL_GEMM_TILES_INL_H_
@@ -20,8 +20,8 @@
 
 #include "core/checked.h"
 #include "cpu/panel_sources_tiles-inl.h"
-#include "cpu/tile_config.h"
 #include "cpu/tiers.h"
+#include "cpu/tile_config.h"
 
 #if MOESAIC_TIER_BF16
 MOESAIC_BEFORE_NAMESPACE();
@@ -70,7 +70,8 @@ template <class Tiles, class Source>
 class TileGemm {
   using Operand = typename Source::Operand;
   using Sum = typename Operand::Sum;
-  static constexpr int kBlockSteps = kTileBlockBytes / Operand::kStepBytes;
+  static constexpr int kBlockBytes = Source::kBlockBytes;
+  static constexpr int kBlockSteps = kBlockBytes / Operand::kStepBytes;
   static constexpr int kFinest = 16;  // steps of a fold
 
  public:
@@ -80,7 +81,9 @@ class TileGemm {
         cut_(args.num_rows),
         scaled_(scaled),
         fold_steps_(scaled ? args.fold : kBlockSteps),
-        block_steps_(!scaled ? kBlockSteps : Source::kHoldsGroup ? args.fold : kGroup),
+        block_steps_(!scaled               ? kBlockSteps
+                     : Source::kHoldsGroup ? args.fold
+                                           : kGroup),
         tile_bytes_(std::min(fold_steps_ * Operand::kStepBytes, kTileBytes)),
         pitch_(Operand::kStepBytes == 2 ? RowPitch(args) : 0) {}
 
@@ -88,14 +91,13 @@ class TileGemm {
   bool Run() {
     ClearResult(args_);
     Tiles::Configure(MakeTileConfig(cut_.height, tile_bytes_));
-    const std::byte* w = args_.panel;
-    bool ok = true;
-    for (std::int64_t k0 = 0, block = 0; ok && k0 < args_.padded_k; k0 += block_steps_, ++block) {
-      const std::int64_t count = std::min<std::int64_t>(block_steps_, args_.padded_k - k0);
-      const std::byte* next = w + count / Source::kSteps * kUnitBytes;
-      ok = LoadBlock(w, k0, count, static_cast<int>(block % 2));
-      if (ok) RunBlock(w, next);
-      w = next;
+    bool ok = BeginUnits(args_.panel, 0);
+    for (std::int64_t k0 = 0; ok && k0 < args_.padded_k; k0 += block_steps_) {
+      FinishUnits();
+      SetBlock(k0);
+      const std::byte* end = units_.next;
+      ok = BeginUnits(end, k0 + block_steps_);
+      if (ok) RunBlock(end);
     }
     FoldPending();
     Tiles::Release();
@@ -120,41 +122,82 @@ class TileGemm {
     int starts = 0;  // groups of args.fold steps
   };
 
-  HWY_INLINE bool LoadBlock(const std::byte* w, std::int64_t k0, std::int64_t count, int parity) {
+  // The units of a block that tiles do not read yet: decoded on the way, if they are codes.
+  struct Units {
+    const std::byte* w = nullptr;     // what is left of them in the panel
+    const std::byte* next = nullptr;  // where they end
+    std::byte* out = nullptr;         // where what is left goes
+    const std::byte* block = nullptr;
+    std::int64_t count = 0, padded = 0;
+    int buffer = 0;
+  };
+
+  // Steps from k0 on, whose first unit is w; none beyond the end.
+  HWY_INLINE bool BeginUnits(const std::byte* w, std::int64_t k0) {
+    const std::int64_t tile_steps = tile_bytes_ / Operand::kStepBytes;
+    units_.count = std::clamp<std::int64_t>(args_.padded_k - k0, 0, block_steps_);
+    units_.padded = round_up(units_.count, tile_steps);
+    units_.w = w;
+    units_.next = w + units_.count / Source::kSteps * kUnitBytes;
+    units_.buffer = 1 - units_.buffer;
+    units_.out = decoded_ + units_.buffer * kUnitsBytes;
+    const bool in_place = !Source::kDecodes && units_.count == units_.padded;
+    units_.block = in_place ? w : units_.out;
+    if (in_place) units_.w = units_.next;
+    return units_.count == 0 || source_.Begin(args_, k0);
+  }
+  HWY_INLINE void DecodeSome(std::int64_t count) {
+    count = std::min<std::int64_t>(count, (units_.next - units_.w) / kUnitBytes);
+    source_.Decode(units_.w, count, units_.out);
+    units_.w += count * kUnitBytes;
+    units_.out += count * Source::kExpands * kUnitBytes;
+  }
+  // All of them, and zeros up to a whole number of tiles.
+  HWY_INLINE void FinishUnits() {
+    if (units_.block != decoded_ + units_.buffer * kUnitsBytes) return;
+    DecodeSome(kBlockSteps);
+    const std::int64_t bytes = (units_.padded - units_.count) * Operand::kStepBytes;
+    std::memset(units_.out, 0, static_cast<std::size_t>(bytes / 4 * kUnitBytes));
+  }
+
+  // The finished units become the block from step k0 on.
+  HWY_INLINE void SetBlock(std::int64_t k0) {
     const std::int64_t tile_steps = tile_bytes_ / Operand::kStepBytes;
     block_.k0 = k0;
-    block_.count = count;
-    block_.padded = round_up(count, tile_steps);
-    block_.units = source_.Load(args_, w, k0, count, block_.padded, units_);
-    if (HWY_UNLIKELY(block_.units == nullptr)) return false;
+    block_.count = units_.count;
+    block_.padded = units_.padded;
+    block_.units = units_.block;
     block_.group = k0 / fold_steps_;
-    block_.folds = static_cast<int>(ceil_div(count, std::int64_t{fold_steps_}));
+    block_.folds = static_cast<int>(ceil_div(block_.count, std::int64_t{fold_steps_}));
     block_.products = static_cast<int>(block_.padded / tile_steps) / block_.folds;
-    float* scales = scales_ + parity * (kGroup / kFinest) * kPanelColumns;
+    // Not the one that the fold that waits reads.
+    const int buffer = MOESAIC_FAULT(cpu_tiles_scales_of_next_block) ? 0 : units_.buffer;
+    float* scales = scales_ + buffer * (kGroup / kFinest) * kPanelColumns;
     block_.scales = scales;
     if (!scaled_) {
       for (int c = 0; c < kPanelColumns; c += kLanes) hn::Store(hn::Set(df, 1.0F), df, scales + c);
-    } else {
-      PrefetchGroups(args_, block_.group + block_.folds, block_.folds);
-      const float* first = Source::Scales(args_, block_.group, scales);
-      if (first != scales) {
-        block_.scales = first;  // in the panel's own
-      } else {
-        for (int f = 1; f < block_.folds; ++f)
-          Source::Scales(args_, block_.group + f, scales + f * kPanelColumns);
-      }
+      return;
     }
-    return true;
+    PrefetchGroups(args_, block_.group + block_.folds, block_.folds);
+    const float* first = Source::Scales(args_, block_.group, scales);
+    if (first != scales) {
+      block_.scales = first;  // in the panel's own
+      return;
+    }
+    for (int f = 1; f < block_.folds; ++f)
+      Source::Scales(args_, block_.group + f, scales + f * kPanelColumns);
   }
 
-  // All tiles of rows over the block; on the way they ask for the next one's bytes.
-  HWY_INLINE void RunBlock(const std::byte* w, const std::byte* next) {
+  // All tiles of rows over the block. On the way the next one is decoded, and what comes after it
+  // (of codes; else the next one) asked of memory.
+  HWY_INLINE void RunBlock(const std::byte* block_end) {
     const int pairs = cut_.count / 2;
     const int turns = (2 * pairs + cut_.count % 2) * block_.folds * block_.products;
-    const auto lines = static_cast<int>((next - w) / 64);
-    fetch_ = next;
-    fetch_end_ = next + (next - w);
-    fetch_lines_ = (lines + turns - 1) / turns;
+    const auto bytes = block_.count / Source::kSteps * kUnitBytes;
+    fetch_ = Source::kDecodes ? units_.next : block_end;
+    fetch_end_ = fetch_ + bytes;
+    fetch_lines_ = (static_cast<int>(bytes / 64) + turns - 1) / turns;
+    units_per_turn_ = (static_cast<int>(bytes / kUnitBytes) + turns - 1) / turns;
     for (int tile = 0; tile < cut_.count; tile += 2) {
       const bool pair = tile + 1 < cut_.count;
       const std::byte* a[2] = {};
@@ -167,8 +210,8 @@ class TileGemm {
       } else {
         pitch = block_.padded * Operand::kStepBytes;
         for (int i = 0; i < (pair ? 2 : 1); ++i) {
-          a[i] = rows_ + i * kTileRows * kTileBlockBytes;
-          CopyRows(cut_.first(tile + i), rows_ + i * kTileRows * kTileBlockBytes);
+          a[i] = rows_ + i * kTileRows * kBlockBytes;
+          CopyRows(cut_.first(tile + i), rows_ + i * kTileRows * kBlockBytes);
         }
       }
       if (pair) {
@@ -225,7 +268,7 @@ class TileGemm {
     Tiles::template Zero<3>();
     const std::int64_t tile_units = tile_bytes_ / 4 * kUnitBytes;
     for (int s = 0; s < block_.products; ++s, w += tile_units) {
-      Fetch();
+      OnTheWay();
       const std::int64_t at = s * std::int64_t{tile_bytes_};
       Tiles::template Load<4>(a[0] + at, pitch);
       Tiles::template Load<6>(w, kUnitBytes);
@@ -245,7 +288,8 @@ class TileGemm {
     }
   }
 
-  HWY_INLINE void Fetch() {
+  HWY_INLINE void OnTheWay() {
+    if (Source::kDecodes) DecodeSome(units_per_turn_);
     if (fetch_ >= fetch_end_) return;
     for (int line = 0; line < fetch_lines_; ++line) __builtin_prefetch(fetch_ + 64 * line, 0, 2);
     fetch_ += 64 * std::int64_t{fetch_lines_};
@@ -290,8 +334,9 @@ class TileGemm {
     }
   }
 
-  alignas(64) std::byte units_[kTileBlockBytes / 4 * kUnitBytes];
-  alignas(64) std::byte rows_[2 * kTileRows * kTileBlockBytes];
+  static constexpr std::int64_t kUnitsBytes = kBlockBytes / 4 * kUnitBytes;
+  alignas(64) std::byte decoded_[2 * kUnitsBytes];
+  alignas(64) std::byte rows_[2 * kTileRows * kBlockBytes];
   alignas(64) Sum sums_[2 * 4 * kTileFloats];
   alignas(64) float scales_[2 * kGroup / kFinest * kPanelColumns];
   const PanelArgs& args_;
@@ -300,12 +345,13 @@ class TileGemm {
   bool scaled_;
   int fold_steps_, block_steps_, tile_bytes_;
   std::int64_t pitch_;
+  Units units_;
   Block block_;
   Pending pending_;
   int slot_ = 0;
   const std::byte* fetch_ = nullptr;
   const std::byte* fetch_end_ = nullptr;
-  int fetch_lines_ = 0;
+  int fetch_lines_ = 0, units_per_turn_ = 0;
 };
 
 template <class Tiles, class Source>
@@ -348,6 +394,7 @@ void UseTiles(CpuKernels& t) {
   using enum WeightKind;
   using BF16 = UnitsInPlace<TileBF16>;
   using I8 = UnitsInPlace<TileI8<0>>;
+  t.chunk_rows = 16384;
   t.panel_gemm_bf16[kBF16] = PlainGemmTiles<Tiles, BF16>;
   t.panel_gemm_bf16[kE4M3] = PlainGemmTiles<Tiles, DecodedUnits<PairsE4M3>>;
   t.grouped_gemm_bf16[kE4M3] = GroupedGemmTiles<Tiles, DecodedUnits<PairsE4M3>>;

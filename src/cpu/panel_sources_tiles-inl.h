@@ -1,5 +1,6 @@
 // Weights as the tile GEMM reads them: units of 256 bytes, of which a row of a tile takes 64. Codes
-// are decoded by the formats of the AVX-512 kernels, a block of a row's 512 bytes at most at a time.
+// are decoded by the formats of the AVX-512 kernels, a block at a time, while tiles of the block
+// before are on their way.
 #if defined(MOESAIC_CPU_PANEL_SOURCES_TILES_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MOESAIC_CPU_PANEL_SOURCES_TILES_INL_H_
 #undef MOESAIC_CPU_PANEL_SOURCES_TILES_INL_H_
@@ -16,9 +17,6 @@
 MOESAIC_BEFORE_NAMESPACE();
 namespace moesaic::cpu::HWY_NAMESPACE {
 namespace {
-
-// Of a row of operands, per block of sums without scales.
-constexpr int kTileBlockBytes = 512;
 
 // --- Operands: what the two kinds of products differ in
 
@@ -77,23 +75,23 @@ struct TileI8 {
 
 // --- Sources
 
-// Units that lie in the panel as tiles read them.
+// Units that lie in the panel as tiles read them. kBlockBytes: of a row of operands, per block of
+// sums without scales.
 template <class OperandType>
 struct UnitsInPlace {
   using Operand = OperandType;
   using AnyScale = UnitsInPlace;
   static constexpr int kSteps = 4 / Operand::kStepBytes;  // of a unit
+  static constexpr int kBlockBytes = 512;
+  static constexpr bool kDecodes = false;
   static constexpr bool kHoldsGroup = false;
   explicit UnitsInPlace(const PanelArgs&) {}
-  // Steps k0 to k0 + count, whose first unit is w; `padded` of them as a whole number of tiles,
-  // those beyond as zeros. Null: see Pairs::Begin.
-  HWY_INLINE const std::byte* Load(const PanelArgs&, const std::byte* w, std::int64_t,
-                                   std::int64_t count, std::int64_t padded, std::byte* buffer) {
-    if (count == padded) return w;
-    const std::int64_t bytes = count / kSteps * kUnitBytes;
-    std::memcpy(buffer, w, static_cast<std::size_t>(bytes));
-    std::memset(buffer + bytes, 0, static_cast<std::size_t>(padded / kSteps * kUnitBytes - bytes));
-    return buffer;
+  // What is held of the group of step k0; false: see Pairs::Begin.
+  HWY_INLINE bool Begin(const PanelArgs&, std::int64_t) { return true; }
+  // `count` units at w to kExpands as many.
+  static constexpr int kExpands = 1;
+  HWY_INLINE void Decode(const std::byte* w, std::int64_t count, std::byte* out) const {
+    std::memcpy(out, w, static_cast<std::size_t>(count * kUnitBytes));
   }
   static HWY_INLINE const float* Scales(const PanelArgs& args, std::int64_t group, float* buffer) {
     return ExpandScales(args, group, buffer);
@@ -106,19 +104,18 @@ struct DecodedUnits {
   using Operand = TileBF16;
   using AnyScale = DecodedUnits<typename Pairs::AnyScale>;
   static constexpr int kSteps = Pairs::kSteps;
+  static constexpr int kBlockBytes = 256;  // two blocks of units stay in L1
+  static constexpr bool kDecodes = true;
   static constexpr bool kHoldsGroup = HoldsGroup<Pairs>;
   Pairs pairs;
   explicit DecodedUnits(const PanelArgs& args) : pairs(args) {}
-  HWY_INLINE const std::byte* Load(const PanelArgs& args, const std::byte* w, std::int64_t k0,
-                                   std::int64_t count, std::int64_t padded, std::byte* buffer) {
-    if (HWY_UNLIKELY(!pairs.Begin(args, k0 / args.fold, 0))) return nullptr;
-    auto* out = reinterpret_cast<std::uint32_t*>(buffer);
-    for (std::int64_t k = 0; k < count; k += kSteps, w += kUnitBytes) {
-      DecodeUnit(pairs, w, out);
-      out += kSteps / 2 * kPanelColumns;
-    }
-    std::memset(out, 0, static_cast<std::size_t>((padded - count) / 2 * kUnitBytes));
-    return buffer;
+  HWY_INLINE bool Begin(const PanelArgs& args, std::int64_t k0) {
+    return pairs.Begin(args, k0 / args.fold, 0);
+  }
+  static constexpr int kExpands = kSteps / 2;
+  HWY_INLINE void Decode(const std::byte* w, std::int64_t count, std::byte* out) const {
+    for (std::int64_t u = 0; u < count; ++u, w += kUnitBytes, out += kExpands * kUnitBytes)
+      DecodeUnit(pairs, w, reinterpret_cast<std::uint32_t*>(out));
   }
   static HWY_INLINE const float* Scales(const PanelArgs& args, std::int64_t group, float* buffer) {
     return Pairs::Scales(args, group, buffer);
@@ -128,11 +125,12 @@ struct DecodedUnits {
 struct DecodedQuads4 : UnitsInPlace<TileI8<UnitQuads4::kStartShift>> {
   using AnyScale = DecodedQuads4;
   static constexpr int kSteps = UnitQuads4::kSteps;
+  static constexpr int kBlockBytes = 256;
+  static constexpr bool kDecodes = true;
   using UnitsInPlace::UnitsInPlace;
-  HWY_INLINE const std::byte* Load(const PanelArgs&, const std::byte* w, std::int64_t,
-                                   std::int64_t count, std::int64_t, std::byte* buffer) {
-    DecodeQuads4(w, count / kSteps * kUnitBytes, buffer);
-    return buffer;
+  static constexpr int kExpands = 2;
+  HWY_INLINE void Decode(const std::byte* w, std::int64_t count, std::byte* out) const {
+    DecodeQuads4(w, count * kUnitBytes, out);
   }
 };
 

@@ -33,7 +33,10 @@ struct TilesAmx {
   }
   template <int T>
   static HWY_INLINE void Store(void* base, std::int64_t stride) {
-    __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(base), "r"(stride), "i"(T) : "memory");
+    __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)"
+                     :
+                     : "r"(base), "r"(stride), "i"(T)
+                     : "memory");
   }
   // C += A * B of pairs of bf16.
   template <int C, int A, int B>

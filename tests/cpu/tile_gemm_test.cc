@@ -39,14 +39,22 @@ struct Format {
   bool scales, row_scales, offsets;
 };
 constexpr Format kFormats[] = {
-    {WeightKind::kBF16, 0, false, false, false},    {WeightKind::kBF16, 0, true, true, false},
-    {WeightKind::kE4M3, 0, false, false, false},    {WeightKind::kE4M3, 0, true, true, false},
-    {WeightKind::kE4M3, 32, true, false, false},    {WeightKind::kCode4, 128, true, false, true},
-    {WeightKind::kCode4, 16, true, false, false},   {WeightKind::kCode4, 32, true, true, false},
-    {WeightKind::kI8, 128, false, false, false},    {WeightKind::kI8, 64, true, true, true},
-    {WeightKind::kI8Quads, 128, false, false, false}, {WeightKind::kI8Quads, 128, true, true, false},
-    {WeightKind::kI8Quads, 64, true, true, true},   {WeightKind::kI8Quads, 32, true, true, false},
-    {WeightKind::kI4Quads, 128, true, true, true},  {WeightKind::kI4Quads, 128, false, false, false},
+    {WeightKind::kBF16, 0, false, false, false},
+    {WeightKind::kBF16, 0, true, true, false},
+    {WeightKind::kE4M3, 0, false, false, false},
+    {WeightKind::kE4M3, 0, true, true, false},
+    {WeightKind::kE4M3, 32, true, false, false},
+    {WeightKind::kCode4, 128, true, false, true},
+    {WeightKind::kCode4, 16, true, false, false},
+    {WeightKind::kCode4, 32, true, true, false},
+    {WeightKind::kI8, 128, false, false, false},
+    {WeightKind::kI8, 64, true, true, true},
+    {WeightKind::kI8Quads, 128, false, false, false},
+    {WeightKind::kI8Quads, 128, true, true, false},
+    {WeightKind::kI8Quads, 64, true, true, true},
+    {WeightKind::kI8Quads, 32, true, true, false},
+    {WeightKind::kI4Quads, 128, true, true, true},
+    {WeightKind::kI4Quads, 128, false, false, false},
 };
 
 bool integers(const Format& f) {
@@ -180,11 +188,11 @@ TEST(TileGemm, ARowsBitsDependOnNothingButTheRow) {
             }
             const Tensor got = p.run(*k, order);
             for (int i = 0; i < count; ++i) {
-              ASSERT_EQ(std::memcmp(got.as<float>() + i * kPanelColumns,
-                                    want.as<float>() + order[static_cast<std::size_t>(i)] *
-                                                           kPanelColumns,
-                                    kRowFloats),
-                        0)
+              ASSERT_EQ(
+                  std::memcmp(got.as<float>() + i * kPanelColumns,
+                              want.as<float>() + order[static_cast<std::size_t>(i)] * kPanelColumns,
+                              kRowFloats),
+                  0)
                   << k->name << " kind " << static_cast<int>(f.kind) << " fold " << f.fold << " K "
                   << depth << " rows " << count << " row " << i;
             }
@@ -230,9 +238,8 @@ TEST(TileGemm, IntegerSumsWithoutScalesAreExactInBlocks) {
             for (std::int64_t i = k0; i < std::min<std::int64_t>(k0 + 512, depth); ++i) {
               const std::int64_t at = c * depth + i;
               const auto* bytes = reinterpret_cast<const std::uint8_t*>(p.matrix.data());
-              const int w = f.kind == WeightKind::kI8Quads
-                                ? static_cast<std::int8_t>(bytes[at])
-                                : i4_from_nibble(nibble_at(bytes, at));
+              const int w = f.kind == WeightKind::kI8Quads ? static_cast<std::int8_t>(bytes[at])
+                                                           : i4_from_nibble(nibble_at(bytes, at));
               sum += w * static_cast<int>(p.values[static_cast<std::size_t>(r * p.padded + i)]);
             }
             want += static_cast<float>(sum);
