@@ -5,6 +5,7 @@
 #include "core/checked.h"
 #include "core/refusal.h"
 #include "experts/cuda_general/general_kernels.h"
+#include "experts/cuda_general/row_values.h"
 #include "experts/problem_checks.h"
 #include "experts/sm90/experts_plan.h"
 #include "quant/compute_scheme.h"
