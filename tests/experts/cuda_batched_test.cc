@@ -31,18 +31,18 @@ using test::StandardCase;
 
 // Of every way in which operand rows come: as they are, gathered by expert, quantised by groups, by
 // rows, with the experts' scales, to values; and of every inner loop.
-constexpr const char* kQuants[] = {
+constexpr const char* kBatchedQuants[] = {
     "bf16",      "fp8-block",  "fp8-channel", "fp8-static",      "int8",       "mxfp4-bf16",
     "mxfp8",     "mxfp4",      "mxfp4-fp8",   "nvfp4",           "nvfp4-bf16", "int4-fp8",
     "int4-g128", "int8-bf16",  "fp8-bf16",    "int4-fp8-static", "nf4-bf16",   "gptq",
     "awq",       "nvfp4-rows", "int4-g32"};
-std::string name_of(const testing::TestParamInfo<const char*>& info) {
+std::string name_of_batched(const testing::TestParamInfo<const char*>& info) {
   std::string name = info.param;
   std::ranges::replace(name, '-', '_');
   return name;
 }
 class CudaBatched : public testing::TestWithParam<const char*> {};
-INSTANTIATE_TEST_SUITE_P(Each, CudaBatched, testing::ValuesIn(kQuants), name_of);
+INSTANTIATE_TEST_SUITE_P(Each, CudaBatched, testing::ValuesIn(kBatchedQuants), name_of_batched);
 
 // Counts of six experts: none, one, all, and uneven ones.
 std::vector<Counts> counts_of(std::int32_t t) {

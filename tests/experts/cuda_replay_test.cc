@@ -29,8 +29,8 @@ using test::Rng;
 using test::SlabCall;
 
 // A scheme of each inner loop and each way of handing over GEMM1's rows.
-constexpr const char* kQuants[] = {"bf16",       "fp8-block", "fp8-channel", "int8",
-                                   "mxfp4-bf16", "mxfp8",     "int4-g128",   "int4-fp8"};
+constexpr const char* kReplayed[] = {"bf16",       "fp8-block", "fp8-channel", "int8",
+                                     "mxfp4-bf16", "mxfp8",     "int4-g128",   "int4-fp8"};
 
 // Replays of each scheme; MOESAIC_REPLAYS is another number.
 std::int64_t replays() {
@@ -92,12 +92,12 @@ void expect_all_different(const std::vector<Tensor>& outputs) {
 }
 
 class CudaReplays : public testing::TestWithParam<const char*> {};
-std::string name_of(const testing::TestParamInfo<const char*>& info) {
+std::string name_of_replayed(const testing::TestParamInfo<const char*>& info) {
   std::string name = info.param;
   std::ranges::replace(name, '-', '_');
   return name;
 }
-INSTANTIATE_TEST_SUITE_P(Each, CudaReplays, testing::ValuesIn(kQuants), name_of);
+INSTANTIATE_TEST_SUITE_P(Each, CudaReplays, testing::ValuesIn(kReplayed), name_of_replayed);
 
 TEST_P(CudaReplays, OtherIdsAndWeights) {
   REQUIRE_HOPPER();
