@@ -301,8 +301,8 @@ TEST(CudaPeerRanks, GraphsOfDifferentSizesInterleave) {
                          calls.replay(static_cast<std::size_t>(g));
                        }
                        // Launches wait in a queue with an end; nobody fills it while others sleep.
-              if (round % 16 == 15 && !calls.finish()) return "replays failed";
-              if (rng.next() % 64 == 0) {
+                       if (round % 16 == 15 && !calls.finish()) return "replays failed";
+                       if (rng.next() % 64 == 0) {
                          std::this_thread::sleep_for(std::chrono::microseconds(rng.next() % 500));
                        }
                      }
