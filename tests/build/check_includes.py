@@ -21,7 +21,8 @@ LEVELS = [
     ["quant"],
     ["cpu", "cuda"],
     ["gate", "router", "permute", "activation"],
-    ["checkpoint", "prepare_finalize", "experts", "parallel"],
+    ["parallel"],
+    ["checkpoint", "prepare_finalize", "experts"],
     ["layer", "interop"],
 ]
 # Rooms of a folder, lowest first. A folder listed here has no files outside its rooms.

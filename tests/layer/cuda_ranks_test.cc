@@ -109,6 +109,32 @@ TEST(CudaRanks, ACommunicatorOfOneRankChangesNothing) {
   EXPECT_TRUE(test::same_bits(got.output.view(), want.output.view(), &why)) << why;
 }
 
+// Kernels that are loaded at their first launch could wait for each other: the reason is told.
+TEST(CudaRanks, WithoutEagerLoadingRowsAreMessages) {
+  REQUIRE_HOPPER();
+  if (peer_windows_available().ok()) GTEST_SKIP() << "kernels are loaded when CUDA starts";
+  const test::LayerTensors tensors = test::make_tensors(47, test::deepseek_like());
+  const auto make = test::maker_of(tensors);
+  for (const Status& s :
+       test::on_two_ranks([&](int rank, const std::shared_ptr<Communicator>&c) -> Status {
+         FusedMoE::Options o = two_engines(rank, c);
+         o.ranks.engine = RankEngine::kPeerWindows;
+         expect_refusal(make(o).status(), StatusCode::kUnsupported, {"CUDA_MODULE_LOADING=EAGER"});
+         o.ranks.engine = RankEngine::kAuto;
+         const auto layer = make(o);
+         if (!layer.ok()) return layer.status();
+         EXPECT_NE(layer->summary().find("by messages (peer windows: kernels are loaded"),
+                   std::string::npos)
+             << layer->summary();
+         const Tensor x = test::random_hidden(3, 2 + rank, 64);
+         Tensor y = Tensor::zeros(DType::kF32, x.shape()).value();
+         MOESAIC_RETURN_IF_ERROR(layer->forward(x.view(), y.view()));
+         return layer->health();
+       })) {
+    EXPECT_TRUE(s.ok()) << s.to_string();
+  }
+}
+
 // --- Device tensors, failures --------------------------------------------------------------------
 
 TEST(CudaRanks, EnqueueWorksOnDeviceTensorsAndRefusesCapture) {

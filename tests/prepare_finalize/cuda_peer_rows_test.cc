@@ -28,7 +28,7 @@ using parallel::PeerReport;
 using test::DeviceBytes;
 
 constexpr std::int32_t kExperts = 12;
-constexpr std::uint64_t kGenerous = 5'000'000'000;  // ns
+constexpr std::uint64_t kGenerous = 2'000'000'000;  // ns
 
 struct PeerShapeCase {
   int ranks = 2;
@@ -71,7 +71,7 @@ struct VirtualRank {
 class PeerWorld {
  public:
   PeerWorld(const PeerShapeCase& c, std::uint32_t epoch, std::uint64_t limit_ns = kGenerous)
-      : c_(c), ranks_(static_cast<std::size_t>(c.ranks)) {
+      : c_(c), epoch_(epoch), ranks_(static_cast<std::size_t>(c.ranks)) {
     parallel::PeerShape shape;
     shape.ranks = c.ranks;
     shape.tokens = c.tokens;
@@ -254,7 +254,13 @@ class PeerWorld {
     for (int r = 0; r < c_.ranks; ++r) {
       if (std::string wrong = check_sum(r); !wrong.empty()) return wrong;
       if (rank(r).report->code != 0) return "a report of rank " + std::to_string(r);
+      std::uint32_t epoch = 0;
+      EXPECT_EQ(cudaMemcpy(&epoch, rank(r).place.base[r] + layout_.own_line(PeerOwnLine::kEpoch), 4,
+                           cudaMemcpyDeviceToHost),
+                cudaSuccess);
+      if (epoch != epoch_ + 1) return "epoch of rank " + std::to_string(r);
     }
+    ++epoch_;
     return {};
   }
 
@@ -360,6 +366,7 @@ class PeerWorld {
 
  private:
   PeerShapeCase c_;
+  std::uint32_t epoch_;  // of the last call
   parallel::PeerLayout layout_;
   std::vector<std::int32_t> owners_;
   std::unique_ptr<DeviceBytes> owner_;

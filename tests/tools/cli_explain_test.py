@@ -89,6 +89,15 @@ class Explain(ToolTest):
         self.fails(USAGE, "--tp", arguments=[*arguments, "--ranks", 8, "--tp", 3])
         self.fails(UNSUPPORTED, "dual_batch_tokens", arguments=[*arguments, "--ranks", 8, "--tp", 8, "--dual-batch-tokens", 4])
 
+    def test_the_engine_between_gpus(self):
+        arguments = ["explain", "--device", "cuda", "--shape", "deepseek-v3", "--quant", "fp8-block", "--ranks", 8]
+        windows = "cuda_peer_all_to_all"
+        for engine, chosen in (("messages", "cuda_all_to_all"), ("peer_windows", windows), ("auto", windows)):
+            value = self.json_of(*arguments, "--rank-engine", engine)
+            self.assertEqual(value["chosen"]["prepare_finalize"], chosen)
+        arguments += ["--tp", 2, "--rank-engine", "peer_windows"]
+        self.fails(UNSUPPORTED, "2 ranks have the same rows", arguments=arguments)
+
     def test_options_of_the_layer(self):
         arguments = ["explain", "--device", "cpu", "--shape", "deepseek-v3", "--quant", "fp8-block"]
         value = self.json_of(*arguments)
@@ -144,7 +153,7 @@ class Env(ToolTest):
         self.assertEqual(value["cuda"]["available"], any(d["available"] for d in value["cuda"]["devices"]))
         for device in value["cuda"]["devices"]:
             self.assertEqual(device["available"], device["reason"] == "")
-        for absent in ("nccl", "mpi"):
+        for absent in ("nccl", "mpi", "peer_windows"):
             self.assertIs(value[absent]["available"], False)
             self.assertTrue(value[absent]["reason"])
 

@@ -338,6 +338,7 @@ Status CudaPeerAllToAll::withdraw(const Status& reason, bool, std::span<std::byt
 }
 
 void CudaPeerAllToAll::refuse(void* stream) const {
+  if (MOESAIC_FAULT(cuda_peer_refusal_is_not_told)) return;
   const DeviceScope scope(impl_->device.index());
   // The own error says more than a failure to tell it, which ends in the others' time-out.
   static_cast<void>(check_call("refuse", launch_peer_refuse(impl_->place, stream)));

@@ -28,6 +28,13 @@ __device__ __forceinline__ PeerReport* abort_line(const PeerPlace& p) {
 __device__ __forceinline__ bool has_ended(const PeerPlace& p) {
   return ptx::load_acquire_system(&abort_line(p)->code) != 0;
 }
+// The same for all threads of a block, though a report may come at any time. All of them call it.
+__device__ __forceinline__ bool block_has_ended(const PeerPlace& p) {
+  __shared__ bool ended;
+  if (threadIdx.x == 0) ended = has_ended(p);
+  __syncthreads();
+  return ended;
+}
 __device__ __forceinline__ std::uint32_t* epoch_line(const PeerPlace& p) {
   return reinterpret_cast<std::uint32_t*>(own(p) + p.layout.own_line(PeerOwnLine::kEpoch));
 }
@@ -72,10 +79,10 @@ __device__ __forceinline__ void publish(const PeerPlace& p, PeerKind kind, Ticke
   const auto r = static_cast<int>(threadIdx.x);
   if (r >= p.layout.shape.ranks) return;
   std::uint32_t epoch = epoch_of_call(p);
-  MOESAIC_CUDA_FAULT(peer_rows_word_has_the_epoch_before, --epoch;)
-  MOESAIC_CUDA_FAULT(peer_rows_word_of_one_reader_lost,
+  MOESAIC_CUDA_FAULT(cuda_peer_word_has_the_epoch_before, --epoch;)
+  MOESAIC_CUDA_FAULT(cuda_peer_word_of_one_reader_lost,
                      if (r == (p.rank + 1) % p.layout.shape.ranks) return;)
-  MOESAIC_CUDA_FAULT(peer_rows_live_is_one_less, if (live > 0)-- live;)
+  MOESAIC_CUDA_FAULT(cuda_peer_live_rows_are_one_less, if (live > 0)-- live;)
   auto* const word = reinterpret_cast<std::uint64_t*>(p.base[r] + p.layout.word(kind, p.rank));
   ptx::store_release_system(word, parallel::pack_peer_word({epoch, live, p.signature}));
 }
@@ -102,7 +109,7 @@ __device__ __forceinline__ void copy_by_warp(void* to, const void* from, std::in
 __global__ void __launch_bounds__(kThreads) peer_send(const __grid_constant__ PeerSendParams p) {
   const PeerPlace& place = p.place;
   const parallel::PeerLayout& layout = place.layout;
-  if (has_ended(place)) return;
+  if (block_has_ended(place)) return;
   const auto ranks = static_cast<int>(layout.shape.ranks);
   const auto top_k = static_cast<int>(layout.shape.top_k);
   const auto thread = static_cast<int>(threadIdx.x);
@@ -114,11 +121,11 @@ __global__ void __launch_bounds__(kThreads) peer_send(const __grid_constant__ Pe
       std::byte* const window = place.base[r];
       reinterpret_cast<std::int32_t*>(window + layout.id(place.rank, t))[j] = ids[j];
       float weight = p.weights[t * top_k + j];
-      MOESAIC_CUDA_FAULT(peer_rows_lose_weights, weight = 1.0F;)
+      MOESAIC_CUDA_FAULT(cuda_peer_rows_lose_weights, weight = 1.0F;)
       reinterpret_cast<float*>(window + layout.weight(place.rank, t))[j] = weight;
     }
     std::int64_t slot = t;
-    MOESAIC_CUDA_FAULT(peer_rows_go_to_another_slot, if (t > 0) slot = t - 1;)
+    MOESAIC_CUDA_FAULT(cuda_peer_rows_go_to_another_slot, if (t > 0) slot = t - 1;)
     const std::int64_t to = layout.row(place.rank, slot);
     const auto* const row = reinterpret_cast<const uint4*>(p.rows + t * p.row_bytes);
     const auto pieces = static_cast<int>(p.row_bytes / 16);
@@ -132,7 +139,7 @@ __global__ void __launch_bounds__(kThreads) peer_send(const __grid_constant__ Pe
     }
     for (int g = thread; g < p.groups; g += kThreads) {
       int from = g;
-      MOESAIC_CUDA_FAULT(peer_rows_have_the_scale_of_a_neighbour, from = g > 0 ? g - 1 : g;)
+      MOESAIC_CUDA_FAULT(cuda_peer_rows_have_the_scale_of_a_neighbour, from = g > 0 ? g - 1 : g;)
       const float s = p.scale[from * p.scale_stride + t];
       for (int r = 0; r < ranks; ++r) {
         if ((needed >> r & 1) != 0) {
@@ -168,7 +175,7 @@ __device__ __forceinline__ void tell(const PeerPlace& p, int r, PeerReport repor
 // Lane r has the word of rank r.
 __global__ void __launch_bounds__(32)
     peer_wait(const __grid_constant__ PeerPlace p, std::uint32_t kind_number) {
-  if (has_ended(p)) return;
+  if (__any_sync(kAll, has_ended(p)) != 0) return;
   const auto kind = static_cast<PeerKind>(kind_number);
   const auto lane = static_cast<int>(threadIdx.x);
   const bool has_rank = lane < p.layout.shape.ranks;
@@ -192,7 +199,7 @@ __global__ void __launch_bounds__(32)
     if (verdict == PeerVerdict::kNotYet) {
       const parallel::PeerWord word = parallel::unpack_peer_word(ptx::load_acquire_system(word_at));
       verdict = parallel::judge_peer_word(word, expected);
-      MOESAIC_CUDA_FAULT(peer_rows_read_before_the_wait, verdict = PeerVerdict::kReady;)
+      MOESAIC_CUDA_FAULT(cuda_peer_rows_read_before_the_wait, verdict = PeerVerdict::kReady;)
       if (verdict == PeerVerdict::kReady && kind == PeerKind::kRows) {
         p.live[r] = static_cast<std::int32_t>(word.live);
       }
@@ -220,18 +227,19 @@ __global__ void __launch_bounds__(32)
     if (__shfl_sync(kAll, late ? 1 : 0, 0) != 0) {
       report.code = static_cast<std::uint64_t>(PeerFailure::kLate);
       report.missing = waiting;
-      MOESAIC_CUDA_FAULT(peer_report_names_one_rank, report.missing = waiting & (0U - waiting);)
+      MOESAIC_CUDA_FAULT(cuda_peer_report_names_one_rank,
+                         report.missing = waiting & (0U - waiting);)
       break;
     }
     __nanosleep(50);
   }
-  MOESAIC_CUDA_FAULT(peer_report_is_kept, if (lane == 0) end_here(p, report); return;)
+  MOESAIC_CUDA_FAULT(cuda_peer_report_is_kept, if (lane == 0) end_here(p, report); return;)
   if (has_rank && lane != p.rank) tell(p, lane, report);
   if (lane == 0) end_here(p, report);
 }
 
 __global__ void __launch_bounds__(32) peer_refuse(const __grid_constant__ PeerPlace p) {
-  if (has_ended(p)) return;
+  if (__any_sync(kAll, has_ended(p)) != 0) return;
   const auto lane = static_cast<int>(threadIdx.x);
   PeerReport report;
   report.code = static_cast<std::uint64_t>(PeerFailure::kRefused);
@@ -261,7 +269,7 @@ __device__ __forceinline__ ArrivedRow arrived_row(const PeerPlace& p, std::int64
 __global__ void __launch_bounds__(kThreads) peer_take(const __grid_constant__ PeerTakeParams p) {
   const PeerPlace& place = p.place;
   const parallel::PeerLayout& layout = place.layout;
-  const bool ended = has_ended(place);
+  const bool ended = block_has_ended(place);
   const std::int64_t rows = layout.shape.ranks * layout.shape.tokens;
   const auto top_k = static_cast<int>(layout.shape.top_k);
   const auto lane = static_cast<int>(threadIdx.x % 32);
@@ -270,7 +278,7 @@ __global__ void __launch_bounds__(kThreads) peer_take(const __grid_constant__ Pe
     const ArrivedRow at = arrived_row(place, i);
     std::int32_t* const to = p.ids + at.row * top_k;
     bool there = !ended && at.token < place.live[at.source];
-    MOESAIC_CUDA_FAULT(peer_rows_of_the_call_before_stay, there = !ended;)
+    MOESAIC_CUDA_FAULT(cuda_peer_rows_of_the_call_before_stay, there = !ended;)
     if (!there) {
       for (int j = lane; j < top_k; j += 32) to[j] = -1;
       continue;
@@ -296,7 +304,7 @@ __global__ void __launch_bounds__(kThreads)
     peer_answer(const __grid_constant__ PeerAnswerParams p) {
   const PeerPlace& place = p.place;
   const parallel::PeerLayout& layout = place.layout;
-  if (has_ended(place)) return;
+  if (block_has_ended(place)) return;
   const std::int64_t rows = layout.shape.ranks * layout.shape.tokens;
   const std::int64_t bytes = layout.shape.answer_bytes;
   const auto top_k = static_cast<int>(layout.shape.top_k);
@@ -343,10 +351,10 @@ template <bool kBf16>
 __global__ void __launch_bounds__(kThreads) peer_sum(const __grid_constant__ PeerSumParams p) {
   const PeerPlace& place = p.place;
   const parallel::PeerLayout& layout = place.layout;
-  const bool ended = has_ended(place);
+  const bool ended = block_has_ended(place);
   const auto top_k = static_cast<int>(layout.shape.top_k);
   auto ranks = static_cast<int>(layout.shape.ranks);
-  MOESAIC_CUDA_FAULT(peer_sum_forgets_the_last_rank, --ranks;)
+  MOESAIC_CUDA_FAULT(cuda_peer_sum_forgets_the_last_rank, --ranks;)
   const bool slots = layout.shape.form == PeerAnswerForm::kSlot;
   for (std::int64_t t = blockIdx.x; t < p.tokens; t += gridDim.x) {
     const std::int32_t* const ids = p.routing.ids + t * top_k;
@@ -371,7 +379,7 @@ __global__ void __launch_bounds__(kThreads) peer_sum(const __grid_constant__ Pee
     }
   }
   if (is_last_block(place.tickets + kSumTicket) && threadIdx.x == 0 && !ended) {
-    MOESAIC_CUDA_FAULT(peer_epoch_stands_still, return;)
+    MOESAIC_CUDA_FAULT(cuda_peer_epoch_stands_still, return;)
     *epoch_line(place) += 1;
   }
 }
