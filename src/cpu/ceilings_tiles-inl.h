@@ -8,6 +8,7 @@
 
 #include "cpu/panel_sources_tiles-inl.h"
 #include "cpu/tile_config.h"
+#include "cpu/tiers.h"
 
 #if MOESAIC_TIER_BF16
 MOESAIC_BEFORE_NAMESPACE();

@@ -23,8 +23,7 @@
 #undef MOESAIC_BEFORE_NAMESPACE
 #undef MOESAIC_TIER_TARGET_STR
 #if defined(MOESAIC_TIER_AMX)  // tier_amx.cc
-#define MOESAIC_TIER_TARGET_STR \
-  HWY_TARGET_STR ",avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8"
+#define MOESAIC_TIER_TARGET_STR HWY_TARGET_STR ",avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8"
 #else
 #define MOESAIC_TIER_TARGET_STR HWY_TARGET_STR ",avx512bf16,avx512vnni"
 #endif
