@@ -8,7 +8,10 @@
 #include <utility>
 #include <vector>
 
+#include "experts/exact_case.h"
 #include "experts/gpu_call.h"
+#include "experts/slab_call.h"
+#include "numerics/float_codec.h"
 #include "support/cuda_device.h"
 #include "support/expect_bits.h"
 #include "support/metrics.h"
@@ -60,6 +63,44 @@ MoeProblem problem_of_size(std::string_view quant, std::int64_t hidden, std::int
   p.hidden_size = hidden;
   p.intermediate_size = inner;
   return p;
+}
+
+// Small integers and one expert per token: what is not a power of two is one product, of which the
+// last bit may be another by the order of its factors.
+TEST_P(CudaGeneralFormats, EqualTheReferenceOnIntegersButForTheLastBits) {
+  REQUIRE_HOPPER();
+  if (test::scheme_called(GetParam()).weight.zero_point == ZeroPoint::kMin) return;  // not integers
+  for (const char* activation : {"silu", "relu2_no_mul"}) {
+    for (const std::int64_t tokens : {1, 37, 260}) {
+      GpuCall call(test::exact_case(GetParam(), activation, 384, 192, tokens, 1), 6,
+                   kGeneralExperts);
+      const Tensor got = call.run(call.args());
+      StandardCase on_cpu = test::exact_case(GetParam(), activation, 384, 192, tokens, 1);
+      const Tensor want = test::run_standard(*test::make_backend("cpu_reference", on_cpu), on_cpu);
+      std::int64_t wrong = 0;
+      for (std::int64_t i = 0; i < tokens * 384; ++i) {
+        wrong += bf16_from_f32(got.as<float>()[i]) == bf16_from_f32(want.as<float>()[i]) ? 0 : 1;
+      }
+      EXPECT_EQ(wrong, 0) << activation << ' ' << tokens;
+    }
+  }
+}
+
+// The rows of slabs that count have the bits of the standard format, the others are left alone.
+TEST_P(CudaGeneralFormats, SlabsHaveTheBitsOfTheStandardFormat) {
+  REQUIRE_HOPPER();
+  for (const std::int32_t t : {1, 23, 140}) {
+    MoeProblem p = problem_of_size(GetParam(), 384, 192);
+    p.top_k = 1;
+    test::SlabCall call(test::make_case(71, p, std::int64_t{6} * t, DType::kBF16), t,
+                        kGeneralExperts, DType::kF32);
+    const Tensor want = call.of_standard(kGeneralExperts);
+    for (const test::Counts& n : {test::Counts{0, 1, t, t / 2, t - 1, t / 3},
+                                  test::Counts{0, 0, 0, 0, 0, t}, test::Counts{t, t, t, t, t, t}}) {
+      SCOPED_TRACE(testing::Message() << t << ' ' << testing::PrintToString(n));
+      call.expect_rows(call.run(n), want, n);
+    }
+  }
 }
 
 TEST_P(CudaGeneralFormats, AgreeWithTheOracle) {

@@ -63,19 +63,25 @@ GeneralValues GeneralExperts::values_of(const MoeProblem& problem, const CudaExp
   if (plan_.reorders) v.perm = (of_w2 ? w2_ : w13_).perm.as<std::int32_t>();
   v.topk_ids = a.topk_ids;
   v.expert_map = a.expert_map;
+  const bool slabs = has_slabs(problem);
+  if (slabs) {
+    v.num_rows = w.num_rows();
+    v.row_of = w.pair_of_row;
+    v.slab_rows = a.tokens;
+  }
   if (of_w2) {
     v.x = w.inner;
     v.x_dtype = plan_.operand;
     v.items = w.pairs;
     v.columns = plan_.inner;
-    v.row_of_pair = w.row_of_pair;
+    if (!slabs) v.row_of_pair = w.row_of_pair;
     v.by_place = true;
     v.values = w.inner_values;
     return v;
   }
   v.x = a.rows.data;
   v.x_dtype = a.rows.dtype;
-  if (problem.apply_router_weight_on_input) v.factor = a.topk_weights;
+  if (problem.apply_router_weight_on_input && !slabs) v.factor = a.topk_weights;
   v.items = w.rows;
   v.columns = plan_.hidden;
   if (plan_.rows_by_pair) {
@@ -104,7 +110,7 @@ Status GeneralExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
       slabs ? GeneralPlan::rows_per_record(a.tokens * problem_.top_k, problem.num_experts)
             : GeneralPlan::rows_per_record(
                   w.pairs, a.used_experts > 0 ? a.used_experts : problem.num_local_experts);
-  std::uint32_t* const num_rows = slabs ? w.control + 2 : nullptr;
+  std::uint32_t* const num_rows = slabs ? w.num_rows() : nullptr;
   if (slabs) {
     BatchedListParams list = list_of_slabs(problem, a, w, rows_per_record);
     list.num_rows = num_rows;

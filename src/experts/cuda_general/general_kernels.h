@@ -89,6 +89,11 @@ struct GeneralValues {
   // the others read and write the row of that entry. Null: items are tokens.
   const std::int32_t* row_of_pair = nullptr;
   bool by_place = false;
+  // Batched format, or null: items are the first *num_rows of the list, item r being row row_of[r] of
+  // slabs of slab_rows; by_place: row r itself.
+  const std::uint32_t* num_rows = nullptr;
+  const std::int32_t* row_of = nullptr;
+  std::int64_t slab_rows = 0;
   // Of a pair's expert, or null: its stored scale [experts], and where the activation of each column
   // of its weights is [experts, columns].
   const float* fixed = nullptr;

@@ -31,13 +31,6 @@ Status check_general_pointer(std::string_view field, const void* p, std::int64_t
 
 Status general_experts_take(const MoeProblem& problem) {
   MOESAIC_RETURN_IF_ERROR(check_problem(problem));
-  if (has_slabs(problem) && problem.quant.kind != ComputeScheme::kFp8Block &&
-      value_rule(problem.quant.activation)) {
-    return unsupported(fmt::format(
-        "format: got batched with scheme {}, need standard, or fp8-block or activations that are not "
-        "quantised",
-        compute_scheme_name(problem.quant.kind)));
-  }
   if (problem.num_local_experts > kMaxAlignedExperts) {
     return unsupported(fmt::format("num_local_experts: got {}, need at most {}",
                                    problem.num_local_experts, kMaxAlignedExperts));

@@ -55,6 +55,7 @@ struct GeneralWorkspace {
   std::byte* inner = nullptr;                             // [M k, I] of the operand's dtype
   float* y = nullptr;                                     // [M k, H], weighted
   std::int64_t max_groups = 0, rows = 0, pairs = 0;
+  std::uint32_t* num_rows() const { return control + 2; }
 
   // problem_of_rows and rows_of_tokens.
   static GeneralWorkspace carve(const MoeProblem& problem, const GeneralPlan& plan,

@@ -15,7 +15,8 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t width = p.rule.columns > 0 ? p.rule.columns : p.columns;
   const std::int64_t groups = (p.columns + width - 1) / width;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kWarps + warp; i < p.items * groups;
+  const std::int64_t items = p.num_rows != nullptr ? *p.num_rows : p.items;
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kWarps + warp; i < items * groups;
        i += static_cast<std::int64_t>(gridDim.x) * kWarps) {
     const std::int64_t item = i / groups, group = i - item * groups;
     std::int64_t from = item / p.share, to = item;
@@ -26,8 +27,12 @@ __global__ void __launch_bounds__(kThreads)
       if (p.by_place) from = to = place;
       expert = p.topk_ids[item];
       if (p.expert_map != nullptr) expert = p.expert_map[expert];
-      MOESAIC_CUDA_FAULT(cuda_general_values_of_the_first_expert, expert = 0;)
+    } else if (p.num_rows != nullptr) {
+      const std::int64_t row = p.row_of[item];
+      if (!p.by_place) from = to = row;
+      expert = static_cast<std::int32_t>(row / p.slab_rows);
     }
+    MOESAIC_CUDA_FAULT(cuda_general_values_of_the_first_expert, expert = 0;)
     const float fixed = p.fixed == nullptr ? 1.0F : p.fixed[expert];
     const std::int32_t* order = p.perm == nullptr ? nullptr : p.perm + expert * p.columns;
     MOESAIC_CUDA_FAULT(cuda_general_values_in_their_own_order, order = nullptr;)
