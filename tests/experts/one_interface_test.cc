@@ -87,6 +87,9 @@ TEST(OneInterface, TheGeneralRowOfGpusTakesEverySize) {
   EXPECT_EQ(chosen(batched), "cuda_sm90");
   batched.hidden_size = 9;
   EXPECT_EQ(chosen(batched), "cuda_general");
+  batched = on_gpu("int4-g128-int8");
+  batched.format = ActivationFormat::kBatched;
+  EXPECT_EQ(chosen(batched), "cuda_general");
   // Sizes that no grid has.
   MoeProblem wide = on_gpu("bf16");
   wide.hidden_size = 65535 * 64 + 1;
