@@ -232,6 +232,11 @@ TEST(CudaCodes, RowValuesAreTheReferences) {
             << quant << ' ' << round << ' ' << i << ' ' << row[i];
       }
     }
+    // NaN has no int8 code, and is 0 there as in the reference.
+    for (const float amax : {0.0F, 1.0F}) {
+      const float of_nan = row_value(rule, value_scale(rule, amax, 1.0F), 1.0F, NAN);
+      EXPECT_EQ(std::isnan(of_nan), activation.dtype != DType::kI8) << quant << ' ' << amax;
+    }
   }
 }
 

@@ -74,6 +74,7 @@ MOESAIC_HOST_DEVICE float row_value(const ValueRule& rule, const ValueScale& s, 
                                     float x) {
   using group_values_bits::product;
   if (rule.codes == ValueRule::Codes::kForm) {
+    if (x != x) return x;  // also where nothing else gives its group a scale
     const float value = group_value(rule.form, {s.to_codes, s.scale}, x);
     return rule.fixed ? product(value, fixed) : value;
   }
