@@ -407,7 +407,7 @@ Status bring_rows(std::string_view field, const void* from, const TensorView& to
 }  // namespace
 
 Status CudaLayer::forward_host(const FusedMoE::Args& args) const {
-  const Status status = impl_->forward_host(args);
+  Status status = impl_->forward_host(args);
   if (impl_->mesh == nullptr) return status;
   return impl_->give_up(impl_->peers != nullptr ? impl_->peers->stream() : nullptr, status);
 }
