@@ -23,7 +23,7 @@ Result<ExpertsPlan> make_experts_plan(const MoeProblem& problem) {
   plan.weight = problem.quant.weight;
   plan.set_image(false);
   plan.power_of_two_scales = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
-  plan.weight_on_input = problem.apply_router_weight_on_input && !has_slabs(problem);
+  plan.weight_on_input = problem_of_rows(problem).apply_router_weight_on_input;
   plan.static_scales = quant::has_static_scale(problem.quant.activation);
   return plan;
 }
