@@ -39,6 +39,7 @@ struct CudaPeerAllToAll::Impl {
   DeviceTraits traits;
   std::int64_t row_bytes = 0;  // without scales
   std::int32_t groups = 0;
+  bool in_place = false;  // rows without scales and gaps are read in the window
   std::string name;
 
   std::unique_ptr<parallel::PeerWindow> window;
@@ -64,6 +65,9 @@ struct CudaPeerAllToAll::Impl {
     return {ids, owner.as<std::int32_t>(), static_cast<std::int32_t>(num_experts)};
   }
   Result<parallel::PeerLayout> layout() const;
+  std::byte* rows() const {
+    return in_place ? window->base(place.rank) + place.layout.rows : arrived.as<std::byte>();
+  }
   Status allocate(const std::vector<std::int32_t>& owners);
   Status stand(const parallel::PeerLayout& layout);
   Status check(const PrepareArgs& args) const;
@@ -90,7 +94,7 @@ Status CudaPeerAllToAll::Impl::allocate(const std::vector<std::int32_t>& owners)
   };
   std::vector<Want> wants = {
       {&state, "state of the transport", 64 + ranks * std::int64_t{4}},
-      {&arrived, "arrived rows", all() * row_bytes},
+      {&arrived, "arrived rows", in_place ? 0 : all() * row_bytes},
       {&row_scale, "scales of arrived rows", scale_stride(all()) * groups * 4},
       {&row_ids, "ids of arrived rows", all() * top_k * 4},
       {&row_weights, "weights of arrived rows", all() * top_k * 4},
@@ -178,6 +182,7 @@ Result<std::unique_ptr<CudaPeerAllToAll>> CudaPeerAllToAll::create(
                   : impl->bf16() ? "bf16 back"
                                  : "fp32 back");
   MOESAIC_ASSIGN_OR_RETURN(const parallel::PeerLayout layout, impl->layout());
+  impl->in_place = impl->groups == 0 && layout.row_pitch == impl->row_bytes;
   // What fails here may fail on this rank only: the others learn of it where the windows are made.
   const auto own_part = [&]() -> Status {
     const DeviceScope scope(problem.device.index());
@@ -271,7 +276,7 @@ Status CudaPeerAllToAll::Impl::take(void* stream) const {
   t.routing = routing(nullptr);
   t.row_bytes = row_bytes;
   t.groups = groups;
-  t.rows = arrived.as<std::byte>();
+  t.rows = in_place ? nullptr : arrived.as<std::byte>();
   t.scale = row_scale.as<float>();
   t.scale_stride = scale_stride(all());
   t.ids = row_ids.as<std::int32_t>();
@@ -293,8 +298,8 @@ Result<Prepared> CudaPeerAllToAll::prepare(const PrepareArgs& args) const {
   MOESAIC_RETURN_IF_ERROR(m.take(stream));
   const std::int64_t all = m.all();
   Prepared p;
-  p.hidden_states = {m.arrived.as<std::byte>(), m.quantized() ? DType::kF8E4M3 : DType::kBF16,
-                     Shape{all, m.hidden}, m.device};
+  p.hidden_states = {m.rows(), m.quantized() ? DType::kF8E4M3 : DType::kBF16, Shape{all, m.hidden},
+                     m.device};
   if (m.quantized()) {
     p.hidden_scale = {m.row_scale.as<std::byte>(), DType::kF32, Shape{all, m.groups}, m.device};
     p.hidden_scale.strides = {1, m.scale_stride(all)};

@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(kThreads) peer_take(const __grid_constant__ Pe
       to[j] = ids[j];
       p.weights[at.row * top_k + j] = weights[j];
     }
-    if ((ranks_of(place, p.routing, ids) >> place.rank & 1) == 0) continue;
+    if (p.rows == nullptr || (ranks_of(place, p.routing, ids) >> place.rank & 1) == 0) continue;
     const std::byte* const row = own(place) + layout.row(at.source, at.token);
     copy_by_warp(p.rows + at.row * p.row_bytes, row, p.row_bytes / 16);
     const auto* const scales = reinterpret_cast<const float*>(row + p.row_bytes);

@@ -57,8 +57,8 @@ struct PeerTakeParams {
   PeerRouting routing;  // ids is not read
   std::int64_t row_bytes = 0;
   std::int32_t groups = 0;
-  std::byte* rows = nullptr;
-  float* scale = nullptr;  // [groups][scale_stride]
+  std::byte* rows = nullptr;  // null: they are read in the window
+  float* scale = nullptr;     // [groups][scale_stride]
   std::int64_t scale_stride = 0;
   std::int32_t* ids = nullptr;
   float* weights = nullptr;
