@@ -130,14 +130,17 @@ class TileGemm {
       Source::Scales(args_, block_.group + f, scales_ + f * step);
   }
 
-  // All tiles of rows over the block. On the way the next block is decoded, or asked of memory.
+  // All tiles of rows over the block, whose units end in the panel at `end`. On the way the next one
+  // is decoded, or asked of memory.
   HWY_INLINE void RunBlock(const std::byte* end) {
     const int pairs = cut_.count / 2;
     const int turns = (2 * pairs + cut_.count % 2) * block_.folds * block_.products;
-    const std::int64_t units = (units_.next - end) / kUnitBytes;
-    fetch_ = end;
-    fetch_lines_ = static_cast<int>(ceil_div(units, std::int64_t{turns}));  // four times a turn
-    units_per_turn_ = ceil_div(units, std::int64_t{turns});
+    units_per_turn_ = ceil_div((units_.next - end) / kUnitBytes, std::int64_t{turns});
+    // Four times a turn, one full block ahead: also into the panel behind this one, which is the
+    // thread's next as a rule.
+    const std::int64_t units = block_.count / Source::kSteps;
+    fetch_ = end - units * kUnitBytes + kUnitsBytes;
+    fetch_lines_ = static_cast<int>(ceil_div(units, std::int64_t{turns}));
     for (int tile = 0; tile < cut_.count; tile += 2) {
       const bool pair = tile + 1 < cut_.count;
       const std::byte* a[2] = {};
