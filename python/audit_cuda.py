@@ -21,7 +21,9 @@ ALLOWED = r"lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+|gomp|nanobind_backend)[.-].*|ld
 def readelf(*arguments: object) -> str:
     """What readelf says, in English."""
     command = ["readelf", "-W", *map(str, arguments)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, env={"LC_ALL": "C", "PATH": "/usr/bin:/bin"}).stdout
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, env={"LC_ALL": "C", "PATH": "/usr/bin:/bin"}
+    ).stdout
 
 
 def main() -> None:

@@ -131,7 +131,11 @@ def in_process(tmp_path: pathlib.Path, *parts: str) -> dict[str, int]:
     source = HERE.with_name("count_allocations.c")
     subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, source], check=True)
     run = subprocess.run(
-        [sys.executable, HERE, *parts], check=True, capture_output=True, text=True, env={**os.environ, "LD_PRELOAD": str(library)}
+        [sys.executable, HERE, *parts],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "LD_PRELOAD": str(library)},
     )
     counts: dict[str, int] = json.loads(run.stdout)
     print(f"\n{len(counts)} calls counted, {CALLS} times each")

@@ -13,7 +13,7 @@ namespace {
 // Of the second call on these options, with random logits.
 long allocations_of_a_call(Router::Options options, DType ids_dtype, std::int64_t tokens,
                            DType logits_dtype = DType::kF32) {
-  Rng rng(61);
+  test::Rng rng(61);
   const std::int64_t columns = options.spec.num_experts + options.spec.num_zero_experts;
   const Tensor bias = test::random_normal(rng, DType::kF32, {columns});
   if (options.spec.has_correction_bias) options.correction_bias = bias.view();
