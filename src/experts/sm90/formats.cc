@@ -279,7 +279,6 @@ Status check_int4_fp8(const MoeProblem& problem) {
 
 constexpr FormatRow int4_fp8_row() {
   FormatRow row = decoded<Int4Fp8>(ComputeScheme::kInt4Fp8, RowForm::kFp8Row);
-  row.tiles.widest = 64;  // as the table's, below
   row.check = &check_int4_fp8;
   row.repack = MOESAIC_ON_DEVICE(repack_int4_fp8);
   row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_int4_fp8_swiglu);
@@ -330,14 +329,6 @@ bool takes_narrow(const OperandQuant& weight) {
   return has(weight) && !has_scales_of_sums(weight);
 }
 
-// The table takes registers that sums of 128 columns need.
-constexpr FormatRow table_bf16_row() {
-  FormatRow row = row_of_strips<TableBf16>("nf4-bf16", &takes_wide<has_table_codes>,
-                                           MOESAIC_ON_DEVICE(launch_grouped_table_bf16_swiglu));
-  row.tiles.widest = 64;
-  return row;
-}
-
 template <class Format>
 constexpr FormatRow row_of_int4(bool (*takes)(const OperandQuant& weight), LaunchGrouped* swiglu,
                                 LaunchGrouped* any) {
@@ -375,7 +366,8 @@ constexpr FormatRow kFormats[] = {
     row_of_int4<Int4Narrow>(&takes_narrow<has_int4_codes>,
                             MOESAIC_ON_DEVICE(launch_grouped_int4_narrow_swiglu),
                             MOESAIC_ON_DEVICE(launch_grouped_int4_narrow_any)),
-    table_bf16_row(),
+    row_of_strips<TableBf16>("nf4-bf16", &takes_wide<has_table_codes>,
+                             MOESAIC_ON_DEVICE(launch_grouped_table_bf16_swiglu)),
     row_of_strips<TableNarrow>("nf4-bf16", &takes_narrow<has_table_codes>,
                                MOESAIC_ON_DEVICE(launch_grouped_table_narrow_swiglu)),
     row_of_strips<Int8Bf16>("int8-bf16", &takes_wide<has_int8_codes>,

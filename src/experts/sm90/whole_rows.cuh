@@ -86,7 +86,8 @@ __device__ __forceinline__ void quantise_group(const GroupedParams& p, RowScale*
                        p.rows.inner_scale[item.first_row + r] = 1.0F;)
   }
   ptx::named_barrier_sync(kRequantBarrier, kThreads);
-  constexpr int kAtOnce = 4;
+  // Wide builds have the registers for more loads in flight.
+  constexpr int kAtOnce = Tile::kMaxColumns > 64 ? 8 : 4;
   const int pieces = p.intermediate / 8, all = item.rows * pieces;
   const int step_rows = kThreads / pieces, step_pieces = kThreads - step_rows * pieces;
   int row = thread / pieces, piece = thread - row * pieces;
@@ -130,7 +131,7 @@ template <class Inner, class Tile, class Shared>
 __device__ __forceinline__ void hand_over_whole_rows(const GroupedParams& p, const Shared& sh,
                                                      const Item& item, int lane) {
   using L = typename Shared::L;
-  constexpr int kThreads = L::kConsumerThreads;
+  constexpr int kThreads = L::kEpilogueThreads;
   std::uint32_t* const done = p.list.group_done + item.group;
   if (p.whole.inner_static != nullptr) {
     __syncwarp();
