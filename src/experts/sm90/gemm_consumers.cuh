@@ -53,6 +53,22 @@ __device__ __forceinline__ void hand_over(const GroupedParams& p, const Shared& 
   }
 }
 
+// Positions of a warp in what the warpgroups of a slab send each other.
+struct Senders {
+  RingPosition<1> blocks;
+  RingPosition<kTurnSlots> turns;
+};
+
+template <class Format, class Tile>
+__device__ __forceinline__ auto turns_of(const Shared<Format, Tile>& sh, Senders& senders, int block,
+                                         int second, int lane) {
+  if constexpr (Layout<Format, Tile>::kTurns == 2) {
+    return SumTurns<Shared<Format, Tile>>{sh, senders.turns, block, second, lane};
+  } else {
+    return NoTurns{};
+  }
+}
+
 // Sums of a slab's second block, from the warp that has them to the one that has the epilogue of
 // their rows: `to`, of the same lane.
 template <int kColumns, class Shared>
@@ -73,7 +89,7 @@ __device__ __forceinline__ void send_block(const Shared& sh, RingPosition<1>& se
 template <class Format, class Tile, int kColumns>
 __device__ __forceinline__ void multiply_columns(
     const Shared<Format, Tile>& sh, RingPosition<Layout<Format, Tile>::kStages>& ring,
-    RingPosition<1>& sent, int chunks, int group, int warp, int lane, bool scale_by_row_half,
+    Senders& senders, int chunks, int group, int warp, int lane, bool scale_by_row_half,
     typename Format::Promote::Sum (&acc)[2][kColumns / 2]) {
   using Weights = typename Format::Weights;
   if constexpr (Layout<Format, Tile>::kSlabGroups == 1) {
@@ -81,7 +97,9 @@ __device__ __forceinline__ void multiply_columns(
                                                       scale_by_row_half, acc);
   } else {
     Weights::template blocks<Format, Tile, kColumns>(
-        sh, ring, chunks, group, 0, lane, reinterpret_cast<float(&)[1][kColumns / 2]>(acc[0]));
+        sh, ring, turns_of(sh, senders, 0, 0, lane), chunks, group, 0, lane,
+        reinterpret_cast<float(&)[1][kColumns / 2]>(acc[0]));
+    RingPosition<1>& sent = senders.blocks;
     ptx::mbarrier_wait(sh.sent_full(warp), sent.parity);
     const float4* const at = sh.sent(warp) + lane;
 #pragma unroll
@@ -99,16 +117,22 @@ __device__ __forceinline__ void multiply_columns(
 template <class Format, class Tile, class Epilogue, int kColumns>
 __device__ __forceinline__ void consume_item(const GroupedParams& p, const Shared<Format, Tile>& sh,
                                              RingPosition<Layout<Format, Tile>::kStages>& ring,
-                                             RingPosition<2>& exchange, RingPosition<1>& sent,
+                                             RingPosition<2>& exchange, Senders& senders,
                                              const Item& item, int group, int warp, int lane) {
   using L = Layout<Format, Tile>;
   const bool second = item.band >= p.bands1;
-  if constexpr (L::kSlabGroups == 2) {
-    if (warp >= L::kEpilogueWarps) {
+  if constexpr (L::kSlabGroups > 1) {
+    const int which = warp / L::kEpilogueWarps;
+    if (which != 0) {
       float sums[1][kColumns / 2];
+      int block = which & 1;
+      const auto turns = turns_of(sh, senders, block, which >> 1, lane);
+      MOESAIC_CUDA_FAULT(cuda_second_block_is_the_first, block = 0;)
       Format::Weights::template blocks<Format, Tile, kColumns>(
-          sh, ring, second ? p.chunks2 : p.chunks1, group, 1, lane, sums);
-      send_block<kColumns>(sh, sent, warp - L::kEpilogueWarps, lane, sums[0]);
+          sh, ring, turns, second ? p.chunks2 : p.chunks1, group, block, lane, sums);
+      if (which == 1) {
+        send_block<kColumns>(sh, senders.blocks, warp - L::kEpilogueWarps, lane, sums[0]);
+      }
       return;
     }
   }
@@ -146,7 +170,7 @@ __device__ __forceinline__ void consume_item(const GroupedParams& p, const Share
       }
     };
     load_pairs(kEarly);
-    multiply_columns<Format, Tile, kColumns>(sh, ring, sent, p.chunks2, group, warp, lane, false,
+    multiply_columns<Format, Tile, kColumns>(sh, ring, senders, p.chunks2, group, warp, lane, false,
                                              acc);
     load_pairs(!kEarly);
     load_factors(!kEarly);
@@ -163,7 +187,7 @@ __device__ __forceinline__ void consume_item(const GroupedParams& p, const Share
     if (!Tile::kPaired && Tile::kMaxColumns <= 64 && p.fold_combine)
       combine_band(p, sh, item.band - p.bands1, group);
   } else {
-    multiply_columns<Format, Tile, kColumns>(sh, ring, sent, p.chunks1, group, warp, lane,
+    multiply_columns<Format, Tile, kColumns>(sh, ring, senders, p.chunks1, group, warp, lane,
                                              Epilogue::kGated, acc);
     load_factors(!kEarly);
     const AmaxExchange<L::kSplit> amax(sh, exchange);
@@ -232,7 +256,7 @@ __device__ __forceinline__ void consume(const GroupedParams& p, const Shared<For
   // Lane 0's: so the compiler sees that the warp agrees.
   const int group = __shfl_sync(
       0xFFFFFFFFU, L::kSplit ? static_cast<int>(ptx::cluster_cta_rank()) : (warp >> 2) & 1, 0);
-  RingPosition<1> sent;
+  Senders senders;
   if (!Tile::kPaired && Tile::kMaxColumns <= 64 && p.fold_combine && sh.num_groups(p) == 0 &&
       warp < L::kEpilogueWarps) {
     // No token has an expert here, but every output must be written.
@@ -252,7 +276,7 @@ __device__ __forceinline__ void consume(const GroupedParams& p, const Shared<For
     slot.advance();
     if (item.band < 0) break;
     const auto with = [&](auto columns) {
-      consume_item<Format, Tile, Epilogue, decltype(columns)::value>(p, sh, ring, exchange, sent,
+      consume_item<Format, Tile, Epilogue, decltype(columns)::value>(p, sh, ring, exchange, senders,
                                                                      item, group, warp, lane);
     };
     // The fewest columns that hold the group; any choice gives the same bits.
