@@ -105,8 +105,8 @@ struct DecodeE4M3;  // e4m3 codes, with ScalesOfSums
 struct ScalesOfSums;
 template <int kUnits>
 struct StripScales;
-struct InOperand;       // operands have their scales: one accumulator chain over all of K
-struct PerStage;        // a stage's sums times the scales of its weights and tokens, added in fp32
+struct InOperand;  // operands have their scales: one accumulator chain over all of K
+struct PerStage;   // a stage's sums times the scales of its weights and tokens, added in fp32
 // The sums of a stage, or of two that have the same scales, times the scale of each weight row, added
 // in fp32. kMostStages: 1 or 2.
 template <int kMostStages>

@@ -87,7 +87,8 @@ struct FromCodes {
 
   // The products of the next kCount stages, added to acc times the scales of their rows, which are
   // the same in all of them.
-  template <int kCount, class Mma, class Stage, class Slab, class Turns, int kBlocks, int kRegisters>
+  template <int kCount, class Mma, class Stage, class Slab, class Turns, int kBlocks,
+            int kRegisters>
   static __device__ __forceinline__ void add_stages(Stage& stage, std::uint32_t weights,
                                                     std::uint32_t tokens, const Slab& slab,
                                                     Turns& turns,

@@ -60,8 +60,8 @@ struct Senders {
 };
 
 template <class Format, class Tile>
-__device__ __forceinline__ auto turns_of(const Shared<Format, Tile>& sh, Senders& senders, int block,
-                                         int second, int lane) {
+__device__ __forceinline__ auto turns_of(const Shared<Format, Tile>& sh, Senders& senders,
+                                         int block, int second, int lane) {
   if constexpr (Layout<Format, Tile>::kTurns == 2) {
     return SumTurns<Shared<Format, Tile>>{sh, senders.turns, block, second, lane};
   } else {
@@ -72,8 +72,8 @@ __device__ __forceinline__ auto turns_of(const Shared<Format, Tile>& sh, Senders
 // Sums of a slab's second block, from the warp that has them to the one that has the epilogue of
 // their rows: `to`, of the same lane.
 template <int kColumns, class Shared>
-__device__ __forceinline__ void send_block(const Shared& sh, RingPosition<1>& sent, int to, int lane,
-                                           const float (&sums)[kColumns / 2]) {
+__device__ __forceinline__ void send_block(const Shared& sh, RingPosition<1>& sent, int to,
+                                           int lane, const float (&sums)[kColumns / 2]) {
   ptx::mbarrier_wait(sh.sent_empty(to), sent.parity ^ 1);
   float4* const at = sh.sent(to) + lane;
 #pragma unroll
@@ -106,7 +106,7 @@ __device__ __forceinline__ void multiply_columns(
     for (int i = 0; i < kColumns / 8; ++i) {
       const float4 v = at[32 * i];
       acc[1][4 * i] = v.x, acc[1][4 * i + 1] = v.y, acc[1][4 * i + 2] = v.z,
-                  acc[1][4 * i + 3] = v.w;
+                 acc[1][4 * i + 3] = v.w;
     }
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(sh.sent_empty(warp));

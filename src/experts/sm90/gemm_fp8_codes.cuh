@@ -35,8 +35,8 @@ struct DecodeInt4Fp8 {
   }
   // Of steps 2 half and 2 half + 1.
   __device__ __forceinline__ void load_codes(std::uint32_t slab, int block, int half, int thread) {
-    codes = load_shared_16(slab +
-                           static_cast<std::uint32_t>(block * 4096 + half * 2048 + thread * 16));
+    codes =
+        load_shared_16(slab + static_cast<std::uint32_t>(block * 4096 + half * 2048 + thread * 16));
   }
   __device__ __forceinline__ void fragment(int step, std::uint32_t (&a)[4]) const {
     int4_fp8_pair((step & 1) == 0 ? codes.x : codes.z, products[0], a[0], a[2]);

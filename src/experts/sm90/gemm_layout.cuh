@@ -64,7 +64,7 @@ struct Layout {
   static constexpr bool kSplit = Tile::kSplit;
   // Consumer warpgroups of a slab: one for both of its blocks of 64 rows, one each, or two each, which
   // take turns (gemm_turns.cuh). The first has the epilogue and is given the other block's sums.
-  static constexpr int kSlabGroups = 
+  static constexpr int kSlabGroups =
       Format::Weights::template groups_of_slab<typename Format::Promote>(Tile::kMaxColumns);
   static constexpr int kEpilogueWarps = kSplit ? kGroupWarps : 2 * kGroupWarps;
   static constexpr int kEpilogueThreads = 32 * kEpilogueWarps;
@@ -93,11 +93,12 @@ struct Layout {
   static constexpr int kAmaxBytes = (kSplit ? 2 : 1) * kAmaxWords * 4 + 16 * Tile::kMaxColumns;
   // Sums of second blocks, on their way to the epilogue.
   static constexpr int kSentBytes =
-      kSlabGroups > 1 ? kEpilogueThreads * Tile::kMaxColumns / 2 * 4 : 0;
+      kSlabGroups > 1 ? kEpilogueThreads* Tile::kMaxColumns / 2 * 4 : 0;
   static constexpr int kTurnPlaces = kTurns == 2 ? 2 * kGroupWarps : 0;  // warps that add
   static constexpr int kTurnWords = (Tile::kMaxColumns / 2 + 2) * 32;
   static constexpr int kTurnBytes = kTurnSlots * kTurnPlaces * kTurnWords * 4;
-  static constexpr int kFixedBytes = 1024 /* alignment */ + kAmaxBytes + 512 + kSentBytes + kTurnBytes;
+  static constexpr int kFixedBytes =
+      1024 /* alignment */ + kAmaxBytes + 512 + kSentBytes + kTurnBytes;
   // Few tokens: four stages stream as fast as six, and leave the kernels that follow the room to
   // start early (measured: the layer at M = 1 to 16 is 2 to 8 % faster).
   // Packed weights: about as many bytes in flight.
@@ -125,11 +126,11 @@ struct Layout {
   // free, so that it can start early. What producers give up is all that consumers can gain.
   // Of five warpgroups each thread has 96. Split builds of two warpgroups are two on a multiprocessor.
   static constexpr int kBoundBlocks = kSplit && kSlabGroups == 1 ? 2 : 1;
-  static constexpr int kLaunchRegisters = kThreads > 512                                ? 96
+  static constexpr int kLaunchRegisters = kThreads > 512                                 ? 96
                                           : Tile::kMaxColumns <= 32 && kBoundBlocks == 1 ? 128
                                                                                          : 168;
   static constexpr int kBoundThreads = kLaunchRegisters == 128 ? 512 : kThreads;
-  static constexpr int kConsumerRegisters = kSlabGroups > 1          ? 104
+  static constexpr int kConsumerRegisters = kSlabGroups > 1          ? 112
                                             : Tile::kMaxColumns > 64 ? 232
                                             : Tile::kMaxColumns > 32 ? 208
                                                                      : 152;
