@@ -9,7 +9,6 @@
 #include "cuda/ptx/wgmma_shapes_rs.cuh"
 #include "experts/sm90/decode_bf16.cuh"
 #include "experts/sm90/gemm_stages.cuh"
-#include "experts/sm90/gemm_turns.cuh"
 
 namespace moesaic::cuda {
 
@@ -19,7 +18,6 @@ struct FromCodes {
   // Decoding is a chain of latencies, longer than the multiplies of few columns: twice the warps.
   template <class Promote>
   static constexpr int groups_of_slab(int columns) {
-    if (columns <= kSplitColumns && requires { Promote::kMostStages; }) return 4;
     return columns <= 32 ? 2 : 1;
   }
 
@@ -87,19 +85,10 @@ struct FromCodes {
 
   // The products of the next kCount stages, added to acc times the scales of their rows, which are
   // the same in all of them.
-  template <int kCount, class Mma, class Stage, class Slab, class Turns, int kBlocks,
-            int kRegisters>
+  template <int kCount, class Mma, class Stage, class Slab, int kBlocks, int kRegisters>
   static __device__ __forceinline__ void add_stages(Stage& stage, std::uint32_t weights,
                                                     std::uint32_t tokens, const Slab& slab,
-                                                    Turns& turns,
                                                     float (&acc)[kBlocks][kRegisters]) {
-    if constexpr (Turns::kTaken) {
-      static_assert(kBlocks == 1);
-      if (!turns.take()) {
-        stage.template skip<kCount>();
-        return;
-      }
-    }
     constexpr bool kWide = kRegisters > 32;
     constexpr int kSets = kRegisters > 24 ? 1 : kBlocks;  // sums of all blocks, or in turn
     const NextStages<kCount> at(stage);
@@ -143,27 +132,18 @@ struct FromCodes {
     }
     stage.peek();
     ptx::wgmma_wait<0>();
-    if constexpr (Turns::kTaken) {
-      if (turns.second != 0) {
-        turns.send(part[0], scales[0].of_row);
-      } else {
-        if (turns.count > 1) turns.add(acc[0]);
-        promote(0, part[0]);
-      }
-    } else {
-      promote(kBlocks - 1, part[kSets - 1]);
-    }
+    promote(kBlocks - 1, part[kSets - 1]);
     at.release(stage);
   }
 
   // Blocks of 64 rows from `first` on: as FromShared::columns, with InOperand or PerStagesAndRow.
   // InOperand and few columns: two stages at a time, because waiting for the last products of each is
   // then much of the time.
-  template <class Format, class Tile, int kColumns, int kBlocks, class Turns>
+  template <class Format, class Tile, int kColumns, int kBlocks>
   static __device__ __forceinline__ void blocks(const Shared<Format, Tile>& sh,
                                                 RingPosition<Layout<Format, Tile>::kStages>& ring,
-                                                Turns turns, int chunks, int group, int first,
-                                                int lane, float (&acc)[kBlocks][kColumns / 2]) {
+                                                int chunks, int group, int first, int lane,
+                                                float (&acc)[kBlocks][kColumns / 2]) {
     using L = Layout<Format, Tile>;
     using Mma = ptx::WgmmaFromRegisters<typename Format::Product, kColumns>;
     StageReader<Format, Tile> stage{sh, ring, lane};
@@ -188,16 +168,13 @@ struct FromCodes {
       if constexpr (Format::Promote::kMostStages == 2) {
         if (sh.chunks_of_sums == 2) {
           for (int c = chunks / 2; c > 0; --c) {
-            add_stages<2, Mma>(stage, weights, tokens, slab, turns, acc);
+            add_stages<2, Mma>(stage, weights, tokens, slab, acc);
           }
           chunks &= 1;
         }
       }
       for (int c = chunks; c > 0; --c) {
-        add_stages<1, Mma>(stage, weights, tokens, slab, turns, acc);
-      }
-      if constexpr (Turns::kTaken) {
-        if (turns.second == 0 && turns.count % 2 == 0) turns.add(acc[0]);  // the last were its own
+        add_stages<1, Mma>(stage, weights, tokens, slab, acc);
       }
       return;
     }
@@ -216,7 +193,7 @@ struct FromCodes {
                                                  RingPosition<Layout<Format, Tile>::kStages>& ring,
                                                  int chunks, int group, int lane, bool,
                                                  float (&acc)[2][kColumns / 2]) {
-    blocks<Format, Tile, kColumns>(sh, ring, NoTurns{}, chunks, group, 0, lane, acc);
+    blocks<Format, Tile, kColumns>(sh, ring, chunks, group, 0, lane, acc);
   }
 };
 

@@ -53,22 +53,6 @@ __device__ __forceinline__ void hand_over(const GroupedParams& p, const Shared& 
   }
 }
 
-// Positions of a warp in what the warpgroups of a slab send each other.
-struct Senders {
-  RingPosition<1> blocks;
-  RingPosition<kTurnSlots> turns;
-};
-
-template <class Format, class Tile>
-__device__ __forceinline__ auto turns_of(const Shared<Format, Tile>& sh, Senders& senders,
-                                         int block, int second, int lane) {
-  if constexpr (Layout<Format, Tile>::kTurns == 2) {
-    return SumTurns<Shared<Format, Tile>>{sh, senders.turns, block, second, lane};
-  } else {
-    return NoTurns{};
-  }
-}
-
 // Sums of a slab's second block, from the warp that has them to the one that has the epilogue of
 // their rows: `to`, of the same lane.
 template <int kColumns, class Shared>
@@ -85,95 +69,85 @@ __device__ __forceinline__ void send_block(const Shared& sh, RingPosition<1>& se
   sent.advance();
 }
 
-// All sums of a slab: those of its second block may be another warpgroup's.
+// Slabs of several warpgroups: each multiplies its share, and the first is given the sums of the other
+// block. Whether this is the first, which has all sums of the item. One loop for all of them.
 template <class Format, class Tile, int kColumns>
-__device__ __forceinline__ void multiply_columns(
-    const Shared<Format, Tile>& sh, RingPosition<Layout<Format, Tile>::kStages>& ring,
-    Senders& senders, int chunks, int group, int warp, int lane, bool scale_by_row_half,
-    typename Format::Promote::Sum (&acc)[2][kColumns / 2]) {
-  using Weights = typename Format::Weights;
-  if constexpr (Layout<Format, Tile>::kSlabGroups == 1) {
-    Weights::template columns<Format, Tile, kColumns>(sh, ring, chunks, group, lane,
-                                                      scale_by_row_half, acc);
-  } else {
-    Weights::template blocks<Format, Tile, kColumns>(
-        sh, ring, turns_of(sh, senders, 0, 0, lane), chunks, group, 0, lane,
-        reinterpret_cast<float(&)[1][kColumns / 2]>(acc[0]));
-    RingPosition<1>& sent = senders.blocks;
-    ptx::mbarrier_wait(sh.sent_full(warp), sent.parity);
-    const float4* const at = sh.sent(warp) + lane;
-#pragma unroll
-    for (int i = 0; i < kColumns / 8; ++i) {
-      const float4 v = at[32 * i];
-      acc[1][4 * i] = v.x, acc[1][4 * i + 1] = v.y, acc[1][4 * i + 2] = v.z,
-                 acc[1][4 * i + 3] = v.w;
-    }
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(sh.sent_empty(warp));
-    sent.advance();
+__device__ __forceinline__ bool multiply_share(const Shared<Format, Tile>& sh,
+                                               RingPosition<Layout<Format, Tile>::kStages>& ring,
+                                               RingPosition<1>& sent, int chunks, int group,
+                                               int warp, int lane, float (&acc)[2][kColumns / 2]) {
+  using L = Layout<Format, Tile>;
+  int block = warp < L::kEpilogueWarps ? 0 : 1;
+  MOESAIC_CUDA_FAULT(cuda_second_block_is_the_first, block = 0;)
+  Format::Weights::template blocks<Format, Tile, kColumns>(
+      sh, ring, chunks, group, block, lane, reinterpret_cast<float(&)[1][kColumns / 2]>(acc[0]));
+  if (warp >= L::kEpilogueWarps) {
+    send_block<kColumns>(sh, sent, warp - L::kEpilogueWarps, lane, acc[0]);
+    return false;
   }
+  ptx::mbarrier_wait(sh.sent_full(warp), sent.parity);
+  const float4* const at = sh.sent(warp) + lane;
+#pragma unroll
+  for (int i = 0; i < kColumns / 8; ++i) {
+    const float4 v = at[32 * i];
+    acc[1][4 * i] = v.x, acc[1][4 * i + 1] = v.y, acc[1][4 * i + 2] = v.z, acc[1][4 * i + 3] = v.w;
+  }
+  __syncwarp();
+  if (lane == 0) ptx::mbarrier_arrive(sh.sent_empty(warp));
+  sent.advance();
+  return true;
 }
 
 template <class Format, class Tile, class Epilogue, int kColumns>
 __device__ __forceinline__ void consume_item(const GroupedParams& p, const Shared<Format, Tile>& sh,
                                              RingPosition<Layout<Format, Tile>::kStages>& ring,
-                                             RingPosition<2>& exchange, Senders& senders,
+                                             RingPosition<2>& exchange, RingPosition<1>& sent,
                                              const Item& item, int group, int warp, int lane) {
   using L = Layout<Format, Tile>;
   const bool second = item.band >= p.bands1;
-  if constexpr (L::kSlabGroups > 1) {
-    const int which = warp / L::kEpilogueWarps;
-    if (which != 0) {
-      float sums[1][kColumns / 2];
-      int block = which & 1;
-      const auto turns = turns_of(sh, senders, block, which >> 1, lane);
-      MOESAIC_CUDA_FAULT(cuda_second_block_is_the_first, block = 0;)
-      Format::Weights::template blocks<Format, Tile, kColumns>(
-          sh, ring, turns, second ? p.chunks2 : p.chunks1, group, block, lane, sums);
-      if (which == 1) {
-        send_block<kColumns>(sh, senders.blocks, warp - L::kEpilogueWarps, lane, sums[0]);
-      }
-      return;
-    }
-  }
   constexpr int kLists = (kColumns + 31) / 32;
   using Inner = typename Format::Inner;
   typename Format::Promote::Sum acc[2][kColumns / 2];
+  using Weights = typename Format::Weights;
+  // Decoders are long: one loop for both GEMMs.
+  constexpr bool kOneLoop = !Weights::kTokensAsRows;
+  if constexpr (kOneLoop) {
+    const int chunks = second ? p.chunks2 : p.chunks1;
+    if constexpr (L::kSlabGroups == 1) {
+      Weights::template columns<Format, Tile, kColumns>(sh, ring, chunks, group, lane, false, acc);
+    } else if (!multiply_share<Format, Tile, kColumns>(sh, ring, sent, chunks, group, warp, lane,
+                                                       acc)) {
+      return;
+    }
+  }
   constexpr bool kFactors = Format::Tokens::kFactors;
   [[maybe_unused]] ColumnFactors<typename Format::Tokens, kLists> factors;
-  // What the epilogue reads is read early, unless registers are few.
-  constexpr bool kEarly = L::kSlabGroups == 1;
-  const auto load_factors = [&](bool now) {
-    if constexpr (kFactors) {
-      if (!now) return;
-      factors.load_weights(p, item, second, Epilogue::kGated && !second, group, warp & 3, lane);
-      if (!second) factors.load_tokens(p, sh.pair_of_row(p), item, false, lane);
+  // What the epilogue reads is read before the products where these are not done yet.
+  if constexpr (kFactors) {
+    factors.load_weights(p, item, second, Epilogue::kGated && !second, group, warp & 3, lane);
+    if (!second) factors.load_tokens(p, sh.pair_of_row(p), item, false, lane);
+  }
+  const auto multiply = [&](int chunks, bool scale_by_row_half) {
+    if constexpr (!kOneLoop) {
+      Weights::template columns<Format, Tile, kColumns>(sh, ring, chunks, group, lane,
+                                                        scale_by_row_half, acc);
     }
   };
-  load_factors(kEarly);
   if (second) {
     // Destination and factor of column `lane + 32 i`.
     std::int32_t pair[kLists];
     float factor[kLists];
     const std::int32_t* const pair_of_row = sh.pair_of_row(p);
-    const auto load_pairs = [&](bool now) {
-      if (!now) return;
-      const float* const weight_of_row = sh.weight_of_row(p);
+    const float* const weight_of_row = sh.weight_of_row(p);
 #pragma unroll
-      for (int i = 0; i < kLists; ++i) {
-        const int column = lane + 32 * i;
-        const bool valid = column < item.rows;
-        pair[i] = valid ? pair_of_row[item.first_row + column] : -1;
-        factor[i] =
-            valid && weight_of_row != nullptr ? weight_of_row[item.first_row + column] : 1.0F;
-        MOESAIC_CUDA_FAULT(cuda_experts_router_weight_missing, factor[i] = 1.0F;)
-      }
-    };
-    load_pairs(kEarly);
-    multiply_columns<Format, Tile, kColumns>(sh, ring, senders, p.chunks2, group, warp, lane, false,
-                                             acc);
-    load_pairs(!kEarly);
-    load_factors(!kEarly);
+    for (int i = 0; i < kLists; ++i) {
+      const int column = lane + 32 * i;
+      const bool valid = column < item.rows;
+      pair[i] = valid ? pair_of_row[item.first_row + column] : -1;
+      factor[i] = valid && weight_of_row != nullptr ? weight_of_row[item.first_row + column] : 1.0F;
+      MOESAIC_CUDA_FAULT(cuda_experts_router_weight_missing, factor[i] = 1.0F;)
+    }
+    multiply(p.chunks2, false);
     if constexpr (kFactors) {
       factors.load_tokens(p, pair_of_row, item, true, lane);
       float finished[2][kColumns / 2];
@@ -187,9 +161,7 @@ __device__ __forceinline__ void consume_item(const GroupedParams& p, const Share
     if (!Tile::kPaired && Tile::kMaxColumns <= 64 && p.fold_combine)
       combine_band(p, sh, item.band - p.bands1, group);
   } else {
-    multiply_columns<Format, Tile, kColumns>(sh, ring, senders, p.chunks1, group, warp, lane,
-                                             Epilogue::kGated, acc);
-    load_factors(!kEarly);
+    multiply(p.chunks1, Epilogue::kGated);
     const AmaxExchange<L::kSplit> amax(sh, exchange);
     if constexpr (kFactors) {
       float finished[2][kColumns / 2];
@@ -256,7 +228,7 @@ __device__ __forceinline__ void consume(const GroupedParams& p, const Shared<For
   // Lane 0's: so the compiler sees that the warp agrees.
   const int group = __shfl_sync(
       0xFFFFFFFFU, L::kSplit ? static_cast<int>(ptx::cluster_cta_rank()) : (warp >> 2) & 1, 0);
-  Senders senders;
+  RingPosition<1> sent;
   if (!Tile::kPaired && Tile::kMaxColumns <= 64 && p.fold_combine && sh.num_groups(p) == 0 &&
       warp < L::kEpilogueWarps) {
     // No token has an expert here, but every output must be written.
@@ -276,7 +248,7 @@ __device__ __forceinline__ void consume(const GroupedParams& p, const Shared<For
     slot.advance();
     if (item.band < 0) break;
     const auto with = [&](auto columns) {
-      consume_item<Format, Tile, Epilogue, decltype(columns)::value>(p, sh, ring, exchange, senders,
+      consume_item<Format, Tile, Epilogue, decltype(columns)::value>(p, sh, ring, exchange, sent,
                                                                      item, group, warp, lane);
     };
     // The fewest columns that hold the group; any choice gives the same bits.

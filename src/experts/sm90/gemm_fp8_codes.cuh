@@ -13,7 +13,6 @@
 #include "experts/sm90/decode_bf16.cuh"
 #include "experts/sm90/gemm_products.cuh"
 #include "experts/sm90/gemm_stages.cuh"
-#include "experts/sm90/gemm_turns.cuh"
 
 namespace moesaic::cuda {
 
@@ -92,7 +91,7 @@ struct FromFp8Codes {
   template <class Format, class Tile, int kColumns, int kBlocks>
   static __device__ __forceinline__ void blocks(const Shared<Format, Tile>& sh,
                                                 RingPosition<Layout<Format, Tile>::kStages>& ring,
-                                                NoTurns, int chunks, int group, int first, int lane,
+                                                int chunks, int group, int first, int lane,
                                                 float (&acc)[kBlocks][kColumns / 2]) {
     using L = Layout<Format, Tile>;
     using Mma = ptx::WgmmaFromRegisters<typename Format::Product, kColumns>;
@@ -119,7 +118,7 @@ struct FromFp8Codes {
                                                  RingPosition<Layout<Format, Tile>::kStages>& ring,
                                                  int chunks, int group, int lane, bool,
                                                  float (&acc)[2][kColumns / 2]) {
-    blocks<Format, Tile, kColumns>(sh, ring, NoTurns{}, chunks, group, 0, lane, acc);
+    blocks<Format, Tile, kColumns>(sh, ring, chunks, group, 0, lane, acc);
   }
 };
 

@@ -13,7 +13,6 @@ inline constexpr int kTokenWarps = 3;
 inline constexpr int kGroupWarps = 4;      // of a consumer warpgroup
 inline constexpr int kRequantBarrier = 1;  // named barrier of all consumer threads of the CTA
 inline constexpr int kItemSlots = 4;
-inline constexpr int kTurnSlots = 2;
 inline constexpr int kIndexSlots = 8;  // more than the items that the stages in flight can span
 // Groups with more rows than this are computed with the tokens as the M operand.
 inline constexpr int kRowsOrientation = 96;
@@ -62,15 +61,13 @@ struct TokenTile {
 template <class Format, class Tile>
 struct Layout {
   static constexpr bool kSplit = Tile::kSplit;
-  // Consumer warpgroups of a slab: one for both of its blocks of 64 rows, one each, or two each, which
-  // take turns (gemm_turns.cuh). The first has the epilogue and is given the other block's sums.
+  // Consumer warpgroups of a slab: one for both of its blocks of 64 rows, or one each. The first has
+  // the epilogue and is given the other block's sums.
   static constexpr int kSlabGroups =
       Format::Weights::template groups_of_slab<typename Format::Promote>(Tile::kMaxColumns);
   static constexpr int kEpilogueWarps = kSplit ? kGroupWarps : 2 * kGroupWarps;
   static constexpr int kEpilogueThreads = 32 * kEpilogueWarps;
   static constexpr int kConsumerWarps = kSlabGroups * kEpilogueWarps;
-  static constexpr int kTurns = kSlabGroups == 4 ? 2 : 1;
-  static_assert(kSlabGroups < 4 || kSplit);
   static constexpr int kConsumerThreads = 32 * kConsumerWarps;
   static constexpr int kThreads = kConsumerThreads + 32 * (1 + kTokenWarps);
   static constexpr int kTokenBytes = Tile::kMaxColumns * kChunkBytes;
@@ -94,11 +91,7 @@ struct Layout {
   // Sums of second blocks, on their way to the epilogue.
   static constexpr int kSentBytes =
       kSlabGroups > 1 ? kEpilogueThreads* Tile::kMaxColumns / 2 * 4 : 0;
-  static constexpr int kTurnPlaces = kTurns == 2 ? 2 * kGroupWarps : 0;  // warps that add
-  static constexpr int kTurnWords = (Tile::kMaxColumns / 2 + 2) * 32;
-  static constexpr int kTurnBytes = kTurnSlots * kTurnPlaces * kTurnWords * 4;
-  static constexpr int kFixedBytes =
-      1024 /* alignment */ + kAmaxBytes + 512 + kSentBytes + kTurnBytes;
+  static constexpr int kFixedBytes = 1024 /* alignment */ + kAmaxBytes + 512 + kSentBytes;
   // Few tokens: four stages stream as fast as six, and leave the kernels that follow the room to
   // start early (measured: the layer at M = 1 to 16 is 2 to 8 % faster).
   // Packed weights: about as many bytes in flight.
@@ -113,14 +106,12 @@ struct Layout {
   static constexpr int kOffsetBars = (kOffsetItems + kItemSlots * 32 + 15) / 16 * 16;
   static constexpr int kSentBars = kSlabGroups > 1 ? kEpilogueWarps : 0;
   static constexpr int kOtherBars = 2 * kStages + 2 * kItemSlots + kIndexSlots + (kSplit ? 2 : 0);
-  static constexpr int kTurnBars = kTurnSlots * kTurnPlaces;
-  static constexpr int kBars = kOtherBars + 2 * kSentBars + 2 * kTurnBars;
+  static constexpr int kBars = kOtherBars + 2 * kSentBars;
   static constexpr bool kMakesList = Tile::kMaxColumns <= kListColumns;
   static constexpr int kOffsetList = (kOffsetBars + kBars * 8 + 15) / 16 * 16;
   static constexpr int kListBytes = kMakesList ? static_cast<int>(sizeof(SharedList)) : 0;
   static constexpr int kOffsetSent = (kOffsetList + kListBytes + 15) / 16 * 16;
-  static constexpr int kOffsetTurns = kOffsetSent + kSentBytes;
-  static constexpr int kBytes = kOffsetTurns + kTurnBytes + 1024;
+  static constexpr int kBytes = kOffsetSent + kSentBytes + 1024;
   // The launch gives every warpgroup 168 registers per thread, or 128 (what a block of
   // kBoundThreads could have) where few tokens need no more: the kernel that follows finds some
   // free, so that it can start early. What producers give up is all that consumers can gain.
@@ -135,7 +126,7 @@ struct Layout {
                                             : Tile::kMaxColumns > 32 ? 208
                                                                      : 152;
   static constexpr int kProducerRegisters =
-      kLaunchRegisters - 2 * kSlabGroups * (kConsumerRegisters - kLaunchRegisters);  // not split
+      kLaunchRegisters - kConsumerWarps / kGroupWarps * (kConsumerRegisters - kLaunchRegisters);
   static_assert(kStages >= 3 && kBytes <= kHopperSharedBytes);
   static_assert(kItemSlots * sizeof(Item) + 4 <= kItemSlots * 32 - kIndexSlots * 4);
 };
@@ -237,18 +228,6 @@ struct Shared {
   }
   __device__ __forceinline__ std::uint32_t sent_empty(int warp) const {
     return bar(static_cast<std::uint32_t>(L::kOtherBars + L::kSentBars + warp));
-  }
-  // Sums and scales that one warpgroup of a block sends to the other.
-  __device__ __forceinline__ float* turn(std::uint32_t slot, int place) const {
-    return reinterpret_cast<float*>(generic + L::kOffsetTurns) +
-           (static_cast<int>(slot) * L::kTurnPlaces + place) * L::kTurnWords;
-  }
-  __device__ __forceinline__ std::uint32_t turn_full(std::uint32_t slot, int place) const {
-    return bar(L::kOtherBars + 2 * L::kSentBars + slot * L::kTurnPlaces +
-               static_cast<std::uint32_t>(place));
-  }
-  __device__ __forceinline__ std::uint32_t turn_empty(std::uint32_t slot, int place) const {
-    return turn_full(slot, place) + L::kTurnBars * 8;
   }
   // Split builds: the largest magnitudes from both CTAs are there.
   __device__ __forceinline__ std::uint32_t amax_full(std::uint32_t s) const {

@@ -35,17 +35,6 @@ struct StageReader {
     next.advance();
     ready = ptx::mbarrier_test(sh.full(next.slot), next.parity);
   }
-  // Past the next kCount stages, which are another warpgroup's. They must be full first: the parity
-  // of a place says nothing to who is a round behind.
-  template <int kCount>
-  __device__ __forceinline__ void skip() {
-#pragma unroll
-    for (int s = 0; s < kCount; ++s) {
-      wait_full();
-      ring.advance();
-      ready = false;
-    }
-  }
   // This warp has read the stage of `slot`.
   __device__ __forceinline__ void release(std::uint32_t slot) const {
     __syncwarp();

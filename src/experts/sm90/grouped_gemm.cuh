@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(Layout<Format, Tile>::kBoundThreads,
   if (threadIdx.x == 0) {
     for (int s = 0; s < L::kStages; ++s) {
       ptx::mbarrier_init(sh.full(s), 1 + 32 * kTokenWarps);
-      ptx::mbarrier_init(sh.empty(s), L::kConsumerWarps / L::kTurns * (Tile::kPaired ? 2 : 1));
+      ptx::mbarrier_init(sh.empty(s), L::kConsumerWarps * (Tile::kPaired ? 2 : 1));
     }
     for (int s = 0; s < kItemSlots; ++s) {
       ptx::mbarrier_init(sh.item_full(s), 1);
@@ -42,7 +42,6 @@ __global__ void __launch_bounds__(Layout<Format, Tile>::kBoundThreads,
       ptx::mbarrier_init(sh.sent_full(w), 1);
       ptx::mbarrier_init(sh.sent_empty(w), 1);
     }
-    for (int i = 0; i < 2 * L::kTurnBars; ++i) ptx::mbarrier_init(sh.turn_full(0, i), 1);
     ptx::mbarrier_init_fence();
   }
   if (kCluster) {

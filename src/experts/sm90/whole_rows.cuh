@@ -86,8 +86,7 @@ __device__ __forceinline__ void quantise_group(const GroupedParams& p, RowScale*
                        p.rows.inner_scale[item.first_row + r] = 1.0F;)
   }
   ptx::named_barrier_sync(kRequantBarrier, kThreads);
-  // Wide builds have the registers for more loads in flight.
-  constexpr int kAtOnce = Tile::kMaxColumns > 64 ? 8 : 4;
+  constexpr int kAtOnce = 4;
   const int pieces = p.intermediate / 8, all = item.rows * pieces;
   const int step_rows = kThreads / pieces, step_pieces = kThreads - step_rows * pieces;
   int row = thread / pieces, piece = thread - row * pieces;
