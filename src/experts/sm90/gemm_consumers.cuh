@@ -108,10 +108,23 @@ __device__ __forceinline__ void consume_item(const GroupedParams& p, const Share
   constexpr int kLists = (kColumns + 31) / 32;
   using Inner = typename Format::Inner;
   typename Format::Promote::Sum acc[2][kColumns / 2];
+  constexpr bool kFactors = Format::Tokens::kFactors;
+  [[maybe_unused]] ColumnFactors<typename Format::Tokens, kLists> factors;
   using Weights = typename Format::Weights;
   // Decoders are long: one loop for both GEMMs.
   constexpr bool kOneLoop = !Weights::kTokensAsRows;
   if constexpr (kOneLoop) {
+    // What the epilogue reads is read when registers are free again, but near by then: 16 bytes of
+    // a list by each lane.
+    if (second && 4 * lane < item.rows) {
+      const std::int32_t at = item.first_row + 4 * lane;
+      ptx::prefetch_l1(sh.pair_of_row(p) + at);
+      if (sh.weight_of_row(p) != nullptr) ptx::prefetch_l1(sh.weight_of_row(p) + at);
+    }
+    if constexpr (kFactors) {
+      factors.template load_weights<true>(p, item, second, Epilogue::kGated && !second, group,
+                                          warp & 3, lane);
+    }
     const int chunks = second ? p.chunks2 : p.chunks1;
     if constexpr (L::kSlabGroups == 1) {
       Weights::template columns<Format, Tile, kColumns>(sh, ring, chunks, group, lane, false, acc);
@@ -120,9 +133,6 @@ __device__ __forceinline__ void consume_item(const GroupedParams& p, const Share
       return;
     }
   }
-  constexpr bool kFactors = Format::Tokens::kFactors;
-  [[maybe_unused]] ColumnFactors<typename Format::Tokens, kLists> factors;
-  // What the epilogue reads is read before the products where these are not done yet.
   if constexpr (kFactors) {
     factors.load_weights(p, item, second, Epilogue::kGated && !second, group, warp & 3, lane);
     if (!second) factors.load_tokens(p, sh.pair_of_row(p), item, false, lane);
