@@ -99,27 +99,31 @@ class ExpertSource {
 using StackedExpertWeights = ExpertWeightsView;
 std::unique_ptr<ExpertSource> make_stacked_source(const StackedExpertWeights& weights);
 
-// Everything that a call reads and writes is memory of the problem's device, expert_map and
-// workspace too; `numerics` and expert_num_tokens are the host's.
+// Everything that a call reads and writes is memory of the problem's device, expert_map,
+// expert_num_tokens and workspace too; `numerics` are the host's.
 struct ExpertsArgs {
   // Standard: [M, H]; batched: [E_l, T, H]. F32, BF16 or F16 raw activations, of cuda_sm90 BF16;
   // rows may be strided (last axis dense). On a GPU those are copied first, to memory of the
-  // device's pool, and are at least H elements apart.
+  // device's pool, and are at least H elements apart; slabs are contiguous there.
   ConstTensorView hidden_states;
   // Standard only: [M, k] global ids (I32, -1: no expert) and F32 weights. A GPU treats ids out of
   // range as -1; the CPU refuses them.
   ConstTensorView topk_ids;
   ConstTensorView topk_weights;
-  std::span<const std::int32_t> expert_map;         // [E] -> local or -1; empty: identity
-  std::span<const std::int32_t> expert_num_tokens;  // batched only, [E_l]
+  std::span<const std::int32_t> expert_map;  // [E] -> local or -1; empty: identity
+  // Batched only, [E_l]: how many rows of each slab count; the others are neither read nor
+  // written. The CPU refuses numbers outside 0 .. T. A GPU, where a captured call reads them anew at
+  // each replay, takes those below 0 as 0 and those above T as T.
+  std::span<const std::int32_t> expert_num_tokens;
   // >= workspace_size(M) bytes, 64-byte aligned, on a GPU 256.
   std::span<std::byte> workspace;
   // Standard, kNoOp: [M, H] F32 or BF16 or F16 (cuda_sm90: not F16); batched: [E_l, T, H] (rows past
-  // the counts are not written).
+  // the counts are not written; cuda_sm90: BF16).
   TensorView output;
   // Rows that were quantised before they came here, as the scheme would (weight on the input
   // included): hidden_states holds F8_E4M3 codes, and this F32 scales per 128 columns, [M, H/128]
-  // or [E_l, T, H/128], contiguous; on a GPU strides [1, >= M]. Only with takes_quantized_rows().
+  // or [E_l, T, H/128], contiguous; on a GPU strides [1, >= M] or [T, 1, >= E_l T]. Only with
+  // takes_quantized_rows().
   ConstTensorView hidden_scale = {};
   // Standard only, not with hidden_scale: what rounding did to each row, [M], overwritten. Measured
   // by scalar code beside the kernels, so such a call is slow, and it allocates; the output has the
@@ -134,8 +138,8 @@ struct ExpertsArgs {
   // at each replay, they make NaN of the rows of experts that have them. kUnsupported for schemes
   // without static activation scales.
   ConstTensorView a1_scale = {}, a2_scale = {};
-  // On a GPU: output may be the very tensor hidden_states, contiguous and of one dtype. Not with
-  // numerics (kUnsupported), which read hidden_states again.
+  // On a GPU, standard: output may be the very tensor hidden_states, contiguous and of one dtype.
+  // Not with numerics (kUnsupported), which read hidden_states again.
   bool inplace = false;
 };
 

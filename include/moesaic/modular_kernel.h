@@ -37,7 +37,7 @@ struct PrepareArgs {
 struct Prepared {
   ConstTensorView hidden_states;                    // standard [M', H], batched [E_l, T, H]
   ConstTensorView topk_weights, topk_ids;           // absent: the caller's stay in force
-  std::span<const std::int32_t> expert_num_tokens;  // batched: [E_l]
+  std::span<const std::int32_t> expert_num_tokens;  // batched: [E_l], memory of the device
   ConstTensorView hidden_scale = {};  // present: hidden_states are codes, as ExpertsArgs says
   TensorView expert_output = {};      // present: where the experts must write (owns_expert_output)
 };
@@ -118,6 +118,11 @@ Result<std::unique_ptr<PrepareAndFinalize>> make_local_prepare_finalize(const Mo
 // ascending (token, slot) order, a weight on the input applied while copying (rounded as the
 // experts would); a delegated reduction becomes kNaiveBatched. More than T rows for one expert are
 // kLimitExceeded. kUnsupported for a standard problem, kInvalidArgument for T < 1.
+//
+// On a GPU: only launches, and can be captured; at most 1024 local experts and 2^30 rows of slabs.
+// Ids out of range are no expert. A row that finds no room in its slab, which is not known on the
+// host, makes the whole output row of its token NaN. Experts write BF16 where cuda_sm90 computes the
+// problem, else F32.
 Result<std::unique_ptr<PrepareAndFinalize>> make_batched_prepare_finalize(
     const MoeProblem& problem);
 
@@ -154,11 +159,11 @@ struct AllToAllOptions {
 //   combine   8 (R - 1) + rows received from others * H * size of combine_dtype
 //
 // On a GPU (rows "cuda_all_to_all" and "cuda_all_gather_reduce_scatter"): bf16 rows with H % 8 = 0
-// (codes: H % 128 = 0) and an F32 output in device memory; experts write their sums in the combine
-// dtype. Messages lie in device memory, all of which is allocated here; the communicator is NCCL's
-// for this device, or any whose messages go through host memory. prepare and finalize wait for the
-// other ranks on the host, then launch on the stream of the call. Ids out of range go nowhere. What
-// a rank refuses by itself breaks the communicator: the others return kDevice with its reason.
+// (codes: H % 128 = 0) and an output of any float dtype, in device memory, where messages lie too, all
+// of it allocated here; experts write sums of the combine dtype. The communicator is NCCL's for this
+// device, or any whose messages go through host memory. prepare and finalize wait for the others on
+// the host, then launch on the stream of the call. Ids out of range go nowhere. What a rank refuses
+// by itself breaks the communicator: the others return kDevice with its reason.
 Result<std::unique_ptr<PrepareAndFinalize>> make_all_to_all_prepare_finalize(
     const MoeProblem& problem, std::shared_ptr<Communicator> communicator,
     const AllToAllOptions& options);

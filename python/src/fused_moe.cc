@@ -42,10 +42,8 @@ FusedLayer* fused_from_checkpoint(const Checkpoint& checkpoint, int layer, const
   options.include_gate = include_gate;
   options.router_logits_dtype = dtype_of("router_logits_dtype", router_logits_dtype);
   CallGuard guard(progress);
-  return new FusedLayer(
-      create_guarded(without_shared(load_guarded(checkpoint, layer, options, &guard), options),
-                     options, &guard),
-      options);
+  return new FusedLayer(create_guarded(
+      without_shared(load_guarded(checkpoint, layer, options, &guard), options), options, &guard));
 }
 
 FusedLayer* fused_from_loader(LoaderObject& loader, const std::string& quant, nb::handle device,
@@ -58,8 +56,7 @@ FusedLayer* fused_from_loader(LoaderObject& loader, const std::string& quant, nb
   options.router_logits_dtype = dtype_of("router_logits_dtype", router_logits_dtype);
   options.parallel = loader.parallel;
   CallGuard guard{nb::none()};
-  return new FusedLayer(create_guarded(without_shared(finish(&loader), options), options, &guard),
-                        options);
+  return new FusedLayer(create_guarded(without_shared(finish(&loader), options), options, &guard));
 }
 
 }  // namespace

@@ -1,12 +1,10 @@
 #include "layer.h"
 
-#include <algorithm>
 #include <array>
 #include <vector>
 
 #include "core/fault.h"
 #include "errors.h"
-#include "layer/call_args.h"
 #include "numerics/element.h"
 #include "specs.h"
 #include "tensors.h"
@@ -51,6 +49,7 @@ ConstTensorView as_i32(std::string_view field, const ConstTensorView& t, std::in
 ConstTensorView as_f32(std::string_view field, const ConstTensorView& t,
                        std::vector<float>* buffer) {
   check(expect_contiguous(field, t));
+  if (MOESAIC_FAULT(python_scratch_of_each_call)) std::vector<float>().swap(*buffer);
   const std::int64_t count = unwrap(t.shape.num_elements());
   buffer->resize(static_cast<std::size_t>(count));
   for (std::int64_t i = 0; i < count; ++i) {
@@ -134,20 +133,6 @@ class TraceTensors {
   }
 };
 
-// The workspace of a layer on a GPU allows so many rows; what is longer goes in pieces.
-Status enqueue(const Layer& self, Stream stream, const FusedMoE::Args& args) {
-  const std::int64_t rows = args.hidden_states.dim(0);
-  if (rows <= self.max_tokens || MOESAIC_FAULT(python_long_calls_not_split)) {
-    return self.layer.enqueue(stream, args);
-  }
-  for (std::int64_t first = 0; first < rows; first += self.max_tokens) {
-    const std::int64_t count = std::min(self.max_tokens, rows - first);
-    const Status status = self.layer.enqueue(stream, layer::rows_of_call(args, first, count));
-    if (!status.ok()) return status;
-  }
-  return {};
-}
-
 }  // namespace
 
 nb::object run(const Layer& self, const CallTensors& tensors, nb::handle stream, bool trace,
@@ -189,7 +174,7 @@ nb::object run(const Layer& self, const CallTensors& tensors, nb::handle stream,
   if (on_device) {
     const Stream where = stream_of(stream, call.x);
     const nb::gil_scoped_release released;
-    status = enqueue(self, where, call.args);
+    status = self.layer.enqueue(where, call.args);
   } else {
     const nb::gil_scoped_release released;
     status = self.layer.forward(call.args);

@@ -21,10 +21,8 @@
 namespace moesaic::python {
 
 struct Layer {
-  Layer(FusedMoE made, const FusedMoE::Options& options)
-      : layer(std::move(made)), max_tokens(options.max_tokens) {}
+  explicit Layer(FusedMoE made) : layer(std::move(made)) {}
   FusedMoE layer;
-  std::int64_t max_tokens;  // of a call of the library on a GPU; more are several
   std::int64_t made_at = fork_count();
   bool drop_beyond = false;  // ids from num_experts on are slots without an expert
 };

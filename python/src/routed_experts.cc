@@ -55,10 +55,8 @@ RoutedLayer* routed_from_checkpoint(const Checkpoint& checkpoint, int layer,
   const FusedMoE::Options options =
       experts_options(quant, device, max_tokens, num_threads, backend);
   CallGuard guard(progress);
-  return new RoutedLayer(
-      create_guarded(experts_alone(load_guarded(checkpoint, layer, options, &guard)), options,
-                     &guard),
-      options);
+  return new RoutedLayer(create_guarded(
+      experts_alone(load_guarded(checkpoint, layer, options, &guard)), options, &guard));
 }
 
 RoutedLayer* routed_from_loader(LoaderObject& loader, const std::string& quant, nb::handle device,
@@ -68,7 +66,7 @@ RoutedLayer* routed_from_loader(LoaderObject& loader, const std::string& quant, 
   options.parallel = loader.parallel;
   CallGuard guard{nb::none()};
   auto* const made =
-      new RoutedLayer(create_guarded(experts_alone(finish(&loader)), options, &guard), options);
+      new RoutedLayer(create_guarded(experts_alone(finish(&loader)), options, &guard));
   made->drop_beyond = drop_ids_beyond;
   return made;
 }
@@ -89,7 +87,7 @@ RoutedLayer* routed_from_tensors(nb::handle w13, nb::handle w2, std::int64_t top
   weights.spec = own.spec;
   weights.shared_quant = own.spec.quant;
   weights.experts = unwrap(make_own_source(own.weights));
-  auto* const made = new RoutedLayer(create_guarded(std::move(weights), options, &guard), options);
+  auto* const made = new RoutedLayer(create_guarded(std::move(weights), options, &guard));
   made->drop_beyond = drop_ids_beyond;
   return made;
 }

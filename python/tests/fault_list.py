@@ -24,13 +24,13 @@ BINDING = {
     "python_bf16_read_as_f16": ("test_layers.py", "dtype_of_the_input"),
     "python_loader_says_not_kept": ("test_weight_loader.py", "tensor_by_tensor"),
     "python_threads_not_torchs": ("test_torch.py", "threads_follow"),
+    "python_scratch_of_each_call": ("test_allocations.py", "call_allocates"),
     "python_parallel_lost": ("test_weight_loader.py", "parts_of_all_ranks"),
     "python_spec_always_plain": ("test_weight_loader.py", "biases_and_formats"),
 }
 # The same, in what only a GPU runs: not run here.
 ON_GPU = {
     "python_default_stream": ("test_gpu.py", "current_stream"),
-    "python_long_calls_not_split": ("test_gpu.py", "long_calls"),
     "python_hidden_copy_to_device": ("test_gpu.py", "wrong_device"),
 }
 

@@ -163,8 +163,11 @@ struct ByWeightKind {
 using PanelGemm = void (*)(const PanelArgs& args);
 
 struct CpuKernels {
-  const char* name;            // tier: "baseline", "avx2", "avx512", "avx512_bf16"
+  const char* name;            // tier: "baseline", "avx2", "avx512", "avx512_bf16", "amx"
   OperandKind narrow_operand;  // operand of schemes whose activations are exact in bf16
+  // Rows of experts that a call handles at a time. The quicker the products, the more rows must
+  // share a read of the weights.
+  std::int64_t chunk_rows;
 
   // result[r][c] = sum over groups g, ascending, of row_scale[r][g] * panel_scale[g][c/16] * (sum
   // over k in g, ascending, of row[r][k] * w[k][c]), each inner product accumulated in fp32 (in
@@ -237,10 +240,11 @@ struct CpuKernels {
   // operands: rows of 16, of which a tier uses the first lanes: kMaxMultiplyAddChains start
   // values, the first ones replaced by the results, then x0, x1 and y. Per iteration chain i
   // becomes, kF32: chain * x + y; kBF16: chain + x * y + x * y, of x and y their upper halves; x is
-  // x0 for even i, else x1.
+  // x0 for even i, else x1. Tier amx: five chains, rows of tiles; per eight iterations the sum over
+  // 16 lanes of x times y is added to each lane of y (kBF16: twice).
   double (*multiply_add_loop)(OperandKind operand, std::int64_t iterations, float* operands);
-  // The same for kI8, in int32: chain + the four products of x's unsigned and y's signed bytes. Null
-  // where grouped_gemm_i8 is.
+  // The same for kI8, in int32: chain + the four products of x's unsigned and y's signed bytes (on
+  // tier amx x's are signed and y's unsigned). Null where grouped_gemm_i8 is.
   double (*multiply_add_loop_i8)(std::int64_t iterations, std::int32_t* operands);
   // Reads `bytes` (a multiple of 256) once, front to back; the exclusive or of all words.
   std::uint32_t (*read_loop)(const std::byte* data, std::int64_t bytes);

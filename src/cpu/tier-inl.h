@@ -43,6 +43,7 @@ constexpr CpuKernels MakeTable() {
   CpuKernels t{};
   t.name = HWY_STR(MOESAIC_TIER);
   t.narrow_operand = OperandKind::kF32;
+  t.chunk_rows = 8192;
 
   using enum WeightKind;
   t.panel_gemm_f32[kF32] = PanelGemmF32<DecodeF32>;

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "core/fault.h"
+#include "cpu/amx_permission.h"
 #include "hwy/targets.h"
 
 #if defined(__x86_64__)
@@ -86,9 +87,12 @@ std::string names(bool only_available) {
 
 const std::vector<TierInfo>& cpu_tiers() {
   static CpuKernels own_avx512{}, own_avx2{};
+  const bool bf16 = machine_has(HWY_AVX3) && machine_has_bf16();
+  static constexpr std::string_view kNoBf16 =
+      "this CPU lacks AVX512_BF16, AVX512_VBMI or AVX512_VNNI";
   static const std::vector<TierInfo> tiers = {
-      tier("avx512_bf16", kernels_avx512_bf16(), machine_has(HWY_AVX3) && machine_has_bf16(),
-           "this CPU lacks AVX512_BF16, AVX512_VBMI or AVX512_VNNI"),
+      tier("amx", kernels_amx(), bf16 && amx_refusal().empty(), bf16 ? amx_refusal() : kNoBf16),
+      tier("avx512_bf16", kernels_avx512_bf16(), bf16, kNoBf16),
       tier("avx512", with_integers_if(machine_has_avx512_vnni(), kernels_avx512(), own_avx512),
            machine_has(HWY_AVX3), "this CPU lacks AVX-512 F/VL/DQ/BW"),
       tier("avx2", with_integers_if(machine_has_avx_vnni(), kernels_avx2(), own_avx2),

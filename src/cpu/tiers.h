@@ -15,6 +15,7 @@ const CpuKernels* kernels_baseline();     // x86-64-v2, or the build's own targe
 const CpuKernels* kernels_avx2();         // AVX2 + FMA + F16C
 const CpuKernels* kernels_avx512();       // AVX-512 F, VL, DQ, BW
 const CpuKernels* kernels_avx512_bf16();  // + BF16 dot product, VBMI
+const CpuKernels* kernels_amx();          // + tile registers, AMX_BF16, AMX_INT8
 
 struct TierInfo {
   std::string_view name;

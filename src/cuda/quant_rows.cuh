@@ -72,19 +72,37 @@ __device__ __forceinline__ std::int32_t expert_of_row(const StaticRowScales& s, 
   return id < s.num_local_experts ? id : -1;
 }
 
+// Where a row comes from, where it goes, and whose static scale it has (-1: nobody's, no row).
+struct OperandRow {
+  std::uint32_t from, to;
+  std::int32_t expert;
+};
+
+// Which rows are made: `row` of those that depend on hidden states alone, operator() of any.
+// Here those of all tokens or pairs.
+struct TokenRows {
+  const QuantRowsParams& p;
+  __device__ __forceinline__ std::uint32_t row(std::uint32_t m) const { return m; }
+  __device__ __forceinline__ OperandRow operator()(std::uint32_t m) const {
+    const StaticRowScales& s = p.static_scales;
+    return {s.topk_ids != nullptr ? m / static_cast<std::uint32_t>(s.top_k) : m, m,
+            s.of != nullptr ? expert_of_row(s, m) : 0};
+  }
+};
+
 // Rows first / 2, (first + step) / 2 ... below end / 2, a warp each: first the largest magnitude,
 // then the values again, from L1. `first`, step and end are even but for the warp's second half.
-__device__ __forceinline__ void quantize_whole_rows(const QuantRowsParams& p, std::uint32_t first,
-                                                    std::uint32_t step, std::uint32_t end) {
+template <class Rows>
+__device__ __forceinline__ void quantize_whole_rows(const QuantRowsParams& p, const Rows& rows,
+                                                    std::uint32_t first, std::uint32_t step,
+                                                    std::uint32_t end) {
   constexpr int kAtOnce = 4, kPass = kAtOnce * 256;
   const StaticRowScales& fixed = p.static_scales;
   const auto columns = static_cast<int>(p.columns);
   const int lane = static_cast<int>(threadIdx.x) & 31;
-  for (std::uint32_t m = first / 2; m < end / 2; m += step / 2) {
-    const std::int32_t expert = fixed.of != nullptr ? expert_of_row(fixed, m) : 0;
+  for (std::uint32_t i = first / 2; i < end / 2; i += step / 2) {
+    const auto [token, m, expert] = rows(i);
     if (expert < 0) continue;
-    const std::uint32_t token =
-        fixed.topk_ids != nullptr ? m / static_cast<std::uint32_t>(fixed.top_k) : m;
     const std::uint16_t* const x = p.x + static_cast<std::int64_t>(token) * p.columns;
     float weight = 1.0F;
     if (p.weights != nullptr) weight = round_bf16(p.weights[token]);
@@ -143,16 +161,16 @@ __device__ __forceinline__ void quantize_whole_rows(const QuantRowsParams& p, st
 
 // Parts of 128 columns first, first + step ... below `end` of all rows, as quantize_groups has them:
 // eight values of a group are one thread's.
-__device__ __forceinline__ void quantize_values(const QuantRowsParams& p, std::uint32_t first,
-                                                std::uint32_t step, std::uint32_t end) {
+template <class Rows>
+__device__ __forceinline__ void quantize_values(const QuantRowsParams& p, const Rows& rows,
+                                                std::uint32_t first, std::uint32_t step,
+                                                std::uint32_t end) {
   const auto parts = static_cast<std::uint32_t>((p.columns + 127) / 128);
   const StaticRowScales& fixed = p.static_scales;
   for (std::uint32_t i = first; (i & ~1U) < end; i += step) {
-    const std::uint32_t m = i / parts, column = (i - m * parts) * 128 + (threadIdx.x & 15) * 8;
-    const std::int32_t expert = i < end && fixed.of != nullptr ? expert_of_row(fixed, m) : 0;
+    const std::uint32_t at = i / parts, column = (i - at * parts) * 128 + (threadIdx.x & 15) * 8;
+    const auto [token, m, expert] = i < end ? rows(at) : OperandRow{0, 0, 0};
     const bool inside = i < end && column < p.columns && expert >= 0;
-    const std::uint32_t token =
-        fixed.topk_ids != nullptr ? m / static_cast<std::uint32_t>(fixed.top_k) : m;
     float f[8] = {};
     if (inside) {
       bf16x8(*reinterpret_cast<const uint4*>(p.x + static_cast<std::int64_t>(token) * p.columns +
@@ -192,12 +210,13 @@ __device__ __forceinline__ void quantize_values(const QuantRowsParams& p, std::u
 // eight values per group. `first` and first + 1 belong to the halves of one warp and step is even.
 // kAtOnce groups are requested together. There are fewer than 2^31 groups. kForms: p.form is one of
 // them.
-template <RowForms kForms, int kAtOnce = 1>
+template <RowForms kForms, int kAtOnce, class Rows>
 __device__ __forceinline__ void quantize_groups(const QuantRowsParams& p, std::uint32_t first,
-                                                std::uint32_t step, std::uint32_t end) {
+                                                std::uint32_t step, std::uint32_t end,
+                                                const Rows& rows) {
   if constexpr (kForms == RowForms::kAll) {
-    if (row_is_whole(p.form)) return quantize_whole_rows(p, first, step, end);
-    if (row_has_values(p.form)) return quantize_values(p, first, step, end);
+    if (row_is_whole(p.form)) return quantize_whole_rows(p, rows, first, step, end);
+    if (row_has_values(p.form)) return quantize_values(p, rows, first, step, end);
   }
   const auto groups = static_cast<std::uint32_t>((p.columns + 127) / 128);
   const std::uint32_t step_rows = step / groups, step_groups = step - step_rows * groups;
@@ -211,13 +230,13 @@ __device__ __forceinline__ void quantize_groups(const QuantRowsParams& p, std::u
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
       const std::uint32_t column = g * 128 + part * 8;
-      row[u] = m;
+      row[u] = rows.row(m);
       group[u] = g;
       live[u] = i < end;
       inside[u] = live[u] && column < p.columns;
       v[u] = make_uint4(0, 0, 0, 0);
       if (inside[u]) {
-        v[u] = *reinterpret_cast<const uint4*>(p.x + static_cast<std::int64_t>(m) * p.columns +
+        v[u] = *reinterpret_cast<const uint4*>(p.x + static_cast<std::int64_t>(row[u]) * p.columns +
                                                column);
       }
       i += step;
@@ -234,6 +253,12 @@ __device__ __forceinline__ void quantize_groups(const QuantRowsParams& p, std::u
       quantize_group(p, row[u], group[u], live[u], inside[u], v[u]);
     }
   }
+}
+
+template <RowForms kForms, int kAtOnce = 1>
+__device__ __forceinline__ void quantize_groups(const QuantRowsParams& p, std::uint32_t first,
+                                                std::uint32_t step, std::uint32_t end) {
+  quantize_groups<kForms, kAtOnce>(p, first, step, end, TokenRows{p});
 }
 
 }  // namespace moesaic::cuda

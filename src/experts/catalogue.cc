@@ -16,6 +16,9 @@ namespace moesaic {
 namespace {
 
 // One row of function pointers per tier of the same backend.
+struct Amx {
+  static constexpr std::string_view kTier = "amx";
+};
 struct Avx512Bf16 {
   static constexpr std::string_view kTier = "avx512_bf16";
 };
@@ -68,6 +71,7 @@ constexpr auto kCatalogue = std::to_array<ExpertsBackend>({
      "activations are not quantised",
      &cuda::general_experts_can_implement, &cuda::make_general_experts,
      &cuda::general_experts_workspace_size, cuda::kGeneralExpertsDeterminism, &one_thread},
+    cpu_row<Amx>("cpu_amx", "AMX tiles of bf16 and int8, the rest on AVX-512"),
     cpu_row<Avx512Bf16>("cpu_avx512_bf16", "AVX-512 with bf16 dot products and byte permutes"),
     cpu_row<Avx512>("cpu_avx512", "AVX-512, fp32 multiply-add"),
     cpu_row<Avx2>("cpu_avx2", "AVX2 with FMA, fp32 multiply-add"),

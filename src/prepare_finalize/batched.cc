@@ -15,6 +15,7 @@
 #include "numerics/element.h"
 #include "permute/sort_slots.h"
 #include "prepare_finalize/predicates.h"
+#include "prepare_finalize/sm90/catalogue_row.h"
 #include "prepare_finalize/topk_weight_and_reduce.h"
 #include "quant/compute_scheme.h"
 
@@ -178,6 +179,7 @@ namespace moesaic {
 
 Result<std::unique_ptr<PrepareAndFinalize>> make_batched_prepare_finalize(
     const MoeProblem& problem) {
+  if (problem.device.is_cuda()) return cuda::make_sm90_batched(problem);
   MOESAIC_RETURN_IF_ERROR(prepare_finalize::batched_can_implement(problem));
   std::unique_ptr<PrepareAndFinalize> pf(
       new (std::nothrow) prepare_finalize::BatchedPrepareFinalize(

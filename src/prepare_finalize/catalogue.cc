@@ -35,8 +35,10 @@ Status local(const MoeProblem& problem, const ParallelConfig& parallel) {
 }
 Status batched(const MoeProblem& problem, const ParallelConfig& parallel) {
   MOESAIC_RETURN_IF_ERROR(batched_can_implement(problem));
-  MOESAIC_RETURN_IF_ERROR(rows_are_here("batched_reference", parallel));
-  return expect_cpu(problem.device);
+  if (problem.device.is_cuda()) {
+    MOESAIC_RETURN_IF_ERROR(cuda::sm90_batched_can_implement(problem));
+  }
+  return rows_are_here("batched_reference", parallel);
 }
 Status all_to_all(const MoeProblem& problem, const ParallelConfig& parallel) {
   MOESAIC_RETURN_IF_ERROR(standard_transport_can_implement(problem));

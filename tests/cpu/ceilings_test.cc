@@ -14,9 +14,11 @@
 #include <set>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "cpu/available_tiers.h"
+#include "cpu/tile_model_kernels.h"
 
 namespace moesaic::cpu {
 namespace {
@@ -35,10 +37,15 @@ std::vector<float> integer_operands() {
   return operands;
 }
 
+bool on_tiles(const CpuKernels& kernels) {
+  return std::string_view(kernels.name).starts_with("amx");
+}
+
 TEST(Ceilings, EveryChainIsComputedFromItsOwnStart) {
   constexpr int kIterations = 101;
   for (const CpuKernels* kernels : tiers()) {
     for (const OperandKind operand : {OperandKind::kF32, kernels->narrow_operand}) {
+      if (on_tiles(*kernels) && operand == OperandKind::kBF16) continue;
       const std::vector<float> before = integer_operands();
       std::vector<float> after = before;
       const double flops = kernels->multiply_add_loop(operand, kIterations, after.data());
@@ -65,7 +72,7 @@ TEST(Ceilings, EveryChainIsComputedFromItsOwnStart) {
 TEST(Ceilings, EveryIntegerChainIsComputedFromItsOwnStart) {
   constexpr int kIterations = 101;
   for (const CpuKernels* kernels : tiers()) {
-    if (kernels->store_i8 == nullptr) continue;  // no 8-bit dot product
+    if (kernels->store_i8 == nullptr || on_tiles(*kernels)) continue;  // no 8-bit dot product
     std::vector<std::int32_t> words(kMultiplyAddFloats);
     for (std::size_t i = 0; i < words.size(); ++i) words[i] = static_cast<std::int32_t>(i);
     for (std::size_t lane = 0; lane < 16; ++lane) {
@@ -89,6 +96,42 @@ TEST(Ceilings, EveryIntegerChainIsComputedFromItsOwnStart) {
       }
     }
   }
+}
+
+// On the model of tile registers too.
+TEST(Ceilings, EveryTileIsComputedFromItsOwnStart) {
+  constexpr std::int64_t kIterations = 3 * 8;
+  int tested = 0;
+  for (const CpuKernels* kernels : tiers_and_model()) {
+    if (!on_tiles(*kernels)) continue;
+    ++tested;
+    const std::vector<float> before = integer_operands();
+    std::vector<float> after = before;
+    const double flops = kernels->multiply_add_loop(OperandKind::kBF16, kIterations, after.data());
+    EXPECT_EQ(flops, 3 * 5 * 2.0 * 16 * 16 * 32);
+    for (std::size_t at = 0; at < before.size(); ++at) {
+      const float x = at / 16 % 2 == 0 ? 1.0F : -1.0F;
+      const auto y = static_cast<float>(at % 16 % 3 + 1);
+      ASSERT_EQ(after[at], at < 5 * 16 ? before[at] + 3 * 32 * x * y : before[at])
+          << kernels->name << " at " << at;
+    }
+    std::vector<std::int32_t> words(kMultiplyAddFloats);
+    for (std::size_t i = 0; i < words.size(); ++i) words[i] = static_cast<std::int32_t>(i);
+    for (std::size_t lane = 0; lane < 16; ++lane) {
+      std::int32_t* const constants = words.data() + 16 * kMaxMultiplyAddChains + lane;
+      constants[0] = static_cast<std::int32_t>(0xFF000001U);  // -1, 0, 0, 1
+      constants[16] = 0x00000100;
+      constants[32] = static_cast<std::int32_t>(0xFF008002U);  // 255, 0, 128, 2
+    }
+    std::vector<std::int32_t> sums = words;
+    EXPECT_EQ(kernels->multiply_add_loop_i8(kIterations, sums.data()), 3 * 5 * 2.0 * 16 * 16 * 64);
+    for (std::size_t at = 0; at < words.size(); ++at) {
+      const int product = at / 16 % 2 == 0 ? -255 + 2 : 128;
+      ASSERT_EQ(sums[at], at < 5 * 16 ? words[at] + 3 * 16 * product : words[at])
+          << kernels->name << " at " << at;
+    }
+  }
+  if (tested == 0) GTEST_SKIP() << "no AVX512_BF16, which the rest of the tier needs";
 }
 
 TEST(Ceilings, EveryWordIsRead) {
@@ -232,6 +275,19 @@ TEST(CeilingsMachineCode, ChainsAreNotMerged) {
     if (tier.kernels->multiply_add_loop_i8 != nullptr) expect_chains(tier, "vpdpbusd");
   }
   expect_chains(all_tiers().back(), "vdpbf16ps");
+}
+
+TEST(CeilingsMachineCode, TilesAreNotMerged) {
+  REQUIRE_OBJDUMP();
+  const CpuKernels& amx = *kernels_amx();  // also where the machine cannot run it
+  for (const auto& [function, name] :
+       {std::pair{reinterpret_cast<const void*>(amx.multiply_add_loop), "tdpbf16ps"},
+        std::pair{reinterpret_cast<const void*>(amx.multiply_add_loop_i8), "tdpbsud"}}) {
+    std::size_t most = 0;
+    for (const auto& loop : inner_loops(disassemble(function)))
+      most = std::max(most, destinations(loop, name).size());
+    EXPECT_EQ(most, 5U) << "tiles of sums of " << name << " in the machine code";
+  }
 }
 
 TEST(CeilingsMachineCode, ReadsAreOfFullWidth) {

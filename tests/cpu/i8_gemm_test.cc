@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstring>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -122,6 +123,8 @@ TEST(I8Gemm, HasTheBitsOfTheFp32Kernel) {
     if (k->store_i8 == nullptr) continue;
     ++tested;
     for (const FoldCase& c : kFoldCases) {
+      // Tiles add up more than a group where no scale comes between: tile_gemm_test.cc.
+      if (std::string_view(k->name) == "amx" && !c.column_scales && !c.row_scales) continue;
       // A group or less, a part of one, and beyond 2^24 in all.
       for (const std::int64_t depth : {12, 128, 400, 2304}) compare(*k, c, depth);
     }

@@ -6,11 +6,11 @@
 #include <cstring>
 #include <vector>
 
-#include "available_tiers.h"
 #include "cpu/kernels.h"
 #include "cpu/packed_weights.h"
 #include "numerics/codec.h"
 #include "support/random.h"
+#include "tile_model_kernels.h"
 
 namespace moesaic::cpu {
 namespace {
@@ -289,7 +289,7 @@ std::vector<GemmCase> cases(const CpuKernels& k, bool integers) {
 }
 
 TEST(PanelGemm, MeetsItsBoundForEveryKindDepthAndHeight) {
-  for (const CpuKernels* k : tiers()) {
+  for (const CpuKernels* k : tiers_and_model()) {
     for (const GemmCase& c : cases(*k, false)) {
       for (const std::int64_t depth :
            {std::int64_t{4}, std::int64_t{128}, std::int64_t{300}, std::int64_t{130}}) {
@@ -301,7 +301,7 @@ TEST(PanelGemm, MeetsItsBoundForEveryKindDepthAndHeight) {
 }
 
 TEST(PanelGemm, IsExactOnIntegers) {
-  for (const CpuKernels* k : tiers()) {
+  for (const CpuKernels* k : tiers_and_model()) {
     for (const GemmCase& c : cases(*k, true)) {
       for (const int rows : {1, 4, 9}) check_gemm(*k, c, 260, rows);
     }

@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <fstream>
+#include <string>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -43,6 +45,26 @@ TEST(Tiers, TheEnvironmentForcesATier) {
   EXPECT_EQ(current_kernels().status().code(), StatusCode::kNotFound);
   ASSERT_EQ(unsetenv("MOESAIC_CPU_TIER"), 0);
   EXPECT_TRUE(current_kernels().ok());
+}
+
+// What the kernel says the processor has, which the tier asks of the processor itself.
+TEST(Tiers, TileRegistersAreUsedOnlyWhereTheyAre) {
+  std::ifstream cpuinfo("/proc/cpuinfo");
+  std::string flags;
+  while (std::getline(cpuinfo, flags) && !flags.starts_with("flags")) {
+  }
+  if (flags.empty()) GTEST_SKIP() << "no flags in /proc/cpuinfo";
+  flags += ' ';
+  bool all = true;
+  for (const char* flag : {" amx_tile ", " amx_bf16 ", " amx_int8 "})
+    all = all && flags.find(flag) != std::string::npos;
+  for (const TierInfo& t : cpu_tiers()) {
+    if (t.name != "amx" || all) continue;
+    EXPECT_FALSE(t.available);
+    EXPECT_FALSE(t.reason.empty());
+  }
+  EXPECT_TRUE(kernels_by_name("amx").ok() ||
+              kernels_by_name("amx").status().code() == StatusCode::kUnsupported);
 }
 
 TEST(Tiers, ThreadsDefaultToTheCoresOfThisProcess) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cuda/group_values.h"
+#include "experts/cuda_general/row_values.h"
 #include "experts/reference/operand.h"
 #include "experts/sm90/codes_e2m1.h"
 #include "experts/sm90/codes_e4m3.h"
@@ -189,6 +190,53 @@ TEST(CudaCodes, GroupValuesAreTheReferences) {
       }
     }
     EXPECT_TRUE(std::isnan(group_value(c.form, group_scale(c.form, 1.0F, 1.0F), NAN)));
+  }
+}
+
+// Rows of every quantised format as the general experts have them: codes and scales of the
+// reference, bit for bit, and their products.
+TEST(CudaCodes, RowValuesAreTheReferences) {
+  EXPECT_FALSE(value_rule(test::scheme_called("bf16").activation).has_value());
+  test::Rng rng(8);
+  for (const char* quant :
+       {"fp8-block", "fp8-channel", "fp8-static", "int8", "mxfp8", "mxfp4", "mxfp4-fp8", "nvfp4",
+        "mxfp4-f32-groups", "mxfp4-token", "fp8-block-64x48", "int4-g128-int8", "q6k-int8"}) {
+    const OperandQuant activation = test::scheme_called(quant).activation;
+    const ValueRule rule = value_rule(activation).value();
+    ASSERT_EQ(rule.fixed, quant::has_static_scale(activation)) << quant;
+    ASSERT_EQ(rule.columns,
+              activation.granularity == ScaleGranularity::kGroup ? activation.block_k : 0)
+        << quant;
+    const std::int64_t n = rule.columns > 0 ? rule.columns : 100;
+    for (int round = 0; round < 4000; ++round) {
+      std::vector<float> row(static_cast<std::size_t>(n));
+      const double size = round % 3 == 0 ? 1.0 : std::exp2(rng.integer(-100, 100));
+      for (float& v : row) {
+        const double x = rng.integer(0, 2) == 0 ? static_cast<double>(rng.integer(-64, 64)) / 4
+                                                : rng.uniform() * 16 - 8;
+        v = static_cast<float>(rng.integer(0, 5) == 0 ? 0.0 : x * size);
+      }
+      if (round == 0) row.assign(row.size(), 0.0F);
+      if (round == 1) row.assign(row.size(), 1e-40F);
+      const float fixed = static_cast<float>(std::exp2(rng.uniform() * 20 - 15));
+      float amax = 0;
+      for (const float v : row) amax = std::max(amax, std::abs(v));
+      const ValueScale scale = value_scale(rule, amax, fixed);
+      std::vector<float> want = row, scales(static_cast<std::size_t>(n));
+      std::vector<std::uint8_t> scratch(row.size());
+      const experts::RefOperand operand = experts::ref_quantize_row(
+          activation, fixed, want.data(), n, scales.data(), scratch.data());
+      for (std::size_t i = 0; i < row.size(); ++i) {
+        const float got = row_value(rule, scale, fixed, row[i]);
+        ASSERT_EQ(got, operand.values[i] * operand.scales[0] * operand.outer)
+            << quant << ' ' << round << ' ' << i << ' ' << row[i];
+      }
+    }
+    // NaN has no int8 code, and is 0 there as in the reference.
+    for (const float amax : {0.0F, 1.0F}) {
+      const float of_nan = row_value(rule, value_scale(rule, amax, 1.0F), 1.0F, NAN);
+      EXPECT_EQ(std::isnan(of_nan), activation.dtype != DType::kI8) << quant << ' ' << amax;
+    }
   }
 }
 

@@ -41,9 +41,6 @@ TEST(CudaExpertsRefusals, ProblemsOutsideTheBackend) {
   EXPECT_NE(text(p).find("hidden_size: got 131072, need at most 131071"), std::string::npos);
   p = problem_of("bf16", "silu", 64, 64, 2048, 2);
   EXPECT_NE(text(p).find("num_local_experts: got 2048, need at most 1024"), std::string::npos);
-  p = problem_of("bf16", "silu", 64, 64, 6, 2);
-  p.format = ActivationFormat::kBatched;
-  EXPECT_NE(text(p).find("format: got batched"), std::string::npos);
   EXPECT_EQ(
       CudaExperts::workspace_size(problem_of("bf16", "silu", 64, 64, 6, 2), -1).status().code(),
       StatusCode::kInvalidArgument);

@@ -4,19 +4,16 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <utility>
 #include <vector>
 
 #include "case_on_device.h"
+#include "exact_case.h"
 #include "experts/sm90/weight_codes.h"
 #include "numerics/element.h"
 #include "numerics/float_codec.h"
-#include "numerics/integer.h"
-#include "quant/code_values.h"
 #include "support/metrics.h"
-#include "support/random.h"
 
 namespace moesaic {
 namespace {
@@ -25,9 +22,9 @@ using cuda::CudaExperts;
 using cuda::CudaExpertsArgs;
 using test::create_on_device;
 using test::DeviceBytes;
+using test::exact_case;
 using test::OnDevice;
 using test::problem_of;
-using test::Rng;
 using test::run_cuda;
 using test::StandardCase;
 
@@ -89,120 +86,6 @@ double bound_of(std::string_view quant) {
 }
 
 // --- Exact ---
-
-void store(Tensor& t, std::int64_t i, float v) {
-  switch (t.dtype()) {
-    case DType::kF32:
-      t.as<float>()[i] = v;
-      return;
-    case DType::kF8E4M3:
-      t.as<std::uint8_t>()[i] = e4m3_from_f32(v);
-      return;
-    case DType::kI8:
-      t.as<std::int8_t>()[i] = static_cast<std::int8_t>(v);
-      return;
-    case DType::kF4E2M1:
-      set_nibble(t.as<std::uint8_t>(), i, e2m1_from_f32(v));
-      return;
-    case DType::kI4:
-      set_nibble(t.as<std::uint8_t>(), i, static_cast<std::uint8_t>(static_cast<int>(v) & 15));
-      return;
-    case DType::kU4:
-      set_nibble(t.as<std::uint8_t>(), i, static_cast<std::uint8_t>(v));
-      return;
-    case DType::kU8:
-      t.as<std::uint8_t>()[i] = static_cast<std::uint8_t>(v);
-      return;
-    case DType::kF16:
-      store_from_f32(t.data(), t.dtype(), i, v);
-      return;
-    default:
-      t.as<std::uint16_t>()[i] = bf16_from_f32(v);
-  }
-}
-
-// The code of v (-1, 0 or 1) as element i of weights with these zero points, if any.
-float code_of(const OperandQuant& q, const Tensor& zero, std::int64_t columns, std::int64_t i,
-              float v) {
-  if (q.table != CodeTable::kNone) {
-    const quant::CodeValues values = quant::code_values(q);
-    return static_cast<float>(std::ranges::find(values, v) - values.begin());
-  }
-  if (!zero.present()) return v;
-  const std::int64_t groups = q.block_k > 0 ? (columns + q.block_k - 1) / q.block_k : 1;
-  const std::int64_t at = i / columns * groups + (q.block_k > 0 ? i % columns / q.block_k : 0);
-  return v + static_cast<float>(zero.as<std::uint8_t>()[at]);
-}
-
-// Each row of [rows, columns] gets `count` units at random places, the rest zero.
-void fill_sparse(Rng& rng, const OperandQuant& q, Tensor& t, const Tensor& zero,
-                 std::int64_t columns, int count) {
-  const std::int64_t rows = t.shape().num_elements().value() / columns;
-  std::memset(t.data(), 0, static_cast<std::size_t>(t.bytes()));
-  const bool zero_is_zero = q.table == CodeTable::kNone && !zero.present();
-  for (std::int64_t i = 0; i < rows * columns && !zero_is_zero; ++i) {
-    store(t, i, code_of(q, zero, columns, i, 0));
-  }
-  for (std::int64_t r = 0; r < rows; ++r) {
-    for (int i = 0; i < count; ++i) {
-      const std::int64_t at = r * columns + rng.integer(0, columns - 1);
-      store(t, at, code_of(q, zero, columns, at, rng.integer(0, 1) == 0 ? 1.0F : -1.0F));
-    }
-  }
-}
-
-// Pre-activations are small integers (gates: 64 more, where silu(g) == g in fp32), every row of w2
-// has one unit and router weights are powers of two: no sum or product rounds, so an expert's row
-// is what one rounding to bf16 leaves of it.
-StandardCase exact_case(std::string_view quant, std::string_view activation, std::int64_t hidden,
-                        std::int64_t intermediate, std::int64_t tokens, std::int64_t top_k) {
-  MoeProblem p = problem_of(quant, activation, hidden, intermediate, 6, top_k);
-  p.has_expert_bias = true;
-  StandardCase c = test::make_case(11, p, tokens, DType::kBF16, top_k > 1 ? 0.1 : 0.0);
-  Rng rng(12);
-  fill_sparse(rng, p.quant.weight, c.weights.w13, c.weights.w13_zero, hidden, 5);
-  fill_sparse(rng, p.quant.weight, c.weights.w2, c.weights.w2_zero, intermediate, 1);
-  const bool gated = is_gated(p.activation.kind);
-  const std::int64_t rows = gated ? 2 * intermediate : intermediate;
-  for (std::int64_t i = 0; i < 6 * rows; ++i) {
-    const bool gate = gated && i % rows < intermediate;
-    // Squares: one large value of the row must not leave int8 codes of zero for all others.
-    const bool squares = !gated && p.quant.weight.dtype == DType::kI8;
-    c.weights.w13_bias.as<float>()[i] =
-        gate ? 64.0F : static_cast<float>(rng.integer(-2, 2) + (squares ? 80 : 0));
-  }
-  std::memset(c.weights.w2_bias.data(), 0, static_cast<std::size_t>(c.weights.w2_bias.bytes()));
-  for (Tensor* scale : {&c.weights.w13_scale, &c.weights.w2_scale}) {
-    if (!scale->present()) continue;
-    for (std::int64_t i = 0; i < scale->shape().num_elements().value(); ++i) {
-      const auto doubled = static_cast<std::uint8_t>((i + i / 3) % 2);
-      if (scale->dtype() == DType::kF8E8M0) {
-        scale->as<std::uint8_t>()[i] = static_cast<std::uint8_t>(127 + doubled);
-      } else {
-        store(*scale, i, static_cast<float>(1 + doubled));
-      }
-    }
-  }
-  for (std::int64_t e = 0; e < 6 && c.weights.w13_input_scale.present(); ++e) {
-    c.weights.w13_input_scale.as<float>()[e] = e % 2 == 0 ? 1.0F : 2.0F;
-    c.weights.w2_input_scale.as<float>()[e] = e < 3 ? 16.0F : 0.5F;
-  }
-  const OperandQuant& a = p.quant.activation;
-  const std::int64_t group = a.block_k > 0 ? a.block_k : 128;
-  for (std::int64_t i = 0; i < tokens * hidden; ++i) {
-    // The largest code in each group makes the activation scale 1.
-    const float top = a.dtype == DType::kF8E4M3   ? 448.0F
-                      : a.dtype == DType::kI8     ? 127.0F
-                      : a.dtype == DType::kF4E2M1 ? 6.0F
-                                                  : 0.0F;
-    const bool here = top > 0 && i % group == 5;
-    store(c.hidden_states, i, here ? top : static_cast<float>(rng.integer(-1, 1)));
-  }
-  for (std::int64_t i = 0; i < c.routing.weights.bytes() / 4; ++i) {
-    c.routing.weights.as<float>()[i] = std::ldexp(1.0F, static_cast<int>(rng.integer(-2, 0)));
-  }
-  return c;
-}
 
 // One expert per token: the device's row is the reference's, rounded to bf16.
 TEST_P(CudaExpertsExact, OneExpertEqualsReferenceByBits) {

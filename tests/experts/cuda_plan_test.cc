@@ -36,6 +36,24 @@ TEST(CudaPlan, GroupsGrowWithRowsPerExpert) {
   EXPECT_EQ(choose_grouped(fp8_rules(), EpilogueKind::kSwiglu, 129, 1, 1, 16, {}).max_columns, 128);
 }
 
+// Decoded weights have twice the warps in groups of 32 columns, and keep them for longer.
+TEST(CudaPlan, DecodedWeightsStayInNarrowGroups) {
+  const auto columns = [](const char* quant, std::int64_t tokens) {
+    return choose_grouped(rules_of(quant), EpilogueKind::kSwiglu, tokens, 8, 128, 6, {})
+        .max_columns;
+  };
+  for (const char* quant : {"int4-g128", "nf4-bf16", "nvfp4", "mxfp4-bf16", "int4-fp8", "mxfp8"}) {
+    EXPECT_EQ(columns(quant, 256), 32) << quant;
+    EXPECT_EQ(columns(quant, 257), 64) << quant;
+    EXPECT_EQ(columns(quant, 512), 64) << quant;
+    EXPECT_EQ(columns(quant, 8192), 128) << quant;
+  }
+  for (const char* quant : {"bf16", "fp8-block", "fp8-channel", "int8"}) {
+    EXPECT_EQ(columns(quant, 128), 32) << quant;
+    EXPECT_EQ(columns(quant, 129), 64) << quant;
+  }
+}
+
 TEST(CudaPlan, OneTokenOfFewBandsHasThemHalved) {
   const auto halved = [](EpilogueKind epilogue, std::int64_t tokens, std::int64_t bands) {
     return choose_grouped(fp8_rules(), epilogue, tokens, 8, 128, bands, {}).max_columns ==
@@ -106,24 +124,20 @@ TEST(CudaFormats, ARowForEachSchemeThatTheKernelsCompute) {
   for (const char* quant : {"int4-g128-int8", "int8-g128-int8", "awq-int8"}) {
     test::expect_refusal(format_of(test::small_problem(quant)).status(), StatusCode::kUnsupported,
                          {"scheme: got int8-group", "need bf16"});
-    MoeProblem general = test::small_problem(quant);
-    general.device = Device::cuda(0);
-    test::expect_refusal(general_experts_take(general), StatusCode::kUnsupported,
-                         {"scheme: got int8-group", "activations that are not quantised"});
+    EXPECT_TRUE(general_experts_take(test::small_problem(quant)).ok()) << quant;
   }
   test::expect_refusal(make_experts_plan(test::small_problem("f32")).status(),
                        StatusCode::kUnsupported, {"scheme"});
 }
 
-// FP8 blocks of other sizes: with quantised activations neither kernel's, whose groups are of 128
-// columns; without, the general one decodes them.
+// FP8 blocks of other sizes are the general experts', with quantised activations or without.
 TEST(CudaFormats, BlocksOfOtherSizes) {
   for (const char* quant : {"fp8-block-64x64", "fp8-block-32x128", "fp8-block-128x64"}) {
     const MoeProblem p = test::small_problem(quant);
     test::expect_refusal(format_of(p).status(), StatusCode::kUnsupported,
                          {"scheme: got fp8-any-block", "fp8-block"});
-    test::expect_refusal(general_experts_take(p), StatusCode::kUnsupported,
-                         {"scheme: got fp8-any-block", "need fp8-block or activations that are"});
+    ASSERT_TRUE(general_experts_take(p).ok()) << quant;
+    EXPECT_EQ(GeneralPlan(p).values->columns, p.quant.weight.block_k);
   }
   const MoeProblem p = test::small_problem("fp8-bf16-64x64");
   EXPECT_TRUE(general_experts_take(p).ok());

@@ -44,9 +44,9 @@ TEST(OneInterface, EveryRowKnowsItsDevice) {
   expect_refusal(choose_experts(on_gpu("bf16"), "cpu_reference").status(), StatusCode::kUnsupported,
                  {"cpu_reference: device: cuda:0, need cpu"});
   EXPECT_EQ(choose_experts(on_gpu("nvfp4")).value()->name, "cuda_sm90");
-  expect_refusal(choose_experts(on_gpu("mxfp4-token")).status(), StatusCode::kUnsupported,
-                 {"cuda_sm90: activation of mxfp4-fp8: got F8_E4M3, one scale per token",
-                  "cuda_general: scheme: got mxfp4-fp8", "cpu_reference: device: cuda:0"});
+  expect_refusal(choose_experts(on_gpu("mxfp4-token"), "cuda_sm90").status(),
+                 StatusCode::kUnsupported,
+                 {"cuda_sm90: activation of mxfp4-fp8: got F8_E4M3, one scale per token"});
 }
 
 // What the fast kernel passes over goes to the general one, which has the last row of GPUs.
@@ -66,9 +66,15 @@ TEST(OneInterface, TheGeneralRowOfGpusTakesEverySize) {
     }
     before = row.name;
   }
-  for (const char* quant : {"f32", "f16", "q4k"}) {
+  for (const char* quant : {"f32", "f16", "q4k", "mxfp4-token", "mxfp4-f32-groups", "int4-fp8-g32",
+                            "fp8-block-64x64", "int4-g128-int8", "gptq-int8"}) {
     EXPECT_EQ(chosen(on_gpu(quant)), "cuda_general") << quant;
   }
+  // Rows of other dtypes than bf16.
+  MoeProblem halves = on_gpu("nvfp4");
+  EXPECT_EQ(chosen(halves), "cuda_sm90");
+  halves.activation_dtype = DType::kF16;
+  EXPECT_EQ(chosen(halves), "cuda_general");
   for (const char* quant :
        {"int4-g128", "awq", "gptq", "nf4-bf16", "int8-bf16", "q6k", "fp8-bf16"}) {
     EXPECT_EQ(chosen(on_gpu(quant)), "cuda_sm90") << quant;
@@ -78,8 +84,12 @@ TEST(OneInterface, TheGeneralRowOfGpusTakesEverySize) {
   EXPECT_EQ(chosen(weighted), "cuda_general") << "several experts, weights on the input";
   MoeProblem batched = on_gpu("bf16");
   batched.format = ActivationFormat::kBatched;
-  expect_refusal(choose_experts(batched).status(), StatusCode::kUnsupported,
-                 {"cuda_general: format: got batched"});
+  EXPECT_EQ(chosen(batched), "cuda_sm90");
+  batched.hidden_size = 9;
+  EXPECT_EQ(chosen(batched), "cuda_general");
+  batched = on_gpu("int4-g128-int8");
+  batched.format = ActivationFormat::kBatched;
+  EXPECT_EQ(chosen(batched), "cuda_general");
   // Sizes that no grid has.
   MoeProblem wide = on_gpu("bf16");
   wide.hidden_size = 65535 * 64 + 1;

@@ -209,6 +209,51 @@ TEST(CudaGivenRouting, AgreesWithTheCpu) {
   }
 }
 
+// NaN among given logits chooses as on the CPU; a NaN weight makes its row NaN and no other.
+TEST(CudaGivenRouting, NanLogitsAreTheRoutersAndANanWeightStaysInItsRow) {
+  REQUIRE_HOPPER();
+  for (const Feature& f : routed_layers()) {
+    SCOPED_TRACE(f.name);
+    const LayerTensors t = make_tensors(103, f.spec());
+    const FusedMoE gpu = make_layer(t, on_gpu(40)), cpu = make_layer(t);
+    const std::int64_t k = t.spec.routing.top_k, hidden = t.spec.hidden_size;
+    const std::int64_t columns = t.spec.num_experts + t.spec.routing.num_zero_experts;
+    test::Rng rng(104);
+    const Tensor x = random_hidden(105, 21, hidden);
+    Tensor logits = random_normal(rng, DType::kF32, {21, columns});
+    for (std::int64_t c = 0; c < columns; ++c) {
+      logits.as<float>()[4 * columns + c] = std::numeric_limits<float>::quiet_NaN();
+      if (c % 3 == 1) logits.as<float>()[9 * columns + c] = std::numeric_limits<float>::quiet_NaN();
+    }
+    FusedMoE::Args args;
+    args.hidden_states = x.view();
+    args.router_logits = logits.view();
+    const LayerRun got = must_run(gpu, args, DType::kF32), want = must_run(cpu, args, DType::kF32);
+    expect_same(got.topk_ids, want.topk_ids, "ids");
+    expect_same(got.topk_weights, want.topk_weights, "weights");
+
+    Tensor weights = random_normal(rng, DType::kF32, {21, k});
+    Tensor ids = Tensor::zeros(DType::kI32, {21, k}).value();
+    for (std::int64_t i = 0; i < 21 * k; ++i) {
+      ids.as<std::int32_t>()[i] = static_cast<std::int32_t>(rng.integer(0, t.spec.num_experts - 1));
+    }
+    args.router_logits = {};
+    args.topk_weights = weights.view();
+    args.topk_ids = ids.view();
+    const LayerRun clean = must_run(gpu, args, DType::kF32);
+    weights.as<float>()[7 * k] = std::numeric_limits<float>::quiet_NaN();
+    const LayerRun run = must_run(gpu, args, DType::kF32);
+    for (std::int64_t i = 0; i < 21 * hidden; ++i) {
+      const float v = run.output.as<float>()[i];
+      if (i / hidden == 7) {
+        ASSERT_TRUE(v != v) << i;
+      } else {
+        ASSERT_EQ(v, clean.output.as<float>()[i]) << i;
+      }
+    }
+  }
+}
+
 TEST(CudaGivenRouting, PaddingReachesNoExpertAndIsZero) {
   REQUIRE_HOPPER();
   for (const Feature& f : routed_layers()) {

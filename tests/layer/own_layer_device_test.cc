@@ -11,7 +11,9 @@
 #include "moesaic/gate.h"
 #include "moesaic/modular_kernel.h"
 #include "moesaic/router.h"
+#include "numerics/element.h"
 #include "support/cuda_device.h"
+#include "support/metrics.h"
 #include "support/refusal.h"
 
 namespace moesaic {
@@ -94,6 +96,88 @@ TEST(OwnLayer, StagesByThemselvesHaveTheBitsOfTheLayer) {
     EXPECT_TRUE(same(out, want.output)) << tokens;
     expect_refusal(gate.forward(x.view(), logits.view()), StatusCode::kInvalidArgument,
                    {"hidden_states: got memory of cpu, need memory of cuda:0"});
+  }
+}
+
+// Every scheme, with a shared expert as experts of its own: the closed layer, which joins kernels
+// where it can, has the bits of the stages put together by hand.
+TEST(OwnLayer, EverySchemeWithASharedExpertHasTheBitsOfTheLayer) {
+  REQUIRE_HOPPER();
+  for (const Scheme& scheme : quant_schemes()) {
+    if (scheme.name == "f32" || scheme.name == "f16") continue;  // rows of theirs are not bf16
+    MoeLayerSpec spec = test::deepseek_like();
+    spec.hidden_size = 256;
+    spec.intermediate_size = spec.shared.intermediate_size = 128;
+    spec.quant = scheme;
+    const test::LayerTensors t = test::make_tensors(57, spec);
+    const FusedMoE layer = test::make_layer(t, test::on_gpu(64));
+    const GateLinear gate =
+        GateLinear::create(t.gate_weight.view(), {}, {.device = kLayerGpu}).value();
+    Router::Options routing;
+    routing.spec = spec.routing;
+    routing.correction_bias = t.correction_bias.view();
+    routing.device = kLayerGpu;
+    const Router router = Router::create(routing).value();
+    const MoeProblem routed = problem_of(spec, 64);
+    MoeProblem shared = routed;
+    shared.num_experts = shared.num_local_experts = shared.top_k = 1;
+    shared.intermediate_size = spec.shared.intermediate_size;
+    const auto routed_source = make_stacked_source(t.experts.view());
+    const auto shared_source = make_stacked_source(t.shared.view());
+    const auto routed_experts =
+        choose_experts(routed).value()->create(routed, *routed_source).value();
+    const auto shared_experts =
+        choose_experts(shared).value()->create(shared, *shared_source).value();
+    // The fast kernel rounds an expert's row to bf16, the general one does not.
+    const DType shared_rows = shared_experts->name() == "cuda_general" ? DType::kF32 : DType::kBF16;
+    for (const std::int64_t tokens : {1, 5, 64}) {
+      SCOPED_TRACE(testing::Message() << scheme.name << ' ' << tokens);
+      const Tensor x = test::random_hidden(58, tokens, spec.hidden_size);
+      const test::LayerRun want = test::run_layer(layer, x);
+      const DeviceTensor in = DeviceTensor::copy_of(x.view(), kLayerGpu).value();
+      DeviceTensor logits = room(DType::kF32, {tokens, spec.num_experts});
+      DeviceTensor weights = room(DType::kF32, {tokens, spec.routing.top_k});
+      DeviceTensor ids = room(DType::kI32, {tokens, spec.routing.top_k});
+      DeviceTensor sum = room(DType::kF32, {tokens, spec.hidden_size});
+      DeviceTensor beside = room(shared_rows, {tokens, spec.hidden_size});
+      Tensor one = Tensor::zeros(DType::kF32, {tokens, 1}).value();
+      for (std::int64_t i = 0; i < tokens; ++i) one.as<float>()[i] = 1.0F;
+      const Tensor none = Tensor::zeros(DType::kI32, {tokens, 1}).value();
+      const DeviceTensor ones = DeviceTensor::copy_of(one.view(), kLayerGpu).value();
+      const DeviceTensor zeros = DeviceTensor::copy_of(none.view(), kLayerGpu).value();
+      const auto run = [&](const Experts& experts, const DeviceTensor& slots,
+                           const DeviceTensor& factors, DeviceTensor& out) {
+        const DeviceTensor workspace = room(DType::kU8, {experts.workspace_size(tokens).value()});
+        ExpertsArgs a;
+        a.hidden_states = in.view();
+        a.topk_ids = slots.view();
+        a.topk_weights = factors.view();
+        a.workspace = workspace.span();
+        a.output = out.view();
+        const Status status = experts.run(a);
+        return status.ok() ? synchronize(kLayerGpu) : status;
+      };
+      Router::Args r;
+      r.router_logits = logits.view();
+      r.topk_weights = weights.view();
+      r.topk_ids = ids.view();
+      for (const Status& s :
+           {gate.forward(in.view(), logits.view()), router.select_experts(r),
+            run(*routed_experts, ids, weights, sum), run(*shared_experts, zeros, ones, beside)}) {
+        ASSERT_TRUE(s.ok()) << s.to_string();
+      }
+      Tensor all = Tensor::zeros(DType::kF32, x.shape()).value();
+      Tensor part = Tensor::zeros(shared_rows, x.shape()).value();
+      ASSERT_TRUE(copy_tensor(sum.view(), all.view()).ok());
+      ASSERT_TRUE(copy_tensor(beside.view(), part.view()).ok());
+      for (std::int64_t i = 0; i < tokens * spec.hidden_size; ++i) {
+        all.as<float>()[i] += load_as_f32(part.data(), shared_rows, i);
+      }
+      EXPECT_TRUE(same(ids, want.topk_ids));
+      EXPECT_TRUE(same(weights, want.topk_weights));
+      std::string why;
+      EXPECT_TRUE(test::same_bits(all.view(), want.output.view(), &why)) << why;
+    }
   }
 }
 

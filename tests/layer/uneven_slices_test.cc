@@ -3,8 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
-#include <random>
 #include <string>
 #include <thread>
 #include <utility>
@@ -12,6 +10,7 @@
 
 #include "checkpoint/container_support.h"
 #include "checkpoint/pushing.h"
+#include "layer/gpt_oss_file.h"
 #include "layer/layer_case.h"
 #include "moesaic/communicator.h"
 #include "moesaic/fused_moe.h"
@@ -21,44 +20,7 @@
 namespace moesaic::test {
 namespace {
 
-constexpr std::int64_t kExperts = 3, kHidden = 64;
-
-// One layer as gpt-oss stores it.
-void write_gpt_oss(const TempDir& dir, std::int64_t width) {
-  std::mt19937 generator(7);
-  std::vector<std::pair<std::string, Tensor>> owned;
-  const auto bytes = [&](const std::string& name, const Shape& shape, int from, int to) {
-    Tensor t = Tensor::uninitialized(DType::kU8, shape).value();
-    std::uniform_int_distribution<int> any(from, to);
-    for (std::int64_t i = 0; i < t.bytes(); ++i) {
-      t.as<std::uint8_t>()[i] = static_cast<std::uint8_t>(any(generator));
-    }
-    owned.emplace_back("model.layers.0.mlp." + name, std::move(t));
-  };
-  const auto floats = [&](const std::string& name, const Shape& shape) {
-    Tensor t = Tensor::uninitialized(DType::kF32, shape).value();
-    std::normal_distribution<float> normal(0.0F, 0.2F);
-    for (std::int64_t i = 0; i < t.bytes() / 4; ++i) t.as<float>()[i] = normal(generator);
-    owned.emplace_back("model.layers.0.mlp." + name, std::move(t));
-  };
-  floats("router.weight", {kExperts, kHidden});
-  floats("router.bias", {kExperts});
-  bytes("experts.gate_up_proj_blocks", {kExperts, 2 * width, kHidden / 32, 16}, 0, 255);
-  bytes("experts.gate_up_proj_scales", {kExperts, 2 * width, kHidden / 32}, 122, 124);
-  floats("experts.gate_up_proj_bias", {kExperts, 2 * width});
-  bytes("experts.down_proj_blocks", {kExperts, kHidden, width / 32, 16}, 0, 255);
-  bytes("experts.down_proj_scales", {kExperts, kHidden, width / 32}, 118, 121);
-  floats("experts.down_proj_bias", {kExperts, kHidden});
-  std::vector<NamedTensor> tensors;
-  for (const auto& [name, tensor] : owned) tensors.push_back({name, tensor.view()});
-  ASSERT_TRUE(write_safetensors(dir.path("model.safetensors"), tensors).ok());
-  const nlohmann::json config = {
-      {"model_type", "gpt_oss"},       {"hidden_size", kHidden},
-      {"intermediate_size", width},    {"num_hidden_layers", 1},
-      {"num_local_experts", kExperts}, {"num_experts_per_tok", 2},
-      {"torch_dtype", "bfloat16"},     {"quantization_config", {{"quant_method", "mxfp4"}}}};
-  write_bytes(dir.path("config.json"), config.dump());
-}
+constexpr std::int64_t kExperts = kGptOssExperts, kHidden = kGptOssHidden;
 
 ParallelConfig slice(int size, int rank) {
   ParallelConfig parallel;

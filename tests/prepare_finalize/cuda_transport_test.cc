@@ -53,10 +53,10 @@ DeviceTensor rows_of(const Tensor& all, std::int64_t first, std::int64_t rows) {
   return DeviceTensor::copy_of(part, kTransportGpu).value();
 }
 
-// Runs rows [first, first + rows) of the case and writes them to `output` [M, H] F32 of the host.
+// Runs rows [first, first + rows) of the case and writes them to `output` [M, H] of the host, asking
+// for results of `dtype`.
 Status run_rows(const ModularKernel& kernel, const StandardCase& c, std::int64_t first,
-                std::int64_t rows, const DeviceTensor& map, Tensor& output,
-                DType dtype = DType::kF32) {
+                std::int64_t rows, const DeviceTensor& map, Tensor& output, DType dtype) {
   const std::int64_t hidden = c.problem.hidden_size;
   const DeviceTensor x = rows_of(c.hidden_states, first, rows);
   const DeviceTensor ids = rows_of(c.routing.ids, first, rows);
@@ -72,8 +72,9 @@ Status run_rows(const ModularKernel& kernel, const StandardCase& c, std::int64_t
   a.output = out.view();
   const Status status = kernel.run(a);
   if (!status.ok() || rows == 0) return status;
-  return copy_tensor(
-      out.view(), TensorView(output.data() + first * hidden * 4, DType::kF32, Shape{rows, hidden}));
+  const std::int64_t row_bytes = hidden * (dtype_bits(output.dtype()) / 8);
+  return copy_tensor(out.view(), TensorView(output.data() + first * row_bytes, output.dtype(),
+                                            Shape{rows, hidden}));
 }
 
 ModularKernel kernel_of(const MoeProblem& problem, ExpertSource& source,
@@ -93,7 +94,7 @@ struct GpuSetup {
   std::vector<DType> output = {DType::kF32, DType::kF32};  // that each rank asks for
 };
 
-// Statuses of the ranks; `output` [M, H] F32 of all.
+// Statuses of the ranks; `output` [M, H] of all.
 std::vector<Status> run_ranks(const StandardCase& c, const GpuSetup& setup, Tensor& output) {
   auto ranks = make_in_process_communicators(2, {.timeout_ms = test::kHangGuardMs}).value();
   std::vector<Status> statuses(2);
@@ -139,23 +140,27 @@ TEST(CudaTransport, TwoRanksHaveTheBitsOfOne) {
   for (const char* quant : {"bf16", "fp8-block"}) {
     for (const std::vector<std::int64_t>& counts :
          {std::vector<std::int64_t>{5, 8}, std::vector<std::int64_t>{13, 0}}) {
-      const StandardCase c = case_for(quant, 13);
-      Tensor want = Tensor::zeros(DType::kF32, c.hidden_states.shape()).value();
-      MoeProblem whole = c.problem;
-      whole.max_tokens = kMostRows;
-      ExpertsFrom source(c, 0);
-      const ModularKernel one =
-          kernel_of(whole, source, make_local_prepare_finalize(whole).value());
-      ASSERT_TRUE(run_rows(one, c, 0, 13, DeviceTensor(), want).ok());
-      for (const char* row : {"cuda_all_to_all", "cuda_all_gather_reduce_scatter"}) {
-        for (const bool codes : {true, false}) {
-          Tensor got = Tensor::zeros(DType::kF32, c.hidden_states.shape()).value();
-          std::memset(got.data(), 0xFF, static_cast<std::size_t>(got.bytes()));
-          for (const Status& s : run_ranks(c, {row, codes, counts}, got)) {
-            ASSERT_TRUE(s.ok()) << row << ' ' << quant << ": " << s.to_string();
+      for (const DType dtype : {DType::kF32, DType::kBF16}) {
+        const StandardCase c = case_for(quant, 13);
+        Tensor want = Tensor::zeros(dtype, c.hidden_states.shape()).value();
+        MoeProblem whole = c.problem;
+        whole.max_tokens = kMostRows;
+        ExpertsFrom source(c, 0);
+        const ModularKernel one =
+            kernel_of(whole, source, make_local_prepare_finalize(whole).value());
+        ASSERT_TRUE(run_rows(one, c, 0, 13, DeviceTensor(), want, dtype).ok());
+        for (const char* row : {"cuda_all_to_all", "cuda_all_gather_reduce_scatter"}) {
+          for (const bool codes : {true, false}) {
+            Tensor got = Tensor::zeros(dtype, c.hidden_states.shape()).value();
+            std::memset(got.data(), 0xFF, static_cast<std::size_t>(got.bytes()));
+            for (const Status& s : run_ranks(c, {row, codes, counts, {dtype, dtype}}, got)) {
+              ASSERT_TRUE(s.ok()) << row << ' ' << quant << ": " << s.to_string();
+            }
+            EXPECT_EQ(std::memcmp(got.data(), want.data(), static_cast<std::size_t>(got.bytes())),
+                      0)
+                << row << ' ' << quant << " codes " << codes << " rows " << counts[0] << ' '
+                << dtype_name(dtype);
           }
-          EXPECT_EQ(std::memcmp(got.data(), want.data(), static_cast<std::size_t>(got.bytes())), 0)
-              << row << ' ' << quant << " codes " << codes << " rows " << counts[0];
         }
       }
     }
@@ -167,12 +172,12 @@ TEST(CudaTransport, ARankThatRefusesEndsTheCallOfTheOther) {
   REQUIRE_HOPPER();
   const StandardCase c = case_for("bf16", 8);
   Tensor got = Tensor::zeros(DType::kF32, c.hidden_states.shape()).value();
-  GpuSetup setup{"cuda_all_to_all", true, {4, 4}, {DType::kBF16, DType::kF32}};
+  GpuSetup setup{"cuda_all_to_all", true, {4, 4}, {DType::kI32, DType::kF32}};
   const std::vector<Status> statuses = run_ranks(c, setup, got);
   EXPECT_EQ(statuses[0].code(), StatusCode::kInvalidDType) << statuses[0].to_string();
-  EXPECT_NE(statuses[0].message().find("output: got BF16, need F32"), std::string::npos);
+  EXPECT_NE(statuses[0].message().find("output: got I32, need"), std::string::npos);
   EXPECT_EQ(statuses[1].code(), StatusCode::kDevice) << statuses[1].to_string();
-  EXPECT_NE(statuses[1].message().find("output: got BF16"), std::string::npos)
+  EXPECT_NE(statuses[1].message().find("output: got I32"), std::string::npos)
       << statuses[1].to_string();
 }
 

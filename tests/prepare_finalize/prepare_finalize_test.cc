@@ -266,6 +266,7 @@ TEST(PrepareFinalizeCatalogue, AcceptsWhatFormatAndRanksAllow) {
   EXPECT_EQ(accepted(standard, {}, gpu), Names{"local"});
   EXPECT_EQ(accepted(standard, data, gpu),
             (Names{"cuda_all_to_all", "cuda_all_gather_reduce_scatter"}));
+  EXPECT_EQ(accepted(batched, {}, gpu), Names{"batched_reference"});
   EXPECT_EQ(accepted(batched, data, gpu), Names{});
   EXPECT_EQ(accepted(standard, slices, gpu), Names{"cuda_all_gather_reduce_scatter"});
   // Slabs of 16 rows do not divide by three ranks.
@@ -319,6 +320,21 @@ TEST(PrepareFinalizeCatalogue, TransportsOfAGpuSayWhatTheyNeed) {
           {"hidden_size: got 100, need a multiple of 8"});
   const Status missing = check_device(Device::cuda(99));
   refused([](MoeProblem&) {}, missing.code(), {missing.message().c_str()});
+}
+
+TEST(PrepareFinalizeCatalogue, TheBatchedReferenceOfAGpuSaysWhatItNeeds) {
+  MoeProblem p = batched_problem(4);
+  p.device = Device::cuda(99);
+  const Status missing = check_device(p.device);
+  test::expect_refusal(make_batched_prepare_finalize(p).status(), missing.code(),
+                       {missing.message().c_str()});
+  p.num_experts = p.num_local_experts = 1025;
+  test::expect_refusal(make_batched_prepare_finalize(p).status(), StatusCode::kUnsupported,
+                       {"num_local_experts: got 1025, need at most 1024"});
+  p = batched_problem((std::int64_t{1} << 30) / 6 + 1);
+  p.device = Device::cuda(99);
+  test::expect_refusal(make_batched_prepare_finalize(p).status(), StatusCode::kUnsupported,
+                       {"max_tokens: got 178956971 rows for each of 6 local experts"});
 }
 
 TEST(PrepareFinalizeCatalogue, FormatsAreRefused) {

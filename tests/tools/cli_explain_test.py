@@ -66,8 +66,9 @@ class Explain(ToolTest):
         for quant in ("nvfp4", "nvfp4-bf16", "mxfp8", "mxfp4", "mxfp4-fp8", "int4-fp8"):
             value = self.json_of("explain", "--shape", "qwen3-30b", "--quant", quant, "--device", "cuda")
             self.assertEqual(value["chosen"]["experts"], "cuda_sm90", quant)
-        self.fails(UNSUPPORTED, "mxfp4-fp8",
-                   arguments=["explain", "--shape", "qwen3-30b", "--quant", "mxfp4-fp8", "--activation-scales", "f32", "--device", "cuda"])
+        scales = ["explain", "--shape", "qwen3-30b", "--quant", "mxfp4-fp8", "--activation-scales", "f32", "--device", "cuda"]
+        self.assertEqual(self.json_of(*scales)["chosen"]["experts"], "cuda_general")
+        self.fails(UNSUPPORTED, "mxfp4-fp8", arguments=[*scales, "--backend", "cuda_sm90"])
         general = self.json_of("explain", "--shape", "qwen3-30b", "--quant", "f32", "--device", "cuda")
         self.assertEqual(general["chosen"]["experts"], "cuda_general")
         passed_over = {row["name"]: row["reason"] for row in general["candidates"] if row["stage"] == "experts"}

@@ -1,6 +1,5 @@
 // The experts stage of the bench: the backend that the layer would choose, on routings drawn at
 // random; alone, or in the kernel that the layer puts around it (the stage "kernel").
-#include <fmt/format.h>
 
 #include <cmath>
 #include <optional>
@@ -25,10 +24,6 @@ class ExpertsStage final : public BenchStage {
         problem_of(settings.spec, settings.options.max_tokens, settings.options.num_threads);
     stage->p_.device = settings.options.device;
     const bool gpu = settings.options.device.is_cuda();
-    if (in_kernel && gpu) {
-      return Status(StatusCode::kUnsupported, fmt::format("--stage kernel: got device {}, need cpu",
-                                                          settings.options.device.to_string()));
-    }
     MOESAIC_ASSIGN_OR_RETURN(const ExpertsBackend* row,
                              choose_experts(stage->p_, settings.options.backend));
     stage->backend_ = std::string(row->name);
@@ -41,11 +36,12 @@ class ExpertsStage final : public BenchStage {
       stage->source_ = make_random_source(stage->p_, settings.seed);
     }
     if (gpu) {
-      MOESAIC_ASSIGN_OR_RETURN(stage->gpu_, make_gpu_experts(*row, stage->p_, *stage->source_));
+      MOESAIC_ASSIGN_OR_RETURN(stage->gpu_,
+                               make_gpu_experts(*row, stage->p_, *stage->source_, in_kernel));
     } else {
       MOESAIC_ASSIGN_OR_RETURN(stage->experts_, row->create(stage->p_, *stage->source_));
     }
-    if (in_kernel) MOESAIC_RETURN_IF_ERROR(stage->put_in_kernel());
+    if (in_kernel && !gpu) MOESAIC_RETURN_IF_ERROR(stage->put_in_kernel());
     return std::unique_ptr<BenchStage>(std::move(stage));
   }
 

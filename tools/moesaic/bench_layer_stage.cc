@@ -166,6 +166,9 @@ class LayerStage final : public BenchStage {
       std::vector<std::vector<TensorView>> out;
       for (Rotation& r : *rotations) {
         in.push_back({r.x.view()});
+        if (door_ == Door::kLogits) in.back().push_back(r.logits.view());
+        if (door_ == Door::kTopk)
+          in.back().insert(in.back().end(), {r.ids.view(), r.weights.view()});
         out.push_back({r.y.view()});
       }
       if (s_.options.ranks.communicator) {  // ranks wait for each other on the host
@@ -186,11 +189,6 @@ class LayerStage final : public BenchStage {
       return Status(
           StatusCode::kInvalidArgument,
           fmt::format("--door: got '{}', need {}", settings.door, fmt::join(kDoors, " or ")));
-    }
-    if (at != kDoors.begin() && settings.options.device.is_cuda()) {
-      return Status(StatusCode::kUnsupported,
-                    fmt::format("--door {}: got device {}, need cpu", settings.door,
-                                settings.options.device.to_string()));
     }
     const auto door = static_cast<Door>(at - kDoors.begin());
     if (door == Door::kTopk && settings.spec.routing.num_zero_experts > 0) {

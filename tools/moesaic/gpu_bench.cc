@@ -11,6 +11,7 @@
 #include "cuda/device_timer.h"
 #include "moesaic/device_tensor.h"
 #include "moesaic/gate.h"
+#include "moesaic/modular_kernel.h"
 
 namespace moesaic::tool {
 namespace {
@@ -162,12 +163,13 @@ Result<std::unique_ptr<GpuStage>> make_gpu_router(Device device, const Router::O
 }
 
 Result<std::unique_ptr<GpuStage>> make_gpu_experts(const ExpertsBackend& backend,
-                                                   const MoeProblem& problem,
-                                                   ExpertSource& source) {
+                                                   const MoeProblem& problem, ExpertSource& source,
+                                                   bool in_kernel) {
   MOESAIC_RETURN_IF_ERROR(check_gpu(problem.device));
   struct State {
     std::vector<std::unique_ptr<Experts>> copies;
     DeviceTensor workspace;
+    std::vector<ModularKernel> kernels;  // then the copies are in them
   };
   auto state = std::make_shared<State>();
   std::int64_t held = 0;
@@ -180,6 +182,33 @@ Result<std::unique_ptr<GpuStage>> make_gpu_experts(const ExpertsBackend& backend
                            backend.workspace_size(problem, problem.max_tokens));
   MOESAIC_ASSIGN_OR_RETURN(state->workspace,
                            DeviceTensor::uninitialized(problem.device, DType::kU8, {bytes}));
+  if (in_kernel) {
+    ModularKernel::Options options;
+    options.max_tokens = problem.max_tokens;
+    options.own_workspace = false;
+    for (std::unique_ptr<Experts>& experts : state->copies) {
+      MOESAIC_ASSIGN_OR_RETURN(auto rows, make_local_prepare_finalize(problem));
+      MOESAIC_ASSIGN_OR_RETURN(
+          ModularKernel kernel,
+          ModularKernel::create(problem, std::move(rows), std::move(experts), options));
+      state->kernels.push_back(std::move(kernel));
+    }
+    MOESAIC_ASSIGN_OR_RETURN(const std::int64_t all,
+                             state->kernels.front().workspace_size(problem.max_tokens));
+    MOESAIC_ASSIGN_OR_RETURN(state->workspace,
+                             DeviceTensor::uninitialized(problem.device, DType::kU8, {all}));
+    return make_stage(
+        problem.device, [state](void* stream, int rotation, const auto& in, const auto& out) {
+          ModularKernel::Args a;
+          a.hidden_states = in[0];
+          a.topk_ids = in[1];
+          a.topk_weights = in[2];
+          a.output = out[0];
+          a.workspace = state->workspace.span();
+          return state->kernels[static_cast<std::size_t>(rotation) % state->kernels.size()].enqueue(
+              {stream}, a);
+        });
+  }
   return make_stage(
       problem.device, [state](void* stream, int rotation, const auto& in, const auto& out) {
         ExpertsArgs a;
@@ -196,12 +225,19 @@ Result<std::unique_ptr<GpuStage>> make_gpu_experts(const ExpertsBackend& backend
 Result<std::unique_ptr<GpuStage>> make_gpu_layer(const FusedMoE& layer) {
   const FusedMoE* const p = &layer;
   return make_stage(layer.device(), [p](void* stream, int, const auto& in, const auto& out) {
-    FusedMoE::Trace trace;
-    if (out.size() > 1) {
-      trace.topk_ids = out[1];
-      trace.topk_weights = out[2];
+    FusedMoE::Args a;
+    a.hidden_states = in[0];
+    a.output = out[0];
+    if (in.size() == 2) a.router_logits = in[1];
+    if (in.size() == 3) {
+      a.topk_ids = in[1];
+      a.topk_weights = in[2];
     }
-    return p->enqueue({stream}, in[0], out[0], trace);
+    if (out.size() > 1) {
+      a.trace.topk_ids = out[1];
+      a.trace.topk_weights = out[2];
+    }
+    return p->enqueue({stream}, a);
   });
 }
 

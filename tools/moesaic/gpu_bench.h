@@ -45,11 +45,13 @@ Result<std::unique_ptr<GpuStage>> make_gpu_gate(Device device, const ConstTensor
 // logits [M, E] F32 -> ids [M, slots] I32, weights [M, slots] F32.
 Result<std::unique_ptr<GpuStage>> make_gpu_router(Device device, const Router::Options& options);
 // x [M, H] BF16, ids [M, k] I32, weights [M, k] F32 -> y [M, H] BF16. Layers that fit the cache are
-// held several times and rotated; problem.max_tokens bounds M, and its device is the GPU.
+// held several times and rotated; problem.max_tokens bounds M, and its device is the GPU. in_kernel:
+// each in a ModularKernel of its own.
 Result<std::unique_ptr<GpuStage>> make_gpu_experts(const ExpertsBackend& backend,
-                                                   const MoeProblem& problem, ExpertSource& source);
-// x [M, H] BF16 -> y [M, H] BF16 or F32 [, ids [M, k] I32, weights [M, k] F32]. The layer outlives
-// the stage.
+                                                   const MoeProblem& problem, ExpertSource& source,
+                                                   bool in_kernel);
+// x [M, H] BF16, alone or with logits [M, E] F32, or with ids [M, k] I32 and weights [M, k] F32 -> y
+// [M, H] BF16 or F32 [, ids [M, k] I32, weights [M, k] F32]. The layer outlives the stage.
 Result<std::unique_ptr<GpuStage>> make_gpu_layer(const FusedMoE& layer);
 
 // Read bandwidth and peak of the device, once per process.

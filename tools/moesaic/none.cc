@@ -19,7 +19,7 @@ Result<std::unique_ptr<GpuStage>> make_gpu_router(Device device, const Router::O
   return refused(device);
 }
 Result<std::unique_ptr<GpuStage>> make_gpu_experts(const ExpertsBackend&, const MoeProblem& problem,
-                                                   ExpertSource&) {
+                                                   ExpertSource&, bool) {
   return refused(problem.device);
 }
 Result<std::unique_ptr<GpuStage>> make_gpu_layer(const FusedMoE& layer) {

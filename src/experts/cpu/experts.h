@@ -9,13 +9,15 @@
 namespace moesaic::experts {
 
 // Computes what experts/reference/experts.h defines, with these orders of summation (see
-// cpu/kernels.h): each group of 128 steps of K in one fp32 chain (bf16 pairs on the bf16 tier),
-// groups folded in ascending order with a fused multiply-add; a token's slots in ascending order.
+// cpu/kernels.h): each group of 128 steps of K in one fp32 chain (bf16 pairs on the bf16 tier; on
+// tier amx products of 32 steps, docs/design/cpu-gemm.md), groups folded in ascending order with a
+// fused multiply-add; a token's slots in ascending order.
 // Thus the bits of a row depend on that row, its ids and weights and the tier; not on batch, split,
 // row order or threads.
 //
 // Weights are repacked once at creation, one expert at a time; no decoded copy exists. Rows are
-// processed in chunks, so the workspace stops growing at about 8192 (token, slot) pairs.
+// processed in chunks, so the workspace stops growing at about 8192 (token, slot) pairs, on tier amx
+// at 16384.
 //
 // Error against exact arithmetic on the same operands, for each dot product of length K:
 //   <= (min(K, 128) + ceil(K / 128) + 2) * 2^-24 * sum |x*w|.

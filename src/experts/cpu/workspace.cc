@@ -3,13 +3,9 @@
 #include <algorithm>
 
 namespace moesaic::experts {
-namespace {
-constexpr std::int64_t kChunkRows = 8192;
-}
-
 std::int64_t CpuPlan::chunk_tokens(std::int64_t tokens) const {
   const std::int64_t per_token = standard ? std::max<std::int64_t>(top_k, 1) : 1;
-  return std::min(tokens, std::max<std::int64_t>(1, kChunkRows / per_token));
+  return std::min(tokens, std::max<std::int64_t>(1, max_chunk_rows / per_token));
 }
 
 CpuWorkspace CpuWorkspace::carve(const CpuPlan& plan, std::int64_t tokens, Arena& arena) {

@@ -71,6 +71,8 @@ struct CpuPlan {
   bool row_numbers() const { return row_scales || row_sums; }
   std::int64_t numbers1() const { return scales(k1) + sums(k1); }
   std::int64_t numbers2() const { return scales(k2) + sums(k2); }
+  // CpuKernels::chunk_rows.
+  std::int64_t max_chunk_rows = 8192;
   // Tokens (standard) or rows (batched) handled at a time. 8192 rows of experts' output keep the
   // workspace near hidden * 32 KiB while every expert of a large layer still sees tens of rows.
   std::int64_t chunk_tokens(std::int64_t tokens) const;

@@ -29,12 +29,19 @@ class GeneralExperts final : public GpuExperts {
   // One matrix of all experts in device memory.
   struct Matrix {
     Allocation data, scale, bias;
+    Allocation input_scale, perm;  // [E_l], [E_l, columns], where rows become values
     GeneralMatrix view;
-    std::int64_t bytes() const { return data.bytes() + scale.bytes() + bias.bytes(); }
+    std::int64_t bytes() const {
+      return data.bytes() + scale.bytes() + bias.bytes() + input_scale.bytes() + perm.bytes();
+    }
   };
   Status reserve(std::string_view name, std::int64_t rows, std::int64_t columns, bool gated,
                  Matrix& m) const;
   MoeProblem of_call(const CudaExpertsArgs& a) const;
+  // The stored scales of w13's or w2's rows in a call: the caller's, or the experts'.
+  const float* static_scales(const CudaExpertsArgs& a, const GeneralWorkspace& w, bool of_w2) const;
+  GeneralValues values_of(const MoeProblem& problem, const CudaExpertsArgs& a,
+                          const GeneralWorkspace& w, bool of_w2) const;
 
   MoeProblem problem_;
   GeneralPlan plan_;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "experts/cuda_general/row_values.h"
 #include "experts/sm90/grouped_gemm.h"
 #include "moesaic/dtype.h"
 #include "permute/sm90/align.h"
@@ -65,12 +66,43 @@ struct GeneralQuant {
   DType round = DType::kBF16;
   const float* factor = nullptr;  // [rows]: x = round(x * round(factor)), or null
   std::int64_t rows = 0, columns = 0, share = 1;
+  // Batched format, or null: rows are the first *num_rows of the list, row r being row_of[r] (null:
+  // r itself) of `x` and of the result.
+  const std::uint32_t* num_rows = nullptr;
+  const std::int32_t* row_of = nullptr;
   bool power_of_two_scales = false;
   std::uint8_t* codes = nullptr;  // [rows, columns]
   float* scale = nullptr;         // [ceil(columns / 128)][scale_stride]
   std::int64_t scale_stride = 0;
 };
 int launch_general_quant(const GeneralQuant& params, void* stream);
+
+// Rows of every other quantised format, as the values that their codes stand for (row_values.h).
+struct GeneralValues {
+  ValueRule rule;
+  const void* x = nullptr;  // [.., columns]: item i reads x's row i / share, or its place's
+  DType x_dtype = DType::kF32;
+  DType round = DType::kBF16;
+  const float* factor = nullptr;  // [items]: x = round(x * round(factor)), or null
+  std::int64_t items = 0, columns = 0, share = 1;
+  // Items are pairs: those without an expert here have a negative entry and get no row; by_place:
+  // the others read and write the row of that entry. Null: items are tokens.
+  const std::int32_t* row_of_pair = nullptr;
+  bool by_place = false;
+  // Batched format, or null: items are the first *num_rows of the list, item r being row row_of[r] of
+  // slabs of slab_rows; by_place: row r itself.
+  const std::uint32_t* num_rows = nullptr;
+  const std::int32_t* row_of = nullptr;
+  std::int64_t slab_rows = 0;
+  // Of a pair's expert, or null: its stored scale [experts], and where the activation of each column
+  // of its weights is [experts, columns].
+  const float* fixed = nullptr;
+  const std::int32_t* perm = nullptr;
+  const std::int32_t* topk_ids = nullptr;    // [items]
+  const std::int32_t* expert_map = nullptr;  // of all experts, or null: identity
+  float* values = nullptr;                   // [items, columns]
+};
+int launch_general_values(const GeneralValues& params, void* stream);
 
 // Sums of the weighted rows of a token in slot order, in fp32; then the shared row.
 struct GeneralCombine {

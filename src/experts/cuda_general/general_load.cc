@@ -14,7 +14,8 @@ namespace {
 using experts::ProjectionView;
 
 // Rows of `stride` elements with zeros behind the columns, decoded to F32 where the kernel cannot
-// read them as they are stored. act-order: the columns in the order of the activations.
+// read them as they are stored. act-order: the columns in the order of the activations, unless those
+// follow the weights' (groups of quantised activations are groups of columns as they are stored).
 void fill_general_rows(const GeneralPlan& plan, const OperandQuant& weight,
                        const ProjectionView& view, std::int64_t stride,
                        std::vector<std::byte>& to) {
@@ -28,7 +29,8 @@ void fill_general_rows(const GeneralPlan& plan, const OperandQuant& weight,
                   static_cast<std::size_t>(columns * element));
       continue;
     }
-    const std::int32_t* const perm = view.perm.present() ? view.perm.as<std::int32_t>() : nullptr;
+    const bool ordered = view.perm.present() && !plan.reorders;
+    const std::int32_t* const perm = ordered ? view.perm.as<std::int32_t>() : nullptr;
     for (std::int64_t k = 0; k < columns; ++k) {
       const auto value = static_cast<float>(experts::weight_value(weight, view, n, k));
       reinterpret_cast<float*>(row)[perm == nullptr ? k : perm[k]] = value;
@@ -61,7 +63,10 @@ Status GeneralExperts::reserve(std::string_view name, std::int64_t rows, std::in
     MOESAIC_RETURN_IF_ERROR(m.bias.reserve("biases", local * rows * 4));
     v.bias = m.bias.as<float>();
   }
-  return {};
+  if (plan_.values && plan_.values->fixed) {
+    MOESAIC_RETURN_IF_ERROR(m.input_scale.reserve("input scales", local * 4));
+  }
+  return plan_.reorders ? m.perm.reserve("permutation", local * columns * 4) : Status();
 }
 
 Status GeneralExperts::load(ExpertSource& source) {
@@ -84,6 +89,15 @@ Status GeneralExperts::load(ExpertSource& source) {
       const std::int64_t count = std::int64_t{v.scale_rows} * v.scale_columns;
       MOESAIC_RETURN_IF_ERROR(copy_to_device("upload of scales", m.scale.as<float>() + e * count,
                                              view.scale.data, count * 4));
+    }
+    if (m.input_scale.bytes() > 0) {
+      MOESAIC_RETURN_IF_ERROR(copy_to_device("upload of scales", m.input_scale.as<float>() + e,
+                                             view.input_scale.data, 4));
+    }
+    if (m.perm.bytes() > 0) {
+      MOESAIC_RETURN_IF_ERROR(copy_to_device(
+          "upload of a permutation", m.perm.as<std::int32_t>() + e * std::int64_t{v.columns},
+          view.perm.data, std::int64_t{v.columns} * 4));
     }
     if (v.bias == nullptr) return {};
     bias.resize(static_cast<std::size_t>(v.rows));

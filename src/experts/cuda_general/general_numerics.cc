@@ -3,8 +3,10 @@
 #include <cmath>
 #include <vector>
 
+#include "core/refusal.h"
 #include "experts/cuda_general/general_experts_impl.h"
 #include "experts/row_error.h"
+#include "experts/sm90/experts_plan.h"
 #include "numerics/element.h"
 
 namespace moesaic::cuda {
@@ -38,6 +40,7 @@ double variance_of_rounding(const float* row, std::int64_t n, DType dtype) {
 
 Status GeneralExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics> rows) const {
   const MoeProblem problem = of_call(a);
+  if (has_slabs(problem)) return unsupported("numerics: got the batched format, need standard");
   const DeviceScope scope(device_);
   MOESAIC_RETURN_IF_ERROR(scope.status());
   Arena arena({static_cast<std::byte*>(a.workspace), static_cast<std::size_t>(a.workspace_bytes)});
@@ -66,6 +69,26 @@ Status GeneralExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumer
                              general_read_back<float>("topk_weights", a.topk_weights, w.pairs));
   }
 
+  // Stored scales of both projections, and whose a pair has.
+  const std::int64_t local = problem.num_local_experts;
+  std::vector<float> x_scales, inner_scales;
+  std::vector<std::int32_t> ids, map;
+  if (const float* const of_x = static_scales(a, w, /*of_w2=*/false); of_x != nullptr) {
+    MOESAIC_ASSIGN_OR_RETURN(x_scales, general_read_back<float>("w13_input_scale", of_x, local));
+    MOESAIC_ASSIGN_OR_RETURN(
+        inner_scales,
+        general_read_back<float>("w2_input_scale", static_scales(a, w, /*of_w2=*/true), local));
+    MOESAIC_ASSIGN_OR_RETURN(ids, general_read_back<std::int32_t>("topk_ids", a.topk_ids, w.pairs));
+    if (a.expert_map != nullptr) {
+      MOESAIC_ASSIGN_OR_RETURN(
+          map, general_read_back<std::int32_t>("expert_map", a.expert_map, problem.num_experts));
+    }
+  }
+  const auto scale_of = [&](const std::vector<float>& scales, std::int64_t pair) {
+    if (scales.empty()) return 1.0F;
+    const auto id = static_cast<std::size_t>(ids[static_cast<std::size_t>(pair)]);
+    return scales[map.empty() ? id : static_cast<std::size_t>(map[id])];
+  };
   const experts::NoiseModel model(problem);
   experts::RowErrorMeter meter(problem.quant.activation, plan_.operand);
   std::vector<float> row(static_cast<std::size_t>(hidden > inner ? hidden : inner));
@@ -85,9 +108,9 @@ Status GeneralExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumer
         row[static_cast<std::size_t>(i)] *= weights[static_cast<std::size_t>(p)];
       }
     }
-    const experts::RowError of_input = meter.measure(row.data(), hidden, 1.0F);
+    const experts::RowError of_input = meter.measure(row.data(), hidden, scale_of(x_scales, p));
     load(middle, plan_.operand, place * inner, inner);
-    experts::RowError of_inner = meter.measure(row.data(), inner, 1.0F);
+    experts::RowError of_inner = meter.measure(row.data(), inner, scale_of(inner_scales, p));
     of_inner.error += variance_of_rounding(row.data(), inner, plan_.operand);
     load(y, y_dtype, p * hidden, hidden);
     rows[static_cast<std::size_t>(t)].add(model.of(of_input, of_inner, row.data(), hidden, 1.0F));

@@ -5,16 +5,13 @@
 #include "core/checked.h"
 #include "core/refusal.h"
 #include "experts/cuda_general/general_kernels.h"
+#include "experts/cuda_general/row_values.h"
 #include "experts/problem_checks.h"
+#include "experts/sm90/experts_plan.h"
 #include "quant/compute_scheme.h"
 
 namespace moesaic::cuda {
 namespace {
-
-bool keeps_rows(const MoeProblem& p) {
-  return p.quant.activation.granularity == ScaleGranularity::kNone &&
-         p.quant.activation.outer_scale == OuterScale::kNone;
-}
 
 std::int64_t chunks(std::int64_t columns) { return ceil_div(columns, kGeneralChunk); }
 
@@ -34,25 +31,11 @@ Status check_general_pointer(std::string_view field, const void* p, std::int64_t
 
 Status general_experts_take(const MoeProblem& problem) {
   MOESAIC_RETURN_IF_ERROR(check_problem(problem));
-  const ComputeScheme kind = problem.quant.kind;
-  if (kind != ComputeScheme::kFp8Block && (kind == ComputeScheme::kNone || !keeps_rows(problem))) {
-    return unsupported(
-        fmt::format("scheme: got {}, need fp8-block or activations that are not quantised",
-                    compute_scheme_name(kind)));
-  }
-  if (problem.format != ActivationFormat::kStandard) {
-    return unsupported("format: got batched, need standard");
-  }
   if (problem.num_local_experts > kMaxAlignedExperts) {
     return unsupported(fmt::format("num_local_experts: got {}, need at most {}",
                                    problem.num_local_experts, kMaxAlignedExperts));
   }
-  constexpr std::int64_t kMost = std::int64_t{1} << 30;
-  const auto pairs = checked_mul(problem.max_tokens, problem.top_k);
-  if (!pairs || *pairs > kMost) {
-    return unsupported(fmt::format("max_tokens: got {} of {} experts each, need at most 2^30 pairs",
-                                   problem.max_tokens, problem.top_k));
-  }
+  MOESAIC_RETURN_IF_ERROR(check_row_count(problem));
   for (const auto& [name, size] : {std::pair{"hidden_size", problem.hidden_size},
                                    std::pair{"intermediate_size", problem.intermediate_size}}) {
     // The second dimension of a grid has 65535 blocks at most, of 64 channels.
@@ -67,7 +50,10 @@ Status general_experts_take(const MoeProblem& problem) {
 GeneralPlan::GeneralPlan(const MoeProblem& p)
     : operand(quant::operand_dtype(p.activation_dtype, p.quant.kind)),
       quantizes(p.quant.kind == ComputeScheme::kFp8Block),
-      rows_by_pair(quantizes && p.apply_router_weight_on_input),
+      values(quantizes ? std::nullopt : value_rule(p.quant.activation)),
+      reorders(values.has_value() && p.quant.weight.act_order),
+      rows_by_pair(!has_slabs(p) && (quantizes || values) &&
+                   (p.apply_router_weight_on_input || reorders || (values && values->fixed))),
       w13_rows(experts::w13_rows(p)),
       hidden(p.hidden_size),
       inner(p.intermediate_size) {
@@ -94,21 +80,28 @@ GeneralWorkspace GeneralWorkspace::carve(const MoeProblem& problem, const Genera
   w.rows = plan.rows_by_pair ? w.pairs : tokens;
   // The narrowest group makes the most records.
   w.max_groups = max_group_records(w.pairs, problem.num_local_experts, kFewRows);
-  w.control = arena.take<std::uint32_t>(2);
+  w.control = arena.take<std::uint32_t>(3);
   w.group_done = arena.take<std::uint32_t>(w.max_groups);
   w.band_done = arena.take<std::uint32_t>(1);
   w.groups = arena.take<GroupRecord>(w.max_groups);
   w.pair_of_row = arena.take<std::int32_t>(w.pairs);
-  w.row_of_pair = arena.take<std::int32_t>(w.pairs);
-  w.weight_of_row = arena.take<float>(w.pairs);
+  if (!has_slabs(problem)) {
+    w.row_of_pair = arena.take<std::int32_t>(w.pairs);
+    w.weight_of_row = arena.take<float>(w.pairs);
+  }
   if (plan.quantizes) {
     w.codes = arena.take<std::uint8_t>(w.rows * plan.hidden);
     w.scale = arena.take<float>(w.rows * chunks(plan.hidden));
     w.inner_codes = arena.take<std::uint8_t>(w.pairs * plan.inner);
     w.inner_scale = arena.take<float>(w.pairs * chunks(plan.inner));
   }
+  if (plan.values) {
+    w.values = arena.take<float>(w.rows * plan.hidden);
+    w.inner_values = arena.take<float>(w.pairs * plan.inner);
+    if (plan.values->fixed) w.call_scales = arena.take<float>(2 * problem.num_local_experts);
+  }
   w.inner = arena.take<std::byte>(w.pairs * plan.inner * (dtype_bits(plan.operand) / 8));
-  w.y = arena.take<float>(w.pairs * plan.hidden);
+  if (!has_slabs(problem)) w.y = arena.take<float>(w.pairs * plan.hidden);
   return w;
 }
 
@@ -117,8 +110,9 @@ Result<std::int64_t> general_workspace_size(const MoeProblem& problem, std::int6
     return Status(StatusCode::kInvalidArgument, fmt::format("tokens: got {}, need >= 0", tokens));
   }
   MOESAIC_RETURN_IF_ERROR(general_experts_take(problem));
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t rows, rows_of_tokens(problem, tokens));
   Arena arena = Arena::measure();
-  GeneralWorkspace::carve(problem, GeneralPlan(problem), tokens, arena);
+  GeneralWorkspace::carve(problem_of_rows(problem), GeneralPlan(problem), rows, arena);
   MOESAIC_RETURN_IF_ERROR(arena.status());
   return arena.used();
 }
@@ -136,6 +130,10 @@ Status check_general_args(const MoeProblem& problem, const CudaExpertsArgs& a) {
   MOESAIC_RETURN_IF_ERROR(expect_float_dtype(slots ? "slot_rows" : "output", a.result.dtype));
   if (a.tokens == 0) return {};
   const bool codes = a.rows.kind == CudaRows::Kind::kCodes;
+  if (a.brings_scales() && !quant::has_static_scale(problem.quant.activation)) {
+    return unsupported(
+        "x_scales, inner_scales: got scales of a call, need a scheme with stored ones");
+  }
   if (a.rows.kind == CudaRows::Kind::kKept || a.in_front) {
     return unsupported("rows: got ones that a call in front has made, need hidden states");
   }
@@ -145,18 +143,18 @@ Status check_general_args(const MoeProblem& problem, const CudaExpertsArgs& a) {
   }
   if (codes) {
     MOESAIC_RETURN_IF_ERROR(check_general_pointer("hidden_scale", a.rows.scale, 4));
-    if (a.rows.scale_stride < a.tokens) {
-      return {StatusCode::kInvalidLayout,
-              fmt::format("hidden_scale stride: got {}, need at least {}", a.rows.scale_stride,
-                          a.tokens)};
+    MOESAIC_ASSIGN_OR_RETURN(const std::int64_t rows, rows_of_tokens(problem, a.tokens));
+    if (a.rows.scale_stride < rows) {
+      return {
+          StatusCode::kInvalidLayout,
+          fmt::format("hidden_scale stride: got {}, need at least {}", a.rows.scale_stride, rows)};
     }
   } else {
     MOESAIC_RETURN_IF_ERROR(expect_float_dtype("hidden_states", a.rows.dtype));
   }
   const std::int64_t element = codes ? 1 : dtype_bits(a.rows.dtype) / 8;
   MOESAIC_RETURN_IF_ERROR(check_general_pointer("hidden_states", a.rows.data, element));
-  MOESAIC_RETURN_IF_ERROR(check_general_pointer("topk_ids", a.topk_ids, 4));
-  MOESAIC_RETURN_IF_ERROR(check_general_pointer("topk_weights", a.topk_weights, 4));
+  MOESAIC_RETURN_IF_ERROR(check_format_of_call(problem, a));
   MOESAIC_RETURN_IF_ERROR(check_general_pointer(slots ? "slot_rows" : "output", a.result.data,
                                                 dtype_bits(a.result.dtype) / 8));
   if (a.result.shared_rows != nullptr) {

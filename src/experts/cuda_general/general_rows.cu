@@ -14,9 +14,12 @@ __global__ void __launch_bounds__(kThreads) general_quant(const __grid_constant_
   constexpr int kValues = static_cast<int>(kGeneralChunk) / 32;
   const std::int64_t groups = (p.columns + kGeneralChunk - 1) / kGeneralChunk;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kWarps + warp; i < p.rows * groups;
+  const std::int64_t rows = p.num_rows != nullptr ? *p.num_rows : p.rows;
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kWarps + warp; i < rows * groups;
        i += static_cast<std::int64_t>(gridDim.x) * kWarps) {
-    const std::int64_t row = i / groups, group = i - row * groups;
+    std::int64_t row = i / groups;
+    const std::int64_t group = i - row * groups;
+    if (p.row_of != nullptr) row = p.row_of[row];
     float v[kValues], amax = 0;
 #pragma unroll
     for (int j = 0; j < kValues; ++j) {

@@ -42,6 +42,7 @@ Result<std::int64_t> general_experts_workspace_size(const MoeProblem& problem,
 }
 
 Status check_sm90_args(const MoeProblem& p, const ExpertsArgs& a, bool any_rows) {
+  if (p.format == ActivationFormat::kBatched) return check_slab_args(p, a, any_rows);
   if (a.hidden_states.rank() != 2) {
     return {StatusCode::kInvalidShape,
             fmt::format("hidden_states: got {}, need [M, {}]", a.hidden_states.shape.to_string(),

@@ -23,5 +23,7 @@ Result<std::unique_ptr<Experts>> make_general_experts(const MoeProblem& problem,
 // Everything about a call that needs no GPU to check; addresses are looked at by run. `any_rows`:
 // of experts whose rows and output may be F32, BF16 or F16.
 Status check_sm90_args(const MoeProblem& problem, const ExpertsArgs& args, bool any_rows = false);
+// The same in the batched format.
+Status check_slab_args(const MoeProblem& problem, const ExpertsArgs& args, bool any_rows);
 
 }  // namespace moesaic::cuda

@@ -21,8 +21,10 @@ class DeviceExperts final : public Experts {
       : problem_(problem), experts_(std::move(experts)) {}
 
   std::string_view name() const override { return experts_->name(); }
-  TopKWeightAndReduce reduction() const override { return TopKWeightAndReduce::kNoOp; }
-  ActivationFormat format() const override { return ActivationFormat::kStandard; }
+  TopKWeightAndReduce reduction() const override {
+    return slabs() ? TopKWeightAndReduce::kNaiveBatched : TopKWeightAndReduce::kNoOp;
+  }
+  ActivationFormat format() const override { return problem_.format; }
   bool takes_quantized_rows() const override {
     return problem_.quant.kind == ComputeScheme::kFp8Block;
   }
@@ -38,7 +40,8 @@ class DeviceExperts final : public Experts {
 
   Status run(const ExpertsArgs& args) const override {
     MOESAIC_RETURN_IF_ERROR(check_sm90_args(problem_, args, any_rows()));
-    if (args.hidden_states.dim(0) == 0) return {};
+    const std::int64_t tokens = args.hidden_states.dim(slabs() ? 1 : 0);
+    if (tokens == 0 || problem_.num_local_experts == 0) return {};
     MOESAIC_RETURN_IF_ERROR(check_addresses(args));
     const DeviceScope scope(problem_.device.index());
     MOESAIC_RETURN_IF_ERROR(scope.status());
@@ -47,15 +50,18 @@ class DeviceExperts final : public Experts {
         const ConstTensorView x,
         dense.of("hidden_states", args.hidden_states, rows_alignment(args.hidden_states.dtype)));
     CudaExpertsArgs a;
-    a.tokens = x.dim(0);
+    a.tokens = tokens;
     const void* const rows = x.data;
-    a.rows = args.hidden_scale.present() ? CudaRows::codes(rows, args.hidden_scale.as<float>(),
-                                                           args.hidden_scale.strides[1])
-                                         : CudaRows::values(rows, x.dtype);
+    a.rows = args.hidden_scale.present()
+                 ? CudaRows::codes(rows, args.hidden_scale.as<float>(),
+                                   args.hidden_scale.strides[slabs() ? 2 : 1])
+                 : CudaRows::values(rows, x.dtype);
     a.topk_ids = args.topk_ids.as<std::int32_t>();
     a.topk_weights = args.topk_weights.as<float>();
     a.expert_map = args.expert_map.data();
-    a.result = CudaResult::sum(args.output.data, args.output.dtype);
+    a.slab_counts = args.expert_num_tokens.data();
+    a.result = slabs() ? CudaResult::slots(args.output.data, args.output.dtype)
+                       : CudaResult::sum(args.output.data, args.output.dtype);
     a.workspace = args.workspace.data();
     a.workspace_bytes = static_cast<std::int64_t>(args.workspace.size());
     const auto scales_of = [](const ConstTensorView& t) {
@@ -71,6 +77,7 @@ class DeviceExperts final : public Experts {
   }
 
  private:
+  bool slabs() const { return problem_.format == ActivationFormat::kBatched; }
   bool any_rows() const { return experts_->takes_any_rows(); }
   std::int64_t rows_alignment(DType dtype) const {
     return any_rows() ? std::int64_t{dtype_bits(dtype) / 8} : std::int64_t{16};
@@ -88,10 +95,13 @@ class DeviceExperts final : public Experts {
           Address{"topk_ids", args.topk_ids.data, 4},
           Address{"topk_weights", args.topk_weights.data, 4},
           Address{"expert_map", args.expert_map.data(), 4},
+          Address{"expert_num_tokens", args.expert_num_tokens.data(), 4},
           Address{"output", args.output.data, rows_alignment(args.output.dtype)},
           Address{"workspace", args.workspace.data(), 256}}) {
       const bool optional = at.field == "expert_map" || at.field.ends_with("_scale");
-      if (at.data == nullptr && optional) continue;
+      const bool other =
+          at.field.starts_with("topk_") ? slabs() : at.field == "expert_num_tokens" && !slabs();
+      if (other || (at.data == nullptr && optional)) continue;
       MOESAIC_RETURN_IF_ERROR(
           check_device_pointer(at.field, at.data, at.alignment, problem_.device.index()));
     }

@@ -8,11 +8,8 @@
 
 #include "core/fault.h"
 #include "cuda/device_memory.h"
-#include "cuda/quant_rows.h"
 #include "experts/padded_source.h"
-#include "experts/sm90/call_scales.h"
 #include "experts/sm90/experts_impl.h"
-#include "experts/sm90/gather_rows.h"
 #include "permute/sm90/combine.h"
 
 namespace moesaic::cuda {
@@ -64,7 +61,7 @@ std::vector<ExpertPart> CudaExperts::expert_parts(std::int64_t count) const {
   return list;
 }
 std::optional<GpuExperts::KeptRows> CudaExperts::kept_rows() const {
-  if (!impl_->quantizes_rows()) return std::nullopt;
+  if (!impl_->quantizes_rows() || has_slabs(impl_->problem)) return std::nullopt;
   return KeptRows{impl_->plan.format->rows, impl_->problem.hidden_size,
                   impl_->plan.power_of_two_scales};
 }
@@ -77,35 +74,13 @@ void* CudaExperts::slots_place(const CudaExpertsArgs& a) const {
 std::string_view CudaExperts::name() const { return kCudaExpertsName; }
 std::string_view CudaExperts::determinism() const { return kCudaExpertsDeterminism; }
 
-QuantRowsParams CudaExperts::Impl::quant_params(const CudaExpertsArgs& a,
-                                                const ExpertsWorkspace& w) const {
-  QuantRowsParams q;
-  q.x = static_cast<const std::uint16_t*>(a.rows.data);
-  q.weights = plan.weight_on_input ? a.topk_weights : nullptr;
-  q.tokens = a.tokens;
-  q.columns = problem.hidden_size;
-  q.power_of_two_scales = plan.power_of_two_scales;
-  q.form = plan.format->rows;
-  q.q = w.rows;
-  q.scale = w.row_scale;
-  q.scale_stride = w.row_scale_stride;
-  if (!plan.static_scales) return q;
-  q.static_scales.of = x_static(a, w);
-  if (!rows_per_pair(a)) return q;
-  q.static_scales.topk_ids = a.topk_ids;
-  q.static_scales.expert_map = a.expert_map;
-  q.static_scales.num_experts = static_cast<std::int32_t>(problem.num_experts);
-  q.static_scales.num_local_experts = static_cast<std::int32_t>(problem.num_local_experts);
-  q.static_scales.top_k = static_cast<std::int32_t>(a.top_k > 0 ? a.top_k : problem.top_k);
-  return q;
-}
-
 std::optional<ExpertsPrologue> CudaExperts::prologue(const CudaExpertsArgs& a) const {
   const ExpertsPlan& plan = impl_->plan;
   MoeProblem problem = impl_->problem;
   if (a.top_k > 0) problem.top_k = a.top_k;
   const std::int64_t pairs = a.tokens * problem.top_k;
-  const bool needs_routing = plan.weight_on_input || impl_->rows_per_pair(a) || plan.gathers_rows();
+  const bool needs_routing =
+      plan.weight_on_input || impl_->rows_per_pair(a) || plan.gathers_rows() || has_slabs(problem);
   if (a.tokens < 1 || pairs > kListPairs || needs_routing) return std::nullopt;
   // The list that the GEMM kernel makes stays in its shared memory: the combine must be there too.
   if (a.tokens > kFoldCombineTokens && !MOESAIC_FAULT(cuda_list_apart_from_its_combine)) {
@@ -144,69 +119,21 @@ bool CudaExperts::can_route(const RouteParams& r) const {
 Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   const ExpertsPlan& plan = impl_->plan;
   MOESAIC_RETURN_IF_ERROR(check_args(impl_->problem, plan, a));
-  MoeProblem problem = impl_->problem;
+  MoeProblem problem = problem_of_rows(impl_->problem);
   if (a.top_k > 0) problem.top_k = a.top_k;
   if (a.tokens == 0) return {};
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t rows, rows_of_tokens(problem, a.tokens));
   Arena arena({static_cast<std::byte*>(a.workspace), static_cast<std::size_t>(a.workspace_bytes)});
-  const ExpertsWorkspace w = ExpertsWorkspace::carve(problem, plan, a.tokens, arena);
+  const ExpertsWorkspace w = ExpertsWorkspace::carve(problem, plan, rows, arena);
   MOESAIC_RETURN_IF_ERROR(arena.status());
   const DeviceScope scope(impl_->device);
   MOESAIC_RETURN_IF_ERROR(scope.status());
 
-  const auto pairs = static_cast<std::int32_t>(a.tokens * problem.top_k);
-  const QuantRowsParams q = impl_->quant_params(a, w);
   const GroupedVariant variant = impl_->variant(a);
-  AlignParams align;
-  align.topk_ids = a.topk_ids;
-  align.topk_weights = a.topk_weights;
-  align.expert_map = a.expert_map;
-  align.pairs = pairs;
-  align.num_experts = static_cast<std::int32_t>(problem.num_experts);
-  align.num_local_experts = static_cast<std::int32_t>(problem.num_local_experts);
-  align.rows_per_record = rows_per_record(variant);
-  align.max_groups = static_cast<std::int32_t>(w.max_groups);
-  align.pair_of_row = w.pair_of_row;
-  align.weight_of_row = w.weight_of_row;
-  align.row_of_pair = w.row_of_pair;
-  align.groups = w.groups;
-  align.group_done = w.group_done;
-  align.next_item = w.control;
-  align.num_groups = w.control + 1;
-  align.band_done = w.band_done;
-  // What is zeroed with them lies behind.
-  align.bands =
-      static_cast<std::int32_t>(2 * plan.w2.bands() + (plan.quantizes_late() ? pairs : 0));
   const bool codes = a.rows.kind == CudaRows::Kind::kCodes;
   const bool slots = a.result.kind == CudaResult::Kind::kSlots;
   const bool makes_rows = plan.makes_rows() && !codes;  // in this call or the one before
-  if (a.brings_scales() && !MOESAIC_FAULT(cuda_call_scales_not_taken)) {
-    CallScalesParams s;
-    s.given[0] = a.x_scales;
-    s.given[1] = a.inner_scales;
-    s.experts = problem.num_local_experts;
-    s.to = w.call_scales;
-    MOESAIC_RETURN_IF_ERROR(check_call("static scales", launch_call_scales(s, stream)));
-  }
-  if (!a.in_front) {
-    const bool quantize = makes_rows && a.rows.kind == CudaRows::Kind::kValues;
-    MOESAIC_RETURN_IF_ERROR(check_call(
-        "align and quantize", launch_align(align, quantize ? &q : nullptr, impl_->traits, stream)));
-  }
-
-  if (plan.gathers_rows()) {
-    GatherRowsParams gather;
-    gather.x = static_cast<const std::uint16_t*>(a.rows.data);
-    gather.rows = reinterpret_cast<std::uint16_t*>(w.rows);
-    gather.perm = impl_->weights.w13_perm;
-    gather.topk_ids = a.topk_ids;
-    gather.expert_map = a.expert_map;
-    gather.pairs = pairs;
-    gather.columns = problem.hidden_size;
-    gather.top_k = static_cast<std::int32_t>(problem.top_k);
-    gather.num_experts = align.num_experts;
-    gather.num_local_experts = align.num_local_experts;
-    MOESAIC_RETURN_IF_ERROR(check_call("rows by expert", launch_gather_rows(gather, stream)));
-  }
+  MOESAIC_RETURN_IF_ERROR(impl_->make_rows(stream, a, problem, w, rows_per_record(variant)));
 
   CombineParams c;
   c.y2 = slots ? static_cast<std::uint16_t*>(a.result.data) : w.y2;
@@ -228,12 +155,14 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   g.rows.inner_scale = w.inner_scale;
   g.rows.inner_scale_stride = w.inner_scale_stride;
   g.rows.y2 = slots ? static_cast<std::uint16_t*>(a.result.data) : w.y2;
-  g.list = {w.groups,  w.pair_of_row, plan.weight_on_input ? nullptr : w.weight_of_row,
+  const bool weighs = !plan.weight_on_input && !has_slabs(problem);
+  g.list = {w.groups,  w.pair_of_row, weighs ? w.weight_of_row : nullptr,
             w.control, w.control + 1, w.group_done};
   if (a.in_front) {
-    g.own_list.pairs = pairs;
-    g.own_list.source = {a.topk_ids, a.topk_weights, a.expert_map, align.num_experts,
-                         align.num_local_experts};
+    g.own_list.pairs = static_cast<std::int32_t>(rows * problem.top_k);
+    g.own_list.source = {a.topk_ids, a.topk_weights, a.expert_map,
+                         static_cast<std::int32_t>(problem.num_experts),
+                         static_cast<std::int32_t>(problem.num_local_experts)};
     const std::optional<RouteParams>& route = a.in_front->route;
     g.own_list.routes = route.has_value();
     if (route) g.own_list.route = *route;

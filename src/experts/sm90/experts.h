@@ -56,7 +56,8 @@ struct CudaResult {
     return {Kind::kSum, data, dtype, shared_rows};
   }
   // The weighted rows [M * k, H] of all slots; rows of slots without an expert here are not
-  // written. The sum is what launch_combine makes of them.
+  // written. The sum is what launch_combine makes of them. Batched format: the rows of the slabs
+  // [num_local_experts, T, H], unweighted; those past the counts are not written.
   static CudaResult slots(void* data, DType dtype = DType::kBF16) {
     return {Kind::kSlots, data, dtype};
   }
@@ -79,7 +80,7 @@ struct CudaInFront {
 
 // Device pointers of one call. Nothing may overlap except where said.
 struct CudaExpertsArgs {
-  std::int64_t tokens = 0;  // M <= problem.max_tokens; 0 is ordinary
+  std::int64_t tokens = 0;  // M, or batched T, <= problem.max_tokens; 0 is ordinary
   CudaRows rows;
   std::int64_t top_k = 0;  // k of this call, at most problem.top_k; 0: problem.top_k
   // How many experts topk_ids can name, for the choice of the kernel only; 0: problem.num_experts.
@@ -89,6 +90,11 @@ struct CudaExpertsArgs {
   const std::int32_t* topk_ids = nullptr;    // [M, k] global ids; -1 or out of range: no expert
   const float* topk_weights = nullptr;       // [M, k]
   const std::int32_t* expert_map = nullptr;  // [E] -> local or -1; null: identity
+  // Batched format (MoeProblem::format), in the place of the three above and of top_k: rows
+  // [num_local_experts, T, H] (scales of codes: stride >= num_local_experts * T), how many of them
+  // count in each slab ([num_local_experts]; below 0 counts as 0, above T as T), result slots.
+  // Rows past the counts are neither read nor written.
+  const std::int32_t* slab_counts = nullptr;
   CudaResult result;
   void* workspace = nullptr;  // 256-byte aligned, >= workspace_size(M)
   std::int64_t workspace_bytes = 0;
@@ -166,8 +172,8 @@ class GpuExperts {
 class CudaExperts final : public GpuExperts {
  public:
   // ok, or the reason for refusing, without looking at weights or a device: check_problem's, then
-  // kUnsupported (scheme, activation_dtype, batched format, a hidden size whose rows are not whole
-  // 16 bytes, more than 1024 local experts).
+  // kUnsupported (scheme, activation_dtype, a hidden size whose rows are not whole 16 bytes, more
+  // than 1024 local experts, too many rows).
   static Status can_implement(const MoeProblem& problem);
   // Bytes for M tokens, monotone in tokens, without a device. kUnsupported as above,
   // kInvalidArgument for negative tokens.

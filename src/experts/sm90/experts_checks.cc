@@ -18,27 +18,34 @@ Status CudaExperts::can_implement(const MoeProblem& problem) {
     return unsupported(
         fmt::format("activation_dtype: got {}, need BF16", dtype_name(problem.activation_dtype)));
   }
-  if (problem.format != ActivationFormat::kStandard) {
-    return unsupported("format: got batched, need standard");
-  }
-  if (problem.apply_router_weight_on_input && problem.top_k > 1) {
+  const MoeProblem of_rows = problem_of_rows(problem);
+  if (of_rows.apply_router_weight_on_input && of_rows.top_k > 1) {
     return unsupported(fmt::format(
         "top_k: got {} with apply_router_weight_on_input, need 1 (a row is made once for all of "
         "its experts)",
         problem.top_k));
   }
   MOESAIC_RETURN_IF_ERROR(
-      format->check(experts::with_padded_width(problem, format->inner_multiple)));
+      format->check(experts::with_padded_width(of_rows, format->inner_multiple)));
   if (problem.num_local_experts > kMaxAlignedExperts) {
     return unsupported(fmt::format("num_local_experts: got {}, need at most {}",
                                    problem.num_local_experts, kMaxAlignedExperts));
   }
-  const auto pairs = checked_mul(problem.max_tokens, problem.top_k);
-  if (!pairs || *pairs > (std::int64_t{1} << 30)) {
-    return unsupported(fmt::format("max_tokens: got {} of {} experts each, need at most 2^30 pairs",
-                                   problem.max_tokens, problem.top_k));
+  return check_row_count(problem);
+}
+
+Status check_row_count(const MoeProblem& problem) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 30;
+  const std::int64_t each = has_slabs(problem) ? problem.num_local_experts : problem.top_k;
+  const auto pairs = checked_mul(problem.max_tokens, each);
+  if (pairs && *pairs <= kMost) return {};
+  if (has_slabs(problem)) {
+    return unsupported(
+        fmt::format("max_tokens: got {} rows for each of {} local experts, need at most 2^30 rows",
+                    problem.max_tokens, each));
   }
-  return {};
+  return unsupported(fmt::format("max_tokens: got {} of {} experts each, need at most 2^30 pairs",
+                                 problem.max_tokens, each));
 }
 
 Result<std::int64_t> CudaExperts::workspace_size(const MoeProblem& problem, std::int64_t tokens) {
@@ -49,7 +56,8 @@ Result<std::int64_t> CudaExperts::workspace_size(const MoeProblem& problem, std:
   MOESAIC_ASSIGN_OR_RETURN(const MoeProblem fitted, fitted_problem(problem));
   Arena arena = Arena::measure();
   MOESAIC_ASSIGN_OR_RETURN(const ExpertsPlan plan, make_experts_plan(fitted));
-  ExpertsWorkspace::carve(fitted, plan, tokens, arena);
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t rows, rows_of_tokens(problem, tokens));
+  ExpertsWorkspace::carve(problem_of_rows(fitted), plan, rows, arena);
   MOESAIC_RETURN_IF_ERROR(arena.status());
   return arena.used();
 }
@@ -71,20 +79,34 @@ Status check_pointer(std::string_view field, const void* p, std::uintptr_t align
 bool takes_codes(const FormatRow& row) { return row.rows == RowForm::kFp8Group128; }
 bool quantises(const FormatRow& row) { return row_is_quantised(row.rows); }
 
-Status check_scales(const ExpertsPlan& plan, const CudaExpertsArgs& a) {
+Status check_scales(const ExpertsPlan& plan, const CudaExpertsArgs& a, std::int64_t rows) {
   if (!takes_codes(*plan.format)) {
     return {StatusCode::kUnsupported,
             fmt::format("hidden_scale: got quantised rows, need bf16 rows: only {} takes codes",
                         names_of_formats(&takes_codes))};
   }
-  if (a.rows.scale_stride < a.tokens) {
+  if (a.rows.scale_stride < rows) {
     return {StatusCode::kInvalidLayout, fmt::format("hidden_scale stride: got {}, need at least {}",
-                                                    a.rows.scale_stride, a.tokens)};
+                                                    a.rows.scale_stride, rows)};
   }
   return check_pointer("hidden_scale", a.rows.scale, 4);
 }
 
 }  // namespace
+
+Status check_format_of_call(const MoeProblem& problem, const CudaExpertsArgs& a) {
+  if (!has_slabs(problem)) {
+    MOESAIC_RETURN_IF_ERROR(check_pointer("topk_ids", a.topk_ids, 4));
+    return check_pointer("topk_weights", a.topk_weights, 4);
+  }
+  if (a.top_k != 0 || a.in_front || a.rows.kind == CudaRows::Kind::kKept ||
+      a.result.kind != CudaResult::Kind::kSlots || a.result.shared_rows != nullptr) {
+    return {StatusCode::kUnsupported,
+            "format: got top_k, a kernel in front, kept rows, sums or shared rows, need rows and "
+            "results in slabs"};
+  }
+  return check_pointer("expert_num_tokens", a.slab_counts, 4);
+}
 
 Status check_args(const MoeProblem& problem, const ExpertsPlan& plan, const CudaExpertsArgs& a) {
   if (a.tokens < 0 || a.tokens > problem.max_tokens) {
@@ -110,10 +132,12 @@ Status check_args(const MoeProblem& problem, const ExpertsPlan& plan, const Cuda
   }
   if (a.tokens == 0) return {};
   MOESAIC_RETURN_IF_ERROR(check_pointer("hidden_states", a.rows.data, 16));
-  MOESAIC_RETURN_IF_ERROR(check_pointer("topk_ids", a.topk_ids, 4));
-  MOESAIC_RETURN_IF_ERROR(check_pointer("topk_weights", a.topk_weights, 4));
+  MOESAIC_RETURN_IF_ERROR(check_format_of_call(problem, a));
   MOESAIC_RETURN_IF_ERROR(check_pointer(slots ? "slot_rows" : "output", a.result.data, 16));
-  if (a.rows.kind == CudaRows::Kind::kCodes) MOESAIC_RETURN_IF_ERROR(check_scales(plan, a));
+  if (a.rows.kind == CudaRows::Kind::kCodes) {
+    MOESAIC_ASSIGN_OR_RETURN(const std::int64_t rows, rows_of_tokens(problem, a.tokens));
+    MOESAIC_RETURN_IF_ERROR(check_scales(plan, a, rows));
+  }
   if (a.brings_scales() && (!plan.static_scales || a.in_front)) {
     return {StatusCode::kUnsupported,
             "x_scales, inner_scales: got scales of a call, need a scheme with static ones, and a "

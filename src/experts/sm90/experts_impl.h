@@ -39,6 +39,9 @@ struct CudaExperts::Impl {
 
   Status load(ExpertSource& source);
   QuantRowsParams quant_params(const CudaExpertsArgs& a, const ExpertsWorkspace& w) const;
+  // Launches what comes before the GEMMs (experts_rows.cc); of_rows: problem_of_rows of the call.
+  Status make_rows(void* stream, const CudaExpertsArgs& a, const MoeProblem& of_rows,
+                   const ExpertsWorkspace& w, std::int32_t rows_per_record) const;
   GroupedVariant variant(const CudaExpertsArgs& a) const {
     return choose_grouped(
         plan.format->tiles, plan.epilogue, a.likely_tokens > 0 ? a.likely_tokens : a.tokens,

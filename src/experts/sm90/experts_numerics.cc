@@ -135,6 +135,7 @@ Result<std::vector<std::uint16_t>> read_live_rows(const char* what, const std::u
 Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics> rows) const {
   const ExpertsPlan& plan = impl_->plan;
   MoeProblem problem = impl_->problem;
+  if (has_slabs(problem)) return unsupported("numerics: got the batched format, need standard");
   if (a.top_k > 0) problem.top_k = a.top_k;
   const DeviceScope scope(impl_->device);
   MOESAIC_RETURN_IF_ERROR(scope.status());

@@ -1,7 +1,10 @@
 #include "experts/sm90/experts_plan.h"
 
+#include <fmt/format.h>
+
 #include "core/checked.h"
 #include "experts/problem_checks.h"
+#include "experts/sm90/weight_codes.h"
 #include "quant/compute_scheme.h"
 
 namespace moesaic::cuda {
@@ -21,7 +24,7 @@ Result<ExpertsPlan> make_experts_plan(const MoeProblem& problem) {
   plan.weight = problem.quant.weight;
   plan.set_image(false);
   plan.power_of_two_scales = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
-  plan.weight_on_input = problem.apply_router_weight_on_input;
+  plan.weight_on_input = problem_of_rows(problem).apply_router_weight_on_input;
   plan.static_scales = quant::has_static_scale(problem.quant.activation);
   return plan;
 }
@@ -46,6 +49,16 @@ void ExpertsPlan::fill_sizes(const MoeProblem& problem, GroupedParams& to) const
   to.row_bytes1 = narrow(w13.row_bytes());
   to.row_bytes2 = narrow(w2.row_bytes());
   to.codes = codes;
+  to.chunks_of_sums = chunks_of_sums(weight);
+}
+
+Result<std::int64_t> rows_of_tokens(const MoeProblem& problem, std::int64_t tokens) {
+  if (!has_slabs(problem)) return tokens;
+  const auto rows = checked_mul(tokens, problem.num_local_experts);
+  if (rows) return *rows;
+  return Status(StatusCode::kLimitExceeded,
+                fmt::format("tokens: got {} for each of {} local experts, need at most 2^63-1",
+                            tokens, problem.num_local_experts));
 }
 
 ExpertsWorkspace ExpertsWorkspace::carve(const MoeProblem& problem, const ExpertsPlan& plan,
@@ -76,8 +89,10 @@ ExpertsWorkspace ExpertsWorkspace::carve(const MoeProblem& problem, const Expert
   }
   w.groups = arena.take<GroupRecord>(w.max_groups);
   w.pair_of_row = arena.take<std::int32_t>(pairs);
-  w.row_of_pair = arena.take<std::int32_t>(pairs);
-  w.weight_of_row = arena.take<float>(pairs);
+  if (!has_slabs(problem)) {
+    w.row_of_pair = arena.take<std::int32_t>(pairs);
+    w.weight_of_row = arena.take<float>(pairs);
+  }
   w.inner_scale_stride = round_up(pairs, 4);
   if (scales) {
     w.inner_scale = arena.take<float>(w.inner_scale_stride * (whole ? 1 : plan.w2.chunks()));
@@ -86,7 +101,7 @@ ExpertsWorkspace ExpertsWorkspace::carve(const MoeProblem& problem, const Expert
     w.inner_bf16 = arena.take<std::byte>(pairs * problem.intermediate_size * 2);
   }
   w.inner = arena.take<std::byte>(pairs * plan.w2.row_bytes());
-  w.y2 = arena.take<std::uint16_t>(pairs * problem.hidden_size);
+  if (!has_slabs(problem)) w.y2 = arena.take<std::uint16_t>(pairs * problem.hidden_size);
   if (plan.static_scales) w.call_scales = arena.take<float>(2 * local);
   return w;
 }

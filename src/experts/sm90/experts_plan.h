@@ -37,7 +37,25 @@ struct ExpertsPlan {
   void fill_sizes(const MoeProblem& problem, GroupedParams& to) const;
 };
 
+// The batched format as the kernels see it: every row of the slabs is a token with one expert.
+constexpr bool has_slabs(const MoeProblem& problem) {
+  return problem.format == ActivationFormat::kBatched;
+}
+// kLimitExceeded.
+Result<std::int64_t> rows_of_tokens(const MoeProblem& problem, std::int64_t tokens);
+inline MoeProblem problem_of_rows(MoeProblem problem) {
+  if (!has_slabs(problem)) return problem;
+  problem.top_k = 1;
+  problem.apply_router_weight_on_input = false;  // prepare has done it
+  return problem;
+}
+
+// kUnsupported: more rows of work than 32 bits count.
+Status check_row_count(const MoeProblem& problem);
+
 struct CudaExpertsArgs;
+// What only one of the two formats has: kUnsupported, and bad addresses of it.
+Status check_format_of_call(const MoeProblem& problem, const CudaExpertsArgs& args);
 // What CudaExperts::enqueue says of a call's sizes, dtypes and addresses.
 Status check_args(const MoeProblem& problem, const ExpertsPlan& plan, const CudaExpertsArgs& args);
 
@@ -66,6 +84,7 @@ struct ExpertsWorkspace {
   float* call_scales = nullptr;  // static scales that a call brings, of both GEMMs' rows, [2, E_l]
   std::int64_t row_scale_stride = 0, inner_scale_stride = 0, max_groups = 0;
 
+  // problem_of_rows and rows_of_tokens.
   static ExpertsWorkspace carve(const MoeProblem& problem, const ExpertsPlan& plan,
                                 std::int64_t tokens, Arena& arena);
 };

@@ -12,7 +12,11 @@ struct GatherRowsParams {
   const std::int32_t* perm = nullptr;        // [local experts, columns]
   const std::int32_t* topk_ids = nullptr;    // [tokens * top_k]
   const std::int32_t* expert_map = nullptr;  // [num_experts] or null: identity
-  std::int64_t pairs = 0, columns = 0;       // columns a multiple of 8
+  // Instead of ids: pair p is row p % slab_rows of expert p / slab_rows, if that counts
+  // ([num_local_experts]); null: ids.
+  const std::int32_t* slab_counts = nullptr;
+  std::int32_t slab_rows = 1;
+  std::int64_t pairs = 0, columns = 0;  // columns a multiple of 8
   std::int32_t top_k = 1, num_experts = 0, num_local_experts = 0;
 };
 

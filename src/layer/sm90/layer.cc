@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/checked.h"
+#include "core/fault.h"
 #include "core/refusal.h"
 #include "cuda/dense_rows.h"
 #include "layer/call_args.h"
@@ -208,9 +210,14 @@ Status CudaLayer::Impl::check(const FusedMoE::Args& args) const {
     }
   }
   MOESAIC_RETURN_IF_ERROR(expect_shape("output", output, {tokens, m.plan.hidden_size}));
-  if (tokens > m.max_tokens) {
+  if (tokens > m.max_tokens && m.rows_at_once(args) == 0) {
     return {StatusCode::kLimitExceeded,
-            fmt::format("tokens: got {}, planned for max_tokens = {}", tokens, m.max_tokens)};
+            fmt::format("tokens: got {}, planned for max_tokens = {}, {}; need at most that many",
+                        tokens, m.max_tokens,
+                        m.peers != nullptr
+                            ? std::string("in one step through peer windows")
+                            : fmt::format("whose rows of {} elements are no whole 16 bytes",
+                                          m.plan.hidden_size))};
   }
   const TensorView& part = args.shared_output;
   MOESAIC_RETURN_IF_ERROR(layer::check_shared_output(m.plan, args, Device::cuda(m.device)));
@@ -257,33 +264,52 @@ Status CudaLayer::Impl::check(const FusedMoE::Args& args) const {
   return check_trace("trace.topk_ids", trace.topk_ids, DType::kI32, slots, m.device);
 }
 
+std::int64_t CudaLayer::Impl::rows_at_once(const FusedMoE::Args& args) const {
+  if (peers != nullptr) return 0;  // the host, which would agree on steps, does not wait
+  // Kernels read and write whole 16 bytes where a step's rows begin.
+  const auto whole = [&](DType dtype) {
+    return max_tokens * plan.hidden_size * dtype_bits(dtype) % 128 == 0;
+  };
+  if (whole(args.hidden_states.dtype) && whole(args.output.dtype) &&
+      (!args.shared_output.present() || whole(args.shared_output.dtype))) {
+    return max_tokens;
+  }
+  return mesh == nullptr ? max_tokens / 8 * 8 : 0;  // ranks take steps of one size
+}
+
 Status CudaLayer::enqueue(Stream stream, const FusedMoE::Args& call) const {
   const Impl& m = *impl_;
-  const Result<FusedMoE::Args> matrices = layer::as_matrices(call);
-  const FusedMoE::Args& args = matrices.ok() ? *matrices : call;
-  ConstTensorView x = args.hidden_states;
-  const auto& [output, trace] = std::tie(args.output, args.trace);
+  Result<FusedMoE::Args> matrices = layer::as_matrices(call);
   const DeviceScope scope(m.device);
-  DenseRows dense(stream.handle);
   Status checked = scope.status();
   if (checked.ok()) checked = matrices.status();
-  if (checked.ok()) checked = m.check(args);
+  if (checked.ok()) checked = m.check(*matrices);
+  if (m.mesh == nullptr) MOESAIC_RETURN_IF_ERROR(checked);
+  const std::int64_t rows = checked.ok() ? matrices->hidden_states.dim(0) : 0;
+  std::int64_t chunk = m.max_tokens;
+  if (rows > chunk) chunk = m.rows_at_once(*matrices);
+  std::int64_t steps = ceil_div(rows, chunk);
   if (m.mesh != nullptr) {
-    const std::int64_t rows = checked.ok() ? x.dim(0) : 0;
-    MOESAIC_ASSIGN_OR_RETURN(
-        const std::int64_t steps,
-        m.start_call(stream.handle, checked, rows, rows > 0 && args.shared_output.present()));
-    if (steps == 0) return {};
-  } else {
-    MOESAIC_RETURN_IF_ERROR(checked);
-    if (x.dim(0) == 0) return {};
+    MOESAIC_ASSIGN_OR_RETURN(steps, m.start_call(stream.handle, checked, rows,
+                                                 rows > 0 && matrices->shared_output.present()));
   }
+  if (MOESAIC_FAULT(cuda_layer_leaves_rows_of_long_calls)) steps = std::min<std::int64_t>(steps, 1);
+  for (std::int64_t step = 0; step < steps; ++step) {
+    const std::int64_t first = std::min(step * chunk, rows);
+    const Status status = m.enqueue_rows(
+        stream, layer::rows_of_call(*matrices, first, std::min(chunk, rows - first)));
+    if (!status.ok()) return m.mesh != nullptr ? m.give_up(stream.handle, status) : status;
+  }
+  return {};
+}
+
+Status CudaLayer::Impl::enqueue_rows(Stream stream, const FusedMoE::Args& args) const {
+  const Impl& m = *this;
+  ConstTensorView x = args.hidden_states;
+  const auto& [output, trace] = std::tie(args.output, args.trace);
+  DenseRows dense(stream.handle);
   if (x.dim(0) > 0) {
-    Result<ConstTensorView> rows = dense.of("hidden_states", x, 16);
-    if (!rows.ok()) {
-      return m.mesh != nullptr ? m.give_up(stream.handle, rows.status()) : rows.status();
-    }
-    x = *rows;
+    MOESAIC_ASSIGN_OR_RETURN(x, dense.of("hidden_states", x, 16));
   }
   Impl::Out out;
   out.output = output.data;
@@ -301,8 +327,8 @@ Status CudaLayer::enqueue(Stream stream, const FusedMoE::Args& call) const {
                 args.topk_ids.dtype,
                 args.input_ids.as<std::int32_t>(),
                 args.padding_mask.as<std::uint8_t>()};
-  if (m.mesh == nullptr) return m.run(stream.handle, rows, out);
-  return m.give_up(stream.handle, m.run_over_ranks(stream.handle, rows, out));
+  return m.mesh == nullptr ? m.run(stream.handle, rows, out)
+                           : m.run_over_ranks(stream.handle, rows, out);
 }
 
 Status CudaLayer::Impl::make_staging() const {

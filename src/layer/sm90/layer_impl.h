@@ -81,6 +81,10 @@ struct CudaLayer::Impl {
   // What enqueue and forward_chunk are given.
   Status check(const FusedMoE::Args& args) const;
   Status forward_host(const FusedMoE::Args& args) const;
+  // Rows of a step of a call with more than max_tokens; 0: such a call is refused.
+  std::int64_t rows_at_once(const FusedMoE::Args& args) const;
+  // A step of enqueue: at most max_tokens rows, checked.
+  Status enqueue_rows(Stream stream, const FusedMoE::Args& args) const;
   Result<LayerWorkspace> carve(std::int64_t tokens) const;
   // What the caller knows of the rows' routing, as in FusedMoE::Args; null where it does not.
   struct Given {

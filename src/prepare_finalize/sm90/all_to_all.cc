@@ -350,7 +350,7 @@ Status CudaAllToAll::finalize(const FinalizeArgs& args) const {
   const Impl& m = *impl_;
   void* const stream = args.stream.handle;
   const auto check = [&]() -> Status {
-    MOESAIC_RETURN_IF_ERROR(expect_dtype("output", args.output, DType::kF32));
+    MOESAIC_RETURN_IF_ERROR(expect_float_dtype("output", args.output.dtype));
     MOESAIC_RETURN_IF_ERROR(expect_shape("output", args.output, {m.mine.tokens, m.hidden}));
     MOESAIC_RETURN_IF_ERROR(expect_contiguous("output", args.output));
     return expect_device("output", args.output, m.device);
@@ -378,7 +378,9 @@ Status CudaAllToAll::finalize(const FinalizeArgs& args) const {
   p.ranks = MOESAIC_FAULT(all_to_all_forgets_last_rank) ? m.ranks - 1 : m.ranks;
   p.hidden = static_cast<std::int32_t>(m.hidden);
   p.tokens = m.mine.tokens;
-  p.sum = args.output.as<float>();
+  p.sum = args.output.data;
+  p.dtype = args.output.dtype;
+  if (MOESAIC_FAULT(cuda_ranks_output_in_f16) && p.dtype == DType::kBF16) p.dtype = DType::kF16;
   p.ids = m.mine.topk_ids;
   p.owner = m.owner.as<std::int32_t>();
   p.top_k = static_cast<std::int32_t>(m.top_k);

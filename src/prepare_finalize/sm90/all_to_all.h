@@ -54,8 +54,8 @@ class CudaAllToAll final : public PrepareAndFinalize {
   // kDevice, and for this rank alone kLimitExceeded (more tokens than agreed) and those of views
   // that are not as said here; these break the communicator.
   Result<Prepared> prepare(const PrepareArgs& args) const override;
-  // Collective. output [M, H] F32: what the experts of all ranks made of the rows of prepare. Of
-  // the arguments only output and stream are read.
+  // Collective. output [M, H] F32, BF16 or F16: what the experts of all ranks made of the rows of
+  // prepare, summed in fp32 and rounded once. Of the arguments only output and stream are read.
   Status finalize(const FinalizeArgs& args) const override;
   // Breaks the communicator, so that no rank waits for this one. Returns `reason`.
   Status withdraw(const Status& reason, bool prepared,

@@ -3,7 +3,9 @@
 
 #include <fmt/format.h>
 
+#include "core/checked.h"
 #include "core/refusal.h"
+#include "permute/sm90/align.h"
 #include "prepare_finalize/predicates.h"
 
 namespace moesaic::cuda {
@@ -21,6 +23,19 @@ Status sm90_transport_can_implement(const MoeProblem& problem) {
   }
   if (problem.device.is_cuda()) return {};
   return unsupported(fmt::format("device: {}, need a Hopper GPU", problem.device.to_string()));
+}
+
+Status sm90_batched_can_implement(const MoeProblem& problem) {
+  MOESAIC_RETURN_IF_ERROR(prepare_finalize::batched_can_implement(problem));
+  if (problem.num_local_experts > kMaxAlignedExperts) {
+    return unsupported(fmt::format("num_local_experts: got {}, need at most {}",
+                                   problem.num_local_experts, kMaxAlignedExperts));
+  }
+  const auto rows = checked_mul(problem.max_tokens, problem.num_local_experts);
+  if (rows && *rows <= std::int64_t{1} << 30) return {};
+  return unsupported(
+      fmt::format("max_tokens: got {} rows for each of {} local experts, need at most 2^30 rows",
+                  problem.max_tokens, problem.num_local_experts));
 }
 
 }  // namespace moesaic::cuda

@@ -1,5 +1,5 @@
 // The sm_90 rows of prepare_finalize_catalogue(): CudaAllToAll behind the interface that all
-// transports have.
+// transports have, and the batched reference on a GPU.
 #pragma once
 
 #include <memory>
@@ -17,5 +17,11 @@ Status sm90_transport_can_implement(const MoeProblem& problem);
 Result<std::unique_ptr<PrepareAndFinalize>> make_sm90_all_to_all(
     const MoeProblem& problem, std::shared_ptr<Communicator> communicator,
     const AllToAllOptions& options);
+
+// The batched reference on a GPU: batched_can_implement's answer, then at most 1024 local experts
+// and 2^30 rows. Looks at no device.
+Status sm90_batched_can_implement(const MoeProblem& problem);
+// Errors of check_device. See make_batched_prepare_finalize.
+Result<std::unique_ptr<PrepareAndFinalize>> make_sm90_batched(const MoeProblem& problem);
 
 }  // namespace moesaic::cuda

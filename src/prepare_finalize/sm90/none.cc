@@ -13,7 +13,12 @@ Result<std::unique_ptr<PrepareAndFinalize>> make_sm90_all_to_all(const MoeProble
 }
 // NOLINTEND(performance-unnecessary-value-param)
 
-Status reduce_slots(const MoeProblem& problem, const FinalizeArgs&) {
+Result<std::unique_ptr<PrepareAndFinalize>> make_sm90_batched(const MoeProblem& problem) {
+  MOESAIC_RETURN_IF_ERROR(sm90_batched_can_implement(problem));
+  return check_device(problem.device);
+}
+
+Status reduce_slots(const MoeProblem& problem, const FinalizeArgs&, const std::int32_t*) {
   return check_device(problem.device);
 }
 

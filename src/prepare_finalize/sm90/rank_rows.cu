@@ -1,5 +1,6 @@
 #include <cuda_runtime.h>
 
+#include "cuda/element.cuh"
 #include "cuda/fault.cuh"
 #include "prepare_finalize/sm90/rank_rows.h"
 
@@ -115,6 +116,17 @@ __device__ __forceinline__ void add_row(float (&sum)[4], const void* rows, std::
   }
 }
 
+__device__ __forceinline__ void store_sum(const AnswerParams& p, std::int64_t at,
+                                          const float (&sum)[4]) {
+  if (p.dtype == DType::kF32) {
+    *reinterpret_cast<float4*>(static_cast<float*>(p.sum) + at) =
+        make_float4(sum[0], sum[1], sum[2], sum[3]);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) store_element(p.sum, p.dtype, at + i, sum[i]);
+}
+
 // One block per token. first: the answers of the ranks before.
 template <bool kBf16>
 __global__ void __launch_bounds__(kThreads) sum_answers(const __grid_constant__ AnswerParams p) {
@@ -128,8 +140,7 @@ __global__ void __launch_bounds__(kThreads) sum_answers(const __grid_constant__ 
       if (row >= 0) add_row<kBf16>(sum, p.answers, (first + row) * p.hidden + h);
       first += p.position != nullptr ? p.counts[r] : p.tokens;
     }
-    *reinterpret_cast<float4*>(p.sum + t * p.hidden + h) =
-        make_float4(sum[0], sum[1], sum[2], sum[3]);
+    store_sum(p, t * p.hidden + h, sum);
   }
 }
 
@@ -145,8 +156,7 @@ __global__ void __launch_bounds__(kThreads) sum_slots(const __grid_constant__ An
       for (int r = 0; r < rank; ++r) row += p.counts[r];
       add_row<true>(sum, p.answers, (row * p.top_k + j) * p.hidden + h);
     }
-    *reinterpret_cast<float4*>(p.sum + t * p.hidden + h) =
-        make_float4(sum[0], sum[1], sum[2], sum[3]);
+    store_sum(p, t * p.hidden + h, sum);
   }
 }
 

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "moesaic/dtype.h"
+
 namespace moesaic::cuda {
 
 // For each rank the tokens that have an expert there, in ascending order.
@@ -56,7 +58,8 @@ struct AnswerParams {
   std::int32_t ranks = 0;
   std::int32_t hidden = 0;  // a multiple of 4
   std::int64_t tokens = 0;
-  float* sum = nullptr;  // [tokens, hidden]
+  void* sum = nullptr;        // [tokens, hidden], 16-byte aligned
+  DType dtype = DType::kF32;  // of it: F32, BF16 or F16; fp32 sums are rounded once
   // Slots: an answer is top_k rows in bf16, of which those count whose expert the rank owns.
   const std::int32_t* ids = nullptr;  // [tokens, top_k]
   const std::int32_t* owner = nullptr;

@@ -8,11 +8,13 @@
 
 namespace moesaic::cuda {
 
-Status reduce_slots(const MoeProblem& problem, const FinalizeArgs& a) {
+Status reduce_slots(const MoeProblem& problem, const FinalizeArgs& a,
+                    const std::int32_t* slot_rows) {
   const std::int64_t tokens = a.output.dim(0), hidden = a.output.dim(1), k = problem.top_k;
   if (tokens == 0) return {};
   const Shape& rows = a.expert_output.shape;
-  if (!(rows == Shape{tokens * k, hidden}) && !(rows == Shape{tokens, k, hidden})) {
+  if (slot_rows == nullptr && !(rows == Shape{tokens * k, hidden}) &&
+      !(rows == Shape{tokens, k, hidden})) {
     return {StatusCode::kInvalidShape,
             fmt::format("expert_output: got {}, need [{}, {}] or [{}, {}, {}]", rows.to_string(),
                         tokens * k, hidden, tokens, k, hidden)};
@@ -39,6 +41,7 @@ Status reduce_slots(const MoeProblem& problem, const FinalizeArgs& a) {
   p.rows_dtype = a.expert_output.dtype;
   p.weights = a.apply_router_weight_on_input ? nullptr : a.topk_weights.as<float>();
   p.ids = a.topk_ids.as<std::int32_t>();
+  p.slot_rows = slot_rows;
   p.expert_map = a.expert_map.data();
   p.tokens = tokens;
   p.hidden = hidden;
