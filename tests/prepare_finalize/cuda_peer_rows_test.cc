@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <initializer_list>
 #include <memory>
@@ -27,6 +28,9 @@ using parallel::PeerKind;
 using parallel::PeerOwnLine;
 using parallel::PeerReport;
 using test::DeviceBytes;
+
+// Read when CUDA starts: a kernel that is loaded at its launch would wait for one that waits.
+const bool kEagerLoading = setenv("CUDA_MODULE_LOADING", "EAGER", 1) == 0;
 
 constexpr std::int32_t kExperts = 12;
 constexpr std::uint64_t kGenerous = 2'000'000'000;  // ns
@@ -474,6 +478,7 @@ TEST(CudaPeerRows, ManyRanksHaveTheBitsOfTheHost) {
 // Rank 0 waits until the last rank has sent, however long that takes.
 TEST(CudaPeerRows, AWaitEndsWithTheLastWord) {
   REQUIRE_HOPPER();
+  ASSERT_TRUE(kEagerLoading);
   PeerShapeCase c;
   c.ranks = 3;
   PeerWorld world(c, 4);
