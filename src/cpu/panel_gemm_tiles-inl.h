@@ -17,10 +17,10 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "core/checked.h"
 #include "cpu/panel_stream_tiles-inl.h"
 #include "cpu/tiers.h"
 #include "cpu/tile_rows-inl.h"
+#include "cpu/tile_units-inl.h"
 
 #if MOESAIC_TIER_BF16
 MOESAIC_BEFORE_NAMESPACE();
@@ -38,7 +38,7 @@ class TileGemm {
   TileGemm(const PanelArgs& args, const TileSteps& steps)
       : args_(args),
         steps_(steps),
-        source_(args),
+        units_(args),
         cut_(args.num_rows),
         tile_bytes_(steps.product * Operand::kStepBytes),
         pitch_(Operand::kStepBytes == 2 ? RowPitch(args) : 0) {}
@@ -47,12 +47,12 @@ class TileGemm {
   bool Run() {
     ClearResult(args_);
     Tiles::Configure(MakeTileConfig(cut_.height, tile_bytes_));
-    bool ok = BeginUnits(args_.panel, 0);
+    bool ok = units_.Begin(args_, steps_, args_.panel, 0);
     for (std::int64_t k0 = 0; ok && k0 < args_.padded_k; k0 += steps_.block) {
-      FinishUnits();
+      units_.Finish();
       SetBlock(k0);
-      const std::byte* end = units_.next;
-      ok = BeginUnits(end, k0 + steps_.block);
+      const std::byte* end = units_.end();
+      ok = units_.Begin(args_, steps_, end, k0 + steps_.block);
       if (ok) RunBlock(end);
     }
     Tiles::Release();
@@ -69,48 +69,13 @@ class TileGemm {
     int folds = 1;
     int products = 1;  // per fold
   };
-  // The units of the next block: decoded on the way, if they are codes.
-  struct Units {
-    const std::byte* w = nullptr;     // what is left of them in the panel
-    const std::byte* next = nullptr;  // where they end
-    std::byte* out = nullptr;         // where what is left goes
-    const std::byte* block = nullptr;
-    std::int64_t count = 0, padded = 0;
-    int buffer = 0;
-  };
-
-  // Steps from k0 on, whose first unit is w; none beyond the end.
-  HWY_INLINE bool BeginUnits(const std::byte* w, std::int64_t k0) {
-    units_.count = std::clamp<std::int64_t>(args_.padded_k - k0, 0, steps_.block);
-    units_.padded = round_up(units_.count, std::int64_t{steps_.product});
-    units_.w = w;
-    units_.next = w + units_.count / Source::kSteps * kUnitBytes;
-    if (Source::kDecodes) units_.buffer = 1 - units_.buffer;
-    units_.out = decoded_ + units_.buffer * kUnitsBytes;
-    const bool in_place = !Source::kDecodes && units_.count == units_.padded;
-    units_.block = in_place ? w : units_.out;
-    return units_.count == 0 || source_.Begin(args_, k0);
-  }
-  HWY_INLINE void DecodeSome(std::int64_t count) {
-    count = std::min<std::int64_t>(count, (units_.next - units_.w) / kUnitBytes);
-    source_.Decode(units_.w, count, units_.out);
-    units_.w += count * kUnitBytes;
-    units_.out += count * Source::kExpands * kUnitBytes;
-  }
-  // All of them, and zeros up to a whole number of tiles.
-  HWY_INLINE void FinishUnits() {
-    if (!Source::kDecodes && units_.count == units_.padded) return;
-    DecodeSome(steps_.block);
-    const std::int64_t bytes = (units_.padded - units_.count) * Operand::kStepBytes;
-    std::memset(units_.out, 0, static_cast<std::size_t>(bytes / 4 * kUnitBytes));
-  }
 
   // The finished units become the block from step k0 on.
   HWY_INLINE void SetBlock(std::int64_t k0) {
     block_.k0 = k0;
-    block_.count = units_.count;
-    block_.padded = units_.padded;
-    block_.units = units_.block;
+    block_.count = units_.count();
+    block_.padded = units_.padded();
+    block_.units = units_.block();
     block_.group = k0 / steps_.fold;
     block_.folds = static_cast<int>(ceil_div(block_.count, std::int64_t{steps_.fold}));
     block_.products = static_cast<int>(block_.padded / steps_.product) / block_.folds;
@@ -135,11 +100,11 @@ class TileGemm {
   HWY_INLINE void RunBlock(const std::byte* end) {
     const int pairs = cut_.count / 2;
     const int turns = (2 * pairs + cut_.count % 2) * block_.folds * block_.products;
-    units_per_turn_ = ceil_div((units_.next - end) / kUnitBytes, std::int64_t{turns});
+    units_per_turn_ = ceil_div((units_.end() - end) / kUnitBytes, std::int64_t{turns});
     // Four times a turn, one full block ahead: also into the panel behind this one, which is the
     // thread's next as a rule.
     const std::int64_t units = block_.count / Source::kSteps;
-    fetch_ = end - units * kUnitBytes + kUnitsBytes;
+    fetch_ = end - units * kUnitBytes + TileUnits<Source>::kBytes;
     fetch_lines_ = static_cast<int>(ceil_div(units, std::int64_t{turns}));
     for (int tile = 0; tile < cut_.count; tile += 2) {
       const bool pair = tile + 1 < cut_.count;
@@ -199,7 +164,7 @@ class TileGemm {
     Tiles::template Zero<3>();
     const std::int64_t tile_units = tile_bytes_ / 4 * kUnitBytes;
     for (int s = 0; s < block_.products; ++s, w += tile_units) {
-      if (Source::kDecodes) DecodeSome(units_per_turn_);
+      if (Source::kDecodes) units_.Decode(units_per_turn_);
       const std::int64_t at = s * std::int64_t{tile_bytes_};
       Tiles::template Load<4>(a[0] + at, pitch);
       Tiles::template Load<6>(w, kUnitBytes);
@@ -266,18 +231,15 @@ class TileGemm {
     }
   }
 
-  static constexpr std::int64_t kUnitsBytes = kBlockBytes / 4 * kUnitBytes;
-  alignas(64) std::byte decoded_[(Source::kDecodes ? 2 : 1) * kUnitsBytes];
   alignas(64) std::byte rows_[2 * kTileRows * kBlockBytes];
   alignas(64) Sum sums_[4 * kTileFloats];
   alignas(64) float scales_[kGroup / kFinest * kPanelColumns];
   const PanelArgs& args_;
   const TileSteps steps_;
-  Source source_;
+  TileUnits<Source> units_;
   const TileCut cut_;
   const int tile_bytes_;
   const std::int64_t pitch_;
-  Units units_;
   Block block_;
   const std::byte* fetch_ = nullptr;
   int fetch_lines_ = 0;
