@@ -42,13 +42,13 @@ TEST(CudaPlan, DecodedWeightsStayInNarrowGroups) {
     return choose_grouped(rules_of(quant), EpilogueKind::kSwiglu, tokens, 8, 128, 6, {})
         .max_columns;
   };
-  for (const char* quant : {"int4-g128", "nf4-bf16", "nvfp4", "mxfp4-bf16", "int4-fp8", "mxfp8"}) {
+  for (const char* quant : {"int4-g128", "nf4-bf16", "nvfp4", "mxfp4-bf16", "mxfp8", "fp8-bf16"}) {
     EXPECT_EQ(columns(quant, 256), 32) << quant;
     EXPECT_EQ(columns(quant, 257), 64) << quant;
     EXPECT_EQ(columns(quant, 512), 64) << quant;
     EXPECT_EQ(columns(quant, 8192), 128) << quant;
   }
-  for (const char* quant : {"bf16", "fp8-block", "fp8-channel", "int8"}) {
+  for (const char* quant : {"bf16", "fp8-block", "fp8-channel", "int8", "int4-fp8"}) {
     EXPECT_EQ(columns(quant, 128), 32) << quant;
     EXPECT_EQ(columns(quant, 129), 64) << quant;
   }

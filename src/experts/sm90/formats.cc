@@ -285,6 +285,7 @@ Status check_int4_fp8(const MoeProblem& problem) {
 
 constexpr FormatRow int4_fp8_row() {
   FormatRow row = decoded<Int4Fp8>(ComputeScheme::kInt4Fp8, RowForm::kFp8Row);
+  row.tiles.narrow_rows = 8;  // one warpgroup per slab
   row.check = &check_int4_fp8;
   row.repack = MOESAIC_ON_DEVICE(repack_int4_fp8);
   row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_int4_fp8_swiglu);

@@ -16,10 +16,7 @@ template <class Decoder>
 struct FromCodes {
   static constexpr bool kTokensAsRows = false;
   // Decoding is a chain of latencies, longer than the multiplies of few columns: twice the warps.
-  template <class Promote>
-  static constexpr int groups_of_slab(int columns) {
-    return columns <= 32 ? 2 : 1;
-  }
+  static constexpr int groups_of_slab(int columns) { return columns <= 32 ? 2 : 1; }
 
   // What a thread reads of the slab at a shared address: block m of its warpgroup.
   struct SlabOfStage {

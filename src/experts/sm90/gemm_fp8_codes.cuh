@@ -46,11 +46,8 @@ struct DecodeInt4Fp8 {
 template <class Decoder>
 struct FromFp8Codes {
   static constexpr bool kTokensAsRows = false;
-  // As FromCodes.
-  template <class Promote>
-  static constexpr int groups_of_slab(int columns) {
-    return columns <= 32 ? 2 : 1;
-  }
+  // Byte permutations bound this decoder, not latencies: more warps are no faster.
+  static constexpr int groups_of_slab(int) { return 1; }
 
   // The products of the next kCount stages, added to acc. Blocks of 64 rows from `first` on.
   template <int kCount, class Mma, class Stage, int kBlocks, int kRegisters>

@@ -63,8 +63,7 @@ struct Layout {
   static constexpr bool kSplit = Tile::kSplit;
   // Consumer warpgroups of a slab: one for both of its blocks of 64 rows, or one each. The first has
   // the epilogue and is given the other block's sums.
-  static constexpr int kSlabGroups =
-      Format::Weights::template groups_of_slab<typename Format::Promote>(Tile::kMaxColumns);
+  static constexpr int kSlabGroups = Format::Weights::groups_of_slab(Tile::kMaxColumns);
   static constexpr int kEpilogueWarps = kSplit ? kGroupWarps : 2 * kGroupWarps;
   static constexpr int kEpilogueThreads = 32 * kEpilogueWarps;
   static constexpr int kConsumerWarps = kSlabGroups * kEpilogueWarps;

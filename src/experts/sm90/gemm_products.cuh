@@ -53,10 +53,7 @@ struct PerStagesAndRow {
 
 struct FromShared {
   static constexpr bool kTokensAsRows = true;  // full groups
-  template <class Promote>
-  static constexpr int groups_of_slab(int) {
-    return 1;
-  }
+  static constexpr int groups_of_slab(int) { return 1; }
 
   // The four K steps of a stage: d = or += a b^T.
   template <class Mma, class Sum, int kRegisters>
