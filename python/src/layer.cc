@@ -49,6 +49,7 @@ ConstTensorView as_i32(std::string_view field, const ConstTensorView& t, std::in
 ConstTensorView as_f32(std::string_view field, const ConstTensorView& t,
                        std::vector<float>* buffer) {
   check(expect_contiguous(field, t));
+  if (MOESAIC_FAULT(python_scratch_of_each_call)) std::vector<float>().swap(*buffer);
   const std::int64_t count = unwrap(t.shape.num_elements());
   buffer->resize(static_cast<std::size_t>(count));
   for (std::int64_t i = 0; i < count; ++i) {

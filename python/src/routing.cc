@@ -100,10 +100,12 @@ nb::object route(const RouterObject& self, nb::handle router_logits, nb::handle 
   args.router_logits = as_rows("router_logits", logits.view());
   const std::int64_t rows = args.router_logits.dim(0);
   if (x.present()) args.hidden_states = as_rows("hidden_states", x.view());
-  std::vector<std::int32_t> narrow;
+  // Grows to the largest call of this thread.
+  thread_local std::vector<std::int32_t> narrow;
   if (tokens.present()) {
     args.input_ids = tokens.view();
     if (tokens.view().dtype == DType::kI64 && !tokens.view().device.is_cuda()) {
+      narrow.clear();
       check(expect_contiguous("input_ids", tokens.view()));
       const std::int64_t count = unwrap(tokens.view().shape.num_elements());
       for (std::int64_t i = 0; i < count; ++i) {

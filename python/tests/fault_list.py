@@ -24,6 +24,7 @@ BINDING = {
     "python_bf16_read_as_f16": ("test_layers.py", "dtype_of_the_input"),
     "python_loader_says_not_kept": ("test_weight_loader.py", "tensor_by_tensor"),
     "python_threads_not_torchs": ("test_torch.py", "threads_follow"),
+    "python_scratch_of_each_call": ("test_allocations.py", "call_allocates"),
     "python_parallel_lost": ("test_weight_loader.py", "parts_of_all_ranks"),
     "python_spec_always_plain": ("test_weight_loader.py", "biases_and_formats"),
 }

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Makes a virtual environment for the Python tests and prints, as its last line, its path.
 #
-#   python/tests/make_venv.sh [--python PYTHON] [numpy|torch|vllm|sglang]
+#   python/tests/make_venv.sh [--python PYTHON] [numpy|torch|vllm|sglang|sglang-cpu]
 #
 #   numpy    numpy, pytest: what the package itself is tested with, seconds
 #   torch    (default) and torch, transformers, accelerate, compressed-tensors: about 2 GB. torch comes
 #            without its CUDA libraries; stub_cuda.py makes stand-ins for them
 #   vllm     vLLM's engine for CPUs and the torch it is linked with: for MOESAIC_TEST_VLLM=1
 #   sglang   SGLang's Python files alone: for the tests of signatures
+#   sglang-cpu  as torch, and SGLang with what its layers import: for MOESAIC_TEST_SGLANG=1
 #
 # An environment is kept in ${XDG_CACHE_HOME:-~/.cache}/moesaic/venvs, named after a hash of what would be
 # installed, and found there by the next call. Those that nobody asked for in 14 days are removed.
@@ -20,7 +21,7 @@ set_name=torch
 while [ $# -gt 0 ]; do
   case "$1" in
     --python) python=$2; shift ;;
-    numpy | torch | vllm | sglang) set_name=$1 ;;
+    numpy | torch | vllm | sglang | sglang-cpu) set_name=$1 ;;
     *) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0" >&2; exit 2 ;;
   esac
   shift
@@ -45,6 +46,7 @@ case $set_name in
   numpy) ;;
   torch) with_deps+=(requirements-torch.txt) without_deps+=(requirements-torch-nodeps.txt) ;;
   vllm) with_deps+=(requirements-vllm.txt) without_deps+=(requirements-vllm-nodeps.txt) ;;
+  sglang-cpu) with_deps+=(requirements-torch.txt) without_deps+=(requirements-torch-nodeps.txt requirements-sglang-cpu-nodeps.txt) ;;
   sglang) with_deps=() without_deps=(requirements-sglang-nodeps.txt) ;;
 esac
 

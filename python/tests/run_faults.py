@@ -1,12 +1,13 @@
 """Shows that the Python tests notice when the package is wrong.
 
-    python run_faults.py PACKAGE EXTENSION [--tested] [FAULT...]
+    python run_faults.py PACKAGE EXTENSION [--tested] [--gpu] [FAULT...]
 
 PACKAGE: an installed `moesaic` folder. EXTENSION: the same extension with fault points (the target `_core_faults`).
 For each fault of fault_list.py its tests must pass as they are (with --tested all tests just did, and these are not
 run once more), must be at least one, and must fail with the fault:
 a fault point of the binding is switched on by MOESAIC_FAULT, a fault of a Python file is an edit of a copy. Every
-fault point in python/src must be listed, and every listed text must stand in its file once.
+fault point in python/src must be listed, and every listed text must stand in its file once. --gpu: the faults that
+only a GPU notices, and no others.
 
 Each run is a fork of one process that has imported the frameworks already, but not the package.
 """
@@ -114,7 +115,9 @@ def run(jobs: list[tuple[str, pathlib.Path, Tests, str]], scratch: pathlib.Path)
 def main() -> int:
     """0 if every fault is caught."""
     package, extension = (pathlib.Path(a).resolve() for a in sys.argv[1:3])
-    chosen = {argument for argument in sys.argv[3:] if argument != "--tested"}
+    chosen = {argument for argument in sys.argv[3:] if argument not in ("--tested", "--gpu")}
+    # A driver that this process initialised would not work in its forks.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     problems = [f"{n}: a fault point in no list" for n in sorted(fault_points() - set(BINDING) - set(ON_GPU))]
     problems += [f"{n}: no fault point of that name" for n in sorted({*BINDING, *ON_GPU} - fault_points())]
     for name, (file, old, *_) in FILES.items():
@@ -136,6 +139,8 @@ def main() -> int:
         plain = copied(package, None, None, scratch / "plain")
         faulty = copied(package, extension, None, scratch / "binding")
         tests: dict[str, Tests] = dict(BINDING) | {n: (row[3], row[4]) for n, row in FILES.items()}
+        if "--gpu" in sys.argv[3:]:
+            tests = dict(ON_GPU)
         if chosen:
             tests = {n: t for n, t in tests.items() if n in chosen}
         baselines = [(f"{file} -k {words!r}", plain, (file, words), "") for file, words in sorted(set(tests.values()))]
@@ -147,8 +152,9 @@ def main() -> int:
                 print(output[-1500:])
         jobs = []
         for name in tests:
-            site = faulty if name in BINDING else copied(package, None, FILES[name][:3], scratch / name)
-            jobs.append((name, site, tests[name], name if name in BINDING else ""))
+            point = name not in FILES
+            site = faulty if point else copied(package, None, FILES[name][:3], scratch / name)
+            jobs.append((name, site, tests[name], name if point else ""))
         caught = 0
         for name, code, output in run(jobs, scratch):
             caught += code == 1

@@ -77,6 +77,45 @@ def test_environment_names_what_there_is() -> None:
     assert report["frameworks"]["numpy"] == np.__version__
 
 
+WITHOUT_GPU = """
+import json, numpy as np, moesaic
+w13, w2 = np.ones((4, 256, 128), np.float32), np.ones((4, 128, 128), np.float32)
+checkpoint = moesaic.Checkpoint(MODEL)
+found = {}
+for name, make in {
+    "own experts": lambda: moesaic.RoutedExperts.from_tensors(w13, w2, 2, device="cuda"),
+    "layer": lambda: moesaic.FusedMoE.from_checkpoint(checkpoint, 1, device="cuda:0"),
+    "router": lambda: moesaic.Router(num_experts=4, top_k=2, device="cuda"),
+    "gate": lambda: moesaic.GateLinear(np.ones((4, 128), np.float32), device="cuda"),
+}.items():
+    try:
+        make()
+    except moesaic.Error as error:
+        found[name] = [type(error).__name__, str(error)]
+layer = moesaic.FusedMoE.from_checkpoint(checkpoint, 1)
+assert np.isfinite(layer(np.ones((2, layer.spec.hidden_size), np.float32))).all()
+print(json.dumps([moesaic.env()["cuda"], found]))
+"""
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_the_reason(qwen3: pathlib.Path) -> None:
+    # With and without kernels in the package, and where there is a GPU too: it is hidden.
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_GPU.replace("MODEL", repr(str(qwen3)))],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    cuda, found = json.loads(run.stdout)
+    assert not cuda["available"] and cuda["reason"] and cuda["devices"] == []
+    want = "DeviceError" if cuda["built"] else "Unsupported"
+    assert {name: error[0] for name, error in found.items()} == dict.fromkeys(
+        ("own experts", "layer", "router", "gate"), want
+    )
+    assert all(cuda["reason"] in error[1] for error in found.values())
+
+
 def test_activation_is_what_its_formula_says() -> None:
     x = np.random.default_rng(3).standard_normal((5, 8)).astype(np.float32)
     gate, up = x[:, :4].astype(np.float64), x[:, 4:].astype(np.float64)

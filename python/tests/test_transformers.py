@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import logging
 import pathlib
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -292,6 +294,11 @@ def tokens_of(model: Any) -> Any:
 @pytest.mark.parametrize("name", [*MODELS, *KNOWN])
 def test_whole_models_say_the_same(name: str) -> None:
     model = tiny(name)
+    if "use_experts_implementation" not in inspect.getsource(sys.modules[type(model).__module__]):
+        # This version of transformers computes the family's experts in its own way (Aria in 5.17).
+        with pytest.raises(moesaic.InvalidArgument, match="no experts modules"):
+            mt.accelerate(model, progress=False)
+        return
     eager_logits, eager_tokens = logits(model), tokens_of(model)
     model.set_experts_implementation("moesaic")
     named = logits(model)

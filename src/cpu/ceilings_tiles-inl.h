@@ -7,8 +7,8 @@
 #endif
 
 #include "cpu/panel_sources_tiles-inl.h"
-#include "cpu/tile_config.h"
 #include "cpu/tiers.h"
+#include "cpu/tile_config.h"
 
 #if MOESAIC_TIER_BF16
 MOESAIC_BEFORE_NAMESPACE();
@@ -72,7 +72,7 @@ double MultiplyAddLoopTiles(OperandKind operand, std::int64_t iterations, float*
 }
 template <class Tiles>
 double MultiplyAddLoopTilesI8(std::int64_t iterations, std::int32_t* operands) {
-  return TileLoop<Tiles, TileI8<0>>(iterations, operands + kMaxMultiplyAddChains * 16, operands);
+  return TileLoop<Tiles, TileI8>(iterations, operands + kMaxMultiplyAddChains * 16, operands);
 }
 
 }  // namespace

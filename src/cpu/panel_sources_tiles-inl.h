@@ -1,6 +1,5 @@
-// Weights as the tile GEMM reads them: units of 256 bytes, of which a row of a tile takes 64. Codes
-// are decoded by the formats of the AVX-512 kernels, a block at a time, while tiles of the block
-// before are on their way.
+// Operands and weights of the tile GEMM: units of 256 bytes, of which a row of a tile takes 64. Codes
+// are decoded by the formats of the AVX-512 kernels.
 #if defined(MOESAIC_CPU_PANEL_SOURCES_TILES_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MOESAIC_CPU_PANEL_SOURCES_TILES_INL_H_
 #undef MOESAIC_CPU_PANEL_SOURCES_TILES_INL_H_
@@ -33,14 +32,13 @@ struct TileBF16 {
     std::memcpy(out, static_cast<const std::uint16_t*>(row) + k0,
                 static_cast<std::size_t>(count) * sizeof(std::uint16_t));
   }
-  static HWY_INLINE std::int32_t Start(const PanelArgs&, const void*, std::int64_t, int) {
+  static HWY_INLINE std::int32_t Start(const PanelArgs&, const void*, std::int64_t, std::int64_t) {
     return 0;
   }
   static HWY_INLINE VF ToFloat(const float* sums, std::int32_t) { return hn::Load(df, sums); }
 };
 
-// kShift: see UnitQuads8::kStartShift.
-template <int kShift>
+// Rows as StoreI8 leaves them.
 struct TileI8 {
   using Sum = std::int32_t;
   static constexpr int kStepBytes = 1;
@@ -55,18 +53,18 @@ struct TileI8 {
     for (std::int64_t k = 0; k < count; k += args.fold, codes += kStart + args.fold)
       std::memcpy(out + k, codes + kStart, static_cast<std::size_t>(args.fold));
   }
-  // Where the sums of `count` groups of args.fold steps from step k0 on start.
+  // Where the sums of `count` steps from k0 on start.
   static HWY_INLINE std::int32_t Start(const PanelArgs& args, const void* row, std::int64_t k0,
-                                       int count) {
+                                       std::int64_t count) {
     if (MOESAIC_FAULT(cpu_tiles_without_start)) return 0;
     const auto* group = static_cast<const std::byte*>(row) + dot_row_bytes(k0, args.fold);
     std::int32_t sum = 0;
-    for (int g = 0; g < count; ++g, group += kStart + args.fold) {
+    for (std::int64_t k = 0; k < count; k += args.fold, group += kStart + args.fold) {
       std::int32_t start;
       std::memcpy(&start, group, sizeof(start));
       sum += start;
     }
-    return sum / (1 << kShift);
+    return sum;
   }
   static HWY_INLINE VF ToFloat(const std::int32_t* sums, std::int32_t start) {
     return hn::ConvertTo(df, hn::Add(hn::Load(di32, sums), hn::Set(di32, start)));
@@ -76,13 +74,13 @@ struct TileI8 {
 // --- Sources
 
 // Units that lie in the panel as tiles read them. kBlockBytes: of a row of operands, per block of
-// sums without scales.
+// sums without scales; 1024 int8 products sum to at most 2^24, exact in fp32.
 template <class OperandType>
 struct UnitsInPlace {
   using Operand = OperandType;
   using AnyScale = UnitsInPlace;
   static constexpr int kSteps = 4 / Operand::kStepBytes;  // of a unit
-  static constexpr int kBlockBytes = 512;
+  static constexpr int kBlockBytes = 1024;
   static constexpr bool kDecodes = false;
   static constexpr bool kHoldsGroup = false;
   explicit UnitsInPlace(const PanelArgs&) {}
@@ -99,12 +97,13 @@ struct UnitsInPlace {
 };
 
 // Codes that `Pairs` decodes to bf16.
-template <class Pairs>
+template <class PairsType>
 struct DecodedUnits {
+  using Pairs = PairsType;
   using Operand = TileBF16;
   using AnyScale = DecodedUnits<typename Pairs::AnyScale>;
   static constexpr int kSteps = Pairs::kSteps;
-  static constexpr int kBlockBytes = 256;  // two blocks of units stay in L1
+  static constexpr int kBlockBytes = 512;
   static constexpr bool kDecodes = true;
   static constexpr bool kHoldsGroup = HoldsGroup<Pairs>;
   Pairs pairs;
@@ -114,23 +113,14 @@ struct DecodedUnits {
   }
   static constexpr int kExpands = kSteps / 2;
   HWY_INLINE void Decode(const std::byte* w, std::int64_t count, std::byte* out) const {
-    for (std::int64_t u = 0; u < count; ++u, w += kUnitBytes, out += kExpands * kUnitBytes)
+    for (std::int64_t u = 0; u < count; ++u, w += kUnitBytes, out += kExpands * kUnitBytes) {
+      for (int line = 0; line < 4; ++line)
+        __builtin_prefetch(w + kStreamPrefetchBytes + 64 * line, 0, 2);
       DecodeUnit(pairs, w, reinterpret_cast<std::uint32_t*>(out));
+    }
   }
   static HWY_INLINE const float* Scales(const PanelArgs& args, std::int64_t group, float* buffer) {
     return Pairs::Scales(args, group, buffer);
-  }
-};
-
-struct DecodedQuads4 : UnitsInPlace<TileI8<UnitQuads4::kStartShift>> {
-  using AnyScale = DecodedQuads4;
-  static constexpr int kSteps = UnitQuads4::kSteps;
-  static constexpr int kBlockBytes = 256;
-  static constexpr bool kDecodes = true;
-  using UnitsInPlace::UnitsInPlace;
-  static constexpr int kExpands = 2;
-  HWY_INLINE void Decode(const std::byte* w, std::int64_t count, std::byte* out) const {
-    DecodeQuads4(w, count * kUnitBytes, out);
   }
 };
 
@@ -140,11 +130,27 @@ struct StripScaled : Source {
   using AnyScale = StripScaled;
   using Source::Source;
   static HWY_INLINE const float* Scales(const PanelArgs& args, std::int64_t group, float* buffer) {
-    for (int c = 0; c < kPanelColumns; ++c)
-      buffer[c] = args.panel_scales == nullptr ? 1.0F : args.panel_scales[group * 4 + c / 16];
+    for (int c = 0; c < kPanelColumns; c += kLanes) {
+      const float* strips = args.panel_scales;
+      hn::Store(hn::Set(df, strips == nullptr ? 1.0F : strips[group * 4 + c / 16]), df, buffer + c);
+    }
     return buffer;
   }
 };
+
+// How a call's sums are cut: blocks of steps, folds of them, products of a fold.
+struct TileSteps {
+  int block, fold, product;
+  bool scaled;
+};
+template <class Source>
+HWY_INLINE TileSteps StepsOf(const PanelArgs& args, bool scaled) {
+  constexpr int kStepBytes = Source::Operand::kStepBytes;
+  constexpr int kUnscaled = Source::kBlockBytes / kStepBytes;
+  const int fold = scaled ? args.fold : kUnscaled;
+  const int block = !scaled ? kUnscaled : Source::kHoldsGroup ? fold : kGroup;
+  return {block, fold, std::min(fold, 64 / kStepBytes), scaled};
+}
 
 }  // namespace
 }  // namespace moesaic::cpu::HWY_NAMESPACE

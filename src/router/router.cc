@@ -6,6 +6,8 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <array>
+#include <cstring>
 #include <memory>
 #include <new>
 #include <utility>
@@ -27,10 +29,25 @@
 namespace moesaic {
 namespace {
 
+// Scratch of a row that lies on the stack of its thread, enough for 1024 experts in any groups; more
+// experts are routed in memory of the call's own.
+constexpr std::int64_t kStackFloats = 6144;
+
 std::vector<float> copy_floats(const ConstTensorView& t) {
   if (!t.present()) return {};
   const float* p = t.as<float>();
   return std::vector<float>(p, p + t.dim(0));
+}
+
+// From the first on: an id is read before its half of a later one's place is written.
+void widen_in_place(std::byte* ids, std::int64_t count) {
+  for (std::int64_t step = 0; step < count; ++step) {
+    const std::int64_t i = MOESAIC_FAULT(router_widens_the_last_id_first) ? count - 1 - step : step;
+    std::int32_t id = 0;
+    std::memcpy(&id, ids + (count + i) * 4, sizeof id);
+    const std::int64_t wide = id;
+    std::memcpy(ids + i * 8, &wide, sizeof wide);
+  }
 }
 
 }  // namespace
@@ -55,8 +72,7 @@ struct Router::Impl {
     return static_cast<std::int64_t>(hash_table.size()) / row.spec.top_k;
   }
   Status select(const Args& args) const;
-  void route_rows(const Args& args, std::int32_t* ids, std::vector<float>& scratch,
-                  int threads) const;
+  void route_rows(const Args& args, std::int32_t* ids, int threads) const;
   void route_token(const Args& args, std::int64_t t, float* scratch, float* weights,
                    std::int32_t* ids) const;
   Status route_batch(const Args& args, std::int32_t* ids) const;
@@ -112,24 +128,32 @@ void Router::Impl::finish_row(std::int64_t t, bool padding, float* weights,
   }
 }
 
-void Router::Impl::route_rows(const Args& args, std::int32_t* ids, std::vector<float>& scratch,
-                              int threads) const {
+void Router::Impl::route_rows(const Args& args, std::int32_t* ids, int threads) const {
   const std::int64_t num_tokens = args.router_logits.dim(0);
   const std::uint8_t* padding = args.padding_mask.as<std::uint8_t>();
   float* weights = args.topk_weights.as<float>();
-  const auto per_thread = static_cast<std::int64_t>(scratch.size()) / threads;
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (std::int64_t t = 0; t < num_tokens; ++t) {
-    const bool is_padding = padding != nullptr && padding[t] != 0;
-    if (!is_padding || MOESAIC_FAULT(router_keep_padding)) {
-      route_token(args, t, scratch.data() + omp_get_thread_num() * per_thread,
-                  weights + t * slots(), ids + t * slots());
-    } else if (row.spec.num_zero_experts > 0) {
-      const std::int64_t row_bytes =
-          args.zero_expert_output.dim(1) * (dtype_bits(args.zero_expert_output.dtype) / 8);
-      std::fill_n(args.zero_expert_output.data + t * row_bytes, row_bytes, std::byte{0});
+  const std::int64_t needed = row.scratch_floats() + row.columns();
+  // A whole number of cache lines per thread, so that threads do not share one.
+  const std::int64_t per_thread = round_up(needed, 16);
+  const bool on_stack = needed <= kStackFloats && !MOESAIC_FAULT(router_scratch_on_heap);
+  std::vector<float> wide(on_stack ? 0 : static_cast<std::size_t>(threads * per_thread));
+#pragma omp parallel num_threads(threads)
+  {
+    std::array<float, kStackFloats> narrow;
+    float* const scratch =
+        on_stack ? narrow.data() : wide.data() + omp_get_thread_num() * per_thread;
+#pragma omp for schedule(static)
+    for (std::int64_t t = 0; t < num_tokens; ++t) {
+      const bool is_padding = padding != nullptr && padding[t] != 0;
+      if (!is_padding || MOESAIC_FAULT(router_keep_padding)) {
+        route_token(args, t, scratch, weights + t * slots(), ids + t * slots());
+      } else if (row.spec.num_zero_experts > 0) {
+        const std::int64_t row_bytes =
+            args.zero_expert_output.dim(1) * (dtype_bits(args.zero_expert_output.dtype) / 8);
+        std::fill_n(args.zero_expert_output.data + t * row_bytes, row_bytes, std::byte{0});
+      }
+      finish_row(t, is_padding, weights, ids);
     }
-    finish_row(t, is_padding, weights, ids);
   }
 }
 
@@ -139,14 +163,10 @@ Status Router::Impl::route_batch(const Args& args, std::int32_t* ids) const {
   const std::int64_t k = row.spec.top_k;
   const std::uint8_t* padding = args.padding_mask.as<std::uint8_t>();
   float* weights = args.topk_weights.as<float>();
-  // The function fills [M, k]; with shared slots behind them the outputs are wider than that.
-  const auto count = static_cast<std::size_t>(num_shared > 0 ? num_tokens * k : 0);
-  std::vector<float> own_weights(count);
-  std::vector<std::int32_t> own_ids(count);
-  float* w = num_shared > 0 ? own_weights.data() : weights;
-  std::int32_t* id = num_shared > 0 ? own_ids.data() : ids;
-  const TensorView weights_view(reinterpret_cast<std::byte*>(w), DType::kF32, {num_tokens, k});
-  const TensorView ids_view(reinterpret_cast<std::byte*>(id), DType::kI32, {num_tokens, k});
+  // The function fills [M, k]; with shared slots the outputs are wider, and it fills their front.
+  const TensorView weights_view(reinterpret_cast<std::byte*>(weights), DType::kF32,
+                                {num_tokens, k});
+  const TensorView ids_view(reinterpret_cast<std::byte*>(ids), DType::kI32, {num_tokens, k});
   const char* what = custom ? "custom routing function" : "simulation strategy";
   MOESAIC_RETURN_IF_ERROR(guarded(what, [&] {
     return custom ? custom(args.hidden_states, args.router_logits, row.spec.renormalize,
@@ -155,16 +175,19 @@ Status Router::Impl::route_batch(const Args& args, std::int32_t* ids) const {
   }));
   const std::int32_t lowest = custom ? -1 : 0;
   for (std::int64_t p = 0; p < num_tokens * k; ++p) {
-    if (id[p] < lowest || id[p] >= row.spec.num_experts) {
+    if (ids[p] < lowest || ids[p] >= row.spec.num_experts) {
       return {StatusCode::kInvalidArgument,
-              fmt::format("{}: got id {} at [{}, {}], need {} to {}", what, id[p], p / k, p % k,
+              fmt::format("{}: got id {} at [{}, {}], need {} to {}", what, ids[p], p / k, p % k,
                           lowest, row.spec.num_experts - 1)};
     }
   }
-  for (std::int64_t t = 0; t < num_tokens; ++t) {
+  // The last row first: a row moves to where no earlier one lies.
+  for (std::int64_t step = num_tokens - 1; step >= 0; --step) {
+    const std::int64_t t =
+        MOESAIC_FAULT(router_moves_the_first_row_first) ? num_tokens - 1 - step : step;
     if (num_shared > 0) {
-      std::copy_n(w + t * k, k, weights + t * slots());
-      std::copy_n(id + t * k, k, ids + t * slots());
+      std::copy_backward(weights + t * k, weights + (t + 1) * k, weights + t * slots() + k);
+      std::copy_backward(ids + t * k, ids + (t + 1) * k, ids + t * slots() + k);
     }
     finish_row(t, padding != nullptr && padding[t] != 0, weights, ids);
   }
@@ -198,19 +221,15 @@ Status Router::Impl::select(const Args& args) const {
   const std::int64_t wanted =
       cpu::team_size(router::route_rows_us(num_tokens, row.columns()), num_threads);
   const int threads = static_cast<int>(std::min(wanted, num_tokens));
-  // A whole number of cache lines per thread, so that threads do not share one.
-  const std::int64_t per_thread = round_up(row.scratch_floats() + row.columns(), 16);
-  std::vector<float> scratch(whole_batch ? 0 : static_cast<std::size_t>(threads * per_thread));
-  // I32 and U32 ids are made in place, wider ones on the side.
+  // Made in place: ids of 64 bits as 32 in the upper half of their memory, and widened at the end.
   const std::int64_t total = num_tokens * slots();
   const bool wide = args.topk_ids.dtype == DType::kI64;
-  std::vector<std::int32_t> narrow(wide ? static_cast<std::size_t>(total) : 0);
-  std::int32_t* ids = wide ? narrow.data() : args.topk_ids.as<std::int32_t>();
+  std::int32_t* ids = args.topk_ids.as<std::int32_t>() + (wide ? total : 0);
 
   if (whole_batch) {
     MOESAIC_RETURN_IF_ERROR(route_batch(args, ids));
   } else {
-    route_rows(args, ids, scratch, threads);
+    route_rows(args, ids, threads);
   }
   if (capture) {
     MOESAIC_RETURN_IF_ERROR(guarded("capture callback", [&] {
@@ -224,7 +243,7 @@ Status Router::Impl::select(const Args& args) const {
                                     args.padding_mask.as<std::uint8_t>(), ids);
   }
   if (wide) {
-    std::copy_n(ids, total, args.topk_ids.as<std::int64_t>());
+    widen_in_place(args.topk_ids.data, total);
   } else if (args.topk_ids.dtype == DType::kU32) {
     const auto negative = std::find_if(ids, ids + total, [](std::int32_t id) { return id < 0; });
     if (negative != ids + total) {

@@ -32,6 +32,19 @@ TEST(Tensor, ChecksNameTheFieldTheFoundAndTheNeeded) {
   EXPECT_EQ(expect_no_overlap("a", t.view(), "b", t.view()).code(), StatusCode::kAliasing);
 }
 
+TEST(Tensor, IsContiguousByStridesOrWithoutElements) {
+  Tensor t = Tensor::zeros(DType::kF32, {4, 6}).value();
+  TensorView view = t.view();
+  EXPECT_TRUE(view.is_contiguous());
+  view.strides = {8, 1};
+  EXPECT_FALSE(view.is_contiguous());
+  view.strides = {0, 0};
+  EXPECT_FALSE(view.is_contiguous());
+  view.shape = Shape({0, 6});
+  EXPECT_TRUE(view.is_contiguous());
+  EXPECT_TRUE(expect_contiguous("x", view).ok());
+}
+
 TEST(Tensor, DTypeNamesRoundTrip) {
   for (int i = 0; i < 22; ++i) {
     const auto d = static_cast<DType>(i);

@@ -90,8 +90,12 @@ struct Problem {
     for (std::int64_t r = 0; r < kMaxRows; ++r) {
       float* row = &values[static_cast<std::size_t>(r * padded)];
       std::byte* out = &stored[static_cast<std::size_t>(r * row_bytes)];
-      for (std::int64_t i = 0; i < depth; ++i)
-        row[i] = integers(f) ? static_cast<float>(code(rng)) : static_cast<float>(rng.normal());
+      // Every third row is so small that many products and sums are subnormal.
+      const float size = r % 3 == 1 ? 0x1p-125F : 1.0F;
+      for (std::int64_t i = 0; i < depth; ++i) {
+        row[i] =
+            integers(f) ? static_cast<float>(code(rng)) : size * static_cast<float>(rng.normal());
+      }
       if (integers(f)) {
         k.store_i8(row, padded, f.fold, out);
       } else {
@@ -221,11 +225,11 @@ TEST(TileGemm, RowsBeyondTheCallAreLeftAlone) {
   }
 }
 
-// Without scales sums of 512 steps are exact, and are added in fp32.
+// Without scales sums of 1024 steps are exact, and are added in fp32.
 TEST(TileGemm, IntegerSumsWithoutScalesAreExactInBlocks) {
   REQUIRE_TILES();
   for (const CpuKernels* k : tile_tiers()) {
-    for (const Format& f : {kFormats[10], kFormats[15]}) {
+    for (const Format& f : {kFormats[10]}) {
       const std::int64_t depth = 2304;
       const Problem p(*k, f, depth);
       const Tensor got = p.run(*k, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17});
@@ -233,9 +237,9 @@ TEST(TileGemm, IntegerSumsWithoutScalesAreExactInBlocks) {
       for (std::int64_t r = 0; r < 18; ++r) {
         for (std::int64_t c = 0; c < kPanelColumns; ++c) {
           float want = 0;
-          for (std::int64_t k0 = 0; k0 < depth; k0 += 512) {
+          for (std::int64_t k0 = 0; k0 < depth; k0 += 1024) {
             std::int64_t sum = 0;
-            for (std::int64_t i = k0; i < std::min<std::int64_t>(k0 + 512, depth); ++i) {
+            for (std::int64_t i = k0; i < std::min<std::int64_t>(k0 + 1024, depth); ++i) {
               const std::int64_t at = c * depth + i;
               const auto* bytes = reinterpret_cast<const std::uint8_t*>(p.matrix.data());
               const int w = f.kind == WeightKind::kI8Quads ? static_cast<std::int8_t>(bytes[at])

@@ -36,6 +36,24 @@ TEST(CudaPlan, GroupsGrowWithRowsPerExpert) {
   EXPECT_EQ(choose_grouped(fp8_rules(), EpilogueKind::kSwiglu, 129, 1, 1, 16, {}).max_columns, 128);
 }
 
+// Decoded weights have twice the warps in groups of 32 columns, and keep them for longer.
+TEST(CudaPlan, DecodedWeightsStayInNarrowGroups) {
+  const auto columns = [](const char* quant, std::int64_t tokens) {
+    return choose_grouped(rules_of(quant), EpilogueKind::kSwiglu, tokens, 8, 128, 6, {})
+        .max_columns;
+  };
+  for (const char* quant : {"int4-g128", "nf4-bf16", "nvfp4", "mxfp4-bf16", "mxfp8", "fp8-bf16"}) {
+    EXPECT_EQ(columns(quant, 256), 32) << quant;
+    EXPECT_EQ(columns(quant, 257), 64) << quant;
+    EXPECT_EQ(columns(quant, 512), 64) << quant;
+    EXPECT_EQ(columns(quant, 8192), 128) << quant;
+  }
+  for (const char* quant : {"bf16", "fp8-block", "fp8-channel", "int8", "int4-fp8"}) {
+    EXPECT_EQ(columns(quant, 128), 32) << quant;
+    EXPECT_EQ(columns(quant, 129), 64) << quant;
+  }
+}
+
 TEST(CudaPlan, OneTokenOfFewBandsHasThemHalved) {
   const auto halved = [](EpilogueKind epilogue, std::int64_t tokens, std::int64_t bands) {
     return choose_grouped(fp8_rules(), epilogue, tokens, 8, 128, bands, {}).max_columns ==

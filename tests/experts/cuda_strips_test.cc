@@ -188,6 +188,21 @@ TEST(CudaStrips, ImagesHaveRoomForWhatTheStripHas) {
   }
 }
 
+// Sums of two chunks would mix groups of 64.
+TEST(CudaStrips, ChunksOfSumsHaveOneScale) {
+  const auto chunks = [](const char* quant, std::int64_t columns) {
+    OperandQuant w = test::scheme_called(quant).weight;
+    if (columns >= 0) w.block_k = columns;
+    return int{chunks_of_sums(w)};
+  };
+  EXPECT_EQ(chunks("int4-g128", -1), 2);
+  EXPECT_EQ(chunks("fp8-bf16", -1), 2);
+  EXPECT_EQ(chunks("int8-bf16", -1), 2) << "a scale per row";
+  EXPECT_EQ(chunks("awq", -1), 1) << "groups of 64";
+  EXPECT_EQ(chunks("int4-g128", 192), 1);
+  EXPECT_EQ(chunks("int4-g128", 256), 2);
+}
+
 TEST(CudaStrips, WhatHasNoPlaceIsRefused) {
   const auto refused = [](const char* quant, auto change, const char* words) {
     const MoeProblem p = test::small_problem(quant);

@@ -367,7 +367,7 @@ TEST(CudaPeerRanks, AMissingRankIsReportedByAllOthers) {
   const LayerTensors tensors = test::make_tensors(54, test::deepseek_like());
   const test::MakeRankLayer make = test::maker_of(tensors);
   const std::string wrong =
-      on_ranks(3, 1000, [&](int rank, const std::shared_ptr<Communicator>& world) -> std::string {
+      on_ranks(3, 2000, [&](int rank, const std::shared_ptr<Communicator>& world) -> std::string {
         FusedMoE::Options o = options_of(engines_of(3, RankReduction::kPerRank), world);
         o.ranks.engine = RankEngine::kPeerWindows;
         const auto layer = make(o);

@@ -69,8 +69,8 @@ TEST(CudaSchemes, QuantisedWhenLoadedAsOnTheCpuAndOverRanks) {
       combo.ep = true;
       combo.transport = transport;
       (transport == RankTransport::kNone ? combo.tp : combo.dp) = 2;
-      const std::vector<std::int64_t> tokens = combo.dp == 2 ? std::vector<std::int64_t>{15, 4}
-                                                             : std::vector<std::int64_t>{19};
+      const std::vector<std::int64_t> tokens =
+          combo.dp == 2 ? std::vector<std::int64_t>{15, 4} : std::vector<std::int64_t>{19};
       EXPECT_EQ(run_ranks(problem, combo, tokens), "") << combo.name();
       ++spread;
     }

@@ -1,36 +1,9 @@
 // ModularKernel::run allocates nothing: every operator new of this binary is counted.
 #include <gtest/gtest.h>
 
-#include <atomic>
-#include <cstdlib>
-#include <new>
-
 #include "moesaic/modular_kernel.h"
+#include "support/count_allocations.h"
 #include "support/experts_run.h"
-
-namespace {
-std::atomic<long> allocations{0};
-}
-
-// Every form without an alignment, so that none is paired with the library's own.
-void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
-  allocations.fetch_add(1);
-  return std::malloc(size == 0 ? 1 : size);
-}
-void* operator new(std::size_t size) {
-  if (void* p = operator new(size, std::nothrow)) return p;
-  throw std::bad_alloc();
-}
-void* operator new[](std::size_t size) { return operator new(size); }
-void* operator new[](std::size_t size, const std::nothrow_t& tag) noexcept {
-  return operator new(size, tag);
-}
-void operator delete(void* p) noexcept { std::free(p); }
-void operator delete(void* p, std::size_t) noexcept { std::free(p); }
-void operator delete(void* p, const std::nothrow_t&) noexcept { std::free(p); }
-void operator delete[](void* p) noexcept { std::free(p); }
-void operator delete[](void* p, std::size_t) noexcept { std::free(p); }
-void operator delete[](void* p, const std::nothrow_t&) noexcept { std::free(p); }
 
 namespace moesaic {
 namespace {
@@ -56,9 +29,9 @@ TEST(ModularKernelAllocation, RunAllocatesNothingInEitherFormat) {
     const ModularKernel::Args args{
         c.hidden_states.view(), c.routing.weights.view(), c.routing.ids.view(), {}, output.view()};
     ASSERT_TRUE(kernel.run(args).ok());
-    const long before = allocations.load();
+    const long before = test::allocations();
     const Status status = kernel.run(args);
-    EXPECT_EQ(allocations.load(), before);
+    EXPECT_EQ(test::allocations(), before);
     EXPECT_TRUE(status.ok());
   }
 }

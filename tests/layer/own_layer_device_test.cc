@@ -129,8 +129,7 @@ TEST(OwnLayer, EverySchemeWithASharedExpertHasTheBitsOfTheLayer) {
     const auto shared_experts =
         choose_experts(shared).value()->create(shared, *shared_source).value();
     // The fast kernel rounds an expert's row to bf16, the general one does not.
-    const DType shared_rows =
-        shared_experts->name() == "cuda_general" ? DType::kF32 : DType::kBF16;
+    const DType shared_rows = shared_experts->name() == "cuda_general" ? DType::kF32 : DType::kBF16;
     for (const std::int64_t tokens : {1, 5, 64}) {
       SCOPED_TRACE(testing::Message() << scheme.name << ' ' << tokens);
       const Tensor x = test::random_hidden(58, tokens, spec.hidden_size);
@@ -148,8 +147,7 @@ TEST(OwnLayer, EverySchemeWithASharedExpertHasTheBitsOfTheLayer) {
       const DeviceTensor zeros = DeviceTensor::copy_of(none.view(), kLayerGpu).value();
       const auto run = [&](const Experts& experts, const DeviceTensor& slots,
                            const DeviceTensor& factors, DeviceTensor& out) {
-        const DeviceTensor workspace =
-            room(DType::kU8, {experts.workspace_size(tokens).value()});
+        const DeviceTensor workspace = room(DType::kU8, {experts.workspace_size(tokens).value()});
         ExpertsArgs a;
         a.hidden_states = in.view();
         a.topk_ids = slots.view();

@@ -188,6 +188,25 @@ TEST(RankedLayer, ARefusalOnOneRankIsAnErrorOnAll) {
   expect_refusal(status[1], StatusCode::kInvalidShape, {"hidden_states", "[2, 32]"});
 }
 
+TEST(RankedLayer, HealthIsTheFailureThatEndedACall) {
+  const test::LayerTensors tensors = test::make_tensors(49, test::small_spec());
+  const auto make = test::maker_of(tensors);
+  for (const Status& s :
+       test::on_two_ranks([&](int rank, const std::shared_ptr<Communicator>&c) -> Status {
+         const auto layer = make(options_of(rank, 2, c));
+         if (!layer.ok()) return layer.status();
+         const Tensor x = test::random_hidden(3, 2, 64);
+         Tensor y = Tensor::zeros(DType::kF32, x.shape()).value();
+         MOESAIC_RETURN_IF_ERROR(layer->forward(x.view(), y.view()));
+         EXPECT_TRUE(layer->health().ok());
+         if (rank == 1) static_cast<void>(c->abandon("enough of it"));
+         EXPECT_FALSE(layer->forward(x.view(), y.view()).ok());
+         return layer->health();
+       })) {
+    expect_refusal(s, StatusCode::kDevice, {"enough of it"});
+  }
+}
+
 // A rank's ids are its own affair, its mistakes are everybody's; afterwards all go on.
 TEST(RankedLayer, AWrongGivenIdOnOneRankIsAnErrorOnAll) {
   const test::LayerTensors tensors = test::make_tensors(48, test::small_spec());

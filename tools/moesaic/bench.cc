@@ -338,14 +338,12 @@ Verb make_bench(CLI::App& root) {
       ->delimiter(',')
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20))
       ->capture_default_str();
-  app->add_option("--stage", state->stage,
-                  "What to time; kernel: the experts in a ModularKernel")
+  app->add_option("--stage", state->stage, "What to time; kernel: the experts in a ModularKernel")
       ->check(one_of({"gate", "route", "experts", "kernel", "layer"}))
       ->capture_default_str();
-  app->add_option(
-         "--door", state->door,
-         "What a layer is called with: hidden states alone, with router logits, or with "
-         "experts and weights (topk), which leave out the gate and the router")
+  app->add_option("--door", state->door,
+                  "What a layer is called with: hidden states alone, with router logits, or with "
+                  "experts and weights (topk), which leave out the gate and the router")
       ->check(one_of({kDoors.begin(), kDoors.end()}))
       ->capture_default_str();
   app->add_option("--routing", state->routing, "uniform, zipf:S or one")->capture_default_str();

@@ -36,7 +36,8 @@ class ExpertsStage final : public BenchStage {
       stage->source_ = make_random_source(stage->p_, settings.seed);
     }
     if (gpu) {
-      MOESAIC_ASSIGN_OR_RETURN(stage->gpu_, make_gpu_experts(*row, stage->p_, *stage->source_, in_kernel));
+      MOESAIC_ASSIGN_OR_RETURN(stage->gpu_,
+                               make_gpu_experts(*row, stage->p_, *stage->source_, in_kernel));
     } else {
       MOESAIC_ASSIGN_OR_RETURN(stage->experts_, row->create(stage->p_, *stage->source_));
     }

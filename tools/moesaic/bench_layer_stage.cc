@@ -167,7 +167,8 @@ class LayerStage final : public BenchStage {
       for (Rotation& r : *rotations) {
         in.push_back({r.x.view()});
         if (door_ == Door::kLogits) in.back().push_back(r.logits.view());
-        if (door_ == Door::kTopk) in.back().insert(in.back().end(), {r.ids.view(), r.weights.view()});
+        if (door_ == Door::kTopk)
+          in.back().insert(in.back().end(), {r.ids.view(), r.weights.view()});
         out.push_back({r.y.view()});
       }
       if (s_.options.ranks.communicator) {  // ranks wait for each other on the host

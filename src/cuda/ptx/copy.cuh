@@ -59,6 +59,10 @@ __device__ __forceinline__ void async_load_16_line(std::uint32_t dst, const void
                "r"(valid ? 16 : 0)
                : "memory");
 }
+// Brings the line of an address into L1; nothing where it is one of shared memory.
+__device__ __forceinline__ void prefetch_l1(const void* address) {
+  asm volatile("prefetch.L1 [%0];" ::"l"(address) : "memory");
+}
 // The thread's copies so far become a group; waits until at most `Pending` groups are under way.
 __device__ __forceinline__ void async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");

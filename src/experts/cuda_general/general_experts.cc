@@ -122,7 +122,7 @@ Status GeneralExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
     list.bands = 1;
     MOESAIC_RETURN_IF_ERROR(check_call("align", launch_align(list, nullptr, traits_, stream)));
   }
-  const bool on_input = problem.apply_router_weight_on_input && !slabs;
+  const bool on_input = problem.apply_router_weight_on_input;
   const bool codes = a.rows.kind == CudaRows::Kind::kCodes;
   if (plan_.quantizes && !codes) {
     GeneralQuant q;

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t groups = (p.columns + width - 1) / width;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   std::int64_t items = p.num_rows != nullptr ? *p.num_rows : p.items;
-  MOESAIC_CUDA_FAULT(cuda_general_values_leave_a_row_of_slabs, if (p.num_rows != nullptr) --items;)
+  MOESAIC_CUDA_FAULT(cuda_general_values_leave_a_row_of_slabs, if (p.num_rows != nullptr)-- items;)
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kWarps + warp; i < items * groups;
        i += static_cast<std::int64_t>(gridDim.x) * kWarps) {
     const std::int64_t item = i / groups, group = i - item * groups;

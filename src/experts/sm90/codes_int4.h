@@ -14,8 +14,10 @@ constexpr std::uint32_t place_int4(std::uint32_t code, int index, int element) {
 }
 
 // The four registers, as bf16 pairs of 128 + code.
-constexpr void int4_fragment(std::uint32_t word, std::uint32_t (&a)[4]) {
-  for (int i = 0; i < 4; ++i) a[i] = (word >> (4 * i) & 0x000F000FU) | 0x43004300U;
+inline constexpr std::uint32_t kInt4Bits = 0x43004300U;
+constexpr void int4_fragment(std::uint32_t word, std::uint32_t (&a)[4],
+                             std::uint32_t bits = kInt4Bits) {
+  for (int i = 0; i < 4; ++i) a[i] = (word >> (4 * i) & 0x000F000FU) | bits;
 }
 
 // The bf16 bits of -(128 + zero), for zero points of at most kLargestInt4Zero.

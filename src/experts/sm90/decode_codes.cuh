@@ -127,15 +127,19 @@ __device__ __forceinline__ std::uint32_t load_zeros(const CodeImage& image, std:
 
 template <class Scales>
 struct DecodeInt4 {
+  static constexpr int kCodesBytes = kSlabRows * 32;
+  static constexpr std::uint32_t kPinned = kInt4Bits;
+  std::uint32_t pinned;
   static constexpr int kUnits = Scales::kUnits;
   uint4 codes;
   Scales scales;
   std::uint32_t addend[kUnits][2];
 
-  __device__ __forceinline__ void load(const CodeImage& image, std::uint32_t slab, int block,
-                                       int thread) {
+  __device__ __forceinline__ void load_codes(std::uint32_t slab, int block, int thread) {
     codes = load_shared_16_bytes(slab + static_cast<std::uint32_t>(block * 2048 + thread * 16));
-    scales.load(image, slab, kSlabRows * 32, block, thread);
+  }
+  __device__ __forceinline__ void load_zero_points(const CodeImage& image, std::uint32_t slab,
+                                                   int block, int thread) {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) addend[u][0] = addend[u][1] = image.addend;
     if (image.zero_at == 0) return;
@@ -151,7 +155,7 @@ struct DecodeInt4 {
   }
   __device__ __forceinline__ void fragment(int step, std::uint32_t (&a)[4]) const {
     const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
-    int4_fragment(words[step], a);
+    int4_fragment(words[step], a, pinned);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       a[i] = scales.times(add_bf16x2(a[i], addend[step * kUnits / 4][i & 1]), step, i & 1);
@@ -161,14 +165,16 @@ struct DecodeInt4 {
 
 template <class Scales>
 struct DecodeTable {
+  static constexpr int kCodesBytes = kSlabRows * 32;
   uint4 codes;
   Scales scales;
   std::uint32_t table[8];
 
-  __device__ __forceinline__ void load(const CodeImage& image, std::uint32_t slab, int block,
-                                       int thread) {
+  __device__ __forceinline__ void load_codes(std::uint32_t slab, int block, int thread) {
     codes = load_shared_16_bytes(slab + static_cast<std::uint32_t>(block * 2048 + thread * 16));
-    scales.load(image, slab, kSlabRows * 32, block, thread);
+  }
+  __device__ __forceinline__ void load_zero_points(const CodeImage& image, std::uint32_t, int,
+                                                   int) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) table[i] = image.table[i];
     MOESAIC_CUDA_FAULT(cuda_codes_have_one_half_of_the_table, table[2] = table[0];
@@ -201,15 +207,17 @@ struct ByteCodes {
 
 template <class Scales>
 struct DecodeInt8 {
+  static constexpr int kCodesBytes = kSlabRows * 64;
   static constexpr int kUnits = Scales::kUnits;
   ByteCodes codes;
   Scales scales;
   std::uint32_t addend[kUnits][2];
 
-  __device__ __forceinline__ void load(const CodeImage& image, std::uint32_t slab, int block,
-                                       int thread) {
+  __device__ __forceinline__ void load_codes(std::uint32_t slab, int block, int thread) {
     codes.load(slab, block, thread);
-    scales.load(image, slab, kSlabRows * 64, block, thread);
+  }
+  __device__ __forceinline__ void load_zero_points(const CodeImage& image, std::uint32_t slab,
+                                                   int block, int thread) {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) addend[u][0] = addend[u][1] = 0;
     if (image.zero_at == 0) return;
@@ -241,14 +249,14 @@ struct DecodeInt8 {
 };
 
 struct DecodeE4M3 {
+  static constexpr int kCodesBytes = kSlabRows * 64;
   ByteCodes codes;
   ScalesOfSums scales;
 
-  __device__ __forceinline__ void load(const CodeImage& image, std::uint32_t slab, int block,
-                                       int thread) {
+  __device__ __forceinline__ void load_codes(std::uint32_t slab, int block, int thread) {
     codes.load(slab, block, thread);
-    scales.load(image, slab, kSlabRows * 64, block, thread);
   }
+  __device__ __forceinline__ void load_zero_points(const CodeImage&, std::uint32_t, int, int) {}
   __device__ __forceinline__ void fragment(int step, std::uint32_t (&a)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -65,6 +65,12 @@ std::optional<GpuExperts::KeptRows> CudaExperts::kept_rows() const {
   return KeptRows{impl_->plan.format->rows, impl_->problem.hidden_size,
                   impl_->plan.power_of_two_scales};
 }
+void* CudaExperts::slots_place(const CudaExpertsArgs& a) const {
+  MoeProblem problem = impl_->problem;
+  if (a.top_k > 0) problem.top_k = a.top_k;
+  Arena arena({static_cast<std::byte*>(a.workspace), static_cast<std::size_t>(a.workspace_bytes)});
+  return ExpertsWorkspace::carve(problem, impl_->plan, a.tokens, arena).y2;
+}
 std::string_view CudaExperts::name() const { return kCudaExpertsName; }
 std::string_view CudaExperts::determinism() const { return kCudaExpertsDeterminism; }
 

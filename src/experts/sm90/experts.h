@@ -130,6 +130,12 @@ class GpuExperts {
   virtual bool takes_any_rows() const { return false; }
   // The rows that a call leaves in its workspace for CudaRows::kept; empty: none.
   virtual std::optional<KeptRows> kept_rows() const { return std::nullopt; }
+  // Memory in the workspace of a call, [M * k, H] bf16, that CudaResult::slots may name: whoever adds
+  // the slots up himself needs none of his own. Of `args` only tokens, top_k, rows and workspace are
+  // read. Null: there is none.
+  virtual void* slots_place(const CudaExpertsArgs&) const { return nullptr; }
+  // Whether there is.
+  virtual bool has_slots_place() const { return false; }
   // Whether both quantise the same hidden states to the same codes, at the same place of a
   // workspace.
   bool same_rows(const GpuExperts& other) const {
@@ -179,6 +185,8 @@ class CudaExperts final : public GpuExperts {
   ~CudaExperts() override;
 
   std::optional<KeptRows> kept_rows() const override;
+  void* slots_place(const CudaExpertsArgs& args) const override;
+  bool has_slots_place() const override { return true; }
   std::string_view name() const override;
   std::int64_t weight_bytes() const override;
   std::vector<ExpertPart> expert_parts(std::int64_t count) const override;

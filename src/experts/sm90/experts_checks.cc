@@ -18,14 +18,15 @@ Status CudaExperts::can_implement(const MoeProblem& problem) {
     return unsupported(
         fmt::format("activation_dtype: got {}, need BF16", dtype_name(problem.activation_dtype)));
   }
-  if (problem.apply_router_weight_on_input && problem.top_k > 1 && !has_slabs(problem)) {
+  const MoeProblem of_rows = problem_of_rows(problem);
+  if (of_rows.apply_router_weight_on_input && of_rows.top_k > 1) {
     return unsupported(fmt::format(
         "top_k: got {} with apply_router_weight_on_input, need 1 (a row is made once for all of "
         "its experts)",
         problem.top_k));
   }
   MOESAIC_RETURN_IF_ERROR(
-      format->check(experts::with_padded_width(problem, format->inner_multiple)));
+      format->check(experts::with_padded_width(of_rows, format->inner_multiple)));
   if (problem.num_local_experts > kMaxAlignedExperts) {
     return unsupported(fmt::format("num_local_experts: got {}, need at most {}",
                                    problem.num_local_experts, kMaxAlignedExperts));

@@ -4,6 +4,7 @@
 
 #include "core/checked.h"
 #include "experts/problem_checks.h"
+#include "experts/sm90/weight_codes.h"
 #include "quant/compute_scheme.h"
 
 namespace moesaic::cuda {
@@ -23,7 +24,7 @@ Result<ExpertsPlan> make_experts_plan(const MoeProblem& problem) {
   plan.weight = problem.quant.weight;
   plan.set_image(false);
   plan.power_of_two_scales = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
-  plan.weight_on_input = problem.apply_router_weight_on_input && !has_slabs(problem);
+  plan.weight_on_input = problem_of_rows(problem).apply_router_weight_on_input;
   plan.static_scales = quant::has_static_scale(problem.quant.activation);
   return plan;
 }
@@ -48,6 +49,7 @@ void ExpertsPlan::fill_sizes(const MoeProblem& problem, GroupedParams& to) const
   to.row_bytes1 = narrow(w13.row_bytes());
   to.row_bytes2 = narrow(w2.row_bytes());
   to.codes = codes;
+  to.chunks_of_sums = chunks_of_sums(weight);
 }
 
 Result<std::int64_t> rows_of_tokens(const MoeProblem& problem, std::int64_t tokens) {

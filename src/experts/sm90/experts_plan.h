@@ -44,7 +44,9 @@ constexpr bool has_slabs(const MoeProblem& problem) {
 // kLimitExceeded.
 Result<std::int64_t> rows_of_tokens(const MoeProblem& problem, std::int64_t tokens);
 inline MoeProblem problem_of_rows(MoeProblem problem) {
-  if (has_slabs(problem)) problem.top_k = 1;
+  if (!has_slabs(problem)) return problem;
+  problem.top_k = 1;
+  problem.apply_router_weight_on_input = false;  // prepare has done it
   return problem;
 }
 

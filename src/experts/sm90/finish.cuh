@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cuda/fault.cuh"
+#include "cuda/ptx/copy.cuh"
 #include "experts/sm90/gemm_layout.cuh"
 
 namespace moesaic::cuda {
@@ -52,6 +53,8 @@ struct ColumnFactors {
       }
     }
   }
+  // kPrefetch: only brings them near.
+  template <bool kPrefetch = false>
   __device__ __forceinline__ void load_weights(const GroupedParams& p, const Item& item,
                                                bool second, bool gated, int group, int quarter,
                                                int lane) {
@@ -59,6 +62,13 @@ struct ColumnFactors {
     const int channel = gated ? band * 128 + group * 64 + quarter * 16 + g * 2
                               : band * 256 + group * 128 + quarter * 32 + g * 4;
     const float* const scales = weight_scales(p, second, gated, item.expert) + channel;
+    if constexpr (kPrefetch) {
+      if (channel < (second ? p.hidden : p.intermediate)) {
+        ptx::prefetch_l1(scales);
+        if (gated) ptx::prefetch_l1(scales + p.intermediate);
+      }
+      return;
+    }
     float4 v = make_float4(0, 0, 0, 0);
     if (gated && channel < p.intermediate) {
       const float2 gate = *reinterpret_cast<const float2*>(scales);

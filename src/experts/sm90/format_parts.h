@@ -14,7 +14,8 @@
 //     using Weights = ...;        // how weights become an operand: FromShared, FromCodes<decoder>,
 //                                 // FromFp8Codes<decoder>
 //     using Promote = ...;        // when partial sums get their scales or are added up in fp32:
-//                                 // InOperand, PerStage, PerStages<n>, PerStageAndRow, Integers
+//                                 // InOperand, PerStage, PerStages<n>, PerStagesAndRow<n>,
+//                                 // Integers
 //     using Inner = ...;          // how GEMM1's result is stored: RoundBf16, QuantiseE4M3, WholeRow,
 //                                 // GroupValues
 //   };
@@ -91,7 +92,7 @@ struct DecodeInt4Fp8;
 struct DecodeE2M1;   // e2m1 codes and E8M0 scales to bf16
 struct DecodeNvfp4;  // e2m1 codes and e4m3 scales to bf16
 struct DecodeMxfp8;  // e4m3 codes and E8M0 scales to bf16
-// Device code: decode_codes.cuh. Scales: ScalesOfSums with PerStageAndRow, else StripScales.
+// Device code: decode_codes.cuh. Scales: ScalesOfSums with PerStagesAndRow, else StripScales.
 template <class Scales>
 struct DecodeInt4;  // 4-bit integers, less a zero point
 template <class Scales>
@@ -104,9 +105,12 @@ struct DecodeE4M3;  // e4m3 codes, with ScalesOfSums
 struct ScalesOfSums;
 template <int kUnits>
 struct StripScales;
-struct InOperand;       // operands have their scales: one accumulator chain over all of K
-struct PerStage;        // a stage's sums times the scales of its weights and tokens, added in fp32
-struct PerStageAndRow;  // a stage's sums times the scale of each weight row, added in fp32
+struct InOperand;  // operands have their scales: one accumulator chain over all of K
+struct PerStage;   // a stage's sums times the scales of its weights and tokens, added in fp32
+// The sums of a stage, or of two that have the same scales, times the scale of each weight row, added
+// in fp32. kMostStages: 1 or 2.
+template <int kMostStages>
+struct PerStagesAndRow;
 template <int kStages>
 struct PerStages;  // the sums of so many stages, added in fp32 as they are
 struct Integers;   // 32-bit integer sums

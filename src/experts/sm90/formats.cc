@@ -223,12 +223,18 @@ bool is_nvfp4_weight(const OperandQuant& w) {
   return is_bare(w) && w.dtype == kE2M1 && w.scale_format == F::kE4M3;
 }
 
+// Weights that are decoded in registers. Groups of 32 columns have twice the warps to decode, which
+// pays up to 16 rows per expert (measured).
+constexpr TileRules decoded_tiles() {
+  return {.split_items = 1, .paired_rows = 0, .narrow_rows = 16};
+}
+
 // Formats whose codes are decoded in registers: the weights' kernel with operand rows of `rows`.
 template <class Format>
 constexpr FormatRow decoded(ComputeScheme scheme, RowForm rows) {
   FormatRow row = row_of<Format>(scheme);
   row.rows = rows;
-  row.tiles = {.split_items = 1, .paired_rows = 0};
+  row.tiles = decoded_tiles();
   row.parts = kImagesAndRowScales;
   return row;
 }
@@ -279,7 +285,7 @@ Status check_int4_fp8(const MoeProblem& problem) {
 
 constexpr FormatRow int4_fp8_row() {
   FormatRow row = decoded<Int4Fp8>(ComputeScheme::kInt4Fp8, RowForm::kFp8Row);
-  row.tiles.widest = 64;  // as the table's, below
+  row.tiles.narrow_rows = 8;  // one warpgroup per slab
   row.check = &check_int4_fp8;
   row.repack = MOESAIC_ON_DEVICE(repack_int4_fp8);
   row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_int4_fp8_swiglu);
@@ -312,7 +318,7 @@ constexpr FormatRow row_of_strips(std::string_view name, bool (*takes)(const Ope
   row.takes = takes;
   row.name = name;
   row.image = &code_image;
-  row.tiles = {.split_items = 1, .paired_rows = 0};
+  row.tiles = decoded_tiles();
   row.parts = kImagesAndOrder;
   row.check = &check_strips_swiglu;
   row.repack = MOESAIC_ON_DEVICE(repack_code_strips);
@@ -328,14 +334,6 @@ bool takes_wide(const OperandQuant& weight) {
 template <bool (*has)(const OperandQuant& weight)>
 bool takes_narrow(const OperandQuant& weight) {
   return has(weight) && !has_scales_of_sums(weight);
-}
-
-// The table takes registers that sums of 128 columns need.
-constexpr FormatRow table_bf16_row() {
-  FormatRow row = row_of_strips<TableBf16>("nf4-bf16", &takes_wide<has_table_codes>,
-                                           MOESAIC_ON_DEVICE(launch_grouped_table_bf16_swiglu));
-  row.tiles.widest = 64;
-  return row;
 }
 
 template <class Format>
@@ -375,7 +373,8 @@ constexpr FormatRow kFormats[] = {
     row_of_int4<Int4Narrow>(&takes_narrow<has_int4_codes>,
                             MOESAIC_ON_DEVICE(launch_grouped_int4_narrow_swiglu),
                             MOESAIC_ON_DEVICE(launch_grouped_int4_narrow_any)),
-    table_bf16_row(),
+    row_of_strips<TableBf16>("nf4-bf16", &takes_wide<has_table_codes>,
+                             MOESAIC_ON_DEVICE(launch_grouped_table_bf16_swiglu)),
     row_of_strips<TableNarrow>("nf4-bf16", &takes_narrow<has_table_codes>,
                                MOESAIC_ON_DEVICE(launch_grouped_table_narrow_swiglu)),
     row_of_strips<Int8Bf16>("int8-bf16", &takes_wide<has_int8_codes>,

@@ -15,101 +15,132 @@ namespace moesaic::cuda {
 template <class Decoder>
 struct FromCodes {
   static constexpr bool kTokensAsRows = false;
+  // Decoding is a chain of latencies, longer than the multiplies of few columns: twice the warps.
+  static constexpr int groups_of_slab(int columns) { return columns <= 32 ? 2 : 1; }
+
+  // What a thread reads of the slab at a shared address: block m of its warpgroup.
+  struct SlabOfStage {
+    const CodeImage& image;
+    int first, thread;     // block
+    std::uint32_t pinned;  // Decoder::kPinned, where an instruction finds it in a register
+
+    __device__ __forceinline__ void load_codes(Decoder& decoder, std::uint32_t at, int m) const {
+      decoder.load_codes(at, first + m, thread);
+      if constexpr (requires { Decoder::kPinned; }) decoder.pinned = pinned;
+    }
+    __device__ __forceinline__ void load_zero_points(Decoder& decoder, std::uint32_t at,
+                                                     int m) const {
+      decoder.load_zero_points(image, at, first + m, thread);
+    }
+    template <class Scales>
+    __device__ __forceinline__ void load_scales(Scales& scales, std::uint32_t at, int m) const {
+      scales.load(image, at, Decoder::kCodesBytes, first + m, thread);
+    }
+    // All of it.
+    __device__ __forceinline__ void load(Decoder& decoder, std::uint32_t at, int m) const {
+      if constexpr (requires { Decoder::kCodesBytes; }) {
+        load_codes(decoder, at, m);
+        load_scales(decoder.scales, at, m);
+        load_zero_points(decoder, at, m);
+      } else {
+        decoder.load(at, first + m, thread);
+      }
+    }
+  };
 
   // The products of the next kCount stages, in flight together. A step is decoded while the products
   // of the two before are in flight; over a loop's end the compiler would not let them be.
-  template <int kCount, class Mma, class Stage, class Load, int kRegisters>
+  template <int kCount, class Mma, class Stage, class Slab, int kBlocks, int kRegisters>
   static __device__ __forceinline__ void multiply_stages(Stage& stage, std::uint32_t weights,
-                                                         std::uint32_t tokens, const Load& load,
-                                                         float (&acc)[2][kRegisters]) {
-    std::uint32_t slot[kCount], offset[kCount];
-#pragma unroll
-    for (int s = 0; s < kCount; ++s) {
-      stage.wait();
-      slot[s] = stage.ring.slot;
-      offset[s] = stage.offset();
-      if (s + 1 == kCount) break;
-      stage.ring.advance();
-      stage.ready = false;
-    }
+                                                         std::uint32_t tokens, const Slab& slab,
+                                                         float (&acc)[kBlocks][kRegisters]) {
+    const NextStages<kCount> at(stage);
 #pragma unroll
     for (int s = 0; s < kCount; ++s) {
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
+      for (int m = 0; m < kBlocks; ++m) {
         Decoder decoder;
-        load(decoder, weights + (offset[s] << 4), m);
+        slab.load(decoder, weights + (at.offset[s] << 4), m);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           std::uint32_t a[4];
           decoder.fragment(k, a);
           ptx::wgmma_fence();
           Mma::run(acc[m], a,
-                   ptx::wgmma_descriptor(tokens + offset[s] +
+                   ptx::wgmma_descriptor(tokens + at.offset[s] +
                                          static_cast<std::uint32_t>(k) * ptx::kWgmmaStep),
                    1);
           ptx::wgmma_commit();
-          if (s + 1 < kCount || m == 0 || k < 3) ptx::wgmma_wait<2>();
+          if (s + 1 < kCount || m + 1 < kBlocks || k < 3) ptx::wgmma_wait<2>();
         }
       }
     }
     stage.peek();
     ptx::wgmma_wait<0>();
-#pragma unroll
-    for (int s = 0; s < kCount; ++s) stage.release(slot[s]);
-    stage.ring.advance();
+    at.release(stage);
   }
 
-  // The products of the next stage, added to acc times the scales of their rows.
-  template <class Mma, class Stage, class Load, int kRegisters>
-  static __device__ __forceinline__ void add_stage(Stage& stage, std::uint32_t weights,
-                                                   std::uint32_t tokens, const Load& load,
-                                                   float (&acc)[2][kRegisters]) {
-    constexpr int kSets = kRegisters <= 32 ? 2 : 1;  // sums of both blocks, or in turn
-    stage.wait();
-    const std::uint32_t offset = stage.offset();
-    Decoder decoder[2];
+  // The products of the next kCount stages, added to acc times the scales of their rows, which are
+  // the same in all of them.
+  template <int kCount, class Mma, class Stage, class Slab, int kBlocks, int kRegisters>
+  static __device__ __forceinline__ void add_stages(Stage& stage, std::uint32_t weights,
+                                                    std::uint32_t tokens, const Slab& slab,
+                                                    float (&acc)[kBlocks][kRegisters]) {
+    constexpr bool kWide = kRegisters > 32;
+    constexpr int kSets = kRegisters > 24 ? 1 : kBlocks;  // sums of all blocks, or in turn
+    const NextStages<kCount> at(stage);
+    decltype(Decoder::scales) scales[kBlocks];
     float part[kSets][kRegisters];
     const auto multiply = [&](int m, float(&d)[kRegisters]) {
-      load(decoder[m], weights + (offset << 4), m);
+      Decoder decoder;
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        std::uint32_t a[4];
-        decoder[m].fragment(k, a);
-        ptx::wgmma_fence();
-        Mma::run(d, a,
-                 ptx::wgmma_descriptor(tokens + offset +
-                                       static_cast<std::uint32_t>(k) * ptx::kWgmmaStep),
-                 k > 0 ? 1 : 0);
-        ptx::wgmma_commit();
-        if (k < 3) ptx::wgmma_wait<(kSets == 1 ? 1 : 2)>();
+      for (int s = 0; s < kCount; ++s) {
+        const std::uint32_t from = weights + (at.offset[s] << 4);
+        if (s == 0) slab.load_zero_points(decoder, from, m);
+        slab.load_codes(decoder, from, m);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          std::uint32_t a[4];
+          decoder.fragment(k, a);
+          ptx::wgmma_fence();
+          Mma::run(d, a,
+                   ptx::wgmma_descriptor(tokens + at.offset[s] +
+                                         static_cast<std::uint32_t>(k) * ptx::kWgmmaStep),
+                   s > 0 || k > 0 ? 1 : 0);
+          ptx::wgmma_commit();
+          if (s + 1 < kCount || k < 3) ptx::wgmma_wait<(kWide ? 1 : 2)>();
+        }
       }
+      slab.load_scales(scales[m], weights + (at.offset[0] << 4), m);
     };
     const auto promote = [&](int m, const float(&from)[kRegisters]) {
 #pragma unroll
       for (int i = 0; i < kRegisters; ++i) {
-        acc[m][i] = fmaf(from[i], decoder[m].scales.of_row[(i & 2) != 0 ? 1 : 0], acc[m][i]);
+        acc[m][i] = fmaf(from[i], scales[m].of_row[(i & 2) != 0 ? 1 : 0], acc[m][i]);
       }
     };
     multiply(0, part[0]);
     if constexpr (kSets == 2) multiply(1, part[1]);
     // Of all products: with some in flight the compiler would copy the sums.
-    ptx::wgmma_wait<0>();
-    promote(0, part[0]);
-    if constexpr (kSets == 1) multiply(1, part[0]);
+    if constexpr (kBlocks == 2) {
+      ptx::wgmma_wait<0>();
+      promote(0, part[0]);
+      if constexpr (kSets == 1) multiply(1, part[0]);
+    }
     stage.peek();
     ptx::wgmma_wait<0>();
-    promote(1, part[kSets - 1]);
-    stage.release(stage.ring.slot);
-    stage.ring.advance();
+    promote(kBlocks - 1, part[kSets - 1]);
+    at.release(stage);
   }
 
-  // As FromShared::columns, with InOperand or PerStageAndRow. InOperand and few columns: two stages at
-  // a time, because waiting for the last products of each is then much of the time.
-  template <class Format, class Tile, int kColumns>
-  static __device__ __forceinline__ void columns(const Shared<Format, Tile>& sh,
-                                                 RingPosition<Layout<Format, Tile>::kStages>& ring,
-                                                 int chunks, int group, int lane, bool,
-                                                 float (&acc)[2][kColumns / 2]) {
+  // Blocks of 64 rows from `first` on: as FromShared::columns, with InOperand or PerStagesAndRow.
+  // InOperand and few columns: two stages at a time, because waiting for the last products of each is
+  // then much of the time.
+  template <class Format, class Tile, int kColumns, int kBlocks>
+  static __device__ __forceinline__ void blocks(const Shared<Format, Tile>& sh,
+                                                RingPosition<Layout<Format, Tile>::kStages>& ring,
+                                                int chunks, int group, int first, int lane,
+                                                float (&acc)[kBlocks][kColumns / 2]) {
     using L = Layout<Format, Tile>;
     using Mma = ptx::WgmmaFromRegisters<typename Format::Product, kColumns>;
     StageReader<Format, Tile> stage{sh, ring, lane};
@@ -119,28 +150,47 @@ struct FromCodes {
                             static_cast<std::uint32_t>(L::slab_bytes(sh.codes));
     const std::uint32_t tokens = ptx::wgmma_tile(sh.tokens(0));
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int m = 0; m < kBlocks; ++m) {
 #pragma unroll
       for (int i = 0; i < kColumns / 2; ++i) acc[m][i] = 0;
     }
-    const auto load = [&](Decoder& decoder, std::uint32_t at, int m) {
-      if constexpr (L::kVaries) {
-        decoder.load(sh.codes, at, m, thread);
-      } else {
-        decoder.load(at, m, thread);
-      }
-    };
+    SlabOfStage slab{sh.codes, first, thread, 0};
+    if constexpr (requires { Decoder::kPinned; }) {
+      // Through a shuffle, which the compiler does not see through: an instruction has room for one
+      // constant. Wide builds have no register to spare.
+      slab.pinned = Decoder::kPinned;
+      if (kBlocks == 1) slab.pinned = __shfl_sync(0xFFFFFFFFU, Decoder::kPinned, lane);
+    }
     if constexpr (Format::Promote::kParts) {
-      for (int c = 0; c < chunks; ++c) add_stage<Mma>(stage, weights, tokens, load, acc);
+      if constexpr (Format::Promote::kMostStages == 2) {
+        if (sh.chunks_of_sums == 2) {
+          for (int c = chunks / 2; c > 0; --c) {
+            add_stages<2, Mma>(stage, weights, tokens, slab, acc);
+          }
+          chunks &= 1;
+        }
+      }
+      for (int c = chunks; c > 0; --c) {
+        add_stages<1, Mma>(stage, weights, tokens, slab, acc);
+      }
       return;
     }
-    constexpr int kTogether = kColumns <= 32 ? 2 : 1;
+    constexpr int kTogether = kColumns <= 32 || kBlocks == 1 ? 2 : 1;
     if (kTogether == 2 && chunks % 2 != 0) {
-      multiply_stages<1, Mma>(stage, weights, tokens, load, acc);
+      multiply_stages<1, Mma>(stage, weights, tokens, slab, acc);
     }
     for (int c = chunks / kTogether; c > 0; --c) {
-      multiply_stages<kTogether, Mma>(stage, weights, tokens, load, acc);
+      multiply_stages<kTogether, Mma>(stage, weights, tokens, slab, acc);
     }
+  }
+
+  // As FromShared::columns.
+  template <class Format, class Tile, int kColumns>
+  static __device__ __forceinline__ void columns(const Shared<Format, Tile>& sh,
+                                                 RingPosition<Layout<Format, Tile>::kStages>& ring,
+                                                 int chunks, int group, int lane, bool,
+                                                 float (&acc)[2][kColumns / 2]) {
+    blocks<Format, Tile, kColumns>(sh, ring, chunks, group, 0, lane, acc);
   }
 };
 

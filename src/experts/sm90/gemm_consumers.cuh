@@ -23,7 +23,7 @@ template <class Format, class Tile>
 __device__ __forceinline__ void combine_band(const GroupedParams& p, const Shared<Format, Tile>& sh,
                                              int band, int group) {
   using L = Layout<Format, Tile>;
-  constexpr int kThreads = L::kConsumerThreads;
+  constexpr int kThreads = L::kEpilogueThreads;
   constexpr int kRows = L::kSplit ? kBandRows / 2 : kBandRows;
   constexpr int kTokenThreads = kRows / 8;
   const int part = L::kSplit ? 2 * band + group : band;
@@ -53,25 +53,98 @@ __device__ __forceinline__ void hand_over(const GroupedParams& p, const Shared& 
   }
 }
 
+// Sums of a slab's second block, from the warp that has them to the one that has the epilogue of
+// their rows: `to`, of the same lane.
+template <int kColumns, class Shared>
+__device__ __forceinline__ void send_block(const Shared& sh, RingPosition<1>& sent, int to,
+                                           int lane, const float (&sums)[kColumns / 2]) {
+  ptx::mbarrier_wait(sh.sent_empty(to), sent.parity ^ 1);
+  float4* const at = sh.sent(to) + lane;
+#pragma unroll
+  for (int i = 0; i < kColumns / 8; ++i) {
+    at[32 * i] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
+  }
+  __syncwarp();
+  if (lane == 0) ptx::mbarrier_arrive(sh.sent_full(to));
+  sent.advance();
+}
+
+// Slabs of several warpgroups: each multiplies its share, and the first is given the sums of the other
+// block. Whether this is the first, which has all sums of the item. One loop for all of them.
+template <class Format, class Tile, int kColumns>
+__device__ __forceinline__ bool multiply_share(const Shared<Format, Tile>& sh,
+                                               RingPosition<Layout<Format, Tile>::kStages>& ring,
+                                               RingPosition<1>& sent, int chunks, int group,
+                                               int warp, int lane, float (&acc)[2][kColumns / 2]) {
+  using L = Layout<Format, Tile>;
+  int block = warp < L::kEpilogueWarps ? 0 : 1;
+  MOESAIC_CUDA_FAULT(cuda_second_block_is_the_first, block = 0;)
+  Format::Weights::template blocks<Format, Tile, kColumns>(
+      sh, ring, chunks, group, block, lane, reinterpret_cast<float(&)[1][kColumns / 2]>(acc[0]));
+  if (warp >= L::kEpilogueWarps) {
+    send_block<kColumns>(sh, sent, warp - L::kEpilogueWarps, lane, acc[0]);
+    return false;
+  }
+  ptx::mbarrier_wait(sh.sent_full(warp), sent.parity);
+  const float4* const at = sh.sent(warp) + lane;
+#pragma unroll
+  for (int i = 0; i < kColumns / 8; ++i) {
+    const float4 v = at[32 * i];
+    acc[1][4 * i] = v.x, acc[1][4 * i + 1] = v.y, acc[1][4 * i + 2] = v.z, acc[1][4 * i + 3] = v.w;
+  }
+  __syncwarp();
+  if (lane == 0) ptx::mbarrier_arrive(sh.sent_empty(warp));
+  sent.advance();
+  return true;
+}
+
 template <class Format, class Tile, class Epilogue, int kColumns>
 __device__ __forceinline__ void consume_item(const GroupedParams& p, const Shared<Format, Tile>& sh,
                                              RingPosition<Layout<Format, Tile>::kStages>& ring,
-                                             RingPosition<2>& exchange, const Item& item, int group,
-                                             int warp, int lane) {
+                                             RingPosition<2>& exchange, RingPosition<1>& sent,
+                                             const Item& item, int group, int warp, int lane) {
   using L = Layout<Format, Tile>;
-  using Weights = typename Format::Weights;
   const bool second = item.band >= p.bands1;
   constexpr int kLists = (kColumns + 31) / 32;
   using Inner = typename Format::Inner;
   typename Format::Promote::Sum acc[2][kColumns / 2];
   constexpr bool kFactors = Format::Tokens::kFactors;
   [[maybe_unused]] ColumnFactors<typename Format::Tokens, kLists> factors;
+  using Weights = typename Format::Weights;
+  // Decoders are long: one loop for both GEMMs.
+  constexpr bool kOneLoop = !Weights::kTokensAsRows;
+  if constexpr (kOneLoop) {
+    // What the epilogue reads is read when registers are free again, but near by then: 16 bytes of
+    // a list by each lane.
+    if (second && 4 * lane < item.rows) {
+      const std::int32_t at = item.first_row + 4 * lane;
+      ptx::prefetch_l1(sh.pair_of_row(p) + at);
+      if (sh.weight_of_row(p) != nullptr) ptx::prefetch_l1(sh.weight_of_row(p) + at);
+    }
+    if constexpr (kFactors) {
+      factors.template load_weights<true>(p, item, second, Epilogue::kGated && !second, group,
+                                          warp & 3, lane);
+    }
+    const int chunks = second ? p.chunks2 : p.chunks1;
+    if constexpr (L::kSlabGroups == 1) {
+      Weights::template columns<Format, Tile, kColumns>(sh, ring, chunks, group, lane, false, acc);
+    } else if (!multiply_share<Format, Tile, kColumns>(sh, ring, sent, chunks, group, warp, lane,
+                                                       acc)) {
+      return;
+    }
+  }
   if constexpr (kFactors) {
     factors.load_weights(p, item, second, Epilogue::kGated && !second, group, warp & 3, lane);
     if (!second) factors.load_tokens(p, sh.pair_of_row(p), item, false, lane);
   }
+  const auto multiply = [&](int chunks, bool scale_by_row_half) {
+    if constexpr (!kOneLoop) {
+      Weights::template columns<Format, Tile, kColumns>(sh, ring, chunks, group, lane,
+                                                        scale_by_row_half, acc);
+    }
+  };
   if (second) {
-    // Destination and factor of column `lane + 32 i`, read early.
+    // Destination and factor of column `lane + 32 i`.
     std::int32_t pair[kLists];
     float factor[kLists];
     const std::int32_t* const pair_of_row = sh.pair_of_row(p);
@@ -84,7 +157,7 @@ __device__ __forceinline__ void consume_item(const GroupedParams& p, const Share
       factor[i] = valid && weight_of_row != nullptr ? weight_of_row[item.first_row + column] : 1.0F;
       MOESAIC_CUDA_FAULT(cuda_experts_router_weight_missing, factor[i] = 1.0F;)
     }
-    Weights::template columns<Format, Tile, kColumns>(sh, ring, p.chunks2, group, lane, false, acc);
+    multiply(p.chunks2, false);
     if constexpr (kFactors) {
       factors.load_tokens(p, pair_of_row, item, true, lane);
       float finished[2][kColumns / 2];
@@ -98,8 +171,7 @@ __device__ __forceinline__ void consume_item(const GroupedParams& p, const Share
     if (!Tile::kPaired && Tile::kMaxColumns <= 64 && p.fold_combine)
       combine_band(p, sh, item.band - p.bands1, group);
   } else {
-    Weights::template columns<Format, Tile, kColumns>(sh, ring, p.chunks1, group, lane,
-                                                      Epilogue::kGated, acc);
+    multiply(p.chunks1, Epilogue::kGated);
     const AmaxExchange<L::kSplit> amax(sh, exchange);
     if constexpr (kFactors) {
       float finished[2][kColumns / 2];
@@ -165,11 +237,13 @@ __device__ __forceinline__ void consume(const GroupedParams& p, const Shared<For
   RingPosition<2> exchange;
   // Lane 0's: so the compiler sees that the warp agrees.
   const int group = __shfl_sync(
-      0xFFFFFFFFU, L::kSplit ? static_cast<int>(ptx::cluster_cta_rank()) : warp >> 2, 0);
-  if (!Tile::kPaired && Tile::kMaxColumns <= 64 && p.fold_combine && sh.num_groups(p) == 0) {
+      0xFFFFFFFFU, L::kSplit ? static_cast<int>(ptx::cluster_cta_rank()) : (warp >> 2) & 1, 0);
+  RingPosition<1> sent;
+  if (!Tile::kPaired && Tile::kMaxColumns <= 64 && p.fold_combine && sh.num_groups(p) == 0 &&
+      warp < L::kEpilogueWarps) {
     // No token has an expert here, but every output must be written.
     const std::int64_t vectors = p.hidden / 8;
-    constexpr int kThreads = L::kConsumerThreads;
+    constexpr int kThreads = L::kEpilogueThreads;
     const CombineParams combine = sh.combine(p);
     for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
          i < combine.tokens * vectors; i += static_cast<std::int64_t>(gridDim.x) * kThreads) {
@@ -184,8 +258,8 @@ __device__ __forceinline__ void consume(const GroupedParams& p, const Shared<For
     slot.advance();
     if (item.band < 0) break;
     const auto with = [&](auto columns) {
-      consume_item<Format, Tile, Epilogue, decltype(columns)::value>(p, sh, ring, exchange, item,
-                                                                     group, warp, lane);
+      consume_item<Format, Tile, Epilogue, decltype(columns)::value>(p, sh, ring, exchange, sent,
+                                                                     item, group, warp, lane);
     };
     // The fewest columns that hold the group; any choice gives the same bits.
     if constexpr (L::kSplit) {

@@ -18,15 +18,10 @@ namespace moesaic::cuda {
 
 // A thread's codes and scales of 64 rows and 128 elements of K. Image: repack_codes.h.
 struct DecodeInt4Fp8 {
-  uint4 codes[2];  // of two steps each: of row g, then of row g + 8
+  uint4 codes;  // of two steps: of row g, then of row g + 8
   Int4Products products[2];
 
-  __device__ __forceinline__ void load(std::uint32_t slab, int block, int thread) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      codes[half] = load_shared_16(
-          slab + static_cast<std::uint32_t>(block * 4096 + half * 2048 + thread * 16));
-    }
+  __device__ __forceinline__ void load_scales(std::uint32_t slab, int block, int thread) {
     std::uint32_t scales = 0;
     asm volatile(
         "{\n.reg .u16 v;\nld.shared.u16 v, [%1];\ncvt.u32.u16 %0, v;\n}"
@@ -37,68 +32,64 @@ struct DecodeInt4Fp8 {
     products[1] = int4_products(scales >> 8);
     MOESAIC_CUDA_FAULT(cuda_codes_have_the_scale_of_the_row_above, products[1] = products[0];)
   }
+  // Of steps 2 half and 2 half + 1.
+  __device__ __forceinline__ void load_codes(std::uint32_t slab, int block, int half, int thread) {
+    codes =
+        load_shared_16(slab + static_cast<std::uint32_t>(block * 4096 + half * 2048 + thread * 16));
+  }
   __device__ __forceinline__ void fragment(int step, std::uint32_t (&a)[4]) const {
-    const uint4& two = codes[step >> 1];
-    int4_fp8_pair((step & 1) == 0 ? two.x : two.z, products[0], a[0], a[2]);
-    int4_fp8_pair((step & 1) == 0 ? two.y : two.w, products[1], a[1], a[3]);
+    int4_fp8_pair((step & 1) == 0 ? codes.x : codes.z, products[0], a[0], a[2]);
+    int4_fp8_pair((step & 1) == 0 ? codes.y : codes.w, products[1], a[1], a[3]);
   }
 };
 
 template <class Decoder>
 struct FromFp8Codes {
   static constexpr bool kTokensAsRows = false;
+  // Byte permutations bound this decoder, not latencies: more warps are no faster.
+  static constexpr int groups_of_slab(int) { return 1; }
 
-  // The products of the next kCount stages, added to acc.
-  template <int kCount, class Mma, class Stage, int kRegisters>
+  // The products of the next kCount stages, added to acc. Blocks of 64 rows from `first` on.
+  template <int kCount, class Mma, class Stage, int kBlocks, int kRegisters>
   static __device__ __forceinline__ void add_stages(Stage& stage, std::uint32_t weights,
-                                                    std::uint32_t tokens, int thread,
-                                                    float (&acc)[2][kRegisters]) {
-    std::uint32_t slot[kCount], offset[kCount];
+                                                    std::uint32_t tokens, int first, int thread,
+                                                    float (&acc)[kBlocks][kRegisters]) {
+    const NextStages<kCount> at(stage);
 #pragma unroll
-    for (int s = 0; s < kCount; ++s) {
-      if (s > 0) {
-        stage.ring.advance();
-        stage.ready = false;
-      }
-      stage.wait();
-      slot[s] = stage.ring.slot;
-      offset[s] = stage.offset();
-    }
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int m = 0; m < kBlocks; ++m) {
       float part[kRegisters];
 #pragma unroll
       for (int s = 0; s < kCount; ++s) {
+        const std::uint32_t slab = weights + (at.offset[s] << 4);
         Decoder decoder;
-        decoder.load(weights + (offset[s] << 4), m, thread);
+        decoder.load_scales(slab, first + m, thread);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
+          if (k % 2 == 0) decoder.load_codes(slab, first + m, k / 2, thread);
           std::uint32_t a[4];
           decoder.fragment(k, a);
           ptx::wgmma_fence();
           Mma::run(part, a,
-                   ptx::wgmma_descriptor(tokens + offset[s] +
+                   ptx::wgmma_descriptor(tokens + at.offset[s] +
                                          static_cast<std::uint32_t>(k) * ptx::kWgmmaStep),
                    s > 0 || k > 0 ? 1 : 0);
           ptx::wgmma_commit();
           if (s + 1 < kCount || k < 3) ptx::wgmma_wait<(kRegisters == 16 ? 0 : 1)>();
         }
       }
-      if (m == 1) stage.peek();
+      if (m + 1 == kBlocks) stage.peek();
       ptx::wgmma_wait<0>();
       FromShared::add(acc[m], part);
     }
-#pragma unroll
-    for (int s = 0; s < kCount; ++s) stage.release(slot[s]);
-    stage.ring.advance();
+    at.release(stage);
   }
 
-  // As FromShared::columns. Two stages at a time; of an odd number the first one alone.
-  template <class Format, class Tile, int kColumns>
-  static __device__ __forceinline__ void columns(const Shared<Format, Tile>& sh,
-                                                 RingPosition<Layout<Format, Tile>::kStages>& ring,
-                                                 int chunks, int group, int lane, bool,
-                                                 float (&acc)[2][kColumns / 2]) {
+  // As FromCodes::blocks. Two stages at a time; of an odd number the first one alone.
+  template <class Format, class Tile, int kColumns, int kBlocks>
+  static __device__ __forceinline__ void blocks(const Shared<Format, Tile>& sh,
+                                                RingPosition<Layout<Format, Tile>::kStages>& ring,
+                                                int chunks, int group, int first, int lane,
+                                                float (&acc)[kBlocks][kColumns / 2]) {
     using L = Layout<Format, Tile>;
     using Mma = ptx::WgmmaFromRegisters<typename Format::Product, kColumns>;
     static_assert(Format::Promote::kParts && Format::Promote::kIntervalStages == 2);
@@ -108,14 +99,23 @@ struct FromFp8Codes {
         sh.weights(0) + static_cast<std::uint32_t>(L::kSplit ? 0 : group) * L::kSlabBytes;
     const std::uint32_t tokens = ptx::wgmma_tile(sh.tokens(0));
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int m = 0; m < kBlocks; ++m) {
 #pragma unroll
       for (int i = 0; i < kColumns / 2; ++i) acc[m][i] = 0;
     }
-    if (chunks % 2 != 0) add_stages<1, Mma>(stage, weights, tokens, thread, acc);
+    if (chunks % 2 != 0) add_stages<1, Mma>(stage, weights, tokens, first, thread, acc);
     for (int c = chunks / 2; c > 0; --c) {
-      add_stages<2, Mma>(stage, weights, tokens, thread, acc);
+      add_stages<2, Mma>(stage, weights, tokens, first, thread, acc);
     }
+  }
+
+  // As FromShared::columns.
+  template <class Format, class Tile, int kColumns>
+  static __device__ __forceinline__ void columns(const Shared<Format, Tile>& sh,
+                                                 RingPosition<Layout<Format, Tile>::kStages>& ring,
+                                                 int chunks, int group, int lane, bool,
+                                                 float (&acc)[2][kColumns / 2]) {
+    blocks<Format, Tile, kColumns>(sh, ring, chunks, group, 0, lane, acc);
   }
 };
 

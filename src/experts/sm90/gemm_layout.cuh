@@ -30,7 +30,7 @@ struct RoutedToken {
   alignas(16) std::uint32_t candidates[32];
   std::uint32_t group_keys[32];
   std::int32_t columns[32];
-  std::uint32_t tops[12];  // of the token's warps
+  std::uint32_t tops[20];  // of the token's warps
 };
 
 // A work list in shared memory.
@@ -61,7 +61,12 @@ struct TokenTile {
 template <class Format, class Tile>
 struct Layout {
   static constexpr bool kSplit = Tile::kSplit;
-  static constexpr int kConsumerWarps = kSplit ? kGroupWarps : 2 * kGroupWarps;
+  // Consumer warpgroups of a slab: one for both of its blocks of 64 rows, or one each. The first has
+  // the epilogue and is given the other block's sums.
+  static constexpr int kSlabGroups = Format::Weights::groups_of_slab(Tile::kMaxColumns);
+  static constexpr int kEpilogueWarps = kSplit ? kGroupWarps : 2 * kGroupWarps;
+  static constexpr int kEpilogueThreads = 32 * kEpilogueWarps;
+  static constexpr int kConsumerWarps = kSlabGroups * kEpilogueWarps;
   static constexpr int kConsumerThreads = 32 * kConsumerWarps;
   static constexpr int kThreads = kConsumerThreads + 32 * (1 + kTokenWarps);
   static constexpr int kTokenBytes = Tile::kMaxColumns * kChunkBytes;
@@ -82,7 +87,10 @@ struct Layout {
   // scales and reciprocals of two requantisation groups.
   static constexpr int kAmaxWords = 2 * kGroupWarps * Tile::kMaxColumns;
   static constexpr int kAmaxBytes = (kSplit ? 2 : 1) * kAmaxWords * 4 + 16 * Tile::kMaxColumns;
-  static constexpr int kFixedBytes = 1024 /* alignment */ + kAmaxBytes + 512;
+  // Sums of second blocks, on their way to the epilogue.
+  static constexpr int kSentBytes =
+      kSlabGroups > 1 ? kEpilogueThreads* Tile::kMaxColumns / 2 * 4 : 0;
+  static constexpr int kFixedBytes = 1024 /* alignment */ + kAmaxBytes + 512 + kSentBytes;
   // Few tokens: four stages stream as fast as six, and leave the kernels that follow the room to
   // start early (measured: the layer at M = 1 to 16 is 2 to 8 % faster).
   // Packed weights: about as many bytes in flight.
@@ -95,20 +103,29 @@ struct Layout {
   static constexpr int kOffsetAmax = kOffsetScale + kStages * kScaleBytes;
   static constexpr int kOffsetItems = kOffsetAmax + kAmaxBytes;
   static constexpr int kOffsetBars = (kOffsetItems + kItemSlots * 32 + 15) / 16 * 16;
-  static constexpr int kBars = 2 * kStages + 2 * kItemSlots + kIndexSlots + (kSplit ? 2 : 0);
+  static constexpr int kSentBars = kSlabGroups > 1 ? kEpilogueWarps : 0;
+  static constexpr int kOtherBars = 2 * kStages + 2 * kItemSlots + kIndexSlots + (kSplit ? 2 : 0);
+  static constexpr int kBars = kOtherBars + 2 * kSentBars;
   static constexpr bool kMakesList = Tile::kMaxColumns <= kListColumns;
   static constexpr int kOffsetList = (kOffsetBars + kBars * 8 + 15) / 16 * 16;
   static constexpr int kListBytes = kMakesList ? static_cast<int>(sizeof(SharedList)) : 0;
-  static constexpr int kBytes = kOffsetList + kListBytes + 1024;
+  static constexpr int kOffsetSent = (kOffsetList + kListBytes + 15) / 16 * 16;
+  static constexpr int kBytes = kOffsetSent + kSentBytes + 1024;
   // The launch gives every warpgroup 168 registers per thread, or 128 (what a block of
   // kBoundThreads could have) where few tokens need no more: the kernel that follows finds some
   // free, so that it can start early. What producers give up is all that consumers can gain.
-  static constexpr int kBoundThreads = Tile::kMaxColumns <= 32 && !kSplit ? 512 : kThreads;
-  static constexpr int kLaunchRegisters = kBoundThreads > kThreads ? 128 : 168;
-  static constexpr int kConsumerRegisters = Tile::kMaxColumns > 64   ? 232
+  // Of five warpgroups each thread has 96. Split builds of two warpgroups are two on a multiprocessor.
+  static constexpr int kBoundBlocks = kSplit && kSlabGroups == 1 ? 2 : 1;
+  static constexpr int kLaunchRegisters = kThreads > 512                                 ? 96
+                                          : Tile::kMaxColumns <= 32 && kBoundBlocks == 1 ? 128
+                                                                                         : 168;
+  static constexpr int kBoundThreads = kLaunchRegisters == 128 ? 512 : kThreads;
+  static constexpr int kConsumerRegisters = kSlabGroups > 1          ? 112
+                                            : Tile::kMaxColumns > 64 ? 232
                                             : Tile::kMaxColumns > 32 ? 208
                                                                      : 152;
-  static constexpr int kProducerRegisters = 3 * kLaunchRegisters - 2 * kConsumerRegisters;
+  static constexpr int kProducerRegisters =
+      kLaunchRegisters - kConsumerWarps / kGroupWarps * (kConsumerRegisters - kLaunchRegisters);
   static_assert(kStages >= 3 && kBytes <= kHopperSharedBytes);
   static_assert(kItemSlots * sizeof(Item) + 4 <= kItemSlots * 32 - kIndexSlots * 4);
 };
@@ -130,7 +147,8 @@ struct Shared {
   using L = Layout<Format, Tile>;
   std::uint32_t base;  // 1024-aligned shared address
   char* generic;
-  const CodeImage& codes;  // the kernel's parameter
+  const CodeImage& codes;  // the kernel's parameters
+  const std::uint8_t& chunks_of_sums;
   __device__ __forceinline__ std::uint32_t weights(std::uint32_t s) const {
     return base + s * L::kStageBytes;
   }
@@ -198,6 +216,17 @@ struct Shared {
     CombineParams c = p.combine;
     if (has_list(p)) c.row_of_pair = list()->row_of_pair;
     return c;
+  }
+  // Sums of a second block that a warp of the epilogue is given: four of a lane at a time.
+  __device__ __forceinline__ float4* sent(int warp) const {
+    return reinterpret_cast<float4*>(generic + L::kOffsetSent) +
+           warp * (32 * Tile::kMaxColumns / 8);
+  }
+  __device__ __forceinline__ std::uint32_t sent_full(int warp) const {
+    return bar(static_cast<std::uint32_t>(L::kOtherBars + warp));
+  }
+  __device__ __forceinline__ std::uint32_t sent_empty(int warp) const {
+    return bar(static_cast<std::uint32_t>(L::kOtherBars + L::kSentBars + warp));
   }
   // Split builds: the largest magnitudes from both CTAs are there.
   __device__ __forceinline__ std::uint32_t amax_full(std::uint32_t s) const {

@@ -158,7 +158,7 @@ __device__ __forceinline__ void produce_tokens(const GroupedParams& p,
     const bool second = item.band >= p.bands1;
     if (second) {
       auto needed = static_cast<std::uint32_t>(L::kSplit ? p.slabs1 * kGroupWarps
-                                                         : p.bands1 * L::kConsumerWarps *
+                                                         : p.bands1 * L::kEpilogueWarps *
                                                                (Tile::kPaired ? 2 : 1));
       if constexpr (Format::Inner::kWholeRow) {
         if (p.whole.inner_static == nullptr) needed = kGroupQuantised;

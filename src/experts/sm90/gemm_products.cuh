@@ -43,14 +43,17 @@ struct PerStage {
   }
 };
 
-struct PerStageAndRow {
+template <int kStages>
+struct PerStagesAndRow {
   using Sum = float;
   static constexpr bool kParts = true;
-  static constexpr int kIntervalStages = 1;
+  static constexpr int kMostStages = kStages;
+  static_assert(kStages <= 2);
 };
 
 struct FromShared {
   static constexpr bool kTokensAsRows = true;  // full groups
+  static constexpr int groups_of_slab(int) { return 1; }
 
   // The four K steps of a stage: d = or += a b^T.
   template <class Mma, class Sum, int kRegisters>

@@ -20,9 +20,13 @@ struct StageReader {
   const int lane;
   bool ready = false;  // the stage at `ring` is known to be full
 
-  // The stage at `ring` is in shared memory and may be read by wgmma.
-  __device__ __forceinline__ void wait() const {
+  // The stage at `ring` is in shared memory.
+  __device__ __forceinline__ void wait_full() const {
     if (!ready) ptx::mbarrier_wait(sh.full(ring.slot), ring.parity);
+  }
+  // And may be read by wgmma.
+  __device__ __forceinline__ void wait() const {
+    wait_full();
     ptx::fence_proxy_async();  // for the gathered token rows
   }
   // Looks at the next stage, where the time for that is hidden by products in flight.
@@ -40,8 +44,44 @@ struct StageReader {
     }
   }
   // Distance of the stage's tiles from those of stage 0, in units of descriptors.
-  __device__ __forceinline__ std::uint32_t offset() const {
-    return __shfl_sync(0xFFFFFFFFU, ring.slot, 0) * static_cast<std::uint32_t>(L::kStageBytes >> 4);
+  __device__ __forceinline__ std::uint32_t offset() const { return offset_of(uniform_slot()); }
+  static __device__ __forceinline__ std::uint32_t offset_of(std::uint32_t slot) {
+    return slot * static_cast<std::uint32_t>(L::kStageBytes >> 4);
+  }
+  __device__ __forceinline__ std::uint32_t uniform_slot() const {
+    return __shfl_sync(0xFFFFFFFFU, ring.slot, 0);
+  }
+};
+
+// The next kCount stages, which are read together: their offsets. The reader stays at the last one.
+template <int kCount>
+struct NextStages {
+  std::uint32_t offset[kCount];
+
+  template <class Stage>
+  __device__ __forceinline__ explicit NextStages(Stage& stage) {
+    std::uint32_t slot = stage.uniform_slot();
+    offset[0] = Stage::offset_of(slot);
+    stage.wait_full();
+#pragma unroll
+    for (int s = 1; s < kCount; ++s) {
+      slot = slot + 1 == Stage::L::kStages ? 0 : slot + 1;
+      offset[s] = Stage::offset_of(slot);
+      stage.ring.advance();
+      stage.ready = false;
+      stage.wait_full();
+    }
+    ptx::fence_proxy_async();
+  }
+  // All of them, after which the reader is at the one behind.
+  template <class Stage>
+  __device__ __forceinline__ void release(Stage& stage) const {
+    static_assert(kCount <= 2);
+    if constexpr (kCount == 2) {
+      stage.release((stage.ring.slot == 0 ? Stage::L::kStages : stage.ring.slot) - 1);
+    }
+    stage.release(stage.ring.slot);
+    stage.ring.advance();
   }
 };
 

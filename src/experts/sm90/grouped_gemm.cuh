@@ -2,8 +2,9 @@
 // number format (format_parts.h), the tile of tokens (TokenTile) and the activation family
 // (activation.cuh).
 //
-// Threads: warps 0-7 are two consumer warpgroups (128 weight rows each), warp 8 streams weights
-// with bulk copies and hands out work items, warps 9-11 gather token rows. Shared memory is a ring
+// Threads: warps 0-7 are two consumer warpgroups (128 weight rows each), the next one streams weights
+// with bulk copies and hands out work items, the last three gather token rows. Weights that are
+// decoded for few tokens have four consumer warpgroups (64 rows each). Shared memory is a ring
 // of stages (32 KiB of weights, up to max_columns token rows, scales) guarded by full/empty
 // barriers, and a small ring of work items. The split build has one consumer warpgroup per CTA and
 // stages of 16 KiB of weights; the two CTAs of a cluster work through the same items.
@@ -18,13 +19,13 @@ namespace moesaic::cuda {
 
 template <class Format, class Tile, class Epilogue>
 __global__ void __launch_bounds__(Layout<Format, Tile>::kBoundThreads,
-                                  Layout<Format, Tile>::kSplit ? 2 : 1)
+                                  Layout<Format, Tile>::kBoundBlocks)
     sm90_grouped_experts(const __grid_constant__ GroupedParams p) {
   using L = Layout<Format, Tile>;
   constexpr bool kCluster = Tile::kPaired || L::kSplit;
   extern __shared__ char raw[];
   const std::uint32_t unaligned = ptx::shared_address(raw), base = (unaligned + 1023U) & ~1023U;
-  const Shared<Format, Tile> sh{base, raw + (base - unaligned), p.codes};
+  const Shared<Format, Tile> sh{base, raw + (base - unaligned), p.codes, p.chunks_of_sums};
   const int warp = static_cast<int>(threadIdx.x) >> 5;
   const int lane = static_cast<int>(threadIdx.x) & 31;
   if (threadIdx.x == 0) {
@@ -38,6 +39,10 @@ __global__ void __launch_bounds__(Layout<Format, Tile>::kBoundThreads,
     }
     for (int s = 0; s < kIndexSlots; ++s) ptx::mbarrier_init(sh.index_full(s), 1);
     for (int s = 0; L::kSplit && s < 2; ++s) ptx::mbarrier_init(sh.amax_full(s), 1);
+    for (int w = 0; w < L::kSentBars; ++w) {
+      ptx::mbarrier_init(sh.sent_full(w), 1);
+      ptx::mbarrier_init(sh.sent_empty(w), 1);
+    }
     ptx::mbarrier_init_fence();
   }
   if (kCluster) {

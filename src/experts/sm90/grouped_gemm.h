@@ -163,6 +163,8 @@ struct GroupedParams {
   CodeImage codes;
   // Formats that can: GEMM1's result is quantised to values of this form; kBf16: not.
   RowForm inner_values = RowForm::kBf16;
+  // Formats whose sums have scales: chunks that have one together, 1 or 2 of them.
+  std::uint8_t chunks_of_sums = 1;
 };
 
 // Set in group_done when a group's rows of the intermediate have been quantised (whole rows).
@@ -182,6 +184,8 @@ struct TileRules {
   // From so many rows per expert on pairs of CTAs share weights; 0: never.
   int paired_rows = 0;
   int widest = 128;  // columns
+  // Groups have 32 columns up to so many rows per expert.
+  int narrow_rows = 8;
 };
 
 // Up to this many tokens the GEMM kernel combines as well: a band's sum is then shorter than a

@@ -77,6 +77,11 @@ Status check_strip_scales(const OperandQuant& w) {
   return unsupported(fmt::format("block_k: got {}, need a multiple of {}", w.block_k, smallest));
 }
 
+std::uint8_t chunks_of_sums(const OperandQuant& w) {
+  if (MOESAIC_FAULT(cuda_sums_of_two_groups)) return 2;
+  return w.block_k % 128 == 0 ? 2 : 1;
+}
+
 CodeImage code_image(const OperandQuant& w, bool exact_scales) {
   const bool four = is_four_bits(w.dtype);
   CodeImage image;

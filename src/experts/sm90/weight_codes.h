@@ -28,6 +28,10 @@ bool has_fp8_codes(const OperandQuant& weight);
 bool has_scales_of_sums(const OperandQuant& weight);
 Status check_strip_scales(const OperandQuant& weight);
 
+// Neighbouring chunks, 1 or 2, that have one scale and zero point in each row: their products are
+// summed up before they are multiplied by it. A property of the weights, so that all builds sum alike.
+std::uint8_t chunks_of_sums(const OperandQuant& weight);
+
 // What is known of the image before the weights are. `exact_scales`: all are bf16 numbers.
 CodeImage code_image(const OperandQuant& weight, bool exact_scales);
 

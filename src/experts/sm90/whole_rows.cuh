@@ -130,7 +130,7 @@ template <class Inner, class Tile, class Shared>
 __device__ __forceinline__ void hand_over_whole_rows(const GroupedParams& p, const Shared& sh,
                                                      const Item& item, int lane) {
   using L = typename Shared::L;
-  constexpr int kThreads = L::kConsumerThreads;
+  constexpr int kThreads = L::kEpilogueThreads;
   std::uint32_t* const done = p.list.group_done + item.group;
   if (p.whole.inner_static != nullptr) {
     __syncwarp();

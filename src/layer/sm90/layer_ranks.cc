@@ -32,8 +32,8 @@ Status CudaLayer::Impl::create_transport(const FusedMoE::Options& options) {
   if (ranks.engine != RankEngine::kMessages) {
     Status fits = layer::peer_windows_fit(ranks, options.device);
     if (fits.ok()) {
-      Result<std::unique_ptr<CudaPeerAllToAll>> made =
-          CudaPeerAllToAll::create(plan.routed, between, o, answer);
+      Result<std::unique_ptr<CudaPeerAllToAll>> made = CudaPeerAllToAll::create(
+          plan.routed, between, o, answer, experts != nullptr && experts->has_slots_place());
       if (made.ok()) {
         peers = made->get();
         transport_bytes = peers->bytes();
@@ -144,6 +144,11 @@ Status CudaLayer::Impl::run_experts(void* stream, const Prepared& rows,
   a.result = plan.ranks.per_slot ? CudaResult::slots(to.data) : CudaResult::sum(to.data, to.dtype);
   a.workspace = w.experts;
   a.workspace_bytes = w.experts_bytes;
+  if (peers != nullptr && peers->wants_slots()) {
+    // The sum is part of sending it.
+    a.result = CudaResult::slots(experts->slots_place(a));
+    peers->take_slots(a.result.data, a.expert_map);
+  }
   return experts->enqueue(stream, a).with_context("experts");
 }
 

@@ -33,12 +33,14 @@ struct CudaPeerAllToAll::Impl {
   std::int64_t max_tokens = 0;  // T
   int ranks = 1, timeout_ms = 0;
   bool gather = false, shares_device = false;
+  bool adds_slots = false;  // of partial answers
   CudaAllToAll::Answer answer = CudaAllToAll::Answer::kPartialF32;
   bool weight_on_input = false, power_of_two_scales = false;
   Device device = Device::cpu();
   DeviceTraits traits;
   std::int64_t row_bytes = 0;  // without scales
   std::int32_t groups = 0;
+  bool in_place = false;  // rows without scales and gaps are read in the window
   std::string name;
 
   std::unique_ptr<parallel::PeerWindow> window;
@@ -54,6 +56,8 @@ struct CudaPeerAllToAll::Impl {
   // Of the call between prepare and finalize.
   std::int64_t tokens = 0;
   PeerRouting mine;
+  const std::uint16_t* slot_rows = nullptr;
+  const std::int32_t* expert_map = nullptr;
 
   bool quantized() const { return groups > 0; }
   bool slots() const { return answer == CudaAllToAll::Answer::kSlots; }
@@ -64,6 +68,9 @@ struct CudaPeerAllToAll::Impl {
     return {ids, owner.as<std::int32_t>(), static_cast<std::int32_t>(num_experts)};
   }
   Result<parallel::PeerLayout> layout() const;
+  std::byte* rows() const {
+    return in_place ? window->base(place.rank) + place.layout.rows : arrived.as<std::byte>();
+  }
   Status allocate(const std::vector<std::int32_t>& owners);
   Status stand(const parallel::PeerLayout& layout);
   Status check(const PrepareArgs& args) const;
@@ -90,12 +97,12 @@ Status CudaPeerAllToAll::Impl::allocate(const std::vector<std::int32_t>& owners)
   };
   std::vector<Want> wants = {
       {&state, "state of the transport", 64 + ranks * std::int64_t{4}},
-      {&arrived, "arrived rows", all() * row_bytes},
+      {&arrived, "arrived rows", in_place ? 0 : all() * row_bytes},
       {&row_scale, "scales of arrived rows", scale_stride(all()) * groups * 4},
       {&row_ids, "ids of arrived rows", all() * top_k * 4},
       {&row_weights, "weights of arrived rows", all() * top_k * 4},
       {&results, "results for other ranks",
-       all() * (slots() ? top_k : 1) * hidden * (bf16() ? 2 : 4)}};
+       adds_slots ? 0 : all() * (slots() ? top_k : 1) * hidden * (bf16() ? 2 : 4)}};
   if (quantized()) {
     wants.push_back({&codes, "quantised rows", max_tokens * row_bytes});
     wants.push_back({&code_scale, "scales of rows", scale_stride(max_tokens) * groups * 4});
@@ -143,7 +150,7 @@ CudaPeerAllToAll::~CudaPeerAllToAll() {
 
 Result<std::unique_ptr<CudaPeerAllToAll>> CudaPeerAllToAll::create(
     const MoeProblem& problem, const std::shared_ptr<Communicator>& communicator,
-    const AllToAllOptions& options, CudaAllToAll::Answer answer) {
+    const AllToAllOptions& options, CudaAllToAll::Answer answer, bool brings_slots) {
   // Refusals of the options are those of all ranks, and come before anybody waits.
   MOESAIC_RETURN_IF_ERROR(sm90_transport_can_implement(problem));
   MOESAIC_RETURN_IF_ERROR(
@@ -168,6 +175,8 @@ Result<std::unique_ptr<CudaPeerAllToAll>> CudaPeerAllToAll::create(
   impl->timeout_ms = std::max(communicator->timeout_ms(), 1);
   impl->gather = options.gather;
   impl->answer = answer;
+  impl->adds_slots =
+      brings_slots && answer != CudaAllToAll::Answer::kSlots && problem.top_k <= kPeerMostSlots;
   impl->weight_on_input = problem.apply_router_weight_on_input;
   impl->power_of_two_scales = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
   impl->row_bytes = codes ? problem.hidden_size : 2 * problem.hidden_size;
@@ -178,6 +187,7 @@ Result<std::unique_ptr<CudaPeerAllToAll>> CudaPeerAllToAll::create(
                   : impl->bf16() ? "bf16 back"
                                  : "fp32 back");
   MOESAIC_ASSIGN_OR_RETURN(const parallel::PeerLayout layout, impl->layout());
+  impl->in_place = impl->groups == 0 && layout.row_pitch == impl->row_bytes;
   // What fails here may fail on this rank only: the others learn of it where the windows are made.
   const auto own_part = [&]() -> Status {
     const DeviceScope scope(problem.device.index());
@@ -271,7 +281,7 @@ Status CudaPeerAllToAll::Impl::take(void* stream) const {
   t.routing = routing(nullptr);
   t.row_bytes = row_bytes;
   t.groups = groups;
-  t.rows = arrived.as<std::byte>();
+  t.rows = in_place ? nullptr : arrived.as<std::byte>();
   t.scale = row_scale.as<float>();
   t.scale_stride = scale_stride(all());
   t.ids = row_ids.as<std::int32_t>();
@@ -293,8 +303,8 @@ Result<Prepared> CudaPeerAllToAll::prepare(const PrepareArgs& args) const {
   MOESAIC_RETURN_IF_ERROR(m.take(stream));
   const std::int64_t all = m.all();
   Prepared p;
-  p.hidden_states = {m.arrived.as<std::byte>(), m.quantized() ? DType::kF8E4M3 : DType::kBF16,
-                     Shape{all, m.hidden}, m.device};
+  p.hidden_states = {m.rows(), m.quantized() ? DType::kF8E4M3 : DType::kBF16, Shape{all, m.hidden},
+                     m.device};
   if (m.quantized()) {
     p.hidden_scale = {m.row_scale.as<std::byte>(), DType::kF32, Shape{all, m.groups}, m.device};
     p.hidden_scale.strides = {1, m.scale_stride(all)};
@@ -319,6 +329,10 @@ Status CudaPeerAllToAll::finalize(const FinalizeArgs& args) const {
   a.place = m.place;
   a.routing = m.routing(m.row_ids.as<std::int32_t>());
   a.results = m.results.as<std::byte>();
+  a.slot_rows = m.slot_rows;
+  a.expert_map = m.expert_map;
+  a.hidden = static_cast<std::int32_t>(m.hidden);
+  a.bf16 = m.bf16();
   MOESAIC_RETURN_IF_ERROR(check_call("combine: send", launch_peer_answer(a, stream)));
   MOESAIC_RETURN_IF_ERROR(
       check_call("combine: wait", launch_peer_wait(m.place, PeerKind::kAnswers, stream)));
@@ -347,6 +361,12 @@ void CudaPeerAllToAll::refuse(void* stream) const {
 Status CudaPeerAllToAll::health() const {
   return peer_report_status(impl_->report.as<parallel::PeerReport>(), impl_->name,
                             impl_->timeout_ms);
+}
+
+bool CudaPeerAllToAll::wants_slots() const { return impl_->adds_slots; }
+void CudaPeerAllToAll::take_slots(const void* slots, const std::int32_t* expert_map) const {
+  impl_->slot_rows = static_cast<const std::uint16_t*>(slots);
+  impl_->expert_map = expert_map;
 }
 
 std::int64_t CudaPeerAllToAll::likely_rows() const {

@@ -17,9 +17,11 @@ class CudaPeerAllToAll final : public PrepareAndFinalize {
  public:
   // Collective. Arguments and errors of CudaAllToAll::create, and kUnsupported on all ranks where
   // there are no windows (parallel/peer_window.h). Allocates everything it will use.
+  //   brings_slots  partial answers are made of slots that the experts leave elsewhere (take_slots):
+  //                 there is no memory for their sums; this rank's own choice, not read with kSlots
   static Result<std::unique_ptr<CudaPeerAllToAll>> create(
       const MoeProblem& problem, const std::shared_ptr<Communicator>& communicator,
-      const AllToAllOptions& options, CudaAllToAll::Answer answer);
+      const AllToAllOptions& options, CudaAllToAll::Answer answer, bool brings_slots = false);
   ~CudaPeerAllToAll() override;
   CudaPeerAllToAll(const CudaPeerAllToAll&) = delete;
   CudaPeerAllToAll& operator=(const CudaPeerAllToAll&) = delete;
@@ -42,6 +44,11 @@ class CudaPeerAllToAll final : public PrepareAndFinalize {
   Result<Prepared> prepare(const PrepareArgs& args) const override;
   // output [M, H] F32 as CudaAllToAll::finalize; NaN when the call ended with a failure.
   Status finalize(const FinalizeArgs& args) const override;
+  // Whether partial answers are made of slots.
+  bool wants_slots() const;
+  // Between prepare and finalize: the rows of all slots of the rows that prepare returned, bf16
+  // [M' * k, H], those without an expert of `expert_map` not read. Null where no expert is here.
+  void take_slots(const void* slots, const std::int32_t* expert_map) const;
   // As refuse() on a stream of its own. Returns `reason`.
   Status withdraw(const Status& reason, bool prepared,
                   std::span<std::byte> workspace) const override;

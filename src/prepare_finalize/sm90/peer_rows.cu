@@ -2,6 +2,7 @@
 
 #include "cuda/fault.cuh"
 #include "cuda/ptx/system.cuh"
+#include "permute/sm90/combine.cuh"
 #include "prepare_finalize/sm90/peer_rows.h"
 
 namespace moesaic::cuda {
@@ -291,11 +292,51 @@ __global__ void __launch_bounds__(kThreads) peer_take(const __grid_constant__ Pe
       to[j] = ids[j];
       p.weights[at.row * top_k + j] = weights[j];
     }
-    if ((ranks_of(place, p.routing, ids) >> place.rank & 1) == 0) continue;
+    if (p.rows == nullptr || (ranks_of(place, p.routing, ids) >> place.rank & 1) == 0) continue;
     const std::byte* const row = own(place) + layout.row(at.source, at.token);
     copy_by_warp(p.rows + at.row * p.row_bytes, row, p.row_bytes / 16);
     const auto* const scales = reinterpret_cast<const float*>(row + p.row_bytes);
     for (int g = lane; g < p.groups; g += 32) p.scale[g * p.scale_stride + at.row] = scales[g];
+  }
+}
+
+// The sum of a row's slots that have an expert here, by a warp.
+__device__ __forceinline__ void add_slots(const PeerAnswerParams& p, std::int64_t row,
+                                          const std::int32_t* ids, std::byte* to) {
+  const auto top_k = static_cast<int>(p.place.layout.shape.top_k);
+  std::uint64_t here = 0;
+  for (int j = 0; j < top_k; ++j) {
+    const std::int32_t id = ids[j];
+    if (id < 0 || id >= p.routing.num_experts) continue;
+    if (p.expert_map == nullptr || p.expert_map[id] >= 0) here |= std::uint64_t{1} << j;
+  }
+  MOESAIC_CUDA_FAULT(cuda_peer_answer_without_its_last_slot, here &= ~(1ULL << (top_k - 1));)
+  const std::uint16_t* const slots = p.slot_rows + row * top_k * p.hidden;
+  for (int h = static_cast<int>(threadIdx.x % 32) * 8; h < p.hidden; h += 32 * 8) {
+    constexpr int kBatch = 4;
+    float sum[8] = {};
+    for (int j0 = 0; j0 < top_k; j0 += kBatch) {
+      uint4 v[kBatch];
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) {
+        if (j0 + u < top_k && (here >> (j0 + u) & 1) != 0) {
+          v[u] = __ldcg(reinterpret_cast<const uint4*>(slots + (j0 + u) * p.hidden + h));
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) {
+        if (j0 + u < top_k && (here >> (j0 + u) & 1) != 0) add_row(sum, v[u]);
+      }
+    }
+    if (p.bf16) {
+      *reinterpret_cast<uint4*>(to + h * 2) =
+          make_uint4(ptx::bf16x2(sum[0], sum[1]), ptx::bf16x2(sum[2], sum[3]),
+                     ptx::bf16x2(sum[4], sum[5]), ptx::bf16x2(sum[6], sum[7]));
+    } else {
+      auto* const columns = reinterpret_cast<float4*>(to + h * 4);
+      columns[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+      columns[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+    }
   }
 }
 
@@ -320,7 +361,11 @@ __global__ void __launch_bounds__(kThreads)
         copy_by_warp(home + layout.slot(at.token, j), p.results + (at.row * top_k + j) * bytes,
                      bytes / 16);
       }
-    } else if ((ranks_of(place, p.routing, ids) >> place.rank & 1) != 0) {
+    } else if ((ranks_of(place, p.routing, ids) >> place.rank & 1) == 0) {
+      continue;
+    } else if (p.slot_rows != nullptr) {
+      add_slots(p, at.row, ids, home + layout.partial(place.rank, at.token));
+    } else {
       copy_by_warp(home + layout.partial(place.rank, at.token), p.results + at.row * bytes,
                    bytes / 16);
     }
@@ -330,7 +375,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Four columns of a row, as launch_sum_answers adds them.
 template <bool kBf16>
-__device__ __forceinline__ void add_row(float (&sum)[4], const std::byte* row, int column) {
+__device__ __forceinline__ void add_answer(float (&sum)[4], const std::byte* row, int column) {
   if constexpr (kBf16) {
     const uint2 v = *reinterpret_cast<const uint2*>(row + column * 2);
     sum[0] += __uint_as_float(v.x << 16);
@@ -366,12 +411,12 @@ __global__ void __launch_bounds__(kThreads) peer_sum(const __grid_constant__ Pee
       } else if (slots) {
         for (int j = 0; j < top_k; ++j) {
           if (ids[j] < 0 || ids[j] >= p.routing.num_experts) continue;
-          add_row<true>(sum, own(place) + layout.slot(t, j), h);
+          add_answer<true>(sum, own(place) + layout.slot(t, j), h);
         }
       } else {
         for (int r = 0; r < ranks; ++r) {
           if ((answered >> r & 1) == 0) continue;
-          add_row<kBf16>(sum, own(place) + layout.partial(r, t), h);
+          add_answer<kBf16>(sum, own(place) + layout.partial(r, t), h);
         }
       }
       *reinterpret_cast<float4*>(p.sum + t * p.hidden + h) =
@@ -414,6 +459,7 @@ int launch_peer_take(const PeerTakeParams& p, void* stream) {
 }
 
 int launch_peer_answer(const PeerAnswerParams& p, void* stream) {
+  MOESAIC_ARM_CUDA_FAULTS();
   peer_answer<<<row_blocks(p.place), kThreads, 0, stream_of(stream)>>>(p);
   return launched();
 }

@@ -57,8 +57,8 @@ struct PeerTakeParams {
   PeerRouting routing;  // ids is not read
   std::int64_t row_bytes = 0;
   std::int32_t groups = 0;
-  std::byte* rows = nullptr;
-  float* scale = nullptr;  // [groups][scale_stride]
+  std::byte* rows = nullptr;  // null: they are read in the window
+  float* scale = nullptr;     // [groups][scale_stride]
   std::int64_t scale_stride = 0;
   std::int32_t* ids = nullptr;
   float* weights = nullptr;
@@ -70,7 +70,15 @@ struct PeerAnswerParams {
   PeerPlace place;
   PeerRouting routing;                 // ids as taken
   const std::byte* results = nullptr;  // a row for each, or (slots) for each slot
+  // Not null: bf16 rows of all slots instead, of which partial answers are the fp32 sums in slot
+  // order, rounded once, as launch_combine makes them.
+  const std::uint16_t* slot_rows = nullptr;
+  const std::int32_t* expert_map = nullptr;  // [num_experts] -> local or -1; null: all are here
+  std::int32_t hidden = 0;                   // a multiple of 8
+  bool bf16 = false;                         // the partial answers
 };
+// top_k of slot_rows.
+inline constexpr int kPeerMostSlots = 64;
 int launch_peer_answer(const PeerAnswerParams& params, void* stream);
 
 // sum [tokens, hidden] = the ranks' answers in rank order, or (slots) in slot order, in fp32; NaN

@@ -12,7 +12,7 @@ struct Fp8Bf16 {
   using WeightScales = VaryingStrip<3>;
   using Tokens = PlainRows;
   using Weights = FromCodes<DecodeE4M3>;
-  using Promote = PerStageAndRow;
+  using Promote = PerStagesAndRow<2>;
   using Inner = RoundBf16;
 };
 

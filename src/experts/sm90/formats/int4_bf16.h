@@ -14,7 +14,7 @@ struct Int4Bf16 {
   using WeightScales = VaryingStrip<4>;
   using Tokens = PlainRows;
   using Weights = FromCodes<DecodeInt4<ScalesOfSums>>;
-  using Promote = PerStageAndRow;
+  using Promote = PerStagesAndRow<2>;
   using Inner = RoundBf16;
 };
 

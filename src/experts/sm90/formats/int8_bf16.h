@@ -13,7 +13,7 @@ struct Int8Bf16 {
   using WeightScales = VaryingStrip<4>;
   using Tokens = PlainRows;
   using Weights = FromCodes<DecodeInt8<ScalesOfSums>>;
-  using Promote = PerStageAndRow;
+  using Promote = PerStagesAndRow<2>;
   using Inner = RoundBf16;
 };
 

@@ -13,7 +13,7 @@ struct TableBf16 {
   using WeightScales = VaryingStrip<3>;
   using Tokens = PlainRows;
   using Weights = FromCodes<DecodeTable<ScalesOfSums>>;
-  using Promote = PerStageAndRow;
+  using Promote = PerStagesAndRow<1>;
   using Inner = RoundBf16;
 };
 
