@@ -49,9 +49,11 @@ struct SharedList {
 
 // The widest group of a build, and whether two CTAs of a cluster work on two groups of one band and
 // share its weights. The narrowest build is split: a band's two slabs go to the two CTAs of a
-// cluster, one consumer warpgroup each.
-template <int kWidest, bool kShares = false>
+// cluster, one consumer warpgroup each. kSmallEpilogue: it needs few registers, so that weights that
+// are decoded may have twice the warps.
+template <int kWidest, bool kShares = false, bool kSmall = true>
 struct TokenTile {
+  static constexpr bool kSmallEpilogue = kSmall;
   static constexpr int kMaxColumns = kWidest;
   static constexpr bool kPaired = kShares;
   static constexpr bool kSplit = kMaxColumns <= kSplitColumns;
@@ -63,7 +65,8 @@ struct Layout {
   static constexpr bool kSplit = Tile::kSplit;
   // Consumer warpgroups of a slab: one for both of its blocks of 64 rows, or one each. The first has
   // the epilogue and is given the other block's sums.
-  static constexpr int kSlabGroups = Format::Weights::groups_of_slab(Tile::kMaxColumns);
+  static constexpr int kSlabGroups =
+      Tile::kSmallEpilogue ? Format::Weights::groups_of_slab(Tile::kMaxColumns) : 1;
   static constexpr int kEpilogueWarps = kSplit ? kGroupWarps : 2 * kGroupWarps;
   static constexpr int kEpilogueThreads = 32 * kEpilogueWarps;
   static constexpr int kConsumerWarps = kSlabGroups * kEpilogueWarps;
