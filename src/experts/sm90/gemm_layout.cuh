@@ -49,9 +49,11 @@ struct SharedList {
 
 // The widest group of a build, and whether two CTAs of a cluster work on two groups of one band and
 // share its weights. The narrowest build is split: a band's two slabs go to the two CTAs of a
-// cluster, one consumer warpgroup each.
-template <int kWidest, bool kShares = false>
+// cluster, one consumer warpgroup each. kSmallEpilogue: it needs few registers, so that weights that
+// are decoded may have twice the warps.
+template <int kWidest, bool kShares = false, bool kSmall = true>
 struct TokenTile {
+  static constexpr bool kSmallEpilogue = kSmall;
   static constexpr int kMaxColumns = kWidest;
   static constexpr bool kPaired = kShares;
   static constexpr bool kSplit = kMaxColumns <= kSplitColumns;
@@ -63,7 +65,8 @@ struct Layout {
   static constexpr bool kSplit = Tile::kSplit;
   // Consumer warpgroups of a slab: one for both of its blocks of 64 rows, or one each. The first has
   // the epilogue and is given the other block's sums.
-  static constexpr int kSlabGroups = Format::Weights::groups_of_slab(Tile::kMaxColumns);
+  static constexpr int kSlabGroups =
+      Tile::kSmallEpilogue ? Format::Weights::groups_of_slab(Tile::kMaxColumns) : 1;
   static constexpr int kEpilogueWarps = kSplit ? kGroupWarps : 2 * kGroupWarps;
   static constexpr int kEpilogueThreads = 32 * kEpilogueWarps;
   static constexpr int kConsumerWarps = kSlabGroups * kEpilogueWarps;
@@ -87,10 +90,13 @@ struct Layout {
   // scales and reciprocals of two requantisation groups.
   static constexpr int kAmaxWords = 2 * kGroupWarps * Tile::kMaxColumns;
   static constexpr int kAmaxBytes = (kSplit ? 2 : 1) * kAmaxWords * 4 + 16 * Tile::kMaxColumns;
+  static constexpr bool kMakesList = Tile::kMaxColumns <= kListColumns;
+  static constexpr int kListBytes = kMakesList ? static_cast<int>(sizeof(SharedList)) : 0;
   // Sums of second blocks, on their way to the epilogue.
   static constexpr int kSentBytes =
       kSlabGroups > 1 ? kEpilogueThreads* Tile::kMaxColumns / 2 * 4 : 0;
-  static constexpr int kFixedBytes = 1024 /* alignment */ + kAmaxBytes + 512 + kSentBytes;
+  static constexpr int kFixedBytes =
+      1024 /* alignment */ + kAmaxBytes + 512 + kSentBytes + kListBytes;
   // Few tokens: four stages stream as fast as six, and leave the kernels that follow the room to
   // start early (measured: the layer at M = 1 to 16 is 2 to 8 % faster).
   // Packed weights: about as many bytes in flight.
@@ -106,9 +112,7 @@ struct Layout {
   static constexpr int kSentBars = kSlabGroups > 1 ? kEpilogueWarps : 0;
   static constexpr int kOtherBars = 2 * kStages + 2 * kItemSlots + kIndexSlots + (kSplit ? 2 : 0);
   static constexpr int kBars = kOtherBars + 2 * kSentBars;
-  static constexpr bool kMakesList = Tile::kMaxColumns <= kListColumns;
   static constexpr int kOffsetList = (kOffsetBars + kBars * 8 + 15) / 16 * 16;
-  static constexpr int kListBytes = kMakesList ? static_cast<int>(sizeof(SharedList)) : 0;
   static constexpr int kOffsetSent = (kOffsetList + kListBytes + 15) / 16 * 16;
   static constexpr int kBytes = kOffsetSent + kSentBytes + 1024;
   // The launch gives every warpgroup 168 registers per thread, or 128 (what a block of

@@ -39,7 +39,7 @@ int launch_tile(const GroupedParams& params, int num_sms, void* stream) {
 template <class WithEpilogue, int kWidest, bool kShares = false>
 struct GroupedBuild {
   using Epilogue = WithEpilogue;
-  using Tile = TokenTile<kWidest, kShares>;
+  using Tile = TokenTile<kWidest, kShares, Epilogue::kRoutes>;
 };
 
 // The variant's among `Builds`.
