@@ -68,6 +68,8 @@ def test_the_tool_computes_the_same_bits(qwen3: pathlib.Path, tmp_path: pathlib.
         "-m",
         "moesaic",
         "run",
+        "--device",
+        "cpu",
         "--model",
         qwen3,
         "--layer",
