@@ -73,6 +73,13 @@ struct TileI8 {
 
 // --- Sources
 
+// bf16 units as they lie.
+struct PairsInPlace {
+  static constexpr int kSteps = 2;
+  explicit PairsInPlace(const PanelArgs&) {}
+  HWY_INLINE void Decode(int, __m512i raw, __m512i (&pair)[1], int) const { pair[0] = raw; }
+};
+
 // Units that lie in the panel as tiles read them. kBlockBytes: of a row of operands, per block of
 // sums without scales; 1024 int8 products sum to at most 2^24, exact in fp32.
 template <class OperandType>
@@ -83,7 +90,9 @@ struct UnitsInPlace {
   static constexpr int kBlockBytes = 1024;
   static constexpr bool kDecodes = false;
   static constexpr bool kHoldsGroup = false;
-  explicit UnitsInPlace(const PanelArgs&) {}
+  using Pairs = PairsInPlace;  // of bf16
+  PairsInPlace pairs;
+  explicit UnitsInPlace(const PanelArgs& args) : pairs(args) {}
   // What is held of the group of step k0; false: see Pairs::Begin.
   HWY_INLINE bool Begin(const PanelArgs&, std::int64_t) { return true; }
   // `count` units at w to kExpands as many.

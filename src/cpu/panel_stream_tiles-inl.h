@@ -1,5 +1,5 @@
-// One or two rows of decoded weights: the sums of the tile products, in their order, on vector
-// registers, where codes need not pass through memory. Limited by memory.
+// Few rows, which are limited by memory: the sums of the tile products, in their order, on vector
+// registers. Codes need not pass through memory, and reading goes on while sums are folded.
 //
 // A tile product of 32 steps is two chains of fused multiply-adds, one of the even steps and one of
 // the odd ones, whose sum is added to the tile's (docs/design/cpu-gemm.md).
@@ -16,8 +16,6 @@
 MOESAIC_BEFORE_NAMESPACE();
 namespace moesaic::cpu::HWY_NAMESPACE {
 namespace {
-
-constexpr int kMaxStreamRows = 2;
 
 // chain[r][v][0] and [1]: the even and the odd steps of MR rows and 16 v columns.
 template <int MR>
@@ -137,15 +135,64 @@ HWY_NOINLINE bool StreamAsTiles(const PanelArgs& args, const TileSteps& steps) {
   return true;
 }
 
+// Sums of int8 codes as tiles have them, on the 8-bit dot product: exact, so in any order. At most
+// six rows, without scales.
+template <int MR>
+HWY_NOINLINE void StreamI8AsTiles(const PanelArgs& args, const TileSteps& steps) {
+  VF total[MR][4];
+  ClearTile<MR>(total);
+  const std::byte* w = args.panel;
+  for (std::int64_t k0 = 0; k0 < args.padded_k; k0 += steps.fold) {
+    const std::int64_t count = std::min<std::int64_t>(steps.fold, args.padded_k - k0);
+    VI acc[MR][4];
+    for (int r = 0; r < MR; ++r) {
+      for (int v = 0; v < 4; ++v) acc[r][v] = hn::Zero(di32);
+    }
+    for (std::int64_t k = k0; k < k0 + count; k += args.fold) {
+      const std::uint8_t* a[MR];
+      for (int r = 0; r < MR; ++r) {
+        a[r] = static_cast<const std::uint8_t*>(args.rows[r]) + dot_row_bytes(k, args.fold) +
+               TileI8::kStart;
+      }
+      for (int at = 0; at < args.fold; at += UnitQuads8::kSteps, w += kUnitBytes) {
+#pragma GCC unroll 4
+        for (int line = 0; line < 4; ++line)
+          __builtin_prefetch(w + kStreamPrefetchBytes + 64 * line, 0, 2);
+        StepI8<UnitQuads8, 0, MR>(w, a, at, acc);
+      }
+    }
+    for (int r = 0; r < MR; ++r) {
+      const VI start = hn::Set(di32, TileI8::Start(args, args.rows[r], k0, count));
+      for (int v = 0; v < 4; ++v)
+        total[r][v] = hn::Add(total[r][v], hn::ConvertTo(df, hn::Add(acc[r][v], start)));
+    }
+  }
+  for (int r = 0; r < MR; ++r) {
+    for (int v = 0; v < 4; ++v)
+      hn::Store(total[r][v], df, args.result + r * kPanelColumns + 16 * v);
+  }
+}
+constexpr void (*kStreamsI8[])(const PanelArgs&, const TileSteps&) = {nullptr,
+                                                                      StreamI8AsTiles<1>,
+                                                                      StreamI8AsTiles<2>,
+                                                                      StreamI8AsTiles<3>,
+                                                                      StreamI8AsTiles<4>,
+                                                                      StreamI8AsTiles<5>,
+                                                                      StreamI8AsTiles<6>};
+
 // Whether it was done here: rows and steps are what the above is for.
 template <class Source>
 HWY_INLINE bool Streamed(const PanelArgs& args, const TileSteps& steps) {
-  if constexpr (Source::kDecodes) {
-    if (args.padded_k % steps.product != 0) return false;
+  if (args.padded_k % steps.product != 0) return false;
+  if constexpr (Source::Operand::kStepBytes == 1) {
+    if (args.num_rows > 6 || steps.scaled) return false;
+    kStreamsI8[args.num_rows](args, steps);
+    return true;
+  } else {
     if (args.num_rows == 1) return StreamAsTiles<Source, 1>(args, steps);
     if (args.num_rows == 2) return StreamAsTiles<Source, 2>(args, steps);
+    return false;
   }
-  return false;
 }
 
 }  // namespace

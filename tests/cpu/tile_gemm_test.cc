@@ -183,7 +183,7 @@ TEST(TileGemm, ARowsBitsDependOnNothingButTheRow) {
       for (const std::int64_t depth : kDepths) {
         const Problem p(*k, f, real_depth(f, depth));
         const Tensor want = p.run(*k, all);
-        for (const int count : {1, 2, 15, 17, 33, 50, 95}) {
+        for (const int count : {1, 2, 3, 6, 7, 17, 33, 50, 95}) {
           // Neighbours in order, which tiles load where they lie, and others, which are copied.
           for (const int stride : {1, 7}) {
             std::vector<int> order;
