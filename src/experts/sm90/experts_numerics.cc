@@ -4,6 +4,7 @@
 #include <cmath>
 #include <vector>
 
+#include "core/refusal.h"
 #include "cuda/device_memory.h"
 #include "cuda/group_values.h"
 #include "experts/problem_checks.h"
