@@ -171,7 +171,8 @@ struct CpuKernels {
 
   // result[r][c] = sum over groups g, ascending, of row_scale[r][g] * panel_scale[g][c/16] * (sum
   // over k in g, ascending, of row[r][k] * w[k][c]), each inner product accumulated in fp32 (in
-  // bf16 pairs where the operand is kBF16), each group folded with one fused multiply-add. The bits
+  // bf16 pairs where the operand is kBF16; tier amx: panel_gemm_tiles-inl.h, also fewer folds where
+  // there are no scales), each group folded with one fused multiply-add. The bits
   // of a row depend on nothing but that row. Null for kCode4 and kI8, which are grouped.
   ByWeightKind<PanelGemm> panel_gemm_f32;
   // Left operands are bf16; null for kF32 and kF16 weights and on tiers without a bf16 dot product.
@@ -183,7 +184,8 @@ struct CpuKernels {
   ByWeightKind<PanelGemm> grouped_gemm_bf16;
   // kI8Quads, kI4Quads: the bits of grouped_gemm_f32[kI8] and, with a table of integers, [kCode4]
   // for weights packed so with the bias flipped (PackedShape::code_flip) and rows of int8 codes
-  // (dot_row_bytes), on the 8-bit integer dot product: a group's sum is an exact integer either way.
+  // (dot_row_bytes), on the 8-bit integer dot product: a group's sum is an exact integer either way
+  // (tier amx without scales: sums of 1024 steps, hence other bits beyond 2^24).
   // Null where this machine has no such instruction (AVX-VNNI, AVX512_VNNI), and then store_i8 is
   // too.
   ByWeightKind<PanelGemm> grouped_gemm_i8;
