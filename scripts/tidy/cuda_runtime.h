@@ -91,6 +91,7 @@ extern "C" __device__ void __syncthreads();
 MOESAIC_HD int __syncthreads_or(int predicate);
 MOESAIC_HD void __syncwarp(unsigned mask = 0xffffffffU);
 MOESAIC_HD void __threadfence();
+MOESAIC_HD void __threadfence_system();
 MOESAIC_HD void __nanosleep(unsigned ns);
 MOESAIC_HD unsigned __activemask();
 MOESAIC_HD int __any_sync(unsigned mask, int predicate);

@@ -87,7 +87,8 @@ struct FromCodes {
                                                     std::uint32_t tokens, const Slab& slab,
                                                     float (&acc)[kBlocks][kRegisters]) {
     constexpr bool kWide = kRegisters > 32;
-    constexpr int kSets = kRegisters > 24 ? 1 : kBlocks;  // sums of all blocks, or in turn
+    // Sums of all blocks, or in turn.
+    constexpr int kSets = 1 + (kBlocks - 1) * static_cast<int>(kRegisters <= 24);
     const NextStages<kCount> at(stage);
     decltype(Decoder::scales) scales[kBlocks];
     float part[kSets][kRegisters];
