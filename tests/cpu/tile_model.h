@@ -86,10 +86,11 @@ class TilesModel {
   }
 
  private:
+  using Row = std::byte[kTileBytes];
   struct State {
     TileConfig config;
     bool configured = false;
-    std::byte tiles[kTileRegisters][kTileRows][kTileBytes] = {};
+    Row tiles[kTileRegisters][kTileRows] = {};
   };
   static State& state() {
     static thread_local State s;
@@ -100,7 +101,7 @@ class TilesModel {
     std::fprintf(stderr, "tile instruction would fault: %s\n", what);
     std::abort();
   }
-  static auto* tile(int t) {
+  static Row* tile(int t) {
     expect(state().configured && rows(t) > 0, "tile not configured");
     return state().tiles[t];
   }
