@@ -477,15 +477,14 @@ def test_models_generate(name: str) -> None:
     exact = host(logits(copy.deepcopy(model).double(), eager_said))
     model.set_experts_implementation("moesaic")
     named, named_said = logits(model, eager_said), said()
-    # Attention in bf16 is most of the error of both. Token by token: where two experts' scores are nearly equal, one
-    # rounding decides which is taken, for a few tokens of either.
+    # Attention in bf16 is most of the error of both.
+    assert rel_l2(host(named), exact) <= 1.25 * rel_l2(host(eager), exact)
     ours, theirs = (np.median(error_of_tokens(host(got), exact)) for got in (named, eager))
     assert 0 < ours <= 1.25 * theirs
     # Where eager's two best are further apart than that, the choice is the same.
     best = eager.float().topk(2).values
     sure = (best[..., 0] - best[..., 1]) > 0.1 * best[..., 0].abs()
-    same = named.argmax(-1)[sure] == eager.argmax(-1)[sure]
-    assert sure.float().mean() > 0.2 and same.float().mean() >= 0.95
+    assert sure.float().mean() > 0.2 and torch.equal(named.argmax(-1)[sure], eager.argmax(-1)[sure])
     print(
         f"{name}: error of a token, median {ours:.4f}, eager's {theirs:.4f}; all {rel_l2(host(named), exact):.4f}, eager's {rel_l2(host(eager), exact):.4f}"
     )
