@@ -4,6 +4,8 @@
 BUILD := build
 # Parallel jobs: bounded by memory too (about 1.5 GB for the compiler on the largest SIMD file).
 JOBS ?= $(shell scripts/jobs.sh)
+# AUTO: with the kernels where nvcc is.
+CUDA ?= AUTO
 CTEST_FLAGS ?= --output-on-failure --parallel $(JOBS)
 
 .PHONY: help deps deps-all demo test release asan tsan fuzz faults bench format format-check tidy install clean
@@ -22,7 +24,7 @@ demo: deps
 	@scripts/demo.sh
 
 release: deps
-	cmake --preset release
+	cmake --preset release -DMOESAIC_CUDA=$(CUDA)
 	cmake --build $(BUILD)/release -j $(JOBS)
 
 test: deps

@@ -11,6 +11,10 @@ function(moesaic_compile_options target)
   endif()
   # Contracting a*b+c differently per compiler would make bits depend on the compiler; kernels ask for FMA by name.
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)
+  # Position independent code calls and inlines its own functions as other code does.
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-fno-semantic-interposition>)
+  endif()
   if(MOESAIC_FAULT_INJECTION)
     target_compile_definitions(${target} PRIVATE MOESAIC_FAULT_INJECTION)
   endif()

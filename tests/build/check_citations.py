@@ -13,8 +13,10 @@ usage: check_citations.py SOURCE_DIR | check_citations.py --self-test
 
 import re
 import sys
-import tempfile
 from pathlib import Path
+
+sys.dont_write_bytecode = True  # nothing is written into the source folder
+import planted  # noqa: E402
 
 FOLDERS = ["bench", "cmake", "docs", "examples", "fuzz", "include", "scripts", "src", "testdata", "tests", "tools"]
 CODE = {".h", ".cc", ".cu", ".cuh", ".cmake", ".in", ".py", ".sh", ".txt"}
@@ -123,10 +125,11 @@ def check_size(root, path, text, problems):
 
 
 def check(root):
-    problems = []
+    problems, files = [], 0
     for path in source_files(root):
         if str(path.relative_to(root)) in SKIPPED:
             continue
+        files += 1
         text = path.read_text(encoding="utf-8", errors="replace")
         if path.suffix == ".md":
             check_citations(root, path, re.sub(r"\s*\n\s*", " ", WHOLE_LINK.sub(" ", text)), problems)
@@ -134,52 +137,31 @@ def check(root):
             check_size(root, path, text, problems)
         else:
             check_citations(root, path, MARKER.sub(" ", "\n" + text), problems)
-    return problems
+    return problems, files
+
+
+def just_this(expected, problems):
+    return len(problems) == 1 and expected in problems[0]
 
 
 def self_test():
-    files = {
+    good = {
         "docs/spec/a.md": "# A\n\n## 1. One\n\n### 1.2 Half\n\n## 3. Three\n\n## Said twice\n\n## Said twice\n",
         "docs/performance.md": "line\n" * 120,
         "README.md": "[a](docs/spec/a.md#3-three), [again](docs/spec/a.md#said-twice-1), `[x](y)`\n\n| " + "x" * 200 + " |\n",
         "src/good.h": "// Source: docs/spec/a.md sections 1.2 and\n// 3; docs/spec/a.md, section \"Said twice\".\n",
     }
-    bad = {
-        "src/page.h": ("// Source: spec\n// routing.md section 1.\n", "cites routing.md"),
-        "src/section.cc": ("// docs/spec/a.md sections 1,\n// 2 and 3.\n", "section 2"),
-        "src/title.cu": ('// docs/spec/a.md, section "Two".\n', 'section "Two"'),
-        "docs/link.md": ("[x](gone.md)\n", "links to gone.md"),
-        "docs/fragment.md": ("[x](spec/a.md#four)\n", "no such heading"),
-        "docs/wide.md": ("x" * 121 + "\n", "121 columns"),
-        "docs/performance.md": ("line\n" * 121, "121 lines"),
+    faults = {
+        "cites routing.md": ({"src/page.h": "// Source: spec\n// routing.md section 1.\n"}, "cites routing.md"),
+        "section 2": ({"src/section.cc": "// docs/spec/a.md sections 1,\n// 2 and 3.\n"}, "section 2"),
+        'section "Two"': ({"src/title.cu": '// docs/spec/a.md, section "Two".\n'}, 'section "Two"'),
+        "links to gone.md": ({"docs/link.md": "[x](gone.md)\n"}, "links to gone.md"),
+        "no such heading": ({"docs/fragment.md": "[x](spec/a.md#four)\n"}, "no such heading"),
+        "121 columns": ({"docs/wide.md": "x" * 121 + "\n"}, "121 columns"),
+        "121 lines": ({"docs/performance.md": "line\n" * 121}, "121 lines"),
     }
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        for name, text in files.items():
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / name).write_text(text, encoding="utf-8")
-        failures = [f"false alarm: {p}" for p in check(root)]
-        for name, (text, expected) in bad.items():
-            path = root / name
-            before = path.read_text(encoding="utf-8") if path.exists() else None
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-            problems = check(root)
-            if not (len(problems) == 1 and expected in problems[0]):
-                failures.append(f"{name}: got {problems}, need one with '{expected}'")
-            path.unlink() if before is None else path.write_text(before, encoding="utf-8")
-    return failures
-
-
-def main():
-    if len(sys.argv) != 2:
-        print(__doc__)
-        return 2
-    problems = self_test() if sys.argv[1] == "--self-test" else check(Path(sys.argv[1]).resolve())
-    for problem in problems:
-        print(problem)
-    return 1 if problems else 0
+    return planted.self_test(good, faults, lambda root: check(root)[0], just_this)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(planted.main(__doc__, check, self_test, "files"))

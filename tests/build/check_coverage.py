@@ -11,11 +11,11 @@ usage: check_coverage.py SOURCE_DIR | check_coverage.py --self-test
 
 import re
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 
 sys.dont_write_bytecode = True  # nothing is written into the source folder
+import planted  # noqa: E402
 from check_public_names import qualified_names  # noqa: E402
 
 PAGE = "docs/coverage.md"
@@ -147,7 +147,7 @@ GOOD_PAGE = """# Coverage
 
 
 def self_test():
-    planted = {
+    replaced = {
         "a name is gone": ("`Gate::create`", "`Gate::make`", "'Gate::make' is not declared in gate.h"),
         "a private name": ("`Gate::create`", "`Gate::hidden_`", "'Gate::hidden_'"),
         "an enumerator is gone": ("kTwo", "kThree", "'Kind::kThree'"),
@@ -165,38 +165,11 @@ def self_test():
         "named for nothing": ("| c | – |", "| c | `Gate` (gate.h) |", "nothing is computed"),
         "a wrong number": ("| S | standalone | 1 | 1 |", "| S | standalone | 2 | 1 |", "verdict S"),
     }
-    failures = []
-    cases = {"nothing planted": ("", "", None), **planted}
-    for name, (old, new, expected) in cases.items():
-        with tempfile.TemporaryDirectory() as folder:
-            root = Path(folder)
-            page = GOOD_PAGE.replace(old, new, 1) if old else GOOD_PAGE
-            for path, text in {**GOOD_HEADERS, PAGE: page}.items():
-                (root / path).parent.mkdir(parents=True, exist_ok=True)
-                (root / path).write_text(text, encoding="utf-8")
-            problems, _ = check(root, {"0": 2, "1": 2})
-            if (old and page == GOOD_PAGE) or (
-                problems != [] if expected is None else not any(expected in p for p in problems)
-            ):
-                failures.append(f"{name}: expected {expected!r}, got {problems}")
-    for failure in failures:
-        print("self-test:", failure)
-    print(f"self-test: {len(cases) - len(failures)} of {len(cases)} cases as expected")
-    return 1 if failures else 0
-
-
-def main(arguments):
-    if arguments == ["--self-test"]:
-        return self_test()
-    if len(arguments) != 1:
-        print(__doc__)
-        return 2
-    problems, rows = check(Path(arguments[0]))
-    for problem in problems:
-        print(problem)
-    print(f"{rows} rows, {len(problems)} problem(s)")
-    return 1 if problems or rows == 0 else 0
+    for name, (old, _, _) in replaced.items():
+        assert old in GOOD_PAGE, name
+    faults = {name: ({PAGE: GOOD_PAGE.replace(old, new, 1)}, expected) for name, (old, new, expected) in replaced.items()}
+    return planted.self_test({**GOOD_HEADERS, PAGE: GOOD_PAGE}, faults, lambda root: check(root, {"0": 2, "1": 2})[0])
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(planted.main(__doc__, check, self_test, "rows"))

@@ -11,8 +11,10 @@ usage: check_coverage_tests.py SOURCE_DIR | check_coverage_tests.py --self-test
 
 import re
 import sys
-import tempfile
 from pathlib import Path
+
+sys.dont_write_bytecode = True  # nothing is written into the source folder
+import planted  # noqa: E402
 
 LIST = "tests/build/coverage_tests.txt"
 PAGE = "docs/coverage.md"
@@ -65,41 +67,15 @@ def check(root, changed=None):
 def self_test():
     good = {LIST: "# a\n0.1 0.2: Gate.Works Gate.Runs\n", PAGE: "| 0.1 | x |\n| 0.2 | y |\n| 0.3 | z |\n",
             "tests/gate/a_test.cc": "TEST(Gate, Works) {}\nTEST_P(Gate, Runs) {}\n"}
-    planted = {
-        "nothing planted": ({}, None),
+    faults = {
         "a test is gone": ({"tests/gate/a_test.cc": "TEST(Gate, Works) {}\n"}, "no source has the test Gate.Runs"),
         "a row is gone": ({PAGE: "| 0.1 | x |\n"}, "has no row 0.2"),
         "a row without a test": ({LIST: "0.1: Gate.Works\n"}, "row 0.2 has no test"),
         "no tests": ({LIST: "0.1 0.2:\n"}, "need 'rows: tests'"),
         "a test twice": ({LIST: "0.1 0.2: Gate.Works Gate.Works\n"}, "twice"),
     }
-    failures = []
-    for name, (changes, expected) in planted.items():
-        with tempfile.TemporaryDirectory() as folder:
-            for path, text in {**good, **changes}.items():
-                (Path(folder) / path).parent.mkdir(parents=True, exist_ok=True)
-                (Path(folder) / path).write_text(text, encoding="utf-8")
-            problems, _ = check(Path(folder), changed_rows({"0": "1-2"}))
-        if problems != [] if expected is None else not any(expected in p for p in problems):
-            failures.append(f"{name}: expected {expected!r}, got {problems}")
-    for failure in failures:
-        print("self-test:", failure)
-    print(f"self-test: {len(planted) - len(failures)} of {len(planted)} cases as expected")
-    return 1 if failures else 0
-
-
-def main(arguments):
-    if arguments == ["--self-test"]:
-        return self_test()
-    if len(arguments) != 1:
-        print(__doc__)
-        return 2
-    problems, rows = check(Path(arguments[0]))
-    for problem in problems:
-        print(problem)
-    print(f"{rows} rows with tests, {len(problems)} problem(s)")
-    return 1 if problems or rows == 0 else 0
+    return planted.self_test(good, faults, lambda root: check(root, changed_rows({"0": "1-2"}))[0])
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(planted.main(__doc__, check, self_test, "rows with tests"))

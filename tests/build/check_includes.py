@@ -11,8 +11,10 @@ usage: check_includes.py SOURCE_DIR | check_includes.py --self-test
 
 import re
 import sys
-import tempfile
 from pathlib import Path
+
+sys.dont_write_bytecode = True  # nothing is written into the source folder
+import planted  # noqa: E402
 
 # Lowest level first.
 LEVELS = [
@@ -147,6 +149,10 @@ def check(root):
     return problems, len(graph)
 
 
+def all_of_them(expected, problems):
+    return bool(problems) and all(expected in problem for problem in problems)
+
+
 def self_test():
     """Plants one violation of each kind in a small tree; each must be reported, and nothing else."""
     good = {
@@ -159,7 +165,7 @@ def self_test():
         "src/checkpoint/container/low.h": '#include "core/low.h"\n',
         "src/checkpoint/config/mid.h": '#include "checkpoint/container/low.h"\n',
     }
-    planted = {
+    faults = {
         "upward": ({"src/core/bad.cc": '#include "router/own.h"\n'}, "not below it"),
         "upward from device code": (
             {"src/quant/bad.cuh": '#include "cuda/ptx.cuh"\n', "src/cuda/ptx.cuh": "#pragma once\n"},
@@ -181,38 +187,8 @@ def self_test():
             "circle",
         ),
     }
-    failures = []
-    for name, (extra, expected) in [("nothing planted", ({}, None)), *planted.items()]:
-        with tempfile.TemporaryDirectory() as folder:
-            root = Path(folder)
-            for path, text in {**good, **extra}.items():
-                (root / path).parent.mkdir(parents=True, exist_ok=True)
-                (root / path).write_text(text, encoding="utf-8")
-            problems, _ = check(root)
-            if expected is None:
-                ok = not problems
-            else:
-                ok = bool(problems) and all(expected in problem for problem in problems)
-            if not ok:
-                failures.append(f"{name}: expected {expected!r}, got {problems}")
-    for failure in failures:
-        print("self-test:", failure)
-    print(f"self-test: {len(planted) + 1 - len(failures)} of {len(planted) + 1} cases as expected")
-    return 1 if failures else 0
-
-
-def main(arguments):
-    if arguments == ["--self-test"]:
-        return self_test()
-    if len(arguments) != 1:
-        print(__doc__)
-        return 2
-    problems, files = check(Path(arguments[0]))
-    for problem in problems:
-        print(problem)
-    print(f"{files} source files, {len(problems)} problem(s)")
-    return 1 if problems or files == 0 else 0
+    return planted.self_test(good, faults, lambda root: check(root)[0], all_of_them)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(planted.main(__doc__, check, self_test, "source files"))

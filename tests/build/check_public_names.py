@@ -15,9 +15,11 @@ usage: check_public_names.py SOURCE_DIR | check_public_names.py --self-test
 
 import re
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
+
+sys.dont_write_bytecode = True  # nothing is written into the source folder
+import planted  # noqa: E402
 
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
@@ -215,6 +217,10 @@ def check(root):
     return problems, count
 
 
+def just_this_name(expected, problems):
+    return len(problems) == 1 and f"'{expected}'" in problems[0]
+
+
 def self_test():
     good = {
         "include/moesaic/a.h": (
@@ -234,7 +240,7 @@ def self_test():
         "tests/t.cc": "void t() {\n  order(1);\n}\n",
     }
     header = "include/moesaic/c.h"
-    planted = {
+    faults = {
         "function": ({header: "int alone(int n);\n", "src/core/c.cc": "int alone(int n) { return n; }\n"}, "alone"),
         "defined and tested only": (
             {header: "int alone(int n);\n", "tests/c.cc": "void t() {\n  alone(1);\n}\n"}, "alone"
@@ -252,34 +258,9 @@ def self_test():
         "method": ({header: "class Thing {\n public:\n  int never() const;\n};\n"}, "never"),
         "interop without a test": ({"include/moesaic/interop/c.h": "int bare(int n);\n"}, "bare"),
     }
-    failures = []
-    for name, (extra, expected) in [("nothing planted", ({}, None)), *planted.items()]:
-        with tempfile.TemporaryDirectory() as folder:
-            root = Path(folder)
-            for path, text in {**good, **extra}.items():
-                (root / path).parent.mkdir(parents=True, exist_ok=True)
-                (root / path).write_text(text, encoding="utf-8")
-            problems = [p for p in check(root)[0] if "is allowed" not in p]
-            if (problems != []) if expected is None else (len(problems) != 1 or f"'{expected}'" not in problems[0]):
-                failures.append(f"{name}: expected {expected!r}, got {problems}")
-    for failure in failures:
-        print("self-test:", failure)
-    print(f"self-test: {len(planted) + 1 - len(failures)} of {len(planted) + 1} cases as expected")
-    return 1 if failures else 0
-
-
-def main(arguments):
-    if arguments == ["--self-test"]:
-        return self_test()
-    if len(arguments) != 1:
-        print(__doc__)
-        return 2
-    problems, names = check(Path(arguments[0]))
-    for problem in problems:
-        print(problem)
-    print(f"{names} public names, {len(problems)} problem(s)")
-    return 1 if problems or names == 0 else 0
+    problems_of = lambda root: [p for p in check(root)[0] if "is allowed" not in p]  # noqa: E731
+    return planted.self_test(good, faults, problems_of, just_this_name)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(planted.main(__doc__, check, self_test, "public names"))

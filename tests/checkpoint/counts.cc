@@ -3,9 +3,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <cstdlib>
-#include <new>
-
 namespace moesaic::test {
 
 Counts& counts() {
@@ -27,24 +24,3 @@ ssize_t pread(int file, void* to, size_t bytes, off_t offset) {
   return got;
 }
 }
-
-// Every form without an alignment, so that none is paired with the library's own.
-void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
-  ++moesaic::test::counts().allocations;
-  moesaic::test::counts().allocated_bytes += size;
-  return std::malloc(size == 0 ? 1 : size);
-}
-void* operator new(std::size_t size) {
-  if (void* p = operator new(size, std::nothrow)) return p;
-  throw std::bad_alloc();
-}
-void* operator new[](std::size_t size) { return operator new(size); }
-void* operator new[](std::size_t size, const std::nothrow_t& tag) noexcept {
-  return operator new(size, tag);
-}
-void operator delete(void* p) noexcept { std::free(p); }
-void operator delete(void* p, std::size_t) noexcept { std::free(p); }
-void operator delete(void* p, const std::nothrow_t&) noexcept { std::free(p); }
-void operator delete[](void* p) noexcept { std::free(p); }
-void operator delete[](void* p, std::size_t) noexcept { std::free(p); }
-void operator delete[](void* p, const std::nothrow_t&) noexcept { std::free(p); }

@@ -15,9 +15,15 @@
 #include "checkpoint/container/safetensors.h"
 #include "checkpoint/counts.h"
 #include "checkpoint/large_headers.h"
+#include "support/count_allocations.h"
 
 namespace moesaic::test {
 namespace {
+
+// Of one open.
+struct Cost {
+  std::uint64_t steps, read_bytes, allocations, allocated_bytes;
+};
 
 constexpr std::uint64_t kBytes = 1 << 15;
 constexpr std::uint64_t kTimes = 16;  // the larger header is this many times the smaller one
@@ -32,19 +38,22 @@ constexpr double kMaxGrowth = 1.5 * kTimes;
 
 class HeaderSteps : public testing::TestWithParam<LargeHeader> {
  protected:
-  Counts open(std::uint64_t bytes) {
+  Cost open(std::uint64_t header_bytes) {
     const auto path =
         std::filesystem::temp_directory_path() / ("header-steps-" + std::to_string(::getpid()));
     {
       std::ofstream out(path, std::ios::binary);
-      write_large_header(GetParam(), bytes, out);
+      write_large_header(GetParam(), header_bytes, out);
     }
-    Counts result;
+    Cost result{};
     {
       const std::string name = path.string();
       counts() = {};
+      const long calls = allocations(), bytes = allocated_bytes();
       const auto file = checkpoint::SafetensorsFile::open(name, FileAccess::kCopy);
-      result = counts();
+      result = {counts().steps, counts().read_bytes,
+                static_cast<std::uint64_t>(allocations() - calls),
+                static_cast<std::uint64_t>(allocated_bytes() - bytes)};
       const Status status = file.ok() ? Status() : file.status();
       EXPECT_EQ(status.code(), GetParam().want) << status.to_string();
     }
@@ -54,8 +63,8 @@ class HeaderSteps : public testing::TestWithParam<LargeHeader> {
 };
 
 TEST_P(HeaderSteps, AreLinearInTheHeader) {
-  const Counts small = open(kBytes);
-  const Counts large = open(kTimes * kBytes);
+  const Cost small = open(kBytes);
+  const Cost large = open(kTimes * kBytes);
   const auto per_byte = [](std::uint64_t n) {
     return static_cast<double>(n) / static_cast<double>(kTimes * kBytes);
   };

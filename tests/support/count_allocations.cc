@@ -5,14 +5,16 @@
 #include <new>
 
 namespace {
-constinit std::atomic<long> count{0};
+constinit std::atomic<long> count{0}, bytes{0};
 }
 
 long moesaic::test::allocations() { return count.load(); }
+long moesaic::test::allocated_bytes() { return bytes.load(); }
 
 // Every form without an alignment, so that none is paired with the library's own.
 void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
   count.fetch_add(1);
+  bytes.fetch_add(static_cast<long>(size));
   return std::malloc(size == 0 ? 1 : size);
 }
 void* operator new(std::size_t size) {

@@ -3,7 +3,8 @@
 
 namespace moesaic::test {
 
-// Since the start of the process.
+// Since the start of the process: calls, and the bytes they asked for, freed or not.
 long allocations();
+long allocated_bytes();
 
 }  // namespace moesaic::test
