@@ -3,9 +3,12 @@
     OMP_NUM_THREADS=1 python bench/python_calls.py [--calls N] [--layer] [--tokens 1,4,16,256] [--quant bf16,int4-g128]
     OMP_NUM_THREADS=1 python bench/python_calls.py --layer --tokens 1,4,16 --need bf16=1.2,int4-g128=2.5
     python bench/python_calls.py --layer --device cuda --quant bf16,fp8-block
+    python bench/python_calls.py --library build/release/bench/empty_call_bench [--need-overhead 1.0,6.0]
 
 The first table: microseconds of a call without rows, smallest of several rounds: reading four tensors, checks,
-and the library's own empty call; and of importing the package in a new process. The second (--layer): milliseconds
+and the library's own empty call; and of importing the package in a new process. --library (a program of -DMOESAIC_BUILD_BENCHMARKS=ON): how much of a
+call is not the library's own, the two measured in turn; --need-overhead: ends with 1 where four tensors or the
+operator take more microseconds than that beyond it. The second (--layer): milliseconds
 of one layer of Qwen3-30B's shape in bf16, alternating rounds, median: transformers' default (grouped_mm), eager, and
 Moesaic through the operator; CPU time on a CPU, events on a GPU (where batched_mm is what `generate` takes for a few
 tokens). Needs torch and transformers and 4 GB. --need: ends with 1 where a median is less than so many times as fast
@@ -46,8 +49,14 @@ def import_milliseconds() -> float:
     return min(float(run.stdout) for run in runs) * 1e3
 
 
-def overhead(calls: int) -> None:
-    """Prints the first table."""
+def library_microseconds(program: str, calls: int) -> float:
+    """Of the library's own call of the same layer, from C++."""
+    run = subprocess.run([program, str(calls)], check=True, capture_output=True, text=True)
+    return float(run.stdout.split()[0])
+
+
+def overhead(calls: int, library: str, most: tuple[float, float]) -> bool:
+    """Prints the first table; whether what is beyond the library's own call is at most so much."""
     print(f"{'import moesaic':<24} {import_milliseconds():7.1f} ms")
     w13, w2 = torch.randn(4, 256, 128), torch.randn(4, 128, 128)
     layer = moesaic.RoutedExperts.from_tensors(w13, w2, 2)
@@ -68,8 +77,22 @@ def overhead(calls: int) -> None:
             ("torch operator", lambda: operator(x, ids, weights, module._handle)),
             ("torch.empty_like alone", lambda: torch.empty_like(x)),
         ]
+        took: dict[str, float] = {}
+        own = float("inf")
         for name, call in rows:
-            print(f"{name:<24} {microseconds(call, calls):7.2f} us")
+            if library:
+                own = min(own, library_microseconds(library, calls))
+            took[name] = microseconds(call, calls)
+            print(f"{name:<24} {took[name]:7.2f} us")
+    if not library:
+        return True
+    print(f"{'the library from C++':<24} {own:7.2f} us")
+    enough = True
+    for name, limit in zip(("four torch tensors", "torch operator"), most, strict=True):
+        beyond = took[name] - own
+        print(f"{name + ', beyond it':<34} {beyond:7.2f} us")
+        enough &= beyond <= limit
+    return enough
 
 
 def milliseconds(call: Callable[[], object], device: str) -> float:
@@ -148,8 +171,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--quant", default="bf16,int4-g128")
     parser.add_argument("--need", default="")
+    parser.add_argument("--library", default="")
+    parser.add_argument("--need-overhead", default="inf,inf")
     arguments = parser.parse_args()
-    overhead(arguments.calls)
+    four, operator = (float(limit) for limit in arguments.need_overhead.split(","))
+    if not overhead(arguments.calls, arguments.library, (four, operator)):
+        sys.exit(f"need at most {arguments.need_overhead} us beyond the library's own call")
     need = {name: float(factor) for name, _, factor in (n.partition("=") for n in arguments.need.split(",") if n)}
     if arguments.layer:
         tokens, quants = [int(t) for t in arguments.tokens.split(",")], arguments.quant.split(",")

@@ -106,14 +106,14 @@ TEST(TransportBytes, DistinctRanksOfARowAreAsMany) {
   test::Rng rng(17);
   for (const int ranks : {2, 4, 8}) {
     std::int64_t sum = 0;
-    constexpr int kRows = 4000;
-    for (int t = 0; t < kRows; ++t) {
+    constexpr int kSampled = 4000;
+    for (int t = 0; t < kSampled; ++t) {
       std::set<std::int64_t> ids, on;
       while (ids.size() < 8) ids.insert(rng.integer(0, 255));
       for (const std::int64_t id : ids) on.insert(id / (256 / ranks));
       sum += static_cast<std::int64_t>(on.size());
     }
-    EXPECT_NEAR(static_cast<double>(sum) / kRows, ranks_reached(256, 8, ranks), 0.06);
+    EXPECT_NEAR(static_cast<double>(sum) / kSampled, ranks_reached(256, 8, ranks), 0.06);
   }
 }
 
