@@ -8,6 +8,8 @@ function(moesaic_compile_options target)
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
     # The floor of the one binary; faster tiers are compiled per function and chosen at run time.
     target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-march=x86-64-v2>)
+  elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64")
+    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-march=armv8-a>)
   endif()
   # Contracting a*b+c differently per compiler would make bits depend on the compiler; kernels ask for FMA by name.
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)

@@ -34,7 +34,7 @@ double MultiplyAddLoopI8(std::int64_t iterations, std::int32_t* operands) {
 
 }  // namespace
 }  // namespace moesaic::cpu::HWY_NAMESPACE
-MOESAIC_AFTER_NAMESPACE();
+MOESAIC_AFTER_DOT8();
 #endif
 
 MOESAIC_BEFORE_NAMESPACE();

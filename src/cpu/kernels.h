@@ -163,7 +163,7 @@ struct ByWeightKind {
 using PanelGemm = void (*)(const PanelArgs& args);
 
 struct CpuKernels {
-  const char* name;            // tier: "baseline", "avx2", "avx512", "avx512_bf16", "amx"
+  const char* name;            // tier: "baseline", "avx2", "avx512", "avx512_bf16", "amx", "neon"
   OperandKind narrow_operand;  // operand of schemes whose activations are exact in bf16
   // Rows of experts that a call handles at a time. The quicker the products, the more rows must
   // share a read of the weights.
@@ -186,8 +186,8 @@ struct CpuKernels {
   // for weights packed so with the bias flipped (PackedShape::code_flip) and rows of int8 codes
   // (dot_row_bytes), on the 8-bit integer dot product: a group's sum is an exact integer either way
   // (tier amx without scales: sums of 1024 steps, hence other bits beyond 2^24).
-  // Null where this machine has no such instruction (AVX-VNNI, AVX512_VNNI), and then store_i8 is
-  // too.
+  // Null where this machine has no such instruction (AVX-VNNI, AVX512_VNNI, I8MM), and then
+  // store_i8 is too.
   ByWeightKind<PanelGemm> grouped_gemm_i8;
   // The bits of grouped_gemm_bf16[kCode4] for e2m1 codes with E4M3 scales of 16 steps, without
   // offsets, where rows are pointers to E2M1Group [padded_k / 16], which hold the rows' scales

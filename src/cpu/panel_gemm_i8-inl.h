@@ -1,5 +1,5 @@
 // The grouped panel GEMM for rows of int8 codes, on the 8-bit integer dot product (AVX-VNNI,
-// AVX512_VNNI): four steps of k per lane and instruction. A group's sum is an exact integer below
+// AVX512_VNNI, I8MM): four steps of k per lane and instruction. A group's sum is an exact integer below
 // 2^24, as it is an exact number in the fp32 and bf16 kernels, and the fold is theirs: the bits are
 // those of panel_gemm_grouped-inl.h.
 //
@@ -30,6 +30,8 @@ constexpr int kUnitLines = kUnitBytes / 64;
 HWY_INLINE void AddQuads(VI& acc, VI w, VI x) {
 #if HWY_TARGET == HWY_AVX2
   __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc.raw) : "x"(w.raw), "x"(x.raw));
+#elif HWY_ARCH_ARM_A64
+  __asm__("usdot %0.4s, %1.16b, %2.16b" : "+w"(acc.raw) : "w"(w.raw), "w"(x.raw));
 #else
   __asm__("vpdpbusd %2, %1, %0" : "+v"(acc.raw) : "v"(w.raw), "v"(x.raw));
 #endif
@@ -254,7 +256,7 @@ void GroupedGemmI8(const PanelArgs& args) {
 
 }  // namespace
 }  // namespace moesaic::cpu::HWY_NAMESPACE
-MOESAIC_AFTER_NAMESPACE();
+MOESAIC_AFTER_DOT8();
 #endif  // MOESAIC_TIER_DOT8
 
 #endif  // per-target include guard

@@ -37,9 +37,10 @@
 #define MOESAIC_BEFORE_NAMESPACE() HWY_BEFORE_NAMESPACE()
 #endif
 // The 8-bit dot product alone: of machines that may have it without the rest (AVX-VNNI beside AVX2,
-// AVX512_VNNI beside AVX-512). tiers.cc looks whether this one does.
+// AVX512_VNNI beside AVX-512, I8MM beside NEON). tiers.cc looks whether this one does.
 #undef MOESAIC_TIER_DOT8
 #undef MOESAIC_BEFORE_DOT8
+#undef MOESAIC_AFTER_DOT8
 #if HWY_TARGET == HWY_AVX3_DL
 #define MOESAIC_TIER_DOT8 1
 #define MOESAIC_BEFORE_DOT8() MOESAIC_BEFORE_NAMESPACE()
@@ -49,16 +50,24 @@
 #elif HWY_TARGET == HWY_AVX2
 #define MOESAIC_TIER_DOT8 1
 #define MOESAIC_BEFORE_DOT8() HWY_PUSH_ATTRIBUTES(HWY_TARGET_STR ",avxvnni")
+#elif HWY_TARGET == HWY_NEON && defined(MOESAIC_TIER_NEON)  // tier_neon.cc; not the baseline there
+#define MOESAIC_TIER_DOT8 1
+#if HWY_COMPILER_CLANG  // spells features otherwise, and has no HWY_TARGET_STR here
+#define MOESAIC_BEFORE_DOT8() HWY_PUSH_ATTRIBUTES("i8mm")
+#else
+#define MOESAIC_BEFORE_DOT8() HWY_PUSH_ATTRIBUTES("arch=armv8.2-a" HWY_TARGET_STR "+i8mm")
+#endif
 #else
 #define MOESAIC_TIER_DOT8 0
-#define MOESAIC_BEFORE_DOT8() HWY_BEFORE_NAMESPACE()
 #endif
+#define MOESAIC_AFTER_DOT8() HWY_POP_ATTRIBUTES
 #undef MOESAIC_AFTER_NAMESPACE
 #define MOESAIC_AFTER_NAMESPACE() HWY_AFTER_NAMESPACE()
 
-// F16 conversions (F16C) and fused multiply-adds: from AVX2 on.
+// F16 conversions (F16C) and fused multiply-adds: from AVX2 on, and on every 64-bit ARM.
 #undef MOESAIC_TIER_F16
-#if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL
+#if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL || \
+    HWY_ARCH_ARM_A64
 #define MOESAIC_TIER_F16 1
 #else
 #define MOESAIC_TIER_F16 0

@@ -2,7 +2,10 @@
 // Highway target to compile the kernels for (0: the build's own). Not guarded: foreach_target
 // includes it again for that target.
 #ifndef HWY_DISABLED_TARGETS
-#define HWY_DISABLED_TARGETS ((HWY_SSE4 | HWY_AVX2 | HWY_AVX3 | HWY_AVX3_DL) & ~MOESAIC_TIER_TARGET)
+#define HWY_DISABLED_TARGETS                                                          \
+  ((HWY_SSE4 | HWY_AVX2 | HWY_AVX3 | HWY_AVX3_DL | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | \
+    HWY_SVE2_128) &                                                                   \
+   ~MOESAIC_TIER_TARGET)
 #define HWY_WANT_SSSE3 1
 #define HWY_WANT_AVX3_DL 1
 #endif

@@ -16,6 +16,9 @@
 #if defined(__linux__)
 #include <sched.h>
 #endif
+#if defined(__linux__) && defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
 
 namespace moesaic::cpu {
 namespace {
@@ -56,6 +59,14 @@ bool machine_has_avx512_vnni() {
 #endif
 }
 
+bool machine_has_i8mm() {
+#if defined(__linux__) && defined(__aarch64__)
+  return (getauxval(AT_HWCAP2) & HWCAP2_I8MM) != 0;
+#else
+  return false;
+#endif
+}
+
 // A tier's table, or `own`: that without the integer kernels, which a machine may lack on its own.
 const CpuKernels* with_integers_if(bool machine_ok, const CpuKernels* kernels, CpuKernels& own) {
   if (kernels == nullptr || machine_ok) return kernels;
@@ -86,7 +97,7 @@ std::string names(bool only_available) {
 }  // namespace
 
 const std::vector<TierInfo>& cpu_tiers() {
-  static CpuKernels own_avx512{}, own_avx2{};
+  static CpuKernels own_avx512{}, own_avx2{}, own_neon{};
   const bool bf16 = machine_has(HWY_AVX3) && machine_has_bf16();
   static constexpr std::string_view kNoBf16 =
       "this CPU lacks AVX512_BF16, AVX512_VBMI or AVX512_VNNI";
@@ -97,6 +108,8 @@ const std::vector<TierInfo>& cpu_tiers() {
            machine_has(HWY_AVX3), "this CPU lacks AVX-512 F/VL/DQ/BW"),
       tier("avx2", with_integers_if(machine_has_avx_vnni(), kernels_avx2(), own_avx2),
            machine_has(HWY_AVX2), "this CPU lacks AVX2, FMA or F16C"),
+      tier("neon", with_integers_if(machine_has_i8mm(), kernels_neon(), own_neon),
+           machine_has(HWY_NEON), "this CPU lacks AES, which Highway's NEON target includes"),
       tier("baseline", kernels_baseline(), true, {}),
   };
   return tiers;
@@ -144,15 +157,33 @@ int resolve_threads(int requested) {
   return omp_get_num_procs();
 }
 
-#if defined(__x86_64__)
 namespace {
-constexpr unsigned kIeeeDefault = 0x1F80;  // all exceptions masked, nearest even, no FTZ, no DAZ
+// The floating-point mode of this thread, and that of IEEE 754: nearest even, subnormals as they
+// are, no exception traps.
+#if defined(__x86_64__)
+constexpr unsigned kIeeeDefault = 0x1F80;  // all exceptions masked
+unsigned float_mode() { return _mm_getcsr(); }
+void set_float_mode(unsigned mode) { _mm_setcsr(mode); }
+#elif defined(__aarch64__)
+constexpr unsigned kIeeeDefault = 0;
+unsigned float_mode() {
+  std::uint64_t mode;
+  __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+  return static_cast<unsigned>(mode);  // the upper half is reserved, zero
 }
-ScopedIeeeMode::ScopedIeeeMode() : saved_(_mm_getcsr()) { _mm_setcsr(kIeeeDefault); }
-ScopedIeeeMode::~ScopedIeeeMode() { _mm_setcsr(saved_); }
+void set_float_mode(unsigned mode) {
+  __asm__ volatile("msr fpcr, %0" : : "r"(std::uint64_t{mode}) : "memory");
+}
 #else
-ScopedIeeeMode::ScopedIeeeMode() = default;
-ScopedIeeeMode::~ScopedIeeeMode() = default;
+constexpr unsigned kIeeeDefault = 0;
+unsigned float_mode() { return 0; }
+void set_float_mode(unsigned) {}
 #endif
+}  // namespace
+
+ScopedIeeeMode::ScopedIeeeMode() : saved_(float_mode()) {
+  if (!MOESAIC_FAULT(cpu_callers_float_mode_kept)) set_float_mode(kIeeeDefault);
+}
+ScopedIeeeMode::~ScopedIeeeMode() { set_float_mode(saved_); }
 
 }  // namespace moesaic::cpu

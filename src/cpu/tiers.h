@@ -11,11 +11,12 @@
 namespace moesaic::cpu {
 
 // Tables of the tier files; null where the build's architecture lacks the tier.
-const CpuKernels* kernels_baseline();     // x86-64-v2, or the build's own target
+const CpuKernels* kernels_baseline();     // x86-64-v2, ARMv8-A, or the build's own target
 const CpuKernels* kernels_avx2();         // AVX2 + FMA + F16C
 const CpuKernels* kernels_avx512();       // AVX-512 F, VL, DQ, BW
 const CpuKernels* kernels_avx512_bf16();  // + BF16 dot product, VBMI
 const CpuKernels* kernels_amx();          // + tile registers, AMX_BF16, AMX_INT8
+const CpuKernels* kernels_neon();         // 64-bit ARM: NEON
 
 struct TierInfo {
   std::string_view name;

@@ -28,6 +28,9 @@ struct Avx512 {
 struct Avx2 {
   static constexpr std::string_view kTier = "avx2";
 };
+struct Neon {
+  static constexpr std::string_view kTier = "neon";
+};
 struct Baseline {
   static constexpr std::string_view kTier = "baseline";
 };
@@ -75,7 +78,8 @@ constexpr auto kCatalogue = std::to_array<ExpertsBackend>({
     cpu_row<Avx512Bf16>("cpu_avx512_bf16", "AVX-512 with bf16 dot products and byte permutes"),
     cpu_row<Avx512>("cpu_avx512", "AVX-512, fp32 multiply-add"),
     cpu_row<Avx2>("cpu_avx2", "AVX2 with FMA, fp32 multiply-add"),
-    cpu_row<Baseline>("cpu_baseline", "the build's baseline (x86-64-v2), fp32"),
+    cpu_row<Neon>("cpu_neon", "64-bit ARM with NEON, fp32 multiply-add"),
+    cpu_row<Baseline>("cpu_baseline", "the build's baseline (x86-64-v2 or ARMv8-A), fp32"),
     {"cpu_reference", "plain loops, every scheme, activation and format; one thread",
      &experts::ref_experts_can_implement, &experts::make_ref_experts,
      &experts::ref_experts_workspace_size, experts::kRefExpertsDeterminism, &one_thread},
