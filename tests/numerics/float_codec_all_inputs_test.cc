@@ -90,15 +90,20 @@ TEST(AllInputs, F16) { check_format(test::formats()[1], f16_from_f32); }
 TEST(AllInputs, E4m3) { check_format(test::formats()[2], e4m3_from_f32); }
 TEST(AllInputs, E2m1) { check_format(test::formats()[4], e2m1_from_f32); }
 
-#ifdef __FLT16_MAX__
 // A second oracle where the compiler has the type: its own conversion.
+#if defined(__aarch64__)
+#define MOESAIC_HALF __fp16
+#elif defined(__FLT16_MAX__)
+#define MOESAIC_HALF _Float16
+#endif
+#ifdef MOESAIC_HALF
 TEST(AllInputs, F16EqualsTheCompilersConversion) {
   const std::int64_t stride = exhaustive() ? 1 : 4093;
   std::atomic<std::int64_t> wrong = 0;
 #pragma omp parallel for schedule(dynamic, 4096)
   for (std::int64_t bits = 0; bits < kFiniteMagnitudes; bits += stride) {
     const auto x = std::bit_cast<float>(static_cast<std::uint32_t>(bits));
-    if (f16_from_f32(x) != std::bit_cast<std::uint16_t>(static_cast<_Float16>(x))) ++wrong;
+    if (f16_from_f32(x) != std::bit_cast<std::uint16_t>(static_cast<MOESAIC_HALF>(x))) ++wrong;
   }
   EXPECT_EQ(wrong, 0);
 }

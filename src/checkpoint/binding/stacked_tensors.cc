@@ -25,7 +25,10 @@ StackedForm stacked_form(const LinearFormat& format) {
 
 std::vector<Shape> numbers_of_experts(std::int64_t experts, bool gate_up) {
   std::vector<Shape> shapes = {{experts}, {}, {1}, {experts, 1}, {experts, 1, 1}};
-  if (gate_up) shapes.insert(shapes.end(), {{experts, 2}, {experts, 2, 1}});
+  if (gate_up) {
+    shapes.push_back({experts, 2});
+    shapes.push_back({experts, 2, 1});
+  }
   return shapes;
 }
 
