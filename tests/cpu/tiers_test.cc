@@ -117,12 +117,12 @@ void set_float_mode(unsigned mode) {
 TEST(Tiers, TheCallersFloatingPointModeIsSetAsideAndRestored) {
   const unsigned before = float_mode();
   set_float_mode(before | kFlush);
-  volatile float tiny = 1e-39F;
-  volatile float product = tiny * 1.0F;
+  volatile float least = 0x1p-126F, half = 0.5F;  // of which a product is subnormal
+  volatile float product = least * half;
   const bool flushes = product == 0.0F;
   {
     const ScopedIeeeMode ieee;
-    product = tiny * 1.0F;
+    product = least * half;
   }
   const unsigned after = float_mode();
   set_float_mode(before);

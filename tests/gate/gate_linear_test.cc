@@ -87,13 +87,16 @@ TEST(GateLinear, RunsOnTheTierThatTheEnvironmentNames) {
     EXPECT_TRUE(test::same_bits(got.view(), want.view(), &why)) << why;
     results.push_back(std::move(want));
   });
-  if (results.size() < 2) GTEST_SKIP() << "one tier on this machine";
-  std::string why;
-  EXPECT_FALSE(test::same_bits(results.front().view(), results.back().view(), &why))
-      << "the tiers' vectors have different lengths, so the check above would notice another tier";
   ASSERT_EQ(setenv("MOESAIC_CPU_TIER", "nonsense", 1), 0);
   EXPECT_EQ(GateLinear::create(w.view(), {}, {}).status().code(), StatusCode::kNotFound);
   ASSERT_EQ(unsetenv("MOESAIC_CPU_TIER"), 0);
+  if (results.size() < 2) GTEST_SKIP() << "one tier on this machine";
+#if defined(__aarch64__)
+  GTEST_SKIP() << "the tiers have the same vectors here";
+#endif
+  std::string why;
+  EXPECT_FALSE(test::same_bits(results.front().view(), results.back().view(), &why))
+      << "the tiers' vectors have different lengths, so the check above would notice another tier";
 }
 
 // Worked example W1: rounding logits to bf16 makes a near-tie a tie, fp32 keeps them apart.
