@@ -29,8 +29,8 @@ HWY_INLINE void AddUnit(const Pairs& pairs, const std::byte* w, const float* con
 #pragma GCC unroll 4
   for (int v = 0; v < 4; ++v) {
     __m512i pair[Pairs::kSteps / 2];
-    pairs.Decode(v, _mm512_load_si512(w + 64 * v), pair, 0);
-#pragma GCC unroll 4
+    pairs.Decode(v, Pairs::Load(w + 64 * v), pair, 0);
+#pragma GCC unroll 8
     for (int s = 0; s < Pairs::kSteps / 2; ++s) {
       const hn::Vec<decltype(du32)> bits{pair[s]};
       const VF even = hn::BitCast(df, hn::ShiftLeft<16>(bits));
@@ -106,9 +106,9 @@ HWY_NOINLINE bool StreamAsTiles(const PanelArgs& args, const TileSteps& steps) {
       for (int r = 0; r < MR; ++r) {
         for (int v = 0; v < 4; ++v) chain[r][v][0] = chain[r][v][1] = hn::Zero(df);
       }
-      for (int s = 0; s < steps.product; s += Pairs::kSteps, w += kUnitBytes) {
-#pragma GCC unroll 4
-        for (int line = 0; line < 4; ++line)
+      for (int s = 0; s < steps.product; s += Pairs::kSteps, w += Pairs::kBytes) {
+#pragma GCC unroll 12
+        for (int line = 0; line < Pairs::kBytes / 64; ++line)
           __builtin_prefetch(w + kStreamPrefetchBytes + 64 * line, 0, 2);
         const float* at[MR];
         for (int r = 0; r < MR; ++r) at[r] = x[r] + k + s;

@@ -13,12 +13,14 @@ using cpu::kMaxRows;
 using cpu::kPanelColumns;
 
 // result = rows times panel p of expert e, all scales included.
-void CpuExperts::multiply(const CpuProjection& projection, std::int64_t e, std::int64_t p,
-                          cpu::PanelArgs& args, const float* const* numbers,
+void CpuExperts::multiply(const CpuWorkspace& w, const CpuProjection& projection, std::int64_t e,
+                          std::int64_t p, cpu::PanelArgs& args, const float* const* numbers,
                           float static_scale) const {
-  const cpu::PanelArgs weights = projection.panel(e, p);
   const bool whole_row_scales = plan_.row_scales && plan_.row_step == 0;
-  cpu::PanelArgs all = weights;
+  cpu::PanelArgs all = projection.panel(e, p);
+  if (plan_.super_scales) {
+    projection.expand_scales(kernels_, w.scales + omp_get_thread_num() * w.scales_stride, all);
+  }
   all.rows = args.rows;
   all.num_rows = args.num_rows;
   all.result = args.result;
@@ -79,7 +81,7 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
     args.num_rows = count;
     args.result = result;
     for (std::int64_t p = first_panel; p < last_panel; ++p) {
-      multiply(weights_.w13, e, p, args, numbers, w.a1_static.of(e));
+      multiply(w, weights_.w13, e, p, args, numbers, w.a1_static.of(e));
       kernels_.activate({.c = result,
                          .num_rows = count,
                          .bias = weights_.w13.panel_bias(e, p),
@@ -140,7 +142,7 @@ void CpuExperts::panel2(const CpuWorkspace& w, std::int64_t e, std::int64_t p) c
     args.rows = rows;
     args.num_rows = count;
     args.result = result;
-    multiply(weights_.w2, e, p, args, numbers, w.a2_static.of(e));
+    multiply(w, weights_.w2, e, p, args, numbers, w.a2_static.of(e));
     for (int r = 0; r < count; ++r) {
       float* out = w.out + (begin + r) * plan_.n2 + p * kPanelColumns;
       std::memcpy(out, result + r * kPanelColumns, kPanelColumns * sizeof(float));
