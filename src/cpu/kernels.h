@@ -108,6 +108,7 @@ struct PanelArgs {
   const float* const* row_scales = nullptr;  // num_rows pointers to [groups]; null: 1
   int num_rows = 0;                          // 1..kMaxRows
   std::int64_t padded_k = 0;  // multiple of 4; zero-filled beyond the true K on both sides
+  bool accumulate = false;    // grouped GEMMs: result is the sum of the groups before these
   float* result = nullptr;    // [num_rows][64], overwritten
 };
 
@@ -125,13 +126,13 @@ struct SuperScaleForm {
     return ceil_div(padded_k, kSteps) * block_bytes();
   }
 };
-// A panel's, and where they go as F32.
+// Those of some steps of a panel, from a super-block's first on, and where they go as F32.
 struct SuperScaleArgs {
   SuperScaleForm form;
   const std::byte* compact = nullptr;
   int per_scale = 1;         // groups of `fold` steps that share a scale
   float bias = 0;            // see pack_group_offsets
-  std::int64_t groups = 0;   // padded_k / fold
+  std::int64_t groups = 0;   // of `fold` steps
   float* scales = nullptr;   // [groups][64]
   float* offsets = nullptr;  // [groups][64]: min - bias * scale (one rounding); null: none wanted
 };
@@ -222,8 +223,11 @@ struct CpuKernels {
   // offsets, where rows are pointers to E2M1Group [padded_k / 16], which hold the rows' scales
   // (row_scales is not read); for many rows. Null on tiers without an 8-bit dot product.
   void (*grouped_gemm_e2m1)(const PanelArgs& args);
-  // Scales and offsets of a panel from their compact form, for the grouped GEMMs.
+  // Scales and offsets of some steps of a panel from their compact form, for the grouped GEMMs, and for
+  // how many steps at a time: the kernel, called for these and then the next ones (accumulate), should
+  // find them in L1.
   void (*expand_super_scales)(const SuperScaleArgs& args);
+  std::int64_t super_scale_steps;
   // result[r][c] *= (rows ? rows[r] * columns[c] : columns[c]), the product of the factors first.
   void (*scale_result)(float* result, int num_rows, const float* columns, const float* const* rows);
 

@@ -164,8 +164,8 @@ std::int64_t PackedShape::num_panels() const {
   return order == RowOrder::kGateUp ? ceil_div(rows / 2, kPanelColumns / 2)
                                     : ceil_div(rows, kPanelColumns);
 }
-std::int64_t PackedShape::panel_bytes() const {
-  return padded_k() * kPanelColumns * elem_bits() / 8;
+std::int64_t PackedShape::bytes_of(std::int64_t steps) const {
+  return steps * kPanelColumns * elem_bits() / 8;
 }
 std::int64_t PackedShape::num_groups() const { return ceil_div(padded_k(), kGroup); }
 std::int64_t PackedShape::matrix_bytes() const { return num_panels() * panel_bytes(); }

@@ -39,7 +39,9 @@ struct PackedShape {
   std::int64_t elem_bits() const;
   std::int64_t padded_k() const { return round_up(k, k_multiple); }
   std::int64_t num_panels() const;
-  std::int64_t panel_bytes() const;   // padded_k * 64 * elem_bits / 8
+  std::int64_t bytes_of(
+      std::int64_t steps) const;  // whole units of a panel: steps * 64 * elem_bits / 8
+  std::int64_t panel_bytes() const { return bytes_of(padded_k()); }
   std::int64_t num_groups() const;    // ceil(padded_k / 128)
   std::int64_t matrix_bytes() const;  // kLimitExceeded sizes are refused by check_packed_shape
   // Row of the matrix that column `column` of panel `panel` holds, or -1 for padding.

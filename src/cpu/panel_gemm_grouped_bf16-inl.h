@@ -132,12 +132,25 @@ HWY_INLINE bool StreamGroups(const PanelArgs& args, Pairs& pairs, std::int64_t g
   return true;
 }
 
+// The result so far, of the first MR rows.
+template <int MR>
+HWY_INLINE void StartTotal(const PanelArgs& args, VF (&total)[MR][4]) {
+  ClearTile<MR>(total);
+  if (!args.accumulate) return;
+#pragma GCC unroll 2
+  for (int r = 0; r < MR; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v)
+      total[r][v] = hn::Load(df, args.result + r * kPanelColumns + 16 * v);
+  }
+}
+
 // kGroups groups at a time: independent chains, folded in their order.
 template <class Pairs, int MR, int kGroups>
 HWY_NOINLINE void GroupedStream(const PanelArgs& args) {
   Pairs pairs(args);
   VF total[MR][4];
-  ClearTile<MR>(total);
+  StartTotal<MR>(args, total);
   const std::byte* w = args.panel;
   const std::int64_t group_bytes = args.fold / Pairs::kSteps * Pairs::kBytes;
   const std::int64_t groups = args.padded_k / args.fold;

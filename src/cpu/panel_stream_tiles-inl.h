@@ -90,7 +90,7 @@ HWY_NOINLINE bool StreamAsTiles(const PanelArgs& args, const TileSteps& steps) {
   alignas(64) float x[MR][kMost];
   alignas(64) float buffer[kPanelColumns];
   VF total[MR][4];
-  ClearTile<MR>(total);
+  StartTotal<MR>(args, total);
   const std::byte* w = args.panel;
   std::int64_t group = 0;
   for (std::int64_t k0 = 0; k0 < args.padded_k; k0 += steps.fold, ++group) {

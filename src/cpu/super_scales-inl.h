@@ -1,4 +1,5 @@
-// Scales of super-blocks (super_scales.h) to F32, a panel at a time: products of an F16 number and an
+// Scales of super-blocks (super_scales.h) to F32, some steps at a time, while those behind them are
+// asked for: products of an F16 number and an
 // integer of at most 8 bits, which are exact.
 #if defined(MOESAIC_CPU_SUPER_SCALES_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MOESAIC_CPU_SUPER_SCALES_INL_H_
@@ -49,35 +50,55 @@ struct SuperScaleColumns {
   }
 };
 
+HWY_INLINE void StoreGroups(const VF (&values)[4], float* out) {
+  for (int j = 0; j < 4; ++j) hn::StoreU(values[j], df, out + j * kPanelColumns);
+}
+
 template <int kBits>
 HWY_NOINLINE void ExpandSuperBlocks(const SuperScaleArgs& args) {
+  using Columns = SuperScaleColumns<kBits>;
+  constexpr int kVectors = kPanelColumns / kLanes;
   const SuperScaleForm& form = args.form;
   const std::int64_t per_block = form.groups() * args.per_scale;
   const VF bias = hn::Set(df, -args.bias);
   const std::byte* block = args.compact;
+  const std::int64_t ahead = ceil_div(args.groups, per_block) * form.block_bytes();
   for (std::int64_t first = 0; first < args.groups; first += per_block) {
-    const std::int64_t count = HWY_MIN(per_block, args.groups - first);
+    for (std::int64_t line = 0; line < form.block_bytes(); line += 64)
+      __builtin_prefetch(block + ahead + line, 0, 2);
     const std::byte* planes = block + kPanelColumns * (form.minima ? 4 : 2);
-    for (int c = 0; c < kPanelColumns; c += kLanes) {
-      using Columns = SuperScaleColumns<kBits>;
-      const Columns scales{planes + c, Columns::Unit(block + 2 * c)};
-      Columns minima = scales;
-      if (form.minima) {
-        minima.planes += form.planes() * kPanelColumns;
-        minima.unit = Columns::Unit(block + 2 * (kPanelColumns + c));
-      }
-      std::int64_t group = 0;
-      for (std::int64_t quad = 0; group < count; ++quad) {
-        VF scale[4], min[4];
-        scales.Four(quad, scale);
-        if (form.minima) minima.Four(quad, min);
-        for (int j = 0; j < 4; ++j) {
-          const VF offset = hn::MulAdd(scale[j], bias, form.minima ? min[j] : hn::Zero(df));
-          for (int i = 0; i < args.per_scale && group < count; ++i, ++group) {
-            const std::int64_t at = (first + group) * kPanelColumns + c;
-            hn::StoreU(scale[j], df, args.scales + at);
-            if (args.offsets != nullptr) hn::StoreU(offset, df, args.offsets + at);
-          }
+    VF scale_unit[kVectors], min_unit[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      const std::byte* unit = block + 2 * v * kLanes;
+      scale_unit[v] = Columns::Unit(unit);
+      min_unit[v] = form.minima ? Columns::Unit(unit + 2 * kPanelColumns) : hn::Zero(df);
+    }
+    const std::int64_t count = HWY_MIN(per_block, args.groups - first);
+    for (std::int64_t quad = 0; 4 * quad * args.per_scale < count; ++quad) {
+      // Groups of `fold` steps of this quad of scales, counted from its first.
+      const std::int64_t from = 4 * quad * args.per_scale;
+      const auto groups = static_cast<int>(HWY_MIN(count - from, std::int64_t{4} * args.per_scale));
+      for (int v = 0; v < kVectors; ++v) {
+        const std::int64_t at = (first + from) * kPanelColumns + v * kLanes;
+        VF scale[4], offset[4];
+        Columns{planes + v * kLanes, scale_unit[v]}.Four(quad, scale);
+        for (int j = 0; j < 4; ++j) offset[j] = hn::Zero(df);
+        if (form.minima) {
+          const std::byte* minima = planes + form.planes() * kPanelColumns + v * kLanes;
+          Columns{minima, min_unit[v]}.Four(quad, offset);
+        }
+        if (args.offsets != nullptr) {
+          for (int j = 0; j < 4; ++j) offset[j] = hn::MulAdd(scale[j], bias, offset[j]);
+        }
+        if (groups == 4 && args.per_scale == 1) {
+          StoreGroups(scale, args.scales + at);
+          if (args.offsets != nullptr) StoreGroups(offset, args.offsets + at);
+          continue;
+        }
+        for (int g = 0; g < groups; ++g) {
+          hn::StoreU(scale[g / args.per_scale], df, args.scales + at + g * kPanelColumns);
+          if (args.offsets != nullptr)
+            hn::StoreU(offset[g / args.per_scale], df, args.offsets + at + g * kPanelColumns);
         }
       }
     }

@@ -16,8 +16,8 @@
 namespace moesaic::cpu {
 namespace {
 
-WeightBuffer packed(WeightKind kind, std::int64_t depth, std::int64_t multiple,
-                    const std::vector<std::byte>& matrix) {
+WeightBuffer packed_codes(WeightKind kind, std::int64_t depth, std::int64_t multiple,
+                          const std::vector<std::byte>& matrix) {
   const PackedShape shape{kind, RowOrder::kPlain, kPanelColumns, depth, multiple};
   WeightBuffer buffer = std::move(WeightBuffer::allocate(shape.matrix_bytes())).value();
   test::poison(buffer.data(), buffer.bytes());
@@ -25,23 +25,23 @@ WeightBuffer packed(WeightKind kind, std::int64_t depth, std::int64_t multiple,
   return buffer;
 }
 
-std::vector<float> factors(test::Rng& rng, std::int64_t count) {
+std::vector<float> normal_factors(test::Rng& rng, std::int64_t count) {
   std::vector<float> v(static_cast<std::size_t>(count));
   for (float& x : v) x = static_cast<float>(rng.normal());
   return v;
 }
 
-void compare(const CpuKernels& k, int fold, bool scaled, std::int64_t depth) {
+void compare_with_bytes(const CpuKernels& k, int fold, bool scaled, std::int64_t depth) {
   test::Rng rng(static_cast<std::uint64_t>(depth + fold));
   std::vector<std::byte> matrix(static_cast<std::size_t>(depth * kPanelColumns));
   for (std::byte& b : matrix) b = static_cast<std::byte>(rng.integer(-32, 31));
-  const WeightBuffer bytes = packed(WeightKind::kI8, depth, fold, matrix);
-  const WeightBuffer six = packed(WeightKind::kI6, depth, fold, matrix);
+  const WeightBuffer bytes = packed_codes(WeightKind::kI8, depth, fold, matrix);
+  const WeightBuffer six = packed_codes(WeightKind::kI6, depth, fold, matrix);
   const std::int64_t padded = (depth + fold - 1) / fold * fold, groups = padded / fold;
   EXPECT_EQ(six.bytes() * 8, padded * kPanelColumns * 6);
-  const std::vector<float> scales = factors(rng, groups * kPanelColumns);
-  const std::vector<float> offsets = factors(rng, groups * kPanelColumns);
-  const std::vector<float> sums = factors(rng, kMaxRows * groups);
+  const std::vector<float> scales = normal_factors(rng, groups * kPanelColumns);
+  const std::vector<float> offsets = normal_factors(rng, groups * kPanelColumns);
+  const std::vector<float> sums = normal_factors(rng, kMaxRows * groups);
   std::vector<float> f32(static_cast<std::size_t>(kMaxRows * padded));
   std::vector<std::uint16_t> b16(f32.size());
   for (std::size_t i = 0; i < f32.size(); ++i) {
@@ -91,8 +91,8 @@ TEST(SixBitGemm, HasTheBitsOfCodesInBytes) {
   for (const CpuKernels* k : all) {
     for (const int fold : {16, 32, 128}) {
       for (const std::int64_t depth : {12, 128, 400}) {
-        compare(*k, fold, true, depth);
-        compare(*k, fold, false, depth);
+        compare_with_bytes(*k, fold, true, depth);
+        compare_with_bytes(*k, fold, false, depth);
       }
     }
   }

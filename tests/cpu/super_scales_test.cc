@@ -27,7 +27,7 @@ float any_unit(test::Rng& rng) {
   }
 }
 
-int any_code(test::Rng& rng, int bits) {
+int any_super_code(test::Rng& rng, int bits) {
   return static_cast<int>(bits == 6 ? rng.integer(0, 63) : rng.integer(-128, 127));
 }
 
@@ -41,7 +41,7 @@ TEST(SuperScales, IntegersAndTheirUnitAreFound) {
       // Often with a common divisor, so that the unit is not the one they were made of.
       const auto step = static_cast<int>(rng.integer(1, 9));
       for (std::size_t i = 0; i < count; ++i)
-        values[i] = d * static_cast<float>(any_code(rng, bits) / step * step);
+        values[i] = d * static_cast<float>(any_super_code(rng, bits) / step * step);
       std::array<std::int8_t, 16> codes{};
       std::uint16_t unit = 0;
       ASSERT_TRUE(split_super_scales({values.data(), count}, bits, codes.data(), &unit))
@@ -83,14 +83,14 @@ TEST(SuperScales, OtherNumbersAreNotTaken) {
   EXPECT_FALSE(taken({1, std::numeric_limits<float>::quiet_NaN()}, 8));
 }
 
-struct Case {
+struct SuperScaleCase {
   SuperScaleForm form;
   std::int64_t fold;
   int bias;
   RowOrder order;
   std::int64_t rows, k;
 };
-const Case kCases[] = {
+const SuperScaleCase kSuperScaleCases[] = {
     {{6, 32, true}, 32, 8, RowOrder::kGateUp, 2 * 40, 512},   // Q4_K
     {{6, 32, true}, 32, 0, RowOrder::kPlain, 70, 288},        // Q5_K, a part of a super-block
     {{8, 16, false}, 16, 0, RowOrder::kGateUp, 2 * 33, 528},  // Q6_K
@@ -99,23 +99,23 @@ const Case kCases[] = {
     {{8, 32, false}, 16, 8, RowOrder::kPlain, 65, 50},        // two groups per scale, ragged
 };
 
-std::vector<float> drawn(test::Rng& rng, const Case& c) {
+std::vector<float> drawn_scales(test::Rng& rng, const SuperScaleCase& c) {
   const std::int64_t across = ceil_div(c.k, c.form.group);
   std::vector<float> v(static_cast<std::size_t>(c.rows * across));
   float unit = 1;
   for (std::int64_t i = 0; i < c.rows * across; ++i) {
     if (i % across % c.form.groups() == 0)
       unit = f32_from_f16(f16_from_f32(static_cast<float>(rng.normal())));
-    v[static_cast<std::size_t>(i)] = unit * static_cast<float>(any_code(rng, c.form.bits));
+    v[static_cast<std::size_t>(i)] = unit * static_cast<float>(any_super_code(rng, c.form.bits));
   }
   return v;
 }
 
 TEST(SuperScales, ExpandToTheScalesAndOffsetsThatTheyStandFor) {
   test::Rng rng(2);
-  for (const Case& c : kCases) {
+  for (const SuperScaleCase& c : kSuperScaleCases) {
     const PackedShape shape{WeightKind::kI8, c.order, c.rows, c.k, c.fold};
-    const std::vector<float> scale = drawn(rng, c), min = drawn(rng, c);
+    const std::vector<float> scale = drawn_scales(rng, c), min = drawn_scales(rng, c);
     const Shape grid{c.rows, ceil_div(c.k, c.form.group)};
     const ConstTensorView scales(reinterpret_cast<const std::byte*>(scale.data()), DType::kF32,
                                  grid);
@@ -157,10 +157,10 @@ TEST(SuperScales, ExpandToTheScalesAndOffsetsThatTheyStandFor) {
 
 TEST(SuperScales, TheFirstBlockThatIsNoneIsNamed) {
   test::Rng rng(3);
-  const Case& c = kCases[0];
+  const SuperScaleCase& c = kSuperScaleCases[0];
   const PackedShape shape{WeightKind::kCode4, c.order, c.rows, c.k, c.fold};
-  std::vector<float> scale = drawn(rng, c);
-  const std::vector<float> min = drawn(rng, c);
+  std::vector<float> scale = drawn_scales(rng, c);
+  const std::vector<float> min = drawn_scales(rng, c);
   scale[16 * 41 + 8 + 3] = 0.3F;  // row 41 (up), second super-block
   scale[16 * 50] = 0.3F;
   const auto view = [&](const std::vector<float>& v) {

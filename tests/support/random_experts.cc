@@ -69,9 +69,9 @@ void quantise_blocks(const Tensor& source, std::int64_t parts, quant::BlockShape
   }
 }
 
-// Positive numbers of [experts, rows, groups] to the nearest that OperandQuant::super_bits allows: of every
-// 256 columns one is the largest integer times an F16 number, and one in sixteen is 0. With 8 bits half of
-// them become negative.
+// Magnitudes of the numbers of [experts, rows, groups] to the nearest that OperandQuant::super_bits
+// allows: of every 256 columns one is the largest integer times an F16 number, and one in sixteen
+// is 0. With 8 bits half of them become negative.
 void to_super_blocks(Rng& rng, const OperandQuant& q, Tensor& numbers) {
   const std::int64_t across = numbers.shape()[2], each = kSuperBlockColumns / q.block_k;
   const float largest = q.super_bits == 6 ? 63 : 127;
@@ -79,6 +79,7 @@ void to_super_blocks(Rng& rng, const OperandQuant& q, Tensor& numbers) {
     for (std::int64_t first = 0; first < across; first += each) {
       float* block = numbers.as<float>() + row * across + first;
       const std::int64_t count = std::min(each, across - first);
+      for (float* x = block; x < block + count; ++x) *x = std::abs(*x);
       const float top = *std::max_element(block, block + count);
       const float unit = f32_from_f16(f16_from_f32(top / largest));
       for (float* x = block; x < block + count; ++x) {

@@ -115,16 +115,16 @@ Status CpuProjection::set_super_scales(std::int64_t e, std::string_view field,
                   format_.super.bits));
 }
 
-void CpuProjection::expand_scales(const cpu::CpuKernels& kernels, float* buffer,
-                                  cpu::PanelArgs& args) const {
+void CpuProjection::expand_scales(const cpu::CpuKernels& kernels, const std::byte* compact,
+                                  std::int64_t k0, float* buffer, cpu::PanelArgs& args) const {
   cpu::SuperScaleArgs from;
   from.form = format_.super;
-  from.compact = args.group_scales;
+  from.compact = compact + k0 / cpu::SuperScaleForm::kSteps * format_.super.block_bytes();
   from.per_scale = static_cast<int>(format_.super.group / format_.fold);
   from.bias = static_cast<float>(format_.code_bias);
-  from.groups = groups_;
+  from.groups = args.padded_k / format_.fold;
   from.scales = buffer;
-  if (format_.group_offsets) from.offsets = buffer + groups_ * cpu::kPanelColumns;
+  if (format_.group_offsets) from.offsets = buffer + from.groups * cpu::kPanelColumns;
   kernels.expand_super_scales(from);
   args.group_scales = reinterpret_cast<const std::byte*>(from.scales);
   args.group_offsets = from.offsets;

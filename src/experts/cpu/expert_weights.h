@@ -30,9 +30,10 @@ class CpuProjection {
   const cpu::PackedShape& shape() const { return shape_; }
   // The weights' side of a GEMM over panel p of expert e.
   cpu::PanelArgs panel(std::int64_t e, std::int64_t p) const;
-  // Scales and offsets of super-blocks: those that args has from panel() to F32 in buffer, whose size is
-  // CpuWorkspace::scales_stride.
-  void expand_scales(const cpu::CpuKernels& kernels, float* buffer, cpu::PanelArgs& args) const;
+  // Scales and offsets of super-blocks to F32 in buffer (CpuWorkspace::scales), for args, which is about
+  // args.padded_k steps from step k0 of the panel on, whose scales are at `compact`.
+  void expand_scales(const cpu::CpuKernels& kernels, const std::byte* compact, std::int64_t k0,
+                     float* buffer, cpu::PanelArgs& args) const;
   // [64] factors of the panel's columns (but for static scales of the rows), or null.
   const float* column_factors(std::int64_t e, std::int64_t p) const {
     return factors_.empty() ? nullptr : &factors_[index(e, p) * cpu::kPanelColumns];

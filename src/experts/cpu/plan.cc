@@ -62,6 +62,7 @@ CpuPlan make_cpu_plan(const MoeProblem& problem, const CpuWeightFormat& format,
   if (format.integer_products) plan.operand = OperandKind::kI8;
   plan.fold = format.fold;
   plan.super_scales = format.super.bits != 0;
+  plan.super_scale_steps = kernels.super_scale_steps;
   plan.max_chunk_rows = kernels.chunk_rows;
   plan.e2m1_groups = plan.operand == OperandKind::kBF16 && has_e2m1_groups(plan, format, kernels);
   plan.top_k = problem.top_k;
