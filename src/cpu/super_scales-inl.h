@@ -46,71 +46,97 @@ struct SuperScaleColumns {
       code[3] = hn::Or(hn::ShiftRight<6>(a), hn::Or(hn::ShiftLeft<2>(hn::ShiftRight<6>(b)),
                                                     hn::ShiftLeft<4>(hn::ShiftRight<6>(c))));
     }
+#pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) values[j] = hn::Mul(hn::ConvertTo(df, code[j]), unit);
   }
 };
 
 HWY_INLINE void StoreGroups(const VF (&values)[4], float* out) {
+#pragma GCC unroll 4
   for (int j = 0; j < 4; ++j) hn::StoreU(values[j], df, out + j * kPanelColumns);
 }
 
-template <int kBits>
-HWY_NOINLINE void ExpandSuperBlocks(const SuperScaleArgs& args) {
+// A whole super-block whose groups have a scale each, or a part of one.
+template <int kBits, bool kMinima, bool kOffsets>
+HWY_INLINE void ExpandBlock(const std::byte* block, std::int64_t planes_of_scales,
+                            std::int64_t quads, VF bias, float* scales, float* offsets) {
   using Columns = SuperScaleColumns<kBits>;
-  constexpr int kVectors = kPanelColumns / kLanes;
-  const SuperScaleForm& form = args.form;
-  const std::int64_t per_block = form.groups() * args.per_scale;
+  constexpr std::int64_t kUnits = 2 * kPanelColumns;
+  const std::byte* planes = block + kUnits * (kMinima ? 2 : 1);
+  for (int c = 0; c < kPanelColumns; c += kLanes) {
+    const Columns scale_columns{planes + c, Columns::Unit(block + 2 * c)};
+    const Columns min_columns{planes + planes_of_scales * kPanelColumns + c,
+                              kMinima ? Columns::Unit(block + kUnits + 2 * c) : hn::Zero(df)};
+    float* scale_out = scales + c;
+    float* offset_out = offsets + c;
+    for (std::int64_t quad = 0; quad < quads; ++quad) {
+      VF scale[4], offset[4];
+      scale_columns.Four(quad, scale);
+      StoreGroups(scale, scale_out);
+      scale_out += 4 * kPanelColumns;
+      if constexpr (kOffsets) {
+        if constexpr (kMinima) {
+          min_columns.Four(quad, offset);
+#pragma GCC unroll 4
+          for (int j = 0; j < 4; ++j) offset[j] = hn::MulAdd(scale[j], bias, offset[j]);
+        } else {
+#pragma GCC unroll 4
+          for (int j = 0; j < 4; ++j) offset[j] = hn::Mul(scale[j], bias);
+        }
+        StoreGroups(offset, offset_out);
+        offset_out += 4 * kPanelColumns;
+      }
+    }
+  }
+}
+
+template <int kBits, bool kMinima, bool kOffsets>
+HWY_NOINLINE void ExpandSuperBlocks(const SuperScaleArgs& args) {
+  const SuperScaleForm form = args.form;
+  const std::int64_t block_bytes = form.block_bytes(), planes = form.planes();
+  const std::int64_t per_block = form.groups() * args.per_scale, groups = args.groups;
+  const int per_scale = args.per_scale;
   const VF bias = hn::Set(df, -args.bias);
   const std::byte* block = args.compact;
-  const std::int64_t ahead = ceil_div(args.groups, per_block) * form.block_bytes();
-  for (std::int64_t first = 0; first < args.groups; first += per_block) {
-    for (std::int64_t line = 0; line < form.block_bytes(); line += 64)
+  const std::int64_t ahead = ceil_div(groups, per_block) * block_bytes;
+  float *scales = args.scales, *offsets = args.offsets;
+  HWY_ALIGN float some_scales[kPanelColumns * 16], some_offsets[kPanelColumns * 16];
+  for (std::int64_t first = 0; first < groups; first += per_block) {
+    for (std::int64_t line = 0; line < block_bytes; line += 64)
       __builtin_prefetch(block + ahead + line, 0, 2);
-    const std::byte* planes = block + kPanelColumns * (form.minima ? 4 : 2);
-    VF scale_unit[kVectors], min_unit[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      const std::byte* unit = block + 2 * v * kLanes;
-      scale_unit[v] = Columns::Unit(unit);
-      min_unit[v] = form.minima ? Columns::Unit(unit + 2 * kPanelColumns) : hn::Zero(df);
-    }
-    const std::int64_t count = HWY_MIN(per_block, args.groups - first);
-    for (std::int64_t quad = 0; 4 * quad * args.per_scale < count; ++quad) {
-      // Groups of `fold` steps of this quad of scales, counted from its first.
-      const std::int64_t from = 4 * quad * args.per_scale;
-      const auto groups = static_cast<int>(HWY_MIN(count - from, std::int64_t{4} * args.per_scale));
-      for (int v = 0; v < kVectors; ++v) {
-        const std::int64_t at = (first + from) * kPanelColumns + v * kLanes;
-        VF scale[4], offset[4];
-        Columns{planes + v * kLanes, scale_unit[v]}.Four(quad, scale);
-        for (int j = 0; j < 4; ++j) offset[j] = hn::Zero(df);
-        if (form.minima) {
-          const std::byte* minima = planes + form.planes() * kPanelColumns + v * kLanes;
-          Columns{minima, min_unit[v]}.Four(quad, offset);
-        }
-        if (args.offsets != nullptr) {
-          for (int j = 0; j < 4; ++j) offset[j] = hn::MulAdd(scale[j], bias, offset[j]);
-        }
-        if (groups == 4 && args.per_scale == 1) {
-          StoreGroups(scale, args.scales + at);
-          if (args.offsets != nullptr) StoreGroups(offset, args.offsets + at);
-          continue;
-        }
-        for (int g = 0; g < groups; ++g) {
-          hn::StoreU(scale[g / args.per_scale], df, args.scales + at + g * kPanelColumns);
-          if (args.offsets != nullptr)
-            hn::StoreU(offset[g / args.per_scale], df, args.offsets + at + g * kPanelColumns);
+    const std::int64_t count = HWY_MIN(per_block, groups - first);
+    if (count == per_block && per_scale == 1) {
+      ExpandBlock<kBits, kMinima, kOffsets>(block, planes, per_block / 4, bias, scales, offsets);
+    } else {
+      ExpandBlock<kBits, kMinima, kOffsets>(block, planes, form.groups() / 4, bias, some_scales,
+                                            some_offsets);
+      for (std::int64_t g = 0; g < count; ++g) {
+        const std::int64_t from = g / per_scale * kPanelColumns, to = g * kPanelColumns;
+        for (int c = 0; c < kPanelColumns; c += kLanes) {
+          hn::StoreU(hn::Load(df, some_scales + from + c), df, scales + to + c);
+          if constexpr (kOffsets)
+            hn::StoreU(hn::Load(df, some_offsets + from + c), df, offsets + to + c);
         }
       }
     }
-    if (!MOESAIC_FAULT(cpu_super_scales_of_first_block)) block += form.block_bytes();
+    scales += count * kPanelColumns;
+    if constexpr (kOffsets) offsets += count * kPanelColumns;
+    if (!MOESAIC_FAULT(cpu_super_scales_of_first_block)) block += block_bytes;
   }
+}
+
+template <int kBits>
+void ExpandSuperScalesOf(const SuperScaleArgs& args) {
+  if (args.offsets == nullptr) return ExpandSuperBlocks<kBits, false, false>(args);
+  if (args.form.minima) return ExpandSuperBlocks<kBits, true, true>(args);
+  ExpandSuperBlocks<kBits, false, true>(args);
 }
 
 void ExpandSuperScales(const SuperScaleArgs& args) {
   if (args.form.bits == 6) {
-    ExpandSuperBlocks<6>(args);
+    ExpandSuperScalesOf<6>(args);
   } else {
-    ExpandSuperBlocks<8>(args);
+    ExpandSuperScalesOf<8>(args);
   }
 }
 

@@ -121,8 +121,8 @@ Result<Scheme> mxfp4_scheme(const LinearFormat& f, DType) {
 }
 
 // One form for both matrices: the finest group, 4-bit codes if all types have them with the same
-// sign or table. Else a byte each: every code is a small integer, in most types of 6 bits. Scales of k
-// types stay what they are in the file unless something else is multiplied into them.
+// sign or table. Else a byte each: every code is a small integer, in most types of 6 bits. Scales of
+// k types then stay what they are in the file unless something else is multiplied into them.
 Result<Scheme> gguf_scheme(const LinearFormat& f, DType) {
   bool any_min = false, all_signed = true, all_unsigned = true, tables = true;
   bool super = !f.outer_scale;
@@ -147,13 +147,17 @@ Result<Scheme> gguf_scheme(const LinearFormat& f, DType) {
   w.block_n = 1;
   w.block_k = group;
   w.zero_point = any_min ? ZeroPoint::kMin : ZeroPoint::kNone;
-  if (super) w.super_bits = static_cast<std::uint8_t>(super_bits);
   if (tables) {
     w.dtype = DType::kU4;
     w.table = CodeTable::kIq4Nl;
     return with_weight(named("nf4-bf16"), w);
   }
-  if (!four && bits <= 6) w.code_bits = 6;
+  // Nibbles keep F32 scales: expanding them costs more time than the smaller reads save
+  // (docs/lab/cpu-experts.md).
+  if (!four && bits <= 6) {
+    w.code_bits = 6;
+    if (super) w.super_bits = static_cast<std::uint8_t>(super_bits);
+  }
   return with_weight(named(four ? "int4-g128" : "int8-bf16"), w);
 }
 
