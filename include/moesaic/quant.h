@@ -28,6 +28,8 @@ enum class ZeroPoint : std::uint8_t { kNone, kInteger, kMin };
 // 4-bit codes that index a table of 16 values (numerics/integer.h) instead of being numbers.
 enum class CodeTable : std::uint8_t { kNone, kNf4, kFp4, kIq4Nl };
 
+inline constexpr std::int64_t kSuperBlockColumns = 256;
+
 // One operand of a GEMM. A scale is always a dequantisation multiplier: x ~= q * scale.
 struct OperandQuant {
   DType dtype = DType::kBF16;  // of the stored elements
@@ -43,6 +45,13 @@ struct OperandQuant {
   ZeroPoint zero_point = ZeroPoint::kNone;     // weights
   CodeTable table = CodeTable::kNone;          // weights of dtype U4
   bool act_order = false;  // weights: columns are sorted by group, a permutation says from where
+  // Integer weights in groups, as the k types of GGUF files: what their numbers are known to be, so
+  // that a backend may hold them in fewer bits. One that holds them otherwise does not look; one that
+  // meets other numbers refuses them when it loads.
+  std::uint8_t code_bits = 0;  // I8: 6, all codes lie in -32 .. 31; 0: any
+  // Scales (and minima) of kSuperBlockColumns columns of a row, the first at column 0, are one F16
+  // number times integers: 6, 0 .. 63; 8, -128 .. 127; 0: any F32 numbers.
+  std::uint8_t super_bits = 0;
   bool operator==(const OperandQuant&) const = default;
 };
 

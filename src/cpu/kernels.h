@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/checked.h"
 #include "moesaic/activation.h"
 #include "moesaic/dtype.h"
 #include "moesaic/quant.h"
@@ -42,7 +43,8 @@ enum class OperandKind : std::uint8_t {
 
 // kCode4: 4-bit codes of any format, looked up in a table of 16 values.
 // kInt4Fp8: int4 whose product with an e4m3 scale per column and group is rounded to e4m3.
-// kI8Quads, kI4Quads: integers of 8 and 4 bits as the 8-bit dot product reads them.
+// kI6: integers of 6 bits. kI8Quads, kI6Quads, kI4Quads: integers of 8, 6 and 4 bits as the 8-bit dot
+// product reads them.
 enum class WeightKind : std::uint8_t {
   kF32,
   kBF16,
@@ -51,14 +53,16 @@ enum class WeightKind : std::uint8_t {
   kCode4,
   kI8,
   kInt4Fp8,
+  kI6,
   kI8Quads,
+  kI6Quads,
   kI4Quads
 };
-inline constexpr int kNumWeightKinds = 9;
+inline constexpr int kNumWeightKinds = 11;
 
-// What the integer kernels expect to have been added to every code of kI8Quads, kI4Quads (by
+// What the integer kernels expect to have been added to every code of kI8Quads, kI6Quads, kI4Quads (by
 // flipping this bit of its two's complement): the instruction wants one side unsigned.
-inline constexpr int kDotBias = 128, kDotBias4 = 8;
+inline constexpr int kDotBias = 128, kDotBias6 = 32, kDotBias4 = 8;
 // A row of k int8 codes for those kernels: per group of `fold` steps the int32 at which its sums
 // start, -kDotBias times the sum of its codes, then the codes.
 constexpr std::int64_t dot_row_bytes(std::int64_t k, std::int64_t fold) {
@@ -104,7 +108,33 @@ struct PanelArgs {
   const float* const* row_scales = nullptr;  // num_rows pointers to [groups]; null: 1
   int num_rows = 0;                          // 1..kMaxRows
   std::int64_t padded_k = 0;  // multiple of 4; zero-filled beyond the true K on both sides
+  bool accumulate = false;    // grouped GEMMs: result is the sum of the groups before these
   float* result = nullptr;    // [num_rows][64], overwritten
+};
+
+// Scales of super-blocks as the packed form has them; bytes of a panel: super_scales.h.
+struct SuperScaleForm {
+  int bits = 0;   // of their integers, 6 or 8; 0: not this form
+  int group = 0;  // steps of a scale: 16 or 32
+  bool minima = false;
+
+  static constexpr std::int64_t kSteps = kSuperBlockColumns;
+  std::int64_t groups() const { return kSteps / group; }
+  std::int64_t planes() const { return groups() * bits / 8; }  // of scales, as many of minima
+  std::int64_t block_bytes() const { return kPanelColumns * (minima ? 2 : 1) * (planes() + 2); }
+  std::int64_t panel_bytes(std::int64_t padded_k) const {
+    return ceil_div(padded_k, kSteps) * block_bytes();
+  }
+};
+// Those of some steps of a panel, from a super-block's first on, and where they go as F32.
+struct SuperScaleArgs {
+  SuperScaleForm form;
+  const std::byte* compact = nullptr;
+  int per_scale = 1;         // groups of `fold` steps that share a scale
+  float bias = 0;            // see pack_group_offsets
+  std::int64_t groups = 0;   // of `fold` steps
+  float* scales = nullptr;   // [groups][64]
+  float* offsets = nullptr;  // [groups][64]: min - bias * scale (one rounding); null: none wanted
 };
 
 // c: gate columns 0..31 and up columns 32..63 (gated), or 64 plain columns; see activate().
@@ -178,11 +208,11 @@ struct CpuKernels {
   // Left operands are bf16; null for kF32 and kF16 weights and on tiers without a bf16 dot product.
   ByWeightKind<PanelGemm> panel_gemm_bf16;
   // The same with groups of `fold` steps, group_scale[g][c] in the place of panel_scale, and what
-  // the offsets take away: result -= group_offset[g][c] * row_sum[r][g]. For kE4M3, kCode4, kI8 and
-  // kInt4Fp8.
+  // the offsets take away: result -= group_offset[g][c] * row_sum[r][g]. For kE4M3, kCode4, kI8, kI6
+  // (whose bits are those of kI8) and kInt4Fp8.
   ByWeightKind<PanelGemm> grouped_gemm_f32;
   ByWeightKind<PanelGemm> grouped_gemm_bf16;
-  // kI8Quads, kI4Quads: the bits of grouped_gemm_f32[kI8] and, with a table of integers, [kCode4]
+  // kI8Quads, kI6Quads, kI4Quads: the bits of grouped_gemm_f32[kI8] and, with a table of integers, [kCode4]
   // for weights packed so with the bias flipped (PackedShape::code_flip) and rows of int8 codes
   // (dot_row_bytes), on the 8-bit integer dot product: a group's sum is an exact integer either way
   // (tier amx without scales: sums of 1024 steps, hence other bits beyond 2^24).
@@ -193,6 +223,11 @@ struct CpuKernels {
   // offsets, where rows are pointers to E2M1Group [padded_k / 16], which hold the rows' scales
   // (row_scales is not read); for many rows. Null on tiers without an 8-bit dot product.
   void (*grouped_gemm_e2m1)(const PanelArgs& args);
+  // Scales and offsets of some steps of a panel from their compact form, for the grouped GEMMs, and for
+  // how many steps at a time: the kernel, called for these and then the next ones (accumulate), should
+  // find them in L1.
+  void (*expand_super_scales)(const SuperScaleArgs& args);
+  std::int64_t super_scale_steps;
   // result[r][c] *= (rows ? rows[r] * columns[c] : columns[c]), the product of the factors first.
   void (*scale_result)(float* result, int num_rows, const float* columns, const float* const* rows);
 

@@ -1,5 +1,6 @@
 #include "cpu/packed_weights.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <string>
@@ -82,6 +83,58 @@ void pack_nibble_panel(const PackedShape& shape, std::int64_t panel, const std::
   }
 }
 
+// Six-bit codes: sixteen steps of a column are three words, the same one in each of three planes.
+constexpr std::int64_t kSixSteps = 16;
+using SixWords = std::array<std::uint32_t, 3>;
+
+// kI6: a pair of steps has one in either half of a word: pairs 0 to 5 two a word at bits 0 and 6, of pairs
+// 6 and 7 the low four bits above those of words 0 and 2, and the high two above those of word 1.
+// kI6Quads: quads 0 to 2 have a word each, a step to a byte; above them two bits each of those of quad 3.
+void or_six(WeightKind kind, int step, std::uint32_t code, SixWords& words) {
+  if (kind == WeightKind::kI6Quads) {
+    const int byte = step % 4 * 8, quad = step / 4;
+    if (quad < 3) words[static_cast<std::size_t>(quad)] |= code << byte;
+    if (quad < 3) return;
+    for (int i = 0; i < 3; ++i) {
+      const int from = MOESAIC_FAULT(cpu_pack_six_high_parts_reversed) ? 2 - i : i;
+      words[static_cast<std::size_t>(i)] |= (code >> (2 * from) & 3U) << (byte + 6);
+    }
+    return;
+  }
+  const int half = (MOESAIC_FAULT(cpu_pack_six_halves_swapped) ? 1 - step % 2 : step % 2) * 16;
+  const int pair = step / 2;
+  if (pair < 6) {
+    words[static_cast<std::size_t>(pair / 2)] |= code << (half + pair % 2 * 6);
+    return;
+  }
+  const int high = MOESAIC_FAULT(cpu_pack_six_high_parts_reversed) ? 7 - pair : pair - 6;
+  words[pair == 6 ? 0 : 2] |= (code & 15U) << (half + 12);
+  words[1] |= code >> 4 << (half + 12 + 2 * high);
+}
+
+void pack_six_panel(const PackedShape& shape, std::int64_t panel, const std::byte* matrix,
+                    std::byte* packed) {
+  std::byte* base = packed + panel * shape.panel_bytes();
+  std::memset(base, 0, static_cast<std::size_t>(shape.panel_bytes()));
+  for (int column = 0; column < kPanelColumns; ++column) {
+    const std::int64_t row = shape.source_row(panel, column);
+    if (row < 0) continue;
+    const std::byte* line = matrix + row * shape.k;
+    for (std::int64_t k = 0; k < shape.k; k += kSixSteps) {
+      SixWords words{};
+      for (std::int64_t s = 0; s < kSixSteps && k + s < shape.k; ++s) {
+        const auto code = std::to_integer<std::uint32_t>(line[k + s]) ^ shape.code_flip;
+        or_six(shape.kind, static_cast<int>(s), code & 63U, words);
+      }
+      std::byte* unit = base + k / kSixSteps * 3 * kUnitBytes + column * 4;
+      for (const std::uint32_t word : words) {
+        std::memcpy(unit, &word, sizeof(word));
+        unit += kUnitBytes;
+      }
+    }
+  }
+}
+
 constexpr std::int64_t kMaxPackedBytes = std::int64_t{1} << 46;
 
 }  // namespace
@@ -97,6 +150,9 @@ std::int64_t PackedShape::elem_bits() const {
     case WeightKind::kI8:
     case WeightKind::kI8Quads:
       return 8;
+    case WeightKind::kI6:
+    case WeightKind::kI6Quads:
+      return 6;
     case WeightKind::kCode4:
     case WeightKind::kInt4Fp8:
     case WeightKind::kI4Quads:
@@ -108,8 +164,8 @@ std::int64_t PackedShape::num_panels() const {
   return order == RowOrder::kGateUp ? ceil_div(rows / 2, kPanelColumns / 2)
                                     : ceil_div(rows, kPanelColumns);
 }
-std::int64_t PackedShape::panel_bytes() const {
-  return padded_k() * kPanelColumns * elem_bits() / 8;
+std::int64_t PackedShape::bytes_of(std::int64_t steps) const {
+  return steps * kPanelColumns * elem_bits() / 8;
 }
 std::int64_t PackedShape::num_groups() const { return ceil_div(padded_k(), kGroup); }
 std::int64_t PackedShape::matrix_bytes() const { return num_panels() * panel_bytes(); }
@@ -151,14 +207,26 @@ Status check_packed_shape(const PackedShape& shape, std::int64_t num_matrices) {
 
 void pack_matrix(const PackedShape& shape, const std::byte* src, std::byte* dst, int num_threads) {
   const std::int64_t panels = shape.num_panels();
-  const std::int64_t bytes = shape.elem_bits() / 8;
+  const std::int64_t bits = shape.elem_bits();
 #pragma omp parallel for num_threads(num_threads) schedule(static)
   for (std::int64_t p = 0; p < panels; ++p) {
-    if (bytes == 0) pack_nibble_panel(shape, p, src, dst);
-    if (bytes == 1) pack_panel<1>(shape, p, src, dst);
-    if (bytes == 2) pack_panel<2>(shape, p, src, dst);
-    if (bytes == 4) pack_panel<4>(shape, p, src, dst);
+    if (bits == 4) pack_nibble_panel(shape, p, src, dst);
+    if (bits == 6) pack_six_panel(shape, p, src, dst);
+    if (bits == 8) pack_panel<1>(shape, p, src, dst);
+    if (bits == 16) pack_panel<2>(shape, p, src, dst);
+    if (bits == 32) pack_panel<4>(shape, p, src, dst);
   }
+}
+
+std::int64_t find_wide_code(const PackedShape& shape, const std::byte* src) {
+  if (shape.elem_bits() != 6) return -1;
+  const auto wide = [](std::byte code) {
+    const int value = static_cast<std::int8_t>(code);
+    return value < -32 || value > 31;
+  };
+  const std::byte* end = src + shape.rows * shape.k;
+  const std::byte* found = std::find_if(src, end, wide);
+  return found == end ? -1 : found - src;
 }
 
 void pack_block_scales(const PackedShape& shape, const float* scales, std::int64_t scale_cols,

@@ -5,8 +5,9 @@
 // unit, column c of the panel owns the 4 bytes at 4*c: 1 fp32, 2 sixteen-bit steps of k in order,
 // or 4 eight-bit steps; eight-bit steps of four neighbouring columns share 16 bytes ordered (k0,k1)
 // of each column, then (k2,k3) of each, which is what the decoders want (kI8Quads: in order, which is
-// what the dot product wants; kI4Quads: so too, with the eight steps of nibbles). A gated w13
-// interleaves:
+// what the dot product wants; kI4Quads: so too, with the eight steps of nibbles). Sixteen six-bit
+// steps are three such units, "planes", of which a column owns the same 4 bytes in each
+// (packed_weights.cc). A gated w13 interleaves:
 // panel p holds gate rows 32p..32p+31, then up rows 32p..32p+31, so that the activation finds both
 // halves in one result tile. Rows and K beyond the matrix are zero.
 #pragma once
@@ -30,7 +31,7 @@ struct PackedShape {
   RowOrder order = RowOrder::kPlain;
   std::int64_t rows = 0;
   std::int64_t k = 0;
-  std::int64_t k_multiple = 4;  // of padded_k; kCode4: a multiple of 8
+  std::int64_t k_multiple = 4;  // of padded_k; kCode4: a multiple of 8; kI6: of 16
   // Flipped in every code on the way in: turns unsigned codes into two's complement around the
   // middle of their range (0x8 or 0x80). Padding is 0 all the same.
   std::uint8_t code_flip = 0;
@@ -38,7 +39,9 @@ struct PackedShape {
   std::int64_t elem_bits() const;
   std::int64_t padded_k() const { return round_up(k, k_multiple); }
   std::int64_t num_panels() const;
-  std::int64_t panel_bytes() const;   // padded_k * 64 * elem_bits / 8
+  std::int64_t bytes_of(
+      std::int64_t steps) const;  // whole units of a panel: steps * 64 * elem_bits / 8
+  std::int64_t panel_bytes() const { return bytes_of(padded_k()); }
   std::int64_t num_groups() const;    // ceil(padded_k / 128)
   std::int64_t matrix_bytes() const;  // kLimitExceeded sizes are refused by check_packed_shape
   // Row of the matrix that column `column` of panel `panel` holds, or -1 for padding.
@@ -47,9 +50,12 @@ struct PackedShape {
 // Sizes within 2^46 bytes, rows even for kGateUp.
 Status check_packed_shape(const PackedShape& shape, std::int64_t num_matrices);
 
-// src: [rows, K] contiguous in the kind's dtype; dst: matrix_bytes(), 64-byte aligned. Parallel
+// src: [rows, K] contiguous in the kind's dtype (kI6, kI6Quads: I8 in -32 .. 31); dst: matrix_bytes(), 64-byte aligned. Parallel
 // over panels.
 void pack_matrix(const PackedShape& shape, const std::byte* src, std::byte* dst, int num_threads);
+
+// Index of the first element that the kind has no room for, or -1; only kI6 and kI6Quads have any.
+std::int64_t find_wide_code(const PackedShape& shape, const std::byte* src);
 
 // Block scales [ceil(rows/128), ceil(K/128)] F32 (rows counted within each half for kGateUp) -> [panel][group][4], one scale per 16 columns; padding
 // columns get 0.

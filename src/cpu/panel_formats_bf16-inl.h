@@ -1,5 +1,5 @@
-// What a weight format contributes to the grouped panel GEMM on the bf16 dot-product instruction:
-// 64 bytes of a unit to bf16 pairs of steps of 16 columns. Tiles: panel_gemm_grouped_bf16-inl.h.
+// What a weight format contributes to the grouped panel GEMM on the bf16 dot-product instruction: 16
+// columns of a unit to bf16 pairs of steps. Tiles: panel_gemm_grouped_bf16-inl.h.
 #if defined(MOESAIC_CPU_PANEL_FORMATS_BF16_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MOESAIC_CPU_PANEL_FORMATS_BF16_INL_H_
 #undef MOESAIC_CPU_PANEL_FORMATS_BF16_INL_H_
@@ -17,12 +17,14 @@ MOESAIC_BEFORE_NAMESPACE();
 namespace moesaic::cpu::HWY_NAMESPACE {
 namespace {
 
-// `Decode` is for 16 columns of a unit, `Begin` for what a format holds of a group in slot 0 or 1
+// A unit of kSteps steps has kBytes. `Decode` is for what `Load` reads of 16 columns of one, `Begin` for what a format holds of a group in slot 0 or 1
 // (false: the group's scales want the slower AnyScale), `Scales` for the columns' factors of its
 // fold. kByPairs: `Pair<P>` decodes one pair of steps alone.
 template <class Pairs>
 struct ScaledPairs {
   static constexpr bool kByPairs = false;
+  static constexpr std::int64_t kBytes = kUnitBytes;
+  static HWY_INLINE __m512i Load(const std::byte* w) { return _mm512_load_si512(w); }
   static constexpr int kGroupsAtOnce = 1;  // of one row
   using AnyScale = Pairs;
   static HWY_INLINE bool Begin(const PanelArgs&, std::int64_t, int) { return true; }
@@ -99,6 +101,63 @@ struct PairsI8 : ScaledPairs<PairsI8> {
   }
 };
 
+// The integers of 6 bits as bf16 (exact), by two's complement code.
+struct ValuesI6 {
+  alignas(64) std::uint16_t of[64];
+};
+constexpr ValuesI6 MakeValuesI6() {
+  ValuesI6 t{};
+  for (int code = 0; code < 64; ++code) {
+    const auto bits = std::bit_cast<std::uint32_t>(static_cast<float>((code ^ 32) - 32));
+    t.of[code] = static_cast<std::uint16_t>(bits >> 16);
+  }
+  return t;
+}
+constexpr ValuesI6 kI6ToBF16 = MakeValuesI6();
+
+// 6-bit codes: a permute of 16-bit lanes from two registers looks at six bits of its index. Layout:
+// packed_weights.cc.
+struct PairsI6 : ScaledPairs<PairsI6> {
+  static constexpr int kSteps = 16;
+  static constexpr bool kByPairs = true;
+  static constexpr std::int64_t kBytes = 3 * kUnitBytes;
+  struct Planes {
+    __m512i word[3];
+  };
+  __m512i table[2];
+  explicit PairsI6(const PanelArgs&) {
+    for (int i = 0; i < 2; ++i) table[i] = _mm512_load_si512(kI6ToBF16.of + 32 * i);
+  }
+  static HWY_INLINE Planes Load(const std::byte* w) {
+    return {{_mm512_load_si512(w), _mm512_load_si512(w + kUnitBytes),
+             _mm512_load_si512(w + 2 * kUnitBytes)}};
+  }
+  template <int P>
+  HWY_INLINE __m512i Pair(const Planes& planes) const {
+    const __m512i(&word)[3] = planes.word;
+    if constexpr (P < 6) {
+      return Look(P % 2 == 0 ? word[P / 2] : _mm512_srli_epi16(word[P / 2], 6));
+    } else {  // low | (high & 0x30)
+      const __m512i low = _mm512_srli_epi16(word[P == 6 ? 0 : 2], 12);
+      const __m512i high = _mm512_srli_epi16(word[1], P == 6 ? 8 : 10);
+      return Look(_mm512_ternarylogic_epi32(low, high, _mm512_set1_epi16(0x30), 0xF8));
+    }
+  }
+  HWY_INLINE void Decode(int, const Planes& planes, __m512i (&pair)[8], int) const {
+    pair[0] = Pair<0>(planes);
+    pair[1] = Pair<1>(planes);
+    pair[2] = Pair<2>(planes);
+    pair[3] = Pair<3>(planes);
+    pair[4] = Pair<4>(planes);
+    pair[5] = Pair<5>(planes);
+    pair[6] = Pair<6>(planes);
+    pair[7] = Pair<7>(planes);
+  }
+  HWY_INLINE __m512i Look(__m512i index) const {
+    return _mm512_permutex2var_epi16(table[0], index, table[1]);
+  }
+};
+
 // int4 times an e4m3 scale, rounded to e4m3: four significant bits, so that the rounding depends on
 // the scale's mantissa alone and its exponent is a factor of the fold. (No product is rounded more
 // coarsely: those of subnormal scales are integers in units of the smallest subnormal.) 8 mantissas
@@ -153,6 +212,8 @@ struct PairsInt4Fp8AnyScale : ScaledPairs<PairsInt4Fp8AnyScale> {
 
 struct PairsInt4Fp8 {
   static constexpr int kSteps = 8;
+  static constexpr std::int64_t kBytes = kUnitBytes;
+  static HWY_INLINE __m512i Load(const std::byte* w) { return _mm512_load_si512(w); }
   static constexpr bool kHoldsGroup = true;
   static constexpr bool kByPairs = false;
   // In one group the four chains of a row would wait for what is decoded and for each other.

@@ -179,6 +179,7 @@ void ScaleResult(float* result, int num_rows, const float* columns, const float*
 }
 
 HWY_INLINE void ClearResult(const PanelArgs& args) {
+  if (args.accumulate) return;
   const std::int64_t n = static_cast<std::int64_t>(args.num_rows) * kPanelColumns;
   for (std::int64_t i = 0; i < n; i += kLanes) hn::Store(hn::Zero(df), df, args.result + i);
 }

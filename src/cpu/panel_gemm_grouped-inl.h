@@ -112,12 +112,13 @@ HWY_INLINE void FoldColumns(const PanelArgs& args, const VF (&acc)[MR][NV], cons
   }
 }
 
-// --- Formats: one unit of 256 bytes to bf16 pairs of steps, [kSteps / 2][64]
+// --- Formats: one unit of kBytes to bf16 pairs of steps, [kSteps / 2][64]
 
 // 4-bit codes of any meaning: bytes of a table of 16 bf16 values, looked up with the nibble in one
 // byte of a 16-bit lane and "none" in the other.
 struct UnitCode4 {
   static constexpr int kSteps = 8;
+  static constexpr std::int64_t kBytes = kUnitBytes;
   template <int P>
   static HWY_INLINE void Pair(hn::Vec<hn::Repartition<std::uint16_t, DF>> raw,
                               hn::Vec<hn::Repartition<std::uint8_t, DF>> low,
@@ -150,6 +151,7 @@ struct UnitCode4 {
 
 struct UnitE4M3 {
   static constexpr int kSteps = 4;
+  static constexpr std::int64_t kBytes = kUnitBytes;
   static HWY_INLINE void Decode(const PanelArgs&, std::int64_t, const std::byte* w,
                                 std::uint32_t* out) {
     for (int c = 0; c < kPanelColumns; c += kLanes)
@@ -157,25 +159,60 @@ struct UnitE4M3 {
   }
 };
 
+// (k even, k odd) of each column, integers of kBits bits at the top of 16-bit lanes, whatever is below
+// -> bf16 pair. fp32 of such an integer has zeros below its upper half.
+template <int kBits>
+HWY_INLINE void StoreIntegerPair(hn::Vec<decltype(du32)> lanes, std::uint32_t* out) {
+  constexpr int kShift = 32 - kBits;
+  const auto even =
+      hn::ConvertTo(df, hn::ShiftRight<kShift>(hn::ShiftLeft<16>(hn::BitCast(di32, lanes))));
+  const auto odd = hn::ConvertTo(df, hn::ShiftRight<kShift>(hn::BitCast(di32, lanes)));
+  hn::Store(hn::Or(hn::ShiftRight<16>(hn::BitCast(du32, even)), hn::BitCast(du32, odd)), du32, out);
+}
+
 struct UnitI8 {
   static constexpr int kSteps = 4;
-  // (k even, k odd) of each column as x << 8 in 16-bit lanes -> bf16 pair. fp32 of an 8-bit integer
-  // has zeros below its upper half.
-  static HWY_INLINE void Pair(hn::Vec<decltype(du32)> lanes, std::uint32_t* out) {
-    const auto even =
-        hn::ConvertTo(df, hn::ShiftRight<24>(hn::ShiftLeft<16>(hn::BitCast(di32, lanes))));
-    const auto odd = hn::ConvertTo(df, hn::ShiftRight<24>(hn::BitCast(di32, lanes)));
-    hn::Store(hn::Or(hn::ShiftRight<16>(hn::BitCast(du32, even)), hn::BitCast(du32, odd)), du32,
-              out);
-  }
+  static constexpr std::int64_t kBytes = kUnitBytes;
   static HWY_INLINE void Decode(const PanelArgs&, std::int64_t, const std::byte* w,
                                 std::uint32_t* out) {
     const hn::Repartition<std::uint8_t, DF> du8;
     const auto zero = hn::Zero(du8);
     for (int c = 0; c < kPanelColumns; c += kLanes) {
       const auto raw = hn::Load(du8, reinterpret_cast<const std::uint8_t*>(w + 4 * c));
-      Pair(hn::BitCast(du32, hn::InterleaveLower(du8, zero, raw)), out + c);
-      Pair(hn::BitCast(du32, hn::InterleaveUpper(du8, zero, raw)), out + kPanelColumns + c);
+      StoreIntegerPair<8>(hn::BitCast(du32, hn::InterleaveLower(du8, zero, raw)), out + c);
+      StoreIntegerPair<8>(hn::BitCast(du32, hn::InterleaveUpper(du8, zero, raw)),
+                          out + kPanelColumns + c);
+    }
+  }
+};
+
+// Three planes, sixteen steps: packed_weights.cc.
+struct UnitI6 {
+  static constexpr int kSteps = 16;
+  static constexpr std::int64_t kBytes = 3 * kUnitBytes;
+  static HWY_INLINE void Decode(const PanelArgs&, std::int64_t, const std::byte* w,
+                                std::uint32_t* out) {
+    const hn::Repartition<std::uint16_t, DF> du16;
+    const auto store = [&](int pair, hn::Vec<decltype(du16)> code,
+                           std::uint32_t* to) MOESAIC_TIER_ATTR {
+      StoreIntegerPair<6>(hn::BitCast(du32, code), to + pair * kPanelColumns);
+    };
+    for (int c = 0; c < kPanelColumns; c += kLanes) {
+      hn::Vec<decltype(du16)> word[3];
+      for (int i = 0; i < 3; ++i)
+        word[i] =
+            hn::Load(du16, reinterpret_cast<const std::uint16_t*>(w + i * kUnitBytes + 4 * c));
+      for (int i = 0; i < 3; ++i) {
+        store(2 * i, hn::ShiftLeft<10>(word[i]), out + c);
+        store(2 * i + 1, hn::ShiftLeft<4>(word[i]), out + c);
+      }
+      // The low four bits of each of the last two pairs, and the high two.
+      const auto low = hn::Set(du16, 0x3C00U), high = hn::Set(du16, 0xC000U);
+      store(6,
+            hn::Or(hn::And(hn::ShiftRight<2>(word[0]), low),
+                   hn::And(hn::ShiftLeft<2>(word[1]), high)),
+            out + c);
+      store(7, hn::Or(hn::And(hn::ShiftRight<2>(word[2]), low), hn::And(word[1], high)), out + c);
     }
   }
 };
@@ -184,6 +221,7 @@ struct UnitI8 {
 // for machines without the byte permutes of the bf16 tier, and there for scales of unusual size.
 struct UnitInt4Fp8 {
   static constexpr int kSteps = 8;
+  static constexpr std::int64_t kBytes = kUnitBytes;
   static void Decode(const PanelArgs& args, std::int64_t group, const std::byte* w,
                      std::uint32_t* out) {
     for (int c = 0; c < kPanelColumns; ++c) DecodeColumn(args, group, w, c, out + c);
@@ -240,8 +278,9 @@ void GroupedGemmF32(const PanelArgs& args) {
   for (std::int64_t group = 0; group < groups; ++group) {
     inner.panel_scales = ExpandScales(args, group, buffer);
     std::uint32_t* out = block;
-    for (int k = 0; k < args.fold; k += Unit::kSteps, w += kUnitBytes) {
-      PrefetchUnit(w + kPrefetchBytes);
+    for (int k = 0; k < args.fold; k += Unit::kSteps, w += Unit::kBytes) {
+      for (std::int64_t plane = 0; plane < Unit::kBytes; plane += kUnitBytes)
+        PrefetchUnit(w + plane + kPrefetchBytes);
       Unit::Decode(args, group, w, out);
       out += Unit::kSteps / 2 * kPanelColumns;
     }

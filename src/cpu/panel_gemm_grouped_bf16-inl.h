@@ -29,9 +29,17 @@ HWY_INLINE void StepOfUnit(const Pairs& pairs, const std::byte* w,
   __m512i wv[4];
 #pragma GCC unroll 4
   for (int v = 0; v < 4; ++v) {
-    wv[v] = pairs.template Pair<P>(_mm512_load_si512(w + 64 * v));
+    wv[v] = pairs.template Pair<P>(Pairs::Load(w + 64 * v));
   }
   DotRows<MR>(wv, a, k + 2 * P, acc);
+}
+
+// All pairs of a unit, one after the other.
+template <class Pairs, int MR, int P = 0>
+HWY_INLINE void StepsOfUnit(const Pairs& pairs, const std::byte* w,
+                            const std::uint16_t* const (&a)[MR], std::int64_t k, VF (&acc)[MR][4]) {
+  StepOfUnit<P>(pairs, w, a, k, acc);
+  if constexpr (2 * (P + 1) < Pairs::kSteps) StepsOfUnit<Pairs, MR, P + 1>(pairs, w, a, k, acc);
 }
 
 // A unit as kSteps / 2 bf16 units.
@@ -40,8 +48,8 @@ HWY_INLINE void DecodeUnit(const Pairs& pairs, const std::byte* w, std::uint32_t
 #pragma GCC unroll 4
   for (int v = 0; v < 4; ++v) {
     __m512i pair[Pairs::kSteps / 2];
-    pairs.Decode(v, _mm512_load_si512(w + 64 * v), pair, 0);
-#pragma GCC unroll 4
+    pairs.Decode(v, Pairs::Load(w + 64 * v), pair, 0);
+#pragma GCC unroll 8
     for (int step = 0; step < Pairs::kSteps / 2; ++step)
       _mm512_store_si512(out + step * kPanelColumns + 16 * v, pair[step]);
   }
@@ -53,29 +61,26 @@ HWY_INLINE void GroupsInRegisters(const PanelArgs& args, const Pairs& pairs, std
                                   const std::byte* w, VF (&acc)[kGroups][MR][4]) {
   const std::uint16_t* a[MR];
   for (int r = 0; r < MR; ++r) a[r] = static_cast<const std::uint16_t*>(args.rows[r]) + k0;
-  const std::int64_t group_bytes = args.fold / Pairs::kSteps * kUnitBytes;
+  const std::int64_t group_bytes = args.fold / Pairs::kSteps * Pairs::kBytes;
 #pragma GCC unroll 2
   for (int g = 0; g < kGroups; ++g) ClearTile<MR>(acc[g]);
-  for (int k = 0; k < args.fold; k += Pairs::kSteps, w += kUnitBytes) {
+  for (int k = 0; k < args.fold; k += Pairs::kSteps, w += Pairs::kBytes) {
 #pragma GCC unroll 2
     for (int g = 0; g < kGroups; ++g) {
       const std::byte* unit = w + g * group_bytes;
       const std::int64_t step0 = k + g * std::int64_t{args.fold};
-#pragma GCC unroll 4
-      for (int line = 0; line < 4; ++line)
+#pragma GCC unroll 12
+      for (int line = 0; line < Pairs::kBytes / 64; ++line)
         __builtin_prefetch(unit + kGroups * kStreamPrefetchBytes + 64 * line, 0, 2);
       if constexpr (Pairs::kByPairs && MR > 3) {
-        StepOfUnit<0>(pairs, unit, a, step0, acc[g]);
-        StepOfUnit<1>(pairs, unit, a, step0, acc[g]);
-        StepOfUnit<2>(pairs, unit, a, step0, acc[g]);
-        StepOfUnit<3>(pairs, unit, a, step0, acc[g]);
+        StepsOfUnit<Pairs, MR>(pairs, unit, a, step0, acc[g]);
         continue;
       }
 #pragma GCC unroll 4
       for (int v = 0; v < 4; ++v) {
         __m512i pair[Pairs::kSteps / 2];
-        pairs.Decode(v, _mm512_load_si512(unit + 64 * v), pair, g);
-#pragma GCC unroll 4
+        pairs.Decode(v, Pairs::Load(unit + 64 * v), pair, g);
+#pragma GCC unroll 8
         for (int step = 0; step < Pairs::kSteps / 2; ++step) {
 #pragma GCC unroll 6
           for (int r = 0; r < MR; ++r) {
@@ -127,14 +132,27 @@ HWY_INLINE bool StreamGroups(const PanelArgs& args, Pairs& pairs, std::int64_t g
   return true;
 }
 
+// The result so far, of the first MR rows.
+template <int MR>
+HWY_INLINE void StartTotal(const PanelArgs& args, VF (&total)[MR][4]) {
+  ClearTile<MR>(total);
+  if (!args.accumulate) return;
+#pragma GCC unroll 2
+  for (int r = 0; r < MR; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v)
+      total[r][v] = hn::Load(df, args.result + r * kPanelColumns + 16 * v);
+  }
+}
+
 // kGroups groups at a time: independent chains, folded in their order.
 template <class Pairs, int MR, int kGroups>
 HWY_NOINLINE void GroupedStream(const PanelArgs& args) {
   Pairs pairs(args);
   VF total[MR][4];
-  ClearTile<MR>(total);
+  StartTotal<MR>(args, total);
   const std::byte* w = args.panel;
-  const std::int64_t group_bytes = args.fold / Pairs::kSteps * kUnitBytes;
+  const std::int64_t group_bytes = args.fold / Pairs::kSteps * Pairs::kBytes;
   const std::int64_t groups = args.padded_k / args.fold;
   std::int64_t group = 0;
   for (; group + kGroups <= groups; group += kGroups, w += kGroups * group_bytes) {
@@ -163,7 +181,7 @@ HWY_NOINLINE void GroupedDirect(const PanelArgs& args) {
     if (HWY_UNLIKELY(!pairs.Begin(args, group, 0)))
       return GroupedBlocks<typename Pairs::AnyScale>(args);
     GroupsInRegisters<Pairs, MR, 1>(args, pairs, k0, w, acc);
-    w += args.fold / Pairs::kSteps * kUnitBytes;
+    w += args.fold / Pairs::kSteps * Pairs::kBytes;
     FoldColumns<MR, 4>(args, acc[0], Pairs::Scales(args, group, buffer), group, 0, 0);
   }
 }
@@ -192,10 +210,10 @@ HWY_NOINLINE void RunGroupedTile(const PanelArgs& args, const GroupedBlock& bloc
     const std::int64_t first = group * args.fold;
     for (std::int64_t k = 0; k < args.fold; k += Pairs::kSteps, decoded += kDecoded) {
       if constexpr (kDecodes) {
-        w += kUnitBytes;
+        w += Pairs::kBytes;
         if (w < end) DecodeUnit(pairs, w, reinterpret_cast<std::uint32_t*>(decoded + kDecoded));
       }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int pair = 0; pair < Pairs::kSteps / 2; ++pair)
         StepBF16<MR>(decoded + pair * kUnitBytes, a, first + k + 2 * pair, acc);
     }
@@ -251,7 +269,7 @@ HWY_NOINLINE void GroupedBlocks(const PanelArgs& args) {
     if (HWY_UNLIKELY(!pairs.Begin(args, block.group, 0)))
       return GroupedBlocks<typename Pairs::AnyScale>(args);
     const std::byte* units = w;
-    w += k_count / Pairs::kSteps * kUnitBytes;
+    w += k_count / Pairs::kSteps * Pairs::kBytes;
     // The decoding tile is as high as the others, or four rows where decoding is quick: a high one
     // would wait for its stores.
     const int even = (args.num_rows + 5) / 6;
@@ -260,7 +278,7 @@ HWY_NOINLINE void GroupedBlocks(const PanelArgs& args) {
     const int tiles = 1 + (rest + 5) / 6;
     block.row = 0;
     // Each tile asks for its share of the next groups: decoding them would wait for memory.
-    const auto lines = static_cast<int>(k_count / Pairs::kSteps * (kUnitBytes / 64));
+    const auto lines = static_cast<int>(k_count / Pairs::kSteps * (Pairs::kBytes / 64));
     for (int i = 0; i < tiles; ++i) {
       const int height = i == 0 ? first : rest / (tiles - 1) + (i - 1 < rest % (tiles - 1) ? 1 : 0);
       for (int line = lines * i / tiles; line < lines * (i + 1) / tiles; ++line)

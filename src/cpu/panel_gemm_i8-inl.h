@@ -23,7 +23,6 @@ namespace moesaic::cpu::HWY_NAMESPACE {
 namespace {
 
 using VI = hn::Vec<decltype(di32)>;
-constexpr int kUnitLines = kUnitBytes / 64;
 
 // acc += products of four unsigned bytes of w and four signed ones of x, per lane. (Highway 1.0 has
 // no such operation, and with the intrinsic g++ 12 spills half of the accumulators.)
@@ -56,15 +55,21 @@ void StoreI8(const float* row, std::int64_t n, int fold, void* dst) {
   }
 }
 
-// --- Units of weights: what a format contributes. Quad<Q>: steps 4 Q to 4 Q + 3 of a lane's column.
+HWY_INLINE VI LoadLanes(const std::byte* unit, int v) {
+  return hn::Load(di32, reinterpret_cast<const std::int32_t*>(unit) + v * kLanes);
+}
+
+// --- Units of weights: what a format contributes. Quad<Q>: steps 4 Q to 4 Q + 3 of the columns of
+// vector v of a unit.
 
 struct UnitQuads8 {
   static constexpr int kSteps = 4;
+  static constexpr std::int64_t kBytes = kUnitBytes;
   static constexpr int kStartShift = 0;  // from the row's start to that of this format's bias
   using Decoded = UnitQuads8;
   template <int Q>
-  static HWY_INLINE VI Quad(VI raw) {
-    return raw;
+  static HWY_INLINE VI Quad(const std::byte* unit, int v) {
+    return LoadLanes(unit, v);
   }
 };
 
@@ -76,27 +81,67 @@ static_assert(kDotBias4 << UnitQuads4InBytes::kStartShift == kDotBias);
 
 struct UnitQuads4 {
   static constexpr int kSteps = 8;
+  static constexpr std::int64_t kBytes = kUnitBytes;
   static constexpr int kStartShift = UnitQuads4InBytes::kStartShift;
   using Decoded = UnitQuads4InBytes;
   template <int Q>
-  static HWY_INLINE VI Quad(VI raw) {
+  static HWY_INLINE VI Quad(const std::byte* unit, int v) {
+    const VI raw = LoadLanes(unit, v);
     return hn::And(Q == 0 ? raw : hn::ShiftRight<4>(raw), hn::Set(di32, 0x0F0F0F0F));
   }
 };
 
-HWY_INLINE VI LoadLanes(const std::byte* unit, int v) {
-  return hn::Load(di32, reinterpret_cast<const std::int32_t*>(unit) + v * kLanes);
+struct UnitQuads6InBytes : UnitQuads8 {
+  static constexpr int kStartShift = 2;
+};
+static_assert(kDotBias6 << UnitQuads6InBytes::kStartShift == kDotBias);
+
+// Three quads in three planes, and two bits of the fourth above each of them.
+struct UnitQuads6 {
+  static constexpr int kSteps = 16;
+  static constexpr std::int64_t kBytes = 3 * kUnitBytes;
+  static constexpr int kStartShift = UnitQuads6InBytes::kStartShift;
+  using Decoded = UnitQuads6InBytes;
+  template <int Q>
+  static HWY_INLINE VI Quad(const std::byte* unit, int v) {
+    if constexpr (Q < 3) {
+      return hn::And(LoadLanes(unit + Q * kUnitBytes, v), hn::Set(di32, 0x3F3F3F3F));
+    } else {
+      const VI low = hn::ShiftRight<6>(LoadLanes(unit, v));
+      const VI middle = hn::ShiftRight<4>(LoadLanes(unit + kUnitBytes, v));
+      const VI high = hn::ShiftRight<2>(LoadLanes(unit + 2 * kUnitBytes, v));
+      return hn::Or(hn::And(low, hn::Set(di32, 0x03030303)),
+                    hn::Or(hn::And(middle, hn::Set(di32, 0x0C0C0C0C)),
+                           hn::And(high, hn::Set(di32, 0x30303030))));
+    }
+  }
+};
+
+// Calls use.template Do<Q> for every quad of a unit, in order.
+template <class Unit, int Q = 0, class Use>
+HWY_INLINE void ForQuads(const Use& use) {
+  use.template Do<Q>();
+  if constexpr (4 * (Q + 1) < Unit::kSteps) ForQuads<Unit, Q + 1>(use);
 }
 
 // `bytes` of units, one quad of steps after the other.
-void DecodeQuads4(const std::byte* w, std::int64_t bytes, std::byte* out) {
-  for (std::int64_t at = 0; at < bytes; at += kUnitBytes, w += kUnitBytes, out += 2 * kUnitBytes) {
-    for (int c = 0; c < kPanelColumns; c += kLanes) {
-      const VI raw = LoadLanes(w + 4 * c, 0);
-      hn::Store(UnitQuads4::Quad<0>(raw), di32, reinterpret_cast<std::int32_t*>(out) + c);
-      hn::Store(UnitQuads4::Quad<1>(raw), di32,
-                reinterpret_cast<std::int32_t*>(out + kUnitBytes) + c);
+template <class Unit>
+struct StoreQuads {
+  const std::byte* w;
+  std::byte* out;
+  template <int Q>
+  HWY_INLINE void Do() const {
+    for (int v = 0; v < kPanelColumns / kLanes; ++v) {
+      hn::Store(Unit::template Quad<Q>(w, v), di32,
+                reinterpret_cast<std::int32_t*>(out + Q * kUnitBytes) + v * kLanes);
     }
+  }
+};
+template <class Unit>
+void DecodeQuads(const std::byte* w, std::int64_t bytes, std::byte* out) {
+  for (std::int64_t at = 0; at < bytes; at += Unit::kBytes) {
+    ForQuads<Unit>(StoreQuads<Unit>{w + at, out});
+    out += Unit::kSteps / 4 * kUnitBytes;
   }
 }
 
@@ -121,7 +166,7 @@ HWY_INLINE void StepI8(const std::byte* unit, const std::uint8_t* const (&a)[MR]
   if constexpr (Unit::kSteps > 4) __asm__("" : "+r"(unit));
   VI w[kTileVectors];
 #pragma GCC unroll 8
-  for (int v = 0; v < kTileVectors; ++v) w[v] = Unit::template Quad<Q>(LoadLanes(unit, v));
+  for (int v = 0; v < kTileVectors; ++v) w[v] = Unit::template Quad<Q>(unit, v);
 #pragma GCC unroll 8
   for (int r = 0; r < MR; ++r) {
     std::int32_t quad;
@@ -131,6 +176,19 @@ HWY_INLINE void StepI8(const std::byte* unit, const std::uint8_t* const (&a)[MR]
     for (int v = 0; v < kTileVectors; ++v) AddQuads(acc[r][v], w[v], x);
   }
 }
+
+// All quads of a unit.
+template <class Unit, int MR>
+struct UnitStepI8 {
+  const std::byte* unit;
+  const std::uint8_t* const (&a)[MR];
+  int at;
+  VI (&acc)[MR][kTileVectors];
+  template <int Q>
+  HWY_INLINE void Do() const {
+    StepI8<Unit, Q, MR>(unit, a, at, acc);
+  }
+};
 
 // A block's groups for MR rows. kLines: of memory to ask for with each unit.
 template <class Unit, int MR, int kLines>
@@ -153,14 +211,13 @@ HWY_NOINLINE void RunI8Tile(const PanelArgs& args, const I8Block& block) {
 #pragma GCC unroll 8
         for (int v = 0; v < kTileVectors; ++v) acc[r][v] = hn::Zero(di32);
       }
-      for (int k = 0; k < args.fold; k += Unit::kSteps, unit += kUnitBytes) {
+      for (int k = 0; k < args.fold; k += Unit::kSteps, unit += Unit::kBytes) {
         if (kLines > 0 && column == 0) {
-#pragma GCC unroll 4
+#pragma GCC unroll 12
           for (int line = 0; line < kLines; ++line) __builtin_prefetch(fetch + 64 * line, 0, 2);
           fetch += 64 * kLines;
         }
-        StepI8<Unit, 0, MR>(unit, a, k, acc);
-        if constexpr (Unit::kSteps > 4) StepI8<Unit, 1, MR>(unit, a, k, acc);
+        ForQuads<Unit>(UnitStepI8<Unit, MR>{unit, a, k, acc});
       }
       VF sums[MR][kTileVectors];
 #pragma GCC unroll 8
@@ -209,7 +266,7 @@ HWY_INLINE void RunI8Tiles(const PanelArgs& args, std::int64_t units, std::int64
 }
 
 // 128 steps at a time: 8 KiB of L1. Up to six rows read the units as they lie; more read quads,
-// which 4-bit codes are decoded to before.
+// which codes of fewer than 8 bits are decoded to before.
 template <class Unit>
 void GroupedGemmI8(const PanelArgs& args) {
   using Decoded = typename Unit::Decoded;
@@ -229,7 +286,7 @@ void GroupedGemmI8(const PanelArgs& args) {
     block.groups =
         static_cast<int>(HWY_MIN(std::int64_t{kGroup / args.fold}, groups - block.group));
     const std::int64_t steps = std::int64_t{block.groups} * args.fold;
-    const std::int64_t bytes = steps / Unit::kSteps * kUnitBytes;
+    const std::int64_t bytes = steps / Unit::kSteps * Unit::kBytes;
     PrefetchGroups(args, block.group + block.groups, block.groups);
     if (args.group_scale_format == ScaleFormat::kF32) {
       block.scales = ExpandScales(args, block.group, scales);
@@ -241,10 +298,10 @@ void GroupedGemmI8(const PanelArgs& args) {
     block.row = 0;
     if (args.num_rows <= 6) {
       block.fetch = w + kPrefetchBytes;
-      kI8Tiles<Unit, kUnitLines>[args.num_rows](args, block);
+      kI8Tiles<Unit, Unit::kBytes / 64>[args.num_rows](args, block);
     } else {
       if constexpr (kDecodes) {
-        DecodeQuads4(w, bytes, quads);
+        DecodeQuads<Unit>(w, bytes, quads);
         block.units = quads;
       }
       block.fetch = w + bytes;

@@ -100,11 +100,11 @@ class TileGemm {
   HWY_INLINE void RunBlock(const std::byte* end) {
     const int pairs = cut_.count / 2;
     const int turns = (2 * pairs + cut_.count % 2) * block_.folds * block_.products;
-    units_per_turn_ = ceil_div((units_.end() - end) / kUnitBytes, std::int64_t{turns});
+    units_per_turn_ = ceil_div((units_.end() - end) / Source::kBytes, std::int64_t{turns});
     // Four times a turn, one full block ahead: also into the panel behind this one, which is the
     // thread's next as a rule.
     const std::int64_t units = block_.count / Source::kSteps;
-    fetch_ = end - units * kUnitBytes + TileUnits<Source>::kBytes;
+    fetch_ = end - units * Source::kBytes + TileUnits<Source>::kBytes;
     fetch_lines_ = static_cast<int>(ceil_div(units, std::int64_t{turns}));
     for (int tile = 0; tile < cut_.count; tile += 2) {
       const bool pair = tile + 1 < cut_.count;
@@ -288,11 +288,13 @@ template <class Tiles>
 void UseTiles(CpuKernels& t) {
   using enum WeightKind;
   t.chunk_rows = 16384;
+  t.super_scale_steps = 4096;  // a call configures tiles
   t.panel_gemm_bf16[kBF16] = PlainGemmTiles<Tiles, UnitsInPlace<TileBF16>>;
   t.panel_gemm_bf16[kE4M3] = PlainGemmTiles<Tiles, DecodedUnits<PairsE4M3>>;
   t.grouped_gemm_bf16[kE4M3] = GroupedGemmTiles<Tiles, DecodedUnits<PairsE4M3>>;
   t.grouped_gemm_bf16[kCode4] = GroupedGemmTiles<Tiles, DecodedUnits<PairsCode4>>;
   t.grouped_gemm_bf16[kI8] = GroupedGemmTiles<Tiles, DecodedUnits<PairsI8>>;
+  t.grouped_gemm_bf16[kI6] = GroupedGemmTiles<Tiles, DecodedUnits<PairsI6>>;
   t.grouped_gemm_bf16[kInt4Fp8] = GroupedGemmTiles<Tiles, DecodedUnits<PairsInt4Fp8>>;
   t.grouped_gemm_i8[kI8Quads] = GroupedGemmTilesI8<Tiles>;
 }

@@ -76,7 +76,9 @@ struct TileI8 {
 // bf16 units as they lie.
 struct PairsInPlace {
   static constexpr int kSteps = 2;
+  static constexpr std::int64_t kBytes = kUnitBytes;
   explicit PairsInPlace(const PanelArgs&) {}
+  static HWY_INLINE __m512i Load(const std::byte* w) { return _mm512_load_si512(w); }
   HWY_INLINE void Decode(int, __m512i raw, __m512i (&pair)[1], int) const { pair[0] = raw; }
 };
 
@@ -87,6 +89,7 @@ struct UnitsInPlace {
   using Operand = OperandType;
   using AnyScale = UnitsInPlace;
   static constexpr int kSteps = 4 / Operand::kStepBytes;  // of a unit
+  static constexpr std::int64_t kBytes = kUnitBytes;
   static constexpr int kBlockBytes = 1024;
   static constexpr bool kDecodes = false;
   static constexpr bool kHoldsGroup = false;
@@ -95,7 +98,7 @@ struct UnitsInPlace {
   explicit UnitsInPlace(const PanelArgs& args) : pairs(args) {}
   // What is held of the group of step k0; false: see Pairs::Begin.
   HWY_INLINE bool Begin(const PanelArgs&, std::int64_t) { return true; }
-  // `count` units at w to kExpands as many.
+  // `count` units at w to kExpands times as many of kUnitBytes.
   static constexpr int kExpands = 1;
   HWY_INLINE void Decode(const std::byte* w, std::int64_t count, std::byte* out) const {
     std::memcpy(out, w, static_cast<std::size_t>(count * kUnitBytes));
@@ -112,6 +115,7 @@ struct DecodedUnits {
   using Operand = TileBF16;
   using AnyScale = DecodedUnits<typename Pairs::AnyScale>;
   static constexpr int kSteps = Pairs::kSteps;
+  static constexpr std::int64_t kBytes = Pairs::kBytes;
   static constexpr int kBlockBytes = 512;
   static constexpr bool kDecodes = true;
   static constexpr bool kHoldsGroup = HoldsGroup<Pairs>;
@@ -122,8 +126,8 @@ struct DecodedUnits {
   }
   static constexpr int kExpands = kSteps / 2;
   HWY_INLINE void Decode(const std::byte* w, std::int64_t count, std::byte* out) const {
-    for (std::int64_t u = 0; u < count; ++u, w += kUnitBytes, out += kExpands * kUnitBytes) {
-      for (int line = 0; line < 4; ++line)
+    for (std::int64_t u = 0; u < count; ++u, w += kBytes, out += kExpands * kUnitBytes) {
+      for (int line = 0; line < kBytes / 64; ++line)
         __builtin_prefetch(w + kStreamPrefetchBytes + 64 * line, 0, 2);
       DecodeUnit(pairs, w, reinterpret_cast<std::uint32_t*>(out));
     }

@@ -29,8 +29,8 @@ HWY_INLINE void AddUnit(const Pairs& pairs, const std::byte* w, const float* con
 #pragma GCC unroll 4
   for (int v = 0; v < 4; ++v) {
     __m512i pair[Pairs::kSteps / 2];
-    pairs.Decode(v, _mm512_load_si512(w + 64 * v), pair, 0);
-#pragma GCC unroll 4
+    pairs.Decode(v, Pairs::Load(w + 64 * v), pair, 0);
+#pragma GCC unroll 8
     for (int s = 0; s < Pairs::kSteps / 2; ++s) {
       const hn::Vec<decltype(du32)> bits{pair[s]};
       const VF even = hn::BitCast(df, hn::ShiftLeft<16>(bits));
@@ -90,7 +90,7 @@ HWY_NOINLINE bool StreamAsTiles(const PanelArgs& args, const TileSteps& steps) {
   alignas(64) float x[MR][kMost];
   alignas(64) float buffer[kPanelColumns];
   VF total[MR][4];
-  ClearTile<MR>(total);
+  StartTotal<MR>(args, total);
   const std::byte* w = args.panel;
   std::int64_t group = 0;
   for (std::int64_t k0 = 0; k0 < args.padded_k; k0 += steps.fold, ++group) {
@@ -106,9 +106,9 @@ HWY_NOINLINE bool StreamAsTiles(const PanelArgs& args, const TileSteps& steps) {
       for (int r = 0; r < MR; ++r) {
         for (int v = 0; v < 4; ++v) chain[r][v][0] = chain[r][v][1] = hn::Zero(df);
       }
-      for (int s = 0; s < steps.product; s += Pairs::kSteps, w += kUnitBytes) {
-#pragma GCC unroll 4
-        for (int line = 0; line < 4; ++line)
+      for (int s = 0; s < steps.product; s += Pairs::kSteps, w += Pairs::kBytes) {
+#pragma GCC unroll 12
+        for (int line = 0; line < Pairs::kBytes / 64; ++line)
           __builtin_prefetch(w + kStreamPrefetchBytes + 64 * line, 0, 2);
         const float* at[MR];
         for (int r = 0; r < MR; ++r) at[r] = x[r] + k + s;

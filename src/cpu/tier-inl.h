@@ -36,6 +36,7 @@
 #include "cpu/panel_gemm_i8-inl.h"
 #include "cpu/quantize-inl.h"
 #include "cpu/rows-inl.h"
+#include "cpu/super_scales-inl.h"
 
 MOESAIC_BEFORE_NAMESPACE();
 namespace moesaic::cpu::HWY_NAMESPACE {
@@ -56,7 +57,10 @@ constexpr CpuKernels MakeTable() {
   t.grouped_gemm_f32[kE4M3] = GroupedGemmF32<UnitE4M3>;
   t.grouped_gemm_f32[kCode4] = GroupedGemmF32<UnitCode4>;
   t.grouped_gemm_f32[kI8] = GroupedGemmF32<UnitI8>;
+  t.grouped_gemm_f32[kI6] = GroupedGemmF32<UnitI6>;
   t.grouped_gemm_f32[kInt4Fp8] = GroupedGemmF32<UnitInt4Fp8>;
+  t.expand_super_scales = ExpandSuperScales;
+  t.super_scale_steps = 512;
   t.scale_result = ScaleResult;
 
   t.gate_logits = GateLogits;
@@ -75,6 +79,7 @@ constexpr CpuKernels MakeTable() {
 
 #if MOESAIC_TIER_DOT8
   t.grouped_gemm_i8[kI8Quads] = GroupedGemmI8<UnitQuads8>;
+  t.grouped_gemm_i8[kI6Quads] = GroupedGemmI8<UnitQuads6>;
   t.grouped_gemm_i8[kI4Quads] = GroupedGemmI8<UnitQuads4>;
   t.store_i8 = StoreI8;
   t.multiply_add_loop_i8 = MultiplyAddLoopI8;
@@ -86,6 +91,7 @@ constexpr CpuKernels MakeTable() {
   t.grouped_gemm_bf16[kE4M3] = GroupedGemmPair<PairsE4M3>;
   t.grouped_gemm_bf16[kCode4] = GroupedGemmPair<PairsCode4>;
   t.grouped_gemm_bf16[kI8] = GroupedGemmPair<PairsI8>;
+  t.grouped_gemm_bf16[kI6] = GroupedGemmPair<PairsI6>;
   t.grouped_gemm_bf16[kInt4Fp8] = GroupedGemmPair<PairsInt4Fp8>;
   t.grouped_gemm_e2m1 = GroupedGemmE2M1;
   t.store_e2m1 = StoreE2M1;

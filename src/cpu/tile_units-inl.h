@@ -32,7 +32,7 @@ class TileUnits {
     count_ = std::clamp<std::int64_t>(args.padded_k - k0, 0, steps.block);
     padded_ = round_up(count_, std::int64_t{steps.product});
     w_ = w;
-    end_ = w + count_ / Source::kSteps * kUnitBytes;
+    end_ = w + count_ / Source::kSteps * Source::kBytes;
     in_place_ = !Source::kDecodes && count_ == padded_;
     if (Source::kDecodes) buffer_ = 1 - buffer_;
     out_ = buffers_ + buffer_ * kBytes;
@@ -41,9 +41,9 @@ class TileUnits {
   }
   // The next `units` of them, if there are as many.
   HWY_INLINE void Decode(std::int64_t units) {
-    units = std::min<std::int64_t>(units, (end_ - w_) / kUnitBytes);
+    units = std::min<std::int64_t>(units, (end_ - w_) / Source::kBytes);
     source_.Decode(w_, units, out_);
-    w_ += units * kUnitBytes;
+    w_ += units * Source::kBytes;
     out_ += units * Source::kExpands * kUnitBytes;
   }
   HWY_INLINE void Finish() {

@@ -48,12 +48,14 @@ struct GgufTypeInfo {
   std::string_view name;  // "Q4_K"
   int block_elems;        // columns per block; rows are whole blocks
   int block_bytes;
-  int group;       // columns that share one scale; 0 for the plain types
-  int code_bits;   // 4 when every code fits a nibble (signed or unsigned, see below), else 8
+  int group;      // columns that share one scale; 0 for the plain types
+  int code_bits;  // 4 when every code fits a nibble (signed or unsigned, see below), 6 when it lies in
+                  // -32 .. 31, else 8
   bool is_signed;  // codes are signed; else 0 ..
   bool has_min;
   // Codes are stored as nibbles that stand for the values of this table, which fit a byte.
   CodeTable table = CodeTable::kNone;
+  int super_bits = 0;  // see OperandQuant: what scales and minima of a block are
 };
 // Every type that is read, for messages: "F32, F16, ... or NVFP4".
 std::string gguf_type_names();

@@ -226,26 +226,34 @@ void decode_tq2_0(const std::uint8_t* b, GgufBlock* out) {
 }
 
 constexpr std::array<GgufFormat, 19> kFormats = {{
-    // type, name, elems, bytes, group, code bits, signed, min
+    // type, name, elems, bytes, group, code bits, signed, min, table, super bits
     {{GgufType::kF32, "F32", 1, 4, 0, 0, false, false}, nullptr},
     {{GgufType::kF16, "F16", 1, 2, 0, 0, false, false}, nullptr},
     {{GgufType::kQ4_0, "Q4_0", kGgufBlock, 18, kGgufBlock, 4, true, false}, decode_q4_0},
     {{GgufType::kQ4_1, "Q4_1", kGgufBlock, 20, kGgufBlock, 4, false, true}, decode_q4_1},
-    {{GgufType::kQ5_0, "Q5_0", kGgufBlock, 22, kGgufBlock, 8, true, false}, decode_q5_0},
-    {{GgufType::kQ5_1, "Q5_1", kGgufBlock, 24, kGgufBlock, 8, false, true}, decode_q5_1},
+    {{GgufType::kQ5_0, "Q5_0", kGgufBlock, 22, kGgufBlock, 6, true, false}, decode_q5_0},
+    {{GgufType::kQ5_1, "Q5_1", kGgufBlock, 24, kGgufBlock, 6, false, true}, decode_q5_1},
     {{GgufType::kQ8_0, "Q8_0", kGgufBlock, 34, kGgufBlock, 8, true, false}, decode_q8_0},
-    {{GgufType::kQ2_K, "Q2_K", kGgufSuperBlock, 84, kGgufHalfBlock, 4, false, true}, decode_q2_k},
-    {{GgufType::kQ3_K, "Q3_K", kGgufSuperBlock, 110, kGgufHalfBlock, 4, true, false}, decode_q3_k},
-    {{GgufType::kQ4_K, "Q4_K", kGgufSuperBlock, 144, kGgufBlock, 4, false, true},
+    {{GgufType::kQ2_K, "Q2_K", kGgufSuperBlock, 84, kGgufHalfBlock, 4, false, true,
+      CodeTable::kNone, 6},
+     decode_q2_k},
+    {{GgufType::kQ3_K, "Q3_K", kGgufSuperBlock, 110, kGgufHalfBlock, 4, true, false,
+      CodeTable::kNone, 8},
+     decode_q3_k},
+    {{GgufType::kQ4_K, "Q4_K", kGgufSuperBlock, 144, kGgufBlock, 4, false, true, CodeTable::kNone,
+      6},
      decode_q4_k<false>},
-    {{GgufType::kQ5_K, "Q5_K", kGgufSuperBlock, 176, kGgufBlock, 8, false, true},
+    {{GgufType::kQ5_K, "Q5_K", kGgufSuperBlock, 176, kGgufBlock, 6, false, true, CodeTable::kNone,
+      6},
      decode_q4_k<true>},
-    {{GgufType::kQ6_K, "Q6_K", kGgufSuperBlock, 210, kGgufHalfBlock, 8, true, false}, decode_q6_k},
+    {{GgufType::kQ6_K, "Q6_K", kGgufSuperBlock, 210, kGgufHalfBlock, 6, true, false,
+      CodeTable::kNone, 8},
+     decode_q6_k},
     // Values of a table of bytes.
     {{GgufType::kIQ4_NL, "IQ4_NL", kGgufBlock, 18, kGgufBlock, 8, true, false, CodeTable::kIq4Nl},
      decode_iq4_nl},
     {{GgufType::kIQ4_XS, "IQ4_XS", kGgufSuperBlock, 136, kGgufBlock, 8, true, false,
-      CodeTable::kIq4Nl},
+      CodeTable::kIq4Nl, 8},
      decode_iq4_xs},
     {{GgufType::kBF16, "BF16", 1, 2, 0, 0, false, false}, nullptr},
     {{GgufType::kTQ1_0, "TQ1_0", kGgufSuperBlock, 54, kGgufSuperBlock, 4, true, false},
@@ -253,8 +261,8 @@ constexpr std::array<GgufFormat, 19> kFormats = {{
     {{GgufType::kTQ2_0, "TQ2_0", kGgufSuperBlock, 66, kGgufSuperBlock, 4, true, false},
      decode_tq2_0},
     // Doubled e2m1 values reach 12: bytes, although the stored codes are nibbles.
-    {{GgufType::kMXFP4, "MXFP4", kMxGroupSize, 17, kMxGroupSize, 8, true, false}, decode_mxfp4},
-    {{GgufType::kNVFP4, "NVFP4", 4 * kNvfp4GroupSize, 36, kNvfp4GroupSize, 8, true, false},
+    {{GgufType::kMXFP4, "MXFP4", kMxGroupSize, 17, kMxGroupSize, 6, true, false}, decode_mxfp4},
+    {{GgufType::kNVFP4, "NVFP4", 4 * kNvfp4GroupSize, 36, kNvfp4GroupSize, 6, true, false},
      decode_nvfp4},
 }};
 

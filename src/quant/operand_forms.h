@@ -58,6 +58,11 @@ constexpr OperandQuant table(OperandQuant q, CodeTable values) {
   q.table = values;
   return q;
 }
+constexpr OperandQuant compact(OperandQuant q, std::uint8_t code_bits, std::uint8_t super_bits) {
+  q.code_bits = code_bits;
+  q.super_bits = super_bits;
+  return q;
+}
 
 constexpr bool is_plain(const OperandQuant& q, DType dtype) {
   return q.granularity == G::kNone && q.dtype == dtype && q.table == CodeTable::kNone;
@@ -73,7 +78,16 @@ constexpr bool is_per(const OperandQuant& q, DType dtype, G granularity) {
 }
 // Neither zero points nor an order of columns of its own, which belong to integers; no table.
 constexpr bool is_bare(const OperandQuant& w) {
-  return w.zero_point == ZeroPoint::kNone && !w.act_order && w.table == CodeTable::kNone;
+  return w.zero_point == ZeroPoint::kNone && !w.act_order && w.table == CodeTable::kNone &&
+         w.code_bits == 0 && w.super_bits == 0;
+}
+// See OperandQuant::code_bits, super_bits.
+constexpr bool is_compact(const OperandQuant& w) {
+  const bool codes = w.code_bits == 0 || (w.code_bits == 6 && w.dtype == DType::kI8);
+  const bool scales = w.super_bits == 0 ||
+                      ((w.super_bits == 6 || w.super_bits == 8) && w.granularity == G::kGroup &&
+                       (w.block_k == 16 || w.block_k == 32) && w.zero_point != ZeroPoint::kInteger);
+  return codes && scales;
 }
 constexpr bool is_integer(const OperandQuant& w) {
   const bool four = w.dtype == DType::kI4 || w.dtype == DType::kU4;
@@ -81,7 +95,7 @@ constexpr bool is_integer(const OperandQuant& w) {
   const bool grouped = w.granularity == G::kGroup && w.block_n == 1 && w.block_k > 0;
   return (four || eight) && (grouped || w.granularity == G::kChannel) &&
          w.scale_format == F::kF32 && w.outer_scale == OuterScale::kNone &&
-         w.table == CodeTable::kNone;
+         w.table == CodeTable::kNone && is_compact(w);
 }
 // A table needs codes from 0.
 constexpr bool is_table(const OperandQuant& w) {

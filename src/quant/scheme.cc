@@ -216,7 +216,7 @@ constexpr OperandQuant kUint4 =
 constexpr OperandQuant kQ40 = integers(DType::kI4, quant::kGgufBlock);
 constexpr OperandQuant kQ80 = integers(DType::kI8, quant::kGgufBlock);
 constexpr OperandQuant kQ4K = integers(DType::kU4, quant::kGgufBlock, ZeroPoint::kMin);
-constexpr OperandQuant kQ6K = integers(DType::kI8, quant::kGgufHalfBlock);
+constexpr OperandQuant kQ6K = compact(integers(DType::kI8, quant::kGgufHalfBlock), 6, 8);
 constexpr std::array<Scheme, 19> kStoredSchemes = {{
     // One input scale for all rows.
     made("fp8-static", kFp8Tensor, scaled(kE4M3, G::kTensor, F::kF32), kFp8),

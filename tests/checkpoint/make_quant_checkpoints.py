@@ -442,6 +442,7 @@ def gguf(c):
     c.add_gguf("gguf_q8_0", ("Q8_0",) * 3, h=64, i=64, tp=(2,), shared="Q8_0")
     c.add_gguf("gguf_q4_k", ("Q4_K",) * 3, i=256)
     c.add_gguf("gguf_q6_k", ("Q6_K",) * 3, i=256)
+    c.add_gguf("gguf_q6_k_outer", ("Q6_K",) * 3, i=256, outer=True)
     c.add_gguf("gguf_q4_k_m", ("Q4_K", "Q4_K", "Q6_K"), i=256, shared="Q6_K")
     c.add_gguf("gguf_q3_k", ("Q3_K",) * 3, i=256)
     c.add_gguf("gguf_q3_k_m", ("Q3_K", "Q3_K", "Q5_1"), i=64, tp=(2,))

@@ -381,6 +381,26 @@ TEST_F(QuantCheckpoints, GgufCodesAreAsNarrowAsTheTypesAllow) {
   }
 }
 
+// What the types say of codes and scales goes with the layer, so that backends may hold them so.
+TEST_F(QuantCheckpoints, GgufNumbersAreKnownForWhatTheyAre) {
+  for (const auto& [name, code_bits, super_bits] :
+       std::vector<std::tuple<std::string, int, int>>{{"gguf_q4_k", 0, 0},
+                                                      {"gguf_q6_k", 6, 8},
+                                                      {"gguf_q4_k_m", 6, 8},
+                                                      {"gguf_q3_k", 0, 0},
+                                                      {"gguf_q5_1", 6, 0},
+                                                      {"gguf_q6_k_outer", 6, 0},
+                                                      {"gguf_iq4_q3_k", 0, 0},
+                                                      {"gguf_tq2_0", 0, 0}}) {
+    SCOPED_TRACE(name);
+    const Result<MoeLayerWeights> loaded =
+        must_open(find(name).path).load_layer(0, ParallelConfig{});
+    ASSERT_TRUE(loaded.ok()) << loaded.status().to_string();
+    EXPECT_EQ(loaded->spec.quant.weight.code_bits, code_bits);
+    EXPECT_EQ(loaded->spec.quant.weight.super_bits, super_bits);
+  }
+}
+
 // Slices that would cut a group, a block or a word in two.
 TEST_F(QuantCheckpoints, SlicesFallOnWholeGroups) {
   for (const auto& [name, tp, unit] :

@@ -17,13 +17,14 @@ namespace moesaic::cpu {
 namespace {
 
 struct FoldCase {
-  int bits;  // of the weights
+  int bits;  // of the weights; 6: against the kernel of 8
   int fold;
   bool column_scales, row_scales, offsets;
 };
 constexpr FoldCase kFoldCases[] = {
     {8, 128, false, false, false},  // W8A8 of whole rows
     {8, 128, true, true, false},   {8, 32, true, true, true},    {8, 16, true, false, false},
+    {6, 128, true, true, false},   {6, 32, true, true, true},    {6, 16, true, false, false},
     {4, 128, true, true, false},   {4, 64, true, true, true},    {4, 32, true, true, true},
     {4, 16, true, false, false},   {4, 128, false, true, false},
 };
@@ -59,13 +60,19 @@ void compare(const CpuKernels& k, const FoldCase& c, std::int64_t depth) {
   test::Rng rng(static_cast<std::uint64_t>(depth * c.fold));
   const bool four = c.bits == 4;
   const WeightKind kind = four ? WeightKind::kCode4 : WeightKind::kI8;
-  const WeightKind quads = four ? WeightKind::kI4Quads : WeightKind::kI8Quads;
+  const bool six = c.bits == 6;
+  const WeightKind quads = four  ? WeightKind::kI4Quads
+                           : six ? WeightKind::kI6Quads
+                                 : WeightKind::kI8Quads;
   const CodeTable4 codes = two_s_complement();
   const PackedShape plain{kind, RowOrder::kPlain, kPanelColumns, depth, c.fold, 0};
   PackedShape integer{quads, RowOrder::kPlain, kPanelColumns, depth, c.fold};
-  integer.code_flip = static_cast<std::uint8_t>(four ? kDotBias4 : kDotBias);
-  std::vector<std::byte> matrix(static_cast<std::size_t>(depth * kPanelColumns * c.bits / 8));
-  for (std::byte& b : matrix) b = static_cast<std::byte>(any_code(rng));
+  integer.code_flip = static_cast<std::uint8_t>(four ? kDotBias4 : six ? kDotBias6 : kDotBias);
+  std::vector<std::byte> matrix(static_cast<std::size_t>(depth * kPanelColumns / (four ? 2 : 1)));
+  for (std::byte& b : matrix) {
+    const int code = any_code(rng);
+    b = static_cast<std::byte>(six ? code >> 2 : code);
+  }
   const WeightBuffer plain_panel = packed(plain, matrix), integer_panel = packed(integer, matrix);
   const std::int64_t padded = plain.padded_k(), groups = padded / c.fold;
   const std::vector<float> scales = factors(rng, groups * kPanelColumns);
@@ -119,6 +126,7 @@ TEST(I8Gemm, HasTheBitsOfTheFp32Kernel) {
   int tested = 0;
   for (const CpuKernels* k : tiers()) {
     ASSERT_EQ(k->store_i8 == nullptr, k->grouped_gemm_i8[WeightKind::kI8Quads] == nullptr);
+    ASSERT_EQ(k->store_i8 == nullptr, k->grouped_gemm_i8[WeightKind::kI6Quads] == nullptr);
     ASSERT_EQ(k->store_i8 == nullptr, k->grouped_gemm_i8[WeightKind::kI4Quads] == nullptr);
     if (k->store_i8 == nullptr) continue;
     ++tested;

@@ -48,7 +48,9 @@ double value_of(WeightKind kind, const std::byte* matrix, std::int64_t i) {
     case WeightKind::kI4Quads:
       return i4_from_nibble(nibble_at(reinterpret_cast<const std::uint8_t*>(matrix), i));
     case WeightKind::kI8:
+    case WeightKind::kI6:
     case WeightKind::kI8Quads:
+    case WeightKind::kI6Quads:
       return static_cast<std::int8_t>(matrix[i]);
     case WeightKind::kE4M3:
       break;
@@ -58,12 +60,13 @@ double value_of(WeightKind kind, const std::byte* matrix, std::int64_t i) {
 
 std::vector<std::byte> random_matrix(test::Rng& rng, WeightKind kind, std::int64_t n,
                                      bool integers) {
-  const PackedShape one{kind, RowOrder::kPlain, 1, 1};
-  std::vector<std::byte> m(static_cast<std::size_t>(n * one.elem_bits() / 8));
+  const bool six = kind == WeightKind::kI6 || kind == WeightKind::kI6Quads;  // in bytes
+  const std::int64_t bits = six ? 8 : PackedShape{kind, RowOrder::kPlain, 1, 1}.elem_bits();
+  std::vector<std::byte> m(static_cast<std::size_t>(n * bits / 8));
   for (std::int64_t i = 0; i < n; ++i) {
     const std::int64_t integer = rng.integer(-3, 3);
     const auto x = static_cast<float>(integers ? static_cast<double>(integer) : rng.normal());
-    std::byte* at = &m[static_cast<std::size_t>(i * one.elem_bits() / 8)];
+    std::byte* at = &m[static_cast<std::size_t>(i * bits / 8)];
     const std::uint16_t half = kind == WeightKind::kF16 ? f16_from_f32(x) : bf16_from_f32(x);
     const auto any = static_cast<std::uint8_t>(rng.next());  // every code, all but NaN
     const auto e4m3 = static_cast<std::uint8_t>((any & 0x7F) == 0x7F ? 0 : any);
@@ -80,6 +83,10 @@ std::vector<std::byte> random_matrix(test::Rng& rng, WeightKind kind, std::int64
       case WeightKind::kI4Quads:
         set_nibble(reinterpret_cast<std::uint8_t*>(m.data()), i,
                    integers ? static_cast<std::uint8_t>(static_cast<int>(integer) & 15) : any);
+        break;
+      case WeightKind::kI6:
+      case WeightKind::kI6Quads:
+        *at = static_cast<std::byte>(integers ? static_cast<int>(integer) : (any & 63) - 32);
         break;
       case WeightKind::kI8:
       case WeightKind::kI8Quads:
@@ -270,6 +277,9 @@ std::vector<GemmCase> cases(const CpuKernels& k, bool integers) {
       {W::kI8, false, 128, F::kNone, false, 0},
       {W::kI8, false, 16, F::kF32, false, 0},
       {W::kI8, false, 16, F::kF32, true, 0},
+      {W::kI6, false, 128, F::kNone, false, 0},
+      {W::kI6, false, 16, F::kF32, false, 0},
+      {W::kI6, false, 32, F::kF32, true, 1},
       // Products of many columns saturate, of a column in every second group, of none; subnormals.
       {W::kInt4Fp8, false, 128, F::kE4M3, false, 0},
       {W::kInt4Fp8, false, 128, F::kE4M3, false, 0, false, 0x67},

@@ -171,7 +171,15 @@ TEST(CpuExperts, EveryTierAndSchemeMeetsItsBoundAgainstFloat64) {
                         {"gptq-int8", 128, 96, 20},
                         {"q4k-int8", 256, 96, 6},
                         {"q6k-int8", 96, 80, 40},
-                        {"u8-zero-int8", 150, 70, 4}};
+                        {"u8-zero-int8", 150, 70, 4},
+                        {"q4k-super", 256, 96, 6},
+                        {"q4k-super", 512, 288, 40},
+                        {"q5k-super", 256, 96, 6},
+                        {"q6k-super", 96, 80, 9},
+                        {"q6k-super", 320, 528, 40},
+                        {"q4k-m-super", 96, 272, 7},
+                        {"q4k-super-int8", 256, 96, 6},
+                        {"q6k-super-int8", 96, 80, 40}};
   std::uint64_t seed = 1;
   for (const Case& c : cases) {
     const MoeProblem p = make_problem(c.quant, c.h, c.i, 5, 3);
@@ -189,6 +197,80 @@ TEST(CpuExperts, EveryTierAndSchemeMeetsItsBoundAgainstFloat64) {
           << tier << " " << c.quant << " H " << c.h << " I " << c.i << ": " << cmp.describe;
     }
   }
+}
+
+// What is known of the numbers changes how they are held, and no bit of the result.
+TEST(CpuExperts, WeightsHeldAsInTheFileHaveTheBitsOfThoseThatAreNot) {
+  std::uint64_t seed = 400;
+  for (const char* quant :
+       {"q4k", "q5k", "q6k", "q4k-m", "iq4", "q4k-int8", "q5k-int8", "q6k-int8", "q4k-m-int8"}) {
+    const Scheme plain = test::scheme_called(quant);
+    OperandQuant weight = plain.weight;
+    weight.super_bits =
+        std::string_view(quant).starts_with("q4k-m") || weight.block_k == 16 ? 8 : 6;
+    if (weight.table != CodeTable::kNone) weight.super_bits = 8;
+    if (weight.dtype == DType::kI8) weight.code_bits = 6;
+    for (const auto& [hidden, inner] : {std::pair{1056, 160}, std::pair{288, 544}}) {
+      MoeProblem p = make_problem(quant, hidden, inner, 4, 2);
+      p.quant = with_weight(plain, weight);
+      ASSERT_TRUE(validate(p.quant).ok());
+      const OwnedExpertWeights w = test::random_expert_weights(++seed, p);
+      for (const std::int64_t tokens : {1, 5, 70}) {
+        test::Rng rng(seed);
+        const Tensor x = test::random_normal(rng, p.activation_dtype, {tokens, hidden});
+        const OwnedRouting routing = test::random_routing(seed, tokens, 4, 2);
+        for (const std::string& tier : tiers()) {
+          const auto held = make(tier, p, w);
+          MoeProblem wide = p;
+          wide.quant = plain;
+          const auto other = make(tier, wide, w);
+          EXPECT_LT(held->weight_bytes(), other->weight_bytes());
+          const Tensor got = run_standard(*held, p, x.view(), routing, DType::kF32);
+          const Tensor want = run_standard(*other, wide, x.view(), routing, DType::kF32);
+          std::string why;
+          EXPECT_TRUE(test::same_bits(got.view(), want.view(), &why))
+              << tier << " " << quant << " H " << hidden << " tokens " << tokens << " " << why;
+        }
+      }
+    }
+  }
+}
+
+// Whole super-blocks: bits a weight of Q6_K blocks in a GGUF file, and of Q4_K where a scheme says so.
+TEST(CpuExperts, WeightsOfGgufTypesAreNoLargerThanInTheFile) {
+  for (const auto& [quant, block_bytes] :
+       {std::pair{"q6_k", 210}, std::pair{"q6_k-int8", 210}, std::pair{"q4k-super", 144}}) {
+    MoeProblem p = make_problem("bf16", 512, 256, 3, 2);
+    p.quant = test::scheme_called(quant == std::string_view("q4k-super") ? quant : "q6k-super");
+    for (const Scheme& s : stored_schemes()) {
+      if (s.name == quant) p.quant = s;
+    }
+    const OwnedExpertWeights w = test::random_expert_weights(7, p);
+    const std::int64_t weights = 3 * (w.w13.shape()[1] + 256) * std::int64_t{512};
+    for (const std::string& tier : tiers()) {
+      EXPECT_EQ(make(tier, p, w)->weight_bytes(), weights / 256 * block_bytes)
+          << tier << " " << quant;
+    }
+  }
+}
+
+TEST(CpuExperts, NumbersThatAreNotWhatTheSchemeSaysAreRefused) {
+  MoeProblem p = make_problem("q6k-super", 288, 64, 3, 2);
+  OwnedExpertWeights w = test::random_expert_weights(8, p);
+  const auto refusal = [&](const OwnedExpertWeights& with) {
+    const auto source = make_stacked_source(with.view());
+    return experts::make_cpu_experts(tiers().front(), p, *source).status();
+  };
+  EXPECT_TRUE(refusal(w).ok());
+  const std::int64_t at = 2 * 64 * 288 + 5 * 288 + 17;  // expert 1, row 5, column 17
+  const auto had = w.w13.as<std::int8_t>()[at];
+  w.w13.as<std::int8_t>()[at] = 32;
+  test::expect_refusal(refusal(w), StatusCode::kInvalidArgument,
+                       {"w13: expert 1", "code 32", "row 5", "column 17", "-32 to 31"});
+  w.w13.as<std::int8_t>()[at] = had;
+  w.w2_scale.as<float>()[(288 + 7) * 4 + 1] = 0.3F;  // expert 1, row 7
+  test::expect_refusal(refusal(w), StatusCode::kInvalidArgument,
+                       {"w2_scale", "expert 1", "row 7", "columns from 0", "8 bits"});
 }
 
 // The kernels hold tables in bf16: the entries of nf4 are rounded there, which fp32 arithmetic must
@@ -302,6 +384,8 @@ TEST(CpuExperts, RowsDependOnNothingButThemselves) {
                             "int4-g128-int8",
                             "awq-int8",
                             "q6k-int8",
+                            "q4k-super",
+                            "q6k-super",
                             "fp8-block-64x64",
                             "fp8-block-32x96"}) {
     MoeProblem p = make_problem(quant, 256, 128, 6, 2);

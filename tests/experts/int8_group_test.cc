@@ -114,11 +114,22 @@ Scheme with_groups(DType dtype, ZeroPoint zero) {
   return with_stored_weight(quant_scheme_from_name(int8_group_scheme_of(w)).value(), w);
 }
 
+// Scales in super-blocks, codes of 6 bits.
+Scheme held_as_in_files(DType dtype, ZeroPoint zero) {
+  Scheme scheme = with_groups(dtype, zero);
+  OperandQuant w = scheme.weight;
+  w.super_bits = 8;
+  if (dtype == DType::kI8) w.code_bits = 6;
+  return with_weight(scheme, w);
+}
+
 TEST(Int8Groups, IntegerInputsAreExactOnEveryBackend) {
   for (const Scheme& scheme :
        {with_groups(DType::kI4, ZeroPoint::kNone), with_groups(DType::kU4, ZeroPoint::kInteger),
         with_groups(DType::kU4, ZeroPoint::kMin), with_groups(DType::kI8, ZeroPoint::kNone),
-        with_groups(DType::kU8, ZeroPoint::kInteger)}) {
+        with_groups(DType::kU8, ZeroPoint::kInteger), held_as_in_files(DType::kU4, ZeroPoint::kMin),
+        held_as_in_files(DType::kI8, ZeroPoint::kNone),
+        held_as_in_files(DType::kI8, ZeroPoint::kMin)}) {
     for (const std::int64_t tokens : {1, 4, 40}) {
       const test::StandardCase c = exact_case(scheme, tokens);
       const std::vector<double> want = c.oracle(true);

@@ -48,6 +48,15 @@ Scheme scheme_called(std::string_view name) {
     return with_stored_weight(
         must(quant_scheme_from_name(int8_group_scheme_of(w)), "scheme_called"), w);
   }
+  // "q4k-super": the same with scales (and codes of 8 bits) as the k types of GGUF files have them.
+  constexpr std::string_view kSuper = "-super";
+  if (name.ends_with(kSuper)) {
+    Scheme scheme = scheme_called(name.substr(0, name.size() - kSuper.size()));
+    OperandQuant w = scheme.weight;
+    w.super_bits = w.block_k == 32 && w.table == CodeTable::kNone ? 6 : 8;
+    if (w.dtype == DType::kI8) w.code_bits = 6;
+    return with_weight(scheme, w);
+  }
   std::string_view named = name;  // the nearest one
   if (name == "fp8-static") named = "fp8-tensor";
   if (name == "int4-fp8-static" || name == "int4-fp8-g32" || name == "int4-fp8-g96") {
@@ -58,7 +67,10 @@ Scheme scheme_called(std::string_view name) {
   }
   if (name == "mxfp8-bf16") named = "mxfp8";
   if (name == "gptq" || name == "q4k" || name == "awq" || name == "int4-g32") named = "int4-g128";
-  if (name == "int4-channel" || name == "q6k" || name == "u8-zero") named = "int8-bf16";
+  if (name == "int4-channel" || name == "q5k" || name == "q6k" || name == "q4k-m" ||
+      name == "u8-zero") {
+    named = "int8-bf16";
+  }
   if (name == "nvfp4-rows") named = "nvfp4";
   if (name == "fp4-bf16" || name == "iq4") named = "nf4-bf16";
   const Scheme near = must(quant_scheme_from_name(named), "scheme_called");
@@ -90,10 +102,11 @@ Scheme scheme_called(std::string_view name) {
   if (name == "int4-fp8-g32" || name == "int4-g32") w.block_k = 32;
   if (name == "int4-fp8-g96") w.block_k = 96;
   if (name == "int4-channel") w.dtype = DType::kI4;
-  if (name == "q6k") {
+  if (name == "q5k" || name == "q6k" || name == "q4k-m") {
     w.granularity = ScaleGranularity::kGroup;
     w.block_n = 1;
-    w.block_k = 16;
+    w.block_k = name == "q5k" ? 32 : 16;
+    if (name != "q6k") w.zero_point = ZeroPoint::kMin;
   }
   if (name == "u8-zero") {
     w.dtype = DType::kU8;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/checked.h"
+#include "numerics/codec.h"
 #include "numerics/element.h"
 #include "quant/block_scales.h"
 #include "support/moe_oracle.h"
@@ -68,6 +69,28 @@ void quantise_blocks(const Tensor& source, std::int64_t parts, quant::BlockShape
   }
 }
 
+// Magnitudes of the numbers of [experts, rows, groups] to the nearest that OperandQuant::super_bits
+// allows: of every 256 columns one is the largest integer times an F16 number, and one in sixteen
+// is 0. With 8 bits half of them become negative.
+void to_super_blocks(Rng& rng, const OperandQuant& q, Tensor& numbers) {
+  const std::int64_t across = numbers.shape()[2], each = kSuperBlockColumns / q.block_k;
+  const float largest = q.super_bits == 6 ? 63 : 127;
+  for (std::int64_t row = 0; row < numbers.shape()[0] * numbers.shape()[1]; ++row) {
+    for (std::int64_t first = 0; first < across; first += each) {
+      float* block = numbers.as<float>() + row * across + first;
+      const std::int64_t count = std::min(each, across - first);
+      for (float* x = block; x < block + count; ++x) *x = std::abs(*x);
+      const float top = *std::max_element(block, block + count);
+      const float unit = f32_from_f16(f16_from_f32(top / largest));
+      for (float* x = block; x < block + count; ++x) {
+        const float code = std::min(std::round(*x / unit), largest);
+        const bool negative = q.super_bits == 8 && rng.uniform() < 0.5;
+        *x = rng.integer(0, 15) == 0 ? 0.0F : (negative ? -code : code) * unit;
+      }
+    }
+  }
+}
+
 // The tensors of one projection to be drawn.
 struct Drawn {
   Tensor &codes, &scale, &global_scale, &channel_scale, &zero, &min, &input_scale, &perm;
@@ -89,11 +112,13 @@ void draw_codes(Rng& rng, const OperandQuant& q, const Shape& shape, double sd, 
   double code_sd = 4.6;  // I4, U4: all 16 codes alike
   if (q.dtype == DType::kF4E2M1) code_sd = 2.7;
   if (q.dtype == DType::kI8 || q.dtype == DType::kU8) code_sd = 74;
+  if (q.code_bits == 6) code_sd = 18.5;
   if (q.dtype == DType::kF8E4M3) code_sd = 132;
   if (q.table != CodeTable::kNone) code_sd = q.table == CodeTable::kIq4Nl ? 69.0 : 0.55;
   for (std::int64_t i = 0; i < out.codes.bytes(); ++i) {
     auto code = static_cast<std::uint8_t>(rng.uniform() * 256);
     if (q.dtype == DType::kF8E4M3 && (code & 0x7F) == 0x7F) code ^= 1;  // no NaN
+    if (q.code_bits == 6) code = static_cast<std::uint8_t>((code & 63) - 32);
     out.codes.as<std::uint8_t>()[i] = code;
   }
   Shape scales{experts, 1};
@@ -142,6 +167,10 @@ void draw_codes(Rng& rng, const OperandQuant& q, const Shape& shape, double sd, 
   for (std::int64_t i = 0; min && i < count; ++i) {
     const auto scale = element(out.scale.view(), i);
     out.min.as<float>()[i] = static_cast<float>(scale * (middle + 3 * (rng.uniform() - 0.5)));
+  }
+  if (q.super_bits != 0) {
+    to_super_blocks(rng, q, out.scale);
+    if (min) to_super_blocks(rng, q, out.min);
   }
   if (!q.act_order) return;
   out.perm = Tensor::zeros(DType::kI32, {experts, columns}).value();

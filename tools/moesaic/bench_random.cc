@@ -102,6 +102,7 @@ double code_sd(const OperandQuant& w) {
   if (w.dtype == DType::kF8E4M3) return static_cast<double>(kFp8Gain);
   if (w.table != CodeTable::kNone) return 0.55;
   if (w.dtype == DType::kF4E2M1) return kE2M1Sd;
+  if (w.code_bits == 6) return 18.5;
   return dtype_bits(w.dtype) == 8 ? 74 : 4.6;  // all codes alike
 }
 
@@ -115,6 +116,23 @@ Result<Tensor> varied(const Shape& shape, double value, std::uint64_t seed) {
   return t;
 }
 
+// Positive numbers of [rows, groups] to the nearest integers times an F16 number per super-block
+// (OperandQuant::super_bits).
+void round_to_super_blocks(const OperandQuant& w, Tensor& t) {
+  const std::int64_t across = t.shape()[1], each = kSuperBlockColumns / w.block_k;
+  const float largest = w.super_bits == 6 ? 63.0F : 127.0F;
+#pragma omp parallel for schedule(static)
+  for (std::int64_t row = 0; row < t.shape()[0]; ++row) {
+    for (std::int64_t first = 0; first < across; first += each) {
+      float* block = t.as<float>() + row * across + first;
+      const std::int64_t count = std::min(each, across - first);
+      const float top = *std::max_element(block, block + count);
+      const float d = f32_from_f16(f16_from_f32(top / largest));
+      for (float* x = block; x < block + count; ++x) *x = std::min(std::round(*x / d), largest) * d;
+    }
+  }
+}
+
 // The finest scales of a [rows, cols] matrix around `value`, each different. E8M0: a factor of two
 // either way.
 Result<Tensor> random_scales(const OperandQuant& w, std::int64_t rows, std::int64_t cols,
@@ -122,7 +140,11 @@ Result<Tensor> random_scales(const OperandQuant& w, std::int64_t rows, std::int6
   Shape shape{1};
   if (w.granularity == ScaleGranularity::kChannel) shape = {rows};
   if (w.block_k > 0) shape = {ceil_div(rows, w.block_n), ceil_div(cols, w.block_k)};
-  if (w.scale_format == ScaleFormat::kF32) return varied(shape, value, seed);
+  if (w.scale_format == ScaleFormat::kF32) {
+    MOESAIC_ASSIGN_OR_RETURN(Tensor t, varied(shape, value, seed));
+    if (w.super_bits != 0) round_to_super_blocks(w, t);
+    return t;
+  }
   const bool e8m0 = w.scale_format == ScaleFormat::kE8M0;
   MOESAIC_ASSIGN_OR_RETURN(Tensor t,
                            Tensor::uninitialized(e8m0 ? DType::kF8E8M0 : DType::kF8E4M3, shape));
@@ -199,6 +221,11 @@ class RandomSource final : public ExpertSource {
     } else {
       fill_bytes(m.weight, seed);
     }
+    if (w.code_bits == 6) {
+      std::int8_t* codes = m.weight.as<std::int8_t>();
+      for (std::int64_t i = 0; i < m.weight.bytes(); ++i)
+        codes[i] = static_cast<std::int8_t>((codes[i] & 63) - 32);
+    }
     // An outer scale takes what an e4m3 scale of about 30 leaves.
     const double scale = sd / code_sd(w);
     const bool outer = w.outer_scale != OuterScale::kNone;
@@ -237,6 +264,7 @@ class RandomSource final : public ExpertSource {
     }
     if (w.zero_point == ZeroPoint::kMin) {
       MOESAIC_ASSIGN_OR_RETURN(m.min, varied(m.scale.shape(), scale * middle, seed ^ 6));
+      if (w.super_bits != 0) round_to_super_blocks(w, m.min);
     }
     return {};
   }

@@ -79,6 +79,10 @@ Status read_blocks(const ShardSet& shards, const std::array<std::string, 3>& nam
     }
     format->stored = StoredFormat::kGguf;
     format->blocks[p] = type;
+    const std::string module = names[p].substr(0, names[p].rfind('.'));
+    if (shards.find(module + ".scale") && !MOESAIC_FAULT(checkpoint_outer_scale_forgotten)) {
+      format->outer_scale = true;
+    }
   }
   if (plain.empty() || blocks.empty()) return {};
   return {StatusCode::kUnsupported,

@@ -121,21 +121,25 @@ Result<Scheme> mxfp4_scheme(const LinearFormat& f, DType) {
 }
 
 // One form for both matrices: the finest group, 4-bit codes if all types have them with the same
-// sign or table. Else a byte each: every code is a small integer.
+// sign or table. Else a byte each: every code is a small integer, in most types of 6 bits. Scales of
+// k types then stay what they are in the file unless something else is multiplied into them.
 Result<Scheme> gguf_scheme(const LinearFormat& f, DType) {
-  bool four = true, any_min = false, all_signed = true, all_unsigned = true, tables = true;
-  int group = 256;
+  bool any_min = false, all_signed = true, all_unsigned = true, tables = true;
+  bool super = !f.outer_scale;
+  int group = 256, bits = 4, super_bits = 0;
   for (const quant::GgufType type : f.blocks) {
     if (type == quant::GgufType::kNone) continue;
     const quant::GgufTypeInfo* info = quant::gguf_type_info(static_cast<std::uint32_t>(type));
     if (info == nullptr) continue;  // refused when the layer was resolved
-    four = four && info->code_bits == 4;
+    bits = std::max(bits, info->code_bits);
+    super = super && info->super_bits != 0;
+    super_bits = std::max(super_bits, info->super_bits);
     tables = tables && info->table == CodeTable::kIq4Nl;
     any_min = any_min || info->has_min;
     (info->is_signed ? all_unsigned : all_signed) = false;
     group = std::min(group, info->group);
   }
-  four = four && (all_signed || all_unsigned);
+  const bool four = bits == 4 && (all_signed || all_unsigned);
   OperandQuant w;
   w.dtype = !four ? DType::kI8 : all_signed ? DType::kI4 : DType::kU4;
   w.granularity = ScaleGranularity::kGroup;
@@ -147,6 +151,12 @@ Result<Scheme> gguf_scheme(const LinearFormat& f, DType) {
     w.dtype = DType::kU4;
     w.table = CodeTable::kIq4Nl;
     return with_weight(named("nf4-bf16"), w);
+  }
+  // Nibbles keep F32 scales: expanding them costs more time than the smaller reads save
+  // (docs/lab/cpu-experts.md).
+  if (!four && bits <= 6) {
+    w.code_bits = 6;
+    if (super) w.super_bits = static_cast<std::uint8_t>(super_bits);
   }
   return with_weight(named(four ? "int4-g128" : "int8-bf16"), w);
 }

@@ -67,6 +67,7 @@ struct LinearFormat {
   // kGguf: of gate, up and down.
   std::array<quant::GgufType, 3> blocks = {quant::GgufType::kNone, quant::GgufType::kNone,
                                            quant::GgufType::kNone};
+  bool outer_scale = false;  // kGguf: a number of the expert's beside the blocks
   bool operator==(const LinearFormat&) const = default;
 };
 

@@ -12,13 +12,43 @@ namespace moesaic::experts {
 using cpu::kMaxRows;
 using cpu::kPanelColumns;
 
+// The grouped GEMM of a panel whose scales are in super-blocks, some of them at a time.
+void CpuExperts::multiply_super_blocks(const CpuWorkspace& w, const CpuProjection& projection,
+                                       cpu::PanelArgs args) const {
+  const void* rows[kMaxRows];
+  const float *scales[kMaxRows], *sums[kMaxRows];
+  const auto copy = [&](auto& from, auto* to) {
+    if (from == nullptr) return;
+    std::copy_n(from, args.num_rows, to);
+    from = to;
+  };
+  copy(args.rows, rows);
+  copy(args.row_scales, scales);
+  copy(args.row_sums, sums);
+  float* buffer = w.scales + omp_get_thread_num() * w.scales_stride;
+  const std::byte* compact = args.group_scales;
+  const std::int64_t k = args.padded_k, steps = plan_.super_scale_steps;
+  const std::int64_t groups = steps / plan_.fold;
+  for (std::int64_t k0 = 0; k0 < k; k0 += steps) {
+    args.padded_k = std::min(steps, k - k0);
+    projection.expand_scales(kernels_, compact, k0, buffer, args);
+    gemm_(args);
+    args.accumulate = !MOESAIC_FAULT(cpu_super_blocks_overwrite);
+    args.panel += projection.shape().bytes_of(steps);
+    for (int r = 0; r < args.num_rows; ++r) {
+      rows[r] = static_cast<const std::byte*>(rows[r]) + plan_.operand_bytes(steps);
+      if (args.row_scales != nullptr) scales[r] += groups / args.folds_per_row_scale;
+      if (args.row_sums != nullptr) sums[r] += groups;
+    }
+  }
+}
+
 // result = rows times panel p of expert e, all scales included.
-void CpuExperts::multiply(const CpuProjection& projection, std::int64_t e, std::int64_t p,
-                          cpu::PanelArgs& args, const float* const* numbers,
+void CpuExperts::multiply(const CpuWorkspace& w, const CpuProjection& projection, std::int64_t e,
+                          std::int64_t p, cpu::PanelArgs& args, const float* const* numbers,
                           float static_scale) const {
-  const cpu::PanelArgs weights = projection.panel(e, p);
   const bool whole_row_scales = plan_.row_scales && plan_.row_step == 0;
-  cpu::PanelArgs all = weights;
+  cpu::PanelArgs all = projection.panel(e, p);
   all.rows = args.rows;
   all.num_rows = args.num_rows;
   all.result = args.result;
@@ -30,7 +60,9 @@ void CpuExperts::multiply(const CpuProjection& projection, std::int64_t e, std::
     all.row_sums = sums;
   }
   if (plan_.row_scales && !whole_row_scales) all.row_scales = numbers;
-  if (reads_e2m1_groups(args.num_rows)) {
+  if (plan_.super_scales) {
+    multiply_super_blocks(w, projection, all);
+  } else if (reads_e2m1_groups(args.num_rows)) {
     kernels_.grouped_gemm_e2m1(all);
   } else {
     gemm_(all);
@@ -79,7 +111,7 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
     args.num_rows = count;
     args.result = result;
     for (std::int64_t p = first_panel; p < last_panel; ++p) {
-      multiply(weights_.w13, e, p, args, numbers, w.a1_static.of(e));
+      multiply(w, weights_.w13, e, p, args, numbers, w.a1_static.of(e));
       kernels_.activate({.c = result,
                          .num_rows = count,
                          .bias = weights_.w13.panel_bias(e, p),
@@ -140,7 +172,7 @@ void CpuExperts::panel2(const CpuWorkspace& w, std::int64_t e, std::int64_t p) c
     args.rows = rows;
     args.num_rows = count;
     args.result = result;
-    multiply(weights_.w2, e, p, args, numbers, w.a2_static.of(e));
+    multiply(w, weights_.w2, e, p, args, numbers, w.a2_static.of(e));
     for (int r = 0; r < count; ++r) {
       float* out = w.out + (begin + r) * plan_.n2 + p * kPanelColumns;
       std::memcpy(out, result + r * kPanelColumns, kPanelColumns * sizeof(float));

@@ -1,11 +1,14 @@
 #include "experts/cpu/expert_weights.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <new>
 #include <string_view>
 #include <utility>
 
 #include "core/fault.h"
+#include "cpu/super_scales.h"
 #include "numerics/element.h"
 
 namespace moesaic::experts {
@@ -25,10 +28,12 @@ Result<CpuProjection> CpuProjection::allocate(const CpuWeightFormat& format,
   if (format.grouped) p.groups_ = shape.padded_k() / format.fold;
   if (format.group_scales != ScaleFormat::kNone) {
     p.scale_bytes_ =
-        p.groups_ * cpu::kPanelColumns * (format.group_scales == ScaleFormat::kF32 ? 4 : 1);
+        format.super.bits != 0
+            ? format.super.panel_bytes(shape.padded_k())
+            : p.groups_ * cpu::kPanelColumns * (format.group_scales == ScaleFormat::kF32 ? 4 : 1);
     MOESAIC_ASSIGN_OR_RETURN(p.group_scales_, cpu::WeightBuffer::allocate(panels * p.scale_bytes_));
   }
-  if (format.group_offsets) {
+  if (format.group_offsets && format.super.bits == 0) {
     MOESAIC_ASSIGN_OR_RETURN(
         p.group_offsets_, cpu::WeightBuffer::allocate(panels * p.groups_ * cpu::kPanelColumns * 4));
   }
@@ -46,7 +51,15 @@ Result<CpuProjection> CpuProjection::allocate(const CpuWeightFormat& format,
   return p;
 }
 
-void CpuProjection::set_expert(std::int64_t e, const ProjectionView& v, int num_threads) {
+Status CpuProjection::set_expert(std::int64_t e, std::string_view field, const ProjectionView& v,
+                                 int num_threads) {
+  if (const std::int64_t at = cpu::find_wide_code(shape_, v.weight.data); at >= 0) {
+    return Status(
+        StatusCode::kInvalidArgument,
+        fmt::format("{}: expert {}: got code {} at row {}, column {}, need -32 to 31 "
+                    "(quant.weight.code_bits)",
+                    field, e, v.weight.as<std::int8_t>()[at], at / shape_.k, at % shape_.k));
+  }
   cpu::pack_matrix(shape_, v.weight.data, weights_.data() + e * shape_.matrix_bytes(), num_threads);
   const std::int64_t first = e * shape_.num_panels();
   if (format_.block_scales) {
@@ -56,11 +69,13 @@ void CpuProjection::set_expert(std::int64_t e, const ProjectionView& v, int num_
   }
   const std::int64_t columns = format_.columns_per_scale > 0 ? format_.columns_per_scale
                                                              : std::max<std::int64_t>(shape_.k, 1);
-  if (scale_bytes_ > 0) {
+  if (format_.super.bits != 0) {
+    MOESAIC_RETURN_IF_ERROR(set_super_scales(e, field, v, num_threads));
+  } else if (scale_bytes_ > 0) {
     cpu::pack_group_scales(shape_, format_.fold, {format_.rows_per_scale, columns}, v.scale,
                            group_scales_.data() + first * scale_bytes_);
   }
-  if (format_.group_offsets) {
+  if (group_offsets_.bytes() > 0) {
     cpu::pack_group_offsets(
         shape_, format_.fold, columns, v.scale, v.zero, v.min, format_.code_bias,
         reinterpret_cast<float*>(group_offsets_.data()) + first * groups_ * cpu::kPanelColumns);
@@ -72,7 +87,7 @@ void CpuProjection::set_expert(std::int64_t e, const ProjectionView& v, int num_
                 &perm_[static_cast<std::size_t>(e * shape_.k)]);
   }
   if (format_.column_factors) set_factors(e, v);
-  if (bias_.empty() || !v.bias.present()) return;
+  if (bias_.empty() || !v.bias.present()) return {};
   for (std::int64_t p = 0; p < shape_.num_panels(); ++p) {
     float* out = const_cast<float*>(panel_bias(e, p));
     for (int c = 0; c < cpu::kPanelColumns; ++c) {
@@ -81,6 +96,38 @@ void CpuProjection::set_expert(std::int64_t e, const ProjectionView& v, int num_
       out[c] = load_as_f32(v.bias.data, v.bias.dtype, row);
     }
   }
+  return {};
+}
+
+Status CpuProjection::set_super_scales(std::int64_t e, std::string_view field,
+                                       const ProjectionView& v, int num_threads) {
+  const std::int64_t bad = cpu::pack_super_scales(
+      shape_, format_.super, v.scale, v.min,
+      group_scales_.data() + e * shape_.num_panels() * scale_bytes_, num_threads);
+  if (bad < 0) return {};
+  const std::int64_t blocks = ceil_div(shape_.k, cpu::SuperScaleForm::kSteps);
+  return Status(
+      StatusCode::kInvalidArgument,
+      fmt::format("{0}_scale, {0}_min: expert {1}: got numbers at row {2}, columns from {3} "
+                  "on that are no integers of {4} bits times one number of F16, need such "
+                  "ones (quant.weight.super_bits)",
+                  field, e, bad / blocks, bad % blocks * cpu::SuperScaleForm::kSteps,
+                  format_.super.bits));
+}
+
+void CpuProjection::expand_scales(const cpu::CpuKernels& kernels, const std::byte* compact,
+                                  std::int64_t k0, float* buffer, cpu::PanelArgs& args) const {
+  cpu::SuperScaleArgs from;
+  from.form = format_.super;
+  from.compact = compact + k0 / cpu::SuperScaleForm::kSteps * format_.super.block_bytes();
+  from.per_scale = static_cast<int>(format_.super.group / format_.fold);
+  from.bias = static_cast<float>(format_.code_bias);
+  from.groups = args.padded_k / format_.fold;
+  from.scales = buffer;
+  if (format_.group_offsets) from.offsets = buffer + from.groups * cpu::kPanelColumns;
+  kernels.expand_super_scales(from);
+  args.group_scales = reinterpret_cast<const std::byte*>(from.scales);
+  args.group_offsets = from.offsets;
 }
 
 // The expert's or the row's own scale. Padding columns get 0.
@@ -121,7 +168,7 @@ cpu::PanelArgs CpuProjection::panel(std::int64_t e, std::int64_t p) const {
     args.group_scale_format = ScaleFormat::kNone;
   }
   if (scale_bytes_ > 0) args.group_scales = group_scales_.data() + i * scale_bytes_;
-  if (format_.group_offsets) {
+  if (group_offsets_.bytes() > 0) {
     args.group_offsets =
         reinterpret_cast<const float*>(group_offsets_.data()) + i * groups_ * cpu::kPanelColumns;
   }
@@ -151,7 +198,11 @@ void CpuProjection::append_parts(bool second, std::int64_t num_experts,
   } else {
     add("w13.weights", "w2.weights", weights_.data(), weights_.bytes());
   }
-  add("w13.group_scales", "w2.group_scales", group_scales_.data(), group_scales_.bytes());
+  if (format_.super.bits != 0) {
+    add("w13.super_scales", "w2.super_scales", group_scales_.data(), group_scales_.bytes());
+  } else {
+    add("w13.group_scales", "w2.group_scales", group_scales_.data(), group_scales_.bytes());
+  }
   add("w13.group_offsets", "w2.group_offsets", group_offsets_.data(), group_offsets_.bytes());
   add("w13.block_scales", "w2.block_scales", block_scales_.data(), size(block_scales_));
   if (!MOESAIC_FAULT(cpu_column_factors_stay_behind)) {
@@ -180,8 +231,8 @@ Result<CpuExpertWeights> CpuExpertWeights::load(const MoeProblem& problem,
   for (std::int64_t e = 0; e < num_experts; ++e) {
     MOESAIC_ASSIGN_OR_RETURN(const ExpertWeightsView view, source.expert(e));
     MOESAIC_RETURN_IF_ERROR(check_expert_weights(problem, view, e));
-    w.w13.set_expert(e, w13_of(view), num_threads);
-    w.w2.set_expert(e, w2_of(view), num_threads);
+    MOESAIC_RETURN_IF_ERROR(w.w13.set_expert(e, "w13", w13_of(view), num_threads));
+    MOESAIC_RETURN_IF_ERROR(w.w2.set_expert(e, "w2", w2_of(view), num_threads));
   }
   return w;
 }

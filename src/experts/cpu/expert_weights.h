@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 #include <vector>
 
+#include "cpu/kernels.h"
 #include "cpu/packed_weights.h"
 #include "experts/cpu/weight_format.h"
 #include "experts/problem_checks.h"
@@ -20,12 +22,18 @@ class CpuProjection {
   static Result<CpuProjection> allocate(const CpuWeightFormat& format,
                                         const cpu::PackedShape& shape, std::int64_t num_experts,
                                         bool has_bias, bool has_perm);
-  // Repacks expert e. Tensors have passed check_expert_weights.
-  void set_expert(std::int64_t e, const ProjectionView& view, int num_threads);
+  // Repacks expert e, whose tensors (named `field` ...) have passed check_expert_weights.
+  // kInvalidArgument: they do not keep OperandQuant::code_bits or super_bits.
+  Status set_expert(std::int64_t e, std::string_view field, const ProjectionView& view,
+                    int num_threads);
 
   const cpu::PackedShape& shape() const { return shape_; }
   // The weights' side of a GEMM over panel p of expert e.
   cpu::PanelArgs panel(std::int64_t e, std::int64_t p) const;
+  // Scales and offsets of super-blocks to F32 in buffer (CpuWorkspace::scales), for args, which is about
+  // args.padded_k steps from step k0 of the panel on, whose scales are at `compact`.
+  void expand_scales(const cpu::CpuKernels& kernels, const std::byte* compact, std::int64_t k0,
+                     float* buffer, cpu::PanelArgs& args) const;
   // [64] factors of the panel's columns (but for static scales of the rows), or null.
   const float* column_factors(std::int64_t e, std::int64_t p) const {
     return factors_.empty() ? nullptr : &factors_[index(e, p) * cpu::kPanelColumns];
@@ -49,6 +57,8 @@ class CpuProjection {
     return static_cast<std::size_t>(e * shape_.num_panels() + p);
   }
   void set_factors(std::int64_t e, const ProjectionView& view);
+  Status set_super_scales(std::int64_t e, std::string_view field, const ProjectionView& view,
+                          int num_threads);
 
   CpuWeightFormat format_;
   cpu::PackedShape shape_;

@@ -91,8 +91,11 @@ class CpuExperts final : public Experts {
                   std::byte* operand, cpu::E2M1Group* groups) const;
   void finish_whole_row(const CpuWorkspace& w, std::int64_t r) const;
   // expert_gemms.cc
-  void multiply(const CpuProjection& projection, std::int64_t e, std::int64_t p,
-                cpu::PanelArgs& args, const float* const* numbers, float static_scale) const;
+  void multiply(const CpuWorkspace& w, const CpuProjection& projection, std::int64_t e,
+                std::int64_t p, cpu::PanelArgs& args, const float* const* numbers,
+                float static_scale) const;
+  void multiply_super_blocks(const CpuWorkspace& w, const CpuProjection& projection,
+                             cpu::PanelArgs args) const;
   std::int64_t task_chunk(std::int64_t tasks, std::int64_t panels_per_task) const;
   void gemms(const CpuWorkspace& w, std::int64_t num_active) const;
   void block1(const CpuWorkspace& w, std::int64_t e, std::int64_t block) const;

@@ -61,6 +61,8 @@ CpuPlan make_cpu_plan(const MoeProblem& problem, const CpuWeightFormat& format,
   plan.operand = narrow ? kernels.narrow_operand : OperandKind::kF32;
   if (format.integer_products) plan.operand = OperandKind::kI8;
   plan.fold = format.fold;
+  plan.super_scales = format.super.bits != 0;
+  plan.super_scale_steps = kernels.super_scale_steps;
   plan.max_chunk_rows = kernels.chunk_rows;
   plan.e2m1_groups = plan.operand == OperandKind::kBF16 && has_e2m1_groups(plan, format, kernels);
   plan.top_k = problem.top_k;

@@ -42,13 +42,22 @@ Result<ElementRow> element_row(DType dtype) {
 
 // Rows of int8 codes meet integer weights as integers where the tier can.
 void use_integer_products(const Scheme& quant, const cpu::CpuKernels& kernels, CpuWeightFormat& f) {
-  const bool four = f.kind == cpu::WeightKind::kCode4;
-  if (quant.activation.dtype != DType::kI8 || !(four || f.kind == cpu::WeightKind::kI8)) return;
-  const cpu::WeightKind kind = four ? cpu::WeightKind::kI4Quads : cpu::WeightKind::kI8Quads;
-  if (kernels.grouped_gemm_i8[kind] == nullptr) return;
-  f.kind = kind;
-  f.code_flip ^= static_cast<std::uint8_t>(four ? cpu::kDotBias4 : cpu::kDotBias);
-  f.integer_products = true;
+  struct QuadsRow {
+    cpu::WeightKind kind, quads;
+    int bias;
+  };
+  using enum cpu::WeightKind;
+  constexpr std::array<QuadsRow, 3> kQuadsRows = {{{kCode4, kI4Quads, cpu::kDotBias4},
+                                                   {kI6, kI6Quads, cpu::kDotBias6},
+                                                   {kI8, kI8Quads, cpu::kDotBias}}};
+  if (quant.activation.dtype != DType::kI8) return;
+  for (const QuadsRow& row : kQuadsRows) {
+    if (row.kind != f.kind || kernels.grouped_gemm_i8[row.quads] == nullptr) continue;
+    f.kind = row.quads;
+    f.code_flip ^= static_cast<std::uint8_t>(row.bias);
+    f.integer_products = true;
+    return;
+  }
 }
 
 }  // namespace
@@ -57,7 +66,7 @@ Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant, const cpu::CpuKer
   const OperandQuant& w = quant.weight;
   CpuWeightFormat f;
   MOESAIC_ASSIGN_OR_RETURN(const ElementRow element, element_row(w.dtype));
-  f.kind = element.kind;
+  f.kind = w.code_bits == 6 ? cpu::WeightKind::kI6 : element.kind;
   if (w.granularity == ScaleGranularity::kNone) return f;
   const bool block = w.granularity == ScaleGranularity::kBlock;
   if (block && w.block_n == quant::kFp8BlockSize && w.block_k == quant::kFp8BlockSize) {
@@ -95,6 +104,8 @@ Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant, const cpu::CpuKer
     f.rows_per_scale = w.block_n;
     f.columns_per_scale = w.block_k;
     f.fold = std::gcd(f.fold, w.block_k);
+    if (w.super_bits != 0)
+      f.super = {w.super_bits, static_cast<int>(w.block_k), w.zero_point == ZeroPoint::kMin};
   }
   // A group of activations shares a scale too.
   if (quant.activation.granularity == ScaleGranularity::kGroup)

@@ -26,6 +26,8 @@ struct CpuWeightFormat {
   bool static_rows = false;     // and with them one of the expert's for all of its rows
   std::uint8_t code_flip = 0;   // see PackedShape
   int code_bias = 0;
+  // Group scales and offsets as super-blocks have them, expanded to F32 for a panel when it is met.
+  cpu::SuperScaleForm super;
   quant::CodeValues code_values{};  // kCode4
   // Products are exact integers: weights as the integer kernels read them, rows of int8 codes.
   bool integer_products = false;

@@ -31,6 +31,12 @@ CpuWorkspace CpuWorkspace::carve(const CpuPlan& plan, std::int64_t tokens, Arena
   w.active = arena.take<std::int32_t>(plan.num_local_experts);
   w.scratch_stride = round_up(std::max({plan.k1, plan.k2, plan.n2}), 16);
   w.scratch = arena.take<float>(2 * w.scratch_stride * plan.num_threads);
+  if (plan.super_scales) {
+    const std::int64_t steps = std::min(std::max(plan.k1, plan.k2), plan.super_scale_steps);
+    const std::int64_t groups = steps / plan.fold;
+    w.scales_stride = groups * cpu::kPanelColumns * (plan.row_sums ? 2 : 1);
+    w.scales = arena.take<float>(w.scales_stride * plan.num_threads);
+  }
   return w;
 }
 

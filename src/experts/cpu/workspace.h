@@ -39,6 +39,8 @@ struct CpuPlan {
   // Each expert has scales of its own for the rows. Where they differ in a call, its rows belong to
   // slots too: there is room for that.
   bool static_rows = false;
+  bool super_scales = false;  // of the weights, expanded for so many steps of a panel at a time
+  std::int64_t super_scale_steps = 0;
   cpu::OperandKind operand = cpu::OperandKind::kF32;
   std::int64_t fold = cpu::kGroup;  // steps of a group, see CpuWeightFormat
   DType round_dtype = DType::kF32;  // of hidden states and intermediate
@@ -110,6 +112,8 @@ struct CpuWorkspace {
   std::int32_t* active = nullptr;        // [E_l] experts with rows
   float* scratch = nullptr;              // [threads][2][max(k1, k2, n2)]
   std::int64_t scratch_stride = 0;
+  float* scales = nullptr;  // [threads][scales_stride] super_scales: those that the thread is at
+  std::int64_t scales_stride = 0;
 
   // Carves (or measures) in a fixed order; monotone in tokens.
   static CpuWorkspace carve(const CpuPlan& plan, std::int64_t tokens, Arena& arena);
