@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compiles snippets without making anything: headers that must stand alone, code that must be refused.
+"""Compiles snippets: headers that must stand alone, code that must be refused.
 
 usage: check_compile.py headers COMPILER SOURCE_DIR include|src
        check_compile.py refused COMPILER SOURCE_DIR
@@ -17,7 +17,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-FLAGS = ["-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-x", "c++"]
+FLAGS = ["-std=c++20", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror"]
 
 # The library's floor, and all that the bf16 tier asks for.
 X86_TIERS = [
@@ -31,7 +31,24 @@ def compile_text(compiler, text, root, with_src, extra=()):
     command = [compiler, *FLAGS, f"-I{root / 'include'}"]
     if with_src:
         command += [f"-I{root / 'src'}", "-fopenmp", "-DFMT_HEADER_ONLY"]
-    result = subprocess.run([*command, *extra, "-"], input=text, capture_output=True, text=True)
+    command += ["-fsyntax-only", "-x", "c++", *extra, "-"]
+    result = subprocess.run(command, input=text, capture_output=True, text=True)
+    return result.returncode, result.stderr
+
+
+def compile_header(compiler, name, root, with_src, extra=()):
+    """The header alone, as a file that a compiler cache (CMAKE_CXX_COMPILER_LAUNCHER) knows again."""
+    stem = "_".join([*name.with_suffix("").parts, *(word.strip("-=") for word in extra[-1:])])
+    path = Path("headers_alone") / f"{stem}.cc"
+    path.parent.mkdir(exist_ok=True)
+    # Twice: a header without an include guard redefines itself.
+    path.write_text(f'#include "{name}"\n#include "{name}"\n', encoding="utf-8")
+    launcher = os.environ.get("CMAKE_CXX_COMPILER_LAUNCHER")
+    command = [*([launcher] if launcher else []), compiler, *FLAGS, f"-I{root / 'include'}"]
+    if with_src:
+        command += [f"-I{root / 'src'}", "-fopenmp", "-DFMT_HEADER_ONLY"]
+    command += [*extra, "-O0", "-c", str(path), "-o", str(path.with_suffix(".o"))]
+    result = subprocess.run(command, capture_output=True, text=True)
     return result.returncode, result.stderr
 
 
@@ -42,14 +59,12 @@ def check_headers(compiler, root, area):
 
     def one(header):
         name = header.relative_to(base)
-        # Twice: a header without an include guard redefines itself.
-        text = f'#include "{name}"\n#include "{name}"\n'
         if not name.name.endswith("-inl.h"):
-            return name, compile_text(compiler, text, root, area == "src")
+            return name, compile_header(compiler, name, root, area == "src")
         # SIMD files: for the build's floor, and where the compiler knows it for the tier that has more
         # in them. They are there for others to call.
         for flags in SIMD_FLAGS:
-            result = compile_text(compiler, text, root, True, ["-Wno-unused-function", *flags])
+            result = compile_header(compiler, name, root, True, ["-Wno-unused-function", *flags])
             if result[0] != 0:
                 break
         return name, result
