@@ -221,8 +221,8 @@ void pack_matrix(const PackedShape& shape, const std::byte* src, std::byte* dst,
 std::int64_t find_wide_code(const PackedShape& shape, const std::byte* src) {
   if (shape.elem_bits() != 6) return -1;
   const auto wide = [](std::byte code) {
-    const int value = static_cast<std::int8_t>(code);
-    return value < -32 || value > 31;
+    const auto value = static_cast<std::int8_t>(code);
+    return value < std::int8_t{-32} || value > std::int8_t{31};
   };
   const std::byte* end = src + shape.rows * shape.k;
   const std::byte* found = std::find_if(src, end, wide);
