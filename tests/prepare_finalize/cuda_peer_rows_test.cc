@@ -29,8 +29,10 @@ using parallel::PeerOwnLine;
 using parallel::PeerReport;
 using test::DeviceBytes;
 
-// Read when CUDA starts: a kernel that is loaded at its launch would wait for one that waits.
-const bool kEagerLoading = setenv("CUDA_MODULE_LOADING", "EAGER", 1) == 0;
+// Read when CUDA starts: a kernel that is loaded at its launch would wait for one that waits. What the
+// environment has stays: under a sanitizer, which instruments what is loaded, LAZY is quicker by far.
+const bool kEagerLoading = setenv("CUDA_MODULE_LOADING", "EAGER", 0) == 0 &&
+                           std::string(getenv("CUDA_MODULE_LOADING")) == "EAGER";
 
 constexpr std::int32_t kExperts = 12;
 constexpr std::uint64_t kGenerous = 2'000'000'000;  // ns
@@ -478,7 +480,7 @@ TEST(CudaPeerRows, ManyRanksHaveTheBitsOfTheHost) {
 // Rank 0 waits until the last rank has sent, however long that takes.
 TEST(CudaPeerRows, AWaitEndsWithTheLastWord) {
   REQUIRE_HOPPER();
-  ASSERT_TRUE(kEagerLoading);
+  if (!kEagerLoading) GTEST_SKIP() << "CUDA_MODULE_LOADING is not EAGER";
   PeerShapeCase c;
   c.ranks = 3;
   PeerWorld world(c, 4);

@@ -94,24 +94,13 @@ struct FromCodes {
     float part[kSets][kRegisters];
     const auto multiply = [&](int m, float(&d)[kRegisters]) {
       Decoder decoder;
-#pragma unroll
-      for (int s = 0; s < kCount; ++s) {
+      const auto fragment = [&](int s, int k, std::uint32_t(&a)[4]) {
         const std::uint32_t from = weights + (at.offset[s] << 4);
-        if (s == 0) slab.load_zero_points(decoder, from, m);
-        slab.load_codes(decoder, from, m);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          std::uint32_t a[4];
-          decoder.fragment(k, a);
-          ptx::wgmma_fence();
-          Mma::run(d, a,
-                   ptx::wgmma_descriptor(tokens + at.offset[s] +
-                                         static_cast<std::uint32_t>(k) * ptx::kWgmmaStep),
-                   s > 0 || k > 0 ? 1 : 0);
-          ptx::wgmma_commit();
-          if (s + 1 < kCount || k < 3) ptx::wgmma_wait<(kWide ? 1 : 2)>();
-        }
-      }
+        if (s == 0 && k == 0) slab.load_zero_points(decoder, from, m);
+        if (k == 0) slab.load_codes(decoder, from, m);
+        decoder.fragment(k, a);
+      };
+      multiply_fragments<Mma, (kWide ? 1 : 2)>(at, tokens, fragment, d);
       slab.load_scales(scales[m], weights + (at.offset[0] << 4), m);
     };
     const auto promote = [&](int m, const float(&from)[kRegisters]) {

@@ -58,25 +58,14 @@ struct FromFp8Codes {
 #pragma unroll
     for (int m = 0; m < kBlocks; ++m) {
       float part[kRegisters];
-#pragma unroll
-      for (int s = 0; s < kCount; ++s) {
+      Decoder decoder;
+      const auto fragment = [&](int s, int k, std::uint32_t(&a)[4]) {
         const std::uint32_t slab = weights + (at.offset[s] << 4);
-        Decoder decoder;
-        decoder.load_scales(slab, first + m, thread);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          if (k % 2 == 0) decoder.load_codes(slab, first + m, k / 2, thread);
-          std::uint32_t a[4];
-          decoder.fragment(k, a);
-          ptx::wgmma_fence();
-          Mma::run(part, a,
-                   ptx::wgmma_descriptor(tokens + at.offset[s] +
-                                         static_cast<std::uint32_t>(k) * ptx::kWgmmaStep),
-                   s > 0 || k > 0 ? 1 : 0);
-          ptx::wgmma_commit();
-          if (s + 1 < kCount || k < 3) ptx::wgmma_wait<(kRegisters == 16 ? 0 : 1)>();
-        }
-      }
+        if (k == 0) decoder.load_scales(slab, first + m, thread);
+        if (k % 2 == 0) decoder.load_codes(slab, first + m, k / 2, thread);
+        decoder.fragment(k, a);
+      };
+      multiply_fragments<Mma, (kRegisters == 16 ? 0 : 1)>(at, tokens, fragment, part);
       if (m + 1 == kBlocks) stage.peek();
       ptx::wgmma_wait<0>();
       FromShared::add(acc[m], part);

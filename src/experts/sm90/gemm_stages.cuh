@@ -6,6 +6,7 @@
 
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/wgmma.cuh"
 #include "experts/sm90/gemm_layout.cuh"
 
 namespace moesaic::cuda {
@@ -84,5 +85,28 @@ struct NextStages {
     stage.ring.advance();
   }
 };
+
+// d = the products of the stages at `at`, four steps each, whose weights fragment(stage, step, a)
+// decodes; at most kInFlight of them are in flight while it does so, and some still are at the end.
+template <class Mma, int kInFlight, int kCount, int kRegisters, class Fragment>
+__device__ __forceinline__ void multiply_fragments(const NextStages<kCount>& at,
+                                                   std::uint32_t tokens, const Fragment& fragment,
+                                                   float (&d)[kRegisters]) {
+#pragma unroll
+  for (int s = 0; s < kCount; ++s) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      std::uint32_t a[4];
+      fragment(s, k, a);
+      ptx::wgmma_fence();
+      Mma::run(d, a,
+               ptx::wgmma_descriptor(tokens + at.offset[s] +
+                                     static_cast<std::uint32_t>(k) * ptx::kWgmmaStep),
+               s > 0 || k > 0 ? 1 : 0);
+      ptx::wgmma_commit();
+      if (s + 1 < kCount || k < 3) ptx::wgmma_wait<kInFlight>();
+    }
+  }
+}
 
 }  // namespace moesaic::cuda

@@ -17,6 +17,7 @@
 #include "prepare_finalize/rank_transport.h"
 #include "prepare_finalize/sm90/catalogue_row.h"
 #include "prepare_finalize/sm90/device_messages.h"
+#include "prepare_finalize/sm90/device_rows.h"
 #include "prepare_finalize/sm90/rank_rows.h"
 
 namespace moesaic::cuda {
@@ -63,7 +64,7 @@ struct CudaAllToAll::Impl {
   Status pack(void* stream);
   Status exchange_rows(void* stream);
   Result<Prepared> unpack(void* stream);
-  Status check(const PrepareArgs& args) const;
+  DeviceRows own_rows() const { return {max_tokens, hidden, top_k, device}; }
   Status give_up(const Status& reason) const {
     static_cast<void>(messages.communicator().abandon(reason.message()));
     return reason;
@@ -301,36 +302,9 @@ Result<std::int64_t> CudaAllToAll::workspace_size(std::int64_t tokens) const {
   return Status(StatusCode::kInvalidArgument, fmt::format("tokens: got {}, need >= 0", tokens));
 }
 
-Status CudaAllToAll::Impl::check(const PrepareArgs& a) const {
-  if (a.hidden_states.rank() != 2) {
-    return {StatusCode::kInvalidShape, fmt::format("hidden_states: got {}, need [M, {}]",
-                                                   a.hidden_states.shape.to_string(), hidden)};
-  }
-  const std::int64_t tokens = a.hidden_states.dim(0);
-  if (tokens > max_tokens) {
-    return {StatusCode::kLimitExceeded,
-            fmt::format("tokens: got {}, need at most {} per rank", tokens, max_tokens)};
-  }
-  struct Field {
-    std::string_view field;
-    const ConstTensorView& view;
-    DType dtype;
-    std::int64_t columns;
-  };
-  for (const Field& t : {Field{"hidden_states", a.hidden_states, DType::kBF16, hidden},
-                         Field{"topk_ids", a.topk_ids, DType::kI32, top_k},
-                         Field{"topk_weights", a.topk_weights, DType::kF32, top_k}}) {
-    MOESAIC_RETURN_IF_ERROR(expect_dtype(t.field, t.view, t.dtype));
-    MOESAIC_RETURN_IF_ERROR(expect_shape(t.field, t.view, {tokens, t.columns}));
-    MOESAIC_RETURN_IF_ERROR(expect_contiguous(t.field, t.view));
-    MOESAIC_RETURN_IF_ERROR(expect_device(t.field, t.view, device));
-  }
-  return {};
-}
-
 Result<Prepared> CudaAllToAll::prepare(const PrepareArgs& args) const {
   Impl& m = *impl_;
-  if (const Status bad = m.check(args); !bad.ok()) return m.give_up(bad);
+  if (const Status bad = check_device_rows(m.own_rows(), args); !bad.ok()) return m.give_up(bad);
   m.mine = {args.hidden_states.dim(0), args.hidden_states.data, args.topk_ids.as<std::int32_t>(),
             args.topk_weights.as<float>()};
   const DeviceScope scope(m.device.index());

@@ -20,6 +20,7 @@
 #include "parallel/peer_window.h"
 #include "prepare_finalize/rank_transport.h"
 #include "prepare_finalize/sm90/catalogue_row.h"
+#include "prepare_finalize/sm90/device_rows.h"
 #include "prepare_finalize/sm90/peer_report.h"
 #include "prepare_finalize/sm90/peer_rows.h"
 
@@ -73,7 +74,7 @@ struct CudaPeerAllToAll::Impl {
   }
   Status allocate(const std::vector<std::int32_t>& owners);
   Status stand(const parallel::PeerLayout& layout);
-  Status check(const PrepareArgs& args) const;
+  DeviceRows own_rows() const { return {max_tokens, hidden, top_k, device}; }
   Status send(void* stream, const PrepareArgs& args) const;
   Status take(void* stream) const;
 };
@@ -222,29 +223,6 @@ Result<std::int64_t> CudaPeerAllToAll::workspace_size(std::int64_t tokens) const
   return Status(StatusCode::kInvalidArgument, fmt::format("tokens: got {}, need >= 0", tokens));
 }
 
-Status CudaPeerAllToAll::Impl::check(const PrepareArgs& a) const {
-  const std::int64_t rows = a.hidden_states.rank() == 2 ? a.hidden_states.dim(0) : 0;
-  if (rows > max_tokens) {
-    return {StatusCode::kLimitExceeded,
-            fmt::format("tokens: got {}, need at most {} per rank", rows, max_tokens)};
-  }
-  struct Field {
-    std::string_view field;
-    const ConstTensorView& view;
-    DType dtype;
-    std::int64_t columns;
-  };
-  for (const Field& t : {Field{"hidden_states", a.hidden_states, DType::kBF16, hidden},
-                         Field{"topk_ids", a.topk_ids, DType::kI32, top_k},
-                         Field{"topk_weights", a.topk_weights, DType::kF32, top_k}}) {
-    MOESAIC_RETURN_IF_ERROR(expect_dtype(t.field, t.view, t.dtype));
-    MOESAIC_RETURN_IF_ERROR(expect_shape(t.field, t.view, {rows, t.columns}));
-    MOESAIC_RETURN_IF_ERROR(expect_contiguous(t.field, t.view));
-    MOESAIC_RETURN_IF_ERROR(expect_device(t.field, t.view, device));
-  }
-  return {};
-}
-
 Status CudaPeerAllToAll::Impl::send(void* stream, const PrepareArgs& a) const {
   PeerSendParams s;
   s.place = place;
@@ -291,7 +269,7 @@ Status CudaPeerAllToAll::Impl::take(void* stream) const {
 
 Result<Prepared> CudaPeerAllToAll::prepare(const PrepareArgs& args) const {
   Impl& m = *impl_;
-  MOESAIC_RETURN_IF_ERROR(m.check(args));
+  MOESAIC_RETURN_IF_ERROR(check_device_rows(m.own_rows(), args));
   m.tokens = args.hidden_states.dim(0);
   m.mine = m.routing(args.topk_ids.as<std::int32_t>());
   const DeviceScope scope(m.device.index());
