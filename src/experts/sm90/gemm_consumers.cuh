@@ -54,7 +54,8 @@ __device__ __forceinline__ void hand_over(const GroupedParams& p, const Shared& 
 }
 
 // Sums of a slab's second block, from the warp that has them to the one that has the epilogue of
-// their rows: `to`, of the same lane.
+// their rows: `to`, of the same lane. Every lane arrives for itself: where a warp has converged its
+// __syncwarp is no instruction, and racecheck takes one lane that arrives for all to be a race.
 template <int kColumns, class Shared>
 __device__ __forceinline__ void send_block(const Shared& sh, RingPosition<1>& sent, int to,
                                            int lane, const float (&sums)[kColumns / 2]) {
@@ -64,8 +65,7 @@ __device__ __forceinline__ void send_block(const Shared& sh, RingPosition<1>& se
   for (int i = 0; i < kColumns / 8; ++i) {
     at[32 * i] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
   }
-  __syncwarp();
-  if (lane == 0) ptx::mbarrier_arrive(sh.sent_full(to));
+  ptx::mbarrier_arrive(sh.sent_full(to));
   sent.advance();
 }
 
@@ -92,8 +92,7 @@ __device__ __forceinline__ bool multiply_share(const Shared<Format, Tile>& sh,
     const float4 v = at[32 * i];
     acc[1][4 * i] = v.x, acc[1][4 * i + 1] = v.y, acc[1][4 * i + 2] = v.z, acc[1][4 * i + 3] = v.w;
   }
-  __syncwarp();
-  if (lane == 0) ptx::mbarrier_arrive(sh.sent_empty(warp));
+  ptx::mbarrier_arrive(sh.sent_empty(warp));
   sent.advance();
   return true;
 }

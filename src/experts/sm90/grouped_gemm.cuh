@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(Layout<Format, Tile>::kBoundThreads,
     for (int s = 0; s < kIndexSlots; ++s) ptx::mbarrier_init(sh.index_full(s), 1);
     for (int s = 0; L::kSplit && s < 2; ++s) ptx::mbarrier_init(sh.amax_full(s), 1);
     for (int w = 0; w < L::kSentBars; ++w) {
-      ptx::mbarrier_init(sh.sent_full(w), 1);
-      ptx::mbarrier_init(sh.sent_empty(w), 1);
+      ptx::mbarrier_init(sh.sent_full(w), 32);
+      ptx::mbarrier_init(sh.sent_empty(w), 32);
     }
     ptx::mbarrier_init_fence();
   }
