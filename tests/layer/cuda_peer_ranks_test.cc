@@ -89,6 +89,9 @@ class RankCalls {
         out_(x_.bytes() * 2),
         want_(static_cast<std::size_t>(x_.bytes() / 2)) {
     EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
+    // A stream has its queue from its first use on: now, not while another rank's kernel waits.
+    poison();
+    EXPECT_TRUE(finish());
   }
   RankCalls(const RankCalls&) = delete;
   RankCalls& operator=(const RankCalls&) = delete;
