@@ -81,8 +81,8 @@ enum class ComputeScheme : std::uint8_t {
   kInt4Fp8,    // int4 times an e4m3 scale per 128, that product rounded to e4m3; a scale per output
                // row; activations as kFp8Scaled has them
   kInt8,       // int8 with a scale per output row; quantised to int8 with one scale per row
-  kInt8Group,  // integers of 4 or 8 bits with scales per group or row, zero points or minima;
-               // quantised to int8 per row and group of columns
+  kInt8Group,  // integers of 4 or 8 bits with scales per group or row, zero points or minima, or
+               // MXFP4; quantised to int8 per row and group of columns
   kNone,       // no stage computes this pair of operands
 };
 // "fp8-block" ...: the name of the scheme it was made for, or "weight-only", "fp8-scaled", "none".
@@ -129,7 +129,7 @@ std::span<const Scheme> quant_schemes();
 // group (kInt8Group) takes the weights' group, at most 128 columns, at least 16; all others stay.
 Scheme with_stored_weight(const Scheme& scheme, const OperandQuant& weight);
 // The name of the scheme that quantises activations to int8 per group beside such weights; empty for
-// weights that are not integers of 4 or 8 bits with F32 scales.
+// weights that are neither integers of 4 or 8 bits with F32 scales nor MXFP4.
 std::string_view int8_group_scheme_of(const OperandQuant& weight);
 
 // What checkpoints hold besides, under names of its own: fp8-static, int4-g32, uint4-g128 (zero

@@ -43,8 +43,8 @@ enum class OperandKind : std::uint8_t {
 
 // kCode4: 4-bit codes of any format, looked up in a table of 16 values.
 // kInt4Fp8: int4 whose product with an e4m3 scale per column and group is rounded to e4m3.
-// kI6: integers of 6 bits. kI8Quads, kI6Quads, kI4Quads: integers of 8, 6 and 4 bits as the 8-bit dot
-// product reads them.
+// kI6: integers of 6 bits. kI8Quads, kI6Quads, kI4Quads, kE2M1Quads: integers of 8, 6 and 4 bits, and
+// e2m1, as the 8-bit dot product reads them.
 enum class WeightKind : std::uint8_t {
   kF32,
   kBF16,
@@ -56,13 +56,15 @@ enum class WeightKind : std::uint8_t {
   kI6,
   kI8Quads,
   kI6Quads,
-  kI4Quads
+  kI4Quads,
+  kE2M1Quads
 };
-inline constexpr int kNumWeightKinds = 11;
+inline constexpr int kNumWeightKinds = 12;
 
 // What the integer kernels expect to have been added to every code of kI8Quads, kI6Quads, kI4Quads (by
-// flipping this bit of its two's complement): the instruction wants one side unsigned.
-inline constexpr int kDotBias = 128, kDotBias6 = 32, kDotBias4 = 8;
+// flipping this bit of its two's complement): the instruction wants one side unsigned. Codes of
+// kE2M1Quads lie as they are; a table makes them twice their value plus 16.
+inline constexpr int kDotBias = 128, kDotBias6 = 32, kDotBias4 = 8, kE2M1Bias = 16;
 // A row of k int8 codes for those kernels: per group of `fold` steps the int32 at which its sums
 // start, -kDotBias times the sum of its codes, then the codes.
 constexpr std::int64_t dot_row_bytes(std::int64_t k, std::int64_t fold) {
@@ -212,8 +214,8 @@ struct CpuKernels {
   // (whose bits are those of kI8) and kInt4Fp8.
   ByWeightKind<PanelGemm> grouped_gemm_f32;
   ByWeightKind<PanelGemm> grouped_gemm_bf16;
-  // kI8Quads, kI6Quads, kI4Quads: the bits of grouped_gemm_f32[kI8] and, with a table of integers, [kCode4]
-  // for weights packed so with the bias flipped (PackedShape::code_flip) and rows of int8 codes
+  // kI8Quads, kI6Quads, kI4Quads, kE2M1Quads: the bits of grouped_gemm_f32[kI8] and, with a table of
+  // integers or of e2m1 values, [kCode4] for weights packed so with the bias flipped (PackedShape::code_flip) and rows of int8 codes
   // (dot_row_bytes), on the 8-bit integer dot product: a group's sum is an exact integer either way
   // (tier amx without scales: sums of 1024 steps, hence other bits beyond 2^24).
   // Null where this machine has no such instruction (AVX-VNNI, AVX512_VNNI, I8MM), and then

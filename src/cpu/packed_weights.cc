@@ -19,8 +19,9 @@ namespace {
 
 // Byte offset of step `step` of column `column` inside a unit.
 std::int64_t unit_offset(WeightKind kind, std::int64_t elem_bytes, int column, std::int64_t step) {
-  const bool quads = (kind == WeightKind::kI8Quads || kind == WeightKind::kI4Quads) &&
-                     !MOESAIC_FAULT(cpu_pack_quads_as_pairs);
+  const bool quads =
+      (kind == WeightKind::kI8Quads || kind == WeightKind::kI4Quads || kind == WeightKind::kE2M1Quads) &&
+      !MOESAIC_FAULT(cpu_pack_quads_as_pairs);
   if (elem_bytes != 1 || quads) return column * 4 + step * elem_bytes;
   const std::int64_t quad = column / 4, in_quad = column % 4;
   return quad * 16 + (step / 2) * 8 + in_quad * 2 + step % 2;
@@ -57,11 +58,11 @@ int get_nibble(const std::byte* p, std::int64_t i) {
 void or_nibble(std::byte* p, std::int64_t i, int code) {
   p[i / 2] |= static_cast<std::byte>(code << (i % 2 * 4));
 }
-// Nibble of a unit that holds step `step` of column `column`. kInt4Fp8 and kI4Quads are decoded by
+// Nibble of a unit that holds step `step` of column `column`. kInt4Fp8 and the quads are decoded by
 // bytes: their low nibbles lie as the bytes of steps 0..3 of an eight-bit format would, the high ones
 // as those of 4..7.
 std::int64_t unit_nibble(WeightKind kind, int column, std::int64_t step) {
-  if (kind == WeightKind::kInt4Fp8 || kind == WeightKind::kI4Quads)
+  if (kind != WeightKind::kCode4)
     return unit_offset(kind, 1, column, step % 4) * 2 + step / 4;
   return column * 8 + step % 2 * 4 +
          (MOESAIC_FAULT(cpu_pack_nibbles_in_order) ? step / 4 : step / 2);
@@ -156,6 +157,7 @@ std::int64_t PackedShape::elem_bits() const {
     case WeightKind::kCode4:
     case WeightKind::kInt4Fp8:
     case WeightKind::kI4Quads:
+    case WeightKind::kE2M1Quads:
       return 4;
   }
   return 32;

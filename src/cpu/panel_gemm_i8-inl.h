@@ -66,6 +66,7 @@ struct UnitQuads8 {
   static constexpr int kSteps = 4;
   static constexpr std::int64_t kBytes = kUnitBytes;
   static constexpr int kStartShift = 0;  // from the row's start to that of this format's bias
+  static constexpr bool kDoubled = false;  // sums are twice what they should be
   using Decoded = UnitQuads8;
   template <int Q>
   static HWY_INLINE VI Quad(const std::byte* unit, int v) {
@@ -83,11 +84,35 @@ struct UnitQuads4 {
   static constexpr int kSteps = 8;
   static constexpr std::int64_t kBytes = kUnitBytes;
   static constexpr int kStartShift = UnitQuads4InBytes::kStartShift;
+  static constexpr bool kDoubled = false;
   using Decoded = UnitQuads4InBytes;
   template <int Q>
   static HWY_INLINE VI Quad(const std::byte* unit, int v) {
     const VI raw = LoadLanes(unit, v);
     return hn::And(Q == 0 ? raw : hn::ShiftRight<4>(raw), hn::Set(di32, 0x0F0F0F0F));
+  }
+};
+
+// Twice the values of e2m1, and 16.
+struct UnitQuadsE2M1InBytes : UnitQuads8 {
+  static constexpr int kStartShift = 3;
+  static constexpr bool kDoubled = true;
+};
+static_assert(kE2M1Bias << UnitQuadsE2M1InBytes::kStartShift == kDotBias);
+
+struct UnitQuadsE2M1 {
+  static constexpr int kSteps = 8;
+  static constexpr std::int64_t kBytes = kUnitBytes;
+  static constexpr int kStartShift = UnitQuadsE2M1InBytes::kStartShift;
+  static constexpr bool kDoubled = true;
+  using Decoded = UnitQuadsE2M1InBytes;
+  template <int Q>
+  static HWY_INLINE VI Quad(const std::byte* unit, int v) {
+    const hn::Repartition<std::uint8_t, decltype(di32)> du8;
+    alignas(16) static constexpr std::uint8_t kTable[16] = {16, 17, 18, 19, 20, 22, 24, 28,
+                                                            16, 15, 14, 13, 12, 10, 8,  4};
+    return hn::BitCast(di32, hn::TableLookupBytes(hn::LoadDup128(du8, kTable),
+                                                  hn::BitCast(du8, UnitQuads4::Quad<Q>(unit, v))));
   }
 };
 
@@ -101,6 +126,7 @@ struct UnitQuads6 {
   static constexpr int kSteps = 16;
   static constexpr std::int64_t kBytes = 3 * kUnitBytes;
   static constexpr int kStartShift = UnitQuads6InBytes::kStartShift;
+  static constexpr bool kDoubled = false;
   using Decoded = UnitQuads6InBytes;
   template <int Q>
   static HWY_INLINE VI Quad(const std::byte* unit, int v) {
@@ -228,6 +254,10 @@ HWY_NOINLINE void RunI8Tile(const PanelArgs& args, const I8Block& block) {
 #pragma GCC unroll 8
         for (int v = 0; v < kTileVectors; ++v)
           sums[r][v] = hn::ConvertTo(df, hn::Add(acc[r][v], hn::Set(di32, start)));
+        if constexpr (Unit::kDoubled) {
+#pragma GCC unroll 8
+          for (int v = 0; v < kTileVectors; ++v) sums[r][v] = hn::Mul(sums[r][v], hn::Set(df, 0.5F));
+        }
         a[r] += group_bytes;
       }
       FoldColumns<MR, kTileVectors>(args, sums, scales, block.group + g, block.row, column);

@@ -81,6 +81,7 @@ constexpr CpuKernels MakeTable() {
   t.grouped_gemm_i8[kI8Quads] = GroupedGemmI8<UnitQuads8>;
   t.grouped_gemm_i8[kI6Quads] = GroupedGemmI8<UnitQuads6>;
   t.grouped_gemm_i8[kI4Quads] = GroupedGemmI8<UnitQuads4>;
+  t.grouped_gemm_i8[kE2M1Quads] = GroupedGemmI8<UnitQuadsE2M1>;
   t.store_i8 = StoreI8;
   t.multiply_add_loop_i8 = MultiplyAddLoopI8;
 #endif

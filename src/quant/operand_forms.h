@@ -97,6 +97,11 @@ constexpr bool is_integer(const OperandQuant& w) {
          w.scale_format == F::kF32 && w.outer_scale == OuterScale::kNone &&
          w.table == CodeTable::kNone && is_compact(w);
 }
+constexpr bool is_mxfp4(const OperandQuant& w) {
+  return is_bare(w) && is_group(w, kE2M1, F::kE8M0, kMxGroupSize);
+}
+// Integers, or values that a group of int8 codes meets as exactly.
+constexpr bool takes_int8_rows(const OperandQuant& w) { return is_integer(w) || is_mxfp4(w); }
 // A table needs codes from 0.
 constexpr bool is_table(const OperandQuant& w) {
   return w.dtype == DType::kU4 && w.granularity == G::kGroup && w.table != CodeTable::kNone &&

@@ -78,12 +78,9 @@ constexpr std::array<WeightRow, 13> kWeightRows = {{
      [](const OperandQuant& a) {
        return is_mx_group(a, kE4M3, ExponentRule::kCeil) ? Compute::kMxfp8 : Compute::kNone;
      }},
-    {"F4 with an F8_E8M0 scale per 1x32",
-     [](const OperandQuant& w) {
-       return is_bare(w) && is_group(w, kE2M1, F::kE8M0, quant::kMxGroupSize);
-     },
-     Compute::kMxfp4Bf16,
+    {"F4 with an F8_E8M0 scale per 1x32", is_mxfp4, Compute::kMxfp4Bf16,
      [](const OperandQuant& a) {
+       if (is_int8_group(a)) return Compute::kInt8Group;
        if (is_fp8_group(a) || is_fp8_token(a) || is_fp8_static(a)) return Compute::kMxfp4Fp8;
        return is_mx_group(a, kE2M1, ExponentRule::kRound175) ? Compute::kMxfp4 : Compute::kNone;
      }},
@@ -169,7 +166,7 @@ constexpr OperandQuant kInt4Fp8 =
 constexpr double kWeightOnly = 6e-3, kFp8 = 6e-2, kInt8Groups = 2.4e-2;
 constexpr OperandQuant kInt4Group = group(DType::kI4, F::kF32, quant::kIntGroupSize);
 constexpr OperandQuant kInt8Group = group(DType::kI8, F::kF32, quant::kIntGroupSize);
-constexpr std::array<Scheme, 20> kSchemes = {{
+constexpr std::array<Scheme, 21> kSchemes = {{
     made("f32", plain(DType::kF32), plain(DType::kF32), 2e-6),
     made("bf16", kBF16, kBF16, kWeightOnly),
     made("f16", plain(DType::kF16), plain(DType::kF16), 1e-3),
@@ -191,6 +188,7 @@ constexpr std::array<Scheme, 20> kSchemes = {{
          kBF16, kWeightOnly),
     made("int4-g128-int8", kInt4Group, int8_rows(kInt4Group), kInt8Groups),
     made("int8-g128-int8", kInt8Group, int8_rows(kInt8Group), kInt8Groups),
+    made("mxfp4-int8", kMxfp4, int8_rows(kMxfp4), kInt8Groups),
 }};
 
 constexpr OperandQuant integers(DType dtype, std::int64_t columns,
@@ -286,12 +284,13 @@ Scheme with_activation(const Scheme& s, const OperandQuant& activation) {
 }
 
 Scheme with_stored_weight(const Scheme& s, const OperandQuant& weight) {
-  const bool follows = s.kind == Compute::kInt8Group && is_integer(weight) &&
+  const bool follows = s.kind == Compute::kInt8Group && takes_int8_rows(weight) &&
                        !MOESAIC_FAULT(quant_int8_rows_of_the_named_group);
   return make_scheme(s.name, weight, follows ? int8_rows(weight) : s.activation, s.output_bound);
 }
 
 std::string_view int8_group_scheme_of(const OperandQuant& weight) {
+  if (is_mxfp4(weight)) return "mxfp4-int8";
   if (!is_integer(weight)) return {};
   return dtype_bits(weight.dtype) == 4 ? "int4-g128-int8" : "int8-g128-int8";
 }

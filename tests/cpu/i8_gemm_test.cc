@@ -10,6 +10,7 @@
 #include "available_tiers.h"
 #include "cpu/kernels.h"
 #include "cpu/packed_weights.h"
+#include "numerics/codec.h"
 #include "poisoned_result.h"
 #include "support/random.h"
 
@@ -20,6 +21,7 @@ struct FoldCase {
   int bits;  // of the weights; 6: against the kernel of 8
   int fold;
   bool column_scales, row_scales, offsets;
+  bool e2m1 = false;
 };
 constexpr FoldCase kFoldCases[] = {
     {8, 128, false, false, false},  // W8A8 of whole rows
@@ -27,12 +29,20 @@ constexpr FoldCase kFoldCases[] = {
     {6, 128, true, true, false},   {6, 32, true, true, true},    {6, 16, true, false, false},
     {4, 128, true, true, false},   {4, 64, true, true, true},    {4, 32, true, true, true},
     {4, 16, true, false, false},   {4, 128, false, true, false},
+    {4, 128, true, true, false, true}, {4, 32, true, true, false, true},
+    {4, 16, true, true, false, true},  {4, 32, false, true, false, true},
 };
 
 CodeTable4 two_s_complement() {
   std::array<float, 16> values{};
   for (int code = 0; code < 16; ++code)
     values[static_cast<std::size_t>(code)] = static_cast<float>(code < 8 ? code : code - 16);
+  return make_code_table(values);
+}
+
+CodeTable4 e2m1() {
+  std::array<float, 16> values{};
+  for (std::uint8_t code = 0; code < 16; ++code) values[code] = f32_from_e2m1(code);
   return make_code_table(values);
 }
 
@@ -61,13 +71,15 @@ void compare(const CpuKernels& k, const FoldCase& c, std::int64_t depth) {
   const bool four = c.bits == 4;
   const WeightKind kind = four ? WeightKind::kCode4 : WeightKind::kI8;
   const bool six = c.bits == 6;
-  const WeightKind quads = four  ? WeightKind::kI4Quads
-                           : six ? WeightKind::kI6Quads
-                                 : WeightKind::kI8Quads;
-  const CodeTable4 codes = two_s_complement();
+  const WeightKind quads = c.e2m1 ? WeightKind::kE2M1Quads
+                           : four ? WeightKind::kI4Quads
+                           : six  ? WeightKind::kI6Quads
+                                  : WeightKind::kI8Quads;
+  const CodeTable4 codes = c.e2m1 ? e2m1() : two_s_complement();
   const PackedShape plain{kind, RowOrder::kPlain, kPanelColumns, depth, c.fold, 0};
   PackedShape integer{quads, RowOrder::kPlain, kPanelColumns, depth, c.fold};
-  integer.code_flip = static_cast<std::uint8_t>(four ? kDotBias4 : six ? kDotBias6 : kDotBias);
+  integer.code_flip =
+      static_cast<std::uint8_t>(c.e2m1 ? 0 : four ? kDotBias4 : six ? kDotBias6 : kDotBias);
   std::vector<std::byte> matrix(static_cast<std::size_t>(depth * kPanelColumns / (four ? 2 : 1)));
   for (std::byte& b : matrix) {
     const int code = any_code(rng);
@@ -117,7 +129,7 @@ void compare(const CpuKernels& k, const FoldCase& c, std::int64_t depth) {
     args.result = got.as<float>();
     k.grouped_gemm_i8[quads](args);
     EXPECT_EQ(std::memcmp(want.data(), got.data(), sizeof(float) * kMaxRows * kPanelColumns), 0)
-        << k.name << " bits " << c.bits << " fold " << c.fold << " K " << depth << " rows " << rows;
+        << k.name << (c.e2m1 ? " e2m1 " : " bits ") << c.bits << " fold " << c.fold << " K " << depth << " rows " << rows;
     EXPECT_NE(want.as<float>()[0], 0.0F);
   }
 }
@@ -128,6 +140,7 @@ TEST(I8Gemm, HasTheBitsOfTheFp32Kernel) {
     ASSERT_EQ(k->store_i8 == nullptr, k->grouped_gemm_i8[WeightKind::kI8Quads] == nullptr);
     ASSERT_EQ(k->store_i8 == nullptr, k->grouped_gemm_i8[WeightKind::kI6Quads] == nullptr);
     ASSERT_EQ(k->store_i8 == nullptr, k->grouped_gemm_i8[WeightKind::kI4Quads] == nullptr);
+    ASSERT_EQ(k->store_i8 == nullptr, k->grouped_gemm_i8[WeightKind::kE2M1Quads] == nullptr);
     if (k->store_i8 == nullptr) continue;
     ++tested;
     for (const FoldCase& c : kFoldCases) {

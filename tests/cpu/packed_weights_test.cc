@@ -32,6 +32,7 @@ const Case kCases[] = {
     {WeightKind::kCode4, RowOrder::kGateUp, 66, 34},
     {WeightKind::kInt4Fp8, RowOrder::kPlain, 70, 130},
     {WeightKind::kI4Quads, RowOrder::kPlain, 70, 130},
+    {WeightKind::kE2M1Quads, RowOrder::kGateUp, 66, 130},
 };
 
 // Pieces that packing moves: nibbles of 4-bit codes, bytes of all else.

@@ -46,6 +46,7 @@ double value_of(WeightKind kind, const std::byte* matrix, std::int64_t i) {
     case WeightKind::kCode4:
     case WeightKind::kInt4Fp8:
     case WeightKind::kI4Quads:
+    case WeightKind::kE2M1Quads:
       return i4_from_nibble(nibble_at(reinterpret_cast<const std::uint8_t*>(matrix), i));
     case WeightKind::kI8:
     case WeightKind::kI6:
@@ -81,6 +82,7 @@ std::vector<std::byte> random_matrix(test::Rng& rng, WeightKind kind, std::int64
       case WeightKind::kCode4:
       case WeightKind::kInt4Fp8:
       case WeightKind::kI4Quads:
+      case WeightKind::kE2M1Quads:
         set_nibble(reinterpret_cast<std::uint8_t*>(m.data()), i,
                    integers ? static_cast<std::uint8_t>(static_cast<int>(integer) & 15) : any);
         break;

@@ -167,6 +167,8 @@ TEST(CpuExperts, EveryTierAndSchemeMeetsItsBoundAgainstFloat64) {
                         {"int4-g32-int8", 96, 160, 33},
                         {"int4-channel-int8", 200, 66, 3},
                         {"awq-int8", 192, 64, 60},
+                        {"mxfp4-int8", 256, 384, 40},
+                        {"mxfp4-int8", 96, 160, 5},
                         {"awq-int8", 70, 34, 1},
                         {"gptq-int8", 128, 96, 20},
                         {"q4k-int8", 256, 96, 6},
@@ -383,6 +385,7 @@ TEST(CpuExperts, RowsDependOnNothingButThemselves) {
                             "int4-fp8-g32",
                             "int4-g128-int8",
                             "awq-int8",
+                            "mxfp4-int8",
                             "q6k-int8",
                             "q4k-super",
                             "q6k-super",
@@ -554,7 +557,7 @@ TEST(CpuExperts, BatchedFormatLeavesRowsPastTheCountsAlone) {
 }
 
 TEST(CpuExperts, NanStaysInItsRow) {
-  for (const char* quant : {"bf16", "fp8-block", "mxfp4-bf16", "int4-g128-int8", "awq-int8"}) {
+  for (const char* quant : {"bf16", "fp8-block", "mxfp4-bf16", "int4-g128-int8", "awq-int8", "mxfp4-int8"}) {
     const MoeProblem p = make_problem(quant, 128, 128, 3, 1);
     const OwnedExpertWeights w = test::random_expert_weights(51, p);
     test::Rng rng(52);

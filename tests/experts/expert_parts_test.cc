@@ -16,7 +16,7 @@ constexpr const char* kMovedSchemes[] = {
     "mxfp4",      "mxfp4-static", "nvfp4",        "nvfp4-rows", "nf4-bf16",
     "fp4-bf16",   "gptq",         "int4-channel", "int4-fp8",   "int4-fp8-static",
     "int8",       "int4-g128",    "q4k",          "q6k",        "u8-zero",
-    "awq-int8",   "q6k-int8"};
+    "awq-int8",   "mxfp4-int8",   "q6k-int8"};
 
 // Row `from` of every array of one, over row `to` of the other's.
 void copy_expert(Experts& a, std::int64_t from, Experts& b, std::int64_t to) {

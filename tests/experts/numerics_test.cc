@@ -173,7 +173,7 @@ INSTANTIATE_TEST_SUITE_P(Schemes, NumericsScheme,
                          testing::Values("f32", "bf16", "f16", "fp8-block", "fp8-tensor",
                                          "fp8-static", "fp8-channel", "mxfp8", "mxfp4-fp8", "mxfp4",
                                          "nvfp4", "int4-fp8", "int8", "int4-g128", "gptq", "q4k",
-                                         "nf4-bf16", "int4-g128-int8", "q4k-int8"),
+                                         "nf4-bf16", "int4-g128-int8", "mxfp4-int8", "q4k-int8"),
                          [](const auto& param) {
                            std::string name = param.param;
                            for (char& ch : name) ch = ch == '-' ? '_' : ch;

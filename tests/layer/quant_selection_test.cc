@@ -58,6 +58,11 @@ TEST(QuantSelection, EveryPairOfStoredAndRequested) {
       {"bf16", "int4-g128-int8", "int4-g128-int8", DType::kI4, bf16, C::kQuantize},
       {"nf4-bf16", "int4-g128-int8", nullptr, {}, {}, {}},
       {"int4-fp8", "int4-g128-int8", nullptr, {}, {}, {}},
+      {"mxfp4-bf16", "mxfp4-int8", "mxfp4-int8", DType::kF4E2M1, bf16, C::kNone},
+      {"mxfp4-int8", "as-is", "mxfp4-int8", DType::kF4E2M1, bf16, C::kNone},
+      {"bf16", "mxfp4-int8", "mxfp4-int8", DType::kF4E2M1, bf16, C::kQuantize},
+      {"nvfp4-bf16", "mxfp4-int8", nullptr, {}, {}, {}},
+      {"mxfp4-bf16", "int4-g128-int8", nullptr, {}, {}, {}},
       {"bf16", "nonsense", nullptr, {}, {}, {}},
   };
   for (const Row& row : rows) {

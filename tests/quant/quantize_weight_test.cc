@@ -36,7 +36,8 @@ TEST(QuantizeWeight, EverySchemeOfTheCatalogueErrsAsItsFormatDoes) {
                                                 {"nvfp4-bf16", 0.0952},
                                                 {"nf4-bf16", 0.0919},
                                                 {"int4-g128-int8", 0.1103},
-                                                {"int8-g128-int8", 0.0064}};
+                                                {"int8-g128-int8", 0.0064},
+                                                {"mxfp4-int8", 0.112}};
   const Tensor x = test::gaussian();
   for (const Scheme& scheme : quant_schemes()) {
     SCOPED_TRACE(std::string(scheme.name));

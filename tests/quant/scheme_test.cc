@@ -19,7 +19,8 @@ TEST(QuantSchemes, TableInDocumentedOrder) {
                 "f32",        "bf16",       "f16",         "fp8-block",      "fp8-bf16",
                 "mxfp4-bf16", "fp8-tensor", "fp8-channel", "mxfp8",          "mxfp4-fp8",
                 "mxfp4",      "nvfp4",      "int4-fp8",    "int8",           "int4-g128",
-                "int8-bf16",  "nvfp4-bf16", "nf4-bf16",    "int4-g128-int8", "int8-g128-int8"}));
+                "int8-bf16",  "nvfp4-bf16", "nf4-bf16",    "int4-g128-int8", "int8-g128-int8",
+                "mxfp4-int8"}));
   for (const Scheme& s : quant_schemes()) {
     EXPECT_EQ(quant_scheme_from_name(s.name).value().name, s.name);
     EXPECT_GT(s.output_bound, 0);
@@ -79,7 +80,8 @@ TEST(QuantSchemes, GroupsAndOuterScalesOfTheFourAndEightBitOnes) {
            {"int4-g128", D::kI4, D::kBF16, 128, 0, OuterScale::kNone, ExponentRule::kNone},
            {"nf4-bf16", D::kU4, D::kBF16, 64, 0, OuterScale::kNone, ExponentRule::kNone},
            {"int4-g128-int8", D::kI4, D::kI8, 128, 128, OuterScale::kNone, ExponentRule::kNone},
-           {"int8-g128-int8", D::kI8, D::kI8, 128, 128, OuterScale::kNone, ExponentRule::kNone}}) {
+           {"int8-g128-int8", D::kI8, D::kI8, 128, 128, OuterScale::kNone, ExponentRule::kNone},
+           {"mxfp4-int8", D::kF4E2M1, D::kI8, 32, 32, OuterScale::kNone, ExponentRule::kNone}}) {
     const Scheme s = quant_scheme_from_name(row.name).value();
     EXPECT_EQ(s.weight.dtype, row.weight) << row.name;
     EXPECT_EQ(s.activation.dtype, row.activation) << row.name;
@@ -134,6 +136,8 @@ TEST(QuantSchemes, Int8ActivationsFollowTheGroupsOfStoredWeights) {
               "I8, an F32 scale per " + std::to_string(row.activation_group) + " columns");
     EXPECT_TRUE(validate(s).ok());
   }
+  EXPECT_EQ(int8_group_scheme_of(quant_scheme_from_name("mxfp4-bf16")->weight), "mxfp4-int8");
+  EXPECT_EQ(int8_group_scheme_of(quant_scheme_from_name("nvfp4-bf16")->weight), "");
   EXPECT_EQ(int8_group_scheme_of(quant_scheme_from_name("nf4-bf16")->weight), "");
   EXPECT_EQ(int8_group_scheme_of(quant_scheme_from_name("int4-fp8")->weight), "");
   EXPECT_EQ(int8_group_scheme_of(quant_scheme_from_name("bf16")->weight), "");

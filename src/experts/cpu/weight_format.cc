@@ -40,19 +40,24 @@ Result<ElementRow> element_row(DType dtype) {
                 fmt::format("weight dtype: got {}, need one of {}", dtype_name(dtype), names));
 }
 
-// Rows of int8 codes meet integer weights as integers where the tier can.
+// Rows of int8 codes meet integers, and e2m1, as integers where the tier can.
 void use_integer_products(const Scheme& quant, const cpu::CpuKernels& kernels, CpuWeightFormat& f) {
   struct QuadsRow {
     cpu::WeightKind kind, quads;
     int bias;
+    bool e2m1 = false;
   };
   using enum cpu::WeightKind;
-  constexpr std::array<QuadsRow, 3> kQuadsRows = {{{kCode4, kI4Quads, cpu::kDotBias4},
+  constexpr std::array<QuadsRow, 4> kQuadsRows = {{{kCode4, kI4Quads, cpu::kDotBias4},
+                                                   {kCode4, kE2M1Quads, 0, true},
                                                    {kI6, kI6Quads, cpu::kDotBias6},
                                                    {kI8, kI8Quads, cpu::kDotBias}}};
   if (quant.activation.dtype != DType::kI8) return;
+  const bool e2m1 = quant.weight.dtype == DType::kF4E2M1;
   for (const QuadsRow& row : kQuadsRows) {
-    if (row.kind != f.kind || kernels.grouped_gemm_i8[row.quads] == nullptr) continue;
+    if (row.kind != f.kind || row.e2m1 != e2m1 || kernels.grouped_gemm_i8[row.quads] == nullptr) {
+      continue;
+    }
     f.kind = row.quads;
     f.code_flip ^= static_cast<std::uint8_t>(row.bias);
     f.integer_products = true;

@@ -98,7 +98,7 @@ std::string cpu_stage_order(const FusedPlan& plan, const FusedMoE::Options& opti
 std::string int8_choice(const Scheme& scheme, std::int64_t intermediate_size) {
   const std::string_view name = int8_group_scheme_of(scheme.weight);
   const bool in_force = scheme.kind == ComputeScheme::kInt8Group;
-  if (name.empty() || !(in_force || scheme.kind == ComputeScheme::kWeightOnly)) return {};
+  if (name.empty() || !(in_force || scheme.weight_only())) return {};
   const Result<Scheme> named = quant_scheme_from_name(name);
   const Result<const cpu::CpuKernels*> kernels = cpu::current_kernels();
   if (!named.ok() || !kernels.ok()) return {};
