@@ -19,9 +19,9 @@ namespace {
 
 // Byte offset of step `step` of column `column` inside a unit.
 std::int64_t unit_offset(WeightKind kind, std::int64_t elem_bytes, int column, std::int64_t step) {
-  const bool quads =
-      (kind == WeightKind::kI8Quads || kind == WeightKind::kI4Quads || kind == WeightKind::kE2M1Quads) &&
-      !MOESAIC_FAULT(cpu_pack_quads_as_pairs);
+  const bool quads = (kind == WeightKind::kI8Quads || kind == WeightKind::kI4Quads ||
+                      kind == WeightKind::kE2M1Quads) &&
+                     !MOESAIC_FAULT(cpu_pack_quads_as_pairs);
   if (elem_bytes != 1 || quads) return column * 4 + step * elem_bytes;
   const std::int64_t quad = column / 4, in_quad = column % 4;
   return quad * 16 + (step / 2) * 8 + in_quad * 2 + step % 2;
@@ -62,8 +62,7 @@ void or_nibble(std::byte* p, std::int64_t i, int code) {
 // bytes: their low nibbles lie as the bytes of steps 0..3 of an eight-bit format would, the high ones
 // as those of 4..7.
 std::int64_t unit_nibble(WeightKind kind, int column, std::int64_t step) {
-  if (kind != WeightKind::kCode4)
-    return unit_offset(kind, 1, column, step % 4) * 2 + step / 4;
+  if (kind != WeightKind::kCode4) return unit_offset(kind, 1, column, step % 4) * 2 + step / 4;
   return column * 8 + step % 2 * 4 +
          (MOESAIC_FAULT(cpu_pack_nibbles_in_order) ? step / 4 : step / 2);
 }

@@ -65,7 +65,7 @@ HWY_INLINE VI LoadLanes(const std::byte* unit, int v) {
 struct UnitQuads8 {
   static constexpr int kSteps = 4;
   static constexpr std::int64_t kBytes = kUnitBytes;
-  static constexpr int kStartShift = 0;  // from the row's start to that of this format's bias
+  static constexpr int kStartShift = 0;    // from the row's start to that of this format's bias
   static constexpr bool kDoubled = false;  // sums are twice what they should be
   using Decoded = UnitQuads8;
   template <int Q>
@@ -255,8 +255,10 @@ HWY_NOINLINE void RunI8Tile(const PanelArgs& args, const I8Block& block) {
         for (int v = 0; v < kTileVectors; ++v)
           sums[r][v] = hn::ConvertTo(df, hn::Add(acc[r][v], hn::Set(di32, start)));
         if constexpr (Unit::kDoubled) {
+          const float half = MOESAIC_FAULT(cpu_e2m1_sums_stay_doubled) ? 1.0F : 0.5F;
 #pragma GCC unroll 8
-          for (int v = 0; v < kTileVectors; ++v) sums[r][v] = hn::Mul(sums[r][v], hn::Set(df, 0.5F));
+          for (int v = 0; v < kTileVectors; ++v)
+            sums[r][v] = hn::Mul(sums[r][v], hn::Set(df, half));
         }
         a[r] += group_bytes;
       }

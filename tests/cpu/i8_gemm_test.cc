@@ -25,12 +25,14 @@ struct FoldCase {
 };
 constexpr FoldCase kFoldCases[] = {
     {8, 128, false, false, false},  // W8A8 of whole rows
-    {8, 128, true, true, false},   {8, 32, true, true, true},    {8, 16, true, false, false},
-    {6, 128, true, true, false},   {6, 32, true, true, true},    {6, 16, true, false, false},
-    {4, 128, true, true, false},   {4, 64, true, true, true},    {4, 32, true, true, true},
-    {4, 16, true, false, false},   {4, 128, false, true, false},
-    {4, 128, true, true, false, true}, {4, 32, true, true, false, true},
-    {4, 16, true, true, false, true},  {4, 32, false, true, false, true},
+    {8, 128, true, true, false},       {8, 32, true, true, true},
+    {8, 16, true, false, false},       {6, 128, true, true, false},
+    {6, 32, true, true, true},         {6, 16, true, false, false},
+    {4, 128, true, true, false},       {4, 64, true, true, true},
+    {4, 32, true, true, true},         {4, 16, true, false, false},
+    {4, 128, false, true, false},      {4, 128, true, true, false, true},
+    {4, 32, true, true, false, true},  {4, 16, true, true, false, true},
+    {4, 32, false, true, false, true},
 };
 
 CodeTable4 two_s_complement() {
@@ -78,8 +80,10 @@ void compare(const CpuKernels& k, const FoldCase& c, std::int64_t depth) {
   const CodeTable4 codes = c.e2m1 ? e2m1() : two_s_complement();
   const PackedShape plain{kind, RowOrder::kPlain, kPanelColumns, depth, c.fold, 0};
   PackedShape integer{quads, RowOrder::kPlain, kPanelColumns, depth, c.fold};
-  integer.code_flip =
-      static_cast<std::uint8_t>(c.e2m1 ? 0 : four ? kDotBias4 : six ? kDotBias6 : kDotBias);
+  integer.code_flip = static_cast<std::uint8_t>(c.e2m1 ? 0
+                                                : four ? kDotBias4
+                                                : six  ? kDotBias6
+                                                       : kDotBias);
   std::vector<std::byte> matrix(static_cast<std::size_t>(depth * kPanelColumns / (four ? 2 : 1)));
   for (std::byte& b : matrix) {
     const int code = any_code(rng);
@@ -129,7 +133,8 @@ void compare(const CpuKernels& k, const FoldCase& c, std::int64_t depth) {
     args.result = got.as<float>();
     k.grouped_gemm_i8[quads](args);
     EXPECT_EQ(std::memcmp(want.data(), got.data(), sizeof(float) * kMaxRows * kPanelColumns), 0)
-        << k.name << (c.e2m1 ? " e2m1 " : " bits ") << c.bits << " fold " << c.fold << " K " << depth << " rows " << rows;
+        << k.name << (c.e2m1 ? " e2m1 " : " bits ") << c.bits << " fold " << c.fold << " K "
+        << depth << " rows " << rows;
     EXPECT_NE(want.as<float>()[0], 0.0F);
   }
 }

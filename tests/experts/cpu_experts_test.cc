@@ -557,7 +557,8 @@ TEST(CpuExperts, BatchedFormatLeavesRowsPastTheCountsAlone) {
 }
 
 TEST(CpuExperts, NanStaysInItsRow) {
-  for (const char* quant : {"bf16", "fp8-block", "mxfp4-bf16", "int4-g128-int8", "awq-int8", "mxfp4-int8"}) {
+  for (const char* quant :
+       {"bf16", "fp8-block", "mxfp4-bf16", "int4-g128-int8", "awq-int8", "mxfp4-int8"}) {
     const MoeProblem p = make_problem(quant, 128, 128, 3, 1);
     const OwnedExpertWeights w = test::random_expert_weights(51, p);
     test::Rng rng(52);

@@ -198,9 +198,9 @@ TEST(CudaCodes, GroupValuesAreTheReferences) {
 TEST(CudaCodes, RowValuesAreTheReferences) {
   EXPECT_FALSE(value_rule(test::scheme_called("bf16").activation).has_value());
   test::Rng rng(8);
-  for (const char* quant :
-       {"fp8-block", "fp8-channel", "fp8-static", "int8", "mxfp8", "mxfp4", "mxfp4-fp8", "nvfp4",
-        "mxfp4-f32-groups", "mxfp4-token", "fp8-block-64x48", "int4-g128-int8", "mxfp4-int8", "q6k-int8"}) {
+  for (const char* quant : {"fp8-block", "fp8-channel", "fp8-static", "int8", "mxfp8", "mxfp4",
+                            "mxfp4-fp8", "nvfp4", "mxfp4-f32-groups", "mxfp4-token",
+                            "fp8-block-64x48", "int4-g128-int8", "mxfp4-int8", "q6k-int8"}) {
     const OperandQuant activation = test::scheme_called(quant).activation;
     const ValueRule rule = value_rule(activation).value();
     ASSERT_EQ(rule.fixed, quant::has_static_scale(activation)) << quant;
