@@ -100,9 +100,8 @@ struct UnitQuadsE2M1InBytes : UnitQuads8 {
 };
 static_assert(kE2M1Bias << UnitQuadsE2M1InBytes::kStartShift == kDotBias);
 
-struct UnitQuadsE2M1 {
-  static constexpr int kSteps = 8;
-  static constexpr std::int64_t kBytes = kUnitBytes;
+// Codes that lie as those of UnitQuads4.
+struct UnitQuadsE2M1 : UnitQuads4 {
   static constexpr int kStartShift = UnitQuadsE2M1InBytes::kStartShift;
   static constexpr bool kDoubled = true;
   using Decoded = UnitQuadsE2M1InBytes;

@@ -1,0 +1,101 @@
+// How the fast CPU backends hold weights whose numbers are known to need less room: no bit of a result
+// changes, and they are as large as in the file.
+#include <gtest/gtest.h>
+
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "experts/cpu/experts.h"
+#include "experts_on_tier.h"
+#include "support/experts_run.h"
+#include "support/metrics.h"
+#include "support/random.h"
+#include "support/refusal.h"
+
+namespace moesaic {
+namespace {
+
+using test::make;
+using test::make_problem;
+using test::OwnedExpertWeights;
+using test::OwnedRouting;
+using test::run_standard;
+using test::tiers;
+
+// What is known of the numbers changes how they are held, and no bit of the result.
+TEST(CpuExperts, WeightsHeldAsInTheFileHaveTheBitsOfThoseThatAreNot) {
+  std::uint64_t seed = 400;
+  for (const char* quant :
+       {"q4k", "q5k", "q6k", "q4k-m", "iq4", "q4k-int8", "q5k-int8", "q6k-int8", "q4k-m-int8"}) {
+    const Scheme plain = test::scheme_called(quant);
+    OperandQuant weight = plain.weight;
+    weight.super_bits =
+        std::string_view(quant).starts_with("q4k-m") || weight.block_k == 16 ? 8 : 6;
+    if (weight.table != CodeTable::kNone) weight.super_bits = 8;
+    if (weight.dtype == DType::kI8) weight.code_bits = 6;
+    for (const auto& [hidden, inner] : {std::pair{1056, 160}, std::pair{288, 544}}) {
+      MoeProblem p = make_problem(quant, hidden, inner, 4, 2);
+      p.quant = with_weight(plain, weight);
+      ASSERT_TRUE(validate(p.quant).ok());
+      const OwnedExpertWeights w = test::random_expert_weights(++seed, p);
+      for (const std::int64_t tokens : {1, 5, 70}) {
+        test::Rng rng(seed);
+        const Tensor x = test::random_normal(rng, p.activation_dtype, {tokens, hidden});
+        const OwnedRouting routing = test::random_routing(seed, tokens, 4, 2);
+        for (const std::string& tier : tiers()) {
+          const auto held = make(tier, p, w);
+          MoeProblem wide = p;
+          wide.quant = plain;
+          const auto other = make(tier, wide, w);
+          EXPECT_LT(held->weight_bytes(), other->weight_bytes());
+          const Tensor got = run_standard(*held, p, x.view(), routing, DType::kF32);
+          const Tensor want = run_standard(*other, wide, x.view(), routing, DType::kF32);
+          std::string why;
+          EXPECT_TRUE(test::same_bits(got.view(), want.view(), &why))
+              << tier << " " << quant << " H " << hidden << " tokens " << tokens << " " << why;
+        }
+      }
+    }
+  }
+}
+
+// Whole super-blocks: bits a weight of Q6_K blocks in a GGUF file, and of Q4_K where a scheme says so.
+TEST(CpuExperts, WeightsOfGgufTypesAreNoLargerThanInTheFile) {
+  for (const auto& [quant, block_bytes] :
+       {std::pair{"q6_k", 210}, std::pair{"q6_k-int8", 210}, std::pair{"q4k-super", 144}}) {
+    MoeProblem p = make_problem("bf16", 512, 256, 3, 2);
+    p.quant = test::scheme_called(quant == std::string_view("q4k-super") ? quant : "q6k-super");
+    for (const Scheme& s : stored_schemes()) {
+      if (s.name == quant) p.quant = s;
+    }
+    const OwnedExpertWeights w = test::random_expert_weights(7, p);
+    const std::int64_t weights = 3 * (w.w13.shape()[1] + 256) * std::int64_t{512};
+    for (const std::string& tier : tiers()) {
+      EXPECT_EQ(make(tier, p, w)->weight_bytes(), weights / 256 * block_bytes)
+          << tier << " " << quant;
+    }
+  }
+}
+
+TEST(CpuExperts, NumbersThatAreNotWhatTheSchemeSaysAreRefused) {
+  MoeProblem p = make_problem("q6k-super", 288, 64, 3, 2);
+  OwnedExpertWeights w = test::random_expert_weights(8, p);
+  const auto refusal = [&](const OwnedExpertWeights& with) {
+    const auto source = make_stacked_source(with.view());
+    return experts::make_cpu_experts(tiers().front(), p, *source).status();
+  };
+  EXPECT_TRUE(refusal(w).ok());
+  const std::int64_t at = 2 * 64 * 288 + 5 * 288 + 17;  // expert 1, row 5, column 17
+  const auto had = w.w13.as<std::int8_t>()[at];
+  w.w13.as<std::int8_t>()[at] = 32;
+  test::expect_refusal(refusal(w), StatusCode::kInvalidArgument,
+                       {"w13: expert 1", "code 32", "row 5", "column 17", "-32 to 31"});
+  w.w13.as<std::int8_t>()[at] = had;
+  w.w2_scale.as<float>()[(288 + 7) * 4 + 1] = 0.3F;  // expert 1, row 7
+  test::expect_refusal(refusal(w), StatusCode::kInvalidArgument,
+                       {"w2_scale", "expert 1", "row 7", "columns from 0", "8 bits"});
+}
+
+}  // namespace
+}  // namespace moesaic
