@@ -35,7 +35,11 @@ Status SideStream::create() {
         check_call("second stream", cudaEventCreateWithFlags(&made, cudaEventDisableTiming)));
     *event = made;
   }
-  return {};
+  // A stream has its queue on the device from its first use on. Not in a call, where a kernel of
+  // another layer may wait for this one.
+  MOESAIC_RETURN_IF_ERROR(
+      check_call("second stream", cudaEventRecord(static_cast<cudaEvent_t>(joined_), stream)));
+  return synchronize(stream_);
 }
 
 Status SideStream::fork(void* stream) { return order("fork", stream, forked_, stream_); }

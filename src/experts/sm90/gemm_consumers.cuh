@@ -250,11 +250,7 @@ __device__ __forceinline__ void consume(const GroupedParams& p, const Shared<For
     }
   }
   while (true) {
-    ptx::mbarrier_wait(sh.item_full(slot.slot), slot.parity);
-    const Item item = sh.items()[slot.slot];
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(sh.item_empty(slot.slot));
-    slot.advance();
+    const Item item = take_item(sh, slot, lane);
     if (item.band < 0) break;
     const auto with = [&](auto columns) {
       consume_item<Format, Tile, Epilogue, decltype(columns)::value>(p, sh, ring, exchange, sent,

@@ -9,6 +9,7 @@
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/sync.cuh"
 #include "experts/sm90/gemm_layout.cuh"
+#include "experts/sm90/gemm_stages.cuh"
 
 namespace moesaic::cuda {
 
@@ -149,11 +150,7 @@ __device__ __forceinline__ void produce_tokens(const GroupedParams& p,
   const std::uint32_t odd =
       static_cast<std::uint32_t>(first * kChunkBytes + ((piece ^ ((first + 4) & 7)) << 4));
   while (true) {
-    ptx::mbarrier_wait(sh.item_full(slot.slot), slot.parity);
-    const Item item = sh.items()[slot.slot];
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(sh.item_empty(slot.slot));
-    slot.advance();
+    const Item item = take_item(sh, slot, lane);
     if (item.band < 0) break;
     const bool second = item.band >= p.bands1;
     if (second) {

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(Layout<Format, Tile>::kBoundThreads,
     }
     for (int s = 0; s < kItemSlots; ++s) {
       ptx::mbarrier_init(sh.item_full(s), 1);
-      ptx::mbarrier_init(sh.item_empty(s), L::kConsumerWarps + kTokenWarps);
+      ptx::mbarrier_init(sh.item_empty(s), 32 * (L::kConsumerWarps + kTokenWarps));
     }
     for (int s = 0; s < kIndexSlots; ++s) ptx::mbarrier_init(sh.index_full(s), 1);
     for (int s = 0; L::kSplit && s < 2; ++s) ptx::mbarrier_init(sh.amax_full(s), 1);
