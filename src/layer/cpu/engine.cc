@@ -9,6 +9,7 @@
 #include "core/checked.h"
 #include "core/fault.h"
 #include "core/refusal.h"
+#include "cpu/tiers.h"
 #include "layer/layer_router.h"
 #include "layer/load_sources.h"
 #include "layer/slot_source.h"
@@ -58,6 +59,7 @@ Result<std::unique_ptr<LayerEngine>> CpuEngine::create(const EngineParts& parts)
   engine->options = parts.options;
   engine->options.progress = nullptr;  // loading is over
   engine->mesh = parts.mesh;
+  MOESAIC_ASSIGN_OR_RETURN(engine->kernels, cpu::current_kernels());
   MOESAIC_RETURN_IF_ERROR(engine->build_stages(parts.weights));
   return std::unique_ptr<LayerEngine>(std::move(engine));
 }
@@ -165,6 +167,7 @@ Result<std::unique_ptr<LayerEngine>> CpuEngine::in_world(const FusedPlan& new_pl
   engine->plan = new_plan;
   engine->options = new_options;
   engine->mesh = new_mesh;
+  engine->kernels = kernels;
   engine->gate = gate;
   engine->router = router;
   engine->shared = shared;

@@ -2,6 +2,7 @@
 // and the steps of its call.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <span>
@@ -10,6 +11,8 @@
 
 #include "core/arena.h"
 #include "core/fault.h"
+#include "cpu/kernels.h"
+#include "layer/cpu/row_sums.h"
 #include "layer/engine.h"
 #include "layer/expert_balancer.h"
 #include "layer/rank_mesh.h"
@@ -68,6 +71,7 @@ struct CpuEngine final : public LayerEngine {
   std::unique_ptr<ExpertBalancer> expert_balancer;
   std::int64_t small_bytes = 0;  // gate and shared gate weights
   Tensor workspace;
+  const cpu::CpuKernels* kernels = nullptr;  // of the tier that computes
 
   // Rows of a call with their routing: what the kernel is given.
   struct RoutedRows {
@@ -141,6 +145,9 @@ struct CpuEngine final : public LayerEngine {
   // args.output, and args.shared_output where it is there.
   void combine(const CombineRows& c, const CpuBuffers& b, const FusedMoE::Args& args) const;
   void store_shared(const CombineRows& c, const CpuBuffers& b, const TensorView& to) const;
+  void add_up(const std::array<RowPart, 3>& parts, RowRange rows, const TensorView& output) const {
+    add_row_parts(*kernels, parts, rows, output, plan.routed.num_threads);
+  }
   void clear_padding(const FusedMoE::Args& args) const;
 };
 

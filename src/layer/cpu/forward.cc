@@ -1,5 +1,6 @@
 // A call of the CPU engine on rows that are all this process's.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <string_view>
@@ -245,13 +246,7 @@ Status CpuEngine::run_shared(const ConstTensorView& x, const CpuBuffers& b,
 
 void CpuEngine::store_shared(const CombineRows& c, const CpuBuffers& b,
                              const TensorView& to) const {
-  const std::int64_t hidden = plan.hidden_size;
-  for (std::int64_t t = c.rows.first; t < c.rows.first + c.rows.count; ++t) {
-    const std::int64_t s = t - c.shared_first;
-    for (std::int64_t h = 0; h < hidden; ++h) {
-      store_from_f32(to.data, to.dtype, t * hidden + h, b.ones[s] * b.shared[s * hidden + h]);
-    }
-  }
+  add_up({RowPart{b.shared, c.shared_first, 1.0F, b.ones}}, c.rows, to);
 }
 
 void CpuEngine::combine(const CombineRows& c, const CpuBuffers& b,
@@ -259,25 +254,17 @@ void CpuEngine::combine(const CombineRows& c, const CpuBuffers& b,
   const TensorView& output = args.output;
   const bool apart = args.shared_output.present();
   if (apart) store_shared(c, b, args.shared_output);
-  const std::int64_t hidden = plan.hidden_size;
-  const float* routed = options.transform.output ? b.routed_back : b.routed;
-  float scale = options.transform.output ? 1.0F : plan.output_scale;
+  std::array<RowPart, 3> parts;
+  parts[0] = {options.transform.output ? b.routed_back : b.routed, c.routed_first,
+              options.transform.output ? 1.0F : plan.output_scale};
   if (MOESAIC_FAULT(layer_scale_twice)) {
-    scale *= static_cast<float>(spec.routing.routed_scaling_factor);
+    parts[0].factor *= static_cast<float>(spec.routing.routed_scaling_factor);
   }
-  const bool add_shared = plan.adds_shared && !apart && !MOESAIC_FAULT(layer_omit_shared);
-  for (std::int64_t t = c.rows.first; t < c.rows.first + c.rows.count; ++t) {
-    const float* from = routed + (t - c.routed_first) * hidden;
-    const std::int64_t s = t - c.shared_first;
-    for (std::int64_t h = 0; h < hidden; ++h) {
-      float sum = scale * from[h];
-      if (add_shared) sum += b.ones[s] * b.shared[s * hidden + h];
-      if (plan.has_zero_experts) {
-        sum += load_as_f32(b.zero_experts, DType::kF32, t * hidden + h);
-      }
-      store_from_f32(output.data, output.dtype, t * hidden + h, sum);
-    }
+  if (plan.adds_shared && !apart && !MOESAIC_FAULT(layer_omit_shared)) {
+    parts[1] = {b.shared, c.shared_first, 1.0F, b.ones};
   }
+  if (plan.has_zero_experts) parts[2].rows = reinterpret_cast<const float*>(b.zero_experts);
+  add_up(parts, c.rows, output);
 }
 
 void CpuEngine::clear_padding(const FusedMoE::Args& args) const {

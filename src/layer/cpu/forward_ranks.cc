@@ -6,12 +6,12 @@
 // Shared experts and identity experts are whole on every rank, which computes them for its rows.
 // Source: docs/spec/parallel.md section 5.
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "core/fault.h"
 #include "layer/cpu/engine.h"
 #include "layer/rows.h"
-#include "numerics/element.h"
 
 namespace moesaic::layer {
 
@@ -133,8 +133,9 @@ Status CpuEngine::share_shared(const Flight& f) const {
     store_shared({rows, 0, rows.first}, b, to);
     return complete ? mesh->gather_replicas(to) : Status();
   }
-  const std::int64_t hidden = plan.hidden_size, elements = rows.count * hidden;
-  for (std::int64_t i = 0; i < elements; ++i) b.shared[i] *= b.ones[i / hidden];
+  const std::int64_t elements = rows.count * plan.hidden_size;
+  add_up({RowPart{b.shared, 0, 1.0F, b.ones}}, {0, rows.count},
+         view_of(b.shared, DType::kF32, {rows.count, plan.hidden_size}));
   std::fill(b.ones, b.ones + rows.count, 1.0F);
   if (complete) {
     MOESAIC_RETURN_IF_ERROR(mesh->reduce_replicas({b.shared, static_cast<std::size_t>(elements)}));
@@ -163,17 +164,15 @@ Status CpuEngine::combine_over_ranks(const Flight& f) const {
 
   const std::int64_t hidden = plan.hidden_size;
   const std::int64_t elements = all.count * hidden;
-  for (std::int64_t i = 0; i < elements; ++i) b.routed[i] *= plan.output_scale;
+  std::array<RowPart, 3> parts = {RowPart{b.routed, 0, plan.output_scale}};
   if (apart) {
     MOESAIC_RETURN_IF_ERROR(share_shared(f));
   } else if (plan.adds_shared && !MOESAIC_FAULT(layer_omit_shared)) {
     RowRange shared_rows = shared_rows_of(f);
     if (MOESAIC_FAULT(layer_slices_of_shared_for_a_share)) shared_rows.count = share.count;
-    for (std::int64_t s = 0; s < shared_rows.count; ++s) {
-      float* sum = b.routed + (shared_rows.first + s) * hidden;
-      for (std::int64_t h = 0; h < hidden; ++h) sum[h] += b.ones[s] * b.shared[s * hidden + h];
-    }
+    parts[1] = {b.shared, shared_rows.first, 1.0F, b.ones, shared_rows};
   }
+  add_up(parts, {0, all.count}, view_of(b.routed, DType::kF32, {all.count, hidden}));
   RowRange identity = all;
   if (ranks.leaves_sum) {
     // The identity experts of a row enter once: with the rank whose share it is in.
@@ -181,14 +180,11 @@ Status CpuEngine::combine_over_ranks(const Flight& f) const {
   } else {
     MOESAIC_RETURN_IF_ERROR(mesh->reduce_replicas({b.routed, static_cast<std::size_t>(elements)}));
   }
-  for (std::int64_t i = 0; i < elements; ++i) {
-    float sum = b.routed[i];
-    const std::int64_t t = i / hidden;
-    if (plan.has_zero_experts && t >= identity.first && t < identity.first + identity.count) {
-      sum += load_as_f32(b.zero_experts, DType::kF32, i);
-    }
-    store_from_f32(output.data, output.dtype, i, sum);
+  parts = {RowPart{b.routed}};
+  if (plan.has_zero_experts) {
+    parts[2] = {reinterpret_cast<const float*>(b.zero_experts), 0, 1.0F, nullptr, identity};
   }
+  add_up(parts, {0, all.count}, output);
   return {};
 }
 
