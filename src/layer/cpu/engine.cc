@@ -60,6 +60,7 @@ Result<std::unique_ptr<LayerEngine>> CpuEngine::create(const EngineParts& parts)
   engine->options.progress = nullptr;  // loading is over
   engine->mesh = parts.mesh;
   MOESAIC_ASSIGN_OR_RETURN(engine->kernels, cpu::current_kernels());
+  engine->num_threads = cpu::resolve_threads(parts.options.num_threads);
   MOESAIC_RETURN_IF_ERROR(engine->build_stages(parts.weights));
   return std::unique_ptr<LayerEngine>(std::move(engine));
 }
@@ -168,6 +169,7 @@ Result<std::unique_ptr<LayerEngine>> CpuEngine::in_world(const FusedPlan& new_pl
   engine->options = new_options;
   engine->mesh = new_mesh;
   engine->kernels = kernels;
+  engine->num_threads = num_threads;
   engine->gate = gate;
   engine->router = router;
   engine->shared = shared;

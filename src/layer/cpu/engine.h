@@ -72,6 +72,7 @@ struct CpuEngine final : public LayerEngine {
   std::int64_t small_bytes = 0;  // gate and shared gate weights
   Tensor workspace;
   const cpu::CpuKernels* kernels = nullptr;  // of the tier that computes
+  int num_threads = 1;                       // at most: cpu/team.h
 
   // Rows of a call with their routing: what the kernel is given.
   struct RoutedRows {
@@ -146,7 +147,7 @@ struct CpuEngine final : public LayerEngine {
   void combine(const CombineRows& c, const CpuBuffers& b, const FusedMoE::Args& args) const;
   void store_shared(const CombineRows& c, const CpuBuffers& b, const TensorView& to) const;
   void add_up(const std::array<RowPart, 3>& parts, RowRange rows, const TensorView& output) const {
-    add_row_parts(*kernels, parts, rows, output, plan.routed.num_threads);
+    add_row_parts(*kernels, parts, rows, output, num_threads);
   }
   void clear_padding(const FusedMoE::Args& args) const;
 };

@@ -4,7 +4,6 @@
 
 #include "core/fault.h"
 #include "cpu/team.h"
-#include "cpu/tiers.h"
 
 namespace moesaic::layer {
 namespace {
@@ -33,8 +32,7 @@ void add_row_parts(const cpu::CpuKernels& kernels, const std::array<RowPart, 3>&
   for (const RowPart& part : parts) bytes += part.rows != nullptr ? sizeof(float) : 0;
   const double us =
       cpu::one_thread_us(bytes * static_cast<double>(rows.count) * static_cast<double>(hidden), 0);
-  const int team = cpu::team_size(us, 2) > 1 ? cpu::resolve_threads(num_threads) : 1;
-#pragma omp parallel for schedule(static) num_threads(team)
+#pragma omp parallel for schedule(static) num_threads(cpu::team_size(us, num_threads))
   for (std::int64_t t = rows.first; t < rows.first + rows.count; ++t) {
     alignas(64) float sum[kBlock];
     for (std::int64_t h = 0; h < hidden; h += kBlock) {

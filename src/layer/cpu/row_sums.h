@@ -21,7 +21,8 @@ struct RowPart {
 
 // output row t of [.., H] F32, BF16 or F16, for t in rows: the products of the parts in their order,
 // each product and each sum rounded to fp32, the last one to the output's dtype. The first part is
-// always there; rows of it may be those of the output. The bits do not depend on the threads.
+// always there; rows of it may be those of the output. The bits do not depend on the threads,
+// of which there are num_threads at most.
 void add_row_parts(const cpu::CpuKernels& kernels, const std::array<RowPart, 3>& parts,
                    RowRange rows, const TensorView& output, int num_threads);
 
