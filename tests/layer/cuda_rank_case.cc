@@ -30,6 +30,17 @@ std::vector<Feature> rank_features() {
       all.push_back({f.name + " fp8", [f] { return in_fp8_blocks(f.spec()); }});
     }
   }
+  // Rows that the transports' kernels do not take as they are.
+  all.push_back({"ragged", [] {
+                   MoeLayerSpec spec = deepseek_like();
+                   spec.hidden_size = 60;
+                   return spec;
+                 }});
+  all.push_back({"ragged fp8", [] {
+                   MoeLayerSpec spec = in_fp8_blocks(deepseek_like());
+                   spec.hidden_size = 192;
+                   return spec;
+                 }});
   return all;
 }
 

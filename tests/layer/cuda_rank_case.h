@@ -9,7 +9,8 @@
 
 namespace moesaic::test {
 
-// DeepSeek-V3, Llama 4 (both also in FP8 blocks), biases with a scaled output, identity experts.
+// DeepSeek-V3, Llama 4 (both also in FP8 blocks), biases with a scaled output, identity experts, and
+// hidden sizes that are no multiple of 8, or of 128 in FP8 blocks.
 std::vector<Feature> rank_features();
 
 // Solved on one GPU, in steps of a few rows: some ranks have none in some of them.

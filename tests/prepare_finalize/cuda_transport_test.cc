@@ -38,8 +38,10 @@ class ExpertsFrom final : public ExpertSource {
 };
 
 // Two experts a token, so that a row's result is one sum of two numbers, whoever adds them.
-StandardCase case_for(const std::string& quant, std::int64_t tokens) {
-  StandardCase c = test::make_case(71, test::small_problem(quant), tokens, DType::kBF16, 0.2);
+StandardCase case_for(const std::string& quant, std::int64_t tokens, std::int64_t hidden = 0) {
+  MoeProblem problem = test::small_problem(quant);
+  if (hidden > 0) problem.hidden_size = hidden;
+  StandardCase c = test::make_case(71, problem, tokens, DType::kBF16, 0.2);
   c.problem.device = kTransportGpu;
   return c;
 }
@@ -135,13 +137,19 @@ std::vector<Status> run_ranks(const StandardCase& c, const GpuSetup& setup, Tens
   return statuses;
 }
 
+// With sizes that travel with zeros behind them, or as bf16 (0: one that travels as it is).
 TEST(CudaTransport, TwoRanksHaveTheBitsOfOne) {
   REQUIRE_HOPPER();
-  for (const char* quant : {"bf16", "fp8-block"}) {
+  struct Form {
+    const char* quant;
+    std::int64_t hidden;
+  };
+  for (const auto& [quant, hidden] :
+       {Form{"bf16", 0}, {"fp8-block", 0}, {"bf16", 100}, {"fp8-block", 192}, {"fp8-block", 100}}) {
     for (const std::vector<std::int64_t>& counts :
          {std::vector<std::int64_t>{5, 8}, std::vector<std::int64_t>{13, 0}}) {
       for (const DType dtype : {DType::kF32, DType::kBF16}) {
-        const StandardCase c = case_for(quant, 13);
+        const StandardCase c = case_for(quant, 13, hidden);
         Tensor want = Tensor::zeros(dtype, c.hidden_states.shape()).value();
         MoeProblem whole = c.problem;
         whole.max_tokens = kMostRows;
@@ -158,8 +166,8 @@ TEST(CudaTransport, TwoRanksHaveTheBitsOfOne) {
             }
             EXPECT_EQ(std::memcmp(got.data(), want.data(), static_cast<std::size_t>(got.bytes())),
                       0)
-                << row << ' ' << quant << " codes " << codes << " rows " << counts[0] << ' '
-                << dtype_name(dtype);
+                << row << ' ' << quant << ' ' << hidden << " codes " << codes << " rows "
+                << counts[0] << ' ' << dtype_name(dtype);
           }
         }
       }

@@ -1,3 +1,4 @@
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -8,6 +9,7 @@
 
 #include "moesaic/communicator.h"
 #include "moesaic/modular_kernel.h"
+#include "prepare_finalize/sm90/catalogue_row.h"
 #include "support/experts_run.h"
 #include "support/metrics.h"
 #include "support/random.h"
@@ -316,10 +318,28 @@ TEST(PrepareFinalizeCatalogue, TransportsOfAGpuSayWhatTheyNeed) {
         p.activation_dtype = DType::kF32;
       },
       StatusCode::kUnsupported, {"activation_dtype: got F32, need BF16"});
-  refused([](MoeProblem& p) { p.hidden_size = 100; }, StatusCode::kUnsupported,
-          {"hidden_size: got 100, need a multiple of 8"});
   const Status missing = check_device(Device::cuda(99));
   refused([](MoeProblem&) {}, missing.code(), {missing.message().c_str()});
+  refused([](MoeProblem& p) { p.hidden_size = 100; }, missing.code(), {missing.message().c_str()});
+}
+
+// What its kernels do not take as it is travels as longer rows, or unquantised.
+TEST(PrepareFinalizeCatalogue, RowsOfAGpuTravelAsBf16WithZerosWhereTheyMust) {
+  const auto carried = [](std::string_view quant, std::int64_t hidden) {
+    MoeProblem p = small_problem(quant);
+    p.hidden_size = hidden;
+    p.device = Device::cuda(0);
+    const MoeProblem c = cuda::carried_problem(p);
+    EXPECT_TRUE(cuda::sm90_rows_can_travel(c).ok());
+    EXPECT_EQ(cuda::sm90_rows_can_travel(p).ok(), c.quant.name == p.quant.name);
+    return fmt::format("{} {}", c.quant.name, c.hidden_size);
+  };
+  EXPECT_EQ(carried("bf16", 64), "bf16 64");
+  EXPECT_EQ(carried("bf16", 100), "bf16 104");
+  EXPECT_EQ(carried("int8", 100), "bf16 104");
+  EXPECT_EQ(carried("fp8-block", 256), "fp8-block 256");
+  EXPECT_EQ(carried("fp8-block", 192), "bf16 192");
+  EXPECT_EQ(carried("fp8-block", 100), "bf16 104");
 }
 
 TEST(PrepareFinalizeCatalogue, TheBatchedReferenceOfAGpuSaysWhatItNeeds) {

@@ -40,11 +40,6 @@ Status rows_can_implement(const layer::FusedPlan& plan, const FusedMoE::Options&
     return unsupported(
         fmt::format("activation_dtype: got {} over ranks on GPUs, need BF16", dtype_name(rows)));
   }
-  if (ranks.per_slot && plan.routed.hidden_size % 8 != 0) {
-    return unsupported(
-        fmt::format("hidden_size: got {} with per_slot on a GPU, need a multiple of 8",
-                    plan.routed.hidden_size));
-  }
   if (ranks.transport == RankTransport::kBatched) {
     return unsupported("transport: got batched on a GPU, need none, gather or all_to_all");
   }

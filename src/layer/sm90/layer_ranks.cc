@@ -14,10 +14,12 @@
 #include "parallel/peer_window.h"
 #include "permute/sm90/combine.h"
 #include "prepare_finalize/sm90/all_to_all.h"
+#include "prepare_finalize/sm90/catalogue_row.h"
+#include "prepare_finalize/sm90/padded_rows.h"
 #include "prepare_finalize/sm90/rank_rows.h"
+#include "prepare_finalize/sm90/slot_sums.h"
 
 namespace moesaic::cuda {
-
 Status CudaLayer::Impl::create_transport(const FusedMoE::Options& options) {
   const layer::RankPlan& ranks = plan.ranks;
   AllToAllOptions o;
@@ -29,16 +31,27 @@ Status CudaLayer::Impl::create_transport(const FusedMoE::Options& options) {
                         : ranks.combine_dtype == DType::kBF16 ? Answer::kPartialBf16
                                                               : Answer::kPartialF32;
   const std::shared_ptr<Communicator>& between = o.gather ? mesh->tokens() : mesh->world();
+  const MoeProblem carried = carried_problem(plan.routed);
+  const bool padded = carried.hidden_size != plan.routed.hidden_size;
+  const auto keep = [&](std::unique_ptr<PrepareAndFinalize> made) -> Status {
+    transport = std::move(made);
+    if (!padded) return {};
+    MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<PaddedRows> around,
+                             PaddedRows::around(std::move(transport), plan.routed,
+                                                o.max_tokens_per_rank, ranks.per_slot));
+    transport_bytes += around->bytes();
+    transport = std::move(around);
+    return {};
+  };
   if (ranks.engine != RankEngine::kMessages) {
     Status fits = layer::peer_windows_fit(ranks, options.device);
     if (fits.ok()) {
       Result<std::unique_ptr<CudaPeerAllToAll>> made = CudaPeerAllToAll::create(
-          plan.routed, between, o, answer, experts != nullptr && experts->has_slots_place());
+          carried, between, o, answer, !padded && experts != nullptr && experts->has_slots_place());
       if (made.ok()) {
         peers = made->get();
         transport_bytes = peers->bytes();
-        transport = std::move(*made);
-        return {};
+        return keep(std::move(*made));
       }
       fits = made.status();
     }
@@ -49,10 +62,9 @@ Status CudaLayer::Impl::create_transport(const FusedMoE::Options& options) {
     no_peers = fits.message();
   }
   MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<CudaAllToAll> made,
-                           CudaAllToAll::create(plan.routed, between, o, answer));
+                           CudaAllToAll::create(carried, between, o, answer));
   transport_bytes = made->bytes();
-  transport = std::move(made);
-  return {};
+  return keep(std::move(made));
 }
 
 Status CudaLayer::Impl::withdraw_from_ranks(const Status& reason) const {
@@ -163,6 +175,19 @@ Status CudaLayer::Impl::run_slots_here(void* stream, Prepared here, const LayerW
   MOESAIC_RETURN_IF_ERROR(run_experts(stream, here, w));
   MOESAIC_RETURN_IF_ERROR(
       replicas->all_reduce_sum(stream, slot_rows.as<void>(), count, /*bf16=*/true));
+  if (plan.latent_size % 8 != 0) {
+    SlotSumsParams sums;
+    sums.rows = slot_rows.as<void>();
+    sums.rows_dtype = DType::kBF16;
+    sums.ids = here.topk_ids.as<std::int32_t>();
+    sums.tokens = tokens;
+    sums.hidden = plan.latent_size;
+    sums.top_k = static_cast<std::int32_t>(plan.routed.top_k);
+    sums.experts = static_cast<std::int32_t>(plan.routed.num_experts);
+    sums.output = w.routed;
+    sums.dtype = DType::kF32;
+    return check_call("combine", launch_slot_sums(sums, stream));
+  }
   CombineParams c;
   c.y2 = slot_rows.as<std::uint16_t>();
   c.row_of_pair = here.topk_ids.as<std::int32_t>();  // read for its sign only

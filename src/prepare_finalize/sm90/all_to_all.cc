@@ -18,6 +18,7 @@
 #include "prepare_finalize/sm90/catalogue_row.h"
 #include "prepare_finalize/sm90/device_messages.h"
 #include "prepare_finalize/sm90/device_rows.h"
+#include "prepare_finalize/sm90/padded_rows.h"
 #include "prepare_finalize/sm90/rank_rows.h"
 
 namespace moesaic::cuda {
@@ -118,7 +119,7 @@ CudaAllToAll::~CudaAllToAll() = default;
 Result<std::unique_ptr<CudaAllToAll>> CudaAllToAll::create(
     const MoeProblem& problem, std::shared_ptr<Communicator> communicator,
     const AllToAllOptions& options, Answer answer) {
-  MOESAIC_RETURN_IF_ERROR(sm90_transport_can_implement(problem));
+  MOESAIC_RETURN_IF_ERROR(sm90_rows_can_travel(problem));
   MOESAIC_RETURN_IF_ERROR(
       prepare_finalize::RankTransport::check_options(communicator.get(), options));
   if (options.gather && answer == Answer::kSlots) {
@@ -379,11 +380,18 @@ Result<std::unique_ptr<PrepareAndFinalize>> make_sm90_all_to_all(
   MOESAIC_RETURN_IF_ERROR(sm90_transport_can_implement(problem));
   MOESAIC_RETURN_IF_ERROR(check_device(problem.device));
   const bool bf16 = options.combine_dtype == DType::kBF16;
-  MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<CudaAllToAll> made,
-                           CudaAllToAll::create(problem, std::move(communicator), options,
-                                                bf16 ? CudaAllToAll::Answer::kPartialBf16
-                                                     : CudaAllToAll::Answer::kPartialF32));
-  return std::unique_ptr<PrepareAndFinalize>(std::move(made));
+  MOESAIC_ASSIGN_OR_RETURN(
+      std::unique_ptr<CudaAllToAll> made,
+      CudaAllToAll::create(
+          carried_problem(problem), std::move(communicator), options,
+          bf16 ? CudaAllToAll::Answer::kPartialBf16 : CudaAllToAll::Answer::kPartialF32));
+  if (carried_problem(problem).hidden_size == problem.hidden_size) {
+    return std::unique_ptr<PrepareAndFinalize>(std::move(made));
+  }
+  MOESAIC_ASSIGN_OR_RETURN(
+      std::unique_ptr<PaddedRows> padded,
+      PaddedRows::around(std::move(made), problem, options.max_tokens_per_rank, /*slots=*/false));
+  return std::unique_ptr<PrepareAndFinalize>(std::move(padded));
 }
 
 }  // namespace moesaic::cuda

@@ -9,6 +9,14 @@
 #include "prepare_finalize/predicates.h"
 
 namespace moesaic::cuda {
+namespace {
+
+// Of the hidden size of rows that travel as they are: vectors of 16 bytes, whole FP8 groups.
+std::int64_t multiple_of(const MoeProblem& problem) {
+  return problem.quant.kind == ComputeScheme::kFp8Block ? 128 : 8;
+}
+
+}  // namespace
 
 Status sm90_transport_can_implement(const MoeProblem& problem) {
   MOESAIC_RETURN_IF_ERROR(prepare_finalize::standard_transport_can_implement(problem));
@@ -16,13 +24,23 @@ Status sm90_transport_can_implement(const MoeProblem& problem) {
     return unsupported(
         fmt::format("activation_dtype: got {}, need BF16", dtype_name(problem.activation_dtype)));
   }
-  const std::int64_t multiple = problem.quant.kind == ComputeScheme::kFp8Block ? 128 : 8;
-  if (problem.hidden_size % multiple != 0) {
-    return unsupported(
-        fmt::format("hidden_size: got {}, need a multiple of {}", problem.hidden_size, multiple));
-  }
   if (problem.device.is_cuda()) return {};
   return unsupported(fmt::format("device: {}, need a Hopper GPU", problem.device.to_string()));
+}
+
+MoeProblem carried_problem(const MoeProblem& problem) {
+  MoeProblem carried = problem;
+  if (problem.hidden_size % multiple_of(problem) == 0) return carried;
+  carried.quant = quant_scheme_from_name("bf16").value();
+  carried.hidden_size = round_up(problem.hidden_size, std::int64_t{8});
+  return carried;
+}
+
+Status sm90_rows_can_travel(const MoeProblem& problem) {
+  MOESAIC_RETURN_IF_ERROR(sm90_transport_can_implement(problem));
+  if (problem.hidden_size % multiple_of(problem) == 0) return {};
+  return unsupported(fmt::format("hidden_size: got {}, need a multiple of {}", problem.hidden_size,
+                                 multiple_of(problem)));
 }
 
 Status sm90_batched_can_implement(const MoeProblem& problem) {

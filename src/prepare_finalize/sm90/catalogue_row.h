@@ -12,6 +12,11 @@ namespace moesaic::cuda {
 
 // What the transports need of a problem, whatever the ranks. Looks at no device.
 Status sm90_transport_can_implement(const MoeProblem& problem);
+// The problem that a transport is made for, so that rows of `problem` can travel: itself, or one of
+// bf16 rows of a hidden size that is a multiple of 8 (padded_rows.h).
+MoeProblem carried_problem(const MoeProblem& problem);
+// The same of a problem that is its own carried_problem().
+Status sm90_rows_can_travel(const MoeProblem& problem);
 // Errors of check_device (in a build without CUDA it refuses every GPU) and of
 // CudaAllToAll::create.
 Result<std::unique_ptr<PrepareAndFinalize>> make_sm90_all_to_all(

@@ -153,7 +153,7 @@ Result<std::unique_ptr<CudaPeerAllToAll>> CudaPeerAllToAll::create(
     const MoeProblem& problem, const std::shared_ptr<Communicator>& communicator,
     const AllToAllOptions& options, CudaAllToAll::Answer answer, bool brings_slots) {
   // Refusals of the options are those of all ranks, and come before anybody waits.
-  MOESAIC_RETURN_IF_ERROR(sm90_transport_can_implement(problem));
+  MOESAIC_RETURN_IF_ERROR(sm90_rows_can_travel(problem));
   MOESAIC_RETURN_IF_ERROR(
       prepare_finalize::RankTransport::check_options(communicator.get(), options));
   if (options.gather && answer == CudaAllToAll::Answer::kSlots) {
