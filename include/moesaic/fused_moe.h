@@ -150,7 +150,8 @@ struct RankOptions {
   // Needs whole experts and linear placement. With kPerSlot no move changes a bit; with kPerRank a
   // row's parts are added up in another order after one, and a row's place in a call decides which
   // copy of an expert it goes to, all within that reduction's bound. The source given to create()
-  // must yield all experts of the layer; it is not kept. kUnsupported on a GPU.
+  // must yield all experts of the layer; it is not kept. On a GPU it needs a communicator, a captured
+  // call goes by the maps of the day that it is replayed on, and calls of streams count when they run.
   bool enable_eplb = false;
   std::int64_t num_redundant_experts = 0;
   std::int64_t eplb_window = 1000;  // forward calls whose load is remembered
@@ -426,7 +427,8 @@ class FusedMoE {
   Status update_expert_map(const World& world, ExpertSource& experts);
 
   // --- Expert load balancing (Options::enable_eplb, else kUnsupported) ---
-  // All ranks call these alike, between forward calls.
+  // All ranks call these alike, between forward calls. On a GPU they wait for what enqueue has put on
+  // streams; replays of captured calls are done before one of them is called.
   //
   // Expert of each slot; empty without load balancing.
   std::vector<std::int32_t> physical_to_logical() const;
@@ -444,7 +446,8 @@ class FusedMoE {
   //   load                 [global_num_experts()] or empty; the caller's memory, to which each
   //                        forward call that records adds how many of this rank's rows went to
   //                        each slot (saturating; ranks with the same rows all count them). In use
-  //                        until the next set_eplb_state, update_expert_map or the layer's end
+  //                        until the next set_eplb_state, update_expert_map or the layer's end. On a
+  //                        GPU calls of streams are added by the next forward or measured_load
   //   record               as set_eplb_recording
   //   physical_to_logical  [global_num_experts()]: what the slots hold, for a caller who has moved
   //                        experts by get_expert_weights; empty: what physical_to_logical() says

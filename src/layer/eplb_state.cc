@@ -91,10 +91,18 @@ Result<ExpertMaps> ExpertBalancer::check_state(
   }
 }
 
-void ExpertBalancer::set_state(ExpertMaps maps, const EplbState& state) {
+Status ExpertBalancer::set_state(ExpertMaps maps, const EplbState& state) {
+  if (memory_) {
+    // What was counted so far belongs to the counters of before.
+    MOESAIC_RETURN_IF_ERROR(update_view());
+    MOESAIC_RETURN_IF_ERROR(memory_->total_load(seen_));
+    MOESAIC_RETURN_IF_ERROR(memory_->set_maps(maps));
+    MOESAIC_RETURN_IF_ERROR(memory_->set_recording(state.record));
+  }
   maps_ = std::move(maps);
   load_view_ = state.load;
   record_ = state.record;
+  return {};
 }
 
 }  // namespace moesaic::layer

@@ -14,7 +14,8 @@
 namespace moesaic::layer {
 
 Result<std::unique_ptr<ExpertBalancer>> ExpertBalancer::create(const SlotShape& shape,
-                                                               std::int64_t window) {
+                                                               std::int64_t window,
+                                                               std::unique_ptr<SlotMemory> memory) {
   if (shape.num_physical % shape.ranks != 0) {
     return invalid(
         fmt::format("num_redundant_experts: got {} for {} experts, need a sum that is a "
@@ -30,6 +31,11 @@ Result<std::unique_ptr<ExpertBalancer>> ExpertBalancer::create(const SlotShape& 
     b->step_load_.assign(initial.size(), 0);
     MOESAIC_ASSIGN_OR_RETURN(LoadWindow made, LoadWindow::create(shape.num_logical, window));
     b->window_ = std::make_unique<LoadWindow>(std::move(made));
+    if (memory) {
+      b->seen_.assign(initial.size(), 0);
+      MOESAIC_RETURN_IF_ERROR(memory->set_maps(b->maps_));
+      b->memory_ = std::move(memory);
+    }
     return b;
   } catch (const std::bad_alloc&) {
     return Status(StatusCode::kOutOfMemory, "cannot allocate the maps of experts");
@@ -61,18 +67,62 @@ Status ExpertBalancer::map_ids(std::int32_t* ids, std::int64_t tokens, std::int6
   return {};
 }
 
+namespace {
+
+void add_load(std::int32_t& view, std::uint32_t count) {
+  const auto room = static_cast<std::uint32_t>(std::numeric_limits<std::int32_t>::max() - view);
+  view += static_cast<std::int32_t>(std::min(count, room));
+}
+
+}  // namespace
+
 Status ExpertBalancer::end_step() {
+  if (memory_) {
+    MOESAIC_RETURN_IF_ERROR(memory_->end_step());
+    return update_view();
+  }
   if (!record_) return {};
   for (std::size_t p = 0; p < load_view_.size(); ++p) {
-    const std::int32_t room = std::numeric_limits<std::int32_t>::max() - load_view_[p];
-    load_view_[p] += std::min(step_load_[p], room);
+    add_load(load_view_[p], static_cast<std::uint32_t>(step_load_[p]));
   }
   return window_->record(step_load_, maps_.physical_to_logical);
 }
 
-Result<std::vector<double>> ExpertBalancer::load(Communicator* world, int replicas) const {
-  const std::span<const double> mine = window_->load();
+Status ExpertBalancer::update_view() {
+  if (!memory_ || load_view_.empty()) return {};
   try {
+    std::vector<std::uint32_t> now(seen_.size());
+    MOESAIC_RETURN_IF_ERROR(memory_->total_load(now));
+    for (std::size_t p = 0; p < now.size(); ++p) add_load(load_view_[p], now[p] - seen_[p]);
+    seen_ = std::move(now);
+    return {};
+  } catch (const std::bad_alloc&) {
+    return {StatusCode::kOutOfMemory, "cannot allocate the loads of slots"};
+  }
+}
+
+Status ExpertBalancer::set_recording(bool record) {
+  if (memory_) MOESAIC_RETURN_IF_ERROR(memory_->set_recording(record));
+  record_ = record;
+  return {};
+}
+
+Result<std::vector<double>> ExpertBalancer::load(Communicator* world, int replicas) {
+  try {
+    std::vector<double> counted;
+    Status failed;
+    if (memory_) {
+      counted.resize(static_cast<std::size_t>(shape_.num_logical));
+      failed = memory_->window_load(counted);
+      if (failed.ok()) failed = update_view();
+    }
+    if (!failed.ok()) {
+      // Of this rank alone: the others are told instead of waiting for it.
+      if (world != nullptr) static_cast<void>(world->abandon(failed.message()));
+      return failed;
+    }
+    const std::span<const double> mine =
+        memory_ ? std::span<const double>(counted) : window_->load();
     if (world == nullptr) return std::vector<double>(mine.begin(), mine.end());
     const auto n = static_cast<std::size_t>(world->size());
     std::vector<std::vector<double>> all(n, std::vector<double>(mine.size()));

@@ -12,6 +12,7 @@
 #include <span>
 #include <vector>
 
+#include "layer/slot_memory.h"
 #include "moesaic/communicator.h"
 #include "moesaic/eplb.h"
 #include "moesaic/experts.h"
@@ -29,30 +30,31 @@ class ExpertBalancer {
  public:
   // Experts are in their first places (initial_physical_to_logical). kInvalidArgument unless the
   // slots are a multiple of the ranks.
-  static Result<std::unique_ptr<ExpertBalancer>> create(const SlotShape& shape,
-                                                        std::int64_t window);
+  //   memory  where slots are not in the host's: it maps and counts in the calls
+  static Result<std::unique_ptr<ExpertBalancer>> create(
+      const SlotShape& shape, std::int64_t window, std::unique_ptr<SlotMemory> memory = nullptr);
 
   // Logical experts of this rank's slots.
   std::span<const std::int32_t> local_experts() const;
   std::span<const std::int32_t> physical_to_logical() const { return maps_.physical_to_logical; }
 
-  // A step of the layer: begin, map every chunk of rows, end. What a call that failed has counted is
-  // forgotten.
+  // A step of the layer on the host's tensors: begin, map every chunk of rows, end. What a call that
+  // failed has counted is forgotten (with a `memory` it is not, and the layer takes no more calls).
   void begin_step();
   // ids [tokens, k]: logical to physical, in place; counts the load. -1 stays and counts nowhere.
   Status map_ids(std::int32_t* ids, std::int64_t tokens, std::int64_t k);
   Status end_step();
-  void set_recording(bool record) { record_ = record; }
+  Status set_recording(bool record);
   bool recording() const { return record_; }
   // Measured load of each expert in the window, on all ranks of `world` (null: this one); each row
-  // counted once. Collective.
-  Result<std::vector<double>> load(Communicator* world, int replicas) const;
+  // counted once. Collective. The caller's counters are those of now.
+  Result<std::vector<double>> load(Communicator* world, int replicas);
 
   // Maps of the caller's making: the checks of FusedMoE::set_eplb_state, which change nothing, then
-  // the copy, which cannot fail.
+  // the copy, which on the host cannot fail.
   Result<ExpertMaps> check_state(const EplbState& state,
                                  std::span<const std::int32_t> physical_to_logical) const;
-  void set_state(ExpertMaps maps, const EplbState& state);
+  Status set_state(ExpertMaps maps, const EplbState& state);
 
   bool in_flight() const { return flight_ != nullptr; }
   void drop() { flight_.reset(); }
@@ -79,8 +81,14 @@ class ExpertBalancer {
   std::span<const std::int32_t> local_part(std::span<const std::int32_t> map) const;
   Status move_some(Communicator& world, std::int64_t max_transfers,
                    std::span<const ExpertPart> parts);
-  void stage_local(std::span<const ExpertPart> parts);
-  void switch_over(std::span<const ExpertPart> parts);
+  Status stage_local(std::span<const ExpertPart> parts);
+  // On the host it cannot fail. Where it does, weights are of both: the layer takes no more calls.
+  Status switch_over(std::span<const ExpertPart> parts);
+  // The rows of one slot, one after the other, to or from `image`.
+  Status read_slot(std::span<const ExpertPart> parts, std::int64_t slot, std::byte* image) const;
+  Status write_slot(std::span<const ExpertPart> parts, std::int64_t slot, const std::byte* image);
+  // What the memory has counted since the last time, to the caller's counters.
+  Status update_view();
   // The slot of this rank that holds the expert, which is there.
   std::int64_t slot_of(std::int32_t expert) const;
 
@@ -91,6 +99,8 @@ class ExpertBalancer {
   std::span<std::int32_t> load_view_;    // [P], the caller's, or empty
   std::unique_ptr<LoadWindow> window_;
   std::unique_ptr<Flight> flight_;
+  std::unique_ptr<SlotMemory> memory_;
+  std::vector<std::uint32_t> seen_;  // [P], of memory_->total_load
 };
 
 }  // namespace moesaic::layer

@@ -19,23 +19,35 @@ std::size_t image_bytes(std::span<const ExpertPart> parts) {
   return static_cast<std::size_t>(bytes);
 }
 
-// The rows of one slot, one after the other, to or from `image`.
-void read_slot(std::span<const ExpertPart> parts, std::int64_t slot, std::byte* image) {
+}  // namespace
+
+Status ExpertBalancer::read_slot(std::span<const ExpertPart> parts, std::int64_t slot,
+                                 std::byte* image) const {
   for (const ExpertPart& part : parts) {
-    const auto bytes = static_cast<std::size_t>(part.rows.dim(1));
-    std::memcpy(image, part.rows.data + slot * part.rows.dim(1), bytes);
+    const std::int64_t bytes = part.rows.dim(1);
+    if (memory_) {
+      MOESAIC_RETURN_IF_ERROR(memory_->read(part, slot, image));
+    } else {
+      std::memcpy(image, part.rows.data + slot * bytes, static_cast<std::size_t>(bytes));
+    }
     image += bytes;
   }
-}
-void write_slot(std::span<const ExpertPart> parts, std::int64_t slot, const std::byte* image) {
-  for (const ExpertPart& part : parts) {
-    const auto bytes = static_cast<std::size_t>(part.rows.dim(1));
-    std::memcpy(part.rows.data + slot * part.rows.dim(1), image, bytes);
-    image += bytes;
-  }
+  return {};
 }
 
-}  // namespace
+Status ExpertBalancer::write_slot(std::span<const ExpertPart> parts, std::int64_t slot,
+                                  const std::byte* image) {
+  for (const ExpertPart& part : parts) {
+    const std::int64_t bytes = part.rows.dim(1);
+    if (memory_) {
+      MOESAIC_RETURN_IF_ERROR(memory_->write(part, slot, image));
+    } else {
+      std::memcpy(part.rows.data + slot * bytes, image, static_cast<std::size_t>(bytes));
+    }
+    image += bytes;
+  }
+  return {};
+}
 
 Status ExpertBalancer::begin(std::span<const std::int32_t> wanted) {
   if (flight_) return invalid("rearrange: one is in flight, need to continue it to its end");
@@ -73,7 +85,8 @@ Status ExpertBalancer::move_some(Communicator& world, std::int64_t max_transfers
     if (t.from == shape_.rank) {
       std::vector<std::byte>& message = out[static_cast<std::size_t>(t.to)];
       message.resize(message.size() + bytes);
-      read_slot(parts, slot_of(t.expert), message.data() + message.size() - bytes);
+      MOESAIC_RETURN_IF_ERROR(
+          read_slot(parts, slot_of(t.expert), message.data() + message.size() - bytes));
     }
     if (t.to == shape_.rank) {
       std::vector<std::byte>& message = in[static_cast<std::size_t>(t.from)];
@@ -97,17 +110,18 @@ Status ExpertBalancer::move_some(Communicator& world, std::int64_t max_transfers
 
 // What changes its slot inside this rank goes through the buffer too: its old slot may be one that
 // is written first.
-void ExpertBalancer::stage_local(std::span<const ExpertPart> parts) {
+Status ExpertBalancer::stage_local(std::span<const ExpertPart> parts) {
   Flight& f = *flight_;
   const auto before = local_experts();
   const auto after = local_part(f.maps.physical_to_logical);
   for (std::size_t s = 0; s < after.size(); ++s) {
     if (after[s] == before[s] || f.images.contains(after[s])) continue;
     std::vector<std::byte> image(image_bytes(parts));
-    read_slot(parts, slot_of(after[s]), image.data());
+    MOESAIC_RETURN_IF_ERROR(read_slot(parts, slot_of(after[s]), image.data()));
     f.images.emplace(after[s], std::move(image));
   }
   f.staged = true;
+  return {};
 }
 
 Result<bool> ExpertBalancer::advance(Communicator* world, std::int64_t max_transfers,
@@ -133,7 +147,8 @@ Result<bool> ExpertBalancer::advance(Communicator* world, std::int64_t max_trans
     if (f.next == f.plan.size()) {
       ready = 1;
       try {
-        if (!f.staged) stage_local(parts);
+        if (!f.staged) failed = stage_local(parts);
+        if (!failed.ok()) ready = -1;
       } catch (const std::bad_alloc&) {
         ready = -1;
         failed = {StatusCode::kOutOfMemory, "rearrange: cannot allocate the experts that move"};
@@ -143,12 +158,18 @@ Result<bool> ExpertBalancer::advance(Communicator* world, std::int64_t max_trans
       const auto all = world->all_gather("rearrange ready", ready);
       if (!all.ok()) return give_up(all.status());
       if (failed.ok() && std::count(all->begin(), all->end(), -1) > 0) {
-        failed = {StatusCode::kDevice, "rearrange: another rank has no memory for its experts"};
+        failed = {StatusCode::kDevice, "rearrange: another rank cannot read or hold its experts"};
       }
       if (std::count(all->begin(), all->end(), 1) != std::ssize(*all)) ready = 0;
     }
     if (!failed.ok()) return give_up(failed);
-    if (ready == 1) switch_over(parts);
+    if (ready == 1) {
+      const Status switched = switch_over(parts);
+      if (!switched.ok()) {
+        if (world != nullptr) static_cast<void>(world->abandon(switched.message()));
+        return give_up(switched);
+      }
+    }
     return ready == 1;
   } catch (const std::exception& error) {
     if (world != nullptr && world->state().ok()) static_cast<void>(world->abandon(error.what()));
@@ -156,16 +177,21 @@ Result<bool> ExpertBalancer::advance(Communicator* world, std::int64_t max_trans
   }
 }
 
-void ExpertBalancer::switch_over(std::span<const ExpertPart> parts) {
+Status ExpertBalancer::switch_over(std::span<const ExpertPart> parts) {
   Flight& f = *flight_;
   const auto before = local_experts();
   const auto after = local_part(f.maps.physical_to_logical);
   for (std::size_t s = 0; s < after.size(); ++s) {
     if (after[s] == before[s] || MOESAIC_FAULT(rearrange_keeps_old_weights)) continue;
-    write_slot(parts, static_cast<std::int64_t>(s), f.images.find(after[s])->second.data());
+    MOESAIC_RETURN_IF_ERROR(
+        write_slot(parts, static_cast<std::int64_t>(s), f.images.find(after[s])->second.data()));
   }
-  if (!MOESAIC_FAULT(rearrange_keeps_old_maps)) maps_ = std::move(f.maps);
+  if (!MOESAIC_FAULT(rearrange_keeps_old_maps)) {
+    if (memory_) MOESAIC_RETURN_IF_ERROR(memory_->set_maps(f.maps));
+    maps_ = std::move(f.maps);
+  }
   flight_.reset();
+  return {};
 }
 
 }  // namespace moesaic::layer

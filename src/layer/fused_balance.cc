@@ -45,8 +45,7 @@ Result<std::vector<double>> FusedMoE::measured_load() const {
 Status FusedMoE::set_eplb_recording(bool record) {
   if (impl_->engine->balancer() == nullptr) return no_balancing();
   const std::lock_guard<std::mutex> lock(impl_->mutex);
-  impl_->engine->balancer()->set_recording(record);
-  return {};
+  return impl_->engine->balancer()->set_recording(record);
 }
 
 Status FusedMoE::set_eplb_state(const EplbState& state,
@@ -67,8 +66,7 @@ Status FusedMoE::set_eplb_state(const EplbState& state,
         layer::agree(*impl_->mesh->world(), "eplb", maps.ok() ? Status() : maps.status(), value));
   }
   if (!maps.ok()) return maps.status();
-  balancer.set_state(std::move(maps).value(), state);
-  return {};
+  return balancer.set_state(std::move(maps).value(), state);
 }
 
 Status FusedMoE::begin_rearrange(std::span<const std::int32_t> wanted) {

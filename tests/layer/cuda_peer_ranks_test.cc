@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "layer/cuda_rank_case.h"
+#include "layer/eplb_case.h"
 #include "support/cuda_device.h"
 #include "support/metrics.h"
 #include "support/random.h"
@@ -323,6 +324,69 @@ TEST(CudaPeerRanks, GraphsOfDifferentSizesInterleave) {
       ASSERT_EQ(wrong, "") << f.name << " " << ranks;
     }
   }
+}
+
+// A captured call goes by the maps and the weights of the day that it is replayed on, with the bits of
+// the day before, and counts its load there.
+TEST(CudaPeerRanks, GraphsStayValidWhenExpertsMove) {
+  REQUIRE_HOPPER();
+  constexpr int kRanks = 4, kReplays = 3;
+  const LayerTensors tensors = test::make_tensors(56, test::eplb_spec());
+  const test::MakeRankLayer make = test::maker_of(tensors);
+  const std::string wrong = on_ranks(
+      kRanks, kPatientMs, [&](int rank, const std::shared_ptr<Communicator>& world) -> std::string {
+        FusedMoE::Options o = options_of(engines_of(kRanks, RankReduction::kPerSlot), world);
+        o.ranks.engine = RankEngine::kPeerWindows;
+        o.ranks.enable_eplb = true;
+        o.ranks.num_redundant_experts = 4;
+        auto layer = make(o);
+        if (!layer.ok()) return layer.status().to_string();
+        RankCalls calls(600 + static_cast<std::uint64_t>(rank), tensors.spec.hidden_size, 1);
+        const std::int64_t rows = rows_of(rank, 1);
+        Status status = world->barrier("ready");
+        if (status.ok()) status = calls.enqueue(*layer, 0, rows);
+        if (!status.ok() || !calls.finish()) return "first call: " + status.to_string();
+        calls.keep();
+        status = world->barrier("capture");
+        if (status.ok()) status = calls.capture(*layer, 0, rows);
+        if (!status.ok()) return status.to_string();
+        std::vector<std::vector<double>> loads;
+        for (std::uint64_t day = 0; day < 4; ++day) {
+          const std::vector<std::int32_t> before = layer->physical_to_logical();
+          status = layer->begin_rearrange(test::random_map(day, 12, 16));
+          for (bool done = false; status.ok() && !done;) {
+            const auto moved = layer->continue_rearrange(2);
+            status = moved.ok() ? Status() : moved.status();
+            done = moved.ok() && *moved;
+          }
+          if (!status.ok()) return status.to_string();
+          if (layer->physical_to_logical() == before) return "nothing moved";
+          for (int r = 0; r < kReplays && status.ok(); ++r) {
+            calls.poison();
+            if (!calls.finish()) return "poison";
+            status = world->barrier("replay");
+            calls.replay(0);
+            if (!calls.finish()) return "replay failed";
+            if (!layer->health().ok()) return layer->health().to_string();
+            if (!calls.same(0, rows)) return fmt::format("other bits on day {}", day);
+          }
+          status = world->barrier("loads");
+          const auto load = layer->measured_load();
+          if (!load.ok()) return load.status().to_string();
+          loads.push_back(*load);
+        }
+        // One call and three replays a day: the load grows by as much every day.
+        for (std::size_t e = 0; e < loads[0].size(); ++e) {
+          const double call = loads[0][e] / (1 + kReplays);
+          for (std::size_t day = 0; day < loads.size(); ++day) {
+            const double calls_so_far = 1 + kReplays * static_cast<double>(day + 1);
+            if (loads[day][e] != call * calls_so_far) return fmt::format("other load of {}", e);
+          }
+        }
+        status = world->barrier("done");
+        return status.ok() ? "" : status.to_string();
+      });
+  EXPECT_EQ(wrong, "");
 }
 
 // Host tensors: ranks with rows left and ranks without take every step together.

@@ -68,9 +68,9 @@ std::vector<std::string> on_ranks(
   return result;
 }
 
-EplbFixture::EplbFixture(const MoeLayerSpec& spec) : tensors(make_tensors(51, spec)) {
+EplbFixture::EplbFixture(const MoeLayerSpec& spec, FusedMoE::Options one)
+    : tensors(make_tensors(51, spec)) {
   x = random_hidden(52, kEplbTokens * kEplbRanks, spec.hidden_size);
-  FusedMoE::Options one;
   one.num_threads = 1;
   run = run_layer(make_layer(tensors, one), x);
 }
@@ -81,7 +81,7 @@ ConstTensorView EplbFixture::rows_of(int engine) const {
 }
 
 std::string EplbFixture::forward(const FusedMoE& layer, int engine, double bound,
-                                 FusedMoE::Args args) const {
+                                 FusedMoE::Args args, Tensor* got) const {
   const std::int64_t hidden = tensors.spec.hidden_size, k = tensors.spec.routing.top_k;
   const std::int64_t first = engine * kEplbTokens;
   args.hidden_states = rows_of(engine);
@@ -101,6 +101,7 @@ std::string EplbFixture::forward(const FusedMoE& layer, int engine, double bound
     return "output: " + why;
   }
   const ConstTensorView chosen(run.topk_ids.data() + first * k * 4, DType::kI32, ids.shape());
+  if (got != nullptr) *got = std::move(out);
   return same_bits(ids.view(), chosen, &why) ? "" : "logical ids: " + why;
 }
 

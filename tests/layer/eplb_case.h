@@ -31,13 +31,14 @@ std::vector<std::string> on_ranks(
     int ranks = kEplbRanks);
 
 struct EplbFixture {
-  explicit EplbFixture(const MoeLayerSpec& spec);
+  // `one`: the options of the layer on one rank.
+  explicit EplbFixture(const MoeLayerSpec& spec, FusedMoE::Options one = {});
   // The rows of `engine`.
   ConstTensorView rows_of(int engine) const;
   // Empty, or how the rows of `engine` differ from those of a layer on one rank; `bound` above 0:
-  // relative L2 instead of bits. `more`: whatever else the call brings.
-  std::string forward(const FusedMoE& layer, int engine, double bound = 0,
-                      FusedMoE::Args more = {}) const;
+  // relative L2 instead of bits. `more`: whatever else the call brings. `got`: the output.
+  std::string forward(const FusedMoE& layer, int engine, double bound = 0, FusedMoE::Args more = {},
+                      Tensor* got = nullptr) const;
 
   LayerTensors tensors;
   Tensor x;

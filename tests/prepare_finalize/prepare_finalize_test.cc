@@ -331,7 +331,8 @@ TEST(PrepareFinalizeCatalogue, RowsOfAGpuTravelAsBf16WithZerosWhereTheyMust) {
     p.device = Device::cuda(0);
     const MoeProblem c = cuda::carried_problem(p);
     EXPECT_TRUE(cuda::sm90_rows_can_travel(c).ok());
-    EXPECT_EQ(cuda::sm90_rows_can_travel(p).ok(), c.quant.name == p.quant.name);
+    EXPECT_EQ(cuda::sm90_rows_can_travel(p).ok(),
+              c.quant.name == p.quant.name && c.hidden_size == hidden);
     return fmt::format("{} {}", c.quant.name, c.hidden_size);
   };
   EXPECT_EQ(carried("bf16", 64), "bf16 64");

@@ -179,7 +179,9 @@ Result<std::unique_ptr<LayerEngine>> CpuEngine::in_world(const FusedPlan& new_pl
   MOESAIC_RETURN_IF_ERROR(engine->build_routed(source));
   MOESAIC_RETURN_IF_ERROR(engine->build_workspace());
   if (MOESAIC_FAULT(update_keeps_old_map)) engine->plan.expert_map = plan.expert_map;
-  if (engine->expert_balancer) engine->expert_balancer->set_recording(expert_balancer->recording());
+  if (engine->expert_balancer) {
+    MOESAIC_RETURN_IF_ERROR(engine->expert_balancer->set_recording(expert_balancer->recording()));
+  }
   return std::unique_ptr<LayerEngine>(std::move(engine));
 }
 

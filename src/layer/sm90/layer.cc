@@ -15,6 +15,7 @@
 #include "layer/call_args.h"
 #include "layer/layer_router.h"
 #include "layer/load_sources.h"
+#include "layer/slot_source.h"
 #include "layer/sm90/layer_impl.h"
 #include "layer/sm90/layer_ops.h"
 #include "numerics/element.h"
@@ -51,10 +52,24 @@ Status upload_constant(std::string_view what, std::int64_t count, std::uint32_t 
 
 }  // namespace
 
-Status CudaLayer::Impl::create_experts(MoeLayerWeights& weights) {
+Status CudaLayer::Impl::create_experts(const layer::EngineParts& parts) {
+  MoeLayerWeights& weights = parts.weights;
   MOESAIC_ASSIGN_OR_RETURN(const std::unique_ptr<ExpertSource> routed,
                            layer::make_converting_source(*weights.experts, plan.quant));
   if (plan.routed.num_local_experts == 0) return {};  // more ranks than experts
+  if (const FusedMoE::Options& o = parts.options; o.ranks.enable_eplb) {
+    const std::int64_t logical = parts.spec.num_experts, physical = plan.routed.num_experts;
+    MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<DeviceBalance> memory,
+                             DeviceBalance::create(device, logical, physical, o.ranks.eplb_window));
+    balance = memory.get();
+    MOESAIC_ASSIGN_OR_RETURN(
+        balancer,
+        layer::ExpertBalancer::create({logical, physical, o.parallel.ep_size, o.parallel.ep_rank},
+                                      o.ranks.eplb_window, std::move(memory)));
+    layer::SlotSource slots(*routed, balancer->local_experts());
+    MOESAIC_ASSIGN_OR_RETURN(experts, chosen.routed->create(plan.routed, slots, device));
+    return {};
+  }
   if (!joins) {
     MOESAIC_ASSIGN_OR_RETURN(experts, chosen.routed->create(plan.routed, *routed, device));
     return {};
@@ -131,7 +146,7 @@ Status CudaLayer::Impl::create_own(const layer::EngineParts& parts) {
     MOESAIC_RETURN_IF_ERROR(
         upload("expert_map", map.data(), static_cast<std::int64_t>(map.size()) * 4, expert_map));
   }
-  MOESAIC_RETURN_IF_ERROR(create_experts(weights).with_context("experts"));
+  MOESAIC_RETURN_IF_ERROR(create_experts(parts).with_context("experts"));
   if (plan.has_shared) {
     MOESAIC_RETURN_IF_ERROR(create_shared(spec, options, weights).with_context("shared_experts"));
   }
@@ -300,7 +315,7 @@ Status CudaLayer::enqueue(Stream stream, const FusedMoE::Args& call) const {
         stream, layer::rows_of_call(*matrices, first, std::min(chunk, rows - first)));
     if (!status.ok()) return m.mesh != nullptr ? m.give_up(stream.handle, status) : status;
   }
-  return {};
+  return m.balance != nullptr ? m.balance->end_call(stream.handle) : Status();
 }
 
 Status CudaLayer::Impl::enqueue_rows(Stream stream, const FusedMoE::Args& args) const {
@@ -489,6 +504,8 @@ Status CudaLayer::Impl::forward_host(const FusedMoE::Args& args) const {
   return report("topk_ids", trace.topk_ids, out.topk_ids);
 }
 
+layer::ExpertBalancer* CudaLayer::balancer() const { return impl_->balancer.get(); }
+
 Result<std::vector<ExpertPart>> CudaLayer::expert_parts() const {
   try {
     if (!impl_->experts) return std::vector<ExpertPart>();
@@ -508,7 +525,7 @@ std::int64_t CudaLayer::weight_bytes() const {
 std::int64_t CudaLayer::workspace_bytes() const {
   const Impl& m = *impl_;
   return m.workspace.bytes() + m.slot_rows.bytes() + m.transport_bytes +
-         (m.replicas ? m.replicas->bytes() : 0);
+         (m.balance != nullptr ? m.balance->bytes() : 0) + (m.replicas ? m.replicas->bytes() : 0);
 }
 
 }  // namespace moesaic::cuda

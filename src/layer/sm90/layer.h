@@ -91,6 +91,7 @@ class CudaLayer final : public layer::LayerEngine {
   std::int64_t weight_bytes() const override;
   std::int64_t workspace_bytes() const override;
   std::string determinism() const override;
+  layer::ExpertBalancer* balancer() const override;
   // Without a shared expert that has joined.
   Result<std::vector<ExpertPart>> expert_parts() const override;
 

@@ -13,7 +13,9 @@
 #include "cuda/side_stream.h"
 #include "experts/sm90/experts.h"
 #include "gate/sm90/gate_linear.h"
+#include "layer/expert_balancer.h"
 #include "layer/rank_mesh.h"
+#include "layer/sm90/device_balance.h"
 #include "layer/sm90/layer.h"
 #include "layer/sm90/layer_ops.h"
 #include "layer/sm90/prologue_plan.h"
@@ -38,7 +40,10 @@ struct CudaLayer::Impl {
   LayerExperts chosen;  // which experts these are
   std::unique_ptr<GpuExperts> experts, shared;
   Allocation expert_map;
-  Allocation ones, shared_ids;  // [max_tokens]: weight and id of an ungated shared expert
+  // Of a layer whose experts move: slots are the experts of everything behind the router.
+  std::unique_ptr<layer::ExpertBalancer> balancer;
+  DeviceBalance* balance = nullptr;  // its memory
+  Allocation ones, shared_ids;       // [max_tokens]: weight and id of an ungated shared expert
   Allocation workspace;
   LayerDeviceFunctions functions;  // of the caller's
   // FusedPlan::shared_stream: where shared experts run, for one call at a time.
@@ -62,7 +67,7 @@ struct CudaLayer::Impl {
   };
   mutable Staging staging;
 
-  Status create_experts(MoeLayerWeights& weights);
+  Status create_experts(const layer::EngineParts& parts);
   Status create_shared(const MoeLayerSpec& spec, const FusedMoE::Options& options,
                        MoeLayerWeights& weights);
   Status create_own(const layer::EngineParts& parts);

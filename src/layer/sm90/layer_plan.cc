@@ -27,8 +27,9 @@ T* take(Arena& arena, std::int64_t count) {
 
 Status rows_can_implement(const layer::FusedPlan& plan, const FusedMoE::Options& options) {
   const layer::RankPlan& ranks = plan.ranks;
-  if (options.ranks.enable_eplb) {
-    return unsupported("enable_eplb: got true on a GPU, need the CPU: experts move through it");
+  if (options.ranks.enable_eplb && !ranks.active) {
+    return unsupported(
+        "enable_eplb: got true on a GPU without a communicator, need one, or the CPU");
   }
   const DType rows = quant::operand_dtype(plan.routed.activation_dtype, plan.routed.quant.kind);
   if (plan.has_input_transform && rows != DType::kBF16) {
@@ -138,7 +139,7 @@ Result<LayerWorkspace> LayerWorkspace::carve(const layer::FusedPlan& plan, bool 
   if (plan.has_input_transform) w.latent = take<std::uint16_t>(arena, tokens * plan.latent_size);
   if (plan.has_output_transform) w.routed_back = take<float>(arena, tokens * plan.hidden_size);
   if (shared_function) w.shared_sums = take<float>(arena, tokens * plan.hidden_size);
-  if (spread && plan.has_zero_experts) w.sent_ids = take<std::int32_t>(arena, tokens * k);
+  if (spread) w.sent_ids = take<std::int32_t>(arena, tokens * k);
   // Sizes grow with tokens: a larger call's workspace holds every smaller call.
   MoeProblem problem = experts_problem(plan, gated_shared);
   std::int64_t rows_bytes = 0;

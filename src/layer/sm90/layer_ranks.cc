@@ -279,11 +279,16 @@ Status CudaLayer::Impl::run_rows_over_ranks(void* stream, const Rows& rows, cons
     MOESAIC_RETURN_IF_ERROR(route(stream, rows, w, /*with_shared=*/false, nullptr));
   MOESAIC_RETURN_IF_ERROR(capture_ids(stream, w.topk_ids, k, rows.tokens));
   const std::int32_t* ids = w.topk_ids;
-  if (w.sent_ids != nullptr) {
-    // Slots of identity experts arrive as expert 0 with weight 0: no row need travel for them.
+  if (plan.has_zero_experts || (balance != nullptr && plan.routing.num_zero_experts > 0)) {
+    // Slots of identity experts arrive as expert 0 with weight 0: no row need travel for them, and
+    // they are no load.
     MOESAIC_RETURN_IF_ERROR(check_call(
         "dispatch",
         launch_drop_weightless(w.topk_ids, w.topk_weights, rows.tokens * k, w.sent_ids, stream)));
+    ids = w.sent_ids;
+  }
+  if (balance != nullptr) {
+    MOESAIC_RETURN_IF_ERROR(balance->map(stream, ids, rows.tokens * k, w.sent_ids));
     ids = w.sent_ids;
   }
 

@@ -1,0 +1,34 @@
+// A rank's slots and the maps of its calls where the host does not reach them: on a GPU.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "moesaic/eplb.h"
+#include "moesaic/experts.h"
+#include "moesaic/status.h"
+
+namespace moesaic::layer {
+
+// For one caller at a time. What it says it does, it has done when it returns. Errors: kDevice.
+class SlotMemory {
+ public:
+  virtual ~SlotMemory() = default;
+  // A slot's row of one array, while calls may be under way.
+  virtual Status read(const ExpertPart& part, std::int64_t slot, std::byte* to) = 0;
+  // After the calls before, of which none is captured.
+  virtual Status write(const ExpertPart& part, std::int64_t slot, const std::byte* from) = 0;
+  // For the calls that begin from now on, replays included.
+  virtual Status set_maps(const ExpertMaps& maps) = 0;
+  virtual Status set_recording(bool record) = 0;
+  // A step of host tensors has ended. Those of streams end there.
+  virtual Status end_step() = 0;
+  // [L] load of the steps in the window, as LoadWindow::load().
+  virtual Status window_load(std::span<double> load) = 0;
+  // [P] load of all steps that were recorded, modulo 2^32.
+  virtual Status total_load(std::span<std::uint32_t> load) = 0;
+  virtual std::int64_t bytes() const = 0;
+};
+
+}  // namespace moesaic::layer
