@@ -90,14 +90,21 @@ TEST(CudaBalance, TheOutputDoesNotChangeByABitInMidStream) {
 // Every scheme moves: the arrays that the backends hand out are all that an expert is.
 TEST(CudaBalance, ExpertsOfEverySchemeMoveWhole) {
   REQUIRE_HOPPER();
+  MoeLayerSpec spec = test::eplb_spec();
+  spec.hidden_size = 256;
+  spec.intermediate_size = spec.shared.intermediate_size = 128;
+  const test::LayerTensors plain = test::make_tensors(51, spec);
+  int moved_schemes = 0;
   for (const Scheme& scheme : quant_schemes()) {
     SCOPED_TRACE(std::string(scheme.name));
-    MoeLayerSpec spec = test::eplb_spec();
-    spec.hidden_size = 256;
-    spec.intermediate_size = spec.shared.intermediate_size = 128;
-    if (scheme.kind == ComputeScheme::kF32) continue;  // its rows do not travel between GPUs
     FusedMoE::Options one = test::on_gpu();
     one.quant = scheme.name;
+    // Rows of F32 and F16 do not travel between GPUs, and plain weights do not become every scheme.
+    if (scheme.activation.dtype == DType::kF32 || scheme.activation.dtype == DType::kF16 ||
+        FusedMoE::create(plain.weights(), one).status().code() == StatusCode::kUnsupported) {
+      continue;
+    }
+    ++moved_schemes;
     const EplbFixture f(spec, one);
     const auto wrong = on_ranks([&](int rank, std::shared_ptr<Communicator> c) -> std::string {
       FusedMoE::Options o = options_of(rank, kRanks, RankTransport::kAllToAll, c);
@@ -120,6 +127,7 @@ TEST(CudaBalance, ExpertsOfEverySchemeMoveWhole) {
     });
     for (const std::string& w : wrong) EXPECT_EQ(w, "");
   }
+  EXPECT_GT(moved_schemes, 12);
 }
 
 TEST(CudaBalance, MeasuredLoadCountsEveryRowOnceAndForgets) {
