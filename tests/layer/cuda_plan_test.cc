@@ -393,13 +393,23 @@ TEST(CudaPlan, WhatRanksOnGpusDoNotTakeIsRefusedByName) {
     expect_refusal(explain_layer(small_spec(), o).status(), StatusCode::kUnsupported, words);
   };
   refused([](auto& o) { o.ranks.transport = RankTransport::kBatched; }, {"transport: got batched"});
-  refused([](auto& o) { o.ranks.enable_eplb = true; }, {"enable_eplb: got true on a GPU"});
   refused(
       [](auto& o) {
+        o.ranks.enable_eplb = true;
+        o.ranks.communicator = nullptr;
+      },
+      {"enable_eplb: got true on a GPU without a communicator"});
+  const std::shared_ptr<Communicator> four =
+      std::move(make_in_process_communicators(4).value().front());
+  refused(
+      [&](auto& o) {
+        o.ranks.communicator = four;
+        o.parallel.ep_size = 4;
         o.ranks.transport = RankTransport::kGather;
         o.ranks.reduction = RankReduction::kPerSlot;
       },
-      {"reduction: got per_slot with transport gather", "all_to_all"});
+      {"reduction: got per_slot with transport gather", "2 ranks with the same rows",
+       "all_to_all"});
 }
 
 }  // namespace

@@ -56,7 +56,9 @@ RankProblem gpu_problem(const LayerTensors& tensors, std::int64_t tokens) {
 bool runs_on_gpus(const RankCombo& c, const MoeLayerSpec& spec) {
   if (c.transport == RankTransport::kBatched) return false;
   const bool slots = c.reduction == RankReduction::kPerSlot && spec.routing.top_k > 1;
-  if (slots && c.transport == RankTransport::kGather) return false;
+  // Gathered slots come from ranks with other rows, among which all experts are.
+  const bool same_rows = c.tp > 1 && !c.sp;
+  if (slots && c.transport == RankTransport::kGather && same_rows) return false;
   // Slices of experts are whole blocks of scales.
   return c.ep || spec.quant.name != "fp8-block";
 }

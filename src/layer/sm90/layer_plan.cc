@@ -44,9 +44,11 @@ Status rows_can_implement(const layer::FusedPlan& plan, const FusedMoE::Options&
   if (ranks.transport == RankTransport::kBatched) {
     return unsupported("transport: got batched on a GPU, need none, gather or all_to_all");
   }
-  if (ranks.per_slot && ranks.transport == RankTransport::kGather) {
+  if (ranks.per_slot && ranks.transport == RankTransport::kGather && ranks.replicas > 1) {
     return unsupported(
-        "reduction: got per_slot with transport gather on a GPU, need per_rank, or all_to_all");
+        fmt::format("reduction: got per_slot with transport gather and {} ranks with the same rows "
+                    "on a GPU, need per_rank, or all_to_all",
+                    ranks.replicas));
   }
   return {};
 }

@@ -100,6 +100,8 @@ Status CudaAllToAll::Impl::allocate(const std::vector<std::int32_t>& owners) {
     wants.push_back({&position, "rows of each rank", all * 4});
     wants.push_back({&counts, "rows of each rank", ranks * std::int64_t{4}});
     MOESAIC_RETURN_IF_ERROR(host_counts.reserve("rows of each rank", ranks * std::int64_t{4}));
+  }
+  if (!owners.empty()) {
     MOESAIC_RETURN_IF_ERROR(
         upload("owners of experts", owners.data(), std::ssize(owners) * 4, owner));
   }
@@ -122,11 +124,14 @@ Result<std::unique_ptr<CudaAllToAll>> CudaAllToAll::create(
   MOESAIC_RETURN_IF_ERROR(sm90_rows_can_travel(problem));
   MOESAIC_RETURN_IF_ERROR(
       prepare_finalize::RankTransport::check_options(communicator.get(), options));
-  if (options.gather && answer == Answer::kSlots) {
-    return Status(StatusCode::kUnsupported, "answer: got slots with gather, need partial sums");
+  if (options.gather && answer == Answer::kSlots &&
+      communicator->size() != options.parallel.ep_size) {
+    return Status(unsupported(fmt::format(
+        "answer: got slots with gather among {} of {} ranks, need all of them or partial sums",
+        communicator->size(), options.parallel.ep_size)));
   }
   std::vector<std::int32_t> owners;
-  if (!options.gather) {
+  if (!options.gather || answer == Answer::kSlots) {
     MOESAIC_ASSIGN_OR_RETURN(owners, expert_owners(problem.num_experts, options.parallel));
   }
   MOESAIC_ASSIGN_OR_RETURN(DeviceMessages messages,

@@ -19,8 +19,9 @@ class CudaAllToAll final : public PrepareAndFinalize {
     kPartialF32,   // the sum over its experts
     kPartialBf16,  // the same, rounded: half the bytes
     // The weighted rows of all k slots in bf16, as CudaResult::slots: the sum at home is
-    // in slot order, so the bits are those of one GPU. Not with gather; the layer's experts make
-    // them, those of the catalogue do not.
+    // in slot order, so the bits are those of one GPU. With gather each rank is sent all slots by
+    // all, and among them are all experts; the layer's experts make slots, those of the catalogue
+    // do not.
     kSlots,
   };
 

@@ -152,8 +152,11 @@ __global__ void __launch_bounds__(kThreads) sum_slots(const __grid_constant__ An
       const std::int32_t id = p.ids[t * p.top_k + j];
       if (id < 0) continue;
       const int rank = p.owner[id];
-      std::int64_t row = p.position[t * p.ranks + rank];
-      for (int r = 0; r < rank; ++r) row += p.counts[r];
+      std::int64_t row = rank * p.tokens + t;
+      if (p.position != nullptr) {
+        row = p.position[t * p.ranks + rank];
+        for (int r = 0; r < rank; ++r) row += p.counts[r];
+      }
       add_row<true>(sum, p.answers, (row * p.top_k + j) * p.hidden + h);
     }
     store_sum(p, t * p.hidden + h, sum);
