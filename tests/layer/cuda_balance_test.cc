@@ -3,13 +3,14 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
-#include <numeric>
+#include <algorithm>
 #include <string>
 #include <vector>
 
 #include "layer/eplb_case.h"
 #include "layer/layer_specs.h"
 #include "moesaic/eplb.h"
+#include "router/eplb_map.h"
 #include "support/cuda_device.h"
 #include "support/metrics.h"
 #include "support/refusal.h"
@@ -190,21 +191,20 @@ TEST(CudaBalance, CallsOfStreamsFillTheCallersCounters) {
     const auto measured = layer->measured_load();
     if (!measured.ok()) return measured.status().to_string();
     if (*measured != chosen(f, 0, kRanks, 3)) return "other loads of all ranks";
-    std::vector<double> mine(12, 0.0);
-    for (std::size_t s = 0; s < slots.size(); ++s) {
-      mine[static_cast<std::size_t>(slots[s])] += load[s];
+    // A step takes five rows, the last one the rest; positions count from its first row.
+    std::vector<std::int32_t> want(slots.size(), 0);
+    const std::int64_t k = f.tensors.spec.routing.top_k, step = 5;
+    for (std::int64_t first = 0; first < kTokens; first += step) {
+      const std::int32_t* const from =
+          f.run.topk_ids.as<std::int32_t>() + (rank * kTokens + first) * k;
+      const std::int64_t rows = std::min(step, kTokens - first);
+      std::vector<std::int32_t> ids(from, from + rows * k);
+      EplbState counted = state;
+      counted.load = want;
+      router::map_logical_to_physical(counted, 12, rows, k, nullptr, ids.data());
     }
-    if (mine != chosen(f, rank, rank + 1, 3)) return "other counters";
-    // Of an expert with two slots both were used: positions alternate.
-    for (std::size_t e = 0; e < 12; ++e) {
-      if (maps.replica_count[e] < 2 || mine[e] < 12) continue;
-      for (std::int64_t r = 0; r < maps.replica_count[e]; ++r) {
-        const auto at =
-            e * static_cast<std::size_t>(maps.max_replicas) + static_cast<std::size_t>(r);
-        if (load[static_cast<std::size_t>(maps.logical_to_physical[at])] == 0)
-          return "an idle slot";
-      }
-    }
+    for (std::int32_t& v : want) v *= 3;
+    if (load != want) return "other counters";
     return "";
   });
   for (const std::string& w : wrong) EXPECT_EQ(w, "");
