@@ -332,7 +332,8 @@ class FusedMoE {
   // The GPU's forward: all tensors are memory of the layer's device, the work is put on `stream`
   // and the call returns. hidden_states [M, H] BF16, output [M, H] BF16 or F32 (either of every
   // float dtype where cuda_general computes all experts of a layer on one rank that calls no
-  // functions on bf16 rows), both contiguous and 16-byte aligned. More than max_tokens rows are
+  // functions on bf16 rows; over ranks the hidden states of an F16 or F32 layer), both contiguous
+  // and 16-byte aligned. More than max_tokens rows are
   // several steps, one behind the other, with the same bits. Hidden states whose rows are further
   // apart than H are copied first, to memory of the device's stream-ordered pool; else it allocates
   // nothing. Waits for nothing, reads nothing back: may be captured into a CUDA graph, whose replays

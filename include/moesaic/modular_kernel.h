@@ -158,9 +158,9 @@ struct AllToAllOptions {
 //             or H * element size
 //   combine   8 (R - 1) + rows received from others * H * size of combine_dtype
 //
-// On a GPU (rows "cuda_all_to_all" and "cuda_all_gather_reduce_scatter"): bf16 rows with H % 8 = 0
-// (codes: H % 128 = 0) and an output of any float dtype, in device memory, where messages lie too, all
-// of it allocated here; experts write sums of the combine dtype. The communicator is NCCL's for this
+// On a GPU (rows "cuda_all_to_all" and "cuda_all_gather_reduce_scatter"): rows of the operand's dtype
+// (with H % 8 != 0 they travel with zeros behind them, codes with H % 128 != 0 as values) and an output
+// of any float dtype, in device memory, where messages lie too, all of it allocated here; experts write sums of the combine dtype. The communicator is NCCL's for this
 // device, or any whose messages go through host memory. prepare and finalize wait for the others on
 // the host, then launch on the stream of the call. Ids out of range go nowhere. What a rank refuses
 // by itself breaks the communicator: the others return kDevice with its reason.

@@ -113,8 +113,6 @@ TEST_F(CudaCheckpoints, RanksThatShareTheGpuEqualOneRank) {
   for (const StoredCase& c : cases()) {
     SCOPED_TRACE(c.name);
     const Checkpoint checkpoint = Checkpoint::open(c.path).value();
-    // As the tensors have it: rows of F32 do not travel between GPUs.
-    if (checkpoint.check_layer(0)->spec.quant.kind == ComputeScheme::kF32) continue;
     RankProblem problem = stored_problem(checkpoint, c);
     const std::int64_t rows = problem.x.shape()[0];
     const double of_slices =

@@ -41,6 +41,18 @@ std::vector<Feature> rank_features() {
                    spec.hidden_size = 192;
                    return spec;
                  }});
+  // Rows that travel as F16 and F32.
+  for (const char* const quant : {"f16", "f32"}) {
+    all.push_back({quant, [quant] {
+                     MoeLayerSpec spec = deepseek_like();
+                     spec.hidden_size = 60;
+                     spec.quant = quant_scheme_from_name(quant).value();
+                     if (spec.quant.kind == ComputeScheme::kF16) {
+                       spec.activation_dtype = DType::kF16;
+                     }
+                     return spec;
+                   }});
+  }
   return all;
 }
 
@@ -56,6 +68,8 @@ RankProblem gpu_problem(const LayerTensors& tensors, std::int64_t tokens) {
 bool runs_on_gpus(const RankCombo& c, const MoeLayerSpec& spec) {
   if (c.transport == RankTransport::kBatched) return false;
   const bool slots = c.reduction == RankReduction::kPerSlot && spec.routing.top_k > 1;
+  const bool wide = spec.activation_dtype != DType::kBF16 || spec.quant.name == "f32";
+  if (slots && wide) return false;
   // Gathered slots come from ranks with other rows, among which all experts are.
   const bool same_rows = c.tp > 1 && !c.sp;
   if (slots && c.transport == RankTransport::kGather && same_rows) return false;

@@ -10,7 +10,7 @@
 namespace moesaic::test {
 
 // DeepSeek-V3, Llama 4 (both also in FP8 blocks), biases with a scaled output, identity experts, and
-// hidden sizes that are no multiple of 8, or of 128 in FP8 blocks.
+// hidden sizes that are no multiple of 8, or of 128 in FP8 blocks, and F16 and F32.
 std::vector<Feature> rank_features();
 
 // Solved on one GPU, in steps of a few rows: some ranks have none in some of them.

@@ -312,15 +312,13 @@ TEST(PrepareFinalizeCatalogue, TransportsOfAGpuSayWhatTheyNeed) {
     change(p);
     test::expect_refusal(make_all_to_all_prepare_finalize(p, self, options).status(), code, words);
   };
-  refused(
-      [](MoeProblem& p) {
-        p.quant = small_problem("f32").quant;
-        p.activation_dtype = DType::kF32;
-      },
-      StatusCode::kUnsupported, {"activation_dtype: got F32, need BF16"});
   const Status missing = check_device(Device::cuda(99));
   refused([](MoeProblem&) {}, missing.code(), {missing.message().c_str()});
   refused([](MoeProblem& p) { p.hidden_size = 100; }, missing.code(), {missing.message().c_str()});
+  refused([](MoeProblem& p) { p.quant = small_problem("f32").quant; }, missing.code(),
+          {missing.message().c_str()});
+  refused([](MoeProblem& p) { p.format = ActivationFormat::kBatched; }, StatusCode::kUnsupported,
+          {"batched activations"});
 }
 
 // What its kernels do not take as it is travels as longer rows, or unquantised.
@@ -341,6 +339,8 @@ TEST(PrepareFinalizeCatalogue, RowsOfAGpuTravelAsBf16WithZerosWhereTheyMust) {
   EXPECT_EQ(carried("fp8-block", 256), "fp8-block 256");
   EXPECT_EQ(carried("fp8-block", 192), "bf16 192");
   EXPECT_EQ(carried("fp8-block", 100), "bf16 104");
+  EXPECT_EQ(carried("f32", 100), "f32 104");
+  EXPECT_EQ(carried("f16", 96), "f16 96");
 }
 
 TEST(PrepareFinalizeCatalogue, TheBatchedReferenceOfAGpuSaysWhatItNeeds) {

@@ -56,10 +56,14 @@ struct LayerWorkspace {
   float* shared_weights = nullptr;  // [M]
   std::int32_t* shared_ids = nullptr;
   float* routed = nullptr;  // [M, latent], when something is multiplied with or added to the result
-  std::uint16_t* latent = nullptr;   // [M, latent], what a transform makes of the rows
-  float* routed_back = nullptr;      // [M, H], what one makes of the result
-  float* shared_sums = nullptr;      // [M, H], of shared experts that are the caller's function
-  std::int32_t* sent_ids = nullptr;  // [M, k], over ranks with zero experts: without their slots
+  std::uint16_t* latent = nullptr;  // [M, latent], what a transform makes of the rows
+  float* routed_back = nullptr;     // [M, H], what one makes of the result
+  float* shared_sums = nullptr;     // [M, H], of shared experts that are the caller's function
+  // Over ranks: rows that travel in another dtype than bf16, the same on their way to F16, and ids
+  // without slots of zero experts or of slots of experts that move.
+  float* carried = nullptr;          // [M, H] F32 or F16
+  float* carried_wide = nullptr;     // [M, H]
+  std::int32_t* sent_ids = nullptr;  // [M, k]
   std::byte* experts = nullptr;
   std::int64_t experts_bytes = 0;
   std::byte* shared = nullptr;  // same memory as `experts`

@@ -46,10 +46,11 @@ Status CudaLayer::Impl::check(const FusedMoE::Args& args) const {
     MOESAIC_RETURN_IF_ERROR(expect_float_dtype("output", output.dtype));
   } else {
     MOESAIC_RETURN_IF_ERROR(expect_dtype("hidden_states", x, DType::kBF16));
-    if (output.dtype != DType::kBF16 && output.dtype != DType::kF32) {
-      return {StatusCode::kInvalidDType,
-              fmt::format("output: got {}, need BF16 or F32", dtype_name(output.dtype))};
-    }
+  }
+  if ((!m.takes_any_rows() || m.mesh != nullptr) && output.dtype != DType::kBF16 &&
+      output.dtype != DType::kF32) {
+    return {StatusCode::kInvalidDType,
+            fmt::format("output: got {}, need BF16 or F32", dtype_name(output.dtype))};
   }
   MOESAIC_RETURN_IF_ERROR(expect_shape("output", output, {tokens, m.plan.hidden_size}));
   if (tokens > m.max_tokens && m.rows_at_once(args) == 0) {

@@ -20,6 +20,7 @@
 #include "layer/sm90/layer_ops.h"
 #include "layer/sm90/prologue_plan.h"
 #include "moesaic/modular_kernel.h"
+#include "prepare_finalize/sm90/catalogue_row.h"
 #include "prepare_finalize/sm90/device_messages.h"
 #include "prepare_finalize/sm90/peer_all_to_all.h"
 #include "router/sm90/router.h"
@@ -132,10 +133,11 @@ struct CudaLayer::Impl {
   bool joins_call(const Rows& rows, const Out& out) const {
     return joins && plan.adds_shared && out.shared == nullptr && rows.tokens <= kJoinedTokens;
   }
-  // Whether hidden states may come in every float dtype, and an output as F16.
+  // Whether hidden states may come in every float dtype, and (not over ranks) an output as F16.
   bool takes_any_rows() const {
     const bool bf16_function = plan.has_input_transform || (plan.adds_shared && !plan.has_shared);
-    return mesh == nullptr && !bf16_function && chosen.all_wide();
+    const bool travel = mesh == nullptr || row_dtype(plan.routed) != DType::kBF16;
+    return travel && !bf16_function && chosen.all_wide();
   }
   // The traces instead of the workspace's arrays, and the caller's logits in the place of the gate's.
   Status take_given_logits(void* stream, const Rows& rows, const Out& out, LayerWorkspace& w) const;
@@ -151,6 +153,8 @@ struct CudaLayer::Impl {
   Status run_given(const PrepareArgs& given, const LayerWorkspace& w) const;
   Status run_experts(void* stream, const Prepared& rows, const LayerWorkspace& w) const;
   Status run_slots_here(void* stream, Prepared here, const LayerWorkspace& w) const;
+  // Of all rows, as those that travel: of row_dtype(plan.routed).
+  Result<const void*> carried_rows(void* stream, const Rows& rows, const LayerWorkspace& w) const;
   Status gather_replicas(void* stream, void* rows, DType dtype, std::int64_t tokens) const;
   // At the end of create: `joined` and `apart`, for as many tokens as either may matter.
   Status make_prologue_plans();

@@ -8,9 +8,11 @@
 #include "core/checked.h"
 #include "core/fault.h"
 #include "core/refusal.h"
+#include "experts/cuda_general/general_experts.h"
 #include "experts/cuda_general/gpu_backends.h"
 #include "experts/sm90/experts.h"
 #include "layer/sm90/layer.h"
+#include "prepare_finalize/sm90/catalogue_row.h"
 #include "quant/compute_scheme.h"
 #include "router/sm90/router.h"
 
@@ -37,9 +39,10 @@ Status rows_can_implement(const layer::FusedPlan& plan, const FusedMoE::Options&
         "activation_dtype: got {} with an input transform on a GPU, need BF16", dtype_name(rows)));
   }
   if (!ranks.active) return {};
-  if (rows != DType::kBF16) {
-    return unsupported(
-        fmt::format("activation_dtype: got {} over ranks on GPUs, need BF16", dtype_name(rows)));
+  if (rows != DType::kBF16 && ranks.per_slot) {
+    return unsupported(fmt::format(
+        "activation_dtype: got {} with per_slot over ranks on GPUs, need BF16, or per_rank",
+        dtype_name(rows)));
   }
   if (ranks.transport == RankTransport::kBatched) {
     return unsupported("transport: got batched on a GPU, need none, gather or all_to_all");
@@ -62,7 +65,12 @@ Status CudaLayer::can_implement(const layer::FusedPlan& plan, const FusedMoE::Op
   }
   MOESAIC_RETURN_IF_ERROR(rows_can_implement(plan, options));
   MOESAIC_RETURN_IF_ERROR(CudaRouter::can_implement(plan.routing).with_context("router"));
-  return choose_layer_experts(plan).status();
+  MOESAIC_ASSIGN_OR_RETURN(const LayerExperts chosen, choose_layer_experts(plan));
+  const DType rows = row_dtype(plan.routed);
+  if (!plan.ranks.active || rows == DType::kBF16 || chosen.all_wide()) return {};
+  return unsupported(fmt::format(
+      "activation_dtype: got {} over ranks on GPUs, need BF16, or experts that take it ({})",
+      dtype_name(rows), kGeneralExpertsName));
 }
 
 Result<LayerExperts> choose_layer_experts(const layer::FusedPlan& plan) {
@@ -141,6 +149,10 @@ Result<LayerWorkspace> LayerWorkspace::carve(const layer::FusedPlan& plan, bool 
   if (plan.has_input_transform) w.latent = take<std::uint16_t>(arena, tokens * plan.latent_size);
   if (plan.has_output_transform) w.routed_back = take<float>(arena, tokens * plan.hidden_size);
   if (shared_function) w.shared_sums = take<float>(arena, tokens * plan.hidden_size);
+  if (const DType row = row_dtype(plan.routed); spread && row != DType::kBF16) {
+    w.carried = take<float>(arena, tokens * plan.hidden_size);
+    if (row == DType::kF16) w.carried_wide = take<float>(arena, tokens * plan.hidden_size);
+  }
   if (spread) w.sent_ids = take<std::int32_t>(arena, tokens * k);
   // Sizes grow with tokens: a larger call's workspace holds every smaller call.
   MoeProblem problem = experts_problem(plan, gated_shared);

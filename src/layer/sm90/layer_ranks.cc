@@ -31,7 +31,9 @@ Status CudaLayer::Impl::run_experts(void* stream, const Prepared& rows,
   const void* const x = rows.hidden_states.data;
   a.rows = rows.hidden_scale.present()
                ? CudaRows::codes(x, rows.hidden_scale.as<float>(), rows.hidden_scale.strides[1])
-               : CudaRows::bf16(x);
+           : rows.hidden_states.dtype == DType::kBF16
+               ? CudaRows::bf16(x)
+               : CudaRows::values(x, rows.hidden_states.dtype);
   a.topk_ids = rows.topk_ids.as<std::int32_t>();
   a.topk_weights = rows.topk_weights.as<float>();
   a.expert_map = expert_map.as<std::int32_t>();
@@ -105,6 +107,26 @@ Status CudaLayer::Impl::run_given(const PrepareArgs& given, const LayerWorkspace
   if (plan.ranks.per_slot) return run_slots_here(stream, here, w);
   here.expert_output = sum;
   return run_experts(stream, here, w);
+}
+
+Result<const void*> CudaLayer::Impl::carried_rows(void* stream, const Rows& rows,
+                                                  const LayerWorkspace& w) const {
+  const DType row = row_dtype(plan.routed);
+  if (row == DType::kBF16) return rows.x_bf16;
+  if (rows.x_dtype == row || rows.tokens == 0) return rows.x;
+  const std::int64_t count = rows.tokens * plan.hidden_size;
+  const auto* wide = static_cast<const float*>(rows.x);
+  if (rows.x_dtype != DType::kF32) {
+    float* const to = row == DType::kF32 ? w.carried : w.carried_wide;
+    MOESAIC_RETURN_IF_ERROR(check_call(
+        "dispatch: widen", launch_widen_to_f32(rows.x, rows.x_dtype, count, to, stream)));
+    wide = to;
+  }
+  if (row == DType::kF32) return static_cast<const void*>(wide);
+  auto* const to = reinterpret_cast<std::uint16_t*>(w.carried);
+  MOESAIC_RETURN_IF_ERROR(
+      check_call("dispatch: round", launch_round_to_f16(wide, count, to, stream)));
+  return static_cast<const void*>(to);
 }
 
 Status CudaLayer::Impl::gather_replicas(void* stream, void* rows, DType dtype,
@@ -185,10 +207,13 @@ Status CudaLayer::Impl::run_rows_over_ranks(void* stream, const Rows& rows, cons
   const auto* x = static_cast<const std::byte*>(rows.x);
   PrepareArgs args;
   const auto view = [&](const auto* data, DType dtype, std::int64_t columns) {
-    return ConstTensorView(reinterpret_cast<const std::byte*>(data + given.first * columns), dtype,
-                           {given.count, columns}, Device::cuda(device));
+    return ConstTensorView(
+        reinterpret_cast<const std::byte*>(data) + given.first * columns * dtype_bits(dtype) / 8,
+        dtype, {given.count, columns}, Device::cuda(device));
   };
-  args.hidden_states = view(x_bf16, DType::kBF16, hidden);
+  const DType row = row_dtype(plan.routed);
+  MOESAIC_ASSIGN_OR_RETURN(const void* const carried, carried_rows(stream, rows, w));
+  args.hidden_states = view(static_cast<const std::byte*>(carried), row, hidden);
   if (plan.has_input_transform) {
     MOESAIC_RETURN_IF_ERROR(transform_input(stream, args.hidden_states.data, given.count, w));
     args.hidden_states = {reinterpret_cast<const std::byte*>(w.latent),

@@ -35,6 +35,7 @@ struct CudaAllToAll::Impl {
   Device device = Device::cpu();
   DeviceTraits traits;
   MessageRow row;
+  DType row_dtype = DType::kBF16;
   std::string dispatch_name, combine_name;
 
   Allocation owner;                                     // [E]
@@ -65,7 +66,7 @@ struct CudaAllToAll::Impl {
   Status pack(void* stream);
   Status exchange_rows(void* stream);
   Result<Prepared> unpack(void* stream);
-  DeviceRows own_rows() const { return {max_tokens, hidden, top_k, device}; }
+  DeviceRows own_rows() const { return {max_tokens, hidden, top_k, device, row_dtype}; }
   Status give_up(const Status& reason) const {
     static_cast<void>(messages.communicator().abandon(reason.message()));
     return reason;
@@ -140,8 +141,7 @@ Result<std::unique_ptr<CudaAllToAll>> CudaAllToAll::create(
   MOESAIC_RETURN_IF_ERROR(scope.status());
   std::unique_ptr<Impl> impl(new (std::nothrow) Impl(std::move(messages)));
   if (!impl) return Status(StatusCode::kOutOfMemory, "cannot allocate the transport");
-  const bool codes =
-      options.quantize_before_dispatch && problem.quant.kind == ComputeScheme::kFp8Block;
+  const bool codes = options.quantize_before_dispatch && travels_as_codes(problem);
   impl->device = problem.device;
   MOESAIC_ASSIGN_OR_RETURN(impl->traits, current_device_traits());
   impl->hidden = problem.hidden_size;
@@ -153,7 +153,9 @@ Result<std::unique_ptr<CudaAllToAll>> CudaAllToAll::create(
   impl->answer = answer;
   impl->weight_on_input = problem.apply_router_weight_on_input;
   impl->power_of_two_scales = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
-  impl->row.hidden_bytes = codes ? problem.hidden_size : 2 * problem.hidden_size;
+  impl->row_dtype = row_dtype(problem);
+  impl->row.hidden_bytes =
+      codes ? problem.hidden_size : problem.hidden_size * dtype_bits(impl->row_dtype) / 8;
   impl->row.groups = codes ? static_cast<std::int32_t>(problem.hidden_size / 128) : 0;
   impl->row.top_k = static_cast<std::int32_t>(problem.top_k);
   // Ranks that disagree about the form of a row are in different calls.
@@ -161,7 +163,8 @@ Result<std::unique_ptr<CudaAllToAll>> CudaAllToAll::create(
   const char* const answers = answer == Answer::kSlots         ? "slots"
                               : answer == Answer::kPartialBf16 ? "bf16"
                                                                : "fp32";
-  impl->dispatch_name = fmt::format("dispatch ({}, {})", name, codes ? "fp8" : "bf16");
+  impl->dispatch_name =
+      fmt::format("dispatch ({}, {})", name, codes ? "fp8" : row_name(impl->row_dtype));
   impl->combine_name = fmt::format("combine ({}, {})", name, answers);
   MOESAIC_RETURN_IF_ERROR(impl->allocate(owners));
   std::unique_ptr<CudaAllToAll> made(new (std::nothrow) CudaAllToAll(std::move(impl)));
@@ -268,7 +271,7 @@ Result<Prepared> CudaAllToAll::Impl::unpack(void* stream) {
     first += received[r];
   }
   Prepared p;
-  p.hidden_states = {to.hidden, quantized() ? DType::kF8E4M3 : DType::kBF16, Shape{all, hidden},
+  p.hidden_states = {to.hidden, quantized() ? DType::kF8E4M3 : row_dtype, Shape{all, hidden},
                      device};
   if (quantized()) {
     p.hidden_scale = {row_scale.as<std::byte>(), DType::kF32, Shape{all, row.groups}, device};

@@ -7,23 +7,30 @@
 #include "core/refusal.h"
 #include "permute/sm90/align.h"
 #include "prepare_finalize/predicates.h"
+#include "quant/compute_scheme.h"
 
 namespace moesaic::cuda {
 namespace {
 
 // Of the hidden size of rows that travel as they are: vectors of 16 bytes, whole FP8 groups.
-std::int64_t multiple_of(const MoeProblem& problem) {
-  return problem.quant.kind == ComputeScheme::kFp8Block ? 128 : 8;
-}
+std::int64_t multiple_of(const MoeProblem& problem) { return travels_as_codes(problem) ? 128 : 8; }
 
 }  // namespace
 
+DType row_dtype(const MoeProblem& problem) {
+  return quant::operand_dtype(problem.activation_dtype, problem.quant.kind);
+}
+
+std::string_view row_name(DType row) {
+  return row == DType::kBF16 ? "bf16" : row == DType::kF16 ? "fp16" : "fp32";
+}
+
+bool travels_as_codes(const MoeProblem& problem) {
+  return problem.quant.kind == ComputeScheme::kFp8Block && row_dtype(problem) == DType::kBF16;
+}
+
 Status sm90_transport_can_implement(const MoeProblem& problem) {
   MOESAIC_RETURN_IF_ERROR(prepare_finalize::standard_transport_can_implement(problem));
-  if (problem.activation_dtype != DType::kBF16) {
-    return unsupported(
-        fmt::format("activation_dtype: got {}, need BF16", dtype_name(problem.activation_dtype)));
-  }
   if (problem.device.is_cuda()) return {};
   return unsupported(fmt::format("device: {}, need a Hopper GPU", problem.device.to_string()));
 }
@@ -31,7 +38,7 @@ Status sm90_transport_can_implement(const MoeProblem& problem) {
 MoeProblem carried_problem(const MoeProblem& problem) {
   MoeProblem carried = problem;
   if (problem.hidden_size % multiple_of(problem) == 0) return carried;
-  carried.quant = quant_scheme_from_name("bf16").value();
+  if (row_dtype(problem) == DType::kBF16) carried.quant = quant_scheme_from_name("bf16").value();
   carried.hidden_size = round_up(problem.hidden_size, std::int64_t{8});
   return carried;
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <string_view>
 
 #include "moesaic/communicator.h"
 #include "moesaic/modular_kernel.h"
@@ -12,8 +13,13 @@ namespace moesaic::cuda {
 
 // What the transports need of a problem, whatever the ranks. Looks at no device.
 Status sm90_transport_can_implement(const MoeProblem& problem);
+// Of rows that travel unquantised: what the experts round theirs to. row_name: in texts.
+DType row_dtype(const MoeProblem& problem);
+std::string_view row_name(DType row);
+// Whether rows may be quantised before they leave.
+bool travels_as_codes(const MoeProblem& problem);
 // The problem that a transport is made for, so that rows of `problem` can travel: itself, or one of
-// bf16 rows of a hidden size that is a multiple of 8 (padded_rows.h).
+// unquantised rows of a hidden size that is a multiple of 8 (padded_rows.h).
 MoeProblem carried_problem(const MoeProblem& problem);
 // The same of a problem that is its own carried_problem().
 Status sm90_rows_can_travel(const MoeProblem& problem);

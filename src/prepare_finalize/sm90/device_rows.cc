@@ -23,7 +23,7 @@ Status check_device_rows(const DeviceRows& need, const PrepareArgs& args) {
     DType dtype;
     std::int64_t columns;
   };
-  for (const Field& t : {Field{"hidden_states", args.hidden_states, DType::kBF16, need.hidden},
+  for (const Field& t : {Field{"hidden_states", args.hidden_states, need.dtype, need.hidden},
                          Field{"topk_ids", args.topk_ids, DType::kI32, need.top_k},
                          Field{"topk_weights", args.topk_weights, DType::kF32, need.top_k}}) {
     MOESAIC_RETURN_IF_ERROR(expect_dtype(t.field, t.view, t.dtype));

@@ -17,8 +17,9 @@ struct PaddedRows::Impl {
   std::int64_t hidden = 0, carried = 0;  // of the caller's rows, of those that travel
   std::int64_t top_k = 1, max_tokens = 0;
   Device device = Device::cpu();
-  Allocation sent;     // [max_tokens, carried] bf16
-  Allocation arrived;  // [M', hidden] bf16
+  DType row = DType::kBF16;
+  Allocation sent;     // [max_tokens, carried]
+  Allocation arrived;  // [M', hidden]
   Allocation results;  // [M' or M' * k, hidden], of the experts
   Allocation sum;      // [max_tokens, carried] F32 or narrower
 
@@ -57,12 +58,14 @@ Result<std::unique_ptr<PaddedRows>> PaddedRows::around(std::unique_ptr<PrepareAn
   impl->top_k = problem.top_k;
   impl->max_tokens = max_tokens;
   impl->device = problem.device;
+  impl->row = row_dtype(problem);
   const DeviceScope scope(problem.device.index());
   MOESAIC_RETURN_IF_ERROR(scope.status());
   const std::int64_t all = impl->inner->max_dispatched_tokens(max_tokens), hidden = impl->hidden;
+  const std::int64_t element = dtype_bits(impl->row) / 8;
   const std::int64_t answers = slots ? all * problem.top_k : all;
-  MOESAIC_RETURN_IF_ERROR(impl->sent.reserve("padded rows", max_tokens * impl->carried * 2));
-  MOESAIC_RETURN_IF_ERROR(impl->arrived.reserve("arrived rows", all * hidden * 2));
+  MOESAIC_RETURN_IF_ERROR(impl->sent.reserve("padded rows", max_tokens * impl->carried * element));
+  MOESAIC_RETURN_IF_ERROR(impl->arrived.reserve("arrived rows", all * hidden * element));
   // Slots are bf16, sums F32 or narrower.
   MOESAIC_RETURN_IF_ERROR(
       impl->results.reserve("results for other ranks", answers * hidden * (slots ? 2 : 4)));
@@ -87,23 +90,22 @@ Status PaddedRows::withdraw(const Status& reason, bool prepared,
 
 Result<Prepared> PaddedRows::prepare(const PrepareArgs& args) const {
   Impl& m = *impl_;
-  const Status bad = check_device_rows({m.max_tokens, m.hidden, m.top_k, m.device}, args);
+  const Status bad = check_device_rows({m.max_tokens, m.hidden, m.top_k, m.device, m.row}, args);
   if (!bad.ok()) return withdraw(bad, /*prepared=*/false, {});
   m.tokens = args.hidden_states.dim(0);
   const DeviceScope scope(m.device.index());
   MOESAIC_RETURN_IF_ERROR(scope.status());
   void* const stream = args.stream.handle;
-  MOESAIC_RETURN_IF_ERROR(m.pad("dispatch: pad", m.sent.as<void>(), args.hidden_states.data,
-                                DType::kBF16, m.tokens, stream));
+  MOESAIC_RETURN_IF_ERROR(
+      m.pad("dispatch: pad", m.sent.as<void>(), args.hidden_states.data, m.row, m.tokens, stream));
   PrepareArgs carried = args;
-  carried.hidden_states = {m.sent.as<std::byte>(), DType::kBF16, Shape{m.tokens, m.carried},
-                           m.device};
+  carried.hidden_states = {m.sent.as<std::byte>(), m.row, Shape{m.tokens, m.carried}, m.device};
   MOESAIC_ASSIGN_OR_RETURN(Prepared p, m.inner->prepare(carried));
   m.inner_results = p.expert_output;
   const std::int64_t rows = p.hidden_states.dim(0);
-  MOESAIC_RETURN_IF_ERROR(m.trim("dispatch: trim", m.arrived.as<void>(), p.hidden_states.data,
-                                 DType::kBF16, rows, stream));
-  p.hidden_states = {m.arrived.as<std::byte>(), DType::kBF16, Shape{rows, m.hidden}, m.device};
+  MOESAIC_RETURN_IF_ERROR(
+      m.trim("dispatch: trim", m.arrived.as<void>(), p.hidden_states.data, m.row, rows, stream));
+  p.hidden_states = {m.arrived.as<std::byte>(), m.row, Shape{rows, m.hidden}, m.device};
   p.expert_output = {m.results.as<std::byte>(), p.expert_output.dtype,
                      Shape{p.expert_output.dim(0), m.hidden}, m.device};
   return p;

@@ -40,6 +40,7 @@ struct CudaPeerAllToAll::Impl {
   Device device = Device::cpu();
   DeviceTraits traits;
   std::int64_t row_bytes = 0;  // without scales
+  DType row_dtype = DType::kBF16;
   std::int32_t groups = 0;
   bool in_place = false;  // rows without scales and gaps are read in the window
   std::string name;
@@ -74,7 +75,7 @@ struct CudaPeerAllToAll::Impl {
   }
   Status allocate(const std::vector<std::int32_t>& owners);
   Status stand(const parallel::PeerLayout& layout);
-  DeviceRows own_rows() const { return {max_tokens, hidden, top_k, device}; }
+  DeviceRows own_rows() const { return {max_tokens, hidden, top_k, device, row_dtype}; }
   Status send(void* stream, const PrepareArgs& args) const;
   Status take(void* stream) const;
 };
@@ -165,8 +166,7 @@ Result<std::unique_ptr<CudaPeerAllToAll>> CudaPeerAllToAll::create(
   }
   std::unique_ptr<Impl> impl(new (std::nothrow) Impl());
   if (!impl) return Status(StatusCode::kOutOfMemory, "cannot allocate the transport");
-  const bool codes =
-      options.quantize_before_dispatch && problem.quant.kind == ComputeScheme::kFp8Block;
+  const bool codes = options.quantize_before_dispatch && travels_as_codes(problem);
   impl->device = problem.device;
   impl->hidden = problem.hidden_size;
   impl->top_k = problem.top_k;
@@ -180,13 +180,15 @@ Result<std::unique_ptr<CudaPeerAllToAll>> CudaPeerAllToAll::create(
       brings_slots && answer != CudaAllToAll::Answer::kSlots && problem.top_k <= kPeerMostSlots;
   impl->weight_on_input = problem.apply_router_weight_on_input;
   impl->power_of_two_scales = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
-  impl->row_bytes = codes ? problem.hidden_size : 2 * problem.hidden_size;
+  impl->row_dtype = row_dtype(problem);
+  impl->row_bytes =
+      codes ? problem.hidden_size : problem.hidden_size * dtype_bits(impl->row_dtype) / 8;
   impl->groups = codes ? static_cast<std::int32_t>(problem.hidden_size / 128) : 0;
-  impl->name =
-      fmt::format("{}, {}, {}", options.gather ? "gather" : "all_to_all", codes ? "fp8" : "bf16",
-                  impl->slots()  ? "slots"
-                  : impl->bf16() ? "bf16 back"
-                                 : "fp32 back");
+  impl->name = fmt::format("{}, {}, {}", options.gather ? "gather" : "all_to_all",
+                           codes ? "fp8" : row_name(impl->row_dtype),
+                           impl->slots()  ? "slots"
+                           : impl->bf16() ? "bf16 back"
+                                          : "fp32 back");
   MOESAIC_ASSIGN_OR_RETURN(const parallel::PeerLayout layout, impl->layout());
   impl->in_place = impl->groups == 0 && layout.row_pitch == impl->row_bytes;
   // What fails here may fail on this rank only: the others learn of it where the windows are made.
@@ -281,7 +283,7 @@ Result<Prepared> CudaPeerAllToAll::prepare(const PrepareArgs& args) const {
   MOESAIC_RETURN_IF_ERROR(m.take(stream));
   const std::int64_t all = m.all();
   Prepared p;
-  p.hidden_states = {m.rows(), m.quantized() ? DType::kF8E4M3 : DType::kBF16, Shape{all, m.hidden},
+  p.hidden_states = {m.rows(), m.quantized() ? DType::kF8E4M3 : m.row_dtype, Shape{all, m.hidden},
                      m.device};
   if (m.quantized()) {
     p.hidden_scale = {m.row_scale.as<std::byte>(), DType::kF32, Shape{all, m.groups}, m.device};
