@@ -34,16 +34,6 @@ FusedMoE::Options options_of(int rank, int dp, RankTransport transport,
   return o;
 }
 
-// How often the rows of the engines [first, last) chose each expert, `times` times.
-std::vector<double> chosen(const EplbFixture& f, int first, int last, double times) {
-  const std::int64_t k = f.tensors.spec.routing.top_k;
-  std::vector<double> count(static_cast<std::size_t>(f.tensors.spec.num_experts), 0.0);
-  for (std::int64_t i = first * kTokens * k; i < last * kTokens * k; ++i) {
-    count[static_cast<std::size_t>(f.run.topk_ids.as<std::int32_t>()[i])] += times;
-  }
-  return count;
-}
-
 TEST(CudaBalance, TheOutputDoesNotChangeByABitInMidStream) {
   REQUIRE_HOPPER();
   const EplbFixture f(test::eplb_spec(), test::on_gpu());
@@ -54,32 +44,7 @@ TEST(CudaBalance, TheOutputDoesNotChangeByABitInMidStream) {
         [&, t = transport, engines = dp](int rank, std::shared_ptr<Communicator> c) -> std::string {
           auto layer = FusedMoE::create(f.tensors.weights(), options_of(rank, engines, t, c));
           if (!layer.ok()) return layer.status().to_string();
-          const int engine = rank * engines / kRanks;
-          Tensor want, got;
-          std::string first = f.forward(*layer, engine, kBound, {}, &want), why;
-          for (std::uint64_t round = 0; round < 6; ++round) {
-            const auto before = layer->physical_to_logical();
-            const auto wanted = random_map(round, 12, 16);
-            const Status begun =
-                round % 2 == 0 ? layer->begin_rearrange(wanted) : layer->begin_rebalance();
-            if (!begun.ok()) return begun.to_string();
-            for (bool done = false; !done;) {
-              if (first.empty() && layer->physical_to_logical() != before) first = "early switch";
-              const auto moved = layer->continue_rearrange(2);
-              if (!moved.ok()) return moved.status().to_string();
-              done = *moved;
-              const std::string now = f.forward(*layer, engine, kBound, {}, &got);
-              if (!first.empty()) continue;
-              if (!now.empty()) first = "round " + std::to_string(round) + " " + now;
-              if (now.empty() && !test::same_bits(got.view(), want.view(), &why)) {
-                first = "round " + std::to_string(round) + ", other bits: " + why;
-              }
-            }
-            if (first.empty() && round % 2 == 0 && layer->physical_to_logical() != wanted) {
-              first = "not the map that was wanted";
-            }
-          }
-          return first;
+          return test::serve_while_experts_move(*layer, f, rank * engines / kRanks, kBound);
         });
     for (int r = 0; r < kRanks; ++r) {
       EXPECT_EQ(wrong[static_cast<std::size_t>(r)], "")
@@ -135,18 +100,11 @@ TEST(CudaBalance, MeasuredLoadCountsEveryRowOnceAndForgets) {
   REQUIRE_HOPPER();
   const EplbFixture f(test::eplb_spec(), test::on_gpu());
   for (const int dp : {4, 2}) {
-    const std::vector<double> want = chosen(f, 0, dp, 3);  // the window
     const auto wrong = on_ranks([&](int rank, std::shared_ptr<Communicator> c) -> std::string {
       auto layer =
           FusedMoE::create(f.tensors.weights(), options_of(rank, dp, RankTransport::kAllToAll, c));
       if (!layer.ok()) return layer.status().to_string();
-      for (int step = 0; step < 5; ++step) {
-        const std::string bad = f.forward(*layer, rank * dp / kRanks, kBound);
-        if (!bad.empty()) return bad;
-      }
-      const auto load = layer->measured_load();
-      if (!load.ok()) return load.status().to_string();
-      return *load == want ? "" : "other loads";
+      return test::measure_five_calls(*layer, f, rank * dp / kRanks, dp, kBound);
     });
     for (const std::string& w : wrong) EXPECT_EQ(w, "") << "dp " << dp;
   }
@@ -190,7 +148,7 @@ TEST(CudaBalance, CallsOfStreamsFillTheCallersCounters) {
     if (!status.ok()) return status.to_string();
     const auto measured = layer->measured_load();
     if (!measured.ok()) return measured.status().to_string();
-    if (*measured != chosen(f, 0, kRanks, 3)) return "other loads of all ranks";
+    if (*measured != test::choices(f, 0, kRanks, 3)) return "other loads of all ranks";
     // A step takes five rows, the last one the rest; positions count from its first row.
     std::vector<std::int32_t> want(slots.size(), 0);
     const std::int64_t k = f.tensors.spec.routing.top_k, step = 5;

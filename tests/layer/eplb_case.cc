@@ -105,4 +105,55 @@ std::string EplbFixture::forward(const FusedMoE& layer, int engine, double bound
   return same_bits(ids.view(), chosen, &why) ? "" : "logical ids: " + why;
 }
 
+std::string serve_while_experts_move(FusedMoE& layer, const EplbFixture& f, int engine,
+                                     double bound) {
+  const std::int64_t experts = f.tensors.spec.num_experts;
+  Tensor want, got;
+  std::string first = f.forward(layer, engine, bound, {}, &want), why;
+  for (std::uint64_t round = 0; round < 6; ++round) {
+    const auto before = layer.physical_to_logical();
+    const auto wanted = random_map(round, experts, std::ssize(before));
+    const Status begun = round % 2 == 0 ? layer.begin_rearrange(wanted) : layer.begin_rebalance();
+    if (!begun.ok()) return begun.to_string();
+    // Every rank takes every step, whatever it has seen.
+    for (bool done = false; !done;) {
+      if (first.empty() && layer.physical_to_logical() != before) first = "early switch";
+      const auto moved = layer.continue_rearrange(2);
+      if (!moved.ok()) return moved.status().to_string();
+      done = *moved;
+      const std::string now = f.forward(layer, engine, bound, {}, &got);
+      if (!first.empty()) continue;
+      if (!now.empty()) {
+        first = fmt::format("round {} {}", round, now);
+      } else if (!same_bits(got.view(), want.view(), &why)) {
+        first = fmt::format("round {}, other bits: {}", round, why);
+      }
+    }
+    if (first.empty() && round % 2 == 0 && layer.physical_to_logical() != wanted) {
+      first = "not the map that was wanted";
+    }
+  }
+  return first;
+}
+
+std::string measure_five_calls(const FusedMoE& layer, const EplbFixture& f, int engine, int engines,
+                               double bound) {
+  for (int step = 0; step < 5; ++step) {
+    const std::string bad = f.forward(layer, engine, bound);
+    if (!bad.empty()) return bad;
+  }
+  const auto load = layer.measured_load();
+  if (!load.ok()) return load.status().to_string();
+  return *load == choices(f, 0, engines, 3) ? "" : "other loads";
+}
+
+std::vector<double> choices(const EplbFixture& f, int first, int last, double times) {
+  const std::int64_t k = f.tensors.spec.routing.top_k;
+  std::vector<double> count(static_cast<std::size_t>(f.tensors.spec.num_experts), 0.0);
+  for (std::int64_t i = first * kEplbTokens * k; i < last * kEplbTokens * k; ++i) {
+    count[static_cast<std::size_t>(f.run.topk_ids.as<std::int32_t>()[i])] += times;
+  }
+  return count;
+}
+
 }  // namespace moesaic::test

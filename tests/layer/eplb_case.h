@@ -45,4 +45,18 @@ struct EplbFixture {
   LayerRun run;
 };
 
+// Six rearrangements, every other one by measured load, with calls on the rows of `engine` between all
+// their steps. Empty, or the first thing wrong: an output further than `bound` from one rank's (0: in
+// bits) or with other bits than the first one, maps in force too early or not those wanted.
+std::string serve_while_experts_move(FusedMoE& layer, const EplbFixture& f, int engine,
+                                     double bound = 0);
+
+// Five calls on the rows of `engine`, of which all ranks' layers remember three: empty, or how the
+// measured load is not three times how often the first `engines` engines chose each expert.
+std::string measure_five_calls(const FusedMoE& layer, const EplbFixture& f, int engine, int engines,
+                               double bound = 0);
+
+// How often the rows of the engines [first, last) chose each expert, `times` times.
+std::vector<double> choices(const EplbFixture& f, int first, int last, double times = 1);
+
 }  // namespace moesaic::test

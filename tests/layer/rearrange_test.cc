@@ -15,7 +15,6 @@ using test::on_ranks;
 using test::random_map;
 
 constexpr int kRanks = test::kEplbRanks;
-constexpr std::int64_t kTokens = test::kEplbTokens;
 
 TEST(Rearrange, TheOutputDoesNotChangeByABitInMidStream) {
   const EplbFixture f(test::eplb_spec());
@@ -27,28 +26,7 @@ TEST(Rearrange, TheOutputDoesNotChangeByABitInMidStream) {
         [&, t = transport, engines = dp](int rank, std::shared_ptr<Communicator> c) -> std::string {
           auto layer = FusedMoE::create(f.tensors.weights(), eplb_options(rank, engines, t, c));
           if (!layer.ok()) return layer.status().to_string();
-          const int engine = rank * engines / kRanks;
-          std::string first = f.forward(*layer, engine);
-          for (std::uint64_t round = 0; round < 6; ++round) {
-            const auto before = layer->physical_to_logical();
-            const auto wanted = random_map(round, 12, 16);
-            const Status begun =
-                round % 2 == 0 ? layer->begin_rearrange(wanted) : layer->begin_rebalance();
-            if (!begun.ok()) return begun.to_string();
-            for (bool done = false; !done;) {
-              if (first.empty() && layer->physical_to_logical() != before) first = "early switch";
-              const auto moved = layer->continue_rearrange(2);
-              if (!moved.ok()) return moved.status().to_string();
-              done = *moved;
-              const std::string now = f.forward(*layer, engine);
-              if (first.empty() && !now.empty())
-                first = "round " + std::to_string(round) + " " + now;
-            }
-            if (first.empty() && round % 2 == 0 && layer->physical_to_logical() != wanted) {
-              first = "not the map that was wanted";
-            }
-          }
-          return first;
+          return test::serve_while_experts_move(*layer, f, rank * engines / kRanks);
         });
     for (int r = 0; r < kRanks; ++r) {
       EXPECT_EQ(wrong[static_cast<std::size_t>(r)], "")
@@ -60,21 +38,11 @@ TEST(Rearrange, TheOutputDoesNotChangeByABitInMidStream) {
 TEST(Rearrange, MeasuredLoadCountsEveryRowOnceAndForgets) {
   const EplbFixture f(test::eplb_spec());
   for (const int dp : {4, 2}) {
-    std::vector<double> want(12, 0.0);
-    for (std::int64_t i = 0; i < dp * kTokens * 5; ++i) {
-      want[static_cast<std::size_t>(f.run.topk_ids.as<std::int32_t>()[i])] += 3;  // the window
-    }
     const auto wrong = on_ranks([&](int rank, std::shared_ptr<Communicator> c) -> std::string {
       auto layer = FusedMoE::create(f.tensors.weights(),
                                     eplb_options(rank, dp, RankTransport::kAllToAll, c));
       if (!layer.ok()) return layer.status().to_string();
-      for (int step = 0; step < 5; ++step) {
-        const std::string bad = f.forward(*layer, rank * dp / kRanks);
-        if (!bad.empty()) return bad;
-      }
-      const auto load = layer->measured_load();
-      if (!load.ok()) return load.status().to_string();
-      return *load == want ? "" : "other loads";
+      return test::measure_five_calls(*layer, f, rank * dp / kRanks, dp);
     });
     for (const std::string& w : wrong) EXPECT_EQ(w, "") << "dp " << dp;
   }
