@@ -336,14 +336,13 @@ TEST(CudaPeerRanks, GraphsStayValidWhenExpertsMove) {
   REQUIRE_HOPPER();
   constexpr int kRanks = 4, kReplays = 3;
   const LayerTensors tensors = test::make_tensors(56, test::eplb_spec());
-  const test::MakeRankLayer make = test::maker_of(tensors);
   const std::string wrong = on_ranks(
       kRanks, kPatientMs, [&](int rank, const std::shared_ptr<Communicator>& world) -> std::string {
         FusedMoE::Options o = options_of(engines_of(kRanks, RankReduction::kPerSlot), world);
         o.ranks.engine = RankEngine::kPeerWindows;
         o.ranks.enable_eplb = true;
         o.ranks.num_redundant_experts = 4;
-        auto layer = make(o);
+        auto layer = FusedMoE::create(tensors.weights(), o);
         if (!layer.ok()) return layer.status().to_string();
         RankCalls calls(600 + static_cast<std::uint64_t>(rank), tensors.spec.hidden_size, 1);
         const std::int64_t rows = rows_of(rank, 1);

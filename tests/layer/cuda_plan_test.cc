@@ -161,13 +161,13 @@ TEST(CudaPlan, TheGeneralExpertsTakeWhatTheFastOnesPassOver) {
     options.quant = quant;
     e = explain_layer(test::with_shared(true), options).value();
     EXPECT_EQ(e.experts_backend, "cuda_general") << quant;
-    // Over ranks rows travel as they are, but what slots leave is bf16.
+    // Over ranks rows travel as they are, and what slots leave too.
     options.ranks.communicator = std::move(make_in_process_communicators(2).value().front());
     options.parallel.ep_size = options.parallel.dp_size = 2;
-    EXPECT_EQ(explain_layer(small_spec(), options)->experts_backend, "cuda_general") << quant;
-    options.ranks.reduction = RankReduction::kPerSlot;
-    expect_refusal(explain_layer(small_spec(), options).status(), StatusCode::kUnsupported,
-                   {"activation_dtype", "per_slot over ranks on GPUs"});
+    for (const RankReduction reduction : {RankReduction::kPerRank, RankReduction::kPerSlot}) {
+      options.ranks.reduction = reduction;
+      EXPECT_EQ(explain_layer(small_spec(), options)->experts_backend, "cuda_general") << quant;
+    }
   }
   FusedMoE::Options forced = on_gpu();
   forced.backend = "cuda_general";

@@ -68,8 +68,6 @@ RankProblem gpu_problem(const LayerTensors& tensors, std::int64_t tokens) {
 bool runs_on_gpus(const RankCombo& c, const MoeLayerSpec& spec) {
   if (c.transport == RankTransport::kBatched) return false;
   const bool slots = c.reduction == RankReduction::kPerSlot && spec.routing.top_k > 1;
-  const bool wide = spec.activation_dtype != DType::kBF16 || spec.quant.name == "f32";
-  if (slots && wide) return false;
   // Gathered slots come from ranks with other rows, among which all experts are.
   const bool same_rows = c.tp > 1 && !c.sp;
   if (slots && c.transport == RankTransport::kGather && same_rows) return false;

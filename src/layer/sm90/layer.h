@@ -30,6 +30,8 @@ struct LayerExperts {
   bool all_wide() const {
     return routed->takes_any_rows && (shared == nullptr || shared->takes_any_rows);
   }
+  // As which they hold the rows of slots before the sum.
+  DType slot_dtype() const { return routed->takes_any_rows ? DType::kF32 : DType::kBF16; }
 };
 Result<LayerExperts> choose_layer_experts(const layer::FusedPlan& plan);
 

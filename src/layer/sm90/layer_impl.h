@@ -60,7 +60,7 @@ struct CudaLayer::Impl {
   CudaPeerAllToAll* peers = nullptr;  // the transport, where it goes through peer windows
   std::string no_peers;               // why not, where it might have
   std::optional<DeviceReplicas> replicas;
-  Allocation slot_rows;  // [max_tokens * k, H] bf16, per-slot reduction where no row travels
+  Allocation slot_rows;  // [max_tokens * k, H], per-slot reduction where no row travels
 
   // Buffers of forward_chunk: what host tensors are copied through.
   struct Staging {

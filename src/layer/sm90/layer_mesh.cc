@@ -19,19 +19,20 @@ Status CudaLayer::Impl::create_transport(const FusedMoE::Options& options) {
   o.parallel = options.parallel;
   o.max_tokens_per_rank = ranks.kernel_rows;
   o.gather = ranks.transport == RankTransport::kGather;
-  using Answer = CudaAllToAll::Answer;
-  const Answer answer = ranks.per_slot                        ? Answer::kSlots
-                        : ranks.combine_dtype == DType::kBF16 ? Answer::kPartialBf16
-                                                              : Answer::kPartialF32;
+  using Form = CudaAllToAll::Answer::Form;
+  const CudaAllToAll::Answer answer =
+      ranks.per_slot ? CudaAllToAll::Answer{Form::kSlots, chosen.slot_dtype()}
+                     : CudaAllToAll::Answer{Form::kPartial, ranks.combine_dtype};
   const std::shared_ptr<Communicator>& between = o.gather ? mesh->tokens() : mesh->world();
   const MoeProblem carried = carried_problem(plan.routed);
   const bool padded = carried.hidden_size != plan.routed.hidden_size;
   const auto keep = [&](std::unique_ptr<PrepareAndFinalize> made) -> Status {
     transport = std::move(made);
     if (!padded) return {};
-    MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<PaddedRows> around,
-                             PaddedRows::around(std::move(transport), plan.routed,
-                                                o.max_tokens_per_rank, ranks.per_slot));
+    MOESAIC_ASSIGN_OR_RETURN(
+        std::unique_ptr<PaddedRows> around,
+        PaddedRows::around(std::move(transport), plan.routed, o.max_tokens_per_rank,
+                           ranks.per_slot ? plan.routed.top_k : 1));
     transport_bytes += around->bytes();
     transport = std::move(around);
     return {};
@@ -75,8 +76,9 @@ Status CudaLayer::Impl::create_ranks(const FusedMoE::Options& options) {
   if (ranks.transport == RankTransport::kGather || ranks.transport == RankTransport::kAllToAll) {
     MOESAIC_RETURN_IF_ERROR(create_transport(options));
   } else if (ranks.per_slot) {
-    MOESAIC_RETURN_IF_ERROR(
-        slot_rows.reserve("slots", max_tokens * plan.routed.top_k * plan.latent_size * 2));
+    MOESAIC_RETURN_IF_ERROR(slot_rows.reserve(
+        "slots",
+        max_tokens * plan.routed.top_k * plan.latent_size * (dtype_bits(chosen.slot_dtype()) / 8)));
   }
   if (ranks.replicas == 1) return {};
   const std::int64_t summed =

@@ -39,11 +39,6 @@ Status rows_can_implement(const layer::FusedPlan& plan, const FusedMoE::Options&
         "activation_dtype: got {} with an input transform on a GPU, need BF16", dtype_name(rows)));
   }
   if (!ranks.active) return {};
-  if (rows != DType::kBF16 && ranks.per_slot) {
-    return unsupported(fmt::format(
-        "activation_dtype: got {} with per_slot over ranks on GPUs, need BF16, or per_rank",
-        dtype_name(rows)));
-  }
   if (ranks.transport == RankTransport::kBatched) {
     return unsupported("transport: got batched on a GPU, need none, gather or all_to_all");
   }

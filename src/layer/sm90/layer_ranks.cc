@@ -37,7 +37,8 @@ Status CudaLayer::Impl::run_experts(void* stream, const Prepared& rows,
   a.topk_ids = rows.topk_ids.as<std::int32_t>();
   a.topk_weights = rows.topk_weights.as<float>();
   a.expert_map = expert_map.as<std::int32_t>();
-  a.result = plan.ranks.per_slot ? CudaResult::slots(to.data) : CudaResult::sum(to.data, to.dtype);
+  a.result = plan.ranks.per_slot ? CudaResult::slots(to.data, to.dtype)
+                                 : CudaResult::sum(to.data, to.dtype);
   a.workspace = w.experts;
   a.workspace_bytes = w.experts_bytes;
   if (peers != nullptr && peers->wants_slots()) {
@@ -53,16 +54,18 @@ Status CudaLayer::Impl::run_experts(void* stream, const Prepared& rows,
 Status CudaLayer::Impl::run_slots_here(void* stream, Prepared here, const LayerWorkspace& w) const {
   const std::int64_t tokens = here.hidden_states.dim(0), slots = tokens * plan.routed.top_k;
   const std::int64_t count = slots * plan.latent_size;
-  MOESAIC_RETURN_IF_ERROR(fill_zero("slots", slot_rows.as<void>(), count * 2, stream));
-  here.expert_output = {
-      slot_rows.as<std::byte>(), DType::kBF16, {slots, plan.latent_size}, Device::cuda(device)};
-  MOESAIC_RETURN_IF_ERROR(run_experts(stream, here, w));
+  const DType dtype = chosen.slot_dtype();
+  const bool bf16 = dtype == DType::kBF16;
   MOESAIC_RETURN_IF_ERROR(
-      replicas->all_reduce_sum(stream, slot_rows.as<void>(), count, /*bf16=*/true));
-  if (plan.latent_size % 8 != 0) {
+      fill_zero("slots", slot_rows.as<void>(), count * (dtype_bits(dtype) / 8), stream));
+  here.expert_output = {
+      slot_rows.as<std::byte>(), dtype, {slots, plan.latent_size}, Device::cuda(device)};
+  MOESAIC_RETURN_IF_ERROR(run_experts(stream, here, w));
+  MOESAIC_RETURN_IF_ERROR(replicas->all_reduce_sum(stream, slot_rows.as<void>(), count, bf16));
+  if (!bf16 || plan.latent_size % 8 != 0) {
     SlotSumsParams sums;
     sums.rows = slot_rows.as<void>();
-    sums.rows_dtype = DType::kBF16;
+    sums.rows_dtype = dtype;
     sums.ids = here.topk_ids.as<std::int32_t>();
     sums.tokens = tokens;
     sums.hidden = plan.latent_size;

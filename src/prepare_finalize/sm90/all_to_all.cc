@@ -30,7 +30,7 @@ struct CudaAllToAll::Impl {
   std::int64_t max_tokens = 0;  // T
   int ranks = 1;
   bool gather = false;
-  Answer answer = Answer::kPartialF32;
+  Answer answer;
   bool weight_on_input = false, power_of_two_scales = false;
   Device device = Device::cpu();
   DeviceTraits traits;
@@ -56,9 +56,8 @@ struct CudaAllToAll::Impl {
   std::vector<std::int64_t> sent, received;  // [R] rows
 
   bool quantized() const { return row.groups > 0; }
-  bool slots() const { return answer == Answer::kSlots; }
   std::int64_t answer_bytes() const {  // for one row
-    return slots() ? top_k * hidden * 2 : hidden * (answer == Answer::kPartialF32 ? 4 : 2);
+    return (answer.slots() ? top_k : 1) * hidden * answer.element();
   }
   std::int64_t scale_stride(std::int64_t rows) const { return round_up(rows, std::int64_t{4}); }
   Status allocate(const std::vector<std::int32_t>& owners);
@@ -119,20 +118,23 @@ Status CudaAllToAll::Impl::allocate(const std::vector<std::int32_t>& owners) {
 CudaAllToAll::CudaAllToAll(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 CudaAllToAll::~CudaAllToAll() = default;
 
+std::string_view CudaAllToAll::Answer::name() const {
+  return slots() ? (bf16() ? "slots" : "fp32 slots") : (bf16() ? "bf16" : "fp32");
+}
+
 Result<std::unique_ptr<CudaAllToAll>> CudaAllToAll::create(
     const MoeProblem& problem, std::shared_ptr<Communicator> communicator,
     const AllToAllOptions& options, Answer answer) {
   MOESAIC_RETURN_IF_ERROR(sm90_rows_can_travel(problem));
   MOESAIC_RETURN_IF_ERROR(
       prepare_finalize::RankTransport::check_options(communicator.get(), options));
-  if (options.gather && answer == Answer::kSlots &&
-      communicator->size() != options.parallel.ep_size) {
+  if (options.gather && answer.slots() && communicator->size() != options.parallel.ep_size) {
     return Status(unsupported(fmt::format(
         "answer: got slots with gather among {} of {} ranks, need all of them or partial sums",
         communicator->size(), options.parallel.ep_size)));
   }
   std::vector<std::int32_t> owners;
-  if (!options.gather || answer == Answer::kSlots) {
+  if (!options.gather || answer.slots()) {
     MOESAIC_ASSIGN_OR_RETURN(owners, expert_owners(problem.num_experts, options.parallel));
   }
   MOESAIC_ASSIGN_OR_RETURN(DeviceMessages messages,
@@ -160,12 +162,9 @@ Result<std::unique_ptr<CudaAllToAll>> CudaAllToAll::create(
   impl->row.top_k = static_cast<std::int32_t>(problem.top_k);
   // Ranks that disagree about the form of a row are in different calls.
   const char* const name = options.gather ? "gather" : "all_to_all";
-  const char* const answers = answer == Answer::kSlots         ? "slots"
-                              : answer == Answer::kPartialBf16 ? "bf16"
-                                                               : "fp32";
   impl->dispatch_name =
       fmt::format("dispatch ({}, {})", name, codes ? "fp8" : row_name(impl->row_dtype));
-  impl->combine_name = fmt::format("combine ({}, {})", name, answers);
+  impl->combine_name = fmt::format("combine ({}, {})", name, answer.name());
   MOESAIC_RETURN_IF_ERROR(impl->allocate(owners));
   std::unique_ptr<CudaAllToAll> made(new (std::nothrow) CudaAllToAll(std::move(impl)));
   if (!made) return Status(StatusCode::kOutOfMemory, "cannot allocate the transport");
@@ -279,9 +278,8 @@ Result<Prepared> CudaAllToAll::Impl::unpack(void* stream) {
   }
   p.topk_ids = {row_ids.as<std::byte>(), DType::kI32, Shape{all, top_k}, device};
   p.topk_weights = {row_weights.as<std::byte>(), DType::kF32, Shape{all, top_k}, device};
-  p.expert_output = {results.as<std::byte>(),
-                     answer == Answer::kPartialF32 ? DType::kF32 : DType::kBF16,
-                     Shape{slots() ? all * top_k : all, hidden}, device};
+  p.expert_output = {results.as<std::byte>(), answer.dtype,
+                     Shape{answer.slots() ? all * top_k : all, hidden}, device};
   return p;
 }
 
@@ -290,7 +288,7 @@ std::string_view CudaAllToAll::name() const {
 }
 
 Status CudaAllToAll::attach(const Experts& experts) {
-  if (experts.reduction() != TopKWeightAndReduce::kNoOp || impl_->slots()) {
+  if (experts.reduction() != TopKWeightAndReduce::kNoOp || impl_->answer.slots()) {
     return unsupported(fmt::format(
         "prepare_finalize {}: experts {}, need experts that leave one weighted sum per row", name(),
         experts.name()));
@@ -355,7 +353,7 @@ Status CudaAllToAll::finalize(const FinalizeArgs& args) const {
   MOESAIC_RETURN_IF_ERROR(m.messages.exchange(stream, m.combine_name, send, recv));
   AnswerParams p;
   p.answers = m.answers.as<void>();
-  p.bf16 = m.answer != Answer::kPartialF32;
+  p.bf16 = m.answer.bf16();
   p.position = m.gather ? nullptr : m.position.as<std::int32_t>();
   p.counts = m.counts.as<std::int32_t>();
   p.ranks = MOESAIC_FAULT(all_to_all_forgets_last_rank) ? m.ranks - 1 : m.ranks;
@@ -368,7 +366,7 @@ Status CudaAllToAll::finalize(const FinalizeArgs& args) const {
   p.owner = m.owner.as<std::int32_t>();
   p.top_k = static_cast<std::int32_t>(m.top_k);
   return check_call("combine: sum",
-                    m.slots() ? launch_sum_slots(p, stream) : launch_sum_answers(p, stream));
+                    m.answer.slots() ? launch_sum_slots(p, stream) : launch_sum_answers(p, stream));
 }
 
 std::int64_t CudaAllToAll::bytes() const {
@@ -387,18 +385,16 @@ Result<std::unique_ptr<PrepareAndFinalize>> make_sm90_all_to_all(
     const AllToAllOptions& options) {
   MOESAIC_RETURN_IF_ERROR(sm90_transport_can_implement(problem));
   MOESAIC_RETURN_IF_ERROR(check_device(problem.device));
-  const bool bf16 = options.combine_dtype == DType::kBF16;
   MOESAIC_ASSIGN_OR_RETURN(
       std::unique_ptr<CudaAllToAll> made,
-      CudaAllToAll::create(
-          carried_problem(problem), std::move(communicator), options,
-          bf16 ? CudaAllToAll::Answer::kPartialBf16 : CudaAllToAll::Answer::kPartialF32));
+      CudaAllToAll::create(carried_problem(problem), std::move(communicator), options,
+                           {CudaAllToAll::Answer::Form::kPartial, options.combine_dtype}));
   if (carried_problem(problem).hidden_size == problem.hidden_size) {
     return std::unique_ptr<PrepareAndFinalize>(std::move(made));
   }
-  MOESAIC_ASSIGN_OR_RETURN(
-      std::unique_ptr<PaddedRows> padded,
-      PaddedRows::around(std::move(made), problem, options.max_tokens_per_rank, /*slots=*/false));
+  MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<PaddedRows> padded,
+                           PaddedRows::around(std::move(made), problem, options.max_tokens_per_rank,
+                                              /*rows_for_a_token=*/1));
   return std::unique_ptr<PrepareAndFinalize>(std::move(padded));
 }
 

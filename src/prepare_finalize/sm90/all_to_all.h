@@ -15,14 +15,21 @@ namespace moesaic::cuda {
 class CudaAllToAll final : public PrepareAndFinalize {
  public:
   // What the experts of a rank send back for each row that arrived.
-  enum class Answer : std::uint8_t {
-    kPartialF32,   // the sum over its experts
-    kPartialBf16,  // the same, rounded: half the bytes
-    // The weighted rows of all k slots in bf16, as CudaResult::slots: the sum at home is
-    // in slot order, so the bits are those of one GPU. With gather each rank is sent all slots by
-    // all, and among them are all experts; the layer's experts make slots, those of the catalogue
-    // do not.
-    kSlots,
+  struct Answer {
+    enum class Form : std::uint8_t {
+      kPartial,  // the sum over its experts
+      // The weighted rows of all k slots, as CudaResult::slots: the sum at home is in slot order, so
+      // the bits are those of one GPU. With gather each rank is sent all slots by all, and among
+      // them are all experts; the layer's experts make slots, those of the catalogue do not.
+      kSlots,
+    };
+    Form form = Form::kPartial;
+    DType dtype = DType::kF32;  // or BF16; of slots as the experts on one GPU hold them
+
+    bool slots() const { return form == Form::kSlots; }
+    bool bf16() const { return dtype == DType::kBF16; }
+    std::int64_t element() const { return bf16() ? 2 : 4; }  // bytes
+    std::string_view name() const;                           // in texts
   };
 
   //   problem  as for CudaExperts, on a GPU

@@ -49,7 +49,8 @@ PaddedRows::~PaddedRows() {
 
 Result<std::unique_ptr<PaddedRows>> PaddedRows::around(std::unique_ptr<PrepareAndFinalize> inner,
                                                        const MoeProblem& problem,
-                                                       std::int64_t max_tokens, bool slots) {
+                                                       std::int64_t max_tokens,
+                                                       std::int64_t rows_for_a_token) {
   std::unique_ptr<Impl> impl(new (std::nothrow) Impl());
   if (!impl) return Status(StatusCode::kOutOfMemory, "cannot allocate the transport");
   impl->inner = std::move(inner);
@@ -63,12 +64,11 @@ Result<std::unique_ptr<PaddedRows>> PaddedRows::around(std::unique_ptr<PrepareAn
   MOESAIC_RETURN_IF_ERROR(scope.status());
   const std::int64_t all = impl->inner->max_dispatched_tokens(max_tokens), hidden = impl->hidden;
   const std::int64_t element = dtype_bits(impl->row) / 8;
-  const std::int64_t answers = slots ? all * problem.top_k : all;
   MOESAIC_RETURN_IF_ERROR(impl->sent.reserve("padded rows", max_tokens * impl->carried * element));
   MOESAIC_RETURN_IF_ERROR(impl->arrived.reserve("arrived rows", all * hidden * element));
-  // Slots are bf16, sums F32 or narrower.
+  // F32 or narrower.
   MOESAIC_RETURN_IF_ERROR(
-      impl->results.reserve("results for other ranks", answers * hidden * (slots ? 2 : 4)));
+      impl->results.reserve("results for other ranks", all * rows_for_a_token * hidden * 4));
   MOESAIC_RETURN_IF_ERROR(impl->sum.reserve("padded sums", max_tokens * impl->carried * 4));
   std::unique_ptr<PaddedRows> made(new (std::nothrow) PaddedRows(std::move(impl)));
   if (!made) return Status(StatusCode::kOutOfMemory, "cannot allocate the transport");

@@ -16,11 +16,12 @@ class PaddedRows final : public PrepareAndFinalize {
  public:
   //   inner       made for carried_problem(problem)
   //   max_tokens  of a rank
-  //   slots       the experts leave the rows of all slots
+  //   rows_for_a_token  that the experts leave: 1, or those of all slots
   // kOutOfMemory. Allocates everything it will use.
   static Result<std::unique_ptr<PaddedRows>> around(std::unique_ptr<PrepareAndFinalize> inner,
                                                     const MoeProblem& problem,
-                                                    std::int64_t max_tokens, bool slots);
+                                                    std::int64_t max_tokens,
+                                                    std::int64_t rows_for_a_token);
   ~PaddedRows() override;
   PaddedRows(const PaddedRows&) = delete;
   PaddedRows& operator=(const PaddedRows&) = delete;

@@ -35,7 +35,7 @@ struct CudaPeerAllToAll::Impl {
   int ranks = 1, timeout_ms = 0;
   bool gather = false, shares_device = false;
   bool adds_slots = false;  // of partial answers
-  CudaAllToAll::Answer answer = CudaAllToAll::Answer::kPartialF32;
+  CudaAllToAll::Answer answer;
   bool weight_on_input = false, power_of_two_scales = false;
   Device device = Device::cpu();
   DeviceTraits traits;
@@ -62,8 +62,6 @@ struct CudaPeerAllToAll::Impl {
   const std::int32_t* expert_map = nullptr;
 
   bool quantized() const { return groups > 0; }
-  bool slots() const { return answer == CudaAllToAll::Answer::kSlots; }
-  bool bf16() const { return answer != CudaAllToAll::Answer::kPartialF32; }
   std::int64_t all() const { return ranks * max_tokens; }
   std::int64_t scale_stride(std::int64_t rows) const { return round_up(rows, std::int64_t{4}); }
   PeerRouting routing(const std::int32_t* ids) const {
@@ -86,8 +84,8 @@ Result<parallel::PeerLayout> CudaPeerAllToAll::Impl::layout() const {
   shape.tokens = max_tokens;
   shape.top_k = top_k;
   shape.row_bytes = row_bytes + groups * 4;
-  shape.answer_bytes = hidden * (bf16() ? 2 : 4);
-  shape.form = slots() ? PeerAnswerForm::kSlot : PeerAnswerForm::kPartial;
+  shape.answer_bytes = hidden * answer.element();
+  shape.form = answer.slots() ? PeerAnswerForm::kSlot : PeerAnswerForm::kPartial;
   return parallel::make_peer_layout(shape);
 }
 
@@ -104,7 +102,7 @@ Status CudaPeerAllToAll::Impl::allocate(const std::vector<std::int32_t>& owners)
       {&row_ids, "ids of arrived rows", all() * top_k * 4},
       {&row_weights, "weights of arrived rows", all() * top_k * 4},
       {&results, "results for other ranks",
-       adds_slots ? 0 : all() * (slots() ? top_k : 1) * hidden * (bf16() ? 2 : 4)}};
+       adds_slots ? 0 : all() * (answer.slots() ? top_k : 1) * hidden * answer.element()}};
   if (quantized()) {
     wants.push_back({&codes, "quantised rows", max_tokens * row_bytes});
     wants.push_back({&code_scale, "scales of rows", scale_stride(max_tokens) * groups * 4});
@@ -157,7 +155,7 @@ Result<std::unique_ptr<CudaPeerAllToAll>> CudaPeerAllToAll::create(
   MOESAIC_RETURN_IF_ERROR(sm90_rows_can_travel(problem));
   MOESAIC_RETURN_IF_ERROR(
       prepare_finalize::RankTransport::check_options(communicator.get(), options));
-  if (options.gather && answer == CudaAllToAll::Answer::kSlots) {
+  if (options.gather && answer.slots()) {
     return Status(StatusCode::kUnsupported, "answer: got slots with gather, need partial sums");
   }
   std::vector<std::int32_t> owners;
@@ -176,19 +174,15 @@ Result<std::unique_ptr<CudaPeerAllToAll>> CudaPeerAllToAll::create(
   impl->timeout_ms = std::max(communicator->timeout_ms(), 1);
   impl->gather = options.gather;
   impl->answer = answer;
-  impl->adds_slots =
-      brings_slots && answer != CudaAllToAll::Answer::kSlots && problem.top_k <= kPeerMostSlots;
+  impl->adds_slots = brings_slots && !answer.slots() && problem.top_k <= kPeerMostSlots;
   impl->weight_on_input = problem.apply_router_weight_on_input;
   impl->power_of_two_scales = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
   impl->row_dtype = row_dtype(problem);
   impl->row_bytes =
       codes ? problem.hidden_size : problem.hidden_size * dtype_bits(impl->row_dtype) / 8;
   impl->groups = codes ? static_cast<std::int32_t>(problem.hidden_size / 128) : 0;
-  impl->name = fmt::format("{}, {}, {}", options.gather ? "gather" : "all_to_all",
-                           codes ? "fp8" : row_name(impl->row_dtype),
-                           impl->slots()  ? "slots"
-                           : impl->bf16() ? "bf16 back"
-                                          : "fp32 back");
+  impl->name = fmt::format("{}, {}, {} back", options.gather ? "gather" : "all_to_all",
+                           codes ? "fp8" : row_name(impl->row_dtype), answer.name());
   MOESAIC_ASSIGN_OR_RETURN(const parallel::PeerLayout layout, impl->layout());
   impl->in_place = impl->groups == 0 && layout.row_pitch == impl->row_bytes;
   // What fails here may fail on this rank only: the others learn of it where the windows are made.
@@ -291,8 +285,8 @@ Result<Prepared> CudaPeerAllToAll::prepare(const PrepareArgs& args) const {
   }
   p.topk_ids = {m.row_ids.as<std::byte>(), DType::kI32, Shape{all, m.top_k}, m.device};
   p.topk_weights = {m.row_weights.as<std::byte>(), DType::kF32, Shape{all, m.top_k}, m.device};
-  p.expert_output = {m.results.as<std::byte>(), m.bf16() ? DType::kBF16 : DType::kF32,
-                     Shape{m.slots() ? all * m.top_k : all, m.hidden}, m.device};
+  p.expert_output = {m.results.as<std::byte>(), m.answer.dtype,
+                     Shape{m.answer.slots() ? all * m.top_k : all, m.hidden}, m.device};
   return p;
 }
 
@@ -312,7 +306,7 @@ Status CudaPeerAllToAll::finalize(const FinalizeArgs& args) const {
   a.slot_rows = m.slot_rows;
   a.expert_map = m.expert_map;
   a.hidden = static_cast<std::int32_t>(m.hidden);
-  a.bf16 = m.bf16();
+  a.bf16 = m.answer.bf16();
   MOESAIC_RETURN_IF_ERROR(check_call("combine: send", launch_peer_answer(a, stream)));
   MOESAIC_RETURN_IF_ERROR(
       check_call("combine: wait", launch_peer_wait(m.place, PeerKind::kAnswers, stream)));
@@ -321,7 +315,7 @@ Status CudaPeerAllToAll::finalize(const FinalizeArgs& args) const {
   s.routing = m.mine;
   s.tokens = m.tokens;
   s.hidden = static_cast<std::int32_t>(m.hidden);
-  s.bf16 = m.bf16();
+  s.bf16 = m.answer.bf16();
   s.sum = args.output.as<float>();
   return check_call("combine: sum", launch_peer_sum(s, stream));
 }

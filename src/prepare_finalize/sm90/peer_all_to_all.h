@@ -18,7 +18,7 @@ class CudaPeerAllToAll final : public PrepareAndFinalize {
   // Collective. Arguments and errors of CudaAllToAll::create, and kUnsupported on all ranks where
   // there are no windows (parallel/peer_window.h). Allocates everything it will use.
   //   brings_slots  partial answers are made of slots that the experts leave elsewhere (take_slots):
-  //                 there is no memory for their sums; this rank's own choice, not read with kSlots
+  //                 there is no memory for their sums; this rank's own choice, not read with slots
   static Result<std::unique_ptr<CudaPeerAllToAll>> create(
       const MoeProblem& problem, const std::shared_ptr<Communicator>& communicator,
       const AllToAllOptions& options, CudaAllToAll::Answer answer, bool brings_slots = false);

@@ -411,7 +411,7 @@ __global__ void __launch_bounds__(kThreads) peer_sum(const __grid_constant__ Pee
       } else if (slots) {
         for (int j = 0; j < top_k; ++j) {
           if (ids[j] < 0 || ids[j] >= p.routing.num_experts) continue;
-          add_answer<true>(sum, own(place) + layout.slot(t, j), h);
+          add_answer<kBf16>(sum, own(place) + layout.slot(t, j), h);
         }
       } else {
         for (int r = 0; r < ranks; ++r) {

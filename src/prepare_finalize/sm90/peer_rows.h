@@ -88,7 +88,7 @@ struct PeerSumParams {
   PeerRouting routing;  // of the own rows
   std::int64_t tokens = 0;
   std::int32_t hidden = 0;  // a multiple of 4
-  bool bf16 = false;        // partial answers; slots always are
+  bool bf16 = false;        // the answers
   float* sum = nullptr;
 };
 int launch_peer_sum(const PeerSumParams& params, void* stream);

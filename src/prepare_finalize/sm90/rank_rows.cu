@@ -144,6 +144,7 @@ __global__ void __launch_bounds__(kThreads) sum_answers(const __grid_constant__ 
   }
 }
 
+template <bool kBf16>
 __global__ void __launch_bounds__(kThreads) sum_slots(const __grid_constant__ AnswerParams p) {
   const std::int64_t t = blockIdx.x;
   for (int h = static_cast<int>(threadIdx.x) * 4; h < p.hidden; h += kThreads * 4) {
@@ -157,7 +158,7 @@ __global__ void __launch_bounds__(kThreads) sum_slots(const __grid_constant__ An
         row = p.position[t * p.ranks + rank];
         for (int r = 0; r < rank; ++r) row += p.counts[r];
       }
-      add_row<true>(sum, p.answers, (row * p.top_k + j) * p.hidden + h);
+      add_row<kBf16>(sum, p.answers, (row * p.top_k + j) * p.hidden + h);
     }
     store_sum(p, t * p.hidden + h, sum);
   }
@@ -235,7 +236,12 @@ int launch_sum_answers(const AnswerParams& p, void* stream) {
 
 int launch_sum_slots(const AnswerParams& p, void* stream) {
   if (p.tokens == 0) return 0;
-  sum_slots<<<static_cast<unsigned>(p.tokens), kThreads, 0, stream_of(stream)>>>(p);
+  const auto blocks = static_cast<unsigned>(p.tokens);
+  if (p.bf16) {
+    sum_slots<true><<<blocks, kThreads, 0, stream_of(stream)>>>(p);
+  } else {
+    sum_slots<false><<<blocks, kThreads, 0, stream_of(stream)>>>(p);
+  }
   return launched();
 }
 

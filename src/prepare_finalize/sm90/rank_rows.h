@@ -60,7 +60,7 @@ struct AnswerParams {
   std::int64_t tokens = 0;
   void* sum = nullptr;        // [tokens, hidden], 16-byte aligned
   DType dtype = DType::kF32;  // of it: F32, BF16 or F16; fp32 sums are rounded once
-  // Slots: an answer is top_k rows in bf16, of which those count whose expert the rank owns.
+  // Slots: an answer is top_k rows, of which those count whose expert the rank owns.
   const std::int32_t* ids = nullptr;  // [tokens, top_k]
   const std::int32_t* owner = nullptr;
   std::int32_t top_k = 0;
