@@ -445,6 +445,8 @@ std::vector<PeerShapeCase> shape_cases(std::initializer_list<int> counts) {
       c.top_k = 3;
       c.form = PeerAnswerForm::kSlot;
       all.push_back(c);
+      c.bf16 = false;
+      all.push_back(c);
     }
   }
   return all;

@@ -151,20 +151,22 @@ class RankRows {
     }
   }
 
-  // Partial sums of the ranks for the rows of rank r, added up there.
-  void sum(int r) {
+  // What the ranks answer for the rows of rank r, partial sums or the rows of slots, added up there.
+  void sum(int r, bool slots) {
     constexpr std::int64_t kHidden = 36;
     const OwnRows& mine = own(r);
     std::vector<float> answers;
     std::int64_t before[kRanks + 1] = {};
     for (int s = 0; s < kRanks; ++s) before[s + 1] = before[s] + counts_[r][at(s)];
     test::Rng rng(90);
-    for (std::int64_t i = 0; i < before[kRanks] * kHidden; ++i) {
+    const std::int64_t rows_of_answer = slots ? kTopK : 1;
+    for (std::int64_t i = 0; i < before[kRanks] * rows_of_answer * kHidden; ++i) {
       // Sums of these depend on their order.
       answers.push_back((static_cast<float>(rng.next() % 2000) - 1000.0F) *
                         (rng.next() % 2 == 0 ? 1.0F : 0x1p-22F));
     }
-    const DeviceBytes there(answers), position(position_[r]), counts(counts_[r]);
+    const DeviceBytes there(answers), position(position_[r]), counts(counts_[r]), ids(mine.ids),
+        owner(owners_);
     DeviceBytes sums(mine.tokens * kHidden * 4);
     cuda::AnswerParams p;
     p.answers = there.as<void>();
@@ -174,14 +176,27 @@ class RankRows {
     p.hidden = kHidden;
     p.tokens = mine.tokens;
     p.sum = sums.as<void>();
-    ASSERT_EQ(cuda::launch_sum_answers(p, nullptr), 0);
+    p.ids = ids.as<std::int32_t>();
+    p.owner = owner.as<std::int32_t>();
+    p.top_k = kTopK;
+    p.num_experts = kExperts;
+    ASSERT_EQ(slots ? cuda::launch_sum_slots(p, nullptr) : cuda::launch_sum_answers(p, nullptr), 0);
     const auto got = sums.values<float>();
     for (std::int64_t t = 0; t < mine.tokens; ++t) {
       for (std::int64_t h = 0; h < kHidden; ++h) {
         float want = 0;
-        for (int s = 0; s < kRanks; ++s) {
+        const auto add = [&](int s, std::int64_t j) {
           const std::int32_t place = position_[r][at(t * kRanks + s)];
-          if (place >= 0) want += answers[at((before[s] + place) * kHidden + h)];
+          const std::int64_t row = (before[s] + place) * rows_of_answer + j;
+          if (place >= 0) want += answers[at(row * kHidden + h)];
+        };
+        if (slots) {
+          for (std::int64_t j = 0; j < kTopK; ++j) {
+            const std::int32_t id = mine.ids[at(t * kTopK + j)];
+            if (id >= 0 && id < kExperts) add(owners_[at(id)], j);
+          }
+        } else {
+          for (int s = 0; s < kRanks; ++s) add(s, 0);
         }
         ASSERT_EQ(got[at(t * kHidden + h)], want) << "row " << t << ", column " << h;
       }
@@ -204,7 +219,9 @@ TEST(CudaRankRows, KernelsHaveTheBitsOfTheHost) {
     RankRows world(groups > 0 ? 256 : 528, groups);
     for (int r = 0; r < kRanks; ++r) world.plan(r);
     for (int r = 0; r < kRanks; ++r) world.pack_and_unpack(r);
-    for (int r = 0; r < kRanks; ++r) world.sum(r);
+    for (const bool slots : {false, true}) {
+      for (int r = 0; r < kRanks; ++r) world.sum(r, slots);
+    }
     if (testing::Test::HasFailure()) return;
   }
 }

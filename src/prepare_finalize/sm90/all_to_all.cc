@@ -365,6 +365,7 @@ Status CudaAllToAll::finalize(const FinalizeArgs& args) const {
   p.ids = m.mine.topk_ids;
   p.owner = m.owner.as<std::int32_t>();
   p.top_k = static_cast<std::int32_t>(m.top_k);
+  p.num_experts = static_cast<std::int32_t>(m.num_experts);
   return check_call("combine: sum",
                     m.answer.slots() ? launch_sum_slots(p, stream) : launch_sum_answers(p, stream));
 }

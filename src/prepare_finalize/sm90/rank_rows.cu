@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads) sum_slots(const __grid_constant__ An
     float sum[4] = {};
     for (int j = 0; j < p.top_k; ++j) {
       const std::int32_t id = p.ids[t * p.top_k + j];
-      if (id < 0) continue;
+      if (id < 0 || id >= p.num_experts) continue;
       const int rank = p.owner[id];
       std::int64_t row = rank * p.tokens + t;
       if (p.position != nullptr) {

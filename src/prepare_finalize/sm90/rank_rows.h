@@ -61,9 +61,9 @@ struct AnswerParams {
   void* sum = nullptr;        // [tokens, hidden], 16-byte aligned
   DType dtype = DType::kF32;  // of it: F32, BF16 or F16; fp32 sums are rounded once
   // Slots: an answer is top_k rows, of which those count whose expert the rank owns.
-  const std::int32_t* ids = nullptr;  // [tokens, top_k]
-  const std::int32_t* owner = nullptr;
-  std::int32_t top_k = 0;
+  const std::int32_t* ids = nullptr;    // [tokens, top_k]
+  const std::int32_t* owner = nullptr;  // [num_experts]
+  std::int32_t top_k = 0, num_experts = 0;
 };
 // sum = the ranks' partial sums in rank order, in fp32.
 int launch_sum_answers(const AnswerParams& params, void* stream);
