@@ -15,6 +15,7 @@
 
 int main(int argc, char** argv) {
   using namespace moesaic;
+  using namespace moesaic::checkpoint;
   using Clock = std::chrono::steady_clock;
   constexpr int kRepeats = 3;
   const std::uint64_t bytes = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : kMaxHeaderBytes;

@@ -9,6 +9,11 @@
 namespace moesaic::bench {
 namespace {
 
+using parallel::nccl_library;
+using parallel::NcclConfig;
+using parallel::NcclLibrary;
+using parallel::NcclUniqueId;
+
 using Clock = std::chrono::steady_clock;
 using Out = std::span<const std::byte>;
 using In = std::span<std::byte>;

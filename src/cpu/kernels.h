@@ -25,7 +25,7 @@ inline constexpr int kPanelColumns = 64;
 // a fixed reduction tree for everything else.
 inline constexpr int kGroup = static_cast<int>(quant::kFp8BlockSize);
 // Rows per call: the fp32 results of one panel (96 * 64 * 4 = 24 KiB) stay in a 32 KiB L1.
-inline constexpr int kMaxRows = 96;
+inline constexpr int kMaxRows = 192;
 
 // Chains of multiply_add_loop: enough to cover the latency (4 to 6 cycles) of two multiply-adds a
 // cycle with room for the scheduler, as the GEMMs have them; twelve fill the 16 registers of the
@@ -200,6 +200,11 @@ struct CpuKernels {
   // Rows of experts that a call handles at a time. The quicker the products, the more rows must
   // share a read of the weights.
   std::int64_t chunk_rows;
+  // Rows of a GEMM at most (kMaxRows or fewer). All of a GEMM's rows share a read of its panel.
+  int rows_per_call;
+  // bf16 rows one behind the other, not a multiple of 1024 bytes apart, are read where they lie;
+  // others are copied for every panel.
+  bool reads_spaced_rows;
 
   // result[r][c] = sum over groups g, ascending, of row_scale[r][g] * panel_scale[g][c/16] * (sum
   // over k in g, ascending, of row[r][k] * w[k][c]), each inner product accumulated in fp32 (in

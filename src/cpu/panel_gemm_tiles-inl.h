@@ -288,6 +288,8 @@ template <class Tiles>
 void UseTiles(CpuKernels& t) {
   using enum WeightKind;
   t.chunk_rows = 16384;
+  t.rows_per_call = kMaxRows;
+  t.reads_spaced_rows = true;
   t.super_scale_steps = 4096;  // a call configures tiles
   t.panel_gemm_bf16[kBF16] = PlainGemmTiles<Tiles, UnitsInPlace<TileBF16>>;
   t.panel_gemm_bf16[kE4M3] = PlainGemmTiles<Tiles, DecodedUnits<PairsE4M3>>;

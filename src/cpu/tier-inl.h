@@ -48,6 +48,7 @@ constexpr CpuKernels MakeTable() {
   t.name = HWY_STR(MOESAIC_TIER);
   t.narrow_operand = OperandKind::kF32;
   t.chunk_rows = 8192;
+  t.rows_per_call = 96;
 
   using enum WeightKind;
   t.panel_gemm_f32[kF32] = PanelGemmF32<DecodeF32>;

@@ -97,12 +97,13 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
   const std::int64_t valid = std::min(panels_per_block_ * width, plan_.k2 - column);
   const std::int64_t real = std::min(valid, plan_.intermediate - column);
   std::int64_t end = w.first_row[e + 1];
+  const std::int64_t most = rows_of_call(end - w.first_row[e]);
   if (MOESAIC_FAULT(cpu_last_row_of_expert_dropped)) --end;
-  for (std::int64_t begin = w.first_row[e]; begin < end; begin += kMaxRows) {
-    const int count = static_cast<int>(std::min<std::int64_t>(kMaxRows, end - begin));
+  for (std::int64_t begin = w.first_row[e]; begin < end; begin += most) {
+    const int count = static_cast<int>(std::min<std::int64_t>(most, end - begin));
     for (int r = 0; r < count; ++r) {
       const std::int64_t in = input_of(w, begin + r);
-      rows[r] = w.a1 + in * plan_.operand_bytes(plan_.k1);
+      rows[r] = w.a1 + in * plan_.row_pitch(plan_.k1);
       if (reads_e2m1_groups(count)) rows[r] = w.a1_groups + in * plan_.e2m1_groups1();
       numbers[r] = w.a1_numbers + in * plan_.numbers1();
     }
@@ -138,7 +139,7 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
       const RowNumbers kept =
           numbers_from(w.a2_numbers + (begin + r) * plan_.numbers2(), plan_.k2, column);
       std::byte* operand =
-          w.a2 + (begin + r) * plan_.operand_bytes(plan_.k2) + plan_.operand_bytes(column);
+          w.a2 + (begin + r) * plan_.row_pitch(plan_.k2) + plan_.operand_bytes(column);
       if (MOESAIC_FAULT(cpu_intermediate_not_requantised)) {
         kernels_.round_row(y, valid, plan_.round_dtype);
         store_operand(y, valid, operand);
@@ -161,10 +162,11 @@ void CpuExperts::panel2(const CpuWorkspace& w, std::int64_t e, std::int64_t p) c
   const float* numbers[kMaxRows];
   const float* bias = weights_.w2.panel_bias(e, p);
   const std::int64_t end = w.first_row[e + 1];
-  for (std::int64_t begin = w.first_row[e]; begin < end; begin += kMaxRows) {
-    const int count = static_cast<int>(std::min<std::int64_t>(kMaxRows, end - begin));
+  const std::int64_t most = rows_of_call(end - w.first_row[e]);
+  for (std::int64_t begin = w.first_row[e]; begin < end; begin += most) {
+    const int count = static_cast<int>(std::min<std::int64_t>(most, end - begin));
     for (int r = 0; r < count; ++r) {
-      rows[r] = w.a2 + (begin + r) * plan_.operand_bytes(plan_.k2);
+      rows[r] = w.a2 + (begin + r) * plan_.row_pitch(plan_.k2);
       if (reads_e2m1_groups(count)) rows[r] = w.a2_groups + (begin + r) * plan_.e2m1_groups2();
       numbers[r] = w.a2_numbers + (begin + r) * plan_.numbers2();
     }

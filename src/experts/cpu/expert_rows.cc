@@ -86,7 +86,7 @@ void CpuExperts::finish_whole_row(const CpuWorkspace& w, std::int64_t r) const {
   }
   finish_row(x, plan_.k2, w.a2_static.of(e),
              numbers_from(w.a2_numbers + r * plan_.numbers2(), plan_.k2, 0),
-             w.a2 + r * plan_.operand_bytes(plan_.k2), nullptr);
+             w.a2 + r * plan_.row_pitch(plan_.k2), nullptr);
 }
 
 // x rounded to the operand dtype, times the rounded weight (weight on input), in the order of the
@@ -113,7 +113,7 @@ void CpuExperts::prepare_input(const CpuWorkspace& w, std::int64_t row, std::int
   }
   finish_row(x, plan_.k1, w.a1_static.of(e),
              numbers_from(w.a1_numbers + row * plan_.numbers1(), plan_.k1, 0),
-             w.a1 + row * plan_.operand_bytes(plan_.k1),
+             w.a1 + row * plan_.row_pitch(plan_.k1),
              e2m1_groups ? w.a1_groups + row * plan_.e2m1_groups1() : nullptr);
 }
 
@@ -136,7 +136,7 @@ void CpuExperts::load_quantized(const CpuWorkspace& w, std::int64_t row, const s
     std::memcpy(w.a1_numbers + row * plan_.numbers1(), scales,
                 static_cast<std::size_t>(plan_.scales(plan_.k1)) * sizeof(float));
   }
-  store_operand(x, plan_.k1, w.a1 + row * plan_.operand_bytes(plan_.k1));
+  store_operand(x, plan_.k1, w.a1 + row * plan_.row_pitch(plan_.k1));
 }
 
 }  // namespace moesaic::experts

@@ -13,6 +13,12 @@
 #include "permute/sort_slots.h"
 
 namespace moesaic::experts {
+namespace {
+
+// Of an expert, on average: rows that enough of its panels would copy.
+constexpr std::int64_t kSpacedRows = 8;
+
+}  // namespace
 
 CpuRowErrors CpuExperts::make_row_errors(std::int64_t chunk_tokens, bool own_rows) const {
   CpuRowErrors errors;
@@ -77,7 +83,8 @@ void CpuExperts::run_standard(const ExpertsArgs& args, const CpuWorkspace& w,
       const std::int64_t inputs = rows == 0 || w.own_rows ? rows : count;
 #pragma omp for schedule(static)
       for (std::int64_t i = 0; i < inputs; ++i) {
-        const std::int64_t slot = w.own_rows ? w.sorted_slots[i] : i * k;
+        const bool sorted_rows = w.own_rows && !MOESAIC_FAULT(cpu_own_rows_in_order_of_slots);
+        const std::int64_t slot = sorted_rows ? w.sorted_slots[i] : w.own_rows ? i : i * k;
         const std::int64_t t = slot / k;
         const std::int64_t e = w.own_rows ? expert_of_row(w, i) : 0;
         const std::byte* x =
@@ -180,8 +187,10 @@ Status CpuExperts::run(const ExpertsArgs& args) const {
   const std::int64_t num_experts = problem_.num_local_experts;
   w.a1_static = StaticScales(weights_.w13.input_scales(), args.a1_scale, num_experts);
   w.a2_static = StaticScales(weights_.w2.input_scales(), args.a2_scale, num_experts);
-  w.own_rows = plan_.own_rows || (plan_.static_rows && !w.a1_static.all_equal() &&
-                                  !MOESAIC_FAULT(cpu_static_scale_of_first_expert));
+  const bool scales_differ = plan_.static_rows && !w.a1_static.all_equal() &&
+                             !MOESAIC_FAULT(cpu_static_scale_of_first_expert);
+  const bool spaced = plan_.spaced_rows && plan_.chunk_rows(rows) >= kSpacedRows * num_experts;
+  w.own_rows = plan_.own_rows || scales_differ || spaced;
   CpuRowErrors errors;
   if (!args.numerics.empty()) {
     errors = make_row_errors(plan_.chunk_tokens(rows), w.own_rows);
@@ -206,13 +215,17 @@ Result<std::unique_ptr<Experts>> make_cpu_experts(std::string_view tier, const M
                                                   ExpertSource& source) {
   MOESAIC_RETURN_IF_ERROR(cpu_experts_can_implement(tier, problem));
   MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::kernels_by_name(tier));
-  MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormat format,
-                           cpu_weight_format(problem.quant, *kernels));
-  const CpuPlan plan = make_cpu_plan(problem, format, *kernels);
+  return make_cpu_experts(*kernels, problem, source);
+}
+
+Result<std::unique_ptr<Experts>> make_cpu_experts(const cpu::CpuKernels& kernels,
+                                                  const MoeProblem& problem, ExpertSource& source) {
+  MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormat format, cpu_weight_format(problem.quant, kernels));
+  const CpuPlan plan = make_cpu_plan(problem, format, kernels);
   MOESAIC_ASSIGN_OR_RETURN(CpuExpertWeights weights,
                            CpuExpertWeights::load(problem, format, source, plan.num_threads));
   return std::unique_ptr<Experts>(
-      std::make_unique<CpuExperts>(problem, *kernels, plan, format.grouped, std::move(weights)));
+      std::make_unique<CpuExperts>(problem, kernels, plan, format.grouped, std::move(weights)));
 }
 
 void CpuExperts::accumulate(const float* row, float weight, std::int64_t n, float* sum) const {

@@ -4,6 +4,7 @@
 #include <memory>
 #include <string_view>
 
+#include "cpu/kernels.h"
 #include "moesaic/experts.h"
 
 namespace moesaic::experts {
@@ -27,6 +28,9 @@ namespace moesaic::experts {
 Status cpu_experts_can_implement(std::string_view tier, const MoeProblem& problem);
 Result<std::unique_ptr<Experts>> make_cpu_experts(std::string_view tier, const MoeProblem& problem,
                                                   ExpertSource& source);
+// On a table of kernels that outlives them, and of which nothing is asked.
+Result<std::unique_ptr<Experts>> make_cpu_experts(const cpu::CpuKernels& kernels,
+                                                  const MoeProblem& problem, ExpertSource& source);
 Result<std::int64_t> cpu_experts_workspace_size(std::string_view tier, const MoeProblem& problem,
                                                 std::int64_t tokens);
 // Threads of a call with that many tokens: one where it is a matter of microseconds (cpu/team.h).

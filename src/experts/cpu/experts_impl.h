@@ -24,6 +24,9 @@ namespace moesaic::experts {
 // integer kernel has half of them.
 constexpr int kE2M1MinRows = 7;
 
+// What the kernels handle at once divides this, or nearly.
+constexpr std::int64_t kRowsTogether = 32;
+
 // Numbers beside a row, see CpuPlan; null where there are none.
 struct RowNumbers {
   float* scales = nullptr;
@@ -103,6 +106,11 @@ class CpuExperts final : public Experts {
   // Operand row of GEMM1 that feeds row `r` of the chunk.
   std::int64_t input_of(const CpuWorkspace& w, std::int64_t r) const {
     return plan_.standard && !w.own_rows ? w.sorted_slots[r] / plan_.top_k : r;
+  }
+  // An expert's rows are cut into calls of the kernels of about equal size: of that many at most.
+  std::int64_t rows_of_call(std::int64_t rows) const {
+    const std::int64_t calls = std::max<std::int64_t>(1, ceil_div(rows, kernels_.rows_per_call));
+    return std::max<std::int64_t>(kRowsTogether, round_up(ceil_div(rows, calls), kRowsTogether));
   }
   bool reads_e2m1_groups(std::int64_t rows) const {
     return plan_.e2m1_groups && rows >= kE2M1MinRows;

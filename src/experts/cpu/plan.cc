@@ -68,6 +68,8 @@ CpuPlan make_cpu_plan(const MoeProblem& problem, const CpuWeightFormat& format,
   plan.top_k = problem.top_k;
   plan.own_rows =
       plan.permuted || (plan.standard && problem.apply_router_weight_on_input && problem.top_k > 1);
+  plan.pads_rows = kernels.reads_spaced_rows && plan.operand == OperandKind::kBF16;
+  plan.spaced_rows = plan.pads_rows && !plan.e2m1_groups && plan.standard && problem.top_k > 1;
   plan.num_local_experts = problem.num_local_experts;
   plan.hidden = problem.hidden_size;
   plan.intermediate = problem.intermediate_size;

@@ -12,9 +12,18 @@ CpuWorkspace CpuWorkspace::carve(const CpuPlan& plan, std::int64_t tokens, Arena
   const std::int64_t chunk = plan.chunk_tokens(tokens);
   const std::int64_t rows = plan.chunk_rows(tokens);
   CpuWorkspace w;
-  const std::int64_t inputs = plan.own_rows || plan.static_rows ? rows : chunk;
-  w.a1 = arena.take<std::byte>(inputs * plan.operand_bytes(plan.k1));
-  w.a2 = arena.take<std::byte>(rows * plan.operand_bytes(plan.k2));
+  const bool of_slots = plan.own_rows || plan.spaced_rows || plan.static_rows;
+  const std::int64_t inputs = of_slots ? rows : chunk;
+  const std::int64_t a1_bytes = inputs * plan.row_pitch(plan.k1);
+  if (plan.spaced_rows) {
+    // GEMM2 writes its output when nobody reads GEMM1's operands any more.
+    w.out = arena.take<float>(std::max(rows * plan.n2, ceil_div(a1_bytes, std::int64_t{4})));
+    w.a1 = reinterpret_cast<std::byte*>(w.out);
+  } else {
+    w.out = arena.take<float>(rows * plan.n2);
+    w.a1 = arena.take<std::byte>(a1_bytes);
+  }
+  w.a2 = arena.take<std::byte>(rows * plan.row_pitch(plan.k2));
   if (plan.row_numbers()) {
     w.a1_numbers = arena.take<float>(inputs * plan.numbers1());
     w.a2_numbers = arena.take<float>(rows * plan.numbers2());
@@ -24,7 +33,6 @@ CpuWorkspace CpuWorkspace::carve(const CpuPlan& plan, std::int64_t tokens, Arena
     w.a2_groups = arena.take<cpu::E2M1Group>(rows * plan.e2m1_groups2());
   }
   if (plan.whole_rows) w.a2_raw = arena.take<float>(rows * plan.k2);
-  w.out = arena.take<float>(rows * plan.n2);
   w.sorted_slots = arena.take<std::int32_t>(rows);
   w.position = arena.take<std::int32_t>(rows);
   w.first_row = arena.take<std::int64_t>(plan.num_local_experts + 1);

@@ -36,9 +36,12 @@ struct CpuPlan {
   bool permuted = false;  // act-order: the columns of every expert have an order of their own
   // Rows of GEMM1 belong to a slot, not to a token: permuted, or each times its slot's weight.
   bool own_rows = false;
+  // They may belong to slots, so that those of an expert are one behind the other.
+  bool spaced_rows = false;
   // Each expert has scales of its own for the rows. Where they differ in a call, its rows belong to
   // slots too: there is room for that.
   bool static_rows = false;
+  bool pads_rows = false;     // see row_pitch
   bool super_scales = false;  // of the weights, expanded for so many steps of a panel at a time
   std::int64_t super_scale_steps = 0;
   cpu::OperandKind operand = cpu::OperandKind::kF32;
@@ -61,6 +64,11 @@ struct CpuPlan {
   std::int64_t operand_bytes(std::int64_t k) const {
     if (operand == cpu::OperandKind::kI8) return cpu::dot_row_bytes(k, fold);
     return k * (operand == cpu::OperandKind::kBF16 ? 2 : 4);
+  }
+  // From one row of a matrix of operands to the next.
+  std::int64_t row_pitch(std::int64_t k) const {
+    const std::int64_t bytes = operand_bytes(k);
+    return pads_rows && bytes % 1024 == 0 ? bytes + 64 : bytes;
   }
   std::int64_t e2m1_groups1() const { return k1 / cpu::kE2M1GroupSteps; }
   std::int64_t e2m1_groups2() const { return k2 / cpu::kE2M1GroupSteps; }
@@ -97,7 +105,7 @@ struct CpuWorkspace {
   CpuRowErrors* errors = nullptr;  // null: not measured
   StaticScales a1_static, a2_static;
   bool own_rows = false;  // see CpuPlan
-  // [chunk_tokens]; CpuPlan::own_rows, static_rows: [chunk_rows]
+  // [chunk_tokens]; CpuPlan::own_rows, spaced_rows, static_rows: [chunk_rows]. spaced_rows: a1 lies in out.
   std::byte* a1 = nullptr;               // [..][k1] operands of GEMM1
   float* a1_numbers = nullptr;           // [..][numbers1]
   cpu::E2M1Group* a1_groups = nullptr;   // [..][k1 / 16], e2m1_groups
