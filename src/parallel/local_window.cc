@@ -4,28 +4,15 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <new>
-#include <random>
 #include <string>
 #include <utility>
 
-#include "core/fault.h"
 #include "core/refusal.h"
 #include "cuda/device_memory.h"
-#include "moesaic/device.h"
-#include "parallel/peer_window.h"
+#include "parallel/peer_window_parts.h"
 
 namespace moesaic::parallel {
 namespace {
-
-// Drawn once; tells processes apart, also those of different hosts.
-std::int64_t process_number() {
-  static const std::int64_t number = [] {
-    std::random_device random;
-    return static_cast<std::int64_t>((std::uint64_t{random()} << 31) ^ random());
-  }();
-  return number;
-}
 
 // The windows of all ranks; shared by all, so that none goes while another may be written to.
 struct Shared {
@@ -66,19 +53,6 @@ class LocalWindow final : public PeerWindow {
   int rank_;
   std::int64_t bytes_;
 };
-
-// ok when `mine` is ok on all ranks; else the own refusal, or which rank has one.
-Status vote(Communicator& world, std::string_view what, const Status& mine) {
-  const auto all = world.control().all_gather(what, mine.ok() ? 1 : 0);
-  MOESAIC_RETURN_IF_ERROR(mine);
-  if (!all.ok()) return all.status();
-  for (std::size_t r = 0; r < all->size(); ++r) {
-    if ((*all)[r] == 0) {
-      return unsupported(fmt::format("{}: rank {} cannot, its own message says why", what, r));
-    }
-  }
-  return {};
-}
 
 // Streams of ranks that share a device must not share a queue of it, in which one rank's work would
 // stand behind a kernel that waits for it.
@@ -133,75 +107,29 @@ Status fill(Shared& shared, int rank, int device, const std::vector<std::int64_t
 
 }  // namespace
 
-Status peer_kernels_loaded() {
-  using GetLoadingMode = int (*)(int*);
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-  MOESAIC_RETURN_IF_ERROR(cuda::check_call(
-      "peer windows", cudaGetDriverEntryPointByVersion("cuModuleGetLoadingMode", &function, 11070,
-                                                       cudaEnableDefault, &found)));
-#else
-  MOESAIC_RETURN_IF_ERROR(cuda::check_call(
-      "peer windows",
-      cudaGetDriverEntryPoint("cuModuleGetLoadingMode", &function, cudaEnableDefault, &found)));
-#endif
-  constexpr int kEager = 1;  // CU_MODULE_EAGER_LOADING
-  int mode = 0;
-  if (function == nullptr || found != cudaDriverEntryPointSuccess ||
-      reinterpret_cast<GetLoadingMode>(function)(&mode) != 0 || mode != kEager) {
-    return unsupported(
-        "peer windows: kernels are loaded at their first launch, which may wait for a kernel that "
-        "waits for it; need CUDA_MODULE_LOADING=EAGER in the environment");
-  }
-  return {};
-}
-
-Result<std::unique_ptr<PeerWindow>> make_local_window(Communicator& communicator, int device,
-                                                      std::int64_t bytes, const Status& mine) {
-  constexpr std::string_view kWhat = "peer windows";
+Result<std::unique_ptr<PeerWindow>> make_thread_window(Communicator& communicator, int device,
+                                                       std::int64_t bytes) {
   const int rank = communicator.rank(), size = communicator.size();
-  if (size > kPeerWindowRanks) {
-    return Status(StatusCode::kUnsupported,
-                  fmt::format("{}: got {} ranks, need at most {}", kWhat, size, kPeerWindowRanks));
-  }
   Communicator& control = communicator.control();
-  MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int64_t> processes,
-                           control.all_gather(kWhat, process_number()));
-  for (std::size_t r = 1; r < processes.size(); ++r) {
-    if (processes[r] != processes[0]) {
-      return Status(
-          StatusCode::kUnsupported,
-          fmt::format("{}: ranks 0 and {} are different processes, need threads of one", kWhat, r));
-    }
-  }
-  MOESAIC_RETURN_IF_ERROR(vote(communicator, kWhat, mine.ok() ? peer_kernels_loaded() : mine));
   MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int64_t> devices,
-                           control.all_gather(kWhat, device));
+                           control.all_gather(kPeerWindows, device));
   // One process: rank 0 hands out the address of a shared pointer, which all have copied when they
   // have met again. Where they do not meet it is left behind.
   using Handed = std::shared_ptr<Shared>;
   Handed* const handed =
       rank == 0 ? new Handed(std::make_shared<Shared>(static_cast<std::size_t>(size))) : nullptr;
-  MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int64_t> places,
-                           control.all_gather(kWhat, static_cast<std::int64_t>(
-                                                         reinterpret_cast<std::intptr_t>(handed))));
+  MOESAIC_ASSIGN_OR_RETURN(
+      const std::vector<std::int64_t> places,
+      control.all_gather(kPeerWindows,
+                         static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(handed))));
   Handed shared = *reinterpret_cast<const Handed*>(static_cast<std::intptr_t>(places[0]));
   const cuda::DeviceScope scope(device);
   Status status = scope.status();
   if (status.ok()) status = fill(*shared, rank, device, devices, bytes);
-  status = vote(communicator, kWhat, status);
+  status = peer_vote(communicator, status);
   if (control.state().ok()) delete handed;
   MOESAIC_RETURN_IF_ERROR(status);
   return std::unique_ptr<PeerWindow>(std::make_unique<LocalWindow>(std::move(shared), rank, bytes));
 }
 
 }  // namespace moesaic::parallel
-
-namespace moesaic {
-Status peer_windows_available() {
-  const CudaInfo info = query_cuda();
-  if (!info.available) return {StatusCode::kDevice, info.reason};
-  return parallel::peer_kernels_loaded();
-}
-}  // namespace moesaic

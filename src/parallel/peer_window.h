@@ -1,5 +1,5 @@
 // Memory of every rank that every other rank's kernels may write to. What is in it:
-// parallel/peer_control.h. There is one provider: ranks that are threads of one process.
+// parallel/peer_control.h. Ranks are threads of one process, or processes of one host.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ class PeerWindow {
   virtual std::int64_t bytes() const = 0;
   // The window of a rank, as kernels on this rank's device address it; 256-byte aligned.
   virtual std::byte* base(int rank) const = 0;
-  // Whether another rank is on this rank's device.
+  // Whether another rank of this process is on this rank's device.
   virtual bool shares_device() const = 0;
 };
 
@@ -33,12 +33,15 @@ class PeerWindow {
 // CUDA. kDevice: no driver.
 Status peer_kernels_loaded();
 
-// Collective: windows of `bytes` zeros on all ranks, which are threads of one process, each on
-// `device` of its own or a shared one. All ranks succeed or none: kUnsupported with the reason, and
-// whose it is: another process, more than kPeerWindowRanks ranks, devices without peer access,
-// peer_kernels_loaded(), `mine` (whether this rank is ready otherwise). kOutOfMemory. The memory of
-// all ranks lives until the last of them has let go of its window.
-Result<std::unique_ptr<PeerWindow>> make_local_window(Communicator& communicator, int device,
-                                                      std::int64_t bytes, const Status& mine);
+// Collective: windows of `bytes` zeros on all ranks, which are threads of one process or have a process
+// of one host each, on `device` of its own or a shared one. All ranks succeed or none: kUnsupported
+// with the reason, and whose it is: several hosts, processes with several ranks beside others, more
+// than kPeerWindowRanks ranks, devices without access to each other, peer_kernels_loaded(), `mine`
+// (whether this rank is ready otherwise). kOutOfMemory. The memory of a rank lives until all have let
+// go of its window. Processes: one that lets go waits a moment for the others, and leaves memory that
+// others still have for a later window or the end of the process; a rank that dies may leave memory
+// so in the others.
+Result<std::unique_ptr<PeerWindow>> make_peer_window(Communicator& communicator, int device,
+                                                     std::int64_t bytes, const Status& mine);
 
 }  // namespace moesaic::parallel

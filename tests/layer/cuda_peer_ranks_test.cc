@@ -18,6 +18,7 @@
 
 #include "layer/cuda_rank_case.h"
 #include "layer/eplb_case.h"
+#include "layer/peer_calls.h"
 #include "support/cuda_device.h"
 #include "support/metrics.h"
 #include "support/random.h"
@@ -26,38 +27,23 @@
 namespace moesaic {
 namespace {
 
+using test::compare_engines;
 using test::DeviceBytes;
+using test::engines_of;
 using test::expect_refusal;
+using test::kMostRows;
 using test::LayerTensors;
+using test::options_of;
+using test::RankCalls;
 using test::RankCombo;
+using test::rows_of;
 
 // Read when CUDA starts: before any test.
 const bool kEnvironment = setenv("CUDA_MODULE_LOADING", "EAGER", 1) == 0 &&
                           setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1) == 0;
 
-constexpr std::int64_t kMostRows = 6;
 // Longer than any call here takes, shorter than a test may hang.
 constexpr int kPatientMs = 20'000;
-
-FusedMoE::Options options_of(const RankCombo& c, const std::shared_ptr<Communicator>& world) {
-  const int rank = world->rank();
-  ParallelSizes sizes;
-  sizes.tp_size = c.tp;
-  sizes.tp_rank = rank % c.tp;
-  sizes.pcp_size = c.pcp;
-  sizes.pcp_rank = rank / c.tp % c.pcp;
-  sizes.dp_size = c.dp;
-  sizes.dp_rank = rank / c.tp / c.pcp;
-  sizes.enable_expert_parallel = c.ep;
-  sizes.sequence_parallel = c.sp;
-  FusedMoE::Options o = test::on_gpu(kMostRows);
-  o.parallel = ParallelConfig::from_sizes(sizes).value();
-  o.parallel.placement = c.placement;
-  o.ranks.communicator = world;
-  o.ranks.transport = c.transport;
-  o.ranks.reduction = c.reduction;
-  return o;
-}
 
 // body(rank, world) on a thread for each rank; what is wrong.
 std::string on_ranks(
@@ -77,133 +63,6 @@ std::string on_ranks(
     if (!wrong[r].empty()) text += fmt::format("rank {}: {}\n", r, wrong[r]);
   }
   return text;
-}
-
-// A rank's rows on the device, and a stream of its own. Memory is made and freed with it: while
-// another rank's kernels wait for this one, neither may be done.
-class RankCalls {
- public:
-  RankCalls(std::uint64_t seed, std::int64_t hidden, int inputs)
-      : hidden_(hidden),
-        x_(test::random_hidden(seed, kMostRows * inputs, hidden)),
-        in_(x_.data(), x_.bytes()),
-        out_(x_.bytes() * 2),
-        want_(static_cast<std::size_t>(x_.bytes() / 2)) {
-    EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
-    // A stream has its queue from its first use on: now, not while another rank's kernel waits.
-    poison();
-    EXPECT_TRUE(finish());
-  }
-  RankCalls(const RankCalls&) = delete;
-  RankCalls& operator=(const RankCalls&) = delete;
-  ~RankCalls() {
-    (void)cudaStreamSynchronize(stream_);
-    for (cudaGraphExec_t exec : execs_) (void)cudaGraphExecDestroy(exec);
-    (void)cudaStreamDestroy(stream_);
-  }
-
-  cudaStream_t stream() const { return stream_; }
-  Status enqueue(const FusedMoE& layer, std::int64_t input, std::int64_t rows) {
-    const std::int64_t first = input * kMostRows * hidden_;
-    return layer.enqueue({stream_},
-                         ConstTensorView(in_.as<const std::byte>() + first * 2, DType::kBF16,
-                                         Shape{rows, hidden_}, Device::cuda(0)),
-                         TensorView(out_.as<std::byte>() + first * 4, DType::kF32,
-                                    Shape{rows, hidden_}, Device::cuda(0)));
-  }
-  bool finish() const { return cudaStreamSynchronize(stream_) == cudaSuccess; }
-  // A graph of that call.
-  Status capture(const FusedMoE& layer, std::int64_t input, std::int64_t rows) {
-    EXPECT_EQ(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-    const Status status = enqueue(layer, input, rows);
-    cudaGraph_t graph = nullptr;
-    EXPECT_EQ(cudaStreamEndCapture(stream_, &graph), cudaSuccess);
-    MOESAIC_RETURN_IF_ERROR(status);
-    cudaGraphExec_t exec = nullptr;
-    EXPECT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
-    EXPECT_EQ(cudaGraphUpload(exec, stream_), cudaSuccess);
-    EXPECT_TRUE(finish());
-    (void)cudaGraphDestroy(graph);
-    execs_.push_back(exec);
-    return {};
-  }
-  void replay(std::size_t graph) {
-    EXPECT_EQ(cudaGraphLaunch(execs_[graph], stream_), cudaSuccess);
-  }
-  void poison() {
-    EXPECT_EQ(cudaMemsetAsync(out_.as<void>(), 0xFF, want_.size() * 4, stream_), cudaSuccess);
-  }
-  void keep() { out_.download(want_.data()); }
-  // Whether the output of some rows of an input has the bits that were kept.
-  bool same(std::int64_t input, std::int64_t rows) const {
-    const auto first = static_cast<std::size_t>(input * kMostRows * hidden_);
-    std::vector<float> got(want_.size());
-    out_.download(got.data());
-    return std::memcmp(got.data() + first, want_.data() + first,
-                       static_cast<std::size_t>(rows * hidden_) * 4) == 0;
-  }
-  bool all_nan(std::int64_t input, std::int64_t rows) const {
-    std::vector<float> got(want_.size());
-    out_.download(got.data());
-    const auto first = got.begin() + input * kMostRows * hidden_;
-    return std::all_of(first, first + rows * hidden_, [](float v) { return std::isnan(v); });
-  }
-
- private:
-  std::int64_t hidden_;
-  Tensor x_;
-  DeviceBytes in_, out_;
-  std::vector<float> want_;
-  cudaStream_t stream_ = nullptr;
-  std::vector<cudaGraphExec_t> execs_;
-};
-
-// How many rows a rank has in a call: some none, all different from call to call.
-std::int64_t rows_of(int rank, int call) {
-  return (rank * 5 + call * 3 + rank * call) % (kMostRows + 1);
-}
-
-// Some calls by both engines on the same rows; empty, or what is wrong. `fits`: whether the plan
-// says so, which create() must too.
-std::string compare_engines(const test::MakeRankLayer& make, FusedMoE::Options options, bool fits,
-                            std::uint64_t seed, std::int64_t hidden) {
-  constexpr int kCalls = 4;
-  const int rank = options.ranks.communicator->rank();
-  options.ranks.engine = RankEngine::kPeerWindows;
-  const auto peers = make(options);
-  if (!fits) {
-    const bool refused = !peers.ok() && peers.status().code() == StatusCode::kUnsupported;
-    return refused ? "" : "not refused: " + peers.status().to_string();
-  }
-  if (!peers.ok()) return peers.status().to_string();
-  options.ranks.engine = RankEngine::kMessages;
-  const auto messages = make(options);
-  if (!messages.ok()) return messages.status().to_string();
-  if (peers->summary().find("through peer windows") == std::string::npos) return peers->summary();
-  RankCalls calls(seed + static_cast<std::uint64_t>(rank), hidden, kCalls);
-  for (int c = 0; c < kCalls; ++c) {
-    const Status status = calls.enqueue(*messages, c, rows_of(rank, c));
-    if (!status.ok()) return status.to_string();
-  }
-  if (!calls.finish()) return "messages failed";
-  calls.keep();
-  calls.poison();
-  if (!calls.finish()) return "poison";
-  // No rank waits on the device before all are there.
-  Status status = options.ranks.communicator->barrier("ready");
-  for (int c = 0; c < kCalls && status.ok(); ++c) {
-    status = calls.enqueue(*peers, c, rows_of(rank, c));
-  }
-  if (!status.ok()) return status.to_string();
-  if (!calls.finish()) return "peer windows failed";
-  std::string wrong = peers->health().to_string();
-  if (peers->health().ok()) wrong.clear();
-  for (int c = 0; c < kCalls; ++c) {
-    if (!calls.same(c, rows_of(rank, c))) wrong += fmt::format(" other bits in call {}", c);
-  }
-  // Nobody frees memory while another is still in a call.
-  status = options.ranks.communicator->barrier("done");
-  return status.ok() ? wrong : status.to_string();
 }
 
 bool fits_peers(const FusedMoE::Options& options, std::int64_t top_k) {
@@ -255,20 +114,8 @@ TEST(CudaPeerRanks, EveryCombinationHasTheBitsOfMessages) {
   EXPECT_GT(refusals, 10);
 }
 
-RankCombo engines_of(int ranks, RankReduction reduction) {
-  RankCombo c;
-  c.dp = ranks;
-  c.ep = true;
-  c.transport = RankTransport::kAllToAll;
-  c.reduction = reduction;
-  return c;
-}
-
-// Graphs of three sizes on each rank, replayed in another order on each, with eager calls between
-// and hosts that are up to sixteen calls ahead; then every result is what it was.
 TEST(CudaPeerRanks, GraphsOfDifferentSizesInterleave) {
   REQUIRE_HOPPER();
-  constexpr int kGraphs = 3, kRounds = 400;
   for (const test::Feature& f : test::rank_features()) {
     const LayerTensors tensors = test::make_tensors(52, f.spec());
     const test::MakeRankLayer make = test::maker_of(tensors);
@@ -276,55 +123,10 @@ TEST(CudaPeerRanks, GraphsOfDifferentSizesInterleave) {
       const RankCombo combo =
           engines_of(ranks, ranks == 2 ? RankReduction::kPerRank : RankReduction::kPerSlot);
       const std::string wrong =
-          on_ranks(ranks, kPatientMs,
-                   [&](int rank, const std::shared_ptr<Communicator>& world) -> std::string {
-                     FusedMoE::Options o = options_of(combo, world);
-                     o.ranks.engine = RankEngine::kPeerWindows;
-                     const auto layer = make(o);
-                     if (!layer.ok()) return layer.status().to_string();
-                     RankCalls calls(300 + static_cast<std::uint64_t>(rank),
-                                     tensors.spec.hidden_size, kGraphs);
-                     const auto rows = [&](int g) { return rows_of(rank, g + 1); };
-                     Status status = world->barrier("ready");
-                     for (int g = 0; g < kGraphs && status.ok(); ++g) {
-                       status = calls.enqueue(*layer, g, rows(g));
-                     }
-                     if (!status.ok()) return status.to_string();
-                     if (!calls.finish() || !layer->health().ok())
-                       return layer->health().to_string();
-                     calls.keep();
-                     status = world->barrier("captures");
-                     for (int g = 0; g < kGraphs && status.ok(); ++g) {
-                       status = calls.capture(*layer, g, rows(g));
-                     }
-                     if (status.ok()) status = world->barrier("replays");
-                     if (!status.ok()) return status.to_string();
-                     test::Rng rng(7 + static_cast<std::uint64_t>(rank));
-                     calls.poison();
-                     for (int round = 0; round < kRounds && status.ok(); ++round) {
-                       const auto g = static_cast<int>(rng.next() % kGraphs);
-                       if (rng.next() % 8 == 0) {
-                         status = calls.enqueue(*layer, g, rows(g));
-                       } else {
-                         calls.replay(static_cast<std::size_t>(g));
-                       }
-                       // Launches wait in a queue with an end; nobody fills it while others sleep.
-                       if (round % 16 == 15 && !calls.finish()) return "replays failed";
-                       if (rng.next() % 64 == 0) {
-                         std::this_thread::sleep_for(std::chrono::microseconds(rng.next() % 500));
-                       }
-                     }
-                     if (!status.ok()) return status.to_string();
-                     if (!calls.finish()) return "replays failed";
-                     if (!layer->health().ok()) return layer->health().to_string();
-                     std::string bad;
-                     for (int g = 0; g < kGraphs; ++g) {
-                       if (!calls.same(g, rows(g)))
-                         bad += fmt::format(" other bits in graph {}", g);
-                     }
-                     status = world->barrier("done");
-                     return status.ok() ? bad : status.to_string();
-                   });
+          on_ranks(ranks, kPatientMs, [&](int, const std::shared_ptr<Communicator>& world) {
+            return test::replay_in_any_order(make, options_of(combo, world),
+                                             tensors.spec.hidden_size, 400);
+          });
       ASSERT_EQ(wrong, "") << f.name << " " << ranks;
     }
   }

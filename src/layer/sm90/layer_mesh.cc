@@ -66,7 +66,7 @@ Status CudaLayer::Impl::withdraw_from_ranks(const Status& reason) const {
   if (layer::peer_windows_fit(plan.ranks, Device::cuda(device)).ok()) {
     const bool gather = plan.ranks.transport == RankTransport::kGather;
     static_cast<void>(
-        parallel::make_local_window(gather ? *mesh->tokens() : *mesh->world(), device, 0, reason));
+        parallel::make_peer_window(gather ? *mesh->tokens() : *mesh->world(), device, 0, reason));
   }
   return reason;
 }

@@ -194,7 +194,7 @@ Result<std::unique_ptr<CudaPeerAllToAll>> CudaPeerAllToAll::create(
   };
   MOESAIC_ASSIGN_OR_RETURN(
       impl->window,
-      parallel::make_local_window(*communicator, problem.device.index(), layout.bytes, own_part()));
+      parallel::make_peer_window(*communicator, problem.device.index(), layout.bytes, own_part()));
   impl->shares_device = impl->window->shares_device();
   const DeviceScope scope(problem.device.index());
   MOESAIC_RETURN_IF_ERROR(impl->stand(layout));
