@@ -127,7 +127,9 @@ std::byte* allocate(std::size_t bytes) {
   const std::size_t size = (bytes + alignment) / alignment * alignment;
   void* p = std::aligned_alloc(alignment, size);
 #if defined(__linux__)
-  if (p != nullptr && alignment == kHugePage) madvise(p, size, MADV_HUGEPAGE);
+  // Whole ones only, so that the last takes no more memory than it needs.
+  if (p != nullptr && alignment == kHugePage)
+    madvise(p, bytes / kHugePage * kHugePage, MADV_HUGEPAGE);
 #endif
   return static_cast<std::byte*>(p);
 }
