@@ -166,7 +166,7 @@ void add_rank_options(CLI::App& app, RankOptions& o) {
       ->capture_default_str()
       ->group(group);
   app.add_option("--rank-engine", o.engine,
-                 "How rows travel between GPUs: messages, or (threads, each rank its own rows, "
+                 "How rows travel between GPUs: messages, or (one host, each rank its own rows, "
                  "CUDA_MODULE_LOADING=EAGER) peer_windows, where no rank waits on the host; auto: "
                  "windows where that can be")
       ->check(one_of({"messages", "peer_windows", "auto"}))
