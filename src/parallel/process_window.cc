@@ -160,6 +160,7 @@ Result<std::unique_ptr<PeerWindow>> make_process_window(Communicator& communicat
   const std::vector<std::span<const std::byte>> send(
       all.size(), std::as_bytes(std::span<const cudaIpcMemHandle_t>(&mine, 1)));
   std::vector<std::span<std::byte>> recv;
+  recv.reserve(all.size());
   for (cudaIpcMemHandle_t& h : all)
     recv.push_back(std::as_writable_bytes(std::span<cudaIpcMemHandle_t>(&h, 1)));
   MOESAIC_RETURN_IF_ERROR(communicator.control().exchange(kPeerWindows, send, recv));
