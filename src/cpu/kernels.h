@@ -137,6 +137,9 @@ struct SuperScaleArgs {
   std::int64_t groups = 0;   // of `fold` steps
   float* scales = nullptr;   // [groups][64]
   float* offsets = nullptr;  // [groups][64]: min - bias * scale (one rounding); null: none wanted
+  // Codes that are asked of memory meanwhile: lines of 64 bytes.
+  const std::byte* fetch = nullptr;
+  std::int64_t fetch_lines = 0;
 };
 
 // c: gate columns 0..31 and up columns 32..63 (gated), or 64 plain columns; see activate().

@@ -64,7 +64,7 @@ struct GroupFold {
         row_sums(args.row_sums),
         offsets(args.group_offsets == nullptr ? nullptr : args.group_offsets + g * kPanelColumns),
         group(g),
-        scale_group(args.row_scales == nullptr ? 0 : g / args.folds_per_row_scale) {}
+        scale_group(args.folds_per_row_scale == 1 ? g : g / args.folds_per_row_scale) {}
   const float* const* row_scales;
   const float* const* row_sums;
   const float* offsets;

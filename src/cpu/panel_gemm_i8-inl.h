@@ -59,18 +59,29 @@ HWY_INLINE VI LoadLanes(const std::byte* unit, int v) {
   return hn::Load(di32, reinterpret_cast<const std::int32_t*>(unit) + v * kLanes);
 }
 
-// --- Units of weights: what a format contributes. Quad<Q>: steps 4 Q to 4 Q + 3 of the columns of
-// vector v of a unit.
+// --- Units of weights: what a format contributes. Raw: vector v of a unit's columns as it lies;
+// Quad<Q>: steps 4 Q to 4 Q + 3 of it.
+
+template <int kPlanes>
+struct RawQuads {
+  VI plane[kPlanes];
+
+  RawQuads(const std::byte* unit, int v) {
+#pragma GCC unroll 3
+    for (int i = 0; i < kPlanes; ++i) plane[i] = LoadLanes(unit + i * kUnitBytes, v);
+  }
+};
 
 struct UnitQuads8 {
   static constexpr int kSteps = 4;
   static constexpr std::int64_t kBytes = kUnitBytes;
+  using Raw = RawQuads<1>;
   static constexpr int kStartShift = 0;    // from the row's start to that of this format's bias
   static constexpr bool kDoubled = false;  // sums are twice what they should be
   using Decoded = UnitQuads8;
   template <int Q>
-  static HWY_INLINE VI Quad(const std::byte* unit, int v) {
-    return LoadLanes(unit, v);
+  static HWY_INLINE VI Quad(const Raw& raw) {
+    return raw.plane[0];
   }
 };
 
@@ -83,13 +94,14 @@ static_assert(kDotBias4 << UnitQuads4InBytes::kStartShift == kDotBias);
 struct UnitQuads4 {
   static constexpr int kSteps = 8;
   static constexpr std::int64_t kBytes = kUnitBytes;
+  using Raw = RawQuads<1>;
   static constexpr int kStartShift = UnitQuads4InBytes::kStartShift;
   static constexpr bool kDoubled = false;
   using Decoded = UnitQuads4InBytes;
   template <int Q>
-  static HWY_INLINE VI Quad(const std::byte* unit, int v) {
-    const VI raw = LoadLanes(unit, v);
-    return hn::And(Q == 0 ? raw : hn::ShiftRight<4>(raw), hn::Set(di32, 0x0F0F0F0F));
+  static HWY_INLINE VI Quad(const Raw& raw) {
+    const VI codes = raw.plane[0];
+    return hn::And(Q == 0 ? codes : hn::ShiftRight<4>(codes), hn::Set(di32, 0x0F0F0F0F));
   }
 };
 
@@ -106,12 +118,12 @@ struct UnitQuadsE2M1 : UnitQuads4 {
   static constexpr bool kDoubled = true;
   using Decoded = UnitQuadsE2M1InBytes;
   template <int Q>
-  static HWY_INLINE VI Quad(const std::byte* unit, int v) {
+  static HWY_INLINE VI Quad(const Raw& raw) {
     const hn::Repartition<std::uint8_t, decltype(di32)> du8;
     alignas(16) static constexpr std::uint8_t kTable[16] = {16, 17, 18, 19, 20, 22, 24, 28,
                                                             16, 15, 14, 13, 12, 10, 8,  4};
     return hn::BitCast(di32, hn::TableLookupBytes(hn::LoadDup128(du8, kTable),
-                                                  hn::BitCast(du8, UnitQuads4::Quad<Q>(unit, v))));
+                                                  hn::BitCast(du8, UnitQuads4::Quad<Q>(raw))));
   }
 };
 
@@ -124,17 +136,18 @@ static_assert(kDotBias6 << UnitQuads6InBytes::kStartShift == kDotBias);
 struct UnitQuads6 {
   static constexpr int kSteps = 16;
   static constexpr std::int64_t kBytes = 3 * kUnitBytes;
+  using Raw = RawQuads<3>;
   static constexpr int kStartShift = UnitQuads6InBytes::kStartShift;
   static constexpr bool kDoubled = false;
   using Decoded = UnitQuads6InBytes;
   template <int Q>
-  static HWY_INLINE VI Quad(const std::byte* unit, int v) {
+  static HWY_INLINE VI Quad(const Raw& raw) {
     if constexpr (Q < 3) {
-      return hn::And(LoadLanes(unit + Q * kUnitBytes, v), hn::Set(di32, 0x3F3F3F3F));
+      return hn::And(raw.plane[Q], hn::Set(di32, 0x3F3F3F3F));
     } else {
-      const VI low = hn::ShiftRight<6>(LoadLanes(unit, v));
-      const VI middle = hn::ShiftRight<4>(LoadLanes(unit + kUnitBytes, v));
-      const VI high = hn::ShiftRight<2>(LoadLanes(unit + 2 * kUnitBytes, v));
+      const VI low = hn::ShiftRight<6>(raw.plane[0]);
+      const VI middle = hn::ShiftRight<4>(raw.plane[1]);
+      const VI high = hn::ShiftRight<2>(raw.plane[2]);
       return hn::Or(hn::And(low, hn::Set(di32, 0x03030303)),
                     hn::Or(hn::And(middle, hn::Set(di32, 0x0C0C0C0C)),
                            hn::And(high, hn::Set(di32, 0x30303030))));
@@ -157,7 +170,7 @@ struct StoreQuads {
   template <int Q>
   HWY_INLINE void Do() const {
     for (int v = 0; v < kPanelColumns / kLanes; ++v) {
-      hn::Store(Unit::template Quad<Q>(w, v), di32,
+      hn::Store(Unit::template Quad<Q>(typename Unit::Raw(w, v)), di32,
                 reinterpret_cast<std::int32_t*>(out + Q * kUnitBytes) + v * kLanes);
     }
   }
@@ -191,7 +204,7 @@ HWY_INLINE void StepI8(const std::byte* unit, const std::uint8_t* const (&a)[MR]
   if constexpr (Unit::kSteps > 4) __asm__("" : "+r"(unit));
   VI w[kTileVectors];
 #pragma GCC unroll 8
-  for (int v = 0; v < kTileVectors; ++v) w[v] = Unit::template Quad<Q>(unit, v);
+  for (int v = 0; v < kTileVectors; ++v) w[v] = Unit::template Quad<Q>(typename Unit::Raw(unit, v));
 #pragma GCC unroll 8
   for (int r = 0; r < MR; ++r) {
     std::int32_t quad;
@@ -215,6 +228,32 @@ struct UnitStepI8 {
   }
 };
 
+// One vector of a unit's columns for one row whose codes are x: weights are read once.
+template <class Unit>
+struct VectorStepI8 {
+  typename Unit::Raw raw;
+  const VI (&x)[Unit::kSteps / 4];
+  VI& acc;
+  template <int Q>
+  HWY_INLINE void Do() const {
+    AddQuads(acc, Unit::template Quad<Q>(raw), x[Q]);
+  }
+};
+
+template <class Unit>
+HWY_INLINE void UnitOfRowI8(const std::byte* unit, const std::uint8_t* a, VI (&acc)[kTileVectors]) {
+  VI x[Unit::kSteps / 4];
+#pragma GCC unroll 4
+  for (int q = 0; q < Unit::kSteps / 4; ++q) {
+    std::int32_t quad;
+    std::memcpy(&quad, a + 4 * q, sizeof(quad));
+    x[q] = hn::Set(di32, quad);
+  }
+#pragma GCC unroll 8
+  for (int v = 0; v < kTileVectors; ++v)
+    ForQuads<Unit>(VectorStepI8<Unit>{typename Unit::Raw(unit, v), x, acc[v]});
+}
+
 // A block's groups for MR rows. kLines: of memory to ask for with each unit.
 template <class Unit, int MR, int kLines>
 HWY_NOINLINE void RunI8Tile(const PanelArgs& args, const I8Block& block) {
@@ -233,8 +272,11 @@ HWY_NOINLINE void RunI8Tile(const PanelArgs& args, const I8Block& block) {
       VI acc[MR][kTileVectors];
 #pragma GCC unroll 8
       for (int r = 0; r < MR; ++r) {
+        std::int32_t start;
+        std::memcpy(&start, a[r] - kStart, sizeof(start));
 #pragma GCC unroll 8
-        for (int v = 0; v < kTileVectors; ++v) acc[r][v] = hn::Zero(di32);
+        for (int v = 0; v < kTileVectors; ++v)
+          acc[r][v] = hn::Set(di32, start / (1 << Unit::kStartShift));
       }
       for (int k = 0; k < args.fold; k += Unit::kSteps, unit += Unit::kBytes) {
         if (kLines > 0 && column == 0) {
@@ -242,17 +284,17 @@ HWY_NOINLINE void RunI8Tile(const PanelArgs& args, const I8Block& block) {
           for (int line = 0; line < kLines; ++line) __builtin_prefetch(fetch + 64 * line, 0, 2);
           fetch += 64 * kLines;
         }
-        ForQuads<Unit>(UnitStepI8<Unit, MR>{unit, a, k, acc});
+        if constexpr (MR == 1) {
+          UnitOfRowI8<Unit>(unit, a[0] + k, acc[0]);
+        } else {
+          ForQuads<Unit>(UnitStepI8<Unit, MR>{unit, a, k, acc});
+        }
       }
       VF sums[MR][kTileVectors];
 #pragma GCC unroll 8
       for (int r = 0; r < MR; ++r) {
-        std::int32_t start;
-        std::memcpy(&start, a[r] - kStart, sizeof(start));
-        start /= 1 << Unit::kStartShift;
 #pragma GCC unroll 8
-        for (int v = 0; v < kTileVectors; ++v)
-          sums[r][v] = hn::ConvertTo(df, hn::Add(acc[r][v], hn::Set(di32, start)));
+        for (int v = 0; v < kTileVectors; ++v) sums[r][v] = hn::ConvertTo(df, acc[r][v]);
         if constexpr (Unit::kDoubled) {
           const float half = MOESAIC_FAULT(cpu_e2m1_sums_stay_doubled) ? 1.0F : 0.5F;
 #pragma GCC unroll 8

@@ -83,14 +83,14 @@ struct PairsInPlace {
 };
 
 // Units that lie in the panel as tiles read them. kBlockBytes: of a row of operands, per block of
-// sums without scales; 1024 int8 products sum to at most 2^24, exact in fp32.
+// sums without scales: 1024 steps, whose int8 products sum to at most 2^24, exact in fp32.
 template <class OperandType>
 struct UnitsInPlace {
   using Operand = OperandType;
   using AnyScale = UnitsInPlace;
   static constexpr int kSteps = 4 / Operand::kStepBytes;  // of a unit
   static constexpr std::int64_t kBytes = kUnitBytes;
-  static constexpr int kBlockBytes = 1024;
+  static constexpr int kBlockBytes = 1024 * Operand::kStepBytes;
   static constexpr bool kDecodes = false;
   static constexpr bool kHoldsGroup = false;
   using Pairs = PairsInPlace;  // of bf16

@@ -56,10 +56,23 @@ HWY_INLINE void StoreGroups(const VF (&values)[4], float* out) {
   for (int j = 0; j < 4; ++j) hn::StoreU(values[j], df, out + j * kPanelColumns);
 }
 
+// Asks for a share of the codes: what is expanded meanwhile keeps the loads of the GEMM waiting.
+struct CodeFetch {
+  const std::byte* at;
+  const std::byte* end;
+  std::int64_t share;  // bytes
+
+  HWY_INLINE void Share() {
+    const std::byte* to = at + HWY_MIN(share, end - at);
+    for (; at < to; at += 64) __builtin_prefetch(at, 0, 2);
+  }
+};
+
 // A whole super-block whose groups have a scale each, or a part of one.
 template <int kBits, bool kMinima, bool kOffsets>
 HWY_INLINE void ExpandBlock(const std::byte* block, std::int64_t planes_of_scales,
-                            std::int64_t quads, VF bias, float* scales, float* offsets) {
+                            std::int64_t quads, VF bias, CodeFetch& fetch, float* scales,
+                            float* offsets) {
   using Columns = SuperScaleColumns<kBits>;
   constexpr std::int64_t kUnits = 2 * kPanelColumns;
   const std::byte* planes = block + kUnits * (kMinima ? 2 : 1);
@@ -70,6 +83,7 @@ HWY_INLINE void ExpandBlock(const std::byte* block, std::int64_t planes_of_scale
     float* scale_out = scales + c;
     float* offset_out = offsets + c;
     for (std::int64_t quad = 0; quad < quads; ++quad) {
+      fetch.Share();
       VF scale[4], offset[4];
       scale_columns.Four(quad, scale);
       StoreGroups(scale, scale_out);
@@ -100,16 +114,21 @@ HWY_NOINLINE void ExpandSuperBlocks(const SuperScaleArgs& args) {
   const std::byte* block = args.compact;
   const std::int64_t ahead = ceil_div(groups, per_block) * block_bytes;
   float *scales = args.scales, *offsets = args.offsets;
+  const std::int64_t shares =
+      ceil_div(groups, per_block) * (form.groups() / 4) * (kPanelColumns / kLanes);
+  CodeFetch fetch{args.fetch, args.fetch + 64 * args.fetch_lines,
+                  64 * ceil_div(args.fetch_lines, shares)};
   HWY_ALIGN float some_scales[kPanelColumns * 16], some_offsets[kPanelColumns * 16];
   for (std::int64_t first = 0; first < groups; first += per_block) {
     for (std::int64_t line = 0; line < block_bytes; line += 64)
       __builtin_prefetch(block + ahead + line, 0, 2);
     const std::int64_t count = HWY_MIN(per_block, groups - first);
     if (count == per_block && per_scale == 1) {
-      ExpandBlock<kBits, kMinima, kOffsets>(block, planes, per_block / 4, bias, scales, offsets);
+      ExpandBlock<kBits, kMinima, kOffsets>(block, planes, per_block / 4, bias, fetch, scales,
+                                            offsets);
     } else {
-      ExpandBlock<kBits, kMinima, kOffsets>(block, planes, form.groups() / 4, bias, some_scales,
-                                            some_offsets);
+      ExpandBlock<kBits, kMinima, kOffsets>(block, planes, form.groups() / 4, bias, fetch,
+                                            some_scales, some_offsets);
       for (std::int64_t g = 0; g < count; ++g) {
         const std::int64_t from = g / per_scale * kPanelColumns, to = g * kPanelColumns;
         for (int c = 0; c < kPanelColumns; c += kLanes) {

@@ -61,7 +61,7 @@ constexpr CpuKernels MakeTable() {
   t.grouped_gemm_f32[kI6] = GroupedGemmF32<UnitI6>;
   t.grouped_gemm_f32[kInt4Fp8] = GroupedGemmF32<UnitInt4Fp8>;
   t.expand_super_scales = ExpandSuperScales;
-  t.super_scale_steps = 512;
+  t.super_scale_steps = 256;
   t.scale_result = ScaleResult;
 
   t.gate_logits = GateLogits;

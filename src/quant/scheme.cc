@@ -213,7 +213,8 @@ constexpr OperandQuant kUint4 =
 // GGUF blocks as the loader leaves them.
 constexpr OperandQuant kQ40 = integers(DType::kI4, quant::kGgufBlock);
 constexpr OperandQuant kQ80 = integers(DType::kI8, quant::kGgufBlock);
-constexpr OperandQuant kQ4K = integers(DType::kU4, quant::kGgufBlock, ZeroPoint::kMin);
+constexpr OperandQuant kQ4K =
+    compact(integers(DType::kU4, quant::kGgufBlock, ZeroPoint::kMin), 0, 6);
 constexpr OperandQuant kQ6K = compact(integers(DType::kI8, quant::kGgufHalfBlock), 6, 8);
 constexpr std::array<Scheme, 19> kStoredSchemes = {{
     // One input scale for all rows.

@@ -448,6 +448,7 @@ def gguf(c):
     c.add_gguf("gguf_q3_k_m", ("Q3_K", "Q3_K", "Q5_1"), i=64, tp=(2,))
     c.add_gguf("gguf_q5_1", ("Q5_1",) * 3, h=64, i=64, tp=(2,), shared="Q5_1")
     c.add_gguf("gguf_iq4", ("IQ4_XS", "IQ4_XS", "IQ4_NL"), i=64, tp=(2,))  # one table
+    c.add_gguf("gguf_iq4_xs", ("IQ4_XS",) * 3, i=256)
     c.add_gguf("gguf_iq4_shared", ("IQ4_NL",) * 3, h=64, i=64, tp=(2,), shared="IQ4_NL")
     c.add_gguf("gguf_iq4_slices", ("IQ4_NL", "IQ4_NL", "IQ4_XS"), h=64, i=512, tp=(2,))
     c.add_gguf("gguf_iq4_q3_k", ("IQ4_NL", "Q5_1", "Q3_K"), h=64, i=512, tp=(2,))

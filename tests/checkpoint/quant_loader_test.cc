@@ -384,13 +384,15 @@ TEST_F(QuantCheckpoints, GgufCodesAreAsNarrowAsTheTypesAllow) {
 // What the types say of codes and scales goes with the layer, so that backends may hold them so.
 TEST_F(QuantCheckpoints, GgufNumbersAreKnownForWhatTheyAre) {
   for (const auto& [name, code_bits, super_bits] :
-       std::vector<std::tuple<std::string, int, int>>{{"gguf_q4_k", 0, 0},
+       std::vector<std::tuple<std::string, int, int>>{{"gguf_q4_k", 0, 6},
                                                       {"gguf_q6_k", 6, 8},
                                                       {"gguf_q4_k_m", 6, 8},
-                                                      {"gguf_q3_k", 0, 0},
+                                                      {"gguf_q3_k", 0, 8},
                                                       {"gguf_q5_1", 6, 0},
                                                       {"gguf_q6_k_outer", 6, 0},
                                                       {"gguf_iq4_q3_k", 0, 0},
+                                                      {"gguf_iq4_xs", 0, 8},
+                                                      {"gguf_iq4", 0, 0},
                                                       {"gguf_tq2_0", 0, 0}}) {
     SCOPED_TRACE(name);
     const Result<MoeLayerWeights> loaded =

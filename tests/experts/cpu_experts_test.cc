@@ -122,6 +122,7 @@ TEST(CpuExperts, EveryTierAndSchemeMeetsItsBoundAgainstFloat64) {
                         {"q4k-int8", 256, 96, 6},
                         {"q6k-int8", 96, 80, 40},
                         {"u8-zero-int8", 150, 70, 4},
+                        {"q3k-super", 512, 96, 3},
                         {"q4k-super", 256, 96, 6},
                         {"q4k-super", 512, 288, 40},
                         {"q5k-super", 256, 96, 6},

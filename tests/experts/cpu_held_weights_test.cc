@@ -26,8 +26,8 @@ using test::tiers;
 // What is known of the numbers changes how they are held, and no bit of the result.
 TEST(CpuExperts, WeightsHeldAsInTheFileHaveTheBitsOfThoseThatAreNot) {
   std::uint64_t seed = 400;
-  for (const char* quant :
-       {"q4k", "q5k", "q6k", "q4k-m", "iq4", "q4k-int8", "q5k-int8", "q6k-int8", "q4k-m-int8"}) {
+  for (const char* quant : {"q3k", "q4k", "q5k", "q6k", "q4k-m", "iq4", "q3k-int8", "q4k-int8",
+                            "q5k-int8", "q6k-int8", "q4k-m-int8"}) {
     const Scheme plain = test::scheme_called(quant);
     OperandQuant weight = plain.weight;
     weight.super_bits =
@@ -60,15 +60,15 @@ TEST(CpuExperts, WeightsHeldAsInTheFileHaveTheBitsOfThoseThatAreNot) {
   }
 }
 
-// Whole super-blocks: bits a weight of Q6_K blocks in a GGUF file, and of Q4_K where a scheme says so.
+// Whole super-blocks: bits a weight of the blocks in a GGUF file.
 TEST(CpuExperts, WeightsOfGgufTypesAreNoLargerThanInTheFile) {
-  for (const auto& [quant, block_bytes] :
-       {std::pair{"q6_k", 210}, std::pair{"q6_k-int8", 210}, std::pair{"q4k-super", 144}}) {
+  for (const auto& [quant, block_bytes] : {std::pair{"q6_k", 210}, std::pair{"q6_k-int8", 210},
+                                           std::pair{"q4_k", 144}, std::pair{"q4_k-int8", 144}}) {
     MoeProblem p = make_problem("bf16", 512, 256, 3, 2);
-    p.quant = test::scheme_called(quant == std::string_view("q4k-super") ? quant : "q6k-super");
     for (const Scheme& s : stored_schemes()) {
       if (s.name == quant) p.quant = s;
     }
+    ASSERT_EQ(p.quant.name, quant);
     const OwnedExpertWeights w = test::random_expert_weights(7, p);
     const std::int64_t weights = 3 * (w.w13.shape()[1] + 256) * std::int64_t{512};
     for (const std::string& tier : tiers()) {

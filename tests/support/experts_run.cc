@@ -66,7 +66,9 @@ Scheme scheme_called(std::string_view name) {
     named = "mxfp4-fp8";
   }
   if (name == "mxfp8-bf16") named = "mxfp8";
-  if (name == "gptq" || name == "q4k" || name == "awq" || name == "int4-g32") named = "int4-g128";
+  if (name == "gptq" || name == "q4k" || name == "q3k" || name == "awq" || name == "int4-g32") {
+    named = "int4-g128";
+  }
   if (name == "int4-channel" || name == "q5k" || name == "q6k" || name == "q4k-m" ||
       name == "u8-zero") {
     named = "int8-bf16";
@@ -101,6 +103,7 @@ Scheme scheme_called(std::string_view name) {
   }
   if (name == "int4-fp8-g32" || name == "int4-g32") w.block_k = 32;
   if (name == "int4-fp8-g96") w.block_k = 96;
+  if (name == "q3k") w.block_k = 16;
   if (name == "int4-channel") w.dtype = DType::kI4;
   if (name == "q5k" || name == "q6k" || name == "q4k-m") {
     w.granularity = ScaleGranularity::kGroup;

@@ -37,8 +37,16 @@ MoeProblem problem_of(const MoeLayerSpec& spec, std::int64_t max_tokens, int num
 }
 
 double bytes_per_weight(const Scheme& quant) {
-  const double bytes = dtype_bits(quant.weight.dtype) / 8.0;
+  const int bits =
+      quant.weight.code_bits != 0 ? quant.weight.code_bits : dtype_bits(quant.weight.dtype);
+  const double bytes = bits / 8.0;
   if (quant.weight.block_k == 0) return bytes;
+  if (quant.weight.super_bits != 0) {
+    const double numbers = quant.weight.zero_point == ZeroPoint::kMin ? 2 : 1;
+    return bytes +
+           numbers * (quant.weight.super_bits / 8.0 / static_cast<double>(quant.weight.block_k) +
+                      2.0 / kSuperBlockColumns);
+  }
   const double scale = quant.weight.scale_format == ScaleFormat::kF32 ? 4.0 : 1.0;
   const ZeroPoint zero = quant.weight.zero_point;
   const double origin = zero == ZeroPoint::kMin ? 4.0 : zero == ZeroPoint::kInteger ? 1.0 : 0.0;

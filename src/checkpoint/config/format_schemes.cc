@@ -147,17 +147,13 @@ Result<Scheme> gguf_scheme(const LinearFormat& f, DType) {
   w.block_n = 1;
   w.block_k = group;
   w.zero_point = any_min ? ZeroPoint::kMin : ZeroPoint::kNone;
+  if (super && (tables || bits <= 6)) w.super_bits = static_cast<std::uint8_t>(super_bits);
   if (tables) {
     w.dtype = DType::kU4;
     w.table = CodeTable::kIq4Nl;
     return with_weight(named("nf4-bf16"), w);
   }
-  // Nibbles keep F32 scales: expanding them costs more time than the smaller reads save
-  // (docs/lab/cpu-experts.md).
-  if (!four && bits <= 6) {
-    w.code_bits = 6;
-    if (super) w.super_bits = static_cast<std::uint8_t>(super_bits);
-  }
+  if (!four && bits <= 6) w.code_bits = 6;
   return with_weight(named(four ? "int4-g128" : "int8-bf16"), w);
 }
 
