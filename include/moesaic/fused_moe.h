@@ -33,7 +33,9 @@ enum class RankTransport : std::uint8_t {
   kGather,    // all rows to all ranks whose rows differ, partial sums back (reduce-scatter)
   kAllToAll,  // a row goes once to each rank that owns one of its experts; expert parallelism only
   kBatched,   // low latency: a row goes once for each of its experts into slabs of fixed capacity;
-              // expert parallelism only. Has the order of kPerSlot.
+  // expert parallelism only. Has the order of kPerSlot. On a GPU a row goes once to each
+  // rank, by messages, and slabs hold rows of bf16 before they are weighted (fp32 with
+  // the general experts): the bits of the batched format on one GPU.
 };
 std::string_view rank_transport_name(RankTransport transport);  // "auto", "none", "gather", ...
 
@@ -320,7 +322,7 @@ class FusedMoE {
   // kDevice.
   // On a GPU, over ranks: gate, router and experts are the device's; a communicator that moves
   // memory of that device (NCCL) moves rows directly, any other through host memory. kUnsupported:
-  // kBatched, kPerSlot with kGather, load balancing.
+  // kPerSlot with kGather where ranks have the same rows.
   // On a GPU the tensors are still host memory: they are copied there and back, and the call waits.
   // Hidden states that are not bf16 reach the gate as they are and the experts rounded to bf16.
   // Over ranks each gives its own rows' routing, or none, independently of the others.

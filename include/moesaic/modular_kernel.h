@@ -174,6 +174,10 @@ Result<std::unique_ptr<PrepareAndFinalize>> make_all_to_all_prepare_finalize(
 // (kInvalidArgument). Rows in a slab: by source rank, then token.
 //   dispatch  8 (R - 1) + 4 * experts of others + slots with an expert elsewhere * row
 //   combine   8 (R - 1) + slots received from others * H * size of combine_dtype
+// On a GPU (row "cuda_all_to_all_batched"): rows travel unquantised, once to each rank, and are laid into
+// slabs there; all else is as for cuda_all_to_all. The bits are those of make_batched_prepare_finalize on
+// one GPU; combine_dtype kBF16 loses nothing where experts leave bf16 rows. Nothing looks at ids on the
+// host: a token with an expert named twice counts it twice, or becomes NaN where the slab is full.
 Result<std::unique_ptr<PrepareAndFinalize>> make_batched_all_to_all_prepare_finalize(
     const MoeProblem& problem, std::shared_ptr<Communicator> communicator,
     const AllToAllOptions& options);

@@ -83,7 +83,7 @@ Result<TensorView> ModularKernel::Impl::compute(const Args& a, const Prepared& p
   // Nothing dispatched: the experts have no work, but finalize may be a collective and runs.
   std::int64_t work = prepared.hidden_states.dim(0);
   if (problem.format == ActivationFormat::kBatched && problem.device.is_cuda()) {
-    work = a.hidden_states.dim(0);  // counts are the device's
+    work = prepared.hidden_states.dim(1);  // counts are the device's
   } else if (problem.format == ActivationFormat::kBatched) {
     work = 0;
     for (const std::int32_t count : prepared.expert_num_tokens) work += count;

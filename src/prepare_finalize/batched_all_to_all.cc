@@ -293,17 +293,7 @@ Result<std::unique_ptr<PrepareAndFinalize>> make_batched_all_to_all_prepare_fina
   MOESAIC_RETURN_IF_ERROR(
       prepare_finalize::RankTransport::check_options(communicator.get(), options));
   const int ranks = communicator->size();
-  if (options.gather) {
-    return Status(StatusCode::kUnsupported,
-                  "gather: got true, slabs of fixed capacity are for all-to-all");
-  }
-  if (problem.max_tokens != options.max_tokens_per_rank * ranks) {
-    return Status(StatusCode::kInvalidArgument,
-                  fmt::format("max_tokens: got {} rows per slab, need max_tokens_per_rank {} x {} "
-                              "ranks = {}",
-                              problem.max_tokens, options.max_tokens_per_rank, ranks,
-                              options.max_tokens_per_rank * ranks));
-  }
+  MOESAIC_RETURN_IF_ERROR(prepare_finalize::RankTransport::check_slabs(problem, options, ranks));
   MOESAIC_ASSIGN_OR_RETURN(
       prepare_finalize::ExpertDirectory directory,
       prepare_finalize::RankTransport::make_directory(problem, options.parallel, ranks));

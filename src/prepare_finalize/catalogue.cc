@@ -58,13 +58,22 @@ Status cuda_gather(const MoeProblem& problem, const ParallelConfig& parallel) {
   MOESAIC_RETURN_IF_ERROR(cuda::sm90_transport_can_implement(problem));
   return gathers_rows("cuda_all_gather_reduce_scatter", parallel);
 }
-Status all_to_all_batched(const MoeProblem& problem, const ParallelConfig& parallel) {
-  MOESAIC_RETURN_IF_ERROR(batched_transport_can_implement(problem));
-  MOESAIC_RETURN_IF_ERROR(experts_are_spread("all_to_all_batched", parallel));
-  if (problem.max_tokens % parallel.ep_size == 0) return expect_cpu(problem.device);
+Status slabs_have_room(const MoeProblem& problem, const ParallelConfig& parallel) {
+  if (problem.max_tokens % parallel.ep_size == 0) return {};
   return {StatusCode::kInvalidArgument,
           fmt::format("max_tokens: got {} rows per slab, need a multiple of ep size {}",
                       problem.max_tokens, parallel.ep_size)};
+}
+Status all_to_all_batched(const MoeProblem& problem, const ParallelConfig& parallel) {
+  MOESAIC_RETURN_IF_ERROR(batched_transport_can_implement(problem));
+  MOESAIC_RETURN_IF_ERROR(experts_are_spread("all_to_all_batched", parallel));
+  MOESAIC_RETURN_IF_ERROR(slabs_have_room(problem, parallel));
+  return expect_cpu(problem.device);
+}
+Status cuda_all_to_all_batched(const MoeProblem& problem, const ParallelConfig& parallel) {
+  MOESAIC_RETURN_IF_ERROR(cuda::sm90_slabs_can_travel(problem));
+  MOESAIC_RETURN_IF_ERROR(experts_are_spread("cuda_all_to_all_batched", parallel));
+  return slabs_have_room(problem, parallel);
 }
 Status gather(const MoeProblem& problem, const ParallelConfig& parallel) {
   MOESAIC_RETURN_IF_ERROR(standard_transport_can_implement(problem));
@@ -103,6 +112,8 @@ constexpr auto kCatalogue = std::to_array<PrepareFinalizeBackend>({
     {"cuda_all_gather_reduce_scatter",
      "as all_gather_reduce_scatter, rows in the memory of a Hopper GPU", &cuda_gather,
      &make_standard<&cuda::make_sm90_all_to_all, true>},
+    {"cuda_all_to_all_batched", "as all_to_all_batched, rows in the memory of a Hopper GPU",
+     &cuda_all_to_all_batched, &cuda::make_sm90_batched_all_to_all},
     {"all_to_all", "each row once to every rank that owns one of its experts, one sum back",
      &all_to_all, &make_standard<&make_all_to_all_prepare_finalize, false>},
     {"all_gather_reduce_scatter", "every row to every rank, sums scattered back", &gather,

@@ -37,6 +37,20 @@ Status RankTransport::check_options(const Communicator* communicator,
   return {};
 }
 
+Status RankTransport::check_slabs(const MoeProblem& problem, const AllToAllOptions& options,
+                                  int ranks) {
+  if (options.gather) {
+    return {StatusCode::kUnsupported,
+            "gather: got true, slabs of fixed capacity are for all-to-all"};
+  }
+  const std::int64_t all = options.max_tokens_per_rank * ranks;
+  if (problem.max_tokens == all) return {};
+  return {
+      StatusCode::kInvalidArgument,
+      fmt::format("max_tokens: got {} rows per slab, need max_tokens_per_rank {} x {} ranks = {}",
+                  problem.max_tokens, options.max_tokens_per_rank, ranks, all)};
+}
+
 Result<ExpertDirectory> RankTransport::make_directory(const MoeProblem& problem,
                                                       const ParallelConfig& parallel, int ranks) {
   ExpertDirectory d;

@@ -30,6 +30,8 @@ class RankTransport : public PrepareAndFinalize {
   // What every transport needs: a communicator, row limits that fit 31 bits, ep rank and size of
   // the communicator (unless options.gather), a combine dtype that can be summed.
   static Status check_options(const Communicator* communicator, const AllToAllOptions& options);
+  // What slabs need besides: no gather, room for the rows of all ranks.
+  static Status check_slabs(const MoeProblem& problem, const AllToAllOptions& options, int ranks);
   static Result<ExpertDirectory> make_directory(const MoeProblem& problem,
                                                 const ParallelConfig& parallel, int ranks);
 

@@ -394,7 +394,6 @@ TEST(CudaPlan, WhatRanksOnGpusDoNotTakeIsRefusedByName) {
     change(o);
     expect_refusal(explain_layer(small_spec(), o).status(), StatusCode::kUnsupported, words);
   };
-  refused([](auto& o) { o.ranks.transport = RankTransport::kBatched; }, {"transport: got batched"});
   refused(
       [](auto& o) {
         o.ranks.enable_eplb = true;

@@ -66,7 +66,6 @@ RankProblem gpu_problem(const LayerTensors& tensors, std::int64_t tokens) {
 }
 
 bool runs_on_gpus(const RankCombo& c, const MoeLayerSpec& spec) {
-  if (c.transport == RankTransport::kBatched) return false;
   const bool slots = c.reduction == RankReduction::kPerSlot && spec.routing.top_k > 1;
   // Gathered slots come from ranks with other rows, among which all experts are.
   const bool same_rows = c.tp > 1 && !c.sp;
@@ -75,7 +74,9 @@ bool runs_on_gpus(const RankCombo& c, const MoeLayerSpec& spec) {
   return c.ep || spec.quant.name != "fp8-block";
 }
 
-double bound_on_gpus(const RankCombo& c) { return c.ep ? 1e-6 : 6e-3; }
+double bound_on_gpus(const RankCombo& c) {
+  return c.ep && c.transport != RankTransport::kBatched ? 1e-6 : 6e-3;
+}
 
 FusedMoE::Options two_engines(int rank, const std::shared_ptr<Communicator>& communicator) {
   FusedMoE::Options o = on_gpu(8);

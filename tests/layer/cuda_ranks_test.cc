@@ -71,6 +71,7 @@ TEST(CudaRanks, RanksWithoutExpertsOrRows) {
   RankProblem problem = gpu_problem(tensors, 8);
   for (const RankCombo& combo : test::rank_combos(3)) {
     if (!combo.ep || !runs_on_gpus(combo, spec)) continue;
+    problem.bound = test::bound_on_gpus(combo);
     std::vector<std::int64_t> tokens(static_cast<std::size_t>(combo.dp * combo.pcp), 0);
     tokens.back() = 8;
     EXPECT_EQ(test::run_ranks(problem, combo, tokens), "") << combo.name();

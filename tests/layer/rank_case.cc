@@ -214,9 +214,10 @@ std::string run_rank(const RankProblem& problem, const RankCombo& combo,
           .value();
   Tensor own;  // the output of the layer's own routing
   const bool slices = options.ranks.cut_shared && combo.tp > 1 && !combo.sp;  // of shared experts
-  const bool pinned = !slices && combo.ep &&
-                      (combo.reduction == RankReduction::kPerSlot ||
-                       combo.transport == RankTransport::kBatched || problem.top_k == 1);
+  // Slabs of a GPU hold rows that are rounded before they are weighted.
+  const bool slabs = combo.transport == RankTransport::kBatched;
+  const bool pinned = !slices && combo.ep && !(slabs && options.device.is_cuda()) &&
+                      (combo.reduction == RankReduction::kPerSlot || slabs || problem.top_k == 1);
   std::string wrong;  // told at the end, so that the other ranks are not left waiting
   // The layer's routing; then what it was, given back: logits by some ranks, ids by the others (but
   // ids do not carry the weight of identity experts); then the other way round.

@@ -37,11 +37,14 @@ class ExpertsFrom final : public ExpertSource {
   std::int64_t first_;
 };
 
-// Two experts a token, so that a row's result is one sum of two numbers, whoever adds them.
-StandardCase case_for(const std::string& quant, std::int64_t tokens, std::int64_t hidden = 0) {
+// Two experts a token: a row's result is one sum of two numbers, whoever adds them.
+StandardCase case_for(const std::string& quant, std::int64_t tokens, std::int64_t hidden = 0,
+                      std::int64_t top_k = 2) {
   MoeProblem problem = test::small_problem(quant);
+  problem.top_k = top_k;
   if (hidden > 0) problem.hidden_size = hidden;
-  StandardCase c = test::make_case(71, problem, tokens, DType::kBF16, 0.2);
+  const DType rows = problem.activation_dtype == DType::kF16 ? DType::kF16 : DType::kBF16;
+  StandardCase c = test::make_case(71, problem, tokens, rows, 0.2);
   c.problem.device = kTransportGpu;
   return c;
 }
@@ -83,6 +86,9 @@ ModularKernel kernel_of(const MoeProblem& problem, ExpertSource& source,
                         std::unique_ptr<PrepareAndFinalize> pf) {
   ModularKernel::Options options;
   options.max_tokens = kMostRows;
+  if (problem.format == ActivationFormat::kBatched) {
+    options.max_tokens_per_expert = problem.max_tokens;
+  }
   return ModularKernel::create(problem, std::move(pf),
                                choose_experts(problem).value()->create(problem, source).value(),
                                options)
@@ -94,6 +100,7 @@ struct GpuSetup {
   bool quantize_before_dispatch = true;
   std::vector<std::int64_t> counts;                        // rows of each rank
   std::vector<DType> output = {DType::kF32, DType::kF32};  // that each rank asks for
+  DType combine_dtype = DType::kF32;
 };
 
 // Statuses of the ranks; `output` [M, H] of all.
@@ -110,6 +117,7 @@ std::vector<Status> run_ranks(const StandardCase& c, const GpuSetup& setup, Tens
           options.parallel.ep_rank = options.parallel.dp_rank = r;
           options.max_tokens_per_rank = kMostRows;
           options.quantize_before_dispatch = setup.quantize_before_dispatch;
+          options.combine_dtype = setup.combine_dtype;
           MoeProblem problem = c.problem;
           problem.num_local_experts = problem.num_experts / 2;
           problem.max_tokens = 2 * kMostRows;
@@ -169,6 +177,58 @@ TEST(CudaTransport, TwoRanksHaveTheBitsOfOne) {
                 << row << ' ' << quant << ' ' << hidden << " codes " << codes << " rows "
                 << counts[0] << ' ' << dtype_name(dtype);
           }
+        }
+      }
+    }
+  }
+}
+
+// The batched format: k results come back and are added up at home, for any k; experts that leave bf16
+// lose nothing as bf16. A rank without rows has others'; a slot may have no expert.
+TEST(CudaTransport, SlabsOfTwoRanksHaveTheBitsOfOne) {
+  REQUIRE_HOPPER();
+  struct Form {
+    const char* quant;
+    std::int64_t hidden;
+    bool weight_on_input = false;
+  };
+  for (const Form& form : {Form{"bf16", 0},
+                           {"fp8-block", 0},
+                           {"int4-g128", 0},
+                           {"f16", 0},
+                           {"bf16", 100},
+                           {"fp8-block", 192},
+                           {"bf16", 0, true}}) {
+    StandardCase c = case_for(form.quant, 13, form.hidden, /*top_k=*/3);
+    c.problem.format = ActivationFormat::kBatched;
+    c.problem.max_tokens = kMostRows;
+    c.problem.apply_router_weight_on_input = form.weight_on_input;
+    for (const std::int64_t slot : {1, 10, 12, 13, 14}) c.routing.ids.as<std::int32_t>()[slot] = -1;
+    if (form.weight_on_input) {
+      // One expert a token.
+      for (std::int64_t slot = 0; slot < 39; ++slot) {
+        if (slot % 3 != 0) c.routing.ids.as<std::int32_t>()[slot] = -1;
+      }
+    }
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      Tensor want = Tensor::zeros(dtype, c.hidden_states.shape()).value();
+      ExpertsFrom source(c, 0);
+      const ModularKernel one =
+          kernel_of(c.problem, source, make_batched_prepare_finalize(c.problem).value());
+      ASSERT_TRUE(run_rows(one, c, 0, 13, DeviceTensor(), want, dtype).ok());
+      for (const std::vector<std::int64_t>& counts :
+           {std::vector<std::int64_t>{5, 8}, std::vector<std::int64_t>{13, 0}}) {
+        const bool narrow = choose_experts(c.problem).value()->name == "cuda_sm90";
+        for (const DType combine : {DType::kF32, narrow ? DType::kBF16 : DType::kF32}) {
+          Tensor got = Tensor::zeros(dtype, c.hidden_states.shape()).value();
+          std::memset(got.data(), 0xFF, static_cast<std::size_t>(got.bytes()));
+          const GpuSetup setup{"cuda_all_to_all_batched", true, counts, {dtype, dtype}, combine};
+          for (const Status& s : run_ranks(c, setup, got)) {
+            ASSERT_TRUE(s.ok()) << form.quant << ": " << s.to_string();
+          }
+          EXPECT_EQ(std::memcmp(got.data(), want.data(), static_cast<std::size_t>(got.bytes())), 0)
+              << form.quant << ' ' << form.hidden << " rows " << counts[0] << ' '
+              << dtype_name(dtype) << ' ' << dtype_name(combine);
         }
       }
     }

@@ -269,7 +269,7 @@ TEST(PrepareFinalizeCatalogue, AcceptsWhatFormatAndRanksAllow) {
   EXPECT_EQ(accepted(standard, data, gpu),
             (Names{"cuda_all_to_all", "cuda_all_gather_reduce_scatter"}));
   EXPECT_EQ(accepted(batched, {}, gpu), Names{"batched_reference"});
-  EXPECT_EQ(accepted(batched, data, gpu), Names{});
+  EXPECT_EQ(accepted(batched, data, gpu), Names{"cuda_all_to_all_batched"});
   EXPECT_EQ(accepted(standard, slices, gpu), Names{"cuda_all_gather_reduce_scatter"});
   // Slabs of 16 rows do not divide by three ranks.
   ParallelConfig three;

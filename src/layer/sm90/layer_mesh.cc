@@ -10,6 +10,7 @@
 #include "prepare_finalize/sm90/all_to_all.h"
 #include "prepare_finalize/sm90/catalogue_row.h"
 #include "prepare_finalize/sm90/padded_rows.h"
+#include "prepare_finalize/sm90/slabbed_rows.h"
 
 namespace moesaic::cuda {
 
@@ -19,6 +20,14 @@ Status CudaLayer::Impl::create_transport(const FusedMoE::Options& options) {
   o.parallel = options.parallel;
   o.max_tokens_per_rank = ranks.kernel_rows;
   o.gather = ranks.transport == RankTransport::kGather;
+  if (ranks.transport == RankTransport::kBatched) {
+    MOESAIC_ASSIGN_OR_RETURN(
+        std::unique_ptr<SlabbedRows> made,
+        SlabbedRows::create(plan.routed, mesh->world(), o, chosen.slot_dtype()));
+    transport_bytes = made->bytes();
+    transport = std::move(made);
+    return {};
+  }
   using Form = CudaAllToAll::Answer::Form;
   const CudaAllToAll::Answer answer =
       ranks.per_slot ? CudaAllToAll::Answer{Form::kSlots, chosen.slot_dtype()}
@@ -73,7 +82,7 @@ Status CudaLayer::Impl::withdraw_from_ranks(const Status& reason) const {
 
 Status CudaLayer::Impl::create_ranks(const FusedMoE::Options& options) {
   const layer::RankPlan& ranks = plan.ranks;
-  if (ranks.transport == RankTransport::kGather || ranks.transport == RankTransport::kAllToAll) {
+  if (ranks.transport != RankTransport::kNone) {
     MOESAIC_RETURN_IF_ERROR(create_transport(options));
   } else if (ranks.per_slot) {
     MOESAIC_RETURN_IF_ERROR(slot_rows.reserve(

@@ -39,9 +39,6 @@ Status rows_can_implement(const layer::FusedPlan& plan, const FusedMoE::Options&
         "activation_dtype: got {} with an input transform on a GPU, need BF16", dtype_name(rows)));
   }
   if (!ranks.active) return {};
-  if (ranks.transport == RankTransport::kBatched) {
-    return unsupported("transport: got batched on a GPU, need none, gather or all_to_all");
-  }
   if (ranks.per_slot && ranks.transport == RankTransport::kGather && ranks.replicas > 1) {
     return unsupported(
         fmt::format("reduction: got per_slot with transport gather and {} ranks with the same rows "

@@ -19,7 +19,8 @@ namespace moesaic::cuda {
 Status CudaLayer::Impl::run_experts(void* stream, const Prepared& rows,
                                     const LayerWorkspace& w) const {
   const TensorView& to = rows.expert_output;
-  const std::int64_t count = rows.hidden_states.dim(0);
+  const bool slabs = plan.routed.format == ActivationFormat::kBatched;
+  const std::int64_t count = rows.hidden_states.dim(slabs ? 1 : 0);
   if (count == 0) return {};
   if (!experts) {
     MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, contiguous_bytes(to.dtype, to.shape));
@@ -37,8 +38,9 @@ Status CudaLayer::Impl::run_experts(void* stream, const Prepared& rows,
   a.topk_ids = rows.topk_ids.as<std::int32_t>();
   a.topk_weights = rows.topk_weights.as<float>();
   a.expert_map = expert_map.as<std::int32_t>();
-  a.result = plan.ranks.per_slot ? CudaResult::slots(to.data, to.dtype)
-                                 : CudaResult::sum(to.data, to.dtype);
+  if (slabs) a.slab_counts = rows.expert_num_tokens.data();
+  a.result = plan.ranks.per_slot || slabs ? CudaResult::slots(to.data, to.dtype)
+                                          : CudaResult::sum(to.data, to.dtype);
   a.workspace = w.experts;
   a.workspace_bytes = w.experts_bytes;
   if (peers != nullptr && peers->wants_slots()) {

@@ -119,6 +119,7 @@ CudaAllToAll::CudaAllToAll(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) 
 CudaAllToAll::~CudaAllToAll() = default;
 
 std::string_view CudaAllToAll::Answer::name() const {
+  if (!weighted) return bf16() ? "rows of slots" : "fp32 rows of slots";
   return slots() ? (bf16() ? "slots" : "fp32 slots") : (bf16() ? "bf16" : "fp32");
 }
 
@@ -366,6 +367,7 @@ Status CudaAllToAll::finalize(const FinalizeArgs& args) const {
   p.owner = m.owner.as<std::int32_t>();
   p.top_k = static_cast<std::int32_t>(m.top_k);
   p.num_experts = static_cast<std::int32_t>(m.num_experts);
+  if (!m.answer.weighted && !m.weight_on_input) p.weights = m.mine.topk_weights;
   return check_call("combine: sum",
                     m.answer.slots() ? launch_sum_slots(p, stream) : launch_sum_answers(p, stream));
 }

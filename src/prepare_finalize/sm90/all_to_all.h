@@ -25,6 +25,7 @@ class CudaAllToAll final : public PrepareAndFinalize {
     };
     Form form = Form::kPartial;
     DType dtype = DType::kF32;  // or BF16; of slots as the experts on one GPU hold them
+    bool weighted = true;       // slots; else the router's weights are applied at home
 
     bool slots() const { return form == Form::kSlots; }
     bool bf16() const { return dtype == DType::kBF16; }

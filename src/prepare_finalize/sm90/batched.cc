@@ -10,7 +10,7 @@
 #include "cuda/dense_rows.h"
 #include "cuda/device_memory.h"
 #include "prepare_finalize/sm90/catalogue_row.h"
-#include "prepare_finalize/sm90/slabs.h"
+#include "prepare_finalize/sm90/slab_filler.h"
 #include "prepare_finalize/sm90/slot_sums.h"
 #include "quant/compute_scheme.h"
 
@@ -20,7 +20,7 @@ namespace {
 class CudaBatched final : public PrepareAndFinalize {
  public:
   CudaBatched(const MoeProblem& problem, DType slab_dtype, DType result_dtype, DeviceTraits traits)
-      : p_(problem), slab_dtype_(slab_dtype), result_dtype_(result_dtype), traits_(traits) {}
+      : p_(problem), filler_(problem, slab_dtype, traits), result_dtype_(result_dtype) {}
 
   std::string_view name() const override { return "batched_reference"; }
   ActivationFormat format() const override { return ActivationFormat::kBatched; }
@@ -51,50 +51,23 @@ class CudaBatched final : public PrepareAndFinalize {
 
  private:
   struct Buffers {
-    std::int32_t* counts = nullptr;     // [E_l]
-    std::int32_t* slot_rows = nullptr;  // [M, k]
-    std::byte* slabs = nullptr;         // [E_l, T, H] of slab_dtype_
-    std::byte* results = nullptr;       // [E_l, T, H] of result_dtype_
-    // Of the work list with one record per expert.
-    std::int32_t *pair_of_row = nullptr, *row_of_pair = nullptr;
-    float* weight_of_row = nullptr;
-    GroupRecord* groups = nullptr;
-    std::uint32_t *group_done = nullptr, *control = nullptr;
-    std::int64_t max_groups = 0;
+    SlabMemory rows;
+    std::byte* results = nullptr;  // [E_l, T, H] of result_dtype_
   };
-  Shape slab_shape() const { return {p_.num_local_experts, p_.max_tokens, p_.hidden_size}; }
   Result<Buffers> carve(Arena& arena, std::int64_t tokens) const;
   Status check(const PrepareArgs& args) const;
-  Status make_list(const PrepareArgs& args, const Buffers& b) const;
 
   MoeProblem p_;
-  DType slab_dtype_, result_dtype_;
-  DeviceTraits traits_;
+  SlabFiller filler_;
+  DType result_dtype_;
 };
 
-// What finalize needs lies first, so that it is found again for any M.
 Result<CudaBatched::Buffers> CudaBatched::carve(Arena& arena, std::int64_t tokens) const {
-  const auto pairs = checked_mul(tokens, p_.top_k);
-  if (!pairs || *pairs > std::int64_t{1} << 30) {
-    return Status(StatusCode::kLimitExceeded,
-                  fmt::format("tokens: got {} of {} experts each, need at most 2^30 pairs", tokens,
-                              p_.top_k));
-  }
-  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t slabs, contiguous_bytes(slab_dtype_, slab_shape()));
-  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t results,
-                           contiguous_bytes(result_dtype_, slab_shape()));
   Buffers b;
-  b.counts = arena.take<std::int32_t>(p_.num_local_experts);
-  b.slot_rows = arena.take<std::int32_t>(*pairs);
-  b.slabs = arena.take<std::byte>(slabs);
+  MOESAIC_ASSIGN_OR_RETURN(b.rows, filler_.carve(arena, tokens));
+  MOESAIC_ASSIGN_OR_RETURN(const std::int64_t results,
+                           contiguous_bytes(result_dtype_, filler_.shape()));
   b.results = arena.take<std::byte>(results);
-  b.pair_of_row = arena.take<std::int32_t>(*pairs);
-  b.row_of_pair = arena.take<std::int32_t>(*pairs);
-  b.weight_of_row = arena.take<float>(*pairs);
-  b.max_groups = max_group_records(*pairs, p_.num_local_experts, std::max<std::int64_t>(*pairs, 1));
-  b.groups = arena.take<GroupRecord>(b.max_groups);
-  b.group_done = arena.take<std::uint32_t>(b.max_groups);
-  b.control = arena.take<std::uint32_t>(2);
   MOESAIC_RETURN_IF_ERROR(arena.status());
   return b;
 }
@@ -135,27 +108,6 @@ Status CudaBatched::check(const PrepareArgs& a) const {
   return check_device_pointer("expert_map", a.expert_map.data(), 4, p_.device.index());
 }
 
-Status CudaBatched::make_list(const PrepareArgs& a, const Buffers& b) const {
-  const auto narrow = [](std::int64_t v) { return static_cast<std::int32_t>(v); };
-  AlignParams p;
-  p.topk_ids = a.topk_ids.as<std::int32_t>();
-  p.topk_weights = a.topk_weights.as<float>();
-  p.expert_map = a.expert_map.data();
-  p.pairs = narrow(a.hidden_states.dim(0) * p_.top_k);
-  p.num_experts = narrow(p_.num_experts);
-  p.num_local_experts = narrow(p_.num_local_experts);
-  p.rows_per_record = p.pairs;
-  p.max_groups = narrow(b.max_groups);
-  p.pair_of_row = b.pair_of_row;
-  p.weight_of_row = b.weight_of_row;
-  p.row_of_pair = b.row_of_pair;
-  p.groups = b.groups;
-  p.group_done = b.group_done;
-  p.next_item = b.control;
-  p.num_groups = b.control + 1;
-  return check_call("prepare: list", launch_align(p, nullptr, traits_, a.stream.handle));
-}
-
 Result<Prepared> CudaBatched::prepare(const PrepareArgs& a) const {
   MOESAIC_RETURN_IF_ERROR(check(a));
   const std::int64_t tokens = a.hidden_states.dim(0);
@@ -166,37 +118,14 @@ Result<Prepared> CudaBatched::prepare(const PrepareArgs& a) const {
   MOESAIC_RETURN_IF_ERROR(
       check_device_pointer("workspace", a.workspace.data(), 16, p_.device.index()));
   Prepared prepared;
-  prepared.hidden_states = ConstTensorView(b.slabs, slab_dtype_, slab_shape(), p_.device);
-  prepared.expert_num_tokens = {b.counts, static_cast<std::size_t>(p_.num_local_experts)};
-  prepared.expert_output = TensorView(b.results, result_dtype_, slab_shape(), p_.device);
-  if (tokens == 0) {
-    MOESAIC_RETURN_IF_ERROR(
-        fill_zero("prepare: counts", b.counts, p_.num_local_experts * 4, a.stream.handle));
-    return prepared;
-  }
-  if (p_.num_local_experts > 0) MOESAIC_RETURN_IF_ERROR(make_list(a, b));
-  const auto narrow = [](std::int64_t v) { return static_cast<std::int32_t>(v); };
-  FillSlabsParams p;
-  p.x = a.hidden_states.data;
-  p.x_dtype = a.hidden_states.dtype;
-  p.x_stride = tokens == 1 ? p_.hidden_size : a.hidden_states.strides[0];
-  p.columns = p_.hidden_size;
-  p.weights = p_.apply_router_weight_on_input ? a.topk_weights.as<float>() : nullptr;
-  p.topk_ids = a.topk_ids.as<std::int32_t>();
-  p.expert_map = a.expert_map.data();
-  p.pairs = narrow(tokens * p_.top_k);
-  p.top_k = narrow(p_.top_k);
-  p.num_experts = narrow(p_.num_experts);
-  p.num_local_experts = narrow(p_.num_local_experts);
-  p.groups = b.groups;
-  p.num_groups = b.control + 1;
-  p.row_of_pair = b.row_of_pair;
-  p.slab_rows = narrow(p_.max_tokens);
-  p.counts = b.counts;
-  p.slot_rows = b.slot_rows;
-  p.slabs = b.slabs;
-  p.dtype = slab_dtype_;
-  MOESAIC_RETURN_IF_ERROR(check_call("prepare: slabs", launch_fill_slabs(p, a.stream.handle)));
+  // Without rows nothing is to be done, and the slabs have none.
+  const Shape shape{p_.num_local_experts, tokens == 0 ? 0 : p_.max_tokens, p_.hidden_size};
+  prepared.hidden_states = ConstTensorView(b.rows.slabs, filler_.dtype(), shape, p_.device);
+  prepared.expert_num_tokens = {b.rows.counts, static_cast<std::size_t>(p_.num_local_experts)};
+  prepared.expert_output = TensorView(b.results, result_dtype_, shape, p_.device);
+  MOESAIC_RETURN_IF_ERROR(filler_.fill({a.hidden_states, a.topk_ids.as<std::int32_t>(),
+                                        a.topk_weights.as<float>(), a.expert_map.data()},
+                                       b.rows, a.stream.handle));
   return prepared;
 }
 
@@ -207,10 +136,10 @@ Status CudaBatched::finalize(const FinalizeArgs& a) const {
   }
   const std::int64_t tokens = a.output.dim(0);
   if (tokens == 0) return {};
-  MOESAIC_RETURN_IF_ERROR(expect_shape("expert_output", a.expert_output, slab_shape()));
+  MOESAIC_RETURN_IF_ERROR(expect_shape("expert_output", a.expert_output, filler_.shape()));
   Arena arena(a.workspace);
   MOESAIC_ASSIGN_OR_RETURN(const Buffers b, carve(arena, tokens));
-  return reduce_slots(p_, a, b.slot_rows);
+  return reduce_slots(p_, a, b.rows.slot_rows);
 }
 
 }  // namespace

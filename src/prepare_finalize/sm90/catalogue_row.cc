@@ -50,6 +50,13 @@ Status sm90_rows_can_travel(const MoeProblem& problem) {
                                  multiple_of(problem)));
 }
 
+Status sm90_slabs_can_travel(const MoeProblem& problem) {
+  MOESAIC_RETURN_IF_ERROR(prepare_finalize::batched_transport_can_implement(problem));
+  MOESAIC_RETURN_IF_ERROR(sm90_batched_can_implement(problem));
+  if (problem.device.is_cuda()) return {};
+  return unsupported(fmt::format("device: {}, need a Hopper GPU", problem.device.to_string()));
+}
+
 Status sm90_batched_can_implement(const MoeProblem& problem) {
   MOESAIC_RETURN_IF_ERROR(prepare_finalize::batched_can_implement(problem));
   if (problem.num_local_experts > kMaxAlignedExperts) {

@@ -35,4 +35,12 @@ Status sm90_batched_can_implement(const MoeProblem& problem);
 // Errors of check_device. See make_batched_prepare_finalize.
 Result<std::unique_ptr<PrepareAndFinalize>> make_sm90_batched(const MoeProblem& problem);
 
+// all_to_all_batched on a GPU: rows by make_sm90_all_to_all's messages, slabs made where they arrive
+// (slabbed_rows.h). Looks at no device.
+Status sm90_slabs_can_travel(const MoeProblem& problem);
+// Errors of make_batched_all_to_all_prepare_finalize and check_device.
+Result<std::unique_ptr<PrepareAndFinalize>> make_sm90_batched_all_to_all(
+    const MoeProblem& problem, std::shared_ptr<Communicator> communicator,
+    const AllToAllOptions& options);
+
 }  // namespace moesaic::cuda

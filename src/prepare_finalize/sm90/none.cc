@@ -11,6 +11,12 @@ Result<std::unique_ptr<PrepareAndFinalize>> make_sm90_all_to_all(const MoeProble
   MOESAIC_RETURN_IF_ERROR(sm90_transport_can_implement(problem));
   return check_device(problem.device);
 }
+
+Result<std::unique_ptr<PrepareAndFinalize>> make_sm90_batched_all_to_all(
+    const MoeProblem& problem, std::shared_ptr<Communicator>, const AllToAllOptions&) {
+  MOESAIC_RETURN_IF_ERROR(sm90_slabs_can_travel(problem));
+  return check_device(problem.device);
+}
 // NOLINTEND(performance-unnecessary-value-param)
 
 Result<std::unique_ptr<PrepareAndFinalize>> make_sm90_batched(const MoeProblem& problem) {

@@ -158,7 +158,17 @@ __global__ void __launch_bounds__(kThreads) sum_slots(const __grid_constant__ An
         row = p.position[t * p.ranks + rank];
         for (int r = 0; r < rank; ++r) row += p.counts[r];
       }
-      add_row<kBf16>(sum, p.answers, (row * p.top_k + j) * p.hidden + h);
+      const std::int64_t at = (row * p.top_k + j) * p.hidden + h;
+      if (p.weights == nullptr) {
+        add_row<kBf16>(sum, p.answers, at);
+        continue;
+      }
+      float v[4] = {};
+      add_row<kBf16>(v, p.answers, at);
+      float weight = p.weights[t * p.top_k + j];
+      MOESAIC_CUDA_FAULT(cuda_ranks_slots_unweighted, weight = 1.0F;)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[i] = __fadd_rn(sum[i], __fmul_rn(weight, v[i]));
     }
     store_sum(p, t * p.hidden + h, sum);
   }

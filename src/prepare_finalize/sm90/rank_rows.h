@@ -64,6 +64,8 @@ struct AnswerParams {
   const std::int32_t* ids = nullptr;    // [tokens, top_k]
   const std::int32_t* owner = nullptr;  // [num_experts]
   std::int32_t top_k = 0, num_experts = 0;
+  const float* weights =
+      nullptr;  // [tokens, top_k] that the rows lack, or null: products are rounded
 };
 // sum = the ranks' partial sums in rank order, in fp32.
 int launch_sum_answers(const AnswerParams& params, void* stream);

@@ -72,7 +72,40 @@ __global__ void __launch_bounds__(kFillThreads)
   }
 }
 
+// A block per slot at a time.
+__global__ void __launch_bounds__(kFillThreads)
+    copy_slot_rows(const __grid_constant__ SlotRowsParams p, bool vectors) {
+  for (std::int64_t slot = blockIdx.x; slot < p.slots; slot += gridDim.x) {
+    std::int64_t row = p.slot_rows[slot];
+    MOESAIC_CUDA_FAULT(cuda_slot_rows_are_the_first, row = row < 0 ? row : 0;)
+    if (vectors && row >= 0) {
+      const std::int64_t count = p.columns * (p.dtype == DType::kF32 ? 4 : 2) / 16;
+      const auto* const from = static_cast<const uint4*>(p.slabs) + row * count;
+      auto* const to = static_cast<uint4*>(p.to) + slot * count;
+      for (std::int64_t i = threadIdx.x; i < count; i += kFillThreads) to[i] = from[i];
+      continue;
+    }
+    for (std::int64_t i = threadIdx.x; i < p.columns; i += kFillThreads) {
+      float v = row == kNoSlabRow ? 0.0F : __int_as_float(0x7FC00000);
+      if (row >= 0) v = load_element(p.slabs, p.slabs_dtype, row * p.columns + i);
+      store_element(p.to, p.dtype, slot * p.columns + i, v);
+    }
+  }
+}
+
+constexpr std::int64_t kMostBlocks = 2048;
+
 }  // namespace
+
+int launch_slot_rows(const SlotRowsParams& params, void* stream) {
+  MOESAIC_ARM_CUDA_FAULTS();
+  if (params.slots == 0) return 0;
+  const bool vectors = params.slabs_dtype == params.dtype &&
+                       params.columns * (dtype_bits(params.dtype) / 8) % 16 == 0;
+  copy_slot_rows<<<static_cast<unsigned>(std::min(params.slots, kMostBlocks)), kFillThreads, 0,
+                   static_cast<cudaStream_t>(stream)>>>(params, vectors);
+  return static_cast<int>(cudaGetLastError());
+}
 
 int launch_fill_slabs(const FillSlabsParams& params, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
@@ -82,9 +115,8 @@ int launch_fill_slabs(const FillSlabsParams& params, void* stream) {
   const bool vectors = params.weights == nullptr && params.x_dtype == params.dtype &&
                        address % 16 == 0 && params.x_stride * element % 16 == 0 &&
                        params.columns * element % 16 == 0;
-  constexpr std::int32_t kMostBlocks = 2048;
-  fill_slabs<<<static_cast<unsigned>(std::min(params.pairs, kMostBlocks)), kFillThreads, 0,
-               static_cast<cudaStream_t>(stream)>>>(params, vectors);
+  fill_slabs<<<static_cast<unsigned>(std::min<std::int64_t>(params.pairs, kMostBlocks)),
+               kFillThreads, 0, static_cast<cudaStream_t>(stream)>>>(params, vectors);
   return static_cast<int>(cudaGetLastError());
 }
 

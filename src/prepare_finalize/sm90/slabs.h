@@ -34,4 +34,16 @@ struct FillSlabsParams {
 // Capturable. Returns a cudaError_t value.
 int launch_fill_slabs(const FillSlabsParams& params, void* stream);
 
+// The way back: row s of `to` is the slab row of slot s, as its expert left it; zeros where there is none,
+// NaN where it found no room.
+struct SlotRowsParams {
+  const void* slabs = nullptr;  // [num_local_experts * T, columns]
+  DType slabs_dtype = DType::kF32;
+  const std::int32_t* slot_rows = nullptr;  // [slots], see above
+  std::int64_t slots = 0, columns = 0;
+  void* to = nullptr;  // [slots, columns]
+  DType dtype = DType::kF32;
+};
+int launch_slot_rows(const SlotRowsParams& params, void* stream);
+
 }  // namespace moesaic::cuda
