@@ -18,6 +18,7 @@ int main(int argc, char** argv) {
   app.add_option("--check-tokens", s.check_tokens, "Tokens of the check")->capture_default_str();
   app.add_option("--repeats", s.repeats, "Samples of each time")->capture_default_str();
   app.add_flag("--no-check", s.no_check, "Times only");
+  app.add_flag("--no-messages", s.no_messages, "Peer windows only");
   CLI11_PARSE(app, argc, argv);
 
   const Status available = nccl_available();
@@ -57,10 +58,11 @@ int main(int argc, char** argv) {
       "(each); "
       "NCCL, 256 MiB to each rank: {:.0f} GB/s out of each\n",
       n, info.devices[0].name, one_way, both, nccl_bandwidth(ranks));
-  print_latency(ranks, s.repeats);
+  if (!s.no_messages) print_latency(ranks, s.repeats);
   std::fflush(stdout);
   const bool right = s.no_check || check_layer(ranks, s);
-  time_transport(ranks, s, one_way);
+  if (!s.no_messages) time_transport(ranks, s, both);
+  time_peer_transport(ranks, s, both);
   on_ranks(ranks, [](Rank& r) { r.nccl.reset(); });
   return right ? 0 : 1;
 }

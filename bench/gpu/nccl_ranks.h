@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "moesaic/communicator.h"
+#include "moesaic/experts.h"
 #include "moesaic/status.h"
 
 namespace moesaic::bench {
@@ -20,7 +21,7 @@ namespace moesaic::bench {
 struct Settings {
   int ranks = 0;  // 0: all GPUs
   int experts = 256, check_tokens = 256, repeats = 30;
-  bool no_check = false;
+  bool no_check = false, no_messages = false;
   std::vector<std::int64_t> tokens = {16, 128, 1024, 4096};  // per GPU
 };
 // DeepSeek-V3's layer.
@@ -100,7 +101,13 @@ void print_latency(std::vector<Rank>& ranks, int repeats);
 // and times.
 bool check_layer(std::vector<Rank>& ranks, const Settings& settings);
 
-// Dispatch and combine by themselves; prints a table, % of `link` GB/s.
+// Uniform routing of `tokens` rows [tokens, k].
+std::vector<std::int32_t> uniform_ids(std::int64_t tokens, int experts, std::uint64_t seed);
+MoeProblem transport_problem(const Settings& settings, std::int64_t ranks, std::int64_t tokens,
+                             Device device);
+// Dispatch and combine by themselves; prints a table, % of `link` GB/s. By messages, which wait on the
+// host; then through peer windows.
 void time_transport(std::vector<Rank>& ranks, const Settings& settings, double link);
+void time_peer_transport(std::vector<Rank>& ranks, const Settings& settings, double link);
 
 }  // namespace moesaic::bench

@@ -9,9 +9,7 @@
 #include "nccl_ranks.h"
 
 namespace moesaic::bench {
-namespace {
 
-// Uniform routing of `tokens` rows.
 std::vector<std::int32_t> uniform_ids(std::int64_t tokens, int experts, std::uint64_t seed) {
   std::mt19937_64 rng(seed);
   std::vector<std::int32_t> ids;
@@ -26,7 +24,8 @@ std::vector<std::int32_t> uniform_ids(std::int64_t tokens, int experts, std::uin
   return ids;
 }
 
-MoeProblem problem_of(const Settings& s, std::int64_t ranks, std::int64_t tokens, Device device) {
+MoeProblem transport_problem(const Settings& s, std::int64_t ranks, std::int64_t tokens,
+                             Device device) {
   MoeProblem p;
   p.num_experts = s.experts;
   p.num_local_experts = s.experts / ranks;
@@ -40,6 +39,8 @@ MoeProblem problem_of(const Settings& s, std::int64_t ranks, std::int64_t tokens
   p.device = device;
   return p;
 }
+
+namespace {
 
 void time_one(std::vector<Rank>& ranks, const Settings& s, std::int64_t tokens, bool fp8,
               double link) {
@@ -56,7 +57,7 @@ void time_one(std::vector<Rank>& ranks, const Settings& s, std::int64_t tokens, 
     const Device device = Device::cuda(r.device);
     const auto transport =
         must(make_all_to_all_prepare_finalize(
-                 problem_of(s, static_cast<std::int64_t>(n), tokens, device), r.nccl, o),
+                 transport_problem(s, static_cast<std::int64_t>(n), tokens, device), r.nccl, o),
              "transport");
     const DeviceArray x(static_cast<std::size_t>(tokens * kHidden * 2));
     must(cudaMemset(x.as(), 0x3F, static_cast<std::size_t>(tokens * kHidden * 2)), "rows");

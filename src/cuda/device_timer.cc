@@ -17,6 +17,9 @@ struct DeviceTimer::Impl {
   cudaGraphExec_t exec = nullptr;
   cudaEvent_t begin = nullptr, end = nullptr;
 
+  // Of a replay, the mean of `count`.
+  Result<double> microseconds(int count) const;
+
   ~Impl() {
     const DeviceScope scope(device);
     if (exec != nullptr) (void)cudaGraphExecDestroy(exec);
@@ -54,6 +57,18 @@ Result<std::unique_ptr<DeviceTimer>> DeviceTimer::create(
   return timer;
 }
 
+Result<double> DeviceTimer::Impl::microseconds(int count) const {
+  MOESAIC_RETURN_IF_ERROR(check_call("event", cudaEventRecord(begin, stream)));
+  for (int i = 0; i < count; ++i) {
+    MOESAIC_RETURN_IF_ERROR(check_call("graph", cudaGraphLaunch(exec, stream)));
+  }
+  MOESAIC_RETURN_IF_ERROR(check_call("event", cudaEventRecord(end, stream)));
+  MOESAIC_RETURN_IF_ERROR(check_call("graph", cudaEventSynchronize(end)));
+  float ms = 0;
+  MOESAIC_RETURN_IF_ERROR(check_call("event", cudaEventElapsedTime(&ms, begin, end)));
+  return 1e3 * static_cast<double>(ms) / count;
+}
+
 Result<std::vector<double>> DeviceTimer::replay(int min_samples, double seconds) const {
   using Clock = std::chrono::steady_clock;
   constexpr std::size_t kMaxSamples = 10000;
@@ -70,14 +85,17 @@ Result<std::vector<double>> DeviceTimer::replay(int min_samples, double seconds)
         (taken >= static_cast<std::size_t>(min_samples) && spent >= seconds)) {
       return samples;
     }
-    MOESAIC_RETURN_IF_ERROR(check_call("event", cudaEventRecord(m.begin, m.stream)));
-    MOESAIC_RETURN_IF_ERROR(check_call("graph", cudaGraphLaunch(m.exec, m.stream)));
-    MOESAIC_RETURN_IF_ERROR(check_call("event", cudaEventRecord(m.end, m.stream)));
-    MOESAIC_RETURN_IF_ERROR(check_call("graph", cudaEventSynchronize(m.end)));
-    float ms = 0;
-    MOESAIC_RETURN_IF_ERROR(check_call("event", cudaEventElapsedTime(&ms, m.begin, m.end)));
-    if (replay >= kWarmUp) samples.push_back(1e3 * static_cast<double>(ms));
+    MOESAIC_ASSIGN_OR_RETURN(const double us, m.microseconds(1));
+    if (replay >= kWarmUp) samples.push_back(us);
   }
+}
+
+Result<double> DeviceTimer::mean_of(int count) const {
+  const Impl& m = *impl_;
+  const DeviceScope scope(m.device);
+  MOESAIC_RETURN_IF_ERROR(scope.status());
+  MOESAIC_RETURN_IF_ERROR(check_call("graph", cudaGraphLaunch(m.exec, m.stream)));
+  return m.microseconds(count);
 }
 
 }  // namespace moesaic::cuda

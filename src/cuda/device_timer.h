@@ -25,6 +25,9 @@ class DeviceTimer {
   // Microseconds of each replay, after two that are not counted: at least `min_samples` of them and
   // for at least `seconds`, at most 10000.
   Result<std::vector<double>> replay(int min_samples, double seconds) const;
+  // Microseconds of a replay, the mean of `count` behind one that is not counted: ranks that wait for
+  // each other on the device replay as often as each other.
+  Result<double> mean_of(int count) const;
 
  private:
   struct Impl;

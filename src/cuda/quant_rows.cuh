@@ -11,6 +11,43 @@
 
 namespace moesaic::cuda {
 
+// Eight values of a row, multiplied first by its router weight unless that is null.
+__device__ __forceinline__ void eight_values(const uint4& v, const float* weight, float (&f)[8]) {
+  const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    f[2 * j] = bf16_low(words[j]);
+    f[2 * j + 1] = bf16_high(words[j]);
+  }
+  if (weight == nullptr) return;
+  float w = round_bf16(*weight);
+  MOESAIC_CUDA_FAULT(cuda_quant_rows_ignores_the_router_weight, w = 1.0F;)
+#pragma unroll
+  for (float& e : f) e = round_bf16(e * w);
+}
+
+// e4m3 codes of eight values and the scale of their group of 128, which sixteen threads have together.
+// All lanes of a warp call it.
+struct GroupCodes {
+  uint2 codes;
+  float scale;
+};
+__device__ __forceinline__ GroupCodes group_codes(const float (&f)[8], bool power_of_two_scales) {
+  float amax = 0.0F;
+#pragma unroll
+  for (const float e : f) amax = fmaxf(amax, fabsf(e));
+#pragma unroll
+  for (int d = 1; d < 16; d <<= 1) amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFU, amax, d));
+  MOESAIC_CUDA_FAULT(cuda_quant_rows_have_the_amax_of_a_value, amax = fabsf(f[0]);)
+  const float s = fp8_scale(amax, power_of_two_scales), r = 1.0F / s;
+  std::uint32_t code[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    code[j] = ptx::e4m3x2(divide(f[2 * j], s, r), divide(f[2 * j + 1], s, r));
+  }
+  return {make_uint2(code[0] | code[1] << 16, code[2] | code[3] << 16), s};
+}
+
 // Quantises group `g` of row `m`: sixteen threads have a group of 128, each eight values `v`.
 // `inside`: the thread has values; `live`: the half warp has a group.
 __device__ __forceinline__ void quantize_group(const QuantRowsParams& p, std::int64_t m,
@@ -18,19 +55,8 @@ __device__ __forceinline__ void quantize_group(const QuantRowsParams& p, std::in
                                                const uint4& v) {
   const std::uint32_t part = threadIdx.x & 15;
   const std::uint32_t column = g * 128 + part * 8;
-  const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
   float f[8];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    f[2 * j] = bf16_low(words[j]);
-    f[2 * j + 1] = bf16_high(words[j]);
-  }
-  if (p.weights != nullptr && inside) {
-    float w = round_bf16(p.weights[m]);
-    MOESAIC_CUDA_FAULT(cuda_quant_rows_ignores_the_router_weight, w = 1.0F;)
-#pragma unroll
-    for (float& e : f) e = round_bf16(e * w);
-  }
+  eight_values(v, p.weights != nullptr && inside ? p.weights + m : nullptr, f);
   if (p.form == RowForm::kBf16) {
     if (inside) {
       *reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(p.q) + m * p.columns + column) =
@@ -39,23 +65,12 @@ __device__ __forceinline__ void quantize_group(const QuantRowsParams& p, std::in
     }
     return;
   }
-  float amax = 0.0F;
-#pragma unroll
-  for (const float e : f) amax = fmaxf(amax, fabsf(e));
-#pragma unroll
-  for (int d = 1; d < 16; d <<= 1) amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFU, amax, d));
-  MOESAIC_CUDA_FAULT(cuda_quant_rows_have_the_amax_of_a_value, amax = fabsf(f[0]);)
-  const float s = fp8_scale(amax, p.power_of_two_scales), r = 1.0F / s;
+  const GroupCodes made = group_codes(f, p.power_of_two_scales);
   if (inside) {
-    std::uint32_t code[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      code[j] = ptx::e4m3x2(divide(f[2 * j], s, r), divide(f[2 * j + 1], s, r));
-    }
     *reinterpret_cast<uint2*>(static_cast<std::uint8_t*>(p.q) + m * p.columns + column) =
-        make_uint2(code[0] | code[1] << 16, code[2] | code[3] << 16);
+        made.codes;
   }
-  if (live && part == 0) p.scale[g * p.scale_stride + m] = s;
+  if (live && part == 0) p.scale[g * p.scale_stride + m] = made.scale;
 }
 
 // Groups of 128 of all tokens, or half rows.

@@ -76,14 +76,20 @@ Result<PeerLayout> make_peer_layout(const PeerShape& shape) {
   for (const ShapeField& field : fields) {
     if (Status s = check_field(field); !s.ok()) return s;
   }
+  if (shape.scale_bytes < 0) {
+    return invalid(
+        fmt::format("peer window: scale_bytes = {}, need at least 0", shape.scale_bytes));
+  }
   const auto slots = whole_lines(product({shape.tokens, shape.top_k, 4}));
-  const auto row = whole_lines(shape.row_bytes), answer = whole_lines(shape.answer_bytes);
+  const auto row = whole_lines(shape.row_bytes), scale = whole_lines(shape.scale_bytes);
+  const auto answer = whole_lines(shape.answer_bytes);
   // Nothing of a product that overflows is used: 0 only keeps the arithmetic going until the piece
   // that needs it is refused.
   PeerLayout layout;
   layout.shape = shape;
   layout.slots_pitch = slots.value_or(0);
   layout.row_pitch = row.value_or(0);
+  layout.scale_pitch = scale.value_or(0);
   layout.answer_pitch = answer.value_or(0);
   const auto if_known = [](const std::optional<std::int64_t>& pitch,
                            std::initializer_list<std::int64_t> factors) {
@@ -98,12 +104,13 @@ Result<PeerLayout> make_peer_layout(const PeerShape& shape) {
     std::int64_t& begin;
     std::optional<std::int64_t> bytes;
   };
-  const std::array<Piece, 6> pieces = {{
+  const std::array<Piece, 7> pieces = {{
       {"words", words, product({kPeerKinds, shape.ranks, kPeerLine})},
       {"own lines", layout.own_lines, kPeerOwnLines * kPeerLine},
       {"ids", layout.ids, if_known(slots, {shape.ranks, layout.slots_pitch})},
       {"weights", layout.weights, if_known(slots, {shape.ranks, layout.slots_pitch})},
       {"rows", layout.rows, if_known(row, {shape.ranks, shape.tokens, layout.row_pitch})},
+      {"scales", layout.scales, if_known(scale, {shape.ranks, shape.tokens, layout.scale_pitch})},
       {"answers", layout.answers,
        if_known(answer, {answer_rows, shape.tokens, layout.answer_pitch})},
   }};

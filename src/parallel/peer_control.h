@@ -151,19 +151,22 @@ struct PeerShape {
   std::int64_t ranks = 0;         // R, 1 to kPeerMaxRanks
   std::int64_t tokens = 0;        // T, rows that a rank may send in a call, 1 to kPeerMaxLive
   std::int64_t top_k = 0;         // k
-  std::int64_t row_bytes = 0;     // of a row that is sent: numbers and scales
+  std::int64_t row_bytes = 0;     // of a row that is sent, without its scales
   std::int64_t answer_bytes = 0;  // of a row that comes back
   PeerAnswerForm form = PeerAnswerForm::kPartial;
+  std::int64_t scale_bytes = 0;  // of a row's scales; 0: it has none
 };
 
 // Byte offsets in a window, the same on all ranks; made by make_peer_layout, passed to kernels.
 // Indices are not checked.
 struct PeerLayout {
   PeerShape shape;
-  std::int64_t row_pitch = 0, answer_pitch = 0;  // bytes from a row to the next, whole lines
-  std::int64_t slots_pitch = 0;                  // ids, weights: bytes from a writer to the next
-  std::int64_t own_lines = 0, ids = 0, weights = 0, rows = 0, answers = 0;  // where pieces begin
-  std::int64_t bytes = 0;                                                   // of the whole window
+  // Bytes from a row to the next, whole lines.
+  std::int64_t row_pitch = 0, scale_pitch = 0, answer_pitch = 0;
+  std::int64_t slots_pitch = 0;  // ids, weights: bytes from a writer to the next
+  // Where pieces begin.
+  std::int64_t own_lines = 0, ids = 0, weights = 0, rows = 0, scales = 0, answers = 0;
+  std::int64_t bytes = 0;  // of the whole window
 
   // The word of `kind` that rank `writer` writes; `chunk` of kRows and kAnswers.
   MOESAIC_HOST_DEVICE constexpr std::int64_t word(PeerKind kind, std::int64_t writer,
@@ -185,6 +188,9 @@ struct PeerLayout {
     if (source > 0 && MOESAIC_ON_HOST(MOESAIC_FAULT(peer_row_in_the_slot_of_another_rank)))
       --source;
     return rows + (source * shape.tokens + token) * row_pitch;
+  }
+  MOESAIC_HOST_DEVICE constexpr std::int64_t scale(std::int64_t source, std::int64_t token) const {
+    return scales + (source * shape.tokens + token) * scale_pitch;
   }
   // kPartial: what rank `from` answers for this rank's row `token`.
   MOESAIC_HOST_DEVICE constexpr std::int64_t partial(std::int64_t from, std::int64_t token) const {

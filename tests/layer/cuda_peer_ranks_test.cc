@@ -1,5 +1,5 @@
-// The layer over ranks through peer windows: threads that share one GPU and wait for each other on
-// it. The bits are those of messages, eager, replayed and in graphs of different sizes. Skipped,
+// The layer over ranks through peer windows: threads that wait for each other on the GPUs that there
+// are, several on each where they are fewer. The bits are those of messages, eager, replayed and in graphs of different sizes. Skipped,
 // visibly, without a device.
 #include <cuda_runtime.h>
 #include <fmt/format.h>
@@ -54,6 +54,7 @@ std::string on_ranks(
   std::vector<std::thread> threads;
   for (std::size_t r = 0; r < worlds.size(); ++r) {
     threads.emplace_back([&, r, world = std::shared_ptr<Communicator>(std::move(worlds[r]))] {
+      test::use_device_of_rank(static_cast<int>(r));
       wrong[r] = body(static_cast<int>(r), world);
     });
   }
@@ -313,6 +314,8 @@ TEST(CudaPeerRanks, TheDefaultStreamOfASharedDeviceIsRefused) {
   const std::string wrong =
       on_ranks(2, kPatientMs, [&](int, const std::shared_ptr<Communicator>& world) -> std::string {
         FusedMoE::Options o = options_of(engines_of(2, RankReduction::kPerRank), world);
+        o.device = Device::cuda(test::device_of_rank(0));
+        test::use_device_of_rank(0);
         o.ranks.engine = RankEngine::kPeerWindows;
         const auto layer = make(o);
         if (!layer.ok()) return layer.status().to_string();

@@ -1,5 +1,6 @@
-// The layer over ranks that are processes on one GPU, through peer windows: the bits of messages, in
-// graphs too, and what is left when one of them is killed. Each process is this program again.
+// The layer over ranks that are processes, each on a GPU of its own as far as there are some, through
+// peer windows: the bits of messages, in graphs too, and what is left when one of them is killed. Each
+// process is this program again.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -94,6 +95,7 @@ std::string calls_until_one_dies(const StartedRank& started) {
   }
   // The window is closed; a layer of this rank alone.
   FusedMoE::Options alone = test::on_gpu(test::kMostRows);
+  alone.device = o.device;
   const auto layer = test::maker_of(tensors)(alone);
   if (!layer.ok()) return layer.status().to_string();
   RankCalls calls(501, tensors.spec.hidden_size, 1);
@@ -108,7 +110,8 @@ std::string memory(const StartedRank& started) {
   Communicator& world = *started.world;
   std::int64_t before = 0;
   for (int round = 0; round < 8; ++round) {
-    const auto window = parallel::make_peer_window(world, 0, kBytes, {});
+    const auto window =
+        parallel::make_peer_window(world, test::device_of_rank(world.rank()), kBytes, {});
     if (!window.ok()) return window.status().to_string();
     for (int r = 0; r < world.size(); ++r) {
       // The bytes of the other side, by the rank that has it.
@@ -139,7 +142,8 @@ std::string memory(const StartedRank& started) {
 std::string refusal(const StartedRank& started) {
   const int rank = started.world->rank();
   const Status mine = rank == 1 ? Status(StatusCode::kUnsupported, "not today") : Status();
-  const auto window = parallel::make_peer_window(*started.world, 0, 4096, mine);
+  const auto window =
+      parallel::make_peer_window(*started.world, test::device_of_rank(rank), 4096, mine);
   const std::string want = rank == 1 ? "not today" : "rank 1 cannot, its own message says why";
   if (window.ok() || window.status().code() != StatusCode::kUnsupported) return "not refused";
   return window.status().message().find(want) == std::string::npos ? window.status().to_string()
@@ -147,6 +151,7 @@ std::string refusal(const StartedRank& started) {
 }
 
 int run_rank(const StartedRank& started) {
+  test::use_device_of_rank(started.world->rank());
   const std::string wrong = started.task == "bits"      ? same_bits(started)
                             : started.task == "graphs"  ? graphs(started)
                             : started.task == "memory"  ? memory(started)

@@ -7,6 +7,13 @@
 
 namespace moesaic::test {
 
+int device_of_rank(int rank) {
+  static const std::vector<int> devices = usable_devices();
+  return devices[static_cast<std::size_t>(rank) % devices.size()];
+}
+
+void use_device_of_rank(int rank) { EXPECT_EQ(cudaSetDevice(device_of_rank(rank)), cudaSuccess); }
+
 FusedMoE::Options options_of(const RankCombo& c, const std::shared_ptr<Communicator>& world) {
   const int rank = world->rank();
   ParallelSizes sizes;
@@ -19,6 +26,7 @@ FusedMoE::Options options_of(const RankCombo& c, const std::shared_ptr<Communica
   sizes.enable_expert_parallel = c.ep;
   sizes.sequence_parallel = c.sp;
   FusedMoE::Options o = on_gpu(kMostRows);
+  o.device = Device::cuda(device_of_rank(rank));
   o.parallel = ParallelConfig::from_sizes(sizes).value();
   o.parallel.placement = c.placement;
   o.ranks.communicator = world;

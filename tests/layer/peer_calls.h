@@ -1,4 +1,5 @@
-// Calls of a layer whose ranks share a GPU and wait for each other on it, as threads or processes.
+// Calls of a layer whose ranks wait for each other on their GPUs, which they share where there are not
+// enough, as threads or processes.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,12 +21,15 @@ namespace moesaic::test {
 
 inline constexpr std::int64_t kMostRows = 6;
 
-// On the first GPU.
+// Ranks take the GPUs in turn.
+int device_of_rank(int rank);
+// Makes it the thread's current device.
+void use_device_of_rank(int rank);
 FusedMoE::Options options_of(const RankCombo& c, const std::shared_ptr<Communicator>& world);
 // An engine for each rank, with whole experts, all_to_all.
 RankCombo engines_of(int ranks, RankReduction reduction);
 
-// A rank's rows on the device, and a stream of its own. Memory is made and freed with it: while
+// A rank's rows on the current device, and a stream of its own. Memory is made and freed with it: while
 // another rank's kernels wait for this one, neither may be done.
 class RankCalls {
  public:
@@ -35,6 +39,9 @@ class RankCalls {
         in_(x_.data(), x_.bytes()),
         out_(x_.bytes() * 2),
         want_(static_cast<std::size_t>(x_.bytes() / 2)) {
+    int current = 0;
+    EXPECT_EQ(cudaGetDevice(&current), cudaSuccess);
+    device_ = Device::cuda(current);
     EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
     // A stream has its queue from its first use on: now, not while another rank's kernel waits.
     poison();
@@ -51,11 +58,11 @@ class RankCalls {
   cudaStream_t stream() const { return stream_; }
   Status enqueue(const FusedMoE& layer, std::int64_t input, std::int64_t rows) {
     const std::int64_t first = input * kMostRows * hidden_;
-    return layer.enqueue({stream_},
-                         ConstTensorView(in_.as<const std::byte>() + first * 2, DType::kBF16,
-                                         Shape{rows, hidden_}, Device::cuda(0)),
-                         TensorView(out_.as<std::byte>() + first * 4, DType::kF32,
-                                    Shape{rows, hidden_}, Device::cuda(0)));
+    return layer.enqueue(
+        {stream_},
+        ConstTensorView(in_.as<const std::byte>() + first * 2, DType::kBF16, Shape{rows, hidden_},
+                        device_),
+        TensorView(out_.as<std::byte>() + first * 4, DType::kF32, Shape{rows, hidden_}, device_));
   }
   bool finish() const { return cudaStreamSynchronize(stream_) == cudaSuccess; }
   // A graph of that call.
@@ -97,6 +104,7 @@ class RankCalls {
 
  private:
   std::int64_t hidden_;
+  Device device_ = Device::cpu();
   Tensor x_;
   DeviceBytes in_, out_;
   std::vector<float> want_;

@@ -83,6 +83,7 @@ std::vector<std::pair<std::int64_t, std::int64_t>> pieces_of(const PeerLayout& w
       add(w.id(r, t), s.top_k * 4);
       add(w.weight(r, t), s.top_k * 4);
       add(w.row(r, t), s.row_bytes);
+      if (s.scale_bytes > 0) add(w.scale(r, t), s.scale_bytes);
       if (s.form == PeerAnswerForm::kPartial) add(w.partial(r, t), s.answer_bytes);
     }
   }
@@ -98,7 +99,7 @@ TEST(PeerLayout, NothingOverlapsAndWritersShareNoLine) {
   for (const PeerAnswerForm form : {PeerAnswerForm::kPartial, PeerAnswerForm::kSlot}) {
     for (const PeerShape& shape :
          {PeerShape{1, 1, 1, 1, 1, form}, PeerShape{3, 5, 3, 200, 90, form},
-          PeerShape{8, 16, 8, 7424, 14336, form}, PeerShape{64, 2, 1, 128, 129, form}}) {
+          PeerShape{8, 16, 8, 7168, 14336, form, 224}, PeerShape{64, 2, 1, 128, 129, form, 4}}) {
       const PeerLayout w = make_peer_layout(shape).value();
       auto all = pieces_of(w);
       std::sort(all.begin(), all.end());
@@ -108,7 +109,7 @@ TEST(PeerLayout, NothingOverlapsAndWritersShareNoLine) {
       EXPECT_EQ(all.front().first, 0);
       EXPECT_EQ(w.bytes % kPeerLine, 0);
       for (std::int64_t r = 0; r < shape.ranks; ++r) {
-        for (const std::int64_t begin : {w.id(r, 0), w.weight(r, 0), w.row(r, 0), w.row(r, 0)}) {
+        for (const std::int64_t begin : {w.id(r, 0), w.weight(r, 0), w.row(r, 0), w.scale(r, 0)}) {
           EXPECT_EQ(begin % kPeerLine, 0);
         }
         EXPECT_EQ(w.partial(r, 0) % kPeerLine, 0);
@@ -120,12 +121,15 @@ TEST(PeerLayout, NothingOverlapsAndWritersShareNoLine) {
 
 // DeepSeek-V3 on 8 ranks: the figures by hand.
 TEST(PeerLayout, SizesOfARealShape) {
-  const PeerLayout w = make_peer_layout({8, 4096, 8, 7168 + 4 * 56, 2 * 7168}).value();
-  EXPECT_EQ(w.row_pitch, 7424);
+  const PeerLayout w =
+      make_peer_layout({8, 4096, 8, 7168, 2 * 7168, PeerAnswerForm::kPartial, 4 * 56}).value();
+  EXPECT_EQ(w.row_pitch, 7168);
+  EXPECT_EQ(w.scale_pitch, 256);
   EXPECT_EQ(w.own_lines, 10 * 8 * 128);
   EXPECT_EQ(w.ids, 10 * 8 * 128 + 4 * 128);
   EXPECT_EQ(w.rows - w.ids, 2 * 8 * 4096 * 8 * 4);
-  EXPECT_EQ(w.answers - w.rows, std::int64_t{8} * 4096 * 7424);
+  EXPECT_EQ(w.scales - w.rows, std::int64_t{8} * 4096 * 7168);
+  EXPECT_EQ(w.answers - w.scales, std::int64_t{8} * 4096 * 256);
   EXPECT_EQ(w.bytes - w.answers, std::int64_t{8} * 4096 * 14336);
   const PeerLayout slots =
       make_peer_layout({64, 128, 8, 7392, 14336, PeerAnswerForm::kSlot}).value();
@@ -140,6 +144,8 @@ TEST(PeerLayout, RefusesWithNamesAndNumbers) {
   expect_refusal(refused({1, 1, 0, 1, 1}), kInvalidArgument, {"top_k = 0"});
   expect_refusal(refused({1, 1, 1, 0, 1}), kInvalidArgument, {"row_bytes = 0"});
   expect_refusal(refused({1, 1, 1, 1, 0}), kInvalidArgument, {"answer_bytes = 0"});
+  expect_refusal(refused({1, 1, 1, 1, 1, PeerAnswerForm::kPartial, -4}), kInvalidArgument,
+                 {"scale_bytes = -4"});
   expect_refusal(refused({1025, 1, 1, 1, 1}), kLimitExceeded, {"ranks = 1025", "1024", "mask"});
   expect_refusal(refused({1, 1 << 20, 1, 1, 1}), kLimitExceeded,
                  {"tokens = 1048576", "1048575", "20 bits"});
@@ -147,6 +153,8 @@ TEST(PeerLayout, RefusesWithNamesAndNumbers) {
   expect_refusal(refused({2, 4, kHuge, 1, 1}), kLimitExceeded, {"ids", "2^63 - 1"});
   expect_refusal(refused({2, 4, 1, kHuge, 1}), kLimitExceeded, {"rows", "2^63 - 1"});
   expect_refusal(refused({2, 4, 1, 1, kHuge}), kLimitExceeded, {"answers", "2^63 - 1"});
+  expect_refusal(refused({2, 4, 1, 1, 1, PeerAnswerForm::kPartial, kHuge}), kLimitExceeded,
+                 {"scales", "2^63 - 1"});
   // Rounding up to a line, and the sum of pieces of which each would fit.
   constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
   expect_refusal(refused({1, 1, 1, kMost, 1}), kLimitExceeded, {"rows"});

@@ -13,6 +13,7 @@
 
 #include "prepare_finalize/sm90/peer_report.h"
 #include "prepare_finalize/sm90/peer_rows.h"
+#include "quant/fp8_group.h"
 #include "support/cuda_device.h"
 #include "support/random.h"
 #include "support/refusal.h"
@@ -51,6 +52,13 @@ struct PeerShapeCase {
                                           : "partial") +
            (bf16 ? " bf16" : " fp32") + (from_slots ? " from slots" : "");
   }
+  // Groups are of 128 columns.
+  PeerShapeCase with_groups(std::int32_t count) const {
+    PeerShapeCase c = *this;
+    c.groups = count;
+    if (count > 0) c.hidden = 128 * count;
+    return c;
+  }
   std::int64_t row_bytes() const { return groups > 0 ? hidden : 2 * hidden; }
   std::int64_t answer_bytes() const { return hidden * (bf16 ? 2 : 4); }
   std::int64_t results_per_row() const {
@@ -77,7 +85,7 @@ float widen(std::uint16_t code) {
 
 // What one virtual rank has on the device, and what it sends, on the host.
 struct VirtualRank {
-  std::unique_ptr<DeviceBytes> window, state, rows, scale, ids, weights;
+  std::unique_ptr<DeviceBytes> window, state, rows, ids, weights;
   std::unique_ptr<DeviceBytes> arrived, arrived_scale, arrived_ids, arrived_weights, results, sum;
   std::unique_ptr<DeviceBytes> expert_map;
   PeerReport* report = nullptr;
@@ -97,7 +105,8 @@ class PeerWorld {
     shape.ranks = c.ranks;
     shape.tokens = c.tokens;
     shape.top_k = c.top_k;
-    shape.row_bytes = c.row_bytes() + c.groups * 4;
+    shape.row_bytes = c.row_bytes();
+    shape.scale_bytes = c.groups * 4;
     shape.answer_bytes = c.answer_bytes();
     shape.form = c.form;
     layout_ = parallel::make_peer_layout(shape).value();
@@ -120,8 +129,7 @@ class PeerWorld {
           cudaMemcpy(r.window->as<void>(), words.data(), words.size() * 8, cudaMemcpyHostToDevice),
           cudaSuccess);
       r.state = std::make_unique<DeviceBytes>(std::vector<std::int32_t>(64, 0));
-      r.rows = std::make_unique<DeviceBytes>(c.tokens * c.row_bytes());
-      r.scale = std::make_unique<DeviceBytes>(c.tokens * c.groups * 4 + 4);
+      r.rows = std::make_unique<DeviceBytes>(c.tokens * c.hidden * 2);
       r.ids = std::make_unique<DeviceBytes>(c.tokens * c.top_k * 4);
       r.weights = std::make_unique<DeviceBytes>(c.tokens * c.top_k * 4);
       r.arrived = std::make_unique<DeviceBytes>(all * c.row_bytes());
@@ -176,22 +184,52 @@ class PeerWorld {
       to.resize(static_cast<std::size_t>(count));
       for (auto& b : to) b = static_cast<std::uint8_t>(rng.next());
     };
-    bytes_of(v.row_values, c_.tokens * c_.row_bytes());
+    bytes_of(v.row_values, c_.tokens * c_.hidden * 2);
+    if (c_.groups > 0) make_finite(v.row_values);
     const auto floats_of = [&](std::vector<float>& to, std::int64_t count) {
       to.resize(static_cast<std::size_t>(count));
       for (float& f : to) f = static_cast<float>(rng.next() % 1000) - 300.0F;
     };
-    floats_of(v.scale_values, c_.tokens * c_.groups + 1);
     floats_of(v.weight_values, c_.tokens * c_.top_k);
     v.id_values.resize(v.weight_values.size());
     for (std::int32_t& id : v.id_values) {  // also none and out of range
       id = static_cast<std::int32_t>(rng.next() % (kExperts + 3)) - 1;
     }
     v.rows->upload(v.row_values.data());
-    v.scale->upload(v.scale_values.data());
+    if (c_.groups > 0) quantize(v);
     v.weights->upload(v.weight_values.data());
     v.ids->upload(v.id_values.data());
   }
+
+  // bf16 numbers of any magnitude below 2^64.
+  static void make_finite(std::vector<std::uint8_t>& rows) {
+    for (std::size_t i = 1; i < rows.size(); i += 2) rows[i] &= 0xDF;
+  }
+  // Rows that are bf16 numbers become their codes and scales.
+  void quantize(VirtualRank& v) const {
+    const std::int64_t h = c_.hidden;
+    std::vector<float> row(static_cast<std::size_t>(h)),
+        scales(static_cast<std::size_t>(c_.groups));
+    std::vector<std::uint8_t> codes(static_cast<std::size_t>(c_.tokens * h));
+    v.scale_values.assign(static_cast<std::size_t>(c_.tokens * c_.groups), 0.0F);
+    for (std::int64_t t = 0; t < c_.tokens; ++t) {
+      for (std::int64_t i = 0; i < h; ++i) {
+        std::uint16_t code = 0;
+        std::memcpy(&code, v.row_values.data() + (t * h + i) * 2, 2);
+        row[static_cast<std::size_t>(i)] = widen(code);
+      }
+      quant::ref_quantize_fp8_row(row.data(), h, 128,
+                                  power_of_two_scales() ? quant::ScaleRounding::kCeilPowerOfTwo
+                                                        : quant::ScaleRounding::kNone,
+                                  codes.data() + t * h, scales.data());
+      for (std::int64_t g = 0; g < c_.groups; ++g) {
+        v.scale_values[static_cast<std::size_t>(g * c_.tokens + t)] =
+            scales[static_cast<std::size_t>(g)];
+      }
+    }
+    v.row_values = std::move(codes);
+  }
+  bool power_of_two_scales() const { return c_.groups == 3; }
 
   PeerRouting routing(const DeviceBytes& ids) const {
     return {ids.as<std::int32_t>(), c_.gather ? nullptr : owner_->as<std::int32_t>(), kExperts};
@@ -204,9 +242,8 @@ class PeerWorld {
     p.tokens = v.live;
     p.rows = v.rows->as<std::byte>();
     p.row_bytes = c_.row_bytes();
-    p.scale = v.scale->as<float>();
-    p.scale_stride = c_.tokens;
     p.groups = c_.groups;
+    p.power_of_two_scales = power_of_two_scales();
     p.weights = v.weights->as<float>();
     EXPECT_EQ(cuda::launch_peer_send(p, on != nullptr ? on : stream_), 0);
   }
@@ -250,7 +287,7 @@ class PeerWorld {
     p.tokens = v.live;
     p.hidden = static_cast<std::int32_t>(c_.hidden);
     p.bf16 = c_.bf16;
-    p.sum = v.sum->as<float>();
+    p.to.output = v.sum->as<void>();
     EXPECT_EQ(cuda::launch_peer_sum(p, stream_), 0);
   }
   void synchronize() { ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess); }
@@ -422,10 +459,8 @@ class PeerWorld {
 std::vector<PeerShapeCase> shape_cases(std::initializer_list<int> counts) {
   std::vector<PeerShapeCase> all;
   for (const int ranks : counts) {
-    for (const std::int32_t groups : {0, 2}) {
-      PeerShapeCase c;
-      c.ranks = ranks;
-      c.groups = groups;
+    for (const std::int32_t groups : {0, 3}) {
+      PeerShapeCase c = PeerShapeCase{ranks}.with_groups(groups);
       all.push_back(c);
       c.bf16 = true;
       all.push_back(c);
@@ -437,9 +472,14 @@ std::vector<PeerShapeCase> shape_cases(std::initializer_list<int> counts) {
       c.gather = false;
       all.push_back(c);
       c.bf16 = false;
-      c.hidden = 264;  // not the same for all lanes
-      if (groups == 0) all.push_back(c);
-      c.hidden = 32;
+      if (groups == 0) {
+        c.hidden = 264;  // not the same for all lanes
+        all.push_back(c);
+        c.hidden = 32;
+      } else if (ranks <= 3) {
+        all.push_back(c.with_groups(17));  // a second pass, which only some threads have
+        all.push_back(c.with_groups(65));
+      }
       c.bf16 = true;
       c.from_slots = false;
       c.top_k = 3;

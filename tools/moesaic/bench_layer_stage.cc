@@ -11,6 +11,7 @@
 #include "bench_random.h"
 #include "bench_reference.h"
 #include "layer_io.h"
+#include "moesaic/communicator.h"
 #include "options.h"
 
 namespace moesaic::tool {
@@ -133,7 +134,18 @@ class LayerStage final : public BenchStage {
              static_cast<double>(touched.size()) * expert_bytes >= kPastTheCache ||
              static_cast<std::int64_t>(touched.size()) == spec.num_experts;
     };
-    for (int i = 0; !enough(i); ++i) {
+    // Ranks go on until all of them have enough.
+    const auto goes_on = [&](int i) -> Result<bool> {
+      const bool mine = !enough(i);
+      const auto& world = s_.options.ranks.communicator;
+      if (!world) return mine;
+      MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int64_t> all,
+                               world->control().all_gather("rotations", mine ? 1 : 0));
+      return std::count(all.begin(), all.end(), 1) > 0;
+    };
+    for (int i = 0;; ++i) {
+      MOESAIC_ASSIGN_OR_RETURN(const bool more, goes_on(i));
+      if (!more) break;
       Rotation r;
       const std::uint64_t seed = s_.seed * 1000003 + static_cast<std::uint64_t>(i) +
                                  static_cast<std::uint64_t>(s_.engine) * 7919;
@@ -171,7 +183,11 @@ class LayerStage final : public BenchStage {
           in.back().insert(in.back().end(), {r.ids.view(), r.weights.view()});
         out.push_back({r.y.view()});
       }
-      if (s_.options.ranks.communicator) {  // ranks wait for each other on the host
+      const auto& world = s_.options.ranks.communicator;
+      if (world && s_.options.ranks.engine == RankEngine::kPeerWindows) {
+        MOESAIC_ASSIGN_OR_RETURN(point.pass,
+                                 gpu_->captured(in, out, [&] { return world->barrier("bench"); }));
+      } else if (world) {  // ranks wait for each other on the host
         MOESAIC_ASSIGN_OR_RETURN(point.run, gpu_->resident(in, out));
       } else {
         MOESAIC_ASSIGN_OR_RETURN(point.time, gpu_->timer(in, out));

@@ -22,7 +22,14 @@ Result<Samples> measure(const BenchPoint& point, const BenchStage& stage, double
   using Clock = std::chrono::steady_clock;
   constexpr std::size_t kMinSamples = 5;
   Samples samples;
-  for (int i = 0; i < point.rotations; ++i) MOESAIC_RETURN_IF_ERROR(point.run(i));
+  // Microseconds of a pass.
+  const auto pass = [&]() -> Result<double> {
+    if (point.pass) return point.pass();
+    const auto start = Clock::now();
+    for (int i = 0; i < point.rotations; ++i) MOESAIC_RETURN_IF_ERROR(point.run(i));
+    return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
+  };
+  MOESAIC_RETURN_IF_ERROR(pass().status());
   const auto begin = Clock::now();
   std::int64_t bytes = 0;
   for (;;) {
@@ -33,10 +40,8 @@ Result<Samples> measure(const BenchPoint& point, const BenchStage& stage, double
                              communicator.control().all_gather("more", more ? 1 : 0));
     if (go[0] == 0) break;
     const std::int64_t before = stage.bytes_sent();
-    const auto start = Clock::now();
-    for (int i = 0; i < point.rotations; ++i) MOESAIC_RETURN_IF_ERROR(point.run(i));
-    samples.us.push_back(std::chrono::duration<double, std::micro>(Clock::now() - start).count() /
-                         point.rotations);
+    MOESAIC_ASSIGN_OR_RETURN(const double us, pass());
+    samples.us.push_back(us / point.rotations);
     bytes += stage.bytes_sent() - before;
   }
   samples.bytes_sent = bytes / (std::ssize(samples.us) * point.rotations);

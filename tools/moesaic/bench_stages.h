@@ -36,8 +36,9 @@ struct BenchSettings {
 struct BenchPoint {
   int rotations = 1;
   std::function<Status(int rotation)> run;
-  TimeFn time;       // on a GPU: how to time all rotations; absent: run them against a clock
-  double bytes = 0;  // that must move per run, averaged over the rotations
+  TimeFn time;            // on a GPU: how to time all rotations; absent: run them against a clock
+  GpuStage::PassFn pass;  // the same over ranks, where their devices wait for each other
+  double bytes = 0;       // that must move per run, averaged over the rotations
   double flops = 0;
   double rel_l2 = 0;  // of the first token against float64 on the same weights
   double bound = 0;   // that rel_l2 must not exceed

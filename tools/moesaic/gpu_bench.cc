@@ -70,15 +70,7 @@ class DeviceStage final : public GpuStage {
     const DeviceScope scope(device_.index());
     MOESAIC_RETURN_IF_ERROR(scope.status());
     MOESAIC_ASSIGN_OR_RETURN(const auto rotations, upload_all(in, out));
-    MOESAIC_ASSIGN_OR_RETURN(
-        std::unique_ptr<cuda::DeviceTimer> made,
-        cuda::DeviceTimer::create(device_.index(), [&](void* stream) -> Status {
-          for (std::size_t i = 0; i < rotations->size(); ++i) {
-            const OnDevice& d = (*rotations)[i];
-            MOESAIC_RETURN_IF_ERROR(enqueue_(stream, static_cast<int>(i), d.in, d.out));
-          }
-          return {};
-        }));
+    MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<cuda::DeviceTimer> made, timer_of(rotations));
     // The graph uses the rotations' memory as long as the timer lives.
     const std::shared_ptr<cuda::DeviceTimer> timer = std::move(made);
     return TimeFn([timer, rotations](double seconds) -> Result<std::vector<double>> {
@@ -87,6 +79,20 @@ class DeviceStage final : public GpuStage {
       for (double& v : us) v /= static_cast<double>(rotations->size());
       return us;
     });
+  }
+
+  Result<PassFn> captured(const std::vector<std::vector<ConstTensorView>>& in,
+                          const std::vector<std::vector<TensorView>>& out,
+                          const std::function<Status()>& all_ready) override {
+    const DeviceScope scope(device_.index());
+    MOESAIC_RETURN_IF_ERROR(scope.status());
+    MOESAIC_ASSIGN_OR_RETURN(const auto rotations, upload_all(in, out));
+    MOESAIC_RETURN_IF_ERROR(all_ready());
+    MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<cuda::DeviceTimer> made, timer_of(rotations));
+    MOESAIC_RETURN_IF_ERROR(all_ready());
+    const std::shared_ptr<cuda::DeviceTimer> timer = std::move(made);
+    constexpr int kReplays = 8;
+    return PassFn([timer, rotations] { return timer->mean_of(kReplays); });
   }
 
   Result<RunFn> resident(const std::vector<std::vector<ConstTensorView>>& in,
@@ -105,6 +111,15 @@ class DeviceStage final : public GpuStage {
 
  private:
   using Rotations = std::shared_ptr<std::vector<OnDevice>>;
+  Result<std::unique_ptr<cuda::DeviceTimer>> timer_of(const Rotations& rotations) const {
+    return cuda::DeviceTimer::create(device_.index(), [&](void* stream) -> Status {
+      for (std::size_t i = 0; i < rotations->size(); ++i) {
+        const OnDevice& d = (*rotations)[i];
+        MOESAIC_RETURN_IF_ERROR(enqueue_(stream, static_cast<int>(i), d.in, d.out));
+      }
+      return {};
+    });
+  }
   Result<Rotations> upload_all(const std::vector<std::vector<ConstTensorView>>& in,
                                const std::vector<std::vector<TensorView>>& out) const {
     auto rotations = std::make_shared<std::vector<OnDevice>>();

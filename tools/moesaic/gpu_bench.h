@@ -36,6 +36,13 @@ class GpuStage {
   using RunFn = std::function<Status(int rotation)>;
   virtual Result<RunFn> resident(const std::vector<std::vector<ConstTensorView>>& in,
                                  const std::vector<std::vector<TensorView>>& out) = 0;
+  // The same for ranks that wait for each other on their devices: microseconds of a pass over all
+  // rotations, captured into a graph. All ranks call it together. `all_ready`: a barrier, met when
+  // memory is there and nothing waits yet.
+  using PassFn = std::function<Result<double>()>;
+  virtual Result<PassFn> captured(const std::vector<std::vector<ConstTensorView>>& in,
+                                  const std::vector<std::vector<TensorView>>& out,
+                                  const std::function<Status()>& all_ready) = 0;
 };
 
 // x [M, H] BF16 -> logits [M, E] F32. `copies` of the weight are rotated, so that it comes from

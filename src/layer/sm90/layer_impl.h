@@ -151,6 +151,7 @@ struct CudaLayer::Impl {
   Status run_over_ranks(void* stream, const Rows& rows, const Out& out) const;
   Status run_rows_over_ranks(void* stream, const Rows& rows, const Out& out) const;
   Status run_given(const PrepareArgs& given, const LayerWorkspace& w) const;
+  bool peers_finish() const;
   Status run_experts(void* stream, const Prepared& rows, const LayerWorkspace& w) const;
   Status run_slots_here(void* stream, Prepared here, const LayerWorkspace& w) const;
   // Of all rows, as those that travel: of row_dtype(plan.routed).

@@ -2,6 +2,7 @@
 
 #include "cuda/element.cuh"
 #include "cuda/fault.cuh"
+#include "cuda/sum_epilogue.cuh"
 #include "layer/sm90/layer_ops.h"
 
 namespace moesaic::cuda {
@@ -49,20 +50,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t count = p.tokens * p.hidden;
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count;
        i += static_cast<std::int64_t>(gridDim.x) * kThreads) {
-    // Rounded separately, as on the CPU.
-    float sum = __fmul_rn(p.scale, p.routed[i]);
-    MOESAIC_CUDA_FAULT(cuda_layer_scale_missing, sum = p.routed[i];)
-    if (p.shared != nullptr) sum = __fadd_rn(sum, load_element(p.shared, p.shared_dtype, i));
-    if (p.zero_weight != nullptr) {
-      sum = __fadd_rn(sum, __fmul_rn(p.zero_weight[i / p.hidden], load_element(p.x, p.x_dtype, i)));
-    }
-    MOESAIC_CUDA_FAULT(cuda_layer_zero_expert_missing,
-                       if (p.zero_weight != nullptr) sum = p.routed[i];)
-    if (p.output_f32) {
-      static_cast<float*>(p.output)[i] = sum;
-    } else {
-      static_cast<std::uint16_t*>(p.output)[i] = bf16_code(sum);
-    }
+    finish_element(p, i / p.hidden, i, p.routed[i]);
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cuda/sum_epilogue.h"
 #include "moesaic/dtype.h"
 
 namespace moesaic::cuda {
@@ -21,18 +22,10 @@ int launch_widen_to_f32(const void* from, DType dtype, std::int64_t count, float
 int launch_clear_rows(const std::uint8_t* mask, std::int64_t rows, std::int64_t row_bytes, void* to,
                       void* stream);
 
-// output = scale * routed + shared + zero_weight * x, in fp32 in this order, rounded once.
-struct LayerCombineParams {
+// That of sums in memory; see SumEpilogue.
+struct LayerCombineParams : SumEpilogue {
   const float* routed = nullptr;  // [tokens, hidden], may be `output`
-  const void* shared = nullptr;   // [tokens, hidden] of shared_dtype, or null
-  DType shared_dtype = DType::kBF16;
-  const float* zero_weight = nullptr;  // [tokens], or null
-  const void* x = nullptr;             // [tokens, hidden] of x_dtype, read with zero_weight
-  DType x_dtype = DType::kBF16;
-  float scale = 1.0F;
   std::int64_t tokens = 0, hidden = 0;
-  void* output = nullptr;  // [tokens, hidden] F32 or BF16
-  bool output_f32 = true;
 };
 int launch_layer_combine(const LayerCombineParams& params, void* stream);
 

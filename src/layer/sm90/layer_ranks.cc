@@ -88,8 +88,14 @@ Status CudaLayer::Impl::run_slots_here(void* stream, Prepared here, const LayerW
   return check_call("combine", launch_combine(c, stream));
 }
 
+// The last kernel between ranks makes the layer's output: shared experts run while answers travel.
+bool CudaLayer::Impl::peers_finish() const {
+  return peers != nullptr && transport.get() == peers && plan.ranks.replicas == 1 &&
+         (plan.ranks.reduced || plan.ranks.per_slot) && !plan.has_output_transform;
+}
+
 // w.routed [M, latent] = what the ranks' experts make of the given rows: all of them, or (not reduced)
-// those of the ranks that have other rows.
+// those of the ranks that have other rows. With peers_finish() it is still to be added up.
 Status CudaLayer::Impl::run_given(const PrepareArgs& given, const LayerWorkspace& w) const {
   void* const stream = given.stream.handle;
   const TensorView sum(reinterpret_cast<std::byte*>(w.routed), DType::kF32,
@@ -97,6 +103,7 @@ Status CudaLayer::Impl::run_given(const PrepareArgs& given, const LayerWorkspace
   if (transport) {
     MOESAIC_ASSIGN_OR_RETURN(const Prepared arrived, transport->prepare(given));
     MOESAIC_RETURN_IF_ERROR(run_experts(stream, arrived, w));
+    if (peers_finish()) return peers->answer(given.stream);
     FinalizeArgs f;
     f.output = sum;
     f.expert_output = arrived.expert_output;
@@ -272,7 +279,7 @@ Status CudaLayer::Impl::run_rows_over_ranks(void* stream, const Rows& rows, cons
     p.output_f32 = out.dtype == DType::kF32;
     p.output =
         static_cast<std::byte*>(out.output) + mine.first * hidden * (dtype_bits(out.dtype) / 8);
-    return combine(p);
+    return peers_finish() ? peers->finish({stream}, p) : combine(p);
   };
   if (complete) {
     // Without shared experts every replica can finish what it was given by itself.

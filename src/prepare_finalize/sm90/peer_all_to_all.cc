@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <new>
 #include <span>
 #include <string>
@@ -14,7 +15,6 @@
 #include "core/hash.h"
 #include "core/refusal.h"
 #include "cuda/device_memory.h"
-#include "cuda/quant_rows.h"
 #include "cuda/side_stream.h"
 #include "moesaic/parallel.h"
 #include "parallel/peer_window.h"
@@ -42,7 +42,7 @@ struct CudaPeerAllToAll::Impl {
   std::int64_t row_bytes = 0;  // without scales
   DType row_dtype = DType::kBF16;
   std::int32_t groups = 0;
-  bool in_place = false;  // rows without scales and gaps are read in the window
+  bool in_place = false;  // rows without gaps are read in the window
   std::string name;
 
   std::unique_ptr<parallel::PeerWindow> window;
@@ -50,7 +50,6 @@ struct CudaPeerAllToAll::Impl {
   Allocation owner;                                     // [E]
   Allocation state;                                     // tickets, live rows
   PinnedHost report;                                    // PeerReport
-  Allocation codes, code_scale;                         // own rows, quantised
   Allocation arrived, row_scale, row_ids, row_weights;  // R * T rows
   Allocation results;
   SideStream side;
@@ -83,7 +82,8 @@ Result<parallel::PeerLayout> CudaPeerAllToAll::Impl::layout() const {
   shape.ranks = ranks;
   shape.tokens = max_tokens;
   shape.top_k = top_k;
-  shape.row_bytes = row_bytes + groups * 4;
+  shape.row_bytes = row_bytes;
+  shape.scale_bytes = groups * std::int64_t{4};
   shape.answer_bytes = hidden * answer.element();
   shape.form = answer.slots() ? PeerAnswerForm::kSlot : PeerAnswerForm::kPartial;
   return parallel::make_peer_layout(shape);
@@ -95,18 +95,14 @@ Status CudaPeerAllToAll::Impl::allocate(const std::vector<std::int32_t>& owners)
     const char* what;
     std::int64_t bytes;
   };
-  std::vector<Want> wants = {
-      {&state, "state of the transport", 64 + ranks * std::int64_t{4}},
-      {&arrived, "arrived rows", in_place ? 0 : all() * row_bytes},
-      {&row_scale, "scales of arrived rows", scale_stride(all()) * groups * 4},
-      {&row_ids, "ids of arrived rows", all() * top_k * 4},
-      {&row_weights, "weights of arrived rows", all() * top_k * 4},
-      {&results, "results for other ranks",
-       adds_slots ? 0 : all() * (answer.slots() ? top_k : 1) * hidden * answer.element()}};
-  if (quantized()) {
-    wants.push_back({&codes, "quantised rows", max_tokens * row_bytes});
-    wants.push_back({&code_scale, "scales of rows", scale_stride(max_tokens) * groups * 4});
-  }
+  const std::array<Want, 6> wants = {
+      {{&state, "state of the transport", 64 + ranks * std::int64_t{4}},
+       {&arrived, "arrived rows", in_place ? 0 : all() * row_bytes},
+       {&row_scale, "scales of arrived rows", scale_stride(all()) * groups * 4},
+       {&row_ids, "ids of arrived rows", all() * top_k * 4},
+       {&row_weights, "weights of arrived rows", all() * top_k * 4},
+       {&results, "results for other ranks",
+        adds_slots ? 0 : all() * (answer.slots() ? top_k : 1) * hidden * answer.element()}}};
   for (const Want& w : wants) {
     MOESAIC_RETURN_IF_ERROR(w.to->reserve(w.what, w.bytes));
     // Rows that are not there are read by kernels that go over all rows, for nothing.
@@ -129,9 +125,9 @@ Status CudaPeerAllToAll::Impl::stand(const parallel::PeerLayout& layout) {
   place.layout = layout;
   place.rank = window->rank();
   for (int r = 0; r < ranks; ++r) place.base[r] = window->base(r);
-  place.signature = parallel::peer_signature(
-      fnv1a(fmt::format("{} {} {} {} {} {} {} {}", name, ranks, max_tokens, top_k, num_experts,
-                        hidden, layout.shape.row_bytes, layout.shape.answer_bytes)));
+  place.signature = parallel::peer_signature(fnv1a(
+      fmt::format("{} {} {} {} {} {} {} {} {}", name, ranks, max_tokens, top_k, num_experts, hidden,
+                  layout.shape.row_bytes, layout.shape.scale_bytes, layout.shape.answer_bytes)));
   place.tickets = state.as<std::uint32_t>();
   place.live = state.as<std::int32_t>() + 16;
   place.report = report.as<parallel::PeerReport>();
@@ -184,7 +180,7 @@ Result<std::unique_ptr<CudaPeerAllToAll>> CudaPeerAllToAll::create(
   impl->name = fmt::format("{}, {}, {} back", options.gather ? "gather" : "all_to_all",
                            codes ? "fp8" : row_name(impl->row_dtype), answer.name());
   MOESAIC_ASSIGN_OR_RETURN(const parallel::PeerLayout layout, impl->layout());
-  impl->in_place = impl->groups == 0 && layout.row_pitch == impl->row_bytes;
+  impl->in_place = layout.row_pitch == impl->row_bytes;
   // What fails here may fail on this rank only: the others learn of it where the windows are made.
   const auto own_part = [&]() -> Status {
     const DeviceScope scope(problem.device.index());
@@ -224,28 +220,12 @@ Status CudaPeerAllToAll::Impl::send(void* stream, const PrepareArgs& a) const {
   s.place = place;
   s.routing = mine;
   s.tokens = tokens;
-  s.rows = a.hidden_states.data;
+  s.rows = static_cast<const std::byte*>(a.hidden_states.data);
   s.row_bytes = row_bytes;
+  s.groups = groups;
+  s.power_of_two_scales = power_of_two_scales;
+  s.weight_on_input = weight_on_input;
   s.weights = a.topk_weights.as<float>();
-  if (quantized()) {
-    QuantRowsParams q;
-    q.x = a.hidden_states.as<std::uint16_t>();
-    q.weights = weight_on_input ? s.weights : nullptr;
-    q.tokens = tokens;
-    q.columns = hidden;
-    q.power_of_two_scales = power_of_two_scales;
-    q.q = codes.as<void>();
-    q.scale = code_scale.as<float>();
-    q.scale_stride = scale_stride(max_tokens);
-    if (tokens > 0) {
-      MOESAIC_RETURN_IF_ERROR(
-          check_call("dispatch: quantise", launch_quant_rows(q, traits, stream)));
-    }
-    s.rows = codes.as<std::byte>();
-    s.scale = q.scale;
-    s.scale_stride = q.scale_stride;
-    s.groups = groups;
-  }
   return check_call("dispatch: send", launch_peer_send(s, stream));
 }
 
@@ -292,11 +272,18 @@ Result<Prepared> CudaPeerAllToAll::prepare(const PrepareArgs& args) const {
 
 Status CudaPeerAllToAll::finalize(const FinalizeArgs& args) const {
   const Impl& m = *impl_;
-  void* const stream = args.stream.handle;
   MOESAIC_RETURN_IF_ERROR(expect_dtype("output", args.output, DType::kF32));
   MOESAIC_RETURN_IF_ERROR(expect_shape("output", args.output, {m.tokens, m.hidden}));
   MOESAIC_RETURN_IF_ERROR(expect_contiguous("output", args.output));
   MOESAIC_RETURN_IF_ERROR(expect_device("output", args.output, m.device));
+  MOESAIC_RETURN_IF_ERROR(answer(args.stream));
+  SumEpilogue to;
+  to.output = args.output.data;
+  return finish(args.stream, to);
+}
+
+Status CudaPeerAllToAll::answer(Stream stream) const {
+  const Impl& m = *impl_;
   const DeviceScope scope(m.device.index());
   MOESAIC_RETURN_IF_ERROR(scope.status());
   PeerAnswerParams a;
@@ -307,17 +294,23 @@ Status CudaPeerAllToAll::finalize(const FinalizeArgs& args) const {
   a.expert_map = m.expert_map;
   a.hidden = static_cast<std::int32_t>(m.hidden);
   a.bf16 = m.answer.bf16();
-  MOESAIC_RETURN_IF_ERROR(check_call("combine: send", launch_peer_answer(a, stream)));
+  return check_call("combine: send", launch_peer_answer(a, stream.handle));
+}
+
+Status CudaPeerAllToAll::finish(Stream stream, const SumEpilogue& to) const {
+  const Impl& m = *impl_;
+  const DeviceScope scope(m.device.index());
+  MOESAIC_RETURN_IF_ERROR(scope.status());
   MOESAIC_RETURN_IF_ERROR(
-      check_call("combine: wait", launch_peer_wait(m.place, PeerKind::kAnswers, stream)));
+      check_call("combine: wait", launch_peer_wait(m.place, PeerKind::kAnswers, stream.handle)));
   PeerSumParams s;
   s.place = m.place;
   s.routing = m.mine;
   s.tokens = m.tokens;
   s.hidden = static_cast<std::int32_t>(m.hidden);
   s.bf16 = m.answer.bf16();
-  s.sum = args.output.as<float>();
-  return check_call("combine: sum", launch_peer_sum(s, stream));
+  s.to = to;
+  return check_call("combine: sum", launch_peer_sum(s, stream.handle));
 }
 
 Status CudaPeerAllToAll::withdraw(const Status& reason, bool, std::span<std::byte>) const {
@@ -352,8 +345,8 @@ void* CudaPeerAllToAll::stream() const { return impl_->side.handle(); }
 std::int64_t CudaPeerAllToAll::bytes() const {
   const Impl& m = *impl_;
   std::int64_t bytes = m.window->bytes();
-  for (const Allocation* a : {&m.owner, &m.state, &m.codes, &m.code_scale, &m.arrived, &m.row_scale,
-                              &m.row_ids, &m.row_weights, &m.results}) {
+  for (const Allocation* a :
+       {&m.owner, &m.state, &m.arrived, &m.row_scale, &m.row_ids, &m.row_weights, &m.results}) {
     bytes += a->bytes();
   }
   return bytes;

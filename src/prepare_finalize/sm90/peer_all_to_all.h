@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "cuda/sum_epilogue.h"
 #include "moesaic/communicator.h"
 #include "moesaic/modular_kernel.h"
 #include "moesaic/status.h"
@@ -44,6 +45,10 @@ class CudaPeerAllToAll final : public PrepareAndFinalize {
   Result<Prepared> prepare(const PrepareArgs& args) const override;
   // output [M, H] F32 as CudaAllToAll::finalize; NaN when the call ended with a failure.
   Status finalize(const FinalizeArgs& args) const override;
+  // The two halves of finalize, with work of the caller's between them: what the experts left is read
+  // by the first. `to`: what becomes of the sums, 16-byte aligned.
+  Status answer(Stream stream) const;
+  Status finish(Stream stream, const SumEpilogue& to) const;
   // Whether partial answers are made of slots.
   bool wants_slots() const;
   // Between prepare and finalize: the rows of all slots of the rows that prepare returned, bf16

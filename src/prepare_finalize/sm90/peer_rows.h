@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/sum_epilogue.h"
 #include "parallel/peer_control.h"
 #include "parallel/peer_window.h"
 
@@ -38,11 +39,13 @@ struct PeerSendParams {
   PeerPlace place;
   PeerRouting routing;
   std::int64_t tokens = 0;
-  const std::byte* rows = nullptr;  // [tokens, row_bytes]
-  std::int64_t row_bytes = 0;       // a multiple of 16
-  const float* scale = nullptr;     // [groups][scale_stride], or null
-  std::int64_t scale_stride = 0;
-  std::int32_t groups = 0;  // scales of a row, behind its row_bytes
+  // [tokens, row_bytes], a multiple of 16; or, with groups, [tokens, 128 * groups] bf16 that travel as
+  // the codes and scales of launch_quant_rows.
+  const std::byte* rows = nullptr;
+  std::int64_t row_bytes = 0;
+  std::int32_t groups = 0;
+  bool power_of_two_scales = false;
+  bool weight_on_input = false;  // one expert a token: multiplied before rows are quantised
   const float* weights = nullptr;
 };
 int launch_peer_send(const PeerSendParams& params, void* stream);
@@ -57,7 +60,7 @@ struct PeerTakeParams {
   PeerRouting routing;  // ids is not read
   std::int64_t row_bytes = 0;
   std::int32_t groups = 0;
-  std::byte* rows = nullptr;  // null: they are read in the window
+  std::byte* rows = nullptr;  // [R * T, row_bytes]; null: they are read in the window
   float* scale = nullptr;     // [groups][scale_stride]
   std::int64_t scale_stride = 0;
   std::int32_t* ids = nullptr;
@@ -81,15 +84,15 @@ struct PeerAnswerParams {
 inline constexpr int kPeerMostSlots = 64;
 int launch_peer_answer(const PeerAnswerParams& params, void* stream);
 
-// sum [tokens, hidden] = the ranks' answers in rank order, or (slots) in slot order, in fp32; NaN
-// where the call has ended with a report. The last kernel of a call.
+// The ranks' answers in rank order, or (slots) in slot order, added up in fp32, and what the layer makes of
+// that; NaN where the call has ended with a report. The last kernel of a call.
 struct PeerSumParams {
   PeerPlace place;
   PeerRouting routing;  // of the own rows
   std::int64_t tokens = 0;
   std::int32_t hidden = 0;  // a multiple of 4
   bool bf16 = false;        // the answers
-  float* sum = nullptr;
+  SumEpilogue to;
 };
 int launch_peer_sum(const PeerSumParams& params, void* stream);
 

@@ -1,0 +1,227 @@
+#include "cuda/sum_epilogue.cuh"
+#include "permute/sm90/combine.cuh"
+#include "prepare_finalize/sm90/peer_rows.cuh"
+
+namespace moesaic::cuda {
+namespace {
+
+using parallel::PeerAnswerForm;
+using parallel::PeerKind;
+
+// Of a row that a warp sends, or a block adds up, at a time: a call of few rows has work for all.
+constexpr int kPartColumns = 4 * kPeerThreads;
+constexpr std::int64_t part_bytes(bool bf16) { return kPartColumns * (bf16 ? 2 : 4); }
+
+// The sum of a row's slots that have an expert here, columns first to end, by a warp.
+__device__ __forceinline__ void add_slots(const PeerAnswerParams& p, std::int64_t row,
+                                          const std::int32_t* ids, std::byte* to, int first,
+                                          int end) {
+  constexpr int kAtOnce = 4;
+  const auto top_k = static_cast<int>(p.place.layout.shape.top_k);
+  const auto lane = static_cast<int>(threadIdx.x % 32);
+  std::uint64_t here = 0;
+  for (int j0 = 0; j0 < top_k; j0 += 32) {
+    const std::int32_t id = j0 + lane < top_k ? ids[j0 + lane] : -1;
+    const bool mine =
+        names_expert(p.routing, id) && (p.expert_map == nullptr || p.expert_map[id] >= 0);
+    here |= std::uint64_t{__ballot_sync(kWholeWarp, mine)} << j0;
+  }
+  MOESAIC_CUDA_FAULT(cuda_peer_answer_without_its_last_slot, here &= ~(1ULL << (top_k - 1));)
+  const std::uint16_t* const slots = p.slot_rows + row * top_k * p.hidden;
+  for (int h = first + lane * 8; h < end; h += 32 * 8) {
+    float sum[8] = {};
+    for (std::uint64_t left = here; left != 0;) {
+      uint4 v[kAtOnce];
+      std::uint64_t asked = left;
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        if (asked == 0) break;
+        const std::int64_t j = __ffsll(static_cast<long long>(asked)) - 1;
+        v[u] = __ldcg(reinterpret_cast<const uint4*>(slots + j * p.hidden + h));
+        asked &= asked - 1;
+      }
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        if (left == 0) break;
+        add_row(sum, v[u]);
+        left &= left - 1;
+      }
+    }
+    if (p.bf16) {
+      *reinterpret_cast<uint4*>(to + h * 2) =
+          make_uint4(ptx::bf16x2(sum[0], sum[1]), ptx::bf16x2(sum[2], sum[3]),
+                     ptx::bf16x2(sum[4], sum[5]), ptx::bf16x2(sum[6], sum[7]));
+    } else {
+      auto* const columns = reinterpret_cast<float4*>(to + h * 4);
+      columns[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+      columns[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+    }
+  }
+}
+
+std::int64_t answer_parts(const PeerAnswerParams& p) {
+  const std::int64_t bytes = p.place.layout.shape.answer_bytes, part = part_bytes(p.bf16);
+  return (bytes + part - 1) / part;
+}
+
+// One warp per part of a row.
+__global__ void __launch_bounds__(kPeerThreads, 4)
+    peer_answer(const __grid_constant__ PeerAnswerParams p, int parts) {
+  const PeerPlace& place = p.place;
+  const parallel::PeerLayout& layout = place.layout;
+  if (block_has_ended(place)) return;
+  const std::int64_t items = layout.shape.ranks * layout.shape.tokens * parts;
+  const std::int64_t bytes = layout.shape.answer_bytes;
+  const auto top_k = static_cast<int>(layout.shape.top_k);
+  const auto lane = static_cast<int>(threadIdx.x % 32);
+  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kPeerWarps + threadIdx.x / 32;
+       i < items; i += static_cast<std::int64_t>(gridDim.x) * kPeerWarps) {
+    const std::int64_t row = i / parts;
+    const ArrivedRow at = arrived_row(place, row);
+    if (at.token >= place.live[at.source]) continue;
+    const std::int64_t first = (i - row * parts) * part_bytes(p.bf16);
+    const std::int64_t end =
+        bytes - first < part_bytes(p.bf16) ? bytes : first + part_bytes(p.bf16);
+    const std::int32_t* const ids = p.routing.ids + at.row * top_k;
+    std::byte* const home = place.base[at.source];
+    if (layout.shape.form == PeerAnswerForm::kSlot) {
+      for (int j0 = 0; j0 < top_k; j0 += 32) {
+        const std::int32_t id = j0 + lane < top_k ? ids[j0 + lane] : -1;
+        const bool mine = names_expert(p.routing, id) && p.routing.owner[id] == place.rank;
+        for (unsigned left = __ballot_sync(kWholeWarp, mine); left != 0; left &= left - 1) {
+          const int j = j0 + __ffs(static_cast<int>(left)) - 1;
+          copy_by_warp(home + layout.slot(at.token, j) + first,
+                       p.results + (at.row * top_k + j) * bytes + first, (end - first) / 16);
+        }
+      }
+    } else if ((ranks_of(place, p.routing, ids) >> place.rank & 1) == 0) {
+      continue;
+    } else if (p.slot_rows != nullptr) {
+      const int element = p.bf16 ? 2 : 4;
+      add_slots(p, at.row, ids, home + layout.partial(place.rank, at.token),
+                static_cast<int>(first) / element, static_cast<int>(end) / element);
+    } else {
+      copy_by_warp(home + layout.partial(place.rank, at.token) + first,
+                   p.results + at.row * bytes + first, (end - first) / 16);
+    }
+  }
+  publish(place, PeerKind::kAnswers, kAnswerTicket, 0);
+}
+
+// Four columns of an answer; added as launch_sum_answers adds them.
+template <bool kBf16>
+struct FourColumns {
+  uint2 v;
+  __device__ __forceinline__ void load(const std::byte* row, int column) {
+    v = *reinterpret_cast<const uint2*>(row + column * 2);
+  }
+  __device__ __forceinline__ void add_to(float (&sum)[4]) const {
+    sum[0] += __uint_as_float(v.x << 16);
+    sum[1] += __uint_as_float(v.x & 0xFFFF0000U);
+    sum[2] += __uint_as_float(v.y << 16);
+    sum[3] += __uint_as_float(v.y & 0xFFFF0000U);
+  }
+};
+template <>
+struct FourColumns<false> {
+  float4 v;
+  __device__ __forceinline__ void load(const std::byte* row, int column) {
+    v = *reinterpret_cast<const float4*>(row + column * 4);
+  }
+  __device__ __forceinline__ void add_to(float (&sum)[4]) const {
+    sum[0] += v.x;
+    sum[1] += v.y;
+    sum[2] += v.z;
+    sum[3] += v.w;
+  }
+};
+
+// Adds up rows `pitch` bytes apart from `first` on that have a bit in `rows`, in ascending order.
+template <bool kBf16>
+__device__ __forceinline__ void add_rows(float (&sum)[4], unsigned rows, const std::byte* first,
+                                         std::int64_t pitch, int column) {
+  constexpr int kAtOnce = 4;
+  while (rows != 0) {
+    FourColumns<kBf16> v[kAtOnce];
+    unsigned asked = rows;
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      if (asked == 0) break;
+      v[u].load(first + (__ffs(static_cast<int>(asked)) - 1) * pitch, column);
+      asked &= asked - 1;
+    }
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      if (rows == 0) break;
+      v[u].add_to(sum);
+      rows &= rows - 1;
+    }
+  }
+}
+
+// One block per part of a token's row.
+template <bool kBf16>
+__global__ void __launch_bounds__(kPeerThreads, 4)
+    peer_sum(const __grid_constant__ PeerSumParams p, int parts) {
+  const PeerPlace& place = p.place;
+  const parallel::PeerLayout& layout = place.layout;
+  const bool ended = block_has_ended(place);
+  const auto top_k = static_cast<int>(layout.shape.top_k);
+  const auto lane = static_cast<int>(threadIdx.x % 32);
+  for (std::int64_t i = blockIdx.x; i < p.tokens * parts; i += gridDim.x) {
+    const std::int64_t t = i / parts;
+    const int h =
+        static_cast<int>(i - t * parts) * kPartColumns + static_cast<int>(threadIdx.x) * 4;
+    const std::int32_t* const ids = p.routing.ids + t * top_k;
+    float sum[4] = {};
+    if (ended) {
+      for (float& s : sum) s = __uint_as_float(0x7FC00000U);
+    } else if (layout.shape.form == PeerAnswerForm::kSlot) {
+      for (int j0 = 0; j0 < top_k; j0 += 32) {
+        const std::int32_t id = j0 + lane < top_k ? ids[j0 + lane] : -1;
+        const unsigned some = __ballot_sync(kWholeWarp, names_expert(p.routing, id));
+        if (h < p.hidden) {
+          add_rows<kBf16>(sum, some, own(place) + layout.slot(t, j0), layout.answer_pitch, h);
+        }
+      }
+    } else {
+      unsigned answered = ranks_of(place, p.routing, ids);
+      MOESAIC_CUDA_FAULT(cuda_peer_sum_forgets_the_last_rank,
+                         answered &= ~(1U << (layout.shape.ranks - 1));)
+      if (h < p.hidden) {
+        add_rows<kBf16>(sum, answered, own(place) + layout.partial(0, t),
+                        layout.shape.tokens * layout.answer_pitch, h);
+      }
+    }
+    if (h < p.hidden) finish_four(p.to, t, t * p.hidden + h, sum);
+  }
+  if (is_last_block(place.tickets + kSumTicket) && threadIdx.x == 0 && !ended) {
+    MOESAIC_CUDA_FAULT(cuda_peer_epoch_stands_still, return;)
+    *epoch_line(place) += 1;
+  }
+}
+
+}  // namespace
+
+int launch_peer_answer(const PeerAnswerParams& p, void* stream) {
+  MOESAIC_ARM_CUDA_FAULTS();
+  const std::int64_t parts = answer_parts(p);
+  const std::int64_t items = p.place.layout.shape.ranks * p.place.layout.shape.tokens * parts;
+  peer_answer<<<peer_blocks(p.place, (items + kPeerWarps - 1) / kPeerWarps), kPeerThreads, 0,
+                peer_stream(stream)>>>(p, static_cast<int>(parts));
+  return peer_launched();
+}
+
+int launch_peer_sum(const PeerSumParams& p, void* stream) {
+  MOESAIC_ARM_CUDA_FAULTS();
+  const int parts = (p.hidden + kPartColumns - 1) / kPartColumns;
+  const unsigned blocks = peer_blocks(p.place, p.tokens * parts);
+  if (p.bf16) {
+    peer_sum<true><<<blocks, kPeerThreads, 0, peer_stream(stream)>>>(p, parts);
+  } else {
+    peer_sum<false><<<blocks, kPeerThreads, 0, peer_stream(stream)>>>(p, parts);
+  }
+  return peer_launched();
+}
+
+}  // namespace moesaic::cuda
