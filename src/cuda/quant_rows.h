@@ -82,7 +82,7 @@ constexpr std::int64_t quant_parts(const QuantRowsParams& p) {
 }
 
 // The codes and scales of ref_quantize_row (experts/reference/operand.h), bit for bit, but for NaN,
-// which stays NaN in e4m3. Returns a cudaError_t value.
+// which stays NaN in e4m3, and -0, which may become +0. Returns a cudaError_t value.
 int launch_quant_rows(const QuantRowsParams& params, const DeviceTraits& device, void* stream);
 
 }  // namespace moesaic::cuda

@@ -14,6 +14,11 @@ __device__ __forceinline__ std::uint64_t load_acquire_system(const std::uint64_t
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
+__device__ __forceinline__ std::uint64_t load_relaxed_system(const std::uint64_t* p) {
+  std::uint64_t v = 0;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
 // Nanoseconds, the same clock on all SMs of a device.
 __device__ __forceinline__ std::uint64_t global_timer() {
   std::uint64_t t = 0;

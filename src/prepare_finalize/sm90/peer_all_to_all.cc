@@ -132,6 +132,7 @@ Status CudaPeerAllToAll::Impl::stand(const parallel::PeerLayout& layout) {
   place.live = state.as<std::int32_t>() + 16;
   place.report = report.as<parallel::PeerReport>();
   place.max_blocks = 8 * traits.sms;
+  place.shares_device = shares_device;
   const std::uint64_t limit = static_cast<std::uint64_t>(timeout_ms) * 1'000'000;
   return copy_to_device("limit of a wait",
                         window->base(place.rank) + layout.own_line(parallel::PeerOwnLine::kLimits),

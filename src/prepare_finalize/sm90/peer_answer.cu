@@ -67,6 +67,7 @@ std::int64_t answer_parts(const PeerAnswerParams& p) {
 // One warp per part of a row.
 __global__ void __launch_bounds__(kPeerThreads, 4)
     peer_answer(const __grid_constant__ PeerAnswerParams p, int parts) {
+  begin_peer_kernel();
   const PeerPlace& place = p.place;
   const parallel::PeerLayout& layout = place.layout;
   if (block_has_ended(place)) return;
@@ -163,6 +164,7 @@ __device__ __forceinline__ void add_rows(float (&sum)[4], unsigned rows, const s
 template <bool kBf16>
 __global__ void __launch_bounds__(kPeerThreads, 4)
     peer_sum(const __grid_constant__ PeerSumParams p, int parts) {
+  begin_peer_kernel();
   const PeerPlace& place = p.place;
   const parallel::PeerLayout& layout = place.layout;
   const bool ended = block_has_ended(place);
@@ -207,21 +209,17 @@ int launch_peer_answer(const PeerAnswerParams& p, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
   const std::int64_t parts = answer_parts(p);
   const std::int64_t items = p.place.layout.shape.ranks * p.place.layout.shape.tokens * parts;
-  peer_answer<<<peer_blocks(p.place, (items + kPeerWarps - 1) / kPeerWarps), kPeerThreads, 0,
-                peer_stream(stream)>>>(p, static_cast<int>(parts));
-  return peer_launched();
+  return launch_peer_kernel(p.place, peer_answer,
+                            peer_blocks(p.place, (items + kPeerWarps - 1) / kPeerWarps),
+                            kPeerThreads, 0, stream, p, static_cast<int>(parts));
 }
 
 int launch_peer_sum(const PeerSumParams& p, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
   const int parts = (p.hidden + kPartColumns - 1) / kPartColumns;
   const unsigned blocks = peer_blocks(p.place, p.tokens * parts);
-  if (p.bf16) {
-    peer_sum<true><<<blocks, kPeerThreads, 0, peer_stream(stream)>>>(p, parts);
-  } else {
-    peer_sum<false><<<blocks, kPeerThreads, 0, peer_stream(stream)>>>(p, parts);
-  }
-  return peer_launched();
+  return launch_peer_kernel(p.place, p.bf16 ? peer_sum<true> : peer_sum<false>, blocks,
+                            kPeerThreads, 0, stream, p, parts);
 }
 
 }  // namespace moesaic::cuda

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/fault.cuh"
+#include "cuda/ptx/sync.cuh"
 #include "cuda/ptx/system.cuh"
 #include "prepare_finalize/sm90/peer_rows.h"
 
@@ -21,9 +22,14 @@ __device__ __forceinline__ parallel::PeerReport* abort_line(const PeerPlace& p) 
   return reinterpret_cast<parallel::PeerReport*>(own(p) +
                                                  p.layout.own_line(parallel::PeerOwnLine::kAbort));
 }
-// Whether a call ended with a report before this kernel began.
+// Whether a call ended with a report before this kernel began: an earlier kernel of this rank has told.
 __device__ __forceinline__ bool has_ended(const PeerPlace& p) {
-  return ptx::load_acquire_system(&abort_line(p)->code) != 0;
+  return ptx::load_relaxed_system(&abort_line(p)->code) != 0;
+}
+// First in every kernel: what is in front on the stream is done, what is behind may be set up.
+__device__ __forceinline__ void begin_peer_kernel() {
+  ptx::grid_dependency_wait();
+  ptx::grid_launch_dependents();
 }
 // The same for all threads of a block, though a report may come at any time. All of them call it.
 __device__ __forceinline__ bool block_has_ended(const PeerPlace& p) {
@@ -56,15 +62,17 @@ __device__ __forceinline__ unsigned ranks_of(const PeerPlace& p, const PeerRouti
 }
 
 // The last block to come here, whose threads then see what all blocks have stored. All threads of
-// all blocks call it.
+// all blocks call it. What that block releases at system scope has the other blocks' stores before it.
 __device__ __forceinline__ bool is_last_block(std::uint32_t* ticket) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence_system();
+    __threadfence();
     last = atomicAdd(ticket, 1U) == gridDim.x - 1;
-    if (last) *ticket = 0;
-    __threadfence_system();
+    if (last) {
+      *ticket = 0;
+      __threadfence();
+    }
   }
   __syncthreads();
   return last;
@@ -109,11 +117,10 @@ struct ArrivedRow {
   int source;
 };
 __device__ __forceinline__ ArrivedRow arrived_row(const PeerPlace& p, std::int64_t i) {
-  // Another first source for every rank.
-  const std::int64_t tokens = p.layout.shape.tokens;
-  const auto turn = static_cast<int>(i / tokens);
-  const auto source = static_cast<int>((turn + p.rank + 1) % p.layout.shape.ranks);
-  const std::int64_t token = i - turn * tokens;
+  // Sources in turn, so that the links are as busy as the memory; another first one for every rank.
+  const std::int64_t tokens = p.layout.shape.tokens, ranks = p.layout.shape.ranks;
+  const std::int64_t token = i / ranks;
+  const auto source = static_cast<int>((i - token * ranks + p.rank + 1) % ranks);
   return {source * tokens + token, token, source};
 }
 
@@ -122,7 +129,22 @@ inline unsigned peer_blocks(const PeerPlace& p, std::int64_t count) {
   if (count < 1) return 1;
   return static_cast<unsigned>(count < p.max_blocks ? count : p.max_blocks);
 }
-inline cudaStream_t peer_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
-inline int peer_launched() { return static_cast<int>(cudaGetLastError()); }
+// A kernel is set up while the one in front still runs, unless ranks share the device: blocks that only
+// wait could keep the kernel away that another rank waits for.
+template <class Kernel, class... Args>
+int launch_peer_kernel(const PeerPlace& place, Kernel kernel, unsigned blocks, unsigned threads,
+                       std::size_t shared_bytes, void* stream, const Args&... args) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = place.shares_device ? 0 : 1;
+  return static_cast<int>(cudaLaunchKernelEx(&config, kernel, args...));
+}
 
 }  // namespace moesaic::cuda

@@ -24,6 +24,7 @@ struct PeerPlace {
   parallel::PeerReport* report = nullptr;  // pinned host memory: the report that ended a call here
   std::int32_t ranks() const { return static_cast<std::int32_t>(layout.shape.ranks); }
   std::int32_t max_blocks = 0;  // of a kernel
+  bool shares_device = true;    // with another rank
 };
 
 // What a rank needs to know of a row to send it, and of its answers to add them.

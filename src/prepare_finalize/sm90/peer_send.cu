@@ -87,6 +87,7 @@ template <bool kCodes>
 __global__ void __launch_bounds__(kPeerThreads, 4)
     peer_send(const __grid_constant__ PeerSendParams p) {
   extern __shared__ float scales[];
+  begin_peer_kernel();
   const PeerPlace& place = p.place;
   const parallel::PeerLayout& layout = place.layout;
   if (block_has_ended(place)) return;
@@ -119,6 +120,7 @@ __global__ void __launch_bounds__(kPeerThreads, 4)
 // One warp per row.
 __global__ void __launch_bounds__(kPeerThreads, 4)
     peer_take(const __grid_constant__ PeerTakeParams p) {
+  begin_peer_kernel();
   const PeerPlace& place = p.place;
   const parallel::PeerLayout& layout = place.layout;
   const bool ended = block_has_ended(place);
@@ -128,29 +130,27 @@ __global__ void __launch_bounds__(kPeerThreads, 4)
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kPeerWarps + threadIdx.x / 32;
        i < rows; i += static_cast<std::int64_t>(gridDim.x) * kPeerWarps) {
     const ArrivedRow at = arrived_row(place, i);
-    std::int32_t* const to = p.ids + at.row * top_k;
+    const std::byte* const window = own(place);
+    const auto* const ids =
+        reinterpret_cast<const std::int32_t*>(window + layout.id(at.source, at.token));
+    const auto* const weights =
+        reinterpret_cast<const float*>(window + layout.weight(at.source, at.token));
+    const auto* const scales =
+        reinterpret_cast<const float*>(window + layout.scale(at.source, at.token));
     bool there = !ended && at.token < place.live[at.source];
     MOESAIC_CUDA_FAULT(cuda_peer_rows_of_the_call_before_stay, there = !ended;)
-    if (!there) {
-      for (int j = lane; j < top_k; j += 32) to[j] = -1;
-      continue;
-    }
-    const auto* const ids =
-        reinterpret_cast<const std::int32_t*>(own(place) + layout.id(at.source, at.token));
-    const auto* const weights =
-        reinterpret_cast<const float*>(own(place) + layout.weight(at.source, at.token));
+    // All is asked for at once, also of rows that are not there or have no expert here.
     for (int j = lane; j < top_k; j += 32) {
-      to[j] = ids[j];
-      p.weights[at.row * top_k + j] = weights[j];
+      const std::int32_t id = ids[j];
+      const float weight = weights[j];
+      p.ids[at.row * top_k + j] = there ? id : -1;
+      p.weights[at.row * top_k + j] = weight;
     }
-    if ((ranks_of(place, p.routing, ids) >> place.rank & 1) == 0) continue;
-    if (p.rows != nullptr) {
-      copy_by_warp(p.rows + at.row * p.row_bytes, own(place) + layout.row(at.source, at.token),
+    for (int g = lane; g < p.groups; g += 32) p.scale[g * p.scale_stride + at.row] = scales[g];
+    if (p.rows != nullptr && there && (ranks_of(place, p.routing, ids) >> place.rank & 1) != 0) {
+      copy_by_warp(p.rows + at.row * p.row_bytes, window + layout.row(at.source, at.token),
                    p.row_bytes / 16);
     }
-    const auto* const scales =
-        reinterpret_cast<const float*>(own(place) + layout.scale(at.source, at.token));
-    for (int g = lane; g < p.groups; g += 32) p.scale[g * p.scale_stride + at.row] = scales[g];
   }
 }
 
@@ -159,21 +159,19 @@ __global__ void __launch_bounds__(kPeerThreads, 4)
 int launch_peer_send(const PeerSendParams& p, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
   const unsigned blocks = peer_blocks(p.place, p.tokens);
-  if (p.groups > 0) {
-    peer_send<true><<<blocks, kPeerThreads, static_cast<std::size_t>(p.groups) * sizeof(float),
-                      peer_stream(stream)>>>(p);
-  } else {
-    peer_send<false><<<blocks, kPeerThreads, 0, peer_stream(stream)>>>(p);
+  if (p.groups == 0) {
+    return launch_peer_kernel(p.place, peer_send<false>, blocks, kPeerThreads, 0, stream, p);
   }
-  return peer_launched();
+  return launch_peer_kernel(p.place, peer_send<true>, blocks, kPeerThreads,
+                            static_cast<std::size_t>(p.groups) * sizeof(float), stream, p);
 }
 
 int launch_peer_take(const PeerTakeParams& p, void* stream) {
-  peer_take<<<peer_blocks(p.place, (p.place.layout.shape.ranks * p.place.layout.shape.tokens +
-                                    kPeerWarps - 1) /
-                                       kPeerWarps),
-              kPeerThreads, 0, peer_stream(stream)>>>(p);
-  return peer_launched();
+  MOESAIC_ARM_CUDA_FAULTS();
+  const std::int64_t rows = p.place.layout.shape.ranks * p.place.layout.shape.tokens;
+  return launch_peer_kernel(p.place, peer_take,
+                            peer_blocks(p.place, (rows + kPeerWarps - 1) / kPeerWarps),
+                            kPeerThreads, 0, stream, p);
 }
 
 }  // namespace moesaic::cuda

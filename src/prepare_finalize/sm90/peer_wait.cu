@@ -33,6 +33,7 @@ __device__ __forceinline__ void tell(const PeerPlace& p, int r, PeerReport repor
 // Lane r has the word of rank r.
 __global__ void __launch_bounds__(32)
     peer_wait(const __grid_constant__ PeerPlace p, std::uint32_t kind_number) {
+  begin_peer_kernel();
   if (__any_sync(kWholeWarp, has_ended(p)) != 0) return;
   const auto kind = static_cast<PeerKind>(kind_number);
   const auto lane = static_cast<int>(threadIdx.x);
@@ -99,6 +100,7 @@ __global__ void __launch_bounds__(32)
 }
 
 __global__ void __launch_bounds__(32) peer_refuse(const __grid_constant__ PeerPlace p) {
+  begin_peer_kernel();
   if (__any_sync(kWholeWarp, has_ended(p)) != 0) return;
   const auto lane = static_cast<int>(threadIdx.x);
   PeerReport report;
@@ -115,13 +117,11 @@ __global__ void __launch_bounds__(32) peer_refuse(const __grid_constant__ PeerPl
 
 int launch_peer_wait(const PeerPlace& p, PeerKind kind, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
-  peer_wait<<<1, 32, 0, peer_stream(stream)>>>(p, static_cast<std::uint32_t>(kind));
-  return peer_launched();
+  return launch_peer_kernel(p, peer_wait, 1, 32, 0, stream, p, static_cast<std::uint32_t>(kind));
 }
 
 int launch_peer_refuse(const PeerPlace& p, void* stream) {
-  peer_refuse<<<1, 32, 0, peer_stream(stream)>>>(p);
-  return peer_launched();
+  return launch_peer_kernel(p, peer_refuse, 1, 32, 0, stream, p);
 }
 
 }  // namespace moesaic::cuda
