@@ -115,7 +115,7 @@ void time_transport(std::vector<Rank>& ranks, const Settings& s, double link) {
   fmt::print(
       "\nE {}, k {}, H {}, uniform routing; dispatch: lists, quantisation, packing, NCCL, "
       "unpacking; "
-      "results back in bf16 and their sum; median of {}; %% of {:.0f} GB/s\n"
+      "results back in bf16 and their sum; median of {}; % of {:.0f} GB/s\n"
       "| GPUs | tokens per GPU | rows | dispatch MB out | us | GB/s | of the link | combine MB out "
       "| us | GB/s | of the link |\n|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|\n",
       s.experts, kTopK, kHidden, s.repeats, link);

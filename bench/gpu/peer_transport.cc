@@ -76,18 +76,19 @@ class PeerRank {
   const std::vector<std::int32_t>& ids() const { return ids_host_; }
   // Microseconds of a call, of its dispatch and of its combine: medians of a replay.
   struct Times {
-    double call = 0, dispatch = 0, combine = 0;
+    double call = 0, dispatch = 0, answer = 0, finish = 0;
   };
   Times replay() {
     must(cudaGraphLaunch(plain_, stream_), "replay");
     must(cudaGraphLaunch(timed_, stream_), "replay");
     finish();
-    std::vector<double> there, back;
+    std::vector<double> there, back, sum;
     for (std::size_t i = kFirst; i < kCalls; ++i) {
-      there.push_back(us(2 * i, 2 * i + 1));
-      back.push_back(us(2 * i + 1, 2 * i + 2));
+      there.push_back(us(3 * i, 3 * i + 1));
+      back.push_back(us(3 * i + 1, 3 * i + 2));
+      sum.push_back(us(3 * i + 2, 3 * i + 3));
     }
-    return {us(kWhole, kWhole + 1) / (kCalls - kFirst), median(there), median(back)};
+    return {us(kWhole, kWhole + 1) / (kCalls - kFirst), median(there), median(back), median(sum)};
   }
   static double median(std::vector<double>& of) {
     std::sort(of.begin(), of.end());
@@ -95,7 +96,7 @@ class PeerRank {
   }
 
  private:
-  static constexpr std::size_t kWhole = 2 * kCalls + 1;  // events of the graph without the others
+  static constexpr std::size_t kWhole = 3 * kCalls + 1;  // events of the graph without the others
 
   TensorView view(const DeviceArray& a, DType dtype, std::int64_t columns) const {
     return {a.as<std::byte>(), dtype, {tokens_, columns}, device_};
@@ -115,13 +116,14 @@ class PeerRank {
     rows.topk_weights = view(weights_, DType::kF32, kTopK);
     rows.stream = {stream_};
     must(transport_->prepare(rows).status(), "dispatch");
-    if (timed) mark(2 * i + 1);
+    if (timed) mark(3 * i + 1);
     transport_->take_slots(rows_.as<void>(), map_->as<std::int32_t>());
-    FinalizeArgs answers;
-    answers.output = view(sum_, DType::kF32, kHidden);
-    answers.stream = {stream_};
-    must(transport_->finalize(answers), "combine");
-    if (timed) mark(2 * i + 2);
+    must(transport_->answer({stream_}), "combine");
+    if (timed) mark(3 * i + 2);
+    cuda::SumEpilogue to;
+    to.output = sum_.as<void>();
+    must(transport_->finish({stream_}, to), "combine");
+    if (timed) mark(3 * i + 3);
   }
   cudaGraphExec_t capture(bool timed) {
     must(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "capture");
@@ -152,7 +154,7 @@ class PeerRank {
   std::unique_ptr<DeviceArray> map_;
   std::unique_ptr<CudaPeerAllToAll> transport_;
   cudaStream_t stream_ = nullptr;
-  cudaEvent_t events_[2 * kCalls + 3] = {};
+  cudaEvent_t events_[3 * kCalls + 3] = {};
   cudaGraphExec_t timed_ = nullptr, plain_ = nullptr;
 };
 
@@ -180,22 +182,25 @@ void time_peer_one(std::vector<Rank>& ranks, const Settings& s, std::int64_t tok
     const auto i = static_cast<std::size_t>(r.index);
     PeerRank rank(r, s, n, tokens, fp8);
     rows[i] = rows_to_others(s, rank.ids(), n, r.index);
-    std::vector<double> call, dispatch, combine;
+    std::vector<double> call, dispatch, answer, finish;
     for (int repeat = 0; repeat < s.repeats; ++repeat) {
       must(r.control->barrier("replay"), "barrier");
       const PeerRank::Times t = rank.replay();
       call.push_back(t.call);
       dispatch.push_back(t.dispatch);
-      combine.push_back(t.combine);
+      answer.push_back(t.answer);
+      finish.push_back(t.finish);
     }
-    times[i] = {PeerRank::median(call), PeerRank::median(dispatch), PeerRank::median(combine)};
+    times[i] = {PeerRank::median(call), PeerRank::median(dispatch), PeerRank::median(answer),
+                PeerRank::median(finish)};
     must(r.control->barrier("done"), "barrier");
   });
   PeerRank::Times worst;
   for (const PeerRank::Times& t : times) {
     worst.call = std::max(worst.call, t.call);
     worst.dispatch = std::max(worst.dispatch, t.dispatch);
-    worst.combine = std::max(worst.combine, t.combine);
+    worst.answer = std::max(worst.answer, t.answer);
+    worst.finish = std::max(worst.finish, t.finish);
   }
   const auto most = static_cast<double>(*std::max_element(rows.begin(), rows.end()));
   const double all_ids = static_cast<double>((n - 1) * tokens * kTopK * 8);
@@ -203,11 +208,12 @@ void time_peer_one(std::vector<Rank>& ranks, const Settings& s, std::int64_t tok
   const double back = most * 2 * kHidden;
   const auto gbps = [](double bytes, double us) { return bytes / us * 1e-3; };
   fmt::print(
-      "| {} | {} | {} | {:.2f} | {:.1f} | {:.0f} | {:.0f} % | {:.2f} | {:.1f} | {:.0f} | {:.0f} "
-      "% | {:.1f} |\n",
+      "| {} | {} | {} | {:.2f} | {:.1f} | {:.0f} | {:.0f} % | {:.2f} | {:.1f} | {:.0f} | {:.0f} % "
+      "| "
+      "{:.1f} | {:.1f} |\n",
       n, tokens, fp8 ? "fp8" : "bf16", there * 1e-6, worst.dispatch, gbps(there, worst.dispatch),
-      100 * gbps(there, worst.dispatch) / link, back * 1e-6, worst.combine,
-      gbps(back, worst.combine), 100 * gbps(back, worst.combine) / link, worst.call);
+      100 * gbps(there, worst.dispatch) / link, back * 1e-6, worst.answer, gbps(back, worst.answer),
+      100 * gbps(back, worst.answer) / link, worst.finish, worst.call);
   std::fflush(stdout);
 }
 
@@ -216,12 +222,14 @@ void time_peer_one(std::vector<Rank>& ranks, const Settings& s, std::int64_t tok
 void time_peer_transport(std::vector<Rank>& ranks, const Settings& s, double link) {
   fmt::print(
       "\nPeer windows, in graphs of {} calls; E {}, k {}, H {}, uniform routing; dispatch: "
-      "quantisation, rows, words; combine: sums of slots, answers in bf16, their sum; medians of "
-      "{} "
-      "replays, of the slowest rank; call: both, without events between; %% of {:.0f} GB/s\n"
-      "| GPUs | tokens per GPU | rows | dispatch MB out | us | GB/s | of the link | combine MB "
-      "out | us | GB/s | of the link | call us |\n"
-      "|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|\n",
+      "quantisation, rows, words; answer: sums of slots in bf16 to where rows came from; sum: "
+      "wait, "
+      "sum in fp32; medians of {} replays, of the slowest rank; call: all, without events between; "
+      "% "
+      "of {:.0f} GB/s\n"
+      "| GPUs | tokens per GPU | rows | dispatch MB out | us | GB/s | of the link | answer MB out "
+      "| us | GB/s | of the link | sum us | call us |\n"
+      "|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|\n",
       kCalls, s.experts, kTopK, kHidden, s.repeats, link);
   for (const std::int64_t tokens : s.tokens) {
     for (const bool fp8 : {true, false}) time_peer_one(ranks, s, tokens, fp8, link);

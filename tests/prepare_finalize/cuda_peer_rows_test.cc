@@ -160,6 +160,7 @@ class PeerWorld {
       p.signature = 77;
       p.tickets = ranks_[i].state->as<std::uint32_t>();
       p.live = ranks_[i].state->as<std::int32_t>() + 16;
+      p.sent_to = ranks_[i].state->as<std::uint32_t>() + 48;
       p.report = ranks_[i].report;
       p.max_blocks = 3;
       p.shares_device = c.ranks % 2 == 0;  // of either kind

@@ -96,7 +96,7 @@ Status CudaPeerAllToAll::Impl::allocate(const std::vector<std::int32_t>& owners)
     std::int64_t bytes;
   };
   const std::array<Want, 6> wants = {
-      {{&state, "state of the transport", 64 + ranks * std::int64_t{4}},
+      {{&state, "state of the transport", (16 + parallel::kPeerWindowRanks + max_tokens) * 4},
        {&arrived, "arrived rows", in_place ? 0 : all() * row_bytes},
        {&row_scale, "scales of arrived rows", scale_stride(all()) * groups * 4},
        {&row_ids, "ids of arrived rows", all() * top_k * 4},
@@ -130,6 +130,7 @@ Status CudaPeerAllToAll::Impl::stand(const parallel::PeerLayout& layout) {
                   layout.shape.row_bytes, layout.shape.scale_bytes, layout.shape.answer_bytes)));
   place.tickets = state.as<std::uint32_t>();
   place.live = state.as<std::int32_t>() + 16;
+  place.sent_to = state.as<std::uint32_t>() + 16 + parallel::kPeerWindowRanks;
   place.report = report.as<parallel::PeerReport>();
   place.max_blocks = 8 * traits.sms;
   place.shares_device = shares_device;

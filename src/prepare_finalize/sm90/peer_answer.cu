@@ -8,27 +8,42 @@ namespace {
 using parallel::PeerAnswerForm;
 using parallel::PeerKind;
 
-// Of a row that a warp sends, or a block adds up, at a time: a call of few rows has work for all.
-constexpr int kPartColumns = 4 * kPeerThreads;
-constexpr std::int64_t part_bytes(bool bf16) { return kPartColumns * (bf16 ? 2 : 4); }
+// Columns of a row that a warp sends, and that a block adds up, at a time: a call of few rows has work
+// for all (docs/lab/ranks.md).
+constexpr int kAnswerColumns = 512, kSumColumns = 4 * kPeerThreads;
 
-// The sum of a row's slots that have an expert here, columns first to end, by a warp.
-__device__ __forceinline__ void add_slots(const PeerAnswerParams& p, std::int64_t row,
-                                          const std::int32_t* ids, std::byte* to, int first,
-                                          int end) {
-  constexpr int kAtOnce = 4;
+// What of a row's slots is here, found by a warp together.
+struct SlotsHere {
+  unsigned ranks = 0;       // that have an expert of the row, this one or another
+  std::uint64_t slots = 0;  // with an expert here, of the first 64
+};
+__device__ __forceinline__ SlotsHere slots_here(const PeerAnswerParams& p,
+                                                const std::int32_t* ids) {
   const auto top_k = static_cast<int>(p.place.layout.shape.top_k);
   const auto lane = static_cast<int>(threadIdx.x % 32);
-  std::uint64_t here = 0;
+  SlotsHere here;
+  unsigned ranks = 0;
   for (int j0 = 0; j0 < top_k; j0 += 32) {
     const std::int32_t id = j0 + lane < top_k ? ids[j0 + lane] : -1;
-    const bool mine =
-        names_expert(p.routing, id) && (p.expert_map == nullptr || p.expert_map[id] >= 0);
-    here |= std::uint64_t{__ballot_sync(kWholeWarp, mine)} << j0;
+    bool mine = names_expert(p.routing, id);
+    if (mine && p.routing.owner != nullptr) ranks |= 1U << p.routing.owner[id];
+    if (mine && p.expert_map != nullptr) mine = p.expert_map[id] >= 0;
+    const unsigned lanes = __ballot_sync(kWholeWarp, mine);
+    if (j0 < kPeerMostSlots) here.slots |= std::uint64_t{lanes} << j0;
   }
+  here.ranks = p.routing.owner != nullptr ? __reduce_or_sync(kWholeWarp, ranks)
+                                          : ranks_of(p.place, p.routing, ids);
+  return here;
+}
+
+// The sum of the slots of a row that `here` has, columns first to end, by a warp.
+__device__ __forceinline__ void add_slots(const PeerAnswerParams& p, std::int64_t row,
+                                          std::uint64_t here, std::byte* to, int first, int end) {
+  constexpr int kAtOnce = 4;
+  const auto top_k = static_cast<int>(p.place.layout.shape.top_k);
   MOESAIC_CUDA_FAULT(cuda_peer_answer_without_its_last_slot, here &= ~(1ULL << (top_k - 1));)
   const std::uint16_t* const slots = p.slot_rows + row * top_k * p.hidden;
-  for (int h = first + lane * 8; h < end; h += 32 * 8) {
+  for (int h = first + static_cast<int>(threadIdx.x % 32) * 8; h < end; h += 32 * 8) {
     float sum[8] = {};
     for (std::uint64_t left = here; left != 0;) {
       uint4 v[kAtOnce];
@@ -59,54 +74,45 @@ __device__ __forceinline__ void add_slots(const PeerAnswerParams& p, std::int64_
   }
 }
 
-std::int64_t answer_parts(const PeerAnswerParams& p) {
-  const std::int64_t bytes = p.place.layout.shape.answer_bytes, part = part_bytes(p.bf16);
-  return (bytes + part - 1) / part;
-}
-
 // One warp per part of a row.
 __global__ void __launch_bounds__(kPeerThreads, 4)
-    peer_answer(const __grid_constant__ PeerAnswerParams p, int parts) {
+    peer_answer(const __grid_constant__ PeerAnswerParams p, int parts, std::int64_t part_bytes) {
   begin_peer_kernel();
   const PeerPlace& place = p.place;
   const parallel::PeerLayout& layout = place.layout;
+  const std::uint32_t epoch = epoch_of_call(place);
   if (block_has_ended(place)) return;
   const std::int64_t items = layout.shape.ranks * layout.shape.tokens * parts;
   const std::int64_t bytes = layout.shape.answer_bytes;
   const auto top_k = static_cast<int>(layout.shape.top_k);
-  const auto lane = static_cast<int>(threadIdx.x % 32);
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kPeerWarps + threadIdx.x / 32;
        i < items; i += static_cast<std::int64_t>(gridDim.x) * kPeerWarps) {
     const std::int64_t row = i / parts;
     const ArrivedRow at = arrived_row(place, row);
-    if (at.token >= place.live[at.source]) continue;
-    const std::int64_t first = (i - row * parts) * part_bytes(p.bf16);
-    const std::int64_t end =
-        bytes - first < part_bytes(p.bf16) ? bytes : first + part_bytes(p.bf16);
     const std::int32_t* const ids = p.routing.ids + at.row * top_k;
+    const std::int32_t live = place.live[at.source];
+    const SlotsHere here = slots_here(p, ids);
+    if (at.token >= live || (here.ranks >> place.rank & 1) == 0) continue;
+    const std::int64_t first = (i - row * parts) * part_bytes;
+    const std::int64_t end = bytes - first < part_bytes ? bytes : first + part_bytes;
     std::byte* const home = place.base[at.source];
     if (layout.shape.form == PeerAnswerForm::kSlot) {
-      for (int j0 = 0; j0 < top_k; j0 += 32) {
-        const std::int32_t id = j0 + lane < top_k ? ids[j0 + lane] : -1;
-        const bool mine = names_expert(p.routing, id) && p.routing.owner[id] == place.rank;
-        for (unsigned left = __ballot_sync(kWholeWarp, mine); left != 0; left &= left - 1) {
-          const int j = j0 + __ffs(static_cast<int>(left)) - 1;
-          copy_by_warp(home + layout.slot(at.token, j) + first,
-                       p.results + (at.row * top_k + j) * bytes + first, (end - first) / 16);
-        }
+      for (int j = 0; j < top_k; ++j) {
+        const std::int32_t id = ids[j];
+        if (!names_expert(p.routing, id) || p.routing.owner[id] != place.rank) continue;
+        copy_by_warp(home + layout.slot(at.token, j) + first,
+                     p.results + (at.row * top_k + j) * bytes + first, (end - first) / 16);
       }
-    } else if ((ranks_of(place, p.routing, ids) >> place.rank & 1) == 0) {
-      continue;
     } else if (p.slot_rows != nullptr) {
       const int element = p.bf16 ? 2 : 4;
-      add_slots(p, at.row, ids, home + layout.partial(place.rank, at.token),
+      add_slots(p, at.row, here.slots, home + layout.partial(place.rank, at.token),
                 static_cast<int>(first) / element, static_cast<int>(end) / element);
     } else {
       copy_by_warp(home + layout.partial(place.rank, at.token) + first,
                    p.results + at.row * bytes + first, (end - first) / 16);
     }
   }
-  publish(place, PeerKind::kAnswers, kAnswerTicket, 0);
+  publish(place, PeerKind::kAnswers, kAnswerTicket, epoch, 0);
 }
 
 // Four columns of an answer; added as launch_sum_answers adds them.
@@ -172,8 +178,7 @@ __global__ void __launch_bounds__(kPeerThreads, 4)
   const auto lane = static_cast<int>(threadIdx.x % 32);
   for (std::int64_t i = blockIdx.x; i < p.tokens * parts; i += gridDim.x) {
     const std::int64_t t = i / parts;
-    const int h =
-        static_cast<int>(i - t * parts) * kPartColumns + static_cast<int>(threadIdx.x) * 4;
+    const int h = static_cast<int>(i - t * parts) * kSumColumns + static_cast<int>(threadIdx.x) * 4;
     const std::int32_t* const ids = p.routing.ids + t * top_k;
     float sum[4] = {};
     if (ended) {
@@ -187,7 +192,7 @@ __global__ void __launch_bounds__(kPeerThreads, 4)
         }
       }
     } else {
-      unsigned answered = ranks_of(place, p.routing, ids);
+      unsigned answered = place.sent_to[t];
       MOESAIC_CUDA_FAULT(cuda_peer_sum_forgets_the_last_rank,
                          answered &= ~(1U << (layout.shape.ranks - 1));)
       if (h < p.hidden) {
@@ -207,16 +212,18 @@ __global__ void __launch_bounds__(kPeerThreads, 4)
 
 int launch_peer_answer(const PeerAnswerParams& p, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
-  const std::int64_t parts = answer_parts(p);
-  const std::int64_t items = p.place.layout.shape.ranks * p.place.layout.shape.tokens * parts;
+  const parallel::PeerShape& shape = p.place.layout.shape;
+  const std::int64_t part = kAnswerColumns * (p.bf16 ? 2 : 4);
+  const std::int64_t parts = (shape.answer_bytes + part - 1) / part;
+  const std::int64_t items = shape.ranks * shape.tokens * parts;
   return launch_peer_kernel(p.place, peer_answer,
                             peer_blocks(p.place, (items + kPeerWarps - 1) / kPeerWarps),
-                            kPeerThreads, 0, stream, p, static_cast<int>(parts));
+                            kPeerThreads, 0, stream, p, static_cast<int>(parts), part);
 }
 
 int launch_peer_sum(const PeerSumParams& p, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
-  const int parts = (p.hidden + kPartColumns - 1) / kPartColumns;
+  const int parts = (p.hidden + kSumColumns - 1) / kSumColumns;
   const unsigned blocks = peer_blocks(p.place, p.tokens * parts);
   return launch_peer_kernel(p.place, p.bf16 ? peer_sum<true> : peer_sum<false>, blocks,
                             kPeerThreads, 0, stream, p, parts);

@@ -78,13 +78,14 @@ __device__ __forceinline__ bool is_last_block(std::uint32_t* ticket) {
   return last;
 }
 
-// After everything that all blocks have stored, the word of this call at every rank.
+// After everything that all blocks have stored, the word of this call at every rank. epoch: that of the
+// call, which was read when there was time.
 __device__ __forceinline__ void publish(const PeerPlace& p, parallel::PeerKind kind,
-                                        PeerTicket ticket, std::uint32_t live) {
+                                        PeerTicket ticket, std::uint32_t epoch,
+                                        std::uint32_t live) {
   if (!is_last_block(p.tickets + ticket)) return;
   const auto r = static_cast<int>(threadIdx.x);
   if (r >= p.layout.shape.ranks) return;
-  std::uint32_t epoch = epoch_of_call(p);
   MOESAIC_CUDA_FAULT(cuda_peer_word_has_the_epoch_before, --epoch;)
   MOESAIC_CUDA_FAULT(cuda_peer_word_of_one_reader_lost,
                      if (r == (p.rank + 1) % p.layout.shape.ranks) return;)

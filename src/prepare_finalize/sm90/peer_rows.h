@@ -21,6 +21,7 @@ struct PeerPlace {
   std::uint32_t signature = 0;             // of 12 bits
   std::uint32_t* tickets = nullptr;        // [4] zeros: blocks of a kernel that are through
   std::int32_t* live = nullptr;            // [R] rows of each rank in this call, by the wait
+  std::uint32_t* sent_to = nullptr;        // [T] a bit for each rank that has an own row, by send
   parallel::PeerReport* report = nullptr;  // pinned host memory: the report that ended a call here
   std::int32_t ranks() const { return static_cast<std::int32_t>(layout.shape.ranks); }
   std::int32_t max_blocks = 0;  // of a kernel

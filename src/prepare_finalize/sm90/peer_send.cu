@@ -90,6 +90,7 @@ __global__ void __launch_bounds__(kPeerThreads, 4)
   begin_peer_kernel();
   const PeerPlace& place = p.place;
   const parallel::PeerLayout& layout = place.layout;
+  const std::uint32_t epoch = epoch_of_call(place);
   if (block_has_ended(place)) return;
   const auto ranks = static_cast<int>(layout.shape.ranks);
   const auto top_k = static_cast<int>(layout.shape.top_k);
@@ -97,6 +98,7 @@ __global__ void __launch_bounds__(kPeerThreads, 4)
   for (std::int64_t t = blockIdx.x; t < p.tokens; t += gridDim.x) {
     const std::int32_t* const ids = p.routing.ids + t * top_k;
     const unsigned needed = ranks_of(place, p.routing, ids);
+    if (thread == 0) place.sent_to[t] = needed;
     for (int i = thread; i < ranks * top_k; i += kPeerThreads) {
       const int r = i / top_k, j = i % top_k;
       std::byte* const window = place.base[r];
@@ -114,7 +116,7 @@ __global__ void __launch_bounds__(kPeerThreads, 4)
       send_row(p, t, needed, to);
     }
   }
-  publish(place, PeerKind::kRows, kSendTicket, static_cast<std::uint32_t>(p.tokens));
+  publish(place, PeerKind::kRows, kSendTicket, epoch, static_cast<std::uint32_t>(p.tokens));
 }
 
 // One warp per row.
@@ -123,7 +125,7 @@ __global__ void __launch_bounds__(kPeerThreads, 4)
   begin_peer_kernel();
   const PeerPlace& place = p.place;
   const parallel::PeerLayout& layout = place.layout;
-  const bool ended = block_has_ended(place);
+  const bool told = has_ended(place);
   const std::int64_t rows = layout.shape.ranks * layout.shape.tokens;
   const auto top_k = static_cast<int>(layout.shape.top_k);
   const auto lane = static_cast<int>(threadIdx.x % 32);
@@ -137,12 +139,18 @@ __global__ void __launch_bounds__(kPeerThreads, 4)
         reinterpret_cast<const float*>(window + layout.weight(at.source, at.token));
     const auto* const scales =
         reinterpret_cast<const float*>(window + layout.scale(at.source, at.token));
-    bool there = !ended && at.token < place.live[at.source];
-    MOESAIC_CUDA_FAULT(cuda_peer_rows_of_the_call_before_stay, there = !ended;)
     // All is asked for at once, also of rows that are not there or have no expert here.
+    std::int32_t id = lane < top_k ? ids[lane] : -1;
+    float weight = lane < top_k ? weights[lane] : 0.0F;
+    const std::int32_t live = place.live[at.source];
+    const bool ended = __any_sync(kWholeWarp, told) != 0;
+    bool there = !ended && at.token < live;
+    MOESAIC_CUDA_FAULT(cuda_peer_rows_of_the_call_before_stay, there = !ended;)
     for (int j = lane; j < top_k; j += 32) {
-      const std::int32_t id = ids[j];
-      const float weight = weights[j];
+      if (j >= 32) {
+        id = ids[j];
+        weight = weights[j];
+      }
       p.ids[at.row * top_k + j] = there ? id : -1;
       p.weights[at.row * top_k + j] = weight;
     }

@@ -34,7 +34,7 @@ __device__ __forceinline__ void tell(const PeerPlace& p, int r, PeerReport repor
 __global__ void __launch_bounds__(32)
     peer_wait(const __grid_constant__ PeerPlace p, std::uint32_t kind_number) {
   begin_peer_kernel();
-  if (__any_sync(kWholeWarp, has_ended(p)) != 0) return;
+  const bool ended = has_ended(p);
   const auto kind = static_cast<PeerKind>(kind_number);
   const auto lane = static_cast<int>(threadIdx.x);
   const bool has_rank = lane < p.layout.shape.ranks;
@@ -48,6 +48,7 @@ __global__ void __launch_bounds__(32)
                                            static_cast<std::uint32_t>(p.layout.shape.tokens)};
   const std::uint64_t limit =
       *reinterpret_cast<const std::uint64_t*>(own(p) + p.layout.own_line(PeerOwnLine::kLimits));
+  if (__any_sync(kWholeWarp, ended) != 0) return;
   const std::uint64_t begin = ptx::global_timer();
   PeerVerdict verdict = has_rank ? PeerVerdict::kNotYet : PeerVerdict::kReady;
   PeerReport report;
