@@ -47,6 +47,7 @@ class LocalWindow final : public PeerWindow {
     return std::count_if(shared_->windows.begin(), shared_->windows.end(),
                          [mine](const Shared::Window& w) { return w.device == mine; }) > 1;
   }
+  bool shares_streams() const override { return shares_device(); }
 
  private:
   std::shared_ptr<Shared> shared_;

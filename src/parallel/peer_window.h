@@ -23,8 +23,10 @@ class PeerWindow {
   virtual std::int64_t bytes() const = 0;
   // The window of a rank, as kernels on this rank's device address it; 256-byte aligned.
   virtual std::byte* base(int rank) const = 0;
-  // Whether another rank of this process is on this rank's device.
+  // Whether another rank is on this rank's device.
   virtual bool shares_device() const = 0;
+  // Whether it is one of this process, so that both have the same default stream.
+  virtual bool shares_streams() const = 0;
 };
 
 // Whether kernels that wait for each other may run in this process. kUnsupported: kernels would be

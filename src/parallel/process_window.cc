@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <mutex>
 #include <span>
 #include <thread>
@@ -95,8 +96,10 @@ class ProcessWindow final : public PeerWindow {
   int size() const override { return own_.ranks; }
   std::int64_t bytes() const override { return bytes_; }
   std::byte* base(int rank) const override { return bases_[static_cast<std::size_t>(rank)]; }
-  bool shares_device() const override { return false; }
+  bool shares_device() const override { return shares_device_; }
+  bool shares_streams() const override { return false; }
 
+  void set_shares_device() { shares_device_ = true; }
   Status open(int rank, const cudaIpcMemHandle_t& handle) {
     void* data = nullptr;
     const Status opened =
@@ -121,6 +124,13 @@ class ProcessWindow final : public PeerWindow {
   Lent own_;
   std::int64_t bytes_;
   std::vector<std::byte*> bases_;  // of each rank, null: not open
+  bool shares_device_ = false;
+};
+
+// What each rank tells the others.
+struct Told {
+  cudaIpcMemHandle_t handle = {};
+  char device[32] = {};  // where it is in the machine, however the process numbers it
 };
 
 // Zeros, and the handle for others.
@@ -146,9 +156,13 @@ Result<std::unique_ptr<PeerWindow>> make_process_window(Communicator& communicat
   const cuda::DeviceScope scope(device);
   left_behind().free_closed();
   Lent own{device, rank, size, nullptr, 0};
-  cudaIpcMemHandle_t mine = {};
+  Told mine;
   Status status = scope.status();
-  if (status.ok()) status = lend(bytes, own, mine);
+  if (status.ok()) {
+    status = cuda::check_call("peer windows",
+                              cudaDeviceGetPCIBusId(mine.device, sizeof(mine.device), device));
+  }
+  if (status.ok()) status = lend(bytes, own, mine.handle);
   status = peer_vote(communicator, status);
   if (!status.ok()) {
     // Nobody has its handle.
@@ -156,16 +170,20 @@ Result<std::unique_ptr<PeerWindow>> make_process_window(Communicator& communicat
     return status;
   }
   auto window = std::make_unique<ProcessWindow>(own, bytes);
-  std::vector<cudaIpcMemHandle_t> all(static_cast<std::size_t>(size));
+  std::vector<Told> all(static_cast<std::size_t>(size));
   const std::vector<std::span<const std::byte>> send(
-      all.size(), std::as_bytes(std::span<const cudaIpcMemHandle_t>(&mine, 1)));
+      all.size(), std::as_bytes(std::span<const Told>(&mine, 1)));
   std::vector<std::span<std::byte>> recv;
   recv.reserve(all.size());
-  for (cudaIpcMemHandle_t& h : all)
-    recv.push_back(std::as_writable_bytes(std::span<cudaIpcMemHandle_t>(&h, 1)));
+  for (Told& t : all) recv.push_back(std::as_writable_bytes(std::span<Told>(&t, 1)));
   MOESAIC_RETURN_IF_ERROR(communicator.control().exchange(kPeerWindows, send, recv));
   for (int r = 0; r < size && status.ok(); ++r) {
-    if (r != rank) status = window->open(r, all[static_cast<std::size_t>(r)]);
+    if (r == rank) continue;
+    const Told& other = all[static_cast<std::size_t>(r)];
+    if (std::strncmp(other.device, mine.device, sizeof(mine.device)) == 0) {
+      window->set_shares_device();
+    }
+    status = window->open(r, other.handle);
   }
   MOESAIC_RETURN_IF_ERROR(peer_vote(communicator, status));
   return std::unique_ptr<PeerWindow>(std::move(window));

@@ -111,7 +111,7 @@ Result<std::int64_t> CudaLayer::Impl::start_call(void* stream, const Status& che
   MOESAIC_RETURN_IF_ERROR(mesh->world()->state());
   // Both are the default stream; what one rank puts there waits for the others' work.
   const bool is_default = stream == nullptr || stream == reinterpret_cast<void*>(1);
-  if (checked.ok() && is_default && peers->shares_device()) {
+  if (checked.ok() && is_default && peers->shares_streams()) {
     return give_up(peers->stream(),
                    {StatusCode::kInvalidArgument,
                     "stream: got the default stream, which all ranks on a device share; need one "

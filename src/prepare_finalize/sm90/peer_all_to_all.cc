@@ -33,7 +33,7 @@ struct CudaPeerAllToAll::Impl {
   std::int64_t hidden = 0, top_k = 0, num_experts = 0;
   std::int64_t max_tokens = 0;  // T
   int ranks = 1, timeout_ms = 0;
-  bool gather = false, shares_device = false;
+  bool gather = false;
   bool adds_slots = false;  // of partial answers
   CudaAllToAll::Answer answer;
   bool weight_on_input = false, power_of_two_scales = false;
@@ -133,7 +133,7 @@ Status CudaPeerAllToAll::Impl::stand(const parallel::PeerLayout& layout) {
   place.sent_to = state.as<std::uint32_t>() + 16 + parallel::kPeerWindowRanks;
   place.report = report.as<parallel::PeerReport>();
   place.max_blocks = 8 * traits.sms;
-  place.shares_device = shares_device;
+  place.shares_device = window->shares_device();
   const std::uint64_t limit = static_cast<std::uint64_t>(timeout_ms) * 1'000'000;
   return copy_to_device("limit of a wait",
                         window->base(place.rank) + layout.own_line(parallel::PeerOwnLine::kLimits),
@@ -193,7 +193,6 @@ Result<std::unique_ptr<CudaPeerAllToAll>> CudaPeerAllToAll::create(
   MOESAIC_ASSIGN_OR_RETURN(
       impl->window,
       parallel::make_peer_window(*communicator, problem.device.index(), layout.bytes, own_part()));
-  impl->shares_device = impl->window->shares_device();
   const DeviceScope scope(problem.device.index());
   MOESAIC_RETURN_IF_ERROR(impl->stand(layout));
   std::unique_ptr<CudaPeerAllToAll> made(new (std::nothrow) CudaPeerAllToAll(std::move(impl)));
@@ -341,7 +340,7 @@ void CudaPeerAllToAll::take_slots(const void* slots, const std::int32_t* expert_
 std::int64_t CudaPeerAllToAll::likely_rows() const {
   return impl_->ranks * std::max<std::int64_t>(impl_->tokens, 1);
 }
-bool CudaPeerAllToAll::shares_device() const { return impl_->shares_device; }
+bool CudaPeerAllToAll::shares_streams() const { return impl_->window->shares_streams(); }
 void* CudaPeerAllToAll::stream() const { return impl_->side.handle(); }
 
 std::int64_t CudaPeerAllToAll::bytes() const {

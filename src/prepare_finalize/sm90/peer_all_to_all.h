@@ -66,8 +66,8 @@ class CudaPeerAllToAll final : public PrepareAndFinalize {
   Status health() const;
   // Of those that prepare() returned, how many are there if all ranks have as many as this one.
   std::int64_t likely_rows() const;
-  // Whether another rank is on this device.
-  bool shares_device() const;
+  // Whether another rank has the same default stream.
+  bool shares_streams() const;
   // For calls that bring no stream; of this rank only.
   void* stream() const;
   std::int64_t bytes() const;  // device memory, the window included
