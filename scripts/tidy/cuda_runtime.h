@@ -59,6 +59,7 @@ MOESAIC_HD float __uint_as_float(unsigned x);
 MOESAIC_HD float __int_as_float(int x);
 MOESAIC_HD int __popc(unsigned x);
 MOESAIC_HD int __ffs(int x);
+MOESAIC_HD int __ffsll(long long x);
 MOESAIC_HD int __clz(int x);
 MOESAIC_HD unsigned __byte_perm(unsigned x, unsigned y, unsigned selector);
 MOESAIC_HD float fmaf(float x, float y, float z);
@@ -97,6 +98,7 @@ MOESAIC_HD unsigned __activemask();
 MOESAIC_HD int __any_sync(unsigned mask, int predicate);
 MOESAIC_HD int __all_sync(unsigned mask, int predicate);
 MOESAIC_HD unsigned __ballot_sync(unsigned mask, int predicate);
+MOESAIC_HD unsigned __reduce_or_sync(unsigned mask, unsigned value);
 template <class T>
 MOESAIC_HD unsigned __match_any_sync(unsigned mask, T value);
 template <class T>

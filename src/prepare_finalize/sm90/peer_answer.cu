@@ -1,3 +1,5 @@
+#include <cuda_runtime.h>
+
 #include "cuda/sum_epilogue.cuh"
 #include "permute/sm90/combine.cuh"
 #include "prepare_finalize/sm90/peer_rows.cuh"

@@ -1,3 +1,5 @@
+#include <cuda_runtime.h>
+
 #include "cuda/quant_rows.cuh"
 #include "prepare_finalize/sm90/peer_rows.cuh"
 

@@ -1,3 +1,5 @@
+#include <cuda_runtime.h>
+
 #include "prepare_finalize/sm90/peer_rows.cuh"
 
 namespace moesaic::cuda {
