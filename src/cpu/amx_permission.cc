@@ -8,9 +8,9 @@
 #if defined(__linux__) && defined(__x86_64__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 #include <cerrno>
-#endif
 
 namespace moesaic::cpu {
 namespace {
@@ -37,29 +37,38 @@ bool system_saves_tiles() {
   return (low & kTileState) == kTileState;
 }
 
-std::string_view ask() {
-  if (!machine_has_amx()) return "this CPU lacks AMX_TILE, AMX_BF16 or AMX_INT8";
-  if (!system_saves_tiles()) return "the system does not save tile registers (XCR0)";
+AmxMachine ask() {
+  AmxMachine m;
+  m.has_tiles = machine_has_amx();
+  m.saves_tiles = m.has_tiles && system_saves_tiles();
+  if (!m.saves_tiles) return m;
   constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
   constexpr long kTileData = 18;
-  if (::syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0) return {};
-  // An alternative signal stack that is too small for the larger state is the usual cause of the
-  // last.
-  if (errno == EINVAL || errno == EOPNOTSUPP)
-    return "this kernel does not give tile registers to processes (Linux 5.16 and later do)";
-  if (errno == EPERM) return "the kernel refuses tile registers to this process (EPERM)";
-  return "the kernel refuses tile registers to this process (a signal stack may be too small)";
+  if (::syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) m.request_error = errno;
+  return m;
 }
 
 #else
-std::string_view ask() { return "tile registers are used on x86-64 Linux only"; }
+AmxMachine ask() { return {}; }
 #endif
 
 }  // namespace
 
+std::string_view amx_refusal(const AmxMachine& m) {
+#if !defined(__linux__) || !defined(__x86_64__)
+  if (!m.has_tiles) return "tile registers are used on x86-64 Linux only";
+#endif
+  if (!m.has_tiles) return "this CPU lacks AMX_TILE, AMX_BF16 or AMX_INT8";
+  if (!m.saves_tiles) return "the system does not save tile registers (XCR0)";
+  if (m.request_error == 0 || MOESAIC_FAULT(cpu_amx_without_permission)) return {};
+  if (m.request_error == EINVAL || m.request_error == EOPNOTSUPP)
+    return "this kernel does not give tile registers to processes (Linux 5.16 and later do)";
+  if (m.request_error == EPERM) return "the kernel refuses tile registers to this process (EPERM)";
+  return "the kernel refuses tile registers to this process (a signal stack may be too small)";
+}
+
 std::string_view amx_refusal() {
-  static const std::string_view refusal = ask();
-  if (MOESAIC_FAULT(cpu_amx_without_permission)) return {};
+  static const std::string_view refusal = amx_refusal(ask());
   return refusal;
 }
 

@@ -10,4 +10,14 @@ namespace moesaic::cpu {
 // once: the answer is kept.
 std::string_view amx_refusal();
 
+// What there was to ask, and what becomes of it.
+struct AmxMachine {
+  bool has_tiles = false;    // the processor
+  bool saves_tiles = false;  // the system, for the threads that it switches between
+  // errno of the request; 0: granted. An alternative signal stack that is too small for the larger
+  // state is the usual cause of another one than those that are named.
+  int request_error = 0;
+};
+std::string_view amx_refusal(const AmxMachine& machine);
+
 }  // namespace moesaic::cpu

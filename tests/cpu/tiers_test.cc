@@ -3,12 +3,15 @@
 
 #include <gtest/gtest.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <cstdlib>
 #include <fstream>
 #include <set>
 #include <string>
 #include <string_view>
+
+#include "cpu/amx_permission.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -88,6 +91,20 @@ TEST(Tiers, TileRegistersAreUsedOnlyWhereTheyAre) {
   }
   EXPECT_TRUE(kernels_by_name("amx").ok() ||
               kernels_by_name("amx").status().code() == StatusCode::kUnsupported);
+}
+
+// Whatever machine the test runs on.
+TEST(Tiers, TileRegistersNeedProcessorSystemAndPermission) {
+  EXPECT_EQ(amx_refusal({true, true, 0}), "");
+  std::set<std::string_view> reasons;
+  for (const AmxMachine& m :
+       {AmxMachine{}, AmxMachine{true, false, 0}, AmxMachine{true, true, EINVAL},
+        AmxMachine{true, true, EPERM}, AmxMachine{true, true, ENOSPC}}) {
+    EXPECT_FALSE(amx_refusal(m).empty());
+    reasons.insert(amx_refusal(m));
+  }
+  EXPECT_EQ(reasons.size(), 5U);
+  EXPECT_EQ(amx_refusal({true, true, EOPNOTSUPP}), amx_refusal({true, true, EINVAL}));
 }
 
 TEST(Tiers, ThreadsDefaultToTheCoresOfThisProcess) {
