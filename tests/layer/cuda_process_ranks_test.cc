@@ -113,6 +113,11 @@ std::string memory(const StartedRank& started) {
     const auto window =
         parallel::make_peer_window(world, test::device_of_rank(world.rank()), kBytes, {});
     if (!window.ok()) return window.status().to_string();
+    int here = 0;  // ranks on this one's GPU
+    for (int r = 0; r < world.size(); ++r) {
+      here += test::device_of_rank(r) == test::device_of_rank(world.rank()) ? 1 : 0;
+    }
+    if ((*window)->shares_device() != (here > 1)) return "who shares a GPU is not known";
     for (int r = 0; r < world.size(); ++r) {
       // The bytes of the other side, by the rank that has it.
       const auto value = static_cast<unsigned char>(16 * round + world.rank());
