@@ -185,8 +185,14 @@ class LayerStage final : public BenchStage {
       }
       const auto& world = s_.options.ranks.communicator;
       if (world && s_.options.ranks.engine == RankEngine::kPeerWindows) {
-        MOESAIC_ASSIGN_OR_RETURN(point.pass,
+        MOESAIC_ASSIGN_OR_RETURN(const GpuStage::PassFn pass,
                                  gpu_->captured(in, out, [&] { return world->barrier("bench"); }));
+        // Calls that have ended with a failure take no time.
+        point.pass = [pass, layer = layer_.get()]() -> Result<double> {
+          MOESAIC_ASSIGN_OR_RETURN(const double us, pass());
+          MOESAIC_RETURN_IF_ERROR(layer->health());
+          return us;
+        };
       } else if (world) {  // ranks wait for each other on the host
         MOESAIC_ASSIGN_OR_RETURN(point.run, gpu_->resident(in, out));
       } else {
