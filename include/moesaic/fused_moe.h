@@ -32,10 +32,11 @@ enum class RankTransport : std::uint8_t {
   kNone,      // nothing travels before the experts: every rank has every row
   kGather,    // all rows to all ranks whose rows differ, partial sums back (reduce-scatter)
   kAllToAll,  // a row goes once to each rank that owns one of its experts; expert parallelism only
-  kBatched,   // low latency: a row goes once for each of its experts into slabs of fixed capacity;
-  // expert parallelism only. Has the order of kPerSlot. On a GPU a row goes once to each
-  // rank, by messages, and slabs hold rows of bf16 before they are weighted (fp32 with
-  // the general experts): the bits of the batched format on one GPU.
+  // Low latency: a row goes once for each of its experts into slabs of fixed capacity; expert
+  // parallelism only. Has the order of kPerSlot. On a GPU a row goes once to each rank, by messages,
+  // and slabs hold rows of bf16 before they are weighted (fp32 with the general experts): the bits of
+  // the batched format on one GPU.
+  kBatched,
 };
 std::string_view rank_transport_name(RankTransport transport);  // "auto", "none", "gather", ...
 
