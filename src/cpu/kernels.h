@@ -277,6 +277,10 @@ struct CpuKernels {
   // Values of e2m1 codes, n (a multiple of 16) of them, and a scale per 16 -> the groups of
   // grouped_gemm_e2m1; row is multiplied by the scales. Null where that is.
   void (*store_e2m1)(float* row, std::int64_t n, const float* scales, E2M1Group* dst);
+  // The result of a panel, [num_rows][64], to rows of `out`, `stride` apart, both aligned to 64
+  // bytes. past_caches: straight to memory, for what is not read again soon.
+  void (*store_panel)(const float* result, int num_rows, bool past_caches, float* out,
+                      std::int64_t stride);
   // dst[i] += weight * src[i], fused.
   void (*accumulate_row)(const float* src, float weight, std::int64_t n, float* dst);
   // fp32 -> F32, BF16 or F16, nearest even.

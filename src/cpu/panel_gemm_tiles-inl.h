@@ -15,6 +15,7 @@
 #endif
 
 #include <algorithm>
+#include <bit>
 #include <type_traits>
 
 #include "cpu/panel_stream_tiles-inl.h"
@@ -30,7 +31,6 @@ namespace {
 template <class Tiles, class Source>
 class TileGemm {
   using Operand = typename Source::Operand;
-  using Sum = typename Operand::Sum;
   static constexpr int kBlockBytes = Source::kBlockBytes;
   static constexpr int kFinest = 16;  // steps of a fold
 
@@ -41,11 +41,12 @@ class TileGemm {
         units_(args),
         cut_(args.num_rows),
         tile_bytes_(steps.product * Operand::kStepBytes),
-        pitch_(Operand::kStepBytes == 2 ? RowPitch(args) : 0) {}
+        pitch_(RowPitch(args)),
+        fold_shift_(std::countr_zero(static_cast<unsigned>(args.fold))) {}
 
   // False: see Pairs::Begin.
   bool Run() {
-    ClearResult(args_);
+    if (!steps_.chained) ClearResult(args_);
     Tiles::Configure(MakeTileConfig(cut_.height, tile_bytes_));
     bool ok = units_.Begin(args_, steps_, args_.panel, 0);
     for (std::int64_t k0 = 0; ok && k0 < args_.padded_k; k0 += steps_.block) {
@@ -56,6 +57,7 @@ class TileGemm {
       if (ok) RunBlock(end);
     }
     Tiles::Release();
+    if (steps_.chained) FinishChains();
     return ok;
   }
 
@@ -110,11 +112,13 @@ class TileGemm {
       const bool pair = tile + 1 < cut_.count;
       const std::byte* a[2] = {};
       std::int64_t pitch = pitch_;
+      gap_ = Operand::kGap;
       for (int i = 0; i < (pair ? 2 : 1); ++i) {
         if (pitch_ != 0 && block_.count == block_.padded) {
           a[i] = static_cast<const std::byte*>(args_.rows[cut_.first(tile + i)]) +
-                 block_.k0 * Operand::kStepBytes;
+                 Operand::Offset(args_, block_.k0);
         } else {
+          gap_ = 0;
           pitch = block_.padded * Operand::kStepBytes;
           a[i] = rows_ + i * kTileRows * kBlockBytes;
           CopyRows(cut_.first(tile + i), rows_ + i * kTileRows * kBlockBytes);
@@ -140,11 +144,13 @@ class TileGemm {
   template <int kRowTiles>
   HWY_INLINE void RunTiles(int tile, const std::byte* const (&a)[2], std::int64_t pitch) {
     constexpr int kColumns = 16 * 4 / kRowTiles;
+    if (steps_.chained) return RunChains<kRowTiles>(tile, a, pitch);
     const std::int64_t fold_bytes = std::int64_t{block_.products} * tile_bytes_;
     for (int column = 0; column < kPanelColumns; column += kColumns) {
       const std::byte* w = block_.units + 4 * column;
       for (int f = 0; f < block_.folds; ++f, w += fold_bytes / 4 * kUnitBytes) {
         const std::byte* const at[2] = {a[0] + f * fold_bytes, a[kRowTiles - 1] + f * fold_bytes};
+        ZeroSums();
         Products<kRowTiles>(at, pitch, w);
         Tiles::template Store<0>(sums_, kTileBytes);
         Tiles::template Store<1>(sums_ + kTileFloats, kTileBytes);
@@ -155,17 +161,64 @@ class TileGemm {
     }
   }
 
-  // Tile (i, j) of sums of kRowTiles x (4 / kRowTiles) is C = i * (4 / kRowTiles) + j.
+  // A chained block: sums go on from the one before.
   template <int kRowTiles>
-  HWY_INLINE void Products(const std::byte* const (&a)[2], std::int64_t pitch, const std::byte* w) {
+  HWY_INLINE void RunChains(int tile, const std::byte* const (&a)[2], std::int64_t pitch) {
+    constexpr int kColumns = 16 * 4 / kRowTiles;
+    constexpr std::int64_t kPitch = kPanelColumns * sizeof(float);
+    for (int column = 0; column < kPanelColumns; column += kColumns) {
+      float* const first = Chain(tile) + column;
+      float* const second = kRowTiles == 2 ? Chain(tile + 1) + column : first + 32;
+      if (block_.k0 == 0 || MOESAIC_FAULT(cpu_tiles_chain_starts_again)) {
+        ZeroSums();
+      } else {
+        Tiles::template Load<0>(first, kPitch);
+        Tiles::template Load<1>(first + 16, kPitch);
+        Tiles::template Load<2>(second, kPitch);
+        Tiles::template Load<3>(second + 16, kPitch);
+      }
+      Products<kRowTiles>(a, pitch, block_.units + 4 * column);
+      Tiles::template Store<0>(first, kPitch);
+      Tiles::template Store<1>(first + 16, kPitch);
+      Tiles::template Store<2>(second, kPitch);
+      Tiles::template Store<3>(second + 16, kPitch);
+    }
+  }
+  // Where a tile's sums are, [height][kPanelColumns].
+  HWY_INLINE float* Chain(int tile) {
+    return cut_.shared(tile) > 0 ? last_ : args_.result + cut_.first(tile) * kPanelColumns;
+  }
+  HWY_INLINE void FinishChains() {
+    const int tile = cut_.count - 1, shared = cut_.shared(tile);
+    if (shared > 0) {
+      std::memcpy(args_.result + (cut_.first(tile) + shared) * kPanelColumns,
+                  last_ + shared * kPanelColumns,
+                  static_cast<std::size_t>(cut_.height - shared) * kPanelColumns * sizeof(float));
+    }
+    if constexpr (!Operand::kFloatSums) {
+      for (int r = 0; r < args_.num_rows; ++r) {
+        const std::int32_t start = Operand::Start(args_, args_.rows[r], 0, args_.padded_k);
+        float* result = args_.result + r * kPanelColumns;
+        for (int c = 0; c < kPanelColumns; c += kLanes)
+          hn::Store(Operand::ToFloat(hn::Load(df, result + c), start), df, result + c);
+      }
+    }
+  }
+
+  HWY_INLINE void ZeroSums() {
     Tiles::template Zero<0>();
     Tiles::template Zero<1>();
     Tiles::template Zero<2>();
     Tiles::template Zero<3>();
+  }
+  // Tile (i, j) of sums of kRowTiles x (4 / kRowTiles) is C = i * (4 / kRowTiles) + j.
+  template <int kRowTiles>
+  HWY_INLINE void Products(const std::byte* const (&a)[2], std::int64_t pitch, const std::byte* w) {
     const std::int64_t tile_units = tile_bytes_ / 4 * kUnitBytes;
     for (int s = 0; s < block_.products; ++s, w += tile_units) {
       if (Source::kDecodes) units_.Decode(units_per_turn_);
-      const std::int64_t at = s * std::int64_t{tile_bytes_};
+      std::int64_t at = s * std::int64_t{tile_bytes_};
+      if constexpr (Operand::kGap > 0) at += (at >> fold_shift_) * gap_;
       Tiles::template Load<4>(a[0] + at, pitch);
       Tiles::template Load<6>(w, kUnitBytes);
       Operand::template Dot<Tiles, 0, 4, 6>();
@@ -216,13 +269,13 @@ class TileGemm {
       const int tile = first_tile + i, first = cut_.first(tile);
       for (int r = cut_.shared(tile); r < cut_.height; ++r) {
         const int row = first + r;
-        const Sum* sums = sums_ + i * kVectors * kTileFloats + r * 16;
+        const float* sums = sums_ + i * kVectors * kTileFloats + r * 16;
         float* result = args_.result + row * kPanelColumns + column;
         const std::int32_t start =
             Operand::Start(args_, args_.rows[row], block_.k0 + f * count, count);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
-          const VF sum = Operand::ToFloat(sums + v * kTileFloats, start);
+          const VF sum = Operand::ToFloat(hn::Load(df, sums + v * kTileFloats), start);
           const VF total = hn::Load(df, result + 16 * v);
           hn::Store(fold.template Into<kPlain>(total, sum, scale[v], row, column + 16 * v), df,
                     result + 16 * v);
@@ -232,14 +285,18 @@ class TileGemm {
   }
 
   alignas(64) std::byte rows_[2 * kTileRows * kBlockBytes];
-  alignas(64) Sum sums_[4 * kTileFloats];
+  alignas(64) float sums_[4 * kTileFloats];
+  // Chained: the sums of a last tile that shares rows, each of which would go on twice in the result.
+  alignas(64) float last_[kTileRows * kPanelColumns];
   alignas(64) float scales_[kGroup / kFinest * kPanelColumns];
   const PanelArgs& args_;
   const TileSteps steps_;
   TileUnits<Source> units_;
   const TileCut cut_;
   const int tile_bytes_;
-  const std::int64_t pitch_;
+  const std::int64_t pitch_;  // of rows where they lie
+  const int fold_shift_;
+  int gap_ = 0;  // between folds of the rows that are read
   Block block_;
   const std::byte* fetch_ = nullptr;
   int fetch_lines_ = 0;

@@ -7,6 +7,7 @@
 #define MOESAIC_CPU_PANEL_SOURCES_TILES_INL_H_
 #endif
 
+#include <cstdint>
 #include <cstring>
 
 #include "cpu/panel_gemm_grouped_bf16-inl.h"
@@ -20,11 +21,17 @@ namespace {
 // --- Operands: what the two kinds of products differ in
 
 struct TileBF16 {
-  using Sum = float;
   static constexpr int kStepBytes = 2;
+  static constexpr bool kFloatSums = true;
+  static constexpr std::int64_t kMostSteps = INT64_MAX;  // of one accumulator
   template <class Tiles, int C, int A, int B>
   static HWY_INLINE void Dot() {
     Tiles::template DotBF16<C, A, B>();
+  }
+  // Where step k0 of a row lies, and how many bytes lie between its folds.
+  static constexpr int kGap = 0;
+  static HWY_INLINE std::int64_t Offset(const PanelArgs&, std::int64_t k0) {
+    return k0 * kStepBytes;
   }
   // `count` steps from k0 on of a row.
   static HWY_INLINE void CopyRow(const PanelArgs&, const void* row, std::int64_t k0,
@@ -35,14 +42,20 @@ struct TileBF16 {
   static HWY_INLINE std::int32_t Start(const PanelArgs&, const void*, std::int64_t, std::int64_t) {
     return 0;
   }
-  static HWY_INLINE VF ToFloat(const float* sums, std::int32_t) { return hn::Load(df, sums); }
+  // Sums as a tile holds them.
+  static HWY_INLINE VF ToFloat(VF sums, std::int32_t) { return sums; }
 };
 
 // Rows as StoreI8 leaves them.
 struct TileI8 {
-  using Sum = std::int32_t;
   static constexpr int kStepBytes = 1;
+  static constexpr bool kFloatSums = false;
+  static constexpr std::int64_t kMostSteps = 65536;  // of one accumulator: 255 * 128 each
   static constexpr int kStart = sizeof(std::int32_t);
+  static constexpr int kGap = kStart;
+  static HWY_INLINE std::int64_t Offset(const PanelArgs& args, std::int64_t k0) {
+    return dot_row_bytes(k0, args.fold) + kStart;
+  }
   template <class Tiles, int C, int A, int B>
   static HWY_INLINE void Dot() {
     Tiles::template DotI8<C, A, B>();
@@ -66,8 +79,8 @@ struct TileI8 {
     }
     return sum;
   }
-  static HWY_INLINE VF ToFloat(const std::int32_t* sums, std::int32_t start) {
-    return hn::ConvertTo(df, hn::Add(hn::Load(di32, sums), hn::Set(di32, start)));
+  static HWY_INLINE VF ToFloat(VF sums, std::int32_t start) {
+    return hn::ConvertTo(df, hn::Add(hn::BitCast(di32, sums), hn::Set(di32, start)));
   }
 };
 
@@ -151,18 +164,20 @@ struct StripScaled : Source {
   }
 };
 
-// How a call's sums are cut: blocks of steps, folds of them, products of a fold.
+// How a call's sums are cut: blocks of steps, folds of them, products of a fold. Chained: nothing
+// scales a part of a sum, which goes on from block to block in one accumulator and has no folds.
 struct TileSteps {
   int block, fold, product;
-  bool scaled;
+  bool scaled, chained;
 };
 template <class Source>
 HWY_INLINE TileSteps StepsOf(const PanelArgs& args, bool scaled) {
-  constexpr int kStepBytes = Source::Operand::kStepBytes;
-  constexpr int kUnscaled = Source::kBlockBytes / kStepBytes;
+  using Operand = typename Source::Operand;
+  constexpr int kUnscaled = Source::kBlockBytes / Operand::kStepBytes;
+  const bool chained = !scaled && !args.accumulate && args.padded_k <= Operand::kMostSteps;
   const int fold = scaled ? args.fold : kUnscaled;
   const int block = !scaled ? kUnscaled : Source::kHoldsGroup ? fold : kGroup;
-  return {block, fold, std::min(fold, 64 / kStepBytes), scaled};
+  return {block, fold, std::min(fold, 64 / Operand::kStepBytes), scaled, chained};
 }
 
 }  // namespace

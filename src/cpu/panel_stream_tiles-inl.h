@@ -93,13 +93,14 @@ HWY_NOINLINE bool StreamAsTiles(const PanelArgs& args, const TileSteps& steps) {
   StartTotal<MR>(args, total);
   const std::byte* w = args.panel;
   std::int64_t group = 0;
+  VF acc[MR][4];
+  ClearTile<MR>(acc);
   for (std::int64_t k0 = 0; k0 < args.padded_k; k0 += steps.fold, ++group) {
     const std::int64_t count = std::min<std::int64_t>(steps.fold, args.padded_k - k0);
     if (steps.scaled) PrefetchScales(args, group);
     if (HWY_UNLIKELY(!source.Begin(args, k0))) return false;
     for (int r = 0; r < MR; ++r) WidenSteps(args.rows[r], k0, count, x[r]);
-    VF acc[MR][4];
-    ClearTile<MR>(acc);
+    if (!steps.chained) ClearTile<MR>(acc);
     const FlushMode flush;
     for (std::int64_t k = 0; k < count; k += steps.product) {
       TileChains<MR> chain;
@@ -120,6 +121,7 @@ HWY_NOINLINE bool StreamAsTiles(const PanelArgs& args, const TileSteps& steps) {
       }
     }
     flush.End<MR>(acc);
+    if (steps.chained) continue;
     const GroupFold fold(args, group);
     const float* scales = steps.scaled ? Source::Scales(args, group, buffer) : nullptr;
     for (int v = 0; v < 4; ++v) {
@@ -130,7 +132,8 @@ HWY_NOINLINE bool StreamAsTiles(const PanelArgs& args, const TileSteps& steps) {
   }
   for (int r = 0; r < MR; ++r) {
     for (int v = 0; v < 4; ++v)
-      hn::Store(total[r][v], df, args.result + r * kPanelColumns + 16 * v);
+      hn::Store(steps.chained ? acc[r][v] : total[r][v], df,
+                args.result + r * kPanelColumns + 16 * v);
   }
   return true;
 }
@@ -142,8 +145,9 @@ HWY_NOINLINE void StreamI8AsTiles(const PanelArgs& args, const TileSteps& steps)
   VF total[MR][4];
   ClearTile<MR>(total);
   const std::byte* w = args.panel;
-  for (std::int64_t k0 = 0; k0 < args.padded_k; k0 += steps.fold) {
-    const std::int64_t count = std::min<std::int64_t>(steps.fold, args.padded_k - k0);
+  const std::int64_t fold = steps.chained ? args.padded_k : steps.fold;
+  for (std::int64_t k0 = 0; k0 < args.padded_k; k0 += fold) {
+    const std::int64_t count = std::min<std::int64_t>(fold, args.padded_k - k0);
     VI acc[MR][4];
     for (int r = 0; r < MR; ++r) {
       for (int v = 0; v < 4; ++v) acc[r][v] = hn::Zero(di32);

@@ -11,6 +11,7 @@
 #include <limits>
 
 #include "cpu/simd-inl.h"
+#include "hwy/cache_control.h"
 #include "hwy/contrib/math/math-inl.h"
 #include "numerics/codec.h"
 
@@ -231,6 +232,21 @@ void StoreRowBF16(const float* row, std::int64_t n, std::uint16_t* dst) {
   std::int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) StoreBF16(hn::LoadU(df, row + i), dst + i);
   for (; i < n; ++i) dst[i] = bf16_from_f32(row[i]);
+}
+
+void StorePanel(const float* result, int num_rows, bool past_caches, float* out,
+                std::int64_t stride) {
+  for (int r = 0; r < num_rows; ++r, result += kPanelColumns, out += stride) {
+    for (int c = 0; c < kPanelColumns; c += kLanes) {
+      const VF x = hn::Load(df, result + c);
+      if (past_caches) {
+        hn::Stream(x, df, out + c);
+      } else {
+        hn::Store(x, df, out + c);
+      }
+    }
+  }
+  if (past_caches) hwy::FlushStream();  // before another thread may read it
 }
 
 void AccumulateRow(const float* src, float weight, std::int64_t n, float* dst) {

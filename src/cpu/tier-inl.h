@@ -73,6 +73,7 @@ constexpr CpuKernels MakeTable() {
   t.quantize_row = QuantizeRow;
   t.group_sums = GroupSums;
   t.store_bf16 = StoreRowBF16;
+  t.store_panel = StorePanel;
   t.accumulate_row = AccumulateRow;
   t.store_row = StoreRow;
   t.multiply_add_loop = MultiplyAddLoop;

@@ -77,6 +77,25 @@ float rounded_to(DType dtype, float x) {
 }
 
 // Rows of two whole groups and a tail, in both scale rules, every rounding before.
+TEST(Kernels, APanelIsStoredToRowsApart) {
+  constexpr int kRows = 5;
+  constexpr std::int64_t kStride = 3 * kPanelColumns;
+  alignas(64) float result[kRows * kPanelColumns];
+  for (int i = 0; i < kRows * kPanelColumns; ++i) result[i] = static_cast<float>(i);
+  for (const CpuKernels* k : tiers()) {
+    for (const bool past_caches : {false, true}) {
+      alignas(64) float out[kRows * kStride] = {};
+      k->store_panel(result, kRows, past_caches, out + kPanelColumns, kStride);
+      for (std::int64_t i = 0; i < kRows * kStride; ++i) {
+        const std::int64_t column = i % kStride - kPanelColumns;
+        const bool stored = column >= 0 && column < kPanelColumns;
+        const float want = stored ? result[i / kStride * kPanelColumns + column] : 0.0F;
+        ASSERT_EQ(out[i], want) << k->name << " past_caches " << past_caches << " at " << i;
+      }
+    }
+  }
+}
+
 TEST(Kernels, GroupQuantisationEqualsTheReference) {
   constexpr std::int64_t kCount = 300;
   test::Rng rng(3);

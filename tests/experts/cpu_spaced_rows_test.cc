@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "cpu/tiers.h"
 #include "experts/cpu/experts.h"
@@ -52,11 +53,24 @@ TEST(CpuExperts, RowsOneBehindTheOtherHaveTheBitsOfRowsThatAreNot) {
           tiles.reads_spaced_rows = true;
           tiles.rows_per_call = cpu::kMaxRows;
           const auto spaced = make_on(tiles, p, w);
-          const Tensor want = run_standard(*plain, p, x.view(), routing, DType::kF32);
-          const Tensor got = run_standard(*spaced, p, x.view(), routing, DType::kF32);
+          std::vector<RowNumerics> want_numerics(static_cast<std::size_t>(tokens));
+          std::vector<RowNumerics> numerics(want_numerics);
+          const Tensor want =
+              run_standard(*plain, p, x.view(), routing, DType::kF32, {}, want_numerics);
+          const Tensor got = run_standard(*spaced, p, x.view(), routing, DType::kF32, {}, numerics);
           std::string why;
           EXPECT_TRUE(test::same_bits(got.view(), want.view(), &why))
               << tier << ' ' << quant << " H " << hidden << " tokens " << tokens << ' ' << why;
+          const Tensor unmeasured = run_standard(*spaced, p, x.view(), routing, DType::kF32);
+          EXPECT_TRUE(test::same_bits(unmeasured.view(), want.view(), &why))
+              << tier << ' ' << quant;
+          for (std::size_t t = 0; t < numerics.size(); ++t) {
+            ASSERT_EQ(numerics[t].size, want_numerics[t].size) << tier << ' ' << quant << ' ' << t;
+            ASSERT_EQ(numerics[t].noise, want_numerics[t].noise)
+                << tier << ' ' << quant << ' ' << t;
+            ASSERT_EQ(numerics[t].flags, want_numerics[t].flags)
+                << tier << ' ' << quant << ' ' << t;
+          }
           // A line a row of GEMM2's operands and what lies beside rows, but not the rows again.
           EXPECT_LE(spaced->workspace_size(tokens).value(),
                     plain->workspace_size(tokens).value() + tokens * 2 * (64 + 128))

@@ -33,7 +33,7 @@ MoeProblem make_problem(std::string_view quant, std::int64_t h, std::int64_t i,
 
 Tensor run_standard(const Experts& experts, const MoeProblem& p, ConstTensorView x,
                     const OwnedRouting& routing, DType out_dtype,
-                    std::span<const std::int32_t> expert_map) {
+                    std::span<const std::int32_t> expert_map, std::span<RowNumerics> numerics) {
   Tensor y = Tensor::uninitialized(out_dtype, {x.dim(0), p.hidden_size}).value();
   poison(y.view());
   Workspace ws(experts.workspace_size(x.dim(0)).value());
@@ -43,7 +43,8 @@ Tensor run_standard(const Experts& experts, const MoeProblem& p, ConstTensorView
                                 .expert_map = expert_map,
                                 .expert_num_tokens = {},
                                 .workspace = ws.span(),
-                                .output = y.view()});
+                                .output = y.view(),
+                                .numerics = numerics});
   EXPECT_TRUE(s.ok()) << s.to_string();
   return y;
 }

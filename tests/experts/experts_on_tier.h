@@ -37,6 +37,7 @@ std::unique_ptr<Experts> make(const std::string& tier, const MoeProblem& p,
                               const OwnedExpertWeights& w);
 Tensor run_standard(const Experts& experts, const MoeProblem& p, ConstTensorView x,
                     const OwnedRouting& routing, DType out_dtype,
-                    std::span<const std::int32_t> expert_map = {});
+                    std::span<const std::int32_t> expert_map = {},
+                    std::span<RowNumerics> numerics = {});
 
 }  // namespace moesaic::test

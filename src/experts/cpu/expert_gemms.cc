@@ -175,11 +175,10 @@ void CpuExperts::panel2(const CpuWorkspace& w, std::int64_t e, std::int64_t p) c
     args.num_rows = count;
     args.result = result;
     multiply(w, weights_.w2, e, p, args, numbers, w.a2_static.of(e));
-    for (int r = 0; r < count; ++r) {
-      float* out = w.out + (begin + r) * plan_.n2 + p * kPanelColumns;
-      std::memcpy(out, result + r * kPanelColumns, kPanelColumns * sizeof(float));
-      if (bias != nullptr) kernels_.accumulate_row(bias, 1.0F, kPanelColumns, out);
-    }
+    for (int r = 0; bias != nullptr && r < count; ++r)
+      kernels_.accumulate_row(bias, 1.0F, kPanelColumns, result + r * kPanelColumns);
+    kernels_.store_panel(result, count, w.past_caches, w.out + begin * plan_.n2 + p * kPanelColumns,
+                         plan_.n2);
   }
 }
 

@@ -139,4 +139,19 @@ void CpuExperts::load_quantized(const CpuWorkspace& w, std::int64_t row, const s
   store_operand(x, plan_.k1, w.a1 + row * plan_.row_pitch(plan_.k1));
 }
 
+// A prepared row, and all that is kept beside it, is another's too.
+void CpuExperts::copy_input(const CpuWorkspace& w, std::int64_t from, std::int64_t to) const {
+  const auto copy = [&](auto* rows, std::int64_t size) {
+    if (rows == nullptr) return;
+    std::memcpy(rows + to * size, rows + from * size,
+                static_cast<std::size_t>(size) * sizeof(*rows));
+  };
+  copy(w.a1, plan_.row_pitch(plan_.k1));
+  if (!MOESAIC_FAULT(cpu_copied_rows_keep_old_numbers)) copy(w.a1_numbers, plan_.numbers1());
+  copy(w.a1_groups, plan_.e2m1_groups1());
+  if (w.errors != nullptr) {
+    w.errors->input[static_cast<std::size_t>(to)] = w.errors->input[static_cast<std::size_t>(from)];
+  }
+}
+
 }  // namespace moesaic::experts

@@ -18,6 +18,9 @@ namespace {
 // Of an expert, on average: rows that enough of its panels would copy.
 constexpr std::int64_t kSpacedRows = 8;
 
+// Bytes of GEMM2's output that are not expected to stay in a cache until they are added up.
+constexpr std::int64_t kPastCaches = 32 << 20;
+
 }  // namespace
 
 CpuRowErrors CpuExperts::make_row_errors(std::int64_t chunk_tokens, bool own_rows) const {
@@ -79,21 +82,36 @@ void CpuExperts::run_standard(const ExpertsArgs& args, const CpuWorkspace& w,
 #pragma omp parallel num_threads(plan_.team_of_tokens(count))
     {
       const cpu::ScopedIeeeMode ieee;
-      // No local slot: nothing reads the inputs (and there may be no expert to prepare them for).
-      const std::int64_t inputs = rows == 0 || w.own_rows ? rows : count;
-#pragma omp for schedule(static)
-      for (std::int64_t i = 0; i < inputs; ++i) {
-        const bool sorted_rows = w.own_rows && !MOESAIC_FAULT(cpu_own_rows_in_order_of_slots);
-        const std::int64_t slot = sorted_rows ? w.sorted_slots[i] : w.own_rows ? i : i * k;
+      const auto load = [&](std::int64_t row, std::int64_t slot, std::int64_t e) {
         const std::int64_t t = slot / k;
-        const std::int64_t e = w.own_rows ? expert_of_row(w, i) : 0;
         const std::byte* x =
             args.hidden_states.data + (t0 + t) * args.hidden_states.strides[0] * in_elem;
         if (in_scales != nullptr) {
-          load_quantized(w, i, x, in_scales + (t0 + t) * plan_.scales(plan_.k1));
+          load_quantized(w, row, x, in_scales + (t0 + t) * plan_.scales(plan_.k1));
         } else {
           const float factor = weights[MOESAIC_FAULT(cpu_first_weight_on_input) ? t * k : slot];
-          prepare_input(w, i, e, x, args.hidden_states.dtype, factor, e2m1_groups);
+          prepare_input(w, row, e, x, args.hidden_states.dtype, factor, e2m1_groups);
+        }
+      };
+      // No local slot: nothing reads the inputs (and there may be no expert to prepare them for).
+      const std::int64_t inputs = rows == 0 || w.own_rows ? rows : count;
+      if (w.copied_rows) {
+#pragma omp for schedule(static)
+        for (std::int64_t t = 0; t < count; ++t) {
+          std::int64_t first = -1;
+          for (std::int64_t slot = t * k; slot < (t + 1) * k; ++slot) {
+            const std::int64_t row = w.position[slot];
+            if (row >= 0 && first < 0) load(row, slot, 0);
+            if (row >= 0 && first >= 0) copy_input(w, first, row);
+            if (first < 0) first = row;
+          }
+        }
+      } else {
+#pragma omp for schedule(static)
+        for (std::int64_t i = 0; i < inputs; ++i) {
+          const bool sorted_rows = w.own_rows && !MOESAIC_FAULT(cpu_own_rows_in_order_of_slots);
+          const std::int64_t slot = sorted_rows ? w.sorted_slots[i] : w.own_rows ? i : i * k;
+          load(i, slot, w.own_rows ? expert_of_row(w, i) : 0);
         }
       }
       gemms(w, num_active);
@@ -191,6 +209,8 @@ Status CpuExperts::run(const ExpertsArgs& args) const {
                              !MOESAIC_FAULT(cpu_static_scale_of_first_expert);
   const bool spaced = plan_.spaced_rows && plan_.chunk_rows(rows) >= kSpacedRows * num_experts;
   w.own_rows = plan_.own_rows || scales_differ || spaced;
+  w.copied_rows = w.own_rows && !plan_.own_rows && !scales_differ;
+  w.past_caches = plan_.chunk_rows(rows) * plan_.n2 * std::int64_t{sizeof(float)} >= kPastCaches;
   CpuRowErrors errors;
   if (!args.numerics.empty()) {
     errors = make_row_errors(plan_.chunk_tokens(rows), w.own_rows);

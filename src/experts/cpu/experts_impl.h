@@ -87,6 +87,7 @@ class CpuExperts final : public Experts {
                      DType dtype, float factor, bool e2m1_groups) const;
   void load_quantized(const CpuWorkspace& w, std::int64_t row, const std::byte* codes,
                       const float* scales) const;
+  void copy_input(const CpuWorkspace& w, std::int64_t from, std::int64_t to) const;
   void store_operand(const float* row, std::int64_t n, std::byte* dst) const;
   // The numbers beside a row of k columns that belong to column `column` and those after it.
   RowNumbers numbers_from(float* numbers, std::int64_t k, std::int64_t column) const;

@@ -68,7 +68,11 @@ CpuPlan make_cpu_plan(const MoeProblem& problem, const CpuWeightFormat& format,
   plan.top_k = problem.top_k;
   plan.own_rows =
       plan.permuted || (plan.standard && problem.apply_router_weight_on_input && problem.top_k > 1);
-  plan.pads_rows = kernels.reads_spaced_rows && plan.operand == OperandKind::kBF16;
+  const bool whole_integers = format.kind == cpu::WeightKind::kI8Quads &&
+                              format.group_scales == ScaleFormat::kNone && !format.group_offsets;
+  plan.pads_rows =
+      kernels.reads_spaced_rows &&
+      (plan.operand == OperandKind::kBF16 || (plan.operand == OperandKind::kI8 && whole_integers));
   plan.spaced_rows = plan.pads_rows && !plan.e2m1_groups && plan.standard && problem.top_k > 1;
   plan.num_local_experts = problem.num_local_experts;
   plan.hidden = problem.hidden_size;

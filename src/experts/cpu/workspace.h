@@ -104,7 +104,9 @@ struct CpuWorkspace {
   // Of one call, not in the arena:
   CpuRowErrors* errors = nullptr;  // null: not measured
   StaticScales a1_static, a2_static;
-  bool own_rows = false;  // see CpuPlan
+  bool own_rows = false;     // see CpuPlan
+  bool copied_rows = false;  // those of a token's slots are the same
+  bool past_caches = false;  // `out` is larger than what caches keep until it is read
   // [chunk_tokens]; CpuPlan::own_rows, spaced_rows, static_rows: [chunk_rows]. spaced_rows: a1 lies in out.
   std::byte* a1 = nullptr;               // [..][k1] operands of GEMM1
   float* a1_numbers = nullptr;           // [..][numbers1]
