@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""`moesaic run` over processes with a GPU each: the output of one GPU, and a killed rank is reported in time.
+"""`moesaic run` over processes with a GPU each, by messages and through peer windows: the output of one GPU, and
+a killed rank is reported in time.
 
 usage: gpu_ranks_test.py TOOL SOURCE_DIR MPIEXEC
 
@@ -19,17 +20,31 @@ SKIPPED = 77
 TIMEOUT_S = 4
 HANG_GUARD_S = 600
 LAYER = 1
-ENVIRONMENT = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-               "OMPI_MCA_btl_vader_single_copy_mechanism": "none"}  # fmt: skip
+ENGINES = "messages", "peer_windows"
+ENVIRONMENT = {
+    **os.environ,
+    "CUDA_MODULE_LOADING": "EAGER",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
+}
 
 
-def reason_to_skip(tool):
-    env = json.loads(subprocess.run([tool, "env", "--json"], capture_output=True, text=True, check=True).stdout)
+def environment(tool):
+    text = subprocess.run([tool, "env", "--json"], capture_output=True, text=True, check=True).stdout
+    return json.loads(text)
+
+
+def usable_gpus(env):
+    return sum(d["available"] for d in env["cuda"]["devices"])
+
+
+def reason_to_skip(env):
     if not env["nccl"]["available"]:
         return "no NCCL: " + env["nccl"]["reason"]
     if "mpirun" not in env["mpi"]["reason"]:
         return "no MPI: " + env["mpi"]["reason"]
-    usable = sum(d["available"] for d in env["cuda"]["devices"])
+    usable = usable_gpus(env)
     return "" if usable >= 2 else f"{usable} usable GPU(s), need two"
 
 
@@ -53,7 +68,7 @@ class Case:
         states = f"{model}/golden.safetensors:model.layers.{LAYER}.mlp.input"
         self.tool, self.folder = tool, folder
         self.run = [tool, "run", "--model", str(model), "--layer", str(LAYER), "--input", states, "--quant", "bf16"]
-        self.mpirun = [mpiexec, "--oversubscribe", "--enable-recovery", "-n", "2"]
+        self.mpirun = [mpiexec, "--oversubscribe", "--enable-recovery", "-n"]
 
     def output(self, command, name, *extra):
         path = Path(self.folder, name)
@@ -61,14 +76,18 @@ class Case:
                        stdout=subprocess.DEVNULL)  # fmt: skip
         return path.read_bytes()
 
-    def same_as_one_gpu(self):
+    def same_as_one_gpu(self, engine, ranks):
         one = self.output(self.run, "one", "--device", "cuda:0", "--repeat", "1")
-        two = self.output([*self.mpirun, *self.run], "two", "--device", "cuda", "--reduction", "per_slot", "--repeat", "5")
-        return "" if one == two else "two processes with a GPU each gave another file than one GPU"
+        command = [*self.mpirun, str(ranks), *self.run, "--device", "cuda", "--rank-engine", engine]
+        several = self.output(command, "several", "--reduction", "per_slot", "--repeat", "5")
+        if one != several:
+            return f"{ranks} processes with a GPU each ({engine}) gave another file than one GPU"
+        print(f"{ranks} processes, {engine}: the file of one GPU")
+        return ""
 
-    def killed_rank_is_reported(self):
-        command = [*self.mpirun, *self.run, "--output", str(Path(self.folder, "never")), "--device", "cuda",
-                   "--repeat", "1000000", "--timeout", str(TIMEOUT_S), "-v"]  # fmt: skip
+    def killed_rank_is_reported(self, engine):
+        command = [*self.mpirun, "2", *self.run, "--output", str(Path(self.folder, "never")), "--device", "cuda",
+                   "--rank-engine", engine, "--repeat", "1000000", "--timeout", str(TIMEOUT_S), "-v"]  # fmt: skip
         job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT,
                                start_new_session=True)  # fmt: skip
         time.sleep(7)  # both have connected and are computing
@@ -83,18 +102,22 @@ class Case:
             return "the other rank hangs: " + job.communicate()[0]
         if len(victims) != 1:
             return f"found {len(victims)} processes of rank 1: {text}"
-        print(f"reported {time.monotonic() - begin:.1f} s after the kill")
+        print(f"{engine}: reported {time.monotonic() - begin:.1f} s after the kill")
         return "" if "[rank 0]: error: device:" in text else "rank 0 reports no error: " + text
 
 
 def main(tool, source, mpiexec):
-    reason = reason_to_skip(tool)
+    env = environment(tool)
+    reason = reason_to_skip(env)
     if reason:
         print("SKIPPED:", reason)
         return SKIPPED
     with tempfile.TemporaryDirectory() as folder:
         case = Case(tool, source, mpiexec, folder)
-        wrong = [w for w in (case.same_as_one_gpu(), case.killed_rank_is_reported()) if w]
+        numbers = [n for n in (2, 4) if n <= usable_gpus(env)]
+        results = [case.same_as_one_gpu(engine, n) for engine in ENGINES for n in numbers]
+        results += [case.killed_rank_is_reported(engine) for engine in ENGINES]
+    wrong = [w for w in results if w]
     print("\n".join(wrong) or "passed")
     return 1 if wrong else 0
 
