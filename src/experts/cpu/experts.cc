@@ -100,7 +100,8 @@ void CpuExperts::run_standard(const ExpertsArgs& args, const CpuWorkspace& w,
         for (std::int64_t t = 0; t < count; ++t) {
           std::int64_t first = -1;
           for (std::int64_t slot = t * k; slot < (t + 1) * k; ++slot) {
-            const std::int64_t row = w.position[slot];
+            const bool by_slot = MOESAIC_FAULT(cpu_own_rows_in_order_of_slots);
+            const std::int64_t row = by_slot ? slot : w.position[slot];
             if (row >= 0 && first < 0) load(row, slot, 0);
             if (row >= 0 && first >= 0) copy_input(w, first, row);
             if (first < 0) first = row;
@@ -109,8 +110,7 @@ void CpuExperts::run_standard(const ExpertsArgs& args, const CpuWorkspace& w,
       } else {
 #pragma omp for schedule(static)
         for (std::int64_t i = 0; i < inputs; ++i) {
-          const bool sorted_rows = w.own_rows && !MOESAIC_FAULT(cpu_own_rows_in_order_of_slots);
-          const std::int64_t slot = sorted_rows ? w.sorted_slots[i] : w.own_rows ? i : i * k;
+          const std::int64_t slot = w.own_rows ? w.sorted_slots[i] : i * k;
           load(i, slot, w.own_rows ? expert_of_row(w, i) : 0);
         }
       }
