@@ -205,8 +205,8 @@ struct CpuKernels {
   std::int64_t chunk_rows;
   // Rows of a GEMM at most (kMaxRows or fewer). All of a GEMM's rows share a read of its panel.
   int rows_per_call;
-  // bf16 rows one behind the other, not a multiple of 1024 bytes apart, are read where they lie;
-  // others are copied for every panel.
+  // Rows of bf16, and of kI8Quads without scales, one behind the other and not a multiple of 1024
+  // bytes apart, are read where they lie; others are copied for every panel.
   bool reads_spaced_rows;
 
   // result[r][c] = sum over groups g, ascending, of row_scale[r][g] * panel_scale[g][c/16] * (sum

@@ -96,7 +96,8 @@ struct PairsInPlace {
 };
 
 // Units that lie in the panel as tiles read them. kBlockBytes: of a row of operands, per block of
-// sums without scales: 1024 steps, whose int8 products sum to at most 2^24, exact in fp32.
+// sums without scales: 1024 steps, whose int8 products sum to at most 2^24, exact in fp32 where
+// they are folded (TileSteps::chained).
 template <class OperandType>
 struct UnitsInPlace {
   using Operand = OperandType;

@@ -76,7 +76,7 @@ float rounded_to(DType dtype, float x) {
   return dtype == DType::kF16 ? f32_from_f16(f16_from_f32(x)) : x;
 }
 
-// Rows of two whole groups and a tail, in both scale rules, every rounding before.
+// Every column of every row, and nothing between them.
 TEST(Kernels, APanelIsStoredToRowsApart) {
   constexpr int kRows = 5;
   constexpr std::int64_t kStride = 3 * kPanelColumns;
@@ -96,6 +96,7 @@ TEST(Kernels, APanelIsStoredToRowsApart) {
   }
 }
 
+// Rows of two whole groups and a tail, in both scale rules, every rounding before.
 TEST(Kernels, GroupQuantisationEqualsTheReference) {
   constexpr std::int64_t kCount = 300;
   test::Rng rng(3);
