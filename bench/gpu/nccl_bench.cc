@@ -19,6 +19,7 @@ int main(int argc, char** argv) {
   app.add_option("--repeats", s.repeats, "Samples of each time")->capture_default_str();
   app.add_flag("--no-check", s.no_check, "Times only");
   app.add_flag("--no-messages", s.no_messages, "Peer windows only");
+  app.add_flag("--moves", s.moves, "Only what steps pay for experts that move");
   CLI11_PARSE(app, argc, argv);
 
   const Status available = nccl_available();
@@ -60,6 +61,11 @@ int main(int argc, char** argv) {
       n, info.devices[0].name, one_way, both, nccl_bandwidth(ranks));
   if (!s.no_messages) print_latency(ranks, s.repeats);
   std::fflush(stdout);
+  if (s.moves) {
+    time_moves(ranks, s);
+    on_ranks(ranks, [](Rank& r) { r.nccl.reset(); });
+    return 0;
+  }
   const bool right = s.no_check || check_layer(ranks, s);
   if (!s.no_messages) time_transport(ranks, s, both);
   time_peer_transport(ranks, s, both);

@@ -1,5 +1,7 @@
 // The layer over GPUs against the layer on one: DeepSeek-V3's shape in FP8 blocks, the experts
 // split, uneven rows.
+#include "nccl_layer.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -8,7 +10,6 @@
 
 #include "moesaic/fused_moe.h"
 #include "moesaic/parallel.h"
-#include "nccl_ranks.h"
 
 namespace moesaic::bench {
 namespace {
@@ -70,7 +71,8 @@ class Source final : public ExpertSource {
 };
 std::vector<std::vector<std::uint8_t>> Source::base_;
 
-// bf16 values, roughly normal.
+}  // namespace
+
 Tensor random_rows(std::int64_t rows, std::int64_t columns, double deviation, std::uint64_t seed) {
   Tensor t = must(Tensor::uninitialized(DType::kBF16, {rows, columns}), "rows");
   std::mt19937_64 rng(seed);
@@ -84,7 +86,9 @@ Tensor random_rows(std::int64_t rows, std::int64_t columns, double deviation, st
   return t;
 }
 
-MoeLayerWeights weights_of(const Settings& s, const ParallelConfig& parallel) {
+void prepare_layer_weights() { Source::prepare(); }
+
+MoeLayerWeights layer_weights(const Settings& s, const ParallelConfig& parallel) {
   MoeLayerWeights w;
   w.spec.hidden_size = kHidden;
   w.spec.intermediate_size = kInner;
@@ -97,6 +101,8 @@ MoeLayerWeights weights_of(const Settings& s, const ParallelConfig& parallel) {
   w.experts = std::make_unique<Source>(must(local_expert_ids(s.experts, parallel), "experts"));
   return w;
 }
+
+namespace {
 
 struct Variant {
   const char* name;
@@ -122,34 +128,29 @@ double relative_l2(const std::vector<float>& got, const std::vector<float>& want
   return norm > 0 && std::isfinite(diff) ? std::sqrt(diff / norm) : INFINITY;
 }
 
-// Runs `layer` on device tensors.
-struct Call {
-  std::int64_t rows;
-  DeviceArray x, y;
-  explicit Call(const Tensor& host)
-      : rows(host.shape()[0]),
-        x(static_cast<std::size_t>(host.bytes())),
-        y(static_cast<std::size_t>(rows * kHidden * 4)) {
-    must(cudaMemcpy(x.as(), host.data(), static_cast<std::size_t>(host.bytes()),
-                    cudaMemcpyHostToDevice),
-         "rows");
-  }
-  void run(const FusedMoE& layer) const {
-    must(layer.enqueue({}, {x.as(), DType::kBF16, Shape{rows, kHidden}, layer.device()},
-                       TensorView(y.as(), DType::kF32, Shape{rows, kHidden}, layer.device())),
-         "layer");
-    must(cudaDeviceSynchronize(), "layer");
-  }
-  std::vector<float> output() const {
-    return y.host<float>(static_cast<std::size_t>(rows * kHidden));
-  }
-};
-
 }  // namespace
+
+LayerCall::LayerCall(const Tensor& host)
+    : rows(host.shape()[0]),
+      x(static_cast<std::size_t>(host.bytes())),
+      y(static_cast<std::size_t>(rows * kHidden * 4)) {
+  must(cudaMemcpy(x.as(), host.data(), static_cast<std::size_t>(host.bytes()),
+                  cudaMemcpyHostToDevice),
+       "rows");
+}
+void LayerCall::enqueue(const FusedMoE& layer, cudaStream_t stream) const {
+  must(layer.enqueue({stream}, {x.as(), DType::kBF16, Shape{rows, kHidden}, layer.device()},
+                     TensorView(y.as(), DType::kF32, Shape{rows, kHidden}, layer.device())),
+       "layer");
+}
+void LayerCall::run(const FusedMoE& layer) const {
+  enqueue(layer, nullptr);
+  must(cudaDeviceSynchronize(), "layer");
+}
 
 bool check_layer(std::vector<Rank>& ranks, const Settings& s) {
   const std::size_t n = ranks.size();
-  Source::prepare();
+  prepare_layer_weights();
   FusedMoE::Options options;
   options.max_tokens = s.check_tokens;
   std::vector<Tensor> rows;
@@ -161,9 +162,9 @@ bool check_layer(std::vector<Rank>& ranks, const Settings& s) {
   {
     options.device = Device::cuda(ranks[0].device);
     must(cudaSetDevice(ranks[0].device), "device");
-    const FusedMoE one = must(FusedMoE::create(weights_of(s, {}), options), "layer on one GPU");
+    const FusedMoE one = must(FusedMoE::create(layer_weights(s, {}), options), "layer on one GPU");
     for (std::size_t r = 0; r < n; ++r) {
-      const Call call(rows[r]);
+      const LayerCall call(rows[r]);
       call.run(one);
       want[r] = call.output();
     }
@@ -182,9 +183,9 @@ bool check_layer(std::vector<Rank>& ranks, const Settings& s) {
       o.ranks.transport = v.transport;
       o.ranks.reduction = v.reduction;
       o.ranks.combine_dtype = v.combine;
-      const FusedMoE layer = must(FusedMoE::create(weights_of(s, o.parallel), o), "layer");
+      const FusedMoE layer = must(FusedMoE::create(layer_weights(s, o.parallel), o), "layer");
       const auto i = static_cast<std::size_t>(r.index);
-      const Call call(rows[i]);
+      const LayerCall call(rows[i]);
       call.run(layer);
       watch.run(r, std::min(s.repeats, 10), [&] { call.run(layer); });
       const std::vector<float> got = call.output();

@@ -14,13 +14,8 @@ using parallel::NcclConfig;
 using parallel::NcclLibrary;
 using parallel::NcclUniqueId;
 
-using Clock = std::chrono::steady_clock;
 using Out = std::span<const std::byte>;
 using In = std::span<std::byte>;
-
-double us_since(Clock::time_point begin) {
-  return std::chrono::duration<double, std::micro>(Clock::now() - begin).count();
-}
 
 // A small message from each rank to the next by NCCL's own calls, with a communicator that blocks
 // or not.

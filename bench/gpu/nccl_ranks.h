@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <memory>
@@ -21,7 +22,7 @@ namespace moesaic::bench {
 struct Settings {
   int ranks = 0;  // 0: all GPUs
   int experts = 256, check_tokens = 256, repeats = 30;
-  bool no_check = false, no_messages = false;
+  bool no_check = false, no_messages = false, moves = false;
   std::vector<std::int64_t> tokens = {16, 128, 1024, 4096};  // per GPU
 };
 // DeepSeek-V3's layer.
@@ -32,11 +33,21 @@ struct Rank {
   int index = 0, device = 0;
 };
 
+using Clock = std::chrono::steady_clock;
+inline double us_since(Clock::time_point begin) {
+  return std::chrono::duration<double, std::micro>(Clock::now() - begin).count();
+}
+
+// Other ranks' threads go on: nothing may be torn down under them.
+[[noreturn]] inline void end_of_bench() {
+  std::fflush(stdout);
+  std::_Exit(1);
+}
 // A bench ends at the first failure.
 inline void must(const Status& status, const char* what) {
   if (status.ok()) return;
   fmt::print("FAILED {}: {}\n", what, status.to_string());
-  std::exit(1);
+  end_of_bench();
 }
 template <class T>
 T must(Result<T> result, const char* what) {
@@ -46,7 +57,7 @@ T must(Result<T> result, const char* what) {
 inline void must(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   fmt::print("FAILED {}: {}\n", what, cudaGetErrorString(error));
-  std::exit(1);
+  end_of_bench();
 }
 
 // Device memory of the current device.
@@ -109,5 +120,7 @@ MoeProblem transport_problem(const Settings& settings, std::int64_t ranks, std::
 // host; then through peer windows.
 void time_transport(std::vector<Rank>& ranks, const Settings& settings, double link);
 void time_peer_transport(std::vector<Rank>& ranks, const Settings& settings, double link);
+// What steps pay for experts that move meanwhile; prints a table.
+void time_moves(std::vector<Rank>& ranks, const Settings& settings);
 
 }  // namespace moesaic::bench

@@ -122,6 +122,7 @@ class PeerRank {
     if (timed) mark(3 * i + 2);
     cuda::SumEpilogue to;
     to.output = sum_.as<void>();
+    to.output_f32 = false;  // as layers mostly do
     must(transport_->finish({stream_}, to), "combine");
     if (timed) mark(3 * i + 3);
   }
@@ -224,7 +225,8 @@ void time_peer_transport(std::vector<Rank>& ranks, const Settings& s, double lin
       "\nPeer windows, in graphs of {} calls; E {}, k {}, H {}, uniform routing; dispatch: "
       "quantisation, rows, words; answer: sums of slots in bf16 to where rows came from; sum: "
       "wait, "
-      "sum in fp32; medians of {} replays, of the slowest rank; call: all, without events between; "
+      "sum in fp32, rounded to bf16; medians of {} replays, of the slowest rank; call: all, "
+      "without events between; "
       "% "
       "of {:.0f} GB/s\n"
       "| GPUs | tokens per GPU | rows | dispatch MB out | us | GB/s | of the link | answer MB out "

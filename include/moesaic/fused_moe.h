@@ -477,7 +477,10 @@ class FusedMoE {
   // change and goes at the end; forward may be called before and after, and serves from the slots.
   // True once all ranks have copied the buffer into the slots and switched to the new maps, in this
   // very call; false: call again. After an error the rearrangement is over and the layer is as it
-  // was.
+  // was. Between GPUs that write into each other's memory (RankEngine::kPeerWindows), and on one GPU,
+  // the buffer is device memory, unless it would take more than a quarter of what is free: copies run
+  // beside what is enqueued, the call that begins the last ones returns false, and the next one waits
+  // for them.
   Result<bool> continue_rearrange(std::int64_t max_transfers = 8);
 
   FusedMoE(FusedMoE&&) noexcept;

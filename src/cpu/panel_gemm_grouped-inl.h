@@ -21,6 +21,7 @@ namespace {
 
 // The group's 64 factors as fp32; may point into the panel's own scales.
 HWY_INLINE const float* ExpandScales(const PanelArgs& args, std::int64_t group, float* buffer) {
+  if (args.group_scales == nullptr) return nullptr;  // not applied
   const hn::Rebind<std::uint8_t, DF> d8;
   const std::int64_t first = group * kPanelColumns;
   if (args.group_scale_format == ScaleFormat::kF32)

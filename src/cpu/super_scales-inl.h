@@ -81,7 +81,7 @@ HWY_INLINE void ExpandBlock(const std::byte* block, std::int64_t planes_of_scale
     const Columns min_columns{planes + planes_of_scales * kPanelColumns + c,
                               kMinima ? Columns::Unit(block + kUnits + 2 * c) : hn::Zero(df)};
     float* scale_out = scales + c;
-    float* offset_out = offsets + c;
+    float* offset_out = offsets == nullptr ? nullptr : offsets + c;
     for (std::int64_t quad = 0; quad < quads; ++quad) {
       fetch.Share();
       VF scale[4], offset[4];

@@ -57,10 +57,13 @@ class ExpertBalancer {
   Status set_state(ExpertMaps maps, const EplbState& state);
 
   bool in_flight() const { return flight_ != nullptr; }
-  void drop() { flight_.reset(); }
+  void drop() { end_flight(); }
   // Starts to move experts so that slot p holds wanted[p]. kInvalidArgument when one is in flight,
   // for another number of slots, or for an expert without a slot.
   Status begin(std::span<const std::int32_t> wanted);
+  // After begin() on all ranks; collective where there is a `world`. Finds the experts that move a place
+  // on the way: in device memory, if all ranks can have it there, else on the host.
+  Status make_room(Communicator* world, std::span<const ExpertPart> parts);
   // Moves up to max_transfers experts (of all ranks together) between the slots' rows `parts`, which
   // are those of begin's day; collective where there is a `world`. True when in this very call the
   // new weights and maps have come into force on all ranks. A failure ends the rearrangement; weights
@@ -74,14 +77,30 @@ class ExpertBalancer {
     std::vector<ExpertTransfer> plan;
     std::size_t next = 0;
     bool staged = false;
-    // Of each expert that a slot of this rank is to change to: its rows, one after the other.
+    // Of each rank, the experts that its slots are to change to, each once, by slot: their places.
+    std::vector<std::vector<std::int32_t>> arriving;
+    // Where experts wait for the switch: there, or their rows, one after the other, here.
+    std::unique_ptr<SlotStage> stage;
     std::map<std::int32_t, std::vector<std::byte>> images;
   };
   ExpertBalancer() = default;
   std::span<const std::int32_t> local_part(std::span<const std::int32_t> map) const;
+  // The next transfers, through the stage or by messages. The end of what is moved now.
+  std::size_t next_end(std::int64_t max_transfers) const;
+  Status send_some(std::int64_t max_transfers, std::span<const ExpertPart> parts);
   Status move_some(Communicator& world, std::int64_t max_transfers,
                    std::span<const ExpertPart> parts);
+  // What only changes its slot on this rank.
   Status stage_local(std::span<const ExpertPart> parts);
+  // Whether this rank has all that it needs for the switch, as far as it goes without waiting for
+  // more of the plan: -1 failed, 0 not yet, 1 ready.
+  std::int64_t get_ready(std::span<const ExpertPart> parts, Status& failed);
+  // Without a switch. Its stage stays until all ranks are here again: to let go of device memory waits
+  // for calls, of which another rank may have begun one that waits for this rank's.
+  void end_flight() {
+    if (flight_ && flight_->stage) retired_ = std::move(flight_->stage);
+    flight_.reset();
+  }
   // On the host it cannot fail. Where it does, weights are of both: the layer takes no more calls.
   Status switch_over(std::span<const ExpertPart> parts);
   // The rows of one slot, one after the other, to or from `image`.
@@ -99,6 +118,7 @@ class ExpertBalancer {
   std::span<std::int32_t> load_view_;    // [P], the caller's, or empty
   std::unique_ptr<LoadWindow> window_;
   std::unique_ptr<Flight> flight_;
+  std::unique_ptr<SlotStage> retired_;
   std::unique_ptr<SlotMemory> memory_;
   std::vector<std::uint32_t> seen_;  // [P], of memory_->total_load
 };

@@ -72,11 +72,70 @@ std::int64_t ExpertBalancer::slot_of(std::int32_t expert) const {
   return std::find(mine.begin(), mine.end(), expert) - mine.begin();
 }
 
+Status ExpertBalancer::make_room(Communicator* world, std::span<const ExpertPart> parts) {
+  Flight& f = *flight_;
+  if (!memory_) return {};
+  retired_.reset();
+  try {
+    const auto each = static_cast<std::size_t>(shape_.num_physical / shape_.ranks);
+    std::size_t most = 0;
+    for (std::size_t r = 0; r < static_cast<std::size_t>(shape_.ranks); ++r) {
+      std::vector<std::int32_t>& arriving = f.arriving.emplace_back();
+      for (std::size_t s = r * each; s < (r + 1) * each; ++s) {
+        const std::int32_t expert = f.maps.physical_to_logical[s];
+        if (expert == maps_.physical_to_logical[s] ||
+            std::find(arriving.begin(), arriving.end(), expert) != arriving.end()) {
+          continue;
+        }
+        arriving.push_back(expert);
+      }
+      most = std::max(most, arriving.size());
+    }
+    if (most == 0) return {};
+    Result<std::unique_ptr<SlotStage>> made = memory_->make_stage(
+        world, static_cast<std::int64_t>(most), static_cast<std::int64_t>(image_bytes(parts)));
+    if (made.ok()) {
+      f.stage = std::move(*made);
+    } else if (made.status().code() != StatusCode::kUnsupported &&
+               made.status().code() != StatusCode::kOutOfMemory) {
+      return made.status();
+    }
+    return {};
+  } catch (const std::bad_alloc&) {
+    return {StatusCode::kOutOfMemory, "cannot allocate a rearrangement"};
+  }
+}
+
+std::size_t ExpertBalancer::next_end(std::int64_t max_transfers) const {
+  const Flight& f = *flight_;
+  return std::min(f.plan.size(),
+                  f.next + static_cast<std::size_t>(std::max<std::int64_t>(max_transfers, 1)));
+}
+
+namespace {
+
+std::int64_t place_of(const std::vector<std::int32_t>& arriving, std::int32_t expert) {
+  return std::find(arriving.begin(), arriving.end(), expert) - arriving.begin();
+}
+
+}  // namespace
+
+Status ExpertBalancer::send_some(std::int64_t max_transfers, std::span<const ExpertPart> parts) {
+  Flight& f = *flight_;
+  for (const std::size_t end = next_end(max_transfers); f.next < end; ++f.next) {
+    const ExpertTransfer& t = f.plan[f.next];
+    if (t.from != shape_.rank) continue;
+    MOESAIC_RETURN_IF_ERROR(
+        f.stage->send(parts, slot_of(t.expert), t.to,
+                      place_of(f.arriving[static_cast<std::size_t>(t.to)], t.expert)));
+  }
+  return {};
+}
+
 Status ExpertBalancer::move_some(Communicator& world, std::int64_t max_transfers,
                                  std::span<const ExpertPart> parts) {
   Flight& f = *flight_;
-  const std::size_t end = std::min(
-      f.plan.size(), f.next + static_cast<std::size_t>(std::max<std::int64_t>(max_transfers, 1)));
+  const std::size_t end = next_end(max_transfers);
   const auto n = static_cast<std::size_t>(shape_.ranks);
   const std::size_t bytes = image_bytes(parts);
   std::vector<std::vector<std::byte>> out(n), in(n);
@@ -113,6 +172,17 @@ Status ExpertBalancer::move_some(Communicator& world, std::int64_t max_transfers
 Status ExpertBalancer::stage_local(std::span<const ExpertPart> parts) {
   Flight& f = *flight_;
   const auto before = local_experts();
+  if (f.stage) {
+    const std::vector<std::int32_t>& arriving = f.arriving[static_cast<std::size_t>(shape_.rank)];
+    for (std::size_t place = 0; place < arriving.size(); ++place) {
+      // What another rank sends has no slot here yet.
+      if (std::find(before.begin(), before.end(), arriving[place]) == before.end()) continue;
+      MOESAIC_RETURN_IF_ERROR(f.stage->send(parts, slot_of(arriving[place]), shape_.rank,
+                                            static_cast<std::int64_t>(place)));
+    }
+    f.staged = true;
+    return {};
+  }
   const auto after = local_part(f.maps.physical_to_logical);
   for (std::size_t s = 0; s < after.size(); ++s) {
     if (after[s] == before[s] || f.images.contains(after[s])) continue;
@@ -124,17 +194,35 @@ Status ExpertBalancer::stage_local(std::span<const ExpertPart> parts) {
   return {};
 }
 
+std::int64_t ExpertBalancer::get_ready(std::span<const ExpertPart> parts, Status& failed) {
+  Flight& f = *flight_;
+  if (f.next < f.plan.size()) return 0;
+  try {
+    const bool was_staged = f.staged;
+    if (!f.staged) failed = stage_local(parts);
+    if (failed.ok() && f.stage) {
+      // Copies that were begun in this call have the time until the next.
+      if (!was_staged) return 0;
+      failed = f.stage->settle();
+    }
+  } catch (const std::bad_alloc&) {
+    failed = {StatusCode::kOutOfMemory, "rearrange: cannot allocate the experts that move"};
+  }
+  return failed.ok() ? 1 : -1;
+}
+
 Result<bool> ExpertBalancer::advance(Communicator* world, std::int64_t max_transfers,
                                      std::span<const ExpertPart> parts) {
   if (!flight_) return Status(invalid("rearrange: none is in flight, need to begin one"));
   const auto give_up = [this](Status status) {
-    flight_.reset();
+    end_flight();
     return status;
   };
   try {
     Flight& f = *flight_;
     if (f.next < f.plan.size()) {
-      const Status moved = move_some(*world, max_transfers, parts);
+      const Status moved =
+          f.stage ? send_some(max_transfers, parts) : move_some(*world, max_transfers, parts);
       if (!moved.ok()) {
         // A failure of this rank alone: the others are told instead of waiting for it.
         if (world->state().ok()) static_cast<void>(world->abandon(moved.message()));
@@ -142,18 +230,8 @@ Result<bool> ExpertBalancer::advance(Communicator* world, std::int64_t max_trans
       }
     }
     // -1: has failed, 0: not yet, 1: ready. All ranks see the same answers.
-    std::int64_t ready = 0;
     Status failed;
-    if (f.next == f.plan.size()) {
-      ready = 1;
-      try {
-        if (!f.staged) failed = stage_local(parts);
-        if (!failed.ok()) ready = -1;
-      } catch (const std::bad_alloc&) {
-        ready = -1;
-        failed = {StatusCode::kOutOfMemory, "rearrange: cannot allocate the experts that move"};
-      }
-    }
+    std::int64_t ready = get_ready(parts, failed);
     if (world != nullptr) {
       const auto all = world->all_gather("rearrange ready", ready);
       if (!all.ok()) return give_up(all.status());
@@ -169,6 +247,10 @@ Result<bool> ExpertBalancer::advance(Communicator* world, std::int64_t max_trans
         if (world != nullptr) static_cast<void>(world->abandon(switched.message()));
         return give_up(switched);
       }
+      const bool staged = f.stage != nullptr;
+      flight_.reset();
+      // Nobody begins a call before all have let go of the memory of the stage (end_flight).
+      if (staged && world != nullptr) static_cast<void>(world->barrier("rearranged"));
     }
     return ready == 1;
   } catch (const std::exception& error) {
@@ -183,14 +265,19 @@ Status ExpertBalancer::switch_over(std::span<const ExpertPart> parts) {
   const auto after = local_part(f.maps.physical_to_logical);
   for (std::size_t s = 0; s < after.size(); ++s) {
     if (after[s] == before[s] || MOESAIC_FAULT(rearrange_keeps_old_weights)) continue;
-    MOESAIC_RETURN_IF_ERROR(
-        write_slot(parts, static_cast<std::int64_t>(s), f.images.find(after[s])->second.data()));
+    const auto slot = static_cast<std::int64_t>(s);
+    if (f.stage) {
+      MOESAIC_RETURN_IF_ERROR(f.stage->take(
+          parts, place_of(f.arriving[static_cast<std::size_t>(shape_.rank)], after[s]), slot));
+      continue;
+    }
+    MOESAIC_RETURN_IF_ERROR(write_slot(parts, slot, f.images.find(after[s])->second.data()));
   }
+  if (f.stage) MOESAIC_RETURN_IF_ERROR(f.stage->settle());
   if (!MOESAIC_FAULT(rearrange_keeps_old_maps)) {
     if (memory_) MOESAIC_RETURN_IF_ERROR(memory_->set_maps(f.maps));
     maps_ = std::move(f.maps);
   }
-  flight_.reset();
   return {};
 }
 

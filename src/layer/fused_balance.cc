@@ -74,10 +74,17 @@ Status FusedMoE::begin_rearrange(std::span<const std::int32_t> wanted) {
   const std::lock_guard<std::mutex> lock(impl_->mutex);
   layer::ExpertBalancer& balancer = *impl_->engine->balancer();
   const int ranks = impl_->options.parallel.ep_size;
-  if (!impl_->mesh) {
-    return ranks > 1 ? need_communicator("begin_rearrange", ranks) : balancer.begin(wanted);
-  }
+  if (!impl_->mesh && ranks > 1) return need_communicator("begin_rearrange", ranks);
   MOESAIC_ASSIGN_OR_RETURN(const std::vector<ExpertPart> parts, impl_->engine->expert_parts());
+  const auto make_room = [&](Communicator* world) {
+    Status made = balancer.make_room(world, parts);
+    if (!made.ok()) balancer.drop();
+    return made;
+  };
+  if (!impl_->mesh) {
+    MOESAIC_RETURN_IF_ERROR(balancer.begin(wanted));
+    return make_room(nullptr);
+  }
   std::string sizes;
   for (const ExpertPart& part : parts) sizes += fmt::format(" {} {}", part.name, part.rows.dim(1));
   const bool was_in_flight = balancer.in_flight();
@@ -85,8 +92,11 @@ Status FusedMoE::begin_rearrange(std::span<const std::int32_t> wanted) {
   Status agreed =
       layer::agree(*impl_->mesh->world(), "rearrange", begun,
                    layer::fingerprint_of(fmt::format("{}{}", fmt::join(wanted, ","), sizes)));
-  if (!agreed.ok() && !was_in_flight) balancer.drop();
-  return agreed;
+  if (!agreed.ok()) {
+    if (!was_in_flight) balancer.drop();
+    return agreed;
+  }
+  return make_room(impl_->mesh->world().get());
 }
 
 Result<std::vector<std::int32_t>> FusedMoE::plan_rebalance(std::span<const double> load,

@@ -128,19 +128,22 @@ inline constexpr std::int64_t kPeerLine = 128;
 // The mask of ranks is one line of bits.
 inline constexpr std::int64_t kPeerMaxRanks = kPeerLine * 8;
 
-// Which word: one line for each writer. The readers of `rows` may wait for chunks of tokens, those
-// of `answers` for slabs of columns.
-inline constexpr int kPeerChunks = 4;
-enum class PeerKind : std::uint8_t { kMeta, kRows, kAnswers = kRows + kPeerChunks, kRefuse = 9 };
+// Which word: lines for each writer. `rows` and `answers` are words in copies, one behind the other:
+// of a writer that works in parts each part may release its own copies as soon as it is done. What
+// they stand for may be read when all copies are there.
+inline constexpr int kPeerWordLines = 4;
+inline constexpr int kPeerWordCopies = kPeerWordLines * 16;
+enum class PeerKind : std::uint8_t { kMeta, kRows, kAnswers = kRows + kPeerWordLines, kRefuse = 9 };
 inline constexpr int kPeerKinds = 10;
 static_assert(static_cast<int>(PeerKind::kRefuse) ==
-              static_cast<int>(PeerKind::kAnswers) + kPeerChunks);
+              static_cast<int>(PeerKind::kAnswers) + kPeerWordLines);
 // Lines behind the words that belong to the window's own rank.
 //   kAbort   the report that ended a call here; every later kernel returns at once
 //   kLimits  how long a wait may last, in ns (8 bytes)
-//   kEpoch   of the last call that is over (4 bytes)
-enum class PeerOwnLine : std::uint8_t { kAbort, kMask, kLimits, kEpoch };
-inline constexpr int kPeerOwnLines = 4;
+//   kEpoch   of the last call whose rows have all been read here (4 bytes)
+//   kCall    the epoch of the last call whose rows have been sent from here (4 bytes)
+enum class PeerOwnLine : std::uint8_t { kAbort, kMask, kLimits, kEpoch, kCall };
+inline constexpr int kPeerOwnLines = 5;
 
 enum class PeerAnswerForm : std::uint8_t {
   kPartial,  // [R][T]: of each answering rank one row for a token, its own experts' sum
@@ -168,10 +171,11 @@ struct PeerLayout {
   std::int64_t own_lines = 0, ids = 0, weights = 0, rows = 0, scales = 0, answers = 0;
   std::int64_t bytes = 0;  // of the whole window
 
-  // The word of `kind` that rank `writer` writes; `chunk` of kRows and kAnswers.
+  // The word of `kind` that rank `writer` writes; `copy` of kRows and kAnswers.
   MOESAIC_HOST_DEVICE constexpr std::int64_t word(PeerKind kind, std::int64_t writer,
-                                                  int chunk = 0) const {
-    return ((static_cast<int>(kind) + chunk) * shape.ranks + writer) * kPeerLine;
+                                                  int copy = 0) const {
+    return ((static_cast<int>(kind) + copy / 16) * shape.ranks + writer) * kPeerLine +
+           copy % 16 * 8;
   }
   MOESAIC_HOST_DEVICE constexpr std::int64_t own_line(PeerOwnLine line) const {
     return own_lines + static_cast<int>(line) * kPeerLine;

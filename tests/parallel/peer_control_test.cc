@@ -74,9 +74,9 @@ std::vector<std::pair<std::int64_t, std::int64_t>> pieces_of(const PeerLayout& w
   }
   for (std::int64_t r = 0; r < s.ranks; ++r) {
     add(w.word(PeerKind::kMeta, r), kPeerLine);
-    for (int c = 0; c < kPeerChunks; ++c) {
-      add(w.word(PeerKind::kRows, r, c), kPeerLine);
-      add(w.word(PeerKind::kAnswers, r, c), kPeerLine);
+    for (int c = 0; c < kPeerWordCopies; ++c) {
+      add(w.word(PeerKind::kRows, r, c), 8);
+      add(w.word(PeerKind::kAnswers, r, c), 8);
     }
     add(w.word(PeerKind::kRefuse, r), kPeerLine);
     for (std::int64_t t = 0; t < s.tokens; ++t) {
@@ -126,7 +126,7 @@ TEST(PeerLayout, SizesOfARealShape) {
   EXPECT_EQ(w.row_pitch, 7168);
   EXPECT_EQ(w.scale_pitch, 256);
   EXPECT_EQ(w.own_lines, 10 * 8 * 128);
-  EXPECT_EQ(w.ids, 10 * 8 * 128 + 4 * 128);
+  EXPECT_EQ(w.ids, 10 * 8 * 128 + 5 * 128);
   EXPECT_EQ(w.rows - w.ids, 2 * 8 * 4096 * 8 * 4);
   EXPECT_EQ(w.scales - w.rows, std::int64_t{8} * 4096 * 7168);
   EXPECT_EQ(w.answers - w.scales, std::int64_t{8} * 4096 * 256);

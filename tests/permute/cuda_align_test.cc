@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <iterator>
 #include <utility>
 #include <vector>
@@ -58,9 +59,12 @@ struct List {
   }
 };
 
-// What follows from the ids: experts ascending, pairs of an expert ascending.
-void expect_list(std::int32_t pairs, std::int32_t local, bool mapped) {
-  SCOPED_TRACE(testing::Message() << pairs << " pairs, " << local << " experts, mapped " << mapped);
+// What follows from the ids: experts ascending, pairs of an expert ascending. live: not empty, rows that
+// are there of as many sources; the other pairs have ids too, and no part in the list.
+void expect_list(std::int32_t pairs, std::int32_t local, bool mapped,
+                 const std::vector<std::int32_t>& live = {}, std::int32_t top_k = 1) {
+  SCOPED_TRACE(testing::Message() << pairs << " pairs, " << local << " experts, mapped " << mapped
+                                  << ", " << live.size() << " sources of rows");
   constexpr std::int32_t kRecord = 4, kBands = 3;
   Rng rng(5);
   std::vector<std::int32_t> ids, map, experts;  // experts: what the ids stand for, -1 for none
@@ -76,6 +80,22 @@ void expect_list(std::int32_t pairs, std::int32_t local, bool mapped) {
   List list(ids, weights, local, kRecord, kBands);
   const DeviceBytes all_map(map);
   if (mapped) list.params.expert_map = all_map.as<std::int32_t>();
+  const DeviceBytes all_live(live);
+  constexpr std::int32_t kStays = -77;
+  if (!live.empty()) {
+    SomeRows& some = list.params.rows;
+    some.live = all_live.as<std::int32_t>();
+    some.sources = static_cast<std::int32_t>(live.size());
+    some.places = pairs / top_k / some.sources;
+    some.top_k = top_k;
+    list.row_of_pair.upload(
+        std::vector<std::int32_t>(static_cast<std::size_t>(pairs), kStays).data());
+  }
+  const auto is_there = [&](std::int32_t pair) {
+    if (live.empty()) return true;
+    const std::int32_t places = list.params.rows.places, row = pair / top_k;
+    return row % places < live[static_cast<std::size_t>(row / places)];
+  };
   ASSERT_EQ(launch_align(list.params, nullptr, {}, nullptr), 0);
   ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   EXPECT_EQ(list.control.values<std::uint32_t>()[0], 0U);
@@ -89,7 +109,9 @@ void expect_list(std::int32_t pairs, std::int32_t local, bool mapped) {
   std::vector<std::vector<std::int32_t>> of_expert(static_cast<std::size_t>(local));
   for (std::int32_t p = 0; p < pairs; ++p) {
     const std::int32_t e = experts[static_cast<std::size_t>(p)];
-    if (e >= 0) {
+    if (!is_there(p)) {
+      ASSERT_EQ(rows[static_cast<std::size_t>(p)], kStays);
+    } else if (e >= 0) {
       of_expert[static_cast<std::size_t>(e)].push_back(p);
     } else {
       ASSERT_EQ(rows[static_cast<std::size_t>(p)], -1);
@@ -124,6 +146,18 @@ TEST(CudaAlign, ExpertsAscendAndSoDoTheirPairs) {
     expect_list(pairs, 24, /*mapped=*/false);
   }
   expect_list(1000, 700, /*mapped=*/true);
+}
+
+// More than kComparedPairs of them, in one block and in clusters.
+TEST(CudaAlign, RowsThatAreNotThereAreNotListed) {
+  REQUIRE_HOPPER();
+  expect_list(4 * 32 * 6, 24, /*mapped=*/false, {32, 0, 1, 17}, 6);
+  expect_list(3 * 100 * 2, 24, /*mapped=*/true, {0, 0, 0}, 2);
+  for (const std::int32_t first : {0, 5, 4096}) {
+    expect_list(4 * 4096 * 8, 40, /*mapped=*/true, {first, 4096, 3, 0}, 8);
+    expect_list(32 * 512 * 2, 300, /*mapped=*/false,
+                std::vector<std::int32_t>(32, std::min(first, 512)), 2);
+  }
 }
 
 // Up to eight steps of 8192 pairs each have their cluster of blocks; later ones share them.

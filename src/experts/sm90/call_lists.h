@@ -20,6 +20,7 @@ AlignParams list_of_pairs(const MoeProblem& of_rows, const CudaExpertsArgs& a, c
   p.topk_weights = a.topk_weights;
   p.expert_map = a.expert_map;
   p.pairs = static_cast<std::int32_t>(a.tokens * of_rows.top_k);
+  p.rows = a.some_rows;
   p.num_experts = static_cast<std::int32_t>(of_rows.num_experts);
   p.num_local_experts = static_cast<std::int32_t>(of_rows.num_local_experts);
   p.rows_per_record = rows_per_record;

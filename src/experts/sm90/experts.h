@@ -12,6 +12,7 @@
 #include "cuda/experts_prologue.h"
 #include "moesaic/experts.h"
 #include "moesaic/status.h"
+#include "permute/sm90/some_rows.h"
 #include "router/sm90/route.h"
 
 namespace moesaic::cuda {
@@ -87,6 +88,9 @@ struct CudaExpertsArgs {
   std::int64_t used_experts = 0;
   // How many rows have experts here, for the choice of the kernel only; 0: `tokens`.
   std::int64_t likely_tokens = 0;
+  // Of more than kComparedPairs pairs, for results that are slots: which rows are there. The others'
+  // ids are not read and their slots not written.
+  SomeRows some_rows;
   const std::int32_t* topk_ids = nullptr;    // [M, k] global ids; -1 or out of range: no expert
   const float* topk_weights = nullptr;       // [M, k]
   const std::int32_t* expert_map = nullptr;  // [E] -> local or -1; null: identity

@@ -10,6 +10,7 @@
 #include "core/arena.h"
 #include "core/checked.h"
 #include "core/refusal.h"
+#include "layer/sm90/device_stage.h"
 
 namespace moesaic::cuda {
 namespace {
@@ -83,10 +84,11 @@ Status DeviceBalance::end_call(void* stream) {
   return check_call("load balancing", cudaEventRecord(static_cast<cudaEvent_t>(called_), s));
 }
 
-Status DeviceBalance::after_calls() {
+Status DeviceBalance::after_calls() { return after_calls(side_.handle()); }
+Status DeviceBalance::after_calls(void* stream) {
   if (!has_called_) return {};
-  return check_call("load balancing",
-                    cudaStreamWaitEvent(stream_of(side_), static_cast<cudaEvent_t>(called_), 0));
+  return check_call("load balancing", cudaStreamWaitEvent(static_cast<cudaStream_t>(stream),
+                                                          static_cast<cudaEvent_t>(called_), 0));
 }
 
 Status DeviceBalance::copy(const char* what, void* to, const void* from, std::int64_t bytes) {
@@ -107,6 +109,19 @@ Status DeviceBalance::write(const ExpertPart& part, std::int64_t slot, const std
   const std::int64_t bytes = part.rows.dim(1);
   MOESAIC_RETURN_IF_ERROR(after_calls());
   return copy("experts that move", part.rows.data + slot * bytes, from, bytes);
+}
+
+Result<std::unique_ptr<layer::SlotStage>> DeviceBalance::make_stage(Communicator* world,
+                                                                    std::int64_t places,
+                                                                    std::int64_t bytes) {
+  if (world != nullptr && !peers_write_) {
+    return Status(unsupported("experts that move: got ranks that send messages"));
+  }
+  MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<DeviceStage> made,
+                           DeviceStage::create(device_, world, places, bytes, [this](void* stream) {
+                             return after_calls(stream);
+                           }));
+  return std::unique_ptr<layer::SlotStage>(std::move(made));
 }
 
 Status DeviceBalance::set_maps(const ExpertMaps& maps) {

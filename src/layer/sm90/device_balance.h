@@ -38,11 +38,16 @@ class DeviceBalance final : public layer::SlotMemory {
   Status window_load(std::span<double> load) override;
   Status total_load(std::span<std::uint32_t> load) override;
   std::int64_t bytes() const override { return memory_.bytes(); }
+  Result<std::unique_ptr<layer::SlotStage>> make_stage(Communicator* world, std::int64_t places,
+                                                       std::int64_t bytes) override;
+  // Whether ranks write into each other's memory; else make_stage is for one rank alone.
+  void let_peers_write() { peers_write_ = true; }
 
  private:
   DeviceBalance() = default;
   // What is put on the side stream from now on comes after the calls so far.
   Status after_calls();
+  Status after_calls(void* stream);
   Status copy(const char* what, void* to, const void* from, std::int64_t bytes);
 
   int device_ = 0;
@@ -51,6 +56,7 @@ class DeviceBalance final : public layer::SlotMemory {
   SideStream side_;
   void* called_ = nullptr;  // event: the last call that was no capture
   bool has_called_ = false;
+  bool peers_write_ = false;
 };
 
 }  // namespace moesaic::cuda

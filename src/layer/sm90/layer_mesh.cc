@@ -53,6 +53,7 @@ Status CudaLayer::Impl::create_transport(const FusedMoE::Options& options) {
           carried, between, o, answer, !padded && experts != nullptr && experts->has_slots_place());
       if (made.ok()) {
         peers = made->get();
+        if (balance != nullptr) balance->let_peers_write();
         transport_bytes = peers->bytes();
         return keep(std::move(*made));
       }

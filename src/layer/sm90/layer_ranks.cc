@@ -46,6 +46,7 @@ Status CudaLayer::Impl::run_experts(void* stream, const Prepared& rows,
   if (peers != nullptr && peers->wants_slots()) {
     // The sum is part of sending it.
     a.result = CudaResult::slots(experts->slots_place(a));
+    a.some_rows = peers->some_rows();
     peers->take_slots(a.result.data, a.expert_map);
   }
   return experts->enqueue(stream, a).with_context("experts");

@@ -22,6 +22,31 @@ __device__ __forceinline__ int local_expert(const AlignParams& p, std::int32_t i
   return id < p.num_local_experts ? id : -1;
 }
 
+// The pairs of rows that are there, counted from 0: where those of each source begin, and all.
+struct LivePairs {
+  std::int32_t first[kMaxRowSources + 1];
+};
+__device__ __forceinline__ void count_live_pairs(const AlignParams& p, LivePairs& pairs) {
+  if (threadIdx.x >= 32) return;
+  const auto source = static_cast<int>(threadIdx.x);
+  std::int32_t end = source < p.rows.sources ? p.rows.live[source] * p.rows.top_k : 0;
+  for (int d = 1; d < 32; d <<= 1) {
+    const std::int32_t below = __shfl_up_sync(0xFFFFFFFFU, end, static_cast<unsigned>(d));
+    if (source >= d) end += below;
+  }
+  if (source == 0) pairs.first[0] = 0;
+  pairs.first[source + 1] = end;
+}
+// The place of pair i of them.
+__device__ __forceinline__ std::int32_t pair_at(const AlignParams& p, const LivePairs& pairs,
+                                                std::int32_t i) {
+  if (p.rows.live == nullptr) return i;
+  int source = 0;
+  while (source + 1 < p.rows.sources && i >= pairs.first[source + 1]) ++source;
+  MOESAIC_CUDA_FAULT(cuda_align_live_rows_of_the_first_source, source = 0;)
+  return source * p.rows.places * p.rows.top_k + i - pairs.first[source];
+}
+
 // The list by clusters of p.blocks blocks. The warps of a cluster have a slice of p.steps times 32
 // pairs each, in ascending order; lanes with the same expert find their order by ballots and
 // popcount, so ranks are stable without atomics. Every cluster counts all pairs, so that none waits
@@ -30,6 +55,7 @@ __device__ __forceinline__ int local_expert(const AlignParams& p, std::int32_t i
 __device__ __forceinline__ void place_pairs(const AlignParams& p, std::int32_t* counts) {
   // counts: a line of p.num_local_experts per warp, then sums over the block, then first rows.
   __shared__ std::int32_t sums[2][kWarps];
+  __shared__ LivePairs there;
   const auto cluster = cooperative_groups::this_cluster();
   const int thread = static_cast<int>(threadIdx.x), lane = thread & 31, warp = thread >> 5;
   const int experts = p.num_local_experts, block = static_cast<int>(blockIdx.x);
@@ -37,10 +63,12 @@ __device__ __forceinline__ void place_pairs(const AlignParams& p, std::int32_t* 
   const int own_step = part / p.shares;  // of the first kHeld
   std::int32_t* const totals = counts + kWarps * experts;
   std::int32_t* const first_rows = totals + experts;
-  const std::int32_t slice = p.steps * 32;
-  const std::int32_t block_begin = rank * kWarps * slice;
-  const int live = min(kWarps, (max(p.pairs - block_begin, 0) + slice - 1) / slice);
-  for (int i = thread; i < live * experts; i += kThreads) counts[i] = 0;
+  // Of all pairs; of those of rows that are there, which come later, not more.
+  std::int32_t pairs = p.pairs, steps = p.steps;
+  std::int32_t slice = steps * 32, block_begin = rank * kWarps * slice;
+  int live = min(kWarps, (max(pairs - block_begin, 0) + slice - 1) / slice);
+  const int zeroed = p.rows.live == nullptr ? live : kWarps;
+  for (int i = thread; i < zeroed * experts; i += kThreads) counts[i] = 0;
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   if (part == p.parts - 1) {
@@ -49,21 +77,29 @@ __device__ __forceinline__ void place_pairs(const AlignParams& p, std::int32_t* 
     for (int i = first; i < p.bands; i += step) p.band_done[i] = 0;
     for (int i = first; i < p.max_groups; i += step) p.group_done[i] = 0;
   }
+  if (p.rows.live != nullptr) count_live_pairs(p, there);
   __syncthreads();
+  if (p.rows.live != nullptr) {
+    pairs = there.first[p.rows.sources];
+    steps = max(1, (pairs + p.blocks * kThreads - 1) / (p.blocks * kThreads));
+    slice = steps * 32;
+    block_begin = rank * kWarps * slice;
+    live = min(kWarps, (max(pairs - block_begin, 0) + slice - 1) / slice);
+  }
 
   std::int32_t* const mine = counts + warp * experts;
   const std::int32_t begin = block_begin + warp * slice + lane;
   const std::int32_t own = begin + own_step * 32;  // of the first steps, this cluster's pair
-  const bool has_own = own < p.pairs && warp % p.shares == part % p.shares;
-  const float weight = has_own ? p.topk_weights[own] : 0.0F;
+  const bool has_own = own < pairs && own_step < steps && warp % p.shares == part % p.shares;
+  const float weight = has_own ? p.topk_weights[pair_at(p, there, own)] : 0.0F;
   int own_expert = -1, own_rank = 0;
-  for (int s = 0; s < p.steps && warp < live; s += kHeld) {
+  for (int s = 0; s < steps && warp < live; s += kHeld) {
     int e[kHeld];
     unsigned same[kHeld];  // lanes with the same expert
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       const std::int32_t pair = begin + (s + i) * 32;
-      e[i] = s + i < p.steps && pair < p.pairs ? p.topk_ids[pair] : -1;
+      e[i] = s + i < steps && pair < pairs ? p.topk_ids[pair_at(p, there, pair)] : -1;
     }
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
@@ -74,7 +110,7 @@ __device__ __forceinline__ void place_pairs(const AlignParams& p, std::int32_t* 
     for (int bit = 1; bit < experts; bit <<= 1) {
 #pragma unroll
       for (int i = 0; i < kHeld; ++i) {
-        if (s + i >= p.steps) break;
+        if (s + i >= steps) break;
         const bool set = (e[i] & bit) != 0;
         const unsigned with = __ballot_sync(0xFFFFFFFFU, set);
         same[i] &= set ? with : ~with;
@@ -82,7 +118,7 @@ __device__ __forceinline__ void place_pairs(const AlignParams& p, std::int32_t* 
     }
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-      if (s + i >= p.steps) break;
+      if (s + i >= steps) break;
       const std::int32_t before = e[i] >= 0 ? mine[e[i]] : 0;
       __syncwarp();
       if (e[i] >= 0 && lane == __ffs(static_cast<int>(same[i])) - 1) {
@@ -94,8 +130,8 @@ __device__ __forceinline__ void place_pairs(const AlignParams& p, std::int32_t* 
       if (s == 0) {
         own_expert = e[i];
         own_rank = r;
-      } else if (own + s * 32 < p.pairs) {
-        p.row_of_pair[own + s * 32] = r;  // read again below
+      } else if (own + s * 32 < pairs) {
+        p.row_of_pair[pair_at(p, there, own + s * 32)] = r;  // read again below
       }
     }
   }
@@ -154,10 +190,10 @@ __device__ __forceinline__ void place_pairs(const AlignParams& p, std::int32_t* 
     p.weight_of_row[row] = w;
     MOESAIC_CUDA_FAULT(cuda_align_loses_weights, p.weight_of_row[row] = 1.0F;)
   };
-  if (has_own) place(own, own_expert, own_rank, weight);
-  for (int s = kHeld; s + own_step < p.steps; s += kHeld) {
-    const std::int32_t pair = own + s * 32;
-    if (pair < p.pairs) {
+  if (has_own) place(pair_at(p, there, own), own_expert, own_rank, weight);
+  for (int s = kHeld; s + own_step < steps; s += kHeld) {
+    if (own + s * 32 < pairs) {
+      const std::int32_t pair = pair_at(p, there, own + s * 32);
       place(pair, local_expert(p, p.topk_ids[pair]), p.row_of_pair[pair], p.topk_weights[pair]);
     }
   }

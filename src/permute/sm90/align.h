@@ -6,6 +6,7 @@
 
 #include "cuda/device_traits.h"
 #include "cuda/quant_rows.h"
+#include "permute/sm90/some_rows.h"
 
 namespace moesaic::cuda {
 
@@ -17,12 +18,14 @@ struct GroupRecord {
   std::int32_t first_group;  // index of the expert's first record
 };
 
+// Of rows that are not there (`rows`) nothing is read, and row_of_pair is not written.
 struct AlignParams {
   const std::int32_t* topk_ids = nullptr;    // [pairs]; -1: no expert
   const float* topk_weights = nullptr;       // [pairs]
   const std::int32_t* expert_map = nullptr;  // [num_experts] global -> local or -1; null: identity
   std::int32_t pairs = 0;
-  std::int32_t num_experts = 0;        // ids outside [0, num_experts) are dropped
+  SomeRows rows;                 // more than kComparedPairs pairs: those of rows that are there
+  std::int32_t num_experts = 0;  // ids outside [0, num_experts) are dropped
   std::int32_t num_local_experts = 0;  // at most kMaxAlignedExperts
   std::int32_t rows_per_record = 0;    // tokens of a group (or pair of groups)
   std::int32_t max_groups = 0;

@@ -18,6 +18,7 @@
 #include "cuda/side_stream.h"
 #include "moesaic/parallel.h"
 #include "parallel/peer_window.h"
+#include "permute/sm90/align.h"
 #include "prepare_finalize/rank_transport.h"
 #include "prepare_finalize/sm90/catalogue_row.h"
 #include "prepare_finalize/sm90/device_rows.h"
@@ -27,7 +28,6 @@
 namespace moesaic::cuda {
 
 using parallel::PeerAnswerForm;
-using parallel::PeerKind;
 
 struct CudaPeerAllToAll::Impl {
   std::int64_t hidden = 0, top_k = 0, num_experts = 0;
@@ -63,6 +63,8 @@ struct CudaPeerAllToAll::Impl {
   bool quantized() const { return groups > 0; }
   std::int64_t all() const { return ranks * max_tokens; }
   std::int64_t scale_stride(std::int64_t rows) const { return round_up(rows, std::int64_t{4}); }
+  // Whether whoever lists the arrived rows leaves out those that are not there.
+  bool lists_some_rows() const { return adds_slots && all() * top_k > kOneBlockPairs; }
   PeerRouting routing(const std::int32_t* ids) const {
     return {ids, owner.as<std::int32_t>(), static_cast<std::int32_t>(num_experts)};
   }
@@ -132,7 +134,8 @@ Status CudaPeerAllToAll::Impl::stand(const parallel::PeerLayout& layout) {
   place.live = state.as<std::int32_t>() + 16;
   place.sent_to = state.as<std::uint32_t>() + 16 + parallel::kPeerWindowRanks;
   place.report = report.as<parallel::PeerReport>();
-  place.max_blocks = 8 * traits.sms;
+  place.max_blocks = 4 * traits.sms;
+  place.most_waiting = traits.sms / 2;
   place.shares_device = window->shares_device();
   const std::uint64_t limit = static_cast<std::uint64_t>(timeout_ms) * 1'000'000;
   return copy_to_device("limit of a wait",
@@ -241,6 +244,8 @@ Status CudaPeerAllToAll::Impl::take(void* stream) const {
   t.scale_stride = scale_stride(all());
   t.ids = row_ids.as<std::int32_t>();
   t.weights = row_weights.as<float>();
+  t.all_ids = !lists_some_rows();
+  t.likely_tokens = std::max<std::int64_t>(tokens, 1);
   return check_call("dispatch: take", launch_peer_take(t, stream));
 }
 
@@ -253,8 +258,6 @@ Result<Prepared> CudaPeerAllToAll::prepare(const PrepareArgs& args) const {
   MOESAIC_RETURN_IF_ERROR(scope.status());
   void* const stream = args.stream.handle;
   MOESAIC_RETURN_IF_ERROR(m.send(stream, args));
-  MOESAIC_RETURN_IF_ERROR(
-      check_call("dispatch: wait", launch_peer_wait(m.place, PeerKind::kRows, stream)));
   MOESAIC_RETURN_IF_ERROR(m.take(stream));
   const std::int64_t all = m.all();
   Prepared p;
@@ -295,6 +298,7 @@ Status CudaPeerAllToAll::answer(Stream stream) const {
   a.expert_map = m.expert_map;
   a.hidden = static_cast<std::int32_t>(m.hidden);
   a.bf16 = m.answer.bf16();
+  a.likely_tokens = std::max<std::int64_t>(m.tokens, 1);
   return check_call("combine: send", launch_peer_answer(a, stream.handle));
 }
 
@@ -302,8 +306,6 @@ Status CudaPeerAllToAll::finish(Stream stream, const SumEpilogue& to) const {
   const Impl& m = *impl_;
   const DeviceScope scope(m.device.index());
   MOESAIC_RETURN_IF_ERROR(scope.status());
-  MOESAIC_RETURN_IF_ERROR(
-      check_call("combine: wait", launch_peer_wait(m.place, PeerKind::kAnswers, stream.handle)));
   PeerSumParams s;
   s.place = m.place;
   s.routing = m.mine;
@@ -339,6 +341,16 @@ void CudaPeerAllToAll::take_slots(const void* slots, const std::int32_t* expert_
 
 std::int64_t CudaPeerAllToAll::likely_rows() const {
   return impl_->ranks * std::max<std::int64_t>(impl_->tokens, 1);
+}
+SomeRows CudaPeerAllToAll::some_rows() const {
+  const Impl& m = *impl_;
+  SomeRows rows;
+  if (!m.lists_some_rows()) return rows;
+  rows.live = m.place.live;
+  rows.sources = m.ranks;
+  rows.places = static_cast<std::int32_t>(m.max_tokens);
+  rows.top_k = static_cast<std::int32_t>(m.top_k);
+  return rows;
 }
 bool CudaPeerAllToAll::shares_streams() const { return impl_->window->shares_streams(); }
 void* CudaPeerAllToAll::stream() const { return impl_->side.handle(); }

@@ -10,6 +10,7 @@
 #include "moesaic/communicator.h"
 #include "moesaic/modular_kernel.h"
 #include "moesaic/status.h"
+#include "permute/sm90/some_rows.h"
 #include "prepare_finalize/sm90/all_to_all.h"
 
 namespace moesaic::cuda {
@@ -66,6 +67,9 @@ class CudaPeerAllToAll final : public PrepareAndFinalize {
   Status health() const;
   // Of those that prepare() returned, how many are there if all ranks have as many as this one.
   std::int64_t likely_rows() const;
+  // Which of the arrived rows are there, for the list of them; with `live` null ids say it. Only where
+  // wants_slots().
+  SomeRows some_rows() const;
   // Whether another rank has the same default stream.
   bool shares_streams() const;
   // For calls that bring no stream; of this rank only.

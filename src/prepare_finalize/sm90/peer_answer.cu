@@ -1,8 +1,10 @@
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "cuda/sum_epilogue.cuh"
 #include "permute/sm90/combine.cuh"
-#include "prepare_finalize/sm90/peer_rows.cuh"
+#include "prepare_finalize/sm90/peer_await.cuh"
 
 namespace moesaic::cuda {
 namespace {
@@ -10,32 +12,22 @@ namespace {
 using parallel::PeerAnswerForm;
 using parallel::PeerKind;
 
-// Columns of a row that a warp sends, and that a block adds up, at a time: a call of few rows has work
-// for all (docs/lab/ranks.md).
-constexpr int kAnswerColumns = 512, kSumColumns = 4 * kPeerThreads;
+// Columns of a row that a warp sends at a time: a call of few rows has work for all
+// (docs/lab/ranks.md).
+constexpr int kAnswerColumns = 512, kAnswerFewColumns = 256;
+constexpr int kMostThreads = 1024;
 
-// What of a row's slots is here, found by a warp together.
-struct SlotsHere {
-  unsigned ranks = 0;       // that have an expert of the row, this one or another
-  std::uint64_t slots = 0;  // with an expert here, of the first 64
-};
-__device__ __forceinline__ SlotsHere slots_here(const PeerAnswerParams& p,
-                                                const std::int32_t* ids) {
-  const auto top_k = static_cast<int>(p.place.layout.shape.top_k);
-  const auto lane = static_cast<int>(threadIdx.x % 32);
-  SlotsHere here;
-  unsigned ranks = 0;
-  for (int j0 = 0; j0 < top_k; j0 += 32) {
-    const std::int32_t id = j0 + lane < top_k ? ids[j0 + lane] : -1;
-    bool mine = names_expert(p.routing, id);
-    if (mine && p.routing.owner != nullptr) ranks |= 1U << p.routing.owner[id];
-    if (mine && p.expert_map != nullptr) mine = p.expert_map[id] >= 0;
-    const unsigned lanes = __ballot_sync(kWholeWarp, mine);
-    if (j0 < kPeerMostSlots) here.slots |= std::uint64_t{lanes} << j0;
+// A bit for each of 32 slots from j0 on whose expert is here, by a warp together; id: that of the
+// lane's slot.
+__device__ __forceinline__ unsigned slots_here(const PeerAnswerParams& p, const NearOwners& near,
+                                               std::int32_t id) {
+  bool mine = false;
+  if (p.routing.owner != nullptr) {
+    mine = owner_of(p.routing, near, id) == p.place.rank;
+  } else if (id >= 0 && id < p.routing.num_experts) {
+    mine = p.expert_map == nullptr || p.expert_map[id] >= 0;
   }
-  here.ranks = p.routing.owner != nullptr ? __reduce_or_sync(kWholeWarp, ranks)
-                                          : ranks_of(p.place, p.routing, ids);
-  return here;
+  return __ballot_sync(kWholeWarp, mine);
 }
 
 // The sum of the slots of a row that `here` has, columns first to end, by a warp.
@@ -76,42 +68,83 @@ __device__ __forceinline__ void add_slots(const PeerAnswerParams& p, std::int64_
   }
 }
 
+// A row that a rank has sent here.
+struct ArrivedRow {
+  std::int64_t row, token;
+  int source;
+};
+__device__ __forceinline__ ArrivedRow arrived_row(const PeerPlace& p, std::int64_t i) {
+  // Sources in turn, so that the links are as busy as the memory; another first one for every rank.
+  const std::int64_t tokens = p.layout.shape.tokens, ranks = p.layout.shape.ranks;
+  const std::int64_t token = i / ranks;
+  const auto source = static_cast<int>((i - token * ranks + p.rank + 1) % ranks);
+  return {source * tokens + token, token, source};
+}
+
 // One warp per part of a row.
-__global__ void __launch_bounds__(kPeerThreads, 4)
+__global__ void __launch_bounds__(kMostThreads)
     peer_answer(const __grid_constant__ PeerAnswerParams p, int parts, std::int64_t part_bytes) {
+  __shared__ NearOwners near;
+  touch_params(p);
+  load_owners(p.routing, near);
   begin_peer_kernel();
   const PeerPlace& place = p.place;
   const parallel::PeerLayout& layout = place.layout;
-  const std::uint32_t epoch = epoch_of_call(place);
-  if (block_has_ended(place)) return;
-  const std::int64_t items = layout.shape.ranks * layout.shape.tokens * parts;
   const std::int64_t bytes = layout.shape.answer_bytes;
   const auto top_k = static_cast<int>(layout.shape.top_k);
-  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kPeerWarps + threadIdx.x / 32;
-       i < items; i += static_cast<std::int64_t>(gridDim.x) * kPeerWarps) {
-    const std::int64_t row = i / parts;
-    const ArrivedRow at = arrived_row(place, row);
-    const std::int32_t* const ids = p.routing.ids + at.row * top_k;
-    const std::int32_t live = place.live[at.source];
-    const SlotsHere here = slots_here(p, ids);
-    if (at.token >= live || (here.ranks >> place.rank & 1) == 0) continue;
-    const std::int64_t first = (i - row * parts) * part_bytes;
+  const auto lane = static_cast<int>(threadIdx.x % 32);
+  const std::int64_t warps = blockDim.x / 32;
+  // All that is read at first is asked for at once.
+  const bool told = threadIdx.x == 0 && has_ended(place);
+  const std::uint32_t epoch = epoch_of_answers(place);
+  std::int64_t i = blockIdx.x * warps + threadIdx.x / 32;
+  ArrivedRow at = {};
+  std::int32_t live = 0, id = -1;
+  const auto load = [&](std::int64_t item) {
+    at = arrived_row(place, item / parts);
+    live = place.live[at.source];
+    id = lane < top_k ? p.routing.ids[at.row * top_k + lane] : -1;
+  };
+  if (i < layout.shape.ranks * layout.shape.tokens * parts) load(i);
+  const std::int64_t items =
+      layout.shape.ranks * std::int64_t{most_live(place, place.live)} * parts;
+  if (__syncthreads_or(told ? 1 : 0) != 0) return;
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    std::uint32_t over = epoch;
+    MOESAIC_CUDA_FAULT(cuda_peer_epoch_stands_still, --over;)
+    *own_counter(place, parallel::PeerOwnLine::kEpoch) = over;
+  }
+  for (; i < items; i += gridDim.x * warps) {
+    const std::int64_t first = i % parts * part_bytes;
     const std::int64_t end = bytes - first < part_bytes ? bytes : first + part_bytes;
-    std::byte* const home = place.base[at.source];
+    const ArrivedRow now = at;
+    const std::int32_t* const ids = p.routing.ids + now.row * top_k;
+    const bool there = now.token < live;  // the next row is asked for below
+    std::uint64_t here = slots_here(p, near, id);
+    for (int j0 = 32; j0 < top_k && (j0 < kPeerMostSlots || here == 0); j0 += 32) {
+      const unsigned more = slots_here(p, near, j0 + lane < top_k ? ids[j0 + lane] : -1);
+      here |= std::uint64_t{more} << 32;
+    }
+    if (i + gridDim.x * warps < items) load(i + gridDim.x * warps);
+    // Where all ranks have all rows, all answer.
+    if (!there || (here == 0 && p.routing.owner != nullptr)) continue;
+    std::byte* const home = place.base[now.source];
     if (layout.shape.form == PeerAnswerForm::kSlot) {
-      for (int j = 0; j < top_k; ++j) {
-        const std::int32_t id = ids[j];
-        if (!names_expert(p.routing, id) || p.routing.owner[id] != place.rank) continue;
-        copy_by_warp(home + layout.slot(at.token, j) + first,
-                     p.results + (at.row * top_k + j) * bytes + first, (end - first) / 16);
+      for (int j0 = 0; j0 < top_k; j0 += 32) {
+        unsigned some = slots_here(p, near, j0 + lane < top_k ? ids[j0 + lane] : -1);
+        for (; some != 0; some &= some - 1) {
+          const int j = j0 + __ffs(static_cast<int>(some)) - 1;
+          copy_by_warp(home + layout.slot(now.token, j) + first,
+                       p.results + (now.row * top_k + j) * bytes + first, (end - first) / 16);
+        }
       }
     } else if (p.slot_rows != nullptr) {
       const int element = p.bf16 ? 2 : 4;
-      add_slots(p, at.row, here.slots, home + layout.partial(place.rank, at.token),
+      add_slots(p, now.row, here, home + layout.partial(place.rank, now.token),
                 static_cast<int>(first) / element, static_cast<int>(end) / element);
     } else {
-      copy_by_warp(home + layout.partial(place.rank, at.token) + first,
-                   p.results + at.row * bytes + first, (end - first) / 16);
+      copy_by_warp(home + layout.partial(place.rank, now.token) + first,
+                   p.results + now.row * bytes + first, (end - first) / 16);
     }
   }
   publish(place, PeerKind::kAnswers, kAnswerTicket, epoch, 0);
@@ -145,68 +178,84 @@ struct FourColumns<false> {
   }
 };
 
-// Adds up rows `pitch` bytes apart from `first` on that have a bit in `rows`, in ascending order.
-template <bool kBf16>
-__device__ __forceinline__ void add_rows(float (&sum)[4], unsigned rows, const std::byte* first,
-                                         std::int64_t pitch, int column) {
+// Adds up rows `pitch` bytes apart from `first` on that have a bit in `rows`, in ascending order: four
+// columns of each from `column` on, and from each further `stride`, as far as there are so many.
+template <bool kBf16, int kQuads>
+__device__ __forceinline__ void add_rows(float (&sum)[kQuads][4], unsigned rows,
+                                         const std::byte* first, std::int64_t pitch, int column,
+                                         int stride, int columns) {
   constexpr int kAtOnce = 4;
   while (rows != 0) {
-    FourColumns<kBf16> v[kAtOnce];
+    FourColumns<kBf16> v[kAtOnce][kQuads];
     unsigned asked = rows;
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
       if (asked == 0) break;
-      v[u].load(first + (__ffs(static_cast<int>(asked)) - 1) * pitch, column);
+#pragma unroll
+      for (int q = 0; q < kQuads; ++q) {
+        if (column + q * stride >= columns) break;
+        v[u][q].load(first + (__ffs(static_cast<int>(asked)) - 1) * pitch, column + q * stride);
+      }
       asked &= asked - 1;
     }
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
       if (rows == 0) break;
-      v[u].add_to(sum);
+#pragma unroll
+      for (int q = 0; q < kQuads; ++q) {
+        if (column + q * stride < columns) v[u][q].add_to(sum[q]);
+      }
       rows &= rows - 1;
     }
   }
 }
 
-// One block per part of a token's row.
-template <bool kBf16>
-__global__ void __launch_bounds__(kPeerThreads, 4)
-    peer_sum(const __grid_constant__ PeerSumParams p, int parts) {
-  begin_peer_kernel();
+// One block per part of a token's row, kQuads times four columns a thread.
+template <bool kBf16, int kQuads>
+__global__ void __launch_bounds__(kPeerThreads, 2)
+    peer_sum(const __grid_constant__ PeerSumParams p, int parts, bool waits) {
+  __shared__ std::int32_t live[parallel::kPeerWindowRanks];
+  touch_params(p);
+  if (!waits) begin_peer_kernel();
   const PeerPlace& place = p.place;
   const parallel::PeerLayout& layout = place.layout;
-  const bool ended = block_has_ended(place);
+  const int stride = static_cast<int>(blockDim.x) * 4, columns = stride * kQuads;
+  // Asked for before the wait.
+  const unsigned first_sent_to =
+      blockIdx.x < p.tokens * parts ? place.sent_to[blockIdx.x / parts] : 0;
+  const bool ended = !await_words(place, PeerKind::kAnswers, epoch_of_answers(place), live);
+  if (waits) begin_peer_kernel();
   const auto top_k = static_cast<int>(layout.shape.top_k);
   const auto lane = static_cast<int>(threadIdx.x % 32);
   for (std::int64_t i = blockIdx.x; i < p.tokens * parts; i += gridDim.x) {
     const std::int64_t t = i / parts;
-    const int h = static_cast<int>(i - t * parts) * kSumColumns + static_cast<int>(threadIdx.x) * 4;
+    const int h = static_cast<int>(i - t * parts) * columns + static_cast<int>(threadIdx.x) * 4;
     const std::int32_t* const ids = p.routing.ids + t * top_k;
-    float sum[4] = {};
+    float sum[kQuads][4] = {};
     if (ended) {
-      for (float& s : sum) s = __uint_as_float(0x7FC00000U);
+#pragma unroll
+      for (int q = 0; q < kQuads; ++q) {
+        for (float& s : sum[q]) s = __uint_as_float(0x7FC00000U);
+      }
     } else if (layout.shape.form == PeerAnswerForm::kSlot) {
       for (int j0 = 0; j0 < top_k; j0 += 32) {
         const std::int32_t id = j0 + lane < top_k ? ids[j0 + lane] : -1;
-        const unsigned some = __ballot_sync(kWholeWarp, names_expert(p.routing, id));
-        if (h < p.hidden) {
-          add_rows<kBf16>(sum, some, own(place) + layout.slot(t, j0), layout.answer_pitch, h);
-        }
+        const unsigned some = __ballot_sync(kWholeWarp, id >= 0 && id < p.routing.num_experts);
+        add_rows<kBf16, kQuads>(sum, some, own(place) + layout.slot(t, j0), layout.answer_pitch, h,
+                                stride, p.hidden);
       }
     } else {
-      unsigned answered = place.sent_to[t];
+      unsigned answered = i == blockIdx.x ? first_sent_to : place.sent_to[t];
       MOESAIC_CUDA_FAULT(cuda_peer_sum_forgets_the_last_rank,
                          answered &= ~(1U << (layout.shape.ranks - 1));)
-      if (h < p.hidden) {
-        add_rows<kBf16>(sum, answered, own(place) + layout.partial(0, t),
-                        layout.shape.tokens * layout.answer_pitch, h);
-      }
+      add_rows<kBf16, kQuads>(sum, answered, own(place) + layout.partial(0, t),
+                              layout.shape.tokens * layout.answer_pitch, h, stride, p.hidden);
     }
-    if (h < p.hidden) finish_four(p.to, t, t * p.hidden + h, sum);
-  }
-  if (is_last_block(place.tickets + kSumTicket) && threadIdx.x == 0 && !ended) {
-    MOESAIC_CUDA_FAULT(cuda_peer_epoch_stands_still, return;)
-    *epoch_line(place) += 1;
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      const int column = h + q * stride;
+      if (column < p.hidden) finish_four(p.to, t, t * p.hidden + column, sum[q]);
+    }
   }
 }
 
@@ -215,20 +264,47 @@ __global__ void __launch_bounds__(kPeerThreads, 4)
 int launch_peer_answer(const PeerAnswerParams& p, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
   const parallel::PeerShape& shape = p.place.layout.shape;
-  const std::int64_t part = kAnswerColumns * (p.bf16 ? 2 : 4);
-  const std::int64_t parts = (shape.answer_bytes + part - 1) / part;
-  const std::int64_t items = shape.ranks * shape.tokens * parts;
-  return launch_peer_kernel(p.place, peer_answer,
-                            peer_blocks(p.place, (items + kPeerWarps - 1) / kPeerWarps),
-                            kPeerThreads, 0, stream, p, static_cast<int>(parts), part);
+  const std::int64_t element = p.bf16 ? 2 : 4;
+  const std::int64_t rows = shape.ranks * likely_rows(p.place, p.likely_tokens);
+  const auto count = [&](std::int64_t columns) {
+    return rows * ((shape.answer_bytes / element + columns - 1) / columns);
+  };
+  // Parts of rows are small where there are few, and so are blocks, until there is one for each copy
+  // of a word.
+  constexpr std::int64_t kCopies = parallel::kPeerWordCopies;
+  const bool few = count(kAnswerFewColumns) <= kPeerFew * (kMostThreads / 32);
+  const std::int64_t columns = few ? kAnswerFewColumns : kAnswerColumns;
+  const std::int64_t items = count(columns);
+  const std::int64_t warps =
+      few ? std::clamp<std::int64_t>((items + kCopies - 1) / kCopies, 4, kMostThreads / 32)
+          : kPeerThreads / 32;
+  const auto threads = static_cast<unsigned>(warps * 32);
+  const unsigned blocks =
+      peer_blocks((items + warps - 1) / warps, few ? kCopies : most_blocks(p.place, threads));
+  return launch_peer_kernel(p.place, peer_answer, blocks, threads, 0, stream, p,
+                            static_cast<int>(items / rows), columns * element);
 }
 
 int launch_peer_sum(const PeerSumParams& p, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
-  const int parts = (p.hidden + kSumColumns - 1) / kSumColumns;
-  const unsigned blocks = peer_blocks(p.place, p.tokens * parts);
-  return launch_peer_kernel(p.place, p.bf16 ? peer_sum<true> : peer_sum<false>, blocks,
-                            kPeerThreads, 0, stream, p, parts);
+  // As many columns a thread as leave what it asks for at once in its registers.
+  const int quads = p.bf16 ? 2 : 1;
+  const auto parts_of = [&](unsigned threads) {
+    const int columns = static_cast<int>(threads) * 4 * quads;
+    return (p.hidden + columns - 1) / columns;
+  };
+  // Large blocks where so few can wait by themselves, else small ones, which fit a row better.
+  const bool large =
+      parts_of(kPeerFewThreads) > 1 && parts_of(kPeerThreads) * p.tokens <= p.place.most_waiting;
+  const unsigned threads = large ? kPeerThreads : kPeerFewThreads;
+  const int parts = parts_of(threads);
+  const unsigned blocks = peer_blocks(parts * p.tokens, most_blocks(p.place, threads));
+  const bool waits = may_wait(p.place, blocks);
+  if (!waits) {
+    if (const int error = launch_peer_wait(p.place, PeerKind::kAnswers, stream)) return error;
+  }
+  return launch_peer_kernel(p.place, p.bf16 ? peer_sum<true, 2> : peer_sum<false, 1>, blocks,
+                            threads, 0, stream, p, parts, waits);
 }
 
 }  // namespace moesaic::cuda

@@ -12,10 +12,11 @@
 
 namespace moesaic::cuda {
 
-inline constexpr int kPeerThreads = 256, kPeerWarps = kPeerThreads / 32;
+// Of a block; fewer where a row gives no more than half of them something to do.
+inline constexpr int kPeerThreads = 512, kPeerFewThreads = 256;
 inline constexpr unsigned kWholeWarp = 0xFFFFFFFFU;
 // Which of PeerPlace::tickets.
-enum PeerTicket { kSendTicket, kAnswerTicket, kSumTicket };
+enum PeerTicket { kSendTicket, kAnswerTicket };
 
 __device__ __forceinline__ std::byte* own(const PeerPlace& p) { return p.base[p.rank]; }
 __device__ __forceinline__ parallel::PeerReport* abort_line(const PeerPlace& p) {
@@ -26,39 +27,56 @@ __device__ __forceinline__ parallel::PeerReport* abort_line(const PeerPlace& p) 
 __device__ __forceinline__ bool has_ended(const PeerPlace& p) {
   return ptx::load_relaxed_system(&abort_line(p)->code) != 0;
 }
-// First in every kernel: what is in front on the stream is done, what is behind may be set up.
+
+// Owners of experts, where a block has them at hand.
+inline constexpr int kPeerNearExperts = 1024;
+struct NearOwners {
+  std::uint8_t rank[kPeerNearExperts];
+};
+// First in every kernel: what is in front on the stream is done, what is behind may be set up. So a
+// kernel that has begun knows that all before the one in front of it is done.
 __device__ __forceinline__ void begin_peer_kernel() {
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
 }
-// The same for all threads of a block, though a report may come at any time. All of them call it.
-__device__ __forceinline__ bool block_has_ended(const PeerPlace& p) {
-  __shared__ bool ended;
-  if (threadIdx.x == 0) ended = has_ended(p);
-  __syncthreads();
-  return ended;
+// Before that: a kernel's parameters are not at hand when it begins, and what is asked for while the one
+// in front still runs costs nothing.
+template <class Params>
+__device__ __forceinline__ void touch_params(const Params& p) {
+  constexpr int kWords = static_cast<int>(sizeof(Params) / 4);
+  const auto* const words = reinterpret_cast<const std::uint32_t*>(&p);
+  for (int i = static_cast<int>(threadIdx.x) * 8; i < kWords;
+       i += static_cast<int>(blockDim.x) * 8) {
+    asm volatile("" ::"r"(words[i]));
+  }
 }
-__device__ __forceinline__ std::uint32_t* epoch_line(const PeerPlace& p) {
-  return reinterpret_cast<std::uint32_t*>(own(p) +
-                                          p.layout.own_line(parallel::PeerOwnLine::kEpoch));
+// Before that, since owners never change; to be read after the next barrier.
+__device__ __forceinline__ void load_owners(const PeerRouting& r, NearOwners& near) {
+  if (r.owner != nullptr && r.num_experts <= kPeerNearExperts) {
+    for (int e = static_cast<int>(threadIdx.x); e < r.num_experts;
+         e += static_cast<int>(blockDim.x)) {
+      near.rank[e] = static_cast<std::uint8_t>(r.owner[e]);
+    }
+  }
 }
-__device__ __forceinline__ std::uint32_t epoch_of_call(const PeerPlace& p) {
-  return *epoch_line(p) + 1;
+// The rank that has expert `id`, or -1: there is no such expert. Not for gather.
+__device__ __forceinline__ int owner_of(const PeerRouting& r, const NearOwners& near,
+                                        std::int32_t id) {
+  if (id < 0 || id >= r.num_experts) return -1;
+  return r.num_experts <= kPeerNearExperts ? near.rank[id] : r.owner[id];
 }
 
-__device__ __forceinline__ bool names_expert(const PeerRouting& r, std::int32_t id) {
-  return id >= 0 && id < r.num_experts;
+__device__ __forceinline__ std::uint32_t* own_counter(const PeerPlace& p,
+                                                      parallel::PeerOwnLine line) {
+  return reinterpret_cast<std::uint32_t*>(own(p) + p.layout.own_line(line));
 }
-// A bit for each rank that has an expert of the token, found by a warp together.
-__device__ __forceinline__ unsigned ranks_of(const PeerPlace& p, const PeerRouting& r,
-                                             const std::int32_t* ids) {
-  if (r.owner == nullptr) return kWholeWarp >> (32 - static_cast<int>(p.layout.shape.ranks));
-  unsigned ranks = 0;
-  for (int j = static_cast<int>(threadIdx.x % 32); j < p.layout.shape.top_k; j += 32) {
-    const std::int32_t id = ids[j];
-    if (names_expert(r, id)) ranks |= 1U << r.owner[id];
-  }
-  return __reduce_or_sync(kWholeWarp, ranks);
+// The epoch of the call, before its answers are sent and from then on. Between kernels these are the
+// same: a counter moves on in the one of the two phases that does not read it.
+__device__ __forceinline__ std::uint32_t epoch_of_rows(const PeerPlace& p) {
+  return *own_counter(p, parallel::PeerOwnLine::kEpoch) + 1;
+}
+__device__ __forceinline__ std::uint32_t epoch_of_answers(const PeerPlace& p) {
+  return *own_counter(p, parallel::PeerOwnLine::kCall);
 }
 
 // The last block to come here, whose threads then see what all blocks have stored. All threads of
@@ -78,20 +96,34 @@ __device__ __forceinline__ bool is_last_block(std::uint32_t* ticket) {
   return last;
 }
 
-// After everything that all blocks have stored, the word of this call at every rank. epoch: that of the
-// call, which was read when there was time.
+// After everything that all blocks have stored, the copies of this call's word at every rank: of few
+// blocks each its own copies, of many the last one all. epoch: that of the call, which was read when
+// there was time. All threads of all blocks call it.
 __device__ __forceinline__ void publish(const PeerPlace& p, parallel::PeerKind kind,
                                         PeerTicket ticket, std::uint32_t epoch,
                                         std::uint32_t live) {
-  if (!is_last_block(p.tickets + ticket)) return;
-  const auto r = static_cast<int>(threadIdx.x);
-  if (r >= p.layout.shape.ranks) return;
+  constexpr auto kCopies = static_cast<unsigned>(parallel::kPeerWordCopies);
+  unsigned first = 0, step = 1;
+  if (gridDim.x <= kCopies) {
+    __syncthreads();
+    first = blockIdx.x;
+    step = gridDim.x;
+  } else if (!is_last_block(p.tickets + ticket)) {
+    return;
+  }
   MOESAIC_CUDA_FAULT(cuda_peer_word_has_the_epoch_before, --epoch;)
-  MOESAIC_CUDA_FAULT(cuda_peer_word_of_one_reader_lost,
-                     if (r == (p.rank + 1) % p.layout.shape.ranks) return;)
   MOESAIC_CUDA_FAULT(cuda_peer_live_rows_are_one_less, if (live > 0)-- live;)
-  auto* const word = reinterpret_cast<std::uint64_t*>(p.base[r] + p.layout.word(kind, p.rank));
-  ptx::store_release_system(word, parallel::pack_peer_word({epoch, live, p.signature}));
+  const std::uint64_t word = parallel::pack_peer_word({epoch, live, p.signature});
+  const auto ranks = static_cast<unsigned>(p.layout.shape.ranks);
+  for (unsigned i = threadIdx.x; i / ranks * step + first < kCopies; i += blockDim.x) {
+    const int r = static_cast<int>(i % ranks);
+    MOESAIC_CUDA_FAULT(cuda_peer_word_of_one_reader_lost,
+                       if (r == (p.rank + 1) % static_cast<int>(ranks)) continue;)
+    ptx::store_release_system(
+        reinterpret_cast<std::uint64_t*>(
+            p.base[r] + p.layout.word(kind, p.rank, static_cast<int>(i / ranks * step + first))),
+        word);
+  }
 }
 
 // Copies `count` pieces of 16 bytes, a warp together.
@@ -112,24 +144,26 @@ __device__ __forceinline__ void copy_by_warp(void* to, const void* from, std::in
   }
 }
 
-// A row whose ids lie in the window or the arrays, by the warp that has it.
-struct ArrivedRow {
-  std::int64_t row, token;
-  int source;
-};
-__device__ __forceinline__ ArrivedRow arrived_row(const PeerPlace& p, std::int64_t i) {
-  // Sources in turn, so that the links are as busy as the memory; another first one for every rank.
-  const std::int64_t tokens = p.layout.shape.tokens, ranks = p.layout.shape.ranks;
-  const std::int64_t token = i / ranks;
-  const auto source = static_cast<int>((i - token * ranks + p.rank + 1) % ranks);
-  return {source * tokens + token, token, source};
+// Most rows of a rank in this call, found by a warp.
+__device__ __forceinline__ std::int32_t most_live(const PeerPlace& p, const std::int32_t* live) {
+  const auto r = static_cast<int>(threadIdx.x % 32);
+  return static_cast<std::int32_t>(__reduce_max_sync(
+      kWholeWarp, r < p.layout.shape.ranks ? static_cast<unsigned>(live[r]) : 0U));
+}
+// Rows of a rank that a grid is made for: no more than it may send.
+inline std::int64_t likely_rows(const PeerPlace& p, std::int64_t likely) {
+  return likely > 0 && likely < p.layout.shape.tokens ? likely : p.layout.shape.tokens;
 }
 
 // At least one block: words are published whatever there is to do.
-inline unsigned peer_blocks(const PeerPlace& p, std::int64_t count) {
-  if (count < 1) return 1;
-  return static_cast<unsigned>(count < p.max_blocks ? count : p.max_blocks);
+inline unsigned peer_blocks(std::int64_t count, std::int64_t most) {
+  return static_cast<unsigned>(count < 1 ? 1 : count < most ? count : most);
 }
+inline std::int64_t most_blocks(const PeerPlace& p, unsigned threads) {
+  return std::int64_t{p.max_blocks} * kPeerThreads / threads;
+}
+// Work for a block of a call of few rows, whose kernels have a block for each copy of a word.
+inline constexpr std::int64_t kPeerFew = 8 * parallel::kPeerWordCopies;
 // A kernel is set up while the one in front still runs, unless ranks share the device: blocks that only
 // wait could keep the kernel away that another rank waits for.
 template <class Kernel, class... Args>
@@ -146,6 +180,12 @@ int launch_peer_kernel(const PeerPlace& place, Kernel kernel, unsigned blocks, u
   config.attrs = &attribute;
   config.numAttrs = place.shares_device ? 0 : 1;
   return static_cast<int>(cudaLaunchKernelEx(&config, kernel, args...));
+}
+
+// Whether so many blocks may wait for words by themselves, from before what is in front is done: those
+// that wait leave most SMs to other kernels, for one of which another rank may be waiting.
+inline bool may_wait(const PeerPlace& p, unsigned blocks) {
+  return !p.shares_device && blocks <= static_cast<unsigned>(p.most_waiting);
 }
 
 }  // namespace moesaic::cuda

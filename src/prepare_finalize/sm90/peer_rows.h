@@ -19,13 +19,14 @@ struct PeerPlace {
   std::byte* base[parallel::kPeerWindowRanks] = {};  // the ranks' windows
   std::int32_t rank = 0;
   std::uint32_t signature = 0;             // of 12 bits
-  std::uint32_t* tickets = nullptr;        // [4] zeros: blocks of a kernel that are through
-  std::int32_t* live = nullptr;            // [R] rows of each rank in this call, by the wait
+  std::uint32_t* tickets = nullptr;        // [2] zeros: blocks of a kernel that are through
+  std::int32_t* live = nullptr;            // [R] rows of each rank in this call, by take
   std::uint32_t* sent_to = nullptr;        // [T] a bit for each rank that has an own row, by send
   parallel::PeerReport* report = nullptr;  // pinned host memory: the report that ended a call here
   std::int32_t ranks() const { return static_cast<std::int32_t>(layout.shape.ranks); }
-  std::int32_t max_blocks = 0;  // of a kernel
-  bool shares_device = true;    // with another rank
+  std::int32_t max_blocks = 0;    // of a kernel, if they have 512 threads
+  std::int32_t most_waiting = 0;  // blocks of a kernel that wait for other ranks by themselves
+  bool shares_device = true;      // with another rank
 };
 
 // What a rank needs to know of a row to send it, and of its answers to add them.
@@ -52,10 +53,11 @@ struct PeerSendParams {
 };
 int launch_peer_send(const PeerSendParams& params, void* stream);
 
-// One warp waits for the words of all ranks, or reports.
+// One block waits for the words of all ranks, or reports. For tests: the kernels below wait by
+// themselves, or launch it.
 int launch_peer_wait(const PeerPlace& place, parallel::PeerKind kind, void* stream);
 
-// Arrays of R * T rows, row source * T + token: ids of rows that are not there are -1 and their
+// When all have sent: arrays of R * T rows, row source * T + token: ids of rows that are not there are -1 and their
 // other values stay as they were, as do rows without an expert here.
 struct PeerTakeParams {
   PeerPlace place;
@@ -67,6 +69,8 @@ struct PeerTakeParams {
   std::int64_t scale_stride = 0;
   std::int32_t* ids = nullptr;
   float* weights = nullptr;
+  bool all_ids = true;             // false: also ids of rows that are not there stay as they were
+  std::int64_t likely_tokens = 0;  // of a rank, for the number of blocks only
 };
 int launch_peer_take(const PeerTakeParams& params, void* stream);
 
@@ -81,12 +85,13 @@ struct PeerAnswerParams {
   const std::int32_t* expert_map = nullptr;  // [num_experts] -> local or -1; null: all are here
   std::int32_t hidden = 0;                   // a multiple of 8
   bool bf16 = false;                         // the partial answers
+  std::int64_t likely_tokens = 0;            // of a rank, for the number and size of blocks only
 };
 // top_k of slot_rows.
 inline constexpr int kPeerMostSlots = 64;
 int launch_peer_answer(const PeerAnswerParams& params, void* stream);
 
-// The ranks' answers in rank order, or (slots) in slot order, added up in fp32, and what the layer makes of
+// When all have answered: the answers in rank order, or (slots) in slot order, added up in fp32, and what the layer makes of
 // that; NaN where the call has ended with a report. The last kernel of a call.
 struct PeerSumParams {
   PeerPlace place;
