@@ -21,21 +21,22 @@ namespace {
 
 // The group's 64 factors as fp32; may point into the panel's own scales.
 HWY_INLINE const float* ExpandScales(const PanelArgs& args, std::int64_t group, float* buffer) {
-  if (args.group_scales == nullptr) return nullptr;  // not applied
   const hn::Rebind<std::uint8_t, DF> d8;
   const std::int64_t first = group * kPanelColumns;
   if (args.group_scale_format == ScaleFormat::kF32)
     return reinterpret_cast<const float*>(args.group_scales) + first;
-  const auto* codes = reinterpret_cast<const std::uint8_t*>(args.group_scales) + first;
+  const auto codes = [&](int c) {  // where the format has scales
+    return hn::LoadU(d8, reinterpret_cast<const std::uint8_t*>(args.group_scales) + first + c);
+  };
   if (args.group_scale_format == ScaleFormat::kE8M0) {
     // An E8M0 code is an exponent field, but for 0, which is the subnormal 2^-127.
     for (int c = 0; c < kPanelColumns; c += kLanes) {
-      const auto bits = hn::ShiftLeft<23>(hn::PromoteTo(du32, hn::LoadU(d8, codes + c)));
+      const auto bits = hn::ShiftLeft<23>(hn::PromoteTo(du32, codes(c)));
       hn::Store(hn::BitCast(df, hn::Max(bits, hn::Set(du32, 0x00400000U))), df, buffer + c);
     }
   } else if (args.group_scale_format == ScaleFormat::kE4M3) {
     for (int c = 0; c < kPanelColumns; c += kLanes) {
-      const auto code = hn::PromoteTo(du32, hn::LoadU(d8, codes + c));
+      const auto code = hn::PromoteTo(du32, codes(c));
       hn::Store(DecodeE4M3::Widen(hn::ShiftLeft<24>(code)), df, buffer + c);
     }
   } else {
