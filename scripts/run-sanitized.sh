@@ -4,6 +4,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 preset=$1
 shift
+# Tests run side by side: threads that wait for their team leave the processor to other tests.
+export OMP_WAIT_POLICY=passive KMP_BLOCKTIME=0
 case "$preset" in
   asan)
     # Tests provoke allocation failure on purpose; the allocator then returns null as the real one does.
