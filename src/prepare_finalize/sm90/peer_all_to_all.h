@@ -41,7 +41,7 @@ class CudaPeerAllToAll final : public PrepareAndFinalize {
   // device with several ranks each has a stream of its own that does not order itself with the
   // default one. The caller's rows, ids and weights stay as they are until the work of finalize is
   // done. Prepared: R * T rows, those of rank s from s * T on, the ids of rows that are not there
-  // -1; expert_output as CudaAllToAll. Errors are this rank's own; the others learn of them on the
+  // -1 unless some_rows() names them; expert_output as CudaAllToAll. Errors are this rank's own; the others learn of them on the
   // device.
   Result<Prepared> prepare(const PrepareArgs& args) const override;
   // output [M, H] F32 as CudaAllToAll::finalize; NaN when the call ended with a failure.
