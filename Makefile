@@ -32,8 +32,8 @@ test: deps
 	cmake --build $(BUILD)/dev -j $(JOBS)
 	ctest --test-dir $(BUILD)/dev $(CTEST_FLAGS)
 
-# All tests under AddressSanitizer and UndefinedBehaviorSanitizer.
-asan: deps
+# All tests under AddressSanitizer and UndefinedBehaviorSanitizer, with clang.
+asan: deps-all
 	cmake --preset asan
 	cmake --build $(BUILD)/asan -j $(JOBS)
 	scripts/run-sanitized.sh asan
