@@ -118,6 +118,8 @@ MOESAIC_HD T __shfl_down_sync(unsigned mask, T value, unsigned lanes, int width 
 template <class T>
 MOESAIC_HD T atomicAdd(T* address, T value);
 template <class T>
+MOESAIC_HD T atomicOr(T* address, T value);
+template <class T>
 MOESAIC_HD T atomicMax(T* address, T value);
 template <class T>
 MOESAIC_HD T atomicCAS(T* address, T compare, T value);

@@ -38,9 +38,11 @@ struct PeerFound {
 
 // The first block looks whether the wait is over without the words, and reports it then. All its
 // threads; verdict: of the word of rank `of` that a thread waits for, kReady where it waits for none.
-inline __device__ __noinline__ bool ends_with_report(const PeerPlace& p, parallel::PeerKind kind,
-                                                     std::uint32_t epoch, bool late,
-                                                     parallel::PeerVerdict verdict, int of) {
+__attribute__((noinline)) inline __device__ bool ends_with_report(const PeerPlace& p,
+                                                                  parallel::PeerKind kind,
+                                                                  std::uint32_t epoch, bool late,
+                                                                  parallel::PeerVerdict verdict,
+                                                                  int of) {
   using parallel::PeerVerdict;
   __shared__ PeerFound found;
   const auto thread = static_cast<int>(threadIdx.x);
