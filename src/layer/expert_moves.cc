@@ -75,7 +75,6 @@ std::int64_t ExpertBalancer::slot_of(std::int32_t expert) const {
 Status ExpertBalancer::make_room(Communicator* world, std::span<const ExpertPart> parts) {
   Flight& f = *flight_;
   if (!memory_) return {};
-  retired_.reset();
   try {
     const auto each = static_cast<std::size_t>(shape_.num_physical / shape_.ranks);
     std::size_t most = 0;
@@ -92,6 +91,7 @@ Status ExpertBalancer::make_room(Communicator* world, std::span<const ExpertPart
       most = std::max(most, arriving.size());
     }
     if (most == 0) return {};
+    retired_.reset();  // before ranks meet, so that none begins a call meanwhile
     Result<std::unique_ptr<SlotStage>> made = memory_->make_stage(
         world, static_cast<std::int64_t>(most), static_cast<std::int64_t>(image_bytes(parts)));
     if (made.ok()) {
@@ -102,7 +102,10 @@ Status ExpertBalancer::make_room(Communicator* world, std::span<const ExpertPart
     }
     return {};
   } catch (const std::bad_alloc&) {
-    return {StatusCode::kOutOfMemory, "cannot allocate a rearrangement"};
+    Status failed(StatusCode::kOutOfMemory, "cannot allocate a rearrangement");
+    // Of this rank alone: the others are told instead of waiting for it.
+    if (world != nullptr) static_cast<void>(world->abandon(failed.message()));
+    return failed;
   }
 }
 

@@ -3,7 +3,6 @@
 #include <cuda_runtime.h>
 #include <fmt/format.h>
 
-#include <new>
 #include <utility>
 
 #include "core/checked.h"
@@ -36,9 +35,8 @@ Result<std::unique_ptr<DeviceStage>> DeviceStage::create(int device, Communicato
                                                          std::int64_t places, std::int64_t bytes,
                                                          AfterCalls after_calls) {
   const DeviceScope scope(device);
-  std::unique_ptr<DeviceStage> made(new (std::nothrow)
-                                        DeviceStage(device, bytes, std::move(after_calls)));
-  if (!made) return Status(StatusCode::kOutOfMemory, "cannot allocate the experts that move");
+  // Where this throws the caller tells the other ranks.
+  std::unique_ptr<DeviceStage> made(new DeviceStage(device, bytes, std::move(after_calls)));
   const std::int64_t all = checked_mul(places, bytes).value_or(0);
   Status mine = scope.status();
   if (mine.ok() && all == 0) mine = unsupported("experts that move: got more than 2^63 - 1 bytes");
