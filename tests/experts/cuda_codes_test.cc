@@ -78,7 +78,7 @@ TEST(CudaCodes, Int4CodesBecomeRoundedProducts) {
     if ((scale & 0x7F) == 0x7F) continue;  // NaN
     const float s = f32_from_e4m3(static_cast<std::uint8_t>(scale));
     ASSERT_EQ(e4m3_number(scale), s);
-    const Int4Products products = int4_products(scale);
+    const Int4Products products = int4_products(int4_multiples(scale));
     for (std::uint32_t c = 0; c < 16; ++c) {
       for (int place = 0; place < 8; ++place) {
         const std::uint32_t other = 15 - c;

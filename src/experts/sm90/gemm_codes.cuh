@@ -49,22 +49,31 @@ struct FromCodes {
   };
 
   // The products of the next kCount stages, in flight together. A step is decoded while the products
-  // of the two before are in flight; over a loop's end the compiler would not let them be.
+  // of the two before are in flight; over a loop's end the compiler would not let them be. With two
+  // blocks codes are read two steps before they are needed; with one there are twice the warps, which
+  // hide that better (measured).
   template <int kCount, class Mma, class Stage, class Slab, int kBlocks, int kRegisters>
   static __device__ __forceinline__ void multiply_stages(Stage& stage, std::uint32_t weights,
                                                          std::uint32_t tokens, const Slab& slab,
                                                          float (&acc)[kBlocks][kRegisters]) {
     const NextStages<kCount> at(stage);
+    constexpr bool kAhead = kBlocks == 2;
+    Decoder decoders[2];
+    const auto load = [&](int turn) {
+      slab.load(decoders[turn % 2], weights + (at.offset[turn / kBlocks] << 4), turn % kBlocks);
+    };
+    load(0);
 #pragma unroll
     for (int s = 0; s < kCount; ++s) {
 #pragma unroll
       for (int m = 0; m < kBlocks; ++m) {
-        Decoder decoder;
-        slab.load(decoder, weights + (at.offset[s] << 4), m);
+        const int turn = s * kBlocks + m;
+        if (!kAhead && turn > 0) load(turn);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           std::uint32_t a[4];
-          decoder.fragment(k, a);
+          decoders[turn % 2].fragment(k, a);
+          if (kAhead && k == 1 && turn + 1 < kCount * kBlocks) load(turn + 1);
           ptx::wgmma_fence();
           Mma::run(acc[m], a,
                    ptx::wgmma_descriptor(tokens + at.offset[s] +

@@ -18,24 +18,24 @@ namespace moesaic::cuda {
 
 // A thread's codes and scales of 64 rows and 128 elements of K. Image: repack_codes.h.
 struct DecodeInt4Fp8 {
-  uint4 codes;  // of two steps: of row g, then of row g + 8
+  uint4 codes;      // of two steps: of row g, then of row g + 8
+  uint4 multiples;  // Int4Multiples of both rows
   Int4Products products[2];
 
   __device__ __forceinline__ void load_scales(std::uint32_t slab, int block, int thread) {
-    std::uint32_t scales = 0;
-    asm volatile(
-        "{\n.reg .u16 v;\nld.shared.u16 v, [%1];\ncvt.u32.u16 %0, v;\n}"
-        : "=r"(scales)
-        : "r"(slab + kSlabRows * 64 + static_cast<std::uint32_t>(block * 64 + (thread >> 2) * 2))
-        : "memory");
-    products[0] = int4_products(scales & 0xFF);
-    products[1] = int4_products(scales >> 8);
+    multiples = load_shared_16(slab + kSlabRows * 64 +
+                               static_cast<std::uint32_t>(block * 512 + (thread >> 2) * 16));
+  }
+  __device__ __forceinline__ void make_products() {
+    products[0] = int4_products({multiples.x, multiples.y});
+    products[1] = int4_products({multiples.z, multiples.w});
     MOESAIC_CUDA_FAULT(cuda_codes_have_the_scale_of_the_row_above, products[1] = products[0];)
   }
   // Of steps 2 half and 2 half + 1.
-  __device__ __forceinline__ void load_codes(std::uint32_t slab, int block, int half, int thread) {
-    codes =
-        load_shared_16(slab + static_cast<std::uint32_t>(block * 4096 + half * 2048 + thread * 16));
+  static __device__ __forceinline__ uint4 load_codes(std::uint32_t slab, int block, int half,
+                                                     int thread) {
+    return load_shared_16(slab +
+                          static_cast<std::uint32_t>(block * 4096 + half * 2048 + thread * 16));
   }
   __device__ __forceinline__ void fragment(int step, std::uint32_t (&a)[4]) const {
     int4_fp8_pair((step & 1) == 0 ? codes.x : codes.z, products[0], a[0], a[2]);
@@ -59,11 +59,23 @@ struct FromFp8Codes {
     for (int m = 0; m < kBlocks; ++m) {
       float part[kRegisters];
       Decoder decoder;
+      uint4 next;
+      const auto load_codes = [&](int half) {
+        const std::uint32_t slab = weights + (at.offset[half / 2] << 4);
+        return Decoder::load_codes(slab, first + m, half % 2, thread);
+      };
+      decoder.load_scales(weights + (at.offset[0] << 4), first + m, thread);
+      next = load_codes(0);
       const auto fragment = [&](int s, int k, std::uint32_t(&a)[4]) {
-        const std::uint32_t slab = weights + (at.offset[s] << 4);
-        if (k == 0) decoder.load_scales(slab, first + m, thread);
-        if (k % 2 == 0) decoder.load_codes(slab, first + m, k / 2, thread);
+        if (k == 0) decoder.make_products();
+        if (k % 2 == 0) decoder.codes = next;
         decoder.fragment(k, a);
+        // What the step after the next one needs.
+        const int half = 2 * s + k / 2 + 1;
+        if (k % 2 != 0 || half == 2 * kCount) return;
+        next = load_codes(half);
+        if (half % 2 == 0)
+          decoder.load_scales(weights + (at.offset[half / 2] << 4), first + m, thread);
       };
       multiply_fragments<Mma, (kRegisters == 16 ? 0 : 1)>(at, tokens, fragment, part);
       if (m + 1 == kBlocks) stage.peek();

@@ -3,6 +3,7 @@
 #include "cuda/fault.cuh"
 #include "experts/sm90/codes_e2m1.h"
 #include "experts/sm90/codes_e4m3.h"
+#include "experts/sm90/codes_int4_fp8.h"
 #include "experts/sm90/codes_nvfp4.h"
 #include "experts/sm90/matrix_row.cuh"
 #include "experts/sm90/repack_codes.h"
@@ -174,16 +175,16 @@ __global__ void repack_int4_codes(WeightShape shape, const std::uint8_t* __restr
     *reinterpret_cast<uint4*>(to + at.block * 4096 + half * 2048 + at.thread * 16) =
         make_uint4(words[0], words[1], words[2], words[3]);
     if (at.t != 0 || half != 0) continue;
-    std::uint32_t pair = 0;
+    Int4Multiples pair[2] = {};
 #pragma unroll
     for (int hi = 0; hi < 2; ++hi) {
       if (at.row[hi] < 0) continue;
       std::int64_t which = at.chunk * 128 / group;
       MOESAIC_CUDA_FAULT(cuda_codes_have_the_first_scale, which = 0;)
-      pair |= static_cast<std::uint32_t>(scale[at.row[hi] * (columns / group) + which]) << (8 * hi);
+      pair[hi] = int4_multiples(scale[at.row[hi] * (columns / group) + which]);
     }
-    *reinterpret_cast<std::uint16_t*>(to + kE4m3Bytes + at.block * 64 + (at.thread >> 2) * 2) =
-        static_cast<std::uint16_t>(pair);
+    *reinterpret_cast<uint4*>(to + kE4m3Bytes + at.block * 512 + (at.thread >> 2) * 16) =
+        make_uint4(pair[0].low, pair[0].high, pair[1].low, pair[1].high);
   }
 }
 

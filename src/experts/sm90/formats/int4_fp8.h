@@ -9,7 +9,7 @@ namespace moesaic::cuda {
 struct Int4Fp8 {
   using Product = ptx::E4M3;
   static constexpr int kChunkK = 128, kWeightBits = 4;
-  using WeightScales = RowStrip<1>;
+  using WeightScales = RowStrip<8>;
   using Tokens = RowScaledRows<RowForm::kFp8Row>;
   using Weights = FromFp8Codes<DecodeInt4Fp8>;
   using Promote = PerStages<2>;
