@@ -71,11 +71,15 @@ MOESAIC_HOST_DEVICE Int4Products int4_products(const Int4Multiples& m) {
   return p;
 }
 
-// Two registers of four e4m3 codes each, from a word.
+// For each of four bytes, which it is of the products of positive codes.
+inline constexpr std::uint32_t kInt4Order = 0x32103210U;
+
+// Two registers of four e4m3 codes each, from a word. order: kInt4Order.
 MOESAIC_HOST_DEVICE void int4_fp8_pair(std::uint32_t word, const Int4Products& p,
-                                       std::uint32_t& first, std::uint32_t& second) {
+                                       std::uint32_t& first, std::uint32_t& second,
+                                       std::uint32_t order = kInt4Order) {
   const std::uint32_t index = word & 0x77777777U;
-  const std::uint32_t sign = (word >> 1 & 0x44444444U) | 0x32103210U;
+  const std::uint32_t sign = (word >> 1 & 0x44444444U) | order;
   const auto picked = [&](int shift) {
     return pick_bytes(pick_bytes(p.positive[0], p.positive[1], index >> shift),
                       pick_bytes(p.negative[0], p.negative[1], index >> shift), sign >> shift);

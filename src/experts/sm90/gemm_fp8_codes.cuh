@@ -21,6 +21,7 @@ struct DecodeInt4Fp8 {
   uint4 codes;      // of two steps: of row g, then of row g + 8
   uint4 multiples;  // Int4Multiples of both rows
   Int4Products products[2];
+  std::uint32_t order;  // kInt4Order
 
   __device__ __forceinline__ void load_scales(std::uint32_t slab, int block, int thread) {
     multiples = load_shared_16(slab + kSlabRows * 64 +
@@ -38,8 +39,8 @@ struct DecodeInt4Fp8 {
                           static_cast<std::uint32_t>(block * 4096 + half * 2048 + thread * 16));
   }
   __device__ __forceinline__ void fragment(int step, std::uint32_t (&a)[4]) const {
-    int4_fp8_pair((step & 1) == 0 ? codes.x : codes.z, products[0], a[0], a[2]);
-    int4_fp8_pair((step & 1) == 0 ? codes.y : codes.w, products[1], a[1], a[3]);
+    int4_fp8_pair((step & 1) == 0 ? codes.x : codes.z, products[0], a[0], a[2], order);
+    int4_fp8_pair((step & 1) == 0 ? codes.y : codes.w, products[1], a[1], a[3], order);
   }
 };
 
@@ -53,12 +54,14 @@ struct FromFp8Codes {
   template <int kCount, class Mma, class Stage, int kBlocks, int kRegisters>
   static __device__ __forceinline__ void add_stages(Stage& stage, std::uint32_t weights,
                                                     std::uint32_t tokens, int first, int thread,
+                                                    std::uint32_t order,
                                                     float (&acc)[kBlocks][kRegisters]) {
     const NextStages<kCount> at(stage);
 #pragma unroll
     for (int m = 0; m < kBlocks; ++m) {
       float part[kRegisters];
       Decoder decoder;
+      decoder.order = order;
       uint4 next;
       const auto load_codes = [&](int half) {
         const std::uint32_t slab = weights + (at.offset[half / 2] << 4);
@@ -104,9 +107,13 @@ struct FromFp8Codes {
 #pragma unroll
       for (int i = 0; i < kColumns / 2; ++i) acc[m][i] = 0;
     }
-    if (chunks % 2 != 0) add_stages<1, Mma>(stage, weights, tokens, first, thread, acc);
+    // Through a shuffle, which the compiler does not see through: an instruction has room for one
+    // constant. The widest build has no register to spare.
+    std::uint32_t order = kInt4Order;
+    if (Tile::kMaxColumns < 128) order = __shfl_sync(0xFFFFFFFFU, kInt4Order, lane);
+    if (chunks % 2 != 0) add_stages<1, Mma>(stage, weights, tokens, first, thread, order, acc);
     for (int c = chunks / 2; c > 0; --c) {
-      add_stages<2, Mma>(stage, weights, tokens, first, thread, acc);
+      add_stages<2, Mma>(stage, weights, tokens, first, thread, order, acc);
     }
   }
 
