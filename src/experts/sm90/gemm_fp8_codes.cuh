@@ -77,8 +77,9 @@ struct FromFp8Codes {
         const int half = 2 * s + k / 2 + 1;
         if (k % 2 != 0 || half == 2 * kCount) return;
         next = load_codes(half);
-        if (half % 2 == 0)
+        if (half % 2 == 0) {
           decoder.load_scales(weights + (at.offset[half / 2] << 4), first + m, thread);
+        }
       };
       multiply_fragments<Mma, (kRegisters == 16 ? 0 : 1)>(at, tokens, fragment, part);
       if (m + 1 == kBlocks) stage.peek();

@@ -9,7 +9,8 @@
 //   4 bits, e4m3 products: of a chunk of 128 elements, as 8 bits, with a word per row of each k32 step
 //           (codes_int4_fp8.h); register i holds elements 32 s + 4 t + 16 (i / 2) and three more
 // and then the strip of scales [block: 2][warp: 4][g: 8]{row g, row g + 8}, a byte per group of the
-// chunk; for e4m3 products eight bytes, the multiples of the scale (codes_int4_fp8.h). Codes past the matrix are zero.
+// chunk; for e4m3 products eight bytes, the multiples of the scale (codes_int4_fp8.h). Codes past
+// the matrix are zero.
 #pragma once
 
 #include <cstddef>
