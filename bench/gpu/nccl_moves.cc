@@ -69,12 +69,21 @@ std::vector<std::int32_t> exchanged(std::vector<std::int32_t> map, std::size_t r
   return map;
 }
 
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + std::ssize(values) / 2;
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
 struct Cost {
-  double step = 0, extra = 0, begin = 0;  // us: a step by itself; of all moves; of their begin
+  double step = 0, begin = 0;  // us: a step by itself; the begin of the moves
+  std::vector<double> extra;   // us of all moves, of each rearrangement
 };
 
+// There and back again, `times` times in all: steps by themselves differ so much from one time to the
+// next that one rearrangement says little. Each is compared with the steps around it.
 Cost time_one(Rank& r, const Settings& s, std::size_t ranks, RankEngine engine, std::int64_t tokens,
-              std::size_t slots) {
+              std::size_t slots, int times) {
   FusedMoE::Options o;
   o.max_tokens = tokens;
   o.device = Device::cuda(r.device);
@@ -90,30 +99,35 @@ Cost time_one(Rank& r, const Settings& s, std::size_t ranks, RankEngine engine, 
   const bool captured = engine == RankEngine::kPeerWindows;
   Step step(r, layer, tokens, captured);
   Cost cost;
-  std::vector<double> alone;
   const auto steps_alone = [&] {
+    std::vector<double> alone;
     for (int i = 0; i < kSteps; ++i) {
       const auto begin = Clock::now();
       step.run();
       alone.push_back(us_since(begin));
     }
     must(r.control->barrier("steps"), "barrier");
+    return alone;
   };
-  steps_alone();
-  const auto begin = Clock::now();
-  must(layer.begin_rearrange(exchanged(layer.physical_to_logical(), ranks, slots)), "begin");
-  cost.begin = us_since(begin);
-  double steps = 0;
-  for (bool done = false; !done; ++steps) {
-    done = must(layer.continue_rearrange(1), "move");
-    step.run();
+  std::vector<double> before = steps_alone();
+  for (int time = 0; time < times; ++time) {
+    const auto begin = Clock::now();
+    must(layer.begin_rearrange(exchanged(layer.physical_to_logical(), ranks, slots)), "begin");
+    cost.begin = us_since(begin);
+    double steps = 0;
+    for (bool done = false; !done; ++steps) {
+      done = must(layer.continue_rearrange(1), "move");
+      step.run();
+    }
+    const double all = us_since(begin);
+    must(r.control->barrier("moved"), "barrier");
+    const std::vector<double> after = steps_alone();
+    std::vector<double> around = before;
+    around.insert(around.end(), after.begin(), after.end());
+    cost.step = median(around);
+    cost.extra.push_back(all - steps * cost.step);
+    before = after;
   }
-  const double all = us_since(begin);
-  must(r.control->barrier("moved"), "barrier");
-  steps_alone();
-  std::nth_element(alone.begin(), alone.begin() + kSteps, alone.end());
-  cost.step = alone[kSteps];
-  cost.extra = all - steps * cost.step;
   return cost;
 }
 
@@ -122,32 +136,42 @@ Cost time_one(Rank& r, const Settings& s, std::size_t ranks, RankEngine engine, 
 void time_moves(std::vector<Rank>& ranks, const Settings& s) {
   constexpr std::size_t kSlots = 8;
   prepare_layer_weights();
+  constexpr int kTimes = 7;
   const auto moved = static_cast<double>(ranks.size() / 2 * 2 * kSlots);
   fmt::print(
       "\nExperts that move while a layer serves, one of all ranks a step of {} calls (DeepSeek-V3 "
       "in "
-      "FP8 blocks, {} experts change their rank); host time of the slowest rank\n"
+      "FP8 blocks, {} experts change their rank, {} times from GPU to GPU: median, least, most); "
+      "host "
+      "time of the slowest rank\n"
       "| GPUs | tokens per GPU | experts move | step us | begin us | in all, us an expert | of a "
       "step "
       "|\n|--:|--:|---|--:|--:|--:|--:|\n",
-      kStepCalls, moved);
+      kStepCalls, moved, kTimes);
   for (const std::int64_t tokens : s.tokens) {
     for (const RankEngine engine : {RankEngine::kPeerWindows, RankEngine::kMessages}) {
+      const bool peers = engine == RankEngine::kPeerWindows;
+      if (!peers && s.no_messages) continue;
       std::vector<Cost> costs(ranks.size());
       on_ranks(ranks, [&](Rank& r) {
         costs[static_cast<std::size_t>(r.index)] =
-            time_one(r, s, ranks.size(), engine, tokens, kSlots);
+            time_one(r, s, ranks.size(), engine, tokens, kSlots, peers ? kTimes : 1);
       });
       Cost worst = costs[0];
       for (const Cost& c : costs) {
         worst.step = std::max(worst.step, c.step);
-        worst.extra = std::max(worst.extra, c.extra);
         worst.begin = std::max(worst.begin, c.begin);
+        for (std::size_t i = 0; i < c.extra.size(); ++i) {
+          worst.extra[i] = std::max(worst.extra[i], c.extra[i]);
+        }
       }
-      fmt::print("| {} | {} | {} | {:.0f} | {:.0f} | {:.0f} | {:.2f} % |\n", ranks.size(), tokens,
-                 engine == RankEngine::kPeerWindows ? "from GPU to GPU" : "through the host",
-                 worst.step, worst.begin, worst.extra / moved,
-                 100 * worst.extra / moved / worst.step);
+      std::sort(worst.extra.begin(), worst.extra.end());
+      const auto share = [&](double extra) { return 100 * extra / moved / worst.step; };
+      const double middle = median(worst.extra);
+      fmt::print("| {} | {} | {} | {:.0f} | {:.0f} | {:.0f} | {:.2f} % ({:.2f} to {:.2f}) |\n",
+                 ranks.size(), tokens, peers ? "from GPU to GPU" : "through the host", worst.step,
+                 worst.begin, middle / moved, share(middle), share(worst.extra.front()),
+                 share(worst.extra.back()));
       std::fflush(stdout);
     }
   }

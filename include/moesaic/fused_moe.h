@@ -480,7 +480,8 @@ class FusedMoE {
   // was. Between GPUs that write into each other's memory (RankEngine::kPeerWindows), and on one GPU,
   // the buffer is device memory, unless it would take more than a quarter of what is free: copies run
   // beside what is enqueued, the call that begins the last ones returns false, and the next one waits
-  // for them.
+  // for them; ranks wait for each other in the first call and from that one on. max_transfers is the
+  // same on all ranks; kInvalidArgument, on all, where it is not in the first call.
   Result<bool> continue_rearrange(std::int64_t max_transfers = 8);
 
   FusedMoE(FusedMoE&&) noexcept;

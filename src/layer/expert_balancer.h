@@ -65,9 +65,10 @@ class ExpertBalancer {
   // on the way: in device memory, if all ranks can have it there, else on the host.
   Status make_room(Communicator* world, std::span<const ExpertPart> parts);
   // Moves up to max_transfers experts (of all ranks together) between the slots' rows `parts`, which
-  // are those of begin's day; collective where there is a `world`. True when in this very call the
-  // new weights and maps have come into force on all ranks. A failure ends the rearrangement; weights
-  // and maps stay as they are.
+  // are those of begin's day; collective where there is a `world`, though ranks do not wait for each
+  // other in calls behind the first that leave experts in the plan of a stage. True when in this very
+  // call the new weights and maps have come into force on all ranks. A failure ends the rearrangement;
+  // weights and maps stay as they are.
   Result<bool> advance(Communicator* world, std::int64_t max_transfers,
                        std::span<const ExpertPart> parts);
 
@@ -76,6 +77,7 @@ class ExpertBalancer {
     ExpertMaps maps;
     std::vector<ExpertTransfer> plan;
     std::size_t next = 0;
+    bool agreed = false;  // ranks move as many experts in a call
     bool staged = false;
     // Of each rank, the experts that its slots are to change to, each once, by slot: their places.
     std::vector<std::vector<std::int32_t>> arriving;
@@ -92,6 +94,8 @@ class ExpertBalancer {
                    std::span<const ExpertPart> parts);
   // What only changes its slot on this rank.
   Status stage_local(std::span<const ExpertPart> parts);
+  // In the first call: that all ranks move as many.
+  Status agree_on_transfers(Communicator& world, std::int64_t max_transfers);
   // Whether this rank has all that it needs for the switch, as far as it goes without waiting for
   // more of the plan: -1 failed, 0 not yet, 1 ready.
   std::int64_t get_ready(std::span<const ExpertPart> parts, Status& failed);

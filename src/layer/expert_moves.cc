@@ -214,6 +214,17 @@ std::int64_t ExpertBalancer::get_ready(std::span<const ExpertPart> parts, Status
   return failed.ok() ? 1 : -1;
 }
 
+Status ExpertBalancer::agree_on_transfers(Communicator& world, std::int64_t max_transfers) {
+  MOESAIC_ASSIGN_OR_RETURN(const std::vector<std::int64_t> all,
+                           world.all_gather("max_transfers", max_transfers));
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r] == all[0] || MOESAIC_FAULT(rearrange_ranks_may_move_unequally)) continue;
+    return invalid(fmt::format("max_transfers: got {} on rank 0 and {} on rank {}, need the same",
+                               all[0], all[r], r));
+  }
+  return {};
+}
+
 Result<bool> ExpertBalancer::advance(Communicator* world, std::int64_t max_transfers,
                                      std::span<const ExpertPart> parts) {
   if (!flight_) return Status(invalid("rearrange: none is in flight, need to begin one"));
@@ -223,6 +234,11 @@ Result<bool> ExpertBalancer::advance(Communicator* world, std::int64_t max_trans
   };
   try {
     Flight& f = *flight_;
+    if (world != nullptr && !f.agreed) {
+      const Status agreed = agree_on_transfers(*world, max_transfers);
+      if (!agreed.ok()) return give_up(agreed);
+    }
+    f.agreed = true;
     if (f.next < f.plan.size()) {
       const Status moved =
           f.stage ? send_some(max_transfers, parts) : move_some(*world, max_transfers, parts);
@@ -232,6 +248,9 @@ Result<bool> ExpertBalancer::advance(Communicator* world, std::int64_t max_trans
         return give_up(moved);
       }
     }
+    // With more of the plan to come no rank is ready, and a failure has been told: in steps of a model
+    // that have no other reason to, ranks would only wait for each other.
+    if (f.stage && f.next < f.plan.size()) return false;
     // -1: has failed, 0: not yet, 1: ready. All ranks see the same answers.
     Status failed;
     std::int64_t ready = get_ready(parts, failed);

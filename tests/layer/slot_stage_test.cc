@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -222,6 +223,55 @@ TEST(SlotStage, ACopyThatCannotBeginLeavesAllAsItWas) {
         }
         if (r.balancer->in_flight()) return "still in flight";
         return r.slots.are_of(before) ? "" : "slots changed";
+      });
+  for (const std::string& w : wrong) EXPECT_EQ(w, "");
+}
+
+// Rank 0 is through with all but the last calls before any other rank makes its second one.
+TEST(SlotStage, RanksDoNotWaitForEachOtherWhileThePlanLasts) {
+  Lobby lobby;
+  std::atomic<bool> far{false};
+  const auto wrong =
+      test::on_ranks([&](int rank, std::shared_ptr<Communicator> world) -> std::string {
+        Rank r = Rank::make(lobby, rank, {});
+        const auto wanted = test::random_map(3, kLogical, kPhysical);
+        const auto plan =
+            plan_transfers(r.balancer->physical_to_logical(), wanted, test::kEplbRanks).value();
+        if (plan.size() < 4) return "a plan of too few experts";
+        Status status = r.balancer->begin(wanted);
+        if (status.ok()) status = r.balancer->make_room(world.get(), r.slots.parts);
+        if (!status.ok()) return status.to_string();
+        std::size_t calls = 0;
+        for (bool done = false; !done;) {
+          if (rank != 0 && calls == 1) far.wait(false);
+          const auto moved = r.balancer->advance(world.get(), 1, r.slots.parts);
+          if (!moved.ok()) return moved.status().to_string();
+          done = *moved;
+          if (++calls + 1 == plan.size() && rank == 0) {
+            far = true;
+            far.notify_all();
+          }
+        }
+        return r.slots.are_of(r.balancer->local_experts()) ? "" : "other slots";
+      });
+  for (const std::string& w : wrong) EXPECT_EQ(w, "");
+}
+
+TEST(SlotStage, RanksThatWouldMoveUnequallyAreRefused) {
+  Lobby lobby;
+  const auto wrong =
+      test::on_ranks([&](int rank, std::shared_ptr<Communicator> world) -> std::string {
+        Rank r = Rank::make(lobby, rank, {});
+        Status status = r.balancer->begin(test::random_map(3, kLogical, kPhysical));
+        if (status.ok()) status = r.balancer->make_room(world.get(), r.slots.parts);
+        if (!status.ok()) return status.to_string();
+        const Status moved =
+            r.balancer->advance(world.get(), rank == 1 ? 3 : 2, r.slots.parts).status();
+        if (moved.code() != StatusCode::kInvalidArgument) return moved.to_string();
+        if (moved.message() != "max_transfers: got 2 on rank 0 and 3 on rank 1, need the same") {
+          return moved.message();
+        }
+        return r.balancer->in_flight() ? "still in flight" : "";
       });
   for (const std::string& w : wrong) EXPECT_EQ(w, "");
 }
