@@ -48,40 +48,42 @@ struct FromCodes {
     }
   };
 
-  // The products of the next kCount stages, in flight together. A step is decoded while the products
+  // The products of the next kCount stages, in flight together. Steps are decoded while the products
   // of the two before are in flight; over a loop's end the compiler would not let them be. With two
-  // blocks codes are read two steps before they are needed; with one there are twice the warps, which
-  // hide that better (measured).
+  // blocks two steps are issued together, and codes are read two steps before they are needed; with
+  // one there are twice the warps, which hide that better (measured).
   template <int kCount, class Mma, class Stage, class Slab, int kBlocks, int kRegisters>
   static __device__ __forceinline__ void multiply_stages(Stage& stage, std::uint32_t weights,
                                                          std::uint32_t tokens, const Slab& slab,
                                                          float (&acc)[kBlocks][kRegisters]) {
     const NextStages<kCount> at(stage);
     constexpr bool kAhead = kBlocks == 2;
+    constexpr int kTurns = kBlocks * kCount, kSteps = kAhead ? 2 : 1;
     Decoder decoders[2];
+    // Of turn `turn`: stage turn % kCount of block turn / kCount.
     const auto load = [&](int turn) {
-      slab.load(decoders[turn % 2], weights + (at.offset[turn / kBlocks] << 4), turn % kBlocks);
+      slab.load(decoders[turn % 2], weights + (at.offset[turn % kCount] << 4), turn / kCount);
     };
     load(0);
 #pragma unroll
-    for (int s = 0; s < kCount; ++s) {
+    for (int turn = 0; turn < kTurns; ++turn) {
+      if (!kAhead && turn > 0) load(turn);
 #pragma unroll
-      for (int m = 0; m < kBlocks; ++m) {
-        const int turn = s * kBlocks + m;
-        if (!kAhead && turn > 0) load(turn);
+      for (int k = 0; k < 4; k += kSteps) {
+        std::uint32_t a[kSteps][4];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          std::uint32_t a[4];
-          decoders[turn % 2].fragment(k, a);
-          if (kAhead && k == 1 && turn + 1 < kCount * kBlocks) load(turn + 1);
-          ptx::wgmma_fence();
-          Mma::run(acc[m], a,
-                   ptx::wgmma_descriptor(tokens + at.offset[s] +
-                                         static_cast<std::uint32_t>(k) * ptx::kWgmmaStep),
+        for (int i = 0; i < kSteps; ++i) decoders[turn % 2].fragment(k + i, a[i]);
+        if (kAhead && k == 0 && turn + 1 < kTurns) load(turn + 1);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+          Mma::run(acc[turn / kCount], a[i],
+                   ptx::wgmma_descriptor(tokens + at.offset[turn % kCount] +
+                                         static_cast<std::uint32_t>(k + i) * ptx::kWgmmaStep),
                    1);
-          ptx::wgmma_commit();
-          if (s + 1 < kCount || m + 1 < kBlocks || k < 3) ptx::wgmma_wait<2>();
         }
+        ptx::wgmma_commit();
+        if (turn + 1 < kTurns || k + kSteps < 4) ptx::wgmma_wait<2 / kSteps>();
       }
     }
     stage.peek();
@@ -133,8 +135,8 @@ struct FromCodes {
   }
 
   // Blocks of 64 rows from `first` on: as FromShared::columns, with InOperand or PerStagesAndRow.
-  // InOperand and few columns: two stages at a time, because waiting for the last products of each is
-  // then much of the time.
+  // InOperand: two stages at a time, because what stands between stages and waiting for the last
+  // products of each is much of the time.
   template <class Format, class Tile, int kColumns, int kBlocks>
   static __device__ __forceinline__ void blocks(const Shared<Format, Tile>& sh,
                                                 RingPosition<Layout<Format, Tile>::kStages>& ring,
@@ -174,12 +176,9 @@ struct FromCodes {
       }
       return;
     }
-    constexpr int kTogether = kColumns <= 32 || kBlocks == 1 ? 2 : 1;
-    if (kTogether == 2 && chunks % 2 != 0) {
-      multiply_stages<1, Mma>(stage, weights, tokens, slab, acc);
-    }
-    for (int c = chunks / kTogether; c > 0; --c) {
-      multiply_stages<kTogether, Mma>(stage, weights, tokens, slab, acc);
+    if (chunks % 2 != 0) multiply_stages<1, Mma>(stage, weights, tokens, slab, acc);
+    for (int c = chunks / 2; c > 0; --c) {
+      multiply_stages<2, Mma>(stage, weights, tokens, slab, acc);
     }
   }
 
