@@ -49,9 +49,9 @@ struct FromCodes {
   };
 
   // The products of the next kCount stages, in flight together. Steps are decoded while the products
-  // of the two before are in flight; over a loop's end the compiler would not let them be. With two
-  // blocks two steps are issued together, and codes are read two steps before they are needed; with
-  // one there are twice the warps, which hide that better (measured).
+  // of the two before are in flight; over a loop's end that gains nothing (measured). With two blocks
+  // two steps are issued together, and codes are read two steps before they are needed; with one
+  // there are twice the warps, which hide that better (measured).
   template <int kCount, class Mma, class Stage, class Slab, int kBlocks, int kRegisters>
   static __device__ __forceinline__ void multiply_stages(Stage& stage, std::uint32_t weights,
                                                          std::uint32_t tokens, const Slab& slab,
