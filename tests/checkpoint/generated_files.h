@@ -8,7 +8,8 @@
 
 namespace moesaic::test {
 
-// Runs `python tests/checkpoint/<script> <folder>`.
+// Runs `python tests/checkpoint/<script> <folder>`. Scripts take seconds: where the environment has
+// MOESAIC_GENERATED_FILES, a folder, what one process has written is kept there and others copy it.
 struct GeneratedFiles {
   nlohmann::json manifest;  // <folder>/manifest.json
   std::string problem;      // what the script said when it failed; empty: all is well

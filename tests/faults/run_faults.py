@@ -18,6 +18,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -70,12 +71,17 @@ def find_binary(build, name):
     return found[0] if found else None
 
 
+# Of every test: where files that scripts write for tests are kept (tests/checkpoint/generated_files.h).
+shared = {}
+
+
 def run_tests(binary, gtest_filter, fault, cwd, timeout=TIMEOUT_S):
     """(tests run, whether they passed, end of the output)"""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GTEST_")}
     environment.pop("MOESAIC_FAULT", None)
     # Small teams: two faults run side by side.
     environment.setdefault("OMP_NUM_THREADS", "2")
+    environment.update(shared)
     command = [str(binary), f"--gtest_filter={gtest_filter}", "--gtest_brief=1"]
     if fault:
         environment["MOESAIC_FAULT"] = fault
@@ -171,7 +177,11 @@ def main(arguments):
     baseline = Baselines(build, chosen.values())
 
     caught = skipped = 0
-    with ThreadPoolExecutor(GPU_WORKERS if gpu else os.cpu_count()) as pool:
+    with (
+        tempfile.TemporaryDirectory() as kept,
+        ThreadPoolExecutor(GPU_WORKERS if gpu else os.cpu_count()) as pool,
+    ):
+        shared["MOESAIC_GENERATED_FILES"] = kept
         results = pool.map(
             lambda item: check_fault(build, item[0], *item[1], baseline, timeout), sorted(chosen.items())
         )
