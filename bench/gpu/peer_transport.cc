@@ -117,7 +117,7 @@ class PeerRank {
     rows.stream = {stream_};
     must(transport_->prepare(rows).status(), "dispatch");
     if (timed) mark(3 * i + 1);
-    transport_->take_slots(rows_.as<void>(), map_->as<std::int32_t>());
+    transport_->take_slots({rows_.as<void>()}, map_->as<std::int32_t>());
     must(transport_->answer({stream_}), "combine");
     if (timed) mark(3 * i + 2);
     cuda::SumEpilogue to;

@@ -128,6 +128,14 @@ struct RankOptions {
   // Dtype of partial sums on their way back with kGather and kAllToAll, kPerRank: F32, or BF16 for
   // half the bytes and one more rounding of each (2^-9 relative).
   DType combine_dtype = DType::kF32;
+  // With peer windows: how many pairs of a row and an expert a rank may compute in one call. Its
+  // experts have memory for so many rows then (at least 1024), instead of for all rows of all ranks
+  // with all their experts on this one. A call in which some rank has more is refused on all ranks;
+  // no pair is ever dropped: the output is NaN, health() says kLimitExceeded with the rank, what it
+  // had and what there is room for, and, as after every failure on the device, the layer takes no
+  // more calls. 0: room for every pair. The same on all ranks. kUnsupported where rows do not go
+  // through peer windows, and for cuda_general, hidden sizes that are padded and top_k above 64.
+  std::int64_t pair_capacity = 0;
   // false: where ranks with the same rows hold parts of each row (kNone, or kGather with tensor
   // parallelism), forward leaves their sum to the caller, who may join it with another. Each
   // rank's output is then its part, shared and identity experts of some rows in it, and

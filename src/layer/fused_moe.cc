@@ -135,11 +135,12 @@ std::int64_t FusedMoE::Impl::fingerprint() const {
                   spec.num_experts, plan.routing.top_k, plan.latent_size, plan.quant.scheme.name,
                   options.max_tokens, rank_transport_name(plan.ranks.transport),
                   plan.ranks.per_slot, expert_placement_name(options.parallel.placement)) +
-      fmt::format(" {} {} {} {} {} {} {} {}", plan.shared_slices, plan.ranks.leaves_sum,
+      fmt::format(" {} {} {} {} {} {} {} {} {}", plan.shared_slices, plan.ranks.leaves_sum,
                   options.ranks.enable_eplb, options.ranks.dual_batch_tokens,
                   plan.routed.num_experts,
                   options.ranks.enable_eplb ? engine->experts_backend() : "",
-                  layer::engine_of(options.device).name, dtype_name(plan.ranks.combine_dtype)) +
+                  layer::engine_of(options.device).name, dtype_name(plan.ranks.combine_dtype),
+                  plan.ranks.pair_capacity) +
       (MOESAIC_FAULT(layer_ranks_may_round_differently) ? ""
                                                         : gate::describe(plan.logit_rounding())));
 }

@@ -116,6 +116,10 @@ Result<RankPlan> plan_ranks(const FusedMoE::Options& options, std::int64_t top_k
     return Status(StatusCode::kInvalidArgument,
                   fmt::format("dual_batch_tokens: got {}, need >= 0", dual));
   }
+  if (options.ranks.pair_capacity < 0) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("pair_capacity: got {}, need >= 0", options.ranks.pair_capacity));
+  }
   if (options.ranks.enable_eplb && (p.tp_size > 1 || p.placement != ExpertPlacement::kLinear)) {
     return unsupported("enable_eplb: got true, need expert parallelism with linear placement");
   }
@@ -167,6 +171,7 @@ Result<RankPlan> plan_ranks(const FusedMoE::Options& options, std::int64_t top_k
     plan.in_flight = 2;
     plan.batch_rows = ceil_div(options.max_tokens, 2);
   }
+  plan.pair_capacity = options.ranks.pair_capacity;
   const std::vector<int> replicas = p.replica_group();
   plan.replicas = static_cast<int>(replicas.size());
   plan.replica = static_cast<int>(std::find(replicas.begin(), replicas.end(), p.flat_rank()) -
@@ -175,6 +180,11 @@ Result<RankPlan> plan_ranks(const FusedMoE::Options& options, std::int64_t top_k
   plan.engine = options.ranks.engine;
   if (plan.engine == RankEngine::kPeerWindows) {
     MOESAIC_RETURN_IF_ERROR(peer_windows_fit(plan, options.device));
+  }
+  if (plan.pair_capacity > 0) {
+    MOESAIC_RETURN_IF_ERROR(
+        peer_windows_fit(plan, options.device)
+            .with_context(fmt::format("pair_capacity: got {}", plan.pair_capacity)));
   }
 
   plan.kernel_rows = plan.experts_rows = plan.batch_rows;

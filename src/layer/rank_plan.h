@@ -25,6 +25,7 @@ struct RankPlan {
   bool per_slot = false;       // slots come back one by one and are added at home
   bool slots_as_rows = false;  // per slot on a CPU: each slot is a row of its own for the kernel
   DType combine_dtype = DType::kF32;  // of partial sums on their way back
+  std::int64_t pair_capacity = 0;     // as RankOptions has it
   std::int64_t kernel_rows = 0;       // that this rank passes to the kernel in one call, at most
   std::int64_t experts_rows = 0;      // that its experts may see in one call
   // Two batches of a call are under way at once (dual_batch_tokens).

@@ -106,9 +106,10 @@ MOESAIC_HOST_DEVICE constexpr PeerVerdict judge_peer_word(const PeerWord& word,
 // could not hold the names of one report and the code of another.
 enum class PeerFailure : std::uint32_t {
   kNone,
-  kLate,     // words of `missing` did not arrive in time
-  kBadWord,  // words of `missing` are there and not right: `verdict` of the first
-  kRefused,  // `reporter` could not take part; its own error says why
+  kLate,          // words of `missing` did not arrive in time
+  kBadWord,       // words of `missing` are there and not right: `verdict` of the first
+  kRefused,       // `reporter` could not take part; its own error says why
+  kTooManyPairs,  // `reporter` has `pairs` pairs of a row and an expert, and room for `capacity`
 };
 struct PeerReport {
   std::uint64_t code = 0;     // PeerFailure
@@ -117,6 +118,7 @@ struct PeerReport {
   std::uint32_t epoch = 0;
   std::uint32_t kind = 0;     // PeerKind of the words that were waited for
   std::uint32_t verdict = 0;  // PeerVerdict
+  std::uint32_t pairs = 0, capacity = 0;
 };
 // A report has a bit for each rank.
 inline constexpr int kPeerReportRanks = 64;

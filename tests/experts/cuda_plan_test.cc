@@ -242,7 +242,7 @@ TEST(CudaPlan, WorkspaceIsMonotone) {
   std::int64_t last = 0;
   for (std::int64_t tokens = 0; tokens < 300; ++tokens) {
     Arena arena = Arena::measure();
-    ExpertsWorkspace::carve(p, plan, tokens, arena);
+    ExpertsWorkspace::carve(p, plan, tokens, 0, arena);
     ASSERT_TRUE(arena.status().ok());
     EXPECT_GE(arena.used(), last);
     last = arena.used();

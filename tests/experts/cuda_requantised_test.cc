@@ -41,7 +41,7 @@ struct Intermediate {
     const cuda::ExpertsPlan plan = cuda::make_experts_plan(fitted).value();
     EXPECT_TRUE(plan.quantizes_late());
     Arena arena({d.workspace.as<std::byte>(), static_cast<std::size_t>(d.workspace_bytes)});
-    const auto w = cuda::ExpertsWorkspace::carve(fitted, plan, d.tokens, arena);
+    const auto w = cuda::ExpertsWorkspace::carve(fitted, plan, d.tokens, 0, arena);
     const std::int64_t pairs = d.tokens * problem.top_k;
     row_bytes = fitted.intermediate_size;
     row_of_pair = values_at<std::int32_t>(w.row_of_pair, pairs);

@@ -277,6 +277,73 @@ TEST(CudaPeerRanks, AMissingRankIsReportedByAllOthers) {
   EXPECT_EQ(wrong, "");
 }
 
+// With room for fewer pairs than there may be a layer has the bits of one with room for all, up to the
+// last pair; one more, and the call is refused on all ranks. All slots choose experts of rank 0, so what
+// it has is known.
+TEST(CudaPeerRanks, ACallWithMorePairsThanThereIsRoomForIsRefusedOnAllRanks) {
+  REQUIRE_HOPPER();
+  constexpr std::int64_t kRoom = 1024, kMost = 300;
+  for (const test::Feature& f : test::rank_features()) {
+    if (f.name != "deepseek" && f.name != "deepseek fp8") continue;
+    for (const RankReduction reduction : {RankReduction::kPerRank, RankReduction::kPerSlot}) {
+      const LayerTensors tensors = test::make_tensors(57, f.spec());
+      const test::MakeRankLayer make = test::maker_of(tensors);
+      const std::int64_t k = tensors.spec.routing.top_k;
+      const std::string wrong = on_ranks(
+          2, kPatientMs, [&](int rank, const std::shared_ptr<Communicator>& world) -> std::string {
+            FusedMoE::Options o = options_of(engines_of(2, reduction), world);
+            o.max_tokens = kMost;
+            o.ranks.engine = RankEngine::kPeerWindows;
+            const auto wide = make(o);
+            o.ranks.pair_capacity = kRoom;
+            const auto layer = make(o);
+            if (!wide.ok() || !layer.ok()) return layer.status().to_string();
+            RankCalls calls(700 + static_cast<std::uint64_t>(rank), tensors.spec.hidden_size,
+                            kMost / kMostRows);
+            std::vector<std::int32_t> of_slots;
+            for (std::int64_t i = 0; i < kMost * k; ++i) {
+              of_slots.push_back(static_cast<std::int32_t>(i % k));
+            }
+            const DeviceBytes ids(of_slots);
+            const DeviceBytes weights(std::vector<float>(of_slots.size(), 0.75F));
+            // All pairs are rank 0's; of the rows 100 are of rank 1.
+            const auto run = [&](const FusedMoE& with, std::int64_t rows) -> Status {
+              const std::int64_t mine = rank == 1 ? 100 : rows - 100;
+              FusedMoE::Args args = calls.args_of(0, mine);
+              args.topk_ids = {ids.as<const std::byte>(), DType::kI32, Shape{mine, k}, o.device};
+              args.topk_weights = {weights.as<const std::byte>(), DType::kF32, Shape{mine, k},
+                                   o.device};
+              MOESAIC_RETURN_IF_ERROR(world->barrier("call"));
+              MOESAIC_RETURN_IF_ERROR(with.enqueue({calls.stream()}, args));
+              return calls.finish() ? with.health() : Status(StatusCode::kDevice, "not finished");
+            };
+            for (const std::int64_t rows : {std::int64_t{101}, kRoom / k - 1, kRoom / k}) {
+              const std::int64_t mine = rank == 1 ? 100 : rows - 100;
+              Status status = run(*wide, rows);
+              if (!status.ok()) return status.to_string();
+              calls.keep();
+              calls.poison();
+              status = run(*layer, rows);
+              if (!status.ok()) return fmt::format("{} rows: {}", rows, status.to_string());
+              if (!calls.same(0, mine)) return fmt::format("{} rows: other bits", rows);
+            }
+            const std::string had = fmt::format("pair_capacity: rank 0 got {} pairs", kRoom + k);
+            expect_refusal(run(*layer, kRoom / k + 1), StatusCode::kLimitExceeded,
+                           {had.c_str(), "call 4", "need at most 1024"});
+            if (!calls.all_nan(0, rank == 1 ? 100 : kRoom / k - 99)) return "no NaN";
+            Status status = run(*wide, kRoom / k + 1);
+            if (!status.ok()) return "with room for all: " + status.to_string();
+            // As after every failure.
+            expect_refusal(layer->enqueue({calls.stream()}, calls.args_of(0, 1)),
+                           StatusCode::kLimitExceeded, {"pair_capacity"});
+            status = world->barrier("done");
+            return status.ok() ? "" : status.to_string();
+          });
+      EXPECT_EQ(wrong, "") << f.name << " " << rank_reduction_name(reduction);
+    }
+  }
+}
+
 // Refused arguments end the call of all ranks, long before their time is over.
 TEST(CudaPeerRanks, ARankThatRefusesItsArgumentsEndsTheCallOfAll) {
   REQUIRE_HOPPER();

@@ -56,13 +56,17 @@ class RankCalls {
   }
 
   cudaStream_t stream() const { return stream_; }
-  Status enqueue(const FusedMoE& layer, std::int64_t input, std::int64_t rows) {
+  // Rows from those of an input on.
+  FusedMoE::Args args_of(std::int64_t input, std::int64_t rows) const {
     const std::int64_t first = input * kMostRows * hidden_;
-    return layer.enqueue(
-        {stream_},
-        ConstTensorView(in_.as<const std::byte>() + first * 2, DType::kBF16, Shape{rows, hidden_},
-                        device_),
-        TensorView(out_.as<std::byte>() + first * 4, DType::kF32, Shape{rows, hidden_}, device_));
+    FusedMoE::Args args;
+    args.hidden_states = {in_.as<const std::byte>() + first * 2, DType::kBF16, Shape{rows, hidden_},
+                          device_};
+    args.output = {out_.as<std::byte>() + first * 4, DType::kF32, Shape{rows, hidden_}, device_};
+    return args;
+  }
+  Status enqueue(const FusedMoE& layer, std::int64_t input, std::int64_t rows) {
+    return layer.enqueue({stream_}, args_of(input, rows));
   }
   bool finish() const { return cudaStreamSynchronize(stream_) == cudaSuccess; }
   // A graph of that call.

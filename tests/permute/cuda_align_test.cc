@@ -41,7 +41,7 @@ struct List {
         row_of_pair(pairs * 4),
         groups(bound * 16),
         done(bound * 4),
-        control(8),
+        control(12),
         bands(num_bands * 4) {
     params.topk_ids = ids.as<std::int32_t>();
     params.topk_weights = weights.as<float>();
@@ -157,6 +157,58 @@ TEST(CudaAlign, RowsThatAreNotThereAreNotListed) {
     expect_list(4 * 4096 * 8, 40, /*mapped=*/true, {first, 4096, 3, 0}, 8);
     expect_list(32 * 512 * 2, 300, /*mapped=*/false,
                 std::vector<std::int32_t>(32, std::min(first, 512)), 2);
+  }
+}
+
+// A list with room for some rows: all of them, or none and how many there would be.
+TEST(CudaAlign, AListThatIsTooLongIsNotMade) {
+  REQUIRE_HOPPER();
+  constexpr std::int32_t kExperts = 24, kRecord = 4;
+  for (const std::int32_t pairs : {300, 1024, 1025, 20000, 131073}) {
+    SCOPED_TRACE(pairs);
+    Rng rng(9);
+    std::vector<std::int32_t> ids;
+    std::vector<float> weights;
+    std::int32_t rows = 0;
+    for (std::int32_t i = 0; i < pairs; ++i) {
+      ids.push_back(static_cast<std::int32_t>(rng.integer(0, 3 * kExperts)));
+      weights.push_back(static_cast<float>(i));
+      rows += ids.back() < kExperts ? 1 : 0;
+    }
+    List list(ids, weights, kExperts, kRecord, /*num_bands=*/1);
+    const auto made = [&] {
+      EXPECT_EQ(launch_align(list.params, nullptr, {}, nullptr), 0);
+      EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+      return list.row_of_pair.values<std::int32_t>();
+    };
+    const std::vector<std::int32_t> want = made();
+    const auto records = list.control.values<std::uint32_t>()[1];
+    for (const std::int32_t capacity : {rows + 7, rows, rows - 1, rows / 2, 1}) {
+      SCOPED_TRACE(capacity);
+      const std::int64_t groups = max_group_records(capacity, kExperts, kRecord);
+      const DeviceBytes pair_of_row(2 * capacity * 4), weight_of_row(capacity * 4),
+          few_groups(groups * 16), done(groups * 4);
+      list.params.capacity = capacity;
+      list.params.max_groups = static_cast<std::int32_t>(groups);
+      list.params.pair_of_row = pair_of_row.as<std::int32_t>();
+      list.params.weight_of_row = weight_of_row.as<float>();
+      list.params.groups = few_groups.as<GroupRecord>();
+      list.params.group_done = done.as<std::uint32_t>();
+      const std::vector<std::int32_t> got = made();
+      for (const DeviceBytes* b : {&pair_of_row, &weight_of_row, &few_groups, &done}) {
+        EXPECT_TRUE(b->margin_is_intact());
+      }
+      EXPECT_EQ(list.control.values<std::uint32_t>()[2], static_cast<std::uint32_t>(rows));
+      const bool fits = rows <= capacity;
+      EXPECT_EQ(list.control.values<std::uint32_t>()[1], fits ? records : 0U);
+      EXPECT_EQ(got, fits ? want : std::vector<std::int32_t>(want.size(), -1));
+      if (!fits) continue;
+      const auto pairs_of = pair_of_row.values<std::int32_t>();
+      for (std::int32_t row = 0; row < rows; ++row) {
+        ASSERT_EQ(want[static_cast<std::size_t>(pairs_of[static_cast<std::size_t>(row)])], row);
+        ASSERT_EQ(pairs_of[static_cast<std::size_t>(capacity + row)], row);
+      }
+    }
   }
 }
 

@@ -272,7 +272,7 @@ class PeerWorld {
     p.routing = routing(*v.arrived_ids);
     p.likely_tokens = 2;
     if (c_.from_slots) {
-      p.slot_rows = v.results->as<std::uint16_t>();
+      p.slots.rows = v.results->as<void>();
       p.expert_map = v.expert_map->as<std::int32_t>();
       p.hidden = static_cast<std::int32_t>(c_.hidden);
       p.bf16 = c_.bf16;

@@ -98,6 +98,7 @@ Result<FusedMoE::Options> layer_options_of(const RankOptions& o, const CommonOpt
   layer.ranks.combine_dtype = o.combine_dtype == "bf16" ? DType::kBF16 : DType::kF32;
   layer.ranks.cut_shared = o.cut_shared;
   layer.ranks.dual_batch_tokens = o.dual_batch_tokens;
+  layer.ranks.pair_capacity = o.pair_capacity;
   layer.num_threads = threads;
   layer.ranks.enable_eplb = o.eplb;
   layer.ranks.num_redundant_experts = o.redundant;
@@ -192,6 +193,13 @@ void add_rank_options(CLI::App& app, RankOptions& o) {
   app.add_option("--dual-batch-tokens", o.dual_batch_tokens,
                  "From this many tokens of a rank on two halves of a call are under way at once: "
                  "rows travel while experts work; 0: never")
+      ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 31))
+      ->capture_default_str()
+      ->group(group);
+  app.add_option(
+         "--pair-capacity", o.pair_capacity,
+         "Peer windows: pairs of a row and an expert that a rank may compute in one call, and "
+         "has memory for; a call with more is refused on all ranks; 0: room for every pair")
       ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 31))
       ->capture_default_str()
       ->group(group);
@@ -323,7 +331,8 @@ Json describe_ranks(const RankContext& c, const FusedMoE& layer) {
           {"reduction", rank_reduction_name(c.layer.ranks.reduction_in_force())},
           {"combine_dtype", c.layer.ranks.combine_dtype == DType::kBF16 ? "bf16" : "f32"},
           {"cut_shared", c.layer.ranks.cut_shared},
-          {"dual_batch_tokens", c.layer.ranks.dual_batch_tokens}};
+          {"dual_batch_tokens", c.layer.ranks.dual_batch_tokens},
+          {"pair_capacity", c.layer.ranks.pair_capacity}};
 }
 
 }  // namespace moesaic::tool

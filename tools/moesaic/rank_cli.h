@@ -21,6 +21,7 @@ struct RankOptions {
   std::string reduction;  // empty: as RankOptions has it
   bool cut_shared = false;
   std::int64_t dual_batch_tokens = 0;
+  std::int64_t pair_capacity = 0;
   double timeout_s = 60;
   bool eplb = false;  // run only
   std::int64_t redundant = 0;

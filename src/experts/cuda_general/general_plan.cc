@@ -134,6 +134,9 @@ Status check_general_args(const MoeProblem& problem, const CudaExpertsArgs& a) {
     return unsupported(
         "x_scales, inner_scales: got scales of a call, need a scheme with stored ones");
   }
+  if (a.pair_capacity != 0) {
+    return unsupported(fmt::format("pair_capacity: got {}, need 0", a.pair_capacity));
+  }
   if (a.rows.kind == CudaRows::Kind::kKept || a.in_front) {
     return unsupported("rows: got ones that a call in front has made, need hidden states");
   }

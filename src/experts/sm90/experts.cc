@@ -65,11 +65,14 @@ std::optional<GpuExperts::KeptRows> CudaExperts::kept_rows() const {
   return KeptRows{impl_->plan.format->rows, impl_->problem.hidden_size,
                   impl_->plan.power_of_two_scales};
 }
-void* CudaExperts::slots_place(const CudaExpertsArgs& a) const {
+SlotsPlace CudaExperts::slots_place(const CudaExpertsArgs& a) const {
   MoeProblem problem = impl_->problem;
   if (a.top_k > 0) problem.top_k = a.top_k;
   Arena arena({static_cast<std::byte*>(a.workspace), static_cast<std::size_t>(a.workspace_bytes)});
-  return ExpertsWorkspace::carve(problem, impl_->plan, a.tokens, arena).y2;
+  const ExpertsWorkspace w =
+      ExpertsWorkspace::carve(problem, impl_->plan, a.tokens, a.pair_capacity, arena);
+  if (a.pair_capacity == 0 || w.control == nullptr) return {w.y2};
+  return {w.y2, w.row_of_pair, w.control + 2, a.pair_capacity};
 }
 std::string_view CudaExperts::name() const { return kCudaExpertsName; }
 std::string_view CudaExperts::determinism() const { return kCudaExpertsDeterminism; }
@@ -88,7 +91,7 @@ std::optional<ExpertsPrologue> CudaExperts::prologue(const CudaExpertsArgs& a) c
   }
   if (impl_->variant(a).max_columns > kListColumns) return std::nullopt;
   Arena arena({static_cast<std::byte*>(a.workspace), static_cast<std::size_t>(a.workspace_bytes)});
-  const ExpertsWorkspace w = ExpertsWorkspace::carve(problem, plan, a.tokens, arena);
+  const ExpertsWorkspace w = ExpertsWorkspace::carve(problem, plan, a.tokens, 0, arena);
   if (!arena.status().ok()) return std::nullopt;  // enqueue says why
   ExpertsPrologue prologue;
   if (plan.makes_rows() && a.rows.kind == CudaRows::Kind::kValues) {
@@ -124,7 +127,7 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   if (a.tokens == 0) return {};
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t rows, rows_of_tokens(problem, a.tokens));
   Arena arena({static_cast<std::byte*>(a.workspace), static_cast<std::size_t>(a.workspace_bytes)});
-  const ExpertsWorkspace w = ExpertsWorkspace::carve(problem, plan, rows, arena);
+  const ExpertsWorkspace w = ExpertsWorkspace::carve(problem, plan, rows, a.pair_capacity, arena);
   MOESAIC_RETURN_IF_ERROR(arena.status());
   const DeviceScope scope(impl_->device);
   MOESAIC_RETURN_IF_ERROR(scope.status());
@@ -169,6 +172,7 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
     if (route && route->num_shared > 0) impl_->prefetch_ahead(g.ahead);
   }
   plan.fill_sizes(problem, g);
+  g.place_of_row = w.pair_of_row + (a.pair_capacity > 0 ? w.listed_rows : 0);
   if (impl_->rows_per_pair(a) || plan.gathers_rows()) g.top_k = 1;  // a row is that of a pair
   if (plan.static_scales) {
     g.whole.x_static = impl_->x_static(a, w);

@@ -12,6 +12,7 @@
 #include "cuda/experts_prologue.h"
 #include "moesaic/experts.h"
 #include "moesaic/status.h"
+#include "permute/sm90/slots_place.h"
 #include "permute/sm90/some_rows.h"
 #include "router/sm90/route.h"
 
@@ -91,6 +92,10 @@ struct CudaExpertsArgs {
   // Of more than kComparedPairs pairs, for results that are slots: which rows are there. The others'
   // ids are not read and their slots not written.
   SomeRows some_rows;
+  // For results that are slots in slots_place, of more than kComparedPairs pairs: how many pairs may
+  // have an expert here; the workspace has room for so many. A call with more leaves all slots
+  // unwritten, and says so in SlotsPlace::listed. 0: every pair.
+  std::int64_t pair_capacity = 0;
   const std::int32_t* topk_ids = nullptr;    // [M, k] global ids; -1 or out of range: no expert
   const float* topk_weights = nullptr;       // [M, k]
   const std::int32_t* expert_map = nullptr;  // [E] -> local or -1; null: identity
@@ -134,10 +139,10 @@ class GpuExperts {
   virtual bool takes_any_rows() const { return false; }
   // The rows that a call leaves in its workspace for CudaRows::kept; empty: none.
   virtual std::optional<KeptRows> kept_rows() const { return std::nullopt; }
-  // Memory in the workspace of a call, [M * k, H] bf16, that CudaResult::slots may name: whoever adds
-  // the slots up himself needs none of his own. Of `args` only tokens, top_k, rows and workspace are
-  // read. Null: there is none.
-  virtual void* slots_place(const CudaExpertsArgs&) const { return nullptr; }
+  // Memory in the workspace of a call that CudaResult::slots may name: whoever adds the slots up
+  // himself needs none of his own. Of `args` only tokens, top_k, pair_capacity, rows and workspace
+  // are read.
+  virtual SlotsPlace slots_place(const CudaExpertsArgs&) const { return {}; }
   // Whether there is.
   virtual bool has_slots_place() const { return false; }
   // Whether both quantise the same hidden states to the same codes, at the same place of a
@@ -179,9 +184,13 @@ class CudaExperts final : public GpuExperts {
   // kUnsupported (scheme, activation_dtype, a hidden size whose rows are not whole 16 bytes, more
   // than 1024 local experts, too many rows).
   static Status can_implement(const MoeProblem& problem);
-  // Bytes for M tokens, monotone in tokens, without a device. kUnsupported as above,
-  // kInvalidArgument for negative tokens.
-  static Result<std::int64_t> workspace_size(const MoeProblem& problem, std::int64_t tokens);
+  // Bytes for M tokens, monotone in tokens, without a device; capacity: that of the call.
+  // kUnsupported as above, kInvalidArgument for negative tokens.
+  static Result<std::int64_t> workspace_size(const MoeProblem& problem, std::int64_t tokens) {
+    return workspace_size(problem, tokens, 0);
+  }
+  static Result<std::int64_t> workspace_size(const MoeProblem& problem, std::int64_t tokens,
+                                             std::int64_t capacity);
   // Uploads and repacks expert by expert; besides the final weights one expert is on the device.
   // kDevice (no device, wrong architecture: the text says which), kOutOfMemory, and the source's.
   static Result<std::unique_ptr<CudaExperts>> create(const MoeProblem& problem,
@@ -189,7 +198,7 @@ class CudaExperts final : public GpuExperts {
   ~CudaExperts() override;
 
   std::optional<KeptRows> kept_rows() const override;
-  void* slots_place(const CudaExpertsArgs& args) const override;
+  SlotsPlace slots_place(const CudaExpertsArgs& args) const override;
   bool has_slots_place() const override { return true; }
   std::string_view name() const override;
   std::int64_t weight_bytes() const override;

@@ -48,7 +48,8 @@ Status check_row_count(const MoeProblem& problem) {
                                  problem.max_tokens, each));
 }
 
-Result<std::int64_t> CudaExperts::workspace_size(const MoeProblem& problem, std::int64_t tokens) {
+Result<std::int64_t> CudaExperts::workspace_size(const MoeProblem& problem, std::int64_t tokens,
+                                                 std::int64_t capacity) {
   if (tokens < 0) {
     return Status(StatusCode::kInvalidArgument, fmt::format("tokens: got {}, need >= 0", tokens));
   }
@@ -57,7 +58,7 @@ Result<std::int64_t> CudaExperts::workspace_size(const MoeProblem& problem, std:
   Arena arena = Arena::measure();
   MOESAIC_ASSIGN_OR_RETURN(const ExpertsPlan plan, make_experts_plan(fitted));
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t rows, rows_of_tokens(problem, tokens));
-  ExpertsWorkspace::carve(problem_of_rows(fitted), plan, rows, arena);
+  ExpertsWorkspace::carve(problem_of_rows(fitted), plan, rows, capacity, arena);
   MOESAIC_RETURN_IF_ERROR(arena.status());
   return arena.used();
 }
@@ -90,6 +91,22 @@ Status check_scales(const ExpertsPlan& plan, const CudaExpertsArgs& a, std::int6
                                                     a.rows.scale_stride, rows)};
   }
   return check_pointer("hidden_scale", a.rows.scale, 4);
+}
+
+// A list with a capacity is one in memory, whose slots are added up by someone who knows of it.
+Status check_capacity(const MoeProblem& problem, const CudaExpertsArgs& a) {
+  const std::int64_t top_k = a.top_k > 0 ? a.top_k : problem.top_k;
+  if (a.pair_capacity < 0) {
+    return {StatusCode::kInvalidArgument,
+            fmt::format("pair_capacity: got {}, need >= 0", a.pair_capacity)};
+  }
+  if (a.tokens * top_k > kComparedPairs && a.result.kind == CudaResult::Kind::kSlots &&
+      !has_slabs(problem) && !a.in_front) {
+    return {};
+  }
+  return {StatusCode::kUnsupported,
+          fmt::format("pair_capacity: got {}, need slots of more than {} pairs", a.pair_capacity,
+                      kComparedPairs)};
 }
 
 }  // namespace
@@ -131,6 +148,7 @@ Status check_args(const MoeProblem& problem, const ExpertsPlan& plan, const Cuda
             fmt::format("hidden_states: got {}, need BF16", dtype_name(a.rows.dtype))};
   }
   if (a.tokens == 0) return {};
+  if (a.pair_capacity != 0) MOESAIC_RETURN_IF_ERROR(check_capacity(problem, a));
   MOESAIC_RETURN_IF_ERROR(check_pointer("hidden_states", a.rows.data, 16));
   MOESAIC_RETURN_IF_ERROR(check_format_of_call(problem, a));
   MOESAIC_RETURN_IF_ERROR(check_pointer(slots ? "slot_rows" : "output", a.result.data, 16));

@@ -137,11 +137,12 @@ Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics
   const ExpertsPlan& plan = impl_->plan;
   MoeProblem problem = impl_->problem;
   if (has_slabs(problem)) return unsupported("numerics: got the batched format, need standard");
+  if (a.pair_capacity > 0) return unsupported("numerics: got a pair_capacity, need 0");
   if (a.top_k > 0) problem.top_k = a.top_k;
   const DeviceScope scope(impl_->device);
   MOESAIC_RETURN_IF_ERROR(scope.status());
   Arena arena({static_cast<std::byte*>(a.workspace), static_cast<std::size_t>(a.workspace_bytes)});
-  const ExpertsWorkspace w = ExpertsWorkspace::carve(problem, plan, a.tokens, arena);
+  const ExpertsWorkspace w = ExpertsWorkspace::carve(problem, plan, a.tokens, 0, arena);
   MOESAIC_RETURN_IF_ERROR(arena.status());
   const std::int64_t hidden = problem.hidden_size, inner = problem.intermediate_size;
   const std::int64_t pairs = a.tokens * problem.top_k, row_bytes = plan.w2.row_bytes();

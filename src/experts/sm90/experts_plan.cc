@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "core/checked.h"
 #include "experts/problem_checks.h"
 #include "experts/sm90/weight_codes.h"
@@ -62,9 +64,10 @@ Result<std::int64_t> rows_of_tokens(const MoeProblem& problem, std::int64_t toke
 }
 
 ExpertsWorkspace ExpertsWorkspace::carve(const MoeProblem& problem, const ExpertsPlan& plan,
-                                         std::int64_t tokens, Arena& arena) {
+                                         std::int64_t tokens, std::int64_t capacity, Arena& arena) {
   ExpertsWorkspace w;
   const std::int64_t pairs = tokens * problem.top_k;
+  const std::int64_t listed = capacity > 0 ? std::min(pairs, capacity) : pairs;
   const std::int64_t local = problem.num_local_experts;
   // First, where another call with as many tokens has them: see CudaRows::kept.
   w.row_scale_stride = round_up(tokens, 4);
@@ -78,30 +81,32 @@ ExpertsWorkspace ExpertsWorkspace::carve(const MoeProblem& problem, const Expert
     w.row_scale = arena.take<float>(w.row_scale_stride * (whole ? 1 : plan.w13.chunks()));
   }
   // The narrowest group makes the most records.
-  w.max_groups = max_group_records(pairs, local, kSplitColumns);
-  w.control = arena.take<std::uint32_t>(2);
+  w.max_groups = max_group_records(listed, local, kSplitColumns);
+  w.control = arena.take<std::uint32_t>(3);
   w.group_done = arena.take<std::uint32_t>(w.max_groups);
-  const std::int64_t late_rows = plan.quantizes_late() ? pairs : 0;
+  const std::int64_t late_rows = plan.quantizes_late() ? listed : 0;
   w.band_done = arena.take<std::uint32_t>(2 * plan.w2.bands() + late_rows);
   if (w.band_done != nullptr) {
     w.inner_amax = w.band_done + 2 * plan.w2.bands();
     w.counter_words = static_cast<std::int32_t>(w.inner_amax - w.control + late_rows);
   }
   w.groups = arena.take<GroupRecord>(w.max_groups);
-  w.pair_of_row = arena.take<std::int32_t>(pairs);
+  // With a capacity also the numbers of the list's own rows.
+  w.pair_of_row = arena.take<std::int32_t>(capacity > 0 ? 2 * listed : listed);
+  w.listed_rows = listed;
   if (!has_slabs(problem)) {
     w.row_of_pair = arena.take<std::int32_t>(pairs);
-    w.weight_of_row = arena.take<float>(pairs);
+    w.weight_of_row = arena.take<float>(listed);
   }
-  w.inner_scale_stride = round_up(pairs, 4);
+  w.inner_scale_stride = round_up(listed, 4);
   if (scales) {
     w.inner_scale = arena.take<float>(w.inner_scale_stride * (whole ? 1 : plan.w2.chunks()));
   }
   if (plan.quantizes_late()) {
-    w.inner_bf16 = arena.take<std::byte>(pairs * problem.intermediate_size * 2);
+    w.inner_bf16 = arena.take<std::byte>(listed * problem.intermediate_size * 2);
   }
-  w.inner = arena.take<std::byte>(pairs * plan.w2.row_bytes());
-  if (!has_slabs(problem)) w.y2 = arena.take<std::uint16_t>(pairs * problem.hidden_size);
+  w.inner = arena.take<std::byte>(listed * plan.w2.row_bytes());
+  if (!has_slabs(problem)) w.y2 = arena.take<std::uint16_t>(listed * problem.hidden_size);
   if (plan.static_scales) w.call_scales = arena.take<float>(2 * local);
   return w;
 }

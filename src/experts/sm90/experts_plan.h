@@ -65,7 +65,7 @@ Result<ExpertsPlan> make_experts_plan(const MoeProblem& problem);
 
 // Pointers into the workspace; null while measuring.
 struct ExpertsWorkspace {
-  std::uint32_t* control = nullptr;  // next item, number of groups
+  std::uint32_t* control = nullptr;  // next item, number of groups, rows of a list with a capacity
   std::uint32_t* group_done = nullptr;
   std::uint32_t* band_done = nullptr;
   std::uint32_t* inner_amax = nullptr;  // behind band_done, where rows are quantised late
@@ -82,11 +82,11 @@ struct ExpertsWorkspace {
   float* inner_scale = nullptr;
   std::uint16_t* y2 = nullptr;
   float* call_scales = nullptr;  // static scales that a call brings, of both GEMMs' rows, [2, E_l]
-  std::int64_t row_scale_stride = 0, inner_scale_stride = 0, max_groups = 0;
+  std::int64_t row_scale_stride = 0, inner_scale_stride = 0, max_groups = 0, listed_rows = 0;
 
-  // problem_of_rows and rows_of_tokens.
+  // problem_of_rows and rows_of_tokens. capacity: CudaExpertsArgs::pair_capacity.
   static ExpertsWorkspace carve(const MoeProblem& problem, const ExpertsPlan& plan,
-                                std::int64_t tokens, Arena& arena);
+                                std::int64_t tokens, std::int64_t capacity, Arena& arena);
 };
 
 }  // namespace moesaic::cuda

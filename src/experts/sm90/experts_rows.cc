@@ -58,7 +58,11 @@ Status CudaExperts::Impl::make_rows(void* stream, const CudaExpertsArgs& a,
   } else if (!a.in_front) {
     AlignParams list = list_of_pairs(of_rows, a, w, rows_per_record);
     // What is zeroed with them lies behind.
-    list.bands = bands + (plan.quantizes_late() ? list.pairs : 0);
+    std::int32_t rows = list.pairs;
+    if (a.pair_capacity > 0) {
+      rows = list.capacity = narrow(w.listed_rows);
+    }
+    list.bands = bands + (plan.quantizes_late() ? rows : 0);
     MOESAIC_RETURN_IF_ERROR(
         check_call("align and quantize", launch_align(list, quant, traits, stream)));
   }

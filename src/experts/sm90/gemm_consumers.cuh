@@ -117,7 +117,7 @@ __device__ __forceinline__ void consume_item(const GroupedParams& p, const Share
     // a list by each lane.
     if (second && 4 * lane < item.rows) {
       const std::int32_t at = item.first_row + 4 * lane;
-      ptx::prefetch_l1(sh.pair_of_row(p) + at);
+      ptx::prefetch_l1(sh.place_of_row(p) + at);
       if (sh.weight_of_row(p) != nullptr) ptx::prefetch_l1(sh.weight_of_row(p) + at);
     }
     if constexpr (kFactors) {
@@ -146,19 +146,19 @@ __device__ __forceinline__ void consume_item(const GroupedParams& p, const Share
     // Destination and factor of column `lane + 32 i`.
     std::int32_t pair[kLists];
     float factor[kLists];
-    const std::int32_t* const pair_of_row = sh.pair_of_row(p);
+    const std::int32_t* const place_of_row = sh.place_of_row(p);
     const float* const weight_of_row = sh.weight_of_row(p);
 #pragma unroll
     for (int i = 0; i < kLists; ++i) {
       const int column = lane + 32 * i;
       const bool valid = column < item.rows;
-      pair[i] = valid ? pair_of_row[item.first_row + column] : -1;
+      pair[i] = valid ? place_of_row[item.first_row + column] : -1;
       factor[i] = valid && weight_of_row != nullptr ? weight_of_row[item.first_row + column] : 1.0F;
       MOESAIC_CUDA_FAULT(cuda_experts_router_weight_missing, factor[i] = 1.0F;)
     }
     multiply(p.chunks2, false);
     if constexpr (kFactors) {
-      factors.load_tokens(p, pair_of_row, item, true, lane);
+      factors.load_tokens(p, place_of_row, item, true, lane);
       float finished[2][kColumns / 2];
       finish_columns<kColumns>(factors, lane, acc, finished);
       store_weighted<kColumns>(p, item.expert, item.band - p.bands1, group, warp & 3, lane, pair,
@@ -201,7 +201,7 @@ __device__ __forceinline__ void consume_rows(const GroupedParams& p, const Share
     for (int i = 0; i < 2; ++i) {
       const int at = item.first_row + row + 8 * i;
       const bool valid = row + 8 * i < item.rows;
-      pair[i] = valid ? p.list.pair_of_row[at] : -1;
+      pair[i] = valid ? p.place_of_row[at] : -1;
       factor[i] = valid && p.list.weight_of_row != nullptr ? p.list.weight_of_row[at] : 1.0F;
     }
     Format::Weights::rows(sh, ring, p.chunks2, group, row, lane, false, acc);

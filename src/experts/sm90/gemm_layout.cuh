@@ -212,6 +212,10 @@ struct Shared {
   __device__ __forceinline__ const std::int32_t* pair_of_row(const GroupedParams& p) const {
     return has_list(p) ? list()->pair_of_row : p.list.pair_of_row;
   }
+  // Where the results of rows go.
+  __device__ __forceinline__ const std::int32_t* place_of_row(const GroupedParams& p) const {
+    return has_list(p) ? list()->pair_of_row : p.place_of_row;
+  }
   // Null: factor 1.
   __device__ __forceinline__ const float* weight_of_row(const GroupedParams& p) const {
     return has_list(p) ? list()->weight_of_row : p.list.weight_of_row;

@@ -72,7 +72,7 @@ struct GroupedRows {
   std::byte* inner = nullptr;
   float* inner_scale = nullptr;
   std::int64_t inner_scale_stride = 0;
-  std::uint16_t* y2 = nullptr;  // [pairs][hidden] bf16
+  std::uint16_t* y2 = nullptr;  // [pairs][hidden] bf16, or as place_of_row says
 };
 
 struct GroupedList {
@@ -165,6 +165,9 @@ struct GroupedParams {
   RowForm inner_values = RowForm::kBf16;
   // Formats whose sums have scales: chunks that have one together, 1 or 2 of them.
   std::uint8_t chunks_of_sums = 1;
+  // The row of y2 for a row of the work list: list.pair_of_row, or 0, 1, 2 .. (no own list, no
+  // fold_combine).
+  const std::int32_t* place_of_row = nullptr;
 };
 
 // Set in group_done when a group's rows of the intermediate have been quantised (whole rows).

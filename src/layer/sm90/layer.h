@@ -35,6 +35,10 @@ struct LayerExperts {
 };
 Result<LayerExperts> choose_layer_experts(const layer::FusedPlan& plan);
 
+// RankOptions::pair_capacity as the experts have it (CudaExpertsArgs::pair_capacity): 0 where there is
+// none, or as much room as for every pair. kUnsupported: experts or rows that cannot have one.
+Result<std::int64_t> pair_capacity_of(const layer::FusedPlan& plan, const LayerExperts& chosen);
+
 // A shared expert that looks like a routed one (same sizes, scheme and activation, always weight 1)
 // joins the routed experts as one more, chosen by every token in its last slot: its weights come in
 // the same stream of copies and its row is added last, as it is apart from them. Above

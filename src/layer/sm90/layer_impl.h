@@ -59,6 +59,7 @@ struct CudaLayer::Impl {
   std::int64_t transport_bytes = 0;
   CudaPeerAllToAll* peers = nullptr;  // the transport, where it goes through peer windows
   std::string no_peers;               // why not, where it might have
+  std::int64_t pair_capacity = 0;     // pair_capacity_of
   std::optional<DeviceReplicas> replicas;
   Allocation slot_rows;  // [max_tokens * k, H], per-slot reduction where no row travels
 

@@ -49,6 +49,7 @@ Status CudaLayer::Impl::create_transport(const FusedMoE::Options& options) {
   if (ranks.engine != RankEngine::kMessages) {
     Status fits = layer::peer_windows_fit(ranks, options.device);
     if (fits.ok()) {
+      MOESAIC_ASSIGN_OR_RETURN(pair_capacity, pair_capacity_of(plan, chosen));
       Result<std::unique_ptr<CudaPeerAllToAll>> made = CudaPeerAllToAll::create(
           carried, between, o, answer, !padded && experts != nullptr && experts->has_slots_place());
       if (made.ok()) {
@@ -62,6 +63,9 @@ Status CudaLayer::Impl::create_transport(const FusedMoE::Options& options) {
     // All ranks are refused, or none.
     if (ranks.engine == RankEngine::kPeerWindows || fits.code() != StatusCode::kUnsupported) {
       return fits;
+    }
+    if (ranks.pair_capacity > 0) {
+      return fits.with_context(fmt::format("pair_capacity: got {}", ranks.pair_capacity));
     }
     no_peers = fits.message();
   }

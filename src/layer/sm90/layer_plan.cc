@@ -12,7 +12,9 @@
 #include "experts/cuda_general/gpu_backends.h"
 #include "experts/sm90/experts.h"
 #include "layer/sm90/layer.h"
+#include "permute/sm90/align.h"
 #include "prepare_finalize/sm90/catalogue_row.h"
+#include "prepare_finalize/sm90/peer_rows.h"
 #include "quant/compute_scheme.h"
 #include "router/sm90/router.h"
 
@@ -58,6 +60,7 @@ Status CudaLayer::can_implement(const layer::FusedPlan& plan, const FusedMoE::Op
   MOESAIC_RETURN_IF_ERROR(rows_can_implement(plan, options));
   MOESAIC_RETURN_IF_ERROR(CudaRouter::can_implement(plan.routing).with_context("router"));
   MOESAIC_ASSIGN_OR_RETURN(const LayerExperts chosen, choose_layer_experts(plan));
+  MOESAIC_RETURN_IF_ERROR(pair_capacity_of(plan, chosen).status());
   const DType rows = row_dtype(plan.routed);
   if (!plan.ranks.active || rows == DType::kBF16 || chosen.all_wide()) return {};
   return unsupported(fmt::format(
@@ -79,6 +82,29 @@ Result<LayerExperts> choose_layer_experts(const layer::FusedPlan& plan) {
     MOESAIC_RETURN_IF_ERROR(choose(plan.shared, "shared_experts", chosen.shared));
   }
   return chosen;
+}
+
+Result<std::int64_t> pair_capacity_of(const layer::FusedPlan& plan, const LayerExperts& chosen) {
+  const std::int64_t wanted = plan.ranks.pair_capacity;
+  if (wanted == 0) return std::int64_t{0};
+  const auto needs = [&](const std::string& what) {
+    return unsupported(fmt::format("pair_capacity: got {}, need {}", wanted, what));
+  };
+  if (chosen.routed->name != kCudaExpertsName) {
+    return needs(fmt::format("experts {} (these are {})", kCudaExpertsName, chosen.routed->name));
+  }
+  if (carried_problem(plan.routed).hidden_size != plan.routed.hidden_size) {
+    return needs(
+        fmt::format("a hidden size that is not padded (this is {})", plan.routed.hidden_size));
+  }
+  if (plan.routed.top_k > kPeerMostSlots) {
+    return needs(
+        fmt::format("top_k of at most {} (this is {})", kPeerMostSlots, plan.routed.top_k));
+  }
+  // Shorter lists are made otherwise, and are no memory to speak of.
+  const std::int64_t capacity = std::max<std::int64_t>(wanted, kOneBlockPairs);
+  const auto all = checked_mul(plan.ranks.experts_rows, plan.routed.top_k);
+  return all && *all <= capacity ? 0 : capacity;
 }
 
 bool shared_joins(const layer::FusedPlan& plan, bool gated_shared) {
@@ -155,9 +181,11 @@ Result<LayerWorkspace> LayerWorkspace::carve(const layer::FusedPlan& plan, bool 
   }
   if (!joins || tokens > kJoinedTokens) {
     problem.top_k = k;
-    MOESAIC_ASSIGN_OR_RETURN(
-        const std::int64_t apart,
-        with.routed->workspace_size(problem, spread ? plan.ranks.experts_rows : tokens));
+    MOESAIC_ASSIGN_OR_RETURN(const std::int64_t capacity, pair_capacity_of(plan, with));
+    const std::int64_t rows = spread ? plan.ranks.experts_rows : tokens;
+    MOESAIC_ASSIGN_OR_RETURN(const std::int64_t apart,
+                             capacity > 0 ? CudaExperts::workspace_size(problem, rows, capacity)
+                                          : with.routed->workspace_size(problem, rows));
     w.experts_bytes = std::max(w.experts_bytes, apart);
     if (plan.has_shared) {
       if (joins) problem.top_k = 1;

@@ -45,9 +45,11 @@ Status CudaLayer::Impl::run_experts(void* stream, const Prepared& rows,
   a.workspace_bytes = w.experts_bytes;
   if (peers != nullptr && peers->wants_slots()) {
     // The sum is part of sending it.
-    a.result = CudaResult::slots(experts->slots_place(a));
+    a.pair_capacity = pair_capacity;
+    const SlotsPlace place = experts->slots_place(a);
+    a.result = CudaResult::slots(place.rows);
     a.some_rows = peers->some_rows();
-    peers->take_slots(a.result.data, a.expert_map);
+    peers->take_slots(place, a.expert_map);
   }
   return experts->enqueue(stream, a).with_context("experts");
 }

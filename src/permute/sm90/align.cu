@@ -169,25 +169,33 @@ __device__ __forceinline__ void place_pairs(const AlignParams& p, std::int32_t* 
   const std::int32_t groups = (rows + p.rows_per_record - 1) / p.rows_per_record;
   std::int32_t last_row = rows, last_group = groups;
   block_scan(last_row, last_group, sums);
+  bool fits = true;  // every block comes to the same conclusion
+  if (p.capacity > 0) {
+    std::int32_t most = p.capacity;
+    MOESAIC_CUDA_FAULT(cuda_align_full_list_is_refused, --most;)
+    fits = __syncthreads_or(last_row > most ? 1 : 0) == 0;
+  }
   if (e < experts) {
     first_rows[e] = last_row - rows + before;
-    if (part == 0) {
+    if (part == 0 && fits) {
       const GroupRecord record = {e, last_row - rows, rows, last_group - groups};
       for (std::int32_t i = rank; i < groups; i += p.blocks)
         p.groups[record.first_group + i] = record;
     }
   }
   if (block == 0 && thread == kThreads - 1) {
-    *p.num_groups = static_cast<std::uint32_t>(last_group);
+    *p.num_groups = fits ? static_cast<std::uint32_t>(last_group) : 0;
+    if (p.capacity > 0) p.num_groups[1] = static_cast<std::uint32_t>(last_row);
   }
   __syncthreads();
 
   const auto place = [&](std::int32_t pair, int expert, std::int32_t r, float w) {
-    const std::int32_t row = expert >= 0 ? first_rows[expert] + mine[expert] + r : -1;
+    const std::int32_t row = expert >= 0 && fits ? first_rows[expert] + mine[expert] + r : -1;
     p.row_of_pair[pair] = row;
     if (row < 0) return;
     p.pair_of_row[row] = pair;
     p.weight_of_row[row] = w;
+    if (p.capacity > 0) p.pair_of_row[p.capacity + row] = row;
     MOESAIC_CUDA_FAULT(cuda_align_loses_weights, p.weight_of_row[row] = 1.0F;)
   };
   if (has_own) place(pair_at(p, there, own), own_expert, own_rank, weight);

@@ -18,7 +18,8 @@ struct GroupRecord {
   std::int32_t first_group;  // index of the expert's first record
 };
 
-// Of rows that are not there (`rows`) nothing is read, and row_of_pair is not written.
+// Of rows that are not there (`rows`) nothing is read, and row_of_pair is not written. A list of more
+// than `capacity` rows is not made: there are no groups then, and no pair has a row.
 struct AlignParams {
   const std::int32_t* topk_ids = nullptr;    // [pairs]; -1: no expert
   const float* topk_weights = nullptr;       // [pairs]
@@ -29,18 +30,21 @@ struct AlignParams {
   std::int32_t num_local_experts = 0;  // at most kMaxAlignedExperts
   std::int32_t rows_per_record = 0;    // tokens of a group (or pair of groups)
   std::int32_t max_groups = 0;
-  std::int32_t* pair_of_row = nullptr;  // [pairs] out
-  float* weight_of_row = nullptr;       // [pairs] out
+  std::int32_t* pair_of_row =
+      nullptr;                     // [pairs] out; with a capacity [2, capacity]: also 0, 1, 2 ..
+  float* weight_of_row = nullptr;  // [pairs, or capacity] out
   std::int32_t* row_of_pair = nullptr;  // [pairs] out; -1: dropped
   GroupRecord* groups = nullptr;        // [max_groups] out
   std::uint32_t* group_done = nullptr;  // [max_groups] zeroed
   std::uint32_t* next_item = nullptr;   // zeroed
-  std::uint32_t* num_groups = nullptr;  // out
+  std::uint32_t* num_groups = nullptr;  // out; with a capacity the rows behind it
   std::uint32_t* band_done = nullptr;   // [bands] zeroed
   std::int32_t bands = 0;
   // Set by launch_align: blocks that share the pairs, groups of so many blocks, how often each warp
   // takes 32 pairs, and how many groups share the warps of a step.
   std::int32_t blocks = 1, parts = 1, steps = 1, shares = 1;
+  // Rows that the list may have; 0: as many as pairs. Of more than kComparedPairs pairs.
+  std::int32_t capacity = 0;
 };
 
 // One block up to here, a thread per pair; above, clusters of blocks.

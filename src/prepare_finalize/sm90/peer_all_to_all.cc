@@ -34,7 +34,7 @@ struct CudaPeerAllToAll::Impl {
   std::int64_t max_tokens = 0;  // T
   int ranks = 1, timeout_ms = 0;
   bool gather = false;
-  bool adds_slots = false;  // of partial answers
+  bool takes_slots = false;  // experts leave them elsewhere
   CudaAllToAll::Answer answer;
   bool weight_on_input = false, power_of_two_scales = false;
   Device device = Device::cpu();
@@ -57,14 +57,14 @@ struct CudaPeerAllToAll::Impl {
   // Of the call between prepare and finalize.
   std::int64_t tokens = 0;
   PeerRouting mine;
-  const std::uint16_t* slot_rows = nullptr;
+  SlotsPlace slots;
   const std::int32_t* expert_map = nullptr;
 
   bool quantized() const { return groups > 0; }
   std::int64_t all() const { return ranks * max_tokens; }
   std::int64_t scale_stride(std::int64_t rows) const { return round_up(rows, std::int64_t{4}); }
   // Whether whoever lists the arrived rows leaves out those that are not there.
-  bool lists_some_rows() const { return adds_slots && all() * top_k > kOneBlockPairs; }
+  bool lists_some_rows() const { return takes_slots && all() * top_k > kOneBlockPairs; }
   PeerRouting routing(const std::int32_t* ids) const {
     return {ids, owner.as<std::int32_t>(), static_cast<std::int32_t>(num_experts)};
   }
@@ -104,7 +104,7 @@ Status CudaPeerAllToAll::Impl::allocate(const std::vector<std::int32_t>& owners)
        {&row_ids, "ids of arrived rows", all() * top_k * 4},
        {&row_weights, "weights of arrived rows", all() * top_k * 4},
        {&results, "results for other ranks",
-        adds_slots ? 0 : all() * (answer.slots() ? top_k : 1) * hidden * answer.element()}}};
+        takes_slots ? 0 : all() * (answer.slots() ? top_k : 1) * hidden * answer.element()}}};
   for (const Want& w : wants) {
     MOESAIC_RETURN_IF_ERROR(w.to->reserve(w.what, w.bytes));
     // Rows that are not there are read by kernels that go over all rows, for nothing.
@@ -175,7 +175,7 @@ Result<std::unique_ptr<CudaPeerAllToAll>> CudaPeerAllToAll::create(
   impl->timeout_ms = std::max(communicator->timeout_ms(), 1);
   impl->gather = options.gather;
   impl->answer = answer;
-  impl->adds_slots = brings_slots && !answer.slots() && problem.top_k <= kPeerMostSlots;
+  impl->takes_slots = brings_slots && problem.top_k <= kPeerMostSlots;
   impl->weight_on_input = problem.apply_router_weight_on_input;
   impl->power_of_two_scales = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
   impl->row_dtype = row_dtype(problem);
@@ -294,7 +294,7 @@ Status CudaPeerAllToAll::answer(Stream stream) const {
   a.place = m.place;
   a.routing = m.routing(m.row_ids.as<std::int32_t>());
   a.results = m.results.as<std::byte>();
-  a.slot_rows = m.slot_rows;
+  a.slots = m.slots;
   a.expert_map = m.expert_map;
   a.hidden = static_cast<std::int32_t>(m.hidden);
   a.bf16 = m.answer.bf16();
@@ -333,9 +333,9 @@ Status CudaPeerAllToAll::health() const {
                             impl_->timeout_ms);
 }
 
-bool CudaPeerAllToAll::wants_slots() const { return impl_->adds_slots; }
-void CudaPeerAllToAll::take_slots(const void* slots, const std::int32_t* expert_map) const {
-  impl_->slot_rows = static_cast<const std::uint16_t*>(slots);
+bool CudaPeerAllToAll::wants_slots() const { return impl_->takes_slots; }
+void CudaPeerAllToAll::take_slots(const SlotsPlace& slots, const std::int32_t* expert_map) const {
+  impl_->slots = slots;
   impl_->expert_map = expert_map;
 }
 

@@ -10,6 +10,7 @@
 #include "moesaic/communicator.h"
 #include "moesaic/modular_kernel.h"
 #include "moesaic/status.h"
+#include "permute/sm90/slots_place.h"
 #include "permute/sm90/some_rows.h"
 #include "prepare_finalize/sm90/all_to_all.h"
 
@@ -19,8 +20,8 @@ class CudaPeerAllToAll final : public PrepareAndFinalize {
  public:
   // Collective. Arguments and errors of CudaAllToAll::create, and kUnsupported on all ranks where
   // there are no windows (parallel/peer_window.h). Allocates everything it will use.
-  //   brings_slots  partial answers are made of slots that the experts leave elsewhere (take_slots):
-  //                 there is no memory for their sums; this rank's own choice, not read with slots
+  //   brings_slots  answers are slots that the experts leave elsewhere (take_slots), bf16, or sums of
+  //                 them: there is no memory for results here; this rank's own choice
   static Result<std::unique_ptr<CudaPeerAllToAll>> create(
       const MoeProblem& problem, const std::shared_ptr<Communicator>& communicator,
       const AllToAllOptions& options, CudaAllToAll::Answer answer, bool brings_slots = false);
@@ -50,11 +51,12 @@ class CudaPeerAllToAll final : public PrepareAndFinalize {
   // by the first. `to`: what becomes of the sums, 16-byte aligned.
   Status answer(Stream stream) const;
   Status finish(Stream stream, const SumEpilogue& to) const;
-  // Whether partial answers are made of slots.
+  // Whether answers are made of slots that are elsewhere.
   bool wants_slots() const;
-  // Between prepare and finalize: the rows of all slots of the rows that prepare returned, bf16
-  // [M' * k, H], those without an expert of `expert_map` not read. Null where no expert is here.
-  void take_slots(const void* slots, const std::int32_t* expert_map) const;
+  // Between prepare and finalize: where the slots of the rows that prepare returned are, those without
+  // an expert of `expert_map` not read. Nowhere (rows null) where no expert is here. With more pairs
+  // than `slots` has room for the call ends on all ranks: health() says kLimitExceeded.
+  void take_slots(const SlotsPlace& slots, const std::int32_t* expert_map) const;
   // As refuse() on a stream of its own. Returns `reason`.
   Status withdraw(const Status& reason, bool prepared,
                   std::span<std::byte> workspace) const override;

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "permute/sm90/combine.cuh"
-#include "prepare_finalize/sm90/peer_rows.cuh"
+#include "prepare_finalize/sm90/peer_await.cuh"
 
 namespace moesaic::cuda {
 namespace {
@@ -35,17 +35,26 @@ __device__ __forceinline__ void add_slots(const PeerAnswerParams& p, std::int64_
   constexpr int kAtOnce = 4;
   const auto top_k = static_cast<int>(p.place.layout.shape.top_k);
   MOESAIC_CUDA_FAULT(cuda_peer_answer_without_its_last_slot, here &= ~(1ULL << (top_k - 1));)
-  const std::uint16_t* const slots = p.slot_rows + row * top_k * p.hidden;
+  const auto* const slots = static_cast<const std::uint16_t*>(p.slots.rows);
+  const std::int32_t* const row_of_pair = p.slots.row_of_pair;
   for (int h = first + static_cast<int>(threadIdx.x % 32) * 8; h < end; h += 32 * 8) {
     float sum[8] = {};
     for (std::uint64_t left = here; left != 0;) {
       uint4 v[kAtOnce];
+      std::int64_t at[kAtOnce];  // of slots
       std::uint64_t asked = left;
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u) {
         if (asked == 0) break;
-        const std::int64_t j = __ffsll(static_cast<long long>(asked)) - 1;
-        v[u] = __ldcg(reinterpret_cast<const uint4*>(slots + j * p.hidden + h));
+        at[u] = row * top_k + __ffsll(static_cast<long long>(asked)) - 1;
+        if (row_of_pair != nullptr) at[u] = row_of_pair[at[u]];
+        asked &= asked - 1;
+      }
+      asked = left;
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        if (asked == 0) break;
+        v[u] = __ldcg(reinterpret_cast<const uint4*>(slots + at[u] * p.hidden + h));
         asked &= asked - 1;
       }
 #pragma unroll
@@ -65,6 +74,28 @@ __device__ __forceinline__ void add_slots(const PeerAnswerParams& p, std::int64_
       columns[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
     }
   }
+}
+
+// Whether the experts here had more pairs than there is room for: then no slot is there.
+__device__ __forceinline__ bool has_too_many_pairs(const PeerAnswerParams& p) {
+  MOESAIC_CUDA_FAULT(cuda_peer_answers_without_room, return false;)
+  return p.slots.capacity > 0 && *p.slots.listed > p.slots.capacity;
+}
+// Told to all ranks by a warp.
+__device__ __forceinline__ void report_too_many_pairs(const PeerAnswerParams& p,
+                                                      std::uint32_t epoch) {
+  const auto lane = static_cast<int>(threadIdx.x);
+  parallel::PeerReport report;
+  report.code = static_cast<std::uint64_t>(parallel::PeerFailure::kTooManyPairs);
+  report.missing = std::uint64_t{1} << p.place.rank;
+  report.reporter = static_cast<std::uint32_t>(p.place.rank);
+  report.epoch = epoch;
+  report.kind = static_cast<std::uint32_t>(PeerKind::kAnswers);
+  report.pairs = *p.slots.listed;
+  report.capacity = static_cast<std::uint32_t>(p.slots.capacity);
+  if (lane < p.place.layout.shape.ranks && lane != p.place.rank) tell(p.place, lane, report);
+  __syncwarp();
+  if (lane == 0) end_here(p.place, report);
 }
 
 // A row that a rank has sent here.
@@ -95,6 +126,7 @@ __global__ void __launch_bounds__(kMostThreads)
   const std::int64_t warps = blockDim.x / 32;
   // All that is read at first is asked for at once.
   const bool told = threadIdx.x == 0 && has_ended(place);
+  const bool too_many = has_too_many_pairs(p);
   const std::uint32_t epoch = epoch_of_answers(place);
   std::int64_t i = blockIdx.x * warps + threadIdx.x / 32;
   ArrivedRow at = {};
@@ -108,6 +140,10 @@ __global__ void __launch_bounds__(kMostThreads)
   const std::int64_t items =
       layout.shape.ranks * std::int64_t{most_live(place, place.live)} * parts;
   if (__syncthreads_or(told ? 1 : 0) != 0) return;
+  if (too_many) {
+    if (blockIdx.x == 0 && threadIdx.x < 32) report_too_many_pairs(p, epoch);
+    return;
+  }
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     std::uint32_t over = epoch;
     MOESAIC_CUDA_FAULT(cuda_peer_epoch_stands_still, --over;)
@@ -128,16 +164,21 @@ __global__ void __launch_bounds__(kMostThreads)
     // Where all ranks have all rows, all answer.
     if (!there || (here == 0 && p.routing.owner != nullptr)) continue;
     std::byte* const home = place.base[now.source];
+    const auto* const slots =
+        p.slots.rows == nullptr ? p.results : static_cast<const std::byte*>(p.slots.rows);
     if (layout.shape.form == PeerAnswerForm::kSlot) {
       for (int j0 = 0; j0 < top_k; j0 += 32) {
         unsigned some = slots_here(p, near, j0 + lane < top_k ? ids[j0 + lane] : -1);
         for (; some != 0; some &= some - 1) {
           const int j = j0 + __ffs(static_cast<int>(some)) - 1;
-          copy_by_warp(home + layout.slot(now.token, j) + first,
-                       p.results + (now.row * top_k + j) * bytes + first, (end - first) / 16);
+          const std::int64_t pair = now.row * top_k + j;
+          const std::int64_t from =
+              p.slots.row_of_pair == nullptr ? pair : p.slots.row_of_pair[pair];
+          copy_by_warp(home + layout.slot(now.token, j) + first, slots + from * bytes + first,
+                       (end - first) / 16);
         }
       }
-    } else if (p.slot_rows != nullptr) {
+    } else if (p.slots.rows != nullptr) {
       const int element = p.bf16 ? 2 : 4;
       add_slots(p, now.row, here, home + layout.partial(place.rank, now.token),
                 static_cast<int>(first) / element, static_cast<int>(end) / element);

@@ -60,6 +60,11 @@ Status peer_report_status(const PeerReport* report, std::string_view transport, 
           fmt::format("peer windows ({}), call {}: rank {} did not take part, its own error says "
                       "why",
                       transport, r.epoch, r.reporter)};
+    case PeerFailure::kTooManyPairs:
+      return {StatusCode::kLimitExceeded,
+              fmt::format("pair_capacity: rank {} got {} pairs of a row and an expert in call {} "
+                          "({}), need at most {}",
+                          r.reporter, r.pairs, r.epoch, transport, r.capacity)};
     case PeerFailure::kNone:
       break;
   }

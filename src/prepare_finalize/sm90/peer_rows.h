@@ -10,6 +10,7 @@
 #include "cuda/sum_epilogue.h"
 #include "parallel/peer_control.h"
 #include "parallel/peer_window.h"
+#include "permute/sm90/slots_place.h"
 
 namespace moesaic::cuda {
 
@@ -79,15 +80,16 @@ struct PeerAnswerParams {
   PeerPlace place;
   PeerRouting routing;                 // ids as taken
   const std::byte* results = nullptr;  // a row for each, or (slots) for each slot
-  // Not null: bf16 rows of all slots instead, of which partial answers are the fp32 sums in slot
-  // order, rounded once, as launch_combine makes them.
-  const std::uint16_t* slot_rows = nullptr;
+  // Not null: bf16 rows of all slots instead: the answers, or what partial answers are the fp32 sums
+  // of, in slot order, rounded once, as launch_combine makes them. With more pairs than their capacity the call
+  // ends with a report on all ranks.
+  SlotsPlace slots;
   const std::int32_t* expert_map = nullptr;  // [num_experts] -> local or -1; null: all are here
   std::int32_t hidden = 0;                   // a multiple of 8
   bool bf16 = false;                         // the partial answers
   std::int64_t likely_tokens = 0;            // of a rank, for the number and size of blocks only
 };
-// top_k of slot_rows.
+// top_k of `slots`.
 inline constexpr int kPeerMostSlots = 64;
 int launch_peer_answer(const PeerAnswerParams& params, void* stream);
 
