@@ -225,7 +225,7 @@ TEST(CudaPlan, RowsStandWhereTokensAloneSay) {
   for (const std::int64_t tokens : {1, 5, 300}) {
     const auto carve = [&](const MoeProblem& p) {
       Arena arena(memory);
-      return ExpertsWorkspace::carve(p, make_experts_plan(p).value(), tokens, arena);
+      return ExpertsWorkspace::carve(p, make_experts_plan(p).value(), tokens, 0, arena);
     };
     const ExpertsWorkspace a = carve(many), b = carve(one);
     ASSERT_NE(a.rows, nullptr);
@@ -246,6 +246,24 @@ TEST(CudaPlan, WorkspaceIsMonotone) {
     ASSERT_TRUE(arena.status().ok());
     EXPECT_GE(arena.used(), last);
     last = arena.used();
+  }
+}
+
+// A list with room for some rows has memory for those, whatever else there may be of; with room for
+// more than there are pairs it is as large as one without a limit, but for the rows' own numbers.
+TEST(CudaPlan, WorkspaceIsForAsManyRowsAsTheListMayHave) {
+  for (const char* quant : {"bf16", "fp8-block", "int8"}) {
+    MoeProblem p = test::small_problem(quant);
+    p.max_tokens = 4096;
+    const auto bytes = [&](std::int64_t tokens, std::int64_t capacity) {
+      return CudaExperts::workspace_size(p, tokens, capacity).value();
+    };
+    const std::int64_t pairs = 4096 * p.top_k, row = p.hidden_size * 2 + p.intermediate_size;
+    EXPECT_GE(bytes(4096, 0) - bytes(4096, pairs / 4), (pairs - pairs / 4) * row) << quant;
+    EXPECT_EQ(bytes(4096, pairs), bytes(4096, pairs + 1));
+    EXPECT_LE(bytes(4096, 0), bytes(4096, pairs));
+    EXPECT_LE(bytes(4096, pairs) - bytes(4096, 0), pairs * 4 + 64) << quant;
+    EXPECT_EQ(CudaExperts::workspace_size(p, 4096).value(), bytes(4096, 0));
   }
 }
 

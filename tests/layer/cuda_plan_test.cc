@@ -386,6 +386,31 @@ TEST(CudaPlan, PeerWindowsAreForGpusAndForRowsThatTravel) {
   EXPECT_EQ(rank_engine_name(RankEngine::kAuto), "auto");
 }
 
+// Room for fewer pairs than there may be: what cannot have it says so, before anybody waits.
+TEST(CudaPlan, APairCapacityIsForPeerWindows) {
+  const std::shared_ptr<Communicator> pair =
+      std::move(make_in_process_communicators(2).value().front());
+  FusedMoE::Options o = on_two_gpus(pair);
+  o.max_tokens = 4096;
+  o.ranks.pair_capacity = 4000;
+  expect_refusal(explain_layer(small_spec(), o).status(), StatusCode::kUnsupported,
+                 {"pair_capacity: got 4000", "got messages"});
+  o.ranks.engine = RankEngine::kAuto;
+  const std::int64_t few = explain_layer(small_spec(), o)->workspace_bytes;
+  MoeLayerSpec wide = small_spec();
+  wide.quant = quant_scheme_from_name("f32").value();
+  expect_refusal(explain_layer(wide, o).status(), StatusCode::kUnsupported,
+                 {"pair_capacity: got 4000, need experts cuda_sm90 (these are cuda_general)"});
+  MoeLayerSpec ragged = small_spec();
+  ragged.hidden_size = 60;
+  EXPECT_FALSE(explain_layer(ragged, o).ok());
+  o.ranks.pair_capacity = -1;
+  expect_refusal(explain_layer(small_spec(), o).status(), StatusCode::kInvalidArgument,
+                 {"pair_capacity: got -1, need >= 0"});
+  o.ranks.pair_capacity = 0;
+  EXPECT_GT(explain_layer(small_spec(), o)->workspace_bytes, few);
+}
+
 TEST(CudaPlan, WhatRanksOnGpusDoNotTakeIsRefusedByName) {
   const std::shared_ptr<Communicator> pair =
       std::move(make_in_process_communicators(2).value().front());

@@ -30,9 +30,9 @@ struct AlignParams {
   std::int32_t num_local_experts = 0;  // at most kMaxAlignedExperts
   std::int32_t rows_per_record = 0;    // tokens of a group (or pair of groups)
   std::int32_t max_groups = 0;
-  std::int32_t* pair_of_row =
-      nullptr;                     // [pairs] out; with a capacity [2, capacity]: also 0, 1, 2 ..
-  float* weight_of_row = nullptr;  // [pairs, or capacity] out
+  // With a capacity [2, capacity] and [capacity]: pair_of_row also has the numbers 0, 1, 2 .. of rows.
+  std::int32_t* pair_of_row = nullptr;  // [pairs] out
+  float* weight_of_row = nullptr;       // [pairs] out
   std::int32_t* row_of_pair = nullptr;  // [pairs] out; -1: dropped
   GroupRecord* groups = nullptr;        // [max_groups] out
   std::uint32_t* group_done = nullptr;  // [max_groups] zeroed
