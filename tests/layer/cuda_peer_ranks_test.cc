@@ -307,15 +307,23 @@ TEST(CudaPeerRanks, ACallWithMorePairsThanThereIsRoomForIsRefusedOnAllRanks) {
             const DeviceBytes ids(of_slots);
             const DeviceBytes weights(std::vector<float>(of_slots.size(), 0.75F));
             // All pairs are rank 0's; of the rows 100 are of rank 1.
-            const auto run = [&](const FusedMoE& with, std::int64_t rows) -> Status {
+            const auto args_of = [&](std::int64_t rows) {
               const std::int64_t mine = rank == 1 ? 100 : rows - 100;
               FusedMoE::Args args = calls.args_of(0, mine);
               args.topk_ids = {ids.as<const std::byte>(), DType::kI32, Shape{mine, k}, o.device};
               args.topk_weights = {weights.as<const std::byte>(), DType::kF32, Shape{mine, k},
                                    o.device};
+              return args;
+            };
+            const auto run = [&](const FusedMoE& with, std::int64_t rows) -> Status {
               MOESAIC_RETURN_IF_ERROR(world->barrier("call"));
-              MOESAIC_RETURN_IF_ERROR(with.enqueue({calls.stream()}, args));
+              MOESAIC_RETURN_IF_ERROR(with.enqueue({calls.stream()}, args_of(rows)));
               return calls.finish() ? with.health() : Status(StatusCode::kDevice, "not finished");
+            };
+            const auto replay = [&](std::size_t graph) -> Status {
+              MOESAIC_RETURN_IF_ERROR(world->barrier("replay"));
+              calls.replay(graph);
+              return calls.finish() ? layer->health() : Status(StatusCode::kDevice, "not finished");
             };
             for (const std::int64_t rows : {std::int64_t{101}, kRoom / k - 1, kRoom / k}) {
               const std::int64_t mine = rank == 1 ? 100 : rows - 100;
@@ -327,9 +335,20 @@ TEST(CudaPeerRanks, ACallWithMorePairsThanThereIsRoomForIsRefusedOnAllRanks) {
               if (!status.ok()) return fmt::format("{} rows: {}", rows, status.to_string());
               if (!calls.same(0, mine)) return fmt::format("{} rows: other bits", rows);
             }
+            // Captured, the call is refused when it is replayed.
+            for (const std::int64_t more : {0, 1}) {
+              const Status status = calls.capture(*layer, args_of(kRoom / k + more));
+              if (!status.ok()) return "capture: " + status.to_string();
+            }
+            calls.poison();
+            if (const Status status = replay(0); !status.ok())
+              return "replay: " + status.to_string();
+            if (!calls.same(0, rank == 1 ? 100 : kRoom / k - 100)) return "replay: other bits";
             const std::string had = fmt::format("pair_capacity: rank 0 got {} pairs", kRoom + k);
-            expect_refusal(run(*layer, kRoom / k + 1), StatusCode::kLimitExceeded,
-                           {had.c_str(), "call 4", "need at most 1024"});
+            const bool eager = reduction == RankReduction::kPerRank;
+            expect_refusal(eager ? run(*layer, kRoom / k + 1) : replay(1),
+                           StatusCode::kLimitExceeded,
+                           {had.c_str(), "call 5", "need at most 1024"});
             if (!calls.all_nan(0, rank == 1 ? 100 : kRoom / k - 99)) return "no NaN";
             Status status = run(*wide, kRoom / k + 1);
             if (!status.ok()) return "with room for all: " + status.to_string();

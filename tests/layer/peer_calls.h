@@ -71,8 +71,11 @@ class RankCalls {
   bool finish() const { return cudaStreamSynchronize(stream_) == cudaSuccess; }
   // A graph of that call.
   Status capture(const FusedMoE& layer, std::int64_t input, std::int64_t rows) {
+    return capture(layer, args_of(input, rows));
+  }
+  Status capture(const FusedMoE& layer, const FusedMoE::Args& args) {
     EXPECT_EQ(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-    const Status status = enqueue(layer, input, rows);
+    const Status status = layer.enqueue({stream_}, args);
     cudaGraph_t graph = nullptr;
     EXPECT_EQ(cudaStreamEndCapture(stream_, &graph), cudaSuccess);
     MOESAIC_RETURN_IF_ERROR(status);
