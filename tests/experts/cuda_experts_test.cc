@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -87,7 +88,24 @@ double bound_of(std::string_view quant) {
 
 // --- Exact ---
 
-// One expert per token: the device's row is the reference's, rounded to bf16.
+// The device's rows are the reference's, rounded to bf16.
+void expect_reference_bits(const StandardCase& c) {
+  const Tensor want = run_standard(*test::make_backend("cpu_reference", c), c);
+  const Tensor got = run_cuda(c);
+  const std::int64_t elements = c.hidden_states.shape()[0] * c.problem.hidden_size;
+  std::int64_t wrong = 0, live = 0;
+  for (std::int64_t i = 0; i < elements; ++i) {
+    const float rounded = f32_from_bf16(bf16_from_f32(want.as<float>()[i]));
+    wrong += got.as<float>()[i] == rounded ? 0 : 1;
+    live += rounded == 0.0F ? 0 : 1;
+  }
+  EXPECT_EQ(wrong, 0);
+  // e2m1 leaves little of a row with one large value.
+  const bool coarse = c.problem.quant.activation.dtype == DType::kF4E2M1;
+  EXPECT_GT(live, coarse ? 0 : elements / 4);
+}
+
+// One expert per token.
 TEST_P(CudaExpertsExact, OneExpertEqualsReferenceByBits) {
   REQUIRE_HOPPER();
   const char* const quant = GetParam();
@@ -95,20 +113,26 @@ TEST_P(CudaExpertsExact, OneExpertEqualsReferenceByBits) {
     if (!has_activation(quant, activation)) continue;
     for (const std::int64_t tokens : {1, 37, 260, 700}) {
       SCOPED_TRACE(testing::Message() << activation << ' ' << tokens);
-      const StandardCase c = exact_case(quant, activation, 512, 384, tokens, 1);
-      const Tensor want = run_standard(*test::make_backend("cpu_reference", c), c);
-      const Tensor got = run_cuda(c);
-      std::int64_t wrong = 0, live = 0;
-      for (std::int64_t i = 0; i < tokens * 512; ++i) {
-        const float rounded = f32_from_bf16(bf16_from_f32(want.as<float>()[i]));
-        wrong += got.as<float>()[i] == rounded ? 0 : 1;
-        live += rounded == 0.0F ? 0 : 1;
-      }
-      EXPECT_EQ(wrong, 0);
-      // e2m1 leaves little of a row with one large value.
-      const bool coarse = c.problem.quant.activation.dtype == DType::kF4E2M1;
-      EXPECT_GT(live, coarse ? 0 : tokens * 512 / 4);
+      expect_reference_bits(exact_case(quant, activation, 512, 384, tokens, 1));
     }
+  }
+}
+
+// Groups of every width that a wide build computes, and what several groups of an expert leave.
+TEST_P(CudaExpertsExact, WideGroupsEqualReferenceByBits) {
+  REQUIRE_HOPPER();
+  const std::vector<std::vector<int>> rows_of_experts = {
+      {16, 48, 49, 80, 81, 97}, {112, 113, 128, 129, 136, 137}, {144, 145, 160, 161, 273, 321}};
+  for (const std::vector<int>& rows : rows_of_experts) {
+    SCOPED_TRACE(testing::Message() << rows.front() << " to " << rows.back());
+    const std::int64_t tokens = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
+    StandardCase c = exact_case(GetParam(), "silu", 256, 128, tokens, 1);
+    ASSERT_EQ(c.problem.num_experts, static_cast<std::int64_t>(rows.size()));
+    std::int32_t* id = c.routing.ids.as<std::int32_t>();
+    for (std::size_t e = 0; e < rows.size(); ++e) {
+      id = std::fill_n(id, rows[e], static_cast<std::int32_t>(e));
+    }
+    expect_reference_bits(c);
   }
 }
 

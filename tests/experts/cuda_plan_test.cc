@@ -46,6 +46,12 @@ TEST(CudaPlan, DecodedWeightsStayInNarrowGroups) {
     EXPECT_EQ(columns(quant, 256), 32) << quant;
     EXPECT_EQ(columns(quant, 257), 64) << quant;
     EXPECT_EQ(columns(quant, 512), 64) << quant;
+  }
+  for (const char* quant : {"nvfp4", "mxfp4-bf16", "mxfp8", "int4-g32"}) {
+    EXPECT_EQ(columns(quant, 8192), 160) << quant;
+  }
+  EXPECT_EQ(columns("int4-g128", 8192), 136);
+  for (const char* quant : {"nf4-bf16", "fp8-bf16", "int4-fp8", "int8", "bf16"}) {
     EXPECT_EQ(columns(quant, 8192), 128) << quant;
   }
   for (const char* quant : {"bf16", "fp8-block", "fp8-channel", "int8", "int4-fp8"}) {

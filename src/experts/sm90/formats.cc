@@ -224,9 +224,9 @@ bool is_nvfp4_weight(const OperandQuant& w) {
 }
 
 // Weights that are decoded in registers. Groups of 32 columns have twice the warps to decode, which
-// pays up to 16 rows per expert (measured).
-constexpr TileRules decoded_tiles() {
-  return {.split_items = 1, .paired_rows = 0, .narrow_rows = 16};
+// pays up to 16 rows per expert (measured). The wider a group, the fewer times weights are decoded.
+constexpr TileRules decoded_tiles(int widest = 128) {
+  return {.split_items = 1, .paired_rows = 0, .widest = widest, .narrow_rows = 16};
 }
 
 // Formats whose codes are decoded in registers: the weights' kernel with operand rows of `rows`.
@@ -234,7 +234,7 @@ template <class Format>
 constexpr FormatRow decoded(ComputeScheme scheme, RowForm rows) {
   FormatRow row = row_of<Format>(scheme);
   row.rows = rows;
-  row.tiles = decoded_tiles();
+  row.tiles = decoded_tiles(160);
   row.parts = kImagesAndRowScales;
   return row;
 }
@@ -285,7 +285,8 @@ Status check_int4_fp8(const MoeProblem& problem) {
 
 constexpr FormatRow int4_fp8_row() {
   FormatRow row = decoded<Int4Fp8>(ComputeScheme::kInt4Fp8, RowForm::kFp8Row);
-  row.tiles.narrow_rows = 8;  // one warpgroup per slab
+  row.tiles = decoded_tiles();  // no registers for more columns
+  row.tiles.narrow_rows = 8;    // one warpgroup per slab
   row.check = &check_int4_fp8;
   row.repack = MOESAIC_ON_DEVICE(repack_int4_fp8);
   row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_int4_fp8_swiglu);
@@ -313,12 +314,12 @@ constexpr FormatRow weight_only(FormatRow row, std::string_view name,
 // Weights that are decoded to bf16 in registers.
 template <class Format>
 constexpr FormatRow row_of_strips(std::string_view name, bool (*takes)(const OperandQuant& weight),
-                                  LaunchGrouped* swiglu) {
+                                  LaunchGrouped* swiglu, int widest = 128) {
   FormatRow row = row_of<Format>(ComputeScheme::kWeightOnly);
   row.takes = takes;
   row.name = name;
   row.image = &code_image;
-  row.tiles = decoded_tiles();
+  row.tiles = decoded_tiles(widest);
   row.parts = kImagesAndOrder;
   row.check = &check_strips_swiglu;
   row.repack = MOESAIC_ON_DEVICE(repack_code_strips);
@@ -338,8 +339,8 @@ bool takes_narrow(const OperandQuant& weight) {
 
 template <class Format>
 constexpr FormatRow row_of_int4(bool (*takes)(const OperandQuant& weight), LaunchGrouped* swiglu,
-                                LaunchGrouped* any) {
-  FormatRow row = row_of_strips<Format>("int4-bf16", takes, swiglu);
+                                LaunchGrouped* any, int widest) {
+  FormatRow row = row_of_strips<Format>("int4-bf16", takes, swiglu, widest);
   row.check = &check_strips;
   row.launch_any = any;
   return row;
@@ -369,18 +370,18 @@ constexpr FormatRow kFormats[] = {
                 &is_mxfp8_weight),
     row_of_int4<Int4Bf16>(&takes_wide<has_int4_codes>,
                           MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_swiglu),
-                          MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_any)),
+                          MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_any), 136),
     row_of_int4<Int4Narrow>(&takes_narrow<has_int4_codes>,
                             MOESAIC_ON_DEVICE(launch_grouped_int4_narrow_swiglu),
-                            MOESAIC_ON_DEVICE(launch_grouped_int4_narrow_any)),
+                            MOESAIC_ON_DEVICE(launch_grouped_int4_narrow_any), 160),
     row_of_strips<TableBf16>("nf4-bf16", &takes_wide<has_table_codes>,
                              MOESAIC_ON_DEVICE(launch_grouped_table_bf16_swiglu)),
     row_of_strips<TableNarrow>("nf4-bf16", &takes_narrow<has_table_codes>,
-                               MOESAIC_ON_DEVICE(launch_grouped_table_narrow_swiglu)),
+                               MOESAIC_ON_DEVICE(launch_grouped_table_narrow_swiglu), 160),
     row_of_strips<Int8Bf16>("int8-bf16", &takes_wide<has_int8_codes>,
                             MOESAIC_ON_DEVICE(launch_grouped_int8_bf16_swiglu)),
     row_of_strips<Int8Narrow>("int8-bf16", &takes_narrow<has_int8_codes>,
-                              MOESAIC_ON_DEVICE(launch_grouped_int8_narrow_swiglu)),
+                              MOESAIC_ON_DEVICE(launch_grouped_int8_narrow_swiglu), 136),
     fp8_bf16_row(ComputeScheme::kFp8Bf16, ""),
     fp8_bf16_row(ComputeScheme::kWeightOnly, "fp8-channel-bf16")};
 

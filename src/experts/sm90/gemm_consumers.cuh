@@ -278,6 +278,22 @@ __device__ __forceinline__ void consume(const GroupedParams& p, const Shared<For
         with(std::integral_constant<int, 48>{});
       else
         with(std::integral_constant<int, 64>{});
+    } else if constexpr (Tile::kMaxColumns > 128) {
+      int rows = item.rows;
+      MOESAIC_CUDA_FAULT(cuda_experts_wide_groups_lose_columns, rows = min(rows, 128);)
+      // Few columns take as long as 64: decoding does.
+      if (rows <= 64)
+        with(std::integral_constant<int, 64>{});
+      else if (rows <= 80)
+        with(std::integral_constant<int, 80>{});
+      else if (rows <= 96)
+        with(std::integral_constant<int, 96>{});
+      else if (rows <= 128)
+        with(std::integral_constant<int, 128>{});
+      else if (Tile::kMaxColumns <= 136 || rows <= 144)
+        with(std::integral_constant<int, (Tile::kMaxColumns <= 136 ? 136 : 144)>{});
+      else if constexpr (Tile::kMaxColumns > 144)
+        with(std::integral_constant<int, 160>{});
     } else {
       if constexpr (Epilogue::kFullGroups && Format::Weights::kTokensAsRows) {
         if (item.rows > kRowsOrientation) {

@@ -279,7 +279,7 @@ __device__ __forceinline__ Item decode_item(const GroupedParams& p, const GroupR
     const int size = ((record.rows + parts - 1) / parts + 7) / 8 * 8;
     begin = min(size * (2 * static_cast<int>(group) + static_cast<int>(cta)), record.rows);
     rows = min(size, record.rows - begin);
-  } else if (Tile::kMaxColumns > kRowsOrientation && count > 2) {
+  } else if (Tile::kMaxColumns > kRowsOrientation && Tile::kMaxColumns <= 128 && count > 2) {
     // Full groups and a remainder: full ones take the faster orientation.
     begin = static_cast<int>(group) * Tile::kMaxColumns;
     rows = min(Tile::kMaxColumns, record.rows - begin);

@@ -176,8 +176,9 @@ inline constexpr std::uint32_t kGroupQuantised = 1U << 24;
 // Which build of the kernel: a pure function of the problem, the number of tokens and the device.
 struct GroupedVariant {
   EpilogueKind epilogue = EpilogueKind::kSwiglu;
-  int max_columns = 64;  // 16, 32, 64 or 128 tokens per item; 16: bands are halved
-  bool paired = false;   // two CTAs work on two groups of one band and share its weights
+  int max_columns =
+      64;               // tokens per item: 16 (bands are halved), 32, 64 or the widest of TileRules
+  bool paired = false;  // two CTAs work on two groups of one band and share its weights
 };
 
 // How a format's builds are chosen.
@@ -186,7 +187,7 @@ struct TileRules {
   int split_items = 1;
   // From so many rows per expert on pairs of CTAs share weights; 0: never.
   int paired_rows = 0;
-  int widest = 128;  // columns
+  int widest = 128;  // columns: 128, 136 or 160
   // Groups have 32 columns up to so many rows per expert.
   int narrow_rows = 8;
 };
