@@ -3,7 +3,7 @@
 
 usage: check_kernel_stacks.py PROGRAM
 
-What is allowed: 32 bytes in the grouped-GEMM kernel and the router's, whose main loops keep nothing there (values
+What is allowed: 56 bytes in the grouped-GEMM kernel and 32 in the router, whose main loops keep next to nothing there (values
 of the epilogue wait outside of them), and what KNOWN says of others. A kernel with no stack needs no line.
 Exit status: 0, 1 with the kernels that have more, 2 for wrong usage or a missing cuobjdump.
 """
@@ -14,7 +14,7 @@ import subprocess
 import sys
 
 # Name in the mangled symbol: bytes.
-KNOWN = {"sm90_grouped_experts": 32, "route": 32, "gate_fp32": 80, "align_and_quantize": 8}
+KNOWN = {"sm90_grouped_experts": 56, "route": 32, "gate_fp32": 80, "align_and_quantize": 8}
 
 
 def main() -> int:

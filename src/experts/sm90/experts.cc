@@ -188,9 +188,10 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   g.power_of_two_scales = plan.power_of_two_scales;
   g.activation = {static_cast<int>(activation.kind), activation.limit, activation.alpha,
                   activation.beta, activation.up_limit};
-  LaunchGrouped* const launch = variant.epilogue == EpilogueKind::kSwiglu
-                                    ? plan.format->launch_swiglu
-                                    : plan.format->launch_any;
+  const FormatRow& format = *plan.format;
+  LaunchGrouped* const launch = variant.epilogue != EpilogueKind::kSwiglu  ? format.launch_any
+                                : variant.max_columns == format.tiles.snug ? format.launch_snug
+                                                                           : format.launch_swiglu;
   MOESAIC_RETURN_IF_ERROR(
       check_call("grouped GEMMs", launch(variant, g, impl_->traits.sms, stream)));
 

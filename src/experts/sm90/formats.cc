@@ -34,6 +34,7 @@ namespace moesaic::cuda {
 // One translation unit each, generated from the list in CMakeLists.txt.
 LaunchGrouped launch_grouped_bf16_swiglu, launch_grouped_bf16_any;
 LaunchGrouped launch_grouped_fp8_block_swiglu, launch_grouped_fp8_block_any;
+LaunchGrouped launch_grouped_fp8_block_snug, launch_grouped_fp8_row_snug, launch_grouped_int8_snug;
 LaunchGrouped launch_grouped_fp8_row_swiglu, launch_grouped_fp8_row_any;
 LaunchGrouped launch_grouped_int4_fp8_swiglu, launch_grouped_int4_fp8_any;
 LaunchGrouped launch_grouped_int8_swiglu, launch_grouped_int8_any;
@@ -179,37 +180,40 @@ constexpr FormatRow fp8_block_row() {
   row.inner_multiple = 128;
   // Past one item per pair of CTAs whole bands are as fast (Qwen3-235B) or faster (3 to 6 % at 2 to
   // 16 tokens). The kernel waits for its consumers, so sharing weights is slower.
-  row.tiles = {.split_items = 1, .paired_rows = 0};
+  row.tiles = {.split_items = 1, .paired_rows = 0, .snug = 136};
   row.parts = kImagesAndBlockScales;
   row.check = &check_widths<128>;
   row.repack = MOESAIC_ON_DEVICE(repack_tiles);
   row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_swiglu);
+  row.launch_snug = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_snug);
   row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_any);
   return row;
 }
 
 // Both formats whose rows have one scale: built as fp8-block is, and timed with its rules.
 template <class Format>
-constexpr FormatRow row_scaled(ComputeScheme scheme) {
+constexpr FormatRow row_scaled(ComputeScheme scheme, int snug) {
   FormatRow row = row_of<Format>(scheme);
-  row.tiles = {.split_items = 1, .paired_rows = 0};
+  row.tiles = {.split_items = 1, .paired_rows = 0, .snug = snug};
   row.parts = kImagesAndRowScales;
   row.repack = MOESAIC_ON_DEVICE(repack_row_scaled);
   return row;
 }
 
 constexpr FormatRow fp8_scaled_row() {
-  FormatRow row = row_scaled<Fp8Row>(ComputeScheme::kFp8Scaled);
+  FormatRow row = row_scaled<Fp8Row>(ComputeScheme::kFp8Scaled, 136);
   row.check = &check_widths<16>;
   row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_swiglu);
+  row.launch_snug = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_snug);
   row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_any);
   return row;
 }
 
 constexpr FormatRow int8_row() {
-  FormatRow row = row_scaled<Int8>(ComputeScheme::kInt8);
+  FormatRow row = row_scaled<Int8>(ComputeScheme::kInt8, 144);
   row.check = &check_int8;
   row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_int8_swiglu);
+  row.launch_snug = MOESAIC_ON_DEVICE(launch_grouped_int8_snug);
   row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_int8_any);
   return row;
 }

@@ -53,8 +53,9 @@ struct FormatRow {
   Status (*check)(const MoeProblem& problem);
   // Brings one expert's checked weights into its place in each of the parts. Null without CUDA.
   Status (*repack)(const RepackCall& call);
-  // Builds with the SwiGLU epilogue, and with any other. Null without CUDA.
-  LaunchGrouped *launch_swiglu, *launch_any;
+  // Builds with the SwiGLU epilogue, with it and tiles.snug columns, and with any other epilogue. Null
+  // without CUDA, the second where tiles.snug is 0.
+  LaunchGrouped *launch_swiglu, *launch_snug, *launch_any;
 };
 
 std::span<const FormatRow> grouped_formats();

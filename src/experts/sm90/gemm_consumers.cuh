@@ -281,15 +281,24 @@ __device__ __forceinline__ void consume(const GroupedParams& p, const Shared<For
     } else if constexpr (Tile::kMaxColumns > 128) {
       int rows = item.rows;
       MOESAIC_CUDA_FAULT(cuda_experts_wide_groups_lose_columns, rows = min(rows, 128);)
-      // Few columns take as long as 64: decoding does.
-      if (rows <= 64)
+      constexpr bool kRows = Format::Weights::kTokensAsRows;
+      if constexpr (kRows) {
+        if (rows > kRowsOrientation && rows <= 128) {
+          consume_rows(p, sh, ring, item, group, warp, lane);
+          continue;
+        }
+      }
+      // Few columns of decoded weights take as long as 64: decoding does.
+      if (kRows && rows <= 16)
+        with(std::integral_constant<int, (kRows ? 16 : 64)>{});
+      else if (rows <= 64)
         with(std::integral_constant<int, 64>{});
       else if (rows <= 80)
         with(std::integral_constant<int, 80>{});
       else if (rows <= 96)
         with(std::integral_constant<int, 96>{});
-      else if (rows <= 128)
-        with(std::integral_constant<int, 128>{});
+      else if (!kRows && rows <= 128)
+        with(std::integral_constant<int, (kRows ? 96 : 128)>{});
       else if (Tile::kMaxColumns <= 136 || rows <= 144)
         with(std::integral_constant<int, (Tile::kMaxColumns <= 136 ? 136 : 144)>{});
       else if constexpr (Tile::kMaxColumns > 144)

@@ -188,6 +188,9 @@ struct TileRules {
   // From so many rows per expert on pairs of CTAs share weights; 0: never.
   int paired_rows = 0;
   int widest = 128;  // columns: 128, 136 or 160
+  // Columns of a build for experts of somewhat more rows than 128, which would be two groups: 136,
+  // 144 or 0, none.
+  int snug = 0;
   // Groups have 32 columns up to so many rows per expert.
   int narrow_rows = 8;
 };
