@@ -3,7 +3,7 @@
 
 usage: check_kernel_stacks.py PROGRAM
 
-What is allowed: 56 bytes in the grouped-GEMM kernel and 32 in the router, whose main loops keep next to nothing there (values
+What is allowed: 32 bytes in the grouped-GEMM kernel and the router's, whose main loops keep nothing there (values
 of the epilogue wait outside of them), and what KNOWN says of others. A kernel with no stack needs no line.
 Exit status: 0, 1 with the kernels that have more, 2 for wrong usage or a missing cuobjdump.
 """
@@ -13,8 +13,19 @@ import shutil
 import subprocess
 import sys
 
-# Name in the mangled symbol: bytes.
-KNOWN = {"sm90_grouped_experts": 56, "route": 32, "gate_fp32": 80, "align_and_quantize": 8}
+# Part of the mangled symbol (an expression): bytes. The widest builds of formats whose sums are taken out have a few
+# words there in their loops as well, and are faster than narrower ones.
+TILE = "ENS0_9TokenTileILi"
+KNOWN = {
+    r"\dsm90_grouped_expertsI": 32,
+    rf"\dInt4Fp8{TILE}128E": 72,
+    rf"\dFp8Block{TILE}136E": 56,
+    rf"\dFp8Row{TILE}136E": 40,
+    r"\drouteI": 32,
+    r"\dgate_fp32I": 80,
+    r"\dalign_and_quantizeI": 8,
+    r"\dpeer_answerE": 16,
+}
 
 
 def main() -> int:
@@ -29,7 +40,7 @@ def main() -> int:
         return 1
     bad = 0
     for name, registers, stack in kernels:
-        allowed = max((most for part, most in KNOWN.items() if re.search(rf"\d{part}I", name)), default=0)
+        allowed = max((most for part, most in KNOWN.items() if re.search(part, name)), default=0)
         if int(stack) > allowed:
             print(f"{name}: {stack} bytes of stack ({registers} registers), at most {allowed} are known")
             bad += 1

@@ -189,9 +189,10 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   g.activation = {static_cast<int>(activation.kind), activation.limit, activation.alpha,
                   activation.beta, activation.up_limit};
   const FormatRow& format = *plan.format;
-  LaunchGrouped* const launch = variant.epilogue != EpilogueKind::kSwiglu  ? format.launch_any
-                                : variant.max_columns == format.tiles.snug ? format.launch_snug
-                                                                           : format.launch_swiglu;
+  const bool wide = variant.max_columns > 64 && format.launch_wide != nullptr;
+  LaunchGrouped* const launch = variant.epilogue != EpilogueKind::kSwiglu ? format.launch_any
+                                : wide                                    ? format.launch_wide
+                                                                          : format.launch_swiglu;
   MOESAIC_RETURN_IF_ERROR(
       check_call("grouped GEMMs", launch(variant, g, impl_->traits.sms, stream)));
 

@@ -34,7 +34,8 @@ namespace moesaic::cuda {
 // One translation unit each, generated from the list in CMakeLists.txt.
 LaunchGrouped launch_grouped_bf16_swiglu, launch_grouped_bf16_any;
 LaunchGrouped launch_grouped_fp8_block_swiglu, launch_grouped_fp8_block_any;
-LaunchGrouped launch_grouped_fp8_block_snug, launch_grouped_fp8_row_snug, launch_grouped_int8_snug;
+LaunchGrouped launch_grouped_fp8_block_wide, launch_grouped_fp8_row_wide, launch_grouped_int8_wide;
+LaunchGrouped launch_grouped_mxfp4_bf16_wide;
 LaunchGrouped launch_grouped_fp8_row_swiglu, launch_grouped_fp8_row_any;
 LaunchGrouped launch_grouped_int4_fp8_swiglu, launch_grouped_int4_fp8_any;
 LaunchGrouped launch_grouped_int8_swiglu, launch_grouped_int8_any;
@@ -185,7 +186,7 @@ constexpr FormatRow fp8_block_row() {
   row.check = &check_widths<128>;
   row.repack = MOESAIC_ON_DEVICE(repack_tiles);
   row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_swiglu);
-  row.launch_snug = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_snug);
+  row.launch_wide = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_wide);
   row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_any);
   return row;
 }
@@ -204,7 +205,7 @@ constexpr FormatRow fp8_scaled_row() {
   FormatRow row = row_scaled<Fp8Row>(ComputeScheme::kFp8Scaled, 136);
   row.check = &check_widths<16>;
   row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_swiglu);
-  row.launch_snug = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_snug);
+  row.launch_wide = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_wide);
   row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_any);
   return row;
 }
@@ -213,7 +214,7 @@ constexpr FormatRow int8_row() {
   FormatRow row = row_scaled<Int8>(ComputeScheme::kInt8, 144);
   row.check = &check_int8;
   row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_int8_swiglu);
-  row.launch_snug = MOESAIC_ON_DEVICE(launch_grouped_int8_snug);
+  row.launch_wide = MOESAIC_ON_DEVICE(launch_grouped_int8_wide);
   row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_int8_any);
   return row;
 }
@@ -248,6 +249,7 @@ constexpr FormatRow mxfp4_row(ComputeScheme scheme, RowForm rows) {
   row.check = &check_widths<32>;
   row.repack = MOESAIC_ON_DEVICE(repack_mxfp4);
   row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_mxfp4_bf16_swiglu);
+  row.launch_wide = MOESAIC_ON_DEVICE(launch_grouped_mxfp4_bf16_wide);
   row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_mxfp4_bf16_any);
   return row;
 }

@@ -53,9 +53,9 @@ struct FormatRow {
   Status (*check)(const MoeProblem& problem);
   // Brings one expert's checked weights into its place in each of the parts. Null without CUDA.
   Status (*repack)(const RepackCall& call);
-  // Builds with the SwiGLU epilogue, with it and tiles.snug columns, and with any other epilogue. Null
-  // without CUDA, the second where tiles.snug is 0.
-  LaunchGrouped *launch_swiglu, *launch_snug, *launch_any;
+  // Builds with the SwiGLU epilogue, those of them with more than 64 columns where they are a translation
+  // unit of their own (else null), and with any other epilogue. Null without CUDA.
+  LaunchGrouped *launch_swiglu, *launch_wide, *launch_any;
 };
 
 std::span<const FormatRow> grouped_formats();
