@@ -176,9 +176,8 @@ inline constexpr std::uint32_t kGroupQuantised = 1U << 24;
 // Which build of the kernel: a pure function of the problem, the number of tokens and the device.
 struct GroupedVariant {
   EpilogueKind epilogue = EpilogueKind::kSwiglu;
-  int max_columns =
-      64;               // tokens per item: 16 (bands are halved), 32, 64 or the widest of TileRules
-  bool paired = false;  // two CTAs work on two groups of one band and share its weights
+  int max_columns = 64;  // tokens per item: 16 (bands are halved), 32, 64 or more: TileRules
+  bool paired = false;   // two CTAs work on two groups of one band and share its weights
 };
 
 // How a format's builds are chosen.
