@@ -189,10 +189,10 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   g.activation = {static_cast<int>(activation.kind), activation.limit, activation.alpha,
                   activation.beta, activation.up_limit};
   const FormatRow& format = *plan.format;
-  const bool wide = variant.max_columns > 64 && format.launch_wide != nullptr;
-  LaunchGrouped* const launch = variant.epilogue != EpilogueKind::kSwiglu ? format.launch_any
-                                : wide                                    ? format.launch_wide
-                                                                          : format.launch_swiglu;
+  LaunchGrouped* launch = format.launch_swiglu;
+  if (variant.max_columns > 64 && format.launch_wide != nullptr) launch = format.launch_wide;
+  if (variant.max_columns == format.tiles.snug) launch = format.launch_snug;
+  if (variant.epilogue != EpilogueKind::kSwiglu) launch = format.launch_any;
   MOESAIC_RETURN_IF_ERROR(
       check_call("grouped GEMMs", launch(variant, g, impl_->traits.sms, stream)));
 

@@ -35,6 +35,7 @@ namespace moesaic::cuda {
 LaunchGrouped launch_grouped_bf16_swiglu, launch_grouped_bf16_any;
 LaunchGrouped launch_grouped_fp8_block_swiglu, launch_grouped_fp8_block_any;
 LaunchGrouped launch_grouped_fp8_block_wide, launch_grouped_fp8_row_wide, launch_grouped_int8_wide;
+LaunchGrouped launch_grouped_fp8_block_snug, launch_grouped_fp8_row_snug, launch_grouped_int8_snug;
 LaunchGrouped launch_grouped_mxfp4_bf16_wide;
 LaunchGrouped launch_grouped_fp8_row_swiglu, launch_grouped_fp8_row_any;
 LaunchGrouped launch_grouped_int4_fp8_swiglu, launch_grouped_int4_fp8_any;
@@ -187,6 +188,7 @@ constexpr FormatRow fp8_block_row() {
   row.repack = MOESAIC_ON_DEVICE(repack_tiles);
   row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_swiglu);
   row.launch_wide = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_wide);
+  row.launch_snug = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_snug);
   row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_any);
   return row;
 }
@@ -206,6 +208,7 @@ constexpr FormatRow fp8_scaled_row() {
   row.check = &check_widths<16>;
   row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_swiglu);
   row.launch_wide = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_wide);
+  row.launch_snug = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_snug);
   row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_any);
   return row;
 }
@@ -215,6 +218,7 @@ constexpr FormatRow int8_row() {
   row.check = &check_int8;
   row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_int8_swiglu);
   row.launch_wide = MOESAIC_ON_DEVICE(launch_grouped_int8_wide);
+  row.launch_snug = MOESAIC_ON_DEVICE(launch_grouped_int8_snug);
   row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_int8_any);
   return row;
 }

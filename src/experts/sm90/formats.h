@@ -54,8 +54,9 @@ struct FormatRow {
   // Brings one expert's checked weights into its place in each of the parts. Null without CUDA.
   Status (*repack)(const RepackCall& call);
   // Builds with the SwiGLU epilogue; those of them with more than 64 columns, where they are a
-  // translation unit of their own (else null); those with any other epilogue. Null without CUDA.
-  LaunchGrouped *launch_swiglu, *launch_wide, *launch_any;
+  // translation unit of their own (else null), and with tiles.snug columns (the same); those with any
+  // other epilogue. Null without CUDA.
+  LaunchGrouped *launch_swiglu, *launch_wide, *launch_snug, *launch_any;
 };
 
 std::span<const FormatRow> grouped_formats();
