@@ -94,26 +94,6 @@ struct E2M1Group {
   float scale;
 };
 
-struct PanelArgs {
-  const std::byte* panel = nullptr;     // one packed panel
-  const float* panel_scales = nullptr;  // [groups][4], one per 16 columns; null: no scales
-  // Grouped GEMMs only: scales of one column and `fold` steps, [padded_k / fold][64].
-  const std::byte* group_scales = nullptr;
-  ScaleFormat group_scale_format = ScaleFormat::kNone;  // kNone: 1
-  int fold = kGroup;                                    // 16, 32, 64 or 128; padded_k is a multiple
-  const float* group_offsets = nullptr;                 // [padded_k / fold][64], or null: 0
-  const float* const* row_sums = nullptr;    // with offsets: num_rows pointers to [padded_k / fold]
-  int folds_per_row_scale = 1;               // groups that share a row's scale
-  const Int4Products* products = nullptr;    // kInt4Fp8, with group_scales E4M3 and format kNone
-  const CodeTable4* codes = nullptr;         // kCode4
-  const void* const* rows = nullptr;         // num_rows left operands of padded_k elements
-  const float* const* row_scales = nullptr;  // num_rows pointers to [groups]; null: 1
-  int num_rows = 0;                          // 1..kMaxRows
-  std::int64_t padded_k = 0;  // multiple of 4; zero-filled beyond the true K on both sides
-  bool accumulate = false;    // grouped GEMMs: result is the sum of the groups before these
-  float* result = nullptr;    // [num_rows][64], overwritten
-};
-
 // Scales of super-blocks as the packed form has them; bytes of a panel: super_scales.h.
 struct SuperScaleForm {
   int bits = 0;   // of their integers, 6 or 8; 0: not this form
@@ -128,6 +108,31 @@ struct SuperScaleForm {
     return ceil_div(padded_k, kSteps) * block_bytes();
   }
 };
+
+struct PanelArgs {
+  const std::byte* panel = nullptr;     // one packed panel
+  const float* panel_scales = nullptr;  // [groups][4], one per 16 columns; null: no scales
+  // Grouped GEMMs only: scales of one column and `fold` steps, [padded_k / fold][64].
+  const std::byte* group_scales = nullptr;
+  ScaleFormat group_scale_format = ScaleFormat::kNone;  // kNone: 1
+  int fold = kGroup;                                    // 16, 32, 64 or 128; padded_k is a multiple
+  const float* group_offsets = nullptr;                 // [padded_k / fold][64], or null: 0
+  // super_gemm_i8, in their place: compact scales and minima, and the bias of SuperScaleArgs.
+  SuperScaleForm super;
+  const std::byte* super_blocks = nullptr;
+  float super_bias = 0;
+  const float* const* row_sums = nullptr;    // with offsets: num_rows pointers to [padded_k / fold]
+  int folds_per_row_scale = 1;               // groups that share a row's scale
+  const Int4Products* products = nullptr;    // kInt4Fp8, with group_scales E4M3 and format kNone
+  const CodeTable4* codes = nullptr;         // kCode4
+  const void* const* rows = nullptr;         // num_rows left operands of padded_k elements
+  const float* const* row_scales = nullptr;  // num_rows pointers to [groups]; null: 1
+  int num_rows = 0;                          // 1..kMaxRows
+  std::int64_t padded_k = 0;  // multiple of 4; zero-filled beyond the true K on both sides
+  bool accumulate = false;    // grouped GEMMs: result is the sum of the groups before these
+  float* result = nullptr;    // [num_rows][64], overwritten
+};
+
 // Those of some steps of a panel, from a super-block's first on, and where they go as F32.
 struct SuperScaleArgs {
   SuperScaleForm form;
@@ -197,6 +202,14 @@ struct ByWeightKind {
 };
 using PanelGemm = void (*)(const PanelArgs& args);
 
+// What super_gemm_i8 has kernels for, in groups of `fold` steps.
+inline constexpr int kSuperGemmRows = 6;
+constexpr bool super_gemm_takes(WeightKind kind, const SuperScaleForm& form, std::int64_t fold) {
+  if (form.group != fold) return false;
+  if (kind == WeightKind::kI6Quads) return form.bits == 8 && fold == 16 && !form.minima;
+  return kind == WeightKind::kI4Quads && form.bits == 6 && fold == 32 && form.minima;
+}
+
 struct CpuKernels {
   const char* name;            // tier: "baseline", "avx2", "avx512", "avx512_bf16", "amx", "neon"
   OperandKind narrow_operand;  // operand of schemes whose activations are exact in bf16
@@ -229,6 +242,9 @@ struct CpuKernels {
   // Null where this machine has no such instruction (AVX-VNNI, AVX512_VNNI, I8MM), and then
   // store_i8 is too.
   ByWeightKind<PanelGemm> grouped_gemm_i8;
+  // The bits of grouped_gemm_i8 for at most kSuperGemmRows rows, with scales in the compact form of
+  // super-blocks, all of K: super_gemm_takes. Null where grouped_gemm_i8 is.
+  ByWeightKind<PanelGemm> super_gemm_i8;
   // The bits of grouped_gemm_bf16[kCode4] for e2m1 codes with E4M3 scales of 16 steps, without
   // offsets, where rows are pointers to E2M1Group [padded_k / 16], which hold the rows' scales
   // (row_scales is not read); for many rows. Null on tiers without an 8-bit dot product.

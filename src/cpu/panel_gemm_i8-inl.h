@@ -14,8 +14,10 @@
 #endif
 
 #include <cstring>
+#include <utility>
 
 #include "cpu/panel_gemm_grouped-inl.h"
+#include "cpu/super_scales-inl.h"
 
 #if MOESAIC_TIER_DOT8
 MOESAIC_BEFORE_DOT8();
@@ -185,6 +187,11 @@ void DecodeQuads(const std::byte* w, std::int64_t bytes, std::byte* out) {
 
 // --- Tiles
 
+// A block has 128 steps, groups at least 16.
+inline constexpr int kFinestI8Group = 16, kMaxI8Groups = kGroup / kFinestI8Group;
+// Ahead of what few rows read.
+constexpr std::int64_t kI8PrefetchBytes = 8192;
+
 // Some groups and the rows that meet them.
 struct I8Block {
   const std::byte* units = nullptr;
@@ -192,8 +199,79 @@ struct I8Block {
   std::int64_t scale_step = 0;    // to those of the next one
   std::int64_t group = 0;         // first one
   int groups = 0;
+  std::int64_t row_scale[kMaxI8Groups] = {};  // of each group: which of a row's scales is its
   int row = 0;
   const std::byte* fetch = nullptr;  // what to ask of memory on the way
+  // Of I8ScalesSuper: the super-block and the first group's number in it.
+  const std::byte* super = nullptr;
+  int super_group = 0;
+};
+
+// All blocks of a panel: use(block, steps) for each, where its units and scales are still to come.
+template <class Use>
+HWY_INLINE void ForI8Blocks(const PanelArgs& args, const Use& use) {
+  I8Block block;
+  const std::int64_t groups = args.padded_k / args.fold;
+  std::int64_t row_scale = 0;
+  int folds_of_scale = 0;
+  for (; block.group < groups; block.group += block.groups) {
+    block.groups =
+        static_cast<int>(HWY_MIN(std::int64_t{kGroup / args.fold}, groups - block.group));
+    for (int g = 0; g < block.groups; ++g) {
+      block.row_scale[g] = row_scale;
+      if (++folds_of_scale == args.folds_per_row_scale) folds_of_scale = 0, ++row_scale;
+    }
+    block.row = 0;
+    use(block, std::int64_t{block.groups} * args.fold);
+  }
+}
+
+// --- Scales and offsets of a block's groups for a tile's columns
+
+struct I8ScalesF32 {
+  const float* scales;
+  const float* offsets;
+  std::int64_t step;
+
+  HWY_INLINE I8ScalesF32(const PanelArgs& args, const I8Block& block, int column)
+      : scales(block.scales + column),
+        offsets(args.group_offsets == nullptr
+                    ? nullptr
+                    : args.group_offsets + block.group * kPanelColumns + column),
+        step(block.scale_step) {}
+  HWY_INLINE bool has_offsets() const { return offsets != nullptr; }
+  HWY_INLINE VF Scale(int g, int v) const { return hn::LoadU(df, scales + g * step + v * kLanes); }
+  HWY_INLINE VF Offset(int g, int v, VF) const {
+    return hn::LoadU(df, offsets + g * kPanelColumns + v * kLanes);
+  }
+};
+
+// Compact ones of super-blocks: the same numbers, made where they are used.
+template <int kBits, bool kMinima>
+struct I8ScalesSuper {
+  using Columns = SuperScaleColumns<kBits>;
+  Columns scales[kTileVectors], minima[kTileVectors];
+  VF bias;
+
+  HWY_INLINE I8ScalesSuper(const PanelArgs& args, const I8Block& block, int column)
+      : bias(hn::Set(df, -args.super_bias)) {
+    constexpr std::int64_t kUnits = 2 * kPanelColumns;
+    const std::byte* at = block.super;
+    const int group = MOESAIC_FAULT(cpu_super_gemm_repeats_first_half) ? 0 : block.super_group;
+    const std::byte* planes = at + kUnits * (kMinima ? 2 : 1) + group * kBits / 8 * kPanelColumns;
+    const std::byte* planes_of_minima = planes + args.super.planes() * kPanelColumns;
+#pragma GCC unroll 8
+    for (int v = 0; v < kTileVectors; ++v) {
+      const int c = column + v * kLanes;
+      scales[v] = {planes + c, Columns::Unit(at + 2 * c)};
+      if constexpr (kMinima) minima[v] = {planes_of_minima + c, Columns::Unit(at + kUnits + 2 * c)};
+    }
+  }
+  static HWY_INLINE bool has_offsets() { return kMinima; }
+  HWY_INLINE VF Scale(int g, int v) const { return scales[v].One(g); }
+  HWY_INLINE VF Offset(int g, int v, VF scale) const {
+    return hn::MulAdd(scale, bias, minima[v].One(g));
+  }
 };
 
 // Quad Q of a unit, kTileVectors vectors of columns, for MR rows. Weights are read again for every
@@ -228,47 +306,117 @@ struct UnitStepI8 {
   }
 };
 
-// One vector of a unit's columns for one row whose codes are x: weights are read once.
-template <class Unit>
-struct VectorStepI8 {
-  typename Unit::Raw raw;
-  const VI (&x)[Unit::kSteps / 4];
-  VI& acc;
-  template <int Q>
-  HWY_INLINE void Do() const {
-    AddQuads(acc, Unit::template Quad<Q>(raw), x[Q]);
-  }
-};
+// All quads of one vector of a unit's columns for one row whose codes are x: weights are read once.
+template <class Unit, std::size_t... Q>
+HWY_INLINE VI VectorOfRowI8(const typename Unit::Raw& raw, const VI (&x)[sizeof...(Q)], VI acc,
+                            std::index_sequence<Q...>) {
+  (AddQuads(acc, Unit::template Quad<Q>(raw), x[Q]), ...);
+  return acc;
+}
 
 template <class Unit>
 HWY_INLINE void UnitOfRowI8(const std::byte* unit, const std::uint8_t* a, VI (&acc)[kTileVectors]) {
-  VI x[Unit::kSteps / 4];
+  constexpr int kQuads = Unit::kSteps / 4;
+  VI x[kQuads];
 #pragma GCC unroll 4
-  for (int q = 0; q < Unit::kSteps / 4; ++q) {
+  for (int q = 0; q < kQuads; ++q) {
     std::int32_t quad;
     std::memcpy(&quad, a + 4 * q, sizeof(quad));
     x[q] = hn::Set(di32, quad);
   }
 #pragma GCC unroll 8
-  for (int v = 0; v < kTileVectors; ++v)
-    ForQuads<Unit>(VectorStepI8<Unit>{typename Unit::Raw(unit, v), x, acc[v]});
+  for (int v = 0; v < kTileVectors; ++v) {
+    acc[v] = VectorOfRowI8<Unit>(typename Unit::Raw(unit, v), x, acc[v],
+                                 std::make_index_sequence<kQuads>{});
+  }
 }
 
+// What the groups of a block are multiplied by for MR rows, and where their sums go: as
+// FoldColumns does, but looked up once per block.
+template <class Scales, int MR>
+class I8Fold {
+ public:
+  HWY_INLINE I8Fold(const PanelArgs& args, const I8Block& block, int column)
+      : scales_(args, block, column), result_(args.result + block.row * kPanelColumns + column) {
+    for (int r = 0; r < MR; ++r) {
+      const int row = block.row + r;
+      const float* scales = args.row_scales == nullptr ? nullptr : args.row_scales[row];
+      for (int g = 0; g < block.groups; ++g)
+        factors_[g][r] = scales == nullptr ? 1.0F : scales[block.row_scale[g]];
+      sums_[r] = scales_.has_offsets() ? args.row_sums[row] + block.group : nullptr;
+    }
+  }
+
+  // Few rows keep their results in registers from group to group.
+  static constexpr bool kKeeps = MR <= 2;
+
+  HWY_INLINE void Load(VF (&total)[MR][kTileVectors]) const {
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kTileVectors; ++v) total[r][v] = hn::Load(df, At(r, v));
+    }
+  }
+  HWY_INLINE void Store(const VF (&total)[MR][kTileVectors]) const {
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kTileVectors; ++v) hn::Store(total[r][v], df, At(r, v));
+    }
+  }
+  // Adds group g's sums to total, or to the results in memory.
+  HWY_INLINE void Add(int g, const VF (&sums)[MR][kTileVectors],
+                      VF (&total)[MR][kTileVectors]) const {
+    const float* factors = factors_[g];
+#pragma GCC unroll 8
+    for (int v = 0; v < kTileVectors; ++v) {
+      const VF scale = scales_.Scale(g, v);
+#pragma GCC unroll 8
+      for (int r = 0; r < MR; ++r) {
+        if constexpr (!kKeeps) total[r][v] = hn::Load(df, At(r, v));
+        total[r][v] = hn::MulAdd(sums[r][v], hn::Mul(scale, hn::Set(df, factors[r])), total[r][v]);
+      }
+      if (scales_.has_offsets()) {
+        const VF offset = scales_.Offset(g, v, scale);
+#pragma GCC unroll 8
+        for (int r = 0; r < MR; ++r)
+          total[r][v] = hn::NegMulAdd(offset, hn::Set(df, sums_[r][g]), total[r][v]);
+      }
+      if constexpr (!kKeeps) {
+#pragma GCC unroll 8
+        for (int r = 0; r < MR; ++r) hn::Store(total[r][v], df, At(r, v));
+      }
+    }
+  }
+
+ private:
+  HWY_INLINE float* At(int r, int v) const { return result_ + r * kPanelColumns + v * kLanes; }
+
+  Scales scales_;
+  float* result_;
+  const float* sums_[MR];
+  float factors_[kMaxI8Groups][MR];
+};
+
 // A block's groups for MR rows. kLines: of memory to ask for with each unit.
-template <class Unit, int MR, int kLines>
+template <class Unit, class Scales, int MR, int kLines>
 HWY_NOINLINE void RunI8Tile(const PanelArgs& args, const I8Block& block) {
+  using Fold = I8Fold<Scales, MR>;
   constexpr int kStart = sizeof(std::int32_t);
-  const std::int64_t group_bytes = kStart + args.fold;
+  const int fold_steps = args.fold, groups = block.groups;
+  const std::int64_t group_bytes = kStart + fold_steps;
   for (int column = 0; column < kPanelColumns; column += kTileVectors * kLanes) {
+    const Fold fold(args, block, column);
     const std::uint8_t* a[MR];
     for (int r = 0; r < MR; ++r) {
       a[r] = static_cast<const std::uint8_t*>(args.rows[block.row + r]) +
              block.group * group_bytes + kStart;
     }
     const std::byte* unit = block.units + 4 * column;
-    const float* scales = block.scales;
     const std::byte* fetch = block.fetch;
-    for (int g = 0; g < block.groups; ++g, scales += block.scale_step) {
+    VF total[MR][kTileVectors];
+    if constexpr (Fold::kKeeps) fold.Load(total);
+    for (int g = 0; g < groups; ++g) {
       VI acc[MR][kTileVectors];
 #pragma GCC unroll 8
       for (int r = 0; r < MR; ++r) {
@@ -276,9 +424,9 @@ HWY_NOINLINE void RunI8Tile(const PanelArgs& args, const I8Block& block) {
         std::memcpy(&start, a[r] - kStart, sizeof(start));
 #pragma GCC unroll 8
         for (int v = 0; v < kTileVectors; ++v)
-          acc[r][v] = hn::Set(di32, start / (1 << Unit::kStartShift));
+          acc[r][v] = hn::Set(di32, start >> Unit::kStartShift);
       }
-      for (int k = 0; k < args.fold; k += Unit::kSteps, unit += Unit::kBytes) {
+      for (int k = 0; k < fold_steps; k += Unit::kSteps, unit += Unit::kBytes) {
         if (kLines > 0 && column == 0) {
 #pragma GCC unroll 12
           for (int line = 0; line < kLines; ++line) __builtin_prefetch(fetch + 64 * line, 0, 2);
@@ -303,20 +451,21 @@ HWY_NOINLINE void RunI8Tile(const PanelArgs& args, const I8Block& block) {
         }
         a[r] += group_bytes;
       }
-      FoldColumns<MR, kTileVectors>(args, sums, scales, block.group + g, block.row, column);
+      fold.Add(g, sums, total);
     }
+    if constexpr (Fold::kKeeps) fold.Store(total);
   }
 }
 
 using I8TileFn = void (*)(const PanelArgs&, const I8Block&);
-template <class Unit, int kLines>
+template <class Unit, int kLines, class Scales = I8ScalesF32>
 constexpr I8TileFn kI8Tiles[7] = {nullptr,
-                                  RunI8Tile<Unit, 1, kLines>,
-                                  RunI8Tile<Unit, 2, kLines>,
-                                  RunI8Tile<Unit, 3, kLines>,
-                                  RunI8Tile<Unit, 4, kLines>,
-                                  RunI8Tile<Unit, 5, kLines>,
-                                  RunI8Tile<Unit, 6, kLines>};
+                                  RunI8Tile<Unit, Scales, 1, kLines>,
+                                  RunI8Tile<Unit, Scales, 2, kLines>,
+                                  RunI8Tile<Unit, Scales, 3, kLines>,
+                                  RunI8Tile<Unit, Scales, 4, kLines>,
+                                  RunI8Tile<Unit, Scales, 5, kLines>,
+                                  RunI8Tile<Unit, Scales, 6, kLines>};
 
 // All tiles of a block of `units` units that is in the cache; the first ones ask for the next
 // `bytes` of weights, which their first tile would wait for.
@@ -343,24 +492,18 @@ HWY_INLINE void RunI8Tiles(const PanelArgs& args, std::int64_t units, std::int64
 template <class Unit>
 void GroupedGemmI8(const PanelArgs& args) {
   using Decoded = typename Unit::Decoded;
-  constexpr int kFinest = 16;
   constexpr bool kDecodes = Unit::kSteps != Decoded::kSteps;
   ClearResult(args);
-  HWY_ALIGN float scales[kGroup / kFinest * kPanelColumns];
+  HWY_ALIGN float scales[kMaxI8Groups * kPanelColumns];
   HWY_ALIGN std::byte quads[kDecodes ? kGroup * kPanelColumns : 64];
-  I8Block block;
-  block.scales = scales;
   const bool scaled = args.group_scale_format != ScaleFormat::kNone;
-  if (scaled) block.scale_step = kPanelColumns;
   if (!scaled) ExpandScales(args, 0, scales);
   const std::byte* w = args.panel;
-  const std::int64_t groups = args.padded_k / args.fold;
-  for (; block.group < groups; block.group += block.groups) {
-    block.groups =
-        static_cast<int>(HWY_MIN(std::int64_t{kGroup / args.fold}, groups - block.group));
-    const std::int64_t steps = std::int64_t{block.groups} * args.fold;
+  ForI8Blocks(args, [&](I8Block& block, std::int64_t steps) MOESAIC_TIER_ATTR {
     const std::int64_t bytes = steps / Unit::kSteps * Unit::kBytes;
     PrefetchGroups(args, block.group + block.groups, block.groups);
+    block.scales = scales;
+    block.scale_step = scaled ? kPanelColumns : 0;
     if (args.group_scale_format == ScaleFormat::kF32) {
       block.scales = ExpandScales(args, block.group, scales);
     } else if (scaled) {
@@ -368,9 +511,8 @@ void GroupedGemmI8(const PanelArgs& args) {
         ExpandScales(args, block.group + g, scales + g * kPanelColumns);
     }
     block.units = w;
-    block.row = 0;
     if (args.num_rows <= 6) {
-      block.fetch = w + kPrefetchBytes;
+      block.fetch = w + kI8PrefetchBytes;
       kI8Tiles<Unit, Unit::kBytes / 64>[args.num_rows](args, block);
     } else {
       if constexpr (kDecodes) {
@@ -381,7 +523,30 @@ void GroupedGemmI8(const PanelArgs& args) {
       RunI8Tiles<Decoded>(args, steps / Decoded::kSteps, bytes, block);
     }
     w += bytes;
-  }
+  });
+}
+
+// Up to kSuperGemmRows rows.
+template <class Unit, class Scales>
+void SuperGemmI8(const PanelArgs& args) {
+  ClearResult(args);
+  const std::byte* w = args.panel;
+  const std::byte* super = args.super_blocks;
+  const std::int64_t block_bytes = args.super.block_bytes();
+  bool second = false;
+  ForI8Blocks(args, [&](I8Block& block, std::int64_t steps) MOESAIC_TIER_ATTR {
+    // Half of the scales of the next super-block.
+    const std::byte* const ahead = super + block_bytes + (second ? block_bytes / 2 : 0);
+    for (std::int64_t at = 0; at < block_bytes / 2; at += 64) __builtin_prefetch(ahead + at, 0, 2);
+    block.super = super;
+    block.super_group = second ? kGroup / args.fold : 0;
+    block.units = w;
+    block.fetch = w + kI8PrefetchBytes;
+    kI8Tiles<Unit, Unit::kBytes / 64, Scales>[args.num_rows](args, block);
+    w += steps / Unit::kSteps * Unit::kBytes;
+    if (second) super += block_bytes;
+    second = !second;
+  });
 }
 
 }  // namespace

@@ -25,10 +25,32 @@ struct SuperScaleColumns {
     return F16BitsToF32(
         hn::PromoteTo(du32, hn::LoadU(du16, reinterpret_cast<const std::uint16_t*>(units))));
   }
+  // The integer whose bits lie above those of three others.
+  static HWY_INLINE hn::Vec<decltype(di32)> Fourth(hn::Vec<decltype(di32)> a,
+                                                   hn::Vec<decltype(di32)> b,
+                                                   hn::Vec<decltype(di32)> c) {
+    return hn::Or(hn::ShiftRight<6>(a), hn::Or(hn::ShiftLeft<2>(hn::ShiftRight<6>(b)),
+                                               hn::ShiftLeft<4>(hn::ShiftRight<6>(c))));
+  }
   template <class D>
   HWY_INLINE hn::Vec<decltype(di32)> Plane(D d, std::int64_t index) const {
     const auto* at = reinterpret_cast<const hn::TFromD<D>*>(planes + index * kPanelColumns);
     return hn::PromoteTo(di32, hn::LoadU(d, at));
+  }
+  // Of one group.
+  HWY_INLINE VF One(std::int64_t group) const {
+    if constexpr (kBits == 8) {
+      const hn::Rebind<std::int8_t, DF> d8;
+      return hn::Mul(hn::ConvertTo(df, Plane(d8, group)), unit);
+    } else {
+      const hn::Rebind<std::uint8_t, DF> d8;
+      const std::int64_t first = group / 4 * 3, j = group % 4;
+      if (j < 3)
+        return hn::Mul(hn::ConvertTo(df, hn::And(Plane(d8, first + j), hn::Set(di32, 63))), unit);
+      return hn::Mul(
+          hn::ConvertTo(df, Fourth(Plane(d8, first), Plane(d8, first + 1), Plane(d8, first + 2))),
+          unit);
+    }
   }
   // Of groups 4 * quad to 4 * quad + 3.
   HWY_INLINE void Four(std::int64_t quad, VF (&values)[4]) const {
@@ -43,8 +65,7 @@ struct SuperScaleColumns {
       code[0] = hn::And(a, low);
       code[1] = hn::And(b, low);
       code[2] = hn::And(c, low);
-      code[3] = hn::Or(hn::ShiftRight<6>(a), hn::Or(hn::ShiftLeft<2>(hn::ShiftRight<6>(b)),
-                                                    hn::ShiftLeft<4>(hn::ShiftRight<6>(c))));
+      code[3] = Fourth(a, b, c);
     }
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) values[j] = hn::Mul(hn::ConvertTo(df, code[j]), unit);

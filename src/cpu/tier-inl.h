@@ -84,6 +84,8 @@ constexpr CpuKernels MakeTable() {
   t.grouped_gemm_i8[kI6Quads] = GroupedGemmI8<UnitQuads6>;
   t.grouped_gemm_i8[kI4Quads] = GroupedGemmI8<UnitQuads4>;
   t.grouped_gemm_i8[kE2M1Quads] = GroupedGemmI8<UnitQuadsE2M1>;
+  t.super_gemm_i8[kI6Quads] = SuperGemmI8<UnitQuads6, I8ScalesSuper<8, false>>;
+  t.super_gemm_i8[kI4Quads] = SuperGemmI8<UnitQuads4, I8ScalesSuper<6, true>>;
   t.store_i8 = StoreI8;
   t.multiply_add_loop_i8 = MultiplyAddLoopI8;
 #endif

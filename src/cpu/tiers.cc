@@ -71,7 +71,7 @@ bool machine_has_i8mm() {
 const CpuKernels* with_integers_if(bool machine_ok, const CpuKernels* kernels, CpuKernels& own) {
   if (kernels == nullptr || machine_ok) return kernels;
   own = *kernels;
-  own.grouped_gemm_i8 = {};
+  own.grouped_gemm_i8 = own.super_gemm_i8 = {};
   own.store_i8 = nullptr;
   own.multiply_add_loop_i8 = nullptr;
   return &own;

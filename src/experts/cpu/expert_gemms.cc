@@ -15,6 +15,7 @@ using cpu::kPanelColumns;
 // The grouped GEMM of a panel whose scales are in super-blocks, some of them at a time.
 void CpuExperts::multiply_super_blocks(const CpuWorkspace& w, const CpuProjection& projection,
                                        cpu::PanelArgs args) const {
+  if (super_gemm_ != nullptr && args.num_rows <= cpu::kSuperGemmRows) return super_gemm_(args);
   const void* rows[kMaxRows];
   const float *scales[kMaxRows], *sums[kMaxRows];
   const auto copy = [&](auto& from, auto* to) {

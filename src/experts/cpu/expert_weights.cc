@@ -172,6 +172,9 @@ cpu::PanelArgs CpuProjection::panel(std::int64_t e, std::int64_t p) const {
     args.group_scale_format = ScaleFormat::kNone;
   }
   if (scale_bytes_ > 0) args.group_scales = group_scales_.data() + i * scale_bytes_;
+  args.super = format_.super;
+  args.super_blocks = args.group_scales;
+  args.super_bias = static_cast<float>(format_.code_bias);
   if (group_offsets_.bytes() > 0) {
     args.group_offsets =
         reinterpret_cast<const float*>(group_offsets_.data()) + i * groups_ * cpu::kPanelColumns;

@@ -28,6 +28,7 @@ class CpuProjection {
                     int num_threads);
 
   const cpu::PackedShape& shape() const { return shape_; }
+  const cpu::SuperScaleForm& super_form() const { return format_.super; }
   // The weights' side of a GEMM over panel p of expert e.
   cpu::PanelArgs panel(std::int64_t e, std::int64_t p) const;
   // Scales and offsets of super-blocks to F32 in buffer (CpuWorkspace::scales), for args, which is about

@@ -51,7 +51,11 @@ class CpuExperts final : public Experts {
     const bool bf16 = plan_.operand == cpu::OperandKind::kBF16;
     gemm_ = grouped ? (bf16 ? kernels_.grouped_gemm_bf16 : kernels_.grouped_gemm_f32)[kind]
                     : (bf16 ? kernels_.panel_gemm_bf16 : kernels_.panel_gemm_f32)[kind];
-    if (plan_.operand == cpu::OperandKind::kI8) gemm_ = kernels_.grouped_gemm_i8[kind];
+    if (plan_.operand == cpu::OperandKind::kI8) {
+      gemm_ = kernels_.grouped_gemm_i8[kind];
+      const cpu::SuperScaleForm& form = weights_.w13.super_form();
+      if (cpu::super_gemm_takes(kind, form, plan_.fold)) super_gemm_ = kernels_.super_gemm_i8[kind];
+    }
   }
 
   std::string_view name() const override { return name_; }
@@ -149,7 +153,8 @@ class CpuExperts final : public Experts {
   CpuExpertWeights weights_;
   std::string name_;
   std::int64_t panels_per_block_ = 1;
-  void (*gemm_)(const cpu::PanelArgs& args) = nullptr;
+  cpu::PanelGemm gemm_ = nullptr;
+  cpu::PanelGemm super_gemm_ = nullptr;  // for few rows; null: none
 };
 
 }  // namespace moesaic::experts
