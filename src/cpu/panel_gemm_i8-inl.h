@@ -187,10 +187,12 @@ void DecodeQuads(const std::byte* w, std::int64_t bytes, std::byte* out) {
 
 // --- Tiles
 
-// A block has 128 steps, groups at least 16.
+// A block has 128 steps, groups at least 16. That of few rows, which read units as they lie, has
+// four groups or more.
 inline constexpr int kFinestI8Group = 16, kMaxI8Groups = kGroup / kFinestI8Group;
-// Ahead of what few rows read.
-constexpr std::int64_t kI8PrefetchBytes = 8192;
+inline constexpr int kFewI8Rows = kSuperGemmRows, kFewI8Groups = 4;
+// Ahead of what few rows read where scales are a stream of their own.
+constexpr std::int64_t kSuperPrefetchBytes = 8192;
 
 // Some groups and the rows that meet them.
 struct I8Block {
@@ -199,7 +201,7 @@ struct I8Block {
   std::int64_t scale_step = 0;    // to those of the next one
   std::int64_t group = 0;         // first one
   int groups = 0;
-  std::int64_t row_scale[kMaxI8Groups] = {};  // of each group: which of a row's scales is its
+  std::int64_t row_scale[kMaxI8Groups] = {};  // of each group: which of a row's scales is its; or 0
   int row = 0;
   const std::byte* fetch = nullptr;  // what to ask of memory on the way
   // Of I8ScalesSuper: the super-block and the first group's number in it.
@@ -212,12 +214,12 @@ template <class Use>
 HWY_INLINE void ForI8Blocks(const PanelArgs& args, const Use& use) {
   I8Block block;
   const std::int64_t groups = args.padded_k / args.fold;
+  const int most = HWY_MAX(kGroup / args.fold, args.num_rows <= kFewI8Rows ? kFewI8Groups : 1);
   std::int64_t row_scale = 0;
   int folds_of_scale = 0;
   for (; block.group < groups; block.group += block.groups) {
-    block.groups =
-        static_cast<int>(HWY_MIN(std::int64_t{kGroup / args.fold}, groups - block.group));
-    for (int g = 0; g < block.groups; ++g) {
+    block.groups = static_cast<int>(HWY_MIN(std::int64_t{most}, groups - block.group));
+    for (int g = 0; args.row_scales != nullptr && g < block.groups; ++g) {
       block.row_scale[g] = row_scale;
       if (++folds_of_scale == args.folds_per_row_scale) folds_of_scale = 0, ++row_scale;
     }
@@ -337,12 +339,12 @@ template <class Scales, int MR>
 class I8Fold {
  public:
   HWY_INLINE I8Fold(const PanelArgs& args, const I8Block& block, int column)
-      : scales_(args, block, column), result_(args.result + block.row * kPanelColumns + column) {
+      : scales_(args, block, column),
+        row_scale_(block.row_scale),
+        result_(args.result + block.row * kPanelColumns + column) {
     for (int r = 0; r < MR; ++r) {
       const int row = block.row + r;
-      const float* scales = args.row_scales == nullptr ? nullptr : args.row_scales[row];
-      for (int g = 0; g < block.groups; ++g)
-        factors_[g][r] = scales == nullptr ? 1.0F : scales[block.row_scale[g]];
+      row_scales_[r] = args.row_scales == nullptr ? &kOne : args.row_scales[row];
       sums_[r] = scales_.has_offsets() ? args.row_sums[row] + block.group : nullptr;
     }
   }
@@ -367,14 +369,15 @@ class I8Fold {
   // Adds group g's sums to total, or to the results in memory.
   HWY_INLINE void Add(int g, const VF (&sums)[MR][kTileVectors],
                       VF (&total)[MR][kTileVectors]) const {
-    const float* factors = factors_[g];
+    const std::int64_t row_scale = row_scale_[g];
 #pragma GCC unroll 8
     for (int v = 0; v < kTileVectors; ++v) {
       const VF scale = scales_.Scale(g, v);
 #pragma GCC unroll 8
       for (int r = 0; r < MR; ++r) {
         if constexpr (!kKeeps) total[r][v] = hn::Load(df, At(r, v));
-        total[r][v] = hn::MulAdd(sums[r][v], hn::Mul(scale, hn::Set(df, factors[r])), total[r][v]);
+        total[r][v] = hn::MulAdd(sums[r][v], hn::Mul(scale, hn::Set(df, row_scales_[r][row_scale])),
+                                 total[r][v]);
       }
       if (scales_.has_offsets()) {
         const VF offset = scales_.Offset(g, v, scale);
@@ -392,10 +395,13 @@ class I8Fold {
  private:
   HWY_INLINE float* At(int r, int v) const { return result_ + r * kPanelColumns + v * kLanes; }
 
+  static constexpr float kOne = 1;
+
   Scales scales_;
+  const std::int64_t* row_scale_;
   float* result_;
+  const float* row_scales_[MR];
   const float* sums_[MR];
-  float factors_[kMaxI8Groups][MR];
 };
 
 // A block's groups for MR rows. kLines: of memory to ask for with each unit.
@@ -511,8 +517,8 @@ void GroupedGemmI8(const PanelArgs& args) {
         ExpandScales(args, block.group + g, scales + g * kPanelColumns);
     }
     block.units = w;
-    if (args.num_rows <= 6) {
-      block.fetch = w + kI8PrefetchBytes;
+    if (args.num_rows <= kFewI8Rows) {
+      block.fetch = w + kPrefetchBytes;
       kI8Tiles<Unit, Unit::kBytes / 64>[args.num_rows](args, block);
     } else {
       if constexpr (kDecodes) {
@@ -541,7 +547,7 @@ void SuperGemmI8(const PanelArgs& args) {
     block.super = super;
     block.super_group = second ? kGroup / args.fold : 0;
     block.units = w;
-    block.fetch = w + kI8PrefetchBytes;
+    block.fetch = w + kSuperPrefetchBytes;
     kI8Tiles<Unit, Unit::kBytes / 64, Scales>[args.num_rows](args, block);
     w += steps / Unit::kSteps * Unit::kBytes;
     if (second) super += block_bytes;
