@@ -188,11 +188,7 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   g.power_of_two_scales = plan.power_of_two_scales;
   g.activation = {static_cast<int>(activation.kind), activation.limit, activation.alpha,
                   activation.beta, activation.up_limit};
-  const FormatRow& format = *plan.format;
-  LaunchGrouped* launch = format.launch_swiglu;
-  if (variant.max_columns > 64 && format.launch_wide != nullptr) launch = format.launch_wide;
-  if (variant.max_columns == format.tiles.snug) launch = format.launch_snug;
-  if (variant.epilogue != EpilogueKind::kSwiglu) launch = format.launch_any;
+  LaunchGrouped* const launch = launcher_of(*plan.format, variant);
   MOESAIC_RETURN_IF_ERROR(
       check_call("grouped GEMMs", launch(variant, g, impl_->traits.sms, stream)));
 

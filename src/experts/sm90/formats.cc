@@ -172,8 +172,8 @@ constexpr FormatRow bf16_row() {
   row.parts = kImages;
   row.check = &check_widths<8>;
   row.repack = MOESAIC_ON_DEVICE(repack_tiles);
-  row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_bf16_swiglu);
-  row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_bf16_any);
+  row.units = {.swiglu = MOESAIC_ON_DEVICE(launch_grouped_bf16_swiglu),
+               .any = MOESAIC_ON_DEVICE(launch_grouped_bf16_any)};
   return row;
 }
 
@@ -186,10 +186,10 @@ constexpr FormatRow fp8_block_row() {
   row.parts = kImagesAndBlockScales;
   row.check = &check_widths<128>;
   row.repack = MOESAIC_ON_DEVICE(repack_tiles);
-  row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_swiglu);
-  row.launch_wide = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_wide);
-  row.launch_snug = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_snug);
-  row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_any);
+  row.units = {.swiglu = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_swiglu),
+               .wide = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_wide),
+               .snug = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_snug),
+               .any = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_any)};
   return row;
 }
 
@@ -206,20 +206,20 @@ constexpr FormatRow row_scaled(ComputeScheme scheme, int snug) {
 constexpr FormatRow fp8_scaled_row() {
   FormatRow row = row_scaled<Fp8Row>(ComputeScheme::kFp8Scaled, 136);
   row.check = &check_widths<16>;
-  row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_swiglu);
-  row.launch_wide = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_wide);
-  row.launch_snug = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_snug);
-  row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_any);
+  row.units = {.swiglu = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_swiglu),
+               .wide = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_wide),
+               .snug = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_snug),
+               .any = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_any)};
   return row;
 }
 
 constexpr FormatRow int8_row() {
   FormatRow row = row_scaled<Int8>(ComputeScheme::kInt8, 144);
   row.check = &check_int8;
-  row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_int8_swiglu);
-  row.launch_wide = MOESAIC_ON_DEVICE(launch_grouped_int8_wide);
-  row.launch_snug = MOESAIC_ON_DEVICE(launch_grouped_int8_snug);
-  row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_int8_any);
+  row.units = {.swiglu = MOESAIC_ON_DEVICE(launch_grouped_int8_swiglu),
+               .wide = MOESAIC_ON_DEVICE(launch_grouped_int8_wide),
+               .snug = MOESAIC_ON_DEVICE(launch_grouped_int8_snug),
+               .any = MOESAIC_ON_DEVICE(launch_grouped_int8_any)};
   return row;
 }
 
@@ -252,9 +252,9 @@ constexpr FormatRow mxfp4_row(ComputeScheme scheme, RowForm rows) {
   FormatRow row = decoded<Mxfp4Bf16>(scheme, rows);
   row.check = &check_widths<32>;
   row.repack = MOESAIC_ON_DEVICE(repack_mxfp4);
-  row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_mxfp4_bf16_swiglu);
-  row.launch_wide = MOESAIC_ON_DEVICE(launch_grouped_mxfp4_bf16_wide);
-  row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_mxfp4_bf16_any);
+  row.units = {.swiglu = MOESAIC_ON_DEVICE(launch_grouped_mxfp4_bf16_swiglu),
+               .wide = MOESAIC_ON_DEVICE(launch_grouped_mxfp4_bf16_wide),
+               .any = MOESAIC_ON_DEVICE(launch_grouped_mxfp4_bf16_any)};
   return row;
 }
 
@@ -280,8 +280,8 @@ constexpr FormatRow mxfp8_row(ComputeScheme scheme, RowForm rows) {
   FormatRow row = decoded<Mxfp8>(scheme, rows);
   row.check = &check_widths<32>;
   row.repack = MOESAIC_ON_DEVICE(repack_mxfp8);
-  row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_mxfp8_swiglu);
-  row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_mxfp8_any);
+  row.units = {.swiglu = MOESAIC_ON_DEVICE(launch_grouped_mxfp8_swiglu),
+               .any = MOESAIC_ON_DEVICE(launch_grouped_mxfp8_any)};
   return row;
 }
 
@@ -299,8 +299,8 @@ constexpr FormatRow int4_fp8_row() {
   row.tiles.narrow_rows = 8;    // one warpgroup per slab
   row.check = &check_int4_fp8;
   row.repack = MOESAIC_ON_DEVICE(repack_int4_fp8);
-  row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_int4_fp8_swiglu);
-  row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_int4_fp8_any);
+  row.units = {.swiglu = MOESAIC_ON_DEVICE(launch_grouped_int4_fp8_swiglu),
+               .any = MOESAIC_ON_DEVICE(launch_grouped_int4_fp8_any)};
   return row;
 }
 
@@ -308,8 +308,8 @@ constexpr FormatRow nvfp4_row(ComputeScheme scheme, RowForm rows) {
   FormatRow row = decoded<Nvfp4>(scheme, rows);
   row.check = &check_widths<16>;
   row.repack = MOESAIC_ON_DEVICE(repack_nvfp4);
-  row.launch_swiglu = MOESAIC_ON_DEVICE(launch_grouped_nvfp4_swiglu);
-  row.launch_any = MOESAIC_ON_DEVICE(launch_grouped_nvfp4_any);
+  row.units = {.swiglu = MOESAIC_ON_DEVICE(launch_grouped_nvfp4_swiglu),
+               .any = MOESAIC_ON_DEVICE(launch_grouped_nvfp4_any)};
   return row;
 }
 
@@ -333,7 +333,7 @@ constexpr FormatRow row_of_strips(std::string_view name, bool (*takes)(const Ope
   row.parts = kImagesAndOrder;
   row.check = &check_strips_swiglu;
   row.repack = MOESAIC_ON_DEVICE(repack_code_strips);
-  row.launch_swiglu = swiglu;
+  row.units.swiglu = swiglu;
   return row;
 }
 
@@ -352,7 +352,7 @@ constexpr FormatRow row_of_int4(bool (*takes)(const OperandQuant& weight), Launc
                                 LaunchGrouped* any, int widest) {
   FormatRow row = row_of_strips<Format>("int4-bf16", takes, swiglu, widest);
   row.check = &check_strips;
-  row.launch_any = any;
+  row.units.any = any;
   return row;
 }
 
@@ -403,6 +403,13 @@ Result<MoeProblem> fitted_problem(const MoeProblem& problem) {
 }
 
 std::span<const FormatRow> grouped_formats() { return kFormats; }
+
+LaunchGrouped* launcher_of(const FormatRow& row, const GroupedVariant& variant) {
+  const GroupedUnits& units = row.units;
+  if (variant.epilogue != EpilogueKind::kSwiglu) return units.any;
+  if (variant.max_columns == row.tiles.snug) return units.snug;
+  return variant.max_columns > 64 && units.wide != nullptr ? units.wide : units.swiglu;
+}
 
 std::string names_of_formats(bool (*has)(const FormatRow& row)) {
   std::vector<std::string_view> names;

@@ -34,6 +34,15 @@ struct WeightPart {
   std::int64_t (*bytes)(const ExpertsPlan& plan);  // of one expert
 };
 
+// The translation units of a format's builds. Null without CUDA.
+struct GroupedUnits {
+  LaunchGrouped* swiglu = nullptr;
+  // With the SwiGLU epilogue too: more than 64 columns, and tiles.snug columns, where these are units
+  // of their own.
+  LaunchGrouped *wide = nullptr, *snug = nullptr;
+  LaunchGrouped* any = nullptr;  // with any other epilogue
+};
+
 struct FormatRow {
   ComputeScheme scheme;
   // Where a scheme has more formats than one: which weights are this one's, and what texts call it.
@@ -53,13 +62,12 @@ struct FormatRow {
   Status (*check)(const MoeProblem& problem);
   // Brings one expert's checked weights into its place in each of the parts. Null without CUDA.
   Status (*repack)(const RepackCall& call);
-  // Builds with the SwiGLU epilogue; those of them with more than 64 columns, where they are a
-  // translation unit of their own (else null), and with tiles.snug columns (the same); those with any
-  // other epilogue. Null without CUDA.
-  LaunchGrouped *launch_swiglu, *launch_wide, *launch_snug, *launch_any;
+  GroupedUnits units;
 };
 
 std::span<const FormatRow> grouped_formats();
+// The unit that has the variant's build.
+LaunchGrouped* launcher_of(const FormatRow& row, const GroupedVariant& variant);
 // The row of the problem's scheme. kUnsupported: a scheme without one, or none.
 Result<const FormatRow*> format_of(const MoeProblem& problem);
 // The problem as its format computes it: with the intermediate size padded.

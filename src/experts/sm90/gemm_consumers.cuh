@@ -227,6 +227,18 @@ __device__ __forceinline__ void consume_rows(const GroupedParams& p, const Share
   }
 }
 
+// Calls `with` for the fewest of ascending numbers of columns that hold `rows`.
+template <int kColumns, int... kMore, class With>
+__device__ __forceinline__ void with_columns(int rows, const With& with) {
+  if constexpr (sizeof...(kMore) == 0) {
+    with(std::integral_constant<int, kColumns>{});
+  } else if (rows <= kColumns) {
+    with(std::integral_constant<int, kColumns>{});
+  } else {
+    with_columns<kMore...>(rows, with);
+  }
+}
+
 template <class Format, class Tile, class Epilogue>
 __device__ __forceinline__ void consume(const GroupedParams& p, const Shared<Format, Tile>& sh,
                                         int warp, int lane) {
@@ -256,72 +268,35 @@ __device__ __forceinline__ void consume(const GroupedParams& p, const Shared<For
       consume_item<Format, Tile, Epilogue, decltype(columns)::value>(p, sh, ring, exchange, sent,
                                                                      item, group, warp, lane);
     };
-    // The fewest columns that hold the group; any choice gives the same bits.
+    // Any choice of columns gives the same bits.
+    int rows = item.rows;
+    constexpr bool kRows = Format::Weights::kTokensAsRows;
+    constexpr int kWidest = Tile::kMaxColumns;
     if constexpr (L::kSplit) {
-      if (item.rows <= 8)
-        with(std::integral_constant<int, 8>{});
-      else
-        with(std::integral_constant<int, 16>{});
-    } else if constexpr (Tile::kMaxColumns <= 32) {
-      if (item.rows <= 8)
-        with(std::integral_constant<int, 8>{});
-      else if (item.rows <= 16)
-        with(std::integral_constant<int, 16>{});
-      else
-        with(std::integral_constant<int, 32>{});
-    } else if constexpr (Tile::kMaxColumns <= 64) {
-      if (item.rows <= 16)
-        with(std::integral_constant<int, 16>{});
-      else if (item.rows <= 32)
-        with(std::integral_constant<int, 32>{});
-      else if (item.rows <= 48)
-        with(std::integral_constant<int, 48>{});
-      else
-        with(std::integral_constant<int, 64>{});
-    } else if constexpr (Tile::kMaxColumns > 128) {
-      int rows = item.rows;
+      with_columns<8, 16>(rows, with);
+    } else if constexpr (kWidest <= 32) {
+      with_columns<8, 16, 32>(rows, with);
+    } else if constexpr (kWidest <= 64) {
+      with_columns<16, 32, 48, 64>(rows, with);
+    } else if constexpr (kRows && Epilogue::kFullGroups) {
       MOESAIC_CUDA_FAULT(cuda_experts_wide_groups_lose_columns, rows = min(rows, 128);)
-      constexpr bool kRows = Format::Weights::kTokensAsRows;
-      if constexpr (kRows) {
-        if (rows > kRowsOrientation && rows <= 128) {
-          consume_rows(p, sh, ring, item, group, warp, lane);
-          continue;
-        }
+      if (rows > kRowsOrientation && (kWidest <= 128 || rows <= 128)) {
+        consume_rows(p, sh, ring, item, group, warp, lane);
+      } else if constexpr (kWidest <= 128) {
+        with_columns<16, 48, 64, 80, 96>(rows, with);
+      } else {
+        with_columns<16, 64, 80, 96, kWidest>(rows, with);
       }
-      // Few columns of decoded weights take as long as 64: decoding does.
-      if (kRows && rows <= 16)
-        with(std::integral_constant<int, (kRows ? 16 : 64)>{});
-      else if (rows <= 64)
-        with(std::integral_constant<int, 64>{});
-      else if (rows <= 80)
-        with(std::integral_constant<int, 80>{});
-      else if (rows <= 96)
-        with(std::integral_constant<int, 96>{});
-      else if (!kRows && rows <= 128)
-        with(std::integral_constant<int, (kRows ? 96 : 128)>{});
-      else if (Tile::kMaxColumns <= 136 || rows <= 144)
-        with(std::integral_constant<int, (Tile::kMaxColumns <= 136 ? 136 : 144)>{});
-      else if constexpr (Tile::kMaxColumns > 144)
-        with(std::integral_constant<int, 160>{});
+    } else if constexpr (kWidest <= 128) {
+      with_columns<16, 48, 64, 80, 96, 128>(rows, with);
     } else {
-      if constexpr (Epilogue::kFullGroups && Format::Weights::kTokensAsRows) {
-        if (item.rows > kRowsOrientation) {
-          consume_rows(p, sh, ring, item, group, warp, lane);
-          continue;
-        }
+      // Few columns of decoded weights take as long as 64: decoding does.
+      MOESAIC_CUDA_FAULT(cuda_experts_wide_groups_lose_columns, rows = min(rows, 128);)
+      if constexpr (kWidest <= 144) {
+        with_columns<64, 80, 96, 128, kWidest>(rows, with);
+      } else {
+        with_columns<64, 80, 96, 128, 144, kWidest>(rows, with);
       }
-      if (item.rows <= 16)
-        with(std::integral_constant<int, 16>{});
-      else if (item.rows <= 48)
-        with(std::integral_constant<int, 48>{});
-      else if (item.rows <= 64)
-        with(std::integral_constant<int, 64>{});
-      else if (item.rows <= 80)
-        with(std::integral_constant<int, 80>{});
-      else if (Format::Weights::kTokensAsRows || item.rows <= 96)
-        with(std::integral_constant<int, 96>{});
-      else if constexpr (!Format::Weights::kTokensAsRows)
-        with(std::integral_constant<int, 128>{});
     }
   }
 }

@@ -1,7 +1,7 @@
 // MXFP4 weights (e2m1 codes, a power of two per 32), bf16 operand rows: activations, or the values
-// of MXFP4 ones, or those of e4m3 ones with a power of two per 128. A code times its scale is exact in bf16: it becomes an operand in registers,
-// and nothing is promoted. Rows whose scales have no bf16 factor are shifted; the factor on finished
-// sums takes that back.
+// of MXFP4 ones, or those of e4m3 ones with a power of two per 128. A code times its scale is exact
+// in bf16: it becomes an operand in registers, and nothing is promoted. Rows whose scales have no
+// bf16 factor are shifted; the factor on finished sums takes that back.
 #pragma once
 
 #include "experts/sm90/format_parts.h"
