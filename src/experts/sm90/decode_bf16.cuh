@@ -39,10 +39,11 @@ struct ThirtySecondFactors {
     const std::uint32_t strip =
         ptx::load_shared(strips + static_cast<std::uint32_t>(block * 128 + (thread >> 2) * 4));
     // The exponent field of both halves.
-    factor[0][0] = (strip & 0xFF) * 0x00800080U;
-    factor[1][0] = (strip >> 8 & 0xFF) * 0x00800080U;
-    factor[0][1] = (strip >> 16 & 0xFF) * 0x00800080U;
-    factor[1][1] = (strip >> 24) * 0x00800080U;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const std::uint32_t twice = 0x4040U + static_cast<std::uint32_t>(i) * 0x0101U;
+      factor[i & 1][i >> 1] = pick_bytes(strip, 0, twice) << 7;
+    }
     MOESAIC_CUDA_FAULT(cuda_codes_have_the_scale_of_the_row_above, factor[0][1] = factor[0][0];
                        factor[1][1] = factor[1][0];)
     MOESAIC_CUDA_FAULT(cuda_codes_have_the_first_scale, factor[1][0] = factor[0][0];

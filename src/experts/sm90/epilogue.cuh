@@ -29,12 +29,12 @@ struct AmaxExchange {
   template <class Shared>
   __device__ __forceinline__ AmaxExchange(const Shared& sh, RingPosition<2>& position) {
     constexpr int kWords = Shared::L::kAmaxWords;
-    amax = sh.amax() + (kSplit ? position.slot * kWords : 0);
+    amax = sh.amax() + (kSplit ? position.slot() * kWords : 0);
     scale = reinterpret_cast<float2*>(sh.amax() + (kSplit ? 2 : 1) * kWords);
     if constexpr (kSplit) {
       address = ptx::shared_address(amax);
-      bar = sh.amax_full(position.slot);
-      parity = position.parity;
+      bar = sh.amax_full(position.slot());
+      parity = position.parity();
       position.advance();
     }
   }

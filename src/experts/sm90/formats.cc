@@ -349,8 +349,9 @@ bool takes_narrow(const OperandQuant& weight) {
 
 template <class Format>
 constexpr FormatRow row_of_int4(bool (*takes)(const OperandQuant& weight), LaunchGrouped* swiglu,
-                                LaunchGrouped* any, int widest) {
+                                LaunchGrouped* any, int middle, int widest) {
   FormatRow row = row_of_strips<Format>("int4-bf16", takes, swiglu, widest);
+  row.tiles.middle = middle;
   row.check = &check_strips;
   row.units.any = any;
   return row;
@@ -380,10 +381,10 @@ constexpr FormatRow kFormats[] = {
                 &is_mxfp8_weight),
     row_of_int4<Int4Bf16>(&takes_wide<has_int4_codes>,
                           MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_swiglu),
-                          MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_any), 136),
+                          MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_any), 48, 136),
     row_of_int4<Int4Narrow>(&takes_narrow<has_int4_codes>,
                             MOESAIC_ON_DEVICE(launch_grouped_int4_narrow_swiglu),
-                            MOESAIC_ON_DEVICE(launch_grouped_int4_narrow_any), 160),
+                            MOESAIC_ON_DEVICE(launch_grouped_int4_narrow_any), 64, 160),
     row_of_strips<TableBf16>("nf4-bf16", &takes_wide<has_table_codes>,
                              MOESAIC_ON_DEVICE(launch_grouped_table_bf16_swiglu)),
     row_of_strips<TableNarrow>("nf4-bf16", &takes_narrow<has_table_codes>,

@@ -16,7 +16,7 @@ template <class Decoder>
 struct FromCodes {
   static constexpr bool kTokensAsRows = false;
   // Decoding is a chain of latencies, longer than the multiplies of few columns: twice the warps.
-  static constexpr int groups_of_slab(int columns) { return columns <= 32 ? 2 : 1; }
+  static constexpr int groups_of_slab(int columns) { return columns <= 48 ? 2 : 1; }
 
   // What a thread reads of the slab at a shared address: block m of its warpgroup.
   struct SlabOfStage {
@@ -50,15 +50,18 @@ struct FromCodes {
 
   // The products of the next kCount stages, in flight together. Steps are decoded while the products
   // of the two before are in flight; over a loop's end that gains nothing (measured). With two blocks
-  // two steps are issued together, and codes are read two steps before they are needed; with one
-  // there are twice the warps, which hide that better (measured).
+  // codes are read two steps before they are needed; with one there are twice the warps, and it
+  // gains nothing (measured).
   template <int kCount, class Mma, class Stage, class Slab, int kBlocks, int kRegisters>
   static __device__ __forceinline__ void multiply_stages(Stage& stage, std::uint32_t weights,
                                                          std::uint32_t tokens, const Slab& slab,
                                                          float (&acc)[kBlocks][kRegisters]) {
     const NextStages<kCount> at(stage);
+    std::uint64_t tiles[kCount];
+#pragma unroll
+    for (int s = 0; s < kCount; ++s) tiles[s] = ptx::wgmma_whole_descriptor(tokens + at.offset[s]);
     constexpr bool kAhead = kBlocks == 2;
-    constexpr int kTurns = kBlocks * kCount, kSteps = kAhead ? 2 : 1;
+    constexpr int kTurns = kBlocks * kCount, kSteps = 2;
     Decoder decoders[2];
     // Of turn `turn`: stage turn % kCount of block turn / kCount.
     const auto load = [&](int turn) {
@@ -78,12 +81,10 @@ struct FromCodes {
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
           Mma::run(acc[turn / kCount], a[i],
-                   ptx::wgmma_descriptor(tokens + at.offset[turn % kCount] +
-                                         static_cast<std::uint32_t>(k + i) * ptx::kWgmmaStep),
-                   1);
+                   tiles[turn % kCount] + static_cast<std::uint32_t>(k + i) * ptx::kWgmmaStep, 1);
         }
         ptx::wgmma_commit();
-        if (turn + 1 < kTurns || k + kSteps < 4) ptx::wgmma_wait<2 / kSteps>();
+        if (turn + 1 < kTurns || k + kSteps < 4) ptx::wgmma_wait<1>();
       }
     }
     stage.peek();
@@ -111,7 +112,7 @@ struct FromCodes {
         if (k == 0) slab.load_codes(decoder, from, m);
         decoder.fragment(k, a);
       };
-      multiply_fragments<Mma, (kWide ? 1 : 2)>(at, tokens, fragment, d);
+      multiply_fragments<Mma, (kWide ? 1 : 2), 1>(at, tokens, fragment, d);
       slab.load_scales(scales[m], weights + (at.offset[0] << 4), m);
     };
     const auto promote = [&](int m, const float(&from)[kRegisters]) {

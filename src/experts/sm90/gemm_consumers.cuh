@@ -59,7 +59,7 @@ __device__ __forceinline__ void hand_over(const GroupedParams& p, const Shared& 
 template <int kColumns, class Shared>
 __device__ __forceinline__ void send_block(const Shared& sh, RingPosition<1>& sent, int to,
                                            int lane, const float (&sums)[kColumns / 2]) {
-  ptx::mbarrier_wait(sh.sent_empty(to), sent.parity ^ 1);
+  ptx::mbarrier_wait(sh.sent_empty(to), sent.parity() ^ 1);
   float4* const at = sh.sent(to) + lane;
 #pragma unroll
   for (int i = 0; i < kColumns / 8; ++i) {
@@ -85,7 +85,7 @@ __device__ __forceinline__ bool multiply_share(const Shared<Format, Tile>& sh,
     send_block<kColumns>(sh, sent, warp - L::kEpilogueWarps, lane, acc[0]);
     return false;
   }
-  ptx::mbarrier_wait(sh.sent_full(warp), sent.parity);
+  ptx::mbarrier_wait(sh.sent_full(warp), sent.parity());
   const float4* const at = sh.sent(warp) + lane;
 #pragma unroll
   for (int i = 0; i < kColumns / 8; ++i) {
@@ -276,6 +276,8 @@ __device__ __forceinline__ void consume(const GroupedParams& p, const Shared<For
       with_columns<8, 16>(rows, with);
     } else if constexpr (kWidest <= 32) {
       with_columns<8, 16, 32>(rows, with);
+    } else if constexpr (kWidest <= 48) {
+      with_columns<16, 32, 48>(rows, with);
     } else if constexpr (kWidest <= 64) {
       with_columns<16, 32, 48, 64>(rows, with);
     } else if constexpr (kRows && Epilogue::kFullGroups) {

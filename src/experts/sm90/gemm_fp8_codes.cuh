@@ -81,7 +81,7 @@ struct FromFp8Codes {
           decoder.load_scales(weights + (at.offset[half / 2] << 4), first + m, thread);
         }
       };
-      multiply_fragments<Mma, (kRegisters == 16 ? 0 : 1)>(at, tokens, fragment, part);
+      multiply_fragments<Mma, 1, (kRegisters == 16 ? 0 : 1)>(at, tokens, fragment, part);
       if (m + 1 == kBlocks) stage.peek();
       ptx::wgmma_wait<0>();
       FromShared::add(acc[m], part);

@@ -101,7 +101,7 @@ struct Layout {
   // start early (measured: the layer at M = 1 to 16 is 2 to 8 % faster).
   // Packed weights: about as many bytes in flight.
   static constexpr int kPacked = Format::kChunkK * Format::kWeightBits < 8 * kChunkBytes ? 2 : 1;
-  static constexpr int kMostStages = kPacked * (kSplit ? 8 : Tile::kMaxColumns <= 32 ? 4 : 16);
+  static constexpr int kMostStages = kPacked * (kSplit ? 8 : Tile::kMaxColumns <= 48 ? 4 : 16);
   static constexpr int kFitting =
       (kHopperSharedBytes - kFixedBytes) / (kStageBytes + kScaleBytes + 16);
   static constexpr int kStages = kFitting < kMostStages ? kFitting : kMostStages;
@@ -134,15 +134,25 @@ struct Layout {
   static_assert(kItemSlots * sizeof(Item) + 4 <= kItemSlots * 32 - kIndexSlots * 4);
 };
 
-// Position in a ring of N slots, with the parity its barriers have there.
+// Position in a ring of N slots, with the parity its barriers have there. Where N is a power of two
+// the number of slots passed says both, in fewer instructions.
 template <int N>
 struct RingPosition {
-  std::uint32_t slot = 0, parity = 0;
+  static constexpr bool kCounts = (N & (N - 1)) == 0;
+  std::uint32_t at = 0, phase = 0;
+
+  __device__ __forceinline__ std::uint32_t slot() const { return kCounts ? at & (N - 1) : at; }
+  __device__ __forceinline__ std::uint32_t parity() const { return kCounts ? at / N & 1 : phase; }
   __device__ __forceinline__ void advance() {
-    if (++slot == N) {
-      slot = 0;
-      parity ^= 1;
+    ++at;
+    if (!kCounts && at == N) {
+      at = 0;
+      phase ^= 1;
     }
+  }
+  static __device__ __forceinline__ std::uint32_t after(std::uint32_t slot) {
+    if (kCounts) return (slot + 1) & (N - 1);
+    return slot + 1 == N ? 0 : slot + 1;
   }
 };
 

@@ -38,15 +38,15 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
     if (L::kSplit) return index + workers;
     if (!Tile::kPaired) return atomicAdd(p.list.next_item, 1U) + workers;
     static_assert(kIndexSlots > L::kStages + 1 || !Tile::kPaired);
-    const std::uint32_t at = sh.index_at(shared_index.slot);
-    const std::uint32_t bar = sh.index_full(shared_index.slot);
+    const std::uint32_t at = sh.index_at(shared_index.slot());
+    const std::uint32_t bar = sh.index_full(shared_index.slot());
     std::uint32_t i = 0;
     if (cta == 0) {
       i = atomicAdd(p.list.next_item, 1U) + workers;
       ptx::store_remote_async(at, i, bar, 1);
     } else {
       ptx::mbarrier_arrive_expect(bar, 4);
-      ptx::mbarrier_wait(bar, shared_index.parity);
+      ptx::mbarrier_wait(bar, shared_index.parity());
       i = ptx::load_shared(at);
     }
     shared_index.advance();
@@ -59,9 +59,9 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
   const auto publish = [&](const Item& item) {
     // Nothing for this CTA in a band of one slab.
     if (L::kSplit && item.band >= 0 && static_cast<int>(cta) >= slabs_of(item)) return;
-    ptx::mbarrier_wait(sh.item_empty(slot.slot), slot.parity ^ 1);
-    sh.items()[slot.slot] = item;
-    ptx::mbarrier_arrive(sh.item_full(slot.slot));
+    ptx::mbarrier_wait(sh.item_empty(slot.slot()), slot.parity() ^ 1);
+    sh.items()[slot.slot()] = item;
+    ptx::mbarrier_arrive(sh.item_full(slot.slot()));
     slot.advance();
   };
   const Item end = {-1, 0, 0, 0, 0};
@@ -93,26 +93,27 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
       if (before == kNone) {
         while (ptx::load_acquire(p.list.group_done + item.group) == 0) __nanosleep(64);
       } else if (before == kGemm1) {
-        ptx::mbarrier_wait(sh.full(last.slot), last.parity);
+        ptx::mbarrier_wait(sh.full(last.slot()), last.parity());
       }
     }
     if (!absent) before = second ? kGemm2 : kGemm1;
     for (int c = 0; c < chunks && !absent; ++c) {
       last = ring;
-      ptx::mbarrier_wait(sh.empty(ring.slot), ring.parity ^ 1);
-      const std::uint32_t bar = sh.full(ring.slot);
+      ptx::mbarrier_wait(sh.empty(ring.slot()), ring.parity() ^ 1);
+      const std::uint32_t bar = sh.full(ring.slot());
       const auto bytes = static_cast<std::uint32_t>((L::kSplit ? 1 : slabs) * slab_bytes);
       ptx::mbarrier_arrive_expect(bar, bytes + Format::WeightScales::kStageBytes);
       if (Tile::kPaired) {
         if (static_cast<int>(cta) < slabs) {
-          ptx::bulk_load_multicast(sh.weights(ring.slot) + cta * L::kSlabBytes,
+          ptx::bulk_load_multicast(sh.weights(ring.slot()) + cta * L::kSlabBytes,
                                    src + cta * L::kSlabBytes, L::kSlabBytes, bar, 3, policy);
         }
       } else {
-        ptx::bulk_load(sh.weights(ring.slot), src, bytes, bar, policy);
+        ptx::bulk_load(sh.weights(ring.slot()), src, bytes, bar, policy);
       }
       if (Format::WeightScales::kStageBytes > 0) {
-        ptx::bulk_load(sh.scales(ring.slot), scale, Format::WeightScales::kStageBytes, bar, policy);
+        ptx::bulk_load(sh.scales(ring.slot()), scale, Format::WeightScales::kStageBytes, bar,
+                       policy);
       }
       src += 2 * slab_bytes;
       scale += Format::WeightScales::kStageBytes / 4;
@@ -194,8 +195,8 @@ __device__ __forceinline__ void produce_tokens(const GroupedParams& p,
     const std::int64_t scale_stride = second ? p.rows.inner_scale_stride : p.rows.x_scale_stride;
     const int chunks = second ? p.chunks2 : p.chunks1;
     for (int c = 0; c < chunks; ++c) {
-      ptx::mbarrier_wait(sh.empty(ring.slot), ring.parity ^ 1);
-      const std::uint32_t tile = sh.tokens(ring.slot);
+      ptx::mbarrier_wait(sh.empty(ring.slot()), ring.parity() ^ 1);
+      const std::uint32_t tile = sh.tokens(ring.slot());
       // Past the end of the rows the weights are zero; the tokens must not be NaN.
       bool in_row = c * kChunkBytes + piece * 16 < row_bytes;
       MOESAIC_CUDA_FAULT(cuda_experts_last_chunk_dropped, in_row = in_row && c + 1 < chunks;)
@@ -214,14 +215,14 @@ __device__ __forceinline__ void produce_tokens(const GroupedParams& p,
           if (scale_source[i] >= 0) {
             const int entry = lane + 32 * i;
             const int row = warp * 4 + (entry & 3) + kRowsPerPass * (entry >> 2);
-            ptx::async_load_4(sh.scales(ring.slot) + Format::WeightScales::kStageBytes +
+            ptx::async_load_4(sh.scales(ring.slot()) + Format::WeightScales::kStageBytes +
                                   static_cast<std::uint32_t>(row) * 4,
                               scale + scale_source[i], true);
           }
         }
         scale += scale_stride;
       }
-      ptx::async_arrive(sh.full(ring.slot));
+      ptx::async_arrive(sh.full(ring.slot()));
       ring.advance();
     }
   }

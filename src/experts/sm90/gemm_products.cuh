@@ -59,10 +59,12 @@ struct FromShared {
   template <class Mma, class Sum, int kRegisters>
   static __device__ __forceinline__ void multiply_stage(Sum (&d)[kRegisters], std::uint32_t a,
                                                         std::uint32_t b, bool accumulate) {
+    const std::uint64_t tile_a = ptx::wgmma_whole_descriptor(a);
+    const std::uint64_t tile_b = ptx::wgmma_whole_descriptor(b);
 #pragma unroll
     for (std::uint32_t k = 0; k < 4; ++k) {
-      Mma::run(d, ptx::wgmma_descriptor(a + k * ptx::kWgmmaStep),
-               ptx::wgmma_descriptor(b + k * ptx::kWgmmaStep), accumulate || k > 0 ? 1 : 0);
+      Mma::run(d, tile_a + k * ptx::kWgmmaStep, tile_b + k * ptx::kWgmmaStep,
+               accumulate || k > 0 ? 1 : 0);
     }
   }
 
@@ -79,7 +81,7 @@ struct FromShared {
       stage.peek();
       ptx::wgmma_wait<1>();
       if (c > 0) stage.release(previous);
-      previous = stage.ring.slot;
+      previous = stage.ring.slot();
       stage.ring.advance();
     }
     ptx::wgmma_wait<0>();
@@ -94,7 +96,7 @@ struct FromShared {
     if (chunks % 2 != 0) {
       stage.wait();
       first(stage.offset());
-      stage.release(stage.ring.slot);
+      stage.release(stage.ring.slot());
       stage.ring.advance();
       stage.ready = false;
     }
@@ -102,14 +104,14 @@ struct FromShared {
       std::uint32_t offset[2];
       stage.wait();
       offset[0] = stage.offset();
-      const std::uint32_t slot = stage.ring.slot;
+      const std::uint32_t slot = stage.ring.slot();
       stage.ring.advance();
       stage.ready = false;
       stage.wait();
       offset[1] = stage.offset();
       take(offset);
       stage.release(slot);
-      stage.release(stage.ring.slot);
+      stage.release(stage.ring.slot());
       stage.ring.advance();
     }
   }
@@ -187,7 +189,7 @@ struct FromShared {
         stage.wait();
         const std::uint32_t offset = stage.offset();
         const std::uint32_t a = weights + offset, b = tokens + offset;
-        const float* scales = sh.scale_ptr(ring.slot);
+        const float* scales = sh.scale_ptr(ring.slot());
         const float2* token_scales = reinterpret_cast<const float2*>(scales + 4) + (lane & 3);
         float lo = 0.0F, hi = 0.0F;
         float part[kSets][kColumns / 2];
@@ -223,7 +225,7 @@ struct FromShared {
         }
         ptx::wgmma_wait<0>();
         promote(acc[1], part[kSets - 1]);
-        stage.release(ring.slot);
+        stage.release(ring.slot());
         ring.advance();
       }
     }
@@ -285,7 +287,7 @@ struct FromShared {
         stage.wait();
         const std::uint32_t offset = stage.offset();
         const std::uint32_t a = tokens + offset, b = weights + offset;
-        const std::uint32_t scales = sh.scales(ring.slot);
+        const std::uint32_t scales = sh.scales(ring.slot());
         const float lo = ptx::load_shared_f32(scales + row_scale);
         const float hi = ptx::load_shared_f32(scales + row_scale + 32);
         const float first = ptx::load_shared_f32(scales);
@@ -304,7 +306,7 @@ struct FromShared {
           MOESAIC_CUDA_FAULT(cuda_experts_full_groups_have_one_scale, w1 = first;)
           const float lo0 = lo * w0, hi0 = hi * w0, lo1 = lo * w1, hi1 = hi * w1;
           ptx::wgmma_wait<0>();
-          if (h == 1) stage.release(ring.slot);
+          if (h == 1) stage.release(ring.slot());
 #pragma unroll
           for (int j = 0; j < 16; ++j) {
             const float fl = (j & 1) != 0 ? lo1 : lo0, fh = (j & 1) != 0 ? hi1 : hi0;

@@ -16,12 +16,12 @@ namespace moesaic::cuda {
 template <class Format, class Tile>
 __device__ __forceinline__ Item take_item(const Shared<Format, Tile>& sh,
                                           RingPosition<kItemSlots>& slot, int lane) {
-  ptx::mbarrier_wait(sh.item_full(slot.slot), slot.parity);
-  const Item item = sh.items()[slot.slot];
+  ptx::mbarrier_wait(sh.item_full(slot.slot()), slot.parity());
+  const Item item = sh.items()[slot.slot()];
   // No instruction, but a branch: without one the compiler keeps more in registers from item to item
   // than there are (int4: 40 bytes of stack for 16, 2 to 3 % slower).
   if (lane == 0) asm volatile("" ::: "memory");
-  ptx::mbarrier_arrive(sh.item_empty(slot.slot));
+  ptx::mbarrier_arrive(sh.item_empty(slot.slot()));
   slot.advance();
   return item;
 }
@@ -38,7 +38,7 @@ struct StageReader {
 
   // The stage at `ring` is in shared memory.
   __device__ __forceinline__ void wait_full() const {
-    if (!ready) ptx::mbarrier_wait(sh.full(ring.slot), ring.parity);
+    if (!ready) ptx::mbarrier_wait(sh.full(ring.slot()), ring.parity());
   }
   // And may be read by wgmma.
   __device__ __forceinline__ void wait() const {
@@ -49,7 +49,7 @@ struct StageReader {
   __device__ __forceinline__ void peek() {
     Ring next = ring;
     next.advance();
-    ready = ptx::mbarrier_test(sh.full(next.slot), next.parity);
+    ready = ptx::mbarrier_test(sh.full(next.slot()), next.parity());
   }
   // This warp has read the stage of `slot`.
   __device__ __forceinline__ void release(std::uint32_t slot) const {
@@ -65,11 +65,11 @@ struct StageReader {
     return slot * static_cast<std::uint32_t>(L::kStageBytes >> 4);
   }
   __device__ __forceinline__ std::uint32_t uniform_slot() const {
-    return __shfl_sync(0xFFFFFFFFU, ring.slot, 0);
+    return __shfl_sync(0xFFFFFFFFU, ring.slot(), 0);
   }
 };
 
-// The next kCount stages, which are read together: their offsets. The reader stays at the last one.
+// The next kCount stages, which are read together: where they are. The reader stays at the last one.
 template <int kCount>
 struct NextStages {
   std::uint32_t offset[kCount];
@@ -77,14 +77,15 @@ struct NextStages {
   template <class Stage>
   __device__ __forceinline__ explicit NextStages(Stage& stage) {
     std::uint32_t slot = stage.uniform_slot();
-    offset[0] = Stage::offset_of(slot);
-    stage.wait_full();
 #pragma unroll
-    for (int s = 1; s < kCount; ++s) {
-      slot = slot + 1 == Stage::L::kStages ? 0 : slot + 1;
+    for (int s = 0; s < kCount; ++s) {
+      if (s > 0) {
+        slot = Stage::Ring::after(slot);
+        stage.ring.advance();
+        stage.ready = false;
+      }
       offset[s] = Stage::offset_of(slot);
-      stage.ring.advance();
-      stage.ready = false;
+      slot_[s] = stage.ring.slot();
       stage.wait_full();
     }
     ptx::fence_proxy_async();
@@ -92,34 +93,38 @@ struct NextStages {
   // All of them, after which the reader is at the one behind.
   template <class Stage>
   __device__ __forceinline__ void release(Stage& stage) const {
-    static_assert(kCount <= 2);
-    if constexpr (kCount == 2) {
-      stage.release((stage.ring.slot == 0 ? Stage::L::kStages : stage.ring.slot) - 1);
-    }
-    stage.release(stage.ring.slot);
+#pragma unroll
+    for (int s = 0; s < kCount; ++s) stage.release(slot_[s]);
     stage.ring.advance();
   }
+
+ private:
+  std::uint32_t slot_[kCount];
 };
 
 // d = the products of the stages at `at`, four steps each, whose weights fragment(stage, step, a)
-// decodes; at most kInFlight of them are in flight while it does so, and some still are at the end.
-template <class Mma, int kInFlight, int kCount, int kRegisters, class Fragment>
+// decodes: kSteps at a time, while the products of at most kInFlight times before are in flight. Some
+// still are at the end.
+template <class Mma, int kSteps, int kInFlight, int kCount, int kRegisters, class Fragment>
 __device__ __forceinline__ void multiply_fragments(const NextStages<kCount>& at,
                                                    std::uint32_t tokens, const Fragment& fragment,
                                                    float (&d)[kRegisters]) {
 #pragma unroll
   for (int s = 0; s < kCount; ++s) {
+    const std::uint64_t tile = ptx::wgmma_whole_descriptor(tokens + at.offset[s]);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      std::uint32_t a[4];
-      fragment(s, k, a);
+    for (int k = 0; k < 4; k += kSteps) {
+      std::uint32_t a[kSteps][4];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) fragment(s, k + i, a[i]);
       ptx::wgmma_fence();
-      Mma::run(d, a,
-               ptx::wgmma_descriptor(tokens + at.offset[s] +
-                                     static_cast<std::uint32_t>(k) * ptx::kWgmmaStep),
-               s > 0 || k > 0 ? 1 : 0);
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        Mma::run(d, a[i], tile + static_cast<std::uint32_t>(k + i) * ptx::kWgmmaStep,
+                 s > 0 || k + i > 0 ? 1 : 0);
+      }
       ptx::wgmma_commit();
-      if (s + 1 < kCount || k < 3) ptx::wgmma_wait<kInFlight>();
+      if (s + 1 < kCount || k + kSteps < 4) ptx::wgmma_wait<kInFlight>();
     }
   }
 }

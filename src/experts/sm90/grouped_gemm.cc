@@ -17,7 +17,7 @@ GroupedVariant choose_grouped(const TileRules& rules, EpilogueKind epilogue, std
   // A group should hold every row of an ordinary expert, so that weights stream once. Uniform
   // routing gives rows per expert near the mean; twice the mean leaves room for skew.
   const std::int64_t mean = (tokens * top_k + experts - 1) / experts;
-  v.max_columns = mean <= rules.narrow_rows ? 32 : mean <= 32 ? 64 : rules.widest;
+  v.max_columns = mean <= rules.narrow_rows ? 32 : mean <= 32 ? rules.middle : rules.widest;
   if (mean > 96 && mean <= rules.snug) v.max_columns = rules.snug;
   // One token may have fewer items than there are multiprocessors: halves of them keep more busy.
   // Past the rule's limit whole bands, each taken by a CTA that is free, are as fast or faster.

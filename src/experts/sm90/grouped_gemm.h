@@ -176,7 +176,7 @@ inline constexpr std::uint32_t kGroupQuantised = 1U << 24;
 // Which build of the kernel: a pure function of the problem, the number of tokens and the device.
 struct GroupedVariant {
   EpilogueKind epilogue = EpilogueKind::kSwiglu;
-  int max_columns = 64;  // tokens per item: 16 (bands are halved), 32, 64 or more: TileRules
+  int max_columns = 64;  // tokens per item: 16 (bands are halved), 32, 48, 64 or more: TileRules
   bool paired = false;   // two CTAs work on two groups of one band and share its weights
 };
 
@@ -190,8 +190,9 @@ struct TileRules {
   // Columns of a build for experts of somewhat more rows than 128, which would be two groups: 136,
   // 144 or 0, none.
   int snug = 0;
-  // Groups have 32 columns up to so many rows per expert.
+  // Groups have 32 columns up to so many rows per expert, and `middle` of them (64 or 48) up to 32.
   int narrow_rows = 8;
+  int middle = 64;
 };
 
 // Up to this many tokens the GEMM kernel combines as well: a band's sum is then shorter than a
