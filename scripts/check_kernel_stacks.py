@@ -19,8 +19,9 @@ import sys
 TILE = "ENS0_9TokenTileILi"
 KNOWN = {
     r"\dsm90_grouped_expertsI": 32,
+    rf"\dInt4Bf16{TILE}32E": 40,
     rf"\dInt4Bf16{TILE}48E": 72,
-    rf"\dInt4Fp8{TILE}128E": 72,
+    rf"\dInt4Fp8{TILE}128E": 80,
     rf"\dFp8Block{TILE}136E": 56,
     rf"\dFp8Row{TILE}136E": 40,
     r"\drouteI": 32,
