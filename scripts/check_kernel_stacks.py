@@ -14,13 +14,15 @@ import subprocess
 import sys
 
 # Part of the mangled symbol (an expression): bytes. The widest builds of formats whose sums are taken out have a few
-# words there in their loops as well, and are faster than narrower ones; so has that of 48 columns, which is faster
-# than 64 without.
+# words there in their loops as well, and are faster than narrower ones; so have those of 48 columns, which are
+# faster than 64 without.
 TILE = "ENS0_9TokenTileILi"
 KNOWN = {
     r"\dsm90_grouped_expertsI": 32,
     rf"\dInt4Bf16{TILE}32E": 40,
     rf"\dInt4Bf16{TILE}48E": 72,
+    rf"\dInt4Narrow{TILE}48E": 40,
+    rf"\dTableBf16{TILE}48E": 80,
     rf"\dInt4Fp8{TILE}128E": 80,
     rf"\dFp8Block{TILE}136E": 56,
     rf"\dFp8Row{TILE}136E": 40,

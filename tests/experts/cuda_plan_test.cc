@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <string_view>
+#include <utility>
 
 #include "experts/cuda_general/general_plan.h"
 #include "experts/sm90/codes_e2m1.h"
@@ -59,9 +60,11 @@ TEST(CudaPlan, DecodedWeightsStayInNarrowGroups) {
     return choose_grouped(rules_of(quant), EpilogueKind::kSwiglu, tokens, 8, 128, 6, {})
         .max_columns;
   };
-  for (const char* quant : {"int4-g128", "nf4-bf16", "nvfp4", "mxfp4-bf16", "mxfp8", "fp8-bf16"}) {
+  for (const auto& [quant, middle] :
+       {std::pair{"int4-g128", 48}, std::pair{"int4-g32", 48}, std::pair{"nf4-bf16", 48},
+        std::pair{"nvfp4", 64}, std::pair{"mxfp4-bf16", 64}, std::pair{"mxfp8", 64},
+        std::pair{"fp8-bf16", 64}}) {
     EXPECT_EQ(columns(quant, 256), 32) << quant;
-    const int middle = std::string_view(quant) == "int4-g128" ? 48 : 64;
     EXPECT_EQ(columns(quant, 257), middle) << quant;
     EXPECT_EQ(columns(quant, 512), middle) << quant;
   }

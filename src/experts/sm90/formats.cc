@@ -349,11 +349,18 @@ bool takes_narrow(const OperandQuant& weight) {
 
 template <class Format>
 constexpr FormatRow row_of_int4(bool (*takes)(const OperandQuant& weight), LaunchGrouped* swiglu,
-                                LaunchGrouped* any, int middle, int widest) {
+                                LaunchGrouped* any, int widest) {
   FormatRow row = row_of_strips<Format>("int4-bf16", takes, swiglu, widest);
-  row.tiles.middle = middle;
+  row.tiles.middle = 48;
   row.check = &check_strips;
   row.units.any = any;
+  return row;
+}
+
+constexpr FormatRow table_bf16_row() {
+  FormatRow row = row_of_strips<TableBf16>("nf4-bf16", &takes_wide<has_table_codes>,
+                                           MOESAIC_ON_DEVICE(launch_grouped_table_bf16_swiglu));
+  row.tiles.middle = 48;
   return row;
 }
 
@@ -381,12 +388,11 @@ constexpr FormatRow kFormats[] = {
                 &is_mxfp8_weight),
     row_of_int4<Int4Bf16>(&takes_wide<has_int4_codes>,
                           MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_swiglu),
-                          MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_any), 48, 136),
+                          MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_any), 136),
     row_of_int4<Int4Narrow>(&takes_narrow<has_int4_codes>,
                             MOESAIC_ON_DEVICE(launch_grouped_int4_narrow_swiglu),
-                            MOESAIC_ON_DEVICE(launch_grouped_int4_narrow_any), 64, 160),
-    row_of_strips<TableBf16>("nf4-bf16", &takes_wide<has_table_codes>,
-                             MOESAIC_ON_DEVICE(launch_grouped_table_bf16_swiglu)),
+                            MOESAIC_ON_DEVICE(launch_grouped_int4_narrow_any), 160),
+    table_bf16_row(),
     row_of_strips<TableNarrow>("nf4-bf16", &takes_narrow<has_table_codes>,
                                MOESAIC_ON_DEVICE(launch_grouped_table_narrow_swiglu), 160),
     row_of_strips<Int8Bf16>("int8-bf16", &takes_wide<has_int8_codes>,
