@@ -209,24 +209,35 @@ struct I8Block {
   int super_group = 0;
 };
 
-// All blocks of a panel: use(block, steps) for each, where its units and scales are still to come.
-template <class Use>
-HWY_INLINE void ForI8Blocks(const PanelArgs& args, const Use& use) {
-  I8Block block;
-  const std::int64_t groups = args.padded_k / args.fold;
-  const int most = HWY_MAX(kGroup / args.fold, args.num_rows <= kFewI8Rows ? kFewI8Groups : 1);
-  std::int64_t row_scale = 0;
-  int folds_of_scale = 0;
-  for (; block.group < groups; block.group += block.groups) {
-    block.groups = static_cast<int>(HWY_MIN(std::int64_t{most}, groups - block.group));
+// The blocks of a panel, one after the other. (No function that takes a lambda: clang compiles lambdas
+// without the dot product.)
+class I8Blocks {
+ public:
+  HWY_INLINE explicit I8Blocks(const PanelArgs& args)
+      : groups_(args.padded_k / args.fold),
+        most_(HWY_MAX(kGroup / args.fold, args.num_rows <= kFewI8Rows ? kFewI8Groups : 1)) {}
+
+  // The next block, where its units and scales are still to come. False: there is none.
+  HWY_INLINE bool Next(const PanelArgs& args) {
+    block.group += block.groups;
+    if (block.group >= groups_) return false;
+    block.groups = static_cast<int>(HWY_MIN(std::int64_t{most_}, groups_ - block.group));
     for (int g = 0; args.row_scales != nullptr && g < block.groups; ++g) {
-      block.row_scale[g] = row_scale;
-      if (++folds_of_scale == args.folds_per_row_scale) folds_of_scale = 0, ++row_scale;
+      block.row_scale[g] = row_scale_;
+      if (++folds_of_scale_ == args.folds_per_row_scale) folds_of_scale_ = 0, ++row_scale_;
     }
     block.row = 0;
-    use(block, std::int64_t{block.groups} * args.fold);
+    return true;
   }
-}
+
+  I8Block block;
+
+ private:
+  std::int64_t groups_;
+  int most_;
+  std::int64_t row_scale_ = 0;
+  int folds_of_scale_ = 0;
+};
 
 // --- Scales and offsets of a block's groups for a tile's columns
 
@@ -505,7 +516,10 @@ void GroupedGemmI8(const PanelArgs& args) {
   const bool scaled = args.group_scale_format != ScaleFormat::kNone;
   if (!scaled) ExpandScales(args, 0, scales);
   const std::byte* w = args.panel;
-  ForI8Blocks(args, [&](I8Block& block, std::int64_t steps) MOESAIC_TIER_ATTR {
+  I8Blocks blocks(args);
+  while (blocks.Next(args)) {
+    I8Block& block = blocks.block;
+    const std::int64_t steps = std::int64_t{block.groups} * args.fold;
     const std::int64_t bytes = steps / Unit::kSteps * Unit::kBytes;
     PrefetchGroups(args, block.group + block.groups, block.groups);
     block.scales = scales;
@@ -529,7 +543,7 @@ void GroupedGemmI8(const PanelArgs& args) {
       RunI8Tiles<Decoded>(args, steps / Decoded::kSteps, bytes, block);
     }
     w += bytes;
-  });
+  }
 }
 
 // Up to kSuperGemmRows rows.
@@ -540,7 +554,9 @@ void SuperGemmI8(const PanelArgs& args) {
   const std::byte* super = args.super_blocks;
   const std::int64_t block_bytes = args.super.block_bytes();
   bool second = false;
-  ForI8Blocks(args, [&](I8Block& block, std::int64_t steps) MOESAIC_TIER_ATTR {
+  I8Blocks blocks(args);
+  while (blocks.Next(args)) {
+    I8Block& block = blocks.block;
     // Half of the scales of the next super-block.
     const std::byte* const ahead = super + block_bytes + (second ? block_bytes / 2 : 0);
     for (std::int64_t at = 0; at < block_bytes / 2; at += 64) __builtin_prefetch(ahead + at, 0, 2);
@@ -549,10 +565,10 @@ void SuperGemmI8(const PanelArgs& args) {
     block.units = w;
     block.fetch = w + kSuperPrefetchBytes;
     kI8Tiles<Unit, Unit::kBytes / 64, Scales>[args.num_rows](args, block);
-    w += steps / Unit::kSteps * Unit::kBytes;
+    w += std::int64_t{block.groups} * args.fold / Unit::kSteps * Unit::kBytes;
     if (second) super += block_bytes;
     second = !second;
-  });
+  }
 }
 
 }  // namespace

@@ -118,11 +118,14 @@ TEST_P(CudaExpertsExact, OneExpertEqualsReferenceByBits) {
   }
 }
 
-// Groups of every width that a wide build computes, and what several groups of an expert leave.
+// Groups of every width that builds for 17 rows an expert and more compute, and what several groups of
+// an expert leave.
 TEST_P(CudaExpertsExact, WideGroupsEqualReferenceByBits) {
   REQUIRE_HOPPER();
-  const std::vector<std::vector<int>> rows_of_experts = {
-      {16, 48, 49, 80, 81, 97}, {112, 113, 128, 129, 136, 137}, {144, 145, 160, 161, 273, 321}};
+  const std::vector<std::vector<int>> rows_of_experts = {{8, 17, 32, 33, 48, 49},
+                                                         {16, 48, 49, 80, 81, 97},
+                                                         {112, 113, 128, 129, 136, 137},
+                                                         {144, 145, 160, 161, 273, 321}};
   for (const std::vector<int>& rows : rows_of_experts) {
     SCOPED_TRACE(testing::Message() << rows.front() << " to " << rows.back());
     const std::int64_t tokens = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
