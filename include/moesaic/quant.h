@@ -52,6 +52,8 @@ struct OperandQuant {
   // Scales (and minima) of kSuperBlockColumns columns of a row, the first at column 0, are one F16
   // number times integers: 6, 0 .. 63; 8, -128 .. 127; 0: any F32 numbers.
   std::uint8_t super_bits = 0;
+  // Scales of groups in format F32 are numbers of F16 or of BF16, as files have them; kF32: any.
+  DType scale_dtype = DType::kF32;
   bool operator==(const OperandQuant&) const = default;
 };
 

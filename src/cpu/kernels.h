@@ -109,21 +109,28 @@ struct SuperScaleForm {
   }
 };
 
+// How the scales of groups lie: F32, or what is exactly widened to it. kNone: all are 1.
+enum class GroupScaleForm : std::uint8_t { kNone, kF32, kF16, kBF16, kE8M0, kE4M3 };
+constexpr std::int64_t bytes_of(GroupScaleForm form) {
+  if (form == GroupScaleForm::kF32) return 4;
+  return form == GroupScaleForm::kF16 || form == GroupScaleForm::kBF16 ? 2 : 1;
+}
+
 struct PanelArgs {
   const std::byte* panel = nullptr;     // one packed panel
   const float* panel_scales = nullptr;  // [groups][4], one per 16 columns; null: no scales
   // Grouped GEMMs only: scales of one column and `fold` steps, [padded_k / fold][64].
   const std::byte* group_scales = nullptr;
-  ScaleFormat group_scale_format = ScaleFormat::kNone;  // kNone: 1
-  int fold = kGroup;                                    // 16, 32, 64 or 128; padded_k is a multiple
-  const float* group_offsets = nullptr;                 // [padded_k / fold][64], or null: 0
+  GroupScaleForm group_scale_form = GroupScaleForm::kNone;
+  int fold = kGroup;                     // 16, 32, 64 or 128; padded_k is a multiple
+  const float* group_offsets = nullptr;  // [padded_k / fold][64], or null: 0
   // super_gemm_i8, in their place: compact scales and minima, and the bias of SuperScaleArgs.
   SuperScaleForm super;
   const std::byte* super_blocks = nullptr;
   float super_bias = 0;
   const float* const* row_sums = nullptr;    // with offsets: num_rows pointers to [padded_k / fold]
   int folds_per_row_scale = 1;               // groups that share a row's scale
-  const Int4Products* products = nullptr;    // kInt4Fp8, with group_scales E4M3 and format kNone
+  const Int4Products* products = nullptr;    // kInt4Fp8, with group_scales E4M3 and form kNone
   const CodeTable4* codes = nullptr;         // kCode4
   const void* const* rows = nullptr;         // num_rows left operands of padded_k elements
   const float* const* row_scales = nullptr;  // num_rows pointers to [groups]; null: 1

@@ -1,10 +1,12 @@
 // Scales and offsets of grouped formats in the order in which the kernels read them.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "core/fault.h"
 #include "cpu/packed_weights.h"
 #include "numerics/codec.h"
+#include "numerics/element.h"
 #include "quant/code_values.h"
 
 namespace moesaic::cpu {
@@ -64,19 +66,26 @@ const Int4Products& int4_products() {
   return table;
 }
 
-void pack_group_scales(const PackedShape& shape, std::int64_t fold, ScaleTile tile,
-                       const ConstTensorView& scale, std::byte* dst) {
-  const bool bytes = dtype_bits(scale.dtype) == 8;
-  const auto one = static_cast<std::byte>(scale.dtype == DType::kF8E8M0 ? 127 : 0x38);
+std::int64_t pack_group_scales(const PackedShape& shape, std::int64_t fold, ScaleTile tile,
+                               GroupScaleForm form, const ConstTensorView& scale, std::byte* dst) {
+  const auto one = static_cast<std::byte>(form == GroupScaleForm::kE8M0 ? 127 : 0x38);
+  const DType dtype = form == GroupScaleForm::kF16    ? DType::kF16
+                      : form == GroupScaleForm::kBF16 ? DType::kBF16
+                                                      : DType::kF32;
+  std::int64_t bad = -1;
   for_each_scale(shape, fold, tile, [&](std::int64_t index) {
-    if (bytes) {
+    if (bytes_of(form) == 1) {
       *dst++ = index < 0 ? one : scale.data[index];
       return;
     }
     const float value = index < 0 ? 1.0F : load_as_f32(scale.data, scale.dtype, index);
-    std::memcpy(dst, &value, sizeof(value));
-    dst += sizeof(value);
+    store_from_f32(dst, dtype, 0, value);
+    const float held = load_as_f32(dst, dtype, 0);
+    const bool same = held == value || (std::isnan(held) && std::isnan(value));
+    if (!same && bad < 0 && !MOESAIC_FAULT(cpu_scales_rounded_to_half)) bad = index;
+    dst += bytes_of(form);
   });
+  return bad;
 }
 
 void pack_group_offsets(const PackedShape& shape, std::int64_t fold, std::int64_t columns,

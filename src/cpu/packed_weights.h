@@ -64,14 +64,14 @@ void pack_block_scales(const PackedShape& shape, const float* scales, std::int64
 
 // Scales of `rows` rows (1, or more: counted within each half for kGateUp) and groups of `columns`
 // columns, [ceil(rows of the matrix / rows), ceil(K / columns)] contiguous (or [rows of the matrix]
-// when columns >= K), of F32, BF16 or F16 (widened), F8_E8M0 or F8_E4M3 -> [panel][padded_k /
-// fold][64] of F32 or the byte; columns is a multiple of fold or at least K. Padding gets 1, which
-// meets weights of 0.
+// when columns >= K), of F32, BF16 or F16, F8_E8M0 or F8_E4M3 -> [panel][padded_k / fold][64] of the
+// form; columns is a multiple of fold or at least K. Padding gets 1, which meets weights of 0.
+// Returns the index of a scale that is not exactly a number of the form, or -1.
 struct ScaleTile {
   std::int64_t rows, columns;
 };
-void pack_group_scales(const PackedShape& shape, std::int64_t fold, ScaleTile tile,
-                       const ConstTensorView& scale, std::byte* dst);
+std::int64_t pack_group_scales(const PackedShape& shape, std::int64_t fold, ScaleTile tile,
+                               GroupScaleForm form, const ConstTensorView& scale, std::byte* dst);
 
 // What a group's dequantisation takes away from scale * code, as F32 [panel][padded_k / fold][64]:
 //   zero   scale * (zero - bias)      min   min - scale * bias      neither   -scale * bias

@@ -97,7 +97,7 @@ HWY_INLINE void GroupsInRegisters(const PanelArgs& args, const Pairs& pairs, std
 // unrolls: with short groups that is a fifth of the time.
 HWY_INLINE void PrefetchScales(const PanelArgs& args, std::int64_t group) {
   if (args.group_scales == nullptr) return;
-  const std::int64_t bytes = kPanelColumns * (args.group_scale_format == ScaleFormat::kF32 ? 4 : 1);
+  const std::int64_t bytes = kPanelColumns * bytes_of(args.group_scale_form);
   for (std::int64_t line = 0; line < bytes; line += 64)
     __builtin_prefetch(args.group_scales + (group + 4) * bytes + line, 0, 2);
 }
@@ -260,7 +260,7 @@ HWY_NOINLINE void GroupedBlocks(const PanelArgs& args) {
     const auto k_count = HWY_MIN(steps, args.padded_k - block.k0);
     block.groups = static_cast<int>(k_count / args.fold);
     PrefetchGroups(args, block.group + block.groups, block.groups);
-    if (args.group_scale_format == ScaleFormat::kF32) {
+    if (args.group_scale_form == GroupScaleForm::kF32) {
       block.scales = Pairs::Scales(args, block.group, scales);
     } else {
       for (int g = 0; g < block.groups; ++g)

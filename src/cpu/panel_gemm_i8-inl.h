@@ -70,7 +70,7 @@ void GroupedGemmI8(const PanelArgs& args) {
   ClearResult(args);
   HWY_ALIGN float scales[kMaxI8Groups * kPanelColumns];
   HWY_ALIGN std::byte quads[kDecodes ? kGroup * kPanelColumns : 64];
-  const bool scaled = args.group_scale_format != ScaleFormat::kNone;
+  const bool scaled = args.group_scale_form != GroupScaleForm::kNone;
   if (!scaled) ExpandScales(args, 0, scales);
   const std::byte* w = args.panel;
   I8Blocks blocks(args);
@@ -81,7 +81,7 @@ void GroupedGemmI8(const PanelArgs& args) {
     PrefetchGroups(args, block.group + block.groups, block.groups);
     block.scales = scales;
     block.scale_step = scaled ? kPanelColumns : 0;
-    if (args.group_scale_format == ScaleFormat::kF32) {
+    if (args.group_scale_form == GroupScaleForm::kF32) {
       block.scales = ExpandScales(args, block.group, scales);
     } else if (scaled) {
       for (int g = 0; g < block.groups; ++g)

@@ -323,7 +323,7 @@ void PlainGemmTiles(const PanelArgs& args) {
 }
 
 HWY_INLINE bool FoldsGroups(const PanelArgs& args) {
-  return args.group_scale_format != ScaleFormat::kNone || args.row_scales != nullptr ||
+  return args.group_scale_form != GroupScaleForm::kNone || args.row_scales != nullptr ||
          args.group_offsets != nullptr;
 }
 template <class Tiles, class Source>

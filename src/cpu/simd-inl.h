@@ -91,6 +91,24 @@ HWY_INLINE void PrefetchUnit(const std::byte* p) {
   for (int line = 0; line < 4; ++line) __builtin_prefetch(p + 64 * line);
 }
 
+// fp16 bits in the low half of each lane -> fp32. Highway's emulation knows no infinity and no NaN,
+// so the baseline shifts the exponent by a multiplication (exact, subnormals included) and restores
+// the special exponent.
+HWY_INLINE VF F16BitsToF32(hn::Vec<decltype(du32)> half) {
+#if MOESAIC_TIER_F16
+  const hn::Rebind<std::uint16_t, DF> du16;
+  const hn::Rebind<hwy::float16_t, DF> df16;
+  return hn::PromoteTo(df, hn::BitCast(df16, hn::TruncateTo(du16, half)));
+#else
+  const auto magnitude = hn::ShiftLeft<13>(hn::And(half, hn::Set(du32, 0x7FFFU)));
+  const auto scaled = hn::BitCast(du32, hn::Mul(hn::BitCast(df, magnitude), hn::Set(df, 0x1p112F)));
+  const auto special =
+      hn::RebindMask(du32, hn::Gt(hn::BitCast(di32, magnitude), hn::Set(di32, 0x0F7FFFFF)));
+  const auto bits = hn::Or(scaled, hn::IfThenElseZero(special, hn::Set(du32, 0x7F800000U)));
+  return hn::BitCast(df, hn::Or(bits, hn::ShiftLeft<16>(hn::And(half, hn::Set(du32, 0x8000U)))));
+#endif
+}
+
 }  // namespace
 }  // namespace moesaic::cpu::HWY_NAMESPACE
 MOESAIC_AFTER_NAMESPACE();

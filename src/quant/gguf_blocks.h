@@ -55,7 +55,8 @@ struct GgufTypeInfo {
   bool has_min;
   // Codes are stored as nibbles that stand for the values of this table, which fit a byte.
   CodeTable table = CodeTable::kNone;
-  int super_bits = 0;  // see OperandQuant: what scales and minima of a block are
+  int super_bits = 0;        // see OperandQuant: what scales and minima of a block are
+  bool half_scales = false;  // a block's scale is one F16 number
 };
 // Every type that is read, for messages: "F32, F16, ... or NVFP4".
 std::string gguf_type_names();

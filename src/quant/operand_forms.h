@@ -64,6 +64,11 @@ constexpr OperandQuant compact(OperandQuant q, std::uint8_t code_bits, std::uint
   return q;
 }
 
+constexpr OperandQuant with_scales_of(OperandQuant q, DType dtype) {
+  q.scale_dtype = dtype;
+  return q;
+}
+
 constexpr bool is_plain(const OperandQuant& q, DType dtype) {
   return q.granularity == G::kNone && q.dtype == dtype && q.table == CodeTable::kNone;
 }
@@ -79,15 +84,18 @@ constexpr bool is_per(const OperandQuant& q, DType dtype, G granularity) {
 // Neither zero points nor an order of columns of its own, which belong to integers; no table.
 constexpr bool is_bare(const OperandQuant& w) {
   return w.zero_point == ZeroPoint::kNone && !w.act_order && w.table == CodeTable::kNone &&
-         w.code_bits == 0 && w.super_bits == 0;
+         w.code_bits == 0 && w.super_bits == 0 && w.scale_dtype == DType::kF32;
 }
-// See OperandQuant::code_bits, super_bits.
+// See OperandQuant::code_bits, super_bits, scale_dtype.
 constexpr bool is_compact(const OperandQuant& w) {
   const bool codes = w.code_bits == 0 || (w.code_bits == 6 && w.dtype == DType::kI8);
   const bool scales = w.super_bits == 0 ||
                       ((w.super_bits == 6 || w.super_bits == 8) && w.granularity == G::kGroup &&
                        (w.block_k == 16 || w.block_k == 32) && w.zero_point != ZeroPoint::kInteger);
-  return codes && scales;
+  const bool half = w.scale_dtype == DType::kF16 || w.scale_dtype == DType::kBF16;
+  const bool dtype =
+      w.scale_dtype == DType::kF32 || (half && w.granularity == G::kGroup && w.super_bits == 0);
+  return codes && scales && dtype;
 }
 constexpr bool is_integer(const OperandQuant& w) {
   const bool four = w.dtype == DType::kI4 || w.dtype == DType::kU4;

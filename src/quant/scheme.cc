@@ -211,8 +211,8 @@ constexpr Scheme int8_activations(std::string_view name, const OperandQuant& wei
 constexpr OperandQuant kUint4 =
     integers(DType::kU4, quant::kIntGroupSize, ZeroPoint::kInteger);  // GPTQ and AWQ
 // GGUF blocks as the loader leaves them.
-constexpr OperandQuant kQ40 = integers(DType::kI4, quant::kGgufBlock);
-constexpr OperandQuant kQ80 = integers(DType::kI8, quant::kGgufBlock);
+constexpr OperandQuant kQ40 = with_scales_of(integers(DType::kI4, quant::kGgufBlock), DType::kF16);
+constexpr OperandQuant kQ80 = with_scales_of(integers(DType::kI8, quant::kGgufBlock), DType::kF16);
 constexpr OperandQuant kQ4K =
     compact(integers(DType::kU4, quant::kGgufBlock, ZeroPoint::kMin), 0, 6);
 constexpr OperandQuant kQ6K = compact(integers(DType::kI8, quant::kGgufHalfBlock), 6, 8);

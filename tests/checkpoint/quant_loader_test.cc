@@ -403,6 +403,28 @@ TEST_F(QuantCheckpoints, GgufNumbersAreKnownForWhatTheyAre) {
   }
 }
 
+TEST_F(QuantCheckpoints, ScalesAreKnownForTheDtypeOfTheFile) {
+  for (const auto& [name, dtype] :
+       std::vector<std::pair<std::string, DType>>{{"gguf_q4_0", DType::kF16},
+                                                  {"gguf_q5_1", DType::kF16},
+                                                  {"gguf_iq4", DType::kF32},
+                                                  {"gguf_tq2_0", DType::kF16},
+                                                  {"gguf_q4_k", DType::kF32},
+                                                  {"gguf_q6_k_outer", DType::kF32},
+                                                  {"gguf_iq4_q3_k", DType::kF32},
+                                                  {"ct_int4_f16_scales", DType::kF16},
+                                                  {"ct_w4a8", DType::kF32},
+                                                  {"gptq", DType::kF16},
+                                                  {"gptq_8bit", DType::kF32},
+                                                  {"awq", DType::kF16},
+                                                  {"bnb_nf4", DType::kF32}}) {
+    const Result<MoeLayerWeights> loaded =
+        must_open(find(name).path).load_layer(0, ParallelConfig{});
+    ASSERT_TRUE(loaded.ok()) << loaded.status().to_string();
+    EXPECT_EQ(loaded->spec.quant.weight.scale_dtype, dtype) << name;
+  }
+}
+
 // Slices that would cut a group, a block or a word in two.
 TEST_F(QuantCheckpoints, SlicesFallOnWholeGroups) {
   for (const auto& [name, tp, unit] :

@@ -61,7 +61,7 @@ struct Panel {
     pack_matrix(shape(depth), matrix.data(), packed.data(), 1);
     args.panel = packed.data();
     args.group_scales = scales.data();
-    args.group_scale_format = ScaleFormat::kE4M3;
+    args.group_scale_form = GroupScaleForm::kE4M3;
     args.fold = kSteps;
     args.codes = &codes;
     args.padded_k = depth;

@@ -117,7 +117,7 @@ void compare(const CpuKernels& k, const FoldCase& c, std::int64_t depth) {
   args.padded_k = padded;
   if (c.column_scales) {
     args.group_scales = reinterpret_cast<const std::byte*>(scales.data());
-    args.group_scale_format = ScaleFormat::kF32;
+    args.group_scale_form = GroupScaleForm::kF32;
   }
   if (c.row_scales) args.row_scales = scale_rows.data();
   if (c.offsets) args.group_offsets = offsets.data(), args.row_sums = sum_rows.data();

@@ -5,9 +5,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <vector>
 
+#include "numerics/element.h"
 #include "support/random.h"
 
 namespace moesaic::cpu {
@@ -174,7 +177,8 @@ TEST(PackedWeights, ScalesOfBlocksAreCountedWithinGateAndUp) {
   for (int i = 0; i < 8; ++i) scale[i] = static_cast<float>(10 + i);
   const ConstTensorView scales(reinterpret_cast<const std::byte*>(scale), DType::kF32, {4, 2});
   std::vector<float> got(2 * 64);
-  pack_group_scales(shape, 16, {2, 16}, scales, reinterpret_cast<std::byte*>(got.data()));
+  pack_group_scales(shape, 16, {2, 16}, GroupScaleForm::kF32, scales,
+                    reinterpret_cast<std::byte*>(got.data()));
   const float want[2][6] = {{10, 10, 12, 14, 14, 16}, {11, 11, 13, 15, 15, 17}};
   for (int group = 0; group < 2; ++group) {
     for (int row = 0; row < 6; ++row) {
@@ -183,6 +187,31 @@ TEST(PackedWeights, ScalesOfBlocksAreCountedWithinGateAndUp) {
           << group << " " << row;
     }
   }
+}
+
+// Scales that are numbers of 16 bits are held as such; others are named.
+TEST(PackedWeights, GroupScalesOf16BitsAreExactOrNamed) {
+  const PackedShape shape{WeightKind::kCode4, RowOrder::kPlain, 2, 16, 8, 0};
+  float scale[4] = {0.75F, -0x1p-24F, 65504.0F, std::numeric_limits<float>::quiet_NaN()};  // [2, 2]
+  const ConstTensorView scales(reinterpret_cast<const std::byte*>(scale), DType::kF32, {2, 2});
+  std::vector<std::byte> got(2 * 64 * 2);
+  const auto pack = [&](GroupScaleForm form) {
+    return pack_group_scales(shape, 8, {1, 8}, form, scales, got.data());
+  };
+  const auto at = [&](DType dtype, int group, int column) {
+    return load_as_f32(got.data(), dtype, group * 64 + column);
+  };
+  EXPECT_EQ(pack(GroupScaleForm::kF16), -1);
+  EXPECT_EQ(at(DType::kF16, 0, 0), 0.75F);
+  EXPECT_EQ(at(DType::kF16, 1, 0), -0x1p-24F);
+  EXPECT_EQ(at(DType::kF16, 0, 1), 65504.0F);
+  EXPECT_TRUE(std::isnan(at(DType::kF16, 1, 1)));
+  EXPECT_EQ(at(DType::kF16, 1, 2), 1.0F);  // padding
+  EXPECT_EQ(pack(GroupScaleForm::kBF16), 2);
+  scale[2] = 0x1p-120F;
+  EXPECT_EQ(pack(GroupScaleForm::kBF16), -1);
+  EXPECT_EQ(at(DType::kBF16, 0, 1), 0x1p-120F);
+  EXPECT_EQ(pack(GroupScaleForm::kF16), 2);
 }
 
 // Columns of 8 elements, folds of 4: two groups per scale; zero points, minima and the bias of
@@ -197,7 +226,8 @@ TEST(PackedWeights, GroupScalesAndOffsets) {
   };
   const auto scales = view(scale, DType::kF32);
   std::vector<float> got(3 * 64);
-  pack_group_scales(shape, 4, {1, 8}, scales, reinterpret_cast<std::byte*>(got.data()));
+  pack_group_scales(shape, 4, {1, 8}, GroupScaleForm::kF32, scales,
+                    reinterpret_cast<std::byte*>(got.data()));
   const auto at = [&](int group, int column) {
     return got[static_cast<std::size_t>(group * 64 + column)];
   };

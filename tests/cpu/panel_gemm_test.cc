@@ -9,6 +9,7 @@
 #include "cpu/kernels.h"
 #include "cpu/packed_weights.h"
 #include "numerics/codec.h"
+#include "numerics/element.h"
 #include "support/random.h"
 #include "tile_model_kernels.h"
 
@@ -20,7 +21,7 @@ struct GemmCase {
   WeightKind kind;
   bool bf16_operand;
   int fold = 0;
-  ScaleFormat format = ScaleFormat::kNone;
+  GroupScaleForm format = GroupScaleForm::kNone;
   bool offsets = false;
   int folds_per_row_scale = 0;  // grouped: 0: no row scales
   bool integers = false;
@@ -124,19 +125,26 @@ Scales draw_scales(test::Rng& rng, const GemmCase& c, std::int64_t padded, int n
   const std::int64_t cells = grouped ? groups * kPanelColumns : 0;
   for (std::int64_t i = 0; i < cells; ++i) {
     float value = 1.0F;
-    if (c.format == ScaleFormat::kF32) {
+    if (c.format == GroupScaleForm::kF32) {
       value = draw(0.5);
       const auto* bytes = reinterpret_cast<const std::byte*>(&value);
       s.group.insert(s.group.end(), bytes, bytes + 4);
-    } else if (c.format != ScaleFormat::kNone) {
+    } else if (bytes_of(c.format) == 2) {
+      const DType dtype = c.format == GroupScaleForm::kF16 ? DType::kF16 : DType::kBF16;
+      const std::size_t at = s.group.size();
+      s.group.resize(at + 2);
+      // Also a subnormal number of F16.
+      store_from_f32(&s.group[at], dtype, 0, !c.integers && i == 3 ? 0x1p-20F : draw(0.5));
+      value = load_as_f32(&s.group[at], dtype, 0);
+    } else if (c.format != GroupScaleForm::kNone) {
       // E8M0 from the largest product's to a subnormal factor; every finite e4m3 code.
       auto code =
           static_cast<std::uint8_t>(c.integers ? rng.integer(126, 128) : rng.integer(100, 140));
       if (!c.integers && i == 3) code = 0;
-      if (c.format == ScaleFormat::kE4M3)
+      if (c.format == GroupScaleForm::kE4M3)
         code = static_cast<std::uint8_t>(c.integers ? 0x30 + 8 * rng.integer(0, 2)
                                                     : rng.integer(0, c.largest_e4m3));
-      value = c.format == ScaleFormat::kE4M3 ? f32_from_e4m3(code) : f32_from_e8m0(code);
+      value = c.format == GroupScaleForm::kE4M3 ? f32_from_e4m3(code) : f32_from_e8m0(code);
       s.group.push_back(static_cast<std::byte>(code));
     }
     s.group_values.push_back(static_cast<double>(value));
@@ -194,7 +202,7 @@ void check_gemm(const CpuKernels& k, const GemmCase& c, std::int64_t depth, int 
   args.panel = packed.data();
   args.panel_scales = grouped ? nullptr : s.panel.data();
   args.group_scales = s.group.data();
-  args.group_scale_format = c.format;
+  args.group_scale_form = c.format;
   args.fold = grouped ? c.fold : kGroup;
   args.group_offsets = c.offsets ? s.offsets.data() : nullptr;
   args.row_sums = sum_ptr.data();
@@ -202,7 +210,7 @@ void check_gemm(const CpuKernels& k, const GemmCase& c, std::int64_t depth, int 
   args.codes = &codes;
   if (c.kind == WeightKind::kInt4Fp8) {
     args.products = &int4_products();
-    args.group_scale_format = ScaleFormat::kNone;
+    args.group_scale_form = GroupScaleForm::kNone;
   }
   args.rows = row_ptr.data();
   args.row_scales = row_scales ? scale_ptr.data() : nullptr;
@@ -265,7 +273,7 @@ void check_gemm(const CpuKernels& k, const GemmCase& c, std::int64_t depth, int 
 std::vector<GemmCase> cases(const CpuKernels& k, bool integers) {
   std::vector<GemmCase> all;
   using W = WeightKind;
-  using F = ScaleFormat;
+  using F = GroupScaleForm;
   for (const W kind : {W::kF32, W::kBF16, W::kF16, W::kE4M3})
     all.push_back({kind, false, 0, F::kNone, false, 0, integers});
   const GemmCase grouped[] = {
@@ -276,6 +284,10 @@ std::vector<GemmCase> cases(const CpuKernels& k, bool integers) {
       {W::kCode4, false, 64, F::kF32, false, 0},
       {W::kCode4, false, 32, F::kE8M0, false, 4},
       {W::kE4M3, false, 32, F::kE8M0, false, 1},
+      {W::kCode4, false, 32, F::kF16, false, 0},
+      {W::kCode4, false, 32, F::kBF16, true, 1},
+      {W::kI8, false, 32, F::kF16, true, 0},
+      {W::kI8, false, 16, F::kBF16, false, 0},
       {W::kI8, false, 128, F::kNone, false, 0},
       {W::kI8, false, 16, F::kF32, false, 0},
       {W::kI8, false, 16, F::kF32, true, 0},

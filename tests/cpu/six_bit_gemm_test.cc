@@ -60,7 +60,7 @@ void compare_with_bytes(const CpuKernels& k, int fold, bool scaled, std::int64_t
   args.padded_k = padded;
   if (scaled) {
     args.group_scales = reinterpret_cast<const std::byte*>(scales.data());
-    args.group_scale_format = ScaleFormat::kF32;
+    args.group_scale_form = GroupScaleForm::kF32;
     args.group_offsets = offsets.data();
     args.row_sums = sum_rows.data();
   }

@@ -99,7 +99,7 @@ void compare_super(const CpuKernels& k, const SuperGemmCase& c, std::int64_t dep
     Tensor want = poisoned_result(), got = poisoned_result();
     args.result = want.as<float>();
     args.group_scales = reinterpret_cast<const std::byte*>(scales.data());
-    args.group_scale_format = ScaleFormat::kF32;
+    args.group_scale_form = GroupScaleForm::kF32;
     args.group_offsets = expand.offsets;
     k.grouped_gemm_i8[c.kind](args);
     args.result = got.as<float>();

@@ -124,7 +124,7 @@ TEST(SuperScales, ExpandToTheScalesAndOffsetsThatTheyStandFor) {
     const std::int64_t groups = shape.padded_k() / c.fold, cells = groups * kPanelColumns;
     const auto all = static_cast<std::size_t>(cells * shape.num_panels());
     std::vector<float> want_scales(all), want_offsets(all);
-    pack_group_scales(shape, c.fold, {1, c.form.group}, scales,
+    pack_group_scales(shape, c.fold, {1, c.form.group}, GroupScaleForm::kF32, scales,
                       reinterpret_cast<std::byte*>(want_scales.data()));
     pack_group_offsets(shape, c.fold, c.form.group, scales, {}, minima, c.bias,
                        want_offsets.data());

@@ -150,7 +150,7 @@ struct Problem {
     args.fold = format.fold;
     if (format.scales) {
       args.group_scales = reinterpret_cast<const std::byte*>(scales.data());
-      args.group_scale_format = ScaleFormat::kF32;
+      args.group_scale_form = GroupScaleForm::kF32;
     }
     if (format.offsets) args.group_offsets = offsets.data(), args.row_sums = sum_rows.data();
     (integers(format) ? k.grouped_gemm_i8 : k.grouped_gemm_bf16)[format.kind](args);

@@ -23,6 +23,33 @@ using test::OwnedRouting;
 using test::run_standard;
 using test::tiers;
 
+// Outputs of both on every tier, held as `held` and as `wide` says, which says less.
+void expect_same_bits(const char* quant, const Scheme& held, const Scheme& wide,
+                      std::uint64_t seed) {
+  for (const auto& [hidden, inner] : {std::pair{1056, 160}, std::pair{288, 544}}) {
+    MoeProblem p = make_problem(quant, hidden, inner, 4, 2);
+    p.quant = held;
+    ASSERT_TRUE(validate(p.quant).ok());
+    MoeProblem q = p;
+    q.quant = wide;
+    const OwnedExpertWeights w = test::random_expert_weights(++seed, p);
+    for (const std::int64_t tokens : {1, 5, 70}) {
+      test::Rng rng(seed);
+      const Tensor x = test::random_normal(rng, p.activation_dtype, {tokens, hidden});
+      const OwnedRouting routing = test::random_routing(seed, tokens, 4, 2);
+      for (const std::string& tier : tiers()) {
+        const auto narrow = make(tier, p, w), other = make(tier, q, w);
+        EXPECT_LT(narrow->weight_bytes(), other->weight_bytes());
+        const Tensor got = run_standard(*narrow, p, x.view(), routing, DType::kF32);
+        const Tensor want = run_standard(*other, q, x.view(), routing, DType::kF32);
+        std::string why;
+        EXPECT_TRUE(test::same_bits(got.view(), want.view(), &why))
+            << tier << " " << quant << " H " << hidden << " tokens " << tokens << " " << why;
+      }
+    }
+  }
+}
+
 // What is known of the numbers changes how they are held, and no bit of the result.
 TEST(CpuExperts, WeightsHeldAsInTheFileHaveTheBitsOfThoseThatAreNot) {
   std::uint64_t seed = 400;
@@ -34,36 +61,29 @@ TEST(CpuExperts, WeightsHeldAsInTheFileHaveTheBitsOfThoseThatAreNot) {
         std::string_view(quant).starts_with("q4k-m") || weight.block_k == 16 ? 8 : 6;
     if (weight.table != CodeTable::kNone) weight.super_bits = 8;
     if (weight.dtype == DType::kI8) weight.code_bits = 6;
-    for (const auto& [hidden, inner] : {std::pair{1056, 160}, std::pair{288, 544}}) {
-      MoeProblem p = make_problem(quant, hidden, inner, 4, 2);
-      p.quant = with_weight(plain, weight);
-      ASSERT_TRUE(validate(p.quant).ok());
-      const OwnedExpertWeights w = test::random_expert_weights(++seed, p);
-      for (const std::int64_t tokens : {1, 5, 70}) {
-        test::Rng rng(seed);
-        const Tensor x = test::random_normal(rng, p.activation_dtype, {tokens, hidden});
-        const OwnedRouting routing = test::random_routing(seed, tokens, 4, 2);
-        for (const std::string& tier : tiers()) {
-          const auto held = make(tier, p, w);
-          MoeProblem wide = p;
-          wide.quant = plain;
-          const auto other = make(tier, wide, w);
-          EXPECT_LT(held->weight_bytes(), other->weight_bytes());
-          const Tensor got = run_standard(*held, p, x.view(), routing, DType::kF32);
-          const Tensor want = run_standard(*other, wide, x.view(), routing, DType::kF32);
-          std::string why;
-          EXPECT_TRUE(test::same_bits(got.view(), want.view(), &why))
-              << tier << " " << quant << " H " << hidden << " tokens " << tokens << " " << why;
-        }
-      }
+    expect_same_bits(quant, with_weight(plain, weight), plain, seed += 2);
+  }
+}
+
+TEST(CpuExperts, ScalesHeldIn16BitsHaveTheBitsOfThoseThatAreNot) {
+  std::uint64_t seed = 500;
+  for (const char* quant :
+       {"int4-g32", "gptq", "q6k", "iq4", "int4-g32-int8", "gptq-int8", "q6k-int8"}) {
+    const Scheme plain = test::scheme_called(quant);
+    for (const DType dtype : {DType::kF16, DType::kBF16}) {
+      OperandQuant weight = plain.weight;
+      weight.scale_dtype = dtype;
+      expect_same_bits(quant, with_weight(plain, weight), plain, seed += 2);
     }
   }
 }
 
-// Whole super-blocks: bits a weight of the blocks in a GGUF file.
+// Whole super-blocks: bits a weight of 256 columns in a GGUF file.
 TEST(CpuExperts, WeightsOfGgufTypesAreNoLargerThanInTheFile) {
-  for (const auto& [quant, block_bytes] : {std::pair{"q6_k", 210}, std::pair{"q6_k-int8", 210},
-                                           std::pair{"q4_k", 144}, std::pair{"q4_k-int8", 144}}) {
+  for (const auto& [quant, block_bytes] :
+       {std::pair{"q6_k", 210}, std::pair{"q6_k-int8", 210}, std::pair{"q4_k", 144},
+        std::pair{"q4_k-int8", 144}, std::pair{"q4_0", 8 * 18}, std::pair{"q4_0-int8", 8 * 18},
+        std::pair{"q8_0", 8 * 34}, std::pair{"q8_0-int8", 8 * 34}}) {
     MoeProblem p = make_problem("bf16", 512, 256, 3, 2);
     for (const Scheme& s : stored_schemes()) {
       if (s.name == quant) p.quant = s;
@@ -95,6 +115,22 @@ TEST(CpuExperts, NumbersThatAreNotWhatTheSchemeSaysAreRefused) {
   w.w2_scale.as<float>()[(288 + 7) * 4 + 1] = 0.3F;  // expert 1, row 7
   test::expect_refusal(refusal(w), StatusCode::kInvalidArgument,
                        {"w2_scale", "expert 1", "row 7", "columns from 0", "8 bits"});
+}
+
+TEST(CpuExperts, ScalesThatAreNotOfTheDtypeOfTheSchemeAreRefused) {
+  for (const auto& [quant, dtype] :
+       {std::pair{"int4-g32-f16", "F16"}, {"int4-g32-bf16s", "BF16"}}) {
+    MoeProblem p = make_problem(quant, 288, 64, 3, 2);
+    OwnedExpertWeights w = test::random_expert_weights(9, p);
+    const auto refusal = [&] {
+      const auto source = make_stacked_source(w.view());
+      return experts::make_cpu_experts(tiers().front(), p, *source).status();
+    };
+    EXPECT_TRUE(refusal().ok());
+    w.w2_scale.as<float>()[(288 + 7) * 2 + 1] = 0.3F;  // expert 1, row 7, group 1
+    test::expect_refusal(refusal(), StatusCode::kInvalidArgument,
+                         {"w2_scale", "expert 1", "0.3", "row 7", "group 1", dtype, "scale_dtype"});
+  }
 }
 
 }  // namespace

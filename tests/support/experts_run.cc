@@ -57,6 +57,15 @@ Scheme scheme_called(std::string_view name) {
     if (w.dtype == DType::kI8) w.code_bits = 6;
     return with_weight(scheme, w);
   }
+  // "int4-g32-f16", "awq-f16": the same with scales that are numbers of F16.
+  constexpr std::string_view kF16 = "-f16", kBF16 = "-bf16s";
+  for (const auto& [end, dtype] : {std::pair{kF16, DType::kF16}, std::pair{kBF16, DType::kBF16}}) {
+    if (!name.ends_with(end)) continue;
+    const Scheme scheme = scheme_called(name.substr(0, name.size() - end.size()));
+    OperandQuant w = scheme.weight;
+    w.scale_dtype = dtype;
+    return with_weight(scheme, w);
+  }
   std::string_view named = name;  // the nearest one
   if (name == "fp8-static") named = "fp8-tensor";
   if (name == "int4-fp8-static" || name == "int4-fp8-g32" || name == "int4-fp8-g96") {

@@ -149,8 +149,12 @@ void draw_codes(Rng& rng, const OperandQuant& q, const Shape& shape, double sd, 
     default: {
       out.scale = Tensor::zeros(zero ? DType::kF16 : DType::kF32, scales).value();
       const std::int64_t count = scales.num_elements().value();
-      for (std::int64_t i = 0; i < count; ++i)
-        store_from_f32(out.scale.data(), out.scale.dtype(), i, static_cast<float>(random_scale()));
+      for (std::int64_t i = 0; i < count; ++i) {
+        float held = 0;  // of q.scale_dtype
+        store_from_f32(&held, q.scale_dtype, 0, static_cast<float>(random_scale()));
+        held = load_as_f32(&held, q.scale_dtype, 0);
+        store_from_f32(out.scale.data(), out.scale.dtype(), i, held);
+      }
       break;
     }
   }

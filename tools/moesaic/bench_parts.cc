@@ -47,7 +47,8 @@ double bytes_per_weight(const Scheme& quant) {
            numbers * (quant.weight.super_bits / 8.0 / static_cast<double>(quant.weight.block_k) +
                       2.0 / kSuperBlockColumns);
   }
-  const double scale = quant.weight.scale_format == ScaleFormat::kF32 ? 4.0 : 1.0;
+  const double scale =
+      quant.weight.scale_format == ScaleFormat::kF32 ? dtype_bits(quant.weight.scale_dtype) / 8 : 1;
   const ZeroPoint zero = quant.weight.zero_point;
   const double origin = zero == ZeroPoint::kMin ? 4.0 : zero == ZeroPoint::kInteger ? 1.0 : 0.0;
   return bytes +

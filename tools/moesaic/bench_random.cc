@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -12,6 +13,7 @@
 
 #include "core/checked.h"
 #include "numerics/codec.h"
+#include "numerics/element.h"
 
 namespace moesaic::tool {
 namespace {
@@ -143,6 +145,13 @@ Result<Tensor> random_scales(const OperandQuant& w, std::int64_t rows, std::int6
   if (w.scale_format == ScaleFormat::kF32) {
     MOESAIC_ASSIGN_OR_RETURN(Tensor t, varied(shape, value, seed));
     if (w.super_bits != 0) round_to_super_blocks(w, t);
+    if (w.scale_dtype != DType::kF32) {
+      for (std::int64_t i = 0; i < t.bytes() / 4; ++i) {
+        std::array<std::byte, 4> half{};
+        store_from_f32(half.data(), w.scale_dtype, 0, t.as<float>()[i]);
+        t.as<float>()[i] = load_as_f32(half.data(), w.scale_dtype, 0);
+      }
+    }
     return t;
   }
   const bool e8m0 = w.scale_format == ScaleFormat::kE8M0;

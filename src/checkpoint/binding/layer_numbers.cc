@@ -290,11 +290,32 @@ Result<FoundDType> find_dtype(const ShardSet& shards, StoredFormat format,
   return found.value_or(FoundDType{format == StoredFormat::kFp8Block ? DType::kF8E4M3 : fallback});
 }
 
+// The dtype of the scales of integer codes, F16 or BF16 where all that are there have it.
+void find_scale_dtype(const ShardSet& shards, const std::vector<std::string>& modules,
+                      LinearFormat* format) {
+  const bool integers = format->stored == StoredFormat::kPacked ||
+                        format->stored == StoredFormat::kGptq ||
+                        format->stored == StoredFormat::kAwq;
+  if (!integers) return;
+  std::string_view suffix;
+  for (const LinearTensor& t : linear_tensors(*format, 0, 0)) {
+    if (t.kind == TensorKind::kScale) suffix = t.suffix;
+  }
+  std::optional<DType> found;
+  for (const std::string& module : modules) {
+    const auto tensor = shards.find(fmt::format("{}{}", module, suffix));
+    if (!tensor) continue;
+    if (found.value_or(tensor->info->dtype) != tensor->info->dtype) return;
+    found = tensor->info->dtype;
+  }
+  if (found == DType::kF16 || found == DType::kBF16) format->scale_dtype = *found;
+}
+
 Status choose_dtypes(const ModelConfig& config, const ShardSet& shards, LayerSource* source) {
   MoeLayerSpec& spec = source->spec;
   const ExpertLayout& layout = *source->layout;
   const std::int64_t elements = spec.hidden_size * spec.intermediate_size;
-  std::vector<std::string> names;
+  std::vector<std::string> names, modules;
   for (const std::string_view module : {layout.gate, layout.up, layout.down}) {
     if (module.empty()) continue;
     const std::int64_t holders = is_per_expert(layout.storage) ? spec.num_experts : 1;
@@ -305,10 +326,11 @@ Status choose_dtypes(const ModelConfig& config, const ShardSet& shards, LayerSou
                         elements, &source->experts);
     }
     for (std::int64_t e = 0; e < holders; ++e) {
-      names.push_back(
-          fmt::format("{}.{}{}", spec.prefix, expand_expert(module, e), source->weight_suffix));
+      modules.push_back(fmt::format("{}.{}", spec.prefix, expand_expert(module, e)));
+      names.push_back(fmt::format("{}{}", modules.back(), source->weight_suffix));
     }
   }
+  find_scale_dtype(shards, modules, &source->experts);
   const bool blocks = source->experts.stored == StoredFormat::kMxfp4;
   const DType unsaid = blocks ? DType::kF4E2M1 : spec.activation_dtype;
   MOESAIC_ASSIGN_OR_RETURN(const FoundDType experts,
@@ -316,13 +338,16 @@ Status choose_dtypes(const ModelConfig& config, const ShardSet& shards, LayerSou
   source->experts_dtype = experts.dtype;
   source->experts_mixed = experts.mixed;
   names.clear();
+  modules.clear();
   const ExpertLayout& shared = *source->shared_layout;
   for (const std::string_view leaf : {shared.gate, shared.up, shared.down}) {
     if (leaf.empty()) continue;
-    names.push_back(source->shared_module(leaf) + ".weight");
+    modules.push_back(source->shared_module(leaf));
+    names.push_back(modules.back() + ".weight");
     choose_block_size(shards, source->shared_module(leaf),
                       spec.hidden_size * spec.shared.intermediate_size, &source->shared);
   }
+  find_scale_dtype(shards, modules, &source->shared);
   MOESAIC_ASSIGN_OR_RETURN(const FoundDType beside,
                            find_dtype(shards, source->shared.stored, names, spec.activation_dtype));
   source->shared_dtype = beside.dtype;

@@ -101,6 +101,7 @@ Result<Scheme> integer_scheme(const LinearFormat& f, DType) {
   w.block_k = std::max<std::int64_t>(f.group_size, 0);
   w.zero_point = f.zero_points ? ZeroPoint::kInteger : ZeroPoint::kNone;
   w.act_order = f.act_order;
+  if (f.group_size > 0) w.scale_dtype = f.scale_dtype;
   return with_weight(named(four ? "int4-g128" : "int8-bf16"), w);
 }
 
@@ -125,7 +126,7 @@ Result<Scheme> mxfp4_scheme(const LinearFormat& f, DType) {
 // k types then stay what they are in the file unless something else is multiplied into them.
 Result<Scheme> gguf_scheme(const LinearFormat& f, DType) {
   bool any_min = false, all_signed = true, all_unsigned = true, tables = true;
-  bool super = !f.outer_scale;
+  bool super = !f.outer_scale, half = !f.outer_scale;
   int group = 256, bits = 4, super_bits = 0;
   for (const quant::GgufType type : f.blocks) {
     if (type == quant::GgufType::kNone) continue;
@@ -134,6 +135,7 @@ Result<Scheme> gguf_scheme(const LinearFormat& f, DType) {
     bits = std::max(bits, info->code_bits);
     super = super && info->super_bits != 0;
     super_bits = std::max(super_bits, info->super_bits);
+    half = half && info->half_scales;
     tables = tables && info->table == CodeTable::kIq4Nl;
     any_min = any_min || info->has_min;
     (info->is_signed ? all_unsigned : all_signed) = false;
@@ -148,6 +150,7 @@ Result<Scheme> gguf_scheme(const LinearFormat& f, DType) {
   w.block_k = group;
   w.zero_point = any_min ? ZeroPoint::kMin : ZeroPoint::kNone;
   if (super && (tables || bits <= 6)) w.super_bits = static_cast<std::uint8_t>(super_bits);
+  if (half && w.super_bits == 0) w.scale_dtype = DType::kF16;
   if (tables) {
     w.dtype = DType::kU4;
     w.table = CodeTable::kIq4Nl;

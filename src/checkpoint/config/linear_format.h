@@ -67,6 +67,8 @@ struct LinearFormat {
   // kGguf: of gate, up and down.
   std::array<quant::GgufType, 3> blocks = {quant::GgufType::kNone, quant::GgufType::kNone,
                                            quant::GgufType::kNone};
+  // Integer codes: of the scales in the file. F32: any, or not known.
+  DType scale_dtype = DType::kF32;
   bool outer_scale = false;  // kGguf: a number of the expert's beside the blocks
   bool operator==(const LinearFormat&) const = default;
 };

@@ -26,11 +26,10 @@ Result<CpuProjection> CpuProjection::allocate(const CpuWeightFormat& format,
                            cpu::WeightBuffer::allocate(shape.matrix_bytes() * num_experts));
   const std::int64_t panels = num_experts * shape.num_panels();
   if (format.grouped) p.groups_ = shape.padded_k() / format.fold;
-  if (format.group_scales != ScaleFormat::kNone) {
-    p.scale_bytes_ =
-        format.super.bits != 0
-            ? format.super.panel_bytes(shape.padded_k())
-            : p.groups_ * cpu::kPanelColumns * (format.group_scales == ScaleFormat::kF32 ? 4 : 1);
+  if (format.group_scales != cpu::GroupScaleForm::kNone) {
+    p.scale_bytes_ = format.super.bits != 0
+                         ? format.super.panel_bytes(shape.padded_k())
+                         : p.groups_ * cpu::kPanelColumns * cpu::bytes_of(format.group_scales);
     MOESAIC_ASSIGN_OR_RETURN(p.group_scales_, cpu::WeightBuffer::allocate(panels * p.scale_bytes_));
   }
   if (format.group_offsets && format.super.bits == 0) {
@@ -72,8 +71,17 @@ Status CpuProjection::set_expert(std::int64_t e, std::string_view field, const P
   if (format_.super.bits != 0) {
     MOESAIC_RETURN_IF_ERROR(set_super_scales(e, field, v, num_threads));
   } else if (scale_bytes_ > 0) {
-    cpu::pack_group_scales(shape_, format_.fold, {format_.rows_per_scale, columns}, v.scale,
-                           group_scales_.data() + first * scale_bytes_);
+    const std::int64_t bad = cpu::pack_group_scales(
+        shape_, format_.fold, {format_.rows_per_scale, columns}, format_.group_scales, v.scale,
+        group_scales_.data() + first * scale_bytes_);
+    if (bad >= 0) {
+      const bool half = format_.group_scales == cpu::GroupScaleForm::kF16;
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("{}_scale: expert {}: got {} at row {}, group {}, need a number of "
+                                "{} (quant.weight.scale_dtype)",
+                                field, e, load_as_f32(v.scale.data, v.scale.dtype, bad),
+                                bad / v.scale.dim(1), bad % v.scale.dim(1), half ? "F16" : "BF16"));
+    }
   }
   if (group_offsets_.bytes() > 0) {
     cpu::pack_group_offsets(
@@ -166,10 +174,10 @@ cpu::PanelArgs CpuProjection::panel(std::int64_t e, std::int64_t p) const {
   if (!format_.grouped) return args;
   args.fold = static_cast<int>(format_.fold);
   args.codes = &codes_;
-  args.group_scale_format = format_.group_scales;
+  args.group_scale_form = format_.group_scales;
   if (shape_.kind == cpu::WeightKind::kInt4Fp8) {  // its scales are part of the operands
     args.products = &cpu::int4_products();
-    args.group_scale_format = ScaleFormat::kNone;
+    args.group_scale_form = cpu::GroupScaleForm::kNone;
   }
   if (scale_bytes_ > 0) args.group_scales = group_scales_.data() + i * scale_bytes_;
   args.super = format_.super;
@@ -208,7 +216,15 @@ void CpuProjection::append_parts(bool second, std::int64_t num_experts,
   if (format_.super.bits != 0) {
     add("w13.super_scales", "w2.super_scales", group_scales_.data(), group_scales_.bytes());
   } else {
-    add("w13.group_scales", "w2.group_scales", group_scales_.data(), group_scales_.bytes());
+    const bool f16 = format_.group_scales == cpu::GroupScaleForm::kF16;
+    const bool bf16 = format_.group_scales == cpu::GroupScaleForm::kBF16;
+    add(f16    ? "w13.group_scales_f16"
+        : bf16 ? "w13.group_scales_bf16"
+               : "w13.group_scales",
+        f16    ? "w2.group_scales_f16"
+        : bf16 ? "w2.group_scales_bf16"
+               : "w2.group_scales",
+        group_scales_.data(), group_scales_.bytes());
   }
   add("w13.group_offsets", "w2.group_offsets", group_offsets_.data(), group_offsets_.bytes());
   add("w13.block_scales", "w2.block_scales", block_scales_.data(), size(block_scales_));

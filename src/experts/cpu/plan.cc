@@ -42,7 +42,7 @@ bool has_e2m1_groups(const CpuPlan& plan, const CpuWeightFormat& format,
   return kernels.grouped_gemm_e2m1 != nullptr && plan.kind == ComputeScheme::kNvfp4 &&
          plan.row_rule == cpu::RowQuantRule::kNvfp4 && plan.scaled_operands && !plan.whole_rows &&
          format.kind == cpu::WeightKind::kCode4 && format.fold == cpu::kE2M1GroupSteps &&
-         format.group_scales == ScaleFormat::kE4M3 && !format.group_offsets;
+         format.group_scales == cpu::GroupScaleForm::kE4M3 && !format.group_offsets;
 }
 
 }  // namespace
@@ -69,7 +69,8 @@ CpuPlan make_cpu_plan(const MoeProblem& problem, const CpuWeightFormat& format,
   plan.own_rows =
       plan.permuted || (plan.standard && problem.apply_router_weight_on_input && problem.top_k > 1);
   const bool whole_integers = format.kind == cpu::WeightKind::kI8Quads &&
-                              format.group_scales == ScaleFormat::kNone && !format.group_offsets;
+                              format.group_scales == cpu::GroupScaleForm::kNone &&
+                              !format.group_offsets;
   plan.pads_rows =
       kernels.reads_spaced_rows &&
       (plan.operand == OperandKind::kBF16 || (plan.operand == OperandKind::kI8 && whole_integers));

@@ -40,6 +40,23 @@ Result<ElementRow> element_row(DType dtype) {
                 fmt::format("weight dtype: got {}, need one of {}", dtype_name(dtype), names));
 }
 
+cpu::GroupScaleForm group_scale_form(const OperandQuant& w) {
+  using enum cpu::GroupScaleForm;
+  switch (w.scale_format) {
+    case ScaleFormat::kNone:
+      return kNone;
+    case ScaleFormat::kE8M0:
+      return kE8M0;
+    case ScaleFormat::kE4M3:
+      return kE4M3;
+    case ScaleFormat::kF32:
+      break;
+  }
+  // Of super-blocks: as they are expanded.
+  if (w.super_bits != 0 || w.scale_dtype == DType::kF32) return kF32;
+  return w.scale_dtype == DType::kF16 ? kF16 : kBF16;
+}
+
 // Rows of int8 codes meet integers, and e2m1, as integers where the tier can.
 void use_integer_products(const Scheme& quant, const cpu::CpuKernels& kernels, CpuWeightFormat& f) {
   struct QuadsRow {
@@ -104,7 +121,7 @@ Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant, const cpu::CpuKer
   f.static_rows = quant::has_static_scale(quant.activation);
   // Where only whole rows have scales, the plain GEMM of e4m3 computes it.
   f.grouped = group || f.group_offsets || f.kind != cpu::WeightKind::kE4M3;
-  if (group || f.group_offsets) f.group_scales = w.scale_format;
+  if (group || f.group_offsets) f.group_scales = group_scale_form(w);
   if (group) {
     f.rows_per_scale = w.block_n;
     f.columns_per_scale = w.block_k;

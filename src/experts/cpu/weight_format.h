@@ -20,8 +20,8 @@ struct CpuWeightFormat {
   std::int64_t fold = cpu::kGroup;
   std::int64_t rows_per_scale = 1;     // rows of the matrix that share a stored scale, and
   std::int64_t columns_per_scale = 0;  // columns; 0: all
-  ScaleFormat group_scales = ScaleFormat::kNone;  // of the packed ones
-  bool group_offsets = false;                     // zero points, minima, unsigned codes
+  cpu::GroupScaleForm group_scales = cpu::GroupScaleForm::kNone;  // of the packed ones
+  bool group_offsets = false;   // zero points, minima, unsigned codes
   bool column_factors = false;  // one F32 per output column and expert, applied to finished sums
   bool static_rows = false;     // and with them one of the expert's for all of its rows
   std::uint8_t code_flip = 0;   // see PackedShape
