@@ -34,12 +34,12 @@ TEST(CudaCodes, Nvfp4ScalesBecomeBf16Factors) {
     if ((scale & 0x7F) == 0x7F) continue;  // NaN
     const std::uint32_t strip = (scale & 0x7F) != 0 ? nvfp4_strip(scale & 0x7F) : 0;
     ASSERT_LT(strip, 256U);
-    const std::uint32_t factor = nvfp4_factor(strip);
+    const std::uint32_t factor = nvfp4_factors(strip | strip << 16);
     ASSERT_EQ(factor & 0xFFFF, factor >> 16);
     for (std::uint32_t c = 0; c < 16; ++c) {
       const std::uint32_t code = nvfp4_code(c, scale);
       std::uint32_t a[4];
-      e2m1_fragment(place_e2m1(code, 0), a);
+      e2m1_fragment(place_e2m1(code, 0, 0), a);
       const float got = bf16(a[0]) * bf16(factor);
       const float want = f32_from_e2m1(static_cast<std::uint8_t>(c)) *
                          f32_from_e4m3(static_cast<std::uint8_t>(scale));
@@ -54,16 +54,15 @@ TEST(CudaCodes, E4m3CodesBecomeBf16) {
   for (std::uint32_t c = 0; c < 256; ++c) {
     if ((c & 0x7F) == 0x7F) continue;
     for (int place = 0; place < 4; ++place) {
-      std::uint32_t word = 0x5A5A5A5A;
-      const int byte = place / 2 * 2 + (place % 2 == 0 ? 1 : 0);  // the upper one first
-      word = (word & ~(0xFFU << (8 * byte))) | c << (8 * byte);
+      std::uint32_t word = 0;
+      for (int n = 0; n < 4; ++n) word |= place_e4m3(n == place ? c : 0x5A, n % 2, n / 2);
       std::uint32_t a[2];
       e4m3_pairs(word, a);
       const float value = bf16(a[place % 2] >> (16 * (place / 2)) & 0xFFFF);
       ASSERT_EQ(value * 0x1p120F, f32_from_e4m3(static_cast<std::uint8_t>(c)));
     }
     std::uint32_t a[2];
-    e4m3_pairs(c << 8, a);
+    e4m3_pairs(place_e4m3(c, 0, 0), a);
     for (int e = kLeastE4m3Scale; e <= kLargestE4m3Scale; ++e) {
       const float got = bf16(a[0]) * bf16(static_cast<std::uint32_t>(e4m3_factor(e)) << 7);
       ASSERT_EQ(got, std::ldexp(f32_from_e4m3(static_cast<std::uint8_t>(c)), e - 127));

@@ -178,7 +178,7 @@ TEST(CudaFormats, E2m1CodesBecomeBf16) {
       const std::uint32_t other = 15 - c;  // in the other half, and in all other places
       std::uint32_t word = 0;
       for (int i = 0; i < 4; ++i) {
-        word |= place_e2m1(i == place ? c : other, i) | place_e2m1(other, i) << 16;
+        word |= place_e2m1(i == place ? c : other, other, i);
       }
       std::uint32_t a[4];
       e2m1_fragment(word, a);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "experts/sm90/codes_bytes.h"
+#include "experts/sm90/codes_e4m3.h"
 #include "experts/sm90/codes_int4.h"
 #include "experts/sm90/codes_table.h"
 #include "experts/sm90/experts.h"
@@ -80,7 +81,7 @@ TEST(CudaStrips, BytesBecomeIntegersAndE4m3Numbers) {
       std::uint32_t word = 0;
       for (int n = 0; n < 4; ++n) word |= place_byte(n == place ? code : 255 - code, n / 2, n % 2);
       const Int8Pair pair = int8_pair(word, index);
-      const float v = half_of(pair.value, element) + half_of(pair.addend, element);
+      const float v = half_of(pair.value, element) - half_of(pair.away, element);
       ASSERT_EQ(v, static_cast<float>(code) - 128.0F);
       ASSERT_EQ(rounded(static_cast<double>(v)), v);
       for (int zero = 0; zero < 256; ++zero) {
@@ -90,7 +91,11 @@ TEST(CudaStrips, BytesBecomeIntegersAndE4m3Numbers) {
         ASSERT_EQ(rounded(static_cast<double>(v) + static_cast<double>(addend)), want);
       }
       if ((code & 0x7F) == 0x7F || ((255 - code) & 0x7F) == 0x7F) continue;
-      const float value = half_of(e4m3_pair(word, index), element);
+      word = 0;
+      for (int n = 0; n < 4; ++n) word |= place_e4m3(n == place ? code : 255 - code, n / 2, n % 2);
+      std::uint32_t pairs[2];
+      e4m3_pairs(word, pairs);
+      const float value = half_of(pairs[index], element);
       const float factor = f32_from_bf16(static_cast<std::uint16_t>(kE4m3Factor));
       ASSERT_EQ(value * factor, f32_from_e4m3(static_cast<std::uint8_t>(code)));
       ASSERT_EQ(rounded(static_cast<double>(value * factor)), value * factor);

@@ -28,9 +28,9 @@ MOESAIC_HOST_DEVICE constexpr std::uint32_t nvfp4_strip(std::uint32_t magnitude)
   exponent = mantissa >= 4 ? 3 : mantissa >= 2 ? 2 : 1;
   return exponent << 3 | ((mantissa << (4 - exponent)) & 7);
 }
-// Both halves of a register.
-MOESAIC_HOST_DEVICE constexpr std::uint32_t nvfp4_factor(std::uint32_t strip) {
-  return strip * 0x00100010U + kNvfp4Base * 0x00800080U;
+// Of the two strips in the halves of a word.
+MOESAIC_HOST_DEVICE constexpr std::uint32_t nvfp4_factors(std::uint32_t strips) {
+  return strips * 16 + kNvfp4Base * 0x00800080U;
 }
 // The code that stands for `code` under a scale: zero scales have none, negative ones turn signs.
 MOESAIC_HOST_DEVICE constexpr std::uint32_t nvfp4_code(std::uint32_t code, std::uint32_t scale) {

@@ -33,21 +33,21 @@ __device__ __forceinline__ uint4 load_shared_16(std::uint32_t address) {
 
 // The factors of two groups of 32 elements: their exponent fields, of rows g and g + 8.
 struct ThirtySecondFactors {
-  std::uint32_t factor[2][2];  // [32 elements][rows g, g + 8]: bf16 pairs
+  std::uint32_t factor[2];  // [32 elements]: bf16 of row g, then of row g + 8
 
   __device__ __forceinline__ void load(std::uint32_t strips, int block, int thread) {
     const std::uint32_t strip =
         ptx::load_shared(strips + static_cast<std::uint32_t>(block * 128 + (thread >> 2) * 4));
-    // The exponent field of both halves.
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const std::uint32_t twice = 0x4040U + static_cast<std::uint32_t>(i) * 0x0101U;
-      factor[i & 1][i >> 1] = pick_bytes(strip, 0, twice) << 7;
-    }
-    MOESAIC_CUDA_FAULT(cuda_codes_have_the_scale_of_the_row_above, factor[0][1] = factor[0][0];
-                       factor[1][1] = factor[1][0];)
-    MOESAIC_CUDA_FAULT(cuda_codes_have_the_first_scale, factor[1][0] = factor[0][0];
-                       factor[1][1] = factor[0][1];)
+    factor[0] = strip << 7 & 0x7F807F80U;  // bytes 0 and 2
+    factor[1] = strip >> 1 & 0x7F807F80U;
+    MOESAIC_CUDA_FAULT(cuda_codes_have_the_scale_of_the_row_above,
+                       factor[0] = both_halves<false>(factor[0]);
+                       factor[1] = both_halves<false>(factor[1]);)
+    MOESAIC_CUDA_FAULT(cuda_codes_have_the_first_scale, factor[1] = factor[0];)
+  }
+  // Register i of a step's fragment times its factor.
+  __device__ __forceinline__ std::uint32_t times(int step, int i, std::uint32_t a) const {
+    return multiply_bf16x2(a, spread_half(factor[step >> 1], i & 1));
   }
 };
 
@@ -65,14 +65,15 @@ struct DecodeE2M1 {
     const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
     e2m1_fragment(words[step], a);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = multiply_bf16x2(a[i], factors.factor[step >> 1][i & 1]);
+    for (int i = 0; i < 4; ++i) a[i] = factors.times(step, i, a[i]);
   }
 };
 
 // e2m1 codes and e4m3 scales per 16: a step's.
 struct DecodeNvfp4 {
   uint4 codes;
-  std::uint32_t strip[2];  // of rows g and g + 8: a byte per step
+  std::uint32_t strip[2];    // of rows g and g + 8: a byte per step
+  std::uint32_t factors[2];  // of two steps of these rows
 
   __device__ __forceinline__ void load(std::uint32_t slab, int block, int thread) {
     codes = load_shared_16(slab + static_cast<std::uint32_t>(block * 2048 + thread * 16));
@@ -85,18 +86,16 @@ struct DecodeNvfp4 {
     MOESAIC_CUDA_FAULT(cuda_codes_have_the_first_scale, strip[0] = (strip[0] & 0xFF) * 0x01010101U;
                        strip[1] = (strip[1] & 0xFF) * 0x01010101U;)
   }
-  __device__ __forceinline__ void fragment(int step, std::uint32_t (&a)[4]) const {
+  __device__ __forceinline__ void fragment(int step, std::uint32_t (&a)[4]) {
     const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
     e2m1_fragment(words[step], a);
-    std::uint32_t factor[2];
+    if (step % 2 == 0) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      // The step's byte: one instruction instead of a shift and a mask.
-      const std::uint32_t own = 0x4440U | static_cast<std::uint32_t>(step);
-      factor[r] = nvfp4_factor(pick_bytes(strip[r], 0, own));
+      for (int r = 0; r < 2; ++r)
+        factors[r] = nvfp4_factors(pick_bytes(strip[r], 0, step == 0 ? 0x4140 : 0x4342));
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = multiply_bf16x2(a[i], factor[i & 1]);
+    for (int i = 0; i < 4; ++i) a[i] = multiply_bf16x2(a[i], spread_half(factors[i & 1], step % 2));
   }
 };
 
@@ -120,7 +119,7 @@ struct DecodeMxfp8 {
     e4m3_pairs((step & 1) == 0 ? two.y : two.w, lower);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      a[i] = multiply_bf16x2(i < 2 ? upper[i] : lower[i - 2], factors.factor[step >> 1][i & 1]);
+      a[i] = factors.times(step, i, i < 2 ? upper[i] : lower[i - 2]);
     }
   }
 };

@@ -12,6 +12,7 @@
 #include "cuda/fault.cuh"
 #include "cuda/ptx/sync.cuh"
 #include "experts/sm90/codes_bytes.h"
+#include "experts/sm90/codes_e4m3.h"
 #include "experts/sm90/codes_int4.h"
 #include "experts/sm90/codes_table.h"
 #include "experts/sm90/gemm_codes.cuh"
@@ -21,6 +22,11 @@ namespace moesaic::cuda {
 __device__ __forceinline__ std::uint32_t add_bf16x2(std::uint32_t a, std::uint32_t b) {
   std::uint32_t d = 0;
   asm volatile("add.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ std::uint32_t subtract_bf16x2(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t d = 0;
+  asm volatile("sub.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
 __device__ __forceinline__ std::uint32_t fma_bf16x2(std::uint32_t a, std::uint32_t b,
@@ -86,8 +92,7 @@ struct ScalesOfSums {
 template <int kParts>
 struct StripScales {
   static constexpr int kUnits = kParts;
-  std::uint32_t upper[kUnits][2];
-  std::uint32_t lower[kUnits][2];
+  std::uint32_t upper[kUnits], lower[kUnits];  // bf16 of both rows
 
   __device__ __forceinline__ void load(const CodeImage& image, std::uint32_t slab, int codes_bytes,
                                        int block, int thread) {
@@ -97,24 +102,24 @@ struct StripScales {
       int unit = u * image.units / kUnits;
       MOESAIC_CUDA_FAULT(cuda_codes_have_the_first_scale, unit = 0;)
       const ScalePair pair(image, slab, codes_bytes, block * image.units + unit, thread >> 2);
-      upper[u][0] = both_halves<false>(pair.upper);
-      upper[u][1] = both_halves<true>(pair.upper);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) lower[u][r] = rest(pair.upper_bits(r), pair.lower_bits(r));
-      MOESAIC_CUDA_FAULT(cuda_codes_have_the_scale_of_the_row_above, upper[u][1] = upper[u][0];)
+      upper[u] = pair.upper;
+      lower[u] = pick_bytes(rest(pair.upper_bits(0), pair.lower_bits(0)),
+                            rest(pair.upper_bits(1), pair.lower_bits(1)), 0x7632);
+      MOESAIC_CUDA_FAULT(cuda_codes_have_the_scale_of_the_row_above,
+                         upper[u] = both_halves<false>(upper[u]);)
     }
   }
   __device__ __forceinline__ std::uint32_t times(std::uint32_t v, int step, int row) const {
     const int u = step * kUnits / 4;
-    return fma_bf16x2(v, upper[u][row], multiply_bf16x2(v, lower[u][row]));
+    return fma_bf16x2(v, spread_half(upper[u], row),
+                      multiply_bf16x2(v, spread_half(lower[u], row)));
   }
 
  private:
-  // The whole scale less its upper half: at most 8 significant bits.
+  // The whole scale less its upper half, as F32: at most 8 significant bits.
   static __device__ __forceinline__ std::uint32_t rest(std::uint32_t upper_bits,
                                                        std::uint32_t lower_bits) {
-    const float v = __uint_as_float(upper_bits | lower_bits) - __uint_as_float(upper_bits);
-    return both_halves<true>(__float_as_uint(v));
+    return __float_as_uint(__uint_as_float(upper_bits | lower_bits) - __uint_as_float(upper_bits));
   }
 };
 
@@ -133,7 +138,7 @@ struct DecodeInt4 {
   static constexpr int kUnits = Scales::kUnits;
   uint4 codes;
   Scales scales;
-  std::uint32_t addend[kUnits][2];
+  std::uint32_t addend[kUnits];  // of rows g and g + 8
 
   __device__ __forceinline__ void load_codes(std::uint32_t slab, int block, int thread) {
     codes = load_shared_16_bytes(slab + static_cast<std::uint32_t>(block * 2048 + thread * 16));
@@ -141,16 +146,14 @@ struct DecodeInt4 {
   __device__ __forceinline__ void load_zero_points(const CodeImage& image, std::uint32_t slab,
                                                    int block, int thread) {
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) addend[u][0] = addend[u][1] = image.addend;
+    for (int u = 0; u < kUnits; ++u) addend[u] = image.addend;
     if (image.zero_at == 0) return;
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       const std::uint32_t zeros = load_zeros(image, slab, block, u * image.units / kUnits, thread);
-      // int4_addend of both, twice.
-      addend[u][0] = pick_bytes(zeros, 0xC3, 0x4040);
-      addend[u][1] = pick_bytes(zeros, 0xC3, 0x4141);
+      addend[u] = pick_bytes(zeros, 0xC3, 0x4140);  // int4_addend of both
       MOESAIC_CUDA_FAULT(cuda_codes_have_the_zero_point_of_the_row_above,
-                         addend[u][1] = addend[u][0];)
+                         addend[u] = both_halves<false>(addend[u]);)
     }
   }
   __device__ __forceinline__ void fragment(int step, std::uint32_t (&a)[4]) const {
@@ -158,7 +161,8 @@ struct DecodeInt4 {
     int4_fragment(words[step], a, pinned);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      a[i] = scales.times(add_bf16x2(a[i], addend[step * kUnits / 4][i & 1]), step, i & 1);
+      const std::uint32_t own = spread_half(addend[step * kUnits / 4], i & 1);
+      a[i] = scales.times(add_bf16x2(a[i], own), step, i & 1);
     }
   }
 };
@@ -208,10 +212,12 @@ struct ByteCodes {
 template <class Scales>
 struct DecodeInt8 {
   static constexpr int kCodesBytes = kSlabRows * 64;
+  static constexpr std::uint32_t kPinned = kInt8Bits;
+  std::uint32_t pinned;
   static constexpr int kUnits = Scales::kUnits;
   ByteCodes codes;
   Scales scales;
-  std::uint32_t addend[kUnits][2];
+  std::uint32_t addend[kUnits];  // of rows g and g + 8
 
   __device__ __forceinline__ void load_codes(std::uint32_t slab, int block, int thread) {
     codes.load(slab, block, thread);
@@ -219,7 +225,7 @@ struct DecodeInt8 {
   __device__ __forceinline__ void load_zero_points(const CodeImage& image, std::uint32_t slab,
                                                    int block, int thread) {
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) addend[u][0] = addend[u][1] = 0;
+    for (int u = 0; u < kUnits; ++u) addend[u] = 0;
     if (image.zero_at == 0) return;
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
@@ -228,21 +234,20 @@ struct DecodeInt8 {
       constexpr float kFrom = 8388608.0F + 128.0F;
       const float lo = kFrom - __uint_as_float(pick_bytes(zeros, 0x4B000000, 0x7440));
       const float hi = kFrom - __uint_as_float(pick_bytes(zeros, 0x4B000000, 0x7441));
-      addend[u][0] = both_halves<true>(__float_as_uint(lo));
-      addend[u][1] = both_halves<true>(__float_as_uint(hi));
+      addend[u] = pick_bytes(__float_as_uint(lo), __float_as_uint(hi), 0x7632);
       MOESAIC_CUDA_FAULT(cuda_codes_have_the_zero_point_of_the_row_above,
-                         addend[u][1] = addend[u][0];)
+                         addend[u] = both_halves<false>(addend[u]);)
     }
   }
   __device__ __forceinline__ void fragment(int step, std::uint32_t (&a)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const Int8Pair pair = int8_pair(codes.word(step, i >> 1), i & 1);
-      a[i] = add_bf16x2(pair.value, pair.addend);
+      const Int8Pair pair = int8_pair(codes.word(step, i >> 1), i & 1, pinned);
+      a[i] = subtract_bf16x2(pair.value, pair.away);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      a[i] = add_bf16x2(a[i], addend[step * kUnits / 4][i & 1]);
+      a[i] = add_bf16x2(a[i], spread_half(addend[step * kUnits / 4], i & 1));
       a[i] = scales.times(a[i], step, i & 1);
     }
   }
@@ -259,8 +264,11 @@ struct DecodeE4M3 {
   __device__ __forceinline__ void load_zero_points(const CodeImage&, std::uint32_t, int, int) {}
   __device__ __forceinline__ void fragment(int step, std::uint32_t (&a)[4]) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      a[i] = multiply_bf16x2(e4m3_pair(codes.word(step, i >> 1), i & 1), kE4m3Factor * 0x10001U);
+    for (int i = 0; i < 4; i += 2) {
+      std::uint32_t two[2];
+      e4m3_pairs(codes.word(step, i >> 1), two);
+      a[i] = multiply_bf16x2(two[0], kE4m3Factor * 0x10001U);
+      a[i + 1] = multiply_bf16x2(two[1], kE4m3Factor * 0x10001U);
     }
   }
 };

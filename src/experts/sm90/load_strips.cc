@@ -41,7 +41,8 @@ Status repack_strip_matrix(const ExpertsPlan& plan, const WeightShape& shape,
   if (staging.bytes() < all) MOESAIC_RETURN_IF_ERROR(staging.reserve("staging", all));
   auto* at = staging.as<std::byte>();
   CodeSource source;
-  source.places = bytes8                         ? CodePlaces::kBytes
+  source.places = has_fp8_codes(plan.weight)     ? CodePlaces::kE4m3
+                  : bytes8                       ? CodePlaces::kBytes
                   : has_table_codes(plan.weight) ? CodePlaces::kTable
                                                  : CodePlaces::kInt4;
   if (view.weight.dtype == DType::kI4) source.flip = 0x8;

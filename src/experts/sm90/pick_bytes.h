@@ -1,4 +1,4 @@
-// Bytes picked out of two words: host and device (nvcc takes constexpr functions for both).
+// Words taken apart and put together: host and device (nvcc takes constexpr functions for both).
 #pragma once
 
 #include <cstdint>
@@ -25,10 +25,29 @@ constexpr std::uint32_t pick_bytes(std::uint32_t a, std::uint32_t b, std::uint32
 #endif
 }
 
-// Both halves of a word that has a bf16 number in its upper half (kUpper) or its lower one.
+constexpr std::uint32_t rotate_left(std::uint32_t word, int count) {
+  return count == 0 ? word : word << count | word >> (32 - count);
+}
+
+// Both halves of a word that has a bf16 number in its upper half (kUpper) or its lower one. Where it
+// is a factor of bf16 pairs, the multiplication selects the half itself.
 template <bool kUpper>
 constexpr std::uint32_t both_halves(std::uint32_t word) {
+#ifdef __CUDA_ARCH__
+  std::uint32_t d = 0;
+  if constexpr (kUpper) {
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h};}" : "=r"(d) : "r"(word));
+  } else {
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l};}" : "=r"(d) : "r"(word));
+  }
+  return d;
+#else
   return pick_bytes(word, 0, kUpper ? 0x3232 : 0x1010);
+#endif
+}
+// upper: a constant once loops are unrolled.
+constexpr std::uint32_t spread_half(std::uint32_t word, int upper) {
+  return upper == 0 ? both_halves<false>(word) : both_halves<true>(word);
 }
 
 }  // namespace moesaic::cuda

@@ -106,8 +106,8 @@ __global__ void repack_e2m1_codes(WeightShape shape, const std::uint8_t* __restr
         std::uint32_t pair = weight[from * (columns / 2) + k / 2];
         MOESAIC_CUDA_FAULT(cuda_repack_nibbles_swapped, pair = pair >> 4 | (pair & 15) << 4;)
         const std::int64_t first = from * (columns / 16);
-        word |= place_e2m1(strip.code(pair & 15, first, k / 16), r) |
-                place_e2m1(strip.code(pair >> 4, first, k / 16), r) << 16;
+        word |= place_e2m1(strip.code(pair & 15, first, k / 16),
+                           strip.code(pair >> 4, first, k / 16), r);
       }
       words[s] = word;
     }
@@ -138,7 +138,7 @@ __global__ void repack_e4m3_codes(WeightShape shape, const std::uint8_t* __restr
         if (from < 0 || k >= columns) continue;
         const std::uint32_t pair =
             *reinterpret_cast<const std::uint16_t*>(weight + from * columns + k);
-        word |= ((pair & 0xFF) | (pair >> 8) << 16) << (hi == 0 ? 8 : 0);
+        word |= place_e4m3(pair & 0xFF, hi, 0) | place_e4m3(pair >> 8, hi, 1);
       }
       words[q] = word;
     }

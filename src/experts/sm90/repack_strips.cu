@@ -2,6 +2,7 @@
 
 #include "cuda/fault.cuh"
 #include "experts/sm90/codes_bytes.h"
+#include "experts/sm90/codes_e4m3.h"
 #include "experts/sm90/codes_int4.h"
 #include "experts/sm90/codes_table.h"
 #include "experts/sm90/matrix_row.cuh"
@@ -14,6 +15,7 @@ template <CodePlaces kPlaces>
 __device__ __forceinline__ std::uint32_t place_code(std::uint32_t code, int index, int element) {
   if constexpr (kPlaces == CodePlaces::kInt4) return place_int4(code, index, element);
   if constexpr (kPlaces == CodePlaces::kTable) return place_index(code, index, element);
+  if constexpr (kPlaces == CodePlaces::kE4m3) return place_e4m3(code, index & 1, element);
   return place_byte(code, index, element);
 }
 
@@ -21,7 +23,7 @@ __device__ __forceinline__ std::uint32_t place_code(std::uint32_t code, int inde
 template <CodePlaces kPlaces>
 __global__ void repack_code_words(WeightShape shape, CodeImage codes, CodeSource source,
                                   std::byte* __restrict__ image) {
-  constexpr bool kBytes = kPlaces == CodePlaces::kBytes;
+  constexpr bool kBytes = kPlaces == CodePlaces::kBytes || kPlaces == CodePlaces::kE4m3;
   constexpr int kWords = kBytes ? 2 : 1;  // of a k16 step
   const std::int64_t chunks = shape.chunks(), columns = shape.columns;
   const std::int64_t count = shape.bands() * chunks * 512;
@@ -104,6 +106,9 @@ int repack_with_strips(const WeightShape& shape, const CodeImage& codes, const C
       break;
     case CodePlaces::kTable:
       repack_code_words<CodePlaces::kTable><<<1024, 256, 0, s>>>(shape, codes, source, image);
+      break;
+    case CodePlaces::kE4m3:
+      repack_code_words<CodePlaces::kE4m3><<<1024, 256, 0, s>>>(shape, codes, source, image);
       break;
     default:
       repack_code_words<CodePlaces::kBytes><<<1024, 256, 0, s>>>(shape, codes, source, image);

@@ -17,7 +17,7 @@
 
 namespace moesaic::cuda {
 
-enum class CodePlaces : std::uint8_t { kInt4, kTable, kBytes };
+enum class CodePlaces : std::uint8_t { kInt4, kTable, kBytes, kE4m3 };
 
 struct CodeSource {
   CodePlaces places = CodePlaces::kInt4;
