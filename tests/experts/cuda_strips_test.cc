@@ -12,6 +12,7 @@
 #include "experts/sm90/codes_bytes.h"
 #include "experts/sm90/codes_e4m3.h"
 #include "experts/sm90/codes_int4.h"
+#include "experts/sm90/codes_integer.h"
 #include "experts/sm90/codes_table.h"
 #include "experts/sm90/experts.h"
 #include "experts/sm90/experts_plan.h"
@@ -33,6 +34,18 @@ float half_of(std::uint32_t word, int element) {
 }
 float rounded(double v) { return f32_from_bf16(bf16_from_f32(static_cast<float>(v))); }
 
+// What a fused multiply-add makes of the bits of a code, times kIntegerUnit.
+float integer_of(std::uint32_t bits, float addend) {
+  const auto factor = static_cast<double>(half_of(kIntegerFactor, 0));
+  const double exact = static_cast<double>(half_of(bits, 0)) * factor + static_cast<double>(addend);
+  EXPECT_EQ(static_cast<double>(rounded(exact)), exact);
+  return rounded(exact) * kIntegerUnit;
+}
+// What it makes of a zero point's byte.
+float zero_addend(std::int32_t zero) {
+  return half_of(static_cast<std::uint32_t>(zero), 0) * half_of(kZeroFactor, 0);
+}
+
 TEST(CudaStrips, Int4CodesLessEveryZeroPoint) {
   for (std::uint32_t code = 0; code < 16; ++code) {
     for (int place = 0; place < 8; ++place) {
@@ -40,13 +53,11 @@ TEST(CudaStrips, Int4CodesLessEveryZeroPoint) {
       for (int n = 0; n < 8; ++n) word |= place_int4(n == place ? code : 15 - code, n / 2, n % 2);
       std::uint32_t a[4];
       int4_fragment(word, a);
-      const float base = half_of(a[place / 2], place % 2);
-      EXPECT_EQ(half_of(a[place / 2], 1 - place % 2), 128.0F + static_cast<float>(15 - code));
+      const std::uint32_t bits = a[place / 2] >> (16 * (place % 2)) & 0xFFFF;
+      EXPECT_EQ(a[place / 2] >> (16 * (1 - place % 2)) & 0xFFFF, 15 - code);
       for (std::int32_t zero = 0; zero <= kLargestInt4Zero; ++zero) {
-        const float addend = half_of(int4_addend(static_cast<std::uint32_t>(zero)), 0);
         const float want = static_cast<float>(static_cast<std::int32_t>(code) - zero);
-        ASSERT_EQ(rounded(static_cast<double>(base) + static_cast<double>(addend)), want);
-        ASSERT_EQ(base + addend, want) << code << ' ' << zero;
+        ASSERT_EQ(integer_of(bits, zero_addend(zero)), want) << code << ' ' << zero;
       }
     }
   }
@@ -80,15 +91,10 @@ TEST(CudaStrips, BytesBecomeIntegersAndE4m3Numbers) {
       const int index = place / 2, element = place % 2;
       std::uint32_t word = 0;
       for (int n = 0; n < 4; ++n) word |= place_byte(n == place ? code : 255 - code, n / 2, n % 2);
-      const Int8Pair pair = int8_pair(word, index);
-      const float v = half_of(pair.value, element) - half_of(pair.away, element);
-      ASSERT_EQ(v, static_cast<float>(code) - 128.0F);
-      ASSERT_EQ(rounded(static_cast<double>(v)), v);
+      const std::uint32_t bits = byte_pair(word, index) >> (16 * element) & 0xFFFF;
       for (int zero = 0; zero < 256; ++zero) {
-        const float addend = 128.0F - static_cast<float>(zero);
-        ASSERT_EQ(rounded(static_cast<double>(addend)), addend);
         const float want = static_cast<float>(static_cast<int>(code) - zero);
-        ASSERT_EQ(rounded(static_cast<double>(v) + static_cast<double>(addend)), want);
+        ASSERT_EQ(integer_of(bits, zero_addend(zero)), want) << code << ' ' << zero;
       }
       if ((code & 0x7F) == 0x7F || ((255 - code) & 0x7F) == 0x7F) continue;
       word = 0;
@@ -127,10 +133,12 @@ TEST(CudaStrips, ScalesOfEveryDtypeAreOneRounding) {
     for (std::int64_t n = 0; n < plan.w13.rows; ++n) {
       for (std::int64_t k = 0; k < plan.w13.columns; ++k) {
         const auto at = static_cast<std::size_t>(n * units + k / unit);
-        const float upper = f32_from_bf16(strips.upper[at]);
+        const float unit_of_scale = strip_unit(plan.weight);
+        const float upper = f32_from_bf16(strips.upper[at]) / unit_of_scale;
         const auto whole = static_cast<double>(
             std::bit_cast<float>(static_cast<std::uint32_t>(strips.upper[at]) << 16 |
-                                 static_cast<std::uint32_t>(strips.lower[at]) << 8));
+                                 static_cast<std::uint32_t>(strips.lower[at]) << 8) /
+            unit_of_scale);
         const double lower = whole - static_cast<double>(upper);
         ASSERT_EQ(static_cast<double>(rounded(lower)), lower) << "a bf16 number";
         double v = 0;

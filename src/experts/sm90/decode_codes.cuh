@@ -14,21 +14,12 @@
 #include "experts/sm90/codes_bytes.h"
 #include "experts/sm90/codes_e4m3.h"
 #include "experts/sm90/codes_int4.h"
+#include "experts/sm90/codes_integer.h"
 #include "experts/sm90/codes_table.h"
 #include "experts/sm90/gemm_codes.cuh"
 
 namespace moesaic::cuda {
 
-__device__ __forceinline__ std::uint32_t add_bf16x2(std::uint32_t a, std::uint32_t b) {
-  std::uint32_t d = 0;
-  asm volatile("add.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-__device__ __forceinline__ std::uint32_t subtract_bf16x2(std::uint32_t a, std::uint32_t b) {
-  std::uint32_t d = 0;
-  asm volatile("sub.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
 __device__ __forceinline__ std::uint32_t fma_bf16x2(std::uint32_t a, std::uint32_t b,
                                                     std::uint32_t c) {
   std::uint32_t d = 0;
@@ -133,8 +124,6 @@ __device__ __forceinline__ std::uint32_t load_zeros(const CodeImage& image, std:
 template <class Scales>
 struct DecodeInt4 {
   static constexpr int kCodesBytes = kSlabRows * 32;
-  static constexpr std::uint32_t kPinned = kInt4Bits;
-  std::uint32_t pinned;
   static constexpr int kUnits = Scales::kUnits;
   uint4 codes;
   Scales scales;
@@ -151,18 +140,18 @@ struct DecodeInt4 {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       const std::uint32_t zeros = load_zeros(image, slab, block, u * image.units / kUnits, thread);
-      addend[u] = pick_bytes(zeros, 0xC3, 0x4140);  // int4_addend of both
+      addend[u] = multiply_bf16x2(pick_bytes(zeros, 0, 0x4140), kZeroFactor);
       MOESAIC_CUDA_FAULT(cuda_codes_have_the_zero_point_of_the_row_above,
                          addend[u] = both_halves<false>(addend[u]);)
     }
   }
   __device__ __forceinline__ void fragment(int step, std::uint32_t (&a)[4]) const {
     const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
-    int4_fragment(words[step], a, pinned);
+    int4_fragment(words[step], a);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const std::uint32_t own = spread_half(addend[step * kUnits / 4], i & 1);
-      a[i] = scales.times(add_bf16x2(a[i], own), step, i & 1);
+      a[i] = scales.times(fma_bf16x2(a[i], kIntegerFactor, own), step, i & 1);
     }
   }
 };
@@ -212,8 +201,6 @@ struct ByteCodes {
 template <class Scales>
 struct DecodeInt8 {
   static constexpr int kCodesBytes = kSlabRows * 64;
-  static constexpr std::uint32_t kPinned = kInt8Bits;
-  std::uint32_t pinned;
   static constexpr int kUnits = Scales::kUnits;
   ByteCodes codes;
   Scales scales;
@@ -225,16 +212,12 @@ struct DecodeInt8 {
   __device__ __forceinline__ void load_zero_points(const CodeImage& image, std::uint32_t slab,
                                                    int block, int thread) {
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) addend[u] = 0;
+    for (int u = 0; u < kUnits; ++u) addend[u] = image.addend;
     if (image.zero_at == 0) return;
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       const std::uint32_t zeros = load_zeros(image, slab, block, u * image.units / kUnits, thread);
-      // 128 - zero, exact in bf16, through f32 numbers of 2^23 + zero.
-      constexpr float kFrom = 8388608.0F + 128.0F;
-      const float lo = kFrom - __uint_as_float(pick_bytes(zeros, 0x4B000000, 0x7440));
-      const float hi = kFrom - __uint_as_float(pick_bytes(zeros, 0x4B000000, 0x7441));
-      addend[u] = pick_bytes(__float_as_uint(lo), __float_as_uint(hi), 0x7632);
+      addend[u] = multiply_bf16x2(pick_bytes(zeros, 0, 0x4140), kZeroFactor);
       MOESAIC_CUDA_FAULT(cuda_codes_have_the_zero_point_of_the_row_above,
                          addend[u] = both_halves<false>(addend[u]);)
     }
@@ -242,13 +225,9 @@ struct DecodeInt8 {
   __device__ __forceinline__ void fragment(int step, std::uint32_t (&a)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const Int8Pair pair = int8_pair(codes.word(step, i >> 1), i & 1, pinned);
-      a[i] = subtract_bf16x2(pair.value, pair.away);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      a[i] = add_bf16x2(a[i], spread_half(addend[step * kUnits / 4], i & 1));
-      a[i] = scales.times(a[i], step, i & 1);
+      const std::uint32_t bits = byte_pair(codes.word(step, i >> 1), i & 1);
+      const std::uint32_t own = spread_half(addend[step * kUnits / 4], i & 1);
+      a[i] = scales.times(fma_bf16x2(bits, kIntegerFactor, own), step, i & 1);
     }
   }
 };

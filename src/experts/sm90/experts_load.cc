@@ -91,7 +91,7 @@ Status CudaExperts::Impl::load(ExpertSource& source) {
     // What the scales are is with the weights.
     MOESAIC_ASSIGN_OR_RETURN(const ExpertWeightsView view, source.expert(0));
     MOESAIC_RETURN_IF_ERROR(experts::check_expert_weights(problem, view, 0));
-    plan.set_image(has_bf16_scales(view));
+    plan.set_image(has_bf16_scales(view) || problem.quant.weight.scale_dtype == DType::kBF16);
   }
   const std::span<const WeightPart> rows = plan.format->parts;
   parts.resize(rows.size());

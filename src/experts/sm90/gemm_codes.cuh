@@ -21,12 +21,10 @@ struct FromCodes {
   // What a thread reads of the slab at a shared address: block m of its warpgroup.
   struct SlabOfStage {
     const CodeImage& image;
-    int first, thread;     // block
-    std::uint32_t pinned;  // Decoder::kPinned, where an instruction finds it in a register
+    int first, thread;  // block
 
     __device__ __forceinline__ void load_codes(Decoder& decoder, std::uint32_t at, int m) const {
       decoder.load_codes(at, first + m, thread);
-      if constexpr (requires { Decoder::kPinned; }) decoder.pinned = pinned;
     }
     __device__ __forceinline__ void load_zero_points(Decoder& decoder, std::uint32_t at,
                                                      int m) const {
@@ -156,13 +154,7 @@ struct FromCodes {
 #pragma unroll
       for (int i = 0; i < kColumns / 2; ++i) acc[m][i] = 0;
     }
-    SlabOfStage slab{sh.codes, first, thread, 0};
-    if constexpr (requires { Decoder::kPinned; }) {
-      // Through a shuffle, which the compiler does not see through: an instruction has room for one
-      // constant. Wide builds have no register to spare.
-      slab.pinned = Decoder::kPinned;
-      if (kBlocks == 1) slab.pinned = __shfl_sync(0xFFFFFFFFU, Decoder::kPinned, lane);
-    }
+    const SlabOfStage slab{sh.codes, first, thread};
     if constexpr (Format::Promote::kParts) {
       if constexpr (Format::Promote::kMostStages == 2) {
         if (sh.chunks_of_sums == 2) {

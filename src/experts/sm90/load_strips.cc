@@ -27,7 +27,8 @@ Status repack_strip_matrix(const ExpertsPlan& plan, const WeightShape& shape,
                            std::string_view field, const experts::ProjectionView& view,
                            const std::int32_t* row_order, Allocation& staging, std::byte* image) {
   const CodeImage& codes = plan.codes;
-  if (view.scale.dtype != DType::kBF16 && codes.low_at == 0) {
+  const bool known = plan.weight.scale_dtype == DType::kBF16;
+  if (view.scale.dtype != DType::kBF16 && codes.low_at == 0 && !known) {
     return unsupported(fmt::format("{}_scale: got {}, need BF16 as in the first expert", field,
                                    dtype_name(view.scale.dtype)));
   }

@@ -4,12 +4,14 @@
 
 #include <bit>
 #include <cmath>
+#include <limits>
 
 #include "core/checked.h"
 #include "core/fault.h"
 #include "core/refusal.h"
 #include "experts/sm90/codes_bytes.h"
 #include "experts/sm90/codes_int4.h"
+#include "experts/sm90/codes_integer.h"
 #include "experts/sm90/codes_table.h"
 #include "experts/sm90/format_parts.h"
 #include "numerics/element.h"
@@ -52,6 +54,9 @@ Status check_codes(std::string_view field, const ConstTensorView& weight) {
 
 }  // namespace
 
+float strip_unit(const OperandQuant& w) {
+  return has_int8_codes(w) || has_int4_codes(w) ? kIntegerUnit : 1.0F;
+}
 bool has_scales_of_sums(const OperandQuant& w) { return unit_columns(w) == 64; }
 bool has_int4_codes(const OperandQuant& w) {
   return is_four_bits(w.dtype) && w.table == CodeTable::kNone &&
@@ -86,17 +91,16 @@ CodeImage code_image(const OperandQuant& w, bool exact_scales) {
   const bool four = is_four_bits(w.dtype);
   CodeImage image;
   image.units = static_cast<std::int32_t>(64 / unit_columns(w));
-  bool zeros = w.zero_point == ZeroPoint::kInteger;
+  const bool zeros = w.zero_point == ZeroPoint::kInteger;
   if (w.table != CodeTable::kNone) {
     std::array<std::uint16_t, 16> entries{};
     const quant::CodeValues values = quant::code_values_bf16(w);
     for (std::size_t c = 0; c < entries.size(); ++c) entries[c] = bf16_from_f32(values[c]);
     const BytesOfTable bytes = bytes_of_table(entries);
     for (std::size_t i = 0; i < bytes.size(); ++i) image.table[i] = bytes[i];
-  } else if (four) {
-    image.addend = int4_addend(is_signed(w.dtype) ? 8 : 0) * 0x00010001U;
-  } else {
-    zeros = zeros || w.dtype == DType::kU8;  // codes are stored less 128
+  } else if (strip_unit(w) != 1.0F) {
+    const float middle = !is_signed(w.dtype) ? 0.0F : four ? 8.0F : 128.0F;
+    image.addend = bf16_from_f32(-middle / kIntegerUnit) * 0x00010001U;
   }
   // Codes, then per unit 4 bytes for each pair of rows, and 2 for their low bits and zero points.
   const std::int32_t pairs = kSlabRows / 2 * image.units;
@@ -135,7 +139,19 @@ Status make_strips(const OperandQuant& w, const CodeImage& image, std::string_vi
       const auto to = static_cast<std::size_t>(n * units + u);
       if (MOESAIC_FAULT(cuda_strips_have_the_scale_of_the_first_group))
         at = grid ? block * scale.dim(1) : at;
-      const std::uint32_t bits = round_to_24_bits(load_as_f32(scale.data, scale.dtype, at));
+      const float stored = load_as_f32(scale.data, scale.dtype, at);
+      if (std::isfinite(stored) && !std::isfinite(stored * strip_unit(w))) {
+        return unsupported(fmt::format("{}_scale: got {} for row {}, need at most {} on a GPU",
+                                       field, stored, n,
+                                       std::numeric_limits<float>::max() / strip_unit(w)));
+      }
+      if (image.low_at == 0 && (std::bit_cast<std::uint32_t>(stored) & 0xFFFF) != 0) {
+        return Status(StatusCode::kInvalidArgument,
+                      fmt::format("{}_scale: got {} for row {}, need a number of BF16 "
+                                  "(quant.weight.scale_dtype)",
+                                  field, stored, n));
+      }
+      const std::uint32_t bits = round_to_24_bits(stored * strip_unit(w));
       strips.upper[to] = static_cast<std::uint16_t>(bits >> 16);
       if (image.low_at != 0) strips.lower[to] = static_cast<std::uint8_t>(bits >> 8);
       if (image.zero_at == 0) continue;

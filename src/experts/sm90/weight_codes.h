@@ -3,8 +3,8 @@
 // slab. Host code without CUDA.
 //
 // A row's K is cut into units of 16, 32 or 64 elements that have one scale and one zero point. A
-// scale is rounded to 16 significant bits (those of bf16 and F16 have fewer): `upper` is its first
-// 16 bits as F32, `lower` the next 8.
+// scale times strip_unit is rounded to 16 significant bits (those of bf16 and F16 have fewer): `upper`
+// is its first 16 bits as F32, `lower` the next 8.
 #pragma once
 
 #include <cstdint>
@@ -27,6 +27,8 @@ bool has_fp8_codes(const OperandQuant& weight);
 // Of these, those that have one scale of a row in each chunk: sums are multiplied by it.
 bool has_scales_of_sums(const OperandQuant& weight);
 Status check_strip_scales(const OperandQuant& weight);
+// What the image's scales are multiplied by: the decoder makes so much less of a code.
+float strip_unit(const OperandQuant& weight);
 
 // Neighbouring chunks, 1 or 2, that have one scale and zero point in each row: their products are
 // summed up before they are multiplied by it. A property of the weights, so that all builds sum alike.
