@@ -40,7 +40,8 @@ HWY_INLINE VF LoadBF16(const std::byte* p) {
 HWY_INLINE const float* ExpandScales(const PanelArgs& args, std::int64_t group, float* buffer) {
   const hn::Rebind<std::uint8_t, DF> d8;
   const GroupScaleForm form = args.group_scale_form;
-  const std::byte* first = args.group_scales + group * kPanelColumns * bytes_of(form);
+  const std::byte* first = args.group_scales;
+  if (form != GroupScaleForm::kNone) first += group * kPanelColumns * bytes_of(form);
   if (form == GroupScaleForm::kF32) return reinterpret_cast<const float*>(first);
   const auto codes = [&](int c) {  // where scales are bytes
     return hn::LoadU(d8, reinterpret_cast<const std::uint8_t*>(first) + c);

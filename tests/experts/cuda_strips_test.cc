@@ -35,8 +35,8 @@ float half_of(std::uint32_t word, int element) {
 float rounded(double v) { return f32_from_bf16(bf16_from_f32(static_cast<float>(v))); }
 
 // What a fused multiply-add makes of the bits of a code, times kIntegerUnit.
-float integer_of(std::uint32_t bits, float addend) {
-  const auto factor = static_cast<double>(half_of(kIntegerFactor, 0));
+float integer_of(std::uint32_t bits, float addend, std::uint32_t twice = kIntegerFactor) {
+  const auto factor = static_cast<double>(half_of(twice, 0));
   const double exact = static_cast<double>(half_of(bits, 0)) * factor + static_cast<double>(addend);
   EXPECT_EQ(static_cast<double>(rounded(exact)), exact);
   return rounded(exact) * kIntegerUnit;
@@ -54,10 +54,13 @@ TEST(CudaStrips, Int4CodesLessEveryZeroPoint) {
       std::uint32_t a[4];
       int4_fragment(word, a);
       const std::uint32_t bits = a[place / 2] >> (16 * (place % 2)) & 0xFFFF;
-      EXPECT_EQ(a[place / 2] >> (16 * (1 - place % 2)) & 0xFFFF, 15 - code);
+      const bool odd = place / 2 % 2 != 0;
+      EXPECT_EQ(a[place / 2] >> (16 * (1 - place % 2)) & 0xFFFF, (15 - code) * (odd ? 16 : 1));
       for (std::int32_t zero = 0; zero <= kLargestInt4Zero; ++zero) {
         const float want = static_cast<float>(static_cast<std::int32_t>(code) - zero);
-        ASSERT_EQ(integer_of(bits, zero_addend(zero)), want) << code << ' ' << zero;
+        ASSERT_EQ(integer_of(bits, zero_addend(zero), odd ? kSixteenthsFactor : kIntegerFactor),
+                  want)
+            << code << ' ' << zero;
       }
     }
   }
@@ -135,11 +138,15 @@ TEST(CudaStrips, ScalesOfEveryDtypeAreOneRounding) {
         const auto at = static_cast<std::size_t>(n * units + k / unit);
         const float unit_of_scale = strip_unit(plan.weight);
         const float upper = f32_from_bf16(strips.upper[at]) / unit_of_scale;
-        const auto whole = static_cast<double>(
-            std::bit_cast<float>(static_cast<std::uint32_t>(strips.upper[at]) << 16 |
-                                 static_cast<std::uint32_t>(strips.lower[at]) << 8) /
-            unit_of_scale);
-        const double lower = whole - static_cast<double>(upper);
+        const double lower =
+            (!has_rests(plan.weight)
+                 ? static_cast<double>(
+                       std::bit_cast<float>(static_cast<std::uint32_t>(strips.upper[at]) << 16 |
+                                            static_cast<std::uint32_t>(strips.lower[at]) << 8) /
+                       unit_of_scale) -
+                       static_cast<double>(upper)
+                 : static_cast<double>(f32_from_bf16(strips.lower[at]) / unit_of_scale));
+        const double whole = static_cast<double>(upper) + lower;
         ASSERT_EQ(static_cast<double>(rounded(lower)), lower) << "a bf16 number";
         double v = 0;
         const std::int64_t i = n * plan.w13.columns + k;

@@ -10,6 +10,8 @@
 namespace moesaic::cuda {
 
 inline constexpr std::uint32_t kIntegerFactor = 0x7F007F00U;  // 2^127, twice
+inline constexpr std::uint32_t kSixteenthsFactor =
+    0x7D007D00U;                                           // of the bits of 16 u: 2^123, twice
 inline constexpr std::uint32_t kZeroFactor = 0xFF00FF00U;  // -2^127, twice: u * 2^-133 to -u / 64
 inline constexpr float kIntegerUnit = 64;
 

@@ -40,14 +40,20 @@ __device__ __forceinline__ std::uint32_t load_shared_pair(std::uint32_t address)
   return v;
 }
 
-// F32 bits of scale `at` of rows g and g + 8: the upper 16 of both in a word, the next 8 in another.
+// Of scale `at` of rows g and g + 8, the 32 bits of a strip.
+__device__ __forceinline__ std::uint32_t load_strip(std::uint32_t slab, int strip, int at,
+                                                    int quad) {
+  return ptx::load_shared(slab + static_cast<std::uint32_t>(strip + at * 128 + quad * 4));
+}
+
+// F32 bits of that scale: the upper 16 of both rows in a word, the next 8 in another.
 struct ScalePair {
   std::uint32_t upper = 0, lower = 0;
 
   // codes_bytes: of a slab, in front of the strip. quad: a thread's, of its warpgroup.
   __device__ __forceinline__ ScalePair(const CodeImage& image, std::uint32_t slab, int codes_bytes,
                                        int at, int quad) {
-    upper = ptx::load_shared(slab + static_cast<std::uint32_t>(codes_bytes + at * 128 + quad * 4));
+    upper = load_strip(slab, codes_bytes, at, quad);
     if (image.low_at != 0) {
       lower =
           load_shared_pair(slab + static_cast<std::uint32_t>(image.low_at + at * 64 + quad * 2));
@@ -79,11 +85,12 @@ struct ScalesOfSums {
   __device__ __forceinline__ std::uint32_t times(std::uint32_t v, int, int) const { return v; }
 };
 
-// Scales of rows g and g + 8, of kUnits parts of 64 elements of K.
-template <int kParts>
+// Scales of rows g and g + 8, of kUnits parts of 64 elements of K. kRests: the image has what the upper
+// halves leave as bf16, more bytes and fewer instructions.
+template <int kParts, bool kRests>
 struct StripScales {
   static constexpr int kUnits = kParts;
-  std::uint32_t upper[kUnits], lower[kUnits];  // bf16 of both rows
+  std::uint32_t upper[kUnits], lower[kUnits];  // bf16 of both rows, and of what that leaves
 
   __device__ __forceinline__ void load(const CodeImage& image, std::uint32_t slab, int codes_bytes,
                                        int block, int thread) {
@@ -92,10 +99,18 @@ struct StripScales {
       // Fewer units than kUnits: each is several of these.
       int unit = u * image.units / kUnits;
       MOESAIC_CUDA_FAULT(cuda_codes_have_the_first_scale, unit = 0;)
-      const ScalePair pair(image, slab, codes_bytes, block * image.units + unit, thread >> 2);
-      upper[u] = pair.upper;
-      lower[u] = pick_bytes(rest(pair.upper_bits(0), pair.lower_bits(0)),
-                            rest(pair.upper_bits(1), pair.lower_bits(1)), 0x7632);
+      const int at = block * image.units + unit;
+      if constexpr (kRests) {
+        upper[u] = load_strip(slab, codes_bytes, at, thread >> 2);
+        lower[u] = 0;
+        if (image.low_at != 0) lower[u] = load_strip(slab, image.low_at, at, thread >> 2);
+        MOESAIC_CUDA_FAULT(cuda_codes_lose_the_low_bits, lower[u] = 0;)
+      } else {
+        const ScalePair pair(image, slab, codes_bytes, at, thread >> 2);
+        upper[u] = pair.upper;
+        lower[u] = pick_bytes(rest(pair.upper_bits(0), pair.lower_bits(0)),
+                              rest(pair.upper_bits(1), pair.lower_bits(1)), 0x7632);
+      }
       MOESAIC_CUDA_FAULT(cuda_codes_have_the_scale_of_the_row_above,
                          upper[u] = both_halves<false>(upper[u]);)
     }
@@ -151,7 +166,8 @@ struct DecodeInt4 {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const std::uint32_t own = spread_half(addend[step * kUnits / 4], i & 1);
-      a[i] = scales.times(fma_bf16x2(a[i], kIntegerFactor, own), step, i & 1);
+      const std::uint32_t factor = (i & 1) == 0 ? kIntegerFactor : kSixteenthsFactor;
+      a[i] = scales.times(fma_bf16x2(a[i], factor, own), step, i & 1);
     }
   }
 };

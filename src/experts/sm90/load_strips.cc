@@ -38,7 +38,7 @@ Status repack_strip_matrix(const ExpertsPlan& plan, const WeightShape& shape,
   const std::int64_t bytes = shape.rows * shape.columns / (bytes8 ? 1 : 2);
   const auto count = static_cast<std::int64_t>(strips.upper.size());
   const std::int64_t all =
-      round_up(bytes, 256) + round_up(2 * count, 256) + 2 * round_up(count, 256);
+      round_up(bytes, 256) + 2 * round_up(2 * count, 256) + round_up(count, 256);
   if (staging.bytes() < all) MOESAIC_RETURN_IF_ERROR(staging.reserve("staging", all));
   auto* at = staging.as<std::byte>();
   CodeSource source;
@@ -48,6 +48,7 @@ Status repack_strip_matrix(const ExpertsPlan& plan, const WeightShape& shape,
                                                  : CodePlaces::kInt4;
   if (view.weight.dtype == DType::kI4) source.flip = 0x8;
   if (view.weight.dtype == DType::kI8) source.flip = 0x80;
+  source.lower_bytes = !has_rests(plan.weight);
   source.weight = reinterpret_cast<const std::uint8_t*>(at);
   const std::byte* from = view.weight.data;
   std::vector<std::byte> ordered;

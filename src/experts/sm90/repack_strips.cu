@@ -78,13 +78,18 @@ __global__ void repack_code_words(WeightShape shape, CodeImage codes, CodeSource
         if (row[hi] < 0) continue;
         const std::int64_t unit = (row[hi] * chunks + chunk) * codes.units + u;
         upper |= static_cast<std::uint32_t>(source.upper[unit]) << (16 * hi);
-        if (codes.low_at != 0) lower |= static_cast<std::uint32_t>(source.lower[unit]) << (8 * hi);
+        if (codes.low_at != 0) {
+          lower |= static_cast<std::uint32_t>(source.lower[unit])
+                   << ((source.lower_bytes ? 8 : 16) * hi);
+        }
         if (codes.zero_at != 0) zero |= static_cast<std::uint32_t>(source.zero[unit]) << (8 * hi);
       }
       *reinterpret_cast<std::uint32_t*>(to + 4096 * kWords + at * 4) = upper;
-      if (codes.low_at != 0) {
+      if (codes.low_at != 0 && source.lower_bytes) {
         *reinterpret_cast<std::uint16_t*>(to + codes.low_at + at * 2) =
             static_cast<std::uint16_t>(lower);
+      } else if (codes.low_at != 0) {
+        *reinterpret_cast<std::uint32_t*>(to + codes.low_at + at * 4) = lower;
       }
       if (codes.zero_at != 0) {
         *reinterpret_cast<std::uint16_t*>(to + codes.zero_at + at * 2) =

@@ -26,7 +26,8 @@ struct CodeSource {
   const std::uint8_t* weight = nullptr;
   // [rows][chunks * units]; null where the image has none.
   const std::uint16_t* upper = nullptr;
-  const std::uint8_t* lower = nullptr;
+  const std::uint16_t* lower = nullptr;
+  bool lower_bytes = false;  // `lower` has 8 bits
   const std::uint8_t* zero = nullptr;
 };
 

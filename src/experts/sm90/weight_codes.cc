@@ -38,6 +38,13 @@ std::uint32_t round_to_24_bits(float v) {
   return (bits + 0x7FU + (bits >> 8 & 1)) & 0xFFFFFF00U;
 }
 
+// What the upper half leaves of a scale.
+std::uint16_t lower_of(std::uint32_t bits, bool as_bf16) {
+  if (!as_bf16) return static_cast<std::uint16_t>(bits >> 8 & 0xFF);
+  const float rest = std::bit_cast<float>(bits) - std::bit_cast<float>(bits & 0xFFFF0000U);
+  return std::isfinite(rest) ? bf16_from_f32(rest) : std::uint16_t{0};
+}
+
 Status check_codes(std::string_view field, const ConstTensorView& weight) {
   if (weight.dtype != DType::kF8E4M3) return {};
   const auto* const codes = weight.as<std::uint8_t>();
@@ -58,6 +65,7 @@ float strip_unit(const OperandQuant& w) {
   return has_int8_codes(w) || has_int4_codes(w) ? kIntegerUnit : 1.0F;
 }
 bool has_scales_of_sums(const OperandQuant& w) { return unit_columns(w) == 64; }
+bool has_rests(const OperandQuant& w) { return is_four_bits(w.dtype) && !has_scales_of_sums(w); }
 bool has_int4_codes(const OperandQuant& w) {
   return is_four_bits(w.dtype) && w.table == CodeTable::kNone &&
          w.scale_format == ScaleFormat::kF32;
@@ -102,16 +110,16 @@ CodeImage code_image(const OperandQuant& w, bool exact_scales) {
     const float middle = !is_signed(w.dtype) ? 0.0F : four ? 8.0F : 128.0F;
     image.addend = bf16_from_f32(-middle / kIntegerUnit) * 0x00010001U;
   }
-  // Codes, then per unit 4 bytes for each pair of rows, and 2 for their low bits and zero points.
+  // Codes, then per unit 4 bytes for each pair of rows, 2 or 4 for what these leave of the scales, and 2
+  // for zero points.
   const std::int32_t pairs = kSlabRows / 2 * image.units;
   image.slab_bytes = kSlabRows * (four ? 32 : 64) + 4 * pairs;
-  const auto take = [&](bool wanted) {
-    if (!wanted) return 0;
-    image.slab_bytes += 2 * pairs;
-    return image.slab_bytes - 2 * pairs;
+  const auto take = [&](std::int32_t bytes) {
+    image.slab_bytes += bytes * pairs;
+    return bytes == 0 ? 0 : image.slab_bytes - bytes * pairs;
   };
-  image.low_at = take(!exact_scales);
-  image.zero_at = take(zeros);
+  image.low_at = take(exact_scales ? 0 : has_rests(w) ? 4 : 2);
+  image.zero_at = take(zeros ? 2 : 0);
   return image;
 }
 
@@ -153,7 +161,7 @@ Status make_strips(const OperandQuant& w, const CodeImage& image, std::string_vi
       }
       const std::uint32_t bits = round_to_24_bits(stored * strip_unit(w));
       strips.upper[to] = static_cast<std::uint16_t>(bits >> 16);
-      if (image.low_at != 0) strips.lower[to] = static_cast<std::uint8_t>(bits >> 8);
+      if (image.low_at != 0) strips.lower[to] = lower_of(bits, has_rests(w));
       if (image.zero_at == 0) continue;
       std::int32_t zero = offset;
       if (view.zero.present()) {

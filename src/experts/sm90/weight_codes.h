@@ -4,7 +4,8 @@
 //
 // A row's K is cut into units of 16, 32 or 64 elements that have one scale and one zero point. A
 // scale times strip_unit is rounded to 16 significant bits (those of bf16 and F16 have fewer): `upper`
-// is its first 16 bits as F32, `lower` the next 8.
+// is its first 16 bits as F32, `lower` the next 8, or (has_rests) what `upper` leaves of it, as bf16: at
+// most 8 significant bits.
 #pragma once
 
 #include <cstdint>
@@ -26,6 +27,7 @@ bool has_int8_codes(const OperandQuant& weight);
 bool has_fp8_codes(const OperandQuant& weight);
 // Of these, those that have one scale of a row in each chunk: sums are multiplied by it.
 bool has_scales_of_sums(const OperandQuant& weight);
+bool has_rests(const OperandQuant& weight);
 Status check_strip_scales(const OperandQuant& weight);
 // What the image's scales are multiplied by: the decoder makes so much less of a code.
 float strip_unit(const OperandQuant& weight);
@@ -39,8 +41,8 @@ CodeImage code_image(const OperandQuant& weight, bool exact_scales);
 
 // Scales and zero points of one matrix, [rows][chunks * units].
 struct CodeStrips {
-  std::vector<std::uint16_t> upper;
-  std::vector<std::uint8_t> lower, zero;  // empty where the image has none
+  std::vector<std::uint16_t> upper, lower;
+  std::vector<std::uint8_t> zero;  // this and lower: empty where the image has none
 };
 // Row n of the image is row stored_row of the matrix: each of its parts in the order of `order`, if
 // any.

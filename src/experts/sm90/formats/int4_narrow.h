@@ -6,9 +6,9 @@
 namespace moesaic::cuda {
 
 struct Int4Narrow : Int4Bf16 {
-  // Two units of scales (2 bytes), their low bits and zero points (1 each).
-  using WeightScales = VaryingStrip<8>;
-  using Weights = FromCodes<DecodeInt4<StripScales<2>>>;
+  // Two units of scales (2 bytes), what these leave (2) and zero points (1).
+  using WeightScales = VaryingStrip<10>;
+  using Weights = FromCodes<DecodeInt4<StripScales<2, true>>>;
   using Promote = InOperand;
 };
 

@@ -6,9 +6,9 @@
 namespace moesaic::cuda {
 
 struct TableNarrow : TableBf16 {
-  // Two units of scales (2 bytes) and their low bits (1).
-  using WeightScales = VaryingStrip<6>;
-  using Weights = FromCodes<DecodeTable<StripScales<2>>>;
+  // Two units of scales (2 bytes) and what these leave (2).
+  using WeightScales = VaryingStrip<8>;
+  using Weights = FromCodes<DecodeTable<StripScales<2, true>>>;
   using Promote = InOperand;
 };
 
