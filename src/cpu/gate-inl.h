@@ -22,17 +22,11 @@ struct ReadF32 {
 };
 struct ReadBF16 {
   using Element = std::uint16_t;
-  static HWY_INLINE VF Load(const std::uint16_t* p) {
-    const hn::Rebind<std::uint16_t, DF> du16;
-    return hn::BitCast(df, hn::ShiftLeft<16>(hn::PromoteTo(du32, hn::LoadU(du16, p))));
-  }
+  static HWY_INLINE VF Load(const std::uint16_t* p) { return LoadBF16(p); }
 };
 struct ReadF16 {
   using Element = std::uint16_t;
-  static HWY_INLINE VF Load(const std::uint16_t* p) {
-    const hn::Rebind<std::uint16_t, DF> du16;
-    return F16BitsToF32(hn::PromoteTo(du32, hn::LoadU(du16, p)));
-  }
+  static HWY_INLINE VF Load(const std::uint16_t* p) { return LoadF16(p); }
 };
 
 // The last H mod lanes elements, padded with zeros: a vector load there could leave the row.

@@ -19,23 +19,6 @@ MOESAIC_BEFORE_NAMESPACE();
 namespace moesaic::cpu::HWY_NAMESPACE {
 namespace {
 
-// kLanes numbers of F16 and of BF16 as fp32.
-HWY_INLINE VF LoadF16(const std::byte* p) {
-#if MOESAIC_TIER_F16
-  const hn::Rebind<hwy::float16_t, DF> df16;
-  return hn::PromoteTo(df, hn::LoadU(df16, reinterpret_cast<const hwy::float16_t*>(p)));
-#else
-  const hn::Rebind<std::uint16_t, DF> du16;
-  return F16BitsToF32(
-      hn::PromoteTo(du32, hn::LoadU(du16, reinterpret_cast<const std::uint16_t*>(p))));
-#endif
-}
-HWY_INLINE VF LoadBF16(const std::byte* p) {
-  const hn::Rebind<std::uint16_t, DF> du16;
-  const auto halves = hn::LoadU(du16, reinterpret_cast<const std::uint16_t*>(p));
-  return hn::BitCast(df, hn::ShiftLeft<16>(hn::PromoteTo(du32, halves)));
-}
-
 // The group's 64 factors as fp32; may point into the panel's own scales.
 HWY_INLINE const float* ExpandScales(const PanelArgs& args, std::int64_t group, float* buffer) {
   const hn::Rebind<std::uint8_t, DF> d8;
@@ -43,15 +26,14 @@ HWY_INLINE const float* ExpandScales(const PanelArgs& args, std::int64_t group, 
   const std::byte* first = args.group_scales;
   if (form != GroupScaleForm::kNone) first += group * kPanelColumns * bytes_of(form);
   if (form == GroupScaleForm::kF32) return reinterpret_cast<const float*>(first);
+  const auto* halves = reinterpret_cast<const std::uint16_t*>(first);
   const auto codes = [&](int c) {  // where scales are bytes
     return hn::LoadU(d8, reinterpret_cast<const std::uint8_t*>(first) + c);
   };
   if (form == GroupScaleForm::kF16) {
-    for (int c = 0; c < kPanelColumns; c += kLanes)
-      hn::Store(LoadF16(first + 2 * c), df, buffer + c);
+    for (int c = 0; c < kPanelColumns; c += kLanes) hn::Store(LoadF16(halves + c), df, buffer + c);
   } else if (form == GroupScaleForm::kBF16) {
-    for (int c = 0; c < kPanelColumns; c += kLanes)
-      hn::Store(LoadBF16(first + 2 * c), df, buffer + c);
+    for (int c = 0; c < kPanelColumns; c += kLanes) hn::Store(LoadBF16(halves + c), df, buffer + c);
   } else if (form == GroupScaleForm::kE8M0) {
     // An E8M0 code is an exponent field, but for 0, which is the subnormal 2^-127.
     for (int c = 0; c < kPanelColumns; c += kLanes) {

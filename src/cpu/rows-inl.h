@@ -69,12 +69,8 @@ void LoadRow(const void* src, DType dtype, std::int64_t n, std::int64_t padded_n
     i = n;
   } else {
     const auto* half = static_cast<const std::uint16_t*>(src);
-    const hn::Rebind<std::uint16_t, DF> du16;
     for (; i + kLanes <= n; i += kLanes) {
-      const auto raw = hn::PromoteTo(du32, hn::LoadU(du16, half + i));
-      hn::StoreU(
-          dtype == DType::kBF16 ? hn::BitCast(df, hn::ShiftLeft<16>(raw)) : F16BitsToF32(raw), df,
-          dst + i);
+      hn::StoreU(dtype == DType::kBF16 ? LoadBF16(half + i) : LoadF16(half + i), df, dst + i);
     }
     for (; i < n; ++i)
       dst[i] = dtype == DType::kBF16 ? f32_from_bf16(half[i]) : f32_from_f16(half[i]);

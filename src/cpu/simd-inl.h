@@ -109,6 +109,21 @@ HWY_INLINE VF F16BitsToF32(hn::Vec<decltype(du32)> half) {
 #endif
 }
 
+// kLanes numbers of BF16 and of F16 as fp32.
+HWY_INLINE VF LoadBF16(const std::uint16_t* p) {
+  const hn::Rebind<std::uint16_t, DF> du16;
+  return hn::BitCast(df, hn::ShiftLeft<16>(hn::PromoteTo(du32, hn::LoadU(du16, p))));
+}
+HWY_INLINE VF LoadF16(const std::uint16_t* p) {
+#if MOESAIC_TIER_F16
+  const hn::Rebind<hwy::float16_t, DF> df16;
+  return hn::PromoteTo(df, hn::LoadU(df16, reinterpret_cast<const hwy::float16_t*>(p)));
+#else
+  const hn::Rebind<std::uint16_t, DF> du16;
+  return F16BitsToF32(hn::PromoteTo(du32, hn::LoadU(du16, p)));
+#endif
+}
+
 }  // namespace
 }  // namespace moesaic::cpu::HWY_NAMESPACE
 MOESAIC_AFTER_NAMESPACE();

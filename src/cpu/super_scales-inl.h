@@ -21,9 +21,7 @@ struct SuperScaleColumns {
   VF unit;
 
   static HWY_INLINE VF Unit(const std::byte* units) {
-    const hn::Rebind<std::uint16_t, DF> du16;
-    return F16BitsToF32(
-        hn::PromoteTo(du32, hn::LoadU(du16, reinterpret_cast<const std::uint16_t*>(units))));
+    return LoadF16(reinterpret_cast<const std::uint16_t*>(units));
   }
   // The integer whose bits lie above those of three others.
   static HWY_INLINE hn::Vec<decltype(di32)> Fourth(hn::Vec<decltype(di32)> a,

@@ -231,25 +231,36 @@ TEST(CudaExperts, Bf16ScalesHaveTheBitsOfTheSameScalesInF32) {
     for (const std::int64_t tokens : {1, 30, 400}) {
       StandardCase c =
           test::make_case(25, problem_of(quant, "silu", 384, 256, 6, 2), tokens, DType::kBF16);
-      Tensor narrow[2];
+      Tensor narrow[2], wide[2];
       for (int i = 0; i < 2; ++i) {
         Tensor& scale = i == 0 ? c.weights.w13_scale : c.weights.w2_scale;
         narrow[i] = Tensor::zeros(DType::kBF16, scale.shape()).value();
-        Tensor wide = Tensor::zeros(DType::kF32, scale.shape()).value();
+        wide[i] = Tensor::zeros(DType::kF32, scale.shape()).value();
         for (std::int64_t s = 0; s < scale.shape().num_elements().value(); ++s) {
           const float v = load_as_f32(scale.data(), scale.dtype(), s);
           narrow[i].as<std::uint16_t>()[s] = bf16_from_f32(v);
-          wide.as<float>()[s] = f32_from_bf16(bf16_from_f32(v));
+          wide[i].as<float>()[s] = f32_from_bf16(bf16_from_f32(v));
         }
-        scale = std::move(wide);
+        scale = std::move(wide[i]);
       }
       const Tensor want = run_cuda(c);
+      wide[0] = std::move(c.weights.w13_scale);
+      wide[1] = std::move(c.weights.w2_scale);
       c.weights.w13_scale = std::move(narrow[0]);
       c.weights.w2_scale = std::move(narrow[1]);
       EXPECT_LT(worst_error(c), bound_of(quant)) << quant << ' ' << tokens;
       std::string why;
       EXPECT_TRUE(test::same_bits(run_cuda(c).view(), want.view(), &why))
           << quant << ' ' << tokens << ": " << why;
+      if (c.problem.quant.weight.granularity != ScaleGranularity::kGroup) continue;
+      // In F32, and known to be BF16.
+      c.weights.w13_scale = std::move(wide[0]);
+      c.weights.w2_scale = std::move(wide[1]);
+      OperandQuant weight = c.problem.quant.weight;
+      weight.scale_dtype = DType::kBF16;
+      c.problem.quant = with_weight(c.problem.quant, weight);
+      EXPECT_TRUE(test::same_bits(run_cuda(c).view(), want.view(), &why))
+          << quant << ' ' << tokens << ", known: " << why;
     }
   }
 }

@@ -223,18 +223,45 @@ TEST(CudaStrips, ChunksOfSumsHaveOneScale) {
   EXPECT_EQ(chunks("int4-g128", 256), 2);
 }
 
+// Strips of the first expert's w2 when its weights have been changed.
+Status strips_of(const char* quant, bool exact_scales, const auto& change) {
+  const MoeProblem p = test::small_problem(quant);
+  test::StandardCase c = test::make_case(5, p, 1, DType::kBF16);
+  change(c);
+  const auto source = make_stacked_source(c.weights.view());
+  const ExpertWeightsView expert = source->expert(0).value();
+  ExpertsPlan plan = make_experts_plan(p).value();
+  plan.set_image(exact_scales);
+  CodeStrips strips;
+  return make_strips(plan.weight, plan.codes, "w2", experts::w2_of(expert), plan.w2, nullptr,
+                     strips);
+}
+
+TEST(CudaStrips, ScalesWithoutAPlaceForLowBitsAreBf16) {
+  const auto third = [](auto& c) { c.weights.w2_scale.template as<float>()[3] = 0.3F; };
+  EXPECT_TRUE(strips_of("int4-g32-bf16s", true, [](auto&) {}).ok());
+  expect_refusal(strips_of("int4-g32-bf16s", true, third), StatusCode::kInvalidArgument,
+                 {"w2_scale: got 0.3 for row 1", "BF16 (quant.weight.scale_dtype)"});
+  expect_refusal(strips_of("int4-g32", true, third), StatusCode::kUnsupported,
+                 {"w2_scale: got", "BF16 (as in the first expert)"});
+  EXPECT_TRUE(strips_of("int4-g32", false, third).ok());
+}
+
+TEST(CudaStrips, ScalesThatAreTooLargeInTheImageAreRefused) {
+  const auto set = [](float to) {
+    return [to](auto& c) { c.weights.w2_scale.template as<float>()[3] = to; };
+  };
+  for (const char* quant : {"int4-g32", "q6k"}) {
+    EXPECT_TRUE(strips_of(quant, false, set(0x1p121F)).ok());
+    expect_refusal(strips_of(quant, false, set(0x1p122F)), StatusCode::kUnsupported,
+                   {"w2_scale: got 5.316", "row", "at most 5.316"});
+  }
+  EXPECT_TRUE(strips_of("nf4-bf16", false, set(0x1p122F)).ok()) << "as they are";
+}
+
 TEST(CudaStrips, WhatHasNoPlaceIsRefused) {
   const auto refused = [](const char* quant, auto change, const char* words) {
-    const MoeProblem p = test::small_problem(quant);
-    test::StandardCase c = test::make_case(5, p, 1, DType::kBF16);
-    change(c);
-    const auto source = make_stacked_source(c.weights.view());
-    const ExpertWeightsView expert = source->expert(0).value();
-    const ExpertsPlan plan = make_experts_plan(p).value();
-    CodeStrips strips;
-    expect_refusal(make_strips(plan.weight, plan.codes, "w2", experts::w2_of(expert), plan.w2,
-                               nullptr, strips),
-                   StatusCode::kUnsupported, {words});
+    expect_refusal(strips_of(quant, false, change), StatusCode::kUnsupported, {words});
   };
   refused(
       "awq", [](auto& c) { c.weights.w2_zero.template as<std::uint8_t>()[3] = 128; },

@@ -215,16 +215,13 @@ void CpuProjection::append_parts(bool second, std::int64_t num_experts,
   }
   if (format_.super.bits != 0) {
     add("w13.super_scales", "w2.super_scales", group_scales_.data(), group_scales_.bytes());
+  } else if (format_.group_scales == cpu::GroupScaleForm::kF16) {
+    add("w13.group_scales_f16", "w2.group_scales_f16", group_scales_.data(), group_scales_.bytes());
+  } else if (format_.group_scales == cpu::GroupScaleForm::kBF16) {
+    add("w13.group_scales_bf16", "w2.group_scales_bf16", group_scales_.data(),
+        group_scales_.bytes());
   } else {
-    const bool f16 = format_.group_scales == cpu::GroupScaleForm::kF16;
-    const bool bf16 = format_.group_scales == cpu::GroupScaleForm::kBF16;
-    add(f16    ? "w13.group_scales_f16"
-        : bf16 ? "w13.group_scales_bf16"
-               : "w13.group_scales",
-        f16    ? "w2.group_scales_f16"
-        : bf16 ? "w2.group_scales_bf16"
-               : "w2.group_scales",
-        group_scales_.data(), group_scales_.bytes());
+    add("w13.group_scales", "w2.group_scales", group_scales_.data(), group_scales_.bytes());
   }
   add("w13.group_offsets", "w2.group_offsets", group_offsets_.data(), group_offsets_.bytes());
   add("w13.block_scales", "w2.block_scales", block_scales_.data(), size(block_scales_));

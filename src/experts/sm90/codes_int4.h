@@ -21,6 +21,7 @@ constexpr void int4_fragment(std::uint32_t word, std::uint32_t (&a)[4]) {
   }
 }
 
+// Zero points that are taken. (Operands would be exact up to 255.)
 inline constexpr std::int32_t kLargestInt4Zero = 127;
 
 }  // namespace moesaic::cuda

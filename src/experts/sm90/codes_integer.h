@@ -2,7 +2,8 @@
 //
 // The bits of an integer u from 0 to 255 are the bf16 number u * 2^-133: subnormal up to 127, and above
 // still in the same steps. One fused multiply-add by 2^127 makes (u - zero) / 64 of it, exact for every
-// zero point up to 255. Scales in the image are 64 times what they are, which is exact too.
+// zero point up to 255. Scales in the image are 64 times what they are, which is exact too, so that sums
+// have the same bits unless a product is below 2^-120.
 #pragma once
 
 #include <cstdint>

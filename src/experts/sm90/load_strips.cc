@@ -27,11 +27,6 @@ Status repack_strip_matrix(const ExpertsPlan& plan, const WeightShape& shape,
                            std::string_view field, const experts::ProjectionView& view,
                            const std::int32_t* row_order, Allocation& staging, std::byte* image) {
   const CodeImage& codes = plan.codes;
-  const bool known = plan.weight.scale_dtype == DType::kBF16;
-  if (view.scale.dtype != DType::kBF16 && codes.low_at == 0 && !known) {
-    return unsupported(fmt::format("{}_scale: got {}, need BF16 as in the first expert", field,
-                                   dtype_name(view.scale.dtype)));
-  }
   CodeStrips strips;
   MOESAIC_RETURN_IF_ERROR(make_strips(plan.weight, codes, field, view, shape, row_order, strips));
   const bool bytes8 = dtype_bits(view.weight.dtype) == 8;

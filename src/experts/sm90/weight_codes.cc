@@ -154,10 +154,11 @@ Status make_strips(const OperandQuant& w, const CodeImage& image, std::string_vi
                                        std::numeric_limits<float>::max() / strip_unit(w)));
       }
       if (image.low_at == 0 && (std::bit_cast<std::uint32_t>(stored) & 0xFFFF) != 0) {
-        return Status(StatusCode::kInvalidArgument,
-                      fmt::format("{}_scale: got {} for row {}, need a number of BF16 "
-                                  "(quant.weight.scale_dtype)",
-                                  field, stored, n));
+        const bool promised = w.scale_dtype == DType::kBF16;
+        return Status(
+            promised ? StatusCode::kInvalidArgument : StatusCode::kUnsupported,
+            fmt::format("{}_scale: got {} for row {}, need a number of BF16 ({})", field, stored, n,
+                        promised ? "quant.weight.scale_dtype" : "as in the first expert"));
       }
       const std::uint32_t bits = round_to_24_bits(stored * strip_unit(w));
       strips.upper[to] = static_cast<std::uint16_t>(bits >> 16);
