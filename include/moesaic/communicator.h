@@ -13,6 +13,17 @@
 
 namespace moesaic {
 
+// How GPUs of ranks come by memory that the others' kernels write to (RankEngine::kPeerWindows).
+enum class PeerMemory : std::uint8_t {
+  // Threads of one process: one object. Processes: kCudaHandles, where some rank cannot kNccl.
+  kAuto,
+  kCudaHandles,  // CUDA's handles of memory for other processes; a process for each rank
+  // Symmetric windows of NCCL (libnccl.so.2, 2.28.3 or newer): a GPU of its own for each rank, which
+  // is a process or a thread. Each window has a communicator of NCCL, made with it.
+  kNccl,
+};
+std::string_view peer_memory_name(PeerMemory memory);  // "auto", "cuda_handles", "nccl"
+
 struct CommunicatorOptions {
   // How long one call may wait for its peers. A rank that has not taken part by then counts as lost.
   int timeout_ms = 60'000;
@@ -135,6 +146,8 @@ Status mpi_available();
 Status nccl_available();  // looks for the library at run time
 // RankEngine::kPeerWindows: whether kernels of this process may wait for each other.
 Status peer_windows_available();
+// PeerMemory::kNccl: whether there is a libnccl.so.2 whose windows kernels can write to.
+Status nccl_windows_available();
 // Whether this process was started by mpirun or a compatible launcher.
 bool launched_by_mpi();
 

@@ -22,7 +22,8 @@
 
 namespace moesaic {
 
-class Communicator;  // communicator.h
+class Communicator;                    // communicator.h
+enum class PeerMemory : std::uint8_t;  // communicator.h
 
 // How rows reach experts of other ranks. Results are the same within the bound of RankReduction.
 enum class RankTransport : std::uint8_t {
@@ -120,6 +121,10 @@ struct RankOptions {
   // While a call is under way no rank creates or destroys layers, allocates or frees device memory:
   // that may wait for a kernel that waits for this rank.
   RankEngine engine = RankEngine::kMessages;
+  // With peer windows: where their memory is from; empty is PeerMemory::kAuto. The same on all ranks.
+  // kUnsupported where rows do not go through peer windows, or where it cannot be had; with
+  // RankEngine::kAuto rows go by messages then.
+  PeerMemory peer_memory = {};
   // Empty: kPerRank, with enable_eplb kPerSlot.
   std::optional<RankReduction> reduction;
   RankReduction reduction_in_force() const {

@@ -181,6 +181,12 @@ Result<RankPlan> plan_ranks(const FusedMoE::Options& options, std::int64_t top_k
   if (plan.engine == RankEngine::kPeerWindows) {
     MOESAIC_RETURN_IF_ERROR(peer_windows_fit(plan, options.device));
   }
+  plan.peer_memory = options.ranks.peer_memory;
+  if (plan.peer_memory != PeerMemory::kAuto) {
+    MOESAIC_RETURN_IF_ERROR(
+        peer_windows_fit(plan, options.device)
+            .with_context(fmt::format("peer_memory: got {}", peer_memory_name(plan.peer_memory))));
+  }
   if (plan.pair_capacity > 0) {
     MOESAIC_RETURN_IF_ERROR(
         peer_windows_fit(plan, options.device)

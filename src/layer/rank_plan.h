@@ -15,6 +15,7 @@ struct RankPlan {
   ParallelConfig parallel;  // of an active plan
   RankTransport transport = RankTransport::kNone;
   RankEngine engine = RankEngine::kMessages;  // that is wanted, see peer_windows_fit
+  PeerMemory peer_memory = {};                // as RankOptions has it
   int size = 1;                               // ranks in all
   int replicas = 1;  // ranks that have the same rows as this one, itself included
   int replica = 0;   // which of them this is

@@ -48,6 +48,7 @@ class LocalWindow final : public PeerWindow {
                          [mine](const Shared::Window& w) { return w.device == mine; }) > 1;
   }
   bool shares_streams() const override { return shares_device(); }
+  PeerProvider provider() const override { return PeerProvider::kThreads; }
 
  private:
   std::shared_ptr<Shared> shared_;

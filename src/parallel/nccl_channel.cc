@@ -2,14 +2,13 @@
 
 #include <fmt/format.h>
 
-#include <condition_variable>
 #include <memory>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <utility>
 
 #include "cuda/device_memory.h"
+#include "parallel/helper_thread.h"
 
 namespace moesaic::parallel {
 namespace {
@@ -23,9 +22,7 @@ Status late(const char* what) {
 // What the connecting thread and its maker share; either may be the last to go.
 struct Start {
   std::mutex mutex;
-  std::condition_variable changed;
-  void* comm = nullptr;  // there once the rank has joined
-  bool done = false;
+  void* comm = nullptr;   // there once the rank has joined
   bool given_up = false;  // the maker no longer waits
   int code = 0;
   const char* call = "ncclCommInitRankConfig";
@@ -48,30 +45,36 @@ int connect_to_all(const NcclLibrary& nccl, void* comm, int ranks, int rank, cud
   return code;
 }
 
-void run_start(const NcclLibrary& nccl, int device, int ranks, const NcclUniqueId& id, int rank,
-               cudaStream_t stream, const std::shared_ptr<Start>& start) {
-  const cuda::DeviceScope scope(device);
+struct Joining {
+  int ranks, rank;
+  NcclUniqueId id;
+  cudaStream_t stream;
+  NcclChannel::Messages messages;
+};
+
+void run_start(const NcclLibrary& nccl, const Joining& joining, Start& start) {
   NcclConfig config;
   config.blocking = 1;
   void* comm = nullptr;
-  int code = nccl.comm_init_rank_config(&comm, ranks, id, rank, &config);
+  int code = nccl.comm_init_rank_config(&comm, joining.ranks, joining.id, joining.rank, &config);
   {
-    const std::lock_guard<std::mutex> lock(start->mutex);
-    if (start->given_up) {
+    const std::lock_guard<std::mutex> lock(start.mutex);
+    start.code = code;
+    if (start.given_up) {
       if (comm != nullptr) static_cast<void>(nccl.comm_abort(comm));
       return;
     }
-    start->comm = comm;
-    if (code == NcclLibrary::kSuccess) start->call = "nccl: first messages";
+    start.comm = comm;
+    if (code != NcclLibrary::kSuccess || joining.ranks == 1 ||
+        joining.messages == NcclChannel::Messages::kNone) {
+      return;
+    }
+    start.call = "nccl: first messages";
   }
   // From here on the maker can end a wait by aborting the communicator.
-  if (code == NcclLibrary::kSuccess && ranks > 1) {
-    code = connect_to_all(nccl, comm, ranks, rank, stream);
-  }
-  const std::lock_guard<std::mutex> lock(start->mutex);
-  start->code = code;
-  start->done = true;
-  start->changed.notify_all();
+  code = connect_to_all(nccl, comm, joining.ranks, joining.rank, joining.stream);
+  const std::lock_guard<std::mutex> lock(start.mutex);
+  start.code = code;
 }
 
 }  // namespace
@@ -84,28 +87,25 @@ NcclChannel::~NcclChannel() {
   if (stream_ != nullptr) static_cast<void>(cudaStreamDestroy(stream_));
 }
 
-Status NcclChannel::start(int ranks, const NcclUniqueId& id, int rank, Clock::time_point deadline) {
+Status NcclChannel::start(int ranks, const NcclUniqueId& id, int rank, Clock::time_point deadline,
+                          Messages messages) {
   MOESAIC_RETURN_IF_ERROR(
       cuda::check_call("nccl: stream", cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)));
   MOESAIC_RETURN_IF_ERROR(
       cuda::check_call("nccl: event", cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)));
   const auto start = std::make_shared<Start>();
-  std::thread thread;
-  try {
-    thread = std::thread([&nccl = nccl_, device = device_, ranks, id, rank, stream = stream_,
-                          start] { run_start(nccl, device, ranks, id, rank, stream, start); });
-  } catch (const std::system_error& error) {
-    return {StatusCode::kDevice, fmt::format("nccl: cannot start a thread: {}", error.what())};
-  }
+  HelperThread thread;
+  MOESAIC_RETURN_IF_ERROR(
+      thread.start(device_, [&nccl = nccl_, joining = Joining{ranks, rank, id, stream_, messages},
+                             start] { run_start(nccl, joining, *start); }));
+  const bool done = thread.done_by(deadline);
   std::unique_lock<std::mutex> lock(start->mutex);
-  const bool done = start->changed.wait_until(lock, deadline, [&] { return start->done; });
   comm_ = std::exchange(start->comm, nullptr);
   const int code = start->code;
   const char* const call = start->call;
   start->given_up = true;
   lock.unlock();
   if (done) {
-    thread.join();
     if (code == NcclLibrary::kSuccess) return {};
     return {StatusCode::kDevice, fmt::format("{}: {}", call, nccl_.get_error_string(code))};
   }
@@ -115,7 +115,6 @@ Status NcclChannel::start(int ranks, const NcclUniqueId& id, int rank, Clock::ti
     abort();
     thread.join();
   } else {
-    thread.detach();
     stream_ = nullptr;
   }
   return late(call);

@@ -22,8 +22,11 @@ class NcclChannel {
   // Collective: joins the communicator of `ranks` ranks and connects to each of them. The
   // communicator is one whose calls block: a call of one that does not costs a thread, 90 us for
   // the smallest message. What could wait for a peer for ever, joining and connecting, is therefore
-  // done here by a thread that is left behind at the deadline; later calls only launch.
-  Status start(int ranks, const NcclUniqueId& id, int rank, Clock::time_point deadline);
+  // done here by a thread that is left behind at the deadline; later calls only launch. kNone: this
+  // communicator is not for messages, and connects to nobody.
+  enum class Messages : bool { kNone, kToAll };
+  Status start(int ranks, const NcclUniqueId& id, int rank, Clock::time_point deadline,
+               Messages messages = Messages::kToAll);
 
   cudaStream_t stream() const { return stream_; }
   void* comm() const { return comm_; }

@@ -21,6 +21,11 @@ void find(void* library, const char* name, F*& function, Status& status) {
   }
 }
 
+template <class F>
+void find_if_there(void* library, const char* name, F*& function) {
+  function = reinterpret_cast<F*>(dlsym(library, name));
+}
+
 Loaded load() {
   Loaded l;
   setenv("NCCL_NVLS_ENABLE", "0", 1);
@@ -41,11 +46,16 @@ Loaded load() {
   find(library, "ncclSend", t.send, l.status);
   find(library, "ncclRecv", t.recv, l.status);
   find(library, "ncclGetErrorString", t.get_error_string, l.status);
-  int version = 0;
-  if (l.status.ok() && (t.get_version(&version) != NcclLibrary::kSuccess || version < 21800)) {
+  find_if_there(library, "ncclMemAlloc", t.mem_alloc);
+  find_if_there(library, "ncclMemFree", t.mem_free);
+  find_if_there(library, "ncclCommWindowRegister", t.comm_window_register);
+  find_if_there(library, "ncclCommWindowDeregister", t.comm_window_deregister);
+  find_if_there(library, "ncclGetLsaDevicePointer", t.get_lsa_device_pointer);
+  find_if_there(library, "ncclTeamLsa", t.team_lsa);
+  if (l.status.ok() && (t.get_version(&t.version) != NcclLibrary::kSuccess || t.version < 21800)) {
     l.status =
         Status(StatusCode::kUnsupported,
-               fmt::format("libnccl.so.2: got version {}, need 2.18 or newer (21800)", version));
+               fmt::format("libnccl.so.2: got version {}, need 2.18 or newer (21800)", t.version));
   }
   if (!l.status.ok()) dlclose(library);
   return l;

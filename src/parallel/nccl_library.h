@@ -25,9 +25,16 @@ struct NcclConfig {
   static constexpr int kUndefined = -2147483647 - 1;
 };
 
+// Of some ranks of a communicator.
+struct NcclTeam {
+  int ranks, rank, stride;
+};
+
 struct NcclLibrary {
   static constexpr int kSuccess = 0, kInProgress = 7;
-  static constexpr int kBytes = 0;  // ncclInt8
+  static constexpr int kBytes = 0;      // ncclInt8
+  static constexpr int kSymmetric = 1;  // NCCL_WIN_COLL_SYMMETRIC
+  int version = 0;                      // major * 10000 + minor * 100 + patch
   int (*get_version)(int* version) = nullptr;
   int (*get_unique_id)(NcclUniqueId* id) = nullptr;
   int (*comm_init_rank_config)(void** comm, int ranks, NcclUniqueId id, int rank,
@@ -41,11 +48,21 @@ struct NcclLibrary {
   int (*recv)(void* data, std::size_t count, int dtype, int peer, void* comm,
               void* stream) = nullptr;
   const char* (*get_error_string)(int error) = nullptr;
+
+  // Windows; null in libraries that lack them (parallel/nccl_window_path.h).
+  int (*mem_alloc)(void** data, std::size_t bytes) = nullptr;
+  int (*mem_free)(void* data) = nullptr;
+  int (*comm_window_register)(void* comm, void* data, std::size_t bytes, void** window,
+                              int flags) = nullptr;
+  int (*comm_window_deregister)(void* comm, void* window) = nullptr;
+  int (*get_lsa_device_pointer)(void* window, std::size_t offset, int rank,
+                                void** pointer) = nullptr;
+  NcclTeam (*team_lsa)(void* comm) = nullptr;  // the ranks whose memory this one can address
 };
 
 // Loads libnccl.so.2 on the first call and keeps it. NVLink multicast is switched off for it
 // (NCCL_NVLS_ENABLE=0), whatever the environment says: rows go from one rank to one rank.
-// kUnsupported: not there, too old, or without one of the functions.
+// kUnsupported: not there, too old, or without one of the functions that messages need.
 Result<const NcclLibrary*> nccl_library();
 
 }  // namespace moesaic::parallel

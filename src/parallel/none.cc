@@ -13,5 +13,6 @@ Result<std::unique_ptr<Communicator>> make_nccl_communicator(std::shared_ptr<Com
 }
 
 Status peer_windows_available() { return nccl_available(); }
+Status nccl_windows_available() { return nccl_available(); }
 
 }  // namespace moesaic

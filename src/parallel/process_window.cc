@@ -1,77 +1,24 @@
 // Peer windows of processes of one host, through CUDA's handles of memory for other processes.
-//
-// Memory may be freed when nobody has it open any more. So behind each window lies a word of every
-// rank, set when that rank has closed it.
 #include <cuda_runtime.h>
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <chrono>
 #include <cstring>
-#include <mutex>
 #include <span>
-#include <thread>
 #include <utility>
 #include <vector>
 
-#include "core/checked.h"
 #include "core/fault.h"
 #include "core/refusal.h"
 #include "cuda/device_memory.h"
+#include "parallel/lent_window.h"
 #include "parallel/peer_window_parts.h"
 
 namespace moesaic::parallel {
 namespace {
 
-constexpr std::int64_t kWord = sizeof(std::uint32_t);
-// A handle is of a whole allocation, and small ones share one.
-constexpr std::int64_t kOwnAllocation = std::int64_t{2} << 20;
-// How long a rank that lets go waits for the others to do so too.
-constexpr auto kPatience = std::chrono::milliseconds(500);
-
-// This rank's memory that others may have open.
-struct Lent {
-  int device = 0, rank = 0, ranks = 1;
-  std::byte* data = nullptr;
-  std::int64_t words = 0;  // where they begin
-
-  bool free_if_closed() const {
-    std::vector<std::uint32_t> closed(static_cast<std::size_t>(ranks));
-    const cuda::DeviceScope scope(device);
-    const Status read =
-        cuda::copy_to_host("peer windows", closed.data(), data + words, ranks * kWord);
-    closed[static_cast<std::size_t>(rank)] = 1;
-    if (!read.ok() || std::count(closed.begin(), closed.end(), 0U) > 0) return false;
-    static_cast<void>(cudaFree(data));
-    return true;
-  }
-};
-
-// What was let go of while others had it open.
-class LeftBehind {
- public:
-  void add(const Lent& lent) {
-    const std::lock_guard lock(mutex_);
-    lent_.push_back(lent);
-  }
-  void free_closed() {
-    const std::lock_guard lock(mutex_);
-    std::erase_if(lent_, [](const Lent& l) { return l.free_if_closed(); });
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<Lent> lent_;
-};
-// Never destroyed: at the end of the process CUDA may be gone before it.
-LeftBehind& left_behind() {
-  static auto* const all = new LeftBehind();
-  return *all;
-}
-
 class ProcessWindow final : public PeerWindow {
  public:
-  ProcessWindow(const Lent& own, std::int64_t bytes) : own_(own), bytes_(bytes) {
+  ProcessWindow(const LentWindow& own, std::int64_t bytes) : own_(own), bytes_(bytes) {
     bases_.resize(static_cast<std::size_t>(own.ranks));
     bases_[static_cast<std::size_t>(own.rank)] = own.data;
   }
@@ -82,14 +29,7 @@ class ProcessWindow final : public PeerWindow {
     // Nothing of ours writes to the others any more.
     static_cast<void>(cuda::check_call("peer windows", cudaDeviceSynchronize()));
     for (int r = 0; r < own_.ranks; ++r) close(r);
-    const auto end = std::chrono::steady_clock::now() + kPatience;
-    while (!own_.free_if_closed()) {
-      if (std::chrono::steady_clock::now() > end) {
-        left_behind().add(own_);
-        return;
-      }
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
+    let_go(own_);
   }
 
   int rank() const override { return own_.rank; }
@@ -98,6 +38,7 @@ class ProcessWindow final : public PeerWindow {
   std::byte* base(int rank) const override { return bases_[static_cast<std::size_t>(rank)]; }
   bool shares_device() const override { return shares_device_; }
   bool shares_streams() const override { return false; }
+  PeerProvider provider() const override { return PeerProvider::kCudaHandles; }
 
   void set_shares_device() { shares_device_ = true; }
   Status open(int rank, const cudaIpcMemHandle_t& handle) {
@@ -115,13 +56,11 @@ class ProcessWindow final : public PeerWindow {
   void close(int rank) {
     std::byte* const data = bases_[static_cast<std::size_t>(rank)];
     if (rank == own_.rank || data == nullptr || MOESAIC_FAULT(process_window_is_not_closed)) return;
-    const std::uint32_t closed = 1;
-    std::byte* const word = data + own_.words + own_.rank * kWord;
-    static_cast<void>(cuda::copy_to_device("peer windows", word, &closed, kWord));
+    own_.tell_closed(data);
     static_cast<void>(cuda::check_call("peer windows", cudaIpcCloseMemHandle(data)));
   }
 
-  Lent own_;
+  LentWindow own_;
   std::int64_t bytes_;
   std::vector<std::byte*> bases_;  // of each rank, null: not open
   bool shares_device_ = false;
@@ -134,9 +73,8 @@ struct Told {
 };
 
 // Zeros, and the handle for others.
-Status lend(std::int64_t bytes, Lent& own, cudaIpcMemHandle_t& handle) {
-  own.words = round_up(bytes, std::int64_t{256});
-  const std::int64_t all = round_up(own.words + own.ranks * kWord, kOwnAllocation);
+Status lend(std::int64_t bytes, LentWindow& own, cudaIpcMemHandle_t& handle) {
+  const std::int64_t all = own.lay_out(bytes);
   void* data = nullptr;
   MOESAIC_RETURN_IF_ERROR(cuda::check_call(fmt::format("peer window of {} bytes", all),
                                            cudaMalloc(&data, static_cast<std::size_t>(all))));
@@ -154,8 +92,8 @@ Result<std::unique_ptr<PeerWindow>> make_process_window(Communicator& communicat
                                                         std::int64_t bytes) {
   const int rank = communicator.rank(), size = communicator.size();
   const cuda::DeviceScope scope(device);
-  left_behind().free_closed();
-  Lent own{device, rank, size, nullptr, 0};
+  free_left_behind();
+  LentWindow own{device, rank, size, [](void* data) { static_cast<void>(cudaFree(data)); }};
   Told mine;
   Status status = scope.status();
   if (status.ok()) {
@@ -166,17 +104,12 @@ Result<std::unique_ptr<PeerWindow>> make_process_window(Communicator& communicat
   status = peer_vote(communicator, status);
   if (!status.ok()) {
     // Nobody has its handle.
-    if (own.data != nullptr) static_cast<void>(cudaFree(own.data));
+    if (own.data != nullptr) own.free(own.data);
     return status;
   }
   auto window = std::make_unique<ProcessWindow>(own, bytes);
   std::vector<Told> all(static_cast<std::size_t>(size));
-  const std::vector<std::span<const std::byte>> send(
-      all.size(), std::as_bytes(std::span<const Told>(&mine, 1)));
-  std::vector<std::span<std::byte>> recv;
-  recv.reserve(all.size());
-  for (Told& t : all) recv.push_back(std::as_writable_bytes(std::span<Told>(&t, 1)));
-  MOESAIC_RETURN_IF_ERROR(communicator.control().exchange(kPeerWindows, send, recv));
+  MOESAIC_RETURN_IF_ERROR(peer_tell(communicator, mine, all));
   for (int r = 0; r < size && status.ok(); ++r) {
     if (r == rank) continue;
     const Told& other = all[static_cast<std::size_t>(r)];

@@ -85,6 +85,7 @@ int run_env(const CommonOptions& options) {
                 {"cuda", cuda_json(cuda)},
                 {"nccl", availability(nccl_available())},
                 {"peer_windows", availability(peer_windows_available())},
+                {"nccl_windows", availability(nccl_windows_available())},
                 {"mpi", availability(mpi_available())}});
 
   console.print(version_text() + "\n");
@@ -101,8 +102,9 @@ int run_env(const CommonOptions& options) {
   console.print(fmt::format("schemes {}\n", names));
   console.print(cuda_text(cuda));
   console.print(
-      fmt::format("nccl     {}\npeers    {}\nmpi      {}\n", availability_text(nccl_available()),
-                  availability_text(peer_windows_available()), availability_text(mpi_available())));
+      fmt::format("nccl     {}\npeers    {}\n  nccl   {}\nmpi      {}\n",
+                  availability_text(nccl_available()), availability_text(peer_windows_available()),
+                  availability_text(nccl_windows_available()), availability_text(mpi_available())));
   return kExitOk;
 }
 

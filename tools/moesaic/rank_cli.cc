@@ -91,6 +91,9 @@ Result<FusedMoE::Options> layer_options_of(const RankOptions& o, const CommonOpt
   layer.ranks.engine =
       by_name(o.engine, {RankEngine::kMessages, RankEngine::kPeerWindows, RankEngine::kAuto},
               &rank_engine_name);
+  layer.ranks.peer_memory =
+      by_name(o.peer_memory, {PeerMemory::kAuto, PeerMemory::kCudaHandles, PeerMemory::kNccl},
+              &peer_memory_name);
   if (!o.reduction.empty()) {
     layer.ranks.reduction = by_name(o.reduction, {RankReduction::kPerRank, RankReduction::kPerSlot},
                                     &rank_reduction_name);
@@ -171,6 +174,14 @@ void add_rank_options(CLI::App& app, RankOptions& o) {
                  "CUDA_MODULE_LOADING=EAGER) peer_windows, where no rank waits on the host; auto: "
                  "windows where that can be")
       ->check(one_of({"messages", "peer_windows", "auto"}))
+      ->capture_default_str()
+      ->group(group);
+  app.add_option(
+         "--peer-memory", o.peer_memory,
+         "Peer windows: where GPUs' memory for each other is from: cuda_handles (processes), "
+         "nccl (libnccl.so.2 from 2.28.3 on, a GPU for each rank); auto: threads need "
+         "neither, processes take nccl where some rank has no handles")
+      ->check(one_of({"auto", "cuda_handles", "nccl"}))
       ->capture_default_str()
       ->group(group);
   app.add_option("--reduction", o.reduction,
@@ -328,6 +339,7 @@ Json describe_ranks(const RankContext& c, const FusedMoE& layer) {
           {"placement", expert_placement_name(layer.parallel().placement)},
           {"transport", rank_transport_name(layer.transport())},
           {"engine", rank_engine_name(c.layer.ranks.engine)},
+          {"peer_memory", peer_memory_name(c.layer.ranks.peer_memory)},
           {"reduction", rank_reduction_name(c.layer.ranks.reduction_in_force())},
           {"combine_dtype", c.layer.ranks.combine_dtype == DType::kBF16 ? "bf16" : "f32"},
           {"cut_shared", c.layer.ranks.cut_shared},

@@ -17,7 +17,7 @@ struct RankOptions {
   int tp = 1;
   bool ep = true, sp = false;
   std::string placement = "linear", transport = "auto", combine_dtype = "f32";
-  std::string engine = "messages";
+  std::string engine = "messages", peer_memory = "auto";
   std::string reduction;  // empty: as RankOptions has it
   bool cut_shared = false;
   std::int64_t dual_batch_tokens = 0;

@@ -117,10 +117,10 @@ Result<std::unique_ptr<layer::SlotStage>> DeviceBalance::make_stage(Communicator
   if (world != nullptr && !peers_write_) {
     return Status(unsupported("experts that move: got ranks that send messages"));
   }
-  MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<DeviceStage> made,
-                           DeviceStage::create(device_, world, places, bytes, [this](void* stream) {
-                             return after_calls(stream);
-                           }));
+  MOESAIC_ASSIGN_OR_RETURN(
+      std::unique_ptr<DeviceStage> made,
+      DeviceStage::create(device_, world, places, bytes, peer_memory_,
+                          [this](void* stream) { return after_calls(stream); }));
   return std::unique_ptr<layer::SlotStage>(std::move(made));
 }
 

@@ -10,6 +10,7 @@
 #include "cuda/side_stream.h"
 #include "layer/slot_memory.h"
 #include "layer/sm90/balance_ops.h"
+#include "moesaic/communicator.h"
 #include "moesaic/status.h"
 
 namespace moesaic::cuda {
@@ -41,7 +42,10 @@ class DeviceBalance final : public layer::SlotMemory {
   Result<std::unique_ptr<layer::SlotStage>> make_stage(Communicator* world, std::int64_t places,
                                                        std::int64_t bytes) override;
   // Whether ranks write into each other's memory; else make_stage is for one rank alone.
-  void let_peers_write() { peers_write_ = true; }
+  void let_peers_write(PeerMemory memory) {
+    peers_write_ = true;
+    peer_memory_ = memory;
+  }
 
  private:
   DeviceBalance() = default;
@@ -57,6 +61,7 @@ class DeviceBalance final : public layer::SlotMemory {
   void* called_ = nullptr;  // event: the last call that was no capture
   bool has_called_ = false;
   bool peers_write_ = false;
+  PeerMemory peer_memory_ = {};  // of the windows that they write through
 };
 
 }  // namespace moesaic::cuda

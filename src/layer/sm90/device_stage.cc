@@ -33,6 +33,7 @@ DeviceStage::~DeviceStage() {
 
 Result<std::unique_ptr<DeviceStage>> DeviceStage::create(int device, Communicator* world,
                                                          std::int64_t places, std::int64_t bytes,
+                                                         PeerMemory memory,
                                                          AfterCalls after_calls) {
   const DeviceScope scope(device);
   // Where this throws the caller tells the other ranks.
@@ -47,7 +48,8 @@ Result<std::unique_ptr<DeviceStage>> DeviceStage::create(int device, Communicato
     MOESAIC_RETURN_IF_ERROR(made->memory_.reserve("experts that move", all));
     return made;
   }
-  MOESAIC_ASSIGN_OR_RETURN(made->windows_, parallel::make_peer_window(*world, device, all, mine));
+  MOESAIC_ASSIGN_OR_RETURN(made->windows_,
+                           parallel::make_peer_window(*world, device, all, mine, memory));
   return made;
 }
 

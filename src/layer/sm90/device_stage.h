@@ -20,7 +20,7 @@ class DeviceStage final : public layer::SlotStage {
   using AfterCalls = std::function<Status(void* stream)>;
   static Result<std::unique_ptr<DeviceStage>> create(int device, Communicator* world,
                                                      std::int64_t places, std::int64_t bytes,
-                                                     AfterCalls after_calls);
+                                                     PeerMemory memory, AfterCalls after_calls);
   ~DeviceStage() override;
   DeviceStage(const DeviceStage&) = delete;
   DeviceStage& operator=(const DeviceStage&) = delete;

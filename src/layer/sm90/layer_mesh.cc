@@ -51,10 +51,11 @@ Status CudaLayer::Impl::create_transport(const FusedMoE::Options& options) {
     if (fits.ok()) {
       MOESAIC_ASSIGN_OR_RETURN(pair_capacity, pair_capacity_of(plan, chosen));
       Result<std::unique_ptr<CudaPeerAllToAll>> made = CudaPeerAllToAll::create(
-          carried, between, o, answer, !padded && experts != nullptr && experts->has_slots_place());
+          carried, between, o, answer, !padded && experts != nullptr && experts->has_slots_place(),
+          ranks.peer_memory);
       if (made.ok()) {
         peers = made->get();
-        if (balance != nullptr) balance->let_peers_write();
+        if (balance != nullptr) balance->let_peers_write(ranks.peer_memory);
         transport_bytes = peers->bytes();
         return keep(std::move(*made));
       }
@@ -79,8 +80,8 @@ Status CudaLayer::Impl::withdraw_from_ranks(const Status& reason) const {
   // The others make windows together; they learn of messages later, where all agree on the layer.
   if (layer::peer_windows_fit(plan.ranks, Device::cuda(device)).ok()) {
     const bool gather = plan.ranks.transport == RankTransport::kGather;
-    static_cast<void>(
-        parallel::make_peer_window(gather ? *mesh->tokens() : *mesh->world(), device, 0, reason));
+    static_cast<void>(parallel::make_peer_window(gather ? *mesh->tokens() : *mesh->world(), device,
+                                                 0, reason, plan.ranks.peer_memory));
   }
   return reason;
 }
@@ -138,7 +139,9 @@ Status CudaLayer::health() const {
 }
 
 std::string CudaLayer::rank_engine() const {
-  if (impl_->peers != nullptr) return "through peer windows";
+  if (impl_->peers != nullptr) {
+    return fmt::format("through peer windows ({})", impl_->peers->memory());
+  }
   return impl_->no_peers.empty() ? "" : fmt::format("by messages ({})", impl_->no_peers);
 }
 

@@ -151,7 +151,8 @@ CudaPeerAllToAll::~CudaPeerAllToAll() {
 
 Result<std::unique_ptr<CudaPeerAllToAll>> CudaPeerAllToAll::create(
     const MoeProblem& problem, const std::shared_ptr<Communicator>& communicator,
-    const AllToAllOptions& options, CudaAllToAll::Answer answer, bool brings_slots) {
+    const AllToAllOptions& options, CudaAllToAll::Answer answer, bool brings_slots,
+    PeerMemory memory) {
   // Refusals of the options are those of all ranks, and come before anybody waits.
   MOESAIC_RETURN_IF_ERROR(sm90_rows_can_travel(problem));
   MOESAIC_RETURN_IF_ERROR(
@@ -194,8 +195,8 @@ Result<std::unique_ptr<CudaPeerAllToAll>> CudaPeerAllToAll::create(
     return impl->allocate(owners);
   };
   MOESAIC_ASSIGN_OR_RETURN(
-      impl->window,
-      parallel::make_peer_window(*communicator, problem.device.index(), layout.bytes, own_part()));
+      impl->window, parallel::make_peer_window(*communicator, problem.device.index(), layout.bytes,
+                                               own_part(), memory));
   const DeviceScope scope(problem.device.index());
   MOESAIC_RETURN_IF_ERROR(impl->stand(layout));
   std::unique_ptr<CudaPeerAllToAll> made(new (std::nothrow) CudaPeerAllToAll(std::move(impl)));
@@ -353,6 +354,9 @@ SomeRows CudaPeerAllToAll::some_rows() const {
   return rows;
 }
 bool CudaPeerAllToAll::shares_streams() const { return impl_->window->shares_streams(); }
+std::string_view CudaPeerAllToAll::memory() const {
+  return parallel::peer_provider_name(impl_->window->provider());
+}
 void* CudaPeerAllToAll::stream() const { return impl_->side.handle(); }
 
 std::int64_t CudaPeerAllToAll::bytes() const {

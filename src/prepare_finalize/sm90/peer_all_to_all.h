@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string_view>
 
 #include "cuda/sum_epilogue.h"
 #include "moesaic/communicator.h"
@@ -22,9 +23,11 @@ class CudaPeerAllToAll final : public PrepareAndFinalize {
   // there are no windows (parallel/peer_window.h). Allocates everything it will use.
   //   brings_slots  answers are slots that the experts leave elsewhere (take_slots), bf16, or sums of
   //                 them: there is no memory for results here; this rank's own choice
+  //   memory        of the windows
   static Result<std::unique_ptr<CudaPeerAllToAll>> create(
       const MoeProblem& problem, const std::shared_ptr<Communicator>& communicator,
-      const AllToAllOptions& options, CudaAllToAll::Answer answer, bool brings_slots = false);
+      const AllToAllOptions& options, CudaAllToAll::Answer answer, bool brings_slots = false,
+      PeerMemory memory = PeerMemory::kAuto);
   ~CudaPeerAllToAll() override;
   CudaPeerAllToAll(const CudaPeerAllToAll&) = delete;
   CudaPeerAllToAll& operator=(const CudaPeerAllToAll&) = delete;
@@ -74,6 +77,8 @@ class CudaPeerAllToAll final : public PrepareAndFinalize {
   SomeRows some_rows() const;
   // Whether another rank has the same default stream.
   bool shares_streams() const;
+  // Where the windows' memory is from: "threads", "cuda_handles", "nccl".
+  std::string_view memory() const;
   // For calls that bring no stream; of this rank only.
   void* stream() const;
   std::int64_t bytes() const;  // device memory, the window included
