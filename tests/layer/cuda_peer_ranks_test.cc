@@ -231,6 +231,66 @@ TEST(CudaPeerRanks, HostTensorsHaveTheBitsOfMessages) {
   }
 }
 
+// --- Memory of NCCL --------------------------------------------------------------------------------
+
+// A GPU for each rank; another provider, the same bits.
+TEST(CudaPeerRanks, WindowsOfNcclHaveTheBitsOfMessages) {
+  REQUIRE_HOPPER();
+  const std::string reason = test::why_no_nccl_windows();
+  if (!reason.empty()) GTEST_SKIP() << reason;
+  const int ranks = std::min(4, static_cast<int>(test::usable_devices().size()));
+  std::uint64_t seed = 900;
+  for (const test::Feature& f : test::rank_features()) {
+    const LayerTensors tensors = test::make_tensors(51, f.spec());
+    const test::MakeRankLayer make = test::maker_of(tensors);
+    for (const RankReduction reduction : {RankReduction::kPerRank, RankReduction::kPerSlot}) {
+      const std::string wrong =
+          on_ranks(ranks, kPatientMs, [&](int, const std::shared_ptr<Communicator>& world) {
+            FusedMoE::Options o = options_of(engines_of(ranks, reduction), world);
+            o.ranks.peer_memory = PeerMemory::kNccl;
+            return compare_engines(make, o, true, seed, tensors.spec.hidden_size);
+          });
+      ASSERT_EQ(wrong, "") << f.name;
+      seed += 10;
+    }
+  }
+}
+
+// What cannot be had is refused on all ranks, by name; with engine auto rows go by messages.
+TEST(CudaPeerRanks, MemoryThatCannotBeHadIsRefused) {
+  REQUIRE_HOPPER();
+  const LayerTensors tensors = test::make_tensors(58, test::deepseek_like());
+  const test::MakeRankLayer make = test::maker_of(tensors);
+  const int devices = static_cast<int>(test::usable_devices().size());
+  const int ranks = 2 * devices;
+  const std::string wrong = on_ranks(
+      ranks, kPatientMs, [&](int rank, const std::shared_ptr<Communicator>& world) -> std::string {
+        FusedMoE::Options o = options_of(engines_of(ranks, RankReduction::kPerRank), world);
+        o.ranks.engine = RankEngine::kPeerWindows;
+        o.ranks.peer_memory = PeerMemory::kCudaHandles;
+        expect_refusal(make(o).status(), StatusCode::kUnsupported,
+                       {"peer_memory: got cuda_handles", "threads of one process"});
+        o.ranks.peer_memory = PeerMemory::kNccl;
+        const Status shared = make(o).status();
+        expect_refusal(shared, StatusCode::kUnsupported, {});
+        const bool nccl = nccl_windows_available().ok();
+        const std::string pair = fmt::format("ranks 0 and {}, which share a GPU", devices);
+        if (nccl && shared.message().find(pair) == std::string::npos) return shared.to_string();
+        o.ranks.engine = RankEngine::kAuto;
+        {
+          const auto layer = make(o);
+          if (!layer.ok()) return layer.status().to_string();
+          if (layer->summary().find("by messages (") == std::string::npos) return layer->summary();
+        }
+        o.ranks.engine = RankEngine::kPeerWindows;
+        o.ranks.peer_memory = rank == 1 ? PeerMemory::kNccl : PeerMemory::kAuto;
+        expect_refusal(make(o).status(), StatusCode::kInvalidArgument,
+                       {"peer_memory: got auto on rank 0 and nccl on rank 1"});
+        return "";
+      });
+  EXPECT_EQ(wrong, "");
+}
+
 // --- Failures --------------------------------------------------------------------------------------
 
 // One of three ranks makes no second call: the others' kernels end, both are told who, their output

@@ -386,6 +386,34 @@ TEST(CudaPlan, PeerWindowsAreForGpusAndForRowsThatTravel) {
   EXPECT_EQ(rank_engine_name(RankEngine::kAuto), "auto");
 }
 
+// Where windows' memory is from is a question of windows only.
+TEST(CudaPlan, PeerMemoryIsForPeerWindows) {
+  const std::shared_ptr<Communicator> pair =
+      std::move(make_in_process_communicators(2).value().front());
+  for (const PeerMemory memory : {PeerMemory::kNccl, PeerMemory::kCudaHandles}) {
+    FusedMoE::Options o = on_two_gpus(pair);
+    o.ranks.peer_memory = memory;
+    const std::string got = "peer_memory: got " + std::string(peer_memory_name(memory));
+    expect_refusal(explain_layer(small_spec(), o).status(), StatusCode::kUnsupported,
+                   {got.c_str(), "rank_engine: got messages"});
+    for (const RankEngine engine : {RankEngine::kAuto, RankEngine::kPeerWindows}) {
+      o.ranks.engine = engine;
+      EXPECT_TRUE(explain_layer(small_spec(), o).ok());
+    }
+    o.device = Device::cpu();
+    o.ranks.engine = RankEngine::kAuto;
+    expect_refusal(explain_layer(small_spec(), o).status(), StatusCode::kUnsupported,
+                   {got.c_str(), "on cpu, need a GPU"});
+    o = on_two_gpus(pair);
+    o.ranks.peer_memory = memory;
+    o.ranks.engine = RankEngine::kAuto;
+    o.parallel.dp_size = 1;
+    o.ranks.transport = RankTransport::kNone;
+    expect_refusal(explain_layer(small_spec(), o).status(), StatusCode::kUnsupported,
+                   {got.c_str(), "with transport none"});
+  }
+}
+
 // Room for fewer pairs than there may be: what cannot have it says so, before anybody waits.
 TEST(CudaPlan, APairCapacityIsForPeerWindows) {
   const std::shared_ptr<Communicator> pair =

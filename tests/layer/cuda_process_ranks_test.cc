@@ -4,12 +4,15 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <thread>
+#include <vector>
 
 #include "layer/peer_calls.h"
 #include "parallel/peer_window.h"
@@ -28,18 +31,22 @@ using test::StartedRank;
 const bool kEnvironment = setenv("CUDA_MODULE_LOADING", "EAGER", 1) == 0;
 
 // Longer than any call here takes, shorter than a test may hang.
-constexpr int kPatientMs = 30'000, kKillMs = 1500, kSeconds = 120;
+constexpr int kPatientMs = 30'000, kKillMs = 1500, kSeconds = 240;
 constexpr int kVictim = 1;
 
 // --- In the processes: empty, or what is wrong -------------------------------------------------------
 
-std::string same_bits(const StartedRank& started) {
+// Tasks of this name in front are done with windows of NCCL.
+constexpr std::string_view kNccl = "nccl ";
+
+std::string same_bits(const StartedRank& started, PeerMemory memory) {
   const int ranks = started.world->size();
   std::uint64_t seed = 100;
   for (const test::Feature& f : test::rank_features()) {
     const LayerTensors tensors = test::make_tensors(51, f.spec());
     for (const RankReduction reduction : {RankReduction::kPerRank, RankReduction::kPerSlot}) {
-      const auto options = test::options_of(engines_of(ranks, reduction), started.world);
+      auto options = test::options_of(engines_of(ranks, reduction), started.world);
+      options.ranks.peer_memory = memory;
       const std::string wrong = test::compare_engines(test::maker_of(tensors), options, true,
                                                       seed += 10, tensors.spec.hidden_size);
       if (!wrong.empty()) return fmt::format("{}: {}", f.name, wrong);
@@ -48,11 +55,12 @@ std::string same_bits(const StartedRank& started) {
   return "";
 }
 
-std::string graphs(const StartedRank& started) {
+std::string graphs(const StartedRank& started, PeerMemory memory) {
   const LayerTensors tensors = test::make_tensors(52, test::deepseek_like());
-  const auto combo = engines_of(started.world->size(), RankReduction::kPerSlot);
-  return test::replay_in_any_order(test::maker_of(tensors), test::options_of(combo, started.world),
-                                   tensors.spec.hidden_size, 100);
+  auto options =
+      test::options_of(engines_of(started.world->size(), RankReduction::kPerSlot), started.world);
+  options.ranks.peer_memory = memory;
+  return test::replay_in_any_order(test::maker_of(tensors), options, tensors.spec.hidden_size, 100);
 }
 
 std::int64_t free_bytes() {
@@ -60,20 +68,36 @@ std::int64_t free_bytes() {
   return cudaMemGetInfo(&free, &all) == cudaSuccess ? static_cast<std::int64_t>(free) : 0;
 }
 
+// A layer of this rank alone, when the windows are closed.
+std::string works_alone(const LayerTensors& tensors, Device device) {
+  FusedMoE::Options alone = test::on_gpu(test::kMostRows);
+  alone.device = device;
+  const auto layer = test::maker_of(tensors)(alone);
+  if (!layer.ok()) return layer.status().to_string();
+  RankCalls calls(501, tensors.spec.hidden_size, 1);
+  const Status status = calls.enqueue(*layer, 0, 3);
+  if (!status.ok()) return status.to_string();
+  return calls.finish() && !calls.all_nan(0, 3) ? "" : "the device does not work any more";
+}
+
 // Calls until somebody is missing. Then the report names that rank, the outputs are NaN, and the device
 // goes on working here.
-std::string calls_until_one_dies(const StartedRank& started) {
+std::string calls_until_one_dies(const StartedRank& started, PeerMemory memory) {
   const LayerTensors tensors = test::make_tensors(54, test::deepseek_like());
   FusedMoE::Options o =
       test::options_of(engines_of(started.world->size(), RankReduction::kPerRank), started.world);
   o.ranks.engine = RankEngine::kPeerWindows;
+  o.ranks.peer_memory = memory;
   {
+    const bool early = started.task == "creation";
+    if (early) started.ready();
     const auto layer = test::maker_of(tensors)(o);
-    if (!layer.ok()) return layer.status().to_string();
+    if (!layer.ok()) return early ? works_alone(tensors, o.device) : layer.status().to_string();
     RankCalls calls(500, tensors.spec.hidden_size, 1);
     Status status = started.world->barrier("ready");
+    if (early && !status.ok()) return "";
     if (!status.ok()) return status.to_string();
-    started.ready();
+    if (!early) started.ready();
     if (started.task == "idle" && started.world->rank() == kVictim) {
       for (;;) std::this_thread::sleep_for(std::chrono::seconds(1));
     }
@@ -93,25 +117,18 @@ std::string calls_until_one_dies(const StartedRank& started) {
     status = calls.enqueue(*layer, 0, 3);
     if (status.ok()) return "a call after the end";
   }
-  // The window is closed; a layer of this rank alone.
-  FusedMoE::Options alone = test::on_gpu(test::kMostRows);
-  alone.device = o.device;
-  const auto layer = test::maker_of(tensors)(alone);
-  if (!layer.ok()) return layer.status().to_string();
-  RankCalls calls(501, tensors.spec.hidden_size, 1);
-  const Status status = calls.enqueue(*layer, 0, 3);
-  if (!status.ok()) return status.to_string();
-  return calls.finish() && !calls.all_nan(0, 3) ? "" : "the device does not work any more";
+  return works_alone(tensors, o.device);
 }
 
 // Windows come and go, and leave no memory behind.
-std::string memory(const StartedRank& started) {
+std::string come_and_go(const StartedRank& started, PeerMemory memory) {
   constexpr std::int64_t kBytes = std::int64_t{64} << 20;
+  constexpr int kRounds = 20;
   Communicator& world = *started.world;
   std::int64_t before = 0;
-  for (int round = 0; round < 8; ++round) {
+  for (int round = 0; round < kRounds; ++round) {
     const auto window =
-        parallel::make_peer_window(world, test::device_of_rank(world.rank()), kBytes, {});
+        parallel::make_peer_window(world, test::device_of_rank(world.rank()), kBytes, {}, memory);
     if (!window.ok()) return window.status().to_string();
     int here = 0;  // ranks on this one's GPU
     for (int r = 0; r < world.size(); ++r) {
@@ -120,7 +137,7 @@ std::string memory(const StartedRank& started) {
     if ((*window)->shares_device() != (here > 1)) return "who shares a GPU is not known";
     for (int r = 0; r < world.size(); ++r) {
       // The bytes of the other side, by the rank that has it.
-      const auto value = static_cast<unsigned char>(16 * round + world.rank());
+      const auto value = static_cast<unsigned char>(8 * round + world.rank());
       if (cudaMemset((*window)->base(r) + world.rank() * 256, value, 256) != cudaSuccess)
         return "a window cannot be written to";
     }
@@ -130,7 +147,7 @@ std::string memory(const StartedRank& started) {
       unsigned char got[256] = {};
       const std::byte* const at = (*window)->base(world.rank()) + r * 256;
       if (cudaMemcpy(got, at, sizeof(got), cudaMemcpyDeviceToHost) != cudaSuccess) return "read";
-      if (got[0] != 16 * round + r || got[255] != got[0]) return fmt::format("not of rank {}", r);
+      if (got[0] != 8 * round + r || got[255] != got[0]) return fmt::format("not of rank {}", r);
     }
     met = world.barrier("read");
     if (!met.ok()) return met.to_string();
@@ -144,24 +161,74 @@ std::string memory(const StartedRank& started) {
 }
 
 // One rank cannot: all are refused, and told who.
-std::string refusal(const StartedRank& started) {
+std::string refusal(const StartedRank& started, PeerMemory memory) {
   const int rank = started.world->rank();
   const Status mine = rank == 1 ? Status(StatusCode::kUnsupported, "not today") : Status();
   const auto window =
-      parallel::make_peer_window(*started.world, test::device_of_rank(rank), 4096, mine);
+      parallel::make_peer_window(*started.world, test::device_of_rank(rank), 4096, mine, memory);
   const std::string want = rank == 1 ? "not today" : "rank 1 cannot, its own message says why";
   if (window.ok() || window.status().code() != StatusCode::kUnsupported) return "not refused";
   return window.status().message().find(want) == std::string::npos ? window.status().to_string()
                                                                    : "";
 }
 
-int run_rank(const StartedRank& started) {
+// Ranks that ask for different memory: all are refused.
+std::string different(const StartedRank& started) {
+  const int rank = started.world->rank();
+  const auto window =
+      parallel::make_peer_window(*started.world, test::device_of_rank(rank), 4096, {},
+                                 rank == 1 ? PeerMemory::kCudaHandles : PeerMemory::kAuto);
+  if (window.ok() || window.status().code() != StatusCode::kInvalidArgument) return "not refused";
+  const std::string_view want = "peer_memory: got auto on rank 0 and cuda_handles on rank 1";
+  return window.status().message().find(want) == std::string::npos ? window.status().to_string()
+                                                                   : "";
+}
+
+// Of the GPUs that this process may use, the rank's only; before CUDA starts.
+void hide_other_gpus(int rank) {
+  const char* const all = std::getenv("CUDA_VISIBLE_DEVICES");
+  std::string own = std::to_string(rank);
+  if (all != nullptr) {
+    std::istringstream list(all);
+    for (int r = 0; r <= rank; ++r) std::getline(list, own, ',');
+  }
+  setenv("CUDA_VISIBLE_DEVICES", own.c_str(), 1);
+}
+
+// Processes that do not see each other's GPUs: windows of NCCL, unless there are CUDA's handles.
+std::string own_gpu_only(const StartedRank& started) {
+  const auto windows = [&](PeerMemory memory) {
+    return parallel::make_peer_window(*started.world, 0, 4096, {}, memory);
+  };
+  const bool handles = windows(PeerMemory::kCudaHandles).ok();
+  {
+    const auto window = windows(PeerMemory::kAuto);
+    if (!window.ok()) return window.status().to_string();
+    const auto want =
+        handles ? parallel::PeerProvider::kCudaHandles : parallel::PeerProvider::kNccl;
+    const std::string_view got = parallel::peer_provider_name((*window)->provider());
+    fmt::print("rank {}: windows of {}\n", started.world->rank(), got);
+    if (got != parallel::peer_provider_name(want)) return fmt::format("windows of {}", got);
+  }
+  return same_bits(started, PeerMemory::kAuto);
+}
+
+std::string run_task(const StartedRank& started, PeerMemory memory) {
+  if (started.task == "bits") return same_bits(started, memory);
+  if (started.task == "graphs") return graphs(started, memory);
+  if (started.task == "memory") return come_and_go(started, memory);
+  if (started.task == "refusal") return refusal(started, memory);
+  if (started.task == "different") return different(started);
+  if (started.task == "own GPU") return own_gpu_only(started);
+  return calls_until_one_dies(started, memory);
+}
+
+int run_rank(StartedRank started) {
+  if (started.task == "own GPU") hide_other_gpus(started.world->rank());
   test::use_device_of_rank(started.world->rank());
-  const std::string wrong = started.task == "bits"      ? same_bits(started)
-                            : started.task == "graphs"  ? graphs(started)
-                            : started.task == "memory"  ? memory(started)
-                            : started.task == "refusal" ? refusal(started)
-                                                        : calls_until_one_dies(started);
+  const bool nccl = started.task.starts_with(kNccl);
+  if (nccl) started.task.erase(0, kNccl.size());
+  const std::string wrong = run_task(started, nccl ? PeerMemory::kNccl : PeerMemory::kAuto);
   if (wrong.empty() && !testing::Test::HasFailure()) return 0;
   fmt::print(stderr, "process of rank {}: {}\n", started.world->rank(), wrong);
   return 1;
@@ -169,55 +236,102 @@ int run_rank(const StartedRank& started) {
 
 // --- In the test ----------------------------------------------------------------------------------------
 
+void expect_done(const std::string& task, int ranks) {
+  RankProcesses processes(task, ranks, kPatientMs);
+  for (int r = 0; r < ranks; ++r) EXPECT_EQ(processes.join(r, kSeconds), 0) << ranks << " " << r;
+}
+
+// `kills` times: the victim is killed at some moment of tasks in turn; the others must end well.
+void kill_in(const std::string& memory, const std::vector<std::string>& tasks, int ranks,
+             int timeout_ms, int kills) {
+  test::Rng rng(static_cast<std::uint64_t>(kills));
+  for (int k = 0; k < kills; ++k) {
+    const std::string& task = tasks[static_cast<std::size_t>(k) % tasks.size()];
+    RankProcesses processes(memory + task, ranks, timeout_ms);
+    ASSERT_TRUE(processes.await_all(kSeconds)) << "kill " << k;
+    const std::uint64_t most = task == "teardown"   ? 20'000
+                               : task == "creation" ? 4'000'000
+                                                    : 100'000;
+    const auto after = std::chrono::microseconds(rng.next() % most);
+    std::this_thread::sleep_for(after);
+    processes.kill(kVictim);
+    for (int r = 0; r < ranks; ++r) {
+      if (r == kVictim) continue;
+      ASSERT_EQ(processes.join(r, kSeconds), 0)
+          << "rank " << r << ", kill " << k << ", " << task << ", after " << after.count() << " us";
+    }
+    const int victim = processes.join(kVictim, kSeconds);
+    EXPECT_TRUE(victim == -1 || (victim == 0 && task == "teardown")) << victim;
+  }
+}
+
+// How often, by MOESAIC_KILLS.
+int number_of_kills(int otherwise) {
+  const char* const more = std::getenv("MOESAIC_KILLS");
+  return more != nullptr ? std::atoi(more) : otherwise;
+}
+// Before its calls, anywhere in them, or while it lets go of the layer.
+const std::vector<std::string>& moments() {
+  static const std::vector<std::string> all = {"idle", "teardown", "calls", "calls", "calls"};
+  return all;
+}
+
 TEST(CudaProcessRanks, HaveTheBitsOfMessages) {
   REQUIRE_HOPPER();
-  for (const int ranks : {2, 3}) {
-    RankProcesses processes("bits", ranks, kPatientMs);
-    for (int r = 0; r < ranks; ++r) EXPECT_EQ(processes.join(r, kSeconds), 0) << ranks << " " << r;
-  }
+  for (const int ranks : {2, 3}) expect_done("bits", ranks);
 }
 
 TEST(CudaProcessRanks, GraphsOfDifferentSizesInterleave) {
   REQUIRE_HOPPER();
-  RankProcesses processes("graphs", 2, kPatientMs);
-  for (int r = 0; r < 2; ++r) EXPECT_EQ(processes.join(r, kSeconds), 0) << r;
+  expect_done("graphs", 2);
 }
 
 TEST(CudaProcessRanks, WindowsAreFreed) {
   REQUIRE_HOPPER();
-  RankProcesses processes("memory", 3, kPatientMs);
-  for (int r = 0; r < 3; ++r) EXPECT_EQ(processes.join(r, kSeconds), 0) << r;
+  expect_done("memory", 3);
 }
 
 TEST(CudaProcessRanks, ARefusalIsThatOfAll) {
   REQUIRE_HOPPER();
-  RankProcesses processes("refusal", 3, kPatientMs);
-  for (int r = 0; r < 3; ++r) EXPECT_EQ(processes.join(r, kSeconds), 0) << r;
+  expect_done("refusal", 3);
+  expect_done("different", 3);
 }
 
-// Before its calls, anywhere in them, or while it lets go of the layer (MOESAIC_KILLS: how often).
 TEST(CudaProcessRanks, AKilledRankIsReportedAndTheOthersLive) {
   REQUIRE_HOPPER();
-  constexpr int kRanks = 3;
-  const char* const more = std::getenv("MOESAIC_KILLS");
-  const int kills = more != nullptr ? std::atoi(more) : 3;
-  test::Rng rng(static_cast<std::uint64_t>(kills));
-  for (int k = 0; k < kills; ++k) {
-    constexpr const char* kTasks[] = {"idle", "teardown", "calls", "calls", "calls"};
-    const char* const task = kTasks[k % 5];
-    RankProcesses processes(task, kRanks, kKillMs);
-    ASSERT_TRUE(processes.await_all(kSeconds)) << "kill " << k;
-    const std::uint64_t most = std::string_view(task) == "teardown" ? 20'000 : 100'000;
-    const auto after = std::chrono::microseconds(rng.next() % most);
-    std::this_thread::sleep_for(after);
-    processes.kill(kVictim);
-    for (const int r : {0, 2}) {
-      ASSERT_EQ(processes.join(r, kSeconds), 0)
-          << "rank " << r << ", kill " << k << " after " << after.count() << " us";
-    }
-    const int victim = processes.join(kVictim, kSeconds);
-    EXPECT_TRUE(victim == -1 || (victim == 0 && std::string_view(task) == "teardown")) << victim;
+  kill_in("", moments(), 3, kKillMs, number_of_kills(3));
+}
+
+// The same with windows of NCCL, which need a GPU for each rank.
+class NcclProcessRanks : public testing::Test {
+ protected:
+  void SetUp() override {
+    REQUIRE_HOPPER();
+    const std::string reason = test::why_no_nccl_windows();
+    if (!reason.empty()) GTEST_SKIP() << reason;
+    ranks_ = std::min(3, static_cast<int>(test::usable_devices().size()));
   }
+  // To make windows of NCCL takes seconds, all of which the time-out must allow.
+  static constexpr int kNcclKillMs = 10'000;
+  int ranks_ = 2;
+};
+
+TEST_F(NcclProcessRanks, HaveTheBitsOfMessages) { expect_done("nccl bits", ranks_); }
+
+TEST_F(NcclProcessRanks, GraphsOfDifferentSizesInterleave) { expect_done("nccl graphs", ranks_); }
+
+TEST_F(NcclProcessRanks, WindowsAreFreed) { expect_done("nccl memory", ranks_); }
+
+TEST_F(NcclProcessRanks, ARefusalIsThatOfAll) { expect_done("nccl refusal", ranks_); }
+
+TEST_F(NcclProcessRanks, ServeWhereAProcessSeesItsOwnGpuOnly) { expect_done("own GPU", ranks_); }
+
+TEST_F(NcclProcessRanks, AKilledRankIsReportedAndTheOthersLive) {
+  kill_in(std::string(kNccl), moments(), ranks_, kNcclKillMs, number_of_kills(3));
+}
+
+TEST_F(NcclProcessRanks, ARankKilledWhileWindowsAreMadeHoldsUpNobody) {
+  kill_in(std::string(kNccl), {"creation"}, ranks_, kNcclKillMs, number_of_kills(3));
 }
 
 }  // namespace

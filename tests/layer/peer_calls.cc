@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <thread>
+#include <utility>
 
 namespace moesaic::test {
 
@@ -44,6 +45,12 @@ RankCombo engines_of(int ranks, RankReduction reduction) {
   return c;
 }
 
+std::string why_no_nccl_windows() {
+  const std::size_t devices = usable_devices().size();
+  if (devices < 2) return fmt::format("{} usable GPU(s), need one for each of two ranks", devices);
+  return nccl_windows_available().message();
+}
+
 std::int64_t rows_of(int rank, int call) {
   return (rank * 5 + call * 3 + rank * call) % (kMostRows + 1);
 }
@@ -59,10 +66,14 @@ std::string compare_engines(const MakeRankLayer& make, FusedMoE::Options options
     return refused ? "" : "not refused: " + peers.status().to_string();
   }
   if (!peers.ok()) return peers.status().to_string();
+  const PeerMemory memory = std::exchange(options.ranks.peer_memory, PeerMemory::kAuto);
   options.ranks.engine = RankEngine::kMessages;
   const auto messages = make(options);
   if (!messages.ok()) return messages.status().to_string();
-  if (peers->summary().find("through peer windows") == std::string::npos) return peers->summary();
+  const std::string named = memory == PeerMemory::kAuto ? "through peer windows"
+                                                        : fmt::format("through peer windows ({})",
+                                                                      peer_memory_name(memory));
+  if (peers->summary().find(named) == std::string::npos) return peers->summary();
   RankCalls calls(seed + static_cast<std::uint64_t>(rank), hidden, kCalls);
   for (int c = 0; c < kCalls; ++c) {
     const Status status = calls.enqueue(*messages, c, rows_of(rank, c));

@@ -122,6 +122,9 @@ class RankCalls {
 // How many rows a rank has in a call: some none, all different from call to call.
 std::int64_t rows_of(int rank, int call);
 
+// Why ranks with a GPU each have no windows of NCCL here; empty: they have.
+std::string why_no_nccl_windows();
+
 // Some calls by both engines on the same rows; empty, or what is wrong. `fits`: whether the plan
 // says so, which create() must too.
 std::string compare_engines(const MakeRankLayer& make, FusedMoE::Options options, bool fits,

@@ -3,6 +3,8 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <thread>
@@ -10,6 +12,7 @@
 
 #include "moesaic/communicator.h"
 #include "moesaic/device.h"
+#include "parallel/helper_thread.h"
 #include "support/refusal.h"
 
 namespace moesaic {
@@ -145,6 +148,40 @@ TEST_F(Nccl, ALostRankIsReported) {
     if (c.rank() == 1) return;
     test::expect_refusal(c.barrier("dispatch"), StatusCode::kDevice, {"dispatch", "1"});
   });
+}
+
+// Calls that may never return are made so; this needs neither a GPU nor NCCL.
+TEST(HelperThread, IsLeftBehindAtTheDeadline) {
+  using parallel::HelperThread;
+  using std::chrono::milliseconds;
+  const auto now = [] { return HelperThread::Clock::now(); };
+  {
+    HelperThread thread;
+    auto value = std::make_shared<int>(0);
+    ASSERT_TRUE(thread.start(0, [value] { *value = 7; }).ok());
+    EXPECT_TRUE(thread.done_by(now() + std::chrono::seconds(60)));
+    EXPECT_EQ(*value, 7);
+    EXPECT_EQ(value.use_count(), 1) << "the thread lets go before it says that it is done";
+  }
+  // What the thread and the test share, until the thread is through.
+  struct Gate {
+    std::atomic<bool> open = false, through = false;
+  };
+  const auto gate = std::make_shared<Gate>();
+  {
+    HelperThread thread;
+    const auto wait = [gate] {
+      while (!gate->open) std::this_thread::sleep_for(milliseconds(1));
+      gate->through = true;
+    };
+    ASSERT_TRUE(thread.start(0, wait).ok());
+    EXPECT_FALSE(thread.done_by(now() + milliseconds(20)));
+  }
+  EXPECT_FALSE(gate->through);
+  gate->open = true;
+  const auto end = now() + std::chrono::seconds(60);
+  while (!gate->through && now() < end) std::this_thread::sleep_for(milliseconds(1));
+  EXPECT_TRUE(gate->through);
 }
 
 TEST(NcclMisuse, RefusesByName) {

@@ -96,6 +96,11 @@ class Explain(ToolTest):
             value = self.json_of(*arguments, "--rank-engine", engine)
             self.assertEqual(value["chosen"]["prepare_finalize"], chosen)
         self.fails(UNSUPPORTED, "2 ranks have the same rows", arguments=[*arguments, "--tp", 2, "--rank-engine", "peer_windows"])
+        for memory in ("auto", "cuda_handles", "nccl"):
+            value = self.json_of(*arguments, "--rank-engine", "peer_windows", "--peer-memory", memory)
+            self.assertEqual(value["chosen"]["prepare_finalize"], windows)
+        self.fails(UNSUPPORTED, "peer_memory: got nccl", "rank_engine: got messages", arguments=[*arguments, "--peer-memory", "nccl"])
+        self.fails(USAGE, "--peer-memory", "auto, cuda_handles, nccl", arguments=[*arguments, "--peer-memory", "mpi"])
 
     def test_memory_for_fewer_pairs_than_there_may_be(self):
         arguments = ["explain", "--device", "cuda", "--shape", "deepseek-v3", "--ranks", 8, "--tokens", 4096]
