@@ -169,6 +169,7 @@ Status peer_windows_available() {
   return parallel::peer_kernels_loaded();
 }
 Status nccl_windows_available() {
+  MOESAIC_RETURN_IF_ERROR(nccl_available());
   MOESAIC_ASSIGN_OR_RETURN(const parallel::NcclLibrary* const nccl, parallel::nccl_library());
   return parallel::nccl_window_path(*nccl).status();
 }

@@ -98,7 +98,8 @@ class Explain(ToolTest):
         self.fails(UNSUPPORTED, "2 ranks have the same rows", arguments=[*arguments, "--tp", 2, "--rank-engine", "peer_windows"])
         for memory in ("auto", "cuda_handles", "nccl"):
             value = self.json_of(*arguments, "--rank-engine", "peer_windows", "--peer-memory", memory)
-            self.assertEqual(value["chosen"]["prepare_finalize"], windows)
+            self.assertEqual((value["chosen"]["prepare_finalize"], value["peer_memory"]), (windows, memory))
+        self.assertIn("memory of nccl", run(*arguments, "--rank-engine", "auto", "--peer-memory", "nccl").stdout)
         self.fails(UNSUPPORTED, "peer_memory: got nccl", "rank_engine: got messages", arguments=[*arguments, "--peer-memory", "nccl"])
         self.fails(USAGE, "--peer-memory", "auto, cuda_handles, nccl", arguments=[*arguments, "--peer-memory", "mpi"])
 
@@ -171,7 +172,7 @@ class Env(ToolTest):
         self.assertEqual(value["cuda"]["available"], any(d["available"] for d in value["cuda"]["devices"]))
         for device in value["cuda"]["devices"]:
             self.assertEqual(device["available"], device["reason"] == "")
-        for absent in ("nccl", "mpi", "peer_windows"):
+        for absent in ("nccl", "mpi", "peer_windows", "nccl_windows"):
             self.assertIs(value[absent]["available"], False)
             self.assertTrue(value[absent]["reason"])
 

@@ -20,7 +20,8 @@ SKIPPED = 77
 TIMEOUT_S = 4
 HANG_GUARD_S = 600
 LAYER = 1
-ENGINES = "messages", "peer_windows"
+# Values of --rank-engine and --peer-memory.
+ENGINES = ("messages", "auto"), ("peer_windows", "auto"), ("peer_windows", "nccl")
 ENVIRONMENT = {
     **os.environ,
     "CUDA_MODULE_LOADING": "EAGER",
@@ -62,6 +63,10 @@ def processes_of_rank(tool, rank):
     return found
 
 
+def options_of(engine):
+    return ["--rank-engine", engine[0], "--peer-memory", engine[1]]
+
+
 class Case:
     def __init__(self, tool, source, mpiexec, folder):
         model = Path(source, "testdata", "models", "mini-deepseek-v3")
@@ -78,7 +83,7 @@ class Case:
 
     def same_as_one_gpu(self, engine, ranks):
         one = self.output(self.run, "one", "--device", "cuda:0", "--repeat", "1")
-        command = [*self.mpirun, str(ranks), *self.run, "--device", "cuda", "--rank-engine", engine]
+        command = [*self.mpirun, str(ranks), *self.run, "--device", "cuda", *options_of(engine)]
         several = self.output(command, "several", "--reduction", "per_slot", "--repeat", "5")
         if one != several:
             return f"{ranks} processes with a GPU each ({engine}) gave another file than one GPU"
@@ -87,7 +92,7 @@ class Case:
 
     def killed_rank_is_reported(self, engine):
         command = [*self.mpirun, "2", *self.run, "--output", str(Path(self.folder, "never")), "--device", "cuda",
-                   "--rank-engine", engine, "--repeat", "1000000", "--timeout", str(TIMEOUT_S), "-v"]  # fmt: skip
+                   *options_of(engine), "--repeat", "1000000", "--timeout", str(TIMEOUT_S), "-v"]  # fmt: skip
         job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT,
                                start_new_session=True)  # fmt: skip
         time.sleep(7)  # both have connected and are computing
@@ -115,8 +120,9 @@ def main(tool, source, mpiexec):
     with tempfile.TemporaryDirectory() as folder:
         case = Case(tool, source, mpiexec, folder)
         numbers = [n for n in (2, 4) if n <= usable_gpus(env)]
-        results = [case.same_as_one_gpu(engine, n) for engine in ENGINES for n in numbers]
-        results += [case.killed_rank_is_reported(engine) for engine in ENGINES]
+        engines = [e for e in ENGINES if e[1] != "nccl" or env["nccl_windows"]["available"]]
+        results = [case.same_as_one_gpu(engine, n) for engine in engines for n in numbers]
+        results += [case.killed_rank_is_reported(engine) for engine in engines]
     wrong = [w for w in results if w]
     print("\n".join(wrong) or "passed")
     return 1 if wrong else 0

@@ -124,6 +124,7 @@ int run_explain(const ExplainArguments& state) {
       {{"layer", describe(spec)},
        {"tokens", state.tokens},
        {"ranks", std::max(state.ranks.ranks, 1)},
+       {"peer_memory", peer_memory_name(options.ranks.peer_memory)},
        {"device", options.device.to_string()},
        {"candidates", std::move(candidates)},
        {"chosen", chosen_json(explanation)},
@@ -137,6 +138,9 @@ int run_explain(const ExplainArguments& state) {
        {"backend_note", slow_backend_note(explanation.experts_backend, explanation.candidates)},
        {"threads", std::move(threads)}});
   print(console, spec, explanation, state.tokens);
+  if (const PeerMemory memory = options.ranks.peer_memory; memory != PeerMemory::kAuto) {
+    console.print(fmt::format("peers        memory of {}\n", peer_memory_name(memory)));
+  }
   return kExitOk;
 }
 
