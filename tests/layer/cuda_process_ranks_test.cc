@@ -126,10 +126,13 @@ std::string come_and_go(const StartedRank& started, PeerMemory memory) {
   constexpr int kRounds = 20;
   Communicator& world = *started.world;
   std::int64_t before = 0;
+  std::chrono::duration<double, std::milli> making{};
   for (int round = 0; round < kRounds; ++round) {
+    const auto begin = std::chrono::steady_clock::now();
     const auto window =
         parallel::make_peer_window(world, test::device_of_rank(world.rank()), kBytes, {}, memory);
     if (!window.ok()) return window.status().to_string();
+    if (round > 0) making += std::chrono::steady_clock::now() - begin;
     int here = 0;  // ranks on this one's GPU
     for (int r = 0; r < world.size(); ++r) {
       here += test::device_of_rank(r) == test::device_of_rank(world.rank()) ? 1 : 0;
@@ -156,6 +159,10 @@ std::string come_and_go(const StartedRank& started, PeerMemory memory) {
   // Of the last round.
   const Status met = world.barrier("all are gone");
   if (!met.ok()) return met.to_string();
+  if (world.rank() == 0) {
+    fmt::print("memory {}: {:.1f} ms to make a window\n", peer_memory_name(memory),
+               making.count() / (kRounds - 1));
+  }
   const std::int64_t lost = before - free_bytes();
   return lost < kBytes ? "" : fmt::format("{} bytes are lost", lost);
 }
