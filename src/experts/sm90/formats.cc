@@ -240,16 +240,16 @@ constexpr TileRules decoded_tiles(int widest = 128) {
 
 // Formats whose codes are decoded in registers: the weights' kernel with operand rows of `rows`.
 template <class Format>
-constexpr FormatRow decoded(ComputeScheme scheme, RowForm rows) {
+constexpr FormatRow decoded(ComputeScheme scheme, RowForm rows, int widest) {
   FormatRow row = row_of<Format>(scheme);
   row.rows = rows;
-  row.tiles = decoded_tiles(160);
+  row.tiles = decoded_tiles(widest);
   row.parts = kImagesAndRowScales;
   return row;
 }
 
 constexpr FormatRow mxfp4_row(ComputeScheme scheme, RowForm rows) {
-  FormatRow row = decoded<Mxfp4Bf16>(scheme, rows);
+  FormatRow row = decoded<Mxfp4Bf16>(scheme, rows, 144);
   row.check = &check_widths<32>;
   row.repack = MOESAIC_ON_DEVICE(repack_mxfp4);
   row.units = {.swiglu = MOESAIC_ON_DEVICE(launch_grouped_mxfp4_bf16_swiglu),
@@ -277,7 +277,7 @@ constexpr FormatRow mxfp4_fp8_row() {
 }
 
 constexpr FormatRow mxfp8_row(ComputeScheme scheme, RowForm rows) {
-  FormatRow row = decoded<Mxfp8>(scheme, rows);
+  FormatRow row = decoded<Mxfp8>(scheme, rows, 144);
   row.check = &check_widths<32>;
   row.repack = MOESAIC_ON_DEVICE(repack_mxfp8);
   row.units = {.swiglu = MOESAIC_ON_DEVICE(launch_grouped_mxfp8_swiglu),
@@ -294,9 +294,8 @@ Status check_int4_fp8(const MoeProblem& problem) {
 }
 
 constexpr FormatRow int4_fp8_row() {
-  FormatRow row = decoded<Int4Fp8>(ComputeScheme::kInt4Fp8, RowForm::kFp8Row);
-  row.tiles = decoded_tiles();  // no registers for more columns
-  row.tiles.narrow_rows = 8;    // one warpgroup per slab
+  FormatRow row = decoded<Int4Fp8>(ComputeScheme::kInt4Fp8, RowForm::kFp8Row, 128);
+  row.tiles.narrow_rows = 8;  // one warpgroup per slab
   row.check = &check_int4_fp8;
   row.repack = MOESAIC_ON_DEVICE(repack_int4_fp8);
   row.units = {.swiglu = MOESAIC_ON_DEVICE(launch_grouped_int4_fp8_swiglu),
@@ -305,7 +304,7 @@ constexpr FormatRow int4_fp8_row() {
 }
 
 constexpr FormatRow nvfp4_row(ComputeScheme scheme, RowForm rows) {
-  FormatRow row = decoded<Nvfp4>(scheme, rows);
+  FormatRow row = decoded<Nvfp4>(scheme, rows, 160);
   row.check = &check_widths<16>;
   row.repack = MOESAIC_ON_DEVICE(repack_nvfp4);
   row.units = {.swiglu = MOESAIC_ON_DEVICE(launch_grouped_nvfp4_swiglu),

@@ -15,6 +15,8 @@ namespace moesaic::cuda {
 template <class Decoder>
 struct FromCodes {
   static constexpr bool kTokensAsRows = false;
+  static constexpr int kStageChunks = 2;
+  static constexpr bool kOddFirst = false;
   // Decoding is a chain of latencies, longer than the multiplies of few columns: twice the warps.
   static constexpr int groups_of_slab(int columns) { return columns <= 48 ? 2 : 1; }
 
@@ -46,22 +48,22 @@ struct FromCodes {
     }
   };
 
-  // The products of the next kCount stages, in flight together. Steps are decoded while the products
-  // of the two before are in flight; over a loop's end that gains nothing (measured). With two blocks
-  // codes are read two steps before they are needed; with one there are twice the warps, and it
-  // gains nothing (measured).
+  // The products of the next stage, which has kCount chunks, in flight together. Steps are decoded
+  // while the products of the two before are in flight; over a loop's end that gains nothing
+  // (measured). With two blocks codes are read two steps before they are needed; with one there are
+  // twice the warps, and it gains nothing (measured).
   template <int kCount, class Mma, class Stage, class Slab, int kBlocks, int kRegisters>
-  static __device__ __forceinline__ void multiply_stages(Stage& stage, std::uint32_t weights,
-                                                         std::uint32_t tokens, const Slab& slab,
-                                                         float (&acc)[kBlocks][kRegisters]) {
-    const NextStages<kCount> at(stage);
+  static __device__ __forceinline__ void multiply_stage(Stage& stage, std::uint32_t weights,
+                                                        std::uint32_t tokens, const Slab& slab,
+                                                        float (&acc)[kBlocks][kRegisters]) {
+    const Chunks<kCount> at = wait_for_chunks<kCount>(stage);
     std::uint64_t tiles[kCount];
 #pragma unroll
     for (int s = 0; s < kCount; ++s) tiles[s] = ptx::wgmma_whole_descriptor(tokens + at.offset[s]);
     constexpr bool kAhead = kBlocks == 2;
     constexpr int kTurns = kBlocks * kCount, kSteps = 2;
     Decoder decoders[2];
-    // Of turn `turn`: stage turn % kCount of block turn / kCount.
+    // Of turn `turn`: chunk turn % kCount of block turn / kCount.
     const auto load = [&](int turn) {
       slab.load(decoders[turn % 2], weights + (at.offset[turn % kCount] << 4), turn / kCount);
     };
@@ -87,19 +89,19 @@ struct FromCodes {
     }
     stage.peek();
     ptx::wgmma_wait<0>();
-    at.release(stage);
+    stage.release_and_advance();
   }
 
-  // The products of the next kCount stages, added to acc times the scales of their rows, which are
-  // the same in all of them.
-  template <int kCount, class Mma, class Stage, class Slab, int kBlocks, int kRegisters>
-  static __device__ __forceinline__ void add_stages(Stage& stage, std::uint32_t weights,
+  // The products of the chunks at `at`, added to acc times the scales of their rows, which are the
+  // same in all of them. peek() is called while the last products are in flight.
+  template <class Mma, int kCount, class Slab, int kBlocks, int kRegisters, class Peek>
+  static __device__ __forceinline__ void add_chunks(const Chunks<kCount>& at, std::uint32_t weights,
                                                     std::uint32_t tokens, const Slab& slab,
+                                                    const Peek& peek,
                                                     float (&acc)[kBlocks][kRegisters]) {
     constexpr bool kWide = kRegisters > 32;
     // Sums of all blocks, or in turn.
     constexpr int kSets = 1 + (kBlocks - 1) * static_cast<int>(kRegisters <= 24);
-    const NextStages<kCount> at(stage);
     decltype(Decoder::scales) scales[kBlocks];
     float part[kSets][kRegisters];
     const auto multiply = [&](int m, float(&d)[kRegisters]) {
@@ -127,15 +129,43 @@ struct FromCodes {
       promote(0, part[0]);
       if constexpr (kSets == 1) multiply(1, part[0]);
     }
-    stage.peek();
+    peek();
     ptx::wgmma_wait<0>();
     promote(kBlocks - 1, part[kSets - 1]);
-    at.release(stage);
+  }
+
+  // The chunks of the next stage, which has two with the same scales.
+  template <class Mma, class Stage, class Slab, int kBlocks, int kRegisters>
+  static __device__ __forceinline__ void add_both(Stage& stage, std::uint32_t weights,
+                                                  std::uint32_t tokens, const Slab& slab,
+                                                  float (&acc)[kBlocks][kRegisters]) {
+    add_chunks<Mma>(
+        wait_for_chunks<2>(stage), weights, tokens, slab, [&] { stage.peek(); }, acc);
+    stage.release_and_advance();
+  }
+
+  // The `count` chunks of the next stage in turn.
+  template <int kUnroll, class Mma, class Stage, class Slab, int kBlocks, int kRegisters>
+  static __device__ __forceinline__ void add_in_turn(Stage& stage, int count, std::uint32_t weights,
+                                                     std::uint32_t tokens, const Slab& slab,
+                                                     float (&acc)[kBlocks][kRegisters]) {
+    Chunks<1> at = wait_for_chunks<1>(stage);
+#pragma unroll kUnroll
+    for (int c = 1; c <= count; ++c) {
+      add_chunks<Mma>(
+          at, weights, tokens, slab,
+          [&] {
+            if (c == count) stage.peek();
+          },
+          acc);
+      at.offset[0] += Stage::L::kPartBytes >> 4;
+    }
+    stage.release_and_advance();
   }
 
   // Blocks of 64 rows from `first` on: as FromShared::columns, with InOperand or PerStagesAndRow.
-  // InOperand: two stages at a time, because what stands between stages and waiting for the last
-  // products of each is much of the time.
+  // A stage has two chunks, because what stands between stages and waiting for the last products of
+  // each is much of the time; the last has one where their number is odd.
   template <class Format, class Tile, int kColumns, int kBlocks>
   static __device__ __forceinline__ void blocks(const Shared<Format, Tile>& sh,
                                                 RingPosition<Layout<Format, Tile>::kStages>& ring,
@@ -158,20 +188,26 @@ struct FromCodes {
     if constexpr (Format::Promote::kParts) {
       if constexpr (Format::Promote::kMostStages == 2) {
         if (sh.chunks_of_sums == 2) {
-          for (int c = chunks / 2; c > 0; --c) {
-            add_stages<2, Mma>(stage, weights, tokens, slab, acc);
-          }
+          for (int c = chunks / 2; c > 0; --c) add_both<Mma>(stage, weights, tokens, slab, acc);
           chunks &= 1;
         }
       }
-      for (int c = chunks; c > 0; --c) {
-        add_stages<1, Mma>(stage, weights, tokens, slab, acc);
+      if constexpr (Format::Promote::kMostStages == 1) {
+        for (int c = chunks / 2; c > 0; --c) {
+          add_in_turn<2, Mma>(stage, 2, weights, tokens, slab, acc);
+        }
+        if (chunks % 2 != 0) add_in_turn<1, Mma>(stage, 1, weights, tokens, slab, acc);
+      } else {
+        // One loop: with more of them the compiler spills sums.
+        for (; chunks > 0; chunks -= 2) {
+          add_in_turn<1, Mma>(stage, min(2, chunks), weights, tokens, slab, acc);
+        }
       }
-      return;
-    }
-    if (chunks % 2 != 0) multiply_stages<1, Mma>(stage, weights, tokens, slab, acc);
-    for (int c = chunks / 2; c > 0; --c) {
-      multiply_stages<2, Mma>(stage, weights, tokens, slab, acc);
+    } else {
+      for (int c = chunks / 2; c > 0; --c) {
+        multiply_stage<2, Mma>(stage, weights, tokens, slab, acc);
+      }
+      if (chunks % 2 != 0) multiply_stage<1, Mma>(stage, weights, tokens, slab, acc);
     }
   }
 

@@ -1,5 +1,5 @@
 // 4-bit weights that the grouped-GEMM kernel (grouped_gemm.cuh) decodes in registers to e4m3: part
-// `Weights` of a format (format_parts.h). As gemm_codes.cuh, with k32 steps; the sums of two stages
+// `Weights` of a format (format_parts.h). As gemm_codes.cuh, with k32 steps; the sums of two chunks
 // are added up in fp32, because the accumulator of e4m3 products has 13 fraction bits and truncates.
 #pragma once
 
@@ -47,16 +47,19 @@ struct DecodeInt4Fp8 {
 template <class Decoder>
 struct FromFp8Codes {
   static constexpr bool kTokensAsRows = false;
+  static constexpr int kStageChunks = 2;
+  static constexpr bool kOddFirst = true;
   // Byte permutations bound this decoder, not latencies: more warps are no faster.
   static constexpr int groups_of_slab(int) { return 1; }
 
-  // The products of the next kCount stages, added to acc. Blocks of 64 rows from `first` on.
+  // The products of the next stage, which has kCount chunks, added to acc. Blocks of 64 rows from
+  // `first` on.
   template <int kCount, class Mma, class Stage, int kBlocks, int kRegisters>
-  static __device__ __forceinline__ void add_stages(Stage& stage, std::uint32_t weights,
-                                                    std::uint32_t tokens, int first, int thread,
-                                                    std::uint32_t order,
-                                                    float (&acc)[kBlocks][kRegisters]) {
-    const NextStages<kCount> at(stage);
+  static __device__ __forceinline__ void add_stage(Stage& stage, std::uint32_t weights,
+                                                   std::uint32_t tokens, int first, int thread,
+                                                   std::uint32_t order,
+                                                   float (&acc)[kBlocks][kRegisters]) {
+    const Chunks<kCount> at = wait_for_chunks<kCount>(stage);
 #pragma unroll
     for (int m = 0; m < kBlocks; ++m) {
       float part[kRegisters];
@@ -86,10 +89,10 @@ struct FromFp8Codes {
       ptx::wgmma_wait<0>();
       FromShared::add(acc[m], part);
     }
-    at.release(stage);
+    stage.release_and_advance();
   }
 
-  // As FromCodes::blocks. Two stages at a time; of an odd number the first one alone.
+  // As FromCodes::blocks.
   template <class Format, class Tile, int kColumns, int kBlocks>
   static __device__ __forceinline__ void blocks(const Shared<Format, Tile>& sh,
                                                 RingPosition<Layout<Format, Tile>::kStages>& ring,
@@ -112,9 +115,9 @@ struct FromFp8Codes {
     // constant. The widest build has no register to spare.
     std::uint32_t order = kInt4Order;
     if (Tile::kMaxColumns < 128) order = __shfl_sync(0xFFFFFFFFU, kInt4Order, lane);
-    if (chunks % 2 != 0) add_stages<1, Mma>(stage, weights, tokens, first, thread, order, acc);
+    if (chunks % 2 != 0) add_stage<1, Mma>(stage, weights, tokens, first, thread, order, acc);
     for (int c = chunks / 2; c > 0; --c) {
-      add_stages<2, Mma>(stage, weights, tokens, first, thread, order, acc);
+      add_stage<2, Mma>(stage, weights, tokens, first, thread, order, acc);
     }
   }
 

@@ -82,14 +82,28 @@ struct Layout {
   }
   // What follows, the tile of tokens, must be aligned as the swizzle is.
   static constexpr int kWeightBytes = ((kSplit ? kSlabBytes : kBandBytes) + 1023) / 1024 * 1024;
-  static constexpr int kStageBytes = kWeightBytes + kTokenBytes;
+  static constexpr int kPartBytes = kWeightBytes + kTokenBytes;
+  // Neighbouring chunks of a stage, 1 or 2, which has one pair of barriers for them. Of an odd
+  // number of chunks the first or the last is alone in its stage.
+  static constexpr int kStageChunks = Format::Weights::kStageChunks;
+  // How many of the next ones its stage has, when `left` of an item are left.
+  static constexpr __device__ __forceinline__ int next_chunks(int left) {
+    if (kStageChunks == 1) return 1;
+    return Format::Weights::kOddFirst ? 2 - left % 2 : min(2, left);
+  }
+  static constexpr int kStageBytes = kStageChunks * kPartBytes;
+  static_assert(kStageChunks == 1 ||
+                Format::WeightScales::kStageBytes + Format::Tokens::kScaleBytes == 0);
   // Per stage beside the operands: scales of weights, then those of each token.
   static constexpr int kScaleBytes =
       Format::WeightScales::kStageBytes + Format::Tokens::kScaleBytes * Tile::kMaxColumns;
   // Largest magnitudes of both consumer groups' warps (twice where they come from two CTAs), then
   // scales and reciprocals of two requantisation groups.
   static constexpr int kAmaxWords = 2 * kGroupWarps * Tile::kMaxColumns;
-  static constexpr int kAmaxBytes = (kSplit ? 2 : 1) * kAmaxWords * 4 + 16 * Tile::kMaxColumns;
+  static constexpr bool kQuantises =
+      Format::Inner::kQuantises || Format::Inner::kWholeRow || Format::Inner::kValues;
+  static constexpr int kAmaxBytes =
+      kQuantises ? (kSplit ? 2 : 1) * kAmaxWords * 4 + 16 * Tile::kMaxColumns : 0;
   static constexpr bool kMakesList = Tile::kMaxColumns <= kListColumns;
   static constexpr int kListBytes = kMakesList ? static_cast<int>(sizeof(SharedList)) : 0;
   // Sums of second blocks, on their way to the epilogue.
@@ -101,7 +115,11 @@ struct Layout {
   // start early (measured: the layer at M = 1 to 16 is 2 to 8 % faster).
   // Packed weights: about as many bytes in flight.
   static constexpr int kPacked = Format::kChunkK * Format::kWeightBits < 8 * kChunkBytes ? 2 : 1;
-  static constexpr int kMostStages = kPacked * (kSplit ? 8 : Tile::kMaxColumns <= 48 ? 4 : 16);
+  static constexpr int kMostStages = kPacked *
+                                     (kSplit                    ? 8
+                                      : Tile::kMaxColumns <= 48 ? 4
+                                                                : 16) /
+                                     kStageChunks;
   static constexpr int kFitting =
       (kHopperSharedBytes - kFixedBytes) / (kStageBytes + kScaleBytes + 16);
   static constexpr int kStages = kFitting < kMostStages ? kFitting : kMostStages;
@@ -130,7 +148,7 @@ struct Layout {
                                                                      : 152;
   static constexpr int kProducerRegisters =
       kLaunchRegisters - kConsumerWarps / kGroupWarps * (kConsumerRegisters - kLaunchRegisters);
-  static_assert(kStages >= 3 && kBytes <= kHopperSharedBytes);
+  static_assert(kStages * kStageChunks >= 3 && kStages >= 2 && kBytes <= kHopperSharedBytes);
   static_assert(kItemSlots * sizeof(Item) + 4 <= kItemSlots * 32 - kIndexSlots * 4);
 };
 
@@ -150,10 +168,6 @@ struct RingPosition {
       phase ^= 1;
     }
   }
-  static __device__ __forceinline__ std::uint32_t after(std::uint32_t slot) {
-    if (kCounts) return (slot + 1) & (N - 1);
-    return slot + 1 == N ? 0 : slot + 1;
-  }
 };
 
 template <class Format, class Tile>
@@ -163,11 +177,11 @@ struct Shared {
   char* generic;
   const CodeImage& codes;  // the kernel's parameters
   const std::uint8_t& chunks_of_sums;
-  __device__ __forceinline__ std::uint32_t weights(std::uint32_t s) const {
-    return base + s * L::kStageBytes;
+  __device__ __forceinline__ std::uint32_t weights(std::uint32_t s, int chunk = 0) const {
+    return base + s * L::kStageBytes + static_cast<std::uint32_t>(chunk * L::kPartBytes);
   }
-  __device__ __forceinline__ std::uint32_t tokens(std::uint32_t s) const {
-    return weights(s) + L::kWeightBytes;
+  __device__ __forceinline__ std::uint32_t tokens(std::uint32_t s, int chunk = 0) const {
+    return weights(s, chunk) + L::kWeightBytes;
   }
   __device__ __forceinline__ std::uint32_t scales(std::uint32_t s) const {
     return base + L::kOffsetScale + s * L::kScaleBytes;

@@ -97,25 +97,33 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
       }
     }
     if (!absent) before = second ? kGemm2 : kGemm1;
-    for (int c = 0; c < chunks && !absent; ++c) {
+    for (int left = absent ? 0 : chunks; left > 0;) {
       last = ring;
       ptx::mbarrier_wait(sh.empty(ring.slot()), ring.parity() ^ 1);
       const std::uint32_t bar = sh.full(ring.slot());
       const auto bytes = static_cast<std::uint32_t>((L::kSplit ? 1 : slabs) * slab_bytes);
-      ptx::mbarrier_arrive_expect(bar, bytes + Format::WeightScales::kStageBytes);
+      const int count = L::next_chunks(left);
+      left -= count;
+      ptx::mbarrier_arrive_expect(
+          bar, static_cast<std::uint32_t>(count) * bytes + Format::WeightScales::kStageBytes);
       if (Tile::kPaired) {
         if (static_cast<int>(cta) < slabs) {
           ptx::bulk_load_multicast(sh.weights(ring.slot()) + cta * L::kSlabBytes,
                                    src + cta * L::kSlabBytes, L::kSlabBytes, bar, 3, policy);
         }
+        src += 2 * slab_bytes;
       } else {
-        ptx::bulk_load(sh.weights(ring.slot()), src, bytes, bar, policy);
+#pragma unroll
+        for (int i = 0; i < L::kStageChunks; ++i) {
+          if (i > 0 && i >= count) break;
+          ptx::bulk_load(sh.weights(ring.slot(), i), src, bytes, bar, policy);
+          src += 2 * slab_bytes;
+        }
       }
       if (Format::WeightScales::kStageBytes > 0) {
         ptx::bulk_load(sh.scales(ring.slot()), scale, Format::WeightScales::kStageBytes, bar,
                        policy);
       }
-      src += 2 * slab_bytes;
       scale += Format::WeightScales::kStageBytes / 4;
       MOESAIC_CUDA_FAULT(cuda_experts_scales_of_the_first_chunk,
                          scale -= Format::WeightScales::kStageBytes / 4;)
@@ -194,21 +202,27 @@ __device__ __forceinline__ void produce_tokens(const GroupedParams& p,
     const float* scale = second ? p.rows.inner_scale : p.rows.x_scale;
     const std::int64_t scale_stride = second ? p.rows.inner_scale_stride : p.rows.x_scale_stride;
     const int chunks = second ? p.chunks2 : p.chunks1;
-    for (int c = 0; c < chunks; ++c) {
+    for (int c = 0; c < chunks;) {
       ptx::mbarrier_wait(sh.empty(ring.slot()), ring.parity() ^ 1);
-      const std::uint32_t tile = sh.tokens(ring.slot());
-      // Past the end of the rows the weights are zero; the tokens must not be NaN.
-      bool in_row = c * kChunkBytes + piece * 16 < row_bytes;
-      MOESAIC_CUDA_FAULT(cuda_experts_last_chunk_dropped, in_row = in_row && c + 1 < chunks;)
+      const int count = L::next_chunks(chunks - c);
 #pragma unroll
-      for (int i = 0; i < kPasses; ++i) {
-        if (source[i] != kNoSource) {
-          ptx::async_load_16(tile + ((i & 1) != 0 ? odd : even) +
-                                 static_cast<std::uint32_t>(i * kRowsPerPass * kChunkBytes),
-                             ptx::offset_16(base, source[i]), in_row);
+      for (int i = 0; i < L::kStageChunks; ++i) {
+        if (i > 0 && i >= count) break;
+        const std::uint32_t tile = sh.tokens(ring.slot(), i);
+        // Past the end of the rows the weights are zero; the tokens must not be NaN.
+        bool in_row = c * kChunkBytes + piece * 16 < row_bytes;
+        ++c;
+        MOESAIC_CUDA_FAULT(cuda_experts_last_chunk_dropped, in_row = in_row && c < chunks;)
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+          if (source[pass] != kNoSource) {
+            ptx::async_load_16(tile + ((pass & 1) != 0 ? odd : even) +
+                                   static_cast<std::uint32_t>(pass * kRowsPerPass * kChunkBytes),
+                               ptx::offset_16(base, source[pass]), in_row);
+          }
         }
+        base += kChunkBytes;
       }
-      base += kChunkBytes;
       if (kScaled) {
 #pragma unroll
         for (int i = 0; i < kScalePasses; ++i) {

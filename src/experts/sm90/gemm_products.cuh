@@ -53,6 +53,8 @@ struct PerStagesAndRow {
 
 struct FromShared {
   static constexpr bool kTokensAsRows = true;  // full groups
+  static constexpr int kStageChunks = 1;
+  static constexpr bool kOddFirst = false;
   static constexpr int groups_of_slab(int) { return 1; }
 
   // The four K steps of a stage: d = or += a b^T.

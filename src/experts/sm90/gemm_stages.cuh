@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/fault.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/wgmma.cuh"
@@ -36,13 +37,9 @@ struct StageReader {
   const int lane;
   bool ready = false;  // the stage at `ring` is known to be full
 
-  // The stage at `ring` is in shared memory.
-  __device__ __forceinline__ void wait_full() const {
-    if (!ready) ptx::mbarrier_wait(sh.full(ring.slot()), ring.parity());
-  }
-  // And may be read by wgmma.
+  // The stage at `ring` may be read, also by wgmma.
   __device__ __forceinline__ void wait() const {
-    wait_full();
+    if (!ready) ptx::mbarrier_wait(sh.full(ring.slot()), ring.parity());
     ptx::fence_proxy_async();  // for the gathered token rows
   }
   // Looks at the next stage, where the time for that is hidden by products in flight.
@@ -50,6 +47,11 @@ struct StageReader {
     Ring next = ring;
     next.advance();
     ready = ptx::mbarrier_test(sh.full(next.slot()), next.parity());
+  }
+  // This warp has read the stage at `ring`.
+  __device__ __forceinline__ void release_and_advance() const {
+    release(ring.slot());
+    ring.advance();
   }
   // This warp has read the stage of `slot`.
   __device__ __forceinline__ void release(std::uint32_t slot) const {
@@ -60,54 +62,40 @@ struct StageReader {
     }
   }
   // Distance of the stage's tiles from those of stage 0, in units of descriptors.
-  __device__ __forceinline__ std::uint32_t offset() const { return offset_of(uniform_slot()); }
-  static __device__ __forceinline__ std::uint32_t offset_of(std::uint32_t slot) {
-    return slot * static_cast<std::uint32_t>(L::kStageBytes >> 4);
-  }
-  __device__ __forceinline__ std::uint32_t uniform_slot() const {
-    return __shfl_sync(0xFFFFFFFFU, ring.slot(), 0);
+  __device__ __forceinline__ std::uint32_t offset() const {
+    return __shfl_sync(0xFFFFFFFFU, ring.slot(), 0) *
+           static_cast<std::uint32_t>(L::kStageBytes >> 4);
   }
 };
 
-// The next kCount stages, which are read together: where they are. The reader stays at the last one.
+// Distances of neighbouring chunks' tiles from those of the first chunk of stage 0, in units of
+// descriptors.
 template <int kCount>
-struct NextStages {
+struct Chunks {
   std::uint32_t offset[kCount];
-
-  template <class Stage>
-  __device__ __forceinline__ explicit NextStages(Stage& stage) {
-    std::uint32_t slot = stage.uniform_slot();
-#pragma unroll
-    for (int s = 0; s < kCount; ++s) {
-      if (s > 0) {
-        slot = Stage::Ring::after(slot);
-        stage.ring.advance();
-        stage.ready = false;
-      }
-      offset[s] = Stage::offset_of(slot);
-      slot_[s] = stage.ring.slot();
-      stage.wait_full();
-    }
-    ptx::fence_proxy_async();
-  }
-  // All of them, after which the reader is at the one behind.
-  template <class Stage>
-  __device__ __forceinline__ void release(Stage& stage) const {
-#pragma unroll
-    for (int s = 0; s < kCount; ++s) stage.release(slot_[s]);
-    stage.ring.advance();
-  }
-
- private:
-  std::uint32_t slot_[kCount];
 };
 
-// d = the products of the stages at `at`, four steps each, whose weights fragment(stage, step, a)
+// The first kCount chunks of the stage at `stage`, once they may be read.
+template <int kCount, class Stage>
+__device__ __forceinline__ Chunks<kCount> wait_for_chunks(const Stage& stage) {
+  static_assert(kCount <= Stage::L::kStageChunks);
+  Chunks<kCount> at;
+  at.offset[0] = stage.offset();
+#pragma unroll
+  for (int c = 1; c < kCount; ++c) {
+    at.offset[c] = at.offset[c - 1] + (Stage::L::kPartBytes >> 4);
+    MOESAIC_CUDA_FAULT(cuda_second_chunk_is_the_first, at.offset[c] = at.offset[0];)
+  }
+  stage.wait();
+  return at;
+}
+
+// d = the products of the chunks at `at`, four steps each, whose weights fragment(chunk, step, a)
 // decodes: kSteps at a time, while the products of at most kInFlight times before are in flight. Some
 // still are at the end.
 template <class Mma, int kSteps, int kInFlight, int kCount, int kRegisters, class Fragment>
-__device__ __forceinline__ void multiply_fragments(const NextStages<kCount>& at,
-                                                   std::uint32_t tokens, const Fragment& fragment,
+__device__ __forceinline__ void multiply_fragments(const Chunks<kCount>& at, std::uint32_t tokens,
+                                                   const Fragment& fragment,
                                                    float (&d)[kRegisters]) {
 #pragma unroll
   for (int s = 0; s < kCount; ++s) {

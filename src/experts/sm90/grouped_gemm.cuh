@@ -4,10 +4,11 @@
 //
 // Threads: warps 0-7 are two consumer warpgroups (128 weight rows each), the next one streams weights
 // with bulk copies and hands out work items, the last three gather token rows. Weights that are
-// decoded for few tokens have four consumer warpgroups (64 rows each). Shared memory is a ring
-// of stages (32 KiB of weights, up to max_columns token rows, scales) guarded by full/empty
-// barriers, and a small ring of work items. The split build has one consumer warpgroup per CTA and
-// stages of 16 KiB of weights; the two CTAs of a cluster work through the same items.
+// decoded for few tokens have four consumer warpgroups (64 rows each). Shared memory is a ring of
+// stages (32 KiB of weights, up to max_columns token rows, scales; or two chunks of codes and rows)
+// guarded by full/empty barriers, and a small ring of work items. The split build has one consumer
+// warpgroup per CTA and stages of 16 KiB of weights; the two CTAs of a cluster work through the same
+// items.
 #pragma once
 
 #include "experts/sm90/gemm_consumers.cuh"

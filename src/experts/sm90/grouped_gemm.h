@@ -9,8 +9,9 @@
 //   group   at most max_columns rows of one expert that are computed together
 //   band    256 weight rows of a matrix; of w13 with a gate: gate and up rows of 128 channels
 //   slab    half of a band: the 128 rows that one consumer warpgroup multiplies
-//   chunk   the part of K that one stage holds: 128 bytes of a token row
-//   stage   a place of the ring in shared memory: a chunk of a band and of a group's rows
+//   chunk   128 bytes of a token row, and the same part of K of a band
+//   stage   a place of the ring in shared memory: a chunk of a band and of a group's rows, or two of
+//           weights that are decoded
 //   item    a band and a group: what a CTA takes from the list at a time
 //
 // Both GEMMs have the weights as the M operand of wgmma and the tokens as the N operand, except
@@ -186,7 +187,7 @@ struct TileRules {
   int split_items = 1;
   // From so many rows per expert on pairs of CTAs share weights; 0: never.
   int paired_rows = 0;
-  int widest = 128;  // columns: 128, 136 or 160
+  int widest = 128;  // columns: 128, 136, 144 or 160
   // Columns of a build for experts of somewhat more rows than 128, which would be two groups: 136,
   // 144 or 0, none.
   int snug = 0;
