@@ -47,8 +47,11 @@ struct DecodeInt4Fp8 {
 template <class Decoder>
 struct FromFp8Codes {
   static constexpr bool kTokensAsRows = false;
-  static constexpr int kStageChunks = 2;
   static constexpr bool kOddFirst = true;
+  template <class>
+  static constexpr int stage_chunks(int) {
+    return 2;
+  }
   // Byte permutations bound this decoder, not latencies: more warps are no faster.
   static constexpr int groups_of_slab(int) { return 1; }
 

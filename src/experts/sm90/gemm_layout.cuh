@@ -85,7 +85,8 @@ struct Layout {
   static constexpr int kPartBytes = kWeightBytes + kTokenBytes;
   // Neighbouring chunks of a stage, 1 or 2, which has one pair of barriers for them. Of an odd
   // number of chunks the first or the last is alone in its stage.
-  static constexpr int kStageChunks = Format::Weights::kStageChunks;
+  static constexpr int kStageChunks =
+      Format::Weights::template stage_chunks<typename Format::Promote>(Tile::kMaxColumns);
   // How many of the next ones its stage has, when `left` of an item are left.
   static constexpr __device__ __forceinline__ int next_chunks(int left) {
     if (kStageChunks == 1) return 1;

@@ -53,8 +53,11 @@ struct PerStagesAndRow {
 
 struct FromShared {
   static constexpr bool kTokensAsRows = true;  // full groups
-  static constexpr int kStageChunks = 1;
   static constexpr bool kOddFirst = false;
+  template <class>
+  static constexpr int stage_chunks(int) {
+    return 1;
+  }
   static constexpr int groups_of_slab(int) { return 1; }
 
   // The four K steps of a stage: d = or += a b^T.
