@@ -93,6 +93,9 @@ struct Layout {
     return Format::Weights::kOddFirst ? 2 - left % 2 : min(2, left);
   }
   static constexpr int kStageBytes = kStageChunks * kPartBytes;
+  // Lanes of a consumer warp that hand a stage back. One is enough, but racecheck does not see that it
+  // speaks for the others' reads of codes; all of them where that costs nothing.
+  static constexpr int kReleaseLanes = kStageChunks > 1 && Tile::kMaxColumns > 64 ? 32 : 1;
   static_assert(kStageChunks == 1 ||
                 Format::WeightScales::kStageBytes + Format::Tokens::kScaleBytes == 0);
   // Per stage beside the operands: scales of weights, then those of each token.

@@ -55,6 +55,10 @@ struct StageReader {
   }
   // This warp has read the stage of `slot`.
   __device__ __forceinline__ void release(std::uint32_t slot) const {
+    if constexpr (L::kReleaseLanes > 1) {
+      ptx::mbarrier_arrive(sh.empty(slot));
+      return;
+    }
     __syncwarp();
     if (lane == 0) {
       ptx::mbarrier_arrive(sh.empty(slot));

@@ -32,7 +32,8 @@ __global__ void __launch_bounds__(Layout<Format, Tile>::kBoundThreads,
   if (threadIdx.x == 0) {
     for (int s = 0; s < L::kStages; ++s) {
       ptx::mbarrier_init(sh.full(s), 1 + 32 * kTokenWarps);
-      ptx::mbarrier_init(sh.empty(s), L::kConsumerWarps * (Tile::kPaired ? 2 : 1));
+      ptx::mbarrier_init(sh.empty(s),
+                         L::kConsumerWarps * L::kReleaseLanes * (Tile::kPaired ? 2 : 1));
     }
     for (int s = 0; s < kItemSlots; ++s) {
       ptx::mbarrier_init(sh.item_full(s), 1);
