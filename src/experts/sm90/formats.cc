@@ -234,7 +234,7 @@ bool is_nvfp4_weight(const OperandQuant& w) {
 
 // Weights that are decoded in registers. Groups of 32 columns have twice the warps to decode, which
 // pays up to 16 rows per expert (measured). The wider a group, the fewer times weights are decoded.
-constexpr TileRules decoded_tiles(int widest = 128) {
+constexpr TileRules decoded_tiles(int widest) {
   return {.split_items = 1, .paired_rows = 0, .widest = widest, .narrow_rows = 16};
 }
 
@@ -294,6 +294,7 @@ Status check_int4_fp8(const MoeProblem& problem) {
 }
 
 constexpr FormatRow int4_fp8_row() {
+  // No registers for more columns.
   FormatRow row = decoded<Int4Fp8>(ComputeScheme::kInt4Fp8, RowForm::kFp8Row, 128);
   row.tiles.narrow_rows = 8;  // one warpgroup per slab
   row.check = &check_int4_fp8;

@@ -93,8 +93,8 @@ struct Layout {
     return Format::Weights::kOddFirst ? 2 - left % 2 : min(2, left);
   }
   static constexpr int kStageBytes = kStageChunks * kPartBytes;
-  // Lanes of a consumer warp that hand a stage back. One is enough, but racecheck does not see that it
-  // speaks for the others' reads of codes; all of them where that costs nothing.
+  // Lanes of a consumer warp that hand a stage back. One is enough, but racecheck does not see that
+  // it speaks for the others' reads of codes; all of them where a stage takes long.
   static constexpr int kReleaseLanes = kStageChunks > 1 && Tile::kMaxColumns > 64 ? 32 : 1;
   static_assert(kStageChunks == 1 ||
                 Format::WeightScales::kStageBytes + Format::Tokens::kScaleBytes == 0);
@@ -104,10 +104,10 @@ struct Layout {
   // Largest magnitudes of both consumer groups' warps (twice where they come from two CTAs), then
   // scales and reciprocals of two requantisation groups.
   static constexpr int kAmaxWords = 2 * kGroupWarps * Tile::kMaxColumns;
-  static constexpr bool kQuantises =
+  static constexpr bool kHasAmax =
       Format::Inner::kQuantises || Format::Inner::kWholeRow || Format::Inner::kValues;
   static constexpr int kAmaxBytes =
-      kQuantises ? (kSplit ? 2 : 1) * kAmaxWords * 4 + 16 * Tile::kMaxColumns : 0;
+      kHasAmax ? (kSplit ? 2 : 1) * kAmaxWords * 4 + 16 * Tile::kMaxColumns : 0;
   static constexpr bool kMakesList = Tile::kMaxColumns <= kListColumns;
   static constexpr int kListBytes = kMakesList ? static_cast<int>(sizeof(SharedList)) : 0;
   // Sums of second blocks, on their way to the epilogue.
@@ -152,7 +152,7 @@ struct Layout {
                                                                      : 152;
   static constexpr int kProducerRegisters =
       kLaunchRegisters - kConsumerWarps / kGroupWarps * (kConsumerRegisters - kLaunchRegisters);
-  static_assert(kStages * kStageChunks >= 3 && kStages >= 2 && kBytes <= kHopperSharedBytes);
+  static_assert(kStages >= 3 && kBytes <= kHopperSharedBytes);
   static_assert(kItemSlots * sizeof(Item) + 4 <= kItemSlots * 32 - kIndexSlots * 4);
 };
 
