@@ -216,7 +216,10 @@ constexpr OperandQuant kQ80 = with_scales_of(integers(DType::kI8, quant::kGgufBl
 constexpr OperandQuant kQ4K =
     compact(integers(DType::kU4, quant::kGgufBlock, ZeroPoint::kMin), 0, 6);
 constexpr OperandQuant kQ6K = compact(integers(DType::kI8, quant::kGgufHalfBlock), 6, 8);
-constexpr std::array<Scheme, 19> kStoredSchemes = {{
+// Layers of Q4_K with Q6_K in some of their matrices, as most Q4_K_M files have them.
+constexpr OperandQuant kQ4KM =
+    compact(integers(DType::kI8, quant::kGgufHalfBlock, ZeroPoint::kMin), 6, 8);
+constexpr std::array<Scheme, 20> kStoredSchemes = {{
     // One input scale for all rows.
     made("fp8-static", kFp8Tensor, scaled(kE4M3, G::kTensor, F::kF32), kFp8),
     fp8_blocks("fp8-block-64x64", 64, 64),
@@ -234,6 +237,7 @@ constexpr std::array<Scheme, 19> kStoredSchemes = {{
     weight_only("q8_0", kQ80),
     weight_only("q4_k", kQ4K),
     weight_only("q6_k", kQ6K),
+    weight_only("q4_k_m", kQ4KM),
     int8_activations("int4-g32-int8", integers(DType::kI4, 32)),
     int8_activations("uint4-g128-int8", kUint4),
     int8_activations("q4_0-int8", kQ40),

@@ -30,14 +30,14 @@ using test::run_cuda;
 using test::StandardCase;
 
 // A scheme of every format that the kernel computes; fp8-static has input scales that differ.
-constexpr const char* kQuants[] = {"bf16",        "mxfp4-bf16", "fp8-block", "fp8-tensor",
-                                   "fp8-channel", "fp8-static", "int8",      "mxfp8",
-                                   "mxfp4",       "mxfp4-fp8",  "nvfp4",     "nvfp4-rows",
-                                   "nvfp4-bf16",  "mxfp8-bf16", "int4-fp8",  "int4-fp8-static",
-                                   "int4-g128",   "nf4-bf16",   "int8-bf16", "fp8-bf16"};
+constexpr const char* kQuants[] = {
+    "bf16",       "mxfp4-bf16", "fp8-block", "fp8-tensor",      "fp8-channel", "fp8-static",
+    "int8",       "mxfp8",      "mxfp4",     "mxfp4-fp8",       "nvfp4",       "nvfp4-rows",
+    "nvfp4-bf16", "mxfp8-bf16", "int4-fp8",  "int4-fp8-static", "int4-g128",   "nf4-bf16",
+    "int8-bf16",  "fp8-bf16",   "q4k"};
 // Other weights of the same formats.
-constexpr const char* kMoreQuants[] = {"int4-channel", "int4-g32", "awq", "gptq",
-                                       "fp4-bf16",     "u8-zero",  "q6k"};
+constexpr const char* kMoreQuants[] = {"int4-channel", "int4-g32", "awq", "gptq", "fp4-bf16",
+                                       "u8-zero",      "q6k",      "q3k", "q4k-m"};
 std::vector<const char*> all_quants() {
   std::vector<const char*> all(std::begin(kQuants), std::end(kQuants));
   all.insert(all.end(), std::begin(kMoreQuants), std::end(kMoreQuants));
@@ -60,8 +60,9 @@ bool is_fp8_block(std::string_view quant) { return quant == "fp8-block"; }
 bool keeps_bf16_rows(std::string_view quant) {
   return test::scheme_called(quant).activation.granularity == ScaleGranularity::kNone;
 }
-// Weights that are decoded when they are multiplied; all but 4-bit integers have SwiGLU alone. They
-// are rounded to bf16 where a row has more scales than one in 64 columns.
+// Weights that are decoded when they are multiplied; all but 4-bit integers have SwiGLU alone, as have
+// those with minima. They are rounded to bf16 where a row has more scales than one in 64 columns, or a
+// minimum.
 bool has_strips(std::string_view quant) {
   const OperandQuant w = test::scheme_called(quant).weight;
   return keeps_bf16_rows(quant) && w.scale_format == ScaleFormat::kF32;
@@ -71,7 +72,7 @@ bool has_rounded_weights(std::string_view quant) {
 }
 bool has_activation(std::string_view quant, std::string_view activation) {
   const OperandQuant w = test::scheme_called(quant).weight;
-  const bool int4 = dtype_bits(w.dtype) == 4 && w.table == CodeTable::kNone;
+  const bool int4 = cuda::has_int4_codes(w) && !cuda::has_minima(w);
   if (!has_strips(quant) || int4) return true;
   return activation == "silu" || activation == "swigluoai";
 }

@@ -63,12 +63,15 @@ TEST(CudaPlan, DecodedWeightsStayInNarrowGroups) {
   for (const auto& [quant, middle] :
        {std::pair{"int4-g128", 48}, std::pair{"int4-g32", 48}, std::pair{"nf4-bf16", 48},
         std::pair{"nvfp4", 64}, std::pair{"mxfp4-bf16", 64}, std::pair{"mxfp8", 64},
-        std::pair{"fp8-bf16", 64}}) {
+        std::pair{"fp8-bf16", 64}, std::pair{"q4k", 48}, std::pair{"q5k", 64}}) {
     EXPECT_EQ(columns(quant, 256), 32) << quant;
     EXPECT_EQ(columns(quant, 257), middle) << quant;
     EXPECT_EQ(columns(quant, 512), middle) << quant;
   }
-  for (const char* quant : {"nvfp4", "int4-g32"}) EXPECT_EQ(columns(quant, 8192), 160) << quant;
+  for (const char* quant : {"nvfp4", "int4-g32", "q4k"}) {
+    EXPECT_EQ(columns(quant, 8192), 160) << quant;
+  }
+  EXPECT_EQ(columns("q5k", 8192), 136);
   for (const char* quant : {"mxfp4-bf16", "mxfp8"}) EXPECT_EQ(columns(quant, 8192), 144) << quant;
   EXPECT_EQ(columns("int4-g128", 8192), 136);
   for (const char* quant : {"nf4-bf16", "fp8-bf16", "int4-fp8", "int8", "bf16"}) {

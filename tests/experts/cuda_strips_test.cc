@@ -2,10 +2,12 @@
 // place, as the kernel computes it. Needs neither CUDA nor a device.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -183,6 +185,66 @@ TEST(CudaStrips, ScalesOfEveryDtypeAreOneRounding) {
   }
 }
 
+// What the kernel makes of code q beside a scale and a minimum: fma(v, upper, fma(v, lower, offset)).
+struct WithMinimum {
+  double weight, offset;
+};
+WithMinimum with_minimum(const ExpertsPlan& plan, const CodeStrips& strips, std::size_t at,
+                         int code) {
+  const float unit = strip_unit(plan.weight);
+  const auto upper = static_cast<double>(f32_from_bf16(strips.upper[at]) / unit);
+  const double lower =
+      has_rests(plan.weight)
+          ? static_cast<double>(f32_from_bf16(strips.lower[at]) / unit)
+          : static_cast<double>(
+                std::bit_cast<float>(static_cast<std::uint32_t>(strips.upper[at]) << 16 |
+                                     static_cast<std::uint32_t>(strips.lower[at]) << 8) /
+                unit) -
+                upper;
+  const double v = code - strips.zero[at];
+  EXPECT_EQ(static_cast<double>(rounded(v)), v) << "an operand";
+  const auto offset = static_cast<double>(f32_from_bf16(strips.offset[at]));
+  const auto inner = static_cast<double>(rounded(v * lower + offset));
+  return {static_cast<double>(rounded(v * upper + inner)), offset};
+}
+
+// A minimum is a zero point and at most half a scale, so that it is rounded as little as that is.
+TEST(CudaStrips, MinimaAreZeroPointsAndOffsets) {
+  for (const char* quant : {"q4k", "q5k", "q4k-m"}) {
+    SCOPED_TRACE(quant);
+    const MoeProblem p = test::small_problem(quant);
+    const test::StandardCase c = test::make_case(7, p, 1, DType::kBF16);
+    const auto source = make_stacked_source(c.weights.view());
+    const ExpertWeightsView expert = source->expert(1).value();
+    const ExpertsPlan plan = make_experts_plan(p).value();
+    experts::ProjectionView view = experts::w13_of(expert);
+    view.parts = 2;
+    CodeStrips strips;
+    ASSERT_TRUE(make_strips(plan.weight, plan.codes, "w13", view, plan.w13, nullptr, strips).ok());
+    const std::int64_t units = plan.w13.chunks() * plan.codes.units, unit = 64 / plan.codes.units;
+    double largest_offset = 0;
+    for (std::int64_t n = 0; n < plan.w13.rows; ++n) {
+      for (std::int64_t k = 0; k < plan.w13.columns; ++k) {
+        const auto at = static_cast<std::size_t>(n * units + k / unit);
+        const std::int64_t i = n * plan.w13.columns + k;
+        const auto* const codes = view.weight.as<std::uint8_t>();
+        const bool four = dtype_bits(plan.weight.dtype) == 4;
+        const int code = four ? int{nibble_at(codes, i)} : codes[i] ^ 0x80;
+        const auto [got, offset] = with_minimum(plan, strips, at, code);
+        const std::int64_t group = n * view.scale.dim(1) + k / plan.weight.block_k;
+        const auto scale = static_cast<double>(view.scale.as<float>()[group]);
+        const double want = experts::weight_value(plan.weight, view, n, k);
+        ASSERT_LE(std::abs(offset), scale * (0.5 + 0x1p-8));
+        largest_offset = std::max(largest_offset, std::abs(offset) / scale);
+        // One rounding of the weight, one of the offset, one of the inner product, 2^-8 each.
+        ASSERT_LE(std::abs(got - want), std::abs(want) * 0x1.02p-8 + scale * 0x1.1p-8)
+            << n << ' ' << k;
+      }
+    }
+    EXPECT_GT(largest_offset, 0.4);
+  }
+}
+
 TEST(CudaStrips, ImagesHaveRoomForWhatTheStripHas) {
   const auto image = [](const char* quant, bool exact) {
     return code_image(test::scheme_called(quant).weight, exact);
@@ -198,7 +260,13 @@ TEST(CudaStrips, ImagesHaveRoomForWhatTheStripHas) {
   EXPECT_EQ(image("q6k", false).slab_bytes, 128 * (64 + 4 * 3));
   EXPECT_EQ(image("int4-g32", true).units, 2);
   EXPECT_EQ(image("q6k", true).units, 4);
-  for (const char* quant : {"int4-g32", "awq", "q6k", "u8-zero", "fp8-bf16", "nf4-bf16"}) {
+  EXPECT_EQ(image("q4k", false).slab_bytes, 128 * (32 + 2 * 7));
+  EXPECT_EQ(image("q4k", false).zero_at, 128 * (32 + 2 * 4));
+  EXPECT_EQ(image("q4k", false).offset_at, 128 * (32 + 2 * 5));
+  EXPECT_EQ(image("q4k-m", false).slab_bytes, 128 * (64 + 4 * 6));
+  EXPECT_EQ(image("q3k", false).slab_bytes, 128 * (64 + 4 * 3)) << "4-bit codes in 8 bits";
+  for (const char* quant : {"int4-g32", "awq", "q6k", "u8-zero", "fp8-bf16", "nf4-bf16", "q3k",
+                            "q4k", "q5k", "q4k-m"}) {
     for (const bool exact : {false, true}) {
       MoeProblem p = test::small_problem(quant);
       const FormatRow& row = *format_of(p).value();
@@ -224,7 +292,8 @@ TEST(CudaStrips, ChunksOfSumsHaveOneScale) {
 }
 
 // Strips of the first expert's w2 when its weights have been changed.
-Status strips_of(const char* quant, bool exact_scales, const auto& change) {
+Status strips_of(const char* quant, bool exact_scales, const auto& change,
+                 CodeStrips* made = nullptr) {
   const MoeProblem p = test::small_problem(quant);
   test::StandardCase c = test::make_case(5, p, 1, DType::kBF16);
   change(c);
@@ -234,7 +303,43 @@ Status strips_of(const char* quant, bool exact_scales, const auto& change) {
   plan.set_image(exact_scales);
   CodeStrips strips;
   return make_strips(plan.weight, plan.codes, "w2", experts::w2_of(expert), plan.w2, nullptr,
-                     strips);
+                     made != nullptr ? *made : strips);
+}
+
+// Minima far outside of the codes, beside scales of zero, and of the other sign.
+TEST(CudaStrips, AnyMinimumHasASmallOffsetOrALargeWeight) {
+  struct Case {
+    float scale, minimum;
+    int zero;
+    double most;  // |offset|
+  };
+  const ExpertsPlan plan = make_experts_plan(test::small_problem("q4k")).value();
+  for (const Case& c :
+       {Case{0.25F, 1.875F, 8, 0.125}, Case{0.25F, -3.0F, 0, 3.0}, Case{-0.25F, -1.0F, 4, 0.0},
+        Case{0.25F, 100.0F, kLargestInt4Zero, 68.5}, Case{0.0F, 0.75F, 0, 0.75},
+        Case{0.0F, 0.0F, 0, 0.0}, Case{1e-38F, 1e30F, kLargestInt4Zero, 1.004e30}}) {
+    SCOPED_TRACE(testing::Message() << c.scale << ' ' << c.minimum);
+    CodeStrips strips;
+    const auto set = [&](auto& to) {
+      to.weights.w2_scale.template as<float>()[0] = c.scale;
+      to.weights.w2_min.template as<float>()[0] = c.minimum;
+    };
+    ASSERT_TRUE(strips_of("q4k", false, set, &strips).ok());
+    EXPECT_EQ(strips.zero[0], c.zero);
+    for (int code = 0; code < 16; ++code) {
+      const auto [got, offset] = with_minimum(plan, strips, 0, code);
+      const double want = static_cast<double>(c.scale) * code - static_cast<double>(c.minimum);
+      ASSERT_LE(std::abs(offset), c.most);
+      ASSERT_LE(std::abs(got - want),
+                0x1.04p-8 * (2 * std::abs(want) + 0.5 * std::abs(static_cast<double>(c.scale))))
+          << code;
+    }
+  }
+  const auto huge = [](auto& to) {
+    to.weights.w2_min.template as<float>()[0] = std::numeric_limits<float>::max();
+  };
+  expect_refusal(strips_of("q4k", false, huge), StatusCode::kUnsupported,
+                 {"w2_min: got 3.40", "row 0", "BF16"});
 }
 
 TEST(CudaStrips, ScalesWithoutAPlaceForLowBitsAreBf16) {
@@ -276,8 +381,7 @@ TEST(CudaStrips, WhatHasNoPlaceIsRefused) {
     w.block_k = 24;
     return w;
   }());
-  EXPECT_EQ(text(p), "block_k: got 24, need a multiple of 32");
-  EXPECT_EQ(text(test::small_problem("q4k")), "weight: got minima beside the scales");
+  EXPECT_EQ(text(p), "block_k: got 24, need a multiple of 16");
   EXPECT_EQ(text(test::small_problem("fp8-bf16-64x64")),
             "weight: got blocks of 64x64, need 128x128");
   p = test::small_problem("gptq");

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "case_on_device.h"
 #include "numerics/element.h"
@@ -45,6 +46,9 @@ void store(Tensor& t, std::int64_t i, float v) {
   }
 }
 
+// Where weights have minima, these are so many scales.
+constexpr float kMinimum = 7;
+
 // The code of v (-1, 0 or 1) as element i of weights with these zero points, if any.
 float code_of(const OperandQuant& q, const Tensor& zero, std::int64_t columns, std::int64_t i,
               float v) {
@@ -52,6 +56,7 @@ float code_of(const OperandQuant& q, const Tensor& zero, std::int64_t columns, s
     const quant::CodeValues values = quant::code_values(q);
     return static_cast<float>(std::ranges::find(values, v) - values.begin());
   }
+  if (q.zero_point == ZeroPoint::kMin) return v + kMinimum;
   if (!zero.present()) return v;
   const std::int64_t groups = q.block_k > 0 ? (columns + q.block_k - 1) / q.block_k : 1;
   const std::int64_t at = i / columns * groups + (q.block_k > 0 ? i % columns / q.block_k : 0);
@@ -63,7 +68,8 @@ void fill_sparse(Rng& rng, const OperandQuant& q, Tensor& t, const Tensor& zero,
                  std::int64_t columns, int count) {
   const std::int64_t rows = t.shape().num_elements().value() / columns;
   std::memset(t.data(), 0, static_cast<std::size_t>(t.bytes()));
-  const bool zero_is_zero = q.table == CodeTable::kNone && !zero.present();
+  const bool zero_is_zero =
+      q.table == CodeTable::kNone && !zero.present() && q.zero_point != ZeroPoint::kMin;
   for (std::int64_t i = 0; i < rows * columns && !zero_is_zero; ++i) {
     store(t, i, code_of(q, zero, columns, i, 0));
   }
@@ -104,6 +110,12 @@ StandardCase exact_case(std::string_view quant, std::string_view activation, std
       } else {
         store(*scale, i, static_cast<float>(1 + doubled));
       }
+    }
+  }
+  for (auto [min, scale] : {std::pair{&c.weights.w13_min, &c.weights.w13_scale},
+                            std::pair{&c.weights.w2_min, &c.weights.w2_scale}}) {
+    for (std::int64_t i = 0; min->present() && i < min->bytes() / 4; ++i) {
+      min->as<float>()[i] = kMinimum * scale->as<float>()[i];
     }
   }
   for (std::int64_t e = 0; e < 6 && c.weights.w13_input_scale.present(); ++e) {

@@ -4,7 +4,9 @@
 // ScalesOfSums: v is the operand, and a stage's sums are multiplied by the scale of their row.
 // StripScales, where a stage has more scales than one of a row: the operand is bf16(v * s). A scale
 // has its upper 8 significant bits in one bf16 number and the next 8 in another: fma(v, upper, v *
-// lower) rounds v * s once, but for 2^-16.
+// lower) rounds v * s once, but for 2^-16. Of weights with minima the zero point is the integer next
+// to minimum / scale, and what that leaves, at most half a scale, takes the place of the zero in the
+// inner product: fma(v, upper, fma(v, lower, offset)).
 #pragma once
 
 #include <cstdint>
@@ -71,6 +73,7 @@ struct ScalePair {
 // One scale of each row in a chunk.
 struct ScalesOfSums {
   static constexpr int kUnits = 1;
+  static constexpr bool kOffsets = false;
   float of_row[2];
 
   __device__ __forceinline__ void load(const CodeImage& image, std::uint32_t slab, int codes_bytes,
@@ -86,11 +89,13 @@ struct ScalesOfSums {
 };
 
 // Scales of rows g and g + 8, of kUnits parts of 64 elements of K. kRests: the image has what the upper
-// halves leave as bf16, more bytes and fewer instructions.
-template <int kParts, bool kRests>
+// halves leave as bf16, more bytes and fewer instructions. kMinima: weights have an offset.
+template <int kParts, bool kRests, bool kMinima>
 struct StripScales {
   static constexpr int kUnits = kParts;
+  static constexpr bool kOffsets = kMinima;
   std::uint32_t upper[kUnits], lower[kUnits];  // bf16 of both rows, and of what that leaves
+  std::uint32_t offset[kMinima ? kUnits : 1];  // bf16 of both rows
 
   __device__ __forceinline__ void load(const CodeImage& image, std::uint32_t slab, int codes_bytes,
                                        int block, int thread) {
@@ -113,12 +118,21 @@ struct StripScales {
       }
       MOESAIC_CUDA_FAULT(cuda_codes_have_the_scale_of_the_row_above,
                          upper[u] = both_halves<false>(upper[u]);)
+      if constexpr (kMinima) {
+        offset[u] = load_strip(slab, image.offset_at, at, thread >> 2);
+        MOESAIC_CUDA_FAULT(cuda_codes_lose_the_minimum, offset[u] = 0;)
+      }
     }
   }
   __device__ __forceinline__ std::uint32_t times(std::uint32_t v, int step, int row) const {
     const int u = step * kUnits / 4;
-    return fma_bf16x2(v, spread_half(upper[u], row),
-                      multiply_bf16x2(v, spread_half(lower[u], row)));
+    std::uint32_t rest = 0;
+    if constexpr (kMinima) {
+      rest = fma_bf16x2(v, spread_half(lower[u], row), spread_half(offset[u], row));
+    } else {
+      rest = multiply_bf16x2(v, spread_half(lower[u], row));
+    }
+    return fma_bf16x2(v, spread_half(upper[u], row), rest);
   }
 
  private:
@@ -140,6 +154,7 @@ template <class Scales>
 struct DecodeInt4 {
   static constexpr int kCodesBytes = kSlabRows * 32;
   static constexpr int kUnits = Scales::kUnits;
+  static constexpr bool kOffsets = Scales::kOffsets;
   uint4 codes;
   Scales scales;
   std::uint32_t addend[kUnits];  // of rows g and g + 8
@@ -218,6 +233,7 @@ template <class Scales>
 struct DecodeInt8 {
   static constexpr int kCodesBytes = kSlabRows * 64;
   static constexpr int kUnits = Scales::kUnits;
+  static constexpr bool kOffsets = Scales::kOffsets;
   ByteCodes codes;
   Scales scales;
   std::uint32_t addend[kUnits];  // of rows g and g + 8

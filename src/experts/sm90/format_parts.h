@@ -103,7 +103,7 @@ struct DecodeE4M3;  // e4m3 codes, with ScalesOfSums
 // Where a weight's scale goes: to the sums of a stage, or into the operand, for each of so many parts
 // of a stage.
 struct ScalesOfSums;
-template <int kUnits, bool kRests>
+template <int kUnits, bool kRests, bool kMinima = false>
 struct StripScales;
 struct InOperand;  // operands have their scales: one accumulator chain over all of K
 struct PerStage;   // a stage's sums times the scales of its weights and tokens, added in fp32

@@ -15,9 +15,11 @@
 #include "experts/sm90/formats/fp8_row.h"
 #include "experts/sm90/formats/int4_bf16.h"
 #include "experts/sm90/formats/int4_fp8.h"
+#include "experts/sm90/formats/int4_minima.h"
 #include "experts/sm90/formats/int4_narrow.h"
 #include "experts/sm90/formats/int8.h"
 #include "experts/sm90/formats/int8_bf16.h"
+#include "experts/sm90/formats/int8_minima.h"
 #include "experts/sm90/formats/int8_narrow.h"
 #include "experts/sm90/formats/mxfp4_bf16.h"
 #include "experts/sm90/formats/mxfp8.h"
@@ -46,6 +48,7 @@ LaunchGrouped launch_grouped_int4_narrow_swiglu, launch_grouped_int4_narrow_any;
 LaunchGrouped launch_grouped_table_bf16_swiglu, launch_grouped_table_narrow_swiglu;
 LaunchGrouped launch_grouped_int8_bf16_swiglu, launch_grouped_int8_narrow_swiglu;
 LaunchGrouped launch_grouped_fp8_bf16_swiglu;
+LaunchGrouped launch_grouped_int4_minima_swiglu, launch_grouped_int8_minima_swiglu;
 LaunchGrouped launch_grouped_mxfp8_swiglu, launch_grouped_mxfp8_any;
 LaunchGrouped launch_grouped_nvfp4_swiglu, launch_grouped_nvfp4_any;
 
@@ -337,14 +340,18 @@ constexpr FormatRow row_of_strips(std::string_view name, bool (*takes)(const Ope
   return row;
 }
 
-// The weights that `has`, in groups of at least 64 columns and in narrower ones.
+// The weights that `has`, in groups of at least 64 columns and in narrower ones, and with minima.
 template <bool (*has)(const OperandQuant& weight)>
 bool takes_wide(const OperandQuant& weight) {
   return has(weight) && has_scales_of_sums(weight);
 }
 template <bool (*has)(const OperandQuant& weight)>
 bool takes_narrow(const OperandQuant& weight) {
-  return has(weight) && !has_scales_of_sums(weight);
+  return has(weight) && !has_scales_of_sums(weight) && !has_minima(weight);
+}
+template <bool (*has)(const OperandQuant& weight)>
+bool takes_minima(const OperandQuant& weight) {
+  return has(weight) && has_minima(weight);
 }
 
 template <class Format>
@@ -354,6 +361,14 @@ constexpr FormatRow row_of_int4(bool (*takes)(const OperandQuant& weight), Launc
   row.tiles.middle = 48;
   row.check = &check_strips;
   row.units.any = any;
+  return row;
+}
+
+constexpr FormatRow int4_minima_row() {
+  FormatRow row =
+      row_of_strips<Int4Minima>("int4-bf16", &takes_minima<has_int4_codes>,
+                                MOESAIC_ON_DEVICE(launch_grouped_int4_minima_swiglu), 160);
+  row.tiles.middle = 48;
   return row;
 }
 
@@ -392,6 +407,7 @@ constexpr FormatRow kFormats[] = {
     row_of_int4<Int4Narrow>(&takes_narrow<has_int4_codes>,
                             MOESAIC_ON_DEVICE(launch_grouped_int4_narrow_swiglu),
                             MOESAIC_ON_DEVICE(launch_grouped_int4_narrow_any), 160),
+    int4_minima_row(),
     table_bf16_row(),
     row_of_strips<TableNarrow>("nf4-bf16", &takes_narrow<has_table_codes>,
                                MOESAIC_ON_DEVICE(launch_grouped_table_narrow_swiglu), 160),
@@ -399,6 +415,8 @@ constexpr FormatRow kFormats[] = {
                             MOESAIC_ON_DEVICE(launch_grouped_int8_bf16_swiglu)),
     row_of_strips<Int8Narrow>("int8-bf16", &takes_narrow<has_int8_codes>,
                               MOESAIC_ON_DEVICE(launch_grouped_int8_narrow_swiglu), 136),
+    row_of_strips<Int8Minima>("int8-bf16", &takes_minima<has_int8_codes>,
+                              MOESAIC_ON_DEVICE(launch_grouped_int8_minima_swiglu), 136),
     fp8_bf16_row(ComputeScheme::kFp8Bf16, ""),
     fp8_bf16_row(ComputeScheme::kWeightOnly, "fp8-channel-bf16")};
 

@@ -83,21 +83,6 @@ struct Layout {
   // What follows, the tile of tokens, must be aligned as the swizzle is.
   static constexpr int kWeightBytes = ((kSplit ? kSlabBytes : kBandBytes) + 1023) / 1024 * 1024;
   static constexpr int kPartBytes = kWeightBytes + kTokenBytes;
-  // Neighbouring chunks of a stage, 1 or 2, which has one pair of barriers for them. Of an odd
-  // number of chunks the first or the last is alone in its stage.
-  static constexpr int kStageChunks =
-      Format::Weights::template stage_chunks<typename Format::Promote>(Tile::kMaxColumns);
-  // How many of the next ones its stage has, when `left` of an item are left.
-  static constexpr __device__ __forceinline__ int next_chunks(int left) {
-    if (kStageChunks == 1) return 1;
-    return Format::Weights::kOddFirst ? 2 - left % 2 : min(2, left);
-  }
-  static constexpr int kStageBytes = kStageChunks * kPartBytes;
-  // Lanes of a consumer warp that hand a stage back. One is enough, but racecheck does not see that
-  // it speaks for the others' reads of codes; all of them where a stage takes long.
-  static constexpr int kReleaseLanes = kStageChunks > 1 && Tile::kMaxColumns > 64 ? 32 : 1;
-  static_assert(kStageChunks == 1 ||
-                Format::WeightScales::kStageBytes + Format::Tokens::kScaleBytes == 0);
   // Per stage beside the operands: scales of weights, then those of each token.
   static constexpr int kScaleBytes =
       Format::WeightScales::kStageBytes + Format::Tokens::kScaleBytes * Tile::kMaxColumns;
@@ -115,6 +100,27 @@ struct Layout {
       kSlabGroups > 1 ? kEpilogueThreads* Tile::kMaxColumns / 2 * 4 : 0;
   static constexpr int kFixedBytes =
       1024 /* alignment */ + kAmaxBytes + 512 + kSentBytes + kListBytes;
+  // Neighbouring chunks of a stage, 1 or 2, which has one pair of barriers for them: 2 where the
+  // format says so and three such stages fit. Of an odd number of chunks the first or the last is
+  // alone in its stage.
+  static constexpr int kStageChunks =
+      3 * (2 * kPartBytes + 16) + kFixedBytes > kHopperSharedBytes
+          ? 1
+          : Format::Weights::template stage_chunks<typename Format::Promote>(Tile::kMaxColumns);
+  // How many of the next ones its stage has, when `left` of an item are left.
+  static constexpr __device__ __forceinline__ int next_chunks(int left) {
+    if (kStageChunks == 1) return 1;
+    return Format::Weights::kOddFirst ? 2 - left % 2 : min(2, left);
+  }
+  static constexpr int kStageBytes = kStageChunks * kPartBytes;
+  // Lanes of a consumer warp that hand a stage back. One is enough, but racecheck does not see that
+  // it speaks for the others' reads of codes; all of them where a stage takes long.
+  static constexpr int kReleaseLanes = (kStageChunks > 1 && Tile::kMaxColumns > 64) || requires {
+    requires Format::Weights::kEveryLaneReleases;
+  }
+  ? 32 : 1;
+  static_assert(kStageChunks == 1 ||
+                Format::WeightScales::kStageBytes + Format::Tokens::kScaleBytes == 0);
   // Few tokens: four stages stream as fast as six, and leave the kernels that follow the room to
   // start early (measured: the layer at M = 1 to 16 is 2 to 8 % faster).
   // Packed weights: about as many bytes in flight.

@@ -9,6 +9,7 @@
 #include "experts/sm90/experts_impl.h"
 #include "experts/sm90/repack_strips.h"
 #include "experts/sm90/weight_codes.h"
+#include "numerics/integer.h"
 
 namespace moesaic::cuda {
 namespace {
@@ -29,16 +30,16 @@ Status repack_strip_matrix(const ExpertsPlan& plan, const WeightShape& shape,
   const CodeImage& codes = plan.codes;
   CodeStrips strips;
   MOESAIC_RETURN_IF_ERROR(make_strips(plan.weight, codes, field, view, shape, row_order, strips));
-  const bool bytes8 = dtype_bits(view.weight.dtype) == 8;
-  const std::int64_t bytes = shape.rows * shape.columns / (bytes8 ? 1 : 2);
+  const bool nibbles = has_nibbles(plan.weight), stored4 = dtype_bits(view.weight.dtype) == 4;
+  const std::int64_t bytes = shape.rows * shape.columns / (nibbles ? 2 : 1);
   const auto count = static_cast<std::int64_t>(strips.upper.size());
   const std::int64_t all =
-      round_up(bytes, 256) + 2 * round_up(2 * count, 256) + round_up(count, 256);
+      round_up(bytes, 256) + 3 * round_up(2 * count, 256) + round_up(count, 256);
   if (staging.bytes() < all) MOESAIC_RETURN_IF_ERROR(staging.reserve("staging", all));
   auto* at = staging.as<std::byte>();
   CodeSource source;
   source.places = has_fp8_codes(plan.weight)     ? CodePlaces::kE4m3
-                  : bytes8                       ? CodePlaces::kBytes
+                  : !nibbles                     ? CodePlaces::kBytes
                   : has_table_codes(plan.weight) ? CodePlaces::kTable
                                                  : CodePlaces::kInt4;
   if (view.weight.dtype == DType::kI4) source.flip = 0x8;
@@ -48,8 +49,9 @@ Status repack_strip_matrix(const ExpertsPlan& plan, const WeightShape& shape,
   const std::byte* from = view.weight.data;
   std::vector<std::byte> ordered;
   if (row_order != nullptr) {
-    const std::int64_t row_bytes = bytes / shape.rows, part_rows = shape.rows / view.parts;
-    ordered.resize(static_cast<std::size_t>(bytes));
+    const std::int64_t row_bytes = shape.columns / (stored4 ? 2 : 1);
+    const std::int64_t part_rows = shape.rows / view.parts;
+    ordered.resize(static_cast<std::size_t>(shape.rows * row_bytes));
     for (std::int64_t n = 0; n < shape.rows; ++n) {
       std::memcpy(ordered.data() + n * row_bytes,
                   from + stored_row(row_order, part_rows, n) * row_bytes,
@@ -57,11 +59,21 @@ Status repack_strip_matrix(const ExpertsPlan& plan, const WeightShape& shape,
     }
     from = ordered.data();
   }
+  std::vector<std::byte> widened;
+  if (stored4 && !nibbles) {
+    widened.resize(static_cast<std::size_t>(bytes));
+    const auto* const codes = reinterpret_cast<const std::uint8_t*>(from);
+    for (std::int64_t i = 0; i < bytes; ++i) {
+      widened[static_cast<std::size_t>(i)] = std::byte{nibble_at(codes, i)};
+    }
+    from = widened.data();
+  }
   MOESAIC_RETURN_IF_ERROR(copy_to_device("upload of weights", at, from, bytes));
   at += round_up(bytes, 256);
   MOESAIC_RETURN_IF_ERROR(upload_strip(strips.upper, at, source.upper));
   MOESAIC_RETURN_IF_ERROR(upload_strip(strips.lower, at, source.lower));
   MOESAIC_RETURN_IF_ERROR(upload_strip(strips.zero, at, source.zero));
+  MOESAIC_RETURN_IF_ERROR(upload_strip(strips.offset, at, source.offset));
   MOESAIC_RETURN_IF_ERROR(
       check_call("repack", repack_with_strips(shape, codes, source, image, nullptr)));
   // The staging memory is used again by the next matrix.

@@ -72,7 +72,7 @@ __global__ void repack_code_words(WeightShape shape, CodeImage codes, CodeSource
     if (t != 0) continue;
     for (int u = 0; u < codes.units; ++u) {
       const int at = (block * codes.units + u) * 32 + (thread >> 2);
-      std::uint32_t upper = 0, lower = 0, zero = 0;
+      std::uint32_t upper = 0, lower = 0, zero = 0, offset = 0;
 #pragma unroll
       for (int hi = 0; hi < 2; ++hi) {
         if (row[hi] < 0) continue;
@@ -83,6 +83,9 @@ __global__ void repack_code_words(WeightShape shape, CodeImage codes, CodeSource
                    << ((source.lower_bytes ? 8 : 16) * hi);
         }
         if (codes.zero_at != 0) zero |= static_cast<std::uint32_t>(source.zero[unit]) << (8 * hi);
+        if (codes.offset_at != 0) {
+          offset |= static_cast<std::uint32_t>(source.offset[unit]) << (16 * hi);
+        }
       }
       *reinterpret_cast<std::uint32_t*>(to + 4096 * kWords + at * 4) = upper;
       if (codes.low_at != 0 && source.lower_bytes) {
@@ -94,6 +97,9 @@ __global__ void repack_code_words(WeightShape shape, CodeImage codes, CodeSource
       if (codes.zero_at != 0) {
         *reinterpret_cast<std::uint16_t*>(to + codes.zero_at + at * 2) =
             static_cast<std::uint16_t>(zero);
+      }
+      if (codes.offset_at != 0) {
+        *reinterpret_cast<std::uint32_t*>(to + codes.offset_at + at * 4) = offset;
       }
     }
   }

@@ -2,7 +2,8 @@
 //
 // A slab of a chunk of 64 elements of K is its codes, then the strip: upper bits of scales
 // [block of 64 rows: 2][unit][warp: 4][g: 8]{row g, row g + 8: 2 bytes each}, then, where the image
-// has them, low bits and zero points in the same order, a byte each (weight_codes.h). Codes of 4
+// has them, low bits (1 or 2 bytes each), zero points (1) and offsets (2) in the same order
+// (weight_codes.h). Codes of 4
 // bits lie as repack_codes.h says, with words of codes_int4.h or codes_table.h. Codes of 8 bits:
 // [block: 2][half of the chunk: 2][thread: 128][16 bytes], two words of codes_bytes.h for each of
 // its two k16 steps. Codes past the matrix are zero, with a scale of zero.
@@ -29,6 +30,7 @@ struct CodeSource {
   const std::uint16_t* lower = nullptr;
   bool lower_bytes = false;  // `lower` has 8 bits
   const std::uint8_t* zero = nullptr;
+  const std::uint16_t* offset = nullptr;
 };
 
 // All pointers on the device; image: one expert's. Returns a cudaError_t value.

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -45,6 +46,19 @@ std::uint16_t lower_of(std::uint32_t bits, bool as_bf16) {
   return std::isfinite(rest) ? bf16_from_f32(rest) : std::uint16_t{0};
 }
 
+// The zero point of a minimum, and what it leaves. codes: of zero.
+struct SplitMinimum {
+  std::int32_t zero;
+  std::uint16_t offset;
+};
+SplitMinimum split_minimum(double scale, double minimum, std::int32_t zero_code,
+                           std::int32_t largest) {
+  const double at = zero_code + minimum / scale;  // not finite: a scale of zero
+  const double zero = std::isfinite(at) ? std::clamp(std::nearbyint(at), 0.0, 1.0 * largest) : 0.0;
+  const double offset = scale * (zero - zero_code) - minimum;
+  return {static_cast<std::int32_t>(zero), bf16_from_f32(static_cast<float>(offset))};
+}
+
 Status check_codes(std::string_view field, const ConstTensorView& weight) {
   if (weight.dtype != DType::kF8E4M3) return {};
   const auto* const codes = weight.as<std::uint8_t>();
@@ -64,28 +78,31 @@ Status check_codes(std::string_view field, const ConstTensorView& weight) {
 float strip_unit(const OperandQuant& w) {
   return has_int8_codes(w) || has_int4_codes(w) ? kIntegerUnit : 1.0F;
 }
-bool has_scales_of_sums(const OperandQuant& w) { return unit_columns(w) == 64; }
-bool has_rests(const OperandQuant& w) { return is_four_bits(w.dtype) && !has_scales_of_sums(w); }
+bool has_minima(const OperandQuant& w) { return w.zero_point == ZeroPoint::kMin; }
+bool has_scales_of_sums(const OperandQuant& w) { return unit_columns(w) == 64 && !has_minima(w); }
+bool has_nibbles(const OperandQuant& w) {
+  return is_four_bits(w.dtype) && (w.block_k % 32 == 0 || w.table != CodeTable::kNone);
+}
+bool has_rests(const OperandQuant& w) { return has_nibbles(w) && !has_scales_of_sums(w); }
 bool has_int4_codes(const OperandQuant& w) {
-  return is_four_bits(w.dtype) && w.table == CodeTable::kNone &&
-         w.scale_format == ScaleFormat::kF32;
+  return has_nibbles(w) && w.table == CodeTable::kNone && w.scale_format == ScaleFormat::kF32;
 }
 bool has_table_codes(const OperandQuant& w) { return w.table != CodeTable::kNone; }
 bool has_int8_codes(const OperandQuant& w) {
-  return w.dtype == DType::kI8 || w.dtype == DType::kU8;
+  const bool integers = is_four_bits(w.dtype) || w.dtype == DType::kI8 || w.dtype == DType::kU8;
+  return integers && !has_nibbles(w) && w.scale_format == ScaleFormat::kF32;
 }
 bool has_fp8_codes(const OperandQuant& w) {
   return w.dtype == DType::kF8E4M3 && w.scale_format == ScaleFormat::kF32;
 }
 
 Status check_strip_scales(const OperandQuant& w) {
-  if (w.zero_point == ZeroPoint::kMin) return unsupported("weight: got minima beside the scales");
   const bool whole_blocks = w.block_n == quant::kFp8BlockSize && w.block_k == quant::kFp8BlockSize;
   if (w.granularity == ScaleGranularity::kBlock && !whole_blocks) {
     return unsupported(fmt::format("weight: got blocks of {}x{}, need {}x{}", w.block_n, w.block_k,
                                    quant::kFp8BlockSize, quant::kFp8BlockSize));
   }
-  const std::int64_t smallest = is_four_bits(w.dtype) ? 32 : has_fp8_codes(w) ? 64 : 16;
+  const std::int64_t smallest = has_table_codes(w) ? 32 : has_fp8_codes(w) ? 64 : 16;
   if (w.block_k % smallest == 0) return {};
   return unsupported(fmt::format("block_k: got {}, need a multiple of {}", w.block_k, smallest));
 }
@@ -99,7 +116,7 @@ CodeImage code_image(const OperandQuant& w, bool exact_scales) {
   const bool four = is_four_bits(w.dtype);
   CodeImage image;
   image.units = static_cast<std::int32_t>(64 / unit_columns(w));
-  const bool zeros = w.zero_point == ZeroPoint::kInteger;
+  const bool zeros = w.zero_point != ZeroPoint::kNone;
   if (w.table != CodeTable::kNone) {
     std::array<std::uint16_t, 16> entries{};
     const quant::CodeValues values = quant::code_values_bf16(w);
@@ -110,16 +127,17 @@ CodeImage code_image(const OperandQuant& w, bool exact_scales) {
     const float middle = !is_signed(w.dtype) ? 0.0F : four ? 8.0F : 128.0F;
     image.addend = bf16_from_f32(-middle / kIntegerUnit) * 0x00010001U;
   }
-  // Codes, then per unit 4 bytes for each pair of rows, 2 or 4 for what these leave of the scales, and 2
-  // for zero points.
+  // Codes, then per unit 4 bytes for each pair of rows, 2 or 4 for what these leave of the scales, 2 for
+  // zero points, and 4 for offsets.
   const std::int32_t pairs = kSlabRows / 2 * image.units;
-  image.slab_bytes = kSlabRows * (four ? 32 : 64) + 4 * pairs;
+  image.slab_bytes = kSlabRows * (has_nibbles(w) ? 32 : 64) + 4 * pairs;
   const auto take = [&](std::int32_t bytes) {
     image.slab_bytes += bytes * pairs;
     return bytes == 0 ? 0 : image.slab_bytes - bytes * pairs;
   };
   image.low_at = take(exact_scales ? 0 : has_rests(w) ? 4 : 2);
   image.zero_at = take(zeros ? 2 : 0);
+  image.offset_at = take(has_minima(w) ? 4 : 0);
   return image;
 }
 
@@ -133,11 +151,11 @@ Status make_strips(const OperandQuant& w, const CodeImage& image, std::string_vi
   strips.upper.assign(count, 0);
   strips.lower.assign(image.low_at != 0 ? count : 0, 0);
   strips.zero.assign(image.zero_at != 0 ? count : 0, 0);
+  strips.offset.assign(image.offset_at != 0 ? count : 0, 0);
   const ConstTensorView& scale = view.scale;
   const bool grid = scale.rank() == 2, channel = w.granularity == ScaleGranularity::kChannel;
-  const bool codes8 = !is_four_bits(w.dtype);
-  const std::int32_t offset = is_signed(w.dtype) ? (codes8 ? 128 : 8) : 0;
-  const std::int32_t largest = codes8 ? 255 : kLargestInt4Zero;
+  const std::int32_t zero_code = !is_signed(w.dtype) ? 0 : is_four_bits(w.dtype) ? 8 : 128;
+  const std::int32_t largest = has_nibbles(w) ? kLargestInt4Zero : 255;
   for (std::int64_t n = 0; n < rows; ++n) {
     const std::int64_t row = stored_row(row_order, part_rows, n);
     const std::int64_t block =
@@ -164,14 +182,29 @@ Status make_strips(const OperandQuant& w, const CodeImage& image, std::string_vi
       strips.upper[to] = static_cast<std::uint16_t>(bits >> 16);
       if (image.low_at != 0) strips.lower[to] = lower_of(bits, has_rests(w));
       if (image.zero_at == 0) continue;
-      std::int32_t zero = offset;
+      if (has_minima(w)) {
+        const float minimum = view.min.as<float>()[at];
+        SplitMinimum split = split_minimum(static_cast<double>(stored),
+                                           static_cast<double>(minimum), zero_code, largest);
+        if (!std::isfinite(f32_from_bf16(split.offset))) {
+          return unsupported(
+              fmt::format("{}_min: got {} for row {}, need numbers that BF16 has "
+                          "on a GPU",
+                          field, minimum, n));
+        }
+        if (MOESAIC_FAULT(cuda_strips_lose_the_minimum)) split.offset = 0;
+        strips.zero[to] = static_cast<std::uint8_t>(split.zero);
+        strips.offset[to] = split.offset;
+        continue;
+      }
+      std::int32_t zero = zero_code;
       if (view.zero.present()) {
         zero += view.zero.dtype == DType::kI8 ? view.zero.as<std::int8_t>()[at]
                                               : view.zero.as<std::uint8_t>()[at];
       }
       if (zero < 0 || zero > largest) {
         return unsupported(fmt::format("{}_zero: got {} for row {}, need {} .. {} on a GPU", field,
-                                       zero - offset, n, -offset, largest - offset));
+                                       zero - zero_code, n, -zero_code, largest - zero_code));
       }
       strips.zero[to] = static_cast<std::uint8_t>(zero);
     }

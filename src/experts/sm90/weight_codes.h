@@ -6,6 +6,10 @@
 // scale times strip_unit is rounded to 16 significant bits (those of bf16 and F16 have fewer): `upper`
 // is its first 16 bits as F32, `lower` the next 8, or (has_rests) what `upper` leaves of it, as bf16: at
 // most 8 significant bits.
+//
+// A minimum m beside scale s is a zero point z and an offset: q s - m = (q - z) s + (z s - m) with the z
+// that is next to m / s, so that the offset, which is rounded to bf16, is at most half a scale, or the
+// weight itself is large (m / s far outside of the codes).
 #pragma once
 
 #include <cstdint>
@@ -25,9 +29,12 @@ bool has_int4_codes(const OperandQuant& weight);
 bool has_table_codes(const OperandQuant& weight);
 bool has_int8_codes(const OperandQuant& weight);
 bool has_fp8_codes(const OperandQuant& weight);
-// Of these, those that have one scale of a row in each chunk: sums are multiplied by it.
+// Of these, those that have one scale of a row in each chunk, and no minimum: sums are multiplied by it.
 bool has_scales_of_sums(const OperandQuant& weight);
 bool has_rests(const OperandQuant& weight);
+bool has_minima(const OperandQuant& weight);
+// Codes have 4 bits in the image. Those of 4-bit integers in groups of 16 columns have 8 there.
+bool has_nibbles(const OperandQuant& weight);
 Status check_strip_scales(const OperandQuant& weight);
 // What the image's scales are multiplied by: the decoder makes so much less of a code.
 float strip_unit(const OperandQuant& weight);
@@ -39,10 +46,11 @@ std::uint8_t chunks_of_sums(const OperandQuant& weight);
 // What is known of the image before the weights are. `exact_scales`: all are bf16 numbers.
 CodeImage code_image(const OperandQuant& weight, bool exact_scales);
 
-// Scales and zero points of one matrix, [rows][chunks * units].
+// Scales, zero points and offsets of one matrix, [rows][chunks * units].
 struct CodeStrips {
   std::vector<std::uint16_t> upper, lower;
-  std::vector<std::uint8_t> zero;  // this and lower: empty where the image has none
+  std::vector<std::uint8_t> zero;
+  std::vector<std::uint16_t> offset;  // this, zero and lower: empty where the image has none
 };
 // Row n of the image is row stored_row of the matrix: each of its parts in the order of `order`, if
 // any.
