@@ -118,6 +118,9 @@ Result<std::unique_ptr<PeerWindow>> make_process_window(Communicator& communicat
     }
     status = window->open(r, other.handle);
   }
+  if (rank == 1 && MOESAIC_FAULT(process_window_refused_by_rank_1)) {
+    status = {StatusCode::kUnsupported, "peer windows: rank 1 opens none"};
+  }
   MOESAIC_RETURN_IF_ERROR(peer_vote(communicator, status));
   return std::unique_ptr<PeerWindow>(std::move(window));
 }

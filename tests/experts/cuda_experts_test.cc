@@ -74,7 +74,7 @@ bool has_activation(std::string_view quant, std::string_view activation) {
   const OperandQuant w = test::scheme_called(quant).weight;
   const bool int4 = cuda::has_int4_codes(w) && !cuda::has_minima(w);
   if (!has_strips(quant) || int4) return true;
-  return activation == "silu" || activation == "swigluoai";
+  return activation == "silu" || activation == "swigluoai" || activation == "gelu_tanh";
 }
 // bf16 rows: each expert's row is rounded once more, 2^-8. Quantised: a sum that lands on the other
 // side of a rounding boundary moves an element of the intermediate by one code. Weights that are
@@ -308,9 +308,12 @@ TEST(CudaExpertsExact, ScalesOfAnySizeMultiplyExactly) {
 TEST_P(CudaExpertsBound, FullGroups) {
   REQUIRE_HOPPER();
   const char* const quant = GetParam();
-  const MoeProblem p = problem_of(quant, "silu", 384, 256, 6, 2);
-  const StandardCase c = test::make_case(33, p, 800, DType::kBF16, 0.1);
-  EXPECT_LT(worst_error(c), bound_of(quant)) << quant;
+  for (const char* activation : {"silu", "gelu_tanh", "relu2_no_mul"}) {
+    if (!has_activation(quant, activation)) continue;
+    const MoeProblem p = problem_of(quant, activation, 384, 256, 6, 2);
+    const StandardCase c = test::make_case(33, p, 800, DType::kBF16, 0.1);
+    EXPECT_LT(worst_error(c), bound_of(quant)) << quant << ' ' << activation;
+  }
 }
 
 // One token: bands are halved, and 384 rows of w2 leave the second half of the last band empty. The

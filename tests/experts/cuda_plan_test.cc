@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <numbers>
 #include <string_view>
 #include <utility>
 
@@ -81,6 +82,49 @@ TEST(CudaPlan, DecodedWeightsStayInNarrowGroups) {
     EXPECT_EQ(columns(quant, 128), 32) << quant;
     EXPECT_EQ(columns(quant, 129), 64) << quant;
   }
+}
+
+// Squared ReLU has the wide groups of SwiGLU in the formats of models that use it.
+TEST(CudaPlan, ActivationsHaveTheirEpilogues) {
+  const auto epilogue = [](const char* quant, const char* activation) {
+    MoeProblem p = test::small_problem(quant);
+    p.activation = make_activation(activation).value();
+    return make_experts_plan(p).value().epilogue;
+  };
+  for (const char* quant :
+       {"bf16", "fp8-block", "fp8-tensor", "fp8-channel", "nvfp4", "nvfp4-bf16"}) {
+    EXPECT_EQ(epilogue(quant, "relu2"), EpilogueKind::kRelu2) << quant;
+    const TileRules& rules = rules_of(quant);
+    const auto columns = [&](std::int64_t tokens) {
+      return choose_grouped(rules, EpilogueKind::kRelu2, tokens, 8, 128, 6, {}).max_columns;
+    };
+    EXPECT_EQ(columns(1), 32) << "bands are not halved";
+    EXPECT_EQ(columns(512), rules.middle);
+    EXPECT_EQ(columns(97 * 16), rules.widest);
+    EXPECT_EQ(columns(8192), rules.widest);
+    EXPECT_FALSE(choose_grouped(rules, EpilogueKind::kRelu2, 8192, 8, 128, 6, {}).paired);
+  }
+  EXPECT_EQ(epilogue("int8", "relu2"), EpilogueKind::kPlain);
+  EXPECT_EQ(epilogue("bf16", "silu_no_mul"), EpilogueKind::kPlain);
+  EXPECT_EQ(epilogue("bf16", "gelu"), EpilogueKind::kGeneral);
+  for (const char* activation : {"silu", "swigluoai", "gelu_tanh"}) {
+    EXPECT_EQ(epilogue("q6k", activation), EpilogueKind::kSwiglu) << activation;
+  }
+}
+
+// The constants of the SwiGLU family make the other members of it.
+TEST(CudaPlan, GeluTanhIsOfTheSwigluFamily) {
+  const GroupedActivation a = grouped_activation(make_activation("gelu_tanh").value());
+  for (const double g : {-9.0, -2.5, -0.3, 0.0, 0.7, 1.9, 8.0}) {
+    const double inner = 1 + static_cast<double>(a.cubic) * g * g;
+    const double got = (1.5 + static_cast<double>(a.beta)) *
+                       (g / (1 + std::exp(-static_cast<double>(a.alpha) * g * inner)));
+    const double want =
+        0.5 * g * (1 + std::tanh(std::sqrt(2 / std::numbers::pi) * (g + 0.044715 * g * g * g))) *
+        1.5;
+    EXPECT_NEAR(got, want, 1e-6 * std::abs(want)) << g;
+  }
+  EXPECT_EQ(grouped_activation(make_activation("silu").value()).cubic, 0.0F);
 }
 
 TEST(CudaPlan, OneTokenOfFewBandsHasThemHalved) {

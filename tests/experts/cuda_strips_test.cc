@@ -390,8 +390,10 @@ TEST(CudaStrips, WhatHasNoPlaceIsRefused) {
   p.apply_router_weight_on_input = true;
   EXPECT_EQ(text(p), "apply_router_weight_on_input: got act-order weights, need others");
   p = test::small_problem("int8-bf16");
+  p.activation = make_activation("gelu_tanh", {}).value();
+  EXPECT_EQ(text(p), "");
   p.activation = make_activation("gelu", {}).value();
-  EXPECT_EQ(text(p), "activation: got gelu with I8 weights, need silu or swigluoai");
+  EXPECT_EQ(text(p), "activation: got gelu with I8 weights, need silu, swigluoai or gelu_tanh");
 }
 
 }  // namespace

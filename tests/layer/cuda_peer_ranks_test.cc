@@ -135,14 +135,14 @@ TEST(CudaPeerRanks, GraphsOfDifferentSizesInterleave) {
 
 // A captured call goes by the maps and the weights of the day that it is replayed on, with the bits of
 // the day before, and counts its load there.
-TEST(CudaPeerRanks, GraphsStayValidWhenExpertsMove) {
-  REQUIRE_HOPPER();
-  constexpr int kRanks = 4, kReplays = 3;
+std::string graphs_while_experts_move(int ranks, PeerMemory memory) {
+  constexpr int kReplays = 3;
   const LayerTensors tensors = test::make_tensors(56, test::eplb_spec());
-  const std::string wrong = on_ranks(
-      kRanks, kPatientMs, [&](int rank, const std::shared_ptr<Communicator>& world) -> std::string {
-        FusedMoE::Options o = options_of(engines_of(kRanks, RankReduction::kPerSlot), world);
+  return on_ranks(
+      ranks, kPatientMs, [&](int rank, const std::shared_ptr<Communicator>& world) -> std::string {
+        FusedMoE::Options o = options_of(engines_of(ranks, RankReduction::kPerSlot), world);
         o.ranks.engine = RankEngine::kPeerWindows;
+        o.ranks.peer_memory = memory;
         o.ranks.enable_eplb = true;
         o.ranks.num_redundant_experts = 4;
         auto layer = FusedMoE::create(tensors.weights(), o);
@@ -192,7 +192,18 @@ TEST(CudaPeerRanks, GraphsStayValidWhenExpertsMove) {
         status = world->barrier("done");
         return status.ok() ? "" : status.to_string();
       });
-  EXPECT_EQ(wrong, "");
+}
+
+TEST(CudaPeerRanks, GraphsStayValidWhenExpertsMove) {
+  REQUIRE_HOPPER();
+  EXPECT_EQ(graphs_while_experts_move(4, PeerMemory::kAuto), "");
+}
+
+TEST(CudaPeerRanks, GraphsStayValidWhenExpertsMoveThroughNccl) {
+  REQUIRE_HOPPER();
+  const std::string reason = test::why_no_nccl_windows();
+  if (!reason.empty()) GTEST_SKIP() << reason;
+  EXPECT_EQ(graphs_while_experts_move(2, PeerMemory::kNccl), "");
 }
 
 // Host tensors: ranks with rows left and ranks without take every step together.

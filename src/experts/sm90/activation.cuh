@@ -24,7 +24,7 @@ __device__ __forceinline__ float within(float v, float limit) {
 
 // Activation families, as the kernel's template parameter. kGated: rows of w13 are gate and up
 // rows. kFullGroups: full groups have the tokens as the M operand. kRoutes: the kernel can route.
-// The SwiGLU family: silu and swigluoai.
+// The SwiGLU family: silu, swigluoai and gelu_tanh (grouped_activation).
 struct SwigluEpilogue {
   static constexpr EpilogueKind kKind = EpilogueKind::kSwiglu;
   static constexpr bool kGated = true, kFullGroups = true, kRoutes = true;
@@ -34,7 +34,20 @@ struct SwigluEpilogue {
                        up = swapped;)
     const float g = at_most(gate, a.limit);
     const float u = within(up, a.limit);
-    return (u + a.beta) * (g * sigmoid(a.alpha * g));
+    // Exactly 1 without a cubic term, also beside squares that overflow.
+    float inner = fmaf(a.cubic, fminf(g * g, 0x1p100F), 1.0F);
+    MOESAIC_CUDA_FAULT(cuda_experts_cubic_term_missing, inner = 1.0F;)
+    return (u + a.beta) * (g * sigmoid(a.alpha * g * inner));
+  }
+};
+
+// Squared ReLU, not gated. NaN stays.
+struct Relu2Epilogue {
+  static constexpr EpilogueKind kKind = EpilogueKind::kRelu2;
+  static constexpr bool kGated = false, kFullGroups = false, kRoutes = true;
+  static __device__ __forceinline__ float activate(const GroupedActivation&, float x, float) {
+    const float positive = x < 0.0F ? 0.0F : x;
+    return positive * positive;
   }
 };
 

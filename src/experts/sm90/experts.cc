@@ -115,8 +115,10 @@ void CudaExperts::Impl::prefetch_ahead(AheadWeights& ahead) const {
 }
 
 bool CudaExperts::can_route(const RouteParams& r) const {
-  return impl_->plan.epilogue == EpilogueKind::kSwiglu && r.tokens <= kRouteTokens &&
-         r.columns <= kRouteColumns && r.groups <= 32 && r.top_k + r.num_shared <= 32;
+  const EpilogueKind epilogue = impl_->plan.epilogue;
+  const bool routes = epilogue == EpilogueKind::kSwiglu || epilogue == EpilogueKind::kRelu2;
+  return routes && r.tokens <= kRouteTokens && r.columns <= kRouteColumns && r.groups <= 32 &&
+         r.top_k + r.num_shared <= 32;
 }
 
 Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
@@ -184,10 +186,8 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   g.fold_combine = !slots && a.tokens <= kFoldCombineTokens && variant.max_columns <= 64;
   g.combine = c;
   g.band_done = w.band_done;
-  const ActivationSpec& activation = problem.activation;
   g.power_of_two_scales = plan.power_of_two_scales;
-  g.activation = {static_cast<int>(activation.kind), activation.limit, activation.alpha,
-                  activation.beta, activation.up_limit};
+  g.activation = grouped_activation(problem.activation);
   LaunchGrouped* const launch = launcher_of(*plan.format, variant);
   MOESAIC_RETURN_IF_ERROR(
       check_call("grouped GEMMs", launch(variant, g, impl_->traits.sms, stream)));

@@ -35,6 +35,8 @@ namespace moesaic::cuda {
 
 // One translation unit each, generated from the list in CMakeLists.txt.
 LaunchGrouped launch_grouped_bf16_swiglu, launch_grouped_bf16_any;
+LaunchGrouped launch_grouped_bf16_relu2, launch_grouped_fp8_block_relu2;
+LaunchGrouped launch_grouped_fp8_row_relu2, launch_grouped_nvfp4_relu2;
 LaunchGrouped launch_grouped_fp8_block_swiglu, launch_grouped_fp8_block_any;
 LaunchGrouped launch_grouped_fp8_block_wide, launch_grouped_fp8_row_wide, launch_grouped_int8_wide;
 LaunchGrouped launch_grouped_fp8_block_snug, launch_grouped_fp8_row_snug, launch_grouped_int8_snug;
@@ -51,6 +53,13 @@ LaunchGrouped launch_grouped_fp8_bf16_swiglu;
 LaunchGrouped launch_grouped_int4_minima_swiglu, launch_grouped_int8_minima_swiglu;
 LaunchGrouped launch_grouped_mxfp8_swiglu, launch_grouped_mxfp8_any;
 LaunchGrouped launch_grouped_nvfp4_swiglu, launch_grouped_nvfp4_any;
+
+EpilogueKind epilogue_of(ActivationKind kind) {
+  if (!is_gated(kind)) return EpilogueKind::kPlain;
+  const bool swiglu = kind == ActivationKind::kSilu || kind == ActivationKind::kSwigluOai ||
+                      kind == ActivationKind::kGeluTanh;
+  return swiglu ? EpilogueKind::kSwiglu : EpilogueKind::kGeneral;
+}
 
 namespace {
 
@@ -145,11 +154,16 @@ Status check_strips(const MoeProblem& problem) {
 // Formats without builds for other activations, which would be as large again.
 Status check_strips_swiglu(const MoeProblem& problem) {
   const ActivationKind kind = problem.activation.kind;
-  if (kind == ActivationKind::kSilu || kind == ActivationKind::kSwigluOai) {
-    return check_strips(problem);
-  }
-  return unsupported(fmt::format("activation: got {} with {} weights, need silu or swigluoai",
-                                 activation_name(kind), dtype_name(problem.quant.weight.dtype)));
+  if (epilogue_of(kind) == EpilogueKind::kSwiglu) return check_strips(problem);
+  return unsupported(
+      fmt::format("activation: got {} with {} weights, need silu, swigluoai or gelu_tanh",
+                  activation_name(kind), dtype_name(problem.quant.weight.dtype)));
+}
+
+// With builds for relu2_no_mul of its own.
+constexpr void add_relu2(FormatRow& row, LaunchGrouped* unit) {
+  row.has_relu2 = true;
+  row.units.relu2 = unit;
 }
 
 // A row's sizes follow from the format's policy.
@@ -162,6 +176,7 @@ constexpr FormatRow row_of(ComputeScheme scheme) {
   row.chunk_k = Format::kChunkK;
   row.slab_bytes = FormatSizes<Format>::kSlabBytes;
   row.inner_multiple = 1;
+  row.has_relu2 = false;
   return row;
 }
 
@@ -177,6 +192,7 @@ constexpr FormatRow bf16_row() {
   row.repack = MOESAIC_ON_DEVICE(repack_tiles);
   row.units = {.swiglu = MOESAIC_ON_DEVICE(launch_grouped_bf16_swiglu),
                .any = MOESAIC_ON_DEVICE(launch_grouped_bf16_any)};
+  add_relu2(row, MOESAIC_ON_DEVICE(launch_grouped_bf16_relu2));
   return row;
 }
 
@@ -193,6 +209,7 @@ constexpr FormatRow fp8_block_row() {
                .wide = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_wide),
                .snug = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_snug),
                .any = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_any)};
+  add_relu2(row, MOESAIC_ON_DEVICE(launch_grouped_fp8_block_relu2));
   return row;
 }
 
@@ -213,6 +230,7 @@ constexpr FormatRow fp8_scaled_row() {
                .wide = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_wide),
                .snug = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_snug),
                .any = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_any)};
+  add_relu2(row, MOESAIC_ON_DEVICE(launch_grouped_fp8_row_relu2));
   return row;
 }
 
@@ -313,6 +331,7 @@ constexpr FormatRow nvfp4_row(ComputeScheme scheme, RowForm rows) {
   row.repack = MOESAIC_ON_DEVICE(repack_nvfp4);
   row.units = {.swiglu = MOESAIC_ON_DEVICE(launch_grouped_nvfp4_swiglu),
                .any = MOESAIC_ON_DEVICE(launch_grouped_nvfp4_any)};
+  add_relu2(row, MOESAIC_ON_DEVICE(launch_grouped_nvfp4_relu2));
   return row;
 }
 
@@ -431,6 +450,7 @@ std::span<const FormatRow> grouped_formats() { return kFormats; }
 
 LaunchGrouped* launcher_of(const FormatRow& row, const GroupedVariant& variant) {
   const GroupedUnits& units = row.units;
+  if (variant.epilogue == EpilogueKind::kRelu2) return units.relu2;
   if (variant.epilogue != EpilogueKind::kSwiglu) return units.any;
   if (variant.max_columns == row.tiles.snug) return units.snug;
   return variant.max_columns > 64 && units.wide != nullptr ? units.wide : units.swiglu;

@@ -40,8 +40,12 @@ struct GroupedUnits {
   // With the SwiGLU epilogue too: more than 64 columns, and tiles.snug columns, where these are units
   // of their own.
   LaunchGrouped *wide = nullptr, *snug = nullptr;
-  LaunchGrouped* any = nullptr;  // with any other epilogue
+  LaunchGrouped* relu2 = nullptr;  // of formats that have it
+  LaunchGrouped* any = nullptr;    // with any other epilogue
 };
+
+// Without kRelu2.
+EpilogueKind epilogue_of(ActivationKind kind);
 
 struct FormatRow {
   ComputeScheme scheme;
@@ -62,6 +66,7 @@ struct FormatRow {
   Status (*check)(const MoeProblem& problem);
   // Brings one expert's checked weights into its place in each of the parts. Null without CUDA.
   Status (*repack)(const RepackCall& call);
+  bool has_relu2;
   GroupedUnits units;
 };
 

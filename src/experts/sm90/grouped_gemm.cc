@@ -5,12 +5,23 @@
 
 namespace moesaic::cuda {
 
+GroupedActivation grouped_activation(const ActivationSpec& a) {
+  GroupedActivation to = {static_cast<int>(a.kind), a.limit, a.alpha, a.beta, a.up_limit};
+  if (a.kind == ActivationKind::kGeluTanh) {
+    // 0.5 g (1 + tanh(c (g + 0.044715 g^3))) = g sigmoid(2 c (g + 0.044715 g^3)), c = sqrt(2 / pi)
+    to.alpha = 1.5957691216057308F;
+    to.cubic = 0.044715F;
+  }
+  return to;
+}
+
 GroupedVariant choose_grouped(const TileRules& rules, EpilogueKind epilogue, std::int64_t tokens,
                               std::int64_t top_k, std::int64_t experts, std::int64_t bands,
                               const DeviceTraits& device) {
   GroupedVariant v;
   v.epilogue = epilogue;
-  if (epilogue != EpilogueKind::kSwiglu) {
+  const bool swiglu = epilogue == EpilogueKind::kSwiglu;
+  if (!swiglu && epilogue != EpilogueKind::kRelu2) {
     v.max_columns = 32;
     return v;
   }
@@ -18,6 +29,7 @@ GroupedVariant choose_grouped(const TileRules& rules, EpilogueKind epilogue, std
   // routing gives rows per expert near the mean; twice the mean leaves room for skew.
   const std::int64_t mean = (tokens * top_k + experts - 1) / experts;
   v.max_columns = mean <= rules.narrow_rows ? 32 : mean <= 32 ? rules.middle : rules.widest;
+  if (!swiglu) return v;
   if (mean > 96 && mean <= rules.snug) v.max_columns = rules.snug;
   // One token may have fewer items than there are multiprocessors: halves of them keep more busy.
   // Past the rule's limit whole bands, each taken by a CTA that is free, are as fast or faster.

@@ -29,6 +29,7 @@
 
 #include "cuda/device_traits.h"
 #include "cuda/quant_rows.h"
+#include "moesaic/activation.h"
 #include "permute/sm90/align.h"
 #include "permute/sm90/combine.h"
 #include "router/sm90/route.h"
@@ -41,8 +42,11 @@ inline constexpr int kSplitColumns = 16;
 
 // How the activation of GEMM1's result is computed.
 enum class EpilogueKind : std::uint8_t {
-  kSwiglu,   // (clamp(u) + beta) * g * sigmoid(alpha * g), g limited from above: silu and swigluoai
+  // (clamp(u) + beta) * g * sigmoid(alpha * (g + cubic * g^3)), g limited from above: silu, swigluoai
+  // and gelu_tanh
+  kSwiglu,
   kGeneral,  // any other gated kind
+  kRelu2,    // relu2_no_mul, in formats that have builds for it
   kPlain,    // not gated
 };
 
@@ -114,8 +118,10 @@ struct AheadWeights {
 
 struct GroupedActivation {
   int kind = 0;  // ActivationKind, for kGeneral and kPlain
-  float limit = 0, alpha = 1, beta = 0, up_limit = 0;
+  float limit = 0, alpha = 1, beta = 0, up_limit = 0, cubic = 0;
 };
+// With the constants of kSwiglu, where that is its epilogue.
+GroupedActivation grouped_activation(const ActivationSpec& activation);
 
 // Formats with one scale per operand row.
 struct WholeRows {
