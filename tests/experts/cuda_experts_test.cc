@@ -60,8 +60,8 @@ bool is_fp8_block(std::string_view quant) { return quant == "fp8-block"; }
 bool keeps_bf16_rows(std::string_view quant) {
   return test::scheme_called(quant).activation.granularity == ScaleGranularity::kNone;
 }
-// Weights that are decoded when they are multiplied; all but 4-bit integers have SwiGLU alone, as have
-// those with minima. They are rounded to bf16 where a row has more scales than one in 64 columns, or a
+// Weights that are decoded when they are multiplied; all but 4-bit integers have the family of SwiGLU
+// alone, as have those with minima; some have squared ReLU. They are rounded to bf16 where a row has more scales than one in 64 columns, or a
 // minimum.
 bool has_strips(std::string_view quant) {
   const OperandQuant w = test::scheme_called(quant).weight;
@@ -74,6 +74,7 @@ bool has_activation(std::string_view quant, std::string_view activation) {
   const OperandQuant w = test::scheme_called(quant).weight;
   const bool int4 = cuda::has_int4_codes(w) && !cuda::has_minima(w);
   if (!has_strips(quant) || int4) return true;
+  if (activation == "relu2_no_mul") return cuda::has_minima(w) || quant == "q6k" || quant == "q3k";
   return activation == "silu" || activation == "swigluoai" || activation == "gelu_tanh";
 }
 // bf16 rows: each expert's row is rounded once more, 2^-8. Quantised: a sum that lands on the other

@@ -248,10 +248,10 @@ class RandomSource final : public ExpertSource {
     const OperandQuant& a = p_.quant.activation;
     const bool static_input = !a.dynamic && a.granularity == ScaleGranularity::kTensor;
     if (a.outer_scale == OuterScale::kTensor || static_input) {
-      // Largest input about 5, over the largest scale times the largest code. Codes of e4m3 do
-      // without scales, and are as exact with room for the intermediate's largest.
+      // Room for the largest squares of the intermediate, about 20, over the largest scale times the
+      // largest code. Codes of e4m3 do without scales.
       MOESAIC_ASSIGN_OR_RETURN(m.input_scale, Tensor::zeros(DType::kF32, {1}));
-      m.input_scale.as<float>()[0] = static_input ? 40.0F / 448.0F : 5.0F / (448.0F * 6.0F);
+      m.input_scale.as<float>()[0] = static_input ? 40.0F / 448.0F : 20.0F / (448.0F * 6.0F);
     }
     MOESAIC_RETURN_IF_ERROR(make_origins(m, scale, seed));
     if (w.act_order) {

@@ -59,6 +59,17 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// The smaller and the larger; NaN if one is.
+__device__ __forceinline__ float min_nan(float a, float b) {
+  float y = 0;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float y = 0;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
 // Two e4m3 codes, round to nearest even, saturating: `lo` in bits 0-7. NaN becomes 0x7F.
 __device__ __forceinline__ std::uint32_t e4m3x2(float lo, float hi) {
   std::uint16_t r = 0;

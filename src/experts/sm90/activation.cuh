@@ -16,12 +16,14 @@ __device__ __forceinline__ float sigmoid(float x) {
   return ptx::reciprocal_approx(1.0F + ptx::exp2_approx(x * kMinusLog2E));
 }
 
-// Comparisons keep NaN: a NaN is never greater than a limit.
-__device__ __forceinline__ float at_most(float v, float limit) { return v > limit ? limit : v; }
+// NaN stays.
+__device__ __forceinline__ float at_most(float v, float limit) { return ptx::min_nan(v, limit); }
 __device__ __forceinline__ float within(float v, float limit) {
-  return v > limit ? limit : (v < -limit ? -limit : v);
+  return ptx::max_nan(at_most(v, limit), -limit);
 }
 
+// SwigluEpilogue makes NaN of an infinite gate that no limit cuts.
+//
 // Activation families, as the kernel's template parameter. kGated: rows of w13 are gate and up
 // rows. kFullGroups: full groups have the tokens as the M operand. kRoutes: the kernel can route.
 // The SwiGLU family: silu, swigluoai and gelu_tanh (grouped_activation).
@@ -34,10 +36,10 @@ struct SwigluEpilogue {
                        up = swapped;)
     const float g = at_most(gate, a.limit);
     const float u = within(up, a.limit);
-    // Exactly 1 without a cubic term, also beside squares that overflow.
-    float inner = fmaf(a.cubic, fminf(g * g, 0x1p100F), 1.0F);
-    MOESAIC_CUDA_FAULT(cuda_experts_cubic_term_missing, inner = 1.0F;)
-    return (u + a.beta) * (g * sigmoid(a.alpha * g * inner));
+    float cubic = a.cubic * g;
+    MOESAIC_CUDA_FAULT(cuda_experts_cubic_term_missing, cubic = 0.0F;)
+    const float power = g * fmaf(cubic, g, a.slope);
+    return (u + a.beta) * (g * ptx::reciprocal_approx(1.0F + ptx::exp2_approx(power)));
   }
 };
 

@@ -51,6 +51,8 @@ LaunchGrouped launch_grouped_table_bf16_swiglu, launch_grouped_table_narrow_swig
 LaunchGrouped launch_grouped_int8_bf16_swiglu, launch_grouped_int8_narrow_swiglu;
 LaunchGrouped launch_grouped_fp8_bf16_swiglu;
 LaunchGrouped launch_grouped_int4_minima_swiglu, launch_grouped_int8_minima_swiglu;
+LaunchGrouped launch_grouped_int4_minima_relu2, launch_grouped_int8_minima_relu2;
+LaunchGrouped launch_grouped_int8_narrow_relu2;
 LaunchGrouped launch_grouped_mxfp8_swiglu, launch_grouped_mxfp8_any;
 LaunchGrouped launch_grouped_nvfp4_swiglu, launch_grouped_nvfp4_any;
 
@@ -152,12 +154,14 @@ Status check_strips(const MoeProblem& problem) {
 }
 
 // Formats without builds for other activations, which would be as large again.
+template <bool kRelu2>
 Status check_strips_swiglu(const MoeProblem& problem) {
   const ActivationKind kind = problem.activation.kind;
-  if (epilogue_of(kind) == EpilogueKind::kSwiglu) return check_strips(problem);
-  return unsupported(
-      fmt::format("activation: got {} with {} weights, need silu, swigluoai or gelu_tanh",
-                  activation_name(kind), dtype_name(problem.quant.weight.dtype)));
+  const bool relu2 = kRelu2 && kind == ActivationKind::kRelu2NoMul;
+  if (relu2 || epilogue_of(kind) == EpilogueKind::kSwiglu) return check_strips(problem);
+  return unsupported(fmt::format("activation: got {} with {} weights, need silu, swigluoai{}",
+                                 activation_name(kind), dtype_name(problem.quant.weight.dtype),
+                                 kRelu2 ? ", gelu_tanh or relu2_no_mul" : " or gelu_tanh"));
 }
 
 // With builds for relu2_no_mul of its own.
@@ -353,7 +357,7 @@ constexpr FormatRow row_of_strips(std::string_view name, bool (*takes)(const Ope
   row.image = &code_image;
   row.tiles = decoded_tiles(widest);
   row.parts = kImagesAndOrder;
-  row.check = &check_strips_swiglu;
+  row.check = &check_strips_swiglu<false>;
   row.repack = MOESAIC_ON_DEVICE(repack_code_strips);
   row.units.swiglu = swiglu;
   return row;
@@ -383,12 +387,19 @@ constexpr FormatRow row_of_int4(bool (*takes)(const OperandQuant& weight), Launc
   return row;
 }
 
+// The same for activations of models whose files have such weights.
+constexpr FormatRow and_relu2(FormatRow row, LaunchGrouped* relu2) {
+  add_relu2(row, relu2);
+  row.check = &check_strips_swiglu<true>;
+  return row;
+}
+
 constexpr FormatRow int4_minima_row() {
   FormatRow row =
       row_of_strips<Int4Minima>("int4-bf16", &takes_minima<has_int4_codes>,
                                 MOESAIC_ON_DEVICE(launch_grouped_int4_minima_swiglu), 160);
   row.tiles.middle = 48;
-  return row;
+  return and_relu2(row, MOESAIC_ON_DEVICE(launch_grouped_int4_minima_relu2));
 }
 
 constexpr FormatRow table_bf16_row() {
@@ -432,10 +443,12 @@ constexpr FormatRow kFormats[] = {
                                MOESAIC_ON_DEVICE(launch_grouped_table_narrow_swiglu), 160),
     row_of_strips<Int8Bf16>("int8-bf16", &takes_wide<has_int8_codes>,
                             MOESAIC_ON_DEVICE(launch_grouped_int8_bf16_swiglu)),
-    row_of_strips<Int8Narrow>("int8-bf16", &takes_narrow<has_int8_codes>,
-                              MOESAIC_ON_DEVICE(launch_grouped_int8_narrow_swiglu), 136),
-    row_of_strips<Int8Minima>("int8-bf16", &takes_minima<has_int8_codes>,
-                              MOESAIC_ON_DEVICE(launch_grouped_int8_minima_swiglu), 136),
+    and_relu2(row_of_strips<Int8Narrow>("int8-bf16", &takes_narrow<has_int8_codes>,
+                                        MOESAIC_ON_DEVICE(launch_grouped_int8_narrow_swiglu), 136),
+              MOESAIC_ON_DEVICE(launch_grouped_int8_narrow_relu2)),
+    and_relu2(row_of_strips<Int8Minima>("int8-bf16", &takes_minima<has_int8_codes>,
+                                        MOESAIC_ON_DEVICE(launch_grouped_int8_minima_swiglu), 136),
+              MOESAIC_ON_DEVICE(launch_grouped_int8_minima_relu2)),
     fp8_bf16_row(ComputeScheme::kFp8Bf16, ""),
     fp8_bf16_row(ComputeScheme::kWeightOnly, "fp8-channel-bf16")};
 

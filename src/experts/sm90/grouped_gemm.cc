@@ -2,16 +2,18 @@
 #include "experts/sm90/grouped_gemm.h"
 
 #include <algorithm>
+#include <numbers>
 
 namespace moesaic::cuda {
 
 GroupedActivation grouped_activation(const ActivationSpec& a) {
   GroupedActivation to = {static_cast<int>(a.kind), a.limit, a.alpha, a.beta, a.up_limit};
-  if (a.kind == ActivationKind::kGeluTanh) {
-    // 0.5 g (1 + tanh(c (g + 0.044715 g^3))) = g sigmoid(2 c (g + 0.044715 g^3)), c = sqrt(2 / pi)
-    to.alpha = 1.5957691216057308F;
-    to.cubic = 0.044715F;
-  }
+  const bool gelu = a.kind == ActivationKind::kGeluTanh;
+  // 0.5 g (1 + tanh(c (g + 0.044715 g^3))) = g sigmoid(2 c (g + 0.044715 g^3)), c = sqrt(2 / pi)
+  const double slope =
+      -std::numbers::log2e * (gelu ? 1.5957691216057308 : static_cast<double>(a.alpha));
+  to.slope = static_cast<float>(slope);
+  to.cubic = gelu ? static_cast<float>(slope * 0.044715) : 0.0F;
   return to;
 }
 
