@@ -62,9 +62,9 @@ Status repack_strip_matrix(const ExpertsPlan& plan, const WeightShape& shape,
   std::vector<std::byte> widened;
   if (stored4 && !nibbles) {
     widened.resize(static_cast<std::size_t>(bytes));
-    const auto* const codes = reinterpret_cast<const std::uint8_t*>(from);
+    const auto* const nibbles_at = reinterpret_cast<const std::uint8_t*>(from);
     for (std::int64_t i = 0; i < bytes; ++i) {
-      widened[static_cast<std::size_t>(i)] = std::byte{nibble_at(codes, i)};
+      widened[static_cast<std::size_t>(i)] = std::byte{nibble_at(nibbles_at, i)};
     }
     from = widened.data();
   }
