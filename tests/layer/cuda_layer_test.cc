@@ -229,10 +229,16 @@ TEST(CudaLayer, ARowAloneHasTheBitsItHasInABatchAndBf16IsTheRoundedF32) {
 // band has nothing for the second.
 TEST(CudaLayer, FewRowsHaveTheBitsTheyHaveAmongMany) {
   REQUIRE_HOPPER();
-  for (const char* quant : {"bf16", "fp8-block"}) {
+  struct Kind {
+    const char *quant, *activation;
+  };
+  for (const auto& [quant, activation] :
+       {Kind{"bf16", "silu"}, Kind{"fp8-block", "silu"}, Kind{"fp8-block", "gelu_tanh"},
+        Kind{"bf16", "relu2"}, Kind{"fp8-channel", "relu2"}}) {
     for (const bool shared : {false, true}) {
       MoeLayerSpec spec = small_spec();
       spec.hidden_size = spec.intermediate_size = 384;
+      spec.activation = make_activation(activation).value();
       if (shared) spec.shared.intermediate_size = 384;
       const LayerTensors t = make_tensors(23, spec);
       FusedMoE::Options options = on_gpu(64);
@@ -249,7 +255,7 @@ TEST(CudaLayer, FewRowsHaveTheBitsTheyHaveAmongMany) {
           EXPECT_EQ(std::memcmp(run.output.data(), many.output.data() + 20 * bytes,
                                 static_cast<std::size_t>(rows * bytes)),
                     0)
-              << quant << (shared ? " shared " : " ") << rows << " rows";
+              << quant << ' ' << activation << (shared ? " shared " : " ") << rows << " rows";
         }
       }
     }
