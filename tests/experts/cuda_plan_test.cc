@@ -187,8 +187,8 @@ TEST(CudaFormats, ARowForEachSchemeThatTheKernelsCompute) {
   }
   EXPECT_EQ(format_of(test::small_problem("nvfp4-bf16")).value()->rows, RowForm::kBf16);
   EXPECT_EQ(format_of(test::small_problem("nvfp4-bf16")).value()->slab_bytes, 128 * (32 + 4));
-  for (const FormatRow& row : grouped_formats()) {
-    EXPECT_EQ(row.chunk_k * row_element_bytes(row.rows), 128);
+  for (const auto rows : grouped_formats()) {
+    for (const FormatRow& row : rows) EXPECT_EQ(row.chunk_k * row_element_bytes(row.rows), 128);
   }
   test::expect_refusal(
       format_of(test::small_problem("f32")).status(), StatusCode::kUnsupported,

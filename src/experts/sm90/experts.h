@@ -171,7 +171,7 @@ class GpuExperts {
   virtual Status add_numerics(const CudaExpertsArgs& args, std::span<RowNumerics> rows) const = 0;
 };
 
-// Computes what experts/reference/experts.h defines for the schemes of formats.cc with bf16
+// Computes what experts/reference/experts.h defines for the schemes of formats.h with bf16
 // activations, with these differences: products are summed by the tensor cores in chunks of 128
 // bytes of K (64 bf16, 128 e4m3 or int8 values) in ascending order (sums of e4m3 products with a
 // scale per row are taken out every two chunks, int8 sums are exact); an expert's weighted output

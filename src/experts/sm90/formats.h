@@ -1,7 +1,8 @@
 // The number formats that the grouped-GEMM kernel computes, as a table: what the host needs to know
-// of each. A format is added with a policy (formats/), a row here and its builds in CMakeLists.txt.
+// of each. A format is added with a policy (formats/), a row in format_rows_*.cc and its builds in CMakeLists.txt.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -70,7 +71,8 @@ struct FormatRow {
   GroupedUnits units;
 };
 
-std::span<const FormatRow> grouped_formats();
+// All of them, in two parts.
+std::array<std::span<const FormatRow>, 2> grouped_formats();
 // The unit that has the variant's build.
 LaunchGrouped* launcher_of(const FormatRow& row, const GroupedVariant& variant);
 // The row of the problem's scheme. kUnsupported: a scheme without one, or none.

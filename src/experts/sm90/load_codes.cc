@@ -13,7 +13,7 @@ namespace {
 
 using experts::ProjectionView;
 
-// One projection's places in kImagesAndRowScales (formats.cc).
+// One projection's places in kImagesAndRowScales (format_rows.h).
 struct CodesTo {
   const WeightShape& shape;
   std::string_view scale_name;

@@ -1,0 +1,147 @@
+// Formats of weights with any scales, in strips behind their codes, and bf16 activations.
+#include <fmt/format.h>
+
+#include "core/refusal.h"
+#include "experts/sm90/format_rows.h"
+#include "experts/sm90/formats/fp8_bf16.h"
+#include "experts/sm90/formats/int4_bf16.h"
+#include "experts/sm90/formats/int4_minima.h"
+#include "experts/sm90/formats/int4_narrow.h"
+#include "experts/sm90/formats/int8_bf16.h"
+#include "experts/sm90/formats/int8_minima.h"
+#include "experts/sm90/formats/int8_narrow.h"
+#include "experts/sm90/formats/table_bf16.h"
+#include "experts/sm90/formats/table_narrow.h"
+#include "experts/sm90/repack_strips.h"
+#include "experts/sm90/weight_codes.h"
+
+namespace moesaic::cuda {
+
+// One translation unit each, generated from the list in CMakeLists.txt.
+LaunchGrouped launch_grouped_int4_bf16_swiglu, launch_grouped_int4_bf16_any;
+LaunchGrouped launch_grouped_int4_narrow_swiglu, launch_grouped_int4_narrow_any;
+LaunchGrouped launch_grouped_table_bf16_swiglu;
+LaunchGrouped launch_grouped_table_narrow_swiglu;
+LaunchGrouped launch_grouped_int8_bf16_swiglu;
+LaunchGrouped launch_grouped_int8_narrow_swiglu, launch_grouped_int8_narrow_relu2;
+LaunchGrouped launch_grouped_fp8_bf16_swiglu;
+LaunchGrouped launch_grouped_int4_minima_swiglu, launch_grouped_int4_minima_relu2;
+LaunchGrouped launch_grouped_int8_minima_swiglu, launch_grouped_int8_minima_relu2;
+
+namespace {
+
+Status check_strips(const MoeProblem& problem) {
+  MOESAIC_RETURN_IF_ERROR(check_strip_scales(problem.quant.weight));
+  if (problem.quant.weight.act_order && problem.apply_router_weight_on_input) {
+    return unsupported("apply_router_weight_on_input: got act-order weights, need others");
+  }
+  return check_widths<8>(problem);
+}
+
+// Formats without builds for other activations, which would be as large again.
+template <bool kRelu2>
+Status check_strips_swiglu(const MoeProblem& problem) {
+  const ActivationKind kind = problem.activation.kind;
+  const bool relu2 = kRelu2 && kind == ActivationKind::kRelu2NoMul;
+  if (relu2 || epilogue_of(kind) == EpilogueKind::kSwiglu) return check_strips(problem);
+  return unsupported(fmt::format("activation: got {} with {} weights, need silu, swigluoai{}",
+                                 activation_name(kind), dtype_name(problem.quant.weight.dtype),
+                                 kRelu2 ? ", gelu_tanh or relu2_no_mul" : " or gelu_tanh"));
+}
+
+// Weights that are decoded to bf16 in registers.
+template <class Format>
+constexpr FormatRow row_of_strips(std::string_view name, bool (*takes)(const OperandQuant& weight),
+                                  LaunchGrouped* swiglu, int widest = 128) {
+  FormatRow row = row_of<Format>(ComputeScheme::kWeightOnly);
+  row.takes = takes;
+  row.name = name;
+  row.image = &code_image;
+  row.tiles = decoded_tiles(widest);
+  row.parts = kImagesAndOrder;
+  row.check = &check_strips_swiglu<false>;
+  row.repack = MOESAIC_ON_DEVICE(repack_code_strips);
+  row.units.swiglu = swiglu;
+  return row;
+}
+
+// The weights that `has`, in groups of at least 64 columns and in narrower ones, and with minima.
+template <bool (*has)(const OperandQuant& weight)>
+bool takes_wide(const OperandQuant& weight) {
+  return has(weight) && has_scales_of_sums(weight);
+}
+template <bool (*has)(const OperandQuant& weight)>
+bool takes_narrow(const OperandQuant& weight) {
+  return has(weight) && !has_scales_of_sums(weight) && !has_minima(weight);
+}
+template <bool (*has)(const OperandQuant& weight)>
+bool takes_minima(const OperandQuant& weight) {
+  return has(weight) && has_minima(weight);
+}
+
+template <class Format>
+constexpr FormatRow row_of_int4(bool (*takes)(const OperandQuant& weight), LaunchGrouped* swiglu,
+                                LaunchGrouped* any, int widest) {
+  FormatRow row = row_of_strips<Format>("int4-bf16", takes, swiglu, widest);
+  row.tiles.middle = 48;
+  row.check = &check_strips;
+  row.units.any = any;
+  return row;
+}
+
+// The same for activations of models whose files have such weights.
+constexpr FormatRow and_relu2(FormatRow row, LaunchGrouped* relu2) {
+  add_relu2(row, relu2);
+  row.check = &check_strips_swiglu<true>;
+  return row;
+}
+
+constexpr FormatRow int4_minima_row() {
+  FormatRow row =
+      row_of_strips<Int4Minima>("int4-bf16", &takes_minima<has_int4_codes>,
+                                MOESAIC_ON_DEVICE(launch_grouped_int4_minima_swiglu), 160);
+  row.tiles.middle = 48;
+  return and_relu2(row, MOESAIC_ON_DEVICE(launch_grouped_int4_minima_relu2));
+}
+
+constexpr FormatRow table_bf16_row() {
+  FormatRow row = row_of_strips<TableBf16>("nf4-bf16", &takes_wide<has_table_codes>,
+                                           MOESAIC_ON_DEVICE(launch_grouped_table_bf16_swiglu));
+  row.tiles.middle = 48;
+  return row;
+}
+
+constexpr FormatRow fp8_bf16_row(ComputeScheme scheme, std::string_view name) {
+  FormatRow row = row_of_strips<Fp8Bf16>(name, &has_fp8_codes,
+                                         MOESAIC_ON_DEVICE(launch_grouped_fp8_bf16_swiglu));
+  row.scheme = scheme;
+  return row;
+}
+
+constexpr FormatRow kStrips[] = {
+    row_of_int4<Int4Bf16>(&takes_wide<has_int4_codes>,
+                          MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_swiglu),
+                          MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_any), 136),
+    row_of_int4<Int4Narrow>(&takes_narrow<has_int4_codes>,
+                            MOESAIC_ON_DEVICE(launch_grouped_int4_narrow_swiglu),
+                            MOESAIC_ON_DEVICE(launch_grouped_int4_narrow_any), 160),
+    int4_minima_row(),
+    table_bf16_row(),
+    row_of_strips<TableNarrow>("nf4-bf16", &takes_narrow<has_table_codes>,
+                               MOESAIC_ON_DEVICE(launch_grouped_table_narrow_swiglu), 160),
+    row_of_strips<Int8Bf16>("int8-bf16", &takes_wide<has_int8_codes>,
+                            MOESAIC_ON_DEVICE(launch_grouped_int8_bf16_swiglu)),
+    and_relu2(row_of_strips<Int8Narrow>("int8-bf16", &takes_narrow<has_int8_codes>,
+                                        MOESAIC_ON_DEVICE(launch_grouped_int8_narrow_swiglu), 136),
+              MOESAIC_ON_DEVICE(launch_grouped_int8_narrow_relu2)),
+    and_relu2(row_of_strips<Int8Minima>("int8-bf16", &takes_minima<has_int8_codes>,
+                                        MOESAIC_ON_DEVICE(launch_grouped_int8_minima_swiglu), 136),
+              MOESAIC_ON_DEVICE(launch_grouped_int8_minima_relu2)),
+    fp8_bf16_row(ComputeScheme::kFp8Bf16, ""),
+    fp8_bf16_row(ComputeScheme::kWeightOnly, "fp8-channel-bf16")};
+
+}  // namespace
+
+std::span<const FormatRow> formats_of_strips() { return kStrips; }
+
+}  // namespace moesaic::cuda
