@@ -1,5 +1,5 @@
-// What rows of formats are made of (formats.h): arrays of weights, sizes, rules for builds. The rows are in
-// format_rows_schemes.cc and format_rows_strips.cc.
+// What rows of formats are made of (formats.h): arrays of weights, sizes, rules for builds. The rows
+// are in format_rows_schemes.cc and format_rows_strips.cc.
 #pragma once
 
 #include <fmt/format.h>

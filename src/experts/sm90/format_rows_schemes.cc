@@ -1,4 +1,5 @@
-// Formats whose activations are quantised, or whose weights have scales that are exact in bf16, and bf16.
+// Formats whose activations are quantised, or whose weights have scales that are exact in bf16, and
+// bf16.
 #include <fmt/format.h>
 
 #include "core/refusal.h"

@@ -1,5 +1,6 @@
 // The number formats that the grouped-GEMM kernel computes, as a table: what the host needs to know
-// of each. A format is added with a policy (formats/), a row in format_rows_*.cc and its builds in CMakeLists.txt.
+// of each. A format is added with a policy (formats/), a row in format_rows_*.cc and its builds in
+// CMakeLists.txt.
 #pragma once
 
 #include <array>

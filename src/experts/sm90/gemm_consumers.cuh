@@ -10,6 +10,7 @@
 #include "cuda/ptx/sync.cuh"
 #include "experts/sm90/decode_codes.cuh"
 #include "experts/sm90/epilogue.cuh"
+#include "experts/sm90/epilogue_rows.cuh"
 #include "experts/sm90/finish.cuh"
 #include "experts/sm90/gemm_fp8_codes.cuh"
 #include "experts/sm90/gemm_products.cuh"
