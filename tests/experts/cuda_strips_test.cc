@@ -8,6 +8,8 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <memory>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -114,21 +116,31 @@ TEST(CudaStrips, BytesBecomeIntegersAndE4m3Numbers) {
   }
 }
 
+// The strips of the second expert's w13.
+struct Strips {
+  explicit Strips(const char* quant) : problem(test::small_problem(quant)) {
+    view.parts = 2;
+    status = make_strips(plan.weight, plan.codes, "w13", view, plan.w13, nullptr, strips);
+  }
+  const MoeProblem problem;
+  const test::StandardCase c = test::make_case(3, problem, 1, DType::kBF16);
+  const std::unique_ptr<ExpertSource> source = make_stacked_source(c.weights.view());
+  const ExpertWeightsView expert = source->expert(1).value();
+  const ExpertsPlan plan = make_experts_plan(problem).value();
+  experts::ProjectionView view = experts::w13_of(expert);
+  CodeStrips strips;
+  Status status;
+};
+
 // What the kernel makes of a scale: a factor of sums, to the last bits that are kept, or v * s in one
 // rounding.
 TEST(CudaStrips, ScalesOfEveryDtypeAreOneRounding) {
   for (const char* quant : {"int4-g128", "int4-g32", "awq", "gptq", "int4-channel", "int8-bf16",
                             "u8-zero", "q6k", "fp8-bf16", "nf4-bf16"}) {
     SCOPED_TRACE(quant);
-    const MoeProblem p = test::small_problem(quant);
-    const test::StandardCase c = test::make_case(3, p, 1, DType::kBF16);
-    const auto source = make_stacked_source(c.weights.view());
-    const ExpertWeightsView expert = source->expert(1).value();
-    const ExpertsPlan plan = make_experts_plan(p).value();
-    experts::ProjectionView view = experts::w13_of(expert);
-    view.parts = 2;
-    CodeStrips strips;
-    ASSERT_TRUE(make_strips(plan.weight, plan.codes, "w13", view, plan.w13, nullptr, strips).ok());
+    const Strips made(quant);
+    ASSERT_TRUE(made.status.ok());
+    const auto& [plan, view, strips] = std::tie(made.plan, made.view, made.strips);
     const std::int64_t units = plan.w13.chunks() * plan.codes.units, unit = 64 / plan.codes.units;
     const bool zeros = plan.codes.zero_at != 0, fp8 = plan.weight.dtype == DType::kF8E4M3;
     const bool sums = has_scales_of_sums(plan.weight);
@@ -212,15 +224,9 @@ WithMinimum with_minimum(const ExpertsPlan& plan, const CodeStrips& strips, std:
 TEST(CudaStrips, MinimaAreZeroPointsAndOffsets) {
   for (const char* quant : {"q4k", "q5k", "q4k-m"}) {
     SCOPED_TRACE(quant);
-    const MoeProblem p = test::small_problem(quant);
-    const test::StandardCase c = test::make_case(7, p, 1, DType::kBF16);
-    const auto source = make_stacked_source(c.weights.view());
-    const ExpertWeightsView expert = source->expert(1).value();
-    const ExpertsPlan plan = make_experts_plan(p).value();
-    experts::ProjectionView view = experts::w13_of(expert);
-    view.parts = 2;
-    CodeStrips strips;
-    ASSERT_TRUE(make_strips(plan.weight, plan.codes, "w13", view, plan.w13, nullptr, strips).ok());
+    const Strips made(quant);
+    ASSERT_TRUE(made.status.ok());
+    const auto& [plan, view, strips] = std::tie(made.plan, made.view, made.strips);
     const std::int64_t units = plan.w13.chunks() * plan.codes.units, unit = 64 / plan.codes.units;
     double largest_offset = 0;
     for (std::int64_t n = 0; n < plan.w13.rows; ++n) {

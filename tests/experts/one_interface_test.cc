@@ -66,7 +66,7 @@ TEST(OneInterface, TheGeneralRowOfGpusTakesEverySize) {
     }
     before = row.name;
   }
-  for (const char* quant : {"f32", "f16", "q4k", "mxfp4-token", "mxfp4-f32-groups", "int4-fp8-g32",
+  for (const char* quant : {"f32", "f16", "mxfp4-token", "mxfp4-f32-groups", "int4-fp8-g32",
                             "fp8-block-64x64", "int4-g128-int8", "gptq-int8"}) {
     EXPECT_EQ(chosen(on_gpu(quant)), "cuda_general") << quant;
   }
@@ -75,8 +75,8 @@ TEST(OneInterface, TheGeneralRowOfGpusTakesEverySize) {
   EXPECT_EQ(chosen(halves), "cuda_sm90");
   halves.activation_dtype = DType::kF16;
   EXPECT_EQ(chosen(halves), "cuda_general");
-  for (const char* quant :
-       {"int4-g128", "awq", "gptq", "nf4-bf16", "int8-bf16", "q6k", "fp8-bf16"}) {
+  for (const char* quant : {"int4-g128", "awq", "gptq", "nf4-bf16", "int8-bf16", "q6k", "fp8-bf16",
+                            "q3k", "q4k", "q5k"}) {
     EXPECT_EQ(chosen(on_gpu(quant)), "cuda_sm90") << quant;
   }
   MoeProblem weighted = on_gpu("bf16");
