@@ -61,8 +61,8 @@ bool keeps_bf16_rows(std::string_view quant) {
   return test::scheme_called(quant).activation.granularity == ScaleGranularity::kNone;
 }
 // Weights that are decoded when they are multiplied; all but 4-bit integers have the family of SwiGLU
-// alone, as have those with minima; some have squared ReLU. They are rounded to bf16 where a row has more scales than one in 64 columns, or a
-// minimum.
+// alone, as have those with minima; some have squared ReLU. They are rounded to bf16 where a row has
+// more scales than one in 64 columns, or a minimum.
 bool has_strips(std::string_view quant) {
   const OperandQuant w = test::scheme_called(quant).weight;
   return keeps_bf16_rows(quant) && w.scale_format == ScaleFormat::kF32;

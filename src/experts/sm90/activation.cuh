@@ -22,11 +22,10 @@ __device__ __forceinline__ float within(float v, float limit) {
   return ptx::max_nan(at_most(v, limit), -limit);
 }
 
-// SwigluEpilogue makes NaN of an infinite gate that no limit cuts.
-//
 // Activation families, as the kernel's template parameter. kGated: rows of w13 are gate and up
 // rows. kFullGroups: full groups have the tokens as the M operand. kRoutes: the kernel can route.
-// The SwiGLU family: silu, swigluoai and gelu_tanh (grouped_activation).
+// The SwiGLU family: silu, swigluoai and gelu_tanh (grouped_activation). An infinite gate that no limit
+// cuts becomes NaN.
 struct SwigluEpilogue {
   static constexpr EpilogueKind kKind = EpilogueKind::kSwiglu;
   static constexpr bool kGated = true, kFullGroups = true, kRoutes = true;

@@ -46,7 +46,7 @@ std::uint16_t lower_of(std::uint32_t bits, bool as_bf16) {
   return std::isfinite(rest) ? bf16_from_f32(rest) : std::uint16_t{0};
 }
 
-// The zero point of a minimum, and what it leaves. codes: of zero.
+// The zero point of a minimum, and what it leaves. zero_code: the code of 0, largest: a zero point.
 struct SplitMinimum {
   std::int32_t zero;
   std::uint16_t offset;
