@@ -180,11 +180,9 @@ Status GeneralExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   } else if (on_input) {
     g.factor = w.weight_of_row;
   }
-  const ActivationSpec& activation = problem.activation;
   g.activates = true;
-  g.gated = is_gated(activation.kind);
-  g.activation = {static_cast<int>(activation.kind), activation.limit, activation.alpha,
-                  activation.beta, activation.up_limit};
+  g.gated = is_gated(problem.activation.kind);
+  g.activation = grouped_activation(problem.activation);
   g.out = w.inner;
   g.out_dtype = plan_.operand;
   MOESAIC_RETURN_IF_ERROR(check_call("gate and up GEMM", launch_general_gemm(g, stream)));

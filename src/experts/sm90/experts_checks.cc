@@ -25,6 +25,7 @@ Status CudaExperts::can_implement(const MoeProblem& problem) {
         "its experts)",
         problem.top_k));
   }
+  MOESAIC_RETURN_IF_ERROR(check_activation(*format, problem));
   MOESAIC_RETURN_IF_ERROR(
       format->check(experts::with_padded_width(of_rows, format->inner_multiple)));
   if (problem.num_local_experts > kMaxAlignedExperts) {

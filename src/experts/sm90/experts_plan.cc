@@ -15,10 +15,7 @@ Result<ExpertsPlan> make_experts_plan(const MoeProblem& problem) {
   ExpertsPlan plan;
   MOESAIC_ASSIGN_OR_RETURN(plan.format, format_of(problem));
   const ActivationKind kind = problem.activation.kind;
-  plan.epilogue = epilogue_of(kind);
-  if (kind == ActivationKind::kRelu2NoMul && plan.format->has_relu2) {
-    plan.epilogue = EpilogueKind::kRelu2;
-  }
+  plan.epilogue = epilogue_of(*plan.format, kind);
   const std::int64_t element = row_element_bytes(plan.format->rows);
   const std::int64_t slab = plan.format->slab_bytes;
   plan.w13 = {{experts::w13_rows(problem), problem.hidden_size, element, is_gated(kind)}, slab};

@@ -83,9 +83,10 @@ Status check_widths(const MoeProblem& problem) {
 }
 
 // With builds for relu2_no_mul of its own.
-constexpr void add_relu2(FormatRow& row, LaunchGrouped* unit) {
+constexpr FormatRow with_relu2(FormatRow row, LaunchGrouped* unit) {
   row.has_relu2 = true;
   row.units.relu2 = unit;
+  return row;
 }
 
 // A row's sizes follow from the format's policy.
@@ -99,6 +100,7 @@ constexpr FormatRow row_of(ComputeScheme scheme) {
   row.slab_bytes = FormatSizes<Format>::kSlabBytes;
   row.inner_multiple = 1;
   row.has_relu2 = false;
+  row.has_any = true;
   return row;
 }
 

@@ -57,8 +57,7 @@ constexpr FormatRow bf16_row() {
   row.repack = MOESAIC_ON_DEVICE(repack_tiles);
   row.units = {.swiglu = MOESAIC_ON_DEVICE(launch_grouped_bf16_swiglu),
                .any = MOESAIC_ON_DEVICE(launch_grouped_bf16_any)};
-  add_relu2(row, MOESAIC_ON_DEVICE(launch_grouped_bf16_relu2));
-  return row;
+  return with_relu2(row, MOESAIC_ON_DEVICE(launch_grouped_bf16_relu2));
 }
 
 constexpr FormatRow fp8_block_row() {
@@ -74,8 +73,7 @@ constexpr FormatRow fp8_block_row() {
                .wide = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_wide),
                .snug = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_snug),
                .any = MOESAIC_ON_DEVICE(launch_grouped_fp8_block_any)};
-  add_relu2(row, MOESAIC_ON_DEVICE(launch_grouped_fp8_block_relu2));
-  return row;
+  return with_relu2(row, MOESAIC_ON_DEVICE(launch_grouped_fp8_block_relu2));
 }
 
 // Both formats whose rows have one scale: built as fp8-block is, and timed with its rules.
@@ -95,8 +93,7 @@ constexpr FormatRow fp8_scaled_row() {
                .wide = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_wide),
                .snug = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_snug),
                .any = MOESAIC_ON_DEVICE(launch_grouped_fp8_row_any)};
-  add_relu2(row, MOESAIC_ON_DEVICE(launch_grouped_fp8_row_relu2));
-  return row;
+  return with_relu2(row, MOESAIC_ON_DEVICE(launch_grouped_fp8_row_relu2));
 }
 
 constexpr FormatRow int8_row() {
@@ -190,8 +187,7 @@ constexpr FormatRow nvfp4_row(ComputeScheme scheme, RowForm rows) {
   row.repack = MOESAIC_ON_DEVICE(repack_nvfp4);
   row.units = {.swiglu = MOESAIC_ON_DEVICE(launch_grouped_nvfp4_swiglu),
                .any = MOESAIC_ON_DEVICE(launch_grouped_nvfp4_any)};
-  add_relu2(row, MOESAIC_ON_DEVICE(launch_grouped_nvfp4_relu2));
-  return row;
+  return with_relu2(row, MOESAIC_ON_DEVICE(launch_grouped_nvfp4_relu2));
 }
 
 // Of the scheme of all weights whose activations are bf16.

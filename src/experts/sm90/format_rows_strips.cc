@@ -38,17 +38,6 @@ Status check_strips(const MoeProblem& problem) {
   return check_widths<8>(problem);
 }
 
-// Formats without builds for other activations, which would be as large again.
-template <bool kRelu2>
-Status check_strips_swiglu(const MoeProblem& problem) {
-  const ActivationKind kind = problem.activation.kind;
-  const bool relu2 = kRelu2 && kind == ActivationKind::kRelu2NoMul;
-  if (relu2 || epilogue_of(kind) == EpilogueKind::kSwiglu) return check_strips(problem);
-  return unsupported(fmt::format("activation: got {} with {} weights, need silu, swigluoai{}",
-                                 activation_name(kind), dtype_name(problem.quant.weight.dtype),
-                                 kRelu2 ? ", gelu_tanh or relu2_no_mul" : " or gelu_tanh"));
-}
-
 // Weights that are decoded to bf16 in registers.
 template <class Format>
 constexpr FormatRow row_of_strips(std::string_view name, bool (*takes)(const OperandQuant& weight),
@@ -59,7 +48,8 @@ constexpr FormatRow row_of_strips(std::string_view name, bool (*takes)(const Ope
   row.image = &code_image;
   row.tiles = decoded_tiles(widest);
   row.parts = kImagesAndOrder;
-  row.check = &check_strips_swiglu<false>;
+  row.check = &check_strips;
+  row.has_any = false;  // would be as large again
   row.repack = MOESAIC_ON_DEVICE(repack_code_strips);
   row.units.swiglu = swiglu;
   return row;
@@ -84,15 +74,8 @@ constexpr FormatRow row_of_int4(bool (*takes)(const OperandQuant& weight), Launc
                                 LaunchGrouped* any, int widest) {
   FormatRow row = row_of_strips<Format>("int4-bf16", takes, swiglu, widest);
   row.tiles.middle = 48;
-  row.check = &check_strips;
+  row.has_any = true;
   row.units.any = any;
-  return row;
-}
-
-// The same for activations of models whose files have such weights.
-constexpr FormatRow and_relu2(FormatRow row, LaunchGrouped* relu2) {
-  add_relu2(row, relu2);
-  row.check = &check_strips_swiglu<true>;
   return row;
 }
 
@@ -101,7 +84,7 @@ constexpr FormatRow int4_minima_row() {
       row_of_strips<Int4Minima>("int4-bf16", &takes_minima<has_int4_codes>,
                                 MOESAIC_ON_DEVICE(launch_grouped_int4_minima_swiglu), 160);
   row.tiles.middle = 48;
-  return and_relu2(row, MOESAIC_ON_DEVICE(launch_grouped_int4_minima_relu2));
+  return with_relu2(row, MOESAIC_ON_DEVICE(launch_grouped_int4_minima_relu2));
 }
 
 constexpr FormatRow table_bf16_row() {
@@ -131,12 +114,12 @@ constexpr FormatRow kStrips[] = {
                                MOESAIC_ON_DEVICE(launch_grouped_table_narrow_swiglu), 160),
     row_of_strips<Int8Bf16>("int8-bf16", &takes_wide<has_int8_codes>,
                             MOESAIC_ON_DEVICE(launch_grouped_int8_bf16_swiglu)),
-    and_relu2(row_of_strips<Int8Narrow>("int8-bf16", &takes_narrow<has_int8_codes>,
-                                        MOESAIC_ON_DEVICE(launch_grouped_int8_narrow_swiglu), 136),
-              MOESAIC_ON_DEVICE(launch_grouped_int8_narrow_relu2)),
-    and_relu2(row_of_strips<Int8Minima>("int8-bf16", &takes_minima<has_int8_codes>,
-                                        MOESAIC_ON_DEVICE(launch_grouped_int8_minima_swiglu), 136),
-              MOESAIC_ON_DEVICE(launch_grouped_int8_minima_relu2)),
+    with_relu2(row_of_strips<Int8Narrow>("int8-bf16", &takes_narrow<has_int8_codes>,
+                                         MOESAIC_ON_DEVICE(launch_grouped_int8_narrow_swiglu), 136),
+               MOESAIC_ON_DEVICE(launch_grouped_int8_narrow_relu2)),
+    with_relu2(row_of_strips<Int8Minima>("int8-bf16", &takes_minima<has_int8_codes>,
+                                         MOESAIC_ON_DEVICE(launch_grouped_int8_minima_swiglu), 136),
+               MOESAIC_ON_DEVICE(launch_grouped_int8_minima_relu2)),
     fp8_bf16_row(ComputeScheme::kFp8Bf16, ""),
     fp8_bf16_row(ComputeScheme::kWeightOnly, "fp8-channel-bf16")};
 

@@ -46,9 +46,6 @@ struct GroupedUnits {
   LaunchGrouped* any = nullptr;    // with any other epilogue
 };
 
-// Without kRelu2.
-EpilogueKind epilogue_of(ActivationKind kind);
-
 struct FormatRow {
   ComputeScheme scheme;
   // Where a scheme has more formats than one: which weights are this one's, and what texts call it.
@@ -68,12 +65,16 @@ struct FormatRow {
   Status (*check)(const MoeProblem& problem);
   // Brings one expert's checked weights into its place in each of the parts. Null without CUDA.
   Status (*repack)(const RepackCall& call);
-  bool has_relu2;
+  // Builds for kRelu2; for kGeneral and kPlain.
+  bool has_relu2, has_any;
   GroupedUnits units;
 };
 
 // All of them, in two parts.
 std::array<std::span<const FormatRow>, 2> grouped_formats();
+// The epilogue of `kind` in this format; kUnsupported where it has no builds for that.
+EpilogueKind epilogue_of(const FormatRow& row, ActivationKind kind);
+Status check_activation(const FormatRow& row, const MoeProblem& problem);
 // The unit that has the variant's build.
 LaunchGrouped* launcher_of(const FormatRow& row, const GroupedVariant& variant);
 // The row of the problem's scheme. kUnsupported: a scheme without one, or none.

@@ -47,7 +47,7 @@ struct DecodeInt4Fp8 {
 template <class Decoder>
 struct FromFp8Codes {
   static constexpr bool kTokensAsRows = false;
-  static constexpr bool kOddFirst = true;
+  static constexpr bool kOddFirst = true, kEveryLaneReleases = false;
   template <class>
   static constexpr int stage_chunks(int) {
     return 2;

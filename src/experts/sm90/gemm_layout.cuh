@@ -103,8 +103,11 @@ struct Layout {
   // Neighbouring chunks of a stage, 1 or 2, which has one pair of barriers for them: 2 where the
   // format says so and three such stages fit. Of an odd number of chunks the first or the last is
   // alone in its stage.
+  static constexpr int fitting(int stage_chunks) {
+    return (kHopperSharedBytes - kFixedBytes) / (stage_chunks * kPartBytes + kScaleBytes + 16);
+  }
   static constexpr int kStageChunks =
-      3 * (2 * kPartBytes + 16) + kFixedBytes > kHopperSharedBytes
+      fitting(2) < 3
           ? 1
           : Format::Weights::template stage_chunks<typename Format::Promote>(Tile::kMaxColumns);
   // How many of the next ones its stage has, when `left` of an item are left.
@@ -115,10 +118,8 @@ struct Layout {
   static constexpr int kStageBytes = kStageChunks * kPartBytes;
   // Lanes of a consumer warp that hand a stage back. One is enough, but racecheck does not see that
   // it speaks for the others' reads of codes; all of them where a stage takes long.
-  static constexpr int kReleaseLanes = (kStageChunks > 1 && Tile::kMaxColumns > 64) || requires {
-    requires Format::Weights::kEveryLaneReleases;
-  }
-  ? 32 : 1;
+  static constexpr int kReleaseLanes =
+      Format::Weights::kEveryLaneReleases || (kStageChunks > 1 && Tile::kMaxColumns > 64) ? 32 : 1;
   static_assert(kStageChunks == 1 ||
                 Format::WeightScales::kStageBytes + Format::Tokens::kScaleBytes == 0);
   // Few tokens: four stages stream as fast as six, and leave the kernels that follow the room to
@@ -130,8 +131,7 @@ struct Layout {
                                       : Tile::kMaxColumns <= 48 ? 4
                                                                 : 16) /
                                      kStageChunks;
-  static constexpr int kFitting =
-      (kHopperSharedBytes - kFixedBytes) / (kStageBytes + kScaleBytes + 16);
+  static constexpr int kFitting = fitting(kStageChunks);
   static constexpr int kStages = kFitting < kMostStages ? kFitting : kMostStages;
   static constexpr int kOffsetScale = kStages * kStageBytes;
   static constexpr int kOffsetAmax = kOffsetScale + kStages * kScaleBytes;
