@@ -20,9 +20,14 @@ enum class RowForm : std::uint8_t {
   kMx4Values,  // e2m1 per 32 columns, a power of two rounded at 1.75
   kNv4Values,  // e2m1 per 16 columns, an e4m3 scale; without the expert's static input scale
   kFp8Values,  // e4m3 per 128 columns, a power of two as of kFp8Group128
+  kF16,        // F16 values
 };
-constexpr bool row_is_quantised(RowForm form) { return form != RowForm::kBf16; }
-constexpr bool row_has_values(RowForm form) { return form >= RowForm::kMx8Values; }
+constexpr bool row_is_quantised(RowForm form) {
+  return form != RowForm::kBf16 && form != RowForm::kF16;
+}
+constexpr bool row_has_values(RowForm form) {
+  return form >= RowForm::kMx8Values && form <= RowForm::kFp8Values;
+}
 // Of a row whose groups are written down as values.
 constexpr int row_group_columns(RowForm form) {
   return form == RowForm::kFp8Values ? 128 : form == RowForm::kNv4Values ? 16 : 32;
@@ -33,6 +38,8 @@ constexpr int row_element_bytes(RowForm form) {
 constexpr bool row_has_scales(RowForm form) {
   return row_is_quantised(form) && !row_has_values(form);
 }
+// What these rows are multiplied to is kept in F32 until it is summed, not in bf16.
+constexpr bool row_has_wide_result(RowForm form) { return form == RowForm::kF16; }
 // One scale for all of a row: a factor on finished sums.
 constexpr bool row_is_whole(RowForm form) {
   return form == RowForm::kFp8Row || form == RowForm::kInt8Row;

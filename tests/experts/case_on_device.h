@@ -14,7 +14,7 @@
 
 namespace moesaic::test {
 
-// A case on the device. Hidden states must be bf16.
+// A case on the device.
 struct OnDevice {
   const StandardCase& c;
   std::int64_t tokens;
@@ -36,7 +36,7 @@ struct OnDevice {
   cuda::CudaExpertsArgs args(void* output, DType dtype) const {
     cuda::CudaExpertsArgs a;
     a.tokens = tokens;
-    a.rows = cuda::CudaRows::bf16(x.as());
+    a.rows = cuda::CudaRows::values(x.as(), c.hidden_states.dtype());
     a.topk_ids = ids.as<std::int32_t>();
     a.topk_weights = weights.as<float>();
     a.expert_map = c.expert_map.empty() ? nullptr : map.as<std::int32_t>();

@@ -31,10 +31,10 @@ using test::StandardCase;
 
 // A scheme of every format that the kernel computes; fp8-static has input scales that differ.
 constexpr const char* kQuants[] = {
-    "bf16",       "mxfp4-bf16", "fp8-block", "fp8-tensor",      "fp8-channel", "fp8-static",
-    "int8",       "mxfp8",      "mxfp4",     "mxfp4-fp8",       "nvfp4",       "nvfp4-rows",
-    "nvfp4-bf16", "mxfp8-bf16", "int4-fp8",  "int4-fp8-static", "int4-g128",   "nf4-bf16",
-    "int8-bf16",  "fp8-bf16",   "q4k"};
+    "bf16",       "f16",        "mxfp4-bf16", "fp8-block", "fp8-tensor",      "fp8-channel",
+    "fp8-static", "int8",       "mxfp8",      "mxfp4",     "mxfp4-fp8",       "nvfp4",
+    "nvfp4-rows", "nvfp4-bf16", "mxfp8-bf16", "int4-fp8",  "int4-fp8-static", "int4-g128",
+    "nf4-bf16",   "int8-bf16",  "fp8-bf16",   "q4k"};
 // Other weights of the same formats.
 constexpr const char* kMoreQuants[] = {"int4-channel", "int4-g32", "awq", "gptq", "fp4-bf16",
                                        "u8-zero",      "q6k",      "q3k", "q4k-m"};
@@ -83,21 +83,26 @@ bool has_activation(std::string_view quant, std::string_view activation) {
 // relative size is 1.7e-3 (root mean square), independent from weight to weight: gate, up and w2
 // together 1.7e-3 * sqrt(3) = 2.9e-3, with 1.7e-3 of the row 3.4e-3. 2^-8 + 2^-9 is within the
 // scheme's 6e-3.
+// F16: rows are not rounded, and elements of the intermediate on the other side of a boundary move by
+// 2^-11 of them at most.
 double bound_of(std::string_view quant) {
+  if (quant == "f16") return 0x1p-11;
   if (has_rounded_weights(quant)) return 0x1p-8 + 0x1p-9;
   return keeps_bf16_rows(quant) ? 0x1p-8 : 0x1p-6;
 }
 
 // --- Exact ---
 
-// The device's rows are the reference's, rounded to bf16.
+// The device's rows are the reference's, rounded to bf16 (f16: as they are).
 void expect_reference_bits(const StandardCase& c) {
   const Tensor want = run_standard(*test::make_backend("cpu_reference", c), c);
   const Tensor got = run_cuda(c);
   const std::int64_t elements = c.hidden_states.shape()[0] * c.problem.hidden_size;
+  const bool rounds = c.problem.activation_dtype == DType::kBF16;
   std::int64_t wrong = 0, live = 0;
   for (std::int64_t i = 0; i < elements; ++i) {
-    const float rounded = f32_from_bf16(bf16_from_f32(want.as<float>()[i]));
+    const float sum = want.as<float>()[i];
+    const float rounded = rounds ? f32_from_bf16(bf16_from_f32(sum)) : sum;
     wrong += got.as<float>()[i] == rounded ? 0 : 1;
     live += rounded == 0.0F ? 0 : 1;
   }
@@ -141,12 +146,14 @@ TEST_P(CudaExpertsExact, WideGroupsEqualReferenceByBits) {
   }
 }
 
-// Several experts per token, bf16: rows are exact in bf16, so the whole layer is.
-TEST(CudaExpertsExact, SeveralExpertsEqualReferenceByBits) {
+// Several experts per token: rows are exact in bf16, so the whole layer is.
+class CudaExpertsSums : public testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Each, CudaExpertsSums, testing::Values("bf16", "f16"), name_of);
+TEST_P(CudaExpertsSums, SeveralExpertsEqualReferenceByBits) {
   REQUIRE_HOPPER();
   for (const std::int64_t tokens : {1, 9, 150}) {
     for (const std::int64_t intermediate : {88, 91}) {  // with padding too
-      StandardCase c = exact_case("bf16", "relu2_no_mul", 272, intermediate, tokens, 3);
+      StandardCase c = exact_case(GetParam(), "relu2_no_mul", 272, intermediate, tokens, 3);
       c.expert_map = {0, 1, -1, 3, 4, 5};
       const Tensor want = run_standard(*test::make_backend("cpu_reference", c), c);
       std::string why;
@@ -175,7 +182,7 @@ TEST_P(CudaExpertsBound, EveryActivation) {
     SCOPED_TRACE(activation);
     MoeProblem p = problem_of(quant, activation, 384, 256, 6, 2);
     p.has_expert_bias = true;
-    const StandardCase c = test::make_case(21, p, 50, DType::kBF16);
+    const StandardCase c = test::make_case(21, p, 50, p.activation_dtype);
     EXPECT_LT(worst_error(c), bound_of(quant));
   }
 }
@@ -186,7 +193,7 @@ TEST_P(CudaExpertsBound, ShapesAndTokens) {
     std::int64_t hidden, intermediate;
   };
   const char* const quant = GetParam();
-  const bool plain = std::string_view(quant) == "bf16";
+  const bool plain = std::string_view(quant) == "bf16" || std::string_view(quant) == "f16";
   const bool is_table = test::scheme_called(quant).weight.table != CodeTable::kNone;
   const std::int64_t columns = test::scheme_called(quant).weight.block_k;
   for (const Sizes s :
@@ -206,7 +213,7 @@ TEST_P(CudaExpertsBound, ShapesAndTokens) {
       SCOPED_TRACE(testing::Message()
                    << quant << ' ' << s.hidden << 'x' << s.intermediate << ' ' << tokens);
       MoeProblem p = problem_of(quant, "silu", s.hidden, s.intermediate, 6, 2);
-      const StandardCase c = test::make_case(31, p, tokens, DType::kBF16, 0.1);
+      const StandardCase c = test::make_case(31, p, tokens, p.activation_dtype, 0.1);
       EXPECT_LT(worst_error(c), bound_of(quant));
     }
   }
@@ -312,7 +319,7 @@ TEST_P(CudaExpertsBound, FullGroups) {
   for (const char* activation : {"silu", "gelu_tanh", "relu2_no_mul"}) {
     if (!has_activation(quant, activation)) continue;
     const MoeProblem p = problem_of(quant, activation, 384, 256, 6, 2);
-    const StandardCase c = test::make_case(33, p, 800, DType::kBF16, 0.1);
+    const StandardCase c = test::make_case(33, p, 800, p.activation_dtype, 0.1);
     EXPECT_LT(worst_error(c), bound_of(quant)) << quant << ' ' << activation;
   }
 }
@@ -324,25 +331,25 @@ TEST_P(CudaExpertsBound, OneToken) {
   const char* const quant = GetParam();
   for (const bool twice : {false, true}) {
     const MoeProblem p = problem_of(quant, "silu", 384, 384, 6, 3);
-    StandardCase c = test::make_case(35, p, 1, DType::kBF16);
+    StandardCase c = test::make_case(35, p, 1, p.activation_dtype);
     if (twice) c.routing.ids.as<std::int32_t>()[2] = c.routing.ids.as<std::int32_t>()[0];
     EXPECT_LT(worst_error(c), bound_of(quant)) << quant << ' ' << twice;
   }
 }
 
 // Two CTAs with one expert's rows: one group each, none for the second, and several of both.
-TEST(CudaExpertsBound, PairedGroups) {
+TEST_P(CudaExpertsSums, PairedGroups) {
   REQUIRE_HOPPER();
   for (const std::int64_t tokens : {300, 800, 1900}) {
-    const MoeProblem p = problem_of("bf16", "silu", 136, 72, 6, 2);
-    StandardCase c = test::make_case(37, p, tokens, DType::kBF16, 0.1);
+    const MoeProblem p = problem_of(GetParam(), "silu", 136, 72, 6, 2);
+    StandardCase c = test::make_case(37, p, tokens, p.activation_dtype, 0.1);
     // Expert 5 keeps five rows.
     std::int64_t kept = 0;
     for (std::int64_t i = 0; i < 2 * tokens; ++i) {
       std::int32_t& id = c.routing.ids.as<std::int32_t>()[i];
       if (id == 5 && ++kept > 5) id = -1;
     }
-    EXPECT_LT(worst_error(c), 0x1p-8) << tokens;
+    EXPECT_LT(worst_error(c), bound_of(GetParam())) << tokens;
   }
 }
 
@@ -355,8 +362,9 @@ TEST_P(CudaExpertsBound, RouterWeightOnInputAndPowerOfTwoScales) {
     if (is_fp8_block(quant)) {
       p.quant.activation.scale_format = ScaleFormat::kE8M0;
     }
-    const StandardCase c = test::make_case(41, p, 40, DType::kBF16);
-    EXPECT_LT(worst_error(c), 0x1p-6) << quant << ' ' << on_input;
+    const StandardCase c = test::make_case(41, p, 40, p.activation_dtype);
+    EXPECT_LT(worst_error(c), std::string_view(quant) == "f16" ? 0x1p-11 : 0x1p-6)
+        << quant << ' ' << on_input;
   }
 }
 
@@ -369,10 +377,10 @@ TEST_P(CudaExpertsRows, TokenAloneEqualsTokenInBatchByBits) {
   for (const auto& [tokens, activation] : std::vector<std::pair<std::int64_t, const char*>>{
            {5, "silu"}, {60, "silu"}, {200, "silu"}, {900, "silu"}, {900, "swigluoai"}}) {
     const MoeProblem p = problem_of(quant, activation, 384, 384, 6, 2);
-    const StandardCase c = test::make_case(51, p, tokens, DType::kBF16);
+    const StandardCase c = test::make_case(51, p, tokens, p.activation_dtype);
     const Tensor batch = run_cuda(c);
     for (const std::int64_t t : {std::int64_t{0}, tokens / 2, tokens - 1}) {
-      StandardCase one = test::make_case(51, p, 1, DType::kBF16);
+      StandardCase one = test::make_case(51, p, 1, p.activation_dtype);
       std::memcpy(one.hidden_states.data(), c.hidden_states.data() + t * 384 * 2, 384 * 2);
       std::memcpy(one.routing.ids.data(), c.routing.ids.data() + t * 8, 8);
       std::memcpy(one.routing.weights.data(), c.routing.weights.data() + t * 8, 8);
@@ -386,7 +394,7 @@ TEST_P(CudaExpertsRows, TokenAloneEqualsTokenInBatchByBits) {
 void replay_graph(const char* quant) {
   SCOPED_TRACE(quant);
   const MoeProblem p = problem_of(quant, "silu", 256, 256, 6, 2);
-  StandardCase c = test::make_case(61, p, 48, DType::kBF16);
+  StandardCase c = test::make_case(61, p, 48, p.activation_dtype);
   OnDevice d(c, create_on_device(c));
   const DeviceBytes out(48 * 256 * 4);
   cudaStream_t stream = nullptr;
@@ -424,7 +432,7 @@ void replay_graph(const char* quant) {
 TEST(CudaExperts, GraphReplaysWithOtherRoutingAndTokensWithoutExperts) {
   REQUIRE_HOPPER();
   for (const char* quant : {"fp8-block", "fp8-channel", "fp8-static", "int8", "mxfp4-bf16", "mxfp8",
-                            "mxfp4-fp8", "nvfp4", "int4-fp8", "int4-g128", "int8-bf16"}) {
+                            "mxfp4-fp8", "nvfp4", "int4-fp8", "int4-g128", "int8-bf16", "f16"}) {
     replay_graph(quant);
   }
 }

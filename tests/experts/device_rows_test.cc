@@ -26,11 +26,9 @@ struct Backend {
   const char* quant;
   const char* name;
 };
-constexpr Backend kBackends[] = {{"bf16", "cuda_sm90"},
-                                 {"fp8-block", "cuda_sm90"},
-                                 {"fp8-static", "cuda_sm90"},
-                                 {"int8", "cuda_sm90"},
-                                 {"bf16", "cuda_general"}};
+constexpr Backend kBackends[] = {{"bf16", "cuda_sm90"},       {"fp8-block", "cuda_sm90"},
+                                 {"fp8-static", "cuda_sm90"}, {"int8", "cuda_sm90"},
+                                 {"f16", "cuda_sm90"},        {"bf16", "cuda_general"}};
 
 TEST(DeviceRows, RowsApartHaveTheBitsOfRowsSideBySide) {
   REQUIRE_HOPPER();

@@ -87,7 +87,7 @@ StandardCase exact_case(std::string_view quant, std::string_view activation, std
                         std::int64_t intermediate, std::int64_t tokens, std::int64_t top_k) {
   MoeProblem p = problem_of(quant, activation, hidden, intermediate, 6, top_k);
   p.has_expert_bias = true;
-  StandardCase c = test::make_case(11, p, tokens, DType::kBF16, top_k > 1 ? 0.1 : 0.0);
+  StandardCase c = test::make_case(11, p, tokens, p.activation_dtype, top_k > 1 ? 0.1 : 0.0);
   Rng rng(12);
   fill_sparse(rng, p.quant.weight, c.weights.w13, c.weights.w13_zero, hidden, 5);
   fill_sparse(rng, p.quant.weight, c.weights.w2, c.weights.w2_zero, intermediate, 1);

@@ -77,6 +77,11 @@ __device__ __forceinline__ std::uint32_t e4m3x2(float lo, float hi) {
   return r;
 }
 // Two bf16, round to nearest even: `lo` in bits 0-15.
+__device__ __forceinline__ std::uint32_t f16x2(float lo, float hi) {
+  std::uint32_t r = 0;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
 __device__ __forceinline__ std::uint32_t bf16x2(float lo, float hi) {
   std::uint32_t r = 0;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/ptx/wgmma_shapes.cuh"
+#include "cuda/ptx/wgmma_shapes_f16.cuh"
 
 namespace moesaic::ptx {
 

@@ -19,6 +19,7 @@ class GeneralExperts final : public GpuExperts {
   std::string_view name() const override { return kGeneralExpertsName; }
   std::string_view determinism() const override { return kGeneralExpertsDeterminism; }
   bool takes_any_rows() const override { return true; }
+  std::int64_t rows_alignment(DType dtype) const override { return dtype_bits(dtype) / 8; }
   std::int64_t weight_bytes() const override;
   std::vector<ExpertPart> expert_parts(std::int64_t count) const override;
   Status enqueue(void* stream, const CudaExpertsArgs& args) const override;

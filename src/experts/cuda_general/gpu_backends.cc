@@ -25,10 +25,10 @@ constexpr decltype(GpuBackend::create) kMakeSm90 = nullptr, kMakeGeneral = nullp
 #endif
 
 constexpr GpuBackend kBackends[] = {
-    {kCudaExpertsName, kCudaExpertsDeterminism, false, &CudaExperts::can_implement,
-     &CudaExperts::workspace_size, kMakeSm90},
-    {kGeneralExpertsName, kGeneralExpertsDeterminism, true, &general_experts_take,
-     &general_workspace_size, kMakeGeneral},
+    {kCudaExpertsName, kCudaExpertsDeterminism, &CudaExperts::takes_any_rows_of,
+     &CudaExperts::can_implement, &CudaExperts::workspace_size, kMakeSm90},
+    {kGeneralExpertsName, kGeneralExpertsDeterminism, [](const MoeProblem&) { return true; },
+     &general_experts_take, &general_workspace_size, kMakeGeneral},
 };
 
 }  // namespace

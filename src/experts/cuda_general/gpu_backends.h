@@ -13,8 +13,8 @@ namespace moesaic::cuda {
 
 struct GpuBackend {
   std::string_view name, determinism;
-  // Rows of BF16, F16 and F32, slots in F32 (GpuExperts::takes_any_rows).
-  bool takes_any_rows;
+  // Rows of BF16, F16 and F32, slots in F32 (GpuExperts::takes_any_rows), of a problem that it takes.
+  bool (*takes_any_rows)(const MoeProblem& problem);
   // ok, or the reason for refusing, without looking at weights or a device.
   Status (*can_implement)(const MoeProblem& problem);
   // Bytes for M tokens, monotone in tokens, without a device.

@@ -8,7 +8,6 @@
 #include "cuda/dense_rows.h"
 #include "cuda/device_memory.h"
 #include "experts/cuda_general/general_experts.h"
-#include "experts/cuda_general/general_plan.h"
 #include "experts/sm90/catalogue_row.h"
 #include "experts/sm90/experts.h"
 
@@ -17,8 +16,10 @@ namespace {
 
 class DeviceExperts final : public Experts {
  public:
-  DeviceExperts(const MoeProblem& problem, std::unique_ptr<GpuExperts> experts)
-      : problem_(problem), experts_(std::move(experts)) {}
+  using WorkspaceSize = Result<std::int64_t>(const MoeProblem& problem, std::int64_t tokens);
+  DeviceExperts(const MoeProblem& problem, std::unique_ptr<GpuExperts> experts,
+                WorkspaceSize& workspace)
+      : problem_(problem), experts_(std::move(experts)), workspace_size_(workspace) {}
 
   std::string_view name() const override { return experts_->name(); }
   TopKWeightAndReduce reduction() const override {
@@ -29,8 +30,7 @@ class DeviceExperts final : public Experts {
     return problem_.quant.kind == ComputeScheme::kFp8Block;
   }
   Result<std::int64_t> workspace_size(std::int64_t tokens) const override {
-    return any_rows() ? general_workspace_size(problem_, tokens)
-                      : CudaExperts::workspace_size(problem_, tokens);
+    return workspace_size_(problem_, tokens);
   }
   std::int64_t weight_bytes() const override { return experts_->weight_bytes(); }
   std::vector<ExpertPart> expert_parts() override {
@@ -46,9 +46,9 @@ class DeviceExperts final : public Experts {
     const DeviceScope scope(problem_.device.index());
     MOESAIC_RETURN_IF_ERROR(scope.status());
     DenseRows dense(args.stream.handle);
-    MOESAIC_ASSIGN_OR_RETURN(
-        const ConstTensorView x,
-        dense.of("hidden_states", args.hidden_states, rows_alignment(args.hidden_states.dtype)));
+    MOESAIC_ASSIGN_OR_RETURN(const ConstTensorView x,
+                             dense.of("hidden_states", args.hidden_states,
+                                      experts_->rows_alignment(args.hidden_states.dtype)));
     CudaExpertsArgs a;
     a.tokens = tokens;
     const void* const rows = x.data;
@@ -79,9 +79,6 @@ class DeviceExperts final : public Experts {
  private:
   bool slabs() const { return problem_.format == ActivationFormat::kBatched; }
   bool any_rows() const { return experts_->takes_any_rows(); }
-  std::int64_t rows_alignment(DType dtype) const {
-    return any_rows() ? std::int64_t{dtype_bits(dtype) / 8} : std::int64_t{16};
-  }
   // Host memory, or another GPU's, would be read or written long after this call has returned.
   Status check_addresses(const ExpertsArgs& args) const {
     struct Address {
@@ -96,7 +93,7 @@ class DeviceExperts final : public Experts {
           Address{"topk_weights", args.topk_weights.data, 4},
           Address{"expert_map", args.expert_map.data(), 4},
           Address{"expert_num_tokens", args.expert_num_tokens.data(), 4},
-          Address{"output", args.output.data, rows_alignment(args.output.dtype)},
+          Address{"output", args.output.data, experts_->rows_alignment(args.output.dtype)},
           Address{"workspace", args.workspace.data(), 256}}) {
       const bool optional = at.field == "expert_map" || at.field.ends_with("_scale");
       const bool other =
@@ -110,11 +107,14 @@ class DeviceExperts final : public Experts {
 
   MoeProblem problem_;
   std::unique_ptr<GpuExperts> experts_;
+  WorkspaceSize& workspace_size_;
 };
 
 Result<std::unique_ptr<Experts>> behind_interface(const MoeProblem& problem,
-                                                  std::unique_ptr<GpuExperts> experts) {
-  std::unique_ptr<Experts> made(new (std::nothrow) DeviceExperts(problem, std::move(experts)));
+                                                  std::unique_ptr<GpuExperts> experts,
+                                                  DeviceExperts::WorkspaceSize& workspace) {
+  std::unique_ptr<Experts> made(new (std::nothrow)
+                                    DeviceExperts(problem, std::move(experts), workspace));
   if (!made) return Status(StatusCode::kOutOfMemory, "cannot allocate the experts object");
   return made;
 }
@@ -127,7 +127,7 @@ Result<std::unique_ptr<Experts>> make_sm90_experts(const MoeProblem& problem,
   MOESAIC_RETURN_IF_ERROR(check_device(problem.device));
   MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<CudaExperts> experts,
                            CudaExperts::create(problem, source, problem.device.index()));
-  return behind_interface(problem, std::move(experts));
+  return behind_interface(problem, std::move(experts), sm90_experts_workspace_size);
 }
 
 Result<std::unique_ptr<Experts>> make_general_experts(const MoeProblem& problem,
@@ -136,7 +136,7 @@ Result<std::unique_ptr<Experts>> make_general_experts(const MoeProblem& problem,
   MOESAIC_RETURN_IF_ERROR(check_device(problem.device));
   MOESAIC_ASSIGN_OR_RETURN(std::unique_ptr<GpuExperts> experts,
                            make_general_gpu_experts(problem, source, problem.device.index()));
-  return behind_interface(problem, std::move(experts));
+  return behind_interface(problem, std::move(experts), general_experts_workspace_size);
 }
 
 }  // namespace moesaic::cuda

@@ -63,8 +63,23 @@ struct AmaxExchange {
   }
 };
 
-// GEMM2: y2[pair][256 band + 128 group + 32 warp + 4 g + {0..3}] = bf16(factor * (acc + bias)).
-template <int kColumns>
+// GEMM1's result as operand rows of 16 bits have it.
+template <class Inner>
+__device__ __forceinline__ float round_inner(float v) {
+  if constexpr (!Inner::kF16) return round_bf16(v);
+  MOESAIC_CUDA_FAULT(cuda_experts_f16_intermediate_in_bf16, return round_bf16(v);)
+  float rounded = 0;
+  asm("{\n.reg .f16 h;\ncvt.rn.f16.f32 h, %1;\ncvt.f32.f16 %0, h;\n}" : "=f"(rounded) : "f"(v));
+  return rounded;
+}
+template <class Inner>
+__device__ __forceinline__ std::uint32_t inner_pair(float lo, float hi) {
+  return Inner::kF16 ? ptx::f16x2(lo, hi) : ptx::bf16x2(lo, hi);
+}
+
+// GEMM2: y2[pair][256 band + 128 group + 32 warp + 4 g + {0..3}] = factor * (acc + bias), as bf16, or
+// kWide: F32.
+template <bool kWide, int kColumns>
 __device__ __forceinline__ void store_weighted(const GroupedParams& p, int expert, int band,
                                                int group, int warp, int lane,
                                                const std::int32_t (&pair)[(kColumns + 31) / 32],
@@ -87,11 +102,15 @@ __device__ __forceinline__ void store_weighted(const GroupedParams& p, int exper
       const std::int32_t row = __shfl_sync(0xFFFFFFFFU, pair[j / 4], source_lane);
       const float w = __shfl_sync(0xFFFFFFFFU, factor[j / 4], source_lane);
       if (row >= 0 && inside) {
-        uint2 v;
-        v.x = ptx::bf16x2((acc[0][4 * j + i] + bias.x) * w, (acc[0][4 * j + 2 + i] + bias.y) * w);
-        v.y = ptx::bf16x2((acc[1][4 * j + i] + bias.z) * w, (acc[1][4 * j + 2 + i] + bias.w) * w);
-        *reinterpret_cast<uint2*>(p.rows.y2 + static_cast<std::int64_t>(row) * p.hidden + channel) =
-            v;
+        const float4 v = {(acc[0][4 * j + i] + bias.x) * w, (acc[0][4 * j + 2 + i] + bias.y) * w,
+                          (acc[1][4 * j + i] + bias.z) * w, (acc[1][4 * j + 2 + i] + bias.w) * w};
+        const std::int64_t at = static_cast<std::int64_t>(row) * p.hidden + channel;
+        if constexpr (kWide) {
+          *reinterpret_cast<float4*>(static_cast<float*>(p.rows.y2) + at) = v;
+        } else {
+          *reinterpret_cast<uint2*>(static_cast<std::uint16_t*>(p.rows.y2) + at) =
+              make_uint2(ptx::bf16x2(v.x, v.y), ptx::bf16x2(v.z, v.w));
+        }
       }
     }
   }
@@ -158,7 +177,7 @@ __device__ __forceinline__ void values_of_codes(const AmaxExchange<kSplit>& exch
   }
 }
 
-// GEMM1: activation, rounding to bf16 and, where the format does, quantisation per row and 128
+// GEMM1: activation, rounding to bf16 (or F16) and, where the format does, quantisation per row and 128
 // channels. The consumer groups hold one 128-channel group together (gated) or one each (plain).
 template <class Inner, class Epilogue, int kColumns, bool kSplit>
 __device__ __forceinline__ void store_activated(const GroupedParams& p, int expert, int band,
@@ -191,7 +210,7 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
               p.activation, acc[b][4 * j + i] + (b == 0 ? gate_bias.x : gate_bias.y),
               acc[b][4 * j + 2 + i] + (b == 0 ? up_bias.x : up_bias.y));
           // Rows past the matrix hold whatever shared memory held: select, do not multiply.
-          acc[b][4 * j + i] = inside ? round_bf16(y) : 0.0F;
+          acc[b][4 * j + i] = inside ? round_inner<Inner>(y) : 0.0F;
         }
       }
     }
@@ -207,7 +226,7 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
       for (int e = 0; e < kColumns / 2; ++e) {
         const bool high = (e & 2) != 0;
         const float v = acc[b][e] + (b == 0 ? (high ? bias.y : bias.x) : (high ? bias.w : bias.z));
-        acc[b][e] = inside ? round_bf16(Epilogue::activate(p.activation, v, 0.0F)) : 0.0F;
+        acc[b][e] = inside ? round_inner<Inner>(Epilogue::activate(p.activation, v, 0.0F)) : 0.0F;
       }
     }
   }
@@ -234,11 +253,12 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
             p.rows.inner +
             (static_cast<std::int64_t>(first_row + column) * p.intermediate + channel) * 2;
         if constexpr (kGated) {
-          *reinterpret_cast<std::uint32_t*>(to) = ptx::bf16x2(acc[0][4 * j + i], acc[1][4 * j + i]);
+          *reinterpret_cast<std::uint32_t*>(to) =
+              inner_pair<Inner>(acc[0][4 * j + i], acc[1][4 * j + i]);
         } else {
           *reinterpret_cast<uint2*>(to) =
-              make_uint2(ptx::bf16x2(acc[0][4 * j + i], acc[0][4 * j + 2 + i]),
-                         ptx::bf16x2(acc[1][4 * j + i], acc[1][4 * j + 2 + i]));
+              make_uint2(inner_pair<Inner>(acc[0][4 * j + i], acc[0][4 * j + 2 + i]),
+                         inner_pair<Inner>(acc[1][4 * j + i], acc[1][4 * j + 2 + i]));
         }
       }
     }

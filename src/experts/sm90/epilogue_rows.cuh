@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/fault.cuh"
 #include "cuda/fp8.cuh"
@@ -11,6 +12,7 @@
 namespace moesaic::cuda {
 
 // GEMM2 with tokens as rows: y2[pair][256 band + 128 h + 32 w + 8 t + {0..7}], 16 bytes per store.
+template <bool kWide>
 __device__ __forceinline__ void store_weighted_rows(const GroupedParams& p, int expert, int band,
                                                     int lane, const std::int32_t (&pair)[2],
                                                     const float (&factor)[2],
@@ -32,17 +34,30 @@ __device__ __forceinline__ void store_weighted_rows(const GroupedParams& p, int 
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (pair[i] < 0) continue;
-        std::uint32_t v[4];
+        // Two channels each: as bf16, or as they are.
+        std::conditional_t<kWide, float2, std::uint32_t> v[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           // Channel 4a + 2b + c of the eight is element a of chunk 8b + 2w + c.
           const int a = e >> 1, b = e & 1;
           const int at = 64 * h + 4 * (8 * b + 2 * w) + 2 * i + a;
-          v[e] = ptx::bf16x2((acc[at] + bias[2 * e]) * factor[i],
-                             (acc[at + 4] + bias[2 * e + 1]) * factor[i]);
+          const float lo = (acc[at] + bias[2 * e]) * factor[i];
+          const float hi = (acc[at + 4] + bias[2 * e + 1]) * factor[i];
+          if constexpr (kWide) {
+            v[e] = make_float2(lo, hi);
+          } else {
+            v[e] = ptx::bf16x2(lo, hi);
+          }
         }
-        *reinterpret_cast<uint4*>(p.rows.y2 + static_cast<std::int64_t>(pair[i]) * p.hidden +
-                                  channel) = make_uint4(v[0], v[1], v[2], v[3]);
+        const std::int64_t to = static_cast<std::int64_t>(pair[i]) * p.hidden + channel;
+        if constexpr (kWide) {
+          auto* const row = reinterpret_cast<float4*>(static_cast<float*>(p.rows.y2) + to);
+          row[0] = make_float4(v[0].x, v[0].y, v[1].x, v[1].y);
+          row[1] = make_float4(v[2].x, v[2].y, v[3].x, v[3].y);
+        } else {
+          *reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(p.rows.y2) + to) =
+              make_uint4(v[0], v[1], v[2], v[3]);
+        }
       }
     }
   }
@@ -83,7 +98,7 @@ __device__ __forceinline__ void store_activated_rows(const GroupedParams& p, int
           const int at = 64 * h + 4 * (8 * b + 2 * w) + 2 * i + a;
           const float y = SwigluEpilogue::activate(p.activation, acc[at] + gate_bias[e],
                                                    acc[at + 4] + up_bias[e]);
-          acc[at] = inside ? round_bf16(y) : 0.0F;
+          acc[at] = inside ? round_inner<Inner>(y) : 0.0F;
           amax[i] = fmaxf(amax[i], fabsf(acc[at]));
         }
       }
@@ -124,8 +139,9 @@ __device__ __forceinline__ void store_activated_rows(const GroupedParams& p, int
               ptx::e4m3x2(divide(acc[at], s, r), divide(acc[at + 32], s, r)) |
               ptx::e4m3x2(divide(acc[at + 1], s, r), divide(acc[at + 33], s, r)) << 16;
         } else {
-          *reinterpret_cast<uint2*>(p.rows.inner + 2 * to) = make_uint2(
-              ptx::bf16x2(acc[at], acc[at + 32]), ptx::bf16x2(acc[at + 1], acc[at + 33]));
+          *reinterpret_cast<uint2*>(p.rows.inner + 2 * to) =
+              make_uint2(inner_pair<Inner>(acc[at], acc[at + 32]),
+                         inner_pair<Inner>(acc[at + 1], acc[at + 33]));
         }
       }
     }

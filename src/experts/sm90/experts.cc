@@ -66,6 +66,7 @@ std::optional<GpuExperts::KeptRows> CudaExperts::kept_rows() const {
                   impl_->plan.power_of_two_scales};
 }
 SlotsPlace CudaExperts::slots_place(const CudaExpertsArgs& a) const {
+  if (!has_slots_place()) return {};
   MoeProblem problem = impl_->problem;
   if (a.top_k > 0) problem.top_k = a.top_k;
   Arena arena({static_cast<std::byte*>(a.workspace), static_cast<std::size_t>(a.workspace_bytes)});
@@ -74,6 +75,8 @@ SlotsPlace CudaExperts::slots_place(const CudaExpertsArgs& a) const {
   if (a.pair_capacity == 0 || w.control == nullptr) return {w.y2};
   return {w.y2, w.row_of_pair, w.control + 2, a.pair_capacity};
 }
+bool CudaExperts::has_slots_place() const { return !impl_->plan.wide(); }
+bool CudaExperts::takes_any_rows() const { return impl_->plan.wide(); }
 std::string_view CudaExperts::name() const { return kCudaExpertsName; }
 std::string_view CudaExperts::determinism() const { return kCudaExpertsDeterminism; }
 
@@ -82,8 +85,8 @@ std::optional<ExpertsPrologue> CudaExperts::prologue(const CudaExpertsArgs& a) c
   MoeProblem problem = impl_->problem;
   if (a.top_k > 0) problem.top_k = a.top_k;
   const std::int64_t pairs = a.tokens * problem.top_k;
-  const bool needs_routing =
-      plan.weight_on_input || impl_->rows_per_pair(a) || plan.gathers_rows() || has_slabs(problem);
+  const bool needs_routing = plan.weight_on_input || impl_->rows_per_pair(a) ||
+                             plan.gathers_rows() || has_slabs(problem) || impl_->makes_half_rows(a);
   if (a.tokens < 1 || pairs > kListPairs || needs_routing) return std::nullopt;
   // The list that the GEMM kernel makes stays in its shared memory: the combine must be there too.
   if (a.tokens > kFoldCombineTokens && !MOESAIC_FAULT(cuda_list_apart_from_its_combine)) {
@@ -141,7 +144,9 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
   MOESAIC_RETURN_IF_ERROR(impl_->make_rows(stream, a, problem, w, rows_per_record(variant)));
 
   CombineParams c;
-  c.y2 = slots ? static_cast<std::uint16_t*>(a.result.data) : w.y2;
+  c.y2 = slots ? a.result.data : w.y2;
+  c.wide = plan.wide();
+  c.output_f16 = a.result.dtype == DType::kF16;
   c.row_of_pair = w.row_of_pair;
   c.shared = static_cast<const std::uint16_t*>(a.result.shared_rows);
   c.tokens = a.tokens;
@@ -152,14 +157,14 @@ Status CudaExperts::enqueue(void* stream, const CudaExpertsArgs& a) const {
 
   GroupedParams g;
   g.weights = impl_->weights;
-  const bool own_rows = makes_rows || plan.gathers_rows();
+  const bool own_rows = makes_rows || plan.gathers_rows() || impl_->makes_half_rows(a);
   g.rows.x = own_rows ? w.rows : static_cast<const std::byte*>(a.rows.data);
   g.rows.x_scale = codes ? a.rows.scale : w.row_scale;
   g.rows.x_scale_stride = codes ? a.rows.scale_stride : w.row_scale_stride;
   g.rows.inner = w.inner;
   g.rows.inner_scale = w.inner_scale;
   g.rows.inner_scale_stride = w.inner_scale_stride;
-  g.rows.y2 = slots ? static_cast<std::uint16_t*>(a.result.data) : w.y2;
+  g.rows.y2 = slots ? a.result.data : w.y2;
   const bool weighs = !plan.weight_on_input && !has_slabs(problem);
   g.list = {w.groups,  w.pair_of_row, weighs ? w.weight_of_row : nullptr,
             w.control, w.control + 1, w.group_done};

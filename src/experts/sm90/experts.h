@@ -49,7 +49,7 @@ struct CudaResult {
   enum class Kind : std::uint8_t { kSum, kSlots };
   Kind kind = Kind::kSum;
   void* data = nullptr;
-  // BF16 or F32 (slots: BF16); any float where GpuExperts::takes_any_rows.
+  // BF16 or F32 (slots: BF16); any float (slots: F32) where GpuExperts::takes_any_rows.
   DType dtype = DType::kBF16;
   const void* shared_rows = nullptr;  // [M, H] bf16 added to the sum, or null; may be a BF16 `data`
 
@@ -135,8 +135,10 @@ class GpuExperts {
   virtual std::int64_t weight_bytes() const = 0;
   // As Experts::expert_parts, of the first `count` local experts: device memory.
   virtual std::vector<ExpertPart> expert_parts(std::int64_t count) const = 0;
-  // Rows of F32, F16 and BF16 (CudaRows::values); results of these dtypes, slots included.
+  // Rows of F32, F16 and BF16 (CudaRows::values); results of these dtypes; slots of F32.
   virtual bool takes_any_rows() const { return false; }
+  // Of hidden states and results, in bytes.
+  virtual std::int64_t rows_alignment(DType) const { return 16; }
   // The rows that a call leaves in its workspace for CudaRows::kept; empty: none.
   virtual std::optional<KeptRows> kept_rows() const { return std::nullopt; }
   // Memory in the workspace of a call that CudaResult::slots may name: whoever adds the slots up
@@ -172,16 +174,16 @@ class GpuExperts {
 };
 
 // Computes what experts/reference/experts.h defines for the schemes of formats.h with bf16
-// activations, with these differences: products are summed by the tensor cores in chunks of 128
-// bytes of K (64 bf16, 128 e4m3 or int8 values) in ascending order (sums of e4m3 products with a
+// activations (f16: with any), with these differences: products are summed by the tensor cores in chunks of 128
+// bytes of K (64 bf16 or F16, 128 e4m3 or int8 values) in ascending order (sums of e4m3 products with a
 // scale per row are taken out every two chunks, int8 sums are exact); an expert's weighted output
-// row is rounded to bf16 before the combine; sigmoid and exp are the hardware's (activation.cuh).
+// row is rounded to bf16 before the combine (f16: not); sigmoid and exp are the hardware's (activation.cuh).
 // With integer operands whose sums and rounded rows are exact the result equals the reference bit
 // for bit.
 class CudaExperts final : public GpuExperts {
  public:
   // ok, or the reason for refusing, without looking at weights or a device: check_problem's, then
-  // kUnsupported (scheme, activation_dtype, a hidden size whose rows are not whole 16 bytes, more
+  // kUnsupported (scheme, activation_dtype, f16 in the batched format, a hidden size whose rows are not whole 16 bytes, more
   // than 1024 local experts, too many rows).
   static Status can_implement(const MoeProblem& problem);
   // Bytes for M tokens, monotone in tokens, without a device; capacity: that of the call.
@@ -191,6 +193,8 @@ class CudaExperts final : public GpuExperts {
   }
   static Result<std::int64_t> workspace_size(const MoeProblem& problem, std::int64_t tokens,
                                              std::int64_t capacity);
+  // takes_any_rows() of a problem that can_implement has passed.
+  static bool takes_any_rows_of(const MoeProblem& problem);
   // Uploads and repacks expert by expert; besides the final weights one expert is on the device.
   // kDevice (no device, wrong architecture: the text says which), kOutOfMemory, and the source's.
   static Result<std::unique_ptr<CudaExperts>> create(const MoeProblem& problem,
@@ -199,15 +203,16 @@ class CudaExperts final : public GpuExperts {
 
   std::optional<KeptRows> kept_rows() const override;
   SlotsPlace slots_place(const CudaExpertsArgs& args) const override;
-  bool has_slots_place() const override { return true; }
+  bool has_slots_place() const override;
+  bool takes_any_rows() const override;
   std::string_view name() const override;
   std::int64_t weight_bytes() const override;
   std::vector<ExpertPart> expert_parts(std::int64_t count) const override;
   std::string_view determinism() const override;
   // kUnsupported: quantised or kept rows of another scheme.
   Status enqueue(void* stream, const CudaExpertsArgs& args) const override;
-  // Empty above kListPairs pairs or kFoldCombineTokens tokens and where the rows depend on the
-  // routing.
+  // Empty above kListPairs pairs or kFoldCombineTokens tokens, where the rows depend on the routing, and
+  // where F16 rows are made of others.
   std::optional<ExpertsPrologue> prologue(const CudaExpertsArgs& args) const override;
   // The intermediate's own values are gone: its error is that of its codes' steps.
   Status add_numerics(const CudaExpertsArgs& args, std::span<RowNumerics> rows) const override;

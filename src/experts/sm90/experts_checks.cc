@@ -9,14 +9,25 @@
 #include "experts/sm90/experts.h"
 #include "experts/sm90/experts_plan.h"
 #include "permute/sm90/align.h"
+#include "quant/compute_scheme.h"
 
 namespace moesaic::cuda {
+bool CudaExperts::takes_any_rows_of(const MoeProblem& problem) {
+  const auto format = format_of(problem);
+  return format.ok() && row_has_wide_result((*format)->rows);
+}
+
 Status CudaExperts::can_implement(const MoeProblem& problem) {
   MOESAIC_RETURN_IF_ERROR(check_problem(problem));
   MOESAIC_ASSIGN_OR_RETURN(const FormatRow* const format, format_of(problem));
-  if (problem.activation_dtype != DType::kBF16) {
+  const bool wide = row_has_wide_result(format->rows);
+  if (!wide && problem.activation_dtype != DType::kBF16) {
     return unsupported(
         fmt::format("activation_dtype: got {}, need BF16", dtype_name(problem.activation_dtype)));
+  }
+  if (wide && has_slabs(problem)) {
+    return unsupported(fmt::format("format: got batched with {}, need standard",
+                                   compute_scheme_name(problem.quant.kind)));
   }
   const MoeProblem of_rows = problem_of_rows(problem);
   if (of_rows.apply_router_weight_on_input && of_rows.top_k > 1) {
@@ -102,12 +113,38 @@ Status check_capacity(const MoeProblem& problem, const CudaExpertsArgs& a) {
             fmt::format("pair_capacity: got {}, need >= 0", a.pair_capacity)};
   }
   if (a.tokens * top_k > kComparedPairs && a.result.kind == CudaResult::Kind::kSlots &&
-      !has_slabs(problem) && !a.in_front) {
+      a.result.dtype == DType::kBF16 && !has_slabs(problem) && !a.in_front) {
     return {};
   }
   return {StatusCode::kUnsupported,
-          fmt::format("pair_capacity: got {}, need slots of more than {} pairs", a.pair_capacity,
-                      kComparedPairs)};
+          fmt::format("pair_capacity: got {}, need bf16 slots of more than {} pairs",
+                      a.pair_capacity, kComparedPairs)};
+}
+
+}  // namespace
+
+namespace {
+
+Status check_dtypes(const ExpertsPlan& plan, const CudaExpertsArgs& a) {
+  const bool values = a.rows.kind == CudaRows::Kind::kValues;
+  const DType slots = plan.wide() ? DType::kF32 : DType::kBF16, to = a.result.dtype;
+  if (a.result.kind == CudaResult::Kind::kSlots && to != slots) {
+    return {StatusCode::kInvalidDType,
+            fmt::format("slot_rows: got {}, need {}", dtype_name(to), dtype_name(slots))};
+  }
+  if (plan.wide()) {
+    MOESAIC_RETURN_IF_ERROR(expect_float_dtype("output", to));
+    return values ? expect_float_dtype("hidden_states", a.rows.dtype) : Status();
+  }
+  if (to != DType::kBF16 && to != DType::kF32) {
+    return {StatusCode::kInvalidDType,
+            fmt::format("output: got {}, need BF16 or F32", dtype_name(to))};
+  }
+  if (values && a.rows.dtype != DType::kBF16) {
+    return {StatusCode::kInvalidDType,
+            fmt::format("hidden_states: got {}, need BF16", dtype_name(a.rows.dtype))};
+  }
+  return {};
 }
 
 }  // namespace
@@ -136,18 +173,7 @@ Status check_args(const MoeProblem& problem, const ExpertsPlan& plan, const Cuda
             fmt::format("top_k: got {}, planned for at most {}", a.top_k, problem.top_k)};
   }
   const bool slots = a.result.kind == CudaResult::Kind::kSlots;
-  if (a.result.dtype != DType::kBF16 && a.result.dtype != DType::kF32) {
-    return {StatusCode::kInvalidDType,
-            fmt::format("output: got {}, need BF16 or F32", dtype_name(a.result.dtype))};
-  }
-  if (slots && a.result.dtype != DType::kBF16) {
-    return {StatusCode::kInvalidDType,
-            fmt::format("slot_rows: got {}, need BF16", dtype_name(a.result.dtype))};
-  }
-  if (a.rows.kind == CudaRows::Kind::kValues && a.rows.dtype != DType::kBF16) {
-    return {StatusCode::kInvalidDType,
-            fmt::format("hidden_states: got {}, need BF16", dtype_name(a.rows.dtype))};
-  }
+  MOESAIC_RETURN_IF_ERROR(check_dtypes(plan, a));
   if (a.tokens == 0) return {};
   if (a.pair_capacity != 0) MOESAIC_RETURN_IF_ERROR(check_capacity(problem, a));
   MOESAIC_RETURN_IF_ERROR(check_pointer("hidden_states", a.rows.data, 16));

@@ -48,6 +48,10 @@ struct CudaExperts::Impl {
         a.top_k > 0 ? a.top_k : problem.top_k,
         a.used_experts > 0 ? a.used_experts : problem.num_experts, plan.w13.bands(), traits);
   }
+  // F16 operand rows are made of the call's.
+  bool makes_half_rows(const CudaExpertsArgs& a) const {
+    return plan.half_rows() && (a.rows.dtype != DType::kF16 || plan.weight_on_input);
+  }
   // The last expert is one of every token: part of its w13 is prefetched while the gate computes.
   void prefetch_ahead(AheadWeights& ahead) const;
   // Rows that depend on the hidden states alone are quantised.

@@ -10,6 +10,7 @@
 #include "experts/problem_checks.h"
 #include "experts/row_error.h"
 #include "experts/sm90/experts_impl.h"
+#include "numerics/element.h"
 #include "numerics/float_codec.h"
 #include "quant/block_scales.h"
 #include "quant/fp8_group.h"
@@ -87,16 +88,19 @@ experts::RowError of_values(RowForm form, const std::uint16_t* row, std::int64_t
   return sums;
 }
 
-experts::RowError of_bf16(const std::uint16_t* row, std::int64_t n) {
+// Values that were rounded to bf16 or F16.
+experts::RowError of_rounded(DType dtype, const std::byte* row, std::int64_t n) {
+  const bool f16 = dtype == DType::kF16;
   experts::RowError sums;
   for (std::int64_t i = 0; i < n; ++i) {
-    const auto value = static_cast<double>(f32_from_bf16(row[i]));
+    const auto value = static_cast<double>(load_as_f32(row, dtype, i));
     if (!std::isfinite(value)) {
       sums.finite = false;
       return sums;
     }
     sums.size += value * value;
-    if (value != 0) sums.error += rounding_variance(step_at(value, 7, 0x1p-126));
+    if (value == 0) continue;
+    sums.error += rounding_variance(step_at(value, f16 ? 10 : 7, f16 ? 0x1p-14 : 0x1p-126));
   }
   return sums;
 }
@@ -110,13 +114,13 @@ Result<std::vector<T>> read_back(const char* what, const T* from, std::int64_t c
   return to;
 }
 
-// Rows [pairs, hidden] of the pairs that have an expert here (row >= 0): no kernel wrote the others,
-// which stay zero.
-Result<std::vector<std::uint16_t>> read_live_rows(const char* what, const std::uint16_t* from,
-                                                  std::span<const std::int32_t> row,
-                                                  std::int64_t hidden) {
+// Rows [pairs] of the pairs that have an expert here (row >= 0): no kernel wrote the others, which stay
+// zero.
+Result<std::vector<std::byte>> read_live_rows(const char* what, const std::byte* from,
+                                              std::span<const std::int32_t> row,
+                                              std::int64_t row_bytes) {
   const auto pairs = static_cast<std::int64_t>(row.size());
-  std::vector<std::uint16_t> to(static_cast<std::size_t>(pairs * hidden));
+  std::vector<std::byte> to(static_cast<std::size_t>(pairs * row_bytes));
   const auto live = [&](std::int64_t p) {
     return p < pairs && row[static_cast<std::size_t>(p)] >= 0;
   };
@@ -124,8 +128,8 @@ Result<std::vector<std::uint16_t>> read_live_rows(const char* what, const std::u
     if (!live(first)) continue;
     std::int64_t end = first;
     while (live(end)) ++end;
-    MOESAIC_RETURN_IF_ERROR(copy_to_host(what, to.data() + first * hidden, from + first * hidden,
-                                         (end - first) * hidden * 2));
+    MOESAIC_RETURN_IF_ERROR(copy_to_host(what, to.data() + first * row_bytes,
+                                         from + first * row_bytes, (end - first) * row_bytes));
     first = end;
   }
   return to;
@@ -148,9 +152,11 @@ Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics
   const std::int64_t pairs = a.tokens * problem.top_k, row_bytes = plan.w2.row_bytes();
   const bool quantized = plan.quantizes();
 
+  const DType x_dtype = a.rows.dtype, y_dtype = plan.wide() ? DType::kF32 : DType::kBF16;
+  const std::int64_t x_bytes = hidden * dtype_bits(x_dtype) / 8;
   MOESAIC_ASSIGN_OR_RETURN(
-      const auto x, read_back("hidden_states", static_cast<const std::uint16_t*>(a.rows.data),
-                              a.tokens * hidden));
+      const auto x,
+      read_back("hidden_states", static_cast<const std::byte*>(a.rows.data), a.tokens * x_bytes));
   MOESAIC_ASSIGN_OR_RETURN(const auto row_of_pair, read_back("row_of_pair", w.row_of_pair, pairs));
   // Rows lie without gaps, in the order of experts.
   std::int64_t inner_rows = 0;
@@ -187,15 +193,17 @@ Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics
     return map.empty() ? id : static_cast<std::size_t>(map[id]);
   };
   const bool slots = a.result.kind == CudaResult::Kind::kSlots;
-  const auto* y = slots ? static_cast<const std::uint16_t*>(a.result.data) : w.y2;
-  MOESAIC_ASSIGN_OR_RETURN(const auto y2, read_live_rows("y2", y, row_of_pair, hidden));
+  const std::int64_t y_bytes = hidden * dtype_bits(y_dtype) / 8;
+  const std::byte* const y = slots ? static_cast<const std::byte*>(a.result.data) : w.y2;
+  MOESAIC_ASSIGN_OR_RETURN(const auto y2, read_live_rows("y2", y, row_of_pair, y_bytes));
   std::vector<float> weights;
   if (plan.weight_on_input) {
     MOESAIC_ASSIGN_OR_RETURN(weights, read_back("topk_weights", a.topk_weights, pairs));
   }
 
   const experts::NoiseModel model(problem);
-  experts::RowErrorMeter meter(problem.quant.activation, DType::kBF16);
+  const DType rounded = plan.half_rows() ? DType::kF16 : DType::kBF16;
+  experts::RowErrorMeter meter(problem.quant.activation, rounded);
   const float smallest_scale =
       quant::fp8_group_scale(0.0F, plan.power_of_two_scales ? quant::ScaleRounding::kCeilPowerOfTwo
                                                             : quant::ScaleRounding::kNone);
@@ -205,7 +213,7 @@ Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics
     const std::int64_t r = row_of_pair[static_cast<std::size_t>(p)];
     if (r < 0) continue;
     for (std::int64_t i = 0; i < hidden; ++i) {
-      const float v = f32_from_bf16(x[static_cast<std::size_t>(t * hidden + i)]);
+      const float v = load_as_f32(x.data() + t * x_bytes, x_dtype, i);
       row[static_cast<std::size_t>(i)] =
           weights.empty() ? v : v * weights[static_cast<std::size_t>(p)];
     }
@@ -213,7 +221,7 @@ Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics
     const experts::RowError input = meter.measure(row.data(), hidden, x_scale);
     experts::RowError of_inner;
     const std::byte* from = codes.data() + r * row_bytes;
-    if (!quantized) of_inner = of_bf16(reinterpret_cast<const std::uint16_t*>(from), inner);
+    if (!quantized) of_inner = of_rounded(rounded, from, inner);
     if (plan.quantizes_late()) {
       for (std::int64_t i = 0; i < inner; ++i) {
         row[static_cast<std::size_t>(i)] =
@@ -233,8 +241,7 @@ Status CudaExperts::add_numerics(const CudaExpertsArgs& a, std::span<RowNumerics
                             std::min(quant::kFp8BlockSize, inner - k), scales[at], smallest_scale));
     }
     for (std::int64_t i = 0; i < hidden; ++i) {
-      row[static_cast<std::size_t>(i)] =
-          f32_from_bf16(y2[static_cast<std::size_t>(p * hidden + i)]);
+      row[static_cast<std::size_t>(i)] = load_as_f32(y2.data() + p * y_bytes, y_dtype, i);
     }
     rows[static_cast<std::size_t>(t)].add(model.of(input, of_inner, row.data(), hidden, 1.0F));
   }

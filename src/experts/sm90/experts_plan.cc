@@ -69,7 +69,7 @@ ExpertsWorkspace ExpertsWorkspace::carve(const MoeProblem& problem, const Expert
   // First, where another call with as many tokens has them: see CudaRows::kept.
   w.row_scale_stride = round_up(tokens, 4);
   const bool whole = row_is_whole(plan.format->rows);
-  if (plan.makes_rows() || plan.gathers_rows()) {
+  if (plan.makes_rows() || plan.gathers_rows() || plan.half_rows()) {
     const bool by_pair = plan.static_scales || plan.gathers_rows();
     w.rows = arena.take<std::byte>((by_pair ? pairs : tokens) * plan.w13.row_bytes());
   }
@@ -103,7 +103,9 @@ ExpertsWorkspace ExpertsWorkspace::carve(const MoeProblem& problem, const Expert
     w.inner_bf16 = arena.take<std::byte>(listed * problem.intermediate_size * 2);
   }
   w.inner = arena.take<std::byte>(listed * plan.w2.row_bytes());
-  if (!has_slabs(problem)) w.y2 = arena.take<std::uint16_t>(listed * problem.hidden_size);
+  if (!has_slabs(problem)) {
+    w.y2 = arena.take<std::byte>(listed * problem.hidden_size * (plan.wide() ? 4 : 2));
+  }
   if (plan.static_scales) w.call_scales = arena.take<float>(2 * local);
   return w;
 }

@@ -24,7 +24,11 @@ struct ExpertsPlan {
   bool weight_on_input = false;
   bool static_scales = false;  // of operand rows, with the weights
   // Operand rows are made in the workspace (quantised, or multiplied by the router weight).
-  bool makes_rows() const { return quantizes() || weight_on_input; }
+  bool makes_rows() const { return !half_rows() && (quantizes() || weight_on_input); }
+  // Operand rows are F16: made where hidden states are something else, or have weights.
+  bool half_rows() const { return format->rows == RowForm::kF16; }
+  // GEMM2's rows are F32, and so are slots; hidden states and results are of any float dtype.
+  bool wide() const { return row_has_wide_result(format->rows); }
   // A row of hidden states is made for every pair, in the order of its expert's columns.
   bool gathers_rows() const { return weight.act_order; }
   // Operand rows are codes with scales, or the values of codes.
@@ -80,7 +84,7 @@ struct ExpertsWorkspace {
   std::byte* inner = nullptr;       // operand rows of GEMM2
   std::byte* inner_bf16 = nullptr;  // the same before they are quantised late
   float* inner_scale = nullptr;
-  std::uint16_t* y2 = nullptr;
+  std::byte* y2 = nullptr;       // weighted rows of the list
   float* call_scales = nullptr;  // static scales that a call brings, of both GEMMs' rows, [2, E_l]
   std::int64_t row_scale_stride = 0, inner_scale_stride = 0, max_groups = 0, listed_rows = 0;
 

@@ -7,6 +7,7 @@
 #include "experts/sm90/call_scales.h"
 #include "experts/sm90/experts_impl.h"
 #include "experts/sm90/gather_rows.h"
+#include "experts/sm90/half_rows.h"
 
 namespace moesaic::cuda {
 
@@ -65,6 +66,16 @@ Status CudaExperts::Impl::make_rows(void* stream, const CudaExpertsArgs& a,
     list.bands = bands + (plan.quantizes_late() ? rows : 0);
     MOESAIC_RETURN_IF_ERROR(
         check_call("align and quantize", launch_align(list, quant, traits, stream)));
+  }
+  if (makes_half_rows(a)) {
+    HalfRowsParams half;
+    half.x = a.rows.data;
+    half.dtype = a.rows.dtype;
+    half.weights = plan.weight_on_input ? a.topk_weights : nullptr;
+    half.tokens = a.tokens;
+    half.columns = problem.hidden_size;
+    half.rows = reinterpret_cast<std::uint16_t*>(w.rows);
+    return check_call("rows in F16", launch_half_rows(half, stream));
   }
   if (!plan.gathers_rows()) return {};
   GatherRowsParams gather;

@@ -4,20 +4,21 @@
 // gemm_products.cuh and epilogue.cuh.
 //
 //   struct Format {
-//     using Product = ...;        // type of both operands of wgmma: ptx::BF16, ptx::E4M3, ptx::S8
+//     using Product = ...;        // type of both operands of wgmma: ptx::BF16, ptx::E4M3, ptx::S8,
+//                                 ptx::F16
 //     static constexpr int kChunkK = ...;      // elements of K in a chunk: 128 bytes of a token row
 //     static constexpr int kWeightBits = ...;  // of one weight in the image
 //     using WeightScales = ...;   // where they lie: NoWeightScales, BlockWeightScales, RowStrip<n>,
 //                                 // VaryingStrip<n>
-//     using Tokens = ...;         // operand rows of both GEMMs: PlainRows, GroupScaledRows,
-//                                 // RowScaledRows, FactoredRows
+//     using Tokens = ...;         // operand rows of both GEMMs: PlainRows, HalfRows,
+//                                 // GroupScaledRows, RowScaledRows, FactoredRows
 //     using Weights = ...;        // how weights become an operand: FromShared, FromCodes<decoder>,
 //                                 // FromFp8Codes<decoder>
 //     using Promote = ...;        // when partial sums get their scales or are added up in fp32:
 //                                 // InOperand, PerStage, PerStages<n>, PerStagesAndRow<n>,
 //                                 // Integers
-//     using Inner = ...;          // how GEMM1's result is stored: RoundBf16, QuantiseE4M3, WholeRow,
-//                                 // GroupValues
+//     using Inner = ...;          // how GEMM1's result is stored: RoundBf16, RoundF16, QuantiseE4M3,
+//                                 // WholeRow, GroupValues
 //   };
 #pragma once
 
@@ -26,6 +27,7 @@
 namespace moesaic::ptx {
 struct E4M3;
 struct BF16;
+struct F16;
 struct S8;
 }  // namespace moesaic::ptx
 
@@ -60,6 +62,11 @@ struct VaryingStrip : RowStrip<kBytes> {
 // multiplied by the scale of its weight row, kTokenFactors: and of its token row (finish.cuh).
 struct PlainRows {
   static constexpr RowForm kForm = RowForm::kBf16;
+  static constexpr int kScaleBytes = 0;
+  static constexpr bool kFactors = false, kTokenFactors = false;
+};
+struct HalfRows {
+  static constexpr RowForm kForm = RowForm::kF16;
   static constexpr int kScaleBytes = 0;
   static constexpr bool kFactors = false, kTokenFactors = false;
 };
@@ -115,24 +122,32 @@ template <int kStages>
 struct PerStages;  // the sums of so many stages, added in fp32 as they are
 struct Integers;   // 32-bit integer sums
 
-// How GEMM1's result, activated and rounded to bf16, is stored as the operand rows of GEMM2
-// (epilogue.cuh): as it is, as e4m3 with a scale per row and 128 channels, with one scale per row
+// How GEMM1's result, activated and rounded to bf16 (RoundF16: F16), is stored as the operand rows of
+// GEMM2 (epilogue.cuh): as it is, as e4m3 with a scale per row and 128 channels, with one scale per row
 // (whole_rows.cuh), or as it is or, where the call says so, as the values of its codes in small
 // groups, in one of these forms (value_rows.cuh).
 struct RoundBf16 {
+  static constexpr bool kF16 = false;
+  static constexpr bool kQuantises = false, kWholeRow = false, kValues = false;
+};
+struct RoundF16 {
+  static constexpr bool kF16 = true;
   static constexpr bool kQuantises = false, kWholeRow = false, kValues = false;
 };
 struct QuantiseE4M3 {
+  static constexpr bool kF16 = false;
   static constexpr bool kQuantises = true, kWholeRow = false, kValues = false;
 };
 template <RowForm... kRows>
 struct GroupValues {
   static_assert((row_has_values(kRows) && ...));
+  static constexpr bool kF16 = false;
   static constexpr bool kQuantises = false, kWholeRow = false, kValues = true;
   static constexpr bool can(RowForm form) { return ((form == kRows) || ...); }
 };
 template <RowForm kRows>
 struct WholeRow {
+  static constexpr bool kF16 = false;
   static constexpr bool kQuantises = false, kWholeRow = true, kValues = false;
   static constexpr bool kInt8 = kRows == RowForm::kInt8Row;
 };
@@ -144,6 +159,8 @@ struct FormatSizes {
   static_assert(Format::kChunkK * kRowElementBytes == kChunkBytes);
   static constexpr int kSlabBytes =
       kSlabRows * (Format::kChunkK * Format::kWeightBits / 8 + Format::WeightScales::kRowBytes);
+  // GEMM2's rows are F32: rounded to F16 they could overflow where the layer's sum does not.
+  static constexpr bool kWideResult = row_has_wide_result(Format::Tokens::kForm);
 };
 
 }  // namespace moesaic::cuda

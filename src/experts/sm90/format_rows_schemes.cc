@@ -5,6 +5,7 @@
 #include "core/refusal.h"
 #include "experts/sm90/format_rows.h"
 #include "experts/sm90/formats/bf16.h"
+#include "experts/sm90/formats/f16.h"
 #include "experts/sm90/formats/fp8_block.h"
 #include "experts/sm90/formats/fp8_row.h"
 #include "experts/sm90/formats/int4_fp8.h"
@@ -19,6 +20,7 @@ namespace moesaic::cuda {
 
 // One translation unit each, generated from the list in CMakeLists.txt.
 LaunchGrouped launch_grouped_bf16_swiglu, launch_grouped_bf16_any, launch_grouped_bf16_relu2;
+LaunchGrouped launch_grouped_f16_swiglu, launch_grouped_f16_any;
 LaunchGrouped launch_grouped_fp8_block_relu2, launch_grouped_fp8_block_swiglu,
     launch_grouped_fp8_block_any, launch_grouped_fp8_block_wide, launch_grouped_fp8_block_snug;
 LaunchGrouped launch_grouped_fp8_row_relu2, launch_grouped_fp8_row_wide,
@@ -45,8 +47,10 @@ Status check_int8(const MoeProblem& problem) {
   return check_widths<16>(problem);
 }
 
-constexpr FormatRow bf16_row() {
-  FormatRow row = row_of<Bf16>(ComputeScheme::kBF16);
+// Of values that are multiplied as they are stored.
+template <class Format>
+constexpr FormatRow plain_row(ComputeScheme scheme) {
+  FormatRow row = row_of<Format>(scheme);
   row.inner_multiple = 8;
   // Items are twice as long as in fp8: two of them per pair of CTAs still gain (Qwen3-235B: about
   // 4 %). Sharing weights pays where experts have two groups and the kernel waits for memory
@@ -55,6 +59,18 @@ constexpr FormatRow bf16_row() {
   row.parts = kImages;
   row.check = &check_widths<8>;
   row.repack = MOESAIC_ON_DEVICE(repack_tiles);
+  return row;
+}
+
+constexpr FormatRow f16_row() {
+  FormatRow row = plain_row<F16>(ComputeScheme::kF16);
+  row.units = {.swiglu = MOESAIC_ON_DEVICE(launch_grouped_f16_swiglu),
+               .any = MOESAIC_ON_DEVICE(launch_grouped_f16_any)};
+  return row;
+}
+
+constexpr FormatRow bf16_row() {
+  FormatRow row = plain_row<Bf16>(ComputeScheme::kBF16);
   row.units = {.swiglu = MOESAIC_ON_DEVICE(launch_grouped_bf16_swiglu),
                .any = MOESAIC_ON_DEVICE(launch_grouped_bf16_any)};
   return with_relu2(row, MOESAIC_ON_DEVICE(launch_grouped_bf16_relu2));
@@ -199,6 +215,7 @@ constexpr FormatRow weight_only(FormatRow row, std::string_view name,
 }
 
 constexpr FormatRow kSchemes[] = {bf16_row(),
+                                  f16_row(),
                                   fp8_block_row(),
                                   mxfp4_row(ComputeScheme::kMxfp4Bf16, RowForm::kBf16),
                                   fp8_scaled_row(),

@@ -39,7 +39,7 @@ __device__ __forceinline__ void combine_band(const GroupedParams& p, const Share
   if (column >= p.hidden) return;
   const CombineParams c = sh.combine(p);
   for (std::int64_t t = thread / kTokenThreads; t < c.tokens; t += kThreads / kTokenThreads)
-    combine_columns(c, t, column);
+    combine_columns<FormatSizes<Format>::kWideResult>(c, t, column);
 }
 
 // After the stores of a GEMM1 item: tells GEMM2.
@@ -107,6 +107,7 @@ __device__ __forceinline__ void consume_item(const GroupedParams& p, const Share
   const bool second = item.band >= p.bands1;
   constexpr int kLists = (kColumns + 31) / 32;
   using Inner = typename Format::Inner;
+  constexpr bool kWide = FormatSizes<Format>::kWideResult;
   typename Format::Promote::Sum acc[2][kColumns / 2];
   constexpr bool kFactors = Format::Tokens::kFactors;
   [[maybe_unused]] ColumnFactors<typename Format::Tokens, kLists> factors;
@@ -162,11 +163,11 @@ __device__ __forceinline__ void consume_item(const GroupedParams& p, const Share
       factors.load_tokens(p, place_of_row, item, true, lane);
       float finished[2][kColumns / 2];
       finish_columns<kColumns>(factors, lane, acc, finished);
-      store_weighted<kColumns>(p, item.expert, item.band - p.bands1, group, warp & 3, lane, pair,
-                               factor, finished);
+      store_weighted<kWide, kColumns>(p, item.expert, item.band - p.bands1, group, warp & 3, lane,
+                                      pair, factor, finished);
     } else {
-      store_weighted<kColumns>(p, item.expert, item.band - p.bands1, group, warp & 3, lane, pair,
-                               factor, acc);
+      store_weighted<kWide, kColumns>(p, item.expert, item.band - p.bands1, group, warp & 3, lane,
+                                      pair, factor, acc);
     }
     if (!Tile::kPaired && Tile::kMaxColumns <= 64 && p.fold_combine)
       combine_band(p, sh, item.band - p.bands1, group);
@@ -193,6 +194,7 @@ __device__ __forceinline__ void consume_rows(const GroupedParams& p, const Share
                                              const Item& item, int group, int warp, int lane) {
   const bool second = item.band >= p.bands1;
   const int row = group * 64 + (warp & 3) * 16 + (lane >> 2);
+  constexpr bool kWide = FormatSizes<Format>::kWideResult;
   typename Format::Promote::Sum acc[128];
   constexpr bool kFactors = Format::Tokens::kFactors;
   if (second) {
@@ -209,9 +211,10 @@ __device__ __forceinline__ void consume_rows(const GroupedParams& p, const Share
     if constexpr (kFactors) {
       float finished[128];
       finish_rows(p, p.list.pair_of_row, item, true, row, lane, acc, finished);
-      store_weighted_rows(p, item.expert, item.band - p.bands1, lane, pair, factor, finished);
+      store_weighted_rows<kWide>(p, item.expert, item.band - p.bands1, lane, pair, factor,
+                                 finished);
     } else {
-      store_weighted_rows(p, item.expert, item.band - p.bands1, lane, pair, factor, acc);
+      store_weighted_rows<kWide>(p, item.expert, item.band - p.bands1, lane, pair, factor, acc);
     }
   } else {
     Format::Weights::rows(sh, ring, p.chunks1, group, row, lane, true, acc);
@@ -254,12 +257,13 @@ __device__ __forceinline__ void consume(const GroupedParams& p, const Shared<For
   if (!Tile::kPaired && Tile::kMaxColumns <= 64 && p.fold_combine && sh.num_groups(p) == 0 &&
       warp < L::kEpilogueWarps) {
     // No token has an expert here, but every output must be written.
+    constexpr bool kWide = FormatSizes<Format>::kWideResult;
     const std::int64_t vectors = p.hidden / 8;
     constexpr int kThreads = L::kEpilogueThreads;
     const CombineParams combine = sh.combine(p);
     for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
          i < combine.tokens * vectors; i += static_cast<std::int64_t>(gridDim.x) * kThreads) {
-      combine_columns(combine, i / vectors, i % vectors * 8);
+      combine_columns<kWide>(combine, i / vectors, i % vectors * 8);
     }
   }
   while (true) {

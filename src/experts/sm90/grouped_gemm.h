@@ -76,7 +76,8 @@ struct GroupedRows {
   std::byte* inner = nullptr;
   float* inner_scale = nullptr;
   std::int64_t inner_scale_stride = 0;
-  std::uint16_t* y2 = nullptr;  // [pairs][hidden] bf16, or as place_of_row says
+  // [pairs][hidden] bf16 (F32 where row_has_wide_result), or as place_of_row says
+  void* y2 = nullptr;
 };
 
 struct GroupedList {

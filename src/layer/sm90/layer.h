@@ -21,17 +21,14 @@ namespace moesaic::cuda {
 // all, the stage in front.
 struct LayerExperts {
   const GpuBackend* routed = nullptr;
-  const GpuBackend* shared = nullptr;  // null: no shared experts
+  const GpuBackend* shared = nullptr;             // null: no shared experts
+  bool routed_wide = false, shared_wide = false;  // GpuBackend::takes_any_rows
   // Some keep rows in fp32 where the sm_90 kernel has bf16: sums are finished by the layer.
-  bool any_wide() const {
-    return routed->takes_any_rows || (shared != nullptr && shared->takes_any_rows);
-  }
+  bool any_wide() const { return routed_wide || shared_wide; }
   // All take hidden states of any float dtype.
-  bool all_wide() const {
-    return routed->takes_any_rows && (shared == nullptr || shared->takes_any_rows);
-  }
+  bool all_wide() const { return routed_wide && (shared == nullptr || shared_wide); }
   // As which they hold the rows of slots before the sum.
-  DType slot_dtype() const { return routed->takes_any_rows ? DType::kF32 : DType::kBF16; }
+  DType slot_dtype() const { return routed_wide ? DType::kF32 : DType::kBF16; }
 };
 Result<LayerExperts> choose_layer_experts(const layer::FusedPlan& plan);
 

@@ -70,16 +70,18 @@ Status CudaLayer::can_implement(const layer::FusedPlan& plan, const FusedMoE::Op
 
 Result<LayerExperts> choose_layer_experts(const layer::FusedPlan& plan) {
   LayerExperts chosen;
-  const auto choose = [&](const MoeProblem& problem, std::string_view stage,
-                          const GpuBackend*& to) -> Status {
+  const auto choose = [&](const MoeProblem& problem, std::string_view stage, const GpuBackend*& to,
+                          bool& wide) -> Status {
     const Result<const GpuBackend*> row = choose_gpu_backend(problem, plan.backend);
     if (!row.ok()) return row.status().with_context(stage);
     to = *row;
+    wide = to->takes_any_rows(problem);
     return {};
   };
-  MOESAIC_RETURN_IF_ERROR(choose(plan.routed, "experts", chosen.routed));
+  MOESAIC_RETURN_IF_ERROR(choose(plan.routed, "experts", chosen.routed, chosen.routed_wide));
   if (plan.has_shared) {
-    MOESAIC_RETURN_IF_ERROR(choose(plan.shared, "shared_experts", chosen.shared));
+    MOESAIC_RETURN_IF_ERROR(
+        choose(plan.shared, "shared_experts", chosen.shared, chosen.shared_wide));
   }
   return chosen;
 }
@@ -93,6 +95,7 @@ Result<std::int64_t> pair_capacity_of(const layer::FusedPlan& plan, const LayerE
   if (chosen.routed->name != kCudaExpertsName) {
     return needs(fmt::format("experts {} (these are {})", kCudaExpertsName, chosen.routed->name));
   }
+  if (chosen.routed_wide) return needs("experts whose rows are bf16 (these have F32)");
   if (carried_problem(plan.routed).hidden_size != plan.routed.hidden_size) {
     return needs(
         fmt::format("a hidden size that is not padded (this is {})", plan.routed.hidden_size));
@@ -161,7 +164,8 @@ Result<LayerWorkspace> LayerWorkspace::carve(const layer::FusedPlan& plan, bool 
                           (plan.inplace && !MOESAIC_FAULT(cuda_layer_in_place_of_rows_still_read)));
   MOESAIC_ASSIGN_OR_RETURN(const LayerExperts with, choose_layer_experts(plan));
   if (keeps_sum || plan.output_scale != 1.0F || plan.has_zero_experts ||
-      plan.has_output_transform || shared_function || spread || with.any_wide()) {
+      plan.has_output_transform || shared_function || spread ||
+      (plan.has_shared && with.any_wide())) {
     w.routed = take<float>(arena, tokens * plan.latent_size);
   }
   if (plan.has_input_transform) w.latent = take<std::uint16_t>(arena, tokens * plan.latent_size);
@@ -192,7 +196,7 @@ Result<LayerWorkspace> LayerWorkspace::carve(const layer::FusedPlan& plan, bool 
       MOESAIC_ASSIGN_OR_RETURN(w.shared_bytes,
                                with.shared->workspace_size(joins ? problem : plan.shared, tokens));
       w.shared_bytes = round_up(w.shared_bytes, kAlignment);
-      if (with.shared->takes_any_rows) w.shared_dtype = DType::kF32;
+      if (with.shared_wide) w.shared_dtype = DType::kF32;
       rows_bytes = tokens * plan.hidden_size * (dtype_bits(w.shared_dtype) / 8);
     }
   }

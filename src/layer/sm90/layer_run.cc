@@ -202,11 +202,11 @@ Status CudaLayer::Impl::run_routed(void* stream, CudaExpertsArgs a, const void* 
 }
 
 Status CudaLayer::Impl::run(void* stream, const Rows& rows, const Out& out) const {
-  if (out.dtype == DType::kF16) {
-    // The sums are there in fp32, as all_wide() layers have them.
-    MOESAIC_ASSIGN_OR_RETURN(const LayerWorkspace w, carve(rows.tokens));
+  MOESAIC_ASSIGN_OR_RETURN(const LayerWorkspace w, carve(rows.tokens));
+  float* const wide = w.routed_back != nullptr ? w.routed_back : w.routed;
+  if (out.dtype == DType::kF16 && wide != nullptr && !joins_call(rows, out)) {
+    // The last kernel has bf16 or F32.
     Out sums = out;
-    float* const wide = w.routed_back != nullptr ? w.routed_back : w.routed;
     sums.output = wide;
     sums.dtype = DType::kF32;
     MOESAIC_RETURN_IF_ERROR(run_rows(stream, rows, sums));

@@ -8,13 +8,14 @@ namespace {
 
 constexpr int kThreads = 256;
 
+template <bool kWide>
 __global__ void __launch_bounds__(kThreads) combine_topk(const __grid_constant__ CombineParams p) {
   const std::int64_t vectors = p.hidden / 8;
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
   if (i >= p.tokens * vectors) return;
-  combine_columns(p, i / vectors, i % vectors * 8);
+  combine_columns<kWide>(p, i / vectors, i % vectors * 8);
 }
 
 }  // namespace
@@ -32,7 +33,8 @@ int launch_combine(const CombineParams& params, void* stream) {
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return static_cast<int>(cudaLaunchKernelEx(&config, combine_topk, params));
+  auto* const kernel = params.wide ? &combine_topk<true> : &combine_topk<false>;
+  return static_cast<int>(cudaLaunchKernelEx(&config, kernel, params));
 }
 
 }  // namespace moesaic::cuda

@@ -6,14 +6,15 @@
 namespace moesaic::cuda {
 
 struct CombineParams {
-  const std::uint16_t* y2 = nullptr;          // [tokens * top_k, hidden] bf16, already weighted
+  const void* y2 = nullptr;  // [tokens * top_k, hidden] bf16 (`wide`: F32), already weighted
   const std::int32_t* row_of_pair = nullptr;  // [tokens * top_k]; negative: pair dropped
   const std::uint16_t* shared = nullptr;      // [tokens, hidden] bf16 added last, or null
   std::int64_t tokens = 0;
   std::int32_t top_k = 1;
   std::int32_t hidden = 0;  // a multiple of 8
   bool output_f32 = false;
-  void* output = nullptr;  // [tokens, hidden] bf16 or f32
+  bool wide = false, output_f16 = false;  // the latter with `wide` only
+  void* output = nullptr;                 // [tokens, hidden] bf16, F32 or F16
 };
 
 // fp32 sum in slot order, one rounding; a token without live slots gets zeros (plus `shared`).
