@@ -165,6 +165,12 @@ TEST(CudaFormats, ARowForEachSchemeThatTheKernelsCompute) {
   EXPECT_EQ(bf16.chunk_k, 64);
   EXPECT_EQ(bf16.slab_bytes, 128 * 128);
   EXPECT_EQ(bf16.parts.size(), 2U);
+  const FormatRow& f16 = *format_of(test::small_problem("f16")).value();
+  EXPECT_EQ(f16.slab_bytes, bf16.slab_bytes);
+  EXPECT_FALSE(row_is_quantised(f16.rows));
+  EXPECT_FALSE(row_has_values(f16.rows));
+  EXPECT_TRUE(row_has_wide_result(f16.rows));
+  EXPECT_FALSE(row_has_wide_result(bf16.rows));
   const FormatRow& fp8 = *format_of(test::small_problem("fp8-block")).value();
   EXPECT_EQ(fp8.chunk_k, 128);
   EXPECT_EQ(fp8.slab_bytes, 128 * 128);
@@ -192,7 +198,7 @@ TEST(CudaFormats, ARowForEachSchemeThatTheKernelsCompute) {
   }
   test::expect_refusal(
       format_of(test::small_problem("f32")).status(), StatusCode::kUnsupported,
-      {"scheme: got f32", "need bf16, fp8-block, mxfp4-bf16, fp8-scaled, int8", "nvfp4-bf16"});
+      {"scheme: got f32", "need bf16, f16, fp8-block, mxfp4-bf16, fp8-scaled, int8", "nvfp4-bf16"});
   for (const char* quant : {"int4-g128-int8", "int8-g128-int8", "awq-int8"}) {
     test::expect_refusal(format_of(test::small_problem(quant)).status(), StatusCode::kUnsupported,
                          {"scheme: got int8-group", "need bf16"});

@@ -113,7 +113,7 @@ class ExpertsStage final : public BenchStage {
       MOESAIC_ASSIGN_OR_RETURN(point.bound,
                                bound_of_row(first.x.view(), first.routing, *workspace));
     }
-    point.bound += std::ldexp(1.0, row_dtype(s_) == DType::kF32 ? -24 : -8);
+    point.bound += rounding_of(row_dtype(s_));
     MOESAIC_RETURN_IF_ERROR(upper_bound_check(point, "experts"));
     if (gpu_) {
       std::vector<std::vector<ConstTensorView>> in;

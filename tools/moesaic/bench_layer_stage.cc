@@ -290,7 +290,7 @@ class LayerStage final : public BenchStage {
     }
     point.rel_l2 = relative_l2(row_to_doubles(y.view(), 0), want);
     MOESAIC_ASSIGN_OR_RETURN(point.bound, bound_of_row(x.view()));
-    point.bound += std::ldexp(1.0, row_dtype(s_) == DType::kF32 ? -24 : -8);
+    point.bound += rounding_of(row_dtype(s_));
     return upper_bound_check(point, "layer");
   }
 

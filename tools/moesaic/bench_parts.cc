@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <cmath>
+
 #include "bench_random.h"
 
 namespace moesaic::tool {
@@ -17,7 +19,12 @@ int rotations_for(std::int64_t tokens, const BenchSettings& settings) {
 }
 
 DType row_dtype(const BenchSettings& settings) {
-  return settings.options.device.is_cuda() ? DType::kBF16 : settings.spec.activation_dtype;
+  const DType own = settings.spec.activation_dtype;
+  return settings.options.device.is_cuda() && own == DType::kF32 ? DType::kBF16 : own;
+}
+
+double rounding_of(DType dtype) {
+  return std::ldexp(1.0, dtype == DType::kF32 ? -24 : dtype == DType::kF16 ? -11 : -8);
 }
 
 MoeProblem problem_of(const MoeLayerSpec& spec, std::int64_t max_tokens, int num_threads) {

@@ -9,6 +9,15 @@
 
 namespace moesaic::cuda {
 
+__device__ __forceinline__ void add_row(float (&sum)[8], const uint4& v) {
+  const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sum[2 * i] += __uint_as_float(words[i] << 16);
+    sum[2 * i + 1] += __uint_as_float(words[i] & 0xFFFF0000U);
+  }
+}
+
 // Eight columns of a row: of bf16, or kWide: of F32.
 template <bool kWide>
 struct RowColumns;
@@ -18,14 +27,7 @@ struct RowColumns<false> {
   __device__ __forceinline__ void load(const void* rows, std::int64_t row, std::int64_t at) {
     v = __ldcg(reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(rows) + row + at));
   }
-  __device__ __forceinline__ void add_to(float (&sum)[8]) const {
-    const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sum[2 * i] += __uint_as_float(words[i] << 16);
-      sum[2 * i + 1] += __uint_as_float(words[i] & 0xFFFF0000U);
-    }
-  }
+  __device__ __forceinline__ void add_to(float (&sum)[8]) const { add_row(sum, v); }
 };
 template <>
 struct RowColumns<true> {
@@ -66,9 +68,7 @@ __device__ __forceinline__ void combine_columns(const CombineParams& p, std::int
     }
   }
   if (p.shared != nullptr) {
-    RowColumns<false> row;
-    row.v = *reinterpret_cast<const uint4*>(p.shared + token * p.hidden + column);
-    row.add_to(sum);
+    add_row(sum, *reinterpret_cast<const uint4*>(p.shared + token * p.hidden + column));
   }
   MOESAIC_CUDA_FAULT(cuda_combine_spoils_a_shared_column, if (p.shared != nullptr) sum[0] = 0;)
   if (p.output_f32) {
