@@ -139,7 +139,8 @@ struct RankOptions {
   // no pair is ever dropped: the output is NaN, health() says kLimitExceeded with the rank, what it
   // had and what there is room for, and, as after every failure on the device, the layer takes no
   // more calls. 0: room for every pair. The same on all ranks. kUnsupported where rows do not go
-  // through peer windows, and for cuda_general, hidden sizes that are padded and top_k above 64.
+  // through peer windows, and for cuda_general, F16 layers, hidden sizes that are padded and top_k
+  // above 64.
   std::int64_t pair_capacity = 0;
   // false: where ranks with the same rows hold parts of each row (kNone, or kGather with tensor
   // parallelism), forward leaves their sum to the caller, who may join it with another. Each
@@ -348,7 +349,7 @@ class FusedMoE {
 
   // The GPU's forward: all tensors are memory of the layer's device, the work is put on `stream`
   // and the call returns. hidden_states [M, H] BF16, output [M, H] BF16 or F32 (either of every
-  // float dtype where cuda_general computes all experts of a layer on one rank that calls no
+  // float dtype in F16 layers and where cuda_general computes all experts, on one rank that calls no
   // functions on bf16 rows; over ranks the hidden states of an F16 or F32 layer), both contiguous
   // and 16-byte aligned. More than max_tokens rows are
   // several steps, one behind the other, with the same bits. Hidden states whose rows are further

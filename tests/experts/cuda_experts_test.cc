@@ -437,9 +437,9 @@ TEST(CudaExperts, GraphReplaysWithOtherRoutingAndTokensWithoutExperts) {
   }
 }
 
-TEST(CudaExperts, SharedRowsAreAddedOnce) {
+TEST_P(CudaExpertsSums, SharedRowsAreAddedOnce) {
   REQUIRE_HOPPER();
-  const MoeProblem p = problem_of("bf16", "silu", 64, 64, 6, 2);
+  const MoeProblem p = problem_of(GetParam(), "silu", 64, 64, 6, 2);
   const StandardCase c = test::make_case(71, p, 5, DType::kBF16, 1.0);
   const OnDevice d(c, create_on_device(c));
   const DeviceBytes out(5 * 64 * 2);

@@ -153,7 +153,7 @@ class RefExperts final : public Experts {
 
   void load_row(const ConstTensorView& t, std::int64_t offset, float* row) const {
     for (std::int64_t i = 0; i < p_.hidden_size; ++i) {
-      row[i] = round_to(operand_, load_as_f32(t.data, t.dtype, offset + i));
+      row[i] = load_as_f32(t.data, t.dtype, offset + i);
     }
   }
   // Scales of row `row` of rows that came quantised.
@@ -189,7 +189,9 @@ class RefExperts final : public Experts {
         const float weight = a.topk_weights.as<float>()[slot];
         const float factor = round_to(operand_, weight);
         for (std::int64_t i = 0; i < hidden; ++i) {
-          s.input[i] = on_input && !quantized ? round_to(operand_, s.x[i] * factor) : s.x[i];
+          s.input[i] = on_input && !quantized
+                           ? round_to(operand_, round_to(operand_, s.x[i]) * factor)
+                           : s.x[i];
         }
         expert(e, s, quantized, s.result, a.numerics.empty() ? nullptr : &errors);
         const bool weighted = !on_input || MOESAIC_FAULT(ref_experts_weight_twice);

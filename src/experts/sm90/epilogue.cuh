@@ -77,9 +77,19 @@ __device__ __forceinline__ std::uint32_t inner_pair(float lo, float hi) {
   return Inner::kF16 ? ptx::f16x2(lo, hi) : ptx::bf16x2(lo, hi);
 }
 
+// kStreams: rows of many tokens, of which L2 does not hold what is read again at once.
+template <bool kStreams, class Vector>
+__device__ __forceinline__ void store_row(Vector* to, const Vector& v) {
+  if constexpr (kStreams) {
+    __stcs(to, v);
+  } else {
+    *to = v;
+  }
+}
+
 // GEMM2: y2[pair][256 band + 128 group + 32 warp + 4 g + {0..3}] = factor * (acc + bias), as bf16, or
 // kWide: F32.
-template <bool kWide, int kColumns>
+template <bool kWide, bool kStreams, int kColumns>
 __device__ __forceinline__ void store_weighted(const GroupedParams& p, int expert, int band,
                                                int group, int warp, int lane,
                                                const std::int32_t (&pair)[(kColumns + 31) / 32],
@@ -106,10 +116,10 @@ __device__ __forceinline__ void store_weighted(const GroupedParams& p, int exper
                           (acc[1][4 * j + i] + bias.z) * w, (acc[1][4 * j + 2 + i] + bias.w) * w};
         const std::int64_t at = static_cast<std::int64_t>(row) * p.hidden + channel;
         if constexpr (kWide) {
-          *reinterpret_cast<float4*>(static_cast<float*>(p.rows.y2) + at) = v;
+          store_row<kStreams>(reinterpret_cast<float4*>(static_cast<float*>(p.rows.y2) + at), v);
         } else {
-          *reinterpret_cast<uint2*>(static_cast<std::uint16_t*>(p.rows.y2) + at) =
-              make_uint2(ptx::bf16x2(v.x, v.y), ptx::bf16x2(v.z, v.w));
+          store_row<kStreams>(reinterpret_cast<uint2*>(static_cast<std::uint16_t*>(p.rows.y2) + at),
+                              make_uint2(ptx::bf16x2(v.x, v.y), ptx::bf16x2(v.z, v.w)));
         }
       }
     }

@@ -52,11 +52,11 @@ __device__ __forceinline__ void store_weighted_rows(const GroupedParams& p, int 
         const std::int64_t to = static_cast<std::int64_t>(pair[i]) * p.hidden + channel;
         if constexpr (kWide) {
           auto* const row = reinterpret_cast<float4*>(static_cast<float*>(p.rows.y2) + to);
-          row[0] = make_float4(v[0].x, v[0].y, v[1].x, v[1].y);
-          row[1] = make_float4(v[2].x, v[2].y, v[3].x, v[3].y);
+          store_row<true>(row, make_float4(v[0].x, v[0].y, v[1].x, v[1].y));
+          store_row<true>(row + 1, make_float4(v[2].x, v[2].y, v[3].x, v[3].y));
         } else {
-          *reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(p.rows.y2) + to) =
-              make_uint4(v[0], v[1], v[2], v[3]);
+          store_row<true>(reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(p.rows.y2) + to),
+                          make_uint4(v[0], v[1], v[2], v[3]));
         }
       }
     }

@@ -108,6 +108,8 @@ __device__ __forceinline__ void consume_item(const GroupedParams& p, const Share
   constexpr int kLists = (kColumns + 31) / 32;
   using Inner = typename Format::Inner;
   constexpr bool kWide = FormatSizes<Format>::kWideResult;
+  // Where weights are decoded there is no register for it.
+  constexpr bool kStreams = Format::Weights::kTokensAsRows && Tile::kMaxColumns > 64;
   typename Format::Promote::Sum acc[2][kColumns / 2];
   constexpr bool kFactors = Format::Tokens::kFactors;
   [[maybe_unused]] ColumnFactors<typename Format::Tokens, kLists> factors;
@@ -163,11 +165,11 @@ __device__ __forceinline__ void consume_item(const GroupedParams& p, const Share
       factors.load_tokens(p, place_of_row, item, true, lane);
       float finished[2][kColumns / 2];
       finish_columns<kColumns>(factors, lane, acc, finished);
-      store_weighted<kWide, kColumns>(p, item.expert, item.band - p.bands1, group, warp & 3, lane,
-                                      pair, factor, finished);
+      store_weighted<kWide, kStreams, kColumns>(p, item.expert, item.band - p.bands1, group,
+                                                warp & 3, lane, pair, factor, finished);
     } else {
-      store_weighted<kWide, kColumns>(p, item.expert, item.band - p.bands1, group, warp & 3, lane,
-                                      pair, factor, acc);
+      store_weighted<kWide, kStreams, kColumns>(p, item.expert, item.band - p.bands1, group,
+                                                warp & 3, lane, pair, factor, acc);
     }
     if (!Tile::kPaired && Tile::kMaxColumns <= 64 && p.fold_combine)
       combine_band(p, sh, item.band - p.bands1, group);

@@ -93,8 +93,9 @@ struct FromShared {
     stage.release(previous);
   }
 
-  // `chunks` stages of which two at a time are summed up: take(offsets) issues and waits for the
-  // products of the stages at both offsets. An odd number begins with one alone: first(offset).
+  // `chunks` stages of which two at a time are summed up: take(offsets, release) issues and waits for the
+  // products of the stages at both offsets, and calls release when those of the first are done: the ring
+  // has no more than four. An odd number begins with one alone: first(offset).
   template <class Stage, class First, class Take>
   static __device__ __forceinline__ void take_pairs(Stage& stage, int chunks, const First& first,
                                                     const Take& take) {
@@ -114,21 +115,22 @@ struct FromShared {
       stage.ready = false;
       stage.wait();
       offset[1] = stage.offset();
-      take(offset);
-      stage.release(slot);
+      take(offset, [&] { stage.release(slot); });
       stage.release(stage.ring.slot());
       stage.ring.advance();
     }
   }
 
-  // d = a b^T over two stages.
+  // d = a b^T over two stages, one group of products each.
   template <class Mma, int kRegisters>
   static __device__ __forceinline__ void multiply_pair(float (&d)[kRegisters], std::uint32_t a,
                                                        std::uint32_t b,
                                                        const std::uint32_t (&offset)[2]) {
 #pragma unroll
-    for (int s = 0; s < 2; ++s) multiply_stage<Mma>(d, a + offset[s], b + offset[s], s > 0);
-    ptx::wgmma_commit();
+    for (int s = 0; s < 2; ++s) {
+      multiply_stage<Mma>(d, a + offset[s], b + offset[s], s > 0);
+      ptx::wgmma_commit();
+    }
   }
   template <int kRegisters>
   static __device__ __forceinline__ void add(float* to, const float (&part)[kRegisters]) {
@@ -173,18 +175,20 @@ struct FromShared {
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
       };
-      take_pairs(stage, chunks, first, [&](const std::uint32_t(&offset)[2]) {
+      take_pairs(stage, chunks, first, [&](const std::uint32_t(&offset)[2], const auto& release) {
         float part[kSets][kColumns / 2];
         ptx::wgmma_fence();
         multiply_pair<Mma>(part[0], weights, tokens, offset);
         if constexpr (kSets == 2) multiply_pair<Mma>(part[1], weights + kBlockStep, tokens, offset);
         stage.peek();
-        ptx::wgmma_wait<kSets - 1>();
+        ptx::wgmma_wait<2 * (kSets - 1)>();
         add(acc[0], part[0]);
         if constexpr (kSets == 1) {
           ptx::wgmma_fence();
           multiply_pair<Mma>(part[0], weights + kBlockStep, tokens, offset);
         }
+        ptx::wgmma_wait<1>();
+        release();
         ptx::wgmma_wait<0>();
         add(acc[1], part[kSets - 1]);
       });
@@ -276,13 +280,17 @@ struct FromShared {
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
       };
-      take_pairs(stage, chunks, first, [&](const std::uint32_t(&offset)[2]) {
+      take_pairs(stage, chunks, first, [&](const std::uint32_t(&offset)[2], const auto& release) {
         float part[64];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           ptx::wgmma_fence();
           multiply_pair<Mma>(part, tokens, weights + (h == 0 ? 0 : kSlab), offset);
-          if (h == 1) stage.peek();
+          if (h == 1) {
+            stage.peek();
+            ptx::wgmma_wait<1>();
+            release();
+          }
           ptx::wgmma_wait<0>();
           add(acc + 64 * h, part);
         }
