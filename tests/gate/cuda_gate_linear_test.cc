@@ -106,6 +106,45 @@ TEST(CudaGateLinear, TheLogitsDTypeMayBeSetOnceAndLater) {
   }
 }
 
+// As in GGUF files of bf16 models; one value that is none, and all are kept as they are.
+TEST(CudaGateLinear, WeightsThatAreBf16NumbersHaveTheBitsOfBf16) {
+  REQUIRE_HOPPER();
+  using enum DType;
+  for (const std::int64_t tokens : {1, 40, 700}) {
+    test::Rng rng(9);
+    Tensor narrow = Tensor::zeros(kBF16, {60, 1032}).value();
+    for (std::int64_t i = 0; i < 60 * 1032; ++i) {
+      store_from_f32(narrow.data(), kBF16, i, static_cast<float>(rng.integer(-127, 127)) / 64);
+    }
+    const DeviceTensor x =
+        DeviceTensor::copy_of(test::random_normal(rng, kBF16, {tokens, 1032}).view(), kGateGpu)
+            .value();
+    const auto logits = [&](const Tensor& weight) {
+      return logits_of(gate_on_gpu(weight, Tensor(), kF32, true), x);
+    };
+    const Tensor want = logits(narrow);
+    for (const DType dtype : {kF32, kF16}) {
+      Tensor wide = Tensor::zeros(dtype, narrow.shape()).value();
+      for (std::int64_t i = 0; i < 60 * 1032; ++i) {
+        store_from_f32(wide.data(), dtype, i, load_as_f32(narrow.data(), kBF16, i));
+      }
+      std::string why;
+      EXPECT_TRUE(test::same_bits(logits(wide).view(), want.view(), &why)) << tokens << ": " << why;
+      store_from_f32(wide.data(), dtype, 5, 1.0F + 0x1p-9F);
+      Tensor rounded = Tensor::zeros(kBF16, narrow.shape()).value();
+      std::memcpy(rounded.data(), narrow.data(), static_cast<std::size_t>(narrow.bytes()));
+      store_from_f32(rounded.data(), kBF16, 5, 1.0F);
+      const Tensor got = logits(wide), of_rounded = logits(rounded);
+      std::int64_t differs = 0;
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        const float step = got.as<float>()[t * 60] - of_rounded.as<float>()[t * 60];
+        differs += std::abs(step) > 0x1p-14F ? 1 : 0;  // 2^-9 times a hidden state
+      }
+      EXPECT_GT(differs, tokens / 2) << dtype_name(dtype);
+    }
+  }
+}
+
 // Rows that lie apart, in every kernel: the bits of the same rows side by side, with the caller's
 // workspace too and from a graph.
 TEST(CudaGateLinear, RowsMayLieApart) {

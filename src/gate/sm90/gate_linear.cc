@@ -3,12 +3,15 @@
 #include <fmt/format.h>
 
 #include <new>
+#include <optional>
 #include <vector>
 
+#include "core/fault.h"
 #include "core/refusal.h"
 #include "gate/sm90/gate.h"
 #include "gate/sm90/round_logits.h"
 #include "numerics/element.h"
+#include "numerics/float_codec.h"
 
 namespace moesaic::cuda {
 namespace {
@@ -30,6 +33,22 @@ Status upload_as_f32(std::string_view what, const ConstTensorView& t, std::int64
                      Allocation& to) {
   MOESAIC_ASSIGN_OR_RETURN(const std::vector<float> values, widened(t, count));
   return upload(what, values.data(), count * std::int64_t{sizeof(float)}, to);
+}
+
+// As bf16, where every value is one: GGUF files hold the gates of bf16 models as F32.
+std::optional<std::vector<std::uint16_t>> bf16_values(const std::vector<float>& values) {
+  std::vector<std::uint16_t> narrow;
+  try {
+    narrow.reserve(values.size());
+  } catch (const std::bad_alloc&) {
+    return std::nullopt;  // the wide ones do
+  }
+  for (const float v : values) {
+    narrow.push_back(bf16_from_f32(v));
+    const bool same = f32_from_bf16(narrow.back()) == v;
+    if (!same && !MOESAIC_FAULT(cuda_gate_narrows_any_weight)) return std::nullopt;
+  }
+  return narrow;
 }
 
 Status check(std::string_view field, const ConstTensorView& t) {
@@ -68,13 +87,16 @@ Result<CudaGate> CudaGate::create(ConstTensorView weight, ConstTensorView bias,
   MOESAIC_ASSIGN_OR_RETURN(gate.device_, current_device_traits());
   gate.experts_ = weight.dim(0);
   gate.hidden_ = weight.dim(1);
-  gate.weight_f32_ = weight.dtype != DType::kBF16;
   MOESAIC_ASSIGN_OR_RETURN(const std::int64_t bytes, contiguous_bytes(weight.dtype, weight.shape));
-  if (weight.dtype == DType::kF16) {
-    MOESAIC_RETURN_IF_ERROR(
-        upload_as_f32("gate weight", weight, gate.experts_ * gate.hidden_, gate.weight_));
-  } else {
+  if (weight.dtype == DType::kBF16) {
     MOESAIC_RETURN_IF_ERROR(upload("gate weight", weight.data, bytes, gate.weight_));
+  } else {
+    const std::int64_t count = gate.experts_ * gate.hidden_;
+    MOESAIC_ASSIGN_OR_RETURN(const std::vector<float> values, widened(weight, count));
+    const auto narrow = bf16_values(values);
+    gate.weight_f32_ = !narrow.has_value();
+    MOESAIC_RETURN_IF_ERROR(narrow ? upload("gate weight", narrow->data(), count * 2, gate.weight_)
+                                   : upload("gate weight", values.data(), count * 4, gate.weight_));
   }
   if (bias.present()) {
     MOESAIC_RETURN_IF_ERROR(expect_shape("gate bias", bias, {gate.experts_}));

@@ -27,9 +27,9 @@ std::string_view need_of(GateKernel kernel) {
   switch (kernel) {
     case GateKernel::kOneWave:
     case GateKernel::kResidentWeights:
-      return "bf16 weights with rows of a multiple of 8 that fit shared memory";
+      return "weights that are bf16 numbers with rows of a multiple of 8 that fit shared memory";
     case GateKernel::kTiledPipeline:
-      return "bf16 weights with rows of a multiple of 8";
+      return "weights that are bf16 numbers with rows of a multiple of 8";
     case GateKernel::kFp32Rows:
       return "fp32 weights of [256, 3072] or [128, 6144]";
     case GateKernel::kWarpPerLogit:
@@ -39,7 +39,8 @@ std::string_view need_of(GateKernel kernel) {
 }
 
 // Which kernel computes the logits depends on the tokens of a call, so several may be accepted:
-// first the one that the most tokens take.
+// first the one that the most tokens take. Weights of F32 are taken for such that bf16 has not all of;
+// where it has (CudaGate::create looks), the layer takes the tensor cores.
 void append_gate(const layer::FusedPlan& plan, Device device, Rows& rows) {
   GateParams p;
   p.weight_f32 = plan.gate_dtype != DType::kBF16;
