@@ -113,6 +113,10 @@ const Case kCases[] = {
     {9, 16, 256, false, false, DType::kF32},
     {5, 7, 33, true, true, DType::kF32},
     {9, 16, 256, true, false, DType::kF16},
+    {700, 101, 520, true, true},
+    {1100, 66, 77, true, false, DType::kF16},
+    {530, 130, 264, false, true, DType::kF16},
+    {520, 128, 264, false, false, DType::kF32},
     {3, 5, 31, false, true, DType::kF16},
 };
 

@@ -68,50 +68,70 @@ __device__ __forceinline__ void store_sums(const GateParams& p, std::int64_t fir
   }
 }
 
-// kRows tokens of one expert per warp: the expert's row is read once for all of them. Absent rows
-// of the last tile repeat the last one and are not stored; every accumulator is a chain of its own,
-// so the tile's height changes no bit.
-template <class X, class W, int kRows>
-__global__ void __launch_bounds__(kWarps * 32) gate(const __grid_constant__ GateParams p) {
+// kRows tokens of kExperts experts per warp: a row is read once for all of the other kind. Absent rows
+// of the last tiles repeat the last one and are not stored; every accumulator is a chain of its own,
+// so the tile's size changes no bit.
+template <class X, class W, int kRows, int kExperts>
+__global__ void __launch_bounds__(kWarps * 32, kRows* kExperts >= 64 ? 3 : 1)
+    gate(const __grid_constant__ GateParams p) {
   const int lane = static_cast<int>(threadIdx.x & 31U);
-  const int e = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x >> 5);
+  const int warp = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x >> 5);
+  const int first_expert = warp * kExperts;
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
-  if (e >= p.experts) return;
+  if (first_expert >= p.experts) return;
   const std::int64_t hidden = p.hidden;
-  const W* const w = static_cast<const W*>(p.weight) + e * hidden;
+  const W* w[kExperts];
+#pragma unroll
+  for (int e = 0; e < kExperts; ++e) {
+    w[e] = static_cast<const W*>(p.weight) + min(first_expert + e, p.experts - 1) * hidden;
+  }
   for (std::int64_t first = static_cast<std::int64_t>(blockIdx.y) * kRows; first < p.tokens;
        first += static_cast<std::int64_t>(gridDim.y) * kRows) {
-    const X* x[kRows];
-    float sum[kRows];
+    const X* const x = static_cast<const X*>(p.x) + first * hidden;
+    std::uint32_t row[kRows];  // begins here: in fewer registers than pointers
+    float sum[kExperts][kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const std::int64_t t = first + r < p.tokens ? first + r : p.tokens - 1;
-      x[r] = static_cast<const X*>(p.x) + t * hidden;
-      sum[r] = 0;
+      const std::int64_t last = p.tokens - 1 - first;
+      row[r] = static_cast<std::uint32_t>((r < last ? r : last) * hidden);
+#pragma unroll
+      for (int e = 0; e < kExperts; ++e) sum[e][r] = 0;
     }
     const bool vectors = hidden % kVector == 0;
     for (std::int64_t h = lane * kVector; h < hidden; h += 32 * kVector) {
       if (vectors) {
-        float wv[kVector];
-        read(w + h, wv);
+        float wv[kExperts][kVector];
+#pragma unroll
+        for (int e = 0; e < kExperts; ++e) read(w[e] + h, wv[e]);
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
           float xv[kVector];
-          read(x[r] + h, xv);
+          read(x + row[r] + h, xv);
 #pragma unroll
-          for (int i = 0; i < kVector; ++i) sum[r] = fmaf(xv[i], wv[i], sum[r]);
+          for (int i = 0; i < kVector; ++i) {
+#pragma unroll
+            for (int e = 0; e < kExperts; ++e) sum[e][r] = fmaf(xv[i], wv[e][i], sum[e][r]);
+          }
         }
       } else {
         std::int64_t end = h + kVector < hidden ? h + kVector : hidden;
         MOESAIC_CUDA_FAULT(cuda_gate_last_element_missing, end = end < hidden ? end : hidden - 1;)
         for (std::int64_t i = h; i < end; ++i) {
 #pragma unroll
-          for (int r = 0; r < kRows; ++r) sum[r] = fmaf(one(x[r][i]), one(w[i]), sum[r]);
+          for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+            for (int e = 0; e < kExperts; ++e) {
+              sum[e][r] = fmaf(one(x[row[r] + i]), one(w[e][i]), sum[e][r]);
+            }
+          }
         }
       }
     }
-    store_sums(p, first, e, lane, sum);
+#pragma unroll
+    for (int e = 0; e < kExperts; ++e) {
+      if (first_expert + e < p.experts) store_sums(p, first, first_expert + e, lane, sum[e]);
+    }
   }
 }
 
@@ -155,14 +175,16 @@ __global__ void __launch_bounds__(kWarps * 32) gate_fp32(const __grid_constant__
 // Rows per block; each kernel has these three heights.
 int rows_of(const GateParams& p) { return p.tokens >= 8 ? 8 : p.tokens >= 4 ? 4 : 1; }
 
-cudaError_t launch(void (*kernel)(GateParams), const GateParams& p, void* stream) {
-  const int rows = rows_of(p);
+// experts: of a warp.
+cudaError_t launch(void (*kernel)(GateParams), const GateParams& p, int rows, int experts,
+                   void* stream) {
   const std::int64_t tiles = (p.tokens + rows - 1) / rows;
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>((p.experts + kWarps - 1) / kWarps),
+  const int of_block = kWarps * experts;
+  config.gridDim = dim3(static_cast<unsigned>((p.experts + of_block - 1) / of_block),
                         static_cast<unsigned>(tiles < 65535 ? tiles : 65535));
   config.blockDim = dim3(kWarps * 32);
   config.stream = static_cast<cudaStream_t>(stream);
@@ -172,8 +194,19 @@ cudaError_t launch(void (*kernel)(GateParams), const GateParams& p, void* stream
 }
 template <class X, class W>
 cudaError_t launch_any(const GateParams& p, void* stream) {
+  // Many logits: each read of L2 serves more of them.
+  constexpr int kTileRows = 16, kTileExperts = 4;
+  constexpr std::int64_t kTileLogits = 1 << 16;
+  constexpr std::int32_t kLongRow = 1 << 27;  // of which 32 bits do not count several
+  if (p.hidden > kLongRow) return launch(gate<X, W, 1, 1>, p, 1, 1, stream);
+  if (p.tokens * p.experts >= kTileLogits && p.experts >= kTileExperts) {
+    return launch(gate<X, W, kTileRows, kTileExperts>, p, kTileRows, kTileExperts, stream);
+  }
   const int rows = rows_of(p);
-  return launch(rows == 8 ? gate<X, W, 8> : rows == 4 ? gate<X, W, 4> : gate<X, W, 1>, p, stream);
+  return launch(rows == 8   ? gate<X, W, 8, 1>
+                : rows == 4 ? gate<X, W, 4, 1>
+                            : gate<X, W, 1, 1>,
+                p, rows, 1, stream);
 }
 template <class X, int kVectors>
 cudaError_t launch_fp32(const GateParams& p, void* stream) {
@@ -181,7 +214,7 @@ cudaError_t launch_fp32(const GateParams& p, void* stream) {
   return launch(rows == 8   ? gate_fp32<X, kVectors, 8>
                 : rows == 4 ? gate_fp32<X, kVectors, 4>
                             : gate_fp32<X, kVectors, 1>,
-                p, stream);
+                p, rows, 1, stream);
 }
 template <class X>
 cudaError_t launch_fp32_rows(const GateParams& p, void* stream) {
