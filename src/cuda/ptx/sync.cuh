@@ -76,7 +76,7 @@ __device__ __forceinline__ std::uint32_t e4m3x2(float lo, float hi) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo));
   return r;
 }
-// Two bf16, round to nearest even: `lo` in bits 0-15.
+// Two F16 or bf16, round to nearest even: `lo` in bits 0-15.
 __device__ __forceinline__ std::uint32_t f16x2(float lo, float hi) {
   std::uint32_t r = 0;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));

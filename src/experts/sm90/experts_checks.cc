@@ -121,10 +121,6 @@ Status check_capacity(const MoeProblem& problem, const CudaExpertsArgs& a) {
                       a.pair_capacity, kComparedPairs)};
 }
 
-}  // namespace
-
-namespace {
-
 Status check_dtypes(const ExpertsPlan& plan, const CudaExpertsArgs& a) {
   const bool values = a.rows.kind == CudaRows::Kind::kValues;
   const DType slots = plan.wide() ? DType::kF32 : DType::kBF16, to = a.result.dtype;
