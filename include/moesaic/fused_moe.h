@@ -139,8 +139,7 @@ struct RankOptions {
   // no pair is ever dropped: the output is NaN, health() says kLimitExceeded with the rank, what it
   // had and what there is room for, and, as after every failure on the device, the layer takes no
   // more calls. 0: room for every pair. The same on all ranks. kUnsupported where rows do not go
-  // through peer windows, and for cuda_general, F16 layers, hidden sizes that are padded and top_k
-  // above 64.
+  // through peer windows, and for cuda_general, hidden sizes that are padded and top_k above 64.
   std::int64_t pair_capacity = 0;
   // false: where ranks with the same rows hold parts of each row (kNone, or kGather with tensor
   // parallelism), forward leaves their sum to the caller, who may join it with another. Each

@@ -66,7 +66,7 @@ TEST(OneInterface, TheGeneralRowOfGpusTakesEverySize) {
     }
     before = row.name;
   }
-  for (const char* quant : {"f32", "f16", "mxfp4-token", "mxfp4-f32-groups", "int4-fp8-g32",
+  for (const char* quant : {"f32", "mxfp4-token", "mxfp4-f32-groups", "int4-fp8-g32",
                             "fp8-block-64x64", "int4-g128-int8", "gptq-int8"}) {
     EXPECT_EQ(chosen(on_gpu(quant)), "cuda_general") << quant;
   }
@@ -76,7 +76,7 @@ TEST(OneInterface, TheGeneralRowOfGpusTakesEverySize) {
   halves.activation_dtype = DType::kF16;
   EXPECT_EQ(chosen(halves), "cuda_general");
   for (const char* quant : {"int4-g128", "awq", "gptq", "nf4-bf16", "int8-bf16", "q6k", "fp8-bf16",
-                            "q3k", "q4k", "q5k"}) {
+                            "q3k", "q4k", "q5k", "f16"}) {
     EXPECT_EQ(chosen(on_gpu(quant)), "cuda_sm90") << quant;
   }
   MoeProblem weighted = on_gpu("bf16");
@@ -87,9 +87,11 @@ TEST(OneInterface, TheGeneralRowOfGpusTakesEverySize) {
   EXPECT_EQ(chosen(batched), "cuda_sm90");
   batched.hidden_size = 9;
   EXPECT_EQ(chosen(batched), "cuda_general");
-  batched = on_gpu("int4-g128-int8");
-  batched.format = ActivationFormat::kBatched;
-  EXPECT_EQ(chosen(batched), "cuda_general");
+  for (const char* quant : {"int4-g128-int8", "f16"}) {
+    batched = on_gpu(quant);
+    batched.format = ActivationFormat::kBatched;
+    EXPECT_EQ(chosen(batched), "cuda_general") << quant;
+  }
   // Sizes that no grid has.
   MoeProblem wide = on_gpu("bf16");
   wide.hidden_size = 65535 * 64 + 1;

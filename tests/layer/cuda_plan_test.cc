@@ -159,8 +159,9 @@ TEST(CudaPlan, TheGeneralExpertsTakeWhatTheFastOnesPassOver) {
   for (const char* quant : {"f32", "f16"}) {
     FusedMoE::Options options = on_gpu();
     options.quant = quant;
+    const bool fast = std::string_view(quant) == "f16";
     e = explain_layer(test::with_shared(true), options).value();
-    EXPECT_EQ(e.experts_backend, "cuda_general") << quant;
+    EXPECT_EQ(e.experts_backend, fast ? "cuda_sm90" : "cuda_general") << quant;
     // Over ranks rows travel as they are, and what slots leave too.
     options.ranks.communicator = std::move(make_in_process_communicators(2).value().front());
     options.parallel.ep_size = options.parallel.dp_size = 2;
@@ -168,6 +169,14 @@ TEST(CudaPlan, TheGeneralExpertsTakeWhatTheFastOnesPassOver) {
       options.ranks.reduction = reduction;
       EXPECT_EQ(explain_layer(small_spec(), options)->experts_backend, "cuda_general") << quant;
     }
+    if (!fast) continue;
+    options.backend = "cuda_sm90";
+    expect_refusal(explain_layer(small_spec(), options).status(), StatusCode::kUnsupported,
+                   {"backend: got cuda_sm90 with f16 over ranks, need cuda_general"});
+    options = on_gpu();
+    options.quant = quant;
+    options.backend = "cuda_sm90";
+    EXPECT_TRUE(explain_layer(small_spec(), options).ok());
   }
   FusedMoE::Options forced = on_gpu();
   forced.backend = "cuda_general";
@@ -180,6 +189,9 @@ TEST(CudaPlan, TheGeneralExpertsTakeWhatTheFastOnesPassOver) {
   };
   EXPECT_TRUE(joins(on_gpu()));
   EXPECT_FALSE(joins(forced));
+  alike.quant = quant_scheme_from_name("f16").value();
+  alike.activation_dtype = DType::kF16;
+  EXPECT_TRUE(joins(on_gpu()));
 }
 
 // A caller's function is the host's or the device's, as the layer is.
