@@ -137,24 +137,11 @@ TEST(CudaHalf, MeasureWhatTheReferenceMeasures) {
   REQUIRE_HOPPER();
   for (const DType rows : {DType::kF16, DType::kBF16, DType::kF32}) {
     GpuCall call(half_case(6, 30, 3, rows), 6);
-    std::vector<RowNumerics> got(30), want(30);
+    std::vector<RowNumerics> got(30);
     ExpertsArgs a = call.args();
     a.numerics = got;
     call.run(a);
-    const StandardCase& c = call.c;
-    StandardCase on_cpu = half_case(6, 30, 3, rows);
-    const auto reference = test::make_backend("cpu_reference", on_cpu);
-    Tensor output = Tensor::zeros(DType::kF32, c.hidden_states.shape()).value();
-    const Tensor workspace = test::poisoned_bytes(reference->workspace_size(30).value());
-    ExpertsArgs r;
-    r.hidden_states = on_cpu.hidden_states.view();
-    r.topk_ids = on_cpu.routing.ids.view();
-    r.topk_weights = on_cpu.routing.weights.view();
-    r.workspace = {const_cast<std::byte*>(workspace.data()),
-                   static_cast<std::size_t>(workspace.bytes())};
-    r.output = output.view();
-    r.numerics = want;
-    ASSERT_TRUE(reference->run(r).ok());
+    const std::vector<RowNumerics> want = test::reference_numerics(half_case(6, 30, 3, rows));
     const NumericsSummary of_gpu = summarize(got), of_cpu = summarize(want);
     EXPECT_EQ(of_gpu.rows, of_cpu.rows);
     EXPECT_NEAR(of_gpu.error_estimate(), of_cpu.error_estimate(), 0.3 * of_cpu.error_estimate());

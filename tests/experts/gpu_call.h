@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "moesaic/device_tensor.h"
 #include "support/experts_run.h"
@@ -81,5 +82,25 @@ struct GpuCall {
     return result();
   }
 };
+
+// What the CPU's reference measures of a case's rows.
+inline std::vector<RowNumerics> reference_numerics(const StandardCase& c) {
+  const std::int64_t tokens = c.hidden_states.shape()[0];
+  const auto reference = make_backend("cpu_reference", c);
+  const Tensor workspace = poisoned_bytes(reference->workspace_size(tokens).value());
+  Tensor output = Tensor::zeros(DType::kF32, c.hidden_states.shape()).value();
+  std::vector<RowNumerics> rows(static_cast<std::size_t>(tokens));
+  ExpertsArgs a;
+  a.hidden_states = c.hidden_states.view();
+  a.topk_ids = c.routing.ids.view();
+  a.topk_weights = c.routing.weights.view();
+  a.workspace = {const_cast<std::byte*>(workspace.data()),
+                 static_cast<std::size_t>(workspace.bytes())};
+  a.output = output.view();
+  a.numerics = rows;
+  const Status status = reference->run(a);
+  EXPECT_TRUE(status.ok()) << status.to_string();
+  return rows;
+}
 
 }  // namespace moesaic::test
