@@ -49,7 +49,7 @@ struct CudaResult {
   enum class Kind : std::uint8_t { kSum, kSlots };
   Kind kind = Kind::kSum;
   void* data = nullptr;
-  // BF16 or F32 (slots: BF16); any float (slots: F32) where GpuExperts::takes_any_rows.
+  // BF16 or F32 (slots: BF16); where GpuExperts::takes_any_rows any float (slots: F32 at least).
   DType dtype = DType::kBF16;
   const void* shared_rows = nullptr;  // [M, H] bf16 added to the sum, or null; may be a BF16 `data`
 
@@ -135,7 +135,7 @@ class GpuExperts {
   virtual std::int64_t weight_bytes() const = 0;
   // As Experts::expert_parts, of the first `count` local experts: device memory.
   virtual std::vector<ExpertPart> expert_parts(std::int64_t count) const = 0;
-  // Rows of F32, F16 and BF16 (CudaRows::values); results of these dtypes; slots of F32.
+  // Rows of F32, F16 and BF16 (CudaRows::values); results of these dtypes; F32 slots.
   virtual bool takes_any_rows() const { return false; }
   // Of hidden states and results, in bytes.
   virtual std::int64_t rows_alignment(DType) const { return 16; }
@@ -174,17 +174,17 @@ class GpuExperts {
 };
 
 // Computes what experts/reference/experts.h defines for the schemes of formats.h with bf16
-// activations (f16: with any), with these differences: products are summed by the tensor cores in chunks of 128
-// bytes of K (64 bf16 or F16, 128 e4m3 or int8 values) in ascending order (sums of e4m3 products with a
-// scale per row are taken out every two chunks, int8 sums are exact); an expert's weighted output
-// row is rounded to bf16 before the combine (f16: not); sigmoid and exp are the hardware's (activation.cuh).
-// With integer operands whose sums and rounded rows are exact the result equals the reference bit
-// for bit.
+// activations (f16: with hidden states of any dtype), with these differences: products are summed by
+// the tensor cores in chunks of 128 bytes of K (64 bf16 or F16, 128 e4m3 or int8 values) in ascending
+// order (sums of e4m3 products with a scale per row are taken out every two chunks, int8 sums are
+// exact); an expert's weighted output row is rounded to bf16 before the combine (f16: not); sigmoid
+// and exp are the hardware's (activation.cuh). With integer operands whose sums and rounded rows are
+// exact the result equals the reference bit for bit.
 class CudaExperts final : public GpuExperts {
  public:
   // ok, or the reason for refusing, without looking at weights or a device: check_problem's, then
-  // kUnsupported (scheme, activation_dtype, f16 in the batched format, a hidden size whose rows are not whole 16 bytes, more
-  // than 1024 local experts, too many rows).
+  // kUnsupported (scheme, activation_dtype, f16 in the batched format, a hidden size whose rows are
+  // not whole 16 bytes, more than 1024 local experts, too many rows).
   static Status can_implement(const MoeProblem& problem);
   // Bytes for M tokens, monotone in tokens, without a device; capacity: that of the call.
   // kUnsupported as above, kInvalidArgument for negative tokens.

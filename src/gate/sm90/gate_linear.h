@@ -20,9 +20,10 @@ Status round_logits(const float* from, std::int64_t count, const gate::LogitRoun
 
 class CudaGate {
  public:
-  // Host tensors as GateLinear::create takes them; copied to the current device, F16 weights as F32, and
-  // either as bf16 where all values are bf16 numbers. `rounding`: what every call does to its logits, which stay fp32 numbers, by one kernel more
-  // behind the gate's. Errors: shapes and dtypes as there, kOutOfMemory, kDevice.
+  // Host tensors as GateLinear::create takes them; copied to the current device, F16 weights as F32,
+  // and F32 or F16 ones as bf16 where all values are bf16 numbers. `rounding`: what every call does to
+  // its logits, which stay fp32 numbers, by one kernel more behind the gate's. Errors: shapes and
+  // dtypes as there, kOutOfMemory, kDevice.
   static Result<CudaGate> create(ConstTensorView weight, ConstTensorView bias,
                                  const gate::LogitRounding& rounding = {});
 

@@ -202,9 +202,12 @@ Status CudaLayer::Impl::run_routed(void* stream, CudaExpertsArgs a, const void* 
 }
 
 Status CudaLayer::Impl::run(void* stream, const Rows& rows, const Out& out) const {
-  MOESAIC_ASSIGN_OR_RETURN(const LayerWorkspace w, carve(rows.tokens));
-  float* const wide = w.routed_back != nullptr ? w.routed_back : w.routed;
-  if (out.dtype == DType::kF16 && wide != nullptr && !joins_call(rows, out)) {
+  float* wide = nullptr;
+  if (out.dtype == DType::kF16 && !joins_call(rows, out)) {
+    MOESAIC_ASSIGN_OR_RETURN(const LayerWorkspace w, carve(rows.tokens));
+    wide = w.routed_back != nullptr ? w.routed_back : w.routed;
+  }
+  if (wide != nullptr) {
     // The last kernel has bf16 or F32.
     Out sums = out;
     sums.output = wide;
