@@ -11,11 +11,6 @@ namespace moesaic::cuda {
 __device__ __forceinline__ float f32_of_bf16(std::uint16_t code) {
   return __uint_as_float(static_cast<std::uint32_t>(code) << 16);
 }
-__device__ __forceinline__ float f32_of_f16(std::uint16_t code) {
-  float v = 0;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(code));
-  return v;
-}
 __device__ __forceinline__ float f32_of_e4m3(std::uint8_t code) {
   std::uint32_t pair = 0;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<std::uint16_t>(code)));
@@ -24,7 +19,7 @@ __device__ __forceinline__ float f32_of_e4m3(std::uint8_t code) {
 
 __device__ __forceinline__ float round_element(DType dtype, float v) {
   if (dtype == DType::kBF16) return f32_of_bf16(bf16_code(v));
-  if (dtype == DType::kF16) return f32_of_f16(f16_code(v));
+  if (dtype == DType::kF16) return round_f16(v);
   return v;
 }
 

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "cuda/element.cuh"
 #include "cuda/fault.cuh"
 #include "cuda/fp8.cuh"
 #include "cuda/ptx/mbarrier.cuh"
@@ -68,9 +69,7 @@ template <class Inner>
 __device__ __forceinline__ float round_inner(float v) {
   if constexpr (!Inner::kF16) return round_bf16(v);
   MOESAIC_CUDA_FAULT(cuda_experts_f16_intermediate_in_bf16, return round_bf16(v);)
-  float rounded = 0;
-  asm("{\n.reg .f16 h;\ncvt.rn.f16.f32 h, %1;\ncvt.f32.f16 %0, h;\n}" : "=f"(rounded) : "f"(v));
-  return rounded;
+  return round_f16(v);
 }
 template <class Inner>
 __device__ __forceinline__ std::uint32_t inner_pair(float lo, float hi) {

@@ -10,11 +10,6 @@ namespace {
 
 constexpr int kThreads = 256, kColumns = 8;
 
-__device__ __forceinline__ float round_f16(float v) {
-  const std::uint16_t code = f16_code(v);
-  return load_element(&code, DType::kF16, 0);
-}
-
 // Eight columns per thread.
 __global__ void __launch_bounds__(kThreads) half_rows(const __grid_constant__ HalfRowsParams p) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;

@@ -2,6 +2,7 @@
 
 #include <cassert>
 
+#include "cuda/element.cuh"
 #include "cuda/fault.cuh"
 #include "cuda/ptx/sync.cuh"
 #include "gate/sm90/gate.h"
@@ -34,11 +35,7 @@ __device__ __forceinline__ void read(const float* p, float (&v)[kVector]) {
 struct Half {
   std::uint16_t code;
 };
-__device__ __forceinline__ float widen(Half h) {
-  float v = 0;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(h.code));
-  return v;
-}
+__device__ __forceinline__ float widen(Half h) { return f32_of_f16(h.code); }
 __device__ __forceinline__ void read(const Half* p, float (&v)[kVector]) {
   const uint4 raw = *reinterpret_cast<const uint4*>(p);
   const std::uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};

@@ -1,5 +1,6 @@
 #include <cuda_runtime.h>
 
+#include "cuda/element.cuh"
 #include "cuda/fault.cuh"
 #include "gate/sm90/round_logits.h"
 
@@ -9,20 +10,13 @@ namespace {
 constexpr int kRoundThreads = 256;
 
 __device__ __forceinline__ std::uint16_t code_of(float v, DType dtype) {
-  std::uint16_t code = 0;
-  if (dtype == DType::kBF16) {
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(code) : "f"(v));
-  } else {
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(code) : "f"(v));
-  }
-  return code;
+  return dtype == DType::kBF16 ? bf16_code(v) : f16_code(v);
 }
 __device__ __forceinline__ float rounded(float v, DType dtype) {
   if (dtype == DType::kF32) return v;
   const std::uint16_t code = code_of(v, dtype);
   if (dtype == DType::kBF16) return __uint_as_float(static_cast<std::uint32_t>(code) << 16);
-  asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(code));
-  return v;
+  return f32_of_f16(code);
 }
 
 // A thread reads its element before it writes it, so `to` may be `from`.
