@@ -94,5 +94,21 @@ TEST(CudaExpertsRefusals, Arguments) {
   EXPECT_EQ(CudaExperts::create(c.problem, *source, 1000).status().code(), StatusCode::kDevice);
 }
 
+TEST(CudaExpertsRefusals, NegativeScalesOfInt4Fp8) {
+  REQUIRE_HOPPER();
+  StandardCase c =
+      test::make_case(82, problem_of("int4-fp8", "silu", 128, 128, 6, 2), 1, DType::kBF16);
+  const auto source = make_stacked_source(c.weights.view());
+  EXPECT_TRUE(CudaExperts::create(c.problem, *source, 0).ok());
+  c.weights.w2_scale.as<std::uint8_t>()[5] = 0x80;  // -0
+  EXPECT_TRUE(CudaExperts::create(c.problem, *source, 0).ok());
+  c.weights.w2_scale.as<std::uint8_t>()[5] = 0xB8;
+  const Status status = CudaExperts::create(c.problem, *source, 0).status();
+  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+  EXPECT_NE(status.message().find("w2_scale: got -1 in row 5, need none that is negative on a GPU"),
+            std::string::npos)
+      << status.to_string();
+}
+
 }  // namespace
 }  // namespace moesaic

@@ -1,5 +1,8 @@
 #include "layer/cuda_rank_case.h"
 
+#include <string>
+#include <utility>
+
 #include "moesaic/device.h"
 
 namespace moesaic::test {
@@ -41,11 +44,11 @@ std::vector<Feature> rank_features() {
                    spec.hidden_size = 192;
                    return spec;
                  }});
-  // Rows that travel as F16 and F32.
-  for (const char* const quant : {"f16", "f32"}) {
-    all.push_back({quant, [quant] {
+  // Rows that travel as F16 and F32. F16 rows of 64 columns are the fast kernel's.
+  for (const auto& [quant, hidden] : {std::pair{"f16", 64}, {"f16", 60}, {"f32", 60}}) {
+    all.push_back({std::string(quant) + " of " + std::to_string(hidden), [=] {
                      MoeLayerSpec spec = deepseek_like();
-                     spec.hidden_size = 60;
+                     spec.hidden_size = hidden;
                      spec.quant = quant_scheme_from_name(quant).value();
                      if (spec.quant.kind == ComputeScheme::kF16) {
                        spec.activation_dtype = DType::kF16;

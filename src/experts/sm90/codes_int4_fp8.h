@@ -45,48 +45,41 @@ MOESAIC_HOST_DEVICE float e4m3_number(std::uint32_t code) {
 #endif
 }
 
-// What the image has of a scale: e4m3 codes of 8, 1, 2 and 3 times it, then of 4 to 7 times. To make
-// them in the kernel took a fifth of its main loop.
+// What the image has of a scale, whose sign it leaves away: e4m3 codes of 1 to 4 times it, then of 5
+// to 8 times. To make them in the kernel took a fifth of its main loop.
 struct Int4Multiples {
   std::uint32_t low, high;
 };
 
 MOESAIC_HOST_DEVICE Int4Multiples int4_multiples(std::uint32_t scale) {
-  const float s = e4m3_number(scale);
-  return {e4m3_codes(8.0F * s, s) | e4m3_codes(2.0F * s, 3.0F * s) << 16,
-          e4m3_codes(4.0F * s, 5.0F * s) | e4m3_codes(6.0F * s, 7.0F * s) << 16};
+  const float s = e4m3_number(scale & 0x7F);
+  return {e4m3_codes(s, 2.0F * s) | e4m3_codes(3.0F * s, 4.0F * s) << 16,
+          e4m3_codes(5.0F * s, 6.0F * s) | e4m3_codes(7.0F * s, 8.0F * s) << 16};
 }
 
-// The products of codes 0 to 7, and of -8 to -1, with one scale.
-struct Int4Products {
-  std::uint32_t positive[2], negative[2];
-};
-
-MOESAIC_HOST_DEVICE Int4Products int4_products(const Int4Multiples& m) {
-  Int4Products p;
-  p.positive[0] = m.low & 0xFFFFFF00U;
-  p.positive[1] = m.high;
-  // Magnitudes 8, 7, 6, 5 and 4, 3, 2, 1.
-  p.negative[0] = pick_bytes(m.high, m.low, 0x1234) ^ 0x80808080U;
-  p.negative[1] = pick_bytes(m.low, m.high, 0x1234) ^ 0x80808080U;
-  return p;
+// The image's codes of eight int4 numbers, two's complement: which multiple it is in three bits, the
+// eighth for 0 too; then a bit that is set for 0 and positive numbers.
+MOESAIC_HOST_DEVICE std::uint32_t int4_fp8_codes(std::uint32_t numbers) {
+  std::uint32_t codes = 0;
+  for (int i = 0; i < 32; i += 4) {
+    const std::uint32_t n = numbers >> i & 15, magnitude = n < 8 ? n : 16 - n;
+    codes |= ((magnitude - 1 & 7) | (n < 8 ? 8 : 0)) << i;
+  }
+  return codes;
 }
 
-// For each of four bytes, which it is of the products of positive codes.
-inline constexpr std::uint32_t kInt4Order = 0x32103210U;
-
-// Two registers of four e4m3 codes each, from a word. order: kInt4Order.
-MOESAIC_HOST_DEVICE void int4_fp8_pair(std::uint32_t word, const Int4Products& p,
+// Two registers of four e4m3 codes each, from a word. two: 2, unknown to the compiler, so that it
+// multiplies: permutations leave other units of the multiprocessor less to do.
+MOESAIC_HOST_DEVICE void int4_fp8_pair(std::uint32_t word, const Int4Multiples& m,
                                        std::uint32_t& first, std::uint32_t& second,
-                                       std::uint32_t order = kInt4Order) {
-  const std::uint32_t index = word & 0x77777777U;
-  const std::uint32_t sign = (word >> 1 & 0x44444444U) | order;
-  const auto picked = [&](int shift) {
-    return pick_bytes(pick_bytes(p.positive[0], p.positive[1], index >> shift),
-                      pick_bytes(p.negative[0], p.negative[1], index >> shift), sign >> shift);
-  };
-  first = picked(0);
-  second = picked(16);
+                                       std::uint32_t two = 2) {
+  // Bit 3 is set for 0 alone: a permutation then has copies of a multiple's sign, no bit.
+  const std::uint32_t eighth = (word & 0x77777777U) + 0x11111111U;
+  const std::uint32_t which = word & (eighth | 0x77777777U);
+  constexpr std::uint32_t kHalfSign = 0x40404040U;  // of a negative one
+  first = pick_bytes(kHalfSign, kHalfSign, word) * two + pick_bytes(m.low, m.high, which);
+  second =
+      pick_bytes(kHalfSign, kHalfSign, word >> 16) * two + pick_bytes(m.low, m.high, which >> 16);
 }
 
 }  // namespace moesaic::cuda

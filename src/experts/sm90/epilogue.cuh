@@ -9,8 +9,10 @@
 #include "cuda/fault.cuh"
 #include "cuda/fp8.cuh"
 #include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/store.cuh"
 #include "cuda/ptx/sync.cuh"
 #include "experts/sm90/activation.cuh"
+#include "experts/sm90/column_maxima.cuh"
 #include "experts/sm90/gemm_layout.cuh"
 #include "experts/sm90/value_rows.cuh"
 #include "experts/sm90/whole_rows.cuh"
@@ -76,13 +78,16 @@ __device__ __forceinline__ std::uint32_t inner_pair(float lo, float hi) {
   return Inner::kF16 ? ptx::f16x2(lo, hi) : ptx::bf16x2(lo, hi);
 }
 
-// kStreams: rows of many tokens, of which L2 does not hold what is read again at once.
-template <bool kStreams, class Vector>
-__device__ __forceinline__ void store_row(Vector* to, const Vector& v) {
-  if constexpr (kStreams) {
-    __stcs(to, v);
+// Four neighbouring channels of GEMM2's row, as bf16, or kWide: F32.
+template <bool kWide, bool kStreams>
+__device__ __forceinline__ void store_channels_if(bool condition, std::byte* to, const float4& v) {
+  if constexpr (kWide) {
+    ptx::store_if<kStreams>(condition, to,
+                            make_uint4(__float_as_uint(v.x), __float_as_uint(v.y),
+                                       __float_as_uint(v.z), __float_as_uint(v.w)));
   } else {
-    *to = v;
+    ptx::store_if<kStreams>(condition, to,
+                            make_uint2(ptx::bf16x2(v.x, v.y), ptx::bf16x2(v.z, v.w)));
   }
 }
 
@@ -103,6 +108,10 @@ __device__ __forceinline__ void store_weighted(const GroupedParams& p, int exper
                                             static_cast<std::int64_t>(expert) * p.hidden + channel);
   }
   MOESAIC_CUDA_FAULT(cuda_experts_w2_bias_missing, bias = make_float4(0, 0, 0, 0);)
+  constexpr std::uint32_t kBytes = kWide ? 4 : 2;
+  const std::uint32_t row_bytes = static_cast<std::uint32_t>(p.hidden) * kBytes;
+  std::byte* y2 = static_cast<std::byte*>(p.rows.y2) + channel * std::int64_t{kBytes};
+  asm volatile("" : "+l"(y2));  // one sum for each address
 #pragma unroll
   for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
@@ -110,17 +119,11 @@ __device__ __forceinline__ void store_weighted(const GroupedParams& p, int exper
       const int source_lane = (8 * j) % 32 + 2 * t + i;
       const std::int32_t row = __shfl_sync(0xFFFFFFFFU, pair[j / 4], source_lane);
       const float w = __shfl_sync(0xFFFFFFFFU, factor[j / 4], source_lane);
-      if (row >= 0 && inside) {
-        const float4 v = {(acc[0][4 * j + i] + bias.x) * w, (acc[0][4 * j + 2 + i] + bias.y) * w,
-                          (acc[1][4 * j + i] + bias.z) * w, (acc[1][4 * j + 2 + i] + bias.w) * w};
-        const std::int64_t at = static_cast<std::int64_t>(row) * p.hidden + channel;
-        if constexpr (kWide) {
-          store_row<kStreams>(reinterpret_cast<float4*>(static_cast<float*>(p.rows.y2) + at), v);
-        } else {
-          store_row<kStreams>(reinterpret_cast<uint2*>(static_cast<std::uint16_t*>(p.rows.y2) + at),
-                              make_uint2(ptx::bf16x2(v.x, v.y), ptx::bf16x2(v.z, v.w)));
-        }
-      }
+      const float4 v = {(acc[0][4 * j + i] + bias.x) * w, (acc[0][4 * j + 2 + i] + bias.y) * w,
+                        (acc[1][4 * j + i] + bias.z) * w, (acc[1][4 * j + 2 + i] + bias.w) * w};
+      store_channels_if<kWide, kStreams>(
+          row >= 0 && inside,
+          y2 + static_cast<std::uint64_t>(static_cast<std::uint32_t>(row)) * row_bytes, v);
     }
   }
 }
@@ -133,21 +136,12 @@ __device__ __forceinline__ void share_scales(const AmaxExchange<kSplit>& exchang
                                              int quarter, int lane, bool power_of_two,
                                              const float (&acc)[2][kColumns / 2],
                                              const Store& store) {
-  const int g = lane >> 2, t = lane & 3;
   constexpr int kGroups = kGated ? 1 : 2;
-#pragma unroll
-  for (int j = 0; j < kColumns / 8; ++j) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float m = fmaxf(fabsf(acc[0][4 * j + i]), fabsf(acc[1][4 * j + i]));
-      if constexpr (!kGated) {
-        m = fmaxf(m, fmaxf(fabsf(acc[0][4 * j + 2 + i]), fabsf(acc[1][4 * j + 2 + i])));
-      }
-      m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 4));
-      m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 8));
-      m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 16));
-      if (g == 0) exchange.publish((group * 4 + quarter) * kColumns + 8 * j + 2 * t + i, m);
-    }
+  const ColumnMaxima<kColumns / 4> maxima(column_magnitudes<kGated, kColumns>(acc).of, lane);
+  if (maxima.own) {
+    maxima.each(lane, [&](int column, float m) {
+      exchange.publish((group * 4 + quarter) * kColumns + column, m);
+    });
   }
   const int thread = static_cast<int>(threadIdx.x);
   exchange.wait(thread, kColumns);
@@ -240,6 +234,7 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
     }
   }
 
+  const InnerRows inner(p, p.rows.inner, first_row, channel);
   if constexpr (Inner::kWholeRow) {
     store_whole_columns<Inner, kGated, kColumns>(p, expert, first_row, rows, channel, inside, lane,
                                                  acc);
@@ -257,17 +252,14 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int column = 8 * j + 2 * t + i;
-        if (column >= rows || !inside) continue;
-        std::byte* to =
-            p.rows.inner +
-            (static_cast<std::int64_t>(first_row + column) * p.intermediate + channel) * 2;
+        const bool live = column < rows && inside;
+        std::byte* const to = inner.template at<2>(column);
         if constexpr (kGated) {
-          *reinterpret_cast<std::uint32_t*>(to) =
-              inner_pair<Inner>(acc[0][4 * j + i], acc[1][4 * j + i]);
+          ptx::store_if(live, to, inner_pair<Inner>(acc[0][4 * j + i], acc[1][4 * j + i]));
         } else {
-          *reinterpret_cast<uint2*>(to) =
-              make_uint2(inner_pair<Inner>(acc[0][4 * j + i], acc[0][4 * j + 2 + i]),
-                         inner_pair<Inner>(acc[1][4 * j + i], acc[1][4 * j + 2 + i]));
+          ptx::store_if(live, to,
+                        make_uint2(inner_pair<Inner>(acc[0][4 * j + i], acc[0][4 * j + 2 + i]),
+                                   inner_pair<Inner>(acc[1][4 * j + i], acc[1][4 * j + 2 + i])));
         }
       }
     }
@@ -314,11 +306,7 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
         const std::uint32_t v =
             odd ? __byte_perm(other, own, 0x7632) : __byte_perm(own, other, 0x5410);
         const int column = 8 * j + 2 * t + (odd ? 1 : 0);
-        if (column < rows && inside) {
-          *reinterpret_cast<std::uint32_t*>(
-              p.rows.inner + static_cast<std::int64_t>(first_row + column) * p.intermediate +
-              channel - (odd ? 2 : 0)) = v;
-        }
+        ptx::store_if(column < rows && inside, inner.template at<1>(column) - (odd ? 2 : 0), v);
       } else {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -328,11 +316,7 @@ __device__ __forceinline__ void store_activated(const GroupedParams& p, int expe
               ptx::e4m3x2(divide(acc[1][4 * j + i], sc, r), divide(acc[1][4 * j + 2 + i], sc, r))
                   << 16;
           const int column = 8 * j + 2 * t + i;
-          if (column < rows && inside) {
-            *reinterpret_cast<std::uint32_t*>(
-                p.rows.inner + static_cast<std::int64_t>(first_row + column) * p.intermediate +
-                channel) = v;
-          }
+          ptx::store_if(column < rows && inside, inner.template at<1>(column), v);
         }
       }
     }

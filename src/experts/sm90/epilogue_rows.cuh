@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/fault.cuh"
 #include "cuda/fp8.cuh"
@@ -18,14 +17,23 @@ __device__ __forceinline__ void store_weighted_rows(const GroupedParams& p, int 
                                                     const float (&factor)[2],
                                                     const float (&acc)[128]) {
   const int t = lane & 3;
+  constexpr std::uint32_t kBytes = kWide ? 4 : 2;
+  const int channel0 = band * kBandRows + t * 8;
+  std::byte* const y2 = static_cast<std::byte*>(p.rows.y2) + channel0 * std::int64_t{kBytes};
+  const std::uint32_t row_bytes = static_cast<std::uint32_t>(p.hidden) * kBytes;
+  std::byte* row[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    row[i] = y2 + static_cast<std::uint64_t>(static_cast<std::uint32_t>(pair[i])) * row_bytes;
+  }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      const int channel = band * kBandRows + h * 128 + w * 32 + t * 8;
-      if (channel >= p.hidden) continue;
+      const int channel = channel0 + h * 128 + w * 32;
+      const bool inside = channel < p.hidden;
       float bias[8] = {};
-      if (p.weights.w2_bias != nullptr) {
+      if (p.weights.w2_bias != nullptr && inside) {
         const float* from =
             p.weights.w2_bias + static_cast<std::int64_t>(expert) * p.hidden + channel;
 #pragma unroll
@@ -33,30 +41,22 @@ __device__ __forceinline__ void store_weighted_rows(const GroupedParams& p, int 
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (pair[i] < 0) continue;
-        // Two channels each: as bf16, or as they are.
-        std::conditional_t<kWide, float2, std::uint32_t> v[4];
+        float v[8];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
+        for (int e = 0; e < 8; ++e) {
           // Channel 4a + 2b + c of the eight is element a of chunk 8b + 2w + c.
-          const int a = e >> 1, b = e & 1;
-          const int at = 64 * h + 4 * (8 * b + 2 * w) + 2 * i + a;
-          const float lo = (acc[at] + bias[2 * e]) * factor[i];
-          const float hi = (acc[at + 4] + bias[2 * e + 1]) * factor[i];
-          if constexpr (kWide) {
-            v[e] = make_float2(lo, hi);
-          } else {
-            v[e] = ptx::bf16x2(lo, hi);
-          }
+          const int from = 64 * h + 4 * (8 * (e >> 1 & 1) + 2 * w + (e & 1)) + 2 * i + (e >> 2);
+          v[e] = (acc[from] + bias[e]) * factor[i];
         }
-        const std::int64_t to = static_cast<std::int64_t>(pair[i]) * p.hidden + channel;
+        const bool live = pair[i] >= 0 && inside;
+        std::byte* const to = row[i] + (h * 128 + w * 32) * kBytes;
         if constexpr (kWide) {
-          auto* const row = reinterpret_cast<float4*>(static_cast<float*>(p.rows.y2) + to);
-          store_row<true>(row, make_float4(v[0].x, v[0].y, v[1].x, v[1].y));
-          store_row<true>(row + 1, make_float4(v[2].x, v[2].y, v[3].x, v[3].y));
+          store_channels_if<kWide, true>(live, to, make_float4(v[0], v[1], v[2], v[3]));
+          store_channels_if<kWide, true>(live, to + 16, make_float4(v[4], v[5], v[6], v[7]));
         } else {
-          store_row<true>(reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(p.rows.y2) + to),
-                          make_uint4(v[0], v[1], v[2], v[3]));
+          ptx::store_if<true>(live, to,
+                              make_uint4(ptx::bf16x2(v[0], v[1]), ptx::bf16x2(v[2], v[3]),
+                                         ptx::bf16x2(v[4], v[5]), ptx::bf16x2(v[6], v[7])));
         }
       }
     }
@@ -117,33 +117,50 @@ __device__ __forceinline__ void store_activated_rows(const GroupedParams& p, int
         p.rows.inner_scale[band * p.rows.inner_scale_stride + row + 8 * i] = s;
     }
     if constexpr (Inner::kWholeRow) {
-      float m = fmaxf(amax[i], __shfl_xor_sync(0xFFFFFFFFU, amax[i], 1));
-      m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 2));
-      MOESAIC_CUDA_FAULT(cuda_experts_full_groups_have_the_amax_of_a_lane, m = amax[i];)
-      if (t == 0 && 8 * i < rows) add_row_amax(p, row + 8 * i, m);
+      if (p.whole.inner_static == nullptr) {
+        float m = fmaxf(amax[i], __shfl_xor_sync(0xFFFFFFFFU, amax[i], 1));
+        m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 2));
+        MOESAIC_CUDA_FAULT(cuda_experts_full_groups_have_the_amax_of_a_lane, m = amax[i];)
+        if (t == 0 && 8 * i < rows) add_row_amax(p, row + 8 * i, m);
+      }
     }
-    if (8 * i >= rows) continue;
+    // store(live, channels from channel0 on, four values) of every four channels.
+    const auto each = [&](const auto& store) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+      for (int h = 0; h < 2; ++h) {
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        const int channel = channel0 + h * 64 + w * 16;
-        if (channel >= p.intermediate) continue;
-        const int at = 64 * h + 8 * w + 2 * i;  // channels 0 and 2; 1 and 3 are 32 further
-        const std::int64_t to = static_cast<std::int64_t>(row + 8 * i) * p.intermediate + channel;
-        if constexpr (Inner::kWholeRow) {
-          const float v[4] = {acc[at], acc[at + 32], acc[at + 1], acc[at + 33]};
-          store_channels<Inner>(p, expert, row + 8 * i, channel, v);
-        } else if constexpr (Inner::kQuantises) {
-          *reinterpret_cast<std::uint32_t*>(p.rows.inner + to) =
-              ptx::e4m3x2(divide(acc[at], s, r), divide(acc[at + 32], s, r)) |
-              ptx::e4m3x2(divide(acc[at + 1], s, r), divide(acc[at + 33], s, r)) << 16;
-        } else {
-          *reinterpret_cast<uint2*>(p.rows.inner + 2 * to) =
-              make_uint2(inner_pair<Inner>(acc[at], acc[at + 32]),
-                         inner_pair<Inner>(acc[at + 1], acc[at + 33]));
+        for (int w = 0; w < 4; ++w) {
+          const int channels = h * 64 + w * 16;
+          const int at = 64 * h + 8 * w + 2 * i;  // channels 0 and 2; 1 and 3 are 32 further
+          store(8 * i < rows && channel0 + channels < p.intermediate, channels, acc[at],
+                acc[at + 32], acc[at + 1], acc[at + 33]);
         }
       }
+    };
+    const auto store_pairs = [&](std::byte* to) {
+      each([&](bool live, int channels, float a, float b, float c, float d) {
+        ptx::store_if(live, to + 2 * channels,
+                      make_uint2(inner_pair<Inner>(a, b), inner_pair<Inner>(c, d)));
+      });
+    };
+    const auto store_codes = [&](const auto& code) {
+      std::byte* const to = InnerRows(p, p.rows.inner, row, channel0).template at<1>(8 * i);
+      each([&](bool live, int channels, float a, float b, float c, float d) {
+        ptx::store_if(live, to + channels,
+                      ptx::e4m3x2(code(a), code(b)) | ptx::e4m3x2(code(c), code(d)) << 16);
+      });
+    };
+    if constexpr (Inner::kQuantises) {
+      store_codes([&](float v) { return divide(v, s, r); });
+    } else if constexpr (Inner::kWholeRow) {
+      if (p.whole.inner_static != nullptr) {
+        r = 1.0F / p.whole.inner_static[expert];
+        store_codes([&](float v) { return v * r; });
+      } else {
+        store_pairs(InnerRows(p, p.whole.inner_bf16, row, channel0).template at<2>(8 * i));
+      }
+    } else {
+      store_pairs(InnerRows(p, p.rows.inner, row, channel0).template at<2>(8 * i));
     }
   }
 }

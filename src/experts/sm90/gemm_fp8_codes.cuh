@@ -20,17 +20,18 @@ namespace moesaic::cuda {
 struct DecodeInt4Fp8 {
   uint4 codes;      // of two steps: of row g, then of row g + 8
   uint4 multiples;  // Int4Multiples of both rows
-  Int4Products products[2];
-  std::uint32_t order;  // kInt4Order
+  Int4Multiples of_row[2];
+  std::uint32_t two;  // int4_fp8_pair
 
   __device__ __forceinline__ void load_scales(std::uint32_t slab, int block, int thread) {
     multiples = load_shared_16(slab + kSlabRows * 64 +
                                static_cast<std::uint32_t>(block * 512 + (thread >> 2) * 16));
   }
-  __device__ __forceinline__ void make_products() {
-    products[0] = int4_products({multiples.x, multiples.y});
-    products[1] = int4_products({multiples.z, multiples.w});
-    MOESAIC_CUDA_FAULT(cuda_codes_have_the_scale_of_the_row_above, products[1] = products[0];)
+  // Of the chunk that follows.
+  __device__ __forceinline__ void take_scales() {
+    of_row[0] = {multiples.x, multiples.y};
+    of_row[1] = {multiples.z, multiples.w};
+    MOESAIC_CUDA_FAULT(cuda_codes_have_the_scale_of_the_row_above, of_row[1] = of_row[0];)
   }
   // Of steps 2 half and 2 half + 1.
   static __device__ __forceinline__ uint4 load_codes(std::uint32_t slab, int block, int half,
@@ -39,10 +40,15 @@ struct DecodeInt4Fp8 {
                           static_cast<std::uint32_t>(block * 4096 + half * 2048 + thread * 16));
   }
   __device__ __forceinline__ void fragment(int step, std::uint32_t (&a)[4]) const {
-    int4_fp8_pair((step & 1) == 0 ? codes.x : codes.z, products[0], a[0], a[2], order);
-    int4_fp8_pair((step & 1) == 0 ? codes.y : codes.w, products[1], a[1], a[3], order);
+    int4_fp8_pair((step & 1) == 0 ? codes.x : codes.z, of_row[0], a[0], a[2], two);
+    int4_fp8_pair((step & 1) == 0 ? codes.y : codes.w, of_row[1], a[1], a[3], two);
   }
 };
+
+// Through a shuffle, which the compiler does not see through.
+__device__ __forceinline__ std::uint32_t hidden_two(int lane) {
+  return __shfl_sync(0xFFFFFFFFU, 2U, lane);
+}
 
 template <class Decoder>
 struct FromFp8Codes {
@@ -60,14 +66,14 @@ struct FromFp8Codes {
   template <int kCount, class Mma, class Stage, int kBlocks, int kRegisters>
   static __device__ __forceinline__ void add_stage(Stage& stage, std::uint32_t weights,
                                                    std::uint32_t tokens, int first, int thread,
-                                                   std::uint32_t order,
+                                                   std::uint32_t two,
                                                    float (&acc)[kBlocks][kRegisters]) {
     const Chunks<kCount> at = wait_for_chunks<kCount>(stage);
 #pragma unroll
     for (int m = 0; m < kBlocks; ++m) {
       float part[kRegisters];
       Decoder decoder;
-      decoder.order = order;
+      decoder.two = two;
       uint4 next;
       const auto load_codes = [&](int half) {
         const std::uint32_t slab = weights + (at.offset[half / 2] << 4);
@@ -76,7 +82,7 @@ struct FromFp8Codes {
       decoder.load_scales(weights + (at.offset[0] << 4), first + m, thread);
       next = load_codes(0);
       const auto fragment = [&](int s, int k, std::uint32_t(&a)[4]) {
-        if (k == 0) decoder.make_products();
+        if (k == 0) decoder.take_scales();
         if (k % 2 == 0) decoder.codes = next;
         decoder.fragment(k, a);
         // What the step after the next one needs.
@@ -114,13 +120,10 @@ struct FromFp8Codes {
 #pragma unroll
       for (int i = 0; i < kColumns / 2; ++i) acc[m][i] = 0;
     }
-    // Through a shuffle, which the compiler does not see through: an instruction has room for one
-    // constant. The widest build has no register to spare.
-    std::uint32_t order = kInt4Order;
-    if (Tile::kMaxColumns < 128) order = __shfl_sync(0xFFFFFFFFU, kInt4Order, lane);
-    if (chunks % 2 != 0) add_stage<1, Mma>(stage, weights, tokens, first, thread, order, acc);
+    const std::uint32_t two = hidden_two(lane);
+    if (chunks % 2 != 0) add_stage<1, Mma>(stage, weights, tokens, first, thread, two, acc);
     for (int c = chunks / 2; c > 0; --c) {
-      add_stage<2, Mma>(stage, weights, tokens, first, thread, order, acc);
+      add_stage<2, Mma>(stage, weights, tokens, first, thread, two, acc);
     }
   }
 

@@ -1,12 +1,17 @@
 // Weights that are decoded in registers, from their source to the device: repack_codes.h.
+#include <fmt/format.h>
+
+#include <algorithm>
 #include <vector>
 
 #include "core/checked.h"
+#include "core/refusal.h"
 #include "experts/reference/matrix.h"
 #include "experts/sm90/codes_nvfp4.h"
 #include "experts/sm90/experts_impl.h"
 #include "experts/sm90/repack_codes.h"
 #include "experts/sm90/shifted_exponents.h"
+#include "numerics/float_codec.h"
 
 namespace moesaic::cuda {
 namespace {
@@ -45,6 +50,18 @@ Status put_factors(const CodesTo& to, const std::vector<float>& factors, float i
   MOESAIC_RETURN_IF_ERROR(
       copy_to_device("upload of scales", to.factors, factors.data(), to.shape.rows * 4));
   return copy_to_device("upload of scales", to.input_scale, &input_scale, 4);
+}
+
+// The image of int4-fp8 has no place for the sign of a scale.
+Status check_signs(std::string_view field, const ConstTensorView& scale) {
+  const auto* const codes = scale.as<std::uint8_t>();
+  const std::int64_t groups = scale.dim(1), count = scale.dim(0) * groups;
+  const auto* const negative = std::find_if(codes, codes + count, [](std::uint8_t c) {
+    return c > 0x80 && c < 0xFF;  // neither -0 nor NaN
+  });
+  if (negative == codes + count) return {};
+  return unsupported(fmt::format("{}: got {} in row {}, need none that is negative on a GPU", field,
+                                 f32_from_e4m3(*negative), (negative - codes) / groups));
 }
 
 template <class Put>
@@ -90,6 +107,7 @@ Status repack_nvfp4(const RepackCall& call) {
 
 Status repack_int4_fp8(const RepackCall& call) {
   return both_projections(call, [&](const CodesTo& to, const ProjectionView& v) {
+    MOESAIC_RETURN_IF_ERROR(check_signs(to.scale_name, v.scale));
     const std::int64_t group = to.shape.columns / v.scale.dim(1);
     const auto repack = [&](const WeightShape& shape, const std::uint8_t* weight,
                             const std::uint8_t* scale, std::byte* image, void* stream) {

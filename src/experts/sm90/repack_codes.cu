@@ -164,11 +164,12 @@ __global__ void repack_int4_codes(WeightShape shape, const std::uint8_t* __restr
     for (int q = 0; q < 4; ++q) {  // step 2 half + q / 2, row q % 2
       const std::int64_t k = at.chunk * 128 + 32 * (2 * half + (q >> 1)) + 4 * at.t;
       const std::int64_t from = at.row[q & 1];
-      words[q] = 0;
+      words[q] = int4_fp8_codes(0);
       if (from < 0 || k >= columns) continue;
       const auto* const codes =
           reinterpret_cast<const std::uint16_t*>(weight + from * (columns / 2) + k / 2);
-      words[q] = static_cast<std::uint32_t>(codes[0]) | static_cast<std::uint32_t>(codes[4]) << 16;
+      words[q] = int4_fp8_codes(static_cast<std::uint32_t>(codes[0]) |
+                                static_cast<std::uint32_t>(codes[4]) << 16);
       MOESAIC_CUDA_FAULT(cuda_repack_nibbles_swapped,
                          words[q] = (words[q] >> 4 & 0x0F0F0F0FU) | (words[q] & 0x0F0F0F0FU) << 4;)
     }

@@ -8,38 +8,39 @@
 
 #include "cuda/fault.cuh"
 #include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/store.cuh"
 #include "cuda/row_codes.cuh"
+#include "experts/sm90/column_maxima.cuh"
 #include "experts/sm90/gemm_layout.cuh"
 
 namespace moesaic::cuda {
 
-// Two or four neighbouring channels of row `row`, rounded to bf16.
-template <class Inner, int kChannels>
-__device__ __forceinline__ void store_channels(const GroupedParams& p, int expert, int row,
-                                               int channel, const float (&v)[kChannels]) {
-  const std::int64_t at = static_cast<std::int64_t>(row) * p.intermediate + channel;
-  if (p.whole.inner_static != nullptr) {
-    const float r = 1.0F / p.whole.inner_static[expert];
-    std::uint32_t codes = ptx::e4m3x2(v[0] * r, v[1] * r);
-    if constexpr (kChannels == 4) {
-      codes |= ptx::e4m3x2(v[2] * r, v[3] * r) << 16;
-      *reinterpret_cast<std::uint32_t*>(p.rows.inner + at) = codes;
-    } else {
-      *reinterpret_cast<std::uint16_t*>(p.rows.inner + at) = static_cast<std::uint16_t>(codes);
-    }
-  } else if constexpr (kChannels == 4) {
-    *reinterpret_cast<uint2*>(p.whole.inner_bf16 + 2 * at) =
-        make_uint2(ptx::bf16x2(v[0], v[1]), ptx::bf16x2(v[2], v[3]));
-  } else {
-    *reinterpret_cast<std::uint32_t*>(p.whole.inner_bf16 + 2 * at) = ptx::bf16x2(v[0], v[1]);
+// From a channel on, rows of GEMM1's result from the item's first one on.
+struct InnerRows {
+  std::byte* const base;  // of elements of one byte; of kBytes each: kBytes times as far
+  const std::int64_t first;
+  const std::uint32_t intermediate;
+
+  __device__ __forceinline__ InnerRows(const GroupedParams& p, std::byte* rows, int first_row,
+                                       int channel)
+      : base(rows),
+        first(static_cast<std::int64_t>(first_row) * p.intermediate + channel),
+        intermediate(static_cast<std::uint32_t>(p.intermediate)) {}
+  template <int kBytes>
+  __device__ __forceinline__ std::byte* at(int row) const {
+    return base + first * kBytes +
+           static_cast<std::uint64_t>(static_cast<std::uint32_t>(row)) * (intermediate * kBytes);
   }
-}
+};
 
 // The magnitude m of a part of row `row`.
 __device__ __forceinline__ void add_row_amax(const GroupedParams& p, int row, float m) {
-  if (p.whole.inner_static == nullptr) {
-    atomicMax(p.whole.inner_amax + row, __float_as_uint(m));
-  }
+  atomicMax(p.whole.inner_amax + row, __float_as_uint(m));
+}
+
+// Codes of neighbouring channels under a static scale with reciprocal r.
+__device__ __forceinline__ std::uint16_t static_codes(float r, float a, float b) {
+  return static_cast<std::uint16_t>(ptx::e4m3x2(a * r, b * r));
 }
 
 // Weights as the M operand; acc as store_activated leaves it before rounding away (bf16 values).
@@ -48,30 +49,53 @@ __device__ __forceinline__ void store_whole_columns(const GroupedParams& p, int 
                                                     int first_row, int rows, int channel,
                                                     bool inside, int lane,
                                                     const float (&acc)[2][kColumns / 2]) {
-  const int g = lane >> 2, t = lane & 3;
+  const int t = lane & 3;
+  // store(live, column, channels a, b, and where not gated c, d) of every column.
+  const auto each = [&](const auto& store) {
 #pragma unroll
-  for (int j = 0; j < kColumns / 8; ++j) {
+    for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int column = 8 * j + 2 * t + i;
-      const bool live = column < rows;
-      float m = fmaxf(fabsf(acc[0][4 * j + i]), fabsf(acc[1][4 * j + i]));
-      if constexpr (kGated) {
-        const float v[2] = {acc[0][4 * j + i], acc[1][4 * j + i]};
-        if (live && inside) store_channels<Inner>(p, expert, first_row + column, channel, v);
-      } else {
-        const float v[4] = {acc[0][4 * j + i], acc[0][4 * j + 2 + i], acc[1][4 * j + i],
-                            acc[1][4 * j + 2 + i]};
-        m = fmaxf(m, fmaxf(fabsf(v[1]), fabsf(v[3])));
-        if (live && inside) store_channels<Inner>(p, expert, first_row + column, channel, v);
+      for (int i = 0; i < 2; ++i) {
+        const int column = 8 * j + 2 * t + i, at = 4 * j + i;
+        const bool live = column < rows && inside;
+        if constexpr (kGated) {
+          store(live, column, acc[0][at], acc[1][at], 0.0F, 0.0F);
+        } else {
+          store(live, column, acc[0][at], acc[0][at + 2], acc[1][at], acc[1][at + 2]);
+        }
       }
-      m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 4));
-      m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 8));
-      m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFU, m, 16));
-      MOESAIC_CUDA_FAULT(cuda_experts_row_amax_of_one_band, if (channel >= 128) m = 0.0F;)
-      if (g == 0 && live) add_row_amax(p, first_row + column, m);
     }
+  };
+  if (p.whole.inner_static != nullptr) {
+    const InnerRows inner(p, p.rows.inner, first_row, channel);
+    const float r = 1.0F / p.whole.inner_static[expert];
+    each([&](bool live, int column, float a, float b, float c, float d) {
+      std::byte* const to = inner.template at<1>(column);
+      if constexpr (kGated) {
+        ptx::store_if(live, to, static_codes(r, a, b));
+      } else {
+        ptx::store_if(live, to, ptx::e4m3x2(a * r, b * r) | ptx::e4m3x2(c * r, d * r) << 16);
+      }
+    });
+    return;
   }
+  const InnerRows inner(p, p.whole.inner_bf16, first_row, channel);
+  each([&](bool live, int column, float a, float b, float c, float d) {
+    std::byte* const to = inner.template at<2>(column);
+    if constexpr (kGated) {
+      ptx::store_if(live, to, ptx::bf16x2(a, b));
+    } else {
+      ptx::store_if(live, to, make_uint2(ptx::bf16x2(a, b), ptx::bf16x2(c, d)));
+    }
+  });
+  ColumnMagnitudes<kColumns> magnitudes = column_magnitudes<kGated, kColumns>(acc);
+  MOESAIC_CUDA_FAULT(cuda_experts_row_amax_of_one_band,
+                     for (float& m
+                          : magnitudes.of) m = channel >= 128 ? 0.0F : m;)
+  const ColumnMaxima<kColumns / 4> maxima(magnitudes.of, lane);
+  maxima.each(lane, [&](int column, float m) {
+    if (maxima.own && column < rows) add_row_amax(p, first_row + column, m);
+  });
 }
 
 // Quantises the rows of a group; all consumer threads, with the results of all bands visible.
@@ -86,7 +110,7 @@ __device__ __forceinline__ void quantise_group(const GroupedParams& p, RowScale*
                        p.rows.inner_scale[item.first_row + r] = 1.0F;)
   }
   ptx::named_barrier_sync(kRequantBarrier, kThreads);
-  constexpr int kAtOnce = 4;
+  constexpr int kAtOnce = 8;
   const int pieces = p.intermediate / 8, all = item.rows * pieces;
   const int step_rows = kThreads / pieces, step_pieces = kThreads - step_rows * pieces;
   int row = thread / pieces, piece = thread - row * pieces;

@@ -29,11 +29,6 @@ T* take(Arena& arena, std::int64_t count) {
   return arena.take<T>(round_up(count, kAlignment / static_cast<std::int64_t>(sizeof(T))));
 }
 
-// F16 rows of other ranks have been computed by the general experts only.
-bool general_over_ranks(const layer::FusedPlan& plan, const MoeProblem& problem) {
-  return plan.ranks.active && problem.quant.kind == ComputeScheme::kF16;
-}
-
 Status rows_can_implement(const layer::FusedPlan& plan, const FusedMoE::Options& options) {
   const layer::RankPlan& ranks = plan.ranks;
   if (options.ranks.enable_eplb && !ranks.active) {
@@ -46,11 +41,6 @@ Status rows_can_implement(const layer::FusedPlan& plan, const FusedMoE::Options&
         "activation_dtype: got {} with an input transform on a GPU, need BF16", dtype_name(rows)));
   }
   if (!ranks.active) return {};
-  if (general_over_ranks(plan, plan.routed) && plan.backend == kCudaExpertsName) {
-    return unsupported(fmt::format("backend: got {} with {} over ranks, need {}", plan.backend,
-                                   compute_scheme_name(plan.routed.quant.kind),
-                                   kGeneralExpertsName));
-  }
   if (ranks.per_slot && ranks.transport == RankTransport::kGather && ranks.replicas > 1) {
     return unsupported(
         fmt::format("reduction: got per_slot with transport gather and {} ranks with the same rows "
@@ -82,9 +72,7 @@ Result<LayerExperts> choose_layer_experts(const layer::FusedPlan& plan) {
   LayerExperts chosen;
   const auto choose = [&](const MoeProblem& problem, std::string_view stage, const GpuBackend*& to,
                           bool& wide) -> Status {
-    const bool left_to_general = general_over_ranks(plan, problem) && plan.backend.empty();
-    const Result<const GpuBackend*> row =
-        choose_gpu_backend(problem, left_to_general ? kGeneralExpertsName : plan.backend);
+    const Result<const GpuBackend*> row = choose_gpu_backend(problem, plan.backend);
     if (!row.ok()) return row.status().with_context(stage);
     to = *row;
     wide = to->takes_any_rows(problem);
