@@ -7,6 +7,7 @@
 #include <cstring>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "gate/rounding.h"
 #include "moesaic/device_tensor.h"
@@ -141,6 +142,71 @@ TEST(CudaGateLinear, WeightsThatAreBf16NumbersHaveTheBitsOfBf16) {
         differs += std::abs(step) > 0x1p-14F ? 1 : 0;  // 2^-9 times a hidden state
       }
       EXPECT_GT(differs, tokens / 2) << dtype_name(dtype);
+    }
+  }
+}
+
+Tensor first_rows(const Tensor& x, std::int64_t rows) {
+  Tensor some = Tensor::zeros(x.dtype(), {rows, x.shape()[1]}).value();
+  std::memcpy(some.data(), x.data(), static_cast<std::size_t>(some.bytes()));
+  return some;
+}
+
+// Weights of F32, and F16, in three and two parts: rows with a one choose a weight, which the sum of its
+// parts is.
+TEST(CudaGateLinear, PartsOfAWeightAddUpToIt) {
+  REQUIRE_HOPPER();
+  using enum DType;
+  constexpr std::int64_t kExperts = 9, kHidden = 72;
+  test::Rng rng(10);
+  for (const DType dtype : {kF32, kF16}) {
+    const Tensor w = test::random_normal(rng, dtype, {kExperts, kHidden});
+    const GateLinear gate = gate_on_gpu(w, Tensor(), kF32, true);
+    for (const std::int64_t tokens : {1, 16, 72, 200}) {
+      Tensor x = Tensor::zeros(kBF16, {tokens, kHidden}).value();
+      const auto chosen = [&](std::int64_t t) { return (t * 5 + 71) % kHidden; };
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        store_from_f32(x.data(), kBF16, t * kHidden + chosen(t), 1.0F);
+      }
+      const Tensor got = logits_of(gate, DeviceTensor::copy_of(x.view(), kGateGpu).value());
+      for (std::int64_t i = 0; i < tokens * kExperts; ++i) {
+        const std::int64_t at = i % kExperts * kHidden + chosen(i / kExperts);
+        ASSERT_EQ(got.as<float>()[i], load_as_f32(w.data(), dtype, at)) << tokens << ' ' << i;
+      }
+    }
+  }
+}
+
+// All kernels, and every number of tokens the same bits.
+TEST(CudaGateLinear, PartsAreWithinTheBound) {
+  REQUIRE_HOPPER();
+  using enum DType;
+  for (const auto& [experts, hidden] : {std::pair{60, 64}, {130, 1032}, {256, 3072}, {16, 7168}}) {
+    test::Rng rng(11);
+    const Tensor w = test::random_normal(rng, kF32, {experts, hidden},
+                                         1 / std::sqrt(static_cast<double>(hidden)));
+    const Tensor x = test::random_normal(rng, kBF16, {700, hidden});
+    const GateLinear gate = gate_on_gpu(w, Tensor(), kF32, true);
+    const auto logits = [&](std::int64_t rows) {
+      return logits_of(gate, DeviceTensor::copy_of(first_rows(x, rows).view(), kGateGpu).value());
+    };
+    const Tensor all = logits(700);
+    for (const std::int64_t rows : {1, 8, 16, 17, 33, 100, 128, 129, 300}) {
+      const Tensor some = logits(rows);
+      EXPECT_EQ(std::memcmp(some.data(), all.data(), static_cast<std::size_t>(some.bytes())), 0)
+          << rows << ' ' << hidden;
+    }
+    for (std::int64_t i = 0; i < 700 * experts; i += 7) {
+      double sum = 0, magnitude = 0;
+      for (std::int64_t k = 0; k < hidden; ++k) {
+        const double product =
+            static_cast<double>(load_as_f32(x.data(), kBF16, i / experts * hidden + k)) *
+            w.as<float>()[i % experts * hidden + k];
+        sum += product;
+        magnitude += std::abs(product);
+      }
+      const double bound = (3.0 * hidden / 32 + 64) * 0x1p-24 * (1 + 0x1p-7) * magnitude;
+      ASSERT_LE(std::abs(all.as<float>()[i] - sum), bound) << i << ' ' << hidden;
     }
   }
 }

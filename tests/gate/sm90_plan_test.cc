@@ -85,6 +85,15 @@ TEST(GatePlan, GivesEveryNumberOfTokensAKernel) {
   EXPECT_EQ(ranges(f32), "32:fp32_rows *:warp ");
   f32.x_dtype = DType::kF16;
   EXPECT_EQ(ranges(f32), "*:warp ");
+  // Three parts: rows of 9216 numbers; short ones would be read again more than once in a chunk.
+  GateParams parts = gate_shape(0, 256, 3072);
+  parts.parts = 3;
+  EXPECT_EQ(parts.depth(), 9216);
+  EXPECT_EQ(ranges(parts), ranges(gate_shape(0, 256, 9216)));
+  parts.hidden = 56;
+  EXPECT_EQ(ranges(parts), "*:warp ");
+  parts.hidden = 350'000;
+  EXPECT_EQ(ranges(parts), "*:warp ");
   EXPECT_EQ(GatePlan().of(1), GateKernel::kWarpPerLogit) << "a plan of nothing";
 }
 

@@ -15,17 +15,28 @@
 
 namespace moesaic::cuda {
 
+inline constexpr int kMostGateParts = 3;
+
 struct GateParams {
   const void* x = nullptr;       // [tokens, hidden] of x_dtype, contiguous, 16-byte aligned
   DType x_dtype = DType::kBF16;  // BF16, F16 or F32
-  const void* weight = nullptr;  // [experts, hidden] bf16 or f32, contiguous, 16-byte aligned
+  const void* weight = nullptr;  // [experts, hidden] f32, or [experts, parts, hidden] bf16,
+                                 // contiguous, 16-byte aligned
   bool weight_f32 = false;
+  std::int32_t parts = 1;       // bf16 numbers that a weight is the sum of
   const float* bias = nullptr;  // [experts] or null
   std::int64_t tokens = 0;
   std::int32_t experts = 0;
   std::int32_t hidden = 0;   // any; rows that are not multiples of 16 bytes are read singly
   float* logits = nullptr;   // [tokens, experts], overlaps nothing
   ExpertsPrologue prologue;  // kOneWave: run by the same launch; others: must be empty
+
+  // Elements of a row of the weight, as the tensor cores have it: of x they are those of its row,
+  // again for each part.
+  MOESAIC_HOST_DEVICE constexpr std::int32_t depth() const { return hidden * parts; }
+  MOESAIC_HOST_DEVICE constexpr std::int32_t column(std::int32_t k) const {
+    return k < hidden ? k : k < 2 * hidden ? k - hidden : k - 2 * hidden;
+  }
 };
 
 enum class GateKernel : std::uint8_t {
@@ -64,11 +75,12 @@ inline GateKernel choose_gate_kernel(const GateParams& params, const DeviceTrait
   return GatePlan(params, device).of(params.tokens);
 }
 
-// bf16 rows and weights with hidden a multiple of 8 take the tensor cores (gate_mma.cuh),
-// everything else one warp per logit: lane l adds the products of elements 8 (l + 32 i) .. + 7 in
+// bf16 rows and weights with hidden a multiple of 8, of several parts at least 64, take the tensor
+// cores (gate_mma.cuh), everything else one warp per logit: lane l adds the products of elements 8 (l + 32 i) .. + 7 in
 // ascending order with fused multiply-adds, then the lanes are added by halving distances. Either
 // way the bits of a logit depend on its two rows alone, not on tokens, neighbours, launch or which
-// of the kernels ran. Error: <= (hidden / 32 + 64) * 2^-24 * sum|x w|. Any shape is correct.
+// of the kernels ran. Error: <= (depth / 32 + 64) * 2^-24 * (1 + 2^-7) * sum|x w|, depth being hidden
+// but for parts. Any shape is correct.
 // Capturable; a programmatic launch that reads the weight before the kernels in front have ended.
 // `kernel`: the plan's. Returns a cudaError_t value.
 int launch_gate(const GateParams& params, GateKernel kernel, const DeviceTraits& device,
@@ -82,9 +94,9 @@ int launch_gate_tiled_pipeline(const GateParams& params, const DeviceTraits& dev
 
 // How the tensor-core kernels cut K: eight groups of four slices of whole steps of 16 elements.
 inline constexpr int kGateGroups = 8, kGateSlicesOfGroup = 4;
-MOESAIC_HOST_DEVICE constexpr int gate_slice_steps(int hidden) {
+MOESAIC_HOST_DEVICE constexpr int gate_slice_steps(int depth) {
   constexpr int kSlices = kGateGroups * kGateSlicesOfGroup;
-  return ((hidden + 15) / 16 + kSlices - 1) / kSlices;
+  return ((depth + 15) / 16 + kSlices - 1) / kSlices;
 }
 inline constexpr int kGateSteps7168 = 14;  // rows of 7168: DeepSeek-V3, Kimi-K2
 // Bytes between rows of so many steps in shared memory: 16 more than they take, so that ldmatrix
@@ -92,14 +104,14 @@ inline constexpr int kGateSteps7168 = 14;  // rows of 7168: DeepSeek-V3, Kimi-K2
 MOESAIC_HOST_DEVICE constexpr int gate_row_pitch(int steps) { return steps * 32 + 16; }
 // Shared memory that a block may take, and what a block of kOneWave and of kResidentWeights takes.
 inline constexpr int kGateSharedLimit = kHopperSharedBytes;
-int one_wave_bytes(int tokens, int hidden);
+int one_wave_bytes(int tokens, int depth);
 // kResidentWeights: the most tokens, the experts of a block, whose rows stay, and the tokens of a
 // tile that passes; two tiles are under way.
 inline constexpr int kResidentTokens = 128, kResidentExperts = 32, kResidentTileTokens = 32;
 inline constexpr int kResidentFixedBytes =
     64 + kResidentTokens * kResidentExperts * 4 +
     kGateSlicesOfGroup * kResidentTileTokens * (kResidentExperts + 4) * 4;
-int resident_weights_bytes(int hidden);
+int resident_weights_bytes(int depth);
 // Lines of its grid that share the tiles of tokens: as many as one wave of blocks has room for.
 int resident_weights_lines(const GateParams& params, const DeviceTraits& device = {});
 // Of kTiledPipeline: a tile of 128 x 128, 64 x 128 or 64 x 64, and 1, 2, 4 or 8 blocks that share

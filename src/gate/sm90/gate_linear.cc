@@ -2,8 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <array>
 #include <new>
-#include <optional>
 #include <vector>
 
 #include "core/fault.h"
@@ -35,20 +36,49 @@ Status upload_as_f32(std::string_view what, const ConstTensorView& t, std::int64
   return upload(what, values.data(), count * std::int64_t{sizeof(float)}, to);
 }
 
-// As bf16, where every value is one: GGUF files hold the gates of bf16 models as F32.
-std::optional<std::vector<std::uint16_t>> bf16_values(const std::vector<float>& values) {
-  std::vector<std::uint16_t> narrow;
+// Values as sums of bf16 numbers, largest first: [rows, count, columns].
+struct Bf16Parts {
+  int count = 0;  // 0: no sum of three has them all
+  std::vector<std::uint16_t> numbers;
+};
+
+// How many, and which.
+int split_value(float v, std::array<std::uint16_t, kMostGateParts>& parts) {
+  parts = {};
+  for (int i = 0; i < kMostGateParts; ++i) {
+    const auto at = static_cast<std::size_t>(i);
+    parts[at] = bf16_from_f32(v);
+    const float part = f32_from_bf16(parts[at]);
+    if (part == v) return i + 1;
+    v -= part;  // exact
+  }
+  return kMostGateParts + 1;
+}
+
+// The fewest parts that do: one for the gates of bf16 models, which GGUF files hold as F32, two for
+// F16 and three for nearly all F32 ones.
+Bf16Parts bf16_parts(const std::vector<float>& values, std::int64_t columns) {
+  std::array<std::uint16_t, kMostGateParts> parts{};
+  int count = 1;
+  for (const float v : values) count = std::max(count, split_value(v, parts));
+  if (MOESAIC_FAULT(cuda_gate_narrows_any_weight)) count = 1;
+  if (count > kMostGateParts) return {};
+  Bf16Parts split;
   try {
-    narrow.reserve(values.size());
+    split.numbers.resize(values.size() * static_cast<std::size_t>(count));
   } catch (const std::bad_alloc&) {
-    return std::nullopt;  // the wide ones do
+    return {};  // the wide ones do
   }
-  for (const float v : values) {
-    narrow.push_back(bf16_from_f32(v));
-    const bool same = f32_from_bf16(narrow.back()) == v;
-    if (!same && !MOESAIC_FAULT(cuda_gate_narrows_any_weight)) return std::nullopt;
+  split.count = count;
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const auto width = static_cast<std::size_t>(columns);
+    const std::size_t row = i / width, column = i % width;
+    split_value(values[i], parts);
+    for (std::size_t part = 0; part < static_cast<std::size_t>(count); ++part) {
+      split.numbers[(row * static_cast<std::size_t>(count) + part) * width + column] = parts[part];
+    }
   }
-  return narrow;
+  return split;
 }
 
 Status check(std::string_view field, const ConstTensorView& t) {
@@ -93,10 +123,20 @@ Result<CudaGate> CudaGate::create(ConstTensorView weight, ConstTensorView bias,
   } else {
     const std::int64_t count = gate.experts_ * gate.hidden_;
     MOESAIC_ASSIGN_OR_RETURN(const std::vector<float> values, widened(weight, count));
-    const auto narrow = bf16_values(values);
-    gate.weight_f32_ = !narrow.has_value();
-    MOESAIC_RETURN_IF_ERROR(narrow ? upload("gate weight", narrow->data(), count * 2, gate.weight_)
-                                   : upload("gate weight", values.data(), count * 4, gate.weight_));
+    const Bf16Parts split = bf16_parts(values, gate.hidden_);
+    GateParams of_parts = gate.params(nullptr, DType::kBF16, 0, nullptr);
+    of_parts.parts = split.count;
+    const bool taken =
+        split.count == 1 ||
+        (split.count > 1 && GatePlan(of_parts, gate.device_).of(1) != GateKernel::kWarpPerLogit);
+    gate.parts_ = taken ? split.count : 0;
+    if (taken) {
+      MOESAIC_RETURN_IF_ERROR(
+          upload("gate weight", split.numbers.data(), count * split.count * 2, gate.weight_));
+    }
+    if (split.count != 1) {
+      MOESAIC_RETURN_IF_ERROR(upload("gate weight", values.data(), count * 4, gate.wide_));
+    }
   }
   if (bias.present()) {
     MOESAIC_RETURN_IF_ERROR(expect_shape("gate bias", bias, {gate.experts_}));
@@ -121,8 +161,9 @@ GateParams CudaGate::params(const void* x, DType x_dtype, std::int64_t tokens,
   GateParams p;
   p.x = x;
   p.x_dtype = x_dtype;
-  p.weight = weight_.as<void>();
-  p.weight_f32 = weight_f32_;
+  p.weight_f32 = parts_ == 0 || (parts_ > 1 && x_dtype != DType::kBF16);
+  p.weight = p.weight_f32 ? wide_.as<void>() : weight_.as<void>();
+  p.parts = p.weight_f32 ? 1 : parts_;
   p.bias = bias_.as<float>();
   p.tokens = tokens;
   p.experts = static_cast<std::int32_t>(experts_);

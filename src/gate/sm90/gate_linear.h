@@ -20,10 +20,10 @@ Status round_logits(const float* from, std::int64_t count, const gate::LogitRoun
 
 class CudaGate {
  public:
-  // Host tensors as GateLinear::create takes them; copied to the current device, F16 weights as F32,
-  // and F32 or F16 ones as bf16 where all values are bf16 numbers. `rounding`: what every call does to
-  // its logits, which stay fp32 numbers, by one kernel more behind the gate's. Errors: shapes and
-  // dtypes as there, kOutOfMemory, kDevice.
+  // Host tensors as GateLinear::create takes them; copied to the current device. F32 and F16 weights
+  // as bf16 where all values are bf16 numbers; else as sums of two or three for bf16 rows, and as F32
+  // for others. `rounding`: what every call does to its logits, which stay fp32 numbers, by one kernel
+  // more behind the gate's. Errors: shapes and dtypes as there, kOutOfMemory, kDevice.
   static Result<CudaGate> create(ConstTensorView weight, ConstTensorView bias,
                                  const gate::LogitRounding& rounding = {});
 
@@ -36,16 +36,16 @@ class CudaGate {
   bool runs_prologue(DType x_dtype, std::int64_t tokens) const;
 
   std::int64_t num_experts() const { return experts_; }
-  std::int64_t bytes() const { return weight_.bytes() + bias_.bytes(); }
+  std::int64_t bytes() const { return weight_.bytes() + wide_.bytes() + bias_.bytes(); }
 
  private:
   const GatePlan& plan(DType x_dtype) const;
   GateParams params(const void* x, DType x_dtype, std::int64_t tokens, float* logits) const;
-  Allocation weight_, bias_;
+  Allocation weight_, wide_, bias_;  // bf16, F32
   DeviceTraits device_;
   GatePlan of_bf16_, of_f16_, of_f32_;  // by x_dtype
   gate::LogitRounding rounding_;
-  bool weight_f32_ = false;
+  int parts_ = 1;  // of weight_; 0: there is none
   std::int64_t experts_ = 0, hidden_ = 0;
 };
 

@@ -28,7 +28,7 @@ class OneWaveGate {
       : p_(p),
         received_(reinterpret_cast<float*>(shared)),
         sums_(reinterpret_cast<float*>(shared + Tokens * kExperts * 4)),
-        steps_(Steps > 0 ? Steps : gate_slice_steps(p.hidden)),
+        steps_(Steps > 0 ? Steps : gate_slice_steps(p.depth())),
         pitch_(static_cast<std::uint32_t>(gate_row_pitch(steps_))),
         lane_(static_cast<int>(threadIdx.x) & 31),
         slice_(static_cast<int>(threadIdx.x) >> 5),
@@ -47,13 +47,13 @@ class OneWaveGate {
     const auto* const w = static_cast<const std::uint16_t*>(p_.weight);
 #pragma unroll
     for (int r = 0; r < 16; r += 4) {
-      request_row(w, first_expert_, p_.experts, r + lane_ / 8, experts_);
+      request_row<false>(w, first_expert_, p_.experts, r + lane_ / 8, experts_);
     }
   }
   __device__ __forceinline__ void request_rows() const {
     const auto* const x = static_cast<const std::uint16_t*>(p_.x);
     for (int r = 0; r < (left_ + kFetched - 1) / kFetched * kFetched; r += 4)
-      request_row(x, 0, p_.tokens, r + lane_ / 8, tokens_);
+      request_row<true>(x, 0, p_.tokens, r + lane_ / 8, tokens_);
     ptx::async_commit();
   }
 
@@ -90,16 +90,20 @@ class OneWaveGate {
   static __device__ __forceinline__ void sync() { ptx::named_barrier_sync(1, kThreads); }
   static constexpr int kFetched = Tokens < 16 ? 8 : 16;  // tokens that one ldmatrix fetches
 
-  // Eight lanes per row, whole lines of L2 at a time; zeros where the matrix ends.
+  // Eight lanes per row, whole lines of L2 at a time; zeros where the matrix ends. kAgain: the row is
+  // read again for each part of the weights.
+  template <bool kAgain>
   __device__ __forceinline__ void request_row(const std::uint16_t* matrix, std::int64_t first,
                                               std::int64_t rows, int row, std::uint32_t to) const {
     const bool real = first + row < rows;
-    const std::uint16_t* const from = matrix + (real ? first + row : 0) * p_.hidden + k_;
+    const std::uint16_t* const from =
+        matrix + (real ? first + row : 0) * (kAgain ? p_.hidden : p_.depth());
     to += static_cast<std::uint32_t>(row) * pitch_;
 #pragma unroll
     for (int c = lane_ & 7; c < 2 * steps_; c += 8) {
-      ptx::async_load_16_line(to + static_cast<std::uint32_t>(c) * 16, from + c * 8,
-                              real && k_ + c * 8 < p_.hidden);
+      const int k = k_ + c * 8;
+      ptx::async_load_16_line(to + static_cast<std::uint32_t>(c) * 16,
+                              from + (kAgain ? p_.column(k) : k), real && k < p_.depth());
     }
   }
 
@@ -152,7 +156,7 @@ cudaError_t launch(const GateParams& p, void* stream) {
   return launch_gate_clusters(gate_one_wave<Gate, kForms>, p, kGateGroups,
                               (p.experts + Gate::kExperts - 1) / Gate::kExperts, 1,
                               p.prologue.zero != nullptr ? Gate::kMostThreads : Gate::kThreads,
-                              one_wave_bytes(Tokens, p.hidden), stream);
+                              one_wave_bytes(Tokens, p.depth()), stream);
 }
 
 template <int Steps, RowForms kForms>
@@ -170,7 +174,7 @@ cudaError_t launch_steps(const GateParams& p, void* stream) {
 
 int launch_gate_one_wave(const GateParams& p, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
-  return static_cast<int>(gate_slice_steps(p.hidden) == kGateSteps7168
+  return static_cast<int>(gate_slice_steps(p.depth()) == kGateSteps7168
                               ? launch_steps<kGateSteps7168>(p, stream)
                               : launch_steps<0>(p, stream));
 }

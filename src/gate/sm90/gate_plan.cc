@@ -10,9 +10,11 @@ constexpr std::int64_t kOneWaveTokens = 16;
 constexpr std::int64_t kFp32RowsTokens = 32;                 // of the specialised fp32 tier
 constexpr std::int64_t kMostTokens = std::int64_t{1} << 21;  // on tensor cores
 constexpr std::int32_t kLongest = 1 << 20;                   // elements of a row on tensor cores
+constexpr std::int32_t kShortest = 64;                       // of several parts: a chunk wraps once
 
 bool fits_tensor_cores(const GateParams& p) {
-  return p.x_dtype == DType::kBF16 && !p.weight_f32 && p.hidden % 8 == 0 && p.hidden <= kLongest;
+  return p.x_dtype == DType::kBF16 && !p.weight_f32 && p.hidden % 8 == 0 &&
+         p.hidden <= kLongest / p.parts && (p.parts == 1 || p.hidden >= kShortest);
 }
 
 // Shapes whose whole weight row fits a warp's registers (MiniMax).
@@ -23,7 +25,7 @@ bool has_fp32_rows(const GateParams& p) {
 
 std::int64_t one_wave_tokens(const GateParams& p) {
   for (const std::int64_t tokens : {kOneWaveTokens, kOneWaveTokens / 2}) {
-    if (one_wave_bytes(static_cast<int>(tokens), p.hidden) <= kGateSharedLimit) return tokens;
+    if (one_wave_bytes(static_cast<int>(tokens), p.depth()) <= kGateSharedLimit) return tokens;
   }
   return 0;
 }
@@ -31,11 +33,11 @@ std::int64_t one_wave_tokens(const GateParams& p) {
 // The most tokens, above `less`, up to which the kernel with resident weights is at least as fast
 // as the pipeline; `less` where it is not or does not fit.
 std::int64_t resident_tokens(GateParams p, std::int64_t less, const DeviceTraits& device) {
-  if (resident_weights_bytes(p.hidden) > kGateSharedLimit) return less;
+  if (resident_weights_bytes(p.depth()) > kGateSharedLimit) return less;
   // A block has 32 experts for all the tokens of its line: past so many bytes the tiles of the
   // pipeline read fewer and are as fast or faster.
   constexpr std::int64_t kMostBytes = 200 * 1024;
-  const std::int64_t row_bytes = p.hidden / kGateGroups * 2;
+  const std::int64_t row_bytes = p.depth() / kGateGroups * 2;
   for (p.tokens = less + 1; p.tokens <= kResidentTokens; ++p.tokens) {
     const std::int64_t line = (p.tokens - 1) / resident_weights_lines(p, device) + 1;
     if ((kResidentExperts + line) * row_bytes > kMostBytes) break;
@@ -45,22 +47,22 @@ std::int64_t resident_tokens(GateParams p, std::int64_t less, const DeviceTraits
 
 }  // namespace
 
-int one_wave_bytes(int tokens, int hidden) {
+int one_wave_bytes(int tokens, int depth) {
   constexpr int kExperts = 16;
   const int operands =
-      kGateSlicesOfGroup * (kExperts + tokens) * gate_row_pitch(gate_slice_steps(hidden));
+      kGateSlicesOfGroup * (kExperts + tokens) * gate_row_pitch(gate_slice_steps(depth));
   const int sums = kGateSlicesOfGroup * tokens * (kExperts + 4) * 4;
   return tokens * kExperts * 4 + std::max(operands, sums);
 }
 
-int resident_weights_bytes(int hidden) {
+int resident_weights_bytes(int depth) {
   return kResidentFixedBytes + (kResidentExperts + 2 * kResidentTileTokens) *
-                                   gate_row_pitch(gate_slice_steps(hidden) * kGateSlicesOfGroup);
+                                   gate_row_pitch(gate_slice_steps(depth) * kGateSlicesOfGroup);
 }
 
 int resident_weights_lines(const GateParams& p, const DeviceTraits& device) {
   const int at_once =
-      device.sure_clusters_of_8 * (kGateSharedLimit / (resident_weights_bytes(p.hidden) + 1024));
+      device.sure_clusters_of_8 * (kGateSharedLimit / (resident_weights_bytes(p.depth()) + 1024));
   const int clusters = (p.experts + kResidentExperts - 1) / kResidentExperts;
   const int tiles = (static_cast<int>(p.tokens) + kResidentTileTokens - 1) / kResidentTileTokens;
   const int line_tiles = (tiles - 1) / std::clamp(at_once / clusters, 1, tiles) + 1;
@@ -85,8 +87,8 @@ TiledPipelineGrid tiled_pipeline_grid(const GateParams& p, const DeviceTraits& d
     const TiledPipelineGrid& g = cost.grid;
     const std::int64_t tiles =
         ((p.tokens + g.tokens - 1) / g.tokens) * ((p.experts + g.experts - 1) / g.experts);
-    const double bytes = static_cast<double>(tiles) * (g.tokens + g.experts) * p.hidden * 2;
-    const int chunks = gate_slice_steps(p.hidden) * kGateGroups / g.cluster;
+    const double bytes = static_cast<double>(tiles) * (g.tokens + g.experts) * p.depth() * 2;
+    const int chunks = gate_slice_steps(p.depth()) * kGateGroups / g.cluster;
     const std::int64_t waves = (tiles - 1) / device.clusters_at_once(g.cluster) + 1;
     const double time = std::max(static_cast<double>(waves) * (cost.start + chunks * cost.chunk),
                                  bytes / device.l2_bytes_per_us);

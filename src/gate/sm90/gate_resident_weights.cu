@@ -34,12 +34,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
   const int slice = warp & 3, expert_tile = warp >> 2;
   const int rank = static_cast<int>(ptx::cluster_cta_rank());
-  const int steps = Steps > 0 ? Steps : gate_slice_steps(p.hidden);
+  const int steps = Steps > 0 ? Steps : gate_slice_steps(p.depth());
   const int group_elements = steps * 16 * kGateSlicesOfGroup;
   const auto pitch = static_cast<std::uint32_t>(gate_row_pitch(steps * kGateSlicesOfGroup));
   const int k = rank * group_elements;
   // Elements of the group's part of a row that lie inside the row.
-  const int left_k = min(max(p.hidden - k, 0), group_elements);
+  const int left_k = min(max(p.depth() - k, 0), group_elements);
   const auto row_bytes = static_cast<std::uint32_t>(left_k) * 2;
   const int first_expert = static_cast<int>(blockIdx.x / kGateGroups) * kExperts;
   const int tokens = static_cast<int>(p.tokens);
@@ -63,23 +63,31 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::cluster_arrive_relaxed();
   __syncthreads();
   const std::uint64_t policy = ptx::l2_evict_normal_policy();
-  // By one warp: the rows of a matrix from `first` on, at most `most`. Where the matrix has fewer,
+  // By one warp: the rows of a matrix, so long, from `first` on, at most `most`, and from `column` on:
+  // to the end, and again from the beginning. Where the matrix has fewer,
   // the rest of the buffer keeps old values, which only reach logits that nobody stores.
-  const auto request = [&](const void* matrix, int first, int rows, int most, std::uint32_t to,
-                           std::uint32_t barrier) {
+  const auto request = [&](const void* matrix, int first, int rows, int length, int column,
+                           int most, std::uint32_t to, std::uint32_t barrier) {
     const int count = min(rows - first, most);
     if (lane == 0) {
       ptx::mbarrier_arrive_expect(barrier, static_cast<std::uint32_t>(count) * row_bytes);
     }
     __syncwarp();
     for (int row = lane; row < count && row_bytes > 0; row += 32) {
-      ptx::bulk_load(to + static_cast<std::uint32_t>(row) * pitch,
-                     static_cast<const std::uint16_t*>(matrix) +
-                         static_cast<std::int64_t>(first + row) * p.hidden + k,
-                     row_bytes, barrier, policy);
+      const auto* const from = static_cast<const std::uint16_t*>(matrix) +
+                               static_cast<std::int64_t>(first + row) * length;
+      const std::uint32_t at = to + static_cast<std::uint32_t>(row) * pitch;
+      const auto bytes = min(static_cast<std::uint32_t>(length - column) * 2, row_bytes);
+      ptx::bulk_load(at, from + column, bytes, barrier, policy);
+      if (bytes < row_bytes) ptx::bulk_load(at + bytes, from, row_bytes - bytes, barrier, policy);
     }
   };
-  if (warp == 0) request(p.weight, first_expert, p.experts, kExperts, weights, bar(0));
+  const auto request_tile = [&](int tile, int b) {
+    request(p.x, tile * kTokens, tokens, p.hidden, p.column(k), kTokens, buffer(b), bar(1 + b));
+  };
+  if (warp == 0) {
+    request(p.weight, first_expert, p.experts, p.depth(), k, kExperts, weights, bar(0));
+  }
   // Zeros behind the end of the rows, in all buffers.
   const int pieces = (group_elements - left_k) / 8;
   for (int i = static_cast<int>(threadIdx.x); i < pieces * (kExperts + kBuffers * kTokens);
@@ -93,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::grid_launch_dependents();
   if (warp == 0) {
     for (int t = 0; t < kBuffers && first_tile + t < end_tile; ++t) {
-      request(p.x, (first_tile + t) * kTokens, tokens, kTokens, buffer(t), bar(1 + t));
+      request_tile(first_tile + t, t);
     }
   }
   __syncthreads();  // the zeros are there
@@ -107,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     multiply_slice<kTokens>(experts + slice_at, buffer(b) + slice_at, pitch, steps, left, part);
     __syncthreads();  // the buffer and the sums are free
     if (warp == 0 && t + kBuffers < end_tile) {
-      request(p.x, (t + kBuffers) * kTokens, tokens, kTokens, buffer(b), bar(1 + b));
+      request_tile(t + kBuffers, b);
     }
     store_part<kTokens>(sums + slice * kTokens * kSumPitch, kSumPitch, expert_tile * 16, part);
     __syncthreads();
@@ -141,14 +149,14 @@ cudaError_t launch(const GateParams& p, const DeviceTraits& device, void* stream
   if (prepared != cudaSuccess) return prepared;
   return launch_gate_clusters(
       gate_resident_weights<Steps>, p, kGateGroups, (p.experts + kExperts - 1) / kExperts,
-      resident_weights_lines(p, device), kThreads, resident_weights_bytes(p.hidden), stream);
+      resident_weights_lines(p, device), kThreads, resident_weights_bytes(p.depth()), stream);
 }
 
 }  // namespace
 
 int launch_gate_resident_weights(const GateParams& p, const DeviceTraits& device, void* stream) {
   MOESAIC_ARM_CUDA_FAULTS();
-  return static_cast<int>(gate_slice_steps(p.hidden) == kGateSteps7168
+  return static_cast<int>(gate_slice_steps(p.depth()) == kGateSteps7168
                               ? launch<kGateSteps7168>(p, device, stream)
                               : launch<0>(p, device, stream));
 }

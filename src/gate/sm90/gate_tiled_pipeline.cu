@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(kLoaders + kMultipliers, 1)
   Place at;
   at.ring = ptx::shared_address(shared);
   at.rank = T::kCluster > 1 ? static_cast<int>(ptx::cluster_cta_rank()) : 0;
-  at.steps = gate_slice_steps(p.hidden);
+  at.steps = gate_slice_steps(p.depth());
   at.first_token = static_cast<std::int64_t>(blockIdx.y) * T::kTokens;
   at.first_expert = static_cast<std::int64_t>(blockIdx.x / T::kCluster) * T::kExperts;
   if (threadIdx.x == 0) {

@@ -49,31 +49,38 @@ __device__ __forceinline__ std::uint32_t empty(const Place& at, int stage) {
 }
 
 // A thread's part of loading chunks of kRows rows of a matrix: 16 bytes of every 16th row, swizzled
-// by the row. Pieces outside the matrix become zeros. The loop has few instructions, as one loading
+// by the row. Pieces outside the matrix become zeros; kAgain: the rows are read again for each part of
+// the weights. The loop has few instructions, as one loading
 // warp per scheduler runs them.
-template <int kRows>
+template <int kRows, bool kAgain>
 struct RowLoader {
   static constexpr int kStep = kLoaders / 8, kCount = kRows / kStep;
   const std::uint16_t* from = nullptr;  // the thread's piece of the next chunk of its first row
   std::int64_t stride = 0;              // between its rows
   int there = 0;                        // of its rows, those inside the matrix
   int left = 0;                         // elements from its piece to the end of a row
+  int before_end = 0;                   // of x: to the end of what is read again
   std::uint32_t to = 0;                 // in a stage
 
-  __device__ RowLoader(const void* matrix, std::int64_t first, std::int64_t rows, int hidden,
-                       int k) {
+  __device__ RowLoader(const GateParams& p, std::int64_t first, int k) {
     const int thread = static_cast<int>(threadIdx.x) - kMultipliers;
     const int row = thread / 8, piece = thread % 8;
-    from = static_cast<const std::uint16_t*>(matrix) + (first + row) * hidden + k + piece * 8;
-    stride = static_cast<std::int64_t>(kStep) * hidden;
+    const std::int64_t rows = kAgain ? p.tokens : p.experts;
+    const int length = kAgain ? p.hidden : p.depth();
+    k += piece * 8;
+    const int column = kAgain ? p.column(k) : k;
+    from = static_cast<const std::uint16_t*>(kAgain ? p.x : p.weight) + (first + row) * length +
+           column;
+    stride = static_cast<std::int64_t>(kStep) * length;
+    before_end = length - column;
     const std::int64_t behind = rows - first - row;
     there = behind <= 0 ? 0
                         : static_cast<int>(
                               min((behind + kStep - 1) / kStep, static_cast<std::int64_t>(kCount)));
-    left = hidden - k - piece * 8;
+    left = p.depth() - k;
     to = static_cast<std::uint32_t>(row * 128 + ((piece ^ (row & 7)) << 4));
   }
-  __device__ __forceinline__ void load(std::uint32_t stage) {
+  __device__ __forceinline__ void load(std::uint32_t stage, int length) {
     const std::uint16_t* at = from;
     const int count = left > 0 ? there : 0;
 #pragma unroll
@@ -83,19 +90,25 @@ struct RowLoader {
     }
     from += kChunk;
     left -= kChunk;
+    if (!kAgain) return;
+    before_end -= kChunk;
+    if (before_end > 0) return;
+    from -= length;
+    before_end += length;
   }
 };
 
 template <class T>
 __device__ __forceinline__ void load_tile(const GateParams& p, const Place& at) {
   const int chunks = at.steps * T::kGroups, first = at.rank * chunks * kChunk;
-  RowLoader<T::kExperts> weight(p.weight, at.first_expert, p.experts, p.hidden, first);
-  RowLoader<T::kTokens> x(p.x, at.first_token, p.tokens, p.hidden, first);
+  RowLoader<T::kExperts, false> weight(p, at.first_expert, first);
+  RowLoader<T::kTokens, true> x(p, at.first_token, first);
   const auto load_weight = [&](int stage) {
-    weight.load(at.ring + static_cast<std::uint32_t>(stage * T::kStageBytes + T::kTokens * 128));
+    weight.load(at.ring + static_cast<std::uint32_t>(stage * T::kStageBytes + T::kTokens * 128),
+                p.depth());
   };
   const auto load_x = [&](int stage) {
-    x.load(at.ring + static_cast<std::uint32_t>(stage * T::kStageBytes));
+    x.load(at.ring + static_cast<std::uint32_t>(stage * T::kStageBytes), p.hidden);
     ptx::async_arrive(full<T>(at, stage));
   };
   // Weights do not depend on the kernels in front.

@@ -27,11 +27,11 @@ std::string_view need_of(GateKernel kernel) {
   switch (kernel) {
     case GateKernel::kOneWave:
     case GateKernel::kResidentWeights:
-      return "weights that are bf16 numbers with rows of a multiple of 8 that fit shared memory";
+      return "bf16 rows of a multiple of 8 that fit shared memory, of F32 weights at least 64";
     case GateKernel::kTiledPipeline:
-      return "weights that are bf16 numbers with rows of a multiple of 8";
+      return "bf16 rows of a multiple of 8, of F32 weights at least 64";
     case GateKernel::kFp32Rows:
-      return "fp32 weights of [256, 3072] or [128, 6144]";
+      return "F32 rows, and F32 weights of [256, 3072] or [128, 6144]";
     case GateKernel::kWarpPerLogit:
       break;
   }
@@ -39,11 +39,11 @@ std::string_view need_of(GateKernel kernel) {
 }
 
 // Which kernel computes the logits depends on the tokens of a call, so several may be accepted:
-// first the one that the most tokens take. Weights of F32 are taken for such that bf16 has not all of;
-// where it has (CudaGate::create looks), the layer takes the tensor cores.
+// first the one that the most tokens take. Weights of F32 are taken for such that bf16 has not all of
+// and that are sums of three bf16 numbers; CudaGate::create looks.
 void append_gate(const layer::FusedPlan& plan, Device device, Rows& rows) {
   GateParams p;
-  p.weight_f32 = plan.gate_dtype != DType::kBF16;
+  p.parts = plan.gate_dtype == DType::kF32 ? 3 : plan.gate_dtype == DType::kF16 ? 2 : 1;
   p.experts = static_cast<std::int32_t>(plan.routing.num_experts + plan.routing.num_zero_experts);
   p.hidden = static_cast<std::int32_t>(plan.hidden_size);
   const GatePlan gate(p);
