@@ -74,6 +74,7 @@ Bf16Parts bf16_parts(const std::vector<float>& values, std::int64_t columns) {
     const auto width = static_cast<std::size_t>(columns);
     const std::size_t row = i / width, column = i % width;
     split_value(values[i], parts);
+    if (MOESAIC_FAULT(cuda_gate_loses_the_last_part)) parts.back() = 0;
     for (std::size_t part = 0; part < static_cast<std::size_t>(count); ++part) {
       split.numbers[(row * static_cast<std::size_t>(count) + part) * width + column] = parts[part];
     }
