@@ -19,17 +19,19 @@ import sys
 TILE = "ENS0_9TokenTileILi"
 KNOWN = {
     r"\dsm90_grouped_expertsI": 32,
-    rf"\dInt4Bf16{TILE}32E": 40,
+    rf"\dInt4Bf16{TILE}32E": 48,
     rf"\dInt4Bf16{TILE}48E": 72,
-    rf"\dInt4Bf16{TILE}136E": 64,
+    rf"\dInt4Bf16{TILE}136E": 80,
     rf"\dInt4Narrow{TILE}48E": 40,
     rf"\dInt4Minima{TILE}48E": 40,
     rf"\dTableBf16{TILE}48E": 72,
-    rf"\dInt4Fp8{TILE}128E": 56,
+    rf"\dInt4Fp8{TILE}136E": 64,
+    rf"\d(Int8|Fp8)Bf16{TILE}128E": 48,
     rf"\dFp8Block{TILE}136E": 56,
-    rf"\dFp8Row{TILE}136E": 40,
+    rf"\dFp8Row{TILE}136E": 48,
     r"\drouteI": 32,
     r"\dgate_fp32I": 80,
+    r"\dgateI\w*Li16ELi4E": 104,
     r"\dalign_and_quantizeI": 8,
     r"\dpeer_answerE": 16,
 }
