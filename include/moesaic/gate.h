@@ -51,10 +51,12 @@ class GateLinear {
   // else), or the weight is F32; with logits_dtype unset they have it in any case (kInvalidDType).
   // Errors: kInvalidShape, kInvalidDType, kInvalidLayout, kInvalidArgument (null data), kAliasing,
   // kUnsupported.
-  // On a GPU: the error is within (H / 32 + 64) * 2^-24 * sum|x*w|; launched on `stream`, not done when
-  // this returns; may be captured. Contiguous rows are 16-byte aligned; rows at least H elements
-  // apart are copied first, to the device's stream-ordered memory pool, and logits of 16 bits go
-  // through M * E floats of it (kOutOfMemory).
+  // On a GPU: the error is within (H / 32 + 64) * 2^-24 * sum|x*w|. Of bf16 rows and weights that are
+  // not all bf16 numbers it is within (3 H / 32 + 64) * 2^-24 * (1 + 2^-7) * sum|x*w|, and an infinite
+  // hidden state may give NaN for infinity. Launched on `stream`, not done when this returns; may be
+  // captured. Contiguous rows are 16-byte aligned; rows at least H elements apart are copied first,
+  // to the device's stream-ordered memory pool, and logits of 16 bits go through M * E floats of it
+  // (kOutOfMemory).
   Status forward(ConstTensorView hidden_states, TensorView router_logits, Stream stream = {}) const;
   // forward on a GPU that takes no memory (for contiguous rows): the floats of 16-bit logits are in
   // `workspace`, at least workspace_size(M) bytes of the device, 256-byte aligned, until the work is

@@ -31,8 +31,7 @@ struct GateParams {
   float* logits = nullptr;   // [tokens, experts], overlaps nothing
   ExpertsPrologue prologue;  // kOneWave: run by the same launch; others: must be empty
 
-  // Elements of a row of the weight, as the tensor cores have it: of x they are those of its row,
-  // again for each part.
+  // Elements of a row of the weight, and the one of x that is multiplied with element k.
   MOESAIC_HOST_DEVICE constexpr std::int32_t depth() const { return hidden * parts; }
   MOESAIC_HOST_DEVICE constexpr std::int32_t column(std::int32_t k) const {
     return k < hidden ? k : k < 2 * hidden ? k - hidden : k - 2 * hidden;
@@ -76,12 +75,12 @@ inline GateKernel choose_gate_kernel(const GateParams& params, const DeviceTrait
 }
 
 // bf16 rows and weights with hidden a multiple of 8, of several parts at least 64, take the tensor
-// cores (gate_mma.cuh), everything else one warp per logit: lane l adds the products of elements 8 (l + 32 i) .. + 7 in
-// ascending order with fused multiply-adds, then the lanes are added by halving distances. Either
-// way the bits of a logit depend on its two rows alone, not on tokens, neighbours, launch or which
-// of the kernels ran. Error: <= (depth / 32 + 64) * 2^-24 * (1 + 2^-7) * sum|x w|, depth being hidden
-// but for parts. Any shape is correct.
-// Capturable; a programmatic launch that reads the weight before the kernels in front have ended.
+// cores (gate_mma.cuh), everything else one warp per logit: lane l adds the products of elements
+// 8 (l + 32 i) .. + 7 in ascending order with fused multiply-adds, then the lanes are added by
+// halving distances. Either way the bits of a logit depend on its two rows alone, not on tokens,
+// neighbours, launch or which of the kernels ran. Error: <= (depth() / 32 + 64) * 2^-24 * sum|x w|,
+// of several parts 1 + 2^-7 times that. Any shape is correct. An infinite x times parts of both
+// signs is NaN. Capturable; a programmatic launch that reads the weight before the kernels in front have ended.
 // `kernel`: the plan's. Returns a cudaError_t value.
 int launch_gate(const GateParams& params, GateKernel kernel, const DeviceTraits& device,
                 void* stream);

@@ -63,9 +63,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::cluster_arrive_relaxed();
   __syncthreads();
   const std::uint64_t policy = ptx::l2_evict_normal_policy();
-  // By one warp: the rows of a matrix, so long, from `first` on, at most `most`, and from `column` on:
-  // to the end, and again from the beginning. Where the matrix has fewer,
-  // the rest of the buffer keeps old values, which only reach logits that nobody stores.
+  // By one warp: the rows of a matrix, so long, from `first` on, at most `most`, and of each from
+  // `column` on: to the end, and again from the beginning. Where the matrix has fewer rows, the rest
+  // of the buffer keeps old values, which only reach logits that nobody stores.
   const auto request = [&](const void* matrix, int first, int rows, int length, int column,
                            int most, std::uint32_t to, std::uint32_t barrier) {
     const int count = min(rows - first, most);

@@ -49,9 +49,8 @@ __device__ __forceinline__ std::uint32_t empty(const Place& at, int stage) {
 }
 
 // A thread's part of loading chunks of kRows rows of a matrix: 16 bytes of every 16th row, swizzled
-// by the row. Pieces outside the matrix become zeros; kAgain: the rows are read again for each part of
-// the weights. The loop has few instructions, as one loading
-// warp per scheduler runs them.
+// by the row. Pieces outside the matrix become zeros; kAgain: the rows are read again for each part
+// of the weights. The loop has few instructions, as one loading warp per scheduler runs them.
 template <int kRows, bool kAgain>
 struct RowLoader {
   static constexpr int kStep = kLoaders / 8, kCount = kRows / kStep;
