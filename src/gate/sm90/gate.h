@@ -80,8 +80,8 @@ inline GateKernel choose_gate_kernel(const GateParams& params, const DeviceTrait
 // halving distances. Either way the bits of a logit depend on its two rows alone, not on tokens,
 // neighbours, launch or which of the kernels ran. Error: <= (depth() / 32 + 64) * 2^-24 * sum|x w|,
 // of several parts 1 + 2^-7 times that. Any shape is correct. An infinite x times parts of both
-// signs is NaN. Capturable; a programmatic launch that reads the weight before the kernels in front have ended.
-// `kernel`: the plan's. Returns a cudaError_t value.
+// signs is NaN. Capturable; a programmatic launch that reads the weight before the kernels in front
+// have ended. `kernel`: the plan's. Returns a cudaError_t value.
 int launch_gate(const GateParams& params, GateKernel kernel, const DeviceTraits& device,
                 void* stream);
 
