@@ -63,7 +63,7 @@ MOESAIC_HOST_DEVICE std::uint32_t int4_fp8_codes(std::uint32_t numbers) {
   std::uint32_t codes = 0;
   for (int i = 0; i < 32; i += 4) {
     const std::uint32_t n = numbers >> i & 15, magnitude = n < 8 ? n : 16 - n;
-    codes |= ((magnitude - 1 & 7) | (n < 8 ? 8 : 0)) << i;
+    codes |= (((magnitude - 1) & 7) | (n < 8 ? 8 : 0)) << i;
   }
   return codes;
 }
