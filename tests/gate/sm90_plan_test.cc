@@ -1,12 +1,20 @@
-// Which gate kernels and grids are chosen for a device: host code, so without one.
+// Which gate kernels and grids are chosen for a device, and weights as sums: host code, so without
+// one.
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <limits>
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <utility>
+#include <vector>
 
+#include "gate/sm90/bf16_parts.h"
 #include "gate/sm90/gate.h"
+#include "numerics/element.h"
+#include "numerics/float_codec.h"
+#include "support/random.h"
 
 namespace moesaic::cuda {
 namespace {
@@ -95,6 +103,47 @@ TEST(GatePlan, GivesEveryNumberOfTokensAKernel) {
   parts.hidden = 350'000;
   EXPECT_EQ(ranges(parts), "*:warp ");
   EXPECT_EQ(GatePlan().of(1), GateKernel::kWarpPerLogit) << "a plan of nothing";
+}
+
+// Every weight is the sum of its parts, in float64 without a rounding; as many as the dtype needs.
+TEST(Bf16Parts, AddUpToTheValue) {
+  constexpr std::int64_t kRows = 5, kColumns = 24;
+  test::Rng rng(12);
+  for (const auto& [dtype, want] :
+       {std::pair{DType::kBF16, 1}, {DType::kF16, 2}, {DType::kF32, 3}}) {
+    const Tensor weight = test::random_normal(rng, dtype, {kRows, kColumns});
+    std::vector<float> values(kRows * kColumns);
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      values[i] = load_as_f32(weight.data(), dtype, static_cast<std::int64_t>(i));
+    }
+    const int count = count_bf16_parts(values);
+    ASSERT_EQ(count, want) << dtype_name(dtype);
+    std::vector<std::uint16_t> parts(values.size() * static_cast<std::size_t>(count));
+    split_into_bf16_parts(values, kColumns, count, parts);
+    for (std::int64_t row = 0; row < kRows; ++row) {
+      for (std::int64_t k = 0; k < kColumns; ++k) {
+        double sum = 0;
+        for (int part = 0; part < count; ++part) {
+          sum +=
+              f32_from_bf16(parts[static_cast<std::size_t>((row * count + part) * kColumns + k)]);
+        }
+        EXPECT_EQ(sum, values[static_cast<std::size_t>(row * kColumns + k)]) << row << ' ' << k;
+      }
+    }
+  }
+}
+
+TEST(Bf16Parts, NotEveryValueHasThem) {
+  const auto count = [](float v) { return count_bf16_parts({&v, 1}); };
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  EXPECT_EQ(count(0.0F), 1);
+  EXPECT_EQ(count(-kInfinity), 1);
+  EXPECT_EQ(count(1.0F + 0x1p-23F), 2);
+  EXPECT_EQ(count(1.0F + 0x1p-9F + 0x1p-23F), 3);
+  // Less than the smallest bf16 number is left; the largest F32 rounds to infinity.
+  EXPECT_EQ(count(0x1p-126F + 0x1p-149F), 0);
+  EXPECT_EQ(count(std::numeric_limits<float>::max()), 0);
+  EXPECT_EQ(count(std::numeric_limits<float>::quiet_NaN()), 0);
 }
 
 }  // namespace

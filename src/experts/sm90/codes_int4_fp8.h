@@ -1,5 +1,5 @@
 // int4 weights of FP8 products: a code times the e4m3 scale of its group, rounded to e4m3, by a
-// table of the 16 products, of which the image has those of 1 to 8. Host and device, so that every
+// table of the products of 1 to 8, which the image has, and a sign. Host and device, so that every
 // scale and code is tested without a GPU.
 //
 // A word of the image has the eight codes of a thread and row in a k32 step, in the order of K: the

@@ -42,8 +42,8 @@ enum class GateKernel : std::uint8_t {
   kOneWave,          // tensor cores, at most 16 tokens: all operands are requested at once
   kResidentWeights,  // tensor cores, at most 128 tokens: the weights stay, the tokens pass
   kTiledPipeline,    // tensor cores (wgmma), a pipeline of tiles
-  kFp32Rows,         // fp32 weights of [256, 3072] and [128, 6144], at most 32 tokens
-  kWarpPerLogit,     // anything
+  kFp32Rows,      // F32 weights, without parts, of [256, 3072] and [128, 6144], at most 32 tokens
+  kWarpPerLogit,  // anything
 };
 std::string_view gate_kernel_name(GateKernel kernel);
 

@@ -2,13 +2,11 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <array>
 #include <new>
 #include <vector>
 
-#include "core/fault.h"
 #include "core/refusal.h"
+#include "gate/sm90/bf16_parts.h"
 #include "gate/sm90/gate.h"
 #include "gate/sm90/round_logits.h"
 #include "numerics/element.h"
@@ -36,50 +34,18 @@ Status upload_as_f32(std::string_view what, const ConstTensorView& t, std::int64
   return upload(what, values.data(), count * std::int64_t{sizeof(float)}, to);
 }
 
-// Values as sums of bf16 numbers, largest first: [rows, count, columns].
-struct Bf16Parts {
-  int count = 0;  // 0: no sum of three has them all
-  std::vector<std::uint16_t> numbers;
-};
-
-// How many, and which.
-int split_value(float v, std::array<std::uint16_t, kMostGateParts>& parts) {
-  parts = {};
-  for (int i = 0; i < kMostGateParts; ++i) {
-    const auto at = static_cast<std::size_t>(i);
-    parts[at] = bf16_from_f32(v);
-    const float part = f32_from_bf16(parts[at]);
-    if (part == v) return i + 1;
-    v -= part;  // exact
-  }
-  return kMostGateParts + 1;
-}
-
-// The fewest parts that do: one for the gates of bf16 models, which GGUF files hold as F32, two for
-// F16 and three for nearly all F32 ones.
-Bf16Parts bf16_parts(const std::vector<float>& values, std::int64_t columns) {
-  std::array<std::uint16_t, kMostGateParts> parts{};
-  int count = 1;
-  for (const float v : values) count = std::max(count, split_value(v, parts));
-  if (MOESAIC_FAULT(cuda_gate_narrows_any_weight)) count = 1;
-  if (count > kMostGateParts) return {};
-  Bf16Parts split;
+// Parts of `values` [rows, columns], to the device.
+Status upload_parts(const std::vector<float>& values, std::int64_t columns, int count,
+                    Allocation& to) {
+  const auto numbers = values.size() * static_cast<std::size_t>(count);
   try {
-    split.numbers.resize(values.size() * static_cast<std::size_t>(count));
+    std::vector<std::uint16_t> parts(numbers);
+    split_into_bf16_parts(values, columns, count, parts);
+    return upload("gate weight", parts.data(), static_cast<std::int64_t>(numbers) * 2, to);
   } catch (const std::bad_alloc&) {
-    return {};  // the wide ones do
+    return {StatusCode::kOutOfMemory,
+            fmt::format("gate: cannot allocate {} numbers on the host", numbers)};
   }
-  split.count = count;
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    const auto width = static_cast<std::size_t>(columns);
-    const std::size_t row = i / width, column = i % width;
-    split_value(values[i], parts);
-    if (MOESAIC_FAULT(cuda_gate_loses_the_last_part)) parts.back() = 0;
-    for (std::size_t part = 0; part < static_cast<std::size_t>(count); ++part) {
-      split.numbers[(row * static_cast<std::size_t>(count) + part) * width + column] = parts[part];
-    }
-  }
-  return split;
 }
 
 Status check(std::string_view field, const ConstTensorView& t) {
@@ -124,18 +90,16 @@ Result<CudaGate> CudaGate::create(ConstTensorView weight, ConstTensorView bias,
   } else {
     const std::int64_t count = gate.experts_ * gate.hidden_;
     MOESAIC_ASSIGN_OR_RETURN(const std::vector<float> values, widened(weight, count));
-    const Bf16Parts split = bf16_parts(values, gate.hidden_);
+    // Several parts only where the tensor cores take them.
     GateParams of_parts = gate.params(nullptr, DType::kBF16, 0, nullptr);
-    of_parts.parts = split.count;
-    const bool taken =
-        split.count == 1 ||
-        (split.count > 1 && GatePlan(of_parts, gate.device_).of(1) != GateKernel::kWarpPerLogit);
-    gate.parts_ = taken ? split.count : 0;
-    if (taken) {
-      MOESAIC_RETURN_IF_ERROR(
-          upload("gate weight", split.numbers.data(), count * split.count * 2, gate.weight_));
+    of_parts.parts = count_bf16_parts(values);
+    const bool several =
+        of_parts.parts > 1 && GatePlan(of_parts, gate.device_).of(1) != GateKernel::kWarpPerLogit;
+    gate.parts_ = several || of_parts.parts == 1 ? of_parts.parts : 0;
+    if (gate.parts_ > 0) {
+      MOESAIC_RETURN_IF_ERROR(upload_parts(values, gate.hidden_, gate.parts_, gate.weight_));
     }
-    if (split.count != 1) {
+    if (gate.parts_ != 1) {
       MOESAIC_RETURN_IF_ERROR(upload("gate weight", values.data(), count * 4, gate.wide_));
     }
   }
