@@ -46,15 +46,16 @@ std::vector<Feature> rank_features() {
                  }});
   // Rows that travel as F16 and F32. F16 rows of 64 columns are the fast kernel's.
   for (const auto& [quant, hidden] : {std::pair{"f16", 64}, {"f16", 60}, {"f32", 60}}) {
-    all.push_back({std::string(quant) + " of " + std::to_string(hidden), [=] {
-                     MoeLayerSpec spec = deepseek_like();
-                     spec.hidden_size = hidden;
-                     spec.quant = quant_scheme_from_name(quant).value();
-                     if (spec.quant.kind == ComputeScheme::kF16) {
-                       spec.activation_dtype = DType::kF16;
-                     }
-                     return spec;
-                   }});
+    all.push_back(
+        {std::string(quant) + " of " + std::to_string(hidden), [quant = quant, hidden = hidden] {
+           MoeLayerSpec spec = deepseek_like();
+           spec.hidden_size = hidden;
+           spec.quant = quant_scheme_from_name(quant).value();
+           if (spec.quant.kind == ComputeScheme::kF16) {
+             spec.activation_dtype = DType::kF16;
+           }
+           return spec;
+         }});
   }
   return all;
 }
