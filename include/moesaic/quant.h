@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -90,6 +91,17 @@ enum class ComputeScheme : std::uint8_t {
 // "fp8-block" ...: the name of the scheme it was made for, or "weight-only", "fp8-scaled", "none".
 std::string_view compute_scheme_name(ComputeScheme kind);
 
+// What the numbers of each matrix are known to be, where w13 (gate and up) and w2 of an expert are
+// stored in formats of their own, as most GGUF files have them (Q4_K beside Q6_K): integers or
+// indices of Scheme::weight, in which both are handed over, that fit a narrower format too: fewer
+// bits of codes, groups that are neighbours and have equal numbers, no minima where all are 0. As
+// with OperandQuant::code_bits, a backend that holds a matrix otherwise does not look, and one that
+// meets other numbers refuses them when it loads (kInvalidArgument). What is computed is the same.
+struct MatrixForms {
+  OperandQuant w13, w2;
+  bool operator==(const MatrixForms&) const = default;
+};
+
 // Weights and activations of one layer, and what is computed with them. Made by make_scheme alone,
 // from the operands and never from the name, so that a scheme put together by hand means the same.
 // An operand that is changed afterwards may mean another `kind`: validate refuses that.
@@ -101,7 +113,8 @@ struct Scheme {
   // *same stored weights* (activation quantisation included). docs/accuracy.md has the measurements
   // behind it.
   double output_bound = 0;
-  ComputeScheme kind = ComputeScheme::kBF16;  // that of the default operands
+  ComputeScheme kind = ComputeScheme::kBF16;        // that of the default operands
+  std::optional<MatrixForms> forms = std::nullopt;  // empty: nothing is known
   bool weight_only() const { return activation.granularity == ScaleGranularity::kNone; }
 };
 
@@ -109,7 +122,8 @@ struct Scheme {
 // same. `kind` is kNone then.
 Scheme make_scheme(std::string_view name, const OperandQuant& weight,
                    const OperandQuant& activation, double output_bound);
-// The same scheme with another operand, name and bound kept.
+// The same scheme with another operand, name and bound kept. Forms are those of the weights:
+// with_weight has none.
 Scheme with_weight(const Scheme& scheme, const OperandQuant& weight);
 Scheme with_activation(const Scheme& scheme, const OperandQuant& activation);
 // The same scheme with activation scales of another format, F32 or kE8M0 (rounded up to a power of
@@ -120,16 +134,18 @@ Result<Scheme> with_activation_scales(const Scheme& scheme, ScaleFormat format);
 // What becomes of activations, for people: "F8_E4M3, one scale per token".
 std::string activation_text(const Scheme& scheme);
 // kUnsupported when no stage computes these operands (which operand, and what is possible);
-// kInvalidArgument when `kind` is not what the operands mean.
+// kInvalidArgument when `kind` is not what the operands mean, or a form does not fit the weights.
 Status validate(const Scheme& scheme);
 
 // The schemes this build knows, in the order of docs/accuracy.md: f32, bf16, f16, fp8-block,
 // fp8-bf16, ... A checkpoint may imply others (other group sizes, zero points, static input
 // scales): those are the nearest of these with other operands.
 std::span<const Scheme> quant_schemes();
-// The same scheme with weights of a checkpoint, where its activations follow the weights: int8 per
-// group (kInt8Group) takes the weights' group, at most 128 columns, at least 16; all others stay.
-Scheme with_stored_weight(const Scheme& scheme, const OperandQuant& weight);
+// The same scheme with weights of a checkpoint and what is known of them, where its activations
+// follow the weights: int8 per group (kInt8Group) takes the weights' group, with forms that of the
+// coarser one, at most 128 columns, at least 16; all others stay.
+Scheme with_stored_weight(const Scheme& scheme, const OperandQuant& weight,
+                          const std::optional<MatrixForms>& forms = std::nullopt);
 // The name of the scheme that quantises activations to int8 per group beside such weights; empty for
 // weights that are neither integers of 4 or 8 bits with F32 scales nor MXFP4.
 std::string_view int8_group_scheme_of(const OperandQuant& weight);

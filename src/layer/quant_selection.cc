@@ -84,7 +84,7 @@ Result<QuantPlan> plan_stored(const Scheme& stored, DType activation_dtype,
   if (requested != "as-is") {
     MOESAIC_ASSIGN_OR_RETURN(const Scheme named, quant_scheme_from_name(requested));
     if (requested == "f32" || runs_as(stored, named)) {
-      plan.scheme = with_stored_weight(named, stored.weight);
+      plan.scheme = with_stored_weight(named, stored.weight, stored.forms);
       plan.scheme.output_bound = std::hypot(named.output_bound, conversion_bound(stored));
     } else if (requested != stored.name) {
       return no_such_pair(stored, requested);

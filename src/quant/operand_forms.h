@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
+#include <optional>
 
 #include "moesaic/quant.h"
 #include "quant/block_scales.h"
@@ -49,9 +50,13 @@ constexpr OperandQuant dynamic(OperandQuant q, ExponentRule rule = ExponentRule:
 constexpr OperandQuant token(DType dtype) { return dynamic(scaled(dtype, G::kToken, F::kF32)); }
 // int8 rows for weights of a format: a scale for each group of the weights' columns, so that both
 // scales change together.
-constexpr OperandQuant int8_rows(const OperandQuant& weight) {
-  std::int64_t columns = kMaxInt8RowGroup;
-  if (weight.granularity == G::kGroup) columns = std::gcd(columns, weight.block_k);
+// With forms, which are groups of the weights' ones, those of the coarser matrix: all of the finer
+// one's are parts of them.
+constexpr OperandQuant int8_rows(const OperandQuant& weight,
+                                 const std::optional<MatrixForms>& forms = std::nullopt) {
+  std::int64_t columns = kMaxInt8RowGroup, group_columns = weight.block_k;
+  if (forms) group_columns = std::max(forms->w13.block_k, forms->w2.block_k);
+  if (weight.granularity == G::kGroup) columns = std::gcd(columns, group_columns);
   return dynamic(group(DType::kI8, F::kF32, std::max(columns, kMinInt8RowGroup)));
 }
 constexpr OperandQuant table(OperandQuant q, CodeTable values) {
@@ -114,6 +119,18 @@ constexpr bool takes_int8_rows(const OperandQuant& w) { return is_integer(w) || 
 constexpr bool is_table(const OperandQuant& w) {
   return w.dtype == DType::kU4 && w.granularity == G::kGroup && w.table != CodeTable::kNone &&
          w.zero_point == ZeroPoint::kNone && !w.act_order && is_integer(table(w, CodeTable::kNone));
+}
+// See MatrixForms: numbers in groups of this form are numbers of such weights too.
+constexpr bool is_form_of(const OperandQuant& form, const OperandQuant& w) {
+  const bool four = form.dtype == DType::kI4 || form.dtype == DType::kU4;
+  const bool codes = form.dtype == w.dtype || (four && w.dtype == DType::kI8);
+  const bool origin = form.zero_point == w.zero_point || form.zero_point == ZeroPoint::kNone;
+  const bool groups = form.granularity == G::kGroup && w.granularity == G::kGroup &&
+                      w.block_k > 0 && form.block_k % w.block_k == 0;
+  const bool bare = w.zero_point != ZeroPoint::kInteger && !form.act_order && !w.act_order;
+  const bool integers = is_integer(form) && is_integer(w);
+  return groups && codes && origin && bare &&
+         (integers || (is_table(form) && is_table(w) && form.table == w.table));
 }
 
 // Activations: any group that the weights' groups may have (int8_rows).

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/fault.h"
@@ -135,7 +136,7 @@ constexpr Compute kind_of(const OperandQuant& w, const OperandQuant& a) {
 
 constexpr Scheme made(std::string_view name, const OperandQuant& weight,
                       const OperandQuant& activation, double output_bound) {
-  return {name, weight, activation, output_bound, kind_of(weight, activation)};
+  return {name, weight, activation, output_bound, kind_of(weight, activation), std::nullopt};
 }
 
 // --- the schemes that have names -----------------------------------------------------------------
@@ -208,6 +209,12 @@ constexpr Scheme fp8_blocks(std::string_view name, std::int64_t rows, std::int64
 constexpr Scheme int8_activations(std::string_view name, const OperandQuant& weight) {
   return made(name, weight, int8_rows(weight), kInt8Groups);
 }
+constexpr Scheme with_forms(Scheme scheme, const OperandQuant& w13, const OperandQuant& w2) {
+  scheme.forms = MatrixForms{w13, w2};
+  if (scheme.kind == Compute::kInt8Group)
+    scheme.activation = int8_rows(scheme.weight, scheme.forms);
+  return scheme;
+}
 constexpr OperandQuant kUint4 =
     integers(DType::kU4, quant::kIntGroupSize, ZeroPoint::kInteger);  // GPTQ and AWQ
 // GGUF blocks as the loader leaves them.
@@ -216,10 +223,11 @@ constexpr OperandQuant kQ80 = with_scales_of(integers(DType::kI8, quant::kGgufBl
 constexpr OperandQuant kQ4K =
     compact(integers(DType::kU4, quant::kGgufBlock, ZeroPoint::kMin), 0, 6);
 constexpr OperandQuant kQ6K = compact(integers(DType::kI8, quant::kGgufHalfBlock), 6, 8);
-// Layers of Q4_K with Q6_K in some of their matrices, as most Q4_K_M files have them.
+// Q4_K with Q6_K for w2, as half of the layers of most Q4_K_M files have them.
 constexpr OperandQuant kQ4KM =
     compact(integers(DType::kI8, quant::kGgufHalfBlock, ZeroPoint::kMin), 6, 8);
-constexpr std::array<Scheme, 20> kStoredSchemes = {{
+static_assert(is_form_of(kQ4K, kQ4KM) && is_form_of(kQ6K, kQ4KM));
+constexpr std::array<Scheme, 21> kStoredSchemes = {{
     // One input scale for all rows.
     made("fp8-static", kFp8Tensor, scaled(kE4M3, G::kTensor, F::kF32), kFp8),
     fp8_blocks("fp8-block-64x64", 64, 64),
@@ -237,13 +245,14 @@ constexpr std::array<Scheme, 20> kStoredSchemes = {{
     weight_only("q8_0", kQ80),
     weight_only("q4_k", kQ4K),
     weight_only("q6_k", kQ6K),
-    weight_only("q4_k_m", kQ4KM),
+    with_forms(weight_only("q4_k_m", kQ4KM), kQ4K, kQ6K),
     int8_activations("int4-g32-int8", integers(DType::kI4, 32)),
     int8_activations("uint4-g128-int8", kUint4),
     int8_activations("q4_0-int8", kQ40),
     int8_activations("q8_0-int8", kQ80),
     int8_activations("q4_k-int8", kQ4K),
     int8_activations("q6_k-int8", kQ6K),
+    with_forms(int8_activations("q4_k_m-int8", kQ4KM), kQ4K, kQ6K),
 }};
 
 template <std::size_t kCount>
@@ -285,13 +294,19 @@ Scheme with_weight(const Scheme& s, const OperandQuant& weight) {
   return make_scheme(s.name, weight, s.activation, s.output_bound);
 }
 Scheme with_activation(const Scheme& s, const OperandQuant& activation) {
-  return make_scheme(s.name, s.weight, activation, s.output_bound);
+  Scheme with = make_scheme(s.name, s.weight, activation, s.output_bound);
+  with.forms = s.forms;
+  return with;
 }
 
-Scheme with_stored_weight(const Scheme& s, const OperandQuant& weight) {
+Scheme with_stored_weight(const Scheme& s, const OperandQuant& weight,
+                          const std::optional<MatrixForms>& forms) {
   const bool follows = s.kind == Compute::kInt8Group && takes_int8_rows(weight) &&
                        !MOESAIC_FAULT(quant_int8_rows_of_the_named_group);
-  return make_scheme(s.name, weight, follows ? int8_rows(weight) : s.activation, s.output_bound);
+  Scheme with = make_scheme(s.name, weight, follows ? int8_rows(weight, forms) : s.activation,
+                            s.output_bound);
+  with.forms = forms;
+  return with;
 }
 
 std::string_view int8_group_scheme_of(const OperandQuant& weight) {
@@ -336,6 +351,21 @@ std::string activation_text(const Scheme& scheme) {
   }
 }
 
+namespace {
+
+Status validate_forms(const OperandQuant& w, const MatrixForms& forms) {
+  for (const auto& [field, form] : {std::pair{"w13", &forms.w13}, std::pair{"w2", &forms.w2}}) {
+    if (is_form_of(*form, w)) continue;
+    return invalid(fmt::format(
+        "quant.forms.{}: got {} in groups of {}, need integers or indices that {} in groups of {} "
+        "hold, in whole groups of these",
+        field, dtype_name(form->dtype), form->block_k, dtype_name(w.dtype), w.block_k));
+  }
+  return {};
+}
+
+}  // namespace
+
 Status validate(const Scheme& scheme) {
   const OperandQuant& w = scheme.weight;
   const OperandQuant& a = scheme.activation;
@@ -362,9 +392,11 @@ Status validate(const Scheme& scheme) {
                     "activations of {} with the weights of that scheme",
                     dtype_name(w.dtype), dtype_name(a.dtype), listed(scheme_names(false), ", ")));
   }
-  if (kind == scheme.kind || MOESAIC_FAULT(quant_kind_of_other_operands)) return {};
-  return invalid(fmt::format("quant.kind: got {}, these operands mean {}; make_scheme says so",
-                             compute_scheme_name(scheme.kind), compute_scheme_name(kind)));
+  if (kind != scheme.kind && !MOESAIC_FAULT(quant_kind_of_other_operands)) {
+    return invalid(fmt::format("quant.kind: got {}, these operands mean {}; make_scheme says so",
+                               compute_scheme_name(scheme.kind), compute_scheme_name(kind)));
+  }
+  return scheme.forms ? validate_forms(w, *scheme.forms) : Status();
 }
 
 std::span<const Scheme> quant_schemes() { return kSchemes; }

@@ -403,6 +403,25 @@ TEST_F(QuantCheckpoints, GgufNumbersAreKnownForWhatTheyAre) {
   }
 }
 
+// Where the types of gate and up and of down differ, each matrix is known for what it is.
+TEST_F(QuantCheckpoints, GgufMatricesAreKnownForTheirOwnTypes) {
+  const auto scheme_of = [&](const char* name) {
+    return must_open(find(name).path).load_layer(0, ParallelConfig{}).value().spec.quant;
+  };
+  const Scheme mixed = scheme_of("gguf_q4_k_m");
+  ASSERT_TRUE(mixed.forms.has_value());
+  EXPECT_TRUE(mixed.forms->w13 == scheme_of("gguf_q4_k").weight);
+  EXPECT_TRUE(mixed.forms->w2 == scheme_of("gguf_q6_k").weight);
+  EXPECT_TRUE(validate(mixed).ok());
+  const Scheme other = scheme_of("gguf_q3_k_m");  // Q3_K, Q5_1
+  ASSERT_TRUE(other.forms.has_value());
+  EXPECT_TRUE(other.forms->w13 == scheme_of("gguf_q3_k").weight);
+  EXPECT_TRUE(other.forms->w2 == scheme_of("gguf_q5_1").weight);
+  EXPECT_TRUE(validate(other).ok());
+  for (const char* name : {"gguf_q4_k", "gguf_q5_1", "gguf_iq4_shared", "gguf_tq2_0"})
+    EXPECT_FALSE(scheme_of(name).forms.has_value()) << name;
+}
+
 TEST_F(QuantCheckpoints, ScalesAreKnownForTheDtypeOfTheFile) {
   for (const auto& [name, dtype] :
        std::vector<std::pair<std::string, DType>>{{"gguf_q4_0", DType::kF16},

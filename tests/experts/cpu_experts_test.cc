@@ -130,7 +130,14 @@ TEST(CpuExperts, EveryTierAndSchemeMeetsItsBoundAgainstFloat64) {
                         {"q6k-super", 320, 528, 40},
                         {"q4k-m-super", 96, 272, 7},
                         {"q4k-super-int8", 256, 96, 6},
-                        {"q6k-super-int8", 96, 80, 40}};
+                        {"q6k-super-int8", 96, 80, 40},
+                        {"q4k-q6k", 256, 96, 6},
+                        {"q4k-q6k", 512, 288, 40},
+                        {"q4k-q6k", 96, 272, 1},
+                        {"q4k-q6k-int8", 256, 96, 6},
+                        {"q4k-q6k-int8", 512, 272, 40},
+                        {"q40-q80", 160, 96, 9},
+                        {"q40-q80-int8", 160, 96, 9}};
   std::uint64_t seed = 1;
   for (const Case& c : cases) {
     const MoeProblem p = make_problem(c.quant, c.h, c.i, 5, 3);

@@ -98,6 +98,68 @@ TEST(CpuExperts, WeightsOfGgufTypesAreNoLargerThanInTheFile) {
   }
 }
 
+// Of two types: each matrix is as large as its own blocks.
+TEST(CpuExperts, MatricesOfTwoTypesAreNoLargerThanInTheFile) {
+  for (const char* quant : {"q4k-q6k", "q4k-q6k-int8", "q40-q80", "q40-q80-int8"}) {
+    const bool k = std::string_view(quant).starts_with("q4k");
+    const MoeProblem p = make_problem(quant, 512, 256, 3, 2);
+    const OwnedExpertWeights w = test::random_expert_weights(7, p);
+    const std::int64_t blocks = 3 * std::int64_t{512};  // of all experts, a row of w2 each
+    const std::int64_t w13 = 2 * blocks * (k ? 144 : 8 * 18), w2 = blocks * (k ? 210 : 8 * 34);
+    for (const std::string& tier : tiers())
+      EXPECT_EQ(make(tier, p, w)->weight_bytes(), w13 + w2) << tier << " " << quant;
+  }
+}
+
+// Held as one form for both or in two, the numbers are the same: sums of other groups differ by
+// roundings of fp32 alone.
+TEST(CpuExperts, MatricesInTheirOwnFormsHaveTheSumsOfOneForBoth) {
+  for (const char* quant : {"q4k-q6k", "q40-q80"}) {
+    const MoeProblem p = make_problem(quant, 512, 288, 4, 2);
+    MoeProblem q = p;
+    q.quant.forms.reset();
+    const OwnedExpertWeights w = test::random_expert_weights(17, p);
+    test::Rng rng(18);
+    const Tensor x = test::random_normal(rng, p.activation_dtype, {21, 512});
+    const OwnedRouting routing = test::random_routing(19, 21, 4, 2);
+    for (const std::string& tier : tiers()) {
+      const auto own = make(tier, p, w), common = make(tier, q, w);
+      EXPECT_LT(own->weight_bytes(), common->weight_bytes()) << tier << " " << quant;
+      const Tensor got = run_standard(*own, p, x.view(), routing, DType::kF32);
+      const Tensor want = run_standard(*common, q, x.view(), routing, DType::kF32);
+      // An element of the intermediate that is rounded to bf16 the other way, rarely.
+      EXPECT_LE(test::compare(test::to_doubles(got.view()), test::to_doubles(want.view())).rel_l2,
+                0x1p-11)
+          << tier << " " << quant;
+    }
+  }
+}
+
+TEST(CpuExperts, NumbersThatHaveNotTheFormOfTheirMatrixAreRefused) {
+  const MoeProblem p = make_problem("q4k-q6k", 512, 256, 3, 2);
+  OwnedExpertWeights w = test::random_expert_weights(8, p);
+  const auto refusal = [&] {
+    const auto source = make_stacked_source(w.view());
+    return experts::make_cpu_experts(tiers().front(), p, *source).status();
+  };
+  EXPECT_TRUE(refusal().ok());
+  const auto refused = [&](auto* at, auto value, std::initializer_list<const char*> words) {
+    const auto had = *at;
+    *at = value;
+    test::expect_refusal(refusal(), StatusCode::kInvalidArgument, words);
+    *at = had;
+  };
+  // Expert 1, row 5, of 512 columns in 32 groups of 16, or 256 in 16.
+  refused(w.w13.as<std::int8_t>() + (512 + 5) * 512 + 17, std::int8_t{16},
+          {"expert 1: w13", "code 16", "row 5", "column 17", "0 to 15"});
+  refused(w.w13_scale.as<float>() + (512 + 5) * 32 + 7, 0.3F,
+          {"expert 1: w13_scale", "0.3", "row 5", "group 7"});
+  refused(w.w13_min.as<float>() + (512 + 5) * 32 + 7, 0.3F,
+          {"expert 1: w13_min", "0.3", "row 5", "group 7"});
+  refused(w.w2_min.as<float>() + (512 + 5) * 16 + 7, 0.3F,
+          {"expert 1: w2_min", "0.3", "row 5", "group 7", "need 0"});
+}
+
 TEST(CpuExperts, NumbersThatAreNotWhatTheSchemeSaysAreRefused) {
   MoeProblem p = make_problem("q6k-super", 288, 64, 3, 2);
   OwnedExpertWeights w = test::random_expert_weights(8, p);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <tuple>
 #include <utility>
 
 #include "case_on_device.h"
@@ -89,8 +90,10 @@ StandardCase exact_case(std::string_view quant, std::string_view activation, std
   p.has_expert_bias = true;
   StandardCase c = test::make_case(11, p, tokens, p.activation_dtype, top_k > 1 ? 0.1 : 0.0);
   Rng rng(12);
-  fill_sparse(rng, p.quant.weight, c.weights.w13, c.weights.w13_zero, hidden, 5);
-  fill_sparse(rng, p.quant.weight, c.weights.w2, c.weights.w2_zero, intermediate, 1);
+  const OperandQuant& weight = p.quant.weight;
+  const MatrixForms forms = p.quant.forms.value_or(MatrixForms{weight, weight});
+  fill_sparse(rng, forms.w13, c.weights.w13, c.weights.w13_zero, hidden, 5);
+  fill_sparse(rng, forms.w2, c.weights.w2, c.weights.w2_zero, intermediate, 1);
   const bool gated = is_gated(p.activation.kind);
   const std::int64_t rows = gated ? 2 * intermediate : intermediate;
   for (std::int64_t i = 0; i < 6 * rows; ++i) {
@@ -101,10 +104,15 @@ StandardCase exact_case(std::string_view quant, std::string_view activation, std
         gate ? 64.0F : static_cast<float>(rng.integer(-2, 2) + (squares ? 80 : 0));
   }
   std::memset(c.weights.w2_bias.data(), 0, static_cast<std::size_t>(c.weights.w2_bias.bytes()));
-  for (Tensor* scale : {&c.weights.w13_scale, &c.weights.w2_scale}) {
+  for (auto [scale, form] :
+       {std::pair{&c.weights.w13_scale, &forms.w13}, std::pair{&c.weights.w2_scale, &forms.w2}}) {
     if (!scale->present()) continue;
+    const std::int64_t groups = scale->shape()[scale->shape().rank() - 1];
+    const std::int64_t times = form->block_k > 0 ? form->block_k / p.quant.weight.block_k : 1;
     for (std::int64_t i = 0; i < scale->shape().num_elements().value(); ++i) {
-      const auto doubled = static_cast<std::uint8_t>((i + i / 3) % 2);
+      // Groups of a form have the scale of their first one.
+      const std::int64_t first = i - i % groups % times;
+      const auto doubled = static_cast<std::uint8_t>((first + first / 3) % 2);
       if (scale->dtype() == DType::kF8E8M0) {
         scale->as<std::uint8_t>()[i] = static_cast<std::uint8_t>(127 + doubled);
       } else {
@@ -112,10 +120,11 @@ StandardCase exact_case(std::string_view quant, std::string_view activation, std
       }
     }
   }
-  for (auto [min, scale] : {std::pair{&c.weights.w13_min, &c.weights.w13_scale},
-                            std::pair{&c.weights.w2_min, &c.weights.w2_scale}}) {
+  for (auto [min, scale, form] : {std::tuple{&c.weights.w13_min, &c.weights.w13_scale, &forms.w13},
+                                  std::tuple{&c.weights.w2_min, &c.weights.w2_scale, &forms.w2}}) {
+    const float scales = form->zero_point == ZeroPoint::kMin ? kMinimum : 0.0F;
     for (std::int64_t i = 0; min->present() && i < min->bytes() / 4; ++i) {
-      min->as<float>()[i] = kMinimum * scale->as<float>()[i];
+      min->as<float>()[i] = scales * scale->as<float>()[i];
     }
   }
   for (std::int64_t e = 0; e < 6 && c.weights.w13_input_scale.present(); ++e) {

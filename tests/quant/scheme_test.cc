@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <initializer_list>
 #include <set>
 
 #include "moesaic/convert.h"
@@ -228,6 +230,34 @@ TEST(QuantSchemes, ActivationScalesOfAnotherFormat) {
     expect_refusal(with_activation_scales(scheme, ScaleFormat::kE8M0).status(),
                    StatusCode::kUnsupported, {"activation_scales", name, "fp8-block"});
   }
+}
+
+TEST(QuantSchemes, FormsMustFitTheWeights) {
+  const auto schemes = stored_schemes();
+  const auto mixed = std::find_if(schemes.begin(), schemes.end(),
+                                  [](const Scheme& s) { return s.name == "q4_k_m"; });
+  ASSERT_NE(mixed, schemes.end());
+  ASSERT_TRUE(mixed->forms.has_value());
+  EXPECT_TRUE(validate(*mixed).ok());
+  const auto refused = [&](auto change, std::initializer_list<const char*> words) {
+    Scheme s = *mixed;
+    change(s);
+    expect_refusal(validate(s), StatusCode::kInvalidArgument, words);
+  };
+  refused([](Scheme& s) { s.forms->w13.block_k = 24; }, {"quant.forms.w13", "groups of 24", "16"});
+  refused([](Scheme& s) { s.forms->w2.dtype = DType::kU8; }, {"quant.forms.w2: got U8", "I8"});
+  refused([](Scheme& s) { s.forms->w13.zero_point = ZeroPoint::kInteger; }, {"quant.forms.w13"});
+  refused([](Scheme& s) { s.forms->w2.act_order = true; }, {"quant.forms.w2"});
+  refused([](Scheme& s) { s.forms->w2 = quant_scheme_from_name("mxfp8").value().weight; },
+          {"quant.forms.w2: got F8_E4M3"});
+  // Minima where the weights have none.
+  Scheme plain = quant_scheme_from_name("int8-g128-int8").value();
+  plain.forms = MatrixForms{plain.weight, plain.weight};
+  EXPECT_TRUE(validate(plain).ok());
+  plain.forms->w2.zero_point = ZeroPoint::kMin;
+  expect_refusal(validate(plain), StatusCode::kInvalidArgument, {"quant.forms.w2"});
+  EXPECT_TRUE(with_activation(*mixed, mixed->activation).forms == mixed->forms);
+  EXPECT_FALSE(with_weight(*mixed, mixed->weight).forms.has_value());
 }
 
 TEST(QuantSchemes, OtherNamesAreNotFound) {

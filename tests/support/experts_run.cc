@@ -44,9 +44,24 @@ Scheme scheme_called(std::string_view name) {
   // "awq-int8": weights of another of these names, activations in int8 per group.
   constexpr std::string_view kInt8 = "-int8";
   if (name.ends_with(kInt8) && !quant_scheme_from_name(name).ok()) {
-    const OperandQuant w = scheme_called(name.substr(0, name.size() - kInt8.size())).weight;
+    const Scheme stored = scheme_called(name.substr(0, name.size() - kInt8.size()));
     return with_stored_weight(
-        must(quant_scheme_from_name(int8_group_scheme_of(w)), "scheme_called"), w);
+        must(quant_scheme_from_name(int8_group_scheme_of(stored.weight)), "scheme_called"),
+        stored.weight, stored.forms);
+  }
+  // Matrices of two types, each in its own form.
+  if (name == "q4k-q6k" || name == "q40-q80") {
+    const bool k = name == "q4k-q6k";
+    const auto stored = [](std::string_view called) {
+      for (const Scheme& s : stored_schemes()) {
+        if (s.name == called) return s.weight;
+      }
+      return OperandQuant();
+    };
+    OperandQuant w = stored(k ? "q4_k_m" : "q8_0");
+    Scheme scheme = with_weight(must(quant_scheme_from_name("int8-bf16"), "scheme_called"), w);
+    scheme.forms = MatrixForms{stored(k ? "q4_k" : "q4_0"), stored(k ? "q6_k" : "q8_0")};
+    return scheme;
   }
   // "q4k-super": the same with scales (and codes of 8 bits) as the k types of GGUF files have them.
   constexpr std::string_view kSuper = "-super";

@@ -188,6 +188,36 @@ void draw_codes(Rng& rng, const OperandQuant& q, const Shape& shape, double sd, 
   }
 }
 
+// Numbers of a form's groups [experts, rows, groups] for the groups of q.
+Tensor of_finer_groups(const Tensor& t, const OperandQuant& form, const OperandQuant& q,
+                       std::int64_t columns) {
+  const std::int64_t times = form.block_k / q.block_k;
+  const std::int64_t groups = (columns + q.block_k - 1) / q.block_k;
+  Tensor fine = Tensor::zeros(DType::kF32, {t.shape()[0], t.shape()[1], groups}).value();
+  for (std::int64_t i = 0; i < fine.bytes() / 4; ++i)
+    fine.as<float>()[i] = t.as<float>()[i / groups * t.shape()[2] + i % groups / times];
+  return fine;
+}
+
+// Weights that were drawn in a form as they are handed over (MatrixForms).
+void widen(const OperandQuant& form, const OperandQuant& q, Drawn drawn) {
+  if (form == q) return;
+  const std::int64_t columns = drawn.codes.shape()[2];
+  if (form.dtype != q.dtype) {
+    Tensor bytes = Tensor::zeros(q.dtype, drawn.codes.shape()).value();
+    for (std::int64_t i = 0; i < bytes.bytes(); ++i) {
+      const int nibble = nibble_at(drawn.codes.as<std::uint8_t>(), i);
+      const bool negative = form.dtype == DType::kI4 && nibble > 7;
+      bytes.as<std::int8_t>()[i] = static_cast<std::int8_t>(negative ? nibble - 16 : nibble);
+    }
+    drawn.codes = std::move(bytes);
+  }
+  const bool min = q.zero_point == ZeroPoint::kMin;
+  if (min && !drawn.min.present()) drawn.min = constant(drawn.scale.shape(), 0);
+  drawn.scale = of_finer_groups(drawn.scale, form, q, columns);
+  if (min) drawn.min = of_finer_groups(drawn.min, form, q, columns);
+}
+
 }  // namespace
 
 OwnedExpertWeights random_expert_weights(std::uint64_t seed, const MoeProblem& problem) {
@@ -208,12 +238,15 @@ OwnedExpertWeights random_expert_weights(std::uint64_t seed, const MoeProblem& p
     w.w13 = random_normal(rng, drawn, {experts, rows, hidden}, sd13);
     w.w2 = random_normal(rng, drawn, {experts, hidden, inner}, sd2);
   } else {
-    draw_codes(rng, q, {experts, rows, hidden}, sd13,
-               {w.w13, w.w13_scale, w.w13_global_scale, w.w13_channel_scale, w.w13_zero, w.w13_min,
-                w.w13_input_scale, w.w13_perm});
-    draw_codes(rng, q, {experts, hidden, inner}, sd2,
-               {w.w2, w.w2_scale, w.w2_global_scale, w.w2_channel_scale, w.w2_zero, w.w2_min,
-                w.w2_input_scale, w.w2_perm});
+    const MatrixForms forms = problem.quant.forms.value_or(MatrixForms{q, q});
+    const Drawn w13 = {w.w13,      w.w13_scale, w.w13_global_scale, w.w13_channel_scale,
+                       w.w13_zero, w.w13_min,   w.w13_input_scale,  w.w13_perm};
+    const Drawn w2 = {w.w2,      w.w2_scale, w.w2_global_scale, w.w2_channel_scale,
+                      w.w2_zero, w.w2_min,   w.w2_input_scale,  w.w2_perm};
+    draw_codes(rng, forms.w13, {experts, rows, hidden}, sd13, w13);
+    widen(forms.w13, q, w13);
+    draw_codes(rng, forms.w2, {experts, hidden, inner}, sd2, w2);
+    widen(forms.w2, q, w2);
   }
   if (block) {
     const Tensor w13 = std::move(w.w13);

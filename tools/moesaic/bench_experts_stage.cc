@@ -67,11 +67,10 @@ class ExpertsStage final : public BenchStage {
       MOESAIC_ASSIGN_OR_RETURN(r.y, Tensor::zeros(row_dtype(s_), {tokens, p_.hidden_size}));
       MOESAIC_ASSIGN_OR_RETURN(r.routing, random_routing(s_.routing, tokens, p_.num_experts,
                                                          p_.top_k, kRoutingSeed + seed));
-      point.bytes +=
-          (static_cast<double>(touched_experts(r.routing.ids)) *
-               expert_weights(s_.spec, p_.intermediate_size) * bytes_per_weight(p_.quant) +
-           static_cast<double>(r.x.bytes() + r.y.bytes())) /
-          point.rotations;
+      point.bytes += (static_cast<double>(touched_experts(r.routing.ids)) *
+                          expert_bytes(s_.spec, p_.intermediate_size, p_.quant) +
+                      static_cast<double>(r.x.bytes() + r.y.bytes())) /
+                     point.rotations;
       rotations->push_back(std::move(r));
     }
     point.flops = 2.0 * static_cast<double>(tokens * p_.top_k) *

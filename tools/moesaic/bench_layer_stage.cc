@@ -122,16 +122,14 @@ class LayerStage final : public BenchStage {
       return run(r, door_);
     };
     const double gate = door_ == Door::kHidden ? 1.0 : 0.0;
-    const double fixed =
-        gate * static_cast<double>(gate_bytes_) +
-        expert_weights(spec, spec.shared.intermediate_size) * bytes_per_weight(layer_->quant());
-    const double expert_bytes =
-        expert_weights(spec, spec.intermediate_size) * bytes_per_weight(layer_->quant());
+    const double fixed = gate * static_cast<double>(gate_bytes_) +
+                         expert_bytes(spec, spec.shared.intermediate_size, layer_->quant());
+    const double of_expert = expert_bytes(spec, spec.intermediate_size, layer_->quant());
     std::set<std::int32_t> touched;
     const auto enough = [&](int i) {
       if (i < rotations_for(tokens, s_)) return false;
       return !layer_->device().is_cuda() || i >= kMostRotations ||
-             static_cast<double>(touched.size()) * expert_bytes >= kPastTheCache ||
+             static_cast<double>(touched.size()) * of_expert >= kPastTheCache ||
              static_cast<std::int64_t>(touched.size()) == spec.num_experts;
     };
     // Ranks go on until all of them have enough.
@@ -156,7 +154,7 @@ class LayerStage final : public BenchStage {
       MOESAIC_ASSIGN_OR_RETURN(r.weights, Tensor::zeros(DType::kF32, {tokens, k}));
       MOESAIC_RETURN_IF_ERROR(run_first(r));
       add_touched(r.ids, touched);
-      point.bytes += fixed + static_cast<double>(touched_experts(r.ids)) * expert_bytes +
+      point.bytes += fixed + static_cast<double>(touched_experts(r.ids)) * of_expert +
                      static_cast<double>(r.x.bytes() + r.y.bytes() + r.logits.bytes());
       rotations->push_back(std::move(r));
     }

@@ -11,6 +11,23 @@ namespace {
 
 double matrices(const MoeLayerSpec& spec) { return is_gated(spec.activation.kind) ? 3 : 2; }
 
+// Stored bytes of one weight, scales, zero points and minima of groups and blocks included; one scale
+// for a whole row or matrix is next to nothing.
+double bytes_of(const OperandQuant& w) {
+  const int bits = w.code_bits != 0 ? w.code_bits : dtype_bits(w.dtype);
+  const double bytes = bits / 8.0;
+  if (w.block_k == 0) return bytes;
+  if (w.super_bits != 0) {
+    const double numbers = w.zero_point == ZeroPoint::kMin ? 2 : 1;
+    return bytes + numbers * (w.super_bits / 8.0 / static_cast<double>(w.block_k) +
+                              2.0 / kSuperBlockColumns);
+  }
+  const double scale = w.scale_format == ScaleFormat::kF32 ? dtype_bits(w.scale_dtype) / 8 : 1;
+  const ZeroPoint zero = w.zero_point;
+  const double origin = zero == ZeroPoint::kMin ? 4.0 : zero == ZeroPoint::kInteger ? 1.0 : 0.0;
+  return bytes + (scale + origin) / static_cast<double>(w.block_n * w.block_k);
+}
+
 }  // namespace
 
 int rotations_for(std::int64_t tokens, const BenchSettings& settings) {
@@ -43,27 +60,14 @@ MoeProblem problem_of(const MoeLayerSpec& spec, std::int64_t max_tokens, int num
   return p;
 }
 
-double bytes_per_weight(const Scheme& quant) {
-  const int bits =
-      quant.weight.code_bits != 0 ? quant.weight.code_bits : dtype_bits(quant.weight.dtype);
-  const double bytes = bits / 8.0;
-  if (quant.weight.block_k == 0) return bytes;
-  if (quant.weight.super_bits != 0) {
-    const double numbers = quant.weight.zero_point == ZeroPoint::kMin ? 2 : 1;
-    return bytes +
-           numbers * (quant.weight.super_bits / 8.0 / static_cast<double>(quant.weight.block_k) +
-                      2.0 / kSuperBlockColumns);
-  }
-  const double scale =
-      quant.weight.scale_format == ScaleFormat::kF32 ? dtype_bits(quant.weight.scale_dtype) / 8 : 1;
-  const ZeroPoint zero = quant.weight.zero_point;
-  const double origin = zero == ZeroPoint::kMin ? 4.0 : zero == ZeroPoint::kInteger ? 1.0 : 0.0;
-  return bytes +
-         (scale + origin) / static_cast<double>(quant.weight.block_n * quant.weight.block_k);
-}
-
 double expert_weights(const MoeLayerSpec& spec, std::int64_t intermediate) {
   return matrices(spec) * static_cast<double>(spec.hidden_size) * static_cast<double>(intermediate);
+}
+
+double expert_bytes(const MoeLayerSpec& spec, std::int64_t intermediate, const Scheme& quant) {
+  const double matrix = static_cast<double>(spec.hidden_size) * static_cast<double>(intermediate);
+  const MatrixForms forms = quant.forms.value_or(MatrixForms{quant.weight, quant.weight});
+  return matrix * ((matrices(spec) - 1) * bytes_of(forms.w13) + bytes_of(forms.w2));
 }
 
 void add_touched(const Tensor& ids, std::set<std::int32_t>& seen) {

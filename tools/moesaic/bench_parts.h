@@ -29,11 +29,9 @@ double rounding_of(DType dtype);
 
 MoeProblem problem_of(const MoeLayerSpec& spec, std::int64_t max_tokens, int num_threads);
 
-// Stored bytes of one weight of the experts, scales, zero points and minima of groups and blocks
-// included; one scale for a whole row or matrix is next to nothing.
-double bytes_per_weight(const Scheme& quant);
-// Weights of one expert of that intermediate size.
+// Weights of one expert of that intermediate size, and the bytes that they are stored in.
 double expert_weights(const MoeLayerSpec& spec, std::int64_t intermediate);
+double expert_bytes(const MoeLayerSpec& spec, std::int64_t intermediate, const Scheme& quant);
 
 // Experts that [tokens, k] I32 ids name.
 void add_touched(const Tensor& ids, std::set<std::int32_t>& seen);

@@ -167,6 +167,27 @@ Result<Tensor> random_scales(const OperandQuant& w, std::int64_t rows, std::int6
   return t;
 }
 
+// The numbers of a form's groups for those of the weights, each of which is a part of one.
+Result<Tensor> of_finer_groups(Tensor t, const OperandQuant& form, const OperandQuant& w,
+                               std::int64_t cols) {
+  if (form.block_k == w.block_k) return t;
+  const std::int64_t times = form.block_k / w.block_k, groups = ceil_div(cols, w.block_k);
+  MOESAIC_ASSIGN_OR_RETURN(Tensor fine, Tensor::uninitialized(DType::kF32, {t.shape()[0], groups}));
+  for (std::int64_t i = 0; i < fine.bytes() / 4; ++i)
+    fine.as<float>()[i] = t.as<float>()[i / groups * t.shape()[1] + i % groups / times];
+  return fine;
+}
+
+// Random bytes as codes that a form has.
+void fit_codes(const OperandQuant& form, Tensor& codes) {
+  const int bits = form.code_bits != 0 ? form.code_bits : static_cast<int>(dtype_bits(form.dtype));
+  const int least = form.dtype == DType::kU4 ? 0 : -(1 << (bits - 1));
+  for (std::int64_t i = 0; i < codes.bytes(); ++i) {
+    const int drawn = codes.as<std::uint8_t>()[i] & ((1 << bits) - 1);
+    codes.as<std::int8_t>()[i] = static_cast<std::int8_t>(drawn + least);
+  }
+}
+
 Result<Tensor> random_permutation(std::int64_t n, std::uint64_t seed) {
   MOESAIC_ASSIGN_OR_RETURN(Tensor t, Tensor::uninitialized(DType::kI32, {n}));
   std::int32_t* p = t.as<std::int32_t>();
@@ -188,8 +209,11 @@ class RandomSource final : public ExpertSource {
     const std::uint64_t seed = mix(seed_ + static_cast<std::uint64_t>(e));
     const double sd13 = 1.0 / std::sqrt(static_cast<double>(p_.hidden_size));
     const double sd2 = 1.0 / std::sqrt(static_cast<double>(p_.intermediate_size));
-    MOESAIC_RETURN_IF_ERROR(make(w13_, rows, p_.hidden_size, sd13, seed));
-    MOESAIC_RETURN_IF_ERROR(make(w2_, p_.hidden_size, p_.intermediate_size, sd2, seed ^ 1));
+    const OperandQuant& w = p_.quant.weight;
+    const MatrixForms forms = p_.quant.forms.value_or(MatrixForms{w, w});
+    MOESAIC_RETURN_IF_ERROR(make(w13_, forms.w13, rows, p_.hidden_size, sd13, seed));
+    MOESAIC_RETURN_IF_ERROR(
+        make(w2_, forms.w2, p_.hidden_size, p_.intermediate_size, sd2, seed ^ 1));
     if (p_.has_expert_bias) {
       MOESAIC_ASSIGN_OR_RETURN(w13_.bias, random_tensor(DType::kF32, {rows}, 0.5, seed ^ 2));
       MOESAIC_ASSIGN_OR_RETURN(w2_.bias,
@@ -216,7 +240,9 @@ class RandomSource final : public ExpertSource {
     Tensor weight, scale, bias, global_scale, channel_scale, input_scale, zero, min, perm;
   };
 
-  Status make(Projection& m, std::int64_t rows, std::int64_t cols, double sd, std::uint64_t seed) {
+  // Weights that have this form.
+  Status make(Projection& m, const OperandQuant& form, std::int64_t rows, std::int64_t cols,
+              double sd, std::uint64_t seed) {
     const OperandQuant& w = p_.quant.weight;
     if (!m.weight.present()) {
       MOESAIC_ASSIGN_OR_RETURN(m.weight, Tensor::uninitialized(w.dtype, {rows, cols}));
@@ -230,15 +256,14 @@ class RandomSource final : public ExpertSource {
     } else {
       fill_bytes(m.weight, seed);
     }
-    if (w.code_bits == 6) {
-      std::int8_t* codes = m.weight.as<std::int8_t>();
-      for (std::int64_t i = 0; i < m.weight.bytes(); ++i)
-        codes[i] = static_cast<std::int8_t>((codes[i] & 63) - 32);
-    }
+    if (form.code_bits == 6 || form.dtype != w.dtype) fit_codes(form, m.weight);
     // An outer scale takes what an e4m3 scale of about 30 leaves.
-    const double scale = sd / code_sd(w);
+    const double scale = sd / code_sd(form);
     const bool outer = w.outer_scale != OuterScale::kNone;
-    MOESAIC_ASSIGN_OR_RETURN(m.scale, random_scales(w, rows, cols, outer ? 30.0 : scale, seed));
+    MOESAIC_ASSIGN_OR_RETURN(Tensor drawn,
+                             random_scales(form, rows, cols, outer ? 30.0 : scale, seed));
+    const Shape drawn_shape = drawn.shape();
+    MOESAIC_ASSIGN_OR_RETURN(m.scale, of_finer_groups(std::move(drawn), form, w, cols));
     if (w.outer_scale == OuterScale::kTensor) {
       MOESAIC_ASSIGN_OR_RETURN(m.global_scale, varied({1}, scale / 30, seed ^ 5));
     }
@@ -253,7 +278,7 @@ class RandomSource final : public ExpertSource {
       MOESAIC_ASSIGN_OR_RETURN(m.input_scale, Tensor::zeros(DType::kF32, {1}));
       m.input_scale.as<float>()[0] = static_input ? 40.0F / 448.0F : 20.0F / (448.0F * 6.0F);
     }
-    MOESAIC_RETURN_IF_ERROR(make_origins(m, scale, seed));
+    MOESAIC_RETURN_IF_ERROR(make_origins(m, form, drawn_shape, cols, scale, seed));
     if (w.act_order) {
       MOESAIC_ASSIGN_OR_RETURN(m.perm, random_permutation(cols, seed ^ 7));
     }
@@ -261,19 +286,22 @@ class RandomSource final : public ExpertSource {
   }
 
   // What unsigned codes are measured from: about the middle of their range.
-  Status make_origins(Projection& m, double scale, std::uint64_t seed) const {
+  Status make_origins(Projection& m, const OperandQuant& form, const Shape& groups,
+                      std::int64_t cols, double scale, std::uint64_t seed) const {
     const OperandQuant& w = p_.quant.weight;
     const int middle = w.dtype == DType::kU8 ? 128 : 8;
     if (w.zero_point == ZeroPoint::kInteger) {
       MOESAIC_ASSIGN_OR_RETURN(m.zero, Tensor::uninitialized(DType::kU8, m.scale.shape()));
       for (std::int64_t i = 0; i < m.zero.bytes(); ++i) {
         const std::uint64_t draw = mix(seed + static_cast<std::uint64_t>(i));
-        m.zero.as<std::uint8_t>()[i] = static_cast<std::uint8_t>(middle - 1 + draw % 3);
+        m.zero.as<std::uint8_t>()[i] = static_cast<std::uint8_t>(static_cast<std::uint64_t>(middle - 1) + draw % 3);
       }
     }
     if (w.zero_point == ZeroPoint::kMin) {
-      MOESAIC_ASSIGN_OR_RETURN(m.min, varied(m.scale.shape(), scale * middle, seed ^ 6));
-      if (w.super_bits != 0) round_to_super_blocks(w, m.min);
+      const bool none = form.zero_point == ZeroPoint::kNone;
+      MOESAIC_ASSIGN_OR_RETURN(Tensor min, varied(groups, none ? 0.0 : scale * middle, seed ^ 6));
+      if (form.super_bits != 0 && !none) round_to_super_blocks(form, min);
+      MOESAIC_ASSIGN_OR_RETURN(m.min, of_finer_groups(std::move(min), form, w, cols));
     }
     return {};
   }

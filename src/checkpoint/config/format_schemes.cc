@@ -3,6 +3,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
+#include <span>
+#include <string_view>
 
 #include "checkpoint/config/stored_formats.h"
 #include "core/fault.h"
@@ -121,14 +124,17 @@ Result<Scheme> mxfp4_scheme(const LinearFormat& f, DType) {
   return with_activation(scheme, a);
 }
 
-// One form for both matrices: the finest group, 4-bit codes if all types have them with the same
-// sign or table. Else a byte each: every code is a small integer, in most types of 6 bits. Scales of
-// k types then stay what they are in the file unless something else is multiplied into them.
-Result<Scheme> gguf_scheme(const LinearFormat& f, DType) {
+namespace {
+
+// A form that holds blocks of all these types: the finest group, 4-bit codes if all have them with
+// the same sign or table. Else a byte each: every code is a small integer, in most types of 6 bits.
+// Scales of k types then stay what they are in the file unless something else is multiplied into
+// them.
+OperandQuant blocks_form(std::span<const quant::GgufType> types, bool outer_scale) {
   bool any_min = false, all_signed = true, all_unsigned = true, tables = true;
-  bool super = !f.outer_scale, half = !f.outer_scale;
+  bool super = !outer_scale, half = !outer_scale;
   int group = 256, bits = 4, super_bits = 0;
-  for (const quant::GgufType type : f.blocks) {
+  for (const quant::GgufType type : types) {
     if (type == quant::GgufType::kNone) continue;
     const quant::GgufTypeInfo* info = quant::gguf_type_info(static_cast<std::uint32_t>(type));
     if (info == nullptr) continue;  // refused when the layer was resolved
@@ -154,10 +160,31 @@ Result<Scheme> gguf_scheme(const LinearFormat& f, DType) {
   if (tables) {
     w.dtype = DType::kU4;
     w.table = CodeTable::kIq4Nl;
-    return with_weight(named("nf4-bf16"), w);
+  } else if (!four && bits <= 6) {
+    w.code_bits = 6;
   }
-  if (!four && bits <= 6) w.code_bits = 6;
-  return with_weight(named(four ? "int4-g128" : "int8-bf16"), w);
+  return w;
+}
+
+}  // namespace
+
+// One form for both matrices, and what is known of each.
+Result<Scheme> gguf_scheme(const LinearFormat& f, DType) {
+  const std::span<const quant::GgufType> all = f.blocks;
+  const OperandQuant w = blocks_form(all, f.outer_scale);
+  const std::string_view nearest = w.table != CodeTable::kNone ? "nf4-bf16"
+                                   : w.dtype == DType::kI8     ? "int8-bf16"
+                                                               : "int4-g128";
+  Scheme scheme = with_weight(named(nearest), w);
+  // A table's indices are handed over as its entries, beside integers.
+  const auto of = [&](std::span<const quant::GgufType> types) {
+    const OperandQuant form = blocks_form(types, f.outer_scale);
+    return form.table == w.table ? form : w;
+  };
+  const MatrixForms forms = {of(all.first(2)), of(all.last(1))};
+  const bool differ = !(forms.w13 == w && forms.w2 == w);
+  if (differ && !MOESAIC_FAULT(checkpoint_forms_forgotten)) scheme.forms = forms;
+  return scheme;
 }
 
 }  // namespace moesaic::checkpoint

@@ -63,7 +63,7 @@ Status scheme_of_values(const std::vector<MlpTensors>& experts, const LinearForm
     MOESAIC_ASSIGN_OR_RETURN(const bool differ, numbers_differ(experts, TensorKind::kScale));
     if (differ) weight.granularity = ScaleGranularity::kChannel;
   }
-  *scheme = with_weight(*scheme, weight);
+  if (!(weight == scheme->weight)) *scheme = with_weight(*scheme, weight);
   if (format.act_order) {
     MOESAIC_ASSIGN_OR_RETURN(const bool differ, numbers_differ(experts, TensorKind::kGroupIndex));
     if (differ) {

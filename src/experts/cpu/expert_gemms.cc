@@ -13,9 +13,12 @@ using cpu::kMaxRows;
 using cpu::kPanelColumns;
 
 // The grouped GEMM of a panel whose scales are in super-blocks, some of them at a time.
-void CpuExperts::multiply_super_blocks(const CpuWorkspace& w, const CpuProjection& projection,
+void CpuExperts::multiply_super_blocks(const CpuWorkspace& w, const Matrix& matrix,
                                        cpu::PanelArgs args) const {
-  if (super_gemm_ != nullptr && args.num_rows <= cpu::kSuperGemmRows) return super_gemm_(args);
+  const bool few = args.num_rows <= cpu::kSuperGemmRows;
+  if (matrix.super_product != nullptr && few) return matrix.super_product(args);
+  const CpuGemm& gemm = *matrix.gemm;
+  const CpuProjection& projection = *matrix.weights;
   const void* rows[kMaxRows];
   const float *scales[kMaxRows], *sums[kMaxRows];
   const auto copy = [&](auto& from, auto* to) {
@@ -29,15 +32,15 @@ void CpuExperts::multiply_super_blocks(const CpuWorkspace& w, const CpuProjectio
   float* buffer = w.scales + omp_get_thread_num() * w.scales_stride;
   const std::byte* compact = args.group_scales;
   const std::int64_t k = args.padded_k, steps = plan_.super_scale_steps;
-  const std::int64_t groups = steps / plan_.fold;
+  const std::int64_t groups = steps / gemm.fold;
   for (std::int64_t k0 = 0; k0 < k; k0 += steps) {
     args.padded_k = std::min(steps, k - k0);
     projection.expand_scales(kernels_, compact, k0, buffer, args);
-    gemm_(args);
+    matrix.product(args);
     args.accumulate = !MOESAIC_FAULT(cpu_super_blocks_overwrite);
     args.panel += projection.shape().bytes_of(steps);
     for (int r = 0; r < args.num_rows; ++r) {
-      rows[r] = static_cast<const std::byte*>(rows[r]) + plan_.operand_bytes(steps);
+      rows[r] = static_cast<const std::byte*>(rows[r]) + plan_.operand_bytes(gemm, steps);
       if (args.row_scales != nullptr) scales[r] += groups / args.folds_per_row_scale;
       if (args.row_sums != nullptr) sums[r] += groups;
     }
@@ -45,28 +48,30 @@ void CpuExperts::multiply_super_blocks(const CpuWorkspace& w, const CpuProjectio
 }
 
 // result = rows times panel p of expert e, all scales included.
-void CpuExperts::multiply(const CpuWorkspace& w, const CpuProjection& projection, std::int64_t e,
+void CpuExperts::multiply(const CpuWorkspace& w, const Matrix& matrix, std::int64_t e,
                           std::int64_t p, cpu::PanelArgs& args, const float* const* numbers,
                           float static_scale) const {
+  const CpuGemm& gemm = *matrix.gemm;
+  const CpuProjection& projection = *matrix.weights;
   const bool whole_row_scales = plan_.row_scales && plan_.row_step == 0;
   cpu::PanelArgs all = projection.panel(e, p);
   all.rows = args.rows;
   all.num_rows = args.num_rows;
   all.result = args.result;
-  all.folds_per_row_scale = plan_.folds_per_row_scale;
+  all.folds_per_row_scale = gemm.folds_per_row_scale;
   const float* sums[kMaxRows];
-  if (plan_.row_sums) {
+  if (gemm.row_sums) {
     const std::int64_t before = plan_.scales(projection.shape().padded_k());
     for (int r = 0; r < args.num_rows; ++r) sums[r] = numbers[r] + before;
     all.row_sums = sums;
   }
   if (plan_.row_scales && !whole_row_scales) all.row_scales = numbers;
-  if (plan_.super_scales) {
-    multiply_super_blocks(w, projection, all);
+  if (gemm.super_scales) {
+    multiply_super_blocks(w, matrix, all);
   } else if (reads_e2m1_groups(args.num_rows)) {
     kernels_.grouped_gemm_e2m1(all);
   } else {
-    gemm_(all);
+    matrix.product(all);
   }
   const float* factors = projection.column_factors(e, p);
   if (factors == nullptr) return;
@@ -88,6 +93,7 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
   alignas(64) float act[kMaxRows * cpu::kGroup];
   const void* rows[kMaxRows];
   const float* numbers[kMaxRows];
+  const CpuGemm& gemm2 = plan_.gemm2;
   const std::int64_t width = panel_width();
   const std::int64_t first_panel = block * panels_per_block_;
   const std::int64_t last_panel =
@@ -95,7 +101,7 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
   const std::int64_t column = first_panel * width;
   // Columns beyond I (zero weights) up to the padded width hold act(0), which need not be 0:
   // cleared, not multiplied.
-  const std::int64_t valid = std::min(panels_per_block_ * width, plan_.k2 - column);
+  const std::int64_t valid = std::min(panels_per_block_ * width, gemm2.k - column);
   const std::int64_t real = std::min(valid, plan_.intermediate - column);
   std::int64_t end = w.first_row[e + 1];
   const std::int64_t most = rows_of_call(end - w.first_row[e]);
@@ -104,16 +110,16 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
     const int count = static_cast<int>(std::min<std::int64_t>(most, end - begin));
     for (int r = 0; r < count; ++r) {
       const std::int64_t in = input_of(w, begin + r);
-      rows[r] = w.a1 + in * plan_.row_pitch(plan_.k1);
+      rows[r] = w.a1 + in * plan_.row_pitch(plan_.gemm1);
       if (reads_e2m1_groups(count)) rows[r] = w.a1_groups + in * plan_.e2m1_groups1();
-      numbers[r] = w.a1_numbers + in * plan_.numbers1();
+      numbers[r] = w.a1_numbers + in * plan_.numbers(plan_.gemm1);
     }
     cpu::PanelArgs args;
     args.rows = rows;
     args.num_rows = count;
     args.result = result;
     for (std::int64_t p = first_panel; p < last_panel; ++p) {
-      multiply(w, weights_.w13, e, p, args, numbers, w.a1_static.of(e));
+      multiply(w, matrix13_, e, p, args, numbers, w.a1_static.of(e));
       kernels_.activate({.c = result,
                          .num_rows = count,
                          .bias = weights_.w13.panel_bias(e, p),
@@ -133,22 +139,22 @@ void CpuExperts::block1(const CpuWorkspace& w, std::int64_t e, std::int64_t bloc
       }
       if (plan_.whole_rows) {
         kernels_.round_row(y, valid, plan_.round_dtype);
-        std::memcpy(w.a2_raw + (begin + r) * plan_.k2 + column, y,
+        std::memcpy(w.a2_raw + (begin + r) * gemm2.k + column, y,
                     static_cast<std::size_t>(valid) * sizeof(float));
         continue;
       }
       const RowNumbers kept =
-          numbers_from(w.a2_numbers + (begin + r) * plan_.numbers2(), plan_.k2, column);
+          numbers_from(gemm2, w.a2_numbers + (begin + r) * plan_.numbers(gemm2), column);
       std::byte* operand =
-          w.a2 + (begin + r) * plan_.row_pitch(plan_.k2) + plan_.operand_bytes(column);
+          w.a2 + (begin + r) * plan_.row_pitch(gemm2) + plan_.operand_bytes(gemm2, column);
       if (MOESAIC_FAULT(cpu_intermediate_not_requantised)) {
         kernels_.round_row(y, valid, plan_.round_dtype);
-        store_operand(y, valid, operand);
+        store_operand(gemm2, y, valid, operand);
         if (plan_.row_scales) std::fill_n(kept.scales, plan_.scales(valid), 1.0F);
-        if (plan_.row_sums) std::fill_n(kept.sums, plan_.sums(valid), 1.0F);
+        if (gemm2.row_sums) std::fill_n(kept.sums, plan_.sums(gemm2, valid), 1.0F);
         continue;
       }
-      finish_row(y, valid, w.a2_static.of(e), kept, operand,
+      finish_row(gemm2, y, valid, w.a2_static.of(e), kept, operand,
                  reads_e2m1_groups(count) ? w.a2_groups + (begin + r) * plan_.e2m1_groups2() +
                                                 column / cpu::kE2M1GroupSteps
                                           : nullptr);
@@ -167,15 +173,15 @@ void CpuExperts::panel2(const CpuWorkspace& w, std::int64_t e, std::int64_t p) c
   for (std::int64_t begin = w.first_row[e]; begin < end; begin += most) {
     const int count = static_cast<int>(std::min<std::int64_t>(most, end - begin));
     for (int r = 0; r < count; ++r) {
-      rows[r] = w.a2 + (begin + r) * plan_.row_pitch(plan_.k2);
+      rows[r] = w.a2 + (begin + r) * plan_.row_pitch(plan_.gemm2);
       if (reads_e2m1_groups(count)) rows[r] = w.a2_groups + (begin + r) * plan_.e2m1_groups2();
-      numbers[r] = w.a2_numbers + (begin + r) * plan_.numbers2();
+      numbers[r] = w.a2_numbers + (begin + r) * plan_.numbers(plan_.gemm2);
     }
     cpu::PanelArgs args;
     args.rows = rows;
     args.num_rows = count;
     args.result = result;
-    multiply(w, weights_.w2, e, p, args, numbers, w.a2_static.of(e));
+    multiply(w, matrix2_, e, p, args, numbers, w.a2_static.of(e));
     for (int r = 0; bias != nullptr && r < count; ++r)
       kernels_.accumulate_row(bias, 1.0F, kPanelColumns, result + r * kPanelColumns);
     kernels_.store_panel(result, count, w.past_caches, w.out + begin * plan_.n2 + p * kPanelColumns,

@@ -9,6 +9,7 @@
 
 #include "core/fault.h"
 #include "cpu/super_scales.h"
+#include "experts/matrix_form.h"
 #include "numerics/element.h"
 
 namespace moesaic::experts {
@@ -234,25 +235,35 @@ void CpuProjection::append_parts(bool second, std::int64_t num_experts,
 }
 
 Result<CpuExpertWeights> CpuExpertWeights::load(const MoeProblem& problem,
-                                                const CpuWeightFormat& format, ExpertSource& source,
-                                                int num_threads) {
+                                                const CpuWeightFormats& formats,
+                                                ExpertSource& source, int num_threads) {
   const bool gated = is_gated(problem.activation.kind);
   const cpu::PackedShape shape13 =
-      format.shape(gated ? cpu::RowOrder::kGateUp : cpu::RowOrder::kPlain, w13_rows(problem),
-                   problem.hidden_size);
+      formats.w13.shape(gated ? cpu::RowOrder::kGateUp : cpu::RowOrder::kPlain, w13_rows(problem),
+                        problem.hidden_size);
   const cpu::PackedShape shape2 =
-      format.shape(cpu::RowOrder::kPlain, problem.hidden_size, problem.intermediate_size);
+      formats.w2.shape(cpu::RowOrder::kPlain, problem.hidden_size, problem.intermediate_size);
   const std::int64_t num_experts = problem.num_local_experts;
   const bool bias = problem.has_expert_bias, perm = problem.quant.weight.act_order;
   CpuExpertWeights w;
   MOESAIC_ASSIGN_OR_RETURN(w.w13,
-                           CpuProjection::allocate(format, shape13, num_experts, bias, perm));
-  MOESAIC_ASSIGN_OR_RETURN(w.w2, CpuProjection::allocate(format, shape2, num_experts, bias, perm));
+                           CpuProjection::allocate(formats.w13, shape13, num_experts, bias, perm));
+  MOESAIC_ASSIGN_OR_RETURN(w.w2,
+                           CpuProjection::allocate(formats.w2, shape2, num_experts, bias, perm));
+  FormedMatrix formed;
   for (std::int64_t e = 0; e < num_experts; ++e) {
     MOESAIC_ASSIGN_OR_RETURN(const ExpertWeightsView view, source.expert(e));
     MOESAIC_RETURN_IF_ERROR(check_expert_weights(problem, view, e));
-    MOESAIC_RETURN_IF_ERROR(w.w13.set_expert(e, "w13", w13_of(view), num_threads));
-    MOESAIC_RETURN_IF_ERROR(w.w2.set_expert(e, "w2", w2_of(view), num_threads));
+    const auto set = [&](CpuProjection& to, std::string_view field, ProjectionView from,
+                         const OperandQuant* form) -> Status {
+      if (form != nullptr) {
+        MOESAIC_ASSIGN_OR_RETURN(from, formed.narrow(problem.quant.weight, *form, e, field, from));
+      }
+      return to.set_expert(e, field, from, num_threads);
+    };
+    const MatrixForms* const forms = formats.formed ? &*problem.quant.forms : nullptr;
+    MOESAIC_RETURN_IF_ERROR(set(w.w13, "w13", w13_of(view), forms ? &forms->w13 : nullptr));
+    MOESAIC_RETURN_IF_ERROR(set(w.w2, "w2", w2_of(view), forms ? &forms->w2 : nullptr));
   }
   return w;
 }

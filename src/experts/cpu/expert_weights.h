@@ -74,7 +74,7 @@ class CpuProjection {
 struct CpuExpertWeights {
   CpuProjection w13, w2;
   // Reads every expert from the source once, in order.
-  static Result<CpuExpertWeights> load(const MoeProblem& problem, const CpuWeightFormat& format,
+  static Result<CpuExpertWeights> load(const MoeProblem& problem, const CpuWeightFormats& formats,
                                        ExpertSource& source, int num_threads);
   std::int64_t bytes() const { return w13.bytes() + w2.bytes(); }
 };

@@ -87,7 +87,7 @@ void CpuExperts::run_standard(const ExpertsArgs& args, const CpuWorkspace& w,
         const std::byte* x =
             args.hidden_states.data + (t0 + t) * args.hidden_states.strides[0] * in_elem;
         if (in_scales != nullptr) {
-          load_quantized(w, row, x, in_scales + (t0 + t) * plan_.scales(plan_.k1));
+          load_quantized(w, row, x, in_scales + (t0 + t) * plan_.scales(plan_.gemm1.k));
         } else {
           const float factor = weights[MOESAIC_FAULT(cpu_first_weight_on_input) ? t * k : slot];
           prepare_input(w, row, e, x, args.hidden_states.dtype, factor, e2m1_groups);
@@ -227,7 +227,7 @@ Status CpuExperts::run(const ExpertsArgs& args) const {
 Status cpu_experts_can_implement(std::string_view tier, const MoeProblem& problem) {
   MOESAIC_RETURN_IF_ERROR(check_problem(problem));
   MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::usable_kernels(tier));
-  MOESAIC_RETURN_IF_ERROR(cpu_weight_format(problem.quant, *kernels).status());
+  MOESAIC_RETURN_IF_ERROR(cpu_weight_formats(problem.quant, *kernels).status());
   return expect_cpu(problem.device);
 }
 
@@ -240,12 +240,13 @@ Result<std::unique_ptr<Experts>> make_cpu_experts(std::string_view tier, const M
 
 Result<std::unique_ptr<Experts>> make_cpu_experts(const cpu::CpuKernels& kernels,
                                                   const MoeProblem& problem, ExpertSource& source) {
-  MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormat format, cpu_weight_format(problem.quant, kernels));
-  const CpuPlan plan = make_cpu_plan(problem, format, kernels);
+  MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormats formats,
+                           cpu_weight_formats(problem.quant, kernels));
+  const CpuPlan plan = make_cpu_plan(problem, formats, kernels);
   MOESAIC_ASSIGN_OR_RETURN(CpuExpertWeights weights,
-                           CpuExpertWeights::load(problem, format, source, plan.num_threads));
-  return std::unique_ptr<Experts>(
-      std::make_unique<CpuExperts>(problem, kernels, plan, format.grouped, std::move(weights)));
+                           CpuExpertWeights::load(problem, formats, source, plan.num_threads));
+  return std::unique_ptr<Experts>(std::make_unique<CpuExperts>(
+      problem, kernels, plan, formats.w13.grouped, std::move(weights)));
 }
 
 void CpuExperts::accumulate(const float* row, float weight, std::int64_t n, float* sum) const {
@@ -256,18 +257,18 @@ Result<int> cpu_experts_threads(std::string_view tier, const MoeProblem& problem
                                 std::int64_t tokens) {
   MOESAIC_RETURN_IF_ERROR(cpu_experts_can_implement(tier, problem));
   MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::kernels_by_name(tier));
-  MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormat format,
-                           cpu_weight_format(problem.quant, *kernels));
-  return make_cpu_plan(problem, format, *kernels).team_of_tokens(tokens);
+  MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormats formats,
+                           cpu_weight_formats(problem.quant, *kernels));
+  return make_cpu_plan(problem, formats, *kernels).team_of_tokens(tokens);
 }
 
 Result<std::int64_t> cpu_experts_workspace_size(std::string_view tier, const MoeProblem& problem,
                                                 std::int64_t tokens) {
   MOESAIC_RETURN_IF_ERROR(cpu_experts_can_implement(tier, problem));
   MOESAIC_ASSIGN_OR_RETURN(const cpu::CpuKernels* kernels, cpu::kernels_by_name(tier));
-  MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormat format,
-                           cpu_weight_format(problem.quant, *kernels));
-  return cpu_workspace_bytes(make_cpu_plan(problem, format, *kernels), tokens);
+  MOESAIC_ASSIGN_OR_RETURN(const CpuWeightFormats formats,
+                           cpu_weight_formats(problem.quant, *kernels));
+  return cpu_workspace_bytes(make_cpu_plan(problem, formats, *kernels), tokens);
 }
 
 }  // namespace moesaic::experts

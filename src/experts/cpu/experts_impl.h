@@ -42,20 +42,13 @@ class CpuExperts final : public Experts {
         plan_(plan),
         weights_(std::move(weights)),
         name_(std::string("cpu_") + kernels.name) {
-    const cpu::WeightKind kind = weights_.w13.shape().kind;
     // A block is 128 columns where groups of them are quantised or summed, or where the padding
     // of K2 must be cleared; one panel where columns are independent.
-    const bool padded = plan_.k2 != round_up(plan_.intermediate, 4);
+    const bool padded = plan_.gemm2.k != round_up(plan_.intermediate, 4);
     panels_per_block_ =
         plan_.row_numbers() || plan_.scaled_operands || padded ? cpu::kGroup / panel_width() : 1;
-    const bool bf16 = plan_.operand == cpu::OperandKind::kBF16;
-    gemm_ = grouped ? (bf16 ? kernels_.grouped_gemm_bf16 : kernels_.grouped_gemm_f32)[kind]
-                    : (bf16 ? kernels_.panel_gemm_bf16 : kernels_.panel_gemm_f32)[kind];
-    if (plan_.operand == cpu::OperandKind::kI8) {
-      gemm_ = kernels_.grouped_gemm_i8[kind];
-      const cpu::SuperScaleForm& form = weights_.w13.super_form();
-      if (cpu::super_gemm_takes(kind, form, plan_.fold)) super_gemm_ = kernels_.super_gemm_i8[kind];
-    }
+    matrix13_ = matrix_of(weights_.w13, plan_.gemm1, grouped);
+    matrix2_ = matrix_of(weights_.w2, plan_.gemm2, grouped);
   }
 
   std::string_view name() const override { return name_; }
@@ -81,6 +74,27 @@ class CpuExperts final : public Experts {
   Status run(const ExpertsArgs& args) const override;
 
  private:
+  // One of the two, with what multiplies it.
+  struct Matrix {
+    const CpuProjection* weights = nullptr;
+    const CpuGemm* gemm = nullptr;
+    cpu::PanelGemm product = nullptr;
+    cpu::PanelGemm super_product = nullptr;  // for few rows; null: none
+  };
+  Matrix matrix_of(const CpuProjection& weights, const CpuGemm& gemm, bool grouped) const {
+    const cpu::WeightKind kind = weights.shape().kind;
+    Matrix m = {&weights, &gemm};
+    if (plan_.operand == cpu::OperandKind::kI8) {
+      m.product = kernels_.grouped_gemm_i8[kind];
+      if (cpu::super_gemm_takes(kind, weights.super_form(), gemm.fold))
+        m.super_product = kernels_.super_gemm_i8[kind];
+      return m;
+    }
+    const bool bf16 = plan_.operand == cpu::OperandKind::kBF16;
+    m.product = grouped ? (bf16 ? kernels_.grouped_gemm_bf16 : kernels_.grouped_gemm_f32)[kind]
+                        : (bf16 ? kernels_.panel_gemm_bf16 : kernels_.panel_gemm_f32)[kind];
+    return m;
+  }
   void run_standard(const ExpertsArgs& args, const CpuWorkspace& w,
                     std::int64_t chunk_tokens) const;
   void run_batched(const ExpertsArgs& args, const CpuWorkspace& w, std::int64_t capacity) const;
@@ -92,17 +106,16 @@ class CpuExperts final : public Experts {
   void load_quantized(const CpuWorkspace& w, std::int64_t row, const std::byte* codes,
                       const float* scales) const;
   void copy_input(const CpuWorkspace& w, std::int64_t from, std::int64_t to) const;
-  void store_operand(const float* row, std::int64_t n, std::byte* dst) const;
-  // The numbers beside a row of k columns that belong to column `column` and those after it.
-  RowNumbers numbers_from(float* numbers, std::int64_t k, std::int64_t column) const;
-  void finish_row(float* x, std::int64_t n, float input_scale, const RowNumbers& numbers,
-                  std::byte* operand, cpu::E2M1Group* groups) const;
+  void store_operand(const CpuGemm& gemm, const float* row, std::int64_t n, std::byte* dst) const;
+  // The numbers beside a row of a GEMM that belong to column `column` and those after it.
+  RowNumbers numbers_from(const CpuGemm& gemm, float* numbers, std::int64_t column) const;
+  void finish_row(const CpuGemm& gemm, float* x, std::int64_t n, float input_scale,
+                  const RowNumbers& numbers, std::byte* operand, cpu::E2M1Group* groups) const;
   void finish_whole_row(const CpuWorkspace& w, std::int64_t r) const;
   // expert_gemms.cc
-  void multiply(const CpuWorkspace& w, const CpuProjection& projection, std::int64_t e,
-                std::int64_t p, cpu::PanelArgs& args, const float* const* numbers,
-                float static_scale) const;
-  void multiply_super_blocks(const CpuWorkspace& w, const CpuProjection& projection,
+  void multiply(const CpuWorkspace& w, const Matrix& matrix, std::int64_t e, std::int64_t p,
+                cpu::PanelArgs& args, const float* const* numbers, float static_scale) const;
+  void multiply_super_blocks(const CpuWorkspace& w, const Matrix& matrix,
                              cpu::PanelArgs args) const;
   std::int64_t task_chunk(std::int64_t tasks, std::int64_t panels_per_task) const;
   void gemms(const CpuWorkspace& w, std::int64_t num_active) const;
@@ -153,8 +166,7 @@ class CpuExperts final : public Experts {
   CpuExpertWeights weights_;
   std::string name_;
   std::int64_t panels_per_block_ = 1;
-  cpu::PanelGemm gemm_ = nullptr;
-  cpu::PanelGemm super_gemm_ = nullptr;  // for few rows; null: none
+  Matrix matrix13_, matrix2_;
 };
 
 }  // namespace moesaic::experts

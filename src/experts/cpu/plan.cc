@@ -18,7 +18,6 @@ void plan_rows(const MoeProblem& problem, const CpuWeightFormat& format, CpuPlan
   using cpu::RowQuantRule;
   plan.row_rule = cpu_row_rule(problem.quant.activation);
   plan.power_of_two_scales = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
-  plan.row_sums = format.group_offsets;
   plan.static_rows = format.static_rows;
   const bool token = problem.quant.activation.granularity == ScaleGranularity::kToken;
   const bool group = problem.quant.activation.granularity == ScaleGranularity::kGroup;
@@ -28,13 +27,23 @@ void plan_rows(const MoeProblem& problem, const CpuWeightFormat& format, CpuPlan
     plan.row_rule = RowQuantRule::kFp8GroupPow2;
   plan.row_scales = token || (group && !plan.scaled_operands);
   if (group) plan.row_step = problem.quant.activation.block_k;
-  if (group && format.grouped)
-    plan.folds_per_row_scale = static_cast<int>(plan.row_step / format.fold);
   plan.permuted = problem.quant.weight.act_order;
   // GEMM1 leaves the intermediate in blocks of 128 columns: a scale of more, or of some of two
   // blocks, waits for the row.
   const bool across = group && cpu::kGroup % plan.row_step != 0;
   plan.whole_rows = token || plan.permuted || across;
+}
+
+CpuGemm plan_gemm(const CpuPlan& plan, const OperandQuant& activation,
+                  const CpuWeightFormat& format, std::int64_t columns) {
+  CpuGemm gemm;
+  gemm.k = format.shape(cpu::RowOrder::kPlain, 1, columns).padded_k();
+  gemm.fold = format.fold;
+  if (activation.granularity == ScaleGranularity::kGroup && format.grouped)
+    gemm.folds_per_row_scale = static_cast<int>(plan.row_step / format.fold);
+  gemm.row_sums = format.group_offsets;
+  gemm.super_scales = format.super.bits != 0;
+  return gemm;
 }
 
 bool has_e2m1_groups(const CpuPlan& plan, const CpuWeightFormat& format,
@@ -47,8 +56,10 @@ bool has_e2m1_groups(const CpuPlan& plan, const CpuWeightFormat& format,
 
 }  // namespace
 
-CpuPlan make_cpu_plan(const MoeProblem& problem, const CpuWeightFormat& format,
+CpuPlan make_cpu_plan(const MoeProblem& problem, const CpuWeightFormats& formats,
                       const cpu::CpuKernels& kernels) {
+  // Forms differ in codes and their groups only.
+  const CpuWeightFormat& format = formats.w13;
   CpuPlan plan;
   plan.kind = problem.quant.kind;
   plan.standard = problem.format == ActivationFormat::kStandard;
@@ -60,17 +71,17 @@ CpuPlan make_cpu_plan(const MoeProblem& problem, const CpuWeightFormat& format,
   const bool narrow = plan.row_rule != cpu::RowQuantRule::kNone || plan.round_dtype == DType::kBF16;
   plan.operand = narrow ? kernels.narrow_operand : OperandKind::kF32;
   if (format.integer_products) plan.operand = OperandKind::kI8;
-  plan.fold = format.fold;
-  plan.super_scales = format.super.bits != 0;
   plan.super_scale_steps = kernels.super_scale_steps;
   plan.max_chunk_rows = kernels.chunk_rows;
   plan.e2m1_groups = plan.operand == OperandKind::kBF16 && has_e2m1_groups(plan, format, kernels);
   plan.top_k = problem.top_k;
   plan.own_rows =
       plan.permuted || (plan.standard && problem.apply_router_weight_on_input && problem.top_k > 1);
-  const bool whole_integers = format.kind == cpu::WeightKind::kI8Quads &&
-                              format.group_scales == cpu::GroupScaleForm::kNone &&
-                              !format.group_offsets;
+  const auto is_whole = [](const CpuWeightFormat& f) {
+    return f.kind == cpu::WeightKind::kI8Quads && f.group_scales == cpu::GroupScaleForm::kNone &&
+           !f.group_offsets;
+  };
+  const bool whole_integers = is_whole(formats.w13) && is_whole(formats.w2);
   plan.pads_rows =
       kernels.reads_spaced_rows &&
       (plan.operand == OperandKind::kBF16 || (plan.operand == OperandKind::kI8 && whole_integers));
@@ -78,8 +89,9 @@ CpuPlan make_cpu_plan(const MoeProblem& problem, const CpuWeightFormat& format,
   plan.num_local_experts = problem.num_local_experts;
   plan.hidden = problem.hidden_size;
   plan.intermediate = problem.intermediate_size;
-  plan.k1 = format.shape(cpu::RowOrder::kPlain, 1, problem.hidden_size).padded_k();
-  plan.k2 = format.shape(cpu::RowOrder::kPlain, 1, problem.intermediate_size).padded_k();
+  const OperandQuant& rows = problem.quant.activation;
+  plan.gemm1 = plan_gemm(plan, rows, formats.w13, problem.hidden_size);
+  plan.gemm2 = plan_gemm(plan, rows, formats.w2, problem.intermediate_size);
   plan.n2 = round_up(problem.hidden_size, kPanelColumns);
   plan.num_threads = cpu::resolve_threads(problem.num_threads);
   const bool gated = is_gated(problem.activation.kind);
@@ -87,8 +99,8 @@ CpuPlan make_cpu_plan(const MoeProblem& problem, const CpuWeightFormat& format,
   const auto order = gated ? cpu::RowOrder::kGateUp : cpu::RowOrder::kPlain;
   plan.columns1 = columns;
   plan.expert_bytes =
-      format.shape(order, columns, problem.hidden_size).matrix_bytes() +
-      format.shape(cpu::RowOrder::kPlain, problem.hidden_size, problem.intermediate_size)
+      formats.w13.shape(order, columns, problem.hidden_size).matrix_bytes() +
+      formats.w2.shape(cpu::RowOrder::kPlain, problem.hidden_size, problem.intermediate_size)
           .matrix_bytes();
   return plan;
 }

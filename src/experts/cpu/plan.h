@@ -1,4 +1,4 @@
-// What a problem, its weight format and a tier's kernels make of the CPU backends' rows.
+// What a problem, its weight formats and a tier's kernels make of the CPU backends' rows.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace moesaic::experts {
 
-CpuPlan make_cpu_plan(const MoeProblem& problem, const CpuWeightFormat& format,
+CpuPlan make_cpu_plan(const MoeProblem& problem, const CpuWeightFormats& formats,
                       const cpu::CpuKernels& kernels);
 
 // Workspace of a call with that many tokens (standard format) or rows per expert (batched).

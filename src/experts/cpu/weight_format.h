@@ -40,6 +40,14 @@ struct CpuWeightFormat {
 // reference computes.
 Result<CpuWeightFormat> cpu_weight_format(const Scheme& quant, const cpu::CpuKernels& kernels);
 
+// Of both matrices: each in its own form where the scheme knows these and the tier's kernels read
+// both with the same operands.
+struct CpuWeightFormats {
+  CpuWeightFormat w13, w2;
+  bool formed = false;  // as Scheme::forms says
+};
+Result<CpuWeightFormats> cpu_weight_formats(const Scheme& quant, const cpu::CpuKernels& kernels);
+
 // How the CPU kernels quantise activations; kNone for plain ones. kInt8 of a group is called group
 // by group.
 cpu::RowQuantRule cpu_row_rule(const OperandQuant& activation);

@@ -66,6 +66,7 @@ struct RepackCall {
   const ExpertWeightsView& weights;   // checked
   Allocation& staging;                // device memory to reuse from expert to expert
   std::span<std::byte* const> parts;  // this expert's place in each part of the format
+  std::int64_t expert = 0;            // for messages
 };
 
 }  // namespace moesaic::cuda

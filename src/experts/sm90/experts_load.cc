@@ -115,7 +115,7 @@ Status CudaExperts::Impl::load(ExpertSource& source) {
     for (std::size_t i = 0; i < rows.size(); ++i) {
       to[i] = parts[i].as<std::byte>() + e * rows[i].bytes(plan);
     }
-    MOESAIC_RETURN_IF_ERROR(plan.format->repack({plan, view, staging, to}));
+    MOESAIC_RETURN_IF_ERROR(plan.format->repack({plan, view, staging, to, e}));
     if (plan.static_scales) {
       const float scale = view.w13_input_scale.as<float>()[0];
       if (e == 0) first_scale = scale;

@@ -21,6 +21,8 @@ Result<ExpertsPlan> make_experts_plan(const MoeProblem& problem) {
   plan.w13 = {{experts::w13_rows(problem), problem.hidden_size, element, is_gated(kind)}, slab};
   plan.w2 = {{problem.hidden_size, problem.intermediate_size, element, false}, slab};
   plan.weight = problem.quant.weight;
+  plan.forms = {plan.weight, plan.weight};
+  if (plan.format->takes_w2 != nullptr) plan.forms = *problem.quant.forms;
   plan.set_image(false);
   plan.power_of_two_scales = problem.quant.activation.scale_format == ScaleFormat::kE8M0;
   plan.weight_on_input = problem_of_rows(problem).apply_router_weight_on_input;
@@ -30,8 +32,10 @@ Result<ExpertsPlan> make_experts_plan(const MoeProblem& problem) {
 
 void ExpertsPlan::set_image(bool exact_scales) {
   if (format->image == nullptr) return;
-  codes = format->image(weight, exact_scales);
-  w13.slab_bytes = w2.slab_bytes = codes.slab_bytes;
+  codes = format->image(forms.w13, exact_scales);
+  codes2 = format->image(forms.w2, exact_scales);
+  w13.slab_bytes = codes.slab_bytes;
+  w2.slab_bytes = codes2.slab_bytes;
 }
 
 void ExpertsPlan::fill_sizes(const MoeProblem& problem, GroupedParams& to) const {
@@ -48,6 +52,7 @@ void ExpertsPlan::fill_sizes(const MoeProblem& problem, GroupedParams& to) const
   to.row_bytes1 = narrow(w13.row_bytes());
   to.row_bytes2 = narrow(w2.row_bytes());
   to.codes = codes;
+  to.codes2 = codes2;
   to.chunks_of_sums = chunks_of_sums(weight);
 }
 

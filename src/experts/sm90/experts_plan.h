@@ -18,8 +18,9 @@ struct ExpertsPlan {
   const FormatRow* format = nullptr;
   EpilogueKind epilogue = EpilogueKind::kSwiglu;
   WeightShape w13, w2;
-  OperandQuant weight;
-  CodeImage codes;  // where the format has several kinds
+  OperandQuant weight;      // as it is handed over
+  MatrixForms forms;        // as images have it
+  CodeImage codes, codes2;  // of w13 and w2, where the format has several kinds
   bool power_of_two_scales = false;
   bool weight_on_input = false;
   bool static_scales = false;  // of operand rows, with the weights

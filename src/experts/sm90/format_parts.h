@@ -19,6 +19,8 @@
 //                                 // Integers
 //     using Inner = ...;          // how GEMM1's result is stored: RoundBf16, RoundF16, QuantiseE4M3,
 //                                 // WholeRow, GroupValues
+//     using OfW2 = ...;           // where w2 has codes of its own: the format that says how these lie
+//                                 // and are decoded (WeightScales, Weights); all else is alike
 //   };
 #pragma once
 
@@ -152,13 +154,32 @@ struct WholeRow {
   static constexpr bool kInt8 = kRows == RowForm::kInt8Row;
 };
 
+// The format of w2's codes.
+template <class Format>
+struct FormatOfW2 {
+  using Type = Format;
+};
+template <class Format>
+requires requires { typename Format::OfW2; }
+struct FormatOfW2<Format> {
+  using Type = typename Format::OfW2;
+  static_assert(Type::kChunkK == Format::kChunkK);
+};
+
 // What follows from a format's parts.
 template <class Format>
 struct FormatSizes {
   static constexpr int kRowElementBytes = row_element_bytes(Format::Tokens::kForm);
   static_assert(Format::kChunkK * kRowElementBytes == kChunkBytes);
-  static constexpr int kSlabBytes =
-      kSlabRows * (Format::kChunkK * Format::kWeightBits / 8 + Format::WeightScales::kRowBytes);
+  // Of a chunk; of the larger one of both matrices.
+  template <class Own>
+  static constexpr int slab_bytes() {
+    return kSlabRows * (Own::kChunkK * Own::kWeightBits / 8 + Own::WeightScales::kRowBytes);
+  }
+  using OfW2 = typename FormatOfW2<Format>::Type;
+  static constexpr int kSlabBytes = slab_bytes<OfW2>() > slab_bytes<Format>()
+                                        ? slab_bytes<OfW2>()
+                                        : slab_bytes<Format>();
   // GEMM2's rows are F32: rounded to F16 they could overflow where the layer's sum does not.
   static constexpr bool kWideResult = row_has_wide_result(Format::Tokens::kForm);
 };

@@ -94,7 +94,7 @@ template <class Format>
 constexpr FormatRow row_of(ComputeScheme scheme) {
   FormatRow row{};
   row.scheme = scheme;
-  row.takes = nullptr;
+  row.takes = row.takes_w2 = nullptr;
   row.rows = Format::Tokens::kForm;
   row.chunk_k = Format::kChunkK;
   row.slab_bytes = FormatSizes<Format>::kSlabBytes;

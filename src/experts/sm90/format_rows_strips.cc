@@ -5,6 +5,7 @@
 #include "experts/sm90/format_rows.h"
 #include "experts/sm90/formats/fp8_bf16.h"
 #include "experts/sm90/formats/int4_bf16.h"
+#include "experts/sm90/formats/int4_int8.h"
 #include "experts/sm90/formats/int4_minima.h"
 #include "experts/sm90/formats/int4_narrow.h"
 #include "experts/sm90/formats/int8_bf16.h"
@@ -26,6 +27,7 @@ LaunchGrouped launch_grouped_int8_bf16_swiglu;
 LaunchGrouped launch_grouped_int8_narrow_swiglu, launch_grouped_int8_narrow_relu2;
 LaunchGrouped launch_grouped_fp8_bf16_swiglu;
 LaunchGrouped launch_grouped_int4_minima_swiglu, launch_grouped_int4_minima_relu2;
+LaunchGrouped launch_grouped_int4_int8_swiglu;
 LaunchGrouped launch_grouped_int8_minima_swiglu, launch_grouped_int8_minima_relu2;
 
 namespace {
@@ -87,6 +89,14 @@ constexpr FormatRow int4_minima_row() {
   return with_relu2(row, MOESAIC_ON_DEVICE(launch_grouped_int4_minima_relu2));
 }
 
+constexpr FormatRow int4_int8_row() {
+  FormatRow row = row_of_strips<Int4Int8>("int4-bf16", &takes_minima<has_int4_codes>,
+                                          MOESAIC_ON_DEVICE(launch_grouped_int4_int8_swiglu), 136);
+  row.takes_w2 = &takes_narrow<has_int8_codes>;
+  row.tiles.middle = 48;
+  return row;
+}
+
 constexpr FormatRow table_bf16_row() {
   FormatRow row = row_of_strips<TableBf16>("nf4-bf16", &takes_wide<has_table_codes>,
                                            MOESAIC_ON_DEVICE(launch_grouped_table_bf16_swiglu));
@@ -102,6 +112,7 @@ constexpr FormatRow fp8_bf16_row(ComputeScheme scheme, std::string_view name) {
 }
 
 constexpr FormatRow kStrips[] = {
+    int4_int8_row(),  // before those of one form for both matrices
     row_of_int4<Int4Bf16>(&takes_wide<has_int4_codes>,
                           MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_swiglu),
                           MOESAIC_ON_DEVICE(launch_grouped_int4_bf16_any), 136),

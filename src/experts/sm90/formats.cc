@@ -60,12 +60,23 @@ std::string names_of_formats(bool (*has)(const FormatRow& row)) {
   return fmt::format("{} or {}", fmt::join(but_last, ", "), names.back());
 }
 
+namespace {
+
+bool has_weights(const FormatRow& row, const MoeProblem& problem) {
+  const Scheme& scheme = problem.quant;
+  if (row.takes == nullptr) return true;
+  if (row.takes_w2 == nullptr) return row.takes(scheme.weight);
+  return scheme.forms && row.takes(scheme.forms->w13) && row.takes_w2(scheme.forms->w2) &&
+         check_activation(row, problem).ok();  // the rows of one form for both have more builds
+}
+
+}  // namespace
+
 Result<const FormatRow*> format_of(const MoeProblem& problem) {
   const Scheme& scheme = problem.quant;
   for (const std::span<const FormatRow> rows : grouped_formats()) {
     for (const FormatRow& row : rows) {
-      const bool weight = row.takes == nullptr || row.takes(scheme.weight);
-      if (row.scheme == scheme.kind && weight) return &row;
+      if (row.scheme == scheme.kind && has_weights(row, problem)) return &row;
     }
   }
   const std::string_view kind = compute_scheme_name(scheme.kind);

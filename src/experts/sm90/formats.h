@@ -50,6 +50,8 @@ struct FormatRow {
   ComputeScheme scheme;
   // Where a scheme has more formats than one: which weights are this one's, and what texts call it.
   bool (*takes)(const OperandQuant& weight);  // null: all
+  // Where w2 has a form of its own (Scheme::forms, of which `takes` is asked about w13's): which.
+  bool (*takes_w2)(const OperandQuant& weight);
   std::string_view name;
   RowForm rows;    // operand rows of both GEMMs
   int chunk_k;     // elements of K in a chunk

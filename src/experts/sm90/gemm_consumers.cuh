@@ -72,7 +72,7 @@ __device__ __forceinline__ void send_block(const Shared& sh, RingPosition<1>& se
 
 // Slabs of several warpgroups: each multiplies its share, and the first is given the sums of the other
 // block. Whether this is the first, which has all sums of the item. One loop for all of them.
-template <class Format, class Tile, int kColumns>
+template <class Weights, class Format, class Tile, int kColumns>
 __device__ __forceinline__ bool multiply_share(const Shared<Format, Tile>& sh,
                                                RingPosition<Layout<Format, Tile>::kStages>& ring,
                                                RingPosition<1>& sent, int chunks, int group,
@@ -80,7 +80,7 @@ __device__ __forceinline__ bool multiply_share(const Shared<Format, Tile>& sh,
   using L = Layout<Format, Tile>;
   int block = warp < L::kEpilogueWarps ? 0 : 1;
   MOESAIC_CUDA_FAULT(cuda_second_block_is_the_first, block = 0;)
-  Format::Weights::template blocks<Format, Tile, kColumns>(
+  Weights::template blocks<Format, Tile, kColumns>(
       sh, ring, chunks, group, block, lane, reinterpret_cast<float(&)[1][kColumns / 2]>(acc[0]));
   if (warp >= L::kEpilogueWarps) {
     send_block<kColumns>(sh, sent, warp - L::kEpilogueWarps, lane, acc[0]);
@@ -128,13 +128,29 @@ __device__ __forceinline__ void consume_item(const GroupedParams& p, const Share
       factors.template load_weights<true>(p, item, second, Epilogue::kGated && !second, group,
                                           warp & 3, lane);
     }
-    const int chunks = second ? p.chunks2 : p.chunks1;
-    if constexpr (L::kSlabGroups == 1) {
-      Weights::template columns<Format, Tile, kColumns>(sh, ring, chunks, group, lane, false, acc);
-    } else if (!multiply_share<Format, Tile, kColumns>(sh, ring, sent, chunks, group, warp, lane,
-                                                       acc)) {
-      return;
+    const auto multiply_all = [&]<class Own>(const Shared<Format, Tile>& of, int chunks) {
+      if constexpr (L::kSlabGroups == 1) {
+        Own::template columns<Format, Tile, kColumns>(of, ring, chunks, group, lane, false, acc);
+        return true;
+      } else {
+        return multiply_share<Own, Format, Tile, kColumns>(of, ring, sent, chunks, group, warp,
+                                                           lane, acc);
+      }
+    };
+    bool has_sums = true;
+    if constexpr (L::kTwoForms) {
+      if (second) {
+        using Own = typename L::OfW2::Weights;
+        const CodeImage* image = &p.codes2;
+        MOESAIC_CUDA_FAULT(cuda_experts_w2_has_the_image_of_w13, image = &p.codes;)
+        has_sums = multiply_all.template operator()<Own>(sh.with(*image), p.chunks2);
+      } else {
+        has_sums = multiply_all.template operator()<Weights>(sh, p.chunks1);
+      }
+    } else {
+      has_sums = multiply_all.template operator()<Weights>(sh, second ? p.chunks2 : p.chunks1);
     }
+    if (!has_sums) return;
   }
   if constexpr (kFactors) {
     factors.load_weights(p, item, second, Epilogue::kGated && !second, group, warp & 3, lane);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "experts/sm90/format_parts.h"
 #include "experts/sm90/grouped_gemm.h"
@@ -75,6 +76,9 @@ struct Layout {
   static constexpr int kTokenBytes = Tile::kMaxColumns * kChunkBytes;
   static constexpr int kSlabBytes = FormatSizes<Format>::kSlabBytes;
   static constexpr int kBandBytes = 2 * kSlabBytes;  // of a chunk, in the image
+  // w2 has codes of another form than w13.
+  using OfW2 = typename FormatOfW2<Format>::Type;
+  static constexpr bool kTwoForms = !std::is_same_v<OfW2, Format>;
   // The image's slabs may be smaller than what there is room for.
   static constexpr bool kVaries = requires { requires Format::WeightScales::kVaries; };
   static constexpr __device__ __forceinline__ int slab_bytes(const CodeImage& codes) {
@@ -118,8 +122,11 @@ struct Layout {
   static constexpr int kStageBytes = kStageChunks * kPartBytes;
   // Lanes of a consumer warp that hand a stage back. One is enough, but racecheck does not see that
   // it speaks for the others' reads of codes; all of them where a stage takes long.
-  static constexpr int kReleaseLanes =
-      Format::Weights::kEveryLaneReleases || (kStageChunks > 1 && Tile::kMaxColumns > 64) ? 32 : 1;
+  static constexpr int kReleaseLanes = Format::Weights::kEveryLaneReleases ||
+                                               OfW2::Weights::kEveryLaneReleases ||
+                                               (kStageChunks > 1 && Tile::kMaxColumns > 64)
+                                           ? 32
+                                           : 1;
   static_assert(kStageChunks == 1 ||
                 Format::WeightScales::kStageBytes + Format::Tokens::kScaleBytes == 0);
   // Few tokens: four stages stream as fast as six, and leave the kernels that follow the room to
@@ -187,6 +194,10 @@ struct Shared {
   char* generic;
   const CodeImage& codes;  // the kernel's parameters
   const std::uint8_t& chunks_of_sums;
+  // The same for the other matrix.
+  __device__ __forceinline__ Shared with(const CodeImage& image) const {
+    return {base, generic, image, chunks_of_sums};
+  }
   __device__ __forceinline__ std::uint32_t weights(std::uint32_t s, int chunk = 0) const {
     return base + s * L::kStageBytes + static_cast<std::uint32_t>(chunk * L::kPartBytes);
   }

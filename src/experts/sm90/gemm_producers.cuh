@@ -81,7 +81,7 @@ __device__ __forceinline__ void produce_weights(const GroupedParams& p,
     const int bands = second ? p.bands2 : p.bands1;
     const int slabs = slabs_of(item);
     const std::int64_t first = (static_cast<std::int64_t>(item.expert) * bands + band) * chunks;
-    const int slab_bytes = L::slab_bytes(p.codes);
+    const int slab_bytes = L::slab_bytes(L::kTwoForms && second ? p.codes2 : p.codes);
     const std::byte* src = (second ? p.weights.w2 : p.weights.w13) + first * (2 * slab_bytes);
     const float* scale = (second ? p.weights.w2_scale : p.weights.w13_scale) +
                          first * (Format::WeightScales::kStageBytes / 4);

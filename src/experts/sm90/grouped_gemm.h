@@ -170,7 +170,7 @@ struct GroupedParams {
   bool power_of_two_scales = false;    // of GEMM1's result, where it is quantised
   GroupedActivation activation;
   WholeRows whole;
-  CodeImage codes;
+  CodeImage codes, codes2;  // of w13 and w2
   // Formats that can: GEMM1's result is quantised to values of this form; kBf16: not.
   RowForm inner_values = RowForm::kBf16;
   // Formats whose sums have scales: chunks that have one together, 1 or 2 of them.

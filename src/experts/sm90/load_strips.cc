@@ -6,6 +6,7 @@
 
 #include "core/checked.h"
 #include "core/refusal.h"
+#include "experts/matrix_form.h"
 #include "experts/sm90/experts_impl.h"
 #include "experts/sm90/repack_strips.h"
 #include "experts/sm90/weight_codes.h"
@@ -24,13 +25,13 @@ Status upload_strip(const std::vector<T>& strip, std::byte*& at, const T*& to) {
   return {};
 }
 
-Status repack_strip_matrix(const ExpertsPlan& plan, const WeightShape& shape,
-                           std::string_view field, const experts::ProjectionView& view,
-                           const std::int32_t* row_order, Allocation& staging, std::byte* image) {
-  const CodeImage& codes = plan.codes;
+Status repack_strip_matrix(const OperandQuant& weight, const CodeImage& codes,
+                           const WeightShape& shape, std::string_view field,
+                           const experts::ProjectionView& view, const std::int32_t* row_order,
+                           Allocation& staging, std::byte* image) {
   CodeStrips strips;
-  MOESAIC_RETURN_IF_ERROR(make_strips(plan.weight, codes, field, view, shape, row_order, strips));
-  const bool nibbles = has_nibbles(plan.weight), stored4 = dtype_bits(view.weight.dtype) == 4;
+  MOESAIC_RETURN_IF_ERROR(make_strips(weight, codes, field, view, shape, row_order, strips));
+  const bool nibbles = has_nibbles(weight), stored4 = dtype_bits(view.weight.dtype) == 4;
   const std::int64_t bytes = shape.rows * shape.columns / (nibbles ? 2 : 1);
   const auto count = static_cast<std::int64_t>(strips.upper.size());
   const std::int64_t all =
@@ -38,13 +39,13 @@ Status repack_strip_matrix(const ExpertsPlan& plan, const WeightShape& shape,
   if (staging.bytes() < all) MOESAIC_RETURN_IF_ERROR(staging.reserve("staging", all));
   auto* at = staging.as<std::byte>();
   CodeSource source;
-  source.places = has_fp8_codes(plan.weight)     ? CodePlaces::kE4m3
-                  : !nibbles                     ? CodePlaces::kBytes
-                  : has_table_codes(plan.weight) ? CodePlaces::kTable
-                                                 : CodePlaces::kInt4;
+  source.places = has_fp8_codes(weight)     ? CodePlaces::kE4m3
+                  : !nibbles                ? CodePlaces::kBytes
+                  : has_table_codes(weight) ? CodePlaces::kTable
+                                            : CodePlaces::kInt4;
   if (view.weight.dtype == DType::kI4) source.flip = 0x8;
   if (view.weight.dtype == DType::kI8) source.flip = 0x80;
-  source.lower_bytes = !has_rests(plan.weight);
+  source.lower_bytes = !has_rests(weight);
   source.weight = reinterpret_cast<const std::uint8_t*>(at);
   const std::byte* from = view.weight.data;
   std::vector<std::byte> ordered;
@@ -80,6 +81,15 @@ Status repack_strip_matrix(const ExpertsPlan& plan, const WeightShape& shape,
   return synchronize(nullptr);
 }
 
+// The matrix as its image has it.
+Status in_form(const ExpertsPlan& plan, const OperandQuant& form, std::int64_t expert,
+               std::string_view field, experts::FormedMatrix& formed,
+               experts::ProjectionView& view) {
+  if (form == plan.weight) return {};
+  MOESAIC_ASSIGN_OR_RETURN(view, formed.narrow(plan.weight, form, expert, field, view));
+  return {};
+}
+
 }  // namespace
 
 Status repack_code_strips(const RepackCall& call) {
@@ -88,10 +98,14 @@ Status repack_code_strips(const RepackCall& call) {
   w13.parts = plan.w13.gated ? 2 : 1;
   // Rows of w13 in the order of w2's columns: the intermediate needs no other.
   const ConstTensorView& order = call.weights.w2_perm;
-  MOESAIC_RETURN_IF_ERROR(repack_strip_matrix(plan, plan.w13, "w13", w13,
+  experts::FormedMatrix formed;
+  MOESAIC_RETURN_IF_ERROR(in_form(plan, plan.forms.w13, call.expert, "w13", formed, w13));
+  MOESAIC_RETURN_IF_ERROR(repack_strip_matrix(plan.forms.w13, plan.codes, plan.w13, "w13", w13,
                                               order.present() ? order.as<std::int32_t>() : nullptr,
                                               call.staging, call.parts[0]));
-  MOESAIC_RETURN_IF_ERROR(repack_strip_matrix(plan, plan.w2, "w2", experts::w2_of(call.weights),
+  experts::ProjectionView w2 = experts::w2_of(call.weights);
+  MOESAIC_RETURN_IF_ERROR(in_form(plan, plan.forms.w2, call.expert, "w2", formed, w2));
+  MOESAIC_RETURN_IF_ERROR(repack_strip_matrix(plan.forms.w2, plan.codes2, plan.w2, "w2", w2,
                                               nullptr, call.staging, call.parts[1]));
   if (!plan.weight.act_order) return {};
   return copy_to_device("upload of an order", call.parts[2], call.weights.w13_perm.data,

@@ -102,7 +102,7 @@ std::string int8_choice(const Scheme& scheme, std::int64_t intermediate_size) {
   const Result<Scheme> named = quant_scheme_from_name(name);
   const Result<const cpu::CpuKernels*> kernels = cpu::current_kernels();
   if (!named.ok() || !kernels.ok()) return {};
-  const Scheme int8 = with_stored_weight(*named, scheme.weight);
+  const Scheme int8 = with_stored_weight(*named, scheme.weight, scheme.forms);
   OperandQuant plain;  // BF16
   const double cost = activation_bound(int8.activation, intermediate_size);
   const double bound = activation_bound(plain, intermediate_size);
