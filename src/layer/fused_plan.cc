@@ -180,6 +180,7 @@ Result<FusedPlan> plan_fused_moe(const MoeLayerSpec& spec, const Scheme& shared_
   MOESAIC_RETURN_IF_ERROR(check_transforms(spec, options, plan));
   place_scaling_factor(spec.routing, plan);
   plan.has_router_bias = spec.has_router_bias;
+  plan.rows_dtype = spec.activation_dtype;
   plan.inplace = options.inplace;
   plan.shared_stream = options.shared_stream;
   plan.has_gate = options.include_gate;

@@ -33,7 +33,8 @@ struct FusedPlan {
   std::int64_t hidden_size = 0;   // of hidden states and output
   std::int64_t latent_size = 0;   // of what the routed experts see
   bool has_input_transform = false, has_output_transform = false;
-  double input_norm_eps = 0;  // above 0: router and routed experts see normalised rows
+  double input_norm_eps = 0;        // above 0: router and routed experts see normalised rows
+  DType rows_dtype = DType::kBF16;  // of the model's hidden states, whatever experts make of them
   bool has_router_bias = false;
   bool inplace = false;              // the output may be the hidden states
   bool shared_stream = false;        // FusedMoE::Options::shared_stream

@@ -31,6 +31,9 @@ struct LayerExperts {
   DType slot_dtype() const { return routed_wide ? DType::kF32 : DType::kBF16; }
 };
 Result<LayerExperts> choose_layer_experts(const layer::FusedPlan& plan);
+// Hidden states may come in F16 and F32, as the model has them, though the experts take bf16: the
+// layer rounds them for these. The gate reads them as they are.
+bool rounds_rows(const layer::FusedPlan& plan, const LayerExperts& chosen);
 
 // RankOptions::pair_capacity as the experts have it (CudaExpertsArgs::pair_capacity): 0 where there is
 // none, or as much room as for every pair. kUnsupported: experts or rows that cannot have one.
@@ -62,6 +65,10 @@ struct LayerWorkspace {
   std::uint16_t* latent = nullptr;  // [M, latent], what a transform makes of the rows
   float* routed_back = nullptr;     // [M, H], what one makes of the result
   float* shared_sums = nullptr;     // [M, H], of shared experts that are the caller's function
+  // Of models in F16 or F32 whose experts take bf16 (rounds_rows): hidden states that came otherwise,
+  // and sums on their way to F16.
+  std::uint16_t* rows_bf16 = nullptr;  // [M, H]
+  float* rows_wide = nullptr;          // [M, H], where no other piece has such sums
   // Over ranks: rows that travel in another dtype than bf16, the same on their way to F16, and ids
   // without slots of zero experts or of slots of experts that move.
   float* carried = nullptr;          // [M, H] F32 or F16

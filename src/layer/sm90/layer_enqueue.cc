@@ -10,6 +10,7 @@
 #include "cuda/dense_rows.h"
 #include "layer/call_args.h"
 #include "layer/sm90/layer_impl.h"
+#include "layer/sm90/layer_ops.h"
 
 namespace moesaic::cuda {
 
@@ -41,13 +42,14 @@ Status CudaLayer::Impl::check(const FusedMoE::Args& args) const {
                                                    x.shape.to_string(), m.plan.hidden_size)};
   }
   const std::int64_t tokens = x.dim(0);
-  if (m.takes_any_rows()) {
+  const bool any_rows = m.takes_any_rows() || m.takes_rounded_rows();
+  if (any_rows) {
     MOESAIC_RETURN_IF_ERROR(expect_float_dtype("hidden_states", x.dtype));
     MOESAIC_RETURN_IF_ERROR(expect_float_dtype("output", output.dtype));
   } else {
     MOESAIC_RETURN_IF_ERROR(expect_dtype("hidden_states", x, DType::kBF16));
   }
-  if ((!m.takes_any_rows() || m.mesh != nullptr) && output.dtype != DType::kBF16 &&
+  if ((!any_rows || m.mesh != nullptr) && output.dtype != DType::kBF16 &&
       output.dtype != DType::kF32) {
     return {StatusCode::kInvalidDType,
             fmt::format("output: got {}, need BF16 or F32", dtype_name(output.dtype))};
@@ -163,6 +165,14 @@ Status CudaLayer::Impl::enqueue_rows(Stream stream, const FusedMoE::Args& args) 
   out.topk_weights = trace.topk_weights.as<float>();
   out.topk_ids = trace.topk_ids.as<std::int32_t>();
   Impl::Rows rows = {x.data, x.dtype, x.data, x.dim(0)};
+  if (m.takes_rounded_rows() && x.dtype != DType::kBF16 && rows.tokens > 0) {
+    MOESAIC_ASSIGN_OR_RETURN(const LayerWorkspace w, m.carve(rows.tokens));
+    MOESAIC_RETURN_IF_ERROR(
+        check_call("hidden_states to bf16",
+                   launch_round_to_bf16(x.data, x.dtype, rows.tokens * m.plan.hidden_size,
+                                        w.rows_bf16, stream.handle)));
+    if (!MOESAIC_FAULT(cuda_layer_rows_are_not_rounded)) rows.x_bf16 = w.rows_bf16;
+  }
   rows.given = {args.router_logits.data,
                 args.router_logits.dtype,
                 args.topk_weights.as<float>(),

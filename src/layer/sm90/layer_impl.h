@@ -140,6 +140,7 @@ struct CudaLayer::Impl {
     const bool travel = mesh == nullptr || row_dtype(plan.routed) != DType::kBF16;
     return travel && !bf16_function && chosen.all_wide();
   }
+  bool takes_rounded_rows() const { return !takes_any_rows() && rounds_rows(plan, chosen); }
   // The traces instead of the workspace's arrays, and the caller's logits in the place of the gate's.
   Status take_given_logits(void* stream, const Rows& rows, const Out& out, LayerWorkspace& w) const;
   // Gives the ids of the call's rows, a row's `stride` apart, to the caller's function.

@@ -68,6 +68,10 @@ Status CudaLayer::can_implement(const layer::FusedPlan& plan, const FusedMoE::Op
       dtype_name(rows), kGeneralExpertsName));
 }
 
+bool rounds_rows(const layer::FusedPlan& plan, const LayerExperts& chosen) {
+  return plan.rows_dtype != DType::kBF16 && !plan.ranks.active && !chosen.all_wide();
+}
+
 Result<LayerExperts> choose_layer_experts(const layer::FusedPlan& plan) {
   LayerExperts chosen;
   const auto choose = [&](const MoeProblem& problem, std::string_view stage, const GpuBackend*& to,
@@ -113,7 +117,8 @@ bool shared_joins(const layer::FusedPlan& plan, bool gated_shared) {
   const MoeProblem &r = plan.routed, &s = plan.shared;
   const bool alike = plan.has_shared && !gated_shared && r.hidden_size == s.hidden_size &&
                      r.intermediate_size == s.intermediate_size &&
-                     r.quant.weight == s.quant.weight && r.quant.activation == s.quant.activation &&
+                     r.quant.weight == s.quant.weight && r.quant.forms == s.quant.forms &&
+                     r.quant.activation == s.quant.activation &&
                      r.activation_dtype == s.activation_dtype && r.activation == s.activation;
   // Over ranks each computes the shared expert for its own rows, the routed ones for others' too;
   // transforms are the routed experts' alone; and a function that routes knows no slot for it.
@@ -162,14 +167,19 @@ Result<LayerWorkspace> LayerWorkspace::carve(const layer::FusedPlan& plan, bool 
                          (plan.shared_stream ||
                           (plan.inplace && !MOESAIC_FAULT(cuda_layer_in_place_of_rows_still_read)));
   MOESAIC_ASSIGN_OR_RETURN(const LayerExperts with, choose_layer_experts(plan));
-  if (keeps_sum || plan.output_scale != 1.0F || plan.has_zero_experts ||
-      plan.has_output_transform || shared_function || spread ||
-      (plan.has_shared && with.any_wide())) {
+  const bool has_sums = keeps_sum || plan.output_scale != 1.0F || plan.has_zero_experts ||
+                        plan.has_output_transform || shared_function || spread ||
+                        (plan.has_shared && with.any_wide());
+  if (has_sums) {
     w.routed = take<float>(arena, tokens * plan.latent_size);
   }
   if (plan.has_input_transform) w.latent = take<std::uint16_t>(arena, tokens * plan.latent_size);
   if (plan.has_output_transform) w.routed_back = take<float>(arena, tokens * plan.hidden_size);
   if (shared_function) w.shared_sums = take<float>(arena, tokens * plan.hidden_size);
+  if (rounds_rows(plan, with)) {
+    w.rows_bf16 = take<std::uint16_t>(arena, tokens * plan.hidden_size);
+    if (!has_sums) w.rows_wide = take<float>(arena, tokens * plan.hidden_size);
+  }
   if (const DType row = row_dtype(plan.routed); spread && row != DType::kBF16) {
     w.carried = take<float>(arena, tokens * plan.hidden_size);
     if (row == DType::kF16) w.carried_wide = take<float>(arena, tokens * plan.hidden_size);

@@ -203,9 +203,10 @@ Status CudaLayer::Impl::run_routed(void* stream, CudaExpertsArgs a, const void* 
 
 Status CudaLayer::Impl::run(void* stream, const Rows& rows, const Out& out) const {
   float* wide = nullptr;
-  if (out.dtype == DType::kF16 && !joins_call(rows, out)) {
+  if (out.dtype == DType::kF16 && (takes_rounded_rows() || !joins_call(rows, out))) {
     MOESAIC_ASSIGN_OR_RETURN(const LayerWorkspace w, carve(rows.tokens));
     wide = w.routed_back != nullptr ? w.routed_back : w.routed;
+    if (wide == nullptr) wide = w.rows_wide;
   }
   if (wide != nullptr) {
     // The last kernel has bf16 or F32.
